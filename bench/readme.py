@@ -1,0 +1,60 @@
+"""Writes the README's figures from bench/results/*.json; every figure there comes from here.
+
+    python bench/readme.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+BEGIN, END = "<!-- figures: written by bench/readme.py -->", "<!-- end of figures -->"
+
+
+def host_vs_gloo(found: dict[str, Any]) -> str:
+    """The section of bench/host_vs_gloo.py."""
+    case, machine, medians = found["case"], found["machine"], found["medians"]
+    lines = [
+        f"CPU ranks: {case['ranks']} processes on {machine['cores']} cores ({machine['cpu']}), {case['tokens']} tokens x {case['hidden']} "
+        f"bfloat16 each, top-{case['topk']} of {case['experts']} experts; the same rows through `all_to_all_single` over gloo, plus the sum:",
+        "",
+        "| | dispatch | combine | both | gloo / this |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, label in (("gloo", "gloo"), ("flat", "`flat`"), ("expert", "`expert`"), ("batched", "`batched`")):
+        row = medians[name]
+        ratio = "" if name == "gloo" else f"{row['gloo_ratio']:.1f}"
+        lines.append(f"| {label} | {row['dispatch_ms']:.1f} ms | {row['combine_ms']:.1f} ms | {row['both_ms']:.1f} ms | {ratio} |")
+    lines += ["", "`flat` does exactly what the gloo code does; the other layouts also write a row for each (token, expert)."]
+    return "\n".join(lines)
+
+
+SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {"host_vs_gloo": host_vs_gloo}
+
+
+def figures() -> str:
+    """All sections whose JSON is there, each with its source."""
+    parts = []
+    for name, section in SECTIONS.items():
+        path = ROOT / "bench" / "results" / f"{name}.json"
+        if path.exists():
+            found = json.loads(path.read_text())
+            source = f"Source: [`{path.name}`](bench/results/{path.name}), `{found['command']}`, {found['date']}."
+            parts.append(f"{section(found)}\n{source}")
+    return "\n\n".join(parts)
+
+
+def filled(readme: str) -> str:
+    """The README with its figures as they are now."""
+    pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
+    assert len(pattern.findall(readme)) == 1, "the README has no place for figures, or several"
+    return pattern.sub(lambda _: f"{BEGIN}\n{figures()}\n{END}", readme)
+
+
+if __name__ == "__main__":
+    path = ROOT / "README.md"
+    path.write_text(filled(path.read_text()))

@@ -1,0 +1,12 @@
+// The parts of moecomm._native.  Arguments in, errors out; what they do is in runtime/ and host/.
+#pragma once
+#include <pybind11/pybind11.h>
+
+namespace moecomm::bindings {
+
+void bind_args(pybind11::module_& m);
+void bind_arena(pybind11::module_& m);
+void bind_peers(pybind11::module_& m);
+void bind_rounds(pybind11::module_& m);
+
+}  // namespace moecomm::bindings

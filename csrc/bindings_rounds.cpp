@@ -1,0 +1,162 @@
+// Running a round, and what is left when it fails.
+#include <pybind11/stl.h>
+#include <signal.h>
+
+#include <optional>
+#include <stdexcept>
+#include <variant>
+
+#include "bindings.h"
+#include "host/executor.h"
+#include "protocol/order.h"
+#include "runtime/driver.h"
+#include "runtime/interrupt.h"
+#include "runtime/together.h"
+
+namespace py = pybind11;
+using namespace moecomm::runtime;
+
+namespace moecomm::bindings {
+namespace {
+
+using Round = std::variant<DispatchArgs, CombineArgs>;
+
+template <class T>
+T* at(u64 address) {
+    if (address == 0 || address % alignof(T) != 0) throw std::invalid_argument("not the address of such a struct");
+    return reinterpret_cast<T*>(address);
+}
+
+const Context& context(const Round& round) {
+    return std::visit([](const auto& args) -> const Context& { return args.ctx; }, round);
+}
+
+void check_context(const Context& ctx) {
+    const i32 ranks = ctx.shape.ranks;
+    if (ranks < 1 || ranks > kMaxRanks || ctx.rank < 0 || ctx.rank >= ranks) throw std::invalid_argument("ctx: rank or shape is not set");
+    at<FailureRecord>(ctx.record);
+    for (i32 p = 0; p < ranks; ++p) at<u64>(ctx.peers[p]);
+}
+
+// Python's side of signals, looked up once and never dropped.
+struct Signals {
+    py::object main_thread = py::module_::import("threading").attr("main_thread");
+    py::object get_handler = py::module_::import("_signal").attr("getsignal");  // signal.getsignal makes an enum of it, in 2 us
+    py::object keyboard_interrupt = py::module_::import("signal").attr("default_int_handler");
+    py::object set_wakeup_fd = py::module_::import("signal").attr("set_wakeup_fd");
+
+    static const Signals& instance() {
+        static const Signals* const found = new Signals;
+        return *found;
+    }
+    // Only there may we, and only then does Ctrl-C end what the main thread is doing.
+    bool ctrl_c_raises_here() const {
+        return main_thread().attr("ident").cast<unsigned long>() == PyThread_get_thread_ident() &&
+               get_handler(SIGINT).is(keyboard_interrupt);
+    }
+    int wake(int fd) const { return set_wakeup_fd(fd, py::arg("warn_on_full_buffer") = false).cast<int>(); }
+};
+
+// Between start and finish Ctrl-C aborts the rounds, if we are in the main thread and Ctrl-C means KeyboardInterrupt.
+class Interruptible {
+  public:
+    explicit Interruptible(const std::vector<Round>& rounds) {
+        if (!Signals::instance().ctrl_c_raises_here()) return;
+        std::vector<AbortWord> words;
+        for (const Round& round : rounds) {
+            const Context& ctx = context(round);
+            words.push_back({ctx.abort_host != 0 ? ctx.abort_host : ctx.peers[ctx.rank] + ctx.window.abort, ctx.rank});
+        }
+        interrupter_ = &Interrupter::instance();
+        previous_ = Signals::instance().wake(interrupter_->wakeup_fd());
+        interrupter_->arm(std::move(words), previous_);
+    }
+    Interruptible(const Interruptible&) = delete;
+    Interruptible& operator=(const Interruptible&) = delete;
+    ~Interruptible() { disarm(); }
+
+    // Before the round: a signal that came just before it was armed.
+    void start() const {
+        if (interrupter_ != nullptr && PyErr_CheckSignals() != 0) throw py::error_already_set();
+    }
+    void finish() {
+        if (disarm() && PyErr_CheckSignals() != 0) throw py::error_already_set();
+    }
+
+  private:
+    bool disarm() {
+        if (interrupter_ == nullptr) return false;
+        try {
+            Signals::instance().wake(previous_);
+        } catch (py::error_already_set&) {  // its owner has closed it meanwhile
+            Signals::instance().wake(-1);
+        }
+        return std::exchange(interrupter_, nullptr)->disarm();
+    }
+
+    Interrupter* interrupter_ = nullptr;
+    int previous_ = -1;
+};
+
+void execute(const DispatchArgs& args) { host::dispatch(args); }
+void execute(const CombineArgs& args) { host::combine(args); }
+
+void run(const std::vector<Round>& rounds) {
+    for (const Round& round : rounds) check_context(context(round));
+    std::vector<std::function<void()>> jobs;
+    for (const Round& round : rounds) jobs.push_back([&round] { std::visit([](const auto& args) { execute(args); }, round); });
+    Interruptible interruptible(rounds);
+    interruptible.start();
+    {
+        py::gil_scoped_release unlocked;
+        run_together(jobs);
+    }
+    interruptible.finish();
+}
+
+std::optional<FailureRecord> record(u64 address) {
+    const auto* left = at<FailureRecord>(address);
+    if (load_acquire(&left->code) == 0) return std::nullopt;
+    return *left;
+}
+
+void launch(u64 function, u32 grid, u32 block, u32 shared_bytes, u64 stream, const Round& round) {
+    std::visit([&](const auto& args) { cuda_launch({function, grid, block, shared_bytes, stream}, &args); }, round);
+}
+
+void bind_records(py::module_& m) {
+    py::class_<FailureRecord>(m, "FailureRecordView")
+        .def_readonly("code", &FailureRecord::code)
+        .def_readonly("op", &FailureRecord::op)
+        .def_readonly("phase", &FailureRecord::phase)
+        .def_readonly("argument", &FailureRecord::argument)
+        .def_readonly("rank", &FailureRecord::rank)
+        .def_readonly("peer", &FailureRecord::peer)
+        .def_readonly("round", &FailureRecord::round)
+        .def_readonly("expected", &FailureRecord::expected)
+        .def_readonly("seen", &FailureRecord::seen)
+        .def_readonly("waited_ns", &FailureRecord::waited_ns);
+    m.def("record", &record, py::arg("address"));
+    m.def("clear_record", [](u64 address) { *at<FailureRecord>(address) = FailureRecord{}; }, py::arg("address"));
+    m.def(
+        "set_abort",
+        [](u64 address, u32 cause, i32 culprit) {
+            return compare_exchange(at<u32>(address), 0, abort_word(static_cast<Failure>(cause), culprit)) == 0;
+        },
+        py::arg("address"), py::arg("cause"), py::arg("culprit"));
+    m.def("read_word", [](u64 address) { return load_acquire(at<const u32>(address)); }, py::arg("address"));
+}
+
+}  // namespace
+
+void bind_rounds(py::module_& m) {
+    bind_records(m);
+    m.def("host_dispatch", [](const DispatchArgs& args) { run({args}); }, py::arg("args"));
+    m.def("host_combine", [](const CombineArgs& args) { run({args}); }, py::arg("args"));
+    m.def("host_run_all", &run, py::arg("rounds"));
+    m.def("cuda_launch", &launch, py::arg("function"), py::arg("grid"), py::arg("block"), py::arg("shared_bytes"), py::arg("stream"),
+          py::arg("args"), py::call_guard<py::gil_scoped_release>());
+    m.def("cuda_available", &cuda_missing, py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace moecomm::bindings

@@ -1,0 +1,60 @@
+// Bulk copies (TMA) between a block's shared memory and any address, and the barriers in shared memory that count their bytes.
+//
+// The copies run in the async proxy; ordinary loads and stores run in the generic proxy.  What one wrote is seen by the other
+//   bulk load -> ordinary loads, bulk stores   after copy_wait() by the thread that goes on,
+//   ordinary stores -> bulk copies             after fence_async() by the thread that stored (or acquired), then a barrier, then the copy,
+//   bulk stores -> a flag of ours              after bulk_wait() by the thread that issued them.
+// Addresses and sizes are multiples of 16 bytes.
+#pragma once
+#include "config.cuh"
+
+namespace moecomm {
+
+MOECOMM_FN u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+MOECOMM_FN void barrier_init(u64* barrier, i32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers known to bulk copies; then a __syncthreads.
+MOECOMM_FN void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Issues a load whose bytes complete this phase of `barrier` (initialised with one arrival: this call's).
+MOECOMM_FN void bulk_load(void* to, const void* from, i32 bytes, u64* barrier) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+// Until the load is here.  Not a wait for anybody else: a copy that was issued ends, or the context has faulted.
+MOECOMM_FN void copy_wait(u64* barrier, u32 parity) {
+    asm volatile(
+        "{\n\t"
+        ".reg .pred done;\n\t"
+        "again:\n\t"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+        "@!done bra again;\n\t"
+        "}" ::"r"(shared_address(barrier)),
+        "r"(parity)
+        : "memory");
+}
+
+MOECOMM_FN void bulk_store(void* to, const void* from, i32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
+}
+// Closes the group of this thread's stores since the last call; groups may be empty.
+MOECOMM_FN void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until all but the last `groups` of this thread have been read from shared memory, which may then be written again.
+template <i32 groups>
+MOECOMM_FN void bulk_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(groups) : "memory");
+}
+// Until all but the last `groups` of this thread have been written.
+template <i32 groups>
+MOECOMM_FN void bulk_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(groups) : "memory");
+}
+
+MOECOMM_FN void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+MOECOMM_FN void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+}  // namespace moecomm

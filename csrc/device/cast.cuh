@@ -1,0 +1,84 @@
+// Casts between the types of rows and fp32, 16 bytes of a row at a time; the same bits as csrc/host/casts.h.
+#pragma once
+#include "config.cuh"
+
+namespace moecomm {
+
+// Columns in 16 bytes of a row.
+MOECOMM_BOTH constexpr i32 columns_in_16(Type type) { return 16 / bytes_of(type); }
+
+template <Type type>
+MOECOMM_FN void widen_word(u32 word, float* out) {
+    if constexpr (type == Type::fp32) {
+        out[0] = __uint_as_float(word);
+    } else if constexpr (type == Type::bf16) {
+        out[0] = __uint_as_float(word << 16);
+        out[1] = __uint_as_float(word & 0xffff0000u);
+    } else {
+        asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %2;\n\tcvt.f32.f16 %0, low;\n\tcvt.f32.f16 %1, high;\n\t}"
+            : "=f"(out[0]), "=f"(out[1])
+            : "r"(word));
+    }
+}
+template <Type type>
+MOECOMM_FN void widen(const uint4& words, float (&out)[columns_in_16(type)]) {
+    constexpr i32 each = columns_in_16(type) / 4;
+    widen_word<type>(words.x, out);
+    widen_word<type>(words.y, out + each);
+    widen_word<type>(words.z, out + 2 * each);
+    widen_word<type>(words.w, out + 3 * each);
+}
+
+// Rounds to nearest even; `in` holds as many columns as 4 bytes do.
+template <Type type>
+MOECOMM_FN u32 narrow_word(const float* in) {
+    u32 word;
+    if constexpr (type == Type::fp32) {
+        word = __float_as_uint(in[0]);
+    } else if constexpr (type == Type::bf16) {
+        asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(in[0]), "f"(in[1]));
+    } else {
+        asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(in[0]), "f"(in[1]));
+    }
+    return word;
+}
+
+// n columns at `to`, which is aligned to their bytes, or to 16 where they are more.
+template <Type type, i32 n>
+MOECOMM_FN void store_columns(void* to, const float (&in)[n]) {
+    constexpr i32 words = n * bytes_of(type) / 4, each = n / words;
+    u32 out[words];
+#pragma unroll
+    for (i32 i = 0; i < words; ++i) out[i] = narrow_word<type>(in + i * each);
+    if constexpr (words == 2) {
+        *static_cast<uint2*>(to) = make_uint2(out[0], out[1]);
+    } else {
+#pragma unroll
+        for (i32 i = 0; i < words; i += 4) static_cast<uint4*>(to)[i / 4] = make_uint4(out[i], out[i + 1], out[i + 2], out[i + 3]);
+    }
+}
+template <Type type, i32 n>
+MOECOMM_FN void load_columns(const void* from, float (&out)[n]) {
+    constexpr i32 words = n * bytes_of(type) / 4, each = n / words;
+#pragma unroll
+    for (i32 i = 0; i < words; ++i) widen_word<type>(static_cast<const u32*>(from)[i], out + i * each);
+}
+
+// Two columns to e4m3, nearest even; the low byte is the first.
+MOECOMM_FN u32 narrow_e4m3(float first, float second) {
+    u16 both;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(both) : "f"(first), "f"(second));
+    return both;
+}
+
+// What a group of columns is multiplied with, and its scale, from the largest magnitude in it.
+struct GroupScale {
+    float up, scale;
+};
+MOECOMM_FN GroupScale group_scale(u32 largest_bits) {
+    const float seen = __uint_as_float(largest_bits);
+    const float amax = seen < 1e-4f ? 1e-4f : seen;
+    return {__fdiv_rn(448.0f, amax), __fdiv_rn(amax, 448.0f)};
+}
+
+}  // namespace moecomm

@@ -1,0 +1,61 @@
+// Copies by a warp through registers: rows inside our own window, and the few bytes beside a row.
+#pragma once
+#include "config.cuh"
+
+namespace moecomm {
+
+// Rows are read once: they need no place in the first-level cache.
+MOECOMM_FN uint4 load_once(const uint4* from) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+    return v;
+}
+// A word that another block has written in this launch: from the second level, where all blocks meet.
+MOECOMM_FN i32 load_shared_word(const i32* from) {
+    i32 v;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+    return v;
+}
+
+MOECOMM_FN u32 lanes_below() {
+    u32 mask;
+    asm("mov.u32 %0, %lanemask_lt;" : "=r"(mask));
+    return mask;
+}
+MOECOMM_FN i32 lane_id() { return threadIdx.x % kWarp; }
+MOECOMM_FN i32 warp_id() { return threadIdx.x / kWarp; }
+
+// One row to several places: `to(i)` for i below `copies`, the same in all lanes.  Several loads of a lane are in flight at once.
+template <i32 bytes, class Place>
+MOECOMM_FN void copy_row(const u8* from, i32 copies, Place to) {
+    constexpr i32 vectors = bytes / 16, per_lane = ceil_div(vectors, kWarp);
+    constexpr i32 batches = ceil_div(per_lane, 8), depth = ceil_div(per_lane, batches);
+#pragma unroll 1
+    for (i32 batch = 0; batch < batches; ++batch) {
+        const i32 first = batch * depth * kWarp + lane_id();
+        uint4 held[depth];
+#pragma unroll
+        for (i32 i = 0; i < depth; ++i)
+            if (first + i * kWarp < vectors) held[i] = load_once(reinterpret_cast<const uint4*>(from) + first + i * kWarp);
+#pragma unroll 1
+        for (i32 c = 0; c < copies; ++c) {
+            auto* place = reinterpret_cast<uint4*>(to(c));
+#pragma unroll
+            for (i32 i = 0; i < depth; ++i)
+                if (first + i * kWarp < vectors) place[first + i * kWarp] = held[i];
+        }
+    }
+}
+
+// A row of scales: any number of bytes, by words where both ends allow it.
+template <i32 bytes>
+MOECOMM_FN void copy_small(u8* to, const u8* from) {
+    const bool words = bytes % 4 == 0 && (reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from)) % 4 == 0;
+    if (words) {
+        for (i32 i = lane_id(); i < bytes / 4; i += kWarp) reinterpret_cast<u32*>(to)[i] = reinterpret_cast<const u32*>(from)[i];
+    } else {
+        for (i32 i = lane_id(); i < bytes; i += kWarp) to[i] = from[i];
+    }
+}
+
+}  // namespace moecomm

@@ -1,0 +1,100 @@
+// Waiting for peers, and what is left behind when they do not come: csrc/protocol/deadline.h in a kernel.
+#pragma once
+#include "../protocol/deadline.h"
+#include "transport.cuh"
+
+namespace moecomm {
+
+// The round that a thread works for.
+struct Round {
+    const Context& ctx;
+    Op op;
+    u32 tag;  // its number
+};
+
+template <class T>
+MOECOMM_FN T* own(const Context& ctx, u64 offset) {
+    return reinterpret_cast<T*>(ctx.peers[ctx.rank] + offset);
+}
+MOECOMM_FN State* own_state(const Context& ctx) { return own<State>(ctx, ctx.window.state); }
+
+MOECOMM_FN Deadline deadline_of(const Context& ctx) {
+    const u32* here = own<const u32>(ctx, ctx.window.abort);
+    return {ctx.timeout_ns, here, ctx.abort_host != 0 ? reinterpret_cast<const u32*>(ctx.abort_host) : here};
+}
+
+// Fills the record unless it still holds an earlier failure; the code last, so that the host reads a whole record or none.
+MOECOMM_FN void write_record(const Round& r, Phase phase, const Verdict& v, u64 waited_ns) {
+    auto* record = reinterpret_cast<FailureRecord*>(r.ctx.record);
+    if (load_relaxed(&record->code) != 0) return;
+    record->op = static_cast<u32>(r.op);
+    record->phase = static_cast<u32>(phase);
+    record->argument = static_cast<u32>(v.argument);
+    record->rank = r.ctx.rank;
+    record->peer = v.peer;
+    record->round = r.tag;
+    record->expected = v.expected;
+    record->seen = v.seen;
+    record->waited_ns = waited_ns;
+    store_release(&record->code, static_cast<u32>(v.failure));
+}
+
+// True for one thread of the whole grid in this round: the one that speaks for the rank.
+MOECOMM_FN bool claim_record(const Round& r) {
+    u32* claim = &own_state(r.ctx)->claim;
+    const u32 held = load_relaxed(claim);
+    return held != r.tag && compare_exchange(claim, held, r.tag) == held;
+}
+
+// The ranks disagree, or one of them had bad input: said once, and the Buffer goes on.
+MOECOMM_FN void report_void(const Round& r, const Verdict& v) {
+    if (claim_record(r)) write_record(r, Phase::notice, v, 0);
+}
+
+// A wait has ended without what it waited for: leaves the record, and makes all our other waits and those of every peer end.
+__device__ __noinline__ void report_failure(const Round& r, Waited waited, Phase phase, i32 peer, i64 expected, i64 seen, u64 waited_ns) {
+    if (!claim_record(r)) return;
+    const Deadline d = deadline_of(r.ctx);
+    u32 word = abort_word(Failure::timeout, peer);
+    if (waited == Waited::aborted) {
+        word = load_relaxed(d.abort_here);
+        if (word == 0) word = load_relaxed(d.abort_host);
+    }
+    write_record(r, phase, {abort_cause(word), Argument::none, abort_culprit(word), expected, seen}, waited_ns);
+    for (i32 p = 0; p < r.ctx.shape.ranks; ++p)
+        if (r.ctx.peers[p] != 0) compare_exchange(reinterpret_cast<u32*>(r.ctx.peers[p] + r.ctx.window.abort), 0, word);
+}
+
+// Polls `ready()`; when it gives up it reports `peer` in `phase`, `expected` and what `seen()` says then, and returns false.
+template <class Ready, class Seen>
+MOECOMM_FN bool wait_for(const Round& r, Phase phase, i32 peer, i64 expected, Ready ready, Seen seen) {
+    if (ready()) return true;
+    const u64 start = now_ns();
+    const Waited waited = wait_until(deadline_of(r.ctx), ready);
+    if (waited == Waited::ok) return true;
+    report_failure(r, waited, phase, peer, expected, seen(), now_ns() - start);
+    return false;
+}
+
+// Until the flag at `offset` of our window carries this round's tag, or `tag`; `value` is what it carries then.  What the peer wrote
+// before the flag may be read by this thread afterwards, and by others after a barrier with it.
+MOECOMM_FN bool wait_flag(const Round& r, Phase phase, i32 peer, u64 offset, u32 tag, u64& value) {
+    const u64* flag = own<const u64>(r.ctx, offset);
+    return wait_for(
+        r, phase, peer, tag,
+        [&] {
+            value = load_acquire(flag);
+            return signal_tag(value) == tag;
+        },
+        [&] { return static_cast<i64>(signal_tag(value)); });
+}
+
+// False, and reported, when somebody has already called this Buffer off.
+MOECOMM_FN bool not_aborted(const Round& r) {
+    const Deadline d = deadline_of(r.ctx);
+    if (load_relaxed(d.abort_here) == 0 && load_relaxed(d.abort_host) == 0) return true;
+    report_failure(r, Waited::aborted, Phase::notice, r.ctx.rank, r.tag, r.tag, 0);
+    return false;
+}
+
+}  // namespace moecomm

@@ -1,0 +1,70 @@
+// Casts between fp32 and the narrow types, without branches so that loops over them become vector code.
+#pragma once
+#include <cstring>
+
+#include "../protocol/compiler.h"
+
+namespace moecomm::host {
+
+#define MOECOMM_INLINE __attribute__((always_inline)) inline
+
+MOECOMM_INLINE u32 bits_of(float value) {
+    u32 bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    return bits;
+}
+MOECOMM_INLINE float float_of(u32 bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+struct Bf16 {
+    using Stored = u16;
+    static MOECOMM_INLINE float load(u16 v) { return float_of(static_cast<u32>(v) << 16); }
+    static MOECOMM_INLINE u16 round(float f) {
+        const u32 bits = bits_of(f);
+        const u32 nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+        return static_cast<u16>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : nearest);
+    }
+};
+
+struct Fp16 {
+    using Stored = u16;
+    static MOECOMM_INLINE float load(u16 v) {
+        // The bits, moved up, are the value times 2^-112, fp16 subnormals included; infinities and NaNs get their exponent back.
+        const u32 magnitude = (v & 0x7fffu) << 13;
+        const u32 finite = bits_of(float_of(magnitude) * 0x1p112f);
+        const u32 special = magnitude | 0x7f800000u;
+        return float_of((static_cast<u32>(v & 0x8000u) << 16) | (magnitude >= (0x7c00u << 13) ? special : finite));
+    }
+    static MOECOMM_INLINE u16 round(float f) {
+        const u32 bits = bits_of(f);
+        const u32 magnitude = bits & 0x7fffffffu;
+        // Normal: move the exponent from bias 127 to 15 and round at bit 13.  Below 2^-14 an fp32 addition rounds: one unit of 0.5 is 2^-24.
+        const u32 normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+        const u32 subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
+        u32 half = magnitude < (113u << 23) ? subnormal : normal;
+        half = magnitude >= (143u << 23) ? 0x7c00u : half;  // 2^16 and above; what rounds up to it arrives there by itself
+        return static_cast<u16>(magnitude > 0x7f800000u ? 0x7fffu : half | ((bits >> 16) & 0x8000u));
+    }
+};
+
+struct Fp32 {
+    using Stored = float;
+    static MOECOMM_INLINE float load(float v) { return v; }
+    static MOECOMM_INLINE float round(float f) { return f; }
+};
+
+// e4m3fn: no infinities, 448 the largest; what rounds beyond it becomes NaN.
+MOECOMM_INLINE u8 round_e4m3(float f) {
+    const u32 bits = bits_of(f);
+    const u32 magnitude = bits & 0x7fffffffu;
+    const u32 normal = (magnitude - (120u << 23) + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
+    const u32 subnormal = bits_of(float_of(magnitude) + 0x1p14f) - bits_of(0x1p14f);  // one unit of 2^14 is 2^-9
+    u32 narrow = magnitude < (121u << 23) ? subnormal : normal;
+    narrow = magnitude >= (135u << 23) + (7u << 20) ? 0x7fu : narrow;  // 480 and above, and NaN
+    return static_cast<u8>(narrow | ((bits >> 24) & 0x80u));
+}
+
+}  // namespace moecomm::host

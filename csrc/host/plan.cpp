@@ -1,0 +1,158 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace moecomm::host {
+
+BadEntry worse(const BadEntry& a, const BadEntry& b) {
+    if (a.argument == Argument::none) return b;
+    if (b.argument == Argument::none) return a;
+    if (a.argument != b.argument) return a.argument == Argument::topk_idx ? a : b;
+    return a.entry <= b.entry ? a : b;
+}
+
+Plan::Plan(const DispatchArgs& args, const Round& round)
+    : a_(args),
+      r_(round),
+      shape_(args.ctx.shape),
+      columns_(args.ctx.window.columns),
+      experts_here_(args.ctx.shape.experts / args.ctx.shape.ranks) {
+    if (a_.repeat != 0) return;
+    total_.assign(columns_, 0);
+    earlier_.assign(columns_, 0);
+}
+
+// The scratch of our window, one row of columns a chunk: a sender walks a row, so rows lie together.
+i32* Plan::before_chunk(i32 chunk) const {
+    return at<i32>(r_.ctx, r_.me, r_.ctx.window.chunk_counts) + static_cast<i64>(chunk) * columns_;
+}
+
+BadEntry Plan::count(i32 chunk) {
+    i32* counts = before_chunk(chunk);
+    std::fill_n(counts, columns_, 0);
+    const i32 first = chunk * a_.chunk_tokens;
+    const i32 end = std::min(first + a_.chunk_tokens, a_.num_tokens);
+    BadEntry bad = bad_weight(first, end);
+    for (i32 token = first; token < end; ++token) {
+        u64 ranks_seen = 0;
+        for (i64 entry = static_cast<i64>(token) * shape_.topk; entry < (token + 1ll) * shape_.topk; ++entry) {
+            const i64 id = id_at(entry);
+            if (!valid_id(id, shape_.experts)) {
+                bad = worse(bad, {Argument::topk_idx, entry, id});
+            } else if (id >= 0) {
+                ++counts[id];
+                ranks_seen |= 1ull << owner(id);
+            }
+        }
+        for (; ranks_seen != 0; ranks_seen &= ranks_seen - 1) ++counts[shape_.experts + __builtin_ctzll(ranks_seen)];
+    }
+    return bad;
+}
+
+BadEntry Plan::bad_weight(i32 token, i32 end) const {
+    if (a_.check_weights == 0 || a_.topk_weights == 0) return {};
+    const float* weights = memory<const float>(a_.topk_weights);
+    for (i64 entry = static_cast<i64>(token) * shape_.topk; entry < static_cast<i64>(end) * shape_.topk; ++entry)
+        if (weights[entry] != weights[entry]) return {Argument::topk_weights, entry, 0};
+    return {};
+}
+
+const i32* Plan::total_up(bool bad) {
+    if (bad) return total_.data();
+    for (i32 chunk = 0; chunk < own_chunks(); ++chunk) {
+        i32* counts = before_chunk(chunk);
+        for (i32 c = 0; c < columns_; ++c) {
+            const i32 here = counts[c];
+            counts[c] = total_[c];
+            total_[c] += here;
+        }
+    }
+    return total_.data();
+}
+
+void Plan::gather() {
+    std::fill(total_.begin(), total_.end(), 0);
+    for (i32 source = 0; source < r_.ranks; ++source) {
+        if (source == r_.me) earlier_ = total_;
+        const i32* counts = counts_of(source);
+        for (i32 c = 0; c < columns_; ++c) total_[c] += counts[c];
+    }
+}
+
+i64 Plan::rows_needed(i32 rank) const {
+    const i32* counts = &total_[rank * experts_here_];
+    if (a_.layout == static_cast<i32>(Layout::flat)) return total_[shape_.experts + rank];
+    i64 rows = 0;
+    for (i32 e = 0; e < experts_here_; ++e) rows += align_up<i64>(counts[e], a_.alignment);
+    return rows;
+}
+
+Verdict Plan::judge_capacity() const {
+    const i64 group = batched_start(shape_, 1);
+    for (i32 p = 0; p < r_.ranks; ++p) {
+        if (a_.layout == static_cast<i32>(Layout::batched)) {
+            for (i32 e = p * experts_here_; e < (p + 1) * experts_here_; ++e)
+                if (total_[e] > group) return {Failure::bad_input, Argument::batched, p, group, total_[e]};
+        } else if (rows_needed(p) > r_.notice(p).max_rows) {
+            return {Failure::bad_input, Argument::max_rows, p, r_.notice(p).max_rows, rows_needed(p)};
+        }
+    }
+    return {Failure::none, Argument::none, -1, 0, 0};
+}
+
+void Plan::place() {
+    store_outputs();
+    for (i32 p = 0; p < r_.ranks; ++p) memory<i32>(a_.route.slot_base)[p] = earlier_[shape_.experts + p];
+    if (a_.layout != static_cast<i32>(Layout::flat)) place_experts();
+}
+
+// Earlier ranks' rows come first in a group; the group itself begins after those before it at the same rank.
+void Plan::place_experts() {
+    i32 start = 0;
+    for (i32 e = 0; e < shape_.experts; ++e) {
+        const i32 local_expert = e % experts_here_;
+        if (a_.layout == static_cast<i32>(Layout::batched)) {
+            start = static_cast<i32>(batched_start(shape_, local_expert));
+        } else if (local_expert == 0) {
+            start = 0;
+        }
+        earlier_[e] += start;
+        if (a_.layout == static_cast<i32>(Layout::expert)) start += aligned_group(total_[e], a_.alignment);
+    }
+}
+
+void Plan::store_outputs() {
+    i32* base = memory<i32>(a_.route.source_base);
+    base[0] = 0;
+    for (i32 source = 0; source < r_.ranks; ++source) base[source + 1] = base[source] + counts_of(source)[shape_.experts + r_.me];
+    const i32* counts = &total_[r_.me * experts_here_];
+    std::copy_n(counts, experts_here_, memory<i32>(a_.tokens_per_expert));
+    i64 rows = 0;
+    for (i32 e = 0; e < experts_here_; ++e) rows += counts[e];
+    *memory<i32>(a_.num_rows) = static_cast<i32>(a_.layout == static_cast<i32>(Layout::batched) ? rows : rows_needed(r_.me));
+}
+
+void Plan::clear() {
+    const i64 tokens = a_.num_tokens;
+    std::fill_n(memory<i32>(a_.route.token_rows), tokens * shape_.topk, -1);
+    std::fill_n(memory<i32>(a_.route.token_owner), tokens * shape_.topk, -1);
+    std::fill_n(memory<i32>(a_.route.token_slot), tokens * r_.ranks, -1);
+    std::fill_n(memory<i32>(a_.route.slot_base), r_.ranks, 0);
+    std::fill_n(memory<i32>(a_.route.source_base), r_.ranks + 1, 0);
+    std::fill_n(memory<i32>(a_.tokens_per_expert), experts_here_, 0);
+    *memory<i32>(a_.num_rows) = 0;
+}
+
+i32* Plan::cursors(i32 chunk) {
+    i32* rows = before_chunk(chunk);
+    for (i32 c = 0; c < columns_; ++c) rows[c] += earlier_[c];
+    return rows;
+}
+
+Plan::Padding Plan::padding(i32 expert, i64 group_start) const {
+    const i32 count = total_[r_.me * experts_here_ + expert];
+    return {group_start + count, group_start + aligned_group(count, a_.alignment)};
+}
+
+}  // namespace moecomm::host

@@ -1,0 +1,70 @@
+// From everybody's counts to rows: the arithmetic of ../protocol/slots.h for one dispatch.
+#pragma once
+#include <vector>
+
+#include "round.h"
+
+namespace moecomm::host {
+
+// A bad entry of our topk_idx or topk_weights; `entry` is token * topk + k.
+struct BadEntry {
+    Argument argument = Argument::none;
+    i64 entry = 0;
+    i64 value = 0;
+};
+// The one to report: a bad id before a bad weight, the first of a kind.
+BadEntry worse(const BadEntry& a, const BadEntry& b);
+
+class Plan {
+  public:
+    Plan(const DispatchArgs& args, const Round& round);
+
+    // The k-th expert of a token, by entry = token * topk + k; -1 for none.
+    i64 id_at(i64 entry) const {
+        return a_.idx_bytes == 8 ? memory<const i64>(a_.topk_idx)[entry] : memory<const i32>(a_.topk_idx)[entry];
+    }
+    i32 owner(i64 id) const { return static_cast<i32>(id) / experts_here_; }
+    i32 local(i64 id) const { return static_cast<i32>(id) % experts_here_; }
+
+    i32 own_chunks() const { return ceil_div(a_.num_tokens, a_.chunk_tokens); }
+    // Counts one chunk of our tokens: tokens per expert, then flat rows per rank.  Returns what is wrong with it.
+    BadEntry count(i32 chunk);
+    // Turns the counts of our chunks into what lies before each of them, and returns our totals, i32[columns]; all 0 if `bad`.
+    const i32* total_up(bool bad);
+
+    // After all notices: adds up everybody's counts.
+    void gather();
+    // Does everything fit?  Every rank comes to the same end.
+    Verdict judge_capacity() const;
+    // The rows our tokens get, and the small outputs of dispatch.
+    void place();
+    // What `place` fills, for a round in which nothing arrives.
+    void clear();
+    // The next free row by column for the tokens of a chunk; the sender counts them up.  One call a chunk.
+    i32* cursors(i32 chunk);
+
+    // The rows [filled, end) of our own window are padding: no token, but inside the aligned group of the local expert (Layout::expert).
+    struct Padding {
+        i64 filled, end;
+    };
+    Padding padding(i32 expert, i64 group_start) const;
+    i32 experts_here() const { return experts_here_; }
+
+  private:
+    const i32* counts_of(i32 source) const { return at<const i32>(r_.ctx, r_.me, counts_at(r_.ctx.window, r_.ranks, r_.tag, source)); }
+    i32* before_chunk(i32 chunk) const;
+    BadEntry bad_weight(i32 token, i32 end) const;
+    i64 rows_needed(i32 rank) const;
+    void place_experts();
+    void store_outputs();
+
+    const DispatchArgs& a_;
+    const Round& r_;
+    const Shape& shape_;
+    const i32 columns_;
+    const i32 experts_here_;
+    std::vector<i32> total_;    // by column: of our own chunks, after gather() of all ranks
+    std::vector<i32> earlier_;  // by column: of the ranks before us, after place() the row of our first token
+};
+
+}  // namespace moecomm::host

@@ -1,0 +1,68 @@
+#include "wait.h"
+
+#include "window.h"
+
+namespace moecomm::host {
+
+namespace {
+
+Deadline deadline_of(const Context& ctx) {
+    const u32* here = at<u32>(ctx, ctx.rank, ctx.window.abort);
+    return {ctx.timeout_ns, here, ctx.abort_host != 0 ? memory<const u32>(ctx.abort_host) : here};
+}
+
+void tell_everybody(const Context& ctx, u32 word) {
+    for (i32 p = 0; p < ctx.shape.ranks; ++p)
+        if (ctx.peers[p] != 0) compare_exchange(at<u32>(ctx, p, ctx.window.abort), 0, word);
+}
+
+}  // namespace
+
+void leave_record(const Context& ctx, const FailureRecord& record) {
+    auto* out = memory<FailureRecord>(ctx.record);
+    if (load_acquire(&out->code) != 0) return;
+    const u32 code = record.code;
+    out->op = record.op;
+    out->phase = record.phase;
+    out->argument = record.argument;
+    out->rank = record.rank;
+    out->peer = record.peer;
+    out->round = record.round;
+    out->expected = record.expected;
+    out->seen = record.seen;
+    out->waited_ns = record.waited_ns;
+    store_release(&out->code, code);
+}
+
+Watch::Watch(const Context& ctx, Op op, u32 round) : ctx_(ctx), op_(op), round_(round), deadline_(deadline_of(ctx)) {}
+
+u32 Watch::abort_seen() const {
+    const u32 word = load_relaxed(deadline_.abort_here);
+    return word != 0 ? word : load_relaxed(deadline_.abort_host);
+}
+
+bool Watch::aborted() {
+    if (abort_seen() == 0) return false;
+    const u64* own = &at<Notice>(ctx_, ctx_.rank, notice_at(ctx_.window, ctx_.shape.ranks, round_, ctx_.rank))->tag;
+    fail(Waited::aborted, Phase::notice, {ctx_.rank, own, round_}, 0);
+    return true;
+}
+
+void Watch::fail(Waited waited, Phase phase, const Missing& missing, u64 waited_ns) {
+    if (compare_exchange(&claimed_, 0, 1) != 0) return;
+    const u32 word = waited == Waited::aborted ? abort_seen() : abort_word(Failure::timeout, missing.peer);
+    FailureRecord record{};
+    record.code = static_cast<u32>(abort_cause(word));
+    record.op = static_cast<u32>(op_);
+    record.phase = static_cast<u32>(phase);
+    record.rank = ctx_.rank;
+    record.peer = abort_culprit(word);
+    record.round = round_;
+    record.expected = missing.tag;
+    record.seen = signal_tag(load_acquire(missing.flag));
+    record.waited_ns = waited_ns;
+    leave_record(ctx_, record);
+    tell_everybody(ctx_, word);
+}
+
+}  // namespace moecomm::host

@@ -1,0 +1,96 @@
+// One plain struct an operation: what the host hands to an executor, the same for the kernels and for the host executor.
+#pragma once
+#include "layout.h"
+
+namespace moecomm {
+
+enum class Layout : i32 { flat = 0, expert = 1, batched = 2 };
+enum class Type : i32 { bf16 = 0, fp16 = 1, fp32 = 2, e4m3 = 3 };
+
+constexpr i32 kQuantGroup = 128;  // columns that share a scale
+
+// Who we are and how to reach everybody; filled once when the Buffer opens, only `timeout_ns` may change.
+struct Context {
+    u64 peers[kMaxRanks];  // base address of every rank's window as we see it; 0 where loads and stores do not reach
+    u64 record;            // FailureRecord*, host-visible
+    u64 abort_host;        // u32*, host-writable
+    u64 timeout_ns;
+    Shape shape;
+    WindowLayout window;
+    i32 rank;
+    i32 pad;
+};
+
+// Where the tokens of one dispatch went and came from: written by dispatch, read by combine and by dispatch(handle=).
+// Plain addresses in this rank's own memory; `rows` and `row_weights` lie in the window, because peers write them.
+struct Route {
+    u64 token_rows;   // i32[num_tokens][topk]: row at the owner of the k-th expert; -1 for a -1 entry
+    u64 token_owner;  // i32[num_tokens][topk]: rank of the k-th expert; -1 for a -1 entry. Repeats and combine have no ids to tell it from
+    u64 token_slot;   // i32[num_tokens][ranks]: flat row at that rank; -1 where the token has no expert
+    u64 slot_base;    // i32[ranks]: flat row of our first row at that rank
+    u64 source_base;  // i32[ranks + 1]: flat rows [source_base[s], source_base[s + 1]) here came from rank s
+    u64 rows;         // i32[flat rows][topk]: rows here of flat row f, -1 where the k-th expert is elsewhere (expert, batched)
+    u64 row_weights;  // f32[rows]: the routing weight of each row (expert, batched)
+};
+
+struct DispatchArgs {
+    Context ctx;
+    Route route;
+    // in
+    u64 x;             // [num_tokens][hidden] of in_type, rows x_stride bytes apart, 16-byte aligned
+    u64 in_scales;     // bytes[num_tokens][scale_bytes], rows in_scales_stride apart; 0 without scales given
+    u64 topk_idx;      // i32 or i64 [num_tokens][topk], contiguous; 0 when `repeat`
+    u64 topk_weights;  // f32[num_tokens][topk], contiguous; 0: every weight is 1
+    i64 x_stride, in_scales_stride;
+    i32 num_tokens;
+    i32 idx_bytes;  // 4 or 8
+    i32 hidden;
+    i32 in_type;        // Type of x
+    i32 row_bytes;      // bytes of a row as it travels and arrives (hidden * size of in_type; hidden when quantize)
+    i32 scale_bytes;    // bytes of a row of scales, 0 without
+    i32 quantize;       // 1: cast rows to e4m3 with fp32 scales of 128 columns on the way
+    i32 layout;         // Layout
+    i32 alignment;      // expert: groups start at multiples of this
+    i32 max_rows;       // rows of `out_x` (flat, expert)
+    i32 chunk_tokens;   // kMinChunk..kMaxChunk
+    i32 repeat;         // 1: `route` is that of an earlier dispatch; no counting, no src, weights or indices
+    u64 call;           // Notice::call
+    i32 check_weights;  // 1: NaN in topk_weights is bad input
+    i32 workers;        // host: threads of this rank; GPU: blocks of the launch
+    // out, all in our window: offsets, 0 where not wanted
+    u64 out_x, out_scales;
+    u64 out_src;       // i32[rows][2]: source rank, token; padding rows -1, -1
+    u64 out_topk_idx;  // flat: idx_bytes integers [rows][topk], local expert or -1
+    u64 out_weights;   // flat: f32[rows][topk], 0 beside -1; expert, batched: f32[rows], 0 in padding
+    u64 out_rows;      // Route::rows as an offset
+    // out, plain addresses
+    u64 tokens_per_expert;  // i32[experts / ranks]
+    u64 num_rows;           // i32[1]: flat: flat rows; expert: end of the last group; batched: sum of tokens_per_expert
+};
+
+struct CombineArgs {
+    Context ctx;
+    Route route;
+    // in
+    u64 y;             // [rows][hidden] of `type`, rows y_stride bytes apart, 16-byte aligned
+    u64 bias;          // [num_tokens][hidden] of `type`, rows bias_stride bytes apart (0: one row for all); 0: none
+    u64 weight_grads;  // f32[rows] (expert, batched) or f32[rows][topk] (flat): sent home beside the rows; 0: not wanted
+    i64 y_stride, bias_stride;
+    i32 num_tokens;
+    i32 hidden;
+    i32 type;      // Type of y, bias and out
+    i32 wire;      // Type of a reduced row as it travels: fp32 is exact; flat rows always travel as they are
+    i32 layout;    // Layout of the dispatch
+    i32 weighted;  // expert, batched: 1: multiply each row by its routing weight
+    u64 call;
+    i32 workers;
+    i32 pad;
+    // out, plain addresses
+    u64 out;               // [num_tokens][hidden] of `type`, rows out_stride bytes apart
+    u64 out_weight_grads;  // f32[num_tokens][topk]
+    i64 out_stride;
+};
+
+static_assert(sizeof(DispatchArgs) < 2048 && sizeof(CombineArgs) < 2048, "a kernel takes 4 KB of arguments");
+
+}  // namespace moecomm

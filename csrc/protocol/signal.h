@@ -1,0 +1,23 @@
+// Signal values.  A round's tag is its number, the same on every rank because every rank makes the same calls in the same order.
+#pragma once
+#include "compiler.h"
+
+namespace moecomm {
+
+// "Chunk arrived": the tag of the round and the flat rows [first, first + count) the chunk filled at the receiver.
+// Eight bytes, so that flag and range are one store.  count <= kMaxChunk, first < 2^23: Buffer refuses ranks * max_tokens above that.
+constexpr u32 kCountBits = 9;
+constexpr i64 kMaxFlatRows = 1ll << (32 - kCountBits);
+static_assert(kMaxChunk < (1 << kCountBits), "a chunk's count must fit");
+
+MOECOMM_BOTH constexpr u64 chunk_signal(u32 tag, i32 first, i32 count) {
+    return (static_cast<u64>(tag) << 32) | (static_cast<u64>(static_cast<u32>(first)) << kCountBits) | static_cast<u32>(count);
+}
+MOECOMM_BOTH constexpr u32 signal_tag(u64 signal) { return static_cast<u32>(signal >> 32); }
+MOECOMM_BOTH constexpr i32 signal_first(u64 signal) { return static_cast<i32>((signal & 0xffffffffull) >> kCountBits); }
+MOECOMM_BOTH constexpr i32 signal_count(u64 signal) { return static_cast<i32>(signal & ((1u << kCountBits) - 1)); }
+
+// "Rows reduced" and "drained" carry the tag alone, in the same place.
+MOECOMM_BOTH constexpr u64 tag_signal(u32 tag) { return static_cast<u64>(tag) << 32; }
+
+}  // namespace moecomm

@@ -1,0 +1,39 @@
+// From counts to rows.  With everybody's counts every rank computes, alone, the final row of each token it sends:
+//
+//   row of (token t of rank r, its k-th expert e at rank p)  =  group_start(p, e)                 where e's rows begin there
+//                                                             + sum over s < r of counts[s][e]     rows of earlier ranks
+//                                                             + entries (t', k') before (t, k) of r that chose e
+//   flat row of (t of r, rank p)                             =  sum over s < r of slots[s][p]  +  earlier tokens of r with an expert on p
+//
+// so row order is by (expert, source rank, source token, k), whatever the timing.
+#pragma once
+#include "args.h"
+
+namespace moecomm {
+
+// Where expert `local` of a rank begins in the batched layout; in `expert` it is the running sum of aligned_group.
+MOECOMM_BOTH constexpr i64 batched_start(const Shape& s, i32 local) { return static_cast<i64>(local) * s.ranks * s.max_tokens; }
+MOECOMM_BOTH constexpr i32 aligned_group(i32 count, i32 alignment) { return ceil_div(count, alignment) * alignment; }
+MOECOMM_BOTH constexpr i32 owner_of(const Shape& s, i32 expert) { return expert / (s.experts / s.ranks); }
+MOECOMM_BOTH constexpr bool valid_id(i64 id, i32 experts) { return id >= -1 && id < experts; }
+
+// What all notices of a round say together.  Every rank sees the same notices and counts, so every rank decides alike.
+struct Verdict {
+    Failure failure;  // none: go on; bad_input: the round is void everywhere; mismatch: the ranks are out of step
+    Argument argument;
+    i32 peer;
+    i64 expected, seen;
+};
+
+// One notice against ours.
+MOECOMM_BOTH Verdict judge_notice(const Notice& mine, const Notice& theirs, i32 from, i32 experts) {
+    if (theirs.op == static_cast<u32>(Op::leave)) return {Failure::peer_lost, Argument::none, from, 0, 0};
+    if (theirs.op != mine.op) return {Failure::mismatch, Argument::none, from, mine.op, theirs.op};
+    if (theirs.status != static_cast<u32>(Argument::none))
+        return {Failure::bad_input, static_cast<Argument>(theirs.status), from, experts, theirs.bad_value};
+    if (theirs.call != mine.call)
+        return {Failure::mismatch, Argument::none, from, static_cast<i64>(mine.call), static_cast<i64>(theirs.call)};
+    return {Failure::none, Argument::none, -1, 0, 0};
+}
+
+}  // namespace moecomm

@@ -1,0 +1,78 @@
+#include "arena.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace moecomm::runtime {
+namespace {
+
+u64 units(u64 bytes) { return align_up(std::max<u64>(bytes, 1), Arena::kAlignment); }
+
+}  // namespace
+
+Arena::Arena(u64 offset, u64 bytes) {
+    if (offset + bytes < offset) throw std::invalid_argument("the range of an arena wraps around");
+    const u64 begin = align_up(offset, kAlignment);
+    const u64 end = (offset + bytes) / kAlignment * kAlignment;
+    if (end > begin) free_.emplace(begin, end - begin);
+}
+
+std::shared_ptr<Block> Arena::allocate(u64 bytes) {
+    std::lock_guard lock(mutex_);
+    if (bytes > ~u64{0} - kAlignment) return nullptr;
+    const u64 need = units(bytes);
+    const auto fit = std::find_if(free_.begin(), free_.end(), [&](const auto& range) { return range.second >= need; });
+    if (fit == free_.end()) return nullptr;
+    const auto [offset, size] = *fit;
+    auto block = std::make_shared<Block>(shared_from_this(), offset, bytes);
+    free_.erase(fit);
+    if (size > need) free_.emplace(offset + need, size - need);
+    used_ += need;
+    return block;
+}
+
+void Arena::give_back(u64 offset, u64 bytes) {
+    std::lock_guard lock(mutex_);
+    used_ -= bytes;
+    auto next = free_.lower_bound(offset);
+    if (next != free_.begin()) {
+        auto before = std::prev(next);
+        if (before->first + before->second == offset) {
+            offset = before->first;
+            bytes += before->second;
+            free_.erase(before);
+        }
+    }
+    if (next != free_.end() && offset + bytes == next->first) {
+        bytes += next->second;
+        free_.erase(next);
+    }
+    free_.emplace(offset, bytes);
+}
+
+u64 Arena::used() const {
+    std::lock_guard lock(mutex_);
+    return used_;
+}
+
+u64 Arena::largest_free() const {
+    std::lock_guard lock(mutex_);
+    u64 largest = 0;
+    for (const auto& [offset, bytes] : free_) largest = std::max(largest, bytes);
+    return largest;
+}
+
+Block::Block(std::shared_ptr<Arena> arena, u64 offset, u64 bytes) : arena_(std::move(arena)), offset_(offset), bytes_(bytes) {}
+
+Block::~Block() { arena_->give_back(offset_, units(bytes_)); }
+
+void Block::shrink(u64 bytes) {
+    if (bytes > bytes_)
+        throw std::invalid_argument("a block of " + std::to_string(bytes_) + " bytes cannot shrink to " + std::to_string(bytes));
+    const u64 keep = units(bytes), had = units(bytes_);
+    bytes_ = bytes;
+    if (had > keep) arena_->give_back(offset_ + keep, had - keep);
+}
+
+}  // namespace moecomm::runtime

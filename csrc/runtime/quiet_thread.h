@@ -1,0 +1,23 @@
+// A thread that takes no signals: those belong to Python's main thread, whose waits they must interrupt.
+#pragma once
+#include <pthread.h>
+#include <signal.h>
+
+#include <thread>
+#include <utility>
+
+namespace moecomm::runtime {
+
+template <class Run>
+std::thread quiet_thread(Run run) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);  // the new thread inherits the mask
+    struct Restore {
+        const sigset_t* mask;
+        ~Restore() { pthread_sigmask(SIG_SETMASK, mask, nullptr); }
+    } restore{&before};
+    return std::thread(std::move(run));
+}
+
+}  // namespace moecomm::runtime

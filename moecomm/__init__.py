@@ -1,0 +1,46 @@
+"""moecomm: dispatch and combine for mixture-of-experts layers, over NVLink, or over shared memory between CPU ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from moecomm.buffer import Buffer
+from moecomm.errors import Aborted, BadInput, Closed, Mismatch, MoecommError, PeerLost, RoundFailed, Timeout, Unsupported
+from moecomm.rendezvous import local_ranks
+from moecomm.routed import Handle, Routed
+
+if TYPE_CHECKING:
+    from moecomm.doctor import Report
+
+__version__ = "0.1.0"
+__all__ = [
+    "Aborted",
+    "BadInput",
+    "Buffer",
+    "Closed",
+    "Handle",
+    "Mismatch",
+    "MoecommError",
+    "PeerLost",
+    "RoundFailed",
+    "Routed",
+    "Timeout",
+    "Unsupported",
+    "doctor",
+    "local_ranks",
+]
+
+
+def doctor() -> Report:
+    """What can run here, and what is missing for the rest."""
+    from moecomm.doctor import doctor as examine
+
+    return examine()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Router":
+        from moecomm.router import Router
+
+        return Router
+    raise AttributeError(f"module 'moecomm' has no attribute {name!r}")

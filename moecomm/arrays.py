@@ -1,0 +1,93 @@
+"""Tensors in, tensors out: torch tensors as they are, anything else with DLPack (CuPy, NumPy, JAX ...) by reference and back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moecomm import _native
+from moecomm.errors import BadInput
+
+# DLPack type codes and bits
+_DLPACK = {
+    torch.bfloat16: (4, 16),
+    torch.float16: (2, 16),
+    torch.float32: (2, 32),
+    torch.int32: (0, 32),
+    torch.int64: (0, 64),
+    torch.uint8: (1, 8),
+}
+
+
+def adopt(argument: str, value: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+    """`value` as a torch tensor over the same memory, and what turns our tensors back into the caller's kind."""
+    if isinstance(value, torch.Tensor):
+        return value, _same
+    if not hasattr(value, "__dlpack__"):
+        raise BadInput(argument, type(value).__name__, "a torch tensor or an array with __dlpack__")
+    module = sys.modules[type(value).__module__.partition(".")[0]]
+    return torch.from_dlpack(value), module.from_dlpack
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class Carver:
+    """Hands out tensors over one block of a window, one after the other, each 256-byte aligned.
+
+    Call `room` for every piece first, then allocate `nbytes`, then take the tensors in any order.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def room(self, rows: int, row_bytes: int) -> int:
+        """Sets `rows * row_bytes` bytes aside; their offset in the block."""
+        here = self.nbytes
+        self.nbytes = -(-(here + rows * row_bytes) // 256) * 256
+        return here
+
+
+def window_tensor(
+    block: _native.Block, address: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, owner: object
+) -> torch.Tensor:
+    """A contiguous tensor at `address` inside `block`; it keeps the block, and `owner`, alive."""
+    kind, index = (1, 0) if device.type == "cpu" else (2, device.index or 0)
+    code, bits = _DLPACK.get(dtype, _DLPACK[torch.uint8])  # float8 goes as bytes
+    tensor = torch.utils.dlpack.from_dlpack(block.tensor(address, shape, code, bits, kind, index, owner))
+    return tensor if dtype in _DLPACK else tensor.view(dtype)
+
+
+def check_tensor(
+    argument: str,
+    tensor: torch.Tensor,
+    *,
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...],
+    shape: tuple[int | None, ...],
+) -> None:
+    """Raises BadInput unless device, dtype and shape (None: any length) are as wanted."""
+    if tensor.device != device:
+        raise BadInput(argument, f"a tensor on {tensor.device}", f"one on {device}")
+    if tensor.dtype not in dtypes:
+        raise BadInput(argument, str(tensor.dtype), " or ".join(map(str, dtypes)))
+    if tensor.ndim != len(shape) or any(want is not None and got != want for got, want in zip(tensor.shape, shape, strict=True)):
+        wanted = ", ".join("any" if n is None else str(n) for n in shape)
+        raise BadInput(argument, f"shape {tuple(tensor.shape)}", f"({wanted})")
+
+
+def check_rows(argument: str, tensor: torch.Tensor) -> int:
+    """The bytes from row to row of a [rows, columns] tensor; BadInput unless rows are contiguous and 16-byte aligned."""
+    size = tensor.element_size()
+    stride = tensor.stride(0) * size
+    if tensor.numel() == 0:
+        return tensor.shape[1] * size
+    if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+        raise BadInput(argument, f"strides {tensor.stride()}", "contiguous rows")
+    if stride % 16 or tensor.data_ptr() % 16:
+        raise BadInput(argument, f"rows {stride} bytes apart, the first at 0x{tensor.data_ptr():x}", "rows that start at multiples of 16 bytes")
+    return stride

@@ -1,0 +1,99 @@
+"""The contract of a backend: how ranks reach each other's memory, and who runs a round.
+
+A backend opens a Session: every rank's window mapped where it can be loaded from and stored to (`context.peers`, 0 where it can't),
+an arena that hands out pieces of our own window, and an executor for the two operations.  Nothing else of moecomm knows
+whether ranks are CPU threads, processes or GPUs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Protocol
+
+import torch
+
+from moecomm import _native
+from moecomm.errors import BadInput, Unsupported
+from moecomm.rendezvous import Rendezvous
+
+NAMES = ("lsa", "gin", "nvshmem", "host")  # in the order that "auto" prefers
+
+
+class Session(Protocol):
+    """One rank's open windows and executor.  Made by Backend.open, collectively."""
+
+    name: str  # of the backend, with the kind of window where there are several: "host", "lsa/vmm"
+    device: torch.device
+    context: _native.Context  # peers, shape, window, rank, record, abort_host: filled; timeout_ns is the Buffer's
+    arena: _native.Arena  # over the heap of our window; offsets are those of the window
+    nbytes: int  # memory this rank holds for the Buffer
+    owner: object  # what must outlive every tensor in the window
+
+    def dispatch(self, args: _native.DispatchArgs) -> None:
+        """Runs a dispatch (host) or enqueues it on the current stream (GPUs)."""
+        ...
+
+    def combine(self, args: _native.CombineArgs) -> None:
+        """Runs or enqueues a combine."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits for every round enqueued so far; returns in time even when one fails, because rounds have deadlines."""
+        ...
+
+    def workers(self, requested: int | None, num_tokens: int) -> int:
+        """Threads (host) or blocks (GPU: one an SM) for a round of this size; `requested` is the caller's num_sms."""
+        ...
+
+    def abort(self, cause: int, culprit: int) -> None:
+        """Makes every wait of this rank end."""
+        ...
+
+    def dead_peers(self) -> list[int]:
+        """Ranks whose process is known to have ended."""
+        ...
+
+    def close(self) -> None:
+        """Local and idempotent: peers that still wait for this rank learn that it left.  Outputs that are still referenced keep
+        their memory until they are gone."""
+        ...
+
+
+class Backend(Protocol):
+    """A module `moecomm.backends.<name>` with these functions."""
+
+    def missing(self) -> str:
+        """Empty if this backend can run here; else the first thing that is missing, as a sentence a user can act on."""
+        ...
+
+    def open(self, ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float) -> Session:
+        """Collective.  Raises Unsupported if it can't run here."""
+        ...
+
+
+def load(name: str) -> Backend:
+    """The backend of that name."""
+    if name not in NAMES:
+        raise BadInput("backend", repr(name), f"auto, {', '.join(NAMES)}")
+    return importlib.import_module(f"moecomm.backends.{name}")  # type: ignore[return-value]
+
+
+def choose(name: str, device: torch.device | None) -> tuple[str, str]:
+    """The backend for `name` ("auto" or one of NAMES) and why.  Raises Unsupported when a backend asked for by name can't run.
+
+    A device that is asked for decides: CPU tensors travel over `host`, CUDA tensors over the first GPU backend that can run.
+    """
+    if name != "auto":
+        if reason := load(name).missing():
+            raise Unsupported(f"backend {name!r} can't run here: {reason}")
+        return name, "asked for"
+    if device is not None and device.type == "cpu":
+        return "host", "device is the CPU"
+    first_reason = ""
+    for candidate in ("lsa",):
+        if not (reason := load(candidate).missing()):
+            return candidate, "GPUs reach each other by load and store"
+        first_reason = first_reason or f"{candidate}: {reason}"
+    if device is not None and device.type == "cuda":
+        raise Unsupported(f"no GPU backend can run here: {first_reason}")
+    return "host", f"no GPU backend can run here ({first_reason})"

@@ -1,0 +1,86 @@
+"""What opening windows needs besides an all-gather: failing on every rank alike, passing file descriptors, knowing who shares a host."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from moecomm import _native
+from moecomm.errors import Unsupported
+from moecomm.rendezvous import Rendezvous
+
+_TEXT_BYTES = 512
+_FINE, _UNSUPPORTED, _NO_ROOM = range(3)
+
+
+class NoRoom(Unsupported):
+    """Not enough device memory for a window.  Another kind of window would not fit either."""
+
+
+@contextmanager
+def all_or_none(ranks: Rendezvous) -> Iterator[None]:
+    """Collective: the block succeeds on every rank, or raises the same class of error on every rank.
+
+    Without it the ranks that succeed would go on to the next collective call and wait there for those that did not.  It ends with an
+    all-gather, so that it is also a barrier: whoever leaves it knows that all ranks have finished the block.
+
+    Raises:
+        NoRoom, Unsupported: with the words of the lowest rank that failed, or our own.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:  # noqa: BLE001 (told to all ranks, then raised again)
+        error = raised
+    verdict = _FINE if error is None else _NO_ROOM if isinstance(error, NoRoom) else _UNSUPPORTED
+    text = "" if error is None else str(error) or type(error).__name__
+    words = text.encode()[: _TEXT_BYTES - 1]
+    everybody = ranks.all_gather(bytes([verdict]) + words.ljust(_TEXT_BYTES - 1, b"\0"))
+    # One class for all: a rank that runs out of memory must not go another way than the others.
+    raised_class = NoRoom if any(data[0] == _NO_ROOM for data in everybody) else Unsupported
+    if error is not None:
+        raise raised_class(text) from error
+    for rank, data in enumerate(everybody):
+        if data[0] != _FINE:
+            raise raised_class(f"rank {rank}: {data[1:].rstrip(bytes(1)).decode(errors='replace')}")
+
+
+def share_descriptor(ranks: Rendezvous, descriptor: int, timeout_s: float) -> list[int]:
+    """Every rank's file descriptor, by rank; our own entry is -1.  Collective.  The caller closes them.
+
+    They travel over a Unix socket between processes of one user, checked by credentials and a nonce; no name stays behind.
+
+    Raises:
+        Unsupported: some rank did not get them all; no rank keeps any.
+    """
+    nonce = ranks.all_gather(secrets.token_bytes(16))[0]
+    with all_or_none(ranks):
+        exchange = _native.Exchange(ranks.rank, ranks.ranks, nonce)
+    received: list[int] = []
+    try:
+        packed = ranks.all_gather(bytes([len(exchange.address)]) + exchange.address.ljust(64, b"\0"))
+        with all_or_none(ranks):
+            received = exchange.share(descriptor, [address[1 : 1 + address[0]] for address in packed], timeout_s)
+    except BaseException:
+        for theirs in received:
+            if theirs >= 0:
+                os.close(theirs)
+        raise
+    finally:
+        exchange.close()
+    return received
+
+
+def host_identity() -> bytes:
+    """32 bytes that are the same for two processes if and only if they can pass file descriptors to each other."""
+    parts = [socket.gethostname()]
+    # Containers of one machine share the boot id, and may even share the name, but not the network namespace of abstract sockets.
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        parts.append(file.read().strip())
+    with suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/net"))
+    return hashlib.sha256("\0".join(parts).encode()).digest()

@@ -1,0 +1,133 @@
+"""The CUDA driver as the lsa backend uses it, through cuda.bindings (12.x or 13.x), imported when first called."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from contextlib import suppress
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from moecomm.backends.collective import NoRoom
+
+
+class DriverError(RuntimeError):
+    """A driver call that failed; `name` is that of the error, such as CUDA_ERROR_OUT_OF_MEMORY."""
+
+    def __init__(self, function: str, name: str) -> None:
+        super().__init__(f"{function}: {name}")
+        self.function, self.name = function, name
+
+
+@functools.cache
+def driver() -> ModuleType:
+    """cuda.bindings.driver."""
+    from cuda.bindings import driver as bindings
+
+    return bindings
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """Calls a driver function; returns what it returns besides its status: nothing, one value or a tuple.
+
+    Raises:
+        DriverError: the status was not CUDA_SUCCESS.
+    """
+    status, *values = getattr(driver(), name)(*arguments)
+    if int(status) != 0:
+        raise DriverError(name, getattr(status, "name", f"error {int(status)}"))
+    return values[0] if len(values) == 1 else tuple(values) or None
+
+
+def attribute(name: str, device: int) -> int:
+    """A device attribute by the end of its name; 0 if these bindings or this driver do not know it."""
+    known = getattr(driver().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}", None)
+    if known is None:
+        return 0
+    with suppress(DriverError):
+        return int(call("cuDeviceGetAttribute", known, device))
+    return 0
+
+
+def uuid(device: int) -> bytes:
+    """16 bytes that name the GPU whatever its number is in another process."""
+    return bytes(call("cuDeviceGetUuid", device).bytes)[:16].ljust(16, b"\0")
+
+
+def unreachable(device: int, uuids: list[bytes]) -> str:
+    """The first GPU of `uuids` that `device` can't load from and store to, as a sentence; GPUs this process can't see are not judged."""
+    visible = {uuid(other): other for other in range(torch.cuda.device_count())}
+    for rank, wanted in enumerate(uuids):
+        other = visible.get(wanted, device)
+        if other != device and not int(call("cuDeviceCanAccessPeer", device, other)):
+            return f"GPU {device} can't load from and store to GPU {other} of rank {rank} (no NVLink or PCIe peer access between them)"
+    return ""
+
+
+class PinnedMemory:
+    """Zeroed host memory that every GPU of the process reads and writes under the same address; freed with the object."""
+
+    def __init__(self, nbytes: int) -> None:
+        bindings = driver()
+        flags = bindings.CU_MEMHOSTALLOC_PORTABLE | bindings.CU_MEMHOSTALLOC_DEVICEMAP
+        self.nbytes = nbytes
+        self.address = int(call("cuMemHostAlloc", nbytes, flags))
+        ctypes.memset(self.address, 0, nbytes)
+        weakref.finalize(self, bindings.cuMemFreeHost, self.address).atexit = False
+
+    def write(self, offset: int, data: bytes) -> int:
+        """Puts bytes there; returns their address."""
+        assert offset + len(data) <= self.nbytes
+        ctypes.memmove(self.address + offset, data, len(data))
+        return self.address + offset
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """The bytes there."""
+        assert offset + nbytes <= self.nbytes
+        return ctypes.string_at(self.address + offset, nbytes)
+
+
+class CopyStream:
+    """A stream of our own, for the few bytes that the host moves in and out of windows.
+
+    Copies on the default stream would wait for the kernels of other ranks of this process, which may wait for us.
+    """
+
+    def __init__(self) -> None:
+        bindings = driver()
+        self._stream = call("cuStreamCreate", int(bindings.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        weakref.finalize(self, bindings.cuStreamDestroy, self._stream).atexit = False
+
+    def zero(self, address: int, nbytes: int) -> None:
+        """Zeroes device memory."""
+        call("cuMemsetD8Async", address, 0, nbytes, self._stream)
+
+    def to_device(self, address: int, pinned: int, nbytes: int) -> None:
+        """Copies from pinned memory to a window."""
+        call("cuMemcpyHtoDAsync", address, pinned, nbytes, self._stream)
+
+    def to_host(self, pinned: int, address: int, nbytes: int) -> None:
+        """Copies from a window to pinned memory."""
+        call("cuMemcpyDtoHAsync", pinned, address, nbytes, self._stream)
+
+    def wait(self) -> None:
+        """Returns when everything above is done."""
+        call("cuStreamSynchronize", self._stream)
+
+
+def bind_thread(device: int) -> None:
+    """Makes the primary context of the device current in this thread, if none is: driver calls need one, torch binds it lazily."""
+    if int(call("cuCtxGetCurrent")) == 0:
+        call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", device))
+
+
+def no_room(nbytes: int, device: torch.device) -> NoRoom:
+    """The error for a window that does not fit, with what makes it smaller."""
+    free, total = torch.cuda.mem_get_info(device)
+    return NoRoom(
+        f"a window of {nbytes} bytes does not fit on {device}: {free} of {total} bytes are free; "
+        "a smaller window_bytes= or max_tokens= shrinks it, torch.cuda.empty_cache() gives back what torch holds unused"
+    )

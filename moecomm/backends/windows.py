@@ -1,0 +1,109 @@
+"""Windows of the lsa backend: memory of every rank's GPU that all of them load from and store to, and who makes it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from moecomm import config
+from moecomm.backends import windows_local, windows_nccl, windows_vmm
+from moecomm.backends.collective import NoRoom, all_or_none, host_identity
+from moecomm.backends.cuda_driver import attribute, unreachable, uuid
+from moecomm.errors import Mismatch, Unsupported
+from moecomm.rendezvous import Rendezvous
+
+log = logging.getLogger("moecomm")
+_KINDS = (None, "nccl", "vmm")
+
+
+class Window(Protocol):
+    """Memory of this rank that its peers have mapped, and theirs that we have mapped.  The same number of bytes on every rank."""
+
+    kind: str
+    address: int  # of our own memory
+    peers: list[int]  # addresses of every rank's memory as our GPU sees them, our own among them
+    nbytes: int  # device memory held, at least what was asked for
+    owner: object  # keeps our own memory mapped as long as it lives: tensors in the window refer to it
+
+    def close(self) -> None:
+        """Local, idempotent: drops the peers' memory.  Our own goes with the last reference to `owner`.  No kernel may be running."""
+        ...
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Where a rank runs."""
+
+    host: bytes  # equal for ranks that can pass file descriptors to each other
+    gpu: bytes  # the GPU's UUID
+    pid: int
+    window: str | None  # its MOECOMM_WINDOW
+
+
+def meet(ranks: Rendezvous, device: torch.device) -> list[Peer]:
+    """Where every rank runs, by rank.  Collective.
+
+    Raises:
+        Mismatch: MOECOMM_WINDOW is not the same everywhere.
+        Unsupported: a GPU can't load from and store to another.
+    """
+    with all_or_none(ranks):
+        kind = config.window_kind()
+        mine = host_identity() + uuid(device.index) + os.getpid().to_bytes(8, "little") + bytes([_KINDS.index(kind)])
+    peers = [
+        Peer(data[:32], data[32:48], int.from_bytes(data[48:56], "little"), _KINDS[data[56]]) for data in ranks.all_gather(mine)
+    ]
+    for rank, peer in enumerate(peers):
+        if peer.window != kind:
+            raise Mismatch("MOECOMM_WINDOW", kind or "unset", peer.window or "unset", rank)
+    with all_or_none(ranks):
+        if reason := unreachable(device.index, [peer.gpu for peer in peers]):
+            raise Unsupported(reason)
+    return peers
+
+
+def open_window(ranks: Rendezvous, peers: list[Peer], nbytes: int, device: torch.device, timeout_s: float) -> Window:
+    """A window of at least `nbytes` on every rank.  Collective.
+
+    Ranks of one process share addresses.  Else MOECOMM_WINDOW decides; else NCCL makes the window where it can, and CUDA VMM elsewhere.
+
+    Raises:
+        NoRoom: out of device memory on some rank.
+        Unsupported: no kind of window works, or the one asked for does not.
+    """
+    if ranks.in_process or ranks.ranks == 1:
+        return windows_local.open_window(ranks, nbytes, device)
+    wanted = peers[ranks.rank].window
+    if wanted != "vmm":
+        try:
+            with all_or_none(ranks):
+                if reason := _nccl_missing(peers):
+                    raise Unsupported(reason)
+            return windows_nccl.open_window(ranks, nbytes, device)
+        except NoRoom:
+            raise
+        except Unsupported as error:
+            if wanted == "nccl":
+                raise
+            log.info("rank %d: windows from CUDA VMM, because NCCL can't make them: %s", ranks.rank, error)
+    one_host = len({peer.host for peer in peers}) == 1
+    with all_or_none(ranks):
+        if not one_host and not attribute("HANDLE_TYPE_FABRIC_SUPPORTED", device.index):
+            away = next(rank for rank, peer in enumerate(peers) if peer.host != peers[ranks.rank].host)
+            raise Unsupported(
+                f"rank {away} runs on another host or in another container, where file descriptors can't be passed, "
+                f"and the driver has no FABRIC memory handles for {torch.cuda.get_device_name(device)}"
+            )
+    return windows_vmm.open_window(ranks, nbytes, device, timeout_s, fabric=not one_host)
+
+
+def _nccl_missing(peers: list[Peer]) -> str:
+    for rank, peer in enumerate(peers):
+        first = next(other for other in range(rank + 1) if peers[other].gpu == peer.gpu)
+        if first != rank:
+            return f"ranks {first} and {rank} share a GPU, which NCCL refuses"
+    return windows_nccl.missing()

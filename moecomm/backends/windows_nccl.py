@@ -1,0 +1,150 @@
+"""Windows from NCCL 2.30 or newer: memory of ncclMemAlloc, registered as a symmetric window whose peer pointers NCCL tells the host.
+
+The communicator is ours alone: nothing is ever launched on it.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+
+from moecomm.backends.collective import all_or_none
+from moecomm.backends.cuda_driver import no_room
+from moecomm.errors import Unsupported
+from moecomm.rendezvous import Rendezvous
+
+_MINIMUM = (2, 30)  # ncclGetPeerDevicePointer
+_NVLS_FIELD = (2, 32)  # ncclConfig_t::nvlsHostMode
+
+
+def missing() -> str:
+    """Empty if NCCL can make windows in this process; else why not, as a sentence.  Loads NCCL."""
+    try:
+        import nccl.core
+    except ImportError as error:
+        return f"nccl4py can't be imported ({error}); pip install nccl4py"
+    if not hasattr(nccl.core, "LibraryInfo"):
+        return f"nccl4py {nccl.core.__version__} is installed and windows need 0.6; pip install -U nccl4py"
+    library = nccl.core.get_version().libnccl
+    if library is None:
+        return "nccl4py finds no libnccl.so.2; pip install 'nvidia-nccl-cu13>=2.30.7'"
+    if library.version.release[:2] < _MINIMUM:
+        return f"NCCL {library.version} is loaded ({library.path}) and windows need 2.30; pip install 'nvidia-nccl-cu13>=2.30.7'"
+    return ""
+
+
+class _Memory:
+    """Memory of ncclMemAlloc; freed with the object."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        import nccl.core
+
+        self.nbytes = nbytes
+        try:
+            self.buffer = nccl.core.mem_alloc(nbytes, device.index)
+        except Exception as error:
+            # NCCL says "unhandled CUDA error" for all of them.
+            if torch.cuda.mem_get_info(device)[0] < nbytes:
+                raise no_room(nbytes, device) from error
+            raise
+        self.address = int(self.buffer.handle)
+        self.free = weakref.finalize(self, _free, self.buffer, device.index)
+        self.free.atexit = False
+
+
+def _free(buffer: Any, device: int) -> None:
+    import nccl.core
+
+    with suppress(RuntimeError):  # work that still reads the memory may have been enqueued; a broken context has none
+        torch.cuda.synchronize(device)
+    with suppress(Exception):  # there is nothing left to do about a failure
+        nccl.core.mem_free(buffer)
+
+
+class NcclWindow:
+    """See moecomm.backends.windows.Window."""
+
+    kind = "nccl"
+
+    def __init__(self, memory: _Memory, communicator: Any, peers: list[int]) -> None:
+        self.owner: object = memory
+        self.address, self.nbytes, self.peers = memory.address, memory.nbytes, peers
+        self.communicator = communicator
+
+    def close(self) -> None:
+        """Drops the peers' memory."""
+        communicator, self.communicator = self.communicator, None
+        if communicator is not None:
+            _end(communicator)
+
+
+def _end(communicator: Any) -> None:
+    """Deregisters its windows and frees it.  ncclCommDestroy waits for the other ranks of the host; ncclCommAbort does not, and nothing is
+    in flight that it could cut short."""
+    with suppress(Exception):
+        communicator.abort()
+
+
+def open_window(ranks: Rendezvous, nbytes: int, device: torch.device) -> NcclWindow:
+    """Collective.  missing() must be empty on every rank.
+
+    Raises:
+        NoRoom: out of device memory on some rank.
+        Unsupported: NCCL of some rank refuses, or a rank is not in our load/store domain; nothing is left behind on any rank.
+    """
+    import nccl.core
+
+    nbytes = -(-nbytes // (2 << 20)) * (2 << 20)
+    with ExitStack() as undo:
+        with all_or_none(ranks):
+            mine = bytes(nccl.core.get_unique_id()) if ranks.rank == 0 else bytes(128)
+            memory = _Memory(nbytes, device)
+            undo.callback(memory.free)
+        unique_id = nccl.core.UniqueId.from_bytes(ranks.all_gather(mine)[0])
+        with all_or_none(ranks), _no_multicast(nccl.core.get_version().libnccl.version.release) as config:
+            communicator = nccl.core.Communicator.init(ranks.ranks, ranks.rank, unique_id, config)
+            undo.callback(_end, communicator)
+        with all_or_none(ranks):
+            window = communicator.register_window(memory.buffer, nccl.core.WindowFlag.COLL_SYMMETRIC)
+            if not window.handle:
+                raise Unsupported("NCCL has no symmetric windows between these GPUs: it wants peer access between all of them")
+        with all_or_none(ranks):
+            peers = [_peer(window, rank, ranks.rank, memory.address) for rank in range(ranks.ranks)]
+        undo.pop_all()
+    return NcclWindow(memory, communicator, peers)
+
+
+def _peer(window: Any, rank: int, own_rank: int, own_address: int) -> int:
+    # Our own memory always under one address: a GPU does not order accesses to the same bytes through two mappings.
+    address = own_address if rank == own_rank else window.get_peer_device_pointer(rank)
+    if not address:
+        raise Unsupported(f"the GPU of rank {rank} is in another NVLink domain")
+    return int(address)
+
+
+@contextmanager
+def _no_multicast(version: tuple[int, ...]) -> Iterator[Any]:
+    """The config of a communicator that leaves NVLink multicast (NVLS) alone: we never use it, and setting it up holds multicast objects.
+
+    NCCL before 2.32 can be told only by an environment variable, which it reads once a process, when the first communicator is made; so
+    in that case it stays off for later communicators of the process, too.  The variable itself is put back.
+    """
+    import nccl.core
+
+    if version[:2] >= _NVLS_FIELD and "nvls_host_mode" in nccl.core.NCCLConfig.__dataclass_fields__:
+        yield nccl.core.NCCLConfig(nvls_host_mode=nccl.core.NcclNvlsHostMode.DISABLE)
+        return
+    before = os.environ.get("NCCL_NVLS_ENABLE")
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    try:
+        yield None
+    finally:
+        if before is None:
+            del os.environ["NCCL_NVLS_ENABLE"]
+        else:
+            os.environ["NCCL_NVLS_ENABLE"] = before

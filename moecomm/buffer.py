@@ -1,0 +1,236 @@
+"""Buffer: the one object a user holds.  It owns the peer-visible memory and runs rounds over it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from moecomm import _native, backends, combine, config, dispatch, failures
+from moecomm.errors import BadInput, Closed, MoecommError, RoundFailed
+from moecomm.memory import WindowMemory
+from moecomm.rendezvous import rendezvous
+from moecomm.routed import Handle, Routed
+from moecomm.settings import Settings
+
+log = logging.getLogger("moecomm")
+
+
+class Buffer:
+    """Peer-visible memory of an expert-parallel group, and the dispatch and combine over it.
+
+    Opening is collective.  Rounds (a dispatch or a combine) are collective too: every rank makes the same calls in the same order,
+    with as many tokens as it has (none is fine).
+
+    Args:
+        group: a torch.distributed process group of any backend, a sub-group, one dimension of a DeviceMesh, a rank of
+            moecomm.local_ranks(), or None for one rank alone.
+        hidden: columns of a token; a row is a multiple of 16 bytes.
+        num_experts: experts of all ranks together, a multiple of the number of ranks; rank r owns `[r * E/R, (r + 1) * E/R)`.
+        topk: experts a token picks, 1 to 32.
+        max_tokens: the most tokens one rank passes to a dispatch.
+        dtype: bfloat16, float16 or float32: what tokens are made of (float8_e4m3fn rows with scales may be passed as well).
+        backend: "auto", "host" (CPU ranks) or "lsa" (NVLink GPUs).
+        timeout_s: how long any wait for a peer may take, in seconds.
+        device: where the tensors live; default: the current GPU if a GPU backend can run, else the CPU.
+        window_bytes: room for the outputs of rounds, in bytes; default: two rounds of the worst case (four on CPUs, where memory is
+            taken when it is touched).
+
+    Raises:
+        BadInput: a value that can't be used.
+        Mismatch: ranks passed different values; names the field.
+        Unsupported: a backend asked for by name can't run here; names what is missing.
+    """
+
+    def __init__(
+        self,
+        group: Any = None,
+        *,
+        hidden: int,
+        num_experts: int,
+        topk: int,
+        max_tokens: int,
+        dtype: torch.dtype = torch.bfloat16,
+        backend: str = "auto",
+        timeout_s: float = 30.0,
+        device: torch.device | str | int | None = None,
+        window_bytes: int | None = None,
+    ) -> None:
+        ranks = rendezvous(group)
+        wanted = None if device is None else torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        if not 0 < timeout_s < 1e6:
+            raise BadInput("timeout_s", timeout_s, "seconds, more than 0")
+        name, self.why = backends.choose(config.default_backend() if backend == "auto" else backend, wanted)
+        self.settings = Settings(ranks.ranks, hidden, num_experts, topk, max_tokens, dtype, name, window_bytes)
+        self.settings.agree(ranks)
+        self.settings.check()
+        shape = _native.Shape(
+            ranks=ranks.ranks,
+            experts=num_experts,
+            topk=topk,
+            max_tokens=max_tokens,
+            staged_row_bytes=hidden * 4 + -(-topk * 4 // 16) * 16,
+            heap_bytes=window_bytes or self._default_heap(name),
+        )
+        self._session = backends.load(name).open(ranks, shape, wanted, timeout_s)
+        self._session.context.timeout_ns = int(timeout_s * 1e9)
+        self.memory = WindowMemory(self._session.arena, self._session.device)
+        self._failure: RoundFailed | None = None
+        self.rank, self.num_ranks = ranks.rank, ranks.ranks
+        self.hidden, self.num_experts, self.topk, self.max_tokens = hidden, num_experts, topk, max_tokens
+        self.dtype, self.timeout_s = dtype, timeout_s
+        self._close = weakref.finalize(self, self._session.close)
+        log.info("rank %d of %d: %s (%s), %.1f MiB", self.rank, self.num_ranks, self.backend, self.why, self.nbytes / 2**20)
+
+    def _default_heap(self, backend: str) -> int:
+        expert, batched = self.settings.round_bytes("expert"), self.settings.round_bytes("batched")
+        if backend == "host":
+            return 4 * max(expert, batched)
+        return max(2 * expert, batched if batched <= 4 << 30 else 0)
+
+    def dispatch(
+        self,
+        x: Any,
+        topk_idx: Any = None,
+        topk_weights: Any = None,
+        *,
+        layout: str = "expert",
+        expert_alignment: int = 1,
+        quantize: str | None = None,
+        scales: Any = None,
+        max_rows: int | None = None,
+        sync: bool | None = None,
+        handle: Handle | None = None,
+        num_sms: int | None = None,
+        check_weights: bool = False,
+    ) -> Routed:
+        """Moves tokens to the ranks that own their experts.  Collective; on the current stream.
+
+        Args:
+            x: `[T, H]`, T <= max_tokens, of the Buffer's dtype, or float8_e4m3fn with `scales`.
+            topk_idx: int64 or int32 `[T, K]`: expert ids; -1 picks none; the same id twice counts twice.
+            topk_weights: float32 `[T, K]`; None: every weight is 1.
+            layout: "expert": one row a (token, expert here), by (expert, source rank, token, k), each expert's group starting at a
+                multiple of `expert_alignment`; "flat": one row a (token, this rank), by (source rank, token); "batched":
+                `[E/R, R * max_tokens, H]`, each expert's rows first, in the order of "expert".
+            quantize: "fp8": rows travel and arrive as float8_e4m3fn with float32 scales of 128 columns.
+            scales: `[T, n]` of 1-, 2- or 4-byte elements, travelling beside the rows.
+            max_rows: rows to make room for (flat, expert); default: the worst case.
+            sync: True: wait, and return exactly the rows that arrived; False: never wait for the device, tensors have `max_rows`
+                rows and the device counts say how many are valid.  None: True on CPUs, False on GPUs.
+            handle: repeats an earlier dispatch with new rows, without routing; `topk_idx` and `topk_weights` are then not given.
+            num_sms: blocks (GPUs: one an SM) or threads (CPUs) to use; default: the table of the backend.
+            check_weights: NaN in `topk_weights` is bad input.
+
+        Raises:
+            BadInput, Closed: at once; what only the device can see at the next host-visible point, on every rank.
+            Timeout, PeerLost, Aborted, Mismatch: the round failed; likewise.
+        """
+        self._usable()
+        pending = dispatch.prepare(
+            self, x, topk_idx, topk_weights, layout, expert_alignment, quantize, scales, max_rows, sync, handle, num_sms, check_weights
+        )
+        self._session.dispatch(pending.args)
+        return dispatch.finish(self, pending)
+
+    def combine(
+        self,
+        y: Any,
+        handle: Handle,
+        *,
+        out: Any = None,
+        bias: Any = None,
+        weighted: bool = True,
+        weight_grads: Any = None,
+        wire: torch.dtype | None = None,
+        num_sms: int | None = None,
+    ) -> Any:
+        """Brings the experts' rows home.  Collective; on the current stream.
+
+        Args:
+            y: rows as in `Routed.x` of the dispatch, in bfloat16, float16 or float32.
+            handle: of that dispatch.
+            out: `[T, H]` of the dtype of `y`, written in place; default: a new tensor.
+            bias: `[T, H]` or `[H]` of the dtype of `y`, added before the rounding.
+            weighted: expert, batched: multiply each row by the routing weight that dispatch carried.
+            weight_grads: float32, a number a row (`[rows]`, batched `[E/R, R * max_tokens]`; flat `[rows, K]`): brought home as well.
+            wire: None: rows of "expert" and "batched" are added in float32 and travel so, and the result is rounded once.  The dtype
+                of `y`: each rank's sum is rounded before it travels: half the bytes, one more rounding of 2^-9 (bfloat16) or 2^-12
+                (float16) relative to each rank's sum.
+
+        Returns:
+            `[T, H]`: sum over k of w_k * y_k (flat: the plain sum over ranks), in float32 in a fixed order, plus bias, rounded once; zeros
+            (plus bias) for a token with no expert.  With `weight_grads`: that and float32 `[T, K]`.
+        """
+        self._usable()
+        pending = combine.prepare(self, y, handle, out, bias, weighted, weight_grads, wire, num_sms)
+        self._session.combine(pending.args)
+        return combine.finish(self, pending)
+
+    def check(self) -> None:
+        """Waits for every round so far and raises what went wrong in them, if anything."""
+        self._usable()
+        self._session.synchronize()
+        self._raise_failure()
+
+    def abort(self) -> None:
+        """Makes every wait of this rank end at once, from any thread; the Buffer can then only be closed."""
+        if self._close.alive:
+            self._session.abort(failures.ABORTED, self.rank)
+
+    def close(self) -> None:
+        """Gives the memory back.  Idempotent; outputs that are still referenced stay valid."""
+        self._close()
+
+    @property
+    def backend(self) -> str:
+        """How peers are reached, with the kind of window where there are several: "host", "lsa/vmm"."""
+        return self._session.name
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors must be."""
+        return self._session.device
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of this rank's window, outputs included, in bytes."""
+        return self._session.nbytes
+
+    @property
+    def session(self) -> backends.Session:
+        """What the backend opened; for the modules of moecomm."""
+        return self._session
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() has been called."""
+        return not self._close.alive
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _usable(self) -> None:
+        if not self._close.alive:
+            raise Closed()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        """Raises what the last rounds left behind.  Bad input and mismatches are told once; a failed round ends the Buffer."""
+        if self._failure is not None:
+            raise self._failure
+        record = _native.record(self._session.context.record)
+        if record is None:
+            return
+        error: MoecommError = failures.error_of(record, self._session.dead_peers())
+        if isinstance(error, RoundFailed):
+            self._failure = error
+        else:
+            _native.clear_record(self._session.context.record)
+        raise error

@@ -1,0 +1,95 @@
+"""The command moecomm."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from moecomm.demo import Result
+    from moecomm.doctor import Report
+
+app = typer.Typer(help="Dispatch and combine for mixture-of-experts layers.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def demo(
+    ranks: Annotated[int | None, typer.Option(help="Processes; default: 4 on CPUs, one a GPU.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of each rank.")] = 512,
+    model: Annotated[str, typer.Option(help="Whose routing and hidden size: a name of moecomm.router.MODELS.")] = "deepseek-v3",
+    intermediate: Annotated[int, typer.Option(help="Columns of an expert; the model's own would not fit a laptop.")] = 64,
+    backend: Annotated[str, typer.Option(help="auto, host or lsa.")] = "auto",
+) -> None:
+    """An MoE layer over several ranks, in every layout, checked against a single rank."""
+    from moecomm.demo import demo as run
+
+    result = run(model=model, ranks=ranks, tokens=tokens, intermediate=intermediate, backend=backend)
+    show_demo(result, Console())
+    if not result.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor() -> None:
+    """What can run here, and the first thing missing for the rest."""
+    from moecomm.doctor import doctor as examine
+
+    show_doctor(examine(), Console())
+
+
+def show_demo(result: Result, console: Console) -> None:
+    """The demo's table."""
+    from moecomm.router import MODELS
+
+    case, shape = result.case, MODELS[result.case.model]
+    console.print(
+        f"[bold]{case.model}[/]: {case.ranks} ranks x {case.tokens} tokens, hidden {shape.hidden}, top-{shape.topk} of "
+        f"{shape.num_experts} experts, {shape.gate} gate, bfloat16"
+    )
+    console.print(f"backend [bold]{result.backend}[/]: {result.why}", highlight=False)
+    table = Table("layout", box=None, pad_edge=False, header_style="dim")
+    for column in ("rows", "MB out", "MB home", "dispatch ms", "combine ms", "largest error", "of its bound"):
+        table.add_column(column, justify="right")
+    for row in result.layouts:
+        table.add_row(
+            row.layout,
+            f"{row.rows}",
+            f"{row.dispatched_bytes / 1e6:.1f}",
+            f"{row.combined_bytes / 1e6:.1f}",
+            f"{row.dispatch_s * 1e3:.2f}",
+            f"{row.combine_s * 1e3:.2f}",
+            f"{row.error:.2g}",
+            f"[{'green' if row.of_bound <= 1 else 'red'}]{row.of_bound:.0%}[/]",
+        )
+    console.print(table)
+    console.print("MB: payload between ranks, all ranks together; times: median, slowest rank.", style="dim", highlight=False)
+    if result.ok:
+        console.print("[green]Every output equals the single-rank layer[/] within the rounding of bfloat16.")
+    else:
+        console.print("[red]An output differs from the single-rank layer by more than rounding explains.[/]")
+
+
+def show_doctor(report: Report, console: Console) -> None:
+    """The doctor's findings."""
+    for backend in report.backends:
+        verdict = "[green]can run[/]" if backend.can_run else "[red]can't run[/]"
+        console.print(f"{backend.name:<8} {verdict}  {backend.missing}", highlight=False, soft_wrap=True)
+    console.print()
+    console.print(report.details(), highlight=False, markup=False, soft_wrap=True)
+
+
+def main() -> None:
+    """Entry point.  An error of moecomm is told in its own words, not by a traceback."""
+    from moecomm.errors import MoecommError
+
+    try:
+        app()
+    except MoecommError as error:
+        console = Console(stderr=True)
+        console.print(f"[red]{type(error).__name__}[/]:", end=" ")
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        sys.exit(1)

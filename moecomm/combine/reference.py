@@ -1,0 +1,62 @@
+"""The specification of combine, for all ranks at once, in plain torch: what is added to what, in which order, and rounded when."""
+
+from __future__ import annotations
+
+import torch
+
+from moecomm.dispatch.reference import Arrived
+
+
+def combine(
+    ys: list[torch.Tensor],
+    arrived: list[Arrived],
+    *,
+    layout: str = "expert",
+    weighted: bool = True,
+    bias: list[torch.Tensor | None] | None = None,
+    wire: torch.dtype = torch.float32,
+) -> list[torch.Tensor]:
+    """Experts' outputs `ys[p]` (rows as in `arrived[p].x`, [rows, H]) -> every rank's [T_r, H], in the dtype of `ys`.
+
+    expert, batched: partial_p = sum over k ascending of w_k * y_k, each product and each sum rounded to float32, then to `wire`;
+    flat: partial_p = the row of rank p.  out = sum over p ascending of partial_p in float32, plus bias, rounded once.
+    """
+    dtype = ys[0].dtype
+    out = []
+    for source in range(len(ys)):
+        tokens, topk = arrived[0].rows[source].shape
+        total = torch.zeros(tokens, ys[0].shape[1])
+        for y, here in zip(ys, arrived, strict=True):
+            rows = here.rows[source]
+            on = rows >= 0
+            if not on.any():
+                continue
+            if layout == "flat":
+                partial = y[rows.max(dim=1).values.clamp(min=0)].float()
+            else:
+                terms = y[rows.clamp(min=0)].float()  # [T, K, H]
+                if weighted:
+                    assert here.row_weights is not None
+                    terms = here.row_weights[rows.clamp(min=0)].unsqueeze(2) * terms
+                partial = torch.zeros_like(total)
+                for k in range(topk):
+                    partial += torch.where(on[:, k : k + 1], terms[:, k], 0.0)
+                partial = partial.to(wire).float()
+            total += torch.where(on.any(dim=1, keepdim=True), partial, 0.0)
+        if bias is not None and bias[source] is not None:
+            total = total + bias[source].float()
+        out.append(total.to(dtype))
+    return out
+
+
+def combine_weight_grads(grads: list[torch.Tensor], arrived: list[Arrived], *, layout: str = "expert") -> list[torch.Tensor]:
+    """Gradients of the rows' weights ([rows]; flat: [rows, K]) -> gradients of every rank's topk_weights, [T_r, K], 0 beside -1."""
+    out = []
+    for source in range(len(grads)):
+        home = torch.zeros(arrived[0].rows[source].shape)
+        for grad, here in zip(grads, arrived, strict=True):
+            rows = here.rows[source]
+            token, k = (rows >= 0).nonzero(as_tuple=True)
+            home[token, k] = grad[rows[token, k], k] if layout == "flat" else grad[rows[token, k]]
+        out.append(home)
+    return out

@@ -1,0 +1,54 @@
+"""The only file that reads the environment.
+
+| variable | meaning |
+| --- | --- |
+| MOECOMM_BACKEND | backend of every Buffer opened with backend="auto" |
+| MOECOMM_CACHE_DIR | where compiled kernels are kept (default: the user's cache directory) |
+| MOECOMM_WINDOW | how the lsa backend makes windows: "nccl" or "vmm" (default: nccl where it can, else vmm) |
+
+A variable that starts with MOECOMM_ and is not listed is an error: a misspelt setting must not pass in silence.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_KNOWN = {
+    "MOECOMM_BACKEND": ("auto", "host", "lsa", "gin", "nvshmem"),
+    "MOECOMM_CACHE_DIR": None,
+    "MOECOMM_WINDOW": ("nccl", "vmm"),
+}
+
+
+def check_environment() -> None:
+    """Raises ValueError for an unknown MOECOMM_ variable or a value outside the known ones."""
+    for name, value in os.environ.items():
+        if not name.startswith("MOECOMM_"):
+            continue
+        if name not in _KNOWN:
+            raise ValueError(f"unknown environment variable {name}; known: {', '.join(sorted(_KNOWN))}")
+        allowed = _KNOWN[name]
+        if allowed is not None and value not in allowed:
+            raise ValueError(f"{name}={value!r}: want one of {', '.join(allowed)}")
+
+
+def default_backend() -> str:
+    """The backend that "auto" stands for, itself "auto" unless the environment says otherwise."""
+    check_environment()
+    return os.environ.get("MOECOMM_BACKEND", "auto")
+
+
+def window_kind() -> str | None:
+    """How the lsa backend shall make its windows; None: its own choice."""
+    check_environment()
+    return os.environ.get("MOECOMM_WINDOW")
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept; made private to the user by whoever writes there."""
+    check_environment()
+    if chosen := os.environ.get("MOECOMM_CACHE_DIR"):
+        return Path(chosen).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser().absolute() / "moecomm"

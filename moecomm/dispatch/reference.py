@@ -1,0 +1,129 @@
+"""The specification of dispatch, for all ranks at once, in plain torch.  Every executor is tested against it, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+GROUP = 128  # columns that share a scale
+E4M3_MAX = 448.0
+
+
+@dataclass
+class Arrived:
+    """What one rank holds after a dispatch: the fields of Routed, exact sizes; and where each source's tokens are (for combine)."""
+
+    x: torch.Tensor
+    scales: torch.Tensor | None
+    src: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    num_rows: int
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    row_weights: torch.Tensor | None
+    rows: list[torch.Tensor]  # [T_s, K] for each source s: row here of the k-th expert's copy, -1 where it is elsewhere; flat: the flat row
+
+
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Casts [T, H] to float8_e4m3fn with one float32 scale per 128 columns, [T, ceil(H / 128)].
+
+    amax is at least 1e-4, scale = amax / 448 and q = e4m3(x * (448.0 / amax)), as DeepEP's per-token cast writes it; torch computes that
+    quotient as (1 / amax) * 448, in float32, and so do we.
+    """
+    tokens, hidden = x.shape
+    groups = -(-hidden // GROUP)
+    wide = torch.zeros(tokens, groups * GROUP, dtype=torch.float32, device=x.device)
+    wide[:, :hidden] = x.float()
+    wide = wide.view(tokens, groups, GROUP)
+    amax = wide.abs().amax(dim=2).clamp(min=1e-4)
+    q = (wide * (amax.reciprocal() * E4M3_MAX).unsqueeze(2)).to(torch.float8_e4m3fn)
+    return q.view(torch.uint8).flatten(1)[:, :hidden].contiguous().view(torch.float8_e4m3fn), amax / E4M3_MAX
+
+
+def dispatch(
+    xs: list[torch.Tensor],
+    topk_idx: list[torch.Tensor],
+    topk_weights: list[torch.Tensor | None],
+    *,
+    num_experts: int,
+    layout: str = "expert",
+    expert_alignment: int = 1,
+    max_tokens: int = 0,
+    scales: list[torch.Tensor] | None = None,
+) -> list[Arrived]:
+    """Every rank's tokens `xs[r]` [T_r, H], `topk_idx[r]` [T_r, K], `topk_weights[r]` [T_r, K] or None (ones) -> every rank's Arrived."""
+    ranks, local = len(xs), num_experts // len(xs)
+    topk = topk_idx[0].shape[1]
+    source = torch.cat([torch.full((x.shape[0],), r) for r, x in enumerate(xs)])
+    token = torch.cat([torch.arange(x.shape[0]) for x in xs])
+    x, idx = torch.cat(xs), torch.cat(topk_idx).long()
+    weights = torch.cat([torch.ones(i.shape) if w is None else w for i, w in zip(topk_idx, topk_weights, strict=True)]).float()
+    row_scales = None if scales is None else torch.cat(scales)
+    src = torch.stack([source, token], dim=1).int()
+    sizes = [len(part) for part in xs]
+
+    arrived = []
+    for rank in range(ranks):
+        here = (idx >= rank * local) & (idx < (rank + 1) * local)
+        local_idx = torch.where(here, idx - rank * local, -1)
+        counts = torch.bincount(local_idx[here], minlength=local)
+        if layout == "flat":
+            pick = here.any(dim=1).nonzero().flatten()  # already by (source, token)
+            row_of = torch.full((len(x), 1), -1)
+            row_of[pick, 0] = torch.arange(len(pick))
+            arrived.append(
+                Arrived(
+                    x=x[pick],
+                    scales=None if row_scales is None else row_scales[pick],
+                    src=src[pick],
+                    tokens_per_expert=counts.int(),
+                    num_rows=len(pick),
+                    topk_idx=local_idx[pick].to(topk_idx[0].dtype),
+                    topk_weights=torch.where(here, weights, 0.0)[pick],
+                    row_weights=None,
+                    rows=list(torch.where(here, row_of, -1).split(sizes)),
+                )
+            )
+            continue
+        if layout == "expert":
+            ends = (((counts + expert_alignment - 1) // expert_alignment) * expert_alignment).cumsum(0)
+            starts, total = torch.cat([torch.zeros(1, dtype=torch.long), ends[:-1]]), int(ends[-1])
+        else:
+            starts, total = torch.arange(local) * ranks * max_tokens, local * ranks * max_tokens
+        entry = here.flatten().nonzero().flatten()  # (source, token, k) in order
+        expert = local_idx.flatten()[entry]
+        order = expert.argsort(stable=True)
+        entry, expert = entry[order], expert[order]
+        within = torch.arange(len(entry)) - (counts.cumsum(0) - counts)[expert]
+        rows = starts[expert] + within
+        row_of = torch.full((idx.numel(),), -1)
+        row_of[entry] = rows
+        out_x = torch.zeros(total, x.shape[1], dtype=x.dtype)
+        _bytes(out_x)[rows] = _bytes(x)[entry // topk]
+        out_src = torch.full((total, 2), -1, dtype=torch.int32)
+        out_src[rows] = src[entry // topk]
+        out_weights = torch.zeros(total)
+        out_weights[rows] = weights.flatten()[entry]
+        out_scales = None
+        if row_scales is not None:
+            out_scales = torch.zeros(total, row_scales.shape[1], dtype=row_scales.dtype)
+            out_scales[rows] = row_scales[entry // topk]
+        arrived.append(
+            Arrived(
+                x=out_x,
+                scales=out_scales,
+                src=out_src,
+                tokens_per_expert=counts.int(),
+                num_rows=total if layout == "expert" else int(counts.sum()),
+                topk_idx=None,
+                topk_weights=None,
+                row_weights=out_weights,
+                rows=list(row_of.view(idx.shape).split(sizes)),
+            )
+        )
+    return arrived
+
+
+def _bytes(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous().view(torch.uint8)  # float8 tensors can't be indexed

@@ -1,0 +1,187 @@
+"""What can run here and what is missing for the rest: moecomm.doctor() and the command `moecomm doctor`."""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import stat
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moecomm import _native, backends, config
+
+BACKENDS = ("host", "lsa", "gin", "nvshmem")
+_PACKAGES = {  # what a user calls it: distributions that bring it, the first one installed counts
+    "moecomm": ("moecomm",),
+    "torch": ("torch",),
+    "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+    "nccl4py": ("nccl4py",),
+    "NVSHMEM": ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"),
+    "nvshmem4py": ("nvshmem4py-cu13", "nvshmem4py-cu12"),
+    "cuda.core": ("cuda-core",),
+    "cuda.bindings": ("cuda-bindings",),
+    "NVRTC": ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"),
+    "nvJitLink": ("nvidia-nvjitlink", "nvidia-nvjitlink-cu12"),
+    "CuPy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+}
+
+
+@dataclass(frozen=True)
+class BackendReport:
+    """One backend.  `missing`: empty if it can run, else the first thing missing, as a sentence a user can act on."""
+
+    name: str
+    missing: str
+
+    @property
+    def can_run(self) -> bool:
+        """Whether a Buffer can be opened with it here."""
+        return not self.missing
+
+
+@dataclass(frozen=True)
+class Topology:
+    """`links[i][j]`: how GPU i reaches GPU j: "NV18" (18 NVLinks), "P2P", "-" (not by load and store), "X" (itself)."""
+
+    cores: int
+    numa_nodes: int
+    gpus: list[str]
+    links: list[list[str]]
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Where compiled kernels are kept.  `private`: only its owner, who is us, can write or read there; true before it exists."""
+
+    path: Path
+    nbytes: int
+    private: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """What doctor() found."""
+
+    backends: list[BackendReport]
+    versions: dict[str, str | None]  # None: not there
+    topology: Topology
+    cache: Cache
+
+    def details(self) -> str:
+        """Versions, topology and kernel cache, for people."""
+        versions = [f"{name:<14} {version or 'not installed'}" for name, version in self.versions.items()]
+        place, cache = self.topology, self.cache
+        lines = [*versions, "", f"{place.cores} cores, {place.numa_nodes} NUMA nodes, {len(place.gpus)} GPUs"]
+        for index, gpu in enumerate(place.gpus):
+            lines.append(f"  GPU {index}  {gpu:<24} {' '.join(f'{link:>5}' for link in place.links[index])}")
+        private = "private" if cache.private else f"NOT private: others can reach it; run: chmod -R go-rwx {cache.path}"
+        lines += ["", f"kernel cache: {cache.path} ({cache.nbytes / 2**20:.1f} MiB, {private})"]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        verdicts = [f"{b.name:<8} {'can run' if b.can_run else 'cannot run: ' + b.missing}" for b in self.backends]
+        return "\n".join([*verdicts, "", self.details()])
+
+
+def doctor() -> Report:
+    """Looks, changes nothing: no device memory is taken and no kernel is run."""
+    return Report([BackendReport(name, _missing(name)) for name in BACKENDS], _versions(), _topology(), _cache(config.cache_dir()))
+
+
+def _missing(name: str) -> str:
+    if importlib.util.find_spec(f"moecomm.backends.{name}") is not None:
+        return backends.load(name).missing()
+    lacking = "; ".join(_lacking(name))
+    return f"this release does not have it yet{f', and this machine would lack {lacking}' if lacking else ''}. Use lsa or host."
+
+
+def _lacking(name: str) -> list[str]:
+    """What a backend that moecomm does not have yet would need besides."""
+    module, package = {"gin": ("nccl", "nccl4py"), "nvshmem": ("nvshmem", "nvshmem4py")}[name]
+    lacking = [without_dot] if (without_dot := _native.cuda_available().rstrip(".")) else []
+    if importlib.util.find_spec(module) is None:
+        lacking.append(f"{package} (pip install 'moecomm[cu13]')")
+    if not any(Path("/sys/class/infiniband").glob("*")):
+        lacking.append("an RDMA NIC")
+    return lacking
+
+
+def _versions() -> dict[str, str | None]:
+    found = {name: next(filter(None, map(_installed, packages)), None) for name, packages in _PACKAGES.items()}
+    return {"Python": platform.python_version(), **found, "torch's CUDA": torch.version.cuda, "NVIDIA driver": _driver()}
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    """The version in /proc; machines without that file (WSL) have libcuda at most."""
+    proc = Path("/proc/driver/nvidia/version")
+    if proc.exists() and (match := re.search(r"\b(\d{3,}\.\d+(\.\d+)?)\b", proc.read_text())):
+        return match[1]
+    return "there, version unknown" if ctypes.util.find_library("cuda") else None
+
+
+def _topology() -> Topology:
+    nodes = [p for p in Path("/sys/devices/system/node").glob("node*") if p.name[4:].isdigit()]
+    count = torch.cuda.device_count()
+    gpus = [torch.cuda.get_device_properties(gpu).name for gpu in range(count)]
+    return Topology(len(os.sched_getaffinity(0)), max(1, len(nodes)), gpus, _links(count))
+
+
+def _links(count: int) -> list[list[str]]:
+    nvlinks = _nvlinks() if count > 1 else {}
+
+    def link(a: int, b: int) -> str:
+        if a == b:
+            return "X"
+        if not torch.cuda.can_device_access_peer(a, b):
+            return "-"
+        return nvlinks.get((a, b), "P2P")
+
+    return [[link(a, b) for b in range(count)] for a in range(count)]
+
+
+def _nvlinks() -> dict[tuple[int, int], str]:
+    """NVLinks between GPUs as nvidia-smi numbers them; none if it can't be asked.  CUDA_VISIBLE_DEVICES may number them otherwise."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {}
+    try:
+        asked = subprocess.run([program, "topo", "-m"], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return parse_nvlinks(asked.stdout)
+
+
+def parse_nvlinks(matrix: str) -> dict[tuple[int, int], str]:
+    """{(0, 1): "NV18", ...} from what `nvidia-smi topo -m` prints."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", matrix)
+    links = {}
+    for row in re.finditer(r"^\s*GPU(\d+)\s+(.*)$", plain, re.MULTILINE):
+        if row[2].lstrip().startswith("GPU"):
+            continue  # the header
+        for column, cell in enumerate(row[2].split()):
+            if re.fullmatch(r"NV\d+", cell):
+                links[int(row[1]), column] = cell
+    return links
+
+
+def _cache(path: Path) -> Cache:
+    files = [path, *path.rglob("*")] if path.is_dir() else []
+    states = [file.lstat() for file in files]
+    private = all(s.st_uid == os.geteuid() and not (stat.S_ISDIR(s.st_mode) and s.st_mode & 0o077) for s in states)
+    return Cache(path, sum(s.st_size for s in states if stat.S_ISREG(s.st_mode)), private)

@@ -1,0 +1,59 @@
+"""Every error of moecomm: named, and saying what to do."""
+
+from __future__ import annotations
+
+
+class MoecommError(RuntimeError):
+    """Base of all errors of moecomm."""
+
+
+class BadInput(MoecommError, ValueError):
+    """An argument can't be used.  Names the argument, what it got and what it wants.
+
+    Raised where it is found: at once for what the host can see, at the next host-visible point for what only the device can see
+    (expert ids, rows that do not fit).  The Buffer stays usable.
+    """
+
+    def __init__(self, argument: str, got: object, want: object, rank: int | None = None) -> None:
+        where = "" if rank is None else f" (rank {rank})"
+        super().__init__(f"{argument}{where}: got {got}; want {want}")
+        self.argument, self.got, self.want, self.rank = argument, got, want, rank
+
+
+class Mismatch(MoecommError):
+    """Ranks disagree on a setting or are out of step."""
+
+    def __init__(self, field: str, mine: object, theirs: object, rank: int) -> None:
+        super().__init__(f"{field}: this rank has {mine}, rank {rank} has {theirs}; all ranks of a Buffer must agree")
+        self.field, self.mine, self.theirs, self.rank = field, mine, theirs, rank
+
+
+class RoundFailed(MoecommError):
+    """A round did not finish.  No output of it is handed out, and the Buffer can only be closed."""
+
+    def __init__(self, text: str, *, rank: int, peer: int, phase: str, op: str, round: int) -> None:  # noqa: A002
+        super().__init__(text)
+        self.rank, self.peer, self.phase, self.op, self.round = rank, peer, phase, op, round
+
+
+class Timeout(RoundFailed):
+    """A peer did not do its part before the deadline."""
+
+
+class PeerLost(RoundFailed):
+    """A peer is known to be gone: its process ended, or it closed its Buffer."""
+
+
+class Aborted(RoundFailed):
+    """Somebody called abort(), or pressed Ctrl-C."""
+
+
+class Closed(MoecommError):
+    """The Buffer, or the handle's Buffer, has been closed."""
+
+    def __init__(self, what: str = "Buffer") -> None:
+        super().__init__(f"this {what} is closed; open a new one")
+
+
+class Unsupported(MoecommError):
+    """What was asked for can't run here.  Names the first thing that is missing."""

@@ -1,0 +1,47 @@
+"""From the 64-byte record that a failed round leaves behind to a named error."""
+
+from __future__ import annotations
+
+from moecomm import _native, call
+from moecomm.errors import Aborted, BadInput, Mismatch, MoecommError, PeerLost, Timeout
+
+TIMEOUT, PEER_LOST, ABORTED, BAD_INPUT, MISMATCH = 1, 2, 3, 4, 5
+_OPS = ("no operation", "dispatch", "combine", "close")
+_PHASES = {
+    0: "its counts",
+    1: "its rows",
+    2: "its reduced rows",
+    3: "it to finish reading the rows of an earlier combine",
+    4: "the other blocks of this rank",
+}
+_PHASE_NAMES = ("notice", "payload", "reduced", "drained", "grid")
+_ARGUMENTS = ("", "topk_idx", "max_rows", "topk_idx", "topk_weights")
+
+
+def error_of(record: _native.FailureRecordView, dead: list[int]) -> MoecommError:
+    """The error a record stands for; a timeout on a rank that is known to be dead is PeerLost."""
+    if record.code == BAD_INPUT:
+        return _bad_input(record)
+    if record.code == MISMATCH:
+        if record.op != record.seen and record.expected == record.op:
+            return Mismatch("operation", _OPS[record.expected], _OPS[record.seen], record.peer)
+        return Mismatch(*call.difference(record.expected, record.seen), record.peer)
+    known = {"rank": record.rank, "peer": record.peer, "op": _OPS[record.op], "round": record.round, "phase": _PHASE_NAMES[record.phase]}
+    where = f"{_OPS[record.op]}, round {record.round}, phase {_PHASE_NAMES[record.phase]}"
+    if record.code == PEER_LOST or record.peer in dead:
+        return PeerLost(f"rank {record.peer} is gone (noticed by rank {record.rank} in {where})", **known)
+    if record.code == TIMEOUT:
+        waited = f"after {record.waited_ns / 1e9:.1f} s" if record.waited_ns else "as another rank found"
+        return Timeout(f"rank {record.rank} waited for rank {record.peer}: {_PHASES[record.phase]} ({where}); gave up {waited}", **known)
+    return Aborted(f"rank {record.rank} was told to stop by rank {record.peer} ({where})", **known)
+
+
+def _bad_input(record: _native.FailureRecordView) -> BadInput:
+    argument = _ARGUMENTS[record.argument]
+    if record.argument == 1:
+        return BadInput(argument, f"expert {record.seen}", f"-1 to {record.expected - 1}", record.peer)
+    if record.argument == 2:
+        return BadInput(argument, f"{record.seen} rows arriving", f"at most the {record.expected} given", record.peer)
+    if record.argument == 3:
+        return BadInput(argument, f"{record.seen} rows for one expert", f"at most ranks * max_tokens = {record.expected}", record.peer)
+    return BadInput(argument, "NaN", "numbers", record.peer)

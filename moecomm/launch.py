@@ -1,0 +1,169 @@
+"""Runs a function as several processes of this machine, one a rank: what the demo and the benchmarks stand on.
+
+Nothing is left behind: ranks meet over a loopback port of the parent, results come back as JSON over pipes, and a rank whose
+parent is gone, however it went, ends itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moecomm.errors import MoecommError, RoundFailed
+
+_CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from moecomm.launch import run_child; run_child(*sys.argv[2:])"
+_GRACE_S = 3.0  # for the other ranks to tell their side after the first failure, and to end when told to
+
+
+@dataclass
+class Failure:
+    """How one rank failed: the name of its error and what it said."""
+
+    rank: int
+    error: str
+    text: str
+    consequence: bool  # of what happened to another rank
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.error}: {self.text}"
+
+
+class RanksFailed(MoecommError):
+    """At least one rank failed.  `failures`: the cause first, then what the other ranks made of it."""
+
+    def __init__(self, failures: list[Failure]) -> None:
+        super().__init__("\n".join(map(str, failures)))
+        self.failures = failures
+
+
+@dataclass
+class _Child:
+    rank: int
+    process: subprocess.Popen[bytes]
+    results: int  # file descriptor
+    said: bytearray = field(default_factory=bytearray)
+    done: bool = False
+
+    def outcome(self) -> Any | Failure:
+        if self.said:
+            message = json.loads(self.said)
+            return Failure(self.rank, *message["failure"]) if "failure" in message else message["result"]
+        code = self.process.wait(_GRACE_S)
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return Failure(self.rank, "ProcessEnded", f"the process {how}", consequence=False)
+
+
+def launch(target: str, job: dict[str, Any], ranks: int) -> list[Any]:
+    """Calls `target` ("module:function") as function(group, **job) in `ranks` processes, `group` being their gloo group.
+
+    Returns what each rank returned (JSON), by rank.  Raises RanksFailed.  Ctrl-C ends every rank, then raises KeyboardInterrupt.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    children: list[_Child] = []
+    try:
+        for rank in range(ranks):
+            children.append(_start(target, job, rank, ranks, store.port))
+        _collect(children)
+        outcomes = [child.outcome() for child in children if child.done]
+    finally:
+        _end(children)
+    if failures := [o for o in outcomes if isinstance(o, Failure)]:
+        raise RanksFailed(sorted(failures, key=lambda f: f.consequence))
+    return outcomes
+
+
+def _start(target: str, job: dict[str, Any], rank: int, ranks: int, port: int) -> _Child:
+    results, theirs = os.pipe()
+    arguments = [json.dumps(sys.path), target, rank, ranks, port, theirs]
+    # A session of their own: Ctrl-C reaches the parent alone, which then ends all of them.
+    process = subprocess.Popen(
+        [sys.executable, "-c", _CHILD, *map(str, arguments)], stdin=subprocess.PIPE, pass_fds=[theirs], start_new_session=True
+    )
+    os.close(theirs)
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(job).encode() + b"\n")
+    process.stdin.flush()  # and stays open: its end tells the child that we are gone
+    return _Child(rank, process, results)
+
+
+def _collect(children: list[_Child]) -> None:
+    """Reads what the ranks say until all have ended, or for a short while after the first failure."""
+    deadline = float("inf")
+    with selectors.DefaultSelector() as waiting:
+        for child in children:
+            waiting.register(child.results, selectors.EVENT_READ, child)
+        while waiting.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in waiting.select(None if left == float("inf") else left):
+                child = key.data
+                if data := os.read(child.results, 1 << 16):
+                    child.said += data
+                    continue
+                child.done = True
+                waiting.unregister(child.results)
+                if isinstance(child.outcome(), Failure):
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+
+
+def _end(children: list[_Child]) -> None:
+    for child in children:
+        assert child.process.stdin is not None
+        child.process.stdin.close()
+        os.close(child.results)
+    deadline = time.monotonic() + _GRACE_S
+    for child in children:
+        try:
+            child.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.process.kill()
+            child.process.wait()
+
+
+def run_child(target: str, rank: str, ranks: str, port: str, results: str) -> None:
+    """What a child process runs: meets the others, calls the function, reports."""
+    job = json.loads(_read_line(0))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(ranks)))
+    try:
+        module, function = target.split(":")
+        work = getattr(importlib.import_module(module), function)
+        store = dist.TCPStore("127.0.0.1", int(port), is_master=False)
+        dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(ranks))
+        message = {"result": work(dist.group.WORLD, **job)}
+        dist.destroy_process_group()
+    except Exception as error:  # noqa: BLE001: the parent raises it
+        if not isinstance(error, MoecommError):
+            traceback.print_exc()
+        # A RuntimeError of gloo is a peer that went away.
+        consequence = isinstance(error, RoundFailed) or (type(error) is RuntimeError and "gloo" in str(error).lower())
+        message = {"failure": [type(error).__name__, str(error), consequence]}
+    with os.fdopen(int(results), "wb") as pipe:
+        pipe.write(json.dumps(message).encode())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if "failure" in message else 0)  # not through destructors of a group that has lost a rank
+
+
+def _read_line(descriptor: int) -> bytes:
+    line = bytearray()
+    while (byte := os.read(descriptor, 1)) not in (b"", b"\n"):
+        line += byte
+    return bytes(line)
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(1)

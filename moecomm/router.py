@@ -1,0 +1,182 @@
+"""Routers of the models people run, and random routing: where topk_idx and topk_weights come from in the demo, tests and benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moecomm.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Model:
+    """The MoE layer of a published model: `hidden` of a token, `intermediate` of one expert, and how its gate chooses."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    num_experts: int
+    topk: int
+    gate: str = "softmax"
+    num_groups: int = 1
+    topk_groups: int = 1
+    scale: float = 1.0
+    corrected: bool = False  # the gate has a score-correction bias
+
+
+MODELS = {
+    model.name: model
+    for model in (
+        Model("deepseek-v3", 7168, 2048, 256, 8, "sigmoid", num_groups=8, topk_groups=4, scale=2.5, corrected=True),
+        Model("kimi-k2", 7168, 2048, 384, 8, "sigmoid", scale=2.827, corrected=True),
+        Model("qwen3-235b", 4096, 1536, 128, 8),
+        Model("gpt-oss-120b", 2880, 2880, 128, 4),
+        Model("mixtral-8x7b", 4096, 14336, 8, 2),
+    )
+}
+
+
+class Router:
+    """Hidden states [T, H] -> (topk_idx int64 [T, K], topk_weights float32 [T, K]), highest score first.
+
+    scores = gate(x @ weight.T) in float32.  Experts are chosen by scores + bias: with several groups only inside the `topk_groups`
+    best ones, a group's score being the sum of its two best experts.  Their weights are the scores without the bias, divided by
+    their sum if `normalize`, times `scale`.  Ties go to the lower expert id, on every device.
+
+    `weight` [E, H] is drawn from `seed`, the same on every device; `bias` float32 [E] is DeepSeek-V3's e_score_correction_bias.
+    Both are plain tensors: copy a model's own into them.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        num_experts: int,
+        topk: int,
+        *,
+        gate: str = "softmax",
+        num_groups: int = 1,
+        topk_groups: int = 1,
+        bias: torch.Tensor | None = None,
+        scale: float = 1.0,
+        normalize: bool = True,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        if gate not in ("softmax", "sigmoid"):
+            raise BadInput("gate", repr(gate), '"softmax" or "sigmoid"')
+        if num_groups < 1 or num_experts % num_groups:
+            raise BadInput("num_groups", num_groups, f"a divisor of num_experts = {num_experts}")
+        if not 1 <= topk_groups <= num_groups:
+            raise BadInput("topk_groups", topk_groups, f"1 to num_groups = {num_groups}")
+        choosable = num_experts // num_groups * topk_groups
+        if not 1 <= topk <= choosable:
+            raise BadInput("topk", topk, f"1 to {choosable}, the experts of {topk_groups} of {num_groups} groups")
+        if bias is not None and bias.shape != (num_experts,):
+            raise BadInput("bias", tuple(bias.shape), f"({num_experts},)")
+        self.hidden, self.num_experts, self.topk = hidden, num_experts, topk
+        self.gate, self.num_groups, self.topk_groups = gate, num_groups, topk_groups
+        self.scale, self.normalize = scale, normalize
+        drawn = torch.randn(num_experts, hidden, generator=torch.Generator().manual_seed(seed)) / hidden**0.5
+        self.weight = drawn.to(device=device, dtype=dtype)
+        self.bias = None if bias is None else bias.to(device=device, dtype=torch.float32)
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if x.ndim != 2 or x.shape[1] != self.hidden:
+            raise BadInput("x", tuple(x.shape), f"[tokens, {self.hidden}]")
+        logits = torch.nn.functional.linear(x.to(self.weight.dtype), self.weight).float()
+        scores = logits.softmax(dim=1) if self.gate == "softmax" else logits.sigmoid()
+        choice = scores if self.bias is None else scores + self.bias
+        if self.num_groups > 1:
+            choice = self._keep_best_groups(choice)
+        topk_idx = best(choice, self.topk)
+        weights = scores.gather(1, topk_idx)
+        if self.normalize:
+            weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
+        return topk_idx, weights * self.scale
+
+    def _keep_best_groups(self, choice: torch.Tensor) -> torch.Tensor:
+        """-inf outside the `topk_groups` best groups of each token."""
+        groups = choice.view(len(choice), self.num_groups, -1)
+        pair = min(2, groups.shape[2])
+        chosen = best(groups.topk(pair, dim=2).values.sum(dim=2), self.topk_groups)
+        kept = torch.zeros(groups.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, chosen, True)
+        return groups.masked_fill(~kept.unsqueeze(2), float("-inf")).view_as(choice)
+
+
+def best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Columns of the `count` largest scores of each row, largest first, the lower column first in a tie (torch.topk leaves that open)."""
+    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def router(
+    model: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Router:
+    """The router of a published model (a name of MODELS) with weights drawn from `seed`.
+
+    A score-correction bias is drawn too, small beside the scores, as load balancing leaves it.  gpt-oss's gate also has a linear
+    bias, which is left out.
+    """
+    if model not in MODELS:
+        raise BadInput("model", repr(model), f"one of {', '.join(MODELS)}")
+    shape = MODELS[model]
+    bias = torch.randn(shape.num_experts, generator=torch.Generator().manual_seed(seed + 1)) * 0.02 if shape.corrected else None
+    return Router(
+        shape.hidden,
+        shape.num_experts,
+        shape.topk,
+        gate=shape.gate,
+        num_groups=shape.num_groups,
+        topk_groups=shape.topk_groups,
+        bias=bias,
+        scale=shape.scale,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+    )
+
+
+def random_routing(
+    tokens: int,
+    num_experts: int,
+    topk: int,
+    *,
+    ranks: int = 1,
+    skew: float = 0.0,
+    drop: float = 0.0,
+    duplicates: bool = False,
+    generator: torch.Generator | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Routing without hidden states: (topk_idx int64 [T, K], topk_weights float32 [T, K] that sum to 1), on the generator's device.
+
+    A fraction `skew` of the tokens wants the experts of one rank of `ranks`, the same for all of them (and others only where
+    that rank has too few); a fraction `drop` of the entries is -1, whose weights are left in place and must not matter.
+    `duplicates`: a token may pick an expert more than once.
+    """
+    if not duplicates and topk > num_experts:
+        raise BadInput("topk", topk, f"at most num_experts = {num_experts} without duplicates")
+    if ranks < 1 or num_experts % ranks:
+        raise BadInput("ranks", ranks, f"a divisor of num_experts = {num_experts}")
+    generator = generator or torch.Generator().manual_seed(0)
+    device, local = generator.device, num_experts // ranks
+
+    def uniform(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=generator, device=device)
+
+    first = int(uniform(1).mul(ranks).item()) * local
+    skewed = uniform(tokens, 1) < skew
+    if duplicates:
+        anywhere, there = (uniform(tokens, topk) * num_experts).long(), first + (uniform(tokens, topk) * local).long()
+        topk_idx = torch.where(skewed, there, anywhere)
+    else:
+        expert = torch.arange(num_experts, device=device)
+        wanted = (expert >= first) & (expert < first + local)
+        topk_idx = best(uniform(tokens, num_experts) + (skewed & wanted).float(), topk)
+    weights = uniform(tokens, topk) + 0.1
+    topk_idx = topk_idx.masked_fill(uniform(tokens, topk) < drop, -1)
+    return topk_idx, weights / weights.sum(dim=1, keepdim=True)

@@ -1,0 +1,76 @@
+"""What all ranks of a Buffer must agree on, compared once when it opens."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import torch
+
+from moecomm.errors import BadInput, Mismatch
+from moecomm.rendezvous import Rendezvous
+
+VERSION = 1  # of the protocol in csrc/protocol
+MAX_RANKS, MAX_TOPK, MAX_FLAT_ROWS = 64, 32, 1 << 23
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MAGIC = 0x6D6F65636F6D6D
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The sizes of a Buffer."""
+
+    ranks: int
+    hidden: int
+    num_experts: int
+    topk: int
+    max_tokens: int
+    dtype: torch.dtype
+    backend: str
+    window_bytes: int | None
+
+    _NAMES = ("magic", "version", "hidden", "num_experts", "topk", "max_tokens", "dtype", "window_bytes")
+
+    def agree(self, group: Rendezvous) -> None:
+        """Collective.  Raises Mismatch naming the first field in which ranks differ, on every rank."""
+        dtype = DTYPES.index(self.dtype) if self.dtype in DTYPES else -1
+        window = -1 if self.window_bytes is None else self.window_bytes
+        mine = (_MAGIC, VERSION, self.hidden, self.num_experts, self.topk, self.max_tokens, dtype, window)
+        packed = struct.pack("<8q16s", *mine, self.backend.encode())
+        for rank, theirs in enumerate(group.all_gather(packed)):
+            *numbers, backend = struct.unpack("<8q16s", theirs)
+            for name, ours, other in zip(self._NAMES, mine, numbers, strict=True):
+                if ours != other:
+                    shown = (DTYPES[ours] if ours >= 0 else self.dtype, DTYPES[other] if other >= 0 else "another")
+                    raise Mismatch(name, *(shown if name == "dtype" else (ours, other)), rank)
+            if (name := backend.rstrip(b"\0").decode(errors="replace")) != self.backend:
+                raise Mismatch("backend", self.backend, name, rank)
+
+    def check(self) -> None:
+        """Raises BadInput for a value that can't be used.  After agree(), so that all ranks raise alike."""
+        if self.dtype not in DTYPES:
+            raise BadInput("dtype", self.dtype, " or ".join(map(str, DTYPES)))
+        if self.hidden < 1 or self.hidden * self.dtype.itemsize % 16:
+            raise BadInput("hidden", self.hidden, f"rows of a multiple of 16 bytes: a multiple of {16 // self.dtype.itemsize}")
+        if not 1 <= self.topk <= MAX_TOPK:
+            raise BadInput("topk", self.topk, f"1 to {MAX_TOPK}")
+        if not 1 <= self.ranks <= MAX_RANKS:
+            raise BadInput("group", f"{self.ranks} ranks", f"1 to {MAX_RANKS}")
+        if self.num_experts < 1 or self.num_experts % self.ranks:
+            raise BadInput("num_experts", self.num_experts, f"a multiple of the number of ranks, {self.ranks}")
+        if self.max_tokens < 1 or self.ranks * self.max_tokens >= MAX_FLAT_ROWS:
+            raise BadInput("max_tokens", self.max_tokens, f"1 to {(MAX_FLAT_ROWS - 1) // self.ranks}")
+
+    def worst_rows(self, layout: str, alignment: int = 1) -> int:
+        """The most rows a rank can receive in a dispatch of this layout."""
+        tokens, local = self.ranks * self.max_tokens, self.num_experts // self.ranks
+        if layout == "flat":
+            return tokens
+        if layout == "batched":
+            return local * tokens
+        return tokens * self.topk + (alignment - 1) * local
+
+    def round_bytes(self, layout: str) -> int:
+        """Window memory of one round's outputs in the worst case: rows, and what the handle keeps."""
+        row = self.hidden * self.dtype.itemsize + 12
+        return self.worst_rows(layout, 128) * row + self.ranks * self.max_tokens * (16 * self.topk + 16) + (1 << 16)

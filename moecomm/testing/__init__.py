@@ -1,0 +1,7 @@
+"""For tests of moecomm and of what is built on it: several ranks in one process, random cases, and the check against the reference."""
+
+from moecomm.testing.cases import Case, random_case, random_sizes
+from moecomm.testing.check import check_case, check_case_on_rank
+from moecomm.testing.ranks import LocalBuffers
+
+__all__ = ["Case", "LocalBuffers", "check_case", "check_case_on_rank", "random_case", "random_sizes"]

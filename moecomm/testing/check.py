@@ -1,0 +1,157 @@
+"""One case through Buffers and through the reference: dispatch bit for bit, combine bit for bit as well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moecomm.buffer import Buffer
+from moecomm.combine import reference as combine_reference
+from moecomm.dispatch import reference as dispatch_reference
+from moecomm.routed import Routed
+from moecomm.testing.cases import Case
+from moecomm.testing.ranks import LocalBuffers
+
+
+def check_case(ranks: LocalBuffers, case: Case) -> None:
+    """Runs a case on all ranks of this process.  Raises AssertionError, naming the seed, on the first difference."""
+    wanted = Wanted(case, ranks.buffers[0])
+    try:
+        routed = ranks.dispatch([wanted.dispatch_call(rank, ranks.device) for rank in range(wanted.ranks)])
+        for rank, here in enumerate(routed):
+            wanted.check_routed(rank, here)
+        results = ranks.combine([wanted.combine_call(rank, here) for rank, here in enumerate(routed)])
+        for rank, result in enumerate(results):
+            wanted.check_combined(rank, result)
+    except AssertionError as error:
+        raise AssertionError(f"case of seed {case.seed} ({case.layout}): {error}") from error
+
+
+def check_case_on_rank(buffer: Buffer, case: Case) -> None:
+    """The same for one rank of a group of processes, each of which makes the same case."""
+    wanted = Wanted(case, buffer)
+    try:
+        routed = buffer.dispatch(**wanted.dispatch_call(buffer.rank, buffer.device))
+        wanted.check_routed(buffer.rank, routed)
+        wanted.check_combined(buffer.rank, buffer.combine(**wanted.combine_call(buffer.rank, routed)))
+    except AssertionError as error:
+        raise AssertionError(f"case of seed {case.seed} ({case.layout}): {error}") from error
+
+
+class Wanted:
+    """What a case must give, from the reference; and the calls that make it."""
+
+    def __init__(self, case: Case, buffer: Buffer) -> None:
+        self.case, self.ranks = case, len(case.x)
+        x, scales = case.x, case.scales
+        if case.quantize:
+            x, scales = map(list, zip(*(dispatch_reference.quantize(t) for t in x), strict=True))
+        self.arrived = dispatch_reference.dispatch(
+            x,
+            case.topk_idx,
+            case.topk_weights,
+            num_experts=buffer.num_experts,
+            layout=case.layout,
+            expert_alignment=case.alignment,
+            max_tokens=buffer.max_tokens,
+            scales=scales,
+        )
+        self.y = [_experts(here, 0.5 + rank).to(buffer.dtype) for rank, here in enumerate(self.arrived)]
+        self.grads = _weight_grads(case, self.arrived) if case.weight_grads else None
+        wire = torch.float32 if case.wire is None else case.wire
+        self.out = combine_reference.combine(self.y, self.arrived, layout=case.layout, weighted=case.weighted, bias=case.bias, wire=wire)
+        self.out_grads = None
+        if self.grads is not None:
+            self.out_grads = combine_reference.combine_weight_grads(self.grads, self.arrived, layout=case.layout)
+
+    def dispatch_call(self, rank: int, device: torch.device) -> dict[str, Any]:
+        """Arguments of Buffer.dispatch on this rank."""
+        case, weights = self.case, self.case.topk_weights[rank]
+        return {
+            "x": case.x[rank].to(device),
+            "topk_idx": case.topk_idx[rank].to(device),
+            "topk_weights": None if weights is None else weights.to(device),
+            "layout": case.layout,
+            "expert_alignment": case.alignment,
+            "quantize": "fp8" if case.quantize else None,
+            "scales": None if case.scales is None else case.scales[rank].to(device),
+            "num_sms": case.workers,
+        }
+
+    def combine_call(self, rank: int, routed: Routed) -> dict[str, Any]:
+        """Arguments of Buffer.combine on this rank."""
+        case, shape, device = self.case, routed.handle.y_shape, routed.x.device
+        call = {
+            "y": _padded(self.y[rank], shape).to(device),
+            "handle": routed.handle,
+            "weighted": case.weighted,
+            "wire": case.wire,
+            "num_sms": case.workers,
+        }
+        if (bias := case.bias[rank]) is not None:
+            call["bias"] = bias.to(device)
+        if self.grads is not None:
+            grads = self.grads[rank]
+            call["weight_grads"] = _padded(grads, (*shape[:-1], *grads.shape[1:])).to(device)
+        return call
+
+    def check_routed(self, rank: int, got: Routed) -> None:
+        """Raises AssertionError unless `got` is what rank `rank` must get."""
+        where, want, layout = f"rank {rank}", self.arrived[rank], self.case.layout
+        _same(f"{where}: tokens_per_expert", got.tokens_per_expert, want.tokens_per_expert)
+        assert got.num_rows.item() == want.num_rows, f"{where}: num_rows {got.num_rows.item()}, want {want.num_rows}"
+        valid = torch.ones(len(want.x), dtype=torch.bool) if layout == "flat" else want.src[:, 0] >= 0
+        for name in ("x", "scales", "src", "topk_idx", "topk_weights", "row_weights"):
+            mine, theirs = getattr(got, name), getattr(want, name)
+            assert (mine is None) == (theirs is None), f"{where}: {name} is {'missing' if mine is None else 'there'}"
+            if mine is None:
+                continue
+            rows = (mine.flatten(0, 1) if layout == "batched" else mine)[: len(want.x)].cpu()
+            if layout == "expert" and name in ("src", "row_weights"):  # defined in padding rows too
+                _same(f"{where}: {name}", rows, theirs)
+            else:
+                _same(f"{where}: {name}", _bytes(rows)[valid], _bytes(theirs)[valid])
+
+    def check_combined(self, rank: int, result: Any) -> None:
+        """Raises AssertionError unless `result` is what combine must give on rank `rank`."""
+        out, grads = result if self.out_grads is not None else (result, None)
+        _same(f"rank {rank}: combine", out, self.out[rank])
+        if self.out_grads is not None:
+            _same(f"rank {rank}: weight_grads", grads, self.out_grads[rank])
+
+
+def _experts(arrived: dispatch_reference.Arrived, scale: float) -> torch.Tensor:
+    """What stands for the experts: rows that tell themselves apart; NaN in padding, which must not be read."""
+    y = arrived.x.float() * scale
+    y[arrived.src[:, 0] < 0] = torch.nan
+    return y
+
+
+def _weight_grads(case: Case, arrived: list[dispatch_reference.Arrived]) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(case.seed)
+    flat = case.layout == "flat"
+    return [torch.randn(len(a.x), *((case.topk_idx[0].shape[1],) if flat else ()), generator=g) for a in arrived]
+
+
+def _padded(rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """`rows` as the first rows of a tensor of `shape`; the rest is NaN, so that a row that must not be read shows."""
+    if rows.numel() == torch.Size(shape).numel():
+        return rows.reshape(shape)
+    full = torch.full(shape, torch.nan, dtype=rows.dtype)
+    full[: len(rows)] = rows
+    return full
+
+
+def _bytes(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous().view(torch.uint8).flatten(1) if t.ndim > 1 else t
+
+
+def _same(what: str, got: torch.Tensor, want: torch.Tensor) -> None:
+    got = got.cpu()
+    assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, want {want.dtype}"
+    assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, want {tuple(want.shape)}"
+    if torch.equal(got, want):
+        return
+    equal = (got == want) | (got.isnan() & want.isnan()) if got.is_floating_point() else got == want
+    assert bool(equal.all()), f"{what}: {int((~equal).sum())} of {equal.numel()} differ, first at {(~equal).nonzero()[0].tolist()}"

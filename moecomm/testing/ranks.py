@@ -1,0 +1,129 @@
+"""Several ranks in one process, driven from one thread: CPU ranks, or virtual ranks that share a GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from moecomm import _native, combine, dispatch
+from moecomm.buffer import Buffer
+from moecomm.rendezvous import LocalRank, local_ranks
+from moecomm.routed import Routed
+
+
+class LocalBuffers:
+    """One Buffer for each of `ranks` ranks of this process, and rounds over all of them at once.
+
+    On a GPU each rank has a stream of its own, `streams[rank]`: kernels of all ranks must be resident together.
+    """
+
+    def __init__(self, ranks: int, **settings: Any) -> None:
+        self.buffers: list[Buffer] = self._together(lambda group: Buffer(group, **settings), local_ranks(ranks))
+        self.device = self.buffers[0].device
+        self.streams = [torch.cuda.Stream(self.device) for _ in range(ranks)] if self.device.type == "cuda" else []
+
+    @staticmethod
+    def _together(make: Callable[[LocalRank], Buffer], groups: list[LocalRank]) -> list[Buffer]:
+        made: list[Any] = [None] * len(groups)
+
+        def run(group: LocalRank) -> None:
+            try:
+                made[group.rank] = make(group)
+            except BaseException as error:
+                made[group.rank] = error
+
+        threads = [threading.Thread(target=run, args=(group,)) for group in groups]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for result in made:
+            if isinstance(result, BaseException):
+                raise result
+        return made
+
+    def dispatch(self, calls: Sequence[dict[str, Any]]) -> list[Routed]:
+        """Buffer.dispatch(**calls[rank]) on every rank; raises what rank 0 raises first."""
+        return self._run(
+            [lambda b=b, c=c: _prepare_dispatch(b, **c) for b, c in zip(self.buffers, calls, strict=True)],
+            [b.session.dispatch for b in self.buffers],
+            dispatch.finish,
+        )
+
+    def combine(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
+        """Buffer.combine(**calls[rank]) on every rank."""
+        return self._run(
+            [lambda b=b, c=c: _prepare_combine(b, **c) for b, c in zip(self.buffers, calls, strict=True)],
+            [b.session.combine for b in self.buffers],
+            combine.finish,
+        )
+
+    def _run(self, prepare: list[Callable[[], Any]], execute: list[Callable[[Any], None]], finish: Callable[[Buffer, Any], Any]) -> list[Any]:
+        if not self.streams:
+            pending = [make() for make in prepare]
+            _native.host_run_all([p.args for p in pending])
+            return [finish(b, p) for b, p in zip(self.buffers, pending, strict=True)]
+        current = torch.cuda.current_stream(self.device)
+        pending = []
+        for make, run, stream in zip(prepare, execute, self.streams, strict=True):
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                pending.append(make())
+                run(pending[-1].args)
+        results = []
+        for buffer, p, stream in zip(self.buffers, pending, self.streams, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(finish(buffer, p))
+            current.wait_stream(stream)
+        return results
+
+    def close(self) -> None:
+        """Closes every Buffer."""
+        for buffer in self.buffers:
+            buffer.close()
+
+    def __enter__(self) -> LocalBuffers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _prepare_dispatch(
+    buffer: Buffer,
+    x: Any,
+    topk_idx: Any = None,
+    topk_weights: Any = None,
+    layout: str = "expert",
+    expert_alignment: int = 1,
+    quantize: str | None = None,
+    scales: Any = None,
+    max_rows: int | None = None,
+    sync: bool | None = None,
+    handle: Any = None,
+    num_sms: int | None = None,
+    check_weights: bool = False,
+) -> dispatch.Pending:
+    buffer._usable()
+    return dispatch.prepare(
+        buffer, x, topk_idx, topk_weights, layout, expert_alignment, quantize, scales, max_rows, sync, handle, num_sms, check_weights
+    )
+
+
+def _prepare_combine(
+    buffer: Buffer,
+    y: Any,
+    handle: Any,
+    out: Any = None,
+    bias: Any = None,
+    weighted: bool = True,
+    weight_grads: Any = None,
+    wire: torch.dtype | None = None,
+    num_sms: int | None = None,
+) -> combine.Pending:
+    buffer._usable()
+    return combine.prepare(buffer, y, handle, out, bias, weighted, weight_grads, wire, num_sms)

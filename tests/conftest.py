@@ -1,0 +1,98 @@
+"""Fixtures: ranks as threads and as processes, and GPU marks that skip, saying so, where there are too few GPUs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+GPU_MARKS = {"gpu1": 1, "gpu2": 2, "gpu4": 4, "gpu8": 8}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpus = torch.cuda.device_count()
+    for item in items:
+        for mark, need in GPU_MARKS.items():
+            if item.get_closest_marker(mark) and gpus < need:
+                item.add_marker(pytest.mark.skip(reason=f"needs {need} GPU(s), this machine has {gpus}"))
+
+
+class Ranks:
+    """Processes of one gloo group.  Each runs `body(rank, group, *args)`; what it returns or raises comes back."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._context = multiprocessing.get_context("fork")
+        self._runs = 0
+        self.processes: list[Any] = []
+        self._queue: Any = None
+
+    def start(self, ranks: int, body: Callable[..., Any], *args: Any) -> None:
+        self._runs += 1
+        self._queue = self._context.Queue()
+        store = self._directory / f"store{self._runs}"
+        self.processes = [
+            self._context.Process(target=_rank_main, args=(self._queue, str(store), rank, ranks, body, args)) for rank in range(ranks)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def kill(self, rank: int) -> None:
+        os.kill(self.processes[rank].pid, signal.SIGKILL)
+
+    def results(self, expected: int, timeout_s: float = 60) -> dict[int, Any]:
+        """What the first `expected` ranks to finish returned; a rank that raised gives its exception."""
+        found = dict(self._queue.get(timeout=timeout_s) for _ in range(expected))
+        for process in self.processes:
+            process.join(timeout=timeout_s)
+        return found
+
+    def run(self, ranks: int, body: Callable[..., Any], *args: Any) -> list[Any]:
+        self.start(ranks, body, *args)
+        found = self.results(ranks)
+        for result in found.values():
+            if isinstance(result, BaseException):
+                raise result
+        return [found[rank] for rank in range(ranks)]
+
+    def stop(self) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def _rank_main(queue: Any, store: str, rank: int, ranks: int, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=30))
+        result = body(rank, dist.group.WORLD, *args)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the test must see it
+        traceback.print_exc()
+        result = error
+    queue.put((rank, result))
+    queue.close()
+    queue.join_thread()
+    os._exit(0)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    """Processes of one gloo group, stopped at the end."""
+    group = Ranks(tmp_path)
+    yield group
+    group.stop()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cases", type=int, default=100_000, help="random cases to run against the reference")
+    parser.addoption("--seed", type=int, default=0, help="which random cases")

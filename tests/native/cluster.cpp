@@ -1,0 +1,55 @@
+#include "cluster.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+
+namespace moecomm::test {
+
+void Cluster::Free::operator()(u8* p) const { std::free(p); }
+
+Cluster::Cluster(const Shape& s, u64 timeout_ns)
+    : shape(s), window(window_layout(s)), timeout_ns_(timeout_ns), records_(s.ranks), used_(s.ranks, 0) {
+    for (i32 rank = 0; rank < s.ranks; ++rank) {
+        auto* base = static_cast<u8*>(std::aligned_alloc(256, align_up<u64>(window.bytes, 256)));
+        if (base == nullptr) std::abort();
+        std::memset(base, 0, window.staging);
+        std::memset(base + window.staging, kUntouched, window.bytes - window.staging);
+        windows_.emplace_back(base);
+    }
+}
+
+Context Cluster::context(i32 rank) const {
+    Context ctx{};
+    for (i32 p = 0; p < shape.ranks; ++p) ctx.peers[p] = reinterpret_cast<u64>(base(p));
+    ctx.record = reinterpret_cast<u64>(&records_[rank]);
+    ctx.timeout_ns = timeout_ns_;
+    ctx.shape = shape;
+    ctx.window = window;
+    ctx.rank = rank;
+    return ctx;
+}
+
+void Cluster::clear_records() {
+    for (FailureRecord& record : records_) record = FailureRecord{};
+}
+
+u64 Cluster::output(i32 rank, u64 bytes) {
+    const u64 offset = used_[rank];
+    used_[rank] = align_up<u64>(offset + bytes + kGuard, 16);
+    if (used_[rank] > static_cast<u64>(shape.heap_bytes)) {
+        std::fprintf(stderr, "the heap of %lld bytes is too small\n", shape.heap_bytes);
+        std::abort();
+    }
+    return window.heap + offset;
+}
+
+void Cluster::run(const std::function<void(i32)>& body) const {
+    std::vector<std::thread> threads;
+    for (i32 rank = 1; rank < shape.ranks; ++rank) threads.emplace_back(body, rank);
+    body(0);
+    for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace moecomm::test

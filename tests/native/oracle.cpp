@@ -1,0 +1,199 @@
+#include "oracle.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "numbers.h"
+
+namespace moecomm::test {
+
+namespace {
+
+template <class T>
+void put(std::vector<u8>& bytes, i64 index, T value) {
+    std::memcpy(&bytes[index * sizeof(T)], &value, sizeof(T));
+}
+
+// One token's row and scales as they arrive.
+void put_payload(const Dispatched& d, const Sent& sent, i32 token, Arrived& to, i64 row) {
+    const u8* x = &sent.x[token * sent.x_stride];
+    u8* out = &to.x[row * d.row_bytes];
+    if (!d.quantize) {
+        std::memcpy(out, x, d.row_bytes);
+        if (d.scale_bytes > 0) std::memcpy(&to.scales[row * d.scale_bytes], &sent.scales[token * sent.scales_stride], d.scale_bytes);
+        return;
+    }
+    for (i32 first = 0; first < d.hidden; first += 128) {
+        const i32 end = std::min(first + 128, d.hidden);
+        float amax = 1e-4f;
+        for (i32 i = first; i < end; ++i) amax = std::max(amax, std::fabs(value_at(x, d.in_type, i)));
+        const float up = 448.0f / amax;
+        for (i32 i = first; i < end; ++i) out[i] = e4m3_nearest(value_at(x, d.in_type, i) * up);
+        const float scale = amax / 448.0f;
+        std::memcpy(&to.scales[row * d.scale_bytes + first / 128 * 4], &scale, 4);
+    }
+}
+
+Arrived untouched(const Shape& s, const Dispatched& d, i32 rank) {
+    const i64 rows = d.landing[rank].max_rows;
+    const bool flat = d.layout == Layout::flat;
+    Arrived a;
+    a.x.assign(rows * d.row_bytes, kUntouched);
+    a.scales.assign(rows * d.scale_bytes, kUntouched);
+    a.src.assign(rows * 8, kUntouched);
+    a.weights.assign(rows * 4 * (flat ? s.topk : 1), kUntouched);
+    if (flat) a.topk_idx.assign(rows * s.topk * d.idx_bytes, kUntouched);
+    if (!flat) a.rows.assign(static_cast<i64>(s.ranks) * s.max_tokens * s.topk * 4, kUntouched);
+    a.tokens_per_expert.assign(s.experts / s.ranks, 0);
+    return a;
+}
+
+float weight_of(const Dispatched& d, const Sent& sent, i64 entry) { return d.weighted ? sent.weights[entry] : 1.0f; }
+
+// The flat rows of a rank: tokens with an expert there, by source and token.
+void arrive_flat(const Shape& s, const Dispatched& d, i32 p, Routed& out) {
+    const i32 here = s.experts / s.ranks;
+    Arrived& a = out.arrived[p];
+    i32 row = 0;
+    for (i32 source = 0; source < s.ranks; ++source) {
+        const Sent& sent = d.sent[source];
+        out.base[source][p] = row;
+        a.source_base.push_back(row);
+        for (i32 token = 0; token < sent.tokens; ++token) {
+            bool any = false;
+            for (i32 k = 0; k < s.topk; ++k) any = any || (sent.ids[token * s.topk + k] >= 0 && sent.ids[token * s.topk + k] / here == p);
+            out.slot[source][token * s.ranks + p] = any ? row : -1;
+            if (!any) continue;
+            for (i32 k = 0; k < s.topk; ++k) {
+                const i64 entry = token * s.topk + k, id = sent.ids[entry];
+                const bool mine = id >= 0 && id / here == p;
+                if (mine) out.owner[source][entry] = p;
+                if (d.layout != Layout::flat) {
+                    put<i32>(a.rows, row * s.topk + k, -1);
+                    continue;
+                }
+                if (mine) out.row[source][entry] = row;
+                const i64 local = mine ? id - p * here : -1;
+                d.idx_bytes == 8 ? put<i64>(a.topk_idx, row * s.topk + k, local)
+                                 : put<i32>(a.topk_idx, row * s.topk + k, static_cast<i32>(local));
+                put<float>(a.weights, row * s.topk + k, mine ? weight_of(d, sent, entry) : 0.0f);
+            }
+            if (d.layout == Layout::flat) {
+                put_payload(d, sent, token, a, row);
+                put<i32>(a.src, 2 * row, source);
+                put<i32>(a.src, 2 * row + 1, token);
+            }
+            ++row;
+        }
+    }
+    a.source_base.push_back(row);
+    if (d.layout == Layout::flat) a.num_rows = row;
+}
+
+// The rows of one expert: tokens that chose it, by source, token and k.
+i64 arrive_expert(const Shape& s, const Dispatched& d, i32 expert, i64 start, Routed& out) {
+    const i32 here = s.experts / s.ranks, p = expert / here;
+    Arrived& a = out.arrived[p];
+    i64 row = start;
+    for (i32 source = 0; source < s.ranks; ++source) {
+        const Sent& sent = d.sent[source];
+        for (i32 token = 0; token < sent.tokens; ++token) {
+            for (i32 k = 0; k < s.topk; ++k) {
+                const i64 entry = token * s.topk + k;
+                if (sent.ids[entry] != expert) continue;
+                ++a.tokens_per_expert[expert % here];
+                if (d.layout == Layout::flat) continue;
+                put_payload(d, sent, token, a, row);
+                put<i32>(a.src, 2 * row, source);
+                put<i32>(a.src, 2 * row + 1, token);
+                put<float>(a.weights, row, weight_of(d, sent, entry));
+                put<i32>(a.rows, out.slot[source][token * s.ranks + p] * s.topk + k, static_cast<i32>(row));
+                out.row[source][entry] = static_cast<i32>(row++);
+            }
+        }
+    }
+    return row;
+}
+
+void arrive_experts(const Shape& s, const Dispatched& d, i32 p, Routed& out) {
+    const i32 here = s.experts / s.ranks;
+    Arrived& a = out.arrived[p];
+    i64 start = 0;
+    for (i32 local = 0; local < here; ++local) {
+        if (d.layout == Layout::batched) start = static_cast<i64>(local) * s.ranks * s.max_tokens;
+        const i64 end = arrive_expert(s, d, p * here + local, start, out);
+        if (d.layout == Layout::batched) a.num_rows += a.tokens_per_expert[local];
+        if (d.layout != Layout::expert) continue;
+        for (start = end; start % d.alignment != 0; ++start) {
+            put<i32>(a.src, 2 * start, -1);
+            put<i32>(a.src, 2 * start + 1, -1);
+            put<float>(a.weights, start, 0.0f);
+        }
+        a.num_rows = static_cast<i32>(start);
+    }
+}
+
+// What the rows of a token at rank `p` add up to there, as it travels.
+float partial(const Shape& s, const Combined& c, const Routed& routed, i32 rank, i32 token, i32 p, i32 column) {
+    const Dispatched& d = *c.routed;
+    const Combined::Part& part = c.parts[p];
+    if (d.layout == Layout::flat) return value_at(&part.y[routed.slot[rank][token * s.ranks + p] * part.y_stride], c.type, column);
+    float sum = 0.0f;
+    for (i32 k = 0; k < s.topk; ++k) {
+        const i64 entry = token * s.topk + k;
+        if (routed.owner[rank][entry] != p) continue;
+        const float y = value_at(&part.y[routed.row[rank][entry] * part.y_stride], c.type, column);
+        const float scaled = c.weighted ? weight_of(d, d.sent[rank], entry) * y : y;
+        sum = sum + scaled;
+    }
+    u8 wire[4];
+    store_nearest(wire, c.wire, 0, sum);
+    return value_at(wire, c.wire, 0);
+}
+
+}  // namespace
+
+Routed expect_dispatch(const Shape& s, const Dispatched& d) {
+    Routed out;
+    for (i32 rank = 0; rank < s.ranks; ++rank) {
+        out.arrived.push_back(untouched(s, d, rank));
+        out.row.emplace_back(d.sent[rank].tokens * s.topk, -1);
+        out.owner.emplace_back(d.sent[rank].tokens * s.topk, -1);
+        out.slot.emplace_back(d.sent[rank].tokens * s.ranks, -1);
+        out.base.emplace_back(s.ranks, 0);
+    }
+    for (i32 p = 0; p < s.ranks; ++p) {
+        arrive_flat(s, d, p, out);
+        const i32 flat_rows = out.arrived[p].num_rows;
+        arrive_experts(s, d, p, out);
+        if (d.layout == Layout::flat) out.arrived[p].num_rows = flat_rows;
+    }
+    return out;
+}
+
+Home expect_combine(const Shape& s, const Combined& c, const Routed& routed, i32 rank) {
+    const Combined::Part& part = c.parts[rank];
+    const Dispatched& d = *c.routed;
+    Home home;
+    home.out.assign(part.out.size(), kUntouched);
+    for (i32 token = 0; token < d.sent[rank].tokens; ++token) {
+        for (i32 column = 0; column < d.hidden; ++column) {
+            float sum = 0.0f;
+            for (i32 p = 0; p < s.ranks; ++p)
+                if (routed.slot[rank][token * s.ranks + p] >= 0) sum = sum + partial(s, c, routed, rank, token, p, column);
+            if (c.bias) sum = sum + value_at(&part.bias[token * part.bias_stride], c.type, column);
+            store_nearest(&home.out[token * part.out_stride], c.type, column, sum);
+        }
+        for (i32 k = 0; c.grads && k < s.topk; ++k) {
+            const i64 entry = token * s.topk + k;
+            const i32 p = routed.owner[rank][entry];
+            const bool flat = d.layout == Layout::flat;
+            const i64 at = p < 0 ? 0 : flat ? static_cast<i64>(routed.slot[rank][token * s.ranks + p]) * s.topk + k : routed.row[rank][entry];
+            home.grads.push_back(p < 0 ? 0.0f : c.parts[p].grads[at]);
+        }
+    }
+    return home;
+}
+
+}  // namespace moecomm::test

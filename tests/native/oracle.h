@@ -1,0 +1,30 @@
+// What the rounds must give, from the meaning of the operations alone: no counts, slots, chunks or flags.
+#pragma once
+#include <vector>
+
+#include "scenario.h"
+
+namespace moecomm::test {
+
+// The output of a dispatch on one rank, byte for byte; what nobody writes is kUntouched.
+struct Arrived {
+    std::vector<u8> x, scales, src, topk_idx, weights, rows;
+    std::vector<i32> tokens_per_expert, source_base;
+    i32 num_rows = 0;
+};
+
+struct Routed {
+    std::vector<Arrived> arrived;                           // by rank
+    std::vector<std::vector<i32>> row, owner, slot, base;   // by rank: Route::token_rows, token_owner, token_slot, slot_base
+};
+
+Routed expect_dispatch(const Shape& shape, const Dispatched& d);
+
+struct Home {
+    std::vector<u8> out;  // laid out like Combined::Part::out
+    std::vector<float> grads;
+};
+// The output of a combine on one rank.  `routed` is that of the dispatch.
+Home expect_combine(const Shape& shape, const Combined& c, const Routed& routed, i32 rank);
+
+}  // namespace moecomm::test

@@ -1,0 +1,300 @@
+#include "scenario.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "numbers.h"
+
+namespace moecomm::test {
+
+namespace {
+
+Shape random_shape(Random& random, const Limits& limits) {
+    Shape s{};
+    s.ranks = limits.fixed_ranks != 0 ? limits.fixed_ranks : random.between(1, limits.ranks);
+    s.experts = s.ranks * random.between(1, 4);
+    s.topk = random.once_in(10) ? random.between(9, kMaxTopk) : random.between(1, 8);
+    s.max_tokens = random.once_in(20) ? random.between(30, 70) : random.between(1, 20);
+    return s;
+}
+
+i32 random_hidden(Random& random) {
+    if (random.once_in(40)) return 16 * random.between(66, 140);  // several blocks of columns
+    return 16 * (random.once_in(3) ? random.between(1, 20) : random.between(1, 4));
+}
+
+std::vector<u8> random_rows(Random& random, i32 rows, i64 stride, i32 hidden, Type type) {
+    std::vector<u8> bytes(rows * stride, kUntouched);
+    const bool extreme = random.once_in(12);
+    for (i32 row = 0; row < rows; ++row) {
+        for (i32 i = 0; i < hidden; ++i) {
+            float value = random.value();
+            if (extreme && random.once_in(4)) value = std::ldexp(value, random.between(-30, 30));
+            if (extreme && random.once_in(9)) value = random.once_in(2) ? -0.0f : INFINITY;
+            store_nearest(&bytes[row * stride], type, i, value);
+        }
+    }
+    return bytes;
+}
+
+// Routing of one rank: usually uniform, sometimes everything to few experts; entries may repeat and may be -1.
+std::vector<i64> random_ids(Random& random, const Shape& s, i32 tokens, i32 hot) {
+    std::vector<i64> ids;
+    const i32 holes = random.one_of({0, 0, 2, 8});
+    for (i32 i = 0; i < tokens * s.topk; ++i) {
+        const bool hole = holes != 0 && random.once_in(holes);
+        ids.push_back(hole ? -1 : hot >= 0 && !random.once_in(8) ? hot : random.between(0, s.experts - 1));
+    }
+    return ids;
+}
+
+Sent random_sent(Random& random, const Shape& s, const Dispatched& d, const Limits& limits, i32 hot) {
+    Sent sent{};
+    sent.tokens = random.once_in(6) ? 0 : random.once_in(4) ? s.max_tokens : random.between(0, s.max_tokens);
+    sent.chunk_tokens = random.once_in(3) ? kMinChunk : random.between(kMinChunk, 40);
+    sent.workers = random.once_in(4) ? random.between(1, limits.workers) : 1;
+    sent.x_stride = align_up(d.hidden * size_of(d.in_type), 16) + 16 * random.between(0, 2);
+    sent.x = random_rows(random, sent.tokens, sent.x_stride, d.hidden, d.in_type);
+    if (d.scale_bytes > 0 && !d.quantize) {
+        sent.scales_stride = d.scale_bytes + random.between(0, 3);
+        for (i64 i = 0; i < sent.tokens * sent.scales_stride; ++i) sent.scales.push_back(static_cast<u8>(random.next()));
+    }
+    sent.ids = random_ids(random, s, sent.tokens, hot);
+    sent.ids32.assign(sent.ids.begin(), sent.ids.end());
+    for (size_t i = 0; d.weighted && i < sent.ids.size(); ++i) sent.weights.push_back(random.value());
+    return sent;
+}
+
+std::unique_ptr<Dispatched> random_dispatch(Random& random, const Shape& s, const Limits& limits, i32 hidden) {
+    auto d = std::make_unique<Dispatched>();
+    d->layout = static_cast<Layout>(random.between(0, 2));
+    d->in_type = static_cast<Type>(random.between(0, 3));
+    d->quantize = d->in_type != Type::e4m3 && random.once_in(4);
+    d->weighted = !random.once_in(4);
+    d->hidden = hidden;
+    d->row_bytes = d->quantize ? hidden : hidden * size_of(d->in_type);
+    d->scale_bytes = d->quantize ? ceil_div(hidden, kQuantGroup) * 4 : random.once_in(3) ? random.between(1, 9) : 0;
+    d->alignment = d->layout == Layout::expert && random.once_in(2) ? random.one_of({2, 8, 16, 5}) : 1;
+    d->idx_bytes = random.one_of({4, 8});
+    const i32 hot = random.once_in(5) ? random.between(0, s.experts - 1) : -1;
+    for (i32 rank = 0; rank < s.ranks; ++rank) d->sent.push_back(random_sent(random, s, *d, limits, hot));
+    for (i32 rank = 0; rank < s.ranks; ++rank) {
+        Landing landing;
+        const i64 needed = rows_needed(s, *d, rank);
+        landing.max_rows = static_cast<i32>(needed) + (d->layout == Layout::batched ? 0 : random.one_of({0, 0, 3}));
+        d->landing.push_back(landing);
+    }
+    return d;
+}
+
+// The same route again, with other rows.
+std::unique_ptr<Dispatched> random_repeat(Random& random, const Dispatched& first) {
+    auto d = std::make_unique<Dispatched>(first);
+    d->repeats = first.repeats != nullptr ? first.repeats : &first;
+    for (Sent& sent : d->sent) sent.x = random_rows(random, sent.tokens, sent.x_stride, d->hidden, d->in_type);
+    return d;
+}
+
+// The batched layout may get more of one expert than it has room for, when a token names it twice.
+bool fits(const Shape& s, const Dispatched& d) {
+    std::vector<i64> count(s.experts, 0);
+    for (const Sent& sent : d.sent)
+        for (i64 id : sent.ids)
+            if (id >= 0) ++count[id];
+    return d.layout != Layout::batched || *std::max_element(count.begin(), count.end()) <= static_cast<i64>(s.ranks) * s.max_tokens;
+}
+
+std::unique_ptr<Combined> random_combine(Random& random, const Shape& s, const Limits& limits, const Dispatched& routed) {
+    auto c = std::make_unique<Combined>();
+    c->routed = &routed;
+    c->type = static_cast<Type>(random.between(0, 2));
+    c->wire = random.once_in(3) ? c->type : Type::fp32;
+    c->weighted = random.once_in(2);
+    c->bias = random.once_in(3);
+    c->grads = random.once_in(3);
+    const i64 row = align_up(routed.hidden * size_of(c->type), 16);
+    const bool shared_bias = random.once_in(2);
+    for (i32 rank = 0; rank < s.ranks; ++rank) {
+        Combined::Part part;
+        const i32 tokens = routed.sent[rank].tokens, rows = routed.landing[rank].max_rows;
+        part.workers = random.once_in(4) ? random.between(1, limits.workers) : 1;
+        part.y_stride = row + 16 * random.between(0, 2);
+        part.y = random_rows(random, rows, part.y_stride, routed.hidden, c->type);
+        part.bias_stride = shared_bias ? 0 : row;
+        if (c->bias) part.bias = random_rows(random, shared_bias ? 1 : tokens, row, routed.hidden, c->type);
+        part.out_stride = row + 16 * random.between(0, 1);
+        part.out.assign(tokens * part.out_stride, kUntouched);
+        for (i32 i = 0; c->grads && i < rows * (routed.layout == Layout::flat ? s.topk : 1); ++i) part.grads.push_back(random.value());
+        if (c->grads) part.out_grads.assign(tokens * s.topk, 77.0f);
+        c->parts.push_back(part);
+    }
+    return c;
+}
+
+i64 heap_needed(const Shape& s, const Scenario& scenario) {
+    i64 bytes = 0;
+    for (const auto& d : scenario.dispatches) {
+        i64 rows = 0;
+        for (const Landing& landing : d->landing) rows = std::max<i64>(rows, landing.max_rows);
+        bytes += rows * (d->row_bytes + d->scale_bytes + 8 + s.topk * 12) + static_cast<i64>(s.ranks) * s.max_tokens * s.topk * 4;
+        bytes += 6 * (Cluster::kGuard + 32);
+    }
+    return bytes;
+}
+
+template <class T>
+u64 address(const std::vector<T>& v) {
+    return v.empty() ? 0 : reinterpret_cast<u64>(v.data());
+}
+
+Route route_of(const Cluster& cluster, const Landing& l, i32 rank) {
+    const u64 base = reinterpret_cast<u64>(cluster.base(rank));
+    return {reinterpret_cast<u64>(l.token_rows.data()), reinterpret_cast<u64>(l.token_owner.data()),
+            reinterpret_cast<u64>(l.token_slot.data()), address(l.slot_base), address(l.source_base),
+            l.rows != 0 ? base + l.rows : 0, base + l.weights};
+}
+
+// Anything that ranks must have passed alike.
+u64 call_of(const Dispatched& d) { return static_cast<u64>(d.layout) * 1000003u + d.row_bytes * 101u + d.scale_bytes; }
+
+}  // namespace
+
+i64 rows_needed(const Shape& s, const Dispatched& d, i32 rank) {
+    if (d.layout == Layout::batched) return static_cast<i64>(s.experts) * s.max_tokens;
+    std::vector<i64> count(s.experts, 0);
+    i64 slots = 0;
+    for (const Sent& sent : d.sent) {
+        for (i32 token = 0; token < sent.tokens; ++token) {
+            bool here = false;
+            for (i32 k = 0; k < s.topk; ++k) {
+                const i64 id = sent.ids[token * s.topk + k];
+                if (id < 0 || id / (s.experts / s.ranks) != rank) continue;
+                ++count[id];
+                here = true;
+            }
+            slots += here;
+        }
+    }
+    if (d.layout == Layout::flat) return slots;
+    i64 rows = 0;
+    for (i64 n : count) rows += (n + d.alignment - 1) / d.alignment * d.alignment;
+    return rows;
+}
+
+Scenario random_scenario(Random& random, const Limits& limits) {
+    Scenario scenario;
+    Shape& s = scenario.shape = random_shape(random, limits);
+    const i32 hidden = random_hidden(random);
+    const i32 lanes = random.between(1, 2), rounds = random.between(lanes, 6);
+    for (i32 lane = 0; lane < lanes; ++lane) {
+        auto d = random_dispatch(random, s, limits, hidden);
+        while (!fits(s, *d)) d = random_dispatch(random, s, limits, hidden);
+        scenario.dispatches.push_back(std::move(d));
+        scenario.steps.push_back({scenario.dispatches.back().get(), nullptr});
+    }
+    while (static_cast<i32>(scenario.steps.size()) < rounds) {
+        const Dispatched& lane = *scenario.dispatches[random.between(0, lanes - 1)];
+        if (random.once_in(4)) {
+            scenario.dispatches.push_back(random_repeat(random, lane));
+            scenario.steps.push_back({scenario.dispatches.back().get(), nullptr});
+        } else {
+            scenario.combines.push_back(random_combine(random, s, limits, lane));
+            scenario.steps.push_back({nullptr, scenario.combines.back().get()});
+        }
+    }
+    s.staged_row_bytes = align_up(hidden * 4, 16) + align_up(s.topk * 4, 16);
+    s.heap_bytes = heap_needed(s, scenario);
+    return scenario;
+}
+
+void place_outputs(const Scenario& scenario, Cluster& cluster) {
+    const Shape& s = scenario.shape;
+    for (const auto& d : scenario.dispatches) {
+        for (i32 rank = 0; rank < s.ranks; ++rank) {
+            Landing& l = d->landing[rank];
+            const i64 rows = l.max_rows, tokens = d->sent[rank].tokens;
+            l.x = cluster.output(rank, rows * d->row_bytes);
+            l.scales = cluster.output(rank, rows * d->scale_bytes);
+            if (d->repeats != nullptr) continue;
+            l.src = cluster.output(rank, rows * 8);
+            l.topk_idx = d->layout == Layout::flat ? cluster.output(rank, rows * s.topk * d->idx_bytes) : 0;
+            l.weights = cluster.output(rank, rows * 4 * (d->layout == Layout::flat ? s.topk : 1));
+            l.rows = d->layout == Layout::flat ? 0 : cluster.output(rank, static_cast<i64>(s.ranks) * s.max_tokens * s.topk * 4);
+            l.token_rows.assign(tokens * s.topk, 12345);
+            l.token_owner.assign(tokens * s.topk, 12345);
+            l.token_slot.assign(tokens * s.ranks, 12345);
+            l.slot_base.assign(s.ranks, 12345);
+            l.source_base.assign(s.ranks + 1, 12345);
+            l.tokens_per_expert.assign(s.experts / s.ranks, 12345);
+            l.num_rows.assign(1, 12345);
+        }
+    }
+}
+
+DispatchArgs dispatch_args(const Cluster& cluster, Dispatched& d, i32 rank) {
+    const Sent& sent = d.sent[rank];
+    const Landing& l = d.landing[rank];
+    const Landing& first = d.repeats != nullptr ? d.repeats->landing[rank] : l;
+    DispatchArgs a{};
+    a.ctx = cluster.context(rank);
+    a.route = route_of(cluster, first, rank);
+    a.x = address(sent.x);
+    a.in_scales = address(sent.scales);
+    a.x_stride = sent.x_stride;
+    a.in_scales_stride = sent.scales_stride;
+    a.num_tokens = sent.tokens;
+    a.idx_bytes = d.idx_bytes;
+    a.hidden = d.hidden;
+    a.in_type = static_cast<i32>(d.in_type);
+    a.row_bytes = d.row_bytes;
+    a.scale_bytes = d.scale_bytes;
+    a.quantize = d.quantize;
+    a.layout = static_cast<i32>(d.layout);
+    a.alignment = d.alignment;
+    a.max_rows = l.max_rows;
+    a.chunk_tokens = sent.chunk_tokens;
+    a.workers = sent.workers;
+    a.repeat = d.repeats != nullptr;
+    a.call = call_of(d) + static_cast<u64>(a.repeat);
+    a.check_weights = 1;
+    a.out_x = l.x;
+    a.out_scales = d.scale_bytes > 0 ? l.scales : 0;
+    if (d.repeats != nullptr) return a;
+    a.topk_idx = d.idx_bytes == 8 ? address(sent.ids) : address(sent.ids32);
+    a.topk_weights = d.weighted ? address(sent.weights) : 0;
+    a.out_src = l.src;
+    a.out_topk_idx = l.topk_idx;
+    a.out_weights = l.weights;
+    a.out_rows = l.rows;
+    a.tokens_per_expert = address(l.tokens_per_expert);
+    a.num_rows = address(l.num_rows);
+    return a;
+}
+
+CombineArgs combine_args(const Cluster& cluster, Combined& c, i32 rank) {
+    Combined::Part& part = c.parts[rank];
+    const Dispatched& d = *c.routed;
+    const Landing& l = d.repeats != nullptr ? d.repeats->landing[rank] : d.landing[rank];
+    CombineArgs a{};
+    a.ctx = cluster.context(rank);
+    a.route = route_of(cluster, l, rank);
+    a.y = address(part.y);
+    a.bias = c.bias ? address(part.bias) : 0;
+    a.weight_grads = c.grads ? reinterpret_cast<u64>(part.grads.data()) : 0;
+    a.y_stride = part.y_stride;
+    a.bias_stride = part.bias_stride;
+    a.num_tokens = d.sent[rank].tokens;
+    a.hidden = d.hidden;
+    a.type = static_cast<i32>(c.type);
+    a.wire = static_cast<i32>(c.wire);
+    a.layout = static_cast<i32>(d.layout);
+    a.weighted = c.weighted;
+    a.call = call_of(d) + 7;
+    a.workers = part.workers;
+    a.out = address(part.out);
+    a.out_weight_grads = c.grads ? address(part.out_grads) : 0;
+    a.out_stride = part.out_stride;
+    return a;
+}
+
+}  // namespace moecomm::test

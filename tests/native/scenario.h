@@ -1,0 +1,84 @@
+// One random case: a shape, some dispatches, and the order of the rounds on them.  Inputs live here, outputs in the windows.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "cluster.h"
+#include "random.h"
+
+namespace moecomm::test {
+
+// What one rank brings to a dispatch.
+struct Sent {
+    i32 tokens, chunk_tokens, workers;
+    i64 x_stride, scales_stride;
+    std::vector<u8> x, scales;
+    std::vector<i64> ids;     // [tokens][topk]
+    std::vector<i32> ids32;   // the same, if the call has 32-bit ids
+    std::vector<float> weights;
+};
+
+// The plain memory of a rank's route and small outputs, and offsets of the large ones in its window.
+struct Landing {
+    std::vector<i32> token_rows, token_owner, token_slot, slot_base, source_base, tokens_per_expert, num_rows;
+    u64 x = 0, scales = 0, src = 0, topk_idx = 0, weights = 0, rows = 0;
+    i32 max_rows = 0;
+};
+
+// A dispatch on all ranks.
+struct Dispatched {
+    Layout layout;
+    Type in_type;
+    bool quantize, weighted;  // weighted: topk_weights are given
+    i32 hidden, row_bytes, scale_bytes, alignment, idx_bytes;
+    std::vector<Sent> sent;
+    std::vector<Landing> landing;
+    const Dispatched* repeats = nullptr;  // the dispatch whose route this one takes again
+
+    Type row_type() const { return quantize ? Type::e4m3 : in_type; }
+};
+
+// A combine on all ranks of what an earlier dispatch routed.
+struct Combined {
+    struct Part {
+        i32 workers;
+        i64 y_stride, bias_stride, out_stride;
+        std::vector<u8> y, bias, out;
+        std::vector<float> grads, out_grads;
+    };
+    const Dispatched* routed;
+    Type type, wire;
+    bool weighted, bias, grads;
+    std::vector<Part> parts;
+};
+
+// A round: one of the two.
+struct Step {
+    Dispatched* dispatch = nullptr;
+    Combined* combine = nullptr;
+};
+
+struct Limits {
+    i32 ranks = 8;        // at most
+    i32 fixed_ranks = 0;  // exactly, if not 0
+    i32 workers = 3;
+};
+
+struct Scenario {
+    Shape shape;
+    std::vector<std::unique_ptr<Dispatched>> dispatches;
+    std::vector<std::unique_ptr<Combined>> combines;
+    std::vector<Step> steps;
+};
+
+// Rows that `rank` needs to take what all ranks send it.
+i64 rows_needed(const Shape& shape, const Dispatched& d, i32 rank);
+
+Scenario random_scenario(Random& random, const Limits& limits);
+// Room in the windows for the outputs of all dispatches; call once for a cluster made of scenario.shape.
+void place_outputs(const Scenario& scenario, Cluster& cluster);
+
+DispatchArgs dispatch_args(const Cluster& cluster, Dispatched& d, i32 rank);
+CombineArgs combine_args(const Cluster& cluster, Combined& c, i32 rank);
+
+}  // namespace moecomm::test

@@ -1,0 +1,188 @@
+"""What can't be used is refused by name, on every rank, and the Buffer goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from moecomm.testing import LocalBuffers, check_case, random_case
+
+SIZES = {"ranks": 3, "hidden": 64, "num_experts": 12, "topk": 4, "max_tokens": 16, "dtype": torch.bfloat16}
+T = 8
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[LocalBuffers]:
+    with LocalBuffers(**SIZES, backend="host", timeout_s=5) as buffers:
+        yield buffers
+
+
+def good_call() -> dict[str, Any]:
+    return {"x": torch.randn(T, 64).bfloat16(), "topk_idx": torch.arange(T * 4).view(T, 4) % 12, "topk_weights": torch.rand(T, 4)}
+
+
+REFUSED = {
+    "x dtype": ("x", {"x": torch.zeros(T, 64)}),
+    "x dimensions": ("x", {"x": torch.zeros(T, 8, 8).bfloat16()}),
+    "x columns": ("x", {"x": torch.zeros(T, 72).bfloat16()}),
+    "x too many tokens": ("x", {"x": torch.zeros(17, 64).bfloat16()}),
+    "x device": ("x", {"x": torch.zeros(T, 64, device="meta").bfloat16()}),
+    "x columns apart": ("x", {"x": torch.zeros(64, T).bfloat16().t()}),
+    "x rows not aligned": ("x", {"x": torch.zeros(T, 68).bfloat16()[:, :64]}),
+    "x start not aligned": ("x", {"x": torch.zeros(T * 64 + 1).bfloat16()[1:].view(T, 64)}),
+    "x no tensor": ("x", {"x": [[0.0] * 64] * T}),
+    "topk_idx missing": ("topk_idx", {"topk_idx": None}),
+    "topk_idx dtype": ("topk_idx", {"topk_idx": torch.zeros(T, 4)}),
+    "topk_idx rows": ("topk_idx", {"topk_idx": torch.zeros(T + 1, 4, dtype=torch.int64)}),
+    "topk_idx columns": ("topk_idx", {"topk_idx": torch.zeros(T, 5, dtype=torch.int64)}),
+    "topk_weights dtype": ("topk_weights", {"topk_weights": torch.zeros(T, 4).double()}),
+    "topk_weights shape": ("topk_weights", {"topk_weights": torch.zeros(T, 3)}),
+    "layout": ("layout", {"layout": "rows"}),
+    "quantize": ("quantize", {"quantize": "fp4"}),
+    "quantize with scales": ("quantize", {"quantize": "fp8", "scales": torch.zeros(T, 1)}),
+    "float8 without scales": ("scales", {"x": torch.zeros(T, 64).to(torch.float8_e4m3fn)}),
+    "scales rows": ("scales", {"scales": torch.zeros(T - 1, 1)}),
+    "scales dtype": ("scales", {"scales": torch.zeros(T, 1).double()}),
+    "alignment": ("expert_alignment", {"expert_alignment": 0}),
+    "max_rows": ("max_rows", {"max_rows": -1}),
+    "handle": ("handle", {"handle": object(), "topk_idx": None, "topk_weights": None}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_dispatch_refuses(ranks: LocalBuffers, name: str) -> None:
+    argument, wrong = REFUSED[name]
+    with pytest.raises(moecomm.BadInput) as caught:
+        ranks.buffers[0].dispatch(**{**good_call(), **wrong})
+    assert caught.value.argument == argument
+    assert str(caught.value).startswith(argument) and "want" in str(caught.value)
+    check_case(ranks, random_case(1, **SIZES))
+
+
+def test_combine_refuses(ranks: LocalBuffers) -> None:
+    routed = ranks.dispatch([good_call() for _ in range(3)])
+    first, y = ranks.buffers[0], torch.zeros_like(routed[0].x)
+    refused = {
+        "y": [y[:-1], y.double(), y[:, :32], torch.zeros(*y.shape, device="meta"), y.t().contiguous().t()],
+        "bias": [torch.zeros(T, 64), torch.zeros(T - 1, 64).bfloat16(), torch.zeros(63).bfloat16()],
+        "out": [torch.zeros(T, 64), torch.zeros(T + 1, 64).bfloat16()],
+        "weight_grads": [torch.zeros(y.shape[0] - 1), torch.zeros(y.shape[0]).double()],
+        "wire": [torch.float16],
+    }
+    for argument, values in refused.items():
+        for value in values:
+            with pytest.raises(moecomm.BadInput) as caught:
+                first.combine(**{"y": y, "handle": routed[0].handle, argument: value})
+            assert caught.value.argument == argument
+    for handle in (None, routed[1].handle):
+        with pytest.raises(moecomm.BadInput, match="handle"):
+            first.combine(y, handle)  # type: ignore[arg-type]
+    check_case(ranks, random_case(2, **SIZES))
+
+
+@pytest.mark.parametrize("bad", [12, -2, 1 << 40, -(1 << 40)])
+@pytest.mark.parametrize("layout", ["flat", "expert", "batched"])
+def test_a_bad_id_voids_the_round_on_every_rank(ranks: LocalBuffers, bad: int, layout: str) -> None:
+    calls = [{**good_call(), "layout": layout} for _ in range(3)]
+    calls[1]["topk_idx"][5, 2] = bad
+    for error in (_raises(ranks, calls), *(_left_behind(b) for b in ranks.buffers[1:])):
+        assert isinstance(error, moecomm.BadInput)
+        assert (error.argument, error.rank) == ("topk_idx", 1) and str(bad) in str(error)
+    check_case(ranks, random_case(3, **SIZES))
+
+
+def test_too_many_rows_void_the_round_on_every_rank(ranks: LocalBuffers) -> None:
+    calls = [{**good_call(), "layout": "expert", "max_rows": 100} for _ in range(3)]
+    for call in calls:
+        call["topk_idx"] = torch.full((T, 4), 9)
+    calls[2]["max_rows"] = 95  # rank 2 gets 3 * 8 * 4 = 96 rows
+    for error in (_raises(ranks, calls), *(_left_behind(b) for b in ranks.buffers[1:])):
+        assert isinstance(error, moecomm.BadInput)
+        assert (error.argument, error.rank) == ("max_rows", 2) and "96" in str(error) and "95" in str(error)
+    calls[2]["max_rows"] = 96
+    routed = ranks.dispatch(calls)
+    assert [len(r.x) for r in routed] == [0, 0, 96]
+
+
+def test_more_duplicates_than_batched_holds(ranks: LocalBuffers) -> None:
+    calls = [{"x": torch.randn(16, 64).bfloat16(), "topk_idx": torch.full((16, 4), 3), "layout": "batched"} for _ in range(3)]
+    error = _raises(ranks, calls)
+    assert isinstance(error, moecomm.BadInput) and "192" in str(error) and "48" in str(error)
+    for buffer in ranks.buffers[1:]:
+        assert isinstance(_left_behind(buffer), moecomm.BadInput)
+
+
+def test_nan_weights_when_asked(ranks: LocalBuffers) -> None:
+    calls = [{**good_call(), "check_weights": True} for _ in range(3)]
+    ranks.dispatch(calls)
+    calls[2]["topk_weights"][7, 3] = torch.nan
+    for error in (_raises(ranks, calls), *(_left_behind(b) for b in ranks.buffers[1:])):
+        assert isinstance(error, moecomm.BadInput) and (error.argument, error.rank) == ("topk_weights", 2)
+
+
+def test_ranks_that_call_differently_are_told_the_field(ranks: LocalBuffers) -> None:
+    calls = [{**good_call(), "expert_alignment": 1 + (rank == 1)} for rank in range(3)]
+    error = _raises(ranks, calls)
+    assert isinstance(error, moecomm.Mismatch) and (error.field, error.mine, error.theirs, error.rank) == ("expert_alignment", 1, 2, 1)
+    for buffer in ranks.buffers[1:]:
+        assert isinstance(_left_behind(buffer), moecomm.Mismatch)
+    check_case(ranks, random_case(4, **SIZES))
+
+
+def test_no_room_left_says_how_much_is_needed() -> None:
+    with LocalBuffers(**{**SIZES, "ranks": 1}, backend="host", window_bytes=4096) as ranks, pytest.raises(moecomm.BadInput, match="window_bytes"):
+        ranks.dispatch([good_call()])
+
+
+def test_closed() -> None:
+    buffer = moecomm.Buffer(hidden=64, num_experts=12, topk=4, max_tokens=16, backend="host")
+    routed = buffer.dispatch(**good_call())
+    want = routed.x.clone()
+    buffer.close()
+    buffer.close()
+    for act in (lambda: buffer.dispatch(**good_call()), lambda: buffer.combine(routed.x, routed.handle), buffer.check):
+        with pytest.raises(moecomm.Closed):
+            act()
+    assert torch.equal(routed.x, want), "outputs outlive the Buffer"
+
+
+OPEN_REFUSED = {
+    "hidden": {"hidden": 7},
+    "num_experts": {"num_experts": 0},
+    "topk": {"topk": 33},
+    "max_tokens": {"max_tokens": 0},
+    "dtype": {"dtype": torch.float64},
+    "timeout_s": {"timeout_s": 0},
+    "backend": {"backend": "carrier pigeon"},
+    "group": {"group": "world"},
+}
+
+
+@pytest.mark.parametrize("argument", OPEN_REFUSED)
+def test_open_refuses(argument: str) -> None:
+    with pytest.raises(moecomm.BadInput) as caught:
+        moecomm.Buffer(**{"hidden": 64, "num_experts": 4, "topk": 2, "max_tokens": 8, **OPEN_REFUSED[argument]})
+    assert caught.value.argument == argument
+
+
+def test_experts_that_do_not_divide() -> None:
+    with pytest.raises(moecomm.BadInput, match="num_experts"):
+        LocalBuffers(**{**SIZES, "num_experts": 13}, backend="host")
+
+
+def _raises(ranks: LocalBuffers, calls: list[dict[str, Any]]) -> BaseException:
+    """What the round raises on rank 0; the other ranks' errors are still to be seen."""
+    with pytest.raises(moecomm.MoecommError) as caught:
+        ranks.dispatch(calls)
+    return caught.value
+
+
+def _left_behind(buffer: moecomm.Buffer) -> BaseException:
+    with pytest.raises(moecomm.MoecommError) as caught:
+        buffer.check()
+    buffer.check()  # told once
+    return caught.value

@@ -1,0 +1,151 @@
+"""Buffer: lifetimes, two rounds in flight, repeats, arrays of other libraries, shapes on demand."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+import moecomm
+from moecomm.testing import LocalBuffers, check_case, random_case
+
+SIZES = {"hidden": 32, "num_experts": 8, "topk": 2, "max_tokens": 16, "dtype": torch.float32}
+
+
+def call(rank: int, tokens: int = 10) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(rank)
+    return {
+        "x": torch.randn(tokens, 32, generator=g),
+        "topk_idx": torch.rand(tokens, 8, generator=g).argsort(dim=1)[:, :2],
+        "topk_weights": torch.rand(tokens, 2, generator=g),
+    }
+
+
+def test_a_buffer_can_be_dropped_and_weakly_referenced() -> None:
+    buffer = moecomm.Buffer(**SIZES, backend="host")
+    seen = weakref.ref(buffer)
+    routed = buffer.dispatch(**call(0))
+    x, want = routed.x, routed.x.clone()
+    del buffer, routed
+    gc.collect()
+    assert seen() is None
+    assert torch.equal(x, want), "a tensor keeps its memory"
+
+
+def test_opening_and_closing_leaks_no_descriptor() -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def maps() -> int:
+        with open("/proc/self/maps") as lines:
+            return sum("moecomm" in line for line in lines)
+
+    with LocalBuffers(2, **SIZES, backend="host"):
+        pass
+    before = descriptors(), maps()
+    for _ in range(200):
+        with LocalBuffers(2, **SIZES, backend="host") as ranks:
+            ranks.dispatch([call(0), call(1)])
+    gc.collect()
+    assert (descriptors(), maps()) == before
+
+
+def test_memory_of_dropped_outputs_is_used_again() -> None:
+    with LocalBuffers(2, **SIZES, backend="host") as ranks:
+        for _ in range(300):
+            routed = ranks.dispatch([call(0), call(1)])
+            ranks.combine([{"y": r.x, "handle": r.handle} for r in routed])
+        del routed
+        gc.collect()
+        assert all(b.memory.used == 0 for b in ranks.buffers)
+
+
+def test_two_rounds_in_flight() -> None:
+    with LocalBuffers(3, **SIZES, backend="host") as ranks:
+        a = ranks.dispatch([call(r) for r in range(3)])
+        b = ranks.dispatch([call(r + 7, 5) for r in range(3)], )
+        out_a = ranks.combine([{"y": r.x, "handle": r.handle} for r in a])
+        out_b = ranks.combine([{"y": r.x * 2, "handle": r.handle} for r in b])
+        for rank in range(3):
+            for out, factor, given in ((out_a[rank], 1, call(rank)), (out_b[rank], 2, call(rank + 7, 5))):
+                want = given["x"] * factor * given["topk_weights"].sum(dim=1, keepdim=True)
+                torch.testing.assert_close(out, want)
+
+
+@pytest.mark.parametrize("layout", ["flat", "expert", "batched"])
+def test_a_handle_repeats_the_layout_with_other_rows(layout: str) -> None:
+    with LocalBuffers(3, **SIZES, backend="host") as ranks:
+        first = ranks.dispatch([{**call(r), "layout": layout, "expert_alignment": 4} for r in range(3)])
+        again = ranks.dispatch([{"x": call(r)["x"] * 3, "handle": first[r].handle} for r in range(3)])
+        for one, two in zip(first, again, strict=True):
+            valid = one.src[..., 0] >= 0
+            assert torch.equal(two.x[valid], one.x[valid] * 3)
+            assert two.src is one.src or torch.equal(two.src, one.src)
+            assert torch.equal(two.tokens_per_expert, one.tokens_per_expert)
+        out = ranks.combine([{"y": r.x, "handle": r.handle, "weighted": False} for r in again])
+        for rank in range(3):
+            idx = call(rank)["topk_idx"]
+            times = torch.stack([((idx * 3) // 8 == p).any(dim=1) for p in range(3)]).sum(dim=0, keepdim=True).t() if layout == "flat" else 2
+            if layout != "flat":
+                torch.testing.assert_close(out[rank], call(rank)["x"] * 3 * times)
+
+
+def test_without_sync_the_counts_tell() -> None:
+    with LocalBuffers(2, **SIZES, backend="host") as ranks:
+        exact = ranks.dispatch([call(0), call(1)])
+        loose = ranks.dispatch([{**call(0), "sync": False, "max_rows": 50}, {**call(1), "sync": False}])
+        assert len(loose[0].x) == 40 and len(loose[1].x) == 64  # no more than the worst case
+        for one, two in zip(exact, loose, strict=True):
+            rows = int(two.num_rows)
+            assert rows == len(one.x)
+            assert torch.equal(two.x[:rows], one.x) and torch.equal(two.src[:rows], one.src)
+        for out, want in zip(
+            ranks.combine([{"y": r.x, "handle": r.handle} for r in loose]),
+            ranks.combine([{"y": r.x, "handle": r.handle} for r in exact]),
+            strict=True,
+        ):
+            assert torch.equal(out, want)
+
+
+def test_numpy_arrays_come_back_as_numpy_arrays() -> None:
+    with moecomm.Buffer(**SIZES, backend="host") as buffer:
+        given = {name: value.numpy() for name, value in call(0).items()}
+        routed = buffer.dispatch(**given)
+        assert isinstance(routed.x, np.ndarray) and isinstance(routed.tokens_per_expert, np.ndarray)
+        assert routed.src.shape == (20, 2) and (routed.x == given["x"][routed.src[:, 1]]).all()
+        out = buffer.combine(routed.x, routed.handle)
+        assert isinstance(out, np.ndarray)
+        np.testing.assert_allclose(out, given["x"] * given["topk_weights"].sum(axis=1, keepdims=True), rtol=1e-6)
+
+
+def test_many_ranks() -> None:
+    sizes = {"ranks": 64, "hidden": 16, "num_experts": 128, "topk": 8, "max_tokens": 4, "dtype": torch.bfloat16}
+    with LocalBuffers(**sizes, backend="host") as ranks:
+        for seed in range(5):
+            check_case(ranks, random_case(seed, **sizes))
+
+
+def test_same_inputs_same_bits() -> None:
+    sizes = {"ranks": 4, "hidden": 128, "num_experts": 16, "topk": 8, "max_tokens": 64, "dtype": torch.bfloat16}
+    with LocalBuffers(**sizes, backend="host") as ranks:
+        calls = []
+        for rank in range(4):
+            g = torch.Generator().manual_seed(rank)
+            calls.append(
+                {
+                    "x": torch.randn(64, 128, generator=g).bfloat16(),
+                    "topk_idx": torch.rand(64, 16, generator=g).argsort(dim=1)[:, :8],
+                    "topk_weights": torch.rand(64, 8, generator=g),
+                }
+            )
+        seen = None
+        for workers in (1, 2, 3, 1, 2):
+            routed = ranks.dispatch([{**c, "num_sms": workers} for c in calls])
+            outs = ranks.combine([{"y": r.x, "handle": r.handle, "num_sms": workers} for r in routed])
+            bits = [t.view(torch.int16).clone() for t in (*(r.x for r in routed), *outs)]
+            assert seen is None or all(torch.equal(a, b) for a, b in zip(seen, bits, strict=True))
+            seen = bits

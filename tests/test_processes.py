@@ -1,0 +1,216 @@
+"""Ranks as processes: groups of every kind, settings that differ, kills, deadlines, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import moecomm
+from moecomm.dispatch import reference
+
+from .conftest import Ranks
+
+SIZES: dict[str, Any] = {"hidden": 128, "num_experts": 8, "topk": 3, "max_tokens": 32, "backend": "host"}
+
+
+def routing(rank: int, tokens: int = 20) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(rank)
+    return (
+        torch.randn(tokens, 128, generator=g).bfloat16(),
+        torch.rand(tokens, 8, generator=g).argsort(dim=1)[:, :3],
+        torch.rand(tokens, 3, generator=g),
+    )
+
+
+def one_round(rank: int, group: Any, ranks: int) -> None:
+    """A dispatch and a combine against the reference, for real processes."""
+    with moecomm.Buffer(group, **SIZES) as buffer:
+        for layout in ("flat", "expert", "batched"):
+            everybody = [routing(r, 20 + r) for r in range(ranks)]
+            routed = buffer.dispatch(*everybody[rank], layout=layout)
+            x, idx, weights = map(list, zip(*everybody, strict=True))
+            want = reference.dispatch(x, idx, weights, num_experts=8, layout=layout, max_tokens=32)[rank]
+            valid = torch.ones(len(want.x), dtype=torch.bool) if layout == "flat" else want.src[:, 0] >= 0
+            assert torch.equal(routed.x.view(-1, 128)[valid], want.x[valid])
+            assert torch.equal(routed.src.view(-1, 2)[valid], want.src[valid])
+            out = buffer.combine(routed.x, routed.handle)
+            sent = torch.stack([(idx[rank] // (8 // ranks) == p).any(dim=1) for p in range(ranks)]).sum(dim=0)
+            factor = sent if layout == "flat" else weights[rank].sum(dim=1)
+            assert torch.allclose(out.float(), x[rank].float() * factor.unsqueeze(1), rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_processes_match_the_reference(ranks: Ranks, count: int) -> None:
+    ranks.run(count, one_round, count)
+
+
+def _in_sub_group(rank: int, group: Any) -> str:
+    sub = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    other = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    del other
+    one_round(rank // 2, sub, 2)
+    return "done"
+
+
+def test_sub_groups(ranks: Ranks) -> None:
+    assert ranks.run(4, _in_sub_group) == ["done"] * 4
+
+
+def _in_mesh(rank: int, group: Any) -> str:
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    with pytest.raises(moecomm.BadInput, match="group"):
+        moecomm.Buffer(mesh, **SIZES)
+    one_round(rank % 2, mesh["ep"], 2)
+    return "done"
+
+
+def test_device_mesh(ranks: Ranks) -> None:
+    assert ranks.run(4, _in_mesh) == ["done"] * 4
+
+
+DIFFERENT = {"hidden": 256, "num_experts": 16, "topk": 2, "max_tokens": 33, "dtype": torch.float32, "window_bytes": 1 << 20}
+
+
+def _open_with(rank: int, group: Any, field: str) -> tuple[str, float]:
+    sizes = {**SIZES, field: DIFFERENT[field]} if rank == 1 else SIZES
+    start = time.monotonic()
+    with pytest.raises(moecomm.Mismatch) as caught:
+        moecomm.Buffer(group, **sizes)
+    return caught.value.field, time.monotonic() - start
+
+
+@pytest.mark.parametrize("field", DIFFERENT)
+def test_different_settings_are_named(ranks: Ranks, field: str) -> None:
+    for named, seconds in ranks.run(3, _open_with, field):
+        assert named == field
+        assert seconds < 5
+
+
+def _until_a_peer_dies(rank: int, group: Any, victim: int, kind: str) -> tuple[str, int, float]:
+    buffer = moecomm.Buffer(group, **SIZES, timeout_s=3)
+    if rank == victim and kind == "idle":
+        time.sleep(60)
+    died = time.monotonic()
+    try:
+        for round_number in range(1_000_000):
+            if rank == victim and kind == "between" and round_number == 50:
+                os.kill(os.getpid(), signal.SIGKILL)
+            died = time.monotonic()
+            routed = buffer.dispatch(*routing(rank))
+            buffer.combine(routed.x, routed.handle)
+    except moecomm.RoundFailed as error:
+        took = time.monotonic() - died
+        with pytest.raises(type(error)):  # the Buffer stays failed ...
+            buffer.check()
+        buffer.close()  # ... and closes
+        return type(error).__name__, error.peer, took
+    return "no error", -1, 0.0
+
+
+@pytest.mark.parametrize("kind", ["between", "any time"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_survivors_of_a_killed_rank_name_it(ranks: Ranks, victim: int, kind: str) -> None:
+    ranks.start(3, _until_a_peer_dies, victim, kind)
+    if kind == "any time":
+        time.sleep(1.5)
+        ranks.kill(victim)
+    for rank, result in ranks.results(2).items():
+        assert rank != victim
+        assert not isinstance(result, BaseException), result
+        name, peer, seconds = result
+        assert (name, peer) == ("PeerLost", victim)
+        assert seconds < 1.0, "a death on the same host is noticed at once"
+
+
+def test_a_silent_rank_is_a_timeout(ranks: Ranks) -> None:
+    ranks.start(3, _until_a_peer_dies, 1, "idle")
+    for name, peer, seconds in ranks.results(2).values():
+        assert (name, peer) == ("Timeout", 1)
+        assert seconds < 4.0, "timeout_s + 1 s"
+
+
+def _leave_early(rank: int, group: Any) -> tuple[str, int] | None:
+    buffer = moecomm.Buffer(group, **SIZES, timeout_s=20)
+    buffer.dispatch(*routing(rank))
+    if rank == 1:
+        buffer.close()
+        return None
+    start = time.monotonic()
+    with pytest.raises(moecomm.PeerLost) as caught:
+        buffer.dispatch(*routing(rank))
+    assert time.monotonic() - start < 2
+    return type(caught.value).__name__, caught.value.peer
+
+
+def test_a_rank_that_closes_is_not_waited_for(ranks: Ranks) -> None:
+    assert ranks.run(3, _leave_early) == [("PeerLost", 1), None, ("PeerLost", 1)]
+
+
+def _abort_from_a_thread(rank: int, group: Any) -> tuple[str, float]:
+    import threading
+
+    buffer = moecomm.Buffer(group, **SIZES, timeout_s=20)
+    if rank == 1:
+        dist.barrier()
+        return "", 0.0
+    aborted: list[float] = []
+
+    def abort() -> None:
+        aborted.append(time.monotonic())
+        buffer.abort()
+
+    threading.Timer(0.3, abort).start()
+    with pytest.raises(moecomm.Aborted):
+        buffer.dispatch(*routing(rank))
+    seconds = time.monotonic() - aborted[0]
+    dist.barrier()
+    return "Aborted", seconds
+
+
+def test_abort_from_another_thread(ranks: Ranks) -> None:
+    name, seconds = ranks.run(2, _abort_from_a_thread)[0]
+    assert name == "Aborted" and seconds < 0.5
+
+
+def _interrupted(rank: int, group: Any) -> str:
+    buffer = moecomm.Buffer(group, **SIZES, timeout_s=20)
+    if rank == 1:
+        time.sleep(60)
+    start = time.monotonic()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        import threading
+
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        buffer.dispatch(*routing(rank))
+    except KeyboardInterrupt:
+        assert time.monotonic() - start < 1.5
+        buffer.close()
+        return "interrupted"
+    return "no"
+
+
+def test_ctrl_c(ranks: Ranks) -> None:
+    ranks.start(2, _interrupted)
+    assert ranks._queue.get(timeout=30) == (0, "interrupted")
+    ranks.kill(1)
+
+
+def test_nothing_is_left_behind(ranks: Ranks) -> None:
+    def residue() -> set[str]:
+        return {str(p) for place in ("/dev/shm", tempfile.gettempdir()) for p in Path(place).iterdir() if "pymp" not in p.name}
+
+    before = residue()
+    ranks.start(3, _until_a_peer_dies, 1, "any time")
+    time.sleep(1.5)
+    ranks.kill(1)
+    ranks.results(2)
+    assert residue() - before == set()
