@@ -15,10 +15,8 @@ HEADERS = [f"moecomm.csrc.{folder}" for folder in ("protocol", "device", "dispat
 
 def sources() -> list[str]:
     """All translation units of moecomm._native, relative to the root as setuptools wants them."""
-    found = [
-        path for pattern in ("bindings*.cpp", "runtime/*.cpp", "host/*.cpp") for path in (ROOT / "csrc").glob(pattern)
-    ]
-    return sorted(str(path.relative_to(ROOT)) for path in found)
+    patterns = ("bindings*.cpp", "runtime/*.cpp", "host/*.cpp")
+    return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in (ROOT / "csrc").glob(pattern))
 
 
 native = Pybind11Extension(

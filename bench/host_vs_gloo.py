@@ -15,6 +15,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,10 +27,11 @@ from moecomm.launch import launch
 from moecomm.router import MODELS, random_routing
 
 WARMUP = 3
+BLOCK = 16  # tokens summed at once: they stay in cache (measured: faster than index_add_ of whole tensors)
 
 
 class Gloo:
-    """The best that all_to_all_single allows: rows gathered once, exact splits, preallocated buffers."""
+    """The best that all_to_all_single allows: rows gathered once, exact splits, preallocated buffers, sums in cache."""
 
     def __init__(self, x: torch.Tensor, topk_idx: torch.Tensor, local_experts: int, group: dist.ProcessGroup) -> None:
         self.group, self.x = group, x
@@ -40,9 +42,13 @@ class Gloo:
         arriving = torch.empty(group.size(), dtype=torch.long)
         dist.all_to_all_single(arriving, torch.tensor(self.sent), group=group)
         self.arriving = arriving.tolist()
-        self.outgoing, self.home = (x.new_empty(len(self.token), x.shape[1]) for _ in range(2))
-        self.arrived = x.new_empty(sum(self.arriving), x.shape[1])
-        self.sums = torch.empty(x.shape, dtype=torch.float32)
+        rows, hidden = len(self.token), x.shape[1]
+        self.outgoing = x.new_empty(rows, hidden)
+        self.arrived = x.new_empty(sum(self.arriving), hidden)
+        self.home = x.new_zeros(rows + 1, hidden)  # the last row is what a rank without the token adds
+        self.row_of = torch.full((len(x), group.size()), rows)
+        for rank, (first, at) in enumerate(zip(accumulate([0, *self.sent]), tokens, strict=False)):
+            self.row_of[at, rank] = torch.arange(first, first + len(at))
 
     def dispatch(self) -> torch.Tensor:
         torch.index_select(self.x, 0, self.token, out=self.outgoing)
@@ -50,14 +56,16 @@ class Gloo:
         return self.arrived
 
     def combine(self, y: torch.Tensor) -> torch.Tensor:
-        self._exchange(self.home, y, self.sent, self.arriving)
-        self.sums.zero_()
-        for token, rows in zip(self.token.split(self.sent), self.home.split(self.sent), strict=True):
-            self.sums.index_add_(0, token, rows.float())
-        return self.sums.to(self.x.dtype)
+        self._exchange(self.home[:-1], y, self.sent, self.arriving)
+        out = torch.empty_like(self.x)
+        for some, rows in zip(out.split(BLOCK), self.row_of.split(BLOCK), strict=True):
+            parts = torch.index_select(self.home, 0, rows.flatten()).view(*rows.shape, -1)
+            some.copy_(parts.sum(dim=1, dtype=torch.float32))
+        return out
 
     def _exchange(self, out: torch.Tensor, rows: torch.Tensor, out_splits: list[int], splits: list[int]) -> None:
-        dist.all_to_all_single(out.view(torch.int16), rows.view(torch.int16), out_splits, splits, group=self.group)
+        # As float32, because gloo does not know bfloat16 everywhere; bytes are bytes.
+        dist.all_to_all_single(out.view(torch.float32), rows.view(torch.float32), out_splits, splits, group=self.group)
 
 
 def run_rank(group: dist.ProcessGroup, tokens: int, hidden: int, experts: int, topk: int, rounds: int) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+import moecomm
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -32,7 +33,7 @@ def origin() -> dict[str, Any]:
         "command": command,
         "date": datetime.date.today().isoformat(),
         "machine": {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "moecomm": importlib.metadata.version("moecomm")},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "moecomm": moecomm.__version__},
     }
 
 

@@ -144,6 +144,13 @@ void bind_records(py::module_& m) {
             return compare_exchange(at<u32>(address), 0, abort_word(static_cast<Failure>(cause), culprit)) == 0;
         },
         py::arg("address"), py::arg("cause"), py::arg("culprit"));
+    m.def(
+        "leave",
+        [](const Context& ctx) {
+            check_context(ctx);
+            host::leave(ctx);
+        },
+        py::arg("context"));
     m.def("read_word", [](u64 address) { return load_acquire(at<const u32>(address)); }, py::arg("address"));
 }
 

@@ -5,9 +5,9 @@ releases the GIL.
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeVar, final
+from typing import Any, final
 
-_S = TypeVar("_S", bound=_Struct)
+from typing_extensions import Self
 
 @final
 class Shape:
@@ -59,8 +59,8 @@ def window_layout(shape: Shape) -> WindowLayout: ...
 class _Struct:
     """A struct of csrc/protocol/args.h.  Starts as zeros; copy.copy() copies it."""
 
-    def __copy__(self: _S) -> _S: ...
-    def __deepcopy__(self: _S, memo: dict[Any, Any], /) -> _S: ...
+    def __copy__(self) -> Self: ...
+    def __deepcopy__(self, memo: dict[Any, Any], /) -> Self: ...
     @property
     def address(self) -> int: ...
     @property
@@ -172,11 +172,13 @@ class HostWindow:
     @property
     def nbytes(self) -> int: ...
     def close(self) -> None:
-        """Unmaps; nobody in this process may still use the memory.  May be called again; dropping the object does it too."""
+        """Unmaps; nobody in this process may still use the memory.  Dropping the object does it too."""
 
 @final
 class Exchange:
-    """Passes a file descriptor from every rank to every rank of this host, processes or threads.  `nonce`: 16 bytes, the job's.
+    """Passes a file descriptor from every rank to every rank of this host, processes or threads.
+
+    `nonce`: 16 bytes that only this job knows.
 
     Raises:
         ValueError: rank, ranks or nonce.
@@ -206,7 +208,8 @@ class Exchange:
 class Watcher:
     """Watches the processes of the other ranks; a pid that is 0 or our own is not watched.
 
-    When one ends, every abort word (the addresses of u32) that is 0 becomes (peer_lost, its rank).  The words must live until close().
+    When one ends, every abort word (the addresses of u32) that is 0 becomes (peer_lost, its rank).  The words must live
+    until close().
     `pidfds=False`: look every 100 ms, as is done on kernels without pidfds.
     """
 

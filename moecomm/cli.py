@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from moecomm.demo import Result
@@ -47,28 +48,29 @@ def show_demo(result: Result, console: Console) -> None:
 
     case, shape = result.case, MODELS[result.case.model]
     console.print(
-        f"[bold]{case.model}[/]: {case.ranks} ranks x {case.tokens} tokens, hidden {shape.hidden}, top-{shape.topk} of "
-        f"{shape.num_experts} experts, {shape.gate} gate, bfloat16"
+        f"[bold]{case.model}[/] routing: hidden {shape.hidden}, top-{shape.topk} of {shape.num_experts} experts, {shape.gate} gate; "
+        f"experts of {case.intermediate} columns\n{case.ranks} ranks x {case.tokens} tokens, bfloat16\n"
+        f"backend [bold]{result.backend}[/]: {result.why}\n",
+        highlight=False,
     )
-    console.print(f"backend [bold]{result.backend}[/]: {result.why}", highlight=False)
     table = Table("layout", box=None, pad_edge=False, header_style="dim")
-    for column in ("rows", "MB out", "MB home", "dispatch ms", "combine ms", "largest error", "of its bound"):
-        table.add_column(column, justify="right")
+    for column in ("rows", "MB out", "MB back", "dispatch", "combine", "largest error", "of bound"):
+        table.add_column(column, justify="right", no_wrap=True)
     for row in result.layouts:
         table.add_row(
             row.layout,
             f"{row.rows}",
             f"{row.dispatched_bytes / 1e6:.1f}",
             f"{row.combined_bytes / 1e6:.1f}",
-            f"{row.dispatch_s * 1e3:.2f}",
-            f"{row.combine_s * 1e3:.2f}",
+            f"{row.dispatch_s * 1e3:.2f} ms",
+            f"{row.combine_s * 1e3:.2f} ms",
             f"{row.error:.2g}",
             f"[{'green' if row.of_bound <= 1 else 'red'}]{row.of_bound:.0%}[/]",
         )
     console.print(table)
-    console.print("MB: payload between ranks, all ranks together; times: median, slowest rank.", style="dim", highlight=False)
+    console.print("MB: rows between ranks, all ranks together.  Times: median, slowest rank.\n", style="dim", highlight=False)
     if result.ok:
-        console.print("[green]Every output equals the single-rank layer[/] within the rounding of bfloat16.")
+        console.print("[green]Every output equals the single-rank layer[/] to within the rounding of bfloat16.")
     else:
         console.print("[red]An output differs from the single-rank layer by more than rounding explains.[/]")
 
@@ -76,8 +78,8 @@ def show_demo(result: Result, console: Console) -> None:
 def show_doctor(report: Report, console: Console) -> None:
     """The doctor's findings."""
     for backend in report.backends:
-        verdict = "[green]can run[/]" if backend.can_run else "[red]can't run[/]"
-        console.print(f"{backend.name:<8} {verdict}  {backend.missing}", highlight=False, soft_wrap=True)
+        verdict = ("can run", "green") if backend.can_run else ("can't run: ", "red")
+        console.print(Text.assemble(f"{backend.name:<8} ", verdict, backend.missing), soft_wrap=True)
     console.print()
     console.print(report.details(), highlight=False, markup=False, soft_wrap=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes.util
 import importlib
 import importlib.metadata
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from moecomm import _native, backends, config
+from moecomm import backends, config
 
 BACKENDS = ("host", "lsa", "gin", "nvshmem")
 _PACKAGES = {  # what a user calls it: distributions that bring it, the first one installed counts
@@ -80,7 +81,7 @@ class Report:
         """Versions, topology and kernel cache, for people."""
         versions = [f"{name:<14} {version or 'not installed'}" for name, version in self.versions.items()]
         place, cache = self.topology, self.cache
-        lines = [*versions, "", f"{place.cores} cores, {place.numa_nodes} NUMA nodes, {len(place.gpus)} GPUs"]
+        lines = [*versions, "", f"{place.cores} cores, {place.numa_nodes} NUMA node(s), {len(place.gpus)} GPU(s)"]
         for index, gpu in enumerate(place.gpus):
             lines.append(f"  GPU {index}  {gpu:<24} {' '.join(f'{link:>5}' for link in place.links[index])}")
         private = "private" if cache.private else f"NOT private: others can reach it; run: chmod -R go-rwx {cache.path}"
@@ -100,14 +101,15 @@ def doctor() -> Report:
 def _missing(name: str) -> str:
     if importlib.util.find_spec(f"moecomm.backends.{name}") is not None:
         return backends.load(name).missing()
-    lacking = "; ".join(_lacking(name))
-    return f"this release does not have it yet{f', and this machine would lack {lacking}' if lacking else ''}. Use lsa or host."
+    lacking = _lacking(name)
+    also = f"  It will also need {', '.join(lacking)}: missing here." if lacking else ""
+    return f"this release does not have it yet; use lsa or host.{also}"
 
 
 def _lacking(name: str) -> list[str]:
-    """What a backend that moecomm does not have yet would need besides."""
+    """What is missing here for a backend that moecomm does not have yet."""
     module, package = {"gin": ("nccl", "nccl4py"), "nvshmem": ("nvshmem", "nvshmem4py")}[name]
-    lacking = [without_dot] if (without_dot := _native.cuda_available().rstrip(".")) else []
+    lacking = ["an NVIDIA driver"] if _driver() is None else []
     if importlib.util.find_spec(module) is None:
         lacking.append(f"{package} (pip install 'moecomm[cu13]')")
     if not any(Path("/sys/class/infiniband").glob("*")):
@@ -181,7 +183,9 @@ def parse_nvlinks(matrix: str) -> dict[tuple[int, int], str]:
 
 
 def _cache(path: Path) -> Cache:
-    files = [path, *path.rglob("*")] if path.is_dir() else []
-    states = [file.lstat() for file in files]
+    states = []
+    for file in [path, *path.rglob("*")] if path.is_dir() else []:
+        with contextlib.suppress(FileNotFoundError):  # another process compiles
+            states.append(file.lstat())
     private = all(s.st_uid == os.geteuid() and not (stat.S_ISDIR(s.st_mode) and s.st_mode & 0o077) for s in states)
     return Cache(path, sum(s.st_size for s in states if stat.S_ISREG(s.st_mode)), private)

@@ -98,7 +98,7 @@ class Router:
 
     def _keep_best_groups(self, choice: torch.Tensor) -> torch.Tensor:
         """-inf outside the `topk_groups` best groups of each token."""
-        groups = choice.view(len(choice), self.num_groups, -1)
+        groups = choice.view(len(choice), self.num_groups, self.num_experts // self.num_groups)
         pair = min(2, groups.shape[2])
         chosen = best(groups.topk(pair, dim=2).values.sum(dim=2), self.topk_groups)
         kept = torch.zeros(groups.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, chosen, True)

@@ -16,6 +16,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAGIC = 0x6D6F65636F6D6D
 
 
+def _dtype_name(index: int) -> str:
+    return str(DTYPES[index]) if 0 <= index < len(DTYPES) else "another"
+
+
 @dataclass(frozen=True)
 class Settings:
     """The sizes of a Buffer."""
@@ -41,8 +45,8 @@ class Settings:
             *numbers, backend = struct.unpack("<8q16s", theirs)
             for name, ours, other in zip(self._NAMES, mine, numbers, strict=True):
                 if ours != other:
-                    shown = (DTYPES[ours] if ours >= 0 else self.dtype, DTYPES[other] if other >= 0 else "another")
-                    raise Mismatch(name, *(shown if name == "dtype" else (ours, other)), rank)
+                    show = _dtype_name if name == "dtype" else str
+                    raise Mismatch(name, show(ours), show(other), rank)
             if (name := backend.rstrip(b"\0").decode(errors="replace")) != self.backend:
                 raise Mismatch("backend", self.backend, name, rank)
 

@@ -29,9 +29,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 class Ranks:
     """Processes of one gloo group.  Each runs `body(rank, group, *args)`; what it returns or raises comes back."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, method: str) -> None:
         self._directory = directory
-        self._context = multiprocessing.get_context("fork")
+        self._context: Any = multiprocessing.get_context(method)
         self._runs = 0
         self.processes: list[Any] = []
         self._queue: Any = None
@@ -50,10 +50,11 @@ class Ranks:
         os.kill(self.processes[rank].pid, signal.SIGKILL)
 
     def results(self, expected: int, timeout_s: float = 60) -> dict[int, Any]:
-        """What the first `expected` ranks to finish returned; a rank that raised gives its exception."""
+        """What the first `expected` ranks to finish returned; a rank that raised gives its exception.  The others are ended."""
         found = dict(self._queue.get(timeout=timeout_s) for _ in range(expected))
-        for process in self.processes:
-            process.join(timeout=timeout_s)
+        for rank in found:
+            self.processes[rank].join(timeout=timeout_s)
+        self.stop()
         return found
 
     def run(self, ranks: int, body: Callable[..., Any], *args: Any) -> list[Any]:
@@ -87,12 +88,21 @@ def _rank_main(queue: Any, store: str, rank: int, ranks: int, body: Callable[...
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[Ranks]:
-    """Processes of one gloo group, stopped at the end."""
-    group = Ranks(tmp_path)
+    """CPU processes of one gloo group, stopped at the end."""
+    group = Ranks(tmp_path, "fork")
+    yield group
+    group.stop()
+
+
+@pytest.fixture
+def gpu_ranks(tmp_path: Path) -> Iterator[Ranks]:
+    """Processes of one gloo group, each to take the GPU of its rank; spawned, because CUDA does not survive a fork."""
+    group = Ranks(tmp_path, "spawn")
     yield group
     group.stop()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cases", type=int, default=100_000, help="random cases to run against the reference")
+    parser.addoption("--gpu-cases", type=int, default=1000, help="random cases on GPUs")
     parser.addoption("--seed", type=int, default=0, help="which random cases")

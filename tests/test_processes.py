@@ -18,14 +18,14 @@ from moecomm.dispatch import reference
 
 from .conftest import Ranks
 
-SIZES: dict[str, Any] = {"hidden": 128, "num_experts": 8, "topk": 3, "max_tokens": 32, "backend": "host"}
+SIZES: dict[str, Any] = {"hidden": 128, "num_experts": 12, "topk": 3, "max_tokens": 32, "backend": "host"}
 
 
 def routing(rank: int, tokens: int = 20) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(rank)
     return (
         torch.randn(tokens, 128, generator=g).bfloat16(),
-        torch.rand(tokens, 8, generator=g).argsort(dim=1)[:, :3],
+        torch.rand(tokens, 12, generator=g).argsort(dim=1)[:, :3],
         torch.rand(tokens, 3, generator=g),
     )
 
@@ -37,12 +37,12 @@ def one_round(rank: int, group: Any, ranks: int) -> None:
             everybody = [routing(r, 20 + r) for r in range(ranks)]
             routed = buffer.dispatch(*everybody[rank], layout=layout)
             x, idx, weights = map(list, zip(*everybody, strict=True))
-            want = reference.dispatch(x, idx, weights, num_experts=8, layout=layout, max_tokens=32)[rank]
+            want = reference.dispatch(x, idx, weights, num_experts=12, layout=layout, max_tokens=32)[rank]
             valid = torch.ones(len(want.x), dtype=torch.bool) if layout == "flat" else want.src[:, 0] >= 0
             assert torch.equal(routed.x.view(-1, 128)[valid], want.x[valid])
             assert torch.equal(routed.src.view(-1, 2)[valid], want.src[valid])
             out = buffer.combine(routed.x, routed.handle)
-            sent = torch.stack([(idx[rank] // (8 // ranks) == p).any(dim=1) for p in range(ranks)]).sum(dim=0)
+            sent = torch.stack([(idx[rank] // (12 // ranks) == p).any(dim=1) for p in range(ranks)]).sum(dim=0)
             factor = sent if layout == "flat" else weights[rank].sum(dim=1)
             assert torch.allclose(out.float(), x[rank].float() * factor.unsqueeze(1), rtol=2**-7, atol=2**-7)
 
@@ -76,7 +76,7 @@ def test_device_mesh(ranks: Ranks) -> None:
     assert ranks.run(4, _in_mesh) == ["done"] * 4
 
 
-DIFFERENT = {"hidden": 256, "num_experts": 16, "topk": 2, "max_tokens": 33, "dtype": torch.float32, "window_bytes": 1 << 20}
+DIFFERENT = {"hidden": 256, "num_experts": 24, "topk": 2, "max_tokens": 33, "dtype": torch.float32, "window_bytes": 1 << 20}
 
 
 def _open_with(rank: int, group: Any, field: str) -> tuple[str, float]:

@@ -89,6 +89,14 @@ def test_ties_go_to_the_lower_expert() -> None:
     assert torch.allclose(weights, torch.full((3, 8), 2.5 / 8))
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_no_tokens_give_no_routing(model: str) -> None:
+    gate = router(model)
+    topk_idx, weights = gate(torch.empty(0, gate.hidden, dtype=torch.bfloat16))
+    assert topk_idx.shape == weights.shape == (0, gate.topk)
+    assert random_routing(0, gate.num_experts, gate.topk)[0].shape == (0, gate.topk)
+
+
 def test_weights_come_from_the_seed() -> None:
     assert torch.equal(router("qwen3-235b", seed=5).weight, router("qwen3-235b", seed=5).weight)
     assert not torch.equal(router("qwen3-235b", seed=5).weight, router("qwen3-235b", seed=6).weight)

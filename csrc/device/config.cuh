@@ -31,14 +31,14 @@ struct DispatchConfig {
     i32 scratch_warps;              // warps with counters for all columns, before the rings are in use
     i32 shared_bytes;
 
-    constexpr i32 columns() const { return experts + ranks; }
-    constexpr i32 experts_here() const { return experts / ranks; }
-    constexpr i32 warps() const { return send_warps + receive_warps; }
-    constexpr i32 pieces() const { return ceil_div(hidden, piece_columns); }
-    constexpr i32 piece_bytes() const { return piece_columns * bytes_of(type); }
-    constexpr i32 tokens_per_step() const { return kWarp / topk; }      // whole tokens that a warp looks at, an entry a lane
-    constexpr i32 peers_per_lane() const { return ceil_div(ranks, kWarp); }
-    constexpr i32 scale_groups() const { return ceil_div(hidden, kQuantGroup); }
+    MOECOMM_BOTH constexpr i32 columns() const { return experts + ranks; }
+    MOECOMM_BOTH constexpr i32 experts_here() const { return experts / ranks; }
+    MOECOMM_BOTH constexpr i32 warps() const { return send_warps + receive_warps; }
+    MOECOMM_BOTH constexpr i32 pieces() const { return ceil_div(hidden, piece_columns); }
+    MOECOMM_BOTH constexpr i32 piece_bytes() const { return piece_columns * bytes_of(type); }
+    MOECOMM_BOTH constexpr i32 tokens_per_step() const { return kWarp / topk; }      // whole tokens that a warp looks at, an entry a lane
+    MOECOMM_BOTH constexpr i32 peers_per_lane() const { return ceil_div(ranks, kWarp); }
+    MOECOMM_BOTH constexpr i32 scale_groups() const { return ceil_div(hidden, kQuantGroup); }
 };
 
 struct CombineConfig {
@@ -53,11 +53,11 @@ struct CombineConfig {
     i32 reduce_slots, pull_slots;  // pieces a warp holds
     i32 shared_bytes;
 
-    constexpr i32 warps() const { return reduce_warps + pull_warps; }
-    constexpr Type staged() const { return layout == Layout::flat ? type : wire; }
-    constexpr i32 row_bytes() const { return hidden * bytes_of(type); }
-    constexpr i32 staged_bytes() const { return hidden * bytes_of(staged()); }
-    constexpr i32 grads_bytes() const { return align_up<i32>(topk * 4, 16); }
+    MOECOMM_BOTH constexpr i32 warps() const { return reduce_warps + pull_warps; }
+    MOECOMM_BOTH constexpr Type staged() const { return layout == Layout::flat ? type : wire; }
+    MOECOMM_BOTH constexpr i32 row_bytes() const { return hidden * bytes_of(type); }
+    MOECOMM_BOTH constexpr i32 staged_bytes() const { return hidden * bytes_of(staged()); }
+    MOECOMM_BOTH constexpr i32 grads_bytes() const { return align_up<i32>(topk * 4, 16); }
 };
 
 }  // namespace moecomm

@@ -25,9 +25,9 @@ MOECOMM_FN u32 lanes_below() {
 MOECOMM_FN i32 lane_id() { return threadIdx.x % kWarp; }
 MOECOMM_FN i32 warp_id() { return threadIdx.x / kWarp; }
 
-// One row to several places: `to(i)` for i below `copies`, the same in all lanes.  Several loads of a lane are in flight at once.
+// One row to several places, `to(i)` for each bit i of `places`, the same in all lanes.  Several loads of a lane are in flight at once.
 template <i32 bytes, class Place>
-MOECOMM_FN void copy_row(const u8* from, i32 copies, Place to) {
+MOECOMM_FN void copy_row(const u8* from, u32 places, Place to) {
     constexpr i32 vectors = bytes / 16, per_lane = ceil_div(vectors, kWarp);
     constexpr i32 batches = ceil_div(per_lane, 8), depth = ceil_div(per_lane, batches);
 #pragma unroll 1
@@ -38,8 +38,8 @@ MOECOMM_FN void copy_row(const u8* from, i32 copies, Place to) {
         for (i32 i = 0; i < depth; ++i)
             if (first + i * kWarp < vectors) held[i] = load_once(reinterpret_cast<const uint4*>(from) + first + i * kWarp);
 #pragma unroll 1
-        for (i32 c = 0; c < copies; ++c) {
-            auto* place = reinterpret_cast<uint4*>(to(c));
+        for (u32 left = places; left != 0; left &= left - 1) {
+            auto* place = reinterpret_cast<uint4*>(to(__ffs(left) - 1));
 #pragma unroll
             for (i32 i = 0; i < depth; ++i)
                 if (first + i * kWarp < vectors) place[first + i * kWarp] = held[i];

@@ -9,4 +9,7 @@ namespace moecomm::host {
 void dispatch(const DispatchArgs& args);
 void combine(const CombineArgs& args);
 
+// Tells every peer that this rank will take part in no further round.  Does not wait.
+void leave(const Context& ctx);
+
 }  // namespace moecomm::host

@@ -55,7 +55,6 @@ class Exchange::Sharing {
         : exchange_(exchange), fd_(fd), addresses_(addresses), received_(exchange.ranks_) {
         for (int step = 1; step < exchange.ranks_; ++step) unsent_.push_back((exchange.rank_ + step) % exchange.ranks_);
         received_.swap(exchange.early_);
-        exchange.early_.resize(exchange.ranks_);
     }
 
     bool done() const { return unsent_.empty() && missing().empty(); }
@@ -84,7 +83,6 @@ class Exchange::Sharing {
     const std::vector<std::string>& addresses_;
     std::vector<int> unsent_;
     std::vector<Descriptor> received_;
-    std::vector<Descriptor> connections_;  // accepted, not yet read
     int refused_ = 0;
     std::string why_refused_;
 };
@@ -104,15 +102,16 @@ bool Exchange::Sharing::send_to(int peer) {
 
 bool Exchange::Sharing::wait_and_receive(int slice_ms) {
     std::vector<pollfd> events{{exchange_.listener_.get(), POLLIN, 0}};
-    for (const Descriptor& connection : connections_) events.push_back({connection.get(), POLLIN, 0});
+    auto& connections = exchange_.connections_;
+    for (const Descriptor& connection : connections) events.push_back({connection.get(), POLLIN, 0});
     if (::poll(events.data(), events.size(), slice_ms) < 0) {
         if (errno != EINTR) throw_errno("poll");
         return false;
     }
     for (size_t i = events.size(); i-- > 1;) {
         if (events[i].revents == 0) continue;
-        receive(connections_[i - 1].get());
-        connections_.erase(connections_.begin() + static_cast<std::ptrdiff_t>(i - 1));
+        receive(connections[i - 1].get());
+        connections.erase(connections.begin() + static_cast<std::ptrdiff_t>(i - 1));
     }
     if (events[0].revents != 0) accept_all();
     return true;
@@ -126,7 +125,7 @@ void Exchange::Sharing::accept_all() {
             throw_errno("accept");
         }
         if (same_user(connection.get())) {
-            connections_.push_back(std::move(connection));
+            exchange_.connections_.push_back(std::move(connection));
         } else {
             ++refused_;
             why_refused_ = "another user";
@@ -198,6 +197,7 @@ void Exchange::close() {
     closing_ = true;
     std::lock_guard lock(sharing_);
     listener_.reset();
+    connections_.clear();
     early_.clear();
 }
 

@@ -42,8 +42,9 @@ class Exchange {
     Nonce nonce_;
     std::string address_;
     Descriptor listener_;
-    u32 sequence_ = 0;               // shares begun
-    std::vector<Descriptor> early_;  // of the next share, from peers that have already finished this one
+    u32 sequence_ = 0;                     // shares begun
+    std::vector<Descriptor> connections_;  // accepted, not yet read: maybe of the next share
+    std::vector<Descriptor> early_;        // of the next share, from peers that have already finished this one
     std::mutex sharing_;
     std::atomic<bool> closing_{false};
 };

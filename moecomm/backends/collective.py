@@ -1,4 +1,4 @@
-"""What opening windows needs besides an all-gather: failing on every rank alike, passing file descriptors, knowing who shares a host."""
+"""What opening windows needs besides an all-gather: to fail on all ranks alike, and to pass file descriptors."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class NoRoom(Unsupported):
 def all_or_none(ranks: Rendezvous) -> Iterator[None]:
     """Collective: the block succeeds on every rank, or raises the same class of error on every rank.
 
-    Without it the ranks that succeed would go on to the next collective call and wait there for those that did not.  It ends with an
-    all-gather, so that it is also a barrier: whoever leaves it knows that all ranks have finished the block.
+    Without it the ranks that succeed would go on to the next collective call and wait there for those that did not.
+    It ends with an all-gather, so that it is also a barrier: whoever leaves it knows that all ranks have finished.
 
     Raises:
         NoRoom, Unsupported: with the words of the lowest rank that failed, or our own.
@@ -52,7 +52,8 @@ def all_or_none(ranks: Rendezvous) -> Iterator[None]:
 def share_descriptor(ranks: Rendezvous, descriptor: int, timeout_s: float) -> list[int]:
     """Every rank's file descriptor, by rank; our own entry is -1.  Collective.  The caller closes them.
 
-    They travel over a Unix socket between processes of one user, checked by credentials and a nonce; no name stays behind.
+    They travel over a Unix socket between processes of one user, checked by credentials and a nonce; no name stays
+    behind.
 
     Raises:
         Unsupported: some rank did not get them all; no rank keeps any.
@@ -78,7 +79,7 @@ def share_descriptor(ranks: Rendezvous, descriptor: int, timeout_s: float) -> li
 def host_identity() -> bytes:
     """32 bytes that are the same for two processes if and only if they can pass file descriptors to each other."""
     parts = [socket.gethostname()]
-    # Containers of one machine share the boot id, and may even share the name, but not the network namespace of abstract sockets.
+    # Containers of one machine share the boot id, and may share the name, but abstract sockets end at the namespace.
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         parts.append(file.read().strip())
     with suppress(OSError):

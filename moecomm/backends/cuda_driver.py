@@ -25,8 +25,9 @@ class DriverError(RuntimeError):
 @functools.cache
 def driver() -> ModuleType:
     """cuda.bindings.driver."""
-    from cuda.bindings import driver as bindings
+    import cuda.bindings.driver
 
+    bindings: ModuleType = cuda.bindings.driver
     return bindings
 
 
@@ -58,17 +59,17 @@ def uuid(device: int) -> bytes:
 
 
 def unreachable(device: int, uuids: list[bytes]) -> str:
-    """The first GPU of `uuids` that `device` can't load from and store to, as a sentence; GPUs this process can't see are not judged."""
+    """The first GPU of `uuids` that `device` can't reach by load and store, as a sentence; those not visible pass."""
     visible = {uuid(other): other for other in range(torch.cuda.device_count())}
     for rank, wanted in enumerate(uuids):
         other = visible.get(wanted, device)
         if other != device and not int(call("cuDeviceCanAccessPeer", device, other)):
-            return f"GPU {device} can't load from and store to GPU {other} of rank {rank} (no NVLink or PCIe peer access between them)"
+            return f"GPU {device} can't load from and store to GPU {other} of rank {rank}: no peer access between them"
     return ""
 
 
 class PinnedMemory:
-    """Zeroed host memory that every GPU of the process reads and writes under the same address; freed with the object."""
+    """Zeroed host memory that every GPU of the process reaches under the same address; freed with the object."""
 
     def __init__(self, nbytes: int) -> None:
         bindings = driver()
@@ -119,7 +120,7 @@ class CopyStream:
 
 
 def bind_thread(device: int) -> None:
-    """Makes the primary context of the device current in this thread, if none is: driver calls need one, torch binds it lazily."""
+    """Makes torch's context of the device current in this thread if none is; torch itself does so late."""
     if int(call("cuCtxGetCurrent")) == 0:
         call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", device))
 

@@ -23,7 +23,7 @@ class HostSession:
     device = torch.device("cpu")
 
     def __init__(self, ranks: Rendezvous, shape: _native.Shape, timeout_s: float) -> None:
-        self._window = _native.HostWindow(_native.window_layout(shape).bytes)
+        self._window: _native.HostWindow | None = _native.HostWindow(_native.window_layout(shape).bytes)
         self._peers = map_windows(ranks, self._window, timeout_s)
         self._control = _native.host_alloc(128)  # FailureRecord, then the abort word the host writes
         context = _native.Context()
@@ -57,7 +57,7 @@ class HostSession:
 
     def workers(self, requested: int | None, num_tokens: int) -> int:
         """Threads of this rank: its share of the cores, fewer for small rounds."""
-        return max(1, min(requested or self._threads, num_tokens // 8))
+        return requested or max(1, min(self._threads, num_tokens // 8))
 
     def abort(self, cause: int, culprit: int) -> None:
         """Ends every wait of this rank."""
@@ -70,11 +70,13 @@ class HostSession:
     def close(self) -> None:
         """Drops our mappings; the memory goes when the last tensor and the last peer have let go."""
         self._watcher.close()
+        if _native.record(self.context.record) is None:
+            _native.leave(self.context)
         for peer in self._peers:
             if peer is not self._window:
                 peer.close()
         self._peers = []
-
+        self._window = None
 
 
 def map_windows(ranks: Rendezvous, mine: _native.HostWindow, timeout_s: float) -> list[_native.HostWindow]:

@@ -12,7 +12,10 @@ _LEAVE = 3  # Op::leave
 
 
 def notice(last_round: int) -> bytes:
-    """What a peer finds when it waits for our notice of the round after `last_round`.  Its first 8 bytes, the tag, must be written last."""
+    """What a peer finds when it waits for our notice of the round after `last_round`.
+
+    Its first 8 bytes, the tag, must be written last.
+    """
     tag = ((last_round + 1) & 0xFFFFFFFF) << 32
     return _NOTICE.pack(tag, _LEAVE, 0, 0, 0, 0, 0, 0, 0, *(0,) * 8)
 

@@ -27,8 +27,8 @@ _INSTALL = "pip install moecomm[cu13] (or [cu12] for a driver of CUDA 12)"
 # Offsets in the pinned control memory.
 _RECORD, _ABORT, _ROUND, _NOTICE, _CONTROL_BYTES = 0, 64, 128, 256, 512
 
-# Blocks of a round: a warp for every token up to where links are full.  Reading rows from peers needs more blocks than writing them:
-# on H200 it reaches the links' speed at 32, writing at 16.
+# Blocks of a round: a warp for every token, up to where the links are full.  Reading rows from peers needs more blocks
+# than writing them: on H200 it reaches the links' speed at 32, writing at 16.
 _WARPS, _FEWEST, _MOST = 8, 8, 32
 
 _FATAL = (1, 2, 3)  # Failure::timeout, peer_lost, aborted: no round can follow
@@ -36,7 +36,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def missing() -> str:
-    """Empty if there is a GPU here that the kernels run on, and what compiles them; else the first thing missing, as a sentence."""
+    """Empty if a GPU that fits and what compiles the kernels are here; else the first thing missing, as a sentence."""
     if reason := _missing_gpu():
         return reason
     for module in ("cuda.bindings", "cuda.core", "cuda.pathfinder"):
@@ -48,12 +48,12 @@ def missing() -> str:
 def _missing_gpu() -> str:
     if torch.version.cuda is None:
         return "this torch is built without CUDA; install a CUDA build from https://pytorch.org"
-    with warnings.catch_warnings(record=True) as told:  # torch warns about a driver that is too old, and then says "not available"
+    with warnings.catch_warnings(record=True) as told:  # of a driver that is too old torch says why in a warning
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
     if not available:
-        because = str(told[0].message).split("\n")[0] if told else "torch sees no GPU; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
-        return _native.cuda_available() or because
+        no_gpu = "torch sees no GPU; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+        return _native.cuda_available() or (str(told[0].message).split("\n")[0] if told else no_gpu)
     if reason := _native.cuda_available():
         return reason
     if torch.cuda.get_device_capability() < _CAPABILITY:
@@ -73,10 +73,10 @@ def _missing_compiler() -> str:
     import cuda.bindings
     from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
 
-    driver_major, bindings_major = int(cuda_driver.call("cuDriverGetVersion")) // 1000, int(cuda.bindings.__version__.split(".")[0])
-    if driver_major < bindings_major:
+    driver_major = int(cuda_driver.call("cuDriverGetVersion")) // 1000
+    if driver_major < int(cuda.bindings.__version__.split(".")[0]):
         return (
-            f"the driver is of CUDA {driver_major} and cuda-bindings {cuda.bindings.__version__} wants CUDA {bindings_major}; "
+            f"the driver is of CUDA {driver_major}, too old for cuda-bindings {cuda.bindings.__version__}; "
             f"update the driver or pip install moecomm[cu{driver_major}]"
         )
     try:
@@ -157,11 +157,11 @@ class LsaSession:
         return [] if self._watcher is None else self._watcher.dead()
 
     def close(self) -> None:
-        """Waits for our rounds, tells the peers that we left, drops their memory.  Ours goes with the last tensor in it."""
-        if self._closed or os.getpid() != self._pid:  # a forked child has no CUDA context, and nothing of ours to close
+        """Waits for our rounds, tells the peers that we left, drops their memory.  Ours goes with its last tensor."""
+        if self._closed or os.getpid() != self._pid:  # a forked child has nothing of ours to close
             return
         self._closed = True
-        with contextlib.suppress(RuntimeError), torch.cuda.device(self.device):  # a broken CUDA context has nothing left to wait for
+        with contextlib.suppress(RuntimeError), torch.cuda.device(self.device):  # a broken context ends all waiting
             self.synchronize()
             self._leave()
         if self._watcher is not None:
@@ -185,10 +185,14 @@ class LsaSession:
                 cuda_driver.bind_thread(self.device.index)
                 self._threads.bound = True
             self._order(stream)
-            _native.cuda_launch(kernel.function, args.workers, kernel.block, kernel.shared_bytes, stream.cuda_stream, args)
+            handle = stream.cuda_stream
+            _native.cuda_launch(kernel.function, args.workers, kernel.block, kernel.shared_bytes, handle, args)
 
     def _order(self, stream: torch.cuda.Stream) -> None:
-        """Makes this round start after the last one even if the caller has changed streams.  Streams being captured are the caller's."""
+        """Makes this round start after the last one even if the caller has changed streams.
+
+        In a capture the order of streams is the caller's.
+        """
         if torch.cuda.is_current_stream_capturing():
             self._captured = True
             return
@@ -197,7 +201,7 @@ class LsaSession:
         self._last = stream
 
     def _leave(self) -> None:
-        """Writes our last notice into the peers' windows; nothing after a failed round, which they have failed as well."""
+        """Writes our last notice into the peers' windows; not after a failed round, which is theirs as well."""
         window, layout, rank = self._window, self.context.window, self.context.rank
         record = _native.record(self.context.record)
         failed = record is not None and record.code in _FATAL
@@ -218,7 +222,9 @@ class LsaSession:
         copies.wait()
 
 
-def open(ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float) -> LsaSession:
+def open(  # noqa: A001
+    ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float
+) -> LsaSession:
     """Collective: see moecomm.backends.Backend."""
     if device is not None and device.type != "cuda":
         raise BadInput("device", device, "a CUDA device, which is where backend='lsa' runs")

@@ -22,7 +22,17 @@ class Kernels:
     def dispatch(self, args: _native.DispatchArgs) -> jit.Kernel:
         """The dispatch kernel for these arguments."""
         shape = args.ctx.shape
-        key = ("dispatch", args.layout, args.in_type, args.idx_bytes, args.quantize, args.repeat, args.hidden, args.row_bytes, args.scale_bytes)
+        key = (
+            "dispatch",
+            args.layout,
+            args.in_type,
+            args.idx_bytes,
+            args.quantize,
+            args.repeat,
+            args.hidden,
+            args.row_bytes,
+            args.scale_bytes,
+        )
         kernel = self._loaded.get(key)
         if kernel is None:
             from moecomm import jit  # imports cuda.core

@@ -21,7 +21,7 @@ _KINDS = (None, "nccl", "vmm")
 
 
 class Window(Protocol):
-    """Memory of this rank that its peers have mapped, and theirs that we have mapped.  The same number of bytes on every rank."""
+    """Memory of this rank that its peers have mapped, and theirs that we have mapped; as many bytes on every rank."""
 
     kind: str
     address: int  # of our own memory
@@ -30,7 +30,10 @@ class Window(Protocol):
     owner: object  # keeps our own memory mapped as long as it lives: tensors in the window refer to it
 
     def close(self) -> None:
-        """Local, idempotent: drops the peers' memory.  Our own goes with the last reference to `owner`.  No kernel may be running."""
+        """Local, idempotent: drops the peers' memory.  Our own goes with the last reference to `owner`.
+
+        No kernel of ours may be running.
+        """
         ...
 
 
@@ -55,7 +58,8 @@ def meet(ranks: Rendezvous, device: torch.device) -> list[Peer]:
         kind = config.window_kind()
         mine = host_identity() + uuid(device.index) + os.getpid().to_bytes(8, "little") + bytes([_KINDS.index(kind)])
     peers = [
-        Peer(data[:32], data[32:48], int.from_bytes(data[48:56], "little"), _KINDS[data[56]]) for data in ranks.all_gather(mine)
+        Peer(data[:32], data[32:48], int.from_bytes(data[48:56], "little"), _KINDS[data[56]])
+        for data in ranks.all_gather(mine)
     ]
     for rank, peer in enumerate(peers):
         if peer.window != kind:
@@ -69,7 +73,8 @@ def meet(ranks: Rendezvous, device: torch.device) -> list[Peer]:
 def open_window(ranks: Rendezvous, peers: list[Peer], nbytes: int, device: torch.device, timeout_s: float) -> Window:
     """A window of at least `nbytes` on every rank.  Collective.
 
-    Ranks of one process share addresses.  Else MOECOMM_WINDOW decides; else NCCL makes the window where it can, and CUDA VMM elsewhere.
+    Ranks of one process share addresses.  Otherwise MOECOMM_WINDOW decides, and without it NCCL makes the window where
+    it can, and CUDA VMM elsewhere.
 
     Raises:
         NoRoom: out of device memory on some rank.

@@ -1,4 +1,4 @@
-"""Windows of ranks that are threads of one process, on one GPU or several: one allocation a rank, its address told to the others."""
+"""Windows of ranks that are threads of one process, on one GPU or several: an allocation a rank, known to all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictiona
 
 
 class LocalWindow:
-    """See moecomm.backends.windows.Window.  Every rank refers to every rank's memory: the last one to close frees it."""
+    """See moecomm.backends.windows.Window.  Every rank refers to the memory of all: the last one to close frees it."""
 
     kind = "local"
 

@@ -1,4 +1,4 @@
-"""Windows from NCCL 2.30 or newer: memory of ncclMemAlloc, registered as a symmetric window whose peer pointers NCCL tells the host.
+"""Windows from NCCL 2.30 or newer: ncclMemAlloc, and a symmetric window whose peer pointers NCCL tells the host.
 
 The communicator is ours alone: nothing is ever launched on it.
 """
@@ -34,7 +34,8 @@ def missing() -> str:
     if library is None:
         return "nccl4py finds no libnccl.so.2; pip install 'nvidia-nccl-cu13>=2.30.7'"
     if library.version.release[:2] < _MINIMUM:
-        return f"NCCL {library.version} is loaded ({library.path}) and windows need 2.30; pip install 'nvidia-nccl-cu13>=2.30.7'"
+        have = f"NCCL {library.version} is loaded ({library.path})"
+        return f"{have} and windows need 2.30; pip install 'nvidia-nccl-cu13>=2.30.7'"
     return ""
 
 
@@ -84,8 +85,10 @@ class NcclWindow:
 
 
 def _end(communicator: Any) -> None:
-    """Deregisters its windows and frees it.  ncclCommDestroy waits for the other ranks of the host; ncclCommAbort does not, and nothing is
-    in flight that it could cut short."""
+    """Deregisters its windows and frees it.
+
+    ncclCommDestroy may wait for the other ranks of the host; ncclCommAbort does not, and cuts nothing short here.
+    """
     with suppress(Exception):
         communicator.abort()
 
@@ -95,7 +98,7 @@ def open_window(ranks: Rendezvous, nbytes: int, device: torch.device) -> NcclWin
 
     Raises:
         NoRoom: out of device memory on some rank.
-        Unsupported: NCCL of some rank refuses, or a rank is not in our load/store domain; nothing is left behind on any rank.
+        Unsupported: NCCL of some rank refuses, or a rank is in another NVLink domain; nothing is left behind.
     """
     import nccl.core
 
@@ -112,7 +115,7 @@ def open_window(ranks: Rendezvous, nbytes: int, device: torch.device) -> NcclWin
         with all_or_none(ranks):
             window = communicator.register_window(memory.buffer, nccl.core.WindowFlag.COLL_SYMMETRIC)
             if not window.handle:
-                raise Unsupported("NCCL has no symmetric windows between these GPUs: it wants peer access between all of them")
+                raise Unsupported("NCCL has no symmetric windows here: it wants peer access between all GPUs")
         with all_or_none(ranks):
             peers = [_peer(window, rank, ranks.rank, memory.address) for rank in range(ranks.ranks)]
         undo.pop_all()
@@ -129,10 +132,10 @@ def _peer(window: Any, rank: int, own_rank: int, own_address: int) -> int:
 
 @contextmanager
 def _no_multicast(version: tuple[int, ...]) -> Iterator[Any]:
-    """The config of a communicator that leaves NVLink multicast (NVLS) alone: we never use it, and setting it up holds multicast objects.
+    """The config of a communicator that leaves NVLink multicast (NVLS) alone: we never use it.
 
-    NCCL before 2.32 can be told only by an environment variable, which it reads once a process, when the first communicator is made; so
-    in that case it stays off for later communicators of the process, too.  The variable itself is put back.
+    NCCL before 2.32 can be told only by an environment variable, which it reads once a process, when the first
+    communicator is made; if that is ours, NVLS stays off for later ones, too.  The variable itself is put back.
     """
     import nccl.core
 

@@ -1,4 +1,4 @@
-"""Windows from CUDA's virtual memory management: physical memory whose handle travels to the peers, who map it as well."""
+"""Windows from CUDA's virtual memory management: physical memory whose handle goes to the peers, who map it as well."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moecomm.rendezvous import Rendezvous
 
 
 class Mapping:
-    """Physical memory mapped into our address space, readable and writable by `devices`; unmapped by close() or with the object."""
+    """Physical memory mapped into our address space for `devices` to use; unmapped by close() or with the object."""
 
     def __init__(self, handle: Any, nbytes: int, devices: Sequence[int]) -> None:
         bindings = driver()
@@ -51,7 +51,7 @@ def _access(device: int) -> Any:
 
 
 def create(nbytes: int, device: torch.device, handle_type: str) -> tuple[Any, int]:
-    """Physical memory of the device: its handle, to be released with cuMemRelease, and its size in bytes, a multiple of the granularity.
+    """Physical memory of the device: its handle, for cuMemRelease, and its size, a multiple of the granularity.
 
     Args:
         handle_type: how it can be shared: "NONE", "POSIX_FILE_DESCRIPTOR" or "FABRIC".
@@ -100,7 +100,7 @@ class VmmWindow:
 
 
 def open_window(ranks: Rendezvous, nbytes: int, device: torch.device, timeout_s: float, *, fabric: bool) -> VmmWindow:
-    """Collective.  Handles travel as file descriptors, which needs ranks of one host, or as FABRIC handles, which needs an IMEX channel.
+    """Collective.  Handles travel as file descriptors, on one host, or as FABRIC handles, which need an IMEX channel.
 
     Raises:
         NoRoom: out of device memory on some rank.

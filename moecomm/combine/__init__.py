@@ -10,7 +10,7 @@ import torch
 
 from moecomm import _native, call
 from moecomm.arrays import adopt, check_rows, check_tensor
-from moecomm.dispatch import LAYOUTS, check_handle
+from moecomm.dispatch import LAYOUTS, check_handle, check_workers
 from moecomm.errors import BadInput
 from moecomm.routed import Handle
 from moecomm.settings import DTYPES
@@ -68,7 +68,7 @@ def prepare(
     args.out, args.out_stride = result.data_ptr(), check_rows("out", result)
     bias = _take_bias(buffer, args, bias, y.dtype, shape)
     grads, home = _take_weight_grads(buffer, args, weight_grads, handle)
-    args.workers = session.workers(num_sms, handle.num_tokens)
+    args.workers = session.workers(check_workers(num_sms), handle.num_tokens)
     args.call = call.pack(
         layout=args.layout, dtype=args.type, wire=args.wire, weighted=args.weighted, weight_grads_given=int(grads is not None)
     )

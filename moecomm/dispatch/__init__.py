@@ -74,7 +74,7 @@ def prepare(
         rows = handle.y_shape[0] if layout != "batched" else handle.y_shape[0] * handle.y_shape[1]
     args.alignment, args.max_rows = expert_alignment, rows
     args.chunk_tokens = 8 if args.num_tokens <= 1024 else 32
-    args.workers = session.workers(num_sms, args.num_tokens)
+    args.workers = session.workers(check_workers(num_sms), args.num_tokens)
     args.call = call.pack(
         layout=args.layout,
         dtype=args.in_type,
@@ -117,6 +117,13 @@ def check_handle(buffer: Buffer, handle: Any) -> None:
         raise BadInput("handle", type(handle).__name__, "the .handle of what dispatch returned")
     if handle.buffer is not buffer:
         raise Closed("handle's Buffer") if handle.buffer.closed else BadInput("handle", "one of another Buffer", "one of this Buffer")
+
+
+def check_workers(num_sms: int | None) -> int | None:
+    """Raises BadInput unless `num_sms` is None or a sensible number."""
+    if num_sms is not None and not 1 <= num_sms <= 1024:
+        raise BadInput("num_sms", num_sms, "1 to 1024, or None")
+    return num_sms
 
 
 def _take_rows(buffer: Buffer, args: _native.DispatchArgs, x: torch.Tensor, quantize: str | None, scales: torch.Tensor | None) -> None:

@@ -46,12 +46,25 @@ class Case:
     workers: int | None
 
 
-def random_case(seed: int, *, ranks: int, hidden: int, num_experts: int, topk: int, max_tokens: int, dtype: torch.dtype) -> Case:
-    """The case of a seed, on the CPU.  Ragged token counts (zero too), -1 entries, duplicates, all-to-one skew, every option."""
+def random_case(
+    seed: int,
+    *,
+    ranks: int,
+    hidden: int,
+    num_experts: int,
+    topk: int,
+    max_tokens: int,
+    dtype: torch.dtype,
+    few_kernels: bool = False,
+) -> Case:
+    """The case of a seed, on the CPU.  Ragged token counts (zero too), -1 entries, duplicates, all-to-one skew, every option.
+
+    few_kernels: int64 ids and scales of three columns only, so that a GPU compiles some twenty kernels for a set of sizes.
+    """
     rng = random.Random(seed)
     g = torch.Generator().manual_seed(seed)
     tokens = [rng.choice([0, 1, max_tokens, rng.randint(0, max_tokens)]) for _ in range(ranks)]
-    idx_dtype = rng.choice([torch.int64, torch.int32])
+    idx_dtype = torch.int64 if few_kernels else rng.choice([torch.int64, torch.int32])
     kind = rng.choice(["plain", "plain", "drop", "duplicates", "one rank", "nothing"])
     low, high = 0, num_experts
     if kind == "one rank":
@@ -75,7 +88,7 @@ def random_case(seed: int, *, ranks: int, hidden: int, num_experts: int, topk: i
     payload = rng.choice(["plain", "plain", "quantize", "scales", "fp8"])
     scales = None
     if payload == "scales" or (payload == "fp8" and hidden % 16 == 0):
-        width = rng.choice([1, 2, 3, 7])
+        width = 3 if few_kernels else rng.choice([1, 2, 3, 7])
         scales = [torch.randn(t, width, generator=g) for t in tokens]
     if payload == "fp8" and hidden % 16 == 0:
         x = [t.to(torch.float8_e4m3fn) for t in x]

@@ -69,11 +69,14 @@ class LocalBuffers:
             return [finish(b, p) for b, p in zip(self.buffers, pending, strict=True)]
         current = torch.cuda.current_stream(self.device)
         pending = []
-        for make, run, stream in zip(prepare, execute, self.streams, strict=True):
+        for make, stream in zip(prepare, self.streams, strict=True):
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 pending.append(make())
-                run(pending[-1].args)
+        # Nothing but launches from here on: what allocates or loads may wait for kernels that wait for a rank not yet launched.
+        for run, p, stream in zip(execute, pending, self.streams, strict=True):
+            with torch.cuda.stream(stream):
+                run(p.args)
         results = []
         for buffer, p, stream in zip(self.buffers, pending, self.streams, strict=True):
             with torch.cuda.stream(stream):

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 
 class Status(enum.IntEnum):
@@ -27,13 +27,13 @@ class HandleType(enum.IntEnum):
 class FabricHandle:
     """The real one is 64 bytes that are passed by address."""
 
-    by_address: dict[int, FabricHandle] = {}
+    by_address: ClassVar[dict[int, FabricHandle]] = {}
 
     def __init__(self) -> None:
         self.data = bytes(64)
         self.by_address[id(self)] = self
 
-    def getPtr(self) -> int:  # noqa: N802 - the name in cuda.bindings
+    def getPtr(self) -> int:
         return id(self)
 
 
@@ -51,7 +51,7 @@ class FakeDriver:
         self._refuse = refuse
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._memory: dict[int, int] = {}  # what an exported descriptor or fabric handle stands for: inode or number -> memory
+        self._memory: dict[int, int] = {}  # inode of an exported descriptor -> memory
         self.handles: dict[int, int] = {}  # open handles -> memory
         self.reserved: dict[int, int] = {}  # address -> bytes
         self.mapped: dict[int, int] = {}  # address -> memory
@@ -62,10 +62,10 @@ class FakeDriver:
     def nothing_left(self) -> bool:
         return not (self.handles or self.reserved or self.mapped)
 
-    def CUmemAllocationProp(self) -> Any:  # noqa: N802
+    def CUmemAllocationProp(self) -> Any:
         return SimpleNamespace(location=SimpleNamespace())
 
-    def CUmemAccessDesc(self) -> Any:  # noqa: N802
+    def CUmemAccessDesc(self) -> Any:
         return SimpleNamespace(location=SimpleNamespace())
 
     def _handle(self, memory: int) -> int:
@@ -76,10 +76,10 @@ class FakeDriver:
     def _call(self, function: str) -> Status:
         return self._refuse(function, threading.current_thread().name)
 
-    def cuMemGetAllocationGranularity(self, properties: Any, option: Any) -> tuple[Any, ...]:  # noqa: N802
+    def cuMemGetAllocationGranularity(self, properties: Any, option: Any) -> tuple[Any, ...]:
         return Status.CUDA_SUCCESS, 2 << 20
 
-    def cuMemCreate(self, nbytes: int, properties: Any, flags: int) -> tuple[Any, ...]:  # noqa: N802
+    def cuMemCreate(self, nbytes: int, properties: Any, flags: int) -> tuple[Any, ...]:
         if status := self._call("cuMemCreate"):
             return status, None
         with self._lock:
@@ -87,7 +87,7 @@ class FakeDriver:
             self.own[threading.current_thread().name] = memory
             return Status.CUDA_SUCCESS, self._handle(memory)
 
-    def cuMemExportToShareableHandle(self, handle: int, handle_type: HandleType, flags: int) -> tuple[Any, ...]:  # noqa: N802
+    def cuMemExportToShareableHandle(self, handle: int, handle_type: HandleType, flags: int) -> tuple[Any, ...]:
         if status := self._call("cuMemExportToShareableHandle"):
             return status, None
         if handle_type == HandleType.CU_MEM_HANDLE_TYPE_FABRIC:
@@ -98,7 +98,7 @@ class FakeDriver:
         self._memory[os.fstat(descriptor).st_ino] = self.handles[handle]
         return Status.CUDA_SUCCESS, descriptor
 
-    def cuMemImportFromShareableHandle(self, shareable: int, handle_type: HandleType) -> tuple[Any, ...]:  # noqa: N802
+    def cuMemImportFromShareableHandle(self, shareable: int, handle_type: HandleType) -> tuple[Any, ...]:
         if status := self._call("cuMemImportFromShareableHandle"):
             return status, None
         if handle_type == HandleType.CU_MEM_HANDLE_TYPE_FABRIC:
@@ -108,7 +108,7 @@ class FakeDriver:
         with self._lock:
             return Status.CUDA_SUCCESS, self._handle(memory)
 
-    def cuMemAddressReserve(self, nbytes: int, alignment: int, address: int, flags: int) -> tuple[Any, ...]:  # noqa: N802
+    def cuMemAddressReserve(self, nbytes: int, alignment: int, address: int, flags: int) -> tuple[Any, ...]:
         if status := self._call("cuMemAddressReserve"):
             return status, None
         with self._lock:
@@ -116,28 +116,28 @@ class FakeDriver:
             self.reserved[address] = nbytes
             return Status.CUDA_SUCCESS, address
 
-    def cuMemMap(self, address: int, nbytes: int, offset: int, handle: int, flags: int) -> tuple[Any, ...]:  # noqa: N802
+    def cuMemMap(self, address: int, nbytes: int, offset: int, handle: int, flags: int) -> tuple[Any, ...]:
         if status := self._call("cuMemMap"):
             return (status,)
         assert self.reserved[address] == nbytes
         self.mapped[address] = self.handles[handle]
         return (Status.CUDA_SUCCESS,)
 
-    def cuMemSetAccess(self, address: int, nbytes: int, access: list[Any], count: int) -> tuple[Any, ...]:  # noqa: N802
+    def cuMemSetAccess(self, address: int, nbytes: int, access: list[Any], count: int) -> tuple[Any, ...]:
         if status := self._call("cuMemSetAccess"):
             return (status,)
         assert count == len(access) and address in self.mapped
         self.access[address] = [one.location.id for one in access]
         return (Status.CUDA_SUCCESS,)
 
-    def cuMemUnmap(self, address: int, nbytes: int) -> tuple[Any, ...]:  # noqa: N802
+    def cuMemUnmap(self, address: int, nbytes: int) -> tuple[Any, ...]:
         del self.mapped[address]
         return (Status.CUDA_SUCCESS,)
 
-    def cuMemAddressFree(self, address: int, nbytes: int) -> tuple[Any, ...]:  # noqa: N802
+    def cuMemAddressFree(self, address: int, nbytes: int) -> tuple[Any, ...]:
         assert address not in self.mapped and self.reserved.pop(address) == nbytes
         return (Status.CUDA_SUCCESS,)
 
-    def cuMemRelease(self, handle: int) -> tuple[Any, ...]:  # noqa: N802
+    def cuMemRelease(self, handle: int) -> tuple[Any, ...]:
         del self.handles[handle]
         return (Status.CUDA_SUCCESS,)

@@ -14,6 +14,7 @@ from moecomm import _native, backends
 from moecomm.backends import leave, lsa
 from moecomm.errors import Unsupported
 
+
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -43,8 +44,10 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, package: st
     monkeypatch.setattr(lsa, "_missing_gpu", lambda: "")
     monkeypatch.setattr(lsa, "_missing_compiler", lambda: "")
     monkeypatch.setattr(lsa, "_installed", lambda module: module != package)
-    wanted = f"the Python package {package.replace('.', '-')} is not installed; pip install moecomm[cu13] (or [cu12] for a driver of CUDA 12)"
-    assert lsa.missing() == wanted
+    assert lsa.missing() == (
+        f"the Python package {package.replace('.', '-')} is not installed; "
+        "pip install moecomm[cu13] (or [cu12] for a driver of CUDA 12)"
+    )
 
 
 def test_asked_for_by_name_it_raises_and_auto_goes_to_the_host() -> None:
@@ -72,8 +75,9 @@ def test_asking_imports_nothing_of_cuda() -> None:
 
 
 def test_a_notice_is_as_long_as_in_the_window() -> None:
-    # 2 * 64 notices are a multiple of the 256 bytes that parts of a window are aligned to: no padding hides a difference.
-    window = _native.window_layout(_native.Shape(ranks=64, experts=64, topk=1, max_tokens=8, staged_row_bytes=16, heap_bytes=256))
+    # 2 * 64 notices are a multiple of the 256 bytes that parts of a window are aligned to: padding hides no difference.
+    shape = _native.Shape(ranks=64, experts=64, topk=1, max_tokens=8, staged_row_bytes=16, heap_bytes=256)
+    window = _native.window_layout(shape)
     assert window.counts - window.notices == 2 * 64 * leave.NOTICE_BYTES
 
 
@@ -165,7 +169,9 @@ def test_a_kernel_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from moecomm.backends.lsa_kernels import Kernels
 
     loaded = []
-    jit = SimpleNamespace(KernelSpec=lambda **fields: fields, load=lambda spec, device: loaded.append(spec) or len(loaded))
+    jit = SimpleNamespace(
+        KernelSpec=lambda **fields: fields, load=lambda spec, device: loaded.append(spec) or len(loaded)
+    )
     monkeypatch.setitem(sys.modules, "moecomm.jit", jit)  # type: ignore[arg-type]
     monkeypatch.setattr("moecomm.jit", jit, raising=False)
     kernels = Kernels(torch.device("cuda", 0))

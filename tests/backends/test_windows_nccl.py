@@ -51,8 +51,10 @@ def stand_in(books: Books) -> ModuleType:
         def register_window(self, buffer: Any, flags: str) -> Any:
             assert flags == "symmetric" and buffer.size == 4 << 20
             handle = 0 if books.fails == ("symmetric", self.rank) else 99
-            other_domain = books.fails == ("peer", self.rank)
-            return SimpleNamespace(handle=handle, get_peer_device_pointer=lambda peer: None if other_domain else 1000 * self.rank + peer + 1)
+            reachable = books.fails != ("peer", self.rank)
+            return SimpleNamespace(
+                handle=handle, get_peer_device_pointer=lambda peer: 1000 * self.rank + peer + 1 if reachable else None
+            )
 
         def abort(self) -> None:
             books.communicators.remove(self.rank)
@@ -119,11 +121,13 @@ def test_peers_are_resolved_once_and_memory_outlives_close(install: Callable[[Bo
     [
         ("mem_alloc", "mem_alloc failed"),
         ("init", "init failed"),
-        ("symmetric", "NCCL has no symmetric windows between these GPUs: it wants peer access between all of them"),
+        ("symmetric", "NCCL has no symmetric windows here: it wants peer access between all GPUs"),
         ("peer", "the GPU of rank 0 is in another NVLink domain"),
     ],
 )
-def test_a_failure_on_one_rank_fails_all_and_leaves_nothing(install: Callable[[Books], Books], what: str, says: str) -> None:
+def test_a_failure_on_one_rank_fails_all_and_leaves_nothing(
+    install: Callable[[Books], Books], what: str, says: str
+) -> None:
     books = install(Books(fails=(what, 1)))
     found = run_ranks(3, open_nccl)
     assert [type(error) for error in found] == [Unsupported] * 3

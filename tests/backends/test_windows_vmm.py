@@ -29,7 +29,10 @@ def descriptors() -> int:
 
 
 def refuse(function: str, rank: int, status: Status = Status.CUDA_ERROR_INVALID_VALUE) -> FakeDriver:
-    return FakeDriver(lambda called, thread: status if (called, thread) == (function, f"rank{rank}") else Status.CUDA_SUCCESS)
+    def answer(called: str, thread: str) -> Status:
+        return status if (called, thread) == (function, f"rank{rank}") else Status.CUDA_SUCCESS
+
+    return FakeDriver(answer)
 
 
 @pytest.mark.parametrize("fabric", [False, True])
@@ -61,9 +64,18 @@ def test_every_rank_maps_the_memory_of_every_rank(install_driver: Install, fabri
 @pytest.mark.parametrize("fabric", [False, True])
 @pytest.mark.parametrize(
     "function",
-    ["cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess", "cuMemExportToShareableHandle", "cuMemImportFromShareableHandle"],
+    [
+        "cuMemCreate",
+        "cuMemAddressReserve",
+        "cuMemMap",
+        "cuMemSetAccess",
+        "cuMemExportToShareableHandle",
+        "cuMemImportFromShareableHandle",
+    ],
 )
-def test_a_failure_on_one_rank_fails_all_and_leaves_nothing(install_driver: Install, function: str, fabric: bool) -> None:
+def test_a_failure_on_one_rank_fails_all_and_leaves_nothing(
+    install_driver: Install, function: str, fabric: bool
+) -> None:
     driver, before = install_driver(refuse(function, 2)), descriptors()
     found = run_ranks(3, lambda group: open_vmm(group, fabric))
     assert [type(error) for error in found] == [Unsupported] * 3
@@ -95,7 +107,8 @@ def test_out_of_memory_says_how_much_and_what_to_do(install_driver: Install) -> 
     driver = install_driver(refuse("cuMemCreate", 1, Status.CUDA_ERROR_OUT_OF_MEMORY))
     found = run_ranks(2, open_vmm)
     assert [type(error) for error in found] == [NoRoom, NoRoom], "no rank goes on to try another kind of window"
-    assert str(found[0]).startswith("rank 1: a window of 4194304 bytes does not fit on cuda:1: 1000 of 2000 bytes are free; ")
+    says = "rank 1: a window of 4194304 bytes does not fit on cuda:1: 1000 of 2000 bytes are free; "
+    assert str(found[0]).startswith(says)
     assert "window_bytes=" in str(found[0]) and "max_tokens=" in str(found[0])
     found.clear()
     gc.collect()

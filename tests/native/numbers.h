@@ -1,8 +1,9 @@
 // The casts again, the slow way: by looking for the nearest value.  Nothing is shared with the executor.
 #pragma once
+#include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
-#include <vector>
 
 #include "protocol/args.h"
 
@@ -45,20 +46,26 @@ inline u16 fp16_nearest(float f) {
     return v;
 }
 
-inline double e4m3_value(i32 code) {  // 0 .. 0x7e
-    const i32 exponent = code >> 3, mantissa = code & 7;
-    return exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
+// The finite e4m3 values of one sign, by code.
+inline const std::array<double, 127>& e4m3_values() {
+    static const std::array<double, 127> values = [] {
+        std::array<double, 127> v{};
+        for (i32 code = 0; code < 127; ++code) v[code] = code < 8 ? std::ldexp(code, -9) : std::ldexp(8 + code % 8, code / 8 - 10);
+        return v;
+    }();
+    return values;
 }
 inline u8 e4m3_nearest(float f) {
     const u8 sign = std::signbit(f) ? 0x80 : 0;
     const double magnitude = std::fabs(static_cast<double>(f));
     if (std::isnan(f) || magnitude > 464.0) return sign | 0x7f;  // 464 is half way to 480, which is no value
-    i32 best = 0;
-    for (i32 code = 1; code <= 0x7e; ++code) {
-        const double here = std::fabs(magnitude - e4m3_value(code)), before = std::fabs(magnitude - e4m3_value(best));
-        if (here < before || (here == before && code % 2 == 0)) best = code;
-    }
-    return sign | static_cast<u8>(best);
+    const auto& values = e4m3_values();
+    const auto above = std::lower_bound(values.begin(), values.end(), magnitude);
+    if (above == values.begin()) return sign;
+    i32 code = static_cast<i32>(above - values.begin());
+    const double to_high = code < 127 ? values[code] - magnitude : 480.0 - magnitude, to_low = magnitude - values[code - 1];
+    if (to_low < to_high || (to_low == to_high && code % 2 == 1)) --code;
+    return sign | static_cast<u8>(code);
 }
 
 inline float value_at(const u8* row, Type type, i64 i) {

@@ -28,7 +28,7 @@ void put_payload(const Dispatched& d, const Sent& sent, i32 token, Arrived& to, 
         const i32 end = std::min(first + 128, d.hidden);
         float amax = 1e-4f;
         for (i32 i = first; i < end; ++i) amax = std::max(amax, std::fabs(value_at(x, d.in_type, i)));
-        const float up = 448.0f / amax;
+        const float up = (1.0f / amax) * 448.0f;
         for (i32 i = first; i < end; ++i) out[i] = e4m3_nearest(value_at(x, d.in_type, i) * up);
         const float scale = amax / 448.0f;
         std::memcpy(&to.scales[row * d.scale_bytes + first / 128 * 4], &scale, 4);

@@ -1,0 +1,65 @@
+// The small outputs that are known before any row has moved.
+#pragma once
+#include "call.cuh"
+
+namespace moecomm {
+
+// One block: counts for the caller, and where our flat rows begin at every rank and everybody's here.
+template <class Call>
+MOECOMM_FN void write_counts(const Call& c) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    const i32 me = c.me();
+    const i32* total = c.shared.total + me * cfg.experts_here();
+    auto* per_expert = reinterpret_cast<i32*>(c.a.tokens_per_expert);
+    auto* slot_base = reinterpret_cast<i32*>(c.a.route.slot_base);
+    for (i32 e = threadIdx.x; e < cfg.experts_here(); e += cfg.warps() * kWarp) per_expert[e] = total[e];
+    for (i32 p = threadIdx.x; p < cfg.ranks; p += cfg.warps() * kWarp) slot_base[p] = c.shared.flat_base[p];
+    if (threadIdx.x != 0) return;
+    auto* source_base = reinterpret_cast<i32*>(c.a.route.source_base);
+    source_base[0] = 0;
+    for (i32 s = 0, rows = 0; s < cfg.ranks; ++s) source_base[s + 1] = rows += load_shared_word(c.counts_of(s) + cfg.experts + me);
+    i64 rows = cfg.layout == Layout::flat ? c.shared.flat_total[me] : c.shared.needed[me];
+    if constexpr (cfg.layout == Layout::batched) {
+        rows = 0;
+        for (i32 e = 0; e < cfg.experts_here(); ++e) rows += total[e];
+    }
+    *reinterpret_cast<i32*>(c.a.num_rows) = static_cast<i32>(rows);
+}
+
+// Rows between the last of a group and the next group belong to nobody.
+template <class Call>
+MOECOMM_FN void clear_padding(const Call& c) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    if constexpr (cfg.layout != Layout::expert) return;
+    auto* src = c.transport.template local<int2>(c.a.out_src);
+    auto* weights = c.transport.template local<float>(c.a.out_weights);
+    for (i32 e = blockIdx.x; e < cfg.experts_here(); e += gridDim.x) {
+        const i32 filled = c.shared.filled[e], count = c.shared.total[c.me() * cfg.experts_here() + e];
+        const i32 end = filled - count + aligned_group(count, c.a.alignment);
+        for (i32 row = filled + threadIdx.x; row < end; row += cfg.warps() * kWarp) {
+            if (c.a.out_src != 0) src[row] = make_int2(-1, -1);
+            if (c.a.out_weights != 0) weights[row] = 0.0f;
+        }
+    }
+}
+
+// A void round: nothing has gone anywhere.  A repeat leaves the route, which is that of an earlier dispatch.
+template <class Call>
+MOECOMM_FN void clear_route(const Call& c) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    if constexpr (cfg.repeat) return;
+    const Route& route = c.a.route;
+    const i32 thread = blockIdx.x * cfg.warps() * kWarp + threadIdx.x, threads = gridDim.x * cfg.warps() * kWarp;
+    const auto fill = [&](u64 address, i64 n, i32 value) {
+        for (i64 i = thread; i < n; i += threads) reinterpret_cast<i32*>(address)[i] = value;
+    };
+    fill(route.token_rows, static_cast<i64>(c.a.num_tokens) * cfg.topk, -1);
+    fill(route.token_owner, static_cast<i64>(c.a.num_tokens) * cfg.topk, -1);
+    fill(route.token_slot, static_cast<i64>(c.a.num_tokens) * cfg.ranks, -1);
+    fill(route.slot_base, cfg.ranks, 0);
+    fill(route.source_base, cfg.ranks + 1, 0);
+    fill(c.a.tokens_per_expert, cfg.experts_here(), 0);
+    fill(c.a.num_rows, 1, 0);
+}
+
+}  // namespace moecomm

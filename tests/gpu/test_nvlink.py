@@ -1,0 +1,129 @@
+"""One process a GPU, over both kinds of windows: random cases, a killed rank, a silent rank, graphs, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from moecomm.testing import check_case_on_rank, random_case
+
+from ..conftest import Ranks
+
+KINDS = ["vmm", "nccl"]
+SIZES: list[dict[str, Any]] = [
+    {"hidden": 7168, "num_experts": 256, "topk": 8, "max_tokens": 256, "dtype": torch.bfloat16},
+    {"hidden": 136, "num_experts": 8, "topk": 3, "max_tokens": 33, "dtype": torch.float16},
+    {"hidden": 2880, "num_experts": 128, "topk": 4, "max_tokens": 1000, "dtype": torch.bfloat16},
+]
+SMALL: dict[str, Any] = {"hidden": 64, "num_experts": 8, "topk": 2, "max_tokens": 64}
+
+
+def _open(rank: int, group: Any, kind: str, **sizes: Any) -> moecomm.Buffer:
+    torch.cuda.set_device(rank)
+    os.environ["MOECOMM_WINDOW"] = kind
+    buffer = moecomm.Buffer(group, **sizes, backend="lsa")
+    assert buffer.backend == f"lsa/{kind}"
+    return buffer
+
+
+def _random_cases(rank: int, group: Any, kind: str, cases: int, seed: int) -> str:
+    for sizes in SIZES:
+        with _open(rank, group, kind, **sizes, timeout_s=60) as buffer:
+            for number in range(seed * 1_000_000, seed * 1_000_000 + cases // len(SIZES)):
+                check_case_on_rank(buffer, random_case(number, ranks=group.size(), **sizes, few_kernels=True))
+    return "done"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)])
+def test_random_cases_match_the_reference(gpu_ranks: Ranks, kind: str, count: int, request: pytest.FixtureRequest) -> None:
+    cases, seed = request.config.getoption("--gpu-cases") // 4, request.config.getoption("--seed")
+    gpu_ranks.start(count, _random_cases, kind, cases, seed)
+    assert gpu_ranks.results(count, timeout_s=800) == {rank: "done" for rank in range(count)}
+
+
+def routing(rank: int) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(rank)
+    return {
+        "x": torch.randn(64, 64, generator=g).bfloat16().cuda(),
+        "topk_idx": torch.rand(64, 8, generator=g).argsort(dim=1)[:, :2].cuda(),
+        "topk_weights": torch.rand(64, 2, generator=g).cuda(),
+    }
+
+
+def _until_a_peer_dies(rank: int, group: Any, kind: str, how: str) -> Any:
+    buffer = _open(rank, group, kind, **SMALL, timeout_s=3)
+    mine = routing(rank)
+    routed = buffer.dispatch(**mine, sync=True)
+    want = buffer.combine(routed.x, routed.handle)
+    buffer.check()
+    if rank == 1 and how == "silent":
+        time.sleep(60)
+    last = time.monotonic()
+    try:
+        for number in range(1_000_000):
+            if rank == 1 and number == 100:
+                os.kill(os.getpid(), signal.SIGKILL)
+            last = time.monotonic()
+            routed = buffer.dispatch(**mine, sync=True)
+            out = buffer.combine(routed.x, routed.handle)
+            buffer.check()
+            assert torch.equal(out, want)
+    except moecomm.RoundFailed as error:
+        took = time.monotonic() - last
+        alive = torch.ones(8, device="cuda").sum().item()
+        buffer.close()
+        return type(error).__name__, error.peer, took, alive
+    return "no error"
+
+
+@pytest.mark.gpu2
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["killed", "silent"])
+def test_survivors_name_the_rank_and_keep_their_context(gpu_ranks: Ranks, kind: str, how: str) -> None:
+    count = min(4, torch.cuda.device_count())
+    gpu_ranks.start(count, _until_a_peer_dies, kind, how)
+    for rank, result in gpu_ranks.results(count - 1, timeout_s=120).items():
+        assert not isinstance(result, BaseException), result
+        name, peer, seconds, alive = result
+        assert rank != 1 and peer == 1 and alive == 8
+        assert name == ("PeerLost" if how == "killed" else "Timeout")
+        assert seconds < (1.5 if how == "killed" else 4.0)
+
+
+def _replay(rank: int, group: Any, kind: str) -> str:
+    with _open(rank, group, kind, **SMALL, timeout_s=20) as buffer:
+        mine = routing(rank)
+        for _ in range(2):
+            routed = buffer.dispatch(**mine)
+            buffer.combine(routed.x, routed.handle)
+        buffer.check()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            here = buffer.dispatch(**mine)
+            out = buffer.combine(here.x, here.handle)
+        for seed in range(1000):
+            if seed % 50 == 0:
+                for name, value in routing(seed + rank).items():
+                    mine[name].copy_(value)
+            graph.replay()
+            if seed % 50 == 49:
+                want = mine["x"].float() * mine["topk_weights"].sum(dim=1, keepdim=True)
+                torch.testing.assert_close(out.float(), want, rtol=2**-7, atol=2**-7)
+        buffer.check()
+    return "done"
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("kind", KINDS)
+def test_graph_replay(gpu_ranks: Ranks, kind: str) -> None:
+    count = min(4, torch.cuda.device_count())
+    assert gpu_ranks.run(count, _replay, kind) == ["done"] * count

@@ -1,0 +1,168 @@
+"""Several ranks on one GPU: the kernels against the reference, bit for bit, and how they fail.
+
+`pytest tests/gpu --gpu-cases 10000` runs more random cases; under compute-sanitizer fewer are enough.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from moecomm.testing import LocalBuffers, check_case, random_case
+
+pytestmark = pytest.mark.gpu1
+
+SIZES: list[dict[str, Any]] = [
+    {"ranks": 4, "hidden": 7168, "num_experts": 256, "topk": 8, "max_tokens": 64, "dtype": torch.bfloat16},
+    {"ranks": 1, "hidden": 64, "num_experts": 4, "topk": 2, "max_tokens": 40, "dtype": torch.float16},
+    {"ranks": 2, "hidden": 8, "num_experts": 2, "topk": 1, "max_tokens": 17, "dtype": torch.bfloat16},
+    {"ranks": 3, "hidden": 20, "num_experts": 12, "topk": 3, "max_tokens": 9, "dtype": torch.float32},
+    {"ranks": 8, "hidden": 272, "num_experts": 64, "topk": 32, "max_tokens": 40, "dtype": torch.bfloat16},
+    {"ranks": 4, "hidden": 1040, "num_experts": 1024, "topk": 13, "max_tokens": 300, "dtype": torch.float16},
+    {"ranks": 2, "hidden": 16384, "num_experts": 8, "topk": 2, "max_tokens": 33, "dtype": torch.float32},
+]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"R{s['ranks']}-H{s['hidden']}-E{s['num_experts']}-K{s['topk']}")
+def test_random_cases_match_the_reference(sizes: dict[str, Any], request: pytest.FixtureRequest) -> None:
+    cases, seed = request.config.getoption("--gpu-cases") // len(SIZES), request.config.getoption("--seed")
+    with LocalBuffers(**sizes, backend="lsa", device=0, timeout_s=20) as ranks:
+        for number in range(cases):
+            check_case(ranks, random_case(seed * 1_000_000 + number, **sizes, few_kernels=True))
+
+
+@pytest.fixture
+def pair() -> Any:
+    with LocalBuffers(2, hidden=64, num_experts=4, topk=2, max_tokens=32, backend="lsa", device=0, timeout_s=2) as ranks:
+        yield ranks
+
+
+def call(seed: int, tokens: int = 20) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(tokens, 64, generator=g).bfloat16().cuda(),
+        "topk_idx": torch.rand(tokens, 4, generator=g).argsort(dim=1)[:, :2].cuda(),
+        "topk_weights": torch.rand(tokens, 2, generator=g).cuda(),
+    }
+
+
+def good_round(ranks: LocalBuffers) -> None:
+    check_case(
+        ranks,
+        random_case(5, ranks=2, hidden=64, num_experts=4, topk=2, max_tokens=32, dtype=torch.bfloat16, few_kernels=True),
+    )
+
+
+@pytest.mark.parametrize("bad", [4, -2, 1 << 40])
+def test_a_bad_id_is_reported_on_every_rank_and_stored_nowhere(pair: LocalBuffers, bad: int) -> None:
+    calls = [call(0), call(1)]
+    calls[1]["topk_idx"][3, 1] = bad
+    routed = pair.dispatch(calls)  # no wait: the error comes later
+    for buffer, here in zip(pair.buffers, routed, strict=True):
+        with pytest.raises(moecomm.BadInput) as caught:
+            buffer.check()
+        assert (caught.value.argument, caught.value.rank) == ("topk_idx", 1) and str(bad) in str(caught.value)
+        assert int(here.num_rows) == 0 and here.tokens_per_expert.tolist() == [0, 0]
+        buffer.check()
+    good_round(pair)
+
+
+def test_too_many_rows_are_reported(pair: LocalBuffers) -> None:
+    calls = [{**call(0), "max_rows": 100}, {**call(1), "max_rows": 11}]
+    pair.dispatch(calls)
+    for buffer in pair.buffers:
+        with pytest.raises(moecomm.BadInput) as caught:
+            buffer.check()
+        assert (caught.value.argument, caught.value.rank) == ("max_rows", 1)
+    good_round(pair)
+
+
+def test_a_rank_that_does_not_come_is_a_timeout_and_the_context_lives(pair: LocalBuffers) -> None:
+    start = time.monotonic()
+    with pytest.raises(moecomm.Timeout) as caught:
+        pair.buffers[0].dispatch(**call(0), sync=True)
+    assert time.monotonic() - start < 3, "timeout_s + 1 s"
+    assert (caught.value.rank, caught.value.peer, caught.value.phase, caught.value.op) == (0, 1, "notice", "dispatch")
+    with pytest.raises(moecomm.Timeout):
+        pair.buffers[0].dispatch(**call(0))
+    assert torch.ones(5, device="cuda").sum().item() == 5, "the CUDA context lives"
+    with LocalBuffers(2, hidden=64, num_experts=4, topk=2, max_tokens=32, backend="lsa", device=0, timeout_s=2) as fresh:
+        good_round(fresh)
+
+
+def test_abort_ends_a_waiting_kernel(pair: LocalBuffers) -> None:
+    pair.buffers[0].dispatch(**call(0))
+    time.sleep(0.2)
+    start = time.monotonic()
+    pair.buffers[0].abort()
+    with pytest.raises(moecomm.Aborted):
+        pair.buffers[0].check()
+    assert time.monotonic() - start < 0.5
+
+
+def test_a_graph_replays_with_other_inputs(pair: LocalBuffers) -> None:
+    given = [call(0), call(1)]
+    for buffer, mine in zip(pair.buffers, given, strict=True):  # compile before the capture
+        del buffer, mine
+    routed = pair.dispatch(given)
+    pair.combine([{"y": r.x, "handle": r.handle} for r in routed])
+    torch.cuda.synchronize()
+    graphs, outs = [], []
+    for buffer, mine, stream in zip(pair.buffers, given, pair.streams, strict=True):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            here = buffer.dispatch(**mine)
+            outs.append(buffer.combine(here.x, here.handle))
+        graphs.append(graph)
+    for seed in range(200):
+        fresh = [call(2 * seed), call(2 * seed + 1)]
+        for mine, other in zip(given, fresh, strict=True):
+            for name, value in mine.items():
+                value.copy_(other[name])
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, pair.streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        if seed % 10 == 0:  # eager rounds between replays must not disturb them, nor be disturbed
+            eager = pair.dispatch(fresh)
+            eager_outs = pair.combine([{"y": r.x, "handle": r.handle} for r in eager])
+            torch.cuda.synchronize()
+            for out, want in zip(outs, eager_outs, strict=True):
+                assert torch.equal(out, want)
+        for buffer, out, mine in zip(pair.buffers, outs, fresh, strict=True):
+            want = mine["x"].float() * mine["topk_weights"].sum(dim=1, keepdim=True)
+            torch.testing.assert_close(out.float(), want, rtol=2**-7, atol=2**-7)
+            buffer.check()
+
+
+def test_cupy_arrays_come_back_as_cupy_arrays(pair: LocalBuffers) -> None:
+    cupy = pytest.importorskip("cupy")
+    with moecomm.Buffer(hidden=64, num_experts=4, topk=2, max_tokens=32, dtype=torch.float32, backend="lsa", device=0) as buffer:
+        mine = call(0)
+        given = {name: cupy.from_dlpack(value.float() if name == "x" else value) for name, value in mine.items()}
+        routed = buffer.dispatch(**given, sync=True)
+        assert isinstance(routed.x, cupy.ndarray)
+        out = buffer.combine(routed.x, routed.handle)
+        assert isinstance(out, cupy.ndarray)
+        want = mine["x"].float() * mine["topk_weights"].sum(dim=1, keepdim=True)
+        torch.testing.assert_close(torch.from_dlpack(out), want)
+
+
+def test_two_rounds_in_flight_and_other_streams(pair: LocalBuffers) -> None:
+    for seed in range(20):
+        a = pair.dispatch([call(seed), call(seed + 1)])
+        b = pair.dispatch([call(seed + 2, 7), call(seed + 3, 0)])
+        out_a = pair.combine([{"y": r.x, "handle": r.handle} for r in a])
+        out_b = pair.combine([{"y": r.x, "handle": r.handle} for r in b])
+        pair.streams.reverse()  # the same Buffer on another stream: rounds stay in order
+        torch.cuda.synchronize()
+        for outs, calls in ((out_a, (call(seed), call(seed + 1))), (out_b, (call(seed + 2, 7), call(seed + 3, 0)))):
+            for out, mine in zip(outs, calls, strict=True):
+                want = mine["x"].float() * mine["topk_weights"].sum(dim=1, keepdim=True)
+                torch.testing.assert_close(out.float(), want, rtol=2**-7, atol=2**-7)

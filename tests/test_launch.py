@@ -1,0 +1,73 @@
+"""Ranks as processes: results by rank, failures by name, the cause before its consequences."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import moecomm
+from moecomm.launch import RanksFailed, launch
+
+
+def add_up(group: dist.ProcessGroup, base: int) -> list[int]:
+    total = torch.tensor([base + group.rank()])
+    dist.all_reduce(total, group=group)
+    return [group.rank(), group.size(), int(total)]
+
+
+def open_buffer(group: dist.ProcessGroup, **given: Any) -> moecomm.Buffer:
+    return moecomm.Buffer(group, **{"hidden": 64, "num_experts": 6, "topk": 2, "max_tokens": 8, "backend": "host", "timeout_s": 20.0, **given})
+
+
+def fail_in_a_round(group: dist.ProcessGroup, how: str) -> None:
+    """Rank 1 fails, each time differently, while the others are in a round with it."""
+    with open_buffer(group) as buffer:
+        if group.rank() == 1 and how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if group.rank() == 1 and how == "raised":
+            raise LookupError("no such expert")
+        topk_idx = torch.full((8, 2), 9 if group.rank() == 1 and how == "bad id" else 0)
+        buffer.dispatch(torch.zeros(8, 64, dtype=torch.bfloat16), topk_idx)
+
+
+def disagree(group: dist.ProcessGroup) -> None:
+    open_buffer(group, topk=1 + group.rank() // 2)
+
+
+def test_results_come_back_by_rank() -> None:
+    assert launch("test_launch:add_up", {"base": 10}, 3) == [[0, 3, 33], [1, 3, 33], [2, 3, 33]]
+
+
+def test_a_killed_rank_is_the_cause_and_the_others_say_who_was_lost() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        launch("test_launch:fail_in_a_round", {"how": "killed"}, 3)
+    first, *others = caught.value.failures
+    assert (first.rank, first.error, first.text) == (1, "ProcessEnded", "the process was killed by SIGKILL")
+    assert [(f.rank, f.error) for f in others] == [(0, "PeerLost"), (2, "PeerLost")]
+    assert all("rank 1 is gone" in f.text for f in others)
+
+
+def test_an_exception_is_named_and_its_consequences_come_after(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        launch("test_launch:fail_in_a_round", {"how": "raised"}, 3)
+    first, *others = caught.value.failures
+    assert str(first) == "rank 1: LookupError: no such expert"
+    assert {f.error for f in others} == {"PeerLost"} and {f.rank for f in others} == {0, 2}
+    assert "fail_in_a_round" in capfd.readouterr().err  # the traceback of what is not moecomm's
+
+
+def test_bad_input_of_one_rank_is_told_by_all() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        launch("test_launch:fail_in_a_round", {"how": "bad id"}, 3)
+    assert [f.error for f in caught.value.failures] == ["BadInput"] * 3
+    assert all("expert 9" in f.text and "rank 1" in f.text for f in caught.value.failures)
+
+
+def test_a_mismatch_at_open_names_the_field() -> None:
+    with pytest.raises(RanksFailed, match="topk: this rank has 1, rank 2 has 2"):
+        launch("test_launch:disagree", {}, 3)
