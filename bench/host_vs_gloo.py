@@ -2,20 +2,22 @@
 
     python bench/host_vs_gloo.py [--tokens 512]
 
-Both move the same rows: a token once to each rank that owns one of its experts, and one row a (token, rank) home, where the rows of
-a token are added in float32.  gloo is given what it can't know: how many rows go where, and which (not timed).  Received rows and
-results are compared bit for bit.  The two take turns in one run; a time is that of the slowest rank, and the median over rounds.
-moecomm's other layouts do more (a row a (token, expert), sums in float32 on the wire) and are timed beside them.
+Twice, each time with the same rows on both sides:
+`flat` against a row a (token, rank): a token once to each rank that owns one of its experts, one row home from each,
+added in float32; received rows and sums are compared bit for bit.
+`expert` and `batched` against a row a (token, expert), which is what they hand to the experts: topk rows a token there
+and back, weighted and added in float32.  (gloo's rows do not arrive grouped by expert; that would cost it more.)
+gloo is given what it can't know, how many rows go where and which, untimed.  All take turns in one run; a time is that
+of the slowest rank, and the median over rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable
-from itertools import accumulate
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,29 +28,36 @@ import moecomm
 from moecomm.launch import launch
 from moecomm.router import MODELS, random_routing
 
+WAYS = ("gloo_by_rank", "gloo_by_expert", "flat", "expert", "batched")
+AGAINST = {"flat": "gloo_by_rank", "expert": "gloo_by_expert", "batched": "gloo_by_expert"}
+Times = tuple[float, float]  # seconds of dispatch, of combine
 WARMUP = 3
 BLOCK = 16  # tokens summed at once: they stay in cache (measured: faster than index_add_ of whole tensors)
 
 
 class Gloo:
-    """The best that all_to_all_single allows: rows gathered once, exact splits, preallocated buffers, sums in cache."""
+    """The best that all_to_all_single allows: rows gathered once, exact splits, preallocated buffers, sums in cache.
 
-    def __init__(self, x: torch.Tensor, topk_idx: torch.Tensor, local_experts: int, group: dist.ProcessGroup) -> None:
-        self.group, self.x = group, x
-        owner = topk_idx // local_experts
-        tokens = [(owner == rank).any(dim=1).nonzero().flatten() for rank in range(group.size())]
-        self.token = torch.cat(tokens)
-        self.sent = [len(t) for t in tokens]
-        arriving = torch.empty(group.size(), dtype=torch.long)
+    `target` [T, S]: the rank that slot s of each token goes to, -1 for none; `weights` [T, S] or None.
+    """
+
+    def __init__(
+        self, x: torch.Tensor, target: torch.Tensor, weights: torch.Tensor | None, group: dist.ProcessGroup
+    ) -> None:
+        self.group, self.x, self.weights = group, x, weights
+        ranks, (tokens, slots) = group.size(), target.shape
+        entry = target.flatten().argsort(stable=True)[int((target < 0).sum()) :]  # by (rank, token, slot)
+        self.token = entry // slots
+        self.sent = torch.bincount(target.flatten()[entry], minlength=ranks).tolist()
+        arriving = torch.empty(ranks, dtype=torch.long)
         dist.all_to_all_single(arriving, torch.tensor(self.sent), group=group)
         self.arriving = arriving.tolist()
-        rows, hidden = len(self.token), x.shape[1]
-        self.outgoing = x.new_empty(rows, hidden)
-        self.arrived = x.new_empty(sum(self.arriving), hidden)
-        self.home = x.new_zeros(rows + 1, hidden)  # the last row is what a rank without the token adds
-        self.row_of = torch.full((len(x), group.size()), rows)
-        for rank, (first, at) in enumerate(zip(accumulate([0, *self.sent]), tokens, strict=False)):
-            self.row_of[at, rank] = torch.arange(first, first + len(at))
+        self.outgoing = x.new_empty(len(entry), x.shape[1])
+        self.arrived = x.new_empty(sum(self.arriving), x.shape[1])
+        self.home = x.new_zeros(len(entry) + 1, x.shape[1])  # the last row is what an empty slot adds
+        self.row_of = torch.full((tokens * slots,), len(entry))
+        self.row_of[entry] = torch.arange(len(entry))
+        self.row_of = self.row_of.view(tokens, slots)
 
     def dispatch(self) -> torch.Tensor:
         torch.index_select(self.x, 0, self.token, out=self.outgoing)
@@ -58,22 +67,34 @@ class Gloo:
     def combine(self, y: torch.Tensor) -> torch.Tensor:
         self._exchange(self.home[:-1], y, self.sent, self.arriving)
         out = torch.empty_like(self.x)
-        for some, rows in zip(out.split(BLOCK), self.row_of.split(BLOCK), strict=True):
+        for begin in range(0, len(out), BLOCK):
+            some = slice(begin, begin + BLOCK)
+            rows = self.row_of[some]
             parts = torch.index_select(self.home, 0, rows.flatten()).view(*rows.shape, -1)
-            some.copy_(parts.sum(dim=1, dtype=torch.float32))
+            if self.weights is None:
+                out[some] = parts.sum(dim=1, dtype=torch.float32)
+            else:
+                out[some] = torch.bmm(self.weights[some].unsqueeze(1), parts.float()).squeeze(1)
         return out
 
     def _exchange(self, out: torch.Tensor, rows: torch.Tensor, out_splits: list[int], splits: list[int]) -> None:
         # As float32, because gloo does not know bfloat16 everywhere; bytes are bytes.
-        dist.all_to_all_single(out.view(torch.float32), rows.view(torch.float32), out_splits, splits, group=self.group)
+        wide = torch.float32
+        dist.all_to_all_single(out.view(wide), rows.view(wide), out_splits, splits, group=self.group)
 
 
-def run_rank(group: dist.ProcessGroup, tokens: int, hidden: int, experts: int, topk: int, rounds: int) -> dict[str, Any]:
-    """One rank: seconds of (dispatch, combine) by round, for gloo and each layout of moecomm."""
+def run_rank(
+    group: dist.ProcessGroup, tokens: int, hidden: int, experts: int, topk: int, rounds: int
+) -> dict[str, Any]:
+    """One rank: seconds of (dispatch, combine) by round, for each way."""
     generator = torch.Generator().manual_seed(group.rank())
     x = torch.randn(tokens, hidden, generator=generator).to(torch.bfloat16)
     topk_idx, weights = random_routing(tokens, experts, topk, generator=generator)
-    gloo = Gloo(x, topk_idx, experts // group.size(), group)
+    owner = topk_idx // (experts // group.size())
+    ranks = torch.arange(group.size())
+    wanted = (owner.unsqueeze(1) == ranks.unsqueeze(1)).any(dim=2)  # [T, R]
+    by_rank = Gloo(x, torch.where(wanted, ranks, -1), None, group)
+    by_expert = Gloo(x, owner, weights, group)
 
     def timed(call: Callable[[], Any]) -> tuple[Any, float]:
         dist.barrier(group)
@@ -81,33 +102,50 @@ def run_rank(group: dist.ProcessGroup, tokens: int, hidden: int, experts: int, t
         result = call()
         return result, time.perf_counter() - begin
 
-    times: dict[str, list[tuple[float, float]]] = {"gloo": [], "flat": [], "expert": [], "batched": []}
-    with moecomm.Buffer(group, hidden=hidden, num_experts=experts, topk=topk, max_tokens=tokens, backend="host") as buffer:
-        for round_ in range(WARMUP + rounds):
-            arrived, gloo_dispatch = timed(gloo.dispatch)
-            y = arrived * 0.5
-            expected, gloo_combine = timed(lambda y=y: gloo.combine(y))
-            found = {"gloo": (gloo_dispatch, gloo_combine)}
-            for layout in ("flat", "expert", "batched"):
-                routed, out = (lambda layout=layout: buffer.dispatch(x, topk_idx, weights, layout=layout)), None
-                routed, dispatch_s = timed(routed)
-                experts_out = y if layout == "flat" else routed.x
-                out, combine_s = timed(lambda y=experts_out, handle=routed.handle: buffer.combine(y, handle))
-                found[layout] = (dispatch_s, combine_s)
-                if layout == "flat":
-                    assert torch.equal(routed.x, arrived), "the two did not deliver the same rows"
-                    assert torch.equal(out, expected), "the two did not compute the same sums"
-            for name, pair in found.items():
-                if round_ >= WARMUP:
-                    times[name].append(pair)
-    return {"times": times, "rows": len(gloo.token), "remote_rows": len(gloo.token) - gloo.sent[group.rank()]}
+    def turn(dispatch: Callable[[], Any], combine: Callable[[Any], torch.Tensor]) -> tuple[Any, torch.Tensor, Times]:
+        arrived, dispatch_s = timed(dispatch)
+        out, combine_s = timed(lambda: combine(arrived))
+        return arrived, out, (dispatch_s, combine_s)
+
+    times: dict[str, list[Times]] = {way: [] for way in WAYS}
+    settings = {"hidden": hidden, "num_experts": experts, "topk": topk, "max_tokens": tokens}
+    with moecomm.Buffer(group, **settings, backend="host") as buffer:
+        for number in range(WARMUP + rounds):
+            rows, sums, found = {}, {}, {}
+            for way, gloo in (("gloo_by_rank", by_rank), ("gloo_by_expert", by_expert)):
+                rows[way], sums[way], found[way] = turn(gloo.dispatch, gloo.combine)
+            for way in ("flat", "expert", "batched"):
+                rows[way], sums[way], found[way] = turn(
+                    partial(buffer.dispatch, x, topk_idx, weights, layout=way),
+                    lambda routed: buffer.combine(routed.x, routed.handle),
+                )
+            check(rows, sums)
+            for way in WAYS:
+                times[way] += [found[way]] * (number >= WARMUP)
+    crossing = {"by_rank": by_rank, "by_expert": by_expert}
+    return {"times": times} | {f"rows_{name}": len(gloo.token) for name, gloo in crossing.items()}
+
+
+def check(rows: dict[str, Any], sums: dict[str, torch.Tensor]) -> None:
+    """That both sides did the same work."""
+    assert torch.equal(rows["flat"].x, rows["gloo_by_rank"]), "the two did not deliver the same rows"
+    assert torch.equal(sums["flat"], sums["gloo_by_rank"]), "the two did not compute the same sums"
+    assert torch.equal(sums["batched"], sums["expert"])
+    # Another order of float32 sums, then a rounding to bfloat16.
+    apart = (sums["expert"].float() - sums["gloo_by_expert"].float()).abs()
+    assert bool((apart <= 2**-7 * sums["expert"].float().abs() + 1e-5).all()), "the two did not compute the same sums"
 
 
 def median_ms(by_rank: list[dict[str, Any]], name: str) -> dict[str, float]:
     """Of the slowest rank in each round: dispatch, combine, and the two together."""
-    slowest = [[max(parts) for parts in zip(*ranks, strict=True)] for ranks in zip(*(r["times"][name] for r in by_rank), strict=True)]
+    rounds = zip(*(result["times"][name] for result in by_rank), strict=True)
+    slowest = [[max(parts) for parts in zip(*ranks, strict=True)] for ranks in rounds]
     dispatch, combine = (statistics.median(part) * 1e3 for part in zip(*slowest, strict=True))
-    return {"dispatch_ms": dispatch, "combine_ms": combine, "both_ms": statistics.median(sum(parts) * 1e3 for parts in slowest)}
+    return {
+        "dispatch_ms": dispatch,
+        "combine_ms": combine,
+        "both_ms": statistics.median(sum(parts) * 1e3 for parts in slowest),
+    }
 
 
 def main() -> None:
@@ -118,15 +156,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     given = parser.parse_args()
     model = MODELS["deepseek-v3"]
-    job = {"tokens": given.tokens, "hidden": model.hidden, "experts": model.num_experts, "topk": model.topk, "rounds": given.rounds}
+    job = {
+        "tokens": given.tokens,
+        "hidden": model.hidden,
+        "experts": model.num_experts,
+        "topk": model.topk,
+        "rounds": given.rounds,
+    }
     by_rank = launch("host_vs_gloo:run_rank", job, given.ranks)
-    found = {name: median_ms(by_rank, name) for name in ("gloo", "flat", "expert", "batched")}
-    for name, medians in found.items():
-        medians["gloo_ratio"] = found["gloo"]["both_ms"] / medians["both_ms"]
-        print(f"{name:<8}" + "  ".join(f"{key} {value:8.2f}" for key, value in medians.items()))
-    case = {"ranks": given.ranks, "cores": len(os.sched_getaffinity(0)), "dtype": "bfloat16", **job}
-    rows = {key: sum(r[key] for r in by_rank) for key in ("rows", "remote_rows")}
-    print(write("host_vs_gloo", {"case": case, **rows, "medians": found}))
+    found = {way: median_ms(by_rank, way) for way in WAYS}
+    ratios = {way: found[gloo]["both_ms"] / found[way]["both_ms"] for way, gloo in AGAINST.items()}
+    for way, medians in found.items():
+        print(f"{way:<15}" + "  ".join(f"{key} {value:8.2f}" for key, value in medians.items()), end="  ")
+        print(f"{ratios[way]:.2f} x {AGAINST[way]}" if way in ratios else "")
+    case = {"ranks": given.ranks, "dtype": "bfloat16", **job}
+    rows = {key: sum(r[key] for r in by_rank) for key in ("rows_by_rank", "rows_by_expert")}
+    print(write("host_vs_gloo", {"case": case, **rows, "medians": found, "ratios": ratios}))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Writes the README's figures from bench/results/*.json; every figure there comes from here.
 
-    python bench/readme.py
+python bench/readme.py
 """
 
 from __future__ import annotations
@@ -17,19 +17,26 @@ BEGIN, END = "<!-- figures: written by bench/readme.py -->", "<!-- end of figure
 
 def host_vs_gloo(found: dict[str, Any]) -> str:
     """The section of bench/host_vs_gloo.py."""
-    case, machine, medians = found["case"], found["machine"], found["medians"]
+    case, machine, medians, ratios = found["case"], found["machine"], found["medians"], found["ratios"]
     lines = [
-        f"CPU ranks: {case['ranks']} processes on {machine['cores']} cores ({machine['cpu']}), {case['tokens']} tokens x {case['hidden']} "
-        f"bfloat16 each, top-{case['topk']} of {case['experts']} experts; the same rows through `all_to_all_single` over gloo, plus the sum:",
+        f"CPU ranks: {case['ranks']} processes on {machine['cores']} cores ({machine['cpu']}), "
+        f"{case['tokens']} tokens x {case['hidden']} bfloat16 each, top-{case['topk']} of {case['experts']} experts, "
+        "beside the same rows through `all_to_all_single` over gloo plus the weighted sum:",
         "",
-        "| | dispatch | combine | both | gloo / this |",
-        "| --- | --- | --- | --- | --- |",
+        "| rows | by | dispatch | combine | both | ratio |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
-    for name, label in (("gloo", "gloo"), ("flat", "`flat`"), ("expert", "`expert`"), ("batched", "`batched`")):
-        row = medians[name]
-        ratio = "" if name == "gloo" else f"{row['gloo_ratio']:.1f}"
-        lines.append(f"| {label} | {row['dispatch_ms']:.1f} ms | {row['combine_ms']:.1f} ms | {row['both_ms']:.1f} ms | {ratio} |")
-    lines += ["", "`flat` does exactly what the gloo code does; the other layouts also write a row for each (token, expert)."]
+    for rows, way in (
+        ("one a (token, rank)", "gloo_by_rank"),
+        ("", "flat"),
+        ("one a (token, expert)", "gloo_by_expert"),
+        ("", "expert"),
+        ("", "batched"),
+    ):
+        times = " | ".join(f"{medians[way][key]:.1f} ms" for key in ("dispatch_ms", "combine_ms", "both_ms"))
+        ratio = f"{ratios[way]:.1f}" if way in ratios else ""
+        lines.append(f"| {rows} | {'gloo' if way.startswith('gloo') else f'`{way}`'} | {times} | {ratio} |")
+    lines.append("")
     return "\n".join(lines)
 
 

@@ -120,6 +120,11 @@ std::optional<FailureRecord> record(u64 address) {
     return *left;
 }
 
+void leave(const Context& ctx) {
+    check_context(ctx);
+    host::leave(ctx);
+}
+
 void launch(u64 function, u32 grid, u32 block, u32 shared_bytes, u64 stream, const Round& round) {
     std::visit([&](const auto& args) { cuda_launch({function, grid, block, shared_bytes, stream}, &args); }, round);
 }
@@ -144,13 +149,6 @@ void bind_records(py::module_& m) {
             return compare_exchange(at<u32>(address), 0, abort_word(static_cast<Failure>(cause), culprit)) == 0;
         },
         py::arg("address"), py::arg("cause"), py::arg("culprit"));
-    m.def(
-        "leave",
-        [](const Context& ctx) {
-            check_context(ctx);
-            host::leave(ctx);
-        },
-        py::arg("context"));
     m.def("read_word", [](u64 address) { return load_acquire(at<const u32>(address)); }, py::arg("address"));
 }
 
@@ -161,6 +159,7 @@ void bind_rounds(py::module_& m) {
     m.def("host_dispatch", [](const DispatchArgs& args) { run({args}); }, py::arg("args"));
     m.def("host_combine", [](const CombineArgs& args) { run({args}); }, py::arg("args"));
     m.def("host_run_all", &run, py::arg("rounds"));
+    m.def("leave", &leave, py::arg("context"));
     m.def("cuda_launch", &launch, py::arg("function"), py::arg("grid"), py::arg("block"), py::arg("shared_bytes"), py::arg("stream"),
           py::arg("args"), py::call_guard<py::gil_scoped_release>());
     m.def("cuda_available", &cuda_missing, py::call_guard<py::gil_scoped_release>());

@@ -10,7 +10,7 @@ from moecomm.rendezvous import local_ranks
 from moecomm.routed import Handle, Routed
 
 if TYPE_CHECKING:
-    from moecomm.doctor import Report
+    from moecomm.checkup import Report
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
 
 def doctor() -> Report:
     """What can run here, and what is missing for the rest."""
-    from moecomm.doctor import doctor as examine
+    from moecomm.checkup import doctor as examine
 
     return examine()
 

@@ -290,6 +290,9 @@ def host_combine(args: CombineArgs) -> None:
 def host_run_all(rounds: Sequence[DispatchArgs | CombineArgs]) -> None:
     """Runs the rounds of several ranks of this process at once, each in a thread of its own.  Else as host_dispatch."""
 
+def leave(context: Context) -> None:
+    """Tells the peers that this rank takes part in no further host round.  Never waits."""
+
 @final
 class FailureRecordView:
     """csrc/protocol/record.h, as it was when it was read."""

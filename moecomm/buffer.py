@@ -89,7 +89,7 @@ class Buffer:
         expert, batched = self.settings.round_bytes("expert"), self.settings.round_bytes("batched")
         if backend == "host":
             return 4 * max(expert, batched)
-        return max(2 * expert, batched if batched <= 4 << 30 else 0)
+        return 2 * max(expert, batched if batched <= 2 << 30 else 0)
 
     def dispatch(
         self,

@@ -11,18 +11,27 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from moecomm.checkup import Report
     from moecomm.demo import Result
-    from moecomm.doctor import Report
 
-app = typer.Typer(help="Dispatch and combine for mixture-of-experts layers.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    help="Dispatch and combine for mixture-of-experts layers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
 
 
 @app.command()
 def demo(
     ranks: Annotated[int | None, typer.Option(help="Processes; default: 4 on CPUs, one a GPU.")] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of each rank.")] = 512,
-    model: Annotated[str, typer.Option(help="Whose routing and hidden size: a name of moecomm.router.MODELS.")] = "deepseek-v3",
-    intermediate: Annotated[int, typer.Option(help="Columns of an expert; the model's own would not fit a laptop.")] = 64,
+    model: Annotated[
+        str, typer.Option(help="Whose routing and hidden size: a name of moecomm.router.MODELS.")
+    ] = "deepseek-v3",
+    intermediate: Annotated[
+        int, typer.Option(help="Columns of an expert; the model's own would not fit a laptop.")
+    ] = 64,
     backend: Annotated[str, typer.Option(help="auto, host or lsa.")] = "auto",
 ) -> None:
     """An MoE layer over several ranks, in every layout, checked against a single rank."""
@@ -37,7 +46,7 @@ def demo(
 @app.command()
 def doctor() -> None:
     """What can run here, and the first thing missing for the rest."""
-    from moecomm.doctor import doctor as examine
+    from moecomm.checkup import doctor as examine
 
     show_doctor(examine(), Console())
 
@@ -48,8 +57,9 @@ def show_demo(result: Result, console: Console) -> None:
 
     case, shape = result.case, MODELS[result.case.model]
     console.print(
-        f"[bold]{case.model}[/] routing: hidden {shape.hidden}, top-{shape.topk} of {shape.num_experts} experts, {shape.gate} gate; "
-        f"experts of {case.intermediate} columns\n{case.ranks} ranks x {case.tokens} tokens, bfloat16\n"
+        f"[bold]{case.model}[/] routing: hidden {shape.hidden}, top-{shape.topk} of {shape.num_experts} experts, "
+        f"{shape.gate} gate\n"
+        f"{case.ranks} ranks x {case.tokens} tokens, bfloat16; experts of {case.intermediate} columns\n"
         f"backend [bold]{result.backend}[/]: {result.why}\n",
         highlight=False,
     )
@@ -68,7 +78,9 @@ def show_demo(result: Result, console: Console) -> None:
             f"[{'green' if row.of_bound <= 1 else 'red'}]{row.of_bound:.0%}[/]",
         )
     console.print(table)
-    console.print("MB: rows between ranks, all ranks together.  Times: median, slowest rank.\n", style="dim", highlight=False)
+    console.print(
+        "MB: rows between ranks, all ranks together.  Times: median, slowest rank.\n", style="dim", highlight=False
+    )
     if result.ok:
         console.print("[green]Every output equals the single-rank layer[/] to within the rounding of bfloat16.")
     else:

@@ -1,7 +1,8 @@
-"""The main job: an MoE layer with a real model's routing over several ranks, in every layout, checked against a single rank."""
+"""The main job: an MoE layer with a model's routing over several ranks, in every layout, checked against one rank."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -39,7 +40,7 @@ class Case:
 
 @dataclass(frozen=True)
 class LayoutResult:
-    """One layout.  Bytes are those of rows that cross to another rank, all ranks together; times are those of the slowest rank."""
+    """One layout.  Bytes: of rows that cross to another rank, all ranks together; times: of the slowest rank."""
 
     layout: str
     rows: int
@@ -66,8 +67,18 @@ class Result:
         return all(layout.of_bound <= 1 for layout in self.layouts)
 
 
-def demo(*, model: str = "deepseek-v3", ranks: int | None = None, tokens: int = 512, intermediate: int = 64, backend: str = "auto") -> Result:
-    """Runs the layer on `ranks` processes: 4 on CPUs, one a GPU where a GPU backend can run.  Raises RanksFailed, BadInput, Unsupported."""
+def demo(
+    *,
+    model: str = "deepseek-v3",
+    ranks: int | None = None,
+    tokens: int = 512,
+    intermediate: int = 64,
+    backend: str = "auto",
+) -> Result:
+    """Runs the layer on `ranks` processes: 4 on CPUs, one a GPU where a GPU backend can run.
+
+    Raises RanksFailed, BadInput, Unsupported.
+    """
     if model not in MODELS:
         raise BadInput("model", repr(model), f"one of {', '.join(MODELS)}")
     if tokens < 1 or intermediate < 1:
@@ -100,7 +111,8 @@ def _ranks(wanted: int | None, backend: str, num_experts: int) -> int:
 
 
 def _median_of_slowest(times: list[list[float]]) -> float:
-    return statistics.median(max(round_) for round_ in zip(*times, strict=True))
+    slowest: list[float] = [max(round_) for round_ in zip(*times, strict=True)]
+    return statistics.median(slowest)
 
 
 def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
@@ -132,20 +144,23 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
         for layout in LAYOUTS:
             layer = MoELayer(gate, buffer, w13, w2, layout=layout)
             outputs[layout] = layer(x)
-            layouts[layout] = _time_rounds(layer, x, topk_idx, topk_weights, group) | _traffic(layout, topk_idx, rank, local, model.hidden)
+            layouts[layout] = _time_rounds(layer, x, topk_idx, topk_weights, group)
+            layouts[layout] |= _traffic(case, rank, layout, topk_idx)
         buffer.check()
     del w13, w2
     whole = [_gather(t, group) for t in (x, topk_idx, topk_weights, *outputs.values())]
-    errors = {} if rank else _errors(case, device, *whole[:3], dict(zip(outputs, whole[3:], strict=True)))
+    errors = (
+        {} if rank else _errors(case, device, whole[0], whole[1], whole[2], dict(zip(outputs, whole[3:], strict=True)))
+    )
     return {"backend": backend, "layouts": layouts, "errors": errors}
 
 
 def hidden_states(tokens: int, hidden: int, *, first: int = 0, seed: int = 0) -> torch.Tensor:
-    """bfloat16 [tokens, hidden] made from real text, the source of moecomm: token t stands for its byte `first + t` (cyclic).
+    """bfloat16 [tokens, hidden] of real text, the source of moecomm: token t stands for its byte `first + t` (cyclic).
 
-    A state is the sum of a random vector for each of the last CONTEXT bytes, weighted 0.8^distance, and RMS-normalised: random
-    vectors of thousands of columns are all but orthogonal, so equal contexts have equal states, similar ones similar states, and
-    common bytes come often, as in a model.
+    A state is the sum of a random vector for each of the last CONTEXT bytes, weighted 0.8^distance, and RMS-normalised.
+    Random vectors of thousands of columns are all but orthogonal, so equal contexts have equal states, similar ones
+    similar states, and common bytes come often, as in a model.
     """
     source = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     text = torch.frombuffer(bytearray(source), dtype=torch.uint8).long()
@@ -165,7 +180,7 @@ def _expert(case: Case, expert: int, device: torch.device) -> tuple[torch.Tensor
 def _time_rounds(
     layer: MoELayer, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, group: dist.ProcessGroup
 ) -> dict[str, Any]:
-    """Seconds of each dispatch and combine, as the caller sees them.  Combine brings the rows home as they came: experts cost it nothing."""
+    """Seconds of each dispatch and combine, as the caller sees them; combine brings the rows home as they came."""
 
     def timed(call: Callable[[], Any]) -> tuple[Any, float]:
         dist.barrier(group)
@@ -177,7 +192,9 @@ def _time_rounds(
 
     times: dict[str, Any] = {"dispatch_s": [], "combine_s": []}
     for _ in range(REPEATS):
-        routed, seconds = timed(lambda: layer.buffer.dispatch(x, topk_idx, topk_weights, layout=layer.layout, sync=True))
+        routed, seconds = timed(
+            lambda: layer.buffer.dispatch(x, topk_idx, topk_weights, layout=layer.layout, sync=True)
+        )
         times["dispatch_s"].append(seconds)
         times["combine_s"].append(timed(partial(layer.buffer.combine, routed.x, routed.handle))[1])
         times["rows"] = int(routed.num_rows)
@@ -185,15 +202,16 @@ def _time_rounds(
     return times
 
 
-def _traffic(layout: str, topk_idx: torch.Tensor, rank: int, local: int, hidden: int) -> dict[str, int]:
-    """Bytes of rows from and to this rank's tokens that cross to another rank: a token once for each rank it has an expert on.
+def _traffic(case: Case, rank: int, layout: str, topk_idx: torch.Tensor) -> dict[str, int]:
+    """Bytes of this rank's tokens that cross to another rank and back: a token once for each rank it has an expert on.
 
     Dispatch carries bfloat16; combine carries the rows of `flat` as they are and the sums of the others in float32.
     """
-    token, k = (topk_idx >= 0).nonzero(as_tuple=True)
-    pairs = torch.stack([token, topk_idx[token, k] // local], dim=1).unique(dim=0)
-    remote = int((pairs[:, 1] != rank).sum())
-    return {"dispatched_bytes": remote * hidden * 2, "combined_bytes": remote * hidden * (2 if layout == "flat" else 4)}
+    model = MODELS[case.model]
+    owner = topk_idx // (model.num_experts // case.ranks)
+    tokens = [int((owner == peer).any(dim=1).sum()) for peer in range(case.ranks)]
+    remote = (sum(tokens) - tokens[rank]) * model.hidden
+    return {"dispatched_bytes": remote * 2, "combined_bytes": remote * (2 if layout == "flat" else 4)}
 
 
 def _gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -214,6 +232,7 @@ def _errors(
     outputs: dict[str, torch.Tensor],
 ) -> dict[str, tuple[float, float]]:
     """For each layout the largest error against the single rank, and the largest as a part of its bound."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # the other ranks are done
     experts = (_expert(case, expert, device) for expert in range(MODELS[case.model].num_experts))
     expected = reference(x.to(device), topk_idx.to(device), topk_weights.to(device), experts)
     bound = error_bound(expected, x.dtype)

@@ -1,11 +1,12 @@
 """Runs a function as several processes of this machine, one a rank: what the demo and the benchmarks stand on.
 
-Nothing is left behind: ranks meet over a loopback port of the parent, results come back as JSON over pipes, and a rank whose
-parent is gone, however it went, ends itself.
+Nothing is left behind: ranks meet over a loopback port of the parent, results come back as JSON over pipes, and a
+rank whose parent is gone, however it went, ends itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -21,10 +22,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from moecomm.errors import MoecommError, RoundFailed
 
-_CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from moecomm.launch import run_child; run_child(*sys.argv[2:])"
+_CHILD = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from moecomm.launch import run_child
+run_child(*sys.argv[2:])
+"""
 _GRACE_S = 3.0  # for the other ranks to tell their side after the first failure, and to end when told to
 
 
@@ -61,17 +68,21 @@ class _Child:
         if self.said:
             message = json.loads(self.said)
             return Failure(self.rank, *message["failure"]) if "failure" in message else message["result"]
-        code = self.process.wait(_GRACE_S)
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        try:
+            code = self.process.wait(_GRACE_S)
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        except subprocess.TimeoutExpired:
+            how = "went silent"
         return Failure(self.rank, "ProcessEnded", f"the process {how}", consequence=False)
 
 
 def launch(target: str, job: dict[str, Any], ranks: int) -> list[Any]:
-    """Calls `target` ("module:function") as function(group, **job) in `ranks` processes, `group` being their gloo group.
+    """Calls `target` ("module:function") as function(group, **job) in `ranks` processes, whose gloo group that is.
 
-    Returns what each rank returned (JSON), by rank.  Raises RanksFailed.  Ctrl-C ends every rank, then raises KeyboardInterrupt.
+    Returns what each rank returned (JSON), by rank.  Raises RanksFailed.  Ctrl-C ends every rank, then raises
+    KeyboardInterrupt.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     children: list[_Child] = []
     try:
         for rank in range(ranks):
@@ -89,13 +100,14 @@ def _start(target: str, job: dict[str, Any], rank: int, ranks: int, port: int) -
     results, theirs = os.pipe()
     arguments = [json.dumps(sys.path), target, rank, ranks, port, theirs]
     # A session of their own: Ctrl-C reaches the parent alone, which then ends all of them.
-    process = subprocess.Popen(
-        [sys.executable, "-c", _CHILD, *map(str, arguments)], stdin=subprocess.PIPE, pass_fds=[theirs], start_new_session=True
-    )
+    command = [sys.executable, "-c", _CHILD, *map(str, arguments)]
+    process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, pass_fds=[theirs], start_new_session=True)
     os.close(theirs)
     assert process.stdin is not None
-    process.stdin.write(json.dumps(job).encode() + b"\n")
-    process.stdin.flush()  # and stays open: its end tells the child that we are gone
+    with contextlib.suppress(BrokenPipeError):  # dead already: its outcome will say so
+        process.stdin.write(
+            json.dumps(job).encode() + b"\n"
+        )  # and stays open: its end tells the child that we are gone
     return _Child(rank, process, results)
 
 
@@ -133,17 +145,20 @@ def _end(children: list[_Child]) -> None:
 
 def run_child(target: str, rank: str, ranks: str, port: str, results: str) -> None:
     """What a child process runs: meets the others, calls the function, reports."""
-    job = json.loads(_read_line(0))
+    line = _read_line(0)
+    if not line:
+        os._exit(1)  # the parent is gone already
+    job = json.loads(line)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(ranks)))
     try:
         module, function = target.split(":")
         work = getattr(importlib.import_module(module), function)
-        store = dist.TCPStore("127.0.0.1", int(port), is_master=False)
+        store = TCPStore("127.0.0.1", int(port), is_master=False)
         dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(ranks))
         message = {"result": work(dist.group.WORLD, **job)}
         dist.destroy_process_group()
-    except Exception as error:  # noqa: BLE001: the parent raises it
+    except Exception as error:  # noqa: BLE001 - the parent raises it
         if not isinstance(error, MoecommError):
             traceback.print_exc()
         # A RuntimeError of gloo is a peer that went away.

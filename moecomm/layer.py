@@ -1,4 +1,4 @@
-"""An MoE layer in plain torch over a Buffer: the example to copy, and the same layer on a single rank to compare with."""
+"""An MoE layer in plain torch over a Buffer, the example to copy; and the same layer on a single rank."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ from moecomm.router import Router
 class MoELayer(torch.nn.Module):
     """Router, Buffer and this rank's experts.  Collective: every rank calls forward, with the tokens it has.
 
-    `w13` [E/R, 2 I, H] (gate and up projections) and `w2` [E/R, H, I]; experts compute in their dtype.  For inference: moecomm's
-    rounds have no gradients here.
+    `w13` [E/R, 2 I, H] (gate and up projections) and `w2` [E/R, H, I]; experts compute in their dtype.  For
+    inference: moecomm's rounds have no gradients here.
     """
 
-    def __init__(self, router: Router, buffer: Buffer, w13: torch.Tensor, w2: torch.Tensor, *, layout: str = "expert") -> None:
+    w13: torch.Tensor
+    w2: torch.Tensor
+
+    def __init__(
+        self, router: Router, buffer: Buffer, w13: torch.Tensor, w2: torch.Tensor, *, layout: str = "expert"
+    ) -> None:
         super().__init__()
         self.router, self.buffer, self.layout = router, buffer, layout
         self.register_buffer("w13", w13)
@@ -29,12 +34,15 @@ class MoELayer(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]."""
         topk_idx, topk_weights = self.router(x)
-        routed = self.buffer.dispatch(x, topk_idx, topk_weights, layout=self.layout)
-        return self.buffer.combine(self.experts(routed), routed.handle)
+        # These experts loop on the host: wait for exactly the rows that arrived.
+        routed = self.buffer.dispatch(x, topk_idx, topk_weights, layout=self.layout, sync=True)
+        out: torch.Tensor = self.buffer.combine(self.experts(routed), routed.handle)
+        return out
 
     def experts(self, routed: Routed) -> torch.Tensor:
         """The rows of `routed.x` through their experts, in the same shape and dtype."""
-        return {"flat": flat_experts, "expert": grouped_experts, "batched": batched_experts}[self.layout](routed, self.w13, self.w2)
+        compute = {"flat": flat_experts, "expert": grouped_experts, "batched": batched_experts}[self.layout]
+        return compute(routed, self.w13, self.w2)
 
 
 def swiglu(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
@@ -44,16 +52,17 @@ def swiglu(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor
 
 
 def flat_experts(routed: Routed, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
-    """`flat`: one row a token, which may want several experts here: apply their weights and add them up; combine adds over ranks."""
+    """`flat`: one row a token, whose experts here are weighted and added up; combine adds over ranks."""
+    assert routed.topk_idx is not None and routed.topk_weights is not None
     y = torch.zeros(routed.x.shape, dtype=w2.dtype, device=w2.device)
     for expert in range(len(w13)):
-        row, k = (routed.topk_idx == expert).nonzero(as_tuple=True)
+        row, k = torch.nonzero(routed.topk_idx == expert, as_tuple=True)
         y.index_add_(0, row, swiglu(routed.x[row], w13[expert], w2[expert]) * routed.topk_weights[row, k].unsqueeze(1))
     return y.to(routed.x.dtype)
 
 
 def grouped_experts(routed: Routed, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
-    """`expert`: rows lie in one group an expert; combine applies the weights.  A grouped GEMM needs no host copy of the counts."""
+    """`expert`: one group of rows an expert; combine applies the weights."""
     y = torch.empty_like(routed.x)
     start = 0
     for expert, count in enumerate(routed.tokens_per_expert.tolist()):
@@ -64,7 +73,7 @@ def grouped_experts(routed: Routed, w13: torch.Tensor, w2: torch.Tensor) -> torc
 
 
 def batched_experts(routed: Routed, w13: torch.Tensor, w2: torch.Tensor, at_once: int = 8) -> torch.Tensor:
-    """`batched`: [E/R, rows, H], valid rows first: one batched product for `at_once` experts, as long as the fullest of them."""
+    """`batched`: [E/R, rows, H], valid rows first: a product for `at_once` experts, as long as the fullest of them."""
     y = torch.empty_like(routed.x)
     parts = zip(*(t.split(at_once) for t in (routed.x, y, w13, w2, routed.tokens_per_expert)), strict=True)
     for x, out, some_w13, some_w2, counts in parts:
@@ -75,16 +84,19 @@ def batched_experts(routed: Routed, w13: torch.Tensor, w2: torch.Tensor, at_once
 
 
 class Reference(NamedTuple):
-    """float32 [T, H]: the layer's output without any rounding to a payload's dtype, and the sum of what was added, in absolute values."""
+    """float32 [T, H]: the layer's output, never rounded to a payload's dtype, and the sum of absolute values in it."""
 
     out: torch.Tensor
     magnitude: torch.Tensor
 
 
 def reference(
-    x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, experts: Iterable[tuple[torch.Tensor, torch.Tensor]]
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    experts: Iterable[tuple[torch.Tensor, torch.Tensor]],
 ) -> Reference:
-    """The whole layer on one rank: sum over k of w_k * expert_k(x).  `experts` gives (w13, w2) of all experts, one at a time."""
+    """The layer on one rank: sum over k of w_k * expert_k(x).  `experts`: (w13, w2) of each expert, one at a time."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     magnitude = torch.zeros_like(out)
     for expert, (w13, w2) in enumerate(experts):
@@ -98,19 +110,27 @@ def reference(
 def error_bound(expected: Reference, dtype: torch.dtype) -> torch.Tensor:
     """How far from `expected` the layer may be, element by element, with experts in float32 and rows in `dtype`.
 
-    Two roundings to `dtype`, each of at most half its epsilon: every expert's (or rank's) row before it travels home, together
-    within `magnitude`, and the result.  Besides, float32 sums of H terms in another order: they differ by some roundings of
-    2^-24 of terms sqrt(H) times as large as their sum, so 16 * 2^-24 * sqrt(H) of a row's largest value.
+    Two roundings to `dtype`, each of at most half its epsilon: every expert's (or rank's) row before it travels home,
+    together within `magnitude`, and the result.  Besides, float32 sums of H terms in another order: they differ by
+    some roundings of 2^-24 of terms sqrt(H) times as large as their sum, so 16 * 2^-24 * sqrt(H) of a row's largest
+    value.
     """
-    unit = torch.finfo(dtype).eps / 2
-    order = 16 * 2**-24 * expected.out.shape[1] ** 0.5 * expected.magnitude.amax(dim=1, keepdim=True)
+    unit = float(torch.finfo(dtype).eps) / 2
+    reordering = float(16 * 2**-24 * expected.out.shape[1] ** 0.5)
+    order = reordering * expected.magnitude.amax(dim=1, keepdim=True)
     return unit * (expected.magnitude * (1 + unit) + expected.out.abs()) + order
 
 
 def expert_weights(
-    expert: int, hidden: int, intermediate: int, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    expert: int,
+    hidden: int,
+    intermediate: int,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(w13 [2 I, H], w2 [H, I]) of one expert, drawn from `seed`: the same whoever asks, so no rank needs the experts of another."""
+    """(w13 [2 I, H], w2 [H, I]) of one expert, drawn from `seed`: the same on whichever rank asks."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + expert)
     w13 = torch.randn(2 * intermediate, hidden, generator=generator) / hidden**0.5
     w2 = torch.randn(hidden, intermediate, generator=generator) / intermediate**0.5

@@ -1,4 +1,4 @@
-"""Routers of the models people run, and random routing: where topk_idx and topk_weights come from in the demo, tests and benchmarks."""
+"""Routers of the models people run, and random routing: topk_idx and topk_weights for demo, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moecomm.errors import BadInput
 
 @dataclass(frozen=True)
 class Model:
-    """The MoE layer of a published model: `hidden` of a token, `intermediate` of one expert, and how its gate chooses."""
+    """The MoE layer of a published model: columns of a token, of an expert inside, and how its gate chooses."""
 
     name: str
     hidden: int
@@ -40,12 +40,13 @@ MODELS = {
 class Router:
     """Hidden states [T, H] -> (topk_idx int64 [T, K], topk_weights float32 [T, K]), highest score first.
 
-    scores = gate(x @ weight.T) in float32.  Experts are chosen by scores + bias: with several groups only inside the `topk_groups`
-    best ones, a group's score being the sum of its two best experts.  Their weights are the scores without the bias, divided by
-    their sum if `normalize`, times `scale`.  Ties go to the lower expert id, on every device.
+    scores = gate(x @ weight.T) in float32.  Experts are chosen by scores + bias: with several groups only inside the
+    `topk_groups` best ones, a group's score being the sum of its two best experts.  Their weights are the scores
+    without the bias, divided by their sum if `normalize`, times `scale`.  Ties go to the lower expert id, on every
+    device.
 
-    `weight` [E, H] is drawn from `seed`, the same on every device; `bias` float32 [E] is DeepSeek-V3's e_score_correction_bias.
-    Both are plain tensors: copy a model's own into them.
+    `weight` [E, H] is drawn from `seed`, the same on every device; `bias` float32 [E] is DeepSeek-V3's
+    e_score_correction_bias. Both are plain tensors: copy a model's own into them.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Router:
 
 
 def best(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Columns of the `count` largest scores of each row, largest first, the lower column first in a tie (torch.topk leaves that open)."""
+    """Columns of the `count` largest scores of a row, largest first, ties by column (torch.topk leaves them open)."""
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
@@ -119,13 +120,17 @@ def router(
 ) -> Router:
     """The router of a published model (a name of MODELS) with weights drawn from `seed`.
 
-    A score-correction bias is drawn too, small beside the scores, as load balancing leaves it.  gpt-oss's gate also has a linear
-    bias, which is left out.
+    A score-correction bias is drawn too, small beside the scores, as load balancing leaves it.  gpt-oss's gate also
+    has a linear bias, which is left out.
     """
     if model not in MODELS:
         raise BadInput("model", repr(model), f"one of {', '.join(MODELS)}")
     shape = MODELS[model]
-    bias = torch.randn(shape.num_experts, generator=torch.Generator().manual_seed(seed + 1)) * 0.02 if shape.corrected else None
+    bias = (
+        torch.randn(shape.num_experts, generator=torch.Generator().manual_seed(seed + 1)) * 0.02
+        if shape.corrected
+        else None
+    )
     return Router(
         shape.hidden,
         shape.num_experts,
@@ -152,11 +157,11 @@ def random_routing(
     duplicates: bool = False,
     generator: torch.Generator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Routing without hidden states: (topk_idx int64 [T, K], topk_weights float32 [T, K] that sum to 1), on the generator's device.
+    """Routing without hidden states: (topk_idx int64 [T, K], topk_weights float32 [T, K] that sum to 1).
 
-    A fraction `skew` of the tokens wants the experts of one rank of `ranks`, the same for all of them (and others only where
-    that rank has too few); a fraction `drop` of the entries is -1, whose weights are left in place and must not matter.
-    `duplicates`: a token may pick an expert more than once.
+    A fraction `skew` of the tokens wants the experts of one rank of `ranks`, the same for all of them (and others only
+    where that rank has too few); a fraction `drop` of the entries is -1, whose weights are left in place and must not
+    matter.  `duplicates`: a token may pick an expert more than once.  On the generator's device.
     """
     if not duplicates and topk > num_experts:
         raise BadInput("topk", topk, f"at most num_experts = {num_experts} without duplicates")

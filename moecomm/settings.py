@@ -76,5 +76,5 @@ class Settings:
 
     def round_bytes(self, layout: str) -> int:
         """Window memory of one round's outputs in the worst case: rows, and what the handle keeps."""
-        row = self.hidden * self.dtype.itemsize + 12
+        row = self.hidden * self.dtype.itemsize + self.hidden // 32 + 64  # with scales, src and weights
         return self.worst_rows(layout, 128) * row + self.ranks * self.max_tokens * (16 * self.topk + 16) + (1 << 16)

@@ -1,4 +1,4 @@
-"""The main job: what it finds, that it sees a wrong output, and how it ends when a rank fails or a person does not want to wait."""
+"""The main job: what it finds, that it sees a wrong output, and how it ends when a rank fails or a person gives up."""
 
 from __future__ import annotations
 
@@ -39,18 +39,40 @@ def test_deepseek_v3_over_four_ranks_equals_the_single_rank() -> None:
 
 
 def test_the_command_prints_the_table(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", "moecomm demo --model mixtral-8x7b --ranks 2 --tokens 8 --intermediate 8 --backend host".split())
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "moecomm",
+            "demo",
+            "--model",
+            "mixtral-8x7b",
+            "--ranks",
+            "2",
+            "--tokens",
+            "8",
+            "--intermediate",
+            "8",
+            "--backend",
+            "host",
+        ],
+    )
     with pytest.raises(SystemExit) as ended:
         cli.main()
     said = capfd.readouterr().out
     assert ended.value.code == 0
     assert "backend host: asked for" in said
     assert "2 ranks x 8 tokens" in said
-    assert [line.split()[:2] for line in said.splitlines() if line.startswith(("expert ", "batched "))] == [["expert", "32"], ["batched", "32"]]
+    assert [line.split()[:2] for line in said.splitlines() if line.startswith(("expert ", "batched "))] == [
+        ["expert", "32"],
+        ["batched", "32"],
+    ]
     assert "equals the single-rank layer" in said
 
 
-def test_an_output_beyond_its_bound_is_exit_code_1(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_beyond_its_bound_is_exit_code_1(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = demo.Case("mixtral-8x7b", 2, 8, 8, "host")
     wrong = demo.Result(case, "host", "asked for", [demo.LayoutResult("flat", 1, 1, 1, 1.0, 1.0, 0.5, 1.01)])
     monkeypatch.setattr(demo, "demo", lambda **_: wrong)
@@ -98,7 +120,12 @@ def test_hidden_states_follow_the_text() -> None:
 
 @pytest.mark.parametrize(
     ("argument", "given"),
-    [("ranks", {"ranks": 3}), ("ranks", {"ranks": 0}), ("model", {"model": "gpt-5"}), ("tokens, intermediate", {"tokens": 0})],
+    [
+        ("ranks", {"ranks": 3}),
+        ("ranks", {"ranks": 0}),
+        ("model", {"model": "gpt-5"}),
+        ("tokens, intermediate", {"tokens": 0}),
+    ],
 )
 def test_bad_input_names_the_argument(argument: str, given: dict) -> None:
     with pytest.raises(moecomm.BadInput) as caught:
@@ -106,7 +133,9 @@ def test_bad_input_names_the_argument(argument: str, given: dict) -> None:
     assert caught.value.argument == argument
 
 
-def test_an_error_is_one_line_and_exit_code_1(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_is_one_line_and_exit_code_1(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["moecomm", "demo", "--backend", "host", "--ranks", "3"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -116,7 +145,9 @@ def test_an_error_is_one_line_and_exit_code_1(capfd: pytest.CaptureFixture[str],
 
 def test_a_table_fits_eighty_columns() -> None:
     case = demo.Case("deepseek-v3", 4, 4096, 64, "host")
-    layouts = [demo.LayoutResult(name, 131072, 5_630_000_000, 11_260_000_000, 0.99, 0.99, 0.096, 0.87) for name in demo.LAYOUTS]
+    layouts = [
+        demo.LayoutResult(name, 131072, 5_630_000_000, 11_260_000_000, 0.99, 0.99, 0.096, 0.87) for name in demo.LAYOUTS
+    ]
     console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     cli.show_demo(demo.Result(case, "host", "no GPU backend can run here", layouts), console)
     assert "…" not in console.export_text()
@@ -149,16 +180,26 @@ def wait_until(condition: object, timeout_s: float = 30) -> None:
         time.sleep(0.01)
 
 
+def start_demo(directory: Path) -> tuple[subprocess.Popen[str], set[int]]:
+    """The command, with its temporary files in `directory`; and its ranks, once all have been started."""
+    code = "import sys; sys.argv = ['moecomm', 'demo', '--backend', 'host']; from moecomm.cli import main; main()"
+    command = subprocess.Popen(
+        ["/usr/bin/env", f"TMPDIR={directory}", sys.executable, "-c", code],
+        cwd=directory,  # not the repository, whose moecomm has not been built
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until(lambda: command.poll() is not None or len(children_of(command.pid)) == 4)
+    assert command.poll() is None, command.communicate()[1]
+    return command, children_of(command.pid)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_no_rank_outlives_the_command(number: int, code: int, tmp_path: Path) -> None:
     """Ctrl-C is exit code 130 without a traceback; and even SIGKILL leaves neither a process nor a file."""
-    start = "import sys; sys.argv = ['moecomm', 'demo', '--backend', 'host']; from moecomm.cli import main; main()"
     shared = set(Path("/dev/shm").iterdir())
-    command = subprocess.Popen(
-        ["/usr/bin/env", f"TMPDIR={tmp_path}", sys.executable, "-c", start], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    wait_until(lambda: len(children_of(command.pid)) == 4)
-    ranks = children_of(command.pid)
+    command, ranks = start_demo(tmp_path)
     command.send_signal(number)
     _, said = command.communicate(timeout=30)
     assert command.returncode == code
@@ -168,12 +209,9 @@ def test_no_rank_outlives_the_command(number: int, code: int, tmp_path: Path) ->
     assert set(Path("/dev/shm").iterdir()) <= shared
 
 
-def test_a_killed_rank_surfaces_with_its_name() -> None:
-    start = "import sys; sys.argv = ['moecomm', 'demo', '--backend', 'host']; from moecomm.cli import main; main()"
-    command = subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: len(children_of(command.pid)) == 4)
-    victim = max(children_of(command.pid))  # the last one started
-    os.kill(victim, signal.SIGKILL)
+def test_a_killed_rank_surfaces_with_its_name(tmp_path: Path) -> None:
+    command, ranks = start_demo(tmp_path)
+    os.kill(max(ranks), signal.SIGKILL)
     said, error = command.communicate(timeout=60)
     assert command.returncode == 1 and said == ""
     assert "ProcessEnded: the process was killed by SIGKILL" in error

@@ -21,7 +21,10 @@ def add_up(group: dist.ProcessGroup, base: int) -> list[int]:
 
 
 def open_buffer(group: dist.ProcessGroup, **given: Any) -> moecomm.Buffer:
-    return moecomm.Buffer(group, **{"hidden": 64, "num_experts": 6, "topk": 2, "max_tokens": 8, "backend": "host", "timeout_s": 20.0, **given})
+    return moecomm.Buffer(
+        group,
+        **{"hidden": 64, "num_experts": 6, "topk": 2, "max_tokens": 8, "backend": "host", "timeout_s": 20.0, **given},
+    )
 
 
 def fail_in_a_round(group: dist.ProcessGroup, how: str) -> None:
@@ -40,12 +43,12 @@ def disagree(group: dist.ProcessGroup) -> None:
 
 
 def test_results_come_back_by_rank() -> None:
-    assert launch("test_launch:add_up", {"base": 10}, 3) == [[0, 3, 33], [1, 3, 33], [2, 3, 33]]
+    assert launch(f"{__name__}:add_up", {"base": 10}, 3) == [[0, 3, 33], [1, 3, 33], [2, 3, 33]]
 
 
 def test_a_killed_rank_is_the_cause_and_the_others_say_who_was_lost() -> None:
     with pytest.raises(RanksFailed) as caught:
-        launch("test_launch:fail_in_a_round", {"how": "killed"}, 3)
+        launch(f"{__name__}:fail_in_a_round", {"how": "killed"}, 3)
     first, *others = caught.value.failures
     assert (first.rank, first.error, first.text) == (1, "ProcessEnded", "the process was killed by SIGKILL")
     assert [(f.rank, f.error) for f in others] == [(0, "PeerLost"), (2, "PeerLost")]
@@ -54,7 +57,7 @@ def test_a_killed_rank_is_the_cause_and_the_others_say_who_was_lost() -> None:
 
 def test_an_exception_is_named_and_its_consequences_come_after(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RanksFailed) as caught:
-        launch("test_launch:fail_in_a_round", {"how": "raised"}, 3)
+        launch(f"{__name__}:fail_in_a_round", {"how": "raised"}, 3)
     first, *others = caught.value.failures
     assert str(first) == "rank 1: LookupError: no such expert"
     assert {f.error for f in others} == {"PeerLost"} and {f.rank for f in others} == {0, 2}
@@ -63,11 +66,11 @@ def test_an_exception_is_named_and_its_consequences_come_after(capfd: pytest.Cap
 
 def test_bad_input_of_one_rank_is_told_by_all() -> None:
     with pytest.raises(RanksFailed) as caught:
-        launch("test_launch:fail_in_a_round", {"how": "bad id"}, 3)
+        launch(f"{__name__}:fail_in_a_round", {"how": "bad id"}, 3)
     assert [f.error for f in caught.value.failures] == ["BadInput"] * 3
     assert all("expert 9" in f.text and "rank 1" in f.text for f in caught.value.failures)
 
 
 def test_a_mismatch_at_open_names_the_field() -> None:
     with pytest.raises(RanksFailed, match="topk: this rank has 1, rank 2 has 2"):
-        launch("test_launch:disagree", {}, 3)
+        launch(f"{__name__}:disagree", {}, 3)

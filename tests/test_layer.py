@@ -1,4 +1,4 @@
-"""The layer over several ranks, in every layout, against the layer on one rank and against a product written out in float64."""
+"""The layer over several ranks, in every layout, against the layer on one rank, and that against float64."""
 
 from __future__ import annotations
 
@@ -29,10 +29,13 @@ def run_layers(ranks: int, layout: str) -> list[torch.Tensor]:
 
     def one(group: object) -> torch.Tensor:
         gate = Router(HIDDEN, EXPERTS, TOPK, gate="sigmoid", num_groups=4, topk_groups=2, seed=2)
-        with moecomm.Buffer(group, hidden=HIDDEN, num_experts=EXPERTS, topk=TOPK, max_tokens=32, backend="host") as buffer:
+        with moecomm.Buffer(
+            group, hidden=HIDDEN, num_experts=EXPERTS, topk=TOPK, max_tokens=32, backend="host"
+        ) as buffer:
             local = EXPERTS // ranks
             w13, w2 = (
-                torch.stack(w) for w in zip(*weights_of(range(buffer.rank * local, (buffer.rank + 1) * local)), strict=True)
+                torch.stack(w)
+                for w in zip(*weights_of(range(buffer.rank * local, (buffer.rank + 1) * local)), strict=True)
             )
             return MoELayer(gate, buffer, w13, w2, layout=layout)(tokens_of(buffer.rank, ranks))
 

@@ -22,7 +22,7 @@ def softmax(row: list[float]) -> list[float]:
 
 
 def deepseek_v3(row: list[float], bias: list[float]) -> dict[int, float]:
-    """{expert: weight} of one token: sigmoid scores, 4 of 8 groups by their two best biased scores, top-8, normalised, times 2.5."""
+    """{expert: weight} of one token: sigmoid, 4 of 8 groups by their two best biased scores, top-8, sum 2.5."""
     scores = [1 / (1 + math.exp(-v)) for v in row]
     biased = [s + b for s, b in zip(scores, bias, strict=True)]
     groups = [sum(sorted(biased[g * 32 : (g + 1) * 32])[-2:]) for g in range(8)]

@@ -4,15 +4,15 @@
 #include "../device/cast.cuh"
 #include "../device/copy.cuh"
 #include "../device/grid.cuh"
+#include "../device/turn.cuh"
 
 namespace moecomm {
 
 // A row that a warp makes out of others.
 struct Item {
     i32 sources;  // rows it is made of
-    i32 index;    // reduce: flat row; pull: token
-    i32 rank;     // reduce: whose block of rows ends with it, -1 if none does
-    i32 block;    // that block
+    i32 index;    // reduce: flat row, -1 if this warp has none in the block; pull: token
+    i32 turn;     // reduce: whose block it is
 };
 
 constexpr i32 kItemsOpen = 8;  // whose sources are loading
@@ -31,6 +31,7 @@ template <CombineConfig cfg>
 struct CombineShared {
     RowRing<cfg.reduce_slots, cfg.reduce_bytes> reduce[cfg.reduce_warps];
     RowRing<cfg.pull_slots, cfg.pull_bytes> pull[cfg.pull_warps];
+    Turns<cfg.reduce_warps> staged;  // blocks of rows
     Notice mine;
     u32 is_void;
 };
@@ -53,33 +54,38 @@ struct CombineCall {
     MOECOMM_FN i32 source_base(i32 rank) const { return reinterpret_cast<const i32*>(a.route.source_base)[rank]; }
     MOECOMM_FN i32 blocks_of(i32 rank) const { return ceil_div(source_base(rank + 1) - source_base(rank), kMinChunk); }
 
-    // Staged rows are for all ranks: the blocks of a rank's rows, the first of each before the second of any, as in dispatch.
-    MOECOMM_FN i32 staged_items() const {
+    // Staged rows are for all ranks, in blocks of kMinChunk rows of one rank: the first of each rank before the second of any.
+    MOECOMM_FN i32 staged_blocks() const {
         i32 most = 0;
         for (i32 s = 0; s < cfg.ranks; ++s) most = max(most, blocks_of(s));
         return most * cfg.ranks;
     }
 };
 
-// A block of the rows we stage for one rank.
+// The blocks of rows that a block of the grid stages, one after the other, `turn` counting; their rows are strided over its reduce warps.
 struct StagedBlock {
-    i32 rank, block, first, end;
+    i32 rank, number, first, end;  // whose rows; which of that rank; flat rows, none if there is no such block
 };
 template <class Call>
-MOECOMM_FN StagedBlock staged_block(const Call& c, i32 item) {
+MOECOMM_FN StagedBlock staged_block(const Call& c, i32 turn) {
     constexpr CombineConfig cfg = Call::cfg;
-    const i32 rank = rotated<cfg.ranks>(c.me(), item % cfg.ranks), block = item / cfg.ranks;
-    const i32 first = c.source_base(rank) + block * kMinChunk;
-    return {rank, block, first, min(first + kMinChunk, c.source_base(rank + 1))};
+    const i32 nth = blockIdx.x + gridDim.x * turn, rank = rotated<cfg.ranks>(c.me(), nth % cfg.ranks), number = nth / cfg.ranks;
+    const i32 first = c.source_base(rank) + number * kMinChunk;
+    return {rank, number, first, min(first + kMinChunk, c.source_base(rank + 1))};
+}
+template <class Call>
+MOECOMM_FN i32 staged_turns(const Call& c) {
+    const i32 blocks = c.staged_blocks();
+    return blocks > static_cast<i32>(blockIdx.x) ? ceil_div(blocks - static_cast<i32>(blockIdx.x), static_cast<i32>(gridDim.x)) : 0;
 }
 
-// All rows of a block are staged: by a whole warp, whose lanes have written them.
+// A reduce warp has staged its rows of a block; the last of them tells the rank.
 template <class Call>
-MOECOMM_FN void tell_reduced(const Call& c, i32 rank, i32 block) {
-    fence_async();  // the rank reads them with bulk copies
-    fence_system();
-    __syncwarp();
-    if (lane_id() == 0) c.transport.signal(rank, reduced_at(c.window(), c.me(), block), tag_signal(c.round.tag));
+MOECOMM_FN void tell_staged(const Call& c, i32 turn) {
+    if (!complete_turn(c.shared.staged, c.round, turn)) return;
+    const StagedBlock block = staged_block(c, turn);
+    if (lane_id() == 0 && block.first < block.end)
+        c.transport.signal(block.rank, reduced_at(c.window(), c.me(), block.number), tag_signal(c.round.tag));
 }
 
 }  // namespace moecomm

@@ -26,6 +26,7 @@ MOECOMM_FN void prepare_block(const Call& c) {
         barrier_init(&shared.reduce[i / cfg.reduce_slots].full[i % cfg.reduce_slots], 1);
     for (i32 i = threadIdx.x; i < cfg.pull_warps * cfg.pull_slots; i += cfg.warps() * kWarp)
         barrier_init(&shared.pull[i / cfg.pull_slots].full[i % cfg.pull_slots], 1);
+    for (i32 i = threadIdx.x; i < kTurnsOpen; i += cfg.warps() * kWarp) shared.staged.done[i] = 0;
     if (threadIdx.x == 0) {
         fill_notice(c, shared.mine);
         shared.is_void = 0;

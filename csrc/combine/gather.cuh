@@ -30,7 +30,7 @@ struct Gather {
     bool more = true;
     // The row whose sources are being issued.
     Source source{nullptr, 0.0f};
-    i32 sources = 0, order = 0;       // how many, and ours among them
+    i32 sources = 0, order = 0;         // how many, and ours among them
     i32 piece = kPieces, in_piece = 0;  // next to issue: of the row, and of the sources of that piece
 
     MOECOMM_FN static i32 bytes_of_piece(i32 n) { return min(Ring::kBytes, Role::kRowBytes - n * Ring::kBytes); }
@@ -88,7 +88,8 @@ struct Gather {
             float columns[kColumns];
             widen<kType>(held[v * kWarp + lane_id()], columns);
 #pragma unroll
-            for (i32 i = 0; i < kColumns; ++i) sum[v][i] = __fadd_rn(sum[v][i], Role::kWeighted ? __fmul_rn(weight, columns[i]) : columns[i]);
+            for (i32 i = 0; i < kColumns; ++i)
+                sum[v][i] = __fadd_rn(sum[v][i], Role::kWeighted ? __fmul_rn(weight, columns[i]) : columns[i]);
         }
         __syncwarp();  // the slot is free
         ++used;

@@ -15,7 +15,7 @@ MOECOMM_FN bool await_notices(const Call& c, bool& goes_on) {
         u64 tag;
         missing = !wait_flag(c.round, Phase::notice, p, at, c.round.tag, tag);
         if (missing || first.failure != Failure::none) continue;
-        const Verdict verdict = judge_notice(c.shared.mine, *c.transport.template local<const Notice>(at), p, cfg.experts);
+        const Verdict verdict = judge_notice(c.shared.mine, read_notice(c.a.ctx, at), p, cfg.experts);
         if (verdict.failure != Failure::none) first = verdict;
     }
     if (__any_sync(kAllLanes, missing)) return false;
@@ -76,14 +76,15 @@ struct Pull {
         }
         failed = __any_sync(kAllLanes, missing);
         if (failed) return false;
-        out = {0, token, -1, 0};
+        out = {0, token, 0};
         if (c.a.out_weight_grads != 0) bring_grads();
         token += stride;
         return true;
     }
 
-    // A gradient a lane, from the owner of its expert.  All flags of the token have been acquired before the barrier that preceded.
+    // A gradient a lane, from the owner of its expert, whose flag another lane has acquired.
     MOECOMM_FN void bring_grads() const {
+        __syncwarp();
         if (lane_id() >= cfg.topk) return;
         const i64 entry = static_cast<i64>(token) * cfg.topk + lane_id();
         const i32 owner = reinterpret_cast<const i32*>(c.a.route.token_owner)[entry];
@@ -113,13 +114,13 @@ struct Pull {
 // By each pull warp.  False when something did not come.
 template <class Call>
 MOECOMM_FN bool pull(const Call& c) {
+    const i32 warp = warp_id() - Call::cfg.reduce_warps;
     bool goes_on;
     if (!await_notices(c, goes_on)) return false;
     if (!goes_on) {
-        c.shared.is_void = 1;
+        if (warp == 0 && lane_id() == 0) c.shared.is_void = 1;
         return true;
     }
-    const i32 warp = warp_id() - Call::cfg.reduce_warps;
     Pull<Call> role(c, warp);
     Gather<RowRing<Call::cfg.pull_slots, Call::cfg.pull_bytes>, Pull<Call>>{c.shared.pull[warp], role}.run();
     return !role.failed;

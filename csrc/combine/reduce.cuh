@@ -4,64 +4,61 @@
 
 namespace moecomm {
 
-// The role of a reduce warp.  Rows of a block of kMinChunk flat rows one after the other, then the flag of the block.
+// The role of a reduce warp: one row of each block, or an item without a row, so that every warp comes to every turn in order.
 template <class Call>
 struct Reduce {
     static constexpr CombineConfig cfg = Call::cfg;
+    static_assert(cfg.reduce_warps == kMinChunk || cfg.layout == Layout::flat, "a warp for each row of a block");
     static constexpr Type kType = cfg.type;
     static constexpr i32 kRowBytes = cfg.row_bytes();
     static constexpr bool kWeighted = cfg.weighted;
 
     const Call& c;
-    const i32 items;
-    i32 item;                      // of StagedBlock
-    StagedBlock block{0, 0, 0, 0};  // first: the next row
-    i32 ahead = -1;                // this lane's entry of that row
+    const i32 turns;
+    i32 turn = 0;
+    i32 slot;   // our flat row of the turn, -1: none
+    i32 entry;  // this lane's row of it, -1: none
 
-    MOECOMM_FN Reduce(const Call& call, i32 warp) : c(call), items(call.staged_items()), item(blockIdx.x + gridDim.x * warp) {}
+    MOECOMM_FN explicit Reduce(const Call& call) : c(call), turns(staged_turns(call)) { look_ahead(); }
 
-    MOECOMM_FN i32 entry_of(i32 slot) const {
-        if (lane_id() >= cfg.topk) return -1;
-        return reinterpret_cast<const i32*>(c.a.route.rows)[static_cast<i64>(slot) * cfg.topk + lane_id()];
+    // What the next row is made of, loaded one row early.
+    MOECOMM_FN void look_ahead() {
+        slot = entry = -1;
+        if (turn >= turns) return;
+        const StagedBlock block = staged_block(c, turn);
+        if (block.first + warp_id() >= block.end) return;
+        slot = block.first + warp_id();
+        if (lane_id() < cfg.topk) entry = reinterpret_cast<const i32*>(c.a.route.rows)[static_cast<i64>(slot) * cfg.topk + lane_id()];
     }
 
     MOECOMM_FN bool open(Source& source, Item& out) {
-        while (block.first >= block.end) {
-            if (item >= items) return false;
-            block = staged_block(c, item);
-            item += gridDim.x * cfg.reduce_warps;
-            if (block.first < block.end) ahead = entry_of(block.first);
-        }
-        const i32 row = ahead, slot = block.first++;
-        const bool ends = block.first == block.end;
-        if (!ends) ahead = entry_of(block.first);
-        out = {0, slot, ends ? block.rank : -1, block.block};
-        if (row >= 0) {
-            source.row = reinterpret_cast<const u8*>(c.a.y) + row * c.a.y_stride;
-            if constexpr (kWeighted) source.weight = reinterpret_cast<const float*>(c.a.route.row_weights)[row];
-        }
-        if (c.a.weight_grads != 0 && lane_id() < cfg.topk) {
+        if (turn >= turns) return false;
+        const i32 row = entry;
+        out = {0, slot, turn};
+        if (slot >= 0 && c.a.weight_grads != 0 && lane_id() < cfg.topk) {
             const float grad = row >= 0 ? reinterpret_cast<const float*>(c.a.weight_grads)[row] : 0.0f;
             reinterpret_cast<float*>(c.staged_row(slot) + c.grads_at())[lane_id()] = grad;
         }
+        ++turn;
+        look_ahead();
+        if (row < 0) return true;
+        source.row = reinterpret_cast<const u8*>(c.a.y) + row * c.a.y_stride;
+        if constexpr (kWeighted) source.weight = reinterpret_cast<const float*>(c.a.route.row_weights)[row];
         return true;
     }
 
     template <i32 n>
     MOECOMM_FN void store(const Item& out, i32 column, const float (&sum)[n]) const {
-        store_columns<cfg.wire>(c.staged_row(out.index) + column * bytes_of(cfg.wire), sum);
+        if (out.index >= 0) store_columns<cfg.wire>(c.staged_row(out.index) + column * bytes_of(cfg.wire), sum);
     }
 
-    MOECOMM_FN void close(const Item& out) const {
-        if (out.rank >= 0) tell_reduced(c, out.rank, out.block);
-    }
+    MOECOMM_FN void close(const Item& out) const { tell_staged(c, out.turn); }
 };
 
 template <class Call>
 MOECOMM_FN void reduce(const Call& c) {
-    const i32 warp = warp_id();
-    Reduce<Call> role(c, warp);
-    Gather<RowRing<Call::cfg.reduce_slots, Call::cfg.reduce_bytes>, Reduce<Call>>{c.shared.reduce[warp], role}.run();
+    Reduce<Call> role(c);
+    Gather<RowRing<Call::cfg.reduce_slots, Call::cfg.reduce_bytes>, Reduce<Call>>{c.shared.reduce[warp_id()], role}.run();
 }
 
 }  // namespace moecomm

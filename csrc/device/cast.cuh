@@ -21,7 +21,7 @@ MOECOMM_FN void widen_word(u32 word, float* out) {
     }
 }
 template <Type type>
-MOECOMM_FN void widen(const uint4& words, float (&out)[columns_in_16(type)]) {
+MOECOMM_FN void widen(const uint4& words, float* out) {
     constexpr i32 each = columns_in_16(type) / 4;
     widen_word<type>(words.x, out);
     widen_word<type>(words.y, out + each);
@@ -57,6 +57,7 @@ MOECOMM_FN void store_columns(void* to, const float (&in)[n]) {
         for (i32 i = 0; i < words; i += 4) static_cast<uint4*>(to)[i / 4] = make_uint4(out[i], out[i + 1], out[i + 2], out[i + 3]);
     }
 }
+// n columns at `from`, which is aligned to 4 bytes.
 template <Type type, i32 n>
 MOECOMM_FN void load_columns(const void* from, float (&out)[n]) {
     constexpr i32 words = n * bytes_of(type) / 4, each = n / words;
@@ -78,7 +79,7 @@ struct GroupScale {
 MOECOMM_FN GroupScale group_scale(u32 largest_bits) {
     const float seen = __uint_as_float(largest_bits);
     const float amax = seen < 1e-4f ? 1e-4f : seen;
-    return {__fdiv_rn(448.0f, amax), __fdiv_rn(amax, 448.0f)};
+    return {__fmul_rn(__fdiv_rn(1.0f, amax), 448.0f), __fdiv_rn(amax, 448.0f)};  // `up`: what torch makes of 448.0 / amax
 }
 
 }  // namespace moecomm

@@ -9,9 +9,12 @@ constexpr u32 kAllLanes = 0xffffffffu;
 
 MOECOMM_BOTH constexpr i32 bytes_of(Type type) {
     switch (type) {
-        case Type::fp32: return 4;
-        case Type::e4m3: return 1;
-        default: return 2;
+        case Type::fp32:
+            return 4;
+        case Type::e4m3:
+            return 1;
+        default:
+            return 2;
     }
 }
 
@@ -36,7 +39,7 @@ struct DispatchConfig {
     MOECOMM_BOTH constexpr i32 warps() const { return send_warps + receive_warps; }
     MOECOMM_BOTH constexpr i32 pieces() const { return ceil_div(hidden, piece_columns); }
     MOECOMM_BOTH constexpr i32 piece_bytes() const { return piece_columns * bytes_of(type); }
-    MOECOMM_BOTH constexpr i32 tokens_per_step() const { return kWarp / topk; }      // whole tokens that a warp looks at, an entry a lane
+    MOECOMM_BOTH constexpr i32 tokens_per_step() const { return kWarp / topk; }  // whole tokens that a warp looks at, an entry a lane
     MOECOMM_BOTH constexpr i32 peers_per_lane() const { return ceil_div(ranks, kWarp); }
     MOECOMM_BOTH constexpr i32 scale_groups() const { return ceil_div(hidden, kQuantGroup); }
 };

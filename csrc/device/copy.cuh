@@ -4,14 +4,17 @@
 
 namespace moecomm {
 
-// Rows are read once: they need no place in the first-level cache.
-MOECOMM_FN uint4 load_once(const uint4* from) {
+// What peers or other blocks write during this launch is read past the first-level cache: a line there may have been filled before the
+// flag was seen, on account of a neighbour in the same line.
+MOECOMM_FN uint4 load_fresh(const uint4* from) {
     uint4 v;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(from)
+                 : "memory");
     return v;
 }
-// A word that another block has written in this launch: from the second level, where all blocks meet.
-MOECOMM_FN i32 load_shared_word(const i32* from) {
+MOECOMM_FN i32 load_fresh(const i32* from) {
     i32 v;
     asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
     return v;
@@ -36,7 +39,7 @@ MOECOMM_FN void copy_row(const u8* from, u32 places, Place to) {
         uint4 held[depth];
 #pragma unroll
         for (i32 i = 0; i < depth; ++i)
-            if (first + i * kWarp < vectors) held[i] = load_once(reinterpret_cast<const uint4*>(from) + first + i * kWarp);
+            if (first + i * kWarp < vectors) held[i] = load_fresh(reinterpret_cast<const uint4*>(from) + first + i * kWarp);
 #pragma unroll 1
         for (u32 left = places; left != 0; left &= left - 1) {
             auto* place = reinterpret_cast<uint4*>(to(__ffs(left) - 1));
@@ -47,12 +50,12 @@ MOECOMM_FN void copy_row(const u8* from, u32 places, Place to) {
     }
 }
 
-// A row of scales: any number of bytes, by words where both ends allow it.
+// A row of scales: any number of bytes, by words where both ends allow it.  Volatile: like load_fresh, from any memory.
 template <i32 bytes>
-MOECOMM_FN void copy_small(u8* to, const u8* from) {
+MOECOMM_FN void copy_small(u8* to, const volatile u8* from) {
     const bool words = bytes % 4 == 0 && (reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from)) % 4 == 0;
     if (words) {
-        for (i32 i = lane_id(); i < bytes / 4; i += kWarp) reinterpret_cast<u32*>(to)[i] = reinterpret_cast<const u32*>(from)[i];
+        for (i32 i = lane_id(); i < bytes / 4; i += kWarp) reinterpret_cast<u32*>(to)[i] = reinterpret_cast<const volatile u32*>(from)[i];
     } else {
         for (i32 i = lane_id(); i < bytes; i += kWarp) to[i] = from[i];
     }

@@ -39,7 +39,6 @@ MOECOMM_FN bool last_block(u32* counter) {
         fence_system();  // what we wrote to peers comes before what the last block tells them
         last = arrive(counter) + 1 == gridDim.x;
         if (last) *counter = 0;
-        fence_system();
     }
     return __syncthreads_or(last);
 }

@@ -5,7 +5,8 @@
 //   T*   peer_ptr<T>(rank, offset)                          in the window of `rank`; null where our loads and stores do not reach it
 //   void signal(rank, offset, value)                        by one thread: a u64 flag in a peer's window, after all that this thread has
 //                                                           written, or has seen written, before
-//   void put(rank, to, from, bytes, flag, value)            by a whole warp: `bytes` (a multiple of 8) from our memory into a peer's window,
+//   void put(rank, to, from, bytes, flag, value)            by a whole warp: `bytes` (a multiple of 8) from our memory into a peer's
+//   window,
 //                                                           then the flag, after all that the warp has seen written before
 //   constexpr bool all_reachable                            peer_ptr is never null: code for the others is not compiled
 //

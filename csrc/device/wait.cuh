@@ -89,6 +89,17 @@ MOECOMM_FN bool wait_flag(const Round& r, Phase phase, i32 peer, u64 offset, u32
         [&] { return static_cast<i64>(signal_tag(value)); });
 }
 
+// A notice whose tag this thread has acquired.  Past the first-level cache, where a neighbour may have left an older copy.
+MOECOMM_FN Notice read_notice(const Context& ctx, u64 offset) {
+    constexpr i32 words = sizeof(Notice) / sizeof(u64);
+    u64 held[words];
+#pragma unroll
+    for (i32 i = 0; i < words; ++i) held[i] = own<const volatile u64>(ctx, offset)[i];
+    Notice notice;
+    memcpy(&notice, held, sizeof(notice));
+    return notice;
+}
+
 // False, and reported, when somebody has already called this Buffer off.
 MOECOMM_FN bool not_aborted(const Round& r) {
     const Deadline d = deadline_of(r.ctx);

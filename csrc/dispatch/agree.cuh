@@ -4,7 +4,7 @@
 
 namespace moecomm {
 
-// A notice is 14 words of 8 bytes.  The lane that acquired its tag reads the rest.
+// The lane that has acquired the tag of a notice reads the rest.
 template <class Call>
 MOECOMM_FN bool await_notices(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -14,7 +14,7 @@ MOECOMM_FN bool await_notices(const Call& c) {
             const u64 at = notice_at(c.window(), cfg.ranks, c.round.tag, p);
             u64 tag;
             missing = !wait_flag(c.round, Phase::notice, p, at, c.round.tag, tag);
-            if (!missing) c.shared.notices[p] = *c.transport.template local<const Notice>(at);
+            if (!missing) c.shared.notices[p] = read_notice(c.a.ctx, at);
         }
     }
     return !__syncthreads_or(missing);
@@ -28,7 +28,7 @@ MOECOMM_FN void sum_counts(const Call& c) {
         i32 total = 0, before = 0;
 #pragma unroll 8
         for (i32 source = 0; source < cfg.ranks; ++source) {
-            const i32 count = load_shared_word(c.counts_of(source) + column);
+            const i32 count = load_fresh(c.counts_of(source) + column);
             total += count;
             if (source < c.me()) before += count;
         }

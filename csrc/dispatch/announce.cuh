@@ -11,7 +11,7 @@ MOECOMM_FN void total_column(const Call& c, i32 column, bool bad) {
     i32 total = 0;
     for (i32 first = 0; first < c.chunks(); first += kWarp) {
         const i32 chunk = first + lane_id();
-        const i32 count = chunk < c.chunks() ? load_shared_word(c.chunk_count(column, chunk)) : 0;
+        const i32 count = chunk < c.chunks() ? load_fresh(c.chunk_count(column, chunk)) : 0;
         i32 sum = count;
 #pragma unroll
         for (i32 distance = 1; distance < kWarp; distance *= 2) {

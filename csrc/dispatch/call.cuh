@@ -4,10 +4,9 @@
 #include "../device/cast.cuh"
 #include "../device/copy.cuh"
 #include "../device/grid.cuh"
+#include "../device/turn.cuh"
 
 namespace moecomm {
-
-constexpr i32 kChunksOpen = 16;  // chunks of a block that its send warps may be apart
 
 template <DispatchConfig cfg>
 struct DispatchShared {
@@ -26,7 +25,7 @@ struct DispatchShared {
     i32 flat_total[cfg.ranks];
     i32 flat_base[cfg.ranks];
     i32 filled[cfg.experts_here()];  // end of the rows of each expert here, padding not included
-    u32 chunk_done[kChunksOpen];
+    Turns<cfg.send_warps> sent;      // chunks of this block
     float scales[cfg.quantize ? cfg.send_warps : 1][cfg.quantize ? cfg.scale_groups() : 1];
 };
 

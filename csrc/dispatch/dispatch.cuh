@@ -16,7 +16,7 @@ template <class Call>
 MOECOMM_FN void prepare_block(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     for (i32 i = threadIdx.x; i < cfg.send_warps * cfg.ring_slots; i += cfg.warps() * kWarp) barrier_init(&c.shared.full[0][0] + i, 1);
-    for (i32 i = threadIdx.x; i < kChunksOpen; i += cfg.warps() * kWarp) c.shared.chunk_done[i] = 0;
+    for (i32 i = threadIdx.x; i < kTurnsOpen; i += cfg.warps() * kWarp) c.shared.sent.done[i] = 0;
     barrier_init_done();
     __syncthreads();
 }

@@ -17,7 +17,7 @@ MOECOMM_FN void write_counts(const Call& c) {
     if (threadIdx.x != 0) return;
     auto* source_base = reinterpret_cast<i32*>(c.a.route.source_base);
     source_base[0] = 0;
-    for (i32 s = 0, rows = 0; s < cfg.ranks; ++s) source_base[s + 1] = rows += load_shared_word(c.counts_of(s) + cfg.experts + me);
+    for (i32 s = 0, rows = 0; s < cfg.ranks; ++s) source_base[s + 1] = rows += load_fresh(c.counts_of(s) + cfg.experts + me);
     i64 rows = cfg.layout == Layout::flat ? c.shared.flat_total[me] : c.shared.needed[me];
     if constexpr (cfg.layout == Layout::batched) {
         rows = 0;

@@ -4,7 +4,7 @@
 
 namespace moecomm {
 
-constexpr i32 kLaneColumns = 8;                                  // of one lane at a time; 16 lanes share a scale
+constexpr i32 kLaneColumns = 8;  // of one lane at a time; 16 lanes share a scale
 constexpr i32 kGroupLanes = kQuantGroup / kLaneColumns;
 constexpr i32 kWarpColumns = kWarp * kLaneColumns;
 constexpr i32 kQuantSteps = 4;  // of kWarpColumns, read before the first is written
@@ -15,8 +15,7 @@ MOECOMM_FN u32 largest_in_group(const float (&values)[kLaneColumns]) {
 #pragma unroll
     for (i32 i = 0; i < kLaneColumns; ++i) largest = max(largest, __float_as_uint(values[i]) & 0x7fffffffu);
 #pragma unroll
-    for (i32 distance = kGroupLanes / 2; distance > 0; distance /= 2)
-        largest = max(largest, __shfl_xor_sync(kAllLanes, largest, distance));
+    for (i32 distance = kGroupLanes / 2; distance > 0; distance /= 2) largest = max(largest, __shfl_xor_sync(kAllLanes, largest, distance));
     return largest;
 }
 
@@ -38,7 +37,10 @@ MOECOMM_FN void quantize_piece(u8* piece, i32 columns, float* scales) {
             const i32 column = first + i * kWarpColumns + lane_id() * kLaneColumns;
 #pragma unroll
             for (i32 v = 0; v < kLaneColumns; ++v) values[i][v] = 0.0f;
-            if (column < columns) load_columns<type>(piece + column * bytes_of(type), values[i]);
+            const auto* held = reinterpret_cast<const uint4*>(piece + column * bytes_of(type));
+#pragma unroll
+            for (i32 v = 0; v < kLaneColumns && column < columns; v += columns_in_16(type))
+                widen<type>(held[v / columns_in_16(type)], values[i] + v);
         }
         __syncwarp();
 #pragma unroll

@@ -50,7 +50,7 @@ MOECOMM_FN void rank_chunk(const Call& c, i32 chunk, i32* cursors) {
     for (i32 i = lane_id(); i < (c.chunk_end(chunk) - first) * cfg.ranks; i += kWarp) slots[i] = -1;
     for (i32 i = lane_id(); i < cfg.columns(); i += kWarp) {
         const i32 base = i < cfg.experts ? c.shared.base[i] : c.shared.flat_base[i - cfg.experts];
-        cursors[i] = base + load_shared_word(c.chunk_count(i, chunk));
+        cursors[i] = base + load_fresh(c.chunk_count(i, chunk));
     }
     __syncwarp();  // the cursors stand, and no -1 comes after a slot
     i32 range_first[cfg.peers_per_lane()];

@@ -40,33 +40,31 @@ MOECOMM_FN void spread_row(const Call& c, i32 row, u32 present) {
     }
 }
 
-// Flat rows [first, first + count), as many at once as their entries fit the lanes.
+// Of the flat rows [first, first + count) every receive_warps-th, as many at once as their entries fit the lanes.
 template <class Call>
-MOECOMM_FN void spread_rows(const Call& c, i32 first, i32 count) {
+MOECOMM_FN void spread_rows(const Call& c, i32 warp, i32 first, i32 count) {
     constexpr DispatchConfig cfg = Call::cfg;
-    constexpr i32 step = cfg.tokens_per_step();
+    constexpr i32 step = cfg.tokens_per_step() * cfg.receive_warps;
+    constexpr u32 one_token = kAllLanes >> (kWarp - cfg.topk);
     const auto* rows = reinterpret_cast<const i32*>(c.a.route.rows);
-    const i32 nth = lane_id() / cfg.topk;
-    for (i32 at = 0; at < count; at += step) {
-        const bool inside = nth < step && at + nth < count;
-        const i32 row = inside ? rows[static_cast<i64>(first + at) * cfg.topk + lane_id()] : -1;
+    const i32 nth = lane_id() / cfg.topk, k = lane_id() % cfg.topk;
+    for (i32 at = warp; at < count; at += step) {
+        const i32 mine = at + nth * cfg.receive_warps;
+        const bool inside = nth < cfg.tokens_per_step() && mine < count;
+        const i32 row = inside ? load_fresh(rows + static_cast<i64>(first + mine) * cfg.topk + k) : -1;
         const u32 present = __ballot_sync(kAllLanes, row >= 0);
-        for (i32 i = 0; i < step; ++i) {
-            const u32 lanes = cfg.topk == kWarp ? kAllLanes : ((1u << cfg.topk) - 1) << (i * cfg.topk);
-            spread_row(c, row, present & lanes);
-        }
+        for (i32 i = 0; i < cfg.tokens_per_step(); ++i) spread_row(c, row, present & (one_token << (i * cfg.topk)));
     }
 }
 
-// By each receive warp, while the send warps of the block send.
+// By each receive warp, while the send warps of the block send.  Chunks are strided over the blocks, their rows over the warps.
 template <class Call>
 MOECOMM_FN bool receive(const Call& c) {
-    constexpr DispatchConfig cfg = Call::cfg;
-    const i32 warp = warp_id() - cfg.send_warps, items = incoming_items(c);
-    for (i32 item = blockIdx.x + gridDim.x * warp; item < items; item += gridDim.x * cfg.receive_warps) {
+    const i32 warp = warp_id() - Call::cfg.send_warps, items = incoming_items(c);
+    for (i32 item = blockIdx.x; item < items; item += gridDim.x) {
         u64 range;  // every lane acquires the flag itself, and may read what it covers
         if (__any_sync(kAllLanes, !await_chunk(c, item, range))) return false;
-        spread_rows(c, signal_first(range), signal_count(range));
+        spread_rows(c, warp, signal_first(range), signal_count(range));
     }
     return true;
 }

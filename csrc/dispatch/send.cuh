@@ -11,8 +11,7 @@ struct TokenCursor {
     const Call& c;
     i32 chunk, token;
 
-    MOECOMM_FN explicit TokenCursor(const Call& call)
-        : c(call), chunk(blockIdx.x), token(chunk * call.a.chunk_tokens + warp_id()) {
+    MOECOMM_FN explicit TokenCursor(const Call& call) : c(call), chunk(blockIdx.x), token(chunk * call.a.chunk_tokens + warp_id()) {
         skip_ends();
     }
     MOECOMM_FN bool valid() const { return chunk < c.chunks(); }
@@ -49,10 +48,7 @@ struct Sender {
     i32 open_chunk = -1, open_nth = 0, open_since;  // all stored but not flagged: the chunk, its turn in the block, `stored` then
 
     MOECOMM_FN explicit Sender(const Call& call)
-        : c(call),
-          ring(call.shared.ring + warp_id() * kSlots * cfg.piece_bytes()),
-          full(call.shared.full[warp_id()]),
-          loading(call) {}
+        : c(call), ring(call.shared.ring + warp_id() * kSlots * cfg.piece_bytes()), full(call.shared.full[warp_id()]), loading(call) {}
 
     MOECOMM_FN u8* slot(i32 piece) const { return ring + piece % kSlots * cfg.piece_bytes(); }
 
@@ -87,40 +83,25 @@ struct Sender {
 #pragma unroll
         for (i32 i = 0; i < cfg.peers_per_lane(); ++i)
             if (to[i] != nullptr) bulk_store(to[i] + at, held, min(kSentBytes, cfg.row_bytes - at));
+        __syncwarp();
         bulk_commit();
         ++stored;
         if (open_chunk >= 0 && stored - open_since == kSlots) close_chunk<kSlots>();
     }
 
-    // Our part of the open chunk is all at its place, with the last `later` groups belonging to the next.  The last warp to say so
-    // raises the flags: what the others have released to it goes before them.
+    // Our part of the open chunk is all at its place; the last `later` groups belong to the next.  The last warp to say so raises the
+    // flags.
     template <i32 later>
     MOECOMM_FN void close_chunk() {
         bulk_wait<later>();
-        fence_async();
-        fence_system();
-        __syncwarp();
-        const i32 chunk = open_chunk, nth = open_nth;
+        const i32 chunk = open_chunk;
         open_chunk = -1;
-        bool last = false;
-        if (lane_id() == 0) last = arrive_chunk(nth);
-        if (!__shfl_sync(kAllLanes, last, 0)) return;
+        if (!complete_turn(c.shared.sent, c.round, open_nth)) return;
         for (i32 turn = lane_id(); turn < cfg.ranks; turn += kWarp) {
             const i32 p = rotated<cfg.ranks>(c.me(), turn);
-            const u32 range = static_cast<u32>(*c.chunk_count(cfg.experts + p, chunk));
+            const u32 range = static_cast<u32>(load_fresh(c.chunk_count(cfg.experts + p, chunk)));
             c.transport.signal(p, arrived_at(c.window(), c.me(), chunk), tag_signal(c.round.tag) | range);
         }
-    }
-
-    // Counters are shared by every kChunksOpen-th chunk of the block: a warp far ahead waits until the earlier one is complete.
-    MOECOMM_FN bool arrive_chunk(i32 nth) const {
-        u32* done = &c.shared.chunk_done[nth % kChunksOpen];
-        const u32 earlier = nth / kChunksOpen * cfg.send_warps;
-        const auto complete = [&] { return *static_cast<volatile u32*>(done) >= earlier; };
-        if (!wait_for(c.round, Phase::grid, c.me(), earlier, complete, [&] { return static_cast<i64>(*done); })) return false;
-        u32 before;
-        asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], 1;" : "=r"(before) : "r"(shared_address(done)) : "memory");
-        return before + 1 == earlier + cfg.send_warps;
     }
 
     MOECOMM_FN void open(i32 chunk, i32 nth) {

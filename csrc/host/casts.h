@@ -41,7 +41,8 @@ struct Fp16 {
     static MOECOMM_INLINE u16 round(float f) {
         const u32 bits = bits_of(f);
         const u32 magnitude = bits & 0x7fffffffu;
-        // Normal: move the exponent from bias 127 to 15 and round at bit 13.  Below 2^-14 an fp32 addition rounds: one unit of 0.5 is 2^-24.
+        // Normal: move the exponent from bias 127 to 15 and round at bit 13.  Below 2^-14 an fp32 addition rounds: one unit of 0.5 is
+        // 2^-24.
         const u32 normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
         const u32 subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
         u32 half = magnitude < (113u << 23) ? subnormal : normal;

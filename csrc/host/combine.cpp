@@ -1,6 +1,5 @@
 // Combine on the host: announce, await drained staging, reduce, pull.
 #include <algorithm>
-#include <cstring>
 #include <vector>
 
 #include "executor.h"
@@ -12,7 +11,7 @@ namespace moecomm::host {
 
 namespace {
 
-constexpr i32 kColumns = 1024;  // summed at once: 4 KB of sums stay in the first-level cache over all rows
+constexpr i32 kColumns = 1024;  // summed and rounded at once: 4 KB of sums stay in the first-level cache
 constexpr i32 kGroup = kMinChunk;
 
 // One call of one rank.  Threads of the rank share it and take every `stride`-th block and group.
@@ -25,6 +24,7 @@ struct Combine {
     const bool flat = a.layout == static_cast<i32>(Layout::flat);
     const Type type = static_cast<Type>(a.type);
     const Type staged_type = flat ? type : static_cast<Type>(a.wire);  // of the numbers in a staged row
+    const bool past_cache = a.num_tokens * a.y_stride >= kPastCache;
     const i64 pitch = a.ctx.shape.staged_row_bytes;
     const i64 grads_at = pitch - align_up<i64>(topk * sizeof(float), 16);  // in a staged row
     const i32* const source_base = memory<const i32>(a.route.source_base);
@@ -55,21 +55,15 @@ bool await_drained(Combine& c) {
 void reduce_row(const Combine& c, i32 slot, u8* staged, float* scratch) {
     const i32* rows = memory<const i32>(c.a.route.rows) + static_cast<i64>(slot) * c.topk;
     const float* row_weights = memory<const float>(c.a.route.row_weights);
-    const u8* from[kMaxTopk];
-    float weight[kMaxTopk];
-    i32 count = 0;
-    for (i32 k = 0; k < c.topk; ++k) {
-        if (rows[k] < 0) continue;
-        from[count] = memory<const u8>(c.a.y) + rows[k] * c.a.y_stride;
-        weight[count++] = c.a.weighted != 0 ? row_weights[rows[k]] : 1.0f;
-    }
+    Addends from;
+    from.type = c.type;
+    for (i32 k = 0; k < c.topk; ++k)
+        if (rows[k] >= 0) from.add(memory<const u8>(c.a.y) + rows[k] * c.a.y_stride, c.a.weighted != 0 ? row_weights[rows[k]] : 1.0f);
+    if (c.staged_type == Type::fp32) return sum_rows(reinterpret_cast<float*>(staged), from, 0, c.a.hidden);
     for (i64 column = 0; column < c.a.hidden; column += kColumns) {
         const i64 n = std::min<i64>(kColumns, c.a.hidden - column);
-        u8* out = staged + column * bytes_of(c.staged_type);
-        float* sum = c.staged_type == Type::fp32 ? reinterpret_cast<float*>(out) : scratch;
-        std::fill_n(sum, n, 0.0f);
-        for (i32 i = 0; i < count; ++i) add_scaled(sum, from[i] + column * bytes_of(c.type), c.type, n, weight[i]);
-        if (c.staged_type != Type::fp32) round_row(out, sum, c.staged_type, n);
+        sum_rows(scratch, from, column, n);
+        round_row(staged + column * bytes_of(c.staged_type), scratch, c.staged_type, n);
     }
 }
 
@@ -95,12 +89,13 @@ void reduce_block(const Combine& c, i32 source, i32 block, float* scratch) {
     for (i32 slot = first; slot < end; ++slot) {
         u8* staged = at<u8>(c.a.ctx, c.r.me, c.a.ctx.window.staging) + slot * c.pitch;
         if (c.flat) {
-            std::memcpy(staged, memory<const u8>(c.a.y) + slot * c.a.y_stride, c.a.hidden * bytes_of(c.type));
+            copy_row(staged, memory<const u8>(c.a.y) + slot * c.a.y_stride, c.a.hidden * bytes_of(c.type), c.past_cache);
         } else {
             reduce_row(c, slot, staged, scratch);
         }
         if (c.a.weight_grads != 0) stage_grads(c, slot, staged);
     }
+    order_copied_rows();
     store_release(at<u64>(c.a.ctx, source, reduced_at(c.a.ctx.window, c.r.me, block)), tag_signal(c.r.tag));
 }
 
@@ -164,17 +159,16 @@ bool Home::pull_if_reduced(i32 first) {
 void Home::pull(i32 token) {
     const CombineArgs& a = c_.a;
     const i32* slot = memory<const i32>(a.route.token_slot) + static_cast<i64>(token) * c_.r.ranks;
-    const u8* from[kMaxRanks];
-    i32 count = 0;
+    Addends from;
+    from.type = c_.staged_type;
     for (i32 p = 0; p < c_.r.ranks; ++p)
-        if (slot[p] >= 0) from[count++] = at<const u8>(a.ctx, p, c_.r.notice(p).staging) + slot[p] * c_.pitch;
+        if (slot[p] >= 0) from.add(at<const u8>(a.ctx, p, c_.r.notice(p).staging) + slot[p] * c_.pitch, 1.0f);
     const u8* bias = a.bias != 0 ? memory<const u8>(a.bias) + token * a.bias_stride : nullptr;
     u8* out = memory<u8>(a.out) + token * a.out_stride;
     for (i64 column = 0; column < a.hidden; column += kColumns) {
         const i64 n = std::min<i64>(kColumns, a.hidden - column);
-        std::fill_n(scratch_, n, 0.0f);
-        for (i32 i = 0; i < count; ++i) add_scaled(scratch_, from[i] + column * bytes_of(c_.staged_type), c_.staged_type, n, 1.0f);
-        if (bias != nullptr) add_scaled(scratch_, bias + column * bytes_of(c_.type), c_.type, n, 1.0f);
+        sum_rows(scratch_, from, column, n);
+        if (bias != nullptr) add_row(scratch_, bias + column * bytes_of(c_.type), c_.type, n);
         round_row(out + column * bytes_of(c_.type), scratch_, c_.type, n);
     }
     if (a.out_weight_grads == 0) return;

@@ -1,6 +1,7 @@
 // Dispatch on the host: count, announce, await notices, send, receive.
 #include <algorithm>
 #include <cstring>
+#include <thread>
 #include <vector>
 
 #include "executor.h"
@@ -22,6 +23,7 @@ struct Dispatch {
     const i32 topk = a.ctx.shape.topk;
     const bool flat = a.layout == static_cast<i32>(Layout::flat);
     const bool repeat = a.repeat != 0;
+    const bool past_cache = static_cast<i64>(a.num_tokens) * a.row_bytes >= kPastCache;
     // Where our tokens go: written by place_token, or by an earlier dispatch that we repeat.
     i32* const token_rows = memory<i32>(a.route.token_rows);
     i32* const token_owner = memory<i32>(a.route.token_owner);
@@ -63,7 +65,7 @@ Payload pack(const DispatchArgs& a, i32 token, std::vector<u8>& packed) {
 
 void copy_payload(const Dispatch& d, i32 rank, i64 row, const Payload& from) {
     const Notice& to = d.r.notice(rank);
-    std::memcpy(at<u8>(d.a.ctx, rank, to.x) + row * d.a.row_bytes, from.row, d.a.row_bytes);
+    copy_row(at<u8>(d.a.ctx, rank, to.x) + row * d.a.row_bytes, from.row, d.a.row_bytes, d.past_cache);
     if (d.a.scale_bytes > 0) std::memcpy(at<u8>(d.a.ctx, rank, to.scales) + row * d.a.scale_bytes, from.scales, d.a.scale_bytes);
 }
 
@@ -139,6 +141,7 @@ void send_chunk(const Dispatch& d, Plan& plan, i32 chunk, std::vector<u8>& packe
             if (count[rank]++ == 0) first[rank] = slot;
         }
     }
+    order_copied_rows();
     for (i32 turn = 0; turn < d.r.ranks; ++turn) {
         const i32 rank = d.r.peer(turn);
         store_release(at<u64>(d.a.ctx, rank, arrived_at(d.a.ctx.window, d.r.me, chunk)), chunk_signal(d.r.tag, first[rank], count[rank]));
@@ -154,6 +157,12 @@ class Inbox {
     void take_arrived() {
         for (i32 turn = 0; turn < d_.r.ranks; ++turn)
             for (const i32 source = d_.r.peer(turn); arrived(source); next_[source] += stride_) fan_out(source, next_[source]);
+    }
+    // Is a chunk still missing that comes no later in its source than `chunk` in ours?
+    bool behind(i32 chunk) const {
+        for (i32 source = 0; source < d_.r.ranks; ++source)
+            if (next_[source] <= chunk && open(source)) return true;
+        return false;
     }
     // The rest, in whatever order it comes.
     void take_all() {
@@ -241,13 +250,15 @@ Verdict judge(Dispatch& d) {
     return d.plan.judge_capacity();
 }
 
-// Sends our chunks and takes in what has arrived between them: those rows are still in the cache.
+// Sends our chunks and takes in what has arrived between them: those rows are still in the cache.  Where ranks outnumber cores, one that
+// is ahead lets the others catch up.
 void send_and_receive(Dispatch& d, i32 worker, i32 stride) {
     std::vector<u8> packed;
     Inbox inbox(d, worker, stride);
     for (i32 chunk = worker; chunk < d.plan.own_chunks(); chunk += stride) {
         send_chunk(d, d.plan, chunk, packed);
         inbox.take_arrived();
+        if (inbox.behind(chunk)) std::this_thread::yield();
     }
     inbox.take_all();
 }

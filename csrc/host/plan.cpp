@@ -24,9 +24,7 @@ Plan::Plan(const DispatchArgs& args, const Round& round)
 }
 
 // The scratch of our window, one row of columns a chunk: a sender walks a row, so rows lie together.
-i32* Plan::before_chunk(i32 chunk) const {
-    return at<i32>(r_.ctx, r_.me, r_.ctx.window.chunk_counts) + static_cast<i64>(chunk) * columns_;
-}
+i32* Plan::before_chunk(i32 chunk) const { return at<i32>(r_.ctx, r_.me, r_.ctx.window.chunk_counts) + static_cast<i64>(chunk) * columns_; }
 
 BadEntry Plan::count(i32 chunk) {
     i32* counts = before_chunk(chunk);

@@ -20,9 +20,7 @@ class Plan {
     Plan(const DispatchArgs& args, const Round& round);
 
     // The k-th expert of a token, by entry = token * topk + k; -1 for none.
-    i64 id_at(i64 entry) const {
-        return a_.idx_bytes == 8 ? memory<const i64>(a_.topk_idx)[entry] : memory<const i32>(a_.topk_idx)[entry];
-    }
+    i64 id_at(i64 entry) const { return a_.idx_bytes == 8 ? memory<const i64>(a_.topk_idx)[entry] : memory<const i32>(a_.topk_idx)[entry]; }
     i32 owner(i64 id) const { return static_cast<i32>(id) / experts_here_; }
     i32 local(i64 id) const { return static_cast<i32>(id) % experts_here_; }
 

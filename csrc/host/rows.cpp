@@ -2,6 +2,13 @@
 
 #include "casts.h"
 
+#if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)
+#include <emmintrin.h>
+#define MOECOMM_STREAMS 1
+#else
+#define MOECOMM_STREAMS 0
+#endif
+
 // The same loops for plain, AVX2 and AVX-512 machines, chosen when the library is loaded.  ThreadSanitizer is not up yet at that time.
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__)
 #define MOECOMM_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
@@ -13,9 +20,39 @@ namespace moecomm::host {
 
 namespace {
 
+// Adds N rows in one pass, to 0 if `Fresh`: the sums stay in registers.
+template <class Kind, i32 N, bool Fresh>
+MOECOMM_INLINE void add_n(float* __restrict sum, const u8* const* rows, const float* factors, i64 first, i64 n) {
+    using Row = const typename Kind::Stored* __restrict;
+    constexpr i32 second = N > 1 ? 1 : 0, third = N > 2 ? 2 : 0, fourth = N > 3 ? 3 : 0;
+    Row a = reinterpret_cast<Row>(rows[0]) + first;
+    Row b = reinterpret_cast<Row>(rows[second]) + first;
+    Row c = reinterpret_cast<Row>(rows[third]) + first;
+    Row d = reinterpret_cast<Row>(rows[fourth]) + first;
+    const float fa = factors[0], fb = factors[second], fc = factors[third], fd = factors[fourth];
+    for (i64 i = 0; i < n; ++i) {
+        float s = Fresh ? 0.0f : sum[i];
+        s = s + fa * Kind::load(a[i]);
+        if (N > 1) s = s + fb * Kind::load(b[i]);
+        if (N > 2) s = s + fc * Kind::load(c[i]);
+        if (N > 3) s = s + fd * Kind::load(d[i]);
+        sum[i] = s;
+    }
+}
+template <class Kind, bool Fresh>
+MOECOMM_INLINE void add_few(float* sum, const u8* const* rows, const float* factors, i32 count, i64 first, i64 n) {
+    if (count >= 4) return add_n<Kind, 4, Fresh>(sum, rows, factors, first, n);
+    if (count == 3) return add_n<Kind, 3, Fresh>(sum, rows, factors, first, n);
+    if (count == 2) return add_n<Kind, 2, Fresh>(sum, rows, factors, first, n);
+    if (count == 1) return add_n<Kind, 1, Fresh>(sum, rows, factors, first, n);
+}
 template <class Kind>
-MOECOMM_INLINE void add_scaled_loop(float* __restrict sum, const typename Kind::Stored* __restrict row, i64 n, float factor) {
-    for (i64 i = 0; i < n; ++i) sum[i] = sum[i] + factor * Kind::load(row[i]);
+MOECOMM_INLINE void add_all(float* sum, bool fresh, const u8* const* rows, const float* factors, i32 count, i64 first, i64 n) {
+    if (fresh) {
+        add_few<Kind, true>(sum, rows, factors, count, first, n);
+        rows += 4, factors += 4, count -= 4;
+    }
+    for (; count > 0; rows += 4, factors += 4, count -= 4) add_few<Kind, false>(sum, rows, factors, count, first, n);
 }
 template <class Kind>
 MOECOMM_INLINE void widen_loop(float* __restrict wide, const typename Kind::Stored* __restrict row, i64 n) {
@@ -26,9 +63,15 @@ MOECOMM_INLINE void round_loop(typename Kind::Stored* __restrict row, const floa
     for (i64 i = 0; i < n; ++i) row[i] = Kind::round(sum[i]);
 }
 
-MOECOMM_CLONES void add_bf16(float* sum, const u16* row, i64 n, float factor) { add_scaled_loop<Bf16>(sum, row, n, factor); }
-MOECOMM_CLONES void add_fp16(float* sum, const u16* row, i64 n, float factor) { add_scaled_loop<Fp16>(sum, row, n, factor); }
-MOECOMM_CLONES void add_fp32(float* sum, const float* row, i64 n, float factor) { add_scaled_loop<Fp32>(sum, row, n, factor); }
+MOECOMM_CLONES void add_bf16(float* sum, bool fresh, const u8* const* rows, const float* factors, i32 count, i64 first, i64 n) {
+    add_all<Bf16>(sum, fresh, rows, factors, count, first, n);
+}
+MOECOMM_CLONES void add_fp16(float* sum, bool fresh, const u8* const* rows, const float* factors, i32 count, i64 first, i64 n) {
+    add_all<Fp16>(sum, fresh, rows, factors, count, first, n);
+}
+MOECOMM_CLONES void add_fp32(float* sum, bool fresh, const u8* const* rows, const float* factors, i32 count, i64 first, i64 n) {
+    add_all<Fp32>(sum, fresh, rows, factors, count, first, n);
+}
 MOECOMM_CLONES void widen_bf16(float* wide, const u16* row, i64 n) { widen_loop<Bf16>(wide, row, n); }
 MOECOMM_CLONES void widen_fp16(float* wide, const u16* row, i64 n) { widen_loop<Fp16>(wide, row, n); }
 MOECOMM_CLONES void round_bf16(u16* row, const float* sum, i64 n) { round_loop<Bf16>(row, sum, n); }
@@ -57,10 +100,36 @@ MOECOMM_CLONES void quantize_group(u8* __restrict out, float* __restrict scale, 
 
 }  // namespace
 
-void add_scaled(float* sum, const u8* row, Type type, i64 n, float factor) {
-    if (type == Type::bf16) return add_bf16(sum, reinterpret_cast<const u16*>(row), n, factor);
-    if (type == Type::fp16) return add_fp16(sum, reinterpret_cast<const u16*>(row), n, factor);
-    add_fp32(sum, reinterpret_cast<const float*>(row), n, factor);
+void copy_row(u8* to, const u8* from, i64 bytes, bool past_cache) {
+#if MOECOMM_STREAMS
+    const i64 unit = sizeof(__m128i);
+    if (past_cache && bytes % unit == 0 && reinterpret_cast<u64>(to) % unit == 0) {
+        for (i64 i = 0; i < bytes; i += unit) {
+            _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+        }
+        return;
+    }
+#endif
+    static_cast<void>(past_cache);
+    std::memcpy(to, from, bytes);
+}
+
+void order_copied_rows() {
+#if MOECOMM_STREAMS
+    _mm_sfence();
+#endif
+}
+
+void sum_rows(float* sum, const Addends& rows, i64 first, i64 n) {
+    const auto add = rows.type == Type::bf16 ? add_bf16 : rows.type == Type::fp16 ? add_fp16 : add_fp32;
+    if (rows.count == 0) std::memset(sum, 0, n * sizeof(float));
+    add(sum, true, rows.row, rows.factor, rows.count, first, n);
+}
+
+void add_row(float* sum, const u8* row, Type type, i64 n) {
+    const auto add = type == Type::bf16 ? add_bf16 : type == Type::fp16 ? add_fp16 : add_fp32;
+    const float one = 1.0f;
+    add(sum, false, &row, &one, 1, 0, n);
 }
 
 void round_row(u8* row, const float* sum, Type type, i64 n) {

@@ -13,8 +13,8 @@ struct Shape {
 
 // A rank's own counters.  In device memory, so that a replayed graph counts on.
 struct State {
-    u32 round;         // rounds finished
-    u32 last_combine;  // the round of the last combine that staged rows, 0 if none
+    u32 round;                 // rounds finished
+    u32 last_combine;          // the round of the last combine that staged rows, 0 if none
     u32 arrivals, generation;  // grid barrier
     u32 announced, finished;   // blocks of this launch that have
     u32 bad_entry;             // kernels: the first bad entry of this round's input, 0 if none

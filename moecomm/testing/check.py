@@ -19,9 +19,11 @@ def check_case(ranks: LocalBuffers, case: Case) -> None:
     wanted = Wanted(case, ranks.buffers[0])
     try:
         routed = ranks.dispatch([wanted.dispatch_call(rank, ranks.device) for rank in range(wanted.ranks)])
+        ranks.check()
         for rank, here in enumerate(routed):
             wanted.check_routed(rank, here)
         results = ranks.combine([wanted.combine_call(rank, here) for rank, here in enumerate(routed)])
+        ranks.check()
         for rank, result in enumerate(results):
             wanted.check_combined(rank, result)
     except AssertionError as error:
@@ -33,8 +35,11 @@ def check_case_on_rank(buffer: Buffer, case: Case) -> None:
     wanted = Wanted(case, buffer)
     try:
         routed = buffer.dispatch(**wanted.dispatch_call(buffer.rank, buffer.device))
+        buffer.check()
         wanted.check_routed(buffer.rank, routed)
-        wanted.check_combined(buffer.rank, buffer.combine(**wanted.combine_call(buffer.rank, routed)))
+        result = buffer.combine(**wanted.combine_call(buffer.rank, routed))
+        buffer.check()
+        wanted.check_combined(buffer.rank, result)
     except AssertionError as error:
         raise AssertionError(f"case of seed {case.seed} ({case.layout}): {error}") from error
 

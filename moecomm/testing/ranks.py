@@ -18,7 +18,8 @@ from moecomm.routed import Routed
 class LocalBuffers:
     """One Buffer for each of `ranks` ranks of this process, and rounds over all of them at once.
 
-    On a GPU each rank has a stream of its own, `streams[rank]`: kernels of all ranks must be resident together.
+    On a GPU each rank has a stream of its own, `streams[rank]`: kernels of all ranks must run at the same time.  For more than four
+    ranks set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts, else streams share a queue and wait for each other.
     """
 
     def __init__(self, ranks: int, **settings: Any) -> None:
@@ -83,6 +84,11 @@ class LocalBuffers:
                 results.append(finish(buffer, p))
             current.wait_stream(stream)
         return results
+
+    def check(self) -> None:
+        """Buffer.check() on every rank."""
+        for buffer in self.buffers:
+            buffer.check()
 
     def close(self) -> None:
         """Closes every Buffer."""

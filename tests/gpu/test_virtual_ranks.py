@@ -16,21 +16,26 @@ from moecomm.testing import LocalBuffers, check_case, random_case
 
 pytestmark = pytest.mark.gpu1
 
+# What the kernels see of a model's sizes, and odd ones.  The reference computes on the CPU: large sizes get few cases.
 SIZES: list[dict[str, Any]] = [
-    {"ranks": 4, "hidden": 7168, "num_experts": 256, "topk": 8, "max_tokens": 64, "dtype": torch.bfloat16},
     {"ranks": 1, "hidden": 64, "num_experts": 4, "topk": 2, "max_tokens": 40, "dtype": torch.float16},
     {"ranks": 2, "hidden": 8, "num_experts": 2, "topk": 1, "max_tokens": 17, "dtype": torch.bfloat16},
     {"ranks": 3, "hidden": 20, "num_experts": 12, "topk": 3, "max_tokens": 9, "dtype": torch.float32},
+    {"ranks": 4, "hidden": 144, "num_experts": 16, "topk": 6, "max_tokens": 50, "dtype": torch.bfloat16},
     {"ranks": 8, "hidden": 272, "num_experts": 64, "topk": 32, "max_tokens": 40, "dtype": torch.bfloat16},
-    {"ranks": 4, "hidden": 1040, "num_experts": 1024, "topk": 13, "max_tokens": 300, "dtype": torch.float16},
+    {"ranks": 4, "hidden": 1040, "num_experts": 1024, "topk": 13, "max_tokens": 100, "dtype": torch.float16},
     {"ranks": 2, "hidden": 16384, "num_experts": 8, "topk": 2, "max_tokens": 33, "dtype": torch.float32},
+    {"ranks": 4, "hidden": 7168, "num_experts": 256, "topk": 8, "max_tokens": 64, "dtype": torch.bfloat16},
 ]
+SMALL = 4  # the first of them take most of the cases
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"R{s['ranks']}-H{s['hidden']}-E{s['num_experts']}-K{s['topk']}")
 def test_random_cases_match_the_reference(sizes: dict[str, Any], request: pytest.FixtureRequest) -> None:
-    cases, seed = request.config.getoption("--gpu-cases") // len(SIZES), request.config.getoption("--seed")
+    cases, seed = request.config.getoption("--gpu-cases") // SMALL, request.config.getoption("--seed")
+    if sizes in SIZES[SMALL:]:
+        cases = 1 + cases // 50
     with LocalBuffers(**sizes, backend="lsa", device=0, timeout_s=20) as ranks:
         for number in range(cases):
             check_case(ranks, random_case(seed * 1_000_000 + number, **sizes, few_kernels=True))
@@ -160,7 +165,7 @@ def test_two_rounds_in_flight_and_other_streams(pair: LocalBuffers) -> None:
         b = pair.dispatch([call(seed + 2, 7), call(seed + 3, 0)])
         out_a = pair.combine([{"y": r.x, "handle": r.handle} for r in a])
         out_b = pair.combine([{"y": r.x, "handle": r.handle} for r in b])
-        pair.streams.reverse()  # the same Buffer on another stream: rounds stay in order
+        pair.streams = [torch.cuda.Stream() for _ in range(2)]  # on another stream rounds stay in order
         torch.cuda.synchronize()
         for outs, calls in ((out_a, (call(seed), call(seed + 1))), (out_b, (call(seed + 2, 7), call(seed + 3, 0)))):
             for out, mine in zip(outs, calls, strict=True):

@@ -10,7 +10,7 @@ namespace moecomm::test {
 void Cluster::Free::operator()(u8* p) const { std::free(p); }
 
 Cluster::Cluster(const Shape& s, u64 timeout_ns)
-    : shape(s), window(window_layout(s)), timeout_ns_(timeout_ns), records_(s.ranks), used_(s.ranks, 0) {
+    : shape(s), window(window_layout(s)), timeout_ns_(timeout_ns), records_(s.ranks), host_words_(s.ranks, 0), used_(s.ranks, 0) {
     for (i32 rank = 0; rank < s.ranks; ++rank) {
         auto* base = static_cast<u8*>(std::aligned_alloc(256, align_up<u64>(window.bytes, 256)));
         if (base == nullptr) std::abort();
@@ -24,6 +24,7 @@ Context Cluster::context(i32 rank) const {
     Context ctx{};
     for (i32 p = 0; p < shape.ranks; ++p) ctx.peers[p] = reinterpret_cast<u64>(base(p));
     ctx.record = reinterpret_cast<u64>(&records_[rank]);
+    ctx.abort_host = reinterpret_cast<u64>(&host_words_[rank]);
     ctx.timeout_ns = timeout_ns_;
     ctx.shape = shape;
     ctx.window = window;

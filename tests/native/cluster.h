@@ -20,6 +20,7 @@ class Cluster {
     Context context(i32 rank) const;
     u8* base(i32 rank) const { return windows_[rank].get(); }
     u32* abort_word(i32 rank) const { return reinterpret_cast<u32*>(base(rank) + window.abort); }
+    u32& host_word(i32 rank) { return host_words_[rank]; }  // Context::abort_host
     FailureRecord& record(i32 rank) { return records_[rank]; }
     void clear_records();
     // Offset of `bytes` of untouched output in the window of `rank`, with at least `kGuard` untouched bytes behind it.
@@ -36,6 +37,7 @@ class Cluster {
     const u64 timeout_ns_;
     std::vector<std::unique_ptr<u8, Free>> windows_;
     std::vector<FailureRecord> records_;
+    std::vector<u32> host_words_;
     std::vector<u64> used_;
 };
 

@@ -12,7 +12,9 @@ namespace {
 // What differed, or "".
 std::string compare_bytes(const char* name, const u8* got, const std::vector<u8>& want) {
     for (size_t i = 0; i < want.size(); ++i)
-        if (got[i] != want[i]) return std::string(name) + " differs at byte " + std::to_string(i) + ": " + std::to_string(got[i]) + " for " + std::to_string(want[i]);
+        if (got[i] != want[i])
+            return std::string(name) + " differs at byte " + std::to_string(i) + ": " + std::to_string(got[i]) + " for " +
+                   std::to_string(want[i]);
     for (size_t i = want.size(); i < want.size() + Cluster::kGuard; ++i)
         if (got[i] != kUntouched) return std::string(name) + " was written behind its end";
     return "";
@@ -78,8 +80,9 @@ std::string check_combine(const Shape& shape, const Combined& c, const Routed& r
 
 std::string text(const FailureRecord& r) {
     std::string out;
-    const std::pair<const char*, i64> fields[] = {{"code", r.code}, {"op", r.op},       {"phase", r.phase}, {"argument", r.argument}, {"rank", r.rank},
-                                                  {"peer", r.peer}, {"round", r.round}, {"expected", r.expected}, {"seen", r.seen}};
+    const std::pair<const char*, i64> fields[] = {{"code", r.code}, {"op", r.op},     {"phase", r.phase}, {"argument", r.argument},
+                                                  {"rank", r.rank}, {"peer", r.peer}, {"round", r.round}, {"expected", r.expected},
+                                                  {"seen", r.seen}};
     for (const auto& [name, value] : fields) out += std::string(name) + " " + std::to_string(value) + " ";
     return out;
 }

@@ -1,9 +1,10 @@
 // Rounds that fail, and what they must leave behind.
 #pragma once
+#include "protocol/compiler.h"
 
 namespace moecomm::test {
 
-// Runs them all; prints what is wrong and returns how many are.
-int run_failure_cases();
+// Runs them all; prints what is wrong and returns how many are.  Waits that are not meant to expire end after `timeout_ns`.
+int run_failure_cases(u64 timeout_ns);
 
 }  // namespace moecomm::test

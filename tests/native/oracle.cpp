@@ -189,7 +189,9 @@ Home expect_combine(const Shape& s, const Combined& c, const Routed& routed, i32
             const i64 entry = token * s.topk + k;
             const i32 p = routed.owner[rank][entry];
             const bool flat = d.layout == Layout::flat;
-            const i64 at = p < 0 ? 0 : flat ? static_cast<i64>(routed.slot[rank][token * s.ranks + p]) * s.topk + k : routed.row[rank][entry];
+            const i64 at = p < 0  ? 0
+                           : flat ? static_cast<i64>(routed.slot[rank][token * s.ranks + p]) * s.topk + k
+                                  : routed.row[rank][entry];
             home.grads.push_back(p < 0 ? 0.0f : c.parts[p].grads[at]);
         }
     }

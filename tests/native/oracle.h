@@ -14,8 +14,8 @@ struct Arrived {
 };
 
 struct Routed {
-    std::vector<Arrived> arrived;                           // by rank
-    std::vector<std::vector<i32>> row, owner, slot, base;   // by rank: Route::token_rows, token_owner, token_slot, slot_base
+    std::vector<Arrived> arrived;                          // by rank
+    std::vector<std::vector<i32>> row, owner, slot, base;  // by rank: Route::token_rows, token_owner, token_slot, slot_base
 };
 
 Routed expect_dispatch(const Shape& shape, const Dispatched& d);

@@ -1,6 +1,6 @@
 // Runs random rounds on ranks that are threads, and compares every byte with the oracle.  One seed is one case.
 //
-//   round_driver [--cases N] [--seed S] [--ranks R] [--workers W] [--failures]
+//   round_driver [--cases N] [--seed S] [--ranks R] [--workers W] [--timeout-ms T] [--failures]
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -14,8 +14,6 @@ namespace moecomm::test {
 
 namespace {
 
-constexpr u64 kTimeout = 20'000'000'000;
-
 void run_rank(const Cluster& cluster, const Scenario& scenario, u64 seed, i32 rank) {
     Random jitter(seed * 64 + rank);
     for (const Step& step : scenario.steps) {
@@ -25,10 +23,10 @@ void run_rank(const Cluster& cluster, const Scenario& scenario, u64 seed, i32 ra
     }
 }
 
-std::string run_case(u64 seed, const Limits& limits) {
+std::string run_case(u64 seed, const Limits& limits, u64 timeout_ns) {
     Random random(seed);
     const Scenario scenario = random_scenario(random, limits);
-    Cluster cluster(scenario.shape, kTimeout);
+    Cluster cluster(scenario.shape, timeout_ns);
     place_outputs(scenario, cluster);
     cluster.run([&](i32 rank) { run_rank(cluster, scenario, seed, rank); });
     Expected expected;
@@ -46,7 +44,7 @@ std::string run_case(u64 seed, const Limits& limits) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    u64 cases = 100, seed = 1;
+    u64 cases = 100, seed = 1, timeout_ns = 20'000'000'000;
     bool failures = false;
     Limits limits;
     for (int i = 1; i < argc; ++i) {
@@ -59,11 +57,12 @@ int main(int argc, char** argv) {
         if (flag == "--cases") cases = value;
         if (flag == "--seed") seed = value;
         if (flag == "--ranks") limits.fixed_ranks = static_cast<i32>(value);
+        if (flag == "--timeout-ms") timeout_ns = value * 1'000'000;
         if (flag == "--workers") limits.workers = static_cast<i32>(value);
     }
-    if (failures) return run_failure_cases();
+    if (failures) return run_failure_cases(timeout_ns);
     for (u64 last = seed + cases; seed < last; ++seed) {
-        const std::string problem = run_case(seed, limits);
+        const std::string problem = run_case(seed, limits, timeout_ns);
         if (problem.empty()) continue;
         std::printf("seed %llu: %s\n", seed, problem.c_str());
         return 1;

@@ -13,8 +13,8 @@ struct Sent {
     i32 tokens, chunk_tokens, workers;
     i64 x_stride, scales_stride;
     std::vector<u8> x, scales;
-    std::vector<i64> ids;     // [tokens][topk]
-    std::vector<i32> ids32;   // the same, if the call has 32-bit ids
+    std::vector<i64> ids;    // [tokens][topk]
+    std::vector<i32> ids32;  // the same, if the call has 32-bit ids
     std::vector<float> weights;
 };
 

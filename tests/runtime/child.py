@@ -1,4 +1,4 @@
-"""What tests run in processes of their own.  Loads the native module alone: a child is ready in milliseconds, without torch.
+"""What tests run in processes of their own.  A child loads the native module alone: it is ready in milliseconds.
 
     python child.py <path of the native module> <function> <arguments as JSON>
 
@@ -66,9 +66,9 @@ class EmptyRounds:
         return self.native.record(self.args[rank].ctx.record)
 
     def announced(self, rank: int, at: int) -> bool:
-        """Has `rank` sent its notice of the first round to the window of `at`?  The tag is the upper half of 8 bytes."""
+        """Has `rank` told `at` of the first round?  The tag is the upper half of 8 bytes."""
         notice = self.layout.notices + (len(self.windows) + rank) * NOTICE_BYTES
-        return self.native.read_word(self.windows[at].address + notice + 4) == 1
+        return bool(self.native.read_word(self.windows[at].address + notice + 4) == 1)
 
 
 def exchange(native: Any, rank: int, ranks: int, nonce: str) -> None:
@@ -86,9 +86,11 @@ def exchange(native: Any, rank: int, ranks: int, nonce: str) -> None:
 
 def hold(native: Any) -> None:
     """Has one of everything, until it is killed."""
-    kept = [native.HostWindow(1 << 20), native.Exchange(0, 2, bytes(16)), native.Watcher([0, os.getppid()], 0)]
-    say(len(kept))
+    passing = native.Exchange(0, 2, bytes(16))
+    kept = [native.HostWindow(1 << 20), native.Watcher([0, os.getppid()], 0)]
+    say(passing.address.decode())
     hear()
+    del kept
 
 
 def interrupted(native: Any, together: bool) -> None:

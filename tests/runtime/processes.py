@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -18,7 +19,13 @@ class Child:
     """A process that runs one function of child.py."""
 
     def __init__(self, function: str, *arguments: Any) -> None:
-        command = [sys.executable, str(Path(__file__).parent / "child.py"), _native.__file__, function, json.dumps(arguments)]
+        command = [
+            sys.executable,
+            str(Path(__file__).parent / "child.py"),
+            _native.__file__,
+            function,
+            json.dumps(arguments),
+        ]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -50,5 +57,6 @@ def children(function: str, *argument_lists: tuple[Any, ...]) -> Iterator[list[C
 
 
 def open_fds() -> int:
-    """File descriptors of this process."""
+    """File descriptors of this process, without those of garbage."""
+    gc.collect()
     return len(os.listdir("/proc/self/fd"))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 
@@ -23,7 +24,7 @@ class Model:
 
     def gaps(self) -> list[tuple[int, int]]:
         edges = [(self.begin, 0), *sorted(self.taken.items()), (self.end, 0)]
-        gaps = [(a + size, b - a - size) for (a, size), (b, _) in zip(edges, edges[1:], strict=False)]
+        gaps = [(a + size, b - a - size) for (a, size), (b, _) in itertools.pairwise(edges)]
         return [(at, size) for at, size in gaps if size > 0]
 
     def first_fit(self, nbytes: int) -> int | None:

@@ -75,7 +75,9 @@ def test_stub_has_the_same_fields(struct: str) -> None:
     stubbed = {
         node.target.id
         for node in stub.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and ast.unparse(node.annotation) == "int"
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and ast.unparse(node.annotation) == "int"
     }
     assert stubbed == set(declared(struct))
 

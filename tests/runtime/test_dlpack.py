@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from moecomm import _native
 
@@ -45,7 +46,7 @@ def a_block(nbytes: int = 4096) -> tuple[_native.Arena, _native.HostMemory, _nat
 def test_values_of_every_dtype(dtype: torch.dtype) -> None:
     _, memory, block = a_block()
     code, bits = DTYPES[dtype]
-    tensor = torch.from_dlpack(block.tensor(memory.address, (3, 5, 2), code, bits, 1, 0, memory))
+    tensor = from_dlpack(block.tensor(memory.address, (3, 5, 2), code, bits, 1, 0, memory))
     assert (tensor.dtype, tensor.shape, tensor.device) == (dtype, (3, 5, 2), torch.device("cpu"))
     assert tensor.is_contiguous()
     assert tensor.data_ptr() == memory.address
@@ -58,7 +59,7 @@ def test_values_of_every_dtype(dtype: torch.dtype) -> None:
 
 def test_float8_goes_as_bytes() -> None:
     _, memory, block = a_block()
-    tensor = torch.from_dlpack(block.tensor(memory.address, (4, 16), UINT, 8, 1, 0, memory)).view(torch.float8_e4m3fn)
+    tensor = from_dlpack(block.tensor(memory.address, (4, 16), UINT, 8, 1, 0, memory)).view(torch.float8_e4m3fn)
     values = torch.linspace(-448, 448, 64).reshape(4, 16).to(torch.float8_e4m3fn)
     tensor.copy_(values)
     assert ctypes.string_at(memory.address, 64) == bytes(values.view(torch.uint8).flatten().tolist())
@@ -67,7 +68,7 @@ def test_float8_goes_as_bytes() -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (0, 7), (7, 0, 2), (1,), (4, 1, 4)])
 def test_shapes(shape: tuple[int, ...]) -> None:
     _, memory, block = a_block()
-    tensor = torch.from_dlpack(block.tensor(memory.address, shape, FLOAT, 32, 1, 0, memory))
+    tensor = from_dlpack(block.tensor(memory.address, shape, FLOAT, 32, 1, 0, memory))
     assert tensor.shape == shape
     assert tensor.is_contiguous()
     assert tensor.stride() == torch.empty(shape).stride()
@@ -99,8 +100,8 @@ def test_block_lives_as_long_as_the_last_tensor() -> None:
     arena, memory, block = a_block()
     owner = Owner()
     gone = weakref.ref(owner)
-    first = torch.from_dlpack(block.tensor(memory.address, (16,), FLOAT, 32, 1, 0, owner))
-    second = torch.from_dlpack(block.tensor(memory.address + 1024, (16,), FLOAT, 32, 1, 0))
+    first = from_dlpack(block.tensor(memory.address, (16,), FLOAT, 32, 1, 0, owner))
+    second = from_dlpack(block.tensor(memory.address + 1024, (16,), FLOAT, 32, 1, 0))
     del block, owner
     view = first[3:5]
     del first
@@ -138,9 +139,9 @@ def test_a_capsule_dropped_by_an_exception_keeps_it() -> None:
 def test_a_capsule_is_taken_once() -> None:
     arena, memory, block = a_block()
     capsule = block.tensor(memory.address, (16,), FLOAT, 32, 1, 0)
-    tensor = torch.from_dlpack(capsule)
+    tensor = from_dlpack(capsule)
     with pytest.raises(RuntimeError):
-        torch.from_dlpack(capsule)
+        from_dlpack(capsule)
     del block, capsule
     assert arena.used == 4096
     del tensor
@@ -184,11 +185,12 @@ def test_deleter_without_the_gil(in_thread: bool) -> None:
 def test_a_tensor_may_outlive_python() -> None:
     code = """
 import torch
+from torch.utils.dlpack import from_dlpack
 from moecomm import _native
 memory = _native.host_alloc(4096)
 block = _native.Arena(0, 4096).allocate(4096)
 class Owner: pass
-tensors = [torch.from_dlpack(block.tensor(memory.address, (8,), 2, 32, 1, 0, Owner())) for _ in range(3)]
+tensors = [from_dlpack(block.tensor(memory.address, (8,), 2, 32, 1, 0, Owner())) for _ in range(3)]
 torch.kept = tensors[0]
 torch.cycle = [tensors[1]]
 torch.cycle.append(torch.cycle)

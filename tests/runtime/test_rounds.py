@@ -13,7 +13,7 @@ from moecomm import _native
 from .child import EmptyRounds
 from .processes import children
 
-ABORTED, TIMEOUT = 3, 1
+TIMEOUT, PEER_LOST, ABORTED = 1, 2, 3
 
 
 def test_ranks_together() -> None:
@@ -62,6 +62,18 @@ def test_abort_from_another_thread() -> None:
     _native.host_dispatch(rounds.args[0])
     assert time.monotonic() - start < 1
     assert (rounds.failure(0).code, rounds.failure(0).peer) == (ABORTED, 0)
+
+
+def test_who_leaves_is_missed_at_once() -> None:
+    rounds = EmptyRounds(_native, 3)
+    _native.host_run_all(rounds.args)
+    _native.leave(rounds.args[2].ctx)
+    start = time.monotonic()
+    _native.host_run_all(rounds.args[:2])
+    assert time.monotonic() - start < 1
+    assert [(rounds.failure(rank).code, rounds.failure(rank).peer) for rank in (0, 1)] == [(PEER_LOST, 2)] * 2
+    with pytest.raises(ValueError, match="ctx"):
+        _native.leave(_native.Context())
 
 
 def test_contexts_that_are_not_set() -> None:

@@ -61,7 +61,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Cache:
-    """Where compiled kernels are kept.  `private`: only its owner, who is us, can write or read there; true before it exists."""
+    """Where compiled kernels are kept.  `private`: nobody but us can reach into it; true before it exists."""
 
     path: Path
     nbytes: int
@@ -81,7 +81,7 @@ class Report:
         """Versions, topology and kernel cache, for people."""
         versions = [f"{name:<14} {version or 'not installed'}" for name, version in self.versions.items()]
         place, cache = self.topology, self.cache
-        lines = [*versions, "", f"{place.cores} cores, {place.numa_nodes} NUMA node(s), {len(place.gpus)} GPU(s)"]
+        lines = [*versions, "", f"{place.cores} core(s), {place.numa_nodes} NUMA node(s), {len(place.gpus)} GPU(s)"]
         for index, gpu in enumerate(place.gpus):
             lines.append(f"  GPU {index}  {gpu:<24} {' '.join(f'{link:>5}' for link in place.links[index])}")
         private = "private" if cache.private else f"NOT private: others can reach it; run: chmod -R go-rwx {cache.path}"
@@ -94,8 +94,10 @@ class Report:
 
 
 def doctor() -> Report:
-    """Looks, changes nothing: no device memory is taken and no kernel is run."""
-    return Report([BackendReport(name, _missing(name)) for name in BACKENDS], _versions(), _topology(), _cache(config.cache_dir()))
+    """Looks and changes nothing; runs no kernel."""
+    return Report(
+        [BackendReport(name, _missing(name)) for name in BACKENDS], _versions(), _topology(), _cache(config.cache_dir())
+    )
 
 
 def _missing(name: str) -> str:
@@ -119,7 +121,12 @@ def _lacking(name: str) -> list[str]:
 
 def _versions() -> dict[str, str | None]:
     found = {name: next(filter(None, map(_installed, packages)), None) for name, packages in _PACKAGES.items()}
-    return {"Python": platform.python_version(), **found, "torch's CUDA": torch.version.cuda, "NVIDIA driver": _driver()}
+    return {
+        "Python": platform.python_version(),
+        **found,
+        "torch's CUDA": torch.version.cuda,
+        "NVIDIA driver": _driver(),
+    }
 
 
 def _installed(package: str) -> str | None:
@@ -158,7 +165,7 @@ def _links(count: int) -> list[list[str]]:
 
 
 def _nvlinks() -> dict[tuple[int, int], str]:
-    """NVLinks between GPUs as nvidia-smi numbers them; none if it can't be asked.  CUDA_VISIBLE_DEVICES may number them otherwise."""
+    """NVLinks between GPUs, as nvidia-smi numbers them (CUDA_VISIBLE_DEVICES may not); none if it can't be asked."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}

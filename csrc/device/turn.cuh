@@ -1,0 +1,41 @@
+// Warps of a block that do a chunk of work together, each at its own pace, and find out which of them was last.
+#pragma once
+#include "bulk.cuh"
+#include "wait.cuh"
+
+namespace moecomm {
+
+constexpr i32 kTurnsOpen = 16;  // that the warps may be apart
+
+template <i32 warps>
+struct Turns {
+    u32 done[kTurnsOpen];  // 0 at first; every kTurnsOpen-th turn counts on in the same place
+
+    // By one thread of each warp, once for each turn, in the order of the turns: true for the last.  What the others have written
+    // before is then seen by this thread, and by others after a barrier with it.  A warp that is far ahead waits for the earlier turn.
+    MOECOMM_FN bool arrive(const Round& r, i32 turn) {
+        u32* counter = &done[turn % kTurnsOpen];
+        const u32 earlier = turn / kTurnsOpen * warps;
+        const auto count = [&] { return *static_cast<volatile u32*>(counter); };
+        if (!wait_for(r, Phase::grid, r.ctx.rank, earlier, [&] { return count() >= earlier; }, [&] { return static_cast<i64>(count()); }))
+            return false;
+        u32 before;
+        asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], 1;" : "=r"(before) : "r"(shared_address(counter)) : "memory");
+        return before + 1 == earlier + warps;
+    }
+};
+
+// A whole warp has done its part of a turn, with ordinary and with bulk stores that bulk_wait has seen complete.  True in all lanes of
+// the warp that completes the turn: each of them may release what all warps of the turn have written.
+template <i32 warps>
+MOECOMM_FN bool complete_turn(Turns<warps>& turns, const Round& r, i32 turn) {
+    fence_async();  // peers may read with bulk copies
+    __syncwarp();   // what follows is the release of all lanes' stores, and at last, to the system, of all warps'
+    bool last = false;
+    if (threadIdx.x % kWarp == 0) last = turns.arrive(r, turn);
+    last = __shfl_sync(kAllLanes, last, 0);
+    __syncwarp();  // what lane 0 has acquired is acquired by all
+    return last;
+}
+
+}  // namespace moecomm

@@ -1,0 +1,269 @@
+"""Kernels compiled for the shape at hand: NVRTC through cuda.core, once, then from a disk cache of this user.
+
+    kernel = jit.load(jit.KernelSpec(op="dispatch", ranks=4, experts=256, topk=8, hidden=7168, ...), device)
+    launch(kernel.function, blocks, kernel.block, kernel.shared_bytes)
+
+Nothing of the CUDA packages is imported before the first kernel is wanted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.resources
+import io
+import threading
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from moecomm import kernel_cache
+from moecomm.config import cache_dir
+
+_FLAT = 0
+_BYTES = (2, 2, 4, 1)  # of a Type of csrc/protocol/args.h
+_LAYOUTS, _TYPES = ("flat", "expert", "batched"), ("bf16", "fp16", "fp32", "e4m3")
+_SHARED_LIMIT = 227 * 1024  # of a block on sm_90
+_MOST_SLOTS = 8
+_FOLDERS = ("protocol", "device", "dispatch", "combine")
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """What a kernel is compiled for.  Names and codes are those of csrc/protocol/args.h.
+
+    A field that only the other `op` needs keeps its default.
+    """
+
+    op: str  # "dispatch" or "combine"
+    ranks: int
+    experts: int
+    topk: int
+    hidden: int
+    layout: int
+    type: int  # of x, or of y
+    idx_bytes: int = 8
+    row_bytes: int = 0
+    scale_bytes: int = 0
+    quantize: bool = False
+    repeat: bool = False
+    wire: int = 2
+    weighted: bool = True
+
+    def __post_init__(self) -> None:
+        row = self.hidden * _BYTES[self.type]
+        _want(self.op in ("dispatch", "combine"), f"op={self.op!r}: want dispatch or combine")
+        _want(1 <= self.ranks <= 64, f"{self.ranks} ranks: want 1 to 64")
+        _want(1 <= self.topk <= 32, f"topk={self.topk}: want 1 to 32")
+        _want(self.experts % self.ranks == 0, f"{self.experts} experts: want a multiple of {self.ranks} ranks")
+        _want(row > 0 and row % 16 == 0, f"hidden={self.hidden}: rows of {row} bytes; want a multiple of 16 bytes")
+        if self.op == "dispatch":
+            sent = self.hidden if self.quantize else row
+            _want(sent % 16 == 0, f"hidden={self.hidden}: e4m3 rows of {sent} bytes; want a multiple of 16 bytes")
+            _want(self.row_bytes == sent, f"row_bytes={self.row_bytes}: want {sent}")
+            scales = 4 * -(-self.hidden // 128)
+            _want(not self.quantize or self.scale_bytes == scales, f"scale_bytes={self.scale_bytes}: want {scales}")
+            _want(self.idx_bytes in (4, 8), f"idx_bytes={self.idx_bytes}: want 4 or 8")
+        else:
+            staged = self.hidden * _BYTES[self.type if self.layout == _FLAT else self.wire]
+            _want(self.type < 3 and self.wire < 3, "combine of e4m3: want bf16, fp16 or fp32")
+            _want(
+                staged % 16 == 0, f"hidden={self.hidden}: reduced rows of {staged} bytes; want a multiple of 16 bytes"
+            )
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A loaded kernel, `function` a CUfunction, and how it is launched: `block` threads, `shared_bytes` dynamic."""
+
+    function: int
+    block: int
+    shared_bytes: int
+
+
+def _want(holds: bool, why: str) -> None:
+    if not holds:
+        raise ValueError(why)
+
+
+def _align(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def _piece(row_bytes: int, most: int, unit: int) -> int:
+    """Bytes of the pieces that a row is moved in: as even as they can be, multiples of `unit`, at most `most`."""
+    pieces = -(-row_bytes // most)
+    return _align(-(-row_bytes // pieces), unit)
+
+
+def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
+    """How the block of a dispatch kernel is made up; shared_bytes bounds DispatchShared from above."""
+    size = _BYTES[spec.type]
+    piece = _piece(spec.hidden * size, 8192, 128 * size if spec.quantize else 16)
+    columns = spec.experts + spec.ranks
+    tables = 4 * (2 * columns + spec.experts // spec.ranks) + spec.ranks * (8 + 112) + 112 + 512
+    for send_warps in (8, 4, 2, 1):
+        receive_warps = 0 if spec.layout == _FLAT else 8
+        warps = send_warps + receive_warps
+        scales = send_warps * spec.scale_bytes if spec.quantize else 4
+        fixed = tables + scales + 8 * send_warps * _MOST_SLOTS
+        slots = min(_MOST_SLOTS, (_SHARED_LIMIT - fixed) // (send_warps * piece))
+        scratch_warps = min(warps, (_SHARED_LIMIT - fixed) // (4 * columns))
+        if slots >= 2 and scratch_warps >= 1:
+            ring = max(send_warps * slots * piece, scratch_warps * 4 * columns)
+            return {
+                "send_warps": send_warps,
+                "receive_warps": receive_warps,
+                "piece_columns": piece // size,
+                "ring_slots": slots,
+                "scratch_warps": scratch_warps,
+                "shared_bytes": _align(ring + fixed, 128),
+            }
+    raise ValueError(f"{spec.experts} experts: their counters do not fit {_SHARED_LIMIT} bytes of shared memory")
+
+
+def _combine_fields(spec: KernelSpec) -> dict[str, int]:
+    """How the block of a combine kernel is made up; shared_bytes bounds CombineShared from above."""
+    reduce_warps, pull_warps = 8, 8  # a warp for each row of a block of staged rows (kMinChunk)
+    # A piece is summed in registers: 56 fp32 columns a lane at most.
+    summed = {2: 3584, 4: 4096}
+    staged = spec.type if spec.layout == _FLAT else spec.wire
+    reduce_bytes = _piece(spec.hidden * _BYTES[spec.type], summed[_BYTES[spec.type]], 16)
+    pull_bytes = _piece(spec.hidden * _BYTES[staged], summed[_BYTES[staged]], 16)
+    beside = _align(12 * _MOST_SLOTS + 8 * 12, 128) + 128  # barriers, weights and items of a ring, and alignment
+    fixed = (reduce_warps + pull_warps) * beside + 384
+    slots = min(_MOST_SLOTS, (_SHARED_LIMIT - fixed) // (reduce_warps * reduce_bytes + pull_warps * pull_bytes))
+    return {
+        "reduce_warps": reduce_warps,
+        "pull_warps": pull_warps,
+        "reduce_bytes": reduce_bytes,
+        "pull_bytes": pull_bytes,
+        "reduce_slots": slots,
+        "pull_slots": slots,
+        "shared_bytes": _align(slots * (reduce_warps * reduce_bytes + pull_warps * pull_bytes) + fixed, 128),
+    }
+
+
+def block_fields(spec: KernelSpec) -> dict[str, int]:
+    """How the block of a kernel is made up, by the names of config.cuh.  ValueError where it does not fit."""
+    return _dispatch_fields(spec) if spec.op == "dispatch" else _combine_fields(spec)
+
+
+def block_threads(fields: dict[str, int]) -> int:
+    """Threads of a block made up of these fields."""
+    return 32 * sum(
+        n for name, n in fields.items() if name in ("send_warps", "receive_warps", "reduce_warps", "pull_warps")
+    )
+
+
+def source(spec: KernelSpec) -> str:
+    """The translation unit of a kernel: its configuration, by named fields, and an entry without a mangled name."""
+    shape = f".ranks = {spec.ranks}, .experts = {spec.experts}, .topk = {spec.topk}, .hidden = {spec.hidden}"
+    kind = f".layout = Layout::{_LAYOUTS[spec.layout]}, .type = Type::{_TYPES[spec.type]}"
+    if spec.op == "dispatch":
+        kind += f", .idx_bytes = {spec.idx_bytes}, .row_bytes = {spec.row_bytes}, .scale_bytes = {spec.scale_bytes}"
+        kind += f", .quantize = {str(spec.quantize).lower()}, .repeat = {str(spec.repeat).lower()}"
+    else:
+        kind += f", .wire = Type::{_TYPES[spec.wire]}, .weighted = {str(spec.weighted).lower()}"
+    fields = block_fields(spec)
+    block = ", ".join(f".{name} = {value}" for name, value in fields.items())
+    name = spec.op.capitalize()
+    return (
+        f'#include "{spec.op}/{spec.op}.cuh"\n'
+        "using namespace moecomm;\n"
+        f"constexpr {name}Config config{{{shape}, {kind}, {block}}};\n"
+        f'extern "C" __global__ void __launch_bounds__({block_threads(fields)}, 1)\n'
+        f"moecomm_{spec.op}(const __grid_constant__ {name}Args args) {{ {spec.op}<config, Lsa>(args); }}\n"
+    )
+
+
+@lru_cache(maxsize=1)
+def _headers() -> Path:
+    """csrc as it was installed beside this file, else as it lies in the repository."""
+    packaged = Path(str(importlib.resources.files("moecomm"))) / "csrc"
+    return packaged if packaged.is_dir() else Path(__file__).resolve().parent.parent / "csrc"
+
+
+@lru_cache(maxsize=1)
+def _toolchain() -> str:
+    """Everything but the source and the architecture that a cubin depends on: NVRTC and all headers."""
+    _, major, minor = importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
+    digest = hashlib.sha256(f"nvrtc {major}.{minor}\n".encode())
+    for path in sorted(p for folder in _FOLDERS for p in (_headers() / folder).iterdir() if p.suffix in (".h", ".cuh")):
+        digest.update(f"{path.parent.name}/{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _core() -> Any:
+    try:
+        core = importlib.import_module("cuda.core")
+        return core if hasattr(core, "Program") else importlib.import_module("cuda.core.experimental")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"kernels are compiled through the Python package cuda-core, which is not installed ({error})"
+        ) from error
+
+
+def build(spec: KernelSpec, arch: str = "sm_90a") -> tuple[bytes, str]:
+    """Compiles, without the cache: the cubin, and what ptxas says about it."""
+    core, log = _core(), io.StringIO()
+    known = core.ProgramOptions.__dataclass_fields__
+    verbose = {"ptxas_options": ["-v"]} if "ptxas_options" in known else {}
+    options = core.ProgramOptions(std="c++20", arch=arch, include_path=[str(_headers())], **verbose)
+    program = core.Program(source(spec), "c++", options)
+    return bytes(program.compile("cubin", logs=log).code), log.getvalue()
+
+
+def compile(spec: KernelSpec, arch: str = "sm_90a") -> bytes:  # noqa: A001
+    """The cubin of a kernel, from the cache or compiled.  Needs no GPU.  ValueError names a limit it exceeds."""
+    key = hashlib.sha256("\n".join((source(spec), arch, "c++20", _toolchain())).encode()).hexdigest()
+    if (cubin := kernel_cache.read(cache_dir(), key)) is None:
+        cubin, _ = build(spec, arch)
+        kernel_cache.write(cache_dir(), key, cubin)
+    return cubin
+
+
+_loaded: dict[tuple[KernelSpec, int], Kernel] = {}
+_loading = threading.Lock()
+
+
+def load(spec: KernelSpec, device: Any) -> Kernel:
+    """The kernel on a CUDA device (a torch.device with an index, or the index), compiled and loaded if need be."""
+    index = int(getattr(device, "index", device))
+    if (kernel := _loaded.get((spec, index))) is None:
+        with _loading:
+            if (kernel := _loaded.get((spec, index))) is None:
+                kernel = _loaded[spec, index] = _load(spec, index)
+    return kernel
+
+
+def _load(spec: KernelSpec, index: int) -> Kernel:
+    driver = importlib.import_module("cuda.bindings.driver")
+
+    def call(name: str, *arguments: Any) -> Any:
+        status, *values = getattr(driver, name)(*arguments)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{name}: {status.name}")
+        return values[0] if values else None
+
+    call("cuInit", 0)
+    device = call("cuDeviceGet", index)
+    attribute = driver.CUdevice_attribute
+    major = call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
+    minor = call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
+    cubin = compile(spec, "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}")
+    fields = block_fields(spec)
+    # The primary context, which torch uses as well; kept, like the module, until the process ends.
+    call("cuCtxPushCurrent", call("cuDevicePrimaryCtxRetain", device))
+    try:
+        function = call("cuModuleGetFunction", call("cuModuleLoadData", cubin), f"moecomm_{spec.op}".encode())
+        most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        call("cuFuncSetAttribute", function, most, fields["shared_bytes"])
+        if hasattr(
+            driver, "cuFuncLoad"
+        ):  # now, and not at the first launch, when a round of a peer may be waiting for us
+            call("cuFuncLoad", function)
+    finally:
+        call("cuCtxPopCurrent")
+    return Kernel(int(function), block_threads(fields), fields["shared_bytes"])

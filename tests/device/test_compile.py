@@ -1,0 +1,109 @@
+"""Every family of kernels compiles for sm_90a, without a GPU, within its registers and its shared memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+
+from moecomm import jit
+
+pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
+
+FLAT, EXPERT, BATCHED = 0, 1, 2
+BF16, FP16, FP32, E4M3 = 0, 1, 2, 3
+BYTES = (2, 2, 4, 1)
+DEEPSEEK: dict[str, Any] = {"ranks": 4, "experts": 256, "topk": 8, "hidden": 7168, "layout": EXPERT, "type": BF16}
+
+
+def dispatch(**fields: Any) -> jit.KernelSpec:
+    """DeepSeek-V3's shape but for `fields`; the bytes of rows and scales follow from them."""
+    fields = DEEPSEEK | fields
+    quantize, hidden = fields.get("quantize", False), fields["hidden"]
+    fields.setdefault("row_bytes", hidden * (1 if quantize else BYTES[fields["type"]]))
+    fields.setdefault("scale_bytes", 4 * -(-hidden // 128) if quantize else 0)
+    return jit.KernelSpec(op="dispatch", **fields)
+
+
+def combine(**fields: Any) -> jit.KernelSpec:
+    return jit.KernelSpec(op="combine", **DEEPSEEK | fields)
+
+
+SPECS = {
+    "dispatch": dispatch(),
+    "dispatch flat": dispatch(layout=FLAT, idx_bytes=4),
+    "dispatch batched, 8 ranks": dispatch(layout=BATCHED, ranks=8),
+    "dispatch casts to e4m3": dispatch(quantize=True),
+    "dispatch flat casts a last group of 48 columns": dispatch(layout=FLAT, type=FP16, hidden=176, quantize=True),
+    "dispatch casts fp32, 16384 columns": dispatch(layout=BATCHED, type=FP32, hidden=16384, quantize=True),
+    "dispatch e4m3 with scales of 57 bytes": dispatch(type=E4M3, scale_bytes=57),
+    "dispatch repeat": dispatch(repeat=True),
+    "dispatch repeat flat": dispatch(repeat=True, layout=FLAT),
+    "dispatch alone, 8 columns": dispatch(ranks=1, experts=1, topk=1, hidden=8),
+    "dispatch top-32, 24 columns": dispatch(ranks=2, experts=64, topk=32, hidden=24, type=FP16),
+    "dispatch 64 ranks, top-5 of 1024": dispatch(ranks=64, experts=1024, topk=5, hidden=4096),
+    "combine": combine(),
+    "combine flat": combine(layout=FLAT),
+    "combine batched, bf16 on the wire": combine(layout=BATCHED, wire=BF16, weighted=False),
+    "combine fp32, 16384 columns": combine(type=FP32, hidden=16384, ranks=8),
+    "combine alone, 8 columns": combine(ranks=1, experts=1, topk=1, hidden=8),
+    "combine fp16 top-32, 24 columns": combine(ranks=2, experts=64, topk=32, hidden=24, type=FP16, wire=FP16),
+    "combine 64 ranks": combine(ranks=64, experts=128, topk=5, hidden=4096),
+}
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_compiles_within_its_bounds(spec: jit.KernelSpec) -> None:
+    cubin, log = jit.build(spec)
+    assert cubin.startswith(b"\x7fELF")
+    assert f"moecomm_{spec.op}".encode() in cubin
+    fields = jit.block_fields(spec)
+    (registers,) = map(int, re.findall(r"Used (\d+) registers", log))
+    assert registers * jit.block_threads(fields) <= 65536
+    assert {*re.findall(r"(\d+) bytes spill", log)} == {"0"}
+    assert max(map(int, re.findall(r"(\d+) bytes stack frame", log))) <= 128
+    assert fields["shared_bytes"] <= 227 * 1024
+    assert "warning" not in log
+
+
+def test_source_holds_named_numbers_alone() -> None:
+    text = jit.source(dispatch(hidden=4096))
+    config = re.search(r"config\{(.*)\}", text)
+    assert config is not None
+    for field in config.group(1).split(", "):
+        assert re.fullmatch(r"\.[a-z_]+ = (\d+|true|false|(Layout|Type)::[a-z0-9]+)", field)
+    assert ".hidden = 4096" in text and ".row_bytes = 8192" in text
+
+
+@pytest.mark.parametrize(
+    ("spec", "limit"),
+    [
+        (lambda: dispatch(hidden=12), "multiple of 16 bytes"),
+        (lambda: dispatch(hidden=24, quantize=True), "e4m3 rows of 24 bytes"),
+        (lambda: dispatch(topk=33), "topk=33"),
+        (lambda: dispatch(ranks=65, experts=65), "65 ranks"),
+        (lambda: dispatch(experts=255), "255 experts"),
+        (lambda: dispatch(scale_bytes=8, quantize=True), "scale_bytes=8"),
+        (lambda: jit.source(dispatch(experts=1 << 16)), "65536 experts"),
+        (lambda: combine(type=E4M3), "e4m3"),
+        (lambda: combine(type=FP32, wire=BF16, hidden=12), "reduced rows of 24 bytes"),
+        (lambda: dataclasses.replace(dispatch(), op="gather"), "gather"),
+    ],
+)
+def test_a_limit_is_named(spec: Any, limit: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(limit)):
+        spec()
+
+
+def test_every_shape_has_room() -> None:
+    """The block is made up for any shape: at least two pieces in each ring, and no more shared memory than there is."""
+    for hidden in (8, 24, 128, 2048, 2880, 5120, 7168, 16384, 65536):
+        for ranks, experts in ((1, 8), (4, 256), (8, 1024), (64, 4096)):
+            for layout in (FLAT, EXPERT):
+                fields = jit.block_fields(dispatch(hidden=hidden, ranks=ranks, experts=experts, layout=layout))
+                assert fields["ring_slots"] >= 2 and fields["scratch_warps"] >= 1
+                assert fields["shared_bytes"] <= 227 * 1024
+                fields = jit.block_fields(combine(hidden=hidden, ranks=ranks, experts=experts, layout=layout))
+                assert fields["reduce_slots"] >= 2 and fields["shared_bytes"] <= 227 * 1024

@@ -1,0 +1,60 @@
+"""The host executor in C++: random rounds against an oracle, bit for bit, plain and under ThreadSanitizer, and rounds that fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from .build import TSAN, build_driver
+
+PLAIN_CASES = 20_000
+TSAN_CASES = 2_000
+PROCESSES = 2
+
+
+@pytest.fixture(scope="session")
+def plain_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_driver(tmp_path_factory.mktemp("plain"), ("-O2", "-Wall", "-Wextra", "-Werror"))
+
+
+@pytest.fixture(scope="session")
+def tsan_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_driver(tmp_path_factory.mktemp("tsan"), TSAN)
+
+
+def run(driver: Path, *commands: tuple[str, ...]) -> None:
+    """Runs the driver once for each command, all at once; every one must end well."""
+    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
+    started = [
+        subprocess.Popen(
+            [driver, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
+        for command in commands
+    ]
+    for process in started:
+        output, _ = process.communicate(timeout=1800)
+        assert process.returncode == 0, output
+
+
+def random_cases(cases: int) -> list[tuple[str, ...]]:
+    share = cases // PROCESSES
+    return [("--cases", str(share), "--seed", str(1 + i * share)) for i in range(PROCESSES)]
+
+
+def test_random_rounds(plain_driver: Path) -> None:
+    run(plain_driver, *random_cases(PLAIN_CASES))
+
+
+def test_random_rounds_without_races(tsan_driver: Path) -> None:
+    run(tsan_driver, *random_cases(TSAN_CASES))
+
+
+def test_failing_rounds(plain_driver: Path) -> None:
+    run(plain_driver, ("--failures",))
+
+
+def test_failing_rounds_without_races(tsan_driver: Path) -> None:
+    run(tsan_driver, ("--failures",))

@@ -1,0 +1,109 @@
+"""The doctor's findings, each against the thing it speaks of."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import moecomm
+from moecomm import backends, checkup, cli
+
+TOPOLOGY = """
+\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\tPHB\tSYS\t0-15\t0
+GPU1\tNV18\t X \tNV4\tSYS\t0-15\t0
+GPU2\tPHB\tNV4\t X \tSYS\t16-31\t1
+NIC0\tSYS\tSYS\tSYS\t X
+Legend:
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+
+
+def test_every_backend_has_a_verdict_and_a_reason() -> None:
+    found = {b.name: b for b in moecomm.doctor().backends}
+    assert list(found) == ["host", "lsa", "gin", "nvshmem"]
+    assert found["host"].can_run and found["host"].missing == ""
+    for name in ("host", "lsa"):
+        assert found[name].missing == backends.load(name).missing()
+    for name in ("gin", "nvshmem"):
+        assert "this release does not have it yet" in found[name].missing
+    if not torch.cuda.is_available():
+        assert not found["lsa"].can_run and len(found["lsa"].missing) > 10
+
+
+def test_a_backend_that_can_run_is_one_that_a_buffer_opens() -> None:
+    for backend in moecomm.doctor().backends:
+        settings = {"hidden": 64, "num_experts": 2, "topk": 1, "max_tokens": 4, "backend": backend.name}
+        if backend.can_run:
+            moecomm.Buffer(**settings).close()
+        elif backend.name in ("host", "lsa"):
+            with pytest.raises(moecomm.Unsupported) as caught:
+                moecomm.Buffer(**settings)
+            assert backend.missing in str(caught.value)
+
+
+def test_versions_are_those_installed() -> None:
+    versions = checkup.doctor().versions
+    assert versions["Python"] == ".".join(map(str, sys.version_info[:3]))
+    assert versions["torch"] == importlib.metadata.version("torch")
+    assert versions["torch's CUDA"] == torch.version.cuda
+    installed = {d.metadata["Name"].lower() for d in importlib.metadata.distributions()}
+    for name, packages in checkup._PACKAGES.items():
+        assert (versions[name] is None) == installed.isdisjoint(packages), name
+
+
+def test_topology() -> None:
+    topology = checkup.doctor().topology
+    assert topology.cores == len(os.sched_getaffinity(0))
+    assert topology.numa_nodes >= 1
+    assert len(topology.gpus) == torch.cuda.device_count() == len(topology.links)
+    assert all(row[gpu] == "X" for gpu, row in enumerate(topology.links))
+
+
+def test_nvlinks_are_read_from_the_matrix_of_nvidia_smi() -> None:
+    assert checkup.parse_nvlinks(TOPOLOGY) == {(0, 1): "NV18", (1, 0): "NV18", (1, 2): "NV4", (2, 1): "NV4"}
+    assert checkup.parse_nvlinks("") == {}
+
+
+def test_the_cache_is_measured_and_its_privacy_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "kernels"
+    monkeypatch.setenv("MOECOMM_CACHE_DIR", str(place))
+    assert checkup.doctor().cache == checkup.Cache(place, 0, True)
+    place.mkdir(mode=0o700)
+    (place / "a").write_bytes(b"x" * 1000)
+    (place / "below").mkdir(mode=0o700)
+    (place / "below" / "b").write_bytes(b"x" * 234)
+    assert checkup.doctor().cache == checkup.Cache(place, 1234, True)
+    assert f"kernel cache: {place} (0.0 MiB, private)" in str(checkup.doctor())
+    place.chmod(0o755)
+    assert not checkup.doctor().cache.private
+    assert "NOT private" in str(checkup.doctor())
+
+
+def test_the_command_says_the_same_without_swallowing_brackets(capfd: pytest.CaptureFixture[str]) -> None:
+    report = checkup.Report(
+        [checkup.BackendReport("host", ""), checkup.BackendReport("gin", "pip install 'moecomm[cu13]'")],
+        {"torch": "2.13.0", "NCCL": None},
+        checkup.Topology(2, 1, ["H200", "H200"], [["X", "NV18"], ["NV18", "X"]]),
+        checkup.Cache(Path("/c"), 3 << 20, True),
+    )
+    cli.show_doctor(report, Console())
+    assert capfd.readouterr().out.splitlines() == [
+        "host     can run",
+        "gin      can't run: pip install 'moecomm[cu13]'",
+        "",
+        "torch          2.13.0",
+        "NCCL           not installed",
+        "",
+        "2 core(s), 1 NUMA node(s), 2 GPU(s)",
+        "  GPU 0  H200                         X  NV18",
+        "  GPU 1  H200                      NV18     X",
+        "",
+        "kernel cache: /c (3.0 MiB, private)",
+    ]

@@ -1,0 +1,89 @@
+"""The README says what is so: commands are those of CI, links lead somewhere, its example runs, figures have JSON."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import moecomm
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+sys.path.append(str(ROOT / "bench"))
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+
+
+def test_the_first_two_commands_install_and_run_then_test() -> None:
+    setup_and_run, test = blocks("bash")
+    assert setup_and_run.splitlines()[-1] == "pip install . && moecomm demo"
+    assert test == 'pip install ".[test]" && pytest\n'
+
+
+def test_ci_runs_the_test_command_of_the_readme() -> None:
+    """CI takes it from the README, by the sed expression that is tried here."""
+    ci = (ROOT / ".ci" / "run").read_text()
+    taken = re.search(r"^command=\$\((sed .*) README\.md\)$", ci, re.MULTILINE)
+    assert taken and 'eval "$command"' in ci
+    found = subprocess.run(
+        ["bash", "-c", f"{taken[1]} README.md"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert found == blocks("bash")[1]
+
+
+def test_ci_installs_what_compiles_kernels_as_the_extra_does() -> None:
+    extra = re.search(r"^cu13 = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
+    line = re.search(r'^pip install --quiet ("cuda-core.*)$', (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert extra and line
+    installed = set(re.findall(r'"([^"]+)"', line[1]))
+    assert {re.split(r"[><=]", name)[0] for name in installed} >= {"cuda-core", "nvidia-cuda-nvrtc", "nvidia-nvjitlink"}
+    assert installed <= set(re.findall(r'"([^"]+)"', extra[1]))
+
+
+def test_links_lead_somewhere() -> None:
+    links = [link for link in re.findall(r"\]\(([^)#]+)", README) if not link.startswith("http")]
+    assert len(links) > 10
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_follow_one_token_goes_from_buffer_to_output() -> None:
+    walk = README.split("## Follow one token")[1].split("\n## ")[0]
+    stations = ["moecomm/buffer.py", "moecomm/dispatch/__init__.py", "csrc/protocol/slots.h", "csrc/host/dispatch.cpp"]
+    stations += ["moecomm/combine/__init__.py", "csrc/host/combine.cpp"]
+    places = [walk.index(f"({station})") for station in stations]
+    assert places == sorted(places)
+
+
+def test_the_example_runs_and_computes_what_it_says() -> None:
+    """As it stands, without a process group: one rank.  `out` is the sum of topk_weights * y, here (expert + 1) x."""
+    (example,) = blocks("python")
+    assert len([line for line in example.splitlines() if line]) <= 15
+    names: dict = {}
+    exec(compile(example, "README.md", "exec"), names)
+    assert names["group"] is None
+    scale = (names["topk_weights"] * (names["topk_idx"] + 1)).sum(dim=1, keepdim=True).double()
+    expected = names["x"].double() * scale
+    # Two roundings to bfloat16: of every y, and of the result.
+    assert ((names["out"].double() - expected).abs() <= 2.1 * 2**-8 * expected.abs()).all()
+    assert names["buffer"].closed
+
+
+def test_figures_are_what_the_results_say() -> None:
+    from readme import BEGIN, END, filled
+
+    assert filled(README) == README, "run: python bench/readme.py"
+    measured = README.split(BEGIN)[1].split(END)[0]
+    assert re.search(r"\d ms", measured), "no result is shown"
+    # Nowhere else.
+    rest = README.replace(measured, "")
+    assert re.findall(r"\d+(?:\.\d+)? ?(?:[mnuµ]s|GB/s|TFLOP/s|times|x as fast)\b", rest) == []
+
+
+def test_failures_promised_are_errors_that_exist() -> None:
+    promised = set(re.findall(r"`([A-Z]\w+)`", README.split("## What happens on failure")[1].split("\n## ")[0]))
+    assert promised == {"BadInput", "Mismatch", "Timeout", "PeerLost", "Aborted", "Unsupported"}
+    assert all(issubclass(getattr(moecomm, name), moecomm.MoecommError) for name in promised)
