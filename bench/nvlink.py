@@ -42,7 +42,9 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
     return found
 
 
-def measure(group: dist.ProcessGroup, buffer: moecomm.Buffer, tokens: int, sms: int, job: dict[str, Any]) -> list[dict[str, Any]]:
+def measure(
+    group: dist.ProcessGroup, buffer: moecomm.Buffer, tokens: int, sms: int, job: dict[str, Any]
+) -> list[dict[str, Any]]:
     """All layouts and payloads at one size."""
     g = torch.Generator(device="cuda").manual_seed(group.rank())
     x = torch.randn(tokens, job["hidden"], generator=g, device="cuda").bfloat16()
@@ -56,7 +58,14 @@ def measure(group: dist.ProcessGroup, buffer: moecomm.Buffer, tokens: int, sms: 
         times = timed(group, call, job["chain"], job["replays"])
         buffer.check()
         rows.append(
-            {"what": what, "layout": layout, "tokens": tokens, "sms": sms, "remote_bytes": remote * row_bytes, "us": times}
+            {
+                "what": what,
+                "layout": layout,
+                "tokens": tokens,
+                "sms": sms,
+                "remote_bytes": remote * row_bytes,
+                "us": times,
+            }
         )
 
     for layout in ("flat", "expert"):
@@ -70,7 +79,9 @@ def measure(group: dist.ProcessGroup, buffer: moecomm.Buffer, tokens: int, sms: 
             hidden + 4 * -(-hidden // 128),
             lambda: buffer.dispatch(x, idx, weights, layout=layout, num_sms=sms, quantize="fp8"),  # noqa: B023
         )
-        wires = [("combine", None, 2 if layout == "flat" else 4)] + [("combine bf16 wire", torch.bfloat16, 2)] * (layout == "expert")
+        wires = [("combine", None, 2 if layout == "flat" else 4)] + [("combine bf16 wire", torch.bfloat16, 2)] * (
+            layout == "expert"
+        )
         for what, wire, size in wires:
             add(what, layout, size * hidden, lambda: buffer.combine(y, handle, num_sms=sms, wire=wire))  # noqa: B023
         del y, handle
@@ -117,14 +128,21 @@ def main() -> None:
     for parts in zip(*(r["rows"] for r in by_rank), strict=True):
         us = statistics.median(max(replay) for replay in zip(*(p["us"] for p in parts), strict=True))
         remote = statistics.mean(p["remote_bytes"] for p in parts)
-        rows.append({**parts[0], "remote_bytes": remote, "us": round(us, 2), "of_320": round(remote / WIRE * 1e6 / us, 3)})
+        rows.append(
+            {**parts[0], "remote_bytes": remote, "us": round(us, 2), "of_320": round(remote / WIRE * 1e6 / us, 3)}
+        )
     for row in rows:
         gbs = row["remote_bytes"] / row["us"] / 1e3
         print(
             f"{row['tokens']:6d} tokens {row['sms']:4d} SMs  {row['what']:18s} {row['layout']:7s} {row['us']:9.1f} us {gbs:7.1f} GB/s"
             f"  {row['of_320']:.2f} of 320"
         )
-    result = {"case": {**job, "ranks": ranks}, "backend": by_rank[0]["backend"], "window_bytes": by_rank[0]["nbytes"], "rows": rows}
+    result = {
+        "case": {**job, "ranks": ranks},
+        "backend": by_rank[0]["backend"],
+        "window_bytes": by_rank[0]["nbytes"],
+        "rows": rows,
+    }
     print(write(f"nvlink-{by_rank[0]['backend'].split('/')[1]}-{ranks}", result))
 
 

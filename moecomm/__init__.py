@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from moecomm.buffer import Buffer
-from moecomm.errors import Aborted, BadInput, Closed, Mismatch, MoecommError, PeerLost, RoundFailed, Timeout, Unsupported
+from moecomm.errors import (
+    Aborted,
+    BadInput,
+    Closed,
+    Mismatch,
+    MoecommError,
+    PeerLost,
+    RoundFailed,
+    Timeout,
+    Unsupported,
+)
 from moecomm.rendezvous import local_ranks
 from moecomm.routed import Handle, Routed
 

@@ -75,7 +75,9 @@ def check_tensor(
         raise BadInput(argument, f"a tensor on {tensor.device}", f"one on {device}")
     if tensor.dtype not in dtypes:
         raise BadInput(argument, str(tensor.dtype), " or ".join(map(str, dtypes)))
-    if tensor.ndim != len(shape) or any(want is not None and got != want for got, want in zip(tensor.shape, shape, strict=True)):
+    if tensor.ndim != len(shape) or any(
+        want is not None and got != want for got, want in zip(tensor.shape, shape, strict=True)
+    ):
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
         raise BadInput(argument, f"shape {tuple(tensor.shape)}", f"({wanted})")
 
@@ -89,5 +91,9 @@ def check_rows(argument: str, tensor: torch.Tensor) -> int:
     if tensor.shape[1] > 1 and tensor.stride(1) != 1:
         raise BadInput(argument, f"strides {tensor.stride()}", "contiguous rows")
     if stride % 16 or tensor.data_ptr() % 16:
-        raise BadInput(argument, f"rows {stride} bytes apart, the first at 0x{tensor.data_ptr():x}", "rows that start at multiples of 16 bytes")
+        raise BadInput(
+            argument,
+            f"rows {stride} bytes apart, the first at 0x{tensor.data_ptr():x}",
+            "rows that start at multiples of 16 bytes",
+        )
     return stride

@@ -60,7 +60,13 @@ class Buffer:
         window_bytes: int | None = None,
     ) -> None:
         ranks = rendezvous(group)
-        wanted = None if device is None else torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        wanted = (
+            None
+            if device is None
+            else torch.device("cuda", device)
+            if isinstance(device, int)
+            else torch.device(device)
+        )
         if not 0 < timeout_s < 1e6:
             raise BadInput("timeout_s", timeout_s, "seconds, more than 0")
         name, self.why = backends.choose(config.default_backend() if backend == "auto" else backend, wanted)
@@ -83,7 +89,9 @@ class Buffer:
         self.hidden, self.num_experts, self.topk, self.max_tokens = hidden, num_experts, topk, max_tokens
         self.dtype, self.timeout_s = dtype, timeout_s
         self._close = weakref.finalize(self, self._session.close)
-        log.info("rank %d of %d: %s (%s), %.1f MiB", self.rank, self.num_ranks, self.backend, self.why, self.nbytes / 2**20)
+        log.info(
+            "rank %d of %d: %s (%s), %.1f MiB", self.rank, self.num_ranks, self.backend, self.why, self.nbytes / 2**20
+        )
 
     def _default_heap(self, backend: str) -> int:
         expert, batched = self.settings.round_bytes("expert"), self.settings.round_bytes("batched")
@@ -131,7 +139,19 @@ class Buffer:
         """
         self._usable()
         pending = dispatch.prepare(
-            self, x, topk_idx, topk_weights, layout, expert_alignment, quantize, scales, max_rows, sync, handle, num_sms, check_weights
+            self,
+            x,
+            topk_idx,
+            topk_weights,
+            layout,
+            expert_alignment,
+            quantize,
+            scales,
+            max_rows,
+            sync,
+            handle,
+            num_sms,
+            check_weights,
         )
         self._session.dispatch(pending.args)
         return dispatch.finish(self, pending)
@@ -213,7 +233,9 @@ class Buffer:
     def __enter__(self) -> Buffer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _usable(self) -> None:

@@ -26,13 +26,22 @@ def error_of(record: _native.FailureRecordView, dead: list[int]) -> MoecommError
         if record.op != record.seen and record.expected == record.op:
             return Mismatch("operation", _OPS[record.expected], _OPS[record.seen], record.peer)
         return Mismatch(*call.difference(record.expected, record.seen), record.peer)
-    known = {"rank": record.rank, "peer": record.peer, "op": _OPS[record.op], "round": record.round, "phase": _PHASE_NAMES[record.phase]}
+    known = {
+        "rank": record.rank,
+        "peer": record.peer,
+        "op": _OPS[record.op],
+        "round": record.round,
+        "phase": _PHASE_NAMES[record.phase],
+    }
     where = f"{_OPS[record.op]}, round {record.round}, phase {_PHASE_NAMES[record.phase]}"
     if record.code == PEER_LOST or record.peer in dead:
         return PeerLost(f"rank {record.peer} is gone (noticed by rank {record.rank} in {where})", **known)
     if record.code == TIMEOUT:
         waited = f"after {record.waited_ns / 1e9:.1f} s" if record.waited_ns else "as another rank found"
-        return Timeout(f"rank {record.rank} waited for rank {record.peer}: {_PHASES[record.phase]} ({where}); gave up {waited}", **known)
+        return Timeout(
+            f"rank {record.rank} waited for rank {record.peer}: {_PHASES[record.phase]} ({where}); gave up {waited}",
+            **known,
+        )
     return Aborted(f"rank {record.rank} was told to stop by rank {record.peer} ({where})", **known)
 
 
@@ -43,5 +52,10 @@ def _bad_input(record: _native.FailureRecordView) -> BadInput:
     if record.argument == 2:
         return BadInput(argument, f"{record.seen} rows arriving", f"at most the {record.expected} given", record.peer)
     if record.argument == 3:
-        return BadInput(argument, f"{record.seen} rows for one expert", f"at most ranks * max_tokens = {record.expected}", record.peer)
+        return BadInput(
+            argument,
+            f"{record.seen} rows for one expert",
+            f"at most ranks * max_tokens = {record.expected}",
+            record.peer,
+        )
     return BadInput(argument, "NaN", "numbers", record.peer)

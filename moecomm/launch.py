@@ -104,10 +104,9 @@ def _start(target: str, job: dict[str, Any], rank: int, ranks: int, port: int) -
     process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, pass_fds=[theirs], start_new_session=True)
     os.close(theirs)
     assert process.stdin is not None
+    # The child reads one line; then its standard input stays open, and its end tells the child that we are gone.
     with contextlib.suppress(BrokenPipeError):  # dead already: its outcome will say so
-        process.stdin.write(
-            json.dumps(job).encode() + b"\n"
-        )  # and stays open: its end tells the child that we are gone
+        process.stdin.write(json.dumps(job).encode() + b"\n")
     return _Child(rank, process, results)
 
 

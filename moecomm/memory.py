@@ -28,7 +28,11 @@ class WindowMemory:
 
     def allocate(self, nbytes: int) -> _native.Block:
         """A block of at least `nbytes`, 256-byte aligned.  Raises BadInput when the heap has no room."""
-        block = self._allocate_for_graph(nbytes) if self._cuda and torch.cuda.is_current_stream_capturing() else self._arena.allocate(nbytes)
+        block = (
+            self._allocate_for_graph(nbytes)
+            if self._cuda and torch.cuda.is_current_stream_capturing()
+            else self._arena.allocate(nbytes)
+        )
         if block is None:
             raise BadInput(
                 "window_bytes",

@@ -108,4 +108,6 @@ def rendezvous(group: object) -> Rendezvous:
         group = group.get_group()
     if hasattr(group, "rank") and hasattr(group, "size") and callable(group.size):
         return ProcessGroup(group)  # type: ignore[arg-type]
-    raise BadInput("group", type(group).__name__, "None, a torch.distributed ProcessGroup, a DeviceMesh dimension or a LocalRank")
+    raise BadInput(
+        "group", type(group).__name__, "None, a torch.distributed ProcessGroup, a DeviceMesh dimension or a LocalRank"
+    )

@@ -55,7 +55,9 @@ class Settings:
         if self.dtype not in DTYPES:
             raise BadInput("dtype", self.dtype, " or ".join(map(str, DTYPES)))
         if self.hidden < 1 or self.hidden * self.dtype.itemsize % 16:
-            raise BadInput("hidden", self.hidden, f"rows of a multiple of 16 bytes: a multiple of {16 // self.dtype.itemsize}")
+            raise BadInput(
+                "hidden", self.hidden, f"rows of a multiple of 16 bytes: a multiple of {16 // self.dtype.itemsize}"
+            )
         if not 1 <= self.topk <= MAX_TOPK:
             raise BadInput("topk", self.topk, f"1 to {MAX_TOPK}")
         if not 1 <= self.ranks <= MAX_RANKS:

@@ -41,7 +41,8 @@ class Ranks:
         self._queue = self._context.Queue()
         store = self._directory / f"store{self._runs}"
         self.processes = [
-            self._context.Process(target=_rank_main, args=(self._queue, str(store), rank, ranks, body, args)) for rank in range(ranks)
+            self._context.Process(target=_rank_main, args=(self._queue, str(store), rank, ranks, body, args))
+            for rank in range(ranks)
         ]
         for process in self.processes:
             process.start()
@@ -75,7 +76,9 @@ class Ranks:
 def _rank_main(queue: Any, store: str, rank: int, ranks: int, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=30))
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=30)
+        )
         result = body(rank, dist.group.WORLD, *args)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the test must see it
         traceback.print_exc()

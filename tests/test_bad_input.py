@@ -22,7 +22,11 @@ def ranks() -> Iterator[LocalBuffers]:
 
 
 def good_call() -> dict[str, Any]:
-    return {"x": torch.randn(T, 64).bfloat16(), "topk_idx": torch.arange(T * 4).view(T, 4) % 12, "topk_weights": torch.rand(T, 4)}
+    return {
+        "x": torch.randn(T, 64).bfloat16(),
+        "topk_idx": torch.arange(T * 4).view(T, 4) % 12,
+        "topk_weights": torch.rand(T, 4),
+    }
 
 
 REFUSED = {
@@ -109,7 +113,9 @@ def test_too_many_rows_void_the_round_on_every_rank(ranks: LocalBuffers) -> None
 
 
 def test_more_duplicates_than_batched_holds(ranks: LocalBuffers) -> None:
-    calls = [{"x": torch.randn(16, 64).bfloat16(), "topk_idx": torch.full((16, 4), 3), "layout": "batched"} for _ in range(3)]
+    calls = [
+        {"x": torch.randn(16, 64).bfloat16(), "topk_idx": torch.full((16, 4), 3), "layout": "batched"} for _ in range(3)
+    ]
     error = _raises(ranks, calls)
     assert isinstance(error, moecomm.BadInput) and "192" in str(error) and "48" in str(error)
     for buffer in ranks.buffers[1:]:
@@ -127,14 +133,22 @@ def test_nan_weights_when_asked(ranks: LocalBuffers) -> None:
 def test_ranks_that_call_differently_are_told_the_field(ranks: LocalBuffers) -> None:
     calls = [{**good_call(), "expert_alignment": 1 + (rank == 1)} for rank in range(3)]
     error = _raises(ranks, calls)
-    assert isinstance(error, moecomm.Mismatch) and (error.field, error.mine, error.theirs, error.rank) == ("expert_alignment", 1, 2, 1)
+    assert isinstance(error, moecomm.Mismatch) and (error.field, error.mine, error.theirs, error.rank) == (
+        "expert_alignment",
+        1,
+        2,
+        1,
+    )
     for buffer in ranks.buffers[1:]:
         assert isinstance(_left_behind(buffer), moecomm.Mismatch)
     check_case(ranks, random_case(4, **SIZES))
 
 
 def test_no_room_left_says_how_much_is_needed() -> None:
-    with LocalBuffers(**{**SIZES, "ranks": 1}, backend="host", window_bytes=4096) as ranks, pytest.raises(moecomm.BadInput, match="window_bytes"):
+    with (
+        LocalBuffers(**{**SIZES, "ranks": 1}, backend="host", window_bytes=4096) as ranks,
+        pytest.raises(moecomm.BadInput, match="window_bytes"),
+    ):
         ranks.dispatch([good_call()])
 
 

@@ -67,7 +67,9 @@ def test_memory_of_dropped_outputs_is_used_again() -> None:
 def test_two_rounds_in_flight() -> None:
     with LocalBuffers(3, **SIZES, backend="host") as ranks:
         a = ranks.dispatch([call(r) for r in range(3)])
-        b = ranks.dispatch([call(r + 7, 5) for r in range(3)], )
+        b = ranks.dispatch(
+            [call(r + 7, 5) for r in range(3)],
+        )
         out_a = ranks.combine([{"y": r.x, "handle": r.handle} for r in a])
         out_b = ranks.combine([{"y": r.x * 2, "handle": r.handle} for r in b])
         for rank in range(3):

@@ -76,7 +76,14 @@ def test_device_mesh(ranks: Ranks) -> None:
     assert ranks.run(4, _in_mesh) == ["done"] * 4
 
 
-DIFFERENT = {"hidden": 256, "num_experts": 24, "topk": 2, "max_tokens": 33, "dtype": torch.float32, "window_bytes": 1 << 20}
+DIFFERENT = {
+    "hidden": 256,
+    "num_experts": 24,
+    "topk": 2,
+    "max_tokens": 33,
+    "dtype": torch.float32,
+    "window_bytes": 1 << 20,
+}
 
 
 def _open_with(rank: int, group: Any, field: str) -> tuple[str, float]:
@@ -206,7 +213,12 @@ def test_ctrl_c(ranks: Ranks) -> None:
 
 def test_nothing_is_left_behind(ranks: Ranks) -> None:
     def residue() -> set[str]:
-        return {str(p) for place in ("/dev/shm", tempfile.gettempdir()) for p in Path(place).iterdir() if "pymp" not in p.name}
+        return {
+            str(p)
+            for place in ("/dev/shm", tempfile.gettempdir())
+            for p in Path(place).iterdir()
+            if "pymp" not in p.name
+        }
 
     before = residue()
     ranks.start(3, _until_a_peer_dies, 1, "any time")

@@ -68,11 +68,9 @@ __device__ __noinline__ void report_failure(const Round& r, Waited waited, Phase
 // Polls `ready()`; when it gives up it reports `peer` in `phase`, `expected` and what `seen()` says then, and returns false.
 template <class Ready, class Seen>
 MOECOMM_FN bool wait_for(const Round& r, Phase phase, i32 peer, i64 expected, Ready ready, Seen seen) {
-    if (ready()) return true;
-    const u64 start = now_ns();
     const Waited waited = wait_until(deadline_of(r.ctx), ready);
     if (waited == Waited::ok) return true;
-    report_failure(r, waited, phase, peer, expected, seen(), now_ns() - start);
+    report_failure(r, waited, phase, peer, expected, seen(), waited == Waited::timeout ? r.ctx.timeout_ns : 0);
     return false;
 }
 
@@ -102,8 +100,7 @@ MOECOMM_FN Notice read_notice(const Context& ctx, u64 offset) {
 
 // False, and reported, when somebody has already called this Buffer off.
 MOECOMM_FN bool not_aborted(const Round& r) {
-    const Deadline d = deadline_of(r.ctx);
-    if (load_relaxed(d.abort_here) == 0 && load_relaxed(d.abort_host) == 0) return true;
+    if (load_relaxed(deadline_of(r.ctx).abort_here) == 0) return true;
     report_failure(r, Waited::aborted, Phase::notice, r.ctx.rank, r.tag, r.tag, 0);
     return false;
 }

@@ -62,8 +62,10 @@ template <class Call>
 MOECOMM_FN bool receive(const Call& c) {
     const i32 warp = warp_id() - Call::cfg.send_warps, items = incoming_items(c);
     for (i32 item = blockIdx.x; item < items; item += gridDim.x) {
-        u64 range;  // every lane acquires the flag itself, and may read what it covers
-        if (__any_sync(kAllLanes, !await_chunk(c, item, range))) return false;
+        u64 range = 0;
+        const bool missing = lane_id() == 0 && !await_chunk(c, item, range);
+        if (__any_sync(kAllLanes, missing)) return false;  // after this barrier the other lanes too may read what the flag covers
+        range = __shfl_sync(kAllLanes, range, 0);
         spread_rows(c, warp, signal_first(range), signal_count(range));
     }
     return true;

@@ -82,7 +82,10 @@ class HostSession:
 def map_windows(ranks: Rendezvous, mine: _native.HostWindow, timeout_s: float) -> list[_native.HostWindow]:
     """Every rank's window, by rank.  Collective."""
     descriptors = share_descriptor(ranks, mine.fd, timeout_s)
-    return [mine if rank == ranks.rank else _native.HostWindow.attach(fd, mine.nbytes) for rank, fd in enumerate(descriptors)]
+    return [
+        mine if rank == ranks.rank else _native.HostWindow.attach(fd, mine.nbytes)
+        for rank, fd in enumerate(descriptors)
+    ]
 
 
 def open(ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float) -> HostSession:  # noqa: A001

@@ -70,7 +70,11 @@ def prepare(
     grads, home = _take_weight_grads(buffer, args, weight_grads, handle)
     args.workers = session.workers(check_workers(num_sms), handle.num_tokens)
     args.call = call.pack(
-        layout=args.layout, dtype=args.type, wire=args.wire, weighted=args.weighted, weight_grads_given=int(grads is not None)
+        layout=args.layout,
+        dtype=args.type,
+        wire=args.wire,
+        weighted=args.weighted,
+        weight_grads_given=int(grads is not None),
     )
     return Pending(args, out, home, back, (rows, bias, grads))
 
@@ -92,7 +96,9 @@ def _wire(wire: torch.dtype | None, dtype: torch.dtype) -> int:
     return DTYPES.index(wire)
 
 
-def _take_bias(buffer: Buffer, args: _native.CombineArgs, bias: Any, dtype: torch.dtype, shape: tuple[int, int]) -> torch.Tensor | None:
+def _take_bias(
+    buffer: Buffer, args: _native.CombineArgs, bias: Any, dtype: torch.dtype, shape: tuple[int, int]
+) -> torch.Tensor | None:
     if bias is None:
         return None
     bias = adopt("bias", bias)[0]

@@ -49,7 +49,9 @@ def combine(
     return out
 
 
-def combine_weight_grads(grads: list[torch.Tensor], arrived: list[Arrived], *, layout: str = "expert") -> list[torch.Tensor]:
+def combine_weight_grads(
+    grads: list[torch.Tensor], arrived: list[Arrived], *, layout: str = "expert"
+) -> list[torch.Tensor]:
     """Gradients of the rows' weights ([rows]; flat: [rows, K]) -> gradients of every rank's topk_weights, [T_r, K], 0 beside -1."""
     out = []
     for source in range(len(grads)):

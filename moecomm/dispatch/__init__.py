@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 LAYOUTS = ("flat", "expert", "batched")  # by Layout in csrc/protocol/args.h
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
-_SCALE_TYPES = tuple(t for t in (torch.float32, torch.int32, torch.uint8, torch.int16, getattr(torch, "float8_e8m0fnu", None)) if t)
+_SCALE_TYPES = tuple(
+    t for t in (torch.float32, torch.int32, torch.uint8, torch.int16, getattr(torch, "float8_e8m0fnu", None)) if t
+)
 QUANT_GROUP = 128
 
 
@@ -57,7 +59,9 @@ def prepare(
     if handle is not None:
         check_handle(buffer, handle)
         if topk_idx is not None or topk_weights is not None:
-            raise BadInput("handle", "topk_idx or topk_weights beside it", "rows only: a handle repeats an earlier routing")
+            raise BadInput(
+                "handle", "topk_idx or topk_weights beside it", "rows only: a handle repeats an earlier routing"
+            )
         layout = handle.layout
     elif layout not in LAYOUTS:
         raise BadInput("layout", repr(layout), " or ".join(LAYOUTS))
@@ -116,7 +120,11 @@ def check_handle(buffer: Buffer, handle: Any) -> None:
     if not isinstance(handle, Handle):
         raise BadInput("handle", type(handle).__name__, "the .handle of what dispatch returned")
     if handle.buffer is not buffer:
-        raise Closed("handle's Buffer") if handle.buffer.closed else BadInput("handle", "one of another Buffer", "one of this Buffer")
+        raise (
+            Closed("handle's Buffer")
+            if handle.buffer.closed
+            else BadInput("handle", "one of another Buffer", "one of this Buffer")
+        )
 
 
 def check_workers(num_sms: int | None) -> int | None:
@@ -126,13 +134,17 @@ def check_workers(num_sms: int | None) -> int | None:
     return num_sms
 
 
-def _take_rows(buffer: Buffer, args: _native.DispatchArgs, x: torch.Tensor, quantize: str | None, scales: torch.Tensor | None) -> None:
+def _take_rows(
+    buffer: Buffer, args: _native.DispatchArgs, x: torch.Tensor, quantize: str | None, scales: torch.Tensor | None
+) -> None:
     device = buffer.device
     check_tensor("x", x, device=device, dtypes=(buffer.dtype, torch.float8_e4m3fn), shape=(None, buffer.hidden))
     if x.shape[0] > buffer.max_tokens:
         raise BadInput("x", f"{x.shape[0]} tokens", f"at most max_tokens = {buffer.max_tokens}")
     if x.shape[1] * x.element_size() % 16:
-        raise BadInput("x", f"rows of {x.shape[1]} bytes", "a multiple of 16 bytes: hidden a multiple of 16 for float8 rows")
+        raise BadInput(
+            "x", f"rows of {x.shape[1]} bytes", "a multiple of 16 bytes: hidden a multiple of 16 for float8 rows"
+        )
     args.x, args.x_stride = x.data_ptr(), check_rows("x", x)
     args.num_tokens, args.hidden, args.in_type = x.shape[0], buffer.hidden, _TYPES[x.dtype]
     args.row_bytes = buffer.hidden * x.element_size()
@@ -187,7 +199,12 @@ def _rows_to_make(buffer: Buffer, layout: str, alignment: int, max_rows: int | N
 
 
 def _make_room(
-    buffer: Buffer, args: _native.DispatchArgs, handle: Handle, rows: int, dtype: torch.dtype, scales: torch.Tensor | None
+    buffer: Buffer,
+    args: _native.DispatchArgs,
+    handle: Handle,
+    rows: int,
+    dtype: torch.dtype,
+    scales: torch.Tensor | None,
 ) -> tuple[_native.Block, Routed]:
     """Allocates the outputs in the window, puts their places into `args`, and makes the tensors over them."""
     shape: tuple[int, ...] = (rows,)
@@ -254,7 +271,9 @@ def _make_route(buffer: Buffer, args: _native.DispatchArgs, handle: Handle, rows
     args.tokens_per_expert, args.num_rows = base + per_expert, base + num_rows
 
 
-def _with_route_tensors(buffer: Buffer, args: _native.DispatchArgs, handle: Handle, shape: tuple[int, ...], routed: Routed) -> Routed:
+def _with_route_tensors(
+    buffer: Buffer, args: _native.DispatchArgs, handle: Handle, shape: tuple[int, ...], routed: Routed
+) -> Routed:
     block, flat = handle.block, handle.layout == "flat"
     assert block is not None
     base = buffer.session.context.peers[buffer.rank] + block.offset
@@ -263,7 +282,9 @@ def _with_route_tensors(buffer: Buffer, args: _native.DispatchArgs, handle: Hand
         return _tensor(buffer, block, at, full, kind)
 
     routed.src = tensor(args.out_src - block.offset, (*shape, 2), torch.int32)
-    routed.tokens_per_expert = tensor(args.tokens_per_expert - base, (buffer.num_experts // buffer.num_ranks,), torch.int32)
+    routed.tokens_per_expert = tensor(
+        args.tokens_per_expert - base, (buffer.num_experts // buffer.num_ranks,), torch.int32
+    )
     routed.num_rows = tensor(args.num_rows - base, (1,), torch.int32)
     weights_at = args.out_weights - block.offset
     if flat:

@@ -22,7 +22,9 @@ class Arrived:
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
     row_weights: torch.Tensor | None
-    rows: list[torch.Tensor]  # [T_s, K] for each source s: row here of the k-th expert's copy, -1 where it is elsewhere; flat: the flat row
+    rows: list[
+        torch.Tensor
+    ]  # [T_s, K] for each source s: row here of the k-th expert's copy, -1 where it is elsewhere; flat: the flat row
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,7 +60,9 @@ def dispatch(
     source = torch.cat([torch.full((x.shape[0],), r) for r, x in enumerate(xs)])
     token = torch.cat([torch.arange(x.shape[0]) for x in xs])
     x, idx = torch.cat(xs), torch.cat(topk_idx).long()
-    weights = torch.cat([torch.ones(i.shape) if w is None else w for i, w in zip(topk_idx, topk_weights, strict=True)]).float()
+    weights = torch.cat(
+        [torch.ones(i.shape) if w is None else w for i, w in zip(topk_idx, topk_weights, strict=True)]
+    ).float()
     row_scales = None if scales is None else torch.cat(scales)
     src = torch.stack([source, token], dim=1).int()
     sizes = [len(part) for part in xs]

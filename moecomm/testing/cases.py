@@ -82,7 +82,11 @@ def random_case(
             ids = torch.full_like(ids, -1)
         idx.append(ids.to(idx_dtype))
     layout = rng.choice(["flat", "expert", "batched"])
-    if layout == "batched" and max((torch.bincount(torch.cat(idx).flatten() + 1, minlength=1)[1:].tolist() or [0]), default=0) > ranks * max_tokens:
+    if (
+        layout == "batched"
+        and max((torch.bincount(torch.cat(idx).flatten() + 1, minlength=1)[1:].tolist() or [0]), default=0)
+        > ranks * max_tokens
+    ):
         layout = "expert"  # more duplicates than batched has room for: that is bad input, tested elsewhere
     x = [torch.randn(t, hidden, generator=g).to(dtype) for t in tokens]
     payload = rng.choice(["plain", "plain", "quantize", "scales", "fp8"])
@@ -104,7 +108,12 @@ def random_case(
         scales=scales,
         weighted=rng.random() < 0.8,
         wire=rng.choice([None, None, dtype]),
-        bias=[None if bias_kind == "none" else torch.randn(*((t,) if bias_kind == "rows" else ()), hidden, generator=g).to(dtype) for t in tokens],
+        bias=[
+            None
+            if bias_kind == "none"
+            else torch.randn(*((t,) if bias_kind == "rows" else ()), hidden, generator=g).to(dtype)
+            for t in tokens
+        ],
         weight_grads=rng.random() < 0.3,
         workers=rng.choice([None, 1, 2, 3]),
     )

@@ -65,7 +65,9 @@ class Wanted:
         self.y = [_experts(here, 0.5 + rank).to(buffer.dtype) for rank, here in enumerate(self.arrived)]
         self.grads = _weight_grads(case, self.arrived) if case.weight_grads else None
         wire = torch.float32 if case.wire is None else case.wire
-        self.out = combine_reference.combine(self.y, self.arrived, layout=case.layout, weighted=case.weighted, bias=case.bias, wire=wire)
+        self.out = combine_reference.combine(
+            self.y, self.arrived, layout=case.layout, weighted=case.weighted, bias=case.bias, wire=wire
+        )
         self.out_grads = None
         if self.grads is not None:
             self.out_grads = combine_reference.combine_weight_grads(self.grads, self.arrived, layout=case.layout)
@@ -159,4 +161,6 @@ def _same(what: str, got: torch.Tensor, want: torch.Tensor) -> None:
     if torch.equal(got, want):
         return
     equal = (got == want) | (got.isnan() & want.isnan()) if got.is_floating_point() else got == want
-    assert bool(equal.all()), f"{what}: {int((~equal).sum())} of {equal.numel()} differ, first at {(~equal).nonzero()[0].tolist()}"
+    assert bool(equal.all()), (
+        f"{what}: {int((~equal).sum())} of {equal.numel()} differ, first at {(~equal).nonzero()[0].tolist()}"
+    )

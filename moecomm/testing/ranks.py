@@ -63,7 +63,12 @@ class LocalBuffers:
             combine.finish,
         )
 
-    def _run(self, prepare: list[Callable[[], Any]], execute: list[Callable[[Any], None]], finish: Callable[[Buffer, Any], Any]) -> list[Any]:
+    def _run(
+        self,
+        prepare: list[Callable[[], Any]],
+        execute: list[Callable[[Any], None]],
+        finish: Callable[[Buffer, Any], Any],
+    ) -> list[Any]:
         if not self.streams:
             pending = [make() for make in prepare]
             _native.host_run_all([p.args for p in pending])
@@ -98,7 +103,9 @@ class LocalBuffers:
     def __enter__(self) -> LocalBuffers:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -119,7 +126,19 @@ def _prepare_dispatch(
 ) -> dispatch.Pending:
     buffer._usable()
     return dispatch.prepare(
-        buffer, x, topk_idx, topk_weights, layout, expert_alignment, quantize, scales, max_rows, sync, handle, num_sms, check_weights
+        buffer,
+        x,
+        topk_idx,
+        topk_weights,
+        layout,
+        expert_alignment,
+        quantize,
+        scales,
+        max_rows,
+        sync,
+        handle,
+        num_sms,
+        check_weights,
     )
 
 

@@ -13,7 +13,9 @@ WEIGHTS = [torch.tensor([[0.3, 0.7], [0.6, 0.4]]), torch.tensor([[0.9, 0.1]])]
 
 
 def arrived(layout: str, alignment: int = 1) -> list[reference.Arrived]:
-    return reference.dispatch(X, IDX, list(WEIGHTS), num_experts=4, layout=layout, expert_alignment=alignment, max_tokens=2)
+    return reference.dispatch(
+        X, IDX, list(WEIGHTS), num_experts=4, layout=layout, expert_alignment=alignment, max_tokens=2
+    )
 
 
 def test_flat_has_one_row_a_token_and_rank() -> None:
@@ -53,4 +55,6 @@ def test_quantize_scales_groups_of_128_columns() -> None:
     torch.testing.assert_close(scales, torch.tensor([[2.0, 1.0 / 448]]))
     assert q.dtype is torch.float8_e4m3fn and q.shape == (1, 144)
     assert q.float()[0, [0, 1, 2, 3, 128]].tolist() == [448.0, -224.0, 1.0, 0.0, 448.0]
-    assert reference.quantize(torch.zeros(1, 16))[1].item() == torch.tensor(1e-4).div(448).item(), "amax is at least 1e-4"
+    assert reference.quantize(torch.zeros(1, 16))[1].item() == torch.tensor(1e-4).div(448).item(), (
+        "amax is at least 1e-4"
+    )

@@ -43,7 +43,9 @@ def _random_cases(rank: int, group: Any, kind: str, cases: int, seed: int) -> st
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)])
-def test_random_cases_match_the_reference(gpu_ranks: Ranks, kind: str, count: int, request: pytest.FixtureRequest) -> None:
+def test_random_cases_match_the_reference(
+    gpu_ranks: Ranks, kind: str, count: int, request: pytest.FixtureRequest
+) -> None:
     cases, seed = request.config.getoption("--gpu-cases") // 4, request.config.getoption("--seed")
     gpu_ranks.start(count, _random_cases, kind, cases, seed)
     assert gpu_ranks.results(count, timeout_s=800) == {rank: "done" for rank in range(count)}

@@ -43,7 +43,9 @@ def test_random_cases_match_the_reference(sizes: dict[str, Any], request: pytest
 
 @pytest.fixture
 def pair() -> Any:
-    with LocalBuffers(2, hidden=64, num_experts=4, topk=2, max_tokens=32, backend="lsa", device=0, timeout_s=2) as ranks:
+    with LocalBuffers(
+        2, hidden=64, num_experts=4, topk=2, max_tokens=32, backend="lsa", device=0, timeout_s=2
+    ) as ranks:
         yield ranks
 
 
@@ -59,7 +61,9 @@ def call(seed: int, tokens: int = 20) -> dict[str, Any]:
 def good_round(ranks: LocalBuffers) -> None:
     check_case(
         ranks,
-        random_case(5, ranks=2, hidden=64, num_experts=4, topk=2, max_tokens=32, dtype=torch.bfloat16, few_kernels=True),
+        random_case(
+            5, ranks=2, hidden=64, num_experts=4, topk=2, max_tokens=32, dtype=torch.bfloat16, few_kernels=True
+        ),
     )
 
 
@@ -96,7 +100,9 @@ def test_a_rank_that_does_not_come_is_a_timeout_and_the_context_lives(pair: Loca
     with pytest.raises(moecomm.Timeout):
         pair.buffers[0].dispatch(**call(0))
     assert torch.ones(5, device="cuda").sum().item() == 5, "the CUDA context lives"
-    with LocalBuffers(2, hidden=64, num_experts=4, topk=2, max_tokens=32, backend="lsa", device=0, timeout_s=2) as fresh:
+    with LocalBuffers(
+        2, hidden=64, num_experts=4, topk=2, max_tokens=32, backend="lsa", device=0, timeout_s=2
+    ) as fresh:
         good_round(fresh)
 
 
@@ -148,7 +154,9 @@ def test_a_graph_replays_with_other_inputs(pair: LocalBuffers) -> None:
 
 def test_cupy_arrays_come_back_as_cupy_arrays(pair: LocalBuffers) -> None:
     cupy = pytest.importorskip("cupy")
-    with moecomm.Buffer(hidden=64, num_experts=4, topk=2, max_tokens=32, dtype=torch.float32, backend="lsa", device=0) as buffer:
+    with moecomm.Buffer(
+        hidden=64, num_experts=4, topk=2, max_tokens=32, dtype=torch.float32, backend="lsa", device=0
+    ) as buffer:
         mine = call(0)
         given = {name: cupy.from_dlpack(value.float() if name == "x" else value) for name, value in mine.items()}
         routed = buffer.dispatch(**given, sync=True)

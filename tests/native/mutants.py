@@ -1,4 +1,4 @@
-"""Bugs of the kind that protocols have, one small edit each.  Every one of them must be caught: that is the test of the tests."""
+"""Bugs of the kind that protocols have, a small edit each.  Every one must be caught: that is the test of the tests."""
 
 from __future__ import annotations
 

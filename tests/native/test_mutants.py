@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from .build import CSRC, TSAN, compile_units, executor_sources, link, driver_sources
+from .build import CSRC, TSAN, compile_units, driver_sources, executor_sources, link
 from .mutants import MUTANTS, Mutant
 
 PLAIN = ("-O1",)
-CASES = {"plain": "400", "tsan": "300"}
+CASES = {"plain": "400", "tsan": "200"}
 
 
 def run(driver: Path, caught_by: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""The host executor in C++: random rounds against an oracle, bit for bit, plain and under ThreadSanitizer, and rounds that fail."""
+"""The host executor in C++: random rounds against an oracle, plain and under ThreadSanitizer, and rounds that fail."""
 
 from __future__ import annotations
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ class Child:
             function,
             json.dumps(arguments),
         ]
+        pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
         )
 
     def say(self, value: Any) -> None:
@@ -52,7 +54,8 @@ def children(function: str, *argument_lists: tuple[Any, ...]) -> Iterator[list[C
         yield started
     finally:
         for child in started:
-            child.process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(child.process.pid, signal.SIGKILL)  # it may have children of its own
             child.process.communicate()
 
 

@@ -1,0 +1,119 @@
+// A scenario as the calls that ranks make.
+#include "scenario.h"
+
+namespace moecomm::test {
+
+namespace {
+
+template <class T>
+u64 address(const std::vector<T>& v) {
+    return v.empty() ? 0 : reinterpret_cast<u64>(v.data());
+}
+
+Route route_of(const Cluster& cluster, const Landing& l, i32 rank) {
+    const u64 base = reinterpret_cast<u64>(cluster.base(rank));
+    return {reinterpret_cast<u64>(l.token_rows.data()),
+            reinterpret_cast<u64>(l.token_owner.data()),
+            reinterpret_cast<u64>(l.token_slot.data()),
+            address(l.slot_base),
+            address(l.source_base),
+            l.rows != 0 ? base + l.rows : 0,
+            base + l.weights};
+}
+
+// Anything that ranks must have passed alike.
+u64 call_of(const Dispatched& d) { return static_cast<u64>(d.layout) * 1000003u + d.row_bytes * 101u + d.scale_bytes; }
+
+}  // namespace
+
+void place_outputs(const Scenario& scenario, Cluster& cluster) {
+    const Shape& s = scenario.shape;
+    for (const auto& d : scenario.dispatches) {
+        for (i32 rank = 0; rank < s.ranks; ++rank) {
+            Landing& l = d->landing[rank];
+            const i64 rows = l.max_rows, tokens = d->sent[rank].tokens;
+            l.x = cluster.output(rank, rows * d->row_bytes);
+            l.scales = cluster.output(rank, rows * d->scale_bytes);
+            if (d->repeats != nullptr) continue;
+            l.src = cluster.output(rank, rows * 8);
+            l.topk_idx = d->layout == Layout::flat ? cluster.output(rank, rows * s.topk * d->idx_bytes) : 0;
+            l.weights = cluster.output(rank, rows * 4 * (d->layout == Layout::flat ? s.topk : 1));
+            l.rows = d->layout == Layout::flat ? 0 : cluster.output(rank, static_cast<i64>(s.ranks) * s.max_tokens * s.topk * 4);
+            l.token_rows.assign(tokens * s.topk, 12345);
+            l.token_owner.assign(tokens * s.topk, 12345);
+            l.token_slot.assign(tokens * s.ranks, 12345);
+            l.slot_base.assign(s.ranks, 12345);
+            l.source_base.assign(s.ranks + 1, 12345);
+            l.tokens_per_expert.assign(s.experts / s.ranks, 12345);
+            l.num_rows.assign(1, 12345);
+        }
+    }
+}
+
+DispatchArgs dispatch_args(const Cluster& cluster, Dispatched& d, i32 rank) {
+    const Sent& sent = d.sent[rank];
+    const Landing& l = d.landing[rank];
+    const Landing& first = d.repeats != nullptr ? d.repeats->landing[rank] : l;
+    DispatchArgs a{};
+    a.ctx = cluster.context(rank);
+    a.route = route_of(cluster, first, rank);
+    a.x = address(sent.x);
+    a.in_scales = address(sent.scales);
+    a.x_stride = sent.x_stride;
+    a.in_scales_stride = sent.scales_stride;
+    a.num_tokens = sent.tokens;
+    a.idx_bytes = d.idx_bytes;
+    a.hidden = d.hidden;
+    a.in_type = static_cast<i32>(d.in_type);
+    a.row_bytes = d.row_bytes;
+    a.scale_bytes = d.scale_bytes;
+    a.quantize = d.quantize;
+    a.layout = static_cast<i32>(d.layout);
+    a.alignment = d.alignment;
+    a.max_rows = l.max_rows;
+    a.chunk_tokens = sent.chunk_tokens;
+    a.workers = sent.workers;
+    a.repeat = d.repeats != nullptr;
+    a.call = call_of(d) + static_cast<u64>(a.repeat);
+    a.check_weights = 1;
+    a.out_x = l.x;
+    a.out_scales = d.scale_bytes > 0 ? l.scales : 0;
+    if (d.repeats != nullptr) return a;
+    a.topk_idx = d.idx_bytes == 8 ? address(sent.ids) : address(sent.ids32);
+    a.topk_weights = d.weighted ? address(sent.weights) : 0;
+    a.out_src = l.src;
+    a.out_topk_idx = l.topk_idx;
+    a.out_weights = l.weights;
+    a.out_rows = l.rows;
+    a.tokens_per_expert = address(l.tokens_per_expert);
+    a.num_rows = address(l.num_rows);
+    return a;
+}
+
+CombineArgs combine_args(const Cluster& cluster, Combined& c, i32 rank) {
+    Combined::Part& part = c.parts[rank];
+    const Dispatched& d = *c.routed;
+    const Landing& l = d.repeats != nullptr ? d.repeats->landing[rank] : d.landing[rank];
+    CombineArgs a{};
+    a.ctx = cluster.context(rank);
+    a.route = route_of(cluster, l, rank);
+    a.y = address(part.y);
+    a.bias = c.bias ? address(part.bias) : 0;
+    a.weight_grads = c.grads ? reinterpret_cast<u64>(part.grads.data()) : 0;
+    a.y_stride = part.y_stride;
+    a.bias_stride = part.bias_stride;
+    a.num_tokens = d.sent[rank].tokens;
+    a.hidden = d.hidden;
+    a.type = static_cast<i32>(c.type);
+    a.wire = static_cast<i32>(c.wire);
+    a.layout = static_cast<i32>(d.layout);
+    a.weighted = c.weighted;
+    a.call = call_of(d) + 7;
+    a.workers = part.workers;
+    a.out = address(part.out);
+    a.out_weight_grads = c.grads ? address(part.out_grads) : 0;
+    a.out_stride = part.out_stride;
+    return a;
+}
+
+}  // namespace moecomm::test

@@ -1,0 +1,92 @@
+#include "failure_fixture.h"
+
+#include "host/executor.h"
+
+namespace moecomm::test {
+
+u64 patience = 0;
+
+namespace {
+
+template <class T>
+bool all_are(const std::vector<T>& values, T value) {
+    for (const T& v : values)
+        if (v != value) return false;
+    return true;
+}
+
+}  // namespace
+
+Fixture::Fixture(Layout layout, u64 timeout_ns) : scenario(find(layout)), cluster(scenario.shape, timeout_ns) {
+    place_outputs(scenario, cluster);
+    for (i32 rank = 0; rank < kRanks; ++rank) {
+        dispatches.push_back(dispatch_args(cluster, *scenario.steps[0].dispatch, rank));
+        combines.push_back(combine_args(cluster, *scenario.steps[1].combine, rank));
+    }
+}
+
+Scenario Fixture::find(Layout layout) {
+    for (u64 seed = 1;; ++seed) {
+        Random random(seed);
+        Scenario s = random_scenario(random, {kRanks, kRanks, 2});
+        bool good = s.steps.size() >= 2 && s.steps[0].dispatch->layout == layout && s.steps[1].combine != nullptr && s.shape.max_tokens > 8;
+        for (const Sent& sent : s.steps[0].dispatch->sent) good = good && sent.tokens > 0 && sent.ids[0] >= 0;
+        for (const Landing& landing : s.steps[0].dispatch->landing) good = good && landing.max_rows > 1;
+        for (const Sent& sent : s.steps[0].dispatch->sent) good = good && !sent.weights.empty();
+        if (good) return s;
+    }
+}
+
+void Fixture::dispatch_all() {
+    cluster.run([&](i32 rank) { host::dispatch(dispatches[rank]); });
+}
+
+std::string Fixture::go_on() {
+    cluster.clear_records();
+    for (i32 rank = 0; rank < kRanks; ++rank) dispatches[rank] = dispatch_args(cluster, *scenario.steps[0].dispatch, rank);
+    cluster.run([&](i32 rank) {
+        host::dispatch(dispatches[rank]);
+        host::combine(combines[rank]);
+    });
+    Expected expected;
+    for (i32 step = 0; step < 2; ++step) {
+        for (i32 rank = 0; rank < kRanks; ++rank) {
+            const std::string problem = check_step(cluster, scenario.steps[step], expected, rank);
+            if (!problem.empty()) return "the next round: " + problem;
+        }
+    }
+    return "";
+}
+
+std::string check_record(const FailureRecord& r, const Want& w, i32 rank) {
+    const bool same = r.code == static_cast<u32>(w.code) && r.op == static_cast<u32>(w.op) && r.phase == static_cast<u32>(w.phase) &&
+                      r.peer == w.peer && r.round == w.round && r.argument == static_cast<u32>(w.argument) && r.rank == rank &&
+                      (w.expected == kAny || r.expected == w.expected) && (w.seen == kAny || r.seen == w.seen);
+    return same ? "" : "rank " + std::to_string(rank) + " has the record: " + text(r);
+}
+
+std::string check_waited(const FailureRecord& r) {
+    return r.waited_ns >= kShort && r.waited_ns < kShort + 2'000'000'000 ? "" : "waited " + std::to_string(r.waited_ns) + " ns";
+}
+
+std::string check_void(Fixture& f, i32 rank) {
+    const Dispatched& d = *f.scenario.steps[0].dispatch;
+    const Landing& l = d.landing[rank];
+    for (i64 i = 0; i < static_cast<i64>(l.max_rows) * d.row_bytes; ++i)
+        if (f.cluster.base(rank)[l.x + i] != kUntouched) return "payload moved in a void round";
+    const bool empty = all_are(l.token_rows, -1) && all_are(l.token_slot, -1) && all_are(l.source_base, 0) &&
+                       all_are(l.tokens_per_expert, 0) && l.num_rows[0] == 0;
+    if (!empty) return "a void round left rows behind";
+    return f.state(rank).round == 1 ? "" : "a void round does not count";
+}
+
+std::string check_void_everywhere(Fixture& f, const Want& want) {
+    for (i32 rank = 0; rank < kRanks; ++rank) {
+        std::string problem = check_record(f.cluster.record(rank), want, rank);
+        if (problem.empty()) problem = check_void(f, rank);
+        if (!problem.empty()) return problem;
+    }
+    return f.go_on();
+}
+
+}  // namespace moecomm::test
