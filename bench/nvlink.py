@@ -2,9 +2,9 @@
 
     python bench/nvlink.py [--ranks 4] [--tokens 4096 128] [--sms 16 32] [--window vmm]
 
-One process a GPU; routing of DeepSeek-V3's sizes, random ids.  A time is that of one operation inside a captured graph of `--chain` of
-them, counts, flags and waits included, of the slowest rank, and the median over replays.  `remote` is what crosses NVLink: each row once
-for each other rank that wants it; `of_320` is those bytes at 320 GB/s over the time.
+One process a GPU; routing of DeepSeek-V3's sizes, random ids.  A time is that of one operation inside a captured graph
+of `--chain` of them, counts, flags and waits included, of the slowest rank, and the median over replays.  `remote` is
+what crosses NVLink: each row once for each other rank that wants it; `of_320` is those bytes at 320 GB/s over the time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import os
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,19 +73,14 @@ def measure(
         routed = buffer.dispatch(x, idx, weights, layout=layout, num_sms=sms, sync=True)
         y, handle = routed.x.clone(), routed.handle
         del routed
-        add("dispatch bf16", layout, 2 * hidden, lambda: buffer.dispatch(x, idx, weights, layout=layout, num_sms=sms))  # noqa: B023
-        add(
-            "dispatch fp8",
-            layout,
-            hidden + 4 * -(-hidden // 128),
-            lambda: buffer.dispatch(x, idx, weights, layout=layout, num_sms=sms, quantize="fp8"),  # noqa: B023
-        )
-        wires = [("combine", None, 2 if layout == "flat" else 4)] + [("combine bf16 wire", torch.bfloat16, 2)] * (
-            layout == "expert"
-        )
-        for what, wire, size in wires:
-            add(what, layout, size * hidden, lambda: buffer.combine(y, handle, num_sms=sms, wire=wire))  # noqa: B023
-        del y, handle
+        send = partial(buffer.dispatch, x, idx, weights, layout=layout, num_sms=sms)
+        bring = partial(buffer.combine, y, handle, num_sms=sms)
+        add("dispatch bf16", layout, 2 * hidden, send)
+        add("dispatch fp8", layout, hidden + 4 * -(-hidden // 128), partial(send, quantize="fp8"))
+        add("combine", layout, (2 if layout == "flat" else 4) * hidden, bring)
+        if layout == "expert":
+            add("combine bf16 wire", layout, 2 * hidden, partial(bring, wire=torch.bfloat16))
+        del y, handle, bring
     return rows
 
 
@@ -133,10 +129,8 @@ def main() -> None:
         )
     for row in rows:
         gbs = row["remote_bytes"] / row["us"] / 1e3
-        print(
-            f"{row['tokens']:6d} tokens {row['sms']:4d} SMs  {row['what']:18s} {row['layout']:7s} {row['us']:9.1f} us {gbs:7.1f} GB/s"
-            f"  {row['of_320']:.2f} of 320"
-        )
+        what = f"{row['tokens']:6d} tokens {row['sms']:4d} SMs  {row['what']:18s} {row['layout']:7s}"
+        print(f"{what} {row['us']:9.1f} us {gbs:7.1f} GB/s  {row['of_320']:.2f} of 320")
     result = {
         "case": {**job, "ranks": ranks},
         "backend": by_rank[0]["backend"],

@@ -1,4 +1,6 @@
-"""Tensors in, tensors out: torch tensors as they are, anything else with DLPack (CuPy, NumPy, JAX ...) by reference and back."""
+"""Tensors in, tensors out: torch tensors as they are, anything else with DLPack (CuPy, NumPy, JAX ...) by reference
+and back.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def adopt(argument: str, value: Any) -> tuple[torch.Tensor, Callable[[torch.Tens
     if not hasattr(value, "__dlpack__"):
         raise BadInput(argument, type(value).__name__, "a torch tensor or an array with __dlpack__")
     module = sys.modules[type(value).__module__.partition(".")[0]]
-    return torch.from_dlpack(value), module.from_dlpack
+    return torch.utils.dlpack.from_dlpack(value), module.from_dlpack
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,7 +85,9 @@ def check_tensor(
 
 
 def check_rows(argument: str, tensor: torch.Tensor) -> int:
-    """The bytes from row to row of a [rows, columns] tensor; BadInput unless rows are contiguous and 16-byte aligned."""
+    """The bytes from row to row of a [rows, columns] tensor; BadInput unless rows are contiguous and 16-byte
+    aligned.
+    """
     size = tensor.element_size()
     stride = tensor.stride(0) * size
     if tensor.numel() == 0:

@@ -22,22 +22,24 @@ log = logging.getLogger("moecomm")
 class Buffer:
     """Peer-visible memory of an expert-parallel group, and the dispatch and combine over it.
 
-    Opening is collective.  Rounds (a dispatch or a combine) are collective too: every rank makes the same calls in the same order,
-    with as many tokens as it has (none is fine).
+    Opening is collective.  Rounds (a dispatch or a combine) are collective too: every rank makes the same calls in
+    the same order, with as many tokens as it has (none is fine).
 
     Args:
         group: a torch.distributed process group of any backend, a sub-group, one dimension of a DeviceMesh, a rank of
             moecomm.local_ranks(), or None for one rank alone.
         hidden: columns of a token; a row is a multiple of 16 bytes.
-        num_experts: experts of all ranks together, a multiple of the number of ranks; rank r owns `[r * E/R, (r + 1) * E/R)`.
+        num_experts: experts of all ranks together, a multiple of the number of ranks; rank r owns
+            `[r * E/R, (r + 1) * E/R)`.
         topk: experts a token picks, 1 to 32.
         max_tokens: the most tokens one rank passes to a dispatch.
-        dtype: bfloat16, float16 or float32: what tokens are made of (float8_e4m3fn rows with scales may be passed as well).
+        dtype: bfloat16, float16 or float32: what tokens are made of (float8_e4m3fn rows with scales may be passed as
+            well).
         backend: "auto", "host" (CPU ranks) or "lsa" (NVLink GPUs).
         timeout_s: how long any wait for a peer may take, in seconds.
         device: where the tensors live; default: the current GPU if a GPU backend can run, else the CPU.
-        window_bytes: room for the outputs of rounds, in bytes; default: two rounds of the worst case (four on CPUs, where memory is
-            taken when it is touched).
+        window_bytes: room for the outputs of rounds, in bytes; default: two rounds of the worst case (four on CPUs,
+            where memory is taken when it is touched).
 
     Raises:
         BadInput: a value that can't be used.
@@ -121,15 +123,16 @@ class Buffer:
             x: `[T, H]`, T <= max_tokens, of the Buffer's dtype, or float8_e4m3fn with `scales`.
             topk_idx: int64 or int32 `[T, K]`: expert ids; -1 picks none; the same id twice counts twice.
             topk_weights: float32 `[T, K]`; None: every weight is 1.
-            layout: "expert": one row a (token, expert here), by (expert, source rank, token, k), each expert's group starting at a
-                multiple of `expert_alignment`; "flat": one row a (token, this rank), by (source rank, token); "batched":
-                `[E/R, R * max_tokens, H]`, each expert's rows first, in the order of "expert".
+            layout: "expert": one row a (token, expert here), by (expert, source rank, token, k), each expert's group
+                starting at a multiple of `expert_alignment`; "flat": one row a (token, this rank), by (source rank,
+                token); "batched": `[E/R, R * max_tokens, H]`, each expert's rows first, in the order of "expert".
             quantize: "fp8": rows travel and arrive as float8_e4m3fn with float32 scales of 128 columns.
             scales: `[T, n]` of 1-, 2- or 4-byte elements, travelling beside the rows.
             max_rows: rows to make room for (flat, expert); default: the worst case.
-            sync: True: wait, and return exactly the rows that arrived; False: never wait for the device, tensors have `max_rows`
-                rows and the device counts say how many are valid.  None: True on CPUs, False on GPUs.
-            handle: repeats an earlier dispatch with new rows, without routing; `topk_idx` and `topk_weights` are then not given.
+            sync: True: wait, and return exactly the rows that arrived; False: never wait for the device, tensors
+                have `max_rows` rows and the device counts say how many are valid.  None: True on CPUs, False on GPUs.
+            handle: repeats an earlier dispatch with new rows, without routing; `topk_idx` and `topk_weights` are
+                then not given.
             num_sms: blocks (GPUs: one an SM) or threads (CPUs) to use; default: the table of the backend.
             check_weights: NaN in `topk_weights` is bad input.
 
@@ -176,14 +179,16 @@ class Buffer:
             out: `[T, H]` of the dtype of `y`, written in place; default: a new tensor.
             bias: `[T, H]` or `[H]` of the dtype of `y`, added before the rounding.
             weighted: expert, batched: multiply each row by the routing weight that dispatch carried.
-            weight_grads: float32, a number a row (`[rows]`, batched `[E/R, R * max_tokens]`; flat `[rows, K]`): brought home as well.
-            wire: None: rows of "expert" and "batched" are added in float32 and travel so, and the result is rounded once.  The dtype
-                of `y`: each rank's sum is rounded before it travels: half the bytes, one more rounding of 2^-9 (bfloat16) or 2^-12
-                (float16) relative to each rank's sum.
+            weight_grads: float32, a number a row (`[rows]`, batched `[E/R, R * max_tokens]`; flat `[rows, K]`):
+                brought home as well.
+            wire: None: rows of "expert" and "batched" are added in float32 and travel so, and the result is rounded
+                once.  The dtype of `y`: each rank's sum is rounded before it travels: half the bytes, one more
+                rounding of 2^-9 (bfloat16) or 2^-12 (float16) relative to each rank's sum.
 
         Returns:
-            `[T, H]`: sum over k of w_k * y_k (flat: the plain sum over ranks), in float32 in a fixed order, plus bias, rounded once; zeros
-            (plus bias) for a token with no expert.  With `weight_grads`: that and float32 `[T, K]`.
+            `[T, H]`: sum over k of w_k * y_k (flat: the plain sum over ranks), in float32 in a fixed order, plus
+            bias, rounded once; zeros (plus bias) for a token with no expert.  With `weight_grads`: that and float32
+            `[T, K]`.
         """
         self._usable()
         pending = combine.prepare(self, y, handle, out, bias, weighted, weight_grads, wire, num_sms)
@@ -244,7 +249,9 @@ class Buffer:
         self._raise_failure()
 
     def _raise_failure(self) -> None:
-        """Raises what the last rounds left behind.  Bad input and mismatches are told once; a failed round ends the Buffer."""
+        """Raises what the last rounds left behind.  Bad input and mismatches are told once; a failed round ends the
+        Buffer.
+        """
         if self._failure is not None:
             raise self._failure
         record = _native.record(self._session.context.record)

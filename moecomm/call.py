@@ -1,4 +1,6 @@
-"""What all ranks must pass alike in one call, packed into the 63 bits that travel with the notice: a difference is named, not guessed."""
+"""What all ranks must pass alike in one call, packed into the 63 bits that travel with the notice: a difference is
+named, not guessed.
+"""
 
 from __future__ import annotations
 

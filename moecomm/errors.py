@@ -10,8 +10,8 @@ class MoecommError(RuntimeError):
 class BadInput(MoecommError, ValueError):
     """An argument can't be used.  Names the argument, what it got and what it wants.
 
-    Raised where it is found: at once for what the host can see, at the next host-visible point for what only the device can see
-    (expert ids, rows that do not fit).  The Buffer stays usable.
+    Raised where it is found: at once for what the host can see, at the next host-visible point for what only the
+    device can see (expert ids, rows that do not fit).  The Buffer stays usable.
     """
 
     def __init__(self, argument: str, got: object, want: object, rank: int | None = None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from moecomm import _native, call
 from moecomm.errors import Aborted, BadInput, Mismatch, MoecommError, PeerLost, Timeout
 
@@ -26,7 +28,7 @@ def error_of(record: _native.FailureRecordView, dead: list[int]) -> MoecommError
         if record.op != record.seen and record.expected == record.op:
             return Mismatch("operation", _OPS[record.expected], _OPS[record.seen], record.peer)
         return Mismatch(*call.difference(record.expected, record.seen), record.peer)
-    known = {
+    known: dict[str, Any] = {
         "rank": record.rank,
         "peer": record.peer,
         "op": _OPS[record.op],

@@ -11,9 +11,10 @@ from moecomm.errors import BadInput
 class WindowMemory:
     """Hands out blocks of a window's heap; a block comes back when the last tensor over it is gone.
 
-    A captured graph writes to its blocks at every replay, also after the tensors made during the capture are gone.  So blocks taken
-    while a stream is captured come from pieces of the heap that only captures use: one capture's dropped outputs serve the next,
-    as rounds of one Buffer never run at the same time, and no eager round is ever given memory that a replay writes to.
+    A captured graph writes to its blocks at every replay, also after the tensors made during the capture are gone.  So
+    blocks taken while a stream is captured come from pieces of the heap that only captures use: one capture's dropped
+    outputs serve the next, as rounds of one Buffer never run at the same time, and no eager round is ever given memory
+    that a replay writes to.
     """
 
     def __init__(self, arena: _native.Arena, device: torch.device) -> None:

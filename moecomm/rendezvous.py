@@ -1,4 +1,6 @@
-"""How the ranks of a Buffer find each other once, when it opens: an all-gather of bytes, over whatever group the caller has."""
+"""How the ranks of a Buffer find each other once, when it opens: an all-gather of bytes, over whatever group the
+caller has.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,8 @@ class _Meeting:
 
 
 def local_ranks(ranks: int) -> list[LocalRank]:
-    """`ranks` groups for Buffers of one process, one a thread: ranks on CPU threads, or several virtual ranks on one GPU.
+    """`ranks` groups for Buffers of one process, one a thread: ranks on CPU threads, or several virtual ranks on one
+    GPU.
 
     Buffers must be opened at the same time, each from its own thread: opening is collective.
     """
@@ -97,7 +100,9 @@ def local_ranks(ranks: int) -> list[LocalRank]:
 
 
 def rendezvous(group: object) -> Rendezvous:
-    """The Rendezvous of what a caller passed as `group`: None, a ProcessGroup, a one-dimensional DeviceMesh, or a LocalRank."""
+    """The Rendezvous of what a caller passed as `group`: None, a ProcessGroup, a one-dimensional DeviceMesh, or a
+    LocalRank.
+    """
     if group is None:
         return Alone()
     if isinstance(group, (Alone, ProcessGroup, LocalRank)):

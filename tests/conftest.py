@@ -51,7 +51,7 @@ class Ranks:
         os.kill(self.processes[rank].pid, signal.SIGKILL)
 
     def results(self, expected: int, timeout_s: float = 60) -> dict[int, Any]:
-        """What the first `expected` ranks to finish returned; a rank that raised gives its exception.  The others are ended."""
+        """What the first `expected` ranks to finish returned, or raised; the others are ended."""
         found = dict(self._queue.get(timeout=timeout_s) for _ in range(expected))
         for rank in found:
             self.processes[rank].join(timeout=timeout_s)

@@ -1,6 +1,7 @@
 """The contract of a backend: how ranks reach each other's memory, and who runs a round.
 
-A backend opens a Session: every rank's window mapped where it can be loaded from and stored to (`context.peers`, 0 where it can't),
+A backend opens a Session: every rank's window mapped where it can be loaded from and stored to (`context.peers`, 0
+where it can't),
 an arena that hands out pieces of our own window, and an executor for the two operations.  Nothing else of moecomm knows
 whether ranks are CPU threads, processes or GPUs.
 """
@@ -54,8 +55,8 @@ class Session(Protocol):
         ...
 
     def close(self) -> None:
-        """Local and idempotent: peers that still wait for this rank learn that it left.  Outputs that are still referenced keep
-        their memory until they are gone."""
+        """Local and idempotent: peers that still wait for this rank learn that it left.  Outputs that are still
+        referenced keep their memory until they are gone."""
         ...
 
 
@@ -75,13 +76,15 @@ def load(name: str) -> Backend:
     """The backend of that name."""
     if name not in NAMES:
         raise BadInput("backend", repr(name), f"auto, {', '.join(NAMES)}")
-    return importlib.import_module(f"moecomm.backends.{name}")  # type: ignore[return-value]
+    return importlib.import_module(f"moecomm.backends.{name}")
 
 
 def choose(name: str, device: torch.device | None) -> tuple[str, str]:
-    """The backend for `name` ("auto" or one of NAMES) and why.  Raises Unsupported when a backend asked for by name can't run.
+    """The backend for `name` ("auto" or one of NAMES) and why.  Raises Unsupported when a backend asked for by name
+    can't run.
 
-    A device that is asked for decides: CPU tensors travel over `host`, CUDA tensors over the first GPU backend that can run.
+    A device that is asked for decides: CPU tensors travel over `host`, CUDA tensors over the first GPU backend that
+    can run.
     """
     if name != "auto":
         if reason := load(name).missing():

@@ -27,9 +27,9 @@ _INSTALL = "pip install moecomm[cu13] (or [cu12] for a driver of CUDA 12)"
 # Offsets in the pinned control memory.
 _RECORD, _ABORT, _ROUND, _NOTICE, _CONTROL_BYTES = 0, 64, 128, 256, 512
 
-# Blocks of a round: a warp for every token, up to where the links are full.  Reading rows from peers needs more blocks
-# than writing them: on H200 it reaches the links' speed at 32, writing at 16.
-_WARPS, _FEWEST, _MOST = 8, 8, 32
+# Blocks of a round: up to 64, where on 4 H200 dispatch and combine of 4096 tokens come nearest to the links' speed and
+# those of 128 tokens take the least time (bench/results/nvlink-vmm-4.json); no more than one for two tokens.
+_TOKENS, _FEWEST, _MOST = 2, 8, 64
 
 _FATAL = (1, 2, 3)  # Failure::timeout, peer_lost, aborted: no round can follow
 _NOTHING = contextlib.nullcontext()
@@ -138,7 +138,7 @@ class LsaSession:
 
     def workers(self, requested: int | None, num_tokens: int) -> int:
         """Blocks of a round: those requested, or by the number of tokens; never more than are resident at once."""
-        blocks = requested if requested is not None else min(_MOST, max(_FEWEST, -(-num_tokens // _WARPS)))
+        blocks = requested if requested is not None else min(_MOST, max(_FEWEST, -(-num_tokens // _TOKENS)))
         return max(1, min(blocks, self._most_blocks))
 
     def synchronize(self) -> None:

@@ -101,13 +101,13 @@ def _take_bias(
 ) -> torch.Tensor | None:
     if bias is None:
         return None
-    bias = adopt("bias", bias)[0]
-    one_row = bias.ndim == 1
-    check_tensor("bias", bias, device=buffer.device, dtypes=(dtype,), shape=shape[1:] if one_row else shape)
-    rows = bias.unsqueeze(0) if one_row else bias
+    added = adopt("bias", bias)[0]
+    one_row = added.ndim == 1
+    check_tensor("bias", added, device=buffer.device, dtypes=(dtype,), shape=shape[1:] if one_row else shape)
+    rows = added.unsqueeze(0) if one_row else added
     stride = check_rows("bias", rows)
-    args.bias, args.bias_stride = bias.data_ptr(), 0 if one_row else stride
-    return bias
+    args.bias, args.bias_stride = added.data_ptr(), 0 if one_row else stride
+    return added
 
 
 def _take_weight_grads(

@@ -1,4 +1,6 @@
-"""The specification of combine, for all ranks at once, in plain torch: what is added to what, in which order, and rounded when."""
+"""The specification of combine, for all ranks at once, in plain torch: what is added to what, in which order, and
+rounded when.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ def combine(
 ) -> list[torch.Tensor]:
     """Experts' outputs `ys[p]` (rows as in `arrived[p].x`, [rows, H]) -> every rank's [T_r, H], in the dtype of `ys`.
 
-    expert, batched: partial_p = sum over k ascending of w_k * y_k, each product and each sum rounded to float32, then to `wire`;
+    expert, batched: partial_p = sum over k ascending of w_k * y_k, each product and each sum rounded to float32,
+    then to `wire`;
     flat: partial_p = the row of rank p.  out = sum over p ascending of partial_p in float32, plus bias, rounded once.
     """
     dtype = ys[0].dtype
@@ -43,8 +46,9 @@ def combine(
                     partial += torch.where(on[:, k : k + 1], terms[:, k], 0.0)
                 partial = partial.to(wire).float()
             total += torch.where(on.any(dim=1, keepdim=True), partial, 0.0)
-        if bias is not None and bias[source] is not None:
-            total = total + bias[source].float()
+        added = None if bias is None else bias[source]
+        if added is not None:
+            total = total + added.float()
         out.append(total.to(dtype))
     return out
 
@@ -52,7 +56,9 @@ def combine(
 def combine_weight_grads(
     grads: list[torch.Tensor], arrived: list[Arrived], *, layout: str = "expert"
 ) -> list[torch.Tensor]:
-    """Gradients of the rows' weights ([rows]; flat: [rows, K]) -> gradients of every rank's topk_weights, [T_r, K], 0 beside -1."""
+    """Gradients of the rows' weights ([rows]; flat: [rows, K]) -> gradients of every rank's topk_weights, [T_r, K],
+    0 beside -1.
+    """
     out = []
     for source in range(len(grads)):
         home = torch.zeros(arrived[0].rows[source].shape)

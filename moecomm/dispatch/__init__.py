@@ -1,9 +1,11 @@
-"""dispatch: check what the caller passed, lay out what will arrive, say both in one struct; the backend's executor does the rest."""
+"""dispatch: check what the caller passed, lay out what will arrive, say both in one struct; the backend's executor
+does the rest.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,7 +110,7 @@ def finish(buffer: Buffer, pending: Pending) -> Routed:
             if pending.args.out_scales == 0:
                 pending.payload.shrink(max(1, rows * pending.args.row_bytes))
     if not pending.args.repeat:
-        handle.routed = Routed(**{**routed.__dict__, "x": None, "scales": None, "handle": None})
+        handle.routed = replace(routed, x=None, scales=None, handle=None)  # type: ignore[arg-type]
     for name in ("x", "scales", "tokens_per_expert", "num_rows", "src", "topk_idx", "topk_weights", "row_weights"):
         if (tensor := getattr(routed, name)) is not None:
             setattr(routed, name, pending.back(tensor))
@@ -224,7 +226,7 @@ def _make_room(
         return _tensor(buffer, payload, at, (*shape, *row), kind)
 
     kind = torch.float8_e4m3fn if args.quantize else dtype
-    arrived = Routed(**{**handle.routed.__dict__}) if handle.routed is not None else Routed(*[None] * 9)  # type: ignore[arg-type]
+    arrived = replace(handle.routed) if handle.routed is not None else Routed(*[None] * 9)  # type: ignore[arg-type]
     arrived.x, arrived.handle = tensor(0, (buffer.hidden,), kind), handle
     if args.scale_bytes:
         args.out_scales = payload.offset + scales_at

@@ -1,4 +1,6 @@
-"""The specification of dispatch, for all ranks at once, in plain torch.  Every executor is tested against it, bit for bit."""
+"""The specification of dispatch, for all ranks at once, in plain torch.  Every executor is tested against it, bit
+for bit.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ E4M3_MAX = 448.0
 
 @dataclass
 class Arrived:
-    """What one rank holds after a dispatch: the fields of Routed, exact sizes; and where each source's tokens are (for combine)."""
+    """What one rank holds after a dispatch: the fields of Routed, exact sizes; and where each source's tokens are
+    (for combine).
+    """
 
     x: torch.Tensor
     scales: torch.Tensor | None
@@ -30,8 +34,8 @@ class Arrived:
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Casts [T, H] to float8_e4m3fn with one float32 scale per 128 columns, [T, ceil(H / 128)].
 
-    amax is at least 1e-4, scale = amax / 448 and q = e4m3(x * (448.0 / amax)), as DeepEP's per-token cast writes it; torch computes that
-    quotient as (1 / amax) * 448, in float32, and so do we.
+    amax is at least 1e-4, scale = amax / 448 and q = e4m3(x * (448.0 / amax)), as DeepEP's per-token cast writes it;
+    torch computes that quotient as (1 / amax) * 448, in float32, and so do we.
     """
     tokens, hidden = x.shape
     groups = -(-hidden // GROUP)
@@ -54,7 +58,9 @@ def dispatch(
     max_tokens: int = 0,
     scales: list[torch.Tensor] | None = None,
 ) -> list[Arrived]:
-    """Every rank's tokens `xs[r]` [T_r, H], `topk_idx[r]` [T_r, K], `topk_weights[r]` [T_r, K] or None (ones) -> every rank's Arrived."""
+    """Every rank's tokens `xs[r]` [T_r, H], `topk_idx[r]` [T_r, K], `topk_weights[r]` [T_r, K] or None (ones) ->
+    every rank's Arrived.
+    """
     ranks, local = len(xs), num_experts // len(xs)
     topk = topk_idx[0].shape[1]
     source = torch.cat([torch.full((x.shape[0],), r) for r, x in enumerate(xs)])
@@ -86,7 +92,7 @@ def dispatch(
                     topk_idx=local_idx[pick].to(topk_idx[0].dtype),
                     topk_weights=torch.where(here, weights, 0.0)[pick],
                     row_weights=None,
-                    rows=list(torch.where(here, row_of, -1).split(sizes)),
+                    rows=list(torch.split(torch.where(here, row_of, -1), sizes)),
                 )
             )
             continue
@@ -123,7 +129,7 @@ def dispatch(
                 topk_idx=None,
                 topk_weights=None,
                 row_weights=out_weights,
-                rows=list(row_of.view(idx.shape).split(sizes)),
+                rows=list(torch.split(row_of.view(idx.shape), sizes)),
             )
         )
     return arrived

@@ -57,9 +57,11 @@ def random_case(
     dtype: torch.dtype,
     few_kernels: bool = False,
 ) -> Case:
-    """The case of a seed, on the CPU.  Ragged token counts (zero too), -1 entries, duplicates, all-to-one skew, every option.
+    """The case of a seed, on the CPU.  Ragged token counts (zero too), -1 entries, duplicates, all-to-one skew,
+    every option.
 
-    few_kernels: int64 ids and scales of three columns only, so that a GPU compiles some twenty kernels for a set of sizes.
+    few_kernels: int64 ids and scales of three columns only, so that a GPU compiles some twenty kernels for a set of
+        sizes.
     """
     rng = random.Random(seed)
     g = torch.Generator().manual_seed(seed)

@@ -112,7 +112,7 @@ class Wanted:
         for name in ("x", "scales", "src", "topk_idx", "topk_weights", "row_weights"):
             mine, theirs = getattr(got, name), getattr(want, name)
             assert (mine is None) == (theirs is None), f"{where}: {name} is {'missing' if mine is None else 'there'}"
-            if mine is None:
+            if mine is None or theirs is None:
                 continue
             rows = (mine.flatten(0, 1) if layout == "batched" else mine)[: len(want.x)].cpu()
             if layout == "expert" and name in ("src", "row_weights"):  # defined in padding rows too
@@ -122,10 +122,10 @@ class Wanted:
 
     def check_combined(self, rank: int, result: Any) -> None:
         """Raises AssertionError unless `result` is what combine must give on rank `rank`."""
-        out, grads = result if self.out_grads is not None else (result, None)
-        _same(f"rank {rank}: combine", out, self.out[rank])
         if self.out_grads is not None:
+            result, grads = result
             _same(f"rank {rank}: weight_grads", grads, self.out_grads[rank])
+        _same(f"rank {rank}: combine", result, self.out[rank])
 
 
 def _experts(arrived: dispatch_reference.Arrived, scale: float) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -18,14 +19,16 @@ from moecomm.routed import Routed
 class LocalBuffers:
     """One Buffer for each of `ranks` ranks of this process, and rounds over all of them at once.
 
-    On a GPU each rank has a stream of its own, `streams[rank]`: kernels of all ranks must run at the same time.  For more than four
-    ranks set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts, else streams share a queue and wait for each other.
+    On a GPU each rank has a stream of its own, `streams[rank]`: kernels of all ranks must run at the same time.  For
+    more than four ranks set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts, else streams share a queue and wait for
+    each other.
     """
 
     def __init__(self, ranks: int, **settings: Any) -> None:
         self.buffers: list[Buffer] = self._together(lambda group: Buffer(group, **settings), local_ranks(ranks))
         self.device = self.buffers[0].device
-        self.streams = [torch.cuda.Stream(self.device) for _ in range(ranks)] if self.device.type == "cuda" else []
+        count = ranks if self.device.type == "cuda" else 0
+        self.streams = [torch.cuda.Stream(self.device) for _ in range(count)]  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _together(make: Callable[[LocalRank], Buffer], groups: list[LocalRank]) -> list[Buffer]:
@@ -34,7 +37,7 @@ class LocalBuffers:
         def run(group: LocalRank) -> None:
             try:
                 made[group.rank] = make(group)
-            except BaseException as error:
+            except Exception as error:  # noqa: BLE001 - raised by the caller's thread
                 made[group.rank] = error
 
         threads = [threading.Thread(target=run, args=(group,)) for group in groups]
@@ -43,14 +46,14 @@ class LocalBuffers:
         for thread in threads:
             thread.join()
         for result in made:
-            if isinstance(result, BaseException):
+            if isinstance(result, Exception):
                 raise result
         return made
 
     def dispatch(self, calls: Sequence[dict[str, Any]]) -> list[Routed]:
         """Buffer.dispatch(**calls[rank]) on every rank; raises what rank 0 raises first."""
         return self._run(
-            [lambda b=b, c=c: _prepare_dispatch(b, **c) for b, c in zip(self.buffers, calls, strict=True)],
+            [partial(_prepare_dispatch, b, **c) for b, c in zip(self.buffers, calls, strict=True)],
             [b.session.dispatch for b in self.buffers],
             dispatch.finish,
         )
@@ -58,7 +61,7 @@ class LocalBuffers:
     def combine(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
         """Buffer.combine(**calls[rank]) on every rank."""
         return self._run(
-            [lambda b=b, c=c: _prepare_combine(b, **c) for b, c in zip(self.buffers, calls, strict=True)],
+            [partial(_prepare_combine, b, **c) for b, c in zip(self.buffers, calls, strict=True)],
             [b.session.combine for b in self.buffers],
             combine.finish,
         )
@@ -79,7 +82,8 @@ class LocalBuffers:
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 pending.append(make())
-        # Nothing but launches from here on: what allocates or loads may wait for kernels that wait for a rank not yet launched.
+        # Nothing but launches from here on: what allocates or loads may wait for kernels that wait for a rank that has
+        # not been launched yet.
         for run, p, stream in zip(execute, pending, self.streams, strict=True):
             with torch.cuda.stream(stream):
                 run(p.args)

@@ -1,4 +1,4 @@
-"""One process a GPU, over both kinds of windows: random cases, a killed rank, a silent rank, graphs, nothing left behind."""
+"""One process a GPU, over both kinds of windows: random cases, a killed rank, a silent rank, graphs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..conftest import Ranks
 
 KINDS = ["vmm", "nccl"]
 SIZES: list[dict[str, Any]] = [
-    {"hidden": 7168, "num_experts": 256, "topk": 8, "max_tokens": 256, "dtype": torch.bfloat16},
+    {"hidden": 7168, "num_experts": 256, "topk": 8, "max_tokens": 48, "dtype": torch.bfloat16},
     {"hidden": 136, "num_experts": 8, "topk": 3, "max_tokens": 33, "dtype": torch.float16},
-    {"hidden": 2880, "num_experts": 128, "topk": 4, "max_tokens": 1000, "dtype": torch.bfloat16},
+    {"hidden": 2880, "num_experts": 128, "topk": 4, "max_tokens": 150, "dtype": torch.bfloat16},
 ]
 SMALL: dict[str, Any] = {"hidden": 64, "num_experts": 8, "topk": 2, "max_tokens": 64}
 
@@ -48,7 +48,7 @@ def test_random_cases_match_the_reference(
 ) -> None:
     cases, seed = request.config.getoption("--gpu-cases") // 4, request.config.getoption("--seed")
     gpu_ranks.start(count, _random_cases, kind, cases, seed)
-    assert gpu_ranks.results(count, timeout_s=800) == {rank: "done" for rank in range(count)}
+    assert gpu_ranks.results(count, timeout_s=800) == dict.fromkeys(range(count), "done")
 
 
 def routing(rank: int) -> dict[str, torch.Tensor]:
