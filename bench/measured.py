@@ -33,7 +33,21 @@ def origin() -> dict[str, Any]:
         "command": command,
         "date": datetime.date.today().isoformat(),
         "machine": {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "moecomm": moecomm.__version__},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "moecomm": moecomm.__version__,
+            **(_cuda() if gpus else {}),
+        },
+    }
+
+
+def _cuda() -> dict[str, str]:
+    driver = Path("/proc/driver/nvidia/version").read_text().split("Kernel Module")[1].split()
+    return {
+        "cuda": str(torch.version.cuda),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "driver": next(word for word in driver if word[0].isdigit()),
     }
 
 

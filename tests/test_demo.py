@@ -180,12 +180,15 @@ def wait_until(condition: object, timeout_s: float = 30) -> None:
         time.sleep(0.01)
 
 
+PACKAGES = Path(moecomm.__file__).parent.parent  # of the moecomm that is tested, installed or built in place
+
+
 def start_demo(directory: Path) -> tuple[subprocess.Popen[str], set[int]]:
     """The command, with its temporary files in `directory`; and its ranks, once all have been started."""
     code = "import sys; sys.argv = ['moecomm', 'demo', '--backend', 'host']; from moecomm.cli import main; main()"
     command = subprocess.Popen(
-        ["/usr/bin/env", f"TMPDIR={directory}", sys.executable, "-c", code],
-        cwd=directory,  # not the repository, whose moecomm has not been built
+        ["/usr/bin/env", f"TMPDIR={directory}", f"PYTHONPATH={PACKAGES}", sys.executable, "-c", code],
+        cwd=directory,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

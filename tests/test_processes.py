@@ -211,18 +211,14 @@ def test_ctrl_c(ranks: Ranks) -> None:
     ranks.kill(1)
 
 
-def test_nothing_is_left_behind(ranks: Ranks) -> None:
-    def residue() -> set[str]:
-        return {
-            str(p)
-            for place in ("/dev/shm", tempfile.gettempdir())
-            for p in Path(place).iterdir()
-            if "pymp" not in p.name
-        }
-
-    before = residue()
+def test_nothing_is_left_behind(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (temporary := tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    before = set(os.listdir("/dev/shm"))
     ranks.start(3, _until_a_peer_dies, 1, "any time")
     time.sleep(1.5)
     ranks.kill(1)
     ranks.results(2)
-    assert residue() - before == set()
+    assert set(os.listdir("/dev/shm")) - before == set()
+    assert {p.name for p in temporary.iterdir() if not p.name.startswith("pymp-")} == set(), "pymp-: multiprocessing's own"

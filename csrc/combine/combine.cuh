@@ -46,14 +46,20 @@ MOECOMM_FN void announce(const Call& c) {
     }
 }
 
-// A warp: our staging still holds the rows of our last combine until every rank has read them.
+// A warp: our staging still holds the rows of our last combine until every rank has read them.  A rank that wants none of our rows now
+// may be through with this combine already, so a later tag will do.
 template <class Call>
 MOECOMM_FN bool await_drained(const Call& c) {
     const u32 last = load_relaxed(&own_state(c.a.ctx)->last_combine);
     bool missing = false;
     for (i32 p = lane_id(); last != 0 && p < Call::cfg.ranks && !missing; p += kWarp) {
-        u64 tag;
-        missing = !wait_flag(c.round, Phase::drained, p, drained_at(c.window(), p), last, tag);
+        const auto* flag = c.transport.template local<const u64>(drained_at(c.window(), p));
+        u32 tag;
+        const auto reached = [&] {
+            tag = signal_tag(load_acquire(flag));
+            return static_cast<i32>(tag - last) >= 0;
+        };
+        missing = !wait_for(c.round, Phase::drained, p, last, reached, [&] { return static_cast<i64>(tag); });
     }
     return !__any_sync(kAllLanes, missing);
 }
@@ -90,6 +96,7 @@ MOECOMM_FN void finish(const Call& c) {
 template <CombineConfig cfg, class Transport>
 MOECOMM_FN void combine(const CombineArgs& a) {
     static_assert(sizeof(CombineShared<cfg>) <= cfg.shared_bytes, "jit.py and CombineShared disagree");
+    static_assert(Transport::all_reachable, "rows are loaded from every peer's window");
     extern __shared__ __align__(128) u8 memory[];
     const Round round{a.ctx, Op::combine, load_relaxed(&own_state(a.ctx)->round) + 1};
     const CombineCall<cfg, Transport> c{a, Transport{a.ctx}, round, *reinterpret_cast<CombineShared<cfg>*>(memory)};

@@ -6,9 +6,8 @@
 //   void signal(rank, offset, value)                        by one thread: a u64 flag in a peer's window, after all that this thread has
 //                                                           written, or has seen written, before
 //   void put(rank, to, from, bytes, flag, value)            by a whole warp: `bytes` (a multiple of 8) from our memory into a peer's
-//   window,
-//                                                           then the flag, after all that the warp has seen written before
-//   constexpr bool all_reachable                            peer_ptr is never null: code for the others is not compiled
+//                                                           window, then the flag, after all that the warp has seen written before
+//   constexpr bool all_reachable                            peer_ptr is never null
 //
 // Flags are waited for in our own window (wait.cuh), whatever the transport.
 #pragma once

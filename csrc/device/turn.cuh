@@ -17,7 +17,8 @@ struct Turns {
         u32* counter = &done[turn % kTurnsOpen];
         const u32 earlier = turn / kTurnsOpen * warps;
         const auto count = [&] { return *static_cast<volatile u32*>(counter); };
-        if (!wait_for(r, Phase::grid, r.ctx.rank, earlier, [&] { return count() >= earlier; }, [&] { return static_cast<i64>(count()); }))
+        if (earlier != 0 &&
+            !wait_for(r, Phase::grid, r.ctx.rank, earlier, [&] { return count() >= earlier; }, [&] { return static_cast<i64>(count()); }))
             return false;
         u32 before;
         asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], 1;" : "=r"(before) : "r"(shared_address(counter)) : "memory");

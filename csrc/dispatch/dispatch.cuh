@@ -53,6 +53,7 @@ MOECOMM_FN void finish(const Call& c) {
 template <DispatchConfig cfg, class Transport>
 MOECOMM_FN void dispatch(const DispatchArgs& a) {
     static_assert(sizeof(DispatchShared<cfg>) <= cfg.shared_bytes, "jit.py and DispatchShared disagree");
+    static_assert(Transport::all_reachable, "rows are stored into every peer's window");
     extern __shared__ __align__(128) u8 memory[];
     const Round round{a.ctx, Op::dispatch, load_relaxed(&own_state(a.ctx)->round) + 1};
     const DispatchCall<cfg, Transport> c{a, Transport{a.ctx}, round, *reinterpret_cast<DispatchShared<cfg>*>(memory)};

@@ -113,7 +113,7 @@ def test_leaving_ends_a_peers_round(last_round: int) -> None:
 def test_blocks_of_a_round() -> None:
     session = lsa.LsaSession.__new__(lsa.LsaSession)
     session._most_blocks = 132
-    assert [session.workers(None, tokens) for tokens in (0, 1, 64, 65, 128, 256, 8192)] == [8, 8, 8, 9, 16, 32, 32]
+    assert [session.workers(None, tokens) for tokens in (0, 1, 64, 65, 128, 256, 8192)] == [8, 8, 32, 33, 64, 64, 64]
     assert [session.workers(requested, 128) for requested in (1, 16, 200)] == [1, 16, 132]
     session._most_blocks = 132 // 8  # eight ranks on one GPU: all their kernels are resident at once
     assert [session.workers(None, tokens) for tokens in (1, 128, 8192)] == [8, 16, 16]

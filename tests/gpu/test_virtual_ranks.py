@@ -152,6 +152,19 @@ def test_a_graph_replays_with_other_inputs(pair: LocalBuffers) -> None:
             buffer.check()
 
 
+def test_combines_one_after_the_other_with_a_rank_that_wants_nothing(pair: LocalBuffers) -> None:
+    """A rank without tokens is through with a combine before its peer has looked whether the last one was drained."""
+    mine = [call(0), call(1, 0)]
+    routed = pair.dispatch(mine)
+    want = mine[0]["x"].float() * mine[0]["topk_weights"].sum(dim=1, keepdim=True)
+    for _ in range(300):
+        outs = [pair.combine([{"y": r.x, "handle": r.handle} for r in routed]) for _ in range(3)]
+        pair.check()
+        for out in outs:
+            torch.testing.assert_close(out[0].float(), want, rtol=2**-7, atol=2**-7)
+            assert torch.equal(out[0], outs[0][0])
+
+
 def test_cupy_arrays_come_back_as_cupy_arrays(pair: LocalBuffers) -> None:
     cupy = pytest.importorskip("cupy")
     with moecomm.Buffer(

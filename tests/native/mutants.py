@@ -192,7 +192,13 @@ MUTANTS = [
         "failures",
     ),
     Mutant("void round does not count", "host/dispatch.cpp", "return d.r.finish();", "return;", "failures"),
-    Mutant("abort word not looked at", "protocol/deadline.h", "load_relaxed(d.abort_here) != 0 || ", "", "failures"),
+    Mutant(
+        "abort word not looked at",
+        "protocol/deadline.h",
+        "        back_off(tries);\n        if (load_relaxed(d.abort_here) != 0 || ",
+        "        back_off(tries);\n        if (",
+        "failures",
+    ),
     Mutant("peers not told", "host/wait.cpp", "    tell_everybody(ctx_, word);\n", "", "failures"),
     Mutant(
         "messenger named instead of the culprit", "host/wait.cpp", "abort_culprit(word);", "missing.peer;", "failures"
