@@ -43,7 +43,7 @@ MOECOMM_FN void fill_notice(const Call& c, Notice& n, u32 bad) {
     n.topk_idx = c.a.out_topk_idx;
     n.weights = c.a.out_weights;
     n.rows = c.a.out_rows;
-    n.staging = n.reserved = 0;
+    n.staging = n.pitch = 0;
 }
 
 // By one block, a warp a peer: the notice is the release of everything the grid has told that peer.

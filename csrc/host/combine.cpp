@@ -25,10 +25,15 @@ struct Combine {
     const Type type = static_cast<Type>(a.type);
     const Type staged_type = flat ? type : static_cast<Type>(a.wire);  // of the numbers in a staged row
     const bool past_cache = a.num_tokens * a.y_stride >= kPastCache;
+    // The experts' rows lie in our window: peers read them there, and nothing is staged.
+    const bool in_place = a.weight_grads == 0 && a.y >= heap() && a.y < a.ctx.peers[r.me] + a.ctx.window.bytes;
     const i64 pitch = a.ctx.shape.staged_row_bytes;
     const i64 grads_at = pitch - align_up<i64>(topk * sizeof(float), 16);  // in a staged row
     const i32* const source_base = memory<const i32>(a.route.source_base);
     const i32* const slot_base = memory<const i32>(a.route.slot_base);
+
+  private:
+    u64 heap() const { return a.ctx.peers[r.me] + a.ctx.window.heap; }
 };
 
 void announce(Combine& c) {
@@ -36,17 +41,22 @@ void announce(Combine& c) {
     n.call = c.a.call;
     n.num_tokens = c.a.num_tokens;
     n.staging = c.a.ctx.window.staging;
+    if (c.in_place) {
+        const u64 window = c.a.ctx.peers[c.r.me];
+        n.x = c.a.y - window;
+        n.pitch = static_cast<u64>(c.a.y_stride);
+        if (!c.flat && c.a.weighted != 0) n.weights = c.a.route.row_weights - window;
+    }
     c.r.announce(n, nullptr);
 }
 
-// Our staging still holds the rows of our last combine: every rank must have read them.  A rank that wants none of our rows may have
-// finished this combine already, so its flag may be ahead.
-bool await_drained(Combine& c) {
-    const u32 last = c.r.state.last_combine;
-    for (i32 p = 0; last != 0 && p < c.r.ranks; ++p) {
+// Every rank has read what we offered in combine `round`.  A rank that wants none of our rows may be a combine ahead of us, and so its
+// flag.
+bool await_drained(Combine& c, u32 round) {
+    for (i32 p = 0; p < c.r.ranks; ++p) {
         const u64* flag = at<u64>(c.a.ctx, c.r.me, drained_at(c.a.ctx.window, p));
-        const auto drained = [&] { return static_cast<i32>(signal_tag(load_acquire(flag)) - last) >= 0; };
-        if (!c.r.watch.until(Phase::drained, drained, [&] { return Missing{p, flag, last}; })) return false;
+        const auto drained = [&] { return static_cast<i32>(signal_tag(load_acquire(flag)) - round) >= 0; };
+        if (!c.r.watch.until(Phase::drained, drained, [&] { return Missing{p, flag, round}; })) return false;
     }
     return true;
 }
@@ -129,6 +139,10 @@ class Home {
     }
     bool pull_if_reduced(i32 first);
     void pull(i32 token);
+    const u8* single_row(i32 rank, i32 slot) const;
+    void add_in_place(float* sum, i32 token, i32 rank, i64 column, i64 n) const;
+    void add_up(float* sum, i32 token, const i32* slot, i64 column, i64 n) const;
+    void bring_grads(i32 token, const i32* slot) const;
 
     Combine& c_;
     float* scratch_;
@@ -140,7 +154,7 @@ Missing Home::missing(i32 first) const {
     for (i32 token = first; token < end; ++token) {
         const i32* slot = memory<const i32>(c_.a.route.token_slot) + static_cast<i64>(token) * c_.r.ranks;
         for (i32 p = 0; p < c_.r.ranks; ++p) {
-            if (slot[p] < 0) continue;
+            if (slot[p] < 0 || c_.r.notice(p).x != 0) continue;
             const i32 block = (slot[p] - c_.slot_base[p]) / kMinChunk;
             const u64* flag = at<const u64>(c_.a.ctx, c_.r.me, reduced_at(c_.a.ctx.window, p, block));
             if (!has_tag(flag, c_.r.tag)) return {p, flag, c_.r.tag};
@@ -155,28 +169,80 @@ bool Home::pull_if_reduced(i32 first) {
     return true;
 }
 
-// The sum over the ranks, in the order of the ranks, then the bias, then one rounding.
-void Home::pull(i32 token) {
+// What `rank` holds of the token, where it has one row for it: a reduced one or, in place, the caller's own.  Null: several, in place.
+const u8* Home::single_row(i32 rank, i32 slot) const {
+    const Notice& from = c_.r.notice(rank);
+    if (from.x == 0) return at<const u8>(c_.a.ctx, rank, from.staging) + slot * c_.pitch;
+    return c_.flat ? at<const u8>(c_.a.ctx, rank, from.x) + slot * static_cast<i64>(from.pitch) : nullptr;
+}
+
+// The rows of the token at `rank`, in place, added up and rounded as that rank would have staged them.
+void Home::add_in_place(float* sum, i32 token, i32 rank, i64 column, i64 n) const {
     const CombineArgs& a = c_.a;
-    const i32* slot = memory<const i32>(a.route.token_slot) + static_cast<i64>(token) * c_.r.ranks;
-    Addends from;
-    from.type = c_.staged_type;
-    for (i32 p = 0; p < c_.r.ranks; ++p)
-        if (slot[p] >= 0) from.add(at<const u8>(a.ctx, p, c_.r.notice(p).staging) + slot[p] * c_.pitch, 1.0f);
-    const u8* bias = a.bias != 0 ? memory<const u8>(a.bias) + token * a.bias_stride : nullptr;
-    u8* out = memory<u8>(a.out) + token * a.out_stride;
-    for (i64 column = 0; column < a.hidden; column += kColumns) {
-        const i64 n = std::min<i64>(kColumns, a.hidden - column);
-        sum_rows(scratch_, from, column, n);
-        if (bias != nullptr) add_row(scratch_, bias + column * bytes_of(c_.type), c_.type, n);
-        round_row(out + column * bytes_of(c_.type), scratch_, c_.type, n);
+    const Notice& from = c_.r.notice(rank);
+    const i64 first = static_cast<i64>(token) * c_.topk;
+    Addends rows;
+    rows.type = c_.type;
+    for (i64 entry = first; entry < first + c_.topk; ++entry) {
+        if (memory<const i32>(a.route.token_owner)[entry] != rank) continue;
+        const i64 row = memory<const i32>(a.route.token_rows)[entry];
+        const float weight = from.weights != 0 ? at<const float>(a.ctx, rank, from.weights)[row] : 1.0f;
+        rows.add(at<const u8>(a.ctx, rank, from.x) + row * static_cast<i64>(from.pitch), weight);
     }
-    if (a.out_weight_grads == 0) return;
+    float partial[kColumns];
+    sum_rows(partial, rows, column, n);
+    if (c_.staged_type == Type::fp32) return add_row(sum, reinterpret_cast<const u8*>(partial), Type::fp32, n);
+    u8 rounded[kColumns * sizeof(u16)];
+    round_row(rounded, partial, c_.staged_type, n);
+    add_row(sum, rounded, c_.staged_type, n);
+}
+
+// The sum over the ranks, in the order of the ranks.
+void Home::add_up(float* sum, i32 token, const i32* slot, i64 column, i64 n) const {
+    Addends rows;
+    rows.type = c_.staged_type;
+    bool several = false;
+    for (i32 p = 0; p < c_.r.ranks && !several; ++p) {
+        if (slot[p] < 0) continue;
+        const u8* row = single_row(p, slot[p]);
+        several = row == nullptr;
+        rows.add(row, 1.0f);
+    }
+    if (!several) return sum_rows(sum, rows, column, n);
+    std::fill_n(sum, n, 0.0f);
+    for (i32 p = 0; p < c_.r.ranks; ++p) {
+        if (slot[p] < 0) continue;
+        const u8* row = single_row(p, slot[p]);
+        if (row == nullptr) {
+            add_in_place(sum, token, p, column, n);
+        } else {
+            add_row(sum, row + column * bytes_of(c_.staged_type), c_.staged_type, n);
+        }
+    }
+}
+
+void Home::bring_grads(i32 token, const i32* slot) const {
+    const CombineArgs& a = c_.a;
     for (i64 entry = static_cast<i64>(token) * c_.topk, k = 0; k < c_.topk; ++entry, ++k) {
         const i32 owner = memory<const i32>(a.route.token_owner)[entry];
         float* grad = memory<float>(a.out_weight_grads) + entry;
         *grad = owner < 0 ? 0.0f : at<float>(a.ctx, owner, c_.r.notice(owner).staging + slot[owner] * c_.pitch + c_.grads_at)[k];
     }
+}
+
+// The sum, then the bias, then one rounding.
+void Home::pull(i32 token) {
+    const CombineArgs& a = c_.a;
+    const i32* slot = memory<const i32>(a.route.token_slot) + static_cast<i64>(token) * c_.r.ranks;
+    const u8* bias = a.bias != 0 ? memory<const u8>(a.bias) + token * a.bias_stride : nullptr;
+    u8* out = memory<u8>(a.out) + token * a.out_stride;
+    for (i64 column = 0; column < a.hidden; column += kColumns) {
+        const i64 n = std::min<i64>(kColumns, a.hidden - column);
+        add_up(scratch_, token, slot, column, n);
+        if (bias != nullptr) add_row(scratch_, bias + column * bytes_of(c_.type), c_.type, n);
+        round_row(out + column * bytes_of(c_.type), scratch_, c_.type, n);
+    }
+    if (a.out_weight_grads != 0) bring_grads(token, slot);
 }
 
 // Reduces the rows here block by block, the same block of every source before the next: the tokens whose rows are all reduced come home
@@ -187,7 +253,7 @@ void reduce_and_pull(Combine& c, i32 worker, i32 stride) {
     i32 blocks = 0;
     for (i32 source = 0; source < c.r.ranks; ++source) blocks = std::max(blocks, blocks_of(c, source));
     bool agreed = false;
-    for (i32 block = worker; block < blocks; block += stride) {
+    for (i32 block = worker; block < blocks && !c.in_place; block += stride) {
         for (i32 turn = 0; turn < c.r.ranks; ++turn)
             if (const i32 source = c.r.peer(turn); block < blocks_of(c, source)) reduce_block(c, source, block, scratch);
         agreed = agreed || (c.r.notices_in() && c.r.judge().failure == Failure::none);
@@ -210,12 +276,14 @@ void combine(const CombineArgs& args) {
     if (c.r.watch.aborted()) return;
     Team team(args.workers);
     announce(c);
-    if (!await_drained(c)) return;
+    // Our staging may still hold the rows of our last combine.
+    if (const u32 last = c.r.state.last_combine; last != 0 && !await_drained(c, last)) return;
     team.run([&](i32 worker) { reduce_and_pull(c, worker, team.size()); });
     if (c.r.watch.failed()) return;
     const Verdict verdict = c.r.judge();
     if (verdict.failure == Failure::none) {
         tell_drained(c);
+        if (c.in_place && !await_drained(c, c.r.tag)) return;  // the caller may do with its rows what it likes when we return
     } else {
         c.r.leave_verdict(verdict);
     }

@@ -17,9 +17,10 @@ struct Notice {
     i32 pad;
     // Offsets in the sender's window.  dispatch: where peers write.
     u64 x, scales, src, topk_idx, weights, rows;
-    // combine: where peers read.
+    // combine: where peers read: rows reduced for them at `staging`; or, where `x` is not 0, the experts' rows themselves at `x`, `pitch`
+    // bytes apart, and their weights at `weights` (0: not weighted).
     u64 staging;
-    u64 reserved;
+    u64 pitch;
 };
 static_assert(sizeof(Notice) == 112, "one store each of seven 16-byte words");
 

@@ -1,4 +1,6 @@
 // A scenario as the calls that ranks make.
+#include <cstring>
+
 #include "scenario.h"
 
 namespace moecomm::test {
@@ -46,6 +48,14 @@ void place_outputs(const Scenario& scenario, Cluster& cluster) {
             l.source_base.assign(s.ranks + 1, 12345);
             l.tokens_per_expert.assign(s.experts / s.ranks, 12345);
             l.num_rows.assign(1, 12345);
+        }
+    }
+    for (const auto& c : scenario.combines) {
+        for (i32 rank = 0; rank < s.ranks; ++rank) {
+            Combined::Part& part = c->parts[rank];
+            if (!part.y_in_window || part.y.empty()) continue;
+            part.y_at = cluster.output(rank, part.y.size());
+            std::memcpy(cluster.base(rank) + part.y_at, part.y.data(), part.y.size());
         }
     }
 }
@@ -97,7 +107,7 @@ CombineArgs combine_args(const Cluster& cluster, Combined& c, i32 rank) {
     CombineArgs a{};
     a.ctx = cluster.context(rank);
     a.route = route_of(cluster, l, rank);
-    a.y = address(part.y);
+    a.y = part.y_at != 0 ? reinterpret_cast<u64>(cluster.base(rank)) + part.y_at : address(part.y);
     a.bias = c.bias ? address(part.bias) : 0;
     a.weight_grads = c.grads ? reinterpret_cast<u64>(part.grads.data()) : 0;
     a.y_stride = part.y_stride;

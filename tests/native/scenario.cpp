@@ -136,6 +136,7 @@ std::unique_ptr<Combined> random_combine(Random& random, const Shape& s, const L
         part.workers = random.once_in(4) ? random.between(1, limits.workers) : 1;
         part.y_stride = row + 16 * random.between(0, 2);
         part.y = random_rows(random, rows, part.y_stride, routed.hidden, c->type);
+        part.y_in_window = random.once_in(3);
         part.bias_stride = shared_bias ? 0 : row;
         if (c->bias) part.bias = random_rows(random, shared_bias ? 1 : tokens, row, routed.hidden, c->type);
         part.out_stride = row + 16 * random.between(0, 1);
@@ -154,6 +155,11 @@ i64 heap_needed(const Shape& s, const Scenario& scenario) {
         for (const Landing& landing : d->landing) rows = std::max<i64>(rows, landing.max_rows);
         bytes += rows * (d->row_bytes + d->scale_bytes + 8 + s.topk * 12) + static_cast<i64>(s.ranks) * s.max_tokens * s.topk * 4;
         bytes += 6 * (Cluster::kGuard + 32);
+    }
+    for (const auto& c : scenario.combines) {
+        i64 most = 0;
+        for (const Combined::Part& part : c->parts) most = std::max<i64>(most, part.y.size());
+        bytes += most + Cluster::kGuard + 32;
     }
     return bytes;
 }

@@ -44,6 +44,8 @@ struct Combined {
         i32 workers;
         i64 y_stride, bias_stride, out_stride;
         std::vector<u8> y, bias, out;
+        bool y_in_window;
+        u64 y_at = 0;  // there
         std::vector<float> grads, out_grads;
     };
     const Dispatched* routed;
