@@ -7,6 +7,8 @@ Twice, each time with the same rows on both sides:
 added in float32; received rows and sums are compared bit for bit.
 `expert` and `batched` against a row a (token, expert), which is what they hand to the experts: topk rows a token there
 and back, weighted and added in float32.  (gloo's rows do not arrive grouped by expert; that would cost it more.)
+The rows that combine takes home are those that arrived: they lie in the window, as rows of Buffer.empty do, and are
+read there.  `copied` is the same combine of rows elsewhere, beside the same dispatch.
 gloo is given what it can't know, how many rows go where and which, untimed.  All take turns in one run; a time is that
 of the slowest rank, and the median over rounds.
 """
@@ -28,8 +30,10 @@ import moecomm
 from moecomm.launch import launch
 from moecomm.router import MODELS, random_routing
 
-WAYS = ("gloo_by_rank", "gloo_by_expert", "flat", "expert", "batched")
+LAYOUTS = ("flat", "expert", "batched")
 AGAINST = {"flat": "gloo_by_rank", "expert": "gloo_by_expert", "batched": "gloo_by_expert"}
+AGAINST |= {f"{layout}, copied": way for layout, way in AGAINST.items()}
+WAYS = ("gloo_by_rank", "gloo_by_expert", *AGAINST)
 Times = tuple[float, float]  # seconds of dispatch, of combine
 WARMUP = 3
 BLOCK = 16  # tokens summed at once: they stay in cache (measured: faster than index_add_ of whole tensors)
@@ -114,11 +118,15 @@ def run_rank(
             rows, sums, found = {}, {}, {}
             for way, gloo in (("gloo_by_rank", by_rank), ("gloo_by_expert", by_expert)):
                 rows[way], sums[way], found[way] = turn(gloo.dispatch, gloo.combine)
-            for way in ("flat", "expert", "batched"):
+            for way in LAYOUTS:
                 rows[way], sums[way], found[way] = turn(
                     partial(buffer.dispatch, x, topk_idx, weights, layout=way),
                     lambda routed: buffer.combine(routed.x, routed.handle),
                 )
+                elsewhere = rows[way].x.clone()
+                again, combine_s = timed(partial(buffer.combine, elsewhere, rows[way].handle))
+                assert torch.equal(again, sums[way])
+                found[f"{way}, copied"] = (found[way][0], combine_s)
             check(rows, sums)
             for way in WAYS:
                 times[way] += [found[way]] * (number >= WARMUP)
@@ -167,7 +175,7 @@ def main() -> None:
     found = {way: median_ms(by_rank, way) for way in WAYS}
     ratios = {way: found[gloo]["both_ms"] / found[way]["both_ms"] for way, gloo in AGAINST.items()}
     for way, medians in found.items():
-        print(f"{way:<15}" + "  ".join(f"{key} {value:8.2f}" for key, value in medians.items()), end="  ")
+        print(f"{way:<16}" + "  ".join(f"{key} {value:8.2f}" for key, value in medians.items()), end="  ")
         print(f"{ratios[way]:.2f} x {AGAINST[way]}" if way in ratios else "")
     case = {"ranks": given.ranks, "dtype": "bfloat16", **job}
     rows = {key: sum(r[key] for r in by_rank) for key in ("rows_by_rank", "rows_by_expert")}

@@ -46,7 +46,7 @@ def _cuda() -> dict[str, str]:
     driver = Path("/proc/driver/nvidia/version").read_text().split("Kernel Module")[1].split()
     return {
         "cuda": str(torch.version.cuda),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "nccl torch was built with": ".".join(map(str, torch.cuda.nccl.version())),
         "driver": next(word for word in driver if word[0].isdigit()),
     }
 

@@ -29,18 +29,52 @@ def host_vs_gloo(found: dict[str, Any]) -> str:
     for rows, way in (
         ("one a (token, rank)", "gloo_by_rank"),
         ("", "flat"),
+        ("", "flat, copied"),
         ("one a (token, expert)", "gloo_by_expert"),
         ("", "expert"),
+        ("", "expert, copied"),
         ("", "batched"),
+        ("", "batched, copied"),
     ):
         times = " | ".join(f"{medians[way][key]:.1f} ms" for key in ("dispatch_ms", "combine_ms", "both_ms"))
         ratio = f"{ratios[way]:.1f}" if way in ratios else ""
         lines.append(f"| {rows} | {'gloo' if way.startswith('gloo') else f'`{way}`'} | {times} | {ratio} |")
-    lines.append("")
+    lines += [
+        "",
+        "Combine reads rows that lie in the window (`Buffer.empty`) there; `copied`: rows that lie elsewhere.",
+        "",
+    ]
     return "\n".join(lines)
 
 
-SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {"host_vs_gloo": host_vs_gloo}
+def nvlink(found: dict[str, Any]) -> str:
+    """The section of bench/nvlink.py."""
+    case, machine = found["case"], found["machine"]
+    blocks = {row["sms"] for row in found["rows"]} & {DEFAULT_BLOCKS}
+    lines = [
+        f"{case['ranks']} x {machine['gpus'][0]}, windows by `{found['backend'].split('/')[1]}`: hidden "
+        f"{case['hidden']}, top-{case['topk']} of {case['experts']} experts, {max(blocks)} blocks (the default), whole "
+        "operations inside a captured graph, slowest rank; `wire`: remote bytes at 320 GB/s over the time:",
+        "",
+        "| tokens a rank | operation | layout | time | remote bytes | wire |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in found["rows"]:
+        if row["sms"] in blocks:
+            lines.append(
+                f"| {row['tokens']} | {row['what']} | `{row['layout']}` | {row['us']:.0f} us | "
+                f"{row['remote_bytes'] / 1e6:.1f} MB | {row['of_320']:.2f} |"
+            )
+    lines += [
+        "",
+        "`combine` of `expert` rows carries float32 sums, one rounding in all; `bf16 wire` rounds each rank's sum.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+DEFAULT_BLOCKS = 64
+SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {"nvlink-vmm-4": nvlink, "host_vs_gloo": host_vs_gloo}
 
 
 def figures() -> str:

@@ -195,6 +195,14 @@ class Buffer:
         self._session.combine(pending.args)
         return combine.finish(self, pending)
 
+    def empty(self, handle: Handle, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """An uninitialised `y` for combine(y, handle), in the window, of `dtype` (default: the Buffer's).
+
+        CPU ranks read such rows where they are, each once, and no rank makes a copy.  GPUs gain nothing from it yet.
+        """
+        self._usable()
+        return combine.empty(self, handle, dtype or self.dtype)
+
     def check(self) -> None:
         """Waits for every round so far and raises what went wrong in them, if anything."""
         self._usable()

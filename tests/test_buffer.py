@@ -124,6 +124,22 @@ def test_numpy_arrays_come_back_as_numpy_arrays() -> None:
         np.testing.assert_allclose(out, given["x"] * given["topk_weights"].sum(axis=1, keepdims=True), rtol=1e-6)
 
 
+@pytest.mark.parametrize("layout", ["flat", "expert", "batched"])
+def test_rows_written_in_the_window_are_read_there(layout: str) -> None:
+    with LocalBuffers(2, **SIZES, backend="host") as ranks:
+        routed = ranks.dispatch([{**call(r), "layout": layout} for r in range(2)])
+        want = ranks.combine([{"y": r.x * 3, "handle": r.handle} for r in routed])
+        rows = [b.empty(r.handle).copy_(r.x * 3) for b, r in zip(ranks.buffers, routed, strict=True)]
+        for y, here in zip(rows, routed, strict=True):
+            assert y.shape == here.x.shape and y.dtype is torch.float32
+        got = ranks.combine([{"y": y, "handle": r.handle} for y, r in zip(rows, routed, strict=True)])
+        for y in rows:
+            y.fill_(torch.nan)  # ours again
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        with pytest.raises(moecomm.BadInput, match="dtype"):
+            ranks.buffers[0].empty(routed[0].handle, torch.float64)
+
+
 def test_many_ranks() -> None:
     sizes = {"ranks": 64, "hidden": 16, "num_experts": 128, "topk": 8, "max_tokens": 4, "dtype": torch.bfloat16}
     with LocalBuffers(**sizes, backend="host") as ranks:

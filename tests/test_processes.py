@@ -221,4 +221,6 @@ def test_nothing_is_left_behind(ranks: Ranks, tmp_path: Path, monkeypatch: pytes
     ranks.kill(1)
     ranks.results(2)
     assert set(os.listdir("/dev/shm")) - before == set()
-    assert {p.name for p in temporary.iterdir() if not p.name.startswith("pymp-")} == set(), "pymp-: multiprocessing's own"
+    assert {p.name for p in temporary.iterdir() if not p.name.startswith("pymp-")} == set(), (
+        "pymp-: multiprocessing's own"
+    )

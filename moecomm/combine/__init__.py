@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moecomm import _native, call
-from moecomm.arrays import adopt, check_rows, check_tensor
+from moecomm.arrays import adopt, check_rows, check_tensor, window_tensor
 from moecomm.dispatch import LAYOUTS, check_handle, check_workers
 from moecomm.errors import BadInput
 from moecomm.routed import Handle
@@ -77,6 +78,16 @@ def prepare(
         weight_grads_given=int(grads is not None),
     )
     return Pending(args, out, home, back, (rows, bias, grads))
+
+
+def empty(buffer: Buffer, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
+    """See Buffer.empty."""
+    check_handle(buffer, handle)
+    if dtype not in DTYPES:
+        raise BadInput("dtype", dtype, " or ".join(map(str, DTYPES)))
+    block = buffer.memory.allocate(max(1, math.prod(handle.y_shape) * dtype.itemsize))
+    address = buffer.session.context.peers[buffer.rank] + block.offset
+    return window_tensor(block, address, handle.y_shape, dtype, buffer.device, buffer.session.owner)
 
 
 def finish(buffer: Buffer, pending: Pending) -> Any:

@@ -44,6 +44,7 @@ class Case:
     bias: list[torch.Tensor | None]
     weight_grads: bool
     workers: int | None
+    in_window: bool  # CPUs: experts write into Buffer.empty
 
 
 def random_case(
@@ -118,4 +119,5 @@ def random_case(
         ],
         weight_grads=rng.random() < 0.3,
         workers=rng.choice([None, 1, 2, 3]),
+        in_window=rng.random() < 0.3,
     )

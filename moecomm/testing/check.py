@@ -89,13 +89,16 @@ class Wanted:
     def combine_call(self, rank: int, routed: Routed) -> dict[str, Any]:
         """Arguments of Buffer.combine on this rank."""
         case, shape, device = self.case, routed.handle.y_shape, routed.x.device
-        call = {
+        call: dict[str, Any] = {
             "y": _padded(self.y[rank], shape).to(device),
             "handle": routed.handle,
             "weighted": case.weighted,
             "wire": case.wire,
             "num_sms": case.workers,
         }
+        if case.in_window and device.type == "cpu":
+            handle = routed.handle
+            call["y"] = handle.buffer.empty(handle).copy_(call["y"])
         if (bias := case.bias[rank]) is not None:
             call["bias"] = bias.to(device)
         if self.grads is not None:

@@ -56,23 +56,23 @@ MUTANTS = [
     Mutant(
         "drained flag read without acquire",
         "host/combine.cpp",
-        "static_cast<i32>(signal_tag(load_acquire(flag)) - last)",
-        "static_cast<i32>(signal_tag(__atomic_load_n(flag, __ATOMIC_RELAXED)) - last)",
+        "static_cast<i32>(signal_tag(load_acquire(flag)) - round)",
+        "static_cast<i32>(signal_tag(__atomic_load_n(flag, __ATOMIC_RELAXED)) - round)",
         "tsan",
     ),
     # Rounds that run into each other.
     Mutant(
         "staging overwritten before it is drained",
         "host/combine.cpp",
-        "    if (!await_drained(c)) return;\n",
-        "",
+        "last != 0 && !await_drained(c, last)",
+        "last == ~0u && !await_drained(c, last)",
         "tsan",
     ),
     Mutant(
         "a reader that is ahead counts as late",
         "host/combine.cpp",
-        "- last) >= 0;",
-        "- last) == 0;",
+        "- round) >= 0;",
+        "- round) == 0;",
         "plain",
     ),
     Mutant(
@@ -157,8 +157,29 @@ MUTANTS = [
     Mutant(
         "ranks summed from the last",
         "host/combine.cpp",
-        "    for (i32 p = 0; p < c_.r.ranks; ++p)\n        if (slot[p] >= 0) from.add(",
-        "    for (i32 p = c_.r.ranks - 1; p >= 0; --p)\n        if (slot[p] >= 0) from.add(",
+        "for (i32 p = 0; p < c_.r.ranks && !several; ++p) {",
+        "for (i32 p = c_.r.ranks - 1; p >= 0 && !several; --p) {",
+        "plain",
+    ),
+    Mutant(
+        "caller gets its rows back while peers read them",
+        "host/combine.cpp",
+        "if (c.in_place && !await_drained(c, c.r.tag)) return;",
+        "",
+        "tsan",
+    ),
+    Mutant(
+        "rows in place not weighted",
+        "host/combine.cpp",
+        "from.weights != 0 ? at<const float>(a.ctx, rank, from.weights)[row] : 1.0f;",
+        "1.0f;",
+        "plain",
+    ),
+    Mutant(
+        "sum of rows in place not rounded for the wire",
+        "host/combine.cpp",
+        "    if (c_.staged_type == Type::fp32) return add_row(sum, reinterpret_cast<const u8*>(partial)",
+        "    if (c_.staged_type < Type::e4m3) return add_row(sum, reinterpret_cast<const u8*>(partial)",
         "plain",
     ),
     Mutant(

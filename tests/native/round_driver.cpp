@@ -19,7 +19,10 @@ void run_rank(const Cluster& cluster, const Scenario& scenario, u64 seed, i32 ra
     for (const Step& step : scenario.steps) {
         for (i32 i = jitter.once_in(3) ? jitter.between(1, 3) : 0; i > 0; --i) std::this_thread::yield();
         if (step.dispatch != nullptr) host::dispatch(dispatch_args(cluster, *step.dispatch, rank));
-        if (step.combine != nullptr) host::combine(combine_args(cluster, *step.combine, rank));
+        if (step.combine == nullptr) continue;
+        host::combine(combine_args(cluster, *step.combine, rank));
+        const Combined::Part& part = step.combine->parts[rank];  // its rows are the caller's again, who writes others at once
+        if (part.y_at != 0) std::fill_n(cluster.base(rank) + part.y_at, part.y.size(), kUntouched);
     }
 }
 
