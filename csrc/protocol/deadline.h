@@ -25,8 +25,9 @@ struct Deadline {
 
 #if MOECOMM_DEVICE
 
-// Multiprocessor cycles between two looks at the time and the abort words: some 4 ms.  globaltimer is one for the whole GPU and its
-// readers queue: with two reads a wait, a combine of 4096 tokens took 107 ms on H200 instead of 0.6.  The host's word is behind PCIe.
+// Multiprocessor cycles between two looks at the time and the abort words: some 4 ms.  globaltimer is one for the whole GPU, and its
+// readers queue; the host's word is behind PCIe.  Read at the start of every wait and every 64 polls, they made a combine of 4096 tokens
+// take 107 ms on 4 H200, instead of 0.6 (bench/results/nvlink-vmm-4-clock-read-in-every-wait.json and nvlink-vmm-4.json).
 constexpr u32 kLookCycles = 1u << 23;
 
 MOECOMM_FN u32 cycles() {
