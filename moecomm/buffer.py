@@ -140,7 +140,6 @@ class Buffer:
             BadInput, Closed: at once; what only the device can see at the next host-visible point, on every rank.
             Timeout, PeerLost, Aborted, Mismatch: the round failed; likewise.
         """
-        self._usable()
         pending = dispatch.prepare(
             self,
             x,
@@ -190,7 +189,6 @@ class Buffer:
             bias, rounded once; zeros (plus bias) for a token with no expert.  With `weight_grads`: that and float32
             `[T, K]`.
         """
-        self._usable()
         pending = combine.prepare(self, y, handle, out, bias, weighted, weight_grads, wire, num_sms)
         self._session.combine(pending.args)
         return combine.finish(self, pending)
@@ -200,14 +198,13 @@ class Buffer:
 
         CPU ranks read such rows where they are, each once, and no rank makes a copy.  GPUs gain nothing from it yet.
         """
-        self._usable()
         return combine.empty(self, handle, dtype or self.dtype)
 
     def check(self) -> None:
         """Waits for every round so far and raises what went wrong in them, if anything."""
-        self._usable()
+        self.require_usable()
         self._session.synchronize()
-        self._raise_failure()
+        self.raise_failure()
 
     def abort(self) -> None:
         """Makes every wait of this rank end at once, from any thread; the Buffer can then only be closed."""
@@ -251,12 +248,13 @@ class Buffer:
     ) -> None:
         self.close()
 
-    def _usable(self) -> None:
+    def require_usable(self) -> None:
+        """Raises Closed, or what earlier rounds left behind; does not wait for the device."""
         if not self._close.alive:
             raise Closed()
-        self._raise_failure()
+        self.raise_failure()
 
-    def _raise_failure(self) -> None:
+    def raise_failure(self) -> None:
         """Raises what the last rounds left behind.  Bad input and mismatches are told once; a failed round ends the
         Buffer.
         """

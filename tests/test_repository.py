@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+import moecomm
 
 ROOT = Path(__file__).parent.parent
 PYTHON = sorted(path for folder in ("moecomm", "bench", "tests") for path in (ROOT / folder).rglob("*.py"))
@@ -135,3 +140,16 @@ def test_a_result_says_where_it_comes_from(path: Path) -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"])
     script = found["command"].split()[1]
     assert (ROOT / script).is_file(), f"{script} does not exist"
+
+
+def test_importing_is_quick() -> None:
+    """Under a second beyond torch's own import, and without anything a GPU would need."""
+    code = (
+        "import sys, time, torch; before = set(sys.modules); begin = time.perf_counter(); import moecomm;"
+        "print(time.perf_counter() - begin, *{m.split('.')[0] for m in set(sys.modules) - before})"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(moecomm.__file__).parent.parent)}
+    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    seconds, *modules = told.stdout.split()
+    assert float(seconds) < 1
+    assert not {"cuda", "cupy", "nccl", "nvshmem"} & set(modules)

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import threading
+import time
 import warnings
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,8 @@ _RECORD, _ABORT, _ROUND, _NOTICE, _CONTROL_BYTES = 0, 64, 128, 256, 512
 # those of 128 tokens take the least time (bench/results/nvlink-vmm-4.json); no more than one for two tokens.
 _TOKENS, _FEWEST, _MOST = 2, 8, 64
 
+_SPIN_S, _NAP_S = 2e-3, 1e-4  # a wait for the device spins for a while, then looks now and then
+_ABORTED = 3  # Failure::aborted
 _FATAL = (1, 2, 3)  # Failure::timeout, peer_lost, aborted: no round can follow
 _NOTHING = contextlib.nullcontext()
 
@@ -146,7 +149,18 @@ class LsaSession:
         if self._captured:  # a graph may have been replayed on any stream
             torch.cuda.synchronize(self.device)
         elif self._last is not None:
-            self._last.synchronize()
+            self._await(self._last.record_event())
+
+    def _await(self, event: torch.cuda.Event) -> None:
+        """Looks at the event instead of blocking in the driver, so that Ctrl-C is not put off until a deadline."""
+        begin = time.perf_counter()
+        try:
+            while not event.query():  # type: ignore[no-untyped-call]
+                if time.perf_counter() - begin > _SPIN_S:
+                    time.sleep(_NAP_S)
+        except KeyboardInterrupt:
+            self.abort(_ABORTED, self.context.rank)
+            raise
 
     def abort(self, cause: int, culprit: int) -> None:
         """Makes every wait of this rank end."""

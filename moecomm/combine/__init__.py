@@ -35,14 +35,15 @@ def prepare(
     buffer: Buffer,
     y: Any,
     handle: Handle,
-    out: Any,
-    bias: Any,
-    weighted: bool,
-    weight_grads: Any,
-    wire: torch.dtype | None,
-    num_sms: int | None,
+    out: Any = None,
+    bias: Any = None,
+    weighted: bool = True,
+    weight_grads: Any = None,
+    wire: torch.dtype | None = None,
+    num_sms: int | None = None,
 ) -> Pending:
     """Checks the arguments; see Buffer.combine."""
+    buffer.require_usable()
     session = buffer.session
     check_handle(buffer, handle)
     y, back = adopt("y", y)
@@ -82,6 +83,7 @@ def prepare(
 
 def empty(buffer: Buffer, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
     """See Buffer.empty."""
+    buffer.require_usable()
     check_handle(buffer, handle)
     if dtype not in DTYPES:
         raise BadInput("dtype", dtype, " or ".join(map(str, DTYPES)))
@@ -93,7 +95,7 @@ def empty(buffer: Buffer, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
 def finish(buffer: Buffer, pending: Pending) -> Any:
     """Hands the result out; on CPUs after a look at how the round went."""
     if buffer.device.type == "cpu":
-        buffer._raise_failure()
+        buffer.raise_failure()
     if pending.out_weight_grads is None:
         return pending.out
     return pending.out, pending.back(pending.out_weight_grads)

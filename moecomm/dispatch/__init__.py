@@ -41,19 +41,20 @@ class Pending:
 def prepare(
     buffer: Buffer,
     x: Any,
-    topk_idx: Any,
-    topk_weights: Any,
-    layout: str,
-    expert_alignment: int,
-    quantize: str | None,
-    scales: Any,
-    max_rows: int | None,
-    sync: bool | None,
-    handle: Handle | None,
-    num_sms: int | None,
-    check_weights: bool,
+    topk_idx: Any = None,
+    topk_weights: Any = None,
+    layout: str = "expert",
+    expert_alignment: int = 1,
+    quantize: str | None = None,
+    scales: Any = None,
+    max_rows: int | None = None,
+    sync: bool | None = None,
+    handle: Handle | None = None,
+    num_sms: int | None = None,
+    check_weights: bool = False,
 ) -> Pending:
     """Checks the arguments (see Buffer.dispatch) and makes room for the outputs."""
+    buffer.require_usable()
     session = buffer.session
     x, back = adopt("x", x)
     args = _native.DispatchArgs()
@@ -100,7 +101,7 @@ def finish(buffer: Buffer, pending: Pending) -> Routed:
     routed, handle = pending.routed, pending.routed.handle
     if pending.sync:
         buffer.session.synchronize()
-        buffer._raise_failure()
+        buffer.raise_failure()
         if handle.layout != "batched" and not pending.args.repeat:
             rows = int(routed.num_rows.item())
             for name in ("x", "scales", "src", "topk_idx", "topk_weights", "row_weights"):

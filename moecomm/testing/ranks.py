@@ -53,7 +53,7 @@ class LocalBuffers:
     def dispatch(self, calls: Sequence[dict[str, Any]]) -> list[Routed]:
         """Buffer.dispatch(**calls[rank]) on every rank; raises what rank 0 raises first."""
         return self._run(
-            [partial(_prepare_dispatch, b, **c) for b, c in zip(self.buffers, calls, strict=True)],
+            [partial(dispatch.prepare, b, **c) for b, c in zip(self.buffers, calls, strict=True)],
             [b.session.dispatch for b in self.buffers],
             dispatch.finish,
         )
@@ -61,7 +61,7 @@ class LocalBuffers:
     def combine(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
         """Buffer.combine(**calls[rank]) on every rank."""
         return self._run(
-            [partial(_prepare_combine, b, **c) for b, c in zip(self.buffers, calls, strict=True)],
+            [partial(combine.prepare, b, **c) for b, c in zip(self.buffers, calls, strict=True)],
             [b.session.combine for b in self.buffers],
             combine.finish,
         )
@@ -111,51 +111,3 @@ class LocalBuffers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _prepare_dispatch(
-    buffer: Buffer,
-    x: Any,
-    topk_idx: Any = None,
-    topk_weights: Any = None,
-    layout: str = "expert",
-    expert_alignment: int = 1,
-    quantize: str | None = None,
-    scales: Any = None,
-    max_rows: int | None = None,
-    sync: bool | None = None,
-    handle: Any = None,
-    num_sms: int | None = None,
-    check_weights: bool = False,
-) -> dispatch.Pending:
-    buffer._usable()
-    return dispatch.prepare(
-        buffer,
-        x,
-        topk_idx,
-        topk_weights,
-        layout,
-        expert_alignment,
-        quantize,
-        scales,
-        max_rows,
-        sync,
-        handle,
-        num_sms,
-        check_weights,
-    )
-
-
-def _prepare_combine(
-    buffer: Buffer,
-    y: Any,
-    handle: Any,
-    out: Any = None,
-    bias: Any = None,
-    weighted: bool = True,
-    weight_grads: Any = None,
-    wire: torch.dtype | None = None,
-    num_sms: int | None = None,
-) -> combine.Pending:
-    buffer._usable()
-    return combine.prepare(buffer, y, handle, out, bias, weighted, weight_grads, wire, num_sms)

@@ -6,6 +6,7 @@ import ctypes
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -120,6 +121,17 @@ def test_blocks_of_a_round() -> None:
     assert session.workers(132, 1) == 16
 
 
+class Event(int):
+    """Of the stream of that number; done when it has been asked often enough, or Ctrl-C comes first."""
+
+    answers: ClassVar[list[bool]] = []
+
+    def query(self) -> bool:
+        if not self.answers:
+            raise KeyboardInterrupt
+        return self.answers.pop(0)
+
+
 class Stream:
     """A stream that remembers what it waits for."""
 
@@ -127,14 +139,11 @@ class Stream:
         self.cuda_stream = number
         self.waits: list[int] = []
 
-    def record_event(self) -> int:
-        return self.cuda_stream
+    def record_event(self) -> Event:
+        return Event(self.cuda_stream)
 
     def wait_event(self, event: int) -> None:
         self.waits.append(event)
-
-    def synchronize(self) -> None:
-        self.waits.append(-1)
 
 
 @pytest.fixture
@@ -150,8 +159,21 @@ def test_rounds_keep_their_order_over_streams(session: lsa.LsaSession) -> None:
     for stream in (first, again, second, second, first):
         session._order(stream)  # type: ignore[arg-type]
     assert (first.waits, again.waits, second.waits) == ([2], [], [1])
+    Event.answers[:] = [False, False, True]
     session.synchronize()
-    assert first.waits == [2, -1]
+    assert Event.answers == []
+
+
+def test_ctrl_c_ends_a_wait_for_the_device(session: lsa.LsaSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+    session.context = _native.Context()
+    session.context.rank = 2
+    monkeypatch.setattr(session, "abort", lambda cause, culprit: told.append((cause, culprit)))
+    session._order(Stream(1))  # type: ignore[arg-type]
+    Event.answers[:] = [False, False]
+    with pytest.raises(KeyboardInterrupt):
+        session.synchronize()
+    assert told == [(3, 2)], "aborted, by this rank"
 
 
 def test_a_captured_stream_is_left_alone(session: lsa.LsaSession, monkeypatch: pytest.MonkeyPatch) -> None:
