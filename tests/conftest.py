@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -14,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+import moecomm
 
 GPU_MARKS = {"gpu1": 1, "gpu2": 2, "gpu4": 4, "gpu8": 8}
 
@@ -87,6 +91,25 @@ def _rank_main(queue: Any, store: str, rank: int, ranks: int, body: Callable[...
     queue.close()
     queue.join_thread()
     os._exit(0)
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
+    """Runs code in a fresh interpreter, with the moecomm that is tested: installed, or built in place."""
+    packages = str(Path(moecomm.__file__).parent.parent)
+
+    def run(code: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=tmp_path,  # not the repository, whose moecomm may not have been built
+            env={**os.environ, "PYTHONPATH": packages},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    return run
 
 
 @pytest.fixture

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-import moecomm
 
 ROOT = Path(__file__).parent.parent
 PYTHON = sorted(path for folder in ("moecomm", "bench", "tests") for path in (ROOT / folder).rglob("*.py"))
@@ -142,14 +139,14 @@ def test_a_result_says_where_it_comes_from(path: Path) -> None:
     assert (ROOT / script).is_file(), f"{script} does not exist"
 
 
-def test_importing_is_quick() -> None:
+def test_importing_is_quick(python: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
     """Under a second beyond torch's own import, and without anything a GPU would need."""
     code = (
         "import sys, time, torch; before = set(sys.modules); begin = time.perf_counter(); import moecomm;"
         "print(time.perf_counter() - begin, *{m.split('.')[0] for m in set(sys.modules) - before})"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(moecomm.__file__).parent.parent)}
-    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    told = python(code)
+    assert told.returncode == 0, told.stderr
     seconds, *modules = told.stdout.split()
     assert float(seconds) < 1
     assert not {"cuda", "cupy", "nccl", "nvshmem"} & set(modules)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -61,7 +62,7 @@ def test_asked_for_by_name_it_raises_and_auto_goes_to_the_host() -> None:
         backends.choose("auto", torch.device("cuda"))
 
 
-def test_asking_imports_nothing_of_cuda() -> None:
+def test_asking_imports_nothing_of_cuda(python: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
     """Neither NVIDIA's packages nor the driver: import time, and forks that come later."""
     code = (
         "import sys, torch\n"
@@ -71,8 +72,8 @@ def test_asking_imports_nothing_of_cuda() -> None:
         "assert backends.choose('auto', None)[0] == 'host'\n"
         "print(sorted(name for name in set(sys.modules) - before if name.split('.')[0] in ('cuda', 'nccl')))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.strip() == "[]"
+    done = python(code)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
 def test_a_notice_is_as_long_as_in_the_window() -> None:

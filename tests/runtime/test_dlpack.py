@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -182,7 +183,7 @@ def test_deleter_without_the_gil(in_thread: bool) -> None:
     assert (arena.used, gone()) == (0, None)
 
 
-def test_a_tensor_may_outlive_python() -> None:
+def test_a_tensor_may_outlive_python(python: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
     code = """
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -196,5 +197,5 @@ torch.cycle = [tensors[1]]
 torch.cycle.append(torch.cycle)
 capsule = block.tensor(memory.address, (8,), 2, 32, 1, 0, memory)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = python(code)
     assert (done.returncode, done.stderr) == (0, "")
