@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moecomm import _native, backends, combine, config, dispatch, failures
-from moecomm.errors import BadInput, Closed, MoecommError, RoundFailed
+from moecomm.errors import BadInput, Closed, MoecommError, RoundFailed, Unsupported
 from moecomm.memory import WindowMemory
 from moecomm.rendezvous import rendezvous
 from moecomm.routed import Handle, Routed
@@ -71,9 +71,17 @@ class Buffer:
         )
         if not 0 < timeout_s < 1e6:
             raise BadInput("timeout_s", timeout_s, "seconds, more than 0")
-        name, self.why = backends.choose(config.default_backend() if backend == "auto" else backend, wanted)
+        unsupported: Unsupported | None = None
+        try:
+            name, self.why = backends.choose(config.default_backend() if backend == "auto" else backend, wanted)
+        except Unsupported as error:  # raised once the other ranks have heard of it: they must not wait for us
+            name, unsupported = "none", error
         self.settings = Settings(ranks.ranks, hidden, num_experts, topk, max_tokens, dtype, name, window_bytes)
-        self.settings.agree(ranks)
+        try:
+            self.settings.agree(ranks)
+        finally:
+            if unsupported is not None:
+                raise unsupported from None
         self.settings.check()
         shape = _native.Shape(
             ranks=ranks.ranks,

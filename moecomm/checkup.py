@@ -101,11 +101,9 @@ def doctor() -> Report:
 
 
 def _missing(name: str) -> str:
-    if importlib.util.find_spec(f"moecomm.backends.{name}") is not None:
-        return backends.load(name).missing()
-    lacking = _lacking(name)
-    also = f"  It will also need {', '.join(lacking)}: missing here." if lacking else ""
-    return f"this release does not have it yet; use lsa or host.{also}"
+    reason = backends.missing(name)
+    lacking = _lacking(name) if name in ("gin", "nvshmem") else []
+    return f"{reason}  It will also need {', '.join(lacking)}: missing here." if lacking else reason
 
 
 def _lacking(name: str) -> list[str]:

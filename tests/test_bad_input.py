@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -181,6 +182,31 @@ def test_open_refuses(argument: str) -> None:
     with pytest.raises(moecomm.BadInput) as caught:
         moecomm.Buffer(**{"hidden": 64, "num_experts": 4, "topk": 2, "max_tokens": 8, **OPEN_REFUSED[argument]})
     assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize("backend", ["lsa", "gin", "nvshmem"])
+def test_a_backend_that_cannot_run_says_what_is_missing(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(moecomm.Unsupported, match=f"{backend}.*: .*[a-z]{{3}}"):
+        moecomm.Buffer(hidden=64, num_experts=4, topk=2, max_tokens=8, backend=backend)
+
+
+def test_a_backend_that_one_rank_lacks_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    raised: list[BaseException | None] = [None, None]
+
+    def open_rank(rank: int, group: object) -> None:
+        with pytest.raises(moecomm.MoecommError) as caught:
+            moecomm.Buffer(group, hidden=64, num_experts=4, topk=2, max_tokens=8, backend=("host", "lsa")[rank])
+        raised[rank] = caught.value
+
+    threads = [threading.Thread(target=open_rank, args=one) for one in enumerate(moecomm.local_ranks(2))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=10)
+    assert isinstance(raised[0], moecomm.Mismatch) and raised[0].field == "backend"
+    assert isinstance(raised[1], moecomm.Unsupported)
 
 
 def test_experts_that_do_not_divide() -> None:

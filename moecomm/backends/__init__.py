@@ -9,6 +9,7 @@ whether ranks are CPU threads, processes or GPUs.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Protocol
 
 import torch
@@ -79,6 +80,13 @@ def load(name: str) -> Backend:
     return importlib.import_module(f"moecomm.backends.{name}")
 
 
+def missing(name: str) -> str:
+    """Empty if the backend of that name can run here; else the first thing missing, as a sentence."""
+    if name in NAMES and importlib.util.find_spec(f"moecomm.backends.{name}") is None:
+        return "this release does not have it yet; use lsa or host."
+    return load(name).missing()
+
+
 def choose(name: str, device: torch.device | None) -> tuple[str, str]:
     """The backend for `name` ("auto" or one of NAMES) and why.  Raises Unsupported when a backend asked for by name
     can't run.
@@ -87,14 +95,14 @@ def choose(name: str, device: torch.device | None) -> tuple[str, str]:
     can run.
     """
     if name != "auto":
-        if reason := load(name).missing():
+        if reason := missing(name):
             raise Unsupported(f"backend {name!r} can't run here: {reason}")
         return name, "asked for"
     if device is not None and device.type == "cpu":
         return "host", "device is the CPU"
     first_reason = ""
     for candidate in ("lsa",):
-        if not (reason := load(candidate).missing()):
+        if not (reason := missing(candidate)):
             return candidate, "GPUs reach each other by load and store"
         first_reason = first_reason or f"{candidate}: {reason}"
     if device is not None and device.type == "cuda":
