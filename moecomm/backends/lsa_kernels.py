@@ -21,7 +21,6 @@ class Kernels:
 
     def dispatch(self, args: _native.DispatchArgs) -> jit.Kernel:
         """The dispatch kernel for these arguments."""
-        shape = args.ctx.shape
         key = (
             "dispatch",
             args.layout,
@@ -35,43 +34,58 @@ class Kernels:
         )
         kernel = self._loaded.get(key)
         if kernel is None:
-            from moecomm import jit  # imports cuda.core
-
-            spec = jit.KernelSpec(
-                op="dispatch",
-                ranks=shape.ranks,
-                experts=shape.experts,
-                topk=shape.topk,
-                hidden=args.hidden,
-                layout=args.layout,
-                type=args.in_type,
-                idx_bytes=args.idx_bytes,
-                row_bytes=args.row_bytes,
-                scale_bytes=args.scale_bytes,
-                quantize=bool(args.quantize),
-                repeat=bool(args.repeat),
-            )
-            kernel = self._loaded[key] = jit.load(spec, self._device)
+            kernel = self._loaded[key] = _load(dispatch_spec(args), self._device)
         return kernel
 
     def combine(self, args: _native.CombineArgs) -> jit.Kernel:
         """The combine kernel for these arguments."""
-        shape = args.ctx.shape
         key = ("combine", args.layout, args.type, args.wire, args.weighted, args.hidden)
         kernel = self._loaded.get(key)
         if kernel is None:
-            from moecomm import jit  # imports cuda.core
-
-            spec = jit.KernelSpec(
-                op="combine",
-                ranks=shape.ranks,
-                experts=shape.experts,
-                topk=shape.topk,
-                hidden=args.hidden,
-                layout=args.layout,
-                type=args.type,
-                wire=args.wire,
-                weighted=bool(args.weighted),
-            )
-            kernel = self._loaded[key] = jit.load(spec, self._device)
+            kernel = self._loaded[key] = _load(combine_spec(args), self._device)
         return kernel
+
+
+def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
+    """What the dispatch kernel for these arguments is compiled for."""
+    from moecomm import jit
+
+    shape = args.ctx.shape
+    return jit.KernelSpec(
+        op="dispatch",
+        ranks=shape.ranks,
+        experts=shape.experts,
+        topk=shape.topk,
+        hidden=args.hidden,
+        layout=args.layout,
+        type=args.in_type,
+        idx_bytes=args.idx_bytes,
+        row_bytes=args.row_bytes,
+        scale_bytes=args.scale_bytes,
+        quantize=bool(args.quantize),
+        repeat=bool(args.repeat),
+    )
+
+
+def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
+    """What the combine kernel for these arguments is compiled for."""
+    from moecomm import jit
+
+    shape = args.ctx.shape
+    return jit.KernelSpec(
+        op="combine",
+        ranks=shape.ranks,
+        experts=shape.experts,
+        topk=shape.topk,
+        hidden=args.hidden,
+        layout=args.layout,
+        type=args.type,
+        wire=args.wire,
+        weighted=bool(args.weighted),
+    )
+
+
+def _load(spec: jit.KernelSpec, device: torch.device) -> jit.Kernel:
+    from moecomm import jit  # looked up when a kernel is wanted: it brings cuda.core
+
+    return jit.load(spec, device)

@@ -18,7 +18,7 @@ def check_case(ranks: LocalBuffers, case: Case) -> None:
     """Runs a case on all ranks of this process.  Raises AssertionError, naming the seed, on the first difference."""
     wanted = Wanted(case, ranks.buffers[0])
     try:
-        routed = ranks.dispatch([wanted.dispatch_call(rank, ranks.device) for rank in range(wanted.ranks)])
+        routed = ranks.dispatch([dispatch_call(case, rank, ranks.device) for rank in range(wanted.ranks)])
         ranks.check()
         for rank, here in enumerate(routed):
             wanted.check_routed(rank, here)
@@ -34,7 +34,7 @@ def check_case_on_rank(buffer: Buffer, case: Case) -> None:
     """The same for one rank of a group of processes, each of which makes the same case."""
     wanted = Wanted(case, buffer)
     try:
-        routed = buffer.dispatch(**wanted.dispatch_call(buffer.rank, buffer.device))
+        routed = buffer.dispatch(**dispatch_call(case, buffer.rank, buffer.device))
         buffer.check()
         wanted.check_routed(buffer.rank, routed)
         result = buffer.combine(**wanted.combine_call(buffer.rank, routed))
@@ -44,8 +44,23 @@ def check_case_on_rank(buffer: Buffer, case: Case) -> None:
         raise AssertionError(f"case of seed {case.seed} ({case.layout}): {error}") from error
 
 
+def dispatch_call(case: Case, rank: int, device: torch.device) -> dict[str, Any]:
+    """Arguments of Buffer.dispatch on this rank."""
+    weights = case.topk_weights[rank]
+    return {
+        "x": case.x[rank].to(device),
+        "topk_idx": case.topk_idx[rank].to(device),
+        "topk_weights": None if weights is None else weights.to(device),
+        "layout": case.layout,
+        "expert_alignment": case.alignment,
+        "quantize": "fp8" if case.quantize else None,
+        "scales": None if case.scales is None else case.scales[rank].to(device),
+        "num_sms": case.workers,
+    }
+
+
 class Wanted:
-    """What a case must give, from the reference; and the calls that make it."""
+    """What a case must give, from the reference."""
 
     def __init__(self, case: Case, buffer: Buffer) -> None:
         self.case, self.ranks = case, len(case.x)
@@ -71,20 +86,6 @@ class Wanted:
         self.out_grads = None
         if self.grads is not None:
             self.out_grads = combine_reference.combine_weight_grads(self.grads, self.arrived, layout=case.layout)
-
-    def dispatch_call(self, rank: int, device: torch.device) -> dict[str, Any]:
-        """Arguments of Buffer.dispatch on this rank."""
-        case, weights = self.case, self.case.topk_weights[rank]
-        return {
-            "x": case.x[rank].to(device),
-            "topk_idx": case.topk_idx[rank].to(device),
-            "topk_weights": None if weights is None else weights.to(device),
-            "layout": case.layout,
-            "expert_alignment": case.alignment,
-            "quantize": "fp8" if case.quantize else None,
-            "scales": None if case.scales is None else case.scales[rank].to(device),
-            "num_sms": case.workers,
-        }
 
     def combine_call(self, rank: int, routed: Routed) -> dict[str, Any]:
         """Arguments of Buffer.combine on this rank."""

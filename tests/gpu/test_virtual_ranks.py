@@ -27,6 +27,14 @@ SIZES: list[dict[str, Any]] = [
     {"ranks": 2, "hidden": 16384, "num_experts": 8, "topk": 2, "max_tokens": 33, "dtype": torch.float32},
     {"ranks": 4, "hidden": 7168, "num_experts": 256, "topk": 8, "max_tokens": 64, "dtype": torch.bfloat16},
 ]
+PAIR: dict[str, Any] = {
+    "ranks": 2,
+    "hidden": 64,
+    "num_experts": 4,
+    "topk": 2,
+    "max_tokens": 32,
+    "dtype": torch.bfloat16,
+}
 SMALL = 4  # the first of them take most of the cases
 
 
@@ -59,12 +67,7 @@ def call(seed: int, tokens: int = 20) -> dict[str, Any]:
 
 
 def good_round(ranks: LocalBuffers) -> None:
-    check_case(
-        ranks,
-        random_case(
-            5, ranks=2, hidden=64, num_experts=4, topk=2, max_tokens=32, dtype=torch.bfloat16, few_kernels=True
-        ),
-    )
+    check_case(ranks, random_case(5, **PAIR, few_kernels=True))
 
 
 @pytest.mark.parametrize("bad", [4, -2, 1 << 40])

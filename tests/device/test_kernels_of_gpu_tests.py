@@ -1,0 +1,54 @@
+"""Every kernel that the random cases on GPUs launch compiles for sm_90a, here, without a GPU."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from moecomm import combine, dispatch, jit
+from moecomm.backends.lsa_kernels import combine_spec, dispatch_spec
+from moecomm.testing import LocalBuffers, random_case
+from moecomm.testing.check import dispatch_call
+
+from ..gpu import test_nvlink, test_virtual_ranks
+
+pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
+
+SIZES = [
+    *test_virtual_ranks.SIZES,
+    test_virtual_ranks.PAIR,
+    *({"ranks": 4, "dtype": torch.bfloat16, **sizes} for sizes in (*test_nvlink.SIZES, test_nvlink.SMALL)),
+]
+CASES = 250  # enough to meet every kind of case
+
+
+def kernels_of(sizes: dict[str, Any]) -> set[jit.KernelSpec]:
+    """What the first cases of these sizes launch: prepared as for a GPU, on the CPU, and not run."""
+    specs = set()
+    with LocalBuffers(**sizes, backend="host") as ranks:
+        buffer = ranks.buffers[0]
+        for seed in range(CASES):
+            case = random_case(seed, **sizes, few_kernels=True)
+            routed = dispatch.prepare(buffer, **dispatch_call(case, 0, buffer.device))
+            specs.add(dispatch_spec(routed.args))
+            handle = routed.routed.handle
+            brought = combine.prepare(buffer, buffer.empty(handle), handle, weighted=case.weighted, wire=case.wire)
+            specs.add(combine_spec(brought.args))
+    return specs
+
+
+def compile_one(spec: jit.KernelSpec) -> tuple[jit.KernelSpec, int]:
+    return spec, len(jit.build(spec)[0])
+
+
+@pytest.mark.timeout(900)
+def test_every_kernel_compiles() -> None:
+    specs = sorted(set().union(*map(kernels_of, SIZES)), key=repr)
+    assert len(specs) > 10 * len(SIZES), "cases of every kind were met"
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        for spec, nbytes in pool.map(compile_one, specs):
+            assert nbytes > 10_000, spec
