@@ -51,9 +51,7 @@ def test_random_cases_match_the_reference(sizes: dict[str, Any], request: pytest
 
 @pytest.fixture
 def pair() -> Any:
-    with LocalBuffers(
-        2, hidden=64, num_experts=4, topk=2, max_tokens=32, backend="lsa", device=0, timeout_s=2
-    ) as ranks:
+    with LocalBuffers(**PAIR, backend="lsa", device=0, timeout_s=2) as ranks:
         yield ranks
 
 
@@ -103,9 +101,7 @@ def test_a_rank_that_does_not_come_is_a_timeout_and_the_context_lives(pair: Loca
     with pytest.raises(moecomm.Timeout):
         pair.buffers[0].dispatch(**call(0))
     assert torch.ones(5, device="cuda").sum().item() == 5, "the CUDA context lives"
-    with LocalBuffers(
-        2, hidden=64, num_experts=4, topk=2, max_tokens=32, backend="lsa", device=0, timeout_s=2
-    ) as fresh:
+    with LocalBuffers(**PAIR, backend="lsa", device=0, timeout_s=2) as fresh:
         good_round(fresh)
 
 
