@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class MoecommError(RuntimeError):
-    """Base of all errors of moecomm."""
+    """Base of all errors of moecomm.  They travel between processes: pickle keeps their text and their fields."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args), self.__dict__
+
+
+def _rebuild(kind: type[MoecommError], args: tuple[Any, ...]) -> MoecommError:
+    return kind.__new__(kind, *args)
 
 
 class BadInput(MoecommError, ValueError):
