@@ -41,10 +41,11 @@ std::vector<int> share(Exchange& exchange, int fd, const std::vector<std::string
     return fds;
 }
 
-std::unique_ptr<Watcher> make_watcher(const std::vector<int>& pids, int own_rank, const py::args& abort_addresses, bool pidfds) {
+std::unique_ptr<Watcher> make_watcher(const std::vector<int>& pids, int own_rank, const py::args& abort_addresses,
+                                      const std::vector<u64>& left, bool pidfds) {
     std::vector<u64> words;
     for (const auto& address : abort_addresses) words.push_back(address.cast<u64>());
-    return std::make_unique<Watcher>(pids, own_rank, std::move(words), pidfds);
+    return std::make_unique<Watcher>(pids, own_rank, std::move(words), left, pidfds);
 }
 
 }  // namespace
@@ -65,9 +66,9 @@ void bind_peers(py::module_& m) {
         .def("share", &share, py::arg("fd"), py::arg("addresses"), py::arg("timeout_s"))
         .def("close", &Exchange::close, Unlocked());
     py::class_<Watcher>(m, "Watcher")
-        .def(py::init(&make_watcher), py::arg("pids"), py::arg("own_rank"), py::kw_only(), py::arg("pidfds") = true)
+        .def(py::init(&make_watcher), py::arg("pids"), py::arg("own_rank"), py::kw_only(), py::arg("left") = std::vector<u64>(),
+             py::arg("pidfds") = true)
         .def("dead", &Watcher::dead)
-        .def("expect_leave", &Watcher::expect_leave, py::arg("rank"))
         .def("close", &Watcher::close, Unlocked());
 }
 

@@ -149,6 +149,7 @@ void bind_records(py::module_& m) {
             return compare_exchange(at<u32>(address), 0, abort_word(static_cast<Failure>(cause), culprit)) == 0;
         },
         py::arg("address"), py::arg("cause"), py::arg("culprit"));
+    m.def("store_word", [](u64 address, u32 value) { store_release(at<u32>(address), value); }, py::arg("address"), py::arg("value"));
     m.def("read_word", [](u64 address) { return load_acquire(at<const u32>(address)); }, py::arg("address"));
 }
 

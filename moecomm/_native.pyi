@@ -208,16 +208,22 @@ class Exchange:
 class Watcher:
     """Watches the processes of the other ranks; a pid that is 0 or our own is not watched.
 
-    When one ends, every abort word (the addresses of u32) that is 0 becomes (peer_lost, its rank).  The words must live
-    until close().
+    When one ends, every abort word (the addresses of u32) that is 0 becomes (peer_lost, its rank), unless the word
+    `left[rank]` (0 or absent: none) is not 0 by then: that rank had said that it leaves.  Words must live until
+    close().
     `pidfds=False`: look every 100 ms, as is done on kernels without pidfds.
     """
 
-    def __init__(self, pids: Sequence[int], own_rank: int, *abort_addresses: int, pidfds: bool = True) -> None: ...
+    def __init__(
+        self,
+        pids: Sequence[int],
+        own_rank: int,
+        *abort_addresses: int,
+        left: Sequence[int] = ...,
+        pidfds: bool = True,
+    ) -> None: ...
     def dead(self) -> list[int]:
         """Ranks, in the order in which they were found dead."""
-    def expect_leave(self, rank: int) -> None:
-        """The process of `rank` may end from now on."""
     def close(self) -> None: ...
 
 @final
@@ -324,6 +330,9 @@ def record(address: int) -> FailureRecordView | None:
 def clear_record(address: int) -> None: ...
 def set_abort(address: int, cause: int, culprit: int) -> bool:
     """Sets an abort word, unless it is set already: then False."""
+
+def store_word(address: int, value: int) -> None:
+    """Stores a u32 there, after all that this thread has written before."""
 
 def read_word(address: int) -> int:
     """The u32 there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from types import TracebackType
 from typing import Any
@@ -62,13 +63,9 @@ class Buffer:
         window_bytes: int | None = None,
     ) -> None:
         ranks = rendezvous(group)
-        wanted = (
-            None
-            if device is None
-            else torch.device("cuda", device)
-            if isinstance(device, int)
-            else torch.device(device)
-        )
+        if isinstance(device, int):
+            device = torch.device("cuda", device)
+        wanted = None if device is None else torch.device(device)
         if not 0 < timeout_s < 1e6:
             raise BadInput("timeout_s", timeout_s, "seconds, more than 0")
         unsupported: Unsupported | None = None
@@ -98,7 +95,7 @@ class Buffer:
         self.rank, self.num_ranks = ranks.rank, ranks.ranks
         self.hidden, self.num_experts, self.topk, self.max_tokens = hidden, num_experts, topk, max_tokens
         self.dtype, self.timeout_s = dtype, timeout_s
-        self._close = weakref.finalize(self, self._session.close)
+        self._close = weakref.finalize(self, _close_where_opened, os.getpid(), self._session)
         log.info(
             "rank %d of %d: %s (%s), %.1f MiB", self.rank, self.num_ranks, self.backend, self.why, self.nbytes / 2**20
         )
@@ -277,3 +274,9 @@ class Buffer:
         else:
             _native.clear_record(self._session.context.record)
         raise error
+
+
+def _close_where_opened(process: int, session: backends.Session) -> None:
+    """In a forked child nothing is ours to close: peers must not hear from it that its parent left."""
+    if os.getpid() == process:
+        session.close()

@@ -20,6 +20,13 @@ _PHASE_NAMES = ("notice", "payload", "reduced", "drained", "grid")
 _ARGUMENTS = ("", "topk_idx", "max_rows", "topk_idx", "topk_weights")
 
 
+def round_failed(context: _native.Context) -> bool:
+    """Whether a round of this rank has failed or was called off, so that none can follow; a void round has not."""
+    record = _native.record(context.record)
+    fatal = record is not None and record.code in (TIMEOUT, PEER_LOST, ABORTED)
+    return fatal or _native.read_word(context.abort_host) != 0
+
+
 def error_of(record: _native.FailureRecordView, dead: list[int]) -> MoecommError:
     """The error a record stands for; a timeout on a rank that is known to be dead is PeerLost."""
     if record.code == BAD_INPUT:

@@ -161,6 +161,45 @@ def test_a_rank_that_closes_is_not_waited_for(ranks: Ranks) -> None:
     assert ranks.run(3, _leave_early) == [("PeerLost", 1), None, ("PeerLost", 1)]
 
 
+def _end_before_the_others(rank: int, group: Any) -> str:
+    """Rank 0 has no tokens: it is through with the combine, and gone, while the others are in the middle of it."""
+    sizes = {"hidden": 2048, "num_experts": 12, "topk": 8, "max_tokens": 3000, "dtype": torch.float32}
+    buffer = moecomm.Buffer(group, **sizes, backend="host", timeout_s=20)
+    tokens = 3000 * (rank > 0)
+    idx = torch.rand(tokens, 12, generator=torch.Generator().manual_seed(rank)).argsort(dim=1)[:, :8]
+    x = torch.full((tokens, 2048), float(rank))
+    routed = buffer.dispatch(x, idx)
+    out = buffer.combine(routed.x.clone(), routed.handle)
+    buffer.close()
+    assert torch.equal(out, 8 * x)
+    return "done"
+
+
+def test_a_rank_that_is_done_may_end(ranks: Ranks) -> None:
+    for _ in range(3):
+        assert ranks.run(3, _end_before_the_others) == ["done"] * 3
+
+
+def _fork_between_rounds(rank: int, group: Any) -> str:
+    buffer = moecomm.Buffer(group, **SIZES, timeout_s=5)
+    if rank == 1:
+        if (child := os.fork()) == 0:
+            buffer.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+    dist.barrier()
+    time.sleep(0.2 * (rank == 1))  # the others are first to look for what rank 1 has to say
+    routed = buffer.dispatch(*routing(rank))
+    buffer.combine(routed.x, routed.handle)
+    dist.barrier()
+    buffer.close()
+    return "done"
+
+
+def test_a_forked_child_does_not_speak_for_its_parent(ranks: Ranks) -> None:
+    assert ranks.run(3, _fork_between_rounds) == ["done"] * 3
+
+
 def _abort_from_a_thread(rank: int, group: Any) -> tuple[str, float]:
     import threading
 

@@ -48,8 +48,8 @@ bool pidfd_gone(int pidfd) {
 
 }  // namespace
 
-Watcher::Watcher(const std::vector<int>& pids, int own_rank, std::vector<u64> abort_words, bool pidfds)
-    : owner_(::getpid()), abort_words_(std::move(abort_words)) {
+Watcher::Watcher(const std::vector<int>& pids, int own_rank, std::vector<u64> abort_words, std::vector<u64> left_words, bool pidfds)
+    : owner_(::getpid()), abort_words_(std::move(abort_words)), left_words_(std::move(left_words)) {
     for (int rank = 0; rank < static_cast<int>(pids.size()); ++rank) {
         if (rank == own_rank || pids[rank] <= 0 || pids[rank] == owner_) continue;
         const int pidfd = pidfds ? static_cast<int>(::syscall(kPidfdOpen, pids[rank], 0)) : -1;
@@ -81,9 +81,14 @@ bool Watcher::wait() {
     return events[0].revents == 0;
 }
 
+bool Watcher::left(int rank) const {
+    const u64 word = rank < static_cast<int>(left_words_.size()) ? left_words_[rank] : 0;
+    return word != 0 && load_acquire(reinterpret_cast<const u32*>(word)) != 0;
+}
+
 void Watcher::report(const Peer& peer) {
+    if (left(peer.rank)) return;
     std::lock_guard lock(mutex_);
-    if (leaving_.count(peer.rank) != 0) return;
     dead_.push_back(peer.rank);
     for (const u64 word : abort_words_) compare_exchange(reinterpret_cast<u32*>(word), 0, abort_word(Failure::peer_lost, peer.rank));
 }
@@ -91,11 +96,6 @@ void Watcher::report(const Peer& peer) {
 std::vector<int> Watcher::dead() const {
     std::lock_guard lock(mutex_);
     return dead_;
-}
-
-void Watcher::expect_leave(int rank) {
-    std::lock_guard lock(mutex_);
-    leaving_.insert(rank);
 }
 
 void Watcher::close() {

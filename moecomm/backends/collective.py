@@ -76,6 +76,20 @@ def share_descriptor(ranks: Rendezvous, descriptor: int, timeout_s: float) -> li
     return received
 
 
+def map_windows(ranks: Rendezvous, mine: _native.HostWindow, timeout_s: float) -> list[_native.HostWindow]:
+    """Every rank's window, by rank; `mine` among them.  Collective.
+
+    Raises:
+        Unsupported: some rank could not map them all.
+    """
+    descriptors = share_descriptor(ranks, mine.fd, timeout_s)
+    with all_or_none(ranks):
+        return [
+            mine if rank == ranks.rank else _native.HostWindow.attach(fd, mine.nbytes)
+            for rank, fd in enumerate(descriptors)
+        ]
+
+
 def host_identity() -> bytes:
     """32 bytes that are the same for two processes if and only if they can pass file descriptors to each other."""
     parts = [socket.gethostname()]

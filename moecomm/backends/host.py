@@ -6,8 +6,9 @@ import os
 
 import torch
 
-from moecomm import _native
-from moecomm.backends.collective import share_descriptor
+from moecomm import _native, failures
+from moecomm.backends.collective import all_or_none, map_windows
+from moecomm.backends.presence import Presence
 from moecomm.rendezvous import Rendezvous
 
 
@@ -23,8 +24,10 @@ class HostSession:
     device = torch.device("cpu")
 
     def __init__(self, ranks: Rendezvous, shape: _native.Shape, timeout_s: float) -> None:
-        self._window: _native.HostWindow | None = _native.HostWindow(_native.window_layout(shape).bytes)
-        self._peers = map_windows(ranks, self._window, timeout_s)
+        with all_or_none(ranks):
+            window = _native.HostWindow(_native.window_layout(shape).bytes)
+        self._window: _native.HostWindow | None = window
+        self._peers = map_windows(ranks, window, timeout_s)
         self._control = _native.host_alloc(128)  # FailureRecord, then the abort word the host writes
         context = _native.Context()
         context.set_shape(shape)
@@ -34,9 +37,8 @@ class HostSession:
         context.abort_host = self._control.address + 64
         self.context = context
         self.arena = _native.Arena(context.window.heap, shape.heap_bytes)
-        self.nbytes = self._window.nbytes
-        pids = [int.from_bytes(p, "little") for p in ranks.all_gather(os.getpid().to_bytes(8, "little"))]
-        self._watcher = _native.Watcher(pids, ranks.rank, context.abort_host)
+        self.nbytes = window.nbytes
+        self._presence = None if ranks.in_process else Presence(ranks, context.abort_host, timeout_s)
         self._threads = max(1, len(os.sched_getaffinity(0)) // ranks.ranks)
 
     @property
@@ -65,27 +67,19 @@ class HostSession:
 
     def dead_peers(self) -> list[int]:
         """Ranks whose process has ended."""
-        return self._watcher.dead()
+        return [] if self._presence is None else self._presence.dead_peers()
 
     def close(self) -> None:
         """Drops our mappings; the memory goes when the last tensor and the last peer have let go."""
-        self._watcher.close()
-        if _native.record(self.context.record) is None:
+        if not failures.round_failed(self.context):
             _native.leave(self.context)
+        if self._presence is not None:
+            self._presence.leave()
         for peer in self._peers:
             if peer is not self._window:
                 peer.close()
         self._peers = []
         self._window = None
-
-
-def map_windows(ranks: Rendezvous, mine: _native.HostWindow, timeout_s: float) -> list[_native.HostWindow]:
-    """Every rank's window, by rank.  Collective."""
-    descriptors = share_descriptor(ranks, mine.fd, timeout_s)
-    return [
-        mine if rank == ranks.rank else _native.HostWindow.attach(fd, mine.nbytes)
-        for rank, fd in enumerate(descriptors)
-    ]
 
 
 def open(ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float) -> HostSession:  # noqa: A001

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import threading
 import time
 import warnings
@@ -12,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moecomm import _native
+from moecomm import _native, failures
 from moecomm.backends import cuda_driver, leave, windows
 from moecomm.backends.collective import all_or_none
 from moecomm.backends.lsa_kernels import Kernels
+from moecomm.backends.presence import Presence
 from moecomm.errors import BadInput, Unsupported
 from moecomm.rendezvous import Rendezvous
 
@@ -33,8 +33,6 @@ _RECORD, _ABORT, _ROUND, _NOTICE, _CONTROL_BYTES = 0, 64, 128, 256, 512
 _TOKENS, _FEWEST, _MOST = 2, 8, 64
 
 _SPIN_S, _NAP_S = 2e-3, 1e-4  # a wait for the device spins for a while, then looks now and then
-_ABORTED = 3  # Failure::aborted
-_FATAL = (1, 2, 3)  # Failure::timeout, peer_lost, aborted: no round can follow
 _NOTHING = contextlib.nullcontext()
 
 
@@ -94,7 +92,6 @@ class LsaSession:
 
     def __init__(self, ranks: Rendezvous, shape: _native.Shape, device: torch.device, timeout_s: float) -> None:
         self.device = device
-        self._pid = os.getpid()
         self._closed = False
         self._threads = threading.local()
         self._last: torch.cuda.Stream | None = None
@@ -106,7 +103,6 @@ class LsaSession:
             self._copies = cuda_driver.CopyStream()
         peers = windows.meet(ranks, device)
         self._window: windows.Window | None = windows.open_window(ranks, peers, layout.bytes, device, timeout_s)
-        self._watcher: _native.Watcher | None = None
         try:
             with all_or_none(ranks):  # nobody writes to a window before it is zero
                 self._copies.zero(self._window.address, layout.staging)
@@ -118,8 +114,9 @@ class LsaSession:
         self.nbytes = self._window.nbytes
         self.context = self._make_context(ranks.rank, shape)
         self.arena = _native.Arena(layout.heap, shape.heap_bytes)
-        if not ranks.in_process:
-            self._watcher = _native.Watcher([peer.pid for peer in peers], ranks.rank, self.context.abort_host)
+        one_host = all(peer.host == peers[0].host for peer in peers)
+        watched = one_host and not ranks.in_process
+        self._presence = Presence(ranks, self.context.abort_host, timeout_s) if watched else None
         # Kernels wait for each other, so those of all ranks of a GPU must be resident at once.
         sharing = sum(peer.gpu == peers[ranks.rank].gpu for peer in peers)
         self._most_blocks = max(1, torch.cuda.get_device_properties(device).multi_processor_count // sharing)
@@ -159,7 +156,7 @@ class LsaSession:
                 if time.perf_counter() - begin > _SPIN_S:
                     time.sleep(_NAP_S)
         except KeyboardInterrupt:
-            self.abort(_ABORTED, self.context.rank)
+            self.abort(failures.ABORTED, self.context.rank)
             raise
 
     def abort(self, cause: int, culprit: int) -> None:
@@ -168,18 +165,18 @@ class LsaSession:
 
     def dead_peers(self) -> list[int]:
         """Ranks whose process has ended."""
-        return [] if self._watcher is None else self._watcher.dead()
+        return [] if self._presence is None else self._presence.dead_peers()
 
     def close(self) -> None:
         """Waits for our rounds, tells the peers that we left, drops their memory.  Ours goes with its last tensor."""
-        if self._closed or os.getpid() != self._pid:  # a forked child has nothing of ours to close
+        if self._closed:
             return
         self._closed = True
         with contextlib.suppress(RuntimeError), torch.cuda.device(self.device):  # a broken context ends all waiting
             self.synchronize()
             self._leave()
-        if self._watcher is not None:
-            self._watcher.close()
+        if self._presence is not None:
+            self._presence.leave()
         if self._window is not None:
             self._window.close()
         self._window = None
@@ -217,9 +214,7 @@ class LsaSession:
     def _leave(self) -> None:
         """Writes our last notice into the peers' windows; not after a failed round, which is theirs as well."""
         window, layout, rank = self._window, self.context.window, self.context.rank
-        record = _native.record(self.context.record)
-        failed = record is not None and record.code in _FATAL
-        if window is None or failed or _native.read_word(self.context.abort_host) != 0:
+        if window is None or failures.round_failed(self.context):
             return
         cuda_driver.bind_thread(self.device.index)
         at, copies = self._control.address, self._copies

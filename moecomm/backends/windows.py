@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,7 +42,6 @@ class Peer:
 
     host: bytes  # equal for ranks that can pass file descriptors to each other
     gpu: bytes  # the GPU's UUID
-    pid: int
     window: str | None  # its MOECOMM_WINDOW
 
 
@@ -56,11 +54,8 @@ def meet(ranks: Rendezvous, device: torch.device) -> list[Peer]:
     """
     with all_or_none(ranks):
         kind = config.window_kind()
-        mine = host_identity() + uuid(device.index) + os.getpid().to_bytes(8, "little") + bytes([_KINDS.index(kind)])
-    peers = [
-        Peer(data[:32], data[32:48], int.from_bytes(data[48:56], "little"), _KINDS[data[56]])
-        for data in ranks.all_gather(mine)
-    ]
+        mine = host_identity() + uuid(device.index) + bytes([_KINDS.index(kind)])
+    peers = [Peer(data[:32], data[32:48], _KINDS[data[48]]) for data in ranks.all_gather(mine)]
     for rank, peer in enumerate(peers):
         if peer.window != kind:
             raise Mismatch("MOECOMM_WINDOW", kind or "unset", peer.window or "unset", rank)

@@ -43,7 +43,7 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def choose(
     wanted: str | None = None, hosts: tuple[bytes, ...] = (HERE, HERE), gpus: tuple[bytes, ...] = (b"0", b"1")
 ) -> list[Any]:
-    peers = [windows.Peer(host, gpu, 1, wanted) for host, gpu in zip(hosts, gpus, strict=True)]
+    peers = [windows.Peer(host, gpu, wanted) for host, gpu in zip(hosts, gpus, strict=True)]
 
     def body(group: LocalRank) -> Any:
         group.in_process = False  # type: ignore[misc]
@@ -86,7 +86,7 @@ def test_other_hosts_need_fabric_handles(kinds: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_of_one_process_share_addresses(kinds: pytest.MonkeyPatch) -> None:
-    peers = [windows.Peer(HERE, b"0", 1, "nccl")] * 2
+    peers = [windows.Peer(HERE, b"0", "nccl")] * 2
     found = run_ranks(2, lambda group: windows.open_window(group, peers, 100, torch.device("cuda", 0), 20.0))
     assert found == ["local", "local"]
 

@@ -80,8 +80,9 @@ def test_the_first_cause_stays() -> None:
 def test_expected_leave(pidfds: bool) -> None:
     memory = _native.host_alloc(256)
     with sleepers(3) as processes:
-        watcher = _native.Watcher([p.pid for p in processes], 2, memory.address, pidfds=pidfds)
-        watcher.expect_leave(0)
+        left = [memory.address + 64, memory.address + 128]
+        watcher = _native.Watcher([p.pid for p in processes], 2, memory.address, left=left, pidfds=pidfds)
+        _native.store_word(left[0], 1)
         processes[0].kill()
         processes[0].wait()
         processes[1].kill()
