@@ -39,9 +39,9 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Carver:
-    """Hands out tensors over one block of a window, one after the other, each 256-byte aligned.
+    """Plans one block of a window: the offsets of its pieces, one after the other, each 256-byte aligned.
 
-    Call `room` for every piece first, then allocate `nbytes`, then take the tensors in any order.
+    Call `room` for every piece, then allocate `nbytes`.
     """
 
     def __init__(self) -> None:

@@ -150,15 +150,15 @@ class Buffer:
             x,
             topk_idx,
             topk_weights,
-            layout,
-            expert_alignment,
-            quantize,
-            scales,
-            max_rows,
-            sync,
-            handle,
-            num_sms,
-            check_weights,
+            layout=layout,
+            expert_alignment=expert_alignment,
+            quantize=quantize,
+            scales=scales,
+            max_rows=max_rows,
+            sync=sync,
+            handle=handle,
+            num_sms=num_sms,
+            check_weights=check_weights,
         )
         self._session.dispatch(pending.args)
         return dispatch.finish(self, pending)
@@ -194,7 +194,17 @@ class Buffer:
             bias, rounded once; zeros (plus bias) for a token with no expert.  With `weight_grads`: that and float32
             `[T, K]`.
         """
-        pending = combine.prepare(self, y, handle, out, bias, weighted, weight_grads, wire, num_sms)
+        pending = combine.prepare(
+            self,
+            y,
+            handle,
+            out=out,
+            bias=bias,
+            weighted=weighted,
+            weight_grads=weight_grads,
+            wire=wire,
+            num_sms=num_sms,
+        )
         self._session.combine(pending.args)
         return combine.finish(self, pending)
 

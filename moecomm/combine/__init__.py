@@ -35,6 +35,7 @@ def prepare(
     buffer: Buffer,
     y: Any,
     handle: Handle,
+    *,
     out: Any = None,
     bias: Any = None,
     weighted: bool = True,

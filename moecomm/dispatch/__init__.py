@@ -43,6 +43,7 @@ def prepare(
     x: Any,
     topk_idx: Any = None,
     topk_weights: Any = None,
+    *,
     layout: str = "expert",
     expert_alignment: int = 1,
     quantize: str | None = None,
@@ -108,8 +109,7 @@ def finish(buffer: Buffer, pending: Pending) -> Routed:
                 if (tensor := getattr(routed, name)) is not None:
                     setattr(routed, name, tensor[:rows])
             handle.y_shape = (rows, buffer.hidden)
-            if pending.args.out_scales == 0:
-                pending.payload.shrink(max(1, rows * pending.args.row_bytes))
+            pending.payload.shrink(max(1, pending.args.out_x - pending.payload.offset + rows * pending.args.row_bytes))
     if not pending.args.repeat:
         handle.routed = replace(routed, x=None, scales=None, handle=None)  # type: ignore[arg-type]
     for name in ("x", "scales", "tokens_per_expert", "num_rows", "src", "topk_idx", "topk_weights", "row_weights"):
@@ -214,21 +214,21 @@ def _make_room(
     if handle.layout == "batched":
         shape = (buffer.num_experts // buffer.num_ranks, buffer.num_ranks * buffer.max_tokens)
     carver = Carver()
-    carver.room(rows, args.row_bytes)
     scales_at = carver.room(rows, args.scale_bytes)
+    rows_at = carver.room(rows, args.row_bytes)  # last: what no row has arrived in can be given back
     payload = buffer.memory.allocate(max(1, carver.nbytes))
     if not args.repeat:
         handle.y_shape = (*shape, buffer.hidden)
         _make_route(buffer, args, handle, rows, shape)
     args.route = handle.route
-    args.out_x = payload.offset
+    args.out_x = payload.offset + rows_at
 
     def tensor(at: int, row: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
         return _tensor(buffer, payload, at, (*shape, *row), kind)
 
     kind = torch.float8_e4m3fn if args.quantize else dtype
     arrived = replace(handle.routed) if handle.routed is not None else Routed(*[None] * 9)  # type: ignore[arg-type]
-    arrived.x, arrived.handle = tensor(0, (buffer.hidden,), kind), handle
+    arrived.x, arrived.handle = tensor(rows_at, (buffer.hidden,), kind), handle
     if args.scale_bytes:
         args.out_scales = payload.offset + scales_at
         scale_kind = torch.float32 if scales is None else scales.dtype
