@@ -10,7 +10,7 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 
 # Headers that kernels are compiled from at run time.  They live in csrc/ and are installed as moecomm/csrc/.
-HEADERS = [f"moecomm.csrc.{folder}" for folder in ("protocol", "device", "dispatch", "combine")]
+HEADERS = [f"moecomm.csrc.{folder}" for folder in ("protocol", "device", "dispatch", "combine", "bench")]
 
 
 def sources() -> list[str]:
@@ -35,7 +35,11 @@ ParallelCompile().install()
 setup(
     packages=[*find_packages(include=["moecomm", "moecomm.*"]), *HEADERS],
     package_dir={"moecomm": "moecomm", "moecomm.csrc": "csrc"},
-    package_data={"moecomm": ["py.typed", "*.pyi"], **{package: ["*.h", "*.cuh"] for package in HEADERS}},
+    package_data={
+        "moecomm": ["py.typed", "*.pyi"],
+        "moecomm.tuning": ["*.json"],
+        **{package: ["*.h", "*.cuh"] for package in HEADERS},
+    },
     ext_modules=[native],
     cmdclass={"build_ext": build_ext},
 )

@@ -20,13 +20,15 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from measured import write
 
 import moecomm
+from moecomm.bench import exchange
+from moecomm.bench.results import write
 from moecomm.launch import launch
 from moecomm.router import MODELS, random_routing
 
@@ -36,55 +38,6 @@ AGAINST |= {f"{layout}, copied": way for layout, way in AGAINST.items()}
 WAYS = ("gloo_by_rank", "gloo_by_expert", *AGAINST)
 Times = tuple[float, float]  # seconds of dispatch, of combine
 WARMUP = 3
-BLOCK = 16  # tokens summed at once: they stay in cache (measured: faster than index_add_ of whole tensors)
-
-
-class Gloo:
-    """The best that all_to_all_single allows: rows gathered once, exact splits, preallocated buffers, sums in cache.
-
-    `target` [T, S]: the rank that slot s of each token goes to, -1 for none; `weights` [T, S] or None.
-    """
-
-    def __init__(
-        self, x: torch.Tensor, target: torch.Tensor, weights: torch.Tensor | None, group: dist.ProcessGroup
-    ) -> None:
-        self.group, self.x, self.weights = group, x, weights
-        ranks, (tokens, slots) = group.size(), target.shape
-        entry = target.flatten().argsort(stable=True)[int((target < 0).sum()) :]  # by (rank, token, slot)
-        self.token = entry // slots
-        self.sent = torch.bincount(target.flatten()[entry], minlength=ranks).tolist()
-        arriving = torch.empty(ranks, dtype=torch.long)
-        dist.all_to_all_single(arriving, torch.tensor(self.sent), group=group)
-        self.arriving = arriving.tolist()
-        self.outgoing = x.new_empty(len(entry), x.shape[1])
-        self.arrived = x.new_empty(sum(self.arriving), x.shape[1])
-        self.home = x.new_zeros(len(entry) + 1, x.shape[1])  # the last row is what an empty slot adds
-        self.row_of = torch.full((tokens * slots,), len(entry))
-        self.row_of[entry] = torch.arange(len(entry))
-        self.row_of = self.row_of.view(tokens, slots)
-
-    def dispatch(self) -> torch.Tensor:
-        torch.index_select(self.x, 0, self.token, out=self.outgoing)
-        self._exchange(self.arrived, self.outgoing, self.arriving, self.sent)
-        return self.arrived
-
-    def combine(self, y: torch.Tensor) -> torch.Tensor:
-        self._exchange(self.home[:-1], y, self.sent, self.arriving)
-        out = torch.empty_like(self.x)
-        for begin in range(0, len(out), BLOCK):
-            some = slice(begin, begin + BLOCK)
-            rows = self.row_of[some]
-            parts = torch.index_select(self.home, 0, rows.flatten()).view(*rows.shape, -1)
-            if self.weights is None:
-                out[some] = parts.sum(dim=1, dtype=torch.float32)
-            else:
-                out[some] = torch.bmm(self.weights[some].unsqueeze(1), parts.float()).squeeze(1)
-        return out
-
-    def _exchange(self, out: torch.Tensor, rows: torch.Tensor, out_splits: list[int], splits: list[int]) -> None:
-        # As float32, because gloo does not know bfloat16 everywhere; bytes are bytes.
-        wide = torch.float32
-        dist.all_to_all_single(out.view(wide), rows.view(wide), out_splits, splits, group=self.group)
 
 
 def run_rank(
@@ -94,11 +47,8 @@ def run_rank(
     generator = torch.Generator().manual_seed(group.rank())
     x = torch.randn(tokens, hidden, generator=generator).to(torch.bfloat16)
     topk_idx, weights = random_routing(tokens, experts, topk, generator=generator)
-    owner = topk_idx // (experts // group.size())
-    ranks = torch.arange(group.size())
-    wanted = (owner.unsqueeze(1) == ranks.unsqueeze(1)).any(dim=2)  # [T, R]
-    by_rank = Gloo(x, torch.where(wanted, ranks, -1), None, group)
-    by_expert = Gloo(x, owner, weights, group)
+    by_rank = exchange.Exchange(x, exchange.by_rank(topk_idx, experts, group.size()), None, group)
+    by_expert = exchange.Exchange(x, exchange.by_expert(topk_idx, experts, group.size()), weights, group)
 
     def timed(call: Callable[[], Any]) -> tuple[Any, float]:
         dist.barrier(group)
@@ -179,7 +129,8 @@ def main() -> None:
         print(f"{ratios[way]:.2f} x {AGAINST[way]}" if way in ratios else "")
     case = {"ranks": given.ranks, "dtype": "bfloat16", **job}
     rows = {key: sum(r[key] for r in by_rank) for key in ("rows_by_rank", "rows_by_expert")}
-    print(write("host_vs_gloo", {"case": case, **rows, "medians": found, "ratios": ratios}))
+    path = Path(__file__).parent / "results" / "host_vs_gloo.json"
+    print(write(path, {"case": case, **rows, "medians": found, "ratios": ratios}))
 
 
 if __name__ == "__main__":

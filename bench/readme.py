@@ -1,4 +1,4 @@
-"""Writes the README's figures from bench/results/*.json; every figure there comes from here.
+"""Writes the README's figures, and draws its plots, from bench/results/*.json; every figure there comes from here.
 
 python bench/readme.py
 """
@@ -48,7 +48,7 @@ def host_vs_gloo(found: dict[str, Any]) -> str:
 
 
 def nvlink(found: dict[str, Any]) -> str:
-    """The section of bench/nvlink.py."""
+    """The section of bench/nvlink.py, which the benchmark of the package has replaced."""
     case, machine = found["case"], found["machine"]
     blocks = {row["sms"] for row in found["rows"]} & {DEFAULT_BLOCKS}
     lines = [
@@ -74,19 +74,93 @@ def nvlink(found: dict[str, Any]) -> str:
 
 
 DEFAULT_BLOCKS = 64
-SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {"nvlink-vmm-4": nvlink, "host_vs_gloo": host_vs_gloo}
+
+
+def where(found: dict[str, Any]) -> str:
+    """The machine, as a heading says it."""
+    case, machine = found["case"], found["machine"]
+    on_gpus = case["backend"] != "host"
+    place = f"{case['ranks']} x {machine['gpus'][0]}" if on_gpus else f"{case['ranks']} CPU ranks ({machine['cpu']})"
+    how = "caches flushed before each" if case["cold"] else "chained"
+    skew = f", {case['skew']:.0%} of the tokens want one rank" if case["skew"] else ""
+    return (
+        f"{place}, `{found['backend']}`: {case['model'] or 'a layer'} (hidden {case['hidden']}, top-{case['topk']} of "
+        f"{case['experts']} experts), whole operations, {case['mode']}, {how}{skew}; median of the slowest rank"
+    )
+
+
+def ceiling(found: dict[str, Any]) -> str:
+    """What the wire carried in the same run."""
+    if not found["ceiling"]:
+        return ""
+    best = found["ceiling"][0]
+    return (
+        f"; `wire`: wire time at the all-to-all ceiling of the same run, {best['gbs']:.0f} GB/s a rank, over the time"
+    )
+
+
+def time_of(us: float) -> str:
+    """A time as people read it."""
+    return f"{us / 1e3:.2f} ms" if us >= 1e4 else f"{us:.0f} us" if us >= 100 else f"{us:.1f} us"
+
+
+def dispatch_combine(found: dict[str, Any]) -> str:
+    """The section of `moecomm bench dispatch-combine`; of many sizes (`sweep`) a plot.
+
+    Of several numbers of SMs the first.
+    """
+    head = f"{where(found)}{ceiling(found)}:"
+    if is_sweep(found):
+        return f"{head}\n\n![time and bandwidth over tokens](bench/results/{found['what']}.svg)\n"
+    lines = [
+        head,
+        "",
+        "| tokens a rank | by | operation | layout | SMs | time | wire |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in found["rows"]:
+        if "us" not in row or (row["who"] == "moecomm" and row["sms_asked"] != found["case"]["sms"][0]):
+            continue
+        what = ", ".join(filter(None, (row["what"], row["payload"], row["variant"])))
+        wire = "" if row["of_wire"] is None else f"{row['of_wire']:.2f}"
+        lines.append(
+            f"| {row['tokens']} | {row['who']} | {what} | `{row['layout']}` | {row['sms'] or ''} "
+            f"| {time_of(row['us']['p50'])} | {wire} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def is_sweep(found: dict[str, Any]) -> bool:
+    """Whether a result has enough sizes to be drawn."""
+    return found.get("benchmark") == "dispatch-combine" and len(found["case"]["tokens"]) > 4
+
+
+Section = Callable[[dict[str, Any]], str]
+BY_NAME: dict[str, Section] = {"nvlink-vmm-4": nvlink, "host_vs_gloo": host_vs_gloo}
+BY_BENCHMARK: dict[str, Section] = {"dispatch-combine": dispatch_combine}
+
+
+def results() -> list[Path]:
+    """All results: those of the benchmark in the order of their names, then the others."""
+    found = sorted((ROOT / "bench" / "results").glob("*.json"))
+    return sorted(found, key=lambda path: list(BY_NAME).index(path.stem) if path.stem in BY_NAME else -1)
 
 
 def figures() -> str:
     """All sections whose JSON is there, each with its source."""
     parts = []
-    for name, section in SECTIONS.items():
-        path = ROOT / "bench" / "results" / f"{name}.json"
-        if path.exists():
-            found = json.loads(path.read_text())
+    for path in results():
+        found = json.loads(path.read_text())
+        section = BY_NAME.get(path.stem) or BY_BENCHMARK.get(found.get("benchmark", ""))
+        if section is not None:
             source = f"Source: [`{path.name}`](bench/results/{path.name}), `{found['command']}`, {found['date']}."
             parts.append(f"{section(found)}\n{source}")
     return "\n\n".join(parts)
+
+
+def drawn() -> dict[Path, Path]:
+    """The pictures that the README shows, and the result that each is drawn from."""
+    return {path.with_suffix(".svg"): path for path in results() if is_sweep(json.loads(path.read_text()))}
 
 
 def filled(readme: str) -> str:
@@ -97,5 +171,9 @@ def filled(readme: str) -> str:
 
 
 if __name__ == "__main__":
+    from moecomm.bench.plot import draw
+
+    for picture, result in drawn().items():
+        draw([result], picture)
     path = ROOT / "README.md"
     path.write_text(filled(path.read_text()))

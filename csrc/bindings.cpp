@@ -26,6 +26,8 @@ PYBIND11_MODULE(_native, m) {
     });
     moecomm::bindings::bind_args(m);
     moecomm::bindings::bind_arena(m);
+    moecomm::bindings::bind_bench(m);
     moecomm::bindings::bind_peers(m);
+    moecomm::bindings::bind_plans(m);
     moecomm::bindings::bind_rounds(m);
 }

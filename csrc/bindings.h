@@ -6,7 +6,9 @@ namespace moecomm::bindings {
 
 void bind_args(pybind11::module_& m);
 void bind_arena(pybind11::module_& m);
+void bind_bench(pybind11::module_& m);
 void bind_peers(pybind11::module_& m);
+void bind_plans(pybind11::module_& m);
 void bind_rounds(pybind11::module_& m);
 
 }  // namespace moecomm::bindings

@@ -37,31 +37,35 @@ py::class_<Struct> bind_struct(py::module_& m, const char* name) {
 
 void bind_layout(py::module_& m) {
     py::class_<Shape>(m, "Shape")
-        .def(py::init([](i32 ranks, i32 experts, i32 topk, i32 max_tokens, i64 staged_row_bytes, i64 heap_bytes) {
-                 return Shape{ranks, experts, topk, max_tokens, staged_row_bytes, heap_bytes};
+        .def(py::init([](i32 ranks, i32 experts, i32 topk, i32 max_tokens, i32 ring_tokens, i64 staged_row_bytes, i64 heap_bytes) {
+                 if (ring_tokens < kMaxChunk || ring_tokens % kMaxChunk != 0)
+                     throw std::invalid_argument("ring_tokens: want a multiple of " + std::to_string(kMaxChunk));
+                 return Shape{ranks, experts, topk, max_tokens, ring_tokens, 0, staged_row_bytes, heap_bytes};
              }),
-             py::arg("ranks"), py::arg("experts"), py::arg("topk"), py::arg("max_tokens"), py::arg("staged_row_bytes"),
-             py::arg("heap_bytes"))
+             py::arg("ranks"), py::arg("experts"), py::arg("topk"), py::arg("max_tokens"), py::arg("ring_tokens"),
+             py::arg("staged_row_bytes"), py::arg("heap_bytes"))
         .def_readwrite("ranks", &Shape::ranks)
         .def_readwrite("experts", &Shape::experts)
         .def_readwrite("topk", &Shape::topk)
         .def_readwrite("max_tokens", &Shape::max_tokens)
+        .def_readwrite("ring_tokens", &Shape::ring_tokens)
         .def_readwrite("staged_row_bytes", &Shape::staged_row_bytes)
         .def_readwrite("heap_bytes", &Shape::heap_bytes);
     py::class_<WindowLayout>(m, "WindowLayout")
         .def_readonly("abort", &WindowLayout::abort)
         .def_readonly("state", &WindowLayout::state)
-        .def_readonly("notices", &WindowLayout::notices)
-        .def_readonly("counts", &WindowLayout::counts)
+        .def_readonly("mail", &WindowLayout::mail)
         .def_readonly("arrived", &WindowLayout::arrived)
         .def_readonly("reduced", &WindowLayout::reduced)
+        .def_readonly("credits", &WindowLayout::credits)
         .def_readonly("drained", &WindowLayout::drained)
-        .def_readonly("chunk_counts", &WindowLayout::chunk_counts)
+        .def_readonly("ranges", &WindowLayout::ranges)
+        .def_readonly("counting", &WindowLayout::counting)
         .def_readonly("staging", &WindowLayout::staging)
         .def_readonly("heap", &WindowLayout::heap)
         .def_readonly("bytes", &WindowLayout::bytes)
         .def_readonly("columns", &WindowLayout::columns)
-        .def_readonly("chunks", &WindowLayout::chunks);
+        .def_readonly("mail_words", &WindowLayout::mail_words);
     m.def("window_layout", &window_layout, py::arg("shape"));
 }
 
@@ -79,10 +83,11 @@ void bind_context(py::module_& m) {
         .def_readwrite("token_rows", &Route::token_rows)
         .def_readwrite("token_owner", &Route::token_owner)
         .def_readwrite("token_slot", &Route::token_slot)
-        .def_readwrite("slot_base", &Route::slot_base)
-        .def_readwrite("source_base", &Route::source_base)
+        .def_readwrite("sent", &Route::sent)
+        .def_readwrite("ranges", &Route::ranges)
         .def_readwrite("rows", &Route::rows)
-        .def_readwrite("row_weights", &Route::row_weights);
+        .def_readwrite("row_weights", &Route::row_weights)
+        .def_readwrite("src", &Route::src);
 }
 
 void bind_dispatch(py::module_& m) {
@@ -102,6 +107,7 @@ void bind_dispatch(py::module_& m) {
         .def_readwrite("row_bytes", &DispatchArgs::row_bytes)
         .def_readwrite("scale_bytes", &DispatchArgs::scale_bytes)
         .def_readwrite("quantize", &DispatchArgs::quantize)
+        .def_readwrite("scale_format", &DispatchArgs::scale_format)
         .def_readwrite("layout", &DispatchArgs::layout)
         .def_readwrite("alignment", &DispatchArgs::alignment)
         .def_readwrite("max_rows", &DispatchArgs::max_rows)
@@ -110,6 +116,7 @@ void bind_dispatch(py::module_& m) {
         .def_readwrite("call", &DispatchArgs::call)
         .def_readwrite("check_weights", &DispatchArgs::check_weights)
         .def_readwrite("workers", &DispatchArgs::workers)
+        .def_readwrite("part", &DispatchArgs::part)
         .def_readwrite("out_x", &DispatchArgs::out_x)
         .def_readwrite("out_scales", &DispatchArgs::out_scales)
         .def_readwrite("out_src", &DispatchArgs::out_src)
@@ -117,7 +124,9 @@ void bind_dispatch(py::module_& m) {
         .def_readwrite("out_weights", &DispatchArgs::out_weights)
         .def_readwrite("out_rows", &DispatchArgs::out_rows)
         .def_readwrite("tokens_per_expert", &DispatchArgs::tokens_per_expert)
-        .def_readwrite("num_rows", &DispatchArgs::num_rows);
+        .def_readwrite("num_rows", &DispatchArgs::num_rows)
+        .def_readwrite("scale_columns", &DispatchArgs::scale_columns)
+        .def_readwrite("scale_stride", &DispatchArgs::scale_stride);
 }
 
 void bind_combine(py::module_& m) {
@@ -137,6 +146,7 @@ void bind_combine(py::module_& m) {
         .def_readwrite("weighted", &CombineArgs::weighted)
         .def_readwrite("call", &CombineArgs::call)
         .def_readwrite("workers", &CombineArgs::workers)
+        .def_readwrite("chunk_tokens", &CombineArgs::chunk_tokens)
         .def_readwrite("out", &CombineArgs::out)
         .def_readwrite("out_weight_grads", &CombineArgs::out_weight_grads)
         .def_readwrite("out_stride", &CombineArgs::out_stride);

@@ -125,8 +125,15 @@ void leave(const Context& ctx) {
     host::leave(ctx);
 }
 
-void launch(u64 function, u32 grid, u32 block, u32 shared_bytes, u64 stream, const Round& round) {
-    std::visit([&](const auto& args) { cuda_launch({function, grid, block, shared_bytes, stream}, &args); }, round);
+template <class Args>
+void launch(u64 function, u32 block, u32 shared_bytes, u64 stream, const Args& args, bool overlap) {
+    cuda_launch({function, static_cast<u32>(args.workers), block, shared_bytes, stream, overlap}, &args);
+}
+
+template <class Args>
+void bind_launch(py::module_& m) {
+    m.def("cuda_launch", &launch<Args>, py::arg("function"), py::arg("block"), py::arg("shared_bytes"), py::arg("stream"), py::arg("args"),
+          py::arg("overlap") = false, py::call_guard<py::gil_scoped_release>());
 }
 
 void bind_records(py::module_& m) {
@@ -161,8 +168,10 @@ void bind_rounds(py::module_& m) {
     m.def("host_combine", [](const CombineArgs& args) { run({args}); }, py::arg("args"));
     m.def("host_run_all", &run, py::arg("rounds"));
     m.def("leave", &leave, py::arg("context"));
-    m.def("cuda_launch", &launch, py::arg("function"), py::arg("grid"), py::arg("block"), py::arg("shared_bytes"), py::arg("stream"),
-          py::arg("args"), py::call_guard<py::gil_scoped_release>());
+    bind_launch<DispatchArgs>(m);
+    bind_launch<CombineArgs>(m);
+    m.def("cuda_context", &cuda_context);
+    m.def("cuda_capturing", &cuda_capturing, py::arg("stream"));
     m.def("cuda_available", &cuda_missing, py::call_guard<py::gil_scoped_release>());
 }
 

@@ -7,6 +7,7 @@ releases the GIL.
 from collections.abc import Sequence
 from typing import Any, final
 
+from torch import Tensor
 from typing_extensions import Self
 
 @final
@@ -17,11 +18,20 @@ class Shape:
     experts: int
     topk: int
     max_tokens: int
+    ring_tokens: int
     staged_row_bytes: int
     heap_bytes: int
     def __init__(
-        self, ranks: int, experts: int, topk: int, max_tokens: int, staged_row_bytes: int, heap_bytes: int
-    ) -> None: ...
+        self,
+        ranks: int,
+        experts: int,
+        topk: int,
+        max_tokens: int,
+        ring_tokens: int,
+        staged_row_bytes: int,
+        heap_bytes: int,
+    ) -> None:
+        """ValueError unless `ring_tokens` is a multiple of 32 (kMaxChunk), and at least that."""
 
 @final
 class WindowLayout:
@@ -32,17 +42,19 @@ class WindowLayout:
     @property
     def state(self) -> int: ...
     @property
-    def notices(self) -> int: ...
-    @property
-    def counts(self) -> int: ...
+    def mail(self) -> int: ...
     @property
     def arrived(self) -> int: ...
     @property
     def reduced(self) -> int: ...
     @property
+    def credits(self) -> int: ...
+    @property
     def drained(self) -> int: ...
     @property
-    def chunk_counts(self) -> int: ...
+    def ranges(self) -> int: ...
+    @property
+    def counting(self) -> int: ...
     @property
     def staging(self) -> int: ...
     @property
@@ -52,7 +64,7 @@ class WindowLayout:
     @property
     def columns(self) -> int: ...
     @property
-    def chunks(self) -> int: ...
+    def mail_words(self) -> int: ...
 
 def window_layout(shape: Shape) -> WindowLayout: ...
 
@@ -84,10 +96,11 @@ class Route(_Struct):
     token_rows: int
     token_owner: int
     token_slot: int
-    slot_base: int
-    source_base: int
+    sent: int
+    ranges: int
     rows: int
     row_weights: int
+    src: int
 
 @final
 class DispatchArgs(_Struct):
@@ -107,6 +120,7 @@ class DispatchArgs(_Struct):
     row_bytes: int
     scale_bytes: int
     quantize: int
+    scale_format: int
     layout: int
     alignment: int
     max_rows: int
@@ -115,6 +129,7 @@ class DispatchArgs(_Struct):
     call: int
     check_weights: int
     workers: int
+    part: int
     out_x: int
     out_scales: int
     out_src: int
@@ -123,6 +138,8 @@ class DispatchArgs(_Struct):
     out_rows: int
     tokens_per_expert: int
     num_rows: int
+    scale_columns: int
+    scale_stride: int
 
 @final
 class CombineArgs(_Struct):
@@ -141,9 +158,69 @@ class CombineArgs(_Struct):
     weighted: int
     call: int
     workers: int
+    chunk_tokens: int
     out: int
     out_weight_grads: int
     out_stride: int
+
+@final
+class DispatchPlan:
+    """Dispatches of one kind, prepared: `args` has all that is neither a tensor's nor an output's.
+
+    Raises:
+        ValueError: what stands for a tensor is none of torch's.
+    """
+
+    def __init__(
+        self,
+        args: DispatchArgs,
+        scale_columns: bool,
+        x: Tensor,
+        scales: Tensor | None,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+    ) -> None:
+        """`x` and the others: of the types, on the devices that later ones will have."""
+    def schedule(self, num_tokens: int, workers: int, chunk_tokens: int) -> None:
+        """How rounds of so many tokens are run."""
+    def payload_bytes(self, max_rows: int) -> int:
+        """Of the block for what arrives."""
+    def kept_bytes(self, max_rows: int) -> int:
+        """Of the block for what combine and a repeat need as well."""
+    def bind(
+        self,
+        payload: Block,
+        kept: Block,
+        max_rows: int,
+        x: object,
+        scales: object,
+        topk_idx: object,
+        topk_weights: object,
+    ) -> DispatchArgs | None:
+        """None unless these are tensors that the plan is for, can be used, and are of a number with a schedule."""
+    def repeat(self, payload: Block, earlier: DispatchArgs, x: object, scales: object) -> DispatchArgs | None:
+        """The same with the route and the room of an earlier dispatch."""
+
+@final
+class CombinePlan:
+    """Combines of one kind, prepared; see DispatchPlan."""
+
+    def __init__(self, args: CombineArgs, y: Tensor, bias: Tensor | None, weight_grads: Tensor | None) -> None: ...
+    def schedule(self, num_tokens: int, workers: int, chunk_tokens: int) -> None:
+        """How rounds of so many tokens are run."""
+    def bind(
+        self,
+        dispatch: DispatchArgs,
+        y: object,
+        out: object,
+        bias: object,
+        weight_grads: object,
+        out_weight_grads: object,
+    ) -> CombineArgs | None:
+        """None unless these are tensors that the plan is for and that fit the dispatch."""
+
+def current_stream(device: int) -> int:
+    """torch's current stream of a GPU: a cudaStream_t."""
 
 @final
 class HostWindow:
@@ -337,14 +414,51 @@ def store_word(address: int, value: int) -> None:
 def read_word(address: int) -> int:
     """The u32 there."""
 
+def host_ping_pong(
+    *,
+    here: int,
+    there: int,
+    source: int,
+    nbytes: int,
+    before: int,
+    warmup: int,
+    rounds: int,
+    starts: bool,
+    timeout_ns: int,
+    abort_here: int,
+    abort_host: int,
+) -> int | None:
+    """Puts `nbytes` from `source` behind the signal (u64) of the peer's block `there`, in turn with the peer.
+
+    `before`: what both signals count already.  Returns the nanoseconds of `rounds` round trips after `warmup` others;
+    None if the peer did not come in time, or an abort word was set.  The payload lies 256 bytes on in a block.
+
+    Raises:
+        ValueError: addresses or numbers that can't be.
+    """
+
 def cuda_launch(
-    function: int, grid: int, block: int, shared_bytes: int, stream: int, args: DispatchArgs | CombineArgs
+    function: int,
+    block: int,
+    shared_bytes: int,
+    stream: int,
+    args: DispatchArgs | CombineArgs,
+    overlap: bool = False,
 ) -> None:
-    """cuLaunchKernel of a CUfunction that takes the struct by value, in the current context.
+    """Launches a CUfunction that takes the struct by value, in the current context: `args.workers` blocks.
+
+    `overlap`: the kernel may begin while the one before it on the stream ends (programmatic stream serialization); the
+    two say when with griddepcontrol.  A driver that does not know that runs them one after the other.
 
     Raises:
         RuntimeError: with the driver's name of the error, or there is no driver.
     """
+
+def cuda_context() -> int:
+    """The calling thread's current CUcontext; 0: none.  RuntimeError as cuda_launch."""
+
+def cuda_capturing(stream: int) -> bool:
+    """Whether what is enqueued on this stream becomes part of a graph.  RuntimeError as cuda_launch."""
 
 def cuda_available() -> str:
     """Empty if there is a GPU to use, else a sentence that names the first thing missing.  Initialises the driver."""

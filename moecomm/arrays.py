@@ -19,46 +19,30 @@ _DLPACK = {
     torch.float16: (2, 16),
     torch.float32: (2, 32),
     torch.int32: (0, 32),
+    torch.int16: (0, 16),
     torch.int64: (0, 64),
     torch.uint8: (1, 8),
 }
 
 
-def adopt(argument: str, value: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-    """`value` as a torch tensor over the same memory, and what turns our tensors back into the caller's kind."""
+def adopt(argument: str, value: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any] | None]:
+    """`value` as a torch tensor over the same memory, and what turns our tensors back into the caller's kind; None for
+    torch's own.
+    """
     if isinstance(value, torch.Tensor):
-        return value, _same
+        return value, None
     if not hasattr(value, "__dlpack__"):
         raise BadInput(argument, type(value).__name__, "a torch tensor or an array with __dlpack__")
     module = sys.modules[type(value).__module__.partition(".")[0]]
     return torch.utils.dlpack.from_dlpack(value), module.from_dlpack
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-class Carver:
-    """Plans one block of a window: the offsets of its pieces, one after the other, each 256-byte aligned.
-
-    Call `room` for every piece, then allocate `nbytes`.
-    """
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-
-    def room(self, rows: int, row_bytes: int) -> int:
-        """Sets `rows * row_bytes` bytes aside; their offset in the block."""
-        here = self.nbytes
-        self.nbytes = -(-(here + rows * row_bytes) // 256) * 256
-        return here
-
-
 def window_tensor(
     block: _native.Block, address: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, owner: object
 ) -> torch.Tensor:
     """A contiguous tensor at `address` inside `block`; it keeps the block, and `owner`, alive."""
-    kind, index = (1, 0) if device.type == "cpu" else (2, device.index or 0)
+    index = device.index  # a Buffer's GPU has one, its CPU has none
+    kind, index = (1, 0) if index is None else (2, index)
     code, bits = _DLPACK.get(dtype, _DLPACK[torch.uint8])  # float8 goes as bytes
     tensor = torch.utils.dlpack.from_dlpack(block.tensor(address, shape, code, bits, kind, index, owner))
     return tensor if dtype in _DLPACK else tensor.view(dtype)

@@ -80,17 +80,25 @@ class Buffer:
             if unsupported is not None:
                 raise unsupported from None
         self.settings.check()
+        backend_module = backends.load(name)
+        row = self.settings.staged_row_bytes
         shape = _native.Shape(
             ranks=ranks.ranks,
             experts=num_experts,
             topk=topk,
             max_tokens=max_tokens,
-            staged_row_bytes=hidden * 4 + -(-topk * 4 // 16) * 16,
+            ring_tokens=backend_module.ring_tokens(ranks.ranks, max_tokens, row),
+            staged_row_bytes=row,
             heap_bytes=window_bytes or self._default_heap(name),
         )
-        self._session = backends.load(name).open(ranks, shape, wanted, timeout_s)
+        self._session = backend_module.open(ranks, shape, wanted, timeout_s)
         self._session.context.timeout_ns = int(timeout_s * 1e9)
-        self.memory = WindowMemory(self._session.arena, self._session.device)
+        self._record = self._session.context.record
+        self.memory = WindowMemory(self._session.arena, self._session.capturing)
+        self.dispatch_plans: dict[tuple[Any, ...], list[dispatch.Plan]] = {}
+        self.combine_plans: dict[tuple[Any, ...], list[combine.Plan]] = {}
+        self.begun: Routed | None = None  # by dispatch_begin, and not ended yet
+        self.on_cpu = self._session.device.type == "cpu"
         self._failure: RoundFailed | None = None
         self.rank, self.num_ranks = ranks.rank, ranks.ranks
         self.hidden, self.num_experts, self.topk, self.max_tokens = hidden, num_experts, topk, max_tokens
@@ -115,6 +123,8 @@ class Buffer:
         layout: str = "expert",
         expert_alignment: int = 1,
         quantize: str | None = None,
+        scale_format: str = "fp32",
+        scale_layout: str = "row",
         scales: Any = None,
         max_rows: int | None = None,
         sync: bool | None = None,
@@ -131,7 +141,10 @@ class Buffer:
             layout: "expert": one row a (token, expert here), by (expert, source rank, token, k), each expert's group
                 starting at a multiple of `expert_alignment`; "flat": one row a (token, this rank), by (source rank,
                 token); "batched": `[E/R, R * max_tokens, H]`, each expert's rows first, in the order of "expert".
-            quantize: "fp8": rows travel and arrive as float8_e4m3fn with float32 scales of 128 columns.
+            quantize: "fp8": rows travel and arrive as float8_e4m3fn with a scale for every 128 columns.
+            scale_format: of "fp8": "fp32": amax / 448; "ue8m0": the power of two that is not below it.
+            scale_layout: "row": a row of scales beside each row of x; "column": column-major and padded as grouped
+                GEMMs load them by TMA, see Routed; scales that are given then have elements of 4 bytes.
             scales: `[T, n]` of 1-, 2- or 4-byte elements, travelling beside the rows.
             max_rows: rows to make room for (flat, expert); default: the worst case.
             sync: True: wait, and return exactly the rows that arrived; False: never wait for the device, tensors
@@ -145,7 +158,7 @@ class Buffer:
             BadInput, Closed: at once; what only the device can see at the next host-visible point, on every rank.
             Timeout, PeerLost, Aborted, Mismatch: the round failed; likewise.
         """
-        pending = dispatch.prepare(
+        routed = dispatch.prepare(
             self,
             x,
             topk_idx,
@@ -153,6 +166,8 @@ class Buffer:
             layout=layout,
             expert_alignment=expert_alignment,
             quantize=quantize,
+            scale_format=scale_format,
+            scale_layout=scale_layout,
             scales=scales,
             max_rows=max_rows,
             sync=sync,
@@ -160,8 +175,81 @@ class Buffer:
             num_sms=num_sms,
             check_weights=check_weights,
         )
-        self._session.dispatch(pending.args)
-        return dispatch.finish(self, pending)
+        dispatch.run(routed)
+        return dispatch.finish(self, routed)
+
+    def dispatch_begin(
+        self,
+        x: Any,
+        topk_idx: Any = None,
+        topk_weights: Any = None,
+        *,
+        layout: str = "expert",
+        expert_alignment: int = 1,
+        quantize: str | None = None,
+        scale_format: str = "fp32",
+        scale_layout: str = "row",
+        scales: Any = None,
+        max_rows: int | None = None,
+        handle: Handle | None = None,
+        num_sms: int | None = None,
+        check_weights: bool = False,
+    ) -> Routed:
+        """The first half of dispatch(): sends, and does not wait for the rows of the others.  Collective.
+
+        No SM is held from here to dispatch_end(), so that computations on the stream run while rows travel:
+
+            routed = buffer.dispatch_begin(x, topk_idx, topk_weights)
+            shared = shared_expert(x)
+            buffer.dispatch_end(routed)
+
+        Who wants a hook to call makes one: `hook = functools.partial(buffer.dispatch_end, routed)`.  In between,
+        handles of earlier dispatches may be combined; the next dispatch comes after the end.
+
+        Args: those of dispatch(), without `sync`.
+
+        Returns:
+            What dispatch() returns; its tensors can be read after dispatch_end(), and its handle used.
+
+        Raises:
+            As dispatch(); BadInput as well when one has begun and has not ended.
+        """
+        routed = dispatch.prepare(
+            self,
+            x,
+            topk_idx,
+            topk_weights,
+            layout=layout,
+            expert_alignment=expert_alignment,
+            quantize=quantize,
+            scale_format=scale_format,
+            scale_layout=scale_layout,
+            scales=scales,
+            max_rows=max_rows,
+            handle=handle,
+            num_sms=num_sms,
+            check_weights=check_weights,
+            begin=True,
+        )
+        dispatch.run(routed)
+        return dispatch.finish(self, routed)
+
+    def dispatch_end(self, routed: Routed, *, sync: bool | None = None) -> Routed:
+        """The second half: waits, on the current stream, for the rows of the dispatch that has begun.  Collective.
+
+        Args:
+            routed: what dispatch_begin() returned.
+            sync: see dispatch().
+
+        Returns:
+            `routed`, whose tensors can be read from now on.
+
+        Raises:
+            As dispatch(); BadInput as well when `routed` is not what has begun.
+        """
+        dispatch.prepare_end(self, routed, sync=sync)
+        dispatch.run(routed)
+        return dispatch.finish(self, routed)
 
     def combine(
         self,
@@ -194,7 +282,7 @@ class Buffer:
             bias, rounded once; zeros (plus bias) for a token with no expert.  With `weight_grads`: that and float32
             `[T, K]`.
         """
-        pending = combine.prepare(
+        combining = combine.prepare(
             self,
             y,
             handle,
@@ -205,13 +293,14 @@ class Buffer:
             wire=wire,
             num_sms=num_sms,
         )
-        self._session.combine(pending.args)
-        return combine.finish(self, pending)
+        combine.run(combining)
+        return combine.finish(self, combining)
 
     def empty(self, handle: Handle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """An uninitialised `y` for combine(y, handle), in the window, of `dtype` (default: the Buffer's).
 
-        CPU ranks read such rows where they are, each once, and no rank makes a copy.  GPUs gain nothing from it yet.
+        Such rows are read where they are, and no rank makes a copy: flat on GPUs (without `weight_grads`), all layouts
+        on CPUs.
         """
         return combine.empty(self, handle, dtype or self.dtype)
 
@@ -229,6 +318,8 @@ class Buffer:
     def close(self) -> None:
         """Gives the memory back.  Idempotent; outputs that are still referenced stay valid."""
         self._close()
+        self.dispatch_plans.clear()  # they refer to the window
+        self.combine_plans.clear()
 
     @property
     def backend(self) -> str:
@@ -265,9 +356,15 @@ class Buffer:
 
     def require_usable(self) -> None:
         """Raises Closed, or what earlier rounds left behind; does not wait for the device."""
+        self.require_open()
+        self.raise_failure()
+
+    def require_open(self) -> None:
+        """Raises Closed, or the failure that has ended the Buffer."""
         if not self._close.alive:
             raise Closed()
-        self.raise_failure()
+        if self._failure is not None:
+            raise self._failure
 
     def raise_failure(self) -> None:
         """Raises what the last rounds left behind.  Bad input and mismatches are told once; a failed round ends the
@@ -275,14 +372,14 @@ class Buffer:
         """
         if self._failure is not None:
             raise self._failure
-        record = _native.record(self._session.context.record)
+        record = _native.record(self._record)
         if record is None:
             return
         error: MoecommError = failures.error_of(record, self._session.dead_peers())
         if isinstance(error, RoundFailed):
             self._failure = error
         else:
-            _native.clear_record(self._session.context.record)
+            _native.clear_record(self._record)
         raise error
 
 

@@ -9,6 +9,8 @@ _FIELDS = (  # name, bits
     ("dtype", 3),
     ("topk_idx dtype", 1),
     ("quantize", 1),
+    ("scale_format", 1),
+    ("scale_layout", 1),
     ("bytes of a row of scales", 20),
     ("expert_alignment", 20),
     ("handle given", 1),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from moecomm.bench.cli import app as bench
 
 if TYPE_CHECKING:
     from moecomm.checkup import Report
@@ -20,6 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench, name="bench")
 
 
 @app.command()
@@ -49,6 +53,47 @@ def doctor() -> None:
     from moecomm.checkup import doctor as examine
 
     show_doctor(examine(), Console())
+
+
+@app.command()
+def tune(
+    model: Annotated[str, typer.Option(help="Whose sizes: a name of moecomm.router.MODELS.")] = "deepseek-v3",
+    tokens: Annotated[str, typer.Option(help="Sizes: each entry holds up to one of them.")] = "16,132,512,2048,8192",
+    layout: Annotated[str, typer.Option(help="flat, expert, batched.")] = "flat,expert,batched",
+    payload: Annotated[str, typer.Option(help="Of dispatch: bf16 or fp8.")] = "fp8",
+    sms: Annotated[str, typer.Option(help="Numbers of blocks to try.")] = "8,16,24,32,48,64,96",
+    chunks: Annotated[str, typer.Option(help="Chunk sizes to try, in tokens.")] = "1,2,4,8,16,32",
+    replays: Annotated[int, typer.Option(help="Times that each is timed.")] = 5,
+    ranks: Annotated[int | None, typer.Option(help="Processes; default: one a GPU.")] = None,
+    backend: Annotated[str, typer.Option(help="auto, host or lsa.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="Default: where rounds of this user look for it.")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Write every time measured there.")] = None,
+) -> None:
+    """Finds the blocks and chunks that are fastest here, and keeps them for rounds to use.
+
+    A table that is there already keeps what is not measured anew.
+    """
+    from moecomm.bench.case import Case, model_sizes
+    from moecomm.bench.cli import numbers
+    from moecomm.bench.ranks import plan
+    from moecomm.tune import Candidates
+    from moecomm.tune import tune as run_all
+
+    name, count = plan(backend, ranks)
+    case = Case(
+        *model_sizes(model, None, None, None),
+        ranks=count,
+        backend=name,
+        tokens=numbers("tokens", tokens),
+        layouts=layout.split(","),
+        payloads=[payload],
+        sms=numbers("sms", sms),
+        mode="eager" if name == "host" else "graph",
+        replays=replays,
+    )
+    path = run_all(Candidates(case, numbers("chunks", chunks)), out, json)
+    if path is not None:
+        Console().print(str(path), highlight=False)
 
 
 def show_demo(result: Result, console: Console) -> None:
@@ -97,11 +142,16 @@ def show_doctor(report: Report, console: Console) -> None:
 
 
 def main() -> None:
-    """Entry point.  An error of moecomm is told in its own words, not by a traceback."""
+    """Entry point of the command moecomm."""
+    run(app)
+
+
+def run(commands: typer.Typer) -> None:
+    """Runs what the command line asks for.  An error of moecomm is told in its own words, not by a traceback."""
     from moecomm.errors import MoecommError
 
     try:
-        app()
+        commands()
     except MoecommError as error:
         console = Console(stderr=True)
         console.print(f"[red]{type(error).__name__}[/]:", end=" ")

@@ -22,8 +22,10 @@ from moecomm import kernel_cache
 from moecomm.config import cache_dir
 
 _FLAT = 0
+_BEGIN, _END = 1, 2
 _BYTES = (2, 2, 4, 1)  # of a Type of csrc/protocol/args.h
 _LAYOUTS, _TYPES = ("flat", "expert", "batched"), ("bf16", "fp16", "fp32", "e4m3")
+_FORMATS, _PARTS = ("fp32", "ue8m0"), ("whole", "begin", "end")
 _SHARED_LIMIT = 227 * 1024  # of a block on sm_90
 _MOST_SLOTS = 8
 _FOLDERS = ("protocol", "device", "dispatch", "combine")
@@ -46,10 +48,15 @@ class KernelSpec:
     idx_bytes: int = 8
     row_bytes: int = 0
     scale_bytes: int = 0
+    scale_columns: bool = False
     quantize: bool = False
+    scale_format: int = 0
     repeat: bool = False
+    part: int = 0
+    split_rows: bool = False
     wire: int = 2
     weighted: bool = True
+    in_place: bool = False
 
     def __post_init__(self) -> None:
         row = self.hidden * _BYTES[self.type]
@@ -62,8 +69,10 @@ class KernelSpec:
             sent = self.hidden if self.quantize else row
             _want(sent % 16 == 0, f"hidden={self.hidden}: e4m3 rows of {sent} bytes; want a multiple of 16 bytes")
             _want(self.row_bytes == sent, f"row_bytes={self.row_bytes}: want {sent}")
-            scales = 4 * -(-self.hidden // 128)
+            scales = -(-self.hidden // 128) * (4 if self.scale_format == 0 else 1)
+            scales = _align(scales, 4) if self.scale_columns else scales
             _want(not self.quantize or self.scale_bytes == scales, f"scale_bytes={self.scale_bytes}: want {scales}")
+            _want(not self.scale_columns or self.scale_bytes % 4 == 0, f"scale_bytes={self.scale_bytes}: want words")
             _want(self.idx_bytes in (4, 8), f"idx_bytes={self.idx_bytes}: want 4 or 8")
         else:
             staged = self.hidden * _BYTES[self.type if self.layout == _FLAT else self.wire]
@@ -87,6 +96,10 @@ def _want(holds: bool, why: str) -> None:
         raise ValueError(why)
 
 
+def _bool(value: bool) -> str:
+    return str(value).lower()
+
+
 def _align(n: int, to: int) -> int:
     return -(-n // to) * to
 
@@ -99,49 +112,67 @@ def _piece(row_bytes: int, most: int, unit: int) -> int:
 
 def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
     """How the block of a dispatch kernel is made up; shared_bytes bounds DispatchShared from above."""
-    size = _BYTES[spec.type]
-    piece = _piece(spec.hidden * size, 8192, 128 * size if spec.quantize else 16)
-    columns = spec.experts + spec.ranks
-    tables = 4 * (2 * columns + spec.experts // spec.ranks) + spec.ranks * (8 + 112) + 112 + 512
-    for send_warps in (8, 4, 2, 1):
-        receive_warps = 0 if spec.layout == _FLAT else 8
-        warps = send_warps + receive_warps
-        scales = send_warps * spec.scale_bytes if spec.quantize else 4
-        fixed = tables + scales + 8 * send_warps * _MOST_SLOTS
-        slots = min(_MOST_SLOTS, (_SHARED_LIMIT - fixed) // (send_warps * piece))
-        scratch_warps = min(warps, (_SHARED_LIMIT - fixed) // (4 * columns))
-        if slots >= 2 and scratch_warps >= 1:
-            ring = max(send_warps * slots * piece, scratch_warps * 4 * columns)
+    size, columns, ends = _BYTES[spec.type], spec.experts + spec.ranks, spec.part == _END
+    spreads = spec.layout != _FLAT and spec.part != _BEGIN
+    receive_warps = 8 if spreads or ends or (spec.scale_columns and spec.part != _BEGIN) else 0
+    small = spec.split_rows or spec.quantize
+    unit = 16 if not spec.quantize else 512 * size if spec.split_rows else 128 * size  # 512: scales of 16 bytes
+    piece = min(_piece(spec.hidden * size, 3584 if small else 7168, unit), _align(spec.hidden * size, unit))
+    cast = (piece // size if spec.split_rows else spec.hidden) if spec.quantize else 16
+    spread = _piece(spec.row_bytes, 3584, 16) if spreads else 16
+    # the arguments, a word a column or more in several tables, a notice a rank
+    tables = 1920 + 4 * (4 * columns + spec.experts // spec.ranks) + spec.ranks * (8 + 104 + 8) + 104 + 512
+    spread_slots = 2
+    # a ring of each receive warp, and the rows of a chunk's tokens
+    spreading = receive_warps * (_align(spread_slots * (spread + 8) + 4 * 32 * spec.topk, 128) + 128) if spreads else 256
+    few = ((8, 2), (6, 2), (4, 2), (2, 2), (1, 2))
+    many = ((12, 4), (10, 4), (8, 4)) if spec.split_rows else () if spreads else ((8, 3), (7, 3), (6, 3))
+    for send_warps, slots in ((0, 2),) if ends else (*many, *few):
+        warp = slots * max(piece, 16) + 2 * cast + 2 * (4 * -(-spec.hidden // 128) + 16) + 8 * slots
+        fixed = tables + spreading + max(send_warps, 1) * warp + 256
+        # counters of the warps that count lie where nothing is under way to at first
+        room = send_warps * (2 * cast if spec.quantize else (slots - slots // 2) * piece)
+        count_warps = min(send_warps, room // (4 * columns))
+        if fixed <= _SHARED_LIMIT and (ends or count_warps >= 1):
             return {
+                "split_rows": int(spec.split_rows),
                 "send_warps": send_warps,
                 "receive_warps": receive_warps,
+                "describe_warps": int(not ends and not spec.repeat),
+                "flag_warps": int(not ends),
                 "piece_columns": piece // size,
                 "ring_slots": slots,
-                "scratch_warps": scratch_warps,
-                "shared_bytes": _align(ring + fixed, 128),
+                "spread_bytes": spread,
+                "spread_slots": spread_slots,
+                "count_warps": count_warps,
+                "shared_bytes": _align(fixed, 128),
             }
     raise ValueError(f"{spec.experts} experts: their counters do not fit {_SHARED_LIMIT} bytes of shared memory")
 
 
 def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     """How the block of a combine kernel is made up; shared_bytes bounds CombineShared from above."""
-    reduce_warps, pull_warps = 8, 8  # a warp for each row of a block of staged rows (kMinChunk)
+    reduce_warps, pull_warps = (0, 12) if spec.in_place else (8, 8)
     # A piece is summed in registers: 56 fp32 columns a lane at most.
     summed = {2: 3584, 4: 4096}
     staged = spec.type if spec.layout == _FLAT else spec.wire
     reduce_bytes = _piece(spec.hidden * _BYTES[spec.type], summed[_BYTES[spec.type]], 16)
     pull_bytes = _piece(spec.hidden * _BYTES[staged], summed[_BYTES[staged]], 16)
-    beside = _align(12 * _MOST_SLOTS + 8 * 12, 128) + 128  # barriers, weights and items of a ring, and alignment
-    fixed = (reduce_warps + pull_warps) * beside + 384
-    slots = min(_MOST_SLOTS, (_SHARED_LIMIT - fixed) // (reduce_warps * reduce_bytes + pull_warps * pull_bytes))
+    beside = _align(12 * _MOST_SLOTS + 8 * 24, 128) + 128  # barriers, weights and items of a ring, and alignment
+    fixed = (max(reduce_warps, 1) + pull_warps) * beside + spec.ranks * 112 + 104 + 512 + 1920
+    left = _SHARED_LIMIT - fixed
+    reduce_slots = 0 if spec.in_place else min(_MOST_SLOTS, left * 3 // 7 // (reduce_warps * reduce_bytes))
+    left -= reduce_slots * reduce_warps * reduce_bytes
+    pull_slots = min(_MOST_SLOTS, left // (pull_warps * pull_bytes))
+    used = reduce_slots * reduce_warps * reduce_bytes + pull_slots * pull_warps * pull_bytes
     return {
         "reduce_warps": reduce_warps,
         "pull_warps": pull_warps,
         "reduce_bytes": reduce_bytes,
         "pull_bytes": pull_bytes,
-        "reduce_slots": slots,
-        "pull_slots": slots,
-        "shared_bytes": _align(slots * (reduce_warps * reduce_bytes + pull_warps * pull_bytes) + fixed, 128),
+        "reduce_slots": reduce_slots,
+        "pull_slots": pull_slots,
+        "shared_bytes": _align(used + fixed, 128),
     }
 
 
@@ -153,7 +184,7 @@ def block_fields(spec: KernelSpec) -> dict[str, int]:
 def block_threads(fields: dict[str, int]) -> int:
     """Threads of a block made up of these fields."""
     return 32 * sum(
-        n for name, n in fields.items() if name in ("send_warps", "receive_warps", "reduce_warps", "pull_warps")
+        n for name, n in fields.items() if name in ("send_warps", "receive_warps", "describe_warps", "flag_warps", "reduce_warps", "pull_warps")
     )
 
 
@@ -163,18 +194,23 @@ def source(spec: KernelSpec) -> str:
     kind = f".layout = Layout::{_LAYOUTS[spec.layout]}, .type = Type::{_TYPES[spec.type]}"
     if spec.op == "dispatch":
         kind += f", .idx_bytes = {spec.idx_bytes}, .row_bytes = {spec.row_bytes}, .scale_bytes = {spec.scale_bytes}"
-        kind += f", .quantize = {str(spec.quantize).lower()}, .repeat = {str(spec.repeat).lower()}"
+        kind += f", .scale_columns = {_bool(spec.scale_columns)}, .quantize = {_bool(spec.quantize)}"
+        kind += f", .scale_format = ScaleFormat::{_FORMATS[spec.scale_format]}, .repeat = {_bool(spec.repeat)}"
+        kind += f", .part = Part::{_PARTS[spec.part]}"
     else:
-        kind += f", .wire = Type::{_TYPES[spec.wire]}, .weighted = {str(spec.weighted).lower()}"
+        kind += f", .wire = Type::{_TYPES[spec.wire]}, .weighted = {_bool(spec.weighted)}"
+        kind += f", .in_place = {_bool(spec.in_place)}"
     fields = block_fields(spec)
-    block = ", ".join(f".{name} = {value}" for name, value in fields.items())
-    name = spec.op.capitalize()
+    block = ", ".join(
+        f".{name} = {_bool(bool(value)) if name == 'split_rows' else value}" for name, value in fields.items()
+    )
+    name, function = spec.op.capitalize(), "dispatch_end" if spec.part == _END else spec.op
     return (
         f'#include "{spec.op}/{spec.op}.cuh"\n'
         "using namespace moecomm;\n"
         f"constexpr {name}Config config{{{shape}, {kind}, {block}}};\n"
         f'extern "C" __global__ void __launch_bounds__({block_threads(fields)}, 1)\n'
-        f"moecomm_{spec.op}(const __grid_constant__ {name}Args args) {{ {spec.op}<config, Lsa>(args); }}\n"
+        f"moecomm_{spec.op}(const __grid_constant__ {name}Args args) {{ {function}<config, Lsa>(args); }}\n"
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
 
 from moecomm import _native
 from moecomm.errors import BadInput
+
+_UNIT = 256  # an arena has whole units of so many bytes
 
 
 class WindowMemory:
@@ -17,9 +19,9 @@ class WindowMemory:
     that a replay writes to.
     """
 
-    def __init__(self, arena: _native.Arena, device: torch.device) -> None:
+    def __init__(self, arena: _native.Arena, capturing: Callable[[], bool]) -> None:
         self._arena = arena
-        self._cuda = device.type == "cuda"
+        self._capturing = capturing
         self._for_graphs: list[tuple[_native.Arena, _native.Block]] = []
 
     @property
@@ -27,26 +29,26 @@ class WindowMemory:
         """Bytes handed out, those set apart for graphs included."""
         return self._arena.used
 
-    def allocate(self, nbytes: int) -> _native.Block:
-        """A block of at least `nbytes`, 256-byte aligned.  Raises BadInput when the heap has no room."""
-        block = (
-            self._allocate_for_graph(nbytes)
-            if self._cuda and torch.cuda.is_current_stream_capturing()
-            else self._arena.allocate(nbytes)
-        )
-        if block is None:
-            raise BadInput(
-                "window_bytes",
-                f"a window with {self._arena.largest_free} bytes free in one piece",
-                f"{nbytes} for this round: keep fewer outputs, pass max_rows=, or open the Buffer with more",
-            )
-        return block
+    def allocate(self, *sizes: int) -> list[_native.Block]:
+        """A block of at least so many bytes each, 256-byte aligned.  Raises BadInput when the heap has no room."""
+        take = self._allocate_for_graph if self._capturing() else self._arena.allocate
+        blocks = []
+        for nbytes in sizes:
+            block = take(nbytes)
+            if block is None:
+                raise BadInput(
+                    "window_bytes",
+                    f"a window with {self._arena.largest_free} bytes free in one piece",
+                    f"{nbytes} for this round: keep fewer outputs, pass max_rows=, or open the Buffer with more",
+                )
+            blocks.append(block)
+        return blocks
 
     def _allocate_for_graph(self, nbytes: int) -> _native.Block | None:
         for arena, _ in self._for_graphs:
             if block := arena.allocate(nbytes):
                 return block
-        piece = self._arena.allocate(nbytes)
+        piece = self._arena.allocate(-(-max(1, nbytes) // _UNIT) * _UNIT)
         if piece is None:
             return None
         arena = _native.Arena(piece.offset, piece.nbytes)

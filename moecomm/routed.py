@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from moecomm import _native
+from moecomm.errors import BadInput
 
 if TYPE_CHECKING:
+    from moecomm import _native
     from moecomm.buffer import Buffer
+    from moecomm.dispatch.plan import Plan
 
 
 class Handle:
@@ -19,25 +18,39 @@ class Handle:
     It holds on to window memory until it is gone; one handle serves any number of combines and repeats.
     """
 
-    def __init__(self, buffer: Buffer, layout: str, num_tokens: int, topk_idx: torch.Tensor) -> None:
-        self.buffer = buffer
-        self.layout = layout
-        self.num_tokens = num_tokens
-        self.topk_idx = topk_idx  # keeps the ids alive: the device may still read them
-        self.route = _native.Route()
-        self.block: _native.Block | None = None
-        self.y_shape: tuple[int, ...] = ()  # what combine's y must be
-        self.failed = False  # the round was void: nothing to combine
-        self.routed: Routed | None = None
+    __slots__ = ("__weakref__", "args", "block", "buffer", "ended", "plan")
+
+    def __init__(
+        self, buffer: Buffer, plan: Plan, args: _native.DispatchArgs, block: _native.Block, ended: bool
+    ) -> None:
+        self.buffer, self.plan, self.args, self.block = buffer, plan, args, block
+        self.ended = ended  # False from dispatch_begin to dispatch_end
+
+    @property
+    def layout(self) -> str:
+        """The layout of the dispatch."""
+        return self.plan.layout
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens this rank passed to the dispatch."""
+        return self.args.num_tokens
+
+    @property
+    def y_shape(self) -> tuple[int, ...]:
+        """What combine's y must be."""
+        return (*self.plan.rows_shape(self.args), self.args.hidden)
 
 
-@dataclass
 class Routed:
     """The tokens that arrived at this rank's experts.  R ranks, K = topk, H = hidden, E = num_experts.
 
     Attributes:
         x: rows of the payload's dtype: `[rows, H]` (flat, expert) or `[E/R, R * max_tokens, H]` (batched).
-        scales: a row of scales beside each row of `x`, or None.
+        scales: a row of scales beside each row of `x`, or None: `[rows, n]` (batched `[E/R, R * max_tokens, n]`), of
+            the dtype of the scales given; of `quantize="fp8"`: n = ceil(H / 128) of float32, or float8_e8m0fnu for
+            "ue8m0".  With `scale_layout="column"` a column is contiguous, and the next begins `rows` rounded up to 4
+            later; "ue8m0" is then int32 of four exponents each, the first in the lowest byte: n = ceil(H / 512).
         tokens_per_expert: int32 `[E/R]`, without padding, on the device.
         num_rows: int32 `[1]`, on the device: flat: rows in use; expert: the end of the last group, padding included;
             batched: the sum of `tokens_per_expert`.  Rows past it are not initialised.
@@ -49,14 +62,66 @@ class Routed:
         row_weights: expert, batched: float32 `[rows]` (`[E/R, R * max_tokens]`), the routing weight of each row, 0
             in padding.
         handle: for combine, and to repeat the dispatch.
+
+    A tensor is made when it is first read.  What dispatch_begin returns can't be read before dispatch_end: BadInput.
     """
 
-    x: Any
-    scales: Any | None
-    tokens_per_expert: Any
-    num_rows: Any
-    src: Any
-    topk_idx: Any | None
-    topk_weights: Any | None
-    row_weights: Any | None
-    handle: Handle
+    __slots__ = ("__weakref__", "_tensors", "args", "back", "ended", "handle", "inputs", "payload", "plan", "sync")
+
+    def __init__(
+        self, handle: Handle, plan: Plan, args: _native.DispatchArgs, payload: _native.Block, ended: bool
+    ) -> None:
+        self.handle, self.plan, self.args, self.payload = handle, plan, args, payload
+        self.ended = ended  # False from dispatch_begin to dispatch_end
+        self.sync = False
+        self.back: Any = None  # turns our tensors into the caller's kind of arrays; None: they are torch's
+        self.inputs: Any = None  # alive until the executor has them
+        self._tensors: dict[str, Any] = {}
+
+    @property
+    def x(self) -> Any:
+        """See the class."""
+        return self._read("x")
+
+    @property
+    def scales(self) -> Any | None:
+        """See the class."""
+        return self._read("scales")
+
+    @property
+    def tokens_per_expert(self) -> Any:
+        """See the class."""
+        return self._read("tokens_per_expert")
+
+    @property
+    def num_rows(self) -> Any:
+        """See the class."""
+        return self._read("num_rows")
+
+    @property
+    def src(self) -> Any:
+        """See the class."""
+        return self._read("src")
+
+    @property
+    def topk_idx(self) -> Any | None:
+        """See the class."""
+        return self._read("topk_idx")
+
+    @property
+    def topk_weights(self) -> Any | None:
+        """See the class."""
+        return self._read("topk_weights")
+
+    @property
+    def row_weights(self) -> Any | None:
+        """See the class."""
+        return self._read("row_weights")
+
+    def _read(self, name: str) -> Any:
+        if name not in self._tensors:
+            if not self.ended:
+                raise BadInput("routed", "what has only begun", "dispatch_end(routed) before a tensor of it is read")
+            tensor = self.plan.tensor(name, self)
+            self._tensors[name] = tensor if tensor is None or self.back is None else self.back(tensor)
+        return self._tensors[name]

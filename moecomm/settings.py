@@ -10,8 +10,9 @@ import torch
 from moecomm.errors import BadInput, Mismatch
 from moecomm.rendezvous import Rendezvous
 
-VERSION = 1  # of the protocol in csrc/protocol
+VERSION = 2  # of the protocol in csrc/protocol
 MAX_RANKS, MAX_TOPK, MAX_FLAT_ROWS = 64, 32, 1 << 23
+MAX_CHUNK = 32  # tokens; kMaxChunk
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAGIC = 0x6D6F65636F6D6D
 
@@ -67,6 +68,11 @@ class Settings:
         if self.max_tokens < 1 or self.ranks * self.max_tokens >= MAX_FLAT_ROWS:
             raise BadInput("max_tokens", self.max_tokens, f"1 to {(MAX_FLAT_ROWS - 1) // self.ranks}")
 
+    @property
+    def staged_row_bytes(self) -> int:
+        """The widest row that combine stages: a partial sum in float32, and gradients of weights."""
+        return self.hidden * 4 + -(-self.topk * 4 // 16) * 16
+
     def worst_rows(self, layout: str, alignment: int = 1) -> int:
         """The most rows a rank can receive in a dispatch of this layout."""
         tokens, local = self.ranks * self.max_tokens, self.num_experts // self.ranks
@@ -79,4 +85,5 @@ class Settings:
     def round_bytes(self, layout: str) -> int:
         """Window memory of one round's outputs in the worst case: rows, and what the handle keeps."""
         row = self.hidden * self.dtype.itemsize + self.hidden // 32 + 64  # with scales, src and weights
-        return self.worst_rows(layout, 128) * row + self.ranks * self.max_tokens * (16 * self.topk + 16) + (1 << 16)
+        tokens, local = self.ranks * self.max_tokens, self.num_experts // self.ranks
+        return self.worst_rows(layout, 128) * row + tokens * (16 * self.topk + 16) + 4 * local + (1 << 16)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import moecomm
+from moecomm import combine, dispatch
 from moecomm.testing import LocalBuffers, check_case, random_case
 
 SIZES = {"ranks": 3, "hidden": 64, "num_experts": 12, "topk": 4, "max_tokens": 16, "dtype": torch.bfloat16}
@@ -48,6 +49,14 @@ REFUSED = {
     "topk_weights shape": ("topk_weights", {"topk_weights": torch.zeros(T, 3)}),
     "layout": ("layout", {"layout": "rows"}),
     "quantize": ("quantize", {"quantize": "fp4"}),
+    "scale_format": ("scale_format", {"quantize": "fp8", "scale_format": "fp8"}),
+    "scale_format of nothing": ("scale_format", {"scale_format": "ue8m0"}),
+    "scale_layout": ("scale_layout", {"quantize": "fp8", "scale_layout": "diagonal"}),
+    "scale_layout of nothing": ("scale_layout", {"scale_layout": "column"}),
+    "columns of 2 bytes": ("scales", {"scales": torch.zeros(T, 2, dtype=torch.int16), "scale_layout": "column"}),
+    "scales without columns": ("scales", {"scales": torch.zeros(T, 0)}),
+    "scales columns apart": ("scales", {"scales": torch.zeros(2, T).t()}),
+    "num_sms": ("num_sms", {"num_sms": 0}),
     "quantize with scales": ("quantize", {"quantize": "fp8", "scales": torch.zeros(T, 1)}),
     "float8 without scales": ("scales", {"x": torch.zeros(T, 64).to(torch.float8_e4m3fn)}),
     "scales rows": ("scales", {"scales": torch.zeros(T - 1, 1)}),
@@ -61,6 +70,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_dispatch_refuses(ranks: LocalBuffers, name: str) -> None:
     argument, wrong = REFUSED[name]
+    dispatch.prepare(ranks.buffers[0], **good_call())  # a good call is known, and must not stand in for a bad one
     with pytest.raises(moecomm.BadInput) as caught:
         ranks.buffers[0].dispatch(**{**good_call(), **wrong})
     assert caught.value.argument == argument
@@ -71,6 +81,7 @@ def test_dispatch_refuses(ranks: LocalBuffers, name: str) -> None:
 def test_combine_refuses(ranks: LocalBuffers) -> None:
     routed = ranks.dispatch([good_call() for _ in range(3)])
     first, y = ranks.buffers[0], torch.zeros_like(routed[0].x)
+    combine.prepare(first, y, routed[0].handle)  # a good call is known, and must not stand in for a bad one
     refused = {
         "y": [y[:-1], y.double(), y[:, :32], torch.zeros(*y.shape, device="meta"), y.t().contiguous().t()],
         "bias": [torch.zeros(T, 64), torch.zeros(T - 1, 64).bfloat16(), torch.zeros(63).bfloat16()],
@@ -131,15 +142,21 @@ def test_nan_weights_when_asked(ranks: LocalBuffers) -> None:
         assert isinstance(error, moecomm.BadInput) and (error.argument, error.rank) == ("topk_weights", 2)
 
 
-def test_ranks_that_call_differently_are_told_the_field(ranks: LocalBuffers) -> None:
-    calls = [{**good_call(), "expert_alignment": 1 + (rank == 1)} for rank in range(3)]
-    error = _raises(ranks, calls)
-    assert isinstance(error, moecomm.Mismatch) and (error.field, error.mine, error.theirs, error.rank) == (
-        "expert_alignment",
-        1,
-        2,
-        1,
-    )
+FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
+    "expert_alignment": ({"expert_alignment": 1}, {"expert_alignment": 2}, 1, 2),
+    "scale_format": ({"quantize": "fp8"}, {"quantize": "fp8", "scale_format": "ue8m0"}, 0, 1),
+    "scale_layout": ({"quantize": "fp8"}, {"quantize": "fp8", "scale_layout": "column"}, 0, 1),
+    "quantize": ({}, {"quantize": "fp8"}, 0, 1),
+    "layout": ({"layout": "flat"}, {"layout": "expert"}, 0, 1),
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_ranks_that_call_differently_are_told_the_field(ranks: LocalBuffers, field: str) -> None:
+    one, other, mine, theirs = FIELDS[field]
+    error = _raises(ranks, [{**good_call(), **(other if rank == 1 else one)} for rank in range(3)])
+    assert isinstance(error, moecomm.Mismatch)
+    assert (error.field, error.mine, error.theirs, error.rank) == (field, mine, theirs, 1)
     for buffer in ranks.buffers[1:]:
         assert isinstance(_left_behind(buffer), moecomm.Mismatch)
     check_case(ranks, random_case(4, **SIZES))
@@ -155,14 +172,16 @@ def test_no_room_left_says_how_much_is_needed() -> None:
 
 def test_closed() -> None:
     buffer = moecomm.Buffer(hidden=64, num_experts=12, topk=4, max_tokens=16, backend="host")
-    routed = buffer.dispatch(**good_call())
+    given = good_call()
+    routed, unread = buffer.dispatch(**given), buffer.dispatch(**given)
     want = routed.x.clone()
     buffer.close()
     buffer.close()
-    for act in (lambda: buffer.dispatch(**good_call()), lambda: buffer.combine(routed.x, routed.handle), buffer.check):
+    for act in (lambda: buffer.dispatch(**given), lambda: buffer.combine(routed.x, routed.handle), buffer.check):
         with pytest.raises(moecomm.Closed):
             act()
     assert torch.equal(routed.x, want), "outputs outlive the Buffer"
+    assert torch.equal(unread.x, want), "also those that nobody had looked at"
 
 
 OPEN_REFUSED = {

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import weakref
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
 import moecomm
+from moecomm import combine, dispatch
 from moecomm.testing import LocalBuffers, check_case, random_case
 
 SIZES = {"hidden": 32, "num_experts": 12, "topk": 2, "max_tokens": 16, "dtype": torch.float32}
@@ -152,6 +154,57 @@ def test_rows_written_in_the_window_are_read_there(layout: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         with pytest.raises(moecomm.BadInput, match="dtype"):
             ranks.buffers[0].empty(routed[0].handle, torch.float64)
+
+
+def test_arguments_are_checked_once_for_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is like an earlier one takes a shorter way, and comes to the same."""
+    checks: list[str] = []
+
+    def counting(module: ModuleType) -> None:
+        check = module.check
+        monkeypatch.setattr(module, "check", lambda *given: (checks.append(module.__name__), check(*given))[1])
+
+    counting(dispatch)
+    counting(combine)
+    calls = [
+        (call(0), True),
+        (call(1), False),
+        (call(2, 3), True),  # another number of tokens
+        (call(3), False),
+        ({**call(4), "topk_idx": call(4)["topk_idx"].int()}, True),
+        ({**call(5), "topk_weights": None}, True),
+        ({**call(6), "layout": "flat"}, True),
+        ({**call(7), "max_rows": 25}, False),
+        ({**call(8, 3), "topk_idx": call(8, 3)["topk_idx"].int()}, True),
+        (call(9, 3), False),
+    ]
+    with moecomm.Buffer(**SIZES, backend="host") as buffer:
+        for given, new in calls:
+            checks.clear()
+            given["topk_idx"] = given["topk_idx"].contiguous()
+            routed = buffer.dispatch(**given)
+            assert checks == (["moecomm.dispatch"] if new else [])
+            out = buffer.combine(routed.x, routed.handle)
+            if given.get("layout") == "flat":
+                factor: float | torch.Tensor = 1.0  # one row a token here, and no weights
+            elif given["topk_weights"] is None:
+                factor = 2.0
+            else:
+                factor = given["topk_weights"].sum(dim=1, keepdim=True)
+            torch.testing.assert_close(out, given["x"] * factor)
+        checks.clear()
+        for _ in range(2):
+            buffer.combine(routed.x, routed.handle, out=torch.empty_like(out))
+        assert checks == []
+
+
+def test_parameters_and_tensors_with_gradients_are_tensors() -> None:
+    with moecomm.Buffer(**SIZES, backend="host") as buffer:
+        given = call(0)
+        want = buffer.dispatch(**given).x.clone()
+        for x in (torch.nn.Parameter(given["x"]), (given["x"].requires_grad_() * 1)):
+            for _ in range(2):
+                assert torch.equal(buffer.dispatch(**{**given, "x": x}).x, want)
 
 
 def test_many_ranks() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,8 +100,8 @@ def test_a_batch_computes_what_single_experts_do() -> None:
     for expert, count in enumerate(counts.tolist()):
         x[expert, count:] = float("nan")
     w13, w2 = (torch.stack(w) for w in zip(*weights_of(range(local)), strict=True))
-    routed = moecomm.Routed(x, None, counts, counts.sum(), None, None, None, None, None)
-    y = batched_experts(routed, w13, w2, at_once=2)
+    routed = SimpleNamespace(x=x, tokens_per_expert=counts)
+    y = batched_experts(routed, w13, w2, at_once=2)  # type: ignore[arg-type]
     for expert, count in enumerate(counts.tolist()):
         gate, up = (x[expert, :count] @ w13[expert].T).chunk(2, dim=1)
         expected = (gate * torch.sigmoid(gate) * up) @ w2[expert].T

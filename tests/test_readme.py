@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import moecomm
 
@@ -81,6 +84,66 @@ def test_figures_are_what_the_results_say() -> None:
     # Nowhere else.
     rest = README.replace(measured, "")
     assert re.findall(r"\d+(?:\.\d+)? ?(?:[mnuµ]s|GB/s|TFLOP/s|times|x as fast)\b", rest) == []
+
+
+def test_plots_are_drawn_from_the_results() -> None:
+    """Each picture says of what: the digest of its JSON."""
+    from readme import drawn
+
+    from moecomm.bench.plot import digest
+
+    for picture, result in drawn().items():
+        assert f"({picture.relative_to(ROOT)})" in README
+        assert digest([result]) in picture.read_text(), "run: python bench/readme.py"
+
+
+def test_results_of_the_benchmark_become_a_table_or_a_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import readme
+
+    row = {
+        "who": "moecomm",
+        "what": "dispatch",
+        "layout": "flat",
+        "payload": "fp8",
+        "variant": "",
+        "sms": 24,
+        "sms_asked": 0,
+    }
+    row |= {"tokens": 4096, "us": {"p50": 261.34}, "of_wire": 0.9649}
+    peer = {**row, "who": "nccl", "payload": "", "sms": 0, "us": {"p50": 12345.6}, "of_wire": None}
+    case = {"ranks": 4, "backend": "lsa", "model": "deepseek-v3", "hidden": 7168, "topk": 8, "experts": 256}
+    case |= {"mode": "graph", "cold": False, "skew": 0.25, "tokens": [4096], "sms": [0, 8]}
+    found = {
+        "what": "b",
+        "benchmark": "dispatch-combine",
+        "command": "c",
+        "date": "2026-01-02",
+        "backend": "lsa/vmm",
+        "case": case,
+        "machine": {"gpus": ["GPU"] * 4, "cpu": ""},
+        "ceiling": [{"gbs": 320.4}],
+        "rows": [
+            row,
+            {**row, "sms_asked": 8},
+            peer,
+            {key: row[key] for key in row if key != "us"} | {"why": "no room"},
+        ],
+    }
+    swept = found | {"what": "a", "case": case | {"tokens": [1, 2, 4, 8, 16]}}
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    for result in (found, swept):
+        (tmp_path / "bench" / "results" / f"{result['what']}.json").write_text(json.dumps(result))
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    plot, table = readme.figures().split("Source: [`a.json`]")
+    assert "![time and bandwidth over tokens](bench/results/a.svg)" in plot
+    assert [line for line in table.splitlines() if line.startswith("| 4096")] == [
+        "| 4096 | moecomm | dispatch, fp8 | `flat` | 24 | 261 us | 0.96 |",
+        "| 4096 | nccl | dispatch | `flat` |  | 12.35 ms |  |",
+    ]
+    assert "4 x GPU, `lsa/vmm`: deepseek-v3 (hidden 7168, top-8 of 256 experts)" in table
+    assert "25% of the tokens want one rank" in table and "ceiling of the same run, 320 GB/s a rank" in table
+    folder = tmp_path / "bench" / "results"
+    assert readme.drawn() == {folder / "a.svg": folder / "a.json"}
 
 
 def test_failures_promised_are_errors_that_exist() -> None:

@@ -3,21 +3,27 @@
 #include "../device/bulk.cuh"
 #include "../device/cast.cuh"
 #include "../device/copy.cuh"
-#include "../device/grid.cuh"
+#include "../device/launch.cuh"
+#include "../device/mail.cuh"
 #include "../device/turn.cuh"
 
 namespace moecomm {
 
-// A row that a warp makes out of others.
+// A piece of a row that a warp makes out of the same piece of others.
 struct Item {
-    i32 sources;  // rows it is made of
-    i32 index;    // reduce: flat row, -1 if this warp has none in the block; pull: token
-    i32 turn;     // reduce: whose block it is
+    i32 sources;  // pieces it is made of
+    i32 token;    // at its home; -1: nothing to store
+    i32 home;     // reduce
+    i32 column;   // first
+    i32 turn;     // reduce: the unit whose last item of this warp this is, -1 if it is not; pull: items of this warp so far
 };
 
 constexpr i32 kItemsOpen = 8;  // whose sources are loading
 
-// A warp's own: pieces of rows on their way in, and whose they are.
+// What a role says when it is asked for its next item.
+enum class Next { item, later, none };  // later: it would have to wait
+
+// A warp's own: pieces on their way in, and whose they are.
 template <i32 slots, i32 bytes>
 struct RowRing {
     static constexpr i32 kSlots = slots, kBytes = bytes;
@@ -29,11 +35,19 @@ struct RowRing {
 
 template <CombineConfig cfg>
 struct CombineShared {
-    RowRing<cfg.reduce_slots, cfg.reduce_bytes> reduce[cfg.reduce_warps];
+    static constexpr i32 kReduceWarps = cfg.in_place ? 1 : cfg.reduce_warps;
+
     RowRing<cfg.pull_slots, cfg.pull_bytes> pull[cfg.pull_warps];
-    Turns<cfg.reduce_warps> staged;  // blocks of rows
+    RowRing<cfg.in_place ? 1 : cfg.reduce_slots, cfg.in_place ? 16 : cfg.reduce_bytes> reduce[kReduceWarps];
+    Turns<kReduceWarps> staged;    // units of this block
+    Turns<cfg.pull_warps> pulled;  // chunks of this block
+    CombineArgs args;
+    Begin begin;
     Notice mine;
-    u32 is_void;
+    Notice notices[cfg.ranks];
+    Sent sent[cfg.ranks];  // of the route
+    u32 missing;           // a notice did not come
+    i32 is_void;           // the ranks do not agree
 };
 
 template <CombineConfig config, class T>
@@ -41,51 +55,20 @@ struct CombineCall {
     static constexpr CombineConfig cfg = config;
     using Transport = T;
 
-    const CombineArgs& a;
+    const CombineArgs& a;  // in shared memory
     Transport transport;
     Round round;
     CombineShared<config>& shared;
 
     MOECOMM_FN i32 me() const { return a.ctx.rank; }
     MOECOMM_FN const WindowLayout& window() const { return a.ctx.window; }
-    MOECOMM_FN i64 pitch() const { return a.ctx.shape.staged_row_bytes; }
-    MOECOMM_FN i64 grads_at() const { return pitch() - cfg.grads_bytes(); }  // in a staged row
-    MOECOMM_FN u8* staged_row(i32 slot) const { return transport.template local<u8>(window().staging) + slot * pitch(); }
-    MOECOMM_FN i32 source_base(i32 rank) const { return reinterpret_cast<const i32*>(a.route.source_base)[rank]; }
-    MOECOMM_FN i32 blocks_of(i32 rank) const { return ceil_div(source_base(rank + 1) - source_base(rank), kMinChunk); }
-
-    // Staged rows are for all ranks, in blocks of kMinChunk rows of one rank: the first of each rank before the second of any.
-    MOECOMM_FN i32 staged_blocks() const {
-        i32 most = 0;
-        for (i32 s = 0; s < cfg.ranks; ++s) most = max(most, blocks_of(s));
-        return most * cfg.ranks;
+    MOECOMM_FN const Shape& shape() const { return a.ctx.shape; }
+    MOECOMM_FN i64 grads_at() const { return shape().staged_row_bytes - cfg.grads_bytes(); }  // in a staged row
+    MOECOMM_FN u8* staged_row(i32 rank, i32 home, i32 token) const {
+        return transport.template peer_ptr<u8>(rank, staged_at(window(), shape(), home, token));
     }
+    MOECOMM_FN i32 chunks() const { return ceil_div(a.num_tokens, a.chunk_tokens); }
+    MOECOMM_FN i32 chunks_of(i32 home) const { return ceil_div(shared.sent[home].num_tokens, shared.sent[home].chunk_tokens); }
 };
-
-// The blocks of rows that a block of the grid stages, one after the other, `turn` counting; their rows are strided over its reduce warps.
-struct StagedBlock {
-    i32 rank, number, first, end;  // whose rows; which of that rank; flat rows, none if there is no such block
-};
-template <class Call>
-MOECOMM_FN StagedBlock staged_block(const Call& c, i32 turn) {
-    constexpr CombineConfig cfg = Call::cfg;
-    const i32 nth = blockIdx.x + gridDim.x * turn, rank = rotated<cfg.ranks>(c.me(), nth % cfg.ranks), number = nth / cfg.ranks;
-    const i32 first = c.source_base(rank) + number * kMinChunk;
-    return {rank, number, first, min(first + kMinChunk, c.source_base(rank + 1))};
-}
-template <class Call>
-MOECOMM_FN i32 staged_turns(const Call& c) {
-    const i32 blocks = c.staged_blocks();
-    return blocks > static_cast<i32>(blockIdx.x) ? ceil_div(blocks - static_cast<i32>(blockIdx.x), static_cast<i32>(gridDim.x)) : 0;
-}
-
-// A reduce warp has staged its rows of a block; the last of them tells the rank.
-template <class Call>
-MOECOMM_FN void tell_staged(const Call& c, i32 turn) {
-    if (!complete_turn(c.shared.staged, c.round, turn)) return;
-    const StagedBlock block = staged_block(c, turn);
-    if (lane_id() == 0 && block.first < block.end)
-        c.transport.signal(block.rank, reduced_at(c.window(), c.me(), block.number), tag_signal(c.round.tag));
-}
 
 }  // namespace moecomm

@@ -1,78 +1,73 @@
-// Adds up rows: what reduce and pull have in common.  A warp makes one row after the other out of up to 32 source rows each, piece by
-// piece, in fp32 and in the order of the lanes that name the sources.  Pieces of sources flow through the warp's ring in that order,
-// those of the next rows behind them.
+// Adds up rows: what reduce and pull have in common.  A warp makes one piece of a row after the other out of the same piece of up to 32
+// source rows, in fp32 and in the order of the lanes that name them.  Pieces flow through the warp's ring in that order, those of the next
+// items behind them.
 #pragma once
 #include "call.cuh"
 
 namespace moecomm {
 
-// A lane's source row; null: none.
+// A lane's source: its piece; null: none.
 struct Source {
-    const u8* row;
+    const u8* piece;
     float weight;
 };
 
-// Role: bool open(Source&, Item&)   the next row, by all lanes; false when there is no other, or a wait has failed
+// Role: Next open(Source&, Item&, bool may_wait)   the next item, by all lanes; none when there is no other, or a wait has failed.  What a
+//                                    role waits for may depend on items of ours that are open, so it waits only when none is
 //       void store(const Item&, i32 column, const float (&)[n])   by a lane: n columns of the sum
-//       void close(const Item&)     by all lanes, after its last piece
+//       void close(const Item&)     by all lanes, after it is stored
 //       kType, kRowBytes            of a source row; kWeighted: times its weight, rounded, before it is added
 template <class Ring, class Role>
 struct Gather {
     static constexpr Type kType = Role::kType;
     static constexpr i32 kColumns = columns_in_16(kType);
-    static constexpr i32 kPieces = ceil_div(Role::kRowBytes, Ring::kBytes);
     static constexpr i32 kVectors = ceil_div(Ring::kBytes / 16, kWarp);  // of 16 bytes, of a lane
 
     Ring& ring;
     Role& role;
     u32 issued = 0, used = 0;    // pieces of sources
-    i32 opened = 0, closed = 0;  // rows
+    i32 opened = 0, closed = 0;  // items
     bool more = true;
-    // The row whose sources are being issued.
+    // The item whose sources are being issued.
     Source source{nullptr, 0.0f};
-    i32 sources = 0, order = 0;         // how many, and ours among them
-    i32 piece = kPieces, in_piece = 0;  // next to issue: of the row, and of the sources of that piece
+    i32 left = 0, order = 0, bytes = 0;  // sources not issued yet; ours among those that are left, from 0
 
-    MOECOMM_FN static i32 bytes_of_piece(i32 n) { return min(Ring::kBytes, Role::kRowBytes - n * Ring::kBytes); }
+    MOECOMM_FN static i32 bytes_from(i32 column) { return min(Ring::kBytes, Role::kRowBytes - column * bytes_of(kType)); }
 
-    MOECOMM_FN bool open_row() {
+    MOECOMM_FN bool open_item() {
         if (!more || opened - closed == kItemsOpen) return false;
         source = {nullptr, 0.0f};
         Item item;
-        more = role.open(source, item);
-        if (!more) return false;
-        const u32 named = __ballot_sync(kAllLanes, source.row != nullptr);
-        sources = item.sources = __popc(named);
-        order = __popc(named & lanes_below());
+        const Next next = role.open(source, item, opened == closed);
+        more = next != Next::none;
+        if (next != Next::item) return false;
+        const u32 named = __ballot_sync(kAllLanes, source.piece != nullptr);
+        left = item.sources = __popc(named);
+        order = source.piece != nullptr ? __popc(named & lanes_below()) : -1;
+        bytes = bytes_from(item.column);
         if (lane_id() == 0) ring.items[opened % kItemsOpen] = item;
         __syncwarp();
         ++opened;
-        piece = sources == 0 ? kPieces : 0;
-        in_piece = 0;
         return true;
     }
 
     // Issues loads until the ring is full or nothing is left.
     MOECOMM_FN void fill() {
         for (;;) {
-            if (piece == kPieces) {
-                if (!open_row()) return;
+            if (left == 0) {
+                if (!open_item()) return;
                 continue;
             }
-            const i32 fit = min(Ring::kSlots - static_cast<i32>(issued - used), sources - in_piece);
+            const i32 fit = min(Ring::kSlots - static_cast<i32>(issued - used), left);
             if (fit == 0) return;
-            const i32 mine = order - in_piece;
-            if (source.row != nullptr && mine >= 0 && mine < fit) {
-                const i32 slot = (issued + mine) % Ring::kSlots;
+            if (order >= 0 && order < fit) {
+                const i32 slot = (issued + order) % Ring::kSlots;
                 ring.weight[slot] = source.weight;
-                bulk_load(ring.data[slot], source.row + piece * Ring::kBytes, bytes_of_piece(piece), &ring.full[slot]);
+                bulk_load(ring.data[slot], source.piece, bytes, &ring.full[slot]);
             }
             issued += fit;
-            in_piece += fit;
-            if (in_piece == sources) {
-                in_piece = 0;
-                ++piece;
-            }
+            order -= fit;  // negative: ours is on its way, or there is none
+            left -= fit;
         }
     }
 
@@ -96,28 +91,21 @@ struct Gather {
     }
 
     MOECOMM_FN void run() {
-        float sum[kVectors][kColumns] = {};
-        i32 at = 0, added = 0;  // piece, and sources of it that are in the sum
         for (;;) {
             fill();
             if (closed == opened) return;
             const Item item = ring.items[closed % kItemsOpen];
-            const i32 vectors = bytes_of_piece(at) / 16;
-            if (added < item.sources) {
+            const i32 vectors = bytes_from(item.column) / 16;
+            float sum[kVectors][kColumns] = {};
+            for (i32 added = 0; added < item.sources; ++added) {
+                if (added > 0) fill();
                 add(sum, vectors);
-                ++added;
             }
-            if (added < item.sources) continue;
 #pragma unroll
             for (i32 v = 0; v < kVectors; ++v) {
                 const i32 vector = v * kWarp + lane_id();
-                if (vector < vectors) role.store(item, (at * (Ring::kBytes / 16) + vector) * kColumns, sum[v]);
-#pragma unroll
-                for (i32 i = 0; i < kColumns; ++i) sum[v][i] = 0.0f;
+                if (item.token >= 0 && vector < vectors) role.store(item, item.column + vector * kColumns, sum[v]);
             }
-            added = 0;
-            if (++at < kPieces) continue;
-            at = 0;
             role.close(item);
             __syncwarp();  // all lanes have read the item
             ++closed;

@@ -1,45 +1,80 @@
-// Step 3: the reduced rows of our tokens come home, at most one from each rank, and are added in the order of the ranks.
+// Step 3: the rows of our tokens come home, at most one from each rank, and are added in the order of the ranks.
 #pragma once
 #include "gather.cuh"
 
 namespace moecomm {
 
-// A warp: waits for every rank's notice and compares it with ours.  False when one did not come; `goes_on` when all agree.
+// By each pull warp, all of them together: every rank's notice, compared with ours.  False when one did not come; else shared.is_void.
 template <class Call>
-MOECOMM_FN bool await_notices(const Call& c, bool& goes_on) {
+MOECOMM_FN bool hear_everybody(const Call& c) {
     constexpr CombineConfig cfg = Call::cfg;
-    Verdict first{Failure::none, Argument::none, cfg.ranks, 0, 0};  // the first objection this lane has
-    bool missing = false;
-    for (i32 p = lane_id(); p < cfg.ranks && !missing; p += kWarp) {
-        const u64 at = notice_at(c.window(), cfg.ranks, c.round.tag, p);
-        u64 tag;
-        missing = !wait_flag(c.round, Phase::notice, p, at, c.round.tag, tag);
-        if (missing || first.failure != Failure::none) continue;
-        const Verdict verdict = judge_notice(c.shared.mine, read_notice(c.a.ctx, at), p, cfg.experts);
-        if (verdict.failure != Failure::none) first = verdict;
+    constexpr i32 threads = cfg.pull_warps * kWarp;
+    const i32 thread = threadIdx.x - cfg.reduce_warps * kWarp;
+    if (!await_notices(c.round, c.shared.notices, thread, threads)) c.shared.missing = 1;
+    meet(1, threads);
+    if (c.shared.missing != 0) return false;
+    if (thread < cfg.ranks) {
+        const Verdict verdict = judge_notice(c.shared.mine, c.shared.notices[thread], thread, cfg.experts);
+        if (verdict.failure != Failure::none) {
+            report_void(c.round, verdict);
+            c.shared.is_void = 1;
+        }
     }
-    if (__any_sync(kAllLanes, missing)) return false;
-    const i32 peer = static_cast<i32>(__reduce_min_sync(kAllLanes, static_cast<u32>(first.peer)));
-    goes_on = peer == cfg.ranks;
-    if (!goes_on && first.peer == peer) report_void(c.round, first);
+    meet(1, threads);
+    let_next_kernel_launch();
+    fence_async();  // reads of rows come after the notices that say where they are
     return true;
 }
 
-// The role of a pull warp.  Lane i serves the i-th rank that holds a part of the token.
+// The role of a pull warp: of the chunks of its block every pull_warps-th piece of the tokens.  Lane i serves the i-th rank that holds a
+// part of the token.
 template <class Call>
 struct Pull {
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr Type kType = cfg.staged();
     static constexpr i32 kRowBytes = cfg.staged_bytes();
     static constexpr bool kWeighted = false;
+    static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.pull_bytes), kPieceColumns = cfg.pull_bytes / bytes_of(kType);
 
     const Call& c;
-    const i32 stride = gridDim.x * cfg.pull_warps;
-    i32 token;
-    i32 ahead;  // this lane's slot of the next token
+    const i32 warp;
+    const i32 shift;          // a chunk is 1 << shift tokens
+    const bool gives_credit;  // peers stage rows, and ours do not all fit their rings
+    const i32 span;           // 1 << span tokens go to one block: a chunk, or one token where nobody waits for chunks
+    const i32 spans_here;     // of the block
+    i32 nth;                  // the next piece of the block
+    i32 ahead;                // this lane's slot of its token
+    i32 seen = -1;            // the chunk whose flag this lane has acquired, of the rank `lane`
+    i32 told = 0;             // chunks of the block that this warp is done with
     bool failed = false;
 
-    MOECOMM_FN Pull(const Call& call, i32 warp) : c(call), token(blockIdx.x + gridDim.x * warp), ahead(slot_of(token, lane_id())) {}
+    MOECOMM_FN Pull(const Call& call, i32 this_warp)
+        : c(call),
+          warp(this_warp),
+          shift(__ffs(call.a.chunk_tokens) - 1),
+          gives_credit(some_stage(call) && call.chunks() > ring_chunks(call.shape(), call.a.chunk_tokens)),
+          span(gives_credit ? shift : 0),
+          spans_here(ceil_div(max(ceil_div(call.a.num_tokens, 1 << span) - static_cast<i32>(blockIdx.x), 0), static_cast<i32>(gridDim.x))),
+          nth(this_warp) {
+        skip_ends();
+        ahead = slot_of(token(), lane_id());
+    }
+
+    MOECOMM_FN static bool some_stage(const Call& c) {
+        bool some = false;
+        for (i32 p = 0; p < cfg.ranks; ++p) some = some || c.shared.notices[p].x == 0;
+        return some;
+    }
+
+    // Whose piece is next: the span of the block, the token, its chunk.
+    MOECOMM_FN i32 nth_span() const { return nth / kPieces >> span; }
+    MOECOMM_FN i32 token() const { return ((blockIdx.x + gridDim.x * nth_span()) << span) + (nth / kPieces & ((1 << span) - 1)); }
+    MOECOMM_FN i32 chunk() const { return token() >> shift; }
+    MOECOMM_FN bool at_end() const { return nth_span() >= spans_here; }
+    // The last span may have fewer tokens.
+    MOECOMM_FN void skip_ends() {
+        while (!at_end() && token() >= c.a.num_tokens) nth += cfg.pull_warps;
+    }
 
     MOECOMM_FN i32 slot_of(i32 t, i32 rank) const {
         if (t >= c.a.num_tokens || rank >= cfg.ranks) return -1;
@@ -47,52 +82,64 @@ struct Pull {
     }
 
     // The rank that this lane serves, and its slot, -1 if none.  At most topk of them, so 32 lanes are enough for all ranks.
-    MOECOMM_FN i32 take_slot(i32& rank) {
+    MOECOMM_FN i32 slot_of_lane(i32& rank) const {
         rank = lane_id();
-        i32 slot = ahead;
-        ahead = slot_of(token + stride, lane_id());
-        if constexpr (cfg.ranks > kWarp) {
-            u64 wanted = __ballot_sync(kAllLanes, slot >= 0);
-            wanted |= static_cast<u64>(__ballot_sync(kAllLanes, slot_of(token, kWarp + lane_id()) >= 0)) << kWarp;
-            for (i32 i = 0; i < lane_id(); ++i) wanted &= wanted - 1;
-            rank = __ffsll(static_cast<i64>(wanted)) - 1;
-            slot = rank >= 0 ? slot_of(token, rank) : -1;
-        }
-        return slot;
+        if constexpr (cfg.ranks <= kWarp) return ahead;
+        u64 wanted = __ballot_sync(kAllLanes, ahead >= 0);
+        wanted |= static_cast<u64>(__ballot_sync(kAllLanes, slot_of(token(), kWarp + lane_id()) >= 0)) << kWarp;
+        for (i32 i = 0; i < lane_id(); ++i) wanted &= wanted - 1;
+        rank = __ffsll(static_cast<i64>(wanted)) - 1;
+        return rank >= 0 ? slot_of(token(), rank) : -1;
     }
 
-    // Waits for the token's rows; the lane that has acquired a row's flag is the one that loads it.
-    MOECOMM_FN bool open(Source& source, Item& out) {
-        if (failed || token >= c.a.num_tokens) return false;
-        i32 rank;
-        const i32 slot = take_slot(rank);
-        u64 tag;
-        bool missing = false;
-        if (slot >= 0) {
-            const i32 block = (slot - reinterpret_cast<const i32*>(c.a.route.slot_base)[rank]) / kMinChunk;
-            missing = !wait_flag(c.round, Phase::reduced, rank, reduced_at(c.window(), rank, block), c.round.tag, tag);
-            source.row = c.transport.template peer_ptr<u8>(rank, c.window().staging) + slot * c.pitch();
-            fence_async();  // reads of the row come after the flag
-        }
-        failed = __any_sync(kAllLanes, missing);
-        if (failed) return false;
-        out = {0, token, 0};
-        if (c.a.out_weight_grads != 0) bring_grads();
-        token += stride;
+    // Whether this lane may read the row of `rank`: the lane that has acquired its flag is the one that loads it.
+    MOECOMM_FN bool await_row(i32 rank, bool may_wait) {
+        if (c.shared.notices[rank].x != 0 || seen == chunk()) return true;
+        const u64 flag = reduced_at(c.window(), c.shape(), rank, chunk());
+        u64 tag = 0;
+        if (may_wait ? !wait_flag(c.round, Phase::reduced, rank, flag, c.round.tag, tag)
+                     : signal_tag(load_acquire(own<const u64>(c.a.ctx, flag))) != c.round.tag)
+            return false;
+        fence_async();  // reads of the row come after the flag
+        if (cfg.ranks <= kWarp) seen = chunk();
         return true;
+    }
+
+    MOECOMM_FN const u8* row_at(i32 rank, i32 slot) const {
+        const Notice& from = c.shared.notices[rank];
+        if (from.x == 0) return c.staged_row(rank, c.me(), token());
+        return c.transport.template peer_ptr<u8>(rank, from.x) + slot * static_cast<i64>(from.pitch);
+    }
+
+    MOECOMM_FN Next open(Source& source, Item& out, bool may_wait) {
+        if (may_wait && gives_credit) tell_pulled(min(nth_span(), spans_here));
+        if (failed) return Next::none;
+        if (at_end()) return may_wait || !gives_credit ? Next::none : Next::later;
+        i32 rank;
+        const i32 slot = slot_of_lane(rank);
+        const bool missing = slot >= 0 && !await_row(rank, may_wait);
+        if (__any_sync(kAllLanes, missing)) {
+            failed = may_wait;
+            return may_wait ? Next::none : Next::later;
+        }
+        const i32 column = nth % kPieces * kPieceColumns;
+        if (slot >= 0) source.piece = row_at(rank, slot) + column * bytes_of(kType);
+        if (column == 0 && c.a.out_weight_grads != 0) bring_grads();
+        out = {0, token(), 0, column, 0};
+        nth += cfg.pull_warps;
+        skip_ends();
+        ahead = slot_of(token(), lane_id());
+        return Next::item;
     }
 
     // A gradient a lane, from the owner of its expert, whose flag another lane has acquired.
     MOECOMM_FN void bring_grads() const {
         __syncwarp();
         if (lane_id() >= cfg.topk) return;
-        const i64 entry = static_cast<i64>(token) * cfg.topk + lane_id();
+        const i64 entry = static_cast<i64>(token()) * cfg.topk + lane_id();
         const i32 owner = reinterpret_cast<const i32*>(c.a.route.token_owner)[entry];
         u32 grad = 0;
-        if (owner >= 0) {
-            const u64 row = c.window().staging + slot_of(token, owner) * c.pitch();
-            grad = load_relaxed(c.transport.template peer_ptr<const u32>(owner, row + c.grads_at()) + lane_id());
-        }
+        if (owner >= 0) grad = load_relaxed(reinterpret_cast<const u32*>(c.staged_row(owner, c.me(), token()) + c.grads_at()) + lane_id());
         reinterpret_cast<u32*>(c.a.out_weight_grads)[entry] = grad;
     }
 
@@ -101,26 +148,50 @@ struct Pull {
         const i64 at = column * bytes_of(cfg.type);
         if (c.a.bias != 0) {
             float bias[n];
-            load_columns<cfg.type>(reinterpret_cast<const u8*>(c.a.bias) + out.index * c.a.bias_stride + at, bias);
+            load_columns<cfg.type>(reinterpret_cast<const u8*>(c.a.bias) + out.token * c.a.bias_stride + at, bias);
 #pragma unroll
             for (i32 i = 0; i < n; ++i) sum[i] = __fadd_rn(sum[i], bias[i]);
         }
-        store_columns<cfg.type>(reinterpret_cast<u8*>(c.a.out) + out.index * c.a.out_stride + at, sum);
+        store_columns<cfg.type>(reinterpret_cast<u8*>(c.a.out) + out.token * c.a.out_stride + at, sum);
     }
 
     MOECOMM_FN void close(const Item&) const {}
+
+    // This warp has nothing left to read of the first `chunks` of its block; the last warp to say so gives their places back.
+    MOECOMM_FN void tell_pulled(i32 chunks) {
+        for (; told < chunks; ++told) {
+            const i32 chunk = blockIdx.x + gridDim.x * told;
+            if (!complete_turn(c.shared.pulled, c.round, told) || !await_earlier(chunk)) continue;
+            const u64 place = credit_at(c.window(), c.shape(), c.me(), chunk, c.a.chunk_tokens);
+            for (i32 turn = lane_id(); turn < cfg.ranks - 1; turn += kWarp)
+                c.transport.signal(rotated<cfg.ranks>(c.me(), turn), place, word_signal(c.round.tag, chunk));
+            __syncwarp();  // ours last: who sees it may give the next credit in this place, which must not overtake these
+            if (lane_id() == 0) c.transport.signal(c.me(), place, word_signal(c.round.tag, chunk));
+        }
+    }
+
+    // The chunk that was in this one's place may be another block's, and a chunk that nobody has rows for is pulled at once: places are
+    // given back in order, so that a credit stands for all before it.
+    MOECOMM_FN bool await_earlier(i32 chunk) const {
+        const i32 earlier = chunk - ring_chunks(c.shape(), c.a.chunk_tokens);
+        if (earlier < 0) return true;
+        const auto* place = own<const u64>(c.a.ctx, credit_at(c.window(), c.shape(), c.me(), earlier, c.a.chunk_tokens));
+        const u64 credit = word_signal(c.round.tag, earlier);
+        bool came = true;
+        if (lane_id() == 0)
+            came = wait_for(
+                c.round, Phase::grid, c.me(), earlier, [&] { return load_acquire(place) == credit; },
+                [&] { return static_cast<i64>(signal_word(load_acquire(place))); });
+        return __all_sync(kAllLanes, came);  // before any lane leaves the next credit there
+    }
 };
 
 // By each pull warp.  False when something did not come.
 template <class Call>
 MOECOMM_FN bool pull(const Call& c) {
     const i32 warp = warp_id() - Call::cfg.reduce_warps;
-    bool goes_on;
-    if (!await_notices(c, goes_on)) return false;
-    if (!goes_on) {
-        if (warp == 0 && lane_id() == 0) c.shared.is_void = 1;
-        return true;
-    }
+    if (!hear_everybody(c)) return false;
+    if (c.shared.is_void != 0) return true;
     Pull<Call> role(c, warp);
     Gather<RowRing<Call::cfg.pull_slots, Call::cfg.pull_bytes>, Pull<Call>>{c.shared.pull[warp], role}.run();
     return !role.failed;

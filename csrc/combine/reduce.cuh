@@ -1,64 +1,149 @@
-// Step 2, expert and batched: the rows of each token here become one, in fp32 and in the order of k, staged for the token's home.
+// Step 2: the rows of each token here become one, in fp32 and in the order of k (flat: the row that the caller has made of them), staged
+// for the token's home.
 #pragma once
 #include "gather.cuh"
 
 namespace moecomm {
 
-// The role of a reduce warp: one row of each block, or an item without a row, so that every warp comes to every turn in order.
+// A chunk of a home's tokens: a unit of staging.  The first chunks of all homes come before the second of any.
+struct Unit {
+    i32 home, chunk, chunk_tokens, first, rows;  // flat rows [first, first + rows); chunk -1: there is no such chunk
+};
+template <class Call>
+MOECOMM_FN Unit unit_at(const Call& c, i32 nth) {
+    constexpr CombineConfig cfg = Call::cfg;
+    const i32 home = rotated<cfg.ranks>(c.me(), nth % cfg.ranks), chunk = nth / cfg.ranks;
+    const i32 chunk_tokens = c.shared.sent[home].chunk_tokens;
+    if (chunk >= c.chunks_of(home)) return {home, -1, chunk_tokens, 0, 0};
+    const u64 range = reinterpret_cast<const u32*>(c.a.route.ranges)[static_cast<i64>(home) * c.shape().max_tokens + chunk];
+    return {home, chunk, chunk_tokens, signal_first(range), signal_count(range)};
+}
+template <class Call>
+MOECOMM_FN i32 count_units(const Call& c) {
+    i32 most = 0;
+    for (i32 s = 0; s < Call::cfg.ranks; ++s) most = max(most, c.chunks_of(s));
+    return most * Call::cfg.ranks;
+}
+
+// The role of a reduce warp: in each unit of the block every reduce_warps-th piece of its rows.  The last item of a unit, or an empty one,
+// carries its turn, so that every warp comes to every turn in order.
 template <class Call>
 struct Reduce {
     static constexpr CombineConfig cfg = Call::cfg;
-    static_assert(cfg.reduce_warps == kMinChunk || cfg.layout == Layout::flat, "a warp for each row of a block");
     static constexpr Type kType = cfg.type;
     static constexpr i32 kRowBytes = cfg.row_bytes();
-    static constexpr bool kWeighted = cfg.weighted;
+    static constexpr bool kWeighted = cfg.weighted && cfg.layout != Layout::flat;
+    static constexpr i32 kPieces = ceil_div(cfg.row_bytes(), cfg.reduce_bytes), kPieceColumns = cfg.reduce_bytes / bytes_of(cfg.type);
 
     const Call& c;
-    const i32 turns;
+    const i32 units;
     i32 turn = 0;
-    i32 slot;   // our flat row of the turn, -1: none
-    i32 entry;  // this lane's row of it, -1: none
+    i32 at;     // the next piece of the unit
+    Unit unit;  // of the turn
+    i32 entry;  // this lane's row of the piece, -1: none
+    bool failed = false;
 
-    MOECOMM_FN explicit Reduce(const Call& call) : c(call), turns(staged_turns(call)) { look_ahead(); }
+    MOECOMM_FN explicit Reduce(const Call& call) : c(call), units(count_units(call)) { begin_unit(); }
 
-    // What the next row is made of, loaded one row early.
+    MOECOMM_FN i32 nth() const { return blockIdx.x + gridDim.x * turn; }
+    MOECOMM_FN bool has_piece() const { return at < unit.rows * kPieces; }
+    MOECOMM_FN i32 slot() const { return unit.first + at / kPieces; }
+
+    MOECOMM_FN void begin_unit() {
+        at = warp_id();
+        unit = nth() < units ? unit_at(c, nth()) : Unit{0, -1, 1, 0, 0};
+        look_ahead();
+    }
+    // What the next piece is made of, loaded before it is wanted.
     MOECOMM_FN void look_ahead() {
-        slot = entry = -1;
-        if (turn >= turns) return;
-        const StagedBlock block = staged_block(c, turn);
-        if (block.first + warp_id() >= block.end) return;
-        slot = block.first + warp_id();
-        if (lane_id() < cfg.topk) entry = reinterpret_cast<const i32*>(c.a.route.rows)[static_cast<i64>(slot) * cfg.topk + lane_id()];
+        entry = -1;
+        if (!has_piece()) return;
+        if constexpr (cfg.layout == Layout::flat) {
+            if (lane_id() == 0) entry = slot();
+        } else {
+            if (lane_id() < cfg.topk) entry = reinterpret_cast<const i32*>(c.a.route.rows)[static_cast<i64>(slot()) * cfg.topk + lane_id()];
+        }
     }
 
-    MOECOMM_FN bool open(Source& source, Item& out) {
-        if (turn >= turns) return false;
-        const i32 row = entry;
-        out = {0, slot, turn};
-        if (slot >= 0 && c.a.weight_grads != 0 && lane_id() < cfg.topk) {
-            const float grad = row >= 0 ? reinterpret_cast<const float*>(c.a.weight_grads)[row] : 0.0f;
-            reinterpret_cast<float*>(c.staged_row(slot) + c.grads_at())[lane_id()] = grad;
+    // Whether the home has pulled the chunk whose place in the ring the unit takes.  Asked only where we have rows for it: the home can't
+    // be further, because it will want them.
+    MOECOMM_FN Next await_place(bool may_wait) {
+        const i32 before = unit.chunk - ring_chunks(c.shape(), unit.chunk_tokens);
+        if (before < 0 || unit.rows == 0 || at != warp_id()) return Next::item;
+        const u64 credit = word_signal(c.round.tag, before);
+        const auto* place = c.transport.template local<const u64>(credit_at(c.window(), c.shape(), unit.home, before, unit.chunk_tokens));
+        const volatile i32& is_void = c.shared.is_void;  // in a void round nobody pulls
+        const auto given = [&] { return load_acquire(place) == credit || is_void != 0; };
+        bool came = true;
+        if (lane_id() == 0 && !given()) {
+            came = may_wait && wait_for(c.round, Phase::drained, unit.home, before, given,
+                                        [&] { return static_cast<i64>(signal_word(load_acquire(place))); });
         }
-        ++turn;
-        look_ahead();
-        if (row < 0) return true;
-        source.row = reinterpret_cast<const u8*>(c.a.y) + row * c.a.y_stride;
+        if (__all_sync(kAllLanes, came)) return Next::item;
+        failed = may_wait;
+        return may_wait ? Next::none : Next::later;
+    }
+
+    MOECOMM_FN Next open(Source& source, Item& out, bool may_wait) {
+        if (failed || nth() >= units) return Next::none;
+        if (const Next place = await_place(may_wait); place != Next::item) return place;
+        out = {0, -1, 0, 0, -1};
+        if (has_piece()) fill_item(source, out);
+        at += cfg.reduce_warps;
+        if (has_piece()) {
+            look_ahead();
+        } else {
+            out.turn = turn++;
+            begin_unit();
+        }
+        return Next::item;
+    }
+
+    MOECOMM_FN void fill_item(Source& source, Item& out) const {
+        const i32 column = at % kPieces * kPieceColumns, row = entry, first = __ffs(__ballot_sync(kAllLanes, row >= 0)) - 1;
+        const i32 token = reinterpret_cast<const int2*>(c.a.route.src)[__shfl_sync(kAllLanes, row, first)].y;
+        out = {0, token, unit.home, column, -1};
+        if (column == 0 && c.a.weight_grads != 0) stage_grads(row, token);
+        if (row < 0) return;
+        source.piece = reinterpret_cast<const u8*>(c.a.y) + row * c.a.y_stride + column * bytes_of(kType);
         if constexpr (kWeighted) source.weight = reinterpret_cast<const float*>(c.a.route.row_weights)[row];
-        return true;
+    }
+
+    MOECOMM_FN void stage_grads(i32 row, i32 token) const {
+        if (lane_id() >= cfg.topk) return;
+        const auto* grads = reinterpret_cast<const float*>(c.a.weight_grads);
+        float grad;
+        if constexpr (cfg.layout == Layout::flat) {
+            grad = grads[static_cast<i64>(slot()) * cfg.topk + lane_id()];
+        } else {
+            grad = row >= 0 ? grads[row] : 0.0f;
+        }
+        reinterpret_cast<float*>(c.staged_row(c.me(), unit.home, token) + c.grads_at())[lane_id()] = grad;
     }
 
     template <i32 n>
     MOECOMM_FN void store(const Item& out, i32 column, const float (&sum)[n]) const {
-        if (out.index >= 0) store_columns<cfg.wire>(c.staged_row(out.index) + column * bytes_of(cfg.wire), sum);
+        store_columns<cfg.staged()>(c.staged_row(c.me(), out.home, out.token) + column * bytes_of(cfg.staged()), sum);
     }
 
-    MOECOMM_FN void close(const Item& out) const { tell_staged(c, out.turn); }
+    // The last warp of a turn tells the home.
+    MOECOMM_FN void close(const Item& out) const {
+        if (out.turn < 0) return;
+        fence_async();  // the home reads with bulk copies
+        if (!complete_turn(c.shared.staged, c.round, out.turn)) return;
+        const i32 nth = blockIdx.x + gridDim.x * out.turn, home = rotated<cfg.ranks>(c.me(), nth % cfg.ranks), chunk = nth / cfg.ranks;
+        if (lane_id() == 0 && chunk < c.chunks_of(home))
+            c.transport.signal(home, reduced_at(c.window(), c.shape(), c.me(), chunk), tag_signal(c.round.tag));
+    }
 };
 
+// By each reduce warp.  False when a place in the ring did not become free.
 template <class Call>
-MOECOMM_FN void reduce(const Call& c) {
+MOECOMM_FN bool reduce(const Call& c) {
     Reduce<Call> role(c);
-    Gather<RowRing<Call::cfg.reduce_slots, Call::cfg.reduce_bytes>, Reduce<Call>>{c.shared.reduce[warp_id()], role}.run();
+    using Ring = RowRing<Call::cfg.reduce_slots, Call::cfg.reduce_bytes>;
+    Gather<Ring, Reduce<Call>>{c.shared.reduce[warp_id()], role}.run();
+    return !role.failed;
 }
 
 }  // namespace moecomm

@@ -72,14 +72,22 @@ MOECOMM_FN u32 narrow_e4m3(float first, float second) {
     return both;
 }
 
-// What a group of columns is multiplied with, and its scale, from the largest magnitude in it.
+// What a group of columns is multiplied with, and its scale as it travels, from the largest magnitude in it.
 struct GroupScale {
-    float up, scale;
+    float up;
+    u32 bits;
 };
-MOECOMM_FN GroupScale group_scale(u32 largest_bits) {
-    const float seen = __uint_as_float(largest_bits);
+template <ScaleFormat format>
+MOECOMM_FN GroupScale group_scale(float seen) {
     const float amax = seen < 1e-4f ? 1e-4f : seen;
-    return {__fmul_rn(__fdiv_rn(1.0f, amax), 448.0f), __fdiv_rn(amax, 448.0f)};  // `up`: what torch makes of 448.0 / amax
+    const float scale = __fdiv_rn(amax, 448.0f);
+    if constexpr (format == ScaleFormat::fp32) {
+        return {__fmul_rn(__fdiv_rn(1.0f, amax), 448.0f), __float_as_uint(scale)};  // `up`: what torch makes of 448.0 / amax
+    } else {
+        const u32 bits = __float_as_uint(scale);  // to the next power of two; 255 stands for infinity and NaN
+        const u32 exponent = min((bits >> 23) + ((bits & 0x7fffffu) != 0 ? 1u : 0u), 255u);
+        return {__fdiv_rn(1.0f, __uint_as_float(exponent << 23)), exponent};
+    }
 }
 
 }  // namespace moecomm

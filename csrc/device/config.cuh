@@ -25,23 +25,36 @@ struct DispatchConfig {
     i32 idx_bytes;    // of an id in topk_idx
     i32 row_bytes;    // as it travels and arrives
     i32 scale_bytes;  // of a row of scales, 0 without
+    bool scale_columns;
     bool quantize;
+    ScaleFormat scale_format;  // of what it quantizes with
     bool repeat;
+    Part part;
     // How the block is made up.
-    i32 send_warps, receive_warps;  // receive_warps 0: flat, where nothing is left to do with a row that has arrived
-    i32 piece_columns;              // of a row, that a bulk copy moves
-    i32 ring_slots;                 // pieces a send warp holds
-    i32 scratch_warps;              // warps with counters for all columns, before the rings are in use
+    bool split_rows;                 // few tokens: the pieces of a row are moved by several warps
+    i32 send_warps;                  // 0 in the second half of a split dispatch
+    i32 receive_warps;               // 0 where nothing is left to do with a row that has arrived
+    i32 describe_warps;              // 1 beside send warps: writes what stands beside the rows; 0 where they say nothing new
+    i32 flag_warps;                  // 1 beside send warps: raises their flags, so that none of them waits for the fence of a release
+    i32 piece_columns;               // of a row, that are loaded at once
+    i32 ring_slots;                  // pieces a send warp holds
+    i32 spread_bytes, spread_slots;  // the same of a receive warp that copies rows
+    i32 count_warps;                 // warps with counters for all columns, before the rings are in full use
     i32 shared_bytes;
 
     MOECOMM_BOTH constexpr i32 columns() const { return experts + ranks; }
     MOECOMM_BOTH constexpr i32 experts_here() const { return experts / ranks; }
-    MOECOMM_BOTH constexpr i32 warps() const { return send_warps + receive_warps; }
+    MOECOMM_BOTH constexpr i32 warps() const { return send_warps + receive_warps + describe_warps + flag_warps; }
+    MOECOMM_BOTH constexpr i32 threads() const { return warps() * kWarp; }
+    MOECOMM_BOTH constexpr bool spreads() const { return receive_warps > 0 && layout != Layout::flat; }  // a token has several rows here
     MOECOMM_BOTH constexpr i32 pieces() const { return ceil_div(hidden, piece_columns); }
     MOECOMM_BOTH constexpr i32 piece_bytes() const { return piece_columns * bytes_of(type); }
+    MOECOMM_BOTH constexpr i32 slots_ahead() const { return quantize ? ring_slots - 1 : ring_slots / 2; }  // loads that run ahead
+    MOECOMM_BOTH constexpr i32 cast_columns() const { return split_rows ? piece_columns : hidden; }  // that are stored at once, when cast
     MOECOMM_BOTH constexpr i32 tokens_per_step() const { return kWarp / topk; }  // whole tokens that a warp looks at, an entry a lane
     MOECOMM_BOTH constexpr i32 peers_per_lane() const { return ceil_div(ranks, kWarp); }
-    MOECOMM_BOTH constexpr i32 scale_groups() const { return ceil_div(hidden, kQuantGroup); }
+    MOECOMM_BOTH constexpr i32 row_scales() const { return ceil_div(hidden, kQuantGroup); }
+    MOECOMM_BOTH constexpr i32 scale_size() const { return scale_format == ScaleFormat::fp32 ? 4 : 1; }  // of a scale it quantizes with
 };
 
 struct CombineConfig {
@@ -50,13 +63,15 @@ struct CombineConfig {
     Type type;  // of y, bias and out
     Type wire;  // of a reduced row
     bool weighted;
+    bool in_place;  // peers read our rows of y where they are: nothing is staged
     // How the block is made up.
-    i32 reduce_warps, pull_warps;
+    i32 reduce_warps, pull_warps;  // no reduce warps in place
     i32 reduce_bytes, pull_bytes;  // of a row, that a bulk copy moves
     i32 reduce_slots, pull_slots;  // pieces a warp holds
     i32 shared_bytes;
 
     MOECOMM_BOTH constexpr i32 warps() const { return reduce_warps + pull_warps; }
+    MOECOMM_BOTH constexpr i32 threads() const { return warps() * kWarp; }
     MOECOMM_BOTH constexpr Type staged() const { return layout == Layout::flat ? type : wire; }
     MOECOMM_BOTH constexpr i32 row_bytes() const { return hidden * bytes_of(type); }
     MOECOMM_BOTH constexpr i32 staged_bytes() const { return hidden * bytes_of(staged()); }

@@ -50,10 +50,9 @@ MOECOMM_FN void copy_row(const u8* from, u32 places, Place to) {
     }
 }
 
-// A row of scales: any number of bytes, by words where both ends allow it.  Volatile: like load_fresh, from any memory.
-template <i32 bytes>
-MOECOMM_FN void copy_small(u8* to, const volatile u8* from) {
-    const bool words = bytes % 4 == 0 && (reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from)) % 4 == 0;
+// A row of scales, or a part of it: any number of bytes, by words where both ends allow it.  Volatile: like load_fresh, from any memory.
+MOECOMM_FN void copy_small(u8* to, const volatile u8* from, i32 bytes) {
+    const bool words = (reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | static_cast<u64>(bytes)) % 4 == 0;
     if (words) {
         for (i32 i = lane_id(); i < bytes / 4; i += kWarp) reinterpret_cast<u32*>(to)[i] = reinterpret_cast<const volatile u32*>(from)[i];
     } else {

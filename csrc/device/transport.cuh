@@ -5,8 +5,7 @@
 //   T*   peer_ptr<T>(rank, offset)                          in the window of `rank`; null where our loads and stores do not reach it
 //   void signal(rank, offset, value)                        by one thread: a u64 flag in a peer's window, after all that this thread has
 //                                                           written, or has seen written, before
-//   void put(rank, to, from, bytes, flag, value)            by a whole warp: `bytes` (a multiple of 8) from our memory into a peer's
-//                                                           window, then the flag, after all that the warp has seen written before
+//   void post(rank, offset, value)                          by one thread: a u64 in a peer's window that says all by itself, in any order
 //   constexpr bool all_reachable                            peer_ptr is never null
 //
 // Flags are waited for in our own window (wait.cuh), whatever the transport.
@@ -30,13 +29,7 @@ struct Lsa {
         return peer_ptr<T>(ctx.rank, offset);
     }
     MOECOMM_FN void signal(i32 rank, u64 offset, u64 value) const { store_release(peer_ptr<u64>(rank, offset), value); }
-
-    MOECOMM_FN void put(i32 rank, u64 to, const void* from, i32 bytes, u64 flag, u64 value) const {
-        const i32 lane = threadIdx.x % kWarp;
-        for (i32 i = lane; i < bytes / 8; i += kWarp) peer_ptr<u64>(rank, to)[i] = static_cast<const u64*>(from)[i];
-        __syncwarp();
-        if (lane == 0) signal(rank, flag, value);
-    }
+    MOECOMM_FN void post(i32 rank, u64 offset, u64 value) const { store_relaxed(peer_ptr<u64>(rank, offset), value); }
 };
 
 // A rank's peers in the order it serves them: first the one after it, itself last, so that not everybody writes to the same rank at once.

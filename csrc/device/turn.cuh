@@ -24,14 +24,23 @@ struct Turns {
         asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], 1;" : "=r"(before) : "r"(shared_address(counter)) : "memory");
         return before + 1 == earlier + warps;
     }
+    // By another thread: until all warps have come to the turn; then it may release what they have written before.
+    MOECOMM_FN bool await(const Round& r, i32 turn) const {
+        const u32* counter = &done[turn % kTurnsOpen];
+        const u32 all = (turn / kTurnsOpen + 1) * warps;
+        const auto count = [&] { return *static_cast<const volatile u32*>(counter); };
+        const bool came =
+            wait_for(r, Phase::grid, r.ctx.rank, all, [&] { return count() >= all; }, [&] { return static_cast<i64>(count()); });
+        asm volatile("fence.acq_rel.cta;" ::: "memory");
+        return came;
+    }
 };
 
-// A whole warp has done its part of a turn, with ordinary and with bulk stores that bulk_wait has seen complete.  True in all lanes of
-// the warp that completes the turn: each of them may release what all warps of the turn have written.
+// A whole warp has done its part of a turn, with ordinary stores and with bulk stores that bulk_wait has seen complete.  True in all lanes
+// of the warp that completes the turn: each of them may release what all warps of the turn have written.
 template <i32 warps>
 MOECOMM_FN bool complete_turn(Turns<warps>& turns, const Round& r, i32 turn) {
-    fence_async();  // peers may read with bulk copies
-    __syncwarp();   // what follows is the release of all lanes' stores, and at last, to the system, of all warps'
+    __syncwarp();  // what follows is the release of all lanes' stores, and at last, to the system, of all warps'
     bool last = false;
     if (threadIdx.x % kWarp == 0) last = turns.arrive(r, turn);
     last = __shfl_sync(kAllLanes, last, 0);

@@ -65,13 +65,17 @@ __device__ __noinline__ void report_failure(const Round& r, Waited waited, Phase
         if (r.ctx.peers[p] != 0) compare_exchange(reinterpret_cast<u32*>(r.ctx.peers[p] + r.ctx.window.abort), 0, word);
 }
 
-// Polls `ready()`; when it gives up it reports `peer` in `phase`, `expected` and what `seen()` says then, and returns false.
-template <class Ready, class Seen>
-MOECOMM_FN bool wait_for(const Round& r, Phase phase, i32 peer, i64 expected, Ready ready, Seen seen) {
+// Polls `ready()`; when it gives up it reports whom() in `phase`, `expected` and what `seen()` says then, and returns false.
+template <class Whom, class Ready, class Seen>
+MOECOMM_FN bool wait_for_any(const Round& r, Phase phase, Whom whom, i64 expected, Ready ready, Seen seen) {
     const Waited waited = wait_until(deadline_of(r.ctx), ready);
     if (waited == Waited::ok) return true;
-    report_failure(r, waited, phase, peer, expected, seen(), waited == Waited::timeout ? r.ctx.timeout_ns : 0);
+    report_failure(r, waited, phase, whom(), expected, seen(), waited == Waited::timeout ? r.ctx.timeout_ns : 0);
     return false;
+}
+template <class Ready, class Seen>
+MOECOMM_FN bool wait_for(const Round& r, Phase phase, i32 peer, i64 expected, Ready ready, Seen seen) {
+    return wait_for_any(r, phase, [&] { return peer; }, expected, ready, seen);
 }
 
 // Until the flag at `offset` of our window carries this round's tag, or `tag`; `value` is what it carries then.  What the peer wrote
@@ -85,24 +89,6 @@ MOECOMM_FN bool wait_flag(const Round& r, Phase phase, i32 peer, u64 offset, u32
             return signal_tag(value) == tag;
         },
         [&] { return static_cast<i64>(signal_tag(value)); });
-}
-
-// A notice whose tag this thread has acquired.  Past the first-level cache, where a neighbour may have left an older copy.
-MOECOMM_FN Notice read_notice(const Context& ctx, u64 offset) {
-    constexpr i32 words = sizeof(Notice) / sizeof(u64);
-    u64 held[words];
-#pragma unroll
-    for (i32 i = 0; i < words; ++i) held[i] = own<const volatile u64>(ctx, offset)[i];
-    Notice notice;
-    memcpy(&notice, held, sizeof(notice));
-    return notice;
-}
-
-// False, and reported, when somebody has already called this Buffer off.
-MOECOMM_FN bool not_aborted(const Round& r) {
-    if (load_relaxed(deadline_of(r.ctx).abort_here) == 0) return true;
-    report_failure(r, Waited::aborted, Phase::notice, r.ctx.rank, r.tag, r.tag, 0);
-    return false;
 }
 
 }  // namespace moecomm

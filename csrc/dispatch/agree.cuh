@@ -4,46 +4,33 @@
 
 namespace moecomm {
 
-// The lane that has acquired the tag of a notice reads the rest.
+// Of each column: the sum over all ranks, and over the ranks before us.  False in a thread whose words did not come.
 template <class Call>
-MOECOMM_FN bool await_notices(const Call& c) {
+MOECOMM_FN bool sum_counts(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
-    bool missing = false;
-    if (warp_id() == 0) {
-        for (i32 p = lane_id(); p < cfg.ranks && !missing; p += kWarp) {
-            const u64 at = notice_at(c.window(), cfg.ranks, c.round.tag, p);
-            u64 tag;
-            missing = !wait_flag(c.round, Phase::notice, p, at, c.round.tag, tag);
-            if (!missing) c.shared.notices[p] = read_notice(c.a.ctx, at);
-        }
+    for (i32 column = threadIdx.x; column < cfg.columns(); column += cfg.threads()) {
+        const u64 first = mail_word(c.round, 0, kNoticeWords + column);
+        const i64 stride = static_cast<i64>(mail_word(c.round, 1, 0) - mail_word(c.round, 0, 0));
+        i32 polls = 0, total = 0, before = 0;
+        const bool came = await_words(
+            c.round, Phase::notice, first, stride, cfg.ranks,
+            [&](i32 late) { return ++polls % 16 == 0 && calls_otherwise(c.round, late, c.shared.mine); },
+            [&](i32 source, u32 word) {
+                total += static_cast<i32>(word);
+                if (source < c.me()) before += static_cast<i32>(word);
+            });
+        if (!came) return false;
+        c.shared.total[column] = total;
+        c.shared.base[column] = before + c.shared.before[column];
     }
-    return !__syncthreads_or(missing);
-}
-
-// Of each column: the sum over all ranks, and over the ranks before us.
-template <class Call>
-MOECOMM_FN void sum_counts(const Call& c) {
-    constexpr DispatchConfig cfg = Call::cfg;
-    for (i32 column = threadIdx.x; column < cfg.columns(); column += cfg.warps() * kWarp) {
-        i32 total = 0, before = 0;
-#pragma unroll 8
-        for (i32 source = 0; source < cfg.ranks; ++source) {
-            const i32 count = load_fresh(c.counts_of(source) + column);
-            total += count;
-            if (source < c.me()) before += count;
-        }
-        const bool expert = column < cfg.experts;
-        (expert ? c.shared.total[column] : c.shared.flat_total[column - cfg.experts]) = total;
-        (expert ? c.shared.base[column] : c.shared.flat_base[column - cfg.experts]) = before;
-    }
-    __syncthreads();
+    return true;
 }
 
 // A warp: where the groups of one rank begin, and how many rows it needs.
 template <class Call>
 MOECOMM_FN void place_groups(const Call& c, i32 rank) {
     constexpr DispatchConfig cfg = Call::cfg;
-    const i64 group_limit = batched_start(c.a.ctx.shape, 1);
+    const i64 group_limit = batched_start(c.shape(), 1);
     i64 rows = 0, too_many = 0;
     for (i32 first = 0; first < cfg.experts_here(); first += kWarp) {
         const i32 local = first + lane_id(), expert = rank * cfg.experts_here() + local;
@@ -56,7 +43,7 @@ MOECOMM_FN void place_groups(const Call& c, i32 rank) {
             const i64 below = __shfl_up_sync(kAllLanes, sum, distance);
             if (lane_id() >= distance) sum += below;
         }
-        const i64 start = cfg.layout == Layout::batched ? batched_start(c.a.ctx.shape, local) : rows + sum - aligned;
+        const i64 start = cfg.layout == Layout::batched ? batched_start(c.shape(), local) : rows + sum - aligned;
         if (inside) c.shared.base[expert] += static_cast<i32>(start);
         if (inside && rank == c.me()) c.shared.filled[local] = static_cast<i32>(start) + count;
         const u32 over = __ballot_sync(kAllLanes, count > group_limit);
@@ -66,41 +53,46 @@ MOECOMM_FN void place_groups(const Call& c, i32 rank) {
     if (lane_id() == 0) c.shared.needed[rank] = cfg.layout == Layout::batched ? too_many : rows;
 }
 
-// One thread: the first objection in the order of the ranks, notices before capacity.
 template <class Call>
-MOECOMM_FN Verdict judge(const Call& c) {
+MOECOMM_FN Verdict judge_rows(const Call& c, i32 rank) {
     constexpr DispatchConfig cfg = Call::cfg;
-    const Notice* notices = c.shared.notices;
-    for (i32 p = 0; p < cfg.ranks; ++p) {
-        const Verdict verdict = judge_notice(notices[c.me()], notices[p], p, cfg.experts);
-        if (verdict.failure != Failure::none) return verdict;
-    }
-    for (i32 p = 0; p < cfg.ranks && !cfg.repeat; ++p) {
-        const bool batched = cfg.layout == Layout::batched;
-        const i64 needed = cfg.layout == Layout::flat ? c.shared.flat_total[p] : c.shared.needed[p];
-        const i64 limit = batched ? batched_start(c.a.ctx.shape, 1) : notices[p].max_rows;
-        if (needed > limit) return {Failure::bad_input, batched ? Argument::batched : Argument::max_rows, p, limit, needed};
-    }
-    return {Failure::none, Argument::none, -1, 0, 0};
+    const bool batched = cfg.layout == Layout::batched;
+    const i64 needed = c.shared.needed[rank], limit = batched ? batched_start(c.shape(), 1) : c.shared.notices[rank].max_rows;
+    if (needed <= limit) return {Failure::none, Argument::none, -1, 0, 0};
+    return {Failure::bad_input, batched ? Argument::batched : Argument::max_rows, rank, limit, needed};
 }
 
-// Every thread of every block.  False when the round has failed; else shared.verdict says whether rows move.
+// Objections in the order of the ranks, notices before rows: the n-th of 2 * ranks.
 template <class Call>
-MOECOMM_FN bool agree(const Call& c) {
+MOECOMM_FN Verdict judge(const Call& c, i32 nth) {
     constexpr DispatchConfig cfg = Call::cfg;
-    if (!await_notices(c)) return false;
-    if constexpr (!cfg.repeat) {
-        sum_counts(c);
-        if constexpr (cfg.layout != Layout::flat) {
-            for (i32 rank = warp_id(); rank < cfg.ranks; rank += cfg.warps()) place_groups(c, rank);
-            __syncthreads();
-        }
-    }
-    if (threadIdx.x == 0) {
-        c.shared.verdict = judge(c);
-        if (blockIdx.x == 0 && c.shared.verdict.failure != Failure::none) report_void(c.round, c.shared.verdict);
+    return nth < cfg.ranks ? judge_notice(c.shared.notices[c.me()], c.shared.notices[nth], nth, cfg.experts)
+                           : judge_rows(c, nth - cfg.ranks);
+}
+
+// Every thread of every block.  False when the round has failed; else `goes_on` says whether rows move.
+template <class Call>
+MOECOMM_FN bool agree(const Call& c, bool& goes_on) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    bool came = true;
+    if constexpr (!cfg.repeat) came = sum_counts(c);
+    came = await_notices(c.round, c.shared.notices, cfg.threads() - 1 - threadIdx.x, cfg.threads()) && came;
+    if (__syncthreads_or(!came)) return false;
+    const auto object = [&](i32 nth) {
+        if (judge(c, nth).failure != Failure::none) atomicMin(&c.shared.objection, nth);
+    };
+    for (i32 rank = warp_id(); rank < cfg.ranks; rank += cfg.warps()) {
+        if constexpr (!cfg.repeat && cfg.layout == Layout::flat) c.shared.needed[rank] = c.shared.total[cfg.experts + rank];
+        if constexpr (!cfg.repeat && cfg.layout != Layout::flat) place_groups(c, rank);
+        if (lane_id() != 0) continue;
+        object(rank);
+        if constexpr (!cfg.repeat) object(cfg.ranks + rank);
+        const Notice& from = c.shared.notices[rank];
+        c.shared.sources[rank] = {from.num_tokens, from.chunk_tokens, from.blocks};
     }
     __syncthreads();
+    goes_on = c.shared.objection == 2 * cfg.ranks;
+    if (!goes_on && blockIdx.x == 0 && threadIdx.x == 0) report_void(c.round, judge(c, c.shared.objection));
     return true;
 }
 

@@ -1,4 +1,4 @@
-// Step 1: how many entries of each expert, and tokens for each rank, are in each chunk of our tokens.
+// Step 1: how many entries of each expert, and tokens for each rank, we have: in all, and before the tokens of this block.
 #pragma once
 #include "call.cuh"
 
@@ -9,42 +9,132 @@ constexpr u32 kBadId = 0xffffffffu, kBadWeight = 0x7fffffffu;
 MOECOMM_BOTH constexpr bool is_bad_id(u32 bad) { return bad > kBadWeight; }
 MOECOMM_BOTH constexpr u32 bad_position(u32 bad) { return (is_bad_id(bad) ? kBadId : kBadWeight) - bad; }
 
-template <class Call>
-MOECOMM_FN void count_chunk(const Call& c, i32 chunk, i32* counts) {
+// Up to so many entries every block counts all of them by itself: less than it takes to hear of other blocks.
+constexpr i32 kAloneEntries = 4096;
+
+// By all threads, before anything is counted.
+template <class Shared, class Call>
+MOECOMM_FN void clear_counters(Shared& shared, const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
-    u32* bad = &own_state(c.a.ctx)->bad_entry;
-    for (i32 i = lane_id(); i < cfg.columns(); i += kWarp) counts[i] = 0;
-    __syncwarp();
-    for_entries(c, chunk, [&](i32 token, i32 k, i64 id) {
+    for (i32 i = threadIdx.x; i < cfg.columns(); i += cfg.threads()) shared.before[i] = shared.ours[i] = 0;
+    for (i32 i = threadIdx.x; i < cfg.count_warps * cfg.columns(); i += cfg.threads()) c.counters(0)[i] = 0;
+}
+
+// By a warp: body(entry's token, its column) for each expert, and each rank once a token, among the tokens [first, end): every `stride`-th
+// part of them.
+template <class Call, class Body>
+MOECOMM_FN void for_columns(const Call& c, i32 first, i32 end, i32 part, i32 stride, Body body) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    for_entries(c, first, end, part, stride, [&](i32 token, i32 k, i64 id) {
         const i64 entry = static_cast<i64>(token) * cfg.topk + k;
         if (!valid_id(id, cfg.experts)) {
-            atomicMax(bad, kBadId - static_cast<u32>(entry));
+            atomicMax(&c.shared.bad, kBadId - static_cast<u32>(entry));
             id = -1;
         }
         if (token >= 0 && c.a.check_weights != 0) {
             const float w = c.weight_at(entry);
-            if (w != w) atomicMax(bad, kBadWeight - static_cast<u32>(entry));
+            if (w != w) atomicMax(&c.shared.bad, kBadWeight - static_cast<u32>(entry));
         }
-        // A token counts once for a rank: in the first lane of those with the same token and owner.
+        // The first lane of those with the same token and owner.
         const i32 owner = static_cast<i32>(id) / cfg.experts_here();
         const i32 key = id >= 0 ? (lane_id() / cfg.topk) * cfg.ranks + owner : -1;
-        const bool first = (__match_any_sync(kAllLanes, key) & lanes_below()) == 0;
+        const bool first_there = (__match_any_sync(kAllLanes, key) & lanes_below()) == 0;
         if (id < 0) return;
-        atomicAdd(&counts[id], 1);
-        if (first) atomicAdd(&counts[cfg.experts + owner], 1);
+        body(token, static_cast<i32>(id));
+        if (first_there) body(token, cfg.experts + owner);
     });
-    __syncwarp();
-    for (i32 i = lane_id(); i < cfg.columns(); i += kWarp) *c.chunk_count(i, chunk) = counts[i];
-    __syncwarp();
 }
 
-// Chunks strided over the warps of the grid that have counters.
+// Every thread of the block; a __syncthreads must follow.  Alone: all tokens, and those before our share.  Else our share, by the warps
+// that count.
 template <class Call>
 MOECOMM_FN void count(const Call& c) {
+    constexpr DispatchConfig cfg = Call::cfg;
     const i32 warp = warp_id();
-    if (warp >= Call::cfg.scratch_warps) return;
-    const i32 stride = gridDim.x * Call::cfg.scratch_warps;
-    for (i32 chunk = blockIdx.x + gridDim.x * warp; chunk < c.chunks(); chunk += stride) count_chunk(c, chunk, c.counter_scratch(warp));
+    if (c.alone) {
+        for_columns(c, 0, c.a.num_tokens, warp, cfg.warps(), [&](i32 token, i32 column) {
+            atomicAdd(&c.shared.ours[column], 1);
+            if (token < c.share.first) atomicAdd(&c.shared.before[column], 1);
+        });
+    } else if (warp < cfg.count_warps) {
+        i32* counts = c.counters(warp);
+        const i32 first = min(c.counted_from(warp) * c.a.chunk_tokens, c.share.end);
+        const i32 end = min(c.counted_from(warp + 1) * c.a.chunk_tokens, c.share.end);
+        for_columns(c, first, end, 0, 1, [&](i32, i32 column) { atomicAdd(&counts[column], 1); });
+    }
+}
+
+// A column: leaves with each warp what the warps before it have counted, and returns what all have.
+template <class Call>
+MOECOMM_FN i32 sum_warps(const Call& c, i32 column) {
+    i32 sum = 0;
+#pragma unroll 4
+    for (i32 warp = 0; warp < Call::cfg.count_warps; ++warp) {
+        i32& counter = c.counters(warp)[column];
+        const i32 here = counter;
+        counter = sum;
+        sum += here;
+    }
+    return sum;
+}
+
+// A warp, for a column: adds up what all blocks have counted, tells each what those before it have, and every rank the sum.
+template <class Call>
+MOECOMM_FN bool sum_column(const Call& c, i32 column) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    const bool counts = column < cfg.columns();  // the last column has the first bad entry
+    const auto place = [&](i32 block) { return counting_at(c.window(), block) + column * sizeof(u64); };
+    const u64 to_summed = c.window().summed - c.window().counting;
+    const i32 blocks = gridDim.x;
+    u32 sum = 0, worst = 0;
+    for (i32 first = 0; first < blocks; first += kWarp) {
+        const i32 block = first + lane_id();
+        u64 seen = 0;
+        const bool came = block >= blocks || wait_flag(c.round, Phase::grid, c.me(), place(block), c.round.tag, seen);
+        if (!__all_sync(kAllLanes, came)) return false;
+        u32 up_to = signal_word(seen);
+        worst = max(worst, __reduce_max_sync(kAllLanes, up_to));
+#pragma unroll
+        for (i32 distance = 1; distance < kWarp; distance *= 2) {
+            const u32 below = __shfl_up_sync(kAllLanes, up_to, distance);
+            if (lane_id() >= distance) up_to += below;
+        }
+        if (counts && block < blocks)
+            c.transport.post(c.me(), place(block) + to_summed, word_signal(c.round.tag, sum + up_to - signal_word(seen)));
+        sum += __shfl_sync(kAllLanes, up_to, kWarp - 1);
+    }
+    for (i32 block = lane_id(); !counts && block < blocks; block += kWarp)
+        c.transport.post(c.me(), place(block) + to_summed, word_signal(c.round.tag, worst));
+    const u64 there = mail_at(c.window(), cfg.ranks, c.round.tag, c.me()) + (kNoticeWords + column) * sizeof(u64);
+    for (i32 turn = lane_id(); counts && turn < cfg.ranks; turn += kWarp)
+        c.transport.post(rotated<cfg.ranks>(c.me(), turn), there, word_signal(c.round.tag, sum));
+    return true;
+}
+
+// Every thread of every block, where blocks have counted their shares.  Words through memory, two short ways: with the columns shared out
+// over the warps of the grid a block does not have to read what all others have counted.  False when a block did not come.
+template <class Call>
+MOECOMM_FN bool sum_blocks(const Call& c) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    const u64 mine = counting_at(c.window(), blockIdx.x), summed = mine + c.window().summed - c.window().counting;
+    for (i32 column = threadIdx.x; column <= cfg.columns(); column += cfg.threads()) {
+        const u32 word = column < cfg.columns() ? static_cast<u32>(sum_warps(c, column)) : c.shared.bad;
+        c.transport.post(c.me(), mine + column * sizeof(u64), word_signal(c.round.tag, word));
+    }
+    bool came = true;
+    for (i32 column = blockIdx.x + gridDim.x * warp_id(); came && column <= cfg.columns(); column += gridDim.x * cfg.warps())
+        came = sum_column(c, column);
+    __syncwarp();
+    for (i32 column = threadIdx.x; came && column <= cfg.columns(); column += cfg.threads()) {
+        u64 word = 0;
+        came = wait_flag(c.round, Phase::grid, c.me(), summed + column * sizeof(u64), c.round.tag, word);
+        if (column == cfg.columns()) {
+            c.shared.bad = signal_word(word);
+        } else {
+            c.shared.before[column] = static_cast<i32>(signal_word(word));
+        }
+    }
+    return !__syncthreads_or(!came);
 }
 
 }  // namespace moecomm

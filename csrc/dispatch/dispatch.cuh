@@ -1,7 +1,8 @@
-// Dispatch: one kernel from routing to rows at the ranks that own their experts.  Its steps are those of csrc/host/dispatch.cpp.
+// Dispatch: one kernel from routing to rows at the ranks that own their experts, or two: one that sends, and one that takes in.  Its steps
+// are those of csrc/host/dispatch.cpp.
 //
-// A grid of at most as many blocks as there are multiprocessors, so that all are resident.  Chunk j of our tokens belongs to block
-// j % blocks.  In expert and batched, some warps of each block receive while the others send.
+// A grid of at most as many blocks as there are multiprocessors, so that all are resident.  Blocks share our chunks of tokens out.  Where
+// rows that have come still need a hand, some warps of each block receive while the others send.
 #pragma once
 #include "agree.cuh"
 #include "announce.cuh"
@@ -12,60 +13,119 @@
 
 namespace moecomm {
 
-template <class Call>
-MOECOMM_FN void prepare_block(const Call& c) {
+// By all threads: what a block needs before the first __syncthreads, while its arguments are on their way.
+template <class Shared, class Call>
+MOECOMM_FN void prepare_block(Shared& shared, const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
-    for (i32 i = threadIdx.x; i < cfg.send_warps * cfg.ring_slots; i += cfg.warps() * kWarp) barrier_init(&c.shared.full[0][0] + i, 1);
-    for (i32 i = threadIdx.x; i < kTurnsOpen; i += cfg.warps() * kWarp) c.shared.sent.done[i] = 0;
+    for (i32 i = threadIdx.x; i < cfg.send_warps * cfg.ring_slots; i += cfg.threads()) barrier_init(&shared.full[0][0] + i, 1);
+    for (i32 i = threadIdx.x; i < (cfg.spreads() ? cfg.receive_warps * cfg.spread_slots : 0); i += cfg.threads())
+        barrier_init(&shared.spread[i / cfg.spread_slots].full[i % cfg.spread_slots], 1);
+    for (i32 i = threadIdx.x; i < kTurnsOpen; i += cfg.threads()) shared.sent.done[i] = 0;
+    if (threadIdx.x == 0) {
+        shared.bad = 0;
+        shared.objection = 2 * cfg.ranks;
+    }
+    if constexpr (!cfg.repeat && cfg.send_warps > 0) clear_counters(shared, c);
     barrier_init_done();
-    __syncthreads();
 }
 
-// Rows move.  False when a peer's did not come.
 template <class Call>
-MOECOMM_FN bool move_rows(const Call& c) {
+MOECOMM_FN void move_rows(const Call& c, Sender<Call>& sender) {
     constexpr DispatchConfig cfg = Call::cfg;
-    if constexpr (!cfg.repeat) {
+    constexpr i32 receivers = cfg.send_warps, describers = receivers + cfg.receive_warps, flaggers = describers + cfg.describe_warps;
+    rank_share(c);
+    if (warp_id() < receivers) {
+        send(c, sender);
         if (blockIdx.x == 0) write_counts(c);
         clear_padding(c);
-    }
-    rank_block(c);
-    if constexpr (cfg.receive_warps == 0) {
-        send(c);
-        return await_all(c);
+    } else if (warp_id() < describers) {
+        receive(c);
+    } else if (warp_id() < flaggers) {
+        if constexpr (cfg.describe_warps > 0) describe(c);
     } else {
-        if (warp_id() >= cfg.send_warps) return receive(c);
-        send(c);
-        return true;
+        raise_flags(c);
+    }
+    if constexpr (cfg.receive_warps == 0 && cfg.part == Part::whole) await_all(c);
+}
+
+// Every thread of every block.  Whatever does not come is in the record, and the next round of this rank will not begin.
+template <class Call>
+MOECOMM_FN void run(const Call& c, Sender<Call>& sender) {
+    if (!begin_round(c.round, c.shared.begin, Call::cfg.threads())) return;
+    if constexpr (!Call::cfg.repeat) {
+        if (!c.alone && !sum_blocks(c)) return;
+    }
+    announce(c);
+    bool goes_on;
+    if (!agree(c, goes_on)) return;
+    let_next_kernel_launch();
+    if (goes_on) {
+        move_rows(c, sender);
+    } else {
+        clear_route(c);
     }
 }
 
-// The last block of the launch counts the round.
-template <class Call>
-MOECOMM_FN void finish(const Call& c) {
-    State* state = own_state(c.a.ctx);
-    if (!last_block(&state->finished) || threadIdx.x != 0) return;
-    state->bad_entry = 0;
-    state->round = c.round.tag;
-}
-
-// A launch of `a.workers` blocks of cfg.warps() warps with cfg.shared_bytes of dynamic shared memory.
+// A launch of `workers` blocks of cfg.threads() threads with cfg.shared_bytes of dynamic shared memory.
 template <DispatchConfig cfg, class Transport>
-MOECOMM_FN void dispatch(const DispatchArgs& a) {
+MOECOMM_FN void dispatch(const DispatchArgs& args) {
+    using Call = DispatchCall<cfg, Transport>;
     static_assert(sizeof(DispatchShared<cfg>) <= cfg.shared_bytes, "jit.py and DispatchShared disagree");
     static_assert(Transport::all_reachable, "rows are stored into every peer's window");
     extern __shared__ __align__(128) u8 memory[];
-    const Round round{a.ctx, Op::dispatch, load_relaxed(&own_state(a.ctx)->round) + 1};
-    const DispatchCall<cfg, Transport> c{a, Transport{a.ctx}, round, *reinterpret_cast<DispatchShared<cfg>*>(memory)};
-    if (__syncthreads_or(threadIdx.x == 0 && !not_aborted(round))) return;
-    prepare_block(c);
-    if (!announce(c) || !agree(c)) return;
-    if (c.shared.verdict.failure != Failure::none) {
-        clear_route(c);
-    } else if (__syncthreads_or(!move_rows(c))) {
+    auto& shared = *reinterpret_cast<DispatchShared<cfg>*>(memory);
+    const DispatchArgs& a = shared.args;
+    copy_args(shared.args, args, cfg.threads());
+    Call c{a, Transport{a.ctx}, {a.ctx, Op::dispatch, 0}, shared, {}, false};
+    prepare_block(shared, c);
+    await_earlier_kernels();
+    __syncthreads();
+    c.share = share_of_block(a.num_tokens, a.chunk_tokens);
+    c.alone = gridDim.x == 1 || a.num_tokens * cfg.topk <= kAloneEntries;
+    Sender<Call> sender(c);
+    for (i32 i = 0; i < Sender<Call>::kAhead && warp_id() < cfg.send_warps; ++i) sender.load_next();
+    if (threadIdx.x == cfg.threads() - 1) look_up_round(a.ctx, shared.begin);
+    if (threadIdx.x == cfg.threads() - kWarp) fill_notice(c, shared.mine);
+    if constexpr (!cfg.repeat) count(c);
+    __syncthreads();
+    c.round.tag = shared.begin.tag;
+    run(c, sender);
+    if (warp_id() < cfg.send_warps) sender.drop_loads();
+}
+
+// The second half of a split dispatch: what the first has not waited for.
+template <DispatchConfig cfg, class Transport>
+MOECOMM_FN void dispatch_end(const DispatchArgs& args) {
+    using Call = DispatchCall<cfg, Transport>;
+    static_assert(sizeof(DispatchShared<cfg>) <= cfg.shared_bytes, "jit.py and DispatchShared disagree");
+    extern __shared__ __align__(128) u8 memory[];
+    auto& shared = *reinterpret_cast<DispatchShared<cfg>*>(memory);
+    const DispatchArgs& a = shared.args;
+    copy_args(shared.args, args, cfg.threads());
+    Call c{a, Transport{a.ctx}, {a.ctx, Op::dispatch, 0}, shared, {}, false};
+    prepare_block(shared, c);
+    await_earlier_kernels();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        look_up_round(a.ctx, shared.begin);
+        shared.begin.tag = load_relaxed(&own_state(a.ctx)->last_dispatch);
+    }
+    for (i32 p = threadIdx.x; p < cfg.ranks; p += cfg.threads()) {
+        const Sent sent = reinterpret_cast<const Sent*>(a.route.sent)[p];
+        shared.sources[p] = {sent.num_tokens, sent.chunk_tokens, 1};  // all is here, or will be soon: in any order
+    }
+    __syncthreads();
+    c.round.tag = shared.begin.tag;
+    if (c.round.tag == 0) return;  // it was void
+    if (shared.begin.aborted != 0) {
+        if (threadIdx.x == 0) report_failure(c.round, Waited::aborted, Phase::payload, c.me(), c.round.tag, c.round.tag, 0);
         return;
     }
-    finish(c);
+    if constexpr (cfg.layout == Layout::flat && !cfg.scale_columns) {
+        await_all(c);
+    } else {
+        receive(c);
+    }
 }
 
 }  // namespace moecomm

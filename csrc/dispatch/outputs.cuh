@@ -4,21 +4,22 @@
 
 namespace moecomm {
 
-// One block: counts for the caller, and where our flat rows begin at every rank and everybody's here.
+// One block: counts for the caller, who sent how much, and what the second half of a split dispatch waits for.
 template <class Call>
 MOECOMM_FN void write_counts(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
+    State* state = own_state(c.a.ctx);
+    if (threadIdx.x == 0) state->last_dispatch = c.round.tag;
+    if constexpr (cfg.repeat) return;
     const i32 me = c.me();
     const i32* total = c.shared.total + me * cfg.experts_here();
     auto* per_expert = reinterpret_cast<i32*>(c.a.tokens_per_expert);
-    auto* slot_base = reinterpret_cast<i32*>(c.a.route.slot_base);
-    for (i32 e = threadIdx.x; e < cfg.experts_here(); e += cfg.warps() * kWarp) per_expert[e] = total[e];
-    for (i32 p = threadIdx.x; p < cfg.ranks; p += cfg.warps() * kWarp) slot_base[p] = c.shared.flat_base[p];
+    auto* sent = reinterpret_cast<Sent*>(c.a.route.sent);
+    for (i32 e = threadIdx.x; e < cfg.experts_here(); e += cfg.send_warps * kWarp) per_expert[e] = total[e];
+    for (i32 p = threadIdx.x; p < cfg.ranks; p += cfg.send_warps * kWarp)
+        sent[p] = {c.shared.sources[p].num_tokens, c.shared.sources[p].chunk_tokens};
     if (threadIdx.x != 0) return;
-    auto* source_base = reinterpret_cast<i32*>(c.a.route.source_base);
-    source_base[0] = 0;
-    for (i32 s = 0, rows = 0; s < cfg.ranks; ++s) source_base[s + 1] = rows += load_fresh(c.counts_of(s) + cfg.experts + me);
-    i64 rows = cfg.layout == Layout::flat ? c.shared.flat_total[me] : c.shared.needed[me];
+    i64 rows = c.shared.needed[me];
     if constexpr (cfg.layout == Layout::batched) {
         rows = 0;
         for (i32 e = 0; e < cfg.experts_here(); ++e) rows += total[e];
@@ -30,13 +31,13 @@ MOECOMM_FN void write_counts(const Call& c) {
 template <class Call>
 MOECOMM_FN void clear_padding(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
-    if constexpr (cfg.layout != Layout::expert) return;
+    if constexpr (cfg.repeat || cfg.layout != Layout::expert) return;
     auto* src = c.transport.template local<int2>(c.a.out_src);
     auto* weights = c.transport.template local<float>(c.a.out_weights);
     for (i32 e = blockIdx.x; e < cfg.experts_here(); e += gridDim.x) {
         const i32 filled = c.shared.filled[e], count = c.shared.total[c.me() * cfg.experts_here() + e];
         const i32 end = filled - count + aligned_group(count, c.a.alignment);
-        for (i32 row = filled + threadIdx.x; row < end; row += cfg.warps() * kWarp) {
+        for (i32 row = filled + threadIdx.x; row < end; row += cfg.send_warps * kWarp) {
             if (c.a.out_src != 0) src[row] = make_int2(-1, -1);
             if (c.a.out_weights != 0) weights[row] = 0.0f;
         }
@@ -47,19 +48,19 @@ MOECOMM_FN void clear_padding(const Call& c) {
 template <class Call>
 MOECOMM_FN void clear_route(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
+    const i32 thread = blockIdx.x * cfg.threads() + threadIdx.x, threads = gridDim.x * cfg.threads();
+    if (thread == 0) own_state(c.a.ctx)->last_dispatch = 0;
     if constexpr (cfg.repeat) return;
     const Route& route = c.a.route;
-    const i32 thread = blockIdx.x * cfg.warps() * kWarp + threadIdx.x, threads = gridDim.x * cfg.warps() * kWarp;
     const auto fill = [&](u64 address, i64 n, i32 value) {
         for (i64 i = thread; i < n; i += threads) reinterpret_cast<i32*>(address)[i] = value;
     };
     fill(route.token_rows, static_cast<i64>(c.a.num_tokens) * cfg.topk, -1);
     fill(route.token_owner, static_cast<i64>(c.a.num_tokens) * cfg.topk, -1);
     fill(route.token_slot, static_cast<i64>(c.a.num_tokens) * cfg.ranks, -1);
-    fill(route.slot_base, cfg.ranks, 0);
-    fill(route.source_base, cfg.ranks + 1, 0);
     fill(c.a.tokens_per_expert, cfg.experts_here(), 0);
     fill(c.a.num_rows, 1, 0);
+    for (i32 p = thread; p < cfg.ranks; p += threads) reinterpret_cast<Sent*>(route.sent)[p] = {0, 1};
 }
 
 }  // namespace moecomm

@@ -7,7 +7,8 @@ namespace moecomm {
 // Lanes with the same key as ours; -1 is alone.
 MOECOMM_FN u32 lanes_with(i32 key) { return __match_any_sync(kAllLanes, key >= 0 ? key : -1 - lane_id()); }
 
-// Entries of one expert, and tokens for one rank, take consecutive rows: `cursors` of all columns stand at the next of each.
+// Entries of one expert, and tokens for one rank, take consecutive rows: the base of the block, and `cursors` of all columns, stand at the
+// next of each.
 template <class Call>
 MOECOMM_FN void rank_entries(const Call& c, i32 chunk, i32* cursors) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -15,14 +16,14 @@ MOECOMM_FN void rank_entries(const Call& c, i32 chunk, i32* cursors) {
     auto* token_owner = reinterpret_cast<i32*>(c.a.route.token_owner);
     auto* token_slot = reinterpret_cast<i32*>(c.a.route.token_slot);
     const u32 below = lanes_below();
-    for_entries(c, chunk, [&](i32 token, i32 k, i64 id) {
+    for_entries(c, chunk * c.a.chunk_tokens, c.chunk_end(chunk), 0, 1, [&](i32 token, i32 k, i64 id) {
         const i32 expert = static_cast<i32>(id), owner = id >= 0 ? expert / cfg.experts_here() : -1;
         const u32 same = lanes_with(expert);
         const u32 mates = lanes_with(id >= 0 ? (lane_id() / cfg.topk) * cfg.ranks + owner : -1);  // of our token, at our owner
         const bool leads = id >= 0 && (mates & below) == 0;
         const u32 leaders = lanes_with(leads ? owner : -1);
-        const i32 row = id >= 0 ? cursors[expert] + __popc(same & below) : -1;
-        i32 slot = leads ? cursors[cfg.experts + owner] + __popc(leaders & below) : -1;
+        const i32 row = id >= 0 ? c.shared.base[expert] + cursors[expert] + __popc(same & below) : -1;
+        i32 slot = leads ? c.shared.base[cfg.experts + owner] + cursors[cfg.experts + owner] + __popc(leaders & below) : -1;
         slot = __shfl_sync(kAllLanes, slot, __ffs(mates) - 1);
         __syncwarp();
         if (id >= 0 && (same & below) == 0) cursors[expert] += __popc(same);
@@ -39,7 +40,7 @@ MOECOMM_FN void rank_entries(const Call& c, i32 chunk, i32* cursors) {
 // The chunk's flat rows at each rank, as they go into its flag.
 template <class Call>
 MOECOMM_FN void keep_range(const Call& c, i32 chunk, i32 rank, i32 first, i32 end) {
-    *c.chunk_count(Call::cfg.experts + rank, chunk) = static_cast<i32>(static_cast<u32>(chunk_signal(0, first, end - first)));
+    *c.range(rank, chunk) = signal_word(chunk_signal(0, first, end - first));
 }
 
 template <class Call>
@@ -48,23 +49,18 @@ MOECOMM_FN void rank_chunk(const Call& c, i32 chunk, i32* cursors) {
     const i64 first = static_cast<i64>(chunk) * c.a.chunk_tokens;
     auto* slots = reinterpret_cast<i32*>(c.a.route.token_slot) + first * cfg.ranks;
     for (i32 i = lane_id(); i < (c.chunk_end(chunk) - first) * cfg.ranks; i += kWarp) slots[i] = -1;
-    for (i32 i = lane_id(); i < cfg.columns(); i += kWarp) {
-        const i32 base = i < cfg.experts ? c.shared.base[i] : c.shared.flat_base[i - cfg.experts];
-        cursors[i] = base + load_fresh(c.chunk_count(i, chunk));
-    }
-    __syncwarp();  // the cursors stand, and no -1 comes after a slot
     i32 range_first[cfg.peers_per_lane()];
 #pragma unroll
     for (i32 i = 0; i < cfg.peers_per_lane(); ++i) {
         const i32 p = i * kWarp + lane_id();
-        range_first[i] = p < cfg.ranks ? cursors[cfg.experts + p] : 0;
+        range_first[i] = p < cfg.ranks ? c.shared.base[cfg.experts + p] + cursors[cfg.experts + p] : 0;
     }
-    __syncwarp();
+    __syncwarp();  // no -1 comes after a slot
     rank_entries(c, chunk, cursors);
 #pragma unroll
     for (i32 i = 0; i < cfg.peers_per_lane(); ++i) {
         const i32 p = i * kWarp + lane_id();
-        if (p < cfg.ranks) keep_range(c, chunk, p, range_first[i], cursors[cfg.experts + p]);
+        if (p < cfg.ranks) keep_range(c, chunk, p, range_first[i], c.shared.base[cfg.experts + p] + cursors[cfg.experts + p]);
     }
     __syncwarp();
 }
@@ -85,21 +81,17 @@ MOECOMM_FN void range_chunk(const Call& c, i32 chunk) {
     }
 }
 
-// The chunks of this block, a warp each.
+// The chunks of this block, by the warps that have counted them, whose counters stand at what comes before.
 template <class Call>
-MOECOMM_FN void rank_block(const Call& c) {
+MOECOMM_FN void rank_share(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     const i32 warp = warp_id();
-    if (warp < cfg.scratch_warps) {
-        for (i32 chunk = blockIdx.x + gridDim.x * warp; chunk < c.chunks(); chunk += gridDim.x * cfg.scratch_warps) {
-            if constexpr (cfg.repeat) {
-                range_chunk(c, chunk);
-            } else {
-                rank_chunk(c, chunk, c.counter_scratch(warp));
-            }
-        }
+    if constexpr (cfg.repeat) {
+        for (i32 chunk = c.share.first_chunk + warp; chunk < c.share.end_chunk; chunk += cfg.warps()) range_chunk(c, chunk);
+    } else if (warp < c.count_warps()) {
+        for (i32 chunk = c.counted_from(warp); chunk < c.counted_from(warp + 1); ++chunk) rank_chunk(c, chunk, c.counters(warp));
     }
-    fence_async_shared();  // bulk loads write where the cursors were
+    fence_async_shared();  // bulk loads write where the counters were
     __syncthreads();
 }
 

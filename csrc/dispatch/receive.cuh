@@ -1,14 +1,18 @@
-// Step 5: every chunk of every rank is awaited; where a token has several rows here, the one that came is copied to the others.
+// Step 5: every chunk of every rank is awaited; where a token has several rows here, the one that came is copied to the others, and
+// scales that are wanted by columns are put there.
 #pragma once
 #include "call.cuh"
 
 namespace moecomm {
 
-// Chunks of all ranks, the first of each before the second of any: item i is chunk i / ranks of the rank i % ranks places after ours.
+// Chunks of all ranks, in the order in which they come: the first of the share of every block, of all ranks, before the second of any.
 template <class Call>
 MOECOMM_FN i32 incoming_items(const Call& c) {
     i32 most = 0;
-    for (i32 s = 0; s < Call::cfg.ranks; ++s) most = max(most, ceil_div(c.shared.notices[s].num_tokens, c.shared.notices[s].chunk_tokens));
+    for (i32 s = 0; s < Call::cfg.ranks; ++s) {
+        const Source& from = c.shared.sources[s];
+        most = max(most, ceil_div(from.chunks(), from.blocks) * from.blocks);
+    }
     return most * Call::cfg.ranks;
 }
 
@@ -16,65 +20,148 @@ MOECOMM_FN i32 incoming_items(const Call& c) {
 template <class Call>
 MOECOMM_FN bool await_chunk(const Call& c, i32 item, u64& range) {
     constexpr DispatchConfig cfg = Call::cfg;
-    const i32 source = rotated<cfg.ranks>(c.me(), item % cfg.ranks), chunk = item / cfg.ranks;
-    const Notice& from = c.shared.notices[source];
+    const i32 source = rotated<cfg.ranks>(c.me(), item % cfg.ranks), nth = item / cfg.ranks;
+    const Source& from = c.shared.sources[source];
+    const i32 block = nth % from.blocks, chunk = first_chunk_of(block, from.blocks, from.chunks()) + nth / from.blocks;
     range = 0;
-    if (chunk >= ceil_div(from.num_tokens, from.chunk_tokens)) return true;
-    return wait_flag(c.round, Phase::payload, source, arrived_at(c.window(), source, chunk), c.round.tag, range);
-}
-
-// The rows of one token here, in the lanes of `present`: the first has come, the others are copies of it.
-template <class Call>
-MOECOMM_FN void spread_row(const Call& c, i32 row, u32 present) {
-    constexpr DispatchConfig cfg = Call::cfg;
-    const u32 others = present & (present - 1);
-    if (others == 0) return;
-    u8* x = c.transport.template local<u8>(c.a.out_x);
-    u8* scales = c.transport.template local<u8>(c.a.out_scales);
-    const auto row_of = [&](i32 lane) { return static_cast<i64>(__shfl_sync(kAllLanes, row, lane)); };
-    const i64 from = row_of(__ffs(present) - 1);
-    copy_row<cfg.row_bytes>(x + from * cfg.row_bytes, others, [&](i32 lane) { return x + row_of(lane) * Call::cfg.row_bytes; });
-    if constexpr (cfg.scale_bytes > 0) {
-        for (u32 left = others; left != 0; left &= left - 1)
-            copy_small<cfg.scale_bytes>(scales + row_of(__ffs(left) - 1) * cfg.scale_bytes, scales + from * cfg.scale_bytes);
-    }
-}
-
-// Of the flat rows [first, first + count) every receive_warps-th, as many at once as their entries fit the lanes.
-template <class Call>
-MOECOMM_FN void spread_rows(const Call& c, i32 warp, i32 first, i32 count) {
-    constexpr DispatchConfig cfg = Call::cfg;
-    constexpr i32 step = cfg.tokens_per_step() * cfg.receive_warps;
-    constexpr u32 one_token = kAllLanes >> (kWarp - cfg.topk);
-    const auto* rows = reinterpret_cast<const i32*>(c.a.route.rows);
-    const i32 nth = lane_id() / cfg.topk, k = lane_id() % cfg.topk;
-    for (i32 at = warp; at < count; at += step) {
-        const i32 mine = at + nth * cfg.receive_warps;
-        const bool inside = nth < cfg.tokens_per_step() && mine < count;
-        const i32 row = inside ? load_fresh(rows + static_cast<i64>(first + mine) * cfg.topk + k) : -1;
-        const u32 present = __ballot_sync(kAllLanes, row >= 0);
-        for (i32 i = 0; i < cfg.tokens_per_step(); ++i) spread_row(c, row, present & (one_token << (i * cfg.topk)));
-    }
-}
-
-// By each receive warp, while the send warps of the block send.  Chunks are strided over the blocks, their rows over the warps.
-template <class Call>
-MOECOMM_FN bool receive(const Call& c) {
-    const i32 warp = warp_id() - Call::cfg.send_warps, items = incoming_items(c);
-    for (i32 item = blockIdx.x; item < items; item += gridDim.x) {
-        u64 range = 0;
-        const bool missing = lane_id() == 0 && !await_chunk(c, item, range);
-        if (__any_sync(kAllLanes, missing)) return false;  // after this barrier the other lanes too may read what the flag covers
-        range = __shfl_sync(kAllLanes, range, 0);
-        spread_rows(c, warp, signal_first(range), signal_count(range));
-    }
+    if (chunk >= first_chunk_of(block + 1, from.blocks, from.chunks())) return true;
+    if (!wait_flag(c.round, Phase::payload, source, arrived_at(c.window(), c.shape(), source, chunk), c.round.tag, range)) return false;
+    auto* ranges = reinterpret_cast<u32*>(c.a.route.ranges) + static_cast<i64>(source) * c.shape().max_tokens;
+    if constexpr (!cfg.repeat) ranges[chunk] = signal_word(range);
     return true;
 }
 
-// Flat: rows are where they belong when they arrive.  By all threads.
+// Copies rows of a chunk to the other rows of their tokens here, through the warp's ring: loads run ahead of stores, as in Sender.
+template <class Call>
+struct Spreader {
+    static constexpr DispatchConfig cfg = Call::cfg;
+    static constexpr i32 kSlots = cfg.spread_slots, kAhead = kSlots / 2, kBytes = cfg.spread_bytes;
+    static constexpr i32 kPieces = ceil_div(cfg.row_bytes, kBytes);
+
+    const Call& c;
+    SpreadRing<cfg>& ring;
+    i32 loaded = 0, stored = 0;  // pieces, of all chunks
+
+    // A token of the chunk and a piece of its row; this lane's row of the token, and the lanes that have one.
+    struct Cursor {
+        i32 token = -1, piece = kPieces, row = -1;
+        u32 present = 0;
+    };
+
+    MOECOMM_FN i64 row_of(i32 row, i32 lane) const { return __shfl_sync(kAllLanes, row, lane); }
+
+    // The next piece that has anywhere else to go; false at the end.
+    MOECOMM_FN bool next(Cursor& at, i32 count) const {
+        if (++at.piece < kPieces) return true;
+        for (++at.token; at.token < count; ++at.token) {
+            at.row = lane_id() < cfg.topk ? ring.rows[at.token * cfg.topk + lane_id()] : -1;
+            at.present = __ballot_sync(kAllLanes, at.row >= 0);
+            at.piece = 0;
+            if ((at.present & (at.present - 1)) != 0) return true;
+        }
+        return false;
+    }
+    MOECOMM_FN static i32 bytes_of_piece(i32 piece) { return min(kBytes, cfg.row_bytes - piece * kBytes); }
+    MOECOMM_FN u8* place(i64 row, i32 piece) const {
+        return c.transport.template local<u8>(c.a.out_x) + row * cfg.row_bytes + piece * kBytes;
+    }
+
+    MOECOMM_FN void load(const Cursor& at) {
+        bulk_wait_read<kSlots - kAhead - 1>();
+        __syncwarp();
+        const u8* from = place(row_of(at.row, __ffs(at.present) - 1), at.piece);
+        if (lane_id() == 0) bulk_load(ring.data[loaded % kSlots], from, bytes_of_piece(at.piece), &ring.full[loaded % kSlots]);
+        ++loaded;
+    }
+    MOECOMM_FN void store(const Cursor& at) {
+        const i32 slot = stored % kSlots;
+        copy_wait(&ring.full[slot], stored / kSlots & 1);
+        const bool other = at.row >= 0 && (at.present & lanes_below()) != 0;
+        if (other) bulk_store(place(at.row, at.piece), ring.data[slot], bytes_of_piece(at.piece));
+        __syncwarp();
+        bulk_commit();
+        ++stored;
+    }
+
+    // The flat rows [first, first + count), whose flag lane 0 has acquired.
+    MOECOMM_FN void spread(i32 first, i32 count) {
+        const auto* rows = reinterpret_cast<const i32*>(c.a.route.rows) + static_cast<i64>(first) * cfg.topk;
+        for (i32 i = lane_id(); i < count * cfg.topk; i += kWarp) ring.rows[i] = load_fresh(rows + i);
+        fence_async();  // reads of the rows come after their flag
+        __syncwarp();
+        Cursor loading, storing;
+        bool more = true;
+        for (i32 i = 0; i < kAhead && more; ++i) {
+            more = next(loading, count);
+            if (more) load(loading);
+        }
+        while (next(storing, count)) {
+            more = more && next(loading, count);
+            if (more) load(loading);
+            store(storing);
+        }
+        if constexpr (cfg.scale_bytes > 0 && !cfg.scale_columns) spread_scales(count);
+        __syncwarp();  // all lanes have read the rows
+    }
+
+    MOECOMM_FN void spread_scales(i32 count) const {
+        u8* scales = c.transport.template local<u8>(c.a.out_scales);
+        Cursor at;
+        while (next(at, count)) {
+            at.piece = kPieces;
+            const u8* from = scales + row_of(at.row, __ffs(at.present) - 1) * cfg.scale_bytes;
+            for (u32 left = at.present & (at.present - 1); left != 0; left &= left - 1)
+                copy_small(scales + row_of(at.row, __ffs(left) - 1) * cfg.scale_bytes, from, cfg.scale_bytes);
+        }
+    }
+};
+
+// The scales of the flat rows [first, first + count), from where they landed to a place in each column, for each of a token's rows here.
+template <class Call>
+MOECOMM_FN void place_scales(const Call& c, i32 first, i32 count) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    constexpr i32 words = cfg.scale_bytes / 4;
+    const auto* rows = reinterpret_cast<const i32*>(c.a.route.rows);
+    auto* columns = reinterpret_cast<i32*>(c.a.scale_columns);
+    const i64 group = cfg.layout == Layout::batched ? batched_start(c.shape(), 1) : 0;
+    for (i32 slot = first; slot < first + count; ++slot) {
+        i32 row = lane_id() == 0 ? slot : -1;
+        if constexpr (cfg.layout != Layout::flat)
+            row = lane_id() < cfg.topk ? load_fresh(rows + static_cast<i64>(slot) * cfg.topk + lane_id()) : -1;
+        const auto* landed = c.transport.template local<const i32>(c.a.out_scales + static_cast<i64>(slot) * cfg.scale_bytes);
+        for (u32 left = __ballot_sync(kAllLanes, row >= 0); left != 0; left &= left - 1) {
+            const i64 to = __shfl_sync(kAllLanes, row, __ffs(left) - 1);
+            i32* there = group == 0 ? columns + to : columns + to / group * words * c.a.scale_stride + to % group;
+            for (i32 i = lane_id(); i < words; i += kWarp) there[i * c.a.scale_stride] = load_fresh(landed + i);
+        }
+    }
+}
+
+// By each receive warp, while the send warps of the block send.  The warps of the grid share the chunks out, neighbours to different
+// blocks.
+template <class Call>
+MOECOMM_FN bool receive(const Call& c) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    const i32 warp = warp_id() - cfg.send_warps, items = incoming_items(c);
+    Spreader<Call> spreader{c, c.shared.spread[cfg.spreads() ? warp : 0]};
+    bool missing = false;
+    for (i32 item = blockIdx.x + gridDim.x * warp; item < items; item += gridDim.x * cfg.receive_warps) {
+        u64 range = 0;
+        missing = __any_sync(kAllLanes, lane_id() == 0 && !await_chunk(c, item, range));
+        if (missing) break;  // after this barrier the other lanes too may read what the flag covers
+        range = __shfl_sync(kAllLanes, range, 0);
+        const i32 first = signal_first(range), count = signal_count(range);
+        if constexpr (cfg.spreads()) spreader.spread(first, count);
+        if constexpr (cfg.scale_columns) place_scales(c, first, count);
+    }
+    bulk_wait<0>();
+    return !missing;
+}
+
+// Where rows are where they belong when they arrive.  By all threads.
 template <class Call>
 MOECOMM_FN bool await_all(const Call& c) {
-    const i32 items = incoming_items(c), threads = gridDim.x * Call::cfg.warps() * kWarp;
+    const i32 items = incoming_items(c), threads = gridDim.x * Call::cfg.threads();
     for (i32 item = blockIdx.x + gridDim.x * threadIdx.x; item < items; item += threads) {
         u64 range;
         if (!await_chunk(c, item, range)) return false;

@@ -1,162 +1,228 @@
 // Step 4, second half: rows from x through shared memory to every rank that wants them, then the flag of each chunk.
 #pragma once
+#include "describe.cuh"
 #include "quantize.cuh"
 #include "token.cuh"
 
 namespace moecomm {
 
-// The tokens of one send warp: in each chunk of the block every send_warps-th.
+// The token's row and scales at this lane's peers; null where it is not wanted.
 template <class Call>
-struct TokenCursor {
-    const Call& c;
-    i32 chunk, token;
-
-    MOECOMM_FN explicit TokenCursor(const Call& call) : c(call), chunk(blockIdx.x), token(chunk * call.a.chunk_tokens + warp_id()) {
-        skip_ends();
-    }
-    MOECOMM_FN bool valid() const { return chunk < c.chunks(); }
-    MOECOMM_FN void next() {
-        token += Call::cfg.send_warps;
-        skip_ends();
-    }
-
-  private:
-    MOECOMM_FN void skip_ends() {
-        while (valid() && token >= c.chunk_end(chunk)) {
-            chunk += gridDim.x;
-            token = chunk * c.a.chunk_tokens + warp_id();
-        }
-    }
+struct Places {
+    u8* row[Call::cfg.peers_per_lane()];
+    u8* scales[Call::cfg.peers_per_lane()];
 };
 
-// A warp's ring of pieces: loads run kAhead pieces before stores.  Every lane commits a group of stores a piece, empty or not, so that
-// groups and pieces count alike in all lanes.
+// A send warp moves every send_warps-th row of this block, piece by piece, through a ring: loads run ahead of stores.  With split rows it
+// moves every send_warps-th piece: with few tokens more of a row is under way at once.
+//
+// A bulk store costs a multiprocessor some 75 ns, whether of 1792 or of 3584 bytes (dispatches of 4096 tokens with 8 blocks on 4 H200), so
+// pieces are large; and a row that has been cast, piece by piece, is stored as a whole.
+//
+// Every lane commits a group of stores a piece (cast: an item), empty or not, so that groups and pieces count alike in all lanes.
 template <class Call>
 struct Sender {
     static constexpr DispatchConfig cfg = Call::cfg;
-    static constexpr i32 kSlots = cfg.ring_slots;
-    static constexpr i32 kAhead = kSlots / 2;
+    static constexpr i32 kSlots = cfg.ring_slots, kAhead = cfg.slots_ahead();
     static constexpr i32 kRowBytes = cfg.hidden * bytes_of(cfg.type);
-    static constexpr i32 kSentBytes = cfg.quantize ? cfg.piece_columns : cfg.piece_bytes();
+    static constexpr i32 kItems = cfg.split_rows ? cfg.pieces() : 1;   // of a row, that warps share out
+    static constexpr i32 kPieces = cfg.split_rows ? 1 : cfg.pieces();  // of an item
+    static constexpr i32 kGroups = cfg.quantize ? 1 : kPieces;         // of an item
+    static constexpr i32 kOpen = cfg.split_rows ? 2 : 4;               // items whose stores are under way before a chunk is looked at
 
     const Call& c;
-    u8* const ring;
-    u64* const full;
-    TokenCursor<Call> loading;
-    i32 loading_piece = 0;
-    i32 loaded = 0, stored = 0;                     // pieces
-    i32 open_chunk = -1, open_nth = 0, open_since;  // all stored but not flagged: the chunk, its turn in the block, `stored` then
+    const i32 items, chunks;    // of the block
+    i32 loaded = 0, used = 0;   // pieces of this warp
+    i32 done = 0, flagged = 0;  // items of this warp; chunks it is through with
 
     MOECOMM_FN explicit Sender(const Call& call)
-        : c(call), ring(call.shared.ring + warp_id() * kSlots * cfg.piece_bytes()), full(call.shared.full[warp_id()]), loading(call) {}
+        : c(call), items((call.share.end - call.share.first) * kItems), chunks(call.share.end_chunk - call.share.first_chunk) {}
 
-    MOECOMM_FN u8* slot(i32 piece) const { return ring + piece % kSlots * cfg.piece_bytes(); }
+    // The n-th item of this warp, and how many of its items come before item `end` of the block.
+    MOECOMM_FN static i32 item(i32 n) { return warp_id() + n * cfg.send_warps; }
+    MOECOMM_FN static i32 items_before(i32 end) { return end > warp_id() ? ceil_div(end - warp_id(), cfg.send_warps) : 0; }
+    MOECOMM_FN bool has(i32 n) const { return item(n) < items; }
+    MOECOMM_FN i32 token_of(i32 n) const { return c.share.first + item(n) / kItems; }
+    MOECOMM_FN static i32 column_of(i32 n) { return item(n) % kItems * cfg.piece_columns; }
 
-    // Reuses the slot whose stores are kSlots - kAhead - 1 groups back.
+    MOECOMM_FN u8* held(i32 piece) const { return c.shared.ring[piece % kSlots][warp_id()]; }
+    MOECOMM_FN u64* full(i32 piece) const { return &c.shared.full[piece % kSlots][warp_id()]; }
+
+    // The place was read by stores that are kSlots - kAhead - 1 groups back; or by the cast, which is through with it.
     MOECOMM_FN void load_next() {
-        if (!loading.valid()) return;
-        bulk_wait_read<kSlots - kAhead - 1>();
+        const i32 n = loaded / kPieces;
+        if (!has(n)) return;
+        if constexpr (!cfg.quantize) bulk_wait_read<kSlots - kAhead - 1>();
         __syncwarp();
         if (lane_id() == 0) {
-            const i32 at = loading_piece * cfg.piece_bytes();
-            const u8* row = reinterpret_cast<const u8*>(c.a.x) + loading.token * c.a.x_stride;
-            bulk_load(slot(loaded), row + at, min(cfg.piece_bytes(), kRowBytes - at), full + loaded % kSlots);
+            const i32 at = (column_of(n) + loaded % kPieces * cfg.piece_columns) * bytes_of(cfg.type);
+            const u8* row = reinterpret_cast<const u8*>(c.a.x) + token_of(n) * c.a.x_stride;
+            bulk_load(held(loaded), row + at, min(cfg.piece_bytes(), kRowBytes - at), full(loaded));
         }
         ++loaded;
-        if (++loading_piece == cfg.pieces()) {
-            loading_piece = 0;
-            loading.next();
-        }
+    }
+    MOECOMM_FN void await_piece() const { copy_wait(full(used), used / kSlots & 1); }
+    // A block must not end while a load writes to its memory.
+    MOECOMM_FN void drop_loads() {
+        for (; used < loaded; ++used) await_piece();
     }
 
-    // `to`: the token's row at this lane's peers, null where it is not wanted.
-    MOECOMM_FN void store_piece(i32 piece, u8* const (&to)[cfg.peers_per_lane()]) {
-        u8* held = slot(stored);
-        copy_wait(full + stored % kSlots, stored / kSlots & 1);
-        if constexpr (cfg.quantize) {
-            const i32 first = piece * cfg.piece_columns;
-            quantize_piece<cfg.type>(held, min(cfg.piece_columns, cfg.hidden - first), c.shared.scales[warp_id()] + first / kQuantGroup);
-            fence_async_shared();
-            __syncwarp();
-        }
-        const i32 at = piece * kSentBytes;
+    MOECOMM_FN void store(const Places<Call>& to, i64 at, const u8* from, i32 bytes) const {
 #pragma unroll
         for (i32 i = 0; i < cfg.peers_per_lane(); ++i)
-            if (to[i] != nullptr) bulk_store(to[i] + at, held, min(kSentBytes, cfg.row_bytes - at));
+            if (to.row[i] != nullptr) bulk_store(to.row[i] + at, from, bytes);
+    }
+    MOECOMM_FN void commit() const {
         __syncwarp();
         bulk_commit();
-        ++stored;
-        if (open_chunk >= 0 && stored - open_since == kSlots) close_chunk<kSlots>();
     }
-
-    // Our part of the open chunk is all at its place; the last `later` groups belong to the next.  The last warp to say so raises the
-    // flags.
-    template <i32 later>
-    MOECOMM_FN void close_chunk() {
-        bulk_wait<later>();
-        const i32 chunk = open_chunk;
-        open_chunk = -1;
-        if (!complete_turn(c.shared.sent, c.round, open_nth)) return;
-        for (i32 turn = lane_id(); turn < cfg.ranks; turn += kWarp) {
-            const i32 p = rotated<cfg.ranks>(c.me(), turn);
-            const u32 range = static_cast<u32>(load_fresh(c.chunk_count(cfg.experts + p, chunk)));
-            c.transport.signal(p, arrived_at(c.window(), c.me(), chunk), tag_signal(c.round.tag) | range);
+    MOECOMM_FN void store_item(const Places<Call>& to) {
+        for (i32 i = 0; i < kPieces; ++i) {
+            const i32 at = (column_of(done) + i * cfg.piece_columns) * bytes_of(cfg.type);
+            load_next();
+            await_piece();
+            store(to, at, held(used), min(cfg.piece_bytes(), kRowBytes - at));
+            commit();
+            ++used;
+        }
+        ++done;
+    }
+    MOECOMM_FN void cast_and_store_item(const Places<Call>& to) {
+        const i32 first = column_of(done), columns = min(cfg.cast_columns(), cfg.hidden - first);
+        u8* cast = c.shared.cast[warp_id()][done % kCasts];
+        u8* scales = reinterpret_cast<u8*>(c.shared.scales[warp_id()][done % kCasts]);
+        bulk_wait_read<kCasts - 1>();
+        __syncwarp();
+        for (i32 at = 0; at < columns; at += cfg.piece_columns) {
+            load_next();
+            await_piece();
+            quantize_piece<cfg.type, cfg.scale_format>(cast + at, held(used), min(cfg.piece_columns, columns - at),
+                                                       scales + at / kQuantGroup * cfg.scale_size());
+            __syncwarp();  // the place is free
+            ++used;
+        }
+        fence_async_shared();
+        __syncwarp();
+        store(to, first, cast, columns);
+        store_scales(to, first, columns, scales);
+        commit();
+        ++done;
+    }
+    // The scales of the columns that have been cast, with bulk stores where they are multiples of 16 bytes; with the last of them, zeros up
+    // to the end of the row.
+    MOECOMM_FN void store_scales(const Places<Call>& to, i32 first, i32 columns, const u8* scales) const {
+        constexpr i32 filled = cfg.row_scales() * cfg.scale_size();
+        constexpr bool bulk =
+            cfg.scale_bytes == filled && filled % 16 == 0 && cfg.cast_columns() / kQuantGroup * cfg.scale_size() % 16 == 0;
+        const i32 at = first / kQuantGroup * cfg.scale_size(), bytes = ceil_div(columns, kQuantGroup) * cfg.scale_size();
+#pragma unroll
+        for (i32 i = 0; i < cfg.peers_per_lane(); ++i) {
+            if constexpr (bulk) {
+                if (to.scales[i] != nullptr) bulk_store(to.scales[i] + at, scales, bytes);
+            } else {
+                for (u32 wanted = __ballot_sync(kAllLanes, to.scales[i] != nullptr); wanted != 0; wanted &= wanted - 1) {
+                    u8* there = reinterpret_cast<u8*>(__shfl_sync(kAllLanes, reinterpret_cast<u64>(to.scales[i]), __ffs(wanted) - 1));
+                    copy_small(there + at, scales, bytes);
+                    if (cfg.scale_bytes > filled && at + bytes == filled && lane_id() < cfg.scale_bytes - filled)
+                        there[filled + lane_id()] = 0;
+                }
+            }
         }
     }
 
-    MOECOMM_FN void open(i32 chunk, i32 nth) {
-        if (open_chunk >= 0) close_chunk<0>();
-        open_chunk = chunk;
-        open_nth = nth;
-        open_since = stored;
+    // Says so of the chunks whose items of this warp are at their places when all but the last `open` are.
+    template <i32 open>
+    MOECOMM_FN void finish_chunks() {
+        while (flagged < chunks) {
+            const i32 end = min((flagged + 1) * c.a.chunk_tokens, c.share.end - c.share.first);
+            if (items_before(end * kItems) + open > done) return;
+            bulk_wait<open * kGroups>();
+            __syncwarp();  // what follows is the release of all lanes' stores
+            if (lane_id() == 0) c.shared.sent.arrive(c.round, flagged);
+            ++flagged;
+        }
     }
 };
 
-// The row and all that stands beside it.
+// By the describe warp: what stands beside the rows, for each chunk of the block.
 template <class Call>
-MOECOMM_FN void send_token(const Call& c, Sender<Call>& sender, const Token<Call>& token) {
-    constexpr DispatchConfig cfg = Call::cfg;
-    u8* to[cfg.peers_per_lane()] = {};
-    for_ranks(c, token, [&](i32 rank, i32 slot, i32 row, i32 lane, i32 place) {
-        const Notice& notice = c.shared.notices[rank];
-        if (lane_id() == lane) to[place] = c.transport.template peer_ptr<u8>(rank, notice.x) + static_cast<i64>(row) * cfg.row_bytes;
-        describe(c, token, rank, slot);
-        if constexpr (Call::cfg.scale_bytes > 0 && !Call::cfg.quantize) {
-            u8* scales = c.transport.template peer_ptr<u8>(rank, notice.scales) + static_cast<i64>(row) * cfg.scale_bytes;
-            copy_small<Call::cfg.scale_bytes>(scales, reinterpret_cast<const u8*>(c.a.in_scales) + token.index * c.a.in_scales_stride);
-        }
-    });
-    for (i32 piece = 0; piece < cfg.pieces(); ++piece) {
-        sender.load_next();
-        sender.store_piece(piece, to);
-    }
-    if constexpr (cfg.quantize) {
-        for_ranks(c, token, [&](i32 rank, i32, i32 row, i32, i32) {
-            u8* scales = c.transport.template peer_ptr<u8>(rank, c.shared.notices[rank].scales) + static_cast<i64>(row) * cfg.scale_bytes;
-            copy_small<Call::cfg.scale_bytes>(scales, reinterpret_cast<const u8*>(c.shared.scales[warp_id()]));
-        });
-        __syncwarp();
+MOECOMM_FN void describe(const Call& c) {
+    for (i32 chunk = c.share.first_chunk; chunk < c.share.end_chunk; ++chunk) {
+        describe_chunk(c, chunk);
+        if (lane_id() == 0) c.shared.sent.arrive(c.round, chunk - c.share.first_chunk);
     }
 }
 
-// By each send warp.
+// By the flag warp: the flags of each chunk of the block, once all others are through with it.  The release waits until what they have
+// written has reached the peers: 10 us and more while the links are busy.
 template <class Call>
-MOECOMM_FN void send(const Call& c) {
-    Sender<Call> sender(c);
-    TokenCursor<Call> ahead(c);  // what the next token's lanes need is loaded while this one travels
-    Token<Call> next{};
-    if (ahead.valid()) next = load_token(c, ahead.token);
-    for (i32 i = 0; i < Sender<Call>::kAhead; ++i) sender.load_next();
-    for (i32 chunk = blockIdx.x, nth = 0; chunk < c.chunks(); chunk += gridDim.x, ++nth) {
-        for (i32 index = chunk * c.a.chunk_tokens + warp_id(); index < c.chunk_end(chunk); index += Call::cfg.send_warps) {
-            const Token<Call> token = next;
-            ahead.next();
-            if (ahead.valid()) next = load_token(c, ahead.token);
-            send_token(c, sender, token);
+MOECOMM_FN void raise_flags(const Call& c) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    for (i32 chunk = c.share.first_chunk; chunk < c.share.end_chunk; ++chunk) {
+        if (__any_sync(kAllLanes, !c.shared.sent.await(c.round, chunk - c.share.first_chunk))) return;
+        for (i32 turn = lane_id(); turn < cfg.ranks; turn += kWarp) {
+            const i32 p = rotated<cfg.ranks>(c.me(), turn);
+            const u64 flag = word_signal(c.round.tag, load_relaxed(c.range(p, chunk)));
+            c.transport.signal(p, arrived_at(c.window(), c.shape(), c.me(), chunk), flag);
         }
-        sender.open(chunk, nth);
     }
-    if (sender.open_chunk >= 0) sender.template close_chunk<0>();
+}
+
+// Scales that were given: any number of bytes.
+template <class Call>
+MOECOMM_FN void send_scales(const Call& c, const Token<Call>& token, const Places<Call>& to) {
+    const u8* scales = reinterpret_cast<const u8*>(c.a.in_scales) + token.index * c.a.in_scales_stride;
+#pragma unroll
+    for (i32 i = 0; i < Call::cfg.peers_per_lane(); ++i)
+        for (u32 wanted = __ballot_sync(kAllLanes, to.scales[i] != nullptr); wanted != 0; wanted &= wanted - 1)
+            copy_small(reinterpret_cast<u8*>(__shfl_sync(kAllLanes, reinterpret_cast<u64>(to.scales[i]), __ffs(wanted) - 1)), scales,
+                       Call::cfg.scale_bytes);
+}
+
+template <class Call>
+MOECOMM_FN Places<Call> places_of(const Call& c, const Token<Call>& token) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    Places<Call> to{};
+    for_ranks(c, token, [&](i32 rank, i32 slot, i32 row, i32 lane, i32 place) {
+        if (lane_id() != lane) return;
+        const Notice& notice = c.shared.notices[rank];
+        to.row[place] = c.transport.template peer_ptr<u8>(rank, notice.x) + static_cast<i64>(row) * cfg.row_bytes;
+        if constexpr (Call::cfg.scale_bytes > 0) {
+            const i64 of_scales = Call::cfg.scale_columns ? slot : row;
+            to.scales[place] = c.transport.template peer_ptr<u8>(rank, notice.scales) + of_scales * cfg.scale_bytes;
+        }
+    });
+    return to;
+}
+
+// The next item: with the first columns of a row go the scales that were given with it.
+template <class Call>
+MOECOMM_FN void send_item(const Call& c, Sender<Call>& sender, const Token<Call>& token) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    const Places<Call> to = places_of(c, token);
+    if constexpr (cfg.quantize) {
+        sender.cast_and_store_item(to);
+    } else {
+        if constexpr (cfg.scale_bytes > 0) {
+            if (sender.column_of(sender.done) == 0) send_scales(c, token, to);
+        }
+        sender.store_item(to);
+    }
+}
+
+// By each send warp, which has begun to load.
+template <class Call>
+MOECOMM_FN void send(const Call& c, Sender<Call>& sender) {
+    const auto load = [&](i32 n) { return load_token(c, sender.token_of(n)); };
+    Token<Call> next{};  // what the lanes need for the next item is loaded while this one travels
+    if (sender.has(0)) next = load(0);
+    for (i32 n = 0; sender.has(n); ++n) {
+        const Token<Call> token = next;
+        if (sender.has(n + 1)) next = load(n + 1);
+        send_item(c, sender, token);
+        sender.template finish_chunks<Sender<Call>::kOpen>();
+    }
+    sender.template finish_chunks<0>();
 }
 
 }  // namespace moecomm

@@ -68,4 +68,12 @@ MOECOMM_INLINE u8 round_e4m3(float f) {
     return static_cast<u8>(narrow | ((bits >> 24) & 0x80u));
 }
 
+// ue8m0: the exponent of fp32 alone.  Of a positive number that is not subnormal: the smallest power of two that is not below it; infinity
+// and NaN give 255, which is NaN to whoever reads it as ue8m0 and infinity here.
+MOECOMM_INLINE u8 round_up_ue8m0(float f) {
+    const u32 exponent = (bits_of(f) + 0x7fffffu) >> 23;
+    return static_cast<u8>(exponent > 0xffu ? 0xffu : exponent);
+}
+MOECOMM_INLINE float load_ue8m0(u8 v) { return float_of(static_cast<u32>(v) << 23); }
+
 }  // namespace moecomm::host

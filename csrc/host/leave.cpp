@@ -4,7 +4,8 @@
 
 namespace moecomm::host {
 
-// In place of the notice of the next round, so that whoever starts that round learns it at once instead of at its deadline.
-void leave(const Context& ctx) { Round(ctx, Op::leave).announce({}, nullptr); }
+// In place of the mail of the next round, so that whoever starts that round learns it at once instead of at its deadline.  All of it,
+// because we can't know which words that round's operation waits for.
+void leave(const Context& ctx) { Round(ctx, Op::leave).announce({}, std::vector<i32>(ctx.window.columns).data()); }
 
 }  // namespace moecomm::host

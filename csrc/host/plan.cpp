@@ -18,17 +18,14 @@ Plan::Plan(const DispatchArgs& args, const Round& round)
       shape_(args.ctx.shape),
       columns_(args.ctx.window.columns),
       experts_here_(args.ctx.shape.experts / args.ctx.shape.ranks) {
-    if (a_.repeat != 0) return;
+    if (a_.repeat != 0 || a_.part == static_cast<i32>(Part::end)) return;
+    before_.assign(static_cast<i64>(own_chunks()) * columns_, 0);
     total_.assign(columns_, 0);
     earlier_.assign(columns_, 0);
 }
 
-// The scratch of our window, one row of columns a chunk: a sender walks a row, so rows lie together.
-i32* Plan::before_chunk(i32 chunk) const { return at<i32>(r_.ctx, r_.me, r_.ctx.window.chunk_counts) + static_cast<i64>(chunk) * columns_; }
-
 BadEntry Plan::count(i32 chunk) {
     i32* counts = before_chunk(chunk);
-    std::fill_n(counts, columns_, 0);
     const i32 first = chunk * a_.chunk_tokens;
     const i32 end = std::min(first + a_.chunk_tokens, a_.num_tokens);
     BadEntry bad = bad_weight(first, end);
@@ -73,8 +70,7 @@ void Plan::gather() {
     std::fill(total_.begin(), total_.end(), 0);
     for (i32 source = 0; source < r_.ranks; ++source) {
         if (source == r_.me) earlier_ = total_;
-        const i32* counts = counts_of(source);
-        for (i32 c = 0; c < columns_; ++c) total_[c] += counts[c];
+        r_.add_counts(source, total_.data());
     }
 }
 
@@ -101,7 +97,6 @@ Verdict Plan::judge_capacity() const {
 
 void Plan::place() {
     store_outputs();
-    for (i32 p = 0; p < r_.ranks; ++p) memory<i32>(a_.route.slot_base)[p] = earlier_[shape_.experts + p];
     if (a_.layout != static_cast<i32>(Layout::flat)) place_experts();
 }
 
@@ -121,9 +116,8 @@ void Plan::place_experts() {
 }
 
 void Plan::store_outputs() {
-    i32* base = memory<i32>(a_.route.source_base);
-    base[0] = 0;
-    for (i32 source = 0; source < r_.ranks; ++source) base[source + 1] = base[source] + counts_of(source)[shape_.experts + r_.me];
+    Sent* sent = memory<Sent>(a_.route.sent);
+    for (i32 source = 0; source < r_.ranks; ++source) sent[source] = {r_.notice(source).num_tokens, r_.notice(source).chunk_tokens};
     const i32* counts = &total_[r_.me * experts_here_];
     std::copy_n(counts, experts_here_, memory<i32>(a_.tokens_per_expert));
     i64 rows = 0;
@@ -136,8 +130,7 @@ void Plan::clear() {
     std::fill_n(memory<i32>(a_.route.token_rows), tokens * shape_.topk, -1);
     std::fill_n(memory<i32>(a_.route.token_owner), tokens * shape_.topk, -1);
     std::fill_n(memory<i32>(a_.route.token_slot), tokens * r_.ranks, -1);
-    std::fill_n(memory<i32>(a_.route.slot_base), r_.ranks, 0);
-    std::fill_n(memory<i32>(a_.route.source_base), r_.ranks + 1, 0);
+    std::fill_n(memory<Sent>(a_.route.sent), r_.ranks, Sent{0, 1});
     std::fill_n(memory<i32>(a_.tokens_per_expert), experts_here_, 0);
     *memory<i32>(a_.num_rows) = 0;
 }

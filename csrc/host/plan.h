@@ -30,7 +30,7 @@ class Plan {
     // Turns the counts of our chunks into what lies before each of them, and returns our totals, i32[columns]; all 0 if `bad`.
     const i32* total_up(bool bad);
 
-    // After all notices: adds up everybody's counts.
+    // With everybody's counts here: adds them up.
     void gather();
     // Does everything fit?  Every rank comes to the same end.
     Verdict judge_capacity() const;
@@ -49,8 +49,8 @@ class Plan {
     i32 experts_here() const { return experts_here_; }
 
   private:
-    const i32* counts_of(i32 source) const { return at<const i32>(r_.ctx, r_.me, counts_at(r_.ctx.window, r_.ranks, r_.tag, source)); }
-    i32* before_chunk(i32 chunk) const;
+    // A sender walks a row, so the columns of a chunk lie together.
+    i32* before_chunk(i32 chunk) { return &before_[static_cast<i64>(chunk) * columns_]; }
     BadEntry bad_weight(i32 token, i32 end) const;
     i64 rows_needed(i32 rank) const;
     void place_experts();
@@ -61,6 +61,7 @@ class Plan {
     const Shape& shape_;
     const i32 columns_;
     const i32 experts_here_;
+    std::vector<i32> before_;   // by chunk of ours and column: its counts, after total_up() those of the chunks before it
     std::vector<i32> total_;    // by column: of our own chunks, after gather() of all ranks
     std::vector<i32> earlier_;  // by column: of the ranks before us, after place() the row of our first token
 };

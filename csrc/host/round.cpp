@@ -1,43 +1,65 @@
 #include "round.h"
 
-#include <cstddef>
+#include <algorithm>
 #include <cstring>
 
 namespace moecomm::host {
 
-Round::Round(const Context& context, Op operation)
+Round::Round(const Context& context, Op operation, u32 number)
     : ctx(context),
       op(operation),
       me(context.rank),
       ranks(context.shape.ranks),
-      state(*at<State>(context, me, context.window.state)),
-      tag(state.round + 1),
-      watch(ctx, op, tag) {}
+      state(state_of(context)),
+      tag(number),
+      watch(ctx, op, tag),
+      notices_(ranks) {}
 
+// Every word with release: a peer that has them all may write to our output, which we are done with.
 void Round::announce(Notice mine, const i32* counts) {
     mine.op = static_cast<u32>(op);
-    constexpr size_t body = offsetof(Notice, op);
+    u32 words[kNoticeWords];
+    std::memcpy(words, &mine, sizeof(words));
     for (i32 turn = 0; turn < ranks; ++turn) {
-        const i32 p = peer(turn);
-        if (counts != nullptr) {
-            std::memcpy(at<i32>(ctx, p, counts_at(ctx.window, ranks, tag, me)), counts, ctx.window.columns * sizeof(i32));
-        }
-        Notice* there = notice_in(p, me);
-        std::memcpy(reinterpret_cast<u8*>(there) + body, reinterpret_cast<const u8*>(&mine) + body, sizeof(Notice) - body);
-        store_release(&there->tag, tag_signal(tag));
+        u64* there = mail(peer(turn), me);
+        for (i32 w = 0; w < kNoticeWords; ++w) store_release(&there[w], word_signal(tag, words[w]));
+        if (counts == nullptr) continue;
+        for (i32 c = 0; c < ctx.window.columns; ++c) store_release(&there[kNoticeWords + c], word_signal(tag, static_cast<u32>(counts[c])));
     }
 }
 
-bool Round::notices_in() const {
-    for (i32 p = 0; p < ranks; ++p)
-        if (!has_tag(&notice_in(me, p)->tag, tag)) return false;
+bool Round::read_notice(i32 from) {
+    const u64* here = mail(me, from);
+    u32 words[kNoticeWords];
+    for (i32 w = 0; w < kNoticeWords; ++w) {
+        const u64 word = load_acquire(&here[w]);
+        if (signal_tag(word) != tag) return false;
+        words[w] = signal_word(word);
+    }
+    std::memcpy(&notices_[from], words, sizeof(words));
     return true;
 }
 
+bool Round::notices_in() {
+    const u32 all = static_cast<u32>(ranks);
+    if (load_acquire(&read_) == all) return true;
+    std::lock_guard<std::mutex> lock(reading_);
+    u32 read = read_;
+    while (read < all && read_notice(static_cast<i32>(read))) ++read;
+    store_release(&read_, read);
+    return read == all;
+}
+
+Missing Round::missing_notice() const {
+    const i32 from = std::min(static_cast<i32>(load_acquire(&read_)), ranks - 1);
+    const u64* here = mail(me, from);
+    i32 w = 0;
+    while (w < kNoticeWords - 1 && has_tag(&here[w], tag)) ++w;
+    return {from, &here[w], tag};
+}
+
 bool Round::await_notices() {
-    for (i32 p = 0; p < ranks; ++p)
-        if (!watch.flag(Phase::notice, {p, &notice_in(me, p)->tag, tag})) return false;
-    return true;
+    return watch.until(Phase::notice, [&] { return notices_in(); }, [&] { return missing_notice(); });
 }
 
 Verdict Round::judge() const {
@@ -46,6 +68,23 @@ Verdict Round::judge() const {
         if (verdict.failure != Failure::none) return verdict;
     }
     return {Failure::none, Argument::none, -1, 0, 0};
+}
+
+bool Round::await_counts() {
+    i32 from = 0, column = 0;
+    const auto word = [&] { return &mail(me, from)[kNoticeWords + column]; };
+    const auto all_in = [&] {
+        for (; from < ranks; ++from, column = 0)
+            for (; column < ctx.window.columns; ++column)
+                if (!has_tag(word(), tag)) return false;
+        return true;
+    };
+    return watch.until(Phase::notice, all_in, [&] { return Missing{from, word(), tag}; });
+}
+
+void Round::add_counts(i32 from, i32* sums) const {
+    const u64* counts = mail(me, from) + kNoticeWords;
+    for (i32 c = 0; c < ctx.window.columns; ++c) sums[c] += static_cast<i32>(signal_word(load_relaxed(&counts[c])));
 }
 
 void Round::leave_verdict(const Verdict& verdict) {

@@ -1,5 +1,8 @@
-// What dispatch and combine share: the number of the round, the notices, and how a round ends.
+// What dispatch and combine share: the number of the round, the mail, and how a round ends.
 #pragma once
+#include <mutex>
+#include <vector>
+
 #include "../protocol/slots.h"
 #include "wait.h"
 #include "window.h"
@@ -8,7 +11,9 @@ namespace moecomm::host {
 
 class Round {
   public:
-    Round(const Context& ctx, Op op);
+    // The round that comes next, or an earlier one that is not over yet.
+    Round(const Context& ctx, Op op) : Round(ctx, op, state_of(ctx).round + 1) {}
+    Round(const Context& ctx, Op op, u32 tag);
 
     const Context& ctx;
     const Op op;
@@ -18,22 +23,37 @@ class Round {
     const u32 tag;  // the number of this round
     Watch watch;
 
+    static State& state_of(const Context& ctx) { return *at<State>(ctx, ctx.rank, ctx.window.state); }
     // Peers in the order we turn to them: the next rank first, so that no rank is everybody's first; ourselves last.
     i32 peer(i32 turn) const { return (me + 1 + turn) % ranks; }
-    // The notice of `from` in this round; ours after announce(), the others' after await_notices().
-    const Notice& notice(i32 from) const { return *notice_in(me, from); }
-    // Tells every rank, ourselves included; `counts` (i32[columns], may be null) goes first.  Fills `tag`, `op` of `mine`.
+
+    // Tells every rank, ourselves included; `counts`: i32[columns], or null. Fills `op` of `mine`.
     void announce(Notice mine, const i32* counts);
-    bool notices_in() const;
+    // Are all notices here?  Any thread may ask.
+    bool notices_in();
     bool await_notices();
+    // What `from` told us in this round, ourselves included, once all notices are in.
+    const Notice& notice(i32 from) const { return notices_[from]; }
     // All notices against ours, in rank order: every rank comes to the same end.
     Verdict judge() const;
+
+    // The counts come with the notices of a dispatch that all ranks agree on; with others they never come.
+    bool await_counts();
+    // sums[column] += the count of `from`.
+    void add_counts(i32 from, i32* sums) const;
+
     // Leaves the record of a round that is void on every rank.  The Buffer goes on.
     void leave_verdict(const Verdict& verdict);
     void finish() { state.round = tag; }
 
   private:
-    Notice* notice_in(i32 window, i32 from) const { return at<Notice>(ctx, window, notice_at(ctx.window, ranks, tag, from)); }
+    u64* mail(i32 window, i32 from) const { return at<u64>(ctx, window, mail_at(ctx.window, ranks, tag, from)); }
+    bool read_notice(i32 from);
+    Missing missing_notice() const;
+
+    std::vector<Notice> notices_;  // by rank: the first `read_` of them
+    u32 read_ = 0;
+    std::mutex reading_;
 };
 
 }  // namespace moecomm::host

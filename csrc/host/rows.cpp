@@ -85,7 +85,7 @@ void widen(float* wide, const u8* row, Type type, i64 n) {
 }
 
 // One group of at most kQuantGroup values, in fp32.
-MOECOMM_CLONES void quantize_group(u8* __restrict out, float* __restrict scale, const float* __restrict values, i64 n) {
+MOECOMM_CLONES void quantize_group(u8* __restrict out, u8* __restrict scale, ScaleFormat format, const float* __restrict values, i64 n) {
     u32 largest = 0;  // magnitudes compare as integers, and a NaN is the largest of all
     for (i64 i = 0; i < n; ++i) {
         const u32 magnitude = bits_of(values[i]) & 0x7fffffffu;
@@ -93,9 +93,16 @@ MOECOMM_CLONES void quantize_group(u8* __restrict out, float* __restrict scale, 
     }
     const float seen = float_of(largest);
     const float amax = seen < 1e-4f ? 1e-4f : seen;
-    const float up = (1.0f / amax) * 448.0f;  // what torch makes of 448.0 / amax
+    const float exact = amax / 448.0f;
+    const u8 exponent = round_up_ue8m0(exact);
+    // For fp32 what torch makes of 448.0 / amax; a power of two has an exact reciprocal.
+    const float up = format == ScaleFormat::ue8m0 ? 1.0f / load_ue8m0(exponent) : (1.0f / amax) * 448.0f;
     for (i64 i = 0; i < n; ++i) out[i] = round_e4m3(values[i] * up);
-    *scale = amax / 448.0f;
+    if (format == ScaleFormat::ue8m0) {
+        *scale = exponent;
+    } else {
+        std::memcpy(scale, &exact, sizeof(exact));
+    }
 }
 
 }  // namespace
@@ -138,12 +145,13 @@ void round_row(u8* row, const float* sum, Type type, i64 n) {
     std::memcpy(row, sum, n * sizeof(float));
 }
 
-void quantize_row(u8* out, float* scales, const u8* row, Type type, i64 n) {
+void quantize_row(u8* out, u8* scales, ScaleFormat format, const u8* row, Type type, i64 n) {
+    const i64 scale_bytes = format == ScaleFormat::ue8m0 ? 1 : sizeof(float);
     for (i64 first = 0; first < n; first += kQuantGroup) {
         const i64 count = n - first < kQuantGroup ? n - first : kQuantGroup;
         float values[kQuantGroup];
         widen(values, row + first * bytes_of(type), type, count);
-        quantize_group(out + first, &scales[first / kQuantGroup], values, count);
+        quantize_group(out + first, scales + first / kQuantGroup * scale_bytes, format, values, count);
     }
 }
 

@@ -33,8 +33,9 @@ void sum_rows(float* sum, const Addends& rows, i64 first, i64 n);
 void add_row(float* sum, const u8* row, Type type, i64 n);
 // row[i] = sum[i] rounded to `type` (bf16, fp16, fp32).
 void round_row(u8* row, const float* sum, Type type, i64 n);
-// out[i] = e4m3(row[i] * ((1 / amax) * 448)), scales[g] = amax / 448, with amax = max(max |row[i]|, 1e-4) over group g of kQuantGroup
-// values.
-void quantize_row(u8* out, float* scales, const u8* row, Type type, i64 n);
+// Each group of kQuantGroup values with a scale of its own, from amax = max(max |row[i]|, 1e-4) over the group:
+//   fp32:   scales[g] = amax / 448, out[i] = e4m3(row[i] * ((1 / amax) * 448))
+//   ue8m0:  scales[g] = the exponent of the smallest power of two that is at least amax / 448, out[i] = e4m3(row[i] / that power)
+void quantize_row(u8* out, u8* scales, ScaleFormat format, const u8* row, Type type, i64 n);
 
 }  // namespace moecomm::host

@@ -43,7 +43,7 @@ u32 Watch::abort_seen() const {
 
 bool Watch::aborted() {
     if (abort_seen() == 0) return false;
-    const u64* own = &at<Notice>(ctx_, ctx_.rank, notice_at(ctx_.window, ctx_.shape.ranks, round_, ctx_.rank))->tag;
+    const u64* own = at<u64>(ctx_, ctx_.rank, mail_at(ctx_.window, ctx_.shape.ranks, round_, ctx_.rank));
     fail(Waited::aborted, Phase::notice, {ctx_.rank, own, round_}, 0);
     return true;
 }

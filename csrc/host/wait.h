@@ -33,9 +33,6 @@ class Watch {
         fail(waited, phase, missing(), now_ns() - start);
         return false;
     }
-    bool flag(Phase phase, const Missing& m) {
-        return until(phase, [&] { return has_tag(m.flag, m.tag); }, [&] { return m; });
-    }
     // Fails the round if somebody has aborted it already: without waits, nobody would notice.
     bool aborted();
     bool failed() const { return load_relaxed(&claimed_) != 0; }

@@ -21,17 +21,27 @@ struct Context {
     i32 pad;
 };
 
+// Who sends what: a source's tokens and the chunks it sent them in.
+struct Sent {
+    i32 num_tokens, chunk_tokens;
+};
+
 // Where the tokens of one dispatch went and came from: written by dispatch, read by combine and by dispatch(handle=).
-// Plain addresses in this rank's own memory; `rows` and `row_weights` lie in the window, because peers write them.
+// Plain addresses in this rank's own memory; `rows`, `row_weights` and `src` lie in the window, because peers write them.
 struct Route {
-    u64 token_rows;   // i32[num_tokens][topk]: row at the owner of the k-th expert; -1 for a -1 entry
+    u64 token_rows;   // i32[num_tokens][topk]: row at the owner of the k-th expert (flat: the flat row); -1 for a -1 entry
     u64 token_owner;  // i32[num_tokens][topk]: rank of the k-th expert; -1 for a -1 entry. Repeats and combine have no ids to tell it from
     u64 token_slot;   // i32[num_tokens][ranks]: flat row at that rank; -1 where the token has no expert
-    u64 slot_base;    // i32[ranks]: flat row of our first row at that rank
-    u64 source_base;  // i32[ranks + 1]: flat rows [source_base[s], source_base[s + 1]) here came from rank s
+    u64 sent;         // Sent[ranks]: of each source; no tokens after a void round
+    u64 ranges;       // u32[ranks][max_tokens]: by source and chunk of its tokens, the low word of its chunk_signal: its flat rows here
     u64 rows;         // i32[flat rows][topk]: rows here of flat row f, -1 where the k-th expert is elsewhere (expert, batched)
     u64 row_weights;  // f32[rows]: the routing weight of each row (expert, batched)
+    u64 src;          // i32[rows][2]: source rank, token; padding rows -1, -1
 };
+
+// Which half of a dispatch: `begin` sends and does not wait for rows, `end` waits for the rows of the dispatch that was begun last.
+enum class Part : i32 { whole = 0, begin = 1, end = 2 };
+enum class ScaleFormat : i32 { fp32 = 0, ue8m0 = 1 };  // ue8m0: a byte, the exponent of a power of two
 
 struct DispatchArgs {
     Context ctx;
@@ -48,24 +58,31 @@ struct DispatchArgs {
     i32 in_type;        // Type of x
     i32 row_bytes;      // bytes of a row as it travels and arrives (hidden * size of in_type; hidden when quantize)
     i32 scale_bytes;    // bytes of a row of scales, 0 without
-    i32 quantize;       // 1: cast rows to e4m3 with fp32 scales of 128 columns on the way
+    i32 quantize;       // 1: cast rows to e4m3 with scales of 128 columns on the way
+    i32 scale_format;   // ScaleFormat of those
     i32 layout;         // Layout
     i32 alignment;      // expert: groups start at multiples of this
     i32 max_rows;       // rows of `out_x` (flat, expert)
-    i32 chunk_tokens;   // kMinChunk..kMaxChunk
+    i32 chunk_tokens;   // a power of two up to kMaxChunk
     i32 repeat;         // 1: `route` is that of an earlier dispatch; no counting, no src, weights or indices
     u64 call;           // Notice::call
     i32 check_weights;  // 1: NaN in topk_weights is bad input
     i32 workers;        // host: threads of this rank; GPU: blocks of the launch
+    i32 part;           // Part
     // out, all in our window: offsets, 0 where not wanted
-    u64 out_x, out_scales;
-    u64 out_src;       // i32[rows][2]: source rank, token; padding rows -1, -1
+    u64 out_x;
+    u64 out_scales;    // bytes[rows][scale_bytes]; with `scale_columns`: where they land, [flat rows][scale_bytes]
+    u64 out_src;       // Route::src as an offset
     u64 out_topk_idx;  // flat: idx_bytes integers [rows][topk], local expert or -1
     u64 out_weights;   // flat: f32[rows][topk], 0 beside -1; expert, batched: f32[rows], 0 in padding
     u64 out_rows;      // Route::rows as an offset
     // out, plain addresses
     u64 tokens_per_expert;  // i32[experts / ranks]
     u64 num_rows;           // i32[1]: flat: flat rows; expert: end of the last group; batched: sum of tokens_per_expert
+    // Column-major scales, for grouped GEMMs that load them by TMA: u32[groups][scale_bytes / 4][scale_stride], a row of the output a
+    // place in each column; one group of all rows (flat, expert) or one an expert (batched).  0: scales are rows.
+    u64 scale_columns;
+    i64 scale_stride;
 };
 
 struct CombineArgs {
@@ -84,7 +101,7 @@ struct CombineArgs {
     i32 weighted;  // expert, batched: 1: multiply each row by its routing weight
     u64 call;
     i32 workers;
-    i32 pad;
+    i32 chunk_tokens;  // of our tokens, as in the dispatch
     // out, plain addresses
     u64 out;               // [num_tokens][hidden] of `type`, rows out_stride bytes apart
     u64 out_weight_grads;  // f32[num_tokens][topk]

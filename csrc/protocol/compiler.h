@@ -21,10 +21,10 @@ using i64 = long long;
 using u64 = unsigned long long;
 static_assert(sizeof(u32) == 4 && sizeof(u64) == 8, "the window layout counts on these widths");
 
-constexpr i32 kMaxRanks = 64;  // peer addresses travel inside the argument structs
-constexpr i32 kMaxTopk = 32;   // one lane of a warp an entry
-constexpr i32 kMinChunk = 8;   // tokens in the smallest chunk; sizes the flag arrays
-constexpr i32 kMaxChunk = 256;
+constexpr i32 kMaxRanks = 64;    // peer addresses travel inside the argument structs
+constexpr i32 kMaxTopk = 32;     // one lane of a warp an entry
+constexpr i32 kMaxChunk = 32;    // tokens; a chunk is a power of two, so that chunks divide what a multiple of this divides
+constexpr i32 kMaxBlocks = 256;  // of a launch
 
 template <class T>
 MOECOMM_BOTH constexpr T ceil_div(T a, T b) {

@@ -30,6 +30,11 @@ struct Deadline {
 // take 107 ms on 4 H200, instead of 0.6 (bench/results/nvlink-vmm-4-clock-read-in-every-wait.json and nvlink-vmm-4.json).
 constexpr u32 kLookCycles = 1u << 23;
 
+// Polls of a wait before it naps between two.  A poll that acquires empties the first-level cache of its multiprocessor, where other warps
+// move rows: what is near is polled for without pause, what takes longer now and then.
+constexpr u32 kEagerPolls = 64, kNapNs = 100;
+
+MOECOMM_FN void nap() { asm volatile("nanosleep.u32 %0;" ::"n"(kNapNs)); }
 MOECOMM_FN u32 cycles() {
     u32 c;
     asm volatile("mov.u32 %0, %clock;" : "=r"(c));
@@ -40,8 +45,10 @@ MOECOMM_FN u32 cycles() {
 template <class Ready>
 MOECOMM_FN Waited wait_until(const Deadline& d, Ready ready) {
     u64 start = 0;
+    u32 polls = 0;
     for (u32 since = cycles();;) {
         if (ready()) return Waited::ok;
+        if (++polls > kEagerPolls) nap();
         if (cycles() - since < kLookCycles) continue;
         since = cycles();
         if (load_relaxed(d.abort_here) != 0 || load_relaxed(d.abort_host) != 0) return Waited::aborted;

@@ -1,49 +1,54 @@
 // Every byte offset of a window.  All ranks of a Buffer have the same Shape (checked at open), so all windows have the same layout.
 #pragma once
 #include "notice.h"
-#include "signal.h"
 
 namespace moecomm {
 
 struct Shape {
     i32 ranks, experts, topk, max_tokens;
+    i32 ring_tokens;  // staged tokens of each home, a multiple of kMaxChunk: see `staging`
+    i32 pad;
     i64 staged_row_bytes;  // bytes of the widest row that combine stages: the fp32 partial sum, and topk fp32 gradients of weights
     i64 heap_bytes;        // room for outputs
 };
 
 // A rank's own counters.  In device memory, so that a replayed graph counts on.
 struct State {
-    u32 round;                 // rounds finished
-    u32 last_combine;          // the round of the last combine that staged rows, 0 if none
-    u32 arrivals, generation;  // grid barrier
-    u32 announced, finished;   // blocks of this launch that have
-    u32 bad_entry;             // kernels: the first bad entry of this round's input, 0 if none
-    u32 claim;                 // kernels: the last round with a failure that some thread has spoken for
+    u32 round;          // rounds begun
+    u32 last_combine;   // the round of the last combine that staged rows, 0 if none
+    u32 last_dispatch;  // the round of the last dispatch, 0 if it was void: what the second half of a split dispatch waits for
+    u32 begun;          // kernels: blocks of this launch that have read `round`
+    u32 finished;       // kernels: blocks of this launch that are through
+    u32 claim;          // kernels: the last round with a failure that some thread has spoken for
 };
 
 struct WindowLayout {
-    u64 abort;         // u32, its own line: any rank may set it
-    u64 state;         // State
-    u64 notices;       // Notice[2][ranks]: by round parity and sender.  Two are enough: a peer's notice of round n + 2 implies that it
-                       // saw ours of round n + 1, which we sent after we had finished reading round n.
-    u64 counts;        // i32[2][ranks][columns]: beside the notices; tokens per expert, then flat rows per rank
-    u64 arrived;       // u64[ranks][chunks]: chunk_signal by source rank and chunk of its tokens
-    u64 reduced;       // u64[ranks][chunks]: tag_signal by reducing rank and block of kMinChunk of our rows there, in token order
-    u64 drained;       // u64[ranks]: tag_signal of the last combine whose staged rows that rank has read
-    u64 chunk_counts;  // i32[columns][chunks]: scratch of our own counting
-    u64 staging;       // [ranks * max_tokens] rows of staged_row_bytes
-    u64 heap;          // outputs, handed out by runtime/arena
+    u64 abort;  // u32, its own line: any rank may set it
+    u64 state;  // State
+    u64 mail;   // u64[2][ranks][mail_words]: word_signal, by round parity and sender: a Notice, then i32[columns], the sender's tokens per
+                // expert and flat rows per rank (dispatch).  Two are enough: a peer's mail of round n + 2 implies that it saw ours of
+                // round n + 1, which we sent after we had finished reading round n.
+    u64 arrived;   // u64[ranks][max_tokens]: chunk_signal by source rank and chunk of its tokens
+    u64 reduced;   // u64[ranks][max_tokens]: tag_signal by reducing rank and chunk of our tokens
+    u64 credits;   // u64[ranks][ring_tokens]: word_signal with the number of the chunk that this home has pulled, by home and place in the
+                   // ring
+    u64 drained;   // u64[ranks]: tag_signal of the last combine whose rows here that rank has read
+    u64 ranges;    // u32[ranks][max_tokens]: scratch: the low word of the chunk_signal that each of our chunks has for each rank
+    u64 counting;  // u64[kMaxBlocks][columns + 1]: scratch of kernels: word_signal with each block's counts, then its first bad entry
+    u64 summed;    // the same: with the counts of all blocks before each, then the first bad entry of all
+    u64 staging;   // [ranks][ring_tokens] rows of staged_row_bytes, by home and token % ring_tokens
+    u64 heap;      // outputs, handed out by runtime/arena
     u64 bytes;
     i32 columns;  // experts + ranks
-    i32 chunks;   // ceil(max_tokens / kMinChunk)
+    i32 mail_words;
 };
 
 MOECOMM_BOTH WindowLayout window_layout(const Shape& s) {
     constexpr u64 line = 256;
     WindowLayout w{};
     w.columns = s.experts + s.ranks;
-    w.chunks = ceil_div(s.max_tokens > 0 ? s.max_tokens : 1, kMinChunk);
-    const u64 ranks = s.ranks, columns = w.columns, chunks = w.chunks;
+    w.mail_words = kNoticeWords + w.columns;
+    const u64 ranks = s.ranks, columns = w.columns, ring = s.ring_tokens, tokens = s.max_tokens > 0 ? s.max_tokens : 1;
     u64 at = 0;
     auto take = [&](u64 bytes) {
         u64 here = at;
@@ -52,30 +57,46 @@ MOECOMM_BOTH WindowLayout window_layout(const Shape& s) {
     };
     w.abort = take(sizeof(u32));
     w.state = take(sizeof(State));
-    w.notices = take(2 * ranks * sizeof(Notice));
-    w.counts = take(2 * ranks * columns * sizeof(i32));
-    w.arrived = take(ranks * chunks * sizeof(u64));
-    w.reduced = take(ranks * chunks * sizeof(u64));
+    w.mail = take(2 * ranks * w.mail_words * sizeof(u64));
+    w.arrived = take(ranks * tokens * sizeof(u64));
+    w.reduced = take(ranks * tokens * sizeof(u64));
+    w.credits = take(ranks * ring * sizeof(u64));
     w.drained = take(ranks * sizeof(u64));
-    w.chunk_counts = take(columns * chunks * sizeof(i32));
-    w.staging = take(ranks * static_cast<u64>(s.max_tokens) * static_cast<u64>(s.staged_row_bytes));
+    w.ranges = take(ranks * tokens * sizeof(u32));
+    w.counting = take(kMaxBlocks * (columns + 1) * sizeof(u64));
+    w.summed = take(kMaxBlocks * (columns + 1) * sizeof(u64));
+    w.staging = take(ranks * ring * static_cast<u64>(s.staged_row_bytes));
     w.heap = take(static_cast<u64>(s.heap_bytes));
     w.bytes = at;
     return w;
 }
 
-MOECOMM_BOTH constexpr u64 notice_at(const WindowLayout& w, i32 ranks, u32 round, i32 from) {
-    return w.notices + ((round & 1) * static_cast<u64>(ranks) + from) * sizeof(Notice);
+MOECOMM_BOTH constexpr u64 mail_at(const WindowLayout& w, i32 ranks, u32 round, i32 from) {
+    return w.mail + ((round & 1) * static_cast<u64>(ranks) + from) * w.mail_words * sizeof(u64);
 }
-MOECOMM_BOTH constexpr u64 counts_at(const WindowLayout& w, i32 ranks, u32 round, i32 from) {
-    return w.counts + ((round & 1) * static_cast<u64>(ranks) + from) * w.columns * sizeof(i32);
+MOECOMM_BOTH constexpr u64 arrived_at(const WindowLayout& w, const Shape& s, i32 from, i32 chunk) {
+    return w.arrived + (static_cast<u64>(from) * s.max_tokens + chunk) * sizeof(u64);
 }
-MOECOMM_BOTH constexpr u64 arrived_at(const WindowLayout& w, i32 from, i32 chunk) {
-    return w.arrived + (static_cast<u64>(from) * w.chunks + chunk) * sizeof(u64);
-}
-MOECOMM_BOTH constexpr u64 reduced_at(const WindowLayout& w, i32 from, i32 block) {
-    return w.reduced + (static_cast<u64>(from) * w.chunks + block) * sizeof(u64);
+MOECOMM_BOTH constexpr u64 reduced_at(const WindowLayout& w, const Shape& s, i32 from, i32 chunk) {
+    return w.reduced + (static_cast<u64>(from) * s.max_tokens + chunk) * sizeof(u64);
 }
 MOECOMM_BOTH constexpr u64 drained_at(const WindowLayout& w, i32 from) { return w.drained + static_cast<u64>(from) * sizeof(u64); }
+MOECOMM_BOTH constexpr u64 range_at(const WindowLayout& w, const Shape& s, i32 rank, i32 chunk) {
+    return w.ranges + (static_cast<u64>(rank) * s.max_tokens + chunk) * sizeof(u32);
+}
+MOECOMM_BOTH constexpr u64 counting_at(const WindowLayout& w, i32 block) {
+    return w.counting + static_cast<u64>(block) * (w.columns + 1) * sizeof(u64);
+}
+
+// The staged row of a home's token.  Rows are staged chunk by chunk, in the same order by every rank, and chunk c goes where chunk
+// c - ring_chunks was, once the home has pulled that one (`credits`).  So the ring never closes a circle of waits: of the ranks that wait,
+// one waits for the smallest chunk, and every rank has staged what that home needs to pull it.
+MOECOMM_BOTH constexpr u64 staged_at(const WindowLayout& w, const Shape& s, i32 home, i32 token) {
+    return w.staging + (static_cast<u64>(home) * s.ring_tokens + token % s.ring_tokens) * static_cast<u64>(s.staged_row_bytes);
+}
+MOECOMM_BOTH constexpr i32 ring_chunks(const Shape& s, i32 chunk_tokens) { return s.ring_tokens / chunk_tokens; }
+MOECOMM_BOTH constexpr u64 credit_at(const WindowLayout& w, const Shape& s, i32 home, i32 chunk, i32 chunk_tokens) {
+    return w.credits + (static_cast<u64>(home) * s.ring_tokens + chunk % ring_chunks(s, chunk_tokens)) * sizeof(u64);
+}
 
 }  // namespace moecomm

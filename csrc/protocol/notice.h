@@ -1,12 +1,15 @@
-// What every rank tells every peer at the start of every round, before the first payload byte: its counts (beside it, see layout.h),
-// where its output lies, and how it called.  It is also the flow control: a peer writes to our output only after it saw our notice.
+// What every rank tells every peer at the start of every round, before the first payload byte: how it called, where its output lies, and
+// (dispatch) its counts.  It is also the flow control: a peer writes to our output only after it saw our notice.
+//
+// A notice travels as mail: 32 bits a word, each beside the tag of the round.  A word is there when its own tag is, so that nothing has to
+// be ordered, and one flight over the link is enough.
 #pragma once
 #include "record.h"
+#include "signal.h"
 
 namespace moecomm {
 
 struct Notice {
-    u64 tag;        // tag_signal(round); written last, with release
     u32 op;         // Op
     u32 status;     // Argument: not none if this rank's input was bad, and the round is void on every rank
     u64 call;       // a hash of what all ranks must have passed alike (layout, dtypes, alignment, row bytes)
@@ -14,14 +17,19 @@ struct Notice {
     i32 num_tokens;
     i32 chunk_tokens;
     i32 max_rows;  // rows this rank's output can take (all layouts but batched)
-    i32 pad;
+    i32 blocks;    // dispatch: so many share the chunks of this rank out, neighbours together: the first chunks of all come first (kernels)
     // Offsets in the sender's window.  dispatch: where peers write.
     u64 x, scales, src, topk_idx, weights, rows;
-    // combine: where peers read: rows reduced for them at `staging`; or, where `x` is not 0, the experts' rows themselves at `x`, `pitch`
-    // bytes apart, and their weights at `weights` (0: not weighted).
-    u64 staging;
+    // combine: where peers read, if not rows reduced for them in our staging: where `x` is not 0, the experts' rows themselves at `x`,
+    // `pitch` bytes apart, and their weights at `weights` (0: not weighted).
     u64 pitch;
 };
-static_assert(sizeof(Notice) == 112, "one store each of seven 16-byte words");
+
+constexpr i32 kNoticeWords = sizeof(Notice) / sizeof(u32);
+constexpr i32 kOpWord = 0, kCallWord = 2;  // where a reader looks first
+static_assert(sizeof(Notice) == 96, "no padding: every word of it travels");
+#if !MOECOMM_DEVICE  // NVRTC has no offsetof
+static_assert(__builtin_offsetof(Notice, op) == kOpWord * 4 && __builtin_offsetof(Notice, call) == kCallWord * 4, "the words of these");
+#endif
 
 }  // namespace moecomm

@@ -20,4 +20,8 @@ MOECOMM_BOTH constexpr i32 signal_count(u64 signal) { return static_cast<i32>(si
 // "Rows reduced" and "drained" carry the tag alone, in the same place.
 MOECOMM_BOTH constexpr u64 tag_signal(u32 tag) { return static_cast<u64>(tag) << 32; }
 
+// A word of mail (notice.h), and "chunk pulled" with the number of the chunk: a tag and 32 bits.
+MOECOMM_BOTH constexpr u64 word_signal(u32 tag, u32 word) { return tag_signal(tag) | word; }
+MOECOMM_BOTH constexpr u32 signal_word(u64 signal) { return static_cast<u32>(signal); }
+
 }  // namespace moecomm

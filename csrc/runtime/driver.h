@@ -9,15 +9,23 @@ namespace moecomm::runtime {
 // Empty if a CUDA device can be used, else a sentence that names the first thing missing.  Initialises the driver.
 std::string cuda_missing();
 
+// The calling thread's current context; 0: none.
+u64 cuda_context();
+
+// Whether what is enqueued on this stream becomes part of a graph.
+bool cuda_capturing(u64 stream);
+
 struct Launch {
     u64 function;  // CUfunction
     u32 grid, block;
     u32 shared_bytes;
-    u64 stream;  // CUstream; 0 is the legacy default stream
+    u64 stream;    // CUstream; 0 is the legacy default stream
+    bool overlap;  // may begin while the kernel before it on the stream ends; that kernel and this one say when (griddepcontrol)
 };
 
-// cuLaunchKernel of a kernel whose only parameter is the struct at `args`, in the calling thread's current context.
-// Throws std::runtime_error with the driver's name of the error.
+// Launches a kernel whose only parameter is the struct at `args`, in the calling thread's current context.  A driver that cannot overlap
+// kernels (before CUDA 12) runs them one after the other.
+// These three throw std::runtime_error with the driver's name of the error.
 void cuda_launch(const Launch& launch, const void* args);
 
 }  // namespace moecomm::runtime

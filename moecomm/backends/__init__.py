@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -19,6 +20,13 @@ from moecomm.errors import BadInput, Unsupported
 from moecomm.rendezvous import Rendezvous
 
 NAMES = ("lsa", "gin", "nvshmem", "host")  # in the order that "auto" prefers
+
+
+class Schedule(NamedTuple):
+    """How a round is run."""
+
+    workers: int  # threads (host) or blocks (GPU: one an SM)
+    chunk_tokens: int  # tokens that a flag speaks of: 1, 2, 4, 8, 16 or 32.  A combine has that of its dispatch
 
 
 class Session(Protocol):
@@ -31,20 +39,25 @@ class Session(Protocol):
     nbytes: int  # memory this rank holds for the Buffer
     owner: object  # what must outlive every tensor in the window
 
-    def dispatch(self, args: _native.DispatchArgs) -> None:
-        """Runs a dispatch (host) or enqueues it on the current stream (GPUs)."""
+    def dispatcher(self, args: _native.DispatchArgs) -> Callable[[_native.DispatchArgs], None]:
+        """What runs (host), or enqueues on the current stream (GPUs), dispatches like this one: addresses, room, number
+        of tokens, chunks and workers may differ.  Whatever has to be compiled or loaded is."""
         ...
 
-    def combine(self, args: _native.CombineArgs) -> None:
-        """Runs or enqueues a combine."""
+    def combiner(self, args: _native.CombineArgs) -> Callable[[_native.CombineArgs], None]:
+        """The same for combines.  All their `y` lie in our window if this one does, and else none."""
         ...
 
     def synchronize(self) -> None:
         """Waits for every round enqueued so far; returns in time even when one fails, because rounds have deadlines."""
         ...
 
-    def workers(self, requested: int | None, num_tokens: int) -> int:
-        """Threads (host) or blocks (GPU: one an SM) for a round of this size; `requested` is the caller's num_sms."""
+    def capturing(self) -> bool:
+        """Whether what is enqueued now becomes part of a graph."""
+        ...
+
+    def schedule(self, op: str, *, num_tokens: int, layout: str, num_sms: int | None) -> Schedule:
+        """How a "dispatch" or "combine" of so many tokens is run; `num_sms` is the caller's choice of workers."""
         ...
 
     def abort(self, cause: int, culprit: int) -> None:
@@ -66,6 +79,10 @@ class Backend(Protocol):
 
     def missing(self) -> str:
         """Empty if this backend can run here; else the first thing that is missing, as a sentence a user can act on."""
+        ...
+
+    def ring_tokens(self, ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
+        """`Shape.ring_tokens`: how many rows of each rank wait in a window at a time to be brought home."""
         ...
 
     def open(self, ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float) -> Session:

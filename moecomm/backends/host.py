@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 
 from moecomm import _native, failures
+from moecomm.backends import Schedule
 from moecomm.backends.collective import all_or_none, map_windows
 from moecomm.backends.presence import Presence
 from moecomm.rendezvous import Rendezvous
+from moecomm.settings import MAX_CHUNK
 
 
 def missing() -> str:
     """Nothing: every Linux machine has what this needs."""
     return "" if hasattr(os, "memfd_create") else "memfd_create; moecomm runs on Linux"
+
+
+def ring_tokens(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
+    """All rows at a time: memory that no row has touched costs nothing."""
+    return -(-max_tokens // MAX_CHUNK) * MAX_CHUNK
 
 
 class HostSession:
@@ -46,20 +54,25 @@ class HostSession:
         """What must outlive every tensor in the window."""
         return self._window
 
-    def dispatch(self, args: _native.DispatchArgs) -> None:
-        """Blocks until the round is over."""
-        _native.host_dispatch(args)
+    def dispatcher(self, args: _native.DispatchArgs) -> Callable[[_native.DispatchArgs], None]:
+        """Returns when the round is over."""
+        return _native.host_dispatch
 
-    def combine(self, args: _native.CombineArgs) -> None:
-        """Blocks until the round is over."""
-        _native.host_combine(args)
+    def combiner(self, args: _native.CombineArgs) -> Callable[[_native.CombineArgs], None]:
+        """Returns when the round is over."""
+        return _native.host_combine
 
     def synchronize(self) -> None:
         """Rounds are over when they return."""
 
-    def workers(self, requested: int | None, num_tokens: int) -> int:
-        """Threads of this rank: its share of the cores, fewer for small rounds."""
-        return requested or max(1, min(self._threads, num_tokens // 8))
+    def capturing(self) -> bool:
+        """No graphs here."""
+        return False
+
+    def schedule(self, op: str, *, num_tokens: int, layout: str, num_sms: int | None) -> Schedule:
+        """Threads: this rank's share of the cores, fewer for small rounds."""
+        threads = num_sms or max(1, min(self._threads, num_tokens // 8))
+        return Schedule(threads, 8 if num_tokens <= 1024 else 32)
 
     def abort(self, cause: int, culprit: int) -> None:
         """Ends every wait of this rank."""

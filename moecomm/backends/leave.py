@@ -1,4 +1,4 @@
-"""The last notice of a rank that closes its Buffer, as bytes that the host copies into its peers' windows."""
+"""The last mail of a rank that closes its Buffer, as bytes that the host copies into its peers' windows."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import struct
 
 from moecomm import _native
 
-_NOTICE = struct.Struct("<QIIQqiiii8Q")  # struct Notice of csrc/protocol/notice.h
-NOTICE_BYTES = _NOTICE.size
+_NOTICE = struct.Struct("<IIQqiiii8Q")  # struct Notice of csrc/protocol/notice.h
 _LEAVE = 3  # Op::leave
+_WORD = 8  # bytes of a word of mail
 
 
-def notice(last_round: int) -> bytes:
-    """What a peer finds when it waits for our notice of the round after `last_round`.
+def mail(last_round: int, words: int) -> bytes:
+    """What a peer finds when it waits for our mail of the round after `last_round`: all `words` of it
+    (WindowLayout.mail_words), whichever the peer waits for.
 
-    Its first 8 bytes, the tag, must be written last.
+    Each word is valid by itself, so they can be copied in one go.
     """
-    tag = ((last_round + 1) & 0xFFFFFFFF) << 32
-    return _NOTICE.pack(tag, _LEAVE, 0, 0, 0, 0, 0, 0, 0, *(0,) * 8)
+    tag = (last_round + 1) & 0xFFFFFFFF
+    notice = _NOTICE.pack(_LEAVE, *(0,) * 15).ljust(4 * words, b"\0")
+    return b"".join(word + tag.to_bytes(4, "little") for (word,) in struct.iter_unpack("4s", notice))
 
 
-def notice_offset(window: _native.WindowLayout, ranks: int, last_round: int, sender: int) -> int:
+def mail_offset(window: _native.WindowLayout, ranks: int, last_round: int, sender: int) -> int:
     """Where in a peer's window it belongs."""
-    return window.notices + (((last_round + 1) & 1) * ranks + sender) * NOTICE_BYTES
+    return window.mail + (((last_round + 1) & 1) * ranks + sender) * window.mail_words * _WORD

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import threading
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from moecomm import _native, failures
-from moecomm.backends import cuda_driver, leave, windows
+from moecomm import _native, failures, tuning
+from moecomm.backends import Schedule, cuda_driver, leave, windows
 from moecomm.backends.collective import all_or_none
 from moecomm.backends.lsa_kernels import Kernels
 from moecomm.backends.presence import Presence
 from moecomm.errors import BadInput, Unsupported
 from moecomm.rendezvous import Rendezvous
+from moecomm.settings import MAX_CHUNK
 
 if TYPE_CHECKING:
     from moecomm import jit
@@ -25,15 +27,13 @@ if TYPE_CHECKING:
 _CAPABILITY = (9, 0)  # bulk copies (TMA) and mbarriers
 _INSTALL = "pip install moecomm[cu13] (or [cu12] for a driver of CUDA 12)"
 
-# Offsets in the pinned control memory.
-_RECORD, _ABORT, _ROUND, _NOTICE, _CONTROL_BYTES = 0, 64, 128, 256, 512
+_RECORD, _ABORT, _ROUND, _MAIL = 0, 64, 128, 256  # offsets in the pinned control memory
 
-# Blocks of a round: up to 64, where on 4 H200 dispatch and combine of 4096 tokens come nearest to the links' speed and
-# those of 128 tokens take the least time (bench/results/nvlink-vmm-4.json); no more than one for two tokens.
-_TOKENS, _FEWEST, _MOST = 2, 8, 64
+# Of a window, so that a Buffer of 4096 tokens of 7168 columns has less than 64 MiB besides its outputs.
+_STAGING_BYTES = 40 << 20
+_MOST_BLOCKS = 256  # of a launch: kMaxBlocks in csrc/protocol/compiler.h
 
 _SPIN_S, _NAP_S = 2e-3, 1e-4  # a wait for the device spins for a while, then looks now and then
-_NOTHING = contextlib.nullcontext()
 
 
 def missing() -> str:
@@ -87,19 +87,26 @@ def _missing_compiler() -> str:
     return ""
 
 
+def ring_tokens(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
+    """As many as fit _STAGING_BYTES, whole chunks: no less than one, no more than there are tokens."""
+    fit = _STAGING_BYTES // (ranks * staged_row_bytes) // MAX_CHUNK
+    return max(1, min(fit, -(-max_tokens // MAX_CHUNK))) * MAX_CHUNK
+
+
 class LsaSession:
     """See moecomm.backends.Session."""
 
     def __init__(self, ranks: Rendezvous, shape: _native.Shape, device: torch.device, timeout_s: float) -> None:
         self.device = device
         self._closed = False
-        self._threads = threading.local()
-        self._last: torch.cuda.Stream | None = None
+        self._cuda_context = _native.cuda_context()
+        self._last: torch.cuda.Stream | None = None  # of the last round
+        self._last_stream = 0  # its cudaStream_t
         self._captured = False
         self._kernels = Kernels(device)
         layout = _native.window_layout(shape)
         with all_or_none(ranks):
-            self._control = cuda_driver.PinnedMemory(_CONTROL_BYTES)
+            self._control = cuda_driver.PinnedMemory(_MAIL + layout.mail_words * 8)
             self._copies = cuda_driver.CopyStream()
         peers = windows.meet(ranks, device)
         self._window: windows.Window | None = windows.open_window(ranks, peers, layout.bytes, device, timeout_s)
@@ -119,7 +126,11 @@ class LsaSession:
         self._presence = Presence(ranks, self.context.abort_host, timeout_s) if watched else None
         # Kernels wait for each other, so those of all ranks of a GPU must be resident at once.
         sharing = sum(peer.gpu == peers[ranks.rank].gpu for peer in peers)
-        self._most_blocks = max(1, torch.cuda.get_device_properties(device).multi_processor_count // sharing)
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._most_blocks = max(1, min(sms // sharing, _MOST_BLOCKS))
+        # A round may be launched while the one before it ends, unless its blocks would take those of another rank's.
+        self._overlap = sharing == 1
+        self._gpu, self._ranks = torch.cuda.get_device_name(device), shape.ranks
 
     def _make_context(self, rank: int, shape: _native.Shape) -> _native.Context:
         assert self._window is not None
@@ -136,10 +147,10 @@ class LsaSession:
         """What must outlive every tensor in the window; None after close()."""
         return None if self._window is None else self._window.owner
 
-    def workers(self, requested: int | None, num_tokens: int) -> int:
-        """Blocks of a round: those requested, or by the number of tokens; never more than are resident at once."""
-        blocks = requested if requested is not None else min(_MOST, max(_FEWEST, -(-num_tokens // _TOKENS)))
-        return max(1, min(blocks, self._most_blocks))
+    def schedule(self, op: str, *, num_tokens: int, layout: str, num_sms: int | None) -> Schedule:
+        """By the table of this GPU; never more blocks than are resident at once."""
+        choice = tuning.choose(self._gpu, self._ranks, op, layout, num_tokens)
+        return Schedule(max(1, min(num_sms or choice.blocks, self._most_blocks)), choice.chunk_tokens)
 
     def synchronize(self) -> None:
         """Waits for every round enqueued so far."""
@@ -181,35 +192,45 @@ class LsaSession:
             self._window.close()
         self._window = None
 
-    def dispatch(self, args: _native.DispatchArgs) -> None:
-        """Enqueues a dispatch on the current stream."""
-        self._launch(self._kernels.dispatch(args), args)
+    def dispatcher(self, args: _native.DispatchArgs) -> Callable[[_native.DispatchArgs], None]:
+        """Enqueues on the current stream."""
+        return partial(self._launch, self._kernels.dispatch(args))
 
-    def combine(self, args: _native.CombineArgs) -> None:
-        """Enqueues a combine on the current stream."""
-        self._launch(self._kernels.combine(args), args)
+    def combiner(self, args: _native.CombineArgs) -> Callable[[_native.CombineArgs], None]:
+        """Enqueues on the current stream."""
+        return partial(self._launch, self._kernels.combine(args))
+
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured."""
+        if _native.cuda_context() == 0:
+            cuda_driver.bind_thread(self.device.index)
+        return _native.cuda_capturing(_native.current_stream(self.device.index))
 
     def _launch(self, kernel: jit.Kernel, args: _native.DispatchArgs | _native.CombineArgs) -> None:
-        stream = torch.cuda.current_stream(self.device)
-        with torch.cuda.device(self.device) if torch.cuda.current_device() != self.device.index else _NOTHING:
-            if not hasattr(self._threads, "bound"):
-                cuda_driver.bind_thread(self.device.index)
-                self._threads.bound = True
-            self._order(stream)
-            handle = stream.cuda_stream
-            _native.cuda_launch(kernel.function, args.workers, kernel.block, kernel.shared_bytes, handle, args)
+        if _native.cuda_context() == self._cuda_context:
+            self._enqueue(kernel, args)
+            return
+        with torch.cuda.device(self.device):  # another GPU is current, or none is yet in this thread
+            cuda_driver.bind_thread(self.device.index)
+            self._enqueue(kernel, args)
 
-    def _order(self, stream: torch.cuda.Stream) -> None:
+    def _enqueue(self, kernel: jit.Kernel, args: _native.DispatchArgs | _native.CombineArgs) -> None:
+        stream = _native.current_stream(self.device.index)
+        self._order(stream)
+        _native.cuda_launch(kernel.function, kernel.block, kernel.shared_bytes, stream, args, self._overlap)
+
+    def _order(self, stream: int) -> None:
         """Makes this round start after the last one even if the caller has changed streams.
 
         In a capture the order of streams is the caller's.
         """
-        if torch.cuda.is_current_stream_capturing():
+        if _native.cuda_capturing(stream):
             self._captured = True
-            return
-        if self._last is not None and self._last.cuda_stream != stream.cuda_stream:
-            stream.wait_event(self._last.record_event())
-        self._last = stream
+        elif self._last is None or stream != self._last_stream:
+            current = torch.cuda.current_stream(self.device)
+            if self._last is not None:
+                current.wait_event(self._last.record_event())
+            self._last, self._last_stream = current, stream
 
     def _leave(self) -> None:
         """Writes our last notice into the peers' windows; not after a failed round, which is theirs as well."""
@@ -221,13 +242,12 @@ class LsaSession:
         copies.to_host(at + _ROUND, window.address + layout.state, 4)
         copies.wait()
         last_round = int.from_bytes(self._control.read(_ROUND, 4), "little")
-        self._control.write(_NOTICE, leave.notice(last_round))
-        offset = leave.notice_offset(layout, len(window.peers), last_round, rank)
-        theirs = [peer + offset for other, peer in enumerate(window.peers) if other != rank]
-        for there in theirs:
-            copies.to_device(there + 8, at + _NOTICE + 8, leave.NOTICE_BYTES - 8)
-        for there in theirs:  # the tag publishes what was copied before it
-            copies.to_device(there, at + _NOTICE, 8)
+        mail = leave.mail(last_round, layout.mail_words)
+        self._control.write(_MAIL, mail)
+        offset = leave.mail_offset(layout, len(window.peers), last_round, rank)
+        for other, peer in enumerate(window.peers):
+            if other != rank:
+                copies.to_device(peer + offset, at + _MAIL, len(mail))
         copies.wait()
 
 

@@ -11,6 +11,9 @@ from moecomm import _native
 if TYPE_CHECKING:
     from moecomm import jit
 
+_FLAT, _END = 0, 2
+_WHOLE_ROWS_FROM = 8  # tokens of a chunk
+
 
 class Kernels:
     """The kernels of one Buffer, compiled or read from the cache when first wanted."""
@@ -31,6 +34,10 @@ class Kernels:
             args.hidden,
             args.row_bytes,
             args.scale_bytes,
+            args.scale_columns != 0,
+            args.scale_format,
+            args.part,
+            splits_rows(args),
         )
         kernel = self._loaded.get(key)
         if kernel is None:
@@ -39,7 +46,8 @@ class Kernels:
 
     def combine(self, args: _native.CombineArgs) -> jit.Kernel:
         """The combine kernel for these arguments."""
-        key = ("combine", args.layout, args.type, args.wire, args.weighted, args.hidden)
+        in_place = reads_in_place(args)
+        key = ("combine", args.layout, args.type, args.wire, args.weighted, args.hidden, in_place)
         kernel = self._loaded.get(key)
         if kernel is None:
             kernel = self._loaded[key] = _load(combine_spec(args), self._device)
@@ -62,9 +70,18 @@ def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
         idx_bytes=args.idx_bytes,
         row_bytes=args.row_bytes,
         scale_bytes=args.scale_bytes,
+        scale_columns=args.scale_columns != 0,
         quantize=bool(args.quantize),
+        scale_format=args.scale_format,
         repeat=bool(args.repeat),
+        part=args.part,
+        split_rows=splits_rows(args),
     )
+
+
+def splits_rows(args: _native.DispatchArgs) -> bool:
+    """Whether several warps share a row: in small chunks there are more warps than tokens."""
+    return args.chunk_tokens < _WHOLE_ROWS_FROM and args.part != _END
 
 
 def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
@@ -82,7 +99,19 @@ def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
         type=args.type,
         wire=args.wire,
         weighted=bool(args.weighted),
+        in_place=reads_in_place(args),
     )
+
+
+def reads_in_place(args: _native.CombineArgs) -> bool:
+    """Whether peers read the rows of y where they are: flat rows in our window, without gradients beside them.
+
+    Rows of other layouts are added up first: over NVLink a row a (token, expert) would be more bytes than a sum.
+    """
+    context = args.ctx
+    first = context.peers[context.rank]
+    heap, end = first + context.window.heap, first + context.window.bytes
+    return args.layout == _FLAT and args.weight_grads == 0 and heap <= args.y < end
 
 
 def _load(spec: jit.KernelSpec, device: torch.device) -> jit.Kernel:

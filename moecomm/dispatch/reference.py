@@ -31,11 +31,13 @@ class Arrived:
     ]  # [T_s, K] for each source s: row here of the k-th expert's copy, -1 where it is elsewhere; flat: the flat row
 
 
-def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Casts [T, H] to float8_e4m3fn with one float32 scale per 128 columns, [T, ceil(H / 128)].
+def quantize(x: torch.Tensor, scale_format: str = "fp32") -> tuple[torch.Tensor, torch.Tensor]:
+    """Casts [T, H] to float8_e4m3fn with one scale per 128 columns, [T, ceil(H / 128)].  amax is at least 1e-4.
 
-    amax is at least 1e-4, scale = amax / 448 and q = e4m3(x * (448.0 / amax)), as DeepEP's per-token cast writes it;
-    torch computes that quotient as (1 / amax) * 448, in float32, and so do we.
+    "fp32": scale = amax / 448 and q = e4m3(x * (448.0 / amax)), as DeepEP's per-token cast writes it; torch computes
+    that quotient as (1 / amax) * 448, in float32, and so do we.
+    "ue8m0": the scale is the smallest power of two that is not below the float32 amax / 448, as float8_e8m0fnu, and
+    q = e4m3(x / scale), exact but for the cast.  Infinity and NaN in x make it NaN, and finite values beside them 0.
     """
     tokens, hidden = x.shape
     groups = -(-hidden // GROUP)
@@ -43,8 +45,32 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     wide[:, :hidden] = x.float()
     wide = wide.view(tokens, groups, GROUP)
     amax = wide.abs().amax(dim=2).clamp(min=1e-4)
-    q = (wide * (amax.reciprocal() * E4M3_MAX).unsqueeze(2)).to(torch.float8_e4m3fn)
-    return q.view(torch.uint8).flatten(1)[:, :hidden].contiguous().view(torch.float8_e4m3fn), amax / E4M3_MAX
+    scales = amax / E4M3_MAX
+    if scale_format == "ue8m0":
+        bits = scales.view(torch.int32)
+        exponent = ((bits >> 23) + (bits & 0x7FFFFF != 0)).clamp(max=255).int()
+        up = (exponent << 23).view(torch.float32).reciprocal()
+        scales = exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
+    else:
+        up = amax.reciprocal() * E4M3_MAX
+    q = (wide * up.unsqueeze(2)).to(torch.float8_e4m3fn)
+    return q.view(torch.uint8).flatten(1)[:, :hidden].contiguous().view(torch.float8_e4m3fn), scales
+
+
+def by_column(scales: torch.Tensor) -> torch.Tensor:
+    """Scales [rows, n] as grouped GEMMs load them by TMA: the same values, but a column is contiguous, and the next
+    begins `rows` rounded up to 4 later.
+
+    Scales of one byte become int32 [rows, ceil(n / 4)], four in each, the first in the lowest byte, 0 after the last.
+    """
+    rows, n = scales.shape
+    if scales.element_size() == 1:
+        packed = torch.zeros(rows, -(-n // 4) * 4, dtype=torch.uint8, device=scales.device)
+        packed[:, :n] = _bytes(scales)
+        scales = packed.view(torch.int32)
+    columns = scales.new_zeros(scales.shape[1], -(-rows // 4) * 4)
+    columns[:, :rows] = scales.T
+    return columns.T[:rows]
 
 
 def dispatch(
@@ -59,7 +85,7 @@ def dispatch(
     scales: list[torch.Tensor] | None = None,
 ) -> list[Arrived]:
     """Every rank's tokens `xs[r]` [T_r, H], `topk_idx[r]` [T_r, K], `topk_weights[r]` [T_r, K] or None (ones) ->
-    every rank's Arrived.
+    every rank's Arrived.  Scales `scales[r]` [T_r, n] come out as rows; see by_column() for the other layout.
     """
     ranks, local = len(xs), num_experts // len(xs)
     topk = topk_idx[0].shape[1]
@@ -118,7 +144,7 @@ def dispatch(
         out_scales = None
         if row_scales is not None:
             out_scales = torch.zeros(total, row_scales.shape[1], dtype=row_scales.dtype)
-            out_scales[rows] = row_scales[entry // topk]
+            _bytes(out_scales)[rows] = _bytes(row_scales)[entry // topk]
         arrived.append(
             Arrived(
                 x=out_x,
@@ -136,4 +162,4 @@ def dispatch(
 
 
 def _bytes(t: torch.Tensor) -> torch.Tensor:
-    return t.contiguous().view(torch.uint8)  # float8 tensors can't be indexed
+    return t.contiguous().view(torch.uint8)  # not all float8 tensors can be indexed

@@ -38,13 +38,16 @@ class Case:
     topk_idx: list[torch.Tensor]
     topk_weights: list[torch.Tensor | None]
     quantize: bool
+    scale_format: str
+    scale_layout: str
     scales: list[torch.Tensor] | None
+    begin: bool  # in two halves, with a combine of another dispatch between them
     weighted: bool
     wire: torch.dtype | None
     bias: list[torch.Tensor | None]
     weight_grads: bool
     workers: int | None
-    in_window: bool  # CPUs: experts write into Buffer.empty
+    in_window: bool  # experts write into Buffer.empty
 
 
 def random_case(
@@ -61,8 +64,8 @@ def random_case(
     """The case of a seed, on the CPU.  Ragged token counts (zero too), -1 entries, duplicates, all-to-one skew,
     every option.
 
-    few_kernels: int64 ids and scales of three columns only, so that a GPU compiles some twenty kernels for a set of
-        sizes.
+    few_kernels: int64 ids, scales of three columns and fewer combinations of options, so that a GPU compiles some
+        thirty kernels for a set of sizes.
     """
     rng = random.Random(seed)
     g = torch.Generator().manual_seed(seed)
@@ -99,6 +102,18 @@ def random_case(
         scales = [torch.randn(t, width, generator=g) for t in tokens]
     if payload == "fp8" and hidden % 16 == 0:
         x = [t.to(torch.float8_e4m3fn) for t in x]
+    quantize = payload == "quantize" and hidden % 16 == 0
+    formats, layouts = ["fp32", "ue8m0"] if quantize else ["fp32"], ["row"]
+    if quantize or scales is not None:
+        layouts.append("column")
+    if few_kernels:
+        formats, layouts = _few_scales(layout, quantize, payload == "fp8" and scales is not None)
+    scale_format, scale_layout = rng.choice(formats), rng.choice(layouts)
+    begin, weighted, wire = rng.random() < 0.2, rng.random() < 0.8, rng.choice([None, None, dtype])
+    if few_kernels:
+        begin = (layout, payload) == ("expert", "plain") or (layout, scale_layout) == ("flat", "column")
+        begin = begin and rng.random() < 0.7
+        weighted, wire = (weighted, wire) if layout != "flat" else (True, None)  # of no consequence there
     bias_kind = rng.choice(["none", "none", "rows", "one"])
     return Case(
         seed=seed,
@@ -107,10 +122,13 @@ def random_case(
         x=x,
         topk_idx=idx,
         topk_weights=[torch.rand(i.shape, generator=g) if rng.random() < 0.8 else None for i in idx],
-        quantize=payload == "quantize" and hidden % 16 == 0,
+        quantize=quantize,
+        scale_format=scale_format,
+        scale_layout=scale_layout,
         scales=scales,
-        weighted=rng.random() < 0.8,
-        wire=rng.choice([None, None, dtype]),
+        begin=begin,
+        weighted=weighted,
+        wire=wire,
         bias=[
             None
             if bias_kind == "none"
@@ -119,5 +137,16 @@ def random_case(
         ],
         weight_grads=rng.random() < 0.3,
         workers=rng.choice([None, 1, 2, 3]),
-        in_window=rng.random() < 0.3,
+        in_window=rng.random() < 0.3 and not begin,  # a window of a GPU has room for two rounds
     )
+
+
+def _few_scales(layout: str, quantize: bool, fp8: bool) -> tuple[list[str], list[str]]:
+    """Formats and layouts of scales for `few_kernels`: every pair of them in some layout of rows."""
+    if quantize:
+        return {
+            "flat": (["fp32"], ["row", "column"]),
+            "expert": (["ue8m0"], ["row", "column"]),
+            "batched": (["ue8m0"], ["column"]),
+        }[layout]
+    return ["fp32"], ["column" if fp8 and layout == "expert" else "row"]

@@ -9,6 +9,7 @@ import torch
 from moecomm.buffer import Buffer
 from moecomm.combine import reference as combine_reference
 from moecomm.dispatch import reference as dispatch_reference
+from moecomm.errors import BadInput
 from moecomm.routed import Routed
 from moecomm.testing.cases import Case
 from moecomm.testing.ranks import LocalBuffers
@@ -17,29 +18,52 @@ from moecomm.testing.ranks import LocalBuffers
 def check_case(ranks: LocalBuffers, case: Case) -> None:
     """Runs a case on all ranks of this process.  Raises AssertionError, naming the seed, on the first difference."""
     wanted = Wanted(case, ranks.buffers[0])
+    calls = [dispatch_call(case, rank, ranks.device) for rank in range(wanted.ranks)]
+
+    def combine(routed: list[Routed]) -> list[Any]:
+        return ranks.combine([wanted.combine_call(rank, here) for rank, here in enumerate(routed)])
+
     try:
-        routed = ranks.dispatch([dispatch_call(case, rank, ranks.device) for rank in range(wanted.ranks)])
+        if case.begin:
+            earlier = ranks.dispatch(calls)
+            routed = ranks.dispatch_begin(calls)
+            _check_closed(routed[0])
+            between = combine(earlier)
+            routed = ranks.dispatch_end(routed)
+        else:
+            routed, between = ranks.dispatch(calls), []
         ranks.check()
         for rank, here in enumerate(routed):
             wanted.check_routed(rank, here)
-        results = ranks.combine([wanted.combine_call(rank, here) for rank, here in enumerate(routed)])
+        results = [between, combine(routed)] if between else [combine(routed)]
         ranks.check()
-        for rank, result in enumerate(results):
-            wanted.check_combined(rank, result)
+        for result in results:
+            for rank, here in enumerate(result):
+                wanted.check_combined(rank, here)
     except AssertionError as error:
         raise AssertionError(f"case of seed {case.seed} ({case.layout}): {error}") from error
 
 
 def check_case_on_rank(buffer: Buffer, case: Case) -> None:
     """The same for one rank of a group of processes, each of which makes the same case."""
-    wanted = Wanted(case, buffer)
+    wanted, rank = Wanted(case, buffer), buffer.rank
+    call = dispatch_call(case, rank, buffer.device)
     try:
-        routed = buffer.dispatch(**dispatch_call(case, buffer.rank, buffer.device))
+        if case.begin:
+            earlier = buffer.dispatch(**call)
+            routed = buffer.dispatch_begin(**call)
+            _check_closed(routed)
+            between = buffer.combine(**wanted.combine_call(rank, earlier))
+            buffer.dispatch_end(routed)
+        else:
+            routed = buffer.dispatch(**call)
         buffer.check()
-        wanted.check_routed(buffer.rank, routed)
-        result = buffer.combine(**wanted.combine_call(buffer.rank, routed))
+        wanted.check_routed(rank, routed)
+        result = buffer.combine(**wanted.combine_call(rank, routed))
         buffer.check()
-        wanted.check_combined(buffer.rank, result)
+        wanted.check_combined(rank, result)
+        if case.begin:
+            wanted.check_combined(rank, between)
     except AssertionError as error:
         raise AssertionError(f"case of seed {case.seed} ({case.layout}): {error}") from error
 
@@ -54,6 +78,8 @@ def dispatch_call(case: Case, rank: int, device: torch.device) -> dict[str, Any]
         "layout": case.layout,
         "expert_alignment": case.alignment,
         "quantize": "fp8" if case.quantize else None,
+        "scale_format": case.scale_format,
+        "scale_layout": case.scale_layout,
         "scales": None if case.scales is None else case.scales[rank].to(device),
         "num_sms": case.workers,
     }
@@ -66,7 +92,7 @@ class Wanted:
         self.case, self.ranks = case, len(case.x)
         x, scales = case.x, case.scales
         if case.quantize:
-            x, scales = map(list, zip(*(dispatch_reference.quantize(t) for t in x), strict=True))
+            x, scales = map(list, zip(*(dispatch_reference.quantize(t, case.scale_format) for t in x), strict=True))
         self.arrived = dispatch_reference.dispatch(
             x,
             case.topk_idx,
@@ -97,7 +123,7 @@ class Wanted:
             "wire": case.wire,
             "num_sms": case.workers,
         }
-        if case.in_window and device.type == "cpu":
+        if case.in_window:
             handle = routed.handle
             call["y"] = handle.buffer.empty(handle).copy_(call["y"])
         if (bias := case.bias[rank]) is not None:
@@ -113,12 +139,17 @@ class Wanted:
         _same(f"{where}: tokens_per_expert", got.tokens_per_expert, want.tokens_per_expert)
         assert got.num_rows.item() == want.num_rows, f"{where}: num_rows {got.num_rows.item()}, want {want.num_rows}"
         valid = torch.ones(len(want.x), dtype=torch.bool) if layout == "flat" else want.src[:, 0] >= 0
+        scales = want.scales
+        if scales is not None and self.case.scale_layout == "column":
+            scales = dispatch_reference.by_column(scales)
+            _check_columns(where, got.scales)
         for name in ("x", "scales", "src", "topk_idx", "topk_weights", "row_weights"):
-            mine, theirs = getattr(got, name), getattr(want, name)
+            mine, theirs = getattr(got, name), scales if name == "scales" else getattr(want, name)
             assert (mine is None) == (theirs is None), f"{where}: {name} is {'missing' if mine is None else 'there'}"
             if mine is None or theirs is None:
                 continue
             rows = (mine.flatten(0, 1) if layout == "batched" else mine)[: len(want.x)].cpu()
+            assert rows.dtype == theirs.dtype, f"{where}: {name} of {rows.dtype}, want {theirs.dtype}"
             if layout == "expert" and name in ("src", "row_weights"):  # defined in padding rows too
                 _same(f"{where}: {name}", rows, theirs)
             else:
@@ -130,6 +161,24 @@ class Wanted:
             result, grads = result
             _same(f"rank {rank}: weight_grads", grads, self.out_grads[rank])
         _same(f"rank {rank}: combine", result, self.out[rank])
+
+
+def _check_closed(routed: Routed) -> None:
+    """What has only begun can't be read."""
+    try:
+        _ = routed.x
+    except BadInput:
+        return
+    raise AssertionError("x could be read before dispatch_end")
+
+
+def _check_columns(where: str, scales: Any) -> None:
+    if scales is None or scales.numel() == 0:
+        return  # which is told, or has no strides
+    *groups, rows, columns = scales.shape
+    step = -(-rows // 4) * 4
+    want = (*((columns * step,) if groups else ()), 1, step)
+    assert scales.stride() == want, f"{where}: scales have strides {scales.stride()}, want {want}"
 
 
 def _experts(arrived: dispatch_reference.Arrived, scale: float) -> torch.Tensor:
@@ -155,7 +204,10 @@ def _padded(rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _bytes(t: torch.Tensor) -> torch.Tensor:
-    return t.contiguous().view(torch.uint8).flatten(1) if t.ndim > 1 else t
+    if t.ndim == 1:
+        return t
+    packed = torch.empty(t.shape, dtype=t.dtype)  # contiguous() leaves odd strides where a dimension is 1
+    return packed.copy_(t).view(torch.uint8).flatten(1)
 
 
 def _same(what: str, got: torch.Tensor, want: torch.Tensor) -> None:

@@ -52,41 +52,42 @@ class LocalBuffers:
 
     def dispatch(self, calls: Sequence[dict[str, Any]]) -> list[Routed]:
         """Buffer.dispatch(**calls[rank]) on every rank; raises what rank 0 raises first."""
-        return self._run(
-            [partial(dispatch.prepare, b, **c) for b, c in zip(self.buffers, calls, strict=True)],
-            [b.session.dispatch for b in self.buffers],
-            dispatch.finish,
-        )
+        return self._run([partial(dispatch.prepare, **c) for c in calls], dispatch.run, dispatch.finish)
+
+    def dispatch_begin(self, calls: Sequence[dict[str, Any]]) -> list[Routed]:
+        """Buffer.dispatch_begin(**calls[rank]) on every rank."""
+        return self._run([partial(dispatch.prepare, **c, begin=True) for c in calls], dispatch.run, dispatch.finish)
+
+    def dispatch_end(self, routed: Sequence[Routed], *, sync: bool | None = None) -> list[Routed]:
+        """Buffer.dispatch_end(routed[rank]) on every rank."""
+        ends = [partial(dispatch.prepare_end, routed=here, sync=sync) for here in routed]
+        return self._run(ends, dispatch.run, dispatch.finish)
 
     def combine(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
         """Buffer.combine(**calls[rank]) on every rank."""
-        return self._run(
-            [partial(combine.prepare, b, **c) for b, c in zip(self.buffers, calls, strict=True)],
-            [b.session.combine for b in self.buffers],
-            combine.finish,
-        )
+        return self._run([partial(combine.prepare, **c) for c in calls], combine.run, combine.finish)
 
     def _run(
         self,
-        prepare: list[Callable[[], Any]],
-        execute: list[Callable[[Any], None]],
+        prepare: Sequence[Callable[[Buffer], Any]],
+        run: Callable[[Any], None],
         finish: Callable[[Buffer, Any], Any],
     ) -> list[Any]:
         if not self.streams:
-            pending = [make() for make in prepare]
+            pending = [make(b) for make, b in zip(prepare, self.buffers, strict=True)]
             _native.host_run_all([p.args for p in pending])
             return [finish(b, p) for b, p in zip(self.buffers, pending, strict=True)]
         current = torch.cuda.current_stream(self.device)
         pending = []
-        for make, stream in zip(prepare, self.streams, strict=True):
+        for make, buffer, stream in zip(prepare, self.buffers, self.streams, strict=True):
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
-                pending.append(make())
+                pending.append(make(buffer))
         # Nothing but launches from here on: what allocates or loads may wait for kernels that wait for a rank that has
         # not been launched yet.
-        for run, p, stream in zip(execute, pending, self.streams, strict=True):
+        for p, stream in zip(pending, self.streams, strict=True):
             with torch.cuda.stream(stream):
-                run(p.args)
+                run(p)
         results = []
         for buffer, p, stream in zip(self.buffers, pending, self.streams, strict=True):
             with torch.cuda.stream(stream):

@@ -5,16 +5,20 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
 
-from moecomm import _native, backends
-from moecomm.backends import leave, lsa
+import moecomm
+from moecomm import _native, backends, tuning
+from moecomm.backends import cuda_driver, leave, lsa
 from moecomm.errors import Unsupported
+from moecomm.settings import Settings
+from moecomm.testing import LocalBuffers
 
 
 @pytest.fixture(autouse=True)
@@ -76,50 +80,83 @@ def test_asking_imports_nothing_of_cuda(python: Callable[[str], subprocess.Compl
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
-def test_a_notice_is_as_long_as_in_the_window() -> None:
-    # 2 * 64 notices are a multiple of the 256 bytes that parts of a window are aligned to: padding hides no difference.
-    shape = _native.Shape(ranks=64, experts=64, topk=1, max_tokens=8, staged_row_bytes=16, heap_bytes=256)
-    window = _native.window_layout(shape)
-    assert window.counts - window.notices == 2 * 64 * leave.NOTICE_BYTES
+def shape_of(ranks: int, **sizes: int) -> _native.Shape:
+    wanted = {"experts": ranks, "topk": 1, "max_tokens": 8, "ring_tokens": 32, "staged_row_bytes": 32}
+    return _native.Shape(ranks=ranks, **{**wanted, "heap_bytes": 4096, **sizes})
 
 
+def test_mail_is_as_long_as_in_the_window() -> None:
+    # 2 * 64 pieces of mail are a multiple of the 256 bytes that parts of a window are aligned to: no padding hides.
+    window = _native.window_layout(shape_of(64))
+    mail = leave.mail(3, window.mail_words)
+    assert window.arrived - window.mail == 2 * 64 * len(mail)
+    assert leave.mail_offset(window, 64, 3, 5) == window.mail + 5 * len(mail)
+    assert leave.mail_offset(window, 64, 4, 63) == window.arrived - len(mail)
+
+
+@pytest.mark.parametrize("op", ["dispatch", "combine"])
 @pytest.mark.parametrize("last_round", [0, 1, 6, 0xFFFFFFFF])
-def test_leaving_ends_a_peers_round(last_round: int) -> None:
+def test_leaving_ends_a_peers_round(last_round: int, op: str) -> None:
     """The bytes that the host copies into a peer's window are what the host executor judges as "that rank has left"."""
-    shape = _native.Shape(ranks=2, experts=2, topk=1, max_tokens=8, staged_row_bytes=32, heap_bytes=4096)
-    window = _native.window_layout(shape)
-    memory, control = [_native.host_alloc(window.bytes) for _ in range(2)], _native.host_alloc(128)
-    outputs = _native.host_alloc(4096)
-    for own in memory:
-        ctypes.c_uint32.from_address(own.address + window.state).value = last_round
-    notice = leave.notice(last_round)
-    ctypes.memmove(memory[1].address + leave.notice_offset(window, 2, last_round, 0), notice, len(notice))
-
-    args = _native.CombineArgs()
-    context = _native.Context()
-    context.set_shape(shape)
-    context.rank, context.peers = 1, [own.address for own in memory]
-    context.record, context.abort_host, context.timeout_ns = control.address, control.address + 64, 2_000_000_000
-    args.ctx = context
-    args.hidden, args.type, args.wire, args.layout, args.workers = 8, 2, 2, 1, 1
-    args.out, args.y = outputs.address, outputs.address + 2048
-    args.route.source_base = outputs.address + 1024
-    _native.host_combine(args)
-
-    record = _native.record(control.address)
-    assert record is not None
-    assert (record.code, record.rank, record.peer) == (2, 1, 0)  # peer_lost
-    assert record.round == (last_round + 1) & 0xFFFFFFFF
+    sizes = {"hidden": 8, "num_experts": 2, "topk": 1, "max_tokens": 4}
+    with LocalBuffers(2, **sizes, backend="host", timeout_s=5) as ranks:
+        call = {"x": torch.ones(2, 8).bfloat16(), "topk_idx": torch.tensor([[0], [1]])}
+        _, second = ranks.dispatch([call, call])
+        buffer = ranks.buffers[1]
+        context = buffer.session.context
+        window = context.window
+        ctypes.c_uint32.from_address(context.peers[1] + window.state).value = last_round
+        mail = leave.mail(last_round, window.mail_words)
+        ctypes.memmove(context.peers[1] + leave.mail_offset(window, 2, last_round, 0), mail, len(mail))
+        with pytest.raises(moecomm.PeerLost) as caught:
+            buffer.dispatch(**call) if op == "dispatch" else buffer.combine(second.x, second.handle)
+        assert (caught.value.rank, caught.value.peer, caught.value.op) == (1, 0, op)
+        assert caught.value.round == (last_round + 1) & 0xFFFFFFFF
 
 
-def test_blocks_of_a_round() -> None:
+def session_of(**attributes: object) -> lsa.LsaSession:
+    """A session that was never opened."""
     session = lsa.LsaSession.__new__(lsa.LsaSession)
-    session._most_blocks = 132
-    assert [session.workers(None, tokens) for tokens in (0, 1, 64, 65, 128, 256, 8192)] == [8, 8, 32, 33, 64, 64, 64]
-    assert [session.workers(requested, 128) for requested in (1, 16, 200)] == [1, 16, 132]
-    session._most_blocks = 132 // 8  # eight ranks on one GPU: all their kernels are resident at once
-    assert [session.workers(None, tokens) for tokens in (1, 128, 8192)] == [8, 16, 16]
-    assert session.workers(132, 1) == 16
+    for name, value in {"device": torch.device("cuda", 0), **attributes}.items():
+        setattr(session, name, value)
+    return session
+
+
+def test_blocks_and_chunks_come_from_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def choose(*question: object) -> tuning.Choice:
+        asked.append(question)
+        return tuning.Choice(blocks=24, chunk_tokens=4)
+
+    monkeypatch.setattr(tuning, "choose", choose)
+    session = session_of(_gpu="NVIDIA H200", _ranks=8, _most_blocks=132)
+    assert session.schedule("combine", num_tokens=77, layout="flat", num_sms=None) == (24, 4)
+    assert asked == [("NVIDIA H200", 8, "combine", "flat", 77)]
+    assert [session.schedule("dispatch", num_tokens=1, layout="flat", num_sms=n)[0] for n in (1, 16, 200)] == [
+        1,
+        16,
+        132,
+    ]
+    session = session_of(_gpu="NVIDIA H200", _ranks=8, _most_blocks=132 // 8)  # ranks that share a GPU
+    assert session.schedule("dispatch", num_tokens=1, layout="flat", num_sms=None) == (16, 4)
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_the_memory_besides_outputs(ranks: int) -> None:
+    settings = Settings(ranks, 7168, 256, 8, 4096, torch.bfloat16, "lsa", None)
+    row = settings.staged_row_bytes
+    ring = lsa.ring_tokens(ranks, 4096, row)
+    shape = shape_of(ranks, experts=256, topk=8, max_tokens=4096, ring_tokens=ring, staged_row_bytes=row)
+    assert _native.window_layout(shape).heap <= 64 << 20
+    assert (ring + 32) * ranks * row > 40 << 20, "what there is room for is used"
+
+
+def test_the_ring_is_whole_chunks_and_no_longer_than_the_tokens() -> None:
+    assert [lsa.ring_tokens(4, tokens, 1024) for tokens in (1, 32, 33, 100)] == [32, 32, 64, 128]
+    assert lsa.ring_tokens(64, 4096, 1 << 20) == 32, "no row fits, and yet"
+    assert lsa.ring_tokens(1, 1 << 20, 1 << 10) == 40 << 10
+    assert lsa.ring_tokens(3, 1 << 20, 1 << 10) % 32 == 0
 
 
 class Event(int):
@@ -147,18 +184,76 @@ class Stream:
         self.waits.append(event)
 
 
+class Cuda:
+    """The current stream and context of a thread, and what has been launched, where there is no GPU."""
+
+    def __init__(self) -> None:
+        self.stream, self.context, self.captures = Stream(1), 77, False
+        self.launched: list[tuple[int, ...]] = []
+        self.entered: list[str] = []
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> Cuda:
+        monkeypatch.setattr(_native, "cuda_context", lambda: self.context)
+        monkeypatch.setattr(_native, "current_stream", lambda device: self.stream.cuda_stream)
+        monkeypatch.setattr(_native, "cuda_capturing", lambda stream: self.captures)
+        monkeypatch.setattr(_native, "cuda_launch", lambda *launch: self.launched.append(launch))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.stream)
+        monkeypatch.setattr(torch.cuda, "device", self._device)
+        monkeypatch.setattr(cuda_driver, "bind_thread", lambda device: self.entered.append(f"bind {device}"))
+        return self
+
+    @contextmanager
+    def _device(self, device: torch.device) -> Iterator[None]:
+        self.entered.append(str(device))
+        yield
+
+
 @pytest.fixture
-def session(monkeypatch: pytest.MonkeyPatch) -> lsa.LsaSession:
-    session = lsa.LsaSession.__new__(lsa.LsaSession)
-    session.device, session._last, session._captured = torch.device("cuda", 0), None, False
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    return session
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    return Cuda().install(monkeypatch)
 
 
-def test_rounds_keep_their_order_over_streams(session: lsa.LsaSession) -> None:
+@pytest.fixture
+def session(cuda: Cuda) -> lsa.LsaSession:
+    return session_of(_last=None, _last_stream=0, _captured=False, _cuda_context=cuda.context, _kernels=AnyKernel())
+
+
+class AnyKernel:
+    """Finds a kernel for whatever it is asked for."""
+
+    def dispatch(self, args: _native.DispatchArgs) -> SimpleNamespace:
+        return SimpleNamespace(function=1000 + args.layout, block=512, shared_bytes=4096)
+
+    def combine(self, args: _native.CombineArgs) -> SimpleNamespace:
+        return SimpleNamespace(function=2000 + args.layout, block=256, shared_bytes=8192)
+
+
+def test_rounds_are_launched_on_the_current_stream(session: lsa.LsaSession, cuda: Cuda) -> None:
+    dispatch, combine = _native.DispatchArgs(), _native.CombineArgs()
+    dispatch.layout = combine.layout = 2
+    run, other = session.dispatcher(dispatch), session.combiner(combine)
+    assert cuda.launched == []
+    run(dispatch)
+    other(combine)
+    assert cuda.launched == [(1002, 512, 4096, 1, dispatch), (2002, 256, 8192, 1, combine)]
+    assert cuda.entered == []
+
+
+def test_a_thread_without_the_device_gets_it(session: lsa.LsaSession, cuda: Cuda) -> None:
+    args = _native.DispatchArgs()
+    cuda.context = 0
+    assert not session.capturing()
+    assert cuda.entered == ["bind 0"]
+    session.dispatcher(args)(args)
+    assert cuda.entered == ["bind 0", "cuda:0", "bind 0"] and len(cuda.launched) == 1
+
+
+def test_rounds_keep_their_order_over_streams(session: lsa.LsaSession, cuda: Cuda) -> None:
     first, again, second = Stream(1), Stream(1), Stream(2)
-    for stream in (first, again, second, second, first):
-        session._order(stream)  # type: ignore[arg-type]
+    args = _native.CombineArgs()
+    run = session.combiner(args)
+    for cuda.stream in (first, again, second, second, first):
+        run(args)
     assert (first.waits, again.waits, second.waits) == ([2], [], [1])
     Event.answers[:] = [False, False, True]
     session.synchronize()
@@ -170,18 +265,20 @@ def test_ctrl_c_ends_a_wait_for_the_device(session: lsa.LsaSession, monkeypatch:
     session.context = _native.Context()
     session.context.rank = 2
     monkeypatch.setattr(session, "abort", lambda cause, culprit: told.append((cause, culprit)))
-    session._order(Stream(1))  # type: ignore[arg-type]
+    session._order(1)
     Event.answers[:] = [False, False]
     with pytest.raises(KeyboardInterrupt):
         session.synchronize()
     assert told == [(3, 2)], "aborted, by this rank"
 
 
-def test_a_captured_stream_is_left_alone(session: lsa.LsaSession, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_stream_is_left_alone(session: lsa.LsaSession, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     eager, captured, waited = Stream(1), Stream(2), []
-    session._order(eager)  # type: ignore[arg-type]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    session._order(captured)  # type: ignore[arg-type]
+    cuda.stream = eager
+    session._order(1)
+    cuda.stream, cuda.captures = captured, True
+    assert session.capturing()
+    session._order(2)
     assert captured.waits == [] and session._last is eager
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     session.synchronize()

@@ -11,6 +11,7 @@ import torch
 
 from moecomm import combine, dispatch, jit
 from moecomm.backends.lsa_kernels import combine_spec, dispatch_spec
+from moecomm.dispatch.plan import END
 from moecomm.testing import LocalBuffers, random_case
 from moecomm.testing.check import dispatch_call
 
@@ -24,6 +25,7 @@ SIZES = [
     *({"ranks": 4, "dtype": torch.bfloat16, **sizes} for sizes in (*test_nvlink.SIZES, test_nvlink.SMALL)),
 ]
 CASES = 250  # enough to meet every kind of case
+MOST = 30  # kernels of a set of sizes
 
 
 def kernels_of(sizes: dict[str, Any]) -> set[jit.KernelSpec]:
@@ -33,11 +35,24 @@ def kernels_of(sizes: dict[str, Any]) -> set[jit.KernelSpec]:
         buffer = ranks.buffers[0]
         for seed in range(CASES):
             case = random_case(seed, **sizes, few_kernels=True)
-            routed = dispatch.prepare(buffer, **dispatch_call(case, 0, buffer.device))
+            call = dispatch_call(case, 0, buffer.device)
+            routed = dispatch.prepare(buffer, **call)
             specs.add(dispatch_spec(routed.args))
-            handle = routed.routed.handle
-            brought = combine.prepare(buffer, buffer.empty(handle), handle, weighted=case.weighted, wire=case.wire)
+            if case.begin:
+                half = dispatch.prepare(buffer, **call, begin=True).args
+                specs.add(dispatch_spec(half))
+                half.part = END
+                specs.add(dispatch_spec(half))
+            handle = routed.handle
+            y = torch.empty(handle.y_shape, dtype=buffer.dtype)
+            if case.in_window:
+                y = buffer.empty(handle)
+            grads = None
+            if case.weight_grads:
+                grads = torch.empty(*handle.y_shape[:-1], *((buffer.topk,) if case.layout == "flat" else ()))
+            brought = combine.prepare(buffer, y, handle, weighted=case.weighted, wire=case.wire, weight_grads=grads)
             specs.add(combine_spec(brought.args))
+    assert len(specs) <= MOST, "a GPU has not that much time"
     return specs
 
 

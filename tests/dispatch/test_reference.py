@@ -58,3 +58,38 @@ def test_quantize_scales_groups_of_128_columns() -> None:
     assert reference.quantize(torch.zeros(1, 16))[1].item() == torch.tensor(1e-4).div(448).item(), (
         "amax is at least 1e-4"
     )
+
+
+def test_scales_that_are_powers_of_two() -> None:
+    x = torch.zeros(1, 4 * 128 + 16)
+    # The first scale is 1 as it is, the second a little more than 1 and so 2; -3 / 448 is above 2^-8.
+    x[0, [0, 128, 256, 257]] = torch.tensor([448.0, 449.0, -3.0, 1.0])
+    x[0, [384, 385]] = torch.tensor([torch.inf, 1.0])
+    q, scales = reference.quantize(x, "ue8m0")
+    assert (q.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float8_e8m0fnu)
+    assert scales.view(torch.uint8).tolist() == [[127, 128, 120, 255, 105]]  # 2^-22 is the first above 1e-4 / 448
+    assert q.float()[0, [0, 128, 256, 257, 385]].tolist() == [448.0, 224.0, -384.0, 128.0, 0.0]
+    assert q.float()[0, 384].isnan()
+
+
+def test_a_row_of_scales_as_columns() -> None:
+    scales = torch.arange(1.0, 11).view(5, 2)
+    columns = reference.by_column(scales)
+    assert torch.equal(columns, scales)
+    assert columns.stride() == (1, 8)
+    exponents = torch.arange(1, 11, dtype=torch.uint8).view(2, 5).view(torch.float8_e8m0fnu)
+    packed = reference.by_column(exponents)
+    assert packed.dtype is torch.int32
+    assert packed.tolist() == [[0x04030201, 5], [0x09080706, 10]]
+    assert packed.stride() == (1, 4)
+    assert reference.by_column(torch.zeros(0, 3)).shape == (0, 3)
+
+
+def test_scales_arrive_beside_their_rows() -> None:
+    x = [torch.zeros(2, 16), torch.zeros(1, 16)]
+    exponents = [torch.tensor([[1], [2]], dtype=torch.uint8), torch.tensor([[3]], dtype=torch.uint8)]
+    scales = [e.view(torch.float8_e8m0fnu) for e in exponents]
+    for layout, want in [("flat", [[1], [2], [3]]), ("expert", [[3], [1], [2], [2]])]:
+        second = reference.dispatch(x, IDX, list(WEIGHTS), num_experts=4, layout=layout, scales=scales)[1]
+        assert second.scales is not None and second.scales.dtype is torch.float8_e8m0fnu
+        assert second.scales.view(torch.uint8).tolist() == want

@@ -17,14 +17,17 @@ Route route_of(const Cluster& cluster, const Landing& l, i32 rank) {
     return {reinterpret_cast<u64>(l.token_rows.data()),
             reinterpret_cast<u64>(l.token_owner.data()),
             reinterpret_cast<u64>(l.token_slot.data()),
-            address(l.slot_base),
-            address(l.source_base),
+            address(l.sent),
+            address(l.ranges),
             l.rows != 0 ? base + l.rows : 0,
-            base + l.weights};
+            base + l.weights,
+            base + l.src};
 }
 
 // Anything that ranks must have passed alike.
-u64 call_of(const Dispatched& d) { return static_cast<u64>(d.layout) * 1000003u + d.row_bytes * 101u + d.scale_bytes; }
+u64 call_of(const Dispatched& d) {
+    return static_cast<u64>(d.layout) * 1000003u + d.row_bytes * 101u + d.scale_bytes * 4u + d.scale_columns * 2u;
+}
 
 }  // namespace
 
@@ -33,21 +36,23 @@ void place_outputs(const Scenario& scenario, Cluster& cluster) {
     for (const auto& d : scenario.dispatches) {
         for (i32 rank = 0; rank < s.ranks; ++rank) {
             Landing& l = d->landing[rank];
-            const i64 rows = l.max_rows, tokens = d->sent[rank].tokens;
+            const i64 rows = l.max_rows, tokens = d->input[rank].tokens;
             l.x = cluster.output(rank, rows * d->row_bytes);
-            l.scales = cluster.output(rank, rows * d->scale_bytes);
+            l.scales = cluster.output(rank, (d->scale_columns ? static_cast<i64>(s.ranks) * s.max_tokens : rows) * d->scale_bytes);
+            // One more, so that it has an address and an end to look behind.
+            if (d->scale_columns) l.scale_columns.assign(scale_groups(s, *d) * (d->scale_bytes / 4) * l.scale_stride + 1, kUnset);
             if (d->repeats != nullptr) continue;
             l.src = cluster.output(rank, rows * 8);
             l.topk_idx = d->layout == Layout::flat ? cluster.output(rank, rows * s.topk * d->idx_bytes) : 0;
             l.weights = cluster.output(rank, rows * 4 * (d->layout == Layout::flat ? s.topk : 1));
             l.rows = d->layout == Layout::flat ? 0 : cluster.output(rank, static_cast<i64>(s.ranks) * s.max_tokens * s.topk * 4);
-            l.token_rows.assign(tokens * s.topk, 12345);
-            l.token_owner.assign(tokens * s.topk, 12345);
-            l.token_slot.assign(tokens * s.ranks, 12345);
-            l.slot_base.assign(s.ranks, 12345);
-            l.source_base.assign(s.ranks + 1, 12345);
-            l.tokens_per_expert.assign(s.experts / s.ranks, 12345);
-            l.num_rows.assign(1, 12345);
+            l.token_rows.assign(tokens * s.topk, kUnset);
+            l.token_owner.assign(tokens * s.topk, kUnset);
+            l.token_slot.assign(tokens * s.ranks, kUnset);
+            l.sent.assign(s.ranks, {kUnset, kUnset});
+            l.ranges.assign(static_cast<i64>(s.ranks) * s.max_tokens, kUnset);
+            l.tokens_per_expert.assign(s.experts / s.ranks, kUnset);
+            l.num_rows.assign(1, kUnset);
         }
     }
     for (const auto& c : scenario.combines) {
@@ -55,13 +60,17 @@ void place_outputs(const Scenario& scenario, Cluster& cluster) {
             Combined::Part& part = c->parts[rank];
             if (!part.y_in_window || part.y.empty()) continue;
             part.y_at = cluster.output(rank, part.y.size());
-            std::memcpy(cluster.base(rank) + part.y_at, part.y.data(), part.y.size());
         }
     }
 }
 
+void place_rows(const Cluster& cluster, const Combined& c, i32 rank) {
+    const Combined::Part& part = c.parts[rank];
+    if (part.y_at != 0) std::memcpy(cluster.base(rank) + part.y_at, part.y.data(), part.y.size());
+}
+
 DispatchArgs dispatch_args(const Cluster& cluster, Dispatched& d, i32 rank) {
-    const Sent& sent = d.sent[rank];
+    const Input& sent = d.input[rank];
     const Landing& l = d.landing[rank];
     const Landing& first = d.repeats != nullptr ? d.repeats->landing[rank] : l;
     DispatchArgs a{};
@@ -78,6 +87,7 @@ DispatchArgs dispatch_args(const Cluster& cluster, Dispatched& d, i32 rank) {
     a.row_bytes = d.row_bytes;
     a.scale_bytes = d.scale_bytes;
     a.quantize = d.quantize;
+    a.scale_format = static_cast<i32>(d.scale_format);
     a.layout = static_cast<i32>(d.layout);
     a.alignment = d.alignment;
     a.max_rows = l.max_rows;
@@ -88,6 +98,8 @@ DispatchArgs dispatch_args(const Cluster& cluster, Dispatched& d, i32 rank) {
     a.check_weights = 1;
     a.out_x = l.x;
     a.out_scales = d.scale_bytes > 0 ? l.scales : 0;
+    a.scale_columns = address(l.scale_columns);
+    a.scale_stride = l.scale_stride;
     if (d.repeats != nullptr) return a;
     a.topk_idx = d.idx_bytes == 8 ? address(sent.ids) : address(sent.ids32);
     a.topk_weights = d.weighted ? address(sent.weights) : 0;
@@ -112,7 +124,7 @@ CombineArgs combine_args(const Cluster& cluster, Combined& c, i32 rank) {
     a.weight_grads = c.grads ? reinterpret_cast<u64>(part.grads.data()) : 0;
     a.y_stride = part.y_stride;
     a.bias_stride = part.bias_stride;
-    a.num_tokens = d.sent[rank].tokens;
+    a.num_tokens = d.input[rank].tokens;
     a.hidden = d.hidden;
     a.type = static_cast<i32>(c.type);
     a.wire = static_cast<i32>(c.wire);
@@ -120,6 +132,7 @@ CombineArgs combine_args(const Cluster& cluster, Combined& c, i32 rank) {
     a.weighted = c.weighted;
     a.call = call_of(d) + 7;
     a.workers = part.workers;
+    a.chunk_tokens = d.input[rank].chunk_tokens;
     a.out = address(part.out);
     a.out_weight_grads = c.grads ? address(part.out_grads) : 0;
     a.out_stride = part.out_stride;

@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 
 #include "failure_fixture.h"
 #include "host/executor.h"
@@ -43,32 +44,43 @@ std::string absent_from_combine() {
     return "";
 }
 
-// Rank 1 is played by hand from here: it announces itself and then does nothing.
-void announce_as_rank_1(Fixture& f, Op op, u32 round, i32 tokens, u64 call) {
-    auto* n = reinterpret_cast<Notice*>(f.cluster.base(0) + notice_at(f.cluster.window, kRanks, round, 1));
-    n->op = static_cast<u32>(op);
-    n->call = call;
-    n->num_tokens = tokens;
-    n->chunk_tokens = kMinChunk;
-    n->max_rows = 1 << 20;
-    store_release(&n->tag, tag_signal(round));
+// Rank `from` is played by hand from here: rank 0 gets its mail, and then nothing.  Returns the mail.
+u64* announce_as(Fixture& f, i32 from, Op op, u32 round, i32 tokens, u64 call) {
+    Notice n{};
+    n.op = static_cast<u32>(op);
+    n.call = call;
+    n.num_tokens = tokens;
+    n.chunk_tokens = 8;
+    n.max_rows = 1 << 20;
+    u32 words[kNoticeWords];
+    std::memcpy(words, &n, sizeof(words));
+    u64* mail = &f.word(0, mail_at(f.cluster.window, kRanks, round, from));
+    for (i32 w = 0; w < f.cluster.window.mail_words; ++w) store_release(&mail[w], word_signal(round, w < kNoticeWords ? words[w] : 0));
+    return mail;
 }
 
-// The same for rank 2, which has no tokens and is done at once.
-void announce_as_others(Fixture& f, Op op, u32 round, i32 tokens, u64 call) {
-    announce_as_rank_1(f, op, round, tokens, call);
-    auto* one = reinterpret_cast<Notice*>(f.cluster.base(0) + notice_at(f.cluster.window, kRanks, round, 1));
-    auto* two = reinterpret_cast<Notice*>(f.cluster.base(0) + notice_at(f.cluster.window, kRanks, round, 2));
-    *two = *one;
-    two->num_tokens = 0;
+// Of one word of rank 1's mail only what it said two rounds ago is there.
+std::string word_missing(i32 word) {
+    Fixture f(Layout::expert, kShort);
+    DispatchArgs alone = f.dispatches[0];
+    alone.num_tokens = 0;
+    u64* mail = announce_as(f, 1, Op::dispatch, 1, 0, alone.call);
+    announce_as(f, 2, Op::dispatch, 1, 0, alone.call);
+    const u32 earlier = static_cast<u32>(-1);
+    mail[word] = word_signal(earlier, signal_word(mail[word]));
+    host::dispatch(alone);
+    const std::string problem =
+        check_record(f.cluster.record(0), {Failure::timeout, Op::dispatch, Phase::notice, 1, 1, Argument::none, 1, earlier}, 0);
+    return problem.empty() ? check_waited(f.cluster.record(0)) : problem;
 }
 
 std::string silent_after_notice() {
     Fixture f(Layout::flat, kShort);
     DispatchArgs alone = f.dispatches[0];
     alone.num_tokens = 0;
-    announce_as_others(f, Op::dispatch, 1, 9, alone.call);
-    f.word(0, arrived_at(f.cluster.window, 1, 0)) = chunk_signal(1, 0, 0);
+    announce_as(f, 1, Op::dispatch, 1, 9, alone.call);
+    announce_as(f, 2, Op::dispatch, 1, 0, alone.call);
+    f.word(0, arrived_at(f.cluster.window, f.scenario.shape, 1, 0)) = chunk_signal(1, 0, 0);
     host::dispatch(alone);  // rank 1 has a second chunk, and that never comes
     const std::string problem =
         check_record(f.cluster.record(0), {Failure::timeout, Op::dispatch, Phase::payload, 1, 1, Argument::none, 1, 0}, 0);
@@ -78,12 +90,79 @@ std::string silent_after_notice() {
 std::string silent_reducer() {
     Fixture f(Layout::flat, kShort);
     f.dispatch_all();
-    announce_as_others(f, Op::combine, 2, 0, f.combines[0].call);
+    for (i32 from : {1, 2}) announce_as(f, from, Op::combine, 2, 0, f.combines[0].call);
     Landing& l = f.scenario.steps[0].dispatch->landing[0];
+    l.sent.assign(kRanks, {0, 1});                                                                // nothing to stage
     for (size_t i = 0; i < l.token_slot.size(); ++i) l.token_slot[i] = i % kRanks == 1 ? 0 : -1;  // all our tokens went to rank 1
-    l.slot_base.assign(kRanks, 0);
     host::combine(f.combines[0]);
     return check_record(f.cluster.record(0), {Failure::timeout, Op::combine, Phase::reduced, 1, 2, Argument::none, 2, 0}, 0);
+}
+
+// Rank 1 has more tokens here than a ring holds, and pulls none.
+std::string silent_home() {
+    Fixture f(Layout::flat, kShort);
+    f.dispatch_all();
+    for (i32 from : {1, 2}) announce_as(f, from, Op::combine, 2, 0, f.combines[0].call);
+    Landing& l = f.scenario.steps[0].dispatch->landing[0];
+    l.sent = {{0, 1}, {kTokens, 1}, {0, 1}};
+    l.ranges.assign(kRanks * kTokens, static_cast<u32>(chunk_signal(0, 0, 1)));  // each of them a row here, whichever
+    f.combines[0].num_tokens = 0;
+    host::combine(f.combines[0]);
+    const i32 ring = f.scenario.shape.ring_tokens;
+    const std::string problem =
+        check_record(f.cluster.record(0), {Failure::timeout, Op::combine, Phase::drained, 1, 2, Argument::none, 2, 0}, 0);
+    if (!problem.empty()) return problem;
+    const bool last = signal_tag(f.word(1, reduced_at(f.cluster.window, f.scenario.shape, 0, ring - 1))) == 2;
+    const bool beyond = signal_tag(f.word(1, reduced_at(f.cluster.window, f.scenario.shape, 0, ring))) == 2;
+    return last && !beyond ? "" : "it staged more or less than the ring holds";
+}
+
+std::string silent_after_begin() {
+    Fixture f(Layout::expert, kShort);
+    for (DispatchArgs& a : f.dispatches) a.part = static_cast<i32>(Part::begin);
+    f.dispatch_all();
+    f.word(0, arrived_at(f.cluster.window, f.scenario.shape, 1, 0)) = 0;  // as if it had never come
+    f.dispatches[0].part = static_cast<i32>(Part::end);
+    host::dispatch(f.dispatches[0]);
+    const std::string problem =
+        check_record(f.cluster.record(0), {Failure::timeout, Op::dispatch, Phase::payload, 1, 1, Argument::none, 1, 0}, 0);
+    return problem.empty() ? check_waited(f.cluster.record(0)) : problem;
+}
+
+std::string aborted_between_halves() {
+    Fixture f(Layout::flat);
+    for (DispatchArgs& a : f.dispatches) a.part = static_cast<i32>(Part::begin);
+    f.dispatch_all();
+    f.cluster.host_word(0) = abort_word(Failure::peer_lost, 2);
+    f.dispatches[0].part = static_cast<i32>(Part::end);
+    host::dispatch(f.dispatches[0]);
+    return check_record(f.cluster.record(0), {Failure::peer_lost, Op::dispatch, Phase::notice, 2, 1}, 0);
+}
+
+// The rows of a dispatch are repeated, but rank 2 does so otherwise: the second half has nothing to wait for.
+std::string end_of_void() {
+    Fixture f(Layout::batched, kShort);
+    f.dispatch_all();
+    for (i32 rank = 0; rank < kRanks; ++rank) {
+        f.dispatches[rank].repeat = 1;
+        f.dispatches[rank].part = static_cast<i32>(Part::begin);
+        f.dispatches[rank].call += rank == 2;
+    }
+    f.dispatch_all();
+    for (i32 rank = 0; rank < kRanks; ++rank) {
+        const std::string problem =
+            check_record(f.cluster.record(rank), {Failure::mismatch, Op::dispatch, Phase::notice, rank == 2 ? 0 : 2, 2}, rank);
+        if (!problem.empty()) return problem;
+        if (f.state(rank).last_dispatch != 0) return "a void round counts as a dispatch";
+        f.dispatches[rank].part = static_cast<i32>(Part::end);
+    }
+    f.cluster.clear_records();
+    f.dispatch_all();
+    for (i32 rank = 0; rank < kRanks; ++rank) {
+        if (f.cluster.record(rank).code != 0) return "the second half: " + text(f.cluster.record(rank));
+        if (f.state(rank).round != 2) return "the second half counts";
+    }
+    return f.go_on();
 }
 
 std::string slow_reader() {
@@ -97,7 +176,7 @@ std::string slow_reader() {
 
 std::string bad_id(Layout layout, i64 id) {
     Fixture f(layout);
-    Sent& sent = f.scenario.steps[0].dispatch->sent[1];
+    Input& sent = f.scenario.steps[0].dispatch->input[1];
     const size_t entry = sent.ids.size() - 1;
     const i64 good = sent.ids[entry];
     sent.ids[entry] = id;
@@ -109,9 +188,30 @@ std::string bad_id(Layout layout, i64 id) {
                                  {Failure::bad_input, Op::dispatch, Phase::notice, 1, 1, Argument::topk_idx, f.scenario.shape.experts, id});
 }
 
+// Whoever does not know yet that a dispatch was void combines what it should have brought: nothing.
+std::string combine_of_void() {
+    Fixture f(Layout::expert);
+    f.dispatches[2].call += 1;
+    f.dispatch_all();
+    f.cluster.clear_records();
+    f.cluster.run([&](i32 rank) { host::combine(f.combines[rank]); });
+    const Step& step = f.scenario.steps[1];
+    Expected expected;
+    Routed& nothing = expected[step.combine->routed];
+    for (const Input& input : step.combine->routed->input) {
+        nothing.slot.emplace_back(input.tokens * kRanks, -1);
+        nothing.owner.emplace_back(input.ids.size(), -1);
+    }
+    for (i32 rank = 0; rank < kRanks; ++rank) {
+        const std::string problem = check_step(f.cluster, step, expected, rank);
+        if (!problem.empty()) return problem;
+    }
+    return "";
+}
+
 std::string nan_weight() {
     Fixture f(Layout::expert);
-    Sent& sent = f.scenario.steps[0].dispatch->sent[2];
+    Input& sent = f.scenario.steps[0].dispatch->input[2];
     const float good = sent.weights.back();
     sent.weights.back() = NAN;
     f.dispatch_all();
@@ -139,8 +239,7 @@ std::string too_many_of_one_expert() {
         a.topk_weights = reinterpret_cast<u64>(weights.data());
     }
     i64 count = 0;
-    for (const Sent& sent : f.scenario.steps[0].dispatch->sent) count += static_cast<i64>(sent.tokens) * s.topk;
-    if (count <= static_cast<i64>(s.ranks) * s.max_tokens) return "the case needs a larger topk";
+    for (const Input& sent : f.scenario.steps[0].dispatch->input) count += static_cast<i64>(sent.tokens) * s.topk;
     f.dispatch_all();
     return check_void_everywhere(f,
                                  {Failure::bad_input, Op::dispatch, Phase::notice, 0, 1, Argument::batched, s.ranks * s.max_tokens, count});
@@ -148,7 +247,7 @@ std::string too_many_of_one_expert() {
 
 std::string other_operation() {
     Fixture f(Layout::expert);
-    for (Landing& l : f.scenario.steps[0].dispatch->landing) l.source_base.assign(kRanks + 1, 0);
+    for (Landing& l : f.scenario.steps[0].dispatch->landing) l.sent.assign(kRanks, {0, 1});
     f.cluster.run([&](i32 rank) { rank == 0 ? host::combine(f.combines[rank]) : host::dispatch(f.dispatches[rank]); });
     std::string problem = check_record(f.cluster.record(0), {Failure::mismatch, Op::combine, Phase::notice, 1, 1}, 0);
     for (i32 rank : {1, 2}) {
@@ -176,7 +275,7 @@ std::string abort_while_waiting(bool host_word) {
     Fixture f(Layout::flat);
     f.cluster.run([&](i32 rank) {
         if (rank != 2) return host::dispatch(f.dispatches[rank]);
-        const u64* notice = &f.word(2, notice_at(f.cluster.window, kRanks, 1, 0));
+        const u64* notice = &f.word(2, mail_at(f.cluster.window, kRanks, 1, 0));
         const u32 never = 0;
         wait_until({patience, &never, &never}, [&] { return signal_tag(load_acquire(notice)) == 1; });
         compare_exchange(host_word ? &f.cluster.host_word(0) : f.cluster.abort_word(0), 0, abort_word(Failure::peer_lost, 2));
@@ -219,6 +318,10 @@ std::string left_the_group() {
     for (i32 rank : {0, 2}) {
         const std::string problem = check_record(f.cluster.record(rank), {Failure::peer_lost, Op::dispatch, Phase::notice, 1, 1}, rank);
         if (!problem.empty()) return problem;
+        // Whatever word a peer waits for.
+        for (i32 w = 0; w < f.cluster.window.mail_words; ++w)
+            if (signal_tag(f.word(rank, mail_at(f.cluster.window, kRanks, 1, 1) + w * sizeof(u64))) != 1)
+                return "a word of mail is missing";
     }
     return "";
 }
@@ -233,12 +336,20 @@ int run_failure_cases(u64 timeout_ns) {
     } cases[] = {
         {"a rank never calls dispatch", absent_from_dispatch},
         {"a rank never calls combine", absent_from_combine},
+        {"the first word of mail is missing", [] { return word_missing(0); }},
+        {"a word of a notice is missing", [] { return word_missing(kNoticeWords - 1); }},
+        {"a count is missing", [] { return word_missing(kNoticeWords + 2); }},
         {"a rank announces and sends nothing", silent_after_notice},
         {"a rank announces and reduces nothing", silent_reducer},
+        {"a rank announces and pulls nothing", silent_home},
+        {"a rank begins and sends nothing", silent_after_begin},
+        {"aborted between the halves", aborted_between_halves},
+        {"end of a void dispatch", end_of_void},
         {"a rank never finishes reading", slow_reader},
         {"id too large", [] { return bad_id(Layout::expert, 1000); }},
         {"id below -1", [] { return bad_id(Layout::flat, -2); }},
         {"id beyond the last", [] { return bad_id(Layout::batched, Fixture::find(Layout::batched).shape.experts); }},
+        {"combine of a void dispatch", combine_of_void},
         {"NaN weight", nan_weight},
         {"too many flat rows", [] { return too_many_rows(Layout::flat); }},
         {"too many expert rows", [] { return too_many_rows(Layout::expert); }},

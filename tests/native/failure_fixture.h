@@ -9,6 +9,7 @@
 namespace moecomm::test {
 
 constexpr i32 kRanks = 3;
+constexpr i32 kTokens = 40;          // at most, of a rank
 constexpr u64 kShort = 150'000'000;  // ns: of a wait that shall expire
 extern u64 patience;                 // ns: of one that shall not
 

@@ -68,6 +68,13 @@ inline u8 e4m3_nearest(float f) {
     return sign | static_cast<u8>(code);
 }
 
+// The exponent, as in fp32, of the smallest power of two that is not below `f`; 255 for infinity and NaN.
+inline u8 ue8m0_above(float f) {
+    i32 code = 0;
+    while (code < 255 && !(std::ldexp(1.0, code - 127) >= f)) ++code;
+    return static_cast<u8>(code);
+}
+
 inline float value_at(const u8* row, Type type, i64 i) {
     if (type == Type::fp32) {
         float f;

@@ -15,41 +15,68 @@ void put(std::vector<u8>& bytes, i64 index, T value) {
     std::memcpy(&bytes[index * sizeof(T)], &value, sizeof(T));
 }
 
-// One token's row and scales as they arrive.
-void put_payload(const Dispatched& d, const Sent& sent, i32 token, Arrived& to, i64 row) {
+// The scales of group `first` .. `end` of a row, as bytes at `scale`; returns what its values are multiplied with.
+float scale_group(const Dispatched& d, const u8* x, i32 first, i32 end, u8* scale) {
+    float amax = 1e-4f;
+    for (i32 i = first; i < end; ++i) amax = std::max(amax, std::fabs(value_at(x, d.in_type, i)));
+    const float exact = amax / 448.0f;
+    if (d.scale_format == ScaleFormat::ue8m0) {
+        *scale = ue8m0_above(exact);
+        return *scale == 255 ? 0.0f : static_cast<float>(std::ldexp(1.0, 127 - *scale));
+    }
+    std::memcpy(scale, &exact, 4);
+    return (1.0f / amax) * 448.0f;
+}
+
+// One token's row as it arrives.  Returns its scales.
+std::vector<u8> put_row(const Dispatched& d, const Input& sent, i32 token, Arrived& to, i64 row) {
     const u8* x = &sent.x[token * sent.x_stride];
     u8* out = &to.x[row * d.row_bytes];
+    std::vector<u8> scales(d.scale_bytes, 0);
     if (!d.quantize) {
         std::memcpy(out, x, d.row_bytes);
-        if (d.scale_bytes > 0) std::memcpy(&to.scales[row * d.scale_bytes], &sent.scales[token * sent.scales_stride], d.scale_bytes);
-        return;
+        if (d.scale_bytes > 0) std::memcpy(scales.data(), &sent.scales[token * sent.scales_stride], d.scale_bytes);
+        return scales;
     }
+    const i32 bytes_a_scale = d.scale_format == ScaleFormat::ue8m0 ? 1 : 4;
     for (i32 first = 0; first < d.hidden; first += 128) {
         const i32 end = std::min(first + 128, d.hidden);
-        float amax = 1e-4f;
-        for (i32 i = first; i < end; ++i) amax = std::max(amax, std::fabs(value_at(x, d.in_type, i)));
-        const float up = (1.0f / amax) * 448.0f;
+        const float up = scale_group(d, x, first, end, &scales[first / 128 * bytes_a_scale]);
         for (i32 i = first; i < end; ++i) out[i] = e4m3_nearest(value_at(x, d.in_type, i) * up);
-        const float scale = amax / 448.0f;
-        std::memcpy(&to.scales[row * d.scale_bytes + first / 128 * 4], &scale, 4);
     }
+    return scales;
+}
+
+// One token's row and scales as they arrive: beside the row, or by flat row (`slot`) and in the columns of the row.
+void put_payload(const Shape& s, const Dispatched& d, i32 source, i32 token, i32 p, Routed& out, i64 row) {
+    Arrived& to = out.arrived[p];
+    const std::vector<u8> scales = put_row(d, d.input[source], token, to, row);
+    const i64 slot = out.slot[source][token * s.ranks + p];
+    if (d.scale_bytes > 0) std::memcpy(&to.scales[(d.scale_columns ? slot : row) * d.scale_bytes], scales.data(), d.scale_bytes);
+    if (!d.scale_columns) return;
+    const i64 places = d.landing[p].max_rows / scale_groups(s, d), words = d.scale_bytes / 4;
+    for (i64 w = 0; w < words; ++w)
+        std::memcpy(&to.scale_columns[(row / places * words + w) * d.landing[p].scale_stride + row % places], &scales[4 * w], 4);
 }
 
 Arrived untouched(const Shape& s, const Dispatched& d, i32 rank) {
-    const i64 rows = d.landing[rank].max_rows;
+    const i64 rows = d.landing[rank].max_rows, flat_rows = static_cast<i64>(s.ranks) * s.max_tokens;
     const bool flat = d.layout == Layout::flat;
     Arrived a;
     a.x.assign(rows * d.row_bytes, kUntouched);
-    a.scales.assign(rows * d.scale_bytes, kUntouched);
+    a.scales.assign((d.scale_columns ? flat_rows : rows) * d.scale_bytes, kUntouched);
+    a.scale_columns.assign(d.landing[rank].scale_columns.size(), kUnset);
     a.src.assign(rows * 8, kUntouched);
     a.weights.assign(rows * 4 * (flat ? s.topk : 1), kUntouched);
     if (flat) a.topk_idx.assign(rows * s.topk * d.idx_bytes, kUntouched);
-    if (!flat) a.rows.assign(static_cast<i64>(s.ranks) * s.max_tokens * s.topk * 4, kUntouched);
+    if (!flat) a.rows.assign(flat_rows * s.topk * 4, kUntouched);
     a.tokens_per_expert.assign(s.experts / s.ranks, 0);
+    for (const Input& input : d.input) a.sent.push_back({input.tokens, input.chunk_tokens});
+    a.ranges.assign(flat_rows, kUnset);
     return a;
 }
 
-float weight_of(const Dispatched& d, const Sent& sent, i64 entry) { return d.weighted ? sent.weights[entry] : 1.0f; }
+float weight_of(const Dispatched& d, const Input& sent, i64 entry) { return d.weighted ? sent.weights[entry] : 1.0f; }
 
 // The flat rows of a rank: tokens with an expert there, by source and token.
 void arrive_flat(const Shape& s, const Dispatched& d, i32 p, Routed& out) {
@@ -57,9 +84,7 @@ void arrive_flat(const Shape& s, const Dispatched& d, i32 p, Routed& out) {
     Arrived& a = out.arrived[p];
     i32 row = 0;
     for (i32 source = 0; source < s.ranks; ++source) {
-        const Sent& sent = d.sent[source];
-        out.base[source][p] = row;
-        a.source_base.push_back(row);
+        const Input& sent = d.input[source];
         for (i32 token = 0; token < sent.tokens; ++token) {
             bool any = false;
             for (i32 k = 0; k < s.topk; ++k) any = any || (sent.ids[token * s.topk + k] >= 0 && sent.ids[token * s.topk + k] / here == p);
@@ -80,14 +105,18 @@ void arrive_flat(const Shape& s, const Dispatched& d, i32 p, Routed& out) {
                 put<float>(a.weights, row * s.topk + k, mine ? weight_of(d, sent, entry) : 0.0f);
             }
             if (d.layout == Layout::flat) {
-                put_payload(d, sent, token, a, row);
+                put_payload(s, d, source, token, p, out, row);
                 put<i32>(a.src, 2 * row, source);
                 put<i32>(a.src, 2 * row + 1, token);
             }
+            u32& range = a.ranges[source * s.max_tokens + token / sent.chunk_tokens];
+            if (range == kUnset) range = static_cast<u32>(chunk_signal(0, row, 0));
+            ++range;
             ++row;
         }
+        for (i32 chunk = 0; chunk * sent.chunk_tokens < sent.tokens; ++chunk)
+            if (u32& range = a.ranges[source * s.max_tokens + chunk]; range == kUnset) range = 0;
     }
-    a.source_base.push_back(row);
     if (d.layout == Layout::flat) a.num_rows = row;
 }
 
@@ -97,14 +126,14 @@ i64 arrive_expert(const Shape& s, const Dispatched& d, i32 expert, i64 start, Ro
     Arrived& a = out.arrived[p];
     i64 row = start;
     for (i32 source = 0; source < s.ranks; ++source) {
-        const Sent& sent = d.sent[source];
+        const Input& sent = d.input[source];
         for (i32 token = 0; token < sent.tokens; ++token) {
             for (i32 k = 0; k < s.topk; ++k) {
                 const i64 entry = token * s.topk + k;
                 if (sent.ids[entry] != expert) continue;
                 ++a.tokens_per_expert[expert % here];
                 if (d.layout == Layout::flat) continue;
-                put_payload(d, sent, token, a, row);
+                put_payload(s, d, source, token, p, out, row);
                 put<i32>(a.src, 2 * row, source);
                 put<i32>(a.src, 2 * row + 1, token);
                 put<float>(a.weights, row, weight_of(d, sent, entry));
@@ -144,7 +173,7 @@ float partial(const Shape& s, const Combined& c, const Routed& routed, i32 rank,
         const i64 entry = token * s.topk + k;
         if (routed.owner[rank][entry] != p) continue;
         const float y = value_at(&part.y[routed.row[rank][entry] * part.y_stride], c.type, column);
-        const float scaled = c.weighted ? weight_of(d, d.sent[rank], entry) * y : y;
+        const float scaled = c.weighted ? weight_of(d, d.input[rank], entry) * y : y;
         sum = sum + scaled;
     }
     u8 wire[4];
@@ -158,10 +187,9 @@ Routed expect_dispatch(const Shape& s, const Dispatched& d) {
     Routed out;
     for (i32 rank = 0; rank < s.ranks; ++rank) {
         out.arrived.push_back(untouched(s, d, rank));
-        out.row.emplace_back(d.sent[rank].tokens * s.topk, -1);
-        out.owner.emplace_back(d.sent[rank].tokens * s.topk, -1);
-        out.slot.emplace_back(d.sent[rank].tokens * s.ranks, -1);
-        out.base.emplace_back(s.ranks, 0);
+        out.row.emplace_back(d.input[rank].tokens * s.topk, -1);
+        out.owner.emplace_back(d.input[rank].tokens * s.topk, -1);
+        out.slot.emplace_back(d.input[rank].tokens * s.ranks, -1);
     }
     for (i32 p = 0; p < s.ranks; ++p) {
         arrive_flat(s, d, p, out);
@@ -177,7 +205,7 @@ Home expect_combine(const Shape& s, const Combined& c, const Routed& routed, i32
     const Dispatched& d = *c.routed;
     Home home;
     home.out.assign(part.out.size(), kUntouched);
-    for (i32 token = 0; token < d.sent[rank].tokens; ++token) {
+    for (i32 token = 0; token < d.input[rank].tokens; ++token) {
         for (i32 column = 0; column < d.hidden; ++column) {
             float sum = 0.0f;
             for (i32 p = 0; p < s.ranks; ++p)

@@ -1,4 +1,4 @@
-// What the rounds must give, from the meaning of the operations alone: no counts, slots, chunks or flags.
+// What the rounds must give, from the meaning of the operations alone: no counts, flags or staging.
 #pragma once
 #include <vector>
 
@@ -9,13 +9,16 @@ namespace moecomm::test {
 // The output of a dispatch on one rank, byte for byte; what nobody writes is kUntouched.
 struct Arrived {
     std::vector<u8> x, scales, src, topk_idx, weights, rows;
-    std::vector<i32> tokens_per_expert, source_base;
+    std::vector<u32> scale_columns;
+    std::vector<i32> tokens_per_expert;
+    std::vector<Sent> sent;
+    std::vector<u32> ranges;  // a chunk that brings nothing: only the count of 0 is sure
     i32 num_rows = 0;
 };
 
 struct Routed {
-    std::vector<Arrived> arrived;                          // by rank
-    std::vector<std::vector<i32>> row, owner, slot, base;  // by rank: Route::token_rows, token_owner, token_slot, slot_base
+    std::vector<Arrived> arrived;                    // by rank
+    std::vector<std::vector<i32>> row, owner, slot;  // by rank: Route::token_rows, token_owner, token_slot
 };
 
 Routed expect_dispatch(const Shape& shape, const Dispatched& d);

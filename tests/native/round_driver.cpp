@@ -14,12 +14,21 @@ namespace moecomm::test {
 
 namespace {
 
+void run_dispatch(const Cluster& cluster, const Step& step, i32 rank) {
+    Dispatched& d = *step.dispatch;
+    DispatchArgs args = dispatch_args(cluster, d, rank);
+    args.part = static_cast<i32>(step.part);
+    host::dispatch(args);
+    if (step.part == Part::begin) d.begun[rank] = d.landing[rank];
+}
+
 void run_rank(const Cluster& cluster, const Scenario& scenario, u64 seed, i32 rank) {
     Random jitter(seed * 64 + rank);
     for (const Step& step : scenario.steps) {
         for (i32 i = jitter.once_in(3) ? jitter.between(1, 3) : 0; i > 0; --i) std::this_thread::yield();
-        if (step.dispatch != nullptr) host::dispatch(dispatch_args(cluster, *step.dispatch, rank));
+        if (step.dispatch != nullptr) run_dispatch(cluster, step, rank);
         if (step.combine == nullptr) continue;
+        place_rows(cluster, *step.combine, rank);
         host::combine(combine_args(cluster, *step.combine, rank));
         const Combined::Part& part = step.combine->parts[rank];  // its rows are the caller's again, who writes others at once
         if (part.y_at != 0) std::fill_n(cluster.base(rank) + part.y_at, part.y.size(), kUntouched);

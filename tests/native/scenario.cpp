@@ -15,10 +15,19 @@ Shape random_shape(Random& random, const Limits& limits) {
     s.experts = s.ranks * random.between(1, 4);
     s.topk = random.once_in(10) ? random.between(9, kMaxTopk) : random.between(1, 8);
     s.max_tokens = random.once_in(20) ? random.between(30, 70) : random.between(1, 20);
+    s.ring_tokens = kMaxChunk * random.one_of({1, 1, 1, 2, 3});
+    if (random.once_in(12)) {  // several times around the ring
+        s.max_tokens = random.between(100, 300);
+        s.topk = random.between(1, 4);
+        if (limits.fixed_ranks == 0) s.ranks = random.between(1, 4);
+        s.experts = s.ranks * random.between(1, 2);
+    }
+    if (limits.fixed_tokens != 0) s.max_tokens = limits.fixed_tokens;
     return s;
 }
 
-i32 random_hidden(Random& random) {
+i32 random_hidden(Random& random, const Shape& s) {
+    if (s.max_tokens >= 100) return 16;
     if (random.once_in(40)) return 16 * random.between(66, 140);  // several blocks of columns
     return 16 * (random.once_in(3) ? random.between(1, 20) : random.between(1, 4));
 }
@@ -64,10 +73,11 @@ std::vector<i64> random_ids(Random& random, const Shape& s, i32 tokens, i32 hot)
     return ids;
 }
 
-Sent random_sent(Random& random, const Shape& s, const Dispatched& d, const Limits& limits, i32 hot) {
-    Sent sent{};
+Input random_sent(Random& random, const Shape& s, const Dispatched& d, const Limits& limits, i32 hot) {
+    Input sent{};
     sent.tokens = random.once_in(6) ? 0 : random.once_in(4) ? s.max_tokens : random.between(0, s.max_tokens);
-    sent.chunk_tokens = random.once_in(3) ? kMinChunk : random.between(kMinChunk, 40);
+    sent.chunk_tokens = 1 << random.between(0, 5);
+    static_assert(kMaxChunk == 1 << 5, "all sizes of a chunk");
     sent.workers = random.once_in(4) ? random.between(1, limits.workers) : 1;
     sent.x_stride = align_up(d.hidden * size_of(d.in_type), 16) + 16 * random.between(0, 2);
     sent.x = random_rows(random, sent.tokens, sent.x_stride, d.hidden, d.in_type);
@@ -89,15 +99,20 @@ std::unique_ptr<Dispatched> random_dispatch(Random& random, const Shape& s, cons
     d->weighted = !random.once_in(4);
     d->hidden = hidden;
     d->row_bytes = d->quantize ? hidden : hidden * size_of(d->in_type);
-    d->scale_bytes = d->quantize ? ceil_div(hidden, kQuantGroup) * 4 : random.once_in(3) ? random.between(1, 9) : 0;
+    d->scale_format = static_cast<ScaleFormat>(random.between(0, 1));
+    const i32 bytes_a_scale = d->scale_format == ScaleFormat::ue8m0 ? 1 : 4;
+    d->scale_bytes = d->quantize ? ceil_div(hidden, kQuantGroup) * bytes_a_scale : random.once_in(3) ? random.between(1, 9) : 0;
+    d->scale_columns = d->scale_bytes > 0 && random.once_in(2);
+    if (d->scale_columns) d->scale_bytes = align_up(d->scale_bytes, 4);
     d->alignment = d->layout == Layout::expert && random.once_in(2) ? random.one_of({2, 8, 16, 5}) : 1;
     d->idx_bytes = random.one_of({4, 8});
     const i32 hot = random.once_in(5) ? random.between(0, s.experts - 1) : -1;
-    for (i32 rank = 0; rank < s.ranks; ++rank) d->sent.push_back(random_sent(random, s, *d, limits, hot));
+    for (i32 rank = 0; rank < s.ranks; ++rank) d->input.push_back(random_sent(random, s, *d, limits, hot));
     for (i32 rank = 0; rank < s.ranks; ++rank) {
         Landing landing;
         const i64 needed = rows_needed(s, *d, rank);
         landing.max_rows = static_cast<i32>(needed) + (d->layout == Layout::batched ? 0 : random.one_of({0, 0, 3}));
+        landing.scale_stride = align_up<i64>(landing.max_rows / scale_groups(s, *d), 4) + 4 * random.between(0, 1);
         d->landing.push_back(landing);
     }
     return d;
@@ -107,14 +122,15 @@ std::unique_ptr<Dispatched> random_dispatch(Random& random, const Shape& s, cons
 std::unique_ptr<Dispatched> random_repeat(Random& random, const Dispatched& first) {
     auto d = std::make_unique<Dispatched>(first);
     d->repeats = first.repeats != nullptr ? first.repeats : &first;
-    for (Sent& sent : d->sent) sent.x = random_rows(random, sent.tokens, sent.x_stride, d->hidden, d->in_type);
+    d->begun.clear();
+    for (Input& sent : d->input) sent.x = random_rows(random, sent.tokens, sent.x_stride, d->hidden, d->in_type);
     return d;
 }
 
 // The batched layout may get more of one expert than it has room for, when a token names it twice.
 bool fits(const Shape& s, const Dispatched& d) {
     std::vector<i64> count(s.experts, 0);
-    for (const Sent& sent : d.sent)
+    for (const Input& sent : d.input)
         for (i64 id : sent.ids)
             if (id >= 0) ++count[id];
     return d.layout != Layout::batched || *std::max_element(count.begin(), count.end()) <= static_cast<i64>(s.ranks) * s.max_tokens;
@@ -132,7 +148,7 @@ std::unique_ptr<Combined> random_combine(Random& random, const Shape& s, const L
     const bool shared_bias = random.once_in(2);
     for (i32 rank = 0; rank < s.ranks; ++rank) {
         Combined::Part part;
-        const i32 tokens = routed.sent[rank].tokens, rows = routed.landing[rank].max_rows;
+        const i32 tokens = routed.input[rank].tokens, rows = routed.landing[rank].max_rows;
         part.workers = random.once_in(4) ? random.between(1, limits.workers) : 1;
         part.y_stride = row + 16 * random.between(0, 2);
         part.y = random_rows(random, rows, part.y_stride, routed.hidden, c->type);
@@ -153,7 +169,8 @@ i64 heap_needed(const Shape& s, const Scenario& scenario) {
     for (const auto& d : scenario.dispatches) {
         i64 rows = 0;
         for (const Landing& landing : d->landing) rows = std::max<i64>(rows, landing.max_rows);
-        bytes += rows * (d->row_bytes + d->scale_bytes + 8 + s.topk * 12) + static_cast<i64>(s.ranks) * s.max_tokens * s.topk * 4;
+        const i64 flat_rows = static_cast<i64>(s.ranks) * s.max_tokens;
+        bytes += rows * (d->row_bytes + 8 + s.topk * 12) + std::max(rows, flat_rows) * d->scale_bytes + flat_rows * s.topk * 4;
         bytes += 6 * (Cluster::kGuard + 32);
     }
     for (const auto& c : scenario.combines) {
@@ -164,13 +181,33 @@ i64 heap_needed(const Shape& s, const Scenario& scenario) {
     return bytes;
 }
 
+// A combine of one of the first `lanes` dispatches.
+void add_combine(Random& random, const Limits& limits, Scenario& scenario, i32 lanes) {
+    const Dispatched& lane = *scenario.dispatches[random.between(0, lanes - 1)];
+    scenario.combines.push_back(random_combine(random, scenario.shape, limits, lane));
+    scenario.steps.push_back({nullptr, scenario.combines.back().get()});
+}
+
+// A dispatch whole or in two halves, with combines of what was dispatched before in between.
+void add_dispatch(Random& random, const Limits& limits, Scenario& scenario, std::unique_ptr<Dispatched> d, i32 lanes) {
+    Dispatched* added = d.get();
+    scenario.dispatches.push_back(std::move(d));
+    if (!random.once_in(3)) return scenario.steps.push_back({added, nullptr});
+    added->begun.resize(scenario.shape.ranks);
+    scenario.steps.push_back({added, nullptr, Part::begin});
+    for (i32 combines = lanes > 0 ? random.between(0, 2) : 0; combines > 0; --combines) add_combine(random, limits, scenario, lanes);
+    scenario.steps.push_back({added, nullptr, Part::end});
+}
+
 }  // namespace
+
+i32 scale_groups(const Shape& s, const Dispatched& d) { return d.layout == Layout::batched ? s.experts / s.ranks : 1; }
 
 i64 rows_needed(const Shape& s, const Dispatched& d, i32 rank) {
     if (d.layout == Layout::batched) return static_cast<i64>(s.experts) * s.max_tokens;
     std::vector<i64> count(s.experts, 0);
     i64 slots = 0;
-    for (const Sent& sent : d.sent) {
+    for (const Input& sent : d.input) {
         for (i32 token = 0; token < sent.tokens; ++token) {
             bool here = false;
             for (i32 k = 0; k < s.topk; ++k) {
@@ -191,23 +228,19 @@ i64 rows_needed(const Shape& s, const Dispatched& d, i32 rank) {
 Scenario random_scenario(Random& random, const Limits& limits) {
     Scenario scenario;
     Shape& s = scenario.shape = random_shape(random, limits);
-    const i32 hidden = random_hidden(random);
+    const i32 hidden = random_hidden(random, s);
     if (hidden > 1000 && random.once_in(4)) s.max_tokens = random.between(60, 120);  // a round that is large to the executor
     const i32 lanes = random.between(1, 2), rounds = random.between(lanes, 6);
     for (i32 lane = 0; lane < lanes; ++lane) {
         auto d = random_dispatch(random, s, limits, hidden);
         while (!fits(s, *d)) d = random_dispatch(random, s, limits, hidden);
-        scenario.dispatches.push_back(std::move(d));
-        scenario.steps.push_back({scenario.dispatches.back().get(), nullptr});
+        add_dispatch(random, limits, scenario, std::move(d), lane);
     }
     while (static_cast<i32>(scenario.steps.size()) < rounds) {
-        const Dispatched& lane = *scenario.dispatches[random.between(0, lanes - 1)];
         if (random.once_in(4)) {
-            scenario.dispatches.push_back(random_repeat(random, lane));
-            scenario.steps.push_back({scenario.dispatches.back().get(), nullptr});
+            add_dispatch(random, limits, scenario, random_repeat(random, *scenario.dispatches[random.between(0, lanes - 1)]), lanes);
         } else {
-            scenario.combines.push_back(random_combine(random, s, limits, lane));
-            scenario.steps.push_back({nullptr, scenario.combines.back().get()});
+            add_combine(random, limits, scenario, lanes);
         }
     }
     s.staged_row_bytes = align_up(hidden * 4, 16) + align_up(s.topk * 4, 16);

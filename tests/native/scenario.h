@@ -9,7 +9,7 @@
 namespace moecomm::test {
 
 // What one rank brings to a dispatch.
-struct Sent {
+struct Input {
     i32 tokens, chunk_tokens, workers;
     i64 x_stride, scales_stride;
     std::vector<u8> x, scales;
@@ -20,19 +20,25 @@ struct Sent {
 
 // The plain memory of a rank's route and small outputs, and offsets of the large ones in its window.
 struct Landing {
-    std::vector<i32> token_rows, token_owner, token_slot, slot_base, source_base, tokens_per_expert, num_rows;
+    std::vector<i32> token_rows, token_owner, token_slot, tokens_per_expert, num_rows;
+    std::vector<Sent> sent;
+    std::vector<u32> ranges, scale_columns;
     u64 x = 0, scales = 0, src = 0, topk_idx = 0, weights = 0, rows = 0;
     i32 max_rows = 0;
+    i64 scale_stride = 0;
 };
+constexpr i32 kUnset = 12345;  // what the plain memory holds before anybody writes to it
 
 // A dispatch on all ranks.
 struct Dispatched {
     Layout layout;
     Type in_type;
-    bool quantize, weighted;  // weighted: topk_weights are given
+    bool quantize, scale_columns, weighted;  // weighted: topk_weights are given
+    ScaleFormat scale_format;
     i32 hidden, row_bytes, scale_bytes, alignment, idx_bytes;
-    std::vector<Sent> sent;
+    std::vector<Input> input;  // by rank
     std::vector<Landing> landing;
+    std::vector<Landing> begun;           // the plain memory as the first half left it, where the dispatch was made in two
     const Dispatched* repeats = nullptr;  // the dispatch whose route this one takes again
 
     Type row_type() const { return quantize ? Type::e4m3 : in_type; }
@@ -54,16 +60,18 @@ struct Combined {
     std::vector<Part> parts;
 };
 
-// A round: one of the two.
+// A call: one of the two.
 struct Step {
     Dispatched* dispatch = nullptr;
     Combined* combine = nullptr;
+    Part part = Part::whole;
 };
 
 struct Limits {
     i32 ranks = 8;        // at most
     i32 fixed_ranks = 0;  // exactly, if not 0
     i32 workers = 3;
+    i32 fixed_tokens = 0;  // Shape::max_tokens, if not 0
 };
 
 struct Scenario {
@@ -73,12 +81,17 @@ struct Scenario {
     std::vector<Step> steps;
 };
 
+// How many groups of rows have scale columns of their own.
+i32 scale_groups(const Shape& shape, const Dispatched& d);
 // Rows that `rank` needs to take what all ranks send it.
 i64 rows_needed(const Shape& shape, const Dispatched& d, i32 rank);
 
 Scenario random_scenario(Random& random, const Limits& limits);
 // Room in the windows for the outputs of all dispatches; call once for a cluster made of scenario.shape.
 void place_outputs(const Scenario& scenario, Cluster& cluster);
+
+// Puts the rows of `y` where the call takes them from.
+void place_rows(const Cluster& cluster, const Combined& c, i32 rank);
 
 DispatchArgs dispatch_args(const Cluster& cluster, Dispatched& d, i32 rank);
 CombineArgs combine_args(const Cluster& cluster, Combined& c, i32 rank);

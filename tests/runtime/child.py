@@ -17,8 +17,6 @@ import threading
 import time
 from typing import Any
 
-NOTICE_BYTES = 112
-
 
 def load(path: str) -> Any:
     spec = importlib.util.spec_from_file_location("moecomm._native", path)
@@ -42,7 +40,7 @@ class EmptyRounds:
 
     def __init__(self, native: Any, ranks: int, timeout_s: float = 20) -> None:
         self.native = native
-        shape = native.Shape(ranks, 2 * ranks, 2, 64, 256, 1 << 16)
+        shape = native.Shape(ranks, 2 * ranks, 2, 64, ring_tokens=32, staged_row_bytes=256, heap_bytes=1 << 16)
         self.layout = native.window_layout(shape)
         self.windows = [native.HostWindow(self.layout.bytes) for _ in range(ranks)]
         self.memory = [native.host_alloc(2048) for _ in range(ranks)]
@@ -58,17 +56,16 @@ class EmptyRounds:
         args.ctx.timeout_ns = int(timeout_s * 1e9)
         args.hidden, args.row_bytes, args.idx_bytes = 8, 16, 8
         args.chunk_tokens, args.alignment, args.workers, args.layout = 8, 1, 1, 1
-        args.route.slot_base, args.route.source_base = at + 512, at + 1024
-        args.tokens_per_expert, args.num_rows = at + 1536, at + 1792
+        args.route.sent, args.tokens_per_expert, args.num_rows = at + 512, at + 1536, at + 1792
         return args
 
     def failure(self, rank: int) -> Any:
         return self.native.record(self.args[rank].ctx.record)
 
     def announced(self, rank: int, at: int) -> bool:
-        """Has `rank` told `at` of the first round?  The tag is the upper half of 8 bytes."""
-        notice = self.layout.notices + (len(self.windows) + rank) * NOTICE_BYTES
-        return bool(self.native.read_word(self.windows[at].address + notice + 4) == 1)
+        """Has `rank` told `at` of the first round?  The tag is the upper half of a word of mail; this is the last."""
+        mail = self.layout.mail + (len(self.windows) + rank + 1) * self.layout.mail_words * 8
+        return bool(self.native.read_word(self.windows[at].address + mail - 4) == 1)
 
 
 def exchange(native: Any, rank: int, ranks: int, nonce: str) -> None:

@@ -132,21 +132,22 @@ def test_peers() -> None:
 
 
 def test_shape_and_layout() -> None:
-    shape = _native.Shape(4, 16, 2, 100, staged_row_bytes=48, heap_bytes=1000)
-    names = ("ranks", "experts", "topk", "max_tokens", "staged_row_bytes", "heap_bytes")
-    assert [getattr(shape, name) for name in names] == [4, 16, 2, 100, 48, 1000]
+    shape = _native.Shape(4, 16, 2, 100, ring_tokens=64, staged_row_bytes=48, heap_bytes=1000)
+    names = ("ranks", "experts", "topk", "max_tokens", "ring_tokens", "staged_row_bytes", "heap_bytes")
+    assert [getattr(shape, name) for name in names] == [4, 16, 2, 100, 64, 48, 1000]
     layout = _native.window_layout(shape)
-    assert (layout.columns, layout.chunks, layout.abort) == (20, 13, 0)
+    assert (layout.columns, layout.mail_words, layout.abort) == (20, 26 + 20, 0)
     sizes = {
         "abort": 4,
-        "state": 32,
-        "notices": 2 * 4 * 112,
-        "counts": 2 * 4 * 20 * 4,
-        "arrived": 4 * 13 * 8,
-        "reduced": 4 * 13 * 8,
+        "state": 24,
+        "mail": 2 * 4 * 46 * 8,
+        "arrived": 4 * 100 * 8,
+        "reduced": 4 * 100 * 8,
+        "credits": 4 * 64 * 8,
         "drained": 4 * 8,
-        "chunk_counts": 20 * 13 * 4,
-        "staging": 4 * 100 * 48,
+        "ranges": 4 * 100 * 4,
+        "counting": 256 * 21 * 8,
+        "staging": 4 * 64 * 48,
         "heap": 1000,
     }
     parts = sorted((getattr(layout, name), size) for name, size in sizes.items())
@@ -157,6 +158,12 @@ def test_shape_and_layout() -> None:
     assert (context.shape.max_tokens, context.window.heap, context.window.bytes) == (100, layout.heap, layout.bytes)
     shape.ranks = 2
     assert context.shape.ranks == 4
+
+
+@pytest.mark.parametrize("ring_tokens", [-32, 0, 16, 33])
+def test_rings_that_chunks_do_not_fit(ring_tokens: int) -> None:
+    with pytest.raises(ValueError, match="ring_tokens: want a multiple of 32"):
+        _native.Shape(4, 16, 2, 100, ring_tokens=ring_tokens, staged_row_bytes=48, heap_bytes=1000)
 
 
 def test_record() -> None:

@@ -123,4 +123,4 @@ def test_why_there_is_no_gpu() -> None:
     if missing:
         assert missing.endswith(".")
         with pytest.raises(RuntimeError):
-            _native.cuda_launch(1, 1, 32, 0, 0, _native.DispatchArgs())
+            _native.cuda_launch(1, 32, 0, 0, _native.DispatchArgs())

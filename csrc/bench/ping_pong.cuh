@@ -1,0 +1,117 @@
+// Two ranks put bytes into each other's windows in turn, each time with a signal behind them: half a round trip is the latency.
+#pragma once
+#include "../device/bulk.cuh"
+#include "../protocol/deadline.h"
+
+namespace moecomm::bench {
+
+// moecomm/bench/latency.py fills it in.
+struct PingPongArgs {
+    u64 here, there;  // the blocks in our window and in the peer's: the signal, and kPayload bytes on what is put
+    u64 source;       // what we put: `bytes` in our own memory, 16-byte aligned
+    u64 abort_here, abort_host;
+    u64 timeout_ns;
+    u64 result;  // u64[2]: nanoseconds of the timed round trips, and how it went (Waited)
+    u64 before;  // what the signal counts already
+    i64 bytes;
+    i32 warmup, rounds;  // round trips
+    i32 starts;
+    i32 pad;
+};
+static_assert(sizeof(PingPongArgs) == 88, "as latency.py packs it");
+
+constexpr i32 kPayload = 256;
+constexpr i32 kPutPiece = 8192, kPutSlots = 4;  // of a warp's ring
+
+MOECOMM_FN void count_release(u64* counter) { asm volatile("red.release.sys.global.add.u64 [%0], 1;" ::"l"(counter) : "memory"); }
+
+// Few bytes, by all threads of the grid.
+MOECOMM_FN void put_vectors(const PingPongArgs& a) {
+    const i64 threads = gridDim.x * blockDim.x, thread = blockIdx.x * blockDim.x + threadIdx.x, vectors = a.bytes / 16;
+    const auto* from = reinterpret_cast<const u8*>(a.source);
+    auto* to = reinterpret_cast<u8*>(a.there + kPayload);
+    for (i64 i = thread; i < vectors; i += threads) reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+    for (i64 i = vectors * 16 + thread; i < a.bytes; i += threads) to[i] = from[i];
+}
+
+// A warp's place among those that move by bulk copies.  `loads`: how often it has loaded into its ring, over all rounds.
+struct Mover {
+    u8* ring;
+    u64* loaded;
+    i64 loads;
+};
+
+// Many bytes, a multiple of 16, by one lane of each warp; they are there when it returns.
+MOECOMM_FN void put_bulk(const PingPongArgs& a, Mover& m) {
+    const i64 movers = gridDim.x * (blockDim.x / kWarp), mover = blockIdx.x * (blockDim.x / kWarp) + threadIdx.x / kWarp;
+    const i64 pieces = ceil_div<i64>(a.bytes, kPutPiece), steps = mover < pieces ? ceil_div(pieces - mover, movers) : 0;
+    const auto offset = [&](i64 step) { return (mover + step * movers) * kPutPiece; };
+    const auto size = [&](i64 step) { return static_cast<i32>(min(static_cast<i64>(kPutPiece), a.bytes - offset(step))); };
+    constexpr i32 ahead = kPutSlots - 1;
+    for (i64 step = 0; step < steps + ahead; ++step) {
+        if (step < steps) {
+            if (step >= kPutSlots) bulk_wait_read<0>();
+            const i32 slot = static_cast<i32>((m.loads + step) % kPutSlots);
+            bulk_load(m.ring + slot * kPutPiece, reinterpret_cast<const u8*>(a.source) + offset(step), size(step), m.loaded + slot);
+        }
+        if (const i64 ready = step - ahead; ready >= 0) {
+            const i32 slot = static_cast<i32>((m.loads + ready) % kPutSlots);
+            copy_wait(m.loaded + slot, static_cast<u32>((m.loads + ready) / kPutSlots) & 1);
+            bulk_store(reinterpret_cast<u8*>(a.there + kPayload) + offset(ready), m.ring + slot * kPutPiece, size(ready));
+            bulk_commit();
+        }
+    }
+    m.loads += steps;
+    bulk_wait<0>();
+}
+
+// By every thread: the signal of a block once all its bytes are on their way; the peer waits for those of all blocks.
+MOECOMM_FN void signal_block(const PingPongArgs& a, i64 round) {
+    __syncwarp();
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    auto* flag = reinterpret_cast<u64*>(a.there);
+    if (gridDim.x == 1) {
+        store_release(flag, a.before + round + 1);  // a store is on its way sooner than an addition
+    } else {
+        count_release(flag);
+    }
+}
+
+// By every thread: until the peer has put for this round.  False when it is called off.
+MOECOMM_FN bool await_peer(const PingPongArgs& a, i64 round) {
+    bool failed = false;
+    if (threadIdx.x == 0) {
+        const Deadline d{a.timeout_ns, reinterpret_cast<const u32*>(a.abort_here), reinterpret_cast<const u32*>(a.abort_host)};
+        const u64 wanted = a.before + (round + 1) * gridDim.x;
+        const Waited waited = wait_until(d, [&] { return load_acquire(reinterpret_cast<const u64*>(a.here)) >= wanted; });
+        failed = waited != Waited::ok;
+        if (failed) reinterpret_cast<u64*>(a.result)[1] = static_cast<u64>(waited);
+    }
+    return !__syncthreads_or(failed);
+}
+
+template <bool bulk>
+MOECOMM_FN void ping_pong(const PingPongArgs& a) {
+    extern __shared__ __align__(128) u8 shared[];
+    const i32 warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+    Mover mover{shared + warp * kPutSlots * kPutPiece, reinterpret_cast<u64*>(shared + warps * kPutSlots * kPutPiece) + warp * kPutSlots,
+                0};
+    const bool moves = threadIdx.x % kWarp == 0;
+    if (bulk && moves) {
+        for (i32 slot = 0; slot < kPutSlots; ++slot) barrier_init(mover.loaded + slot, 1);
+        barrier_init_done();
+    }
+    u64 start = 0;
+    for (i64 round = 0; round < a.warmup + a.rounds; ++round) {
+        if (round == a.warmup) start = now_ns();
+        if (!a.starts && !await_peer(a, round)) return;
+        if (!bulk) put_vectors(a);
+        if (bulk && moves) put_bulk(a, mover);
+        signal_block(a, round);
+        if (a.starts && !await_peer(a, round)) return;
+    }
+    if (blockIdx.x == 0 && threadIdx.x == 0) reinterpret_cast<u64*>(a.result)[0] = now_ns() - start;
+}
+
+}  // namespace moecomm::bench

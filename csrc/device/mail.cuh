@@ -1,0 +1,75 @@
+// Mail (csrc/protocol/notice.h): 32 bits and the tag of the round in one store, so that a word is whole when it is there.
+#pragma once
+#include "copy.cuh"
+#include "wait.cuh"
+
+namespace moecomm {
+
+// By the threads [thread, thread + stride, ...) of a block: the words of `notice`, then counts(column) of `columns` columns, to a peer.
+template <class Transport, class Count>
+MOECOMM_FN void send_mail(const Round& r, const Transport& transport, i32 peer, const Notice& notice, i32 columns, i32 thread, i32 stride,
+                          Count count) {
+    const auto* words = reinterpret_cast<const u32*>(&notice);
+    const u64 there = mail_at(r.ctx.window, r.ctx.shape.ranks, r.tag, r.ctx.rank);
+    for (i32 i = thread; i < kNoticeWords + columns; i += stride) {
+        const u32 word = i < kNoticeWords ? words[i] : static_cast<u32>(count(i - kNoticeWords));
+        transport.post(peer, there + i * sizeof(u64), word_signal(r.tag, word));
+    }
+}
+
+// Several words of 32 bits that others post, `stride` bytes apart, loaded together: take(i, word) in order.  False when one did not come;
+// stop(which is late) true: nobody waits any more, and nothing is taken.  Words say all by themselves, so nothing is acquired with them.
+template <class Stop, class Take>
+MOECOMM_FN bool await_words(const Round& r, Phase phase, u64 first, i64 stride, i32 n, Stop stop, Take take) {
+    constexpr i32 kTogether = 8;
+    for (i32 base = 0; base < n; base += kTogether) {
+        u64 seen[kTogether];
+        i32 late = 0;
+        bool stopped = false;
+        const auto ready = [&] {
+            late = -1;
+#pragma unroll
+            for (i32 i = 0; i < kTogether; ++i)
+                if (base + i < n) seen[i] = load_relaxed(own<const u64>(r.ctx, first + (base + i) * stride));
+#pragma unroll
+            for (i32 i = kTogether - 1; i >= 0; --i)
+                if (base + i < n && signal_tag(seen[i]) != r.tag) late = base + i;
+            stopped = late >= 0 && stop(late);
+            return late < 0 || stopped;
+        };
+        const auto whom = [&] { return phase == Phase::grid ? r.ctx.rank : late; };
+        if (!wait_for_any(r, phase, whom, r.tag, ready, [] { return 0ll; })) return false;
+        if (stopped) return true;
+#pragma unroll
+        for (i32 i = 0; i < kTogether; ++i)
+            if (base + i < n) take(base + i, signal_word(seen[i]));
+    }
+    return true;
+}
+
+MOECOMM_FN u64 mail_word(const Round& r, i32 from, i32 word) {
+    return mail_at(r.ctx.window, r.ctx.shape.ranks, r.tag, from) + word * sizeof(u64);
+}
+
+// By the threads of a block, or of a part of it: all words of everybody's notice into `notices`.  False in a thread whose word did not
+// come.
+MOECOMM_FN bool await_notices(const Round& r, Notice* notices, i32 thread, i32 stride) {
+    bool came = true;
+    for (i32 i = thread; came && i < r.ctx.shape.ranks * kNoticeWords; i += stride) {
+        const i32 from = i / kNoticeWords, word = i % kNoticeWords;
+        u64 seen = 0;
+        came = wait_flag(r, Phase::notice, from, mail_word(r, from, word), r.tag, seen);
+        reinterpret_cast<u32*>(notices + from)[word] = signal_word(seen);
+    }
+    return came;
+}
+
+// Has `from` sent a notice of another call than ours?  Then the rest of its mail may never come.
+MOECOMM_FN bool calls_otherwise(const Round& r, i32 from, const Notice& mine) {
+    const auto* words = own<const u64>(r.ctx, mail_word(r, from, 0));
+    const u64 op = load_relaxed(words + kOpWord), low = load_relaxed(words + kCallWord), high = load_relaxed(words + kCallWord + 1);
+    if (signal_tag(op) != r.tag || signal_tag(low) != r.tag || signal_tag(high) != r.tag) return false;
+    return signal_word(op) != mine.op || (static_cast<u64>(signal_word(high)) << 32 | signal_word(low)) != mine.call;
+}
+
+}  // namespace moecomm

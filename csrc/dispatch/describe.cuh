@@ -1,0 +1,72 @@
+// What stands beside the rows: whose they are, which experts want them, with which weights.  By the describe warp, a few tokens at once: a
+// store into a peer's memory costs a multiprocessor some 65 ns, and a chunk's rows at a rank lie together (flat).
+#pragma once
+#include "call.cuh"
+
+namespace moecomm {
+
+// A lane's entry: the k-th expert of a token.
+struct Entry {
+    i32 token, k;  // token -1: none
+    i32 row, owner;
+    float weight;
+};
+
+// Flat: beside each row, all experts of its rank.
+template <class Call>
+MOECOMM_FN void describe_flat(const Call& c, const Entry& e, i32 local) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    for (i32 turn = 0; turn < cfg.ranks; ++turn) {
+        const i32 rank = rotated<cfg.ranks>(c.me(), turn);
+        const i32 slot = reinterpret_cast<const i32*>(c.a.route.token_slot)[static_cast<i64>(e.token) * cfg.ranks + rank];
+        if (slot < 0) continue;
+        const Notice& to = c.shared.notices[rank];
+        const bool here = e.owner == rank;
+        const i64 at = static_cast<i64>(slot) * cfg.topk + e.k;
+        if (to.weights != 0) c.transport.template peer_ptr<float>(rank, to.weights)[at] = here ? e.weight : 0.0f;
+        if (to.topk_idx != 0) {
+            if constexpr (cfg.idx_bytes == 8) c.transport.template peer_ptr<i64>(rank, to.topk_idx)[at] = here ? local : -1;
+            if constexpr (cfg.idx_bytes == 4) c.transport.template peer_ptr<i32>(rank, to.topk_idx)[at] = here ? local : -1;
+        }
+        if (e.k == 0 && to.src != 0) c.transport.template peer_ptr<int2>(rank, to.src)[slot] = make_int2(c.me(), e.token);
+    }
+}
+
+// The same where every entry has a row of its own; and the rows of the token at each rank, by k.
+template <class Call>
+MOECOMM_FN void describe_rows(const Call& c, const Entry& e) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    for (i32 turn = 0; turn < cfg.ranks; ++turn) {
+        const i32 rank = rotated<cfg.ranks>(c.me(), turn);
+        const i32 slot = reinterpret_cast<const i32*>(c.a.route.token_slot)[static_cast<i64>(e.token) * cfg.ranks + rank];
+        if (slot < 0) continue;
+        const i64 at = static_cast<i64>(slot) * cfg.topk + e.k;
+        c.transport.template peer_ptr<i32>(rank, c.shared.notices[rank].rows)[at] = e.owner == rank ? e.row : -1;
+    }
+    if (e.owner < 0) return;
+    const Notice& to = c.shared.notices[e.owner];
+    if (to.weights != 0) c.transport.template peer_ptr<float>(e.owner, to.weights)[e.row] = e.weight;
+    if (to.src != 0) c.transport.template peer_ptr<int2>(e.owner, to.src)[e.row] = make_int2(c.me(), e.token);
+}
+
+// By a warp: the tokens of a chunk.
+template <class Call>
+MOECOMM_FN void describe_chunk(const Call& c, i32 chunk) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    const i32 nth = lane_id() / cfg.topk, k = lane_id() % cfg.topk, end = c.chunk_end(chunk);
+    for (i32 first = chunk * c.a.chunk_tokens; first < end; first += cfg.tokens_per_step()) {
+        const i32 token = first + nth;
+        if (nth >= cfg.tokens_per_step() || token >= end) continue;
+        const i64 entry = static_cast<i64>(token) * cfg.topk + k;
+        const Entry e{token, k, reinterpret_cast<const i32*>(c.a.route.token_rows)[entry],
+                      reinterpret_cast<const i32*>(c.a.route.token_owner)[entry], c.weight_at(entry)};
+        if constexpr (cfg.layout == Layout::flat) {
+            describe_flat(c, e, e.owner >= 0 ? static_cast<i32>(c.id_at(entry)) % cfg.experts_here() : -1);
+        } else {
+            describe_rows(c, e);
+        }
+    }
+    __syncwarp();
+}
+
+}  // namespace moecomm

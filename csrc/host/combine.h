@@ -1,0 +1,42 @@
+// One combine of one rank: what its threads share.
+#pragma once
+#include "round.h"
+#include "rows.h"
+
+namespace moecomm::host {
+
+constexpr i32 kColumns = 1024;  // summed and rounded at once: 4 KB of sums stay in the first-level cache
+
+// Sums on the stack.  Vectors of them that straddle cache lines take a fifth longer.
+struct alignas(64) Sums {
+    float of[kColumns];
+};
+
+struct Combine {
+    explicit Combine(const CombineArgs& args) : a(args), r(args.ctx, Op::combine) {}
+
+    const CombineArgs& a;
+    Round r;
+    const Shape& shape = a.ctx.shape;
+    const i32 topk = shape.topk;
+    const bool flat = a.layout == static_cast<i32>(Layout::flat);
+    const Type type = static_cast<Type>(a.type);
+    const Type staged_type = flat ? type : static_cast<Type>(a.wire);  // of the numbers in a staged row
+    const bool past_cache = a.num_tokens * a.y_stride >= kPastCache;
+    // The experts' rows lie in our window: peers read them there, and nothing is staged.
+    const bool in_place = a.weight_grads == 0 && a.y >= heap() && a.y < a.ctx.peers[r.me] + a.ctx.window.bytes;
+    const i64 grads_at = shape.staged_row_bytes - align_up<i64>(topk * sizeof(float), 16);  // in a staged row
+    const Sent* const sent = memory<const Sent>(a.route.sent);
+
+    // Chunks of the tokens that `home` sent.
+    i32 chunks_of(i32 home) const { return ceil_div(sent[home].num_tokens, sent[home].chunk_tokens); }
+    u8* staged(i32 rank, i32 home, i32 token) const { return at<u8>(a.ctx, rank, staged_at(a.ctx.window, shape, home, token)); }
+    // Do all ranks make this combine?  Without waiting: as far as we know.
+    bool agreed() { return r.notices_in() && r.judge().failure == Failure::none; }
+    bool await_agreement() { return r.await_notices() && r.judge().failure == Failure::none; }
+
+  private:
+    u64 heap() const { return a.ctx.peers[r.me] + a.ctx.window.heap; }
+};
+
+}  // namespace moecomm::host

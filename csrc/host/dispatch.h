@@ -1,0 +1,33 @@
+// One dispatch of one rank: what its threads share.
+#pragma once
+#include "../protocol/args.h"
+#include "plan.h"
+#include "rows.h"
+
+namespace moecomm::host {
+
+struct Dispatch {
+    explicit Dispatch(const DispatchArgs& args) : a(args), r(args.ctx, Op::dispatch, tag_of(args)), plan(a, r) {}
+
+    const DispatchArgs& a;
+    Round r;
+    Plan plan;
+    const i32 topk = a.ctx.shape.topk;
+    const bool flat = a.layout == static_cast<i32>(Layout::flat);
+    const bool repeat = a.repeat != 0;
+    const bool scale_columns = a.scale_columns != 0;
+    const bool past_cache = static_cast<i64>(a.num_tokens) * a.row_bytes >= kPastCache;
+    // Where our tokens go: written by place_token, or by an earlier dispatch that we repeat.
+    i32* const token_rows = memory<i32>(a.route.token_rows);
+    i32* const token_owner = memory<i32>(a.route.token_owner);
+    i32* const token_slot = memory<i32>(a.route.token_slot);
+
+  private:
+    // The second half belongs to the round of the first.
+    static u32 tag_of(const DispatchArgs& args) {
+        const State& state = Round::state_of(args.ctx);
+        return args.part == static_cast<i32>(Part::end) ? state.last_dispatch : state.round + 1;
+    }
+};
+
+}  // namespace moecomm::host

@@ -1,0 +1,75 @@
+#include "stage.h"
+
+#include <algorithm>
+
+namespace moecomm::host {
+
+namespace {
+
+u32 range_of(const Combine& c, i32 home, i32 chunk) {
+    return memory<const u32>(c.a.route.ranges)[static_cast<i64>(home) * c.shape.max_tokens + chunk];
+}
+
+const i32* rows_of(const Combine& c, i32 slot) { return memory<const i32>(c.a.route.rows) + static_cast<i64>(slot) * c.topk; }
+
+// Whose flat row it is: the token's number at its home.
+i32 token_of(const Combine& c, i32 slot) {
+    i64 row = slot;
+    if (!c.flat) {
+        const i32* rows = rows_of(c, slot);
+        while (*rows < 0) ++rows;
+        row = *rows;
+    }
+    return memory<const i32>(c.a.route.src)[2 * row + 1];
+}
+
+// The sum over the rows of flat row `slot` here, in the order of k.
+void reduce_row(const Combine& c, i32 slot, u8* staged, float* scratch) {
+    const i32* rows = rows_of(c, slot);
+    const float* row_weights = memory<const float>(c.a.route.row_weights);
+    Addends from;
+    from.type = c.type;
+    for (i32 k = 0; k < c.topk; ++k)
+        if (rows[k] >= 0) from.add(memory<const u8>(c.a.y) + rows[k] * c.a.y_stride, c.a.weighted != 0 ? row_weights[rows[k]] : 1.0f);
+    if (c.staged_type == Type::fp32) return sum_rows(reinterpret_cast<float*>(staged), from, 0, c.a.hidden);
+    for (i64 column = 0; column < c.a.hidden; column += kColumns) {
+        const i64 n = std::min<i64>(kColumns, c.a.hidden - column);
+        sum_rows(scratch, from, column, n);
+        round_row(staged + column * bytes_of(c.staged_type), scratch, c.staged_type, n);
+    }
+}
+
+// The gradients of the token's weights travel at the end of its row.
+void stage_grads(const Combine& c, i32 slot, u8* staged) {
+    const float* grads = memory<const float>(c.a.weight_grads);
+    const i32* rows = rows_of(c, slot);
+    float* out = reinterpret_cast<float*>(staged + c.grads_at);
+    for (i32 k = 0; k < c.topk; ++k) {
+        if (c.flat) {
+            out[k] = grads[static_cast<i64>(slot) * c.topk + k];
+        } else {
+            out[k] = rows[k] >= 0 ? grads[rows[k]] : 0.0f;
+        }
+    }
+}
+
+}  // namespace
+
+bool rows_here(const Combine& c, i32 home, i32 chunk) { return signal_count(range_of(c, home, chunk)) > 0; }
+
+void stage_chunk(const Combine& c, i32 home, i32 chunk, float* scratch) {
+    const u32 range = range_of(c, home, chunk);
+    for (i32 slot = signal_first(range); slot < signal_first(range) + signal_count(range); ++slot) {
+        u8* staged = c.staged(c.r.me, home, token_of(c, slot));
+        if (c.flat) {
+            copy_row(staged, memory<const u8>(c.a.y) + slot * c.a.y_stride, c.a.hidden * bytes_of(c.type), c.past_cache);
+        } else {
+            reduce_row(c, slot, staged, scratch);
+        }
+        if (c.a.weight_grads != 0) stage_grads(c, slot, staged);
+    }
+    order_copied_rows();
+    store_release(at<u64>(c.a.ctx, home, reduced_at(c.a.ctx.window, c.shape, c.r.me, chunk)), tag_signal(c.r.tag));
+}
+
+}  // namespace moecomm::host

@@ -1,0 +1,12 @@
+// What our experts' rows add up to, laid out for the homes of the tokens.
+#pragma once
+#include "combine.h"
+
+namespace moecomm::host {
+
+// Have the tokens of a chunk of `home` rows here?
+bool rows_here(const Combine& c, i32 home, i32 chunk);
+// Stages them, and tells `home`.  `scratch`: float[kColumns].
+void stage_chunk(const Combine& c, i32 home, i32 chunk, float* scratch);
+
+}  // namespace moecomm::host

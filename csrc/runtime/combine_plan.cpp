@@ -1,0 +1,76 @@
+#include "combine_plan.h"
+
+namespace moecomm::runtime {
+namespace {
+
+// [experts here][ranks * max_tokens], and what follows.
+bool is_batch(const Shape& shape, const DLTensor& t, i32 ndim) {
+    return t.ndim == ndim && t.shape[0] == shape.experts / shape.ranks && t.shape[1] == static_cast<i64>(shape.ranks) * shape.max_tokens &&
+           is_contiguous(t);
+}
+
+bool is_layout(const DispatchArgs& dispatch, Layout layout) { return dispatch.layout == static_cast<i32>(layout); }
+
+}  // namespace
+
+CombinePlan::CombinePlan(const CombineArgs& args, const CombineTensors& like)
+    : args_(args), y_(like.y), bias_(like.bias), weight_grads_(like.weight_grads), y_in_window_(in_window(*like.y)) {}
+
+bool CombinePlan::in_window(const DLTensor& t) const {
+    const Context& ctx = args_.ctx;
+    const u64 first = ctx.peers[ctx.rank], at = address_of(t);
+    return at >= first + ctx.window.heap && at < first + ctx.window.bytes;
+}
+
+bool CombinePlan::is_y(const DispatchArgs& dispatch, const DLTensor& y) const {
+    if (in_window(y) != y_in_window_) return false;
+    if (!is_layout(dispatch, Layout::batched)) return is_rows(y, dispatch.max_rows, args_.hidden);
+    return is_batch(args_.ctx.shape, y, 3) && y.shape[2] == args_.hidden && address_of(y) % static_cast<u64>(kRowAlignment) == 0;
+}
+
+bool CombinePlan::is_weight_grads(const DispatchArgs& dispatch, const DLTensor& grads) const {
+    if (is_layout(dispatch, Layout::batched)) return is_batch(args_.ctx.shape, grads, 2);
+    if (is_layout(dispatch, Layout::flat)) return is_packed(grads, dispatch.max_rows, args_.ctx.shape.topk);
+    return grads.ndim == 1 && grads.shape[0] == dispatch.max_rows && is_contiguous(grads);
+}
+
+bool CombinePlan::fits(const DispatchArgs& dispatch, const CombineTensors& t) const {
+    if (dispatch.layout != args_.layout || t.y == nullptr || t.out == nullptr) return false;
+    if (!y_.fits(t.y) || !y_.fits(t.out) || !bias_.fits(t.bias) || !weight_grads_.fits(t.weight_grads)) return false;
+    const i64 tokens = dispatch.num_tokens, hidden = args_.hidden;
+    if (!is_y(dispatch, *t.y) || !is_rows(*t.out, tokens, hidden)) return false;
+    if (t.bias != nullptr) {
+        const bool one_row = t.bias->ndim == 1 && t.bias->shape[0] == hidden && is_contiguous(*t.bias);
+        if (one_row ? address_of(*t.bias) % static_cast<u64>(kRowAlignment) != 0 : !is_rows(*t.bias, tokens, hidden)) return false;
+    }
+    if (t.weight_grads == nullptr) return true;
+    return is_weight_grads(dispatch, *t.weight_grads) && weight_grads_.fits(t.out_weight_grads) &&
+           is_packed(*t.out_weight_grads, tokens, args_.ctx.shape.topk);
+}
+
+std::optional<CombineArgs> CombinePlan::bind(const DispatchArgs& dispatch, const CombineTensors& t) const {
+    const auto schedule = schedules_.find(dispatch.num_tokens);
+    if (schedule == schedules_.end() || !fits(dispatch, t)) return std::nullopt;
+    std::optional<CombineArgs> args(args_);
+    args->route = dispatch.route;
+    args->num_tokens = dispatch.num_tokens;
+    args->chunk_tokens = dispatch.chunk_tokens;
+    args->workers = schedule->second.workers;
+    args->y = address_of(*t.y);
+    args->y_stride = t.y->ndim == 3 ? args_.hidden * element_bytes(*t.y) : pitch_of(*t.y);
+    args->out = address_of(*t.out);
+    args->out_stride = pitch_of(*t.out);
+    if (t.bias != nullptr) {
+        args->bias = address_of(*t.bias);
+        args->bias_stride = t.bias->ndim == 1 ? 0 : pitch_of(*t.bias);
+    }
+    if (t.weight_grads != nullptr) {
+        // An empty tensor has no address, but the executor must still know that gradients travel.
+        const u64 at = address_of(*t.weight_grads);
+        args->weight_grads = at != 0 ? at : kRowAlignment;
+        args->out_weight_grads = address_of(*t.out_weight_grads);
+    }
+    return args;
+}
+
+}  // namespace moecomm::runtime

@@ -1,0 +1,153 @@
+#include "dispatch_plan.h"
+
+namespace moecomm::runtime {
+namespace {
+
+// Pieces of a block, one after the other.
+class Pieces {
+  public:
+    u64 take(u64 count, u64 bytes) {
+        const u64 here = end_;
+        end_ = align_up(here + count * bytes, Arena::kAlignment);
+        return here;
+    }
+    u64 end() const { return end_; }
+
+  private:
+    u64 end_ = 0;
+};
+
+struct Payload {
+    u64 scales, columns, x, bytes;
+    i32 groups;
+    i64 stride;
+};
+
+// The rows lie last: what no row has arrived in can be given back.
+Payload payload_of(const DispatchArgs& args, i32 max_rows, bool scale_columns) {
+    const Shape& shape = args.ctx.shape;
+    const bool batched = args.layout == static_cast<i32>(Layout::batched);
+    const u64 tokens = static_cast<u64>(shape.ranks) * shape.max_tokens;
+    Payload p{};
+    Pieces pieces;
+    p.scales = pieces.take(scale_columns ? tokens : max_rows, args.scale_bytes);
+    if (scale_columns) {
+        p.groups = batched ? shape.experts / shape.ranks : 1;
+        p.stride = align_up<i64>(batched ? static_cast<i64>(tokens) : max_rows, 4);  // a column is a multiple of 16 bytes, for TMA
+        p.columns = pieces.take(static_cast<u64>(p.groups) * p.stride, args.scale_bytes);
+    }
+    p.x = pieces.take(max_rows, args.row_bytes);
+    p.bytes = pieces.end();
+    return p;
+}
+
+struct Kept {
+    u64 src, topk_idx, weights, rows, token_rows, token_owner, token_slot, sent, ranges, tokens_per_expert, num_rows, bytes;
+};
+
+Kept kept_of(const DispatchArgs& args, i32 max_rows) {
+    const Shape& shape = args.ctx.shape;
+    const bool flat = args.layout == static_cast<i32>(Layout::flat);
+    const u64 ranks = shape.ranks, topk = shape.topk, tokens = shape.max_tokens;
+    Kept k{};
+    Pieces pieces;
+    k.src = pieces.take(max_rows, 2 * sizeof(i32));
+    k.topk_idx = pieces.take(flat ? max_rows : 0, topk * args.idx_bytes);
+    k.weights = pieces.take(max_rows, (flat ? topk : 1) * sizeof(float));
+    k.rows = pieces.take(flat ? 0 : ranks * tokens, topk * sizeof(i32));
+    k.token_rows = pieces.take(tokens, topk * sizeof(i32));
+    k.token_owner = pieces.take(tokens, topk * sizeof(i32));
+    k.token_slot = pieces.take(tokens, ranks * sizeof(i32));
+    k.sent = pieces.take(ranks, sizeof(Sent));
+    k.ranges = pieces.take(ranks * tokens, sizeof(u32));
+    k.tokens_per_expert = pieces.take(shape.experts / shape.ranks, sizeof(i32));
+    k.num_rows = pieces.take(1, sizeof(i32));
+    k.bytes = pieces.end();
+    return k;
+}
+
+}  // namespace
+
+DispatchPlan::DispatchPlan(const DispatchArgs& args, bool scale_columns, const DispatchInputs& like)
+    : args_(args),
+      scale_columns_(scale_columns),
+      x_(like.x),
+      scales_(like.scales),
+      topk_idx_(like.topk_idx),
+      topk_weights_(like.topk_weights) {}
+
+u64 DispatchPlan::kept_bytes(i32 max_rows) const { return kept_of(args_, max_rows).bytes; }
+u64 DispatchPlan::payload_bytes(i32 max_rows) const { return payload_of(args_, max_rows, scale_columns_).bytes; }
+
+bool DispatchPlan::fits(const DispatchInputs& in) const {
+    if (!x_.fits(in.x) || !scales_.fits(in.scales) || !topk_idx_.fits(in.topk_idx) || !topk_weights_.fits(in.topk_weights)) return false;
+    const i64 tokens = in.x->ndim == 2 ? in.x->shape[0] : -1, topk = args_.ctx.shape.topk;
+    if (tokens < 0 || tokens > args_.ctx.shape.max_tokens || !is_rows(*in.x, tokens, args_.hidden)) return false;
+    if (in.scales != nullptr && !is_matrix(*in.scales, tokens, args_.scale_bytes / element_bytes(*in.scales))) return false;
+    if (in.topk_idx != nullptr && !is_packed(*in.topk_idx, tokens, topk)) return false;
+    return in.topk_weights == nullptr || is_packed(*in.topk_weights, tokens, topk);
+}
+
+std::optional<DispatchArgs> DispatchPlan::with_inputs(const DispatchInputs& in) const {
+    if (!fits(in)) return std::nullopt;
+    const i32 tokens = static_cast<i32>(in.x->shape[0]);
+    const auto schedule = schedules_.find(tokens);
+    if (schedule == schedules_.end()) return std::nullopt;
+    std::optional<DispatchArgs> args(args_);
+    args->x = address_of(*in.x);
+    args->x_stride = pitch_of(*in.x);
+    args->num_tokens = tokens;
+    if (in.scales != nullptr) {
+        args->in_scales = address_of(*in.scales);
+        args->in_scales_stride = pitch_of(*in.scales);
+    }
+    if (in.topk_idx != nullptr) args->topk_idx = address_of(*in.topk_idx);
+    if (in.topk_weights != nullptr) args->topk_weights = address_of(*in.topk_weights);
+    args->workers = schedule->second.workers;
+    args->chunk_tokens = schedule->second.chunk_tokens;
+    return args;
+}
+
+void DispatchPlan::place_payload(DispatchArgs& args, const Block& payload) const {
+    const Payload p = payload_of(args, args.max_rows, scale_columns_);
+    args.out_x = payload.offset() + p.x;
+    if (args.scale_bytes != 0) args.out_scales = payload.offset() + p.scales;
+    if (!scale_columns_) return;
+    args.scale_columns = args.ctx.peers[args.ctx.rank] + payload.offset() + p.columns;
+    args.scale_stride = p.stride;
+}
+
+void DispatchPlan::place_kept(DispatchArgs& args, const Block& kept) const {
+    const Kept k = kept_of(args, args.max_rows);
+    const u64 at = kept.offset(), base = args.ctx.peers[args.ctx.rank] + at;
+    const bool flat = args.layout == static_cast<i32>(Layout::flat);
+    args.out_src = at + k.src;
+    args.out_weights = at + k.weights;
+    if (flat) args.out_topk_idx = at + k.topk_idx;
+    if (!flat) args.out_rows = at + k.rows;
+    args.tokens_per_expert = base + k.tokens_per_expert;
+    args.num_rows = base + k.num_rows;
+    args.route = {base + k.token_rows, base + k.token_owner,     base + k.token_slot,         base + k.sent,
+                  base + k.ranges,     flat ? 0 : base + k.rows, flat ? 0 : base + k.weights, base + k.src};
+}
+
+std::optional<DispatchArgs> DispatchPlan::bind(const Block& payload, const Block& kept, i32 max_rows, const DispatchInputs& inputs) const {
+    auto args = with_inputs(inputs);
+    if (!args) return args;
+    args->max_rows = max_rows;
+    place_payload(*args, payload);
+    place_kept(*args, kept);
+    return args;
+}
+
+std::optional<DispatchArgs> DispatchPlan::repeat(const Block& payload, const DispatchArgs& earlier, const DispatchInputs& inputs) const {
+    auto args = with_inputs(inputs);
+    if (!args || args->num_tokens != earlier.num_tokens) return std::nullopt;
+    args->route = earlier.route;
+    args->max_rows = earlier.max_rows;
+    args->chunk_tokens = earlier.chunk_tokens;  // route.sent speaks of these
+    place_payload(*args, payload);
+    return args;
+}
+
+}  // namespace moecomm::runtime

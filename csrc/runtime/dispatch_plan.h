@@ -1,0 +1,44 @@
+// What dispatches of one kind have in common, worked out once: a further one is a few comparisons and addresses.
+#pragma once
+#include <optional>
+
+#include "../protocol/args.h"
+#include "arena.h"
+#include "operand.h"
+#include "schedule.h"
+
+namespace moecomm::runtime {
+
+struct DispatchInputs {  // null: not given
+    const DLTensor *x, *scales, *topk_idx, *topk_weights;
+};
+
+// A dispatch takes two blocks of the window: what arrives (`payload`), and what combine and a repeat need as well (`kept`).
+class DispatchPlan {
+  public:
+    // `args` has everything that is not a tensor's and not an output's; `like` is checked already, and later tensors must be of the same
+    // types in the same places.
+    DispatchPlan(const DispatchArgs& args, bool scale_columns, const DispatchInputs& like);
+
+    Schedules& schedules() { return schedules_; }
+    u64 kept_bytes(i32 max_rows) const;
+    u64 payload_bytes(i32 max_rows) const;
+
+    // Null unless the tensors are what the plan is for, and their number of tokens has a schedule.
+    std::optional<DispatchArgs> bind(const Block& payload, const Block& kept, i32 max_rows, const DispatchInputs& inputs) const;
+    // The same with the route and the rows of an earlier dispatch.
+    std::optional<DispatchArgs> repeat(const Block& payload, const DispatchArgs& earlier, const DispatchInputs& inputs) const;
+
+  private:
+    bool fits(const DispatchInputs& inputs) const;
+    std::optional<DispatchArgs> with_inputs(const DispatchInputs& inputs) const;
+    void place_payload(DispatchArgs& args, const Block& payload) const;
+    void place_kept(DispatchArgs& args, const Block& kept) const;
+
+    DispatchArgs args_;
+    bool scale_columns_;
+    Operand x_, scales_, topk_idx_, topk_weights_;
+    Schedules schedules_;
+};
+
+}  // namespace moecomm::runtime

@@ -1,0 +1,66 @@
+// What rounds ask of a tensor that they are given.
+#pragma once
+#include "dlpack.h"
+
+namespace moecomm::runtime {
+
+constexpr i64 kRowAlignment = 16;  // bytes: of the first row, and from row to row
+
+inline u64 address_of(const DLTensor& t) { return reinterpret_cast<u64>(t.data) + t.byte_offset; }
+inline i64 element_bytes(const DLTensor& t) { return t.dtype.bits / 8; }
+
+inline bool is_empty(const DLTensor& t) {
+    for (i32 d = 0; d < t.ndim; ++d)
+        if (t.shape[d] == 0) return true;
+    return false;
+}
+
+inline bool is_contiguous(const DLTensor& t) {
+    if (t.strides == nullptr || is_empty(t)) return true;
+    i64 step = 1;
+    for (i32 d = t.ndim; d-- > 0;) {
+        if (t.shape[d] != 1 && t.strides[d] != step) return false;
+        step *= t.shape[d];
+    }
+    return true;
+}
+
+// Bytes from row to row of [rows][columns].
+inline i64 pitch_of(const DLTensor& t) { return (t.strides == nullptr || is_empty(t) ? t.shape[1] : t.strides[0]) * element_bytes(t); }
+
+// [rows][columns], where every row is contiguous.
+inline bool is_matrix(const DLTensor& t, i64 rows, i64 columns) {
+    if (t.ndim != 2 || t.shape[0] != rows || t.shape[1] != columns) return false;
+    return columns == 1 || is_empty(t) || t.strides == nullptr || t.strides[1] == 1;
+}
+
+// The same, and aligned as bulk copies need it.
+inline bool is_rows(const DLTensor& t, i64 rows, i64 columns) {
+    return is_matrix(t, rows, columns) &&
+           (is_empty(t) || (pitch_of(t) % kRowAlignment == 0 && address_of(t) % static_cast<u64>(kRowAlignment) == 0));
+}
+
+inline bool is_packed(const DLTensor& t, i64 rows, i64 columns) { return is_matrix(t, rows, columns) && is_contiguous(t); }
+
+// Of what elements a tensor is, and where; or that none is given.
+class Operand {
+  public:
+    explicit Operand(const DLTensor* like) : given_(like != nullptr) {
+        if (!given_) return;
+        type_ = like->dtype;
+        device_ = like->device;
+    }
+
+    bool fits(const DLTensor* t) const {
+        if (t == nullptr || !given_) return (t != nullptr) == given_;
+        return t->dtype.code == type_.code && t->dtype.bits == type_.bits && t->dtype.lanes == type_.lanes &&
+               t->device.device_type == device_.device_type && t->device.device_id == device_.device_id;
+    }
+
+  private:
+    bool given_;
+    DLDataType type_{};
+    DLDevice device_{};
+};
+
+}  // namespace moecomm::runtime

@@ -1,0 +1,14 @@
+// How a round of so many tokens is run.
+#pragma once
+#include <unordered_map>
+
+#include "../protocol/compiler.h"
+
+namespace moecomm::runtime {
+
+struct Schedule {
+    i32 workers, chunk_tokens;
+};
+using Schedules = std::unordered_map<i32, Schedule>;  // by number of tokens
+
+}  // namespace moecomm::runtime

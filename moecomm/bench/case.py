@@ -1,0 +1,142 @@
+"""What is measured: sizes, routing, and the bytes that must move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from moecomm.dispatch import LAYOUTS
+from moecomm.errors import BadInput
+from moecomm.rendezvous import rendezvous
+from moecomm.router import MODELS, random_routing
+
+QUANT_GROUP = 128
+PAYLOADS = ("bf16", "fp8", "fp8-column", "fp8-ue8m0", "fp8-ue8m0-column")  # fp8: cast inside dispatch
+MODES = ("graph", "eager")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of dispatch-combine.  Lists are measured one after the other."""
+
+    model: str  # a name of moecomm.router.MODELS, or "" where the numbers were given
+    hidden: int
+    topk: int
+    experts: int
+    ranks: int
+    backend: str
+    tokens: list[int]  # of a rank
+    layouts: list[str]
+    payloads: list[str]  # of dispatch: names of PAYLOADS
+    sms: list[int]  # 0: as the table of moecomm.tuning says
+    mode: str  # graph or eager
+    cold: bool = False  # caches flushed before each operation; else chained
+    skew: float = 0.0  # the part of the tokens that wants experts of rank 0 alone
+    chain: int = 0  # operations timed together; 0: by their size
+    replays: int = 30
+    pairs: bool = True
+    ceiling: bool = True
+    peers: bool = True
+    overlap_gemm: bool = False
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises BadInput for a value that can't be measured."""
+        if self.ranks < 1 or self.experts % self.ranks:
+            raise BadInput("ranks", self.ranks, f"a divisor of {self.experts} experts")
+        for name, values, known in (("layout", self.layouts, LAYOUTS), ("payload", self.payloads, PAYLOADS)):
+            if not values or any(value not in known for value in values):
+                raise BadInput(name, ",".join(values), f"some of {', '.join(known)}")
+        if not self.tokens or min(self.tokens) < 1:
+            raise BadInput("tokens", self.tokens, "at least 1 each")
+        if not self.sms or min(self.sms) < 0:
+            raise BadInput("sms", self.sms, "at least 1 each, or 0 for the table")
+        if self.mode not in MODES or (self.mode == "graph" and self.backend == "host"):
+            raise BadInput("mode", self.mode, "eager on CPUs; graph or eager on GPUs")
+        if not 0 <= self.skew <= 1 or self.chain < 0 or self.replays < 1:
+            raise BadInput(
+                "skew, chain, replays", (self.skew, self.chain, self.replays), "a part; 0 or more; 1 or more"
+            )
+
+    def chain_of(self, tokens: int) -> int:
+        """Operations to time together: fewer of the larger ones, one on CPUs."""
+        if self.chain:
+            return self.chain
+        return 1 if self.backend == "host" else max(4, min(100, 65536 // tokens))
+
+    def routing(self, tokens: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a rank's tokens: expert ids [T, K] and weights [T, K], on the CPU; the same in every run."""
+        generator = torch.Generator().manual_seed((self.seed * 1000 + rank) * 1_000_003 + tokens)
+        anywhere, weights = random_routing(tokens, self.experts, self.topk, generator=generator)
+        if self.skew == 0:
+            return anywhere, weights
+        there, _ = random_routing(tokens, self.experts, self.topk, ranks=self.ranks, skew=1.0, generator=generator)
+        # It chose a rank of its own, that of every token's first expert: renumbered to rank 0, on all ranks alike.
+        local = self.experts // self.ranks
+        there = (there - there[0, 0] // local * local) % self.experts
+        wants = torch.rand(tokens, 1, generator=generator) < self.skew
+        return torch.where(wants, there, anywhere), weights
+
+    def row_bytes(self, payload: str) -> int:
+        """A row of dispatch on the wire: columns of 2 bytes or 1, and a scale of 4 bytes or 1 for 128 columns of fp8.
+
+        Scales that arrive by column travel in words.
+        """
+        if payload == "bf16":
+            return 2 * self.hidden
+        scales = -(-self.hidden // QUANT_GROUP)
+        if "ue8m0" not in payload:
+            return self.hidden + 4 * scales
+        return self.hidden + (-(-scales // 4) * 4 if payload.endswith("-column") else scales)
+
+
+def model_sizes(model: str, hidden: int | None, topk: int | None, experts: int | None) -> tuple[str, int, int, int]:
+    """(name, hidden, topk, experts) of a model, or of the numbers given in its place; a name is "" if any is."""
+    if model not in MODELS:
+        raise BadInput("model", repr(model), f"one of {', '.join(MODELS)}")
+    shape = MODELS[model]
+    own = (shape.hidden, shape.topk, shape.num_experts)
+    sizes = tuple(own[i] if given is None else given for i, given in enumerate((hidden, topk, experts)))
+    return model if sizes == own else "", sizes[0], sizes[1], sizes[2]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """How many rows go from each rank (first index) to each (second): int64 [R, R].
+
+    `rows`: one a (token, rank), as they cross the wire; `entries`: one a (token, expert).
+    """
+
+    rows: torch.Tensor
+    entries: torch.Tensor
+
+    @staticmethod
+    def of(group: dist.ProcessGroup, topk_idx: torch.Tensor, experts: int) -> Traffic:
+        """Collective."""
+        ranks = rendezvous(group)
+        owner = torch.where(topk_idx >= 0, topk_idx // (experts // ranks.ranks), -1)
+        to = torch.arange(ranks.ranks)
+        wanted = owner.unsqueeze(2) == to  # [T, K, R]
+        mine = torch.stack([wanted.any(dim=1).sum(dim=0), wanted.sum(dim=(0, 1))])  # [2, R]
+        everybody = [
+            torch.frombuffer(bytearray(data), dtype=torch.int64).view(2, ranks.ranks)
+            for data in ranks.all_gather(mine.contiguous().numpy().tobytes())
+        ]
+        rows, entries = torch.stack(everybody, dim=1)
+        return Traffic(rows, entries)
+
+    def wire(self, *, by_expert: bool = False) -> float:
+        """Rows that leave a rank for others, on average: one a (token, rank), or one a (token, expert)."""
+        sent = self.entries if by_expert else self.rows
+        return float(sent.sum() - sent.diagonal().sum()) / len(sent)
+
+    def busiest(self) -> int:
+        """Rows over the busiest link of all: out of, or into, one rank."""
+        remote = self.rows - self.rows.diagonal().diag()
+        return int(max(remote.sum(dim=0).max(), remote.sum(dim=1).max()))
+
+    def logical(self, layout: str) -> float:
+        """Rows that a rank receives, its own included, on average: what `layout` hands out."""
+        return float((self.rows if layout == "flat" else self.entries).sum()) / len(self.rows)

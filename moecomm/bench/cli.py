@@ -1,0 +1,220 @@
+"""The commands of the benchmark."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from moecomm.bench.case import Case
+
+app = typer.Typer(
+    help="Measures dispatch and combine, latency, and the all-to-all ceiling.  Also under torchrun.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Ranks = Annotated[int | None, typer.Option(help="Processes; default: 4 on CPUs, one a GPU.")]
+Backend = Annotated[str, typer.Option(help="auto, host or lsa.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the result there.")]
+Model = Annotated[str, typer.Option(help="Whose sizes: a name of moecomm.router.MODELS.")]
+Hidden = Annotated[int | None, typer.Option(help="Columns of a token, in place of the model's.")]
+Topk = Annotated[int | None, typer.Option(help="Experts a token picks, in place of the model's.")]
+Experts = Annotated[int | None, typer.Option(help="Experts of all ranks, in place of the model's.")]
+Tokens = Annotated[str, typer.Option(help="Tokens of a rank: one number or several, 1,128,4096.")]
+Layouts = Annotated[str, typer.Option("--layout", help="flat, expert, batched; several: flat,expert.")]
+Payloads = Annotated[
+    str, typer.Option("--payload", help="Of dispatch: bf16, fp8, fp8-ue8m0, each fp8 also with -column.")
+]
+Sms = Annotated[str, typer.Option(help="SMs (CPUs: threads), one number or several; 0: as the table says.")]
+Mode = Annotated[str | None, typer.Option(help="graph or eager; default: graph on GPUs.")]
+Cold = Annotated[bool, typer.Option("--cold", help="Flush the caches before each operation.")]
+Skew = Annotated[bool, typer.Option("--skew", help="A quarter of the tokens want one rank.")]
+Chain = Annotated[int, typer.Option(help="Operations timed together; 0: by their size.")]
+Replays = Annotated[int, typer.Option(help="Times that the chain is timed; percentiles are over them.")]
+Ceiling = Annotated[bool, typer.Option("--ceiling/--no-ceiling", help="Measure the all-to-all ceiling first.")]
+Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="NCCL (CPUs: gloo), and DeepEP where installed.")]
+Gemm = Annotated[bool, typer.Option("--overlap-gemm", help="Time a matmul beside each operation.")]
+
+SKEW = 0.25
+EVERY_SIZE = ",".join(str(1 << power) for power in range(15))  # 1 to 16384
+
+
+@app.command()
+def dispatch_combine(
+    model: Model = "deepseek-v3",
+    hidden: Hidden = None,
+    topk: Topk = None,
+    experts: Experts = None,
+    tokens: Tokens = "128,4096",
+    layout: Layouts = "flat,expert",
+    payload: Payloads = "bf16,fp8",
+    sms: Sms = "0",
+    mode: Mode = None,
+    cold: Cold = False,
+    skew: Skew = False,
+    chain: Chain = 0,
+    replays: Replays = 30,
+    ceiling: Ceiling = True,
+    peers: Peers = True,
+    overlap_gemm: Gemm = False,
+    ranks: Ranks = None,
+    backend: Backend = "auto",
+    json: Json = None,
+) -> None:
+    """Whole dispatches and combines, and the two after each other."""
+    case = _case(
+        (model, hidden, topk, experts),
+        (tokens, layout, payload, sms),
+        (backend, ranks, mode),
+        {"cold": cold, "skew": SKEW * skew, "chain": chain, "replays": replays},
+        {"ceiling": ceiling, "peers": peers, "overlap_gemm": overlap_gemm},
+    )
+    _run_case(case, json)
+
+
+@app.command()
+def sweep(
+    model: Model = "deepseek-v3",
+    hidden: Hidden = None,
+    topk: Topk = None,
+    experts: Experts = None,
+    tokens: Tokens = EVERY_SIZE,
+    layout: Layouts = "flat",
+    payload: Payloads = "fp8",
+    mode: Mode = None,
+    replays: Replays = 20,
+    ceiling: Ceiling = True,
+    peers: Peers = True,
+    ranks: Ranks = None,
+    backend: Backend = "auto",
+    json: Json = None,
+) -> None:
+    """dispatch-combine over all sizes, for plots: no pairs."""
+    case = _case(
+        (model, hidden, topk, experts),
+        (tokens, layout, payload, "0"),
+        (backend, ranks, mode),
+        {"replays": replays, "pairs": False},
+        {"ceiling": ceiling, "peers": peers},
+    )
+    _run_case(case, json)
+
+
+def _case(
+    sizes: tuple[str, int | None, int | None, int | None],
+    lists: tuple[str, str, str, str],
+    where: tuple[str, int | None, str | None],
+    timing: dict[str, Any],
+    beside: dict[str, Any],
+) -> Case:
+    from moecomm.bench.case import Case, model_sizes
+    from moecomm.bench.ranks import plan
+
+    tokens, layout, payload, sms = lists
+    backend, ranks = plan(*where[:2])
+    model, hidden, topk, experts = model_sizes(*sizes)
+    return Case(
+        model=model,
+        hidden=hidden,
+        topk=topk,
+        experts=experts,
+        ranks=ranks,
+        backend=backend,
+        tokens=numbers("tokens", tokens),
+        layouts=layout.split(","),
+        payloads=payload.split(","),
+        sms=numbers("sms", sms),
+        mode=where[2] or ("eager" if backend == "host" else "graph"),
+        **timing,
+        **beside,
+    )
+
+
+def _run_case(case: Case, json: Path | None) -> None:
+    from moecomm.bench import dispatch_combine, table
+
+    result = dispatch_combine.run(case)
+    if result is not None:
+        table.show_dispatch_combine(result, table.console())
+        _keep(result, json)
+
+
+@app.command()
+def latency(
+    most_bytes: Annotated[int, typer.Option(help="The largest size; the smallest is one byte.")] = 64 << 20,
+    replays: Replays = 20,
+    backend: Backend = "auto",
+    json: Json = None,
+) -> None:
+    """put + signal between two ranks, 1 B to 64 MB: half a round trip."""
+    from moecomm.bench import latency as measured
+    from moecomm.bench import ranks, table
+    from moecomm.errors import BadInput
+
+    if most_bytes < 1 or replays < 1:
+        raise BadInput("most_bytes, replays", (most_bytes, replays), "at least 1 each")
+    name, count = ranks.plan(backend, None)
+    count = count if ranks.under_torchrun() else 2
+    sizes = [size for size in measured.SIZES if size <= most_bytes]
+    job = {"backend": name, "sizes": sizes, "replays": replays}
+    by_rank = ranks.on_ranks("moecomm.bench.latency:run_rank", job, count)
+    if by_rank is not None:
+        result = {"benchmark": "latency", "backend": name, "rows": measured.merge(by_rank)}
+        table.show_latency(result, table.console())
+        _keep(result, json)
+
+
+@app.command()
+def all_to_all(
+    part_bytes: Annotated[int, typer.Option(help="To each peer; 0: 64 MB, on CPUs 8 MB.")] = 0,
+    ranks: Ranks = None,
+    backend: Backend = "auto",
+    json: Json = None,
+) -> None:
+    """What the links carry at most, by method and SMs."""
+    from moecomm.bench import ceiling, table
+    from moecomm.bench.ranks import on_ranks, plan
+
+    name, count = plan(backend, ranks)
+    by_rank = on_ranks("moecomm.bench.ceiling:run_rank", {"backend": name, "part_bytes": part_bytes}, count)
+    if by_rank is not None:
+        result = {"benchmark": "all-to-all", "backend": name, "ranks": count, "rows": ceiling.merge(by_rank)}
+        table.show_all_to_all(result, table.console())
+        _keep(result, json)
+
+
+@app.command()
+def plot(
+    results: Annotated[list[Path], typer.Argument(help="JSON of dispatch-combine or sweep.", exists=True)],
+    out: Annotated[Path, typer.Option(help="A .png, .svg or .pdf.")] = Path("moecomm.png"),
+) -> None:
+    """Latency and bandwidth over tokens: ours, peers and the ceiling, from JSON.  Wants matplotlib (extra bench)."""
+    from rich.console import Console
+
+    from moecomm.bench.plot import draw
+
+    draw(results, out)
+    Console().print(str(out), highlight=False)
+
+
+def numbers(name: str, text: str) -> list[int]:
+    """The numbers of an option: one, or several with commas between.  Raises BadInput."""
+    from moecomm.errors import BadInput
+
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise BadInput(name, repr(text), "a number, or several with commas between") from None
+
+
+def _keep(result: dict[str, Any], json: Path | None) -> None:
+    if json is not None:
+        from rich.console import Console
+
+        from moecomm.bench.results import write
+
+        Console().print(str(write(json, result)), highlight=False)

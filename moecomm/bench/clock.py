@@ -1,0 +1,141 @@
+"""Timing of operations that all ranks take part in."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """An operation of a peer: what its row says of it, and the call; `graph`: it can be captured."""
+
+    about: dict[str, Any]
+    call: Call
+    graph: bool = True
+
+
+_HEAD_START = 500_000  # cycles that the device waits, so that the host has enqueued all of a replay before it begins
+_FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # several times the last cache
+_HOST_BATCHES, _HOST_CALLS = 20, 10
+
+
+class Clock:
+    """Times a call on every rank at once; all ranks make the same calls of the Clock.
+
+    On GPUs a time is that of one operation among `chain` of them in one captured graph (`graph`), or enqueued one by
+    one by the host.  Ranks meet on the device right before, and in graph replay the device waits until the host has
+    enqueued everything, so that neither is part of the time.
+    `cold`: 256 MB (CPUs: 64 MB) are written before every operation, so that it finds nothing of its own in the cache;
+    the time of a chain of such writes alone is subtracted.
+    On CPUs a time is that of one call (of `chain`), as the caller sees it.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, *, graph: bool, cold: bool, chain: int, replays: int
+    ) -> None:
+        self._group, self._device, self._on_gpu = group, device, device.type == "cuda"
+        self._graph, self._cold, self.chain, self._replays = graph, cold, chain, replays
+
+    def __call__(self, call: Call, meet: Call | None = None) -> list[float]:
+        """Microseconds of one operation on this rank, by replay.
+
+        `meet`: an operation in which ranks wait for each other on the device; default: `call` itself.
+        """
+        if not self._on_gpu:
+            return self._on_cpu(call)
+        flush = self._flush if self._cold else _nothing
+        beside = self._flush_us if self._cold else 0.0
+        return [us - beside for us in self._on_gpu_times(call, flush, meet or call)]
+
+    def host_us(self, call: Call) -> float | None:
+        """Median microseconds until a call returns to the host; None on CPUs, where it is the operation itself."""
+        if not self._on_gpu:
+            return None
+        times = []
+        for _ in range(_HOST_BATCHES):
+            torch.cuda.synchronize()
+            dist.barrier(self._group)
+            for _ in range(_HOST_CALLS):
+                begin = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - begin)
+        torch.cuda.synchronize()
+        return statistics.median(times) * 1e6
+
+    def _on_cpu(self, call: Call) -> list[float]:
+        times = []
+        for _ in range(self._replays + 1):
+            if self._cold:
+                self._flush()
+            dist.barrier(self._group)
+            begin = time.perf_counter()
+            for _ in range(self.chain):
+                call()
+            times.append((time.perf_counter() - begin) * 1e6 / self.chain)
+        return times[1:]
+
+    def _on_gpu_times(self, call: Call, before: Call, meet: Call) -> list[float]:
+        for _ in range(2):  # compiles, and fills the allocators
+            call()
+            meet()
+        torch.cuda.synchronize()
+        run = self._captured(call, before) if self._graph else lambda: self._chain(call, before)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        times = []
+        for _ in range(self._replays + 1):
+            dist.barrier(self._group)
+            if self._graph:
+                torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
+            meet()
+            begin.record()
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 / self.chain)
+        return times[1:]
+
+    def _captured(self, call: Call, before: Call) -> Call:
+        graph = torch.cuda.CUDAGraph()
+        # Of this thread alone: NCCL's own thread looks at its events meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._chain(call, before)
+        return graph.replay
+
+    def _chain(self, call: Call, before: Call) -> None:
+        for _ in range(self.chain):
+            before()
+            call()
+
+    @cached_property
+    def _filler(self) -> torch.Tensor:
+        return torch.zeros(_FLUSH_BYTES[self._device.type], dtype=torch.uint8, device=self._device)
+
+    def _flush(self) -> None:
+        self._filler.fill_(1)
+
+    @cached_property
+    def _flush_us(self) -> float:
+        return statistics.median(self._on_gpu_times(_nothing, self._flush, _nothing))
+
+
+def _nothing() -> None:
+    pass
+
+
+def percentiles(by_rank: list[list[float]]) -> dict[str, float]:
+    """p50, p90 and p99 over replays, each as the slowest rank saw it.  The same number of replays on each rank."""
+    slowest: list[float] = [max(replay) for replay in zip(*by_rank, strict=True)]
+    if len(slowest) == 1:
+        return dict.fromkeys(("p50", "p90", "p99"), slowest[0])
+    cuts = statistics.quantiles(slowest, n=100, method="inclusive")
+    return {f"p{part}": round(cuts[part - 1], 3) for part in (50, 90, 99)}

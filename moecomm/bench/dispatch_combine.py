@@ -1,0 +1,138 @@
+"""Whole dispatches and combines, as a caller sees them, against the bytes that must cross the wire."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moecomm.bench import ceiling, overlap
+from moecomm.bench.case import Case
+from moecomm.bench.clock import percentiles
+from moecomm.bench.ours import OUTSIDE, Operation, Ours, operations
+from moecomm.bench.peers import Peers
+from moecomm.bench.ranks import Step, device_of, on_ranks, progress
+
+
+def run(case: Case) -> dict[str, Any] | None:
+    """Measures a case on all ranks; None in a process that has nothing to report.
+
+    Returns {benchmark, case, backend, ceiling, memory, rows}: see `merge`.  Raises BadInput, RanksFailed.
+    """
+    case.check()
+    by_rank = on_ranks("moecomm.bench.dispatch_combine:run_rank", asdict(case), case.ranks)
+    return None if by_rank is None else merge(case, by_rank)
+
+
+def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
+    """One rank."""
+    case = Case(**job)
+    device = device_of(group, case.backend)
+    found: dict[str, Any] = {"ceiling": [], "memory": [], "rows": []}
+    peers = Peers(case, group, device) if case.peers else None
+    at_a_size = len(operations(case)) + (peers.count if peers else 0)
+    raw = ceiling.ways_count(case.backend, torch.get_num_threads()) if case.ceiling and group.size() > 1 else 0
+    with progress(group, raw + len(case.tokens) * at_a_size) as step:
+        if case.ceiling:
+            found["ceiling"] = ceiling.measure(group, case.backend, device, step)
+        for tokens in case.tokens:
+            with Ours(case, group, device, tokens) as ours:
+                found["backend"] = ours.buffer.backend
+                found["memory"].append(ours.memory())
+                found["rows"] += _rows(case, group, ours, step)
+                found["rows"] += peers.rows(ours, step) if peers else []
+    return found
+
+
+def _rows(case: Case, group: dist.ProcessGroup, ours: Ours, step: Step) -> list[dict[str, Any]]:
+    found = []
+    for op in operations(case):
+        step(f"{ours.tokens} tokens: {op.label}")
+        row = ours.row(op)
+        if case.overlap_gemm and op.what != "pair" and "us" in row:
+            row["overlap"] = _beside(group, ours, op, row)
+        found.append(row)
+    return found
+
+
+def _beside(group: dist.ProcessGroup, ours: Ours, op: Operation, row: dict[str, Any]) -> dict[str, Any]:
+    if not ours.x.is_cuda:
+        return {"why": "on GPUs only"}
+    return overlap.measure(group, ours.call(op), row["sms"], statistics.median(row["us"]))
+
+
+def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    """The result of all ranks together.
+
+    rows: {who, what, layout, payload, variant, tokens, sms_asked, sms, us: {p50, p90, p99}, host_us, wire_bytes,
+    busiest_bytes, logical_bytes, wire_gbs, logical_gbs, of_wire}, or with `why` in the place of figures.  Bytes are
+    means over ranks, times of the slowest.  `of_wire`: wire time at the ceiling / p50; with skewed routing wire time is
+    that of the busiest link.  A pair's `of_sum`: its time / that of its two parts alone; `of_flat`: time / that of the
+    same operation on flat rows.
+    """
+    limits = ceiling.merge([found["ceiling"] for found in by_rank])
+    gbs = limits[0]["gbs"] if limits else None
+    rows = [_merged(case, parts, gbs) for parts in zip(*(found["rows"] for found in by_rank), strict=True)]
+    for row in rows:
+        _compare(row, rows)
+    memory = [
+        {key: max(part[key] for part in parts) for key in parts[0]}
+        for parts in zip(*(found["memory"] for found in by_rank), strict=True)
+    ]
+    return {
+        "benchmark": "dispatch-combine",
+        "case": asdict(case),
+        "backend": by_rank[0]["backend"],
+        "ceiling": limits,
+        "memory": memory,
+        "rows": rows,
+    }
+
+
+def _merged(case: Case, parts: tuple[dict[str, Any], ...], ceiling_gbs: float | None) -> dict[str, Any]:
+    row = dict(parts[0])
+    whys = [part["why"] for part in parts if "why" in part]
+    if whys:
+        return {key: value for key, value in row.items() if key not in ("us", "host_us")} | {"why": whys[0]}
+    us = row["us"] = percentiles([part["us"] for part in parts])
+    host = [part["host_us"] for part in parts if part["host_us"] is not None]
+    row["host_us"] = round(max(host), 2) if host else None
+    row["wire_gbs"] = round(row["wire_bytes"] / us["p50"] / 1e3, 3)
+    row["logical_gbs"] = round(row["logical_bytes"] / us["p50"] / 1e3, 3)
+    row["of_wire"] = None
+    if ceiling_gbs:
+        moved = row["busiest_bytes"] if case.skew else row["wire_bytes"]
+        row["of_wire"] = round(moved / ceiling_gbs / 1e3 / us["p50"], 4)
+    if "overlap" in row and "why" not in row["overlap"]:
+        kept = [part["overlap"]["gemm_tflops_beside"] / part["overlap"]["gemm_tflops"] for part in parts]
+        alone = min(part["overlap"]["gemm_tflops"] for part in parts)
+        row["overlap"] = {"gemm_tflops": round(alone, 1), "kept": round(min(kept), 4)}
+    return row
+
+
+def _compare(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Adds of_sum and of_flat where there is what they compare with."""
+    if row["who"] != "moecomm" or "us" not in row:
+        return
+    if row["what"] == "pair":
+        alone = [
+            _p50(rows, row, what="dispatch", variant=""),
+            _p50(rows, row, what="combine", payload=""),
+        ]
+        if None not in alone:
+            row["of_sum"] = round(row["us"]["p50"] / sum(filter(None, alone)), 4)
+    elif row["layout"] != "flat":
+        flat = _p50(rows, row, layout="flat", variant=OUTSIDE if row["what"] == "combine" else "")
+        if flat:
+            row["of_flat"] = round(row["us"]["p50"] / flat, 4)
+
+
+def _p50(rows: list[dict[str, Any]], like: dict[str, Any], **other: str) -> float | None:
+    """Of our row that is as `like` but for `other`."""
+    keys = ("who", "what", "layout", "payload", "variant", "tokens", "sms_asked")
+    wanted = {key: other.get(key, like[key]) for key in keys}
+    found = [row["us"]["p50"] for row in rows if "us" in row and all(row[key] == wanted[key] for key in keys)]
+    return float(found[0]) if found else None

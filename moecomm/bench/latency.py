@@ -1,0 +1,133 @@
+"""put + signal between two ranks: from the first byte on its way until the peer has seen the signal behind the last."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moecomm import _native
+from moecomm.bench import kernels
+from moecomm.bench.clock import percentiles
+from moecomm.bench.landing import Landing
+from moecomm.bench.ranks import device_of, progress
+from moecomm.errors import Timeout
+
+SIZES = [1 << power for power in range(27)]  # 1 B to 64 MB
+_SIGNAL_BYTES = 256  # kPayload
+_TIMEOUT_NS = 30_000_000_000
+_BUDGET_BYTES = 2 << 30  # moved for one size in one replay, at most
+_MOST_ROUNDS, _FEWEST_ROUNDS = 500, 8
+# (kernel, blocks, smallest and largest size) to try; the fastest is what a size takes.
+_WAYS = (
+    ("st, a warp", 1, 1, 1 << 12),
+    ("st", 1, 1 << 10, 1 << 16),
+    ("st", 8, 1 << 12, 1 << 20),
+    ("TMA", 1, 1 << 12, 1 << 20),
+    ("TMA", 8, 1 << 15, 1 << 23),
+    ("TMA", 32, 1 << 17, 1 << 40),
+)
+
+
+class _Args(ctypes.Structure):
+    """PingPongArgs of csrc/bench/ping_pong.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("here", "there", "source", "abort_here", "abort_host", "timeout_ns")),
+        *((name, ctypes.c_uint64) for name in ("result", "before")),
+        ("bytes", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("warmup", "rounds", "starts", "pad")),
+    )
+
+
+def run_rank(group: dist.ProcessGroup, **job: Any) -> list[dict[str, Any]]:
+    """One rank: rows {bytes, method, sms, us}, `us` by replay.  Ranks 0 and 1 play, others look on."""
+    device, sizes = device_of(group, job["backend"]), job["sizes"]
+    ways = [(size, *way) for size in sizes for way in _ways(size, job["backend"])]
+    rows = []
+    with (
+        progress(group, len(ways)) as step,
+        Landing(group, _SIGNAL_BYTES + max(sizes), job["backend"], device) as landing,
+    ):
+        player = Player(landing, max(sizes), device) if group.rank() < 2 else None
+        for size, method, blocks in ways:
+            step(f"put + signal: {size} bytes, {method}")
+            us = []
+            for _ in range(job["replays"]):
+                dist.barrier(group)
+                if player is not None:
+                    us.append(player.play(size, method, blocks, _rounds(size)))
+            rows.append({"bytes": size, "method": method, "sms": blocks, "us": us})
+        dist.barrier(group)
+    return rows
+
+
+def _ways(size: int, backend: str) -> list[tuple[str, int]]:
+    if backend == "host":
+        return [("memcpy", 1)]
+    return [(method, blocks) for method, blocks, least, most in _WAYS if least <= size <= most]
+
+
+def _rounds(size: int) -> int:
+    return max(_FEWEST_ROUNDS, min(_MOST_ROUNDS, _BUDGET_BYTES // size // 2))
+
+
+class Player:
+    """One of the two ranks that play.
+
+    Both make the same calls of play().
+    """
+
+    def __init__(self, landing: Landing, most_bytes: int, device: torch.device) -> None:
+        self._landing, self._device = landing, device
+        self._source = torch.arange(most_bytes, device=device).to(torch.uint8)
+        self._result = torch.zeros(2, dtype=torch.int64, device=device)
+        self._signals = 0
+
+    def play(self, size: int, method: str, blocks: int, rounds: int) -> float:
+        """Microseconds of half a round trip, over `rounds` of them.  Raises Timeout."""
+        landing, warmup = self._landing, max(2, rounds // 10)
+        known = {
+            "here": landing.addresses[landing.rank],
+            "there": landing.addresses[1 - landing.rank],
+            "source": self._source.data_ptr(),
+            "before": self._signals,
+            "warmup": warmup,
+            "rounds": rounds,
+            "timeout_ns": _TIMEOUT_NS,
+            "abort_here": landing.abort_words[0],
+            "abort_host": landing.abort_words[1],
+        }
+        self._signals += (warmup + rounds) * blocks
+        if self._device.type == "cpu":
+            nanoseconds = _native.host_ping_pong(nbytes=size, starts=landing.rank == 0, **known) or 0
+        else:
+            nanoseconds = self._on_gpu(kernels.PING_PONG[method], blocks, size, known)
+        if nanoseconds == 0:
+            peer, text = 1 - landing.rank, f"rank {landing.rank} waited for rank {1 - landing.rank}: its put"
+            raise Timeout(text, rank=landing.rank, peer=peer, phase="payload", op="put", round=0)
+        return nanoseconds / 1e3 / rounds / 2
+
+    def _on_gpu(self, kernel: kernels.BenchKernel, blocks: int, size: int, known: dict[str, int]) -> int:
+        self._result.zero_()
+        args = _Args(bytes=size, starts=self._landing.rank == 0, result=self._result.data_ptr(), **known)
+        kernels.launch(kernel, blocks, args)
+        nanoseconds, waited = self._result.tolist()
+        return 0 if waited else int(nanoseconds)
+
+    def arrived(self, size: int) -> bool:
+        """Whether what the peer has put lies in our block."""
+        return torch.equal(self._landing.tensor[_SIGNAL_BYTES : _SIGNAL_BYTES + size], self._source[:size])
+
+
+def merge(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Rows {bytes, method, sms, us, gbs}, one a size: the fastest way there, as the slower rank saw it."""
+    best: dict[int, dict[str, Any]] = {}
+    for parts in zip(*by_rank[:2], strict=True):
+        us, size = percentiles([part["us"] for part in parts]), parts[0]["bytes"]
+        row = {**parts[0], "us": us, "gbs": round(size / us["p50"] / 1e3, 4)}
+        if size not in best or us["p50"] < best[size]["us"]["p50"]:
+            best[size] = row
+    return list(best.values())

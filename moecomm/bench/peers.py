@@ -1,0 +1,78 @@
+"""Rows of others on the same input in the same run.  What fails becomes a row that says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moecomm.bench import deep_ep
+from moecomm.bench.case import Case
+from moecomm.bench.clock import Clock, Timed
+from moecomm.bench.exchange import Collective
+from moecomm.bench.ours import Ours
+from moecomm.bench.ranks import Step, together
+from moecomm.rendezvous import rendezvous
+
+
+class Peers:
+    """Whoever can run here.  Collective, as is every call."""
+
+    def __init__(self, case: Case, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._case, self._group, self._device = case, group, device
+        self._collective = Collective(case, group, device)
+        self._ways: dict[str, Callable[[Ours], list[Timed]]] = {self._collective.name: self._collective.calls}
+        self._failed: dict[str, str] = {}
+        if device.type == "cuda" and self._on_all(deep_ep.module() is not None):
+            self._ways |= deep_ep.DeepEP(case).ways()
+
+    @property
+    def count(self) -> int:
+        """How many there are, for the progress bar."""
+        return len(self._ways)
+
+    def rows(self, ours: Ours, step: Step) -> list[dict[str, Any]]:
+        """What this rank found of everybody at the size of `ours`; one that has failed is not asked again."""
+        found = []
+        for name, calls in self._ways.items():
+            step(name)
+            if name not in self._failed:
+                found += self._rows(name, calls, ours)
+        return found
+
+    def _rows(self, name: str, calls: Callable[[Ours], list[Timed]], ours: Ours) -> list[dict[str, Any]]:
+        about: dict[str, Any] = {"who": name, "tokens": ours.tokens, "sms_asked": 0, "variant": ""}
+        found: list[dict[str, Any]] = []
+        calls_here, why = together(self._group, partial(calls, ours))
+        for timed in calls_here or []:
+            # Once before it is timed: one that fails here does so before other ranks wait for it in the Clock.
+            _, why = together(self._group, partial(self._try, timed))
+            if why:
+                break
+            times, why = together(self._group, partial(self._time, timed, ours))
+            if why:
+                break
+            busiest = timed.about["wire_bytes"]
+            found.append({**about, **timed.about, "busiest_bytes": busiest, "us": times[0], "host_us": times[1]})
+        if why:
+            self._failed[name] = why
+            blank = {"what": "", "layout": "", "payload": "", "sms": 0}
+            found.append({**about, **blank, "why": why})
+        return found
+
+    def _try(self, timed: Timed) -> None:
+        timed.call()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _time(self, timed: Timed, ours: Ours) -> tuple[list[float], float | None]:
+        graph = timed.graph and self._case.mode == "graph"
+        mode = {"graph": graph, "cold": self._case.cold}
+        clock = Clock(self._group, self._device, **mode, chain=ours.clock.chain, replays=self._case.replays)
+        return clock(timed.call), clock.host_us(timed.call)
+
+    def _on_all(self, fine: bool) -> bool:
+        return all(data == b"\1" for data in rendezvous(self._group).all_gather(bytes([fine])))

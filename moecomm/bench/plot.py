@@ -1,0 +1,124 @@
+"""Time and bandwidth over tokens, from the JSON of dispatch-combine and sweep: ours, peers, and the ceiling."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moecomm.errors import BadInput, Unsupported
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLOURS = {"dispatch": "tab:blue", "combine": "tab:orange", "pair": "tab:green"}
+_LINES = ("-", "--", ":", "-.")
+_MARKERS = "osv^Dx"
+
+
+def draw(results: Iterable[Path], out: Path) -> None:
+    """Draws all results into one picture, a row of panels for each.
+
+    Raises BadInput for a file that is not such a result, Unsupported where matplotlib is missing.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise Unsupported(f"plots need matplotlib ({error}); pip install 'moecomm[bench]'") from None
+    paths = list(results)
+    found = [_read(path) for path in paths]
+    # The same picture for the same numbers: no date, no random names.
+    with matplotlib.rc_context({"svg.hashsalt": "moecomm", "font.size": 9}):
+        figure = Figure(figsize=(11, 4.2 * len(found)), layout="constrained")
+        for (left, right), result in zip(figure.subplots(len(found), 2, squeeze=False), found, strict=True):
+            _draw_times(left, result)
+            _draw_bandwidths(right, result)
+        metadata = {"Date": None, "Description": digest(paths)} if out.suffix == ".svg" else {}
+        figure.savefig(out, dpi=150, metadata=metadata)
+
+
+def digest(results: Iterable[Path]) -> str:
+    """What an SVG says it was drawn from."""
+    return "sha256 " + hashlib.sha256(b"".join(path.read_bytes() for path in results)).hexdigest()
+
+
+def series(result: dict[str, Any]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Rows with figures, by (what, who and how), over tokens.  With several SM counts only the first of them."""
+    sms = result["case"]["sms"][0]
+    lines: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        if "us" in row and (row["who"] != "moecomm" or row["sms_asked"] == sms):
+            how = " ".join(filter(None, (row["who"], row["layout"], row["what"], row["payload"], row["variant"])))
+            lines.setdefault((row["what"], how), []).append(row)
+    return {key: sorted(rows, key=lambda row: int(row["tokens"])) for key, rows in lines.items()}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+        if found["benchmark"] == "dispatch-combine":
+            return dict(found)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise BadInput("results", str(path), "JSON that dispatch-combine or sweep has written")
+
+
+def _draw_times(axes: Axes, result: dict[str, Any]) -> None:
+    limits = result["ceiling"]
+    axes.set_yscale("log")
+    for style, (_, how), rows in _styled(result):
+        tokens = [row["tokens"] for row in rows]
+        axes.plot(tokens, [row["us"]["p50"] for row in rows], label=how, **style)
+        if limits and rows[0]["who"] == "moecomm":
+            wire = [row["wire_bytes"] / limits[0]["gbs"] / 1e3 for row in rows]
+            axes.plot(tokens, wire, color=style["color"], linewidth=0.6, alpha=0.5)
+    axes.set_ylim(bottom=0.5 * min(row["us"]["p50"] for rows in series(result).values() for row in rows))
+    _label(axes, result, "us (thin: wire time at the ceiling)")
+
+
+def _draw_bandwidths(axes: Axes, result: dict[str, Any]) -> None:
+    for style, (_, how), rows in _styled(result):
+        axes.plot([row["tokens"] for row in rows], [row["wire_gbs"] for row in rows], label=how, **style)
+    if result["ceiling"]:
+        best = result["ceiling"][0]
+        axes.axhline(best["gbs"], color="black", linewidth=0.8, label=f"all-to-all ceiling ({best['method']})")
+    axes.set_ylim(bottom=0)
+    _label(axes, result, "GB/s that leave a rank for others")
+    axes.legend(fontsize=7)
+
+
+def _label(axes: Axes, result: dict[str, Any], y: str) -> None:
+    case, gpus = result["case"], result["machine"]["gpus"]
+    machine = gpus[0] if gpus and case["backend"] != "host" else result["machine"]["cpu"]
+    sizes = f"hidden {case['hidden']}, top-{case['topk']} of {case['experts']}"
+    axes.set_title(f"{case['ranks']} ranks, {machine}: {case['model'] or 'numbers given'}, {sizes}", fontsize=9)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(case["tokens"], [str(tokens) for tokens in case["tokens"]], fontsize=7, minor=False)
+    axes.minorticks_off()
+    axes.set_xlabel("tokens a rank")
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.3)
+
+
+def _styled(result: dict[str, Any]) -> Iterable[tuple[dict[str, Any], tuple[str, str], list[dict[str, Any]]]]:
+    """Lines with their looks: colour by operation, dashes by who, markers by how."""
+    lines = series(result)
+    whos = list(dict.fromkeys(rows[0]["who"] for rows in lines.values()))
+    counts: dict[tuple[str, str], int] = {}
+    for key, rows in lines.items():
+        who, what = rows[0]["who"], key[0]
+        number = counts[who, what] = counts.get((who, what), -1) + 1
+        yield (
+            {
+                "color": _COLOURS.get(what, "tab:gray"),
+                "linestyle": _LINES[whos.index(who) % len(_LINES)],
+                "marker": _MARKERS[number % len(_MARKERS)],
+                "markersize": 3,
+                "linewidth": 1.2,
+            },
+            key,
+            rows,
+        )

@@ -1,0 +1,69 @@
+"""How a measurement is kept: a JSON file, with the machine, the versions and the command that made it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import moecomm
+from moecomm.bench.ranks import starter
+
+
+def write(path: Path, measured: dict[str, Any]) -> Path:
+    """Writes what was measured, and where, when and how; `what` is the file's own name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"what": path.stem, **origin(), **measured}, indent=1) + "\n")
+    return path
+
+
+def origin() -> dict[str, Any]:
+    """When, where and how."""
+    gpus = [torch.cuda.get_device_properties(gpu).name for gpu in range(torch.cuda.device_count())]
+    return {
+        "command": command(),
+        "date": datetime.date.today().isoformat(),
+        "machine": {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "moecomm": moecomm.__version__,
+            **(_cuda() if gpus else {}),
+        },
+    }
+
+
+def command() -> str:
+    """What was typed, near enough to be typed again."""
+    program, root = Path(sys.argv[0]).absolute(), Path(moecomm.__file__).parent.parent
+    if program.name == "__main__.py" and program.is_relative_to(root):
+        module = ".".join(program.parent.relative_to(root).parts)
+        words = ["-m", module]
+    elif program.name == "moecomm":
+        words = ["-m", "moecomm"]
+    else:
+        words = [os.path.relpath(program)]
+    return " ".join([*starter(), *words, *sys.argv[1:]])
+
+
+def _cuda() -> dict[str, str]:
+    found = {"cuda": str(torch.version.cuda)}
+    if dist.is_nccl_available():
+        found["nccl torch was built with"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    proc = Path("/proc/driver/nvidia/version")
+    if proc.exists() and (driver := re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", proc.read_text())):
+        found["driver"] = driver[0]
+    return found
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

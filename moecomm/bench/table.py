@@ -1,0 +1,108 @@
+"""What a benchmark found, for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+_WIDE = 132  # columns that a table may take: figures are worth more than lines that fit
+
+
+def console() -> Console:
+    """Standard output, wide enough for a table."""
+    return Console(width=max(Console().width, _WIDE))
+
+
+def show_dispatch_combine(result: dict[str, Any], out: Console) -> None:
+    """The tables of dispatch-combine and sweep."""
+    case, limits = result["case"], result["ceiling"]
+    name = f"[bold]{case['model']}[/]: " if case["model"] else ""
+    out.print(
+        f"{name}hidden {case['hidden']}, top-{case['topk']} of {case['experts']} experts; {case['ranks']} ranks, "
+        f"{result['backend']}; {_mode(case)}; median of {case['replays']}, slowest rank",
+        highlight=False,
+    )
+    if limits:
+        out.print(
+            f"all-to-all ceiling: [bold]{limits[0]['gbs']:.1f} GB/s[/] a rank ({limits[0]['method']}, "
+            f"{limits[0]['sms']} SMs or threads)",
+            highlight=False,
+        )
+    for memory in result["memory"]:
+        out.print(
+            f"{memory['tokens']} tokens: window {memory['window'] / 2**20:.1f} MiB, "
+            f"{memory['beyond_outputs'] / 2**20:.1f} MiB of it beside room for outputs",
+            highlight=False,
+        )
+    table = _table("tokens", "by", "operation")
+    for column in ("SMs", "p50", "p90", "p99 us", "wire", "logical GB/s", "of wire", "host us", "beside"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in result["rows"]:
+        what = " ".join(filter(None, (row[key] for key in ("layout", "what", "payload", "variant"))))
+        table.add_row(str(row["tokens"]), row["who"], what, *(["-"] * 8 if "why" in row else _figures(row)))
+    out.print(table)
+    for row in result["rows"]:
+        if "why" in row:
+            out.print(f"{row['tokens']} tokens, {row['who']} {row['what']}: {row['why']}", style="dim", markup=False)
+
+
+def _mode(case: dict[str, Any]) -> str:
+    mode = "one by one" if case["backend"] == "host" else f"{case['mode']} of several"
+    skewed = f"; {case['skew']:.0%} of the tokens want rank 0" if case["skew"] else ""
+    return f"{mode}, {'caches flushed' if case['cold'] else 'chained'}{skewed}"
+
+
+def _figures(row: dict[str, Any]) -> list[str]:
+    us = row["us"]
+    beside = []
+    if "of_sum" in row:
+        beside.append(f"{row['of_sum']:.2f} of sum")
+    if "of_flat" in row:
+        beside.append(f"{row['of_flat']:.2f} of flat")
+    if "kept" in row.get("overlap", {}):
+        beside.append(f"GEMM {row['overlap']['kept']:.0%}")
+    return [
+        str(row["sms"] or ""),
+        *(f"{us[part]:.1f}" for part in ("p50", "p90", "p99")),
+        f"{row['wire_gbs']:.1f}",
+        f"{row['logical_gbs']:.1f}",
+        "" if row["of_wire"] is None else f"{row['of_wire']:.3f}",
+        "" if row["host_us"] is None else f"{row['host_us']:.1f}",
+        ", ".join(beside),
+    ]
+
+
+def show_latency(result: dict[str, Any], out: Console) -> None:
+    """The table of latency."""
+    out.print(f"put + signal between two ranks, {result['backend']}: half a round trip", highlight=False)
+    table = _table("bytes", "by")
+    for column in ("SMs", "p50", "p90", "p99 us", "GB/s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in result["rows"]:
+        us = [f"{row['us'][part]:.2f}" for part in ("p50", "p90", "p99")]
+        table.add_row(str(row["bytes"]), row["method"], str(row["sms"]), *us, f"{row['gbs']:.2f}")
+    out.print(table)
+
+
+def show_all_to_all(result: dict[str, Any], out: Console) -> None:
+    """The table of all-to-all."""
+    out.print(
+        f"all-to-all between {result['ranks']} ranks, {result['backend']}: bytes that leave a rank, over the time of "
+        "the slowest",
+        highlight=False,
+    )
+    table = _table("by")
+    for column in ("SMs or threads", "p50 us", "GB/s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in result["rows"]:
+        table.add_row(row["method"], str(row["sms"] or ""), f"{row['us']['p50']:.1f}", f"{row['gbs']:.1f}")
+    out.print(table)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    return table

@@ -1,0 +1,96 @@
+"""What combines with the same options have in common: worked out for the first one, looked up for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from moecomm import _native, call
+from moecomm.combine.arguments import Tensors
+from moecomm.dispatch.arguments import LAYOUTS
+from moecomm.routed import Handle
+from moecomm.settings import DTYPES
+
+if TYPE_CHECKING:
+    from moecomm.buffer import Buffer
+
+
+class Options(NamedTuple):
+    """What a caller of combine chooses, but for the tensors; with the layout of the dispatch."""
+
+    layout: str
+    dtype: torch.dtype
+    weighted: bool
+    wire: torch.dtype | None
+    num_sms: int | None
+
+
+class Combining:
+    """A combine that is ready to run, and what it hands out."""
+
+    __slots__ = ("args", "back", "inputs", "out", "out_weight_grads", "plan")
+
+    def __init__(self, plan: Plan, args: _native.CombineArgs, out: Any, out_weight_grads: torch.Tensor | None) -> None:
+        self.plan, self.args = plan, args
+        self.out, self.out_weight_grads = out, out_weight_grads
+        self.back: Any = None  # turns our tensors into the caller's kind of arrays; None: they are torch's
+        self.inputs: Any = None  # alive until the executor has them
+
+
+class Plan:
+    """Combines with one set of options, for tensors of the types that `like` has."""
+
+    def __init__(self, buffer: Buffer, options: Options, like: Tensors) -> None:
+        self._options, self._hidden, self._topk = options, buffer.hidden, buffer.topk
+        self._device = buffer.device
+        args = _args(buffer, options, like)
+        self._native = _native.CombinePlan(args, like.y, like.bias, like.weight_grads)
+        self._session = buffer.session
+        self._run: Callable[[_native.CombineArgs], None] | None = None
+
+    def schedule(self, num_tokens: int) -> None:
+        """Makes start() know how a round of so many tokens is run."""
+        options = self._options
+        schedule = self._session.schedule(
+            "combine", num_tokens=num_tokens, layout=options.layout, num_sms=options.num_sms
+        )
+        self._native.schedule(num_tokens, schedule.workers, schedule.chunk_tokens)
+
+    def start(self, handle: Handle, y: Any, out: Any, bias: Any, weight_grads: Any) -> Combining | None:
+        """A combine that is ready to run; None unless these are tensors that the plan is for, and in order."""
+        tokens = handle.args.num_tokens
+        if out is None:
+            out = torch.empty((tokens, self._hidden), dtype=self._options.dtype, device=self._device)
+        home = None
+        if weight_grads is not None:
+            home = torch.empty((tokens, self._topk), dtype=torch.float32, device=self._device)
+        args = self._native.bind(handle.args, y, out, bias, weight_grads, home)
+        if args is None:
+            return None
+        if self._run is None:
+            self._run = self._session.combiner(args)
+        return Combining(self, args, out, home)
+
+    def run(self, args: _native.CombineArgs) -> None:
+        """Hands a combine to the executor."""
+        assert self._run is not None, "start() was there first"
+        self._run(args)
+
+
+def _args(buffer: Buffer, options: Options, like: Tensors) -> _native.CombineArgs:
+    """All that is the same in every combine of a plan."""
+    args = _native.CombineArgs()
+    args.ctx = buffer.session.context
+    args.hidden, args.type = buffer.hidden, DTYPES.index(options.dtype)
+    args.wire = DTYPES.index(options.wire or torch.float32)
+    args.layout, args.weighted = LAYOUTS.index(options.layout), int(options.weighted)
+    args.call = call.pack(
+        layout=args.layout,
+        dtype=args.type,
+        wire=args.wire,
+        weighted=args.weighted,
+        weight_grads_given=int(like.weight_grads is not None),
+    )
+    return args

@@ -1,0 +1,152 @@
+"""What dispatches with the same options have in common: worked out for the first one, looked up for the others."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from moecomm import _native, call
+from moecomm.dispatch import outputs
+from moecomm.dispatch.arguments import LAYOUTS, SCALE_FORMATS, SCALE_LAYOUTS, Tensors, scale_columns, scale_dtype
+from moecomm.routed import Handle, Routed
+
+if TYPE_CHECKING:
+    from moecomm.buffer import Buffer
+
+TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}  # Type in args.h
+WHOLE, BEGIN, END = 0, 1, 2  # Part in args.h
+
+
+class Options(NamedTuple):
+    """What a caller chooses, but for the tensors and max_rows; a repeat has the layout of its handle."""
+
+    layout: str
+    expert_alignment: int
+    quantize: str | None
+    scale_format: str
+    scale_layout: str
+    num_sms: int | None
+    check_weights: bool
+    begin: bool
+    repeat: bool
+
+
+class Plan:
+    """Dispatches with one set of options, for tensors of the types that `like` has."""
+
+    def __init__(self, buffer: Buffer, options: Options, like: Tensors) -> None:
+        self._session = session = buffer.session
+        self.layout, self._options = options.layout, options
+        self.device, self.owner = session.device, session.owner
+        self.base = session.context.peers[buffer.rank]
+        self.topk, self.local_experts = buffer.topk, buffer.num_experts // buffer.num_ranks
+        rows_of_expert = buffer.num_ranks * buffer.max_tokens
+        self._batch = (self.local_experts, rows_of_expert) if options.layout == "batched" else None
+        self._worst_rows = buffer.settings.worst_rows(options.layout, options.expert_alignment)
+        self._memory = buffer.memory
+        self.x_dtype = torch.float8_e4m3fn if options.quantize else like.x.dtype
+        self.scales_dtype = scale_dtype(options, like)
+        args = _args(buffer, options, like)
+        by_column = options.scale_layout == "column"
+        self._native = _native.DispatchPlan(args, by_column, like.x, like.scales, like.topk_idx, like.topk_weights)
+        self._run: Callable[[_native.DispatchArgs], None] | None = None
+        self._run_end: Callable[[_native.DispatchArgs], None] | None = None
+
+    def schedule(self, num_tokens: int) -> None:
+        """Makes start() know how a round of so many tokens is run."""
+        schedule = self._session.schedule(
+            "dispatch", num_tokens=num_tokens, layout=self.layout, num_sms=self._options.num_sms
+        )
+        self._native.schedule(num_tokens, schedule.workers, schedule.chunk_tokens)
+
+    def start(
+        self,
+        buffer: Buffer,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        scales: Any,
+        max_rows: int | None,
+        handle: Handle | None,
+    ) -> Routed | None:
+        """A dispatch that is ready to run; None unless these are tensors that the plan is for, and in order."""
+        ended = not self._options.begin
+        if handle is not None:
+            (payload,) = self._memory.allocate(self._native.payload_bytes(handle.args.max_rows))
+            args = self._native.repeat(payload, handle.args, x, scales)
+        else:
+            rows = self._worst_rows
+            if max_rows is not None:
+                if max_rows < 0:
+                    return None
+                if self.layout != "batched":
+                    rows = min(max_rows, rows)
+            payload, kept = self._memory.allocate(self._native.payload_bytes(rows), self._native.kept_bytes(rows))
+            args = self._native.bind(payload, kept, rows, x, scales, topk_idx, topk_weights)
+        if args is None:
+            return None
+        if self._run is None:
+            self._load(args)
+        if handle is None:
+            handle = Handle(buffer, self, args, kept, ended)
+        return Routed(handle, self, args, payload, ended)
+
+    def run(self, args: _native.DispatchArgs) -> None:
+        """Hands a dispatch, or the half of one, to the executor."""
+        run = self._run_end if args.part == END else self._run
+        assert run is not None, "start() was there first"
+        run(args)
+
+    def _load(self, args: _native.DispatchArgs) -> None:
+        """Finds what runs the dispatches of this plan, with the first of them to look at."""
+        self._run = self._session.dispatcher(args)
+        if self._options.begin:
+            end = copy.copy(args)
+            end.part = END
+            self._run_end = self._session.dispatcher(end)
+
+    def trim(self, routed: Routed, rows: int) -> None:
+        """Gives back the memory of the rows that did not come.  Before the first tensor of rows is made."""
+        args, payload = routed.args, routed.payload
+        args.max_rows = rows
+        payload.shrink(max(1, args.out_x - payload.offset + rows * args.row_bytes))
+
+    def tensor(self, name: str, routed: Routed) -> torch.Tensor | None:
+        """A tensor of Routed, by its name there."""
+        return outputs.MAKE[name](routed)
+
+    def rows_shape(self, args: _native.DispatchArgs) -> tuple[int, ...]:
+        """`[rows]`, or `[E/R, R * max_tokens]` (batched): what the shapes of outputs begin with."""
+        return self._batch or (args.max_rows,)
+
+
+def _args(buffer: Buffer, options: Options, like: Tensors) -> _native.DispatchArgs:
+    """All that is the same in every dispatch of a plan."""
+    args = _native.DispatchArgs()
+    args.ctx = buffer.session.context
+    args.hidden, args.in_type = buffer.hidden, TYPES[like.x.dtype]
+    args.layout, args.alignment = LAYOUTS.index(options.layout), options.expert_alignment
+    args.row_bytes = buffer.hidden * (1 if options.quantize else like.x.element_size())
+    args.quantize = int(options.quantize is not None)
+    args.scale_format = SCALE_FORMATS.index(options.scale_format)
+    args.check_weights, args.repeat = int(options.check_weights), int(options.repeat)
+    args.part = BEGIN if options.begin else WHOLE
+    if like.topk_idx is not None:
+        args.idx_bytes = like.topk_idx.element_size()
+    if (dtype := scale_dtype(options, like)) is not None:
+        args.scale_bytes = scale_columns(options, like) * dtype.itemsize
+    args.call = call.pack(
+        layout=args.layout,
+        dtype=args.in_type,
+        topk_idx_dtype=int(args.idx_bytes == 8),
+        quantize=args.quantize,
+        scale_format=args.scale_format,
+        scale_layout=SCALE_LAYOUTS.index(options.scale_layout),
+        bytes_of_a_row_of_scales=args.scale_bytes,
+        expert_alignment=args.alignment,
+        handle_given=args.repeat,
+    )
+    return args

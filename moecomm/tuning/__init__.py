@@ -1,0 +1,138 @@
+"""How many blocks a round takes and how many tokens are a chunk: tables measured per GPU, shipped or made by `moecomm
+tune`.
+
+A table is JSON: {"gpu": name, "entries": [{op, layout, ranks, tokens, blocks, chunk_tokens}, ...]}.  An entry holds for
+up to `tokens` tokens of a rank, the last of its kind for any number; `ranks` that were not measured take the nearest.
+`chunk_tokens` of a combine is that of the dispatch whose rows it brings home.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import re
+import warnings
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moecomm.config import cache_dir
+
+OPS, LAYOUTS = ("dispatch", "combine"), ("flat", "expert", "batched")
+CHUNKS = (1, 2, 4, 8, 16, 32)
+MOST_BLOCKS = 256  # kMaxBlocks
+_DEFAULT = "h200"  # for a GPU that nobody has measured
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Of a round: blocks (one a multiprocessor), and tokens of a chunk, whose rows are signalled together."""
+
+    blocks: int
+    chunk_tokens: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of a table.  Raises ValueError for what no round can take."""
+
+    op: str
+    layout: str
+    ranks: int
+    tokens: int
+    blocks: int
+    chunk_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.op not in OPS or self.layout not in LAYOUTS:
+            raise ValueError(f"op={self.op!r}, layout={self.layout!r}: want {OPS}, {LAYOUTS}")
+        numbers = (self.ranks, self.tokens, self.blocks, self.chunk_tokens)
+        if not all(type(n) is int and n >= 1 for n in numbers):
+            raise ValueError(f"ranks, tokens, blocks, chunk_tokens = {numbers}: want whole numbers, at least 1")
+        if self.blocks > MOST_BLOCKS or self.chunk_tokens not in CHUNKS:
+            raise ValueError(
+                f"blocks={self.blocks}, chunk_tokens={self.chunk_tokens}: want at most {MOST_BLOCKS}, one of {CHUNKS}"
+            )
+
+
+Table = tuple[Entry, ...]
+_Steps = tuple[list[int], list[Choice]]  # bounds in tokens, and the choice up to each
+
+_steps: dict[tuple[str, int, str, str], _Steps] = {}  # what choose() has looked up: a round asks every time
+_swapped_in: Table = ()
+
+
+def choose(gpu: str, ranks: int, op: str, layout: str, num_tokens: int) -> Choice:
+    """The choice for a round: of the table in use(), else of this user's for the GPU, else of the one shipped."""
+    steps = _steps.get((gpu, ranks, op, layout))
+    if steps is None:
+        steps = _steps[gpu, ranks, op, layout] = _look_up(gpu, ranks, op, layout)
+    bounds, choices = steps
+    return choices[min(bisect_left(bounds, num_tokens), len(choices) - 1)]
+
+
+def _look_up(gpu: str, ranks: int, op: str, layout: str) -> _Steps:
+    for table in (_swapped_in, _users(gpu), shipped(gpu)):
+        if lines := [entry for entry in table if (entry.op, entry.layout) == (op, layout)]:
+            nearest = min((entry.ranks for entry in lines), key=lambda n: (abs(n - ranks), -n))
+            lines = sorted((e for e in lines if e.ranks == nearest), key=lambda e: e.tokens)
+            return [e.tokens for e in lines], [Choice(e.blocks, e.chunk_tokens) for e in lines]
+    raise ValueError(f"op={op!r}, layout={layout!r}: want one of {OPS} and one of {LAYOUTS}")
+
+
+@contextmanager
+def use(table: Iterable[Entry]) -> Iterator[None]:
+    """Puts a table before all others, in this process, for the rounds that begin meanwhile."""
+    global _swapped_in
+    before, _swapped_in = _swapped_in, tuple(table)
+    _steps.clear()
+    try:
+        yield
+    finally:
+        _swapped_in = before
+        _steps.clear()
+
+
+def slug(gpu: str) -> str:
+    """The name of a GPU as a part of file names: "NVIDIA H200" is h200."""
+    words = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+    return words.removeprefix("nvidia-") or "gpu"
+
+
+def users_path(gpu: str) -> Path:
+    """Where this user's own table for a GPU is kept."""
+    return cache_dir() / f"tuning-{slug(gpu)}.json"
+
+
+def shipped(gpu: str) -> Table:
+    """The table that comes with moecomm for this GPU, or else that of the H200."""
+    folder = importlib.resources.files(__name__)
+    file = folder / f"{slug(gpu)}.json"
+    return parse((file if file.is_file() else folder / f"{_DEFAULT}.json").read_text())
+
+
+def parse(text: str) -> Table:
+    """The entries of a table.  Raises ValueError for what is none."""
+    try:
+        return tuple(Entry(**entry) for entry in json.loads(text)["entries"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not a table of entries: {error}") from error
+
+
+def content(gpu: str, table: Iterable[Entry]) -> dict[str, Any]:
+    """A table as it is written."""
+    return {"gpu": gpu, "entries": [asdict(entry) for entry in table]}
+
+
+def _users(gpu: str) -> Table:
+    path = users_path(gpu)
+    try:
+        return parse(path.read_text())
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError) as error:
+        warnings.warn(f"{path} is not used: {error}", RuntimeWarning, stacklevel=4)
+        return ()

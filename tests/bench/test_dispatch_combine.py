@@ -1,0 +1,236 @@
+"""dispatch-combine and sweep on CPU ranks: by themselves and under torchrun, their JSON against numbers of our own."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moecomm
+from moecomm.bench import dispatch_combine
+from moecomm.bench.case import Case
+from moecomm.bench.ours import operations
+
+PACKAGES = Path(moecomm.__file__).parent.parent
+SIZES = ["--hidden", "128", "--experts", "8", "--topk", "3", "--backend", "host"]
+HIDDEN, EXPERTS, TOPK = 128, 8, 3
+CASE = Case(
+    model="",
+    hidden=HIDDEN,
+    topk=TOPK,
+    experts=EXPERTS,
+    ranks=2,
+    backend="host",
+    tokens=[5, 24],
+    layouts=["flat", "expert", "batched"],
+    payloads=["bf16", "fp8"],
+    sms=[1],
+    mode="eager",
+    replays=4,
+    skew=0.0,
+)
+
+
+def bench(tmp_path: Path, *words: str, start: tuple[str, ...] = ("-m", "moecomm.bench")) -> tuple[str, Any]:
+    """What the command prints, and the JSON that it writes."""
+    out = tmp_path / "found.json"
+    done = subprocess.run(
+        ["/usr/bin/env", f"PYTHONPATH={PACKAGES}", sys.executable, *start, *words, "--json", str(out)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(out.read_text())
+
+
+def counted(tokens: int, ranks: int) -> dict[str, Any]:
+    """Rows between ranks, counted one by one."""
+    rows, entries = [[0] * ranks for _ in range(ranks)], [[0] * ranks for _ in range(ranks)]
+    for rank in range(ranks):
+        for token in CASE.routing(tokens, rank)[0].tolist():
+            owners = [expert // (EXPERTS // ranks) for expert in token]
+            for owner in owners:
+                entries[rank][owner] += 1
+            for owner in set(owners):
+                rows[rank][owner] += 1
+    remote = [sum(rows[a][b] for b in range(ranks) if b != a) for a in range(ranks)]
+    into = [sum(rows[a][b] for a in range(ranks) if b != a) for b in range(ranks)]
+    return {
+        "wire": statistics.mean(remote),
+        "busiest": max(remote + into),
+        "flat": sum(map(sum, rows)) / ranks,
+        "expert": sum(map(sum, entries)) / ranks,
+    }
+
+
+def check_row(row: dict[str, Any], ceiling: float) -> None:
+    """That figures agree with each other."""
+    us = row["us"]
+    assert 0 < us["p50"] <= us["p90"] <= us["p99"]
+    assert row["wire_gbs"] == pytest.approx(row["wire_bytes"] / us["p50"] / 1e3, abs=1e-3)
+    assert row["logical_gbs"] == pytest.approx(row["logical_bytes"] / us["p50"] / 1e3, abs=1e-3)
+    assert row["of_wire"] == pytest.approx(row["wire_bytes"] / ceiling / 1e3 / us["p50"], abs=1e-3)
+
+
+def test_every_operation_has_a_row_whose_figures_agree(tmp_path: Path) -> None:
+    layouts, words = "flat,expert,batched", ["--tokens", "5,24", "--sms", "1", "--replays", "4", "--ranks", "2"]
+    said, found = bench(tmp_path, "dispatch-combine", *SIZES, *words, "--layout", layouts)
+    assert found["benchmark"] == "dispatch-combine" and found["backend"] == "host"
+    assert found["command"].startswith("python -m moecomm.bench dispatch-combine --hidden 128")
+    assert {"python", "torch", "moecomm"} <= set(found["versions"])
+    ceiling = found["ceiling"][0]["gbs"]
+    assert ceiling == max(way["gbs"] for way in found["ceiling"]) > 0.1
+
+    ours = [row for row in found["rows"] if row["who"] == "moecomm"]
+    keys = ("what", "layout", "payload", "variant")
+    wanted = [tuple(getattr(op, key) for key in keys) for op in operations(CASE)]
+    for tokens in (5, 24):
+        here = [row for row in ours if row["tokens"] == tokens]
+        assert [tuple(row[key] for key in keys) for row in here] == wanted
+        traffic = counted(tokens, 2)
+        for row in here:
+            check_row(row, ceiling)
+            assert row["sms"] == row["sms_asked"] == 1
+            check_bytes(row, traffic)
+    assert [memory["tokens"] for memory in found["memory"]] == [5, 24]
+    assert all(0 < memory["beyond_outputs"] < memory["window"] for memory in found["memory"])
+
+    peers = [row for row in found["rows"] if row["who"] == "gloo"]
+    assert [(row["tokens"], row["what"], row["layout"]) for row in peers] == [
+        (tokens, what, layout)
+        for tokens in (5, 24)
+        for layout in ("flat", "expert")
+        for what in ("dispatch", "combine")
+    ]
+    for row in peers:
+        check_row(row, ceiling)
+        traffic = counted(row["tokens"], 2)
+        assert row["logical_bytes"] == pytest.approx(traffic[row["layout"]] * 2 * HIDDEN)
+    assert "all-to-all ceiling" in said and "of sum" in said
+
+
+def check_bytes(row: dict[str, Any], traffic: dict[str, Any]) -> None:
+    """Bytes of a row of the table, from the counts."""
+    payload = {"bf16": 2 * HIDDEN, "fp8": HIDDEN + 4, "": 0}[row["payload"]]
+    wire = {"fp32 wire": 4 * HIDDEN, "": 0}.get(row["variant"], 2 * HIDDEN)
+    handed_out = payload + (2 * HIDDEN if row["variant"] else 0)
+    assert row["wire_bytes"] == pytest.approx(traffic["wire"] * (payload + wire))
+    assert row["busiest_bytes"] == pytest.approx(traffic["busiest"] * (payload + wire))
+    assert row["logical_bytes"] == pytest.approx(traffic["flat" if row["layout"] == "flat" else "expert"] * handed_out)
+
+
+def test_pairs_and_layouts_are_compared_with_their_parts() -> None:
+    def row(what: str, layout: str, payload: str, variant: str, us: float) -> dict[str, Any]:
+        about = {"who": "moecomm", "tokens": 5, "sms_asked": 0, "what": what, "layout": layout}
+        sizes = {"wire_bytes": 8000.0, "busiest_bytes": 16000.0, "logical_bytes": 0.0}
+        return {**about, "payload": payload, "variant": variant, "us": [us] * 4, "host_us": us / 2, **sizes}
+
+    def rank(factor: float) -> dict[str, Any]:
+        rows = [
+            row("dispatch", "flat", "fp8", "", 2 * factor),
+            row("combine", "flat", "", "y in the window", 3 * factor),
+            row("combine", "flat", "", "y outside", 4 * factor),
+            row("pair", "flat", "fp8", "y in the window", 4 * factor),
+            row("dispatch", "expert", "fp8", "", 3 * factor),
+            row("combine", "expert", "", "bf16 wire", 5 * factor),
+        ]
+        ceiling = [{"method": "st", "sms": 8, "bytes": 8000, "us": [1.0 * factor] * 4}]
+        memory = [{"tokens": 5, "window": 10 * factor, "beyond_outputs": 1}]
+        return {"backend": "host", "ceiling": ceiling, "memory": memory, "rows": rows}
+
+    found = dispatch_combine.merge(CASE, [rank(1.0), rank(2.0)])
+    assert found["ceiling"][0]["gbs"] == 4.0
+    assert [row["us"]["p50"] for row in found["rows"]] == [4, 6, 8, 8, 6, 10]  # of the slower rank
+    assert [row["host_us"] for row in found["rows"]] == [2, 3, 4, 4, 3, 5]
+    assert [row["of_wire"] for row in found["rows"]] == [0.5, 0.3333, 0.25, 0.25, 0.3333, 0.2]
+    assert [row.get("of_sum") for row in found["rows"]] == [None, None, None, 0.8, None, None]
+    assert [row.get("of_flat") for row in found["rows"]] == [None, None, None, None, 1.5, 1.25]
+    assert found["memory"] == [{"tokens": 5, "window": 20.0, "beyond_outputs": 1}]
+
+
+def test_skewed_routing_is_held_against_the_busiest_link(tmp_path: Path) -> None:
+    words = ["--tokens", "40", "--layout", "flat", "--payload", "bf16", "--skew", "--cold", "--replays", "2"]
+    _, found = bench(tmp_path, "dispatch-combine", *SIZES, *words, "--ranks", "4", "--no-peers")
+    ceiling = found["ceiling"][0]["gbs"]
+    assert found["case"]["skew"] == 0.25 and found["case"]["cold"]
+    for row in found["rows"]:
+        assert row["busiest_bytes"] > 1.2 * row["wire_bytes"]
+        assert row["of_wire"] == pytest.approx(row["busiest_bytes"] / ceiling / 1e3 / row["us"]["p50"], abs=1e-3)
+    assert {row["who"] for row in found["rows"]} == {"moecomm"}
+
+
+def test_torchrun_starts_the_ranks_as_well(tmp_path: Path) -> None:
+    start = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "moecomm.bench")
+    words = ["--tokens", "1,2,4", "--replays", "2", "--no-ceiling"]
+    said, found = bench(tmp_path, "sweep", *SIZES, *words, start=start)
+    assert found["command"].startswith("torchrun --nproc-per-node 2 -m moecomm.bench sweep")
+    assert found["case"]["ranks"] == 2 and found["ceiling"] == []
+    rows = [(row["tokens"], row["who"], row["what"], row["variant"]) for row in found["rows"]]
+    everybody = [
+        ("moecomm", "dispatch", ""),
+        ("moecomm", "combine", "y in the window"),
+        ("moecomm", "combine", "y outside"),
+        ("gloo", "dispatch", ""),
+        ("gloo", "combine", ""),
+    ]
+    assert rows == [(tokens, *words) for tokens in (1, 2, 4) for words in everybody]
+    assert all(row["of_wire"] is None and row["us"]["p50"] > 0 for row in found["rows"])
+    assert said.count("tokens  by") == 1, "rank 0 alone reports"
+
+
+def test_no_room_in_the_window_is_a_row_that_says_so() -> None:
+    why = {"who": "moecomm", "tokens": 5, "sms_asked": 0, "what": "dispatch", "layout": "batched", "payload": "bf16"}
+    row = {**why, "variant": "", "why": "window_bytes: got too few"}
+    rank = {"backend": "host", "ceiling": [], "memory": [], "rows": [row]}
+    assert dispatch_combine.merge(CASE, [rank, rank])["rows"] == [row]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["dispatch-combine", *SIZES, "--layout", "rows"],
+            "BadInput: layout: got rows; want some of flat, expert, batched",
+        ),
+        (
+            ["sweep", *SIZES, "--tokens", "many"],
+            "BadInput: tokens: got 'many'; want a number, or several with commas between",
+        ),
+        (["dispatch-combine", *SIZES, "--ranks", "3"], "BadInput: ranks: got 3; want a divisor of 8 experts"),
+        (["sweep", *SIZES, "--mode", "graph"], "BadInput: mode: got graph; want eager on CPUs; graph or eager on GPUs"),
+        (["all-to-all", "--backend", "host", "--ranks", "0"], "BadInput: ranks: got 0; want 1 to 64"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(
+    words: list[str], said: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moecomm.bench.cli import app
+    from moecomm.cli import run
+
+    monkeypatch.setattr(sys, "argv", ["moecomm.bench", *words])
+    with pytest.raises(SystemExit) as ended:
+        run(app)
+    assert ended.value.code == 1
+    assert capfd.readouterr().err.strip() == said
+
+
+def test_latency_and_all_to_all_write_their_rows(tmp_path: Path) -> None:
+    said, found = bench(tmp_path, "latency", "--backend", "host", "--most-bytes", "5000", "--replays", "2")
+    assert [row["bytes"] for row in found["rows"]] == [1 << power for power in range(13)]
+    for row in found["rows"]:
+        us = row["us"]
+        assert 0 < us["p50"] <= us["p90"] <= us["p99"]
+        assert row["gbs"] == pytest.approx(row["bytes"] / us["p50"] / 1e3, abs=1e-3)
+    assert "half a round trip" in said
+    _, found = bench(tmp_path, "all-to-all", "--backend", "host", "--ranks", "2", "--part-bytes", "100000")
+    assert {row["method"] for row in found["rows"]} == {"memcpy write", "memcpy read"}
+    for row in found["rows"]:
+        assert row["gbs"] == pytest.approx(12 * 8192 / row["us"]["p50"] / 1e3, rel=0.01)

@@ -1,0 +1,53 @@
+"""The benchmark's kernels compile for sm_90a, without a GPU, within a multiprocessor; their structs are as packed."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+
+import pytest
+
+from moecomm.bench import ceiling, kernels, latency
+
+pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
+
+ALL = {**kernels.ALL_TO_ALL, **kernels.PING_PONG}
+
+
+@pytest.mark.parametrize("kernel", ALL.values(), ids=ALL.keys())
+def test_compiles_within_a_multiprocessor(kernel: kernels.BenchKernel) -> None:
+    cubin, log = kernels.build(kernel)
+    assert cubin.startswith(b"\x7fELF") and b"moecomm_bench" in cubin
+    (registers,) = map(int, re.findall(r"Used (\d+) registers", log))
+    assert registers * kernel.threads <= 65536
+    assert {*re.findall(r"(\d+) bytes spill", log)} == {"0"}
+    assert kernel.shared_bytes <= 227 * 1024
+    assert "warning" not in log
+
+
+def test_a_ring_is_what_the_kernels_count_on() -> None:
+    """The names are those of csrc/bench; the blocks hold as many warps as there are rings."""
+    text = "".join((kernels._headers() / "bench" / f"{name}.cuh").read_text() for name in ("all_to_all", "ping_pong"))
+    assert re.search(rf"kPiece = {kernels.PIECE}, kSlots = {kernels._SLOTS}, kMovers = 6;", text)
+    assert re.search(rf"kPutPiece = {kernels.PIECE}, kPutSlots = {kernels._SLOTS};", text)
+    for kernel in ALL.values():
+        assert kernel.rings in (0, kernel.threads // 32)
+
+
+def test_structs_are_packed_as_the_kernels_read_them() -> None:
+    """Sizes are those that the headers assert, and fields come in their order there."""
+    for header, packed in (("all_to_all", ceiling._Args), ("ping_pong", latency._Args)):
+        text = (kernels._headers() / "bench" / f"{header}.cuh").read_text()
+        body = re.search(r"struct \w+Args \{(.*?)\n\};", text, re.DOTALL)
+        asserted = re.search(r"static_assert\(sizeof\(\w+Args\) == (.*?),", text)
+        assert body and asserted
+        fields = re.sub(r"//.*|\[kMaxRanks\]", "", body[1])
+        names = [name.strip() for line in re.findall(r"[ui]\d+ ([^;]+);", fields) for name in line.split(",")]
+        assert [name for name, *_ in packed._fields_] == names
+        assert ctypes.sizeof(packed) == eval(asserted[1], {"kMaxRanks": 64})
+
+
+def test_headers_are_those_of_this_repository_or_the_package() -> None:
+    assert (kernels._headers() / "bench" / "all_to_all.cuh").is_file()
+    assert isinstance(kernels._headers(), Path)

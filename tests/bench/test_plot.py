@@ -1,0 +1,72 @@
+"""Plots: what is drawn is what was measured, and an SVG says from what."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moecomm.bench import plot
+from moecomm.errors import BadInput
+
+
+def result() -> dict[str, Any]:
+    rows = []
+    for tokens in (16, 1, 4):
+        for who, what, sms in (("moecomm", "dispatch", 0), ("moecomm", "dispatch", 8), ("nccl", "dispatch", 0)):
+            about = {"who": who, "what": what, "layout": "flat", "payload": "fp8", "variant": "", "sms_asked": sms}
+            figures = {"us": {"p50": tokens * 2.0 + sms}, "wire_gbs": 10.0 * tokens, "wire_bytes": 1e6}
+            rows.append({**about, "tokens": tokens, **figures})
+    rows.append({**rows[0], "tokens": 64, "why": "no room"})
+    del rows[-1]["us"]
+    case = {"ranks": 4, "model": "", "hidden": 64, "topk": 2, "experts": 8, "backend": "host", "sms": [0, 8]}
+    return {
+        "benchmark": "dispatch-combine",
+        "case": {**case, "tokens": [16, 1, 4, 64]},
+        "machine": {"gpus": [], "cpu": "a CPU"},
+        "ceiling": [{"gbs": 300.0, "method": "TMA write", "sms": 8}],
+        "rows": rows,
+    }
+
+
+def test_a_line_is_one_way_over_tokens() -> None:
+    lines = plot.series(result())
+    assert list(lines) == [("dispatch", "moecomm flat dispatch fp8"), ("dispatch", "nccl flat dispatch fp8")]
+    for rows in lines.values():
+        assert [(row["tokens"], row["us"]["p50"]) for row in rows] == [(1, 2), (4, 8), (16, 32)]
+
+
+def test_the_lines_drawn_are_those() -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots(1, 2)
+    plot._draw_times(axes[0], result())
+    plot._draw_bandwidths(axes[1], result())
+    times = {line.get_label(): line.get_ydata() for line in axes[0].get_lines()}
+    assert list(times["moecomm flat dispatch fp8"]) == [2, 8, 32]
+    assert [list(line.get_ydata()) for line in axes[0].get_lines()][1] == [pytest.approx(1e6 / 300e3)] * 3  # the wire
+    speeds = {line.get_label(): list(line.get_ydata()) for line in axes[1].get_lines()}
+    assert speeds["nccl flat dispatch fp8"] == [10, 40, 160]
+    assert speeds["all-to-all ceiling (TMA write)"] == [300, 300]
+
+
+def test_an_svg_says_what_it_was_drawn_from_and_is_the_same_each_time(tmp_path: Path) -> None:
+    source = tmp_path / "found.json"
+    source.write_text(json.dumps(result()))
+    for name in ("a.svg", "b.svg", "c.png"):
+        plot.draw([source], tmp_path / name)
+    assert plot.digest([source]) in (tmp_path / "a.svg").read_text()
+    assert (tmp_path / "a.svg").read_text() == (tmp_path / "b.svg").read_text()
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    source.write_text(json.dumps(result() | {"date": "2000-01-01"}))
+    assert plot.digest([source]) not in (tmp_path / "a.svg").read_text()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"benchmark": "latency"}'])
+def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
+    source = tmp_path / "other.json"
+    source.write_text(text)
+    with pytest.raises(BadInput, match=r"other\.json"):
+        plot.draw([source], tmp_path / "a.svg")

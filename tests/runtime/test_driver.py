@@ -1,0 +1,81 @@
+"""Launches, against a driver that only says what it was asked for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moecomm import _native
+
+FAKE = Path(__file__).parent / "fake_cuda.cpp"
+LOAD = f"""
+import importlib.util
+spec = importlib.util.spec_from_file_location("_native", {_native.__file__!r})  # without torch
+_native = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(_native)
+"""
+
+
+def with_driver(directory: Path, code: str, *flags: str) -> list[str]:
+    """What a fresh interpreter prints whose libcuda is the fake one."""
+    library = directory / "libcuda.so.1"
+    subprocess.run(["g++", "-std=c++17", "-shared", "-fPIC", *flags, str(FAKE), "-o", str(library)], check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD + code],
+        env={**os.environ, "LD_LIBRARY_PATH": str(directory)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+LAUNCHES = """
+dispatch, combine = _native.DispatchArgs(), _native.CombineArgs()
+for args, workers in ((dispatch, 7), (combine, 9)):
+    context = _native.Context()
+    context.peers = [workers * 100]  # the first 8 bytes of the struct
+    args.ctx, args.workers = context, workers
+_native.cuda_launch(0xabc, 512, 4096, 0x40, dispatch)
+_native.cuda_launch(0xabd, 256, 1024, 0, combine, overlap=True)
+"""
+
+
+def test_a_launch_hands_over_the_struct_and_may_overlap(tmp_path: Path) -> None:
+    assert with_driver(tmp_path, LAUNCHES) == ["plain 0xabc 7 512 4096 0x40 700", "overlap 0xabd 9 256 1024 (nil) 900"]
+
+
+def test_a_driver_that_cannot_overlap_launches_all_the_same(tmp_path: Path) -> None:
+    assert with_driver(tmp_path, LAUNCHES, "-DWITHOUT_EX") == [
+        "plain 0xabc 7 512 4096 0x40 700",
+        "plain 0xabd 9 256 1024 (nil) 900",
+    ]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_errors_have_the_drivers_names(tmp_path: Path, overlap: bool) -> None:
+    function = "cuLaunchKernelEx" if overlap else "cuLaunchKernel"
+    code = f"""
+args = _native.DispatchArgs()
+for act in (lambda: _native.cuda_launch(0xbad, 32, 0, 0, args, {overlap}), lambda: _native.cuda_capturing(6)):
+    try:
+        act()
+    except RuntimeError as error:
+        print(error)
+"""
+    said = [line for line in with_driver(tmp_path, code) if "returned" in line]
+    assert said == [
+        f"{function} returned CUDA_ERROR_INVALID_HANDLE",
+        "cuStreamIsCapturing returned CUDA_ERROR_INVALID_HANDLE",
+    ]
+
+
+def test_the_context_and_what_a_stream_does(tmp_path: Path) -> None:
+    code = "print(_native.cuda_context(), _native.cuda_capturing(4), _native.cuda_capturing(5))"
+    assert with_driver(tmp_path, code) == [f"{0x77} False True"]

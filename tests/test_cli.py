@@ -1,0 +1,52 @@
+"""The command line: what there is, and that starting it is quick."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from moecomm import cli
+
+
+@pytest.mark.parametrize(
+    ("words", "commands"),
+    [
+        ([], ["demo", "doctor", "tune", "bench"]),
+        (["bench"], ["dispatch-combine", "sweep", "latency", "all-to-all", "plot"]),
+    ],
+)
+def test_help_names_every_command(
+    words: list[str], commands: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["moecomm", *words, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capfd.readouterr().out
+    assert ended.value.code == 0
+    assert [command for command in commands if f" {command} " not in said] == []
+
+
+def test_a_plot_without_matplotlib_says_how_to_get_it(
+    python: Callable[[str], subprocess.CompletedProcess[str]],
+) -> None:
+    told = python(
+        "import sys; sys.modules['matplotlib'] = None; sys.argv = ['moecomm', 'bench', 'plot', '/proc/self/status'];"
+        "from moecomm.cli import main; main()"
+    )
+    assert told.returncode == 1
+    assert told.stderr.startswith("Unsupported: plots need matplotlib")
+    assert "moecomm[bench]" in told.stderr
+
+
+def test_the_command_line_brings_no_plots_and_nothing_of_gpus(
+    python: Callable[[str], subprocess.CompletedProcess[str]],
+) -> None:
+    told = python(
+        "import sys, torch; before = set(sys.modules); import moecomm.cli;"
+        "print(*{name.split('.')[0] for name in set(sys.modules) - before})"
+    )
+    assert told.returncode == 0, told.stderr
+    assert not {"matplotlib", "cuda", "cupy", "nccl", "nvshmem", "deep_ep"} & set(told.stdout.split())
