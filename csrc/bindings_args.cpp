@@ -61,6 +61,7 @@ void bind_layout(py::module_& m) {
         .def_readonly("drained", &WindowLayout::drained)
         .def_readonly("ranges", &WindowLayout::ranges)
         .def_readonly("counting", &WindowLayout::counting)
+        .def_readonly("summed", &WindowLayout::summed)
         .def_readonly("staging", &WindowLayout::staging)
         .def_readonly("heap", &WindowLayout::heap)
         .def_readonly("bytes", &WindowLayout::bytes)

@@ -124,16 +124,20 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
     tables = 1920 + 4 * (4 * columns + spec.experts // spec.ranks) + spec.ranks * (8 + 104 + 8) + 104 + 512
     spread_slots = 2
     # a ring of each receive warp, and the rows of a chunk's tokens
-    spreading = receive_warps * (_align(spread_slots * (spread + 8) + 4 * 32 * spec.topk, 128) + 128) if spreads else 256
+    spreading = (
+        receive_warps * (_align(spread_slots * (spread + 8) + 4 * 32 * spec.topk, 128) + 128) if spreads else 256
+    )
     few = ((8, 2), (6, 2), (4, 2), (2, 2), (1, 2))
     many = ((12, 4), (10, 4), (8, 4)) if spec.split_rows else () if spreads else ((8, 3), (7, 3), (6, 3))
     for send_warps, slots in ((0, 2),) if ends else (*many, *few):
         warp = slots * max(piece, 16) + 2 * cast + 2 * (4 * -(-spec.hidden // 128) + 16) + 8 * slots
         fixed = tables + spreading + max(send_warps, 1) * warp + 256
-        # counters of the warps that count lie where nothing is under way to at first
+        # counters of the warps that count lie where nothing is under way to at first, if there is room; else beside
         room = send_warps * (2 * cast if spec.quantize else (slots - slots // 2) * piece)
         count_warps = min(send_warps, room // (4 * columns))
-        if fixed <= _SHARED_LIMIT and (ends or count_warps >= 1):
+        beside = 4 * columns if count_warps == 0 and not ends else 0
+        count_warps, fixed = max(count_warps, int(not ends)), fixed + beside
+        if fixed <= _SHARED_LIMIT:
             return {
                 "split_rows": int(spec.split_rows),
                 "send_warps": send_warps,
@@ -145,6 +149,7 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
                 "spread_bytes": spread,
                 "spread_slots": spread_slots,
                 "count_warps": count_warps,
+                "count_beside": beside,
                 "shared_bytes": _align(fixed, 128),
             }
     raise ValueError(f"{spec.experts} experts: their counters do not fit {_SHARED_LIMIT} bytes of shared memory")
@@ -153,8 +158,8 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
 def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     """How the block of a combine kernel is made up; shared_bytes bounds CombineShared from above."""
     reduce_warps, pull_warps = (0, 12) if spec.in_place else (8, 8)
-    # A piece is summed in registers: 56 fp32 columns a lane at most.
-    summed = {2: 3584, 4: 4096}
+    # A piece is summed in registers: 56 fp32 columns a lane, or 32 where a block has more warps.
+    summed = {2: 3584, 4: 4096} if spec.in_place else {2: 2048, 4: 3584}
     staged = spec.type if spec.layout == _FLAT else spec.wire
     reduce_bytes = _piece(spec.hidden * _BYTES[spec.type], summed[_BYTES[spec.type]], 16)
     pull_bytes = _piece(spec.hidden * _BYTES[staged], summed[_BYTES[staged]], 16)
@@ -184,7 +189,9 @@ def block_fields(spec: KernelSpec) -> dict[str, int]:
 def block_threads(fields: dict[str, int]) -> int:
     """Threads of a block made up of these fields."""
     return 32 * sum(
-        n for name, n in fields.items() if name in ("send_warps", "receive_warps", "describe_warps", "flag_warps", "reduce_warps", "pull_warps")
+        n
+        for name, n in fields.items()
+        if name in ("send_warps", "receive_warps", "describe_warps", "flag_warps", "reduce_warps", "pull_warps")
     )
 
 

@@ -24,8 +24,10 @@ MOECOMM_FN void fill_notice(const Call& c, Notice& n) {
 // By all threads: what a block needs before the first __syncthreads, while its arguments are on their way.
 template <CombineConfig cfg>
 MOECOMM_FN void prepare_block(CombineShared<cfg>& shared) {
-    for (i32 i = threadIdx.x; i < cfg.reduce_warps * cfg.reduce_slots; i += cfg.threads())
-        barrier_init(&shared.reduce[i / cfg.reduce_slots].full[i % cfg.reduce_slots], 1);
+    if constexpr (!cfg.in_place) {
+        for (i32 i = threadIdx.x; i < cfg.reduce_warps * cfg.reduce_slots; i += cfg.threads())
+            barrier_init(&shared.reduce[i / cfg.reduce_slots].full[i % cfg.reduce_slots], 1);
+    }
     for (i32 i = threadIdx.x; i < cfg.pull_warps * cfg.pull_slots; i += cfg.threads())
         barrier_init(&shared.pull[i / cfg.pull_slots].full[i % cfg.pull_slots], 1);
     for (i32 i = threadIdx.x; i < kTurnsOpen; i += cfg.threads()) shared.staged.done[i] = shared.pulled.done[i] = 0;

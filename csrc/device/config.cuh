@@ -40,6 +40,7 @@ struct DispatchConfig {
     i32 ring_slots;                  // pieces a send warp holds
     i32 spread_bytes, spread_slots;  // the same of a receive warp that copies rows
     i32 count_warps;                 // warps with counters for all columns, before the rings are in full use
+    i32 count_beside;                // bytes for those counters where the rings have no room
     i32 shared_bytes;
 
     MOECOMM_BOTH constexpr i32 columns() const { return experts + ranks; }

@@ -32,6 +32,7 @@ struct DispatchShared {
     // Pieces of rows on their way.  The places that nothing is under way to at first hold the counters of the warps that count.
     alignas(128) u8 ring[kSlots][kSendWarps][cfg.send_warps > 0 ? cfg.piece_bytes() : 16];
     alignas(128) u8 cast[kSendWarps][kCasts][cfg.quantize && cfg.send_warps > 0 ? cfg.cast_columns() : 16];
+    alignas(128) u8 counters[cfg.count_beside > 0 ? cfg.count_beside : 1];
     SpreadRing<cfg> spread[cfg.spreads() ? cfg.receive_warps : 1];
     u64 full[kSlots][kSendWarps];
     i64 needed[cfg.ranks];  // rows at each rank; batched: the first count that is too large, else 0
@@ -76,7 +77,8 @@ struct DispatchCall {
 
     // By column, of one of the warps that count: at first its entries, then those of the warps before it, then the next row.
     MOECOMM_FN i32* counters(i32 warp) const {
-        u8* const first = cfg.quantize ? shared.cast[0][0] : shared.ring[cfg.slots_ahead()][0];
+        u8* const idle = cfg.quantize ? shared.cast[0][0] : shared.ring[cfg.slots_ahead()][0];
+        u8* const first = cfg.count_beside > 0 ? shared.counters : idle;
         return reinterpret_cast<i32*>(first) + warp * cfg.columns();
     }
     // The chunks of such a warp.

@@ -111,8 +111,8 @@ MOECOMM_FN void dispatch_end(const DispatchArgs& args) {
         shared.begin.tag = load_relaxed(&own_state(a.ctx)->last_dispatch);
     }
     for (i32 p = threadIdx.x; p < cfg.ranks; p += cfg.threads()) {
-        const Sent sent = reinterpret_cast<const Sent*>(a.route.sent)[p];
-        shared.sources[p] = {sent.num_tokens, sent.chunk_tokens, 1};  // all is here, or will be soon: in any order
+        const auto* sent = reinterpret_cast<const Sent*>(a.route.sent) + p;
+        shared.sources[p] = {sent->num_tokens, sent->chunk_tokens, 1};  // all is here, or will be soon: in any order
     }
     __syncthreads();
     c.round.tag = shared.begin.tag;

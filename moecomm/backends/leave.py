@@ -6,7 +6,7 @@ import struct
 
 from moecomm import _native
 
-_NOTICE = struct.Struct("<IIQqiiii8Q")  # struct Notice of csrc/protocol/notice.h
+_NOTICE = struct.Struct("<IIQqiiii7Q")  # struct Notice of csrc/protocol/notice.h
 _LEAVE = 3  # Op::leave
 _WORD = 8  # bytes of a word of mail
 
@@ -18,7 +18,7 @@ def mail(last_round: int, words: int) -> bytes:
     Each word is valid by itself, so they can be copied in one go.
     """
     tag = (last_round + 1) & 0xFFFFFFFF
-    notice = _NOTICE.pack(_LEAVE, *(0,) * 15).ljust(4 * words, b"\0")
+    notice = _NOTICE.pack(_LEAVE, *(0,) * 14).ljust(4 * words, b"\0")
     return b"".join(word + tag.to_bytes(4, "little") for (word,) in struct.iter_unpack("4s", notice))
 
 

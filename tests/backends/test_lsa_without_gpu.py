@@ -215,7 +215,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 @pytest.fixture
 def session(cuda: Cuda) -> lsa.LsaSession:
-    return session_of(_last=None, _last_stream=0, _captured=False, _cuda_context=cuda.context, _kernels=AnyKernel())
+    return session_of(
+        _last=None, _last_stream=0, _captured=False, _cuda_context=cuda.context, _kernels=AnyKernel(), _overlap=True
+    )
 
 
 class AnyKernel:
@@ -235,7 +237,7 @@ def test_rounds_are_launched_on_the_current_stream(session: lsa.LsaSession, cuda
     assert cuda.launched == []
     run(dispatch)
     other(combine)
-    assert cuda.launched == [(1002, 512, 4096, 1, dispatch), (2002, 256, 8192, 1, combine)]
+    assert cuda.launched == [(1002, 512, 4096, 1, dispatch, True), (2002, 256, 8192, 1, combine, True)]
     assert cuda.entered == []
 
 

@@ -58,9 +58,10 @@ def exercise(group: Rendezvous, device: int) -> str:
             session.close()
         group.all_gather(b"\0")
         if leaving < group.rank:
-            copies.to_host(pinned.address, own + leave.notice_offset(layout, group.ranks, 0, leaving), 112)
+            copies.to_host(pinned.address, own + leave.mail_offset(layout, group.ranks, 0, leaving), 64)
             copies.wait()
-            assert pinned.read(0, 112) == leave.notice(0), "the peer learns that this rank has left"
+            mail = leave.mail(0, layout.mail_words)
+            assert pinned.read(0, 64) == mail[:64], "the peer learns that this rank has left"
         group.all_gather(b"\0")
     del capsule, block
     gc.collect()

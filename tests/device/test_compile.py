@@ -15,6 +15,8 @@ pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core"
 FLAT, EXPERT, BATCHED = 0, 1, 2
 BF16, FP16, FP32, E4M3 = 0, 1, 2, 3
 BYTES = (2, 2, 4, 1)
+FP32_SCALES, UE8M0 = 0, 1
+BEGIN, END = 1, 2
 DEEPSEEK: dict[str, Any] = {"ranks": 4, "experts": 256, "topk": 8, "hidden": 7168, "layout": EXPERT, "type": BF16}
 
 
@@ -23,7 +25,11 @@ def dispatch(**fields: Any) -> jit.KernelSpec:
     fields = DEEPSEEK | fields
     quantize, hidden = fields.get("quantize", False), fields["hidden"]
     fields.setdefault("row_bytes", hidden * (1 if quantize else BYTES[fields["type"]]))
-    fields.setdefault("scale_bytes", 4 * -(-hidden // 128) if quantize else 0)
+    groups = -(-hidden // 128)
+    scale_bytes = 4 * groups if fields.get("scale_format", FP32_SCALES) == FP32_SCALES else groups
+    if fields.get("scale_columns", False):
+        scale_bytes = -(-scale_bytes // 4) * 4
+    fields.setdefault("scale_bytes", scale_bytes if quantize else 0)
     return jit.KernelSpec(op="dispatch", **fields)
 
 
@@ -44,7 +50,17 @@ SPECS = {
     "dispatch alone, 8 columns": dispatch(ranks=1, experts=1, topk=1, hidden=8),
     "dispatch top-32, 24 columns": dispatch(ranks=2, experts=64, topk=32, hidden=24, type=FP16),
     "dispatch 64 ranks, top-5 of 1024": dispatch(ranks=64, experts=1024, topk=5, hidden=4096),
+    "dispatch few tokens": dispatch(split_rows=True),
+    "dispatch few tokens, flat, casts": dispatch(split_rows=True, layout=FLAT, quantize=True),
+    "dispatch few tokens, casts 176 columns": dispatch(split_rows=True, type=FP16, hidden=176, quantize=True),
+    "dispatch flat, ue8m0 by column": dispatch(layout=FLAT, quantize=True, scale_format=UE8M0, scale_columns=True),
+    "dispatch batched, fp32 by column": dispatch(layout=BATCHED, quantize=True, scale_columns=True),
+    "dispatch begins": dispatch(part=BEGIN, quantize=True, scale_columns=True),
+    "dispatch ends": dispatch(part=END, quantize=True, scale_columns=True),
+    "dispatch ends, flat, 64 ranks": dispatch(part=END, layout=FLAT, ranks=64),
     "combine": combine(),
+    "combine in place": combine(layout=FLAT, in_place=True),
+    "combine in place, fp32": combine(layout=FLAT, in_place=True, type=FP32, ranks=8),
     "combine flat": combine(layout=FLAT),
     "combine batched, bf16 on the wire": combine(layout=BATCHED, wire=BF16, weighted=False),
     "combine fp32, 16384 columns": combine(type=FP32, hidden=16384, ranks=8),
@@ -73,7 +89,7 @@ def test_source_holds_named_numbers_alone() -> None:
     config = re.search(r"config\{(.*)\}", text)
     assert config is not None
     for field in config.group(1).split(", "):
-        assert re.fullmatch(r"\.[a-z_]+ = (\d+|true|false|(Layout|Type)::[a-z0-9]+)", field)
+        assert re.fullmatch(r"\.[a-z_]+ = (\d+|true|false|(Layout|Type|ScaleFormat|Part)::[a-z0-9]+)", field)
     assert ".hidden = 4096" in text and ".row_bytes = 8192" in text
 
 
@@ -103,7 +119,7 @@ def test_every_shape_has_room() -> None:
         for ranks, experts in ((1, 8), (4, 256), (8, 1024), (64, 4096)):
             for layout in (FLAT, EXPERT):
                 fields = jit.block_fields(dispatch(hidden=hidden, ranks=ranks, experts=experts, layout=layout))
-                assert fields["ring_slots"] >= 2 and fields["scratch_warps"] >= 1
+                assert fields["ring_slots"] >= 2 and fields["count_warps"] >= 1
                 assert fields["shared_bytes"] <= 227 * 1024
                 fields = jit.block_fields(combine(hidden=hidden, ranks=ranks, experts=experts, layout=layout))
-                assert fields["reduce_slots"] >= 2 and fields["shared_bytes"] <= 227 * 1024
+                assert min(fields["reduce_slots"], fields["pull_slots"]) >= 2 and fields["shared_bytes"] <= 227 * 1024

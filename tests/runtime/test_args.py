@@ -136,17 +136,18 @@ def test_shape_and_layout() -> None:
     names = ("ranks", "experts", "topk", "max_tokens", "ring_tokens", "staged_row_bytes", "heap_bytes")
     assert [getattr(shape, name) for name in names] == [4, 16, 2, 100, 64, 48, 1000]
     layout = _native.window_layout(shape)
-    assert (layout.columns, layout.mail_words, layout.abort) == (20, 26 + 20, 0)
+    assert (layout.columns, layout.mail_words, layout.abort) == (20, 24 + 20, 0)
     sizes = {
         "abort": 4,
         "state": 24,
-        "mail": 2 * 4 * 46 * 8,
+        "mail": 2 * 4 * 44 * 8,
         "arrived": 4 * 100 * 8,
         "reduced": 4 * 100 * 8,
         "credits": 4 * 64 * 8,
         "drained": 4 * 8,
         "ranges": 4 * 100 * 4,
         "counting": 256 * 21 * 8,
+        "summed": 256 * 21 * 8,
         "staging": 4 * 64 * 48,
         "heap": 1000,
     }
