@@ -47,35 +47,6 @@ def host_vs_gloo(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def nvlink(found: dict[str, Any]) -> str:
-    """The section of bench/nvlink.py, which the benchmark of the package has replaced."""
-    case, machine = found["case"], found["machine"]
-    blocks = {row["sms"] for row in found["rows"]} & {DEFAULT_BLOCKS}
-    lines = [
-        f"{case['ranks']} x {machine['gpus'][0]}, windows by `{found['backend'].split('/')[1]}`: hidden "
-        f"{case['hidden']}, top-{case['topk']} of {case['experts']} experts, {max(blocks)} blocks (the default), whole "
-        "operations inside a captured graph, slowest rank; `wire`: remote bytes at 320 GB/s over the time:",
-        "",
-        "| tokens a rank | operation | layout | time | remote bytes | wire |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in found["rows"]:
-        if row["sms"] in blocks:
-            lines.append(
-                f"| {row['tokens']} | {row['what']} | `{row['layout']}` | {row['us']:.0f} us | "
-                f"{row['remote_bytes'] / 1e6:.1f} MB | {row['of_320']:.2f} |"
-            )
-    lines += [
-        "",
-        "`combine` of `expert` rows carries float32 sums, one rounding in all; `bf16 wire` rounds each rank's sum.",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-DEFAULT_BLOCKS = 64
-
-
 def where(found: dict[str, Any]) -> str:
     """The machine, as a heading says it."""
     case, machine = found["case"], found["machine"]
@@ -107,7 +78,7 @@ def time_of(us: float) -> str:
 def dispatch_combine(found: dict[str, Any]) -> str:
     """The section of `moecomm bench dispatch-combine`; of many sizes (`sweep`) a plot.
 
-    Of several numbers of SMs the first.
+    Of pairs only those with the first number of SMs.
     """
     head = f"{where(found)}{ceiling(found)}:"
     if is_sweep(found):
@@ -119,7 +90,11 @@ def dispatch_combine(found: dict[str, Any]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in found["rows"]:
-        if "us" not in row or (row["who"] == "moecomm" and row["sms_asked"] != found["case"]["sms"][0]):
+        if "us" not in row or (row["what"] == "pair" and row["sms_asked"] != found["case"]["sms"][0]):
+            continue
+        if (
+            row["variant"] == "y outside"
+        ):  # measured when such rows were staged; combine copies them into the window now
             continue
         what = ", ".join(filter(None, (row["what"], row["payload"], row["variant"])))
         wire = "" if row["of_wire"] is None else f"{row['of_wire']:.2f}"
@@ -136,7 +111,7 @@ def is_sweep(found: dict[str, Any]) -> bool:
 
 
 Section = Callable[[dict[str, Any]], str]
-BY_NAME: dict[str, Section] = {"nvlink-vmm-4": nvlink, "host_vs_gloo": host_vs_gloo}
+BY_NAME: dict[str, Section] = {"host_vs_gloo": host_vs_gloo}
 BY_BENCHMARK: dict[str, Section] = {"dispatch-combine": dispatch_combine}
 
 

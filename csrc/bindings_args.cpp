@@ -24,6 +24,12 @@ void set_shape(Context& ctx, const Shape& shape) {
     ctx.window = window_layout(shape);
 }
 
+// Is the address in the heap of our own window?
+bool in_heap(const Context& ctx, u64 address) {
+    const u64 window = ctx.peers[ctx.rank];
+    return address >= window + ctx.window.heap && address < window + ctx.window.bytes;
+}
+
 // A struct that starts as zeros, can be copied, and can be handed on by address.
 template <class Struct>
 py::class_<Struct> bind_struct(py::module_& m, const char* name) {
@@ -79,7 +85,8 @@ void bind_context(py::module_& m) {
         .def_readwrite("shape", &Context::shape)
         .def_readwrite("window", &Context::window)
         .def_readwrite("rank", &Context::rank)
-        .def("set_shape", &set_shape, py::arg("shape"));
+        .def("set_shape", &set_shape, py::arg("shape"))
+        .def("in_heap", &in_heap, py::arg("address"));
     bind_struct<Route>(m, "Route")
         .def_readwrite("token_rows", &Route::token_rows)
         .def_readwrite("token_owner", &Route::token_owner)

@@ -92,6 +92,8 @@ class Context(_Struct):
     rank: int
     def set_shape(self, shape: Shape) -> None:
         """Sets `shape`, and `window` to its layout."""
+    def in_heap(self, address: int) -> bool:
+        """Whether it is in the heap of our own window."""
 
 @final
 class Route(_Struct):

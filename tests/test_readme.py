@@ -124,7 +124,8 @@ def test_results_of_the_benchmark_become_a_table_or_a_plot(tmp_path: Path, monke
         "ceiling": [{"gbs": 320.4}],
         "rows": [
             row,
-            {**row, "sms_asked": 8},
+            {**row, "what": "pair", "sms_asked": 8},
+            {**row, "what": "combine", "variant": "y outside"},
             peer,
             {key: row[key] for key in row if key != "us"} | {"why": "no room"},
         ],

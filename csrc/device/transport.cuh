@@ -6,6 +6,9 @@
 //   void signal(rank, offset, value)                        by one thread: a u64 flag in a peer's window, after all that this thread has
 //                                                           written, or has seen written, before
 //   void post(rank, offset, value)                          by one thread: a u64 in a peer's window that says all by itself, in any order
+//   void put(rank, to, from, bytes, flag, value)            where peer_ptr may be null: by a whole warp, `bytes` of our memory into a
+//   peer's
+//                                                           window, then the flag, after all that the warp has seen written before
 //   constexpr bool all_reachable                            peer_ptr is never null
 //
 // Flags are waited for in our own window (wait.cuh), whatever the transport.

@@ -1,5 +1,5 @@
-// What stands beside the rows: whose they are, which experts want them, with which weights.  By the describe warp, a few tokens at once: a
-// store into a peer's memory costs a multiprocessor some 65 ns, and a chunk's rows at a rank lie together (flat).
+// What stands beside the rows: whose they are, which experts want them, with which weights.  By the describe warp, a few tokens at once:
+// each store into a peer's memory costs its multiprocessor time, however small, and a chunk's rows at a rank lie together (flat).
 #pragma once
 #include "call.cuh"
 

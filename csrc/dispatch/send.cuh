@@ -16,8 +16,8 @@ struct Places {
 // A send warp moves every send_warps-th row of this block, piece by piece, through a ring: loads run ahead of stores.  With split rows it
 // moves every send_warps-th piece: with few tokens more of a row is under way at once.
 //
-// A bulk store costs a multiprocessor some 75 ns, whether of 1792 or of 3584 bytes (dispatches of 4096 tokens with 8 blocks on 4 H200), so
-// pieces are large; and a row that has been cast, piece by piece, is stored as a whole.
+// A bulk store into a peer's memory costs a multiprocessor about the same time whether it is of 1792 or of 3584 bytes, which is what bounds
+// few blocks.  So pieces are large; and a row that has been cast, piece by piece, is stored as a whole.
 //
 // Every lane commits a group of stores a piece (cast: an item), empty or not, so that groups and pieces count alike in all lanes.
 template <class Call>
@@ -154,7 +154,7 @@ MOECOMM_FN void describe(const Call& c) {
 }
 
 // By the flag warp: the flags of each chunk of the block, once all others are through with it.  The release waits until what they have
-// written has reached the peers: 10 us and more while the links are busy.
+// written has reached the peers, which takes its time while the links are busy; a send warp that waited would not send.
 template <class Call>
 MOECOMM_FN void raise_flags(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;

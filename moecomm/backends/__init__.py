@@ -38,6 +38,7 @@ class Session(Protocol):
     arena: _native.Arena  # over the heap of our window; offsets are those of the window
     nbytes: int  # memory this rank holds for the Buffer
     owner: object  # what must outlive every tensor in the window
+    pulls_flat_rows: bool  # combine is faster with flat rows in the window, by more than a copy into it costs
 
     def dispatcher(self, args: _native.DispatchArgs) -> Callable[[_native.DispatchArgs], None]:
         """What runs (host), or enqueues on the current stream (GPUs), dispatches like this one: addresses, room, number

@@ -30,6 +30,7 @@ class HostSession:
 
     name = "host"
     device = torch.device("cpu")
+    pulls_flat_rows = False  # rows elsewhere are staged, which is the same copy
 
     def __init__(self, ranks: Rendezvous, shape: _native.Shape, timeout_s: float) -> None:
         with all_or_none(ranks):

@@ -108,10 +108,7 @@ def reads_in_place(args: _native.CombineArgs) -> bool:
 
     Rows of other layouts are added up first: over NVLink a row a (token, expert) would be more bytes than a sum.
     """
-    context = args.ctx
-    first = context.peers[context.rank]
-    heap, end = first + context.window.heap, first + context.window.bytes
-    return args.layout == _FLAT and args.weight_grads == 0 and heap <= args.y < end
+    return args.layout == _FLAT and args.weight_grads == 0 and args.ctx.in_heap(args.y)
 
 
 def _load(spec: jit.KernelSpec, device: torch.device) -> jit.Kernel:

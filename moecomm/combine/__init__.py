@@ -18,6 +18,8 @@ from moecomm.settings import DTYPES
 if TYPE_CHECKING:
     from moecomm.buffer import Buffer
 
+_COPIED_ROWS = 2  # rows of y for each token of all ranks, if they have as many as this one
+
 __all__ = ["Combining", "Plan", "empty", "finish", "prepare", "run"]
 
 
@@ -37,6 +39,8 @@ def prepare(
     buffer.require_usable()
     _check_ended(buffer, handle)
     if isinstance(y, torch.Tensor):
+        if handle.layout == "flat" and buffer.session.pulls_flat_rows and weight_grads is None:
+            y = _in_window(buffer, y, handle)
         for plan in buffer.combine_plans.get((handle.layout, y.dtype, weighted, wire, num_sms), ()):
             combining = plan.start(handle, y, out, bias, weight_grads)
             if combining is not None:
@@ -70,6 +74,22 @@ def empty(buffer: Buffer, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
     (block,) = buffer.memory.allocate(math.prod(shape) * dtype.itemsize)
     address = session.context.peers[buffer.rank] + block.offset
     return window_tensor(block, address, shape, dtype, buffer.device, session.owner)
+
+
+def _in_window(buffer: Buffer, y: torch.Tensor, handle: Handle) -> torch.Tensor:
+    """Flat rows where peers can read them: `y` itself, or a copy in the window.
+
+    Left alone where there is no room, where most rows would be those that did not come (a copy does not know how many
+    came, staging does), and where it is not what combine takes, which is found out later.
+    """
+    most_rows = _COPIED_ROWS * buffer.num_ranks * handle.num_tokens
+    fits = y.shape == handle.y_shape and y.shape[0] <= most_rows and y.dtype in DTYPES and y.device == buffer.device
+    if not fits or buffer.session.context.in_heap(y.data_ptr()):
+        return y
+    try:
+        return empty(buffer, handle, y.dtype).copy_(y)
+    except BadInput:  # no room
+        return y
 
 
 def _check_ended(buffer: Buffer, handle: Handle) -> None:

@@ -45,6 +45,9 @@ class Plan:
     def __init__(self, buffer: Buffer, options: Options, like: Tensors) -> None:
         self._options, self._hidden, self._topk = options, buffer.hidden, buffer.topk
         self._device = buffer.device
+        in_window = like.weight_grads is None and buffer.session.context.in_heap(like.y.data_ptr())
+        # Flat rows that are staged take as many blocks as rows that are added up first.
+        self._like = options.layout if in_window or options.layout != "flat" else "expert"
         args = _args(buffer, options, like)
         self._native = _native.CombinePlan(args, like.y, like.bias, like.weight_grads)
         self._session = buffer.session
@@ -53,9 +56,7 @@ class Plan:
     def schedule(self, num_tokens: int) -> None:
         """Makes start() know how a round of so many tokens is run."""
         options = self._options
-        schedule = self._session.schedule(
-            "combine", num_tokens=num_tokens, layout=options.layout, num_sms=options.num_sms
-        )
+        schedule = self._session.schedule("combine", num_tokens=num_tokens, layout=self._like, num_sms=options.num_sms)
         self._native.schedule(num_tokens, schedule.workers, schedule.chunk_tokens)
 
     def start(self, handle: Handle, y: Any, out: Any, bias: Any, weight_grads: Any) -> Combining | None:
