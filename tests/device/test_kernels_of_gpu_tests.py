@@ -22,6 +22,7 @@ pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core"
 SIZES = [
     *test_virtual_ranks.SIZES,
     test_virtual_ranks.PAIR,
+    test_virtual_ranks.LONG,
     *({"ranks": 4, "dtype": torch.bfloat16, **sizes} for sizes in (*test_nvlink.SIZES, test_nvlink.SMALL)),
 ]
 CASES = 250  # enough to meet every kind of case

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import moecomm
+from moecomm.backends import lsa
 from moecomm.testing import LocalBuffers, check_case, random_case
 
 pytestmark = pytest.mark.gpu1
@@ -35,6 +36,14 @@ PAIR: dict[str, Any] = {
     "max_tokens": 32,
     "dtype": torch.bfloat16,
 }
+LONG: dict[str, Any] = {
+    "ranks": 2,
+    "hidden": 512,
+    "num_experts": 8,
+    "topk": 2,
+    "max_tokens": 1500,
+    "dtype": torch.bfloat16,
+}
 SMALL = 4  # the first of them take most of the cases
 
 
@@ -47,6 +56,15 @@ def test_random_cases_match_the_reference(sizes: dict[str, Any], request: pytest
     with LocalBuffers(**sizes, backend="lsa", device=0, timeout_s=20) as ranks:
         for number in range(cases):
             check_case(ranks, random_case(seed * 1_000_000 + number, **sizes, few_kernels=True))
+
+
+@pytest.mark.timeout(300)
+def test_staging_goes_around_a_small_ring(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.setattr(lsa, "_STAGING_BYTES", 1)
+    with LocalBuffers(**LONG, backend="lsa", device=0, timeout_s=20) as ranks:
+        assert ranks.buffers[0].session.context.shape.ring_tokens == 32
+        for number in range(1 + request.config.getoption("--gpu-cases") // 20):
+            check_case(ranks, random_case(number, **LONG, few_kernels=True))
 
 
 @pytest.fixture
