@@ -201,6 +201,7 @@ def test_the_command_writes_a_table_that_is_then_used(tmp_path: Path) -> None:
             *(sys.executable, "-m", "moecomm", "tune", *sizes, "--sms", "1,2", "--chunks", "1,4", "--replays", "2"),
             *("--json", str(tmp_path / "times.json")),
         ],
+        cwd=tmp_path,  # not the repository, whose moecomm may not have been built
         capture_output=True,
         text=True,
         timeout=240,

@@ -11,7 +11,7 @@ from moecomm import _native
 if TYPE_CHECKING:
     from moecomm import jit
 
-_FLAT, _END = 0, 2
+_FLAT, _EXPERT, _FP32, _END = 0, 1, 2, 2
 _WHOLE_ROWS_FROM = 8  # tokens of a chunk
 
 
@@ -85,20 +85,23 @@ def splits_rows(args: _native.DispatchArgs) -> bool:
 
 
 def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
-    """What the combine kernel for these arguments is compiled for."""
+    """What the combine kernel for these arguments is compiled for.
+
+    Expert and batched rows are added up alike; flat rows have no weights and travel as they are.
+    """
     from moecomm import jit
 
-    shape = args.ctx.shape
+    shape, flat = args.ctx.shape, args.layout == _FLAT
     return jit.KernelSpec(
         op="combine",
         ranks=shape.ranks,
         experts=shape.experts,
         topk=shape.topk,
         hidden=args.hidden,
-        layout=args.layout,
+        layout=_FLAT if flat else _EXPERT,
         type=args.type,
-        wire=args.wire,
-        weighted=bool(args.weighted),
+        wire=_FP32 if flat else args.wire,
+        weighted=flat or bool(args.weighted),
         in_place=reads_in_place(args),
     )
 
