@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm import combine, dispatch, jit
+from moecomm import _native, combine, dispatch, jit, tuning
 from moecomm.backends.lsa_kernels import combine_spec, dispatch_spec
 from moecomm.dispatch.plan import END
 from moecomm.testing import LocalBuffers, random_case
@@ -34,16 +34,23 @@ def kernels_of(sizes: dict[str, Any]) -> set[jit.KernelSpec]:
     specs = set()
     with LocalBuffers(**sizes, backend="host") as ranks:
         buffer = ranks.buffers[0]
+        buffer.session.pulls_flat_rows = True  # type: ignore[misc]
+
+        def on_a_gpu(args: _native.DispatchArgs, layout: str) -> jit.KernelSpec:
+            choice = tuning.choose("", sizes["ranks"], "dispatch", layout, args.num_tokens)
+            args.chunk_tokens = choice.chunk_tokens
+            return dispatch_spec(args)
+
         for seed in range(CASES):
             case = random_case(seed, **sizes, few_kernels=True)
             call = dispatch_call(case, 0, buffer.device)
             routed = dispatch.prepare(buffer, **call)
-            specs.add(dispatch_spec(routed.args))
+            specs.add(on_a_gpu(routed.args, case.layout))
             if case.begin:
                 half = dispatch.prepare(buffer, **call, begin=True).args
-                specs.add(dispatch_spec(half))
+                specs.add(on_a_gpu(half, case.layout))
                 half.part = END
-                specs.add(dispatch_spec(half))
+                specs.add(on_a_gpu(half, case.layout))
             handle = routed.handle
             y = torch.empty(handle.y_shape, dtype=buffer.dtype)
             if case.in_window:

@@ -41,7 +41,7 @@ LONG: dict[str, Any] = {
     "hidden": 512,
     "num_experts": 8,
     "topk": 2,
-    "max_tokens": 1500,
+    "max_tokens": 500,
     "dtype": torch.bfloat16,
 }
 SMALL = 4  # the first of them take most of the cases
