@@ -101,6 +101,9 @@ def test_only_one_header_spins() -> None:
 def test_text_speaks_of_moecomm_alone() -> None:
     mine = [path for path in TEXT if path != Path(__file__)]
     assert those_with(r"/root/|/home/\w|\bTODO\b|\bFIXME\b|\bXXX\b", mine) == []
+    results = sorted((ROOT / "bench" / "results").glob("*.json"))
+    # No path of one machine: below the root only what every Linux has.
+    assert those_with(r"(?<![\w./<>*-])/(?!(proc|dev|sys|usr|lib)/)[a-z]+/[a-z]", [*mine, *results]) == []
 
 
 def test_module_names_say_what_is_in_them() -> None:

@@ -101,7 +101,8 @@ MOECOMM_FN void combine(const CombineArgs& args) {
     copy_args(shared.args, args, cfg.threads());
     prepare_block(shared);
     await_earlier_kernels();
-    if (cfg.in_place && threadIdx.x < kNoticeWords) fence_system();  // our rows, which earlier kernels have written, come before the notice
+    if (cfg.in_place && blockIdx.x < cfg.ranks && threadIdx.x < kNoticeWords)
+        fence_system();  // our rows, which earlier kernels have written, come before the notice
     __syncthreads();
     CombineCall<cfg, Transport> c{a, Transport{a.ctx}, {a.ctx, Op::combine, 0}, shared};
     for (i32 p = threadIdx.x; p < cfg.ranks; p += cfg.threads()) shared.sent[p] = reinterpret_cast<const Sent*>(a.route.sent)[p];

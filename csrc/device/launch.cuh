@@ -16,7 +16,7 @@ MOECOMM_FN void copy_args(Args& to, const Args& from, i32 threads) {
 // A kernel may be launched while the one before it in the stream is still running (programmatic dependent launch).  Until this returns it
 // touches nothing but its arguments and its shared memory.
 MOECOMM_FN void await_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// The kernel after this one may be launched once all blocks have come here: it can't hold up what this one waits for.
+// The kernel after this one may be launched once all blocks have come here, where all of them are resident.
 MOECOMM_FN void let_next_kernel_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // What the threads of a block have to know before they speak to anybody.
@@ -31,12 +31,15 @@ MOECOMM_FN void look_up_round(const Context& ctx, Begin& begin) {
     begin.aborted = aborted;
 }
 
-// Every thread, after that __syncthreads.  False, and reported, when the round must not be.
+// Every thread, after that __syncthreads.  False, and reported, when somebody has called the Buffer off before `phase`.
+MOECOMM_FN bool not_aborted(const Round& r, const Begin& begin, Phase phase) {
+    if (begin.aborted == 0) return true;
+    if (threadIdx.x == 0) report_failure(r, Waited::aborted, phase, r.ctx.rank, r.tag, r.tag, 0);
+    return false;
+}
+// The same for a kernel that is a round; it counts.
 MOECOMM_FN bool begin_round(const Round& r, const Begin& begin, i32 threads) {
-    if (begin.aborted != 0) {
-        if (threadIdx.x == 0) report_failure(r, Waited::aborted, Phase::notice, r.ctx.rank, r.tag, r.tag, 0);
-        return false;
-    }
+    if (!not_aborted(r, begin, Phase::notice)) return false;
     if (static_cast<i32>(threadIdx.x) == threads - 1) count_round(r.ctx, r.tag);
     return true;
 }

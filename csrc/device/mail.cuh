@@ -17,10 +17,10 @@ MOECOMM_FN void send_mail(const Round& r, const Transport& transport, i32 peer, 
     }
 }
 
-// Several words of 32 bits that others post, `stride` bytes apart, loaded together: take(i, word) in order.  False when one did not come;
+// The same word of the mail of `n` ranks, `stride` bytes apart, loaded together: take(rank, word) in order.  False when one did not come;
 // stop(which is late) true: nobody waits any more, and nothing is taken.  Words say all by themselves, so nothing is acquired with them.
 template <class Stop, class Take>
-MOECOMM_FN bool await_words(const Round& r, Phase phase, u64 first, i64 stride, i32 n, Stop stop, Take take) {
+MOECOMM_FN bool await_words(const Round& r, u64 first, i64 stride, i32 n, Stop stop, Take take) {
     constexpr i32 kTogether = 8;
     for (i32 base = 0; base < n; base += kTogether) {
         u64 seen[kTogether];
@@ -37,8 +37,7 @@ MOECOMM_FN bool await_words(const Round& r, Phase phase, u64 first, i64 stride, 
             stopped = late >= 0 && stop(late);
             return late < 0 || stopped;
         };
-        const auto whom = [&] { return phase == Phase::grid ? r.ctx.rank : late; };
-        if (!wait_for_any(r, phase, whom, r.tag, ready, [] { return 0ll; })) return false;
+        if (!wait_for_any(r, Phase::notice, [&] { return late; }, r.tag, ready, [] { return 0ll; })) return false;
         if (stopped) return true;
 #pragma unroll
         for (i32 i = 0; i < kTogether; ++i)

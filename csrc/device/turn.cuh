@@ -16,23 +16,21 @@ struct Turns {
     MOECOMM_FN bool arrive(const Round& r, i32 turn) {
         u32* counter = &done[turn % kTurnsOpen];
         const u32 earlier = turn / kTurnsOpen * warps;
-        const auto count = [&] { return *static_cast<volatile u32*>(counter); };
-        if (earlier != 0 &&
-            !wait_for(r, Phase::grid, r.ctx.rank, earlier, [&] { return count() >= earlier; }, [&] { return static_cast<i64>(count()); }))
-            return false;
+        if (earlier != 0 && !reach(r, counter, earlier)) return false;
         u32 before;
         asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], 1;" : "=r"(before) : "r"(shared_address(counter)) : "memory");
         return before + 1 == earlier + warps;
     }
     // By another thread: until all warps have come to the turn; then it may release what they have written before.
     MOECOMM_FN bool await(const Round& r, i32 turn) const {
-        const u32* counter = &done[turn % kTurnsOpen];
-        const u32 all = (turn / kTurnsOpen + 1) * warps;
-        const auto count = [&] { return *static_cast<const volatile u32*>(counter); };
-        const bool came =
-            wait_for(r, Phase::grid, r.ctx.rank, all, [&] { return count() >= all; }, [&] { return static_cast<i64>(count()); });
+        const bool came = reach(r, &done[turn % kTurnsOpen], (turn / kTurnsOpen + 1) * warps);
         asm volatile("fence.acq_rel.cta;" ::: "memory");
         return came;
+    }
+
+  private:
+    MOECOMM_FN static bool reach(const Round& r, const volatile u32* counter, u32 n) {
+        return wait_for(r, Phase::grid, r.ctx.rank, n, [&] { return *counter >= n; }, [&] { return static_cast<i64>(*counter); });
     }
 };
 

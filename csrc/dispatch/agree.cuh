@@ -13,8 +13,7 @@ MOECOMM_FN bool sum_counts(const Call& c) {
         const i64 stride = static_cast<i64>(mail_word(c.round, 1, 0) - mail_word(c.round, 0, 0));
         i32 polls = 0, total = 0, before = 0;
         const bool came = await_words(
-            c.round, Phase::notice, first, stride, cfg.ranks,
-            [&](i32 late) { return ++polls % 16 == 0 && calls_otherwise(c.round, late, c.shared.mine); },
+            c.round, first, stride, cfg.ranks, [&](i32 late) { return ++polls % 16 == 0 && calls_otherwise(c.round, late, c.shared.mine); },
             [&](i32 source, u32 word) {
                 total += static_cast<i32>(word);
                 if (source < c.me()) before += static_cast<i32>(word);

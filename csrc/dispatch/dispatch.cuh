@@ -66,24 +66,32 @@ MOECOMM_FN void run(const Call& c, Sender<Call>& sender) {
     }
 }
 
-// A launch of `workers` blocks of cfg.threads() threads with cfg.shared_bytes of dynamic shared memory.
+// How both kernels begin.  The round is not known yet, nor is our share.
 template <DispatchConfig cfg, class Transport>
-MOECOMM_FN void dispatch(const DispatchArgs& args) {
-    using Call = DispatchCall<cfg, Transport>;
+MOECOMM_FN DispatchCall<cfg, Transport> begin_call(const DispatchArgs& args) {
     static_assert(sizeof(DispatchShared<cfg>) <= cfg.shared_bytes, "jit.py and DispatchShared disagree");
-    static_assert(Transport::all_reachable, "rows are stored into every peer's window");
     extern __shared__ __align__(128) u8 memory[];
     auto& shared = *reinterpret_cast<DispatchShared<cfg>*>(memory);
     const DispatchArgs& a = shared.args;
     copy_args(shared.args, args, cfg.threads());
-    Call c{a, Transport{a.ctx}, {a.ctx, Op::dispatch, 0}, shared, {}, false};
+    const DispatchCall<cfg, Transport> c{a, Transport{a.ctx}, {a.ctx, Op::dispatch, 0}, shared, {}, false};
     prepare_block(shared, c);
     await_earlier_kernels();
     __syncthreads();
+    return c;
+}
+
+// A launch of `workers` blocks of cfg.threads() threads with cfg.shared_bytes of dynamic shared memory.
+template <DispatchConfig cfg, class Transport>
+MOECOMM_FN void dispatch(const DispatchArgs& args) {
+    static_assert(Transport::all_reachable, "rows are stored into every peer's window");
+    auto c = begin_call<cfg, Transport>(args);
+    auto& shared = c.shared;
+    const DispatchArgs& a = c.a;
     c.share = share_of_block(a.num_tokens, a.chunk_tokens);
     c.alone = gridDim.x == 1 || a.num_tokens * cfg.topk <= kAloneEntries;
-    Sender<Call> sender(c);
-    for (i32 i = 0; i < Sender<Call>::kAhead && warp_id() < cfg.send_warps; ++i) sender.load_next();
+    Sender<DispatchCall<cfg, Transport>> sender(c);
+    for (i32 i = 0; i < sender.kAhead && warp_id() < cfg.send_warps; ++i) sender.load_next();
     if (threadIdx.x == cfg.threads() - 1) look_up_round(a.ctx, shared.begin);
     if (threadIdx.x == cfg.threads() - kWarp) fill_notice(c, shared.mine);
     if constexpr (!cfg.repeat) count(c);
@@ -96,16 +104,9 @@ MOECOMM_FN void dispatch(const DispatchArgs& args) {
 // The second half of a split dispatch: what the first has not waited for.
 template <DispatchConfig cfg, class Transport>
 MOECOMM_FN void dispatch_end(const DispatchArgs& args) {
-    using Call = DispatchCall<cfg, Transport>;
-    static_assert(sizeof(DispatchShared<cfg>) <= cfg.shared_bytes, "jit.py and DispatchShared disagree");
-    extern __shared__ __align__(128) u8 memory[];
-    auto& shared = *reinterpret_cast<DispatchShared<cfg>*>(memory);
-    const DispatchArgs& a = shared.args;
-    copy_args(shared.args, args, cfg.threads());
-    Call c{a, Transport{a.ctx}, {a.ctx, Op::dispatch, 0}, shared, {}, false};
-    prepare_block(shared, c);
-    await_earlier_kernels();
-    __syncthreads();
+    auto c = begin_call<cfg, Transport>(args);
+    auto& shared = c.shared;
+    const DispatchArgs& a = c.a;
     if (threadIdx.x == 0) {
         look_up_round(a.ctx, shared.begin);
         shared.begin.tag = load_relaxed(&own_state(a.ctx)->last_dispatch);
@@ -117,10 +118,7 @@ MOECOMM_FN void dispatch_end(const DispatchArgs& args) {
     __syncthreads();
     c.round.tag = shared.begin.tag;
     if (c.round.tag == 0) return;  // it was void
-    if (shared.begin.aborted != 0) {
-        if (threadIdx.x == 0) report_failure(c.round, Waited::aborted, Phase::payload, c.me(), c.round.tag, c.round.tag, 0);
-        return;
-    }
+    if (!not_aborted(c.round, shared.begin, Phase::payload)) return;
     if constexpr (cfg.layout == Layout::flat && !cfg.scale_columns) {
         await_all(c);
     } else {

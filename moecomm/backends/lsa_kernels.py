@@ -1,4 +1,4 @@
-"""The kernel for a round: found by the few arguments it is compiled for, so that a repeated round costs one look-up."""
+"""The kernel for a round: found by the few arguments it is compiled for.  Plans ask once for each of their kinds."""
 
 from __future__ import annotations
 
@@ -16,42 +16,18 @@ _WHOLE_ROWS_FROM = 8  # tokens of a chunk
 
 
 class Kernels:
-    """The kernels of one Buffer, compiled or read from the cache when first wanted."""
+    """The kernels of one GPU, compiled or read from the cache when first wanted (see jit.load)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._loaded: dict[tuple[object, ...], jit.Kernel] = {}
 
     def dispatch(self, args: _native.DispatchArgs) -> jit.Kernel:
         """The dispatch kernel for these arguments."""
-        key = (
-            "dispatch",
-            args.layout,
-            args.in_type,
-            args.idx_bytes,
-            args.quantize,
-            args.repeat,
-            args.hidden,
-            args.row_bytes,
-            args.scale_bytes,
-            args.scale_columns != 0,
-            args.scale_format,
-            args.part,
-            splits_rows(args),
-        )
-        kernel = self._loaded.get(key)
-        if kernel is None:
-            kernel = self._loaded[key] = _load(dispatch_spec(args), self._device)
-        return kernel
+        return _load(dispatch_spec(args), self._device)
 
     def combine(self, args: _native.CombineArgs) -> jit.Kernel:
         """The combine kernel for these arguments."""
-        in_place = reads_in_place(args)
-        key = ("combine", args.layout, args.type, args.wire, args.weighted, args.hidden, in_place)
-        kernel = self._loaded.get(key)
-        if kernel is None:
-            kernel = self._loaded[key] = _load(combine_spec(args), self._device)
-        return kernel
+        return _load(combine_spec(args), self._device)
 
 
 def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:

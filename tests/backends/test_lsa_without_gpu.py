@@ -290,10 +290,15 @@ def test_a_captured_stream_is_left_alone(session: lsa.LsaSession, cuda: Cuda, mo
 def test_a_kernel_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from moecomm.backends.lsa_kernels import Kernels
 
-    loaded = []
-    jit = SimpleNamespace(
-        KernelSpec=lambda **fields: fields, load=lambda spec, device: loaded.append(spec) or len(loaded)
-    )
+    loaded: list[tuple[tuple[str, object], ...]] = []
+
+    def load(spec: tuple[tuple[str, object], ...], device: torch.device) -> int:
+        """Like jit.load: one kernel for each specification."""
+        if spec not in loaded:
+            loaded.append(spec)
+        return 1 + loaded.index(spec)
+
+    jit = SimpleNamespace(KernelSpec=lambda **fields: tuple(fields.items()), load=load)
     monkeypatch.setitem(sys.modules, "moecomm.jit", jit)  # type: ignore[arg-type]
     monkeypatch.setattr("moecomm.jit", jit, raising=False)
     kernels = Kernels(torch.device("cuda", 0))
@@ -304,4 +309,4 @@ def test_a_kernel_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.dispatch(dispatch) == 1
     dispatch.repeat = 1
     assert kernels.dispatch(dispatch) == 3
-    assert [spec["op"] for spec in loaded] == ["dispatch", "combine", "dispatch"]
+    assert [dict(spec)["op"] for spec in loaded] == ["dispatch", "combine", "dispatch"]
