@@ -43,18 +43,20 @@ py::class_<Struct> bind_struct(py::module_& m, const char* name) {
 
 void bind_layout(py::module_& m) {
     py::class_<Shape>(m, "Shape")
-        .def(py::init([](i32 ranks, i32 experts, i32 topk, i32 max_tokens, i32 ring_tokens, i64 staged_row_bytes, i64 heap_bytes) {
+        .def(py::init([](i32 ranks, i32 experts, i32 topk, i32 max_tokens, i32 ring_tokens, i64 staged_row_bytes, i64 heap_bytes,
+                         i64 packet_bytes) {
                  if (ring_tokens < kMaxChunk || ring_tokens % kMaxChunk != 0)
                      throw std::invalid_argument("ring_tokens: want a multiple of " + std::to_string(kMaxChunk));
-                 return Shape{ranks, experts, topk, max_tokens, ring_tokens, 0, staged_row_bytes, heap_bytes};
+                 return Shape{ranks, experts, topk, max_tokens, ring_tokens, 0, packet_bytes, staged_row_bytes, heap_bytes};
              }),
              py::arg("ranks"), py::arg("experts"), py::arg("topk"), py::arg("max_tokens"), py::arg("ring_tokens"),
-             py::arg("staged_row_bytes"), py::arg("heap_bytes"))
+             py::arg("staged_row_bytes"), py::arg("heap_bytes"), py::arg("packet_bytes") = 0)
         .def_readwrite("ranks", &Shape::ranks)
         .def_readwrite("experts", &Shape::experts)
         .def_readwrite("topk", &Shape::topk)
         .def_readwrite("max_tokens", &Shape::max_tokens)
         .def_readwrite("ring_tokens", &Shape::ring_tokens)
+        .def_readwrite("packet_bytes", &Shape::packet_bytes)
         .def_readwrite("staged_row_bytes", &Shape::staged_row_bytes)
         .def_readwrite("heap_bytes", &Shape::heap_bytes);
     py::class_<WindowLayout>(m, "WindowLayout")
@@ -68,6 +70,7 @@ void bind_layout(py::module_& m) {
         .def_readonly("ranges", &WindowLayout::ranges)
         .def_readonly("counting", &WindowLayout::counting)
         .def_readonly("summed", &WindowLayout::summed)
+        .def_readonly("packets", &WindowLayout::packets)
         .def_readonly("staging", &WindowLayout::staging)
         .def_readonly("heap", &WindowLayout::heap)
         .def_readonly("bytes", &WindowLayout::bytes)

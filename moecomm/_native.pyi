@@ -19,6 +19,7 @@ class Shape:
     topk: int
     max_tokens: int
     ring_tokens: int
+    packet_bytes: int
     staged_row_bytes: int
     heap_bytes: int
     def __init__(
@@ -30,6 +31,7 @@ class Shape:
         ring_tokens: int,
         staged_row_bytes: int,
         heap_bytes: int,
+        packet_bytes: int = 0,
     ) -> None:
         """ValueError unless `ring_tokens` is a multiple of 32 (kMaxChunk), and at least that."""
 
@@ -57,6 +59,8 @@ class WindowLayout:
     def counting(self) -> int: ...
     @property
     def summed(self) -> int: ...
+    @property
+    def packets(self) -> int: ...
     @property
     def staging(self) -> int: ...
     @property

@@ -14,6 +14,7 @@ _FIELDS = (  # name, bits
     ("bytes of a row of scales", 20),
     ("expert_alignment", 20),
     ("handle given", 1),
+    ("in two halves", 1),
     ("wire", 3),
     ("weight_grads given", 1),
     ("weighted", 1),

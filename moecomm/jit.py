@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from moecomm import kernel_cache
+from moecomm import kernel_cache, packets
 from moecomm.config import cache_dir
 
 _FLAT = 0
@@ -28,6 +28,7 @@ _LAYOUTS, _TYPES = ("flat", "expert", "batched"), ("bf16", "fp16", "fp32", "e4m3
 _FORMATS, _PARTS = ("fp32", "ue8m0"), ("whole", "begin", "end")
 _SHARED_LIMIT = 227 * 1024  # of a block on sm_90
 _MOST_SLOTS = 8
+_WANTED_WORDS = 16  # kWantedWords
 _FOLDERS = ("protocol", "device", "dispatch", "combine")
 
 
@@ -53,7 +54,7 @@ class KernelSpec:
     scale_format: int = 0
     repeat: bool = False
     part: int = 0
-    split_rows: bool = False
+    packets: bool = False  # of few tokens: see packets_of
     wire: int = 2
     weighted: bool = True
     in_place: bool = False
@@ -74,6 +75,7 @@ class KernelSpec:
             _want(not self.quantize or self.scale_bytes == scales, f"scale_bytes={self.scale_bytes}: want {scales}")
             _want(not self.scale_columns or self.scale_bytes % 4 == 0, f"scale_bytes={self.scale_bytes}: want words")
             _want(self.idx_bytes in (4, 8), f"idx_bytes={self.idx_bytes}: want 4 or 8")
+            _want(not self.packets or packets_of(self) is not None, "packets of a row that can't be cut into them")
         else:
             staged = self.hidden * _BYTES[self.type if self.layout == _FLAT else self.wire]
             _want(self.type < 3 and self.wire < 3, "combine of e4m3: want bf16, fp16 or fp32")
@@ -110,40 +112,60 @@ def _piece(row_bytes: int, most: int, unit: int) -> int:
     return _align(-(-row_bytes // pieces), unit)
 
 
+def packets_of(spec: KernelSpec) -> packets.Packets | None:
+    """How rows of few tokens travel between kernels like this one, whichever rank they are of; None if they can't."""
+    if spec.op == "combine":
+        return packets.of_combine(spec.hidden * _BYTES[spec.type if spec.layout == _FLAT else spec.wire])
+    if spec.part != 0 or spec.repeat:
+        return None
+    scale_size = (4, 1)[spec.scale_format] if spec.quantize else 0
+    return packets.of_dispatch(spec.row_bytes, spec.scale_bytes, spec.topk, scale_size=scale_size)
+
+
 def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
     """How the block of a dispatch kernel is made up; shared_bytes bounds DispatchShared from above."""
     size, columns, ends = _BYTES[spec.type], spec.experts + spec.ranks, spec.part == _END
     spreads = spec.layout != _FLAT and spec.part != _BEGIN
     receive_warps = 8 if spreads or ends or (spec.scale_columns and spec.part != _BEGIN) else 0
-    small = spec.split_rows or spec.quantize
-    unit = 16 if not spec.quantize else 512 * size if spec.split_rows else 128 * size  # 512: scales of 16 bytes
-    piece = min(_piece(spec.hidden * size, 3584 if small else 7168, unit), _align(spec.hidden * size, unit))
-    cast = (piece // size if spec.split_rows else spec.hidden) if spec.quantize else 16
+    if spec.packets and not spreads:
+        receive_warps = 12
+    packet = packets_of(spec)
+    unit = 128 * size if spec.quantize else 16
+    piece = min(_piece(spec.hidden * size, 3584 if spec.quantize else 7168, unit), _align(spec.hidden * size, unit))
+    cast = spec.hidden if spec.quantize else 16
     spread = _piece(spec.row_bytes, 3584, 16) if spreads else 16
-    # the arguments, a word a column or more in several tables, a notice a rank
+    # the arguments, a word a column or more in several tables, a notice and what comes of a rank
     tables = 1920 + 4 * (4 * columns + spec.experts // spec.ranks) + spec.ranks * (8 + 104 + 8) + 104 + 512
+    if packet:
+        tables += 4 * spec.experts + spec.ranks * (4 + 4 + 2 * 4 * _WANTED_WORDS)
     spread_slots = 2
     # a ring of each receive warp, and the rows of a chunk's tokens
     spreading = (
         receive_warps * (_align(spread_slots * (spread + 8) + 4 * 32 * spec.topk, 128) + 128) if spreads else 256
     )
     few = ((8, 2), (6, 2), (4, 2), (2, 2), (1, 2))
-    many = ((12, 4), (10, 4), (8, 4)) if spec.split_rows else () if spreads else ((8, 3), (7, 3), (6, 3))
+    many = () if spec.packets or spreads else ((8, 3), (7, 3), (6, 3))
     for send_warps, slots in ((0, 2),) if ends else (*many, *few):
-        warp = slots * max(piece, 16) + 2 * cast + 2 * (4 * -(-spec.hidden // 128) + 16) + 8 * slots
+        warp, room, beside = slots * max(piece, 16) + 2 * cast + 2 * (4 * -(-spec.hidden // 128) + 16) + 8 * slots, 0, 0
+        if spec.packets and packet is not None:
+            raw = packet.row_bytes * size if spec.quantize else 16
+            warp = slots * (_align(raw, 128) + _align(packet.lines * 120, 128) + 8) + 128
+        else:
+            # counters of the warps that count lie where nothing is under way to at first, if there is room
+            room = send_warps * (2 * cast if spec.quantize else (slots - slots // 2) * piece)
         fixed = tables + spreading + max(send_warps, 1) * warp + 256
-        # counters of the warps that count lie where nothing is under way to at first, if there is room; else beside
-        room = send_warps * (2 * cast if spec.quantize else (slots - slots // 2) * piece)
         count_warps = min(send_warps, room // (4 * columns))
         beside = 4 * columns if count_warps == 0 and not ends else 0
         count_warps, fixed = max(count_warps, int(not ends)), fixed + beside
         if fixed <= _SHARED_LIMIT:
             return {
-                "split_rows": int(spec.split_rows),
+                "packet_bytes": packet.row_bytes if packet else 0,
+                "packet_scale_bytes": packet.scale_bytes if packet else 0,
+                "packet_lines": packet.lines if packet else 0,
                 "send_warps": send_warps,
                 "receive_warps": receive_warps,
-                "describe_warps": int(not ends and not spec.repeat),
-                "flag_warps": int(not ends),
+                "describe_warps": int(not ends and not spec.repeat and not spec.packets),
+                "flag_warps": int(not ends and not spec.packets),
                 "piece_columns": piece // size,
                 "ring_slots": slots,
                 "spread_bytes": spread,
@@ -157,20 +179,23 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
 
 def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     """How the block of a combine kernel is made up; shared_bytes bounds CombineShared from above."""
-    reduce_warps, pull_warps = (0, 12) if spec.in_place else (8, 8)
+    reduce_warps, pull_warps = (0, 12) if spec.in_place and not spec.packets else (8, 8)
     # A piece is summed in registers: 56 fp32 columns a lane, or 32 where a block has more warps.
     summed = {2: 3584, 4: 4096} if spec.in_place else {2: 2048, 4: 3584}
     staged = spec.type if spec.layout == _FLAT else spec.wire
     reduce_bytes = _piece(spec.hidden * _BYTES[spec.type], summed[_BYTES[spec.type]], 16)
     pull_bytes = _piece(spec.hidden * _BYTES[staged], summed[_BYTES[staged]], 16)
     beside = _align(12 * _MOST_SLOTS + 8 * 24, 128) + 128  # barriers, weights and items of a ring, and alignment
-    fixed = (max(reduce_warps, 1) + pull_warps) * beside + spec.ranks * 112 + 104 + 512 + 1920
+    fixed = (max(reduce_warps, 1) + pull_warps) * beside + spec.ranks * 120 + 104 + 512 + 1920
     left = _SHARED_LIMIT - fixed
     reduce_slots = 0 if spec.in_place else min(_MOST_SLOTS, left * 3 // 7 // (reduce_warps * reduce_bytes))
     left -= reduce_slots * reduce_warps * reduce_bytes
     pull_slots = min(_MOST_SLOTS, left // (pull_warps * pull_bytes))
     used = reduce_slots * reduce_warps * reduce_bytes + pull_slots * pull_warps * pull_bytes
+    packet = packets.of_combine(spec.hidden * _BYTES[staged])
     return {
+        "packet_bytes": packet.row_bytes,
+        "packet_lines": packet.lines,
         "reduce_warps": reduce_warps,
         "pull_warps": pull_warps,
         "reduce_bytes": reduce_bytes,
@@ -203,14 +228,12 @@ def source(spec: KernelSpec) -> str:
         kind += f", .idx_bytes = {spec.idx_bytes}, .row_bytes = {spec.row_bytes}, .scale_bytes = {spec.scale_bytes}"
         kind += f", .scale_columns = {_bool(spec.scale_columns)}, .quantize = {_bool(spec.quantize)}"
         kind += f", .scale_format = ScaleFormat::{_FORMATS[spec.scale_format]}, .repeat = {_bool(spec.repeat)}"
-        kind += f", .part = Part::{_PARTS[spec.part]}"
+        kind += f", .part = Part::{_PARTS[spec.part]}, .packets = {_bool(spec.packets)}"
     else:
         kind += f", .wire = Type::{_TYPES[spec.wire]}, .weighted = {_bool(spec.weighted)}"
-        kind += f", .in_place = {_bool(spec.in_place)}"
+        kind += f", .in_place = {_bool(spec.in_place)}, .packets = {_bool(spec.packets)}"
     fields = block_fields(spec)
-    block = ", ".join(
-        f".{name} = {_bool(bool(value)) if name == 'split_rows' else value}" for name, value in fields.items()
-    )
+    block = ", ".join(f".{name} = {value}" for name, value in fields.items())
     name, function = spec.op.capitalize(), "dispatch_end" if spec.part == _END else spec.op
     return (
         f'#include "{spec.op}/{spec.op}.cuh"\n'

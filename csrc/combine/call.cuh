@@ -18,6 +18,11 @@ struct Item {
     i32 turn;     // reduce: the unit whose last item of this warp this is, -1 if it is not; pull: items of this warp so far
 };
 
+// Flat rows here.
+struct Rows {
+    i32 first, count;
+};
+
 constexpr i32 kItemsOpen = 8;  // whose sources are loading
 
 // What a role says when it is asked for its next item.
@@ -45,20 +50,23 @@ struct CombineShared {
     Begin begin;
     Notice mine;
     Notice notices[cfg.ranks];
-    Sent sent[cfg.ranks];  // of the route
-    u32 missing;           // a notice did not come
-    i32 is_void;           // the ranks do not agree
+    Sent sent[cfg.ranks];    // of the route
+    Rows pushed[cfg.ranks];  // of homes that come in packets
+    u32 missing;             // a notice did not come
+    i32 is_void;             // the ranks do not agree
 };
 
 template <CombineConfig config, class T>
 struct CombineCall {
     static constexpr CombineConfig cfg = config;
     using Transport = T;
+    static constexpr i32 kPacketBytes = cfg.packet_lines * kLineBytes, kTokenBytes = cfg.packets_of_row() * kPacketBytes;
 
     const CombineArgs& a;  // in shared memory
     Transport transport;
     Round round;
     CombineShared<config>& shared;
+    bool all_in_packets;  // every home comes so
 
     MOECOMM_FN i32 me() const { return a.ctx.rank; }
     MOECOMM_FN const WindowLayout& window() const { return a.ctx.window; }
@@ -68,7 +76,35 @@ struct CombineCall {
         return transport.template peer_ptr<u8>(rank, staged_at(window(), shape(), home, token));
     }
     MOECOMM_FN i32 chunks() const { return ceil_div(a.num_tokens, a.chunk_tokens); }
-    MOECOMM_FN i32 chunks_of(i32 home) const { return ceil_div(shared.sent[home].num_tokens, shared.sent[home].chunk_tokens); }
+    // Chunks that are staged for a home.
+    MOECOMM_FN i32 chunks_of(i32 home) const {
+        return in_packets(home) ? 0 : ceil_div(shared.sent[home].num_tokens, shared.sent[home].chunk_tokens);
+    }
+
+    // Whether the rows of a home's tokens go there in packets: the rule of Packets.carry in moecomm/packets.py, by which the home chooses
+    // its kernel.  It rests on what all ranks know alike: what each of them sent, and that nobody has gradients of weights.
+    MOECOMM_FN bool in_packets(i32 home) const {
+        const i32 tokens = shared.sent[home].num_tokens;
+        const bool few = tokens <= kPacketTokens && tokens * cfg.topk <= kMostPacketEntries;
+        return a.weight_grads == 0 && few && shape().packet_bytes > 0 && static_cast<i64>(tokens) * kTokenBytes <= shape().packet_bytes;
+    }
+    // In the home's window: a piece of the row that `owner` has for a token.
+    MOECOMM_FN u64 packet_at(i32 owner, i32 token, i32 piece) const {
+        return packets_at(window(), shape(), round.tag, owner) + static_cast<u64>(token * kTokenBytes + piece * kPacketBytes);
+    }
+
+    // The sum of a token's columns, to the caller.
+    template <i32 n>
+    MOECOMM_FN void store_out(i32 token, i32 column, float (&sum)[n]) const {
+        const i64 at = column * bytes_of(cfg.type);
+        if (a.bias != 0) {
+            float bias[n];
+            load_columns<cfg.type>(reinterpret_cast<const u8*>(a.bias) + token * a.bias_stride + at, bias);
+#pragma unroll
+            for (i32 i = 0; i < n; ++i) sum[i] = __fadd_rn(sum[i], bias[i]);
+        }
+        store_columns<cfg.type>(reinterpret_cast<u8*>(a.out) + token * a.out_stride + at, sum);
+    }
 };
 
 }  // namespace moecomm

@@ -1,9 +1,12 @@
 // Combine: one kernel from the experts' rows to the sum at each token's home.  Its steps are those of csrc/host/combine.cpp.
 //
 // In each block some warps reduce and stage the rows here while the others pull reduced rows home; or, where peers read our rows in place,
-// all warps pull.  A unit is staged once the home has pulled what was in its place: csrc/protocol/layout.h says why that ends.
+// all warps pull.  A unit is staged once the home has pulled what was in its place: csrc/protocol/layout.h says why that ends.  The rows of
+// a home with few tokens are neither staged nor pulled: the warps that reduce push them in packets, and the home's pull warps collect
+// these.
 #pragma once
 #include "pull.cuh"
+#include "push.cuh"
 #include "reduce.cuh"
 
 namespace moecomm {
@@ -44,8 +47,7 @@ MOECOMM_FN void announce(const Call& c) {
     constexpr CombineConfig cfg = Call::cfg;
     if (static_cast<i32>(threadIdx.x) >= kNoticeWords) return;
     for (i32 turn = blockIdx.x; turn < cfg.ranks; turn += gridDim.x)
-        send_mail(c.round, c.transport, rotated<cfg.ranks>(c.me(), turn), c.shared.mine, 0, threadIdx.x, kNoticeWords,
-                  [](i32) { return 0; });
+        send_notice(c.round, c.transport, rotated<cfg.ranks>(c.me(), turn), c.shared.mine, threadIdx.x, kNoticeWords);
 }
 
 // A warp: until every rank has read what we offered in combine `round`.  A rank that wants none of our rows may be through with a later
@@ -68,18 +70,23 @@ MOECOMM_FN bool await_drained(const Call& c, u32 round) {
 template <class Call>
 MOECOMM_FN bool reduce_or_pull(const Call& c) {
     constexpr CombineConfig cfg = Call::cfg;
+    if (cfg.reduce_warps == 0 || warp_id() < cfg.reduce_warps) push(c);
+    if (warp_id() >= cfg.reduce_warps) return pull(c);
     if constexpr (!cfg.in_place) {
-        if (warp_id() < cfg.reduce_warps) return await_drained(c, load_relaxed(&own_state(c.a.ctx)->last_combine)) && reduce(c);
+        if (!c.all_in_packets) return await_drained(c, load_relaxed(&own_state(c.a.ctx)->last_combine)) && reduce(c);
     }
-    return pull(c);
+    return true;
 }
 
 // The last block of the launch: we have read all we wanted, so our peers may overwrite it.  The caller may overwrite rows that were read
-// in place when the kernel ends, so it ends when everybody has read them.
+// in place when the kernel ends, so it ends when everybody has read them.  Packets are read before we send the next notice, and nobody
+// overwrites them before it has heard that: where there is nothing else, there is nothing to say.  Else every rank says so, because those
+// that staged or offered rows wait for all, one that took packets alone included.
 template <class Call>
 MOECOMM_FN void finish(const Call& c) {
     constexpr CombineConfig cfg = Call::cfg;
     State* state = own_state(c.a.ctx);
+    if (c.all_in_packets) return;
     if (!last_block(&state->finished) || c.shared.is_void != 0 || warp_id() != 0) return;
     for (i32 turn = lane_id(); turn < cfg.ranks; turn += kWarp)
         c.transport.signal(rotated<cfg.ranks>(c.me(), turn), drained_at(c.window(), c.me()), tag_signal(c.round.tag));
@@ -101,16 +108,20 @@ MOECOMM_FN void combine(const CombineArgs& args) {
     copy_args(shared.args, args, cfg.threads());
     prepare_block(shared);
     await_earlier_kernels();
-    if (cfg.in_place && blockIdx.x < cfg.ranks && threadIdx.x < kNoticeWords)
-        fence_system();  // our rows, which earlier kernels have written, come before the notice
+    const auto publish_rows = [&] {  // which earlier kernels have written, before the notice
+        if (cfg.in_place && blockIdx.x < cfg.ranks && threadIdx.x < kNoticeWords) fence_system();
+    };
+    if constexpr (!cfg.packets) publish_rows();
     __syncthreads();
-    CombineCall<cfg, Transport> c{a, Transport{a.ctx}, {a.ctx, Op::combine, 0}, shared};
-    for (i32 p = threadIdx.x; p < cfg.ranks; p += cfg.threads()) shared.sent[p] = reinterpret_cast<const Sent*>(a.route.sent)[p];
+    CombineCall<cfg, Transport> c{a, Transport{a.ctx}, {a.ctx, Op::combine, 0}, shared, false};
+    bool others = false;  // homes that do not come in packets
+    for (i32 p = threadIdx.x; p < cfg.ranks; p += cfg.threads()) others = !look_up_home(c, p) || others;
     if (threadIdx.x == cfg.threads() - 1) look_up_round(a.ctx, shared.begin);
     if (threadIdx.x == cfg.threads() - kWarp) fill_notice(c, shared.mine);
-    __syncthreads();
+    c.all_in_packets = !__syncthreads_or(others);
     c.round.tag = shared.begin.tag;
     if (!begin_round(c.round, shared.begin, cfg.threads())) return;
+    if (cfg.packets && !c.all_in_packets) publish_rows();
     announce(c);
     if (__syncthreads_or(!reduce_or_pull(c))) return;
     finish(c);

@@ -1,5 +1,6 @@
 // Step 3: the rows of our tokens come home, at most one from each rank, and are added in the order of the ranks.
 #pragma once
+#include "collect.cuh"
 #include "gather.cuh"
 
 namespace moecomm {
@@ -145,14 +146,7 @@ struct Pull {
 
     template <i32 n>
     MOECOMM_FN void store(const Item& out, i32 column, float (&sum)[n]) const {
-        const i64 at = column * bytes_of(cfg.type);
-        if (c.a.bias != 0) {
-            float bias[n];
-            load_columns<cfg.type>(reinterpret_cast<const u8*>(c.a.bias) + out.token * c.a.bias_stride + at, bias);
-#pragma unroll
-            for (i32 i = 0; i < n; ++i) sum[i] = __fadd_rn(sum[i], bias[i]);
-        }
-        store_columns<cfg.type>(reinterpret_cast<u8*>(c.a.out) + out.token * c.a.out_stride + at, sum);
+        c.store_out(out.token, column, sum);
     }
 
     MOECOMM_FN void close(const Item&) const {}
@@ -190,11 +184,17 @@ struct Pull {
 template <class Call>
 MOECOMM_FN bool pull(const Call& c) {
     const i32 warp = warp_id() - Call::cfg.reduce_warps;
-    if (!hear_everybody(c)) return false;
-    if (c.shared.is_void != 0) return true;
-    Pull<Call> role(c, warp);
-    Gather<RowRing<Call::cfg.pull_slots, Call::cfg.pull_bytes>, Pull<Call>>{c.shared.pull[warp], role}.run();
-    return !role.failed;
+    if constexpr (Call::cfg.packets) {
+        Collect<Call> role(c, warp);
+        if (!hear_everybody(c)) return false;  // a packet may be here before the notice that makes the round void
+        return c.shared.is_void != 0 || role.run();
+    } else {
+        if (!hear_everybody(c)) return false;
+        if (c.shared.is_void != 0) return true;
+        Pull<Call> role(c, warp);
+        Gather<RowRing<Call::cfg.pull_slots, Call::cfg.pull_bytes>, Pull<Call>>{c.shared.pull[warp], role}.run();
+        return !role.failed;
+    }
 }
 
 }  // namespace moecomm

@@ -50,7 +50,9 @@ MOECOMM_FN void store_columns(void* to, const float (&in)[n]) {
     u32 out[words];
 #pragma unroll
     for (i32 i = 0; i < words; ++i) out[i] = narrow_word<type>(in + i * each);
-    if constexpr (words == 2) {
+    if constexpr (words == 1) {
+        *static_cast<u32*>(to) = out[0];
+    } else if constexpr (words == 2) {
         *static_cast<uint2*>(to) = make_uint2(out[0], out[1]);
     } else {
 #pragma unroll

@@ -30,8 +30,10 @@ struct DispatchConfig {
     ScaleFormat scale_format;  // of what it quantizes with
     bool repeat;
     Part part;
+    // Packets of a row (moecomm/packets.py): bytes of it and of its scales in each, and lines; no lines: nobody sends any.
+    bool packets;  // this rank has few tokens, which it sends so
+    i32 packet_bytes, packet_scale_bytes, packet_lines;
     // How the block is made up.
-    bool split_rows;                 // few tokens: the pieces of a row are moved by several warps
     i32 send_warps;                  // 0 in the second half of a split dispatch
     i32 receive_warps;               // 0 where nothing is left to do with a row that has arrived
     i32 describe_warps;              // 1 beside send warps: writes what stands beside the rows; 0 where they say nothing new
@@ -51,7 +53,7 @@ struct DispatchConfig {
     MOECOMM_BOTH constexpr i32 pieces() const { return ceil_div(hidden, piece_columns); }
     MOECOMM_BOTH constexpr i32 piece_bytes() const { return piece_columns * bytes_of(type); }
     MOECOMM_BOTH constexpr i32 slots_ahead() const { return quantize ? ring_slots - 1 : ring_slots / 2; }  // loads that run ahead
-    MOECOMM_BOTH constexpr i32 cast_columns() const { return split_rows ? piece_columns : hidden; }  // that are stored at once, when cast
+    MOECOMM_BOTH constexpr i32 packets_of_row() const { return packet_lines > 0 ? ceil_div(row_bytes, packet_bytes) : 0; }
     MOECOMM_BOTH constexpr i32 tokens_per_step() const { return kWarp / topk; }  // whole tokens that a warp looks at, an entry a lane
     MOECOMM_BOTH constexpr i32 peers_per_lane() const { return ceil_div(ranks, kWarp); }
     MOECOMM_BOTH constexpr i32 row_scales() const { return ceil_div(hidden, kQuantGroup); }
@@ -64,7 +66,9 @@ struct CombineConfig {
     Type type;  // of y, bias and out
     Type wire;  // of a reduced row
     bool weighted;
-    bool in_place;  // peers read our rows of y where they are: nothing is staged
+    bool in_place;                   // peers read our rows of y where they are: nothing is staged
+    bool packets;                    // this rank has few tokens, which come home in packets
+    i32 packet_bytes, packet_lines;  // of a staged row in each, and their lines
     // How the block is made up.
     i32 reduce_warps, pull_warps;  // no reduce warps in place
     i32 reduce_bytes, pull_bytes;  // of a row, that a bulk copy moves
@@ -76,6 +80,7 @@ struct CombineConfig {
     MOECOMM_BOTH constexpr Type staged() const { return layout == Layout::flat ? type : wire; }
     MOECOMM_BOTH constexpr i32 row_bytes() const { return hidden * bytes_of(type); }
     MOECOMM_BOTH constexpr i32 staged_bytes() const { return hidden * bytes_of(staged()); }
+    MOECOMM_BOTH constexpr i32 packets_of_row() const { return ceil_div(staged_bytes(), packet_bytes); }
     MOECOMM_BOTH constexpr i32 grads_bytes() const { return align_up<i32>(topk * 4, 16); }
 };
 

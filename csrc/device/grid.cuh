@@ -32,5 +32,24 @@ MOECOMM_FN bool last_block(u32* counter) {
 
 // Some warps of a block meet: `barrier` 1 to 15, `threads` of them in all.
 MOECOMM_FN void meet(i32 barrier, i32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+// The same by those of them who do not wait for the others; who meets them there sees what they have written.
+MOECOMM_FN void be_met(i32 barrier, i32 threads) {
+    asm volatile("fence.acq_rel.cta;\n\tbar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+// Who meets learns whether `here` holds for anybody.
+MOECOMM_FN bool meet_any(i32 barrier, i32 threads, bool here) {
+    u32 any;
+    asm volatile(
+        "{\n\t"
+        ".reg .pred p, q;\n\t"
+        "setp.ne.u32 p, %3, 0;\n\t"
+        "bar.red.or.pred q, %1, %2, p;\n\t"
+        "selp.u32 %0, 1, 0, q;\n\t"
+        "}"
+        : "=r"(any)
+        : "r"(barrier), "r"(threads), "r"(static_cast<u32>(here))
+        : "memory");
+    return any != 0;
+}
 
 }  // namespace moecomm

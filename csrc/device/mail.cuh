@@ -5,16 +5,15 @@
 
 namespace moecomm {
 
-// By the threads [thread, thread + stride, ...) of a block: the words of `notice`, then counts(column) of `columns` columns, to a peer.
-template <class Transport, class Count>
-MOECOMM_FN void send_mail(const Round& r, const Transport& transport, i32 peer, const Notice& notice, i32 columns, i32 thread, i32 stride,
-                          Count count) {
+MOECOMM_FN u64 mail_word(const Round& r, i32 from, i32 word) {
+    return mail_at(r.ctx.window, r.ctx.shape.ranks, r.tag, from) + word * sizeof(u64);
+}
+
+// By the threads [thread, thread + stride, ...) of a block: the words of `notice`, to a peer.
+template <class Transport>
+MOECOMM_FN void send_notice(const Round& r, const Transport& transport, i32 peer, const Notice& notice, i32 thread, i32 stride) {
     const auto* words = reinterpret_cast<const u32*>(&notice);
-    const u64 there = mail_at(r.ctx.window, r.ctx.shape.ranks, r.tag, r.ctx.rank);
-    for (i32 i = thread; i < kNoticeWords + columns; i += stride) {
-        const u32 word = i < kNoticeWords ? words[i] : static_cast<u32>(count(i - kNoticeWords));
-        transport.post(peer, there + i * sizeof(u64), word_signal(r.tag, word));
-    }
+    for (i32 i = thread; i < kNoticeWords; i += stride) transport.post(peer, mail_word(r, r.ctx.rank, i), word_signal(r.tag, words[i]));
 }
 
 // The same word of the mail of `n` ranks, `stride` bytes apart, loaded together: take(rank, word) in order.  False when one did not come;
@@ -44,10 +43,6 @@ MOECOMM_FN bool await_words(const Round& r, u64 first, i64 stride, i32 n, Stop s
             if (base + i < n) take(base + i, signal_word(seen[i]));
     }
     return true;
-}
-
-MOECOMM_FN u64 mail_word(const Round& r, i32 from, i32 word) {
-    return mail_at(r.ctx.window, r.ctx.shape.ranks, r.tag, from) + word * sizeof(u64);
 }
 
 // By the threads of a block, or of a part of it: all words of everybody's notice into `notices`.  False in a thread whose word did not

@@ -6,6 +6,8 @@
 //   void signal(rank, offset, value)                        by one thread: a u64 flag in a peer's window, after all that this thread has
 //                                                           written, or has seen written, before
 //   void post(rank, offset, value)                          by one thread: a u64 in a peer's window that says all by itself, in any order
+//   void fence()                                            by one thread: what it has written, or has seen written, comes before what it
+//                                                           posts from now on
 //   void put(rank, to, from, bytes, flag, value)            where peer_ptr may be null: by a whole warp, `bytes` of our memory into a
 //   peer's
 //                                                           window, then the flag, after all that the warp has seen written before
@@ -32,6 +34,7 @@ struct Lsa {
         return peer_ptr<T>(ctx.rank, offset);
     }
     MOECOMM_FN void signal(i32 rank, u64 offset, u64 value) const { store_release(peer_ptr<u64>(rank, offset), value); }
+    MOECOMM_FN void fence() const { fence_system(); }
     MOECOMM_FN void post(i32 rank, u64 offset, u64 value) const { store_relaxed(peer_ptr<u64>(rank, offset), value); }
 };
 

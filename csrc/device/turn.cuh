@@ -27,6 +27,12 @@ struct Turns {
         asm volatile("fence.acq_rel.cta;" ::: "memory");
         return came;
     }
+    // The same where it need not wait; else false.
+    MOECOMM_FN bool await_no_longer(i32 turn) const {
+        const bool came = *const_cast<const volatile u32*>(&done[turn % kTurnsOpen]) >= static_cast<u32>((turn / kTurnsOpen + 1) * warps);
+        asm volatile("fence.acq_rel.cta;" ::: "memory");
+        return came;
+    }
 
   private:
     MOECOMM_FN static bool reach(const Round& r, const volatile u32* counter, u32 n) {

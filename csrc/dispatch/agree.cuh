@@ -4,22 +4,34 @@
 
 namespace moecomm {
 
-// Of each column: the sum over all ranks, and over the ranks before us.  False in a thread whose words did not come.
+// Of each column: the sum over all ranks, and over the ranks before us; behind them, a bit a token, what comes in packets.  False in a
+// thread whose words did not come.
 template <class Call>
 MOECOMM_FN bool sum_counts(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
-    for (i32 column = threadIdx.x; column < cfg.columns(); column += cfg.threads()) {
+    constexpr i32 bits = cfg.packet_lines > 0 ? kWantedWords : 0;
+    for (i32 column = c.team_thread(); column < cfg.columns() + bits; column += c.kTeam) {
         const u64 first = mail_word(c.round, 0, kNoticeWords + column);
         const i64 stride = static_cast<i64>(mail_word(c.round, 1, 0) - mail_word(c.round, 0, 0));
         i32 polls = 0, total = 0, before = 0;
+        const i32 local = column - c.me() * cfg.experts_here();
         const bool came = await_words(
             c.round, first, stride, cfg.ranks, [&](i32 late) { return ++polls % 16 == 0 && calls_otherwise(c.round, late, c.shared.mine); },
             [&](i32 source, u32 word) {
+                if (column >= cfg.columns()) {
+                    c.shared.coming[source][column - cfg.columns()] = word;
+                    return;
+                }
+                if (cfg.packet_lines > 0 && local >= 0 && local < cfg.experts_here())
+                    c.shared.into[source * cfg.experts_here() + local] = total;
+                if (column == cfg.experts + c.me()) c.shared.slots_before[source] = total;
                 total += static_cast<i32>(word);
                 if (source < c.me()) before += static_cast<i32>(word);
             });
         if (!came) return false;
+        if (column >= cfg.columns()) continue;
         c.shared.total[column] = total;
+        if (column == cfg.experts + c.me()) c.shared.slots_before[cfg.ranks] = total;
         c.shared.base[column] = before + c.shared.before[column];
     }
     return true;
@@ -69,29 +81,34 @@ MOECOMM_FN Verdict judge(const Call& c, i32 nth) {
                            : judge_rows(c, nth - cfg.ranks);
 }
 
-// Every thread of every block.  False when the round has failed; else `goes_on` says whether rows move.
+// After agree(): nobody objects, so rows move.
 template <class Call>
-MOECOMM_FN bool agree(const Call& c, bool& goes_on) {
+MOECOMM_FN bool goes_on(const Call& c) {
+    return c.shared.objection == 2 * Call::cfg.ranks;
+}
+
+// The team of every block.  False when the round has failed.
+template <class Call>
+MOECOMM_FN bool agree(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     bool came = true;
     if constexpr (!cfg.repeat) came = sum_counts(c);
-    came = await_notices(c.round, c.shared.notices, cfg.threads() - 1 - threadIdx.x, cfg.threads()) && came;
-    if (__syncthreads_or(!came)) return false;
+    came = await_notices(c.round, c.shared.notices, c.kTeam - 1 - c.team_thread(), c.kTeam) && came;
+    if (c.team_any(!came)) return false;
     const auto object = [&](i32 nth) {
         if (judge(c, nth).failure != Failure::none) atomicMin(&c.shared.objection, nth);
     };
-    for (i32 rank = warp_id(); rank < cfg.ranks; rank += cfg.warps()) {
+    for (i32 rank = c.team_warp(); rank < cfg.ranks; rank += c.kTeamWarps) {
         if constexpr (!cfg.repeat && cfg.layout == Layout::flat) c.shared.needed[rank] = c.shared.total[cfg.experts + rank];
         if constexpr (!cfg.repeat && cfg.layout != Layout::flat) place_groups(c, rank);
         if (lane_id() != 0) continue;
         object(rank);
         if constexpr (!cfg.repeat) object(cfg.ranks + rank);
         const Notice& from = c.shared.notices[rank];
-        c.shared.sources[rank] = {from.num_tokens, from.chunk_tokens, from.blocks};
+        c.shared.sources[rank] = {from.num_tokens, from.chunk_tokens, from.blocks, from.pitch != 0};
     }
-    __syncthreads();
-    goes_on = c.shared.objection == 2 * cfg.ranks;
-    if (!goes_on && blockIdx.x == 0 && threadIdx.x == 0) report_void(c.round, judge(c, c.shared.objection));
+    c.team_any(false);
+    if (!goes_on(c) && blockIdx.x == 0 && c.team_thread() == 0) report_void(c.round, judge(c, c.shared.objection));
     return true;
 }
 

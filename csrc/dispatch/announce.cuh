@@ -21,24 +21,32 @@ MOECOMM_FN void fill_notice(const Call& c, Notice& n) {
     n.topk_idx = c.a.out_topk_idx;
     n.weights = c.a.out_weights;
     n.rows = c.a.out_rows;
-    n.pitch = 0;
+    n.pitch = Call::cfg.packets ? Call::cfg.packets_of_row() * Call::cfg.packet_lines * kLineBytes : 0;
 }
 
-// Every thread of every block: a block a peer.  Where blocks have counted their shares, the sums of all are with the peers already.
+// The team of every block: a block a peer.  Where blocks have counted their shares, the sums of all are with the peers already.
 template <class Call>
 MOECOMM_FN void announce(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     const u32 bad = cfg.repeat ? 0 : c.shared.bad;
     if (bad != 0) {
-        if (threadIdx.x == 0) {
+        if (c.team_thread() == 0) {
             c.shared.mine.status = static_cast<u32>(is_bad_id(bad) ? Argument::topk_idx : Argument::topk_weights);
             if (is_bad_id(bad)) c.shared.mine.bad_value = c.id_at(bad_position(bad));
         }
-        __syncthreads();
+        c.team_any(false);
     }
-    for (i32 turn = blockIdx.x; turn < cfg.ranks; turn += gridDim.x)
-        send_mail(c.round, c.transport, rotated<cfg.ranks>(c.me(), turn), c.shared.mine, cfg.repeat || !c.alone ? 0 : cfg.columns(),
-                  threadIdx.x, cfg.threads(), [&](i32 column) { return c.shared.ours[column]; });
+    const i32 columns = cfg.repeat || !c.alone ? 0 : cfg.columns(), bits = cfg.packet_lines > 0 ? kWantedWords : 0;
+    for (i32 turn = c.nth_unpacker(); turn >= 0 && turn < cfg.ranks; turn += c.unpackers()) {
+        const i32 peer = rotated<cfg.ranks>(c.me(), turn);
+        send_notice(c.round, c.transport, peer, c.shared.mine, c.team_thread(), c.kTeam);
+        for (i32 i = c.team_thread(); i < columns + bits; i += c.kTeam) {
+            const i32 bit = i - columns;
+            const u32 word = i < columns ? c.shared.ours[i] : cfg.packets ? c.shared.wanted[peer][bit] : 0;
+            const u64 there = mail_word(c.round, c.me(), kNoticeWords + (i < columns ? i : cfg.columns() + bit));
+            c.transport.post(peer, there, word_signal(c.round.tag, word));
+        }
+    }
 }
 
 }  // namespace moecomm

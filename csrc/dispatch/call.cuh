@@ -20,18 +20,29 @@ struct SpreadRing {
 // Who sends what, and in which order it comes: see Notice::blocks.
 struct Source {
     i32 num_tokens, chunk_tokens, blocks;
-    MOECOMM_FN i32 chunks() const { return ceil_div(num_tokens, chunk_tokens); }
+    bool packets;  // its rows come in packets, not in chunks
+    MOECOMM_FN i32 chunks() const { return packets ? 0 : ceil_div(num_tokens, chunk_tokens); }
 };
 
-constexpr i32 kCasts = 2;  // items of a warp that have been cast and are under way
+// A send warp's own, where rows go in packets: pieces of rows as they are loaded, and what goes into a packet.
+template <DispatchConfig cfg>
+struct PacketRing {
+    alignas(128) u8 raw[cfg.ring_slots][cfg.packets && cfg.quantize ? cfg.packet_bytes * bytes_of(cfg.type) : 16];
+    alignas(128) u64 content[cfg.ring_slots][cfg.packets ? align_up(cfg.packet_lines * kLineWords, 2) : 2];
+    u64 full[cfg.ring_slots];
+};
+
+constexpr i32 kCasts = 2;  // rows of a warp that have been cast and are under way
 
 template <DispatchConfig cfg>
 struct DispatchShared {
-    static constexpr i32 kSendWarps = cfg.send_warps > 0 ? cfg.send_warps : 1, kSlots = cfg.ring_slots;
+    static constexpr bool kMovesRows = cfg.send_warps > 0 && !cfg.packets;
+    static constexpr i32 kSendWarps = kMovesRows ? cfg.send_warps : 1, kSlots = cfg.ring_slots;
 
     // Pieces of rows on their way.  The places that nothing is under way to at first hold the counters of the warps that count.
-    alignas(128) u8 ring[kSlots][kSendWarps][cfg.send_warps > 0 ? cfg.piece_bytes() : 16];
-    alignas(128) u8 cast[kSendWarps][kCasts][cfg.quantize && cfg.send_warps > 0 ? cfg.cast_columns() : 16];
+    alignas(128) u8 ring[kSlots][kSendWarps][kMovesRows ? cfg.piece_bytes() : 16];
+    PacketRing<cfg> packets[cfg.packets ? cfg.send_warps : 1];
+    alignas(128) u8 cast[kSendWarps][kCasts][cfg.quantize && kMovesRows ? cfg.hidden : 16];
     alignas(128) u8 counters[cfg.count_beside > 0 ? cfg.count_beside : 1];
     SpreadRing<cfg> spread[cfg.spreads() ? cfg.receive_warps : 1];
     u64 full[kSlots][kSendWarps];
@@ -47,9 +58,16 @@ struct DispatchShared {
     i32 filled[cfg.experts_here()];  // end of the rows of each expert here, padding not included
     u32 bad;                         // the first bad entry of our input, 0 if none
     i32 objection;                   // the first rank that makes the round void: by its notice, or + ranks by its rows; else 2 * ranks
+    // Where rows come in packets: by source and expert here, the rows of the sources before, and the same of flat rows; and, a bit a
+    // token, what comes from a source, and what of ours is for a rank.
+    i32 into[cfg.packet_lines > 0 ? cfg.experts : 1];
+    i32 slots_before[cfg.ranks + 1];
+    u32 coming[cfg.ranks][kWantedWords];
+    u32 wanted[cfg.ranks][kWantedWords];
+    bool agreed;  // all mail has come
     Begin begin;
     Turns<kSendWarps + cfg.describe_warps> sent;  // chunks of this block
-    alignas(16) u32 scales[kSendWarps][kCasts][align_up(cfg.quantize ? ceil_div(cfg.cast_columns(), kQuantGroup) : 1, 4)];
+    alignas(16) u32 scales[kSendWarps][kCasts][align_up(cfg.quantize ? ceil_div(cfg.hidden, kQuantGroup) : 1, 4)];
 };
 
 // The tokens [first, end) of this block: whole chunks, the first of them `first_chunk`.
@@ -69,6 +87,21 @@ struct DispatchCall {
     Share share;
     // Every block counts all tokens by itself; so one warp is enough for its share.
     bool alone;
+    // Where rows go in packets, the first half of the blocks sends.  The others unpack: full links hold up loads as well as stores of a
+    // multiprocessor that sends.
+    i32 senders;
+
+    // Who announces and agrees: all threads; where rows go in packets those that do not send, because links that are full hold up who does.
+    static constexpr i32 kTeamFirst = cfg.packets ? cfg.send_warps * kWarp : 0, kTeam = cfg.threads() - kTeamFirst;
+    static constexpr i32 kTeamWarps = kTeam / kWarp;
+    MOECOMM_FN static i32 team_thread() { return threadIdx.x - kTeamFirst; }
+    MOECOMM_FN static i32 team_warp() { return team_thread() / kWarp; }
+    MOECOMM_FN static bool team_any(bool here) { return cfg.packets ? meet_any(1, kTeam, here) : __syncthreads_or(here); }
+
+    MOECOMM_FN i32 first_unpacker() const { return senders < static_cast<i32>(gridDim.x) ? senders : 0; }
+    MOECOMM_FN i32 unpackers() const { return gridDim.x - first_unpacker(); }
+    // Counted from the first; negative: it only sends.
+    MOECOMM_FN i32 nth_unpacker() const { return static_cast<i32>(blockIdx.x) - first_unpacker(); }
 
     MOECOMM_FN i32 me() const { return a.ctx.rank; }
     MOECOMM_FN const WindowLayout& window() const { return a.ctx.window; }
@@ -97,19 +130,40 @@ struct DispatchCall {
 
 // Blocks share the chunks out evenly, neighbours together: the first of `block`.
 MOECOMM_FN i32 first_chunk_of(i32 block, i32 blocks, i32 chunks) { return static_cast<i32>(static_cast<i64>(chunks) * block / blocks); }
-MOECOMM_FN Share share_of_block(i32 num_tokens, i32 chunk_tokens) {
-    const i32 chunks = ceil_div(num_tokens, chunk_tokens), block = blockIdx.x, blocks = gridDim.x;
-    const i32 first = first_chunk_of(block, blocks, chunks), end = first_chunk_of(block + 1, blocks, chunks);
+MOECOMM_FN Share share_of_block(i32 num_tokens, i32 chunk_tokens, i32 blocks) {
+    const i32 chunks = ceil_div(num_tokens, chunk_tokens), block = blockIdx.x;
+    const i32 first = first_chunk_of(min(block, blocks), blocks, chunks), end = first_chunk_of(min(block + 1, blocks), blocks, chunks);
     return {first, end, min(first * chunk_tokens, num_tokens), min(end * chunk_tokens, num_tokens)};
 }
 
-constexpr i32 kStepsAhead = 4;  // whose ids are loaded together
+// Lanes with the same rank as ours, none if it is -1.  With few ranks a ballot each: __match_any_sync is slow where all lanes differ.
+template <i32 ranks>
+MOECOMM_FN u32 lanes_of_rank(i32 rank) {
+    if constexpr (ranks > 8) {
+        const u32 same = __match_any_sync(kAllLanes, rank);
+        return rank >= 0 ? same : 0;
+    } else {
+        u32 ours = 0;
+#pragma unroll
+        for (i32 r = 0; r < ranks; ++r) {
+            const u32 same = __ballot_sync(kAllLanes, rank == r);
+            if (rank == r) ours = same;
+        }
+        return ours;
+    }
+}
+// Lanes of our token, where each has an entry of one of several tokens.
+template <i32 topk>
+MOECOMM_FN u32 lanes_of_token() {
+    return (topk == kWarp ? kAllLanes : (1u << topk % kWarp) - 1) << lane_id() / topk * topk;
+}
 
 // Calls body(token, k, id) for the entries of the tokens [first, end), a lane each and whole tokens at once; token -1 in idle lanes.  All
 // lanes of the warp run the body together.  A warp may take every `stride`-th part only, from `part` on.
 template <class Call, class Body>
 MOECOMM_FN void for_entries(const Call& c, i32 first, i32 end, i32 part, i32 stride, Body body) {
     constexpr i32 step = Call::cfg.tokens_per_step();
+    constexpr i32 kStepsAhead = Call::cfg.packets ? 2 : 4;  // whose ids are loaded together
     const i32 nth = lane_id() / Call::cfg.topk, k = lane_id() % Call::cfg.topk;
     for (i32 at = first + part * kStepsAhead * step; at < end; at += stride * kStepsAhead * step) {
         i64 ids[kStepsAhead];

@@ -10,7 +10,7 @@ MOECOMM_BOTH constexpr bool is_bad_id(u32 bad) { return bad > kBadWeight; }
 MOECOMM_BOTH constexpr u32 bad_position(u32 bad) { return (is_bad_id(bad) ? kBadId : kBadWeight) - bad; }
 
 // Up to so many entries every block counts all of them by itself: less than it takes to hear of other blocks.
-constexpr i32 kAloneEntries = 4096;
+constexpr i32 kAloneEntries = kMostPacketEntries;
 
 // By all threads, before anything is counted.
 template <class Shared, class Call>
@@ -18,6 +18,7 @@ MOECOMM_FN void clear_counters(Shared& shared, const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     for (i32 i = threadIdx.x; i < cfg.columns(); i += cfg.threads()) shared.before[i] = shared.ours[i] = 0;
     for (i32 i = threadIdx.x; i < cfg.count_warps * cfg.columns(); i += cfg.threads()) c.counters(0)[i] = 0;
+    for (i32 i = threadIdx.x; cfg.packets && i < cfg.ranks * kWantedWords; i += cfg.threads()) (&shared.wanted[0][0])[i] = 0;
 }
 
 // By a warp: body(entry's token, its column) for each expert, and each rank once a token, among the tokens [first, end): every `stride`-th
@@ -35,10 +36,8 @@ MOECOMM_FN void for_columns(const Call& c, i32 first, i32 end, i32 part, i32 str
             const float w = c.weight_at(entry);
             if (w != w) atomicMax(&c.shared.bad, kBadWeight - static_cast<u32>(entry));
         }
-        // The first lane of those with the same token and owner.
-        const i32 owner = static_cast<i32>(id) / cfg.experts_here();
-        const i32 key = id >= 0 ? (lane_id() / cfg.topk) * cfg.ranks + owner : -1;
-        const bool first_there = (__match_any_sync(kAllLanes, key) & lanes_below()) == 0;
+        const i32 owner = id >= 0 ? static_cast<i32>(id) / cfg.experts_here() : -1;
+        const bool first_there = (lanes_of_rank<cfg.ranks>(owner) & lanes_of_token<cfg.topk>() & lanes_below()) == 0;  // of the token's
         if (id < 0) return;
         body(token, static_cast<i32>(id));
         if (first_there) body(token, cfg.experts + owner);
@@ -55,6 +54,7 @@ MOECOMM_FN void count(const Call& c) {
         for_columns(c, 0, c.a.num_tokens, warp, cfg.warps(), [&](i32 token, i32 column) {
             atomicAdd(&c.shared.ours[column], 1);
             if (token < c.share.first) atomicAdd(&c.shared.before[column], 1);
+            if (cfg.packets && column >= cfg.experts) atomicOr(&c.shared.wanted[column - cfg.experts][token / 32], 1u << token % 32);
         });
     } else if (warp < cfg.count_warps) {
         i32* counts = c.counters(warp);

@@ -10,6 +10,7 @@
 #include "rank.cuh"
 #include "receive.cuh"
 #include "send.cuh"
+#include "unpack.cuh"
 
 namespace moecomm {
 
@@ -17,7 +18,8 @@ namespace moecomm {
 template <class Shared, class Call>
 MOECOMM_FN void prepare_block(Shared& shared, const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
-    for (i32 i = threadIdx.x; i < cfg.send_warps * cfg.ring_slots; i += cfg.threads()) barrier_init(&shared.full[0][0] + i, 1);
+    for (i32 i = threadIdx.x; i < cfg.send_warps * cfg.ring_slots; i += cfg.threads())
+        barrier_init(cfg.packets ? &shared.packets[i / cfg.ring_slots].full[i % cfg.ring_slots] : &shared.full[0][0] + i, 1);
     for (i32 i = threadIdx.x; i < (cfg.spreads() ? cfg.receive_warps * cfg.spread_slots : 0); i += cfg.threads())
         barrier_init(&shared.spread[i / cfg.spread_slots].full[i % cfg.spread_slots], 1);
     for (i32 i = threadIdx.x; i < kTurnsOpen; i += cfg.threads()) shared.sent.done[i] = 0;
@@ -51,19 +53,52 @@ MOECOMM_FN void move_rows(const Call& c, Sender<Call>& sender) {
 // Every thread of every block.  Whatever does not come is in the record, and the next round of this rank will not begin.
 template <class Call>
 MOECOMM_FN void run(const Call& c, Sender<Call>& sender) {
-    if (!begin_round(c.round, c.shared.begin, Call::cfg.threads())) return;
-    if constexpr (!Call::cfg.repeat) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    if (!begin_round(c.round, c.shared.begin, cfg.threads())) return;
+    if constexpr (!cfg.repeat) {
         if (!c.alone && !sum_blocks(c)) return;
     }
     announce(c);
-    bool goes_on;
-    if (!agree(c, goes_on)) return;
+    if (!agree(c)) return;
     let_next_kernel_launch();
-    if (goes_on) {
-        move_rows(c, sender);
-    } else {
+    if (!goes_on(c)) {
         clear_route(c);
+        return;
     }
+    move_rows(c, sender);
+    if constexpr (cfg.packet_lines > 0) unpack(c);
+}
+
+// The same with few tokens.  Send warps send at once, and write the route, which combine wants, when the others have agreed on it; these
+// unpack meanwhile.
+template <class Call>
+MOECOMM_FN void run(const Call& c, Packets<Call>& packets) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    if (!begin_round(c.round, c.shared.begin, cfg.threads())) return;
+    if (warp_id() >= cfg.send_warps) {
+        announce(c);
+        const bool agreed = agree(c);
+        if (c.team_thread() == 0) c.shared.agreed = agreed;
+        be_met(2, cfg.threads());
+        let_next_kernel_launch();
+        if (!agreed) return;
+        if (!goes_on(c)) {
+            clear_route(c);
+        } else if (!some_chunks(c) || receive(c)) {
+            unpack(c);
+        }
+        return;
+    }
+    packets.send_all();
+    meet(2, cfg.threads());
+    if (!c.shared.agreed) return;
+    if (!goes_on(c)) {
+        clear_route(c);
+        return;
+    }
+    for (i32 chunk = c.share.first_chunk; warp_id() == 0 && chunk < c.share.end_chunk; ++chunk) rank_chunk(c, chunk, c.counters(0));
+    if (blockIdx.x == gridDim.x - 1) write_counts(c);
+    clear_padding(c);
 }
 
 // How both kernels begin.  The round is not known yet, nor is our share.
@@ -74,12 +109,24 @@ MOECOMM_FN DispatchCall<cfg, Transport> begin_call(const DispatchArgs& args) {
     auto& shared = *reinterpret_cast<DispatchShared<cfg>*>(memory);
     const DispatchArgs& a = shared.args;
     copy_args(shared.args, args, cfg.threads());
-    const DispatchCall<cfg, Transport> c{a, Transport{a.ctx}, {a.ctx, Op::dispatch, 0}, shared, {}, false};
+    const DispatchCall<cfg, Transport> c{a, Transport{a.ctx}, {a.ctx, Op::dispatch, 0}, shared, {}, false, static_cast<i32>(gridDim.x)};
     prepare_block(shared, c);
     await_earlier_kernels();
     __syncthreads();
     return c;
 }
+
+// How rows go.
+template <class Call, bool packets>
+struct ChooseMoves {
+    using Type = Sender<Call>;
+};
+template <class Call>
+struct ChooseMoves<Call, true> {
+    using Type = Packets<Call>;
+};
+template <class Call>
+using Moves = typename ChooseMoves<Call, Call::cfg.packets>::Type;
 
 // A launch of `workers` blocks of cfg.threads() threads with cfg.shared_bytes of dynamic shared memory.
 template <DispatchConfig cfg, class Transport>
@@ -88,17 +135,18 @@ MOECOMM_FN void dispatch(const DispatchArgs& args) {
     auto c = begin_call<cfg, Transport>(args);
     auto& shared = c.shared;
     const DispatchArgs& a = c.a;
-    c.share = share_of_block(a.num_tokens, a.chunk_tokens);
+    if (cfg.packets) c.senders = ceil_div(c.senders, 2);
+    c.share = share_of_block(a.num_tokens, a.chunk_tokens, c.senders);
     c.alone = gridDim.x == 1 || a.num_tokens * cfg.topk <= kAloneEntries;
-    Sender<DispatchCall<cfg, Transport>> sender(c);
-    for (i32 i = 0; i < sender.kAhead && warp_id() < cfg.send_warps; ++i) sender.load_next();
+    Moves<DispatchCall<cfg, Transport>> moves(c);
+    for (i32 i = 0; i < cfg.slots_ahead() && warp_id() < cfg.send_warps; ++i) moves.load_next();
     if (threadIdx.x == cfg.threads() - 1) look_up_round(a.ctx, shared.begin);
     if (threadIdx.x == cfg.threads() - kWarp) fill_notice(c, shared.mine);
     if constexpr (!cfg.repeat) count(c);
     __syncthreads();
     c.round.tag = shared.begin.tag;
-    run(c, sender);
-    if (warp_id() < cfg.send_warps) sender.drop_loads();
+    run(c, moves);
+    if (warp_id() < cfg.send_warps) moves.drop_loads();
 }
 
 // The second half of a split dispatch: what the first has not waited for.
@@ -113,7 +161,7 @@ MOECOMM_FN void dispatch_end(const DispatchArgs& args) {
     }
     for (i32 p = threadIdx.x; p < cfg.ranks; p += cfg.threads()) {
         const auto* sent = reinterpret_cast<const Sent*>(a.route.sent) + p;
-        shared.sources[p] = {sent->num_tokens, sent->chunk_tokens, 1};  // all is here, or will be soon: in any order
+        shared.sources[p] = {sent->num_tokens, sent->chunk_tokens, 1, false};  // all is here, or will be soon: in any order
     }
     __syncthreads();
     c.round.tag = shared.begin.tag;

@@ -19,12 +19,12 @@ MOECOMM_FN void rank_entries(const Call& c, i32 chunk, i32* cursors) {
     for_entries(c, chunk * c.a.chunk_tokens, c.chunk_end(chunk), 0, 1, [&](i32 token, i32 k, i64 id) {
         const i32 expert = static_cast<i32>(id), owner = id >= 0 ? expert / cfg.experts_here() : -1;
         const u32 same = lanes_with(expert);
-        const u32 mates = lanes_with(id >= 0 ? (lane_id() / cfg.topk) * cfg.ranks + owner : -1);  // of our token, at our owner
+        const u32 mates = lanes_of_rank<cfg.ranks>(owner) & lanes_of_token<cfg.topk>();  // at our owner
         const bool leads = id >= 0 && (mates & below) == 0;
-        const u32 leaders = lanes_with(leads ? owner : -1);
+        const u32 leaders = lanes_of_rank<cfg.ranks>(leads ? owner : -1);
         const i32 row = id >= 0 ? c.shared.base[expert] + cursors[expert] + __popc(same & below) : -1;
         i32 slot = leads ? c.shared.base[cfg.experts + owner] + cursors[cfg.experts + owner] + __popc(leaders & below) : -1;
-        slot = __shfl_sync(kAllLanes, slot, __ffs(mates) - 1);
+        slot = __shfl_sync(kAllLanes, slot, mates != 0 ? __ffs(mates) - 1 : lane_id());
         __syncwarp();
         if (id >= 0 && (same & below) == 0) cursors[expert] += __popc(same);
         if (leads && (leaders & below) == 0) cursors[cfg.experts + owner] += __popc(leaders);

@@ -16,6 +16,14 @@ MOECOMM_FN i32 incoming_items(const Call& c) {
     return most * Call::cfg.ranks;
 }
 
+// Whether anybody's rows come in chunks.
+template <class Call>
+MOECOMM_FN bool some_chunks(const Call& c) {
+    bool some = false;
+    for (i32 s = lane_id(); s < Call::cfg.ranks; s += kWarp) some = some || !c.shared.sources[s].packets;
+    return __any_sync(kAllLanes, some);
+}
+
 // False when it did not come.  `range` is 0 for an item that does not exist.
 template <class Call>
 MOECOMM_FN bool await_chunk(const Call& c, i32 item, u64& range) {

@@ -13,37 +13,34 @@ struct Places {
     u8* scales[Call::cfg.peers_per_lane()];
 };
 
-// A send warp moves every send_warps-th row of this block, piece by piece, through a ring: loads run ahead of stores.  With split rows it
-// moves every send_warps-th piece: with few tokens more of a row is under way at once.
+// A send warp moves every send_warps-th row of this block, piece by piece, through a ring: loads run ahead of stores.
 //
 // A bulk store into a peer's memory costs a multiprocessor about the same time whether it is of 1792 or of 3584 bytes, which is what bounds
 // few blocks.  So pieces are large; and a row that has been cast, piece by piece, is stored as a whole.
 //
-// Every lane commits a group of stores a piece (cast: an item), empty or not, so that groups and pieces count alike in all lanes.
+// Every lane commits a group of stores a piece (cast: a row), empty or not, so that groups and pieces count alike in all lanes.
 template <class Call>
 struct Sender {
     static constexpr DispatchConfig cfg = Call::cfg;
     static constexpr i32 kSlots = cfg.ring_slots, kAhead = cfg.slots_ahead();
     static constexpr i32 kRowBytes = cfg.hidden * bytes_of(cfg.type);
-    static constexpr i32 kItems = cfg.split_rows ? cfg.pieces() : 1;   // of a row, that warps share out
-    static constexpr i32 kPieces = cfg.split_rows ? 1 : cfg.pieces();  // of an item
-    static constexpr i32 kGroups = cfg.quantize ? 1 : kPieces;         // of an item
-    static constexpr i32 kOpen = cfg.split_rows ? 2 : 4;               // items whose stores are under way before a chunk is looked at
+    static constexpr i32 kPieces = cfg.pieces();                // of a row
+    static constexpr i32 kGroups = cfg.quantize ? 1 : kPieces;  // of a row
+    // Rows of a warp whose stores are under way when it looks whether a chunk is through.  With 64 blocks the links take 50 us for a row of
+    // each warp: a chunk that was told of four rows late kept the receivers, who may have to copy it, waiting till the end.
+    static constexpr i32 kOpen = 1;
 
     const Call& c;
-    const i32 items, chunks;    // of the block
+    const i32 chunks;           // of the block
     i32 loaded = 0, used = 0;   // pieces of this warp
-    i32 done = 0, flagged = 0;  // items of this warp; chunks it is through with
+    i32 done = 0, flagged = 0;  // rows of this warp; chunks it is through with
 
-    MOECOMM_FN explicit Sender(const Call& call)
-        : c(call), items((call.share.end - call.share.first) * kItems), chunks(call.share.end_chunk - call.share.first_chunk) {}
+    MOECOMM_FN explicit Sender(const Call& call) : c(call), chunks(call.share.end_chunk - call.share.first_chunk) {}
 
-    // The n-th item of this warp, and how many of its items come before item `end` of the block.
-    MOECOMM_FN static i32 item(i32 n) { return warp_id() + n * cfg.send_warps; }
-    MOECOMM_FN static i32 items_before(i32 end) { return end > warp_id() ? ceil_div(end - warp_id(), cfg.send_warps) : 0; }
-    MOECOMM_FN bool has(i32 n) const { return item(n) < items; }
-    MOECOMM_FN i32 token_of(i32 n) const { return c.share.first + item(n) / kItems; }
-    MOECOMM_FN static i32 column_of(i32 n) { return item(n) % kItems * cfg.piece_columns; }
+    // The n-th token of this warp, and how many of its tokens come before token `end` of the block.
+    MOECOMM_FN i32 token_of(i32 n) const { return c.share.first + warp_id() + n * cfg.send_warps; }
+    MOECOMM_FN static i32 tokens_before(i32 end) { return end > warp_id() ? ceil_div(end - warp_id(), cfg.send_warps) : 0; }
+    MOECOMM_FN bool has(i32 n) const { return token_of(n) < c.share.end; }
 
     MOECOMM_FN u8* held(i32 piece) const { return c.shared.ring[piece % kSlots][warp_id()]; }
     MOECOMM_FN u64* full(i32 piece) const { return &c.shared.full[piece % kSlots][warp_id()]; }
@@ -55,7 +52,7 @@ struct Sender {
         if constexpr (!cfg.quantize) bulk_wait_read<kSlots - kAhead - 1>();
         __syncwarp();
         if (lane_id() == 0) {
-            const i32 at = (column_of(n) + loaded % kPieces * cfg.piece_columns) * bytes_of(cfg.type);
+            const i32 at = loaded % kPieces * cfg.piece_columns * bytes_of(cfg.type);
             const u8* row = reinterpret_cast<const u8*>(c.a.x) + token_of(n) * c.a.x_stride;
             bulk_load(held(loaded), row + at, min(cfg.piece_bytes(), kRowBytes - at), full(loaded));
         }
@@ -76,9 +73,9 @@ struct Sender {
         __syncwarp();
         bulk_commit();
     }
-    MOECOMM_FN void store_item(const Places<Call>& to) {
+    MOECOMM_FN void store_row(const Places<Call>& to) {
         for (i32 i = 0; i < kPieces; ++i) {
-            const i32 at = (column_of(done) + i * cfg.piece_columns) * bytes_of(cfg.type);
+            const i32 at = i * cfg.piece_columns * bytes_of(cfg.type);
             load_next();
             await_piece();
             store(to, at, held(used), min(cfg.piece_bytes(), kRowBytes - at));
@@ -87,55 +84,49 @@ struct Sender {
         }
         ++done;
     }
-    MOECOMM_FN void cast_and_store_item(const Places<Call>& to) {
-        const i32 first = column_of(done), columns = min(cfg.cast_columns(), cfg.hidden - first);
+    MOECOMM_FN void cast_and_store_row(const Places<Call>& to) {
         u8* cast = c.shared.cast[warp_id()][done % kCasts];
         u8* scales = reinterpret_cast<u8*>(c.shared.scales[warp_id()][done % kCasts]);
         bulk_wait_read<kCasts - 1>();
         __syncwarp();
-        for (i32 at = 0; at < columns; at += cfg.piece_columns) {
+        for (i32 at = 0; at < cfg.hidden; at += cfg.piece_columns) {
             load_next();
             await_piece();
-            quantize_piece<cfg.type, cfg.scale_format>(cast + at, held(used), min(cfg.piece_columns, columns - at),
+            quantize_piece<cfg.type, cfg.scale_format>(cast + at, held(used), min(cfg.piece_columns, cfg.hidden - at),
                                                        scales + at / kQuantGroup * cfg.scale_size());
             __syncwarp();  // the place is free
             ++used;
         }
         fence_async_shared();
         __syncwarp();
-        store(to, first, cast, columns);
-        store_scales(to, first, columns, scales);
+        store(to, 0, cast, cfg.hidden);
+        store_scales(to, scales);
         commit();
         ++done;
     }
-    // The scales of the columns that have been cast, with bulk stores where they are multiples of 16 bytes; with the last of them, zeros up
-    // to the end of the row.
-    MOECOMM_FN void store_scales(const Places<Call>& to, i32 first, i32 columns, const u8* scales) const {
+    // With bulk stores where they are multiples of 16 bytes; else with zeros up to the end of the row.
+    MOECOMM_FN void store_scales(const Places<Call>& to, const u8* scales) const {
         constexpr i32 filled = cfg.row_scales() * cfg.scale_size();
-        constexpr bool bulk =
-            cfg.scale_bytes == filled && filled % 16 == 0 && cfg.cast_columns() / kQuantGroup * cfg.scale_size() % 16 == 0;
-        const i32 at = first / kQuantGroup * cfg.scale_size(), bytes = ceil_div(columns, kQuantGroup) * cfg.scale_size();
 #pragma unroll
         for (i32 i = 0; i < cfg.peers_per_lane(); ++i) {
-            if constexpr (bulk) {
-                if (to.scales[i] != nullptr) bulk_store(to.scales[i] + at, scales, bytes);
+            if constexpr (cfg.scale_bytes == filled && filled % 16 == 0) {
+                if (to.scales[i] != nullptr) bulk_store(to.scales[i], scales, filled);
             } else {
                 for (u32 wanted = __ballot_sync(kAllLanes, to.scales[i] != nullptr); wanted != 0; wanted &= wanted - 1) {
                     u8* there = reinterpret_cast<u8*>(__shfl_sync(kAllLanes, reinterpret_cast<u64>(to.scales[i]), __ffs(wanted) - 1));
-                    copy_small(there + at, scales, bytes);
-                    if (cfg.scale_bytes > filled && at + bytes == filled && lane_id() < cfg.scale_bytes - filled)
-                        there[filled + lane_id()] = 0;
+                    copy_small(there, scales, filled);
+                    if (cfg.scale_bytes > filled && lane_id() < cfg.scale_bytes - filled) there[filled + lane_id()] = 0;
                 }
             }
         }
     }
 
-    // Says so of the chunks whose items of this warp are at their places when all but the last `open` are.
+    // Says so of the chunks whose rows of this warp are at their places when all but the last `open` are.
     template <i32 open>
     MOECOMM_FN void finish_chunks() {
         while (flagged < chunks) {
             const i32 end = min((flagged + 1) * c.a.chunk_tokens, c.share.end - c.share.first);
-            if (items_before(end * kItems) + open > done) return;
+            if (tokens_before(end) + open > done) return;
             bulk_wait<open * kGroups>();
             __syncwarp();  // what follows is the release of all lanes' stores
             if (lane_id() == 0) c.shared.sent.arrive(c.round, flagged);
@@ -153,17 +144,21 @@ MOECOMM_FN void describe(const Call& c) {
     }
 }
 
-// By the flag warp: the flags of each chunk of the block, once all others are through with it.  The release waits until what they have
-// written has reached the peers, which takes its time while the links are busy; a send warp that waited would not send.
+// By the flag warp: the flags of each chunk of the block, once all others are through with it.  The fence waits until what they have
+// written has reached the peers, which takes its time while the links are busy; a send warp that waited would not send.  One fence does for
+// all chunks that are through by then: the last four of a block come together, and with a fence each their flags took 10 us.
 template <class Call>
 MOECOMM_FN void raise_flags(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
-    for (i32 chunk = c.share.first_chunk; chunk < c.share.end_chunk; ++chunk) {
+    for (i32 chunk = c.share.first_chunk, next; chunk < c.share.end_chunk; chunk = next) {
         if (__any_sync(kAllLanes, !c.shared.sent.await(c.round, chunk - c.share.first_chunk))) return;
-        for (i32 turn = lane_id(); turn < cfg.ranks; turn += kWarp) {
-            const i32 p = rotated<cfg.ranks>(c.me(), turn);
-            const u64 flag = word_signal(c.round.tag, load_relaxed(c.range(p, chunk)));
-            c.transport.signal(p, arrived_at(c.window(), c.shape(), c.me(), chunk), flag);
+        for (next = chunk + 1; next < c.share.end_chunk; ++next)
+            if (!__all_sync(kAllLanes, c.shared.sent.await_no_longer(next - c.share.first_chunk))) break;
+        c.transport.fence();
+        for (i32 i = lane_id(); i < (next - chunk) * cfg.ranks; i += kWarp) {
+            const i32 p = rotated<cfg.ranks>(c.me(), i % cfg.ranks), which = chunk + i / cfg.ranks;
+            c.transport.post(p, arrived_at(c.window(), c.shape(), c.me(), which),
+                             word_signal(c.round.tag, load_relaxed(c.range(p, which))));
         }
     }
 }
@@ -195,18 +190,16 @@ MOECOMM_FN Places<Call> places_of(const Call& c, const Token<Call>& token) {
     return to;
 }
 
-// The next item: with the first columns of a row go the scales that were given with it.
+// The next row, and the scales that were given with it.
 template <class Call>
-MOECOMM_FN void send_item(const Call& c, Sender<Call>& sender, const Token<Call>& token) {
+MOECOMM_FN void send_row(const Call& c, Sender<Call>& sender, const Token<Call>& token) {
     constexpr DispatchConfig cfg = Call::cfg;
     const Places<Call> to = places_of(c, token);
     if constexpr (cfg.quantize) {
-        sender.cast_and_store_item(to);
+        sender.cast_and_store_row(to);
     } else {
-        if constexpr (cfg.scale_bytes > 0) {
-            if (sender.column_of(sender.done) == 0) send_scales(c, token, to);
-        }
-        sender.store_item(to);
+        if constexpr (cfg.scale_bytes > 0) send_scales(c, token, to);
+        sender.store_row(to);
     }
 }
 
@@ -214,12 +207,12 @@ MOECOMM_FN void send_item(const Call& c, Sender<Call>& sender, const Token<Call>
 template <class Call>
 MOECOMM_FN void send(const Call& c, Sender<Call>& sender) {
     const auto load = [&](i32 n) { return load_token(c, sender.token_of(n)); };
-    Token<Call> next{};  // what the lanes need for the next item is loaded while this one travels
+    Token<Call> next{};  // what the lanes need for the next row is loaded while this one travels
     if (sender.has(0)) next = load(0);
     for (i32 n = 0; sender.has(n); ++n) {
         const Token<Call> token = next;
         if (sender.has(n + 1)) next = load(n + 1);
-        send_item(c, sender, token);
+        send_row(c, sender, token);
         sender.template finish_chunks<Sender<Call>::kOpen>();
     }
     sender.template finish_chunks<0>();

@@ -1,6 +1,7 @@
 // Every byte offset of a window.  All ranks of a Buffer have the same Shape (checked at open), so all windows have the same layout.
 #pragma once
 #include "notice.h"
+#include "packets.h"
 
 namespace moecomm {
 
@@ -8,6 +9,7 @@ struct Shape {
     i32 ranks, experts, topk, max_tokens;
     i32 ring_tokens;  // staged tokens of each home, a multiple of kMaxChunk: see `staging`
     i32 pad;
+    i64 packet_bytes;      // room for the packets of one rank and one round, 0: there are none (host)
     i64 staged_row_bytes;  // bytes of the widest row that combine stages: the fp32 partial sum, and topk fp32 gradients of weights
     i64 heap_bytes;        // room for outputs
 };
@@ -26,8 +28,9 @@ struct WindowLayout {
     u64 abort;  // u32, its own line: any rank may set it
     u64 state;  // State
     u64 mail;   // u64[2][ranks][mail_words]: word_signal, by round parity and sender: a Notice, then i32[columns], the sender's tokens per
-                // expert and flat rows per rank (dispatch).  Two are enough: a peer's mail of round n + 2 implies that it saw ours of
-                // round n + 1, which we sent after we had finished reading round n.
+                // expert and flat rows per rank (dispatch), then, where rows come in packets, a bit a token of the sender that comes.  Two
+               // are enough: a peer's mail of round n + 2 implies that it saw ours of round n + 1, which we sent after we had finished
+               // reading round n.
     u64 arrived;   // u64[ranks][max_tokens]: chunk_signal by source rank and chunk of its tokens
     u64 reduced;   // u64[ranks][max_tokens]: tag_signal by reducing rank and chunk of our tokens
     u64 credits;   // u64[ranks][ring_tokens]: word_signal with the number of the chunk that this home has pulled, by home and place in the
@@ -36,6 +39,7 @@ struct WindowLayout {
     u64 ranges;    // u32[ranks][max_tokens]: scratch: the low word of the chunk_signal that each of our chunks has for each rank
     u64 counting;  // u64[kMaxBlocks][columns + 1]: scratch of kernels: word_signal with each block's counts, then its first bad entry
     u64 summed;    // the same: with the counts of all blocks before each, then the first bad entry of all
+    u64 packets;   // [2][ranks] times packet_bytes, by round parity and sender, as `mail` is: rows of few tokens (protocol/packets.h)
     u64 staging;   // [ranks][ring_tokens] rows of staged_row_bytes, by home and token % ring_tokens
     u64 heap;      // outputs, handed out by runtime/arena
     u64 bytes;
@@ -47,7 +51,7 @@ MOECOMM_BOTH WindowLayout window_layout(const Shape& s) {
     constexpr u64 line = 256;
     WindowLayout w{};
     w.columns = s.experts + s.ranks;
-    w.mail_words = kNoticeWords + w.columns;
+    w.mail_words = kNoticeWords + w.columns + kWantedWords;
     const u64 ranks = s.ranks, columns = w.columns, ring = s.ring_tokens, tokens = s.max_tokens > 0 ? s.max_tokens : 1;
     u64 at = 0;
     auto take = [&](u64 bytes) {
@@ -65,6 +69,7 @@ MOECOMM_BOTH WindowLayout window_layout(const Shape& s) {
     w.ranges = take(ranks * tokens * sizeof(u32));
     w.counting = take(kMaxBlocks * (columns + 1) * sizeof(u64));
     w.summed = take(kMaxBlocks * (columns + 1) * sizeof(u64));
+    w.packets = take(2 * ranks * static_cast<u64>(s.packet_bytes));
     w.staging = take(ranks * ring * static_cast<u64>(s.staged_row_bytes));
     w.heap = take(static_cast<u64>(s.heap_bytes));
     w.bytes = at;
@@ -83,6 +88,9 @@ MOECOMM_BOTH constexpr u64 reduced_at(const WindowLayout& w, const Shape& s, i32
 MOECOMM_BOTH constexpr u64 drained_at(const WindowLayout& w, i32 from) { return w.drained + static_cast<u64>(from) * sizeof(u64); }
 MOECOMM_BOTH constexpr u64 range_at(const WindowLayout& w, const Shape& s, i32 rank, i32 chunk) {
     return w.ranges + (static_cast<u64>(rank) * s.max_tokens + chunk) * sizeof(u32);
+}
+MOECOMM_BOTH constexpr u64 packets_at(const WindowLayout& w, const Shape& s, u32 round, i32 from) {
+    return w.packets + ((round & 1) * static_cast<u64>(s.ranks) + from) * static_cast<u64>(s.packet_bytes);
 }
 MOECOMM_BOTH constexpr u64 counting_at(const WindowLayout& w, i32 block) {
     return w.counting + static_cast<u64>(block) * (w.columns + 1) * sizeof(u64);

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from moecomm import _native
+from moecomm import _native, packets
 
 if TYPE_CHECKING:
     from moecomm import jit
 
-_FLAT, _EXPERT, _FP32, _END = 0, 1, 2, 2
-_WHOLE_ROWS_FROM = 8  # tokens of a chunk
+_FLAT, _EXPERT, _FP32 = 0, 1, 2
+_BYTES = (2, 2, 4)  # of a Type of csrc/protocol/args.h that is combined
 
 
 class Kernels:
@@ -35,7 +36,7 @@ def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
     from moecomm import jit
 
     shape = args.ctx.shape
-    return jit.KernelSpec(
+    spec = jit.KernelSpec(
         op="dispatch",
         ranks=shape.ranks,
         experts=shape.experts,
@@ -51,13 +52,10 @@ def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
         scale_format=args.scale_format,
         repeat=bool(args.repeat),
         part=args.part,
-        split_rows=splits_rows(args),
     )
-
-
-def splits_rows(args: _native.DispatchArgs) -> bool:
-    """Whether several warps share a row: in small chunks there are more warps than tokens."""
-    return args.chunk_tokens < _WHOLE_ROWS_FROM and args.part != _END
+    packet = jit.packets_of(spec)
+    few = packet is not None and packet.carry(args.num_tokens, shape.topk, shape.packet_bytes)
+    return replace(spec, packets=few)
 
 
 def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
@@ -79,11 +77,23 @@ def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
         wire=_FP32 if flat else args.wire,
         weighted=flat or bool(args.weighted),
         in_place=reads_in_place(args),
+        packets=comes_in_packets(args),
     )
 
 
+def comes_in_packets(args: _native.CombineArgs) -> bool:
+    """Whether the rows of our tokens come home in packets: of few, without gradients beside them.
+
+    The ranks that send them decide by the same rule, CombineCall::in_packets in csrc/combine/call.cuh.
+    """
+    shape, staged = args.ctx.shape, args.type if args.layout == _FLAT else args.wire
+    packet = packets.of_combine(args.hidden * _BYTES[staged])
+    return args.weight_grads == 0 and packet.carry(args.num_tokens, shape.topk, shape.packet_bytes)
+
+
 def reads_in_place(args: _native.CombineArgs) -> bool:
-    """Whether peers read the rows of y where they are: flat rows in our window, without gradients beside them.
+    """Whether peers with many tokens read the rows of y where they are: flat rows in our window, without gradients
+    beside them.
 
     Rows of other layouts are added up first: over NVLink a row a (token, expert) would be more bytes than a sum.
     """

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moecomm import packets
 from moecomm.arrays import window_tensor
 from moecomm.combine.arguments import check
 from moecomm.combine.plan import Combining, Options, Plan
@@ -79,9 +80,13 @@ def empty(buffer: Buffer, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
 def _in_window(buffer: Buffer, y: torch.Tensor, handle: Handle) -> torch.Tensor:
     """Flat rows where peers can read them: `y` itself, or a copy in the window.
 
-    Left alone where there is no room, where most rows would be those that did not come (a copy does not know how many
-    came, staging does), and where it is not what combine takes, which is found out later.
+    Left alone where our tokens come home in packets, where there is no room, where most rows would be those that did
+    not come (a copy does not know how many came, staging does), and where it is not what combine takes, which is found
+    out later.
     """
+    room = buffer.session.context.shape.packet_bytes
+    if packets.of_combine(buffer.hidden * y.itemsize).carry(handle.num_tokens, buffer.topk, room):
+        return y
     most_rows = _COPIED_ROWS * buffer.num_ranks * handle.num_tokens
     fits = y.shape == handle.y_shape and y.shape[0] <= most_rows and y.dtype in DTYPES and y.device == buffer.device
     if not fits or buffer.session.context.in_heap(y.data_ptr()):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from moecomm import _native, call
+from moecomm import _native, call, packets
 from moecomm.combine.arguments import Tensors
 from moecomm.dispatch.arguments import LAYOUTS
 from moecomm.routed import Handle
@@ -46,17 +46,23 @@ class Plan:
         self._options, self._hidden, self._topk = options, buffer.hidden, buffer.topk
         self._device = buffer.device
         in_window = like.weight_grads is None and buffer.session.context.in_heap(like.y.data_ptr())
-        # Flat rows that are staged take as many blocks as rows that are added up first.
-        self._like = options.layout if in_window or options.layout != "flat" else "expert"
+        self._copies = options.layout == "flat" and not in_window
+        staged = options.dtype if options.layout == "flat" else options.wire or torch.float32
+        self._packets = None if like.weight_grads is not None else packets.of_combine(buffer.hidden * staged.itemsize)
+        self._room = buffer.session.context.shape.packet_bytes
         args = _args(buffer, options, like)
         self._native = _native.CombinePlan(args, like.y, like.bias, like.weight_grads)
         self._session = buffer.session
-        self._run: Callable[[_native.CombineArgs], None] | None = None
+        # What runs a combine, by its tokens: GPUs have other kernels for few.
+        self._runs: dict[int, Callable[[_native.CombineArgs], None]] = {}
 
     def schedule(self, num_tokens: int) -> None:
         """Makes start() know how a round of so many tokens is run."""
         options = self._options
-        schedule = self._session.schedule("combine", num_tokens=num_tokens, layout=self._like, num_sms=options.num_sms)
+        few = self._packets is not None and self._packets.carry(num_tokens, self._topk, self._room)
+        # Flat rows that are staged take as many blocks as rows that are added up first.
+        layout = "expert" if self._copies and not few else options.layout
+        schedule = self._session.schedule("combine", num_tokens=num_tokens, layout=layout, num_sms=options.num_sms)
         self._native.schedule(num_tokens, schedule.workers, schedule.chunk_tokens)
 
     def start(self, handle: Handle, y: Any, out: Any, bias: Any, weight_grads: Any) -> Combining | None:
@@ -70,14 +76,13 @@ class Plan:
         args = self._native.bind(handle.args, y, out, bias, weight_grads, home)
         if args is None:
             return None
-        if self._run is None:
-            self._run = self._session.combiner(args)
+        if tokens not in self._runs:
+            self._runs[tokens] = self._session.combiner(args)
         return Combining(self, args, out, home)
 
     def run(self, args: _native.CombineArgs) -> None:
         """Hands a combine to the executor."""
-        assert self._run is not None, "start() was there first"
-        self._run(args)
+        self._runs[args.num_tokens](args)
 
 
 def _args(buffer: Buffer, options: Options, like: Tensors) -> _native.CombineArgs:

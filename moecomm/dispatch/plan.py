@@ -52,7 +52,7 @@ class Plan:
         args = _args(buffer, options, like)
         by_column = options.scale_layout == "column"
         self._native = _native.DispatchPlan(args, by_column, like.x, like.scales, like.topk_idx, like.topk_weights)
-        # What runs a dispatch, by the tokens of a chunk: GPUs have other kernels for few tokens.
+        # What runs a dispatch, by its tokens: GPUs have other kernels for few.
         self._runs: dict[int, Callable[[_native.DispatchArgs], None]] = {}
         self._run_end: Callable[[_native.DispatchArgs], None] | None = None
 
@@ -89,7 +89,7 @@ class Plan:
             args = self._native.bind(payload, kept, rows, x, scales, topk_idx, topk_weights)
         if args is None:
             return None
-        if args.chunk_tokens not in self._runs:
+        if args.num_tokens not in self._runs:
             self._load(args)
         if handle is None:
             handle = Handle(buffer, self, args, kept, ended)
@@ -97,13 +97,13 @@ class Plan:
 
     def run(self, args: _native.DispatchArgs) -> None:
         """Hands a dispatch, or the half of one, to the executor."""
-        run = self._run_end if args.part == END else self._runs[args.chunk_tokens]
+        run = self._run_end if args.part == END else self._runs[args.num_tokens]
         assert run is not None, "start() was there first"
         run(args)
 
     def _load(self, args: _native.DispatchArgs) -> None:
         """Finds what runs the dispatches of this plan that are like this one."""
-        self._runs[args.chunk_tokens] = self._session.dispatcher(args)
+        self._runs[args.num_tokens] = self._session.dispatcher(args)
         if self._options.begin:
             end = copy.copy(args)
             end.part = END
@@ -149,5 +149,6 @@ def _args(buffer: Buffer, options: Options, like: Tensors) -> _native.DispatchAr
         bytes_of_a_row_of_scales=args.scale_bytes,
         expert_alignment=args.alignment,
         handle_given=args.repeat,
+        in_two_halves=int(options.begin),
     )
     return args

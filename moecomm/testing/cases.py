@@ -64,7 +64,7 @@ def random_case(
     """The case of a seed, on the CPU.  Ragged token counts (zero too), -1 entries, duplicates, all-to-one skew,
     every option.
 
-    few_kernels: int64 ids, scales of three columns and fewer combinations of options, so that a GPU compiles some
+    few_kernels: int64 ids, scales of one width and fewer combinations of options, so that a GPU compiles some
         thirty kernels for a set of sizes.
     """
     rng = random.Random(seed)
@@ -98,7 +98,7 @@ def random_case(
     payload = rng.choice(["plain", "plain", "quantize", "scales", "fp8"])
     scales = None
     if payload == "scales" or (payload == "fp8" and hidden % 16 == 0):
-        width = 3 if few_kernels else rng.choice([1, 2, 3, 7])
+        width = 2 + ranks % 3 if few_kernels else rng.choice([1, 2, 3, 4, 7])
         scales = [torch.randn(t, width, generator=g) for t in tokens]
     if payload == "fp8" and hidden % 16 == 0:
         x = [t.to(torch.float8_e4m3fn) for t in x]

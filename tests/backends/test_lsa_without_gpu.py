@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -147,15 +146,17 @@ def test_the_memory_besides_outputs(ranks: int) -> None:
     settings = Settings(ranks, 7168, 256, 8, 4096, torch.bfloat16, "lsa", None)
     row = settings.staged_row_bytes
     ring = lsa.ring_tokens(ranks, 4096, row)
-    shape = shape_of(ranks, experts=256, topk=8, max_tokens=4096, ring_tokens=ring, staged_row_bytes=row)
+    sizes = {"experts": 256, "topk": 8, "max_tokens": 4096, "ring_tokens": ring, "staged_row_bytes": row}
+    shape = shape_of(ranks, **sizes, packet_bytes=lsa.packet_bytes(4096, row))
     assert _native.window_layout(shape).heap <= 64 << 20
-    assert (ring + 32) * ranks * row > 40 << 20, "what there is room for is used"
+    packets = 2 * ranks * shape.packet_bytes
+    assert (ring + 32) * ranks * row + packets > 56 << 20, "what there is room for is used"
 
 
 def test_the_ring_is_whole_chunks_and_no_longer_than_the_tokens() -> None:
     assert [lsa.ring_tokens(4, tokens, 1024) for tokens in (1, 32, 33, 100)] == [32, 32, 64, 128]
     assert lsa.ring_tokens(64, 4096, 1 << 20) == 32, "no row fits, and yet"
-    assert lsa.ring_tokens(1, 1 << 20, 1 << 10) == 40 << 10
+    assert lsa.ring_tokens(1, 1 << 20, 1 << 10) * 1024 + 2 * lsa.packet_bytes(1 << 20, 1 << 10) == 56 << 20
     assert lsa.ring_tokens(3, 1 << 20, 1 << 10) % 32 == 0
 
 
@@ -287,26 +288,33 @@ def test_a_captured_stream_is_left_alone(session: lsa.LsaSession, cuda: Cuda, mo
     assert waited == [session.device], "replays may run on any stream"
 
 
-def test_a_kernel_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_is_looked_up_by_what_it_is_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moecomm import jit
     from moecomm.backends.lsa_kernels import Kernels
 
-    loaded: list[tuple[tuple[str, object], ...]] = []
+    loaded: list[jit.KernelSpec] = []
 
-    def load(spec: tuple[tuple[str, object], ...], device: torch.device) -> int:
+    def load(spec: jit.KernelSpec, device: torch.device) -> int:
         """Like jit.load: one kernel for each specification."""
         if spec not in loaded:
             loaded.append(spec)
         return 1 + loaded.index(spec)
 
-    jit = SimpleNamespace(KernelSpec=lambda **fields: tuple(fields.items()), load=load)
-    monkeypatch.setitem(sys.modules, "moecomm.jit", jit)  # type: ignore[arg-type]
-    monkeypatch.setattr("moecomm.jit", jit, raising=False)
+    monkeypatch.setattr(jit, "load", load)
     kernels = Kernels(torch.device("cuda", 0))
+    context = _native.Context()
+    context.set_shape(shape_of(4, experts=16, topk=2, max_tokens=4096, packet_bytes=1 << 20))
     dispatch, combine = _native.DispatchArgs(), _native.CombineArgs()
+    dispatch.ctx = combine.ctx = context
     dispatch.hidden = combine.hidden = 64
+    dispatch.row_bytes, dispatch.idx_bytes, dispatch.num_tokens = 128, 8, 4000
     assert [kernels.dispatch(dispatch), kernels.combine(combine), kernels.dispatch(dispatch)] == [1, 2, 1]
-    dispatch.num_tokens, dispatch.x = 7, 4096  # what a kernel is not compiled for
+    dispatch.num_tokens, dispatch.x = 3000, 4096  # what a kernel is not compiled for
     assert kernels.dispatch(dispatch) == 1
-    dispatch.repeat = 1
-    assert kernels.dispatch(dispatch) == 3
-    assert [dict(spec)["op"] for spec in loaded] == ["dispatch", "combine", "dispatch"]
+    dispatch.num_tokens = 100  # few tokens go in packets
+    assert kernels.dispatch(dispatch) == 3 and loaded[2].packets
+    dispatch.num_tokens = 513  # too many, where a bit a token travels beside the counts
+    assert kernels.dispatch(dispatch) == 1
+    dispatch.num_tokens, dispatch.repeat = 100, 1
+    assert kernels.dispatch(dispatch) == 4 and not loaded[3].packets
+    assert [spec.op for spec in loaded] == ["dispatch", "combine", "dispatch", "dispatch"]

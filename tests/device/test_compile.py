@@ -50,9 +50,12 @@ SPECS = {
     "dispatch alone, 8 columns": dispatch(ranks=1, experts=1, topk=1, hidden=8),
     "dispatch top-32, 24 columns": dispatch(ranks=2, experts=64, topk=32, hidden=24, type=FP16),
     "dispatch 64 ranks, top-5 of 1024": dispatch(ranks=64, experts=1024, topk=5, hidden=4096),
-    "dispatch few tokens": dispatch(split_rows=True),
-    "dispatch few tokens, flat, casts": dispatch(split_rows=True, layout=FLAT, quantize=True),
-    "dispatch few tokens, casts 176 columns": dispatch(split_rows=True, type=FP16, hidden=176, quantize=True),
+    "dispatch few tokens": dispatch(packets=True),
+    "dispatch few tokens, flat, casts": dispatch(packets=True, layout=FLAT, quantize=True),
+    "dispatch few tokens, ue8m0 by column": dispatch(
+        packets=True, quantize=True, scale_format=UE8M0, scale_columns=True
+    ),
+    "dispatch few tokens, 64 ranks, top-32": dispatch(packets=True, ranks=64, topk=32, type=FP32),
     "dispatch flat, ue8m0 by column": dispatch(layout=FLAT, quantize=True, scale_format=UE8M0, scale_columns=True),
     "dispatch batched, fp32 by column": dispatch(layout=BATCHED, quantize=True, scale_columns=True),
     "dispatch begins": dispatch(part=BEGIN, quantize=True, scale_columns=True),
@@ -66,6 +69,9 @@ SPECS = {
     "combine fp32, 16384 columns": combine(type=FP32, hidden=16384, ranks=8),
     "combine alone, 8 columns": combine(ranks=1, experts=1, topk=1, hidden=8),
     "combine fp16 top-32, 24 columns": combine(ranks=2, experts=64, topk=32, hidden=24, type=FP16, wire=FP16),
+    "combine few tokens": combine(packets=True),
+    "combine few tokens, flat": combine(packets=True, layout=FLAT),
+    "combine few tokens, 64 ranks, bf16 on the wire": combine(packets=True, ranks=64, wire=BF16),
     "combine 64 ranks": combine(ranks=64, experts=128, topk=5, hidden=4096),
 }
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from moecomm import _native, combine, dispatch, jit, tuning
+from moecomm import _native, combine, dispatch, jit, packets, tuning
+from moecomm.backends import host
 from moecomm.backends.lsa_kernels import combine_spec, dispatch_spec
 from moecomm.dispatch.plan import END
 from moecomm.testing import LocalBuffers, random_case
@@ -26,13 +28,15 @@ SIZES = [
     *({"ranks": 4, "dtype": torch.bfloat16, **sizes} for sizes in (*test_nvlink.SIZES, test_nvlink.SMALL)),
 ]
 CASES = 250  # enough to meet every kind of case
-MOST = 30  # kernels of a set of sizes
+MOST = 34  # kernels of a set of sizes
 
 
 def kernels_of(sizes: dict[str, Any]) -> set[jit.KernelSpec]:
     """What the first cases of these sizes launch: prepared as for a GPU, on the CPU, and not run."""
     specs = set()
-    with LocalBuffers(**sizes, backend="host") as ranks:
+    virtual = sizes in (*test_virtual_ranks.SIZES, test_virtual_ranks.LONG)
+    room = test_virtual_ranks.packet_room(sizes) if virtual else packets.room
+    with patch.object(host, "packet_bytes", room), LocalBuffers(**sizes, backend="host") as ranks:
         buffer = ranks.buffers[0]
         buffer.session.pulls_flat_rows = True  # type: ignore[misc]
 

@@ -132,15 +132,15 @@ def test_peers() -> None:
 
 
 def test_shape_and_layout() -> None:
-    shape = _native.Shape(4, 16, 2, 100, ring_tokens=64, staged_row_bytes=48, heap_bytes=1000)
-    names = ("ranks", "experts", "topk", "max_tokens", "ring_tokens", "staged_row_bytes", "heap_bytes")
-    assert [getattr(shape, name) for name in names] == [4, 16, 2, 100, 64, 48, 1000]
+    shape = _native.Shape(4, 16, 2, 100, ring_tokens=64, staged_row_bytes=48, heap_bytes=1000, packet_bytes=512)
+    names = ("ranks", "experts", "topk", "max_tokens", "ring_tokens", "staged_row_bytes", "heap_bytes", "packet_bytes")
+    assert [getattr(shape, name) for name in names] == [4, 16, 2, 100, 64, 48, 1000, 512]
     layout = _native.window_layout(shape)
-    assert (layout.columns, layout.mail_words, layout.abort) == (20, 24 + 20, 0)
+    assert (layout.columns, layout.mail_words, layout.abort) == (20, 24 + 20 + 16, 0)
     sizes = {
         "abort": 4,
         "state": 24,
-        "mail": 2 * 4 * 44 * 8,
+        "mail": 2 * 4 * 60 * 8,
         "arrived": 4 * 100 * 8,
         "reduced": 4 * 100 * 8,
         "credits": 4 * 64 * 8,
@@ -148,6 +148,7 @@ def test_shape_and_layout() -> None:
         "ranges": 4 * 100 * 4,
         "counting": 256 * 21 * 8,
         "summed": 256 * 21 * 8,
+        "packets": 2 * 4 * 512,
         "staging": 4 * 64 * 48,
         "heap": 1000,
     }

@@ -1,0 +1,176 @@
+// Step 3 for a home that comes in packets: polls for the packets themselves, and adds them in the order of the ranks.
+#pragma once
+#include "push.cuh"
+
+namespace moecomm {
+
+// The role of a pull warp: of the pieces of all tokens those of one warp in the grid.
+template <class Call>
+struct Collect {
+    static constexpr CombineConfig cfg = Call::cfg;
+    static constexpr Type kType = cfg.staged();
+    using P = Packing<cfg>;
+    static constexpr bool kAllTogether = cfg.ranks <= 4;  // all packets of a piece fit registers; else sums are kept beside some
+    static constexpr i32 kTogether = kAllTogether ? cfg.ranks : cfg.ranks <= kWarp ? 2 : 1;  // packets that are loaded together
+    static constexpr i32 kPeers = ceil_div(cfg.ranks, kWarp);                                // that a lane looks up
+
+    const Call& c;
+    const i32 items;
+    // Looks at all of the packets before it waits for their tags alone.  Polls for whole packets find them a load earlier, but keep a
+    // multiprocessor's other warps from their rows: only where few warps do so.
+    const i32 looks;
+    i32 nth;
+    i32 ahead[kPeers];           // this lane's slots of the next token
+    Waited waited = Waited::ok;  // how this lane's wait ended, for which rank, and the last tag it saw
+    i32 late = 0;
+    u32 seen = 0;
+
+    MOECOMM_FN Collect(const Call& call, i32 warp)
+        : c(call),
+          items(call.a.num_tokens * P::kPieces),
+          looks(items <= static_cast<i32>(gridDim.x) ? kLooks : 1),
+          nth(blockIdx.x + gridDim.x * warp) {
+        look_ahead();
+    }
+
+    MOECOMM_FN void look_ahead() {
+#pragma unroll
+        for (i32 i = 0; i < kPeers; ++i) {
+            const i32 rank = i * kWarp + lane_id();
+            ahead[i] = -1;
+            if (nth < items && rank < cfg.ranks)
+                ahead[i] = reinterpret_cast<const i32*>(c.a.route.token_slot)[static_cast<i64>(nth / P::kPieces) * cfg.ranks + rank];
+        }
+    }
+    // The ranks that hold a part of the next token, a bit each.
+    MOECOMM_FN u64 owners() const {
+        u64 all = 0;
+#pragma unroll
+        for (i32 i = 0; i < kPeers; ++i) all |= static_cast<u64>(__ballot_sync(kAllLanes, ahead[i] >= 0)) << i * kWarp;
+        return all;
+    }
+
+    // Loads those of the packets that are not here yet, all of them together, and takes those that now are out of `missing`.
+    MOECOMM_FN void look(const u8* const (&packets)[kTogether], PacketWords (&words)[kTogether], u32& missing) const {
+#pragma unroll
+        for (i32 i = 0; i < kTogether; ++i) {
+            if ((missing >> i & 1) == 0) continue;
+#pragma unroll
+            for (i32 step = 0; step < P::kSteps; ++step)
+                if (packet_line(step) < cfg.packet_lines)
+                    words[i].step[step] = load_line_words(packets[i] + step * kWarp * 16 + lane_id() * 16);
+        }
+#pragma unroll
+        for (i32 i = 0; i < kTogether; ++i) {
+            if ((missing >> i & 1) == 0) continue;
+            bool here = true;
+#pragma unroll
+            for (i32 step = 0; step < P::kSteps; ++step)
+                if (ends_line() && packet_line(step) < cfg.packet_lines) here = here && words[i].step[step].y == line_tag(c.round.tag);
+            if (__all_sync(kAllLanes, here)) missing &= ~(1u << i);
+        }
+    }
+
+    // A lane a line: until its tag is there, of each of the packets.  A tag says no more than that it is time to look again.
+    MOECOMM_FN bool await_tags(u64 owners, i32 token, i32 piece) {
+        for (; owners != 0 && waited == Waited::ok && lane_id() < cfg.packet_lines; owners &= owners - 1) {
+            late = __ffsll(static_cast<i64>(owners)) - 1;
+            const auto* tag = own<const u64>(c.a.ctx, c.packet_at(late, token, piece) + (lane_id() + 1) * kLineBytes - sizeof(u64));
+            waited = wait_until(deadline_of(c.a.ctx), [&] {
+                seen = signal_tag(load_relaxed(tag));
+                return seen == c.round.tag;
+            });
+        }
+        return __all_sync(kAllLanes, waited == Waited::ok);
+    }
+    // Called where no packet is held: registers would have to be kept over the call.
+    MOECOMM_FN void report() const {
+        if (waited == Waited::ok) return;
+        report_failure(c.round, waited, Phase::reduced, late, c.round.tag, seen, waited == Waited::timeout ? c.a.ctx.timeout_ns : 0);
+    }
+
+    // The packets of `owners`, at most kTogether.  False when one did not come.
+    MOECOMM_FN bool bring(u64 owners, i32 token, i32 piece, PacketWords (&words)[kTogether]) {
+        const u8* packets[kTogether];
+        u32 all = 0;
+        u64 left = owners;
+#pragma unroll
+        for (i32 i = 0; i < kTogether; ++i) {
+            packets[i] = own<const u8>(c.a.ctx, c.packet_at(max(__ffsll(static_cast<i64>(left)), 1) - 1, token, piece));
+            if (left != 0) all |= 1u << i;
+            left &= left - 1;
+        }
+        u32 missing = all;
+        for (i32 times = 1;; ++times) {
+            look(packets, words, missing);
+            if (missing == 0) return true;
+            if (times < looks) continue;
+            if (!await_tags(owners, token, piece)) return false;
+            missing = all;
+        }
+    }
+
+    // The first kTogether of `owners`, which are taken out of it.
+    MOECOMM_FN static u64 take(u64& owners) {
+        const u64 all = owners;
+#pragma unroll
+        for (i32 i = 0; i < kTogether; ++i) owners &= owners - 1;
+        return all & ~owners;
+    }
+
+    MOECOMM_FN bool collect(u64 owners, i32 token, i32 piece) {
+        float sum[P::kSteps][2][P::kColumns] = {};
+        do {
+            const u64 now = take(owners);
+            const i32 count = __popcll(now);
+            PacketWords words[kTogether];
+            if (!bring(now, token, piece, words)) return false;
+#pragma unroll
+            for (i32 step = 0; step < P::kSteps; ++step) {
+#pragma unroll
+                for (i32 i = 0; i < kTogether; ++i)
+                    if (i < count) add(words[i].step[step], sum[step]);
+                if constexpr (kAllTogether) store(token, piece, step, sum[step]);
+            }
+        } while (!kAllTogether && owners != 0);
+        if constexpr (!kAllTogether) {
+#pragma unroll
+            for (i32 step = 0; step < P::kSteps; ++step) store(token, piece, step, sum[step]);
+        }
+        return true;
+    }
+
+    MOECOMM_FN static void add(const ulonglong2& words, float (&sum)[2][P::kColumns]) {
+        const u64 both[2] = {words.x, words.y};
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) {
+            float columns[P::kColumns];
+            widen_word<kType>(static_cast<u32>(both[i]), columns);
+            widen_word<kType>(static_cast<u32>(both[i] >> 32), columns + P::kColumns / 2);
+#pragma unroll
+            for (i32 k = 0; k < P::kColumns; ++k) sum[i][k] = __fadd_rn(sum[i][k], columns[k]);
+        }
+    }
+
+    MOECOMM_FN void store(i32 token, i32 piece, i32 step, float (&sum)[2][P::kColumns]) const {
+        const i32 words = P::words(piece);
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i)
+            if (P::has(step, i, words)) c.store_out(token, P::column(piece) + (packet_word(step) + i) * P::kColumns, sum[i]);
+    }
+
+    // False when a packet did not come.
+    MOECOMM_FN bool run() {
+        while (nth < items) {
+            const u64 from = owners();
+            const i32 token = nth / P::kPieces, piece = nth % P::kPieces;
+            nth += gridDim.x * cfg.pull_warps;
+            look_ahead();
+            if (!collect(from, token, piece)) break;
+        }
+        report();
+        return __all_sync(kAllLanes, waited == Waited::ok);
+    }
+};
+
+}  // namespace moecomm

@@ -1,0 +1,215 @@
+// Step 2 for homes that come in packets (csrc/protocol/packets.h): what is staged for other homes is pushed to these, piece by piece, made
+// in registers.  The place of a packet depends on nothing but the round, us, the token and the piece, so nobody is waited for.
+#pragma once
+#include "../device/packet.cuh"
+#include "call.cuh"
+
+namespace moecomm {
+
+// How a staged row lies in packets.
+template <CombineConfig cfg>
+struct Packing {
+    static constexpr i32 kWord = sizeof(u64), kPieces = cfg.packets_of_row();
+    static constexpr i32 kSteps = ceil_div(cfg.packet_lines, kStepLines);
+    static constexpr i32 kColumns = kWord / bytes_of(cfg.staged());  // in a word
+
+    // The first column of a piece, and its words: the last one may have fewer.
+    MOECOMM_FN static i32 column(i32 piece) { return piece * (cfg.packet_bytes / bytes_of(cfg.staged())); }
+    MOECOMM_FN static i32 words(i32 piece) { return min(cfg.packet_bytes, cfg.staged_bytes() - piece * cfg.packet_bytes) / kWord; }
+    // Of the two words of this lane in a step: whether there is such a word in the first `words`.
+    MOECOMM_FN static bool has(i32 step, i32 nth, i32 words) { return packet_word(step) + nth < words && !(nth == 1 && ends_line()); }
+};
+
+// By a thread: what `home` sent, and its flat rows here.  False when they do not go in packets.  A home has its last chunk most often where
+// we have ours, so that one is loaded before it is known.
+template <class Call>
+MOECOMM_FN bool look_up_home(const Call& c, i32 home) {
+    const auto* ranges = reinterpret_cast<const u32*>(c.a.route.ranges) + static_cast<i64>(home) * c.shape().max_tokens;
+    const i32 guess = max(c.chunks() - 1, 0);
+    const Sent sent = reinterpret_cast<const Sent*>(c.a.route.sent)[home];
+    const u32 first = ranges[0];
+    u32 last = ranges[guess];
+    c.shared.sent[home] = sent;
+    c.shared.pushed[home] = {0, 0};
+    if (!c.in_packets(home)) return false;
+    if (sent.num_tokens == 0) return true;
+    const i32 end = ceil_div(sent.num_tokens, sent.chunk_tokens) - 1;
+    if (end != guess) last = ranges[end];
+    c.shared.pushed[home] = {signal_first(first), signal_first(last) + signal_count(last) - signal_first(first)};
+    return true;
+}
+
+// The role of a warp that pushes: of the pieces of the rows of all such homes, of each home in turn, those of one warp in the grid.
+template <class Call>
+struct Push {
+    static constexpr CombineConfig cfg = Call::cfg;
+    using P = Packing<cfg>;
+    static constexpr bool kFlat = cfg.layout == Layout::flat, kWeighted = cfg.weighted && !kFlat;
+    static constexpr i32 kWarps = cfg.reduce_warps > 0 ? cfg.reduce_warps : cfg.pull_warps;
+    static constexpr i32 kHeldBytes = P::kColumns * bytes_of(cfg.type);  // of a row of y, for a word
+    static constexpr i32 kHeldWords = kHeldBytes / 4;
+    static constexpr i32 kTogether = 16 / kHeldBytes;  // rows that are loaded together: what 32 registers hold
+
+    // An item whose loads are under way.
+    struct Flight {
+        i32 home;  // -1: there is none
+        i32 flat_row, piece;
+        i32 token;          // flat
+        PacketWords words;  // flat
+        i32 entry;          // else: the row of this lane's k, -1: none
+    };
+
+    const Call& c;
+    const i32 items;
+    i32 nth;
+
+    MOECOMM_FN explicit Push(const Call& call)
+        : c(call), items(most_rows(call) * cfg.ranks * P::kPieces), nth(blockIdx.x + gridDim.x * warp_id()) {}
+
+    MOECOMM_FN static i32 most_rows(const Call& c) {
+        i32 most = 0;
+        for (i32 p = 0; p < cfg.ranks; ++p) most = max(most, c.shared.pushed[p].count);
+        return most;
+    }
+
+    MOECOMM_FN void begin(Flight& f) {
+        for (f.home = -1; nth < items && f.home < 0; nth += gridDim.x * kWarps) {
+            const i32 home = rotated<cfg.ranks>(c.me(), nth / P::kPieces % cfg.ranks), row = nth / P::kPieces / cfg.ranks;
+            const Rows rows = c.shared.pushed[home];
+            if (row >= rows.count) continue;
+            f.home = home;
+            f.piece = nth % P::kPieces;
+            f.flat_row = rows.first + row;
+        }
+        if (f.home >= 0) load(f);
+    }
+
+    MOECOMM_FN void load(Flight& f) const {
+        if constexpr (kFlat) {
+            f.token = reinterpret_cast<const int2*>(c.a.route.src)[f.flat_row].y;
+            const auto* row = reinterpret_cast<const u64*>(y_row(f.flat_row) + f.piece * cfg.packet_bytes);
+            const i32 words = P::words(f.piece);
+#pragma unroll
+            for (i32 step = 0; step < P::kSteps; ++step) {
+                u64 held[2] = {0, 0};
+#pragma unroll
+                for (i32 i = 0; i < 2; ++i)
+                    if (P::has(step, i, words)) held[i] = row[packet_word(step) + i];
+                f.words.step[step] = make_ulonglong2(held[0], held[1]);
+            }
+        } else {
+            f.entry = -1;
+            if (lane_id() < cfg.topk)
+                f.entry = reinterpret_cast<const i32*>(c.a.route.rows)[static_cast<i64>(f.flat_row) * cfg.topk + lane_id()];
+        }
+    }
+
+    MOECOMM_FN const u8* y_row(i32 row) const { return reinterpret_cast<const u8*>(c.a.y) + row * c.a.y_stride; }
+    MOECOMM_FN u8* packet(const Flight& f, i32 token) const {
+        return c.transport.template peer_ptr<u8>(f.home, c.packet_at(c.me(), token, f.piece));
+    }
+
+    MOECOMM_FN void finish(const Flight& f) const {
+        if constexpr (kFlat) {
+            u8* const to = packet(f, f.token);
+#pragma unroll
+            for (i32 step = 0; step < P::kSteps; ++step) store_step<cfg.packet_lines>(to, step, f.words.step[step], c.round.tag);
+        } else {
+            reduce(f);
+        }
+    }
+
+    // In fp32 and in the order of k, as Gather adds: multiply, then add, each rounded.
+    MOECOMM_FN void reduce(const Flight& f) const {
+        u32 named = __ballot_sync(kAllLanes, f.entry >= 0);
+        const i32 token = reinterpret_cast<const int2*>(c.a.route.src)[__shfl_sync(kAllLanes, f.entry, __ffs(named) - 1)].y;
+        float weight = 0.0f;
+        if constexpr (kWeighted) {
+            if (f.entry >= 0) weight = reinterpret_cast<const float*>(c.a.route.row_weights)[f.entry];
+        }
+        float sum[P::kSteps][2][P::kColumns] = {};
+        while (named != 0) {
+            u32 held[kTogether][P::kSteps][2][kHeldWords];
+            u32 left = named;
+#pragma unroll
+            for (i32 i = 0; i < kTogether; ++i) {
+                if (left != 0) load_row(f, __shfl_sync(kAllLanes, f.entry, __ffs(left) - 1), held[i]);
+                left &= left - 1;
+            }
+#pragma unroll
+            for (i32 i = 0; i < kTogether; ++i) {
+                if (named != 0) add(held[i], __shfl_sync(kAllLanes, weight, __ffs(named) - 1), sum);
+                named &= named - 1;
+            }
+        }
+        u8* const to = packet(f, token);
+#pragma unroll
+        for (i32 step = 0; step < P::kSteps; ++step)
+            store_step<cfg.packet_lines>(to, step, make_ulonglong2(narrow(sum[step][0]), narrow(sum[step][1])), c.round.tag);
+    }
+
+    MOECOMM_FN void load_row(const Flight& f, i32 row, u32 (&held)[P::kSteps][2][kHeldWords]) const {
+        const u8* const piece = y_row(row) + P::column(f.piece) * bytes_of(cfg.type);
+        const i32 words = P::words(f.piece);
+#pragma unroll
+        for (i32 at = 0; at < P::kSteps * 2; ++at)
+            load_held(piece + (packet_word(at / 2) + at % 2) * kHeldBytes, P::has(at / 2, at % 2, words), held[at / 2][at % 2]);
+    }
+    MOECOMM_FN static void load_held(const u8* from, bool has, u32 (&held)[kHeldWords]) {
+        if constexpr (kHeldWords == 1) {
+            held[0] = has ? *reinterpret_cast<const u32*>(from) : 0;
+        } else if constexpr (kHeldWords == 2) {
+            const uint2 words = has ? *reinterpret_cast<const uint2*>(from) : make_uint2(0, 0);
+            held[0] = words.x, held[1] = words.y;
+        } else {
+            const uint4 words = has ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+            held[0] = words.x, held[1] = words.y, held[2] = words.z, held[3] = words.w;
+        }
+    }
+
+    MOECOMM_FN static void add(const u32 (&held)[P::kSteps][2][kHeldWords], float weight, float (&sum)[P::kSteps][2][P::kColumns]) {
+        constexpr i32 each = 4 / bytes_of(cfg.type);
+#pragma unroll
+        for (i32 at = 0; at < P::kSteps * 2; ++at) {
+            float columns[P::kColumns];
+#pragma unroll
+            for (i32 i = 0; i < kHeldWords; ++i) widen_word<cfg.type>(held[at / 2][at % 2][i], columns + i * each);
+#pragma unroll
+            for (i32 i = 0; i < P::kColumns; ++i) {
+                float& to = sum[at / 2][at % 2][i];
+                to = __fadd_rn(to, kWeighted ? __fmul_rn(weight, columns[i]) : columns[i]);
+            }
+        }
+    }
+
+    MOECOMM_FN static u64 narrow(const float (&columns)[P::kColumns]) {
+        const u32 low = narrow_word<cfg.staged()>(columns), high = narrow_word<cfg.staged()>(columns + P::kColumns / 2);
+        return static_cast<u64>(high) << 32 | low;
+    }
+
+    // An item is loaded before the one ahead of it is stored.  Words have registers of their own in both: to be moved, they would have to
+    // be here.
+    MOECOMM_FN void run() {
+        Flight one, other;
+        begin(one);
+        while (one.home >= 0) {
+            begin(other);
+            finish(one);
+            if constexpr (kFlat) {
+                if (other.home < 0) return;
+                begin(one);
+                finish(other);
+            } else {
+                one = other;
+            }
+        }
+    }
+};
+
+// By each warp that pushes: cfg.reduce_warps, or all where there are none.
+template <class Call>
+MOECOMM_FN void push(const Call& c) {
+    Push<Call>(c).run();
+}
+
+}  // namespace moecomm

@@ -1,0 +1,73 @@
+// A packet (csrc/protocol/packets.h) in a kernel: a warp stores its lines, another polls for them.  Of each line lane 8 * i + j of a step
+// has the words 2 * j and 2 * j + 1, the last of them its tag.
+#pragma once
+#include "../protocol/packets.h"
+#include "copy.cuh"
+#include "wait.cuh"
+
+namespace moecomm {
+
+constexpr i32 kLineLanes = kLineBytes / 16, kStepLines = kWarp / kLineLanes, kPacketSteps = kPacketLines / kStepLines;
+
+MOECOMM_FN i32 packet_line(i32 step) { return step * kStepLines + lane_id() / kLineLanes; }
+MOECOMM_FN bool ends_line() { return lane_id() % kLineLanes == kLineLanes - 1; }
+// The first word of content that this lane has in a step; it has the next as well, unless it ends the line.
+MOECOMM_FN i32 packet_word(i32 step) { return packet_line(step) * kLineWords + 2 * (lane_id() % kLineLanes); }
+// The lane that has a word, and its step.
+MOECOMM_BOTH constexpr i32 step_of(i32 word) { return word / kLineWords / kStepLines; }
+MOECOMM_BOTH constexpr i32 lane_of(i32 word) { return word / kLineWords % kStepLines * kLineLanes + word % kLineWords / 2; }
+
+// The 16 bytes of this lane in each step of a packet.
+struct PacketWords {
+    ulonglong2 step[kPacketSteps];
+};
+
+MOECOMM_FN void store_line_words(u8* to, const ulonglong2& words) {
+    asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(words.x), "l"(words.y) : "memory");
+}
+MOECOMM_FN ulonglong2 load_line_words(const u8* from) {
+    ulonglong2 words;
+    asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(words.x), "=l"(words.y) : "l"(from) : "memory");
+    return words;
+}
+
+// By all lanes of a warp: a step of a packet, to one receiver.
+template <i32 lines>
+MOECOMM_FN void store_step(u8* packet, i32 step, ulonglong2 words, u32 tag) {
+    if (ends_line()) words.y = line_tag(tag);
+    if (packet_line(step) < lines) store_line_words(packet + step * kWarp * 16 + lane_id() * 16, words);
+}
+
+// By all lanes of a warp: looks at a packet; true when all of it is here.
+template <i32 lines>
+MOECOMM_FN bool look_at_packet(const u8* packet, u32 tag, PacketWords& words) {
+    bool here = true;
+#pragma unroll
+    for (i32 step = 0; step < kPacketSteps; ++step)
+        if (packet_line(step) < lines) words.step[step] = load_line_words(packet + step * kWarp * 16 + lane_id() * 16);
+#pragma unroll
+    for (i32 step = 0; step < kPacketSteps; ++step)
+        if (ends_line() && packet_line(step) < lines) here = here && words.step[step].y == line_tag(tag);
+    return __all_sync(kAllLanes, here);
+}
+
+constexpr i32 kLooks = 64;  // at all of a packet, before a warp waits for its tags alone
+
+// By all lanes of a warp: until the packet of `from` is here.  False, reported, when it did not come.
+template <i32 lines>
+MOECOMM_FN bool await_packet(const Round& r, Phase phase, i32 from, const u8* packet, PacketWords& words) {
+    for (i32 look = 0; look < kLooks; ++look)
+        if (look_at_packet<lines>(packet, r.tag, words)) return true;
+    // Each lane waits for the tags of its lines, as for any flag; then content that is read anew is there.
+    bool came = true;
+    for (i32 step = 0; step < kPacketSteps && came; ++step) {
+        const auto* tag = reinterpret_cast<const u64*>(packet + step * kWarp * 16 + lane_id() * 16 + 8);
+        if (!ends_line() || packet_line(step) >= lines) continue;
+        came = wait_for(
+            r, phase, from, r.tag, [&] { return load_acquire(tag) == line_tag(r.tag); },
+            [&] { return static_cast<i64>(signal_tag(load_acquire(tag))); });
+    }
+    return __all_sync(kAllLanes, came) && look_at_packet<lines>(packet, r.tag, words);
+}
+
+}  // namespace moecomm

@@ -1,0 +1,168 @@
+// Rows that come in packets (packets.cuh): each is put where it belongs, with what stands beside it.
+#pragma once
+#include "packets.cuh"
+
+namespace moecomm {
+
+// Of the tokens of a source that come, the n-th.
+template <class Call>
+MOECOMM_FN i32 nth_coming(const Call& c, i32 source, i32 n) {
+    for (i32 word = 0;; ++word) {
+        const u32 coming = c.shared.coming[source][word];
+        if (n >= __popc(coming)) {
+            n -= __popc(coming);
+            continue;
+        }
+        const bool ours = (coming >> lane_id() & 1) != 0 && __popc(coming & lanes_below()) == n;
+        return word * kWarp + __ffs(__ballot_sync(kAllLanes, ours)) - 1;
+    }
+}
+
+// A packet that has come: where its row goes, and its words.
+template <class Call>
+struct Unpacker {
+    static constexpr DispatchConfig cfg = Call::cfg;
+    using Sent = Packets<Call>;
+
+    const Call& c;
+    const i32 source, token, slot, piece;
+    PacketWords words;
+
+    // Of every lane's words those of the packet [first, end), two at a time: body(word, its 64 bits).
+    template <class Body>
+    MOECOMM_FN void for_words(i32 first, i32 end, Body body) const {
+#pragma unroll
+        for (i32 step = 0; step < kPacketSteps; ++step) {
+            const i32 word = packet_word(step);
+            if (word >= first && word < end) body(word - first, words.step[step].x);
+            if (!ends_line() && word + 1 >= first && word + 1 < end) body(word + 1 - first, words.step[step].y);
+        }
+    }
+
+    // The k-th entry, in lane k.
+    MOECOMM_FN u64 entry() const {
+        u64 mine = static_cast<u64>(kNoEntry) << 32;
+#pragma unroll
+        for (i32 k = 0; k < cfg.topk; ++k) {
+            const i32 word = Sent::kEntryWord + k;
+            const ulonglong2& held = words.step[step_of(word)];
+            const u64 value = __shfl_sync(kAllLanes, word % kLineWords % 2 == 0 ? held.x : held.y, lane_of(word));
+            if (lane_id() == k) mine = value;
+        }
+        return mine;
+    }
+
+    MOECOMM_FN void put() const {
+        if (cfg.layout == Layout::flat && piece != 0) {  // the row says all
+            put_row(slot);
+            return;
+        }
+        const u64 packed = entry();
+        const u32 upper = static_cast<u32>(packed >> 32);
+        const i32 local = static_cast<i32>(upper >> 16) - c.me() * cfg.experts_here();
+        const bool here = upper != kNoEntry && local >= 0 && local < cfg.experts_here();
+        i32 row = -1;
+        if (cfg.layout == Layout::flat && lane_id() == 0) row = slot;
+        if (cfg.layout != Layout::flat && here) {
+            const i32 start = c.shared.filled[local] - c.shared.total[c.me() * cfg.experts_here() + local];
+            row = start + c.shared.into[source * cfg.experts_here() + local] + static_cast<i32>(upper & 0xffffu);
+        }
+        if (piece == 0 && lane_id() < cfg.topk) describe(row, here ? local : -1, here ? static_cast<u32>(packed) : 0);
+        for (u32 left = __ballot_sync(kAllLanes, row >= 0); left != 0; left &= left - 1)
+            put_row(__shfl_sync(kAllLanes, row, __ffs(left) - 1));
+    }
+
+    MOECOMM_FN void put_row(i64 row) const {
+        u8* columns = c.transport.template local<u8>(c.a.out_x) + row * cfg.row_bytes + piece * cfg.packet_bytes;
+        const i32 bytes = min(cfg.packet_bytes, cfg.row_bytes - piece * cfg.packet_bytes);
+        for_words(0, bytes / 8, [&](i32 word, u64 bits) { reinterpret_cast<u64*>(columns)[word] = bits; });
+        if constexpr (cfg.scale_bytes > 0) {
+            const i32 at = piece * cfg.packet_scale_bytes, left = min(cfg.packet_scale_bytes, cfg.scale_bytes - at);
+            for_words(Sent::kScaleWord, Sent::kScaleWord + max(left, 0) / 8,
+                      [&](i32 word, u64 bits) { put_scales(row, at + word * 8, bits); });
+        }
+    }
+    // Eight bytes of a row of scales.
+    MOECOMM_FN void put_scales(i64 row, i32 at, u64 bits) const {
+        if constexpr (cfg.scale_columns) {
+            const i64 group = cfg.layout == Layout::batched ? batched_start(c.shape(), 1) : 0;
+            auto* there = reinterpret_cast<u32*>(c.a.scale_columns);
+            there += group == 0 ? row : row / group * (cfg.scale_bytes / 4) * c.a.scale_stride + row % group;
+            there[at / 4 * c.a.scale_stride] = static_cast<u32>(bits);
+            there[(at / 4 + 1) * c.a.scale_stride] = static_cast<u32>(bits >> 32);
+        } else {
+            *reinterpret_cast<u64*>(c.transport.template local<u8>(c.a.out_scales) + row * cfg.scale_bytes + at) = bits;
+        }
+    }
+
+    // By the lanes of the entries: whose row it is, which experts want it, with which weights.
+    MOECOMM_FN void describe(i32 row, i32 local, u32 weight) const {
+        const i32 k = lane_id();
+        const i64 at = static_cast<i64>(slot) * cfg.topk + k;
+        const int2 from = make_int2(source, token);
+        auto* src = c.transport.template local<int2>(c.a.out_src);
+        auto* weights = c.transport.template local<u32>(c.a.out_weights);
+        if constexpr (cfg.layout == Layout::flat) {
+            if (c.a.out_weights != 0) weights[at] = weight;
+            if (c.a.out_topk_idx != 0) {
+                if constexpr (cfg.idx_bytes == 8) c.transport.template local<i64>(c.a.out_topk_idx)[at] = local;
+                if constexpr (cfg.idx_bytes == 4) c.transport.template local<i32>(c.a.out_topk_idx)[at] = local;
+            }
+            if (k == 0 && c.a.out_src != 0) src[slot] = from;
+        } else {
+            c.transport.template local<i32>(c.a.out_rows)[at] = row;
+            if (row < 0) return;
+            if (c.a.out_weights != 0) weights[row] = weight;
+            if (c.a.out_src != 0) src[row] = from;
+        }
+    }
+};
+
+// By the teams of the grid: of each source that sends packets, which flat rows its chunks have here, as flags tell of others.
+template <class Call>
+MOECOMM_FN void keep_ranges(const Call& c) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    const i32 thread = c.nth_unpacker() * c.kTeam + c.team_thread(), threads = c.unpackers() * c.kTeam;
+    for (i32 s = 0; s < cfg.ranks; ++s) {
+        const Source& from = c.shared.sources[s];
+        if (!from.packets) continue;
+        auto* ranges = reinterpret_cast<u32*>(c.a.route.ranges) + static_cast<i64>(s) * c.shape().max_tokens;
+        for (i32 chunk = thread; chunk < ceil_div(from.num_tokens, from.chunk_tokens); chunk += threads) {
+            const i32 word = chunk * from.chunk_tokens / 32, bit = chunk * from.chunk_tokens % 32;  // a chunk lies in one word
+            i32 first = c.shared.slots_before[s];
+            for (i32 i = 0; i < word; ++i) first += __popc(c.shared.coming[s][i]);
+            const u32 coming = c.shared.coming[s][word];
+            first += __popc(coming & ((1u << bit) - 1));
+            const u32 mask = from.chunk_tokens == 32 ? 0xffffffffu : (1u << from.chunk_tokens) - 1;
+            ranges[chunk] = signal_word(chunk_signal(0, first, __popc(coming >> bit & mask)));
+        }
+    }
+}
+
+// By the teams of the grid, once the round goes on.  False when a packet did not come.
+template <class Call>
+MOECOMM_FN bool unpack(const Call& c) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    constexpr i32 of_row = Packets<Call>::kOfRow;
+    bool some = false;
+    for (i32 s = lane_id(); s < cfg.ranks; s += kWarp) some = some || c.shared.sources[s].packets;
+    if (c.nth_unpacker() < 0 || !__any_sync(kAllLanes, some)) return true;
+    const i32 end = c.shared.slots_before[cfg.ranks] * of_row;
+    for (i32 item = c.nth_unpacker() + c.unpackers() * c.team_warp(); item < end; item += c.unpackers() * c.kTeamWarps) {
+        const i32 slot = item / of_row;
+        i32 source = 0;
+        while (slot >= c.shared.slots_before[source + 1]) ++source;
+        if (!c.shared.sources[source].packets) continue;
+        const i32 token = nth_coming(c, source, slot - c.shared.slots_before[source]);
+        Unpacker<Call> unpacker{c, source, token, slot, item % of_row, {}};
+        const u64 packet = packets_at(c.window(), c.shape(), c.round.tag, source) +
+                           static_cast<u64>(token * of_row + unpacker.piece) * cfg.packet_lines * kLineBytes;
+        if (!await_packet<cfg.packet_lines>(c.round, Phase::payload, source, c.transport.template local<u8>(packet), unpacker.words))
+            return false;
+        unpacker.put();
+    }
+    keep_ranges(c);
+    return true;
+}
+
+}  // namespace moecomm

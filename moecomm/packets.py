@@ -1,0 +1,70 @@
+"""How rows of few tokens are cut into packets: csrc/protocol/packets.h says what a packet is."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+_LINE_BYTES, _LINE_WORDS, _MOST_LINES, _WORD = 128, 15, 16, 8
+_MOST_WORDS = _LINE_WORDS * _MOST_LINES
+_MOST_TOKENS, _MOST_ENTRIES = 512, 4096  # kPacketTokens, kMostPacketEntries
+_QUANT_GROUP = 128
+_ROOM = 2 << 20  # of one rank and one round, in a window: 128 tokens of 7168 bf16 columns
+
+
+class Packets(NamedTuple):
+    """What a token's row is cut into: `number` packets of `lines` lines, each with so many bytes of the row and of its
+    scales.
+    """
+
+    row_bytes: int
+    scale_bytes: int
+    lines: int
+    number: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a window, for a token."""
+        return self.number * self.lines * _LINE_BYTES
+
+    def carry(self, num_tokens: int, topk: int, room: int) -> bool:
+        """Whether a rank with so many tokens sends them so: `room` is Shape.packet_bytes."""
+        few = num_tokens <= _MOST_TOKENS and num_tokens * topk <= _MOST_ENTRIES
+        return few and room > 0 and num_tokens * self.token_bytes <= room
+
+
+def of_dispatch(row_bytes: int, scale_bytes: int, topk: int, *, scale_size: int = 0) -> Packets | None:
+    """Packets of a row as it travels, its scales, and a word an expert; `scale_size`: bytes of a scale that dispatch
+    makes of 128 columns on the way, 0 if it makes none.  None where they can't be cut into whole words.
+    """
+    if scale_bytes % _WORD or row_bytes % 16:
+        return None
+    unit = _QUANT_GROUP * _WORD // scale_size if scale_size else 16
+    for count in range(1, row_bytes // 16 + 1):
+        piece = _align(-(-row_bytes // count), unit)
+        scales = piece // _QUANT_GROUP * scale_size if scale_size else _align(-(-scale_bytes // count), _WORD)
+        words = (piece + scales) // _WORD + topk
+        if words <= _MOST_WORDS:
+            count = -(-row_bytes // piece)
+            return Packets(piece, scales, -(-words // _LINE_WORDS), count) if count * scales >= scale_bytes else None
+        if piece == unit:
+            return None
+    return None
+
+
+@lru_cache(maxsize=16)  # a combine asks every time
+def of_combine(staged_bytes: int) -> Packets:
+    """Packets of a row that goes home: its columns alone."""
+    count = -(-staged_bytes // (_MOST_WORDS * _WORD))
+    piece = _align(-(-staged_bytes // count), 16)
+    return Packets(piece, 0, -(-piece // _WORD // _LINE_WORDS), -(-staged_bytes // piece))
+
+
+def room(max_tokens: int, staged_row_bytes: int) -> int:
+    """Bytes of a window for the packets of one rank and one round: what few tokens need, and no more than all do."""
+    most = min(max_tokens, _MOST_TOKENS) * (staged_row_bytes * 5 // 4 + _MOST_LINES * _LINE_BYTES)
+    return _align(min(_ROOM, most), _LINE_BYTES * 2)
+
+
+def _align(n: int, to: int) -> int:
+    return -(-n // to) * to
