@@ -66,7 +66,7 @@ MOECOMM_FN void run(const Call& c, Sender<Call>& sender) {
         return;
     }
     move_rows(c, sender);
-    if constexpr (cfg.packet_lines > 0) unpack(c);
+    if constexpr (cfg.packet_lines > 0) unpack_apart(c);
 }
 
 // The same with few tokens.  Send warps send at once, and write the route, which combine wants, when the others have agreed on it; these

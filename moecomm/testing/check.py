@@ -138,7 +138,7 @@ class Wanted:
         where, want, layout = f"rank {rank}", self.arrived[rank], self.case.layout
         _same(f"{where}: tokens_per_expert", got.tokens_per_expert, want.tokens_per_expert)
         assert got.num_rows.item() == want.num_rows, f"{where}: num_rows {got.num_rows.item()}, want {want.num_rows}"
-        valid = torch.ones(len(want.x), dtype=torch.bool) if layout == "flat" else want.src[:, 0] >= 0
+        valid = None if layout == "flat" else (want.src[:, 0] >= 0).nonzero().flatten()  # None: all
         scales = want.scales
         if scales is not None and self.case.scale_layout == "column":
             scales = dispatch_reference.by_column(scales)
@@ -152,6 +152,8 @@ class Wanted:
             assert rows.dtype == theirs.dtype, f"{where}: {name} of {rows.dtype}, want {theirs.dtype}"
             if layout == "expert" and name in ("src", "row_weights"):  # defined in padding rows too
                 _same(f"{where}: {name}", rows, theirs)
+            elif valid is None:
+                _same(f"{where}: {name}", _bytes(rows), _bytes(theirs))
             else:
                 _same(f"{where}: {name}", _bytes(rows)[valid], _bytes(theirs)[valid])
 
@@ -206,8 +208,9 @@ def _padded(rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 def _bytes(t: torch.Tensor) -> torch.Tensor:
     if t.ndim == 1:
         return t
-    packed = torch.empty(t.shape, dtype=t.dtype)  # contiguous() leaves odd strides where a dimension is 1
-    return packed.copy_(t).view(torch.uint8).flatten(1)
+    if t.stride() != (t.shape[1], 1):  # contiguous() leaves odd strides where a dimension is 1
+        t = torch.empty(t.shape, dtype=t.dtype).copy_(t)
+    return t.view(torch.uint8)
 
 
 def _same(what: str, got: torch.Tensor, want: torch.Tensor) -> None:

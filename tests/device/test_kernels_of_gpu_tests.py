@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 from unittest.mock import patch
 
@@ -13,69 +13,91 @@ import torch
 from moecomm import _native, combine, dispatch, jit, packets, tuning
 from moecomm.backends import host
 from moecomm.backends.lsa_kernels import combine_spec, dispatch_spec
+from moecomm.buffer import Buffer
 from moecomm.dispatch.plan import END
-from moecomm.testing import LocalBuffers, random_case
+from moecomm.testing import Case, LocalBuffers, random_case
 from moecomm.testing.check import dispatch_call
 
 from ..gpu import test_nvlink, test_virtual_ranks
 
 pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
 
-SIZES = [
-    *test_virtual_ranks.SIZES,
-    test_virtual_ranks.PAIR,
-    test_virtual_ranks.LONG,
-    *({"ranks": 4, "dtype": torch.bfloat16, **sizes} for sizes in (*test_nvlink.SIZES, test_nvlink.SMALL)),
-]
-CASES = 250  # enough to meet every kind of case
-MOST = 34  # kernels of a set of sizes
+MOST = 36  # kernels of a set of sizes
 
 
-def kernels_of(sizes: dict[str, Any]) -> set[jit.KernelSpec]:
-    """What the first cases of these sizes launch: prepared as for a GPU, on the CPU, and not run."""
-    specs = set()
+def rounds(cases: int) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
+    """Sizes, and the random cases that they get where there are GPUs: those of `pytest tests/gpu --gpu-cases cases`."""
+    for sizes in (*test_virtual_ranks.SIZES, test_virtual_ranks.LONG):
+        yield sizes, test_virtual_ranks.random_seeds(sizes, cases)
+    yield test_virtual_ranks.PAIR, [test_virtual_ranks.GOOD]
+    for sizes in test_nvlink.SIZES:
+        yield {"ranks": 4, **sizes}, test_nvlink.random_seeds(cases)
+    yield {"ranks": 4, "dtype": torch.bfloat16, **test_nvlink.SMALL}, []
+
+
+def on_a_gpu(args: _native.DispatchArgs, layout: str) -> jit.KernelSpec:
+    choice = tuning.choose("", args.ctx.shape.ranks, "dispatch", layout, args.num_tokens)
+    args.chunk_tokens = choice.chunk_tokens
+    return dispatch_spec(args)
+
+
+def plain_round(buffer: Buffer, sizes: dict[str, Any]) -> set[jit.KernelSpec]:
+    """What a dispatch and a combine without options launch."""
+    x = torch.zeros(buffer.max_tokens, sizes["hidden"], dtype=buffer.dtype)
+    routed = dispatch.prepare(buffer, x, torch.full((buffer.max_tokens, buffer.topk), -1))
+    y = torch.empty(routed.handle.y_shape, dtype=buffer.dtype)
+    brought = combine.prepare(buffer, y, routed.handle)
+    return {on_a_gpu(routed.args, routed.handle.layout), combine_spec(brought.args)}
+
+
+def kernels_of_rank(case: Case, rank: int, buffer: Buffer) -> set[jit.KernelSpec]:
+    """What one rank launches in a case."""
+    call = dispatch_call(case, rank, buffer.device)
+    handle = (routed := dispatch.prepare(buffer, **call)).handle
+    specs = {on_a_gpu(routed.args, case.layout)}
+    if case.begin:
+        half = dispatch.prepare(buffer, **call, begin=True).args
+        specs.add(on_a_gpu(half, case.layout))
+        half.part = END
+        specs.add(on_a_gpu(half, case.layout))
+    y = buffer.empty(handle) if case.in_window else torch.empty(handle.y_shape, dtype=buffer.dtype)
+    grads = None
+    if case.weight_grads:
+        grads = torch.empty(*handle.y_shape[:-1], *((buffer.topk,) if case.layout == "flat" else ()))
+    brought = combine.prepare(buffer, y, handle, weighted=case.weighted, wire=case.wire, weight_grads=grads)
+    return specs | {combine_spec(brought.args)}
+
+
+def kernels_of(sizes: dict[str, Any], seeds: Sequence[int]) -> set[jit.KernelSpec]:
+    """What these cases and a plain round launch: prepared as for a GPU, on the CPU, and not run."""
     virtual = sizes in (*test_virtual_ranks.SIZES, test_virtual_ranks.LONG)
     room = test_virtual_ranks.packet_room(sizes) if virtual else packets.room
     with patch.object(host, "packet_bytes", room), LocalBuffers(**sizes, backend="host") as ranks:
-        buffer = ranks.buffers[0]
-        buffer.session.pulls_flat_rows = True  # type: ignore[misc]
-
-        def on_a_gpu(args: _native.DispatchArgs, layout: str) -> jit.KernelSpec:
-            choice = tuning.choose("", sizes["ranks"], "dispatch", layout, args.num_tokens)
-            args.chunk_tokens = choice.chunk_tokens
-            return dispatch_spec(args)
-
-        for seed in range(CASES):
+        for buffer in ranks.buffers:
+            buffer.session.pulls_flat_rows = True  # type: ignore[misc]
+        specs = plain_round(ranks.buffers[0], sizes)
+        for seed in seeds:
             case = random_case(seed, **sizes, few_kernels=True)
-            call = dispatch_call(case, 0, buffer.device)
-            routed = dispatch.prepare(buffer, **call)
-            specs.add(on_a_gpu(routed.args, case.layout))
-            if case.begin:
-                half = dispatch.prepare(buffer, **call, begin=True).args
-                specs.add(on_a_gpu(half, case.layout))
-                half.part = END
-                specs.add(on_a_gpu(half, case.layout))
-            handle = routed.handle
-            y = torch.empty(handle.y_shape, dtype=buffer.dtype)
-            if case.in_window:
-                y = buffer.empty(handle)
-            grads = None
-            if case.weight_grads:
-                grads = torch.empty(*handle.y_shape[:-1], *((buffer.topk,) if case.layout == "flat" else ()))
-            brought = combine.prepare(buffer, y, handle, weighted=case.weighted, wire=case.wire, weight_grads=grads)
-            specs.add(combine_spec(brought.args))
+            for rank, buffer in enumerate(ranks.buffers):
+                specs |= kernels_of_rank(case, rank, buffer)
     assert len(specs) <= MOST, "a GPU has not that much time"
     return specs
 
 
-def compile_one(spec: jit.KernelSpec) -> tuple[jit.KernelSpec, int]:
-    return spec, len(jit.build(spec)[0])
-
-
 @pytest.mark.timeout(900)
-def test_every_kernel_compiles() -> None:
-    specs = sorted(set().union(*map(kernels_of, SIZES)), key=repr)
-    assert len(specs) > 10 * len(SIZES), "cases of every kind were met"
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        for spec, nbytes in pool.map(compile_one, specs):
-            assert nbytes > 10_000, spec
+def test_every_kernel_compiles(
+    compilers: ProcessPoolExecutor, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    # No kernel depends on what is in a row, and most of the work of making a case would be that.
+    monkeypatch.setattr(torch, "randn", lambda *shape, generator: torch.zeros(shape))
+    compiling: dict[jit.KernelSpec, Future[tuple[bytes, str]]] = {}
+    for sizes, seeds in rounds(request.config.getoption("--gpu-cases")):
+        for spec in sorted(kernels_of(sizes, seeds) - compiling.keys(), key=repr):
+            compiling[spec] = compilers.submit(jit.build, spec)
+    print(f"{len(compiling)} kernels")
+    kinds = {
+        (s.op, s.layout, s.part, s.quantize, s.scale_bytes > 0, s.scale_columns, s.wire, s.in_place) for s in compiling
+    }
+    assert len(kinds) > 20, "cases of every kind were met"
+    for spec, built in compiling.items():
+        assert len(built.result()[0]) > 10_000, spec

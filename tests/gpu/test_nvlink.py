@@ -24,6 +24,11 @@ SIZES: list[dict[str, Any]] = [
 SMALL: dict[str, Any] = {"hidden": 64, "num_experts": 8, "topk": 2, "max_tokens": 64}
 
 
+def random_seeds(cases: int, first: int = 0) -> range:
+    """The cases that each of SIZES gets, of `cases` in all."""
+    return range(first, first + cases // 4 // len(SIZES))
+
+
 def _open(rank: int, group: Any, kind: str, **sizes: Any) -> moecomm.Buffer:
     torch.cuda.set_device(rank)
     os.environ["MOECOMM_WINDOW"] = kind
@@ -35,7 +40,7 @@ def _open(rank: int, group: Any, kind: str, **sizes: Any) -> moecomm.Buffer:
 def _random_cases(rank: int, group: Any, kind: str, cases: int, seed: int) -> str:
     for sizes in SIZES:
         with _open(rank, group, kind, **sizes, timeout_s=60) as buffer:
-            for number in range(seed * 1_000_000, seed * 1_000_000 + cases // len(SIZES)):
+            for number in random_seeds(cases, seed * 1_000_000):
                 check_case_on_rank(buffer, random_case(number, ranks=group.size(), **sizes, few_kernels=True))
     return "done"
 
@@ -46,7 +51,7 @@ def _random_cases(rank: int, group: Any, kind: str, cases: int, seed: int) -> st
 def test_random_cases_match_the_reference(
     gpu_ranks: Ranks, kind: str, count: int, request: pytest.FixtureRequest
 ) -> None:
-    cases, seed = request.config.getoption("--gpu-cases") // 4, request.config.getoption("--seed")
+    cases, seed = request.config.getoption("--gpu-cases"), request.config.getoption("--seed")
     gpu_ranks.start(count, _random_cases, kind, cases, seed)
     assert gpu_ranks.results(count, timeout_s=800) == dict.fromkeys(range(count), "done")
 

@@ -3,49 +3,76 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from .mutants import Mutant
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 NATIVE = Path(__file__).parent
 # No contraction of a * b + c, as in the library.
 FLAGS = ("-std=c++17", "-ffp-contract=off", "-pthread", "-g1")
+PLAIN = ("-O2",)
 TSAN = ("-O1", "-fsanitize=thread")
+STRICT = ("-Wall", "-Wextra", "-Werror")  # of a mutant nobody asks whether all of it is used
 # These run while no rank does: there is nothing to watch, and most of the work.
 BETWEEN_ROUNDS = dict.fromkeys(("scenario", "oracle", "compare"), ("-O2", "-fno-sanitize=thread"))
 PARALLEL = min(4, os.cpu_count() or 1)
 
 
 def compile_units(sources: Iterable[Path], csrc: Path, into: Path, flags: Iterable[str]) -> list[Path]:
-    """Object files of `sources`, with headers from `csrc`."""
+    """Object files of `sources`, with headers from `csrc`; beside each a list of the headers that it includes."""
     into.mkdir(parents=True, exist_ok=True)
 
     def compile_one(source: Path) -> Path:
         target = into / f"{source.stem}.o"
         more = BETWEEN_ROUNDS.get(source.stem, ())
-        subprocess.run(["g++", *FLAGS, *flags, *more, f"-I{csrc}", "-c", str(source), "-o", str(target)], check=True)
+        command = ["g++", *FLAGS, *flags, *more, f"-I{csrc}", "-MMD", "-c", str(source), "-o", str(target)]
+        subprocess.run(command, check=True)
         return target
 
     with ThreadPoolExecutor(PARALLEL) as pool:
         return list(pool.map(compile_one, sources))
 
 
-def link(objects: Iterable[Path], program: Path, flags: Iterable[str]) -> Path:
-    subprocess.run(["g++", *FLAGS, *flags, *map(str, objects), "-o", str(program)], check=True)
-    return program
+def includes(unit: Path, header: Path) -> bool:
+    """Whether this object file was made with the header, directly or through others."""
+    listed = unit.with_suffix(".d").read_text().replace("\\\n", " ").split()
+    return any(Path(name).resolve() == header for name in listed)
 
 
-def executor_sources(csrc: Path = CSRC) -> list[Path]:
-    return sorted((csrc / "host").glob("*.cpp"))
+class Workshop:
+    """The driver as it is, in objects; a mutant replaces only those that its edit changes."""
 
+    def __init__(self, directory: Path, flags: tuple[str, ...]) -> None:
+        self.directory, self.flags = directory, flags
+        self.sources = {path.stem: path for path in sorted((CSRC / "host").glob("*.cpp"))}
+        tests = sorted(NATIVE.glob("*.cpp"))
+        objects = compile_units([*self.sources.values(), *tests], CSRC, directory, (*flags, *STRICT))
+        self.objects = {path.stem: path for path in objects}
+        self.intact = self._link(self.objects, directory)
 
-def driver_sources() -> list[Path]:
-    return sorted(NATIVE.glob("*.cpp"))
+    def build(self, mutant: Mutant) -> Path:
+        here = self.directory / mutant.name.replace(" ", "_")
+        csrc = here / "csrc"
+        shutil.copytree(CSRC / "protocol", csrc / "protocol")
+        shutil.copytree(CSRC / "host", csrc / "host")
+        edited = csrc / mutant.file
+        edited.write_text(edited.read_text().replace(mutant.old, mutant.new))
+        header = CSRC / mutant.file
+        changed = [edited.stem] if edited.suffix == ".cpp" else self._users_of(header)
+        objects = compile_units([csrc / "host" / f"{stem}.cpp" for stem in changed], csrc, here, self.flags)
+        return self._link(self.objects | {path.stem: path for path in objects}, here)
 
+    def _users_of(self, header: Path) -> list[str]:
+        """The units of the executor.  The tests stay as they are: they know the truth."""
+        return [stem for stem in self.sources if includes(self.objects[stem], header)]
 
-def build_driver(into: Path, flags: Iterable[str]) -> Path:
-    objects = compile_units([*executor_sources(), *driver_sources()], CSRC, into, flags)
-    return link(objects, into / "round_driver", flags)
+    def _link(self, objects: dict[str, Path], into: Path) -> Path:
+        program = into / "round_driver"
+        subprocess.run(["g++", *FLAGS, *self.flags, *map(str, objects.values()), "-o", str(program)], check=True)
+        return program

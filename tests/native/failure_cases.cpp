@@ -328,7 +328,7 @@ std::string left_the_group() {
 
 }  // namespace
 
-int run_failure_cases(u64 timeout_ns) {
+int run_failure_cases(u64 timeout_ns, bool until_one) {
     patience = timeout_ns;
     const struct {
         const char* name;
@@ -367,6 +367,7 @@ int run_failure_cases(u64 timeout_ns) {
         const std::string problem = c.run();
         std::printf("%s: %s\n", c.name, problem.empty() ? "ok" : problem.c_str());
         failed += !problem.empty();
+        if (until_one && failed != 0) break;
     }
     return failed;
 }

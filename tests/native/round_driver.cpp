@@ -1,6 +1,6 @@
 // Runs random rounds on ranks that are threads, and compares every byte with the oracle.  One seed is one case.
 //
-//   round_driver [--cases N] [--seed S] [--ranks R] [--workers W] [--timeout-ms T] [--failures]
+//   round_driver [--cases N] [--seed S] [--ranks R] [--workers W] [--timeout-ms T] [--failures [--until-one]]
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -57,12 +57,12 @@ std::string run_case(u64 seed, const Limits& limits, u64 timeout_ns) {
 
 int main(int argc, char** argv) {
     u64 cases = 100, seed = 1, timeout_ns = 20'000'000'000;
-    bool failures = false;
+    bool failures = false, until_one = false;
     Limits limits;
     for (int i = 1; i < argc; ++i) {
         const std::string flag = argv[i];
-        if (flag == "--failures") {
-            failures = true;
+        if (flag == "--failures" || flag == "--until-one") {
+            (flag == "--failures" ? failures : until_one) = true;
             continue;
         }
         const u64 value = i + 1 < argc ? std::strtoull(argv[++i], nullptr, 10) : 0;
@@ -72,7 +72,7 @@ int main(int argc, char** argv) {
         if (flag == "--timeout-ms") timeout_ns = value * 1'000'000;
         if (flag == "--workers") limits.workers = static_cast<i32>(value);
     }
-    if (failures) return run_failure_cases(timeout_ns);
+    if (failures) return run_failure_cases(timeout_ns, until_one);
     for (u64 last = seed + cases; seed < last; ++seed) {
         const std::string problem = run_case(seed, limits, timeout_ns);
         if (problem.empty()) continue;

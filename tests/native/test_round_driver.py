@@ -6,23 +6,11 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
-
-from .build import TSAN, build_driver
+from .build import Workshop
 
 PLAIN_CASES = 20_000
 TSAN_CASES = 2_000
 PROCESSES = 2
-
-
-@pytest.fixture(scope="session")
-def plain_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_driver(tmp_path_factory.mktemp("plain"), ("-O2", "-Wall", "-Wextra", "-Werror"))
-
-
-@pytest.fixture(scope="session")
-def tsan_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_driver(tmp_path_factory.mktemp("tsan"), TSAN)
 
 
 def run(driver: Path, *commands: tuple[str, ...]) -> None:
@@ -44,17 +32,17 @@ def random_cases(cases: int) -> list[tuple[str, ...]]:
     return [("--cases", str(share), "--seed", str(1 + i * share)) for i in range(PROCESSES)]
 
 
-def test_random_rounds(plain_driver: Path) -> None:
-    run(plain_driver, *random_cases(PLAIN_CASES))
+def test_random_rounds(plain: Workshop) -> None:
+    run(plain.intact, *random_cases(PLAIN_CASES))
 
 
-def test_random_rounds_without_races(tsan_driver: Path) -> None:
-    run(tsan_driver, *random_cases(TSAN_CASES))
+def test_random_rounds_without_races(tsan: Workshop) -> None:
+    run(tsan.intact, *random_cases(TSAN_CASES))
 
 
-def test_failing_rounds(plain_driver: Path) -> None:
-    run(plain_driver, ("--failures",))
+def test_failing_rounds(plain: Workshop) -> None:
+    run(plain.intact, ("--failures",))
 
 
-def test_failing_rounds_without_races(tsan_driver: Path) -> None:
-    run(tsan_driver, ("--failures",))
+def test_failing_rounds_without_races(tsan: Workshop) -> None:
+    run(tsan.intact, ("--failures",))

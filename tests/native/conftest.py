@@ -1,0 +1,17 @@
+"""The round driver, built once for all tests of it and for its mutants."""
+
+from __future__ import annotations
+
+import pytest
+
+from .build import PLAIN, TSAN, Workshop
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("plain"), PLAIN)
+
+
+@pytest.fixture(scope="session")
+def tsan(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("tsan"), TSAN)
