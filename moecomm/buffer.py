@@ -88,7 +88,7 @@ class Buffer:
             topk=topk,
             max_tokens=max_tokens,
             ring_tokens=backend_module.ring_tokens(ranks.ranks, max_tokens, row),
-            packet_bytes=backend_module.packet_bytes(max_tokens, row),
+            packet_bytes=backend_module.packet_bytes(ranks.ranks, max_tokens, row),
             staged_row_bytes=row,
             heap_bytes=window_bytes or self._default_heap(name),
         )

@@ -127,7 +127,7 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
     size, columns, ends = _BYTES[spec.type], spec.experts + spec.ranks, spec.part == _END
     spreads = spec.layout != _FLAT and spec.part != _BEGIN
     receive_warps = 8 if spreads or ends or (spec.scale_columns and spec.part != _BEGIN) else 0
-    if spec.packets and not spreads:
+    if spec.packets:
         receive_warps = 12
     packet = packets_of(spec)
     unit = 128 * size if spec.quantize else 16

@@ -9,7 +9,11 @@ _LINE_BYTES, _LINE_WORDS, _MOST_LINES, _WORD = 128, 15, 16, 8
 _MOST_WORDS = _LINE_WORDS * _MOST_LINES
 _MOST_TOKENS, _MOST_ENTRIES = 512, 4096  # kPacketTokens, kMostPacketEntries
 _QUANT_GROUP = 128
-_ROOM = 2 << 20  # of one rank and one round, in a window: 128 tokens of 7168 bf16 columns
+_ROOM = 4 << 20  # of a window, for one rank and one round: 128 tokens of 7168 fp32 columns
+_ROOM_OF_ALL = 32 << 20  # for all ranks and both parities
+    4 << 20,
+    32 << 20,
+)  # of a window, for one rank and one round: 128 tokens of 7168 fp32 columns; in all
 
 
 class Packets(NamedTuple):
@@ -60,10 +64,10 @@ def of_combine(staged_bytes: int) -> Packets:
     return Packets(piece, 0, -(-piece // _WORD // _LINE_WORDS), -(-staged_bytes // piece))
 
 
-def room(max_tokens: int, staged_row_bytes: int) -> int:
+def room(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
     """Bytes of a window for the packets of one rank and one round: what few tokens need, and no more than all do."""
     most = min(max_tokens, _MOST_TOKENS) * (staged_row_bytes * 5 // 4 + _MOST_LINES * _LINE_BYTES)
-    return _align(min(_ROOM, most), _LINE_BYTES * 2)
+    return _align(min(_ROOM, _ROOM_OF_ALL // (2 * ranks), most), _LINE_BYTES * 2)
 
 
 def _align(n: int, to: int) -> int:

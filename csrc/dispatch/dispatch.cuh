@@ -91,6 +91,7 @@ MOECOMM_FN void run(const Call& c, Packets<Call>& packets) {
     }
     packets.send_all();
     meet(2, cfg.threads());
+    let_next_kernel_launch();
     if (!c.shared.agreed) return;
     if (!goes_on(c)) {
         clear_route(c);

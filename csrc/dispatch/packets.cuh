@@ -54,15 +54,13 @@ struct Packets {
     }
     // The place of the entry among ours of its expert.
     MOECOMM_FN i32 place_of(i32 token) const {
-        i32 place = expert >= 0 ? c.shared.before[expert] : 0;
-        const i32 end = (token - c.share.first) * cfg.topk + lane_id();  // entries before ours, of the block
-        for (i32 first = 0; first < (token - c.share.first + 1) * cfg.topk; first += kWarp) {
-            const i64 entry = static_cast<i64>(c.share.first) * cfg.topk + first + lane_id();
-            const i64 id = first + lane_id() < (token - c.share.first + 1) * cfg.topk ? c.id_at(entry) : -1;
-            for (i32 lane = 0; lane < kWarp; ++lane) {
-                const i64 other = __shfl_sync(kAllLanes, id, lane);
-                if (first + lane < end && other == expert) ++place;
-            }
+        // Ours of this token, and those of the block's tokens before it.
+        i32 place = (expert >= 0 ? c.shared.before[expert] : 0) + __popc(__match_any_sync(kAllLanes, expert) & lanes_below());
+        for (i32 earlier = c.share.first; earlier < token; ++earlier) {
+            const i64 id = lane_id() < cfg.topk ? c.id_at(static_cast<i64>(earlier) * cfg.topk + lane_id()) : -1;
+#pragma unroll
+            for (i32 k = 0; k < cfg.topk; ++k)
+                if (static_cast<i32>(__shfl_sync(kAllLanes, static_cast<i32>(id), k)) == expert) ++place;
         }
         return place;
     }

@@ -86,7 +86,7 @@ class Backend(Protocol):
         """`Shape.ring_tokens`: how many rows of each rank wait in a window at a time to be brought home."""
         ...
 
-    def packet_bytes(self, max_tokens: int, staged_row_bytes: int) -> int:
+    def packet_bytes(self, ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
         """`Shape.packet_bytes`: room for the packets that one rank sends another in one round."""
         ...
 

@@ -30,7 +30,7 @@ _INSTALL = "pip install moecomm[cu13] (or [cu12] for a driver of CUDA 12)"
 _RECORD, _ABORT, _ROUND, _MAIL = 0, 64, 128, 256  # offsets in the pinned control memory
 
 # Of a window, so that a Buffer of 4096 tokens of 7168 columns has less than 64 MiB besides its outputs.
-_STAGING_BYTES = 56 << 20
+_STAGING_BYTES = 62 << 20
 _MOST_BLOCKS = 256  # of a launch: kMaxBlocks in csrc/protocol/compiler.h
 
 _SPIN_S, _NAP_S = 2e-3, 1e-4  # a wait for the device spins for a while, then looks now and then
@@ -89,14 +89,14 @@ def _missing_compiler() -> str:
 
 def ring_tokens(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
     """As many as fit _STAGING_BYTES, beside packets, in whole chunks: at least one, no more than there are tokens."""
-    left = _STAGING_BYTES - 2 * ranks * packet_bytes(max_tokens, staged_row_bytes)
+    left = _STAGING_BYTES - 2 * ranks * packet_bytes(ranks, max_tokens, staged_row_bytes)
     fit = max(0, left) // (ranks * staged_row_bytes) // MAX_CHUNK
     return max(1, min(fit, -(-max_tokens // MAX_CHUNK))) * MAX_CHUNK
 
 
-def packet_bytes(max_tokens: int, staged_row_bytes: int) -> int:
+def packet_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
     """What few tokens need."""
-    return packets.room(max_tokens, staged_row_bytes)
+    return packets.room(ranks, max_tokens, staged_row_bytes)
 
 
 class LsaSession:

@@ -59,15 +59,15 @@ def random_seeds(sizes: dict[str, Any], cases: int, first: int = 0) -> range:
 _room = packets.room
 
 
-def packet_room(sizes: dict[str, Any]) -> Callable[[int, int], int]:
+def packet_room(sizes: dict[str, Any]) -> Callable[[int, int, int], int]:
     """In place of moecomm.packets.room: for a third of the tokens, so that some ranks send packets and others do not;
     with one or two ranks, for all, or for none.
     """
     if sizes["ranks"] == 1:
         return _room
     if sizes["ranks"] == 2 and sizes["hidden"] < 16384:
-        return lambda max_tokens, row: 0
-    return lambda max_tokens, row: _room(-(-max_tokens // 3), row)
+        return lambda ranks, max_tokens, row: 0
+    return lambda ranks, max_tokens, row: _room(ranks, -(-max_tokens // 3), row)
 
 
 @pytest.mark.timeout(900)
