@@ -11,9 +11,6 @@ _MOST_TOKENS, _MOST_ENTRIES = 512, 4096  # kPacketTokens, kMostPacketEntries
 _QUANT_GROUP = 128
 _ROOM = 4 << 20  # of a window, for one rank and one round: 128 tokens of 7168 fp32 columns
 _ROOM_OF_ALL = 32 << 20  # for all ranks and both parities
-    4 << 20,
-    32 << 20,
-)  # of a window, for one rank and one round: 128 tokens of 7168 fp32 columns; in all
 
 
 class Packets(NamedTuple):
