@@ -92,10 +92,6 @@ def dispatch_combine(found: dict[str, Any]) -> str:
     for row in found["rows"]:
         if "us" not in row or (row["what"] == "pair" and row["sms_asked"] != found["case"]["sms"][0]):
             continue
-        if (
-            row["variant"] == "y outside"
-        ):  # measured when such rows were staged; combine copies them into the window now
-            continue
         what = ", ".join(filter(None, (row["what"], row["payload"], row["variant"])))
         wire = "" if row["of_wire"] is None else f"{row['of_wire']:.2f}"
         lines.append(

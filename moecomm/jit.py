@@ -128,7 +128,7 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
     spreads = spec.layout != _FLAT and spec.part != _BEGIN
     receive_warps = 8 if spreads or ends or (spec.scale_columns and spec.part != _BEGIN) else 0
     if spec.packets:
-        receive_warps = 12
+        receive_warps = 12 if spreads else 16
     packet = packets_of(spec)
     unit = 128 * size if spec.quantize else 16
     piece = min(_piece(spec.hidden * size, 3584 if spec.quantize else 7168, unit), _align(spec.hidden * size, unit))

@@ -136,7 +136,7 @@ MOECOMM_FN Share share_of_block(i32 num_tokens, i32 chunk_tokens, i32 blocks) {
     return {first, end, min(first * chunk_tokens, num_tokens), min(end * chunk_tokens, num_tokens)};
 }
 
-// Lanes with the same rank as ours, none if it is -1.  With few ranks a ballot each: __match_any_sync is slow where all lanes differ.
+// Lanes with the same rank as ours, none if it is -1.  Few ranks take a ballot each, which do not wait for each other.
 template <i32 ranks>
 MOECOMM_FN u32 lanes_of_rank(i32 rank) {
     if constexpr (ranks > 8) {

@@ -26,8 +26,8 @@ struct Sender {
     static constexpr i32 kRowBytes = cfg.hidden * bytes_of(cfg.type);
     static constexpr i32 kPieces = cfg.pieces();                // of a row
     static constexpr i32 kGroups = cfg.quantize ? 1 : kPieces;  // of a row
-    // Rows of a warp whose stores are under way when it looks whether a chunk is through.  With 64 blocks the links take 50 us for a row of
-    // each warp: a chunk that was told of four rows late kept the receivers, who may have to copy it, waiting till the end.
+    // Rows of a warp whose stores are under way when it looks whether a chunk is through.  A row of every warp fills the links for long:
+    // with more of them open receivers, who may have to copy what comes, hear of chunks late and of the last ones all at once.
     static constexpr i32 kOpen = 1;
 
     const Call& c;
@@ -146,7 +146,7 @@ MOECOMM_FN void describe(const Call& c) {
 
 // By the flag warp: the flags of each chunk of the block, once all others are through with it.  The fence waits until what they have
 // written has reached the peers, which takes its time while the links are busy; a send warp that waited would not send.  One fence does for
-// all chunks that are through by then: the last four of a block come together, and with a fence each their flags took 10 us.
+// all chunks that are through by then.
 template <class Call>
 MOECOMM_FN void raise_flags(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
