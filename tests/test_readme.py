@@ -125,7 +125,7 @@ def test_results_of_the_benchmark_become_a_table_or_a_plot(tmp_path: Path, monke
         "rows": [
             row,
             {**row, "what": "pair", "sms_asked": 8},
-            {**row, "what": "combine", "variant": "y outside"},
+            {**row, "what": "combine", "payload": "", "variant": "y outside"},
             peer,
             {key: row[key] for key in row if key != "us"} | {"why": "no room"},
         ],
@@ -139,6 +139,7 @@ def test_results_of_the_benchmark_become_a_table_or_a_plot(tmp_path: Path, monke
     assert "![time and bandwidth over tokens](bench/results/a.svg)" in plot
     assert [line for line in table.splitlines() if line.startswith("| 4096")] == [
         "| 4096 | moecomm | dispatch, fp8 | `flat` | 24 | 261 us | 0.96 |",
+        "| 4096 | moecomm | combine, y outside | `flat` | 24 | 261 us | 0.96 |",
         "| 4096 | nccl | dispatch | `flat` |  | 12.35 ms |  |",
     ]
     assert "4 x GPU, `lsa/vmm`: deepseek-v3 (hidden 7168, top-8 of 256 experts)" in table
