@@ -17,6 +17,8 @@ import threading
 import time
 from typing import Any
 
+_NOTICE_WORDS = 24  # kNoticeWords in csrc/protocol/notice.h
+
 
 def load(path: str) -> Any:
     spec = importlib.util.spec_from_file_location("moecomm._native", path)
@@ -63,9 +65,13 @@ class EmptyRounds:
         return self.native.record(self.args[rank].ctx.record)
 
     def announced(self, rank: int, at: int) -> bool:
-        """Has `rank` told `at` of the first round?  The tag is the upper half of a word of mail; this is the last."""
-        mail = self.layout.mail + (len(self.windows) + rank + 1) * self.layout.mail_words * 8
-        return bool(self.native.read_word(self.windows[at].address + mail - 4) == 1)
+        """Has `rank` told `at` of the first round?  The tag is the upper half of a word of mail.
+
+        This is the last word of the counts, which stand behind the notice.
+        """
+        mail = self.layout.mail + (len(self.windows) + rank) * self.layout.mail_words * 8
+        words = _NOTICE_WORDS + self.layout.columns
+        return bool(self.native.read_word(self.windows[at].address + mail + words * 8 - 4) == 1)
 
 
 def exchange(native: Any, rank: int, ranks: int, nonce: str) -> None:
