@@ -87,7 +87,10 @@ def random_case(
         elif kind == "nothing":
             ids = torch.full_like(ids, -1)
         idx.append(ids.to(idx_dtype))
-    layout = rng.choice(["flat", "expert", "batched"])
+    layouts = ["flat", "expert", "batched"]
+    if few_kernels:  # fewer still with few ranks
+        layouts = {1: ["expert"], 3: ["flat"]}.get(ranks, layouts)
+    layout = rng.choice(layouts)
     if (
         layout == "batched"
         and max((torch.bincount(torch.cat(idx).flatten() + 1, minlength=1)[1:].tolist() or [0]), default=0)

@@ -318,8 +318,8 @@ std::string left_the_group() {
     for (i32 rank : {0, 2}) {
         const std::string problem = check_record(f.cluster.record(rank), {Failure::peer_lost, Op::dispatch, Phase::notice, 1, 1}, rank);
         if (!problem.empty()) return problem;
-        // Whatever word a peer waits for.
-        for (i32 w = 0; w < f.cluster.window.mail_words; ++w)
+        // Whatever word a peer on a CPU waits for.
+        for (i32 w = 0; w < kNoticeWords + f.cluster.window.columns; ++w)
             if (signal_tag(f.word(rank, mail_at(f.cluster.window, kRanks, 1, 1) + w * sizeof(u64))) != 1)
                 return "a word of mail is missing";
     }

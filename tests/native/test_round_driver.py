@@ -8,8 +8,8 @@ from pathlib import Path
 
 from .build import Workshop
 
-PLAIN_CASES = 20_000
-TSAN_CASES = 2_000
+PLAIN_CASES = 10_000
+TSAN_CASES = 1_500
 PROCESSES = 2
 
 
