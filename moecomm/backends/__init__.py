@@ -41,8 +41,8 @@ class Session(Protocol):
     pulls_flat_rows: bool  # combine is faster with flat rows in the window, by more than a copy into it costs
 
     def dispatcher(self, args: _native.DispatchArgs) -> Callable[[_native.DispatchArgs], None]:
-        """What runs (host), or enqueues on the current stream (GPUs), dispatches like this one: addresses, room, number
-        of tokens, chunks and workers may differ.  Whatever has to be compiled or loaded is."""
+        """What runs (host), or enqueues on the current stream (GPUs), dispatches like this one, of as many tokens:
+        addresses, room, chunks and workers may differ.  Whatever has to be compiled or loaded is."""
         ...
 
     def combiner(self, args: _native.CombineArgs) -> Callable[[_native.CombineArgs], None]:
