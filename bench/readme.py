@@ -83,11 +83,12 @@ def dispatch_combine(found: dict[str, Any]) -> str:
     head = f"{where(found)}{ceiling(found)}:"
     if is_sweep(found):
         return f"{head}\n\n![time and bandwidth over tokens](bench/results/{found['what']}.svg)\n"
+    beside = found["case"].get("overlap_gemm", False)
     lines = [
         head,
         "",
-        "| tokens a rank | by | operation | layout | SMs | time | wire |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        f"| tokens a rank | by | operation | layout | SMs | time | wire |{' GEMM beside |' if beside else ''}",
+        "| --- | --- | --- | --- | --- | --- | --- |" + " --- |" * beside,
     ]
     for row in found["rows"]:
         if "us" not in row or (row["what"] == "pair" and row["sms_asked"] != found["case"]["sms"][0]):
@@ -96,9 +97,14 @@ def dispatch_combine(found: dict[str, Any]) -> str:
         wire = "" if row["of_wire"] is None else f"{row['of_wire']:.2f}"
         lines.append(
             f"| {row['tokens']} | {row['who']} | {what} | `{row['layout']}` | {row['sms'] or ''} "
-            f"| {time_of(row['us']['p50'])} | {wire} |"
+            f"| {time_of(row['us']['p50'])} | {wire} |{kept_of(row) if beside else ''}"
         )
     return "\n".join([*lines, ""])
+
+
+def kept_of(row: dict[str, Any]) -> str:
+    """What a GEMM on the other SMs keeps of its speed beside such rounds one after the other."""
+    return f" {row['overlap']['kept']:.0%} |" if "kept" in row.get("overlap", {}) else " |"
 
 
 def is_sweep(found: dict[str, Any]) -> bool:

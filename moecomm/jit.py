@@ -128,10 +128,12 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
     spreads = spec.layout != _FLAT and spec.part != _BEGIN
     receive_warps = 8 if spreads or ends or (spec.scale_columns and spec.part != _BEGIN) else 0
     if spec.packets:
-        receive_warps = 12 if spreads else 16
+        receive_warps = 16 if spreads else 12
     packet = packets_of(spec)
-    unit = 128 * size if spec.quantize else 16
-    piece = min(_piece(spec.hidden * size, 3584 if spec.quantize else 7168, unit), _align(spec.hidden * size, unit))
+    if spec.quantize:  # whole steps of the cast, kStepColumns of quantize.cuh
+        piece = 4096 if spec.hidden * size > 4096 else _align(spec.hidden * size, 128 * size)
+    else:
+        piece = _piece(spec.hidden * size, 7168, 16)
     cast = spec.hidden if spec.quantize else 16
     spread = _piece(spec.row_bytes, 3584, 16) if spreads else 16
     # the arguments, a word a column or more in several tables, a notice and what comes of a rank
@@ -146,15 +148,16 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
     few = ((8, 2), (6, 2), (4, 2), (2, 2), (1, 2))
     many = () if spec.packets or spreads else ((8, 3), (7, 3), (6, 3))
     for send_warps, slots in ((0, 2),) if ends else (*many, *few):
-        warp, room, beside = slots * max(piece, 16) + 2 * cast + 2 * (4 * -(-spec.hidden // 128) + 16) + 8 * slots, 0, 0
+        of_scales = 2 * (4 * -(-spec.hidden // 128) + 16)
+        warp, count_warps = slots * (max(piece, 16) + 8) + 2 * cast + of_scales, 0
         if spec.packets and packet is not None:
             raw = packet.row_bytes * size if spec.quantize else 16
             warp = slots * (_align(raw, 128) + _align(packet.lines * 120, 128) + 8) + 128
+        elif spec.quantize:  # their counters lie where nothing is under way to at first, if there is room
+            count_warps = send_warps if cast >= 4 * columns else 0
         else:
-            # counters of the warps that count lie where nothing is under way to at first, if there is room
-            room = send_warps * (2 * cast if spec.quantize else (slots - slots // 2) * piece)
+            count_warps = min(send_warps, send_warps * (slots - slots // 2) * piece // (4 * columns))
         fixed = tables + spreading + max(send_warps, 1) * warp + 256
-        count_warps = min(send_warps, room // (4 * columns))
         beside = 4 * columns if count_warps == 0 and not ends else 0
         count_warps, fixed = max(count_warps, int(not ends)), fixed + beside
         if fixed <= _SHARED_LIMIT:

@@ -12,6 +12,7 @@ MOECOMM_FN bool hear_everybody(const Call& c) {
     constexpr i32 threads = cfg.pull_warps * kWarp;
     const i32 thread = threadIdx.x - cfg.reduce_warps * kWarp;
     if (!await_notices(c.round, c.shared.notices, thread, threads)) c.shared.missing = 1;
+    if (!cfg.packets) fence_system();  // rows that peers offer were written before their notices
     meet(1, threads);
     if (c.shared.missing != 0) return false;
     if (thread < cfg.ranks) {

@@ -41,8 +41,8 @@ struct DispatchConfig {
     i32 piece_columns;               // of a row, that are loaded at once
     i32 ring_slots;                  // pieces a send warp holds
     i32 spread_bytes, spread_slots;  // the same of a receive warp that copies rows
-    i32 count_warps;                 // warps with counters for all columns, before the rings are in full use
-    i32 count_beside;                // bytes for those counters where the rings have no room
+    i32 count_warps;                 // send warps with counters for all columns, in places that are not in use yet
+    i32 count_beside;                // bytes for those counters where there is no such place
     i32 shared_bytes;
 
     MOECOMM_BOTH constexpr i32 columns() const { return experts + ranks; }
@@ -50,11 +50,20 @@ struct DispatchConfig {
     MOECOMM_BOTH constexpr i32 warps() const { return send_warps + receive_warps + describe_warps + flag_warps; }
     MOECOMM_BOTH constexpr i32 threads() const { return warps() * kWarp; }
     MOECOMM_BOTH constexpr bool spreads() const { return receive_warps > 0 && layout != Layout::flat; }  // a token has several rows here
+    // Rows that have come still need a hand, so that receivers want to hear of each chunk.  Else of all of a block at once: to know of a
+    // chunk, a send warp must wait until its stores have reached the peers, and each fence holds up the block.
+    MOECOMM_BOTH constexpr bool tells_early() const { return layout != Layout::flat || scale_columns; }
     MOECOMM_BOTH constexpr i32 pieces() const { return ceil_div(hidden, piece_columns); }
     MOECOMM_BOTH constexpr i32 piece_bytes() const { return piece_columns * bytes_of(type); }
     MOECOMM_BOTH constexpr i32 slots_ahead() const { return quantize ? ring_slots - 1 : ring_slots / 2; }  // loads that run ahead
     MOECOMM_BOTH constexpr i32 packets_of_row() const { return packet_lines > 0 ? ceil_div(row_bytes, packet_bytes) : 0; }
     MOECOMM_BOTH constexpr i32 tokens_per_step() const { return kWarp / topk; }  // whole tokens that a warp looks at, an entry a lane
+    // The same, a power of two, so that it divides chunks.
+    MOECOMM_BOTH constexpr i32 even_step() const {
+        i32 tokens = kWarp;
+        while (tokens * topk > kWarp) tokens /= 2;
+        return tokens;
+    }
     MOECOMM_BOTH constexpr i32 peers_per_lane() const { return ceil_div(ranks, kWarp); }
     MOECOMM_BOTH constexpr i32 row_scales() const { return ceil_div(hidden, kQuantGroup); }
     MOECOMM_BOTH constexpr i32 scale_size() const { return scale_format == ScaleFormat::fp32 ? 4 : 1; }  // of a scale it quantizes with

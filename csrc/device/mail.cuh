@@ -52,7 +52,7 @@ MOECOMM_FN bool await_notices(const Round& r, Notice* notices, i32 thread, i32 s
     for (i32 i = thread; came && i < r.ctx.shape.ranks * kNoticeWords; i += stride) {
         const i32 from = i / kNoticeWords, word = i % kNoticeWords;
         u64 seen = 0;
-        came = wait_flag(r, Phase::notice, from, mail_word(r, from, word), r.tag, seen);
+        came = wait_word(r, Phase::notice, from, mail_word(r, from, word), r.tag, seen);
         reinterpret_cast<u32*>(notices + from)[word] = signal_word(seen);
     }
     return came;

@@ -59,15 +59,18 @@ MOECOMM_FN bool await_packet(const Round& r, Phase phase, i32 from, const u8* pa
     for (i32 look = 0; look < kLooks; ++look)
         if (look_at_packet<lines>(packet, r.tag, words)) return true;
     // Each lane waits for the tags of its lines, as for any flag; then content that is read anew is there.
-    bool came = true;
-    for (i32 step = 0; step < kPacketSteps && came; ++step) {
-        const auto* tag = reinterpret_cast<const u64*>(packet + step * kWarp * 16 + lane_id() * 16 + 8);
-        if (!ends_line() || packet_line(step) >= lines) continue;
-        came = wait_for(
-            r, phase, from, r.tag, [&] { return load_acquire(tag) == line_tag(r.tag); },
-            [&] { return static_cast<i64>(signal_tag(load_acquire(tag))); });
-    }
-    return __all_sync(kAllLanes, came) && look_at_packet<lines>(packet, r.tag, words);
+    do {
+        bool came = true;
+        for (i32 step = 0; step < kPacketSteps && came; ++step) {
+            const auto* tag = reinterpret_cast<const u64*>(packet + step * kWarp * 16 + lane_id() * 16 + 8);
+            if (!ends_line() || packet_line(step) >= lines) continue;
+            came = wait_for(
+                r, phase, from, r.tag, [&] { return load_relaxed(tag) == line_tag(r.tag); },
+                [&] { return static_cast<i64>(signal_tag(load_relaxed(tag))); });
+        }
+        if (!__all_sync(kAllLanes, came)) return false;
+    } while (!look_at_packet<lines>(packet, r.tag, words));
+    return true;
 }
 
 }  // namespace moecomm

@@ -52,7 +52,7 @@ MOECOMM_FN void report_void(const Round& r, const Verdict& v) {
 }
 
 // A wait has ended without what it waited for: leaves the record, and makes all our other waits and those of every peer end.
-__device__ __noinline__ void report_failure(const Round& r, Waited waited, Phase phase, i32 peer, i64 expected, i64 seen, u64 waited_ns) {
+__device__ __noinline__ void report_failure(Round r, Waited waited, Phase phase, i32 peer, i64 expected, i64 seen, u64 waited_ns) {
     if (!claim_record(r)) return;
     const Deadline d = deadline_of(r.ctx);
     u32 word = abort_word(Failure::timeout, peer);
@@ -78,17 +78,27 @@ MOECOMM_FN bool wait_for(const Round& r, Phase phase, i32 peer, i64 expected, Re
     return wait_for_any(r, phase, [&] { return peer; }, expected, ready, seen);
 }
 
-// Until the flag at `offset` of our window carries this round's tag, or `tag`; `value` is what it carries then.  What the peer wrote
-// before the flag may be read by this thread afterwards, and by others after a barrier with it.
-MOECOMM_FN bool wait_flag(const Round& r, Phase phase, i32 peer, u64 offset, u32 tag, u64& value) {
-    const u64* flag = own<const u64>(r.ctx, offset);
+// Until the word at `offset` of our window carries `tag`; `value` is what it carries then.  It says all by itself: nothing that was written
+// before it may be read on account of it.
+MOECOMM_FN bool wait_word(const Round& r, Phase phase, i32 peer, u64 offset, u32 tag, u64& value) {
+    const u64* word = own<const u64>(r.ctx, offset);
     return wait_for(
         r, phase, peer, tag,
         [&] {
-            value = load_acquire(flag);
+            value = load_relaxed(word);
             return signal_tag(value) == tag;
         },
         [&] { return static_cast<i64>(signal_tag(value)); });
+}
+// The same of a flag: what the peer wrote before it may be read by this thread afterwards, and by others after a barrier with it.  It is
+// acquired when it is there: each load that acquires empties the first-level cache, where other warps move rows.
+MOECOMM_FN bool wait_flag(const Round& r, Phase phase, i32 peer, u64 offset, u32 tag, u64& value) {
+    const u64* flag = own<const u64>(r.ctx, offset);
+    value = load_acquire(flag);
+    if (signal_tag(value) == tag) return true;
+    if (!wait_word(r, phase, peer, offset, tag, value)) return false;
+    value = load_acquire(flag);
+    return true;
 }
 
 }  // namespace moecomm

@@ -39,7 +39,8 @@ struct DispatchShared {
     static constexpr bool kMovesRows = cfg.send_warps > 0 && !cfg.packets;
     static constexpr i32 kSendWarps = kMovesRows ? cfg.send_warps : 1, kSlots = cfg.ring_slots;
 
-    // Pieces of rows on their way.  The places that nothing is under way to at first hold the counters of the warps that count.
+    // Pieces of rows on their way.  The places that nothing is under way to at first hold the counters of the warps that count; where rows
+    // are cast, those of the second casts do.
     alignas(128) u8 ring[kSlots][kSendWarps][kMovesRows ? cfg.piece_bytes() : 16];
     PacketRing<cfg> packets[cfg.packets ? cfg.send_warps : 1];
     alignas(128) u8 cast[kSendWarps][kCasts][cfg.quantize && kMovesRows ? cfg.hidden : 16];
@@ -66,7 +67,7 @@ struct DispatchShared {
     u32 wanted[cfg.ranks][kWantedWords];
     bool agreed;  // all mail has come
     Begin begin;
-    Turns<kSendWarps + cfg.describe_warps> sent;  // chunks of this block
+    Turns<kSendWarps + cfg.describe_warps> sent;  // chunks of this block, or all of them
     alignas(16) u32 scales[kSendWarps][kCasts][align_up(cfg.quantize ? ceil_div(cfg.hidden, kQuantGroup) : 1, 4)];
 };
 
@@ -87,7 +88,7 @@ struct DispatchCall {
     Share share;
     // Every block counts all tokens by itself; so one warp is enough for its share.
     bool alone;
-    // Where rows go in packets, the first half of the blocks sends.  The others unpack: full links hold up loads as well as stores of a
+    // Where rows go in packets, the first third of the blocks sends.  The others unpack: full links hold up loads as well as stores of a
     // multiprocessor that sends.
     i32 senders;
 
@@ -95,7 +96,7 @@ struct DispatchCall {
     static constexpr i32 kTeamFirst = cfg.packets ? cfg.send_warps * kWarp : 0, kTeam = cfg.threads() - kTeamFirst;
     static constexpr i32 kTeamWarps = kTeam / kWarp;
     MOECOMM_FN static i32 team_thread() { return threadIdx.x - kTeamFirst; }
-    MOECOMM_FN static i32 team_warp() { return team_thread() / kWarp; }
+    MOECOMM_FN static i32 team_warp() { return warp_id() - kTeamFirst / kWarp; }
     MOECOMM_FN static bool team_any(bool here) { return cfg.packets ? meet_any(1, kTeam, here) : __syncthreads_or(here); }
 
     MOECOMM_FN i32 first_unpacker() const { return senders < static_cast<i32>(gridDim.x) ? senders : 0; }
@@ -110,13 +111,21 @@ struct DispatchCall {
 
     // By column, of one of the warps that count: at first its entries, then those of the warps before it, then the next row.
     MOECOMM_FN i32* counters(i32 warp) const {
-        u8* const idle = cfg.quantize ? shared.cast[0][0] : shared.ring[cfg.slots_ahead()][0];
-        u8* const first = cfg.count_beside > 0 ? shared.counters : idle;
-        return reinterpret_cast<i32*>(first) + warp * cfg.columns();
+        if (cfg.count_beside > 0) return reinterpret_cast<i32*>(shared.counters);
+        if (cfg.quantize) return reinterpret_cast<i32*>(shared.cast[warp][kCasts - 1]);
+        return reinterpret_cast<i32*>(shared.ring[cfg.slots_ahead()][0]) + warp * cfg.columns();
     }
     // The chunks of such a warp.
     MOECOMM_FN i32 count_warps() const { return alone ? 1 : cfg.count_warps; }
-    MOECOMM_FN i32 counted_from(i32 warp) const { return share.first_chunk + (share.end_chunk - share.first_chunk) * warp / count_warps(); }
+    MOECOMM_FN i32 counted_from(i32 warp) const {  // the first token
+        return min((share.first_chunk + (share.end_chunk - share.first_chunk) * warp / count_warps()) * a.chunk_tokens, share.end);
+    }
+    // Of shared.sent: how many, and that of the n-th chunk of the block.
+    MOECOMM_FN i32 turns() const {
+        const i32 chunks = share.end_chunk - share.first_chunk;
+        return cfg.tells_early() ? chunks : min(chunks, 1);
+    }
+    MOECOMM_FN static i32 turn_of(i32 n) { return cfg.tells_early() ? n : 0; }
     MOECOMM_FN u32* range(i32 rank, i32 chunk) const { return transport.template local<u32>(range_at(window(), shape(), rank, chunk)); }
 
     MOECOMM_FN i64 id_at(i64 entry) const {
@@ -158,25 +167,25 @@ MOECOMM_FN u32 lanes_of_token() {
     return (topk == kWarp ? kAllLanes : (1u << topk % kWarp) - 1) << lane_id() / topk * topk;
 }
 
-// Calls body(token, k, id) for the entries of the tokens [first, end), a lane each and whole tokens at once; token -1 in idle lanes.  All
-// lanes of the warp run the body together.  A warp may take every `stride`-th part only, from `part` on.
+// Calls body(first token, token, k, id) for the entries of the tokens [first, end), a lane each, `per_step` whole tokens at once; token -1
+// in idle lanes.  All lanes of the warp run the body together.  A warp may take every `stride`-th part only, from `part` on.
 template <class Call, class Body>
-MOECOMM_FN void for_entries(const Call& c, i32 first, i32 end, i32 part, i32 stride, Body body) {
-    constexpr i32 step = Call::cfg.tokens_per_step();
-    constexpr i32 kStepsAhead = Call::cfg.packets ? 2 : 4;  // whose ids are loaded together
+MOECOMM_FN void for_entries(const Call& c, i32 first, i32 end, i32 part, i32 stride, i32 per_step, Body body) {
+    constexpr i32 kStepsAhead = Call::cfg.packets ? 2 : 8;  // whose ids are loaded together
     const i32 nth = lane_id() / Call::cfg.topk, k = lane_id() % Call::cfg.topk;
-    for (i32 at = first + part * kStepsAhead * step; at < end; at += stride * kStepsAhead * step) {
+    for (i32 ahead = first + part * kStepsAhead * per_step; ahead < end; ahead += stride * kStepsAhead * per_step) {
         i64 ids[kStepsAhead];
 #pragma unroll
         for (i32 i = 0; i < kStepsAhead; ++i) {
-            const i32 token = at + i * step + nth;
-            ids[i] = nth < step && token < end ? c.id_at(static_cast<i64>(token) * Call::cfg.topk + k) : -1;
+            const i32 token = ahead + i * per_step + nth;
+            ids[i] = nth < per_step && token < end ? c.id_at(static_cast<i64>(token) * Call::cfg.topk + k) : -1;
         }
-#pragma unroll
         for (i32 i = 0; i < kStepsAhead; ++i) {
-            if (at + i * step >= end) break;
-            const i32 token = at + i * step + nth;
-            body(nth < step && token < end ? token : -1, k, ids[i]);
+            const i32 at = ahead + i * per_step, token = at + nth;
+            if (at >= end) break;
+            body(at, nth < per_step && token < end ? token : -1, k, ids[0]);
+#pragma unroll
+            for (i32 j = 1; j < kStepsAhead; ++j) ids[j - 1] = ids[j];  // one copy of the body: code that is cold is slow, too
         }
     }
 }

@@ -17,7 +17,7 @@ template <class Shared, class Call>
 MOECOMM_FN void clear_counters(Shared& shared, const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     for (i32 i = threadIdx.x; i < cfg.columns(); i += cfg.threads()) shared.before[i] = shared.ours[i] = 0;
-    for (i32 i = threadIdx.x; i < cfg.count_warps * cfg.columns(); i += cfg.threads()) c.counters(0)[i] = 0;
+    for (i32 i = threadIdx.x; i < cfg.count_warps * cfg.columns(); i += cfg.threads()) c.counters(i / cfg.columns())[i % cfg.columns()] = 0;
     for (i32 i = threadIdx.x; cfg.packets && i < cfg.ranks * kWantedWords; i += cfg.threads()) (&shared.wanted[0][0])[i] = 0;
 }
 
@@ -26,7 +26,7 @@ MOECOMM_FN void clear_counters(Shared& shared, const Call& c) {
 template <class Call, class Body>
 MOECOMM_FN void for_columns(const Call& c, i32 first, i32 end, i32 part, i32 stride, Body body) {
     constexpr DispatchConfig cfg = Call::cfg;
-    for_entries(c, first, end, part, stride, [&](i32 token, i32 k, i64 id) {
+    for_entries(c, first, end, part, stride, cfg.tokens_per_step(), [&](i32, i32 token, i32 k, i64 id) {
         const i64 entry = static_cast<i64>(token) * cfg.topk + k;
         if (!valid_id(id, cfg.experts)) {
             atomicMax(&c.shared.bad, kBadId - static_cast<u32>(entry));
@@ -58,9 +58,7 @@ MOECOMM_FN void count(const Call& c) {
         });
     } else if (warp < cfg.count_warps) {
         i32* counts = c.counters(warp);
-        const i32 first = min(c.counted_from(warp) * c.a.chunk_tokens, c.share.end);
-        const i32 end = min(c.counted_from(warp + 1) * c.a.chunk_tokens, c.share.end);
-        for_columns(c, first, end, 0, 1, [&](i32, i32 column) { atomicAdd(&counts[column], 1); });
+        for_columns(c, c.counted_from(warp), c.counted_from(warp + 1), 0, 1, [&](i32, i32 column) { atomicAdd(&counts[column], 1); });
     }
 }
 
@@ -90,7 +88,7 @@ MOECOMM_FN bool sum_column(const Call& c, i32 column) {
     for (i32 first = 0; first < blocks; first += kWarp) {
         const i32 block = first + lane_id();
         u64 seen = 0;
-        const bool came = block >= blocks || wait_flag(c.round, Phase::grid, c.me(), place(block), c.round.tag, seen);
+        const bool came = block >= blocks || wait_word(c.round, Phase::grid, c.me(), place(block), c.round.tag, seen);
         if (!__all_sync(kAllLanes, came)) return false;
         u32 up_to = signal_word(seen);
         worst = max(worst, __reduce_max_sync(kAllLanes, up_to));
@@ -113,8 +111,8 @@ MOECOMM_FN bool sum_column(const Call& c, i32 column) {
 
 // Every thread of every block, where blocks have counted their shares.  Words through memory, two short ways: with the columns shared out
 // over the warps of the grid a block does not have to read what all others have counted.  False when a block did not come.
-template <class Call>
-MOECOMM_FN bool sum_blocks(const Call& c) {
+template <class Call, class Meanwhile>
+MOECOMM_FN bool sum_blocks(const Call& c, Meanwhile meanwhile) {
     constexpr DispatchConfig cfg = Call::cfg;
     const u64 mine = counting_at(c.window(), blockIdx.x), summed = mine + c.window().summed - c.window().counting;
     for (i32 column = threadIdx.x; column <= cfg.columns(); column += cfg.threads()) {
@@ -125,9 +123,10 @@ MOECOMM_FN bool sum_blocks(const Call& c) {
     for (i32 column = blockIdx.x + gridDim.x * warp_id(); came && column <= cfg.columns(); column += gridDim.x * cfg.warps())
         came = sum_column(c, column);
     __syncwarp();
+    meanwhile();
     for (i32 column = threadIdx.x; came && column <= cfg.columns(); column += cfg.threads()) {
         u64 word = 0;
-        came = wait_flag(c.round, Phase::grid, c.me(), summed + column * sizeof(u64), c.round.tag, word);
+        came = wait_word(c.round, Phase::grid, c.me(), summed + column * sizeof(u64), c.round.tag, word);
         if (column == cfg.columns()) {
             c.shared.bad = signal_word(word);
         } else {

@@ -35,7 +35,7 @@ template <class Call>
 MOECOMM_FN void move_rows(const Call& c, Sender<Call>& sender) {
     constexpr DispatchConfig cfg = Call::cfg;
     constexpr i32 receivers = cfg.send_warps, describers = receivers + cfg.receive_warps, flaggers = describers + cfg.describe_warps;
-    rank_share(c);
+    settle_share(c);
     if (warp_id() < receivers) {
         send(c, sender);
         if (blockIdx.x == 0) write_counts(c);
@@ -56,9 +56,11 @@ MOECOMM_FN void run(const Call& c, Sender<Call>& sender) {
     constexpr DispatchConfig cfg = Call::cfg;
     if (!begin_round(c.round, c.shared.begin, cfg.threads())) return;
     if constexpr (!cfg.repeat) {
-        if (!c.alone && !sum_blocks(c)) return;
+        if (!c.alone && !sum_blocks(c, [&] { sender.cast_ahead(1); })) return;
     }
     announce(c);
+    place_share(c);
+    sender.cast_ahead(sender.kPieces);
     if (!agree(c)) return;
     let_next_kernel_launch();
     if (!goes_on(c)) {
@@ -69,37 +71,37 @@ MOECOMM_FN void run(const Call& c, Sender<Call>& sender) {
     if constexpr (cfg.packet_lines > 0) unpack_apart(c);
 }
 
-// The same with few tokens.  Send warps send at once, and write the route, which combine wants, when the others have agreed on it; these
-// unpack meanwhile.
+// The same with few tokens.  Send warps send at once, while the others agree.
 template <class Call>
 MOECOMM_FN void run(const Call& c, Packets<Call>& packets) {
     constexpr DispatchConfig cfg = Call::cfg;
     if (!begin_round(c.round, c.shared.begin, cfg.threads())) return;
-    if (warp_id() >= cfg.send_warps) {
+    const bool sends = warp_id() < cfg.send_warps;
+    bool agreed;
+    if (sends) {
+        packets.send_all();
+        meet(2, cfg.threads());
+        agreed = c.shared.agreed;
+    } else {
         announce(c);
-        const bool agreed = agree(c);
+        agreed = agree(c);
         if (c.team_thread() == 0) c.shared.agreed = agreed;
         be_met(2, cfg.threads());
-        let_next_kernel_launch();
-        if (!agreed) return;
-        if (!goes_on(c)) {
-            clear_route(c);
-        } else if (!some_chunks(c) || receive(c)) {
-            unpack(c);
-        }
-        return;
     }
-    packets.send_all();
-    meet(2, cfg.threads());
     let_next_kernel_launch();
-    if (!c.shared.agreed) return;
+    if (!agreed) return;
     if (!goes_on(c)) {
         clear_route(c);
         return;
     }
-    for (i32 chunk = c.share.first_chunk; warp_id() == 0 && chunk < c.share.end_chunk; ++chunk) rank_chunk(c, chunk, c.counters(0));
-    if (blockIdx.x == gridDim.x - 1) write_counts(c);
-    clear_padding(c);
+    if (sends) {
+        if (warp_id() == 0) rank_tokens(c);
+        if (blockIdx.x == gridDim.x - 1) write_counts(c);
+        clear_padding(c);
+    } else if (some_chunks(c) && !receive(c)) {
+        return;
+    }
+    unpack(c);
 }
 
 // How both kernels begin.  The round is not known yet, nor is our share.
@@ -136,7 +138,7 @@ MOECOMM_FN void dispatch(const DispatchArgs& args) {
     auto c = begin_call<cfg, Transport>(args);
     auto& shared = c.shared;
     const DispatchArgs& a = c.a;
-    if (cfg.packets) c.senders = ceil_div(c.senders, 2);
+    if (cfg.packets) c.senders = ceil_div(c.senders, 3);
     c.share = share_of_block(a.num_tokens, a.chunk_tokens, c.senders);
     c.alone = gridDim.x == 1 || a.num_tokens * cfg.topk <= kAloneEntries;
     Moves<DispatchCall<cfg, Transport>> moves(c);

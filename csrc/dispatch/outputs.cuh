@@ -44,7 +44,8 @@ MOECOMM_FN void clear_padding(const Call& c) {
     }
 }
 
-// A void round: nothing has gone anywhere.  A repeat leaves the route, which is that of an earlier dispatch.
+// A void round: nothing has gone anywhere.  A repeat leaves the route, which is that of an earlier dispatch.  Each block clears its own
+// share, which it has written already.
 template <class Call>
 MOECOMM_FN void clear_route(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -52,14 +53,15 @@ MOECOMM_FN void clear_route(const Call& c) {
     if (thread == 0) own_state(c.a.ctx)->last_dispatch = 0;
     if constexpr (cfg.repeat) return;
     const Route& route = c.a.route;
-    const auto fill = [&](u64 address, i64 n, i32 value) {
-        for (i64 i = thread; i < n; i += threads) reinterpret_cast<i32*>(address)[i] = value;
+    const auto forget = [&](u64 address, i64 words) {
+        for (i64 i = c.share.first * words + threadIdx.x; i < c.share.end * words; i += cfg.threads())
+            reinterpret_cast<i32*>(address)[i] = -1;
     };
-    fill(route.token_rows, static_cast<i64>(c.a.num_tokens) * cfg.topk, -1);
-    fill(route.token_owner, static_cast<i64>(c.a.num_tokens) * cfg.topk, -1);
-    fill(route.token_slot, static_cast<i64>(c.a.num_tokens) * cfg.ranks, -1);
-    fill(c.a.tokens_per_expert, cfg.experts_here(), 0);
-    fill(c.a.num_rows, 1, 0);
+    forget(route.token_rows, cfg.topk);
+    forget(route.token_owner, cfg.topk);
+    forget(route.token_slot, cfg.ranks);
+    for (i32 e = thread; e < cfg.experts_here(); e += threads) reinterpret_cast<i32*>(c.a.tokens_per_expert)[e] = 0;
+    if (thread == 0) *reinterpret_cast<i32*>(c.a.num_rows) = 0;
     for (i32 p = thread; p < cfg.ranks; p += threads) reinterpret_cast<Sent*>(route.sent)[p] = {0, 1};
 }
 

@@ -1,4 +1,5 @@
-// Step 4, first half: the row of every entry of our tokens (csrc/protocol/slots.h), into the route, where the send warps read it.
+// Step 4, first half: the row of every entry of our tokens (csrc/protocol/slots.h), into the route, where the send warps read it.  In two
+// goes: the place among the block's own while others are waited for, then, when it is known where these begin, the row.
 #pragma once
 #include "call.cuh"
 
@@ -7,62 +8,77 @@ namespace moecomm {
 // Lanes with the same key as ours; -1 is alone.
 MOECOMM_FN u32 lanes_with(i32 key) { return __match_any_sync(kAllLanes, key >= 0 ? key : -1 - lane_id()); }
 
-// Entries of one expert, and tokens for one rank, take consecutive rows: the base of the block, and `cursors` of all columns, stand at the
-// next of each.
-template <class Call>
-MOECOMM_FN void rank_entries(const Call& c, i32 chunk, i32* cursors) {
-    constexpr DispatchConfig cfg = Call::cfg;
-    auto* token_rows = reinterpret_cast<i32*>(c.a.route.token_rows);
-    auto* token_owner = reinterpret_cast<i32*>(c.a.route.token_owner);
-    auto* token_slot = reinterpret_cast<i32*>(c.a.route.token_slot);
-    const u32 below = lanes_below();
-    for_entries(c, chunk * c.a.chunk_tokens, c.chunk_end(chunk), 0, 1, [&](i32 token, i32 k, i64 id) {
-        const i32 expert = static_cast<i32>(id), owner = id >= 0 ? expert / cfg.experts_here() : -1;
-        const u32 same = lanes_with(expert);
-        const u32 mates = lanes_of_rank<cfg.ranks>(owner) & lanes_of_token<cfg.topk>();  // at our owner
-        const bool leads = id >= 0 && (mates & below) == 0;
-        const u32 leaders = lanes_of_rank<cfg.ranks>(leads ? owner : -1);
-        const i32 row = id >= 0 ? c.shared.base[expert] + cursors[expert] + __popc(same & below) : -1;
-        i32 slot = leads ? c.shared.base[cfg.experts + owner] + cursors[cfg.experts + owner] + __popc(leaders & below) : -1;
-        slot = __shfl_sync(kAllLanes, slot, mates != 0 ? __ffs(mates) - 1 : lane_id());
-        __syncwarp();
-        if (id >= 0 && (same & below) == 0) cursors[expert] += __popc(same);
-        if (leads && (leaders & below) == 0) cursors[cfg.experts + owner] += __popc(leaders);
-        __syncwarp();
-        if (token < 0) return;
-        const i64 entry = static_cast<i64>(token) * cfg.topk + k;
-        token_rows[entry] = cfg.layout == Layout::flat ? slot : row;
-        token_owner[entry] = owner;
-        if (leads) token_slot[static_cast<i64>(token) * cfg.ranks + owner] = slot;
-    });
-}
-
-// The chunk's flat rows at each rank, as they go into its flag.
+// The chunk's flat rows at a rank, as they go into its flag.
 template <class Call>
 MOECOMM_FN void keep_range(const Call& c, i32 chunk, i32 rank, i32 first, i32 end) {
     *c.range(rank, chunk) = signal_word(chunk_signal(0, first, end - first));
 }
 
+// The same at each rank, while they are given out: a lane a rank.
 template <class Call>
-MOECOMM_FN void rank_chunk(const Call& c, i32 chunk, i32* cursors) {
+struct Range {
+    static constexpr DispatchConfig cfg = Call::cfg;
+    i32 first[cfg.peers_per_lane()];
+
+    MOECOMM_FN void begin(const i32* cursors) {
+#pragma unroll
+        for (i32 i = 0; i < cfg.peers_per_lane(); ++i)
+            first[i] = i * kWarp + lane_id() < cfg.ranks ? cursors[cfg.experts + i * kWarp + lane_id()] : 0;
+    }
+    MOECOMM_FN void end(const Call& c, i32 chunk, const i32* cursors) const {
+#pragma unroll
+        for (i32 i = 0; i < cfg.peers_per_lane(); ++i) {
+            const i32 p = i * kWarp + lane_id();
+            if (p < cfg.ranks) keep_range(c, chunk, p, first[i], cursors[cfg.experts + p]);
+        }
+    }
+};
+
+// A warp: the places of the tokens [first, end), whole chunks.  Entries of one expert, and tokens for one rank, take consecutive places:
+// `cursors` of all columns stand at the next of each.
+template <class Call>
+MOECOMM_FN void place_tokens(const Call& c, i32 first, i32 end, i32* cursors) {
     constexpr DispatchConfig cfg = Call::cfg;
-    const i64 first = static_cast<i64>(chunk) * c.a.chunk_tokens;
-    auto* slots = reinterpret_cast<i32*>(c.a.route.token_slot) + first * cfg.ranks;
-    for (i32 i = lane_id(); i < (c.chunk_end(chunk) - first) * cfg.ranks; i += kWarp) slots[i] = -1;
-    i32 range_first[cfg.peers_per_lane()];
-#pragma unroll
-    for (i32 i = 0; i < cfg.peers_per_lane(); ++i) {
-        const i32 p = i * kWarp + lane_id();
-        range_first[i] = p < cfg.ranks ? c.shared.base[cfg.experts + p] + cursors[cfg.experts + p] : 0;
-    }
-    __syncwarp();  // no -1 comes after a slot
-    rank_entries(c, chunk, cursors);
-#pragma unroll
-    for (i32 i = 0; i < cfg.peers_per_lane(); ++i) {
-        const i32 p = i * kWarp + lane_id();
-        if (p < cfg.ranks) keep_range(c, chunk, p, range_first[i], c.shared.base[cfg.experts + p] + cursors[cfg.experts + p]);
-    }
+    auto* token_rows = reinterpret_cast<i32*>(c.a.route.token_rows);
+    auto* token_owner = reinterpret_cast<i32*>(c.a.route.token_owner);
+    auto* token_slot = reinterpret_cast<i32*>(c.a.route.token_slot);
+    const i32 chunk_tokens = c.a.chunk_tokens, per_step = min(cfg.even_step(), chunk_tokens);  // no step is of two chunks
+    const u32 below = lanes_below();
+    Range<Call> range;
+    for_entries(c, first, end, 0, 1, per_step, [&](i32 at, i32 token, i32 k, i64 id) {
+        if (at % chunk_tokens == 0) range.begin(cursors);
+        if (!valid_id(id, cfg.experts)) id = -1;  // and the round will be void
+        const i32 expert = static_cast<i32>(id), owner = id >= 0 ? expert / cfg.experts_here() : -1;
+        const u32 same = lanes_with(expert);
+        const u32 mates = lanes_of_rank<cfg.ranks>(owner) & lanes_of_token<cfg.topk>();  // at our owner
+        const bool leads = id >= 0 && (mates & below) == 0;
+        const u32 leaders = lanes_of_rank<cfg.ranks>(leads ? owner : -1);
+        const i32 row = id >= 0 ? cursors[expert] + __popc(same & below) : -1;
+        i32 slot = leads ? cursors[cfg.experts + owner] + __popc(leaders & below) : -1;
+        slot = __shfl_sync(kAllLanes, slot, mates != 0 ? __ffs(mates) - 1 : lane_id());
+        i32* slots = token_slot + static_cast<i64>(at) * cfg.ranks;
+        for (i32 i = lane_id(); i < min(per_step, end - at) * cfg.ranks; i += kWarp) slots[i] = -1;
+        __syncwarp();  // no -1 comes after a slot
+        if (id >= 0 && (same & below) == 0) cursors[expert] += __popc(same);
+        if (leads && (leaders & below) == 0) cursors[cfg.experts + owner] += __popc(leaders);
+        __syncwarp();
+        if (token >= 0) {
+            const i64 entry = static_cast<i64>(token) * cfg.topk + k;
+            token_rows[entry] = cfg.layout == Layout::flat ? slot : row;
+            token_owner[entry] = owner;
+            if (leads) token_slot[static_cast<i64>(token) * cfg.ranks + owner] = slot;
+        }
+        if ((at + per_step) % chunk_tokens == 0 || at + per_step >= end) range.end(c, at / chunk_tokens, cursors);
+    });
+}
+
+// A warp, when the round goes on: the rows of all tokens of the block at once.
+template <class Call>
+MOECOMM_FN void rank_tokens(const Call& c) {
+    i32* cursors = c.counters(0);
+    for (i32 column = lane_id(); column < Call::cfg.columns(); column += kWarp) cursors[column] += c.shared.base[column];
     __syncwarp();
+    place_tokens(c, c.share.first, c.share.end, cursors);
 }
 
 // A repeat knows the rows; only the ranges are missing, because chunks may be of another size than then.
@@ -81,15 +97,64 @@ MOECOMM_FN void range_chunk(const Call& c, i32 chunk) {
     }
 }
 
-// The chunks of this block, by the warps that have counted them, whose counters stand at what comes before.
+// All threads: places in this block's share, by the warps that have counted it, whose counters stand at what comes before.
 template <class Call>
-MOECOMM_FN void rank_share(const Call& c) {
+MOECOMM_FN void place_share(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     const i32 warp = warp_id();
     if constexpr (cfg.repeat) {
         for (i32 chunk = c.share.first_chunk + warp; chunk < c.share.end_chunk; chunk += cfg.warps()) range_chunk(c, chunk);
     } else if (warp < c.count_warps()) {
-        for (i32 chunk = c.counted_from(warp); chunk < c.counted_from(warp + 1); ++chunk) rank_chunk(c, chunk, c.counters(warp));
+        place_tokens(c, c.counted_from(warp), c.counted_from(warp + 1), c.counters(warp));
+    }
+}
+
+// All threads: body(i) of [first, end), whose words are then loaded together: load(i) gives one, store(i, it) takes it.
+template <class Load, class Store>
+MOECOMM_FN void map_words(i64 first, i64 end, i32 threads, Load load, Store store) {
+    constexpr i32 kTogether = 8;
+    for (i64 base = first + threadIdx.x; base < end; base += kTogether * threads) {
+        decltype(load(first)) words[kTogether];
+#pragma unroll
+        for (i32 i = 0; i < kTogether; ++i)
+            if (base + i * threads < end) words[i] = load(base + i * threads);
+#pragma unroll
+        for (i32 i = 0; i < kTogether; ++i)
+            if (base + i * threads < end) store(base + i * threads, words[i]);
+    }
+}
+
+// All threads, when the round goes on: places become rows.
+template <class Call>
+MOECOMM_FN void settle_share(const Call& c) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    if constexpr (!cfg.repeat) {
+        auto* rows = reinterpret_cast<i32*>(c.a.route.token_rows);
+        auto* slots = reinterpret_cast<i32*>(c.a.route.token_slot);
+        const auto* owners = reinterpret_cast<const i32*>(c.a.route.token_owner);
+        const i32* base = c.shared.base;
+        struct Entry {
+            i32 place, column;
+        };
+        const auto entry = [&](i64 i) {
+            return Entry{rows[i], cfg.layout == Layout::flat ? cfg.experts + owners[i] : static_cast<i32>(c.id_at(i))};
+        };
+        map_words(static_cast<i64>(c.share.first) * cfg.topk, static_cast<i64>(c.share.end) * cfg.topk, cfg.threads(), entry,
+                  [&](i64 i, Entry e) {
+                      if (e.place >= 0) rows[i] = e.place + base[e.column];
+                  });
+        map_words(
+            static_cast<i64>(c.share.first) * cfg.ranks, static_cast<i64>(c.share.end) * cfg.ranks, cfg.threads(),
+            [&](i64 i) { return slots[i]; },
+            [&](i64 i, i32 slot) {
+                if (slot >= 0) slots[i] = slot + base[cfg.experts + i % cfg.ranks];
+            });
+        for (i32 i = threadIdx.x; i < (c.share.end_chunk - c.share.first_chunk) * cfg.ranks; i += cfg.threads()) {
+            const i32 rank = i % cfg.ranks, chunk = c.share.first_chunk + i / cfg.ranks;
+            const u64 placed = *c.range(rank, chunk);
+            const i32 first = signal_first(placed) + base[cfg.experts + rank];
+            keep_range(c, chunk, rank, first, first + signal_count(placed));
+        }
     }
     fence_async_shared();  // bulk loads write where the counters were
     __syncthreads();

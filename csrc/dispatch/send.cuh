@@ -31,11 +31,10 @@ struct Sender {
     static constexpr i32 kOpen = 1;
 
     const Call& c;
-    const i32 chunks;           // of the block
     i32 loaded = 0, used = 0;   // pieces of this warp
     i32 done = 0, flagged = 0;  // rows of this warp; chunks it is through with
 
-    MOECOMM_FN explicit Sender(const Call& call) : c(call), chunks(call.share.end_chunk - call.share.first_chunk) {}
+    MOECOMM_FN explicit Sender(const Call& call) : c(call) {}
 
     // The n-th token of this warp, and how many of its tokens come before token `end` of the block.
     MOECOMM_FN i32 token_of(i32 n) const { return c.share.first + warp_id() + n * cfg.send_warps; }
@@ -84,23 +83,37 @@ struct Sender {
         }
         ++done;
     }
+    MOECOMM_FN u8* cast() const { return c.shared.cast[warp_id()][done % kCasts]; }
+    MOECOMM_FN u8* scales() const { return reinterpret_cast<u8*>(c.shared.scales[warp_id()][done % kCasts]); }
+    // The next piece of the row that is next.
+    MOECOMM_FN void cast_piece() {
+        await_piece();
+        const i32 at = used % kPieces * cfg.piece_columns;
+        quantize_piece<cfg.type, cfg.scale_format>(cast() + at, held(used), min(cfg.piece_columns, cfg.hidden - at),
+                                                   scales() + at / kQuantGroup * cfg.scale_size());
+        __syncwarp();  // the place is free
+        ++used;
+    }
+    // Some pieces of the first row, while it is not known yet where it goes.
+    MOECOMM_FN void cast_ahead(i32 pieces) {
+        if constexpr (cfg.quantize) {
+            for (; warp_id() < cfg.send_warps && pieces > 0 && used < min(loaded, kPieces); --pieces) {
+                load_next();
+                cast_piece();
+            }
+        }
+    }
     MOECOMM_FN void cast_and_store_row(const Places<Call>& to) {
-        u8* cast = c.shared.cast[warp_id()][done % kCasts];
-        u8* scales = reinterpret_cast<u8*>(c.shared.scales[warp_id()][done % kCasts]);
         bulk_wait_read<kCasts - 1>();
         __syncwarp();
-        for (i32 at = 0; at < cfg.hidden; at += cfg.piece_columns) {
+        while (used < (done + 1) * kPieces) {
             load_next();
-            await_piece();
-            quantize_piece<cfg.type, cfg.scale_format>(cast + at, held(used), min(cfg.piece_columns, cfg.hidden - at),
-                                                       scales + at / kQuantGroup * cfg.scale_size());
-            __syncwarp();  // the place is free
-            ++used;
+            cast_piece();
         }
         fence_async_shared();
         __syncwarp();
-        store(to, 0, cast, cfg.hidden);
-        store_scales(to, scales);
+        store(to, 0, cast(), cfg.hidden);
+        store_scales(to, scales());
         commit();
         ++done;
     }
@@ -121,12 +134,12 @@ struct Sender {
         }
     }
 
-    // Says so of the chunks whose rows of this warp are at their places when all but the last `open` are.
+    // Says so of the chunks whose rows of this warp are at their places when all but the last `open` are; without open ones, of all.
     template <i32 open>
     MOECOMM_FN void finish_chunks() {
-        while (flagged < chunks) {
+        while (flagged < c.turns()) {
             const i32 end = min((flagged + 1) * c.a.chunk_tokens, c.share.end - c.share.first);
-            if (tokens_before(end) + open > done) return;
+            if (open > 0 && tokens_before(end) + open > done) return;
             bulk_wait<open * kGroups>();
             __syncwarp();  // what follows is the release of all lanes' stores
             if (lane_id() == 0) c.shared.sent.arrive(c.round, flagged);
@@ -140,7 +153,8 @@ template <class Call>
 MOECOMM_FN void describe(const Call& c) {
     for (i32 chunk = c.share.first_chunk; chunk < c.share.end_chunk; ++chunk) {
         describe_chunk(c, chunk);
-        if (lane_id() == 0) c.shared.sent.arrive(c.round, chunk - c.share.first_chunk);
+        const i32 nth = chunk - c.share.first_chunk;
+        if (lane_id() == 0 && (Call::cfg.tells_early() || chunk + 1 == c.share.end_chunk)) c.shared.sent.arrive(c.round, c.turn_of(nth));
     }
 }
 
@@ -151,9 +165,9 @@ template <class Call>
 MOECOMM_FN void raise_flags(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     for (i32 chunk = c.share.first_chunk, next; chunk < c.share.end_chunk; chunk = next) {
-        if (__any_sync(kAllLanes, !c.shared.sent.await(c.round, chunk - c.share.first_chunk))) return;
+        if (__any_sync(kAllLanes, !c.shared.sent.await(c.round, c.turn_of(chunk - c.share.first_chunk)))) return;
         for (next = chunk + 1; next < c.share.end_chunk; ++next)
-            if (!__all_sync(kAllLanes, c.shared.sent.await_no_longer(next - c.share.first_chunk))) break;
+            if (!__all_sync(kAllLanes, c.shared.sent.await_no_longer(c.turn_of(next - c.share.first_chunk)))) break;
         c.transport.fence();
         for (i32 i = lane_id(); i < (next - chunk) * cfg.ranks; i += kWarp) {
             const i32 p = rotated<cfg.ranks>(c.me(), i % cfg.ranks), which = chunk + i / cfg.ranks;
@@ -213,7 +227,7 @@ MOECOMM_FN void send(const Call& c, Sender<Call>& sender) {
         const Token<Call> token = next;
         if (sender.has(n + 1)) next = load(n + 1);
         send_row(c, sender, token);
-        sender.template finish_chunks<Sender<Call>::kOpen>();
+        if constexpr (Call::cfg.tells_early()) sender.template finish_chunks<Sender<Call>::kOpen>();
     }
     sender.template finish_chunks<0>();
 }

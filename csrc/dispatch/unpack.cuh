@@ -118,11 +118,11 @@ struct Unpacker {
     }
 };
 
-// By the teams of the grid: of each source that sends packets, which flat rows its chunks have here, as flags tell of others.
+// By the blocks that unpack: of each source that sends packets, which flat rows its chunks have here, as flags tell of others.
 template <class Call>
 MOECOMM_FN void keep_ranges(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
-    const i32 thread = c.nth_unpacker() * c.kTeam + c.team_thread(), threads = c.unpackers() * c.kTeam;
+    const i32 thread = c.nth_unpacker() * cfg.threads() + threadIdx.x, threads = c.unpackers() * cfg.threads();
     for (i32 s = 0; s < cfg.ranks; ++s) {
         const Source& from = c.shared.sources[s];
         if (!from.packets) continue;
@@ -139,16 +139,16 @@ MOECOMM_FN void keep_ranges(const Call& c) {
     }
 }
 
-// By the teams of the grid, once the round goes on.  False when a packet did not come.
+// By all warps, once the round goes on; the team first, because the others may still be sending.
 template <class Call>
-MOECOMM_FN bool unpack(const Call& c) {
+MOECOMM_FN void unpack(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     constexpr i32 of_row = Packets<Call>::kOfRow;
     bool some = false;
     for (i32 s = lane_id(); s < cfg.ranks; s += kWarp) some = some || c.shared.sources[s].packets;
-    if (c.nth_unpacker() < 0 || !__any_sync(kAllLanes, some)) return true;
-    const i32 end = c.shared.slots_before[cfg.ranks] * of_row;
-    for (i32 item = c.nth_unpacker() + c.unpackers() * c.team_warp(); item < end; item += c.unpackers() * c.kTeamWarps) {
+    if (c.nth_unpacker() < 0 || !__any_sync(kAllLanes, some)) return;
+    const i32 end = c.shared.slots_before[cfg.ranks] * of_row, nth = c.team_warp() >= 0 ? c.team_warp() : c.kTeamWarps + warp_id();
+    for (i32 item = c.nth_unpacker() + c.unpackers() * nth; item < end; item += c.unpackers() * cfg.warps()) {
         const i32 slot = item / of_row;
         i32 source = 0;
         while (slot >= c.shared.slots_before[source + 1]) ++source;
@@ -158,11 +158,10 @@ MOECOMM_FN bool unpack(const Call& c) {
         const u64 packet = packets_at(c.window(), c.shape(), c.round.tag, source) +
                            static_cast<u64>(token * of_row + unpacker.piece) * cfg.packet_lines * kLineBytes;
         if (!await_packet<cfg.packet_lines>(c.round, Phase::payload, source, c.transport.template local<u8>(packet), unpacker.words))
-            return false;
+            return;
         unpacker.put();
     }
     keep_ranges(c);
-    return true;
 }
 
 // The same where few have packets: its registers are no business of what comes before.

@@ -30,8 +30,7 @@ struct Deadline {
 // take 107 ms on 4 H200, instead of 0.6 (bench/results/nvlink-vmm-4-clock-read-in-every-wait.json and nvlink-vmm-4.json).
 constexpr u32 kLookCycles = 1u << 23;
 
-// Polls of a wait before it naps between two.  A poll that acquires empties the first-level cache of its multiprocessor, where other warps
-// move rows: what is near is polled for without pause, what takes longer now and then.
+// Polls of a wait before it naps between two: what is near is polled for without pause, what takes longer now and then.
 constexpr u32 kEagerPolls = 64, kNapNs = 100;
 
 MOECOMM_FN void nap() { asm volatile("nanosleep.u32 %0;" ::"n"(kNapNs)); }

@@ -94,7 +94,9 @@ def test_compiles_within_its_bounds(name: str, built: Built) -> None:
     (registers,) = map(int, re.findall(r"Used (\d+) registers", log))
     assert registers * jit.block_threads(fields) <= 65536
     assert {*re.findall(r"(\d+) bytes spill", log)} == {"0"}
-    assert max(map(int, re.findall(r"(\d+) bytes stack frame", log))) <= 128
+    # A function that is called, and takes a reference to a part of what a kernel knows, puts all of it into local
+    # memory; then every access to shared memory goes by a generic address that is loaded from there first.
+    assert {*re.findall(r"(\d+) bytes stack frame", log)} == {"0"}
     assert fields["shared_bytes"] <= 227 * 1024
     assert "warning" not in log
 
