@@ -1,0 +1,172 @@
+#include "comm.h"
+
+#include <sys/epoll.h>
+
+#include <algorithm>
+#include <thread>
+
+#include "log.h"
+
+namespace moecomm::rma {
+namespace {
+
+constexpr auto kLongestCopy = std::chrono::seconds(2);  // that is waited for before memory is given back
+constexpr auto kLongestBye = std::chrono::milliseconds(200);
+constexpr uint64_t kMostShadow = 64 * 1024 * 1024;
+
+}  // namespace
+
+Comm::Comm(std::vector<Channel> channels, int me, const Settings& settings, std::shared_ptr<Gpu> gpu)
+    : me_(me),
+      settings_(settings),
+      gpu_(std::move(gpu)),
+      channels_(std::move(channels)),
+      signals_(gpu_),
+      peers_(channels_.size()),
+      epoll_(::epoll_create1(EPOLL_CLOEXEC)),
+      readable_(channels_.size(), 0) {
+    if (!epoll_.open()) throw Failure(Fault::kSystem, "epoll_create1");
+    // All streams, events and pinned memory are made here: later a kernel may be running that waits for us, and making them may wait for
+    // it.
+    for (int rank = 0; rank < static_cast<int>(peers_.size()); ++rank) {
+        Peer& peer = peers_[rank];
+        Channel& channel = channels_[rank];
+        if (rank == me_ || channel.route == Route::kLocal) peer.direct = std::make_unique<DirectPath>(gpu_, rank == me_);
+        if (rank == me_) continue;
+        peer.link = std::make_unique<Link>(std::move(channel.data), rank, gpu_, registry_, signals_, settings_.timeout);
+        peer.to = std::move(channel.to);
+        peer.from = std::move(channel.from);
+        epoll_event event{};
+        event.events = EPOLLIN | EPOLLRDHUP;
+        event.data.u32 = static_cast<uint32_t>(rank);
+        if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, peer.link->socket(), &event) != 0) throw Failure(Fault::kSystem, "epoll_ctl");
+        peer.watched = true;
+    }
+}
+
+// Peers may be gone, or going: nothing here depends on them.
+Comm::~Comm() {
+    try {
+        const InContext in_context(gpu_.get());
+        const Deadline deadline = Clock::now() + kLongestBye;
+        for (Peer& peer : peers_) {
+            if (peer.link == nullptr || peer.failure.has_value()) continue;
+            try {
+                peer.link->say_bye(deadline);
+            } catch (const Failure&) {  // it has left before us
+            }
+        }
+        wait_for_copies();
+        for (const auto& region : retired_regions_) unmap(*region, gpu_.get());
+        for (uint32_t id = 0; id < registry_.next_id(); ++id) {
+            if (const auto region = registry_.by_id(id)) unmap(*region, gpu_.get());
+        }
+    } catch (const std::exception& error) {
+        inform(std::string("closing: ") + error.what());
+    }
+}
+
+void* Comm::add_memory(void* data, size_t bytes, bool on_gpu, uint64_t flags) {
+    const std::lock_guard<std::mutex> control(control_);
+    const InContext in_context(gpu_.get());
+    if (on_gpu && gpu_ == nullptr) throw Failure(Fault::kUnsupported, "memory of a GPU, and no CUDA context was current at connect");
+    auto region = std::make_shared<Region>();
+    region->base = static_cast<char*>(data);
+    region->bytes = bytes;
+    region->on_gpu = on_gpu;
+    region->never_reset = on_gpu && (flags & abi::kSignalNeverReset) != 0 && bytes <= kMostShadow;
+    if (region->never_reset) region->shadow.resize(bytes / sizeof(uint64_t));
+    region->remote.resize(peers_.size());
+    region->remote[me_].bytes = bytes;
+    region->remote[me_].at = region->base;
+    {
+        // Before anybody is told: a peer that has heard of it from all ranks writes to it at once, while we still wait for a slow one.
+        const std::lock_guard<std::mutex> lock(mutex_);
+        region->id = registry_.next_id();
+        registry_.add(region);
+    }
+    try {
+        exchange(*region, channels_, me_, gpu_.get(), Clock::now() + settings_.timeout);
+    } catch (...) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        registry_.remove(*region);
+        unmap(*region, gpu_.get());
+        throw;
+    }
+    return region.get();
+}
+
+void Comm::remove_memory(void* handle) {
+    const std::lock_guard<std::mutex> control(control_);
+    const InContext in_context(gpu_.get());
+    std::shared_ptr<Region> region;
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        region = registry_.by_handle(handle);
+        registry_.remove(*region);
+        signals_.forget(*region);
+    }
+    if (region->on_gpu) wait_for_copies();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (region.use_count() == 1) {
+        unmap(*region, gpu_.get());
+    } else {
+        retired_regions_.push_back(std::move(region));  // a request still names it
+    }
+}
+
+Context* Comm::add_context(int count) {
+    if (count < 1) throw Failure(Fault::kUnsupported, "a context has at least one GIN context");
+    auto context = std::make_unique<Context>();
+    context->comm = this;
+    context->count = count;
+    context->lanes.resize(static_cast<size_t>(count) * peers_.size());
+    for (size_t i = 0; i < context->lanes.size(); ++i) context->lanes[i].peer = static_cast<int>(i % peers_.size());
+    const std::lock_guard<std::mutex> lock(mutex_);
+    contexts_.push_back(std::move(context));
+    return contexts_.back().get();
+}
+
+void Comm::remove_context(Context* context) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& one : contexts_) {
+        if (one.get() != context) continue;
+        const bool busy = std::any_of(one->lanes.begin(), one->lanes.end(), [](const Lane& lane) { return lane.active; });
+        if (busy) retired_contexts_.push_back(std::move(one));
+        contexts_.erase(contexts_.begin() + (&one - contexts_.data()));
+        return;
+    }
+    throw Failure(Fault::kBadHandle, "no such context");
+}
+
+std::vector<std::pair<CopyStream*, Ticket>> Comm::open_copies() {
+    std::vector<std::pair<CopyStream*, Ticket>> open{{&signals_.stream(), signals_.stream().last()}};
+    for (Peer& peer : peers_) {
+        if (peer.direct != nullptr) open.emplace_back(&peer.direct->stream(), peer.direct->stream().last());
+        if (peer.link == nullptr) continue;
+        const auto streams = peer.link->streams();
+        open.emplace_back(streams.first, streams.first->last());
+        open.emplace_back(streams.second, streams.second->last());
+    }
+    return open;
+}
+
+// Those under way, so that memory which they touch can be given back; throws if they do not end.
+void Comm::wait_for_copies() {
+    std::vector<std::pair<CopyStream*, Ticket>> open;
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        open = open_copies();
+    }
+    const Deadline deadline = Clock::now() + kLongestCopy;
+    for (;;) {
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            if (std::all_of(open.begin(), open.end(), [](auto& one) { return one.first->ended(one.second); })) return;
+        }
+        if (Clock::now() >= deadline) throw Failure(Fault::kCuda, "copies do not end");
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+}
+
+}  // namespace moecomm::rma

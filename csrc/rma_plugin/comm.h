@@ -1,0 +1,111 @@
+// One communicator of NCCL's: what its ranks have registered, how each is reached, and the operations under way.
+// What may wait for other ranks runs on threads of NCCL's callers and holds control_.  What NCCL's progress thread calls never waits: it
+// holds mutex_ for its own data, and nobody holds mutex_ while waiting for anything.
+#pragma once
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "direct.h"
+#include "exchange.h"
+#include "link.h"
+
+namespace moecomm::rma {
+
+class Comm;
+
+// The operations of one GIN context to one peer, in their order: a signal leaves when all before it have ended.
+struct Lane {
+    int peer = 0;
+    bool active = false;
+    std::deque<Request*> requests;
+};
+
+struct Context {
+    Comm* comm;
+    int count;
+    std::vector<Lane> lanes;  // by context, then by peer
+};
+
+struct Move {  // what a put or a get moves, in NCCL's words
+    void* local;
+    uint64_t local_at;
+    void* remote;
+    uint64_t remote_at;
+    uint64_t bytes;
+};
+struct Raise {  // and the signal behind it
+    void* region;
+    uint64_t at, value;
+};
+
+class Comm {
+  public:
+    Comm(std::vector<Channel> channels, int me, const Settings& settings, std::shared_ptr<Gpu> gpu);
+    ~Comm();
+
+    // On threads of NCCL's callers.
+    void* add_memory(void* data, size_t bytes, bool on_gpu, uint64_t flags);  // together with all ranks
+    void remove_memory(void* handle);
+    Context* add_context(int count);
+    void remove_context(Context* context);
+
+    // On NCCL's progress thread.
+    Request* put(Context& context, int number, int peer, const Move& move, const Raise* raise);
+    Request* get(Context& context, int number, int peer, const Move& move);
+    Request* flush();
+    bool test(Request* request);
+    void progress();
+    bool failed();
+
+  private:
+    struct Peer {
+        std::unique_ptr<Link> link;          // null: ourselves
+        std::unique_ptr<DirectPath> direct;  // null: another host
+        std::unique_ptr<Mailbox> to, from;
+        std::vector<Lane*> lanes;  // with requests in them
+        std::optional<Failure> failure;
+        std::optional<Clock::time_point> full_since;  // its mailbox
+        size_t open = 0;                              // requests
+        bool watched = false;                         // by epoll_
+    };
+
+    void check_peer(int peer) const;
+    Request& open_request(Context& context, int number, int peer, Request::Kind kind, const Move& move);
+    void submit(Request& request, Context& context, int number);
+    void close_request(Request& request);
+    void progress_all();  // with mutex_
+    void progress_peer(int rank, bool readable, Clock::time_point now);
+    void progress_lane(Peer& peer, Lane& lane, Clock::time_point now);
+    bool raise(Peer& peer, Request& request, Clock::time_point now);
+    void fail(int rank, Failure failure);
+    void unwatch(Peer& peer);
+    void wait_for_copies();
+    std::vector<std::pair<CopyStream*, Ticket>> open_copies();
+
+    const int me_;
+    const Settings settings_;
+    const std::shared_ptr<Gpu> gpu_;
+
+    std::mutex control_;
+    std::vector<Channel> channels_;  // their control connections
+
+    std::mutex mutex_;
+    Registry registry_;
+    Signals signals_;
+    std::vector<Peer> peers_;
+    Descriptor epoll_;
+    std::vector<char> readable_;
+    std::vector<std::unique_ptr<Context>> contexts_, retired_contexts_;
+    std::vector<std::shared_ptr<Region>> retired_regions_;  // whose mappings may be in use
+    std::deque<Request> requests_;
+    std::vector<Request*> free_, released_;
+    std::deque<Request*> gets_;  // in their order, until they have ended
+    uint64_t gets_issued_ = 0, gets_ended_ = 0;
+    std::optional<Failure> first_failure_;
+    Clock::time_point progressed_{};
+};
+
+}  // namespace moecomm::rma

@@ -1,0 +1,256 @@
+#include <sys/epoll.h>
+
+#include "comm.h"
+#include "log.h"
+
+namespace moecomm::rma {
+namespace {
+
+constexpr size_t kMostOpen = 1 << 16;                       // requests to one peer; NCCL's own queues are far shorter
+constexpr auto kTestAlone = std::chrono::microseconds(20);  // after which test makes progress itself
+constexpr int kMailATurn = 256;
+
+}  // namespace
+
+void Comm::check_peer(int peer) const {
+    if (peer < 0 || peer >= static_cast<int>(peers_.size())) throw Failure(Fault::kOutOfRange, "there is no " + rank_name(peer));
+    if (peers_[peer].failure.has_value()) throw *peers_[peer].failure;
+}
+
+Request& Comm::open_request(Context& context, int number, int peer, Request::Kind kind, const Move& move) {
+    check_peer(peer);
+    if (number < 0 || number >= context.count) throw Failure(Fault::kOutOfRange, "there is no context " + std::to_string(number));
+    std::shared_ptr<Region> local, remote;
+    if (move.bytes > 0) {
+        local = registry_.by_handle(move.local);
+        remote = registry_.by_handle(move.remote);
+        if (!fits(move.local_at, move.bytes, local->bytes)) throw Failure(Fault::kOutOfRange, "beyond the end of a region of this rank");
+        if (!fits(move.remote_at, move.bytes, remote->remote[peer].bytes)) {
+            throw Failure(Fault::kOutOfRange, "beyond the end of a region of " + rank_name(peer));
+        }
+    }
+    if (peers_[peer].open >= kMostOpen) throw Failure(Fault::kQueueFull, rank_name(peer) + " has too many operations open");
+    if (free_.empty()) free_.push_back(&requests_.emplace_back());
+    Request& request = *free_.back();
+    free_.pop_back();
+    request = Request();
+    request.kind = kind;
+    request.peer = peer;
+    request.local = std::move(local);
+    request.remote = std::move(remote);
+    request.local_at = move.local_at;
+    request.remote_at = move.remote_at;
+    request.bytes = move.bytes;
+    ++peers_[peer].open;
+    return request;
+}
+
+Request* Comm::put(Context& context, int number, int peer, const Move& move, const Raise* raise) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const InContext in_context(gpu_.get());
+    check_peer(peer);
+    std::shared_ptr<Region> signal;
+    if (raise != nullptr) {
+        signal = registry_.by_handle(raise->region);
+        if (raise->at % sizeof(uint64_t) != 0 || !fits(raise->at, sizeof(uint64_t), signal->remote[peer].bytes)) {
+            throw Failure(Fault::kOutOfRange, "no word of the signals of " + rank_name(peer));
+        }
+    }
+    Request& request = open_request(context, number, peer, Request::Kind::kPut, move);
+    request.signal = std::move(signal);
+    if (raise != nullptr) {
+        request.signal_at = raise->at;
+        request.signal_value = raise->value;
+    }
+    submit(request, context, number);
+    return &request;
+}
+
+Request* Comm::get(Context& context, int number, int peer, const Move& move) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const InContext in_context(gpu_.get());
+    Request& request = open_request(context, number, peer, Request::Kind::kGet, move);
+    ++gets_issued_;
+    ++request.held;
+    gets_.push_back(&request);
+    submit(request, context, number);
+    return &request;
+}
+
+Request* Comm::flush() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (free_.empty()) free_.push_back(&requests_.emplace_back());
+    Request& request = *free_.back();
+    free_.pop_back();
+    request = Request();
+    request.kind = Request::Kind::kFlush;
+    request.peer = me_;
+    request.gets_before = gets_issued_;
+    ++peers_[me_].open;
+    return &request;
+}
+
+// Errors of the peer are kept with it and come out of test: the request exists.
+void Comm::submit(Request& request, Context& context, int number) try {
+    Peer& peer = peers_[request.peer];
+    const bool own_signals = peer.direct != nullptr;  // else they travel behind the bytes
+    if (peer.direct != nullptr && peer.direct->carries(request)) {
+        peer.direct->push(request);
+    } else {
+        peer.link->push(request, !own_signals);
+    }
+    if (!own_signals || request.kind == Request::Kind::kGet) return;
+    Lane& lane = context.lanes[static_cast<size_t>(number) * peers_.size() + static_cast<size_t>(request.peer)];
+    ++request.held;
+    lane.requests.push_back(&request);
+    if (!lane.active) peer.lanes.push_back(&lane);
+    lane.active = true;
+} catch (const Failure& failure) {
+    fail(request.peer, failure);
+}
+
+bool Comm::test(Request* request) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const bool flush = request->kind == Request::Kind::kFlush;
+    const auto done = [&] { return flush ? gets_ended_ >= request->gets_before : request->done(); };
+    if (!done() && Clock::now() - progressed_ > kTestAlone) progress_all();
+    if (done()) {
+        close_request(*request);
+        return true;
+    }
+    const std::optional<Failure>& failure = flush ? first_failure_ : peers_[request->peer].failure;
+    if (failure.has_value()) throw *failure;
+    return false;
+}
+
+void Comm::close_request(Request& request) {
+    --peers_[request.peer].open;
+    request.released = true;
+    if (request.held > 0) {
+        released_.push_back(&request);
+        return;
+    }
+    request = Request();
+    free_.push_back(&request);
+}
+
+void Comm::progress() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    progress_all();
+}
+
+bool Comm::failed() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return first_failure_.has_value();
+}
+
+void Comm::progress_all() {
+    const InContext in_context(gpu_.get());
+    const Clock::time_point now = progressed_ = Clock::now();
+    epoll_event events[64];
+    const int ready = ::epoll_wait(epoll_.get(), events, 64, 0);
+    for (int i = 0; i < ready; ++i) readable_[events[i].data.u32] = 1;
+    for (int rank = 0; rank < static_cast<int>(peers_.size()); ++rank) {
+        if (!peers_[rank].failure.has_value()) progress_peer(rank, readable_[rank] != 0, now);
+        readable_[rank] = 0;
+    }
+    try {
+        signals_.progress();
+    } catch (const Failure& failure) {
+        fail(me_, failure);
+    }
+    for (; !gets_.empty() && gets_.front()->moved; gets_.pop_front(), ++gets_ended_) --gets_.front()->held;
+    for (size_t i = 0; i < released_.size();) {
+        if (released_[i]->held > 0) {
+            ++i;
+            continue;
+        }
+        *released_[i] = Request();
+        free_.push_back(released_[i]);
+        released_[i] = released_.back();
+        released_.pop_back();
+    }
+}
+
+void Comm::progress_peer(int rank, bool readable, Clock::time_point now) try {
+    Peer& peer = peers_[rank];
+    if (peer.from != nullptr) {
+        Mail mail{};
+        for (int i = 0; i < kMailATurn && signals_.room() && peer.from->take(mail, rank); ++i) {
+            signals_.add(registry_.by_id(mail.region), mail.at, mail.value, rank);
+        }
+    }
+    if (peer.direct != nullptr) peer.direct->progress();
+    if (peer.link != nullptr) {
+        Link& link = *peer.link;
+        if (!link.closed() && (readable || link.has_to_settle())) link.receive();
+        if (!link.closed() && link.has_to_send()) link.send();
+        if (link.closed() && link.has_to_settle()) link.receive();
+        if (link.closed()) {
+            unwatch(peer);
+            if (link.unfinished() > 0) throw Failure(Fault::kPeerClosed, rank_name(rank) + " has closed the communicator");
+        } else {
+            link.check_patience(now);
+        }
+    }
+    for (size_t i = 0; i < peer.lanes.size();) {
+        Lane& lane = *peer.lanes[i];
+        progress_lane(peer, lane, now);
+        if (lane.requests.empty()) {
+            lane.active = false;
+            peer.lanes[i] = peer.lanes.back();
+            peer.lanes.pop_back();
+        } else {
+            ++i;
+        }
+    }
+} catch (const Failure& failure) {
+    fail(rank, failure);
+}
+
+void Comm::progress_lane(Peer& peer, Lane& lane, Clock::time_point now) {
+    while (!lane.requests.empty() && lane.requests.front()->moved) {
+        Request& front = *lane.requests.front();
+        if (front.signal != nullptr && !raise(peer, front, now)) return;
+        --front.held;
+        lane.requests.pop_front();
+    }
+}
+
+bool Comm::raise(Peer& peer, Request& request, Clock::time_point now) {
+    if (request.peer == me_) {
+        if (!signals_.room()) return false;
+        signals_.add(request.signal, request.signal_at, request.signal_value, me_);
+    } else {
+        if (peer.link->closed()) throw Failure(Fault::kPeerClosed, rank_name(request.peer) + " has closed the communicator");
+        if (!peer.to->post({request.signal_at, request.signal_value, request.signal->id, 0}, request.peer)) {
+            if (!peer.full_since.has_value()) peer.full_since = now;
+            if (now - *peer.full_since > settings_.timeout) {
+                throw Failure(Fault::kPeerSilent,
+                              rank_name(request.peer) + " has taken no signal for " + std::to_string(settings_.timeout.count()) + " ms");
+            }
+            return false;
+        }
+        peer.full_since.reset();
+    }
+    request.signalled = true;
+    return true;
+}
+
+void Comm::fail(int rank, Failure failure) {
+    Peer& peer = peers_[rank];
+    if (peer.failure.has_value()) return;
+    warn(failure.what());
+    failure.told = true;
+    peer.failure = failure;
+    if (!first_failure_.has_value()) first_failure_ = failure;
+    unwatch(peer);
+    if (peer.link != nullptr) peer.link->shut();
+}
+
+void Comm::unwatch(Peer& peer) {
+    if (peer.watched) ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, peer.link->socket(), nullptr);
+    peer.watched = false;
+}
+
+}  // namespace moecomm::rma

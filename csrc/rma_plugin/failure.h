@@ -1,0 +1,96 @@
+// What can go wrong, by name.  Thrown inside the plugin; NCCL gets a result code and, through its logger, the text.
+#pragma once
+#include <stdexcept>
+#include <string>
+
+#include "nccl_abi.h"
+
+namespace moecomm::rma {
+
+enum class Fault {
+    kPeerLost,       // its connection broke
+    kPeerSilent,     // it took nothing and said nothing for longer than the timeout
+    kPeerClosed,     // it has closed the communicator, and something was still wanted from it
+    kPeerLied,       // what it sent breaks the protocol
+    kBadChecksum,    // what it sent is not what came
+    kWrongSecret,    // it does not know the job's secret
+    kNotReachable,   // there is no way to it
+    kConnectFailed,  // it did not come, or did not take us, in time
+    kOutOfRange,     // an offset or a length beyond a registered region
+    kBadHandle,      // not something that this communicator has registered
+    kQueueFull,      // more operations at once than were agreed
+    kUnsupported,
+    kSystem,
+    kCuda,
+};
+
+inline const char* name_of(Fault fault) {
+    switch (fault) {
+        case Fault::kPeerLost:
+            return "PeerLost";
+        case Fault::kPeerSilent:
+            return "PeerSilent";
+        case Fault::kPeerClosed:
+            return "PeerClosed";
+        case Fault::kPeerLied:
+            return "PeerLied";
+        case Fault::kBadChecksum:
+            return "BadChecksum";
+        case Fault::kWrongSecret:
+            return "WrongSecret";
+        case Fault::kNotReachable:
+            return "NotReachable";
+        case Fault::kConnectFailed:
+            return "ConnectFailed";
+        case Fault::kOutOfRange:
+            return "OutOfRange";
+        case Fault::kBadHandle:
+            return "BadHandle";
+        case Fault::kQueueFull:
+            return "QueueFull";
+        case Fault::kUnsupported:
+            return "Unsupported";
+        case Fault::kSystem:
+            return "System";
+        case Fault::kCuda:
+            return "Cuda";
+    }
+    return "?";
+}
+
+inline abi::Result result_of(Fault fault) {
+    switch (fault) {
+        case Fault::kOutOfRange:
+        case Fault::kBadHandle:
+            return abi::kInvalidArgument;
+        case Fault::kQueueFull:
+            return abi::kInternalError;
+        case Fault::kUnsupported:
+            return abi::kInvalidUsage;
+        case Fault::kSystem:
+        case Fault::kNotReachable:
+            return abi::kSystemError;
+        case Fault::kCuda:
+            return abi::kUnhandledCudaError;
+        default:
+            return abi::kRemoteError;
+    }
+}
+
+class Failure : public std::runtime_error {
+  public:
+    Failure(Fault fault, const std::string& text)
+        : std::runtime_error(std::string(name_of(fault)) + ": " + text), fault_(fault), text_(text) {}
+    Fault fault() const { return fault_; }
+    const std::string& text() const { return text_; }  // without the name
+    abi::Result result() const { return result_of(fault_); }
+    bool told = false;  // in NCCL's log already
+
+  private:
+    Fault fault_;
+    std::string text_;
+};
+
+inline std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
+
+}  // namespace moecomm::rma

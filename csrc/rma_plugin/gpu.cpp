@@ -1,0 +1,117 @@
+#include "gpu.h"
+
+#include <cstdint>
+
+#include "failure.h"
+
+namespace moecomm::rma {
+
+std::shared_ptr<Gpu> Gpu::current() {
+    const cuda::Driver* cuda = cuda::driver();
+    void* context = nullptr;
+    int device = 0;
+    if (cuda == nullptr || cuda->get_context(&context) != 0 || context == nullptr) return nullptr;
+    cuda::check(cuda->get_device(&device), "cuCtxGetDevice");
+    return std::shared_ptr<Gpu>(new Gpu(*cuda, context, device));
+}
+
+void* Gpu::create_stream() {
+    int least = 0, greatest = 0;
+    void* stream = nullptr;
+    cuda::check(cuda_.priorities(&least, &greatest), "cuCtxGetStreamPriorityRange");
+    cuda::check(cuda_.create_stream(&stream, cuda::kNonBlocking, greatest), "cuStreamCreateWithPriority");
+    return stream;
+}
+
+void* Gpu::create_event() {
+    void* event = nullptr;
+    cuda::check(cuda_.create_event(&event, cuda::kNoTiming), "cuEventCreate");
+    return event;
+}
+
+bool Gpu::ended(void* event) {
+    const int result = cuda_.query(event);
+    if (result == cuda::kNotReady) return false;
+    cuda::check(result, "cuEventQuery");
+    return true;
+}
+
+void Gpu::copy(void* to, const void* from, size_t bytes, void* stream) {
+    cuda::check(cuda_.copy(reinterpret_cast<cuda::Pointer>(to), reinterpret_cast<cuda::Pointer>(from), bytes, stream), "cuMemcpyAsync");
+}
+
+void Gpu::write_word(void* to, uint64_t value, void* stream) {
+    cuda::check(cuda_.write_word(stream, reinterpret_cast<cuda::Pointer>(to), value, 0), "cuStreamWriteValue64");
+}
+
+void* Gpu::pin(size_t bytes) {
+    void* memory = nullptr;
+    cuda::check(cuda_.pin(&memory, bytes, cuda::kPortable), "cuMemHostAlloc");
+    return memory;
+}
+
+Gpu::Exported Gpu::export_window(void* at, size_t bytes) {
+    Exported window;
+    cuda::Pointer base = 0;
+    size_t allocated = 0;
+    cuda::check(cuda_.address_range(&base, &allocated, reinterpret_cast<cuda::Pointer>(at)), "cuMemGetAddressRange");
+    const size_t offset = reinterpret_cast<cuda::Pointer>(at) - base;
+    if (bytes > allocated || offset > allocated - bytes) return window;  // it spans several allocations
+    cuda::Handle handle = 0;
+    if (cuda_.retain(&handle, at) != 0) return window;  // cudaMalloc'ed, not mapped by handle
+    cuda::Properties properties{};
+    int fd = -1;
+    const bool can = cuda_.properties(&properties, handle) == 0 && (properties.handle_types & cuda::kPosixFd) != 0;
+    if (can && cuda_.export_handle(&fd, handle, cuda::kPosixFd, 0) == 0) {
+        window.fd = Descriptor(fd);
+        window.offset = offset;
+        window.bytes = allocated;
+    }
+    cuda_.release(handle);
+    return window;
+}
+
+char* Gpu::map_window(int fd, size_t bytes) {
+    cuda::Handle handle = 0;
+    if (cuda_.import_handle(&handle, reinterpret_cast<void*>(static_cast<intptr_t>(fd)), cuda::kPosixFd) != 0) return nullptr;
+    cuda::Pointer at = 0;
+    bool mapped = false;
+    if (cuda_.reserve(&at, bytes, 0, 0, 0) == 0) {
+        const cuda::Access access{{cuda::kOnDevice, device_}, cuda::kReadWrite};
+        if (cuda_.map(at, bytes, 0, handle, 0) == 0) {
+            mapped = cuda_.set_access(at, bytes, &access, 1) == 0;
+            if (!mapped) cuda_.unmap(at, bytes);
+        }
+        if (!mapped) cuda_.unreserve(at, bytes);
+    }
+    cuda_.release(handle);  // the mapping keeps the memory
+    return mapped ? reinterpret_cast<char*>(at) : nullptr;
+}
+
+void Gpu::unmap_window(char* at, size_t bytes) {
+    cuda_.unmap(reinterpret_cast<cuda::Pointer>(at), bytes);
+    cuda_.unreserve(reinterpret_cast<cuda::Pointer>(at), bytes);
+}
+
+InContext::InContext(Gpu* gpu) : gpu_(gpu) {
+    if (gpu_ == nullptr) return;
+    const cuda::Driver& cuda = gpu_->cuda_;
+    void* now = nullptr;
+    cuda::check(cuda.get_context(&now), "cuCtxGetCurrent");
+    if (now == nullptr) {
+        cuda::check(cuda.set_context(gpu_->context_), "cuCtxSetCurrent");
+    } else if (now != gpu_->context_) {
+        cuda::check(cuda.push_context(gpu_->context_), "cuCtxPushCurrent");
+        pushed_ = true;
+    }
+    cuda.exchange_capture_mode(&mode_);
+}
+
+InContext::~InContext() {
+    if (gpu_ == nullptr) return;
+    gpu_->cuda_.exchange_capture_mode(&mode_);
+    void* popped = nullptr;
+    if (pushed_) gpu_->cuda_.pop_context(&popped);
+}
+
+}  // namespace moecomm::rma

@@ -1,0 +1,63 @@
+// One GPU in one context: streams, events, pinned memory, and windows that travel between processes as file descriptors.
+#pragma once
+#include <memory>
+
+#include "../runtime/descriptor.h"
+#include "driver.h"
+
+namespace moecomm::rma {
+
+using runtime::Descriptor;
+
+class Gpu {
+  public:
+    static std::shared_ptr<Gpu> current();  // of the calling thread's current context; null without one, or without a driver
+
+    void* create_stream();
+    void destroy_stream(void* stream) { cuda_.destroy_stream(stream); }
+    void* create_event();
+    void destroy_event(void* event) { cuda_.destroy_event(event); }
+    void record(void* event, void* stream) { cuda::check(cuda_.record(event, stream), "cuEventRecord"); }
+    bool ended(void* event);
+    void copy(void* to, const void* from, size_t bytes, void* stream);
+    // By the stream itself: no multiprocessor is needed, so a kernel that waits for this word can't hold it up.
+    void write_word(void* to, uint64_t value, void* stream);
+
+    void* pin(size_t bytes);
+    void unpin(void* memory) { cuda_.unpin(memory); }
+
+    // The allocation that [at, at + bytes) lies in, if it can be given to another process: else the descriptor is closed.
+    struct Exported {
+        Descriptor fd;
+        size_t offset = 0;  // of `at` in the allocation
+        size_t bytes = 0;   // of the allocation
+    };
+    Exported export_window(void* at, size_t bytes);
+    char* map_window(int fd, size_t bytes);  // null if this GPU can't reach it
+    void unmap_window(char* at, size_t bytes);
+
+  private:
+    friend class InContext;
+    Gpu(const cuda::Driver& cuda, void* context, int device) : cuda_(cuda), context_(context), device_(device) {}
+
+    const cuda::Driver& cuda_;
+    void* context_;
+    int device_;
+};
+
+// The GPU's context is the calling thread's while this lives, and what it does is no part of a graph that somebody captures.
+// NCCL's progress thread has no context of its own: it keeps this one.
+class InContext {
+  public:
+    explicit InContext(Gpu* gpu);
+    ~InContext();
+    InContext(const InContext&) = delete;
+    InContext& operator=(const InContext&) = delete;
+
+  private:
+    Gpu* gpu_;
+    bool pushed_ = false;
+    int mode_ = cuda::kRelaxed;
+};
+
+}  // namespace moecomm::rma

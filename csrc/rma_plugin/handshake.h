@@ -1,0 +1,69 @@
+// Two ends of a connection prove to each other that they know the job's secret, and say who they are.
+//   connecting: Hello(rank, purpose, nonce)          accepting: Challenge(nonce, proof over both nonces)
+//   connecting: Proof over both nonces               accepting: Verdict
+// It keeps strangers out.  It does not hide or protect what follows from somebody who can change packets on their way.
+#pragma once
+#include <string>
+
+#include "sha256.h"
+#include "socket.h"
+
+namespace moecomm::rma {
+
+enum class Purpose : uint32_t { kControl = 0, kData = 1 };
+
+struct Hello {
+    uint32_t magic;
+    uint32_t purpose;
+    uint64_t comm;  // NCCL's number of the communicator
+    uint32_t ranks;
+    uint32_t from, to;
+    uint32_t pad;
+    uint8_t nonce[32];
+};
+struct Challenge {
+    uint32_t magic;
+    uint32_t pad;
+    uint8_t nonce[32];
+    Digest proof;
+};
+struct Verdict {
+    uint32_t magic;
+    uint32_t accepted;
+};
+static_assert(sizeof(Hello) == 64 && sizeof(Challenge) == 72 && sizeof(Verdict) == 8, "sent as they are");
+
+// Of both sides: "rank `me` of `ranks` in communicator `comm`".
+struct Identity {
+    std::string secret;
+    uint64_t comm;
+    int ranks;
+    int me;
+};
+
+// The side that connects: waits for the other, until the deadline.  Throws Failure.
+void introduce(int socket, const Identity& identity, int to, Purpose purpose, Deadline deadline);
+
+// The side that accepts: never waits, so that a stranger who connects and stays silent holds nobody up.
+class Reception {
+  public:
+    explicit Reception(Descriptor socket) : socket(std::move(socket)) {}
+    enum class State { kWaiting, kAccepted, kRefused };
+    State step(const Identity& identity);
+
+    Descriptor socket;
+    Hello hello{};         // valid once accepted
+    const char* why = "";  // it was refused
+
+  private:
+    State refuse(const char* reason);
+    bool read(void* to, size_t bytes);
+
+    bool challenged_ = false;
+    bool closed_ = false;
+    size_t got_ = 0;
+    Challenge challenge_{};
+    Digest proof_{};
+};
+
+}  // namespace moecomm::rma

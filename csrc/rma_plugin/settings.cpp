@@ -1,0 +1,41 @@
+#include "settings.h"
+
+#include <cstdlib>
+
+#include "failure.h"
+
+namespace moecomm::rma {
+namespace {
+
+std::string variable(const char* name) {
+    const char* value = std::getenv(name);
+    return value == nullptr ? "" : value;
+}
+
+}  // namespace
+
+Settings read_settings() {
+    Settings settings;
+    const std::string way = variable("MOECOMM_RMA");
+    if (way == "loopback") {
+        settings.way = Way::kLoopback;
+    } else if (way == "tcp") {
+        settings.way = Way::kTcp;
+    } else if (!way.empty() && way != "auto") {
+        throw Failure(Fault::kUnsupported, "MOECOMM_RMA=" + way + ": want auto, loopback or tcp");
+    }
+    settings.secret = variable("MOECOMM_JOB_SECRET");
+    settings.address = variable("MOECOMM_RMA_ADDRESS");
+    const std::string timeout = variable("MOECOMM_RMA_TIMEOUT_MS");
+    if (!timeout.empty()) {
+        char* end = nullptr;
+        const long value = std::strtol(timeout.c_str(), &end, 10);
+        if (*end != 0 || value < 1 || value > 24L * 3600 * 1000) {
+            throw Failure(Fault::kUnsupported, "MOECOMM_RMA_TIMEOUT_MS=" + timeout + ": want 1 to 86400000");
+        }
+        settings.timeout = std::chrono::milliseconds(value);
+    }
+    return settings;
+}
+
+}  // namespace moecomm::rma

@@ -1,0 +1,55 @@
+#include "signals.h"
+
+#include <cstring>
+
+namespace moecomm::rma {
+
+void Signals::add(std::shared_ptr<Region> region, uint64_t at, uint64_t value, int peer) {
+    if (region == nullptr || at % sizeof(uint64_t) != 0 || !fits(at, sizeof(uint64_t), region->bytes)) {
+        throw Failure(Fault::kPeerLied, rank_name(peer) + " signals a word that is not in any registered region");
+    }
+    waiting_.push_back({std::move(region), at, value});
+}
+
+void Signals::progress() {
+    while (!waiting_.empty() && write(waiting_.front())) waiting_.pop_front();
+}
+
+bool Signals::write(Signal& signal) {
+    Region& region = *signal.region;
+    char* word = region.base + signal.at;
+    if (!region.on_gpu) {
+        __atomic_fetch_add(reinterpret_cast<uint64_t*>(word), signal.value, __ATOMIC_RELEASE);
+        return true;
+    }
+    stream_.idle();  // makes room
+    if (!stream_.room()) return false;
+    if (region.never_reset) {
+        uint64_t& now = region.shadow[signal.at / sizeof(uint64_t)];
+        stream_.write_word(word, now + signal.value);
+        now += signal.value;
+        return true;
+    }
+    // A word of the user's own, which kernels may write between signals: read it, add, write it.
+    if (!reading_) {
+        read_ = stream_.copy(word_.get(), word, sizeof(uint64_t), true);
+        reading_ = true;
+    }
+    if (!stream_.ended(read_)) return false;
+    uint64_t now;
+    std::memcpy(&now, word_.get(), sizeof now);
+    stream_.write_word(word, now + signal.value);
+    reading_ = false;
+    return true;
+}
+
+void Signals::forget(const Region& region) {
+    if (!waiting_.empty() && waiting_.front().region.get() == &region) reading_ = false;
+    std::deque<Signal> kept;
+    for (Signal& signal : waiting_) {
+        if (signal.region.get() != &region) kept.push_back(std::move(signal));
+    }
+    waiting_.swap(kept);
+}
+
+}  // namespace moecomm::rma

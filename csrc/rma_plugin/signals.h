@@ -1,0 +1,38 @@
+// Signals are added where they are received: NCCL's signal memory can't be given to another process, and no copy engine adds.
+#pragma once
+#include <deque>
+#include <memory>
+
+#include "copies.h"
+#include "region.h"
+
+namespace moecomm::rma {
+
+class Signals {
+  public:
+    static constexpr size_t kMost = 4096;  // that wait to be written
+
+    explicit Signals(std::shared_ptr<Gpu> gpu) : stream_(gpu), word_(gpu, sizeof(uint64_t)) {}
+
+    bool room() const { return waiting_.size() < kMost; }
+    // From `peer`, or from ourselves; throws Failure(kPeerLied) if there is no such word.
+    void add(std::shared_ptr<Region> region, uint64_t at, uint64_t value, int peer);
+    void progress();
+    void forget(const Region& region);  // it is no longer registered
+    CopyStream& stream() { return stream_; }
+
+  private:
+    struct Signal {
+        std::shared_ptr<Region> region;
+        uint64_t at, value;
+    };
+    bool write(Signal& signal);  // false: not yet
+
+    CopyStream stream_;
+    Staging word_;  // a word on its way from the GPU and back
+    bool reading_ = false;
+    Ticket read_ = 0;
+    std::deque<Signal> waiting_;
+};
+
+}  // namespace moecomm::rma
