@@ -1,0 +1,258 @@
+// A CUDA driver for machines without one: what the plugin uses of it, over host memory.  Windows are memfds, so they travel between
+// processes; copies end late, each stream in its order; what a real driver would refuse, or block on, is an error here.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <set>
+#include <thread>
+
+namespace {
+
+using Pointer = unsigned long long;
+constexpr int kOk = 0, kInvalid = 1, kNoContext = 201, kNotReady = 600;
+
+struct Properties {
+    int type, handle_types, location_type, location_id;
+    void* metadata;
+    uint64_t flags;
+};
+struct Access {
+    int location_type, location_id, flags;
+};
+struct Allocation {
+    int fd;
+    size_t bytes;
+    Properties properties;
+    int references;
+};
+struct Range {
+    size_t bytes;
+    Allocation* allocation;  // null: pinned, or reserved
+    bool usable;
+};
+struct Event {
+    bool recorded = false, ended = true;
+};
+struct Op {
+    enum { kCopy, kWord, kEvent } kind;
+    char *to, *from;
+    size_t bytes;
+    uint64_t value;
+    Event* event;
+};
+struct Stream {
+    std::deque<Op> ops;
+};
+
+std::mutex mutex;
+std::map<Pointer, Range> ranges;
+std::set<Stream*> streams;
+thread_local void* context;
+thread_local int capture_mode;
+uint64_t random_state = 88172645463325252ull;
+constexpr int kRelaxed = 2;
+
+uint64_t next_random() {
+    random_state ^= random_state << 13;
+    random_state ^= random_state >> 7;
+    random_state ^= random_state << 17;
+    return random_state;
+}
+
+const Range* range_at(Pointer at, size_t bytes) {
+    auto found = ranges.upper_bound(at);
+    if (found == ranges.begin()) return nullptr;
+    --found;
+    return found->second.usable && at + bytes <= found->first + found->second.bytes ? &found->second : nullptr;
+}
+
+void run(Op& op) {
+    if (op.kind == Op::kCopy) std::memmove(op.to, op.from, op.bytes);
+    if (op.kind == Op::kWord) __atomic_store_n(reinterpret_cast<uint64_t*>(op.to), op.value, __ATOMIC_RELEASE);
+    if (op.kind == Op::kEvent) op.event->ended = true;
+}
+
+// Streams go on by themselves, each for a few steps at a time, or for none.
+void engine() {
+    for (;;) {
+        {
+            const std::lock_guard<std::mutex> lock(mutex);
+            for (Stream* stream : streams) {
+                for (uint64_t steps = next_random() % 8; steps > 0 && !stream->ops.empty(); --steps) {
+                    run(stream->ops.front());
+                    stream->ops.pop_front();
+                }
+            }
+        }
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+}
+
+}  // namespace
+
+extern "C" {
+int cuGetErrorName(int result, const char** name) {
+    *name = result == kNoContext ? "CUDA_ERROR_INVALID_CONTEXT" : result == kInvalid ? "CUDA_ERROR_INVALID_VALUE" : "CUDA_ERROR_UNKNOWN";
+    return kOk;
+}
+int cuCtxGetCurrent(void** to) { return *to = context, kOk; }
+int cuCtxSetCurrent(void* to) { return context = to, kOk; }
+int cuCtxPushCurrent_v2(void*) { return kInvalid; }  // there is only one context here
+int cuCtxPopCurrent_v2(void**) { return kInvalid; }
+int cuCtxGetDevice(int* device) { return *device = 0, context == nullptr ? kNoContext : kOk; }
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+    const int before = capture_mode;
+    capture_mode = *mode;
+    *mode = before;
+    return kOk;
+}
+int cuCtxGetStreamPriorityRange(int* least, int* greatest) { return *least = 0, *greatest = -5, kOk; }
+int cuStreamCreateWithPriority(void** stream, unsigned, int) {
+    if (context == nullptr) return kNoContext;
+    const std::lock_guard<std::mutex> lock(mutex);
+    static const bool running = (std::thread(engine).detach(), true);
+    auto* made = new Stream;
+    streams.insert(made);
+    *stream = made;
+    return running ? kOk : kInvalid;
+}
+int cuStreamDestroy_v2(void* stream) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!static_cast<Stream*>(stream)->ops.empty()) std::abort();  // allowed, and never meant
+    streams.erase(static_cast<Stream*>(stream));
+    delete static_cast<Stream*>(stream);
+    return kOk;
+}
+int cuEventCreate(void** event, unsigned) { return *event = new Event, kOk; }
+int cuEventDestroy_v2(void* event) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    delete static_cast<Event*>(event);
+    return kOk;
+}
+int cuEventRecord(void* event, void* stream) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    auto* e = static_cast<Event*>(event);
+    e->ended = false;
+    static_cast<Stream*>(stream)->ops.push_back({Op::kEvent, nullptr, nullptr, 0, 0, e});
+    return kOk;
+}
+int cuEventQuery(void* event) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (context == nullptr) return kNoContext;
+    return static_cast<Event*>(event)->ended ? kOk : kNotReady;
+}
+int cuMemcpyAsync(Pointer to, Pointer from, size_t bytes, void* stream) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (context == nullptr) return kNoContext;
+    if (capture_mode != kRelaxed) return kInvalid;                                               // it would end a capture elsewhere
+    if (range_at(to, bytes) == nullptr || range_at(from, bytes) == nullptr) return kInvalid;     // pageable: it would block
+    if (static_cast<Stream*>(stream)->ops.size() > 512) return kInvalid;                         // so would this
+    static_cast<Stream*>(stream)->ops.push_back({Op::kCopy, reinterpret_cast<char*>(to), reinterpret_cast<char*>(from), bytes, 0, nullptr});
+    return kOk;
+}
+int cuStreamWriteValue64_v2(void* stream, Pointer to, uint64_t value, unsigned) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (range_at(to, 8) == nullptr || to % 8 != 0) return kInvalid;
+    static_cast<Stream*>(stream)->ops.push_back({Op::kWord, reinterpret_cast<char*>(to), nullptr, 0, value, nullptr});
+    return kOk;
+}
+int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    *memory = std::calloc(1, bytes);
+    ranges[reinterpret_cast<Pointer>(*memory)] = {bytes, nullptr, true};
+    return kOk;
+}
+int cuMemFreeHost(void* memory) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    ranges.erase(reinterpret_cast<Pointer>(memory));
+    std::free(memory);
+    return kOk;
+}
+int cuMemGetAddressRange_v2(Pointer* base, size_t* bytes, Pointer at) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    auto found = ranges.upper_bound(at);
+    if (found == ranges.begin()) return kInvalid;
+    --found;
+    *base = found->first;
+    *bytes = found->second.bytes;
+    return kOk;
+}
+int cuMemCreate(unsigned long long* handle, size_t bytes, const Properties* properties, unsigned long long) {
+    const int fd = ::memfd_create("fake-gpu-memory", MFD_CLOEXEC);
+    if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(bytes)) != 0) return kInvalid;
+    *handle = reinterpret_cast<unsigned long long>(new Allocation{fd, bytes, *properties, 1});
+    return kOk;
+}
+int cuMemRetainAllocationHandle(unsigned long long* handle, void* at) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const Range* range = range_at(reinterpret_cast<Pointer>(at), 1);
+    if (range == nullptr || range->allocation == nullptr) return kInvalid;
+    ++range->allocation->references;
+    *handle = reinterpret_cast<unsigned long long>(range->allocation);
+    return kOk;
+}
+int cuMemGetAllocationPropertiesFromHandle(Properties* properties, unsigned long long handle) {
+    *properties = reinterpret_cast<Allocation*>(handle)->properties;
+    return kOk;
+}
+int cuMemExportToShareableHandle(void* fd, unsigned long long handle, int type, unsigned long long) {
+    const auto* allocation = reinterpret_cast<Allocation*>(handle);
+    if ((allocation->properties.handle_types & type) == 0) return kInvalid;
+    *static_cast<int*>(fd) = ::fcntl(allocation->fd, F_DUPFD_CLOEXEC, 0);
+    return kOk;
+}
+int cuMemImportFromShareableHandle(unsigned long long* handle, void* fd, int) {
+    const int copy = ::fcntl(static_cast<int>(reinterpret_cast<intptr_t>(fd)), F_DUPFD_CLOEXEC, 0);
+    struct stat status {};
+    if (copy < 0 || ::fstat(copy, &status) != 0 || status.st_size == 0) return kInvalid;
+    *handle = reinterpret_cast<unsigned long long>(new Allocation{copy, static_cast<size_t>(status.st_size), {}, 1});
+    return kOk;
+}
+int cuMemAddressReserve(Pointer* at, size_t bytes, size_t, Pointer, unsigned long long) {
+    void* reserved = ::mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    *at = reinterpret_cast<Pointer>(reserved);
+    return reserved == MAP_FAILED ? kInvalid : kOk;
+}
+int cuMemAddressFree(Pointer at, size_t bytes) { return ::munmap(reinterpret_cast<void*>(at), bytes) == 0 ? kOk : kInvalid; }
+int cuMemMap(Pointer at, size_t bytes, size_t, unsigned long long handle, unsigned long long) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    auto* allocation = reinterpret_cast<Allocation*>(handle);
+    if (bytes > allocation->bytes) return kInvalid;
+    void* got = ::mmap(reinterpret_cast<void*>(at), bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, allocation->fd, 0);
+    if (got == MAP_FAILED) return kInvalid;
+    ++allocation->references;
+    ranges[at] = {bytes, allocation, false};
+    return kOk;
+}
+int cuMemSetAccess(Pointer at, size_t, const Access*, size_t) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    ranges[at].usable = true;
+    return kOk;
+}
+static void release(Allocation* allocation) {
+    if (--allocation->references > 0) return;
+    ::close(allocation->fd);
+    delete allocation;
+}
+int cuMemUnmap(Pointer at, size_t) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = ranges.find(at);
+    if (found == ranges.end()) return kInvalid;
+    release(found->second.allocation);
+    ranges.erase(found);
+    return kOk;
+}
+int cuMemRelease(unsigned long long handle) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    release(reinterpret_cast<Allocation*>(handle));
+    return kOk;
+}
+}

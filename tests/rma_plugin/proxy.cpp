@@ -1,0 +1,184 @@
+#include "proxy.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstring>
+
+Proxy::Proxy(const Options& options, World& world, int rank)
+    : options_(options), world_(world), rank_(rank), queues_(static_cast<size_t>(options.contexts * options.ranks)) {
+    void* library = ::dlopen(options.plugin.c_str(), RTLD_NOW | RTLD_LOCAL);
+    require(library != nullptr, "the plugin does not load");
+    v14 = static_cast<const abi::RmaV14*>(::dlsym(library, "ncclRmaPlugin_v14"));
+    if (options.table == 16) v16_ = static_cast<const abi::RmaV16*>(::dlsym(library, "ncclRmaPlugin_v16"));
+    require(v14 != nullptr && (options.table == 14 || v16_ != nullptr), "the plugin lacks a table");
+    void* second = nullptr;  // NCCL makes two: for RMA, and for GIN
+    require(v14->init(&second, 42, log_line) == abi::kSuccess && v14->finalize(second) == abi::kSuccess, "init");
+    require(v14->init(&context_, 42, log_line) == abi::kSuccess, "init");
+    int devices = 0;
+    abi::Properties properties{};
+    require(v14->devices(&devices) == abi::kSuccess && devices == 1, "devices");
+    require(v14->getProperties(0, &properties) == abi::kSuccess, "getProperties");
+    const int queue = abi::kMaxRequests * properties.maxRecvs;
+    require(properties.netDeviceType == abi::kGinProxy && (queue & (queue - 1)) == 0 && queue >= options.queue, "properties");
+    for (Queue& one : queues_) one.states.resize(static_cast<size_t>(options.queue));
+}
+
+Proxy::~Proxy() {
+    close();
+    if (context_ != nullptr) require(v14->finalize(context_) == abi::kSuccess, "finalize");
+}
+
+abi::Result Proxy::listen() { return v14->listen(context_, 0, world_.shared().handles[rank_], &listener_); }
+
+abi::Result Proxy::connect() {
+    std::vector<void*> handles;
+    for (int rank = 0; rank < options_.ranks; ++rank) handles.push_back(world_.shared().handles[rank]);
+    const abi::Result result = v14->connect(context_, handles.data(), options_.ranks, rank_, listener_, &comm);
+    require(v14->closeListen(listener_) == abi::kSuccess, "closeListen");
+    return result;
+}
+
+void Proxy::open_contexts() {
+    abi::Config config{options_.contexts, 0, 1};
+    require(v14->createContext(comm, &config, &rma) == abi::kSuccess, "createContext");
+    for (Queue& queue : queues_) {
+        queue.inlines.reset(new uint64_t[static_cast<size_t>(options_.queue)]());
+        queue.inlines_region = add(reinterpret_cast<char*>(queue.inlines.get()), sizeof(uint64_t) * static_cast<size_t>(options_.queue), 0, true);
+    }
+}
+
+void Proxy::start() {
+    thread_ = std::thread([this] { run(); });
+}
+
+void* Proxy::add(char* memory, size_t bytes, uint64_t flags, bool host) {
+    void* region = nullptr;
+    const int type = host || !options_.cuda() ? abi::kPtrHost : abi::kPtrCuda;
+    require(v14->regMrSym(comm, memory, bytes, type, flags, &region) == abi::kSuccess, "regMrSym");
+    require(reinterpret_cast<uint64_t>(region) >> 63 == 0, "NCCL keeps 63 bits of a handle");
+    regions_.push_back(region);
+    return region;
+}
+
+void Proxy::close() {
+    stop_ = true;
+    if (thread_.joinable()) thread_.join();
+    if (rma != nullptr) require(v14->destroyContext(rma) == abi::kSuccess, "destroyContext");
+    rma = nullptr;
+    for (void* region : regions_) require(v14->deregMrSym(comm, region) == abi::kSuccess, "deregMrSym");
+    regions_.clear();
+    if (comm != nullptr) require(v14->closeColl(comm) == abi::kSuccess, "closeColl");
+    comm = nullptr;
+}
+
+template <class Call>
+abi::Result Proxy::timed(const Call& call) {
+    const auto begin = Clock::now();
+    const abi::Result result = call();
+    longest_call_ = std::max(longest_call_, std::chrono::duration<double>(Clock::now() - begin).count());
+    return result;
+}
+
+void Proxy::run() {  // no CUDA context is current here, as in NCCL's thread
+    while (!stop_) {
+        const abi::Result result = turn();
+        if (result != abi::kSuccess) {
+            result_ = result;
+            return;
+        }
+        std::this_thread::yield();
+    }
+}
+
+abi::Result Proxy::turn() {
+    for (int context = 0; context < options_.contexts; ++context) {
+        for (int peer = 0; peer < options_.ranks; ++peer) {
+            Queue& queue = queues_[static_cast<size_t>(context * options_.ranks + peer)];
+            const auto size = static_cast<uint32_t>(options_.queue);
+            uint32_t done = queue.done.load();
+            for (uint32_t i = done; i != queue.seen; ++i) {
+                State& state = queue.states[i % size];
+                if (state.done == 0) {
+                    if (const auto result = timed([&] { return v14->test(comm, state.request, &state.done); })) return result;
+                }
+                if (state.done != 0 && i == done) queue.done.store(++done);
+            }
+        }
+        for (int peer = 0; peer < options_.ranks; ++peer) {
+            Queue& queue = queues_[static_cast<size_t>(context * options_.ranks + peer)];
+            if (queue.seen == queue.posted.load(std::memory_order_acquire)) continue;
+            const uint32_t place = queue.seen++ % static_cast<uint32_t>(options_.queue);
+            State& state = queue.states[place];
+            state.done = 0;
+            state.request = nullptr;
+            if (const auto result = timed([&] { return issue(context, peer, queue, state, place); })) return result;
+            if (state.request == nullptr) {
+                require(state.operation.kind == Operation::kFlush, "a request is null");
+                state.done = 1;
+            }
+        }
+    }
+    timed([&] { return v14->rmaProgress(rma); });  // NCCL does not look at what it returns
+    return abi::kSuccess;
+}
+
+abi::Result Proxy::issue(int context, int peer, Queue& queue, State& state, uint32_t place) {
+    const Operation& o = state.operation;
+    const auto rank = static_cast<uint32_t>(peer);
+    if (o.kind == Operation::kFlush) return v14->iflush(rma, context, o.signal, static_cast<uint32_t>(rank_), &state.request);
+    if (o.kind == Operation::kGet) {
+        if (v16_ != nullptr) return v16_->iget(rma, context, o.from_at, o.from, o.bytes, o.to_at, o.to, rank, 0, &state.request);
+        return v14->iget(rma, context, o.from_at, o.from, o.bytes, o.to_at, o.to, rank, &state.request);
+    }
+    void* from = o.from;
+    uint64_t from_at = o.from_at;
+    if (o.kind == Operation::kPutInline) {
+        queue.inlines[place] = o.value;
+        from = queue.inlines_region;
+        from_at = place * sizeof(uint64_t);
+    }
+    if (o.signal == nullptr) {
+        if (v16_ != nullptr) return v16_->iput(rma, context, from_at, from, o.bytes, o.to_at, o.to, rank, 0, &state.request);
+        return v14->iput(rma, context, from_at, from, o.bytes, o.to_at, o.to, rank, &state.request);
+    }
+    if (v16_ != nullptr) {
+        return v16_->iputSignal(rma, context, from_at, from, o.bytes, o.to_at, o.to, rank, o.signal_at, o.signal, o.signal_value, o.signal_op,
+                                o.strong, 0, &state.request);
+    }
+    return v14->iputSignal(rma, context, from_at, from, o.bytes, o.to_at, o.to, rank, o.signal_at, o.signal, o.signal_value, o.signal_op,
+                           o.strong, &state.request);
+}
+
+void Proxy::post(int context, int peer, const Operation& operation) {
+    Queue& queue = queues_[static_cast<size_t>(context * options_.ranks + peer)];
+    const uint32_t place = queue.posted.load(std::memory_order_relaxed);
+    while (place - queue.done.load() == static_cast<uint32_t>(options_.queue)) {
+        if (result_ != abi::kSuccess) return;
+        std::this_thread::yield();
+    }
+    queue.states[place % static_cast<uint32_t>(options_.queue)].operation = operation;
+    queue.posted.store(place + 1, std::memory_order_release);
+}
+
+bool Proxy::wait_all() {
+    for (Queue& queue : queues_) {
+        while (queue.done.load() != queue.posted.load()) {
+            if (result_ != abi::kSuccess) return false;
+            std::this_thread::yield();
+        }
+    }
+    return true;
+}
+
+bool Proxy::wait_result(std::chrono::milliseconds limit) {
+    const auto deadline = Clock::now() + limit;
+    while (result_ == abi::kSuccess && Clock::now() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    return result_ != abi::kSuccess;
+}
+
+bool Proxy::last_error() {
+    bool failed = false;
+    require(v14->queryLastError(rma, &failed) == abi::kSuccess, "queryLastError");
+    return failed;
+}

@@ -1,0 +1,13 @@
+// The tests: what each rank does, and what must come of it.
+#pragma once
+#include "world.h"
+
+bool random_case(const Options& options, World& world, int rank);
+bool killed(const Options& options, World& world, int rank);
+bool silent(const Options& options, World& world, int rank);
+bool wrong_secret(const Options& options, World& world, int rank);
+bool absent(const Options& options, World& world, int rank);
+bool strangers(const Options& options, World& world, int rank);
+bool misuse(const Options& options, World& world, int rank);
+bool left(const Options& options, World& world, int rank);
+bool liar(const Options& options, World& world, int rank, const std::string& lie);
