@@ -21,7 +21,9 @@ void set(Options& options, const std::string& name, const std::string& value) {
             return;
         }
     }
-    if (name == "seed") {
+    if (name == "slice") {
+        options.slice = std::strtoull(value.c_str(), nullptr, 10);
+    } else if (name == "seed") {
         options.seed = std::strtoull(value.c_str(), nullptr, 10);
     } else if (name == "memory") {
         options.memory = value;

@@ -200,6 +200,7 @@ bool lie_to_it(const Options& options, World& world, const std::string& lie) {
 }  // namespace
 
 bool liar(const Options& options, World& world, int rank, const std::string& lie) {
+    use_cuda_on_this_thread(options);
     if (rank == 1) return lie_to_it(options, world, lie);
     Proxy proxy(options, world, rank);
     require(proxy.listen() == abi::kSuccess, "listen: " + logged());

@@ -6,8 +6,7 @@
 
 namespace {
 
-constexpr uint64_t kSlice = 1 << 20;  // of a window, for one sender and one context
-constexpr uint64_t kBig = 600 * 1000;  // more than two frames
+uint64_t big_bytes(const Options& options) { return options.slice / 8 * 5; }  // by default more than two frames
 
 // The byte that `source` puts at `at` of its slice at `target`, and the byte of its own memory at `at` that others get.
 unsigned char put_byte(uint64_t seed, int epoch, int source, int target, uint64_t at) {
@@ -34,10 +33,10 @@ std::vector<Planned> plan(const Options& options, int epoch, int source, int tar
         op.inlined = kind < 2;
         op.bytes = op.inlined ? 1 + random.below(8) : kind == 2 ? 0 : kind < 8 ? 1 + random.below(300) : 1 + random.below(9000);
         if (big && !op.inlined && i == options.ops / 2) {
-            op.bytes = kBig;
+            op.bytes = big_bytes(options);
             big = false;
         }
-        if (at + op.bytes > kSlice) break;
+        if (at + op.bytes > options.slice) break;
         op.at = at;
         at += op.bytes + random.below(9);
         op.signals = random.below(2) == 0 || i + 1 == options.ops;
@@ -60,7 +59,7 @@ struct Case {
     void *window_region, *source_region, *fetched_region, *signals_region, *words_region;
     std::vector<uint64_t> base;  // of each signal at the start of the epoch
 
-    uint64_t slice(int peer, int context) const { return static_cast<uint64_t>(peer * options.contexts + context) * kSlice; }
+    uint64_t slice(int peer, int context) const { return static_cast<uint64_t>(peer * options.contexts + context) * options.slice; }
     uint64_t signal_at(int peer, int context) const { return static_cast<uint64_t>(peer * options.contexts + context) * 8; }
 
     void post(int epoch) {
@@ -178,7 +177,7 @@ struct Case {
                     check(op, epoch, peer, context);
                     at += op.bytes;
                 }
-                for (; at < kSlice; ++at) require(static_cast<unsigned char>(slice_at[at]) == kUntouched, "a byte behind the puts changed");
+                for (; at < options.slice; ++at) require(static_cast<unsigned char>(slice_at[at]) == kUntouched, "a byte behind the puts changed");
             }
         }
         std::memset(window, kUntouched, slice(options.ranks, 0));
@@ -194,14 +193,14 @@ struct Case {
         std::vector<Wanted> wanted;
         uint64_t at = 0;
         for (int i = 0; i < options.ops / 4 + 1; ++i) {
-            const uint64_t bytes = i == 0 && epoch == 0 ? kBig : random.below(3000);
+            const uint64_t bytes = i == 0 && epoch == 0 ? big_bytes(options) : random.below(3000);
             const int peer = static_cast<int>(random.below(static_cast<uint64_t>(options.ranks)));
             const int context = static_cast<int>(random.below(static_cast<uint64_t>(options.contexts)));
-            if (at + bytes > kSlice) break;
+            if (at + bytes > options.slice) break;
             Operation operation;
             operation.kind = Operation::kGet;
             operation.from = source_region;
-            operation.from_at = random.below(kSlice - bytes);
+            operation.from_at = random.below(options.slice - bytes);
             operation.to = fetched_region;
             operation.to_at = at;
             operation.bytes = bytes;
@@ -229,7 +228,7 @@ struct Case {
     void learn(int epoch) {
         for (int peer = 0; peer < options.ranks; ++peer) {
             std::string& bytes = known[static_cast<size_t>(peer)];
-            if (bytes.empty()) bytes.assign(kSlice, static_cast<char>(kUntouched));
+            if (bytes.empty()) bytes.assign(options.slice, static_cast<char>(kUntouched));
             for (const Planned& op : plan(options, epoch, peer, 0, 0)) {
                 for (uint64_t i = 0; i < op.bytes; ++i) bytes[op.at + i] = static_cast<char>(put_byte(options.seed, epoch, peer, 0, op.at + i));
             }
@@ -245,10 +244,10 @@ bool random_case(const Options& options, World& world, int rank) {
     require(proxy.listen() == abi::kSuccess, "listen: " + logged());
     world.barrier();
     require(proxy.connect() == abi::kSuccess, "connect: " + logged());
-    const uint64_t bytes = static_cast<uint64_t>(options.ranks * options.contexts) * kSlice;
+    const uint64_t bytes = static_cast<uint64_t>(options.ranks * options.contexts) * options.slice;
     const uint64_t signal_bytes = static_cast<uint64_t>(options.ranks * options.contexts) * 8;
     Case it{options, world, proxy, rank, allocate(options, bytes, Sharing::kWindow), allocate(options, bytes, Sharing::kWindow),
-            allocate(options, kSlice, Sharing::kWindow), allocate(options, signal_bytes, Sharing::kPrivate),
+            allocate(options, options.slice, Sharing::kWindow), allocate(options, signal_bytes, Sharing::kPrivate),
             allocate(options, kMostRanks * 8, Sharing::kPrivate), nullptr, nullptr, nullptr, nullptr, nullptr, {}};
     it.base.assign(signal_bytes / 8, 0);
     proxy.open_contexts();
@@ -256,7 +255,7 @@ bool random_case(const Options& options, World& world, int rank) {
     proxy.start();
     it.window_region = proxy.add(it.window, bytes);  // windows are also registered while others are in use
     it.source_region = proxy.add(it.source, bytes);
-    it.fetched_region = proxy.add(it.fetched, kSlice);
+    it.fetched_region = proxy.add(it.fetched, options.slice);
     it.words_region = proxy.add(it.words, kMostRanks * 8);
     for (int epoch = 0; epoch < options.epochs; ++epoch) {
         std::thread kernel([&] { it.post(epoch); });
