@@ -5,6 +5,10 @@
 | MOECOMM_BACKEND | backend of every Buffer opened with backend="auto" |
 | MOECOMM_CACHE_DIR | where compiled kernels are kept (default: the user's cache directory) |
 | MOECOMM_WINDOW | how the lsa backend makes windows: "nccl" or "vmm" (default: nccl where it can, else vmm) |
+| MOECOMM_RMA | how the RMA plugin moves bytes: "auto", "loopback" or "tcp" (csrc/rma_plugin/README.md; the plugin reads these four) |
+| MOECOMM_JOB_SECRET | what its ranks on different hosts prove to each other |
+| MOECOMM_RMA_ADDRESS | the IPv4 address that it listens at |
+| MOECOMM_RMA_TIMEOUT_MS | how long it waits for a connection, or for a silent peer |
 
 A variable that starts with MOECOMM_ and is not listed is an error: a misspelt setting must not pass in silence.
 """
@@ -18,6 +22,10 @@ _KNOWN = {
     "MOECOMM_BACKEND": ("auto", "host", "lsa", "gin", "nvshmem"),
     "MOECOMM_CACHE_DIR": None,
     "MOECOMM_WINDOW": ("nccl", "vmm"),
+    "MOECOMM_RMA": ("auto", "loopback", "tcp"),
+    "MOECOMM_JOB_SECRET": None,
+    "MOECOMM_RMA_ADDRESS": None,
+    "MOECOMM_RMA_TIMEOUT_MS": None,
 }
 
 

@@ -1,0 +1,62 @@
+"""GIN on machines without an RDMA NIC: where our RMA plugin is, and what NCCL must be told before it loads it."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+from .errors import Unsupported
+
+
+def path() -> Path:
+    """The plugin, libmoecomm_rma.so; it lies beside this file."""
+    found = Path(__file__).with_name("libmoecomm_rma.so")
+    if not found.is_file():
+        raise Unsupported(f"The RMA plugin was not built: {found} does not exist.")
+    return found
+
+
+def new_secret() -> str:
+    """A job secret: made by one rank, and handed to all others through the process group."""
+    return secrets.token_hex(32)
+
+
+def environment(
+    secret: str | None = None, *, way: str = "auto", address: str | None = None, timeout_s: float | None = None
+) -> dict[str, str]:
+    """What NCCL, 2.30.7 or later, must find in the environment of every rank before its first call.
+
+    | variable | why |
+    | --- | --- |
+    | NCCL_RMA_PLUGIN | loads the plugin: since 2.30 GIN's proxy moves its bytes through an RMA plugin |
+    | NCCL_GIN_PLUGIN=none | no other GIN plugin is looked for; those that NCCL has inside, among them the proxy, stay |
+    | NCCL_GIN_TYPE=2 | the proxy, and not GDAKI, which would ask for a NIC |
+    | NCCL_RMA_DISABLE=1 | NCCL's own host RMA does not register every window with the plugin, too |
+    | NCCL_SYM_GIN_KERNELS_ENABLE=0 | NCCL's own collectives stay off the plugin: it is far slower than what they have |
+    | NCCL_NVLS_ENABLE=0 | no NVLink multicast |
+    | NCCL_RMA_PLUGIN_REF_COUNT=1 | the library stays loaded between communicators |
+    | MOECOMM_RMA | `way`: "auto", "loopback" (one host) or "tcp" |
+    | MOECOMM_JOB_SECRET | `secret`, the same on all ranks; without one nobody is reached over tcp |
+    | MOECOMM_RMA_ADDRESS | `address`: the IPv4 address to listen at; else that of the first interface that is up |
+    | MOECOMM_RMA_TIMEOUT_MS | `timeout_s`: to connect, and until a silent peer is an error; else 60 s |
+
+    GIN's proxy polls on a thread of each communicator.  `NCCL_LSA_TEAM_SIZE`, which splits the GPUs of one host into
+    several domains, is the caller's choice.
+    """
+    found = {
+        "NCCL_RMA_PLUGIN": str(path()),
+        "NCCL_GIN_PLUGIN": "none",
+        "NCCL_GIN_TYPE": "2",
+        "NCCL_RMA_DISABLE": "1",
+        "NCCL_SYM_GIN_KERNELS_ENABLE": "0",
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_RMA_PLUGIN_REF_COUNT": "1",
+        "MOECOMM_RMA": way,
+    }
+    if secret is not None:
+        found["MOECOMM_JOB_SECRET"] = secret
+    if address is not None:
+        found["MOECOMM_RMA_ADDRESS"] = address
+    if timeout_s is not None:
+        found["MOECOMM_RMA_TIMEOUT_MS"] = str(max(1, round(timeout_s * 1000)))
+    return found
