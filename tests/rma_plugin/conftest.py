@@ -1,0 +1,61 @@
+"""The driver, built once, and a function that runs it under a hard limit of time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moecomm import rma_plugin
+
+from .build import build_driver, build_fake_cuda
+
+Drive = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_driver(tmp_path_factory.mktemp("rma"))
+
+
+@pytest.fixture(scope="session")
+def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_fake_cuda(tmp_path_factory.mktemp("cuda"))
+
+
+def run_driver(
+    driver: Path, plugin: Path, fake_cuda: Path, scenario: str, way: str = "auto", timeout_ms: int = 20000, **options: object
+) -> str:
+    """What it printed.  It ends itself, and its ranks, after `seconds`; subprocess does after a few more."""
+    seconds = int(str(options.setdefault("seconds", 30)))
+    environment = {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(fake_cuda),
+        "MOECOMM_RMA": way,
+        "MOECOMM_JOB_SECRET": "a secret of this job",
+        "MOECOMM_RMA_ADDRESS": "127.0.0.1",
+        "MOECOMM_RMA_TIMEOUT_MS": str(timeout_ms),
+    }
+    done = subprocess.run(
+        [str(driver), str(plugin), scenario, *(f"{name}={value}" for name, value in options.items())],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=seconds + 10,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@pytest.fixture
+def drive(driver: Path, fake_cuda: Path) -> Drive:
+    """Runs a scenario with the plugin as it was built with the package."""
+
+    def run(scenario: str, **options: object) -> str:
+        return run_driver(driver, rma_plugin.path(), fake_cuda, scenario, **options)  # type: ignore[arg-type]
+
+    return run

@@ -1,0 +1,51 @@
+"""Puts, gets and signals against an oracle: between processes and between threads, on both ways, with and without a GPU's memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .build import build_watched
+from .conftest import Drive, run_driver
+
+WAYS = ("loopback", "tcp")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("memory", ["host", "cuda"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_byte_is_where_it_was_put(drive: Drive, way: str, memory: str, ranks: int) -> None:
+    drive("random", way=way, memory=memory, ranks=ranks, seed=ranks, slice=700_000)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_alone(drive: Drive, way: str) -> None:
+    drive("random", way=way, memory="cuda", ranks=1)
+
+
+@pytest.mark.parametrize(("way", "memory"), [("loopback", "cuda"), ("tcp", "host")])
+def test_many_contexts_and_short_queues(drive: Drive, way: str, memory: str) -> None:
+    drive("random", way=way, memory=memory, contexts=16, queue=2, ops=40, slice=40_000, epochs=1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_long_queues(drive: Drive, way: str) -> None:
+    """More signals than a mailbox has places, and more gets than may be open: they wait, in order."""
+    drive("random", way=way, queue=256, contexts=8, ops=256, slice=400_000, epochs=1, memory="cuda")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_newer_table(drive: Drive, way: str) -> None:
+    drive("random", way=way, table=16, slice=100_000)
+
+
+@pytest.mark.parametrize("memory", ["host", "cuda"])
+def test_ranks_of_one_process(drive: Drive, memory: str) -> None:
+    drive("random", mode="threads", memory=memory, ranks=3, slice=100_000)
+
+
+def test_threads_under_sanitizer(fake_cuda: Path, tmp_path: Path) -> None:
+    driver, plugin = build_watched(tmp_path)
+    for way in WAYS:
+        run_driver(driver, plugin, fake_cuda, "random", way=way, mode="threads", ops=24, slice=20_000, epochs=2)
