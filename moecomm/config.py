@@ -5,7 +5,7 @@
 | MOECOMM_BACKEND | backend of every Buffer opened with backend="auto" |
 | MOECOMM_CACHE_DIR | where compiled kernels are kept (default: the user's cache directory) |
 | MOECOMM_WINDOW | how the lsa backend makes windows: "nccl" or "vmm" (default: nccl where it can, else vmm) |
-| MOECOMM_RMA | how the RMA plugin moves bytes: "auto", "loopback" or "tcp" (csrc/rma_plugin/README.md; the plugin reads these four) |
+| MOECOMM_RMA | how the RMA plugin, which reads these four itself, moves bytes: "auto", "loopback" or "tcp" |
 | MOECOMM_JOB_SECRET | what its ranks on different hosts prove to each other |
 | MOECOMM_RMA_ADDRESS | the IPv4 address that it listens at |
 | MOECOMM_RMA_TIMEOUT_MS | how long it waits for a connection, or for a silent peer |

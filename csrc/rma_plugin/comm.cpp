@@ -22,6 +22,7 @@ Comm::Comm(std::vector<Channel> channels, int me, const Settings& settings, std:
       gpu_(std::move(gpu)),
       channels_(std::move(channels)),
       signals_(gpu_),
+      copies_(gpu_),
       peers_(channels_.size()),
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
       readable_(channels_.size(), 0) {
@@ -33,7 +34,7 @@ Comm::Comm(std::vector<Channel> channels, int me, const Settings& settings, std:
         Channel& channel = channels_[rank];
         if (rank == me_ || channel.route == Route::kLocal) peer.direct = std::make_unique<DirectPath>(gpu_, rank == me_);
         if (rank == me_) continue;
-        peer.link = std::make_unique<Link>(std::move(channel.data), rank, gpu_, registry_, signals_, settings_.timeout);
+        peer.link = std::make_unique<Link>(std::move(channel.data), rank, gpu_, copies_, registry_, signals_, settings_.timeout);
         peer.to = std::move(channel.to);
         peer.from = std::move(channel.from);
         epoll_event event{};
@@ -140,13 +141,10 @@ void Comm::remove_context(Context* context) {
 }
 
 std::vector<std::pair<CopyStream*, Ticket>> Comm::open_copies() {
-    std::vector<std::pair<CopyStream*, Ticket>> open{{&signals_.stream(), signals_.stream().last()}};
+    std::vector<std::pair<CopyStream*, Ticket>> open;
+    for (CopyStream* stream : {&signals_.stream(), &copies_.out, &copies_.in}) open.emplace_back(stream, stream->last());
     for (Peer& peer : peers_) {
         if (peer.direct != nullptr) open.emplace_back(&peer.direct->stream(), peer.direct->stream().last());
-        if (peer.link == nullptr) continue;
-        const auto streams = peer.link->streams();
-        open.emplace_back(streams.first, streams.first->last());
-        open.emplace_back(streams.second, streams.second->last());
     }
     return open;
 }

@@ -60,6 +60,8 @@ class Comm {
     void progress();
     bool failed();
 
+    std::shared_ptr<Gpu> gpu() const { return gpu_; }
+
   private:
     struct Peer {
         std::unique_ptr<Link> link;          // null: ourselves
@@ -95,6 +97,7 @@ class Comm {
     std::mutex mutex_;
     Registry registry_;
     Signals signals_;
+    Link::Shared copies_;
     std::vector<Peer> peers_;
     Descriptor epoll_;
     std::vector<char> readable_;

@@ -3,7 +3,6 @@
 #pragma once
 #include <deque>
 #include <memory>
-#include <utility>
 
 #include "copies.h"
 #include "frame.h"
@@ -20,7 +19,12 @@ class Link {
     static constexpr size_t kMostGets = 64;       // that a side may have asked for and not received
     static constexpr size_t kMostArrived = 1024;  // frames that wait for copies before them
 
-    Link(Descriptor socket, int peer, std::shared_ptr<Gpu> gpu, const Registry& registry, Signals& signals,
+    struct Shared {  // by all links of a communicator
+        explicit Shared(const std::shared_ptr<Gpu>& gpu) : out(gpu), in(gpu) {}
+        CopyStream out, in;
+    };
+
+    Link(Descriptor socket, int peer, const std::shared_ptr<Gpu>& gpu, Shared& copies, const Registry& registry, Signals& signals,
          std::chrono::milliseconds patience);
 
     // The request is done, or its bytes are moved if its signal goes another way, when the peer says so.
@@ -32,7 +36,6 @@ class Link {
     void say_bye(Deadline deadline);  // waits until then at most
 
     void shut() { socket_.reset(); }  // after a failure: nothing else may be called but the destructor
-    std::pair<CopyStream*, CopyStream*> streams() { return {&copies_in_, &copies_out_}; }
     int socket() const { return socket_.get(); }
     bool has_to_send() const {
         return writing_ || acked_ != applied_ || !slots_out_.empty() || !outbox_.empty() || !answers_.empty() || bye_due_;
@@ -86,7 +89,7 @@ class Link {
     bool peer_left_ = false, bye_due_ = false;
 
     // out
-    CopyStream copies_out_;
+    CopyStream& copies_out_;
     Staging staging_out_;
     std::deque<Outgoing> outbox_;
     // They overtake what waits in the outbox: two ranks that wait for each other's answers before they ask for more can't block.
@@ -105,7 +108,7 @@ class Link {
     uint64_t gets_asked_ = 0, gets_answered_ = 0, gets_done_ = 0;  // asked for; all data has come; all data is in place
 
     // in
-    CopyStream copies_in_;
+    CopyStream& copies_in_;
     Staging staging_in_;
     Ticket slot_in_[kSlots] = {};
     size_t next_slot_in_ = 0;

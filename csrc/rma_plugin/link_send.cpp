@@ -11,7 +11,7 @@ constexpr int kFramesATurn = 16;  // so that one peer does not hold up the other
 
 }  // namespace
 
-Link::Link(Descriptor socket, int peer, std::shared_ptr<Gpu> gpu, const Registry& registry, Signals& signals,
+Link::Link(Descriptor socket, int peer, const std::shared_ptr<Gpu>& gpu, Shared& copies, const Registry& registry, Signals& signals,
            std::chrono::milliseconds patience)
     : socket_(std::move(socket)),
       peer_(peer),
@@ -19,9 +19,9 @@ Link::Link(Descriptor socket, int peer, std::shared_ptr<Gpu> gpu, const Registry
       signals_(signals),
       patience_(patience),
       heard_(Clock::now()),
-      copies_out_(gpu),
+      copies_out_(copies.out),
       staging_out_(gpu, kSlots * kMostPayload),
-      copies_in_(gpu),
+      copies_in_(copies.in),
       staging_in_(gpu, kSlots * kMostPayload) {}
 
 void Link::push(Request& request, bool with_signal) {

@@ -91,8 +91,12 @@ abi::Result connect(void* context, void** handles, int ranks, int rank, void* li
 }
 
 abi::Result close_coll(void* comm) {
-    delete static_cast<Comm*>(comm);
-    return abi::kSuccess;
+    return guarded([&] {
+        auto* closing = static_cast<Comm*>(comm);
+        const std::shared_ptr<Gpu> gpu = closing->gpu();
+        const InContext in_context(gpu.get());
+        delete closing;
+    });
 }
 
 abi::Result create_context(void* comm, abi::Config* config, void** rma) {

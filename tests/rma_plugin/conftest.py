@@ -27,7 +27,13 @@ def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_driver(
-    driver: Path, plugin: Path, fake_cuda: Path, scenario: str, way: str = "auto", timeout_ms: int = 20000, **options: object
+    driver: Path,
+    plugin: Path,
+    fake_cuda: Path,
+    scenario: str,
+    way: str = "auto",
+    timeout_ms: int = 20000,
+    **options: object,
 ) -> str:
     """What it printed.  It ends itself, and its ranks, after `seconds`; subprocess does after a few more."""
     seconds = int(str(options.setdefault("seconds", 30)))

@@ -152,9 +152,9 @@ int cuEventQuery(void* event) {
 int cuMemcpyAsync(Pointer to, Pointer from, size_t bytes, void* stream) {
     const std::lock_guard<std::mutex> lock(mutex);
     if (context == nullptr) return kNoContext;
-    if (capture_mode != kRelaxed) return kInvalid;                                               // it would end a capture elsewhere
-    if (range_at(to, bytes) == nullptr || range_at(from, bytes) == nullptr) return kInvalid;     // pageable: it would block
-    if (static_cast<Stream*>(stream)->ops.size() > 512) return kInvalid;                         // so would this
+    if (capture_mode != kRelaxed) return kInvalid;                                            // it would end a capture elsewhere
+    if (range_at(to, bytes) == nullptr || range_at(from, bytes) == nullptr) return kInvalid;  // pageable: it would block
+    if (static_cast<Stream*>(stream)->ops.size() > 512) return kInvalid;                      // so would this
     static_cast<Stream*>(stream)->ops.push_back({Op::kCopy, reinterpret_cast<char*>(to), reinterpret_cast<char*>(from), bytes, 0, nullptr});
     return kOk;
 }
@@ -211,7 +211,7 @@ int cuMemExportToShareableHandle(void* fd, unsigned long long handle, int type, 
 }
 int cuMemImportFromShareableHandle(unsigned long long* handle, void* fd, int) {
     const int copy = ::fcntl(static_cast<int>(reinterpret_cast<intptr_t>(fd)), F_DUPFD_CLOEXEC, 0);
-    struct stat status {};
+    struct stat status{};
     if (copy < 0 || ::fstat(copy, &status) != 0 || status.st_size == 0) return kInvalid;
     *handle = reinterpret_cast<unsigned long long>(new Allocation{copy, static_cast<size_t>(status.st_size), {}, 1});
     return kOk;

@@ -44,7 +44,8 @@ void Proxy::open_contexts() {
     require(v14->createContext(comm, &config, &rma) == abi::kSuccess, "createContext");
     for (Queue& queue : queues_) {
         queue.inlines.reset(new uint64_t[static_cast<size_t>(options_.queue)]());
-        queue.inlines_region = add(reinterpret_cast<char*>(queue.inlines.get()), sizeof(uint64_t) * static_cast<size_t>(options_.queue), 0, true);
+        queue.inlines_region =
+            add(reinterpret_cast<char*>(queue.inlines.get()), sizeof(uint64_t) * static_cast<size_t>(options_.queue), 0, true);
     }
 }
 
@@ -143,8 +144,8 @@ abi::Result Proxy::issue(int context, int peer, Queue& queue, State& state, uint
         return v14->iput(rma, context, from_at, from, o.bytes, o.to_at, o.to, rank, &state.request);
     }
     if (v16_ != nullptr) {
-        return v16_->iputSignal(rma, context, from_at, from, o.bytes, o.to_at, o.to, rank, o.signal_at, o.signal, o.signal_value, o.signal_op,
-                                o.strong, 0, &state.request);
+        return v16_->iputSignal(rma, context, from_at, from, o.bytes, o.to_at, o.to, rank, o.signal_at, o.signal, o.signal_value,
+                                o.signal_op, o.strong, 0, &state.request);
     }
     return v14->iputSignal(rma, context, from_at, from, o.bytes, o.to_at, o.to, rank, o.signal_at, o.signal, o.signal_value, o.signal_op,
                            o.strong, &state.request);

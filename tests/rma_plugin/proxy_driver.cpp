@@ -13,8 +13,8 @@ void set(Options& options, const std::string& name, const std::string& value) {
     const struct {
         const char* name;
         int* to;
-    } numbers[] = {{"ranks", &options.ranks},     {"epochs", &options.epochs}, {"contexts", &options.contexts}, {"ops", &options.ops},
-                   {"queue", &options.queue},     {"table", &options.table},   {"seconds", &options.seconds}};
+    } numbers[] = {{"ranks", &options.ranks}, {"epochs", &options.epochs}, {"contexts", &options.contexts}, {"ops", &options.ops},
+                   {"queue", &options.queue}, {"table", &options.table},   {"seconds", &options.seconds}};
     for (const auto& number : numbers) {
         if (name == number.name) {
             *number.to = std::atoi(value.c_str());

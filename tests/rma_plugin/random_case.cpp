@@ -10,8 +10,8 @@ uint64_t big_bytes(const Options& options) { return options.slice / 8 * 5; }  //
 
 // The byte that `source` puts at `at` of its slice at `target`, and the byte of its own memory at `at` that others get.
 unsigned char put_byte(uint64_t seed, int epoch, int source, int target, uint64_t at) {
-    return static_cast<unsigned char>(mix(seed ^ static_cast<uint64_t>(epoch) << 32 ^ static_cast<uint64_t>(source * 64 + target) << 24 ^ at / 8) >>
-                                      (at % 8 * 8));
+    return static_cast<unsigned char>(
+        mix(seed ^ static_cast<uint64_t>(epoch) << 32 ^ static_cast<uint64_t>(source * 64 + target) << 24 ^ at / 8) >> (at % 8 * 8));
 }
 
 struct Planned {
@@ -72,7 +72,8 @@ struct Case {
                 next.push_back(0);
                 for (const Planned& op : plans.back()) {
                     for (uint64_t i = 0; i < op.bytes; ++i) {
-                        source[slice(peer, context) + op.at + i] = static_cast<char>(put_byte(options.seed + static_cast<uint64_t>(context), epoch, rank, peer, op.at + i));
+                        source[slice(peer, context) + op.at + i] =
+                            static_cast<char>(put_byte(options.seed + static_cast<uint64_t>(context), epoch, rank, peer, op.at + i));
                     }
                 }
             }
@@ -131,7 +132,8 @@ struct Case {
         };
         std::vector<Watched> all;
         for (int peer = 0; peer < options.ranks; ++peer) {
-            for (int context = 0; context < options.contexts; ++context) all.push_back({plan(options, epoch, peer, rank, context), peer, context});
+            for (int context = 0; context < options.contexts; ++context)
+                all.push_back({plan(options, epoch, peer, rank, context), peer, context});
         }
         for (bool waiting = true; waiting;) {
             waiting = false;
@@ -177,7 +179,8 @@ struct Case {
                     check(op, epoch, peer, context);
                     at += op.bytes;
                 }
-                for (; at < options.slice; ++at) require(static_cast<unsigned char>(slice_at[at]) == kUntouched, "a byte behind the puts changed");
+                for (; at < options.slice; ++at)
+                    require(static_cast<unsigned char>(slice_at[at]) == kUntouched, "a byte behind the puts changed");
             }
         }
         std::memset(window, kUntouched, slice(options.ranks, 0));
@@ -230,7 +233,8 @@ struct Case {
             std::string& bytes = known[static_cast<size_t>(peer)];
             if (bytes.empty()) bytes.assign(options.slice, static_cast<char>(kUntouched));
             for (const Planned& op : plan(options, epoch, peer, 0, 0)) {
-                for (uint64_t i = 0; i < op.bytes; ++i) bytes[op.at + i] = static_cast<char>(put_byte(options.seed, epoch, peer, 0, op.at + i));
+                for (uint64_t i = 0; i < op.bytes; ++i)
+                    bytes[op.at + i] = static_cast<char>(put_byte(options.seed, epoch, peer, 0, op.at + i));
             }
         }
     }
@@ -246,9 +250,21 @@ bool random_case(const Options& options, World& world, int rank) {
     require(proxy.connect() == abi::kSuccess, "connect: " + logged());
     const uint64_t bytes = static_cast<uint64_t>(options.ranks * options.contexts) * options.slice;
     const uint64_t signal_bytes = static_cast<uint64_t>(options.ranks * options.contexts) * 8;
-    Case it{options, world, proxy, rank, allocate(options, bytes, Sharing::kWindow), allocate(options, bytes, Sharing::kWindow),
-            allocate(options, options.slice, Sharing::kWindow), allocate(options, signal_bytes, Sharing::kPrivate),
-            allocate(options, kMostRanks * 8, Sharing::kPrivate), nullptr, nullptr, nullptr, nullptr, nullptr, {}};
+    Case it{options,
+            world,
+            proxy,
+            rank,
+            allocate(options, bytes, Sharing::kWindow),
+            allocate(options, bytes, Sharing::kWindow),
+            allocate(options, options.slice, Sharing::kWindow),
+            allocate(options, signal_bytes, Sharing::kPrivate),
+            allocate(options, kMostRanks * 8, Sharing::kPrivate),
+            nullptr,
+            nullptr,
+            nullptr,
+            nullptr,
+            nullptr,
+            {}};
     it.base.assign(signal_bytes / 8, 0);
     proxy.open_contexts();
     it.signals_region = proxy.add(it.signals, signal_bytes, 1 | abi::kSignalNeverReset);

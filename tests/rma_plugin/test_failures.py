@@ -1,4 +1,4 @@
-"""Broken, silent, absent and lying peers: a named error, at once or after the timeout, and never a hang or a stray byte."""
+"""Broken, silent, absent and lying peers: a named error, at once or after the timeout, and no hang or stray byte."""
 
 from __future__ import annotations
 

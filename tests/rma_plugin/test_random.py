@@ -1,4 +1,4 @@
-"""Puts, gets and signals against an oracle: between processes and between threads, on both ways, with and without a GPU's memory."""
+"""Puts, gets and signals against an oracle: processes and threads, both ways, with and without a GPU's memory."""
 
 from __future__ import annotations
 

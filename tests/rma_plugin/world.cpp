@@ -123,10 +123,11 @@ char* allocate(const Options& options, size_t bytes, Sharing sharing) {
     if (options.cuda()) {
         unsigned long long handle = 0, at = 0;
         const CudaProperties properties{1, sharing == Sharing::kWindow ? 1 : 0, 1, 0, nullptr, 0};
-        require(cuda<int (*)(unsigned long long*, size_t, const CudaProperties*, unsigned long long)>("cuMemCreate")(&handle, whole, &properties,
-                                                                                                                      0) == 0,
+        require(cuda<int (*)(unsigned long long*, size_t, const CudaProperties*, unsigned long long)>("cuMemCreate")(&handle, whole,
+                                                                                                                     &properties, 0) == 0,
                 "cuMemCreate");
-        cuda<int (*)(unsigned long long*, size_t, size_t, unsigned long long, unsigned long long)>("cuMemAddressReserve")(&at, whole, 0, 0, 0);
+        cuda<int (*)(unsigned long long*, size_t, size_t, unsigned long long, unsigned long long)>("cuMemAddressReserve")(&at, whole, 0, 0,
+                                                                                                                          0);
         cuda<int (*)(unsigned long long, size_t, size_t, unsigned long long, unsigned long long)>("cuMemMap")(at, whole, 0, handle, 0);
         cuda<int (*)(unsigned long long, size_t, const void*, size_t)>("cuMemSetAccess")(at, whole, nullptr, 1);
         memory = reinterpret_cast<char*>(at);

@@ -42,7 +42,7 @@ class World {
 [[noreturn]] void give_up(const std::string& why);  // the test has failed
 void require(bool fact, const std::string& what);
 
-enum class Sharing { kWindow, kPrivate };  // as NCCL's windows, as NCCL's signals
+enum class Sharing { kWindow, kPrivate };                               // as NCCL's windows, as NCCL's signals
 char* allocate(const Options& options, size_t bytes, Sharing sharing);  // filled with kUntouched, or zeros if private
 void use_cuda_on_this_thread(const Options& options);
 constexpr unsigned char kUntouched = 0xee;
