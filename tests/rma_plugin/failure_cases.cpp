@@ -145,6 +145,43 @@ bool left(const Options& options, World& world, int rank) {
     return put_until_failure(open, 100) && names("PeerClosed: rank 1 has closed the communicator");
 }
 
+// Communicators after and beside each other, contexts made anew, memory given back and registered again.
+bool again(const Options& options, World& world, int rank) {
+    use_cuda_on_this_thread(options);
+    Open first(options, world, rank);
+    first.proxy.start();
+    for (int round = 0; round < 3; ++round) {
+        Open second(options, world, rank);
+        second.proxy.start();
+        char* memory = allocate(options, 4096, Sharing::kWindow);
+        for (int i = 0; i < 3; ++i) {
+            void* region = nullptr;
+            const int type = options.cuda() ? abi::kPtrCuda : abi::kPtrHost;
+            require(first.proxy.v14->regMrSym(first.proxy.comm, memory, 4096, type, 0, &region) == abi::kSuccess, "regMrSym: " + logged());
+            Operation put = first.put(1000);
+            put.to = region;
+            put.to_at = static_cast<uint64_t>(rank) * 1000;
+            for (int peer = 0; peer < options.ranks; ++peer) first.proxy.post(0, peer, put);
+            for (int peer = 0; peer < options.ranks; ++peer) second.proxy.post(0, peer, second.put(50000));
+            require(first.proxy.wait_all() && second.proxy.wait_all(), "puts failed: " + logged());
+            world.barrier();
+            require(first.proxy.v14->deregMrSym(first.proxy.comm, region) == abi::kSuccess, "deregMrSym: " + logged());
+            void *request = nullptr, *rma = nullptr;
+            abi::Config config{1, 0, 1};
+            require(first.proxy.v14->createContext(first.proxy.comm, &config, &rma) == abi::kSuccess, "createContext");
+            require(first.proxy.v14->iput(rma, 0, 0, region, 8, 0, region, 0, &request) == abi::kInvalidArgument,
+                    "memory that was given back");
+            require(first.proxy.v14->destroyContext(rma) == abi::kSuccess, "destroyContext");
+        }
+        world.barrier();
+        second.proxy.close();
+    }
+    require(!first.proxy.last_error(), "an error was kept: " + logged());
+    world.barrier();
+    first.proxy.close();
+    return true;
+}
+
 bool misuse(const Options& options, World& world, int rank) {
     use_cuda_on_this_thread(options);
     Open open(options, world, rank);

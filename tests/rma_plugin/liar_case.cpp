@@ -1,5 +1,6 @@
 // A rank that knows the secret, comes in as any other, and then breaks the protocol.  The other must say so, by name, and store nothing.
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <cstring>
@@ -174,6 +175,28 @@ class Liar {
     const char body_[8] = {1, 1, 1, 1, 1, 1, 1, 1};
 };
 
+// A card as exchange.cpp sends it, of the window, with one thing wrong in it.
+struct Card {
+    uint32_t magic, id;
+    uint64_t bytes, allocated, offset;
+    uint32_t pad, check;
+};
+
+void lie_about_window(Channel& channel, uint32_t id, const std::string& lie) {
+    Card card{0x6d726163, id, kBytes, 0, 0, 0, 0};
+    if (lie == "card-magic") card.magic = 1;
+    if (lie == "card-order") card.id = id + 1;
+    if (lie == "card-no-window") card.allocated = kBytes;
+    if (lie == "card-beyond") {
+        card.allocated = kBytes;
+        card.offset = 1;
+    }
+    card.check = crc32c(&card, offsetof(Card, check));
+    if (lie == "card-check") ++card.bytes;
+    const Descriptor nothing(::dup(0));
+    send_all(channel.control.get(), &card, sizeof card, Clock::now() + std::chrono::seconds(5), lie == "card-beyond" ? nothing.get() : -1);
+}
+
 bool lie_to_it(const Options& options, World& world, const std::string& lie) {
     Settings settings = read_settings();
     Listener listener = listen_everywhere(settings);
@@ -184,15 +207,17 @@ bool lie_to_it(const Options& options, World& world, const std::string& lie) {
     std::vector<Channel> channels = connect_all(listener, addresses, {settings.secret, 42, 2, 1}, settings.timeout);
     // The regions in the order of the other rank: the inline values of each queue, then the window.
     const auto inlines = static_cast<uint32_t>(options.contexts * options.ranks);
-    for (uint32_t id = 0; id <= inlines; ++id) {
+    const bool card = lie.compare(0, 5, "card-") == 0;
+    for (uint32_t id = 0; id < inlines + (card ? 0 : 1); ++id) {
         Region region;
         region.id = id;
         region.bytes = kBytes;
         region.remote.resize(2);
         exchange(region, channels, 1, nullptr, Clock::now() + std::chrono::seconds(10));
     }
+    if (card) lie_about_window(channels[0], inlines, lie);
     world.barrier();
-    Liar(channels[0], inlines).tell(lie);
+    if (!card) Liar(channels[0], inlines).tell(lie);
     world.barrier();
     return true;
 }
@@ -208,6 +233,15 @@ bool liar(const Options& options, World& world, int rank, const std::string& lie
     require(proxy.connect() == abi::kSuccess, "connect: " + logged());
     proxy.open_contexts();
     char* window = allocate(options, kBytes, Sharing::kWindow);
+    if (lie.compare(0, 5, "card-") == 0) {
+        void* region = nullptr;
+        const int type = options.cuda() ? abi::kPtrCuda : abi::kPtrHost;
+        require(proxy.v14->regMrSym(proxy.comm, window, kBytes, type, 0, &region) == abi::kRemoteError, "a false card was taken");
+        std::printf("%s", logged().c_str());
+        world.barrier();
+        world.barrier();
+        return region == nullptr;
+    }
     proxy.add(window, kBytes);
     proxy.start();
     world.barrier();

@@ -89,6 +89,7 @@ void Proxy::run() {  // no CUDA context is current here, as in NCCL's thread
             return;
         }
         std::this_thread::yield();
+        if (options_.lag > 0 && rank_ == 1) std::this_thread::sleep_for(std::chrono::microseconds(options_.lag));
     }
 }
 

@@ -13,8 +13,9 @@ void set(Options& options, const std::string& name, const std::string& value) {
     const struct {
         const char* name;
         int* to;
-    } numbers[] = {{"ranks", &options.ranks}, {"epochs", &options.epochs}, {"contexts", &options.contexts}, {"ops", &options.ops},
-                   {"queue", &options.queue}, {"table", &options.table},   {"seconds", &options.seconds}};
+    } numbers[] = {{"ranks", &options.ranks},     {"epochs", &options.epochs}, {"contexts", &options.contexts},
+                   {"ops", &options.ops},         {"queue", &options.queue},   {"table", &options.table},
+                   {"seconds", &options.seconds}, {"lag", &options.lag},       {"mixed", &options.mixed}};
     for (const auto& number : numbers) {
         if (name == number.name) {
             *number.to = std::atoi(value.c_str());
@@ -94,6 +95,7 @@ int main(int count, char** words) {
         if (scenario == "absent") return absent(options, world, rank);
         if (scenario == "strangers") return strangers(options, world, rank);
         if (scenario == "misuse") return misuse(options, world, rank);
+        if (scenario == "again") return again(options, world, rank);
         if (scenario == "left") return left(options, world, rank);
         if (scenario.compare(0, 5, "liar-") == 0) return liar(options, world, rank, scenario.substr(5));
         give_up("unknown scenario " + scenario);

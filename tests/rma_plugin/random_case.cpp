@@ -1,4 +1,5 @@
 // Random puts, gets and signals between all ranks at once, against what the same numbers say about them.
+#include <cstdlib>
 #include <cstring>
 
 #include "proxy.h"
@@ -244,6 +245,7 @@ struct Case {
 
 bool random_case(const Options& options, World& world, int rank) {
     use_cuda_on_this_thread(options);
+    if (options.mixed != 0 && rank == 0) ::setenv("MOECOMM_RMA", "tcp", 1);
     Proxy proxy(options, world, rank);
     require(proxy.listen() == abi::kSuccess, "listen: " + logged());
     world.barrier();

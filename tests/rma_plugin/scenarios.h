@@ -9,5 +9,6 @@ bool wrong_secret(const Options& options, World& world, int rank);
 bool absent(const Options& options, World& world, int rank);
 bool strangers(const Options& options, World& world, int rank);
 bool misuse(const Options& options, World& world, int rank);
+bool again(const Options& options, World& world, int rank);
 bool left(const Options& options, World& world, int rank);
 bool liar(const Options& options, World& world, int rank, const std::string& lie);

@@ -31,6 +31,13 @@ LIES_BY_MAIL = {
     "mail-count": "PeerLied: rank 1 has posted more mail than there is room for",
     "mail-signal": "PeerLied: rank 1 signals a word that is not in any registered region",
 }
+LIES_IN_CARDS = {
+    "card-magic": "PeerLied: registering memory with rank 1: rank 1 sends no card of a region",
+    "card-check": "PeerLied: registering memory with rank 1: rank 1 sends no card of a region",
+    "card-order": "PeerLied: registering memory with rank 1: rank 1 registers region 5 where this rank registers 4",
+    "card-no-window": "PeerLied: registering memory with rank 1: rank 1 gives a window that is none",
+    "card-beyond": "PeerLied: registering memory with rank 1: rank 1 gives a window that is none",
+}
 
 
 @pytest.mark.parametrize("memory", ["host", "cuda"])
@@ -80,6 +87,11 @@ def test_a_lie_is_named_and_not_stored(drive: Drive, lie: str) -> None:
 @pytest.mark.parametrize("lie", LIES_BY_MAIL)
 def test_a_lie_by_mail_is_named_and_not_stored(drive: Drive, lie: str) -> None:
     assert LIES_BY_MAIL[lie] in drive(f"liar-{lie}", way="loopback", memory="cuda")
+
+
+@pytest.mark.parametrize("lie", LIES_IN_CARDS)
+def test_a_lie_about_a_window_is_named(drive: Drive, lie: str) -> None:
+    assert LIES_IN_CARDS[lie] in drive(f"liar-{lie}", way="loopback", memory="cuda")
 
 
 def test_a_lie_does_not_reach_the_memory_of_a_gpu(drive: Drive) -> None:

@@ -40,6 +40,22 @@ def test_the_newer_table(drive: Drive, way: str) -> None:
     drive("random", way=way, table=16, slice=100_000)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_slow_peer_is_waited_for(drive: Drive, way: str) -> None:
+    drive("random", way=way, lag=1000, ops=30, epochs=1, slice=300_000, memory="cuda")
+
+
+@pytest.mark.parametrize("memory", ["host", "cuda"])
+def test_some_peers_are_neighbours_and_some_are_not(drive: Drive, memory: str) -> None:
+    drive("random", mixed=1, ranks=4, memory=memory, slice=100_000)
+
+
+@pytest.mark.parametrize("memory", ["host", "cuda"])
+@pytest.mark.parametrize("way", WAYS)
+def test_communicators_contexts_and_memory_come_and_go(drive: Drive, way: str, memory: str) -> None:
+    drive("again", way=way, memory=memory, ranks=3)
+
+
 @pytest.mark.parametrize("memory", ["host", "cuda"])
 def test_ranks_of_one_process(drive: Drive, memory: str) -> None:
     drive("random", mode="threads", memory=memory, ranks=3, slice=100_000)

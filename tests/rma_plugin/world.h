@@ -16,6 +16,8 @@ constexpr int kMostRanks = 8;
 struct Options {
     std::string plugin, scenario, memory = "host", mode = "processes", way;
     int ranks = 2, epochs = 2, contexts = 2, ops = 60, queue = 32, table = 14, seconds = 30;
+    int lag = 0;                         // microseconds that rank 1 sleeps after each turn
+    int mixed = 0;                       // 1: rank 0 is reached over tcp alone
     uint64_t seed = 1, slice = 1 << 20;  // slice: bytes of a window for one sender and one context
     bool cuda() const { return memory == "cuda"; }
 };
