@@ -11,9 +11,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 HERE = Path(__file__).parent
-FLAGS = ("-std=c++17", "-fPIC", "-pthread", "-g1", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}")
+FLAGS = ("-std=c++17", "-fPIC", "-pthread", "-g0", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}")
 PLAIN = ("-O1",)
-TSAN = ("-O1", "-fsanitize=thread")
+TSAN = ("-O0", "-fsanitize=thread")
 PARALLEL = min(4, os.cpu_count() or 1)
 PLUGIN = (*sorted((CSRC / "rma_plugin").glob("*.cpp")), CSRC / "runtime" / "fd_socket.cpp")
 # What the driver has in common with the plugin: checks, addresses and frames, for the rank that lies.
