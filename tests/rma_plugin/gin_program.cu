@@ -18,7 +18,7 @@ constexpr size_t kChunk = 1 << 20;    // a rank's place in a window
 constexpr size_t kLargest = 4 << 20;  // of a ping-pong
 constexpr int kRounds = 20, kPings = 200;
 constexpr long long kPatience = 20LL * 1000 * 1000 * 1000;  // ns that a kernel waits for a signal
-enum Signal { kArrived, kChecked, kFetched, kPing, kSignals };
+enum Signal { kArrived, kChecked, kReady, kValue, kPing, kSignals };
 
 #define NCCL(call)                                                                                                    \
     do {                                                                                                              \
@@ -115,18 +115,18 @@ __global__ void values_and_gets(ncclDevComm comm, ncclWindow_t window, unsigned 
     words[0] = 0;
     words[1] = 1000 + me;
     __threadfence_system();
-    gin.signal(world, before, ncclGin_StrongSignalInc{kFetched});  // my words are ready
-    if (!await(gin, kFetched, 1)) {
+    gin.signal(world, before, ncclGin_StrongSignalInc{kReady});  // my words are
+    if (!await(gin, kReady, 1)) {
         *result = 4001;
         return;
     }
-    gin.putValue(world, next, window, ranks * kChunk, 0x1122334455667788ull + me, ncclGin_StrongSignalInc{kFetched});
+    gin.putValue(world, next, window, ranks * kChunk, 0x1122334455667788ull + me, ncclGin_StrongSignalInc{kValue});
     gin.get(world, next, window, ranks * kChunk + 8, window, ranks * kChunk + 64, 8);
     ncclGinRequest_t request;
     gin.flushAsync(world, next, &request);
     gin.wait(request);
     if (words[8] != 1000ull + next) *result = 4002;
-    if (!await(gin, kFetched, 2)) *result = 4003;
+    if (!await(gin, kValue, 1)) *result = 4003;
     if (words[0] != 0x1122334455667788ull + before) *result = 4004;
     gin.put(world, next, window, ranks * kChunk + 128, window, 0, 4096, ncclGin_None{}, ncclGin_WeakCounterInc{0});
     const long long deadline = now() + kPatience;

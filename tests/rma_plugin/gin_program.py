@@ -51,6 +51,7 @@ def run(program: Path, ranks: int, how: str, way: str, lsa: int | None, timeout_
         **rma_plugin.environment(rma_plugin.new_secret(), way=way, address="127.0.0.1", timeout_s=30),
         "LD_LIBRARY_PATH": ":".join([*libraries, os.environ.get("LD_LIBRARY_PATH", "")]),
         "CUDA_MODULE_LOADING": "EAGER",
+        "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"),
     }
     if lsa is not None:
         environment["NCCL_LSA_TEAM_SIZE"] = str(lsa)
