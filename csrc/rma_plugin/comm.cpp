@@ -70,7 +70,8 @@ Comm::~Comm() {
 void* Comm::add_memory(void* data, size_t bytes, bool on_gpu, uint64_t flags) {
     const std::lock_guard<std::mutex> control(control_);
     const InContext in_context(gpu_.get());
-    if (on_gpu && gpu_ == nullptr) throw Failure(Fault::kUnsupported, "memory of a GPU; at connect there was no CUDA context, or no driver of CUDA 12");
+    if (on_gpu && gpu_ == nullptr)
+        throw Failure(Fault::kUnsupported, "memory of a GPU; at connect there was no CUDA context, or no driver of CUDA 12");
     auto region = std::make_shared<Region>();
     region->base = static_cast<char*>(data);
     region->bytes = bytes;
