@@ -62,6 +62,19 @@ void* Proxy::add(char* memory, size_t bytes, uint64_t flags, bool host) {
     return region;
 }
 
+void Proxy::add_in_passing(char* memory, size_t bytes) {
+    for (int i = 0; i < 10; ++i) {
+        add(memory, bytes);
+        require(v14->deregMrSym(comm, regions_.back()) == abi::kSuccess, "deregMrSym");
+        regions_.pop_back();
+        void* other = nullptr;
+        abi::Config config{1, 0, 1};
+        require(v14->createContext(comm, &config, &other) == abi::kSuccess, "createContext");
+        require(v14->destroyContext(other) == abi::kSuccess, "destroyContext");
+        require(!last_error(), "an error was kept: " + logged());
+    }
+}
+
 void Proxy::close() {
     stop_ = true;
     if (thread_.joinable()) thread_.join();

@@ -34,6 +34,7 @@ class Proxy {
     void open_contexts();   // createContext, the inline values, and the thread unless it is not wanted
     void start();
     void* add(char* memory, size_t bytes, uint64_t flags = 0, bool host = false);
+    void add_in_passing(char* memory, size_t bytes);  // memory and a context come and go while the thread is at work
     void close();
 
     void post(int context, int peer, const Operation& operation);  // waits for a place in the queue

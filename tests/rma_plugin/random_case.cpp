@@ -277,6 +277,7 @@ bool random_case(const Options& options, World& world, int rank) {
     it.words_region = proxy.add(it.words, kMostRanks * 8);
     for (int epoch = 0; epoch < options.epochs; ++epoch) {
         std::thread kernel([&] { it.post(epoch); });
+        proxy.add_in_passing(allocate(options, 4096, Sharing::kWindow), 4096);
         it.watch(epoch);
         kernel.join();
         require(proxy.wait_all(), "puts failed: " + logged());
