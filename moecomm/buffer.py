@@ -95,6 +95,7 @@ class Buffer:
         self._session = backend_module.open(ranks, shape, wanted, timeout_s)
         self._session.context.timeout_ns = int(timeout_s * 1e9)
         self._record = self._session.context.record
+        self.packet_room = shape.packet_bytes
         self.memory = WindowMemory(self._session.arena, self._session.capturing)
         self.dispatch_plans: dict[tuple[Any, ...], list[dispatch.Plan]] = {}
         self.combine_plans: dict[tuple[Any, ...], list[combine.Plan]] = {}

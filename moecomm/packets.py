@@ -53,12 +53,17 @@ def of_dispatch(row_bytes: int, scale_bytes: int, topk: int, *, scale_size: int 
     return None
 
 
-@lru_cache(maxsize=16)  # a combine asks every time
 def of_combine(staged_bytes: int) -> Packets:
     """Packets of a row that goes home: its columns alone."""
     count = -(-staged_bytes // (_MOST_WORDS * _WORD))
     piece = _align(-(-staged_bytes // count), 16)
     return Packets(piece, 0, -(-piece // _WORD // _LINE_WORDS), -(-staged_bytes // piece))
+
+
+@lru_cache(maxsize=256)  # a combine asks every time
+def carry_home(staged_bytes: int, num_tokens: int, topk: int, room: int) -> bool:
+    """Whether the rows of so many tokens come home in packets: `staged_bytes` each, `room` is Shape.packet_bytes."""
+    return of_combine(staged_bytes).carry(num_tokens, topk, room)
 
 
 def room(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:

@@ -87,8 +87,8 @@ def comes_in_packets(args: _native.CombineArgs) -> bool:
     The ranks that send them decide by the same rule, CombineCall::in_packets in csrc/combine/call.cuh.
     """
     shape, staged = args.ctx.shape, args.type if args.layout == _FLAT else args.wire
-    packet = packets.of_combine(args.hidden * _BYTES[staged])
-    return args.weight_grads == 0 and packet.carry(args.num_tokens, shape.topk, shape.packet_bytes)
+    bytes_of_row = args.hidden * _BYTES[staged]
+    return args.weight_grads == 0 and packets.carry_home(bytes_of_row, args.num_tokens, shape.topk, shape.packet_bytes)
 
 
 def reads_in_place(args: _native.CombineArgs) -> bool:

@@ -48,8 +48,8 @@ class Plan:
         in_window = like.weight_grads is None and buffer.session.context.in_heap(like.y.data_ptr())
         self._copies = options.layout == "flat" and not in_window
         staged = options.dtype if options.layout == "flat" else options.wire or torch.float32
-        self._packets = None if like.weight_grads is not None else packets.of_combine(buffer.hidden * staged.itemsize)
-        self._room = buffer.session.context.shape.packet_bytes
+        self._staged_bytes = 0 if like.weight_grads is not None else buffer.hidden * staged.itemsize
+        self._room = buffer.packet_room
         args = _args(buffer, options, like)
         self._native = _native.CombinePlan(args, like.y, like.bias, like.weight_grads)
         self._session = buffer.session
@@ -59,7 +59,7 @@ class Plan:
     def schedule(self, num_tokens: int) -> None:
         """Makes start() know how a round of so many tokens is run."""
         options = self._options
-        few = self._packets is not None and self._packets.carry(num_tokens, self._topk, self._room)
+        few = self._staged_bytes > 0 and packets.carry_home(self._staged_bytes, num_tokens, self._topk, self._room)
         # Flat rows that are staged take as many blocks as rows that are added up first.
         layout = "expert" if self._copies and not few else options.layout
         schedule = self._session.schedule("combine", num_tokens=num_tokens, layout=layout, num_sms=options.num_sms)
