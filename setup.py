@@ -61,6 +61,7 @@ setup(
     package_dir={"moecomm": "moecomm", "moecomm.csrc": "csrc"},
     package_data={
         "moecomm": ["py.typed", "*.pyi"],
+        "moecomm.simulate": ["*.json"],
         "moecomm.tuning": ["*.json"],
         **{package: ["*.h", "*.cuh"] for package in HEADERS},
     },

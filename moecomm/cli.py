@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moecomm.bench.cli import app as bench
+from moecomm.simulate.cli import app as simulate
 
 if TYPE_CHECKING:
     from moecomm.checkup import Report
@@ -24,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+app.add_typer(simulate, name="simulate")
 
 
 @app.command()

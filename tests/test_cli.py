@@ -14,8 +14,9 @@ from moecomm import cli
 @pytest.mark.parametrize(
     ("words", "commands"),
     [
-        ([], ["demo", "doctor", "tune", "bench"]),
+        ([], ["demo", "doctor", "tune", "bench", "simulate"]),
         (["bench"], ["dispatch-combine", "sweep", "latency", "all-to-all", "plot"]),
+        (["simulate"], ["check", "fit"]),
     ],
 )
 def test_help_names_every_command(

@@ -1,0 +1,171 @@
+"""The command simulate: predictions, how far off they are, and the fit they rest on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from moecomm.simulate.domain import Domain
+    from moecomm.simulate.routing import Gate
+
+app = typer.Typer(
+    help="Predicts dispatch, combine and layer time over any number of NVLink domains.",
+    invoke_without_command=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[Path | None, typer.Option("--json", help="Write the result there.")]
+Parameters = Annotated[Path | None, typer.Option(help="What fit has written; default: what the package ships.")]
+NicGbs = Annotated[float, typer.Option(help="Of a GPU's NIC, one direction, GB/s.  Default: 400 Gb/s.")]
+NicLatency = Annotated[float, typer.Option(help="Put and signal, one way.  Default: half of GIN's round trip.")]
+NicMessages = Annotated[float, typer.Option(help="Millions of puts and signals a second.")]
+_NIC = (50.0, 8.35, 215.0)  # Nic's own; tests see to it
+
+
+@app.callback()
+def predict(
+    context: typer.Context,
+    domains: Annotated[str, typer.Option(help="Numbers of NVLink domains: one or several.")] = "1,2,4,8",
+    ranks: Annotated[int, typer.Option(help="GPUs of a domain.")] = 8,
+    tokens: Annotated[str, typer.Option(help="Tokens of a rank: one number or several.")] = "1,128,4096",
+    model: Annotated[str, typer.Option(help="Whose sizes and gate: a name of moecomm.router.MODELS.")] = "deepseek-v3",
+    hidden: Annotated[int | None, typer.Option(help="Columns of a token, in place of the model's.")] = None,
+    intermediate: Annotated[int | None, typer.Option(help="Columns of an expert, in place of the model's.")] = None,
+    topk: Annotated[int | None, typer.Option(help="Experts a token picks, in place of the model's.")] = None,
+    experts: Annotated[int | None, typer.Option(help="Experts of all ranks, in place of the model's.")] = None,
+    grouped: Annotated[bool, typer.Option("--grouped/--ungrouped", help="Keep to the model's best groups.")] = True,
+    layout: Annotated[str, typer.Option(help="flat or expert.")] = "flat",
+    payload: Annotated[str, typer.Option(help="Of dispatch: bf16, fp8, fp8-ue8m0.")] = "fp8",
+    wire: Annotated[str, typer.Option(help="Of combine, layout expert: fp32 or bf16.")] = "fp32",
+    skew: Annotated[float, typer.Option(help="The part of the tokens that wants rank 0.")] = 0.0,
+    algorithm: Annotated[str, typer.Option(help="ht, ll, or auto: the faster of them for few tokens.")] = "auto",
+    chunk_tokens: Annotated[int, typer.Option(help="HT: tokens signalled together between domains.")] = 32,
+    nic_gbs: NicGbs = _NIC[0],
+    nic_latency_us: NicLatency = _NIC[1],
+    nic_mega_messages: NicMessages = _NIC[2],
+    nvlink_gbs: Annotated[float, typer.Option(help="Where NVLink is slower than was measured; 0: as it was.")] = 0.0,
+    gemm_us: Annotated[float, typer.Option(help="Of the experts; 0: a roofline.")] = 0.0,
+    gemm_tflops: Annotated[float, typer.Option(help="Of the roofline; 0: as it was measured.")] = 0.0,
+    hbm_gbs: Annotated[float, typer.Option(help="Of the roofline.  Default: H200.")] = 4800.0,
+    parts: Annotated[int, typer.Option(help="Overlapped layer: parts that the tokens are cut into.")] = 2,
+    parameters: Parameters = None,
+    json: Json = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw there, a .png, .svg or .pdf.")] = None,
+) -> None:
+    """Predicts dispatch, combine and layer time over any number of NVLink domains: a model, not a measurement."""
+    if context.invoked_subcommand is not None:
+        return
+    from moecomm.bench.cli import numbers
+    from moecomm.bench.table import console
+    from moecomm.simulate import predict as predicted
+    from moecomm.simulate.model import Machine
+    from moecomm.simulate.nic import Nic
+    from moecomm.simulate.table import show_predictions
+
+    name, shape, gate = _model((model, hidden, intermediate, topk, experts), grouped)
+    asked = predicted.Asked(
+        name,
+        *shape,
+        gate,
+        numbers("domains", domains),
+        ranks,
+        numbers("tokens", tokens),
+        layout=layout,
+        payload=payload,
+        wire=wire,
+        skew=skew,
+        algorithm=algorithm,
+        gemm_us=gemm_us,
+        gemm_tflops=gemm_tflops,
+        hbm_gbs=hbm_gbs,
+        parts=parts,
+    )
+    nic = Nic(nic_gbs, nic_latency_us, nic_mega_messages)
+    result = predicted.predict(asked, Machine(_domain(parameters, nvlink_gbs), nic, chunk_tokens))
+    show_predictions(result, console())
+    _keep(result, json)
+    if plot is not None:
+        from moecomm.simulate.plot import draw
+
+        draw(result, plot)
+        console().print(str(plot), highlight=False)
+
+
+@app.command()
+def check(
+    results: Annotated[
+        list[Path] | None, typer.Argument(help="JSON of the benchmark; default: bench/results.", exists=True)
+    ] = None,
+    nic_gbs: NicGbs = _NIC[0],
+    nic_latency_us: NicLatency = _NIC[1],
+    nic_mega_messages: NicMessages = _NIC[2],
+    parameters: Parameters = None,
+    json: Json = None,
+) -> None:
+    """Predicted beside measured and beside published figures, row by row, with the error of each."""
+    from moecomm.bench.table import console
+    from moecomm.simulate.check import check as compared
+    from moecomm.simulate.nic import Nic
+    from moecomm.simulate.table import show_check
+
+    paths = sorted(Path("bench", "results").glob("*.json")) if results is None else results
+    nic = Nic(nic_gbs, nic_latency_us, nic_mega_messages)
+    nic.check()
+    found = compared(paths, _domain(parameters), nic)
+    show_check(found, console())
+    _keep({"benchmark": "simulate-check", **found}, json)
+
+
+@app.command()
+def fit(
+    results: Annotated[list[Path], typer.Argument(help="JSON of dispatch-combine or sweep.", exists=True)],
+    out: Annotated[Path, typer.Option(help="Where the parameters go.")],
+) -> None:
+    """Fits the terms of one domain to results, and says by how much each row is missed."""
+    from moecomm.bench.table import console
+    from moecomm.simulate import fit as fitted
+    from moecomm.simulate.table import show_fit
+
+    found = fitted.fit(results)
+    fitted.write(out, found)
+    show_fit(found, console())
+    console().print(str(out), highlight=False)
+
+
+def _model(
+    sizes: tuple[str, int | None, int | None, int | None, int | None], grouped: bool
+) -> tuple[str, tuple[int, int], Gate]:
+    """(its name, or "" where numbers were given in place of its own; hidden and intermediate; its gate)."""
+    from moecomm.errors import BadInput
+    from moecomm.router import MODELS
+    from moecomm.simulate.routing import Gate
+
+    model, *given = sizes
+    if model not in MODELS:
+        raise BadInput("model", repr(model), f"one of {', '.join(MODELS)}")
+    shape = MODELS[model]
+    own = [shape.hidden, shape.intermediate, shape.topk, shape.num_experts]
+    hidden, intermediate, topk, experts = (o if g is None else g for o, g in zip(own, given, strict=True))
+    groups = (shape.num_groups, shape.topk_groups) if grouped else (1, 1)
+    name = model if [hidden, intermediate, topk, experts] == own else ""
+    return name, (hidden, intermediate), Gate(experts, topk, *groups)
+
+
+def _domain(parameters: Path | None, nvlink_gbs: float = 0.0) -> Domain:
+    from moecomm.simulate.domain import load
+
+    found = load(parameters)
+    return found.with_nvlink(nvlink_gbs) if nvlink_gbs else found
+
+
+def _keep(result: dict[str, Any], json: Path | None) -> None:
+    if json is not None:
+        from rich.console import Console
+
+        from moecomm.bench.results import write
+
+        Console().print(str(write(json, result)), highlight=False)

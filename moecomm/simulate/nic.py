@@ -1,0 +1,39 @@
+"""What joins domains: a NIC for each GPU, given by three numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf, isnan
+
+from moecomm.errors import BadInput
+
+SOURCES = {
+    "gbs": "NVIDIA ConnectX-7 user manual: one port of NDR 400 Gb/s; line rate, nothing taken off for headers",
+    "latency_us": "GPU-Initiated Networking for NCCL, arXiv:2511.15076: a round trip of a small put in 16.7 us (GDAKI)",
+    "mega_messages": "NVIDIA ConnectX-6 user manual: 215 million messages a second; for ConnectX-7 none was found",
+}
+
+
+@dataclass(frozen=True)
+class Nic:
+    """Of one GPU, in one direction.
+
+    `gbs`: 1e9 bytes a second.  `latency_us`: from a put with a signal in one kernel to the other that waits for it.
+    `mega_messages`: 1e6 puts and signals a second.  Infinite is allowed.  SOURCES says where the defaults are from.
+    """
+
+    gbs: float = 50.0
+    latency_us: float = 16.7 / 2
+    mega_messages: float = 215.0
+
+    def check(self) -> None:
+        """Raises BadInput for what no NIC is."""
+        for name, value in (("nic_gbs", self.gbs), ("nic_mega_messages", self.mega_messages)):
+            if isnan(value) or value <= 0:
+                raise BadInput(name, value, "more than 0")
+        if not 0 <= self.latency_us < inf:
+            raise BadInput("nic_latency_us", self.latency_us, "0 or more")
+
+    def us(self, sent: float, messages: float) -> float:
+        """Microseconds for so many bytes in so many messages, without latency: the slower limit of the two."""
+        return max(sent / self.gbs / 1e3, messages / self.mega_messages)

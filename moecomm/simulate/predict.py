@@ -1,0 +1,127 @@
+"""Predictions for every number of domains and tokens asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from moecomm.bench.case import PAYLOADS
+from moecomm.bench.ours import BF16_WIRE, FP32_WIRE, IN_WINDOW
+from moecomm.errors import BadInput
+from moecomm.simulate.domain import Operation
+from moecomm.simulate.layer import HBM_GBS, gemm_us, layer
+from moecomm.simulate.measured import bytes_of
+from moecomm.simulate.model import AUTO, Machine, cost
+from moecomm.simulate.nic import SOURCES
+from moecomm.simulate.routing import Gate, Spread, spread
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to predict.  Times given as 0 are those of the roofline; `hidden` and `intermediate`: columns of a token and
+    of an expert.
+    """
+
+    model: str
+    hidden: int
+    intermediate: int
+    gate: Gate
+    domains: list[int]
+    ranks: int  # of a domain
+    tokens: list[int]  # of a rank
+    layout: str = "flat"
+    payload: str = "fp8"
+    wire: str = "fp32"  # of combine, where rows are added up before they travel: not flat
+    skew: float = 0.0
+    algorithm: str = AUTO
+    gemm_us: float = 0.0
+    gemm_tflops: float = 0.0
+    hbm_gbs: float = HBM_GBS
+    parts: int = 2
+
+    def check(self) -> None:
+        """Raises BadInput for what has no time."""
+        if not self.domains or not self.tokens:
+            raise BadInput("domains, tokens", (self.domains, self.tokens), "at least one number each")
+        if self.payload not in PAYLOADS:
+            raise BadInput("payload", repr(self.payload), f"one of {', '.join(PAYLOADS)}")
+        if self.wire not in ("fp32", "bf16"):
+            raise BadInput("wire", repr(self.wire), "fp32 or bf16")
+        if self.hidden < 1 or self.gemm_us < 0 or self.gemm_tflops < 0:
+            raise BadInput(
+                "hidden, gemm_us, gemm_tflops", (self.hidden, self.gemm_us, self.gemm_tflops), "1, 0, 0 or more"
+            )
+
+    @property
+    def operations(self) -> tuple[Operation, Operation]:
+        """Dispatch and combine."""
+        variant = IN_WINDOW if self.layout == "flat" else FP32_WIRE if self.wire == "fp32" else BF16_WIRE
+        return Operation("dispatch", self.layout), Operation("combine", self.layout, variant)
+
+
+def predict(asked: Asked, machine: Machine) -> dict[str, Any]:
+    """{benchmark, prediction, case, machine_model, rows}: see `_row` for a row.  Raises BadInput."""
+    asked.check()
+    return {
+        "benchmark": "simulate",
+        "prediction": "by a model, not measured",
+        "case": asdict(asked),
+        "inputs": {
+            "domain": machine.domain.name,
+            "nic": asdict(machine.nic),
+            "nic_defaults_from": SOURCES,
+            "chunk_tokens": machine.chunk_tokens,
+            "gemm_tflops": asked.gemm_tflops or machine.domain.gemm_tflops,
+            "gemm_kept_beside_rounds": machine.domain.gemm_kept,
+        },
+        "rows": list(_rows(asked, machine)),
+    }
+
+
+def _rows(asked: Asked, machine: Machine) -> Iterator[dict[str, Any]]:
+    for domains in asked.domains:
+        routed = spread(asked.gate, domains, asked.ranks, asked.skew)
+        for tokens in asked.tokens:
+            yield _row(asked, machine, routed, tokens)
+
+
+def _row(asked: Asked, machine: Machine, routed: Spread, tokens: int) -> dict[str, Any]:
+    """{domains, ranks, gpus, tokens, dispatch, combine, layer}: the two as `Cost`, the last as `Layer`, in us."""
+    dispatch, combine = (
+        cost(
+            operation,
+            routed,
+            tokens,
+            bytes_of(operation, asked.payload, asked.hidden),
+            machine,
+            algorithm=asked.algorithm,
+        )
+        for operation in asked.operations
+    )
+    experts_us = asked.gemm_us or gemm_us(
+        machine.domain,
+        routed,
+        asked.gate.experts,
+        tokens,
+        asked.hidden,
+        asked.intermediate,
+        tflops=asked.gemm_tflops or None,
+        hbm_gbs=asked.hbm_gbs,
+    )
+    whole = layer(machine.domain, dispatch.us, combine.us, experts_us, asked.parts)
+    return {
+        "domains": len(routed.domains),
+        "ranks": asked.ranks,
+        "gpus": len(routed.ranks),
+        "tokens": tokens,
+        "ranks_wanted": round(float(routed.ranks.sum()), 4),
+        "domains_wanted": round(float(routed.domains.sum()), 4),
+        "dispatch": {**_rounded(asdict(dispatch)), "bound": dispatch.bound},
+        "combine": {**_rounded(asdict(combine)), "bound": combine.bound},
+        "layer": _rounded(asdict(whole)),
+    }
+
+
+def _rounded(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: round(value, 3) if isinstance(value, float) else value for name, value in values.items()}

@@ -1,0 +1,137 @@
+"""How many ranks and domains a token wants, in expectation: closed forms for top-k routing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import comb
+
+import numpy as np
+import numpy.typing as npt
+
+from moecomm.errors import BadInput
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Each token picks `topk` of `experts`, without repeats; with `groups` > 1 only inside `topk_groups` of these.
+
+    Every expert is as likely as every other.  Groups are drawn uniformly, and experts uniformly inside those drawn.
+    """
+
+    experts: int
+    topk: int
+    groups: int = 1
+    topk_groups: int = 1
+
+    def check(self) -> None:
+        """Raises BadInput for a gate that can't choose."""
+        if self.experts < 1 or self.groups < 1 or self.experts % self.groups:
+            raise BadInput("groups", self.groups, f"a divisor of {self.experts} experts")
+        if not 1 <= self.topk_groups <= self.groups:
+            raise BadInput("topk_groups", self.topk_groups, f"1 to {self.groups}")
+        if not 1 <= self.topk <= self.experts // self.groups * self.topk_groups:
+            raise BadInput("topk", self.topk, f"at most the experts of {self.topk_groups} of {self.groups} groups")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of one token, wherever it is from.
+
+    `ranks` [R], `domains` [D]: the probability that it wants any expert there.  `entries` [R]: the experts it wants
+    there, in expectation; they add up to topk.
+    """
+
+    ranks: Array
+    domains: Array
+    entries: Array
+
+    @property
+    def by_domain(self) -> Array:
+        """`ranks` as [D, L]."""
+        return self.ranks.reshape(len(self.domains), -1)
+
+
+def spread(gate: Gate, domains: int, ranks: int, skew: float = 0.0) -> Spread:
+    """Of tokens over `domains` x `ranks`; rank r owns the r-th part of the experts.
+
+    With more ranks than experts each expert has a copy on several neighbouring ranks, and a token takes any of them.
+    A part `skew` of the tokens wants experts of rank 0 first, and others, of any group, only where rank 0 has too few:
+    as `moecomm.bench.case.Case.routing` draws them.
+    """
+    gate.check()
+    if domains < 1 or ranks < 1:
+        raise BadInput("domains, ranks", (domains, ranks), "at least 1 each")
+    if gate.experts % (domains * ranks) and domains * ranks % gate.experts:
+        raise BadInput("domains x ranks", domains * ranks, f"a divisor or a multiple of {gate.experts} experts")
+    if not 0 <= skew <= 1:
+        raise BadInput("skew", skew, "a part: 0 to 1")
+    of_ranks, of_domains = owned(gate.experts, domains * ranks), owned(gate.experts, domains)
+    plain = Spread(
+        np.array([wanted(gate, shares) for shares in of_ranks]),
+        np.array([wanted(gate, shares) for shares in of_domains]),
+        of_ranks.sum(axis=1) * gate.topk / gate.experts,
+    )
+    if skew == 0:
+        return plain
+    there = _to_rank_0(gate, of_ranks, of_domains)
+    pairs = zip((plain.ranks, plain.domains, plain.entries), (there.ranks, there.domains, there.entries), strict=True)
+    return Spread(*((1 - skew) * anywhere + skew * hot for anywhere, hot in pairs))
+
+
+def owned(experts: int, parts: int) -> Array:
+    """[parts, experts]: the share of each expert's copies that each of so many equal parts holds."""
+    copies = max(1, parts // experts)
+    slots = max(1, experts // parts) if parts <= experts else 1
+    begin = np.arange(parts)[:, None] * slots - np.arange(experts)[None, :] * copies
+    held = np.clip(begin + slots, 0, copies) - np.clip(begin, 0, copies)
+    return np.asarray(held / copies, dtype=np.float64)
+
+
+def wanted(gate: Gate, shares: Array) -> float:
+    """The probability that a token wants an expert of a place that holds `shares` [experts] of each.
+
+    1 - (sum over all choices of the product of 1 - share) / choices: without groups and copies this is
+    1 - C(experts - local, topk) / C(experts, topk).
+    """
+    return _wanted(gate, tuple(sorted(_counted(group) for group in shares.reshape(gate.groups, -1))))
+
+
+def _counted(shares: Array) -> tuple[tuple[float, int], ...]:
+    values, counts = np.unique(shares, return_counts=True)
+    return tuple((float(value), int(count)) for value, count in zip(values, counts, strict=True))
+
+
+@lru_cache(maxsize=4096)  # ranks of a domain, and domains, are much alike
+def _wanted(gate: Gate, groups: tuple[tuple[tuple[float, int], ...], ...]) -> float:
+    # missed[j, k]: over all ways to draw j groups, and k experts in them, the sum of the products of 1 - share.
+    missed = np.zeros((gate.topk_groups + 1, gate.topk + 1))
+    missed[0, 0] = 1
+    for group in groups:
+        series = np.eye(1, gate.topk + 1)[0]
+        for share, count in group:
+            power = np.array([comb(count, k) * (1 - share) ** k for k in range(gate.topk + 1)])
+            series = np.convolve(series, power)[: gate.topk + 1]
+        drawn = np.array([np.convolve(row, series)[: gate.topk + 1] for row in missed[:-1]])
+        missed[1:] += drawn
+    inside = gate.experts // gate.groups * gate.topk_groups
+    return float(1 - missed[-1, -1] / (comb(gate.groups, gate.topk_groups) * comb(inside, gate.topk)))
+
+
+def _to_rank_0(gate: Gate, of_ranks: Array, of_domains: Array) -> Spread:
+    """Of the tokens that want rank 0 first."""
+    own = of_ranks[0] > 0
+    local = int(own.sum())
+    here = min(local, gate.topk)
+    others = gate.experts - local
+    ranks, domains, entries = np.zeros(len(of_ranks)), np.zeros(len(of_domains)), np.zeros(len(of_ranks))
+    if rest := gate.topk - here:
+        left = Gate(others, rest)
+        ranks = np.array([wanted(left, shares[~own]) for shares in of_ranks])
+        domains = np.array([wanted(left, shares[~own]) for shares in of_domains])
+        entries = of_ranks[:, ~own].sum(axis=1) * rest / others
+    ranks[0] = domains[0] = 1
+    entries[0] = here
+    return Spread(ranks, domains, entries)
