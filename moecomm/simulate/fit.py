@@ -126,17 +126,14 @@ def fit(paths: Iterable[Path]) -> dict[str, Any]:
 
 def _lines(rows: list[Row]) -> Iterator[tuple[Key, Fitted]]:
     flat: dict[tuple[str, str], Line] = {}
-    points: dict[Key, list[Point]] = {}
+    of_key: dict[Key, list[Point]] = {}
     for row in rows:
         (part,) = row.parts
-        points.setdefault((part.operation, _regime(row)), []).append(Point(part.load, row.us))
+        of_key.setdefault((part.operation, _regime(row)), []).append(Point(part.load, row.us))
     # flat first: the others borrow from it.
-    for operation, regime in sorted(points, key=lambda k: (k[0].layout != "flat", k[0].what, k[0].variant, k[1])):
-        points = [
-            Point(r.parts[0].load, r.us) for r in rows if (r.parts[0].operation, _regime(r)) == (operation, regime)
-        ]
+    for operation, regime in sorted(of_key, key=lambda k: (k[0].layout != "flat", k[0].what, k[0].variant, k[1])):
         base = None if operation.layout == "flat" else flat.get((operation.what, regime))
-        fitted = fit_line(points[operation, regime], regime, base)
+        fitted = fit_line(of_key[operation, regime], regime, base)
         if operation.layout == "flat" and operation.variant in ("", "y in the window"):
             flat[operation.what, regime] = fitted.line
         yield (operation, regime), fitted

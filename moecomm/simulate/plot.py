@@ -25,7 +25,7 @@ def draw(result: dict[str, Any], out: Path) -> None:
         raise Unsupported(f"plots need matplotlib ({error}); pip install 'moecomm[bench]'") from None
     # The same picture for the same numbers: no date, no random names.
     with matplotlib.rc_context({"svg.hashsalt": "moecomm", "font.size": 9}):
-        figure = Figure(figsize=(11, 4.2), layout="constrained")
+        figure = Figure(figsize=(13, 4.2), layout="constrained")
         for axes, lines in zip(figure.subplots(1, 2), (_LINES, _LAYERS), strict=True):
             _draw(axes, result["rows"], lines)
         case, nic = result["case"], result["inputs"]["nic"]
@@ -65,4 +65,4 @@ def _draw(axes: Axes, rows: list[dict[str, Any]], lines: dict[tuple[str, str], t
     axes.set_xlabel("GPUs")
     axes.set_ylabel("us")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))

@@ -18,7 +18,10 @@ Array = npt.NDArray[np.float64]
 class Gate:
     """Each token picks `topk` of `experts`, without repeats; with `groups` > 1 only inside `topk_groups` of these.
 
-    Every expert is as likely as every other.  Groups are drawn uniformly, and experts uniformly inside those drawn.
+    Every expert is as likely as every other.  Groups are drawn uniformly; experts uniformly inside those drawn, but at
+    least one of each: a gate draws a group because its best experts are good.  (How much better than others depends on
+    the distribution of scores, which a closed form does not know: tests/simulate/test_routing.py has by how much this
+    differs from moecomm.router.)
     """
 
     experts: int
@@ -106,18 +109,25 @@ def _counted(shares: Array) -> tuple[tuple[float, int], ...]:
 
 @lru_cache(maxsize=4096)  # ranks of a domain, and domains, are much alike
 def _wanted(gate: Gate, groups: tuple[tuple[tuple[float, int], ...], ...]) -> float:
-    # missed[j, k]: over all ways to draw j groups, and k experts in them, the sum of the products of 1 - share.
-    missed = np.zeros((gate.topk_groups + 1, gate.topk + 1))
-    missed[0, 0] = 1
+    everything = tuple(((0.0, gate.experts // gate.groups),) for _ in groups)
+    return 1 - _missed(gate, groups) / _missed(gate, everything)
+
+
+@lru_cache(maxsize=4096)
+def _missed(gate: Gate, groups: tuple[tuple[tuple[float, int], ...], ...]) -> float:
+    """Over all choices of groups and of experts in them: the sum of the products of 1 - share."""
+    # ways[j, k]: the same over choices of j groups and k experts.
+    ways = np.zeros((gate.topk_groups + 1, gate.topk + 1))
+    ways[0, 0] = 1
     for group in groups:
         series = np.eye(1, gate.topk + 1)[0]
         for share, count in group:
             power = np.array([comb(count, k) * (1 - share) ** k for k in range(gate.topk + 1)])
             series = np.convolve(series, power)[: gate.topk + 1]
-        drawn = np.array([np.convolve(row, series)[: gate.topk + 1] for row in missed[:-1]])
-        missed[1:] += drawn
-    inside = gate.experts // gate.groups * gate.topk_groups
-    return float(1 - missed[-1, -1] / (comb(gate.groups, gate.topk_groups) * comb(inside, gate.topk)))
+        if gate.groups > 1 and gate.topk >= gate.topk_groups:
+            series[0] = 0  # of each group drawn at least one expert is picked
+        ways[1:] += np.array([np.convolve(row, series)[: gate.topk + 1] for row in ways[:-1]])
+    return float(ways[-1, -1])
 
 
 def _to_rank_0(gate: Gate, of_ranks: Array, of_domains: Array) -> Spread:
