@@ -112,9 +112,22 @@ def is_sweep(found: dict[str, Any]) -> bool:
     return found.get("benchmark") == "dispatch-combine" and len(found["case"]["tokens"]) > 4
 
 
+def simulate_check(found: dict[str, Any]) -> str:
+    """The section of `moecomm simulate check`."""
+    lines = [
+        "How far off the model is (predicted over measured, less one); rows that others published are of their "
+        "libraries, on their machines:",
+        "",
+        "| rows | number | median error | worst |",
+        "| --- | --- | --- | --- |",
+    ]
+    lines += [f"| {e['kind']} | {e['rows']} | {e['median']:.1%} | {e['worst']:+.1%} |" for e in found["errors"]]
+    return "\n".join([*lines, ""])
+
+
 Section = Callable[[dict[str, Any]], str]
 BY_NAME: dict[str, Section] = {"host_vs_gloo": host_vs_gloo}
-BY_BENCHMARK: dict[str, Section] = {"dispatch-combine": dispatch_combine}
+BY_BENCHMARK: dict[str, Section] = {"dispatch-combine": dispatch_combine, "simulate-check": simulate_check}
 
 
 def results() -> list[Path]:

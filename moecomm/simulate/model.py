@@ -2,11 +2,13 @@
 
 HT.  A token crosses the slow link once a domain, to the rank with the sender's index there, which fans it out over
 NVLink; on the way home the ranks of a domain add up first.  Both stages run at once, a chunk behind each other:
-latencies + max(slow, NVLink) + min(slow, NVLink) / chunks.  Dispatch pays two latencies, one for the counts that say
-where rows go, one for the last row; combine pays one.  The home's own sum over domains reads at the speed of HBM what
-came at the speed of a NIC: it is left out.
+start + latencies + max(slow, NVLink) + min(slow, NVLink) / chunks.  Dispatch pays two latencies, one for the counts
+that say where rows go, one for the last row; combine pays one.  The home's own sum over domains reads at the speed of
+HBM what came at the speed of a NIC: it is left out.
 
-LL.  Every rank puts and signals straight to every rank: max(NVLink, start + latency + slow).
+LL.  Every rank puts and signals straight to every rank: max(start + NVLink, start + latency + slow).
+
+`start` is what the line of `domain.py` says of no rows at all.
 
 The slow stage is bytes or messages of the busiest NIC, whichever takes longer; the NVLink stage is the line of
 `domain.py` for the busiest rank.  One domain has no slow stage.
@@ -15,7 +17,6 @@ The slow stage is bytes or messages of the busiest NIC, whichever takes longer; 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
 
 import numpy as np
 
@@ -45,7 +46,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Cost:
-    """Microseconds of one operation, and of its parts; bytes of the busiest NIC and rank."""
+    """Microseconds of one operation, and of its parts; bytes of the busiest NIC and rank.
+
+    `latency_us` has the start in it where there are several domains; `nvlink_us` always has.
+    """
 
     algorithm: str
     us: float
@@ -105,11 +109,13 @@ def _ht(operation: Operation, spread: Spread, tokens: int, row_bytes: int, machi
     if domains == 1:
         return Cost(HT, nvlink_us, 0.0, 0.0, nvlink_us, 0.0, 0.0, load.sent)
     rows = tokens * _busiest_slow(spread.domains[:, None])
-    chunks = max(1, ceil(tokens / machine.chunk_tokens))
+    chunks = max(1.0, tokens / machine.chunk_tokens)
     messages = rows + min(rows, chunks * (domains - 1))
     slow_us = machine.nic.us(rows * row_bytes, messages)
-    latency_us = machine.nic.latency_us * (2 if operation.what == "dispatch" else 1)
-    us = latency_us + max(slow_us, nvlink_us) + min(slow_us, nvlink_us) / chunks
+    start_us = machine.domain.us(operation, Load(load.tokens, 0, 0))
+    latency_us = start_us + machine.nic.latency_us * (2 if operation.what == "dispatch" else 1)
+    moving_us = nvlink_us - start_us
+    us = latency_us + max(slow_us, moving_us) + min(slow_us, moving_us) / chunks
     return Cost(HT, us, latency_us, slow_us, nvlink_us, rows * row_bytes, messages, load.sent)
 
 

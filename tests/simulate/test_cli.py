@@ -1,0 +1,126 @@
+"""moecomm simulate, as it is typed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from moecomm.bench.results import origin
+from moecomm.errors import BadInput
+from moecomm.simulate.cli import _NIC, app
+from moecomm.simulate.nic import SOURCES, Nic
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench" / "results"
+
+
+def run(*words: str) -> str:
+    told = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    assert told.exit_code == 0, told.output
+    return told.output
+
+
+def test_predicts_and_writes_json(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    said = run("--domains", "1,2,128", "--ranks", "8", "--tokens", "0,1,4096", "--skew", "0.25", "--json", str(path))
+    assert "not measured" in said and "128 x 8" in said
+    found = json.loads(path.read_text())
+    assert set(origin()) < set(found) and found["what"] == "out"
+    assert found["benchmark"] == "simulate" and found["prediction"]
+    assert set(found["inputs"]["nic_defaults_from"]) == set(SOURCES) == set(found["inputs"]["nic"])
+    assert [(row["domains"], row["gpus"], row["tokens"]) for row in found["rows"]] == [
+        (domains, 8 * domains, tokens) for domains in (1, 2, 128) for tokens in (0, 1, 4096)
+    ]
+    figures = {"us", "latency_us", "slow_us", "nvlink_us", "slow_bytes", "slow_messages", "nvlink_bytes"}
+    for row in found["rows"]:
+        for what in ("dispatch", "combine"):
+            assert set(row[what]) == figures | {"algorithm", "bound"}
+            assert row[what]["algorithm"] in ("ht", "ll") and row[what]["bound"] in ("nic", "nvlink", "latency")
+            assert all(row[what][figure] >= 0 for figure in figures)
+        assert set(row["layer"]) == {"gemm_us", "serial_us", "overlapped_us"}
+        assert row["layer"]["overlapped_us"] <= row["layer"]["serial_us"] + 1e-3
+
+
+def test_draws_the_same_each_time(tmp_path: Path) -> None:
+    for name in ("a.svg", "b.svg"):
+        run("--domains", "1,2", "--tokens", "1,128", "--plot", str(tmp_path / name))
+    first = (tmp_path / "a.svg").read_text()
+    assert first == (tmp_path / "b.svg").read_text() and "sha256 of rows" in first
+
+
+def test_checks_and_fits(tmp_path: Path) -> None:
+    said = run("check", str(RESULTS / "ll-h200-4.json"), "--json", str(tmp_path / "check.json"))
+    assert "NCCL EP LL" in said and "median error" in said
+    found = json.loads((tmp_path / "check.json").read_text())
+    assert {"measured", "published", "errors", "machine", "versions", "date", "command"} <= set(found)
+    assert all(row["source"] for row in found["published"])
+    files = [str(path) for path in sorted(RESULTS.glob("*-h200-4.json"))]
+    assert "flat dispatch" in run("fit", *files, "--out", str(tmp_path / "fit.json"))
+    assert run("--parameters", str(tmp_path / "fit.json")) == run()
+
+
+def test_options_are_heard() -> None:
+    table = [line.split() for line in run("--domains", "2", "--tokens", "4096").splitlines()]
+    for options in (
+        ["--nic-gbs", "25"],
+        ["--nic-latency-us", "50"],
+        ["--nic-mega-messages", "1"],
+        ["--nvlink-gbs", "50"],
+        ["--payload", "bf16"],
+        ["--layout", "expert"],
+        ["--layout", "expert", "--wire", "bf16"],
+        ["--model", "qwen3-235b"],
+        ["--hidden", "4096"],
+        ["--intermediate", "1024"],
+        ["--topk", "4"],
+        ["--experts", "512"],
+        ["--ungrouped"],
+        ["--skew", "0.5"],
+        ["--algorithm", "ll"],
+        ["--chunk-tokens", "4096"],
+        ["--gemm-us", "1"],
+        ["--gemm-tflops", "100"],
+        ["--parts", "8"],
+    ):
+        assert [line.split() for line in run("--domains", "2", "--tokens", "4096", *options).splitlines()] != table
+    assert run("--tokens", "1", "--hbm-gbs", "100") != run("--tokens", "1")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--domains", "3"],
+        ["--domains", "two"],
+        ["--tokens", "-1"],
+        ["--model", "none"],
+        ["--payload", "fp4"],
+        ["--layout", "batched"],
+        ["--layout", "expert", "--wire", "fp8"],
+        ["--skew", "2"],
+        ["--algorithm", "best"],
+        ["--nic-gbs", "0"],
+        ["--nvlink-gbs", "-1"],
+        ["--parts", "0"],
+        ["--gemm-us", "-1"],
+        ["--chunk-tokens", "0"],
+        ["--experts", "100"],
+    ],
+)
+def test_what_makes_no_sense_is_refused(words: list[str]) -> None:
+    with pytest.raises(BadInput):
+        run(*words)
+
+
+def test_defaults_of_the_command_are_those_of_a_nic() -> None:
+    assert Nic(*_NIC) == Nic()
+
+
+def test_the_readme_command_runs() -> None:
+    commands = re.findall(r"`moecomm (simulate --[^`]*)`", (ROOT / "README.md").read_text())
+    assert commands
+    for command in commands:
+        run(*command.split()[1:])
