@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from moecomm import kernel_cache, packets
+from moecomm import kernel_cache, linking, packets
 from moecomm.config import cache_dir
 
 _FLAT = 0
@@ -29,7 +29,7 @@ _FORMATS, _PARTS = ("fp32", "ue8m0"), ("whole", "begin", "end")
 _SHARED_LIMIT = 227 * 1024  # of a block on sm_90
 _MOST_SLOTS = 8
 _WANTED_WORDS = 16  # kWantedWords
-_FOLDERS = ("protocol", "device", "dispatch", "combine")
+_FOLDERS = ("protocol", "device", "dispatch", "combine", "shims")
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,12 @@ class KernelSpec:
     wire: int = 2
     weighted: bool = True
     in_place: bool = False
+    transport: str = "lsa"  # one of linking.TRANSPORTS: how the kernel reaches its peers
 
     def __post_init__(self) -> None:
         row = self.hidden * _BYTES[self.type]
         _want(self.op in ("dispatch", "combine"), f"op={self.op!r}: want dispatch or combine")
+        _want(self.transport in linking.TRANSPORTS, f"transport={self.transport!r}: want {', '.join(linking.TRANSPORTS)}")
         _want(1 <= self.ranks <= 64, f"{self.ranks} ranks: want 1 to 64")
         _want(1 <= self.topk <= 32, f"topk={self.topk}: want 1 to 32")
         _want(self.experts % self.ranks == 0, f"{self.experts} experts: want a multiple of {self.ranks} ranks")
@@ -238,12 +240,14 @@ def source(spec: KernelSpec) -> str:
     fields = block_fields(spec)
     block = ", ".join(f".{name} = {value}" for name, value in fields.items())
     name, function = spec.op.capitalize(), "dispatch_end" if spec.part == _END else spec.op
+    transport = linking.TRANSPORTS[spec.transport]
+    more = "" if spec.transport == "lsa" else f'#include "device/{transport.lower()}.cuh"\n'
     return (
-        f'#include "{spec.op}/{spec.op}.cuh"\n'
+        f'#include "{spec.op}/{spec.op}.cuh"\n{more}'
         "using namespace moecomm;\n"
         f"constexpr {name}Config config{{{shape}, {kind}, {block}}};\n"
         f'extern "C" __global__ void __launch_bounds__({block_threads(fields)}, 1)\n'
-        f"moecomm_{spec.op}(const __grid_constant__ {name}Args args) {{ {function}<config, Lsa>(args); }}\n"
+        f"moecomm_{spec.op}(const __grid_constant__ {name}Args args) {{ {function}<config, {transport}>(args); }}\n"
     )
 
 
@@ -275,8 +279,10 @@ def _core() -> Any:
 
 
 def build(spec: KernelSpec, arch: str = "sm_90a") -> tuple[bytes, str]:
-    """Compiles, without the cache: the cubin, and what ptxas says about it."""
+    """Compiles, and links if its transport has a shim, without the cache: the cubin, and what ptxas says about it."""
     core, log = _core(), io.StringIO()
+    if spec.transport != "lsa":
+        return linking.build(source(spec), spec.transport, arch, _headers(), core)
     known = core.ProgramOptions.__dataclass_fields__
     verbose = {"ptxas_options": ["-v"]} if "ptxas_options" in known else {}
     options = core.ProgramOptions(std="c++20", arch=arch, include_path=[str(_headers())], **verbose)
@@ -286,7 +292,10 @@ def build(spec: KernelSpec, arch: str = "sm_90a") -> tuple[bytes, str]:
 
 def compile(spec: KernelSpec, arch: str = "sm_90a") -> bytes:  # noqa: A001
     """The cubin of a kernel, from the cache or compiled.  Needs no GPU.  ValueError names a limit it exceeds."""
-    key = hashlib.sha256("\n".join((source(spec), arch, "c++20", _toolchain())).encode()).hexdigest()
+    parts = [source(spec), arch, "c++20", _toolchain()]
+    if spec.transport != "lsa":
+        parts.append(linking.digest(spec.transport, arch))
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     if (cubin := kernel_cache.read(cache_dir(), key)) is None:
         cubin, _ = build(spec, arch)
         kernel_cache.write(cache_dir(), key, cubin)

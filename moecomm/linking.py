@@ -1,0 +1,117 @@
+"""Kernels that reach peers through NCCL GIN or NVSHMEM: compiled to LTO IR by NVRTC, linked with their shim by nvJitLink.
+
+A kernel whose transport is "lsa" is not linked with anything and does not come here.
+
+| transport | linked with |
+| --- | --- |
+| gin | shims/gin.fatbin: every backend of GIN, chosen by the communicator when the kernel runs |
+| gin_proxy | shims/gin_proxy.fatbin: GIN's proxy alone; such a kernel is a fifth as large |
+| nvshmem | shims/nvshmem.fatbin, and libnvshmem_device.a of the NVSHMEM that is installed, with its IBGDA |
+
+The headers that a shim was compiled from are the oldest library that its kernels run with: the NCCL of the process must
+not be older (ncclDevCommCreate would refuse), and neither must NVSHMEM.
+
+A gin kernel needs nothing once it is loaded; the device communicator comes with its arguments.
+
+An nvshmem kernel does.  `nvshmemi_device_state_d` and `nvshmemi_ibgda_device_state_d` are constants of *each module*, and
+NVSHMEM fills them in when told of the module, before the first launch:
+
+1. NVSHMEM is initialised (nvshmem.core.init).  Earlier, step 3 returns 0 and does nothing, and kernels fail.
+2. cuModuleLoadData(cubin).
+3. nvshmem.bindings.cumodule_init(module), a non-zero value being an error: it also compares the version in the module,
+   that of libnvshmem_device.a, with the host library's.  It synchronises the device, so no round may be under way.
+4. nvshmem.bindings.cumodule_finalize(module) before the module is unloaded or NVSHMEM is finalised.
+
+With a CUlibrary (cuda.core's ObjectCode) it is culibrary_init and culibrary_finalize.
+
+libnvshmem_device.a prints through vprintf where a queue fails; that is the one symbol that such a cubin leaves to the
+driver.  It has trap instructions too, behind atomic operations that no shim asks for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import io
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from moecomm import shims
+from moecomm.errors import Unsupported
+
+# The Transport of csrc/device that a kernel is a template over.
+TRANSPORTS = {"lsa": "Lsa", "gin": "Gin", "gin_proxy": "Gin", "nvshmem": "Nvshmem"}
+
+
+def build(source: str, transport: str, arch: str, include: Path, core: Any) -> tuple[bytes, str]:
+    """The cubin of `source` linked with what `transport` needs, and what ptxas says about it.  Needs no GPU.
+
+    Unsupported says what is missing.  `core` is cuda.core.
+    """
+    shim, library = inputs(transport, arch)
+    options = core.ProgramOptions(
+        std="c++20",
+        arch=arch,
+        include_path=[str(include)],
+        relocatable_device_code=True,
+        link_time_optimization=True,
+    )
+    log = io.StringIO()
+    kernel = core.Program(source, "c++", options).compile("ltoir", logs=log)
+    objects = [kernel, core.ObjectCode.from_fatbin(shim.path.read_bytes())]
+    if library is not None:
+        objects.append(core.ObjectCode.from_library(library.read_bytes()))
+    linker = core.Linker(*objects, options=core.LinkerOptions(arch=arch, link_time_optimization=True, verbose=True))
+    cubin = bytes(linker.link("cubin").code)
+    return cubin, log.getvalue() + linker.get_error_log() + linker.get_info_log()
+
+
+def digest(transport: str, arch: str) -> str:
+    """Of everything but the source and NVRTC that a linked kernel depends on."""
+    shim, library = inputs(transport, arch)
+    return _digest((shim.path, *([library] if library else [])), nvjitlink_version())
+
+
+@lru_cache(maxsize=8)
+def _digest(files: tuple[Path, ...], linker: tuple[int, int]) -> str:
+    found = hashlib.sha256(f"nvJitLink {linker[0]}.{linker[1]}\n".encode())
+    for file in files:
+        content = file.read_bytes()
+        found.update(f"{file.name} {len(content)}\n".encode() + content)
+    return found.hexdigest()
+
+
+def inputs(transport: str, arch: str) -> tuple[shims.Shim, Path | None]:
+    """What a kernel is linked with: the shim and, for nvshmem, NVSHMEM's device library.  Unsupported: what is missing."""
+    shim = shims.find(transport)
+    if shim.missing:
+        raise Unsupported(shim.missing)
+    if shim.arch != arch:
+        raise Unsupported(f"The {transport} shim was compiled for {shim.arch}; kernels here are {arch}.")
+    linker = nvjitlink_version()
+    if linker[0] != shim.nvcc[0] or linker < shim.nvcc:  # LTO IR is read by a later linker of the same major version
+        raise Unsupported(
+            f"nvJitLink {linker[0]}.{linker[1]} can't read the {transport} shim: nvcc {shim.nvcc[0]}.{shim.nvcc[1]} "
+            f"compiled it; want nvJitLink {shim.nvcc[0]}.{shim.nvcc[1]} or a later {shim.nvcc[0]}.x."
+        )
+    return shim, _nvshmem_library() if transport == "nvshmem" else None
+
+
+def nvjitlink_version() -> tuple[int, int]:
+    """Of the linker in this process.  Unsupported if there is none."""
+    try:
+        major, minor = importlib.import_module("cuda.bindings.nvjitlink").version()
+    except Exception as error:  # noqa: BLE001  the loader of libraries has an exception of its own, and others pass through
+        raise Unsupported(f"Kernels with a shim are linked by nvJitLink, which is not installed ({error}).") from error
+    return int(major), int(minor)
+
+
+def _nvshmem_library() -> Path:
+    package = importlib.util.find_spec("nvidia")
+    for place in package.submodule_search_locations or () if package else ():
+        library = Path(place) / "nvshmem" / "lib" / "libnvshmem_device.a"
+        if library.is_file():
+            return library
+    raise Unsupported("NVSHMEM's device library is not installed: pip install nvidia-nvshmem-cu13.")

@@ -1,0 +1,43 @@
+"""Where the device shims of the gin and nvshmem backends are, or why they are not there.
+
+They are csrc/shims/*.cu, compiled to LTO IR by `python setup.py build_shims`, which building a wheel runs, and kept in
+this directory.  moecomm.linking links them to kernels.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+NAMES = ("gin", "gin_proxy", "nvshmem")  # gin_proxy: gin for communicators whose GIN is the proxy
+
+
+@dataclass(frozen=True)
+class Shim:
+    """One shim.  `missing`: empty if `path` is there, else why it is not, as a sentence a user can act on."""
+
+    name: str
+    path: Path
+    missing: str
+    arch: str = ""  # that it was compiled for: sm_90a
+    nvcc: tuple[int, int] = (0, 0)  # that compiled it
+    headers: str = ""  # that it was compiled from: "NCCL 2.30.7"
+
+
+def find(name: str, directory: Path | None = None) -> Shim:
+    """The shim of that name as this moecomm was built, in `directory` or beside this file."""
+    directory = directory or Path(__file__).parent
+    path = directory / f"{name}.fatbin"
+    try:
+        told = json.loads((directory / "built.json").read_text())[name]
+    except FileNotFoundError:
+        return Shim(name, path, f"The {name} shim was not built: run python setup.py build_shims --inplace.")
+    except (KeyError, ValueError):
+        return Shim(name, path, f"The {name} shim is not among those that were built: {directory / 'built.json'}.")
+    if why := told.get("missing"):
+        return Shim(name, path, f"The {name} shim was not built with this moecomm: {why}.")
+    if not path.is_file():
+        return Shim(name, path, f"The {name} shim was built, but {path} is gone.")
+    major, minor = told["nvcc"]
+    return Shim(name, path, "", told["arch"], (major, minor), told["headers"])
