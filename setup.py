@@ -1,4 +1,4 @@
-"""The native module, the RMA plugin, the device shims and the headers that the package ships; the rest is in pyproject.toml."""
+"""The native module, the RMA plugin, the device shims and the headers of the package; the rest is in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ class CannotBuild(Exception):
 
 
 class BuildShims(Command):
-    """csrc/shims/*.cu to LTO IR, into moecomm/shims/, where nvcc and the libraries' headers are; else says what was missing.
+    """csrc/shims/*.cu to LTO IR, into moecomm/shims/; where nvcc or headers are missing, that is written there instead.
 
-    nvcc is that of CUDA_HOME, of the nvidia-cuda-nvcc wheel, of PATH or of /usr/local/cuda; headers are those of NCCL_HOME
-    and NVSHMEM_HOME, of the wheels of NCCL and NVSHMEM, or of /usr.  A build in an environment of its own sees no wheels:
-    pip install --no-build-isolation.
+    nvcc is that of CUDA_HOME, of the nvidia-cuda-nvcc wheel, of PATH or of /usr/local/cuda; headers are those of
+    NCCL_HOME and NVSHMEM_HOME, of the wheels of NCCL and NVSHMEM, or of /usr.  A build in an environment of its own
+    sees no wheels: pip install --no-build-isolation.
     """
 
     description = "compile the device shims of the gin and nvshmem backends"
@@ -140,10 +140,11 @@ class BuildShims(Command):
 
     def _compile(self, shim: str, output: Path) -> dict[str, object]:
         source, defines, library, oldest = self.SHIMS[shim]
-        nvcc, include = self._nvcc(), self._headers(library)
+        include = self._headers(library)
         version = self._version(library, include)
         if version < oldest:
             raise CannotBuild(f"{library}'s headers in {include} are {dotted(version)}; want {dotted(oldest)} or later")
+        nvcc = self._nvcc()
         arch = f"arch=compute_{self.ARCH},code=lto_{self.ARCH}"
         # NDEBUG: DOCA's and NVSHMEM's headers check arguments with a macro that traps.
         line = [nvcc, "-std=c++17", "-fatbin", "-dc", "-DNDEBUG", "-gencode", arch, *defines, "-I", str(include)]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from moecomm import backends, config
+from moecomm import backends, config, shims
 
 BACKENDS = ("host", "lsa", "gin", "nvshmem")
 _PACKAGES = {  # what a user calls it: distributions that bring it, the first one installed counts
@@ -102,8 +102,11 @@ def doctor() -> Report:
 
 def _missing(name: str) -> str:
     reason = backends.missing(name)
-    lacking = _lacking(name) if name in ("gin", "nvshmem") else []
-    return f"{reason}  It will also need {', '.join(lacking)}: missing here." if lacking else reason
+    if name not in shims.NAMES:
+        return reason
+    lacking, shim = _lacking(name), shims.find(name)
+    also = f"It will also need {', '.join(lacking)}: missing here." if lacking else ""
+    return "  ".join(filter(None, (reason, also, shim.missing)))
 
 
 def _lacking(name: str) -> list[str]:

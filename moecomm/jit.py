@@ -63,7 +63,9 @@ class KernelSpec:
     def __post_init__(self) -> None:
         row = self.hidden * _BYTES[self.type]
         _want(self.op in ("dispatch", "combine"), f"op={self.op!r}: want dispatch or combine")
-        _want(self.transport in linking.TRANSPORTS, f"transport={self.transport!r}: want {', '.join(linking.TRANSPORTS)}")
+        _want(
+            self.transport in linking.TRANSPORTS, f"transport={self.transport!r}: want {', '.join(linking.TRANSPORTS)}"
+        )
         _want(1 <= self.ranks <= 64, f"{self.ranks} ranks: want 1 to 64")
         _want(1 <= self.topk <= 32, f"topk={self.topk}: want 1 to 32")
         _want(self.experts % self.ranks == 0, f"{self.experts} experts: want a multiple of {self.ranks} ranks")

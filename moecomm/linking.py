@@ -1,4 +1,4 @@
-"""Kernels that reach peers through NCCL GIN or NVSHMEM: compiled to LTO IR by NVRTC, linked with their shim by nvJitLink.
+"""Kernels that reach peers through NCCL GIN or NVSHMEM: LTO IR of NVRTC, linked with a shim by nvJitLink.
 
 A kernel whose transport is "lsa" is not linked with anything and does not come here.
 
@@ -13,8 +13,8 @@ not be older (ncclDevCommCreate would refuse), and neither must NVSHMEM.
 
 A gin kernel needs nothing once it is loaded; the device communicator comes with its arguments.
 
-An nvshmem kernel does.  `nvshmemi_device_state_d` and `nvshmemi_ibgda_device_state_d` are constants of *each module*, and
-NVSHMEM fills them in when told of the module, before the first launch:
+An nvshmem kernel does.  `nvshmemi_device_state_d` and `nvshmemi_ibgda_device_state_d` are constants of *each module*,
+and NVSHMEM fills them in when told of the module, before the first launch:
 
 1. NVSHMEM is initialised (nvshmem.core.init).  Earlier, step 3 returns 0 and does nothing, and kernels fail.
 2. cuModuleLoadData(cubin).
@@ -24,8 +24,9 @@ NVSHMEM fills them in when told of the module, before the first launch:
 
 With a CUlibrary (cuda.core's ObjectCode) it is culibrary_init and culibrary_finalize.
 
-libnvshmem_device.a prints through vprintf where a queue fails; that is the one symbol that such a cubin leaves to the
-driver.  It has trap instructions too, behind atomic operations that no shim asks for.
+libnvshmem_device.a prints through vprintf where a queue fails: the one symbol that such a cubin leaves to the driver.
+It has trap instructions too, where atomic operations are told apart, behind such as no shim asks for.  Its bitcode,
+libnvshmem_device.bc, is no input of nvJitLink, and is without IBGDA.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def build(source: str, transport: str, arch: str, include: Path, core: Any) -> t
         objects.append(core.ObjectCode.from_library(library.read_bytes()))
     linker = core.Linker(*objects, options=core.LinkerOptions(arch=arch, link_time_optimization=True, verbose=True))
     cubin = bytes(linker.link("cubin").code)
-    return cubin, log.getvalue() + linker.get_error_log() + linker.get_info_log()
+    said = (log.getvalue(), linker.get_error_log(), linker.get_info_log())
+    return cubin, "\n".join(text.rstrip("\0") for text in said)
 
 
 def digest(transport: str, arch: str) -> str:
@@ -84,18 +86,23 @@ def _digest(files: tuple[Path, ...], linker: tuple[int, int]) -> str:
 
 
 def inputs(transport: str, arch: str) -> tuple[shims.Shim, Path | None]:
-    """What a kernel is linked with: the shim and, for nvshmem, NVSHMEM's device library.  Unsupported: what is missing."""
+    """What a kernel is linked with: the shim and, for nvshmem, NVSHMEM's device library.
+
+    Unsupported says what is missing, or can't be linked here.
+    """
     shim = shims.find(transport)
     if shim.missing:
         raise Unsupported(shim.missing)
     if shim.arch != arch:
         raise Unsupported(f"The {transport} shim was compiled for {shim.arch}; kernels here are {arch}.")
+    # LTO IR is read by a linker of the same major version that is no older than who wrote it.
     linker = nvjitlink_version()
-    if linker[0] != shim.nvcc[0] or linker < shim.nvcc:  # LTO IR is read by a later linker of the same major version
-        raise Unsupported(
-            f"nvJitLink {linker[0]}.{linker[1]} can't read the {transport} shim: nvcc {shim.nvcc[0]}.{shim.nvcc[1]} "
-            f"compiled it; want nvJitLink {shim.nvcc[0]}.{shim.nvcc[1]} or a later {shim.nvcc[0]}.x."
-        )
+    for writer, version in ((f"nvcc, for the {transport} shim,", shim.nvcc), ("NVRTC, for kernels,", nvrtc_version())):
+        if linker[0] != version[0] or linker < version:
+            raise Unsupported(
+                f"nvJitLink {_dotted(linker)} can't read what {writer} wrote: that is {_dotted(version)}; "
+                f"want nvJitLink {_dotted(version)} or a later {version[0]}.x."
+            )
     return shim, _nvshmem_library() if transport == "nvshmem" else None
 
 
@@ -103,9 +110,19 @@ def nvjitlink_version() -> tuple[int, int]:
     """Of the linker in this process.  Unsupported if there is none."""
     try:
         major, minor = importlib.import_module("cuda.bindings.nvjitlink").version()
-    except Exception as error:  # noqa: BLE001  the loader of libraries has an exception of its own, and others pass through
+    except Exception as error:  # whichever the loader of libraries has for a library that is not there
         raise Unsupported(f"Kernels with a shim are linked by nvJitLink, which is not installed ({error}).") from error
     return int(major), int(minor)
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """Of the compiler in this process."""
+    _, major, minor = importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
+    return int(major), int(minor)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
 
 
 def _nvshmem_library() -> Path:

@@ -55,9 +55,7 @@ struct Look;
 #if NCCL_GIN_PROXY_ENABLE
 template <>
 struct Look<NCCL_NET_DEVICE_GIN_PROXY> {
-    __device__ static ncclGinProxyGpuCtx_t* of(ncclGinCtx ctx) {
-        return static_cast<ncclGinProxyGpuCtx_t*>(ctx.handle) + ctx.contextId;
-    }
+    __device__ static ncclGinProxyGpuCtx_t* of(ncclGinCtx ctx) { return static_cast<ncclGinProxyGpuCtx_t*>(ctx.handle) + ctx.contextId; }
     __device__ static u32 consumed(ncclGinProxyGpuCtx_t* proxy, int peer) {
         const cuda::atomic_ref<u32, cuda::thread_scope_system> ci(proxy->cis[peer]);
         return ci.load(cuda::memory_order_acquire);
@@ -84,8 +82,7 @@ struct Look<NCCL_NET_DEVICE_GIN_GDAKI> {
         return (static_cast<ncclGinGdakiGPUContext*>(ctx.handle) + ctx.contextId)->gdqp + peer;
     }
     __device__ static i32 look(doca_gpu_dev_verbs_qp* qp, u64 entry) {
-        const int status =
-            doca_gpu_dev_verbs_poll_one_cq_at<DOCA_GPUNETIO_VERBS_RESOURCE_SHARING_MODE_GPU>(&qp->cq_sq, entry);
+        const int status = doca_gpu_dev_verbs_poll_one_cq_at<DOCA_GPUNETIO_VERBS_RESOURCE_SHARING_MODE_GPU>(&qp->cq_sq, entry);
         return status == 0 ? 1 : status < 0 ? -1 : 0;
     }
     // gin_gdaki.h:324-342

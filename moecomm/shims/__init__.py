@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+DIRECTORY = Path(__file__).parent
 NAMES = ("gin", "gin_proxy", "nvshmem")  # gin_proxy: gin for communicators whose GIN is the proxy
 
 
@@ -25,16 +26,15 @@ class Shim:
     headers: str = ""  # that it was compiled from: "NCCL 2.30.7"
 
 
-def find(name: str, directory: Path | None = None) -> Shim:
-    """The shim of that name as this moecomm was built, in `directory` or beside this file."""
-    directory = directory or Path(__file__).parent
-    path = directory / f"{name}.fatbin"
+def find(name: str) -> Shim:
+    """The shim of that name, one of NAMES, as this moecomm was built."""
+    path, told_by = DIRECTORY / f"{name}.fatbin", DIRECTORY / "built.json"
     try:
-        told = json.loads((directory / "built.json").read_text())[name]
+        told = json.loads(told_by.read_text())[name]
     except FileNotFoundError:
         return Shim(name, path, f"The {name} shim was not built: run python setup.py build_shims --inplace.")
     except (KeyError, ValueError):
-        return Shim(name, path, f"The {name} shim is not among those that were built: {directory / 'built.json'}.")
+        return Shim(name, path, f"The {name} shim was not built: {told_by} does not know it.")
     if why := told.get("missing"):
         return Shim(name, path, f"The {name} shim was not built with this moecomm: {why}.")
     if not path.is_file():
