@@ -85,7 +85,7 @@ struct Look<NCCL_NET_DEVICE_GIN_GDAKI> {
         const int status = doca_gpu_dev_verbs_poll_one_cq_at<DOCA_GPUNETIO_VERBS_RESOURCE_SHARING_MODE_GPU>(&qp->cq_sq, entry);
         return status == 0 ? 1 : status < 0 ? -1 : 0;
     }
-    // gin_gdaki.h:324-342
+    // gin_gdaki.h:333-352
     __device__ static i32 ended(ncclGinCtx ctx, const ncclGinRequest_t& request) {
         const auto& r = reinterpret_cast<const ncclGinGdakiRequest&>(request);
         return r.sq_rsvd_index == 0 ? 1 : look(queue(ctx, r.peer), r.sq_rsvd_index - 1);

@@ -63,7 +63,7 @@ __device__ void moecomm_nvshmem_get_warp(void* to, const void* from, u64 bytes, 
     nvshmemx_getmem_nbi_warp(to, from, bytes, peer);
 }
 
-__device__ void moecomm_nvshmem_fence() { nvshmem_fence(); }
+__device__ void moecomm_nvshmem_fence() { nvshmem_quiet(); }
 __device__ void moecomm_nvshmem_quiet() { nvshmem_quiet(); }
 __device__ void moecomm_nvshmem_quiet_warp() {
     nvshmemi_quiet<NVSHMEMI_THREADGROUP_WARP>();  // the API has it for one thread only

@@ -17,7 +17,8 @@ namespace moecomm {
 extern "C" {
 
 // ---- NCCL GIN.  comm: a ncclDevComm in memory that this GPU reads.  context: of GIN; its signals and its order are its own.  peer: rank
-// of the communicator.  window: a ncclWindow_t; offsets count in it.  signal: below ginSignalCount.
+// of the communicator (over RAIL connections, one of our own index in its domain).  window: a ncclWindow_t; offsets count in it.  signal:
+// below ginSignalCount.
 
 // Null where our loads and stores do not reach the peer: it is not of our LSA team (core.h:223, 270).
 __device__ void* moecomm_gin_peer_ptr(const void* comm, const void* window, u64 offset, i32 peer);
@@ -54,7 +55,7 @@ __device__ void moecomm_gin_flag(const void* comm, u32 context, i32 peer, const 
 // (gin__funcs.h:847-853).
 __device__ u64 moecomm_gin_read_signal(const void* comm, u32 context, u32 signal);
 // From here on our signal counts from 0.  Nobody may signal meanwhile (gin.h:376).  The proxy moves an offset, so that the word itself
-// only grows (gin_proxy.h:372-374); GDAKI writes 0 (gin_gdaki.h:480).
+// only grows (gin_proxy.h:372-374); GDAKI writes 0 (gin_gdaki.h:480); GPI may wait for its NIC to do it (gin_gpi.h:609).
 __device__ void moecomm_gin_reset_signal(const void* comm, u32 context, u32 signal);
 
 // `bytes` of a peer's window to ours; there after a flush (gin.h:227-232).
@@ -65,7 +66,7 @@ __device__ void moecomm_gin_get_warp(const void* comm, u32 context, i32 peer, co
 
 // Until what this context has put to all peers may be overwritten here, and what it got is here (gin.h:310-312); not until it is settled
 // there.  NCCL's own wait: it ends early when the word that the communicator's abortFlag points to is set, if there is one
-// (utility.h:101-109), and has no deadline.  An error of GDAKI is no end either (gin_gdaki.h:336-338).
+// (utility.h:101-109), and has no deadline; where there is such a word, an error of GDAKI is no end either (gin_gdaki.h:342-347).
 __device__ void moecomm_gin_flush(const void* comm, u32 context);
 __device__ void moecomm_gin_flush_warp(const void* comm, u32 context);
 
@@ -75,8 +76,8 @@ __device__ void moecomm_gin_flush_begin(const void* comm, u32 context, i32 peer,
 __device__ i32 moecomm_gin_flush_ended(const void* comm, u32 context, const u64* ticket);
 
 // 1 if the next `posts` puts and signals of this context to this peer will not have to wait for room; 0 not now; -1, the transport failed.
-// With `posts` the number of threads that may post at the same time, a poster that has seen 1 never waits inside NCCL for anybody else's
-// machine: polled in a wait of ours it puts our deadline on NCCL's queue.
+// With `posts` the number of threads that may post at the same time, each of which asks before each post of at most 1 GiB, no post waits
+// inside NCCL for another machine or for the proxy: polled in a wait of ours, this puts our deadline on NCCL's queue.
 __device__ i32 moecomm_gin_has_room(const void* comm, u32 context, i32 peer, u32 posts);
 
 // ---- NVSHMEM.  Addresses of peers are those of our own symmetric heap.  A source may be any memory here inside the NVLink domain; with a
@@ -118,10 +119,12 @@ __device__ void moecomm_nvshmem_reset_signal(u64* signal);
 __device__ void moecomm_nvshmem_get(void* to, const void* from, u64 bytes, i32 peer);
 __device__ void moecomm_nvshmem_get_warp(void* to, const void* from, u64 bytes, i32 peer);
 
-// fence: all our earlier puts to a peer settle before later ones and before later signals to it, which makes these strong
-// (nvshmemi_common_device.cuh:146-152).  quiet: all our earlier puts are settled, gets are here, and sources may be overwritten (130-141).
-// Inside one NVLink domain either is a fence of this thread.  With IBGDA both wait for every queue of the GPU
-// (ibgda_device.cuh:3419-3486), and so may a put for room in its own, with no deadline of ours.
+// quiet: all earlier puts of this GPU that this thread has made or seen made are settled, gets are here, and sources may be overwritten
+// (nvshmemi_common_device.cuh:130-141); what is signalled afterwards is strong.  fence: the same of puts alone.  It is a quiet too, and
+// not nvshmem_fence, which forgets queues where a GPU has several NICs: it counts those of one (ibgda_device.cuh:3456, quiet: 3423-3424),
+// and puts of one thread take turns between NICs (1840-1847).
+// Inside one NVLink domain each is a fence of this thread.  With IBGDA it waits for all queues of the GPU (3419-3446), with no deadline of
+// ours; so may a put for room in its queue.
 __device__ void moecomm_nvshmem_fence();
 __device__ void moecomm_nvshmem_quiet();
 __device__ void moecomm_nvshmem_quiet_warp();

@@ -1,4 +1,4 @@
-"""The shims of this tree, compiled once.  Without a compiler or headers tests skip, for the reason that the build gives.
+"""The shims of this tree, compiled once.  Without compiler or headers their tests skip, saying what the build said.
 
 With pyproject's extra `shims` installed none skips.
 """
