@@ -121,7 +121,7 @@ __device__ void moecomm_nvshmem_get_warp(void* to, const void* from, u64 bytes, 
 
 // quiet: all earlier puts of this GPU that this thread has made or seen made are settled, gets are here, and sources may be overwritten
 // (nvshmemi_common_device.cuh:130-141); what is signalled afterwards is strong.  fence: the same of puts alone.  It is a quiet too, and
-// not nvshmem_fence, which forgets queues where a GPU has several NICs: it counts those of one (ibgda_device.cuh:3456, quiet: 3423-3424),
+// not nvshmem_fence, which forgets queues where a GPU has several NICs: it counts those of one (ibgda_device.cuh:3457; quiet: 3423-3424),
 // and puts of one thread take turns between NICs (1840-1847).
 // Inside one NVLink domain each is a fence of this thread.  With IBGDA it waits for all queues of the GPU (3419-3446), with no deadline of
 // ours; so may a put for room in its queue.

@@ -1,7 +1,7 @@
 """Where the device shims of the gin and nvshmem backends are, or why they are not there.
 
-They are csrc/shims/*.cu, compiled to LTO IR by `python setup.py build_shims`, which building a wheel runs, and kept in
-this directory.  moecomm.linking links them to kernels.
+They are csrc/shims/*.cu, compiled to LTO IR by moecomm.shims.build, which building a wheel runs, and kept in this
+directory.  moecomm.linking links them to kernels.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def find(name: str) -> Shim:
     try:
         told = json.loads(told_by.read_text())[name]
     except FileNotFoundError:
-        return Shim(name, path, f"The {name} shim was not built: run python setup.py build_shims --inplace.")
+        return Shim(name, path, f"The {name} shim was not built: run python -m moecomm.shims.build.")
     except (KeyError, ValueError):
         return Shim(name, path, f"The {name} shim was not built: {told_by} does not know it.")
     if why := told.get("missing"):

@@ -11,8 +11,9 @@ import pytest
 import moecomm
 from moecomm import jit, linking, shims
 from moecomm.errors import Unsupported
-from tests.shims.conftest import build_shims
+from moecomm.shims.build import build
 
+CSRC = Path(__file__).parent.parent.parent / "csrc"
 NCCL = "#define NCCL_MAJOR {}\n#define NCCL_MINOR {}\n#define NCCL_PATCH {}\n"
 NVSHMEM = "".join(f"#define NVSHMEM_VENDOR_{part}_VERSION {{}}\n" for part in ("MAJOR", "MINOR", "PATCH"))
 COMPILER = '#!/bin/sh\n[ "$1" = --version ] && echo "release 13.0, V13.0.88" && exit\n'
@@ -25,19 +26,20 @@ def write(path: Path, text: str, mode: int = 0o644) -> None:
     path.chmod(mode)
 
 
-def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, nccl: str, nvshmem: str) -> None:
+def build_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, nccl: str, nvshmem: str) -> None:
     """With libraries that consist of version numbers, and a compiler that is a shell script."""
     write(tmp_path / "cuda/bin/nvcc", COMPILER + compiler, 0o755)
     write(tmp_path / "nccl/include/nccl.h", nccl)
     write(tmp_path / "nvshmem/include/non_abi/nvshmem_version.h", nvshmem)
-    homes = {f"{name}_HOME": str(tmp_path / name.lower()) for name in ("CUDA", "NCCL", "NVSHMEM")}
-    build_shims(tmp_path / "build", homes)
-    monkeypatch.setattr(shims, "DIRECTORY", tmp_path / "build/moecomm/shims")
+    homes = {name: str(tmp_path / name.lower()) for name in ("CUDA", "NCCL", "NVSHMEM")}
+    missing = build(tmp_path / "shims", CSRC, homes)
+    monkeypatch.setattr(shims, "DIRECTORY", tmp_path / "shims")
+    assert {name for name in shims.NAMES if shims.find(name).missing} == set(missing)
 
 
 def test_each_shim_says_what_was_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fails = 'echo "gin.cu(7): error: it is Monday" >&2; exit 1\n'
-    build(tmp_path, monkeypatch, fails, NCCL.format(2, 30, 7), NVSHMEM.format(3, 3, 9))
+    build_with(tmp_path, monkeypatch, fails, NCCL.format(2, 30, 7), NVSHMEM.format(3, 3, 9))
     for name in ("gin", "gin_proxy"):
         assert "nvcc failed and said 'gin.cu(7): error: it is Monday'." in shims.find(name).missing
     assert "are 3.3.9; want 3.4.5 or later." in shims.find("nvshmem").missing
@@ -53,15 +55,15 @@ def test_each_shim_says_what_was_missing(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_headers_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build_shims(tmp_path, {"NCCL_HOME": str(tmp_path / "none"), "NVSHMEM_HOME": str(tmp_path / "none")})
-    monkeypatch.setattr(shims, "DIRECTORY", tmp_path / "moecomm/shims")
+    build(tmp_path, CSRC, {"NCCL": str(tmp_path / "none"), "NVSHMEM": str(tmp_path / "none")})
+    monkeypatch.setattr(shims, "DIRECTORY", tmp_path)
     assert f"there were no headers of NCCL in {tmp_path / 'none'}." in shims.find("gin").missing
     assert f"there were no headers of NVSHMEM in {tmp_path / 'none'}." in shims.find("nvshmem").missing
 
 
 def test_a_shim_that_was_built_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     succeeds = 'while [ "$1" != -o ]; do shift; done; echo "LTO IR" > "$2"\n'
-    build(tmp_path, monkeypatch, succeeds, NCCL.format(2, 30, 7), NVSHMEM.format(3, 4, 5))
+    build_with(tmp_path, monkeypatch, succeeds, NCCL.format(2, 30, 7), NVSHMEM.format(3, 4, 5))
     found = {name: shims.find(name) for name in shims.NAMES}
     assert {shim.missing for shim in found.values()} == {""}
     assert {name: shim.headers for name, shim in found.items()} == {
@@ -71,13 +73,13 @@ def test_a_shim_that_was_built_is_described(tmp_path: Path, monkeypatch: pytest.
     }
     assert all(shim.path.read_text() == "LTO IR\n" and shim.nvcc == (13, 0) for shim in found.values())
     # Another build in the same place leaves nothing of this one behind.
-    build_shims(tmp_path / "build", {"NCCL_HOME": str(tmp_path), "NVSHMEM_HOME": str(tmp_path)})
+    build(tmp_path / "shims", CSRC, {"NCCL": str(tmp_path), "NVSHMEM": str(tmp_path)})
     assert not any(shim.path.exists() for shim in found.values()) and shims.find("gin").missing
 
 
 def test_a_directory_that_was_tampered_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shims, "DIRECTORY", tmp_path)
-    assert "run python setup.py build_shims --inplace" in shims.find("gin").missing
+    assert "run python -m moecomm.shims.build" in shims.find("gin").missing
     for told in ("{}", "not JSON"):
         (tmp_path / "built.json").write_text(told)
         assert "does not know it" in shims.find("gin").missing
