@@ -81,8 +81,18 @@ struct Look<NCCL_NET_DEVICE_GIN_GDAKI> {
     __device__ static doca_gpu_dev_verbs_qp* queue(ncclGinCtx ctx, int peer) {
         return (static_cast<ncclGinGdakiGPUContext*>(ctx.handle) + ctx.contextId)->gdqp + peer;
     }
+    // NCCL 2.32 polls a queue pair, 2.30 its completion queue.
+    template <class Queue>
+    __device__ static auto poll(Queue* qp, u64 entry, int)
+        -> decltype(doca_gpu_dev_verbs_poll_one_cq_at<DOCA_GPUNETIO_VERBS_RESOURCE_SHARING_MODE_GPU>(qp, entry)) {
+        return doca_gpu_dev_verbs_poll_one_cq_at<DOCA_GPUNETIO_VERBS_RESOURCE_SHARING_MODE_GPU>(qp, entry);
+    }
+    template <class Queue>
+    __device__ static int poll(Queue* qp, u64 entry, long) {
+        return doca_gpu_dev_verbs_poll_one_cq_at<DOCA_GPUNETIO_VERBS_RESOURCE_SHARING_MODE_GPU>(&qp->cq_sq, entry);
+    }
     __device__ static i32 look(doca_gpu_dev_verbs_qp* qp, u64 entry) {
-        const int status = doca_gpu_dev_verbs_poll_one_cq_at<DOCA_GPUNETIO_VERBS_RESOURCE_SHARING_MODE_GPU>(&qp->cq_sq, entry);
+        const int status = poll(qp, entry, 0);
         return status == 0 ? 1 : status < 0 ? -1 : 0;
     }
     // gin_gdaki.h:333-352

@@ -23,10 +23,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ARCH = "90a"
-_PROXY_ALONE = ["-DNCCL_GIN_GDAKI_ENABLE=0", "-DNCCL_GIN_GPI_ENABLE=0"]
+# Of NCCL 2.32; it can't say yet what has been sent, which shims.h promises.
+_NO_EFA = ["-DNCCL_GIN_EFA_GDA_ENABLE=0"]
+_PROXY_ALONE = [*_NO_EFA, "-DNCCL_GIN_GDAKI_ENABLE=0", "-DNCCL_GIN_GPI_ENABLE=0"]
 # what is compiled, with which definitions, from whose headers, the oldest of them
 SHIMS: dict[str, tuple[str, list[str], str, tuple[int, int, int]]] = {
-    "gin": ("gin.cu", [], "NCCL", (2, 30, 7)),
+    "gin": ("gin.cu", _NO_EFA, "NCCL", (2, 30, 7)),
     "gin_proxy": ("gin.cu", _PROXY_ALONE, "NCCL", (2, 30, 7)),
     "nvshmem": ("nvshmem.cu", [], "NVSHMEM", (3, 4, 5)),
 }

@@ -59,8 +59,7 @@ def test_a_kernel_that_puts_signals_and_waits(transport: str, directory: Path) -
     assert found.undefined == (set() if transport != "nvshmem" else {"vprintf"})
     assert "put_signal" in found.text and not any(name.startswith("moecomm_") for name in found.defined)
     # Nothing of ours traps, nor of NCCL; NVSHMEM's own functions, behind operations that we never ask for.
-    assert {name for name in found.traps() if not name.startswith(("_Z28nvshmemi_", "_Z30nvshmemi_"))} == set()
-    assert transport == "nvshmem" or found.traps() == set()
+    assert {name for name in found.traps() if transport != "nvshmem" or "nvshmemi_transfer_" not in name} == set()
     # The wait is ours: whoever gives up leaves a record.
     assert any("report_failure" in name for name in found.defined | set(found.text))
     if transport == "nvshmem":  # what nvshmemx_cumodule_init looks for
