@@ -16,7 +16,7 @@ from moecomm.shims.build import build
 CSRC = Path(__file__).parent.parent.parent / "csrc"
 NCCL = "#define NCCL_MAJOR {}\n#define NCCL_MINOR {}\n#define NCCL_PATCH {}\n"
 NVSHMEM = "".join(f"#define NVSHMEM_VENDOR_{part}_VERSION {{}}\n" for part in ("MAJOR", "MINOR", "PATCH"))
-COMPILER = '#!/bin/sh\n[ "$1" = --version ] && echo "release 13.0, V13.0.88" && exit\n'
+COMPILER = '#!/usr/bin/env sh\n[ "$1" = --version ] && echo "release 13.0, V13.0.88" && exit\n'
 SPEC = jit.KernelSpec("combine", ranks=4, experts=256, topk=8, hidden=7168, layout=1, type=0)
 
 
