@@ -293,7 +293,10 @@ def build(spec: KernelSpec, arch: str = "sm_90a") -> tuple[bytes, str]:
 
 
 def compile(spec: KernelSpec, arch: str = "sm_90a") -> bytes:  # noqa: A001
-    """The cubin of a kernel, from the cache or compiled.  Needs no GPU.  ValueError names a limit it exceeds."""
+    """The cubin of a kernel, from the cache or compiled.  Needs no GPU.  ValueError names a limit it exceeds.
+
+    Unsupported, with a transport other than "lsa", says what it can't be linked with.
+    """
     parts = [source(spec), arch, "c++20", _toolchain()]
     if spec.transport != "lsa":
         parts.append(linking.digest(spec.transport, arch))

@@ -8,8 +8,9 @@ A kernel whose transport is "lsa" is not linked with anything and does not come 
 | gin_proxy | shims/gin_proxy.fatbin: GIN's proxy alone; such a kernel is a fifth as large |
 | nvshmem | shims/nvshmem.fatbin, and libnvshmem_device.a of the NVSHMEM that is installed, with its IBGDA |
 
-The headers that a shim was compiled from are the oldest library that its kernels run with: the NCCL of the process must
-not be older (ncclDevCommCreate would refuse), and neither must NVSHMEM.
+NCCL may be newer than the headers that the shim was compiled from, not older: ncclDevCommCreate would refuse.  NVSHMEM
+must be of the same minor version: its device library and its headers share a struct that grows with it.  Where it is
+not, `python -m moecomm.shims.build` makes a shim for the one that is installed.
 
 A gin kernel needs nothing once it is loaded; the device communicator comes with its arguments.
 
@@ -33,7 +34,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
 import io
 from functools import lru_cache
 from pathlib import Path
@@ -41,6 +41,7 @@ from typing import Any
 
 from moecomm import shims
 from moecomm.errors import Unsupported
+from moecomm.shims.build import CannotBuild, dotted, version, wheels
 
 # The Transport of csrc/device that a kernel is a template over.
 TRANSPORTS = {"lsa": "Lsa", "gin": "Gin", "gin_proxy": "Gin", "nvshmem": "Nvshmem"}
@@ -97,13 +98,13 @@ def inputs(transport: str, arch: str) -> tuple[shims.Shim, Path | None]:
         raise Unsupported(f"The {transport} shim was compiled for {shim.arch}; kernels here are {arch}.")
     # LTO IR is read by a linker of the same major version that is no older than who wrote it.
     linker = nvjitlink_version()
-    for writer, version in ((f"nvcc, for the {transport} shim,", shim.nvcc), ("NVRTC, for kernels,", nvrtc_version())):
-        if linker[0] != version[0] or linker < version:
+    for writer, wrote in ((f"nvcc, for the {transport} shim,", shim.nvcc), ("NVRTC, for kernels,", nvrtc_version())):
+        if linker[0] != wrote[0] or linker < wrote:
             raise Unsupported(
-                f"nvJitLink {_dotted(linker)} can't read what {writer} wrote: that is {_dotted(version)}; "
-                f"want nvJitLink {_dotted(version)} or a later {version[0]}.x."
+                f"nvJitLink {dotted(linker)} can't read what {writer} wrote: that is {dotted(wrote)}; "
+                f"want nvJitLink {dotted(wrote)} or a later {wrote[0]}.x."
             )
-    return shim, _nvshmem_library() if transport == "nvshmem" else None
+    return shim, _nvshmem_library(shim) if transport == "nvshmem" else None
 
 
 def nvjitlink_version() -> tuple[int, int]:
@@ -121,14 +122,19 @@ def nvrtc_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
-
-
-def _nvshmem_library() -> Path:
-    package = importlib.util.find_spec("nvidia")
-    for place in package.submodule_search_locations or () if package else ():
-        library = Path(place) / "nvshmem" / "lib" / "libnvshmem_device.a"
-        if library.is_file():
-            return library
+def _nvshmem_library(shim: shims.Shim) -> Path:
+    for place in wheels("nvshmem"):
+        library = place / "lib" / "libnvshmem_device.a"
+        if not library.is_file():
+            continue
+        try:
+            here = f"NVSHMEM {dotted(version('NVSHMEM', place / 'include'))}"
+        except (CannotBuild, OSError) as error:
+            raise Unsupported(f"It can't be told which version {library} is ({error}).") from error
+        if here.split(".")[:2] != shim.headers.split(".")[:2]:
+            raise Unsupported(
+                f"The nvshmem shim was compiled for {shim.headers}, and {here} is installed: "
+                "run python -m moecomm.shims.build, or install that version."
+            )
+        return library
     raise Unsupported("NVSHMEM's device library is not installed: pip install nvidia-nvshmem-cu13.")

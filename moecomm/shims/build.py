@@ -64,11 +64,9 @@ def build(into: Path, sources: Path, homes: Mapping[str, str]) -> dict[str, str]
 def _compile(shim: str, output: Path, sources: Path, homes: Mapping[str, str]) -> dict[str, object]:
     source, definitions, library, oldest = SHIMS[shim]
     include = _headers(library, homes.get(library))
-    version = _version(library, include)
-    if version < oldest:
-        raise CannotBuild(
-            f"the headers of {library} in {include} are {_dotted(version)}; want {_dotted(oldest)} or later"
-        )
+    found = version(library, include)
+    if found < oldest:
+        raise CannotBuild(f"the headers of {library} in {include} are {dotted(found)}; want {dotted(oldest)} or later")
     nvcc = _nvcc(homes.get("CUDA"))
     major, minor = _release(nvcc)
     # LTO IR alone, compressed.  NDEBUG: headers of both libraries check arguments with a macro that traps.
@@ -79,12 +77,12 @@ def _compile(shim: str, output: Path, sources: Path, homes: Mapping[str, str]) -
         output.unlink(missing_ok=True)
         said = [text.strip() for text in ran.stderr.splitlines() if text.strip()] or ["nothing"]
         raise CannotBuild(f"{nvcc} failed and said {next((text for text in said if 'error' in text), said[-1])!r}")
-    return {"arch": f"sm_{ARCH}", "nvcc": [major, minor], "headers": f"{library} {_dotted(version)}"}
+    return {"arch": f"sm_{ARCH}", "nvcc": [major, minor], "headers": f"{library} {dotted(found)}"}
 
 
 def _nvcc(home: str | None) -> str:
     places = [Path(home)] if home else []
-    wanted = [*places, *_wheels("cu13", "cuda_nvcc")]
+    wanted = [*places, *wheels("cu13", "cuda_nvcc")]
     candidates = [*(str(place / "bin" / "nvcc") for place in wanted), shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"]
     for candidate in candidates:
         if candidate and os.access(candidate, os.X_OK):
@@ -100,7 +98,7 @@ def _release(nvcc: str) -> tuple[int, int]:
 
 
 def _headers(library: str, home: str | None) -> Path:
-    places = [Path(home)] if home else [*_wheels(library.lower()), Path("/usr")]
+    places = [Path(home)] if home else [*wheels(library.lower()), Path("/usr")]
     for place in places:
         if (place / "include" / _VERSIONS[library][0]).is_file():
             return place / "include"
@@ -108,7 +106,8 @@ def _headers(library: str, home: str | None) -> Path:
     raise CannotBuild(f"there were no headers of {library} {hint}")
 
 
-def _version(library: str, include: Path) -> tuple[int, ...]:
+def version(library: str, include: Path) -> tuple[int, ...]:
+    """Of the library that these headers are of: "NCCL" or "NVSHMEM"."""
     header, name = _VERSIONS[library]
     text = (include / header).read_text(errors="replace")
     numbers = []
@@ -119,11 +118,12 @@ def _version(library: str, include: Path) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
+def dotted(numbers: tuple[int, ...]) -> str:
+    """As people write it: 2.30.7."""
+    return ".".join(map(str, numbers))
 
 
-def _wheels(*names: str) -> list[Path]:
+def wheels(*names: str) -> list[Path]:
     """Where wheels of NVIDIA have put the libraries of these names."""
     package = importlib.util.find_spec("nvidia")
     places = package.submodule_search_locations or () if package else ()

@@ -119,6 +119,29 @@ def test_what_the_linker_can_not_read_is_refused(library: Library) -> None:
         assert said in str(caught.value)
 
 
+def test_nvshmem_is_linked_with_the_version_it_was_compiled_for(
+    library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = [tmp_path / "none"]
+    monkeypatch.setattr(linking, "wheels", lambda _: places)
+    library.shim = dataclasses.replace(library.shim, name="nvshmem", headers="NVSHMEM 3.4.5")
+    with pytest.raises(Unsupported, match="device library is not installed"):
+        linking.inputs("nvshmem", "sm_90a")
+    places.append(tmp_path / "nvshmem")
+    write(tmp_path / "nvshmem/lib/libnvshmem_device.a", "an archive")
+    with pytest.raises(Unsupported, match="It can't be told which version"):
+        linking.inputs("nvshmem", "sm_90a")
+    write(tmp_path / "nvshmem/include/non_abi/nvshmem_version.h", NVSHMEM.format(3, 8, 0))
+    with pytest.raises(Unsupported, match=r"compiled for NVSHMEM 3\.4\.5, and NVSHMEM 3\.8\.0 is installed"):
+        linking.inputs("nvshmem", "sm_90a")
+    write(tmp_path / "nvshmem/include/non_abi/nvshmem_version.h", NVSHMEM.format(3, 4, 6))
+    assert linking.inputs("nvshmem", "sm_90a") == (library.shim, tmp_path / "nvshmem/lib/libnvshmem_device.a")
+    before = linking.digest("nvshmem", "sm_90a")
+    write(tmp_path / "nvshmem/lib/libnvshmem_device.a", "another")
+    linking._digest.cache_clear()
+    assert linking.digest("nvshmem", "sm_90a") != before
+
+
 def test_the_cache_tells_linked_kernels_apart(
     library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ SPEC = jit.KernelSpec("combine", ranks=4, experts=256, topk=8, hidden=7168, layo
 KERNELS = {"gin": "put_signal_gin.cu", "gin_proxy": "put_signal_gin.cu", "nvshmem": "put_signal_nvshmem.cu"}
 
 
+@lru_cache(maxsize=8)
 def link(source: str, transport: str) -> tuple[cubin.Cubin, str]:
     try:
         linking.inputs(transport, "sm_90a")
