@@ -5,7 +5,7 @@ A kernel whose transport is "lsa" is not linked with anything and does not come 
 | transport | linked with |
 | --- | --- |
 | gin | shims/gin.fatbin: every backend of GIN, chosen by the communicator when the kernel runs |
-| gin_proxy | shims/gin_proxy.fatbin: GIN's proxy alone; such a kernel is a fifth as large |
+| gin_proxy | shims/gin_proxy.fatbin: GIN's proxy alone; such a kernel is about a third as large |
 | nvshmem | shims/nvshmem.fatbin, and libnvshmem_device.a of the NVSHMEM that is installed, with its IBGDA |
 
 NCCL may be newer than the headers that the shim was compiled from, not older: ncclDevCommCreate would refuse.  NVSHMEM

@@ -1,5 +1,5 @@
 // NCCL GIN behind shims.h.  Compiled twice (build.py): for all of GIN's backends, chosen by the communicator when the kernel runs, and for
-// the proxy alone, which makes kernels a fifth as large.  NDEBUG: DOCA's headers check an argument with a macro that traps.
+// the proxy alone, which makes kernels about a third as large.  NDEBUG: DOCA's headers check an argument with a macro that traps.
 #include <nccl.h>
 #include <nccl_device.h>
 
