@@ -44,13 +44,17 @@ py::class_<Struct> bind_struct(py::module_& m, const char* name) {
 void bind_layout(py::module_& m) {
     py::class_<Shape>(m, "Shape")
         .def(py::init([](i32 ranks, i32 experts, i32 topk, i32 max_tokens, i32 ring_tokens, i64 staged_row_bytes, i64 heap_bytes,
-                         i64 packet_bytes) {
+                         i64 packet_bytes, i32 domain_ranks, i64 landing_bytes) {
                  if (ring_tokens < kMaxChunk || ring_tokens % kMaxChunk != 0)
                      throw std::invalid_argument("ring_tokens: want a multiple of " + std::to_string(kMaxChunk));
-                 return Shape{ranks, experts, topk, max_tokens, ring_tokens, 0, packet_bytes, staged_row_bytes, heap_bytes};
+                 if (domain_ranks < 0 || (domain_ranks > 0 && ranks % domain_ranks != 0))
+                     throw std::invalid_argument("domain_ranks: want 0 or a divisor of ranks");
+                 return Shape{ranks,        experts,          topk,       max_tokens,   ring_tokens, domain_ranks,
+                              packet_bytes, staged_row_bytes, heap_bytes, landing_bytes};
              }),
              py::arg("ranks"), py::arg("experts"), py::arg("topk"), py::arg("max_tokens"), py::arg("ring_tokens"),
-             py::arg("staged_row_bytes"), py::arg("heap_bytes"), py::arg("packet_bytes") = 0)
+             py::arg("staged_row_bytes"), py::arg("heap_bytes"), py::arg("packet_bytes") = 0, py::arg("domain_ranks") = 0,
+             py::arg("landing_bytes") = 0)
         .def_readwrite("ranks", &Shape::ranks)
         .def_readwrite("experts", &Shape::experts)
         .def_readwrite("topk", &Shape::topk)
@@ -58,7 +62,9 @@ void bind_layout(py::module_& m) {
         .def_readwrite("ring_tokens", &Shape::ring_tokens)
         .def_readwrite("packet_bytes", &Shape::packet_bytes)
         .def_readwrite("staged_row_bytes", &Shape::staged_row_bytes)
-        .def_readwrite("heap_bytes", &Shape::heap_bytes);
+        .def_readwrite("heap_bytes", &Shape::heap_bytes)
+        .def_readwrite("domain_ranks", &Shape::domain_ranks)
+        .def_readwrite("landing_bytes", &Shape::landing_bytes);
     py::class_<WindowLayout>(m, "WindowLayout")
         .def_readonly("abort", &WindowLayout::abort)
         .def_readonly("state", &WindowLayout::state)
@@ -71,7 +77,11 @@ void bind_layout(py::module_& m) {
         .def_readonly("counting", &WindowLayout::counting)
         .def_readonly("summed", &WindowLayout::summed)
         .def_readonly("packets", &WindowLayout::packets)
+        .def_readonly("begun", &WindowLayout::begun)
+        .def_readonly("signals", &WindowLayout::signals)
         .def_readonly("staging", &WindowLayout::staging)
+        .def_readonly("landing", &WindowLayout::landing)
+        .def_readonly("returned", &WindowLayout::returned)
         .def_readonly("heap", &WindowLayout::heap)
         .def_readonly("bytes", &WindowLayout::bytes)
         .def_readonly("columns", &WindowLayout::columns)
@@ -85,6 +95,7 @@ void bind_context(py::module_& m) {
         .def_readwrite("record", &Context::record)
         .def_readwrite("abort_host", &Context::abort_host)
         .def_readwrite("timeout_ns", &Context::timeout_ns)
+        .def_readwrite("link", &Context::link)
         .def_readwrite("shape", &Context::shape)
         .def_readwrite("window", &Context::window)
         .def_readwrite("rank", &Context::rank)
@@ -98,7 +109,8 @@ void bind_context(py::module_& m) {
         .def_readwrite("ranges", &Route::ranges)
         .def_readwrite("rows", &Route::rows)
         .def_readwrite("row_weights", &Route::row_weights)
-        .def_readwrite("src", &Route::src);
+        .def_readwrite("src", &Route::src)
+        .def_readwrite("relayed", &Route::relayed);
 }
 
 void bind_dispatch(py::module_& m) {

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "bindings.h"
+#include "host/link.h"
 #include "runtime/exchange.h"
 #include "runtime/watcher.h"
 #include "runtime/window.h"
@@ -60,6 +61,10 @@ void bind_peers(py::module_& m) {
         .def_property_readonly("address", &HostWindow::address)
         .def_property_readonly("nbytes", &HostWindow::bytes)
         .def("close", &HostWindow::close);
+    py::class_<host::Link>(m, "Link")
+        .def(py::init<const Shape&, std::vector<u64>, u64>(), py::arg("shape"), py::arg("windows"), py::arg("disorder") = 0)
+        .def_property_readonly("address", [](const host::Link& self) { return reinterpret_cast<u64>(&self); })
+        .def("close", &host::Link::close, Unlocked());
     py::class_<Exchange>(m, "Exchange")
         .def(py::init(&make_exchange), py::arg("rank"), py::arg("ranks"), py::arg("nonce"))
         .def_property_readonly("address", [](const Exchange& self) { return py::bytes(self.address()); })

@@ -8,6 +8,7 @@
 
 #include "bindings.h"
 #include "host/executor.h"
+#include "protocol/domains.h"
 #include "protocol/order.h"
 #include "runtime/driver.h"
 #include "runtime/interrupt.h"
@@ -35,7 +36,8 @@ void check_context(const Context& ctx) {
     const i32 ranks = ctx.shape.ranks;
     if (ranks < 1 || ranks > kMaxRanks || ctx.rank < 0 || ctx.rank >= ranks) throw std::invalid_argument("ctx: rank or shape is not set");
     at<FailureRecord>(ctx.record);
-    for (i32 p = 0; p < ranks; ++p) at<u64>(ctx.peers[p]);
+    for (i32 p = 0; p < ranks; ++p)
+        if (ctx.link == 0 || domain_of(ctx.shape, p) == domain_of(ctx.shape, ctx.rank)) at<u64>(ctx.peers[p]);
 }
 
 // Python's side of signals, looked up once and never dropped.

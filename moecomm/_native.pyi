@@ -22,6 +22,8 @@ class Shape:
     packet_bytes: int
     staged_row_bytes: int
     heap_bytes: int
+    domain_ranks: int
+    landing_bytes: int
     def __init__(
         self,
         ranks: int,
@@ -32,8 +34,10 @@ class Shape:
         staged_row_bytes: int,
         heap_bytes: int,
         packet_bytes: int = 0,
+        domain_ranks: int = 0,
+        landing_bytes: int = 0,
     ) -> None:
-        """ValueError unless `ring_tokens` is a multiple of 32 (kMaxChunk), and at least that."""
+        """ValueError unless `ring_tokens` is a multiple of 32 (kMaxChunk), and at least that, and domains are equal."""
 
 @final
 class WindowLayout:
@@ -62,7 +66,15 @@ class WindowLayout:
     @property
     def packets(self) -> int: ...
     @property
+    def begun(self) -> int: ...
+    @property
+    def signals(self) -> int: ...
+    @property
     def staging(self) -> int: ...
+    @property
+    def landing(self) -> int: ...
+    @property
+    def returned(self) -> int: ...
     @property
     def heap(self) -> int: ...
     @property
@@ -91,6 +103,7 @@ class Context(_Struct):
     record: int
     abort_host: int
     timeout_ns: int
+    link: int
     shape: Shape
     window: WindowLayout
     rank: int
@@ -109,6 +122,7 @@ class Route(_Struct):
     rows: int
     row_weights: int
     src: int
+    relayed: int
 
 @final
 class DispatchArgs(_Struct):
@@ -258,6 +272,20 @@ class HostWindow:
     def nbytes(self) -> int: ...
     def close(self) -> None:
         """Unmaps; nobody in this process may still use the memory.  Dropping the object does it too."""
+
+@final
+class Link:
+    """csrc/host/link.h: how a rank reaches ranks of other domains."""
+
+    def __init__(self, shape: Shape, windows: list[int], disorder: int = 0) -> None:
+        """`windows`: by rank, addresses of those that loads and stores do not reach, 0 for the others."""
+
+    @property
+    def address(self) -> int:
+        """Context.link."""
+
+    def close(self) -> None:
+        """Moves what was given to it first.  Idempotent."""
 
 @final
 class Exchange:

@@ -1,4 +1,4 @@
-// Dispatch on the host: count, announce, agree, send, receive.
+// Dispatch on the host: count, announce, agree, send, relay, receive.
 #include "dispatch.h"
 
 #include <optional>
@@ -6,6 +6,7 @@
 
 #include "executor.h"
 #include "receive.h"
+#include "relay.h"
 #include "send.h"
 #include "team.h"
 
@@ -52,22 +53,58 @@ std::optional<Verdict> agree(Dispatch& d) {
     return d.plan.judge_capacity();
 }
 
+// Relays, and receives if this dispatch does, while the next chunk has no place at its relays: those may wait for us.  False: the round is
+// lost.
+bool await_place(Dispatch& d, const Sender& sender, Relay& relay, Inbox* inbox) {
+    while (!sender.has_place()) {
+        relay.relay_landed();
+        if (inbox != nullptr) inbox->take_arrived();
+        const auto go_on = [&] { return sender.has_place() || relay.any_landed() || (inbox != nullptr && inbox->any_arrived()); };
+        if (!d.r.watch.until(Phase::drained, go_on, [&] { return sender.missing(); })) return false;
+    }
+    return true;
+}
+
+// Sends, and relays no more than others need to do the same: the rest belongs to the second half.
 void send(Dispatch& d, i32 worker, i32 stride) {
-    std::vector<u8> packed;
-    for (i32 chunk = worker; chunk < d.plan.own_chunks(); chunk += stride) send_chunk(d, chunk, packed);
+    Sender sender(d, worker, stride);
+    Relay relay(d, worker, stride);
+    while (!sender.done()) {
+        if (!await_place(d, sender, relay, nullptr)) return;
+        sender.send();
+        relay.relay_landed();
+    }
+    for (; relay.owes_credit(); relay.relay_landed())
+        if (!d.r.watch.until(Phase::payload, [&] { return relay.any_landed(); }, [&] { return relay.missing(); })) return;
+}
+
+// Everything that is not here yet.
+void receive(Dispatch& d, Relay& relay, Inbox& inbox) {
+    const auto any = [&] { return relay.any_landed() || inbox.any_arrived(); };
+    const auto find = [&] { return relay.open() ? relay.missing() : inbox.missing(); };
+    for (;;) {
+        relay.relay_landed();
+        inbox.take_arrived();
+        if (!relay.open() && !inbox.open()) return;
+        if (!d.r.watch.until(Phase::payload, any, find)) return;
+    }
 }
 
 // Sends our chunks and takes in what has arrived between them: those rows are still in the cache.  Where ranks outnumber cores, one that
 // is ahead lets the others catch up.
 void send_and_receive(Dispatch& d, i32 worker, i32 stride) {
-    std::vector<u8> packed;
+    Sender sender(d, worker, stride);
+    Relay relay(d, worker, stride);
     Inbox inbox(d, worker, stride);
-    for (i32 chunk = worker; chunk < d.plan.own_chunks(); chunk += stride) {
-        send_chunk(d, chunk, packed);
+    while (!sender.done()) {
+        if (!await_place(d, sender, relay, &inbox)) return;
+        const i32 chunk = sender.chunk();
+        sender.send();
+        relay.relay_landed();
         inbox.take_arrived();
         if (inbox.behind(chunk)) std::this_thread::yield();
     }
-    inbox.take_all();
+    receive(d, relay, inbox);
 }
 
 // The second half of a dispatch that was begun.
@@ -76,7 +113,12 @@ void end(const DispatchArgs& args) {
     Dispatch d(args);
     if (d.r.watch.aborted()) return;
     Team team(args.workers);
-    team.run([&](i32 worker) { Inbox(d, worker, team.size()).take_all(); });
+    d.r.recall_notices();
+    team.run([&](i32 worker) {
+        Relay relay(d, worker, team.size());
+        Inbox inbox(d, worker, team.size());
+        receive(d, relay, inbox);
+    });
 }
 
 }  // namespace
@@ -100,6 +142,7 @@ void dispatch(const DispatchArgs& args) {
         d.plan.place();
         clear_padding(d);
     }
+    if (args.part == static_cast<i32>(Part::begin)) d.r.keep_notices();
     const auto work = args.part == static_cast<i32>(Part::begin) ? send : send_and_receive;
     team.run([&](i32 worker) { work(d, worker, team.size()); });
     if (!d.r.watch.failed()) d.r.finish();

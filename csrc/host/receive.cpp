@@ -15,11 +15,6 @@ bool Inbox::behind(i32 chunk) const {
     return false;
 }
 
-void Inbox::take_all() {
-    for (take_arrived(); first_missing() >= 0; take_arrived())
-        if (!d_.r.watch.until(Phase::payload, [&] { return any_arrived(); }, [&] { return missing(); })) return;
-}
-
 bool Inbox::any_arrived() const {
     for (i32 source = 0; source < d_.r.ranks; ++source)
         if (arrived(source)) return true;

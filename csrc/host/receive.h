@@ -15,8 +15,10 @@ class Inbox {
     void take_arrived();
     // Is a chunk still missing that comes no later in its source than `chunk` in ours?
     bool behind(i32 chunk) const;
-    // The rest, in whatever order it comes.
-    void take_all();
+    bool any_arrived() const;
+    // Is anything missing?
+    bool open() const { return first_missing() >= 0; }
+    Missing missing() const { return {first_missing(), flag(first_missing(), next_[first_missing()]), d_.r.tag}; }
 
   private:
     const u64* flag(i32 source, i32 chunk) const {
@@ -27,10 +29,8 @@ class Inbox {
         return next_[source] < ceil_div(sent.num_tokens, sent.chunk_tokens);
     }
     bool arrived(i32 source) const { return open(source) && has_tag(flag(source, next_[source]), d_.r.tag); }
-    bool any_arrived() const;
     // The first source that has not sent all, -1 if all have.
     i32 first_missing() const;
-    Missing missing() const { return {first_missing(), flag(first_missing(), next_[first_missing()]), d_.r.tag}; }
     void take(i32 source, i32 chunk) const;
     void copy_to_experts(i32 slot) const;
     void store_scales(i32 slot) const;

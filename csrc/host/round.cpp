@@ -10,6 +10,8 @@ Round::Round(const Context& context, Op operation, u32 number)
       op(operation),
       me(context.rank),
       ranks(context.shape.ranks),
+      near(domain_ranks(context.shape)),
+      first(me - me % near),
       state(state_of(context)),
       tag(number),
       watch(ctx, op, tag),
@@ -20,15 +22,35 @@ void Round::announce(Notice mine, const i32* counts) {
     mine.op = static_cast<u32>(op);
     u32 words[kNoticeWords];
     std::memcpy(words, &mine, sizeof(words));
-    for (i32 turn = 0; turn < ranks; ++turn) {
-        u64* there = mail(peer(turn), me);
+    if (domains() > 1) announce_far(words, counts);
+    for (i32 turn = 0; turn < near; ++turn) {
+        u64* there = mail(neighbour(turn), me);
         for (i32 w = 0; w < kNoticeWords; ++w) store_release(&there[w], word_signal(tag, words[w]));
         if (counts == nullptr) continue;
         for (i32 c = 0; c < ctx.window.columns; ++c) store_release(&there[kNoticeWords + c], word_signal(tag, static_cast<u32>(counts[c])));
     }
 }
 
+// The same words in one put.
+void Round::announce_far(const u32* words, const i32* counts) {
+    std::vector<u64> letter;
+    for (i32 w = 0; w < kNoticeWords; ++w) letter.push_back(word_signal(tag, words[w]));
+    for (i32 c = 0; c < ctx.window.columns && counts != nullptr; ++c) letter.push_back(word_signal(tag, static_cast<u32>(counts[c])));
+    for (i32 turn = 0; turn < ranks; ++turn) {
+        const i32 to = peer(turn);
+        if (reaches(to)) continue;
+        link().put(to, mail_at(ctx.window, ranks, tag, me), letter.data(), letter.size() * sizeof(u64));
+        link().signal(to, mail_signal(me), tag_signal(tag));
+    }
+}
+
+// A rank may have sent the mail of the round after this one already.
+bool Round::mail_landed(i32 from) const {
+    return reaches(from) || static_cast<i32>(signal_tag(load_acquire(signal(mail_signal(from)))) - tag) >= 0;
+}
+
 bool Round::read_notice(i32 from) {
+    if (!mail_landed(from)) return false;
     const u64* here = mail(me, from);
     u32 words[kNoticeWords];
     for (i32 w = 0; w < kNoticeWords; ++w) {
@@ -52,6 +74,7 @@ bool Round::notices_in() {
 
 Missing Round::missing_notice() const {
     const i32 from = std::min(static_cast<i32>(load_acquire(&read_)), ranks - 1);
+    if (!mail_landed(from)) return {from, signal(mail_signal(from)), tag};
     const u64* here = mail(me, from);
     i32 w = 0;
     while (w < kNoticeWords - 1 && has_tag(&here[w], tag)) ++w;
@@ -60,6 +83,14 @@ Missing Round::missing_notice() const {
 
 bool Round::await_notices() {
     return watch.until(Phase::notice, [&] { return notices_in(); }, [&] { return missing_notice(); });
+}
+
+void Round::keep_notices() const {
+    if (domains() > 1) std::copy_n(&notices_[first], near, at<Notice>(ctx, me, ctx.window.begun));
+}
+
+void Round::recall_notices() {
+    if (domains() > 1) std::copy_n(at<const Notice>(ctx, me, ctx.window.begun), near, &notices_[first]);
 }
 
 Verdict Round::judge() const {

@@ -3,7 +3,8 @@
 #include <mutex>
 #include <vector>
 
-#include "../protocol/slots.h"
+#include "../protocol/domains.h"
+#include "link.h"
 #include "wait.h"
 #include "window.h"
 
@@ -19,13 +20,25 @@ class Round {
     const Op op;
     const i32 me;
     const i32 ranks;
-    State& state;   // ours alone
-    const u32 tag;  // the number of this round
+    const i32 near;   // ranks of our domain
+    const i32 first;  // the first of them
+    State& state;     // ours alone
+    const u32 tag;    // the number of this round
     Watch watch;
 
     static State& state_of(const Context& ctx) { return *at<State>(ctx, ctx.rank, ctx.window.state); }
     // Peers in the order we turn to them: the next rank first, so that no rank is everybody's first; ourselves last.
     i32 peer(i32 turn) const { return (me + 1 + turn) % ranks; }
+    // The same in our domain: those whose windows we load from and store to.
+    i32 neighbour(i32 turn) const { return first + (me - first + 1 + turn) % near; }
+    bool reaches(i32 rank) const { return rank >= first && rank < first + near; }
+    i32 domain() const { return first / near; }
+    i32 domains() const { return ranks / near; }
+    // In the domain: the one that relays between us and `rank`, or that is what we relay for.
+    i32 counterpart(i32 domain) const { return domain * near + me - first; }
+    // A signal of ours, and what it is to become at a rank of another domain.
+    const u64* signal(u64 which) const { return at<const u64>(ctx, me, signal_at(ctx.window, which)); }
+    Link& link() const { return link_of(ctx); }
 
     // Tells every rank, ourselves included; `counts`: i32[columns], or null. Fills `op` of `mine`.
     void announce(Notice mine, const i32* counts);
@@ -34,6 +47,9 @@ class Round {
     bool await_notices();
     // What `from` told us in this round, ourselves included, once all notices are in.
     const Notice& notice(i32 from) const { return notices_[from]; }
+    // Keeps the notices of our domain for the second half of a dispatch, which comes when the mail may be that of later rounds.
+    void keep_notices() const;
+    void recall_notices();
     // All notices against ours, in rank order: every rank comes to the same end.
     Verdict judge() const;
 
@@ -48,6 +64,8 @@ class Round {
 
   private:
     u64* mail(i32 window, i32 from) const { return at<u64>(ctx, window, mail_at(ctx.window, ranks, tag, from)); }
+    void announce_far(const u32* words, const i32* counts);
+    bool mail_landed(i32 from) const;
     bool read_notice(i32 from);
     Missing missing_notice() const;
 

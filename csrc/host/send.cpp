@@ -7,12 +7,6 @@ namespace moecomm::host {
 
 namespace {
 
-// A row as it travels.
-struct Payload {
-    const u8* row;
-    const u8* scales;
-};
-
 Payload pack(const DispatchArgs& a, i32 token, std::vector<u8>& packed) {
     const u8* row = memory<const u8>(a.x) + token * a.x_stride;
     if (a.quantize == 0) return {row, memory<const u8>(a.in_scales) + token * a.in_scales_stride};
@@ -21,15 +15,6 @@ Payload pack(const DispatchArgs& a, i32 token, std::vector<u8>& packed) {
     u8* scales = packed.data() + scales_at;
     quantize_row(packed.data(), scales, static_cast<ScaleFormat>(a.scale_format), row, static_cast<Type>(a.in_type), a.hidden);
     return {packed.data(), scales};
-}
-
-// Scales lie beside the row, or where they wait to become columns: by flat row.
-void copy_payload(const Dispatch& d, i32 rank, i64 row, i32 slot, const Payload& from) {
-    const Notice& to = d.r.notice(rank);
-    copy_row(at<u8>(d.a.ctx, rank, to.x) + row * d.a.row_bytes, from.row, d.a.row_bytes, d.past_cache);
-    if (d.a.scale_bytes == 0) return;
-    const i64 scale_row = d.scale_columns ? slot : row;
-    std::memcpy(at<u8>(d.a.ctx, rank, to.scales) + scale_row * d.a.scale_bytes, from.scales, d.a.scale_bytes);
 }
 
 // Takes the next row of each expert of the token, in the order of k, and the next flat row of each rank that owns one of them.
@@ -47,71 +32,76 @@ void place_token(const Dispatch& d, i32 token, i32* cursors) {
     }
 }
 
-// Beside the row at `rank`: whose it is, which experts, which weights.
-void send_metadata(const Dispatch& d, i32 token, i32 rank, i32 slot) {
-    const DispatchArgs& a = d.a;
-    const Notice& to = d.r.notice(rank);
-    const i64 first = static_cast<i64>(token) * d.topk;
-    const i64 there = static_cast<i64>(slot) * d.topk;
-    const float* weight = memory<const float>(a.topk_weights);
-    i32* src = to.src != 0 ? at<i32>(a.ctx, rank, to.src) : nullptr;
-    float* weights = to.weights != 0 ? at<float>(a.ctx, rank, to.weights) : nullptr;
+// What the owners are told of a placed token.
+void describe(const Dispatch& d, i32 token, Entry* entries) {
+    const float* weight = memory<const float>(d.a.topk_weights);
     for (i32 k = 0; k < d.topk; ++k) {
-        const bool here = d.token_owner[first + k] == rank;
-        const i32 row = d.token_rows[first + k];
-        const float w = weight != nullptr ? weight[first + k] : 1.0f;
-        if (!d.flat) {
-            at<i32>(a.ctx, rank, to.rows)[there + k] = here ? row : -1;
-            if (!here) continue;
-            if (weights != nullptr) weights[row] = w;
-        } else {
-            if (weights != nullptr) weights[there + k] = here ? w : 0.0f;
-            const i64 local = here ? d.plan.local(d.plan.id_at(first + k)) : -1;
-            if (to.topk_idx != 0 && a.idx_bytes == 8) at<i64>(a.ctx, rank, to.topk_idx)[there + k] = local;
-            if (to.topk_idx != 0 && a.idx_bytes == 4) at<i32>(a.ctx, rank, to.topk_idx)[there + k] = static_cast<i32>(local);
-            if (!here) continue;
-        }
-        if (src == nullptr) continue;
-        src[2ll * row] = d.r.me;
-        src[2ll * row + 1] = token;
+        const i64 entry = static_cast<i64>(token) * d.topk + k;
+        const i32 owner = d.token_owner[entry];
+        entries[k] = {owner, d.token_rows[entry], -1, weight != nullptr ? weight[entry] : 1.0f};
+        if (owner >= 0 && !d.repeat) entries[k].local = d.plan.local(d.plan.id_at(entry));
     }
 }
 
-// The row at `rank` that the payload is sent to: that of the first expert there.
-i32 payload_row(const Dispatch& d, i32 token, i32 rank, i32 slot) {
-    if (d.flat) return slot;
-    const i64 first = static_cast<i64>(token) * d.topk;
-    i32 k = 0;
-    while (d.token_owner[first + k] != rank) ++k;
-    return d.token_rows[first + k];
+bool any(const i32* slots, i32 n) {
+    return std::any_of(slots, slots + n, [](i32 slot) { return slot >= 0; });
 }
 
 }  // namespace
 
-void send_chunk(Dispatch& d, i32 chunk, std::vector<u8>& packed) {
-    const i32 first_token = chunk * d.a.chunk_tokens;
-    const i32 end = std::min(first_token + d.a.chunk_tokens, d.a.num_tokens);
-    i32* cursors = d.repeat ? nullptr : d.plan.cursors(chunk);
-    i32 first[kMaxRanks] = {}, count[kMaxRanks] = {};
-    for (i32 token = first_token; token < end; ++token) {
-        if (!d.repeat) place_token(d, token, cursors);
-        Payload payload{};
-        for (i32 turn = 0; turn < d.r.ranks; ++turn) {
-            const i32 rank = d.r.peer(turn);
-            const i32 slot = d.token_slot[static_cast<i64>(token) * d.r.ranks + rank];
-            if (slot < 0) continue;
-            if (payload.row == nullptr) payload = pack(d.a, token, packed);
-            copy_payload(d, rank, payload_row(d, token, rank, slot), slot, payload);
-            if (!d.repeat) send_metadata(d, token, rank, slot);
-            if (count[rank]++ == 0) first[rank] = slot;
+i32 Sender::missing_credit() const {
+    if (chunk_before() < 0) return -1;
+    for (i32 domain = 0; domain < d_.r.domains(); ++domain)
+        if (domain != d_.r.domain() && load_acquire(credit(domain)) != word_signal(d_.r.tag, static_cast<u32>(chunk_before())))
+            return domain;
+    return -1;
+}
+
+Missing Sender::missing() const {
+    const i32 domain = std::max(missing_credit(), 0);
+    return {d_.r.counterpart(domain), credit(domain), d_.r.tag};
+}
+
+void Sender::send() {
+    const i32 first = next_ * d_.a.chunk_tokens;
+    const i32 end = std::min(first + d_.a.chunk_tokens, d_.a.num_tokens);
+    i32* cursors = d_.repeat ? nullptr : d_.plan.cursors(next_);
+    Delivery near(d_, d_.r.me, next_);
+    Entry entries[kMaxTopk];
+    for (i32 number = first; number < end; ++number) {
+        if (!d_.repeat) place_token(d_, number, cursors);
+        const i32* slots = d_.token_slot + static_cast<i64>(number) * d_.r.ranks;
+        if (!any(slots, d_.r.ranks)) continue;
+        describe(d_, number, entries);
+        const Payload payload = pack(d_.a, number, packed_);
+        near.deliver({d_.r.me, number, entries, slots + d_.r.first}, payload);
+        for (i32 domain = 0; domain < d_.r.domains(); ++domain) {
+            const Token there{d_.r.me, number, entries, slots + domain * d_.r.near};
+            if (domain != d_.r.domain() && any(there.slots, d_.r.near)) put(domain, there, payload);
         }
     }
-    order_copied_rows();
-    for (i32 turn = 0; turn < d.r.ranks; ++turn) {
-        const i32 rank = d.r.peer(turn);
-        u64* arrived = at<u64>(d.a.ctx, rank, arrived_at(d.a.ctx.window, d.a.ctx.shape, d.r.me, chunk));
-        store_release(arrived, chunk_signal(d.r.tag, first[rank], count[rank]));
+    near.raise_flags();
+    for (i32 domain = 0; domain < d_.r.domains(); ++domain) {
+        if (domain == d_.r.domain()) continue;
+        const u64 landed = landed_signal(d_.a.ctx.shape, d_.r.domain(), next_, d_.a.chunk_tokens);
+        d_.r.link().signal(d_.r.counterpart(domain), landed, word_signal(d_.r.tag, static_cast<u32>(next_)));
     }
+    next_ += stride_;
+}
+
+// To the relay of another domain, once for all of its ranks.
+void Sender::put(i32 domain, const Token& token, const Payload& payload) {
+    const DispatchArgs& a = d_.a;
+    const Shape& shape = a.ctx.shape;
+    letter_.resize(landed_bytes(shape, a.row_bytes, a.scale_bytes));
+    const Landed head{d_.r.tag, token.number, {}};
+    const i64 slots_at = sizeof(Landed) + d_.topk * sizeof(Entry);
+    std::memcpy(letter_.data(), &head, sizeof(head));
+    std::memcpy(letter_.data() + sizeof(Landed), token.entries, d_.topk * sizeof(Entry));
+    std::memcpy(letter_.data() + slots_at, token.slots, d_.r.near * sizeof(i32));
+    std::memcpy(letter_.data() + landed_row(shape), payload.row, a.row_bytes);
+    if (a.scale_bytes > 0) std::memcpy(letter_.data() + landed_scales(shape, a.row_bytes), payload.scales, a.scale_bytes);
+    d_.r.link().put(d_.r.counterpart(domain), landing_at(a.ctx.window, shape, d_.r.domain(), token.number), letter_.data(), letter_.size());
 }
 
 }  // namespace moecomm::host

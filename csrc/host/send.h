@@ -2,11 +2,34 @@
 #pragma once
 #include <vector>
 
-#include "dispatch.h"
+#include "deliver.h"
 
 namespace moecomm::host {
 
-// Places (unless the dispatch is a repeat) and sends the tokens of a chunk, then its flag to every rank.  `packed` is scratch.
-void send_chunk(Dispatch& d, i32 chunk, std::vector<u8>& packed);
+// The chunks that one thread sends: every `stride`-th of ours, in order.
+class Sender {
+  public:
+    Sender(Dispatch& d, i32 worker, i32 stride) : d_(d), stride_(stride), next_(worker) {}
+
+    bool done() const { return next_ >= d_.plan.own_chunks(); }
+    i32 chunk() const { return next_; }
+    // Have all relays stored what lies in the places of the next chunk?
+    bool has_place() const { return missing_credit() < 0; }
+    Missing missing() const;
+    // Places (unless the dispatch is a repeat) and sends the tokens of the next chunk, then its flag to every rank.
+    void send();
+
+  private:
+    i32 chunk_before() const { return next_ - ring_chunks(d_.a.ctx.shape, d_.a.chunk_tokens); }
+    const u64* credit(i32 domain) const { return d_.r.signal(landing_credit(d_.a.ctx.shape, domain, next_, d_.a.chunk_tokens)); }
+    // The first domain whose credit is missing, -1: none.
+    i32 missing_credit() const;
+    void put(i32 domain, const Token& token, const Payload& payload);
+
+    Dispatch& d_;
+    const i32 stride_;
+    i32 next_;
+    std::vector<u8> packed_, letter_;
+};
 
 }  // namespace moecomm::host

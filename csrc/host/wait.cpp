@@ -1,5 +1,6 @@
 #include "wait.h"
 
+#include "link.h"
 #include "window.h"
 
 namespace moecomm::host {
@@ -12,8 +13,13 @@ Deadline deadline_of(const Context& ctx) {
 }
 
 void tell_everybody(const Context& ctx, u32 word) {
-    for (i32 p = 0; p < ctx.shape.ranks; ++p)
-        if (ctx.peers[p] != 0) compare_exchange(at<u32>(ctx, p, ctx.window.abort), 0, word);
+    for (i32 p = 0; p < ctx.shape.ranks; ++p) {
+        if (ctx.peers[p] != 0) {
+            compare_exchange(at<u32>(ctx, p, ctx.window.abort), 0, word);
+        } else if (ctx.link != 0) {
+            link_of(ctx).abort(p, word);
+        }
+    }
 }
 
 }  // namespace

@@ -15,6 +15,7 @@ struct Context {
     u64 record;            // FailureRecord*, host-visible
     u64 abort_host;        // u32*, host-writable
     u64 timeout_ns;
+    u64 link;  // host::Link*: how ranks of other domains are reached; 0 with one domain
     Shape shape;
     WindowLayout window;
     i32 rank;
@@ -37,6 +38,7 @@ struct Route {
     u64 rows;         // i32[flat rows][topk]: rows here of flat row f, -1 where the k-th expert is elsewhere (expert, batched)
     u64 row_weights;  // f32[rows]: the routing weight of each row (expert, batched)
     u64 src;          // i32[rows][2]: source rank, token; padding rows -1, -1
+    u64 relayed;      // i32[domains][max_tokens][relayed_words()]: what we relay of each other domain (domains.h); 0 with one domain
 };
 
 // Which half of a dispatch: `begin` sends and does not wait for rows, `end` waits for the rows of the dispatch that was begun last.

@@ -7,12 +7,16 @@ namespace moecomm {
 
 struct Shape {
     i32 ranks, experts, topk, max_tokens;
-    i32 ring_tokens;  // staged tokens of each home, a multiple of kMaxChunk: see `staging`
-    i32 pad;
+    i32 ring_tokens;       // staged tokens of each home, a multiple of kMaxChunk: see `staging`
+    i32 domain_ranks;      // ranks that load and store each other's windows, neighbours in number: see domains.h; 0: all
     i64 packet_bytes;      // room for the packets of one rank and one round, 0: there are none (host)
     i64 staged_row_bytes;  // bytes of the widest row that combine stages: the fp32 partial sum, and topk fp32 gradients of weights
     i64 heap_bytes;        // room for outputs
+    i64 landing_bytes;     // several domains: of the widest token that lands at a relay (domains.h)
 };
+
+MOECOMM_BOTH constexpr i32 domain_ranks(const Shape& s) { return s.domain_ranks != 0 ? s.domain_ranks : s.ranks; }
+MOECOMM_BOTH constexpr i32 domains(const Shape& s) { return s.ranks / domain_ranks(s); }
 
 // A rank's own counters.  In device memory, so that a replayed graph counts on.
 struct State {
@@ -32,7 +36,8 @@ struct WindowLayout {
                 // are enough: a peer's mail of round n + 2 implies that it saw ours of round n + 1, which we sent after we had finished
                 // reading round n.
     u64 arrived;   // u64[ranks][max_tokens]: chunk_signal by source rank and chunk of its tokens
-    u64 reduced;   // u64[ranks][max_tokens]: tag_signal by reducing rank and chunk of our tokens
+    u64 reduced;   // u64[ranks][max_tokens]: tag_signal by reducing rank and chunk of our tokens; several domains: by domain of the home,
+                   // reducing rank of ours and chunk of the home's tokens, because we relay for homes
     u64 credits;   // u64[ranks][ring_tokens]: word_signal with the number of the chunk that this home has pulled, by home and place in the
                    // ring
     u64 drained;   // u64[ranks]: tag_signal of the last combine whose rows here that rank has read
@@ -40,12 +45,20 @@ struct WindowLayout {
     u64 counting;  // u64[kMaxBlocks][columns + 1]: scratch of kernels: word_signal with each block's counts, then its first bad entry
     u64 summed;    // the same: with the counts of all blocks before each, then the first bad entry of all
     u64 packets;   // [2][ranks] times packet_bytes, by round parity and sender, as `mail` is: rows of few tokens (protocol/packets.h)
+    u64 begun;     // Notice[domain_ranks]: scratch: of our domain, in the dispatch that was begun last; several domains
+    u64 signals;   // u64[signals()]: written by links alone (domains.h); several domains
     u64 staging;   // [ranks][ring_tokens] rows of staged_row_bytes, by home and token % ring_tokens
+    u64 landing;   // [domains][ring_tokens] tokens of landing_bytes, by domain of the source and token % ring_tokens; several domains
+    u64 returned;  // [domains][ring_tokens] rows of staged_row_bytes, by domain that sums and our token % ring_tokens; several domains
     u64 heap;      // outputs, handed out by runtime/arena
     u64 bytes;
     i32 columns;  // experts + ranks
     i32 mail_words;
 };
+
+// By domain and place in a ring: what landed, credits for that, what returned, credits for that.  And by rank: its mail.
+constexpr u64 kSignalsOfPlace = 4;
+MOECOMM_BOTH constexpr u64 signals(const Shape& s) { return domains(s) > 1 ? s.ranks + kSignalsOfPlace * domains(s) * s.ring_tokens : 0; }
 
 MOECOMM_BOTH WindowLayout window_layout(const Shape& s) {
     constexpr u64 line = 256;
@@ -70,7 +83,12 @@ MOECOMM_BOTH WindowLayout window_layout(const Shape& s) {
     w.counting = take(kMaxBlocks * (columns + 1) * sizeof(u64));
     w.summed = take(kMaxBlocks * (columns + 1) * sizeof(u64));
     w.packets = take(2 * ranks * static_cast<u64>(s.packet_bytes));
+    w.begun = take(domains(s) > 1 ? domain_ranks(s) * sizeof(Notice) : 0);
+    w.signals = take(signals(s) * sizeof(u64));
     w.staging = take(ranks * ring * static_cast<u64>(s.staged_row_bytes));
+    const u64 crossing = domains(s) > 1 ? domains(s) * ring : 0;
+    w.landing = take(crossing * static_cast<u64>(s.landing_bytes));
+    w.returned = take(crossing * static_cast<u64>(s.staged_row_bytes));
     w.heap = take(static_cast<u64>(s.heap_bytes));
     w.bytes = at;
     return w;
@@ -105,6 +123,20 @@ MOECOMM_BOTH constexpr u64 staged_at(const WindowLayout& w, const Shape& s, i32 
 MOECOMM_BOTH constexpr i32 ring_chunks(const Shape& s, i32 chunk_tokens) { return s.ring_tokens / chunk_tokens; }
 MOECOMM_BOTH constexpr u64 credit_at(const WindowLayout& w, const Shape& s, i32 home, i32 chunk, i32 chunk_tokens) {
     return w.credits + (static_cast<u64>(home) * s.ring_tokens + chunk % ring_chunks(s, chunk_tokens)) * sizeof(u64);
+}
+
+// The rings across domains.  `landing`: chunk c of a source goes where its chunk c - ring_chunks was, once the relay has stored that one
+// at its ranks.  A relay waits for what lands and for nothing else, so that every credit comes: no circle.
+// `returned`: chunk c of a home goes where chunk c - ring_chunks was, once the home has pulled that one.  A home pulls a chunk when its own
+// domain has staged it and all relays have returned it; a relay returns it when its domain has staged it.  So the circle stays open for the
+// same reason as in `staging`: of all that are not yet home take the smallest chunk.  What lay in its places before is home, so all credits
+// for it are granted or on their way; owners come to it before any later chunk, relays and the home need nothing else.  This holds
+// for a rank with one thread because no rank waits for one of these while it could do another (host/combine.cpp).
+MOECOMM_BOTH constexpr u64 landing_at(const WindowLayout& w, const Shape& s, i32 domain, i32 token) {
+    return w.landing + (static_cast<u64>(domain) * s.ring_tokens + token % s.ring_tokens) * static_cast<u64>(s.landing_bytes);
+}
+MOECOMM_BOTH constexpr u64 returned_at(const WindowLayout& w, const Shape& s, i32 domain, i32 token) {
+    return w.returned + (static_cast<u64>(domain) * s.ring_tokens + token % s.ring_tokens) * static_cast<u64>(s.staged_row_bytes);
 }
 
 }  // namespace moecomm

@@ -1,5 +1,7 @@
 #include "dispatch_plan.h"
 
+#include "../protocol/domains.h"
+
 namespace moecomm::runtime {
 namespace {
 
@@ -42,7 +44,7 @@ Payload payload_of(const DispatchArgs& args, i32 max_rows, bool scale_columns) {
 }
 
 struct Kept {
-    u64 src, topk_idx, weights, rows, token_rows, token_owner, token_slot, sent, ranges, tokens_per_expert, num_rows, bytes;
+    u64 src, topk_idx, weights, rows, token_rows, token_owner, token_slot, sent, ranges, relayed, tokens_per_expert, num_rows, bytes;
 };
 
 Kept kept_of(const DispatchArgs& args, i32 max_rows) {
@@ -60,6 +62,7 @@ Kept kept_of(const DispatchArgs& args, i32 max_rows) {
     k.token_slot = pieces.take(tokens, ranks * sizeof(i32));
     k.sent = pieces.take(ranks, sizeof(Sent));
     k.ranges = pieces.take(ranks * tokens, sizeof(u32));
+    k.relayed = pieces.take(domains(shape) > 1 ? domains(shape) * tokens : 0, relayed_words(shape) * sizeof(i32));
     k.tokens_per_expert = pieces.take(shape.experts / shape.ranks, sizeof(i32));
     k.num_rows = pieces.take(1, sizeof(i32));
     k.bytes = pieces.end();
@@ -127,8 +130,9 @@ void DispatchPlan::place_kept(DispatchArgs& args, const Block& kept) const {
     if (!flat) args.out_rows = at + k.rows;
     args.tokens_per_expert = base + k.tokens_per_expert;
     args.num_rows = base + k.num_rows;
-    args.route = {base + k.token_rows, base + k.token_owner,     base + k.token_slot,         base + k.sent,
-                  base + k.ranges,     flat ? 0 : base + k.rows, flat ? 0 : base + k.weights, base + k.src};
+    const u64 relayed = domains(args.ctx.shape) > 1 ? base + k.relayed : 0;
+    args.route = {base + k.token_rows,      base + k.token_owner,        base + k.token_slot, base + k.sent, base + k.ranges,
+                  flat ? 0 : base + k.rows, flat ? 0 : base + k.weights, base + k.src,        relayed};
 }
 
 std::optional<DispatchArgs> DispatchPlan::bind(const Block& payload, const Block& kept, i32 max_rows, const DispatchInputs& inputs) const {

@@ -21,7 +21,8 @@ Route route_of(const Cluster& cluster, const Landing& l, i32 rank) {
             address(l.ranges),
             l.rows != 0 ? base + l.rows : 0,
             base + l.weights,
-            base + l.src};
+            base + l.src,
+            address(l.relayed)};
 }
 
 // Anything that ranks must have passed alike.
@@ -49,6 +50,7 @@ void place_outputs(const Scenario& scenario, Cluster& cluster) {
             l.token_rows.assign(tokens * s.topk, kUnset);
             l.token_owner.assign(tokens * s.topk, kUnset);
             l.token_slot.assign(tokens * s.ranks, kUnset);
+            l.relayed.assign(domains(s) > 1 ? domains(s) * s.max_tokens * relayed_words(s) : 0, kUnset);
             l.sent.assign(s.ranks, {kUnset, kUnset});
             l.ranges.assign(static_cast<i64>(s.ranks) * s.max_tokens, kUnset);
             l.tokens_per_expert.assign(s.experts / s.ranks, kUnset);

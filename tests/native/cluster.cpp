@@ -9,7 +9,7 @@ namespace moecomm::test {
 
 void Cluster::Free::operator()(u8* p) const { std::free(p); }
 
-Cluster::Cluster(const Shape& s, u64 timeout_ns)
+Cluster::Cluster(const Shape& s, u64 timeout_ns, u64 disorder)
     : shape(s), window(window_layout(s)), timeout_ns_(timeout_ns), records_(s.ranks), host_words_(s.ranks, 0), used_(s.ranks, 0) {
     for (i32 rank = 0; rank < s.ranks; ++rank) {
         auto* base = static_cast<u8*>(std::aligned_alloc(256, align_up<u64>(window.bytes, 256)));
@@ -18,11 +18,19 @@ Cluster::Cluster(const Shape& s, u64 timeout_ns)
         std::memset(base + window.staging, kUntouched, window.bytes - window.staging);
         windows_.emplace_back(base);
     }
+    for (i32 rank = 0; rank < s.ranks && domains(s) > 1; ++rank) {
+        std::vector<u64> far(s.ranks, 0);
+        for (i32 p = 0; p < s.ranks; ++p)
+            if (domain_of(s, p) != domain_of(s, rank)) far[p] = reinterpret_cast<u64>(base(p));
+        links_.push_back(std::make_unique<host::Link>(s, far, disorder != 0 ? disorder * 64 + rank : 0));
+    }
 }
 
 Context Cluster::context(i32 rank) const {
     Context ctx{};
-    for (i32 p = 0; p < shape.ranks; ++p) ctx.peers[p] = reinterpret_cast<u64>(base(p));
+    for (i32 p = 0; p < shape.ranks; ++p)
+        if (domain_of(shape, p) == domain_of(shape, rank)) ctx.peers[p] = reinterpret_cast<u64>(base(p));
+    if (!links_.empty()) ctx.link = reinterpret_cast<u64>(links_[rank].get());
     ctx.record = reinterpret_cast<u64>(&records_[rank]);
     ctx.abort_host = reinterpret_cast<u64>(&host_words_[rank]);
     ctx.timeout_ns = timeout_ns_;

@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "host/link.h"
 #include "protocol/args.h"
 
 namespace moecomm::test {
@@ -12,7 +13,8 @@ constexpr u8 kUntouched = 0xa5;  // what outputs hold before anybody writes to t
 
 class Cluster {
   public:
-    Cluster(const Shape& shape, u64 timeout_ns);
+    // `disorder`: seed of the order in which links move, if there are several domains; 0: as asked.
+    Cluster(const Shape& shape, u64 timeout_ns, u64 disorder = 0);
 
     const Shape shape;
     const WindowLayout window;
@@ -39,6 +41,7 @@ class Cluster {
     std::vector<FailureRecord> records_;
     std::vector<u32> host_words_;
     std::vector<u64> used_;
+    std::vector<std::unique_ptr<host::Link>> links_;  // with several domains
 };
 
 }  // namespace moecomm::test

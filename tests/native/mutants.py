@@ -20,7 +20,7 @@ MUTANTS = [
     # Orders: flags that do not cover what they stand for.
     Mutant(
         "payload flag without release",
-        "host/send.cpp",
+        "host/deliver.cpp",
         "store_release(arrived, chunk_signal",
         f"{RELAXED}(arrived, chunk_signal",
         "tsan",
@@ -105,9 +105,9 @@ MUTANTS = [
     ),
     Mutant(
         "no flag for a chunk without rows",
-        "host/send.cpp",
+        "host/deliver.cpp",
         "        store_release(arrived, chunk",
-        "        if (count[rank] > 0) store_release(arrived, chunk",
+        "        if (count_[here] > 0) store_release(arrived, chunk",
         "plain",
     ),
     Mutant(
@@ -222,15 +222,15 @@ MUTANTS = [
     ),
     Mutant(
         "weights beside foreign experts left",
-        "host/send.cpp",
-        "weights[there + k] = here ? w : 0.0f;",
-        "weights[there + k] = w;",
+        "host/deliver.cpp",
+        "weights[there + k] = here ? entry.weight : 0.0f;",
+        "weights[there + k] = entry.weight;",
         "plain",
     ),
     Mutant(
         "scales that become columns land beside their row",
-        "host/send.cpp",
-        "const i64 scale_row = d.scale_columns ? slot : row;",
+        "host/deliver.cpp",
+        "const i64 scale_row = d_.scale_columns ? slot : row;",
         "const i64 scale_row = row;",
         "plain",
     ),
@@ -338,8 +338,8 @@ MUTANTS = [
     Mutant(
         "abort between the halves not seen",
         "host/dispatch.cpp",
-        "    if (d.r.watch.aborted()) return;\n    Team team(args.workers);\n    team.run",
-        "    Team team(args.workers);\n    team.run",
+        "    if (d.r.watch.aborted()) return;\n    Team team(args.workers);\n    d.r.recall",
+        "    Team team(args.workers);\n    d.r.recall",
         "failures",
     ),
     Mutant("ids not checked", "host/plan.cpp", "if (!valid_id(id, shape_.experts)) {", "if (id < -1000) {", "failures"),

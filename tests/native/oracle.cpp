@@ -163,6 +163,13 @@ void arrive_experts(const Shape& s, const Dispatched& d, i32 p, Routed& out) {
     }
 }
 
+// As it travels.
+float rounded(Type wire, float sum) {
+    u8 bytes[4];
+    store_nearest(bytes, wire, 0, sum);
+    return value_at(bytes, wire, 0);
+}
+
 // What the rows of a token at rank `p` add up to there, as it travels.
 float partial(const Shape& s, const Combined& c, const Routed& routed, i32 rank, i32 token, i32 p, i32 column) {
     const Dispatched& d = *c.routed;
@@ -176,9 +183,23 @@ float partial(const Shape& s, const Combined& c, const Routed& routed, i32 rank,
         const float scaled = c.weighted ? weight_of(d, d.input[rank], entry) * y : y;
         sum = sum + scaled;
     }
-    u8 wire[4];
-    store_nearest(wire, c.wire, 0, sum);
-    return value_at(wire, c.wire, 0);
+    return rounded(c.wire, sum);
+}
+
+// The rows of a token over the ranks of each domain, then over the domains; what comes from another domain, as it travels.
+float total(const Shape& s, const Combined& c, const Routed& routed, i32 rank, i32 token, i32 column) {
+    float sum = 0.0f;
+    for (i32 domain = 0; domain < domains(s); ++domain) {
+        float here = 0.0f;
+        bool any = false;
+        for (i32 p = domain * domain_ranks(s); p < (domain + 1) * domain_ranks(s); ++p) {
+            if (routed.slot[rank][token * s.ranks + p] < 0) continue;
+            here = here + partial(s, c, routed, rank, token, p, column);
+            any = true;
+        }
+        if (any) sum = sum + (domain == domain_of(s, rank) ? here : rounded(c.wire, here));
+    }
+    return sum;
 }
 
 }  // namespace
@@ -207,9 +228,7 @@ Home expect_combine(const Shape& s, const Combined& c, const Routed& routed, i32
     home.out.assign(part.out.size(), kUntouched);
     for (i32 token = 0; token < d.input[rank].tokens; ++token) {
         for (i32 column = 0; column < d.hidden; ++column) {
-            float sum = 0.0f;
-            for (i32 p = 0; p < s.ranks; ++p)
-                if (routed.slot[rank][token * s.ranks + p] >= 0) sum = sum + partial(s, c, routed, rank, token, p, column);
+            float sum = total(s, c, routed, rank, token, column);
             if (c.bias) sum = sum + value_at(&part.bias[token * part.bias_stride], c.type, column);
             store_nearest(&home.out[token * part.out_stride], c.type, column, sum);
         }

@@ -1,6 +1,6 @@
 // Runs random rounds on ranks that are threads, and compares every byte with the oracle.  One seed is one case.
 //
-//   round_driver [--cases N] [--seed S] [--ranks R] [--workers W] [--timeout-ms T] [--failures [--until-one]]
+//   round_driver [--cases N] [--seed S] [--ranks R] [--domains] [--orderly] [--workers W] [--timeout-ms T] [--failures [--until-one]]
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -35,10 +35,10 @@ void run_rank(const Cluster& cluster, const Scenario& scenario, u64 seed, i32 ra
     }
 }
 
-std::string run_case(u64 seed, const Limits& limits, u64 timeout_ns) {
+std::string run_case(u64 seed, const Limits& limits, u64 timeout_ns, bool disorder) {
     Random random(seed);
     const Scenario scenario = random_scenario(random, limits);
-    Cluster cluster(scenario.shape, timeout_ns);
+    Cluster cluster(scenario.shape, timeout_ns, disorder ? seed : 0);
     place_outputs(scenario, cluster);
     cluster.run([&](i32 rank) { run_rank(cluster, scenario, seed, rank); });
     Expected expected;
@@ -47,7 +47,8 @@ std::string run_case(u64 seed, const Limits& limits, u64 timeout_ns) {
             const std::string problem = check_step(cluster, scenario.steps[i], expected, rank);
             if (!problem.empty())
                 return "round " + std::to_string(i + 1) + (scenario.steps[i].combine != nullptr ? " (combine)" : " (dispatch)") + " rank " +
-                       std::to_string(rank) + " of " + std::to_string(scenario.shape.ranks) + ": " + problem;
+                       std::to_string(rank) + " of " + std::to_string(scenario.shape.ranks) + " in domains of " +
+                       std::to_string(domain_ranks(scenario.shape)) + ": " + problem;
         }
     }
     return "";
@@ -57,12 +58,16 @@ std::string run_case(u64 seed, const Limits& limits, u64 timeout_ns) {
 
 int main(int argc, char** argv) {
     u64 cases = 100, seed = 1, timeout_ns = 20'000'000'000;
-    bool failures = false, until_one = false;
+    bool failures = false, until_one = false, disorder = true;
     Limits limits;
     for (int i = 1; i < argc; ++i) {
         const std::string flag = argv[i];
         if (flag == "--failures" || flag == "--until-one") {
             (flag == "--failures" ? failures : until_one) = true;
+            continue;
+        }
+        if (flag == "--domains" || flag == "--orderly") {
+            (flag == "--domains" ? limits.several_domains : disorder) = flag == "--domains";
             continue;
         }
         const u64 value = i + 1 < argc ? std::strtoull(argv[++i], nullptr, 10) : 0;
@@ -74,7 +79,7 @@ int main(int argc, char** argv) {
     }
     if (failures) return run_failure_cases(timeout_ns, until_one);
     for (u64 last = seed + cases; seed < last; ++seed) {
-        const std::string problem = run_case(seed, limits, timeout_ns);
+        const std::string problem = run_case(seed, limits, timeout_ns, disorder);
         if (problem.empty()) continue;
         std::printf("seed %llu: %s\n", seed, problem.c_str());
         return 1;

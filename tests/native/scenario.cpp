@@ -9,17 +9,27 @@ namespace moecomm::test {
 
 namespace {
 
+// Domains of one rank, of all ranks, and between.
+void random_domains(Random& random, Shape& s) {
+    const i32 domains_and_ranks[][2] = {{2, 2}, {2, 4}, {4, 2}, {3, 1}, {1, 4}, {2, 1}, {3, 2}};
+    const auto& chosen = domains_and_ranks[random.between(0, 6)];
+    s.domain_ranks = chosen[1];
+    s.ranks = chosen[0] * chosen[1];
+}
+
 Shape random_shape(Random& random, const Limits& limits) {
     Shape s{};
     s.ranks = limits.fixed_ranks != 0 ? limits.fixed_ranks : random.between(1, limits.ranks);
+    s.domain_ranks = limits.fixed_domain_ranks;
+    if (limits.several_domains) random_domains(random, s);
     s.experts = s.ranks * random.between(1, 4);
     s.topk = random.once_in(10) ? random.between(9, kMaxTopk) : random.between(1, 8);
     s.max_tokens = random.once_in(20) ? random.between(30, 70) : random.between(1, 20);
     s.ring_tokens = kMaxChunk * random.one_of({1, 1, 1, 2, 3});
-    if (random.once_in(12)) {  // several times around the ring
+    if (random.once_in(limits.several_domains ? 4 : 12)) {  // several times around the ring
         s.max_tokens = random.between(100, 300);
         s.topk = random.between(1, 4);
-        if (limits.fixed_ranks == 0) s.ranks = random.between(1, 4);
+        if (limits.fixed_ranks == 0 && !limits.several_domains) s.ranks = random.between(1, 4);
         s.experts = s.ranks * random.between(1, 2);
     }
     if (limits.fixed_tokens != 0) s.max_tokens = limits.fixed_tokens;
@@ -244,6 +254,7 @@ Scenario random_scenario(Random& random, const Limits& limits) {
         }
     }
     s.staged_row_bytes = align_up(hidden * 4, 16) + align_up(s.topk * 4, 16);
+    for (const auto& d : scenario.dispatches) s.landing_bytes = std::max(s.landing_bytes, landed_bytes(s, d->row_bytes, d->scale_bytes));
     s.heap_bytes = heap_needed(s, scenario);
     return scenario;
 }

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "cluster.h"
+#include "protocol/domains.h"
 #include "random.h"
 
 namespace moecomm::test {
@@ -20,7 +21,7 @@ struct Input {
 
 // The plain memory of a rank's route and small outputs, and offsets of the large ones in its window.
 struct Landing {
-    std::vector<i32> token_rows, token_owner, token_slot, tokens_per_expert, num_rows;
+    std::vector<i32> token_rows, token_owner, token_slot, relayed, tokens_per_expert, num_rows;
     std::vector<Sent> sent;
     std::vector<u32> ranges, scale_columns;
     u64 x = 0, scales = 0, src = 0, topk_idx = 0, weights = 0, rows = 0;
@@ -72,6 +73,8 @@ struct Limits {
     i32 fixed_ranks = 0;  // exactly, if not 0
     i32 workers = 3;
     i32 fixed_tokens = 0;  // Shape::max_tokens, if not 0
+    bool several_domains = false;
+    i32 fixed_domain_ranks = 0;  // Shape::domain_ranks, if not 0
 };
 
 struct Scenario {

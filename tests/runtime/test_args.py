@@ -131,6 +131,13 @@ def test_peers() -> None:
     assert memory_of(context)[:8] == (1 << 63).to_bytes(8, "little")
 
 
+def check_parts(layout: _native.WindowLayout, sizes: dict[str, int]) -> None:
+    """Each begins on a line of its own, and none reaches into the next."""
+    parts = sorted((getattr(layout, name), size) for name, size in sizes.items())
+    ends = [*(start for start, _ in parts[1:]), layout.bytes]
+    assert all(start % 256 == 0 and start + size <= end for (start, size), end in zip(parts, ends, strict=True))
+
+
 def test_shape_and_layout() -> None:
     shape = _native.Shape(4, 16, 2, 100, ring_tokens=64, staged_row_bytes=48, heap_bytes=1000, packet_bytes=512)
     names = ("ranks", "experts", "topk", "max_tokens", "ring_tokens", "staged_row_bytes", "heap_bytes", "packet_bytes")
@@ -149,12 +156,23 @@ def test_shape_and_layout() -> None:
         "counting": 256 * 21 * 8,
         "summed": 256 * 21 * 8,
         "packets": 2 * 4 * 512,
+        "begun": 0,
+        "signals": 0,
         "staging": 4 * 64 * 48,
+        "landing": 0,
+        "returned": 0,
         "heap": 1000,
     }
-    parts = sorted((getattr(layout, name), size) for name, size in sizes.items())
-    ends = [*(start for start, _ in parts[1:]), layout.bytes]
-    assert all(start % 256 == 0 and start + size <= end for (start, size), end in zip(parts, ends, strict=True))
+    check_parts(layout, sizes)
+    shape.domain_ranks, shape.landing_bytes = 2, 80
+    crossing = {
+        "begun": 2 * 96,
+        "signals": (4 + 4 * 2 * 64) * 8,
+        "landing": 2 * 64 * 80,
+        "returned": 2 * 64 * 48,
+    }
+    check_parts(_native.window_layout(shape), sizes | crossing)
+    shape.domain_ranks = 0
     context = _native.Context()
     context.set_shape(shape)
     assert (context.shape.max_tokens, context.window.heap, context.window.bytes) == (100, layout.heap, layout.bytes)
@@ -209,3 +227,9 @@ def test_host_alloc() -> None:
         assert ctypes.string_at(memory.address, nbytes) == bytes(nbytes)
     with pytest.raises(MemoryError):
         _native.host_alloc((1 << 64) - 1)
+
+
+@pytest.mark.parametrize("domain_ranks", [-1, 3, 5])
+def test_domains_of_unequal_size(domain_ranks: int) -> None:
+    with pytest.raises(ValueError, match="domain_ranks: want 0 or a divisor of ranks"):
+        _native.Shape(4, 16, 2, 100, ring_tokens=32, staged_row_bytes=48, heap_bytes=1000, domain_ranks=domain_ranks)

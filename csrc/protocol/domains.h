@@ -1,0 +1,88 @@
+// Several domains.  Ranks of one domain load and store each other's windows; ranks of others are reached by `put` and `signal` alone, over
+// a slow link, which a token crosses once a domain.  With D domains of L ranks, rank r is the (r % L)-th of domain r / L.
+//
+// The way of a token, from its source s in domain a to the owners of its experts in domain b, and home:
+//
+//   mail       s -> everybody        counts and notices; to other domains one put, then a signal
+//   dispatch   s -> relay            the relay is the rank of b with the index of s: one put of the token (Landed, row, scales) into
+//                                    `landing`, whatever number of its experts b has; after the last of a chunk, `landed`
+//              relay -> owners       stores the row where s, which knows all counts, has said, and raises `arrived` in the name of s: the
+//                                    owners can't tell it from a source of their own domain.  Then the credit for the chunk, to s
+//   combine    owners -> relay       stage for s as for any home; but `reduced` goes to the relay, which pulls, adds up in the order of
+//                                    the ranks, and gives the owners their credits
+//              relay -> s            one put of the sum (and gradients of weights) into `returned`; after a chunk, `returned`
+//              s                     adds up the rows of its own domain, then the sums of all domains in the order of the domains;
+//                                    rounds once, and gives the relays their credits
+//
+// The sum of a token over n ranks of D' domains is so a sum of sums.  Against the order of one domain, with u = 2^-24,
+// g(n) = n u / (1 - n u) and A = the sum of the magnitudes of the ranks' rows: each order makes at most g(n - 1) A of error,
+// because no row goes through more than n - 1 additions, and through at most L - 1 + D' - 1 in the order of the domains.  So they differ by
+// at most (g(n - 1) + g(min(n - 1, L + D' - 2))) A, before the one rounding of the result.  With `wire` of 16 bits (w = 2^-9 bfloat16,
+// 2^-12 float16) the sum of another domain is rounded when it crosses: another w (1 + g(L - 1)) A.  If all rows are in one domain and wire
+// is float32, the bits are equal.
+#pragma once
+#include "slots.h"
+
+namespace moecomm {
+
+MOECOMM_BOTH constexpr i32 domain_of(const Shape& s, i32 rank) { return rank / domain_ranks(s); }
+MOECOMM_BOTH constexpr i32 index_of(const Shape& s, i32 rank) { return rank % domain_ranks(s); }
+// Who takes what `rank` sends to a domain, and what that domain sends to `rank`.
+MOECOMM_BOTH constexpr i32 relay_of(const Shape& s, i32 rank, i32 domain) { return domain * domain_ranks(s) + index_of(s, rank); }
+
+// Words of `signals`.  Links add to them; each has one writer, who so can make it any value: those of word_signal and tag_signal.
+MOECOMM_BOTH constexpr u64 mail_signal(i32 from) { return from; }  // the round of the last mail
+MOECOMM_BOTH constexpr u64 place_signal(const Shape& s, u64 kind, i32 domain, i32 chunk, i32 chunk_tokens) {
+    const u64 place = static_cast<u64>(domain) * s.ring_tokens + chunk % ring_chunks(s, chunk_tokens);
+    return s.ranks + kind * domains(s) * s.ring_tokens + place;
+}
+// At the relay, by domain of the source.
+MOECOMM_BOTH constexpr u64 landed_signal(const Shape& s, i32 domain, i32 chunk, i32 chunk_tokens) {
+    return place_signal(s, 0, domain, chunk, chunk_tokens);
+}
+// At the source, by domain of the relay.
+MOECOMM_BOTH constexpr u64 landing_credit(const Shape& s, i32 domain, i32 chunk, i32 chunk_tokens) {
+    return place_signal(s, 1, domain, chunk, chunk_tokens);
+}
+// At the home, by domain of the relay.
+MOECOMM_BOTH constexpr u64 returned_signal(const Shape& s, i32 domain, i32 chunk, i32 chunk_tokens) {
+    return place_signal(s, 2, domain, chunk, chunk_tokens);
+}
+// At the relay, by domain of the home.
+MOECOMM_BOTH constexpr u64 returned_credit(const Shape& s, i32 domain, i32 chunk, i32 chunk_tokens) {
+    return place_signal(s, 3, domain, chunk, chunk_tokens);
+}
+MOECOMM_BOTH constexpr u64 signal_at(const WindowLayout& w, u64 which) { return w.signals + which * sizeof(u64); }
+
+// `reduced` at whoever pulls the rows of `home`, by the rank that has reduced them.
+MOECOMM_BOTH constexpr u64 reduced_for(const WindowLayout& w, const Shape& s, i32 home, i32 from, i32 chunk) {
+    return reduced_at(w, s, relay_of(s, from, domain_of(s, home)), chunk);
+}
+
+// The k-th expert of a token on its way.
+struct Entry {
+    i32 owner;  // -1: there is none
+    i32 row;    // there
+    i32 local;  // its number among the experts of the owner; not with a repeat
+    float weight;
+};
+// What lands beside a row: this, Entry[topk], then i32[domain_ranks], the flat row at each rank of the domain, -1 where none.  A place
+// that holds another round or token has none for us: this token has no expert in the domain.
+struct Landed {
+    u32 tag;
+    i32 token;
+    i32 pad[2];
+};
+MOECOMM_BOTH constexpr i64 landed_row(const Shape& s) {
+    return align_up<i64>(sizeof(Landed) + s.topk * sizeof(Entry) + domain_ranks(s) * sizeof(i32), 16);
+}
+MOECOMM_BOTH constexpr i64 landed_scales(const Shape& s, i64 row_bytes) { return landed_row(s) + align_up<i64>(row_bytes, 16); }
+MOECOMM_BOTH constexpr i64 landed_bytes(const Shape& s, i64 row_bytes, i64 scale_bytes) {
+    return landed_scales(s, row_bytes) + align_up<i64>(scale_bytes, 16);
+}
+
+// What a relay keeps of a token of rank (domain, own index): the rows of its k experts, their owners, and the flat row at each rank of our
+// domain.
+MOECOMM_BOTH constexpr i64 relayed_words(const Shape& s) { return 2 * s.topk + domain_ranks(s); }
+
+}  // namespace moecomm
