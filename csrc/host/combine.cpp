@@ -2,9 +2,11 @@
 #include "combine.h"
 
 #include <algorithm>
+#include <memory>
 
 #include "executor.h"
 #include "home.h"
+#include "returns.h"
 #include "stage.h"
 #include "team.h"
 
@@ -26,10 +28,45 @@ void announce(Combine& c) {
     c.r.announce(n, nullptr);
 }
 
-// Every rank has read what we offered in combine `round`.  A rank that wants none of our rows may be a combine ahead of us, and so its
-// flag.
+// What one thread pulls: chunks of our own tokens, and of those that we relay.
+class Pulls {
+  public:
+    Pulls(Combine& c, i32 worker, i32 stride, float* scratch) : c_(c) {
+        all_.push_back(std::make_unique<Home>(c, worker, stride, scratch));
+        for (i32 domain = 0; domain < c.r.domains(); ++domain)
+            if (domain != c.r.domain()) all_.push_back(std::make_unique<Returns>(c, domain, worker, stride, scratch));
+    }
+
+    void pull_in_order() {
+        for (const auto& pull : all_) pull->pull_in_order();
+    }
+    bool pull_ready() {
+        bool any = false;
+        for (const auto& pull : all_) any = pull->pull_ready() || any;
+        return any;
+    }
+    bool any_ready() const {
+        return std::any_of(all_.begin(), all_.end(), [](const auto& pull) { return pull->any_ready(); });
+    }
+    // All the rest.
+    void pull_all() {
+        const auto open = [](const auto& pull) { return !pull->done(); };
+        const auto first_open = [&] { return std::find_if(all_.begin(), all_.end(), open); };
+        while (first_open() != all_.end()) {
+            if (pull_ready()) continue;
+            if (!c_.r.watch.until(Phase::reduced, [&] { return any_ready(); }, [&] { return (*first_open())->missing(); })) return;
+        }
+    }
+
+  private:
+    Combine& c_;
+    std::vector<std::unique_ptr<Pull>> all_;
+};
+
+// Every rank of our domain, and nobody else reads it, has read what we offered in combine `round`.  A rank that wants none of our rows may
+// be a combine ahead of us, and so its flag.
 bool await_drained(Combine& c, u32 round) {
-    for (i32 p = 0; p < c.r.ranks; ++p) {
+    for (i32 p = c.r.first; p < c.r.first + c.r.near; ++p) {
         const u64* flag = at<u64>(c.a.ctx, c.r.me, drained_at(c.a.ctx.window, p));
         const auto drained = [&] { return static_cast<i32>(signal_tag(load_acquire(flag)) - round) >= 0; };
         if (!c.r.watch.until(Phase::drained, drained, [&] { return Missing{p, flag, round}; })) return false;
@@ -41,21 +78,21 @@ const u64* credit_of(const Combine& c, i32 home, i32 chunk) {
     return at<u64>(c.a.ctx, c.r.me, credit_at(c.a.ctx.window, c.shape, home, chunk, c.sent[home].chunk_tokens));
 }
 
-// Is the place of the chunk's rows in staging free?  Not before `home` has pulled the chunk that lies there.
+// Is the place of the chunk's rows in staging free?  Not before the chunk that lies there is pulled.
 bool has_place(const Combine& c, i32 home, i32 chunk) {
     const i32 before = chunk - ring_chunks(c.shape, c.sent[home].chunk_tokens);
     if (before < 0 || !rows_here(c, home, chunk)) return true;
     return load_acquire(credit_of(c, home, chunk)) == word_signal(c.r.tag, static_cast<u32>(before));
 }
 
-// Stages the chunk of every home that has one.  While places are missing our own tokens come home: others may wait for those.  False: the
+// Stages the chunk of every home that has one.  While places are missing we pull what can be pulled: others may wait for that.  False: the
 // round is lost or void.
-bool stage_for_all(Combine& c, Home& ours, i32 chunk, float* scratch) {
+bool stage_for_all(Combine& c, Pulls& pulls, i32 chunk, float* scratch) {
     i32 waiting[kMaxRanks], count = 0;  // homes
     for (i32 turn = 0; turn < c.r.ranks; ++turn)
         if (const i32 home = c.r.peer(turn); chunk < c.chunks_of(home)) waiting[count++] = home;
     const auto with_place = [&](i32 home) { return has_place(c, home, chunk); };
-    const auto find = [&] { return Missing{waiting[0], credit_of(c, waiting[0], chunk), c.r.tag}; };
+    const auto find = [&] { return Missing{c.r.local(waiting[0]), credit_of(c, waiting[0], chunk), c.r.tag}; };
     for (;;) {
         i32 left = 0;
         for (i32 i = 0; i < count; ++i) {
@@ -68,8 +105,8 @@ bool stage_for_all(Combine& c, Home& ours, i32 chunk, float* scratch) {
         count = left;
         if (count == 0) return true;
         if (!c.await_agreement()) return false;
-        if (ours.pull_ready()) continue;
-        const auto go_on = [&] { return std::any_of(waiting, waiting + count, with_place) || ours.any_ready(); };
+        if (pulls.pull_ready()) continue;
+        const auto go_on = [&] { return std::any_of(waiting, waiting + count, with_place) || pulls.any_ready(); };
         if (!c.r.watch.until(Phase::drained, go_on, find)) return false;
     }
 }
@@ -78,20 +115,20 @@ bool stage_for_all(Combine& c, Home& ours, i32 chunk, float* scratch) {
 // between, while those rows are still in the cache.
 void stage_and_pull(Combine& c, i32 worker, i32 stride) {
     Sums scratch;
-    Home ours(c, worker, stride, scratch.of);
+    Pulls pulls(c, worker, stride, scratch.of);
     i32 chunks = 0;
     for (i32 home = 0; home < c.r.ranks; ++home) chunks = std::max(chunks, c.chunks_of(home));
     for (i32 chunk = worker; chunk < chunks && !c.in_place; chunk += stride) {
-        if (!stage_for_all(c, ours, chunk, scratch.of)) return;
-        if (c.agreed()) ours.pull_in_order();
+        if (!stage_for_all(c, pulls, chunk, scratch.of)) return;
+        if (c.agreed()) pulls.pull_in_order();
     }
-    if (c.await_agreement()) ours.pull_all();
+    if (c.await_agreement()) pulls.pull_all();
 }
 
 // Our staged rows of the next combine may overwrite theirs once everybody has said so.
 void tell_drained(Combine& c) {
-    for (i32 turn = 0; turn < c.r.ranks; ++turn)
-        store_release(at<u64>(c.a.ctx, c.r.peer(turn), drained_at(c.a.ctx.window, c.r.me)), tag_signal(c.r.tag));
+    for (i32 turn = 0; turn < c.r.near; ++turn)
+        store_release(at<u64>(c.a.ctx, c.r.neighbour(turn), drained_at(c.a.ctx.window, c.r.me)), tag_signal(c.r.tag));
     c.r.state.last_combine = c.r.tag;
 }
 

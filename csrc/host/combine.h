@@ -22,6 +22,7 @@ struct Combine {
     const bool flat = a.layout == static_cast<i32>(Layout::flat);
     const Type type = static_cast<Type>(a.type);
     const Type staged_type = flat ? type : static_cast<Type>(a.wire);  // of the numbers in a staged row
+    const Type crossing_type = static_cast<Type>(a.wire);              // of the numbers in the sum of a domain that crosses to another
     const bool past_cache = a.num_tokens * a.y_stride >= kPastCache;
     // The experts' rows lie in our window: peers read them there, and nothing is staged.
     const bool in_place = a.weight_grads == 0 && a.y >= heap() && a.y < a.ctx.peers[r.me] + a.ctx.window.bytes;

@@ -43,16 +43,20 @@ void Link::put(i32 peer, u64 offset, const void* bytes, u64 n) {
     const u64 first = waiting_.bytes.size();
     waiting_.bytes.resize(first + n);
     std::memcpy(waiting_.bytes.data() + first, bytes, n);
-    waiting_.orders.push_back({peer, false, offset, first, n, 0});
-    work_.notify_one();
+    append({peer, false, offset, first, n, 0});
 }
 
 void Link::signal(i32 peer, u64 which, u64 value) {
     std::lock_guard<std::mutex> lock(mutex_);
     u64& told = told_[peer][which];
-    waiting_.orders.push_back({peer, true, signal_at(layout_, which), 0, 0, value - told});
+    append({peer, true, signal_at(layout_, which), 0, 0, value - told});
     told = value;
-    work_.notify_one();
+}
+
+// The thread sleeps only while nothing waits.
+void Link::append(const Order& order) {
+    waiting_.orders.push_back(order);
+    if (waiting_.orders.size() == 1) work_.notify_one();
 }
 
 void Link::abort(i32 peer, u32 word) { compare_exchange(reinterpret_cast<u32*>(windows_[peer] + layout_.abort), 0, word); }

@@ -41,6 +41,7 @@ class Link {
         std::vector<u8> bytes;
     };
 
+    void append(const Order& order);
     void serve();
     void move(const Batch& batch);
     void move_disorderly(Batch& batch);

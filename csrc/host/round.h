@@ -34,8 +34,11 @@ class Round {
     bool reaches(i32 rank) const { return rank >= first && rank < first + near; }
     i32 domain() const { return first / near; }
     i32 domains() const { return ranks / near; }
-    // In the domain: the one that relays between us and `rank`, or that is what we relay for.
+    // The rank with our index in a domain: it relays for us there, and we for it here.
     i32 counterpart(i32 domain) const { return domain * near + me - first; }
+    // Who deals with `rank` in our domain: itself, or its relay.
+    i32 local(i32 rank) const { return first + rank % near; }
+    // A signal of ours.
     // A signal of ours, and what it is to become at a rank of another domain.
     const u64* signal(u64 which) const { return at<const u64>(ctx, me, signal_at(ctx.window, which)); }
     Link& link() const { return link_of(ctx); }

@@ -69,7 +69,8 @@ void stage_chunk(const Combine& c, i32 home, i32 chunk, float* scratch) {
         if (c.a.weight_grads != 0) stage_grads(c, slot, staged);
     }
     order_copied_rows();
-    store_release(at<u64>(c.a.ctx, home, reduced_at(c.a.ctx.window, c.shape, c.r.me, chunk)), tag_signal(c.r.tag));
+    const i32 puller = c.r.local(home);
+    store_release(at<u64>(c.a.ctx, puller, reduced_for(c.a.ctx.window, c.shape, home, c.r.me, chunk)), tag_signal(c.r.tag));
 }
 
 }  // namespace moecomm::host

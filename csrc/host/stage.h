@@ -6,7 +6,7 @@ namespace moecomm::host {
 
 // Have the tokens of a chunk of `home` rows here?
 bool rows_here(const Combine& c, i32 home, i32 chunk);
-// Stages them, and tells `home`.  `scratch`: float[kColumns].
+// Stages them, and tells who pulls them: `home`, or who relays for it in our domain.  `scratch`: float[kColumns].
 void stage_chunk(const Combine& c, i32 home, i32 chunk, float* scratch);
 
 }  // namespace moecomm::host

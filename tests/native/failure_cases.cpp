@@ -328,42 +328,45 @@ std::string left_the_group() {
 
 }  // namespace
 
-int run_failure_cases(u64 timeout_ns, bool until_one) {
+int run_failure_cases(u64 timeout_ns, bool until_one, bool several_domains) {
     patience = timeout_ns;
+    neighbours = several_domains ? 1 : 0;
     const struct {
         const char* name;
         std::function<std::string()> run;
+        bool by_hand;  // writes what a peer would have written, which in several domains is the business of links
     } cases[] = {
-        {"a rank never calls dispatch", absent_from_dispatch},
-        {"a rank never calls combine", absent_from_combine},
-        {"the first word of mail is missing", [] { return word_missing(0); }},
-        {"a word of a notice is missing", [] { return word_missing(kNoticeWords - 1); }},
-        {"a count is missing", [] { return word_missing(kNoticeWords + 2); }},
-        {"a rank announces and sends nothing", silent_after_notice},
-        {"a rank announces and reduces nothing", silent_reducer},
-        {"a rank announces and pulls nothing", silent_home},
-        {"a rank begins and sends nothing", silent_after_begin},
-        {"aborted between the halves", aborted_between_halves},
-        {"end of a void dispatch", end_of_void},
-        {"a rank never finishes reading", slow_reader},
-        {"id too large", [] { return bad_id(Layout::expert, 1000); }},
-        {"id below -1", [] { return bad_id(Layout::flat, -2); }},
-        {"id beyond the last", [] { return bad_id(Layout::batched, Fixture::find(Layout::batched).shape.experts); }},
-        {"combine of a void dispatch", combine_of_void},
-        {"NaN weight", nan_weight},
-        {"too many flat rows", [] { return too_many_rows(Layout::flat); }},
-        {"too many expert rows", [] { return too_many_rows(Layout::expert); }},
-        {"too many tokens of one expert", too_many_of_one_expert},
-        {"another operation", other_operation},
-        {"other settings", other_settings},
-        {"abort word here", [] { return abort_while_waiting(false); }},
-        {"abort word of the host", [] { return abort_while_waiting(true); }},
-        {"aborted before", aborted_before},
-        {"the first record stays", first_record_stays},
-        {"a rank left", left_the_group},
+        {"a rank never calls dispatch", absent_from_dispatch, false},
+        {"a rank never calls combine", absent_from_combine, false},
+        {"the first word of mail is missing", [] { return word_missing(0); }, true},
+        {"a word of a notice is missing", [] { return word_missing(kNoticeWords - 1); }, true},
+        {"a count is missing", [] { return word_missing(kNoticeWords + 2); }, true},
+        {"a rank announces and sends nothing", silent_after_notice, true},
+        {"a rank announces and reduces nothing", silent_reducer, true},
+        {"a rank announces and pulls nothing", silent_home, true},
+        {"a rank begins and sends nothing", silent_after_begin, true},
+        {"aborted between the halves", aborted_between_halves, false},
+        {"end of a void dispatch", end_of_void, false},
+        {"a rank never finishes reading", slow_reader, true},
+        {"id too large", [] { return bad_id(Layout::expert, 1000); }, false},
+        {"id below -1", [] { return bad_id(Layout::flat, -2); }, false},
+        {"id beyond the last", [] { return bad_id(Layout::batched, Fixture::find(Layout::batched).shape.experts); }, false},
+        {"combine of a void dispatch", combine_of_void, false},
+        {"NaN weight", nan_weight, false},
+        {"too many flat rows", [] { return too_many_rows(Layout::flat); }, false},
+        {"too many expert rows", [] { return too_many_rows(Layout::expert); }, false},
+        {"too many tokens of one expert", too_many_of_one_expert, false},
+        {"another operation", other_operation, false},
+        {"other settings", other_settings, false},
+        {"abort word here", [] { return abort_while_waiting(false); }, false},
+        {"abort word of the host", [] { return abort_while_waiting(true); }, false},
+        {"aborted before", aborted_before, false},
+        {"the first record stays", first_record_stays, false},
+        {"a rank left", left_the_group, false},
     };
     int failed = 0;
     for (const auto& c : cases) {
+        if (c.by_hand && neighbours != 0) continue;
         const std::string problem = c.run();
         std::printf("%s: %s\n", c.name, problem.empty() ? "ok" : problem.c_str());
         failed += !problem.empty();

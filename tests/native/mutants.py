@@ -11,7 +11,7 @@ class Mutant:
     file: str  # under csrc/
     old: str  # occurs there exactly once
     new: str
-    caught_by: str  # "plain", "tsan": random rounds; "failures": the failing rounds
+    caught_by: str  # "plain", "tsan": random rounds; "failures": the failing rounds; all these with "domains" as well
 
 
 RELAXED = "[](u64* flag, u64 value) { __atomic_store_n(flag, value, __ATOMIC_RELAXED); }"
@@ -35,22 +35,22 @@ MUTANTS = [
     Mutant(
         "reduced flag without release",
         "host/stage.cpp",
-        "store_release(at<u64>(c.a.ctx, home, reduced_at",
-        f"{RELAXED}(at<u64>(c.a.ctx, home, reduced_at",
+        "store_release(at<u64>(c.a.ctx, puller, reduced_for",
+        f"{RELAXED}(at<u64>(c.a.ctx, puller, reduced_for",
         "tsan",
     ),
     Mutant(
         "drained flag without release",
         "host/combine.cpp",
-        "store_release(at<u64>(c.a.ctx, c.r.peer(turn), drained_at",
-        f"{RELAXED}(at<u64>(c.a.ctx, c.r.peer(turn), drained_at",
+        "store_release(at<u64>(c.a.ctx, c.r.neighbour(turn), drained_at",
+        f"{RELAXED}(at<u64>(c.a.ctx, c.r.neighbour(turn), drained_at",
         "tsan",
     ),
     Mutant(
         "credit without release",
-        "host/home.cpp",
-        "store_release(at<u64>(c_.a.ctx, c_.r.peer(turn), credit_of",
-        f"{RELAXED}(at<u64>(c_.a.ctx, c_.r.peer(turn), credit_of",
+        "host/pull.cpp",
+        "store_release(at<u64>(c_.a.ctx, c_.r.neighbour(turn), credit_of",
+        f"{RELAXED}(at<u64>(c_.a.ctx, c_.r.neighbour(turn), credit_of",
         "tsan",
     ),
     Mutant(
@@ -119,7 +119,7 @@ MUTANTS = [
     ),
     Mutant(
         "only the first chunk awaited",
-        "host/home.cpp",
+        "host/pull.cpp",
         "!has_tag(flag(p, chunk.number), c_.r.tag)) return false;",
         "!has_tag(flag(p, 0), c_.r.tag)) return false;",
         "plain",
@@ -141,10 +141,9 @@ MUTANTS = [
     ),
     Mutant(
         "credit granted too early",
-        "host/home.cpp",
-        "    for (i32 token = first; token < end; ++token) pull_token(token);\n",
-        "    if (chunk.number + ring_ < all_) grant_credit(chunk.number);\n"
-        "    for (i32 token = first; token < end; ++token) pull_token(token);\n",
+        "host/pull.cpp",
+        "void Pull::pull(Chunk& chunk) {\n",
+        "void Pull::pull(Chunk& chunk) {\n    if (followed(chunk.number)) grant_credit(chunk.number);\n",
         "tsan",
     ),
     Mutant(
@@ -156,24 +155,24 @@ MUTANTS = [
     ),
     Mutant(
         "credit of the chunk before",
-        "host/home.cpp",
+        "host/pull.cpp",
         "word_signal(c_.r.tag, static_cast<u32>(chunk)));",
         "word_signal(c_.r.tag, static_cast<u32>(chunk - 1)));",
         "plain",
     ),
     Mutant(
         "an older credit after a later one",
-        "host/home.cpp",
-        "return has_turn(chunk.number);",
-        "return true;",
+        "host/pull.cpp",
+        "return has_turn(chunk.number) && ",
+        "return ",
         "plain",
     ),
     Mutant(
         "nothing pulled while a credit is missing",
         "host/combine.cpp",
-        "        if (ours.pull_ready()) continue;\n"
+        "        if (pulls.pull_ready()) continue;\n"
         "        const auto go_on = [&] { "
-        "return std::any_of(waiting, waiting + count, with_place) || ours.any_ready(); };",
+        "return std::any_of(waiting, waiting + count, with_place) || pulls.any_ready(); };",
         "        const auto go_on = [&] { return std::any_of(waiting, waiting + count, with_place); };",
         "plain",
     ),
@@ -251,9 +250,9 @@ MUTANTS = [
     # Sums.
     Mutant(
         "ranks summed from the last",
-        "host/home.cpp",
-        "for (i32 p = 0; p < c_.r.ranks && !several; ++p) {",
-        "for (i32 p = c_.r.ranks - 1; p >= 0 && !several; --p) {",
+        "host/gather.cpp",
+        "for (i32 p = 0; p < c_.r.near && !several; ++p) {",
+        "for (i32 p = c_.r.near - 1; p >= 0 && !several; --p) {",
         "plain",
     ),
     Mutant(
@@ -265,14 +264,14 @@ MUTANTS = [
     ),
     Mutant(
         "rows in place not weighted",
-        "host/home.cpp",
+        "host/gather.cpp",
         "from.weights != 0 ? at<const float>(a.ctx, rank, from.weights)[row] : 1.0f;",
         "1.0f;",
         "plain",
     ),
     Mutant(
         "sum of rows in place not rounded for the wire",
-        "host/home.cpp",
+        "host/gather.cpp",
         "    if (c_.staged_type == Type::fp32) return add_row(sum, reinterpret_cast<const u8*>(partial.of)",
         "    if (c_.staged_type < Type::e4m3) return add_row(sum, reinterpret_cast<const u8*>(partial.of)",
         "plain",

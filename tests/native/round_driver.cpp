@@ -77,7 +77,7 @@ int main(int argc, char** argv) {
         if (flag == "--timeout-ms") timeout_ns = value * 1'000'000;
         if (flag == "--workers") limits.workers = static_cast<i32>(value);
     }
-    if (failures) return run_failure_cases(timeout_ns, until_one);
+    if (failures) return run_failure_cases(timeout_ns, until_one, limits.several_domains);
     for (u64 last = seed + cases; seed < last; ++seed) {
         const std::string problem = run_case(seed, limits, timeout_ns, disorder);
         if (problem.empty()) continue;

@@ -11,16 +11,19 @@ from pathlib import Path
 import pytest
 
 from .build import CSRC, PARALLEL, Workshop
+from .domain_mutants import DOMAIN_MUTANTS
 from .mutants import MUTANTS, Mutant
 
-CASES = {"plain": "400", "tsan": "200"}
+CASES = {"plain": "400", "tsan": "200", "domains plain": "150", "domains tsan": "60"}
+ALL = MUTANTS + DOMAIN_MUTANTS
 Result = subprocess.CompletedProcess[str]
 
 
 def run(driver: Path, caught_by: str) -> Result:
-    command = ["--failures", "--until-one"] if caught_by == "failures" else ["--cases", CASES[caught_by]]
+    several = ["--domains"] if caught_by.startswith("domains ") else []
+    what = ["--failures", "--until-one"] if caught_by.endswith("failures") else ["--cases", CASES[caught_by]]
     return subprocess.run(
-        [driver, *command, "--timeout-ms", "2000"],
+        [driver, *what, *several, "--timeout-ms", "2000"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -45,7 +48,7 @@ class Trials:
         return self._results[name].result()
 
     def _try(self, mutant: Mutant | None, caught_by: str) -> Result:
-        workshop = self._workshops[caught_by]
+        workshop = self._workshops[caught_by.removeprefix("domains ")]
         return run(workshop.intact if mutant is None else workshop.build(mutant), caught_by)
 
 
@@ -62,18 +65,18 @@ def trials(request: pytest.FixtureRequest, plain: Workshop, tsan: Workshop) -> I
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
 def test_edit_is_unique(mutant: Mutant) -> None:
     assert (CSRC / mutant.file).read_text().count(mutant.old) == 1
 
 
-@pytest.mark.parametrize("caught_by", ["plain", "tsan", "failures"])
+@pytest.mark.parametrize("caught_by", [*CASES, "failures", "domains failures"])
 def test_intact_passes(caught_by: str, trials: Trials) -> None:
     result = trials.result(caught_by)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
 def test_mutant_is_caught(mutant: Mutant, trials: Trials) -> None:
     result = trials.result(mutant.name)
     assert result.returncode != 0, f"nobody noticed: {result.stdout}"

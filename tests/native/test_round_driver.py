@@ -6,10 +6,13 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from .build import Workshop
 
 PLAIN_CASES = 10_000
 TSAN_CASES = 1_500
+DOMAIN_TSAN_CASES = 120
 PROCESSES = 2
 
 
@@ -38,6 +41,20 @@ def test_random_rounds(plain: Workshop) -> None:
 
 def test_random_rounds_without_races(tsan: Workshop) -> None:
     run(tsan.intact, *random_cases(TSAN_CASES))
+
+
+def test_random_rounds_in_domains(plain: Workshop, pytestconfig: pytest.Config) -> None:
+    """Across links that delay what they move, and reorder what they may."""
+    cases = random_cases(pytestconfig.getoption("--domain-cases"))
+    run(plain.intact, *((*case, "--domains") for case in cases))
+
+
+def test_random_rounds_in_domains_without_races(tsan: Workshop) -> None:
+    run(tsan.intact, *((*case, "--domains") for case in random_cases(DOMAIN_TSAN_CASES)))
+
+
+def test_failing_rounds_in_domains(plain: Workshop) -> None:
+    run(plain.intact, ("--failures", "--domains"))
 
 
 def test_failing_rounds(plain: Workshop) -> None:

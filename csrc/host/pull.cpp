@@ -1,0 +1,82 @@
+#include "pull.h"
+
+namespace moecomm::host {
+
+Pull::Pull(Combine& c, const Tokens& tokens, i32 worker, i32 stride, float* scratch)
+    : c_(c),
+      tokens_(tokens),
+      gather_(c_, tokens_),
+      scratch_(scratch),
+      all_(ceil_div(tokens.count, tokens.chunk_tokens)),
+      ring_(ring_chunks(c.shape, tokens.chunk_tokens)) {
+    for (i32 chunk = worker; chunk < all_; chunk += stride) chunks_.push_back({chunk, owners(chunk), false});
+}
+
+// The ranks of our domain that have rows of the chunk's tokens.
+u64 Pull::owners(i32 chunk) const {
+    u64 ranks = 0;
+    for (i32 token = first_token(chunk); token < end_token(chunk); ++token)
+        for (i32 p = 0; p < c_.r.near; ++p) ranks |= static_cast<u64>(tokens_.slots_of(token)[p] >= 0) << p;
+    return ranks;
+}
+
+// The chunks of one place in the ring are pulled in order, also those that nobody stages and that could be pulled at any time: else an
+// older credit would come after a later one, and who waits for that would wait forever.
+bool Pull::has_turn(i32 chunk) const {
+    if (chunk < ring_) return true;
+    return load_acquire(at<const u64>(c_.a.ctx, c_.r.me, credit_of(chunk))) == word_signal(c_.r.tag, static_cast<u32>(chunk - ring_));
+}
+
+bool Pull::ready(Chunk& chunk) {
+    for (; chunk.awaited != 0; chunk.awaited &= chunk.awaited - 1) {
+        const i32 p = c_.r.first + __builtin_ctzll(chunk.awaited);
+        if (c_.r.notice(p).x == 0 && !has_tag(flag(p, chunk.number), c_.r.tag)) return false;
+    }
+    return has_turn(chunk.number) && crossing_ready(chunk.number);
+}
+
+bool Pull::any_ready() {
+    for (size_t i = first_; i < horizon(); ++i)
+        if (!chunks_[i].pulled && ready(chunks_[i])) return true;
+    return false;
+}
+
+Missing Pull::missing() const {
+    const Chunk& chunk = chunks_[first_];
+    if (chunk.awaited == 0 && !has_turn(chunk.number))
+        return {c_.r.me, at<const u64>(c_.a.ctx, c_.r.me, credit_of(chunk.number)), c_.r.tag};
+    if (chunk.awaited == 0) return crossing_missing(chunk.number);
+    const i32 p = c_.r.first + __builtin_ctzll(chunk.awaited);
+    return {p, flag(p, chunk.number), c_.r.tag};
+}
+
+void Pull::pull_in_order() {
+    for (; first_ < chunks_.size() && (chunks_[first_].pulled || ready(chunks_[first_])); ++first_)
+        if (!chunks_[first_].pulled) pull(chunks_[first_]);
+}
+
+bool Pull::pull_ready() {
+    bool any = false;
+    for (size_t i = first_; i < horizon(); ++i) {
+        if (chunks_[i].pulled || !ready(chunks_[i])) continue;
+        pull(chunks_[i]);
+        any = true;
+    }
+    while (first_ < chunks_.size() && chunks_[first_].pulled) ++first_;
+    return any;
+}
+
+void Pull::pull(Chunk& chunk) {
+    for (i32 token = first_token(chunk.number); token < end_token(chunk.number); ++token) pull_token(token);
+    chunk.pulled = true;
+    pass_on(chunk.number);
+    if (followed(chunk.number)) grant_credit(chunk.number);
+}
+
+// To everybody in our domain, ourselves last: the chunk that comes next in the place of this one may be staged.
+void Pull::grant_credit(i32 chunk) const {
+    for (i32 turn = 0; turn < c_.r.near; ++turn)
+        store_release(at<u64>(c_.a.ctx, c_.r.neighbour(turn), credit_of(chunk)), word_signal(c_.r.tag, static_cast<u32>(chunk)));
+}
+
+}  // namespace moecomm::host

@@ -1,0 +1,169 @@
+"""More of them, of the rules that several domains bring."""
+
+from __future__ import annotations
+
+from .mutants import Mutant
+
+DOMAIN_MUTANTS = [
+    # The link.
+    Mutant(
+        "signal overtakes what was put before it",
+        "host/link.cpp",
+        "if (chosen->is_signal && std::any_of(",
+        "if (left.empty() && std::any_of(",
+        "domains plain",
+    ),
+    Mutant(
+        "signal without release",
+        "host/link.cpp",
+        "order.added, __ATOMIC_RELEASE",
+        "order.added, __ATOMIC_RELAXED",
+        "domains tsan",
+    ),
+    Mutant(
+        "signal made what it lacks of nothing",
+        "host/link.cpp",
+        "value - told}",
+        "value}",
+        "domains plain",
+    ),
+    Mutant(
+        "mail read before its signal",
+        "host/round.cpp",
+        "return reaches(from) || ",
+        "return ctx.rank >= 0 || ",
+        "domains tsan",
+    ),
+    # Dispatch.
+    Mutant(
+        "landed before the tokens are put",
+        "host/send.cpp",
+        "    Delivery near(d_, d_.r.me, next_);\n",
+        "    for (i32 domain = 0; domain < d_.r.domains(); ++domain)\n"
+        "        if (domain != d_.r.domain())\n"
+        "            d_.r.link().signal(d_.r.counterpart(domain), landed_signal(d_.a.ctx.shape, d_.r.domain(), next_, "
+        "d_.a.chunk_tokens), word_signal(d_.r.tag, static_cast<u32>(next_)));\n"
+        "    Delivery near(d_, d_.r.me, next_);\n",
+        "domains plain",
+    ),
+    Mutant(
+        "a token of a chunk that lay there before",
+        "host/relay.cpp",
+        "head.tag == d_.r.tag && head.token == number;",
+        "head.tag == d_.r.tag;",
+        "domains plain",
+    ),
+    Mutant(
+        "a token of an earlier round",
+        "host/relay.cpp",
+        "head.tag == d_.r.tag && head.token == number;",
+        "head.token == number;",
+        "domains plain",
+    ),
+    Mutant(
+        "landing credit ignored",
+        "host/send.cpp",
+        "if (chunk_before() < 0) return -1;",
+        "if (chunk_before() < (1 << 30)) return -1;",
+        "domains plain",
+    ),
+    Mutant(
+        "landing credit before the tokens are stored",
+        "host/relay.cpp",
+        "    Delivery near(d_, source(domain), chunk);\n",
+        "    if (chunk + ring(domain) < chunks(domain))\n"
+        "        d_.r.link().signal(source(domain), landing_credit(shape, d_.r.domain(), chunk, "
+        "sent(domain).chunk_tokens), word_signal(d_.r.tag, static_cast<u32>(chunk)));\n"
+        "    Delivery near(d_, source(domain), chunk);\n",
+        "domains tsan",
+    ),
+    Mutant(
+        "relay raises its flags before it stores",
+        "host/relay.cpp",
+        "    Delivery near(d_, source(domain), chunk);\n",
+        "    Delivery near(d_, source(domain), chunk);\n    near.raise_flags();\n",
+        "domains plain",
+    ),
+    Mutant(
+        "nothing relayed while a place is missing",
+        "host/dispatch.cpp",
+        "        relay.relay_landed();\n        if (inbox != nullptr) inbox->take_arrived();\n"
+        "        const auto go_on = [&] { return sender.has_place() || relay.any_landed() || ",
+        "        const auto go_on = [&] { return sender.has_place() || ",
+        "domains plain",
+    ),
+    Mutant(
+        "first half ends while others wait for credits",
+        "host/dispatch.cpp",
+        "for (; relay.owes_credit(); ",
+        "for (; false; ",
+        "domains plain",
+    ),
+    Mutant(
+        "second half relays from the start",
+        "host/relay.cpp",
+        "while (next_[domain] < chunks(domain) && relayed()) next_[domain] += stride_;",
+        "if (next_[domain] < chunks(domain) && relayed()) next_[domain] += stride_;",
+        "domains plain",
+    ),
+    Mutant(
+        "notices of a begun dispatch forgotten",
+        "host/dispatch.cpp",
+        "    d.r.recall_notices();\n",
+        "",
+        "domains plain",
+    ),
+    # Combine.
+    Mutant(
+        "route of a token that did not land left",
+        "host/relay.cpp",
+        "if (landed == nullptr) return static_cast<void>(std::fill_n(kept, relayed_words(shape), -1));",
+        "if (landed == nullptr) return;",
+        "domains plain",
+    ),
+    Mutant(
+        "domains summed from the last",
+        "host/home.cpp",
+        "    for (i32 domain = 0; domain < c_.r.domains(); ++domain) {\n"
+        "        if (!comes_from(domain, token)) continue;",
+        "    for (i32 domain = c_.r.domains() - 1; domain >= 0; --domain) {\n"
+        "        if (!comes_from(domain, token)) continue;",
+        "domains plain",
+    ),
+    Mutant(
+        "sums of other domains not awaited",
+        "host/home.cpp",
+        "if (comes_from(domain, token)) return domain;",
+        "if (comes_from(domain, token)) return -1;",
+        "domains plain",
+    ),
+    Mutant(
+        "returned before it is put, credit before it is read",
+        "host/pull.cpp",
+        "void Pull::pull(Chunk& chunk) {\n",
+        "void Pull::pull(Chunk& chunk) {\n    pass_on(chunk.number);\n",
+        "domains plain",
+    ),
+    Mutant(
+        "credit for what was returned ignored",
+        "host/returns.cpp",
+        "if (chunk < ring_ || !any_ours(chunk)) return true;",
+        "if (chunk < (1 << 30)) return true;",
+        "domains plain",
+    ),
+    Mutant(
+        "gradients of another domain lost",
+        "host/returns.cpp",
+        "owner >= 0 && c_.r.reaches(owner) ?",
+        "owner >= 0 && owner == c_.r.me ?",
+        "domains plain",
+    ),
+    # Failures.
+    Mutant(
+        "other domains not told",
+        "host/wait.cpp",
+        "            link_of(ctx).abort(p, word);\n",
+        "",
+        "domains failures",
+    ),
+]
