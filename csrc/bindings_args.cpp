@@ -5,7 +5,7 @@
 #include <stdexcept>
 
 #include "bindings.h"
-#include "protocol/args.h"
+#include "protocol/domains.h"
 
 namespace py = pybind11;
 
@@ -87,6 +87,7 @@ void bind_layout(py::module_& m) {
         .def_readonly("columns", &WindowLayout::columns)
         .def_readonly("mail_words", &WindowLayout::mail_words);
     m.def("window_layout", &window_layout, py::arg("shape"));
+    m.def("landed_bytes", &landed_bytes, py::arg("shape"), py::arg("row_bytes"), py::arg("scale_bytes"));
 }
 
 void bind_context(py::module_& m) {

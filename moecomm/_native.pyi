@@ -84,6 +84,9 @@ class WindowLayout:
     @property
     def mail_words(self) -> int: ...
 
+def landed_bytes(shape: Shape, row_bytes: int, scale_bytes: int) -> int:
+    """What a token takes that lands in another domain."""
+
 def window_layout(shape: Shape) -> WindowLayout: ...
 
 class _Struct:

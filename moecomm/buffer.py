@@ -41,6 +41,8 @@ class Buffer:
         device: where the tensors live; default: the current GPU if a GPU backend can run, else the CPU.
         window_bytes: room for the outputs of rounds, in bytes; default: two rounds of the worst case (four on CPUs,
             where memory is taken when it is touched).
+        domain_ranks: how many neighbouring ranks load and store each other's memory; those of other domains are
+            reached by put and signal, and a token crosses once a domain.  Default: all ranks.  backend="host" only.
 
     Raises:
         BadInput: a value that can't be used.
@@ -61,6 +63,7 @@ class Buffer:
         timeout_s: float = 30.0,
         device: torch.device | str | int | None = None,
         window_bytes: int | None = None,
+        domain_ranks: int | None = None,
     ) -> None:
         ranks = rendezvous(group)
         if isinstance(device, int):
@@ -73,7 +76,9 @@ class Buffer:
             name, self.why = backends.choose(config.default_backend() if backend == "auto" else backend, wanted)
         except Unsupported as error:  # raised once the other ranks have heard of it: they must not wait for us
             name, unsupported = "none", error
-        self.settings = Settings(ranks.ranks, hidden, num_experts, topk, max_tokens, dtype, name, window_bytes)
+        self.settings = Settings(
+            ranks.ranks, hidden, num_experts, topk, max_tokens, dtype, name, window_bytes, domain_ranks
+        )
         try:
             self.settings.agree(ranks)
         finally:
@@ -91,7 +96,9 @@ class Buffer:
             packet_bytes=backend_module.packet_bytes(ranks.ranks, max_tokens, row),
             staged_row_bytes=row,
             heap_bytes=window_bytes or self._default_heap(name),
+            domain_ranks=domain_ranks or 0,
         )
+        shape.landing_bytes = _native.landed_bytes(shape, *self.settings.landing_payload_bytes)
         self._session = backend_module.open(ranks, shape, wanted, timeout_s)
         self._session.context.timeout_ns = int(timeout_s * 1e9)
         self._record = self._session.context.record
@@ -105,6 +112,7 @@ class Buffer:
         self.rank, self.num_ranks = ranks.rank, ranks.ranks
         self.hidden, self.num_experts, self.topk, self.max_tokens = hidden, num_experts, topk, max_tokens
         self.dtype, self.timeout_s = dtype, timeout_s
+        self.domain_ranks = domain_ranks or ranks.ranks
         self._close = weakref.finalize(self, _close_where_opened, os.getpid(), self._session)
         log.info(
             "rank %d of %d: %s (%s), %.1f MiB", self.rank, self.num_ranks, self.backend, self.why, self.nbytes / 2**20
@@ -277,7 +285,7 @@ class Buffer:
                 brought home as well.
             wire: None: rows of "expert" and "batched" are added in float32 and travel so, and the result is rounded
                 once.  The dtype of `y`: each rank's sum is rounded before it travels: half the bytes, one more
-                rounding of 2^-9 (bfloat16) or 2^-12 (float16) relative to each rank's sum.
+                rounding of 2^-8 (bfloat16) or 2^-11 (float16) relative to each rank's sum.
 
         Returns:
             `[T, H]`: sum over k of w_k * y_k (flat: the plain sum over ranks), in float32 in a fixed order, plus

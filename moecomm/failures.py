@@ -13,7 +13,7 @@ _PHASES = {
     0: "its counts",
     1: "its rows",
     2: "its reduced rows",
-    3: "it to finish reading the rows of an earlier combine",
+    3: "it to finish reading what lies where the next rows go",
     4: "the other blocks of this rank",
 }
 _PHASE_NAMES = ("notice", "payload", "reduced", "drained", "grid")

@@ -10,7 +10,7 @@ import torch
 from moecomm.errors import BadInput, Mismatch
 from moecomm.rendezvous import Rendezvous
 
-VERSION = 2  # of the protocol in csrc/protocol
+VERSION = 3  # of the protocol in csrc/protocol
 MAX_RANKS, MAX_TOPK, MAX_FLAT_ROWS = 64, 32, 1 << 23
 MAX_CHUNK = 32  # tokens; kMaxChunk
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,17 +33,29 @@ class Settings:
     dtype: torch.dtype
     backend: str
     window_bytes: int | None
+    domain_ranks: int | None = None  # all
 
-    _NAMES = ("magic", "version", "hidden", "num_experts", "topk", "max_tokens", "dtype", "window_bytes")
+    _NAMES = (
+        "magic",
+        "version",
+        "hidden",
+        "num_experts",
+        "topk",
+        "max_tokens",
+        "dtype",
+        "window_bytes",
+        "domain_ranks",
+    )
 
     def agree(self, group: Rendezvous) -> None:
         """Collective.  Raises Mismatch naming the first field in which ranks differ, on every rank."""
         dtype = DTYPES.index(self.dtype) if self.dtype in DTYPES else -1
         window = -1 if self.window_bytes is None else self.window_bytes
-        mine = (_MAGIC, VERSION, self.hidden, self.num_experts, self.topk, self.max_tokens, dtype, window)
-        packed = struct.pack("<8q16s", *mine, self.backend.encode())
+        sizes = (self.hidden, self.num_experts, self.topk, self.max_tokens)
+        mine = (_MAGIC, VERSION, *sizes, dtype, window, self.domain_ranks or self.ranks)
+        packed = struct.pack("<9q16s", *mine, self.backend.encode())
         for rank, theirs in enumerate(group.all_gather(packed)):
-            *numbers, backend = struct.unpack("<8q16s", theirs)
+            *numbers, backend = struct.unpack("<9q16s", theirs)
             for name, ours, other in zip(self._NAMES, mine, numbers, strict=True):
                 if ours != other:
                     show = _dtype_name if name == "dtype" else str
@@ -67,11 +79,22 @@ class Settings:
             raise BadInput("num_experts", self.num_experts, f"a multiple of the number of ranks, {self.ranks}")
         if self.max_tokens < 1 or self.ranks * self.max_tokens >= MAX_FLAT_ROWS:
             raise BadInput("max_tokens", self.max_tokens, f"1 to {(MAX_FLAT_ROWS - 1) // self.ranks}")
+        if self.domain_ranks is None:
+            return
+        if self.domain_ranks < 1 or self.ranks % self.domain_ranks:
+            raise BadInput("domain_ranks", self.domain_ranks, f"a divisor of the number of ranks, {self.ranks}")
+        if self.domain_ranks != self.ranks and self.backend != "host":
+            raise BadInput("domain_ranks", self.domain_ranks, f"all {self.ranks} with backend {self.backend!r}")
 
     @property
     def staged_row_bytes(self) -> int:
         """The widest row that combine stages: a partial sum in float32, and gradients of weights."""
         return self.hidden * 4 + -(-self.topk * 4 // 16) * 16
+
+    @property
+    def landing_payload_bytes(self) -> tuple[int, int]:
+        """The widest row that crosses to another domain, and room for scales beside it."""
+        return self.hidden * 4, max(self.hidden * 4, 256)
 
     def worst_rows(self, layout: str, alignment: int = 1) -> int:
         """The most rows a rank can receive in a dispatch of this layout."""

@@ -83,6 +83,7 @@ DIFFERENT = {
     "max_tokens": 33,
     "dtype": torch.float32,
     "window_bytes": 1 << 20,
+    "domain_ranks": 1,
 }
 
 

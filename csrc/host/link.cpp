@@ -1,10 +1,13 @@
 #include "link.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstring>
 
 #include "../protocol/order.h"
+#include "../runtime/quiet_thread.h"
 
 namespace moecomm::host {
 
@@ -21,25 +24,30 @@ u64 next(u64& state) {
 }  // namespace
 
 Link::Link(const Shape& shape, std::vector<u64> windows, u64 disorder)
-    : layout_(window_layout(shape)), windows_(std::move(windows)), disorder_(disorder), told_(windows_.size()) {
+    : owner_(getpid()), layout_(window_layout(shape)), windows_(std::move(windows)), disorder_(disorder), told_(windows_.size()) {
     for (size_t p = 0; p < windows_.size(); ++p)
         if (windows_[p] != 0) told_[p].assign(signals(shape), 0);
-    thread_ = std::thread([this] { serve(); });
+    thread_ = runtime::quiet_thread([this] { serve(); });
 }
 
 void Link::close() {
     if (!thread_.joinable()) return;
+    if (getpid() != owner_) {
+        thread_.detach();
+        static_cast<void>(meeting_.release());
+        return;
+    }
     {
-        std::lock_guard<std::mutex> lock(mutex_);
+        std::lock_guard<std::mutex> lock(meeting_->mutex);
         closing_ = true;
     }
-    work_.notify_one();
+    meeting_->work.notify_one();
     thread_.join();
 }
 
 void Link::put(i32 peer, u64 offset, const void* bytes, u64 n) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    room_.wait(lock, [&] { return waiting_.bytes.empty() || waiting_.bytes.size() + n <= kMostWaiting; });
+    std::unique_lock<std::mutex> lock(meeting_->mutex);
+    meeting_->room.wait(lock, [&] { return waiting_.bytes.empty() || waiting_.bytes.size() + n <= kMostWaiting; });
     const u64 first = waiting_.bytes.size();
     waiting_.bytes.resize(first + n);
     std::memcpy(waiting_.bytes.data() + first, bytes, n);
@@ -47,7 +55,7 @@ void Link::put(i32 peer, u64 offset, const void* bytes, u64 n) {
 }
 
 void Link::signal(i32 peer, u64 which, u64 value) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<std::mutex> lock(meeting_->mutex);
     u64& told = told_[peer][which];
     append({peer, true, signal_at(layout_, which), 0, 0, value - told});
     told = value;
@@ -56,7 +64,7 @@ void Link::signal(i32 peer, u64 which, u64 value) {
 // The thread sleeps only while nothing waits.
 void Link::append(const Order& order) {
     waiting_.orders.push_back(order);
-    if (waiting_.orders.size() == 1) work_.notify_one();
+    if (waiting_.orders.size() == 1) meeting_->work.notify_one();
 }
 
 void Link::abort(i32 peer, u32 word) { compare_exchange(reinterpret_cast<u32*>(windows_[peer] + layout_.abort), 0, word); }
@@ -67,12 +75,12 @@ void Link::serve() {
         batch.orders.clear();
         batch.bytes.clear();
         {
-            std::unique_lock<std::mutex> lock(mutex_);
-            work_.wait(lock, [this] { return closing_ || !waiting_.orders.empty(); });
+            std::unique_lock<std::mutex> lock(meeting_->mutex);
+            meeting_->work.wait(lock, [this] { return closing_ || !waiting_.orders.empty(); });
             if (waiting_.orders.empty()) return;
             std::swap(batch, waiting_);
         }
-        room_.notify_all();
+        meeting_->room.notify_all();
         disorder_ != 0 ? move_disorderly(batch) : move(batch);
     }
 }

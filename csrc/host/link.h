@@ -1,6 +1,7 @@
 // How a rank reaches ranks of other domains: puts and signals, moved by a thread of its own.
 #pragma once
 #include <condition_variable>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -47,12 +48,17 @@ class Link {
     void move_disorderly(Batch& batch);
     void execute(const Batch& batch, const Order& order) const;
 
+    const int owner_;  // the process that has the thread
     const WindowLayout layout_;
     const std::vector<u64> windows_;
     u64 disorder_;
     std::vector<std::vector<u64>> told_;  // by peer and signal: its value
-    std::mutex mutex_;
-    std::condition_variable work_, room_;
+    // Apart, because a forked child, which has no such thread, must not end what the thread waits for.
+    struct Meeting {
+        std::mutex mutex;
+        std::condition_variable work, room;
+    };
+    std::unique_ptr<Meeting> meeting_ = std::make_unique<Meeting>();
     Batch waiting_;
     bool closing_ = false;
     std::thread thread_;

@@ -15,11 +15,12 @@
 //                                    rounds once, and gives the relays their credits
 //
 // The sum of a token over n ranks of D' domains is so a sum of sums.  Against the order of one domain, with u = 2^-24,
-// g(n) = n u / (1 - n u) and A = the sum of the magnitudes of the ranks' rows: each order makes at most g(n - 1) A of error,
-// because no row goes through more than n - 1 additions, and through at most L - 1 + D' - 1 in the order of the domains.  So they differ by
-// at most (g(n - 1) + g(min(n - 1, L + D' - 2))) A, before the one rounding of the result.  With `wire` of 16 bits (w = 2^-9 bfloat16,
-// 2^-12 float16) the sum of another domain is rounded when it crosses: another w (1 + g(L - 1)) A.  If all rows are in one domain and wire
-// is float32, the bits are equal.
+// g(n) = n u / (1 - n u) and A = the sum of the magnitudes of the ranks' rows: each order makes at most g(m) A of error where no row goes
+// through more than m additions that round.  In the order of one domain that are n - 1, the first addition being to 0; in that of several
+// at most L - 1 in a domain and then D' - 1, and never more than n - 1.  So the two differ by at most (g(n - 1) + g(min(n - 1, L + D' -
+// 2))) A, before the one rounding of the result.  With `wire` of 16 bits the sum of another domain is rounded when it crosses, by at most w
+// times itself (w = 2^-8 bfloat16; 2^-11 float16, above underflow), and that goes through D' - 1 additions: another w (1 + g(L - 1)) (1 +
+// g(D' - 1)) A.  If all rows of a token are in one domain and wire is float32, the bits are equal.
 #pragma once
 #include "slots.h"
 

@@ -17,7 +17,7 @@ enum class Phase : u32 {
     notice = 0,   // a peer's counts and addresses
     payload = 1,  // a peer's rows (dispatch)
     reduced = 2,  // a peer's reduced rows (combine)
-    drained = 3,  // a peer's reading of our staged rows of an earlier combine
+    drained = 3,  // a peer's reading of rows that lie where our next ones go: in a ring, or staged by an earlier combine
     grid = 4,     // our own other blocks or threads
 };
 

@@ -1,4 +1,7 @@
-"""CPU ranks of one host: memfd windows that every rank maps, and the C++ executor.  The embedded default."""
+"""CPU ranks of one host: memfd windows that every rank maps, and the C++ executor.  The embedded default.
+
+Several domains (`domain_ranks`) are as on GPUs: windows of other domains are written by a Link alone.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,14 @@ class HostSession:
         context = _native.Context()
         context.set_shape(shape)
         context.rank = ranks.rank
-        context.peers = [peer.address for peer in self._peers]
+        size = shape.domain_ranks or ranks.ranks
+        near = [rank // size == ranks.rank // size for rank in range(ranks.ranks)]
+        context.peers = [peer.address if here else 0 for peer, here in zip(self._peers, near, strict=True)]
+        self._link: _native.Link | None = None
+        if not all(near):
+            far = [0 if here else peer.address for peer, here in zip(self._peers, near, strict=True)]
+            self._link = _native.Link(shape, far)
+            context.link = self._link.address
         context.record = self._control.address
         context.abort_host = self._control.address + 64
         self.context = context
@@ -92,6 +102,8 @@ class HostSession:
         """Drops our mappings; the memory goes when the last tensor and the last peer have let go."""
         if not failures.round_failed(self.context):
             _native.leave(self.context)
+        if self._link is not None:  # before our process may end, and before the windows go
+            self._link.close()
         if self._presence is not None:
             self._presence.leave()
         for peer in self._peers:

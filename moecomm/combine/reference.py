@@ -17,19 +17,28 @@ def combine(
     weighted: bool = True,
     bias: list[torch.Tensor | None] | None = None,
     wire: torch.dtype = torch.float32,
+    domain_ranks: int | None = None,
 ) -> list[torch.Tensor]:
     """Experts' outputs `ys[p]` (rows as in `arrived[p].x`, [rows, H]) -> every rank's [T_r, H], in the dtype of `ys`.
 
     expert, batched: partial_p = sum over k ascending of w_k * y_k, each product and each sum rounded to float32,
     then to `wire`;
     flat: partial_p = the row of rank p.  out = sum over p ascending of partial_p in float32, plus bias, rounded once.
+
+    domain_ranks: with several domains the sum over p is that over the ranks of each domain, rounded to `wire` where the
+    domain is not the token's own, and then over the domains ascending.  So it differs from the sum in the order of one
+    domain, before the rounding of the result, by at most (g(n - 1) + g(min(n - 1, L + D' - 2))) A: with n ranks that
+    have the token, in D' domains of L, u = 2^-24, g(n) = n u / (1 - n u), A = the sum of |partial_p|.  With a `wire` of
+    16 bits by another w (1 + g(L - 1)) (1 + g(D' - 1)) A, w = 2^-8 (bfloat16) or, above underflow, 2^-11 (float16).
+    csrc/protocol/domains.h derives it.
     """
+    size = domain_ranks or len(ys)
     dtype = ys[0].dtype
     out = []
     for source in range(len(ys)):
         tokens, topk = arrived[0].rows[source].shape
-        total = torch.zeros(tokens, ys[0].shape[1])
-        for y, here in zip(ys, arrived, strict=True):
+        sums = torch.zeros(len(ys) // size, tokens, ys[0].shape[1])  # by domain
+        for p, (y, here) in enumerate(zip(ys, arrived, strict=True)):
             rows = here.rows[source]
             on = rows >= 0
             if not on.any():
@@ -41,11 +50,14 @@ def combine(
                 if weighted:
                     assert here.row_weights is not None
                     terms = here.row_weights[rows.clamp(min=0)].unsqueeze(2) * terms
-                partial = torch.zeros_like(total)
+                partial = torch.zeros_like(sums[0])
                 for k in range(topk):
                     partial += torch.where(on[:, k : k + 1], terms[:, k], 0.0)
                 partial = partial.to(wire).float()
-            total += torch.where(on.any(dim=1, keepdim=True), partial, 0.0)
+            sums[p // size] += torch.where(on.any(dim=1, keepdim=True), partial, 0.0)
+        total = torch.zeros_like(sums[0])
+        for domain, part in enumerate(sums):
+            total += part if domain == source // size else part.to(wire).float()
         added = None if bias is None else bias[source]
         if added is not None:
             total = total + added.float()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moecomm import _native
 from moecomm.arrays import adopt, check_rows, check_tensor
 from moecomm.errors import BadInput, Closed
 from moecomm.routed import Handle
@@ -147,6 +148,11 @@ def _check_scales(buffer: Buffer, options: Options, x: torch.Tensor, scales: tor
         raise BadInput("scales", f"{scales.shape[1]} columns", "at least one, and rows of less than 2^20 bytes")
     if scales.numel() and scales.shape[1] > 1 and scales.stride(1) != 1:
         raise BadInput("scales", f"strides {scales.stride()}", "contiguous rows")
+    if buffer.domain_ranks != buffer.num_ranks:
+        shape, bytes_of_scales = buffer.session.context.shape, scales.shape[1] * scales.element_size()
+        room = shape.landing_bytes - _native.landed_bytes(shape, buffer.hidden * x.element_size(), 0)
+        if bytes_of_scales > room:
+            raise BadInput("scales", f"rows of {bytes_of_scales} bytes", f"at most {room} between domains")
     if options.scale_layout == "column" and scales.element_size() != 4:
         raise BadInput("scales", str(scales.dtype), "elements of 4 bytes for scale_layout='column'")
 

@@ -107,7 +107,13 @@ class Wanted:
         self.grads = _weight_grads(case, self.arrived) if case.weight_grads else None
         wire = torch.float32 if case.wire is None else case.wire
         self.out = combine_reference.combine(
-            self.y, self.arrived, layout=case.layout, weighted=case.weighted, bias=case.bias, wire=wire
+            self.y,
+            self.arrived,
+            layout=case.layout,
+            weighted=case.weighted,
+            bias=case.bias,
+            wire=wire,
+            domain_ranks=buffer.domain_ranks,
         )
         self.out_grads = None
         if self.grads is not None:

@@ -61,6 +61,7 @@ class Workshop:
         csrc = here / "csrc"
         shutil.copytree(CSRC / "protocol", csrc / "protocol")
         shutil.copytree(CSRC / "host", csrc / "host")
+        shutil.copytree(CSRC / "runtime", csrc / "runtime")
         edited = csrc / mutant.file
         edited.write_text(edited.read_text().replace(mutant.old, mutant.new))
         header = CSRC / mutant.file

@@ -1,0 +1,170 @@
+"""Buffers over several domains: against the reference in the order of the domains, and when ranks are lost."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from moecomm.combine import reference
+from moecomm.dispatch import reference as dispatch_reference
+from moecomm.testing import LocalBuffers, check_case, check_case_on_rank, random_case, random_sizes
+
+from .conftest import Ranks
+
+SIZES: dict[str, Any] = {"hidden": 64, "num_experts": 8, "topk": 4, "max_tokens": 40, "backend": "host"}
+DOMAINS = [(4, 2), (8, 4), (8, 2), (3, 1), (2, 1)]  # ranks, of them in a domain
+CASES = 30  # of each set of sizes
+
+
+@pytest.mark.parametrize(("count", "domain_ranks"), DOMAINS)
+def test_random_cases_match_the_reference(count: int, domain_ranks: int) -> None:
+    for number in range(2):
+        sizes = random_sizes(number, ranks=(count,))
+        with LocalBuffers(**sizes, domain_ranks=domain_ranks, backend="host") as ranks:
+            assert {buffer.domain_ranks for buffer in ranks.buffers} == {domain_ranks}
+            for seed in range(number * CASES, (number + 1) * CASES):
+                check_case(ranks, random_case(seed, **sizes))
+
+
+def routing(rank: int, tokens: int = 30) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(rank)
+    idx = torch.rand(tokens, 8, generator=g).argsort(dim=1)[:, :4]
+    return torch.randn(tokens, 64, generator=g).bfloat16(), idx, torch.rand(tokens, 4, generator=g)
+
+
+def _random_rounds(rank: int, group: Any) -> str:
+    sizes = {**SIZES, "dtype": torch.bfloat16}
+    with moecomm.Buffer(group, **sizes, domain_ranks=2) as buffer:
+        case_sizes = {name: size for name, size in sizes.items() if name != "backend"}
+        for seed in range(15):
+            check_case_on_rank(buffer, random_case(seed, ranks=4, **case_sizes))
+        x, idx, weights = routing(rank)
+        routed = buffer.dispatch(x, idx, weights)
+        again = buffer.dispatch(2 * x, handle=routed.handle)
+        assert torch.equal(again.x, 2 * routed.x)
+        with pytest.raises(moecomm.BadInput, match=r"rank 3.*expert 99"):
+            buffer.dispatch(x, torch.full_like(idx, 99) if rank == 3 else idx)
+        out = buffer.combine(again.x, routed.handle)
+        torch.testing.assert_close(out.float(), 2 * x.float() * weights.sum(1, keepdim=True), rtol=2**-6, atol=2**-6)
+    return "done"
+
+
+def test_processes_match_the_reference(ranks: Ranks) -> None:
+    assert ranks.run(4, _random_rounds) == ["done"] * 4
+
+
+def _until_a_peer_dies(rank: int, group: Any, victim: int, kind: str) -> tuple[str, int, float]:
+    buffer = moecomm.Buffer(group, **SIZES, domain_ranks=2, timeout_s=3)
+    if rank == victim and kind == "idle":
+        time.sleep(60)
+    begun = time.monotonic()
+    try:
+        for number in itertools.count():
+            if rank == victim and kind == "between" and number == 30:
+                os.kill(os.getpid(), signal.SIGKILL)
+            begun = time.monotonic()
+            routed = buffer.dispatch(*routing(rank))
+            buffer.combine(routed.x, routed.handle)
+    except moecomm.RoundFailed as error:
+        took = time.monotonic() - begun
+        buffer.close()
+        return type(error).__name__, error.peer, took
+    raise AssertionError("not reached")
+
+
+@pytest.mark.parametrize("kind", ["between", "any time"])
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_killed_relay_is_named_by_all(ranks: Ranks, victim: int, kind: str) -> None:
+    ranks.start(4, _until_a_peer_dies, victim, kind)
+    if kind == "any time":
+        time.sleep(1.5)
+        ranks.kill(victim)
+    for name, peer, seconds in ranks.results(3).values():
+        assert (name, peer) == ("PeerLost", victim)
+        assert seconds < 1.0, "a death on the same host is noticed at once"
+
+
+def test_a_silent_relay_is_a_timeout_on_all(ranks: Ranks) -> None:
+    ranks.start(4, _until_a_peer_dies, 1, "idle")
+    for name, peer, seconds in ranks.results(3).values():
+        assert (name, peer) == ("Timeout", 1)
+        assert seconds < 4.0, "timeout_s + 1 s"
+
+
+def _close_early(rank: int, group: Any) -> tuple[str, int] | None:
+    """Rank 0 has told everybody that it leaves before its process ends."""
+    buffer = moecomm.Buffer(group, **SIZES, domain_ranks=2, timeout_s=20)
+    buffer.dispatch(*routing(rank))
+    if rank == 0:
+        buffer.close()
+        return None
+    with pytest.raises(moecomm.PeerLost) as caught:
+        buffer.dispatch(*routing(rank))
+    return type(caught.value).__name__, caught.value.peer
+
+
+def test_a_rank_that_closes_is_not_waited_for(ranks: Ranks) -> None:
+    assert ranks.run(4, _close_early) == [None, *[("PeerLost", 0)] * 3]
+
+
+def _fork(rank: int, group: Any) -> str:
+    """A child has the Buffer, but not the thread of its link; to drop the one must not end the other."""
+    buffer: Any = moecomm.Buffer(group, **SIZES, domain_ranks=1, timeout_s=20)
+    buffer.dispatch(*routing(rank))
+    if (child := os.fork()) == 0:
+        del buffer
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    buffer.dispatch(*routing(rank))
+    buffer.close()
+    return "done"
+
+
+def test_a_forked_child_may_drop_the_buffer(ranks: Ranks) -> None:
+    assert ranks.run(2, _fork) == ["done"] * 2
+
+
+@pytest.mark.parametrize("domain_ranks", [0, 2, 4, -1])
+def test_domains_of_unequal_size(domain_ranks: int) -> None:
+    with pytest.raises(moecomm.BadInput, match="domain_ranks"):
+        LocalBuffers(3, **{**SIZES, "num_experts": 3}, domain_ranks=domain_ranks)
+
+
+def test_scales_that_have_no_room_where_they_land() -> None:
+    with LocalBuffers(2, **SIZES, domain_ranks=1) as ranks:
+        x, idx, weights = routing(0)
+        call = {"x": x, "topk_idx": idx, "topk_weights": weights, "scales": torch.zeros(30, 500)}
+        with pytest.raises(moecomm.BadInput, match="2000 bytes; want at most"):
+            ranks.dispatch([call, call])
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+def test_the_sum_over_domains_is_within_the_bound(wire: torch.dtype) -> None:
+    """Of ranks' rows of all sizes, against the sum in the order of one domain."""
+    ranks, size, tokens, hidden = 8, 2, 50, 32
+    g = torch.Generator().manual_seed(3)
+    x = [torch.randn(tokens, hidden, generator=g) for _ in range(ranks)]
+    idx = [torch.arange(ranks).repeat(tokens, 1) for _ in range(ranks)]
+    arrived = dispatch_reference.dispatch(x, idx, [None] * ranks, num_experts=ranks, layout="flat", max_tokens=tokens)
+    y = [torch.randn(a.x.shape, generator=g) * 2.0 ** torch.randint(-12, 12, a.x.shape, generator=g) for a in arrived]
+    one = reference.combine(y, arrived, layout="flat")
+    several = reference.combine(y, arrived, layout="flat", domain_ranks=size, wire=wire)
+    magnitude = reference.combine([row.abs().double().float() for row in y], arrived, layout="flat")
+
+    def gamma(additions: int) -> float:
+        return additions * 2**-24 / (1 - additions * 2**-24)
+
+    bound = gamma(ranks - 1) + gamma(min(ranks - 1, size + ranks // size - 2))
+    if wire is not torch.float32:
+        bound += 2**-8 * (1 + gamma(size - 1)) * (1 + gamma(ranks // size - 1))
+    bound += 2 * 2**-24 + gamma(ranks)  # the rounding of both results, and of the magnitudes
+    for a, b, total in zip(one, several, magnitude, strict=True):
+        assert bool(((a - b).abs() <= bound * total).all())
+    assert any(not torch.equal(a, b) for a, b in zip(one, several, strict=True))
