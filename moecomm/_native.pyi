@@ -200,7 +200,7 @@ class DispatchPlan:
         self,
         args: DispatchArgs,
         scale_columns: bool,
-        x: Tensor,
+        x: Tensor | None,
         scales: Tensor | None,
         topk_idx: Tensor | None,
         topk_weights: Tensor | None,

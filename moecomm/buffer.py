@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moecomm import _native, backends, combine, config, dispatch, failures
+from moecomm import _native, backends, combine, config, dispatch, failures, names
 from moecomm.errors import BadInput, Closed, MoecommError, RoundFailed, Unsupported
 from moecomm.memory import WindowMemory
 from moecomm.rendezvous import rendezvous
@@ -106,6 +106,7 @@ class Buffer:
         self.memory = WindowMemory(self._session.arena, self._session.capturing)
         self.dispatch_plans: dict[tuple[Any, ...], list[dispatch.Plan]] = {}
         self.combine_plans: dict[tuple[Any, ...], list[combine.Plan]] = {}
+        self.routes: dict[tuple[Any, ...], Any] = {}  # of the dispatches of operators, see moecomm.ops.handles
         self.begun: Routed | None = None  # by dispatch_begin, and not ended yet
         self.on_cpu = self._session.device.type == "cpu"
         self._failure: RoundFailed | None = None
@@ -114,6 +115,7 @@ class Buffer:
         self.dtype, self.timeout_s = dtype, timeout_s
         self.domain_ranks = domain_ranks or ranks.ranks
         self._close = weakref.finalize(self, _close_where_opened, os.getpid(), self._session)
+        self.name = names.give(self)  # what operators call it
         log.info(
             "rank %d of %d: %s (%s), %.1f MiB", self.rank, self.num_ranks, self.backend, self.why, self.nbytes / 2**20
         )
@@ -330,6 +332,7 @@ class Buffer:
         self._close()
         self.dispatch_plans.clear()  # they refer to the window
         self.combine_plans.clear()
+        self.routes.clear()
 
     @property
     def backend(self) -> str:

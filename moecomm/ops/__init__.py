@@ -1,0 +1,156 @@
+"""dispatch and combine as operators of torch: with gradients, and in graphs of torch.compile.
+
+    routed = moecomm.ops.dispatch(buffer, x, topk_idx, topk_weights)
+    y = experts(routed.x, routed.tokens_per_expert)
+    out = moecomm.ops.combine(y, routed.handle)
+
+They differ from Buffer's own in three things.  Shapes never depend on what arrives: there are `max_rows` rows, and
+counts on the device.  x, y and the routing weights have gradients, whose rounds are collective too: every rank that
+took part in the forward pass runs the backward pass, and in the same order.  And a handle is plain: a tensor, strings
+and numbers.
+
+A gradient of a dispatch can't be differentiated again: Unsupported.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from moecomm.buffer import Buffer
+from moecomm.ops import gradients, rounds
+from moecomm.ops.handles import Handle
+
+__all__ = ["Dispatched", "Handle", "combine", "dispatch", "dispatch_again"]
+
+gradients.register()
+
+
+class Dispatched(NamedTuple):
+    """The tokens that arrived, as moecomm.Routed has them, in tensors of `max_rows` rows.
+
+    Attributes:
+        x: `[rows, H]` (batched `[E/R, R * max_tokens, H]`) of the Buffer's dtype.  Rows where no token arrived are
+            zeros, or not initialised with `zero_padding=False`.
+        tokens_per_expert: int32 `[E/R]`.
+        num_rows: int32 `[1]`: rows in use, as in moecomm.Routed.
+        src: int32 `[rows, 2]`: source rank and token of each row, or -1, -1.
+        row_weights: expert, batched: float32 `[rows]`: the routing weight of each row, or 0.
+        topk_idx: flat: int64 `[rows, K]`: this rank's expert, or -1.
+        topk_weights: flat: float32 `[rows, K]`, 0 beside -1: the caller's experts apply them.
+        handle: for combine() and dispatch_again().
+    """
+
+    x: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    num_rows: torch.Tensor
+    src: torch.Tensor
+    row_weights: torch.Tensor | None
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    handle: Handle
+
+
+def dispatch(
+    buffer: Buffer | str,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None = None,
+    *,
+    layout: str = "expert",
+    expert_alignment: int = 1,
+    max_rows: int | None = None,
+    zero_padding: bool = True,
+) -> Dispatched:
+    """Buffer.dispatch as an operator.  Collective.  Gradients: x, topk_weights.
+
+    Args:
+        buffer: a Buffer, or its `name`.
+        x: `[T, H]` of the Buffer's dtype.
+        topk_idx: int64 or int32 `[T, K]`; -1 picks none.
+        topk_weights: floating `[T, K]`, used in float32; None: every weight is 1.
+        layout: "expert", "flat" or "batched".
+        expert_alignment: expert: groups start at multiples of this.
+        max_rows: expert, flat: rows to make room for; default: the worst case.  More is bad input on every rank.
+        zero_padding: rows where no token arrived are zeros, and so are those of the gradient of y: sums over all
+            rows are then right.  False saves a pass over the rows where experts go by the counts.
+
+    Raises:
+        As Buffer.dispatch.
+    """
+    name = buffer if isinstance(buffer, str) else buffer.name
+    weights = None if topk_weights is None else topk_weights.float()
+    rows, weights, local_idx, src, tokens_per_expert, num_rows, memory = rounds.dispatch(
+        x,
+        topk_idx.long(),
+        weights,
+        name,
+        layout,
+        expert_alignment,
+        -1 if max_rows is None else max_rows,
+        zero_padding,
+    )
+    room = rows.shape[0] * (rows.shape[1] if layout == "batched" else 1)
+    flat = layout == "flat"
+    row_weights = None if flat else weights
+    handle = Handle(memory, row_weights, name, layout, x.shape[0], room, zero_padding)
+    return Dispatched(
+        rows,
+        tokens_per_expert,
+        num_rows,
+        src,
+        row_weights,
+        local_idx if flat else None,
+        weights if flat else None,
+        handle,
+    )
+
+
+def dispatch_again(x: torch.Tensor, handle: Handle) -> torch.Tensor:
+    """Sends other rows the way of an earlier dispatch, without routing.  Collective.  Gradient: x.
+
+    Args:
+        x: `[T, H]`, as many tokens as that dispatch had.
+        handle: of it.
+
+    Returns:
+        Rows as `Dispatched.x` of that dispatch.
+
+    Raises:
+        As Buffer.dispatch; BadInput as well for a handle that is none.
+    """
+    rows: torch.Tensor = rounds.dispatch_again(
+        x, handle.memory, handle.buffer, handle.layout, handle.max_rows, handle.zero_padding
+    )
+    return rows
+
+
+def combine(y: torch.Tensor, handle: Handle, *, weighted: bool = True, wire: torch.dtype | None = None) -> torch.Tensor:
+    """Buffer.combine as an operator.  Collective.  Gradients: y, and the weights in the handle, whose way home to
+    topk_weights is that of the gradient of the dispatch.
+
+    Args:
+        y: rows as in `Dispatched.x`.  The gradient is computed in the Buffer's dtype and returned in that of y.
+        handle: of the dispatch.
+        weighted: expert, batched: multiply each row by `handle.row_weights`.
+        wire: see Buffer.combine.
+
+    Returns:
+        `[T, H]` of the dtype of y: see Buffer.combine.
+
+    Raises:
+        As Buffer.combine; BadInput as well for a handle that is none.
+    """
+    out: torch.Tensor = rounds.combine(
+        y,
+        handle.row_weights if weighted else None,
+        handle.memory,
+        handle.buffer,
+        handle.layout,
+        handle.max_rows,
+        handle.num_tokens,
+        wire,
+        handle.zero_padding,
+    )
+    return out

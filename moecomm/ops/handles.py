@@ -1,0 +1,116 @@
+"""A handle that is nothing but a tensor, strings and numbers, and what a round needs, made from it again.
+
+What a dispatch leaves for combines and repeats lies in one block of memory: tables of rows, and counts.  A handle is
+that block as a tensor, so it lives as long as something refers to it, a graph of autograd for example; and as the
+tables hold no addresses, a copy of it at another place serves as well (offloaded and brought back, say).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+
+from moecomm import _native, names
+from moecomm.dispatch.arguments import LAYOUTS
+from moecomm.errors import BadInput
+from moecomm.routed import Handle as NativeHandle
+
+if TYPE_CHECKING:
+    from moecomm.buffer import Buffer
+    from moecomm.dispatch.plan import Plan
+    from moecomm.routed import Routed
+
+ROUTE = ("token_rows", "token_owner", "token_slot", "sent", "ranges", "rows", "row_weights", "src")
+COUNTS = ("tokens_per_expert", "num_rows")
+
+
+class Handle(NamedTuple):
+    """Where the tokens of one dispatch went.  Serves any number of combines and repeats, in any order.
+
+    Attributes:
+        memory: uint8 `[n]`: the tables of the dispatch.  May be copied, and must not be changed.
+        row_weights: float32 `[rows]` (batched `[E/R, R * max_tokens]`): what combine multiplies rows with, and what
+            the gradient of the routing weights flows through; None in "flat".
+        buffer: the Buffer's name.
+        layout: of the dispatch.
+        num_tokens: tokens of this rank.
+        max_rows: rows that there is room for.
+        zero_padding: rows that did not come are zeros, in gradients too.
+    """
+
+    memory: torch.Tensor
+    row_weights: torch.Tensor | None
+    buffer: str
+    layout: str
+    num_tokens: int
+    max_rows: int
+    zero_padding: bool
+
+
+class Route(NamedTuple):
+    """One dispatch of a kind: those with as many rows and tokens have their tables at the same distances."""
+
+    plan: Plan
+    args: _native.DispatchArgs
+    address: int  # of the memory that `args` speaks of
+
+
+def remember(buffer: Buffer, routed: Routed) -> None:
+    """Makes restore() know dispatches like this one."""
+    args = routed.handle.args
+    key = (routed.plan.layout, args.max_rows, args.num_tokens)
+    if key not in buffer.routes:
+        address = routed.plan.base + routed.handle.block.offset
+        buffer.routes[key] = Route(routed.plan, copy.copy(args), address)
+
+
+def restore(memory: torch.Tensor, name: str, layout: str, max_rows: int, num_tokens: int) -> NativeHandle:
+    """The handle that Buffer's rounds take, over the tables in `memory`.
+
+    Raises:
+        Closed: the Buffer is.
+        BadInput: no dispatch of this Buffer made such a handle.
+    """
+    buffer = names.find(name)
+    route = buffer.routes.get((layout, max_rows, num_tokens))
+    right = memory.dtype is torch.uint8 and memory.is_contiguous() and memory.device == buffer.device
+    if route is None or not right or memory.numel() != memory_bytes(buffer, layout, max_rows):
+        got = f"one of layout {layout!r} for {num_tokens} tokens and {max_rows} rows on {memory.device}"
+        raise BadInput("handle", got, "one that moecomm.ops.dispatch returned, over this Buffer")
+    args, moved = copy.copy(route.args), memory.data_ptr() - route.address
+    for field in ROUTE:
+        if (address := getattr(args.route, field)) != 0:  # flat has neither rows nor row_weights
+            setattr(args.route, field, address + moved)
+    for field in COUNTS:
+        setattr(args, field, getattr(args, field) + moved)
+    # In the place of a block of the window: rounds ask nothing of it but to keep the tables alive.
+    return NativeHandle(buffer, route.plan, args, cast("_native.Block", memory), True)
+
+
+def counts(handle: NativeHandle) -> tuple[torch.Tensor, torch.Tensor]:
+    """tokens_per_expert int32 [E/R] and num_rows int32 [1], views into the memory of a handle from restore()."""
+    args = handle.args
+    experts = _view(handle, args.tokens_per_expert, (handle.plan.local_experts,))
+    return experts, _view(handle, args.num_rows, (1,))
+
+
+def sources(handle: NativeHandle) -> torch.Tensor:
+    """src int32 [rows, 2] (batched [E/R, R * max_tokens, 2]), likewise; rows past num_rows are not initialised."""
+    return _view(handle, handle.args.route.src, (*handle.plan.rows_shape(handle.args), 2))
+
+
+def memory_bytes(buffer: Buffer, layout: str, max_rows: int) -> int:
+    """Bytes of the tables of a dispatch with room for so many rows."""
+    args = _native.DispatchArgs()
+    args.ctx = buffer.session.context
+    args.layout, args.idx_bytes = LAYOUTS.index(layout), 8
+    return _native.DispatchPlan(args, False, None, None, None, None).kept_bytes(max_rows)
+
+
+def _view(handle: NativeHandle, address: int, shape: tuple[int, ...]) -> torch.Tensor:
+    memory = cast("torch.Tensor", handle.block)
+    begin = address - memory.data_ptr()
+    size = torch.Size(shape).numel() * 4
+    return memory[begin : begin + size].view(torch.int32).view(shape)

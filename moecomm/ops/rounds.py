@@ -1,0 +1,265 @@
+"""The operators: rounds of a Buffer that take and give tensors, numbers and strings, and what shapes they give.
+
+Outputs have shapes that depend on the inputs' shapes alone; what arrived is told by counts on the device.  So nothing
+here waits for a GPU, and a graph, of torch.compile or of CUDA, can hold all of it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moecomm import names
+from moecomm.arrays import window_tensor
+from moecomm.buffer import Buffer
+from moecomm.errors import BadInput
+from moecomm.ops import handles
+from moecomm.routed import Handle as NativeHandle
+from moecomm.routed import Routed
+
+_ROUNDS_LEFT = 2  # rounds like the last that the window must have room for; else outputs move out of it
+
+
+@torch.library.custom_op("moecomm::dispatch", mutates_args=())
+def dispatch(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    buffer: str,
+    layout: str,
+    expert_alignment: int,
+    max_rows: int,
+    zero_padding: bool,
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:  # x, weights, topk_idx, src, tokens_per_expert, num_rows, memory
+    """See moecomm.ops.dispatch.  `max_rows` -1: the worst case."""
+    owner = names.find(buffer)
+    routed = _run_dispatch(
+        owner,
+        rows_of(x),
+        topk_idx.contiguous(),
+        None if topk_weights is None else topk_weights.contiguous(),
+        layout=layout,
+        expert_alignment=expert_alignment,
+        max_rows=None if max_rows < 0 else max_rows,
+    )
+    handles.remember(owner, routed)
+    args, block = routed.handle.args, routed.handle.block
+    memory = window_tensor(
+        block,
+        routed.plan.base + block.offset,
+        (handles.memory_bytes(owner, layout, args.max_rows),),
+        torch.uint8,
+        owner.device,
+        routed.plan.owner,
+    )
+    tables = handles.restore(memory, buffer, layout, args.max_rows, args.num_tokens)
+    arrived = _arrived(tables)
+    rows = routed.x
+    if zero_padding:
+        _zero_others(rows, arrived)
+    if layout == "flat":
+        assert routed.topk_weights is not None and routed.topk_idx is not None
+        weights = torch.where(arrived.unsqueeze(-1), routed.topk_weights, 0.0)
+        local_idx = torch.where(arrived.unsqueeze(-1), routed.topk_idx, -1)
+    else:
+        assert routed.row_weights is not None
+        weights = torch.where(arrived, routed.row_weights, 0.0)
+        local_idx = topk_idx.new_empty(0)
+    src = torch.where(arrived.unsqueeze(-1), handles.sources(tables), -1)
+    tokens_per_expert, num_rows = (count.clone() for count in handles.counts(tables))
+    return (
+        _settled(owner, rows),
+        weights,
+        local_idx,
+        src,
+        tokens_per_expert,
+        num_rows,
+        _settled(owner, memory, rows.nbytes),
+    )
+
+
+@dispatch.register_fake
+def _(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    buffer: str,
+    layout: str,
+    expert_alignment: int,
+    max_rows: int,
+    zero_padding: bool,
+) -> tuple[torch.Tensor, ...]:
+    owner = names.find(buffer)
+    worst = owner.settings.worst_rows(layout, expert_alignment)
+    rows = worst if max_rows < 0 or layout == "batched" else min(max_rows, worst)
+    shape, local = rows_shape(owner, layout, rows), owner.num_experts // owner.num_ranks
+    flat = layout == "flat"
+    return (
+        x.new_empty((*shape, owner.hidden)),
+        x.new_empty((rows, owner.topk) if flat else shape, dtype=torch.float32),
+        topk_idx.new_empty((rows, owner.topk) if flat else (0,)),
+        x.new_empty((*shape, 2), dtype=torch.int32),
+        x.new_empty((local,), dtype=torch.int32),
+        x.new_empty((1,), dtype=torch.int32),
+        x.new_empty((handles.memory_bytes(owner, layout, rows),), dtype=torch.uint8),
+    )
+
+
+@torch.library.custom_op("moecomm::dispatch_again", mutates_args=())
+def dispatch_again(
+    x: torch.Tensor, memory: torch.Tensor, buffer: str, layout: str, max_rows: int, zero_padding: bool
+) -> torch.Tensor:
+    """Other rows the way of an earlier dispatch: [T, H] -> rows as `x` of that."""
+    owner = names.find(buffer)
+    handle = handles.restore(memory, buffer, layout, max_rows, len(x))
+    rows: torch.Tensor = _run_dispatch(owner, rows_of(x), handle=handle).x
+    if zero_padding:
+        _zero_others(rows, _arrived(handle))
+    return _settled(owner, rows)
+
+
+@dispatch_again.register_fake
+def _(
+    x: torch.Tensor, memory: torch.Tensor, buffer: str, layout: str, max_rows: int, zero_padding: bool
+) -> torch.Tensor:
+    owner = names.find(buffer)
+    return x.new_empty((*rows_shape(owner, layout, max_rows), owner.hidden))
+
+
+@torch.library.custom_op("moecomm::combine", mutates_args=())
+def combine(
+    y: torch.Tensor,
+    row_weights: torch.Tensor | None,
+    memory: torch.Tensor,
+    buffer: str,
+    layout: str,
+    max_rows: int,
+    num_tokens: int,
+    wire: torch.dtype | None,
+    zero_padding: bool,
+) -> torch.Tensor:
+    """See moecomm.ops.combine: rows -> [T, H].  `zero_padding`: of the gradient of y."""
+    handle = handles.restore(memory, buffer, layout, max_rows, num_tokens)
+    owner, weights = handle.buffer, None
+    if row_weights is not None:
+        weights = _where_peers_read(owner, handle, row_weights)
+        handle.args.route.row_weights = weights.data_ptr()
+    out: torch.Tensor = owner.combine(rows_of(y), handle, weighted=weights is not None, wire=wire)
+    return out
+
+
+@combine.register_fake
+def _(
+    y: torch.Tensor,
+    row_weights: torch.Tensor | None,
+    memory: torch.Tensor,
+    buffer: str,
+    layout: str,
+    max_rows: int,
+    num_tokens: int,
+    wire: torch.dtype | None,
+    zero_padding: bool,
+) -> torch.Tensor:
+    return y.new_empty((num_tokens, y.shape[-1]))
+
+
+@torch.library.custom_op("moecomm::dispatch_backward", mutates_args=())
+def dispatch_backward(
+    x: torch.Tensor,
+    weights: torch.Tensor | None,
+    memory: torch.Tensor,
+    buffer: str,
+    layout: str,
+    max_rows: int,
+    num_tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of rows and of their weights -> gradients of x [T, H] and of topk_weights [T, K] ([0] without)."""
+    handle = handles.restore(memory, buffer, layout, max_rows, num_tokens)
+    owner: Buffer = handle.buffer
+    if weights is None:
+        return owner.combine(rows_of(x), handle, weighted=False), x.new_empty(0, dtype=torch.float32)
+    grads: tuple[torch.Tensor, torch.Tensor] = owner.combine(
+        rows_of(x), handle, weighted=False, weight_grads=weights.contiguous()
+    )
+    return grads
+
+
+@dispatch_backward.register_fake
+def _(
+    x: torch.Tensor,
+    weights: torch.Tensor | None,
+    memory: torch.Tensor,
+    buffer: str,
+    layout: str,
+    max_rows: int,
+    num_tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    topk = names.find(buffer).topk
+    grad = x.new_empty((num_tokens, x.shape[-1]))
+    return grad, x.new_empty((0,) if weights is None else (num_tokens, topk), dtype=torch.float32)
+
+
+def _run_dispatch(buffer: Buffer, *tensors: torch.Tensor | None, **options: object) -> Routed:
+    """Buffer.dispatch with a static shape; on CPUs it says at once what went wrong, which there needs no waiting."""
+    routed = buffer.dispatch(*tensors, sync=False, **options)  # type: ignore[arg-type]
+    if buffer.on_cpu:
+        buffer.raise_failure()
+    return routed
+
+
+def rows_shape(buffer: Buffer, layout: str, rows: int) -> tuple[int, ...]:
+    """What the shapes of rows begin with."""
+    if layout != "batched":
+        return (rows,)
+    return buffer.num_experts // buffer.num_ranks, buffer.num_ranks * buffer.max_tokens
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a copy whose rows lie as rounds want them: gradients come expanded or transposed at times."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def _arrived(handle: NativeHandle) -> torch.Tensor:
+    """bool, as `row_weights`: whether a token lies in the row."""
+    tokens_per_expert, num_rows = handles.counts(handle)
+    shape = handle.plan.rows_shape(handle.args)
+    row = torch.arange(shape[-1], dtype=torch.int32, device=num_rows.device)
+    if handle.layout == "batched":
+        return row < tokens_per_expert.unsqueeze(1)
+    within = row < num_rows
+    return within if handle.layout == "flat" else within & (handles.sources(handle)[:, 0] >= 0)
+
+
+def _zero_others(rows: torch.Tensor, arrived: torch.Tensor) -> None:
+    """Zeros where no token arrived."""
+    if rows.is_cuda:
+        rows.masked_fill_(~arrived.unsqueeze(-1), 0.0)
+    else:  # touches those rows alone
+        rows[~arrived] = 0.0
+
+
+def _where_peers_read(buffer: Buffer, handle: NativeHandle, weights: torch.Tensor) -> torch.Tensor:
+    """CPU ranks that find rows in our window read the weights of the rows there as well."""
+    shape = handle.plan.rows_shape(handle.args)
+    if weights.shape != shape or weights.dtype is not torch.float32 or weights.device != buffer.device:
+        got = f"{weights.dtype} {tuple(weights.shape)} on {weights.device}"
+        raise BadInput("row_weights", got, f"torch.float32 {shape} on {buffer.device}, and none for layout='flat'")
+    weights = weights.contiguous()
+    if not buffer.on_cpu:
+        return weights
+    (block,) = buffer.memory.allocate(weights.nbytes)
+    address = buffer.session.context.peers[buffer.rank] + block.offset
+    here = window_tensor(block, address, shape, torch.float32, buffer.device, buffer.session.owner)
+    return here.copy_(weights)
+
+
+def _settled(buffer: Buffer, tensor: torch.Tensor, and_bytes: int = 0) -> torch.Tensor:
+    """`tensor`, or a copy outside the window when that gets full.
+
+    Autograd keeps what a layer got until its backward.  The window is not made for all layers of a model, torch's
+    memory is.  A rank decides for itself: peers have no interest in memory that a round has left behind.
+    """
+    left = buffer.session.arena.largest_free
+    return tensor if left >= _ROUNDS_LEFT * (tensor.nbytes + and_bytes) else tensor.clone()

@@ -1,0 +1,131 @@
+"""Operators in graphs: what torch checks of any operator, and torch.compile without a break."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from moecomm import ops
+from moecomm.dispatch import LAYOUTS
+from moecomm.memory import WindowMemory
+from tests.ops.ranks import case, on_threads
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def _clean_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs of an operator are compared byte by byte: what nothing writes must not be what another run left."""
+    allocate, windows = WindowMemory.allocate, {}
+
+    def zeroed(self: WindowMemory, *sizes: int) -> Any:
+        blocks = allocate(self, *sizes)
+        for block in blocks:
+            capsule = block.tensor(windows["base"] + block.offset, (block.nbytes,), 1, 8, 1, 0, None)
+            ctypes.memset(torch.utils.dlpack.from_dlpack(capsule).data_ptr(), 0, block.nbytes)
+        return blocks
+
+    monkeypatch.setattr(WindowMemory, "allocate", zeroed)
+    opened = moecomm.Buffer.__init__
+
+    def init(self: moecomm.Buffer, *args: Any, **settings: Any) -> None:
+        opened(self, *args, **settings)
+        windows["base"] = self.session.context.peers[self.rank]
+
+    monkeypatch.setattr(moecomm.Buffer, "__init__", init)
+
+
+@pytest.mark.usefixtures("_clean_memory")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_torch_finds_nothing_wrong_with_the_operators(layout: str) -> None:
+    c = case(1, seed=1)
+    operators, (x, idx, weights) = torch.ops.moecomm, (c.x[0], c.topk_idx[0], c.topk_weights[0])
+    with c.buffer(None, window_bytes=1 << 22) as buffer:
+        here = (buffer.name, layout)
+        wanted = x.clone().requires_grad_(), idx, weights.clone().requires_grad_()
+        torch.library.opcheck(operators.dispatch.default, (*wanted, *here, 4, -1, True))
+        torch.library.opcheck(operators.dispatch.default, (x, idx, None, *here, 1, 27, True))
+        routed = ops.dispatch(buffer, x, idx, weights, layout=layout)
+        handle = routed.handle
+        rows, memory = handle.max_rows, handle.memory
+        again = (x.clone().requires_grad_(), memory, *here, rows, True)
+        torch.library.opcheck(operators.dispatch_again.default, again)
+        y = torch.randn(routed.x.shape, requires_grad=True)
+        row_weights = None if handle.row_weights is None else handle.row_weights.detach().requires_grad_()
+        combine = operators.combine.default
+        torch.library.opcheck(combine, (y, row_weights, memory, *here, rows, len(x), None, True))
+        torch.library.opcheck(combine, (y.detach(), None, memory, *here, rows, len(x), torch.float32, False))
+        grads = torch.randn((rows, c.topk) if layout == "flat" else routed.x.shape[:-1])
+        for weight_grads in (grads, None):
+            call = (y.detach(), weight_grads, memory, *here, rows, len(x))
+            torch.library.opcheck(operators.dispatch_backward.default, call)
+
+
+def layer(
+    buffer: moecomm.Buffer, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, w: torch.Tensor, layout: str
+) -> torch.Tensor:
+    routed = ops.dispatch(buffer, x, idx, weights, layout=layout, max_rows=60)
+    y = torch.tanh(routed.x @ w)
+    if layout == "flat":
+        assert routed.topk_weights is not None
+        y = y * routed.topk_weights.sum(dim=1, keepdim=True)
+    return ops.combine(y, routed.handle) + x
+
+
+def run(
+    function: Callable[..., torch.Tensor], buffer: moecomm.Buffer, c: Any, layout: str, tokens: int
+) -> tuple[torch.Tensor, ...]:
+    rank = buffer.rank
+    x, weights = (t[rank][:tokens].clone().requires_grad_() for t in (c.x, c.topk_weights))
+    w = torch.eye(c.hidden).requires_grad_()
+    out = function(buffer, x, c.topk_idx[rank][:tokens], weights, w, layout)
+    return (out.detach(), *torch.autograd.grad(out.square().sum(), (x, weights, w)))
+
+
+@pytest.mark.parametrize(("backend", "layout"), [("eager", "expert"), *(("aot_eager", layout) for layout in LAYOUTS)])
+def test_a_compiled_layer_has_no_break_and_the_same_bits(layout: str, backend: str) -> None:
+    c = case(1, seed=1)
+    with c.buffer(None) as buffer:
+        compiled = torch.compile(layer, fullgraph=True, backend=backend)
+        for tokens in (9, 7, 1, 0):  # of any number: the first, then a symbol, then the special ones
+            for got, want in zip(
+                run(compiled, buffer, c, layout, tokens), run(layer, buffer, c, layout, tokens), strict=True
+            ):
+                assert torch.equal(got, want), f"{tokens} tokens"
+        gc.collect()
+        assert buffer.memory.used == 0
+
+
+def test_ranks_with_other_numbers_of_tokens_compile_for_themselves() -> None:
+    c = case(2, seed=1)
+
+    def body(group: Any) -> None:
+        with c.buffer(group) as buffer:
+            compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+            for got, want in zip(
+                run(compiled, buffer, c, "expert", 9), run(layer, buffer, c, "expert", 9), strict=True
+            ):
+                assert torch.equal(got, want)
+
+    on_threads(2, body)
+
+
+def test_a_graph_of_a_closed_buffer_says_closed() -> None:
+    c = case(1, seed=1)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with c.buffer(None) as buffer:
+        run(compiled, buffer, c, "expert", 9)
+    with pytest.raises(moecomm.Closed):
+        run(compiled, buffer, c, "expert", 9)
+    with c.buffer(None) as another:
+        run(compiled, another, c, "expert", 9)

@@ -1,0 +1,223 @@
+"""Handles: used twice, kept for long, copied, outlived by nothing; and what is said when they can't be used."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import moecomm
+from moecomm import ops
+from moecomm.dispatch import LAYOUTS
+from tests.ops.ranks import Case, case, on_threads
+
+
+def layer(buffer: moecomm.Buffer, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    routed = ops.dispatch(buffer, x, idx, weights)
+    return ops.combine(torch.tanh(routed.x), routed.handle)
+
+
+def expected(c: Case, rank: int, layers: int = 1) -> tuple[torch.Tensor, ...]:
+    """Output and gradients of its sum, for `layers` layers one on the other."""
+    x, weights = (t[rank].clone().requires_grad_() for t in (c.x, c.topk_weights))
+    out = x
+    for _ in range(layers):
+        out = torch.tanh(out) * torch.where(c.topk_idx[rank] >= 0, weights, 0.0).sum(dim=1, keepdim=True)
+    return (out, *torch.autograd.grad(out.sum(), (x, weights)))
+
+
+def assert_close(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> None:
+    for mine, theirs in zip(got, want, strict=True):
+        # Sums of at most H = 24 terms below 4 in size; some roundings each.
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=24 * 4 * 4 * 2**-24)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_activations(reentrant: bool) -> None:
+    c = case(2, seed=1)
+
+    def body(group: Any) -> tuple[torch.Tensor, ...]:
+        with c.buffer(group) as buffer:
+            x, weights = (t[group.rank].clone().requires_grad_() for t in (c.x, c.topk_weights))
+            out = x
+            for _ in range(2):
+                out = checkpoint(layer, buffer, out, c.topk_idx[group.rank], weights, use_reentrant=reentrant)
+            out.sum().backward()
+            return out.detach(), x.grad, weights.grad
+
+    for rank, got in enumerate(on_threads(2, body)):
+        assert_close(got, expected(c, rank, layers=2))
+
+
+def test_saved_tensors_may_go_elsewhere_and_come_back() -> None:
+    """As with activations that are offloaded: memory of a handle is then not where the dispatch had it."""
+    c = case(2, seed=2)
+
+    def body(group: Any) -> tuple[torch.Tensor, ...]:
+        with c.buffer(group) as buffer:
+            x, weights = (t[group.rank].clone().requires_grad_() for t in (c.x, c.topk_weights))
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
+                out = layer(buffer, x, c.topk_idx[group.rank], weights)
+            gc.collect()
+            layer(buffer, -c.x[group.rank], c.topk_idx[group.rank].flip(1), c.topk_weights[group.rank])
+            out.sum().backward()
+            return out.detach(), x.grad, weights.grad
+
+    for rank, got in enumerate(on_threads(2, body)):
+        assert_close(got, expected(c, rank))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_copied_handle_serves_combines_and_repeats(layout: str) -> None:
+    c = case(3, seed=1, exact=True)
+
+    def body(group: Any) -> None:
+        rank = group.rank
+        with c.buffer(group) as buffer:
+            routed = ops.dispatch(buffer, c.x[rank], c.topk_idx[rank], c.topk_weights[rank], layout=layout)
+            handle = routed.handle._replace(memory=routed.handle.memory.clone())
+            assert torch.equal(ops.dispatch_again(c.x[rank], handle), routed.x)
+            for y in (routed.x, routed.x.clone()):  # in the window, and not
+                assert torch.equal(ops.combine(y, handle), ops.combine(y, routed.handle))
+
+    on_threads(3, body)
+
+
+def test_one_handle_twice_and_a_repeat_of_it_have_gradients() -> None:
+    c = case(2, seed=4, exact=True)
+
+    def body(group: Any) -> tuple[torch.Tensor, ...]:
+        with c.buffer(group) as buffer:
+            x, other = c.x[group.rank].clone().requires_grad_(), (c.x[group.rank] + 1).requires_grad_()
+            weights = c.topk_weights[group.rank].clone().requires_grad_()
+            routed = ops.dispatch(buffer, x, c.topk_idx[group.rank], weights)
+            rows = ops.dispatch_again(other, routed.handle)
+            out = ops.combine(routed.x * 2, routed.handle) + 5 * ops.combine(rows, routed.handle, weighted=False)
+            out = out + ops.combine(rows * 3, routed.handle)
+            return (out.detach(), *torch.autograd.grad(out.sum(), (x, other, weights)))
+
+    for rank, got in enumerate(on_threads(2, body)):
+        x, other = c.x[rank].clone().requires_grad_(), (c.x[rank] + 1).requires_grad_()
+        weights, on = c.topk_weights[rank].clone().requires_grad_(), c.topk_idx[rank] >= 0
+        weight = torch.where(on, weights, 0.0).sum(dim=1, keepdim=True)
+        out = 2 * weight * x + 5 * on.sum(dim=1, keepdim=True) * other + 3 * weight * other
+        for mine, want in zip(got, (out, *torch.autograd.grad(out.sum(), (x, other, weights))), strict=True):
+            assert torch.equal(mine, want)
+
+
+def test_nothing_is_freed_before_the_backward_pass_and_everything_after_it() -> None:
+    """Many layers over one window, more than it has room for: outputs then move out of it."""
+    c = case(2, seed=1)
+
+    def body(group: Any) -> tuple[Any, ...]:
+        with c.buffer(group) as buffer:
+            before = buffer.memory.used
+            layers = 12
+            for _ in range(3):
+                x, weights = (t[group.rank].clone().requires_grad_() for t in (c.x, c.topk_weights))
+                out = x
+                for _ in range(layers):
+                    out = layer(buffer, out, c.topk_idx[group.rank], weights)
+                kept = buffer.memory.used
+                grads = torch.autograd.grad(out.sum(), (x, weights))
+                result = (out.detach(), *grads)
+                del out
+            gc.collect()
+            return result, before, kept, buffer.memory.used
+
+    for rank, (result, before, kept, after) in enumerate(on_threads(2, body)):
+        assert_close(result, expected(c, rank, layers=12))
+        assert kept > before and after == before, f"rank {rank}: {after - before} bytes are still held"
+
+
+def test_outputs_outlive_the_buffer_and_its_handle_says_closed() -> None:
+    c = case(1)
+    buffer = c.buffer(None)
+    x = c.drawn(torch.Size([5, c.hidden]), 1)
+    idx = torch.zeros(5, c.topk, dtype=torch.int32)
+    routed = ops.dispatch(buffer.name, x.requires_grad_(), idx)
+    out = ops.combine(routed.x, routed.handle)
+    buffer.close()
+    assert torch.equal(routed.x[:15:3], x)  # three rows a token, of one expert
+    for call in (
+        lambda: ops.combine(routed.x, routed.handle),
+        lambda: ops.dispatch_again(x, routed.handle),
+        lambda: ops.dispatch(routed.handle.buffer, x, idx),
+        lambda: out.sum().backward(),
+    ):
+        with pytest.raises(moecomm.Closed):
+            call()
+    gone = weakref.ref(buffer)
+    del buffer
+    gc.collect()
+    assert gone() is None, "operators keep a Buffer alive"
+    with pytest.raises(moecomm.Closed):
+        ops.combine(routed.x, routed.handle)
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("buffer", {"buffer": "mine"}),
+        ("handle", {"layout": "flat"}),
+        ("handle", {"num_tokens": 4}),
+        ("handle", {"memory": torch.zeros(8, dtype=torch.uint8)}),
+        ("row_weights", {"row_weights": torch.zeros(3)}),
+    ],
+)
+def test_a_handle_that_is_none_is_named(argument: str, change: dict[str, Any]) -> None:
+    c = case(1)
+    with c.buffer(None) as buffer:
+        routed = ops.dispatch(buffer, torch.zeros(5, c.hidden), torch.zeros(5, c.topk, dtype=torch.int64))
+        with pytest.raises(moecomm.BadInput) as caught:
+            ops.combine(routed.x, routed.handle._replace(**change))
+        assert caught.value.argument == argument
+
+
+def test_bad_input_is_named_at_once_and_the_buffer_goes_on() -> None:
+    c = case(1)
+    with c.buffer(None) as buffer:
+        x, idx = torch.ones(5, c.hidden), torch.zeros(5, c.topk, dtype=torch.int64)
+        for wrong, match in (
+            ((x.double(), idx), "x"),
+            ((x, idx + 99), "topk_idx"),
+            ((x, idx[:3]), "topk_idx"),
+            ((torch.ones(99, c.hidden), idx), "x"),
+        ):
+            with pytest.raises(moecomm.BadInput, match=match):
+                ops.dispatch(buffer, *wrong)
+        with pytest.raises(moecomm.BadInput, match="layout"):
+            ops.dispatch(buffer, x, idx, layout="rows")
+        with pytest.raises(moecomm.BadInput):
+            ops.dispatch(buffer, x, idx, max_rows=2)
+        routed = ops.dispatch(buffer, x, idx, max_rows=15)
+        assert torch.equal(ops.combine(routed.x, routed.handle), 3 * x)
+
+
+def test_second_order_says_that_there_is_none() -> None:
+    c = case(1)
+    with c.buffer(None) as buffer:
+        x = torch.ones(5, c.hidden, requires_grad=True)
+        out = ops.dispatch(buffer, x, torch.zeros(5, c.topk, dtype=torch.int64)).x.square().sum()
+        (grad,) = torch.autograd.grad(out, x, create_graph=True)
+        with pytest.raises(moecomm.Unsupported, match="differentiated again"):
+            grad.sum().backward()
+
+
+def test_rows_that_did_not_come_disturb_no_sum() -> None:
+    """Gradients of weights summed over all rows, where rows past the last hold what earlier rounds left."""
+    c = case(1, seed=1)
+    x, idx = c.x[0], c.topk_idx[0]
+    with c.buffer(None) as buffer:
+        dirt = torch.full((c.max_tokens, c.hidden), torch.nan)
+        for _ in range(4):
+            ops.dispatch(buffer, dirt, torch.zeros(len(dirt), c.topk, dtype=torch.int64))
+        weight = torch.eye(c.hidden, requires_grad=True)
+        routed = ops.dispatch(buffer, x, idx, c.topk_weights[0], expert_alignment=8)
+        ops.combine(routed.x @ weight, routed.handle).sum().backward()
+    total = torch.where(idx >= 0, c.topk_weights[0], 0.0).sum(dim=1, keepdim=True)
+    torch.testing.assert_close(weight.grad, (x * total).sum(dim=0).unsqueeze(1).expand(-1, c.hidden))

@@ -1,0 +1,183 @@
+"""Operators and their gradients, element by element against the specification of dispatch and combine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moecomm import ops
+from moecomm.combine import reference as combine_reference
+from moecomm.dispatch import LAYOUTS
+from moecomm.dispatch import reference as dispatch_reference
+from tests.ops.ranks import Case, case, on_threads
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def arrived_of(c: Case, x: list[torch.Tensor], layout: str, alignment: int = 1) -> list[dispatch_reference.Arrived]:
+    return dispatch_reference.dispatch(
+        x,
+        c.topk_idx,
+        list(c.topk_weights),
+        num_experts=c.num_experts,
+        layout=layout,
+        expert_alignment=alignment,
+        max_tokens=c.max_tokens,
+    )
+
+
+def filled(rows: torch.Tensor, like: torch.Tensor, fill: float = 0) -> torch.Tensor:
+    """`rows` of the specification, which has as many as arrived, in the shape of an operator's output."""
+    full = torch.full(like.shape, fill, dtype=rows.dtype).flatten(0, 1) if like.ndim > rows.ndim else None
+    if full is None:
+        full = torch.full(like.shape, fill, dtype=rows.dtype)
+    full[: len(rows)] = rows
+    return full.view(like.shape)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("ranks", "alignment"), [(1, 1), (2, 4), (3, 1), (4, 16)])
+def test_rounds_and_gradients_are_what_the_specification_says(
+    layout: str, dtype: torch.dtype, ranks: int, alignment: int
+) -> None:
+    c = case(ranks, dtype=dtype, seed=ranks)
+
+    def body(group: Any) -> dict[str, Any]:
+        rank = group.rank
+        with c.buffer(group) as buffer:
+            x, weights = (t[rank].clone().requires_grad_() for t in (c.x, c.topk_weights))
+            routed = ops.dispatch(buffer, x, c.topk_idx[rank], weights, layout=layout, expert_alignment=alignment)
+            y = c.drawn(routed.x.shape, rank).requires_grad_()
+            out = ops.combine(y, routed.handle)
+            grad_out = c.drawn(out.shape, 10 + rank)
+            wanted = [y] if layout == "flat" else [y, routed.row_weights]
+            grads_of_combine = torch.autograd.grad(out, wanted, grad_out)
+            of_weights = routed.topk_weights if layout == "flat" else routed.row_weights
+            assert of_weights is not None
+            grad_x, grad_row_weights = c.drawn(routed.x.shape, 20 + rank), torch.randn(of_weights.shape)
+            grads_of_dispatch = torch.autograd.grad((routed.x, of_weights), (x, weights), (grad_x, grad_row_weights))
+            return {
+                "routed": routed._replace(handle=None),
+                "y": y.detach(),
+                "out": out.detach(),
+                "grad_out": grad_out,
+                "grads_of_combine": grads_of_combine,
+                "grads_given": (grad_x, grad_row_weights),
+                "grads_of_dispatch": grads_of_dispatch,
+            }
+
+    got = on_threads(ranks, body)
+    arrived = arrived_of(c, c.x, layout, alignment)
+
+    def cut(rows: torch.Tensor, here: dispatch_reference.Arrived) -> torch.Tensor:
+        return (rows.flatten(0, 1) if layout == "batched" else rows)[: len(here.x)]
+
+    outs = combine_reference.combine(
+        [cut(g["y"], a) for g, a in zip(got, arrived, strict=True)], arrived, layout=layout
+    )
+    given = [[cut(g["grads_given"][i], a) for g, a in zip(got, arrived, strict=True)] for i in (0, 1)]
+    grad_xs = combine_reference.combine(given[0], arrived, layout=layout, weighted=False)
+    grad_weights = combine_reference.combine_weight_grads(given[1], arrived, layout=layout)
+    grad_rows = arrived_of(c, [g["grad_out"] for g in got], layout, alignment)
+    for rank, (g, want, back) in enumerate(zip(got, arrived, grad_rows, strict=True)):
+        routed = g["routed"]
+        assert torch.equal(routed.x, filled(want.x, routed.x)), f"rank {rank}: x, zeros in padding included"
+        assert torch.equal(routed.tokens_per_expert, want.tokens_per_expert)
+        assert routed.num_rows.tolist() == [want.num_rows]
+        assert torch.equal(routed.src, filled(want.src, routed.src, -1))
+        if layout == "flat":
+            assert want.topk_idx is not None and want.topk_weights is not None
+            assert torch.equal(routed.topk_idx, filled(want.topk_idx, routed.topk_idx, -1))
+            assert torch.equal(routed.topk_weights, filled(want.topk_weights, routed.topk_weights))
+        else:
+            assert want.row_weights is not None
+            assert torch.equal(routed.row_weights, filled(want.row_weights, routed.row_weights))
+        assert torch.equal(g["out"], outs[rank])
+        rows = filled(back.x, routed.x)
+        if layout == "flat":
+            assert torch.equal(g["grads_of_combine"][0], rows)
+        else:
+            weights = routed.row_weights.detach()
+            grad_y = (rows.float() * weights.unsqueeze(-1)).to(dtype)
+            assert torch.equal(g["grads_of_combine"][0], grad_y)
+            product = rows.double() * g["y"].double()
+            error = (g["grads_of_combine"][1].double() - product.sum(dim=-1)).abs()
+            # float32 sums of H products, each rounded: at most H + 1 roundings of 2^-24 of their sizes
+            assert (error <= (c.hidden + 1) * 2**-24 * product.abs().sum(dim=-1)).all()
+        assert torch.equal(g["grads_of_dispatch"][0], grad_xs[rank])
+        assert torch.equal(g["grads_of_dispatch"][1], grad_weights[rank])
+
+
+def formula(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The layer on one rank, in the dtype of x: expert e is tanh(scale[e] * x)."""
+    terms = torch.tanh(scale[idx.clamp(min=0)] * x.unsqueeze(1)) * weights.unsqueeze(2)
+    return torch.where(idx.unsqueeze(2) >= 0, terms, 0.0).sum(dim=1)
+
+
+def experts(routed: ops.Dispatched, scale: torch.Tensor, layout: str) -> torch.Tensor:
+    if layout == "batched":
+        return torch.tanh(scale.unsqueeze(1) * routed.x)
+    if layout == "expert":
+        ends = routed.tokens_per_expert.cumsum(0)
+        row = torch.arange(len(routed.x))
+        expert = torch.searchsorted(ends, row, right=True).clamp(max=len(scale) - 1)
+        return torch.tanh(scale[expert] * routed.x)
+    assert routed.topk_idx is not None and routed.topk_weights is not None
+    return formula(routed.x, routed.topk_idx, routed.topk_weights, scale)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_gradients_of_a_layer_are_those_of_one_rank(layout: str, ranks: int) -> None:
+    c = case(ranks, seed=3)
+    scale = torch.rand(c.num_experts, c.hidden, generator=torch.Generator().manual_seed(1)) + 0.5
+    seen = [c.drawn(x.shape, 30 + rank) for rank, x in enumerate(c.x)]
+    local = c.num_experts // ranks
+
+    def body(group: Any) -> tuple[torch.Tensor, ...]:
+        rank = group.rank
+        with c.buffer(group) as buffer:
+            x, weights = (t[rank].clone().requires_grad_() for t in (c.x, c.topk_weights))
+            mine = scale[rank * local : (rank + 1) * local].clone().requires_grad_()
+            routed = ops.dispatch(buffer, x, c.topk_idx[rank], weights, layout=layout)
+            out = ops.combine(experts(routed, mine, layout), routed.handle)
+            return (out.detach(), *torch.autograd.grad((out * seen[rank]).sum(), (x, weights, mine)))
+
+    got = on_threads(ranks, body)
+    whole = [torch.cat(t).double().requires_grad_() for t in (c.x, c.topk_weights)]
+    scale64 = scale.double().requires_grad_()
+    out = formula(whole[0], torch.cat(c.topk_idx), whole[1], scale64)
+    wanted = (out, *torch.autograd.grad((out * torch.cat(seen)).sum(), (*whole, scale64)))
+    # Sums of at most H, K or all rows' terms, none of them above 8 in size, and less than ten roundings a term.
+    terms = (c.topk, c.topk, c.hidden, c.topk * sum(map(len, c.x)))
+    for i, (want, count) in enumerate(zip(wanted, terms, strict=True)):
+        mine = torch.cat([g[i] for g in got])
+        assert mine.shape == want.shape
+        assert (mine.double() - want).abs().max() <= 10 * 8 * count * 2**-24, f"result {i}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whole_numbers_have_exact_gradients(layout: str) -> None:
+    """Linear experts and small integers: no rounding anywhere, so every bit must be right."""
+    c = case(2, seed=5, exact=True)
+    seen = [c.drawn(x.shape, rank).round() for rank, x in enumerate(c.x)]
+
+    def body(group: Any) -> tuple[torch.Tensor, ...]:
+        rank = group.rank
+        with c.buffer(group) as buffer:
+            x, weights = (t[rank].clone().requires_grad_() for t in (c.x, c.topk_weights))
+            routed = ops.dispatch(buffer, x, c.topk_idx[rank], weights, layout=layout)
+            y = routed.x * 3
+            if routed.topk_weights is not None:
+                y = y * routed.topk_weights.sum(dim=1, keepdim=True)
+            out = ops.combine(y, routed.handle)
+            return (out.detach(), *torch.autograd.grad((out * seen[rank]).sum(), (x, weights)))
+
+    for rank, got in enumerate(on_threads(2, body)):
+        x, weights = (t[rank].clone().requires_grad_() for t in (c.x, c.topk_weights))
+        out = 3 * x * torch.where(c.topk_idx[rank] >= 0, weights, 0.0).sum(dim=1, keepdim=True)
+        for mine, want in zip(got, (out, *torch.autograd.grad((out * seen[rank]).sum(), (x, weights))), strict=True):
+            assert torch.equal(mine, want)
