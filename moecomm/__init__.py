@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from moecomm.buffer import Buffer
@@ -49,6 +50,8 @@ def doctor() -> Report:
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("nn", "ops"):  # registering operators takes a while
+        return importlib.import_module(f"moecomm.{name}")
     if name == "Router":
         from moecomm.router import Router
 

@@ -37,13 +37,68 @@ MODELS = {
 }
 
 
-class Router:
-    """Hidden states [T, H] -> (topk_idx int64 [T, K], topk_weights float32 [T, K]), highest score first.
+@dataclass(frozen=True)
+class Gating:
+    """How experts are chosen and weighted: what of a Router is no tensor.
 
     scores = gate(x @ weight.T) in float32.  Experts are chosen by scores + bias: with several groups only inside the
     `topk_groups` best ones, a group's score being the sum of its two best experts.  Their weights are the scores
     without the bias, divided by their sum if `normalize`, times `scale`.  Ties go to the lower expert id, on every
     device.
+    """
+
+    hidden: int
+    num_experts: int
+    topk: int
+    gate: str = "softmax"
+    num_groups: int = 1
+    topk_groups: int = 1
+    scale: float = 1.0
+    normalize: bool = True
+
+    def __post_init__(self) -> None:
+        if self.gate not in ("softmax", "sigmoid"):
+            raise BadInput("gate", repr(self.gate), '"softmax" or "sigmoid"')
+        if self.num_groups < 1 or self.num_experts % self.num_groups:
+            raise BadInput("num_groups", self.num_groups, f"a divisor of num_experts = {self.num_experts}")
+        if not 1 <= self.topk_groups <= self.num_groups:
+            raise BadInput("topk_groups", self.topk_groups, f"1 to num_groups = {self.num_groups}")
+        choosable = self.num_experts // self.num_groups * self.topk_groups
+        if not 1 <= self.topk <= choosable:
+            groups = f"{self.topk_groups} of {self.num_groups} groups"
+            raise BadInput("topk", self.topk, f"1 to {choosable}, the experts of {groups}")
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, H], weight [E, H], bias float32 [E] -> topk_idx int64 [T, K], topk_weights float32 [T, K].
+
+        The weights have gradients, for x and `weight`.
+        """
+        if x.ndim != 2 or x.shape[1] != self.hidden:
+            raise BadInput("x", tuple(x.shape), f"[tokens, {self.hidden}]")
+        logits = torch.nn.functional.linear(x.to(weight.dtype), weight).float()
+        scores = logits.softmax(dim=1) if self.gate == "softmax" else logits.sigmoid()
+        choice = scores.detach() if bias is None else scores.detach() + bias
+        if self.num_groups > 1:
+            choice = self._keep_best_groups(choice)
+        topk_idx = best(choice, self.topk)
+        weights = scores.gather(1, topk_idx)
+        if self.normalize:
+            weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
+        return topk_idx, weights * self.scale
+
+    def _keep_best_groups(self, choice: torch.Tensor) -> torch.Tensor:
+        """-inf outside the `topk_groups` best groups of each token."""
+        groups = choice.view(len(choice), self.num_groups, self.num_experts // self.num_groups)
+        pair = min(2, groups.shape[2])
+        chosen = best(groups.topk(pair, dim=2).values.sum(dim=2), self.topk_groups)
+        kept = torch.zeros(groups.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, chosen, True)
+        return groups.masked_fill(~kept.unsqueeze(2), float("-inf")).view_as(choice)
+
+
+class Router:
+    """Hidden states [T, H] -> (topk_idx int64 [T, K], topk_weights float32 [T, K]), highest score first; see Gating.
 
     `weight` [E, H] is drawn from `seed`, the same on every device; `bias` float32 [E] is DeepSeek-V3's
     e_score_correction_bias. Both are plain tensors: copy a model's own into them.
@@ -65,45 +120,21 @@ class Router:
         device: torch.device | str = "cpu",
         seed: int = 0,
     ) -> None:
-        if gate not in ("softmax", "sigmoid"):
-            raise BadInput("gate", repr(gate), '"softmax" or "sigmoid"')
-        if num_groups < 1 or num_experts % num_groups:
-            raise BadInput("num_groups", num_groups, f"a divisor of num_experts = {num_experts}")
-        if not 1 <= topk_groups <= num_groups:
-            raise BadInput("topk_groups", topk_groups, f"1 to num_groups = {num_groups}")
-        choosable = num_experts // num_groups * topk_groups
-        if not 1 <= topk <= choosable:
-            raise BadInput("topk", topk, f"1 to {choosable}, the experts of {topk_groups} of {num_groups} groups")
+        self.hidden, self.num_experts, self.topk = hidden, num_experts, topk
+        self.gating = Gating(hidden, num_experts, topk, gate, num_groups, topk_groups, scale, normalize)
         if bias is not None and bias.shape != (num_experts,):
             raise BadInput("bias", tuple(bias.shape), f"({num_experts},)")
-        self.hidden, self.num_experts, self.topk = hidden, num_experts, topk
-        self.gate, self.num_groups, self.topk_groups = gate, num_groups, topk_groups
-        self.scale, self.normalize = scale, normalize
-        drawn = torch.randn(num_experts, hidden, generator=torch.Generator().manual_seed(seed)) / hidden**0.5
-        self.weight = drawn.to(device=device, dtype=dtype)
+        self.weight = gate_weight(num_experts, hidden, seed=seed).to(device=device, dtype=dtype)
         self.bias = None if bias is None else bias.to(device=device, dtype=torch.float32)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if x.ndim != 2 or x.shape[1] != self.hidden:
-            raise BadInput("x", tuple(x.shape), f"[tokens, {self.hidden}]")
-        logits = torch.nn.functional.linear(x.to(self.weight.dtype), self.weight).float()
-        scores = logits.softmax(dim=1) if self.gate == "softmax" else logits.sigmoid()
-        choice = scores if self.bias is None else scores + self.bias
-        if self.num_groups > 1:
-            choice = self._keep_best_groups(choice)
-        topk_idx = best(choice, self.topk)
-        weights = scores.gather(1, topk_idx)
-        if self.normalize:
-            weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
-        return topk_idx, weights * self.scale
+        return self.gating(x, self.weight, self.bias)
 
-    def _keep_best_groups(self, choice: torch.Tensor) -> torch.Tensor:
-        """-inf outside the `topk_groups` best groups of each token."""
-        groups = choice.view(len(choice), self.num_groups, self.num_experts // self.num_groups)
-        pair = min(2, groups.shape[2])
-        chosen = best(groups.topk(pair, dim=2).values.sum(dim=2), self.topk_groups)
-        kept = torch.zeros(groups.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, chosen, True)
-        return groups.masked_fill(~kept.unsqueeze(2), float("-inf")).view_as(choice)
+
+def gate_weight(num_experts: int, hidden: int, *, seed: int = 0) -> torch.Tensor:
+    """float32 [E, H] on the CPU, drawn from `seed`: the same on whichever rank asks."""
+    drawn = torch.randn(num_experts, hidden, generator=torch.Generator().manual_seed(seed))
+    return drawn / float(hidden**0.5)
 
 
 def best(scores: torch.Tensor, count: int) -> torch.Tensor:

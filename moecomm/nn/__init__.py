@@ -1,0 +1,9 @@
+"""A mixture-of-experts layer over several ranks, as a module of torch."""
+
+from moecomm.nn.buffers import shared_buffer
+from moecomm.nn.expert_parallel import ExpertParallel
+from moecomm.nn.experts import Experts
+from moecomm.nn.gate import Gate
+from moecomm.nn.state import gather_state, shard_state
+
+__all__ = ["ExpertParallel", "Experts", "Gate", "gather_state", "shard_state", "shared_buffer"]

@@ -1,0 +1,174 @@
+"""The layer: a gate, experts that are spread over ranks, and the Buffer between them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from moecomm import ops
+from moecomm.buffer import Buffer
+from moecomm.errors import BadInput
+from moecomm.nn.buffers import shared_buffer
+from moecomm.nn.experts import Experts
+from moecomm.nn.gate import Gate
+from moecomm.rendezvous import rendezvous
+from moecomm.router import Gating
+
+
+class ExpertParallel(torch.nn.Module):
+    """A mixture-of-experts layer whose experts are spread over the ranks of a group.
+
+    Rank r has experts `[r * E/R, (r + 1) * E/R)`, and its own tokens.  The forward pass is collective, and so is the
+    backward pass: every rank runs both, with as many tokens as it has (none is fine), and layers in the same order.
+
+    State: `gate.weight` [E, H] (and `gate.bias` [E]) on every rank, `experts.w13` [E/R, 2 I, H] and `experts.w2`
+    [E/R, H, I]; see shard_state and gather_state.  Gradients of the gate are those of this rank's tokens, to be
+    summed over ranks as other replicated parameters' are; gradients of the experts are those of all tokens.
+
+    Args:
+        group: the ranks; see Buffer.
+        hidden: H, columns of a token.
+        intermediate: I, columns inside an expert.
+        num_experts: E, of all ranks together.
+        topk: experts a token picks.
+        max_tokens: the most tokens that a rank passes.
+        gate: "softmax" or "sigmoid"; with `num_groups`, `topk_groups`, `scale` and `normalize`: see Gating.
+        corrected: the gate has DeepSeek-V3's score correction.
+        max_rows: rows that this rank has room for, a (token, expert) each; default: the worst case, all tokens of all
+            ranks.  More is bad input on every rank.
+        payload: the dtype in which rows travel; default: `dtype`.
+        wire: see Buffer.combine.
+        buffer: used by this layer; default: shared_buffer(), opened at the first forward pass or by open().
+        backend: of the default Buffer.
+        seed, dtype, device: of the weights, drawn the same on whichever rank has them.
+
+    Raises:
+        BadInput: sizes that can't be used, or others than those of `buffer`.
+    """
+
+    def __init__(
+        self,
+        group: Any = None,
+        *,
+        hidden: int,
+        intermediate: int,
+        num_experts: int,
+        topk: int,
+        max_tokens: int,
+        gate: str = "softmax",
+        num_groups: int = 1,
+        topk_groups: int = 1,
+        scale: float = 1.0,
+        normalize: bool = True,
+        corrected: bool = False,
+        max_rows: int | None = None,
+        payload: torch.dtype | None = None,
+        wire: torch.dtype | None = None,
+        buffer: Buffer | None = None,
+        backend: str = "auto",
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        rank, num_ranks = _place(group, buffer)
+        if num_experts < 1 or num_experts % num_ranks:
+            raise BadInput("num_experts", num_experts, f"a multiple of the number of ranks, {num_ranks}")
+        gating = Gating(hidden, num_experts, topk, gate, num_groups, topk_groups, scale, normalize)
+        local = num_experts // num_ranks
+        mine = range(rank * local, (rank + 1) * local)
+        self.gate = Gate(gating, corrected=corrected, seed=seed, dtype=dtype, device=device)
+        self.experts = Experts(mine, hidden, intermediate, seed=seed, dtype=dtype, device=device)
+        self.payload, self.wire, self.max_rows = payload or dtype, wire, max_rows
+        self._group, self._backend, self._max_tokens = group, backend, max_tokens
+        self._buffer: Buffer | None = None
+        self._buffer_name, self._buffer_given = "", buffer is not None
+        if buffer is not None:
+            self._use(buffer)
+
+    def open(self) -> Buffer:
+        """The layer's Buffer, opened, collectively, if it has not been or has been closed; one that was given stays.
+
+        A graph can't open one: to be called before the first call of a compiled layer.
+
+        Raises:
+            As Buffer.
+        """
+        if self._buffer is None or (self._buffer.closed and not self._buffer_given):
+            gating = self.gate.gating
+            self._use(
+                shared_buffer(
+                    self._group,
+                    hidden=gating.hidden,
+                    num_experts=gating.num_experts,
+                    topk=gating.topk,
+                    max_tokens=self._max_tokens,
+                    dtype=self.payload,
+                    backend=self._backend,
+                    device=self.experts.w13.device,
+                )
+            )
+        assert self._buffer is not None
+        return self._buffer
+
+    def _use(self, buffer: Buffer) -> None:
+        gating = self.gate.gating
+        for name, want in (("hidden", gating.hidden), ("num_experts", gating.num_experts), ("topk", gating.topk)):
+            if getattr(buffer, name) != want:
+                raise BadInput("buffer", f"one with {name} = {getattr(buffer, name)}", f"{want}, as the layer")
+        if buffer.dtype != self.payload:
+            raise BadInput("buffer", f"one of {buffer.dtype}", f"one of {self.payload}, the payload")
+        self._buffer, self._buffer_name = buffer, buffer.name
+
+    def forward(
+        self, x: torch.Tensor, topk_idx: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Every token through its experts.
+
+        Args:
+            x: `[..., H]`, in any floating dtype.
+            topk_idx, topk_weights: `[T, K]` each, instead of what the gate says: int64 or int32, -1 picks none; and
+                floating, None: every weight is 1.
+
+        Returns:
+            As x, in its dtype: sum over k of w_k * expert_k(x).
+
+        Raises:
+            As Buffer.dispatch and Buffer.combine.
+        """
+        if not self._buffer_name:
+            self.open()
+        tokens = x.reshape(-1, x.shape[-1])
+        if topk_idx is None:
+            topk_idx, topk_weights = self.gate(tokens)
+        # The experts go by the counts, and so nothing reads rows that did not come.
+        routed = ops.dispatch(
+            self._buffer_name,
+            tokens.to(self.payload),
+            topk_idx,
+            topk_weights,
+            max_rows=self.max_rows,
+            zero_padding=False,
+        )
+        y = self.experts(routed.x, routed.tokens_per_expert)
+        out = ops.combine(y.to(self.payload), routed.handle, wire=self.wire)
+        return out.to(x.dtype).view(x.shape)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
+        """A layer with weights of its own, over the same ranks and the same Buffer."""
+        for shared in (self._group, self._buffer):
+            memo[id(shared)] = shared
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+
+def _place(group: Any, buffer: Buffer | None) -> tuple[int, int]:
+    """This rank, and how many there are."""
+    if buffer is not None:
+        return buffer.rank, buffer.num_ranks
+    ranks = rendezvous(group)
+    return ranks.rank, ranks.ranks

@@ -1,0 +1,62 @@
+"""The experts of one rank."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import silu
+
+from moecomm.errors import BadInput
+from moecomm.layer import expert_weights
+from moecomm.nn.grouped import grouped_linear
+
+
+class Experts(torch.nn.Module):
+    """SwiGLU experts: w2 (silu(w1 x) * w3 x), for rows that are grouped by expert.
+
+    `w13` [experts, 2 I, H] (gate and up projections) and `w2` [experts, H, I] are drawn from `seed` and the expert's
+    number: the same on whichever rank has it.
+
+    Args:
+        experts: their numbers, among those of all ranks.
+        hidden: H, columns of a row.
+        intermediate: I, columns inside an expert; 16 bytes or a multiple of it.
+        seed, dtype, device: of the weights.
+
+    Raises:
+        BadInput: sizes that grouped products can't take.
+    """
+
+    def __init__(
+        self,
+        experts: range,
+        hidden: int,
+        intermediate: int,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if intermediate < 1 or intermediate * dtype.itemsize % 16:
+            raise BadInput("intermediate", intermediate, f"rows of a multiple of 16 bytes, in {dtype}")
+        drawn = [expert_weights(e, hidden, intermediate, seed=seed, dtype=dtype) for e in experts]
+        w13, w2 = (torch.stack(weights).to(device=device) for weights in zip(*drawn, strict=True))
+        self.w13, self.w2 = torch.nn.Parameter(w13), torch.nn.Parameter(w2)
+
+    def forward(self, x: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        """Rows of one expert after the other through their experts.
+
+        Args:
+            x: `[rows, H]`; rows after the last group may hold anything.
+            tokens_per_expert: int32 `[experts]`, on the device of x: rows of each group.
+
+        Returns:
+            `[rows, H]` in the dtype that the weights, or autocast, have; rows after the last group are not defined.
+            Gradients of the weights are sums over the rows of the groups alone.
+        """
+        dtype = self.w13.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
+        gate, up = grouped_linear(x.to(dtype), self.w13.to(dtype), ends).chunk(2, dim=-1)
+        return grouped_linear(silu(gate) * up, self.w2.to(dtype), ends)

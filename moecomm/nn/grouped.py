@@ -1,0 +1,81 @@
+"""Rows of one expert after the other, each group times a matrix of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import grouped_mm
+
+
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """`x @ weight[g].T` for the rows of each group g.
+
+    Args:
+        x: `[rows, n]`.
+        weight: `[groups, m, n]` of the same dtype; on GPUs bfloat16, or what torch's grouped_mm takes besides.
+        ends: int32 `[groups]`: where each group ends, and the next begins.
+
+    Returns:
+        `[rows, m]`; rows after the last group are not defined, have no gradient and are in nobody's.
+    """
+    if x.is_cuda:
+        return grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    # torch's own takes every dtype here, but no graph holds it with another than bfloat16.
+    out: torch.Tensor = _linear(x, weight, ends)
+    return out
+
+
+@torch.library.custom_op("moecomm::grouped_linear", mutates_args=(), device_types="cpu")
+def _linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    out = x.new_empty(x.shape[0], weight.shape[1])
+    begin = 0
+    for matrix, end in zip(weight, ends.tolist(), strict=True):
+        torch.mm(x[begin:end], matrix.T, out=out[begin:end])
+        begin = end
+    out[begin:] = 0
+    return out
+
+
+@_linear.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("moecomm::grouped_outer", mutates_args=(), device_types="cpu")
+def _outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """[rows, m], [rows, n] -> [groups, m, n]: sum over the rows of each group of left x right."""
+    out = left.new_empty(len(ends), left.shape[1], right.shape[1])
+    begin = 0
+    for matrix, end in zip(out, ends.tolist(), strict=True):
+        torch.mm(left[begin:end].T, right[begin:end], out=matrix)
+        begin = end
+    return out
+
+
+@_outer.register_fake
+def _(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    x, weight, ends = ctx.saved_tensors
+    wants_x, wants_weight, _ = ctx.needs_input_grad
+    return (
+        _linear(grad, weight.transpose(1, 2), ends) if wants_x else None,
+        _outer(grad, x, ends) if wants_weight else None,
+        None,
+    )
+
+
+def _outer_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    left, right, ends = ctx.saved_tensors
+    return _linear(right, grad, ends), _linear(left, grad.transpose(1, 2), ends), None
+
+
+_linear.register_autograd(_linear_backward, setup_context=_keep)
+_outer.register_autograd(_outer_backward, setup_context=_keep)

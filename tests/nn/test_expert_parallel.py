@@ -1,0 +1,233 @@
+"""The layer over several ranks against the textbook formula in float64: outputs, gradients, states, graphs."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+import moecomm
+from moecomm.nn import ExpertParallel, gather_state, shard_state, shared_buffer
+from moecomm.nn.state import is_sharded
+from moecomm.router import random_routing, router
+from tests.ops.ranks import on_threads
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOPK, MOST = 32, 16, 8, 3, 12
+TOKENS = (7, 0, 12, 5)
+SIZES: dict[str, Any] = {
+    "hidden": HIDDEN,
+    "intermediate": INTERMEDIATE,
+    "num_experts": EXPERTS,
+    "topk": TOPK,
+    "max_tokens": MOST,
+    "backend": "host",
+    "device": "cpu",
+}
+
+
+def layer_of(group: Any, **settings: Any) -> ExpertParallel:
+    return ExpertParallel(group, **{**SIZES, **settings})
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def formula(
+    x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+) -> torch.Tensor:
+    """Every token through every expert; then the chosen ones."""
+    gate, up = torch.einsum("th,eih->tei", x, w13).chunk(2, dim=-1)
+    y = torch.einsum("tei,ehi->teh", silu(gate) * up, w2)
+    chosen = y.gather(1, idx.clamp(min=0).unsqueeze(2).expand(-1, -1, x.shape[1]))
+    return (chosen * torch.where(idx >= 0, weights, 0.0).unsqueeze(2)).sum(dim=1)
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, unit: float = 2.0**-24) -> None:
+    """Within as many roundings of the largest value as the longest sum has terms."""
+    assert got.shape == want.shape
+    terms = HIDDEN + 2 * INTERMEDIATE + TOPK * sum(TOKENS)
+    assert (got.double() - want).abs().max() <= terms * unit * want.abs().max()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("routing", ["gate", "given"])
+def test_outputs_and_gradients_are_those_of_one_rank(ranks: int, routing: str) -> None:
+    xs = [draw(TOKENS[rank], HIDDEN, seed=rank) for rank in range(ranks)]
+    seen = [draw(TOKENS[rank], HIDDEN, seed=10 + rank) for rank in range(ranks)]
+    given = [
+        random_routing(n, EXPERTS, TOPK, drop=0.3, duplicates=True, generator=torch.Generator().manual_seed(n))
+        for n in TOKENS
+    ]
+
+    def body(group: Any) -> tuple[torch.Tensor, ...]:
+        rank = group.rank
+        layer = layer_of(group)
+        x = xs[rank].clone().requires_grad_()
+        idx, weights = given[rank] if routing == "given" else (None, None)
+        out = layer(x, idx, weights)
+        (out * seen[rank]).sum().backward()
+        gate = layer.gate.weight.grad
+        result = (out.detach(), x.grad, layer.experts.w13.grad, layer.experts.w2.grad)
+        layer.open().close()
+        return (*result, torch.zeros_like(layer.gate.weight) if gate is None else gate)
+
+    got = on_threads(ranks, body)
+    one = layer_of(None).double()
+    x = torch.cat(xs).double().requires_grad_()
+    idx, weights = one.gate(x) if routing == "gate" else (torch.cat(t) for t in list(zip(*given, strict=True)))
+    if routing == "given":
+        idx, weights = idx[: len(x)], weights[: len(x)]
+    out = formula(x, idx, weights.double(), one.experts.w13, one.experts.w2)
+    (out * torch.cat(seen)).sum().backward()
+    for i, want in enumerate((out, x.grad, one.experts.w13.grad, one.experts.w2.grad)):
+        assert_close(torch.cat([g[i] for g in got]), want)
+    if routing == "gate":
+        assert_close(sum(g[4] for g in got), one.gate.weight.grad)
+    else:
+        assert not any(g[4].any() for g in got)
+
+
+def test_payload_and_autocast_choose_dtypes() -> None:
+    layer = layer_of(None, payload=torch.bfloat16)
+    x = draw(2, 3, HIDDEN).requires_grad_()
+    seen: list[torch.dtype] = []
+    layer.experts.register_forward_hook(lambda _, args, y: seen.extend((args[0].dtype, y.dtype)))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+    plain = layer(x)
+    assert seen == [torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.float32]
+    assert out.dtype == plain.dtype == torch.float32 and out.shape == x.shape
+    plain.sum().backward()
+    assert layer.experts.w13.grad is not None and layer.experts.w13.grad.dtype == torch.float32
+    flat = x.detach().view(-1, HIDDEN)
+    idx, weights = layer.gate(flat)
+    want = formula(flat, idx, weights, layer.experts.w13, layer.experts.w2).detach().view(x.shape)
+    for result, unit in ((plain, 2.0**-8), (out, 2.0**-8)):
+        assert (result - want).abs().max() <= 8 * unit * want.abs().max()
+    assert layer.gate(flat.bfloat16())[1].dtype == torch.float32
+
+
+def test_the_gate_is_that_of_deepseek_v3() -> None:
+    theirs = router("deepseek-v3")
+    shape = {"hidden": 7168, "num_experts": 256, "topk": 8, "intermediate": 4, "max_tokens": 1}
+    settings = {"gate": "sigmoid", "num_groups": 8, "topk_groups": 4, "scale": 2.5, "corrected": True}
+    layer = layer_of(None, **shape, **settings)
+    assert theirs.bias is not None and layer.gate.bias is not None
+    layer.load_state_dict({"gate.weight": theirs.weight, "gate.bias": theirs.bias}, strict=False)
+    x = draw(20, 7168)
+    for mine, want in zip(layer.gate(x), theirs(x), strict=True):
+        assert torch.equal(mine, want)
+    assert layer.gate.weight.requires_grad and not layer.gate.bias.requires_grad
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_layer_is_one_graph_with_the_same_bits(backend: str) -> None:
+    layer = layer_of(None, max_rows=30)
+    layer.open()
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    for tokens in (7, 9, 0):
+        results = []
+        for call in (compiled, layer):
+            x = draw(tokens, HIDDEN).requires_grad_()
+            out = call(x)
+            out.square().sum().backward()
+            results.append((out.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())))
+            layer.zero_grad()
+        for got, want in zip(*results, strict=True):
+            assert torch.equal(got, want)
+    torch.compiler.reset()
+
+
+def test_layers_of_the_same_sizes_share_a_buffer_that_lives_as_long_as_they_do() -> None:
+    first, second, larger = layer_of(None), layer_of(None), layer_of(None, max_tokens=MOST + 1)
+    shared = first.open()
+    second(draw(3, HIDDEN))
+    assert second.open() is shared and larger.open() is not shared
+    copied = copy.deepcopy(first)
+    assert copied.open() is shared
+    assert copied.experts.w2 is not first.experts.w2 and torch.equal(copied.experts.w2, first.experts.w2)
+    shared.close()
+    with pytest.raises(moecomm.Closed):
+        first(draw(3, HIDDEN))
+    assert first.open() is not shared and second.open() is first.open()
+    gone = weakref.ref(first.open())
+    del first, second, copied, shared
+    gc.collect()
+    assert gone() is None, "nobody needs it any more"
+
+
+def test_a_given_buffer_is_used() -> None:
+    sizes = {"hidden": HIDDEN, "num_experts": EXPERTS, "topk": TOPK, "max_tokens": MOST, "backend": "host"}
+    with moecomm.Buffer(None, **sizes, dtype=torch.float32) as buffer:
+        layer = layer_of(None, buffer=buffer)
+        assert layer.open() is buffer
+        x = draw(4, HIDDEN)
+        assert torch.equal(layer(x), layer_of(None)(x))
+    with pytest.raises(moecomm.Closed):
+        layer(x)
+    assert layer.open() is buffer
+    with pytest.raises(moecomm.BadInput, match="topk"):
+        layer_of(None, buffer=buffer, topk=TOPK + 1)
+    with pytest.raises(moecomm.BadInput, match="payload"):
+        layer_of(None, buffer=buffer, payload=torch.bfloat16)
+
+
+def _share_and_gather(rank: int, group: Any) -> list[Any]:
+    whole = torch.nn.Sequential(layer_of(None, seed=1), layer_of(None, seed=2)).state_dict()
+    model = torch.nn.Sequential(layer_of(group, seed=5), layer_of(group, seed=6))
+    model.load_state_dict(shard_state(whole, rank, group.size()))
+    again = gather_state(model.state_dict(), group)
+    same = list(again) == list(whole) and all(torch.equal(again[name], whole[name]) for name in whole)
+    x = draw(3, HIDDEN, seed=rank)
+    with torch.no_grad():
+        out = model(x)
+    shared = model[0].open() is model[1].open() is shared_buffer(group, **_settings(model[0]))
+    return [same, shared, out.tolist()]
+
+
+def _settings(layer: ExpertParallel) -> dict[str, Any]:
+    names = ("hidden", "num_experts", "topk", "max_tokens", "dtype", "device")
+    return {name: getattr(layer.open(), name) for name in names} | {"backend": "host"}
+
+
+def test_a_state_goes_from_one_rank_to_several_and_back(ranks: Any) -> None:
+    found = ranks.run(2, _share_and_gather)
+    one = torch.nn.Sequential(layer_of(None, seed=1), layer_of(None, seed=2))
+    for rank, (same, shared, out) in enumerate(found):
+        assert same and shared
+        torch.testing.assert_close(torch.tensor(out), one(draw(3, HIDDEN, seed=rank)).detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_cut_is_told_by_its_name() -> None:
+    layer = layer_of(None)
+    names = layer.state_dict()
+    assert set(names) == {"gate.weight", "experts.w13", "experts.w2"}
+    assert [name for name in names if is_sharded(name)] == ["experts.w13", "experts.w2"]
+    assert not is_sharded("shared_experts.w2") and is_sharded("layers.3.moe.experts.w2")
+    with pytest.raises(moecomm.BadInput, match="state"):
+        shard_state(names, 0, 3)
+    with pytest.raises(moecomm.BadInput, match="rank"):
+        shard_state(names, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("argument", "make"),
+    [
+        ("intermediate", lambda: layer_of(None, intermediate=15)),
+        ("topk", lambda: layer_of(None, topk=9)),
+        ("num_experts", lambda: layer_of(moecomm.local_ranks(3)[0])),
+        ("x", lambda: layer_of(None)(draw(3, 16))),
+        ("x", lambda: layer_of(None)(draw(MOST + 1, HIDDEN))),
+    ],
+)
+def test_bad_input_names_the_argument(argument: str, make: Callable[[], Any]) -> None:
+    with pytest.raises(moecomm.BadInput) as caught:
+        make()
+    assert caught.value.argument == argument
