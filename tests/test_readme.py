@@ -6,9 +6,11 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 import moecomm
 
@@ -63,7 +65,7 @@ def test_follow_one_token_goes_from_buffer_to_output() -> None:
 
 def test_the_example_runs_and_computes_what_it_says() -> None:
     """As it stands, without a process group: one rank.  `out` is the sum of topk_weights * y, here (expert + 1) x."""
-    (example,) = blocks("python")
+    example, _ = blocks("python")
     assert len([line for line in example.splitlines() if line]) <= 15
     names: dict = {}
     exec(compile(example, "README.md", "exec"), names)
@@ -73,6 +75,20 @@ def test_the_example_runs_and_computes_what_it_says() -> None:
     # Two roundings to bfloat16: of every y, and of the result.
     assert ((names["out"].double() - expected).abs() <= 2.1 * 2**-8 * expected.abs()).all()
     assert names["buffer"].closed
+
+
+def test_the_layer_in_a_model_runs_compiled_and_has_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it stands, on one rank; the compiler's own backend would take a C++ compiler, and its time."""
+    _, example = blocks("python")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    names: dict = {}
+    exec(compile(example, "README.md", "exec"), names)
+    layer, x = names["layer"], names["x"]
+    assert torch.equal(names["y"], layer(x))
+    for grad in (x.grad, *(p.grad for p in layer.parameters())):
+        assert grad is not None and grad.abs().sum() > 0
+    weights = layer.gate(x.flatten(0, 1))[1].sum(dim=1, keepdim=True)
+    torch.testing.assert_close(names["out"], torch.tanh(x.flatten(0, 1)) * weights)
 
 
 def test_figures_are_what_the_results_say() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PYTHON = sorted(path for folder in ("moecomm", "bench", "tests") for path in (ROOT / folder).rglob("*.py"))
+PYTHON = sorted(path for folder in ("moecomm", "bench", "examples", "tests") for path in (ROOT / folder).rglob("*.py"))
 PACKAGE = [path for path in PYTHON if path.is_relative_to(ROOT / "moecomm")]
 NATIVE = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cuh", ".cu"))
 TEXT = [

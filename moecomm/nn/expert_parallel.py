@@ -33,8 +33,9 @@ class ExpertParallel(torch.nn.Module):
         intermediate: I, columns inside an expert.
         num_experts: E, of all ranks together.
         topk: experts a token picks.
-        max_tokens: the most tokens that a rank passes.
-        gate: "softmax" or "sigmoid"; with `num_groups`, `topk_groups`, `scale` and `normalize`: see Gating.
+        max_tokens: the most tokens that a rank passes; with `buffer` what that has.
+        gate: "softmax" or "sigmoid"; with `num_groups`, `topk_groups`, `scale` and `normalize`: see Gating.  None:
+            the layer has no gate, and forward() is given the routing.
         corrected: the gate has DeepSeek-V3's score correction.
         max_rows: rows that this rank has room for, a (token, expert) each; default: the worst case, all tokens of all
             ranks.  More is bad input on every rank.
@@ -57,7 +58,7 @@ class ExpertParallel(torch.nn.Module):
         num_experts: int,
         topk: int,
         max_tokens: int,
-        gate: str = "softmax",
+        gate: str | None = "softmax",
         num_groups: int = 1,
         topk_groups: int = 1,
         scale: float = 1.0,
@@ -76,13 +77,16 @@ class ExpertParallel(torch.nn.Module):
         rank, num_ranks = _place(group, buffer)
         if num_experts < 1 or num_experts % num_ranks:
             raise BadInput("num_experts", num_experts, f"a multiple of the number of ranks, {num_ranks}")
-        gating = Gating(hidden, num_experts, topk, gate, num_groups, topk_groups, scale, normalize)
+        self.gate: Gate | None = None
+        if gate is not None:
+            gating = Gating(hidden, num_experts, topk, gate, num_groups, topk_groups, scale, normalize)
+            self.gate = Gate(gating, corrected=corrected, seed=seed, dtype=dtype, device=device)
         local = num_experts // num_ranks
         mine = range(rank * local, (rank + 1) * local)
-        self.gate = Gate(gating, corrected=corrected, seed=seed, dtype=dtype, device=device)
         self.experts = Experts(mine, hidden, intermediate, seed=seed, dtype=dtype, device=device)
         self.payload, self.wire, self.max_rows = payload or dtype, wire, max_rows
-        self._group, self._backend, self._max_tokens = group, backend, max_tokens
+        self._group, self._backend = group, backend
+        self._sizes = {"hidden": hidden, "num_experts": num_experts, "topk": topk, "max_tokens": max_tokens}
         self._buffer: Buffer | None = None
         self._buffer_name, self._buffer_given = "", buffer is not None
         if buffer is not None:
@@ -97,27 +101,18 @@ class ExpertParallel(torch.nn.Module):
             As Buffer.
         """
         if self._buffer is None or (self._buffer.closed and not self._buffer_given):
-            gating = self.gate.gating
+            device = self.experts.w13.device
             self._use(
-                shared_buffer(
-                    self._group,
-                    hidden=gating.hidden,
-                    num_experts=gating.num_experts,
-                    topk=gating.topk,
-                    max_tokens=self._max_tokens,
-                    dtype=self.payload,
-                    backend=self._backend,
-                    device=self.experts.w13.device,
-                )
+                shared_buffer(self._group, **self._sizes, dtype=self.payload, backend=self._backend, device=device)
             )
         assert self._buffer is not None
         return self._buffer
 
     def _use(self, buffer: Buffer) -> None:
-        gating = self.gate.gating
-        for name, want in (("hidden", gating.hidden), ("num_experts", gating.num_experts), ("topk", gating.topk)):
-            if getattr(buffer, name) != want:
-                raise BadInput("buffer", f"one with {name} = {getattr(buffer, name)}", f"{want}, as the layer")
+        for name in ("hidden", "num_experts", "topk"):
+            if getattr(buffer, name) != self._sizes[name]:
+                got = f"one with {name} = {getattr(buffer, name)}"
+                raise BadInput("buffer", got, f"{self._sizes[name]}, as the layer")
         if buffer.dtype != self.payload:
             raise BadInput("buffer", f"one of {buffer.dtype}", f"one of {self.payload}, the payload")
         self._buffer, self._buffer_name = buffer, buffer.name
@@ -142,6 +137,8 @@ class ExpertParallel(torch.nn.Module):
             self.open()
         tokens = x.reshape(-1, x.shape[-1])
         if topk_idx is None:
+            if self.gate is None:
+                raise BadInput("topk_idx", "None", "expert ids: this layer has no gate")
             topk_idx, topk_weights = self.gate(tokens)
         # The experts go by the counts, and so nothing reads rows that did not come.
         routed = ops.dispatch(

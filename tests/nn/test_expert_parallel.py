@@ -173,6 +173,7 @@ def test_a_given_buffer_is_used() -> None:
     with pytest.raises(moecomm.Closed):
         layer(x)
     assert layer.open() is buffer
+    assert "gate.weight" not in layer_of(None, gate=None).state_dict()
     with pytest.raises(moecomm.BadInput, match="topk"):
         layer_of(None, buffer=buffer, topk=TOPK + 1)
     with pytest.raises(moecomm.BadInput, match="payload"):
@@ -224,6 +225,7 @@ def test_what_is_cut_is_told_by_its_name() -> None:
         ("topk", lambda: layer_of(None, topk=9)),
         ("num_experts", lambda: layer_of(moecomm.local_ranks(3)[0])),
         ("x", lambda: layer_of(None)(draw(3, 16))),
+        ("topk_idx", lambda: layer_of(None, gate=None)(draw(3, HIDDEN))),
         ("x", lambda: layer_of(None)(draw(MOST + 1, HIDDEN))),
     ],
 )
