@@ -106,7 +106,7 @@ class Buffer:
         self.memory = WindowMemory(self._session.arena, self._session.capturing)
         self.dispatch_plans: dict[tuple[Any, ...], list[dispatch.Plan]] = {}
         self.combine_plans: dict[tuple[Any, ...], list[combine.Plan]] = {}
-        self.routes: dict[tuple[Any, ...], Any] = {}  # of the dispatches of operators, see moecomm.ops.handles
+        self.routes: dict[tuple[str, int, int], Any] = {}  # of the dispatches of operators, see moecomm.ops.handles
         self.begun: Routed | None = None  # by dispatch_begin, and not ended yet
         self.on_cpu = self._session.device.type == "cpu"
         self._failure: RoundFailed | None = None

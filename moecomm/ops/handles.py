@@ -8,6 +8,7 @@ tables hold no addresses, a copy of it at another place serves as well (offloade
 from __future__ import annotations
 
 import copy
+import math
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from moecomm.routed import Routed
 
 ROUTE = ("token_rows", "token_owner", "token_slot", "sent", "ranges", "rows", "row_weights", "src")
+_MOST_MOVED = 16
 COUNTS = ("tokens_per_expert", "num_rows")
 
 
@@ -55,15 +57,20 @@ class Route(NamedTuple):
     plan: Plan
     args: _native.DispatchArgs
     address: int  # of the memory that `args` speaks of
+    memory_bytes: int
+    moved: dict[int, _native.DispatchArgs]  # the same for memory elsewhere, by its address
 
 
-def remember(buffer: Buffer, routed: Routed) -> None:
+def remember(buffer: Buffer, routed: Routed) -> Route:
     """Makes restore() know dispatches like this one."""
     args = routed.handle.args
     key = (routed.plan.layout, args.max_rows, args.num_tokens)
-    if key not in buffer.routes:
+    route = buffer.routes.get(key)
+    if route is None:
         address = routed.plan.base + routed.handle.block.offset
-        buffer.routes[key] = Route(routed.plan, copy.copy(args), address)
+        size = memory_bytes(buffer, routed.plan.layout, args.max_rows)
+        route = buffer.routes[key] = Route(routed.plan, copy.copy(args), address, size, {})
+    return route
 
 
 def restore(memory: torch.Tensor, name: str, layout: str, max_rows: int, num_tokens: int) -> NativeHandle:
@@ -76,17 +83,27 @@ def restore(memory: torch.Tensor, name: str, layout: str, max_rows: int, num_tok
     buffer = names.find(name)
     route = buffer.routes.get((layout, max_rows, num_tokens))
     right = memory.dtype is torch.uint8 and memory.is_contiguous() and memory.device == buffer.device
-    if route is None or not right or memory.numel() != memory_bytes(buffer, layout, max_rows):
+    if route is None or not right or memory.numel() != route.memory_bytes:
         got = f"one of layout {layout!r} for {num_tokens} tokens and {max_rows} rows on {memory.device}"
         raise BadInput("handle", got, "one that moecomm.ops.dispatch returned, over this Buffer")
-    args, moved = copy.copy(route.args), memory.data_ptr() - route.address
-    for field in ROUTE:
-        if (address := getattr(args.route, field)) != 0:  # flat has neither rows nor row_weights
-            setattr(args.route, field, address + moved)
-    for field in COUNTS:
-        setattr(args, field, getattr(args, field) + moved)
+    address = memory.data_ptr()
+    args = route.moved.get(address)
+    if args is None:
+        if len(route.moved) >= _MOST_MOVED:  # they come and go; mostly the same places come again
+            route.moved.clear()
+        args = route.moved[address] = _moved(route, address - route.address)
     # In the place of a block of the window: rounds ask nothing of it but to keep the tables alive.
     return NativeHandle(buffer, route.plan, args, cast("_native.Block", memory), True)
+
+
+def _moved(route: Route, distance: int) -> _native.DispatchArgs:
+    args = copy.copy(route.args)
+    for field in ROUTE:
+        if (address := getattr(args.route, field)) != 0:  # flat has neither rows nor row_weights
+            setattr(args.route, field, address + distance)
+    for field in COUNTS:
+        setattr(args, field, getattr(args, field) + distance)
+    return args
 
 
 def counts(handle: NativeHandle) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,6 +128,5 @@ def memory_bytes(buffer: Buffer, layout: str, max_rows: int) -> int:
 
 def _view(handle: NativeHandle, address: int, shape: tuple[int, ...]) -> torch.Tensor:
     memory = cast("torch.Tensor", handle.block)
-    begin = address - memory.data_ptr()
-    size = torch.Size(shape).numel() * 4
-    return memory[begin : begin + size].view(torch.int32).view(shape)
+    strides = (*(math.prod(shape[d:]) for d in range(1, len(shape))), 1)
+    return memory.view(torch.int32).as_strided(shape, strides, (address - memory.data_ptr()) // 4)

@@ -16,8 +16,6 @@ from moecomm.ops import handles
 from moecomm.routed import Handle as NativeHandle
 from moecomm.routed import Routed
 
-_ROUNDS_LEFT = 2  # rounds like the last that the window must have room for; else outputs move out of it
-
 
 @torch.library.custom_op("moecomm::dispatch", mutates_args=())
 def dispatch(
@@ -43,19 +41,16 @@ def dispatch(
         expert_alignment=expert_alignment,
         max_rows=None if max_rows < 0 else max_rows,
     )
-    handles.remember(owner, routed)
-    args, block = routed.handle.args, routed.handle.block
+    block = routed.handle.block
     memory = window_tensor(
         block,
         routed.plan.base + block.offset,
-        (handles.memory_bytes(owner, layout, args.max_rows),),
+        (handles.remember(owner, routed).memory_bytes,),
         torch.uint8,
         owner.device,
         routed.plan.owner,
     )
-    tables = handles.restore(memory, buffer, layout, args.max_rows, args.num_tokens)
-    arrived = _arrived(tables)
-    rows = routed.x
+    rows, arrived = routed.x, _arrived(layout, routed.tokens_per_expert, routed.num_rows, routed.src)
     if zero_padding:
         _zero_others(rows, arrived)
     if layout == "flat":
@@ -66,17 +61,10 @@ def dispatch(
         assert routed.row_weights is not None
         weights = torch.where(arrived, routed.row_weights, 0.0)
         local_idx = topk_idx.new_empty(0)
-    src = torch.where(arrived.unsqueeze(-1), handles.sources(tables), -1)
-    tokens_per_expert, num_rows = (count.clone() for count in handles.counts(tables))
-    return (
-        _settled(owner, rows),
-        weights,
-        local_idx,
-        src,
-        tokens_per_expert,
-        num_rows,
-        _settled(owner, memory, rows.nbytes),
-    )
+    src = torch.where(arrived.unsqueeze(-1), routed.src, -1)
+    tokens_per_expert, num_rows = routed.tokens_per_expert.clone(), routed.num_rows.clone()
+    rows, memory = _settled(owner, rows, memory)
+    return rows, weights, local_idx, src, tokens_per_expert, num_rows, memory
 
 
 @dispatch.register_fake
@@ -115,8 +103,8 @@ def dispatch_again(
     handle = handles.restore(memory, buffer, layout, max_rows, len(x))
     rows: torch.Tensor = _run_dispatch(owner, rows_of(x), handle=handle).x
     if zero_padding:
-        _zero_others(rows, _arrived(handle))
-    return _settled(owner, rows)
+        _zero_others(rows, _arrived(layout, *handles.counts(handle), handles.sources(handle)))
+    return _settled(owner, rows)[0]
 
 
 @dispatch_again.register_fake
@@ -221,15 +209,13 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def _arrived(handle: NativeHandle) -> torch.Tensor:
-    """bool, as `row_weights`: whether a token lies in the row."""
-    tokens_per_expert, num_rows = handles.counts(handle)
-    shape = handle.plan.rows_shape(handle.args)
-    row = torch.arange(shape[-1], dtype=torch.int32, device=num_rows.device)
-    if handle.layout == "batched":
+def _arrived(layout: str, tokens_per_expert: torch.Tensor, num_rows: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+    """bool, `[rows]` or `[E/R, R * max_tokens]`: whether a token lies in the row."""
+    row = torch.arange(src.shape[-2], dtype=torch.int32, device=src.device)
+    if layout == "batched":
         return row < tokens_per_expert.unsqueeze(1)
     within = row < num_rows
-    return within if handle.layout == "flat" else within & (handles.sources(handle)[:, 0] >= 0)
+    return within if layout == "flat" else within & (src[:, 0] >= 0)
 
 
 def _zero_others(rows: torch.Tensor, arrived: torch.Tensor) -> None:
@@ -255,11 +241,13 @@ def _where_peers_read(buffer: Buffer, handle: NativeHandle, weights: torch.Tenso
     return here.copy_(weights)
 
 
-def _settled(buffer: Buffer, tensor: torch.Tensor, and_bytes: int = 0) -> torch.Tensor:
-    """`tensor`, or a copy outside the window when that gets full.
+def _settled(buffer: Buffer, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The outputs of a round, or copies outside the window when less than half of that is free in one piece.
 
-    Autograd keeps what a layer got until its backward.  The window is not made for all layers of a model, torch's
+    Autograd keeps what a layer got until its backward pass.  The window is not made for all layers of a model, torch's
     memory is.  A rank decides for itself: peers have no interest in memory that a round has left behind.
     """
-    left = buffer.session.arena.largest_free
-    return tensor if left >= _ROUNDS_LEFT * (tensor.nbytes + and_bytes) else tensor.clone()
+    session = buffer.session
+    if 2 * session.arena.largest_free >= session.context.shape.heap_bytes:
+        return outputs
+    return tuple(output.clone() for output in outputs)

@@ -15,7 +15,7 @@ from torch.nn.functional import silu
 import moecomm
 from moecomm.nn import ExpertParallel, gather_state, shard_state, shared_buffer
 from moecomm.nn.state import is_sharded
-from moecomm.router import random_routing, router
+from moecomm.router import Router, random_routing
 from tests.ops.ranks import on_threads
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK, MOST = 32, 16, 8, 3, 12
@@ -115,13 +115,12 @@ def test_payload_and_autocast_choose_dtypes() -> None:
 
 
 def test_the_gate_is_that_of_deepseek_v3() -> None:
-    theirs = router("deepseek-v3")
-    shape = {"hidden": 7168, "num_experts": 256, "topk": 8, "intermediate": 4, "max_tokens": 1}
-    settings = {"gate": "sigmoid", "num_groups": 8, "topk_groups": 4, "scale": 2.5, "corrected": True}
-    layer = layer_of(None, **shape, **settings)
-    assert theirs.bias is not None and layer.gate.bias is not None
+    gate: dict[str, Any] = {"gate": "sigmoid", "num_groups": 4, "topk_groups": 2, "scale": 2.5}
+    theirs = Router(HIDDEN, EXPERTS, TOPK, **gate, bias=draw(EXPERTS) * 0.1, seed=3)
+    layer = layer_of(None, **gate, corrected=True)
+    assert theirs.bias is not None and layer.gate is not None and layer.gate.bias is not None
     layer.load_state_dict({"gate.weight": theirs.weight, "gate.bias": theirs.bias}, strict=False)
-    x = draw(20, 7168)
+    x = draw(50, HIDDEN)
     for mine, want in zip(layer.gate(x), theirs(x), strict=True):
         assert torch.equal(mine, want)
     assert layer.gate.weight.requires_grad and not layer.gate.bias.requires_grad

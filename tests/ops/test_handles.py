@@ -111,27 +111,34 @@ def test_one_handle_twice_and_a_repeat_of_it_have_gradients() -> None:
 
 def test_nothing_is_freed_before_the_backward_pass_and_everything_after_it() -> None:
     """Many layers over one window, more than it has room for: outputs then move out of it."""
-    c = case(2, seed=1)
+    c, layers = case(2, seed=1), 12
 
     def body(group: Any) -> tuple[Any, ...]:
-        with c.buffer(group) as buffer:
-            before = buffer.memory.used
-            layers = 12
+        with c.buffer(group, window_bytes=1 << 16) as buffer:
+            in_window: list[bool] = []
+
+            def note(_: Any, args: tuple[torch.Tensor, ...]) -> None:
+                in_window.append(buffer.session.context.in_heap(args[0].data_ptr()))
+
+            experts = torch.nn.Tanh()
+            experts.register_forward_pre_hook(note)
             for _ in range(3):
                 x, weights = (t[group.rank].clone().requires_grad_() for t in (c.x, c.topk_weights))
                 out = x
                 for _ in range(layers):
-                    out = layer(buffer, out, c.topk_idx[group.rank], weights)
-                kept = buffer.memory.used
-                grads = torch.autograd.grad(out.sum(), (x, weights))
-                result = (out.detach(), *grads)
+                    routed = ops.dispatch(buffer, out, c.topk_idx[group.rank], weights)
+                    out = ops.combine(experts(routed.x), routed.handle)
+                del routed
+                result = (out.detach(), *torch.autograd.grad(out.sum(), (x, weights)))
                 del out
             gc.collect()
-            return result, before, kept, buffer.memory.used
+            return result, in_window, buffer.memory.used
 
-    for rank, (result, before, kept, after) in enumerate(on_threads(2, body)):
-        assert_close(result, expected(c, rank, layers=12))
-        assert kept > before and after == before, f"rank {rank}: {after - before} bytes are still held"
+    for rank, (result, in_window, used) in enumerate(on_threads(2, body)):
+        assert_close(result, expected(c, rank, layers=layers))
+        assert in_window[0] and not in_window[layers - 1]
+        assert in_window == in_window[:layers] * 3, "not all memory came back after a backward pass"
+        assert used == 0, f"rank {rank}: {used} bytes are still held"
 
 
 def test_outputs_outlive_the_buffer_and_its_handle_says_closed() -> None:
