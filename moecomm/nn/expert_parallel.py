@@ -134,6 +134,8 @@ class ExpertParallel(torch.nn.Module):
             As Buffer.dispatch and Buffer.combine.
         """
         if not self._buffer_name:
+            if torch.compiler.is_compiling():
+                raise BadInput("buffer", "none that is open", "layer.open() before the first call of a compiled layer")
             self.open()
         tokens = x.reshape(-1, x.shape[-1])
         if topk_idx is None:

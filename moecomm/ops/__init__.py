@@ -9,6 +9,10 @@ counts on the device.  x, y and the routing weights have gradients, whose rounds
 took part in the forward pass runs the backward pass, and in the same order.  And a handle is plain: a tensor, strings
 and numbers.
 
+A compiler may change the order of rounds that do not depend on each other, and not alike on ranks whose tensors have
+other sizes.  Layers one after the other do depend on each other; what stands side by side should share a dispatch, or
+be compiled apart.
+
 A gradient of a dispatch can't be differentiated again: Unsupported.
 """
 

@@ -144,6 +144,12 @@ def test_a_compiled_layer_is_one_graph_with_the_same_bits(backend: str) -> None:
     torch.compiler.reset()
 
 
+def test_a_compiled_layer_without_a_buffer_says_what_to_do() -> None:
+    with pytest.raises(Exception, match=r"layer\.open\(\) before"):
+        torch.compile(layer_of(None), fullgraph=True, backend="eager")(draw(3, HIDDEN))
+    torch.compiler.reset()
+
+
 def test_layers_of_the_same_sizes_share_a_buffer_that_lives_as_long_as_they_do() -> None:
     first, second, larger = layer_of(None), layer_of(None), layer_of(None, max_tokens=MOST + 1)
     shared = first.open()

@@ -181,3 +181,40 @@ def test_whole_numbers_have_exact_gradients(layout: str) -> None:
         out = 3 * x * torch.where(c.topk_idx[rank] >= 0, weights, 0.0).sum(dim=1, keepdim=True)
         for mine, want in zip(got, (out, *torch.autograd.grad((out * seen[rank]).sum(), (x, weights))), strict=True):
             assert torch.equal(mine, want)
+
+
+@pytest.mark.parametrize("layout", ["expert", "batched"])
+def test_sums_may_travel_rounded(layout: str) -> None:
+    c = case(3, dtype=torch.bfloat16, seed=2)
+
+    def body(group: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        with c.buffer(group) as buffer:
+            rank = group.rank
+            routed = ops.dispatch(buffer, c.x[rank], c.topk_idx[rank], c.topk_weights[rank], layout=layout)
+            return routed.x, ops.combine(routed.x, routed.handle, wire=torch.bfloat16)
+
+    got, arrived = on_threads(3, body), arrived_of(c, c.x, layout)
+    ys = [(y.flatten(0, 1) if layout == "batched" else y)[: len(a.x)] for (y, _), a in zip(got, arrived, strict=True)]
+    want = combine_reference.combine(ys, arrived, layout=layout, wire=torch.bfloat16)
+    assert all(torch.equal(out, expected) for (_, out), expected in zip(got, want, strict=True))
+
+
+def test_a_gradient_of_either_input_alone() -> None:
+    """Rounds are the same then, but for what travels: with frozen tokens, or without weights that learn."""
+    c = case(2, seed=1)
+
+    def body(group: Any) -> list[torch.Tensor]:
+        found = []
+        with c.buffer(group) as buffer:
+            for wanted in ("both", "x", "weights"):
+                x, weights = (t[group.rank].clone() for t in (c.x, c.topk_weights))
+                x.requires_grad_(wanted != "weights")
+                weights.requires_grad_(wanted != "x")
+                routed = ops.dispatch(buffer, x, c.topk_idx[group.rank], weights)
+                ops.combine(routed.x * 2, routed.handle).square().sum().backward()
+                found += [t.grad for t in (x, weights)]
+        return found
+
+    for both_x, both_weights, x, no_weights, no_x, weights in on_threads(2, body):
+        assert no_weights is None and no_x is None
+        assert torch.equal(x, both_x) and torch.equal(weights, both_weights)
