@@ -1,0 +1,54 @@
+"""A backward pass is as collective as a forward pass, and ends as well when a peer is not there for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import moecomm
+from moecomm import ops
+from tests.ops.ranks import case
+
+
+def _until_a_peer_dies(rank: int, group: Any) -> tuple[str, int, float]:
+    c = case(2, seed=1)
+    with c.buffer(group) as buffer:
+        x = c.x[rank].clone().requires_grad_()
+        routed = ops.dispatch(buffer, x, c.topk_idx[rank], c.topk_weights[rank])
+        out = ops.combine(routed.x * 2, routed.handle)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begin = time.monotonic()
+        try:
+            out.sum().backward()
+        except moecomm.PeerLost as error:
+            assert x.grad is None, "a gradient of a round that failed"
+            return "PeerLost", error.peer, time.monotonic() - begin
+        raise AssertionError("the backward pass of one rank alone came to an end")
+
+
+def test_a_backward_pass_without_a_peer_names_it(ranks: Any) -> None:
+    ranks.start(2, _until_a_peer_dies)
+    ((rank, result),) = ranks.results(1).items()
+    assert rank == 0 and not isinstance(result, BaseException), result
+    name, peer, seconds = result
+    assert (name, peer) == ("PeerLost", 1) and seconds < 5
+
+
+def _with_other_gradients(rank: int, group: Any) -> str:
+    c = case(2, seed=1)
+    with c.buffer(group, timeout_s=5) as buffer:
+        x, weights = c.x[rank].clone().requires_grad_(), c.topk_weights[rank].clone()
+        weights.requires_grad_(rank == 0)  # as if one rank alone had a frozen gate
+        routed = ops.dispatch(buffer, x, c.topk_idx[rank], weights)
+        try:
+            ops.combine(routed.x * 2, routed.handle).sum().backward()
+        except moecomm.Mismatch as error:
+            return error.field
+        return "nothing"
+
+
+def test_ranks_that_want_other_gradients_hear_of_it(ranks: Any) -> None:
+    assert ranks.run(2, _with_other_gradients) == ["weight_grads given"] * 2
