@@ -1,0 +1,207 @@
+"""deep_ep.Buffer: the interface of deep_ep 1.x and of the legacy buffer of 2.x, over moecomm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moecomm.compat.deep_ep import layout, normal
+from moecomm.compat.deep_ep.config import Config
+from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, wait_for
+from moecomm.compat.deep_ep.low_latency import LowLatency
+from moecomm.compat.deep_ep.pool import Pool, check_experts
+from moecomm.errors import BadInput, Unsupported
+from moecomm.settings import Settings
+
+_TOPK_HINT = 32  # of size hints, whose callers do not say it: the most there can be
+
+
+class Buffer(LowLatency):
+    """One object for normal and low-latency calls; see deep_ep's documentation, and the package for differences.
+
+    Memory is not taken here but by the first call with new sizes (hidden, experts, K, tokens), on all ranks alike.
+    `num_nvl_bytes` is the least that a window for normal calls gets; more keeps more outputs alive without a copy.
+    `low_latency_mode`, `num_qps_per_rank`, `allow_nvlink_for_low_latency_mode`, `allow_mnnvl` and `enable_shrink` are
+    accepted and change nothing: both modes are always there, and ranks are reached over NVLink.
+    """
+
+    num_sms: int = 20
+    _num_sms_was_set = False
+
+    def __init__(
+        self,
+        group: Any,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+        use_fabric: bool = False,
+    ) -> None:
+        normal.check_nothing(comm=comm)
+        if group is None:
+            raise BadInput("group", "None", "a process group")
+        self._pool = Pool(group, num_nvl_bytes)
+        self.group = group
+        self.rank, self.group_size = self._pool.ranks.rank, self._pool.ranks.ranks
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
+        self.enable_shrink = enable_shrink
+
+    def destroy(self) -> None:
+        """Gives the memory back.  Idempotent, and allowed without `explicitly_destroy` too."""
+        self._pool.close()
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """True: kernels are compiled for the GPU at hand."""
+        return True
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """How many SMs normal calls without a config may use; until it is called, moecomm's own table says."""
+        if new_num_sms < 2 or new_num_sms % 2:
+            raise BadInput("new_num_sms", new_num_sms, "an even number, 2 or more")
+        Buffer.num_sms, Buffer._num_sms_was_set = new_num_sms, True
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """An event on the current stream."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes of a low-latency result of bfloat16 and what its handle keeps, at most; a window has three."""
+        tokens = num_max_dispatch_tokens_per_rank
+        sizes = Settings(num_ranks, hidden, num_experts, _TOPK_HINT, tokens, torch.bfloat16, "", None)
+        return sizes.round_bytes("batched")
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """A Config with the current number of SMs; any number of ranks will do."""
+        return Config(Buffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """A Config with the current number of SMs; any number of ranks will do."""
+        return Config(Buffer.num_sms)
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The current stream, which is where moecomm works."""
+        if not torch.cuda.is_initialized():
+            raise Unsupported("get_comm_stream: CPU ranks have no stream")
+        return torch.cuda.current_stream()
+
+    def get_local_buffer_tensor(
+        self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
+    ) -> torch.Tensor:
+        """Without `size`: an empty tensor, so that code which zeroes the buffer to reset it runs: nothing needs it."""
+        normal.check_nothing(size=size, offset=offset)
+        return torch.empty(0, dtype=dtype, device="cuda" if torch.cuda.is_initialized() else "cpu")
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
+        """num_tokens_per_rank, num_tokens_per_rdma_rank (None), num_tokens_per_expert, is_token_in_rank, event.
+
+        Some ten small kernels, for callers that want these; of them, dispatch with `topk_idx` needs nothing but the
+        shape of num_tokens_per_expert.
+        """
+        check_experts(num_experts, self.group_size)
+        if topk_idx.ndim != 2 or topk_idx.dtype not in (torch.int64, torch.int32):
+            raise BadInput("topk_idx", f"{topk_idx.dtype} {tuple(topk_idx.shape)}", "int64 or int32 [tokens, topk]")
+        wait_for(previous_event)
+        per_rank, per_expert, is_token_in_rank = layout.counts(topk_idx, num_experts, self.group_size)
+        return per_rank, None, per_expert, is_token_in_rank, finished(async_finish)
+
+    def dispatch(
+        self,
+        x: Any,
+        handle: Any = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, list[int] | None, Any, EventOverlap]:
+        """recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert_list, handle, event.
+
+        Waits for the device, for the list, unless `num_worst_tokens` or `handle` is given.  Without `topk_idx` the
+        list takes a small round of its own; `num_worst_tokens` takes a small kernel that marks the rows not in use.
+        """
+        wait_for(previous_event)
+        pool, num_sms = self._pool, self._limit(config, x)
+        if handle is not None:
+            if topk_idx is not None or topk_weights is not None:
+                raise BadInput("handle", "topk_idx or topk_weights beside it", "rows only: it repeats a routing")
+            return normal.repeat(pool, x, handle, num_sms), None, None, None, None, finished(async_finish)
+        made = normal.dispatch(
+            pool,
+            x,
+            is_token_in_rank,
+            num_tokens_per_expert,
+            topk_idx,
+            topk_weights,
+            expert_alignment,
+            num_worst_tokens,
+            num_sms,
+            Buffer.num_sms if config is None else config.num_sms,
+        )
+        return (*made, finished(async_finish))
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: Any,
+        topk_weights: torch.Tensor | None = None,
+        bias: Any = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """combined_x, combined_topk_weights (None without `topk_weights`), event.
+
+        Of `topk_weights`, the entries beside recv_topk_idx == -1 are not added.  Two biases are added up first, by a
+        kernel of its own, and rounded once.
+        """
+        wait_for(previous_event)
+        out, weights = normal.combine(self._pool, x, handle, topk_weights, bias, self._limit(config, x))
+        return out, weights, finished(async_finish)
+
+    def internode_dispatch(self, *args: Any, **named: Any) -> Any:
+        """Unsupported: dispatch serves every rank there is."""
+        raise Unsupported("internode_dispatch: call dispatch, which serves every rank")
+
+    def internode_combine(self, *args: Any, **named: Any) -> Any:
+        """Unsupported: combine serves every rank there is."""
+        raise Unsupported("internode_combine: call combine, which serves every rank")
+
+    @staticmethod
+    def _limit(config: Config | None, x: Any) -> int | None:
+        """Blocks that a caller has limited a call to; None: moecomm's own choice, as always on CPUs."""
+        rows = x[0] if isinstance(x, tuple) else x
+        if not isinstance(rows, torch.Tensor) or not rows.is_cuda:
+            return None
+        if config is None:
+            return Buffer.num_sms if Buffer._num_sms_was_set else None
+        return config.num_sms or None

@@ -1,0 +1,43 @@
+"""deep_ep.Config: moecomm takes the number of SMs from it; the chunk sizes are kept, checked and not needed."""
+
+from __future__ import annotations
+
+from moecomm.errors import BadInput
+
+_METADATA = 128 * (8 + 4 + 4) + 8  # bytes beside a row, as deep_ep plans: 128 ids, weights and scales, and its source
+_NVL_PEERS = 8
+
+
+class Config:
+    """How many SMs a call may use, and the sizes of deep_ep's queues."""
+
+    def __init__(
+        self,
+        num_sms: int = 20,
+        num_max_nvl_chunked_send_tokens: int = 6,
+        num_max_nvl_chunked_recv_tokens: int = 256,
+        num_max_rdma_chunked_send_tokens: int = 6,
+        num_max_rdma_chunked_recv_tokens: int = 256,
+    ) -> None:
+        if num_sms < 0:
+            raise BadInput("num_sms", num_sms, "0 or more")
+        for kind, send, receive in (
+            ("nvl", num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens),
+            ("rdma", num_max_rdma_chunked_send_tokens, num_max_rdma_chunked_recv_tokens),
+        ):
+            if not 0 < send < receive:
+                raise BadInput(f"num_max_{kind}_chunked_send_tokens", send, f"1 to {receive - 1}")
+        self.num_sms = num_sms
+        self.num_max_nvl_chunked_send_tokens = num_max_nvl_chunked_send_tokens
+        self.num_max_nvl_chunked_recv_tokens = num_max_nvl_chunked_recv_tokens
+        self.num_max_rdma_chunked_send_tokens = num_max_rdma_chunked_send_tokens
+        self.num_max_rdma_chunked_recv_tokens = num_max_rdma_chunked_recv_tokens
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """About what deep_ep's queues would take, for callers that compare sizes; moecomm sizes its windows itself."""
+        slots = self.num_sms // 2 * min(num_ranks, _NVL_PEERS) * self.num_max_nvl_chunked_recv_tokens
+        return -(-slots * (hidden_bytes + _METADATA) // 128) * 128
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """0: no rank is behind RDMA."""
+        return 0

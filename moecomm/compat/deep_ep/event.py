@@ -1,0 +1,94 @@
+"""deep_ep's events.  moecomm works on the current stream, so an event is a mark on that stream; CPU ranks need none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from moecomm.errors import BadInput
+
+
+class EventHandle:
+    """A mark on the current CUDA stream, made where this is constructed; without CUDA there is nothing to mark."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self) -> None:
+        self._event: torch.cuda.Event | None = None
+        if torch.cuda.is_initialized():
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def current_stream_wait(self) -> None:
+        """Makes the current stream wait for what was on the marked one."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+
+class EventOverlap:
+    """An event, what shall live until it is waited for, and what is to run then.
+
+    `with overlap:` waits at the end of the block, so that the block's work runs beside what the event stands for.
+    """
+
+    def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Any, ...] | None = None) -> None:
+        self.event = event
+        self.extra_tensors = extra_tensors
+        self.hook_after_wait: Callable[[], Any] | None = None
+        self._release_at_exit = False
+
+    def current_stream_wait(self, release_handle: bool = False) -> Any:
+        """Makes the current stream wait, then runs the registered hook, if any, and returns what that returns."""
+        if self.event is None:
+            raise BadInput("event", "None: the call was not asynchronous", "async_finish=True, or no wait")
+        self.event.current_stream_wait()
+        hook, self.hook_after_wait = self.hook_after_wait, None
+        result = None if hook is None else hook()
+        if release_handle:
+            self.event = None
+        return result
+
+    def wait(self) -> Any:
+        """current_stream_wait()."""
+        return self.current_stream_wait()
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
+        """Runs `hook_after_wait` once, after the next wait."""
+        if self.hook_after_wait is not None:
+            raise BadInput("hook_after_wait", "a second hook", "one, after the wait that runs the first")
+        self.hook_after_wait = hook_after_wait
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        self._release_at_exit = release_handle
+        return self
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.event is not None:
+            self.current_stream_wait(self._release_at_exit)
+        self._release_at_exit = False
+
+
+def wait_for(previous_event: Any) -> None:
+    """Makes the current stream wait for an EventOverlap or EventHandle that a caller passed; None is none."""
+    if previous_event is None:
+        return
+    if isinstance(previous_event, EventOverlap):
+        previous_event = previous_event.event
+        if previous_event is None:
+            return
+    if not isinstance(previous_event, EventHandle):
+        raise BadInput("previous_event", type(previous_event).__name__, "what capture() or an earlier call returned")
+    previous_event.current_stream_wait()
+
+
+def finished(asynchronous: bool, tensors: tuple[Any, ...] | None = None) -> EventOverlap:
+    """The event that a call returns: a mark on the current stream if it was asked for."""
+    return EventOverlap(EventHandle(), tensors) if asynchronous else EventOverlap()

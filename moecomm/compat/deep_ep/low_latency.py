@@ -1,0 +1,254 @@
+"""deep_ep's low-latency dispatch and combine, over moecomm's batched layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moecomm.buffer import Buffer
+from moecomm.compat.deep_ep.event import EventOverlap, finished
+from moecomm.compat.deep_ep.lazy import LazyTuple, kept, source, tokens_per_expert
+from moecomm.compat.deep_ep.normal import check_nothing
+from moecomm.compat.deep_ep.pool import Pool, check_experts
+from moecomm.errors import BadInput, Unsupported
+from moecomm.routed import Handle, Routed
+
+_WEIGHTS_HIDDEN = 8  # columns of the rows that routing weights travel beside: 16 bytes, the least there is
+
+
+class LowLatencyHandle(LazyTuple):
+    """deep_ep's handle of a low-latency dispatch: `packed_recv_src_info` i32[E/R, R * Tmax], token of its source rank
+    for each row; `packed_recv_layout_range` i64[E/R, R], begin << 32 | count of the rows from each rank; Tmax; H; E.
+
+    The two tensors are computed when they are first read, after the dispatch has arrived.
+    """
+
+    native: Handle
+    topk_weights: torch.Tensor | None  # those that the dispatch carried
+    combine_rows: torch.Tensor | None  # in the window, for the next combine without a copy
+
+    def __new__(cls, native: Handle, num_experts: int, topk_weights: torch.Tensor | None) -> LowLatencyHandle:
+        """Of a batched moecomm handle."""
+        sizes = (native.buffer.max_tokens, native.buffer.hidden, num_experts)
+        self = super().__new__(
+            cls,
+            lambda: source(native)[..., 1].contiguous(),
+            lambda: layout_range(native),
+            *(lambda size=size: size for size in sizes),  # type: ignore[misc]
+        )
+        assert isinstance(self, LowLatencyHandle)
+        self.native, self.topk_weights, self.combine_rows = native, topk_weights, None
+        return self
+
+
+class LowLatency:
+    """The low-latency half of Buffer."""
+
+    _pool: Pool
+    group_size: int
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Nothing is left behind by normal calls, so there is nothing to clean."""
+        self._pool.require_open()
+        check_experts(num_experts, self.group_size)
+
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        *,
+        topk_weights: torch.Tensor | None = None,
+    ) -> tuple[Any, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None] | None]:
+        """recv_x or (recv_x, scales), recv_count, handle, event, hook (None without `return_recv_hook`).
+
+        `topk_weights`, which deep_ep does not have, spares low_latency_combine a small round when it is given the same
+        tensor, unchanged.  `round_scale` without `use_ue8m0`, and `cumulative_local_expert_recv_stats`, take a kernel
+        of their own each.  A hook that has not been called when the next dispatch of these sizes begins runs then.
+        """
+        check_nothing(dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
+        _check_finish(async_finish, return_recv_hook)
+        if use_ue8m0 and not (use_fp8 and round_scale):
+            raise BadInput("use_ue8m0", True, "use_fp8 and round_scale beside it")
+        check_experts(num_experts, self.group_size)
+        if x.ndim != 2 or topk_idx.ndim != 2:
+            raise BadInput("x, topk_idx", f"{x.ndim} and {topk_idx.ndim} dimensions", "two each")
+        pool = self._pool
+        pool.require_open()
+        buffer = pool.batched(
+            x.device, x.shape[1], num_experts, topk_idx.shape[1], num_max_dispatch_tokens_per_rank, x.dtype
+        )
+        pool.receive(buffer)
+        by_column = use_fp8 and (use_ue8m0 or not round_scale)
+        options: dict[str, Any] = {
+            "layout": "batched",
+            "quantize": "fp8" if use_fp8 else None,
+            "scale_format": "ue8m0" if use_fp8 and round_scale else "fp32",
+            "scale_layout": "column" if by_column else "row",
+        }
+        if return_recv_hook:
+            routed = buffer.dispatch_begin(x, topk_idx, topk_weights, **options)
+        else:
+            routed = buffer.dispatch(x, topk_idx, topk_weights, **options, sync=False)
+        handle = LowLatencyHandle(routed.handle, num_experts, topk_weights)
+        counts = tokens_per_expert(routed.handle)
+        recv_x, rounded = _arriving(routed, use_fp8, by_column)
+        receive = Receive(buffer, routed, rounded, counts, cumulative_local_expert_recv_stats)
+        if return_recv_hook:
+            pool.receiving[id(buffer)] = receive
+        else:
+            receive.account()
+        return recv_x, counts, handle, finished(async_finish), receive if return_recv_hook else None
+
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: Any,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
+        """combined_x, event, hook (None without `return_recv_hook`; it has nothing left to do).
+
+        The routing weights have to reach the ranks that add rows up: unless the dispatch was given the same
+        `topk_weights`, they go ahead in a small round of their own.
+        """
+        check_nothing(use_logfmt=use_logfmt, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
+        _check_finish(async_finish, return_recv_hook)
+        pool = self._pool
+        pool.require_open()
+        native = _native_of(pool, handle)
+        if topk_weights is not handle.topk_weights:
+            _send_weights(pool, native, topk_idx, topk_weights)
+        if zero_copy:
+            if handle.combine_rows is None:
+                raise BadInput("zero_copy", True, "rows written to get_next_low_latency_combine_buffer(handle)")
+            x = handle.combine_rows
+        combined = native.buffer.combine(x, native, out=out)
+        return combined, finished(async_finish), _nothing if return_recv_hook else None
+
+    def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
+        """`[E/R, R * Tmax, H]` in the window, for low_latency_combine(zero_copy=True); the same one for one handle."""
+        native = _native_of(self._pool, handle)
+        if handle.combine_rows is None:
+            handle.combine_rows = native.buffer.empty(native)
+        rows: torch.Tensor = handle.combine_rows
+        return rows
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Masking a rank is Unsupported: a lost rank ends in PeerLost on every other.  Unmasking does nothing."""
+        if not 0 <= rank_to_mask < self.group_size:
+            raise BadInput("rank_to_mask", rank_to_mask, f"0 to {self.group_size - 1}")
+        if mask:
+            raise Unsupported("low_latency_update_mask_buffer(mask=True): ranks can't be masked")
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Zeros: no rank is masked."""
+        if mask_status.shape != (self.group_size,) or mask_status.dtype is not torch.int32:
+            raise BadInput("mask_status", f"{mask_status.dtype} {tuple(mask_status.shape)}", "int32 [ranks]")
+        mask_status.zero_()
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Nothing is masked."""
+
+
+class Receive:
+    """The hook of a dispatch: waits for its rows, on the current stream.  Once; a second call does nothing."""
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        routed: Routed,
+        rounded: torch.Tensor | None,
+        counts: torch.Tensor,
+        stats: torch.Tensor | None,
+    ) -> None:
+        self._buffer, self._routed = buffer, routed
+        self._rounded, self._counts, self._stats = rounded, counts, stats
+        self._called = False
+
+    def __call__(self) -> None:
+        if self._called:
+            return
+        self._called = True
+        self._buffer.dispatch_end(self._routed, sync=False)
+        self.account()
+
+    def account(self) -> None:
+        """What is left to do once rows are here: float32 of power-of-two scales, and the statistics."""
+        if self._rounded is not None:
+            scales = self._routed.scales
+            assert scales is not None
+            self._rounded.view(torch.int32).copy_(scales.view(torch.uint8)).bitwise_left_shift_(23)
+        if self._stats is not None:
+            self._stats.add_(self._counts)
+        # so that the window has its memory back when the caller's tensors are gone
+        del self._routed, self._rounded, self._counts, self._stats
+
+
+def layout_range(handle: Handle) -> torch.Tensor:
+    """int64 `[E/R, R]`: begin << 32 | count of the rows that each expert has from each rank."""
+    src = source(handle)[..., 0]
+    ids = torch.arange(handle.buffer.num_ranks, dtype=torch.int32, device=src.device)
+    valid = torch.arange(src.shape[1], device=src.device) < tokens_per_expert(handle).unsqueeze(1)
+    count = ((src.unsqueeze(2) == ids) & valid.unsqueeze(2)).sum(dim=1)
+    return (count.cumsum(dim=1) - count) << 32 | count
+
+
+def _arriving(routed: Routed, use_fp8: bool, by_column: bool) -> tuple[Any, torch.Tensor | None]:
+    """What the dispatch hands out, before or after it has arrived; and the float32 scales that are made afterwards."""
+    x = routed.plan.tensor("x", routed)
+    assert x is not None
+    if not use_fp8:
+        return x, None
+    if by_column:
+        return (x, routed.plan.tensor("scales", routed)), None
+    experts, rows, hidden = x.shape
+    columns = torch.empty((experts, -(-hidden // 128), rows), dtype=torch.float32, device=x.device)
+    scales = columns.transpose(1, 2)
+    return (x, scales), scales
+
+
+def _send_weights(pool: Pool, native: Handle, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> None:
+    """A round of 16-byte rows: its weights land in the rows' order, and become those of the handle."""
+    buffer = native.buffer
+    if topk_idx.shape != (native.num_tokens, buffer.topk):
+        raise BadInput("topk_idx", f"shape {tuple(topk_idx.shape)}", f"({native.num_tokens}, {buffer.topk})")
+    small = pool.batched(
+        buffer.device, _WEIGHTS_HIDDEN, buffer.num_experts, buffer.topk, buffer.max_tokens, torch.bfloat16
+    )
+    rows = torch.empty((native.num_tokens, _WEIGHTS_HIDDEN), dtype=torch.bfloat16, device=buffer.device)
+    weights = small.dispatch(rows, topk_idx, topk_weights, layout="batched", sync=False).row_weights
+    assert weights is not None
+    kept(native, native.args.route.row_weights, native.y_shape[:-1], torch.float32).copy_(weights)
+
+
+def _native_of(pool: Pool, handle: Any) -> Handle:
+    if not isinstance(handle, LowLatencyHandle):
+        raise BadInput("handle", type(handle).__name__, "the handle, as it is, that low_latency_dispatch returned")
+    pool.check_owner(handle.native)
+    return handle.native
+
+
+def _check_finish(async_finish: bool, return_recv_hook: bool) -> None:
+    if async_finish and return_recv_hook:
+        raise BadInput("async_finish", True, "False beside return_recv_hook: the hook is the wait")
+
+
+def _nothing() -> None:
+    """The hook of a combine."""

@@ -1,0 +1,185 @@
+"""deep_ep's normal ("high-throughput") dispatch and combine, over moecomm's flat layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moecomm.buffer import Buffer
+from moecomm.compat.deep_ep.layout import NormalHandle
+from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_experts
+from moecomm.errors import BadInput, Mismatch, Unsupported
+from moecomm.routed import Handle, Routed
+
+
+def dispatch(
+    pool: Pool,
+    x: Any,
+    is_token_in_rank: torch.Tensor | None,
+    num_tokens_per_expert: torch.Tensor | None,
+    topk_idx: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    expert_alignment: int,
+    num_worst_tokens: int,
+    num_sms: int | None,
+    channel_sms: int,
+) -> tuple[Any, Any, Any, list[int], NormalHandle]:
+    """recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert_list, handle."""
+    rows, scales = unpack(x)
+    if num_tokens_per_expert is None:
+        raise BadInput("num_tokens_per_expert", "None", "what get_dispatch_layout returned, or handle=")
+    if expert_alignment < 1:
+        raise BadInput("expert_alignment", expert_alignment, "1 or more")
+    num_experts = num_tokens_per_expert.shape[0]
+    check_experts(num_experts, pool.ranks.ranks)
+    ids = topk_idx
+    if ids is None:
+        if topk_weights is not None:
+            raise BadInput("topk_weights", "a tensor", "topk_idx beside it")
+        if num_worst_tokens:
+            raise BadInput("num_worst_tokens", num_worst_tokens, "topk_idx beside it: it says which rows are in use")
+        ids = _an_expert_of_each_rank(is_token_in_rank, num_experts, pool.ranks.ranks)
+    routed = _route(pool, rows, scales, ids, topk_weights, num_experts, num_worst_tokens, num_sms)
+    handle = NormalHandle(routed.handle, channel_sms)
+    recv_x = _received(pool, routed, scales is not None)
+    if topk_idx is None:
+        counts = _aligned(_exchange_counts(pool, num_tokens_per_expert), expert_alignment)
+        return recv_x, None, None, counts, handle
+    recv_topk_idx = routed.topk_idx
+    recv_topk_weights = None if topk_weights is None else routed.topk_weights
+    if num_worst_tokens:
+        assert recv_topk_idx is not None
+        in_use = torch.arange(num_worst_tokens, dtype=torch.int32, device=rows.device) < routed.num_rows
+        return recv_x, torch.where(in_use.unsqueeze(1), recv_topk_idx, -1), recv_topk_weights, [], handle
+    return (
+        recv_x,
+        recv_topk_idx,
+        recv_topk_weights,
+        _aligned(routed.tokens_per_expert.tolist(), expert_alignment),
+        handle,
+    )
+
+
+def repeat(pool: Pool, x: Any, handle: Any, num_sms: int | None) -> Any:
+    """recv_x of rows that go where those of an earlier dispatch went."""
+    pool.require_open()
+    rows, scales = unpack(x)
+    native = native_of(pool, handle)
+    routed = native.buffer.dispatch(rows, scales=scales, handle=native, sync=False, num_sms=num_sms)
+    return _received(pool, routed, scales is not None)
+
+
+def combine(
+    pool: Pool, x: torch.Tensor, handle: Any, topk_weights: torch.Tensor | None, bias: Any, num_sms: int | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The plain sums over ranks: of rows, plus bias, and of top-k weights."""
+    pool.require_open()
+    native = native_of(pool, handle)
+    out = native.buffer.combine(x, native, bias=one_bias(bias), weight_grads=topk_weights, num_sms=num_sms)
+    if topk_weights is None:
+        return out, None
+    total: tuple[torch.Tensor, torch.Tensor] = out
+    return total
+
+
+def unpack(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows, and scales if there are any, as moecomm takes them."""
+    rows, scales = x if isinstance(x, tuple) else (x, None)
+    if not isinstance(rows, torch.Tensor) or not (scales is None or isinstance(scales, torch.Tensor)):
+        raise BadInput("x", type(rows).__name__, "a tensor, or a tuple of two: rows and scales")
+    if rows.ndim != 2:
+        raise BadInput("x", f"shape {tuple(rows.shape)}", "(tokens, hidden)")
+    if scales is not None and scales.stride(-1) != 1:
+        scales = scales.contiguous()  # by column, as some quantizers make them
+    return rows, scales
+
+
+def native_of(pool: Pool, handle: Any) -> Handle:
+    """The moecomm handle in what a dispatch of this buffer returned."""
+    if not isinstance(handle, NormalHandle):
+        raise BadInput("handle", type(handle).__name__, "the handle, as it is, that dispatch returned")
+    pool.check_owner(handle.native)
+    return handle.native
+
+
+def one_bias(bias: Any) -> torch.Tensor | None:
+    """None, a tensor, or the sum of two, rounded to their dtype."""
+    if bias is None or isinstance(bias, torch.Tensor):
+        return bias
+    if not isinstance(bias, tuple) or len(bias) != 2:
+        raise BadInput("bias", type(bias).__name__, "None, a tensor or a tuple of two")
+    first, second = bias
+    if first is None or second is None:
+        return second if first is None else first
+    total: torch.Tensor = first + second
+    return total
+
+
+def _route(
+    pool: Pool,
+    rows: torch.Tensor,
+    scales: torch.Tensor | None,
+    ids: torch.Tensor,
+    weights: torch.Tensor | None,
+    num_experts: int,
+    worst: int,
+    num_sms: int | None,
+) -> Routed:
+    """A flat dispatch; where a rank has more tokens than the Buffer takes, again with a larger one."""
+    buffer = pool.flat(rows, ids, num_experts, worst)
+    if worst:
+        return buffer.dispatch(
+            rows, ids, weights, layout="flat", scales=scales, max_rows=worst, sync=False, num_sms=num_sms
+        )
+    if len(rows) > buffer.max_tokens:
+        ask_to_grow(buffer, rows, ids, scales)
+    else:
+        try:
+            return buffer.dispatch(rows, ids, weights, layout="flat", scales=scales, sync=True, num_sms=num_sms)
+        except Mismatch as error:
+            if not asks_to_grow(error):
+                raise
+    buffer = pool.flat(rows, ids, num_experts, worst, grow=True)
+    return buffer.dispatch(rows, ids, weights, layout="flat", scales=scales, sync=True, num_sms=num_sms)
+
+
+def _received(pool: Pool, routed: Routed, with_scales: bool) -> Any:
+    """x, or x and scales; copied out of a window that would have no room for another round."""
+    x, scales = routed.x, routed.scales
+    if pool.is_filling(routed.handle.buffer):
+        x, scales = x.clone(), None if scales is None else scales.clone()
+    return (x, scales) if with_scales else x
+
+
+def _an_expert_of_each_rank(is_token_in_rank: torch.Tensor | None, num_experts: int, ranks: int) -> torch.Tensor:
+    """Ids that send every token where `is_token_in_rank` says."""
+    if is_token_in_rank is None:
+        raise BadInput("topk_idx", "None", "expert ids, is_token_in_rank or handle=")
+    if is_token_in_rank.dtype is not torch.bool or is_token_in_rank.shape[1:] != (ranks,):
+        raise BadInput("is_token_in_rank", f"{is_token_in_rank.dtype} {tuple(is_token_in_rank.shape)}", "bool [T, R]")
+    first = torch.arange(ranks, device=is_token_in_rank.device) * (num_experts // ranks)
+    return torch.where(is_token_in_rank, first, -1)
+
+
+def _exchange_counts(pool: Pool, num_tokens_per_expert: torch.Tensor) -> list[int]:
+    """Everybody's tokens for our experts, as a small round of its own: rank r gets a row of counts from each."""
+    ranks = pool.ranks.ranks
+    local = len(num_tokens_per_expert) // ranks
+    counts = torch.zeros((ranks, -(-local // 4) * 4), dtype=torch.float32, device=num_tokens_per_expert.device)
+    counts[:, :local] = num_tokens_per_expert.view(ranks, local)  # float32 is exact up to 2^24
+    ids = torch.arange(ranks, device=counts.device).unsqueeze(1)
+    buffer: Buffer = pool.flat(counts, ids, ranks, 0)
+    rows = buffer.dispatch(counts, ids, layout="flat", sync=True).x
+    return [int(count) for count in rows[:, :local].sum(dim=0).tolist()]
+
+
+def _aligned(counts: list[int], alignment: int) -> list[int]:
+    return counts if alignment == 1 else [-(-count // alignment) * alignment for count in counts]
+
+
+def check_nothing(**options: object) -> None:
+    """Raises Unsupported for an option that is given (not None, False or 0) and that moecomm does not have."""
+    for name, value in options.items():
+        if value is not None and value is not False and not (isinstance(value, int) and value == 0):
+            raise Unsupported(f"{name}: see moecomm.compat.deep_ep for what is not supported")

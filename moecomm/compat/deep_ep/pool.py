@@ -1,0 +1,159 @@
+"""The moecomm.Buffers behind one deep_ep buffer: opened, collectively, by the first call with their sizes.
+
+deep_ep learns the hidden size, the experts, K and the number of tokens call by call.  All ranks make the same calls,
+so all of them are here with the same sizes at the same time; only the number of tokens may differ, and is gathered.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moecomm.buffer import Buffer
+from moecomm.errors import BadInput, Closed, Mismatch
+from moecomm.rendezvous import Rendezvous, rendezvous
+from moecomm.routed import Handle
+from moecomm.settings import MAX_FLAT_ROWS, Settings
+
+# expert_alignment of a flat dispatch, where it has no meaning: "my tokens do not fit, make room with me".  It differs
+# from everybody else's, so that every rank hears of it in the round that it was waiting for.
+_GROW = (1 << 20) - 1
+_LEAST_TOKENS = 128
+_FLAT_ROUNDS = 3  # worst cases with room in a window: what arrives, what a combine copies, and the next that arrives
+_BATCHED_ROUNDS = 3  # two in flight, and rows for a combine without a copy
+_HANDLES = 64  # that may be alive at a time, of rounds of the worst case
+
+
+class Pool:
+    """Opens and keeps moecomm.Buffers of a group.  `num_bytes`: the least window of one with normal rounds."""
+
+    def __init__(self, group: Any, num_bytes: int = 0, timeout_s: float = 30.0) -> None:
+        self.ranks: Rendezvous = rendezvous(group)
+        self.closed = False
+        self.receiving: dict[int, Callable[[], None]] = {}  # hooks of dispatches that have begun, by id of the Buffer
+        self._num_bytes, self._timeout_s = num_bytes, timeout_s
+        self._by_sizes: dict[tuple[Any, ...], Buffer] = {}
+        self._opened: list[Buffer] = []  # all of them: handles of one that was too small stay good
+        self._fill: dict[int, int] = {}  # bytes alive in a window of normal rounds, from which on outputs are copied
+
+    def require_open(self) -> None:
+        """Raises Closed after close()."""
+        if self.closed:
+            raise Closed("deep_ep buffer")
+
+    def close(self) -> None:
+        """Gives all memory back.  Idempotent."""
+        self.closed = True
+        for buffer in self._opened:
+            buffer.close()
+        self._by_sizes.clear()
+        self.receiving.clear()
+
+    def get(self, key: tuple[Any, ...], open_: Callable[[], Buffer]) -> Buffer:
+        """The Buffer of a key; `open_` makes it when the key is new."""
+        buffer = self._by_sizes.get(key)
+        if buffer is None:
+            self.require_open()
+            buffer = self._by_sizes[key] = open_()
+        return buffer
+
+    def receive(self, buffer: Buffer) -> None:
+        """Ends a dispatch of the Buffer that has begun and whose hook has not been called."""
+        hook = self.receiving.pop(id(buffer), None)
+        if hook is not None:
+            hook()
+
+    def check_owner(self, handle: Handle) -> None:
+        """Raises BadInput or Closed unless one of our Buffers made the handle."""
+        if handle.buffer.closed:
+            raise Closed("handle's buffer")
+        if handle.buffer not in self._opened:
+            raise BadInput("handle", "one of another buffer", "one of this buffer")
+
+    def is_filling(self, buffer: Buffer) -> bool:
+        """Whether what is alive in the window leaves less than two rounds of the worst case."""
+        return buffer.memory.used > self._fill[id(buffer)]
+
+    def flat(self, x: torch.Tensor, topk_idx: torch.Tensor, num_experts: int, worst: int, grow: bool = False) -> Buffer:
+        """For normal rounds.  `worst`: rows that the caller always receives into, 0: as many as come.  `grow`: a new
+        one, with room for what all ranks have now.
+        """
+        dtype = torch.bfloat16 if x.dtype is torch.float8_e4m3fn else x.dtype
+        key = (x.shape[1], num_experts, topk_idx.shape[1], dtype, worst)
+        if grow:
+            del self._by_sizes[key]
+        buffer = self._by_sizes.get(key)
+        if buffer is not None:
+            return buffer
+        tokens = self._most(x.shape[0])
+        if worst:
+            tokens = max(tokens, -(-worst // self.ranks.ranks))
+        most = (MAX_FLAT_ROWS - 1) // self.ranks.ranks
+        tokens = max(tokens, min(most, max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length() if tokens else 0)))
+        settings = self._settings(x.shape[1], num_experts, topk_idx.shape[1], tokens, dtype)
+        round_bytes = settings.round_bytes("flat")
+        handle = self.ranks.ranks * tokens * (16 * settings.topk + 16)
+        window = max(self._num_bytes, _FLAT_ROUNDS * round_bytes + min(_HANDLES * handle, 4 * round_bytes))
+        buffer = self.get(key, lambda: self.open(x.device, settings, window))
+        self._fill[id(buffer)] = window - 2 * round_bytes
+        return buffer
+
+    def batched(
+        self, device: torch.device, hidden: int, num_experts: int, topk: int, tokens: int, dtype: torch.dtype
+    ) -> Buffer:
+        """For low-latency rounds."""
+        key = ("batched", hidden, num_experts, topk, tokens, dtype)
+        buffer = self._by_sizes.get(key)
+        if buffer is not None:
+            return buffer
+        settings = self._settings(hidden, num_experts, topk, tokens, dtype)
+        window = _BATCHED_ROUNDS * settings.round_bytes("batched")
+        return self.get(key, lambda: self.open(device, settings, window))
+
+    def open(self, device: torch.device, settings: Settings, window_bytes: int) -> Buffer:
+        """Collective: a moecomm.Buffer of these sizes."""
+        buffer = Buffer(
+            self.ranks,
+            hidden=settings.hidden,
+            num_experts=settings.num_experts,
+            topk=settings.topk,
+            max_tokens=settings.max_tokens,
+            dtype=settings.dtype,
+            backend="host" if device.type == "cpu" else "auto",
+            device=device,
+            timeout_s=self._timeout_s,
+            window_bytes=-(-window_bytes // 4096) * 4096,
+        )
+        self._opened.append(buffer)
+        return buffer
+
+    def _settings(self, hidden: int, num_experts: int, topk: int, tokens: int, dtype: torch.dtype) -> Settings:
+        return Settings(self.ranks.ranks, hidden, num_experts, topk, tokens, dtype, "", None)
+
+    def _most(self, tokens: int) -> int:
+        """Collective: the most tokens that a rank has."""
+        return max(struct.unpack("<q", theirs)[0] for theirs in self.ranks.all_gather(struct.pack("<q", tokens)))
+
+
+def ask_to_grow(buffer: Buffer, x: torch.Tensor, topk_idx: torch.Tensor, scales: torch.Tensor | None) -> None:
+    """Tells the ranks that wait in a dispatch that ours has more tokens than the Buffer takes."""
+    none = None if scales is None else scales[:0]
+    try:
+        buffer.dispatch(x[:0], topk_idx[:0], layout="flat", scales=none, expert_alignment=_GROW, sync=True)
+    except Mismatch as error:  # unless everybody asked
+        if not asks_to_grow(error):
+            raise
+
+
+def asks_to_grow(error: Mismatch) -> bool:
+    """Whether a rank, this one or another, has asked."""
+    return error.field == "expert_alignment" and _GROW in (error.mine, error.theirs)
+
+
+def check_experts(num_experts: int, ranks: int) -> None:
+    """Raises BadInput unless every rank has as many."""
+    if num_experts < 1 or num_experts % ranks:
+        raise BadInput("num_experts", num_experts, f"a multiple of the number of ranks, {ranks}")

@@ -1,0 +1,197 @@
+"""Low-latency dispatch and combine of the deep_ep Buffer, field by field, against the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from moecomm.compat.deep_ep import Buffer
+
+from . import oracle
+from .together import together
+
+HIDDEN, TOKENS = 1024, 12  # a multiple of 512, as packed scales want; the most a rank has
+FORMATS = [(False, False, False), (True, False, False), (True, True, False), (True, True, True)]
+
+
+def unpacked(scales: torch.Tensor, use_ue8m0: bool) -> torch.Tensor:
+    """float32 [rows, H / 128] of what a rank got: four exponents an int32, the first in the lowest byte."""
+    if not use_ue8m0:
+        return scales
+    exponents = torch.stack([(scales >> shift) & 0xFF for shift in (0, 8, 16, 24)], dim=-1).flatten(1)
+    return torch.exp2(exponents.float() - 127)
+
+
+def check_arrival(case: oracle.Case, rank: int, recv_x: Any, count: torch.Tensor, handle: Any, options: Any) -> None:
+    use_fp8, round_scale, use_ue8m0 = options
+    want, local, rows = oracle.low_latency(case)[rank], case.local_experts, case.ranks * TOKENS
+    recv_x, scales = recv_x if use_fp8 else (recv_x, None)
+    assert recv_x.shape == (local, rows, HIDDEN)
+    assert recv_x.dtype is (torch.float8_e4m3fn if use_fp8 else torch.bfloat16)
+    assert count.dtype is torch.int32 and count.tolist() == [want.count(e) for e in range(local)]
+    assert isinstance(handle, tuple)
+    src_info, layout_range, tokens, hidden, num_experts = handle
+    assert (tokens, hidden, num_experts) == (TOKENS, HIDDEN, case.num_experts)
+    assert src_info.shape == (local, rows) and src_info.dtype is torch.int32
+    assert layout_range.shape == (local, case.ranks) and layout_range.dtype is torch.int64
+    if scales is not None:
+        assert scales.shape == (local, rows, HIDDEN // (512 if use_ue8m0 else 128))
+        assert scales.dtype is (torch.int32 if use_ue8m0 else torch.float32)
+        assert scales.stride(1) == 1, "a column is contiguous"
+    for expert in range(local):
+        begin = 0
+        for source in range(case.ranks):
+            packed = int(layout_range[expert, source])
+            assert (packed >> 32, packed & 0xFFFFFFFF) == (begin, len(want.src[expert][source]))
+            here = slice(begin, begin + len(want.src[expert][source]))
+            begin = here.stop
+            assert sorted(src_info[expert, here].tolist()) == sorted(want.src[expert][source])
+            sent = case.x[source][src_info[expert, here].long()]
+            if scales is None:
+                assert torch.equal(recv_x[expert, here], sent)
+                continue
+            q, s = oracle.cast_to_fp8(sent, round_scale)
+            assert torch.equal(unpacked(scales[expert, here], use_ue8m0), s)
+            far = (recv_x[expert, here].float() - q.float()).abs() > q.float().abs() / 8  # one step of e4m3
+            assert not far.any()
+
+
+@pytest.mark.parametrize("hook", [False, True])
+@pytest.mark.parametrize("options", FORMATS)
+def test_every_field(options: tuple[bool, bool, bool], hook: bool) -> None:
+    for seed in range(3):
+        case = oracle.random_case(seed, ranks=2 + seed, hidden=HIDDEN, most=TOKENS)
+        together(case.ranks, lambda group, case=case, seed=seed: one_round(group, case, options, hook, seed % 2 == 1))
+
+
+def one_round(group: Any, case: oracle.Case, options: Any, hook: bool, early: bool) -> None:
+    """`early`: the weights are given to dispatch too."""
+    buffer = Buffer(group, low_latency_mode=True)
+    rank = buffer.rank
+    x, idx, weights = case.x[rank], case.topk_idx[rank], case.topk_weights[rank]
+    use_fp8, round_scale, use_ue8m0 = options
+    stats = torch.full((case.local_experts,), 7, dtype=torch.int32)
+    for times in (1, 2):
+        recv_x, count, handle, event, receive = buffer.low_latency_dispatch(
+            x,
+            idx,
+            TOKENS,
+            case.num_experts,
+            cumulative_local_expert_recv_stats=stats,
+            use_fp8=use_fp8,
+            round_scale=round_scale,
+            use_ue8m0=use_ue8m0,
+            async_finish=not hook,
+            return_recv_hook=hook,
+            topk_weights=weights if early else None,
+        )
+        assert (receive is not None) == hook
+        receive() if hook else event.current_stream_wait()
+        check_arrival(case, rank, recv_x, count, handle, options)
+        assert torch.equal(stats, 7 + times * count)
+    y = torch.zeros(count.shape[0], case.ranks * TOKENS, HIDDEN, dtype=torch.bfloat16)
+    for expert, n in enumerate(count.tolist()):
+        for row in range(n):
+            source = next(r for r in reversed(range(case.ranks)) if int(handle[1][expert, r]) >> 32 <= row)
+            y[expert, row] = case.x[source][handle[0][expert, row]]
+    total = torch.where(idx >= 0, weights, 0.0).sum(1, keepdim=True) * x.float()
+    for zero_copy in (False, True):
+        if zero_copy:
+            buffer.get_next_low_latency_combine_buffer(handle)[:, :, :] = y
+        out = torch.empty_like(x) if rank else None  # each rank as it likes
+        given = weights if early and not zero_copy else weights.clone()
+        combined, event, receive = buffer.low_latency_combine(
+            torch.empty_like(y) if zero_copy else y,
+            idx,
+            given,
+            handle,
+            zero_copy=zero_copy,
+            async_finish=not hook,
+            return_recv_hook=hook,
+            out=out,
+        )
+        receive() if hook else event.current_stream_wait()
+        assert combined is out or out is None
+        torch.testing.assert_close(combined.float(), total, rtol=2**-8, atol=1e-5)
+    twice, *_ = buffer.low_latency_combine(y, idx, weights * 2, handle)
+    torch.testing.assert_close(twice.float(), 2 * total, rtol=2**-8, atol=1e-5)
+    buffer.destroy()
+
+
+def test_two_dispatches_whose_hooks_come_late() -> None:
+    """Two micro-batches, one Buffer: the second dispatch ends the first, and its hook then has nothing to do."""
+    cases = [oracle.random_case(seed, ranks=2, hidden=HIDDEN, most=TOKENS, topk=2) for seed in (1, 2)]
+    for case in cases:
+        case.num_experts = 2
+        case.topk_idx = [ids.clamp(max=1) for ids in case.topk_idx]
+
+    def body(group: Any) -> None:
+        buffer = Buffer(group)
+        begun = [
+            buffer.low_latency_dispatch(
+                c.x[buffer.rank], c.topk_idx[buffer.rank], TOKENS, 2, use_fp8=False, return_recv_hook=True
+            )
+            for c in cases
+        ]
+        for case, (recv_x, count, handle, _, hook) in zip(cases, begun, strict=True):
+            hook()
+            hook()
+            check_arrival(case, buffer.rank, recv_x, count, handle, (False, False, False))
+        for case, (recv_x, _, handle, _, _) in reversed(list(zip(cases, begun, strict=True))):
+            idx, weights = case.topk_idx[buffer.rank], case.topk_weights[buffer.rank]
+            combined, _, _ = buffer.low_latency_combine(recv_x, idx, weights, handle)
+            total = torch.where(idx >= 0, weights, 0.0).sum(1, keepdim=True) * case.x[buffer.rank].float()
+            torch.testing.assert_close(combined.float(), total, rtol=2**-8, atol=1e-5)
+
+    together(2, body)
+
+
+def test_normal_and_low_latency_calls_take_turns_on_one_buffer() -> None:
+    case = oracle.random_case(4, ranks=2, hidden=HIDDEN, most=TOKENS)
+    wants = oracle.normal(case, 10)
+
+    def body(group: Any) -> None:
+        buffer = Buffer(group, low_latency_mode=True)
+        rank = buffer.rank
+        for _ in range(2):
+            buffer.clean_low_latency_buffer(TOKENS, HIDDEN, case.num_experts)
+            recv_x, count, handle, _, _ = buffer.low_latency_dispatch(
+                case.x[rank], case.topk_idx[rank], TOKENS, case.num_experts, use_fp8=False
+            )
+            check_arrival(case, rank, recv_x, count, handle, (False, False, False))
+            flat, *_ = buffer.dispatch(
+                case.x[rank],
+                topk_idx=case.topk_idx[rank],
+                num_tokens_per_expert=wants[rank].num_tokens_per_expert,
+            )
+            assert torch.equal(flat, oracle.rows(case, wants[rank].src))
+
+    together(2, body)
+
+
+def test_no_rank_is_masked() -> None:
+    def body(group: Any) -> None:
+        buffer = Buffer(group, enable_shrink=True)
+        status = torch.full((2,), 5, dtype=torch.int32)
+        buffer.low_latency_update_mask_buffer(1, False)
+        buffer.low_latency_query_mask_buffer(status)
+        assert status.tolist() == [0, 0]
+        buffer.low_latency_clean_mask_buffer()
+        buffer.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True).zero_()
+        with pytest.raises(moecomm.BadInput):
+            buffer.low_latency_query_mask_buffer(torch.zeros(3, dtype=torch.int32))
+
+    together(2, body)
+
+
+def test_ranks_that_disagree_on_the_most_tokens_are_told() -> None:
+    def body(group: Any) -> None:
+        buffer = Buffer(group)
+        x, idx = torch.zeros(1, 128, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int64)
+        with pytest.raises(moecomm.Mismatch, match="max_tokens"):
+            buffer.low_latency_dispatch(x, idx, 4 + buffer.rank, 2)
+
+    together(2, body)
