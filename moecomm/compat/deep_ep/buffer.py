@@ -8,7 +8,7 @@ import torch
 
 from moecomm.compat.deep_ep import layout, normal
 from moecomm.compat.deep_ep.config import Config
-from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, wait_for
+from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for
 from moecomm.compat.deep_ep.low_latency import LowLatency
 from moecomm.compat.deep_ep.pool import Pool, check_experts
 from moecomm.errors import BadInput, Unsupported
@@ -95,7 +95,7 @@ class Buffer(LowLatency):
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """The current stream, which is where moecomm works."""
-        if not torch.cuda.is_initialized():
+        if not uses_cuda():
             raise Unsupported("get_comm_stream: CPU ranks have no stream")
         return torch.cuda.current_stream()
 
@@ -104,7 +104,7 @@ class Buffer(LowLatency):
     ) -> torch.Tensor:
         """Without `size`: an empty tensor, so that code which zeroes the buffer to reset it runs: nothing needs it."""
         normal.check_nothing(size=size, offset=offset)
-        return torch.empty(0, dtype=dtype, device="cuda" if torch.cuda.is_initialized() else "cpu")
+        return torch.empty(0, dtype=dtype, device="cuda" if uses_cuda() else "cpu")
 
     def get_dispatch_layout(
         self,

@@ -11,6 +11,11 @@ import torch
 from moecomm.errors import BadInput
 
 
+def uses_cuda() -> bool:
+    """Whether this process has used CUDA; asking does not start it."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
 class EventHandle:
     """A mark on the current CUDA stream, made where this is constructed; without CUDA there is nothing to mark."""
 
@@ -18,8 +23,8 @@ class EventHandle:
 
     def __init__(self) -> None:
         self._event: torch.cuda.Event | None = None
-        if torch.cuda.is_initialized():
-            self._event = torch.cuda.Event()
+        if uses_cuda():
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def current_stream_wait(self) -> None:

@@ -36,7 +36,7 @@ class LowLatencyHandle(LazyTuple):
             cls,
             lambda: source(native)[..., 1].contiguous(),
             lambda: layout_range(native),
-            *(lambda size=size: size for size in sizes),  # type: ignore[misc]
+            *(lambda size=size: size for size in sizes),
         )
         assert isinstance(self, LowLatencyHandle)
         self.native, self.topk_weights, self.combine_rows = native, topk_weights, None

@@ -103,7 +103,7 @@ def native_of(pool: Pool, handle: Any) -> Handle:
     return handle.native
 
 
-def one_bias(bias: Any) -> torch.Tensor | None:
+def one_bias(bias: Any) -> Any:
     """None, a tensor, or the sum of two, rounded to their dtype."""
     if bias is None or isinstance(bias, torch.Tensor):
         return bias
@@ -112,8 +112,7 @@ def one_bias(bias: Any) -> torch.Tensor | None:
     first, second = bias
     if first is None or second is None:
         return second if first is None else first
-    total: torch.Tensor = first + second
-    return total
+    return first + second
 
 
 def _route(

@@ -135,7 +135,7 @@ class Pool:
 
     def _most(self, tokens: int) -> int:
         """Collective: the most tokens that a rank has."""
-        return max(struct.unpack("<q", theirs)[0] for theirs in self.ranks.all_gather(struct.pack("<q", tokens)))
+        return max(int(struct.unpack("<q", theirs)[0]) for theirs in self.ranks.all_gather(struct.pack("<q", tokens)))
 
 
 def ask_to_grow(buffer: Buffer, x: torch.Tensor, topk_idx: torch.Tensor, scales: torch.Tensor | None) -> None:

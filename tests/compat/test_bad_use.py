@@ -1,0 +1,185 @@
+"""What can't be used raises moecomm's errors; what is not supported raises Unsupported and is in the table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from moecomm.compat import deep_ep
+from moecomm.compat.deep_ep import Buffer, Config
+from moecomm.rendezvous import Alone
+
+STATS = torch.zeros(1, dtype=torch.int64)
+X = torch.zeros(2, 128, dtype=torch.bfloat16)
+IDX = torch.tensor([[0, 1], [1, -1]])
+PER_EXPERT = torch.zeros(2, dtype=torch.int32)
+
+
+@pytest.fixture
+def buffer() -> Iterator[Buffer]:
+    made = Buffer(Alone())
+    yield made
+    made.destroy()
+
+
+def low_latency(buffer: Buffer, **more: Any) -> Any:
+    return buffer.low_latency_dispatch(X, IDX, 4, 2, **more)
+
+
+def combine(buffer: Buffer, **more: Any) -> Any:
+    recv_x, _, handle, *_ = low_latency(buffer, use_fp8=False)
+    return buffer.low_latency_combine(recv_x, IDX, torch.ones(2, 2), handle, **more)
+
+
+UNSUPPORTED: dict[str, Callable[[Buffer], Any]] = {
+    "Buffer(comm=)": lambda b: Buffer(None, comm=object()),
+    "Buffer.internode_dispatch": lambda b: b.internode_dispatch(X),
+    "internode_combine": lambda b: b.internode_combine(X, None),
+    "get_local_buffer_tensor(size=)": lambda b: b.get_local_buffer_tensor(torch.int8, torch.Size([4])),
+    "(offset=)": lambda b: b.get_local_buffer_tensor(torch.int8, offset=1),
+    "low_latency_dispatch(dispatch_wait_recv_cost_stats=)": lambda b: low_latency(
+        b, dispatch_wait_recv_cost_stats=STATS
+    ),
+    "low_latency_combine(combine_wait_recv_cost_stats=)": lambda b: combine(b, combine_wait_recv_cost_stats=STATS),
+    "low_latency_combine(use_logfmt=True)": lambda b: combine(b, use_logfmt=True),
+    "low_latency_update_mask_buffer(mask=True)": lambda b: b.low_latency_update_mask_buffer(0, mask=True),
+}
+OTHERWISE = {  # rows of the table that say what is different, tested where the calls are
+    "handles taken apart",
+    "rank_prefix_matrix",
+    "combine(topk_weights=)",
+    "recv_topk_idx == -1",
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_is_not_supported_says_so(buffer: Buffer, name: str) -> None:
+    with pytest.raises(moecomm.Unsupported):
+        UNSUPPORTED[name](buffer)
+
+
+def table(text: str) -> list[str]:
+    rows = re.findall(r"^\| (?!not supported|---)(.*?) \| (.*) \|$", text, re.MULTILINE)
+    assert rows
+    return [f"{left} | {right}" for left, right in rows]
+
+
+def test_the_table_says_what_is_not_supported() -> None:
+    left = [row.split(" | ")[0] for row in table(deep_ep.__doc__ or "")]
+    names = {name for row in left for name in (re.findall(r"`([^`]+)`", row) or [row])}
+    assert names == set(UNSUPPORTED) | OTHERWISE
+
+
+def test_the_readme_has_the_table() -> None:
+    readme = (Path(__file__).parent.parent.parent / "README.md").read_text()
+    section = readme.split("## Coming from DeepEP\n")[1].split("\n## ")[0]
+    assert table(section) == table(deep_ep.__doc__ or "")
+    (lines,) = re.findall(r"^```diff\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    for line in lines.splitlines():
+        if line.startswith("+"):
+            exec(line[1:], names)
+    assert names["Buffer"] is Buffer
+
+
+def test_a_handle_goes_back_as_it_is(buffer: Buffer) -> None:
+    recv_x, *_, handle, _ = buffer.dispatch(X, topk_idx=IDX, num_tokens_per_expert=PER_EXPERT)
+    other = Buffer(Alone())
+    for wrong in (tuple(handle), None, 3):
+        with pytest.raises(moecomm.BadInput, match="handle"):
+            buffer.combine(recv_x, wrong)
+        with pytest.raises(moecomm.BadInput, match="handle"):
+            buffer.low_latency_combine(recv_x, IDX, torch.ones(2, 2), wrong)
+    with pytest.raises(moecomm.BadInput, match="another buffer"):
+        other.combine(recv_x, handle)
+    with pytest.raises(moecomm.BadInput, match="handle"):
+        buffer.low_latency_combine(recv_x, IDX, torch.ones(2, 2), handle)
+    buffer.destroy()
+    buffer.destroy()
+    for call in (
+        lambda: buffer.combine(recv_x, handle),
+        lambda: buffer.dispatch(X, handle=handle),
+        lambda: buffer.dispatch(X, topk_idx=IDX, num_tokens_per_expert=PER_EXPERT),
+        lambda: low_latency(buffer),
+    ):
+        with pytest.raises(moecomm.Closed):
+            call()
+
+
+BAD: dict[str, Callable[[Buffer], Any]] = {
+    "num_experts": lambda b: b.get_dispatch_layout(IDX, 0),
+    "topk_idx": lambda b: b.get_dispatch_layout(IDX.float(), 2),
+    "num_tokens_per_expert": lambda b: b.dispatch(X, topk_idx=IDX),
+    "topk_idx none": lambda b: b.dispatch(X, num_tokens_per_expert=PER_EXPERT),
+    "is_token_in_rank": lambda b: b.dispatch(X, num_tokens_per_expert=PER_EXPERT, is_token_in_rank=IDX),
+    "expert_alignment": lambda b: b.dispatch(X, num_tokens_per_expert=PER_EXPERT, topk_idx=IDX, expert_alignment=0),
+    "scales": lambda b: b.dispatch(X.to(torch.float8_e4m3fn), num_tokens_per_expert=PER_EXPERT, topk_idx=IDX),
+    "x": lambda b: b.dispatch(X[0], num_tokens_per_expert=PER_EXPERT, topk_idx=IDX),
+    "x device": lambda b: (low_latency(b), b.low_latency_dispatch(X.to("meta"), IDX, 4, 2)),
+    "use_ue8m0": lambda b: low_latency(b, use_ue8m0=True),
+    "async_finish": lambda b: low_latency(b, async_finish=True, return_recv_hook=True),
+    "topk_idx of another length": lambda b: b.low_latency_combine(
+        X, IDX[:1], torch.ones(1, 2), low_latency(b, use_fp8=False)[2]
+    ),
+    "zero_copy": lambda b: combine(b, zero_copy=True),
+    "rank_to_mask": lambda b: b.low_latency_update_mask_buffer(7),
+    "num_sms": lambda b: Config(-1),
+    "num_max_nvl_chunked_send_tokens": lambda b: Config(20, 256, 256),
+    "new_num_sms": lambda b: Buffer.set_num_sms(3),
+    "previous_event": lambda b: b.dispatch(X, previous_event=3),
+    "bias": lambda b: b.combine(X, b.dispatch(X, topk_idx=IDX, num_tokens_per_expert=PER_EXPERT)[4], bias=(X,)),
+    "group": lambda b: Buffer(None),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_use_names_the_argument(buffer: Buffer, name: str) -> None:
+    with pytest.raises(moecomm.BadInput) as error:
+        BAD[name](buffer)
+    assert error.value.argument.startswith(name.split()[0])
+
+
+def test_a_config_limits_nothing_on_cpus_and_hints_grow_with_sizes() -> None:
+    assert Config(24).get_nvl_buffer_size_hint(14336, 8) > Config(20).get_nvl_buffer_size_hint(14336, 4) > 0
+    assert Config(24).get_rdma_buffer_size_hint(14336, 8) == 0
+    for ranks in (1, 3, 7, 160):
+        assert Buffer.get_dispatch_config(ranks).num_sms == Buffer.get_combine_config(ranks).num_sms == Buffer.num_sms
+    hint = Buffer.get_low_latency_rdma_size_hint
+    assert hint(128, 7168, 8, 256) > hint(64, 7168, 8, 256) > 64 * 256 * 7168 * 2
+
+
+def test_a_number_of_sms_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Buffer, "num_sms", 20)
+    monkeypatch.setattr(Buffer, "_num_sms_was_set", False)
+    Buffer.set_num_sms(24)
+    assert Buffer.num_sms == 24 == Buffer.get_dispatch_config(8).num_sms
+
+
+def test_torch_defaults_do_not_matter(buffer: Buffer) -> None:
+    """deep_ep's own tests set them."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            *layout, _ = buffer.get_dispatch_layout(IDX, 2)
+            recv_x, idx, weights, _, handle, _ = buffer.dispatch(
+                X,
+                topk_idx=IDX,
+                topk_weights=torch.ones(2, 2, device="cpu", dtype=torch.float32),
+                num_tokens_per_expert=layout[2],
+                num_worst_tokens=4,
+            )
+            assert all(item.device.type == "cpu" for item in (*handle, idx, weights, recv_x))
+            recv_x, *_, handle, _ = buffer.dispatch(X, is_token_in_rank=layout[3], num_tokens_per_expert=layout[2])
+            buffer.combine(recv_x, handle)
+            recv_x, _, handle, *_ = low_latency(buffer, round_scale=True)
+            assert recv_x[1].dtype is torch.float32 and recv_x[1].device.type == "cpu"
+            y = torch.zeros(handle[1].shape[0], 4, 128, dtype=torch.bfloat16, device="cpu")
+            buffer.low_latency_combine(y, IDX, torch.ones(2, 2, device="cpu", dtype=torch.float32), handle)
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -1,0 +1,54 @@
+"""moecomm as deep_ep: the import paths of frameworks, and never over another deep_ep unasked."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+
+Python = Callable[[str], "subprocess.CompletedProcess[str]"]
+
+
+def test_frameworks_find_it(python: Python) -> None:
+    told = python(
+        """
+import importlib.util, sys
+import moecomm, moecomm.compat
+assert "deep_ep" not in sys.modules
+module = moecomm.compat.install_as_deep_ep()
+assert module is moecomm.compat.install_as_deep_ep()
+assert importlib.util.find_spec("deep_ep") is not None
+import deep_ep, deep_ep.utils, deep_ep.buffer
+from deep_ep import Buffer, Config, EventHandle, EventOverlap, topk_idx_t
+from deep_ep.utils import EventHandle as A, EventOverlap as B
+from deep_ep.utils.event import EventOverlap as C
+from deep_ep.buffer import Buffer as D
+assert deep_ep is module and (A, B, C, D) == (EventHandle, EventOverlap, EventOverlap, Buffer)
+print("found")
+"""
+    )
+    assert told.stdout == "found\n", told.stderr
+
+
+def test_another_deep_ep_is_left_alone_unless_asked(python: Python) -> None:
+    told = python(
+        """
+import pathlib, sys
+pathlib.Path("deep_ep").mkdir()
+pathlib.Path("deep_ep/__init__.py").write_text("real = True")
+pathlib.Path("deep_ep/other.py").write_text("")
+sys.path.insert(0, ".")
+import moecomm
+from moecomm.compat import install_as_deep_ep
+for loaded in (False, True):
+    try:
+        install_as_deep_ep()
+    except moecomm.Unsupported as error:
+        print("replace=True" in str(error))
+    import deep_ep.other
+    assert deep_ep.real
+install_as_deep_ep(replace=True)
+import deep_ep
+print(hasattr(deep_ep, "real"), "deep_ep.other" in sys.modules, deep_ep.Buffer.__module__)
+"""
+    )
+    assert told.stdout == "True\nTrue\nFalse False moecomm.compat.deep_ep.buffer\n", told.stderr

@@ -1,0 +1,74 @@
+"""Names, order and defaults of deep_ep's public calls, as its sources have them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from moecomm.compat import deep_ep
+
+# deep_ep 2.1.0 (dd758ca), deep_ep/buffers/legacy.py, deep_ep/utils/event.py and the bindings; "name" or "name=default".
+EVENT = "previous_event=None async_finish=False allocate_on_comm_stream=False"
+LEGACY = {
+    "Buffer": "group num_nvl_bytes=0 num_rdma_bytes=0 low_latency_mode=False num_qps_per_rank=24"
+    " allow_nvlink_for_low_latency_mode=True allow_mnnvl=False explicitly_destroy=False enable_shrink=False comm=None",
+    "Buffer.destroy": "self",
+    "Buffer.is_sm90_compiled": "",
+    "Buffer.set_num_sms": "new_num_sms",
+    "Buffer.capture": "",
+    "Buffer.get_low_latency_rdma_size_hint": "num_max_dispatch_tokens_per_rank hidden num_ranks num_experts",
+    "Buffer.get_comm_stream": "self",
+    "Buffer.get_local_buffer_tensor": "self dtype size=None offset=0 use_rdma_buffer=False",
+    "Buffer.get_dispatch_config": "num_ranks",
+    "Buffer.get_combine_config": "num_ranks",
+    "Buffer.get_dispatch_layout": f"self topk_idx num_experts {EVENT}",
+    "Buffer.dispatch": "self x handle=None num_tokens_per_rank=None num_tokens_per_rdma_rank=None is_token_in_rank=None"
+    " num_tokens_per_expert=None topk_idx=None topk_weights=None expert_alignment=1 num_worst_tokens=0 config=None "
+    + EVENT,
+    "Buffer.combine": f"self x handle topk_weights=None bias=None config=None {EVENT}",
+    "Buffer.clean_low_latency_buffer": "self num_max_dispatch_tokens_per_rank hidden num_experts",
+    "Buffer.low_latency_dispatch": "self x topk_idx num_max_dispatch_tokens_per_rank num_experts"
+    " cumulative_local_expert_recv_stats=None dispatch_wait_recv_cost_stats=None use_fp8=True round_scale=False"
+    " use_ue8m0=False async_finish=False return_recv_hook=False",
+    "Buffer.low_latency_combine": "self x topk_idx topk_weights handle use_logfmt=False zero_copy=False"
+    " async_finish=False return_recv_hook=False out=None combine_wait_recv_cost_stats=None",
+    "Buffer.low_latency_update_mask_buffer": "self rank_to_mask mask=False",
+    "Buffer.low_latency_query_mask_buffer": "self mask_status",
+    "Buffer.low_latency_clean_mask_buffer": "self",
+    "Buffer.get_next_low_latency_combine_buffer": "self handle",
+    "Config": "num_sms=20 num_max_nvl_chunked_send_tokens=6 num_max_nvl_chunked_recv_tokens=256"
+    " num_max_rdma_chunked_send_tokens=6 num_max_rdma_chunked_recv_tokens=256",
+    "Config.get_nvl_buffer_size_hint": "self hidden_bytes num_ranks",
+    "Config.get_rdma_buffer_size_hint": "self hidden_bytes num_ranks",
+    "EventHandle": "",
+    "EventHandle.current_stream_wait": "self",
+    "EventOverlap": "event=None extra_tensors=None",
+    "EventOverlap.current_stream_wait": "self release_handle=False",
+    "EventOverlap.register_hook_after_wait": "self hook_after_wait",
+    "EventOverlap.__call__": "self release_handle=False",
+}
+OURS = {  # what deep_ep does not have, after what it has
+    "Buffer": "use_fabric=False",  # 1.2.1 forks had it
+    "Buffer.low_latency_dispatch": "topk_weights=None",
+}
+
+
+def written(call: Any) -> list[str]:
+    parameters = inspect.signature(call).parameters.values()
+    return [p.name if p.default is inspect.Parameter.empty else f"{p.name}={p.default}" for p in parameters]
+
+
+@pytest.mark.parametrize(("name", "theirs"), LEGACY.items(), ids=LEGACY)
+def test_a_call_is_written_as_there(name: str, theirs: str) -> None:
+    call: Any = deep_ep
+    for part in name.split("."):
+        call = getattr(call, part)
+    assert written(call) == theirs.split() + OURS.get(name, "").split()
+
+
+def test_attributes_are_those_of_deep_ep() -> None:
+    assert deep_ep.Buffer.num_sms == 20
+    assert str(deep_ep.topk_idx_t) == "torch.int64"
+    assert set(deep_ep.__all__) == {name for name in vars(deep_ep) if name in deep_ep.__all__}
