@@ -144,3 +144,34 @@ def cast_to_fp8(x: torch.Tensor, round_scale: bool) -> tuple[torch.Tensor, torch
     if round_scale:
         scales = torch.exp2(torch.ceil(torch.log2(scales)))
     return (groups / scales.unsqueeze(2)).to(torch.float8_e4m3fn).view_as(x), scales
+
+
+@dataclass
+class Expanded:
+    """What one rank gets from ElasticBuffer.dispatch(do_expand=True)."""
+
+    rows: list[tuple[int, int, int] | None]  # source rank, token and k of each row; None: padding
+    counts: list[int]  # of each local expert, without padding
+    slots: list[list[int]]  # of each token that came, by source rank and token: the row of each k, or -1
+
+
+def expanded(case: Case, alignment: int) -> list[Expanded]:
+    """Every rank's."""
+    out = []
+    for rank, mine in enumerate(normal(case, 1)):
+        result = Expanded([], [], [[-1] * case.topk_idx[0].shape[1] for _ in mine.src])
+        for expert in range(case.local_experts):
+            picks = [
+                (source, token, k)
+                for source in range(case.ranks)
+                for token, ids in enumerate(case.topk_idx[source].tolist())
+                for k, e in enumerate(ids)
+                if e == rank * case.local_experts + expert
+            ]
+            for source, token, k in picks:
+                result.slots[mine.src.index((source, token))][k] = len(result.rows)
+                result.rows.append((source, token, k))
+            result.counts.append(len(picks))
+            result.rows += [None] * (-len(picks) % alignment)
+        out.append(result)
+    return out

@@ -12,7 +12,8 @@ import torch
 
 import moecomm
 from moecomm.compat import deep_ep
-from moecomm.compat.deep_ep import Buffer, Config
+from moecomm.compat.deep_ep import Buffer, Config, ElasticBuffer
+from moecomm.compat.deep_ep.elastic import EXPERIMENTS
 from moecomm.rendezvous import Alone
 
 STATS = torch.zeros(1, dtype=torch.int64)
@@ -37,6 +38,11 @@ def combine(buffer: Buffer, **more: Any) -> Any:
     return buffer.low_latency_combine(recv_x, IDX, torch.ones(2, 2), handle, **more)
 
 
+def expand_what_was_not(buffer: ElasticBuffer) -> Any:
+    *_, handle, _ = buffer.dispatch(X, IDX, num_experts=2, num_max_tokens_per_rank=4)
+    return buffer.dispatch(X, handle=handle, do_expand=True)
+
+
 UNSUPPORTED: dict[str, Callable[[Buffer], Any]] = {
     "Buffer(comm=)": lambda b: Buffer(None, comm=object()),
     "Buffer.internode_dispatch": lambda b: b.internode_dispatch(X),
@@ -48,6 +54,12 @@ UNSUPPORTED: dict[str, Callable[[Buffer], Any]] = {
     ),
     "low_latency_combine(combine_wait_recv_cost_stats=)": lambda b: combine(b, combine_wait_recv_cost_stats=STATS),
     "low_latency_combine(use_logfmt=True)": lambda b: combine(b, use_logfmt=True),
+    "ElasticBuffer(num_cpu_bytes=)": lambda b: ElasticBuffer(Alone(), num_cpu_bytes=1 << 21),
+    "ElasticBuffer.engram_*": lambda b: ElasticBuffer(Alone()).engram_fetch(IDX),
+    "pp_*": lambda b: ElasticBuffer(Alone()).pp_send(X, 0),
+    "agrs_*": lambda b: ElasticBuffer.get_agrs_buffer_size_hint(Alone(), 1),
+    "all_gather": lambda b: ElasticBuffer(Alone()).all_gather(X),
+    "ElasticBuffer.dispatch(handle=)": lambda b: expand_what_was_not(ElasticBuffer(Alone())),
     "low_latency_update_mask_buffer(mask=True)": lambda b: b.low_latency_update_mask_buffer(0, mask=True),
 }
 OTHERWISE = {  # rows of the table that say what is different, tested where the calls are
@@ -55,6 +67,10 @@ OTHERWISE = {  # rows of the table that say what is different, tested where the 
     "rank_prefix_matrix",
     "combine(topk_weights=)",
     "recv_topk_idx == -1",
+    "recv_topk_weights",
+    "do_expand",
+    "ElasticBuffer",
+    "ElasticBuffer.dispatch(do_handle_copy=True)",
 }
 
 
@@ -62,6 +78,12 @@ OTHERWISE = {  # rows of the table that say what is different, tested where the 
 def test_what_is_not_supported_says_so(buffer: Buffer, name: str) -> None:
     with pytest.raises(moecomm.Unsupported):
         UNSUPPORTED[name](buffer)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiments_of_deep_ep_are_not_supported(name: str) -> None:
+    with pytest.raises(moecomm.Unsupported, match=name):
+        getattr(ElasticBuffer, name)(1, 2)
 
 
 def table(text: str) -> list[str]:

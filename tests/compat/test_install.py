@@ -22,6 +22,10 @@ from deep_ep import Buffer, Config, EventHandle, EventOverlap, topk_idx_t
 from deep_ep.utils import EventHandle as A, EventOverlap as B
 from deep_ep.utils.event import EventOverlap as C
 from deep_ep.buffer import Buffer as D
+import deep_ep.buffers.legacy
+from deep_ep import ElasticBuffer, EPHandle
+from deep_ep.buffers.elastic import ElasticBuffer as E
+assert deep_ep.buffers.legacy.Buffer is Buffer and E is ElasticBuffer
 assert deep_ep is module and (A, B, C, D) == (EventHandle, EventOverlap, EventOverlap, Buffer)
 print("found")
 """

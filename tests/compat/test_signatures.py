@@ -49,6 +49,36 @@ LEGACY = {
     "EventOverlap.register_hook_after_wait": "self hook_after_wait",
     "EventOverlap.__call__": "self release_handle=False",
 }
+# The same, deep_ep/buffers/elastic.py.
+MOE = "num_max_tokens_per_rank=0 hidden=0 num_topk=0 use_fp8_dispatch=False"
+EVENTS = (
+    "previous_event=None previous_event_before_epilogue=None async_with_compute_stream=False"
+    " allocate_on_comm_stream=False"
+)
+ELASTIC = {
+    "ElasticBuffer": f"group num_bytes=None num_cpu_bytes=0 {MOE} deterministic=False allow_hybrid_mode=True"
+    " allow_multiple_reduction=True prefer_overlap_with_compute=True sl_idx=3 num_allocated_qps=0"
+    " num_cpu_timeout_secs=300 num_gpu_timeout_secs=100 explicitly_destroy=False",
+    "ElasticBuffer.destroy": "self",
+    "ElasticBuffer.get_buffer_size_hint": "group num_max_tokens_per_rank hidden num_topk=0 use_fp8_dispatch=False"
+    " allow_hybrid_mode=True allow_multiple_reduction=True",
+    "ElasticBuffer.capture": "",
+    "ElasticBuffer.barrier": "self use_comm_stream=True with_cpu_sync=False sequential=True",
+    "ElasticBuffer.get_comm_stream": "self",
+    "ElasticBuffer.get_physical_domain_size": "self",
+    "ElasticBuffer.get_logical_domain_size": "self",
+    "ElasticBuffer.get_theoretical_num_sms": "self num_experts num_topk num_scaleout_topk=0 rdma_gbs=0 nvlink_gbs=0"
+    " sm_read_gbs=200 sm_write_gbs=50",
+    "ElasticBuffer.get_theoretical_num_qps": "self num_sms",
+    "ElasticBuffer.dispatch": "self x topk_idx=None topk_weights=None cumulative_local_expert_recv_stats=None"
+    " num_experts=None num_max_tokens_per_rank=None expert_alignment=None num_sms=0 num_qps=0 "
+    + EVENTS
+    + " handle=None do_handle_copy=True do_cpu_sync=None do_expand=False do_zero_padding=False"
+    " use_tma_aligned_col_major_sf=False",
+    "ElasticBuffer.combine": f"self x handle topk_weights=None bias=None num_sms=0 num_qps=0 {EVENTS}",
+    "get_physical_domain_size": "group",
+    "get_logical_domain_size": "group allow_hybrid_mode=True",
+}
 OURS = {  # what deep_ep does not have, after what it has
     "Buffer": "use_fabric=False",  # 1.2.1 forks had it
     "Buffer.low_latency_dispatch": "topk_weights=None",
@@ -60,7 +90,7 @@ def written(call: Any) -> list[str]:
     return [p.name if p.default is inspect.Parameter.empty else f"{p.name}={p.default}" for p in parameters]
 
 
-@pytest.mark.parametrize(("name", "theirs"), LEGACY.items(), ids=LEGACY)
+@pytest.mark.parametrize(("name", "theirs"), (LEGACY | ELASTIC).items(), ids=LEGACY | ELASTIC)
 def test_a_call_is_written_as_there(name: str, theirs: str) -> None:
     call: Any = deep_ep
     for part in name.split("."):

@@ -14,20 +14,59 @@ What deep_ep has and this has not; each raises Unsupported, or differs as it say
 | handles taken apart | a handle is passed back as it is: `BadInput` for a tuple of its items |
 | `rank_prefix_matrix`: columns of other ranks | -1 |
 | `combine(topk_weights=)` beside `recv_topk_idx == -1` | such entries are not added |
+| `ElasticBuffer(num_cpu_bytes=)` | GPU memory only |
+| `ElasticBuffer.engram_*`, `pp_*`, `agrs_*`, `all_gather` | nothing |
+| `ElasticBuffer.dispatch(handle=)` with another `do_expand` | the handle's |
+| `ElasticBuffer.dispatch(do_handle_copy=True)` | `EPHandle.topk_idx` is the caller's tensor, not a copy |
+| `ElasticBuffer`: `recv_topk_weights` beside `recv_topk_idx == -1` | 0 |
 """
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 
-from moecomm.compat.deep_ep import buffer, event
+from moecomm.compat.deep_ep import buffer, elastic, event
 from moecomm.compat.deep_ep.buffer import Buffer
 from moecomm.compat.deep_ep.config import Config
+from moecomm.compat.deep_ep.elastic import ElasticBuffer
+from moecomm.compat.deep_ep.ep_handle import EPHandle
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap
+from moecomm.rendezvous import rendezvous
 
 __version__ = "2.1.0"  # of the interface
 topk_idx_t = torch.int64
 utils = event  # deep_ep.utils has the events
-MODULES = {"buffer": buffer, "utils": event, "utils.event": event}  # import paths below deep_ep
+buffers = ModuleType("deep_ep.buffers")  # deep_ep 2's path to both
+vars(buffers).update(legacy=buffer, elastic=elastic)
+MODULES = {  # import paths below deep_ep
+    "buffer": buffer,
+    "buffers": buffers,
+    "buffers.legacy": buffer,
+    "buffers.elastic": elastic,
+    "utils": event,
+    "utils.event": event,
+}
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"]
+__all__ = [
+    "Buffer",
+    "Config",
+    "EPHandle",
+    "ElasticBuffer",
+    "EventHandle",
+    "EventOverlap",
+    "get_logical_domain_size",
+    "get_physical_domain_size",
+    "topk_idx_t",
+]
+
+
+def get_physical_domain_size(group: object) -> tuple[int, int]:
+    """RDMA ranks, 1, and NVLink ranks, all."""
+    return 1, rendezvous(group).ranks
+
+
+def get_logical_domain_size(group: object, allow_hybrid_mode: bool = True) -> tuple[int, int]:
+    """Scale-out ranks, 1, and scale-up ranks, all."""
+    return 1, rendezvous(group).ranks

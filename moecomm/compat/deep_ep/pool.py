@@ -24,6 +24,8 @@ _GROW = (1 << 20) - 1
 _LEAST_TOKENS = 128
 _FLAT_ROUNDS = 3  # worst cases with room in a window: what arrives, what a combine copies, and the next that arrives
 _BATCHED_ROUNDS = 3  # two in flight, and rows for a combine without a copy
+_EXPANDED_ROUNDS = 2
+_MORE_TOKENS = 128  # than a rank has: padding to any expert_alignment then fits what moecomm takes for the worst case
 _HANDLES = 64  # that may be alive at a time, of rounds of the worst case
 
 
@@ -112,6 +114,28 @@ class Pool:
         settings = self._settings(hidden, num_experts, topk, tokens, dtype)
         window = _BATCHED_ROUNDS * settings.round_bytes("batched")
         return self.get(key, lambda: self.open(device, settings, window))
+
+    def elastic(
+        self,
+        device: torch.device,
+        hidden: int,
+        num_experts: int,
+        topk: int,
+        tokens: int,
+        dtype: torch.dtype,
+        expand: bool,
+    ) -> Buffer:
+        """For rounds of deep_ep 2, whose callers say how many tokens a rank has at most."""
+        key = ("expand" if expand else "flat", hidden, num_experts, topk, tokens, dtype)
+        buffer = self._by_sizes.get(key)
+        if buffer is not None:
+            return buffer
+        settings = self._settings(hidden, num_experts, topk, tokens + _MORE_TOKENS, dtype)
+        round_bytes = settings.round_bytes("expert" if expand else "flat")
+        window = max(self._num_bytes, (_EXPANDED_ROUNDS if expand else _FLAT_ROUNDS) * round_bytes)
+        buffer = self.get(key, lambda: self.open(device, settings, window))
+        self._fill[id(buffer)] = window - round_bytes
+        return buffer
 
     def open(self, device: torch.device, settings: Settings, window_bytes: int) -> Buffer:
         """Collective: a moecomm.Buffer of these sizes."""

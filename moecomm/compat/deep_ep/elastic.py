@@ -1,0 +1,360 @@
+"""deep_ep.ElasticBuffer: the interface of deep_ep 2, over moecomm's flat (do_expand=False) and expert layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moecomm.buffer import Buffer
+from moecomm.compat.deep_ep.ep_handle import EPHandle, expanded_rows
+from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for
+from moecomm.compat.deep_ep.lazy import source
+from moecomm.compat.deep_ep.normal import one_bias, unpack
+from moecomm.compat.deep_ep.pool import Pool, check_experts
+from moecomm.errors import BadInput, Unsupported
+from moecomm.rendezvous import rendezvous
+from moecomm.routed import Routed
+from moecomm.settings import Settings
+
+_TOPK_HINT = 32  # when a caller does not say it: the most there can be
+_FEW_SMS, _MANY_SMS = 16, 64  # measured to be enough beside computations, and alone
+_WEIGHTS_HIDDEN = 8  # columns of the rows that routing weights travel beside: 16 bytes, the least there is
+
+
+class ElasticBuffer:
+    """Dispatch and combine of deep_ep 2; see its documentation, and the package for differences.
+
+    Memory is taken by the first call with new sizes, on all ranks alike.  `num_bytes`, if given, is the least that a
+    window gets.  `num_gpu_timeout_secs` is how long any wait may take.  `allow_multiple_reduction` lets the sum of a
+    rank's rows be rounded before it travels (do_expand).  Rows are always in the same order: `deterministic` changes
+    nothing, nor do the settings for RDMA.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        num_bytes: int | None = None,
+        num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int = 3,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: int = 300,
+        num_gpu_timeout_secs: int = 100,
+        explicitly_destroy: bool = False,
+    ) -> None:
+        if group is None:
+            raise BadInput("group", "None", "a process group")
+        if num_cpu_bytes:
+            raise Unsupported("num_cpu_bytes: see moecomm.compat.deep_ep for what is not supported")
+        self._pool = Pool(group, num_bytes or 0, timeout_s=float(num_gpu_timeout_secs))
+        self.group = group
+        self.rank_idx, self.num_ranks = self._pool.ranks.rank, self._pool.ranks.ranks
+        self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
+        self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
+        self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
+        self.num_max_tokens_per_rank = num_max_tokens_per_rank
+        if num_bytes is None:
+            num_bytes = self.get_buffer_size_hint(group, max(1, num_max_tokens_per_rank), hidden, num_topk)
+        self.num_bytes = num_bytes
+        self.deterministic = deterministic
+        self.allow_hybrid_mode, self.allow_multiple_reduction = allow_hybrid_mode, allow_multiple_reduction
+        self.prefer_overlap_with_compute = prefer_overlap_with_compute
+        self.num_allocated_qps = num_allocated_qps or 1
+        self.explicitly_destroy = explicitly_destroy
+
+    def destroy(self) -> None:
+        """Gives the memory back.  Idempotent, and allowed without `explicitly_destroy` too."""
+        self._pool.close()
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: Any,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Bytes that a bfloat16 dispatch without do_expand receives at most, with what its handle keeps."""
+        ranks, topk = rendezvous(group).ranks, num_topk or _TOPK_HINT
+        sizes = Settings(ranks, hidden, ranks, topk, num_max_tokens_per_rank, torch.bfloat16, "", None)
+        return -(-sizes.round_bytes("flat") // (2 << 20)) * (2 << 20)
+
+    @staticmethod
+    def capture() -> EventHandle:
+        """An event on the current stream."""
+        return EventHandle()
+
+    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
+        """Returns when the work before it is done on every rank: the host waits, with or without `with_cpu_sync`."""
+        self._pool.require_open()
+        if uses_cuda():
+            torch.cuda.synchronize()
+        self._pool.ranks.all_gather(b"\0")
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The current stream, which is where moecomm works."""
+        if not uses_cuda():
+            raise Unsupported("get_comm_stream: CPU ranks have no stream")
+        return torch.cuda.current_stream()
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """RDMA ranks, 1, and NVLink ranks, all."""
+        return 1, self.num_ranks
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """Scale-out ranks, 1, and scale-up ranks, all."""
+        return 1, self.num_ranks
+
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 200,
+        sm_write_gbs: float = 50,
+    ) -> int:
+        """What `prefer_overlap_with_compute` asks for, few or many; num_sms=0 lets moecomm's own table decide."""
+        return _FEW_SMS if self.prefer_overlap_with_compute else _MANY_SMS
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """1: there are none."""
+        return 1
+
+    def dispatch(
+        self,
+        x: Any,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Any = None,
+        previous_event_before_epilogue: Any = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+        do_handle_copy: bool = True,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
+    ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:
+        """recv_x or (recv_x, recv_sf), recv_topk_idx, recv_topk_weights, handle, event.
+
+        `do_zero_padding` and the statistics take a small kernel or two of their own; `topk_weights` beside `handle`
+        a small round.
+        """
+        wait_for(previous_event)
+        wait_for(previous_event_before_epilogue)
+        if do_zero_padding and not do_expand:
+            raise BadInput("do_zero_padding", True, "do_expand beside it")
+        rows, scales = unpack(x)
+        as_given = rows.dtype
+        if scales is not None and rows.dtype.itemsize == 1:
+            rows = rows.view(torch.float8_e4m3fn)  # bytes are bytes
+        options: dict[str, Any] = {"scales": scales, "num_sms": num_sms or None if rows.is_cuda else None}
+        if use_tma_aligned_col_major_sf and scales is not None:
+            options["scale_layout"] = "column"
+        if handle is not None:
+            sizes = (num_experts, num_max_tokens_per_rank, expert_alignment)
+            if cumulative_local_expert_recv_stats is not None:
+                raise BadInput("cumulative_local_expert_recv_stats", "a tensor", "None beside handle")
+            self._check_repeat(handle, sizes, topk_idx, do_cpu_sync, do_expand)
+            routed = handle.native.buffer.dispatch(rows, handle=handle.native, sync=False, **options)
+            recv_topk_idx = None if do_expand else handle.recv_topk_idx()
+            recv_topk_weights = None if topk_weights is None else self._send_weights(handle, topk_weights)
+        else:
+            if topk_idx is None or num_experts is None:
+                raise BadInput("topk_idx, num_experts", "None", "both, or handle= to repeat a dispatch")
+            sync = do_cpu_sync is not False
+            most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
+            align = 1 if expert_alignment is None else expert_alignment
+            routed = self._route(rows, topk_idx, topk_weights, num_experts, most, align, sync, do_expand, options)
+            handle = EPHandle(
+                routed.handle,
+                num_experts=num_experts,
+                expert_alignment=align,
+                num_max_tokens_per_rank=most,
+                num_sms=num_sms,
+                topk_idx=topk_idx,
+                synced=sync,
+            )
+            recv_topk_idx = None if do_expand else routed.topk_idx
+            recv_topk_weights = None
+            if topk_weights is not None:
+                recv_topk_weights = routed.row_weights if do_expand else routed.topk_weights
+            if cumulative_local_expert_recv_stats is not None:
+                cumulative_local_expert_recv_stats.add_(routed.tokens_per_expert)
+        recv_x, recv_sf = self._received(routed, do_zero_padding)
+        if recv_x.dtype is not as_given:
+            recv_x = recv_x.view(as_given)
+        packed = recv_x if scales is None else (recv_x, recv_sf)
+        return packed, recv_topk_idx, recv_topk_weights, handle, finished(async_with_compute_stream)
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: EPHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: Any = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Any = None,
+        previous_event_before_epilogue: Any = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """combined_x, combined_topk_weights (None without `topk_weights`), event.  Rows are added without weights.
+
+        Two biases are added up first, by a kernel of its own, and rounded once.
+        """
+        wait_for(previous_event)
+        wait_for(previous_event_before_epilogue)
+        self._check_handle(handle)
+        limit = num_sms or handle.num_sms
+        out = handle.native.buffer.combine(
+            x,
+            handle.native,
+            bias=one_bias(bias),
+            weighted=False,
+            weight_grads=topk_weights,
+            wire=x.dtype if handle.do_expand and self.allow_multiple_reduction else None,
+            num_sms=limit or None if x.is_cuda else None,
+        )
+        combined, weights = (out, None) if topk_weights is None else out
+        return combined, weights, finished(async_with_compute_stream)
+
+    def _route(
+        self,
+        rows: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        num_experts: int,
+        most: int,
+        align: int,
+        sync: bool,
+        expand: bool,
+        options: dict[str, Any],
+    ) -> Routed:
+        check_experts(num_experts, self.num_ranks)
+        if most < 1:
+            raise BadInput("num_max_tokens_per_rank", most, "1 or more, here or of the buffer")
+        if align < 1:
+            raise BadInput("expert_alignment", align, "1 or more")
+        if len(rows) > most:
+            raise BadInput("x", f"{len(rows)} tokens", f"at most num_max_tokens_per_rank = {most}")
+        ranks, topk = self.num_ranks, topk_idx.shape[-1]
+        room = expanded_rows(ranks, most, topk, num_experts // ranks, align) if expand else ranks * most
+        dtype = torch.bfloat16 if rows.dtype is torch.float8_e4m3fn else rows.dtype
+        buffer = self._pool.elastic(rows.device, rows.shape[1], num_experts, topk, most, dtype, expand)
+        return buffer.dispatch(
+            rows,
+            topk_idx,
+            topk_weights,
+            layout="expert" if expand else "flat",
+            expert_alignment=align if expand else 1,
+            max_rows=room,
+            sync=sync,
+            **options,
+        )
+
+    def _received(self, routed: Routed, zero_padding: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x and scales; copied out of a window that would have no room for another round."""
+        x, scales = routed.x, routed.scales
+        if zero_padding:
+            padding = source(routed.handle)[:, :1] < 0
+            (x.view(torch.uint8) if x.dtype.itemsize == 1 else x).masked_fill_(padding, 0)
+            if scales is not None:
+                scales.masked_fill_(padding, 0)
+        if self._pool.is_filling(routed.handle.buffer):
+            # torch keeps the strides of column-major scales, but not the gap after a column
+            wide = scales is not None and scales.stride(0) == 1 and scales.shape[0] % 4
+            x, scales = x.clone(), scales if scales is None or wide else scales.clone()
+        return x, scales
+
+    def _send_weights(self, handle: EPHandle, topk_weights: torch.Tensor) -> torch.Tensor:
+        """New routing weights for an old dispatch, beside 16-byte rows; they land in the order of its rows."""
+        native = handle.native
+        device, buffer = native.plan.device, native.buffer
+        rows = torch.empty((native.num_tokens, _WEIGHTS_HIDDEN), dtype=torch.bfloat16, device=device)
+        small: Buffer = self._pool.elastic(
+            device,
+            _WEIGHTS_HIDDEN,
+            handle.num_experts,
+            buffer.topk,
+            handle.num_max_tokens_per_rank,
+            torch.bfloat16,
+            handle.do_expand,
+        )
+        routed = small.dispatch(
+            rows,
+            handle.topk_idx,
+            topk_weights,
+            layout=native.layout,
+            expert_alignment=handle.expert_alignment if handle.do_expand else 1,
+            max_rows=native.args.max_rows,
+            sync=False,
+        )
+        weights: torch.Tensor | None = routed.row_weights if handle.do_expand else routed.topk_weights
+        assert weights is not None
+        return weights
+
+    def _check_handle(self, handle: Any) -> None:
+        if not isinstance(handle, EPHandle):
+            raise BadInput("handle", type(handle).__name__, "the handle that dispatch returned")
+        self._pool.require_open()
+        self._pool.check_owner(handle.native)
+
+    def _check_repeat(
+        self,
+        handle: EPHandle,
+        sizes: tuple[int | None, ...],
+        topk_idx: torch.Tensor | None,
+        do_cpu_sync: bool | None,
+        do_expand: bool,
+    ) -> None:
+        self._check_handle(handle)
+        if topk_idx is not None:
+            raise BadInput("handle", "topk_idx beside it", "rows only: it repeats a routing")
+        if do_cpu_sync:
+            raise BadInput("do_cpu_sync", True, "None or False beside handle")
+        names = ("num_experts", "num_max_tokens_per_rank", "expert_alignment")
+        for name, given in zip(names, sizes, strict=True):
+            if given is not None and given != getattr(handle, name):
+                raise BadInput(name, given, f"{getattr(handle, name)}, which the handle has")
+        if do_expand != handle.do_expand:
+            raise Unsupported(f"do_expand={do_expand} with a handle of do_expand={handle.do_expand}")
+
+
+def _not_here(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **named: Any) -> Any:
+        raise Unsupported(f"{name}: see moecomm.compat.deep_ep for what is not supported")
+
+    return refuse
+
+
+# Of deep_ep's experiments: memory of others' entries, pipelines, and collectives.
+EXPERIMENTS = (
+    *("get_engram_storage_size_hint", "engram_write", "engram_fetch"),
+    *("get_pp_buffer_size_hint", "pp_set_config", "pp_send", "pp_recv"),
+    *("get_agrs_num_max_session_bytes", "get_agrs_buffer_size_hint", "agrs_set_config", "create_agrs_session"),
+    *("destroy_agrs_session", "agrs_new_session", "agrs_get_inplace_tensor", "all_gather"),
+)
+for _name in EXPERIMENTS:
+    setattr(ElasticBuffer, _name, staticmethod(_not_here(_name)))

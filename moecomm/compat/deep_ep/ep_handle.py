@@ -1,0 +1,142 @@
+"""deep_ep 2's EPHandle: where the tokens of a dispatch went.  Its tensors are computed when they are first read."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+
+from moecomm.compat.deep_ep import layout
+from moecomm.compat.deep_ep.lazy import kept, num_rows, source, tokens_per_expert
+from moecomm.routed import Handle
+
+
+class EPHandle:
+    """What ElasticBuffer.dispatch returns, and combine and a cached dispatch take.
+
+    `topk_idx` is the caller's tensor.  `token_metadata_at_forward` and `channel_linked_list` are of deep_ep's hybrid
+    mode, and None, as they are there within one NVLink domain.
+    """
+
+    token_metadata_at_forward: torch.Tensor | None = None
+    channel_linked_list: torch.Tensor | None = None
+
+    def __init__(
+        self,
+        native: Handle,
+        *,
+        num_experts: int,
+        expert_alignment: int,
+        num_max_tokens_per_rank: int,
+        num_sms: int,
+        topk_idx: torch.Tensor,
+        synced: bool,
+    ) -> None:
+        self.native, self.synced = native, synced
+        self.do_expand = native.layout == "expert"
+        self.num_experts, self.expert_alignment = num_experts, expert_alignment
+        self.num_max_tokens_per_rank, self.num_sms = num_max_tokens_per_rank, num_sms
+        self.topk_idx = topk_idx
+
+    @cached_property
+    def num_recv_tokens_per_expert_list(self) -> list[int]:
+        """Rows of each local expert, aligned; empty without a CPU sync."""
+        if not self.synced:
+            return []
+        align = self.expert_alignment
+        return [-(-count // align) * align for count in tokens_per_expert(self.native).tolist()]
+
+    @cached_property
+    def num_recv_tokens(self) -> int:
+        """Tokens that came, each counted once; without a CPU sync as many as there could be."""
+        if not self.synced:
+            return self.native.buffer.num_ranks * self.num_max_tokens_per_rank
+        return int(self.psum_num_recv_tokens_per_scaleup_rank[-1])
+
+    @cached_property
+    def num_expanded_tokens(self) -> int:
+        """Aligned rows of all local experts; without a CPU sync as many as there could be."""
+        if self.synced:
+            return sum(self.num_recv_tokens_per_expert_list)
+        return most_expanded_rows(self.native, self.num_max_tokens_per_rank, self.expert_alignment)
+
+    @cached_property
+    def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
+        """int32 `[R]`: tokens from ranks 0 to r, each counted once."""
+        if not self.do_expand:
+            return layout.rows_up_to_rank(self.native)
+        came = self._came()
+        return came.sum(dim=1).cumsum(dim=0, dtype=torch.int32)
+
+    @cached_property
+    def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:
+        """int32 `[E/R]`: rows of each local expert, without padding."""
+        return tokens_per_expert(self.native)
+
+    @cached_property
+    def psum_num_recv_tokens_per_expert(self) -> torch.Tensor:
+        """int32 `[E/R]`: aligned rows of experts 0 to e; with do_expand, of the last one only those without padding."""
+        counts, align = tokens_per_expert(self.native), self.expert_alignment
+        aligned = (counts + align - 1) // align * align
+        ends = aligned.cumsum(dim=0, dtype=torch.int32)
+        return ends - aligned + counts if self.do_expand else ends
+
+    @cached_property
+    def recv_src_metadata(self) -> torch.Tensor:
+        """int32 `[num_recv_tokens, K + 2]`: source rank * num_max_tokens_per_rank + token; source rank * K + the first
+        k whose expert is here; and, with do_expand, the row of each k or -1 (else -1).
+
+        One row a token that came, by source rank and token.
+        """
+        topk, rows = self.native.plan.topk, self.num_recv_tokens
+        if not self.do_expand:
+            src, idx = source(self.native), self.recv_topk_idx()
+            slots = torch.full_like(idx, -1, dtype=torch.int32)
+            here = idx >= 0
+        else:
+            slots = kept(self.native, self.native.args.route.rows, (rows, topk), torch.int32)
+            most = max(1, self.native.args.max_rows)
+            src = source(self.native)[slots.amax(dim=1).clamp(0, most - 1).long()] if rows else slots.new_zeros(0, 2)
+            here = slots >= 0
+        first = here.int().argmax(dim=1).int()
+        token = src[:, 0] * self.num_max_tokens_per_rank + src[:, 1]
+        return torch.cat([token.unsqueeze(1), (src[:, 0] * topk + first).unsqueeze(1), slots], dim=1)
+
+    @cached_property
+    def dst_buffer_slot_idx(self) -> torch.Tensor:
+        """int32 `[T, K]`: how many of our tokens go to the rank of the k-th expert before this one; -1 beside -1."""
+        shape = (self.native.num_tokens, self.native.plan.topk)
+        if self.native.num_tokens == 0:
+            return torch.empty(shape, dtype=torch.int32, device=self.native.plan.device)
+        owner = kept(self.native, self.native.args.route.token_owner, shape, torch.int32)
+        sent = layout.is_token_in_rank(self.native).int()
+        before = sent.cumsum(dim=0, dtype=torch.int32) - sent
+        return torch.where(owner >= 0, before.gather(1, owner.clamp(min=0).long()), -1)
+
+    def recv_topk_idx(self) -> torch.Tensor:
+        """Without do_expand: `[rows, K]`: local experts, -1 elsewhere."""
+        args = self.native.args
+        dtype = torch.int64 if args.idx_bytes == 8 else torch.int32
+        shape = (args.max_rows, self.native.plan.topk)
+        return kept(self.native, self.native.plan.base + args.out_topk_idx, shape, dtype)
+
+    def _came(self) -> torch.Tensor:
+        """With do_expand: bool `[R, num_max_tokens_per_rank]`: whether a token has a row here."""
+        src, ranks, tokens = source(self.native), self.native.buffer.num_ranks, self.num_max_tokens_per_rank
+        row = torch.arange(len(src), dtype=torch.int32, device=src.device)
+        valid = (row < num_rows(self.native)) & (src[:, 0] >= 0)
+        at = torch.where(valid, src[:, 0] * tokens + src[:, 1], ranks * tokens)  # the last place: no token
+        came = torch.zeros(ranks * tokens + 1, dtype=torch.bool, device=src.device)
+        return came.index_fill_(0, at.long(), True)[:-1].view(ranks, tokens)
+
+
+def most_expanded_rows(native: Handle, tokens: int, alignment: int) -> int:
+    """As many rows as do_expand makes room for without a CPU sync: see expanded_rows."""
+    buffer = native.buffer
+    return expanded_rows(buffer.num_ranks, tokens, native.plan.topk, native.plan.local_experts, alignment)
+
+
+def expanded_rows(ranks: int, tokens: int, topk: int, local_experts: int, alignment: int) -> int:
+    """Rows of all tokens of all ranks, at every local expert that they can pick once, and padding."""
+    rows = ranks * tokens * min(topk, local_experts) + (alignment - 1) * local_experts
+    return -(-rows // alignment) * alignment
