@@ -95,7 +95,7 @@ class Buffer:
             ring_tokens=backend_module.ring_tokens(ranks.ranks, max_tokens, row),
             packet_bytes=backend_module.packet_bytes(ranks.ranks, max_tokens, row),
             staged_row_bytes=row,
-            heap_bytes=window_bytes or self._default_heap(name),
+            heap_bytes=window_bytes or self.settings.default_heap(),
             domain_ranks=domain_ranks or 0,
         )
         shape.landing_bytes = _native.landed_bytes(shape, *self.settings.landing_payload_bytes)
@@ -119,12 +119,6 @@ class Buffer:
         log.info(
             "rank %d of %d: %s (%s), %.1f MiB", self.rank, self.num_ranks, self.backend, self.why, self.nbytes / 2**20
         )
-
-    def _default_heap(self, backend: str) -> int:
-        expert, batched = self.settings.round_bytes("expert"), self.settings.round_bytes("batched")
-        if backend == "host":
-            return 4 * max(expert, batched)
-        return 2 * max(expert, batched if batched <= 2 << 30 else 0)
 
     def dispatch(
         self,

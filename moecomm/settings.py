@@ -110,3 +110,10 @@ class Settings:
         row = self.hidden * self.dtype.itemsize + self.hidden // 32 + 64  # with scales, src and weights
         tokens, local = self.ranks * self.max_tokens, self.num_experts // self.ranks
         return self.worst_rows(layout, 128) * row + tokens * (16 * self.topk + 16) + 4 * local + (1 << 16)
+
+    def default_heap(self) -> int:
+        """Window memory for outputs where nobody has asked for more or less: of four rounds, on GPUs of two."""
+        expert, batched = self.round_bytes("expert"), self.round_bytes("batched")
+        if self.backend == "host":
+            return 4 * max(expert, batched)
+        return 2 * max(expert, batched if batched <= 2 << 30 else 0)
