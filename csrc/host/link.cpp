@@ -93,7 +93,7 @@ void Link::move(const Batch& batch) {
 void Link::move_disorderly(Batch& batch) {
     std::vector<Order>& left = batch.orders;
     while (!left.empty()) {
-        if (next(disorder_) % 4 == 0) std::this_thread::yield();
+        if (next(disorder_) % 32 == 0) std::this_thread::yield();  // where cores are short that is a long time
         if (next(disorder_) % 64 == 0) std::this_thread::sleep_for(std::chrono::microseconds(next(disorder_) % 200));
         const auto chosen = left.begin() + static_cast<i64>(next(disorder_) % left.size());
         const auto same_peer = [&](const Order& earlier) { return earlier.peer == chosen->peer; };

@@ -14,9 +14,10 @@ PLAIN_CASES = 10_000
 TSAN_CASES = 1_500
 DOMAIN_TSAN_CASES = 60
 PROCESSES = 2
+LONG = 4 * 3600  # seconds
 
 
-def run(driver: Path, *commands: tuple[str, ...]) -> None:
+def run(driver: Path, *commands: tuple[str, ...], timeout_s: int = 1800) -> None:
     """Runs the driver once for each command, all at once; every one must end well."""
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
     started = [
@@ -26,7 +27,7 @@ def run(driver: Path, *commands: tuple[str, ...]) -> None:
         for command in commands
     ]
     for process in started:
-        output, _ = process.communicate(timeout=1800)
+        output, _ = process.communicate(timeout=timeout_s)
         assert process.returncode == 0, output
 
 
@@ -43,10 +44,11 @@ def test_random_rounds_without_races(tsan: Workshop) -> None:
     run(tsan.intact, *random_cases(TSAN_CASES))
 
 
+@pytest.mark.timeout(LONG)
 def test_random_rounds_in_domains(plain: Workshop, pytestconfig: pytest.Config) -> None:
-    """Across links that delay what they move, and reorder what they may."""
+    """Across links that delay what they move, and reorder what they may; `--domain-cases 100000` takes an hour."""
     cases = random_cases(pytestconfig.getoption("--domain-cases"))
-    run(plain.intact, *((*case, "--domains") for case in cases))
+    run(plain.intact, *((*case, "--domains") for case in cases), timeout_s=LONG)
 
 
 def test_random_rounds_in_domains_without_races(tsan: Workshop) -> None:
@@ -63,3 +65,7 @@ def test_failing_rounds(plain: Workshop) -> None:
 
 def test_failing_rounds_without_races(tsan: Workshop) -> None:
     run(tsan.intact, ("--failures",))
+
+
+def test_failing_rounds_in_domains_without_races(tsan: Workshop) -> None:
+    run(tsan.intact, ("--failures", "--domains"))
