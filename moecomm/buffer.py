@@ -286,7 +286,8 @@ class Buffer:
         Returns:
             `[T, H]`: sum over k of w_k * y_k (flat: the plain sum over ranks), in float32 in a fixed order, plus
             bias, rounded once; zeros (plus bias) for a token with no expert.  With `weight_grads`: that and float32
-            `[T, K]`.
+            `[T, K]`.  Over several domains the sums of the domains are added, and cross in `wire`, flat ones too:
+            moecomm/combine/reference.py says how far that may be from the order of one domain.
         """
         combining = combine.prepare(
             self,

@@ -22,7 +22,7 @@ Missing Home::crossing_missing(i32 chunk) const {
     return {c_.r.counterpart(domain), signal(domain, chunk), c_.r.tag};
 }
 
-// The sum over the domains, in the order of the domains.
+// The sum over the domains, in the order of the domains; how far it may be from that of one domain stands in protocol/domains.h.
 void Home::add_domains(float* sum, i32 token, i64 column, i64 n) const {
     if (c_.r.domains() == 1) return gather_.add_up(sum, token, column, n);
     std::fill_n(sum, n, 0.0f);

@@ -275,7 +275,8 @@ std::string abort_while_waiting(bool host_word) {
     Fixture f(Layout::flat);
     f.cluster.run([&](i32 rank) {
         if (rank != 2) return host::dispatch(f.dispatches[rank]);
-        const u64* notice = &f.word(2, mail_at(f.cluster.window, kRanks, 1, 0));
+        const u64 words = neighbours != 0 ? signal_at(f.cluster.window, mail_signal(0)) : mail_at(f.cluster.window, kRanks, 1, 0);
+        const u64* notice = &f.word(2, words);
         const u32 never = 0;
         wait_until({patience, &never, &never}, [&] { return signal_tag(load_acquire(notice)) == 1; });
         compare_exchange(host_word ? &f.cluster.host_word(0) : f.cluster.abort_word(0), 0, abort_word(Failure::peer_lost, 2));
