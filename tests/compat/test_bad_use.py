@@ -12,7 +12,7 @@ import torch
 
 import moecomm
 from moecomm.compat import deep_ep
-from moecomm.compat.deep_ep import Buffer, Config, ElasticBuffer
+from moecomm.compat.deep_ep import Buffer, Config, ElasticBuffer, HybridEPBuffer
 from moecomm.compat.deep_ep.elastic import EXPERIMENTS
 from moecomm.rendezvous import Alone
 
@@ -43,6 +43,11 @@ def expand_what_was_not(buffer: ElasticBuffer) -> Any:
     return buffer.dispatch(X, handle=handle, do_expand=True)
 
 
+def weights_beside_a_handle(buffer: HybridEPBuffer) -> Any:
+    *_, handle = buffer.dispatch_with_permute(hidden=X, topk_idx=IDX, num_of_experts=2)
+    return buffer.dispatch_with_permute(hidden=X, handle=handle, topk_weights=torch.ones(2, 2))
+
+
 UNSUPPORTED: dict[str, Callable[[Buffer], Any]] = {
     "Buffer(comm=)": lambda b: Buffer(None, comm=object()),
     "Buffer.internode_dispatch": lambda b: b.internode_dispatch(X),
@@ -60,6 +65,11 @@ UNSUPPORTED: dict[str, Callable[[Buffer], Any]] = {
     "agrs_*": lambda b: ElasticBuffer.get_agrs_buffer_size_hint(Alone(), 1),
     "all_gather": lambda b: ElasticBuffer(Alone()).all_gather(X),
     "ElasticBuffer.dispatch(handle=)": lambda b: expand_what_was_not(ElasticBuffer(Alone())),
+    "HybridEPBuffer.dispatch": lambda b: HybridEPBuffer(Alone(), 128, 4, 2).dispatch(X),
+    "HybridEPBuffer.combine": lambda b: HybridEPBuffer(Alone(), 128, 4, 2).combine(X),
+    "HybridEPBuffer.dispatch_with_permute(handle=)": lambda b: weights_beside_a_handle(
+        HybridEPBuffer(Alone(), 128, 4, 2)
+    ),
     "low_latency_update_mask_buffer(mask=True)": lambda b: b.low_latency_update_mask_buffer(0, mask=True),
 }
 OTHERWISE = {  # rows of the table that say what is different, tested where the calls are
@@ -69,6 +79,9 @@ OTHERWISE = {  # rows of the table that say what is different, tested where the 
     "recv_topk_idx == -1",
     "recv_topk_weights",
     "do_expand",
+    "probs",
+    "topk_weights",
+    "routing_map",
     "ElasticBuffer",
     "ElasticBuffer.dispatch(do_handle_copy=True)",
 }

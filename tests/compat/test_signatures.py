@@ -79,9 +79,24 @@ ELASTIC = {
     "get_physical_domain_size": "group",
     "get_logical_domain_size": "group allow_hybrid_mode=True",
 }
+# The hybrid-ep branch, deep_ep/hybrid_ep_buffer.py, whose dispatch_with_permute has fuse_permute_dispatch.
+HYBRID = {
+    "HybridEPBuffer": "group hidden_dim max_num_of_tokens_per_rank num_local_experts use_fp8=False"
+    " num_sms_dispatch_api=None num_sms_combine_api=None num_sms_preprocessing_api=None num_blocks_permute=None"
+    " num_blocks_unpermute=None use_shared_buffer=True enable_custom_allgather=False"
+    " num_of_hybrid_ep_ranks_per_nvlink_domain=None use_mnnvl=None",
+    "HybridEPBuffer.dispatch_with_permute": "self hidden topk_idx=None topk_weights=None num_of_experts_per_rank=None"
+    " num_of_experts=None use_fp8=None routing_map=None probs=None scaling_factor=None num_permuted_tokens=None"
+    " pad_multiple=None handle=None non_blocking=False fuse_permute_dispatch=False num_dispatched_tokens=None"
+    " use_host_meta=None",
+    "HybridEPBuffer.combine_with_unpermute": "self hidden probs=None handle=None pad_multiple=None"
+    " fuse_unpermute_combine=False num_dispatched_tokens=None",
+}
+CALLS = LEGACY | ELASTIC | HYBRID
 OURS = {  # what deep_ep does not have, after what it has
     "Buffer": "use_fabric=False",  # 1.2.1 forks had it
     "Buffer.low_latency_dispatch": "topk_weights=None",
+    "HybridEPBuffer": "load_cached_kernels=False",  # of earlier commits
 }
 
 
@@ -90,7 +105,7 @@ def written(call: Any) -> list[str]:
     return [p.name if p.default is inspect.Parameter.empty else f"{p.name}={p.default}" for p in parameters]
 
 
-@pytest.mark.parametrize(("name", "theirs"), (LEGACY | ELASTIC).items(), ids=LEGACY | ELASTIC)
+@pytest.mark.parametrize(("name", "theirs"), CALLS.items(), ids=CALLS)
 def test_a_call_is_written_as_there(name: str, theirs: str) -> None:
     call: Any = deep_ep
     for part in name.split("."):

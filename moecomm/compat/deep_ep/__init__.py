@@ -19,6 +19,9 @@ What deep_ep has and this has not; each raises Unsupported, or differs as it say
 | `ElasticBuffer.dispatch(handle=)` with another `do_expand` | the handle's |
 | `ElasticBuffer.dispatch(do_handle_copy=True)` | `EPHandle.topk_idx` is the caller's tensor, not a copy |
 | `ElasticBuffer`: `recv_topk_weights` beside `recv_topk_idx == -1` | 0 |
+| `HybridEPBuffer.dispatch`, `HybridEPBuffer.combine` | `dispatch_with_permute`, `combine_with_unpermute` |
+| `HybridEPBuffer.dispatch_with_permute(handle=)` with `probs` or `topk_weights` | rows only |
+| a row of `routing_map` with more experts than any of the first call | `BadInput`; pass `topk_idx` |
 """
 
 from __future__ import annotations
@@ -27,12 +30,13 @@ from types import ModuleType
 
 import torch
 
-from moecomm.compat.deep_ep import buffer, elastic, event
+from moecomm.compat.deep_ep import buffer, elastic, event, hybrid
 from moecomm.compat.deep_ep.buffer import Buffer
 from moecomm.compat.deep_ep.config import Config
 from moecomm.compat.deep_ep.elastic import ElasticBuffer
 from moecomm.compat.deep_ep.ep_handle import EPHandle
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap
+from moecomm.compat.deep_ep.hybrid import HybridEPBuffer
 from moecomm.rendezvous import rendezvous
 
 __version__ = "2.1.0"  # of the interface
@@ -45,6 +49,7 @@ MODULES = {  # import paths below deep_ep
     "buffers": buffers,
     "buffers.legacy": buffer,
     "buffers.elastic": elastic,
+    "hybrid_ep_buffer": hybrid,
     "utils": event,
     "utils.event": event,
 }
@@ -56,6 +61,7 @@ __all__ = [
     "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
+    "HybridEPBuffer",
     "get_logical_domain_size",
     "get_physical_domain_size",
     "topk_idx_t",

@@ -18,8 +18,8 @@ from moecomm.rendezvous import Rendezvous, rendezvous
 from moecomm.routed import Handle
 from moecomm.settings import MAX_FLAT_ROWS, Settings
 
-# expert_alignment of a flat dispatch, where it has no meaning: "my tokens do not fit, make room with me".  It differs
-# from everybody else's, so that every rank hears of it in the round that it was waiting for.
+# expert_alignment of a dispatch that says "my tokens do not fit, make room with me".  It differs from everybody else's,
+# so that every rank hears of it in the round that it was waiting for.
 _GROW = (1 << 20) - 1
 _LEAST_TOKENS = 128
 _FLAT_ROUNDS = 3  # worst cases with room in a window: what arrives, what a combine copies, and the next that arrives
@@ -90,7 +90,7 @@ class Pool:
         buffer = self._by_sizes.get(key)
         if buffer is not None:
             return buffer
-        tokens = self._most(x.shape[0])
+        tokens = self.most(x.shape[0])
         if worst:
             tokens = max(tokens, -(-worst // self.ranks.ranks))
         most = (MAX_FLAT_ROWS - 1) // self.ranks.ranks
@@ -157,16 +157,18 @@ class Pool:
     def _settings(self, hidden: int, num_experts: int, topk: int, tokens: int, dtype: torch.dtype) -> Settings:
         return Settings(self.ranks.ranks, hidden, num_experts, topk, tokens, dtype, "", None)
 
-    def _most(self, tokens: int) -> int:
-        """Collective: the most tokens that a rank has."""
+    def most(self, tokens: int) -> int:
+        """Collective: the most that a rank has."""
         return max(int(struct.unpack("<q", theirs)[0]) for theirs in self.ranks.all_gather(struct.pack("<q", tokens)))
 
 
-def ask_to_grow(buffer: Buffer, x: torch.Tensor, topk_idx: torch.Tensor, scales: torch.Tensor | None) -> None:
+def ask_to_grow(
+    buffer: Buffer, x: torch.Tensor, topk_idx: torch.Tensor, scales: torch.Tensor | None, layout: str = "flat"
+) -> None:
     """Tells the ranks that wait in a dispatch that ours has more tokens than the Buffer takes."""
     none = None if scales is None else scales[:0]
     try:
-        buffer.dispatch(x[:0], topk_idx[:0], layout="flat", scales=none, expert_alignment=_GROW, sync=True)
+        buffer.dispatch(x[:0], topk_idx[:0], layout=layout, scales=none, expert_alignment=_GROW, max_rows=1, sync=True)
     except Mismatch as error:  # unless everybody asked
         if not asks_to_grow(error):
             raise

@@ -1,0 +1,253 @@
+"""deep_ep.HybridEPBuffer: the calls that training frameworks make of it, over moecomm's expert layout."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from moecomm.buffer import Buffer
+from moecomm.compat.deep_ep.lazy import source, tokens_per_expert
+from moecomm.compat.deep_ep.normal import check_nothing
+from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_experts
+from moecomm.errors import BadInput, Mismatch, Unsupported
+from moecomm.routed import Handle, Routed
+
+
+class HybridEPHandle:
+    """Where the tokens of a dispatch_with_permute went, for combine_with_unpermute and to repeat it.  Opaque."""
+
+    def __init__(self, native: Handle, ids: torch.Tensor, num_experts: int, padded: torch.Tensor, rows: int) -> None:
+        self.native, self.ids, self.num_experts = native, ids, num_experts
+        self.tokens_per_expert, self.rows = padded, rows
+
+
+class _Routing(NamedTuple):
+    ids: torch.Tensor
+    weights: torch.Tensor | None
+    num_experts: int
+
+
+class HybridEPBuffer:
+    """Dispatch grouped by expert and padded, and its combine; both can be repeated the other way for gradients.
+
+    `num_sms_dispatch_api` and `num_sms_combine_api` limit blocks; the other settings are of deep_ep's kernels.  More
+    tokens than `max_num_of_tokens_per_rank` take a larger window, on all ranks together (not with non_blocking).
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        hidden_dim: int,
+        max_num_of_tokens_per_rank: int,
+        num_local_experts: int,
+        use_fp8: bool = False,
+        num_sms_dispatch_api: int | None = None,
+        num_sms_combine_api: int | None = None,
+        num_sms_preprocessing_api: int | None = None,
+        num_blocks_permute: int | None = None,
+        num_blocks_unpermute: int | None = None,
+        use_shared_buffer: bool = True,
+        enable_custom_allgather: bool = False,
+        num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
+        use_mnnvl: bool | None = None,
+        load_cached_kernels: bool = False,
+    ) -> None:
+        if group is None:
+            raise BadInput("group", "None", "a process group")
+        self._pool = Pool(group)
+        self.group = group
+        self.rank, self.group_size = self._pool.ranks.rank, self._pool.ranks.ranks
+        self.use_fp8 = use_fp8
+        self.num_sms_dispatch_api, self.num_sms_combine_api = num_sms_dispatch_api, num_sms_combine_api
+        self.config = SimpleNamespace(
+            hidden_dim=hidden_dim,
+            max_num_of_tokens_per_rank=max_num_of_tokens_per_rank,
+            num_of_experts_per_rank=num_local_experts,
+        )
+        self._topk = 0  # of routing maps: the most experts that a row of the first one has, on any rank
+
+    def dispatch(self, *args: Any, **named: Any) -> Any:
+        """Unsupported: dispatch_with_permute is what frameworks call."""
+        raise Unsupported("HybridEPBuffer.dispatch: call dispatch_with_permute")
+
+    def combine(self, *args: Any, **named: Any) -> Any:
+        """Unsupported: combine_with_unpermute is what frameworks call."""
+        raise Unsupported("HybridEPBuffer.combine: call combine_with_unpermute")
+
+    def dispatch_with_permute(
+        self,
+        *,
+        hidden: torch.Tensor,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        num_of_experts_per_rank: int | None = None,
+        num_of_experts: int | None = None,
+        use_fp8: bool | None = None,
+        routing_map: torch.Tensor | None = None,
+        probs: torch.Tensor | None = None,
+        scaling_factor: torch.Tensor | None = None,
+        num_permuted_tokens: int | None = None,
+        pad_multiple: int | None = None,
+        handle: HybridEPHandle | None = None,
+        non_blocking: bool = False,
+        fuse_permute_dispatch: bool = False,
+        num_dispatched_tokens: int | None = None,
+        use_host_meta: bool | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, HybridEPHandle]:
+        """hidden `[rows, H]` by expert, probs `[rows]`, scaling_factor, padded tokens_per_expert, handle.
+
+        tokens_per_expert is int64, on the CPU, or, with `non_blocking`, on the device and nothing waits.  A
+        `routing_map` takes some small kernels to find its ids, and the first one a host wait; `topk_idx` spares both.
+        Rows of padding are zero.
+        """
+        if use_host_meta is not None:
+            non_blocking = not use_host_meta
+        if non_blocking and num_permuted_tokens is None:
+            raise BadInput("num_permuted_tokens", "None", "rows to make room for, beside non_blocking")
+        options: dict[str, Any] = {"scales": scaling_factor, "num_sms": self._limit(hidden, self.num_sms_dispatch_api)}
+        if handle is not None:
+            native = self._native_of(handle)
+            check_nothing(topk_weights=topk_weights, probs=probs)  # beside a handle
+            if num_permuted_tokens not in (None, handle.rows):
+                raise BadInput("num_permuted_tokens", num_permuted_tokens, f"{handle.rows}: the handle's")
+            routed = native.buffer.dispatch(hidden, handle=native, sync=False, **options)
+            return (*self._received(routed, handle.rows, pad_multiple, False), handle.tokens_per_expert, handle)
+        routing = self._routing(topk_idx, topk_weights, routing_map, probs, num_of_experts)
+        align = pad_multiple or 1
+        routed = self._route(hidden, routing, align, num_permuted_tokens, options)
+        counts = tokens_per_expert(routed.handle).long()
+        padded = (counts + align - 1) // align * align
+        if not non_blocking:
+            padded = padded.cpu()
+        rows = routed.handle.args.max_rows if num_permuted_tokens is None else num_permuted_tokens
+        made = HybridEPHandle(routed.handle, routing.ids, routing.num_experts, padded, rows)
+        received = self._received(routed, rows, pad_multiple, routing.weights is not None)
+        return (*received, padded, made)
+
+    def combine_with_unpermute(
+        self,
+        *,
+        hidden: torch.Tensor,
+        probs: torch.Tensor | None = None,
+        handle: HybridEPHandle | None = None,
+        pad_multiple: int | None = None,
+        fuse_unpermute_combine: bool = False,
+        num_dispatched_tokens: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """hidden `[T, H]`: the sum of a token's rows, without weights; `[T, E]` of `probs` `[rows]`, 0 elsewhere."""
+        native = self._native_of(handle)
+        assert handle is not None, "has just been checked"
+        if len(hidden) != handle.rows:
+            raise BadInput("hidden", f"{len(hidden)} rows", f"the {handle.rows} of the dispatch")
+        most = native.args.max_rows
+        out = native.buffer.combine(
+            hidden[:most],
+            native,
+            weighted=False,
+            weight_grads=None if probs is None else probs[:most],
+            wire=hidden.dtype,  # a rank's rows are added and rounded first there, too
+            num_sms=self._limit(hidden, self.num_sms_combine_api),
+        )
+        if probs is None:
+            return out, None
+        combined, weights = out
+        dense = torch.zeros((native.num_tokens, handle.num_experts + 1), dtype=torch.float32, device=weights.device)
+        at = torch.where(handle.ids >= 0, handle.ids, handle.num_experts).long()
+        return combined, dense.scatter_add_(1, at, weights)[:, : handle.num_experts]
+
+    def _routing(
+        self,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        routing_map: torch.Tensor | None,
+        probs: torch.Tensor | None,
+        num_experts: int | None,
+    ) -> _Routing:
+        if routing_map is None:
+            if topk_idx is None or num_experts is None:
+                raise BadInput("routing_map", "None", "it, topk_idx and num_of_experts, or handle")
+            check_experts(num_experts, self.group_size)
+            return _Routing(topk_idx, topk_weights, num_experts)
+        if routing_map.dtype is not torch.bool or routing_map.ndim != 2:
+            raise BadInput("routing_map", f"{routing_map.dtype} {tuple(routing_map.shape)}", "bool [tokens, experts]")
+        num_experts = routing_map.shape[1]
+        check_experts(num_experts, self.group_size)
+        picks = routing_map.sum(dim=1)
+        if self._topk == 0:
+            self._topk = max(1, self._pool.most(int(picks.max()) if len(picks) else 0))
+        expert = torch.arange(num_experts, device=routing_map.device)
+        first = torch.where(routing_map, expert, num_experts).sort(dim=1).values[:, : self._topk]
+        weights = None
+        if probs is not None:
+            weights = probs.float().gather(1, first.clamp(max=num_experts - 1))
+        ids = torch.where(first < num_experts, first, -1)
+        # More than fit: an id that no expert has, which every rank is told of.
+        ids[:, :1] = torch.where(picks.unsqueeze(1) > self._topk, num_experts, ids[:, :1])
+        return _Routing(ids, weights, num_experts)
+
+    def _route(
+        self, hidden: torch.Tensor, routing: _Routing, align: int, rows: int | None, options: dict[str, Any]
+    ) -> Routed:
+        """A dispatch by expert; where a rank has more tokens than the Buffer takes, again with a larger one."""
+        ids, weights, num_experts = routing
+        buffer = self._buffer(hidden, ids, num_experts, grow=False)
+        given = {"layout": "expert", "expert_alignment": align, "max_rows": rows, **options}
+        if rows is not None:
+            return buffer.dispatch(hidden, ids, weights, sync=False, **given)
+        if len(hidden) > buffer.max_tokens:
+            ask_to_grow(buffer, hidden, ids, options["scales"], layout="expert")
+        else:
+            try:
+                return buffer.dispatch(hidden, ids, weights, sync=True, **given)
+            except Mismatch as error:
+                if not asks_to_grow(error):
+                    raise
+        buffer = self._buffer(hidden, ids, num_experts, grow=True)
+        return buffer.dispatch(hidden, ids, weights, sync=True, **given)
+
+    def _buffer(self, hidden: torch.Tensor, ids: torch.Tensor, num_experts: int, *, grow: bool) -> Buffer:
+        dtype = torch.bfloat16 if hidden.dtype is torch.float8_e4m3fn else hidden.dtype
+        sizes = self.config
+        if grow:
+            sizes.max_num_of_tokens_per_rank = self._pool.most(len(hidden))
+        most = sizes.max_num_of_tokens_per_rank
+        return self._pool.elastic(hidden.device, hidden.shape[1], num_experts, ids.shape[1], most, dtype, expand=True)
+
+    def _received(
+        self, routed: Routed, rows: int, pad_multiple: int | None, weighted: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Rows, their weights and scales; copied out of a window that would have no room for another round."""
+        x, scales = routed.x, routed.scales
+        weights = routed.row_weights if weighted else None
+        if pad_multiple is not None and pad_multiple > 1:
+            padding = source(routed.handle)[:, :1] < 0
+            (x.view(torch.uint8) if x.dtype.itemsize == 1 else x).masked_fill_(padding, 0)
+            if scales is not None:
+                scales.masked_fill_(padding, 0)
+        if len(x) < rows:  # more room was asked for than all tokens of all ranks can fill
+            return _longer(x, rows), _longer(weights, rows), _longer(scales, rows)
+        if self._pool.is_filling(routed.handle.buffer):
+            x, scales = x.clone(), None if scales is None else scales.clone()
+        return x, weights, scales
+
+    def _native_of(self, handle: Any) -> Handle:
+        if not isinstance(handle, HybridEPHandle):
+            raise BadInput("handle", type(handle).__name__, "the handle that dispatch_with_permute returned")
+        self._pool.require_open()
+        self._pool.check_owner(handle.native)
+        return handle.native
+
+    @staticmethod
+    def _limit(hidden: torch.Tensor, num_sms: int | None) -> int | None:
+        return num_sms or None if hidden.is_cuda else None
+
+
+def _longer(tensor: Any, rows: int) -> Any:
+    """A copy with so many rows, the last ones not initialised; None of None."""
+    if tensor is None:
+        return None
+    longer = tensor.new_empty((rows, *tensor.shape[1:]))
+    longer[: len(tensor)] = tensor
+    return longer

@@ -1,0 +1,167 @@
+"""HybridEPBuffer: what Megatron's dispatcher calls, field by field, against the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from moecomm.compat.deep_ep import HybridEPBuffer
+from moecomm.rendezvous import Alone
+
+from . import oracle
+from .together import together
+
+HIDDEN, TOKENS = 256, 12
+
+
+def mapped(case: oracle.Case) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Rewrites the case without an expert twice in a row, ids ascending; returns routing maps and dense probs."""
+    maps, probs = [], []
+    for rank in range(case.ranks):
+        ids, weights = case.topk_idx[rank], case.topk_weights[rank]
+        dense = torch.zeros(len(ids), case.num_experts)
+        for token, row in enumerate(ids.tolist()):
+            for k, e in enumerate(row):
+                if e >= 0:
+                    dense[token, e] = weights[token, k] + 0.1
+        maps.append(dense > 0)
+        probs.append(dense)
+        picked = [row.nonzero().flatten().tolist() for row in dense]
+        topk = ids.shape[1]
+        case.topk_idx[rank] = torch.tensor([p + [-1] * (topk - len(p)) for p in picked]).view(-1, topk).long()
+        case.topk_weights[rank] = torch.tensor(
+            [[float(dense[t, e]) for e in p] + [0.0] * (topk - len(p)) for t, p in enumerate(picked)]
+        ).view(-1, topk)
+    return maps, probs
+
+
+@pytest.mark.parametrize("by_map", [True, False])
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_field(seed: int, blocking: bool, by_map: bool) -> None:
+    case = oracle.random_case(seed, ranks=1 + seed % 4, most=TOKENS)
+    maps, probs = mapped(case)
+    pad = [None, 8, 16][seed % 3]
+    wants = oracle.expanded(case, pad or 1)
+    room = 400
+
+    def body(group: Any) -> None:
+        buffer = HybridEPBuffer(
+            group=group,
+            hidden_dim=HIDDEN,
+            max_num_of_tokens_per_rank=TOKENS,
+            num_local_experts=case.local_experts,
+            use_fp8=False,
+            num_sms_dispatch_api=16,
+        )
+        rank, want = buffer.rank, wants[buffer.rank]
+        x = case.x[rank]
+        routing = (
+            {"routing_map": maps[rank], "probs": probs[rank]}
+            if by_map
+            else {
+                "topk_idx": case.topk_idx[rank],
+                "topk_weights": case.topk_weights[rank],
+                "num_of_experts": case.num_experts,
+            }
+        )
+        shape = {} if blocking else {"num_permuted_tokens": room, "non_blocking": True}
+        hidden, weights, scales, counts, handle = buffer.dispatch_with_permute(
+            hidden=x,
+            scaling_factor=None,
+            num_of_experts_per_rank=case.local_experts,
+            pad_multiple=pad,
+            **routing,
+            **shape,
+        )
+        assert scales is None and hidden.shape == (len(want.rows) if blocking else room, HIDDEN)
+        assert counts.dtype is torch.int64 and counts.device.type == "cpu"
+        assert counts.tolist() == [-(-n // (pad or 1)) * (pad or 1) for n in want.counts]
+
+        def check(hidden: torch.Tensor, weights: torch.Tensor | None, times: float) -> None:
+            for row, origin in enumerate(want.rows):
+                if origin is None:
+                    assert (hidden[row] == 0).all() and (weights is None or weights[row] == 0)
+                    continue
+                source, token, k = origin
+                assert torch.equal(hidden[row], case.x[source][token] * times)
+                assert weights is None or weights[row] == case.topk_weights[source][token, k]
+
+        check(hidden, weights, 1)
+        again, nothing, _, same_counts, same = buffer.dispatch_with_permute(
+            hidden=x * 2, scaling_factor=None, handle=handle, pad_multiple=pad, num_permuted_tokens=len(hidden)
+        )
+        assert nothing is None and same is handle and torch.equal(same_counts, counts)
+        check(again, None, 2)
+
+        combined, home = buffer.combine_with_unpermute(hidden=hidden, handle=handle, pad_multiple=pad)
+        picked = (case.topk_idx[rank] >= 0).sum(1, keepdim=True)
+        assert home is None
+        torch.testing.assert_close(combined.float(), picked * x.float(), rtol=2**-7, atol=1e-5)
+        _, home = buffer.combine_with_unpermute(hidden=hidden, probs=weights, handle=handle, pad_multiple=pad)
+        assert torch.equal(home, probs[rank])
+
+    together(case.ranks, body)
+
+
+def test_scales_travel() -> None:
+    case = oracle.random_case(3, ranks=2, most=TOKENS, topk=1)
+    maps, _ = mapped(case)
+    fp8 = [oracle.cast_to_fp8(x, round_scale=False) for x in case.x]
+    wants = oracle.expanded(case, 4)
+
+    def body(group: Any) -> None:
+        buffer = HybridEPBuffer(group, HIDDEN, TOKENS, case.local_experts, use_fp8=True)
+        q, scales = fp8[buffer.rank]
+        hidden, probs, sf, _, _ = buffer.dispatch_with_permute(
+            hidden=q, scaling_factor=scales, routing_map=maps[buffer.rank], pad_multiple=4
+        )
+        assert probs is None
+        for row, origin in enumerate(wants[buffer.rank].rows):
+            if origin is None:
+                assert (hidden[row].float() == 0).all() and (sf[row] == 0).all()
+            else:
+                assert torch.equal(hidden[row].view(torch.uint8), fp8[origin[0]][0][origin[1]].view(torch.uint8))
+                assert torch.equal(sf[row], fp8[origin[0]][1][origin[1]])
+
+    together(2, body)
+
+
+def test_a_rank_with_more_tokens_than_before_makes_room_with_the_others() -> None:
+    def body(group: Any) -> None:
+        buffer = HybridEPBuffer(group, 16, 8, 1)
+        rank, kept = buffer.rank, []
+        for tokens in ([3, 5], [3, 300], [700, 4], [900, 901]):
+            x = torch.arange(tokens[rank] * 16).view(-1, 16).bfloat16()
+            map_ = torch.tensor([[True, rank == 0]]).expand(tokens[rank], 2)
+            hidden, _, _, _, handle = buffer.dispatch_with_permute(hidden=x, routing_map=map_)
+            kept.append((x, hidden, handle))
+        for x, hidden, handle in kept:
+            combined, _ = buffer.combine_with_unpermute(hidden=hidden, handle=handle)
+            assert torch.equal(combined, x * (2 - rank))
+
+    together(2, body)
+
+
+def test_bad_use_is_named() -> None:
+    buffer = HybridEPBuffer(Alone(), 16, 8, 2)
+    x, map_ = torch.zeros(3, 16, dtype=torch.bfloat16), torch.eye(2, dtype=torch.bool)[[0, 1, 0]]
+    hidden, *_, handle = buffer.dispatch_with_permute(hidden=x, routing_map=map_)
+    for call in (
+        lambda: HybridEPBuffer(None, 16, 8, 2),
+        lambda: buffer.dispatch_with_permute(hidden=x),
+        lambda: buffer.dispatch_with_permute(hidden=x, routing_map=map_.int()),
+        lambda: buffer.dispatch_with_permute(hidden=x, routing_map=map_, non_blocking=True),
+        lambda: buffer.dispatch_with_permute(hidden=x, handle=handle, num_permuted_tokens=7),
+        lambda: buffer.dispatch_with_permute(hidden=x, handle=(1,)),
+        lambda: buffer.combine_with_unpermute(hidden=hidden),
+        lambda: HybridEPBuffer(Alone(), 16, 8, 2).combine_with_unpermute(hidden=hidden, handle=handle),
+        lambda: buffer.dispatch_with_permute(hidden=x, routing_map=torch.ones_like(map_)),
+    ):
+        with pytest.raises(moecomm.BadInput):
+            call()
+    again, *_ = buffer.dispatch_with_permute(hidden=x, routing_map=map_)
+    assert torch.equal(again, hidden)
