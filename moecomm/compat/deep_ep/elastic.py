@@ -56,6 +56,7 @@ class ElasticBuffer:
         if num_cpu_bytes:
             raise Unsupported("num_cpu_bytes: see moecomm.compat.deep_ep for what is not supported")
         self._pool = Pool(group, num_bytes or 0, timeout_s=float(num_gpu_timeout_secs))
+        self._rooms: dict[tuple[Any, ...], tuple[Buffer, int]] = {}  # by sizes of calls, so that one look-up finds them
         self.group = group
         self.rank_idx, self.num_ranks = self._pool.ranks.rank, self._pool.ranks.ranks
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
@@ -168,15 +169,16 @@ class ElasticBuffer:
         as_given = rows.dtype
         if scales is not None and rows.dtype.itemsize == 1:
             rows = rows.view(torch.float8_e4m3fn)  # bytes are bytes
-        options: dict[str, Any] = {"scales": scales, "num_sms": num_sms or None if rows.is_cuda else None}
-        if use_tma_aligned_col_major_sf and scales is not None:
-            options["scale_layout"] = "column"
+        limit = num_sms or None if rows.is_cuda else None
+        scale_layout = "column" if use_tma_aligned_col_major_sf and scales is not None else "row"
         if handle is not None:
-            sizes = (num_experts, num_max_tokens_per_rank, expert_alignment)
+            given = (num_experts, num_max_tokens_per_rank, expert_alignment)
             if cumulative_local_expert_recv_stats is not None:
                 raise BadInput("cumulative_local_expert_recv_stats", "a tensor", "None beside handle")
-            self._check_repeat(handle, sizes, topk_idx, do_cpu_sync, do_expand)
-            routed = handle.native.buffer.dispatch(rows, handle=handle.native, sync=False, **options)
+            self._check_repeat(handle, given, topk_idx, do_cpu_sync, do_expand)
+            routed = handle.native.buffer.dispatch(
+                rows, handle=handle.native, scales=scales, scale_layout=scale_layout, sync=False, num_sms=limit
+            )
             recv_topk_idx = None if do_expand else handle.recv_topk_idx()
             recv_topk_weights = None if topk_weights is None else self._send_weights(handle, topk_weights)
         else:
@@ -185,16 +187,23 @@ class ElasticBuffer:
             sync = do_cpu_sync is not False
             most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
             align = 1 if expert_alignment is None else expert_alignment
-            routed = self._route(rows, topk_idx, topk_weights, num_experts, most, align, sync, do_expand, options)
-            handle = EPHandle(
-                routed.handle,
-                num_experts=num_experts,
-                expert_alignment=align,
-                num_max_tokens_per_rank=most,
-                num_sms=num_sms,
-                topk_idx=topk_idx,
-                synced=sync,
+            sizes = (rows.shape[-1], rows.dtype, num_experts, topk_idx.shape[-1], most, align, do_expand)
+            buffer, room = self._rooms.get(sizes) or self._make_room(rows.device, sizes)
+            if len(rows) > most:
+                raise BadInput("x", f"{len(rows)} tokens", f"at most num_max_tokens_per_rank = {most}")
+            routed = buffer.dispatch(
+                rows,
+                topk_idx,
+                topk_weights,
+                layout="expert" if do_expand else "flat",
+                expert_alignment=align if do_expand else 1,
+                scales=scales,
+                scale_layout=scale_layout,
+                max_rows=room,
+                sync=sync,
+                num_sms=limit,
             )
+            handle = EPHandle(routed.handle, num_experts, align, most, num_sms, topk_idx, sync)
             recv_topk_idx = None if do_expand else routed.topk_idx
             recv_topk_weights = None
             if topk_weights is not None:
@@ -240,39 +249,21 @@ class ElasticBuffer:
         combined, weights = (out, None) if topk_weights is None else out
         return combined, weights, finished(async_with_compute_stream)
 
-    def _route(
-        self,
-        rows: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor | None,
-        num_experts: int,
-        most: int,
-        align: int,
-        sync: bool,
-        expand: bool,
-        options: dict[str, Any],
-    ) -> Routed:
+    def _make_room(self, device: torch.device, sizes: tuple[Any, ...]) -> tuple[Buffer, int]:
+        """The Buffer for dispatches of these sizes, and the rows to make room for in each."""
+        hidden, dtype, num_experts, topk, most, align, expand = sizes
+        self._pool.require_open()
         check_experts(num_experts, self.num_ranks)
         if most < 1:
             raise BadInput("num_max_tokens_per_rank", most, "1 or more, here or of the buffer")
         if align < 1:
             raise BadInput("expert_alignment", align, "1 or more")
-        if len(rows) > most:
-            raise BadInput("x", f"{len(rows)} tokens", f"at most num_max_tokens_per_rank = {most}")
-        ranks, topk = self.num_ranks, topk_idx.shape[-1]
+        dtype = torch.bfloat16 if dtype is torch.float8_e4m3fn else dtype
+        buffer = self._pool.elastic(device, hidden, num_experts, topk, most, dtype, expand)
+        ranks = self.num_ranks
         room = expanded_rows(ranks, most, topk, num_experts // ranks, align) if expand else ranks * most
-        dtype = torch.bfloat16 if rows.dtype is torch.float8_e4m3fn else rows.dtype
-        buffer = self._pool.elastic(rows.device, rows.shape[1], num_experts, topk, most, dtype, expand)
-        return buffer.dispatch(
-            rows,
-            topk_idx,
-            topk_weights,
-            layout="expert" if expand else "flat",
-            expert_alignment=align if expand else 1,
-            max_rows=room,
-            sync=sync,
-            **options,
-        )
+        self._rooms[sizes] = buffer, room
+        return buffer, room
 
     def _received(self, routed: Routed, zero_padding: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x and scales; copied out of a window that would have no room for another round."""

@@ -24,7 +24,6 @@ class EPHandle:
     def __init__(
         self,
         native: Handle,
-        *,
         num_experts: int,
         expert_alignment: int,
         num_max_tokens_per_rank: int,

@@ -36,23 +36,18 @@ class NormalHandle(LazyTuple):
     this rank is filled, where its rows from each rank end; the others, which are the other ranks' own, are -1.
     """
 
-    native: Handle
+    makers = (
+        lambda self: rank_prefix_matrix(self.native),
+        lambda self: channel_prefix_matrix(self.native, self.channels),
+        lambda self: recv_channel_prefix_matrix(self.native, self.channels),
+        lambda self: source(self.native)[:, 1].contiguous(),
+        lambda self: is_token_in_rank(self.native),
+        lambda self: send_head(self.native, self.channels),
+    )
 
-    def __new__(cls, native: Handle, num_sms: int) -> NormalHandle:
-        """Of a flat moecomm handle."""
-        channels = max(1, num_sms // 2)
-        self = super().__new__(
-            cls,
-            lambda: rank_prefix_matrix(native),
-            lambda: channel_prefix_matrix(native, channels),
-            lambda: recv_channel_prefix_matrix(native, channels),
-            lambda: source(native)[:, 1].contiguous(),
-            lambda: is_token_in_rank(native),
-            lambda: send_head(native, channels),
-        )
-        assert isinstance(self, NormalHandle)
-        self.native = native
-        return self
+    def __init__(self, native: Handle, num_sms: int) -> None:
+        super().__init__()
+        self.native, self.channels = native, max(1, num_sms // 2)
 
 
 def rank_prefix_matrix(handle: Handle) -> torch.Tensor:

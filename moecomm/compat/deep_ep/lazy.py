@@ -12,22 +12,26 @@ from moecomm.routed import Handle
 
 
 class LazyTuple(tuple[Any, ...]):
-    """len(), indexing, slicing, iteration and unpacking, as of a tuple; an item is made once.  Equal to itself only."""
+    """len(), indexing, slicing, iteration and unpacking, as of a tuple; an item is made once.  Equal to itself only.
 
-    def __new__(cls, *makers: Callable[[], Any]) -> LazyTuple:
-        """One maker an item."""
-        self = super().__new__(cls, makers)
-        self._items = {}
-        return self
+    `makers`, of a subclass, make the items of an instance.
+    """
 
-    _items: dict[int, Any]
+    makers: tuple[Callable[[Any], Any], ...] = ()
+
+    def __new__(cls, *args: Any) -> Any:
+        """A tuple of as many items as there are makers."""
+        return super().__new__(cls, cls.makers)
+
+    def __init__(self) -> None:
+        self._items: dict[int, Any] = {}
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return tuple(self[i] for i in range(*index.indices(len(self))))
         index = range(len(self))[index]
         if index not in self._items:
-            self._items[index] = super().__getitem__(index)()
+            self._items[index] = self.makers[index](self)
         return self._items[index]
 
     def __iter__(self) -> Iterator[Any]:

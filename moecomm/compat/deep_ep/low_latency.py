@@ -25,22 +25,19 @@ class LowLatencyHandle(LazyTuple):
     The two tensors are computed when they are first read, after the dispatch has arrived.
     """
 
-    native: Handle
-    topk_weights: torch.Tensor | None  # those that the dispatch carried
-    combine_rows: torch.Tensor | None  # in the window, for the next combine without a copy
+    makers = (
+        lambda self: source(self.native)[..., 1].contiguous(),
+        lambda self: layout_range(self.native),
+        lambda self: self.native.buffer.max_tokens,
+        lambda self: self.native.buffer.hidden,
+        lambda self: self.native.buffer.num_experts,
+    )
 
-    def __new__(cls, native: Handle, num_experts: int, topk_weights: torch.Tensor | None) -> LowLatencyHandle:
-        """Of a batched moecomm handle."""
-        sizes = (native.buffer.max_tokens, native.buffer.hidden, num_experts)
-        self = super().__new__(
-            cls,
-            lambda: source(native)[..., 1].contiguous(),
-            lambda: layout_range(native),
-            *(lambda size=size: size for size in sizes),
-        )
-        assert isinstance(self, LowLatencyHandle)
-        self.native, self.topk_weights, self.combine_rows = native, topk_weights, None
-        return self
+    def __init__(self, native: Handle, topk_weights: torch.Tensor | None) -> None:
+        super().__init__()
+        self.native = native
+        self.topk_weights = topk_weights  # those that the dispatch carried
+        self.combine_rows: torch.Tensor | None = None  # in the window, for the next combine without a copy
 
 
 class LowLatency:
@@ -100,15 +97,16 @@ class LowLatency:
             routed = buffer.dispatch_begin(x, topk_idx, topk_weights, **options)
         else:
             routed = buffer.dispatch(x, topk_idx, topk_weights, **options, sync=False)
-        handle = LowLatencyHandle(routed.handle, num_experts, topk_weights)
+        handle = LowLatencyHandle(routed.handle, topk_weights)
         counts = tokens_per_expert(routed.handle)
         recv_x, rounded = _arriving(routed, use_fp8, by_column)
-        receive = Receive(buffer, routed, rounded, counts, cumulative_local_expert_recv_stats)
+        stats = cumulative_local_expert_recv_stats
         if return_recv_hook:
-            pool.receiving[id(buffer)] = receive
-        else:
-            receive.account()
-        return recv_x, counts, handle, finished(async_finish), receive if return_recv_hook else None
+            hook = pool.receiving[id(buffer)] = Receive(buffer, routed, rounded, counts, stats)
+            return recv_x, counts, handle, finished(async_finish), hook
+        if rounded is not None or stats is not None:
+            Receive(buffer, routed, rounded, counts, stats).account()
+        return recv_x, counts, handle, finished(async_finish), None
 
     def low_latency_combine(
         self,

@@ -32,9 +32,9 @@ def dispatch(
     if expert_alignment < 1:
         raise BadInput("expert_alignment", expert_alignment, "1 or more")
     num_experts = num_tokens_per_expert.shape[0]
-    check_experts(num_experts, pool.ranks.ranks)
     ids = topk_idx
     if ids is None:
+        check_experts(num_experts, pool.ranks.ranks)
         if topk_weights is not None:
             raise BadInput("topk_weights", "a tensor", "topk_idx beside it")
         if num_worst_tokens:

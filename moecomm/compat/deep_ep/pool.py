@@ -90,6 +90,8 @@ class Pool:
         buffer = self._by_sizes.get(key)
         if buffer is not None:
             return buffer
+        self.require_open()
+        check_experts(num_experts, self.ranks.ranks)
         tokens = self.most(x.shape[0])
         if worst:
             tokens = max(tokens, -(-worst // self.ranks.ranks))
