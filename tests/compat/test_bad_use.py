@@ -73,7 +73,7 @@ UNSUPPORTED: dict[str, Callable[[Buffer], Any]] = {
     "low_latency_update_mask_buffer(mask=True)": lambda b: b.low_latency_update_mask_buffer(0, mask=True),
 }
 OTHERWISE = {  # rows of the table that say what is different, tested where the calls are
-    "handles taken apart",
+    "handles taken apart, or made by hand",
     "rank_prefix_matrix",
     "combine(topk_weights=)",
     "recv_topk_idx == -1",
@@ -157,6 +157,12 @@ BAD: dict[str, Callable[[Buffer], Any]] = {
     "scales": lambda b: b.dispatch(X.to(torch.float8_e4m3fn), num_tokens_per_expert=PER_EXPERT, topk_idx=IDX),
     "x": lambda b: b.dispatch(X[0], num_tokens_per_expert=PER_EXPERT, topk_idx=IDX),
     "x device": lambda b: (low_latency(b), b.low_latency_dispatch(X.to("meta"), IDX, 4, 2)),
+    "x device of another call": lambda b: (
+        b.dispatch(X, num_tokens_per_expert=PER_EXPERT, topk_idx=IDX),
+        b.dispatch(X.to("meta"), num_tokens_per_expert=PER_EXPERT, topk_idx=IDX),
+    ),
+    "x on no device": lambda b: b.dispatch(X.to("meta"), num_tokens_per_expert=PER_EXPERT, topk_idx=IDX),
+    "topk_weights": lambda b: b.low_latency_combine(X, IDX, None, low_latency(b, use_fp8=False)[2]),
     "use_ue8m0": lambda b: low_latency(b, use_ue8m0=True),
     "async_finish": lambda b: low_latency(b, async_finish=True, return_recv_hook=True),
     "topk_idx of another length": lambda b: b.low_latency_combine(

@@ -11,7 +11,7 @@ What deep_ep has and this has not; each raises Unsupported, or differs as it say
 | `low_latency_combine(combine_wait_recv_cost_stats=)` | nothing |
 | `low_latency_combine(use_logfmt=True)` | bfloat16 rows, added in float32 |
 | `low_latency_update_mask_buffer(mask=True)` | `PeerLost` on every rank that is left |
-| handles taken apart | a handle is passed back as it is: `BadInput` for a tuple of its items |
+| handles taken apart, or made by hand | a handle is passed back as it is: `BadInput` for a tuple of its items |
 | `rank_prefix_matrix`: columns of other ranks | -1 |
 | `combine(topk_weights=)` beside `recv_topk_idx == -1` | such entries are not added |
 | `ElasticBuffer(num_cpu_bytes=)` | GPU memory only |

@@ -112,7 +112,7 @@ class LowLatency:
         self,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
+        topk_weights: torch.Tensor | None,
         handle: Any,
         use_logfmt: bool = False,
         zero_copy: bool = False,
@@ -131,6 +131,8 @@ class LowLatency:
         pool = self._pool
         pool.require_open()
         native = _native_of(pool, handle)
+        if topk_weights is None:
+            raise BadInput("topk_weights", "None", "the routing weights, float32 [tokens, topk]")
         if topk_weights is not handle.topk_weights:
             _send_weights(pool, native, topk_idx, topk_weights)
         if zero_copy:

@@ -22,7 +22,7 @@ from moecomm.settings import MAX_FLAT_ROWS, Settings
 # so that every rank hears of it in the round that it was waiting for.
 _GROW = (1 << 20) - 1
 _LEAST_TOKENS = 128
-_FLAT_ROUNDS = 3  # worst cases with room in a window: what arrives, what a combine copies, and the next that arrives
+_FLAT_ROUNDS = 4  # worst cases with room in a window: two micro-batches, what a combine copies, and what arrives next
 _BATCHED_ROUNDS = 3  # two in flight, and rows for a combine without a copy
 _EXPANDED_ROUNDS = 2
 _MORE_TOKENS = 128  # than a rank has: padding to any expert_alignment then fits what moecomm takes for the worst case
