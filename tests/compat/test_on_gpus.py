@@ -1,0 +1,191 @@
+"""The same calls where they are for, by two processes with a GPU each; and with CPU tensors, to test the test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moecomm.compat.deep_ep import Buffer, Config, ElasticBuffer, HybridEPBuffer
+from tests.conftest import Ranks
+
+from . import oracle
+from .test_low_latency import FORMATS, HIDDEN, TOKENS, check_arrival
+
+CHANNELS = 3
+
+
+def everything(rank: int, group: Any, kind: str) -> str:
+    """Returns a line to show: what ran."""
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    cases = [oracle.random_case(seed, ranks=2, hidden=HIDDEN, most=TOKENS, topk=2) for seed in range(4)]
+    for case in cases:  # deep_ep does not take an expert twice, and ours is tested elsewhere
+        for ids in case.topk_idx:
+            ids[:, 1] = torch.where(ids[:, 1] == ids[:, 0], -1, ids[:, 1])
+    buffer = Buffer(group)
+    for case in cases:
+        normal(buffer, case, rank, device)
+        low_latency(buffer, case, rank, device)
+    buffer.destroy()
+    buffer = ElasticBuffer(group, num_max_tokens_per_rank=TOKENS)
+    for case in cases:
+        elastic(buffer, case, rank, device)
+    buffer.destroy()
+    for case in cases:
+        hybrid(HybridEPBuffer(group, HIDDEN, TOKENS, case.local_experts), case, rank, device)
+    return f"{len(cases)} cases on {device}"
+
+
+def on(device: torch.device, case: oracle.Case, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return case.x[rank].to(device), case.topk_idx[rank].to(device), case.topk_weights[rank].to(device)
+
+
+def normal(buffer: Buffer, case: oracle.Case, rank: int, device: torch.device) -> None:
+    x, idx, weights = on(device, case, rank)
+    want = oracle.normal(case, CHANNELS)[rank]
+    *layout, event = buffer.get_dispatch_layout(idx, case.num_experts, buffer.capture(), True, True)
+    names = ("num_tokens_per_rank", "num_tokens_per_rdma_rank", "num_tokens_per_expert", "is_token_in_rank")
+    given = dict(zip(names, layout, strict=True))
+    for name in ("num_tokens_per_rank", "num_tokens_per_expert", "is_token_in_rank"):
+        assert torch.equal(given[name].cpu(), getattr(want, name)), name
+    for worst in (0, 40):
+        recv_x, recv_idx, recv_weights, counts, handle, event = buffer.dispatch(
+            x,
+            topk_idx=idx,
+            topk_weights=weights,
+            config=Config(2 * CHANNELS),
+            num_worst_tokens=worst,
+            previous_event=event,
+            async_finish=True,
+            **given,
+        )
+        event.current_stream_wait()
+        rows = len(want.src)
+        assert counts == ([] if worst else want.num_recv_tokens_per_expert)
+        assert len(recv_x) == (worst or rows)
+        assert torch.equal(recv_x[:rows].cpu(), oracle.rows(case, want.src))
+        assert recv_idx[:rows].tolist() == want.recv_topk_idx and (recv_idx[rows:] == -1).all()
+        torch.testing.assert_close(recv_weights[:rows].tolist(), want.recv_topk_weights)
+        rank_prefix, channel_prefix, recv_channel_prefix, src, is_in_rank, send_head = (t.cpu() for t in handle)
+        assert rank_prefix[:, rank].tolist() == want.rank_prefix
+        assert torch.equal(channel_prefix, want.channel_prefix_matrix)
+        assert torch.equal(recv_channel_prefix, want.recv_channel_prefix_matrix)
+        assert src[:rows].tolist() == [token for _, token in want.src]
+        assert torch.equal(is_in_rank, want.is_token_in_rank) and torch.equal(send_head, want.send_head)
+        again, *_ = buffer.dispatch(x * 2, handle=handle)
+        assert torch.equal(again[:rows], recv_x[:rows] * 2)
+        combined, home, _ = buffer.combine(recv_x, handle, topk_weights=recv_weights, bias=(x, x))
+        times = want.is_token_in_rank.sum(1, keepdim=True) + 2
+        torch.testing.assert_close(combined.cpu().float(), times * case.x[rank].float(), rtol=2**-7, atol=0)
+        assert torch.equal(home, torch.where(idx >= 0, weights, 0.0))
+
+
+def low_latency(buffer: Buffer, case: oracle.Case, rank: int, device: torch.device) -> None:
+    x, idx, weights = on(device, case, rank)
+    total = torch.where(idx >= 0, weights, 0.0).sum(1, keepdim=True) * x.float()
+    for use_fp8, round_scale, use_ue8m0 in FORMATS:
+        for hook in (False, True):
+            stats = torch.zeros(case.local_experts, dtype=torch.int32, device=device)
+            recv_x, count, handle, _, receive = buffer.low_latency_dispatch(
+                x,
+                idx,
+                TOKENS,
+                case.num_experts,
+                stats,
+                use_fp8=use_fp8,
+                round_scale=round_scale,
+                use_ue8m0=use_ue8m0,
+                return_recv_hook=hook,
+            )
+            if receive is not None:
+                receive()
+            assert torch.equal(stats, count)
+            arrived = tuple(to_cpu(t) for t in recv_x) if use_fp8 else to_cpu(recv_x)
+            items = tuple(item.cpu() if isinstance(item, torch.Tensor) else item for item in handle)
+            check_arrival(case, rank, arrived, count.cpu(), items, (use_fp8, round_scale, use_ue8m0))
+            if not use_fp8:
+                for _ in range(2):
+                    buffer.get_next_low_latency_combine_buffer(handle).copy_(recv_x)
+                    for zero_copy in (False, True):
+                        combined, _, _ = buffer.low_latency_combine(recv_x, idx, weights, handle, zero_copy=zero_copy)
+                        torch.testing.assert_close(combined.float(), total, rtol=2**-8, atol=1e-5)
+
+
+def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """With its strides: a plain copy keeps those of dense tensors only, and scales are dense here."""
+    copy = tensor.cpu()
+    assert copy.stride() == tensor.stride()
+    return copy
+
+
+def elastic(buffer: ElasticBuffer, case: oracle.Case, rank: int, device: torch.device) -> None:
+    x, idx, weights = on(device, case, rank)
+    flat, expanded = oracle.normal(case, 1)[rank], oracle.expanded(case, 8)[rank]
+    for expand in (False, True):
+        src = [o[:2] if o else None for o in expanded.rows] if expand else flat.src
+        for sync in (True, False):
+            recv_x, _, recv_weights, handle, event = buffer.dispatch(
+                x,
+                idx,
+                weights,
+                num_experts=case.num_experts,
+                expert_alignment=8,
+                previous_event=buffer.capture(),
+                async_with_compute_stream=True,
+                allocate_on_comm_stream=True,
+                do_expand=expand,
+                do_zero_padding=expand,
+                do_cpu_sync=sync,
+            )
+            event.current_stream_wait()
+            for row, origin in zip(recv_x.cpu(), src, strict=sync):
+                assert torch.equal(row, case.x[origin[0]][origin[1]] if origin else torch.zeros_like(row))
+            assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == flat.rank_prefix
+            assert handle.num_unaligned_recv_tokens_per_expert.tolist() == expanded.counts
+            if expand:
+                assert handle.recv_src_metadata[: len(expanded.slots), 2:].tolist() == expanded.slots
+            again, _, new_weights, _, _ = buffer.dispatch(x, topk_weights=weights * 2, handle=handle, do_expand=expand)
+            assert torch.equal(
+                again[: len(src)][[o is not None for o in src]].cpu(), oracle.rows(case, [o for o in src if o])
+            )
+            assert torch.equal(new_weights[: len(src)], recv_weights[: len(src)] * 2)
+            combined, home, _ = buffer.combine(recv_x, handle, topk_weights=recv_weights)
+            times = (case.topk_idx[rank] >= 0) if expand else flat.is_token_in_rank
+            exact = times.sum(1, keepdim=True) * case.x[rank].float()
+            torch.testing.assert_close(combined.cpu().float(), exact, rtol=2**-7, atol=0)
+            assert torch.equal(home, torch.where(idx >= 0, weights, 0.0))
+
+
+def hybrid(buffer: HybridEPBuffer, case: oracle.Case, rank: int, device: torch.device) -> None:
+    x, idx, weights = on(device, case, rank)
+    dense = torch.zeros(len(x), case.num_experts + 1, device=device)
+    dense.scatter_(1, torch.where(idx >= 0, idx, case.num_experts), weights + 0.1)
+    probs = dense[:, : case.num_experts].contiguous()
+    want = oracle.expanded(case, 8)[rank]
+    for fixed in ({}, {"num_permuted_tokens": 200, "non_blocking": True}):
+        hidden, recv_probs, _, counts, handle = buffer.dispatch_with_permute(
+            hidden=x, routing_map=probs > 0, probs=probs, pad_multiple=8, **fixed
+        )
+        assert counts.device.type == (device.type if fixed else "cpu")
+        assert counts.tolist() == [-(-n // 8) * 8 for n in want.counts]
+        for row, origin in zip(hidden.cpu(), want.rows, strict=not fixed):
+            assert torch.equal(row, case.x[origin[0]][origin[1]] if origin else torch.zeros_like(row))
+        combined, home = buffer.combine_with_unpermute(hidden=hidden, probs=recv_probs, handle=handle, pad_multiple=8)
+        exact = (case.topk_idx[rank] >= 0).sum(1, keepdim=True) * case.x[rank].float()
+        torch.testing.assert_close(combined.cpu().float(), exact, rtol=2**-7, atol=0)
+        assert torch.equal(home, probs)
+
+
+def test_on_cpus(ranks: Ranks) -> None:
+    ranks.run(2, everything, "cpu")
+
+
+@pytest.mark.gpu2
+@pytest.mark.timeout(900)
+def test_on_gpus(gpu_ranks: Ranks) -> None:
+    """Some tens of kernels are compiled, where they are not kept from before."""
+    gpu_ranks.start(2, everything, "cuda")
+    assert gpu_ranks.results(2, timeout_s=800) == {rank: f"4 cases on cuda:{rank}" for rank in range(2)}
