@@ -98,6 +98,8 @@ def check_handle(handle: Any, want: oracle.Normal, rank: int) -> None:
     equal(recv_channel_prefix, want.recv_channel_prefix_matrix, torch.int32)
     equal(is_in_rank, want.is_token_in_rank, torch.bool)
     equal(send_head, want.send_head, torch.int32)
+    longer = handle + (7,)  # noqa: RUF005 - as callers may write it
+    assert len(longer) == 7 and longer[3] is src and longer[6] == 7 and send_head in handle and 7 not in handle
     with pytest.raises(IndexError):
         handle[6]
 

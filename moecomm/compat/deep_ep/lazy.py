@@ -37,6 +37,12 @@ class LazyTuple(tuple[Any, ...]):
     def __iter__(self) -> Iterator[Any]:
         return (self[index] for index in range(len(self)))
 
+    def __add__(self, other: Any) -> Any:
+        return tuple(self) + other
+
+    def __contains__(self, item: object) -> bool:
+        return any(item is mine for mine in self)
+
     def __eq__(self, other: object) -> bool:
         return self is other
 
