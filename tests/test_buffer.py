@@ -27,6 +27,14 @@ def call(rank: int, tokens: int = 10) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.parametrize("layout", ["flat", "expert", "batched"])
+def test_nobody_comes_where_there_is_no_room(layout: str) -> None:
+    with moecomm.Buffer(**SIZES, backend="host") as buffer:
+        routed = buffer.dispatch(**call(0, tokens=0), layout=layout, max_rows=0, sync=True)
+        assert routed.num_rows.item() == 0 and routed.tokens_per_expert.tolist() == [0] * 12
+        assert buffer.combine(routed.x, routed.handle).shape == (0, 32)
+
+
 def test_a_buffer_can_be_dropped_and_weakly_referenced() -> None:
     buffer = moecomm.Buffer(**SIZES, backend="host")
     seen = weakref.ref(buffer)

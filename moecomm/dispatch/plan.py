@@ -113,7 +113,8 @@ class Plan:
         """Gives back the memory of the rows that did not come.  Before the first tensor of rows is made."""
         args, payload = routed.args, routed.payload
         args.max_rows = rows
-        payload.shrink(max(1, args.out_x - payload.offset + rows * args.row_bytes))
+        if payload.nbytes > 0:
+            payload.shrink(max(1, args.out_x - payload.offset + rows * args.row_bytes))
 
     def tensor(self, name: str, routed: Routed) -> torch.Tensor | None:
         """A tensor of Routed, by its name there."""
