@@ -109,7 +109,7 @@ MOECOMM_FN void place_share(const Call& c) {
     }
 }
 
-// All threads: body(i) of [first, end), whose words are then loaded together: load(i) gives one, store(i, it) takes it.
+// All threads: store(i, load(i)) for each i of [first, end); several are loaded together before the first of them is stored.
 template <class Load, class Store>
 MOECOMM_FN void map_words(i64 first, i64 end, i32 threads, Load load, Store store) {
     constexpr i32 kTogether = 8;

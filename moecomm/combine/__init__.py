@@ -86,11 +86,11 @@ def _in_window(buffer: Buffer, y: torch.Tensor, handle: Handle) -> torch.Tensor:
     """
     if packets.carry_home(buffer.hidden * y.itemsize, handle.num_tokens, buffer.topk, buffer.packet_room):
         return y
-    if y.layout is torch.strided and buffer.session.context.in_heap(y.data_ptr()):
+    if y.layout is not torch.strided or buffer.session.context.in_heap(y.data_ptr()):
         return y
     most_rows = _COPIED_ROWS * buffer.num_ranks * handle.num_tokens
     fits = y.shape == handle.y_shape and y.shape[0] <= most_rows and y.dtype in DTYPES and y.device == buffer.device
-    if not fits or y.layout is not torch.strided:
+    if not fits:
         return y
     try:
         return empty(buffer, handle, y.dtype).copy_(y)
