@@ -128,14 +128,14 @@ void leave(const Context& ctx) {
 }
 
 template <class Args>
-void launch(u64 function, u32 block, u32 shared_bytes, u64 stream, const Args& args, bool overlap) {
-    cuda_launch({function, static_cast<u32>(args.workers), block, shared_bytes, stream, overlap}, &args);
+void launch(u64 function, u32 block, u32 shared_bytes, u64 stream, const Args& args, bool overlap, u32 cluster) {
+    cuda_launch({function, static_cast<u32>(args.workers), block, shared_bytes, stream, overlap, cluster}, &args);
 }
 
 template <class Args>
 void bind_launch(py::module_& m) {
     m.def("cuda_launch", &launch<Args>, py::arg("function"), py::arg("block"), py::arg("shared_bytes"), py::arg("stream"), py::arg("args"),
-          py::arg("overlap") = false, py::call_guard<py::gil_scoped_release>());
+          py::arg("overlap") = false, py::arg("cluster") = 1, py::call_guard<py::gil_scoped_release>());
 }
 
 void bind_records(py::module_& m) {

@@ -483,11 +483,13 @@ def cuda_launch(
     stream: int,
     args: DispatchArgs | CombineArgs,
     overlap: bool = False,
+    cluster: int = 1,
 ) -> None:
     """Launches a CUfunction that takes the struct by value, in the current context: `args.workers` blocks.
 
     `overlap`: the kernel may begin while the one before it on the stream ends (programmatic stream serialization); the
-    two say when with griddepcontrol.  A driver that does not know that runs them one after the other.
+    two say when with griddepcontrol.  `cluster`: so many blocks at a time, which divide them, run
+    on neighbouring multiprocessors.  A driver that knows neither launches the same blocks without.
 
     Raises:
         RuntimeError: with the driver's name of the error, or there is no driver.

@@ -14,7 +14,7 @@ MOECOMM_FN void fill_notice(const Call& c, Notice& n) {
     n.num_tokens = c.a.num_tokens;
     n.chunk_tokens = c.a.chunk_tokens;
     n.max_rows = c.a.max_rows;
-    n.blocks = static_cast<i32>(gridDim.x);
+    n.blocks = c.senders;
     n.x = c.a.out_x;
     n.scales = c.a.out_scales;
     n.src = c.a.out_src;

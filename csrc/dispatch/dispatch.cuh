@@ -62,7 +62,6 @@ MOECOMM_FN void run(const Call& c, Sender<Call>& sender) {
     place_share(c);
     sender.cast_ahead(sender.kPieces);
     if (!agree(c)) return;
-    let_next_kernel_launch();
     if (!goes_on(c)) {
         clear_route(c);
         return;
@@ -131,6 +130,10 @@ struct ChooseMoves<Call, true> {
 template <class Call>
 using Moves = typename ChooseMoves<Call, Call::cfg.packets>::Type;
 
+// Where a token has several rows here, at most as many blocks send: enough to fill the links, and few enough rows under way that chunks
+// are soon complete.  All blocks receive.
+constexpr i32 kSpreadSenders = 64;
+
 // A launch of `workers` blocks of cfg.threads() threads with cfg.shared_bytes of dynamic shared memory.
 template <DispatchConfig cfg, class Transport>
 MOECOMM_FN void dispatch(const DispatchArgs& args) {
@@ -138,7 +141,11 @@ MOECOMM_FN void dispatch(const DispatchArgs& args) {
     auto c = begin_call<cfg, Transport>(args);
     auto& shared = c.shared;
     const DispatchArgs& a = c.a;
-    if (cfg.packets) c.senders = ceil_div(c.senders, 3);
+    if (cfg.packets) {
+        c.senders = ceil_div(c.senders, 3);
+    } else if (cfg.spreads()) {
+        c.senders = min(c.senders, kSpreadSenders);
+    }
     c.share = share_of_block(a.num_tokens, a.chunk_tokens, c.senders);
     c.alone = gridDim.x == 1 || a.num_tokens * cfg.topk <= kAloneEntries;
     Moves<DispatchCall<cfg, Transport>> moves(c);

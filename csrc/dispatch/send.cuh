@@ -117,16 +117,18 @@ struct Sender {
         commit();
         ++done;
     }
-    // With bulk stores where they are multiples of 16 bytes; else with zeros up to the end of the row.
+    // By ordinary stores, with zeros up to the end of the row.  A bulk store of so few bytes holds a multiprocessor up longer: on 16 of
+    // them 287 us instead of 277 (4096 tokens of 7168 columns, 4 ranks).
     MOECOMM_FN void store_scales(const Places<Call>& to, const u8* scales) const {
         constexpr i32 filled = cfg.row_scales() * cfg.scale_size();
 #pragma unroll
         for (i32 i = 0; i < cfg.peers_per_lane(); ++i) {
-            if constexpr (cfg.scale_bytes == filled && filled % 16 == 0) {
-                if (to.scales[i] != nullptr) bulk_store(to.scales[i], scales, filled);
-            } else {
-                for (u32 wanted = __ballot_sync(kAllLanes, to.scales[i] != nullptr); wanted != 0; wanted &= wanted - 1) {
-                    u8* there = reinterpret_cast<u8*>(__shfl_sync(kAllLanes, reinterpret_cast<u64>(to.scales[i]), __ffs(wanted) - 1));
+            for (u32 wanted = __ballot_sync(kAllLanes, to.scales[i] != nullptr); wanted != 0; wanted &= wanted - 1) {
+                u8* there = reinterpret_cast<u8*>(__shfl_sync(kAllLanes, reinterpret_cast<u64>(to.scales[i]), __ffs(wanted) - 1));
+                if constexpr (cfg.scale_bytes == filled && filled % 16 == 0) {
+                    for (i32 v = lane_id(); v < filled / 16; v += kWarp)
+                        reinterpret_cast<uint4*>(there)[v] = reinterpret_cast<const uint4*>(scales)[v];
+                } else {
                     copy_small(there, scales, filled);
                     if (cfg.scale_bytes > filled && lane_id() < cfg.scale_bytes - filled) there[filled + lane_id()] = 0;
                 }

@@ -15,6 +15,7 @@ struct LaunchAttribute {
     i32 pad;
     union {
         i32 allowed;
+        u32 cluster[3];
         char room[64];
     } value;
 };
@@ -26,7 +27,7 @@ struct LaunchConfig {
     u32 attribute_count;
 };
 static_assert(sizeof(LaunchAttribute) == 72 && sizeof(LaunchConfig) == 56, "the ABI of the driver on 64 bits");
-constexpr i32 kProgrammaticStreamSerialization = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+constexpr i32 kClusterDimension = 4, kProgrammaticStreamSerialization = 6;  // CU_LAUNCH_ATTRIBUTE_...
 
 struct Driver {
     Result (*init)(unsigned) = nullptr;
@@ -109,15 +110,24 @@ void cuda_launch(const Launch& launch, const void* args) {
     void* params[] = {const_cast<void*>(args)};
     auto* function = reinterpret_cast<void*>(launch.function);
     auto* stream = reinterpret_cast<void*>(launch.stream);
-    if (!launch.overlap || cuda.launch_kernel_ex == nullptr) {
+    if ((!launch.overlap && launch.cluster == 1) || cuda.launch_kernel_ex == nullptr) {
         check(cuda.launch_kernel(function, launch.grid, 1, 1, launch.block, 1, 1, launch.shared_bytes, stream, params, nullptr),
               "cuLaunchKernel");
         return;
     }
-    LaunchAttribute overlap{};
-    overlap.id = kProgrammaticStreamSerialization;
-    overlap.value.allowed = 1;
-    const LaunchConfig config{{launch.grid, 1, 1}, {launch.block, 1, 1}, launch.shared_bytes, stream, &overlap, 1};
+    LaunchAttribute attributes[2] = {};
+    u32 count = 0;
+    if (launch.overlap) {
+        attributes[count].id = kProgrammaticStreamSerialization;
+        attributes[count++].value.allowed = 1;
+    }
+    if (launch.cluster > 1) {
+        LaunchAttribute& cluster = attributes[count++];
+        cluster.id = kClusterDimension;
+        cluster.value.cluster[0] = launch.cluster;
+        cluster.value.cluster[1] = cluster.value.cluster[2] = 1;
+    }
+    const LaunchConfig config{{launch.grid, 1, 1}, {launch.block, 1, 1}, launch.shared_bytes, stream, attributes, count};
     check(cuda.launch_kernel_ex(&config, function, params, nullptr), "cuLaunchKernelEx");
 }
 

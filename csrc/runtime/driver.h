@@ -21,10 +21,11 @@ struct Launch {
     u32 shared_bytes;
     u64 stream;    // CUstream; 0 is the legacy default stream
     bool overlap;  // may begin while the kernel before it on the stream ends; that kernel and this one say when (griddepcontrol)
+    u32 cluster;   // blocks that run on neighbouring multiprocessors; divides the grid
 };
 
-// Launches a kernel whose only parameter is the struct at `args`, in the calling thread's current context.  A driver that cannot overlap
-// kernels (before CUDA 12) runs them one after the other.
+// Launches a kernel whose only parameter is the struct at `args`, in the calling thread's current context.  A driver from
+// before CUDA 11.8 does neither.
 // These three throw std::runtime_error with the driver's name of the error.
 void cuda_launch(const Launch& launch, const void* args);
 

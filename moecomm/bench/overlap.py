@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -9,13 +10,16 @@ import torch
 import torch.distributed as dist
 
 SIZE = 8192  # of a square bf16 matmul
-_MATMULS = 20
+_MATMULS = 20  # timed together
+_WARM_UP, _TURNS = 15, 5  # of so many matmuls: until the clock of a cold GPU has come down, and those that count
 
 
 def measure(group: dist.ProcessGroup, call: Callable[[], Any], sms: int, us: float) -> dict[str, Any]:
-    """{gemm_tflops, gemm_tflops_beside}: matmuls on all multiprocessors but `sms`, alone and beside running rounds.
+    """{gemm_tflops, kept}: matmuls on all multiprocessors but `sms`, and what of their speed is left beside rounds.
 
-    `call`: a round on `sms` multiprocessors that takes `us` microseconds alone.  {why} where torch can't limit matmuls.
+    Alone and beside take turns, because a GPU that has been at work for a while runs at another clock than one that has
+    not: medians.  `call`: a round on `sms` multiprocessors that takes `us` microseconds alone.  {why} where torch can't
+    limit matmuls.
     """
     limit = getattr(torch._C, "_set_sm_carveout_experimental", None)
     if limit is None:
@@ -26,18 +30,20 @@ def measure(group: dist.ProcessGroup, call: Callable[[], Any], sms: int, us: flo
     torch.backends.cuda.preferred_blas_library("cublaslt")  # which heeds the limit
     limit(sms)
     try:
-        for _ in range(3):
-            torch.matmul(a, b, out=out)
-        alone = _milliseconds(group, a, b, out, None, 0)
+        alone = [_milliseconds(group, a, b, out, None) for _ in range(_WARM_UP)][-1]
         # Twice as long as the matmuls.  The same on every rank, or some would wait for others in vain.
         rounds = torch.tensor(max(1, int(2 * alone * _MATMULS * 1e3 / us)))
         dist.all_reduce(rounds, dist.ReduceOp.MAX, group=group)
-        beside = _milliseconds(group, a, b, out, call, int(rounds))
+        replay = _captured(call, int(rounds))
+        turns = [(_milliseconds(group, a, b, out, None), _milliseconds(group, a, b, out, replay)) for _ in range(_TURNS)]
     finally:
         limit(None)
         torch.backends.cuda.preferred_blas_library(library)
     work = 2 * SIZE**3 / 1e9
-    return {"gemm_tflops": work / alone, "gemm_tflops_beside": work / beside}
+    return {
+        "gemm_tflops": work / statistics.median(alone for alone, _ in turns),
+        "kept": statistics.median(alone / beside for alone, beside in turns),
+    }
 
 
 def _milliseconds(
@@ -45,19 +51,14 @@ def _milliseconds(
     a: torch.Tensor,
     b: torch.Tensor,
     out: torch.Tensor,
-    call: Callable[[], Any] | None,
-    rounds: int,
+    begin_rounds: Callable[[], None] | None,
 ) -> float:
-    """Of one matmul; with `call`, while `rounds` of it run on a stream of their own."""
-    rounds_stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
-    graph = _captured(call, rounds_stream) if call is not None else None
+    """Of one matmul, beside what `begin_rounds` enqueues on a stream of its own."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     dist.barrier(group)
-    if graph is not None:
-        with torch.cuda.stream(rounds_stream):
-            for _ in range(-(-rounds // _ROUNDS_OF_A_GRAPH)):
-                graph.replay()
+    if begin_rounds is not None:
+        begin_rounds()
     torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]  # the rounds are running by then
     begin.record()
     for _ in range(_MATMULS):
@@ -70,11 +71,19 @@ def _milliseconds(
 _ROUNDS_OF_A_GRAPH = 50
 
 
-def _captured(call: Callable[[], Any], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+def _captured(call: Callable[[], Any], rounds: int) -> Callable[[], None]:
+    """Enqueues about `rounds` of it on a stream that comes first."""
+    stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(_ROUNDS_OF_A_GRAPH):
             call()
-    return graph
+
+    def begin() -> None:
+        with torch.cuda.stream(stream):
+            for _ in range(-(-rounds // _ROUNDS_OF_A_GRAPH)):
+                graph.replay()
+
+    return begin

@@ -84,9 +84,9 @@ def _in_window(buffer: Buffer, y: torch.Tensor, handle: Handle) -> torch.Tensor:
     not come (a copy does not know how many came, staging does), and where it is not what combine takes, which is found
     out later.
     """
-    if packets.carry_home(buffer.hidden * y.itemsize, handle.num_tokens, buffer.topk, buffer.packet_room):
-        return y
     if y.layout is not torch.strided or buffer.session.context.in_heap(y.data_ptr()):
+        return y
+    if packets.carry_home(buffer.hidden * y.itemsize, handle.num_tokens, buffer.topk, buffer.packet_room):
         return y
     most_rows = _COPIED_ROWS * buffer.num_ranks * handle.num_tokens
     fits = y.shape == handle.y_shape and y.shape[0] <= most_rows and y.dtype in DTYPES and y.device == buffer.device

@@ -217,7 +217,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 @pytest.fixture
 def session(cuda: Cuda) -> lsa.LsaSession:
     return session_of(
-        _last=None, _last_stream=0, _captured=False, _cuda_context=cuda.context, _kernels=AnyKernel(), _overlap=True
+        _last=None, _last_stream=0, _captured=False, _cuda_context=cuda.context, _kernels=AnyKernel(), _overlap=True, _sms=132
     )
 
 
@@ -234,12 +234,18 @@ class AnyKernel:
 def test_rounds_are_launched_on_the_current_stream(session: lsa.LsaSession, cuda: Cuda) -> None:
     dispatch, combine = _native.DispatchArgs(), _native.CombineArgs()
     dispatch.layout = combine.layout = 2
+    dispatch.workers, combine.workers = 16, 128
     run, other = session.dispatcher(dispatch), session.combiner(combine)
     assert cuda.launched == []
     run(dispatch)
     other(combine)
-    assert cuda.launched == [(1002, 512, 4096, 1, dispatch, True), (2002, 256, 8192, 1, combine, True)]
+    assert cuda.launched == [(1002, 512, 4096, 1, dispatch, True, 4), (2002, 256, 8192, 1, combine, True, 1)]
     assert cuda.entered == []
+
+
+@pytest.mark.parametrize(("blocks", "cluster"), [(1, 1), (6, 2), (12, 4), (15, 1), (64, 4), (66, 2), (68, 1), (132, 1)])
+def test_few_blocks_lie_together(blocks: int, cluster: int) -> None:
+    assert lsa._cluster(blocks, 132) == cluster
 
 
 def test_a_thread_without_the_device_gets_it(session: lsa.LsaSession, cuda: Cuda) -> None:

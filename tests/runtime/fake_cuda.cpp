@@ -4,8 +4,7 @@
 
 struct Attribute {
     int id, pad;
-    int allowed;
-    char room[60];
+    unsigned value[16];
 };
 struct Config {
     unsigned grid[3], block[3], shared_bytes;
@@ -46,9 +45,20 @@ int cuLaunchKernel(void* function, unsigned x, unsigned, unsigned, unsigned bloc
 }
 #ifndef WITHOUT_EX
 int cuLaunchKernelEx(const Config* config, void* function, void** params, void**) {
-    const bool overlaps = config->attribute_count == 1 && config->attributes[0].id == 6 && config->attributes[0].allowed == 1;
+    char how[64] = "", *end = how;
+    for (unsigned i = 0; i < config->attribute_count; ++i) {
+        const Attribute& a = config->attributes[i];
+        if (end != how) *end++ = ' ';
+        if (a.id == 6 && a.value[0] == 1) {
+            end += std::sprintf(end, "overlap");
+        } else if (a.id == 4 && a.value[1] * a.value[2] == 1) {
+            end += std::sprintf(end, "clusters of %u", a.value[0]);
+        } else {
+            end += std::sprintf(end, "?");
+        }
+    }
     const bool one = config->grid[1] * config->grid[2] * config->block[1] * config->block[2] == 1;
-    say(overlaps && one ? "overlap" : "?", function, config->grid[0], config->block[0], config->shared_bytes, config->stream, params);
+    say(one ? how : "?", function, config->grid[0], config->block[0], config->shared_bytes, config->stream, params);
     return function == reinterpret_cast<void*>(0xbad) ? 400 : 0;
 }
 #endif

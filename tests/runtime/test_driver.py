@@ -44,17 +44,27 @@ for args, workers in ((dispatch, 7), (combine, 9)):
     args.ctx, args.workers = context, workers
 _native.cuda_launch(0xabc, 512, 4096, 0x40, dispatch)
 _native.cuda_launch(0xabd, 256, 1024, 0, combine, overlap=True)
+combine.workers = 8
+_native.cuda_launch(0xabe, 256, 1024, 0, combine, cluster=4)
+_native.cuda_launch(0xabf, 256, 1024, 0, combine, overlap=True, cluster=2)
 """
 
 
-def test_a_launch_hands_over_the_struct_and_may_overlap(tmp_path: Path) -> None:
-    assert with_driver(tmp_path, LAUNCHES) == ["plain 0xabc 7 512 4096 0x40 700", "overlap 0xabd 9 256 1024 (nil) 900"]
+def test_a_launch_hands_over_the_struct_and_may_overlap_and_have_clusters(tmp_path: Path) -> None:
+    assert with_driver(tmp_path, LAUNCHES) == [
+        "plain 0xabc 7 512 4096 0x40 700",
+        "overlap 0xabd 9 256 1024 (nil) 900",
+        "clusters of 4 0xabe 8 256 1024 (nil) 900",
+        "overlap clusters of 2 0xabf 8 256 1024 (nil) 900",
+    ]
 
 
-def test_a_driver_that_cannot_overlap_launches_all_the_same(tmp_path: Path) -> None:
+def test_a_driver_that_can_do_neither_launches_all_the_same(tmp_path: Path) -> None:
     assert with_driver(tmp_path, LAUNCHES, "-DWITHOUT_EX") == [
         "plain 0xabc 7 512 4096 0x40 700",
         "plain 0xabd 9 256 1024 (nil) 900",
+        "plain 0xabe 8 256 1024 (nil) 900",
+        "plain 0xabf 8 256 1024 (nil) 900",
     ]
 
 
