@@ -197,7 +197,9 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     left = _SHARED_LIMIT - fixed
     reduce_slots = 0 if spec.in_place else min(_MOST_SLOTS, left * 3 // 7 // (reduce_warps * reduce_bytes))
     left -= reduce_slots * reduce_warps * reduce_bytes
-    pull_slots = min(_MOST_SLOTS, left // (pull_warps * pull_bytes))
+    if spec.packets:  # what comes home does not pass through a ring
+        pull_bytes = 16
+    pull_slots = 1 if spec.packets else min(_MOST_SLOTS, left // (pull_warps * pull_bytes))
     used = reduce_slots * reduce_warps * reduce_bytes + pull_slots * pull_warps * pull_bytes
     packet = packets.of_combine(spec.hidden * _BYTES[staged])
     return {
