@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ def measure(group: dist.ProcessGroup, call: Callable[[], Any], sms: int, us: flo
         rounds = torch.tensor(max(1, int(2 * alone * _MATMULS * 1e3 / us)))
         dist.all_reduce(rounds, dist.ReduceOp.MAX, group=group)
         replay = _captured(call, int(rounds))
-        turns = [(_milliseconds(group, a, b, out, None), _milliseconds(group, a, b, out, replay)) for _ in range(_TURNS)]
+        time = partial(_milliseconds, group, a, b, out)
+        turns = [(time(None), time(replay)) for _ in range(_TURNS)]
     finally:
         limit(None)
         torch.backends.cuda.preferred_blas_library(library)

@@ -217,7 +217,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 @pytest.fixture
 def session(cuda: Cuda) -> lsa.LsaSession:
     return session_of(
-        _last=None, _last_stream=0, _captured=False, _cuda_context=cuda.context, _kernels=AnyKernel(), _overlap=True, _sms=132
+        _last=None,
+        _last_stream=0,
+        _captured=False,
+        _cuda_context=cuda.context,
+        _kernels=AnyKernel(),
+        _overlap=True,
+        _sms=132,
     )
 
 
