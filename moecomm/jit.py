@@ -27,6 +27,7 @@ _BYTES = (2, 2, 4, 1)  # of a Type of csrc/protocol/args.h
 _LAYOUTS, _TYPES = ("flat", "expert", "batched"), ("bf16", "fp16", "fp32", "e4m3")
 _FORMATS, _PARTS = ("fp32", "ue8m0"), ("whole", "begin", "end")
 _SHARED_LIMIT = 227 * 1024  # of a block on sm_90
+_LINE = 128  # of memory: a piece that begins within one touches one more of them
 _MOST_SLOTS = 8
 _WANTED_WORDS = 16  # kWantedWords
 _FOLDERS = ("protocol", "device", "dispatch", "combine", "shims")
@@ -190,8 +191,8 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     # A piece is summed in registers: 56 fp32 columns a lane, or 32 where a block has more warps.
     summed = {2: 3584, 4: 4096} if spec.in_place else {2: 2048, 4: 3584}
     staged = spec.type if spec.layout == _FLAT else spec.wire
-    reduce_bytes = _piece(spec.hidden * _BYTES[spec.type], summed[_BYTES[spec.type]], 16)
-    pull_bytes = _piece(spec.hidden * _BYTES[staged], summed[_BYTES[staged]], 16)
+    reduce_bytes = _piece(spec.hidden * _BYTES[spec.type], summed[_BYTES[spec.type]], _LINE)
+    pull_bytes = _piece(spec.hidden * _BYTES[staged], summed[_BYTES[staged]], _LINE)
     beside = _align(12 * _MOST_SLOTS + 8 * 24, 128) + 128  # barriers, weights and items of a ring, and alignment
     fixed = (max(reduce_warps, 1) + pull_warps) * beside + spec.ranks * 120 + 104 + 512 + 1920
     left = _SHARED_LIMIT - fixed

@@ -7,7 +7,7 @@ import importlib.util
 import time
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -99,6 +99,7 @@ def packet_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
     return packets.room(ranks, max_tokens, staged_row_bytes)
 
 
+@lru_cache(maxsize=64)
 def _cluster(blocks: int, sms: int) -> int:
     """Of how many blocks that lie together a launch is made up.
 
