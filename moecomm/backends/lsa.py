@@ -104,8 +104,8 @@ def _cluster(blocks: int, sms: int) -> int:
     """Of how many blocks that lie together a launch is made up.
 
     A GEMM beside a round on few multiprocessors may want clusters of them, so the round leaves it whole ones.  And the
-    round is the faster for it: 16 blocks take 478 us in fours, 488 in pairs, 497 each by itself (bf16 dispatch, flat,
-    4096 tokens, 4 H200).
+    round is the faster for it: on 16 blocks a bf16 dispatch of 4096 tokens takes 479 us, and took 496 with each block by
+    itself (bench/results/ht-h200-4.json, and before).
     """
     few = 2 * blocks <= sms  # more do not fit in clusters whatever the GPU's
     return next(size for size in (4, 2, 1) if blocks % size == 0) if few else 1
@@ -114,7 +114,7 @@ def _cluster(blocks: int, sms: int) -> int:
 class LsaSession:
     """See moecomm.backends.Session."""
 
-    # 498 us with rows in the window, 654 us with a copy into it: 4096 tokens in bench/results/ht-h200-4.json.
+    # 502 us with rows in the window, 660 us with a copy into it: 4096 tokens in bench/results/ht-h200-4.json.
     pulls_flat_rows = True
 
     def __init__(self, ranks: Rendezvous, shape: _native.Shape, device: torch.device, timeout_s: float) -> None:
