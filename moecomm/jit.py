@@ -340,7 +340,10 @@ def _load(spec: KernelSpec, index: int) -> Kernel:
     # The primary context, which torch uses as well; kept, like the module, until the process ends.
     call("cuCtxPushCurrent", call("cuDevicePrimaryCtxRetain", device))
     try:
-        function = call("cuModuleGetFunction", call("cuModuleLoadData", cubin), f"moecomm_{spec.op}".encode())
+        module = call("cuModuleLoadData", cubin)
+        if spec.transport == "nvshmem":
+            linking.tell_nvshmem(int(module))
+        function = call("cuModuleGetFunction", module, f"moecomm_{spec.op}".encode())
         most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         call("cuFuncSetAttribute", function, most, fields["shared_bytes"])
         if hasattr(

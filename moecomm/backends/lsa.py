@@ -17,6 +17,7 @@ from moecomm.backends import Schedule, cuda_driver, leave, windows
 from moecomm.backends.collective import all_or_none
 from moecomm.backends.lsa_kernels import Kernels
 from moecomm.backends.presence import Presence
+from moecomm.backends.reach import Reach
 from moecomm.errors import BadInput, Unsupported
 from moecomm.rendezvous import Rendezvous
 from moecomm.settings import MAX_CHUNK
@@ -105,20 +106,29 @@ class LsaSession:
     # 498 us with rows in the window, 654 us with a copy into it: 4096 tokens in bench/results/ht-h200-4.json.
     pulls_flat_rows = True
 
-    def __init__(self, ranks: Rendezvous, shape: _native.Shape, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self,
+        ranks: Rendezvous,
+        shape: _native.Shape,
+        device: torch.device,
+        timeout_s: float,
+        reach: type[Reach] = Reach,
+    ) -> None:
         self.device = device
         self._closed = False
         self._cuda_context = _native.cuda_context()
         self._last: torch.cuda.Stream | None = None  # of the last round
         self._last_stream = 0  # its cudaStream_t
         self._captured = False
-        self._kernels = Kernels(device)
-        layout = _native.window_layout(shape)
         with all_or_none(ranks):
-            self._control = cuda_driver.PinnedMemory(_MAIL + layout.mail_words * 8)
+            self._control = cuda_driver.PinnedMemory(_MAIL + _native.window_layout(shape).mail_words * 8)
             self._copies = cuda_driver.CopyStream()
-        peers = windows.meet(ranks, device)
-        self._window: windows.Window | None = windows.open_window(ranks, peers, layout.bytes, device, timeout_s)
+        peers = windows.meet(ranks, device, near=reach.near)
+        self.reach = reach(ranks, peers, device, timeout_s)
+        shape.domain_ranks = self.reach.domain_ranks or shape.domain_ranks
+        layout = _native.window_layout(shape)
+        self._kernels = Kernels(device, self.reach.transport)
+        self._window: windows.Window | None = self.reach.open_window(layout)
         try:
             with all_or_none(ranks):  # nobody writes to a window before it is zero
                 self._copies.zero(self._window.address, layout.staging)
@@ -126,7 +136,7 @@ class LsaSession:
         except BaseException:
             self._window.close()
             raise
-        self.name = f"lsa/{self._window.kind}"
+        self.name = f"{self.reach.backend}/{self._window.kind}"
         self.nbytes = self._window.nbytes
         self.context = self._make_context(ranks.rank, shape)
         self.arena = _native.Arena(layout.heap, shape.heap_bytes)
@@ -147,6 +157,7 @@ class LsaSession:
         context.set_shape(shape)
         context.rank = rank
         context.peers = self._window.peers
+        context.link = self.reach.link
         context.record = self._control.address + _RECORD
         context.abort_host = self._control.address + _ABORT
         return context
@@ -255,7 +266,7 @@ class LsaSession:
         self._control.write(_MAIL, mail)
         offset = leave.mail_offset(layout, len(window.peers), last_round, rank)
         for other, peer in enumerate(window.peers):
-            if other != rank:
+            if other != rank and peer != 0:
                 copies.to_device(peer + offset, at + _MAIL, len(mail))
         copies.wait()
 
@@ -264,13 +275,25 @@ def open(  # noqa: A001
     ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float
 ) -> LsaSession:
     """Collective: see moecomm.backends.Backend."""
+    return open_session(ranks, shape, device, timeout_s, Reach, missing())
+
+
+def open_session(
+    ranks: Rendezvous,
+    shape: _native.Shape,
+    device: torch.device | None,
+    timeout_s: float,
+    reach: type[Reach],
+    lacking: str,
+) -> LsaSession:
+    """Collective: a session of a backend of GPUs, whose ranks reach each other so.  `lacking`: its missing()."""
     if device is not None and device.type != "cuda":
-        raise BadInput("device", device, "a CUDA device, which is where backend='lsa' runs")
-    if reason := missing():
-        raise Unsupported(f"backend 'lsa' can't run here: {reason}")
+        raise BadInput("device", device, f"a CUDA device, which is where backend={reach.backend!r} runs")
+    if lacking:
+        raise Unsupported(f"backend {reach.backend!r} can't run here: {lacking}")
     index = torch.cuda.current_device() if device is None or device.index is None else device.index
     device = torch.device("cuda", index)
     with torch.cuda.device(device):
         torch.cuda.synchronize(device)  # makes torch create its context, which the driver calls here share
         cuda_driver.bind_thread(index)
-        return LsaSession(ranks, shape, device, timeout_s)
+        return LsaSession(ranks, shape, device, timeout_s, reach)

@@ -19,16 +19,21 @@ _BYTES = (2, 2, 4)  # of a Type of csrc/protocol/args.h that is combined
 class Kernels:
     """The kernels of one GPU, compiled or read from the cache when first wanted (see jit.load)."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, transport: str = "lsa") -> None:
+        self._device, self._transport = device, transport
 
     def dispatch(self, args: _native.DispatchArgs) -> jit.Kernel:
         """The dispatch kernel for these arguments."""
-        return _load(dispatch_spec(args), self._device)
+        return self._load(dispatch_spec(args))
 
     def combine(self, args: _native.CombineArgs) -> jit.Kernel:
         """The combine kernel for these arguments."""
-        return _load(combine_spec(args), self._device)
+        return self._load(combine_spec(args))
+
+    def _load(self, spec: jit.KernelSpec) -> jit.Kernel:
+        from moecomm import jit  # looked up when a kernel is wanted: it brings cuda.core
+
+        return jit.load(replace(spec, transport=self._transport), self._device)
 
 
 def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
@@ -98,9 +103,3 @@ def reads_in_place(args: _native.CombineArgs) -> bool:
     Rows of other layouts are added up first: over NVLink a row a (token, expert) would be more bytes than a sum.
     """
     return args.layout == _FLAT and args.weight_grads == 0 and args.ctx.in_heap(args.y)
-
-
-def _load(spec: jit.KernelSpec, device: torch.device) -> jit.Kernel:
-    from moecomm import jit  # looked up when a kernel is wanted: it brings cuda.core
-
-    return jit.load(spec, device)
