@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from moecomm import kernel_cache
+from moecomm import kernel_cache, linking
 from moecomm.backends import cuda_driver
 from moecomm.config import cache_dir
 
-_FOLDERS = ("protocol", "device", "bench")
+_FOLDERS = ("protocol", "device", "shims", "bench")
 PIECE = 8192  # bytes that a bulk copy moves: kPiece, kPutPiece
 _SLOTS = 4  # of a ring: kSlots, kPutSlots
 
@@ -30,6 +30,7 @@ class BenchKernel:
     """A kernel of csrc/bench: `entry(args)` in namespace moecomm::bench, and the block that it runs with.
 
     `rings`: warps that move bytes by bulk copies, each with a ring of its own in dynamic shared memory.
+    `transport`: one of moecomm.linking.TRANSPORTS.
     """
 
     header: str
@@ -37,6 +38,7 @@ class BenchKernel:
     args: str
     threads: int
     rings: int = 0
+    transport: str = "lsa"
 
     @property
     def shared_bytes(self) -> int:
@@ -46,8 +48,10 @@ class BenchKernel:
     @property
     def source(self) -> str:
         """The translation unit."""
+        name = linking.TRANSPORTS[self.transport]
+        more = "" if self.transport == "lsa" else f'#include "device/{name.lower()}.cuh"\nusing moecomm::{name};\n'
         return (
-            f'#include "bench/{self.header}.cuh"\n'
+            f'#include "bench/{self.header}.cuh"\n{more}'
             "using namespace moecomm::bench;\n"
             f'extern "C" __global__ void __launch_bounds__({self.threads}, 1)\n'
             f"moecomm_bench(const __grid_constant__ {self.args} args) {{ {self.entry}(args); }}\n"
@@ -67,6 +71,18 @@ PING_PONG = {
 }
 
 
+@lru_cache(maxsize=4)
+def putting(shim: str) -> dict[str, BenchKernel]:
+    """PING_PONG through a library, by its shim."""
+    entry = f"ping_pong_through<{linking.TRANSPORTS[shim]}>"
+    # GIN's queue for a peer has 256 entries, which all warps of a channel share; stores want many warps.
+    threads = {"put, a warp": 32, "put": 512 if shim == "nvshmem" else 128}
+    return {
+        name: BenchKernel("ping_pong_through", entry, "PingPongArgs", count, transport=shim)
+        for name, count in threads.items()
+    }
+
+
 @lru_cache(maxsize=1)
 def _headers() -> Path:
     """csrc as it was installed beside the package, else as it lies in the repository."""
@@ -77,6 +93,8 @@ def _headers() -> Path:
 def build(kernel: BenchKernel, arch: str = "sm_90a") -> tuple[bytes, str]:
     """Compiles, without the cache: the cubin, and what ptxas says about it.  Needs no GPU."""
     core, log = importlib.import_module("cuda.core"), io.StringIO()
+    if kernel.transport != "lsa":
+        return linking.build(kernel.source, kernel.transport, arch, _headers(), core)
     known = core.ProgramOptions.__dataclass_fields__
     verbose = {"ptxas_options": ["-v"]} if "ptxas_options" in known else {}
     options = core.ProgramOptions(std="c++20", arch=arch, include_path=[str(_headers())], **verbose)
@@ -89,6 +107,8 @@ def _compile(kernel: BenchKernel, arch: str) -> bytes:
     digest = hashlib.sha256(f"{version} {arch}\n{kernel.source}".encode())
     for path in sorted(p for folder in _FOLDERS for p in (_headers() / folder).iterdir() if p.suffix in (".h", ".cuh")):
         digest.update(f"{path.parent.name}/{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
+    if kernel.transport != "lsa":
+        digest.update(linking.digest(kernel.transport, arch).encode())
     key = digest.hexdigest()
     if (cubin := kernel_cache.read(cache_dir(), key)) is None:
         cubin, _ = build(kernel, arch)
@@ -105,9 +125,10 @@ def _load(kernel: BenchKernel, device: int) -> Any:
         major, minor = torch.cuda.get_device_capability(device)
         cubin = _compile(kernel, "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}")
         cuda_driver.bind_thread(device)
-        function = cuda_driver.call(
-            "cuModuleGetFunction", cuda_driver.call("cuModuleLoadData", cubin), b"moecomm_bench"
-        )
+        module = cuda_driver.call("cuModuleLoadData", cubin)
+        if kernel.transport == "nvshmem":
+            linking.tell_nvshmem(int(module))
+        function = cuda_driver.call("cuModuleGetFunction", module, b"moecomm_bench")
         most = cuda_driver.driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         cuda_driver.call("cuFuncSetAttribute", function, most, kernel.shared_bytes)
         _functions[kernel, device] = function

@@ -25,13 +25,14 @@ def _play(rank: int, group: Any, backend: str) -> list[tuple[str, bool, float, f
     if device.type == "cuda":
         torch.cuda.set_device(device)
     found = []
-    with Landing(group, latency._SIGNAL_BYTES + MOST, backend, device) as landing:
+    with Landing(group, latency.nbytes(MOST), backend, device) as landing:
         player = latency.Player(landing, MOST, device)
         for size in SIZES:
             for method, blocks in latency._ways(size, backend):
                 if method == "TMA" and size % 16:
                     continue
-                landing.tensor[latency._SIGNAL_BYTES :].zero_()
+                landed = landing.tensor[latency._SIGNAL_BYTES :][:MOST]
+                landed.zero_()
                 if device.type == "cuda":
                     torch.cuda.synchronize()
                 dist.barrier(group)
@@ -39,7 +40,7 @@ def _play(rank: int, group: Any, backend: str) -> list[tuple[str, bool, float, f
                 us = player.play(size, method, blocks, 20)
                 whole = (time.perf_counter() - begin) * 1e6
                 dist.barrier(group)
-                arrived = player.arrived(size) and not landing.tensor[latency._SIGNAL_BYTES + size :].any()
+                arrived = player.arrived(size) and not landed[size:].any()
                 found.append((f"{method}, {blocks}: {size}", bool(arrived), us, whole))
     return found
 
