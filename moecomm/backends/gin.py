@@ -7,7 +7,7 @@ before any other communicator, torch.distributed's among them, or the variables 
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -61,7 +61,12 @@ class GinWindow:
     """See moecomm.backends.windows.Window."""
 
     def __init__(
-        self, kind: str, memory: windows_nccl.Memory, peers: list[int], communicator: Any, device: Any
+        self,
+        kind: str,
+        memory: windows_nccl.Memory,
+        peers: list[int],
+        communicator: Any,
+        device: nccl_device.DeviceCommunicator,
     ) -> None:
         self.kind, self.peers = kind, peers
         self.owner: object = memory
@@ -75,9 +80,13 @@ class GinWindow:
         """
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
-            with suppress(RuntimeError):  # there is nothing left to do about a failure
-                self._device.close()
+            _close(self._device)
             windows_nccl.end(communicator)
+
+
+def _close(device: nccl_device.DeviceCommunicator) -> None:
+    with suppress(RuntimeError):  # there is nothing left to do about a failure
+        device.close()
 
 
 class GinReach(Reach):
@@ -117,27 +126,19 @@ class GinReach(Reach):
         if self.ranks.ranks == 1:  # nobody to reach
             return windows_local.open_window(self.ranks, layout.bytes, self.device)
         ranks, communicator = self.ranks, self._communicator
-        with config.variables(self._variables):
-            try:
-                memory, window = windows_nccl.register(ranks, communicator, layout.bytes, self.device)
-            except BaseException:
-                windows_nccl.end(communicator)
-                raise
-            try:
-                with all_or_none(ranks):
-                    device = nccl_device.DeviceCommunicator(
-                        communicator,
-                        _version(shims.find(self.shim)),
-                        signals=spare_signal(layout) + 1,
-                        contexts=_CONTEXTS,
-                    )
-                with all_or_none(ranks):
-                    peers = self._addresses(window, memory.address)
-                    self._link = _link(window.handle, device.data, self.device)
-            except BaseException:
-                windows_nccl.end(communicator)
-                memory.free()
-                raise
+        with ExitStack() as undo, config.variables(self._variables):
+            undo.callback(windows_nccl.end, communicator)
+            memory, window = windows_nccl.register(ranks, communicator, layout.bytes, self.device)
+            undo.callback(memory.free)
+            undo.callback(windows_nccl.end, communicator)  # first: it still has the memory
+            with all_or_none(ranks):
+                version, signals = _version(shims.find(self.shim)), spare_signal(layout) + 1
+                device = nccl_device.DeviceCommunicator(communicator, version, signals=signals, contexts=_CONTEXTS)
+                undo.callback(_close, device)
+            with all_or_none(ranks):
+                peers = self._addresses(window, memory.address)
+                self._link = _link(window.handle, device.data, self.device)
+            undo.pop_all()
         self.link = self._link.data_ptr()
         return GinWindow(self._kind, memory, peers, communicator, device)
 

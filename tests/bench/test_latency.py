@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moecomm import _native
+from moecomm import _native, backends, shims
 from moecomm.bench import latency
 from moecomm.bench.landing import Landing
 
@@ -54,8 +54,13 @@ def test_what_is_put_arrives(ranks: Ranks) -> None:
 
 
 @pytest.mark.gpu2
-def test_what_is_put_arrives_on_gpus(gpu_ranks: Ranks) -> None:
-    for found in gpu_ranks.run(2, _play, "lsa"):
+@pytest.mark.parametrize("backend", ["lsa", "gin", "nvshmem"])
+def test_what_is_put_arrives_on_gpus(gpu_ranks: Ranks, backend: str) -> None:
+    if reason := backends.missing(backend):
+        pytest.skip(f"{backend}: {reason}")
+    if backend != "lsa" and (reason := shims.find(backend).missing):
+        pytest.skip(reason)
+    for found in gpu_ranks.run(2, _play, backend):
         assert len(found) > 2 * len(SIZES)
         assert [way for way, arrived, *_ in found if not arrived] == []
         for _, _, us, whole in found:

@@ -1,4 +1,4 @@
-"""One process a GPU, over both kinds of windows: random cases, a killed rank, a silent rank, graphs."""
+"""One process a GPU, over every backend and kind of windows: random cases, a killed rank, a silent rank, graphs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import moecomm
+import moecomm.backends
 from moecomm.testing import check_case_on_rank, random_case
 
 from ..conftest import Ranks
 
-KINDS = ["vmm", "nccl"]
+KINDS = ["vmm", "nccl", "gin", "nvshmem"]  # windows of lsa, or a backend
 # The kernels of two of them are those of virtual ranks.
 SIZES: list[dict[str, Any]] = [
     {"hidden": 7168, "num_experts": 256, "topk": 8, "max_tokens": 48, "dtype": torch.bfloat16},
@@ -32,10 +33,22 @@ def random_seeds(cases: int, first: int = 0) -> range:
 
 def _open(rank: int, group: Any, kind: str, **sizes: Any) -> moecomm.Buffer:
     torch.cuda.set_device(rank)
+    if kind in moecomm.backends.NAMES:
+        buffer = moecomm.Buffer(group, **sizes, backend=kind)
+        assert buffer.backend.startswith(f"{kind}/")
+        return buffer
     os.environ["MOECOMM_WINDOW"] = kind
     buffer = moecomm.Buffer(group, **sizes, backend="lsa")
     assert buffer.backend == f"lsa/{kind}"
     return buffer
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """One that can run here."""
+    if request.param in moecomm.backends.NAMES and (reason := moecomm.backends.missing(request.param)):
+        pytest.skip(f"{request.param}: {reason}")
+    return str(request.param)
 
 
 def _random_cases(rank: int, group: Any, kind: str, cases: int, seed: int) -> str:
@@ -47,7 +60,6 @@ def _random_cases(rank: int, group: Any, kind: str, cases: int, seed: int) -> st
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)])
 def test_random_cases_match_the_reference(
     gpu_ranks: Ranks, kind: str, count: int, request: pytest.FixtureRequest
@@ -94,7 +106,6 @@ def _until_a_peer_dies(rank: int, group: Any, kind: str, how: str) -> Any:
 
 @pytest.mark.gpu2
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["killed", "silent"])
 def test_survivors_name_the_rank_and_keep_their_context(gpu_ranks: Ranks, kind: str, how: str) -> None:
     count = min(4, torch.cuda.device_count())
@@ -131,7 +142,6 @@ def _replay(rank: int, group: Any, kind: str) -> str:
 
 
 @pytest.mark.gpu2
-@pytest.mark.parametrize("kind", KINDS)
 def test_graph_replay(gpu_ranks: Ranks, kind: str) -> None:
     count = min(4, torch.cuda.device_count())
     assert gpu_ranks.run(count, _replay, kind) == ["done"] * count

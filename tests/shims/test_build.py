@@ -51,7 +51,7 @@ def test_each_shim_says_what_was_missing(tmp_path: Path, monkeypatch: pytest.Mon
         assert said in str(caught.value)
     for backend in moecomm.doctor().backends:
         if backend.name in shims.NAMES:
-            assert shims.find(backend.name).missing in backend.missing
+            assert shims.find(backend.name).missing in backend.verdict
 
 
 def test_headers_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

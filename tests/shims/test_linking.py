@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from moecomm import jit, linking, shims
+from moecomm.bench import kernels
 from moecomm.errors import Unsupported
 from tests.shims import cubin
 
@@ -77,6 +78,13 @@ def test_a_kernel_over_all_that_a_transport_offers(transport: str, directory: Pa
     found, log = link(before + (HERE / "transport.cu").read_text(), transport)
     assert found.undefined <= {"vprintf"} and "transport" in found.text and "warning" not in log
     assert {name for name in found.traps() if "nvshmemi_transfer_" not in name} == set()
+
+
+@pytest.mark.parametrize("transport", ["gin_proxy", "nvshmem"])
+def test_the_benchmark_puts_through_it(transport: str, directory: Path) -> None:
+    for kernel in kernels.putting(transport).values():
+        found, _ = link(kernel.source, transport)
+        assert found.undefined <= {"vprintf"} and "moecomm_bench" in found.text
 
 
 @pytest.mark.parametrize("transport", [pytest.param("gin", marks=pytest.mark.slow), "gin_proxy", "nvshmem"])
