@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moecomm import _native, packets
+from moecomm.errors import Unsupported
 
 if TYPE_CHECKING:
     from moecomm import jit
@@ -33,6 +34,8 @@ class Kernels:
     def _load(self, spec: jit.KernelSpec) -> jit.Kernel:
         from moecomm import jit  # looked up when a kernel is wanted: it brings cuda.core
 
+        if self._transport != "lsa":
+            raise Unsupported("The kernels of rounds reach every rank by loads and stores: one NVLink domain.")
         return jit.load(replace(spec, transport=self._transport), self._device)
 
 
