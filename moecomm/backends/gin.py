@@ -21,6 +21,11 @@ from moecomm.rendezvous import Rendezvous
 
 _TYPES = {2: "proxy", 3: "gdaki", 4: "gpi"}  # ncclGinType_t
 _CONTEXTS = 4  # asked for: each has queues of its own
+_QUEUE, _POSTS, _WARPS = (
+    256,
+    2,
+    12,
+)  # entries of a queue, those that moecomm_gin_has_room counts a post, warps of a block
 _COMMUNICATOR = 256  # its place behind struct GinLink of csrc/device/gin.cuh
 
 ring_tokens, packet_bytes = lsa.ring_tokens, lsa.packet_bytes
@@ -120,6 +125,7 @@ class GinReach(Reach):
         self.shim = "gin_proxy" if self._kind == "proxy" else "gin"
         if found.lsa_teams > 1:
             self.domain_ranks, self.transport = ranks.ranks // found.lsa_teams, self.shim
+            self.most_blocks = _CONTEXTS * (_QUEUE // _POSTS // _WARPS)
 
     def open_window(self, layout: _native.WindowLayout) -> windows.Window:
         """See Reach.  There is a signal a word of `layout.signals`, and one more, which rounds do not use."""

@@ -146,7 +146,7 @@ class LsaSession:
         # Kernels wait for each other, so those of all ranks of a GPU must be resident at once.
         sharing = sum(peer.gpu == peers[ranks.rank].gpu for peer in peers)
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self._most_blocks = max(1, min(sms // sharing, _MOST_BLOCKS))
+        self._most_blocks = max(1, min(sms // sharing, _MOST_BLOCKS, self.reach.most_blocks))
         # A round may be launched while the one before it ends, unless its blocks would take those of another rank's.
         self._overlap = sharing == 1
         self._gpu, self._ranks = torch.cuda.get_device_name(device), shape.ranks

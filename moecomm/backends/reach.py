@@ -19,6 +19,7 @@ class Reach:
         transport: how kernels of rounds reach their peers: see moecomm.linking.
         shim: what kernels that put are linked with, whether rounds have such or not; empty: nothing puts.
         link: Context.link, once the window is open.
+        most_blocks: of a launch, so that what its warps put at a time fits the queues.
     """
 
     backend = "lsa"
@@ -27,6 +28,7 @@ class Reach:
     transport = "lsa"
     shim = ""
     link = 0
+    most_blocks = 1 << 30
 
     def __init__(self, ranks: Rendezvous, peers: list[windows.Peer], device: torch.device, timeout_s: float) -> None:
         self.ranks, self.peers, self.device, self.timeout_s = ranks, peers, device, timeout_s

@@ -161,7 +161,7 @@ def test_structs_are_those_of_the_headers_of_nccl() -> None:
 def test_several_teams_are_domains_with_a_signal_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     nccl = Nccl(lsa_teams=2).install(monkeypatch)
     found = reach()
-    assert (found.domain_ranks, found.transport) == (2, "gin_proxy")
+    assert (found.domain_ranks, found.transport, found.most_blocks) == (2, "gin_proxy", 40)
     layout = layout_of(2)
     window = found.open_window(layout)
     assert window.peers == [0x5000, 0x7000, 0, 0]
