@@ -42,7 +42,7 @@ class Buffer:
         window_bytes: room for the outputs of rounds, in bytes; default: two rounds of the worst case (four on CPUs,
             where memory is taken when it is touched).
         domain_ranks: how many neighbouring ranks load and store each other's memory; those of other domains are
-            reached by put and signal, and a token crosses once a domain.  Default: all ranks.  backend="host" only.
+            reached by put and signal, and a token crosses once a domain.  Default: all that can.  Not with "lsa".
 
     Raises:
         BadInput: a value that can't be used.

@@ -83,7 +83,7 @@ class Settings:
             return
         if self.domain_ranks < 1 or self.ranks % self.domain_ranks:
             raise BadInput("domain_ranks", self.domain_ranks, f"a divisor of the number of ranks, {self.ranks}")
-        if self.domain_ranks != self.ranks and self.backend != "host":
+        if self.domain_ranks != self.ranks and self.backend == "lsa":
             raise BadInput("domain_ranks", self.domain_ranks, f"all {self.ranks} with backend {self.backend!r}")
 
     @property

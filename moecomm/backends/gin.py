@@ -100,8 +100,15 @@ class GinReach(Reach):
     backend = "gin"
     near = False
 
-    def __init__(self, ranks: Rendezvous, peers: list[windows.Peer], device: torch.device, timeout_s: float) -> None:
-        super().__init__(ranks, peers, device, timeout_s)
+    def __init__(
+        self,
+        ranks: Rendezvous,
+        peers: list[windows.Peer],
+        device: torch.device,
+        timeout_s: float,
+        domain_ranks: int,
+    ) -> None:
+        super().__init__(ranks, peers, device, timeout_s, domain_ranks)
         if ranks.ranks == 1:
             return
         with all_or_none(ranks):
@@ -118,13 +125,17 @@ class GinReach(Reach):
                 found = nccl_device.properties(self._communicator)
                 if found.gin_type == 0 or not found.device_api:
                     raise Unsupported(_NO_GIN)
+                if domain_ranks not in (0, team := ranks.ranks // found.lsa_teams):
+                    raise Unsupported(
+                        f"domain_ranks={domain_ranks}: NCCL's LSA team has {team}; see NCCL_LSA_TEAM_SIZE"
+                    )
         except BaseException:
             windows_nccl.end(self._communicator)
             raise
         self._kind = _TYPES.get(found.gin_type, f"type {found.gin_type}")
         self.shim = "gin_proxy" if self._kind == "proxy" else "gin"
         if found.lsa_teams > 1:
-            self.domain_ranks, self.transport = ranks.ranks // found.lsa_teams, self.shim
+            self.domain_ranks, self.transport = team, self.shim
             self.most_blocks = _CONTEXTS * (_QUEUE // _POSTS // _WARPS)
 
     def open_window(self, layout: _native.WindowLayout) -> windows.Window:

@@ -124,7 +124,7 @@ class LsaSession:
             self._control = cuda_driver.PinnedMemory(_MAIL + _native.window_layout(shape).mail_words * 8)
             self._copies = cuda_driver.CopyStream()
         peers = windows.meet(ranks, device, near=reach.near)
-        self.reach = reach(ranks, peers, device, timeout_s)
+        self.reach = reach(ranks, peers, device, timeout_s, shape.domain_ranks)
         shape.domain_ranks = self.reach.domain_ranks or shape.domain_ranks
         layout = _native.window_layout(shape)
         self._kernels = Kernels(device, self.reach.transport)

@@ -38,8 +38,15 @@ class NvshmemReach(Reach):
     near = False
     shim = "nvshmem"
 
-    def __init__(self, ranks: Rendezvous, peers: list[windows.Peer], device: torch.device, timeout_s: float) -> None:
-        super().__init__(ranks, peers, device, timeout_s)
+    def __init__(
+        self,
+        ranks: Rendezvous,
+        peers: list[windows.Peer],
+        device: torch.device,
+        timeout_s: float,
+        domain_ranks: int,
+    ) -> None:
+        super().__init__(ranks, peers, device, timeout_s, domain_ranks)
         if ranks.ranks == 1:
             return
         with all_or_none(ranks):
@@ -52,8 +59,10 @@ class NvshmemReach(Reach):
         with all_or_none(ranks):
             if len(set(sizes)) != 1 or ranks.ranks % sizes[0]:
                 raise Unsupported(f"ranks share memory with {sizes} ranks: domains must have the same size")
-        if sizes[0] < ranks.ranks:
-            self.domain_ranks, self.transport = sizes[0], self.shim
+            if domain_ranks != 0 and sizes[0] % domain_ranks:
+                raise Unsupported(f"domain_ranks={domain_ranks}: {sizes[0]} neighbouring ranks share memory")
+        if (near := domain_ranks or sizes[0]) < ranks.ranks:
+            self.domain_ranks, self.transport = near, self.shim
 
     def open_window(self, layout: _native.WindowLayout) -> windows.Window:
         """See Reach."""

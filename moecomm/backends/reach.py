@@ -30,7 +30,15 @@ class Reach:
     link = 0
     most_blocks = 1 << 30
 
-    def __init__(self, ranks: Rendezvous, peers: list[windows.Peer], device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self,
+        ranks: Rendezvous,
+        peers: list[windows.Peer],
+        device: torch.device,
+        timeout_s: float,
+        domain_ranks: int,
+    ) -> None:
+        """`domain_ranks`: what the Buffer was asked for; 0: whatever loads and stores reach."""
         self.ranks, self.peers, self.device, self.timeout_s = ranks, peers, device, timeout_s
 
     def open_window(self, layout: _native.WindowLayout) -> windows.Window:

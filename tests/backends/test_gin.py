@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -121,10 +122,17 @@ class Nccl:
         return self
 
 
-def reach(group: Echo | None = None) -> gin.GinReach:
+@pytest.fixture(autouse=True)
+def freed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Memory goes while there is an NCCL to give it to."""
+    yield
+    gc.collect()
+
+
+def reach(group: Echo | None = None, domain_ranks: int = 0) -> gin.GinReach:
     group = group or Echo()
     peers = [windows.Peer(b"h" * 32, bytes([rank] * 16), None) for rank in range(group.ranks)]
-    return gin.GinReach(group, peers, DEVICE, 20.0)
+    return gin.GinReach(group, peers, DEVICE, 20.0, domain_ranks)
 
 
 def test_one_team_runs_the_kernels_of_lsa_beside_a_device_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +170,9 @@ def test_several_teams_are_domains_with_a_signal_a_word(monkeypatch: pytest.Monk
     nccl = Nccl(lsa_teams=2).install(monkeypatch)
     found = reach()
     assert (found.domain_ranks, found.transport, found.most_blocks) == (2, "gin_proxy", 40)
+    assert reach(domain_ranks=2).domain_ranks == 2
+    with pytest.raises(Unsupported, match="domain_ranks=4: NCCL's LSA team has 2; see NCCL_LSA_TEAM_SIZE"):
+        reach(domain_ranks=4)
     layout = layout_of(2)
     window = found.open_window(layout)
     assert window.peers == [0x5000, 0x7000, 0, 0]
@@ -217,7 +228,7 @@ def test_ranks_that_nccl_can_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
         reach(group)
     peers = [windows.Peer(b"h" * 32, b"g" * 16, None)] * 4
     with pytest.raises(Unsupported, match="ranks 0 and 1 share a GPU, which NCCL refuses"):
-        gin.GinReach(Echo(), peers, DEVICE, 20.0)
+        gin.GinReach(Echo(), peers, DEVICE, 20.0, 0)
     monkeypatch.setattr(gin.windows_local, "open_window", lambda ranks, nbytes, device: nbytes)
     assert reach(Echo(1)).open_window(layout_of(0)) == layout_of(0).bytes
 

@@ -99,8 +99,8 @@ class Books:
         return self
 
 
-def reach(group: Echo) -> nvshmem.NvshmemReach:
-    return nvshmem.NvshmemReach(group, [], DEVICE, 20.0)
+def reach(group: Echo, domain_ranks: int = 0) -> nvshmem.NvshmemReach:
+    return nvshmem.NvshmemReach(group, [], DEVICE, 20.0, domain_ranks)
 
 
 def test_it_is_initialised_once_and_told_what_the_user_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +181,12 @@ def test_ranks_that_share_memory_are_a_domain(monkeypatch: pytest.MonkeyPatch) -
     books.fails = "ptr"
     with pytest.raises(Unsupported, match="ranks 1 and 0 do not share memory"):
         found.open_window(LAYOUT)
+    books.near = 4
+    fewer = reach(Echo(), 2)
+    assert (fewer.domain_ranks, fewer.transport) == (2, "nvshmem")
+    books.near = 2
+    with pytest.raises(Unsupported, match="domain_ranks=4: 2 neighbouring ranks share memory"):
+        reach(Echo(), 4)
     books.near = 3
     with pytest.raises(Unsupported, match=r"ranks share memory with \[3, 3, 3, 3\] ranks"):
         reach(Echo())
@@ -230,5 +236,5 @@ def test_what_is_missing_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lsa_reaches_by_its_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windows, "open_window", lambda *arguments: arguments)
     group = Echo()
-    found: Any = Reach(group, [], DEVICE, 3.0).open_window(LAYOUT)
+    found: Any = Reach(group, [], DEVICE, 3.0, 0).open_window(LAYOUT)
     assert found == (group, [], LAYOUT.bytes, DEVICE, 3.0)
