@@ -84,7 +84,7 @@ def test_a_kernel_over_all_that_a_transport_offers(transport: str, directory: Pa
 def test_the_benchmark_puts_through_it(transport: str, directory: Path) -> None:
     for kernel in kernels.putting(transport).values():
         found, _ = link(kernel.source, transport)
-        assert found.undefined <= {"vprintf"} and "moecomm_bench" in found.text
+        assert found.undefined <= {"vprintf"} and "moecomm_plain" in found.text
 
 
 @pytest.mark.parametrize("transport", [pytest.param("gin", marks=pytest.mark.slow), "gin_proxy", "nvshmem"])
