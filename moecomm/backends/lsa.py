@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moecomm import _native, failures, packets, tuning
+from moecomm import _native, failures, packets, plain_kernel, tuning
 from moecomm.backends import Schedule, cuda_driver, leave, windows
 from moecomm.backends.collective import all_or_none
 from moecomm.backends.lsa_kernels import Kernels
@@ -126,6 +126,8 @@ class LsaSession:
         peers = windows.meet(ranks, device, near=reach.near)
         self.reach = reach(ranks, peers, device, timeout_s, shape.domain_ranks)
         shape.domain_ranks = self.reach.domain_ranks or shape.domain_ranks
+        if self.reach.puts:  # packets do not cross to other domains
+            shape.packet_bytes = 0
         layout = _native.window_layout(shape)
         self._kernels = Kernels(device, self.reach.transport)
         self._window: windows.Window | None = self.reach.open_window(layout)
@@ -133,6 +135,8 @@ class LsaSession:
             with all_or_none(ranks):  # nobody writes to a window before it is zero
                 self._copies.zero(self._window.address, layout.staging)
                 self._copies.wait()
+                if self.reach.puts:
+                    plain_kernel.load(leave.putter(self.reach.shim), device.index)
         except BaseException:
             self._window.close()
             raise
@@ -268,7 +272,11 @@ class LsaSession:
         for other, peer in enumerate(window.peers):
             if other != rank and peer != 0:
                 copies.to_device(peer + offset, at + _MAIL, len(mail))
+        if self.reach.puts:
+            copies.to_device(window.address + offset, at + _MAIL, len(mail))
         copies.wait()
+        if self.reach.puts:
+            leave.put(self.reach.shim, self.context, offset, len(mail))
 
 
 def open(  # noqa: A001

@@ -41,6 +41,11 @@ class Reach:
         """`domain_ranks`: what the Buffer was asked for; 0: whatever loads and stores reach."""
         self.ranks, self.peers, self.device, self.timeout_s = ranks, peers, device, timeout_s
 
+    @property
+    def puts(self) -> bool:
+        """Whether rounds put, through a library: to ranks of other domains."""
+        return self.transport != "lsa" and self.transport == self.shim
+
     def open_window(self, layout: _native.WindowLayout) -> windows.Window:
         """Collective, once: windows of this layout, not zeroed.  What fails leaves nothing behind.
 

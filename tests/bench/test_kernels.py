@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moecomm import plain_kernel
+from moecomm.backends import leave
 from moecomm.bench import ceiling, kernels, latency
 
 pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
@@ -40,8 +41,9 @@ def test_a_ring_is_what_the_kernels_count_on() -> None:
 
 def test_structs_are_packed_as_the_kernels_read_them() -> None:
     """Sizes are those that the headers assert, and fields come in their order there."""
-    for header, packed in (("all_to_all", ceiling._Args), ("ping_pong", latency._Args)):
-        text = (plain_kernel.headers() / "bench" / f"{header}.cuh").read_text()
+    structs = {"bench/all_to_all": ceiling._Args, "bench/ping_pong": latency._Args, "device/leave": leave.PutArgs}
+    for header, packed in structs.items():
+        text = (plain_kernel.headers() / f"{header}.cuh").read_text()
         body = re.search(r"struct \w+Args \{(.*?)\n\};", text, re.DOTALL)
         asserted = re.search(r"static_assert\(sizeof\(\w+Args\) == (.*?),", text)
         assert body and asserted
