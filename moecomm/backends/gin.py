@@ -26,6 +26,7 @@ _QUEUE, _POSTS, _WARPS = (
     2,
     12,
 )  # entries of a queue, those that moecomm_gin_has_room counts a post, warps of a block
+_LINGER_S = 2.0
 _COMMUNICATOR = 256  # its place behind struct GinLink of csrc/device/gin.cuh
 
 ring_tokens, packet_bytes = lsa.ring_tokens, lsa.packet_bytes
@@ -136,6 +137,8 @@ class GinReach(Reach):
         self.shim = "gin_proxy" if self._kind == "proxy" else "gin"
         if found.lsa_teams > 1:
             self.domain_ranks, self.transport = team, self.shim
+            # Others may still add to our signals when we are done with the last round; else they can put no more.
+            self.linger_s = _LINGER_S
             self.most_blocks = _CONTEXTS * (_QUEUE // _POSTS // _WARPS)
 
     def open_window(self, layout: _native.WindowLayout) -> windows.Window:

@@ -211,7 +211,7 @@ class LsaSession:
             self.synchronize()
             self._leave()
         if self._presence is not None:
-            self._presence.leave()
+            self._presence.leave(self.reach.linger_s)
         if self._window is not None:
             self._window.close()
         self._window = None

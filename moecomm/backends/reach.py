@@ -19,6 +19,7 @@ class Reach:
         transport: how kernels of rounds reach their peers: see moecomm.linking.
         shim: what kernels that put are linked with, whether rounds have such or not; empty: nothing puts.
         link: Context.link, once the window is open.
+        linger_s: how long a session that closes waits for the others to close.
         most_blocks: of a launch, so that what its warps put at a time fits the queues.
     """
 
@@ -28,6 +29,7 @@ class Reach:
     transport = "lsa"
     shim = ""
     link = 0
+    linger_s = 0.0
     most_blocks = 1 << 30
 
     def __init__(
