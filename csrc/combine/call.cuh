@@ -3,6 +3,7 @@
 #include "../device/bulk.cuh"
 #include "../device/cast.cuh"
 #include "../device/copy.cuh"
+#include "../device/crossing.cuh"
 #include "../device/launch.cuh"
 #include "../device/mail.cuh"
 #include "../device/turn.cuh"
