@@ -21,8 +21,9 @@ struct SpreadRing {
 // A relay warp's own: pieces of rows on their way from where they have landed.  Behind DispatchShared, where there are several domains.
 template <DispatchConfig cfg>
 struct RelayRing {
-    alignas(128) u8 data[cfg.relay_slots][cfg.relay_bytes];
-    u64 full[cfg.relay_slots];
+    static constexpr i32 kSlots = cfg.relay_slots > 0 ? cfg.relay_slots : 1;
+    alignas(128) u8 data[kSlots][cfg.relay_bytes > 0 ? cfg.relay_bytes : 16];
+    u64 full[kSlots];
 };
 
 // Who sends what, and in which order it comes: see Notice::blocks.

@@ -23,8 +23,10 @@ MOECOMM_FN void prepare_block(Shared& shared, const Call& c) {
         barrier_init(cfg.packets ? &shared.packets[i / cfg.ring_slots].full[i % cfg.ring_slots] : &shared.full[0][0] + i, 1);
     for (i32 i = threadIdx.x; i < (cfg.spreads() ? cfg.receive_warps * cfg.spread_slots : 0); i += cfg.threads())
         barrier_init(&shared.spread[i / cfg.spread_slots].full[i % cfg.spread_slots], 1);
-    for (i32 i = threadIdx.x; i < cfg.relay_warps * cfg.relay_slots; i += cfg.threads())
-        barrier_init(&c.relay_rings()[i / cfg.relay_slots].full[i % cfg.relay_slots], 1);
+    if constexpr (cfg.domains() > 1) {
+        for (i32 i = threadIdx.x; i < cfg.relay_warps * cfg.relay_slots; i += cfg.threads())
+            barrier_init(&c.relay_rings()[i / cfg.relay_slots].full[i % cfg.relay_slots], 1);
+    }
     for (i32 i = threadIdx.x; i < kTurnsOpen; i += cfg.threads()) shared.sent.done[i] = 0;
     if (threadIdx.x == 0) {
         shared.bad = 0;
@@ -117,10 +119,8 @@ MOECOMM_FN void run(const Call& c, Packets<Call>& packets) {
 // How both kernels begin.  The round is not known yet, nor is our share.
 template <DispatchConfig cfg, class Transport>
 MOECOMM_FN DispatchCall<cfg, Transport> begin_call(const DispatchArgs& args) {
-    static_assert(align_up<i32>(sizeof(DispatchShared<cfg>), cfg.relay_warps > 0 ? 128 : 1) +
-                          (cfg.relay_warps > 0 ? cfg.relay_warps * sizeof(RelayRing<cfg>) : 0) <=
-                      cfg.shared_bytes,
-                  "jit.py and DispatchShared disagree");
+    constexpr i32 beside = cfg.relay_warps > 0 ? cfg.relay_warps * sizeof(RelayRing<cfg>) + 128 : 0;
+    static_assert(sizeof(DispatchShared<cfg>) + beside <= cfg.shared_bytes, "jit.py and DispatchShared disagree");
     extern __shared__ __align__(128) u8 memory[];
     auto& shared = *reinterpret_cast<DispatchShared<cfg>*>(memory);
     const DispatchArgs& a = shared.args;
