@@ -207,11 +207,13 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     """How the block of a combine kernel is made up; shared_bytes bounds CombineShared from above."""
     reduce_warps, pull_warps, return_warps = (0, 12, 0) if spec.in_place and not spec.packets else (8, 8, 0)
     if spec.domain_ranks:
-        reduce_warps, pull_warps, return_warps = (0, 8, 4) if spec.in_place else (5, 5, 4)
+        reduce_warps, pull_warps, return_warps = (0, 8, 4) if spec.in_place else (6, 6, 4)
     # A piece is summed in registers: 56 fp32 columns a lane, or 32 where a block has more warps.
     summed = {2: 3584, 4: 4096} if spec.in_place else {2: 2048, 4: 3584}
     staged = spec.type if spec.layout == _FLAT else spec.wire
     reduce_bytes = _piece(spec.hidden * _BYTES[spec.type], summed[_BYTES[spec.type]], 16)
+    if spec.domain_ranks and not spec.in_place:
+        summed = {2: 1536, 4: 3584}  # beside the sum of the domains
     pull_bytes = _piece(spec.hidden * _BYTES[staged], summed[_BYTES[staged]], 16)
     beside = _align(12 * _MOST_SLOTS + 8 * 24, 128) + 128  # barriers, weights and items of a ring, and alignment
     fixed = (max(reduce_warps, 1) + pull_warps + return_warps) * beside + spec.ranks * 120 + 104 + 512 + 1920

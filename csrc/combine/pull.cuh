@@ -81,7 +81,7 @@ struct Pull {
           nth(this_warp),
           far{call, this_warp} {
         skip_ends();
-        ahead = slot_of(token(), rank_of_lane());
+        ahead = slot_of(token(), lane_id());
     }
 
     MOECOMM_FN static bool some_stage(const Call& c) {
@@ -100,18 +100,16 @@ struct Pull {
         while (!at_end() && token() >= c.a.num_tokens) nth += cfg.pull_warps;
     }
 
-    MOECOMM_FN i32 rank_of_lane() const {
-        if (cfg.domains() == 1) return lane_id();
-        return lane_id() < cfg.near() ? c.domains().first() + lane_id() : cfg.ranks;
-    }
-    MOECOMM_FN i32 slot_of(i32 t, i32 rank) const {
-        if (t >= c.a.num_tokens || rank >= cfg.ranks) return -1;
-        return reinterpret_cast<const i32*>(c.a.route.token_slot)[static_cast<i64>(t) * cfg.ranks + rank];
+    // Of the n-th rank of our domain.
+    MOECOMM_FN i32 slot_of(i32 t, i32 n) const {
+        if (t >= c.a.num_tokens || n >= cfg.near()) return -1;
+        return reinterpret_cast<const i32*>(c.a.route.token_slot)[static_cast<i64>(t) * cfg.ranks + c.domains().first() + n];
     }
 
     // The rank that this lane serves, and its slot, -1 if none.  At most topk of them, so 32 lanes are enough for all ranks.
     MOECOMM_FN i32 slot_of_lane(i32& rank) const {
-        rank = rank_of_lane();
+        rank = lane_id();
+        if constexpr (cfg.domains() > 1) rank += c.domains().first();
         if constexpr (cfg.near() <= kWarp) return ahead;
         u64 wanted = __ballot_sync(kAllLanes, ahead >= 0);
         wanted |= static_cast<u64>(__ballot_sync(kAllLanes, slot_of(token(), kWarp + lane_id()) >= 0)) << kWarp;
@@ -158,7 +156,7 @@ struct Pull {
         if constexpr (cfg.domains() > 1) far.open();
         nth += cfg.pull_warps;
         skip_ends();
-        ahead = slot_of(token(), rank_of_lane());
+        ahead = slot_of(token(), lane_id());
         return Next::item;
     }
 

@@ -12,12 +12,23 @@ struct Described {
     float weight;
 };
 
-// Flat: beside each row at the ranks of our domain, all experts of its rank.  slot_at(rank): the token's flat row there, -1 if none.
-template <class Call, class Slot>
-MOECOMM_FN void describe_flat(const Call& c, i32 source, const Described& e, i32 local, Slot slot_at) {
+// Of our own tokens: whose they are, and their flat rows at the ranks of our domain, -1 where there is none.
+template <class Call>
+struct Ours {
+    const Call& c;
+    MOECOMM_FN i32 source() const { return c.me(); }
+    MOECOMM_FN i32 slot_at(i32 token, i32 rank) const {
+        return reinterpret_cast<const i32*>(c.a.route.token_slot)[static_cast<i64>(token) * Call::cfg.ranks + rank];
+    }
+};
+
+// Flat: beside each row at the ranks of our domain, all experts of its rank.  From: Ours, or of tokens that we relay.
+template <class Call, class From>
+MOECOMM_FN void describe_flat(const Call& c, const From& from, const Described& e, i32 local) {
     constexpr DispatchConfig cfg = Call::cfg;
     for (i32 turn = 0; turn < cfg.near(); ++turn) {
-        const i32 rank = c.domains().neighbour(turn), slot = slot_at(rank);
+        const i32 rank = c.domains().neighbour(turn);
+        const i32 slot = from.slot_at(e.token, rank);
         if (slot < 0) continue;
         const Notice& to = c.shared.notices[rank];
         const bool here = e.owner == rank;
@@ -27,16 +38,17 @@ MOECOMM_FN void describe_flat(const Call& c, i32 source, const Described& e, i32
             if constexpr (cfg.idx_bytes == 8) c.transport.template peer_ptr<i64>(rank, to.topk_idx)[at] = here ? local : -1;
             if constexpr (cfg.idx_bytes == 4) c.transport.template peer_ptr<i32>(rank, to.topk_idx)[at] = here ? local : -1;
         }
-        if (e.k == 0 && to.src != 0) c.transport.template peer_ptr<int2>(rank, to.src)[slot] = make_int2(source, e.token);
+        if (e.k == 0 && to.src != 0) c.transport.template peer_ptr<int2>(rank, to.src)[slot] = make_int2(from.source(), e.token);
     }
 }
 
 // The same where every entry has a row of its own; and the rows of the token at each rank, by k.
-template <class Call, class Slot>
-MOECOMM_FN void describe_rows(const Call& c, i32 source, const Described& e, Slot slot_at) {
+template <class Call, class From>
+MOECOMM_FN void describe_rows(const Call& c, const From& from, const Described& e) {
     constexpr DispatchConfig cfg = Call::cfg;
     for (i32 turn = 0; turn < cfg.near(); ++turn) {
-        const i32 rank = c.domains().neighbour(turn), slot = slot_at(rank);
+        const i32 rank = c.domains().neighbour(turn);
+        const i32 slot = from.slot_at(e.token, rank);
         if (slot < 0) continue;
         const i64 at = static_cast<i64>(slot) * cfg.topk + e.k;
         c.transport.template peer_ptr<i32>(rank, c.shared.notices[rank].rows)[at] = e.owner == rank ? e.row : -1;
@@ -44,7 +56,7 @@ MOECOMM_FN void describe_rows(const Call& c, i32 source, const Described& e, Slo
     if (e.owner < 0 || !c.domains().reaches(e.owner)) return;
     const Notice& to = c.shared.notices[e.owner];
     if (to.weights != 0) c.transport.template peer_ptr<float>(e.owner, to.weights)[e.row] = e.weight;
-    if (to.src != 0) c.transport.template peer_ptr<int2>(e.owner, to.src)[e.row] = make_int2(source, e.token);
+    if (to.src != 0) c.transport.template peer_ptr<int2>(e.owner, to.src)[e.row] = make_int2(from.source(), e.token);
 }
 
 // By a warp: the tokens of a chunk.
@@ -58,13 +70,10 @@ MOECOMM_FN void describe_chunk(const Call& c, i32 chunk) {
         const i64 entry = static_cast<i64>(token) * cfg.topk + k;
         const Described e{token, k, reinterpret_cast<const i32*>(c.a.route.token_rows)[entry],
                       reinterpret_cast<const i32*>(c.a.route.token_owner)[entry], c.weight_at(entry)};
-        const auto slot_at = [&](i32 rank) {
-            return reinterpret_cast<const i32*>(c.a.route.token_slot)[static_cast<i64>(e.token) * cfg.ranks + rank];
-        };
         if constexpr (cfg.layout == Layout::flat) {
-            describe_flat(c, c.me(), e, e.owner >= 0 ? static_cast<i32>(c.id_at(entry)) % cfg.experts_here() : -1, slot_at);
+            describe_flat(c, Ours<Call>{c}, e, e.owner >= 0 ? static_cast<i32>(c.id_at(entry)) % cfg.experts_here() : -1);
         } else {
-            describe_rows(c, c.me(), e, slot_at);
+            describe_rows(c, Ours<Call>{c}, e);
         }
     }
     __syncwarp();

@@ -100,15 +100,21 @@ struct Relay {
         if (lane_id() < cfg.near()) kept[2 * cfg.topk + lane_id()] = t.slot;
     }
 
+    // As Ours in describe.cuh.
+    struct From {
+        i32 rank;
+        const i32* slots;  // by rank of our domain
+        MOECOMM_FN i32 source() const { return rank; }
+        MOECOMM_FN i32 slot_at(i32, i32 of) const { return load_fresh(slots + of); }
+    };
     MOECOMM_FN void describe(i32 source, const Token& t) const {
         if (lane_id() >= cfg.topk) return;
-        const auto* slots = reinterpret_cast<const i32*>(t.at + sizeof(Landed) + cfg.topk * sizeof(Entry));
-        const auto slot_at = [&](i32 rank) { return load_fresh(slots + rank - c.domains().first()); };
+        const From from{source, reinterpret_cast<const i32*>(t.at + sizeof(Landed) + cfg.topk * sizeof(Entry)) - c.domains().first()};
         const Described e{t.number, lane_id(), t.entry.row, t.entry.owner, t.entry.weight};
         if constexpr (cfg.layout == Layout::flat) {
-            describe_flat(c, source, e, t.entry.local, slot_at);
+            describe_flat(c, from, e, t.entry.local);
         } else {
-            describe_rows(c, source, e, slot_at);
+            describe_rows(c, from, e);
         }
     }
 
