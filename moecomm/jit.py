@@ -245,11 +245,7 @@ def block_fields(spec: KernelSpec) -> dict[str, int]:
 
 def block_threads(fields: dict[str, int]) -> int:
     """Threads of a block made up of these fields."""
-    return 32 * sum(
-        n
-        for name, n in fields.items()
-        if name.endswith("_warps") and name != "count_warps"
-    )
+    return 32 * sum(n for name, n in fields.items() if name.endswith("_warps") and name != "count_warps")
 
 
 def source(spec: KernelSpec) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -52,6 +52,7 @@ def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
         scale_format=args.scale_format,
         repeat=bool(args.repeat),
         part=args.part,
+        **_domains(shape),
     )
     packet = jit.packets_of(spec)
     few = packet is not None and packet.carry(args.num_tokens, shape.topk, shape.packet_bytes)
@@ -61,7 +62,7 @@ def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
 def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
     """What the combine kernel for these arguments is compiled for.
 
-    Expert and batched rows are added up alike; flat rows have no weights and travel as they are.
+    Expert and batched rows are added up alike; flat rows have no weights and travel as they are, as far as their domain.
     """
     from moecomm import jit
 
@@ -74,11 +75,22 @@ def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
         hidden=args.hidden,
         layout=_FLAT if flat else _EXPERT,
         type=args.type,
-        wire=_FP32 if flat else args.wire,
+        wire=_FP32 if flat and not crosses(shape) else args.wire,
         weighted=flat or bool(args.weighted),
         in_place=reads_in_place(args),
         packets=comes_in_packets(args),
+        **_domains(shape),
     )
+
+
+def crosses(shape: _native.Shape) -> bool:
+    """Whether there are several domains."""
+    return shape.domain_ranks not in (0, shape.ranks)
+
+
+def _domains(shape: _native.Shape) -> dict[str, Any]:
+    """With several domains, how kernels reach the others."""
+    return {"transport": "puts", "domain_ranks": shape.domain_ranks} if crosses(shape) else {}
 
 
 def comes_in_packets(args: _native.CombineArgs) -> bool:
