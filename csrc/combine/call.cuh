@@ -85,7 +85,9 @@ struct CombineCall {
     MOECOMM_FN auto domains() const { return Domains<cfg.ranks, cfg.near()>{me()}; }
     // As in DispatchCall.
     MOECOMM_FN Transport channel() const { return Transport{a.ctx, static_cast<i32>(blockIdx.x) % transport.channels()}; }
-    MOECOMM_FN i32 posters() const { return ceil_div(static_cast<i32>(gridDim.x), transport.channels()) * (cfg.pull_warps + cfg.return_warps); }
+    MOECOMM_FN i32 posters() const {
+        return ceil_div(static_cast<i32>(gridDim.x), transport.channels()) * (cfg.pull_warps + cfg.return_warps);
+    }
     MOECOMM_FN auto& crossing() const { return crossing_beside<cfg>(shared); }
     MOECOMM_FN const WindowLayout& window() const { return a.ctx.window; }
     MOECOMM_FN const Shape& shape() const { return a.ctx.shape; }

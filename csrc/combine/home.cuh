@@ -28,7 +28,8 @@ struct FarSums {
             owners |= static_cast<u64>(__ballot_sync(kAllLanes, rank < cfg.ranks && slots[rank] >= 0)) << first;
         }
     }
-    // By all lanes, each for some domains: whether their sums of the token are here.  A relay tells of the chunks that its domain has rows of.
+    // By all lanes, each for some domains: whether their sums of the token are here.  A relay tells of the chunks that its domain has rows
+    // of.
     MOECOMM_FN bool await(i32 token, i32 chunk, bool may_wait) {
         look_up(token);
         for (i32 n = lane_id(); n < kOthers; n += kWarp) {

@@ -6,7 +6,8 @@
 
 namespace moecomm {
 
-// By each pull and return warp, all of them together: every rank's notice, compared with ours.  False when one did not come; else shared.is_void.
+// By each pull and return warp, all of them together: every rank's notice, compared with ours.  False when one did not come; else
+// shared.is_void.
 template <class Call>
 MOECOMM_FN bool hear_everybody(const Call& c) {
     constexpr CombineConfig cfg = Call::cfg;
@@ -32,8 +33,8 @@ MOECOMM_FN bool hear_everybody(const Call& c) {
     return true;
 }
 
-// By a warp, before it gives the places of a chunk of `home` back: the chunk that was in them may be another warp's, and a chunk that nobody
-// has rows for is pulled at once.  Places are given back in order, so that a credit stands for all before it.
+// By a warp, before it gives the places of a chunk of `home` back: the chunk that was in them may be another warp's, and a chunk that
+// nobody has rows for is pulled at once.  Places are given back in order, so that a credit stands for all before it.
 template <class Call>
 MOECOMM_FN bool await_earlier_credit(const Call& c, i32 home, i32 chunk, i32 chunk_tokens) {
     const i32 earlier = chunk - ring_chunks(c.shape(), chunk_tokens);

@@ -4,8 +4,8 @@
 
 namespace moecomm {
 
-// The role of a return warp: a chunk of a home of another domain after the other, of all that we relay for, in order.  All warps of the grid
-// take turns, and each has chunks of its own: it puts a token when it is added up, and tells the home after the last.
+// The role of a return warp: a chunk of a home of another domain after the other, of all that we relay for, in order.  All warps of the
+// grid take turns, and each has chunks of its own: it puts a token when it is added up, and tells the home after the last.
 template <class Call>
 struct Returns {
     static constexpr CombineConfig cfg = Call::cfg;
@@ -16,12 +16,12 @@ struct Returns {
     static constexpr i32 kOthers = cfg.domains() - 1;
 
     const Call& c;
-    const i32 units;   // of all return warps
-    i32 nth;           // our next one
-    i32 at = 0;        // its next piece, of the tokens that our domain has
-    u32 ours = 0;      // those tokens that are left, a bit each
+    const i32 units;                     // of all return warps
+    i32 nth;                             // our next one
+    i32 at = 0;                          // its next piece, of the tokens that our domain has
+    u32 ours = 0;                        // those tokens that are left, a bit each
     bool begun = false, placed = false;  // `ours` is known; the places of the unit's sums are free
-    i32 seen = -1;     // the unit whose flag this lane has acquired, of the rank `lane`
+    i32 seen = -1;                       // the unit whose flag this lane has acquired, of the rank `lane`
     bool failed = false;
 
     MOECOMM_FN Returns(const Call& call, i32 warp) : c(call), units(count(call)), nth(blockIdx.x + gridDim.x * warp) {}
@@ -104,7 +104,8 @@ struct Returns {
             return Next::item;
         }
         const i32 token = chunk_of(nth) * sent_by(nth).chunk_tokens + __ffs(ours) - 1;
-        const i32 slot = lane_id() < cfg.near() ? kept(out.home, token)[2 * cfg.topk + lane_id()] : -1, rank = c.domains().first() + lane_id();
+        const i32 slot = lane_id() < cfg.near() ? kept(out.home, token)[2 * cfg.topk + lane_id()] : -1,
+                  rank = c.domains().first() + lane_id();
         const bool missing = !await_place(may_wait) || (slot >= 0 && !await_row(rank, may_wait));
         if (__any_sync(kAllLanes, missing)) {
             failed = may_wait;
@@ -152,7 +153,8 @@ struct Returns {
         __syncwarp();  // all lanes have stored their columns
         const i64 bytes = c.a.weight_grads != 0 ? c.shape().staged_row_bytes : align_up<i64>(cfg.hidden * bytes_of(cfg.wire), 16);
         const u64 there = returned_at(c.window(), c.shape(), c.domains().own(), token);
-        return put(c, c.channel(), Phase::reduced, c.domains().counterpart(domain), there, sum_at(c.window(), c.shape(), domain, token), bytes);
+        return put(c, c.channel(), Phase::reduced, c.domains().counterpart(domain), there, sum_at(c.window(), c.shape(), domain, token),
+                   bytes);
     }
     // The home hears of a chunk that we have something of; the owners here may stage what comes next in its places.
     MOECOMM_FN bool finish_unit(i32 unit, bool returns) const {

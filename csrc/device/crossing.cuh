@@ -82,8 +82,8 @@ MOECOMM_FN void send_mail(const Call& c, i32 words) {
     }
 }
 
-// By the threads of a block, or of a part of it, before a barrier of them: until the mail of all ranks of other domains is here.  A peer may
-// have sent that of the next round already.
+// By the threads of a block, or of a part of it, before a barrier of them: until the mail of all ranks of other domains is here.  A peer
+// may have sent that of the next round already.
 template <class Call>
 MOECOMM_FN bool await_mail(const Call& c, i32 thread, i32 stride) {
     for (i32 from = thread; from < Call::cfg.ranks; from += stride) {

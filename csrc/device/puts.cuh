@@ -39,7 +39,9 @@ struct Puts : Lsa {
                 if (first + i * kWarp * 16 < bytes) store_line_words(there + first + i * kWarp * 16, words[i]);
         }
     }
-    MOECOMM_FN void add(i32 peer, u64 which, u64 amount) const { add_release(reinterpret_cast<u64*>(far(peer, signal_at(ctx.window, which))), amount); }
+    MOECOMM_FN void add(i32 peer, u64 which, u64 amount) const {
+        add_release(reinterpret_cast<u64*>(far(peer, signal_at(ctx.window, which))), amount);
+    }
     MOECOMM_FN u64 signal_value(u64 which) const { return load_acquire(local<const u64>(signal_at(ctx.window, which))); }
     MOECOMM_FN i32 has_room(i32, i32) const { return 1; }
     MOECOMM_FN void sent_begin(i32, u64*) const {}

@@ -117,7 +117,9 @@ struct DispatchCall {
     MOECOMM_FN auto domains() const { return Domains<cfg.ranks, cfg.near()>{me()}; }
     // How what crosses to other domains goes: each block has a channel, as far as there are channels.
     MOECOMM_FN Transport channel() const { return Transport{a.ctx, static_cast<i32>(blockIdx.x) % transport.channels()}; }
-    MOECOMM_FN i32 posters() const { return ceil_div(static_cast<i32>(gridDim.x), transport.channels()) * (cfg.put_warps + cfg.relay_warps); }
+    MOECOMM_FN i32 posters() const {
+        return ceil_div(static_cast<i32>(gridDim.x), transport.channels()) * (cfg.put_warps + cfg.relay_warps);
+    }
     MOECOMM_FN auto* relay_rings() const {
         return reinterpret_cast<RelayRing<cfg>*>(reinterpret_cast<u8*>(&shared) + align_up<i32>(sizeof(shared), 128));
     }

@@ -1,5 +1,5 @@
-// Tokens for other domains: one letter a token and domain, made in our own window by the send warps (the row and its scales) and the describe
-// warp (what stands before them), and put to its relay by the put warps.
+// Tokens for other domains: one letter a token and domain, made in our own window by the send warps (the row and its scales) and the
+// describe warp (what stands before them), and put to its relay by the put warps.
 #pragma once
 #include "call.cuh"
 
@@ -73,7 +73,8 @@ MOECOMM_FN void put_letters(const Call& c, i32 warp) {
             for (u32 left = crossing_tokens(c, domain, chunk); left != 0; left &= left - 1) {
                 const i32 token = chunk * c.a.chunk_tokens + __ffs(left) - 1;
                 const u64 from = letter_at(c.window(), c.shape(), domain, token);
-                if (!put(c, channel, Phase::payload, relay, landing_at(c.window(), c.shape(), c.domains().own(), token), from, bytes)) return;
+                if (!put(c, channel, Phase::payload, relay, landing_at(c.window(), c.shape(), c.domains().own(), token), from, bytes))
+                    return;
             }
             bool told = true;
             if (lane_id() == 0) told = tell_chunk(c, channel, Phase::payload, kLanded, domain, chunk, c.a.chunk_tokens);

@@ -69,7 +69,7 @@ MOECOMM_FN void describe_chunk(const Call& c, i32 chunk) {
         if (nth >= cfg.tokens_per_step() || token >= end) continue;
         const i64 entry = static_cast<i64>(token) * cfg.topk + k;
         const Described e{token, k, reinterpret_cast<const i32*>(c.a.route.token_rows)[entry],
-                      reinterpret_cast<const i32*>(c.a.route.token_owner)[entry], c.weight_at(entry)};
+                          reinterpret_cast<const i32*>(c.a.route.token_owner)[entry], c.weight_at(entry)};
         if constexpr (cfg.layout == Layout::flat) {
             describe_flat(c, Ours<Call>{c}, e, e.owner >= 0 ? static_cast<i32>(c.id_at(entry)) % cfg.experts_here() : -1);
         } else {

@@ -15,7 +15,8 @@ struct Relay {
     RelayRing<cfg>& ring;
     i32 loaded = 0, stored = 0;  // pieces, of all tokens
 
-    // A token that has landed: in lane k its k-th expert, in lane i its flat row at the i-th rank of our domain and where its row goes there.
+    // A token that has landed: in lane k its k-th expert, in lane i its flat row at the i-th rank of our domain and where its row goes
+    // there.
     struct Token {
         i32 number;
         const u8* at;
@@ -36,8 +37,10 @@ struct Relay {
     }
 
     MOECOMM_FN Token read(i32 domain, i32 number) const {
-        Token t{number, c.transport.template local<const u8>(landing_at(c.window(), c.shape(), domain, number)), false, {-1, -1, -1, 0.0f}, -1,
-                nullptr, nullptr};
+        Token t{number, c.transport.template local<const u8>(landing_at(c.window(), c.shape(), domain, number)),
+                false,  {-1, -1, -1, 0.0f},
+                -1,     nullptr,
+                nullptr};
         const auto* head = reinterpret_cast<const i32*>(t.at);
         t.comes = load_fresh(head) == static_cast<i32>(c.round.tag) && load_fresh(head + 1) == number;
         if (!t.comes) return t;

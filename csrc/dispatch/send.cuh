@@ -142,7 +142,9 @@ struct Sender {
         placed = chunk - c.share.first_chunk + 1;
         if (chunk < ring_chunks(c.shape(), c.a.chunk_tokens)) return true;
         finish_chunks<0, false>();  // those before it in its places must go first
-        return moecomm::await_letters(c, chunk);
+        if (moecomm::await_letters(c, chunk)) return true;
+        bulk_wait<0>();  // a block must not end while a store reads its memory
+        return false;
     }
 
     // Says so of the chunks whose rows of this warp are at their places when all but the last `open` are; without open ones, of all.

@@ -56,8 +56,8 @@ MOECOMM_BOTH constexpr u64 returned_credit(const Shape& s, i32 domain, i32 chunk
 }
 MOECOMM_BOTH constexpr u64 signal_at(const WindowLayout& w, u64 which) { return w.signals + which * sizeof(u64); }
 
-// Kernels put from our own window: the places from which they do are free when those that they put to are.  And what a signal of place_signal,
-// with the domain of its reader, was made last.
+// Kernels put from our own window: the places from which they do are free when those that they put to are.  And what a signal of
+// place_signal, with the domain of its reader, was made last.
 MOECOMM_BOTH constexpr u64 letter_at(const WindowLayout& w, const Shape& s, i32 domain, i32 token) {
     return landing_at(w, s, domains(s) + domain, token);
 }

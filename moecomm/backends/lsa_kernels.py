@@ -62,7 +62,7 @@ def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
 def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
     """What the combine kernel for these arguments is compiled for.
 
-    Expert and batched rows are added up alike; flat rows have no weights and travel as they are, as far as their domain.
+    Expert and batched rows are added up alike; flat rows have no weights and travel as they are inside a domain.
     """
     from moecomm import jit
 
