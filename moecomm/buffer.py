@@ -42,7 +42,7 @@ class Buffer:
         window_bytes: room for the outputs of rounds, in bytes; default: two rounds of the worst case (four on CPUs,
             where memory is taken when it is touched).
         domain_ranks: how many neighbouring ranks load and store each other's memory; those of other domains are
-            reached by put and signal, and a token crosses once a domain.  Default: all that can.  Not with "lsa".
+            reached by put and signal, and a token crosses once a domain.  Default: all that can.
 
     Raises:
         BadInput: a value that can't be used.
@@ -93,7 +93,7 @@ class Buffer:
             topk=topk,
             max_tokens=max_tokens,
             ring_tokens=backend_module.ring_tokens(ranks.ranks, max_tokens, row),
-            packet_bytes=backend_module.packet_bytes(ranks.ranks, max_tokens, row),
+            packet_bytes=0 if self.settings.crosses else backend_module.packet_bytes(ranks.ranks, max_tokens, row),
             staged_row_bytes=row,
             heap_bytes=window_bytes or self.settings.default_heap(),
             domain_ranks=domain_ranks or 0,

@@ -1,6 +1,6 @@
 """Kernels that reach peers through NCCL GIN or NVSHMEM: LTO IR of NVRTC, linked with a shim by nvJitLink.
 
-A kernel whose transport is "lsa" is not linked with anything and does not come here.
+A kernel whose transport is "lsa" or "puts" is not linked with anything and does not come here.
 
 | transport | linked with |
 | --- | --- |
@@ -46,7 +46,8 @@ from moecomm.errors import Unsupported
 from moecomm.shims.build import CannotBuild, dotted, version, wheels
 
 # The Transport of csrc/device that a kernel is a template over.
-TRANSPORTS = {"lsa": "Lsa", "gin": "Gin", "gin_proxy": "Gin", "nvshmem": "Nvshmem"}
+TRANSPORTS = {"lsa": "Lsa", "puts": "Puts", "gin": "Gin", "gin_proxy": "Gin", "nvshmem": "Nvshmem"}
+ALONE = ("lsa", "puts")  # linked with nothing
 
 
 def build(source: str, transport: str, arch: str, include: Path, core: Any) -> tuple[bytes, str]:

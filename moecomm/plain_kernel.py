@@ -65,7 +65,7 @@ def headers() -> Path:
 def build(kernel: PlainKernel, arch: str = "sm_90a") -> tuple[bytes, str]:
     """Compiles, without the cache: the cubin, and what ptxas says about it.  Needs no GPU."""
     core, log = importlib.import_module("cuda.core"), io.StringIO()
-    if kernel.transport != "lsa":
+    if kernel.transport not in linking.ALONE:
         return linking.build(kernel.source, kernel.transport, arch, headers(), core)
     known = core.ProgramOptions.__dataclass_fields__
     verbose = {"ptxas_options": ["-v"]} if "ptxas_options" in known else {}
@@ -79,7 +79,7 @@ def _compile(kernel: PlainKernel, arch: str) -> bytes:
     digest = hashlib.sha256(f"{version} {arch}\n{kernel.source}".encode())
     for path in sorted(p for folder in _FOLDERS for p in (headers() / folder).iterdir() if p.suffix in (".h", ".cuh")):
         digest.update(f"{path.parent.name}/{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
-    if kernel.transport != "lsa":
+    if kernel.transport not in linking.ALONE:
         digest.update(linking.digest(kernel.transport, arch).encode())
     key = digest.hexdigest()
     if (cubin := kernel_cache.read(cache_dir(), key)) is None:

@@ -1,4 +1,7 @@
-"""GPUs that load from and store to each other's memory (NVLink): one kernel an operation, on the current stream."""
+"""GPUs that load from and store to each other's memory (NVLink): one kernel an operation, on the current stream.
+
+Several domains (`domain_ranks`) are cut out of one: what crosses them is put, by a transport that stores.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import torch
 from moecomm import _native, failures, packets, plain_kernel, tuning
 from moecomm.backends import Schedule, cuda_driver, leave, windows
 from moecomm.backends.collective import all_or_none
-from moecomm.backends.lsa_kernels import Kernels
+from moecomm.backends.lsa_kernels import Kernels, crosses
 from moecomm.backends.presence import Presence
 from moecomm.backends.reach import Reach
 from moecomm.errors import BadInput, Unsupported
@@ -134,6 +137,8 @@ class LsaSession:
         try:
             with all_or_none(ranks):  # nobody writes to a window before it is zero
                 self._copies.zero(self._window.address, layout.staging)
+                if crosses(shape):  # nothing there looks like a token of ours
+                    self._copies.zero(self._window.address + layout.landing, layout.returned - layout.landing)
                 self._copies.wait()
                 if self.reach.puts:
                     plain_kernel.load(leave.putter(self.reach.shim), device.index)
@@ -160,8 +165,13 @@ class LsaSession:
         context = _native.Context()
         context.set_shape(shape)
         context.rank = rank
-        context.peers = self._window.peers
+        near = shape.domain_ranks or shape.ranks
+        peers = self._window.peers
+        context.peers = [peer if other // near == rank // near else 0 for other, peer in enumerate(peers)]
         context.link = self.reach.link
+        if crosses(shape) and not self.reach.puts:
+            self._everybody = torch.tensor(peers, dtype=torch.int64, device=self.device)
+            context.link = self._everybody.data_ptr()
         context.record = self._control.address + _RECORD
         context.abort_host = self._control.address + _ABORT
         return context
@@ -270,8 +280,11 @@ class LsaSession:
         self._control.write(_MAIL, mail)
         offset = leave.mail_offset(layout, len(window.peers), last_round, rank)
         for other, peer in enumerate(window.peers):
-            if other != rank and peer != 0:
-                copies.to_device(peer + offset, at + _MAIL, len(mail))
+            if other == rank or peer == 0:
+                continue
+            copies.to_device(peer + offset, at + _MAIL, len(mail))
+            if self.context.peers[other] == 0:  # the signal of that mail is its tag alone, as its second word
+                copies.to_device(peer + layout.signals + 8 * rank, at + _MAIL + 8, 8)
         if self.reach.puts:
             copies.to_device(window.address + offset, at + _MAIL, len(mail))
         copies.wait()

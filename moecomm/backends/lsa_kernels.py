@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moecomm import _native, packets
-from moecomm.errors import Unsupported
 
 if TYPE_CHECKING:
     from moecomm import jit
@@ -34,9 +33,9 @@ class Kernels:
     def _load(self, spec: jit.KernelSpec) -> jit.Kernel:
         from moecomm import jit  # looked up when a kernel is wanted: it brings cuda.core
 
-        if self._transport != "lsa":
-            raise Unsupported("The kernels of rounds reach every rank by loads and stores: one NVLink domain.")
-        return jit.load(replace(spec, transport=self._transport), self._device)
+        if spec.transport != "lsa" and self._transport != "lsa":
+            spec = replace(spec, transport=self._transport)
+        return jit.load(spec, self._device)
 
 
 def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
@@ -60,6 +59,7 @@ def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
         scale_format=args.scale_format,
         repeat=bool(args.repeat),
         part=args.part,
+        **_domains(shape),
     )
     packet = jit.packets_of(spec)
     few = packet is not None and packet.carry(args.num_tokens, shape.topk, shape.packet_bytes)
@@ -69,7 +69,7 @@ def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
 def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
     """What the combine kernel for these arguments is compiled for.
 
-    Expert and batched rows are added up alike; flat rows have no weights and travel as they are.
+    Expert and batched rows are added up alike; flat rows have no weights and travel as they are inside a domain.
     """
     from moecomm import jit
 
@@ -82,11 +82,22 @@ def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
         hidden=args.hidden,
         layout=_FLAT if flat else _EXPERT,
         type=args.type,
-        wire=_FP32 if flat else args.wire,
+        wire=_FP32 if flat and not crosses(shape) else args.wire,
         weighted=flat or bool(args.weighted),
         in_place=reads_in_place(args),
         packets=comes_in_packets(args),
+        **_domains(shape),
     )
+
+
+def crosses(shape: _native.Shape) -> bool:
+    """Whether there are several domains."""
+    return shape.domain_ranks not in (0, shape.ranks)
+
+
+def _domains(shape: _native.Shape) -> dict[str, Any]:
+    """With several domains, how kernels reach the others."""
+    return {"transport": "puts", "domain_ranks": shape.domain_ranks} if crosses(shape) else {}
 
 
 def comes_in_packets(args: _native.CombineArgs) -> bool:

@@ -16,7 +16,8 @@ from moecomm.testing import check_case_on_rank, random_case
 
 from ..conftest import Ranks
 
-KINDS = ["vmm", "nccl", "gin", "nvshmem"]  # windows of lsa, or a backend
+# Windows of lsa, or a backend; then half of the ranks are a domain, and the backend puts to the others.
+KINDS = ["vmm", "nccl", "gin", "nvshmem", "gin, 2 domains", "nvshmem, 2 domains"]
 # The kernels of two of them are those of virtual ranks.
 SIZES: list[dict[str, Any]] = [
     {"hidden": 7168, "num_experts": 256, "topk": 8, "max_tokens": 48, "dtype": torch.bfloat16},
@@ -33,9 +34,13 @@ def random_seeds(cases: int, first: int = 0) -> range:
 
 def _open(rank: int, group: Any, kind: str, **sizes: Any) -> moecomm.Buffer:
     torch.cuda.set_device(rank)
-    if kind in moecomm.backends.NAMES:
-        buffer = moecomm.Buffer(group, **sizes, backend=kind)
-        assert buffer.backend.startswith(f"{kind}/")
+    backend, _, domains = kind.partition(",")
+    if backend in moecomm.backends.NAMES:
+        near = group.size() // 2 if domains else group.size()
+        if domains and backend == "gin":
+            os.environ["NCCL_LSA_TEAM_SIZE"] = str(near)
+        buffer = moecomm.Buffer(group, **sizes, backend=backend, domain_ranks=near)
+        assert buffer.backend.startswith(f"{backend}/") and buffer.domain_ranks == near
         return buffer
     os.environ["MOECOMM_WINDOW"] = kind
     buffer = moecomm.Buffer(group, **sizes, backend="lsa")
@@ -46,8 +51,9 @@ def _open(rank: int, group: Any, kind: str, **sizes: Any) -> moecomm.Buffer:
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     """One that can run here."""
-    if request.param in moecomm.backends.NAMES and (reason := moecomm.backends.missing(request.param)):
-        pytest.skip(f"{request.param}: {reason}")
+    backend = str(request.param).partition(",")[0]
+    if backend in moecomm.backends.NAMES and (reason := moecomm.backends.missing(backend)):
+        pytest.skip(f"{backend}: {reason}")
     return str(request.param)
 
 
