@@ -154,7 +154,7 @@ def test_the_cache_tells_linked_kernels_apart(
         return compiled[-1], ""
 
     monkeypatch.setattr(jit, "build", compile_once_more)
-    lsa, gin = SPEC, dataclasses.replace(SPEC, transport="gin")
+    lsa, gin = SPEC, dataclasses.replace(SPEC, transport="gin", domain_ranks=2)
 
     def kernel(spec: jit.KernelSpec) -> bytes:
         linking._digest.cache_clear()
@@ -167,8 +167,8 @@ def test_the_cache_tells_linked_kernels_apart(
     assert [kernel(lsa), kernel(gin)] == [b"0", b"3"]
 
 
-def test_a_transport_is_one_of_four() -> None:
-    with pytest.raises(ValueError, match="transport='tcp': want lsa, gin, gin_proxy, nvshmem"):
+def test_a_transport_is_one_of_five() -> None:
+    with pytest.raises(ValueError, match="transport='tcp': want lsa, puts, gin, gin_proxy, nvshmem"):
         dataclasses.replace(SPEC, transport="tcp")
-    source = jit.source(dataclasses.replace(SPEC, transport="gin_proxy"))
+    source = jit.source(dataclasses.replace(SPEC, transport="gin_proxy", domain_ranks=2))
     assert '#include "device/gin.cuh"' in source and "Gin>(args)" in source
