@@ -95,6 +95,11 @@ def random_seeds(sizes: dict[str, Any], cases: int, first: int = 0) -> range:
     return range(first, first + cases // share + (share != SMALL))
 
 
+def of_cases(sizes: dict[str, Any]) -> dict[str, Any]:
+    """What a case depends on."""
+    return {name: size for name, size in sizes.items() if name != "domain_ranks"}
+
+
 _room = packets.room
 
 
@@ -135,11 +140,9 @@ def test_staging_goes_around_a_small_ring(monkeypatch: pytest.MonkeyPatch, reque
 @pytest.mark.parametrize("sizes", DOMAINS, ids=lambda s: f"R{s['ranks']}-L{s['domain_ranks']}")
 def test_random_cases_across_domains(sizes: dict[str, Any], request: pytest.FixtureRequest) -> None:
     seed = request.config.getoption("--seed") * 1_000_000
-    sizes = {**sizes}
     with LocalBuffers(**sizes, backend="lsa", device=0, timeout_s=20) as ranks:
-        sizes.pop("domain_ranks")
         for number in range(seed, seed + request.config.getoption("--gpu-cases") // len(DOMAINS)):
-            check_case(ranks, random_case(number, **sizes, few_kernels=True))
+            check_case(ranks, random_case(number, **of_cases(sizes), few_kernels=True))
 
 
 @pytest.mark.timeout(300)
