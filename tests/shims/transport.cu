@@ -1,5 +1,5 @@
-// Whatever a transport that puts offers, in the order of a round: room, a put, a signal behind it, the peer's signal, and the end of the put.
-// Behind an include of the transport, and a definition of TRANSPORT.
+// Whatever a transport that puts offers, in the order of a round: room, a put, a signal behind it, the peer's signal, and the end of the
+// put. Behind an include of the transport, and a definition of TRANSPORT.
 #include "device/wait.cuh"
 
 using namespace moecomm;
