@@ -36,13 +36,13 @@ class Buffer:
         max_tokens: the most tokens one rank passes to a dispatch.
         dtype: bfloat16, float16 or float32: what tokens are made of (float8_e4m3fn rows with scales may be passed as
             well).
-        backend: "auto", "host" (CPU ranks) or "lsa" (NVLink GPUs).
+        backend: "auto", "host" (CPU ranks), or for GPUs "lsa" (NVLink), "gin" (NCCL) or "nvshmem".
         timeout_s: how long any wait for a peer may take, in seconds.
         device: where the tensors live; default: the current GPU if a GPU backend can run, else the CPU.
         window_bytes: room for the outputs of rounds, in bytes; default: two rounds of the worst case (four on CPUs,
             where memory is taken when it is touched).
         domain_ranks: how many neighbouring ranks load and store each other's memory; those of other domains are
-            reached by put and signal, and a token crosses once a domain.  Default: all ranks.  backend="host" only.
+            reached by put and signal, and a token crosses once a domain.  Default: all that can.
 
     Raises:
         BadInput: a value that can't be used.
@@ -93,13 +93,13 @@ class Buffer:
             topk=topk,
             max_tokens=max_tokens,
             ring_tokens=backend_module.ring_tokens(ranks.ranks, max_tokens, row),
-            packet_bytes=backend_module.packet_bytes(ranks.ranks, max_tokens, row),
+            packet_bytes=0 if self.settings.crosses else backend_module.packet_bytes(ranks.ranks, max_tokens, row),
             staged_row_bytes=row,
             heap_bytes=window_bytes or self.settings.default_heap(),
             domain_ranks=domain_ranks or 0,
         )
         shape.landing_bytes = _native.landed_bytes(shape, *self.settings.landing_payload_bytes)
-        self._session = backend_module.open(ranks, shape, wanted, timeout_s)
+        self._session, self.why = backends.open_session(name, self.why, ranks, shape, wanted, timeout_s)
         self._session.context.timeout_ns = int(timeout_s * 1e9)
         self._record = self._session.context.record
         self.packet_room = shape.packet_bytes
@@ -113,7 +113,7 @@ class Buffer:
         self.rank, self.num_ranks = ranks.rank, ranks.ranks
         self.hidden, self.num_experts, self.topk, self.max_tokens = hidden, num_experts, topk, max_tokens
         self.dtype, self.timeout_s = dtype, timeout_s
-        self.domain_ranks = domain_ranks or ranks.ranks
+        self.domain_ranks = self._session.context.shape.domain_ranks or ranks.ranks
         self._close = weakref.finalize(self, _close_where_opened, os.getpid(), self._session)
         self.name = names.give(self)  # what operators call it
         log.info(

@@ -6,7 +6,6 @@ import contextlib
 import ctypes.util
 import importlib
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from moecomm import backends, config, shims
+from moecomm import backends, config, nic, shims
 
 BACKENDS = ("host", "lsa", "gin", "nvshmem")
 _PACKAGES = {  # what a user calls it: distributions that bring it, the first one installed counts
@@ -38,15 +37,27 @@ _PACKAGES = {  # what a user calls it: distributions that bring it, the first on
 
 @dataclass(frozen=True)
 class BackendReport:
-    """One backend.  `missing`: empty if it can run, else the first thing missing, as a sentence a user can act on."""
+    """One backend.
+
+    Attributes:
+        missing: empty if it can run, else the first thing missing, as a sentence a user can act on.
+        note: how it runs here, or what of it does not; may be empty.
+    """
 
     name: str
     missing: str
+    note: str = ""
 
     @property
     def can_run(self) -> bool:
         """Whether a Buffer can be opened with it here."""
         return not self.missing
+
+    @property
+    def verdict(self) -> str:
+        """What there is to say, after "can run" or "can't run"."""
+        said = "  ".join(filter(None, (self.missing, self.note)))
+        return f": {said}" if said else ""
 
 
 @dataclass(frozen=True)
@@ -89,35 +100,27 @@ class Report:
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        verdicts = [f"{b.name:<8} {'can run' if b.can_run else 'cannot run: ' + b.missing}" for b in self.backends]
+        verdicts = [f"{b.name:<8} {'can run' if b.can_run else 'cannot run'}{b.verdict}" for b in self.backends]
         return "\n".join([*verdicts, "", self.details()])
 
 
 def doctor() -> Report:
     """Looks and changes nothing; runs no kernel."""
-    return Report(
-        [BackendReport(name, _missing(name)) for name in BACKENDS], _versions(), _topology(), _cache(config.cache_dir())
-    )
+    return Report([_backend(name) for name in BACKENDS], _versions(), _topology(), _cache(config.cache_dir()))
 
 
-def _missing(name: str) -> str:
-    reason = backends.missing(name)
+def _backend(name: str) -> BackendReport:
+    missing = backends.missing(name)
     if name not in shims.NAMES:
-        return reason
-    lacking, shim = _lacking(name), shims.find(name)
-    also = f"It will also need {', '.join(lacking)}: missing here." if lacking else ""
-    return "  ".join(filter(None, (reason, also, shim.missing)))
-
-
-def _lacking(name: str) -> list[str]:
-    """What is missing here for a backend that moecomm does not have yet."""
-    module, package = {"gin": ("nccl", "nccl4py"), "nvshmem": ("nvshmem", "nvshmem4py")}[name]
-    lacking = ["an NVIDIA driver"] if _driver() is None else []
-    if importlib.util.find_spec(module) is None:
-        lacking.append(f"{package} (pip install 'moecomm[cu13]')")
-    if not any(Path("/sys/class/infiniband").glob("*")):
-        lacking.append("an RDMA NIC")
-    return lacking
+        return BackendReport(name, missing)
+    shim = shims.find(name).missing
+    if shim and shim != missing:
+        return BackendReport(name, missing, shim if missing or name == "gin" else f"Not between domains: {shim}")
+    if missing or nic.has_rdma():
+        return BackendReport(name, missing)
+    if name == "gin":
+        return BackendReport(name, "", "through moecomm's RMA plugin, because there is no RDMA NIC here")
+    return BackendReport(name, "", "inside one NVLink domain, because there is no RDMA NIC here")
 
 
 def _versions() -> dict[str, str | None]:

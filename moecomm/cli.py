@@ -38,7 +38,7 @@ def demo(
     intermediate: Annotated[
         int, typer.Option(help="Columns of an expert; the model's own would not fit a laptop.")
     ] = 64,
-    backend: Annotated[str, typer.Option(help="auto, host or lsa.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, host, lsa, gin or nvshmem.")] = "auto",
 ) -> None:
     """An MoE layer over several ranks, in every layout, checked against a single rank."""
     from moecomm.demo import demo as run
@@ -67,7 +67,7 @@ def tune(
     chunks: Annotated[str, typer.Option(help="Chunk sizes to try, in tokens.")] = "1,2,4,8,16,32",
     replays: Annotated[int, typer.Option(help="Times that each is timed.")] = 5,
     ranks: Annotated[int | None, typer.Option(help="Processes; default: one a GPU.")] = None,
-    backend: Annotated[str, typer.Option(help="auto, host or lsa.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, host, lsa, gin or nvshmem.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Default: where rounds of this user look for it.")] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write every time measured there.")] = None,
 ) -> None:
@@ -137,8 +137,8 @@ def show_demo(result: Result, console: Console) -> None:
 def show_doctor(report: Report, console: Console) -> None:
     """The doctor's findings."""
     for backend in report.backends:
-        verdict = ("can run", "green") if backend.can_run else ("can't run: ", "red")
-        console.print(Text.assemble(f"{backend.name:<8} ", verdict, backend.missing), soft_wrap=True)
+        can = ("can run", "green") if backend.can_run else ("can't run", "red")
+        console.print(Text.assemble(f"{backend.name:<8} ", can, backend.verdict), soft_wrap=True)
     console.print()
     console.print(report.details(), highlight=False, markup=False, soft_wrap=True)
 

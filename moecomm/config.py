@@ -1,4 +1,4 @@
-"""The only file that reads the environment.
+"""The only file that reads the environment, and the only one that changes it, for as long as a library looks.
 
 | variable | meaning |
 | --- | --- |
@@ -16,6 +16,8 @@ A variable that starts with MOECOMM_ and is not listed is an error: a misspelt s
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 _KNOWN = {
@@ -51,6 +53,24 @@ def window_kind() -> str | None:
     """How the lsa backend shall make its windows; None: its own choice."""
     check_environment()
     return os.environ.get("MOECOMM_WINDOW")
+
+
+@contextmanager
+def variables(wanted: Mapping[str, str], *, insist: bool = False) -> Iterator[None]:
+    """A library finds `wanted` in the environment meanwhile, beside what the user has set, which comes first.
+
+    Afterwards the environment is as it was.  `insist`: what the user has set is hidden instead.
+    """
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update({name: value for name, value in wanted.items() if insist or before[name] is None})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def cache_dir() -> Path:

@@ -60,6 +60,7 @@ class KernelSpec:
     weighted: bool = True
     in_place: bool = False
     transport: str = "lsa"  # one of linking.TRANSPORTS: how the kernel reaches its peers
+    domain_ranks: int = 0  # Shape.domain_ranks; 0, all, with "lsa" and no other
 
     def __post_init__(self) -> None:
         row = self.hidden * _BYTES[self.type]
@@ -68,6 +69,12 @@ class KernelSpec:
             self.transport in linking.TRANSPORTS, f"transport={self.transport!r}: want {', '.join(linking.TRANSPORTS)}"
         )
         _want(1 <= self.ranks <= 64, f"{self.ranks} ranks: want 1 to 64")
+        near = self.domain_ranks or self.ranks
+        _want(
+            self.ranks % near == 0 and (near < self.ranks) == (self.transport != "lsa"),
+            f"domain_ranks={self.domain_ranks}, {self.ranks} ranks: want several domains where a transport puts",
+        )
+        _want(not self.packets or self.transport == "lsa", "packets do not cross to other domains")
         _want(1 <= self.topk <= 32, f"topk={self.topk}: want 1 to 32")
         _want(self.experts % self.ranks == 0, f"{self.experts} experts: want a multiple of {self.ranks} ranks")
         _want(row > 0 and row % 16 == 0, f"hidden={self.hidden}: rows of {row} bytes; want a multiple of 16 bytes")
@@ -119,6 +126,8 @@ def _piece(row_bytes: int, most: int, unit: int) -> int:
 
 def packets_of(spec: KernelSpec) -> packets.Packets | None:
     """How rows of few tokens travel between kernels like this one, whichever rank they are of; None if they can't."""
+    if spec.domain_ranks:
+        return None
     if spec.op == "combine":
         return packets.of_combine(spec.hidden * _BYTES[spec.type if spec.layout == _FLAT else spec.wire])
     if spec.part != 0 or spec.repeat:
@@ -131,7 +140,10 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
     """How the block of a dispatch kernel is made up; shared_bytes bounds DispatchShared from above."""
     size, columns, ends = _BYTES[spec.type], spec.experts + spec.ranks, spec.part == _END
     spreads = spec.layout != _FLAT and spec.part != _BEGIN
+    several = spec.domain_ranks != 0
     receive_warps = 8 if spreads or ends or (spec.scale_columns and spec.part != _BEGIN) else 0
+    if several and not ends:
+        receive_warps //= 2
     if spec.packets:
         receive_warps = 16 if spreads else 12
     packet = packets_of(spec)
@@ -143,15 +155,18 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
     spread = _piece(spec.row_bytes, 3584, 16) if spreads else 16
     # the arguments, a word a column or more in several tables, a notice and what comes of a rank
     tables = 1920 + 4 * (4 * columns + spec.experts // spec.ranks) + spec.ranks * (8 + 104 + 8) + 104 + 512
+    tables += spec.ranks * (4 + 4 + 2 * 4 * _WANTED_WORDS)
     if packet:
-        tables += 4 * spec.experts + spec.ranks * (4 + 4 + 2 * 4 * _WANTED_WORDS)
+        tables += 4 * spec.experts
     spread_slots = 2
     # a ring of each receive warp, and the rows of a chunk's tokens
     spreading = (
         receive_warps * (_align(spread_slots * (spread + 8) + 4 * 32 * spec.topk, 128) + 128) if spreads else 256
     )
-    few = ((8, 2), (6, 2), (4, 2), (2, 2), (1, 2))
-    many = () if spec.packets or spreads else ((8, 3), (7, 3), (6, 3))
+    relay_warps, relay = (4, _piece(spec.row_bytes, 3584, 16)) if several else (0, 0)
+    relaying = relay_warps * _align(2 * (relay + 8) + 128, 128) + 128 * several
+    few = ((8, 2), (6, 2), (4, 2), (2, 2), (1, 2))[2 * several :]
+    many = () if spec.packets or spreads or several else ((8, 3), (7, 3), (6, 3))
     for send_warps, slots in ((0, 2),) if ends else (*many, *few):
         of_scales = 2 * (4 * -(-spec.hidden // 128) + 16)
         warp, count_warps = slots * (max(piece, 16) + 8) + 2 * cast + of_scales, 0
@@ -162,7 +177,7 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
             count_warps = send_warps if cast >= 4 * columns else 0
         else:
             count_warps = min(send_warps, send_warps * (slots - slots // 2) * piece // (4 * columns))
-        fixed = tables + spreading + max(send_warps, 1) * warp + 256
+        fixed = tables + spreading + relaying + max(send_warps, 1) * warp + 256
         beside = 4 * columns if count_warps == 0 and not ends else 0
         count_warps, fixed = max(count_warps, int(not ends)), fixed + beside
         if fixed <= _SHARED_LIMIT:
@@ -172,12 +187,16 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
                 "packet_lines": packet.lines if packet else 0,
                 "send_warps": send_warps,
                 "receive_warps": receive_warps,
-                "describe_warps": int(not ends and not spec.repeat and not spec.packets),
+                "describe_warps": int(not ends and (several or not spec.repeat) and not spec.packets),
                 "flag_warps": int(not ends and not spec.packets),
+                "put_warps": int(several and not ends),
+                "relay_warps": relay_warps,
                 "piece_columns": piece // size,
                 "ring_slots": slots,
                 "spread_bytes": spread,
                 "spread_slots": spread_slots,
+                "relay_bytes": relay,
+                "relay_slots": 2 * several,
                 "count_warps": count_warps,
                 "count_beside": beside,
                 "shared_bytes": _align(fixed, 128),
@@ -187,27 +206,33 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
 
 def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     """How the block of a combine kernel is made up; shared_bytes bounds CombineShared from above."""
-    reduce_warps, pull_warps = (0, 12) if spec.in_place and not spec.packets else (8, 8)
+    reduce_warps, pull_warps, return_warps = (0, 12, 0) if spec.in_place and not spec.packets else (8, 8, 0)
+    if spec.domain_ranks:
+        reduce_warps, pull_warps, return_warps = (0, 8, 4) if spec.in_place else (6, 6, 4)
     # A piece is summed in registers: 56 fp32 columns a lane, or 32 where a block has more warps.
     summed = {2: 3584, 4: 4096} if spec.in_place else {2: 2048, 4: 3584}
     staged = spec.type if spec.layout == _FLAT else spec.wire
     reduce_bytes = _piece(spec.hidden * _BYTES[spec.type], summed[_BYTES[spec.type]], _LINE)
+    if spec.domain_ranks and not spec.in_place:
+        summed = {2: 1536, 4: 3584}  # beside the sum of the domains
     pull_bytes = _piece(spec.hidden * _BYTES[staged], summed[_BYTES[staged]], _LINE)
     beside = _align(12 * _MOST_SLOTS + 8 * 24, 128) + 128  # barriers, weights and items of a ring, and alignment
-    fixed = (max(reduce_warps, 1) + pull_warps) * beside + spec.ranks * 120 + 104 + 512 + 1920
+    fixed = (max(reduce_warps, 1) + pull_warps + return_warps) * beside + spec.ranks * 120 + 104 + 512 + 1920
+    fixed += (8 * 8 * pull_warps + 256) * bool(spec.domain_ranks)
     left = _SHARED_LIMIT - fixed
     reduce_slots = 0 if spec.in_place else min(_MOST_SLOTS, left * 3 // 7 // (reduce_warps * reduce_bytes))
     left -= reduce_slots * reduce_warps * reduce_bytes
     if spec.packets:  # what comes home does not pass through a ring
         pull_bytes = 16
-    pull_slots = 1 if spec.packets else min(_MOST_SLOTS, left // (pull_warps * pull_bytes))
-    used = reduce_slots * reduce_warps * reduce_bytes + pull_slots * pull_warps * pull_bytes
+    pull_slots = 1 if spec.packets else min(_MOST_SLOTS, left // ((pull_warps + return_warps) * pull_bytes))
+    used = reduce_slots * reduce_warps * reduce_bytes + pull_slots * (pull_warps + return_warps) * pull_bytes
     packet = packets.of_combine(spec.hidden * _BYTES[staged])
     return {
         "packet_bytes": packet.row_bytes,
         "packet_lines": packet.lines,
         "reduce_warps": reduce_warps,
         "pull_warps": pull_warps,
+        "return_warps": return_warps,
         "reduce_bytes": reduce_bytes,
         "pull_bytes": pull_bytes,
         "reduce_slots": reduce_slots,
@@ -223,16 +248,14 @@ def block_fields(spec: KernelSpec) -> dict[str, int]:
 
 def block_threads(fields: dict[str, int]) -> int:
     """Threads of a block made up of these fields."""
-    return 32 * sum(
-        n
-        for name, n in fields.items()
-        if name in ("send_warps", "receive_warps", "describe_warps", "flag_warps", "reduce_warps", "pull_warps")
-    )
+    return 32 * sum(n for name, n in fields.items() if name.endswith("_warps") and name != "count_warps")
 
 
 def source(spec: KernelSpec) -> str:
     """The translation unit of a kernel: its configuration, by named fields, and an entry without a mangled name."""
     shape = f".ranks = {spec.ranks}, .experts = {spec.experts}, .topk = {spec.topk}, .hidden = {spec.hidden}"
+    if spec.domain_ranks:
+        shape += f", .domain_ranks = {spec.domain_ranks}"
     kind = f".layout = Layout::{_LAYOUTS[spec.layout]}, .type = Type::{_TYPES[spec.type]}"
     if spec.op == "dispatch":
         kind += f", .idx_bytes = {spec.idx_bytes}, .row_bytes = {spec.row_bytes}, .scale_bytes = {spec.scale_bytes}"
@@ -286,7 +309,7 @@ def _core() -> Any:
 def build(spec: KernelSpec, arch: str = "sm_90a") -> tuple[bytes, str]:
     """Compiles, and links if its transport has a shim, without the cache: the cubin, and what ptxas says about it."""
     core, log = _core(), io.StringIO()
-    if spec.transport != "lsa":
+    if spec.transport not in linking.ALONE:
         return linking.build(source(spec), spec.transport, arch, _headers(), core)
     known = core.ProgramOptions.__dataclass_fields__
     verbose = {"ptxas_options": ["-v"]} if "ptxas_options" in known else {}
@@ -301,7 +324,7 @@ def compile(spec: KernelSpec, arch: str = "sm_90a") -> bytes:  # noqa: A001
     Unsupported, with a transport other than "lsa", says what it can't be linked with.
     """
     parts = [source(spec), arch, "c++20", _toolchain()]
-    if spec.transport != "lsa":
+    if spec.transport not in linking.ALONE:
         parts.append(linking.digest(spec.transport, arch))
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     if (cubin := kernel_cache.read(cache_dir(), key)) is None:
@@ -343,7 +366,10 @@ def _load(spec: KernelSpec, index: int) -> Kernel:
     # The primary context, which torch uses as well; kept, like the module, until the process ends.
     call("cuCtxPushCurrent", call("cuDevicePrimaryCtxRetain", device))
     try:
-        function = call("cuModuleGetFunction", call("cuModuleLoadData", cubin), f"moecomm_{spec.op}".encode())
+        module = call("cuModuleLoadData", cubin)
+        if spec.transport == "nvshmem":
+            linking.tell_nvshmem(int(module))
+        function = call("cuModuleGetFunction", module, f"moecomm_{spec.op}".encode())
         most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         call("cuFuncSetAttribute", function, most, fields["shared_bytes"])
         if hasattr(

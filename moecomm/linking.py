@@ -1,6 +1,6 @@
 """Kernels that reach peers through NCCL GIN or NVSHMEM: LTO IR of NVRTC, linked with a shim by nvJitLink.
 
-A kernel whose transport is "lsa" is not linked with anything and does not come here.
+A kernel whose transport is "lsa" or "puts" is not linked with anything and does not come here.
 
 | transport | linked with |
 | --- | --- |
@@ -23,7 +23,8 @@ and NVSHMEM fills them in when told of the module, before the first launch:
    that of libnvshmem_device.a, with the host library's.  It synchronises the device, so no round may be under way.
 4. nvshmem.bindings.cumodule_finalize(module) before the module is unloaded or NVSHMEM is finalised.
 
-With a CUlibrary (cuda.core's ObjectCode) it is culibrary_init and culibrary_finalize.
+With a CUlibrary (cuda.core's ObjectCode) it is culibrary_init and culibrary_finalize.  tell_nvshmem() is step 3;
+modules are kept until the process ends, so that step 4 is for an NVSHMEM that has been finalised and initialised again.
 
 libnvshmem_device.a prints through vprintf where a queue fails: the one symbol that such a cubin leaves to the driver.
 It has trap instructions too, where atomic operations are told apart, behind such as no shim asks for.  Its bitcode,
@@ -35,6 +36,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import io
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,8 @@ from moecomm.errors import Unsupported
 from moecomm.shims.build import CannotBuild, dotted, version, wheels
 
 # The Transport of csrc/device that a kernel is a template over.
-TRANSPORTS = {"lsa": "Lsa", "gin": "Gin", "gin_proxy": "Gin", "nvshmem": "Nvshmem"}
+TRANSPORTS = {"lsa": "Lsa", "puts": "Puts", "gin": "Gin", "gin_proxy": "Gin", "nvshmem": "Nvshmem"}
+ALONE = ("lsa", "puts")  # linked with nothing
 
 
 def build(source: str, transport: str, arch: str, include: Path, core: Any) -> tuple[bytes, str]:
@@ -105,6 +108,31 @@ def inputs(transport: str, arch: str) -> tuple[shims.Shim, Path | None]:
                 f"want nvJitLink {dotted(wrote)} or a later {wrote[0]}.x."
             )
     return shim, _nvshmem_library(shim) if transport == "nvshmem" else None
+
+
+_told: list[int] = []  # modules that NVSHMEM knows
+
+
+def tell_nvshmem(module: int) -> None:
+    """Fills NVSHMEM's state in a module that has been loaded, a CUmodule.  The device is synchronised.
+
+    Raises:
+        Unsupported: the host library is of another version than the device library that the module is linked with.
+    """
+    bindings = importlib.import_module("nvshmem.bindings")
+    if status := bindings.cumodule_init(module):
+        raise Unsupported(f"NVSHMEM does not take a kernel that was linked with its device library: status {status}")
+    _told.append(module)
+
+
+def tell_nvshmem_again() -> None:
+    """After NVSHMEM has been initialised: the modules that an earlier one in this process knew.  Raises as above."""
+    modules = _told.copy()
+    _told.clear()
+    for module in modules:
+        with suppress(Exception):  # it may have forgotten them
+            importlib.import_module("nvshmem.bindings").cumodule_finalize(module)
+        tell_nvshmem(module)
 
 
 def nvjitlink_version() -> tuple[int, int]:

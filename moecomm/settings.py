@@ -83,8 +83,11 @@ class Settings:
             return
         if self.domain_ranks < 1 or self.ranks % self.domain_ranks:
             raise BadInput("domain_ranks", self.domain_ranks, f"a divisor of the number of ranks, {self.ranks}")
-        if self.domain_ranks != self.ranks and self.backend != "host":
-            raise BadInput("domain_ranks", self.domain_ranks, f"all {self.ranks} with backend {self.backend!r}")
+
+    @property
+    def crosses(self) -> bool:
+        """Whether there are several domains: then few tokens go as many do, and not in packets."""
+        return self.domain_ranks not in (None, self.ranks)
 
     @property
     def staged_row_bytes(self) -> int:

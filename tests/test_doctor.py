@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 import moecomm
-from moecomm import backends, checkup, cli
+from moecomm import backends, checkup, cli, nic, shims
 
 TOPOLOGY = """
 \x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
@@ -29,10 +29,8 @@ def test_every_backend_has_a_verdict_and_a_reason() -> None:
     found = {b.name: b for b in moecomm.doctor().backends}
     assert list(found) == ["host", "lsa", "gin", "nvshmem"]
     assert found["host"].can_run and found["host"].missing == ""
-    for name in ("host", "lsa"):
+    for name in found:
         assert found[name].missing == backends.load(name).missing()
-    for name in ("gin", "nvshmem"):
-        assert "this release does not have it yet" in found[name].missing
     if not torch.cuda.is_available():
         assert not found["lsa"].can_run and len(found["lsa"].missing) > 10
 
@@ -42,10 +40,35 @@ def test_a_backend_that_can_run_is_one_that_a_buffer_opens() -> None:
         settings = {"hidden": 64, "num_experts": 2, "topk": 1, "max_tokens": 4, "backend": backend.name}
         if backend.can_run:
             moecomm.Buffer(**settings).close()
-        elif backend.name in ("host", "lsa"):
+        else:
             with pytest.raises(moecomm.Unsupported) as caught:
                 moecomm.Buffer(**settings)
             assert backend.missing in str(caught.value)
+
+
+def verdicts(monkeypatch: pytest.MonkeyPatch, *, rdma: bool, shim: str = "", lacks: str = "") -> dict[str, str]:
+    """Each line of the doctor about a backend of GPUs, where all of them lack this or nothing."""
+    monkeypatch.setattr(backends, "missing", lambda name: lacks)
+    monkeypatch.setattr(nic, "has_rdma", lambda: rdma)
+    monkeypatch.setattr(shims, "find", lambda name: shims.Shim(name, Path(), shim))
+    lines = str(checkup.doctor()).splitlines()[1:4]
+    return {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
+
+
+def test_one_true_sentence_for_each_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert verdicts(monkeypatch, rdma=True) == dict.fromkeys(("lsa", "gin", "nvshmem"), "can run")
+    assert verdicts(monkeypatch, rdma=False) == {
+        "lsa": "can run",
+        "gin": "can run: through moecomm's RMA plugin, because there is no RDMA NIC here",
+        "nvshmem": "can run: inside one NVLink domain, because there is no RDMA NIC here",
+    }
+    assert verdicts(monkeypatch, rdma=True, shim="It was not built.")["nvshmem"] == (
+        "can run: Not between domains: It was not built."
+    )
+    assert verdicts(monkeypatch, rdma=False, lacks="no GPU") == dict.fromkeys(
+        ("lsa", "gin", "nvshmem"), "cannot run: no GPU"
+    )
+    assert verdicts(monkeypatch, rdma=False, lacks="no GPU", shim="No shim.")["gin"] == "cannot run: no GPU  No shim."
 
 
 def test_versions_are_those_installed() -> None:

@@ -17,8 +17,10 @@ struct PingPongArgs {
     i32 warmup, rounds;  // round trips
     i32 starts;
     i32 pad;
+    // For puts through a library: our window, in which `here` and `source` lie, Context::link, and the signal that is added to.
+    u64 window, link, which;
 };
-static_assert(sizeof(PingPongArgs) == 88, "as latency.py packs it");
+static_assert(sizeof(PingPongArgs) == 112, "as latency.py packs it");
 
 constexpr i32 kPayload = 256;
 constexpr i32 kPutPiece = 8192, kPutSlots = 4;  // of a warp's ring
@@ -65,30 +67,63 @@ MOECOMM_FN void put_bulk(const PingPongArgs& a, Mover& m) {
     bulk_wait<0>();
 }
 
-// By every thread: the signal of a block once all its bytes are on their way; the peer waits for those of all blocks.
-MOECOMM_FN void signal_block(const PingPongArgs& a, i64 round) {
-    __syncwarp();
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    auto* flag = reinterpret_cast<u64*>(a.there);
-    if (gridDim.x == 1) {
-        store_release(flag, a.before + round + 1);  // a store is on its way sooner than an addition
-    } else {
-        count_release(flag);
+// Loads and stores, as what is put with: `Bytes` moves them, by every thread.
+template <class Bytes>
+struct Near {
+    const PingPongArgs& a;
+    Bytes bytes;
+
+    MOECOMM_FN bool put() {
+        bytes();
+        return true;
     }
+    // By one thread of a block, all bytes of which are on their way; the peer waits for the signals of all blocks.
+    MOECOMM_FN void signal(i64 round) const {
+        auto* flag = reinterpret_cast<u64*>(a.there);
+        if (gridDim.x == 1) {
+            store_release(flag, a.before + round + 1);  // a store is on its way sooner than an addition
+        } else {
+            count_release(flag);
+        }
+    }
+    MOECOMM_FN u64 signals() const { return load_acquire(reinterpret_cast<const u64*>(a.here)); }
+};
+
+MOECOMM_FN Deadline deadline_of(const PingPongArgs& a) {
+    return {a.timeout_ns, reinterpret_cast<const u32*>(a.abort_here), reinterpret_cast<const u32*>(a.abort_host)};
 }
+MOECOMM_FN void give_up(const PingPongArgs& a, Waited why) { reinterpret_cast<u64*>(a.result)[1] = static_cast<u64>(why); }
 
 // By every thread: until the peer has put for this round.  False when it is called off.
-MOECOMM_FN bool await_peer(const PingPongArgs& a, i64 round) {
+template <class Way>
+MOECOMM_FN bool await_peer(const PingPongArgs& a, const Way& way, i64 round) {
     bool failed = false;
     if (threadIdx.x == 0) {
-        const Deadline d{a.timeout_ns, reinterpret_cast<const u32*>(a.abort_here), reinterpret_cast<const u32*>(a.abort_host)};
         const u64 wanted = a.before + (round + 1) * gridDim.x;
-        const Waited waited = wait_until(d, [&] { return load_acquire(reinterpret_cast<const u64*>(a.here)) >= wanted; });
+        const Waited waited = wait_until(deadline_of(a), [&] { return way.signals() >= wanted; });
         failed = waited != Waited::ok;
-        if (failed) reinterpret_cast<u64*>(a.result)[1] = static_cast<u64>(waited);
+        if (failed) give_up(a, waited);
     }
     return !__syncthreads_or(failed);
+}
+
+template <class Way>
+MOECOMM_FN void take_turns(const PingPongArgs& a, Way way) {
+    u64 start = 0;
+    for (i64 round = 0; round < a.warmup + a.rounds; ++round) {
+        if (round == a.warmup) start = now_ns();
+        if (!a.starts && !await_peer(a, way, round)) return;
+        const bool put = way.put();
+        __syncwarp();
+        if (__syncthreads_or(!put)) return;
+        if (threadIdx.x == 0) way.signal(round);
+        if (a.starts && !await_peer(a, way, round)) return;
+    }
+    if (blockIdx.x == 0 && threadIdx.x == 0) reinterpret_cast<u64*>(a.result)[0] = now_ns() - start;
+}
+template <class Bytes>
+MOECOMM_FN void take_turns_near(const PingPongArgs& a, Bytes bytes) {
+    take_turns(a, Near<Bytes>{a, bytes});
 }
 
 template <bool bulk>
@@ -102,16 +137,10 @@ MOECOMM_FN void ping_pong(const PingPongArgs& a) {
         for (i32 slot = 0; slot < kPutSlots; ++slot) barrier_init(mover.loaded + slot, 1);
         barrier_init_done();
     }
-    u64 start = 0;
-    for (i64 round = 0; round < a.warmup + a.rounds; ++round) {
-        if (round == a.warmup) start = now_ns();
-        if (!a.starts && !await_peer(a, round)) return;
+    take_turns_near(a, [&] {
         if (!bulk) put_vectors(a);
         if (bulk && moves) put_bulk(a, mover);
-        signal_block(a, round);
-        if (a.starts && !await_peer(a, round)) return;
-    }
-    if (blockIdx.x == 0 && threadIdx.x == 0) reinterpret_cast<u64*>(a.result)[0] = now_ns() - start;
+    });
 }
 
 }  // namespace moecomm::bench

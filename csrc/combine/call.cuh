@@ -3,6 +3,7 @@
 #include "../device/bulk.cuh"
 #include "../device/cast.cuh"
 #include "../device/copy.cuh"
+#include "../device/crossing.cuh"
 #include "../device/launch.cuh"
 #include "../device/mail.cuh"
 #include "../device/turn.cuh"
@@ -38,6 +39,13 @@ struct RowRing {
     Item items[kItemsOpen];
 };
 
+// What several domains need besides, behind CombineShared.
+template <CombineConfig cfg>
+struct CrossingShared {
+    RowRing<cfg.pull_slots, cfg.pull_bytes> rings[cfg.return_warps > 0 ? cfg.return_warps : 1];
+    u64 owners[cfg.pull_warps][kItemsOpen];  // the ranks that have a part of the token of an open item, a bit each
+};
+
 template <CombineConfig cfg>
 struct CombineShared {
     static constexpr i32 kReduceWarps = cfg.in_place ? 1 : cfg.reduce_warps;
@@ -56,6 +64,11 @@ struct CombineShared {
     i32 is_void;             // the ranks do not agree
 };
 
+template <CombineConfig cfg>
+MOECOMM_FN CrossingShared<cfg>& crossing_beside(CombineShared<cfg>& shared) {
+    return *reinterpret_cast<CrossingShared<cfg>*>(reinterpret_cast<u8*>(&shared) + align_up<i32>(sizeof(shared), 128));
+}
+
 template <CombineConfig config, class T>
 struct CombineCall {
     static constexpr CombineConfig cfg = config;
@@ -69,11 +82,28 @@ struct CombineCall {
     bool all_in_packets;  // every home comes so
 
     MOECOMM_FN i32 me() const { return a.ctx.rank; }
+    MOECOMM_FN auto domains() const { return Domains<cfg.ranks, cfg.near()>{me()}; }
+    // As in DispatchCall.
+    MOECOMM_FN Transport channel() const { return Transport{a.ctx, static_cast<i32>(blockIdx.x) % transport.channels()}; }
+    MOECOMM_FN i32 posters() const {
+        return ceil_div(static_cast<i32>(gridDim.x), transport.channels()) * (cfg.pull_warps + cfg.return_warps);
+    }
+    MOECOMM_FN auto& crossing() const { return crossing_beside<cfg>(shared); }
     MOECOMM_FN const WindowLayout& window() const { return a.ctx.window; }
     MOECOMM_FN const Shape& shape() const { return a.ctx.shape; }
     MOECOMM_FN i64 grads_at() const { return shape().staged_row_bytes - cfg.grads_bytes(); }  // in a staged row
     MOECOMM_FN u8* staged_row(i32 rank, i32 home, i32 token) const {
         return transport.template peer_ptr<u8>(rank, staged_at(window(), shape(), home, token));
+    }
+    // Where `rank`, which may be of another domain, has left the gradients of our token.
+    MOECOMM_FN const u8* row_with_grads(i32 rank, i32 token) const {
+        if (domains().reaches(rank)) return staged_row(rank, me(), token);
+        return transport.template local<u8>(returned_at(window(), shape(), rank / cfg.near(), token));
+    }
+    // The flag of `from` at whoever pulls the rows of `home` in our domain.
+    MOECOMM_FN u64 reduced_flag(i32 home, i32 from, i32 chunk) const {
+        if constexpr (cfg.domains() == 1) return reduced_at(window(), shape(), from, chunk);
+        return reduced_for(window(), shape(), home, from, chunk);
     }
     MOECOMM_FN i32 chunks() const { return ceil_div(a.num_tokens, a.chunk_tokens); }
     // Chunks that are staged for a home.

@@ -8,6 +8,7 @@
 #include "pull.cuh"
 #include "push.cuh"
 #include "reduce.cuh"
+#include "returns.cuh"
 
 namespace moecomm {
 
@@ -27,6 +28,10 @@ MOECOMM_FN void fill_notice(const Call& c, Notice& n) {
 // By all threads: what a block needs before the first __syncthreads, while its arguments are on their way.
 template <CombineConfig cfg>
 MOECOMM_FN void prepare_block(CombineShared<cfg>& shared) {
+    if constexpr (cfg.domains() > 1) {
+        for (i32 i = threadIdx.x; i < cfg.return_warps * cfg.pull_slots; i += cfg.threads())
+            barrier_init(&crossing_beside(shared).rings[i / cfg.pull_slots].full[i % cfg.pull_slots], 1);
+    }
     if constexpr (!cfg.in_place) {
         for (i32 i = threadIdx.x; i < cfg.reduce_warps * cfg.reduce_slots; i += cfg.threads())
             barrier_init(&shared.reduce[i / cfg.reduce_slots].full[i % cfg.reduce_slots], 1);
@@ -46,8 +51,10 @@ template <class Call>
 MOECOMM_FN void announce(const Call& c) {
     constexpr CombineConfig cfg = Call::cfg;
     if (static_cast<i32>(threadIdx.x) >= kNoticeWords) return;
-    for (i32 turn = blockIdx.x; turn < cfg.ranks; turn += gridDim.x)
-        send_notice(c.round, c.transport, rotated<cfg.ranks>(c.me(), turn), c.shared.mine, threadIdx.x, kNoticeWords);
+    for (i32 turn = blockIdx.x; turn < cfg.ranks; turn += gridDim.x) {
+        const i32 peer = rotated<cfg.ranks>(c.me(), turn);
+        if (c.domains().reaches(peer)) send_notice(c.round, c.transport, peer, c.shared.mine, threadIdx.x, kNoticeWords);
+    }
 }
 
 // A warp: until every rank has read what we offered in combine `round`.  A rank that wants none of our rows may be through with a later
@@ -56,6 +63,7 @@ template <class Call>
 MOECOMM_FN bool await_drained(const Call& c, u32 round) {
     bool missing = false;
     for (i32 p = lane_id(); round != 0 && p < Call::cfg.ranks && !missing; p += kWarp) {
+        if (!c.domains().reaches(p)) continue;
         const auto* flag = c.transport.template local<const u64>(drained_at(c.window(), p));
         u32 tag;
         const auto reached = [&] {
@@ -70,7 +78,12 @@ MOECOMM_FN bool await_drained(const Call& c, u32 round) {
 template <class Call>
 MOECOMM_FN bool reduce_or_pull(const Call& c) {
     constexpr CombineConfig cfg = Call::cfg;
-    if (cfg.reduce_warps == 0 || warp_id() < cfg.reduce_warps) push(c);
+    constexpr i32 returners = cfg.reduce_warps + cfg.pull_warps;
+    if constexpr (cfg.domains() > 1) {
+        if (warp_id() >= returners) return give_back(c, warp_id() - returners);
+    } else {
+        if (cfg.reduce_warps == 0 || warp_id() < cfg.reduce_warps) push(c);
+    }
     if (warp_id() >= cfg.reduce_warps) return pull(c);
     if constexpr (!cfg.in_place) {
         if (!c.all_in_packets) return await_drained(c, load_relaxed(&own_state(c.a.ctx)->last_combine)) && reduce(c);
@@ -88,8 +101,8 @@ MOECOMM_FN void finish(const Call& c) {
     State* state = own_state(c.a.ctx);
     if (c.all_in_packets) return;
     if (!last_block(&state->finished) || c.shared.is_void != 0 || warp_id() != 0) return;
-    for (i32 turn = lane_id(); turn < cfg.ranks; turn += kWarp)
-        c.transport.signal(rotated<cfg.ranks>(c.me(), turn), drained_at(c.window(), c.me()), tag_signal(c.round.tag));
+    for (i32 turn = lane_id(); turn < cfg.near(); turn += kWarp)
+        c.transport.signal(c.domains().neighbour(turn), drained_at(c.window(), c.me()), tag_signal(c.round.tag));
     if constexpr (cfg.in_place) {
         await_drained(c, c.round.tag);
     } else {
@@ -100,8 +113,9 @@ MOECOMM_FN void finish(const Call& c) {
 // A launch of `workers` blocks of cfg.threads() threads with cfg.shared_bytes of dynamic shared memory.
 template <CombineConfig cfg, class Transport>
 MOECOMM_FN void combine(const CombineArgs& args) {
-    static_assert(sizeof(CombineShared<cfg>) <= cfg.shared_bytes, "jit.py and CombineShared disagree");
-    static_assert(Transport::all_reachable, "rows are loaded from every peer's window");
+    constexpr i32 beside = cfg.return_warps > 0 ? sizeof(CrossingShared<cfg>) + 128 : 0;
+    static_assert(sizeof(CombineShared<cfg>) + beside <= cfg.shared_bytes, "jit.py and CombineShared disagree");
+    static_assert(Transport::all_reachable == (cfg.domains() == 1), "ranks of other domains are put to, and only they");
     extern __shared__ __align__(128) u8 memory[];
     auto& shared = *reinterpret_cast<CombineShared<cfg>*>(memory);
     const CombineArgs& a = shared.args;
@@ -123,6 +137,7 @@ MOECOMM_FN void combine(const CombineArgs& args) {
     if (!begin_round(c.round, shared.begin, cfg.threads())) return;
     if (cfg.packets && !c.all_in_packets) publish_rows();
     announce(c);
+    if constexpr (cfg.domains() > 1) send_mail(c, kNoticeWords);
     if (__syncthreads_or(!reduce_or_pull(c))) return;
     finish(c);
 }

@@ -2,15 +2,20 @@
 #pragma once
 #include "collect.cuh"
 #include "gather.cuh"
+#include "home.cuh"
 
 namespace moecomm {
 
-// By each pull warp, all of them together: every rank's notice, compared with ours.  False when one did not come; else shared.is_void.
+// By each pull and return warp, all of them together: every rank's notice, compared with ours.  False when one did not come; else
+// shared.is_void.
 template <class Call>
 MOECOMM_FN bool hear_everybody(const Call& c) {
     constexpr CombineConfig cfg = Call::cfg;
-    constexpr i32 threads = cfg.pull_warps * kWarp;
+    constexpr i32 threads = (cfg.pull_warps + cfg.return_warps) * kWarp;
     const i32 thread = threadIdx.x - cfg.reduce_warps * kWarp;
+    if constexpr (cfg.domains() > 1) {
+        if (meet_any(1, threads, !await_mail(c, thread, threads))) return false;
+    }
     if (!await_notices(c.round, c.shared.notices, thread, threads)) c.shared.missing = 1;
     if (!cfg.packets) fence_system();  // rows that peers offer were written before their notices
     meet(1, threads);
@@ -26,6 +31,22 @@ MOECOMM_FN bool hear_everybody(const Call& c) {
     if (cfg.packets) let_next_kernel_launch();
     fence_async();  // reads of rows come after the notices that say where they are
     return true;
+}
+
+// By a warp, before it gives the places of a chunk of `home` back: the chunk that was in them may be another warp's, and a chunk that
+// nobody has rows for is pulled at once.  Places are given back in order, so that a credit stands for all before it.
+template <class Call>
+MOECOMM_FN bool await_earlier_credit(const Call& c, i32 home, i32 chunk, i32 chunk_tokens) {
+    const i32 earlier = chunk - ring_chunks(c.shape(), chunk_tokens);
+    if (earlier < 0) return true;
+    const auto* place = own<const u64>(c.a.ctx, credit_at(c.window(), c.shape(), home, earlier, chunk_tokens));
+    const u64 credit = word_signal(c.round.tag, earlier);
+    bool came = true;
+    if (lane_id() == 0)
+        came = wait_for(
+            c.round, Phase::grid, c.me(), earlier, [&] { return load_acquire(place) == credit; },
+            [&] { return static_cast<i64>(signal_word(load_acquire(place))); });
+    return __all_sync(kAllLanes, came);  // before any lane leaves the next credit there
 }
 
 // The role of a pull warp: of the chunks of its block every pull_warps-th piece of the tokens.  Lane i serves the i-th rank that holds a
@@ -49,15 +70,17 @@ struct Pull {
     i32 seen = -1;            // the chunk whose flag this lane has acquired, of the rank `lane`
     i32 told = 0;             // chunks of the block that this warp is done with
     bool failed = false;
+    FarSums<Call> far;
 
     MOECOMM_FN Pull(const Call& call, i32 this_warp)
         : c(call),
           warp(this_warp),
           shift(__ffs(call.a.chunk_tokens) - 1),
-          gives_credit(some_stage(call) && call.chunks() > ring_chunks(call.shape(), call.a.chunk_tokens)),
+          gives_credit((cfg.domains() > 1 || some_stage(call)) && call.chunks() > ring_chunks(call.shape(), call.a.chunk_tokens)),
           span(gives_credit ? shift : 0),
           spans_here(ceil_div(max(ceil_div(call.a.num_tokens, 1 << span) - static_cast<i32>(blockIdx.x), 0), static_cast<i32>(gridDim.x))),
-          nth(this_warp) {
+          nth(this_warp),
+          far{call, this_warp} {
         skip_ends();
         ahead = slot_of(token(), lane_id());
     }
@@ -78,15 +101,17 @@ struct Pull {
         while (!at_end() && token() >= c.a.num_tokens) nth += cfg.pull_warps;
     }
 
-    MOECOMM_FN i32 slot_of(i32 t, i32 rank) const {
-        if (t >= c.a.num_tokens || rank >= cfg.ranks) return -1;
-        return reinterpret_cast<const i32*>(c.a.route.token_slot)[static_cast<i64>(t) * cfg.ranks + rank];
+    // Of the n-th rank of our domain.
+    MOECOMM_FN i32 slot_of(i32 t, i32 n) const {
+        if (t >= c.a.num_tokens || n >= cfg.near()) return -1;
+        return reinterpret_cast<const i32*>(c.a.route.token_slot)[static_cast<i64>(t) * cfg.ranks + c.domains().first() + n];
     }
 
     // The rank that this lane serves, and its slot, -1 if none.  At most topk of them, so 32 lanes are enough for all ranks.
     MOECOMM_FN i32 slot_of_lane(i32& rank) const {
         rank = lane_id();
-        if constexpr (cfg.ranks <= kWarp) return ahead;
+        if constexpr (cfg.domains() > 1) rank += c.domains().first();
+        if constexpr (cfg.near() <= kWarp) return ahead;
         u64 wanted = __ballot_sync(kAllLanes, ahead >= 0);
         wanted |= static_cast<u64>(__ballot_sync(kAllLanes, slot_of(token(), kWarp + lane_id()) >= 0)) << kWarp;
         for (i32 i = 0; i < lane_id(); ++i) wanted &= wanted - 1;
@@ -103,7 +128,7 @@ struct Pull {
                      : signal_tag(load_acquire(own<const u64>(c.a.ctx, flag))) != c.round.tag)
             return false;
         fence_async();  // reads of the row come after the flag
-        if (cfg.ranks <= kWarp) seen = chunk();
+        if (cfg.near() <= kWarp) seen = chunk();
         return true;
     }
 
@@ -119,7 +144,8 @@ struct Pull {
         if (at_end()) return may_wait || !gives_credit ? Next::none : Next::later;
         i32 rank;
         const i32 slot = slot_of_lane(rank);
-        const bool missing = slot >= 0 && !await_row(rank, may_wait);
+        bool missing = slot >= 0 && !await_row(rank, may_wait);
+        if constexpr (cfg.domains() > 1) missing = !far.await(token(), chunk(), may_wait) || missing;
         if (__any_sync(kAllLanes, missing)) {
             failed = may_wait;
             return may_wait ? Next::none : Next::later;
@@ -128,6 +154,7 @@ struct Pull {
         if (slot >= 0) source.piece = row_at(rank, slot) + column * bytes_of(kType);
         if (column == 0 && c.a.out_weight_grads != 0) bring_grads();
         out = {0, token(), 0, column, 0};
+        if constexpr (cfg.domains() > 1) far.open();
         nth += cfg.pull_warps;
         skip_ends();
         ahead = slot_of(token(), lane_id());
@@ -141,43 +168,34 @@ struct Pull {
         const i64 entry = static_cast<i64>(token()) * cfg.topk + lane_id();
         const i32 owner = reinterpret_cast<const i32*>(c.a.route.token_owner)[entry];
         u32 grad = 0;
-        if (owner >= 0) grad = load_relaxed(reinterpret_cast<const u32*>(c.staged_row(owner, c.me(), token()) + c.grads_at()) + lane_id());
+        if (owner >= 0) grad = load_relaxed(reinterpret_cast<const u32*>(c.row_with_grads(owner, token()) + c.grads_at()) + lane_id());
         reinterpret_cast<u32*>(c.a.out_weight_grads)[entry] = grad;
     }
 
     template <i32 n>
     MOECOMM_FN void store(const Item& out, i32 column, float (&sum)[n]) const {
+        if constexpr (cfg.domains() > 1) far.add_to(out.token, column, sum);
         c.store_out(out.token, column, sum);
     }
 
-    MOECOMM_FN void close(const Item&) const {}
+    MOECOMM_FN void close(const Item&) {
+        if constexpr (cfg.domains() > 1) far.close();
+    }
 
     // This warp has nothing left to read of the first `chunks` of its block; the last warp to say so gives their places back.
     MOECOMM_FN void tell_pulled(i32 chunks) {
         for (; told < chunks; ++told) {
             const i32 chunk = blockIdx.x + gridDim.x * told;
-            if (!complete_turn(c.shared.pulled, c.round, told) || !await_earlier(chunk)) continue;
+            if (!complete_turn(c.shared.pulled, c.round, told) || !await_earlier_credit(c, c.me(), chunk, c.a.chunk_tokens)) continue;
+            if constexpr (cfg.domains() > 1) {
+                if (!far.tell_pulled(chunk)) continue;
+            }
             const u64 place = credit_at(c.window(), c.shape(), c.me(), chunk, c.a.chunk_tokens);
-            for (i32 turn = lane_id(); turn < cfg.ranks - 1; turn += kWarp)
-                c.transport.signal(rotated<cfg.ranks>(c.me(), turn), place, word_signal(c.round.tag, chunk));
+            for (i32 turn = lane_id(); turn < cfg.near() - 1; turn += kWarp)
+                c.transport.signal(c.domains().neighbour(turn), place, word_signal(c.round.tag, chunk));
             __syncwarp();  // ours last: who sees it may give the next credit in this place, which must not overtake these
             if (lane_id() == 0) c.transport.signal(c.me(), place, word_signal(c.round.tag, chunk));
         }
-    }
-
-    // The chunk that was in this one's place may be another block's, and a chunk that nobody has rows for is pulled at once: places are
-    // given back in order, so that a credit stands for all before it.
-    MOECOMM_FN bool await_earlier(i32 chunk) const {
-        const i32 earlier = chunk - ring_chunks(c.shape(), c.a.chunk_tokens);
-        if (earlier < 0) return true;
-        const auto* place = own<const u64>(c.a.ctx, credit_at(c.window(), c.shape(), c.me(), earlier, c.a.chunk_tokens));
-        const u64 credit = word_signal(c.round.tag, earlier);
-        bool came = true;
-        if (lane_id() == 0)
-            came = wait_for(
-                c.round, Phase::grid, c.me(), earlier, [&] { return load_acquire(place) == credit; },
-                [&] { return static_cast<i64>(signal_word(load_acquire(place))); });
-        return __all_sync(kAllLanes, came);  // before any lane leaves the next credit there
     }
 };
 

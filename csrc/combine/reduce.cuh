@@ -76,7 +76,7 @@ struct Reduce {
         const auto given = [&] { return load_acquire(place) == credit || is_void != 0; };
         bool came = true;
         if (lane_id() == 0 && !given()) {
-            came = may_wait && wait_for(c.round, Phase::drained, unit.home, before, given,
+            came = may_wait && wait_for(c.round, Phase::drained, c.domains().local(unit.home), before, given,
                                         [&] { return static_cast<i64>(signal_word(load_acquire(place))); });
         }
         if (__all_sync(kAllLanes, came)) return Next::item;
@@ -126,14 +126,14 @@ struct Reduce {
         store_columns<cfg.staged()>(c.staged_row(c.me(), out.home, out.token) + column * bytes_of(cfg.staged()), sum);
     }
 
-    // The last warp of a turn tells the home.
+    // The last warp of a turn tells the home, or who relays for it.
     MOECOMM_FN void close(const Item& out) const {
         if (out.turn < 0) return;
         fence_async();  // the home reads with bulk copies
         if (!complete_turn(c.shared.staged, c.round, out.turn)) return;
         const i32 nth = blockIdx.x + gridDim.x * out.turn, home = rotated<cfg.ranks>(c.me(), nth % cfg.ranks), chunk = nth / cfg.ranks;
         if (lane_id() == 0 && chunk < c.chunks_of(home))
-            c.transport.signal(home, reduced_at(c.window(), c.shape(), c.me(), chunk), tag_signal(c.round.tag));
+            c.transport.signal(c.domains().local(home), c.reduced_flag(home, c.me(), chunk), tag_signal(c.round.tag));
     }
 };
 

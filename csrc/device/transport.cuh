@@ -8,10 +8,21 @@
 //   void post(rank, offset, value)                          by one thread: a u64 in a peer's window that says all by itself, in any order
 //   void fence()                                            by one thread: what it has written, or has seen written, comes before what it
 //                                                           posts from now on
-//   void put(rank, to, from, bytes, flag, value)            where peer_ptr may be null: by a whole warp, `bytes` of our memory into a
-//   peer's
-//                                                           window, then the flag, after all that the warp has seen written before
-//   constexpr bool all_reachable                            peer_ptr is never null
+//   constexpr bool all_reachable                            every rank is
+//
+// Where it is false, ranks of other domains are reached by these alone, over an ordered channel a (channel, peer); `channel` is the second
+// argument of the constructor, 0 if there is none:
+//
+//   void put(peer, to, from, bytes)                by a whole warp: `bytes` of our window at `from`, as the warp has seen them written, to
+//                                                  `to` in the peer's; multiples of 8.  In any order; needs room
+//   void add(peer, which, amount)                  by one thread: to a signal of the peer (csrc/protocol/domains.h).  Who sees it, an
+//                                                  acquire, sees all earlier puts of the channel to the peer.  Needs room
+//   u64  signal_value(which)                       by one thread: a signal of ours, whichever channel it came through; an acquire
+//   i32  has_room(peer, posts)                     1: the next `posts` puts and adds of the channel to the peer do not wait; 0: they
+//                                                  would; -1: the way there is broken
+//   void sent_begin(peer, ticket)                  by one thread: remembers what has been put to the peer.  i32 sent_ended(peer, ticket):
+//                                                  1: it may be overwritten here; 0: not yet; -1
+//   i32  channels()                                how many there are
 //
 // Flags are waited for in our own window (wait.cuh), whatever the transport.
 #pragma once

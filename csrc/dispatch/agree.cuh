@@ -92,6 +92,10 @@ template <class Call>
 MOECOMM_FN bool agree(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     bool came = true;
+    if constexpr (cfg.domains() > 1) {
+        came = await_mail(c, c.team_thread(), c.kTeam);
+        if (c.team_any(!came)) return false;
+    }
     if constexpr (!cfg.repeat) came = sum_counts(c);
     came = await_notices(c.round, c.shared.notices, c.kTeam - 1 - c.team_thread(), c.kTeam) && came;
     if (c.team_any(!came)) return false;

@@ -39,6 +39,7 @@ MOECOMM_FN void announce(const Call& c) {
     const i32 columns = cfg.repeat || !c.alone ? 0 : cfg.columns(), bits = cfg.packet_lines > 0 ? kWantedWords : 0;
     for (i32 turn = c.nth_unpacker(); turn >= 0 && turn < cfg.ranks; turn += c.unpackers()) {
         const i32 peer = rotated<cfg.ranks>(c.me(), turn);
+        if (!c.domains().reaches(peer)) continue;  // send_mail
         send_notice(c.round, c.transport, peer, c.shared.mine, c.team_thread(), c.kTeam);
         for (i32 i = c.team_thread(); i < columns + bits; i += c.kTeam) {
             const i32 bit = i - columns;

@@ -3,6 +3,7 @@
 #include "../device/bulk.cuh"
 #include "../device/cast.cuh"
 #include "../device/copy.cuh"
+#include "../device/crossing.cuh"
 #include "../device/launch.cuh"
 #include "../device/mail.cuh"
 #include "../device/turn.cuh"
@@ -15,6 +16,14 @@ struct SpreadRing {
     alignas(128) u8 data[cfg.spread_slots][cfg.spread_bytes];
     u64 full[cfg.spread_slots];
     i32 rows[cfg.spreads() ? kMaxChunk * cfg.topk : 1];
+};
+
+// A relay warp's own: pieces of rows on their way from where they have landed.  Behind DispatchShared, where there are several domains.
+template <DispatchConfig cfg>
+struct RelayRing {
+    static constexpr i32 kSlots = cfg.relay_slots > 0 ? cfg.relay_slots : 1;
+    alignas(128) u8 data[kSlots][cfg.relay_bytes > 0 ? cfg.relay_bytes : 16];
+    u64 full[kSlots];
 };
 
 // Who sends what, and in which order it comes: see Notice::blocks.
@@ -105,6 +114,15 @@ struct DispatchCall {
     MOECOMM_FN i32 nth_unpacker() const { return static_cast<i32>(blockIdx.x) - first_unpacker(); }
 
     MOECOMM_FN i32 me() const { return a.ctx.rank; }
+    MOECOMM_FN auto domains() const { return Domains<cfg.ranks, cfg.near()>{me()}; }
+    // How what crosses to other domains goes: each block has a channel, as far as there are channels.
+    MOECOMM_FN Transport channel() const { return Transport{a.ctx, static_cast<i32>(blockIdx.x) % transport.channels()}; }
+    MOECOMM_FN i32 posters() const {
+        return ceil_div(static_cast<i32>(gridDim.x), transport.channels()) * (cfg.put_warps + cfg.relay_warps);
+    }
+    MOECOMM_FN auto* relay_rings() const {
+        return reinterpret_cast<RelayRing<cfg>*>(reinterpret_cast<u8*>(&shared) + align_up<i32>(sizeof(shared), 128));
+    }
     MOECOMM_FN const WindowLayout& window() const { return a.ctx.window; }
     MOECOMM_FN const Shape& shape() const { return a.ctx.shape; }
     MOECOMM_FN i32 chunk_end(i32 chunk) const { return min((chunk + 1) * a.chunk_tokens, a.num_tokens); }

@@ -6,19 +6,29 @@
 namespace moecomm {
 
 // A lane's entry: the k-th expert of a token.
-struct Entry {
+struct Described {
     i32 token, k;  // token -1: none
     i32 row, owner;
     float weight;
 };
 
-// Flat: beside each row, all experts of its rank.
+// Of our own tokens: whose they are, and their flat rows at the ranks of our domain, -1 where there is none.
 template <class Call>
-MOECOMM_FN void describe_flat(const Call& c, const Entry& e, i32 local) {
+struct Ours {
+    const Call& c;
+    MOECOMM_FN i32 source() const { return c.me(); }
+    MOECOMM_FN i32 slot_at(i32 token, i32 rank) const {
+        return reinterpret_cast<const i32*>(c.a.route.token_slot)[static_cast<i64>(token) * Call::cfg.ranks + rank];
+    }
+};
+
+// Flat: beside each row at the ranks of our domain, all experts of its rank.  From: Ours, or of tokens that we relay.
+template <class Call, class From>
+MOECOMM_FN void describe_flat(const Call& c, const From& from, const Described& e, i32 local) {
     constexpr DispatchConfig cfg = Call::cfg;
-    for (i32 turn = 0; turn < cfg.ranks; ++turn) {
-        const i32 rank = rotated<cfg.ranks>(c.me(), turn);
-        const i32 slot = reinterpret_cast<const i32*>(c.a.route.token_slot)[static_cast<i64>(e.token) * cfg.ranks + rank];
+    for (i32 turn = 0; turn < cfg.near(); ++turn) {
+        const i32 rank = c.domains().neighbour(turn);
+        const i32 slot = from.slot_at(e.token, rank);
         if (slot < 0) continue;
         const Notice& to = c.shared.notices[rank];
         const bool here = e.owner == rank;
@@ -28,25 +38,25 @@ MOECOMM_FN void describe_flat(const Call& c, const Entry& e, i32 local) {
             if constexpr (cfg.idx_bytes == 8) c.transport.template peer_ptr<i64>(rank, to.topk_idx)[at] = here ? local : -1;
             if constexpr (cfg.idx_bytes == 4) c.transport.template peer_ptr<i32>(rank, to.topk_idx)[at] = here ? local : -1;
         }
-        if (e.k == 0 && to.src != 0) c.transport.template peer_ptr<int2>(rank, to.src)[slot] = make_int2(c.me(), e.token);
+        if (e.k == 0 && to.src != 0) c.transport.template peer_ptr<int2>(rank, to.src)[slot] = make_int2(from.source(), e.token);
     }
 }
 
 // The same where every entry has a row of its own; and the rows of the token at each rank, by k.
-template <class Call>
-MOECOMM_FN void describe_rows(const Call& c, const Entry& e) {
+template <class Call, class From>
+MOECOMM_FN void describe_rows(const Call& c, const From& from, const Described& e) {
     constexpr DispatchConfig cfg = Call::cfg;
-    for (i32 turn = 0; turn < cfg.ranks; ++turn) {
-        const i32 rank = rotated<cfg.ranks>(c.me(), turn);
-        const i32 slot = reinterpret_cast<const i32*>(c.a.route.token_slot)[static_cast<i64>(e.token) * cfg.ranks + rank];
+    for (i32 turn = 0; turn < cfg.near(); ++turn) {
+        const i32 rank = c.domains().neighbour(turn);
+        const i32 slot = from.slot_at(e.token, rank);
         if (slot < 0) continue;
         const i64 at = static_cast<i64>(slot) * cfg.topk + e.k;
         c.transport.template peer_ptr<i32>(rank, c.shared.notices[rank].rows)[at] = e.owner == rank ? e.row : -1;
     }
-    if (e.owner < 0) return;
+    if (e.owner < 0 || !c.domains().reaches(e.owner)) return;
     const Notice& to = c.shared.notices[e.owner];
     if (to.weights != 0) c.transport.template peer_ptr<float>(e.owner, to.weights)[e.row] = e.weight;
-    if (to.src != 0) c.transport.template peer_ptr<int2>(e.owner, to.src)[e.row] = make_int2(c.me(), e.token);
+    if (to.src != 0) c.transport.template peer_ptr<int2>(e.owner, to.src)[e.row] = make_int2(from.source(), e.token);
 }
 
 // By a warp: the tokens of a chunk.
@@ -58,12 +68,12 @@ MOECOMM_FN void describe_chunk(const Call& c, i32 chunk) {
         const i32 token = first + nth;
         if (nth >= cfg.tokens_per_step() || token >= end) continue;
         const i64 entry = static_cast<i64>(token) * cfg.topk + k;
-        const Entry e{token, k, reinterpret_cast<const i32*>(c.a.route.token_rows)[entry],
-                      reinterpret_cast<const i32*>(c.a.route.token_owner)[entry], c.weight_at(entry)};
+        const Described e{token, k, reinterpret_cast<const i32*>(c.a.route.token_rows)[entry],
+                          reinterpret_cast<const i32*>(c.a.route.token_owner)[entry], c.weight_at(entry)};
         if constexpr (cfg.layout == Layout::flat) {
-            describe_flat(c, e, e.owner >= 0 ? static_cast<i32>(c.id_at(entry)) % cfg.experts_here() : -1);
+            describe_flat(c, Ours<Call>{c}, e, e.owner >= 0 ? static_cast<i32>(c.id_at(entry)) % cfg.experts_here() : -1);
         } else {
-            describe_rows(c, e);
+            describe_rows(c, Ours<Call>{c}, e);
         }
     }
     __syncwarp();

@@ -9,6 +9,7 @@
 #include "outputs.cuh"
 #include "rank.cuh"
 #include "receive.cuh"
+#include "relay.cuh"
 #include "send.cuh"
 #include "unpack.cuh"
 
@@ -22,6 +23,10 @@ MOECOMM_FN void prepare_block(Shared& shared, const Call& c) {
         barrier_init(cfg.packets ? &shared.packets[i / cfg.ring_slots].full[i % cfg.ring_slots] : &shared.full[0][0] + i, 1);
     for (i32 i = threadIdx.x; i < (cfg.spreads() ? cfg.receive_warps * cfg.spread_slots : 0); i += cfg.threads())
         barrier_init(&shared.spread[i / cfg.spread_slots].full[i % cfg.spread_slots], 1);
+    if constexpr (cfg.domains() > 1) {
+        for (i32 i = threadIdx.x; i < cfg.relay_warps * cfg.relay_slots; i += cfg.threads())
+            barrier_init(&c.relay_rings()[i / cfg.relay_slots].full[i % cfg.relay_slots], 1);
+    }
     for (i32 i = threadIdx.x; i < kTurnsOpen; i += cfg.threads()) shared.sent.done[i] = 0;
     if (threadIdx.x == 0) {
         shared.bad = 0;
@@ -35,7 +40,11 @@ template <class Call>
 MOECOMM_FN void move_rows(const Call& c, Sender<Call>& sender) {
     constexpr DispatchConfig cfg = Call::cfg;
     constexpr i32 receivers = cfg.send_warps, describers = receivers + cfg.receive_warps, flaggers = describers + cfg.describe_warps;
+    constexpr i32 putters = flaggers + cfg.flag_warps, relays = putters + cfg.put_warps;
     settle_share(c);
+    if constexpr (cfg.domains() > 1 && cfg.part == Part::begin) {
+        if (blockIdx.x == 0) keep_notices(c);
+    }
     if (warp_id() < receivers) {
         send(c, sender);
         if (blockIdx.x == 0) write_counts(c);
@@ -44,8 +53,10 @@ MOECOMM_FN void move_rows(const Call& c, Sender<Call>& sender) {
         receive(c);
     } else if (warp_id() < flaggers) {
         if constexpr (cfg.describe_warps > 0) describe(c);
-    } else {
+    } else if (cfg.domains() == 1 || warp_id() < putters) {
         raise_flags(c);
+    } else if constexpr (cfg.domains() > 1) {
+        warp_id() < relays ? put_letters(c, warp_id() - putters) : relay(c, warp_id() - relays);
     }
     if constexpr (cfg.receive_warps == 0 && cfg.part == Part::whole) await_all(c);
 }
@@ -59,6 +70,7 @@ MOECOMM_FN void run(const Call& c, Sender<Call>& sender) {
         if (!c.alone && !sum_blocks(c, [&] { sender.cast_ahead(1); })) return;
     }
     announce(c);
+    if constexpr (cfg.domains() > 1) send_mail(c, kNoticeWords + (cfg.repeat ? 0 : cfg.columns()));
     place_share(c);
     sender.cast_ahead(sender.kPieces);
     if (!agree(c)) return;
@@ -106,7 +118,8 @@ MOECOMM_FN void run(const Call& c, Packets<Call>& packets) {
 // How both kernels begin.  The round is not known yet, nor is our share.
 template <DispatchConfig cfg, class Transport>
 MOECOMM_FN DispatchCall<cfg, Transport> begin_call(const DispatchArgs& args) {
-    static_assert(sizeof(DispatchShared<cfg>) <= cfg.shared_bytes, "jit.py and DispatchShared disagree");
+    constexpr i32 beside = cfg.relay_warps > 0 ? cfg.relay_warps * sizeof(RelayRing<cfg>) + 128 : 0;
+    static_assert(sizeof(DispatchShared<cfg>) + beside <= cfg.shared_bytes, "jit.py and DispatchShared disagree");
     extern __shared__ __align__(128) u8 memory[];
     auto& shared = *reinterpret_cast<DispatchShared<cfg>*>(memory);
     const DispatchArgs& a = shared.args;
@@ -137,7 +150,7 @@ constexpr i32 kSpreadSenders = 64;
 // A launch of `workers` blocks of cfg.threads() threads with cfg.shared_bytes of dynamic shared memory.
 template <DispatchConfig cfg, class Transport>
 MOECOMM_FN void dispatch(const DispatchArgs& args) {
-    static_assert(Transport::all_reachable, "rows are stored into every peer's window");
+    static_assert(Transport::all_reachable == (cfg.domains() == 1), "ranks of other domains are put to, and only they");
     auto c = begin_call<cfg, Transport>(args);
     auto& shared = c.shared;
     const DispatchArgs& a = c.a;
@@ -173,10 +186,16 @@ MOECOMM_FN void dispatch_end(const DispatchArgs& args) {
         const auto* sent = reinterpret_cast<const Sent*>(a.route.sent) + p;
         shared.sources[p] = {sent->num_tokens, sent->chunk_tokens, 1, false};  // all is here, or will be soon: in any order
     }
+    if constexpr (cfg.domains() > 1) recall_notices(c);
     __syncthreads();
     c.round.tag = shared.begin.tag;
     if (c.round.tag == 0) return;  // it was void
     if (!not_aborted(c.round, shared.begin, Phase::payload)) return;
+    if constexpr (cfg.domains() > 1) {
+        constexpr i32 relays = cfg.warps() - cfg.relay_warps;
+        if (warp_id() >= relays) relay(c, warp_id() - relays);
+        if (warp_id() >= relays && !(cfg.layout == Layout::flat && !cfg.scale_columns)) return;
+    }
     if constexpr (cfg.layout == Layout::flat && !cfg.scale_columns) {
         await_all(c);
     } else {

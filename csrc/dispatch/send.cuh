@@ -1,5 +1,6 @@
 // Step 4, second half: rows from x through shared memory to every rank that wants them, then the flag of each chunk.
 #pragma once
+#include "cross.cuh"
 #include "describe.cuh"
 #include "quantize.cuh"
 #include "token.cuh"
@@ -136,12 +137,24 @@ struct Sender {
         }
     }
 
+    // Several domains: chunks whose letters have places.
+    i32 placed = 0;
+    MOECOMM_FN bool await_letters(i32 chunk) {
+        if (chunk - c.share.first_chunk < placed) return true;
+        placed = chunk - c.share.first_chunk + 1;
+        if (chunk < ring_chunks(c.shape(), c.a.chunk_tokens)) return true;
+        finish_chunks<0, false>();  // those before it in its places must go first
+        if (moecomm::await_letters(c, chunk)) return true;
+        bulk_wait<0>();  // a block must not end while a store reads its memory
+        return false;
+    }
+
     // Says so of the chunks whose rows of this warp are at their places when all but the last `open` are; without open ones, of all.
-    template <i32 open>
+    template <i32 open, bool all = open == 0>
     MOECOMM_FN void finish_chunks() {
         while (flagged < c.turns()) {
             const i32 end = min((flagged + 1) * c.a.chunk_tokens, c.share.end - c.share.first);
-            if (open > 0 && tokens_before(end) + open > done) return;
+            if (!all && tokens_before(end) + open > done) return;
             bulk_wait<open * kGroups>();
             __syncwarp();  // what follows is the release of all lanes' stores
             if (lane_id() == 0) c.shared.sent.arrive(c.round, flagged);
@@ -154,7 +167,11 @@ struct Sender {
 template <class Call>
 MOECOMM_FN void describe(const Call& c) {
     for (i32 chunk = c.share.first_chunk; chunk < c.share.end_chunk; ++chunk) {
-        describe_chunk(c, chunk);
+        if constexpr (!Call::cfg.repeat) describe_chunk(c, chunk);
+        if constexpr (Call::cfg.domains() > 1) {
+            if (!await_letters(c, chunk)) return;
+            write_heads(c, chunk);
+        }
         const i32 nth = chunk - c.share.first_chunk;
         if (lane_id() == 0 && (Call::cfg.tells_early() || chunk + 1 == c.share.end_chunk)) c.shared.sent.arrive(c.round, c.turn_of(nth));
     }
@@ -173,6 +190,7 @@ MOECOMM_FN void raise_flags(const Call& c) {
         c.transport.fence();
         for (i32 i = lane_id(); i < (next - chunk) * cfg.ranks; i += kWarp) {
             const i32 p = rotated<cfg.ranks>(c.me(), i % cfg.ranks), which = chunk + i / cfg.ranks;
+            if (!c.domains().reaches(p)) continue;
             c.transport.post(p, arrived_at(c.window(), c.shape(), c.me(), which),
                              word_signal(c.round.tag, load_relaxed(c.range(p, which))));
         }
@@ -194,7 +212,20 @@ template <class Call>
 MOECOMM_FN Places<Call> places_of(const Call& c, const Token<Call>& token) {
     constexpr DispatchConfig cfg = Call::cfg;
     Places<Call> to{};
+    u64 crossing = 0;  // domains, a bit each
     for_ranks(c, token, [&](i32 rank, i32 slot, i32 row, i32 lane, i32 place) {
+        if constexpr (Call::cfg.domains() > 1) {
+            if (!c.domains().reaches(rank)) {  // a letter for the domain, by the lane of the first rank there
+                const u64 bit = 1ull << rank / cfg.near();
+                if ((crossing & bit) == 0 && lane_id() == lane) {
+                    to.row[place] = letter(c, rank / cfg.near(), token.index) + landed_row(c.shape());
+                    if constexpr (Call::cfg.scale_bytes > 0)
+                        to.scales[place] = letter(c, rank / cfg.near(), token.index) + landed_scales(c.shape(), cfg.row_bytes);
+                }
+                crossing |= bit;
+                return;
+            }
+        }
         if (lane_id() != lane) return;
         const Notice& notice = c.shared.notices[rank];
         to.row[place] = c.transport.template peer_ptr<u8>(rank, notice.x) + static_cast<i64>(row) * cfg.row_bytes;
@@ -228,6 +259,9 @@ MOECOMM_FN void send(const Call& c, Sender<Call>& sender) {
     for (i32 n = 0; sender.has(n); ++n) {
         const Token<Call> token = next;
         if (sender.has(n + 1)) next = load(n + 1);
+        if constexpr (Call::cfg.domains() > 1) {
+            if (!sender.await_letters(token.index / c.a.chunk_tokens)) return;
+        }
         send_row(c, sender, token);
         if constexpr (Call::cfg.tells_early()) sender.template finish_chunks<Sender<Call>::kOpen>();
     }

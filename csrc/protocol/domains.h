@@ -33,27 +33,38 @@ MOECOMM_BOTH constexpr i32 relay_of(const Shape& s, i32 rank, i32 domain) { retu
 
 // Words of `signals`.  Links add to them; each has one writer, who so can make it any value: those of word_signal and tag_signal.
 MOECOMM_BOTH constexpr u64 mail_signal(i32 from) { return from; }  // the round of the last mail
+constexpr u64 kLanded = 0, kLandingCredit = 1, kReturned = 2, kReturnedCredit = 3;
 MOECOMM_BOTH constexpr u64 place_signal(const Shape& s, u64 kind, i32 domain, i32 chunk, i32 chunk_tokens) {
     const u64 place = static_cast<u64>(domain) * s.ring_tokens + chunk % ring_chunks(s, chunk_tokens);
     return s.ranks + kind * domains(s) * s.ring_tokens + place;
 }
 // At the relay, by domain of the source.
 MOECOMM_BOTH constexpr u64 landed_signal(const Shape& s, i32 domain, i32 chunk, i32 chunk_tokens) {
-    return place_signal(s, 0, domain, chunk, chunk_tokens);
+    return place_signal(s, kLanded, domain, chunk, chunk_tokens);
 }
 // At the source, by domain of the relay.
 MOECOMM_BOTH constexpr u64 landing_credit(const Shape& s, i32 domain, i32 chunk, i32 chunk_tokens) {
-    return place_signal(s, 1, domain, chunk, chunk_tokens);
+    return place_signal(s, kLandingCredit, domain, chunk, chunk_tokens);
 }
 // At the home, by domain of the relay.
 MOECOMM_BOTH constexpr u64 returned_signal(const Shape& s, i32 domain, i32 chunk, i32 chunk_tokens) {
-    return place_signal(s, 2, domain, chunk, chunk_tokens);
+    return place_signal(s, kReturned, domain, chunk, chunk_tokens);
 }
 // At the relay, by domain of the home.
 MOECOMM_BOTH constexpr u64 returned_credit(const Shape& s, i32 domain, i32 chunk, i32 chunk_tokens) {
-    return place_signal(s, 3, domain, chunk, chunk_tokens);
+    return place_signal(s, kReturnedCredit, domain, chunk, chunk_tokens);
 }
 MOECOMM_BOTH constexpr u64 signal_at(const WindowLayout& w, u64 which) { return w.signals + which * sizeof(u64); }
+
+// Kernels put from our own window: the places from which they do are free when those that they put to are.  And what a signal of
+// place_signal, with the domain of its reader, was made last.
+MOECOMM_BOTH constexpr u64 letter_at(const WindowLayout& w, const Shape& s, i32 domain, i32 token) {
+    return landing_at(w, s, domains(s) + domain, token);
+}
+MOECOMM_BOTH constexpr u64 sum_at(const WindowLayout& w, const Shape& s, i32 domain, i32 token) {
+    return returned_at(w, s, domains(s) + domain, token);
+}
+MOECOMM_BOTH constexpr u64 told_at(const WindowLayout& w, const Shape& s, u64 which) { return signal_at(w, signals(s) + which); }
 
 // `reduced` at whoever pulls the rows of `home`, by the rank that has reduced them.
 MOECOMM_BOTH constexpr u64 reduced_for(const WindowLayout& w, const Shape& s, i32 home, i32 from, i32 chunk) {

@@ -46,10 +46,12 @@ struct WindowLayout {
     u64 summed;    // the same: with the counts of all blocks before each, then the first bad entry of all
     u64 packets;   // [2][ranks] times packet_bytes, by round parity and sender, as `mail` is: rows of few tokens (protocol/packets.h)
     u64 begun;     // Notice[domain_ranks]: scratch: of our domain, in the dispatch that was begun last; several domains
-    u64 signals;   // u64[signals()]: written by links alone (domains.h); several domains
+    u64 signals;   // u64[2][signals()]: written by links alone (domains.h), then what ours at others were made last; several domains
     u64 staging;   // [ranks][ring_tokens] rows of staged_row_bytes, by home and token % ring_tokens
-    u64 landing;   // [domains][ring_tokens] tokens of landing_bytes, by domain of the source and token % ring_tokens; several domains
-    u64 returned;  // [domains][ring_tokens] rows of staged_row_bytes, by domain that sums and our token % ring_tokens; several domains
+    u64 landing;   // [2][domains][ring_tokens] tokens of landing_bytes, by domain of the source and token % ring_tokens, then as kernels
+                   // put them, by domain of the relay; several domains
+    u64 returned;  // [2][domains][ring_tokens] rows of staged_row_bytes, by domain that sums and our token % ring_tokens, then as kernels
+                   // put them, by domain of the home; several domains
     u64 heap;      // outputs, handed out by runtime/arena
     u64 bytes;
     i32 columns;  // experts + ranks
@@ -84,9 +86,9 @@ MOECOMM_BOTH WindowLayout window_layout(const Shape& s) {
     w.summed = take(kMaxBlocks * (columns + 1) * sizeof(u64));
     w.packets = take(2 * ranks * static_cast<u64>(s.packet_bytes));
     w.begun = take(domains(s) > 1 ? domain_ranks(s) * sizeof(Notice) : 0);
-    w.signals = take(signals(s) * sizeof(u64));
+    w.signals = take(2 * signals(s) * sizeof(u64));
     w.staging = take(ranks * ring * static_cast<u64>(s.staged_row_bytes));
-    const u64 crossing = domains(s) > 1 ? domains(s) * ring : 0;
+    const u64 crossing = domains(s) > 1 ? 2 * domains(s) * ring : 0;
     w.landing = take(crossing * static_cast<u64>(s.landing_bytes));
     w.returned = take(crossing * static_cast<u64>(s.staged_row_bytes));
     w.heap = take(static_cast<u64>(s.heap_bytes));

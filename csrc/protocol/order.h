@@ -39,6 +39,7 @@ MOECOMM_FN u32 compare_exchange(u32* p, u32 expected, u32 v) {
     asm volatile("atom.relaxed.sys.global.cas.b32 %0, [%1], %2, %3;" : "=r"(old) : "l"(p), "r"(expected), "r"(v) : "memory");
     return old;
 }
+MOECOMM_FN void add_release(u64* p, u64 v) { asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 MOECOMM_FN void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 #else

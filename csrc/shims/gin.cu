@@ -150,6 +150,8 @@ __device__ void* moecomm_gin_peer_ptr(const void* comm, const void* window, u64 
     return ncclGetPeerPointer(window_of(window), offset, peer);
 }
 
+__device__ u32 moecomm_gin_contexts(const void* comm) { return comm_of(comm).ginContextCount; }
+
 __device__ void moecomm_gin_put(const void* comm, u32 context, i32 peer, const void* to_window, u64 to, const void* from_window, u64 from,
                                 u64 bytes) {
     put<Thread>(comm, context, peer, to_window, to, from_window, from, bytes, ncclGin_None{});

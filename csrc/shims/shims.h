@@ -23,6 +23,9 @@ extern "C" {
 // Null where our loads and stores do not reach the peer: it is not of our LSA team (core.h:223, 270).
 __device__ void* moecomm_gin_peer_ptr(const void* comm, const void* window, u64 offset, i32 peer);
 
+// How many contexts there are: NCCL may have made more or fewer than it was asked for (core.h:98).
+__device__ u32 moecomm_gin_contexts(const void* comm);
+
 // `bytes` of our window to a peer's.  Puts are not ordered with each other (gin.h:235-238).  What this thread, or the warp, has seen
 // written before is what is sent: a release comes first (gin_proxy.h:218, gin_gdaki.h:92-96).  `from` must not change before a flush.
 // Waits while the queue is full, for ever if nobody empties it (gin_proxy.h:80): see has_room.

@@ -9,17 +9,19 @@ whether ranks are CPU threads, processes or GPUs.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 
 from moecomm import _native
+from moecomm.backends.collective import NoRoom, all_or_none
 from moecomm.errors import BadInput, Unsupported
 from moecomm.rendezvous import Rendezvous
 
-NAMES = ("lsa", "gin", "nvshmem", "host")  # in the order that "auto" prefers
+_ON_GPUS = ("lsa", "gin", "nvshmem")  # in the order that "auto" prefers
+NAMES = (*_ON_GPUS, "host")
+_ASKED_FOR = "asked for"
 
 
 class Schedule(NamedTuple):
@@ -104,8 +106,6 @@ def load(name: str) -> Backend:
 
 def missing(name: str) -> str:
     """Empty if the backend of that name can run here; else the first thing missing, as a sentence."""
-    if name in NAMES and importlib.util.find_spec(f"moecomm.backends.{name}") is None:
-        return "this release does not have it yet; use lsa or host."
     return load(name).missing()
 
 
@@ -119,14 +119,40 @@ def choose(name: str, device: torch.device | None) -> tuple[str, str]:
     if name != "auto":
         if reason := missing(name):
             raise Unsupported(f"backend {name!r} can't run here: {reason}")
-        return name, "asked for"
+        return name, _ASKED_FOR
     if device is not None and device.type == "cpu":
         return "host", "device is the CPU"
-    first_reason = ""
-    for candidate in ("lsa",):
-        if not (reason := missing(candidate)):
-            return candidate, "GPUs reach each other by load and store"
-        first_reason = first_reason or f"{candidate}: {reason}"
+    if not (reason := missing("lsa")):  # what it wants of a machine all GPU backends want
+        return "lsa", "GPUs reach each other by load and store"
     if device is not None and device.type == "cuda":
-        raise Unsupported(f"no GPU backend can run here: {first_reason}")
-    return "host", f"no GPU backend can run here ({first_reason})"
+        raise Unsupported(f"no GPU backend can run here: lsa: {reason}")
+    return "host", f"no GPU backend can run here (lsa: {reason})"
+
+
+def open_session(
+    name: str, why: str, ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float
+) -> tuple[Session, str]:
+    """Collective: a session of what choose() has found, and why it is of that backend.
+
+    Where no rank has asked for it by name, and it can't reach between these ranks, the next one is tried.
+
+    Raises:
+        NoRoom: out of device memory on some rank.
+        Unsupported: none works; names what each lacks.
+    """
+    if name not in _ON_GPUS or b"\1" in ranks.all_gather(bytes([why == _ASKED_FOR])):
+        return load(name).open(ranks, shape, device, timeout_s), why
+    reasons: list[str] = []
+    for candidate in _ON_GPUS:
+        try:
+            with all_or_none(ranks):
+                if reason := missing(candidate):
+                    raise Unsupported(reason)
+            session = load(candidate).open(ranks, shape, device, timeout_s)
+        except NoRoom:
+            raise
+        except Unsupported as error:
+            reasons.append(f"{candidate}: {error}")
+            continue
+        return session, f"what comes before it can't reach all ranks ({'; '.join(reasons)})" if reasons else why
+    raise Unsupported(f"no GPU backend can run here: {'; '.join(reasons)}")

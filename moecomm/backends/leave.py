@@ -1,10 +1,15 @@
-"""The last mail of a rank that closes its Buffer, as bytes that the host copies into its peers' windows."""
+"""The last mail of a rank that closes its Buffer: bytes that the host copies into its peers' windows, and that a kernel
+puts into those of other domains.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import struct
 
-from moecomm import _native
+import torch
+
+from moecomm import _native, linking, plain_kernel
 
 _NOTICE = struct.Struct("<IIQqiiii7Q")  # struct Notice of csrc/protocol/notice.h
 _LEAVE = 3  # Op::leave
@@ -25,3 +30,45 @@ def mail(last_round: int, words: int) -> bytes:
 def mail_offset(window: _native.WindowLayout, ranks: int, last_round: int, sender: int) -> int:
     """Where in a peer's window it belongs."""
     return window.mail + (((last_round + 1) & 1) * ranks + sender) * window.mail_words * _WORD
+
+
+_PUT_TIMEOUT_NS = 1_000_000_000  # a peer that is gone must not keep us
+
+
+class PutArgs(ctypes.Structure):
+    """LeaveArgs of csrc/device/leave.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("window", "link", "signals", "mail", "bytes")),
+        *((name, ctypes.c_uint64) for name in ("abort_here", "abort_host", "timeout_ns")),
+        *((name, ctypes.c_int32) for name in ("rank", "ranks", "domain_ranks", "pad")),
+    )
+
+
+def putter(transport: str) -> plain_kernel.PlainKernel:
+    """The kernel that puts mail to other domains."""
+    return plain_kernel.PlainKernel(
+        "device/leave", f"leave<{linking.TRANSPORTS[transport]}>", "LeaveArgs", 32, transport
+    )
+
+
+def put(transport: str, context: _native.Context, offset: int, nbytes: int) -> None:
+    """Puts mail that lies at `offset` of our window to all ranks of other domains; returns when it is on its way, or
+    can't be.  On the current stream of the current device.
+    """
+    shape, own = context.shape, context.peers[context.rank]
+    args = PutArgs(
+        window=own,
+        link=context.link,
+        signals=context.window.signals,
+        mail=offset,
+        bytes=nbytes,
+        abort_here=own + context.window.abort,
+        abort_host=context.abort_host,
+        timeout_ns=min(context.timeout_ns, _PUT_TIMEOUT_NS),
+        rank=context.rank,
+        ranks=shape.ranks,
+        domain_ranks=shape.domain_ranks,
+    )
+    plain_kernel.launch(putter(transport), 1, args)
+    torch.cuda.current_stream().synchronize()

@@ -1,4 +1,7 @@
-"""GPUs that load from and store to each other's memory (NVLink): one kernel an operation, on the current stream."""
+"""GPUs that load from and store to each other's memory (NVLink): one kernel an operation, on the current stream.
+
+Several domains (`domain_ranks`) are cut out of one: what crosses them is put, by a transport that stores.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moecomm import _native, failures, packets, tuning
+from moecomm import _native, failures, packets, plain_kernel, tuning
 from moecomm.backends import Schedule, cuda_driver, leave, windows
 from moecomm.backends.collective import all_or_none
-from moecomm.backends.lsa_kernels import Kernels
+from moecomm.backends.lsa_kernels import Kernels, crosses
 from moecomm.backends.presence import Presence
+from moecomm.backends.reach import Reach
 from moecomm.errors import BadInput, Unsupported
 from moecomm.rendezvous import Rendezvous
 from moecomm.settings import MAX_CHUNK
@@ -117,28 +121,43 @@ class LsaSession:
     # 502 us with rows in the window, 660 us with a copy into it: 4096 tokens in bench/results/ht-h200-4.json.
     pulls_flat_rows = True
 
-    def __init__(self, ranks: Rendezvous, shape: _native.Shape, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self,
+        ranks: Rendezvous,
+        shape: _native.Shape,
+        device: torch.device,
+        timeout_s: float,
+        reach: type[Reach] = Reach,
+    ) -> None:
         self.device = device
         self._closed = False
         self._cuda_context = _native.cuda_context()
         self._last: torch.cuda.Stream | None = None  # of the last round
         self._last_stream = 0  # its cudaStream_t
         self._captured = False
-        self._kernels = Kernels(device)
-        layout = _native.window_layout(shape)
         with all_or_none(ranks):
-            self._control = cuda_driver.PinnedMemory(_MAIL + layout.mail_words * 8)
+            self._control = cuda_driver.PinnedMemory(_MAIL + _native.window_layout(shape).mail_words * 8)
             self._copies = cuda_driver.CopyStream()
-        peers = windows.meet(ranks, device)
-        self._window: windows.Window | None = windows.open_window(ranks, peers, layout.bytes, device, timeout_s)
+        peers = windows.meet(ranks, device, near=reach.near)
+        self.reach = reach(ranks, peers, device, timeout_s, shape.domain_ranks)
+        shape.domain_ranks = self.reach.domain_ranks or shape.domain_ranks
+        if self.reach.puts:  # packets do not cross to other domains
+            shape.packet_bytes = 0
+        layout = _native.window_layout(shape)
+        self._kernels = Kernels(device, self.reach.transport)
+        self._window: windows.Window | None = self.reach.open_window(layout)
         try:
             with all_or_none(ranks):  # nobody writes to a window before it is zero
                 self._copies.zero(self._window.address, layout.staging)
+                if crosses(shape):  # nothing there looks like a token of ours
+                    self._copies.zero(self._window.address + layout.landing, layout.returned - layout.landing)
                 self._copies.wait()
+                if self.reach.puts:
+                    plain_kernel.load(leave.putter(self.reach.shim), device.index)
         except BaseException:
             self._window.close()
             raise
-        self.name = f"lsa/{self._window.kind}"
+        self.name = f"{self.reach.backend}/{self._window.kind}"
         self.nbytes = self._window.nbytes
         self.context = self._make_context(ranks.rank, shape)
         self.arena = _native.Arena(layout.heap, shape.heap_bytes)
@@ -148,7 +167,7 @@ class LsaSession:
         # Kernels wait for each other, so those of all ranks of a GPU must be resident at once.
         sharing = sum(peer.gpu == peers[ranks.rank].gpu for peer in peers)
         self._sms = sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self._most_blocks = max(1, min(sms // sharing, _MOST_BLOCKS))
+        self._most_blocks = max(1, min(sms // sharing, _MOST_BLOCKS, self.reach.most_blocks))
         # A round may be launched while the one before it ends, unless its blocks would take those of another rank's.
         self._overlap = sharing == 1
         self._gpu, self._ranks = torch.cuda.get_device_name(device), shape.ranks
@@ -158,7 +177,13 @@ class LsaSession:
         context = _native.Context()
         context.set_shape(shape)
         context.rank = rank
-        context.peers = self._window.peers
+        near = shape.domain_ranks or shape.ranks
+        peers = self._window.peers
+        context.peers = [peer if other // near == rank // near else 0 for other, peer in enumerate(peers)]
+        context.link = self.reach.link
+        if crosses(shape) and not self.reach.puts:
+            self._everybody = torch.tensor(peers, dtype=torch.int64, device=self.device)
+            context.link = self._everybody.data_ptr()
         context.record = self._control.address + _RECORD
         context.abort_host = self._control.address + _ABORT
         return context
@@ -208,7 +233,7 @@ class LsaSession:
             self.synchronize()
             self._leave()
         if self._presence is not None:
-            self._presence.leave()
+            self._presence.leave(self.reach.linger_s)
         if self._window is not None:
             self._window.close()
         self._window = None
@@ -268,22 +293,41 @@ class LsaSession:
         self._control.write(_MAIL, mail)
         offset = leave.mail_offset(layout, len(window.peers), last_round, rank)
         for other, peer in enumerate(window.peers):
-            if other != rank:
-                copies.to_device(peer + offset, at + _MAIL, len(mail))
+            if other == rank or peer == 0:
+                continue
+            copies.to_device(peer + offset, at + _MAIL, len(mail))
+            if self.context.peers[other] == 0:  # the signal of that mail is its tag alone, as its second word
+                copies.to_device(peer + layout.signals + 8 * rank, at + _MAIL + 8, 8)
+        if self.reach.puts:
+            copies.to_device(window.address + offset, at + _MAIL, len(mail))
         copies.wait()
+        if self.reach.puts:
+            leave.put(self.reach.shim, self.context, offset, len(mail))
 
 
 def open(  # noqa: A001
     ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float
 ) -> LsaSession:
     """Collective: see moecomm.backends.Backend."""
+    return open_session(ranks, shape, device, timeout_s, Reach, missing())
+
+
+def open_session(
+    ranks: Rendezvous,
+    shape: _native.Shape,
+    device: torch.device | None,
+    timeout_s: float,
+    reach: type[Reach],
+    lacking: str,
+) -> LsaSession:
+    """Collective: a session of a backend of GPUs, whose ranks reach each other so.  `lacking`: its missing()."""
     if device is not None and device.type != "cuda":
-        raise BadInput("device", device, "a CUDA device, which is where backend='lsa' runs")
-    if reason := missing():
-        raise Unsupported(f"backend 'lsa' can't run here: {reason}")
+        raise BadInput("device", device, f"a CUDA device, which is where backend={reach.backend!r} runs")
+    if lacking:
+        raise Unsupported(f"backend {reach.backend!r} can't run here: {lacking}")
     index = torch.cuda.current_device() if device is None or device.index is None else device.index
     device = torch.device("cuda", index)
     with torch.cuda.device(device):
         torch.cuda.synchronize(device)  # makes torch create its context, which the driver calls here share
         cuda_driver.bind_thread(index)
-        return LsaSession(ranks, shape, device, timeout_s)
+        return LsaSession(ranks, shape, device, timeout_s, reach)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,16 +19,23 @@ _BYTES = (2, 2, 4)  # of a Type of csrc/protocol/args.h that is combined
 class Kernels:
     """The kernels of one GPU, compiled or read from the cache when first wanted (see jit.load)."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, transport: str = "lsa") -> None:
+        self._device, self._transport = device, transport
 
     def dispatch(self, args: _native.DispatchArgs) -> jit.Kernel:
         """The dispatch kernel for these arguments."""
-        return _load(dispatch_spec(args), self._device)
+        return self._load(dispatch_spec(args))
 
     def combine(self, args: _native.CombineArgs) -> jit.Kernel:
         """The combine kernel for these arguments."""
-        return _load(combine_spec(args), self._device)
+        return self._load(combine_spec(args))
+
+    def _load(self, spec: jit.KernelSpec) -> jit.Kernel:
+        from moecomm import jit  # looked up when a kernel is wanted: it brings cuda.core
+
+        if spec.transport != "lsa" and self._transport != "lsa":
+            spec = replace(spec, transport=self._transport)
+        return jit.load(spec, self._device)
 
 
 def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
@@ -52,6 +59,7 @@ def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
         scale_format=args.scale_format,
         repeat=bool(args.repeat),
         part=args.part,
+        **_domains(shape),
     )
     packet = jit.packets_of(spec)
     few = packet is not None and packet.carry(args.num_tokens, shape.topk, shape.packet_bytes)
@@ -61,7 +69,7 @@ def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
 def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
     """What the combine kernel for these arguments is compiled for.
 
-    Expert and batched rows are added up alike; flat rows have no weights and travel as they are.
+    Expert and batched rows are added up alike; flat rows have no weights and travel as they are inside a domain.
     """
     from moecomm import jit
 
@@ -74,11 +82,22 @@ def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
         hidden=args.hidden,
         layout=_FLAT if flat else _EXPERT,
         type=args.type,
-        wire=_FP32 if flat else args.wire,
+        wire=_FP32 if flat and not crosses(shape) else args.wire,
         weighted=flat or bool(args.weighted),
         in_place=reads_in_place(args),
         packets=comes_in_packets(args),
+        **_domains(shape),
     )
+
+
+def crosses(shape: _native.Shape) -> bool:
+    """Whether there are several domains."""
+    return shape.domain_ranks not in (0, shape.ranks)
+
+
+def _domains(shape: _native.Shape) -> dict[str, Any]:
+    """With several domains, how kernels reach the others."""
+    return {"transport": "puts", "domain_ranks": shape.domain_ranks} if crosses(shape) else {}
 
 
 def comes_in_packets(args: _native.CombineArgs) -> bool:
@@ -98,9 +117,3 @@ def reads_in_place(args: _native.CombineArgs) -> bool:
     Rows of other layouts are added up first: over NVLink a row a (token, expert) would be more bytes than a sum.
     """
     return args.layout == _FLAT and args.weight_grads == 0 and args.ctx.in_heap(args.y)
-
-
-def _load(spec: jit.KernelSpec, device: torch.device) -> jit.Kernel:
-    from moecomm import jit  # looked up when a kernel is wanted: it brings cuda.core
-
-    return jit.load(spec, device)

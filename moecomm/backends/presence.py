@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 
 from moecomm import _native
 from moecomm.backends.collective import all_or_none, map_windows
 from moecomm.rendezvous import Rendezvous
+
+_NAP_S = 1e-3
 
 
 class Presence:
@@ -28,9 +31,19 @@ class Presence:
         """Ranks whose process has ended without a word."""
         return self._watcher.dead()
 
-    def leave(self) -> None:
-        """Our process may end from now on, and we watch no longer."""
+    def leave(self, linger_s: float = 0) -> None:
+        """Our process may end from now on, and we watch no longer.
+
+        `linger_s`: how long to wait until all others have left, too, or died.
+        """
         _native.store_word(self._page.address, 1)
+        deadline = time.monotonic() + linger_s
+        while time.monotonic() < deadline and not self._alone():
+            time.sleep(_NAP_S)
         self._watcher.close()
         for page in self._pages:
             page.close()
+
+    def _alone(self) -> bool:
+        dead = self.dead_peers()
+        return all(rank in dead or _native.read_word(page.address) != 0 for rank, page in enumerate(self._pages))

@@ -24,7 +24,7 @@ class Window(Protocol):
 
     kind: str
     address: int  # of our own memory
-    peers: list[int]  # addresses of every rank's memory as our GPU sees them, our own among them
+    peers: list[int]  # addresses of every rank's memory as our GPU sees them, our own among them; 0: it does not
     nbytes: int  # device memory held, at least what was asked for
     owner: object  # keeps our own memory mapped as long as it lives: tensors in the window refer to it
 
@@ -45,8 +45,8 @@ class Peer:
     window: str | None  # its MOECOMM_WINDOW
 
 
-def meet(ranks: Rendezvous, device: torch.device) -> list[Peer]:
-    """Where every rank runs, by rank.  Collective.
+def meet(ranks: Rendezvous, device: torch.device, *, near: bool = True) -> list[Peer]:
+    """Where every rank runs, by rank.  Collective.  `near`: all of them must load from and store to each other.
 
     Raises:
         Mismatch: MOECOMM_WINDOW is not the same everywhere.
@@ -60,7 +60,7 @@ def meet(ranks: Rendezvous, device: torch.device) -> list[Peer]:
         if peer.window != kind:
             raise Mismatch("MOECOMM_WINDOW", kind or "unset", peer.window or "unset", rank)
     with all_or_none(ranks):
-        if reason := unreachable(device.index, [peer.gpu for peer in peers]):
+        if near and (reason := unreachable(device.index, [peer.gpu for peer in peers])):
             raise Unsupported(reason)
     return peers
 
@@ -81,7 +81,7 @@ def open_window(ranks: Rendezvous, peers: list[Peer], nbytes: int, device: torch
     if wanted != "vmm":
         try:
             with all_or_none(ranks):
-                if reason := _nccl_missing(peers):
+                if reason := nccl_missing(peers):
                     raise Unsupported(reason)
             return windows_nccl.open_window(ranks, nbytes, device)
         except NoRoom:
@@ -101,7 +101,8 @@ def open_window(ranks: Rendezvous, peers: list[Peer], nbytes: int, device: torch
     return windows_vmm.open_window(ranks, nbytes, device, timeout_s, fabric=not one_host)
 
 
-def _nccl_missing(peers: list[Peer]) -> str:
+def nccl_missing(peers: list[Peer]) -> str:
+    """Why NCCL can't make a communicator of these ranks, or its windows, as a sentence; empty if it can."""
     for rank, peer in enumerate(peers):
         first = next(other for other in range(rank + 1) if peers[other].gpu == peer.gpu)
         if first != rank:

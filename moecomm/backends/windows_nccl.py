@@ -5,7 +5,6 @@ The communicator is ours alone: nothing is ever launched on it.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from moecomm import config
 from moecomm.backends.collective import all_or_none
 from moecomm.backends.cuda_driver import no_room
 from moecomm.errors import Unsupported
@@ -39,7 +39,7 @@ def missing() -> str:
     return ""
 
 
-class _Memory:
+class Memory:
     """Memory of ncclMemAlloc; freed with the object."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -72,7 +72,7 @@ class NcclWindow:
 
     kind = "nccl"
 
-    def __init__(self, memory: _Memory, communicator: Any, peers: list[int]) -> None:
+    def __init__(self, memory: Memory, communicator: Any, peers: list[int]) -> None:
         self.owner: object = memory
         self.address, self.nbytes, self.peers = memory.address, memory.nbytes, peers
         self.communicator = communicator
@@ -81,16 +81,57 @@ class NcclWindow:
         """Drops the peers' memory."""
         communicator, self.communicator = self.communicator, None
         if communicator is not None:
-            _end(communicator)
+            end(communicator)
 
 
-def _end(communicator: Any) -> None:
+def end(communicator: Any) -> None:
     """Deregisters its windows and frees it.
 
     ncclCommDestroy may wait for the other ranks of the host; ncclCommAbort does not, and cuts nothing short here.
     """
     with suppress(Exception):
         communicator.abort()
+
+
+def connect(ranks: Rendezvous) -> Any:
+    """Collective: a communicator of these ranks.  missing() must be empty on every rank.
+
+    Raises:
+        Unsupported: NCCL of some rank refuses; nothing is left behind.
+    """
+    import nccl.core
+
+    with all_or_none(ranks):
+        mine = bytes(nccl.core.get_unique_id()) if ranks.rank == 0 else bytes(128)
+    unique_id = nccl.core.UniqueId.from_bytes(ranks.all_gather(mine)[0])
+    with ExitStack() as undo:
+        with all_or_none(ranks), _no_multicast(nccl.core.get_version().libnccl.version.release) as settings:
+            communicator = nccl.core.Communicator.init(ranks.ranks, ranks.rank, unique_id, settings)
+            undo.callback(end, communicator)
+        undo.pop_all()
+    return communicator
+
+
+def register(ranks: Rendezvous, communicator: Any, nbytes: int, device: torch.device) -> tuple[Memory, Any]:
+    """Collective: memory, a symmetric window of the communicator, and nccl4py's handle of that.
+
+    Raises:
+        NoRoom: out of device memory on some rank.
+        Unsupported: NCCL of some rank refuses; no memory is left behind, and the communicator has ended.
+    """
+    import nccl.core
+
+    with ExitStack() as undo:
+        with all_or_none(ranks):
+            memory = Memory(-(-nbytes // (2 << 20)) * (2 << 20), device)
+            undo.callback(memory.free)
+        undo.callback(end, communicator)  # first: it still has the memory
+        with all_or_none(ranks):
+            window = communicator.register_window(memory.buffer, nccl.core.WindowFlag.COLL_SYMMETRIC)
+            if not window.handle:
+                raise Unsupported("NCCL has no symmetric windows here: it wants peer access between all GPUs")
+        undo.pop_all()
+    return memory, window
 
 
 def open_window(ranks: Rendezvous, nbytes: int, device: torch.device) -> NcclWindow:
@@ -100,34 +141,24 @@ def open_window(ranks: Rendezvous, nbytes: int, device: torch.device) -> NcclWin
         NoRoom: out of device memory on some rank.
         Unsupported: NCCL of some rank refuses, or a rank is in another NVLink domain; nothing is left behind.
     """
-    import nccl.core
-
-    nbytes = -(-nbytes // (2 << 20)) * (2 << 20)
     with ExitStack() as undo:
+        communicator = connect(ranks)
+        undo.callback(end, communicator)
+        memory, window = register(ranks, communicator, nbytes, device)
+        undo.callback(memory.free)
+        undo.callback(end, communicator)
         with all_or_none(ranks):
-            mine = bytes(nccl.core.get_unique_id()) if ranks.rank == 0 else bytes(128)
-            memory = _Memory(nbytes, device)
-            undo.callback(memory.free)
-        unique_id = nccl.core.UniqueId.from_bytes(ranks.all_gather(mine)[0])
-        with all_or_none(ranks), _no_multicast(nccl.core.get_version().libnccl.version.release) as config:
-            communicator = nccl.core.Communicator.init(ranks.ranks, ranks.rank, unique_id, config)
-            undo.callback(_end, communicator)
-        with all_or_none(ranks):
-            window = communicator.register_window(memory.buffer, nccl.core.WindowFlag.COLL_SYMMETRIC)
-            if not window.handle:
-                raise Unsupported("NCCL has no symmetric windows here: it wants peer access between all GPUs")
-        with all_or_none(ranks):
-            peers = [_peer(window, rank, ranks.rank, memory.address) for rank in range(ranks.ranks)]
+            peers = [peer_address(window, rank, ranks.rank, memory.address) for rank in range(ranks.ranks)]
+            if (away := next((rank for rank, address in enumerate(peers) if not address), None)) is not None:
+                raise Unsupported(f"the GPU of rank {away} is in another NVLink domain")
         undo.pop_all()
     return NcclWindow(memory, communicator, peers)
 
 
-def _peer(window: Any, rank: int, own_rank: int, own_address: int) -> int:
+def peer_address(window: Any, rank: int, own_rank: int, own_address: int) -> int:
+    """Of a rank's memory as our GPU sees it; 0 where it does not."""
     # Our own memory always under one address: a GPU does not order accesses to the same bytes through two mappings.
-    address = own_address if rank == own_rank else window.get_peer_device_pointer(rank)
-    if not address:
-        raise Unsupported(f"the GPU of rank {rank} is in another NVLink domain")
-    return int(address)
+    return own_address if rank == own_rank else int(window.get_peer_device_pointer(rank) or 0)
 
 
 @contextmanager
@@ -142,12 +173,5 @@ def _no_multicast(version: tuple[int, ...]) -> Iterator[Any]:
     if version[:2] >= _NVLS_FIELD and "nvls_host_mode" in nccl.core.NCCLConfig.__dataclass_fields__:
         yield nccl.core.NCCLConfig(nvls_host_mode=nccl.core.NcclNvlsHostMode.DISABLE)
         return
-    before = os.environ.get("NCCL_NVLS_ENABLE")
-    os.environ["NCCL_NVLS_ENABLE"] = "0"
-    try:
+    with config.variables({"NCCL_NVLS_ENABLE": "0"}, insist=True):
         yield None
-    finally:
-        if before is None:
-            del os.environ["NCCL_NVLS_ENABLE"]
-        else:
-            os.environ["NCCL_NVLS_ENABLE"] = before

@@ -16,6 +16,7 @@ from moecomm.bench import kernels
 from moecomm.bench.clock import Call, Clock, percentiles
 from moecomm.bench.landing import Landing
 from moecomm.bench.ranks import Step, device_of, progress, together
+from moecomm.plain_kernel import launch
 
 Move = tuple[int, int, int]  # to, from, bytes
 SMS = [4, 8, 16, 24, 32, 64, 132]
@@ -84,7 +85,7 @@ def _on_gpu(landing: Landing, local: torch.Tensor, part: int) -> Iterator[tuple[
     most = torch.cuda.get_device_properties(local.device).multi_processor_count
     for method, kernel in kernels.ALL_TO_ALL.items():
         for sms in SMS:
-            yield method, min(sms, most), partial(kernels.launch, kernel, min(sms, most), args)
+            yield method, min(sms, most), partial(launch, kernel, min(sms, most), args)
     moves = [
         (landing.addresses[peer] + landing.rank * part, local.data_ptr() + peer * part, part)
         for peer in _others(landing)

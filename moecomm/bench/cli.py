@@ -18,7 +18,7 @@ app = typer.Typer(
 )
 
 Ranks = Annotated[int | None, typer.Option(help="Processes; default: 4 on CPUs, one a GPU.")]
-Backend = Annotated[str, typer.Option(help="auto, host or lsa.")]
+Backend = Annotated[str, typer.Option(help="auto, host, lsa, gin or nvshmem.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result there.")]
 Model = Annotated[str, typer.Option(help="Whose sizes: a name of moecomm.router.MODELS.")]
 Hidden = Annotated[int | None, typer.Option(help="Columns of a token, in place of the model's.")]

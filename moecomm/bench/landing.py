@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from moecomm.arrays import window_tensor
+from moecomm.backends.gin import spare_signal
+from moecomm.backends.lsa import LsaSession
 from moecomm.buffer import Buffer
 from moecomm.errors import Mismatch
 from moecomm.rendezvous import rendezvous
@@ -23,6 +25,7 @@ class Landing:
     Attributes:
         addresses: by rank, as this rank reaches them.
         tensor: our own block, uint8 [nbytes].
+        shim: what puts go through where loads and stores are not meant: see moecomm.linking.  Empty: nothing does.
     """
 
     def __init__(self, group: dist.ProcessGroup, nbytes: int, backend: str, device: torch.device) -> None:
@@ -37,7 +40,9 @@ class Landing:
             device=device,
             window_bytes=nbytes + _ROOM,
         )
-        context = self.buffer.session.context
+        session = self.buffer.session
+        context = session.context
+        self.shim = session.reach.shim if isinstance(session, LsaSession) else ""
         block = self.buffer.session.arena.allocate(nbytes)
         assert block is not None, "the window has just been made for it"
         for rank, data in enumerate(ranks.all_gather(block.offset.to_bytes(8, "little"))):
@@ -57,6 +62,13 @@ class Landing:
     def meet(self) -> None:
         """The ranks wait for each other: on CPUs at once, on GPUs on the current stream."""
         self.buffer.dispatch(self._row, self._expert, layout="flat")
+
+    @property
+    def puts(self) -> dict[str, int]:
+        """What puts through a library want besides addresses: see PingPongArgs in csrc/bench/ping_pong.cuh."""
+        context = self.buffer.session.context
+        which = 0 if self.shim == "nvshmem" else spare_signal(context.window)  # nvshmem: a word of the block itself
+        return {"window": context.peers[self.rank], "link": context.link, "which": which}
 
     @property
     def abort_words(self) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moecomm import _native
+from moecomm import _native, plain_kernel
 from moecomm.bench import kernels
 from moecomm.bench.clock import percentiles
 from moecomm.bench.landing import Landing
@@ -29,6 +29,13 @@ _WAYS = (
     ("TMA", 8, 1 << 15, 1 << 23),
     ("TMA", 32, 1 << 17, 1 << 40),
 )
+# The same of the put and the signal of a library.
+_PUTS = (
+    ("put, a warp", 1, 1, 1 << 40),
+    ("put", 1, 1 << 12, 1 << 40),
+    ("put", 4, 1 << 15, 1 << 40),
+    ("put", 32, 1 << 18, 1 << 40),
+)
 
 
 class _Args(ctypes.Structure):
@@ -39,6 +46,7 @@ class _Args(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("result", "before")),
         ("bytes", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("warmup", "rounds", "starts", "pad")),
+        *((name, ctypes.c_uint64) for name in ("window", "link", "which")),
     )
 
 
@@ -49,7 +57,7 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> list[dict[str, Any]]:
     rows = []
     with (
         progress(group, len(ways)) as step,
-        Landing(group, _SIGNAL_BYTES + max(sizes), job["backend"], device) as landing,
+        Landing(group, nbytes(max(sizes)), job["backend"], device) as landing,
     ):
         player = Player(landing, max(sizes), device) if group.rank() < 2 else None
         for size, method, blocks in ways:
@@ -67,7 +75,13 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> list[dict[str, Any]]:
 def _ways(size: int, backend: str) -> list[tuple[str, int]]:
     if backend == "host":
         return [("memcpy", 1)]
-    return [(method, blocks) for method, blocks, least, most in _WAYS if least <= size <= most]
+    ways = _WAYS if backend == "lsa" else _PUTS
+    return [(method, blocks) for method, blocks, least, most in ways if least <= size <= most]
+
+
+def nbytes(most_bytes: int) -> int:
+    """Of a Landing: the signal, what the peer puts, and what we put, which a library wants in the window as well."""
+    return 2 * (_SIGNAL_BYTES + -(-most_bytes // _SIGNAL_BYTES) * _SIGNAL_BYTES)
 
 
 def _rounds(size: int) -> int:
@@ -82,7 +96,9 @@ class Player:
 
     def __init__(self, landing: Landing, most_bytes: int, device: torch.device) -> None:
         self._landing, self._device = landing, device
-        self._source = torch.arange(most_bytes, device=device).to(torch.uint8)
+        self._source = landing.tensor[len(landing.tensor) // 2 :][:most_bytes]
+        self._source.copy_(torch.arange(most_bytes, device=device).to(torch.uint8))
+        self._kernels = kernels.putting(landing.shim) if landing.shim else kernels.PING_PONG
         self._result = torch.zeros(2, dtype=torch.int64, device=device)
         self._signals = 0
 
@@ -104,7 +120,7 @@ class Player:
         if self._device.type == "cpu":
             nanoseconds = _native.host_ping_pong(nbytes=size, starts=landing.rank == 0, **known) or 0
         else:
-            nanoseconds = self._on_gpu(kernels.PING_PONG[method], blocks, size, known)
+            nanoseconds = self._on_gpu(self._kernels[method], blocks, size, known)
         if nanoseconds == 0:
             peer, text = 1 - landing.rank, f"rank {landing.rank} waited for rank {1 - landing.rank}: its put"
             raise Timeout(text, rank=landing.rank, peer=peer, phase="payload", op="put", round=0)
@@ -112,8 +128,9 @@ class Player:
 
     def _on_gpu(self, kernel: kernels.BenchKernel, blocks: int, size: int, known: dict[str, int]) -> int:
         self._result.zero_()
-        args = _Args(bytes=size, starts=self._landing.rank == 0, result=self._result.data_ptr(), **known)
-        kernels.launch(kernel, blocks, args)
+        puts = self._landing.puts if self._landing.shim else {}
+        args = _Args(bytes=size, starts=self._landing.rank == 0, result=self._result.data_ptr(), **known, **puts)
+        plain_kernel.launch(kernel, blocks, args)
         nanoseconds, waited = self._result.tolist()
         return 0 if waited else int(nanoseconds)
 

@@ -6,6 +6,7 @@ import ctypes
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -15,7 +16,9 @@ import torch
 import moecomm
 from moecomm import _native, backends, tuning
 from moecomm.backends import cuda_driver, leave, lsa
+from moecomm.backends.collective import NoRoom
 from moecomm.errors import Unsupported
+from moecomm.rendezvous import Alone, Rendezvous
 from moecomm.settings import Settings
 from moecomm.testing import LocalBuffers
 
@@ -63,6 +66,55 @@ def test_asked_for_by_name_it_raises_and_auto_goes_to_the_host() -> None:
     assert backends.choose("auto", None) == ("host", f"no GPU backend can run here (lsa: {reason})")
     with pytest.raises(Unsupported, match="no GPU backend can run here"):
         backends.choose("auto", torch.device("cuda"))
+
+
+class Reaching:
+    """Backends, each of which says what is in its way when it opens, if anything."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **refuses: Exception | str) -> None:
+        self._refuses, self.opened = refuses, []
+        monkeypatch.setattr(backends, "missing", lambda name: str(refuses.get(name, "")) if name == "nvshmem" else "")
+        monkeypatch.setattr(backends, "load", lambda name: SimpleNamespace(open=partial(self._open, name)))
+
+    def _open(self, name: str, *_: object) -> str:
+        self.opened.append(name)
+        if isinstance(error := self._refuses.get(name), Exception):
+            raise error
+        return name
+
+    def __call__(self, name: str = "lsa", why: str = "first", group: Rendezvous | None = None) -> tuple[object, str]:
+        return backends.open_session(name, why, group or Alone(), shape_of(1), None, 1.0)
+
+
+def test_auto_takes_the_first_that_reaches_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Reaching(monkeypatch)() == ("lsa", "first")
+    away = Unsupported("rank 4 runs on another host")
+    assert Reaching(monkeypatch, lsa=away)() == (
+        "gin",
+        "what comes before it can't reach all ranks (lsa: rank 4 runs on another host)",
+    )
+    reaching = Reaching(monkeypatch, lsa=away, gin=Unsupported("no GIN"), nvshmem="no NVSHMEM")
+    with pytest.raises(Unsupported) as caught:
+        reaching()
+    assert str(caught.value) == (
+        "no GPU backend can run here: lsa: rank 4 runs on another host; gin: no GIN; nvshmem: no NVSHMEM"
+    )
+    assert reaching.opened == ["lsa", "gin"], "nvshmem lacked something before it was opened"
+
+
+def test_what_was_asked_for_on_some_rank_or_has_no_room_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    reaching = Reaching(monkeypatch, lsa=Unsupported("no"))
+    with pytest.raises(Unsupported, match=r"^no$"):
+        reaching(why="asked for")
+    other = Alone()
+    other.all_gather = lambda data: [data, b"\1"]  # type: ignore[method-assign]
+    with pytest.raises(Unsupported, match=r"^no$"):
+        reaching(group=other)
+    assert reaching("host") == ("host", "first") and reaching.opened == ["lsa", "lsa", "host"]
+    reaching = Reaching(monkeypatch, lsa=NoRoom("full"))
+    with pytest.raises(NoRoom):
+        reaching()
+    assert reaching.opened == ["lsa"]
 
 
 def test_asking_imports_nothing_of_cuda(python: Callable[[str], subprocess.CompletedProcess[str]]) -> None:

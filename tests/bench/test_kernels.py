@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from moecomm import plain_kernel
+from moecomm.backends import leave
 from moecomm.bench import ceiling, kernels, latency
 
 pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
@@ -17,8 +19,8 @@ ALL = {**kernels.ALL_TO_ALL, **kernels.PING_PONG}
 
 @pytest.mark.parametrize("kernel", ALL.values(), ids=ALL.keys())
 def test_compiles_within_a_multiprocessor(kernel: kernels.BenchKernel) -> None:
-    cubin, log = kernels.build(kernel)
-    assert cubin.startswith(b"\x7fELF") and b"moecomm_bench" in cubin
+    cubin, log = plain_kernel.build(kernel)
+    assert cubin.startswith(b"\x7fELF") and b"moecomm_plain" in cubin
     (registers,) = map(int, re.findall(r"Used (\d+) registers", log))
     assert registers * kernel.threads <= 65536
     assert {*re.findall(r"(\d+) bytes spill", log)} == {"0"}
@@ -28,7 +30,9 @@ def test_compiles_within_a_multiprocessor(kernel: kernels.BenchKernel) -> None:
 
 def test_a_ring_is_what_the_kernels_count_on() -> None:
     """The names are those of csrc/bench; the blocks hold as many warps as there are rings."""
-    text = "".join((kernels._headers() / "bench" / f"{name}.cuh").read_text() for name in ("all_to_all", "ping_pong"))
+    text = "".join(
+        (plain_kernel.headers() / "bench" / f"{name}.cuh").read_text() for name in ("all_to_all", "ping_pong")
+    )
     assert re.search(rf"kPiece = {kernels.PIECE}, kSlots = {kernels._SLOTS}, kMovers = 6;", text)
     assert re.search(rf"kPutPiece = {kernels.PIECE}, kPutSlots = {kernels._SLOTS};", text)
     for kernel in ALL.values():
@@ -37,8 +41,9 @@ def test_a_ring_is_what_the_kernels_count_on() -> None:
 
 def test_structs_are_packed_as_the_kernels_read_them() -> None:
     """Sizes are those that the headers assert, and fields come in their order there."""
-    for header, packed in (("all_to_all", ceiling._Args), ("ping_pong", latency._Args)):
-        text = (kernels._headers() / "bench" / f"{header}.cuh").read_text()
+    structs = {"bench/all_to_all": ceiling._Args, "bench/ping_pong": latency._Args, "device/leave": leave.PutArgs}
+    for header, packed in structs.items():
+        text = (plain_kernel.headers() / f"{header}.cuh").read_text()
         body = re.search(r"struct \w+Args \{(.*?)\n\};", text, re.DOTALL)
         asserted = re.search(r"static_assert\(sizeof\(\w+Args\) == (.*?),", text)
         assert body and asserted
@@ -49,5 +54,5 @@ def test_structs_are_packed_as_the_kernels_read_them() -> None:
 
 
 def test_headers_are_those_of_this_repository_or_the_package() -> None:
-    assert (kernels._headers() / "bench" / "all_to_all.cuh").is_file()
-    assert isinstance(kernels._headers(), Path)
+    assert (plain_kernel.headers() / "bench" / "all_to_all.cuh").is_file()
+    assert isinstance(plain_kernel.headers(), Path)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moecomm import _native
+from moecomm import _native, backends, shims
 from moecomm.bench import latency
 from moecomm.bench.landing import Landing
 
@@ -25,13 +25,14 @@ def _play(rank: int, group: Any, backend: str) -> list[tuple[str, bool, float, f
     if device.type == "cuda":
         torch.cuda.set_device(device)
     found = []
-    with Landing(group, latency._SIGNAL_BYTES + MOST, backend, device) as landing:
+    with Landing(group, latency.nbytes(MOST), backend, device) as landing:
         player = latency.Player(landing, MOST, device)
         for size in SIZES:
             for method, blocks in latency._ways(size, backend):
                 if method == "TMA" and size % 16:
                     continue
-                landing.tensor[latency._SIGNAL_BYTES :].zero_()
+                landed = landing.tensor[latency._SIGNAL_BYTES :][:MOST]
+                landed.zero_()
                 if device.type == "cuda":
                     torch.cuda.synchronize()
                 dist.barrier(group)
@@ -39,7 +40,7 @@ def _play(rank: int, group: Any, backend: str) -> list[tuple[str, bool, float, f
                 us = player.play(size, method, blocks, 20)
                 whole = (time.perf_counter() - begin) * 1e6
                 dist.barrier(group)
-                arrived = player.arrived(size) and not landing.tensor[latency._SIGNAL_BYTES + size :].any()
+                arrived = player.arrived(size) and not landed[size:].any()
                 found.append((f"{method}, {blocks}: {size}", bool(arrived), us, whole))
     return found
 
@@ -53,8 +54,13 @@ def test_what_is_put_arrives(ranks: Ranks) -> None:
 
 
 @pytest.mark.gpu2
-def test_what_is_put_arrives_on_gpus(gpu_ranks: Ranks) -> None:
-    for found in gpu_ranks.run(2, _play, "lsa"):
+@pytest.mark.parametrize("backend", ["lsa", "gin", "nvshmem"])
+def test_what_is_put_arrives_on_gpus(gpu_ranks: Ranks, backend: str) -> None:
+    if reason := backends.missing(backend):
+        pytest.skip(f"{backend}: {reason}")
+    if backend != "lsa" and (reason := shims.find(backend).missing):
+        pytest.skip(reason)
+    for found in gpu_ranks.run(2, _play, backend):
         assert len(found) > 2 * len(SIZES)
         assert [way for way, arrived, *_ in found if not arrived] == []
         for _, _, us, whole in found:

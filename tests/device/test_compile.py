@@ -38,6 +38,9 @@ def combine(**fields: Any) -> jit.KernelSpec:
     return jit.KernelSpec(op="combine", **DEEPSEEK | fields)
 
 
+ACROSS: dict[str, Any] = {"transport": "puts", "domain_ranks": 4, "ranks": 8}
+
+
 SPECS = {
     "dispatch": dispatch(),
     "dispatch flat": dispatch(layout=FLAT, idx_bytes=4),
@@ -62,6 +65,17 @@ SPECS = {
     "dispatch begins": dispatch(part=BEGIN, quantize=True, scale_columns=True),
     "dispatch ends": dispatch(part=END, quantize=True, scale_columns=True),
     "dispatch ends, flat, 64 ranks": dispatch(part=END, layout=FLAT, ranks=64),
+    "dispatch across domains, flat": dispatch(layout=FLAT, **ACROSS),
+    "dispatch across domains, ue8m0 by column": dispatch(
+        quantize=True, scale_format=UE8M0, scale_columns=True, **ACROSS
+    ),
+    "dispatch across domains ends": dispatch(part=END, **ACROSS),
+    "dispatch across domains, 64 ranks, top-32": dispatch(
+        ranks=64, domain_ranks=8, transport="puts", topk=32, experts=1024, repeat=True
+    ),
+    "combine across domains": combine(**ACROSS),
+    "combine across domains, flat": combine(layout=FLAT, **ACROSS),
+    "combine across domains, in place, bf16 on the wire": combine(layout=FLAT, in_place=True, wire=BF16, **ACROSS),
     "combine": combine(),
     "combine in place": combine(layout=FLAT, in_place=True),
     "combine in place, fp32": combine(layout=FLAT, in_place=True, type=FP32, ranks=8),

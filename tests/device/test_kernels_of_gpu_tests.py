@@ -77,11 +77,19 @@ def kernels_of(sizes: dict[str, Any], seeds: Sequence[int]) -> set[jit.KernelSpe
             buffer.session.pulls_flat_rows = True  # type: ignore[misc]
         specs = plain_round(ranks.buffers[0], sizes)
         for seed in seeds:
-            case = random_case(seed, **sizes, few_kernels=True)
+            case = random_case(seed, **test_virtual_ranks.of_cases(sizes), few_kernels=True)
             for rank, buffer in enumerate(ranks.buffers):
                 specs |= kernels_of_rank(case, rank, buffer)
     assert len(specs) <= MOST, "a GPU has not that much time"
     return specs
+
+
+def test_kernels_of_several_domains_put() -> None:
+    """Some of those that the random cases across domains launch; tests/device/test_compile.py compiles such."""
+    for sizes in test_virtual_ranks.DOMAINS:
+        specs = kernels_of(sizes, range(8))
+        assert len(specs) > 5 and not any(spec.packets for spec in specs)
+        assert {(spec.transport, spec.domain_ranks) for spec in specs} == {("puts", sizes["domain_ranks"])}
 
 
 @pytest.mark.timeout(900)

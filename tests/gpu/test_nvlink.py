@@ -1,4 +1,4 @@
-"""One process a GPU, over both kinds of windows: random cases, a killed rank, a silent rank, graphs."""
+"""One process a GPU, over every backend and kind of windows: random cases, a killed rank, a silent rank, graphs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import moecomm
+import moecomm.backends
 from moecomm.testing import check_case_on_rank, random_case
 
 from ..conftest import Ranks
 
-KINDS = ["vmm", "nccl"]
+# Windows of lsa, or a backend; then half of the ranks are a domain, and the backend puts to the others.
+KINDS = ["vmm", "nccl", "gin", "nvshmem", "gin, 2 domains", "nvshmem, 2 domains"]
 # The kernels of two of them are those of virtual ranks.
 SIZES: list[dict[str, Any]] = [
     {"hidden": 7168, "num_experts": 256, "topk": 8, "max_tokens": 48, "dtype": torch.bfloat16},
@@ -32,10 +34,27 @@ def random_seeds(cases: int, first: int = 0) -> range:
 
 def _open(rank: int, group: Any, kind: str, **sizes: Any) -> moecomm.Buffer:
     torch.cuda.set_device(rank)
+    backend, _, domains = kind.partition(",")
+    if backend in moecomm.backends.NAMES:
+        near = group.size() // 2 if domains else group.size()
+        if domains and backend == "gin":
+            os.environ["NCCL_LSA_TEAM_SIZE"] = str(near)
+        buffer = moecomm.Buffer(group, **sizes, backend=backend, domain_ranks=near)
+        assert buffer.backend.startswith(f"{backend}/") and buffer.domain_ranks == near
+        return buffer
     os.environ["MOECOMM_WINDOW"] = kind
     buffer = moecomm.Buffer(group, **sizes, backend="lsa")
     assert buffer.backend == f"lsa/{kind}"
     return buffer
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """One that can run here."""
+    backend = str(request.param).partition(",")[0]
+    if backend in moecomm.backends.NAMES and (reason := moecomm.backends.missing(backend)):
+        pytest.skip(f"{backend}: {reason}")
+    return str(request.param)
 
 
 def _random_cases(rank: int, group: Any, kind: str, cases: int, seed: int) -> str:
@@ -47,7 +66,6 @@ def _random_cases(rank: int, group: Any, kind: str, cases: int, seed: int) -> st
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)])
 def test_random_cases_match_the_reference(
     gpu_ranks: Ranks, kind: str, count: int, request: pytest.FixtureRequest
@@ -94,7 +112,6 @@ def _until_a_peer_dies(rank: int, group: Any, kind: str, how: str) -> Any:
 
 @pytest.mark.gpu2
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["killed", "silent"])
 def test_survivors_name_the_rank_and_keep_their_context(gpu_ranks: Ranks, kind: str, how: str) -> None:
     count = min(4, torch.cuda.device_count())
@@ -131,7 +148,6 @@ def _replay(rank: int, group: Any, kind: str) -> str:
 
 
 @pytest.mark.gpu2
-@pytest.mark.parametrize("kind", KINDS)
 def test_graph_replay(gpu_ranks: Ranks, kind: str) -> None:
     count = min(4, torch.cuda.device_count())
     assert gpu_ranks.run(count, _replay, kind) == ["done"] * count

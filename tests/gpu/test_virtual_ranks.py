@@ -30,6 +30,45 @@ SIZES: list[dict[str, Any]] = [
     {"ranks": 2, "hidden": 16384, "num_experts": 8, "topk": 2, "max_tokens": 33, "dtype": torch.float32},
     {"ranks": 4, "hidden": 7168, "num_experts": 256, "topk": 8, "max_tokens": 64, "dtype": torch.bfloat16},
 ]
+# Domains cut out of one: ranks of others are put to.
+DOMAINS: list[dict[str, Any]] = [
+    {
+        "ranks": 4,
+        "domain_ranks": 2,
+        "hidden": 144,
+        "num_experts": 16,
+        "topk": 6,
+        "max_tokens": 50,
+        "dtype": torch.bfloat16,
+    },
+    {
+        "ranks": 8,
+        "domain_ranks": 4,
+        "hidden": 272,
+        "num_experts": 64,
+        "topk": 8,
+        "max_tokens": 40,
+        "dtype": torch.float16,
+    },
+    {
+        "ranks": 8,
+        "domain_ranks": 2,
+        "hidden": 64,
+        "num_experts": 8,
+        "topk": 3,
+        "max_tokens": 100,
+        "dtype": torch.float32,
+    },
+    {
+        "ranks": 6,
+        "domain_ranks": 2,
+        "hidden": 64,
+        "num_experts": 12,
+        "topk": 12,
+        "max_tokens": 40,
+        "dtype": torch.bfloat16,
+    },
+]
 PAIR: dict[str, Any] = {
     "ranks": 2,
     "hidden": 64,
@@ -54,6 +93,11 @@ def random_seeds(sizes: dict[str, Any], cases: int, first: int = 0) -> range:
     """The cases that some sizes get, of `cases` in all."""
     share = 20 if sizes is LONG else SMALL if sizes in SIZES[:SMALL] else 50 * SMALL
     return range(first, first + cases // share + (share != SMALL))
+
+
+def of_cases(sizes: dict[str, Any]) -> dict[str, Any]:
+    """What a case depends on."""
+    return {name: size for name, size in sizes.items() if name != "domain_ranks"}
 
 
 _room = packets.room
@@ -92,9 +136,27 @@ def test_staging_goes_around_a_small_ring(monkeypatch: pytest.MonkeyPatch, reque
             check_case(ranks, random_case(number, **LONG, few_kernels=True))
 
 
-@pytest.fixture
-def pair() -> Any:
-    with LocalBuffers(**PAIR, backend="lsa", device=0, timeout_s=2) as ranks:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("sizes", DOMAINS, ids=lambda s: f"R{s['ranks']}-L{s['domain_ranks']}")
+def test_random_cases_across_domains(sizes: dict[str, Any], request: pytest.FixtureRequest) -> None:
+    seed = request.config.getoption("--seed") * 1_000_000
+    with LocalBuffers(**sizes, backend="lsa", device=0, timeout_s=20) as ranks:
+        for number in range(seed, seed + request.config.getoption("--gpu-cases") // len(DOMAINS)):
+            check_case(ranks, random_case(number, **of_cases(sizes), few_kernels=True))
+
+
+@pytest.mark.timeout(300)
+def test_rings_across_domains(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.setattr(lsa, "_STAGING_BYTES", 1)
+    with LocalBuffers(**LONG, domain_ranks=1, backend="lsa", device=0, timeout_s=20) as ranks:
+        assert ranks.buffers[0].session.context.shape.ring_tokens == 32
+        for number in random_seeds(LONG, request.config.getoption("--gpu-cases")):
+            check_case(ranks, random_case(number, **LONG, few_kernels=True))
+
+
+@pytest.fixture(params=[2, 1], ids=["one-domain", "two-domains"])
+def pair(request: pytest.FixtureRequest) -> Any:
+    with LocalBuffers(**PAIR, domain_ranks=request.param, backend="lsa", device=0, timeout_s=2) as ranks:
         yield ranks
 
 

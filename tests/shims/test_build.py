@@ -51,7 +51,7 @@ def test_each_shim_says_what_was_missing(tmp_path: Path, monkeypatch: pytest.Mon
         assert said in str(caught.value)
     for backend in moecomm.doctor().backends:
         if backend.name in shims.NAMES:
-            assert shims.find(backend.name).missing in backend.missing
+            assert shims.find(backend.name).missing in backend.verdict
 
 
 def test_headers_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_the_cache_tells_linked_kernels_apart(
         return compiled[-1], ""
 
     monkeypatch.setattr(jit, "build", compile_once_more)
-    lsa, gin = SPEC, dataclasses.replace(SPEC, transport="gin")
+    lsa, gin = SPEC, dataclasses.replace(SPEC, transport="gin", domain_ranks=2)
 
     def kernel(spec: jit.KernelSpec) -> bytes:
         linking._digest.cache_clear()
@@ -167,8 +167,8 @@ def test_the_cache_tells_linked_kernels_apart(
     assert [kernel(lsa), kernel(gin)] == [b"0", b"3"]
 
 
-def test_a_transport_is_one_of_four() -> None:
-    with pytest.raises(ValueError, match="transport='tcp': want lsa, gin, gin_proxy, nvshmem"):
+def test_a_transport_is_one_of_five() -> None:
+    with pytest.raises(ValueError, match="transport='tcp': want lsa, puts, gin, gin_proxy, nvshmem"):
         dataclasses.replace(SPEC, transport="tcp")
-    source = jit.source(dataclasses.replace(SPEC, transport="gin_proxy"))
+    source = jit.source(dataclasses.replace(SPEC, transport="gin_proxy", domain_ranks=2))
     assert '#include "device/gin.cuh"' in source and "Gin>(args)" in source

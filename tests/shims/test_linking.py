@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from moecomm import jit, linking, shims
+from moecomm.backends import leave
+from moecomm.bench import kernels
 from moecomm.errors import Unsupported
 from tests.shims import cubin
 
@@ -68,6 +70,22 @@ def test_a_kernel_that_puts_signals_and_waits(transport: str, directory: Path) -
         assert {"nvshmemi_device_state_d", "nvshmemi_ibgda_device_state_d", "nvshmemi_device_lib_version_d"} <= (
             found.defined
         )
+
+
+@pytest.mark.parametrize("transport", ["gin_proxy", "nvshmem"])
+def test_a_kernel_over_all_that_a_transport_offers(transport: str, directory: Path) -> None:
+    name = linking.TRANSPORTS[transport]
+    before = f'#include "device/{name.lower()}.cuh"\n#define TRANSPORT {name}\n'
+    found, log = link(before + (HERE / "transport.cu").read_text(), transport)
+    assert found.undefined <= {"vprintf"} and "transport" in found.text and "warning" not in log
+    assert {name for name in found.traps() if "nvshmemi_transfer_" not in name} == set()
+
+
+@pytest.mark.parametrize("transport", ["gin_proxy", "nvshmem"])
+def test_the_benchmark_and_who_leaves_put_through_it(transport: str, directory: Path) -> None:
+    for kernel in (*kernels.putting(transport).values(), leave.putter(transport)):
+        found, _ = link(kernel.source, transport)
+        assert found.undefined <= {"vprintf"} and "moecomm_plain" in found.text
 
 
 @pytest.mark.parametrize("transport", [pytest.param("gin", marks=pytest.mark.slow), "gin_proxy", "nvshmem"])

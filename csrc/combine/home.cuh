@@ -1,0 +1,90 @@
+// What comes home from other domains: the sum of each of them, put into `returned` by its relay, is added where the rows of our own domain
+// have been added up.
+#pragma once
+#include "call.cuh"
+
+namespace moecomm {
+
+// Of one pull warp.
+template <class Call>
+struct FarSums {
+    static constexpr CombineConfig cfg = Call::cfg;
+    static constexpr i32 kOthers = cfg.domains() - 1;
+    static constexpr u64 kOfDomain = cfg.near() < 64 ? (1ull << cfg.near() % 64) - 1 : ~0ull;
+
+    const Call& c;
+    const i32 warp;
+    i32 opened = 0, closed = 0;  // items of the warp
+    i32 seen = -1;               // the chunk of which this lane has seen what its domain returns
+    u64 owners = 0;              // of the token that is looked at
+
+    MOECOMM_FN bool comes_from(i32 domain, u64 ranks) const { return (ranks >> domain * cfg.near() & kOfDomain) != 0; }
+
+    MOECOMM_FN void look_up(i32 token) {
+        owners = 0;
+        for (i32 first = 0; first < cfg.ranks; first += kWarp) {
+            const i32 rank = first + lane_id();
+            const auto* slots = reinterpret_cast<const i32*>(c.a.route.token_slot) + static_cast<i64>(token) * cfg.ranks;
+            owners |= static_cast<u64>(__ballot_sync(kAllLanes, rank < cfg.ranks && slots[rank] >= 0)) << first;
+        }
+    }
+    // By all lanes, each for some domains: whether their sums of the token are here.  A relay tells of the chunks that its domain has rows
+    // of.
+    MOECOMM_FN bool await(i32 token, i32 chunk, bool may_wait) {
+        look_up(token);
+        for (i32 n = lane_id(); n < kOthers; n += kWarp) {
+            const i32 domain = c.domains().other(n);
+            if (!comes_from(domain, owners) || seen == chunk) continue;
+            if (may_wait ? !await_told(c, c.transport, Phase::reduced, kReturned, domain, chunk, c.a.chunk_tokens)
+                         : !is_told(c, c.transport, kReturned, domain, chunk, c.a.chunk_tokens))
+                return false;
+            if (kOthers <= kWarp) seen = chunk;
+        }
+        return true;
+    }
+    // The item of that token is open, and one is closed.
+    MOECOMM_FN void open() {
+        if (lane_id() == 0) c.crossing().owners[warp][opened % kItemsOpen] = owners;
+        ++opened;
+    }
+    MOECOMM_FN void close() { ++closed; }
+
+    // `sum`, of our own domain, becomes that of all, in the order of the domains; how far it may be from that of one domain stands in
+    // protocol/domains.h.
+    template <i32 n>
+    MOECOMM_FN void add_to(i32 token, i32 column, float (&sum)[n]) const {
+        const u64 ranks = c.crossing().owners[warp][closed % kItemsOpen];
+        float total[n] = {};
+#pragma unroll 1
+        for (i32 domain = 0; domain < cfg.domains(); ++domain) {
+            const bool here = domain == c.domains().own();
+            if (!here && !comes_from(domain, ranks)) continue;
+            float there[n];
+            if (!here) {
+                const u64 row = returned_at(c.window(), c.shape(), domain, token) + column * bytes_of(cfg.wire);
+                load_words(c.transport.template local<const u32>(row), there);
+            }
+#pragma unroll
+            for (i32 i = 0; i < n; ++i) total[i] = __fadd_rn(total[i], here ? sum[i] : there[i]);
+        }
+#pragma unroll
+        for (i32 i = 0; i < n; ++i) sum[i] = total[i];
+    }
+    template <i32 n>
+    MOECOMM_FN static void load_words(const u32* from, float (&columns)[n]) {
+        constexpr i32 words = n * bytes_of(cfg.wire) / 4;
+#pragma unroll
+        for (i32 i = 0; i < words; ++i) widen_word<cfg.wire>(load_relaxed(from + i), columns + i * (n / words));
+    }
+
+    // By all lanes: our relays may return the chunk that comes next in the place of this one.
+    MOECOMM_FN bool tell_pulled(i32 chunk) const {
+        bool told = true;
+        const bool followed = chunk + ring_chunks(c.shape(), c.a.chunk_tokens) < c.chunks();
+        for (i32 n = lane_id(); followed && told && n < kOthers; n += kWarp)
+            told = tell_chunk(c, c.channel(), Phase::reduced, kReturnedCredit, c.domains().other(n), chunk, c.a.chunk_tokens);
+        return __all_sync(kAllLanes, told);
+    }
+};
+
+}  // namespace moecomm

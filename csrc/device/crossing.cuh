@@ -1,0 +1,98 @@
+// What kernels do with a transport that puts: waits for room, signals that are made a value, and mail.
+#pragma once
+#include "mail.cuh"
+#include "near.cuh"
+
+namespace moecomm {
+
+// The way to a peer is broken: as if the peer were lost.
+__device__ __noinline__ void report_broken(Round r, Phase phase, i32 peer) {
+    if (!claim_record(r)) return;
+    const u32 word = abort_word(Failure::peer_lost, peer);
+    write_record(r, phase, {Failure::peer_lost, Argument::none, peer, 0, 0}, 0);
+    for (i32 p = 0; p < r.ctx.shape.ranks; ++p)
+        if (r.ctx.peers[p] != 0) compare_exchange(reinterpret_cast<u32*>(r.ctx.peers[p] + r.ctx.window.abort), 0, word);
+}
+
+// By one thread, before a put or an add: until `posts` of them, of whoever posts on this channel, do not wait elsewhere.
+template <class Transport>
+MOECOMM_FN bool await_room(const Round& r, const Transport& transport, Phase phase, i32 peer, i32 posts) {
+    i32 room = 0;
+    const auto settled = [&] {
+        room = transport.has_room(peer, posts);
+        return room != 0;
+    };
+    if (!wait_for(r, phase, peer, posts, settled, [] { return 0ll; })) return false;
+    if (room < 0) report_broken(r, phase, peer);
+    return room > 0;
+}
+
+// By all lanes of a warp: Transport::put, once there is room.  False, reported, when there was none.
+template <class Call, class Transport>
+MOECOMM_FN bool put(const Call& c, const Transport& transport, Phase phase, i32 peer, u64 to, u64 from, u64 bytes) {
+    bool room = true;
+    if (lane_id() == 0) room = await_room(c.round, transport, phase, peer, c.posters());
+    if (!__all_sync(kAllLanes, room)) return false;
+    transport.put(peer, to, from, bytes);
+    return true;
+}
+
+// By one thread: a signal of a kind (domains.h) at our counterpart in `domain`, whose only writer we are, says `chunk` of this round.  What
+// it said before we have noted; who makes it another chunk has seen a credit for that one.  False, reported, when there was no room.
+template <class Call, class Transport>
+MOECOMM_FN bool tell_chunk(const Call& c, const Transport& transport, Phase phase, u64 kind, i32 domain, i32 chunk, i32 chunk_tokens) {
+    const i32 peer = c.domains().counterpart(domain);
+    if (!await_room(c.round, transport, phase, peer, c.posters())) return false;
+    auto* told = own<u64>(c.a.ctx, told_at(c.window(), c.shape(), place_signal(c.shape(), kind, domain, chunk, chunk_tokens)));
+    const u64 value = word_signal(c.round.tag, chunk), before = load_relaxed(told);
+    store_relaxed(told, value);
+    transport.add(peer, place_signal(c.shape(), kind, c.domains().own(), chunk, chunk_tokens), value - before);
+    return true;
+}
+// By one thread: whether our counterpart in `domain` has told us `said`, the number of a chunk; and until it has.
+template <class Call, class Transport>
+MOECOMM_FN bool is_told(const Call& c, const Transport& transport, u64 kind, i32 domain, i32 said, i32 chunk_tokens) {
+    return transport.signal_value(place_signal(c.shape(), kind, domain, said, chunk_tokens)) == word_signal(c.round.tag, said);
+}
+template <class Call, class Transport>
+MOECOMM_FN bool await_told(const Call& c, const Transport& transport, Phase phase, u64 kind, i32 domain, i32 said, i32 chunk_tokens) {
+    return wait_for(
+        c.round, phase, c.domains().counterpart(domain), said, [&] { return is_told(c, transport, kind, domain, said, chunk_tokens); },
+        [&] { return static_cast<i64>(signal_word(transport.signal_value(place_signal(c.shape(), kind, domain, said, chunk_tokens)))); });
+}
+
+// By all warps of the grid: the first `words` of our mail to ranks of other domains, a warp a peer, from where it lies for ourselves.  What
+// is put from there has come when the place is used again: two rounds later, for which everybody has heard of the round between.
+template <class Call>
+MOECOMM_FN void send_mail(const Call& c, i32 words) {
+    constexpr auto cfg = Call::cfg;
+    const u64 mail = mail_word(c.round, c.me(), 0);
+    for (i32 turn = blockIdx.x + gridDim.x * warp_id(); turn < cfg.ranks; turn += gridDim.x * cfg.warps()) {
+        const i32 peer = rotated<cfg.ranks>(c.me(), turn);
+        if (c.domains().reaches(peer)) continue;
+        bool came = true;
+        u64 seen = 0;
+        for (i32 i = lane_id(); came && i < words; i += kWarp)
+            came = wait_word(c.round, Phase::grid, c.me(), mail_word(c.round, c.me(), i), c.round.tag, seen);
+        c.transport.fence();  // other blocks may have written it
+        if (!__all_sync(kAllLanes, came) || !put(c, c.transport, Phase::notice, peer, mail, mail, words * sizeof(u64))) return;
+        if (lane_id() == 0 && await_room(c.round, c.transport, Phase::notice, peer, c.posters()))
+            c.transport.add(peer, mail_signal(c.me()), tag_signal(1));  // one a round
+        __syncwarp();
+    }
+}
+
+// By the threads of a block, or of a part of it, before a barrier of them: until the mail of all ranks of other domains is here.  A peer
+// may have sent that of the next round already.
+template <class Call>
+MOECOMM_FN bool await_mail(const Call& c, i32 thread, i32 stride) {
+    for (i32 from = thread; from < Call::cfg.ranks; from += stride) {
+        if (c.domains().reaches(from)) continue;
+        const auto tag = [&] { return signal_tag(c.transport.signal_value(mail_signal(from))); };
+        const auto came = [&] { return static_cast<i32>(tag() - c.round.tag) >= 0; };
+        if (!wait_for(c.round, Phase::notice, from, c.round.tag, came, [&] { return static_cast<i64>(tag()); })) return false;
+    }
+    return true;
+}
+
+}  // namespace moecomm

@@ -1,0 +1,86 @@
+// Tokens for other domains: one letter a token and domain, made in our own window by the send warps (the row and its scales) and the
+// describe warp (what stands before them), and put to its relay by the put warps.
+#pragma once
+#include "call.cuh"
+
+namespace moecomm {
+
+// The letter to a domain: Landed, entries, slots, row, scales, as it will lie at the relay.
+template <class Call>
+MOECOMM_FN u8* letter(const Call& c, i32 domain, i32 token) {
+    return c.transport.template local<u8>(letter_at(c.window(), c.shape(), domain, token));
+}
+
+// By a warp, before it writes a letter of the chunk: until all relays have stored what was in its places.  False when one has not.
+template <class Call>
+MOECOMM_FN bool await_letters(const Call& c, i32 chunk) {
+    const i32 before = chunk - ring_chunks(c.shape(), c.a.chunk_tokens);
+    bool free = true;
+    for (i32 n = lane_id(); before >= 0 && free && n < c.domains().kCount - 1; n += kWarp)
+        free = await_told(c, c.transport, Phase::drained, kLandingCredit, c.domains().other(n), before, c.a.chunk_tokens);
+    return __all_sync(kAllLanes, free);
+}
+
+// By a warp: the tokens of a chunk, a bit each, of which a domain has a rank.
+template <class Call>
+MOECOMM_FN u32 crossing_tokens(const Call& c, i32 domain, i32 chunk) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    const i32 token = chunk * c.a.chunk_tokens + lane_id();
+    bool any = false;
+    if (token < c.chunk_end(chunk)) {
+        const auto* slots = reinterpret_cast<const i32*>(c.a.route.token_slot) + static_cast<i64>(token) * cfg.ranks + domain * cfg.near();
+        for (i32 i = 0; i < cfg.near(); ++i) any = any || slots[i] >= 0;
+    }
+    return __ballot_sync(kAllLanes, any);
+}
+
+// By the describe warp: what stands before the rows in the letters of a chunk.
+template <class Call>
+MOECOMM_FN void write_heads(const Call& c, i32 chunk) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    for (i32 n = 0; n < c.domains().kCount - 1; ++n) {
+        const i32 domain = c.domains().other(n);
+        for (u32 left = crossing_tokens(c, domain, chunk); left != 0; left &= left - 1) {
+            const i32 token = chunk * c.a.chunk_tokens + __ffs(left) - 1;
+            u8* to = letter(c, domain, token);
+            if (lane_id() == 0) *reinterpret_cast<Landed*>(to) = Landed{c.round.tag, token, {}};
+            auto* entries = reinterpret_cast<Entry*>(to + sizeof(Landed));
+            if (lane_id() < cfg.topk) {
+                const i64 entry = static_cast<i64>(token) * cfg.topk + lane_id();
+                const i32 owner = reinterpret_cast<const i32*>(c.a.route.token_owner)[entry];
+                i32 local = -1;
+                if (!cfg.repeat && owner >= 0) local = static_cast<i32>(c.id_at(entry)) % cfg.experts_here();
+                entries[lane_id()] = {owner, reinterpret_cast<const i32*>(c.a.route.token_rows)[entry], local, c.weight_at(entry)};
+            }
+            const auto* slots = reinterpret_cast<const i32*>(c.a.route.token_slot) + static_cast<i64>(token) * cfg.ranks;
+            if (lane_id() < cfg.near()) reinterpret_cast<i32*>(entries + cfg.topk)[lane_id()] = slots[domain * cfg.near() + lane_id()];
+        }
+    }
+    __syncwarp();
+}
+
+// By the put warps, each of which has every put_warps-th chunk of the block: once the letters of a chunk are written, they go, and then the
+// signal that all of them have landed.
+template <class Call>
+MOECOMM_FN void put_letters(const Call& c, i32 warp) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    const auto channel = c.channel();
+    const u64 bytes = landed_bytes(c.shape(), cfg.row_bytes, cfg.scale_bytes);
+    for (i32 chunk = c.share.first_chunk + warp; chunk < c.share.end_chunk; chunk += cfg.put_warps) {
+        if (__any_sync(kAllLanes, !c.shared.sent.await(c.round, c.turn_of(chunk - c.share.first_chunk)))) return;
+        for (i32 n = 0; n < c.domains().kCount - 1; ++n) {
+            const i32 domain = c.domains().other(n), relay = c.domains().counterpart(domain);
+            for (u32 left = crossing_tokens(c, domain, chunk); left != 0; left &= left - 1) {
+                const i32 token = chunk * c.a.chunk_tokens + __ffs(left) - 1;
+                const u64 from = letter_at(c.window(), c.shape(), domain, token);
+                if (!put(c, channel, Phase::payload, relay, landing_at(c.window(), c.shape(), c.domains().own(), token), from, bytes))
+                    return;
+            }
+            bool told = true;
+            if (lane_id() == 0) told = tell_chunk(c, channel, Phase::payload, kLanded, domain, chunk, c.a.chunk_tokens);
+            if (!__all_sync(kAllLanes, told)) return;
+        }
+    }
+}
+
+}  // namespace moecomm

@@ -1,0 +1,204 @@
+"""NCCL's GPU-initiated networking: loads and stores inside NCCL's LSA team, put and signal to the ranks of others.
+
+Where there is no RDMA NIC, bytes go through our RMA plugin (moecomm.rma_plugin).  NCCL reads its plugins and its
+variables once, when the first communicator of a process is made: the first Buffer of this backend has to be opened
+before any other communicator, torch.distributed's among them, or the variables have to be in the environment.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import torch
+
+from moecomm import _native, config, nic, rma_plugin, shims
+from moecomm.backends import cuda_driver, lsa, nccl_device, windows, windows_local, windows_nccl
+from moecomm.backends.collective import all_or_none
+from moecomm.backends.reach import Reach
+from moecomm.errors import Unsupported
+from moecomm.rendezvous import Rendezvous
+
+_TYPES = {2: "proxy", 3: "gdaki", 4: "gpi"}  # ncclGinType_t
+_CONTEXTS = 4  # asked for: each has queues of its own
+_QUEUE, _POSTS, _WARPS = (
+    256,
+    2,
+    12,
+)  # entries of a queue, those that moecomm_gin_has_room counts a post, warps of a block
+_LINGER_S = 2.0
+_COMMUNICATOR = 256  # its place behind struct GinLink of csrc/device/gin.cuh
+
+ring_tokens, packet_bytes = lsa.ring_tokens, lsa.packet_bytes
+
+
+def missing() -> str:
+    """Empty if NCCL can put from kernels here; else the first thing missing, as a sentence."""
+    return lsa.missing() or windows_nccl.missing() or _missing_gin()
+
+
+def _missing_gin() -> str:
+    import nccl.core
+
+    shim = shims.find("gin" if nic.has_rdma() else "gin_proxy")
+    if shim.missing:
+        return shim.missing
+    library = nccl.core.get_version().libnccl
+    if library.version.release < _version(shim):
+        return (
+            f"NCCL {library.version} is loaded ({library.path}) and the shim was compiled for {shim.headers}; "
+            f"pip install 'nvidia-nccl-cu13>={shim.headers.split()[-1]}'"
+        )
+    if not cuda_driver.attribute("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED", torch.cuda.current_device()):
+        return f"NCCL has no GIN for {torch.cuda.get_device_name()}: no GPUDirect RDMA for memory of CUDA VMM"
+    if not nic.has_rdma():
+        try:
+            rma_plugin.path()
+        except Unsupported as error:
+            return f"there is no RDMA NIC, and without one bytes go through a plugin.  {error}"
+    return ""
+
+
+def _version(shim: shims.Shim) -> tuple[int, ...]:
+    return tuple(int(number) for number in shim.headers.split()[-1].split("."))
+
+
+class GinWindow:
+    """See moecomm.backends.windows.Window."""
+
+    def __init__(
+        self,
+        kind: str,
+        memory: windows_nccl.Memory,
+        peers: list[int],
+        communicator: Any,
+        device: nccl_device.DeviceCommunicator,
+    ) -> None:
+        self.kind, self.peers = kind, peers
+        self.owner: object = memory
+        self.address, self.nbytes = memory.address, memory.nbytes
+        self._communicator, self._device = communicator, device
+
+    def close(self) -> None:
+        """Drops the peers' memory and ends the communicator.
+
+        It waits for no other rank.
+        """
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            _close(self._device)
+            windows_nccl.end(communicator)
+
+
+def _close(device: nccl_device.DeviceCommunicator) -> None:
+    with suppress(RuntimeError):  # there is nothing left to do about a failure
+        device.close()
+
+
+class GinReach(Reach):
+    """A communicator with GIN; its LSA team is a domain."""
+
+    backend = "gin"
+    near = False
+
+    def __init__(
+        self,
+        ranks: Rendezvous,
+        peers: list[windows.Peer],
+        device: torch.device,
+        timeout_s: float,
+        domain_ranks: int,
+    ) -> None:
+        super().__init__(ranks, peers, device, timeout_s, domain_ranks)
+        if ranks.ranks == 1:
+            return
+        with all_or_none(ranks):
+            if reason := windows.nccl_missing(peers):
+                raise Unsupported(reason)
+            if ranks.in_process:
+                raise Unsupported("ranks that are threads of one process; backend 'gin' wants a process a rank")
+        secret = ranks.all_gather(bytes.fromhex(rma_plugin.new_secret()))[0].hex()
+        self._variables = {} if nic.has_rdma() else rma_plugin.environment(secret)
+        with config.variables(self._variables):
+            self._communicator = windows_nccl.connect(ranks)
+        try:
+            with all_or_none(ranks):
+                found = nccl_device.properties(self._communicator)
+                if found.gin_type == 0 or not found.device_api:
+                    raise Unsupported(_NO_GIN)
+                if domain_ranks not in (0, team := ranks.ranks // found.lsa_teams):
+                    raise Unsupported(
+                        f"domain_ranks={domain_ranks}: NCCL's LSA team has {team}; see NCCL_LSA_TEAM_SIZE"
+                    )
+        except BaseException:
+            windows_nccl.end(self._communicator)
+            raise
+        self._kind = _TYPES.get(found.gin_type, f"type {found.gin_type}")
+        self.shim = "gin_proxy" if self._kind == "proxy" else "gin"
+        if found.lsa_teams > 1:
+            self.domain_ranks, self.transport = team, self.shim
+            # Others may still add to our signals when we are done with the last round; else they can put no more.
+            self.linger_s = _LINGER_S
+            self.most_blocks = _CONTEXTS * (_QUEUE // _POSTS // _WARPS)
+
+    def open_window(self, layout: _native.WindowLayout) -> windows.Window:
+        """See Reach.  There is a signal a word of `layout.signals`, and one more, which rounds do not use."""
+        if self.ranks.ranks == 1:  # nobody to reach
+            return windows_local.open_window(self.ranks, layout.bytes, self.device)
+        ranks, communicator = self.ranks, self._communicator
+        with ExitStack() as undo, config.variables(self._variables):
+            undo.callback(windows_nccl.end, communicator)
+            memory, window = windows_nccl.register(ranks, communicator, layout.bytes, self.device)
+            undo.callback(memory.free)
+            undo.callback(windows_nccl.end, communicator)  # first: it still has the memory
+            with all_or_none(ranks):
+                version, signals = _version(shims.find(self.shim)), spare_signal(layout) + 1
+                device = nccl_device.DeviceCommunicator(communicator, version, signals=signals, contexts=_CONTEXTS)
+                undo.callback(_close, device)
+            with all_or_none(ranks):
+                peers = self._addresses(window, memory.address)
+                self._link = _link(window.handle, device.data, self.device)
+            undo.pop_all()
+        self.link = self._link.data_ptr()
+        return GinWindow(self._kind, memory, peers, communicator, device)
+
+    def _addresses(self, window: Any, own_address: int) -> list[int]:
+        rank, size = self.ranks.rank, self.domain_ranks or self.ranks.ranks
+        peers = []
+        for peer in range(self.ranks.ranks):
+            near = peer // size == rank // size
+            peers.append(windows_nccl.peer_address(window, peer, rank, own_address) if near else 0)
+            if near and not peers[-1]:
+                raise Unsupported(
+                    f"the GPU of rank {peer} is not in the LSA team of rank {rank}, which NCCL says it is"
+                )
+        return peers
+
+
+def spare_signal(layout: _native.WindowLayout) -> int:
+    """The signal that no round uses, behind those of `layout.signals`: what benchmarks signal with."""
+    return int(layout.staging - layout.signals) // 8
+
+
+def _link(window: int, communicator: bytes, device: torch.device) -> torch.Tensor:
+    """struct GinLink of csrc/device/gin.cuh, with the device communicator behind it, in memory of the GPU."""
+    link = torch.zeros(_COMMUNICATOR + len(communicator), dtype=torch.uint8, device=device)
+    words = (link.data_ptr() + _COMMUNICATOR).to_bytes(8, "little") + window.to_bytes(8, "little")
+    content = bytearray(words.ljust(_COMMUNICATOR, b"\0") + communicator)
+    link.copy_(torch.frombuffer(content, dtype=torch.uint8))
+    torch.cuda.synchronize(device)
+    return link
+
+
+_NO_GIN = (
+    "NCCL finds no GIN: neither an RDMA NIC nor the plugin.  It looks for them once a process, when the first "
+    "communicator is made; open this Buffer before others, or start the process with what "
+    "moecomm.rma_plugin.environment() says"
+)
+
+
+def open(  # noqa: A001
+    ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float
+) -> lsa.LsaSession:
+    """Collective: see moecomm.backends.Backend."""
+    return lsa.open_session(ranks, shape, device, timeout_s, GinReach, missing())

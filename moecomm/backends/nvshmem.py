@@ -1,0 +1,90 @@
+"""NVSHMEM: a symmetric heap, loads and stores inside an NVLink domain, put and signal to the ranks of others."""
+
+from __future__ import annotations
+
+import torch
+
+from moecomm import _native
+from moecomm.backends import lsa, nvshmem_runtime, windows, windows_local
+from moecomm.backends.collective import all_or_none
+from moecomm.backends.reach import Reach
+from moecomm.errors import Unsupported
+from moecomm.rendezvous import Rendezvous
+
+ring_tokens, packet_bytes = lsa.ring_tokens, lsa.packet_bytes
+
+
+def missing() -> str:
+    """Empty if NVSHMEM can be used here; else the first thing missing, as a sentence."""
+    return lsa.missing() or nvshmem_runtime.missing()
+
+
+class NvshmemWindow:
+    """See moecomm.backends.windows.Window."""
+
+    def __init__(self, kind: str, block: nvshmem_runtime.Block, peers: list[int]) -> None:
+        self.kind, self.peers = kind, peers
+        self.owner: object = block
+        self.address, self.nbytes = block.address, block.nbytes
+
+    def close(self) -> None:
+        """Nothing: peers' memory is NVSHMEM's, and ours is given up with the last reference to `owner`."""
+
+
+class NvshmemReach(Reach):
+    """The one NVSHMEM of this process; its team of shared memory is a domain."""
+
+    backend = "nvshmem"
+    near = False
+    shim = "nvshmem"
+
+    def __init__(
+        self,
+        ranks: Rendezvous,
+        peers: list[windows.Peer],
+        device: torch.device,
+        timeout_s: float,
+        domain_ranks: int,
+    ) -> None:
+        super().__init__(ranks, peers, device, timeout_s, domain_ranks)
+        if ranks.ranks == 1:
+            return
+        with all_or_none(ranks):
+            if ranks.in_process:
+                raise Unsupported("ranks are threads of one process, which has one NVSHMEM; it wants a process a rank")
+        nvshmem_runtime.start(ranks, device)
+        with all_or_none(ranks):
+            near_ranks = nvshmem_runtime.near_ranks()
+        sizes = [data[0] for data in ranks.all_gather(bytes([near_ranks]))]
+        with all_or_none(ranks):
+            if len(set(sizes)) != 1 or ranks.ranks % sizes[0]:
+                raise Unsupported(f"ranks share memory with {sizes} ranks: domains must have the same size")
+            if domain_ranks != 0 and sizes[0] % domain_ranks:
+                raise Unsupported(f"domain_ranks={domain_ranks}: {sizes[0]} neighbouring ranks share memory")
+        if (near := domain_ranks or sizes[0]) < ranks.ranks:
+            self.domain_ranks, self.transport = near, self.shim
+
+    def open_window(self, layout: _native.WindowLayout) -> windows.Window:
+        """See Reach."""
+        ranks = self.ranks
+        if ranks.ranks == 1:  # nobody to reach
+            return windows_local.open_window(ranks, layout.bytes, self.device)
+        block = nvshmem_runtime.take(ranks, layout.bytes, self.device)
+        size = self.domain_ranks or ranks.ranks
+        with all_or_none(ranks):
+            peers = []
+            for peer in range(ranks.ranks):
+                near = peer // size == ranks.rank // size
+                peers.append(nvshmem_runtime.address_of(block, peer) if near else 0)
+                if near and not peers[-1]:
+                    raise Unsupported(
+                        f"ranks {ranks.rank} and {peer} do not share memory, as neighbours of a domain must"
+                    )
+        return NvshmemWindow("network" if self.domain_ranks else "p2p", block, peers)
+
+
+def open(  # noqa: A001
+    ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float
+) -> lsa.LsaSession:
+    """Collective: see moecomm.backends.Backend."""
+    return lsa.open_session(ranks, shape, device, timeout_s, NvshmemReach, missing())

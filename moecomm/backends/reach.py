@@ -1,0 +1,57 @@
+"""How the ranks of a session reach each other's windows: what the GPU backends differ in."""
+
+from __future__ import annotations
+
+import torch
+
+from moecomm import _native
+from moecomm.backends import windows
+from moecomm.rendezvous import Rendezvous
+
+
+class Reach:
+    """Made collectively, before there is a window, and kept by its session.  This one is that of lsa: loads and stores.
+
+    Attributes:
+        backend: its name.
+        near: whether every GPU must load from and store to every other; a class attribute, known before one is made.
+        domain_ranks: neighbouring ranks that do: Shape.domain_ranks; 0: all.
+        transport: how kernels of rounds reach their peers: see moecomm.linking.
+        shim: what kernels that put are linked with, whether rounds have such or not; empty: nothing puts.
+        link: Context.link, once the window is open.
+        linger_s: how long a session that closes waits for the others to close.
+        most_blocks: of a launch, so that what its warps put at a time fits the queues.
+    """
+
+    backend = "lsa"
+    near = True
+    domain_ranks = 0
+    transport = "lsa"
+    shim = ""
+    link = 0
+    linger_s = 0.0
+    most_blocks = 1 << 30
+
+    def __init__(
+        self,
+        ranks: Rendezvous,
+        peers: list[windows.Peer],
+        device: torch.device,
+        timeout_s: float,
+        domain_ranks: int,
+    ) -> None:
+        """`domain_ranks`: what the Buffer was asked for; 0: whatever loads and stores reach."""
+        self.ranks, self.peers, self.device, self.timeout_s = ranks, peers, device, timeout_s
+
+    @property
+    def puts(self) -> bool:
+        """Whether rounds put, through a library: to ranks of other domains."""
+        return self.transport != "lsa" and self.transport == self.shim
+
+    def open_window(self, layout: _native.WindowLayout) -> windows.Window:
+        """Collective, once: windows of this layout, not zeroed.  What fails leaves nothing behind.
+
+        Raises:
+            NoRoom, Unsupported: on every rank alike.
+        """
+        return windows.open_window(self.ranks, self.peers, layout.bytes, self.device, self.timeout_s)

@@ -1,0 +1,45 @@
+// Whatever a transport that puts offers, in the order of a round: room, a put, a signal behind it, the peer's signal, and the end of the
+// put. Behind an include of the transport, and a definition of TRANSPORT.
+#include "device/wait.cuh"
+
+using namespace moecomm;
+
+struct Args {
+    Context ctx;
+    u64 to, from, bytes, which, amount;
+    i32 near_peer, far_peer;
+    u32 tag;
+};
+
+extern "C" __global__ void __launch_bounds__(32, 1) transport(const __grid_constant__ Args args) {
+    static_assert(!TRANSPORT::all_reachable);
+    const Round round{args.ctx, Op::dispatch, args.tag};
+    const TRANSPORT first(args.ctx);
+    const TRANSPORT t(args.ctx, static_cast<i32>(blockIdx.x) % first.channels());
+    const i32 lane = static_cast<i32>(threadIdx.x);
+    i32 room = 1;
+    if (lane == 0)
+        wait_for(
+            round, Phase::payload, args.far_peer, 1, [&] { return (room = t.has_room(args.far_peer, 1)) != 0; },
+            [&] { return static_cast<i64>(room); });
+    if (__shfl_sync(kAllLanes, room, 0) <= 0) return;
+    t.local<u8>(args.from)[lane] = static_cast<u8>(lane);
+    __syncwarp();
+    t.put(args.far_peer, args.to, args.from, args.bytes);
+    if (lane != 0) return;
+    u64 ticket[2];
+    t.sent_begin(args.far_peer, ticket);
+    t.add(args.far_peer, args.which, args.amount);
+    if (t.peer_ptr<u8>(args.near_peer, args.to) != nullptr) t.signal(args.near_peer, args.to, args.tag);
+    t.fence();
+    t.post(args.near_peer, args.to, args.tag);
+    u64 seen = 0;
+    const bool came = wait_for(
+        round, Phase::payload, args.far_peer, args.tag, [&] { return (seen = t.signal_value(args.which)) >= args.tag; },
+        [&] { return static_cast<i64>(seen); });
+    i32 ended = 0;
+    if (came)
+        wait_for(
+            round, Phase::drained, args.far_peer, 1, [&] { return (ended = t.sent_ended(args.far_peer, ticket)) != 0; },
+            [&] { return static_cast<i64>(ended); });
+}
