@@ -22,6 +22,7 @@ SIZES: list[dict[str, Any]] = [
     {"hidden": 144, "num_experts": 16, "topk": 6, "max_tokens": 33, "dtype": torch.bfloat16},
     {"hidden": 2880, "num_experts": 128, "topk": 4, "max_tokens": 150, "dtype": torch.bfloat16},
 ]
+DOMAINS = [None, pytest.param(2, marks=pytest.mark.gpu4)]  # domain_ranks
 SMALL: dict[str, Any] = {"hidden": 64, "num_experts": 8, "topk": 2, "max_tokens": 64}
 
 
@@ -57,6 +58,22 @@ def test_random_cases_match_the_reference(
     assert gpu_ranks.results(count, timeout_s=800) == dict.fromkeys(range(count), "done")
 
 
+def _cases_across_domains(rank: int, group: Any, cases: int, seed: int) -> str:
+    for sizes in SIZES[:2]:
+        with _open(rank, group, "vmm", **sizes, domain_ranks=2, timeout_s=60) as buffer:
+            for number in random_seeds(cases, seed * 1_000_000):
+                check_case_on_rank(buffer, random_case(number, ranks=group.size(), **sizes, few_kernels=True))
+    return "done"
+
+
+@pytest.mark.gpu4
+@pytest.mark.timeout(900)
+def test_random_cases_across_domains(gpu_ranks: Ranks, request: pytest.FixtureRequest) -> None:
+    cases, seed = request.config.getoption("--gpu-cases"), request.config.getoption("--seed")
+    gpu_ranks.start(4, _cases_across_domains, cases, seed)
+    assert gpu_ranks.results(4, timeout_s=800) == dict.fromkeys(range(4), "done")
+
+
 def routing(rank: int) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(rank)
     return {
@@ -66,8 +83,8 @@ def routing(rank: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _until_a_peer_dies(rank: int, group: Any, kind: str, how: str) -> Any:
-    buffer = _open(rank, group, kind, **SMALL, timeout_s=3)
+def _until_a_peer_dies(rank: int, group: Any, kind: str, how: str, domain_ranks: int | None) -> Any:
+    buffer = _open(rank, group, kind, **SMALL, domain_ranks=domain_ranks, timeout_s=3)
     mine = routing(rank)
     routed = buffer.dispatch(**mine, sync=True)
     want = buffer.combine(routed.x, routed.handle)
@@ -96,9 +113,12 @@ def _until_a_peer_dies(rank: int, group: Any, kind: str, how: str) -> Any:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["killed", "silent"])
-def test_survivors_name_the_rank_and_keep_their_context(gpu_ranks: Ranks, kind: str, how: str) -> None:
+@pytest.mark.parametrize("domain_ranks", DOMAINS)
+def test_survivors_name_the_rank_and_keep_their_context(
+    gpu_ranks: Ranks, kind: str, how: str, domain_ranks: int | None
+) -> None:
     count = min(4, torch.cuda.device_count())
-    gpu_ranks.start(count, _until_a_peer_dies, kind, how)
+    gpu_ranks.start(count, _until_a_peer_dies, kind, how, domain_ranks)
     for rank, result in gpu_ranks.results(count - 1, timeout_s=120).items():
         assert not isinstance(result, BaseException), result
         name, peer, seconds, alive = result
@@ -107,8 +127,8 @@ def test_survivors_name_the_rank_and_keep_their_context(gpu_ranks: Ranks, kind: 
         assert seconds < (1.5 if how == "killed" else 4.0)
 
 
-def _replay(rank: int, group: Any, kind: str) -> str:
-    with _open(rank, group, kind, **SMALL, timeout_s=20) as buffer:
+def _replay(rank: int, group: Any, kind: str, domain_ranks: int | None) -> str:
+    with _open(rank, group, kind, **SMALL, domain_ranks=domain_ranks, timeout_s=20) as buffer:
         mine = routing(rank)
         for _ in range(2):
             routed = buffer.dispatch(**mine)
@@ -132,6 +152,7 @@ def _replay(rank: int, group: Any, kind: str) -> str:
 
 @pytest.mark.gpu2
 @pytest.mark.parametrize("kind", KINDS)
-def test_graph_replay(gpu_ranks: Ranks, kind: str) -> None:
+@pytest.mark.parametrize("domain_ranks", DOMAINS)
+def test_graph_replay(gpu_ranks: Ranks, kind: str, domain_ranks: int | None) -> None:
     count = min(4, torch.cuda.device_count())
-    assert gpu_ranks.run(count, _replay, kind) == ["done"] * count
+    assert gpu_ranks.run(count, _replay, kind, domain_ranks) == ["done"] * count
