@@ -267,8 +267,8 @@ class LsaSession:
         for other, peer in enumerate(window.peers):
             if other != rank:
                 copies.to_device(peer + offset, at + _MAIL, len(mail))
-            if self.context.peers[other] == 0:  # the signal of that mail is its tag alone, as its second word
-                copies.to_device(peer + layout.signals + 8 * rank, at + _MAIL + 8, 8)
+            if self.context.peers[other] == 0:
+                copies.to_device(peer + leave.signal_offset(layout, rank), at + _MAIL + leave.SIGNAL, 8)
         copies.wait()
 
 
