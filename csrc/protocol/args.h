@@ -15,7 +15,7 @@ struct Context {
     u64 record;            // FailureRecord*, host-visible
     u64 abort_host;        // u32*, host-writable
     u64 timeout_ns;
-    u64 link;  // host::Link*: how ranks of other domains are reached; 0 with one domain
+    u64 link;  // how ranks of other domains are reached: host::Link*, or what the transport of a kernel wants; 0 with one domain
     Shape shape;
     WindowLayout window;
     i32 rank;

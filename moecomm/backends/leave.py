@@ -13,7 +13,8 @@ from moecomm import _native, linking, plain_kernel
 
 _NOTICE = struct.Struct("<IIQqiiii7Q")  # struct Notice of csrc/protocol/notice.h
 _LEAVE = 3  # Op::leave
-_WORD = 8  # bytes of a word of mail
+_WORD = 8  # bytes of a word of mail, and of a signal
+SIGNAL = _WORD  # offset in mail of what its signal becomes in another domain: a tag beside zeros
 
 
 def mail(last_round: int, words: int) -> bytes:
@@ -30,6 +31,11 @@ def mail(last_round: int, words: int) -> bytes:
 def mail_offset(window: _native.WindowLayout, ranks: int, last_round: int, sender: int) -> int:
     """Where in a peer's window it belongs."""
     return window.mail + (((last_round + 1) & 1) * ranks + sender) * window.mail_words * _WORD
+
+
+def signal_offset(window: _native.WindowLayout, sender: int) -> int:
+    """Where in the window of a peer of another domain the signal of the sender's mail belongs."""
+    return window.signals + sender * _WORD
 
 
 _PUT_TIMEOUT_NS = 1_000_000_000  # a peer that is gone must not keep us

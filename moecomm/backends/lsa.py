@@ -108,8 +108,8 @@ def _cluster(blocks: int, sms: int) -> int:
     """Of how many blocks that lie together a launch is made up.
 
     A GEMM beside a round on few multiprocessors may want clusters of them, so the round leaves it whole ones.  And the
-    round is the faster for it: on 16 blocks a bf16 dispatch of 4096 tokens takes 479 us, and took 496 with each block by
-    itself (bench/results/ht-h200-4.json, and before).
+    round is the faster for it: on 16 blocks a bf16 dispatch of 4096 tokens takes 479 us, and took 496 with each
+    block by itself (bench/results/ht-h200-4.json, and before).
     """
     few = 2 * blocks <= sms  # more do not fit in clusters whatever the GPU's
     return next(size for size in (4, 2, 1) if blocks % size == 0) if few else 1
@@ -296,8 +296,8 @@ class LsaSession:
             if other == rank or peer == 0:
                 continue
             copies.to_device(peer + offset, at + _MAIL, len(mail))
-            if self.context.peers[other] == 0:  # the signal of that mail is its tag alone, as its second word
-                copies.to_device(peer + layout.signals + 8 * rank, at + _MAIL + 8, 8)
+            if self.context.peers[other] == 0:
+                copies.to_device(peer + leave.signal_offset(layout, rank), at + _MAIL + leave.SIGNAL, 8)
         if self.reach.puts:
             copies.to_device(window.address + offset, at + _MAIL, len(mail))
         copies.wait()
