@@ -27,7 +27,7 @@ _FOLDERS = ("protocol", "device", "shims", "bench")
 class PlainKernel:
     """`entry(args)` of a header below csrc, names as in `namespace`, and the threads of a block.
 
-    `transport`: one of moecomm.linking.TRANSPORTS.
+    `transport`: one of moecomm.linking.TRANSPORTS.  `cluster`: so many blocks, which divide them, lie together.
     """
 
     namespace: ClassVar[str] = "moecomm"
@@ -36,6 +36,7 @@ class PlainKernel:
     args: str
     threads: int
     transport: str = "lsa"
+    cluster: int = 1
 
     @property
     def shared_bytes(self) -> int:
@@ -47,10 +48,11 @@ class PlainKernel:
         """The translation unit."""
         name = linking.TRANSPORTS[self.transport].lower()
         more = "" if self.transport == "lsa" else f'#include "device/{name}.cuh"\n'
+        clusters = f"__cluster_dims__({self.cluster}) " if self.cluster > 1 else ""
         return (
             f'#include "{self.header}.cuh"\n{more}'
             f"using namespace moecomm;\nusing namespace {self.namespace};\n"
-            f'extern "C" __global__ void __launch_bounds__({self.threads}, 1)\n'
+            f'extern "C" __global__ void {clusters}__launch_bounds__({self.threads}, 1)\n'
             f"moecomm_plain(const __grid_constant__ {self.args} args) {{ {self.entry}(args); }}\n"
         )
 

@@ -104,7 +104,7 @@ def packet_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _cluster(blocks: int, sms: int) -> int:
+def cluster(blocks: int, sms: int) -> int:
     """Of how many blocks that lie together a launch is made up.
 
     A GEMM beside a round on few multiprocessors may want clusters of them, so the round leaves it whole ones.  And the
@@ -263,8 +263,8 @@ class LsaSession:
     def _enqueue(self, kernel: jit.Kernel, args: _native.DispatchArgs | _native.CombineArgs) -> None:
         stream = _native.current_stream(self.device.index)
         self._order(stream)
-        cluster = _cluster(args.workers, self._sms)
-        _native.cuda_launch(kernel.function, kernel.block, kernel.shared_bytes, stream, args, self._overlap, cluster)
+        size = cluster(args.workers, self._sms)
+        _native.cuda_launch(kernel.function, kernel.block, kernel.shared_bytes, stream, args, self._overlap, size)
 
     def _order(self, stream: int) -> None:
         """Makes this round start after the last one even if the caller has changed streams.

@@ -107,9 +107,9 @@ def _merged(case: Case, parts: tuple[dict[str, Any], ...], ceiling_gbs: float | 
         moved = row["busiest_bytes"] if case.skew else row["wire_bytes"]
         row["of_wire"] = round(moved / ceiling_gbs / 1e3 / us["p50"], 4)
     if "overlap" in row and "why" not in row["overlap"]:
-        kept = [part["overlap"]["kept"] for part in parts]
+        kept, held = (min(part["overlap"][name] for part in parts) for name in ("kept", "held"))
         alone = min(part["overlap"]["gemm_tflops"] for part in parts)
-        row["overlap"] = {"gemm_tflops": round(alone, 1), "kept": round(min(kept), 4)}
+        row["overlap"] = {"gemm_tflops": round(alone, 1), "kept": round(kept, 4), "held": round(held, 4)}
     return row
 
 

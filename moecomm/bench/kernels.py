@@ -37,6 +37,8 @@ PING_PONG = {
     "st": BenchKernel("bench/ping_pong", "ping_pong<false>", "PingPongArgs", 512),
     "TMA": BenchKernel("bench/ping_pong", "ping_pong<true>", "PingPongArgs", 128, rings=4),
 }
+# Blocks with so much shared memory that nothing else fits beside one, by how many lie together.
+HOLD = {size: BenchKernel("bench/hold", "hold", "HoldArgs", 192, rings=6, cluster=size) for size in (1, 2, 4)}
 
 
 @lru_cache(maxsize=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -10,17 +11,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moecomm import plain_kernel
+from moecomm.backends.lsa import cluster
+from moecomm.bench import kernels
+
 SIZE = 8192  # of a square bf16 matmul
 _MATMULS = 20  # timed together
 _WARM_UP, _TURNS = 15, 5  # of so many matmuls: until the clock of a cold GPU has come down, and those that count
 
 
-def measure(group: dist.ProcessGroup, call: Callable[[], Any], sms: int, us: float) -> dict[str, Any]:
-    """{gemm_tflops, kept}: matmuls on all multiprocessors but `sms`, and what of their speed is left beside rounds.
+class _HoldArgs(ctypes.Structure):
+    """HoldArgs of csrc/bench/hold.cuh."""
 
-    Alone and beside take turns, because a GPU that has been at work for a while runs at another clock than one that has
-    not: medians.  `call`: a round on `sms` multiprocessors that takes `us` microseconds alone.  {why} where torch can't
-    limit matmuls.
+    _fields_ = (("ns", ctypes.c_uint64),)
+
+
+def measure(group: dist.ProcessGroup, call: Callable[[], Any], sms: int, us: float) -> dict[str, Any]:
+    """{gemm_tflops, kept, held}: matmuls on all multiprocessors but `sms`, and what of their speed is left.
+
+    `kept`: beside running rounds.  `held`: beside blocks that hold as many multiprocessors, lie as those of a round
+    and do nothing: the rest is lost because of where the matmuls run.  Alone and beside take turns, because a GPU that
+    has been at work for a while runs at another clock than one that has not: medians.  `call`: a round on `sms`
+    multiprocessors that takes `us` microseconds alone.  {why} where torch can't limit matmuls.
     """
     limit = getattr(torch._C, "_set_sm_carveout_experimental", None)
     if limit is None:
@@ -35,16 +47,17 @@ def measure(group: dist.ProcessGroup, call: Callable[[], Any], sms: int, us: flo
         # Twice as long as the matmuls.  The same on every rank, or some would wait for others in vain.
         rounds = torch.tensor(max(1, int(2 * alone * _MATMULS * 1e3 / us)))
         dist.all_reduce(rounds, dist.ReduceOp.MAX, group=group)
-        replay = _captured(call, int(rounds))
+        replay, hold = _captured(call, int(rounds)), _holding(sms, 2 * alone * _MATMULS)
         time = partial(_milliseconds, group, a, b, out)
-        turns = [(time(None), time(replay)) for _ in range(_TURNS)]
+        turns = [(time(None), time(hold), time(replay)) for _ in range(_TURNS)]
     finally:
         limit(None)
         torch.backends.cuda.preferred_blas_library(library)
     work = 2 * SIZE**3 / 1e9
     return {
-        "gemm_tflops": work / statistics.median(alone for alone, _ in turns),
-        "kept": statistics.median(alone / beside for alone, beside in turns),
+        "gemm_tflops": work / statistics.median(alone for alone, _, _ in turns),
+        "kept": statistics.median(alone / beside for alone, _, beside in turns),
+        "held": statistics.median(alone / beside for alone, beside, _ in turns),
     }
 
 
@@ -53,21 +66,34 @@ def _milliseconds(
     a: torch.Tensor,
     b: torch.Tensor,
     out: torch.Tensor,
-    begin_rounds: Callable[[], None] | None,
+    begin_others: Callable[[], None] | None,
 ) -> float:
-    """Of one matmul, beside what `begin_rounds` enqueues on a stream of its own."""
+    """Of one matmul, beside what `begin_others` enqueues on a stream of its own."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     dist.barrier(group)
-    if begin_rounds is not None:
-        begin_rounds()
-    torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]  # the rounds are running by then
+    if begin_others is not None:
+        begin_others()
+    torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]  # they are running by then
     begin.record()
     for _ in range(_MATMULS):
         torch.matmul(a, b, out=out)
     end.record()
     torch.cuda.synchronize()
     return float(begin.elapsed_time(end)) / _MATMULS
+
+
+def _holding(sms: int, milliseconds: float) -> Callable[[], None]:
+    """Holds so many multiprocessors for so long, on a stream that comes first."""
+    stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+    kernel = kernels.HOLD[cluster(sms, torch.cuda.get_device_properties().multi_processor_count)]
+    args = _HoldArgs(ns=int(milliseconds * 1e6))
+
+    def begin() -> None:
+        with torch.cuda.stream(stream):
+            plain_kernel.launch(kernel, sms, args)
+
+    return begin
 
 
 _ROUNDS_OF_A_GRAPH = 50

@@ -320,7 +320,7 @@ def test_rounds_are_launched_on_the_current_stream(session: lsa.LsaSession, cuda
 
 @pytest.mark.parametrize(("blocks", "cluster"), [(1, 1), (6, 2), (12, 4), (15, 1), (64, 4), (66, 2), (68, 1), (132, 1)])
 def test_few_blocks_lie_together(blocks: int, cluster: int) -> None:
-    assert lsa._cluster(blocks, 132) == cluster
+    assert lsa.cluster(blocks, 132) == cluster
 
 
 def test_a_thread_without_the_device_gets_it(session: lsa.LsaSession, cuda: Cuda) -> None:

@@ -10,11 +10,11 @@ import pytest
 
 from moecomm import plain_kernel
 from moecomm.backends import leave
-from moecomm.bench import ceiling, kernels, latency
+from moecomm.bench import ceiling, kernels, latency, overlap
 
 pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
 
-ALL = {**kernels.ALL_TO_ALL, **kernels.PING_PONG}
+ALL = {**kernels.ALL_TO_ALL, **kernels.PING_PONG, "hold": kernels.HOLD[4]}
 
 
 @pytest.mark.parametrize("kernel", ALL.values(), ids=ALL.keys())
@@ -41,7 +41,12 @@ def test_a_ring_is_what_the_kernels_count_on() -> None:
 
 def test_structs_are_packed_as_the_kernels_read_them() -> None:
     """Sizes are those that the headers assert, and fields come in their order there."""
-    structs = {"bench/all_to_all": ceiling._Args, "bench/ping_pong": latency._Args, "device/leave": leave.PutArgs}
+    structs = {
+        "bench/all_to_all": ceiling._Args,
+        "bench/ping_pong": latency._Args,
+        "bench/hold": overlap._HoldArgs,
+        "device/leave": leave.PutArgs,
+    }
     for header, packed in structs.items():
         text = (plain_kernel.headers() / f"{header}.cuh").read_text()
         body = re.search(r"struct \w+Args \{(.*?)\n\};", text, re.DOTALL)
