@@ -138,6 +138,13 @@ void bind_launch(py::module_& m) {
           py::arg("overlap") = false, py::arg("cluster") = 1, py::call_guard<py::gil_scoped_release>());
 }
 
+// A struct that Python has packed.
+void launch_packed(u64 function, u32 grid, u32 block, u32 shared_bytes, u64 stream, const py::buffer& args) {
+    const py::buffer_info packed = args.request();
+    py::gil_scoped_release unlocked;
+    cuda_launch({function, grid, block, shared_bytes, stream, false, 1}, packed.ptr);
+}
+
 void bind_records(py::module_& m) {
     py::class_<FailureRecord>(m, "FailureRecordView")
         .def_readonly("code", &FailureRecord::code)
@@ -172,6 +179,8 @@ void bind_rounds(py::module_& m) {
     m.def("leave", &leave, py::arg("context"));
     bind_launch<DispatchArgs>(m);
     bind_launch<CombineArgs>(m);
+    m.def("cuda_launch_packed", &launch_packed, py::arg("function"), py::arg("grid"), py::arg("block"), py::arg("shared_bytes"),
+          py::arg("stream"), py::arg("args"));
     m.def("cuda_context", &cuda_context);
     m.def("cuda_capturing", &cuda_capturing, py::arg("stream"));
     m.def("cuda_available", &cuda_missing, py::call_guard<py::gil_scoped_release>());

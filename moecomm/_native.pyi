@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from torch import Tensor
-from typing_extensions import Self
+from typing_extensions import Buffer, Self
 
 @final
 class Shape:
@@ -490,6 +490,15 @@ def cuda_launch(
     `overlap`: the kernel may begin while the one before it on the stream ends (programmatic stream serialization); the
     two say when with griddepcontrol.  `cluster`: so many blocks at a time, which divide them, run
     on neighbouring multiprocessors.  A driver that knows neither launches the same blocks without.
+
+    Raises:
+        RuntimeError: with the driver's name of the error, or there is no driver.
+    """
+
+def cuda_launch_packed(function: int, grid: int, block: int, shared_bytes: int, stream: int, args: Buffer) -> None:
+    """Launches a CUfunction that takes a struct by value, in the current context.
+
+    `args`: the bytes of the struct, such as a ctypes.Structure: as many as the function reads.
 
     Raises:
         RuntimeError: with the driver's name of the error, or there is no driver.

@@ -12,15 +12,15 @@ import io
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from moecomm import kernel_cache, linking
+from moecomm import _native, kernel_cache, linking
 from moecomm.backends import cuda_driver
 from moecomm.config import cache_dir
 
-_FOLDERS = ("protocol", "device", "shims", "bench")
+_FOLDERS = ("protocol", "device", "fused", "shims", "bench")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ def build(kernel: PlainKernel, arch: str = "sm_90a") -> tuple[bytes, str]:
     return bytes(program.compile("cubin", logs=log).code), log.getvalue()
 
 
-def _compile(kernel: PlainKernel, arch: str) -> bytes:
+def compile(kernel: PlainKernel, arch: str) -> bytes:  # noqa: A001
+    """The cubin, from the cache or compiled.  Needs no GPU."""
     version = importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()[1:]
     digest = hashlib.sha256(f"{version} {arch}\n{kernel.source}".encode())
     for path in sorted(p for folder in _FOLDERS for p in (headers() / folder).iterdir() if p.suffix in (".h", ".cuh")):
@@ -90,24 +91,26 @@ def _compile(kernel: PlainKernel, arch: str) -> bytes:
     return cubin
 
 
-_functions: dict[tuple[PlainKernel, int], Any] = {}
+_functions: dict[tuple[PlainKernel, int], int] = {}
 
 
-def load(kernel: PlainKernel, device: int) -> Any:
+def load(kernel: PlainKernel, device: int) -> int:
     """The kernel on a CUDA device, a CUfunction, compiled and loaded if need be.  Unsupported, with a transport that is
     linked, says what it can't be linked with.
     """
     function = _functions.get((kernel, device))
     if function is None:
         major, minor = torch.cuda.get_device_capability(device)
-        cubin = _compile(kernel, "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}")
+        cubin = compile(kernel, "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}")
         cuda_driver.bind_thread(device)
         module = cuda_driver.call("cuModuleLoadData", cubin)
         if kernel.transport == "nvshmem":
             linking.tell_nvshmem(int(module))
-        function = cuda_driver.call("cuModuleGetFunction", module, b"moecomm_plain")
+        function = int(cuda_driver.call("cuModuleGetFunction", module, b"moecomm_plain"))
         most = cuda_driver.driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         cuda_driver.call("cuFuncSetAttribute", function, most, kernel.shared_bytes)
+        if hasattr(cuda_driver.driver(), "cuFuncLoad"):  # now, and not at the first launch, which may be captured
+            cuda_driver.call("cuFuncLoad", function)
         _functions[kernel, device] = function
     return function
 
@@ -116,8 +119,5 @@ def launch(kernel: PlainKernel, blocks: int, args: ctypes.Structure) -> None:
     """Enqueues the kernel on the current stream of the current device."""
     device = torch.cuda.current_device()
     function = load(kernel, device)
-    values = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-    stream = torch.cuda.current_stream(device).cuda_stream
-    grid, block = (blocks, 1, 1), (kernel.threads, 1, 1)
-    shared = kernel.shared_bytes
-    cuda_driver.call("cuLaunchKernel", function, *grid, *block, shared, stream, ctypes.addressof(values), 0)
+    stream = _native.current_stream(device)
+    _native.cuda_launch_packed(function, blocks, kernel.threads, kernel.shared_bytes, stream, args)

@@ -86,6 +86,22 @@ for act in (lambda: _native.cuda_launch(0xbad, 32, 0, 0, args, {overlap}), lambd
     ]
 
 
+def test_a_packed_struct_is_handed_over_as_it_is(tmp_path: Path) -> None:
+    code = """
+import struct
+_native.cuda_launch_packed(0xac0, 132, 384, 2048, 0x40, struct.pack("<qq", 77, 0))
+try:
+    _native.cuda_launch_packed(0xbad, 1, 32, 0, 0, bytearray(8))
+except RuntimeError as error:
+    print(error)
+"""
+    assert with_driver(tmp_path, code) == [
+        "plain 0xac0 132 384 2048 0x40 77",
+        "plain 0xbad 1 32 0 (nil) 0",
+        "cuLaunchKernel returned CUDA_ERROR_INVALID_HANDLE",
+    ]
+
+
 def test_the_context_and_what_a_stream_does(tmp_path: Path) -> None:
     code = "print(_native.cuda_context(), _native.cuda_capturing(4), _native.cuda_capturing(5))"
     assert with_driver(tmp_path, code) == [f"{0x77} False True"]
