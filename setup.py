@@ -15,7 +15,9 @@ from setuptools.command.build import build
 ROOT = Path(__file__).parent
 
 # Headers that kernels are compiled from at run time.  They live in csrc/ and are installed as moecomm/csrc/.
-HEADERS = [f"moecomm.csrc.{folder}" for folder in ("protocol", "device", "dispatch", "combine", "shims", "bench")]
+HEADERS = [
+    f"moecomm.csrc.{folder}" for folder in ("protocol", "device", "dispatch", "combine", "fused", "shims", "bench")
+]
 
 
 PLUGIN = "moecomm.libmoecomm_rma"

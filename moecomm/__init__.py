@@ -50,7 +50,7 @@ def doctor() -> Report:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("nn", "ops"):  # registering operators takes a while
+    if name in ("fused", "nn", "ops"):  # registering operators takes a while
         return importlib.import_module(f"moecomm.{name}")
     if name == "Router":
         from moecomm.router import Router

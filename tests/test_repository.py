@@ -25,7 +25,7 @@ TEXT = [
     *sorted((ROOT / "csrc").rglob("*.md")),
 ]
 MOST_LINES = 400
-REPLACED = {"bench/nvlink.py"}  # by moecomm bench; results of it are still cited
+REPLACED = {"bench/nvlink.py", "gpu_check.py"}  # by moecomm bench; results of it are still cited
 
 
 def names(paths: list[Path]) -> list[str]:
@@ -89,7 +89,9 @@ def test_nothing_is_put_where_others_can_reach_it() -> None:
 def test_kernels_do_not_trap_and_do_not_multicast() -> None:
     assert (
         those_with(
-            r"\b__trap\b|\btrap;|\bassert\(|multimem|multicast", [p for p in NATIVE if p.suffix in (".cuh", ".cu")]
+            # .multicast::cluster stays inside a GPU: from memory to the shared memory of several blocks.
+            r"\b__trap\b|\btrap;|\bassert\(|multimem|multicast(?!::cluster)",
+            [p for p in NATIVE if p.suffix in (".cuh", ".cu")],
         )
         == []
     )

@@ -1,0 +1,94 @@
+// What becomes of the sums of a warpgroup: activation, rounding, and through shared memory to rows of the product.
+//
+// A warpgroup has 64 columns of the product, or 32 after SwiGLU, of all rows of the tile.  A lane's registers lie across rows (wgmma.cuh);
+// stmatrix.trans turns them, so that a row's columns lie side by side, and then 8 or 4 lanes store a row of 128 or 64 bytes.
+#pragma once
+#include "../device/cast.cuh"
+#include "../device/copy.cuh"
+#include "../device/grid.cuh"
+#include "policies.cuh"
+#include "ring.cuh"
+
+namespace moecomm {
+
+constexpr i32 kStageBytes = 8192;  // of product that a warpgroup turns at once; two places, so that each is met for once
+
+template <GemmConfig c>
+struct Turned {
+    static constexpr i32 columns = c.swiglu ? 32 : 64;                                                        // of the warpgroup
+    static constexpr i32 chunks = columns / 8;                                                                // of 16 bytes, in a row
+    static constexpr i32 room = kStageBytes / (columns * 2), rows = room < c.most_rows ? room : c.most_rows;  // turned at once
+
+    // Chunks are permuted so that neither 8 rows that a matrix goes to nor 8 lanes that read meet in a bank.
+    MOECOMM_FN static i32 offset(i32 row, i32 chunk) { return (row * chunks + (chunk ^ (c.swiglu ? row / 2 % 4 : row % 8))) * 16; }
+};
+
+// Four 8 x 8 matrices of 2-byte values, turned: lane l gives the address of row l % 8 of matrix l / 8.
+MOECOMM_FN void store_turned(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0), "r"(m1), "r"(m2),
+                 "r"(m3)
+                 : "memory");
+}
+MOECOMM_FN uint4 load_shared(u32 address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+    return v;
+}
+
+template <Type type>
+MOECOMM_FN u32 narrow_pair(float first, float second) {
+    const float both[2] = {first, second};
+    return narrow_word<type>(both);
+}
+MOECOMM_FN float swiglu(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
+
+// Rows `from` .. of the tile, as many as are turned at once.
+template <GemmConfig c, i32 from, i32 size>
+MOECOMM_FN void turn(const float (&sums)[size], u32 staging) {
+    using T = Turned<c>;
+    const i32 lane = lane_id(), warp = warp_id() % 4;
+    if constexpr (c.swiglu) {
+#pragma unroll
+        for (i32 row = 0; row < T::rows; row += 32) {
+            u32 m[4];
+#pragma unroll
+            for (i32 i = 0; i < 4; ++i) {
+                const i32 at = (from + row + 8 * i) / 2;
+                m[i] = narrow_pair<c.type>(swiglu(sums[at], sums[at + 2]), swiglu(sums[at + 1], sums[at + 3]));
+            }
+            store_turned(staging + T::offset(row + lane, warp), m[0], m[1], m[2], m[3]);
+        }
+    } else {
+#pragma unroll
+        for (i32 row = 0; row < T::rows; row += 16) {
+            u32 m[4];
+#pragma unroll
+            for (i32 i = 0; i < 4; ++i) {
+                const i32 at = (from + row + i / 2 * 8) / 2 + i % 2 * 2;
+                m[i] = narrow_pair<c.type>(sums[at], sums[at + 1]);
+            }
+            store_turned(staging + T::offset(row + lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2), m[0], m[1], m[2], m[3]);
+        }
+    }
+}
+
+// By all threads of a warpgroup, `barrier` its own.  `turns` counts over all tiles.
+template <GemmConfig c, i32 from = 0, class Out, i32 size>
+MOECOMM_FN void store_tile(const float (&sums)[size], const Tile& tile, i32 column, i32 columns, u32 staging, i32 barrier, u32& turns,
+                           const Out& out) {
+    using T = Turned<c>;
+    if (from >= tile.rows) return;
+    const u32 place = staging + turns++ % 2 * kStageBytes;
+    turn<c, from>(sums, place);
+    meet(barrier, kWarpgroup);
+    const i32 thread = threadIdx.x % kWarpgroup;
+#pragma unroll
+    for (i32 i = thread; i < T::rows * T::chunks; i += kWarpgroup) {
+        const i32 row = i / T::chunks, chunk = i % T::chunks;
+        if (from + row < tile.rows && column + chunk * 8 < columns)
+            out.store(tile.row + from + row, column + chunk * 8, load_shared(place + T::offset(row, chunk)));
+    }
+    if constexpr (from + T::rows < c.most_rows) store_tile<c, from + T::rows>(sums, tile, column, columns, staging, barrier, turns, out);
+}
+
+}  // namespace moecomm

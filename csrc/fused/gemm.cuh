@@ -1,0 +1,164 @@
+// A grouped GEMM: out[r] = w[g] x[r] for the rows r of each group g, on Hopper's tensor cores.
+//
+// The weights are what the instruction takes as rows, 128 of them a block, and the rows of x are its columns: 16 to 256 a tile, as many as
+// there are, so that a group of few rows costs few.  A block is a warp that loads, in a warpgroup of its own, and two warpgroups that
+// multiply 64 rows of w each.  Blocks stay for the whole launch; each takes every gridDim-th tile (tiles.h).  The blocks of a cluster make
+// the same tile of rows of neighbouring columns: each loads its part of x into all of them.
+#pragma once
+#include "../device/launch.cuh"
+#include "epilogue.cuh"
+#include "wgmma.cuh"
+
+namespace moecomm {
+
+constexpr i32 kLoaderRegisters = 40, kMathRegisters = 232;
+constexpr i32 kGemmThreads = (1 + kMathGroups) * kWarpgroup;
+static_assert((kLoaderRegisters + kMathGroups * kMathRegisters) * kWarpgroup <= 65536, "registers of a multiprocessor");
+
+template <GemmConfig c>
+struct GemmShared {
+    Ring<c> ring;
+    u8 staging[kMathGroups][2 * kStageBytes];
+    RingBarriers<c> barriers;
+    i32 counts[kMostGroups];
+};
+
+// The tiles of this block's cluster.
+struct MyTiles {
+    TileWalk walk;
+    i32 next, step;
+
+    MOECOMM_FN MyTiles(const Grouping& grouping, const i32* counts, i32 cluster)
+        : walk(grouping, counts), next(blockIdx.x / cluster), step(gridDim.x / cluster) {}
+    MOECOMM_FN bool take(Tile& tile) {
+        const bool found = walk.find(next, tile);
+        next += step;
+        return found;
+    }
+};
+
+// One thread: fills the ring, tile after tile.
+template <GemmConfig c, class Rows>
+MOECOMM_FN void load_tiles(GemmShared<c>& s, const GemmArgs& args, const Rows& rows) {
+    const i32 rank = c.cluster == 1 ? 0 : cluster_rank(), steps = ceil_div(args.depth, kDepth);
+    RingPlace<c> place;
+    MyTiles tiles(args.grouping, s.counts, c.cluster);
+    for (Tile tile; tiles.take(tile);) {
+        rows.await(tile);
+        const i32 part = tile.padded / c.cluster, column = (tile.column * c.cluster + rank) * kBlockColumns;
+        const i32 bytes = kWeightBytes + tile.padded * kSlotRowBytes;
+        const u64 keep = tile.alone ? kKeepLeast : kKeepNormal;
+        for (i32 step = 0; step < steps; ++step, place.step()) {
+            copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
+            u64* full = &s.barriers.full[place.slot];
+            expect_bytes(full, bytes);
+            load_box(shared_address(s.ring.w[place.slot]), args.w, step * kDepth, column, tile.group, full, keep);
+            u32 to = shared_address(s.ring.x[place.slot]) + rank * part * kSlotRowBytes;
+            i32 row = tile.row + rank * part;
+#pragma unroll
+            for (i32 i = kRowMaps - 1; i >= 0; --i) {
+                const i32 box = c.least_box() << i;
+                if (box * c.cluster > c.most_rows || (part & box) == 0) continue;
+                load_box_for_all<c.cluster>(to, args.x[i], step * kDepth, row, full, kKeepNormal);
+                to += box * kSlotRowBytes;
+                row += box;
+            }
+        }
+    }
+}
+
+// This warp is through with a slot: any block of the cluster may fill its part of it.
+template <GemmConfig c>
+MOECOMM_FN void release_slot(GemmShared<c>& s, i32 slot) {
+    if constexpr (c.cluster == 1) {
+        if (lane_id() == 0) arrive(&s.barriers.empty[slot]);
+    } else {
+        if (lane_id() < c.cluster) arrive_at(&s.barriers.empty[slot], lane_id());
+    }
+}
+
+// 64 rows of w times n rows of x, over all columns of both.
+template <GemmConfig c, i32 n, i32 size>
+MOECOMM_FN void multiply(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, i32 steps, float (&sums)[size]) {
+    const u32 w = operand_at(shared_address(s.ring.w[0]) + math_group * (kWeightBytes / kMathGroups));
+    const u32 x = operand_at(shared_address(s.ring.x[0]));
+    i32 before = 0;
+#pragma unroll 1
+    for (i32 step = 0; step < steps; ++step) {
+        copy_wait(&s.barriers.full[place.slot], place.phase);
+        wgmma_begin();
+        const u32 w_slot = w + place.slot * (kWeightBytes / 16), x_slot = x + place.slot * (c.row_bytes() / 16);
+#pragma unroll
+        for (i32 k = 0; k < kDepth / 16; ++k) wgmma<c.type, n>(sums, operand(w_slot + 2 * k), operand(x_slot + 2 * k), k > 0 ? 1 : step);
+        wgmma_commit();
+        if (step > 0) {
+            wgmma_wait<1>();
+            release_slot(s, before);
+        }
+        before = place.slot;
+        place.step();
+    }
+    wgmma_wait<0>();
+    release_slot(s, before);
+}
+// The same for the n of this tile.
+template <GemmConfig c, i32 n = c.most_rows, i32 size>
+MOECOMM_FN void multiply_padded(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, i32 steps, i32 padded, float (&sums)[size]) {
+    if constexpr (n == c.row_unit) {
+        multiply<c, n>(s, place, math_group, steps, sums);
+    } else {
+        if (padded == n) {
+            multiply<c, n>(s, place, math_group, steps, sums);
+        } else {
+            multiply_padded<c, n - c.row_unit>(s, place, math_group, steps, padded, sums);
+        }
+    }
+}
+
+// A warpgroup: empties the ring, and stores the tiles.
+template <GemmConfig c, class Out>
+MOECOMM_FN void make_tiles(GemmShared<c>& s, const GemmArgs& args, const Out& out) {
+    const i32 math_group = threadIdx.x / kWarpgroup - 1, rank = c.cluster == 1 ? 0 : cluster_rank();
+    const i32 steps = ceil_div(args.depth, kDepth), columns = c.swiglu ? args.columns / 2 : args.columns;
+    const u32 staging = shared_address(s.staging[math_group]);
+    RingPlace<c> place;
+    u32 turns = 0;
+    float sums[c.most_rows / 2] = {};
+    MyTiles tiles(args.grouping, s.counts, c.cluster);
+    for (Tile tile; tiles.take(tile);) {
+        multiply_padded<c>(s, place, math_group, steps, tile.padded, sums);
+        const i32 column = ((tile.column * c.cluster + rank) * kMathGroups + math_group) * Turned<c>::columns;
+        store_tile<c>(sums, tile, column, columns, staging, 1 + math_group, turns, out);
+    }
+}
+
+template <GemmConfig c, class Rows, class Out>
+MOECOMM_FN void run_gemm(const GemmArgs& args, const Rows& rows, const Out& out) {
+    extern __shared__ __align__(1024) u8 memory[];
+    auto& s = *reinterpret_cast<GemmShared<c>*>(memory);
+    static_assert(sizeof(GemmShared<c>) <= c.shared_bytes, "kernels.py bounds it");
+    if (threadIdx.x == 0) {
+        prefetch_map(args.w);
+        for (const TensorMap& map : args.x) prefetch_map(map);
+        s.barriers.init();
+        barrier_init_done();
+    }
+    await_earlier_kernels();
+    for (i32 g = threadIdx.x; g < args.grouping.groups; g += kGemmThreads) s.counts[g] = reinterpret_cast<const i32*>(args.counts)[g];
+    meet_cluster<c.cluster>();
+    if (threadIdx.x < kWarpgroup) {
+        leave_registers<kLoaderRegisters>();
+        if (threadIdx.x == 0) load_tiles(s, args, rows);
+    } else {
+        take_registers<kMathRegisters>();
+        make_tiles(s, args, out);
+    }
+    if constexpr (c.cluster > 1) meet_cluster<c.cluster>();  // what others load for us, and their arrivals, must find us here
+}
+
+template <GemmConfig c>
+MOECOMM_FN void grouped_gemm(const GemmArgs& args) {
+    run_gemm<c>(args, RowsAreHere{}, StoreRows{args.out, c.swiglu ? args.columns / 2 : args.columns});
+}
+
+}  // namespace moecomm

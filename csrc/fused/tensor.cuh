@@ -1,0 +1,88 @@
+// Tensor copies (TMA) of a box into shared memory, for one block or for several of a cluster, and barriers across the cluster.
+#pragma once
+#include "../device/bulk.cuh"
+
+namespace moecomm {
+
+// CUtensorMap, as cuTensorMapEncodeTiled makes it.
+struct alignas(64) TensorMap {
+    u64 words[16];
+};
+
+// How long what is loaded shall stay in the second-level cache: the constants that CUTLASS uses (TMA::CacheHintSm90).
+constexpr u64 kKeepNormal = 0x1000000000000000ull, kKeepLeast = 0x12f0000000000000ull;
+
+MOECOMM_FN void prefetch_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<u64>(&map)) : "memory");
+}
+// One arrival, and the bytes that this phase of the barrier waits for besides.
+MOECOMM_FN void expect_bytes(u64* barrier, i32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+// A box to this block.  Coordinates count elements, the fastest dimension first.
+MOECOMM_FN void load_box(u32 to, const TensorMap& map, i32 column, i32 row, i32 matrix, u64* barrier, u64 keep) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::
+            "r"(to),
+        "l"(reinterpret_cast<u64>(&map)), "r"(column), "r"(row), "r"(matrix), "r"(shared_address(barrier)), "l"(keep)
+        : "memory");
+}
+// A box to the same place in all blocks of the cluster whose bits are set; its bytes count at each block's own barrier.
+template <i32 cluster>
+MOECOMM_FN void load_box_for_all(u32 to, const TensorMap& map, i32 column, i32 row, u64* barrier, u64 keep) {
+    if constexpr (cluster == 1) {
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::
+                "r"(to),
+            "l"(reinterpret_cast<u64>(&map)), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(keep)
+            : "memory");
+    } else {
+        constexpr u16 everybody = (1 << cluster) - 1;
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
+            " [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(to),
+            "l"(reinterpret_cast<u64>(&map)), "r"(column), "r"(row), "r"(shared_address(barrier)), "h"(everybody), "l"(keep)
+            : "memory");
+    }
+}
+
+// Place of this block in its cluster.
+MOECOMM_FN i32 cluster_rank() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return static_cast<i32>(rank);
+}
+// Arrives at the barrier that lies at the same place in block `rank` of the cluster.  Ordinary stores of this block are not seen by the
+// other on account of it: a release to the cluster is a fence of all memory.
+MOECOMM_FN void arrive_at(u64* barrier, i32 rank) {
+    asm volatile(
+        "{\n\t"
+        ".reg .b32 there;\n\t"
+        "mapa.shared::cluster.u32 there, %0, %1;\n\t"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n\t"
+        "}" ::"r"(shared_address(barrier)),
+        "r"(rank)
+        : "memory");
+}
+MOECOMM_FN void arrive(u64* barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory"); }
+// All threads of all blocks of the cluster meet.
+template <i32 cluster>
+MOECOMM_FN void meet_cluster() {
+    if constexpr (cluster == 1) {
+        __syncthreads();
+    } else {
+        asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
+    }
+}
+
+// Registers of each thread of a warpgroup; all its warps call it.
+template <i32 registers>
+MOECOMM_FN void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
+}
+template <i32 registers>
+MOECOMM_FN void leave_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
+}  // namespace moecomm

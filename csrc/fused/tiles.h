@@ -1,0 +1,83 @@
+// Which tiles of a grouped product there are, and in what order they are made.  Plain C++: tests run it on the host.
+//
+// Rows come in groups, one an expert; their counts are only known on the device.  A group's rows are cut into pieces of `unit` rows, and
+// these are spread as evenly as they go over the fewest tiles that hold at most `most_rows`: a group of 260 rows becomes tiles of 144 and
+// 128 rows (units of 16) and not of 256 and 16, whose weights would take as long to load.  Columns are cut into `column_tiles`.
+//
+// A group's tiles follow each other, so that all blocks read the weights of one expert at a time.  Inside a group, bands of `band` row
+// tiles: all columns of a band come before the next band, and the row tiles of the band are innermost.  What the blocks work on at one time
+// is then a rectangle of rows and columns, whose rows stay in the second-level cache.
+#pragma once
+#include "../protocol/compiler.h"
+
+namespace moecomm {
+
+struct Tile {
+    i32 group;
+    i32 row;     // first, of all rows
+    i32 rows;    // that belong to the group
+    i32 padded;  // the same in whole units
+    i32 column;  // tile of columns
+    bool alone;  // no other row tile of the group reads these weights
+};
+
+struct Grouping {
+    i32 groups;
+    i32 alignment;   // each group begins at a multiple of it ...
+    i32 group_rows;  // ... unless this is not 0: group g then begins at g * group_rows
+    i32 rows;        // of all groups together; whatever the counts say, no tile reaches beyond them
+    i32 column_tiles;
+    i32 band;
+    i32 unit, most_rows;  // of rows; the second is a multiple of the first
+};
+
+// Walks all tiles in order; `find` is asked for growing numbers.
+class TileWalk {
+  public:
+    MOECOMM_BOTH TileWalk(const Grouping& grouping, const i32* counts) : grouping_(grouping), counts_(counts) { enter(0, 0); }
+
+    // Tile number `index`; false if there are not that many.
+    MOECOMM_BOTH bool find(i32 index, Tile& tile) {
+        while (group_ < grouping_.groups && index - first_ >= row_tiles_ * grouping_.column_tiles) {
+            first_ += row_tiles_ * grouping_.column_tiles;
+            enter(group_ + 1, align_up(begin_ + rows_, grouping_.alignment));
+        }
+        if (group_ >= grouping_.groups) return false;
+        const i32 in_group = index - first_, in_band = grouping_.band * grouping_.column_tiles;
+        const i32 band = in_group / in_band, rest = in_group % in_band;
+        const i32 width = smaller(grouping_.band, row_tiles_ - band * grouping_.band);
+        place(band * grouping_.band + rest % width, tile);
+        tile.column = rest / width;
+        return true;
+    }
+
+  private:
+    MOECOMM_BOTH static i32 smaller(i32 a, i32 b) { return a < b ? a : b; }
+
+    MOECOMM_BOTH void enter(i32 group, i32 begin) {
+        group_ = group;
+        if (group >= grouping_.groups) return;
+        begin_ = grouping_.group_rows != 0 ? group * grouping_.group_rows : begin;
+        const i32 room = grouping_.group_rows != 0 ? grouping_.group_rows : grouping_.rows - smaller(begin_, grouping_.rows);
+        rows_ = counts_[group] < 0 ? 0 : smaller(counts_[group], room);
+        units_ = ceil_div(rows_, grouping_.unit);
+        row_tiles_ = ceil_div(units_ * grouping_.unit, grouping_.most_rows);
+    }
+    // The first units_ % row_tiles_ tiles have one unit more than the others.
+    MOECOMM_BOTH void place(i32 row_tile, Tile& tile) const {
+        const i32 units = units_ / row_tiles_, larger = units_ % row_tiles_;
+        const i32 from = (row_tile * units + smaller(row_tile, larger)) * grouping_.unit;
+        tile.group = group_;
+        tile.row = begin_ + from;
+        tile.padded = (units + (row_tile < larger ? 1 : 0)) * grouping_.unit;
+        tile.rows = smaller(tile.padded, rows_ - from);
+        tile.alone = row_tiles_ == 1;
+    }
+
+    const Grouping& grouping_;
+    const i32* counts_;
+    i32 first_ = 0;  // number of the group's first tile
+    i32 group_, begin_ = 0, rows_ = 0, units_ = 0, row_tiles_ = 0;
+};
+
+}  // namespace moecomm

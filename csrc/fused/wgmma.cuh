@@ -1,0 +1,135 @@
+// Matrix products of a warpgroup (sm_90a), 64 rows of a by n rows of b, 16 columns of each: sums[64][n] += a b^T, in fp32.
+//
+// Both operands lie in shared memory as a tensor load with 128-byte swizzle leaves them: rows of 128 bytes, 8 rows an atom of 1024 bytes,
+// which begins at a multiple of that.  Lane l of warp w of the warpgroup holds, for each 8 rows j of b,
+//     sums[4 j + {0, 1}]: row 16 w + l / 4 of a, rows 8 j + 2 (l % 4) + {0, 1} of b,   sums[4 j + {2, 3}]: the same of row 16 w + l / 4
+//     + 8.
+#pragma once
+#include "../device/bulk.cuh"
+
+namespace moecomm {
+
+constexpr i32 kAtomBytes = 1024;
+
+// What the instruction is told of an operand.  Bits 0-13: its address, 16-29: not used with this swizzle, 32-45: bytes from 8 rows to the
+// next 8, all in units of 16; 62-63: 1, swizzle of 128 bytes.  The low word, which alone changes: 16 columns on are 2 more.
+MOECOMM_FN u32 operand_at(u32 address) { return (address & 0x3ffffu) >> 4 | 1u << 16; }
+MOECOMM_FN u64 operand(u32 low) { return static_cast<u64>(1u << 30 | kAtomBytes >> 4) << 32 | low; }
+
+// Before the first product, and after the registers of sums were touched.
+MOECOMM_FN void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+MOECOMM_FN void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until all but the last `groups` committed groups are done.
+template <i32 groups>
+MOECOMM_FN void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
+}
+
+// clang-format off
+#define MOECOMM_SUMS(i) \
+    "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3]), \
+    "+f"(sums[i + 4]), "+f"(sums[i + 5]), "+f"(sums[i + 6]), "+f"(sums[i + 7])
+#define MOECOMM_REGISTERS_1 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define MOECOMM_SUMS_1 MOECOMM_SUMS(0)
+#define MOECOMM_REGISTERS_2 MOECOMM_REGISTERS_1 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define MOECOMM_SUMS_2 MOECOMM_SUMS_1, MOECOMM_SUMS(8)
+#define MOECOMM_REGISTERS_3 MOECOMM_REGISTERS_2 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define MOECOMM_SUMS_3 MOECOMM_SUMS_2, MOECOMM_SUMS(16)
+#define MOECOMM_REGISTERS_4 MOECOMM_REGISTERS_3 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define MOECOMM_SUMS_4 MOECOMM_SUMS_3, MOECOMM_SUMS(24)
+#define MOECOMM_REGISTERS_5 MOECOMM_REGISTERS_4 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define MOECOMM_SUMS_5 MOECOMM_SUMS_4, MOECOMM_SUMS(32)
+#define MOECOMM_REGISTERS_6 MOECOMM_REGISTERS_5 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define MOECOMM_SUMS_6 MOECOMM_SUMS_5, MOECOMM_SUMS(40)
+#define MOECOMM_REGISTERS_7 MOECOMM_REGISTERS_6 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define MOECOMM_SUMS_7 MOECOMM_SUMS_6, MOECOMM_SUMS(48)
+#define MOECOMM_REGISTERS_8 MOECOMM_REGISTERS_7 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define MOECOMM_SUMS_8 MOECOMM_SUMS_7, MOECOMM_SUMS(56)
+#define MOECOMM_REGISTERS_9 MOECOMM_REGISTERS_8 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define MOECOMM_SUMS_9 MOECOMM_SUMS_8, MOECOMM_SUMS(64)
+#define MOECOMM_REGISTERS_10 MOECOMM_REGISTERS_9 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define MOECOMM_SUMS_10 MOECOMM_SUMS_9, MOECOMM_SUMS(72)
+#define MOECOMM_REGISTERS_11 MOECOMM_REGISTERS_10 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define MOECOMM_SUMS_11 MOECOMM_SUMS_10, MOECOMM_SUMS(80)
+#define MOECOMM_REGISTERS_12 MOECOMM_REGISTERS_11 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define MOECOMM_SUMS_12 MOECOMM_SUMS_11, MOECOMM_SUMS(88)
+#define MOECOMM_REGISTERS_13 MOECOMM_REGISTERS_12 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define MOECOMM_SUMS_13 MOECOMM_SUMS_12, MOECOMM_SUMS(96)
+#define MOECOMM_REGISTERS_14 MOECOMM_REGISTERS_13 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define MOECOMM_SUMS_14 MOECOMM_SUMS_13, MOECOMM_SUMS(104)
+#define MOECOMM_REGISTERS_15 MOECOMM_REGISTERS_14 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define MOECOMM_SUMS_15 MOECOMM_SUMS_14, MOECOMM_SUMS(112)
+#define MOECOMM_REGISTERS_16 MOECOMM_REGISTERS_15 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define MOECOMM_SUMS_16 MOECOMM_SUMS_15, MOECOMM_SUMS(120)
+#define MOECOMM_WGMMA_OF(kind, n, registers, a_at, b_at, keep_at) \
+    asm volatile("{\n\t.reg .pred keep;\n\tsetp.ne.b32 keep, %" #keep_at ", 0;\n\t" \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." kind "." kind " {" MOECOMM_REGISTERS_##registers \
+                 "}, %" #a_at ", %" #b_at ", keep, 1, 1, 0, 0;\n\t}" \
+                 : MOECOMM_SUMS_##registers : "l"(a), "l"(b), "r"(keep))
+#define MOECOMM_WGMMA(n, registers, a_at, b_at, keep_at) \
+    { \
+        if constexpr (type == Type::bf16) MOECOMM_WGMMA_OF("bf16", n, registers, a_at, b_at, keep_at); \
+        else MOECOMM_WGMMA_OF("f16", n, registers, a_at, b_at, keep_at); \
+    }
+
+// keep: 0 forgets what sums held.
+template <Type type, i32 n, i32 size>
+MOECOMM_FN void wgmma(float (&sums)[size], u64 a, u64 b, i32 keep) {
+    static_assert(2 * size >= n && n % 16 == 0 && n <= 256, "registers for the sums");
+    static_assert(type == Type::bf16 || type == Type::fp16, "types that are multiplied so");
+    if constexpr (n == 16) MOECOMM_WGMMA(16, 1, 8, 9, 10);
+    if constexpr (n == 32) MOECOMM_WGMMA(32, 2, 16, 17, 18);
+    if constexpr (n == 48) MOECOMM_WGMMA(48, 3, 24, 25, 26);
+    if constexpr (n == 64) MOECOMM_WGMMA(64, 4, 32, 33, 34);
+    if constexpr (n == 80) MOECOMM_WGMMA(80, 5, 40, 41, 42);
+    if constexpr (n == 96) MOECOMM_WGMMA(96, 6, 48, 49, 50);
+    if constexpr (n == 112) MOECOMM_WGMMA(112, 7, 56, 57, 58);
+    if constexpr (n == 128) MOECOMM_WGMMA(128, 8, 64, 65, 66);
+    if constexpr (n == 144) MOECOMM_WGMMA(144, 9, 72, 73, 74);
+    if constexpr (n == 160) MOECOMM_WGMMA(160, 10, 80, 81, 82);
+    if constexpr (n == 176) MOECOMM_WGMMA(176, 11, 88, 89, 90);
+    if constexpr (n == 192) MOECOMM_WGMMA(192, 12, 96, 97, 98);
+    if constexpr (n == 208) MOECOMM_WGMMA(208, 13, 104, 105, 106);
+    if constexpr (n == 224) MOECOMM_WGMMA(224, 14, 112, 113, 114);
+    if constexpr (n == 240) MOECOMM_WGMMA(240, 15, 120, 121, 122);
+    if constexpr (n == 256) MOECOMM_WGMMA(256, 16, 128, 129, 130);
+}
+// clang-format on
+
+#undef MOECOMM_WGMMA
+#undef MOECOMM_WGMMA_OF
+#undef MOECOMM_SUMS
+#undef MOECOMM_REGISTERS_1
+#undef MOECOMM_SUMS_1
+#undef MOECOMM_REGISTERS_2
+#undef MOECOMM_SUMS_2
+#undef MOECOMM_REGISTERS_3
+#undef MOECOMM_SUMS_3
+#undef MOECOMM_REGISTERS_4
+#undef MOECOMM_SUMS_4
+#undef MOECOMM_REGISTERS_5
+#undef MOECOMM_SUMS_5
+#undef MOECOMM_REGISTERS_6
+#undef MOECOMM_SUMS_6
+#undef MOECOMM_REGISTERS_7
+#undef MOECOMM_SUMS_7
+#undef MOECOMM_REGISTERS_8
+#undef MOECOMM_SUMS_8
+#undef MOECOMM_REGISTERS_9
+#undef MOECOMM_SUMS_9
+#undef MOECOMM_REGISTERS_10
+#undef MOECOMM_SUMS_10
+#undef MOECOMM_REGISTERS_11
+#undef MOECOMM_SUMS_11
+#undef MOECOMM_REGISTERS_12
+#undef MOECOMM_SUMS_12
+#undef MOECOMM_REGISTERS_13
+#undef MOECOMM_SUMS_13
+#undef MOECOMM_REGISTERS_14
+#undef MOECOMM_SUMS_14
+#undef MOECOMM_REGISTERS_15
+#undef MOECOMM_SUMS_15
+#undef MOECOMM_REGISTERS_16
+#undef MOECOMM_SUMS_16
+
+}  // namespace moecomm

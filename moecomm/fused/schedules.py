@@ -1,0 +1,68 @@
+"""How a grouped GEMM is cut into tiles, by its shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BLOCK_COLUMNS = 128  # kBlockColumns of csrc/fused/config.cuh
+# Row tiles of a band (csrc/fused/tiles.h).  66 pairs of blocks on 132 multiprocessors work on 8 by 8.25 tiles of 256
+# rows and 256 columns at a time: as many bytes of x as of weights, which is the least of both together.
+BAND = 8
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Fields of GemmConfig (csrc/fused/config.cuh).
+
+    Any schedule computes any shape, and every row has the same bits with all of them.
+    """
+
+    row_unit: int
+    most_rows: int
+    stages: int
+    cluster: int
+
+
+# By name: rows of a tile, slots of the ring, blocks of a cluster; u16 where the unit is another than its height's.
+SCHEDULES = {
+    "64x8c1": Schedule(row_unit=16, most_rows=64, stages=8, cluster=1),
+    "64x8c2": Schedule(row_unit=16, most_rows=64, stages=8, cluster=2),
+    "128x6c1": Schedule(row_unit=16, most_rows=128, stages=6, cluster=1),
+    "128x6c2": Schedule(row_unit=16, most_rows=128, stages=6, cluster=2),
+    "256x4c1": Schedule(row_unit=32, most_rows=256, stages=4, cluster=1),
+    "256x4c2": Schedule(row_unit=32, most_rows=256, stages=4, cluster=2),
+    "256x4c2u16": Schedule(row_unit=16, most_rows=256, stages=4, cluster=2),
+}
+
+
+def choose(expected_rows: int, groups: int, columns: int, depth: int, multiprocessors: int = 132) -> str:
+    """The name of the schedule for `groups` groups of about so many rows, times matrices [columns, depth].
+
+    Fitted to bench/results/gemm-h200.json; tests/fused/test_schedules.py says how well, and where not.  The fit is
+    measured; the reasons given below are inferred.
+    `multiprocessors`: of the GPU, by default those of an H200.
+    """
+    column_tiles = -(-columns // BLOCK_COLUMNS)
+    paired = column_tiles % 2 == 0  # else one cluster of two in a row of tiles has a block with nothing to do
+    waves = groups * column_tiles / multiprocessors  # with one row tile a group
+    if expected_rows <= 40:
+        # One tile holds nearly every group.  At 64 rows half of the groups need two, which load the same weights twice:
+        # 64x8c2 loses a fifth there.
+        return "64x8c2" if paired else "64x8c1"
+    if expected_rows <= 192:
+        if expected_rows > 96 and 1 < waves < 4:
+            # Groups of about 128 rows: some are larger, and of so few tiles one more a group is a wave more.
+            return "256x4c2"
+        # Where all tiles run at once, pairs.  Else alone: row tiles of a group are neighbours in the order of tiles,
+        # and load the same weights at the same time.
+        return "128x6c2" if waves <= 1 else "128x6c1"
+    if expected_rows <= 384:
+        # Groups of about 256 rows: half of them are two tiles of 256 rows, little more than half full.  With a long sum
+        # the larger tile wins all the same, in units of 16 rows: it loads fewer bytes a product.
+        return "256x4c2u16" if depth > 6144 else "128x6c1"
+    if expected_rows <= 1536:
+        # A pair loads fewer bytes a product.  Alone where sums are short, since blocks then often store, and a pair
+        # can't load ahead of its slower half; where all columns run at once; where a pair in 16 or fewer is half empty.
+        alone = depth <= 2048 or waves <= 1 or (not paired and column_tiles < 32)
+        return "256x4c1" if alone else "256x4c2u16"
+    return "256x4c2"

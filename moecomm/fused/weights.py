@@ -1,0 +1,40 @@
+"""The order of the rows of w13 in which a fused SwiGLU wants them."""
+
+from __future__ import annotations
+
+import torch
+
+from moecomm.errors import BadInput
+
+GRANULARITY = 8  # rows: what lies 8 apart in a tile is in registers of the same lane (csrc/fused/wgmma.cuh)
+
+
+def interleave(w13: torch.Tensor) -> torch.Tensor:
+    """w13 with 8 gate rows, then the 8 up rows that belong to them, and so on: done once, when weights are loaded.
+
+    Args:
+        w13: `[..., 2 I, H]`, any dtype: I gate rows, then I up rows; I a multiple of 8.
+
+    Returns:
+        The same shape, contiguous: row 16 b + i is gate row 8 b + i, row 16 b + 8 + i is up row 8 b + i, i < 8.
+
+    Raises:
+        BadInput: I is no multiple of 8.
+    """
+    return _swapped(w13, (2, _blocks(w13)))
+
+
+def deinterleave(w13: torch.Tensor) -> torch.Tensor:
+    """The inverse of `interleave`: all gate rows, then all up rows."""
+    return _swapped(w13, (_blocks(w13), 2))
+
+
+def _swapped(w13: torch.Tensor, parts: tuple[int, int]) -> torch.Tensor:
+    cut = w13.reshape(*w13.shape[:-2], *parts, GRANULARITY, w13.shape[-1])
+    return cut.transpose(-4, -3).reshape(w13.shape).contiguous()
+
+
+def _blocks(w13: torch.Tensor) -> int:
+    if w13.dim() < 2 or w13.shape[-2] % (2 * GRANULARITY):
+        raise BadInput("w13", tuple(w13.shape), "[..., 2 I, H] with I a multiple of 8")
+    return w13.shape[-2] // (2 * GRANULARITY)

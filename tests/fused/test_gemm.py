@@ -1,0 +1,109 @@
+"""The grouped GEMM on CPUs, the transform of its weights, and what it does not take."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from moecomm.errors import BadInput, Unsupported
+from moecomm.fused import deinterleave, grouped_gemm, interleave
+
+EXPERTS, N, K = 3, 32, 24
+
+
+def inputs(dtype: torch.dtype = torch.bfloat16, rows: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x, w = torch.randn(rows, K, generator=generator), torch.randn(EXPERTS, N, K, generator=generator) / K**0.5
+    return x.to(dtype), w.to(dtype)
+
+
+def by_hand(x: torch.Tensor, w: torch.Tensor, row: int, expert: int, column: int) -> float:
+    return math.fsum(a * b for a, b in zip(x[row].tolist(), w[expert, column].tolist(), strict=True))
+
+
+def owners(counts: list[int], alignment: int) -> dict[int, int]:
+    """The expert of each row that has one."""
+    found, begin = {}, 0
+    for expert, count in enumerate(counts):
+        found |= dict.fromkeys(range(begin, begin + count), expert)
+        begin = -(-(begin + count) // alignment) * alignment
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", [None, "swiglu"])
+def test_values_are_those_of_plain_loops(dtype: torch.dtype, activation: str | None) -> None:
+    x, w = inputs(dtype)
+    counts, alignment = [5, 0, 17], 8
+    columns = N if activation is None else N // 2
+    out = torch.full((len(x), columns), 7.0, dtype=dtype)
+    given = w if activation is None else interleave(w)
+    same = grouped_gemm(
+        x, given, torch.tensor(counts, dtype=torch.int32), alignment=alignment, activation=activation, out=out
+    )
+    assert same is out
+    expert_of, rounding = owners(counts, alignment), torch.finfo(dtype).eps
+    for row in range(len(x)):
+        for column in range(columns):
+            got, want = out[row, column].item(), 7.0
+            if row in expert_of:
+                want = by_hand(x, w, row, expert_of[row], column)
+                if activation is not None:
+                    want = want / (1 + math.exp(-want)) * by_hand(x, w, row, expert_of[row], N // 2 + column)
+            assert abs(got - want) <= rounding * abs(want) + 1e-5, (row, column)
+
+
+def test_batched_rows_are_those_of_each_expert() -> None:
+    x, w = inputs(rows=EXPERTS * 8)
+    counts = torch.tensor([8, 0, 3], dtype=torch.int32)
+    out = torch.full((EXPERTS, 8, N), 7.0, dtype=x.dtype)
+    grouped_gemm(x.view(EXPERTS, 8, K), w, counts, out=out)
+    for expert, count in enumerate(counts.tolist()):
+        begin = expert * 8
+        alone = grouped_gemm(x[begin : begin + 8], w[expert : expert + 1], counts.new_tensor([8]))
+        assert torch.equal(out[expert, :count], alone[:count]) and bool((out[expert, count:] == 7).all())
+
+
+def test_no_rows() -> None:
+    x, w = inputs(rows=0)
+    assert grouped_gemm(x, w, torch.zeros(EXPERTS, dtype=torch.int32)).shape == (0, N)
+
+
+def test_gate_and_up_rows_are_interleaved_by_eight_and_come_back() -> None:
+    w13 = torch.arange(2 * 64 * 5).view(2, 64, 5)
+    woven = interleave(w13)
+    for block in range(4):
+        assert torch.equal(woven[:, 16 * block : 16 * block + 8], w13[:, 8 * block : 8 * block + 8])
+        assert torch.equal(woven[:, 16 * block + 8 : 16 * block + 16], w13[:, 32 + 8 * block : 40 + 8 * block])
+    assert woven.is_contiguous() and torch.equal(deinterleave(woven), w13)
+    for weave in (interleave, deinterleave):
+        with pytest.raises(BadInput, match="w13"):
+            weave(torch.zeros(24, 5))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "why"),
+    [
+        ({"activation": "gelu"}, BadInput, "activation"),
+        ({"alignment": 0}, BadInput, "alignment"),
+        ({"x": torch.zeros(4, K).bfloat16().T}, BadInput, "x"),
+        ({"w": torch.zeros(EXPERTS, N, K)}, BadInput, "w"),
+        ({"w": torch.zeros(EXPERTS, N, K + 8).bfloat16()}, BadInput, "K"),
+        ({"counts": torch.zeros(EXPERTS, dtype=torch.int64)}, BadInput, "tokens_per_expert"),
+        ({"counts": torch.zeros(EXPERTS + 1, dtype=torch.int32)}, BadInput, "tokens_per_expert"),
+        ({"counts": torch.zeros(2 * EXPERTS, dtype=torch.int32)[::2]}, BadInput, "tokens_per_expert"),
+        ({"out": torch.zeros(40, N)}, BadInput, "out"),
+        ({"x": torch.zeros(40, K), "w": torch.zeros(EXPERTS, N, K)}, Unsupported, "float32"),
+        ({"w": torch.zeros(EXPERTS, 12, K).bfloat16()}, Unsupported, "multiple of 8"),
+        ({"w": torch.zeros(EXPERTS, 24, K).bfloat16(), "activation": "swiglu"}, Unsupported, "multiple of 16"),
+        ({"w": torch.zeros(513, 8, K).bfloat16(), "counts": torch.zeros(513, dtype=torch.int32)}, Unsupported, "512"),
+    ],
+)
+def test_what_does_not_fit_is_named(change: dict[str, Any], error: type[Exception], why: str) -> None:
+    x, w = inputs()
+    given: dict[str, Any] = {"x": x, "w": w, "counts": torch.zeros(EXPERTS, dtype=torch.int32)} | change
+    with pytest.raises(error, match=why):
+        grouped_gemm(given.pop("x"), given.pop("w"), given.pop("counts"), **given)

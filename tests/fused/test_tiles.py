@@ -1,0 +1,103 @@
+"""The tiles of a grouped GEMM: csrc/fused/tiles.h, compiled for the host."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from moecomm.fused.reference import groups_of
+
+ROOT = Path(__file__).parents[2]
+ROOM = 1 << 14
+
+
+class Grouping(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_int32)
+        for name in ("groups", "alignment", "group_rows", "rows", "column_tiles", "band", "unit", "most_rows")
+    )
+
+
+class Tile(NamedTuple):
+    group: int
+    row: int
+    rows: int
+    padded: int
+    column: int
+    alone: int
+
+
+Walk = Callable[[Grouping, list[int], int, int], list[Tile]]
+
+
+@pytest.fixture(scope="module")
+def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
+    library = tmp_path_factory.mktemp("tiles") / "tiles.so"
+    flags = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}")
+    subprocess.run(["g++", *flags, str(Path(__file__).with_name("tiles.cpp")), "-o", str(library)], check=True)
+    tiles_of = ctypes.CDLL(str(library)).tiles_of
+
+    def tiles(grouping: Grouping, counts: list[int], walker: int, walkers: int) -> list[Tile]:
+        room = (ctypes.c_int32 * (6 * ROOM))()
+        found = tiles_of(ctypes.byref(grouping), (ctypes.c_int32 * len(counts))(*counts), walker, walkers, room, ROOM)
+        assert found < ROOM
+        return [Tile(*room[6 * i : 6 * i + 6]) for i in range(found)]
+
+    return tiles
+
+
+def drawn(rng: random.Random) -> tuple[Grouping, list[int]]:
+    groups, unit = rng.randint(1, 12), rng.choice((16, 32))
+    counts = [rng.choice((0, 1, rng.randint(0, 40), rng.randint(0, 900), -3)) for _ in range(groups)]
+    alignment, group_rows = rng.choice((1, 8, 128)), rng.choice((0, 0, 64, 500))
+    rows = groups * group_rows or max(
+        0, sum(-(-max(c, 0) // alignment) * alignment for c in counts) - rng.choice((0, 0, 300))
+    )
+    most_rows = unit * rng.randint(1, 8)
+    grouping = Grouping(groups, alignment, group_rows, rows, rng.randint(1, 9), rng.randint(1, 5), unit, most_rows)
+    return grouping, counts
+
+
+def test_every_row_and_column_is_in_one_tile(walk: Walk) -> None:
+    rng = random.Random(1)
+    for _ in range(300):
+        grouping, counts = drawn(rng)
+        walkers = rng.choice((1, 3, 66))
+        by_walker = [walk(grouping, counts, walker, walkers) for walker in range(walkers)]
+        assert max(map(len, by_walker)) - min(map(len, by_walker)) <= 1
+        tiles = [tile for mine in by_walker for tile in mine]
+        made = Counter((row, tile.column) for tile in tiles for row in range(tile.row, tile.row + tile.rows))
+        shape = (grouping.groups, grouping.group_rows) if grouping.group_rows else (grouping.rows,)
+        groups = groups_of(torch.empty(*shape, 1), counts, grouping.alignment)
+        wanted = {(row, c) for g in groups for row in range(g.start, g.stop) for c in range(grouping.column_tiles)}
+        assert set(made) == wanted and set(made.values()) <= {1}
+        for tile in tiles:
+            group = groups[tile.group]
+            assert group.start <= tile.row and tile.row + tile.rows <= group.stop and tile.rows > 0
+            assert tile.padded % grouping.unit == 0 and tile.padded - grouping.unit < tile.rows <= tile.padded
+            assert tile.padded <= grouping.most_rows
+            assert tile.alone == (group.stop - group.start <= grouping.most_rows)
+
+
+def test_tiles_of_a_group_are_few_and_even(walk: Walk) -> None:
+    for count in (1, 16, 17, 256, 257, 260, 1030, 5000):
+        grouping = Grouping(1, 1, 0, count, 1, 8, 16, 256)
+        padded = [tile.padded for tile in walk(grouping, [count], 0, 1)]
+        assert len(padded) == -(-count // 256) and max(padded) - min(padded) <= 16
+        assert sum(padded) == -(-count // 16) * 16
+
+
+def test_row_tiles_of_a_band_are_innermost_and_groups_follow_each_other(walk: Walk) -> None:
+    grouping = Grouping(2, 1, 0, 700, 3, 2, 16, 128)
+    tiles = walk(grouping, [300, 400], 0, 1)
+    order = [(tile.group, tile.row, tile.column) for tile in tiles[:9]]
+    assert order == [(0, row, column) for rows in ((0, 112), (208,)) for column in range(3) for row in rows]
+    assert [tile.group for tile in tiles] == [0] * 9 + [1] * 12

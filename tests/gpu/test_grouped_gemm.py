@@ -1,0 +1,190 @@
+"""The grouped GEMM on a GPU: every schedule against sums in double precision."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from moecomm import plain_kernel
+from moecomm.fused import SCHEDULES, deinterleave, grouped_gemm
+from moecomm.fused.kernels import gemm_kernel
+from moecomm.fused.reference import groups_of
+
+pytestmark = pytest.mark.gpu1
+BF16, FP16 = torch.bfloat16, torch.float16
+RAGGED = (5, 0, 130, 257, 17, 0, 64, 1)
+ODD = (3, 300, 0, 31)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of a product.  Names of `scaled`: columns count tiles of a cluster, rows count tiles."""
+
+    counts: tuple[int, ...]
+    depth: int
+    columns: int
+    dtype: torch.dtype = BF16
+    alignment: int = 1
+    activation: str | None = None
+    batched: int = 0  # rows of an expert
+    slack: int = 0  # rows behind the last expert's
+    whole: bool = True  # small whole numbers, whose sums are exact in any order
+    scale: float = 1.0  # of x
+
+
+def scaled(most_rows: int, cluster: int) -> dict[str, Case]:
+    """Cases that depend on the size of a tile: from one tile to more than there are multiprocessors."""
+    column = 128 * cluster
+    return {
+        "one tile": Case((16,), 64, column),
+        "two steps": Case((16,), 128, column),
+        "ring wraps": Case((16,), 64 * 19, column),
+        "full tile": Case((most_rows,), 256, column),
+        "column tiles": Case((most_rows,), 128, 5 * column),
+        "row tiles": Case((3 * most_rows + 7,), 192, 2 * column),
+        "more tiles than blocks": Case((9 * most_rows + 5,), 320, 40 * 128),
+        "swiglu, one tile": Case((16,), 64, column, activation="swiglu"),
+    }
+
+
+FIXED = {
+    "ragged": Case(RAGGED, 200, 392, alignment=8, slack=37),
+    "narrow": Case(ODD, 8, 8),
+    "alignment 1": Case((*ODD, 129), 72, 136),
+    "batched": Case(ODD, 136, 264, batched=300),
+    "ragged, swiglu": Case(RAGGED, 200, 400, alignment=8, slack=37, activation="swiglu"),
+    "batched, swiglu": Case(ODD, 136, 272, batched=300, activation="swiglu"),
+    "steep gates": Case(ODD, 64, 128, activation="swiglu", scale=64),
+    "fp16": Case((5, 0, 130, 257), 200, 392, FP16),
+    "fp16, swiglu": Case((5, 0, 130, 257), 200, 400, FP16, activation="swiglu"),
+    "random": Case((100, 300, 0, 555), 1000, 1000, whole=False),
+    "random, swiglu": Case((100, 300, 0, 555), 1000, 1008, whole=False, activation="swiglu"),
+    "random, fp16": Case((100, 300, 0, 555), 1000, 1000, FP16, whole=False),
+    "all empty": Case((0, 0, 0), 64, 128, slack=20),
+    "counts beyond the rows": Case((40, 1 << 20, 7), 64, 128, batched=50),
+    "negative counts": Case((40, -5, 7), 64, 128, slack=3),
+}
+CASES = [
+    (name, step)
+    for name, schedule in SCHEDULES.items()
+    for step in (*scaled(schedule.most_rows, schedule.cluster), *FIXED)
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """All kernels into the cache, on all cores."""
+    all_of_them = [gemm_kernel(*kind) for kind in itertools.product((BF16, FP16), (False, True), SCHEDULES.values())]
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        list(pool.map(plain_kernel.compile, all_of_them, itertools.repeat("sm_90a")))
+
+
+def inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(case.depth + case.columns)
+    experts = len(case.counts)
+    rows = sum(-(-max(count, 0) // case.alignment) * case.alignment for count in case.counts) + case.slack
+    shape = (experts, case.batched, case.depth) if case.batched else (rows, case.depth)
+    weights = (experts, case.columns, case.depth)
+    if case.whole:
+        x = torch.randint(-3, 4, shape, generator=generator, device="cuda").to(case.dtype)
+        w = torch.randint(-3, 4, weights, generator=generator, device="cuda").to(case.dtype)
+        if case.activation:
+            x, w = x / 8, w / 8
+    else:
+        x = torch.randn(shape, generator=generator, device="cuda").to(case.dtype)
+        w = (torch.randn(weights, generator=generator, device="cuda") / case.depth**0.5).to(case.dtype)
+    return x * case.scale, w, torch.tensor(case.counts, dtype=torch.int32, device="cuda")
+
+
+def bounds(case: Case, x: torch.Tensor, w: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Of each expert's rows: what they are in double precision, and how far off they may be.
+
+    A sum of K products is one of K + K / 16 additions on tensor cores, each of which drops at most a unit in the last
+    place of a float32 as large as all terms together.  silu changes at most 1.1 times as fast as what it is of; __expf
+    is good to 2^-16, and __fdividef says 0 of a divisor beyond 2^126 = exp(87.3).  Then one rounding.
+    """
+    rounding, unit = torch.finfo(case.dtype).eps / 2, 2.0**-23
+    rows = x.flatten(0, -2).double()
+    for matrix, group in zip(w, groups_of(x, list(case.counts), case.alignment), strict=True):
+        weights = (deinterleave(matrix) if case.activation else matrix).double()
+        want = rows[group] @ weights.T
+        off = 2 * case.depth * unit * (rows[group].abs() @ weights.abs().T)
+        if case.activation:
+            (gate, up), (gate_off, up_off) = want.chunk(2, -1), off.chunk(2, -1)
+            want = silu(gate) * up
+            off = (
+                1.1 * gate_off * (up.abs() + up_off)
+                + silu(gate).abs() * up_off
+                + torch.where(gate < -87, 1, 2.0**-16) * want.abs()
+            )
+        smallest = torch.finfo(case.dtype).smallest_normal * rounding + 2.0**-126
+        yield group, want, off + rounding * (want.abs() + off) + smallest
+
+
+@pytest.mark.parametrize(("name", "step"), CASES)
+def test_values_with_every_schedule(name: str, step: str) -> None:
+    schedule = SCHEDULES[name]
+    case = (scaled(schedule.most_rows, schedule.cluster) | FIXED)[step]
+    x, w, counts = inputs(case)
+    columns = case.columns // (2 if case.activation else 1)
+    outs = []
+    for _ in range(2):
+        out = torch.full((*x.shape[:-1], columns), float("nan"), dtype=case.dtype, device="cuda")
+        grouped_gemm(x, w, counts, alignment=case.alignment, activation=case.activation, out=out, schedule=schedule)
+        outs.append(out.flatten(0, -2))
+    untouched = torch.ones(len(outs[0]), dtype=torch.bool, device="cuda")
+    for group, want, off in bounds(case, x, w):
+        wrong = ~((outs[0][group].double() - want).abs() <= off)
+        assert not wrong.any(), (
+            f"{int(wrong.sum())} of {wrong.numel()}, first (row, column): {wrong.nonzero()[:4].tolist()}"
+        )
+        if case.whole and case.activation is None:
+            assert torch.equal(outs[0][group], want.to(case.dtype))
+        untouched[group] = False
+    assert bool(outs[0][untouched].isnan().all())
+    assert torch.equal(outs[0].view(torch.int16), outs[1].view(torch.int16))
+
+
+@pytest.mark.parametrize("activation", [None, "swiglu"])
+def test_every_schedule_gives_the_same_bits(activation: str | None) -> None:
+    x, w, counts = inputs(Case((100, 300, 0, 555), 1000, 1008, whole=False))
+    outs = [grouped_gemm(x, w, counts, activation=activation, schedule=schedule) for schedule in SCHEDULES.values()]
+    outs.append(grouped_gemm(x, w, counts, activation=activation))
+    assert all(torch.equal(outs[0].view(torch.int16), out.view(torch.int16)) for out in outs[1:])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_graph_replays_with_the_counts_that_it_finds(name: str) -> None:
+    x, w, counts = inputs(Case((100, 300, 0, 555), 1000, 1000, whole=False))
+    out = grouped_gemm(x, w, counts, schedule=SCHEDULES[name])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grouped_gemm(x, w, counts, out=out, schedule=SCHEDULES[name])
+    for changed in ((0, 500, 400, 55), (955, 0, 0, 0), (1, 2, 3, 4)):
+        case = Case(changed, 1000, 1000, whole=False)
+        counts.copy_(torch.tensor(changed, dtype=torch.int32))
+        out.fill_(float("nan"))
+        graph.replay()
+        for group, want, off in bounds(case, x, w):
+            assert bool(((out[group].double() - want).abs() <= off).all()), changed
+        assert bool(out[sum(changed) :].isnan().all())
+
+
+def test_no_rows_and_a_thread_without_a_context() -> None:
+    x, w, counts = inputs(Case((0, 0), 64, 128))
+    assert grouped_gemm(x, w, counts).shape == (0, 128)
+    x, w, counts = inputs(Case((20, 30), 64, 128))
+    outs = [grouped_gemm(x, w, counts)]
+    thread = threading.Thread(target=lambda: outs.append(grouped_gemm(x, w, counts)))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert torch.equal(*outs)
