@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from moecomm.bench.case import Case
 
 app = typer.Typer(
-    help="Measures dispatch and combine, latency, and the all-to-all ceiling.  Also under torchrun.",
+    help="Measures dispatch and combine, latency, the all-to-all ceiling, and grouped GEMMs.  Also under torchrun.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -40,6 +40,7 @@ Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="NCCL (CPUs: glo
 Gemm = Annotated[bool, typer.Option("--overlap-gemm", help="Time a matmul beside each operation.")]
 
 SKEW = 0.25
+GEMM_MODELS = "deepseek-v3,qwen3-235b,mixtral-8x7b,gpt-oss-120b"
 EVERY_SIZE = ",".join(str(1 << power) for power in range(15))  # 1 to 16384
 
 
@@ -185,6 +186,32 @@ def all_to_all(
         result = {"benchmark": "all-to-all", "backend": name, "ranks": count, "rows": ceiling.merge(by_rank)}
         table.show_all_to_all(result, table.console())
         _keep(result, json)
+
+
+@app.command()
+def gemm(
+    model: Annotated[
+        str, typer.Option(help="Whose sizes: one or several names of moecomm.router.MODELS.")
+    ] = GEMM_MODELS,
+    hidden: Hidden = None,
+    intermediate: Annotated[int | None, typer.Option(help="Columns inside an expert, in place of the model's.")] = None,
+    topk: Topk = None,
+    experts: Experts = None,
+    tokens: Tokens = "16,128,512,1024,2048,4096,8192",
+    ranks: Annotated[str, typer.Option(help="That experts are dealt to, of which one is measured: 4,8.")] = "4,8",
+    every_schedule: Annotated[bool, typer.Option("--every-schedule", help="Not only the one that is chosen.")] = False,
+    replays: Replays = 5,
+    json: Json = None,
+) -> None:
+    """The grouped GEMMs of one rank's experts, in turn with torch's.  On one GPU; without one, on the CPU."""
+    from moecomm.bench import gemm as measured
+    from moecomm.bench import table
+
+    models = measured.sizes(model.split(","), hidden=hidden, intermediate=intermediate, topk=topk, num_experts=experts)
+    lists = numbers("ranks", ranks), numbers("tokens", tokens)
+    result = measured.run(models, *lists, every_schedule=every_schedule, replays=replays)
+    table.show_gemm(result, table.console())
+    _keep(result, json)
 
 
 @app.command()

@@ -114,13 +114,15 @@ def device_of(group: dist.ProcessGroup, backend: str) -> torch.device:
 
 
 @contextmanager
-def progress(group: dist.ProcessGroup, total: int) -> Iterator[Step]:
-    """A bar on standard error, drawn by rank 0 if that is a terminal: each step says what is measured now."""
+def progress(group: dist.ProcessGroup | None, total: int) -> Iterator[Step]:
+    """A bar on standard error, drawn by rank 0 if that is a terminal: each step says what is measured now.
+
+    Without a group this process is alone.
+    """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=group.rank() != 0 or not console.is_terminal
-    ) as bar:
+    silent = (group is not None and group.rank() != 0) or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=silent) as bar:
         task, done = bar.add_task("", total=total), itertools.count()
 
         def step(text: str) -> None:

@@ -101,6 +101,32 @@ def show_all_to_all(result: dict[str, Any], out: Console) -> None:
     out.print(table)
 
 
+def show_gemm(result: dict[str, Any], out: Console) -> None:
+    """The table of gemm."""
+    out.print(
+        f"grouped GEMMs of a rank's experts, {result['dtype']}, {result['device']}; median of {result['replays']}; "
+        "torch's has no activation",
+        highlight=False,
+    )
+    table = _table("model", "GEMM")
+    for column in ("ranks", "tokens", "rows"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("schedule", no_wrap=True)
+    for column in ("us", "TFLOP/s", "TB/s", "torch us", "of torch", "host us"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in result["rows"]:
+        host, us = row["host_us"], row["us"]
+        table.add_row(
+            row["model"],
+            f"{row['gemm']} {row['activation'] or ''}",
+            *(str(row[key]) for key in ("ranks", "tokens", "rows", "chosen")),
+            *(f"{us[row['chosen']]:.1f}", f"{row['tflops']:.0f}", f"{row['tbs']:.2f}", f"{us['torch']:.1f}"),
+            f"x{row['of_torch']:.2f}",
+            f"{host[row['chosen']]:.1f}" if host else "",
+        )
+    out.print(table)
+
+
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in columns:
