@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import re
@@ -62,6 +63,23 @@ def test_any_shape_gets_a_schedule_that_there_is() -> None:
         for depth in (8, 2048, 7168)
     }
     assert chosen == set(SCHEDULES)  # and none is there for nothing
+
+
+def test_the_struct_is_packed_as_the_kernel_reads_it() -> None:
+    """csrc asserts its size there; its fields come in the same order here, those of Grouping last."""
+    fused = plain_kernel.headers() / "fused"
+    bodies = [
+        re.search(rf"struct {name} {{(.*?)\n}};", (fused / header).read_text(), re.DOTALL)
+        for name, header in (("GemmArgs", "config.cuh"), ("Grouping", "tiles.h"))
+    ]
+    fields = [
+        re.findall(r"(?:i32|u64|TensorMap) ([^;]+);", re.sub(r"//.*|\[kRowMaps\]", "", body[1]))
+        for body in bodies
+        if body
+    ]
+    names = [name.strip() for lines in fields for line in lines for name in line.split(",")]
+    assert [name for name, *_ in kernels.GemmArgs._fields_] == [*names, "padding"]
+    assert ctypes.sizeof(kernels.GemmArgs) == 6 * 128 + 64
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
