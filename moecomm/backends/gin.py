@@ -101,19 +101,10 @@ class GinReach(Reach):
     backend = "gin"
     near = False
 
-    def __init__(
-        self,
-        ranks: Rendezvous,
-        peers: list[windows.Peer],
-        device: torch.device,
-        timeout_s: float,
-        domain_ranks: int,
-    ) -> None:
-        super().__init__(ranks, peers, device, timeout_s, domain_ranks)
-        if ranks.ranks == 1:
-            return
+    def _connect(self, domain_ranks: int) -> None:
+        ranks = self.ranks
         with all_or_none(ranks):
-            if reason := windows.nccl_missing(peers):
+            if reason := windows.nccl_missing(self.peers):
                 raise Unsupported(reason)
             if ranks.in_process:
                 raise Unsupported("ranks that are threads of one process; backend 'gin' wants a process a rank")

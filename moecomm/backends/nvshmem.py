@@ -38,21 +38,12 @@ class NvshmemReach(Reach):
     near = False
     shim = "nvshmem"
 
-    def __init__(
-        self,
-        ranks: Rendezvous,
-        peers: list[windows.Peer],
-        device: torch.device,
-        timeout_s: float,
-        domain_ranks: int,
-    ) -> None:
-        super().__init__(ranks, peers, device, timeout_s, domain_ranks)
-        if ranks.ranks == 1:
-            return
+    def _connect(self, domain_ranks: int) -> None:
+        ranks = self.ranks
         with all_or_none(ranks):
             if ranks.in_process:
                 raise Unsupported("ranks are threads of one process, which has one NVSHMEM; it wants a process a rank")
-        nvshmem_runtime.start(ranks, device)
+        nvshmem_runtime.start(ranks, self.device)
         with all_or_none(ranks):
             near_ranks = nvshmem_runtime.near_ranks()
         sizes = [data[0] for data in ranks.all_gather(bytes([near_ranks]))]

@@ -42,6 +42,11 @@ class Reach:
     ) -> None:
         """`domain_ranks`: what the Buffer was asked for; 0: whatever loads and stores reach."""
         self.ranks, self.peers, self.device, self.timeout_s = ranks, peers, device, timeout_s
+        if ranks.ranks > 1:
+            self._connect(domain_ranks)
+
+    def _connect(self, domain_ranks: int) -> None:
+        """Collective: what a backend wants before there is a window, where there is somebody to reach."""
 
     @property
     def puts(self) -> bool:

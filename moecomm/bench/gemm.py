@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import grouped_mm
 
+from moecomm.bench.clock import device_us
 from moecomm.bench.ranks import progress
 from moecomm.errors import BadInput
 from moecomm.fused import SCHEDULES, choose, grouped_gemm
@@ -20,7 +21,6 @@ from moecomm.fused.kernels import multiprocessors
 from moecomm.router import MODELS, Model, random_routing
 
 TORCH = "torch"  # among the names of schedules
-_HEAD_START = 500_000  # cycles that the device waits, so that the host has enqueued a replay before it begins
 _LONG_US = 3000  # calls timed together take about as long, if they are no more than 20
 _MOST_CALLS = 20
 _WEIGHT_BYTES = (
@@ -153,7 +153,7 @@ def _alternating(calls: dict[str, Call], copies: int, replays: int) -> dict[str,
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
     for name, call in calls.items():
         call(0)
-        once = _timed(lambda call=call: call(0))  # type: ignore[misc]
+        once = device_us(lambda call=call: call(0))  # type: ignore[misc]
         count = max(copies, 2, min(_MOST_CALLS, int(_LONG_US / once)))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -163,18 +163,8 @@ def _alternating(calls: dict[str, Call], copies: int, replays: int) -> dict[str,
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(replays + 1):
         for name, (graph, count) in graphs.items():
-            times[name].append(_timed(graph.replay) / count)
+            times[name].append(device_us(graph.replay) / count)
     return {name: statistics.median(found[1:]) for name, found in times.items()}
-
-
-def _timed(call: Callable[[], Any]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
-    begin.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) * 1e3
 
 
 def _on_cpu(calls: dict[str, Call], replays: int) -> dict[str, float]:

@@ -14,9 +14,11 @@ import torch.distributed as dist
 from moecomm import plain_kernel
 from moecomm.backends.lsa import cluster
 from moecomm.bench import kernels
+from moecomm.bench.clock import device_us
 
 SIZE = 8192  # of a square bf16 matmul
 _MATMULS = 20  # timed together
+_OTHERS_BEGIN = 1_000_000  # cycles after which what was enqueued before is running
 _WARM_UP, _TURNS = 15, 5  # of so many matmuls: until the clock of a cold GPU has come down, and those that count
 
 
@@ -69,18 +71,16 @@ def _milliseconds(
     begin_others: Callable[[], None] | None,
 ) -> float:
     """Of one matmul, beside what `begin_others` enqueues on a stream of its own."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def matmuls() -> None:
+        for _ in range(_MATMULS):
+            torch.matmul(a, b, out=out)
+
     torch.cuda.synchronize()
     dist.barrier(group)
     if begin_others is not None:
         begin_others()
-    torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]  # they are running by then
-    begin.record()
-    for _ in range(_MATMULS):
-        torch.matmul(a, b, out=out)
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) / _MATMULS
+    return device_us(matmuls, _OTHERS_BEGIN) / 1e3 / _MATMULS
 
 
 def _holding(sms: int, milliseconds: float) -> Callable[[], None]:
