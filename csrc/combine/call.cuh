@@ -105,10 +105,10 @@ struct CombineCall {
         if constexpr (cfg.domains() == 1) return reduced_at(window(), shape(), from, chunk);
         return reduced_for(window(), shape(), home, from, chunk);
     }
-    MOECOMM_FN i32 chunks() const { return ceil_div(a.num_tokens, a.chunk_tokens); }
+    MOECOMM_FN i32 chunks() const { return count_chunks(a.num_tokens, a.chunk_tokens); }
     // Chunks that are staged for a home.
     MOECOMM_FN i32 chunks_of(i32 home) const {
-        return in_packets(home) ? 0 : ceil_div(shared.sent[home].num_tokens, shared.sent[home].chunk_tokens);
+        return in_packets(home) ? 0 : count_chunks(shared.sent[home].num_tokens, shared.sent[home].chunk_tokens);
     }
 
     // Whether the rows of a home's tokens go there in packets: the rule of Packets.carry in moecomm/packets.py, by which the home chooses

@@ -33,11 +33,14 @@ MOECOMM_FN void prepare_block(CombineShared<cfg>& shared) {
             barrier_init(&crossing_beside(shared).rings[i / cfg.pull_slots].full[i % cfg.pull_slots], 1);
     }
     if constexpr (!cfg.in_place) {
+#pragma unroll 1
         for (i32 i = threadIdx.x; i < cfg.reduce_warps * cfg.reduce_slots; i += cfg.threads())
             barrier_init(&shared.reduce[i / cfg.reduce_slots].full[i % cfg.reduce_slots], 1);
     }
+#pragma unroll 1
     for (i32 i = threadIdx.x; i < cfg.pull_warps * cfg.pull_slots; i += cfg.threads())
         barrier_init(&shared.pull[i / cfg.pull_slots].full[i % cfg.pull_slots], 1);
+#pragma unroll 1
     for (i32 i = threadIdx.x; i < kTurnsOpen; i += cfg.threads()) shared.staged.done[i] = shared.pulled.done[i] = 0;
     if (threadIdx.x == 0) {
         shared.missing = 0;
@@ -101,6 +104,7 @@ MOECOMM_FN void finish(const Call& c) {
     State* state = own_state(c.a.ctx);
     if (c.all_in_packets) return;
     if (!last_block(&state->finished) || c.shared.is_void != 0 || warp_id() != 0) return;
+    if (lane_id() == 0) state->taken = 0;
     for (i32 turn = lane_id(); turn < cfg.near(); turn += kWarp)
         c.transport.signal(c.domains().neighbour(turn), drained_at(c.window(), c.me()), tag_signal(c.round.tag));
     if constexpr (cfg.in_place) {

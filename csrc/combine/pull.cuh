@@ -49,8 +49,10 @@ MOECOMM_FN bool await_earlier_credit(const Call& c, i32 home, i32 chunk, i32 chu
     return __all_sync(kAllLanes, came);  // before any lane leaves the next credit there
 }
 
-// The role of a pull warp: of the chunks of its block every pull_warps-th piece of the tokens.  Lane i serves the i-th rank that holds a
-// part of the token.
+// The role of a pull warp.  Where places are given back, a chunk is a block's, which tells when all of it is pulled: of the chunks of its
+// block a warp pulls every pull_warps-th piece.  Else warps take the pieces of all tokens as they get to them: blocks with as many tokens
+// each have unequally many rows to bring, and few blocks fill the links only while all of them pull.  Lane i serves the i-th rank that
+// holds a part of the token.
 template <class Call>
 struct Pull {
     static constexpr CombineConfig cfg = Call::cfg;
@@ -63,9 +65,9 @@ struct Pull {
     const i32 warp;
     const i32 shift;          // a chunk is 1 << shift tokens
     const bool gives_credit;  // peers stage rows, and ours do not all fit their rings
-    const i32 span;           // 1 << span tokens go to one block: a chunk, or one token where nobody waits for chunks
-    const i32 spans_here;     // of the block
-    i32 nth;                  // the next piece of the block
+    const i32 chunks_here;    // of the block, where places are given back
+    i32 nth;                  // the next piece: of the block, or of all tokens
+    u32 taken = 0;            // in lane 0, that of all tokens that comes then; asked for long before it is wanted
     i32 ahead;                // this lane's slot of its token
     i32 seen = -1;            // the chunk whose flag this lane has acquired, of the rank `lane`
     i32 told = 0;             // chunks of the block that this warp is done with
@@ -77,11 +79,11 @@ struct Pull {
           warp(this_warp),
           shift(__ffs(call.a.chunk_tokens) - 1),
           gives_credit((cfg.domains() > 1 || some_stage(call)) && call.chunks() > ring_chunks(call.shape(), call.a.chunk_tokens)),
-          span(gives_credit ? shift : 0),
-          spans_here(ceil_div(max(ceil_div(call.a.num_tokens, 1 << span) - static_cast<i32>(blockIdx.x), 0), static_cast<i32>(gridDim.x))),
-          nth(this_warp),
+          chunks_here(ceil_div(max(call.chunks() - static_cast<i32>(blockIdx.x), 0), static_cast<i32>(gridDim.x))),
+          nth(gives_credit ? this_warp : this_warp * gridDim.x + blockIdx.x),
           far{call, this_warp} {
         skip_ends();
+        if (!gives_credit) take();
         ahead = slot_of(token(), lane_id());
     }
 
@@ -91,14 +93,31 @@ struct Pull {
         return some;
     }
 
-    // Whose piece is next: the span of the block, the token, its chunk.
-    MOECOMM_FN i32 nth_span() const { return nth / kPieces >> span; }
-    MOECOMM_FN i32 token() const { return ((blockIdx.x + gridDim.x * nth_span()) << span) + (nth / kPieces & ((1 << span) - 1)); }
+    // Whose piece is next: the chunk of the block, the token, its chunk.
+    MOECOMM_FN i32 nth_chunk() const { return nth / kPieces >> shift; }
+    MOECOMM_FN i32 token() const {
+        if (!gives_credit) return nth / kPieces;
+        return ((blockIdx.x + gridDim.x * nth_chunk()) << shift) + (nth / kPieces & ((1 << shift) - 1));
+    }
     MOECOMM_FN i32 chunk() const { return token() >> shift; }
-    MOECOMM_FN bool at_end() const { return nth_span() >= spans_here; }
-    // The last span may have fewer tokens.
+    MOECOMM_FN bool at_end() const { return gives_credit ? nth_chunk() >= chunks_here : token() >= c.a.num_tokens; }
+    // The last chunk may have fewer tokens.
     MOECOMM_FN void skip_ends() {
-        while (!at_end() && token() >= c.a.num_tokens) nth += cfg.pull_warps;
+        while (gives_credit && !at_end() && token() >= c.a.num_tokens) nth += cfg.pull_warps;
+    }
+    // The warps of the grid begin with a piece each, and take the others in their order.
+    MOECOMM_FN void take() {
+        if (lane_id() == 0) taken = gridDim.x * cfg.pull_warps + atomicAdd(&own_state(c.a.ctx)->taken, 1);
+    }
+    MOECOMM_FN void go_on() {
+        if (gives_credit) {
+            nth += cfg.pull_warps;
+            skip_ends();
+        } else {
+            nth = static_cast<i32>(__shfl_sync(kAllLanes, taken, 0));
+            take();
+        }
+        ahead = slot_of(token(), lane_id());
     }
 
     // Of the n-th rank of our domain.
@@ -139,7 +158,7 @@ struct Pull {
     }
 
     MOECOMM_FN Next open(Source& source, Item& out, bool may_wait) {
-        if (may_wait && gives_credit) tell_pulled(min(nth_span(), spans_here));
+        if (may_wait && gives_credit) tell_pulled(min(nth_chunk(), chunks_here));
         if (failed) return Next::none;
         if (at_end()) return may_wait || !gives_credit ? Next::none : Next::later;
         i32 rank;
@@ -155,9 +174,7 @@ struct Pull {
         if (column == 0 && c.a.out_weight_grads != 0) bring_grads();
         out = {0, token(), 0, column, 0};
         if constexpr (cfg.domains() > 1) far.open();
-        nth += cfg.pull_warps;
-        skip_ends();
-        ahead = slot_of(token(), lane_id());
+        go_on();
         return Next::item;
     }
 

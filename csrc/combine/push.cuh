@@ -33,7 +33,7 @@ MOECOMM_FN bool look_up_home(const Call& c, i32 home) {
     c.shared.pushed[home] = {0, 0};
     if (!c.in_packets(home)) return false;
     if (sent.num_tokens == 0) return true;
-    const i32 end = ceil_div(sent.num_tokens, sent.chunk_tokens) - 1;
+    const i32 end = count_chunks(sent.num_tokens, sent.chunk_tokens) - 1;
     if (end != guess) last = ranges[end];
     c.shared.pushed[home] = {signal_first(first), signal_first(last) + signal_count(last) - signal_first(first)};
     return true;

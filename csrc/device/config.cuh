@@ -7,6 +7,9 @@ namespace moecomm {
 constexpr i32 kWarp = 32;
 constexpr u32 kAllLanes = 0xffffffffu;
 
+// A chunk is a power of two: a division by a number that is known late would be twenty instructions.
+MOECOMM_FN i32 count_chunks(i32 tokens, i32 chunk_tokens) { return (tokens + chunk_tokens - 1) >> (__ffs(chunk_tokens) - 1); }
+
 MOECOMM_BOTH constexpr i32 bytes_of(Type type) {
     switch (type) {
         case Type::fp32:

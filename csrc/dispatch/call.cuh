@@ -30,7 +30,7 @@ struct RelayRing {
 struct Source {
     i32 num_tokens, chunk_tokens, blocks;
     bool packets;  // its rows come in packets, not in chunks
-    MOECOMM_FN i32 chunks() const { return packets ? 0 : ceil_div(num_tokens, chunk_tokens); }
+    MOECOMM_FN i32 chunks() const { return packets ? 0 : count_chunks(num_tokens, chunk_tokens); }
 };
 
 // A send warp's own, where rows go in packets: pieces of rows as they are loaded, and what goes into a packet.
@@ -156,9 +156,9 @@ struct DispatchCall {
 };
 
 // Blocks share the chunks out evenly, neighbours together: the first of `block`.
-MOECOMM_FN i32 first_chunk_of(i32 block, i32 blocks, i32 chunks) { return static_cast<i32>(static_cast<i64>(chunks) * block / blocks); }
+MOECOMM_FN i32 first_chunk_of(u32 block, u32 blocks, u32 chunks) { return static_cast<i32>(chunks * block / blocks); }
 MOECOMM_FN Share share_of_block(i32 num_tokens, i32 chunk_tokens, i32 blocks) {
-    const i32 chunks = ceil_div(num_tokens, chunk_tokens), block = blockIdx.x;
+    const i32 chunks = count_chunks(num_tokens, chunk_tokens), block = blockIdx.x;
     const i32 first = first_chunk_of(min(block, blocks), blocks, chunks), end = first_chunk_of(min(block + 1, blocks), blocks, chunks);
     return {first, end, min(first * chunk_tokens, num_tokens), min(end * chunk_tokens, num_tokens)};
 }

@@ -16,8 +16,11 @@ constexpr i32 kAloneEntries = kMostPacketEntries;
 template <class Shared, class Call>
 MOECOMM_FN void clear_counters(Shared& shared, const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
+#pragma unroll 1
     for (i32 i = threadIdx.x; i < cfg.columns(); i += cfg.threads()) shared.before[i] = shared.ours[i] = 0;
+#pragma unroll 1
     for (i32 i = threadIdx.x; i < cfg.count_warps * cfg.columns(); i += cfg.threads()) c.counters(i / cfg.columns())[i % cfg.columns()] = 0;
+#pragma unroll 1
     for (i32 i = threadIdx.x; cfg.packets && i < cfg.ranks * kWantedWords; i += cfg.threads()) (&shared.wanted[0][0])[i] = 0;
 }
 

@@ -15,18 +15,22 @@
 
 namespace moecomm {
 
-// By all threads: what a block needs before the first __syncthreads, while its arguments are on their way.
+// By all threads: what a block needs before the first __syncthreads, while its arguments are on their way.  Its loops run once or twice:
+// unrolled they were a quarter of the code of a kernel of few tokens, and code that is cold is slow, too.
 template <class Shared, class Call>
 MOECOMM_FN void prepare_block(Shared& shared, const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
+#pragma unroll 1
     for (i32 i = threadIdx.x; i < cfg.send_warps * cfg.ring_slots; i += cfg.threads())
         barrier_init(cfg.packets ? &shared.packets[i / cfg.ring_slots].full[i % cfg.ring_slots] : &shared.full[0][0] + i, 1);
+#pragma unroll 1
     for (i32 i = threadIdx.x; i < (cfg.spreads() ? cfg.receive_warps * cfg.spread_slots : 0); i += cfg.threads())
         barrier_init(&shared.spread[i / cfg.spread_slots].full[i % cfg.spread_slots], 1);
     if constexpr (cfg.domains() > 1) {
         for (i32 i = threadIdx.x; i < cfg.relay_warps * cfg.relay_slots; i += cfg.threads())
             barrier_init(&c.relay_rings()[i / cfg.relay_slots].full[i % cfg.relay_slots], 1);
     }
+#pragma unroll 1
     for (i32 i = threadIdx.x; i < kTurnsOpen; i += cfg.threads()) shared.sent.done[i] = 0;
     if (threadIdx.x == 0) {
         shared.bad = 0;
@@ -160,7 +164,7 @@ MOECOMM_FN void dispatch(const DispatchArgs& args) {
         c.senders = min(c.senders, kSpreadSenders);
     }
     c.share = share_of_block(a.num_tokens, a.chunk_tokens, c.senders);
-    c.alone = gridDim.x == 1 || a.num_tokens * cfg.topk <= kAloneEntries;
+    c.alone = cfg.packets || gridDim.x == 1 || a.num_tokens * cfg.topk <= kAloneEntries;
     Moves<DispatchCall<cfg, Transport>> moves(c);
     for (i32 i = 0; i < cfg.slots_ahead() && warp_id() < cfg.send_warps; ++i) moves.load_next();
     if (threadIdx.x == cfg.threads() - 1) look_up_round(a.ctx, shared.begin);

@@ -15,13 +15,16 @@ MOECOMM_FN void write_counts(const Call& c) {
     const i32* total = c.shared.total + me * cfg.experts_here();
     auto* per_expert = reinterpret_cast<i32*>(c.a.tokens_per_expert);
     auto* sent = reinterpret_cast<Sent*>(c.a.route.sent);
+#pragma unroll 1
     for (i32 e = threadIdx.x; e < cfg.experts_here(); e += cfg.send_warps * kWarp) per_expert[e] = total[e];
+#pragma unroll 1
     for (i32 p = threadIdx.x; p < cfg.ranks; p += cfg.send_warps * kWarp)
         sent[p] = {c.shared.sources[p].num_tokens, c.shared.sources[p].chunk_tokens};
     if (threadIdx.x != 0) return;
     i64 rows = c.shared.needed[me];
     if constexpr (cfg.layout == Layout::batched) {
         rows = 0;
+#pragma unroll 1
         for (i32 e = 0; e < cfg.experts_here(); ++e) rows += total[e];
     }
     *reinterpret_cast<i32*>(c.a.num_rows) = static_cast<i32>(rows);
@@ -37,6 +40,7 @@ MOECOMM_FN void clear_padding(const Call& c) {
     for (i32 e = blockIdx.x; e < cfg.experts_here(); e += gridDim.x) {
         const i32 filled = c.shared.filled[e], count = c.shared.total[c.me() * cfg.experts_here() + e];
         const i32 end = filled - count + aligned_group(count, c.a.alignment);
+#pragma unroll 1
         for (i32 row = filled + threadIdx.x; row < end; row += cfg.send_warps * kWarp) {
             if (c.a.out_src != 0) src[row] = make_int2(-1, -1);
             if (c.a.out_weights != 0) weights[row] = 0.0f;
@@ -54,14 +58,17 @@ MOECOMM_FN void clear_route(const Call& c) {
     if constexpr (cfg.repeat) return;
     const Route& route = c.a.route;
     const auto forget = [&](u64 address, i64 words) {
+#pragma unroll 1
         for (i64 i = c.share.first * words + threadIdx.x; i < c.share.end * words; i += cfg.threads())
             reinterpret_cast<i32*>(address)[i] = -1;
     };
     forget(route.token_rows, cfg.topk);
     forget(route.token_owner, cfg.topk);
     forget(route.token_slot, cfg.ranks);
+#pragma unroll 1
     for (i32 e = thread; e < cfg.experts_here(); e += threads) reinterpret_cast<i32*>(c.a.tokens_per_expert)[e] = 0;
     if (thread == 0) *reinterpret_cast<i32*>(c.a.num_rows) = 0;
+#pragma unroll 1
     for (i32 p = thread; p < cfg.ranks; p += threads) reinterpret_cast<Sent*>(route.sent)[p] = {0, 1};
 }
 

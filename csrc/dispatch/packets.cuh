@@ -56,6 +56,7 @@ struct Packets {
     MOECOMM_FN i32 place_of(i32 token) const {
         // Ours of this token, and those of the block's tokens before it.
         i32 place = (expert >= 0 ? c.shared.before[expert] : 0) + __popc(__match_any_sync(kAllLanes, expert) & lanes_below());
+#pragma unroll 1
         for (i32 earlier = c.share.first; earlier < token; ++earlier) {
             const i64 id = lane_id() < cfg.topk ? c.id_at(static_cast<i64>(earlier) * cfg.topk + lane_id()) : -1;
 #pragma unroll

@@ -109,11 +109,14 @@ MOECOMM_FN void place_share(const Call& c) {
     }
 }
 
-// All threads: store(i, load(i)) for each i of [first, end); several are loaded together before the first of them is stored.
+// By `warps` warps from `from` on: store(i, load(i)) for each i of [first, end); several are loaded together before the first of them is
+// stored.
 template <class Load, class Store>
-MOECOMM_FN void map_words(i64 first, i64 end, i32 threads, Load load, Store store) {
-    constexpr i32 kTogether = 8;
-    for (i64 base = first + threadIdx.x; base < end; base += kTogether * threads) {
+MOECOMM_FN void map_words(i32 from, i32 warps, i32 first, i32 end, Load load, Store store) {
+    constexpr i32 kTogether = 12;
+    const i32 thread = threadIdx.x - from * kWarp, threads = warps * kWarp;
+    if (thread < 0 || thread >= threads) return;
+    for (i32 base = first + thread; base < end; base += kTogether * threads) {
         decltype(load(first)) words[kTogether];
 #pragma unroll
         for (i32 i = 0; i < kTogether; ++i)
@@ -124,11 +127,14 @@ MOECOMM_FN void map_words(i64 first, i64 end, i32 threads, Load load, Store stor
     }
 }
 
-// All threads, when the round goes on: places become rows.
+// All threads, when the round goes on: places become rows.  Entries, slots and ranges at once, by warps of their own: nothing moves before
+// all of them are through, and each takes a load that nobody hides.
 template <class Call>
 MOECOMM_FN void settle_share(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     if constexpr (!cfg.repeat) {
+        constexpr i32 of_slots = cfg.warps() > 3 ? cfg.warps() * 3 / 10 : 1, of_entries = cfg.warps() - of_slots - 1;
+        static_assert(of_entries > 0, "warps for each of them");
         auto* rows = reinterpret_cast<i32*>(c.a.route.token_rows);
         auto* slots = reinterpret_cast<i32*>(c.a.route.token_slot);
         const auto* owners = reinterpret_cast<const i32*>(c.a.route.token_owner);
@@ -136,25 +142,25 @@ MOECOMM_FN void settle_share(const Call& c) {
         struct Entry {
             i32 place, column;
         };
-        const auto entry = [&](i64 i) {
+        const auto entry = [&](i32 i) {
             return Entry{rows[i], cfg.layout == Layout::flat ? cfg.experts + owners[i] : static_cast<i32>(c.id_at(i))};
         };
-        map_words(static_cast<i64>(c.share.first) * cfg.topk, static_cast<i64>(c.share.end) * cfg.topk, cfg.threads(), entry,
-                  [&](i64 i, Entry e) {
-                      if (e.place >= 0) rows[i] = e.place + base[e.column];
-                  });
+        map_words(0, of_entries, c.share.first * cfg.topk, c.share.end * cfg.topk, entry, [&](i32 i, Entry e) {
+            if (e.place >= 0) rows[i] = e.place + base[e.column];
+        });
         map_words(
-            static_cast<i64>(c.share.first) * cfg.ranks, static_cast<i64>(c.share.end) * cfg.ranks, cfg.threads(),
-            [&](i64 i) { return slots[i]; },
-            [&](i64 i, i32 slot) {
+            of_entries, of_slots, c.share.first * cfg.ranks, c.share.end * cfg.ranks, [&](i32 i) { return slots[i]; },
+            [&](i32 i, i32 slot) {
                 if (slot >= 0) slots[i] = slot + base[cfg.experts + i % cfg.ranks];
             });
-        for (i32 i = threadIdx.x; i < (c.share.end_chunk - c.share.first_chunk) * cfg.ranks; i += cfg.threads()) {
-            const i32 rank = i % cfg.ranks, chunk = c.share.first_chunk + i / cfg.ranks;
-            const u64 placed = *c.range(rank, chunk);
-            const i32 first = signal_first(placed) + base[cfg.experts + rank];
-            keep_range(c, chunk, rank, first, first + signal_count(placed));
-        }
+        const auto chunk_of = [&](i32 i) { return c.share.first_chunk + i / cfg.ranks; };
+        map_words(
+            of_entries + of_slots, 1, 0, (c.share.end_chunk - c.share.first_chunk) * cfg.ranks,
+            [&](i32 i) { return *c.range(i % cfg.ranks, chunk_of(i)); },
+            [&](i32 i, u64 placed) {
+                const i32 rank = i % cfg.ranks, first = signal_first(placed) + base[cfg.experts + rank];
+                keep_range(c, chunk_of(i), rank, first, first + signal_count(placed));
+            });
     }
     fence_async_shared();  // bulk loads write where the counters were
     __syncthreads();

@@ -127,7 +127,7 @@ MOECOMM_FN void keep_ranges(const Call& c) {
         const Source& from = c.shared.sources[s];
         if (!from.packets) continue;
         auto* ranges = reinterpret_cast<u32*>(c.a.route.ranges) + static_cast<i64>(s) * c.shape().max_tokens;
-        for (i32 chunk = thread; chunk < ceil_div(from.num_tokens, from.chunk_tokens); chunk += threads) {
+        for (i32 chunk = thread; chunk < count_chunks(from.num_tokens, from.chunk_tokens); chunk += threads) {
             const i32 word = chunk * from.chunk_tokens / 32, bit = chunk * from.chunk_tokens % 32;  // a chunk lies in one word
             i32 first = c.shared.slots_before[s];
             for (i32 i = 0; i < word; ++i) first += __popc(c.shared.coming[s][i]);

@@ -26,6 +26,7 @@ struct State {
     u32 begun;          // kernels: blocks of this launch that have read `round`
     u32 finished;       // kernels: blocks of this launch that are through
     u32 claim;          // kernels: the last round with a failure that some thread has spoken for
+    u32 taken;          // kernels: pieces of a combine that warps have asked for, 0 between launches
 };
 
 struct WindowLayout {

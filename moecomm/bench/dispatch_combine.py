@@ -67,9 +67,10 @@ def _beside(group: dist.ProcessGroup, ours: Ours, op: Operation, row: dict[str, 
 def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """The result of all ranks together.
 
-    rows: {who, what, layout, payload, variant, tokens, sms_asked, sms, us: {p50, p90, p99}, host_us, wire_bytes,
-    busiest_bytes, logical_bytes, wire_gbs, logical_gbs, of_wire}, or with `why` in the place of figures.  Bytes are
-    means over ranks, times of the slowest.  `of_wire`: wire time at the ceiling / p50; with skewed routing wire time is
+    rows: {who, what, layout, payload, variant, tokens, sms_asked, sms, us: {p50, p90, p99}, host_us, host_us_slowest,
+    wire_bytes, busiest_bytes, logical_bytes, wire_gbs, logical_gbs, of_wire}, or with `why` in the place of figures.
+    Bytes are means over ranks, times of the slowest; host times are medians of a rank, of the rank in the middle and of
+    the slowest.  `of_wire`: wire time at the ceiling / p50; with skewed routing wire time is
     that of the busiest link.  A pair's `of_sum`: its time / that of its two parts alone; `of_flat`: time / that of the
     same operation on flat rows.
     """
@@ -99,7 +100,8 @@ def _merged(case: Case, parts: tuple[dict[str, Any], ...], ceiling_gbs: float | 
         return {key: value for key, value in row.items() if key not in ("us", "host_us")} | {"why": whys[0]}
     us = row["us"] = percentiles([part["us"] for part in parts])
     host = [part["host_us"] for part in parts if part["host_us"] is not None]
-    row["host_us"] = round(max(host), 2) if host else None
+    row["host_us"] = round(statistics.median(host), 2) if host else None
+    row["host_us_slowest"] = round(max(host), 2) if host else None
     row["wire_gbs"] = round(row["wire_bytes"] / us["p50"] / 1e3, 3)
     row["logical_gbs"] = round(row["logical_bytes"] / us["p50"] / 1e3, 3)
     row["of_wire"] = None

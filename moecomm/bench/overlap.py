@@ -31,8 +31,8 @@ class _HoldArgs(ctypes.Structure):
 def measure(group: dist.ProcessGroup, call: Callable[[], Any], sms: int, us: float) -> dict[str, Any]:
     """{gemm_tflops, kept, held}: matmuls on all multiprocessors but `sms`, and what of their speed is left.
 
-    `kept`: beside running rounds.  `held`: beside blocks that hold as many multiprocessors, lie as those of a round
-    and do nothing: the rest is lost because of where the matmuls run.  Alone and beside take turns, because a GPU that
+    `kept`: beside running rounds.  `held`: beside rounds of blocks that hold as many multiprocessors for as long, lie
+    as theirs and do nothing: the rest is lost because of where the matmuls run.  Alone and beside take turns, because a GPU that
     has been at work for a while runs at another clock than one that has not: medians.  `call`: a round on `sms`
     multiprocessors that takes `us` microseconds alone.  {why} where torch can't limit matmuls.
     """
@@ -49,7 +49,7 @@ def measure(group: dist.ProcessGroup, call: Callable[[], Any], sms: int, us: flo
         # Twice as long as the matmuls.  The same on every rank, or some would wait for others in vain.
         rounds = torch.tensor(max(1, int(2 * alone * _MATMULS * 1e3 / us)))
         dist.all_reduce(rounds, dist.ReduceOp.MAX, group=group)
-        replay, hold = _captured(call, int(rounds)), _holding(sms, 2 * alone * _MATMULS)
+        replay, hold = _captured(call, int(rounds)), _captured(_holding(sms, us), int(rounds))
         time = partial(_milliseconds, group, a, b, out)
         turns = [(time(None), time(hold), time(replay)) for _ in range(_TURNS)]
     finally:
@@ -83,17 +83,10 @@ def _milliseconds(
     return device_us(matmuls, _OTHERS_BEGIN) / 1e3 / _MATMULS
 
 
-def _holding(sms: int, milliseconds: float) -> Callable[[], None]:
-    """Holds so many multiprocessors for so long, on a stream that comes first."""
-    stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+def _holding(sms: int, us: float) -> Callable[[], None]:
+    """Holds so many multiprocessors for so long."""
     kernel = kernels.HOLD[cluster(sms, torch.cuda.get_device_properties().multi_processor_count)]
-    args = _HoldArgs(ns=int(milliseconds * 1e6))
-
-    def begin() -> None:
-        with torch.cuda.stream(stream):
-            plain_kernel.launch(kernel, sms, args)
-
-    return begin
+    return partial(plain_kernel.launch, kernel, sms, _HoldArgs(ns=int(us * 1e3)))
 
 
 _ROUNDS_OF_A_GRAPH = 50

@@ -149,7 +149,8 @@ def test_pairs_and_layouts_are_compared_with_their_parts() -> None:
     found = dispatch_combine.merge(CASE, [rank(1.0), rank(2.0)])
     assert found["ceiling"][0]["gbs"] == 4.0
     assert [row["us"]["p50"] for row in found["rows"]] == [4, 6, 8, 8, 6, 10]  # of the slower rank
-    assert [row["host_us"] for row in found["rows"]] == [2, 3, 4, 4, 3, 5]
+    assert [row["host_us_slowest"] for row in found["rows"]] == [2, 3, 4, 4, 3, 5]
+    assert found["rows"][0]["host_us"] == 1.5  # of the rank in the middle
     assert [row["of_wire"] for row in found["rows"]] == [0.5, 0.3333, 0.25, 0.25, 0.3333, 0.2]
     assert [row.get("of_sum") for row in found["rows"]] == [None, None, None, 0.8, None, None]
     assert [row.get("of_flat") for row in found["rows"]] == [None, None, None, None, 1.5, 1.25]
