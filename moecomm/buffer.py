@@ -12,6 +12,7 @@ import torch
 
 from moecomm import _native, backends, combine, config, dispatch, failures, names
 from moecomm.errors import BadInput, Closed, MoecommError, RoundFailed, Unsupported
+from moecomm.fused import layer
 from moecomm.memory import WindowMemory
 from moecomm.rendezvous import rendezvous
 from moecomm.routed import Handle, Routed
@@ -310,6 +311,8 @@ class Buffer:
         on CPUs.
         """
         return combine.empty(self, handle, dtype or self.dtype)
+
+    moe = layer.moe  # dispatch, experts, combine
 
     def check(self) -> None:
         """Waits for every round so far and raises what went wrong in them, if anything."""

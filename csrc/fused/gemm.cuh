@@ -52,7 +52,12 @@ MOECOMM_FN void load_tiles(GemmShared<c>& s, const GemmArgs& args, const Rows& r
             copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
             u64* full = &s.barriers.full[place.slot];
             expect_bytes(full, bytes);
-            load_box(shared_address(s.ring.w[place.slot]), args.w, step * kDepth, column, tile.group, full, keep);
+            const u32 w = shared_address(s.ring.w[place.slot]);
+            if constexpr (c.apart) {
+                load_pairs(w, args.w, step * kDepth, column / (2 * kWoven), tile.group, full, keep);
+            } else {
+                load_box(w, args.w, step * kDepth, column, tile.group, full, keep);
+            }
             u32 to = shared_address(s.ring.x[place.slot]) + rank * part * kSlotRowBytes;
             i32 row = tile.row + rank * part;
 #pragma unroll

@@ -27,6 +27,14 @@ MOECOMM_FN void load_box(u32 to, const TensorMap& map, i32 column, i32 row, i32 
         "l"(reinterpret_cast<u64>(&map)), "r"(column), "r"(row), "r"(matrix), "r"(shared_address(barrier)), "l"(keep)
         : "memory");
 }
+// The same of a matrix whose gate rows and up rows lie apart: `pair` counts 8 gate rows and their 8 up rows.
+MOECOMM_FN void load_pairs(u32 to, const TensorMap& map, i32 column, i32 pair, i32 matrix, u64* barrier, u64 keep) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, 0, 0, %3, %4}], [%5], "
+        "%6;" ::"r"(to),
+        "l"(reinterpret_cast<u64>(&map)), "r"(column), "r"(pair), "r"(matrix), "r"(shared_address(barrier)), "l"(keep)
+        : "memory");
+}
 // A box to the same place in all blocks of the cluster whose bits are set; its bytes count at each block's own barrier.
 template <i32 cluster>
 MOECOMM_FN void load_box_for_all(u32 to, const TensorMap& map, i32 column, i32 row, u64* barrier, u64 keep) {

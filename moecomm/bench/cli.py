@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from moecomm.bench.case import Case
 
 app = typer.Typer(
-    help="Measures dispatch and combine, latency, the all-to-all ceiling, and grouped GEMMs.  Also under torchrun.",
+    help="Measures dispatch, combine, layers, latency, the all-to-all ceiling, grouped GEMMs.  Also under torchrun.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -22,6 +22,7 @@ Backend = Annotated[str, typer.Option(help="auto, host, lsa, gin or nvshmem.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result there.")]
 Model = Annotated[str, typer.Option(help="Whose sizes: a name of moecomm.router.MODELS.")]
 Hidden = Annotated[int | None, typer.Option(help="Columns of a token, in place of the model's.")]
+Intermediate = Annotated[int | None, typer.Option(help="Columns inside an expert, in place of the model's.")]
 Topk = Annotated[int | None, typer.Option(help="Experts a token picks, in place of the model's.")]
 Experts = Annotated[int | None, typer.Option(help="Experts of all ranks, in place of the model's.")]
 Tokens = Annotated[str, typer.Option(help="Tokens of a rank: one number or several, 1,128,4096.")]
@@ -194,7 +195,7 @@ def gemm(
         str, typer.Option(help="Whose sizes: one or several names of moecomm.router.MODELS.")
     ] = GEMM_MODELS,
     hidden: Hidden = None,
-    intermediate: Annotated[int | None, typer.Option(help="Columns inside an expert, in place of the model's.")] = None,
+    intermediate: Intermediate = None,
     topk: Topk = None,
     experts: Experts = None,
     tokens: Tokens = "16,128,512,1024,2048,4096,8192",
@@ -212,6 +213,45 @@ def gemm(
     result = measured.run(models, *lists, every_schedule=every_schedule, replays=replays)
     table.show_gemm(result, table.console())
     _keep(result, json)
+
+
+@app.command()
+def moe(
+    model: Annotated[
+        str, typer.Option(help="Whose sizes: one or several names of moecomm.router.MODELS.")
+    ] = GEMM_MODELS,
+    hidden: Hidden = None,
+    intermediate: Intermediate = None,
+    topk: Topk = None,
+    experts: Experts = None,
+    tokens: Tokens = "16,128,512,1024,2048,4096,8192",
+    mode: Mode = None,
+    replays: Replays = 10,
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="torch's, and other experts there are.")] = True,
+    ranks: Ranks = None,
+    backend: Backend = "auto",
+    json: Json = None,
+) -> None:
+    """Whole expert layers: Buffer.moe, its parts, and torch's all_to_all and grouped GEMMs, in turns."""
+    from moecomm.bench import gemm as sizes
+    from moecomm.bench import moe as measured
+    from moecomm.bench import ranks as of_ranks
+    from moecomm.bench import table
+
+    name, count = of_ranks.plan(backend, ranks)
+    case = measured.Case(
+        sizes.sizes(model.split(","), hidden=hidden, intermediate=intermediate, topk=topk, num_experts=experts),
+        numbers("tokens", tokens),
+        ranks=count,
+        backend=name,
+        mode=mode or ("eager" if name == "host" else "graph"),
+        replays=replays,
+        peers=peers,
+    )
+    result = measured.run(case)
+    if result is not None:
+        table.show_moe(result, table.console())
+        _keep(result, json)
 
 
 @app.command()

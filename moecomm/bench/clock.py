@@ -68,6 +68,22 @@ class Clock:
         beside = self._flush_us if self._cold else 0.0
         return [us - beside for us in self._on_gpu_times(call, flush, meet or call)]
 
+    def in_turns(self, calls: dict[str, Call], meet: Call) -> dict[str, list[float]]:
+        """Microseconds of one operation of each of `calls` on this rank, by replay.
+
+        They take turns, because a GPU that has been at work for a while runs at another clock than one that has not.
+        """
+        if not self._on_gpu:
+            return {name: self._on_cpu(call) for name, call in calls.items()}
+        flush = self._flush if self._cold else _nothing
+        beside = self._flush_us if self._cold else 0.0
+        runs = {name: self._ready(call, flush, meet) for name, call in calls.items()}
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(self._replays + 1):
+            for name, run in runs.items():
+                times[name].append(self._replay_us(run, meet) - beside)
+        return {name: found[1:] for name, found in times.items()}
+
     def host_us(self, call: Call) -> float | None:
         """Median microseconds until a call returns to the host; None on CPUs, where it is the operation itself."""
         if not self._on_gpu:
@@ -96,24 +112,28 @@ class Clock:
         return times[1:]
 
     def _on_gpu_times(self, call: Call, before: Call, meet: Call) -> list[float]:
+        run = self._ready(call, before, meet)
+        return [self._replay_us(run, meet) for _ in range(self._replays + 1)][1:]
+
+    def _ready(self, call: Call, before: Call, meet: Call) -> Call:
+        """What runs the chain."""
         for _ in range(2):  # compiles, and fills the allocators
             call()
             meet()
         torch.cuda.synchronize()
-        run = self._captured(call, before) if self._graph else lambda: self._chain(call, before)
+        return self._captured(call, before) if self._graph else lambda: self._chain(call, before)
+
+    def _replay_us(self, run: Call, meet: Call) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        times = []
-        for _ in range(self._replays + 1):
-            dist.barrier(self._group)
-            if self._graph:
-                torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
-            meet()
-            begin.record()
-            run()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / self.chain)
-        return times[1:]
+        dist.barrier(self._group)
+        if self._graph:
+            torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
+        meet()
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        return float(begin.elapsed_time(end)) * 1e3 / self.chain
 
     def _captured(self, call: Call, before: Call) -> Call:
         graph = torch.cuda.CUDAGraph()

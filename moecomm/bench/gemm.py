@@ -20,7 +20,7 @@ from moecomm.fused import SCHEDULES, choose, grouped_gemm
 from moecomm.fused.kernels import multiprocessors
 from moecomm.router import MODELS, Model, random_routing
 
-TORCH = "torch"  # among the names of schedules
+TORCH, APART = "torch", "apart"  # beside schedules; apart: the chosen one, gate and up rows not interleaved
 _LONG_US = 3000  # calls timed together take about as long, if they are no more than 20
 _MOST_CALLS = 20
 _WEIGHT_BYTES = (
@@ -125,12 +125,13 @@ def _row(
     units = [multiprocessors(x.device.index)] if x.is_cuda else []
     chosen = choose(rows // case.experts, case.experts, case.columns, case.depth, *units)
 
-    def ours(name: str) -> Call:
-        return lambda i: grouped_gemm(
-            x, weights[i % len(weights)], counts, activation=case.activation, schedule=SCHEDULES[name]
-        )
+    def ours(name: str, interleaved: bool = True) -> Call:
+        how: dict[str, Any] = {"activation": case.activation, "interleaved": interleaved, "schedule": SCHEDULES[name]}
+        return lambda i: grouped_gemm(x, weights[i % len(weights)], counts, **how)
 
     calls: dict[str, Call] = {name: ours(name) for name in (SCHEDULES if every_schedule else (chosen,))}
+    if case.activation is not None:
+        calls[APART] = ours(chosen, interleaved=False)
     calls[TORCH] = lambda i: grouped_mm(x, weights[i % len(weights)].transpose(1, 2), offs=ends)
     us = _alternating(calls, len(weights), replays) if x.is_cuda else _on_cpu(calls, replays)
     return {

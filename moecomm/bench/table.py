@@ -127,6 +127,36 @@ def show_gemm(result: dict[str, Any], out: Console) -> None:
     out.print(table)
 
 
+def show_moe(result: dict[str, Any], out: Console) -> None:
+    """The table of moe."""
+    case = result["case"]
+    out.print(
+        f"expert layers in bf16, {case['ranks']} ranks, {result['backend']}, {case['mode']}; median of "
+        f"{case['replays']}, slowest rank; of GEMMs: beside ours alone; of torch: as many times as fast",
+        highlight=False,
+    )
+    table = _table("model", "tokens", "by", "what")
+    for column in ("p50", "p90 us", "TFLOP/s", "of GEMMs", "of torch", "host us"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in result["rows"]:
+        about = (row["model"], str(row["tokens"]), row["who"], " ".join(filter(None, (row["what"], row["variant"]))))
+        if "why" in row:
+            table.add_row(*about, *["-"] * 6)
+            continue
+        table.add_row(
+            *about,
+            *(f"{row['us'][part]:.1f}" for part in ("p50", "p90")),
+            "" if row["tflops"] is None else f"{row['tflops']:.0f}",
+            f"{row['of_gemms']:.2f}" if "of_gemms" in row else "",
+            f"x{row['of_torch']:.2f}" if "of_torch" in row else "",
+            "" if row["host_us"] is None else f"{row['host_us']:.1f}",
+        )
+    out.print(table)
+    for row in result["rows"]:
+        if "why" in row:
+            out.print(f"{row['tokens']} tokens, {row['who']} {row['what']}: {row['why']}", style="dim", markup=False)
+
+
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in columns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from moecomm.backends import cuda_driver
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import kernels, reference, schedules, tensor_maps
 from moecomm.fused.schedules import BAND, BLOCK_COLUMNS, Schedule
+from moecomm.fused.weights import GRANULARITY
 from moecomm.plain_kernel import launch
 
 _MOST_ROWS = 1 << 30
@@ -24,6 +26,7 @@ def grouped_gemm(
     *,
     alignment: int = 1,
     activation: str | None = None,
+    interleaved: bool = True,
     out: torch.Tensor | None = None,
     expected_rows: int | None = None,
     schedule: Schedule | None = None,
@@ -36,10 +39,12 @@ def grouped_gemm(
 
     Args:
         x: `[rows, K]` (layout "expert") or `[E, rows of an expert, K]` (layout "batched"), bfloat16 or float16.
-        w: `[E, N, K]` of the same dtype.  With "swiglu" `moecomm.fused.interleave(w13)`, N = 2 I.
+        w: `[E, N, K]` of the same dtype.  With "swiglu" N = 2 I: gate and up rows.
         tokens_per_expert: int32 `[E]`, on the device of x, read there: rows of each expert, valid ones first.
         alignment: layout "expert": each expert's rows begin at a multiple of it, `expert_alignment` of the dispatch.
         activation: None, or "swiglu": out = silu(gate) * up, computed in float32 and rounded once.
+        interleaved: with "swiglu": w is `moecomm.fused.interleave(w13)`; False: w13 itself, all gate rows and then all
+            up rows.  The bits are the same.
         out: `[rows, N]`, with "swiglu" `[rows, N / 2]` (batched: a dimension more), of the dtype of x; made if None.
             Rows that belong to no expert are left as they are.
         expected_rows: rows of an expert to be fast for; default: rows of x over E.  No result depends on it.
@@ -58,7 +63,8 @@ def grouped_gemm(
     elif out.shape != shape or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
         raise BadInput("out", _what(out), f"contiguous {shape} of {x.dtype} on {x.device}")
     if not x.is_cuda:
-        return reference.grouped_gemm(x, w, tokens_per_expert, alignment=alignment, activation=activation, out=out)
+        how: dict[str, Any] = {"alignment": alignment, "activation": activation, "interleaved": interleaved}
+        return reference.grouped_gemm(x, w, tokens_per_expert, **how, out=out)
     _want_hopper(x.device.index)
     if out.numel() == 0:
         return out
@@ -67,7 +73,8 @@ def grouped_gemm(
         groups, columns, depth = w.shape
         units = kernels.multiprocessors(x.device.index)
         schedule = schedules.SCHEDULES[schedules.choose(rows, groups, columns, depth, units)]
-    call = (x, w, tokens_per_expert, alignment, activation, out, schedule)
+    apart = activation is not None and not interleaved
+    call = (x, w, tokens_per_expert, alignment, activation, apart, out, schedule)
     if torch.cuda.current_device() == x.device.index and _native.cuda_context() != 0:
         _launch(*call)
     else:  # another GPU is current, or none is yet in this thread
@@ -83,13 +90,14 @@ def _launch(
     counts: torch.Tensor,
     alignment: int,
     activation: str | None,
+    apart: bool,
     out: torch.Tensor,
     schedule: Schedule,
 ) -> None:
     groups, columns, depth = w.shape
     rows = x.shape[:-1].numel()
     args = kernels.GemmArgs(
-        w=tensor_maps.encode(w.data_ptr(), tuple(w.shape), w.dtype, (1, BLOCK_COLUMNS, kernels.DEPTH)),
+        w=_weight_map(w, apart),
         out=out.data_ptr(),
         counts=counts.data_ptr(),
         columns=columns,
@@ -108,7 +116,25 @@ def _launch(
         args.x[index] = tensor_maps.encode(x.data_ptr(), (rows, depth), x.dtype, (box, kernels.DEPTH))
         box, index = 2 * box, index + 1
     blocks = kernels.multiprocessors(x.device.index) // schedule.cluster * schedule.cluster
-    launch(kernels.gemm_kernel(x.dtype, activation == "swiglu", schedule), blocks, args)
+    launch(kernels.gemm_kernel(x.dtype, activation == "swiglu", apart, schedule), blocks, args)
+
+
+def _weight_map(w: torch.Tensor, apart: bool) -> Any:
+    if apart:
+        shape, strides, box = apart_map(tuple(w.shape))
+        return tensor_maps.encode(w.data_ptr(), shape, w.dtype, box, strides)
+    return tensor_maps.encode(w.data_ptr(), tuple(w.shape), w.dtype, (1, BLOCK_COLUMNS, kernels.DEPTH))
+
+
+def apart_map(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Shape, strides and box of w13 `[E, 2 I, H]` as a matrix of pairs: 8 gate rows, their 8 up rows, and so on.
+
+    Boxes are then in the ring what those of the interleaved matrix are.
+    """
+    groups, columns, depth = shape
+    half, pair = columns // 2 * depth, 2 * GRANULARITY
+    box = (1, BLOCK_COLUMNS // pair, 2, GRANULARITY, kernels.DEPTH)
+    return (groups, columns // pair, 2, GRANULARITY, depth), (2 * half, GRANULARITY * depth, half, depth, 1), box
 
 
 @lru_cache

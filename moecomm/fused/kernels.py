@@ -33,14 +33,14 @@ class GemmKernel(PlainKernel):
 
 
 @lru_cache(maxsize=64)
-def gemm_kernel(dtype: torch.dtype, swiglu: bool, schedule: Schedule) -> GemmKernel:
+def gemm_kernel(dtype: torch.dtype, swiglu: bool, apart: bool, schedule: Schedule) -> GemmKernel:
     """The grouped GEMM with a GemmConfig of csrc/fused/config.cuh."""
     slot = (BLOCK_COLUMNS + schedule.most_rows) * DEPTH * 2 + 16  # and two barriers
     shared = schedule.stages * slot + _STAGING_BYTES + MOST_GROUPS * 4
     config = (
-        f".type = Type::{TYPES[dtype]}, .swiglu = {str(swiglu).lower()}, .row_unit = {schedule.row_unit}, "
-        f".most_rows = {schedule.most_rows}, .stages = {schedule.stages}, .cluster = {schedule.cluster}, "
-        f".shared_bytes = {shared}"
+        f".type = Type::{TYPES[dtype]}, .swiglu = {str(swiglu).lower()}, .apart = {str(apart).lower()}, "
+        f".row_unit = {schedule.row_unit}, .most_rows = {schedule.most_rows}, .stages = {schedule.stages}, "
+        f".cluster = {schedule.cluster}, .shared_bytes = {shared}"
     )
     entry = f"grouped_gemm<GemmConfig{{{config}}}>"
     return GemmKernel("fused/gemm", entry, "GemmArgs", THREADS, cluster=schedule.cluster, shared=shared)

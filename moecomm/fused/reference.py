@@ -28,13 +28,15 @@ def grouped_gemm(
     *,
     alignment: int,
     activation: str | None,
+    interleaved: bool,
     out: torch.Tensor,
 ) -> torch.Tensor:
     """See moecomm.fused.grouped_gemm: sums and activation in float32, rounded once."""
     rows, results = x.flatten(0, -2), out.flatten(0, -2)
     for matrix, group in zip(w, groups_of(x, tokens_per_expert.tolist(), alignment), strict=True):
         if activation == "swiglu":
-            gate, up = (rows[group].float() @ deinterleave(matrix).float().T).chunk(2, dim=-1)
+            w13 = deinterleave(matrix) if interleaved else matrix
+            gate, up = (rows[group].float() @ w13.float().T).chunk(2, dim=-1)
             results[group] = (silu(gate) * up).to(out.dtype)
         else:
             results[group] = (rows[group].float() @ matrix.float().T).to(out.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -18,35 +19,46 @@ _TYPES = {
 
 
 def parameters(
-    address: int, shape: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...]
+    address: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    box: tuple[int, ...],
+    strides: tuple[int, ...] | None = None,
 ) -> tuple[str, int, int, list[int], list[int], list[int], list[int]]:
-    """Arguments of cuTensorMapEncodeTiled for a contiguous matrix: fastest dimension first, strides in bytes.
+    """Arguments of cuTensorMapEncodeTiled: fastest dimension first, strides in bytes.
+
+    `strides`: elements from one to the next in each dimension, the last of them 1; default: those of contiguous ones.
 
     Boxes are laid out with the swizzle of 128 bytes; what lies outside of the matrix reads as 0.
     """
     assert len(shape) == len(box) and box[-1] * dtype.itemsize == 128 and max(box) <= 256
-    strides = [dtype.itemsize]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    dims = list(reversed(shape))
-    return _TYPES[dtype], len(dims), address, dims, strides[1:], list(reversed(box)), [1] * len(dims)
+    if strides is None:
+        strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    dims, bytes_apart = list(reversed(shape)), [dtype.itemsize * step for step in reversed(strides)]
+    return _TYPES[dtype], len(dims), address, dims, bytes_apart[1:], list(reversed(box)), [1] * len(dims)
 
 
 @lru_cache(maxsize=4096)
-def encode(address: int, shape: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...]) -> Any:
-    """The map of a contiguous matrix at a device address, for boxes of this shape.
+def encode(
+    address: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    box: tuple[int, ...],
+    strides: tuple[int, ...] | None = None,
+) -> Any:
+    """The map of a matrix at a device address, for boxes of this shape; `strides`: see parameters().
 
     It says no more than its arguments, so that one of memory that has been freed does no harm.  Raises DriverError.
     """
     driver = cuda_driver.driver()
-    kind, rank, address, dims, strides, boxes, steps = parameters(address, shape, dtype, box)
+    kind, rank, address, dims, bytes_apart, boxes, steps = parameters(address, shape, dtype, box, strides)
     encoded = cuda_driver.call(
         "cuTensorMapEncodeTiled",
         getattr(driver.CUtensorMapDataType, kind),
         rank,
         address,
         [driver.cuuint64_t(n) for n in dims],
-        [driver.cuuint64_t(n) for n in strides],
+        [driver.cuuint64_t(n) for n in bytes_apart],
         [driver.cuuint32_t(n) for n in boxes],
         [driver.cuuint32_t(n) for n in steps],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,

@@ -72,21 +72,7 @@ def random_case(
     tokens = [rng.choice([0, 1, max_tokens, rng.randint(0, max_tokens)]) for _ in range(ranks)]
     idx_dtype = torch.int64 if few_kernels else rng.choice([torch.int64, torch.int32])
     kind = rng.choice(["plain", "plain", "drop", "duplicates", "one rank", "nothing"])
-    low, high = 0, num_experts
-    if kind == "one rank":
-        low = rng.randrange(ranks) * (num_experts // ranks)
-        high = low + num_experts // ranks
-    idx = []
-    for t in tokens:
-        if kind in ("duplicates", "one rank") or topk > num_experts:
-            ids = torch.randint(low, high, (t, topk), generator=g)
-        else:
-            ids = torch.rand(t, num_experts, generator=g).argsort(dim=1)[:, :topk]
-        if kind == "drop":
-            ids = torch.where(torch.rand(t, topk, generator=g) < 0.4, -1, ids)
-        elif kind == "nothing":
-            ids = torch.full_like(ids, -1)
-        idx.append(ids.to(idx_dtype))
+    idx = [ids.to(idx_dtype) for ids in draw_routing(kind, tokens, ranks, num_experts, topk, rng, g)]
     layouts = ["flat", "expert", "batched"]
     if few_kernels:  # fewer still with few ranks
         layouts = {1: ["expert"], 3: ["flat"]}.get(ranks, layouts)
@@ -142,6 +128,28 @@ def random_case(
         workers=rng.choice([None, 1, 2, 3]),
         in_window=rng.random() < 0.3 and not begin,  # a window of a GPU has room for two rounds
     )
+
+
+def draw_routing(
+    kind: str, tokens: list[int], ranks: int, num_experts: int, topk: int, rng: random.Random, g: torch.Generator
+) -> list[torch.Tensor]:
+    """Expert ids int64 [T, K] of each rank; `kind`: plain, drop (some -1), duplicates, one rank or expert, nothing."""
+    low, high, idx = 0, num_experts, []
+    if kind in ("one rank", "one expert"):
+        width = num_experts // ranks if kind == "one rank" else 1
+        low = rng.randrange(num_experts // width) * width
+        high = low + width
+    for t in tokens:
+        if kind in ("duplicates", "one rank", "one expert") or topk > num_experts:
+            ids = torch.randint(low, high, (t, topk), generator=g)
+        else:
+            ids = torch.rand(t, num_experts, generator=g).argsort(dim=1)[:, :topk]
+        if kind == "drop":
+            ids = torch.where(torch.rand(t, topk, generator=g) < 0.4, -1, ids)
+        elif kind == "nothing":
+            ids = torch.full_like(ids, -1)
+        idx.append(ids)
+    return idx
 
 
 def _few_scales(layout: str, quantize: bool, fp8: bool) -> tuple[list[str], list[str]]:

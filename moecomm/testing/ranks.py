@@ -12,6 +12,7 @@ import torch
 
 from moecomm import _native, combine, dispatch
 from moecomm.buffer import Buffer
+from moecomm.fused import layer
 from moecomm.rendezvous import LocalRank, local_ranks
 from moecomm.routed import Routed
 
@@ -94,6 +95,15 @@ class LocalBuffers:
                 results.append(finish(buffer, p))
             current.wait_stream(stream)
         return results
+
+    def moe(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
+        """Buffer.moe(**calls[rank]) on every rank."""
+        given = [layer.prepare(buffer, **c) for buffer, c in zip(self.buffers, calls, strict=True)]
+        routed = self.dispatch([g.dispatch for g in given])
+        y = [g.experts(here) for g, here in zip(given, routed, strict=True)]
+        ends = zip(y, routed, given, strict=True)
+        outs = self.combine([{"y": rows, "handle": here.handle, **g.combine} for rows, here, g in ends])
+        return [g.hand_out(out) for g, out in zip(given, outs, strict=True)]
 
     def check(self) -> None:
         """Buffer.check() on every rank."""

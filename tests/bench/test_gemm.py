@@ -38,7 +38,10 @@ def test_the_command_measures_every_gemm_and_says_what(tmp_path: Path) -> None:
     for row in found["rows"]:
         assert row["model"] == "" and row["experts"] == 4 and row["ranks"] == 2 and row["topk"] == 3
         assert 0 < row["rows"] < 2 * 3 * row["tokens"]
-        assert set(row["us"]) == {*SCHEDULES, "torch"} and min(row["us"].values()) > 0
+        assert (
+            set(row["us"]) == {*SCHEDULES, *(("apart",) if row["activation"] else ()), "torch"}
+            and min(row["us"].values()) > 0
+        )
         assert row["of_torch"] == pytest.approx(row["us"]["torch"] / row["us"][row["chosen"]], abs=1e-3)
 
 

@@ -10,6 +10,8 @@ import torch
 
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import deinterleave, grouped_gemm, interleave
+from moecomm.fused.gemm import apart_map
+from moecomm.fused.tensor_maps import parameters
 
 EXPERTS, N, K = 3, 32, 24
 
@@ -54,6 +56,25 @@ def test_values_are_those_of_plain_loops(dtype: torch.dtype, activation: str | N
                 if activation is not None:
                     want = want / (1 + math.exp(-want)) * by_hand(x, w, row, expert_of[row], N // 2 + column)
             assert abs(got - want) <= rounding * abs(want) + 1e-5, (row, column)
+
+
+def test_gate_and_up_rows_apart_give_the_same_bits() -> None:
+    x, w = inputs()
+    counts = torch.tensor([5, 0, 17], dtype=torch.int32)
+    woven = grouped_gemm(x, interleave(w), counts, activation="swiglu")
+    assert torch.equal(grouped_gemm(x, w, counts, activation="swiglu", interleaved=False)[:22], woven[:22])
+
+
+def test_the_map_of_rows_apart_finds_what_interleave_puts_there() -> None:
+    """Elements of each box, by the strides that the copy engine is told."""
+    groups, columns, depth = 2, 304, 72  # more than two boxes of 128 rows, and of 64 columns
+    w13 = torch.arange(groups * columns * depth).view(groups, columns, depth)
+    shape, strides, box = apart_map((groups, columns, depth))
+    _, rank, _, dims, steps, boxes, _ = parameters(0, shape, torch.bfloat16, box, strides)
+    assert rank == 5 and all(step % 16 == 0 for step in steps) and boxes == [64, 8, 2, 8, 1]
+    seen = w13.flatten().as_strided(shape, strides)
+    assert list(reversed(seen.shape)) == dims and [2 * s for s in reversed(seen.stride()[:-1])] == steps
+    assert torch.equal(seen.reshape(groups, columns, depth), interleave(w13))
 
 
 def test_batched_rows_are_those_of_each_expert() -> None:

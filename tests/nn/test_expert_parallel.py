@@ -94,6 +94,32 @@ def test_outputs_and_gradients_are_those_of_one_rank(ranks: int, routing: str) -
         assert not any(g[4].any() for g in got)
 
 
+def test_inference_is_one_call_and_experts_with_hooks_are_called() -> None:
+    layer = layer_of(None)
+    x = draw(2, 3, HIDDEN)
+    calls: list[int] = []
+    buffer = layer.open()
+    buffer.moe = lambda *args, **options: calls.append(1) or type(buffer).moe(buffer, *args, **options)
+    with torch.no_grad():
+        out = layer(x)
+        assert len(calls) == 1 and out.shape == x.shape
+        one = layer_of(None).double()
+        idx, weights = one.gate(x.view(6, HIDDEN).double())
+        want = formula(x.view(6, HIDDEN).double(), idx, weights.double(), one.experts.w13, one.experts.w2)
+        assert_close(out.view(6, HIDDEN), want)
+        hook = layer.experts.register_forward_pre_hook(lambda module, args: calls.append(2))
+        assert_close(layer(x).view(6, HIDDEN), want)
+        assert calls == [1, 2]
+        hook.remove()
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(x)
+        assert calls == [1, 2]
+    layer(x)
+    assert calls == [1, 2], "gradients are on"
+    del buffer.moe
+    buffer.close()
+
+
 def test_payload_and_autocast_choose_dtypes() -> None:
     layer = layer_of(None, payload=torch.bfloat16)
     x = draw(2, 3, HIDDEN).requires_grad_()

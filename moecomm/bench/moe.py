@@ -1,0 +1,257 @@
+"""Whole expert layers: ours, torch's on the same input in the same run, and the GEMMs alone; in turns."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moecomm.bench import other_experts
+from moecomm.bench.case import Traffic
+from moecomm.bench.clock import Clock, percentiles
+from moecomm.bench.exchange import nccl_group
+from moecomm.bench.ranks import device_of, on_ranks, progress, together
+from moecomm.bench.torch_layer import TorchLayer
+from moecomm.buffer import Buffer
+from moecomm.errors import BadInput
+from moecomm.fused import interleave
+from moecomm.fused.layer import apply_experts
+from moecomm.router import Model, random_routing
+
+SEQUENTIAL, WOVEN = "sequential", "interleaved"  # variants: the second with w13 interleaved beforehand
+_CHAINED_TOKENS, _MOST_CHAINED = 16384, 20
+
+Call = Callable[[], Any]
+Key = tuple[str, str, str]  # who, what, variant
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run.  Models and tokens are measured one after the other; rows are bfloat16, routing is random."""
+
+    models: list[Model]
+    tokens: list[int]  # of a rank
+    ranks: int
+    backend: str
+    mode: str  # graph or eager
+    replays: int = 10
+    peers: bool = True
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises BadInput for a value that can't be measured."""
+        if not self.tokens or min(self.tokens) < 1 or self.replays < 1:
+            raise BadInput("tokens, replays", (self.tokens, self.replays), "at least 1 each")
+        for model in self.models:
+            if self.ranks < 1 or model.num_experts % self.ranks:
+                raise BadInput("ranks", self.ranks, f"a divisor of {model.num_experts} experts")
+            if model.hidden % 8 or model.intermediate % 8:
+                sizes = (model.hidden, model.intermediate)
+                raise BadInput("hidden, intermediate", sizes, "multiples of 8")
+        if self.mode not in ("graph", "eager") or (self.mode == "graph" and self.backend == "host"):
+            raise BadInput("mode", self.mode, "eager on CPUs; graph or eager on GPUs")
+
+    def chain_of(self, tokens: int) -> int:
+        """Layers timed together: fewer of the larger ones, one on CPUs."""
+        return 1 if self.backend == "host" else max(2, min(_MOST_CHAINED, _CHAINED_TOKENS // tokens))
+
+
+def run(case: Case) -> dict[str, Any] | None:
+    """Measures a case on all ranks; None in a process that has nothing to report.
+
+    Returns {benchmark, case, backend, rows}: see `merge`.  Raises BadInput, RanksFailed.
+    """
+    case.check()
+    by_rank = on_ranks("moecomm.bench.moe:run_rank", asdict(case), case.ranks)
+    return None if by_rank is None else merge(case, by_rank)
+
+
+def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
+    """One rank."""
+    case = Case(**{**job, "models": [Model(**model) for model in job["models"]]})
+    device = device_of(group, case.backend)
+    found: dict[str, Any] = {"rows": []}
+    transport = nccl_group() if case.peers and device.type == "cuda" else group
+    with progress(group, len(case.models) * len(case.tokens)) as step:
+        for model in case.models:
+            weights = _weights(case, model, group.rank(), device)
+            for tokens in case.tokens:
+                step(f"{model.name or 'layer'}, {tokens} tokens")
+                with Layers(case, model, tokens, weights, group, transport, device) as layers:
+                    found["backend"] = layers.buffer.backend
+                    found["rows"] += layers.rows()
+    return found
+
+
+def _weights(case: Case, model: Model, rank: int, device: torch.device) -> dict[str, torch.Tensor]:
+    generator = torch.Generator(device=device).manual_seed(case.seed * 1000 + rank)
+    local, inner = model.num_experts // case.ranks, model.intermediate
+
+    def drawn(*shape: int) -> torch.Tensor:
+        made = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        return made.normal_(std=shape[-1] ** -0.5, generator=generator)
+
+    w13 = drawn(local, 2 * inner, model.hidden)
+    return {"w13": w13, "w2": drawn(local, model.hidden, inner), "woven": interleave(w13)}
+
+
+class Layers:
+    """A Buffer and the layers of one size.  Collective; a context manager."""
+
+    def __init__(
+        self,
+        case: Case,
+        model: Model,
+        tokens: int,
+        weights: dict[str, torch.Tensor],
+        group: dist.ProcessGroup,
+        transport: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._case, self._model, self._tokens, self._group = case, model, tokens, group
+        self._transport, self._weights = transport, weights
+        generator = torch.Generator().manual_seed((case.seed * 1000 + group.rank()) * 1_000_003 + tokens)
+        topk_idx, topk_weights = random_routing(tokens, model.num_experts, model.topk, generator=generator)
+        self._traffic = Traffic.of(group, topk_idx, model.num_experts)
+        x = torch.randn(tokens, model.hidden, generator=generator).to(device, torch.bfloat16)
+        self._routing: dict[str, Any] = {
+            "x": x,
+            "topk_idx": topk_idx.to(device),
+            "topk_weights": topk_weights.to(device),
+        }
+        self.buffer = Buffer(
+            group,
+            hidden=model.hidden,
+            num_experts=model.num_experts,
+            topk=model.topk,
+            max_tokens=tokens,
+            backend=case.backend,
+            device=device,
+        )
+        self._clock = Clock(
+            group,
+            device,
+            graph=case.mode == "graph",
+            cold=False,
+            chain=case.chain_of(tokens),
+            replays=case.replays,
+        )
+
+    def __enter__(self) -> Layers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.buffer.close()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What this rank found: `us` by replay, or `why` not."""
+        # Exactly as many as come: room for the worst case would be most of the memory.
+        self._room = max(1, int(self._traffic.entries.sum(dim=0).max()))
+        arrived = self.buffer.dispatch(**self._routing, max_rows=self._room, sync=True)
+        calls: dict[Key, Call] = {}
+        failed = []
+        for key, make in self._makers(arrived):
+            call, why = together(self._group, partial(self._tried, make))
+            if why:
+                failed.append({**self._about(key), "why": why})
+            else:
+                calls[key] = call
+        meet = partial(self.buffer.dispatch, **self._routing, max_rows=self._room, sync=False)
+        named = {"\n".join(key): call for key, call in calls.items()}
+        us = self._clock.in_turns(named, meet)
+        self.buffer.check()
+        host = {key: self._clock.host_us(call) for key, call in calls.items() if key[1] == "layer"}
+        timed = [
+            {**self._about(key), "us": us["\n".join(key)], "host_us": host.get(key), "flops": self._flops(key[1])}
+            for key in calls
+        ]
+        return timed + failed
+
+    def _makers(self, arrived: Any) -> Iterator[tuple[Key, Callable[[], Call]]]:
+        ours: dict[str, Any] = {"max_rows": self._room}
+        w13, w2, woven = (self._weights[name] for name in ("w13", "w2", "woven"))
+        layer = partial(self.buffer.moe, **self._routing, w2=w2, **ours)
+        yield ("moecomm", "layer", SEQUENTIAL), lambda: partial(layer, w13=w13)
+        yield ("moecomm", "layer", f"{SEQUENTIAL}, {WOVEN}"), lambda: partial(layer, w13=woven, interleaved=True)
+        yield ("moecomm", "dispatch", ""), lambda: partial(self.buffer.dispatch, **self._routing, **ours, sync=False)
+        rows, counts = arrived.x, arrived.tokens_per_expert
+        expected = max(1, len(rows) // len(w2))
+        gemms = partial(apply_experts, rows, w2=w2, tokens_per_expert=counts, expected_rows=expected)
+        yield ("moecomm", "GEMMs", ""), lambda: partial(gemms, w13=w13)
+        yield ("moecomm", "GEMMs", WOVEN), lambda: partial(gemms, w13=woven, interleaved=True)
+        y = gemms(w13=w13)
+        yield ("moecomm", "combine", ""), lambda: partial(self.buffer.combine, y, arrived.handle)
+        if not self._case.peers:
+            return
+        routing = self._routing
+        other = TorchLayer(routing["x"], routing["topk_idx"], routing["topk_weights"], w13, w2, self._transport)
+        yield ("torch", "layer", ""), lambda: other.layer
+        yield ("torch", "GEMMs", ""), lambda: partial(other.experts, rows)
+        if rows.is_cuda:
+            for name, make in other_experts.ways().items():
+                yield (name, "GEMMs", ""), partial(make, rows, counts, w13, w2)
+
+    def _tried(self, make: Callable[[], Call]) -> Call:
+        """Once before it is timed: one that fails here does so before other ranks wait for it in the Clock."""
+        call = make()
+        call()
+        if self.buffer.device.type == "cuda":
+            torch.cuda.synchronize()
+        return call
+
+    def _about(self, key: Key) -> dict[str, Any]:
+        who, what, variant = key
+        return {"model": self._model.name, "tokens": self._tokens, "who": who, "what": what, "variant": variant}
+
+    def _flops(self, what: str) -> int:
+        """Of this rank's experts."""
+        rows = int(self._traffic.entries.sum(dim=0)[self._group.rank()])
+        return 6 * rows * self._model.hidden * self._model.intermediate if what in ("layer", "GEMMs") else 0
+
+
+def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    """The result of all ranks together.
+
+    rows: {model, tokens, who, what, variant, us: {p50, p90, p99}, host_us, tflops, of_gemms, of_torch}, or with `why`
+    in the place of figures.  Times are of the slowest rank, `tflops` a rank on average; `of_gemms`: a layer's time /
+    that of our GEMMs alone; `of_torch`: torch's time for the same / this.
+    """
+    rows = [_merged(parts) for parts in zip(*(found["rows"] for found in by_rank), strict=True)]
+    for row in rows:
+        _compare(row, rows)
+    return {"benchmark": "moe", "case": asdict(case), "backend": by_rank[0]["backend"], "rows": rows}
+
+
+def _merged(parts: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    row = dict(parts[0])
+    if "why" in row:
+        return row
+    us = row["us"] = percentiles([part["us"] for part in parts])
+    flops = statistics.mean(part["flops"] for part in parts)
+    del row["flops"]
+    row["tflops"] = round(flops / us["p50"] / 1e6, 2) if flops else None
+    host = [part["host_us"] for part in parts if part["host_us"] is not None]
+    return row | {"host_us": round(max(host), 2) if host else None}
+
+
+def _compare(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Adds of_gemms and of_torch where there is what they compare with."""
+
+    def p50(who: str, what: str, variant: str) -> float | None:
+        place = (row["model"], row["tokens"], who, what, variant)
+        keys = ("model", "tokens", "who", "what", "variant")
+        found = [r["us"]["p50"] for r in rows if "us" in r and tuple(r[key] for key in keys) == place]
+        return float(found[0]) if found else None
+
+    if "us" not in row or row["what"] not in ("layer", "GEMMs"):
+        return
+    mine, gemms, torchs = row["us"]["p50"], p50("moecomm", "GEMMs", ""), p50("torch", row["what"], "")
+    if row["what"] == "layer" and gemms:
+        row["of_gemms"] = round(mine / gemms, 4)
+    if row["who"] != "torch" and torchs:
+        row["of_torch"] = round(torchs / mine, 4)

@@ -1,0 +1,213 @@
+"""An expert layer in one call: dispatch, this rank's experts, combine.  Buffer.moe is `moe` here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn.functional import grouped_mm, silu
+
+from moecomm.arrays import adopt, check_tensor
+from moecomm.errors import BadInput
+from moecomm.fused import kernels, reference
+from moecomm.fused.gemm import grouped_gemm
+from moecomm.fused.weights import deinterleave
+
+if TYPE_CHECKING:
+    from moecomm.buffer import Buffer
+    from moecomm.routed import Routed
+
+log = logging.getLogger("moecomm")
+
+_MOST_DIMENSION = 1 << 31
+
+
+def moe(
+    buffer: Buffer,
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    w13: Any,
+    w2: Any,
+    *,
+    activation: str = "swiglu",
+    interleaved: bool = False,
+    out: Any = None,
+    bias: Any = None,
+    max_rows: int | None = None,
+    wire: torch.dtype | None = None,
+    num_sms: int | None = None,
+    check_weights: bool = False,
+) -> Any:
+    """Every token through its experts: dispatch, their two GEMMs, combine.  Collective; on the current stream.
+
+    Nothing waits for the host on GPUs: counts stay on the device, and a captured graph replays with whatever routing it
+    then finds; the first call of a kind, which compiles its kernels, is not for a capture.  GEMMs add in float32 in an
+    order that depends on nothing but their sizes; SwiGLU is computed on their sums, and its result, like each expert's
+    row, is rounded once to the Buffer's dtype.  Routing weights multiply those rows where combine adds them up, in
+    float32: no pass of their own.  The same inputs give the same bits.  No gradients.
+
+    On a Hopper GPU the GEMMs are moecomm.fused.grouped_gemm; what that does not take (another GPU, float32, I that is
+    no multiple of 8, more than 512 experts here) goes through torch's, and a warning says so once.
+
+    Args:
+        buffer: the Buffer; with as many experts and columns as the weights.
+        x: `[T, H]`, T <= max_tokens, of the Buffer's dtype.
+        topk_idx: int64 or int32 `[T, K]`: expert ids; -1 picks none.
+        topk_weights: float32 `[T, K]`; None: every weight is 1.
+        w13: `[E/R, 2 I, H]` of the Buffer's dtype: I gate rows, then I up rows, of each expert here.
+        w2: `[E/R, H, I]`: their down projections.
+        activation: "swiglu": silu(gate) * up.
+        interleaved: w13 is `moecomm.fused.interleave(w13)`.
+        out: `[T, H]` of the Buffer's dtype, written in place; default: a new tensor.
+        bias: `[T, H]` or `[H]` of the Buffer's dtype, added before the rounding: a shared expert's output costs no
+            pass of its own so.
+        max_rows: rows of tokens to make room for; default: the worst case.  More is bad input on every rank.
+        wire, num_sms: see Buffer.combine; num_sms also of the dispatch.
+        check_weights: see Buffer.dispatch.
+
+    Returns:
+        `[T, H]`: sum over k of w_k * w2 (silu(w1 x) * w3 x), plus bias; zeros (plus bias) for a token with no expert.
+
+    Raises:
+        BadInput: at once for what does not fit; what only the device can see as Buffer.dispatch says.
+        Closed, Timeout, PeerLost, Aborted, Mismatch: as Buffer.dispatch.
+    """
+    given = prepare(
+        buffer,
+        x,
+        topk_idx,
+        topk_weights,
+        w13,
+        w2,
+        activation=activation,
+        interleaved=interleaved,
+        out=out,
+        bias=bias,
+        max_rows=max_rows,
+        wire=wire,
+        num_sms=num_sms,
+        check_weights=check_weights,
+    )
+    routed = buffer.dispatch(**given.dispatch)
+    return given.hand_out(buffer.combine(given.experts(routed), routed.handle, **given.combine))
+
+
+class Prepared(NamedTuple):
+    """A layer whose arguments are in order: those of its dispatch and its combine, and what computes between them."""
+
+    dispatch: dict[str, Any]
+    combine: dict[str, Any]
+    experts: Callable[[Routed], torch.Tensor]
+    hand_out: Callable[[torch.Tensor], Any]
+
+
+def prepare(
+    buffer: Buffer,
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    w13: Any,
+    w2: Any,
+    *,
+    activation: str = "swiglu",
+    interleaved: bool = False,
+    out: Any = None,
+    bias: Any = None,
+    max_rows: int | None = None,
+    wire: torch.dtype | None = None,
+    num_sms: int | None = None,
+    check_weights: bool = False,
+) -> Prepared:
+    """Checks the arguments of moe(), weights before any rank sends a row."""
+    (x, back), w13, w2 = adopt("x", x), adopt("w13", w13)[0], adopt("w2", w2)[0]
+    if activation != "swiglu":
+        raise BadInput("activation", repr(activation), "'swiglu'")
+    check_tensor("x", x, device=buffer.device, dtypes=(buffer.dtype,), shape=(None, buffer.hidden))
+    _check_experts(buffer, w13, w2, interleaved)
+    rows = len(x) * buffer.topk * buffer.num_ranks // buffer.num_experts  # of an expert, if all ranks are as we are
+
+    def experts(routed: Routed) -> torch.Tensor:
+        return apply_experts(
+            routed.x, w13, w2, routed.tokens_per_expert, interleaved=interleaved, expected_rows=max(1, rows)
+        )
+
+    def hand_out(combined: torch.Tensor) -> Any:
+        return out if out is not None else combined if back is None else back(combined)
+
+    routing = {"topk_idx": topk_idx, "topk_weights": topk_weights, "check_weights": check_weights}
+    return Prepared(
+        dispatch={"x": x, **routing, "layout": "expert", "max_rows": max_rows, "num_sms": num_sms},
+        combine={"out": out, "bias": bias, "wire": wire, "num_sms": num_sms},
+        experts=experts,
+        hand_out=hand_out,
+    )
+
+
+def apply_experts(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    tokens_per_expert: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    expected_rows: int | None = None,
+) -> torch.Tensor:
+    """SwiGLU experts over rows of one expert after the other, `[rows, H]` to `[rows, H]`; arguments as moe() has them.
+
+    Rows past the last group are not defined.  `expected_rows`: see grouped_gemm.
+    """
+    if not x.is_cuda:
+        how: dict[str, Any] = {"alignment": 1, "interleaved": interleaved}
+        inner = x.new_empty(len(x), w2.shape[2])
+        reference.grouped_gemm(x, w13, tokens_per_expert, **how, activation="swiglu", out=inner)
+        return reference.grouped_gemm(inner, w2, tokens_per_expert, **how, activation=None, out=torch.empty_like(x))
+    if why := ours_lacks(x.device.index, x.dtype, *w2.shape):
+        _say_once(why)
+        return _by_torch(x, deinterleave(w13) if interleaved else w13, w2, tokens_per_expert)
+    how = {"expected_rows": expected_rows}
+    inner = grouped_gemm(x, w13, tokens_per_expert, **how, activation="swiglu", interleaved=interleaved)
+    return grouped_gemm(inner, w2, tokens_per_expert, **how)
+
+
+@lru_cache(maxsize=256)
+def ours_lacks(device: int, dtype: torch.dtype, groups: int, hidden: int, intermediate: int) -> str:
+    """Empty if grouped_gemm takes such experts on this GPU; else why not."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return f"{torch.cuda.get_device_name(device)} is no GPU of compute capability 9.0 (Hopper)"
+    if dtype not in kernels.TYPES:
+        return f"experts compute in {dtype}, not in bfloat16 or float16"
+    if hidden % 8 or intermediate % 8:
+        return f"H = {hidden} or I = {intermediate} is no multiple of 8"
+    if groups > kernels.MOST_GROUPS:
+        return f"a rank has {groups} experts, more than {kernels.MOST_GROUPS}"
+    return ""
+
+
+@lru_cache(maxsize=256)
+def _say_once(why: str) -> None:
+    log.warning("experts run in torch's grouped GEMM, not in moecomm's: %s", why)
+
+
+def _by_torch(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    ends = counts.cumsum(0, dtype=torch.int32)
+    gate, up = grouped_mm(x, w13.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+    return grouped_mm(silu(gate) * up, w2.transpose(1, 2), offs=ends)
+
+
+def _check_experts(buffer: Buffer, w13: torch.Tensor, w2: torch.Tensor, interleaved: bool) -> None:
+    local, hidden = buffer.num_experts // buffer.num_ranks, buffer.hidden
+    about: dict[str, Any] = {"device": buffer.device, "dtypes": (buffer.dtype,)}
+    check_tensor("w2", w2, **about, shape=(local, hidden, None))
+    intermediate = w2.shape[2]
+    if not 1 <= intermediate < _MOST_DIMENSION:
+        raise BadInput("w2", tuple(w2.shape), "[E/R, H, I] with I at least 1")
+    check_tensor("w13", w13, **about, shape=(local, 2 * intermediate, hidden))
+    if interleaved and intermediate % 8:
+        raise BadInput("w13", tuple(w13.shape), "I a multiple of 8, to be interleaved")
+    for name, weights in (("w13", w13), ("w2", w2)):
+        if not weights.is_contiguous() or weights.data_ptr() % 16:
+            raise BadInput(name, f"strides {weights.stride()}", "contiguous weights that begin at multiples of 16")

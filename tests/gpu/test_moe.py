@@ -1,0 +1,233 @@
+"""Buffer.moe on GPUs, against float64: several ranks on one GPU, and one process a GPU.
+
+`pytest tests/gpu/test_moe.py --gpu-cases 10000` runs more random layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from moecomm.fused import layer
+from moecomm.testing import LayerCase, LocalBuffers, random_layer
+
+from ..conftest import Ranks
+
+SIZES: list[dict[str, Any]] = [
+    {"ranks": 1, "hidden": 64, "intermediate": 48, "num_experts": 4, "topk": 2, "max_tokens": 40},
+    {"ranks": 2, "hidden": 8, "intermediate": 8, "num_experts": 2, "topk": 1, "max_tokens": 17},
+    {"ranks": 3, "hidden": 200, "intermediate": 104, "num_experts": 12, "topk": 3, "max_tokens": 90},
+    {"ranks": 4, "hidden": 512, "intermediate": 136, "num_experts": 16, "topk": 8, "max_tokens": 400},
+]
+LARGE: dict[str, Any] = {  # four tiles of columns and more, groups of several hundred rows
+    "ranks": 2,
+    "hidden": 1024,
+    "intermediate": 1032,
+    "num_experts": 4,
+    "topk": 2,
+    "max_tokens": 1500,
+}
+DTYPES = (torch.bfloat16, torch.float16)
+ODD = {"ranks": 2, "hidden": 64, "intermediate": 16, "num_experts": 4, "topk": 2, "max_tokens": 40}
+
+
+def of_buffer(sizes: dict[str, Any]) -> dict[str, Any]:
+    """Those of `sizes` that a Buffer has."""
+    return {name: size for name, size in sizes.items() if name not in ("intermediate", "ranks")}
+
+
+def opened(sizes: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> LocalBuffers:
+    return LocalBuffers(sizes["ranks"], **of_buffer(sizes), dtype=dtype, backend="lsa", device=0, timeout_s=20)
+
+
+def calls_of(case: LayerCase) -> list[dict[str, Any]]:
+    return [case.call(rank, "cuda") for rank in range(len(case.x))]
+
+
+def seeds(request: pytest.FixtureRequest, share: int) -> range:
+    first = request.config.getoption("--seed") * 1_000_000
+    return range(first, first + max(4, request.config.getoption("--gpu-cases") // share))
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+@pytest.mark.gpu1
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"R{s['ranks']}-H{s['hidden']}-E{s['num_experts']}-K{s['topk']}")
+def test_random_layers_of_virtual_ranks(
+    sizes: dict[str, Any], dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    with opened(sizes, dtype) as ranks:
+        for seed in seeds(request, 20):
+            case = random_layer(seed, **sizes, dtype=dtype)
+            calls = calls_of(case)
+            outs = ranks.moe(calls)
+            ranks.check()
+            for rank, (out, again) in enumerate(zip(outs, ranks.moe(calls), strict=True)):
+                case.check(rank, out)
+                assert same_bits(out, again)
+
+
+@pytest.mark.gpu1
+@pytest.mark.timeout(300)
+def test_large_tiles() -> None:
+    with opened(LARGE) as ranks:
+        for seed in range(6):
+            case = random_layer(seed, **LARGE, dtype=torch.bfloat16)
+            outs = ranks.moe(calls_of(case))
+            ranks.check()
+            for rank, out in enumerate(outs):
+                case.check(rank, out)
+
+
+@pytest.mark.gpu1
+def test_a_graph_replays_with_other_routing() -> None:
+    sizes = SIZES[3] | {"ranks": 2}
+    cases = [full_layer(seed, sizes) for seed in range(12)]
+    with opened(sizes) as ranks:
+        given = calls_of(cases[0])
+        ranks.moe(given)  # compiles
+        torch.cuda.synchronize()
+        graphs, outs = [], []
+        for buffer, mine, stream in zip(ranks.buffers, given, ranks.streams, strict=True):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                outs.append(buffer.moe(**mine))
+            graphs.append(graph)
+        for case in cases:
+            for rank, mine in enumerate(given):
+                for name, value in case.call(rank, "cuda").items():
+                    if isinstance(value, torch.Tensor):
+                        mine[name].copy_(value)
+            torch.cuda.synchronize()
+            for graph, stream in zip(graphs, ranks.streams, strict=True):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+            torch.cuda.synchronize()
+            ranks.check()
+            for rank, out in enumerate(outs):
+                case.check(rank, out)
+
+
+def full_layer(seed: int, sizes: dict[str, Any]) -> LayerCase:
+    """A random layer with all tokens on every rank, int64 ids, weights and no bias: what one graph can replay."""
+    case = random_layer(seed, **sizes, dtype=torch.bfloat16)
+    g = torch.Generator().manual_seed(seed)
+    tokens, topk, experts = sizes["max_tokens"], sizes["topk"], sizes["num_experts"]
+    for rank in range(sizes["ranks"]):
+        case.x[rank] = torch.randn(tokens, sizes["hidden"], generator=g).bfloat16()
+        ids = torch.randint(-1 if seed % 3 else 0, 1 + seed % experts, (tokens, topk), generator=g)
+        case.topk_idx[rank] = ids if seed else torch.rand(tokens, experts, generator=g).argsort(dim=1)[:, :topk]
+        case.topk_weights[rank], case.bias[rank] = torch.rand(tokens, topk, generator=g), None
+    case.interleaved, case.wire = False, None
+    return case
+
+
+@pytest.mark.gpu1
+def test_order_of_w13_changes_no_bit() -> None:
+    sizes = SIZES[2]
+    with opened(sizes) as ranks:
+        for seed in range(5):
+            case, outs = random_layer(seed, **sizes, dtype=torch.bfloat16), []
+            for interleaved in (False, True):
+                case.interleaved = interleaved
+                outs.append(ranks.moe(calls_of(case)))
+            ranks.check()
+            assert all(same_bits(one, other) for one, other in zip(*outs, strict=True))
+
+
+@pytest.mark.gpu1
+def test_what_ours_lacks_goes_through_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "ours_lacks", lambda *what: "this test says so")
+    with opened(ODD) as ranks:
+        for seed in range(8):
+            case = random_layer(seed, **ODD, dtype=torch.bfloat16)
+            outs = ranks.moe(calls_of(case))
+            ranks.check()
+            for out, x, mine in zip(outs, case.x, ours_of(ODD, case, monkeypatch), strict=True):
+                # torch rounds gate and up as well, and sums of them: some roundings of what is about 1.
+                torch.testing.assert_close(out.float(), mine.float(), rtol=2**-5, atol=2**-5)
+                assert out.shape == x.shape
+
+
+def ours_of(sizes: dict[str, Any], case: LayerCase, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    with monkeypatch.context() as context:
+        context.setattr(layer, "ours_lacks", lambda *what: "")
+        with opened(sizes) as ranks:
+            return ranks.moe(calls_of(case))
+
+
+@pytest.mark.gpu1
+def test_a_bad_id_is_told_and_the_next_layer_is_right() -> None:
+    case = full_layer(1, ODD)
+    with opened(ODD) as ranks:
+        calls = calls_of(case)
+        wrong = [dict(call) for call in calls]
+        wrong[1]["topk_idx"] = calls[1]["topk_idx"].clone().fill_(ODD["num_experts"])
+        ranks.moe(wrong)
+        for buffer in ranks.buffers:
+            with pytest.raises(moecomm.BadInput) as caught:
+                buffer.check()
+            assert (caught.value.argument, caught.value.rank) == ("topk_idx", 1)
+            buffer.check()
+        outs = ranks.moe(calls)
+        ranks.check()
+        for rank, out in enumerate(outs):
+            case.check(rank, out)
+
+
+def _layers(rank: int, group: Any, sizes: dict[str, Any], dtype: torch.dtype, first: int, cases: int) -> str:
+    torch.cuda.set_device(rank)
+    with moecomm.Buffer(group, **of_buffer(sizes), dtype=dtype, backend="lsa") as buffer:
+        for seed in range(first, first + cases):
+            case = random_layer(seed, **sizes, dtype=dtype)
+            call = case.call(rank, buffer.device)
+            out, again = buffer.moe(**call), buffer.moe(**call)
+            buffer.check()
+            case.check(rank, out)
+            assert same_bits(out, again), f"layer of seed {seed}: other bits"
+    return "right"
+
+
+@pytest.mark.gpu4
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [SIZES[3], LARGE | {"ranks": 4}], ids=["small", "large"])
+def test_random_layers_of_four_processes(
+    sizes: dict[str, Any], dtype: torch.dtype, request: pytest.FixtureRequest, gpu_ranks: Ranks
+) -> None:
+    some = seeds(request, 4 if sizes is SIZES[3] else 100)
+    gpu_ranks.start(4, _layers, sizes, dtype, some.start, len(some))
+    found = gpu_ranks.results(4, timeout_s=850)
+    assert list(found.values()) == ["right"] * 4, found
+
+
+def _replayed(rank: int, group: Any, sizes: dict[str, Any]) -> str:
+    torch.cuda.set_device(rank)
+    cases = [full_layer(seed, sizes) for seed in range(20)]
+    with moecomm.Buffer(group, **of_buffer(sizes), backend="lsa") as buffer:
+        mine = cases[0].call(rank, buffer.device)
+        buffer.moe(**mine)
+        buffer.check()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = buffer.moe(**mine)
+        for case in cases:
+            for name, value in case.call(rank, buffer.device).items():
+                if isinstance(value, torch.Tensor):
+                    mine[name].copy_(value)
+            graph.replay()
+            buffer.check()
+            case.check(rank, out)
+    return "right"
+
+
+@pytest.mark.gpu4
+def test_a_graph_replays_with_other_routing_on_four_gpus(gpu_ranks: Ranks) -> None:
+    assert gpu_ranks.run(4, _replayed, SIZES[3]) == ["right"] * 4

@@ -1,0 +1,205 @@
+"""Buffer.moe on CPU ranks, against float64; a layer's bits; what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moecomm.errors import BadInput, Closed
+from moecomm.fused import interleave, layer
+from moecomm.layer import MoELayer
+from moecomm.testing import LayerCase, LocalBuffers, random_layer
+from moecomm.testing.layers import expected
+
+SIZES: list[dict[str, Any]] = [
+    {"ranks": 1, "hidden": 32, "intermediate": 16, "num_experts": 4, "topk": 2, "max_tokens": 40},
+    {"ranks": 2, "hidden": 8, "intermediate": 5, "num_experts": 2, "topk": 1, "max_tokens": 17},
+    {"ranks": 3, "hidden": 72, "intermediate": 40, "num_experts": 12, "topk": 3, "max_tokens": 9},
+    {"ranks": 4, "hidden": 64, "intermediate": 24, "num_experts": 16, "topk": 8, "max_tokens": 33},
+    {"ranks": 2, "hidden": 16, "intermediate": 8, "num_experts": 64, "topk": 32, "max_tokens": 12},
+]
+PAIR = SIZES[0] | {"ranks": 2}
+CASES = 40  # of each of SIZES and dtypes
+
+
+def opened(sizes: dict[str, Any], dtype: torch.dtype = torch.bfloat16, **more: Any) -> LocalBuffers:
+    of_buffer = {name: size for name, size in sizes.items() if name != "intermediate"}
+    return LocalBuffers(**of_buffer, dtype=dtype, backend="host", timeout_s=20, **more)
+
+
+def on_threads(buffers: LocalBuffers, case: LayerCase) -> list[torch.Tensor]:
+    """Buffer.moe itself, a thread a rank."""
+    with ThreadPoolExecutor(len(buffers.buffers)) as pool:
+        return list(pool.map(lambda buffer: buffer.moe(**case.call(buffer.rank)), buffers.buffers))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"R{s['ranks']}-E{s['num_experts']}-K{s['topk']}")
+def test_random_layers_are_those_of_float64(sizes: dict[str, Any], dtype: torch.dtype) -> None:
+    with opened(sizes, dtype) as ranks:
+        for seed in range(CASES):
+            case = random_layer(seed, **sizes, dtype=dtype)
+            for rank, out in enumerate(ranks.moe([case.call(rank) for rank in range(sizes["ranks"])])):
+                case.check(rank, out)
+
+
+def test_several_domains() -> None:
+    with opened(SIZES[3], domain_ranks=2) as ranks:
+        for seed in range(CASES):
+            case = random_layer(seed, **SIZES[3], dtype=torch.bfloat16)
+            for rank, out in enumerate(ranks.moe([case.call(rank) for rank in range(4)])):
+                case.check(rank, out)
+
+
+def test_the_method_has_the_bits_of_its_parts_and_has_them_again() -> None:
+    with opened(SIZES[3]) as ranks:
+        for seed in range(8):
+            case = random_layer(seed, **SIZES[3], dtype=torch.bfloat16)
+            first, second = on_threads(ranks, case), on_threads(ranks, case)
+            for rank, parts in enumerate(ranks.moe([case.call(rank) for rank in range(4)])):
+                case.check(rank, first[rank])
+                assert torch.equal(first[rank], second[rank]) and torch.equal(first[rank], parts)
+
+
+def test_order_of_w13_and_room_for_rows_change_no_bit() -> None:
+    case = random_layer(3, **PAIR, dtype=torch.bfloat16)
+    apart, woven = ([case.call(rank) for rank in range(2)] for _ in range(2))
+    for plain, mine in zip(apart, woven, strict=True):
+        plain["interleaved"], mine["interleaved"] = False, True
+        plain["w13"] = layer.deinterleave(plain["w13"]) if case.interleaved else plain["w13"]
+        mine["w13"] = interleave(plain["w13"])
+        mine["max_rows"] = 2 * 40 * 2
+    with opened(PAIR) as ranks:
+        for one, other in zip(ranks.moe(apart), ranks.moe(woven), strict=True):
+            assert torch.equal(one, other)
+
+
+MISTAKES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "topk_weights": lambda call: call["topk_weights"] * 1.1,
+    "topk_idx": lambda call: call["topk_idx"].flip(1),
+    "w2": lambda call: call["w2"] * 1.1,
+    "w13": lambda call: torch.cat(call["w13"].chunk(2, dim=1)[::-1], dim=1),  # gate and up taken for each other
+}
+
+
+@pytest.mark.parametrize("argument", MISTAKES)
+def test_the_bound_sees_a_mistake(argument: str) -> None:
+    sizes = PAIR | {"ranks": 1}
+    right = next(
+        case
+        for case in (random_layer(seed, **sizes, dtype=torch.bfloat16) for seed in range(1000))
+        if len(case.x[0]) == 40 and case.topk_weights[0] is not None and len(case.topk_idx[0].unique()) == 4
+    )
+    right.interleaved = False
+    call = right.call(0)
+    call[argument] = MISTAKES[argument](call)
+    with opened(sizes) as ranks:
+        (out,) = ranks.moe([call])
+    want = expected(right, 0)
+    assert bool(((out.double() - want.out).abs() > want.bound).any(dim=1).float().mean() > 0.9)
+    with pytest.raises(AssertionError, match=f"seed {right.seed}"):
+        right.check(0, out)
+
+
+def test_as_a_layer_of_torch_within_two_roundings() -> None:
+    """Another implementation, experts in float32: the weights, the routing and the order of w13 mean the same."""
+    case = random_layer(3, **PAIR | {"ranks": 1}, dtype=torch.float32)
+    case.interleaved, case.bias, case.wire = False, [None], None
+    call = case.call(0)
+    with opened(PAIR | {"ranks": 1}, torch.float32) as ranks:
+        (out,) = ranks.moe([call])
+        model = MoELayer(lambda x: (call["topk_idx"], call["topk_weights"]), ranks.buffers[0], call["w13"], call["w2"])
+        torch.testing.assert_close(out, model(call["x"]), rtol=1e-4, atol=1e-5)
+
+
+def test_out_and_other_arrays() -> None:
+    case = random_layer(4, **PAIR | {"ranks": 1}, dtype=torch.float32)
+    with opened(PAIR | {"ranks": 1}, torch.float32) as ranks:
+        (buffer,) = ranks.buffers
+        call = case.call(0)
+        out = torch.full_like(call["x"], float("nan"))
+        assert buffer.moe(**call, out=out) is out
+        case.check(0, out)
+        arrays = {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+        got = buffer.moe(**arrays)
+        assert isinstance(got, np.ndarray) and np.array_equal(got, out.numpy())
+
+
+def test_what_does_not_fit_is_named_before_a_row_is_sent() -> None:
+    case = random_layer(3, **PAIR, dtype=torch.bfloat16)
+    case.interleaved = False
+    good = [case.call(rank) for rank in range(2)]
+    w13, w2, x = good[0]["w13"], good[0]["w2"], good[0]["x"]
+    refused: list[dict[str, Any]] = [
+        {"activation": "gelu"},
+        {"w13": w13[:1]},
+        {"w13": w13.float()},
+        {"w13": w13[:, :-2].contiguous()},
+        {"w13": w13.transpose(1, 2).contiguous().transpose(1, 2)},
+        {"w2": w2[:, :-1].contiguous()},
+        {"w2": w2[..., :0].contiguous()},
+        {"w2": "weights"},
+        {"w2": w2[..., :12].contiguous(), "w13": w13[:, :24].contiguous(), "interleaved": True},
+        {"x": x.float()},
+        {"x": x[:, :16]},
+        {"bias": torch.zeros(3)},
+    ]
+    with opened(PAIR) as ranks:
+        for change in refused[:-1]:
+            with pytest.raises(BadInput) as caught:
+                ranks.buffers[0].moe(**good[0] | change)
+            assert caught.value.argument in change, change
+        with pytest.raises(BadInput, match="bias"):  # seen by combine, by all ranks alike
+            ranks.moe([call | refused[-1] for call in good])
+        for rank, out in enumerate(ranks.moe(good)):
+            case.check(rank, out)
+    with pytest.raises(Closed):
+        ranks.buffers[0].moe(**good[0])
+
+
+def test_an_id_that_is_none_is_told_on_every_rank() -> None:
+    case = random_layer(3, **PAIR, dtype=torch.bfloat16)
+    calls = [case.call(rank) for rank in range(2)]
+    with opened(PAIR) as ranks:
+        wrong = [dict(call) for call in calls]
+        wrong[1]["topk_idx"] = torch.full_like(wrong[1]["topk_idx"], 4)
+        with ThreadPoolExecutor(2) as pool:
+            told = list(pool.map(lambda buffer: _error(lambda: buffer.moe(**wrong[buffer.rank])), ranks.buffers))
+        assert [type(error) for error in told] == ([BadInput] * 2 if len(calls[1]["x"]) else [type(None)] * 2)
+        for rank, out in enumerate(on_threads(ranks, case)):
+            case.check(rank, out)
+
+
+def _error(call: Callable[[], Any]) -> BaseException | None:
+    try:
+        call()
+    except BadInput as error:
+        return error
+    return None
+
+
+def test_what_ours_lacks_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Where there is no Hopper: torch's grouped GEMM, whose values a CPU's torch has as well, and one warning."""
+    layer.ours_lacks.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0) if device == 0 else (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a newer GPU")
+    assert "a newer GPU" in layer.ours_lacks(0, torch.bfloat16, 4, 64, 64)
+    assert layer.ours_lacks(1, torch.bfloat16, 4, 64, 64) == ""
+    for other in ((torch.float32, 4, 64, 64), (torch.bfloat16, 513, 64, 64), (torch.bfloat16, 4, 64, 60)):
+        assert layer.ours_lacks(1, *other) != ""
+    for _ in range(3):
+        layer._say_once("a newer GPU, only here")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    layer.ours_lacks.cache_clear()
+    case = random_layer(3, **PAIR | {"ranks": 1}, dtype=torch.bfloat16)
+    call, counts = case.call(0), torch.tensor([9, 0, 20, 3], dtype=torch.int32)
+    x = torch.randn(40, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    w13 = case.w13
+    got = layer._by_torch(x, w13, call["w2"], counts)[:32]
+    want = layer.apply_experts(x, w13, call["w2"], counts)[:32]
+    torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
