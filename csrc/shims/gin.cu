@@ -48,6 +48,10 @@ __device__ __forceinline__ ncclGin_StrongVASignalAdd onto(const void* window, u6
     return {window_of(window), offset, add};
 }
 
+// Entries that have to be free for `posts`, each of which may take two.  Of a queue that has fewer, all: else nobody would ever post.
+__host__ __device__ constexpr u64 wanted_entries(u32 posts, u64 queue) { return 2ull * posts < queue ? 2ull * posts : queue; }
+static_assert(wanted_entries(3, 256) == 6 && wanted_entries(128, 256) == 256 && wanted_entries(200, 256) == 256);
+
 // What gin.h has only as a wait, as one look: it reads what NCCL's own waits poll.
 template <ncclNetDeviceType backend>
 struct Look;
@@ -70,7 +74,7 @@ struct Look<NCCL_NET_DEVICE_GIN_PROXY> {
         ncclGinProxyGpuCtx_t* proxy = of(ctx);
         const u32 behind = consumed(proxy, peer);  // first: what is posted in between makes us see less room, not more
         const cuda::atomic_ref<u32, cuda::thread_scope_system> pi(proxy->pis[peer]);
-        return pi.load(cuda::memory_order_relaxed) - behind + 2 * posts <= proxy->queueSize ? 1 : 0;
+        return pi.load(cuda::memory_order_relaxed) - behind + wanted_entries(posts, proxy->queueSize) <= proxy->queueSize ? 1 : 0;
     }
 };
 #endif
@@ -104,8 +108,8 @@ struct Look<NCCL_NET_DEVICE_GIN_GDAKI> {
     __device__ static i32 room(ncclGinCtx ctx, int peer, u32 posts) {
         doca_gpu_dev_verbs_qp* qp = queue(ctx, peer);
         const u64 entries = qp->sq_wqe_num;
-        const u64 last =
-            doca_gpu_dev_verbs_atomic_read<uint64_t, DOCA_GPUNETIO_VERBS_RESOURCE_SHARING_MODE_GPU>(&qp->sq_rsvd_index) + 2 * posts - 1;
+        const u64 last = doca_gpu_dev_verbs_atomic_read<uint64_t, DOCA_GPUNETIO_VERBS_RESOURCE_SHARING_MODE_GPU>(&qp->sq_rsvd_index) +
+                         wanted_entries(posts, entries) - 1;
         return last < entries ? 1 : look(qp, last - entries);
     }
 };
@@ -126,7 +130,8 @@ struct Look<NCCL_NET_DEVICE_GIN_GPI> {
         gpi_gpu_channel_t* channel = nccl::gin::gpi::gpi_gpu_channel_get_ptr(ctx);
         const u64 behind = GPI_READ_ONCE(channel->queue_.ci_->value);
         const u64 ahead = GPI_READ_ONCE(channel->queue_.pi_);
-        return ahead - behind + 2 * posts <= (1ull << channel->queue_.log_depth) ? 1 : 0;
+        const u64 entries = 1ull << channel->queue_.log_depth;
+        return ahead - behind + wanted_entries(posts, entries) <= entries ? 1 : 0;
     }
 };
 #endif

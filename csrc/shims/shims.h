@@ -81,6 +81,7 @@ __device__ i32 moecomm_gin_flush_ended(const void* comm, u32 context, const u64*
 // 1 if the next `posts` puts and signals of this context to this peer will not have to wait for room; 0 not now; -1, the transport failed.
 // With `posts` the number of threads that may post at the same time, each of which asks before each post of at most 1 GiB, no post waits
 // inside NCCL for another machine or for the proxy: polled in a wait of ours, this puts our deadline on NCCL's queue.
+// Where the queue has less room than for `posts`, 1 means that it is empty: posts may then wait inside NCCL for each other.
 __device__ i32 moecomm_gin_has_room(const void* comm, u32 context, i32 peer, u32 posts);
 
 // ---- NVSHMEM.  Addresses of peers are those of our own symmetric heap.  A source may be any memory here inside the NVLink domain; with a

@@ -85,15 +85,16 @@ def start(ranks: Rendezvous, device: torch.device) -> None:
     if running:
         return
     size = bindings.uniqueid_dtype.itemsize
-    with all_or_none(ranks):
-        identity = nvshmem.core.get_unique_id(empty=ranks.rank != 0)
-    mine = ctypes.string_at(identity.ptr, size) if ranks.rank == 0 else bytes(size)
-    ctypes.memmove(identity.ptr, ranks.all_gather(mine)[0], size)
-    with all_or_none(ranks), config.variables(_variables()):
-        here = Device(device.index)
-        here.set_current()
-        nvshmem.core.init(device=here, uid=identity, rank=ranks.rank, nranks=ranks.ranks, initializer_method="uid")
-        linking.tell_nvshmem_again()
+    with config.variables(_variables()):  # whichever call it is that reads them, once
+        with all_or_none(ranks):
+            identity = nvshmem.core.get_unique_id(empty=ranks.rank != 0)
+        mine = ctypes.string_at(identity.ptr, size) if ranks.rank == 0 else bytes(size)
+        ctypes.memmove(identity.ptr, ranks.all_gather(mine)[0], size)
+        with all_or_none(ranks):
+            here = Device(device.index)
+            here.set_current()
+            nvshmem.core.init(device=here, uid=identity, rank=ranks.rank, nranks=ranks.ranks, initializer_method="uid")
+            linking.tell_nvshmem_again()
 
 
 def _variables() -> dict[str, str]:

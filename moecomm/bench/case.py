@@ -40,12 +40,15 @@ class Case:
     ceiling: bool = True
     peers: bool = True
     overlap_gemm: bool = False
+    domain_ranks: int = 0  # of Buffer; 0: all that load and store reach
     seed: int = 0
 
     def check(self) -> None:
         """Raises BadInput for a value that can't be measured."""
         if self.ranks < 1 or self.experts % self.ranks:
             raise BadInput("ranks", self.ranks, f"a divisor of {self.experts} experts")
+        if self.domain_ranks < 0 or (self.domain_ranks and self.ranks % self.domain_ranks):
+            raise BadInput("domain_ranks", self.domain_ranks, f"a divisor of {self.ranks} ranks, or 0 for all")
         for name, values, known in (("layout", self.layouts, LAYOUTS), ("payload", self.payloads, PAYLOADS)):
             if not values or any(value not in known for value in values):
                 raise BadInput(name, ",".join(values), f"some of {', '.join(known)}")

@@ -19,6 +19,7 @@ app = typer.Typer(
 
 Ranks = Annotated[int | None, typer.Option(help="Processes; default: 4 on CPUs, one a GPU.")]
 Backend = Annotated[str, typer.Option(help="auto, host, lsa, gin or nvshmem.")]
+DomainRanks = Annotated[int, typer.Option(help="Ranks of a domain; others are put to.  0: all that loads reach.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result there.")]
 Model = Annotated[str, typer.Option(help="Whose sizes: a name of moecomm.router.MODELS.")]
 Hidden = Annotated[int | None, typer.Option(help="Columns of a token, in place of the model's.")]
@@ -65,6 +66,7 @@ def dispatch_combine(
     overlap_gemm: Gemm = False,
     ranks: Ranks = None,
     backend: Backend = "auto",
+    domain_ranks: DomainRanks = 0,
     json: Json = None,
 ) -> None:
     """Whole dispatches and combines, and the two after each other."""
@@ -73,7 +75,7 @@ def dispatch_combine(
         (tokens, layout, payload, sms),
         (backend, ranks, mode),
         {"cold": cold, "skew": SKEW * skew, "chain": chain, "replays": replays},
-        {"ceiling": ceiling, "peers": peers, "overlap_gemm": overlap_gemm},
+        {"ceiling": ceiling, "peers": peers, "overlap_gemm": overlap_gemm, "domain_ranks": domain_ranks},
     )
     _run_case(case, json)
 

@@ -79,6 +79,7 @@ class Ours:
             max_tokens=tokens,
             backend=case.backend,
             device=device,
+            domain_ranks=case.domain_ranks or None,
         )
         mode = {"graph": case.mode == "graph", "cold": case.cold}
         self.clock = Clock(group, device, **mode, chain=case.chain_of(tokens), replays=case.replays)

@@ -50,6 +50,10 @@ class Books:
         self.next, self.fails = 0x10000, ""
         self.identity = ctypes.create_string_buffer(128)
 
+    def get_unique_id(self, *, empty: bool) -> SimpleNamespace:
+        assert "NVSHMEM_DISABLE_NVLS" in os.environ, "it may read them before init does"
+        return SimpleNamespace(ptr=ctypes.addressof(self.identity))
+
     def init(self, *, uid: Any, rank: int, nranks: int, device: Any, initializer_method: str) -> None:
         assert initializer_method == "uid" and uid.ptr == ctypes.addressof(self.identity)
         self.environment = {name: value for name, value in os.environ.items() if name.startswith("NVSHMEM_")}
@@ -82,7 +86,7 @@ class Books:
         bindings.team_n_pes = lambda team: self.near
         bindings.uniqueid_dtype = SimpleNamespace(itemsize=128)
         core.get_version = lambda: SimpleNamespace(libnvshmem_version=self.version)
-        core.get_unique_id = lambda empty: SimpleNamespace(ptr=ctypes.addressof(self.identity))
+        core.get_unique_id = self.get_unique_id
         core.init = self.init
         package.bindings, package.core = bindings, core
         for name, module in (("nvshmem", package), ("nvshmem.bindings", bindings), ("nvshmem.core", core)):

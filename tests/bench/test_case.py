@@ -76,6 +76,8 @@ def test_skewed_tokens_want_rank_0_on_every_rank() -> None:
         ("layout", {"layouts": []}),
         ("payload", {"payloads": ["fp4"]}),
         ("tokens", {"tokens": [4, 0]}),
+        ("domain_ranks", {"domain_ranks": 2}),
+        ("domain_ranks", {"domain_ranks": -1}),
         ("sms", {"sms": [-1]}),
         ("mode", {"mode": "graph"}),
         ("mode", {"mode": "lazy"}),

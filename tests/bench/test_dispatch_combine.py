@@ -117,6 +117,16 @@ def test_every_operation_has_a_row_whose_figures_agree(tmp_path: Path) -> None:
     assert "all-to-all ceiling" in said and "of sum" in said
 
 
+def test_domains_of_one_rank_have_room_for_what_crosses(tmp_path: Path) -> None:
+    words = ["--tokens", "24", "--ranks", "2", "--replays", "1", "--layout", "flat", "--no-peers", "--no-ceiling"]
+    beyond = []
+    for domain_ranks in ("0", "1"):
+        _, found = bench(tmp_path, "dispatch-combine", *SIZES, *words, "--domain-ranks", domain_ranks)
+        assert found["case"]["domain_ranks"] == int(domain_ranks) and all("us" in row for row in found["rows"])
+        beyond.append(found["memory"][0]["beyond_outputs"])
+    assert beyond[0] < beyond[1]
+
+
 def check_bytes(row: dict[str, Any], traffic: dict[str, Any]) -> None:
     """Bytes of a row of the table, from the counts."""
     payload = {"bf16": 2 * HIDDEN, "fp8": HIDDEN + 4, "": 0}[row["payload"]]
