@@ -15,6 +15,14 @@ struct LeaveArgs {
 };
 static_assert(sizeof(LeaveArgs) == 80, "as leave.py packs it");
 
+// poll() is 1 when it has come, 0 not yet, -1 never.
+template <class Poll>
+MOECOMM_FN bool await_poll(const Deadline& deadline, Poll poll) {
+    i32 found = 0;
+    const bool ended = wait_until(deadline, [&] { return (found = poll()) != 0; }) == Waited::ok;
+    return ended && found > 0;
+}
+
 // By one warp.  What does not get away in time does not: who waits for it has a deadline.
 template <class Transport>
 MOECOMM_FN void leave(const LeaveArgs& a) {
@@ -29,23 +37,17 @@ MOECOMM_FN void leave(const LeaveArgs& a) {
     __syncwarp();
     const Transport transport(ctx);
     const Deadline deadline{a.timeout_ns, reinterpret_cast<const u32*>(a.abort_here), reinterpret_cast<const u32*>(a.abort_host)};
-    // poll() is 1 when it has come, 0 not yet, -1 never
-    const auto await = [&](auto poll) {
-        i32 found = 0;
-        const bool ended = wait_until(deadline, [&] { return (found = poll()) != 0; }) == Waited::ok;
-        return ended && found > 0;
-    };
     for (i32 peer = 0; peer < a.ranks; ++peer) {
         if (peer / a.domain_ranks == a.rank / a.domain_ranks) continue;
         bool goes = true;
-        if (speaks) goes = await([&] { return transport.has_room(peer, 2); });
+        if (speaks) goes = await_poll(deadline, [&] { return transport.has_room(peer, 2); });
         if (!__all_sync(kAllLanes, goes)) return;
         transport.put(peer, a.mail, a.mail, a.bytes);
         if (!speaks) continue;
         transport.add(peer, mail_signal(a.rank), tag_signal(1));  // one a round
         u64 ticket[2];
         transport.sent_begin(peer, ticket);
-        await([&] { return transport.sent_ended(peer, ticket); });
+        await_poll(deadline, [&] { return transport.sent_ended(peer, ticket); });
     }
 }
 
