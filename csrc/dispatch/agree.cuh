@@ -43,6 +43,7 @@ MOECOMM_FN void place_groups(const Call& c, i32 rank) {
     constexpr DispatchConfig cfg = Call::cfg;
     const i64 group_limit = batched_start(c.shape(), 1);
     i64 rows = 0, too_many = 0;
+#pragma unroll 1
     for (i32 first = 0; first < cfg.experts_here(); first += kWarp) {
         const i32 local = first + lane_id(), expert = rank * cfg.experts_here() + local;
         const bool inside = local < cfg.experts_here();

@@ -32,9 +32,9 @@ def measure(group: dist.ProcessGroup, call: Callable[[], Any], sms: int, us: flo
     """{gemm_tflops, kept, held}: matmuls on all multiprocessors but `sms`, and what of their speed is left.
 
     `kept`: beside running rounds.  `held`: beside rounds of blocks that hold as many multiprocessors for as long, lie
-    as theirs and do nothing: the rest is lost because of where the matmuls run.  Alone and beside take turns, because a GPU that
-    has been at work for a while runs at another clock than one that has not: medians.  `call`: a round on `sms`
-    multiprocessors that takes `us` microseconds alone.  {why} where torch can't limit matmuls.
+    as theirs and do nothing: the rest is lost because of where the matmuls run.  Alone and beside take turns, because
+    a GPU that has been at work for a while runs at another clock than one that has not: medians.  `call`: a round on
+    `sms` multiprocessors that takes `us` microseconds alone.  {why} where torch can't limit matmuls.
     """
     limit = getattr(torch._C, "_set_sm_carveout_experimental", None)
     if limit is None:
