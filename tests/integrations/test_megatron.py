@@ -19,6 +19,7 @@ from megatron.core.transformer.spec_utils import build_module
 
 from moecomm.integrations.megatron import Manager, MoELayer, TokenDispatcher, install_as_deepep, use_moecomm
 from moecomm.integrations.megatron.exchange import Limits
+from moecomm.settings import Settings
 from tests.integrations.megatron_on_cpu import EXPERTS, HIDDEN, config_of, parallel, spec, without_cuda
 
 TOKENS = (5, 1, 8, 3)  # sequence lengths, of a batch of two
@@ -211,6 +212,32 @@ def _schedules(rank: int, group: Any) -> list[bool]:
 
 def test_stages_may_be_cut_apart_and_micro_batches_interleaved(ranks: Any) -> None:
     assert all(all(same) for same in ranks.run(2, _schedules))
+
+
+def _deep(rank: int, group: Any) -> list[bool]:
+    """Twenty passes forward, and then all of them back, in a window of two rounds."""
+    without_cuda()
+    parallel(2)
+    sizes = Settings(2, HIDDEN, EXPERTS, 2, 1000, torch.float32, "host", None)
+    limits = Limits(max_tokens=1000, window_bytes=2 * sizes.round_bytes("expert"))
+    theirs, mine = pair({"moe_router_padding_for_quantization": True}, 2, limits=limits)
+    want = results(theirs, rank, 500, torch.float32)
+    g = torch.Generator().manual_seed(rank)
+    x, seen = torch.randn((2, 500, 2, HIDDEN), generator=g)
+    given = [x.clone().requires_grad_() for _ in range(20)]
+    outs = [mine(x)[0] for x in given]
+    same = []
+    for x, out in zip(given, outs, strict=True):
+        mine.zero_grad()
+        (out * seen).sum().backward()
+        found = [out.detach(), x.grad, *(p.grad for p in mine.parameters())]
+        # Their padding is of tokens with a weight of 0, ours of zeros: sums of another number of terms.
+        same += [bool(((a - b).abs() <= 2.0**-20 * b.abs().max()).all()) for a, b in zip(found, want, strict=True)]
+    return same
+
+
+def test_deep_models_need_no_window_for_all_of_their_layers(ranks: Any) -> None:
+    assert all(all(same) for same in ranks.run(2, _deep))
 
 
 def _as_deepep(rank: int, group: Any) -> list[bool]:

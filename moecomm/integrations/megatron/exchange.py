@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.pool import ask_to_grow, asks_to_grow
 from moecomm.errors import Mismatch
+from moecomm.ops import handles
 from moecomm.ops.rounds import rows_of, settled
 from moecomm.rendezvous import rendezvous
 from moecomm.routed import Handle, Routed
@@ -175,13 +176,15 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weights: torch.Tensor, topk_idx: torch.Tensor, exchange: Exchange, alignment: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Way]:
         routed = exchange.route(rows_of(x), topk_idx.contiguous(), weights.float().contiguous(), alignment)
-        ctx.way, ctx.weights_dtype = Way(routed.handle, exchange.limits.num_sms), weights.dtype
+        rows: torch.Tensor = routed.x
+        if alignment > 1:
+            _zero_padding(rows, routed.src)
+        rows, tables = settled(routed.handle.buffer, rows, handles.tables(routed))
+        ctx.way, ctx.weights_dtype = Way(handles.over(tables, routed), exchange.limits.num_sms), weights.dtype
         counts = routed.tokens_per_expert.long()
         counts = ((counts + alignment - 1) // alignment * alignment).cpu()
-        rows, row_weights = _rows(routed), routed.row_weights
-        assert row_weights is not None
         ctx.mark_non_differentiable(counts)
-        return rows, row_weights, counts, ctx.way
+        return rows, handles.row_weights(ctx.way.handle), counts, ctx.way
 
     @staticmethod
     @once_differentiable
@@ -203,8 +206,10 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         handle, num_sms = ctx.way
-        sent = rows_of(grad.to(handle.buffer.dtype))
-        return _rows(handle.buffer.dispatch(sent, handle=handle, num_sms=num_sms)).to(ctx.dtype), None
+        rows = handle.buffer.dispatch(rows_of(grad.to(handle.buffer.dtype)), handle=handle, num_sms=num_sms).x
+        if handle.args.alignment > 1:
+            _zero_padding(rows, handles.sources(handle))
+        return settled(handle.buffer, rows)[0].to(ctx.dtype), None
 
 
 def _home(rows: torch.Tensor, way: Way, **options: Any) -> Any:
@@ -213,9 +218,6 @@ def _home(rows: torch.Tensor, way: Way, **options: Any) -> Any:
     return handle.buffer.combine(rows_of(rows), handle, weighted=False, wire=rows.dtype, num_sms=num_sms, **options)
 
 
-def _rows(routed: Routed) -> torch.Tensor:
-    """What arrived, with zeros in padding: experts, and gradients of their weights, go through all rows."""
-    rows: torch.Tensor = routed.x
-    if routed.handle.args.alignment > 1:
-        rows.masked_fill_(routed.src[:, :1] < 0, 0)
-    return settled(routed.handle.buffer, rows)[0]
+def _zero_padding(rows: torch.Tensor, src: torch.Tensor) -> None:
+    """Experts, and gradients of their weights, go through all rows."""
+    rows.masked_fill_(src[:, :1] < 0, 0)
