@@ -5,6 +5,7 @@
 | MOECOMM_BACKEND | backend of every Buffer opened with backend="auto" |
 | MOECOMM_CACHE_DIR | where compiled kernels are kept (default: the user's cache directory) |
 | MOECOMM_WINDOW | how the lsa backend makes windows: "nccl" or "vmm" (default: nccl where it can, else vmm) |
+| MOECOMM_VLLM | moecomm in the place of DeepEP in vLLM: "always" or "never" (default: where there is no deep_ep) |
 | MOECOMM_RMA | how the RMA plugin, which reads these four itself, moves bytes: "auto", "loopback" or "tcp" |
 | MOECOMM_JOB_SECRET | what its ranks on different hosts prove to each other |
 | MOECOMM_RMA_ADDRESS | the IPv4 address that it listens at |
@@ -24,6 +25,7 @@ _KNOWN = {
     "MOECOMM_BACKEND": ("auto", "host", "lsa", "gin", "nvshmem"),
     "MOECOMM_CACHE_DIR": None,
     "MOECOMM_WINDOW": ("nccl", "vmm"),
+    "MOECOMM_VLLM": ("always", "never"),
     "MOECOMM_RMA": ("auto", "loopback", "tcp"),
     "MOECOMM_JOB_SECRET": None,
     "MOECOMM_RMA_ADDRESS": None,
@@ -53,6 +55,12 @@ def window_kind() -> str | None:
     """How the lsa backend shall make its windows; None: its own choice."""
     check_environment()
     return os.environ.get("MOECOMM_WINDOW")
+
+
+def in_vllm() -> str | None:
+    """Whether moecomm shall take the place of DeepEP in vLLM; None: where that is free."""
+    check_environment()
+    return os.environ.get("MOECOMM_VLLM")
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import moecomm
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+FIGURE = r"\d+(?:\.\d+)? ?(?:[mnuµ]s|GB/s|TFLOP/s|times|x as fast)\b"
 sys.path.append(str(ROOT / "bench"))
 
 
@@ -53,6 +54,27 @@ def test_links_lead_somewhere() -> None:
     links = [link for link in re.findall(r"\]\(([^)#]+)", README) if not link.startswith("http")]
     assert len(links) > 10
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_pages_are_linked_and_their_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    assert f"](docs/{page.name})" in README
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if not link.startswith("http")]
+    assert links and [link for link in links if not (page.parent / link).exists()] == []
+    assert "## Lines to change" in text and "## Not supported" in text
+    assert re.findall(FIGURE, text) == [], "figures are in the README, from JSON"
+
+
+def test_names_of_ours_on_the_pages_exist() -> None:
+    """Modules are found without what they are for: Megatron-core and vLLM need not be installed."""
+    for page in (ROOT / "docs").glob("*.md"):
+        for name in set(re.findall(r"\b(?:from )?(moecomm(?:\.[a-z_]+)+)", page.read_text())):
+            path, rest = ROOT, name.split(".")
+            while rest and (path / rest[0]).is_dir():
+                path, rest = path / rest[0], rest[1:]
+            text = (path / "__init__.py").read_text()
+            assert not rest or (path / f"{rest[0]}.py").is_file() or re.search(rf"\b{rest[0]}\b", text), name
 
 
 def test_follow_one_token_goes_from_buffer_to_output() -> None:
@@ -99,7 +121,7 @@ def test_figures_are_what_the_results_say() -> None:
     assert re.search(r"\d ms", measured), "no result is shown"
     # Nowhere else.
     rest = README.replace(measured, "")
-    assert re.findall(r"\d+(?:\.\d+)? ?(?:[mnuµ]s|GB/s|TFLOP/s|times|x as fast)\b", rest) == []
+    assert re.findall(FIGURE, rest) == []
 
 
 def test_plots_are_drawn_from_the_results() -> None:

@@ -23,6 +23,7 @@ TEXT = [
     ROOT / "pyproject.toml",
     ROOT / "setup.py",
     *sorted((ROOT / "csrc").rglob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
 ]
 MOST_LINES = 400
 REPLACED = {"bench/nvlink.py", "gpu_check.py"}  # by moecomm bench; results of it are still cited

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 
 from moecomm import _native, names
+from moecomm.arrays import window_tensor
 from moecomm.dispatch.arguments import LAYOUTS
 from moecomm.errors import BadInput
 from moecomm.routed import Handle as NativeHandle
@@ -96,6 +97,22 @@ def restore(memory: torch.Tensor, name: str, layout: str, max_rows: int, num_tok
     return NativeHandle(buffer, route.plan, args, cast("_native.Block", memory), True)
 
 
+def over(memory: torch.Tensor, routed: Routed) -> NativeHandle:
+    """The handle of a dispatch, over its tables: `memory` is those in the window, or a copy of them."""
+    made = routed.handle
+    address = routed.plan.base + made.block.offset
+    route = Route(routed.plan, copy.copy(made.args), address, memory.nbytes, {})
+    args = _moved(route, memory.data_ptr() - address)
+    return NativeHandle(made.buffer, routed.plan, args, cast("_native.Block", memory), True)
+
+
+def tables(routed: Routed) -> torch.Tensor:
+    """uint8: what a dispatch keeps for rounds with its handle, in the window."""
+    block = routed.handle.block
+    address = routed.plan.base + block.offset
+    return window_tensor(block, address, (block.nbytes,), torch.uint8, routed.plan.device, routed.plan.owner)
+
+
 def _moved(route: Route, distance: int) -> _native.DispatchArgs:
     args = copy.copy(route.args)
     for field in ROUTE:
@@ -116,6 +133,12 @@ def counts(handle: NativeHandle) -> tuple[torch.Tensor, torch.Tensor]:
 def sources(handle: NativeHandle) -> torch.Tensor:
     """src int32 [rows, 2] (batched [E/R, R * max_tokens, 2]), likewise; rows past num_rows are not initialised."""
     return _view(handle, handle.args.route.src, (*handle.plan.rows_shape(handle.args), 2))
+
+
+def row_weights(handle: NativeHandle) -> torch.Tensor:
+    """float32 [rows] (batched [E/R, R * max_tokens]), likewise: the routing weight of each row."""
+    weights = _view(handle, handle.args.route.row_weights, handle.plan.rows_shape(handle.args))
+    return weights.view(torch.float32)
 
 
 def memory_bytes(buffer: Buffer, layout: str, max_rows: int) -> int:

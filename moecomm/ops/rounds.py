@@ -63,7 +63,7 @@ def dispatch(
         local_idx = topk_idx.new_empty(0)
     src = torch.where(arrived.unsqueeze(-1), routed.src, -1)
     tokens_per_expert, num_rows = routed.tokens_per_expert.clone(), routed.num_rows.clone()
-    rows, memory = _settled(owner, rows, memory)
+    rows, memory = settled(owner, rows, memory)
     return rows, weights, local_idx, src, tokens_per_expert, num_rows, memory
 
 
@@ -104,7 +104,7 @@ def dispatch_again(
     rows: torch.Tensor = _run_dispatch(owner, rows_of(x), handle=handle).x
     if zero_padding:
         _zero_others(rows, _arrived(layout, *handles.counts(handle), handles.sources(handle)))
-    return _settled(owner, rows)[0]
+    return settled(owner, rows)[0]
 
 
 @dispatch_again.register_fake
@@ -241,7 +241,7 @@ def _where_peers_read(buffer: Buffer, handle: NativeHandle, weights: torch.Tenso
     return here.copy_(weights)
 
 
-def _settled(buffer: Buffer, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def settled(buffer: Buffer, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The outputs of a round, or copies outside the window when less than half of that is free in one piece.
 
     Autograd keeps what a layer got until its backward pass.  The window is not made for all layers of a model, torch's

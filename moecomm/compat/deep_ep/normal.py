@@ -40,9 +40,9 @@ def dispatch(
         if num_worst_tokens:
             raise BadInput("num_worst_tokens", num_worst_tokens, "topk_idx beside it: it says which rows are in use")
         ids = _an_expert_of_each_rank(is_token_in_rank, num_experts, pool.ranks.ranks)
-    routed = _route(pool, rows, scales, ids, topk_weights, num_experts, num_worst_tokens, num_sms)
+    routed = route(pool, rows, scales, ids, topk_weights, num_experts, num_worst_tokens, num_sms)
     handle = NormalHandle(routed.handle, channel_sms)
-    recv_x = _received(pool, routed, scales is not None)
+    recv_x = received(pool, routed, scales is not None)
     if topk_idx is None:
         counts = _aligned(_exchange_counts(pool, num_tokens_per_expert), expert_alignment)
         return recv_x, None, None, counts, handle
@@ -67,7 +67,7 @@ def repeat(pool: Pool, x: Any, handle: Any, num_sms: int | None) -> Any:
     rows, scales = unpack(x)
     native = native_of(pool, handle)
     routed = native.buffer.dispatch(rows, scales=scales, handle=native, sync=False, num_sms=num_sms)
-    return _received(pool, routed, scales is not None)
+    return received(pool, routed, scales is not None)
 
 
 def combine(
@@ -115,7 +115,7 @@ def one_bias(bias: Any) -> Any:
     return first + second
 
 
-def _route(
+def route(
     pool: Pool,
     rows: torch.Tensor,
     scales: torch.Tensor | None,
@@ -143,7 +143,7 @@ def _route(
     return buffer.dispatch(rows, ids, weights, layout="flat", scales=scales, sync=True, num_sms=num_sms)
 
 
-def _received(pool: Pool, routed: Routed, with_scales: bool) -> Any:
+def received(pool: Pool, routed: Routed, with_scales: bool) -> Any:
     """x, or x and scales; copied out of a window that would have no room for another round."""
     x, scales = routed.x, routed.scales
     if pool.is_filling(routed.handle.buffer):

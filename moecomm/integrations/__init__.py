@@ -1,0 +1,1 @@
+"""moecomm inside frameworks: a package each, imported by whoever has that framework."""

@@ -1,0 +1,17 @@
+"""moecomm as a token dispatcher of Megatron-core (checked against 0.16.1): by a layer spec, without a patched file.
+
+    from moecomm.integrations.megatron import use_moecomm
+
+    spec = use_moecomm(get_gpt_layer_with_transformer_engine_spec(num_experts=64, moe_grouped_gemm=True))
+    model = GPTModel(config, spec, ...)
+
+docs/megatron.md says which settings of Megatron-core work, and which do not.
+"""
+
+from __future__ import annotations
+
+from moecomm.integrations.megatron.exchange import Limits
+from moecomm.integrations.megatron.layer import MoELayer, TokenDispatcher, install_as_deepep, use_moecomm
+from moecomm.integrations.megatron.manager import Manager
+
+__all__ = ["Limits", "Manager", "MoELayer", "TokenDispatcher", "install_as_deepep", "use_moecomm"]

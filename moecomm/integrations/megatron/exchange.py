@@ -1,0 +1,223 @@
+"""Rows to experts and home again, exactly as many as there are, with gradients; one Buffer for all layers.
+
+moecomm.ops has static shapes, for graphs; a training framework that splits rows by counts on the host wants exact
+ones, and memory for the rows that came instead of for the worst case.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from moecomm.buffer import Buffer
+from moecomm.compat.deep_ep.pool import ask_to_grow, asks_to_grow
+from moecomm.errors import Mismatch
+from moecomm.ops import handles
+from moecomm.ops.rounds import rows_of, settled
+from moecomm.rendezvous import rendezvous
+from moecomm.routed import Handle, Routed
+
+
+class Limits(NamedTuple):
+    """What a user may choose; all ranks alike.
+
+    Attributes:
+        max_tokens: room for so many tokens a rank from the start; None: what the first dispatch has.  A rank that has
+            more takes a larger Buffer, on all ranks together.
+        max_rows: rows, a (token, expert) each, that this rank has room for; None: the worst case, all tokens of all
+            ranks.  More is bad input on every rank.
+        window_bytes: see Buffer.
+        num_sms: see Buffer.dispatch.
+        timeout_s: how long a rank waits for another, in seconds.  Ranks of a training job drift apart by whatever one
+            of them does alone: writing a checkpoint, compiling.
+        backend: see Buffer; None: "host" for tensors on the CPU, else "auto".
+    """
+
+    max_tokens: int | None = None
+    max_rows: int | None = None
+    window_bytes: int | None = None
+    num_sms: int | None = None
+    timeout_s: float = 600.0
+    backend: str | None = None
+
+
+class Exchange:
+    """Dispatch by expert, and combine, between the ranks of a group.
+
+    Args:
+        group: a torch.distributed process group.
+        num_experts: of all its ranks.
+        topk: the most experts a token picks.
+        limits: see Limits.
+    """
+
+    def __init__(self, group: Any, num_experts: int, topk: int, limits: Limits) -> None:
+        self._group, self._ranks = group, rendezvous(group)
+        self._num_experts, self._topk, self.limits = num_experts, topk, limits
+        self._buffers: dict[tuple[int, torch.dtype, torch.device], Buffer] = {}
+
+    def dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, alignment: int
+    ) -> Dispatched:
+        """Collective.  Gradients: x and topk_weights.
+
+        Args:
+            x: `[T, H]`.
+            topk_idx: int64 `[T, K]`, -1 picks none.
+            topk_weights: floating `[T, K]`.
+            alignment: the rows of an expert are filled up to a multiple of it, with zeros.
+
+        Raises:
+            As Buffer and Buffer.dispatch.
+        """
+        return Dispatched(*_Dispatch.apply(x, topk_weights, topk_idx, self, alignment))  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def combine(y: torch.Tensor, way: Way) -> torch.Tensor:
+        """The sum of each token's rows, without weights: `[T, H]`.  Collective.  Gradient: y.
+
+        Raises:
+            As Buffer.combine.
+        """
+        out: torch.Tensor = _Combine.apply(y, way)  # type: ignore[no-untyped-call]
+        return out
+
+    def route(self, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor, alignment: int) -> Routed:
+        """Buffer.dispatch; where a rank has more tokens than the Buffer takes, again with a larger one."""
+        key = (x.shape[1], x.dtype, x.device)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.closed:
+            buffer = self._open(key, max(len(x), self.limits.max_tokens or 1))
+        if len(x) > buffer.max_tokens:
+            ask_to_grow(buffer, x, topk_idx, None, layout="expert")
+        else:
+            try:
+                return self._dispatch(buffer, x, topk_idx, weights, alignment)
+            except Mismatch as error:
+                if not asks_to_grow(error):
+                    raise
+        # Handles of the smaller one stay good, and keep it, until the backward passes they wait for.
+        buffer = self._open(key, max(len(x), buffer.max_tokens + buffer.max_tokens // 4))
+        return self._dispatch(buffer, x, topk_idx, weights, alignment)
+
+    def _dispatch(
+        self, buffer: Buffer, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor, alignment: int
+    ) -> Routed:
+        return buffer.dispatch(
+            x,
+            topk_idx,
+            weights,
+            layout="expert",
+            expert_alignment=alignment,
+            max_rows=self.limits.max_rows,
+            num_sms=self.limits.num_sms,
+            sync=True,
+        )
+
+    def _open(self, key: tuple[int, torch.dtype, torch.device], tokens: int) -> Buffer:
+        """Collective: every rank is here, in the same dispatch."""
+        hidden, dtype, device = key
+        most = max(int(struct.unpack("<q", theirs)[0]) for theirs in self._ranks.all_gather(struct.pack("<q", tokens)))
+        buffer = self._buffers[key] = Buffer(
+            self._ranks,
+            hidden=hidden,
+            num_experts=self._num_experts,
+            topk=self._topk,
+            max_tokens=most,
+            dtype=dtype,
+            backend=self.limits.backend or ("host" if device.type == "cpu" else "auto"),
+            device=device,
+            timeout_s=self.limits.timeout_s,
+            window_bytes=self.limits.window_bytes,
+        )
+        return buffer
+
+
+class Way(NamedTuple):
+    """Where the tokens of a dispatch went, for the rows to come home."""
+
+    handle: Handle
+    num_sms: int | None
+
+
+class Dispatched(NamedTuple):
+    """What Exchange.dispatch gives: x `[rows, H]` and weights float32 `[rows]` by expert, with zeros in padding;
+    tokens_per_expert int64 `[E/R]` on the CPU, padding included, which adds up to `rows`; and the way home.
+    """
+
+    x: torch.Tensor
+    weights: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    way: Way
+
+
+_lock = threading.Lock()
+_shared: weakref.WeakValueDictionary[tuple[Any, ...], Exchange] = weakref.WeakValueDictionary()
+
+
+def shared_exchange(group: Any, num_experts: int, topk: int, limits: Limits) -> Exchange:
+    """The Exchange of this process for these; it lives as long as somebody refers to it."""
+    with _lock:
+        key = (id(group), num_experts, topk, limits)  # an Exchange keeps its group, so that the id stays its own
+        exchange = _shared.get(key)
+        if exchange is None:
+            exchange = _shared[key] = Exchange(group, num_experts, topk, limits)
+        return exchange
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weights: torch.Tensor, topk_idx: torch.Tensor, exchange: Exchange, alignment: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Way]:
+        routed = exchange.route(rows_of(x), topk_idx.contiguous(), weights.float().contiguous(), alignment)
+        rows: torch.Tensor = routed.x
+        if alignment > 1:
+            _zero_padding(rows, routed.src)
+        rows, tables = settled(routed.handle.buffer, rows, handles.tables(routed))
+        ctx.way, ctx.weights_dtype = Way(handles.over(tables, routed), exchange.limits.num_sms), weights.dtype
+        counts = routed.tokens_per_expert.long()
+        counts = ((counts + alignment - 1) // alignment * alignment).cpu()
+        ctx.mark_non_differentiable(counts)
+        return rows, handles.row_weights(ctx.way.handle), counts, ctx.way
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_x: torch.Tensor, grad_weights: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+        if not ctx.needs_input_grad[1]:  # alike on all ranks, as their models are
+            return _home(grad_x, ctx.way), None, None, None, None
+        x, weights = _home(grad_x, ctx.way, weight_grads=grad_weights.float().contiguous())
+        return x, weights.to(ctx.weights_dtype), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, way: Way) -> torch.Tensor:
+        ctx.way, ctx.dtype = way, y.dtype
+        out: torch.Tensor = _home(y, way)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        handle, num_sms = ctx.way
+        rows = handle.buffer.dispatch(rows_of(grad.to(handle.buffer.dtype)), handle=handle, num_sms=num_sms).x
+        if handle.args.alignment > 1:
+            _zero_padding(rows, handles.sources(handle))
+        return settled(handle.buffer, rows)[0].to(ctx.dtype), None
+
+
+def _home(rows: torch.Tensor, way: Way, **options: Any) -> Any:
+    """A rank's rows of a token are added in float32 and rounded before they travel: half the bytes of `wire=None`."""
+    handle, num_sms = way
+    return handle.buffer.combine(rows_of(rows), handle, weighted=False, wire=rows.dtype, num_sms=num_sms, **options)
+
+
+def _zero_padding(rows: torch.Tensor, src: torch.Tensor) -> None:
+    """Experts, and gradients of their weights, go through all rows."""
+    rows.masked_fill_(src[:, :1] < 0, 0)

@@ -1,0 +1,101 @@
+"""What moves the tokens of a MoEFlexTokenDispatcher: the interface that Megatron-core's own managers have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
+from megatron.core.transformer.moe.token_dispatcher import _DispatchManager
+
+from moecomm.errors import BadInput
+from moecomm.integrations.megatron.exchange import Limits, Way, shared_exchange
+
+
+class Manager(_DispatchManager):  # type: ignore[misc]
+    """Dispatch that arrives sorted by expert and padded, so that nothing is left to permute; and combine.
+
+    Its arguments and attributes are those of Megatron-core's DeepEP manager, whose place it can take.
+
+    Args:
+        group: the ranks, of tensor and expert parallelism together.
+        num_local_experts: of one rank.
+        router_topk: experts a token picks, times the ranks of tensor parallelism.
+        num_experts: as many times the number of ranks.
+        config: TransformerConfig.
+        limits: see Limits.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        num_local_experts: int,
+        router_topk: int,
+        num_experts: int,
+        config: Any,
+        limits: Limits | None = None,
+    ) -> None:
+        self.group, self.config = group, config
+        self.num_local_experts, self.num_experts, self.router_topk = num_local_experts, num_experts, router_topk
+        self.alignment = 1
+        if config.moe_router_padding_for_quantization or config.fp8 or config.fp4:
+            self.alignment = get_align_size_for_quantization(config)
+        self.token_indices: torch.Tensor | None = None
+        self.token_probs: torch.Tensor | None = None
+        self.dispatched_probs: torch.Tensor | None = None
+        self.tokens_per_expert: torch.Tensor | None = None
+        self.handle: Way | None = None
+        self._exchange = shared_exchange(group, num_experts, router_topk, limits or Limits())
+
+    def setup_metadata(self, routing_map: torch.Tensor, probs: torch.Tensor) -> None:
+        """Finds the experts of each token.
+
+        Args:
+            routing_map: bool `[T, ranks, E/R]`: what was chosen; at most `router_topk` experts a token count, those
+                with the largest probs.
+            probs: `[T, ranks, E/R]`.
+        """
+        chosen = routing_map.reshape(len(routing_map), self.num_experts)
+        probs = probs.reshape(len(probs), self.num_experts)
+        # By what was chosen, not by probs alone: one that is 0 has a gradient as well.
+        order = torch.where(chosen, probs.detach(), float("-inf"))
+        first = order.topk(self.router_topk, dim=-1).indices
+        taken = chosen.gather(1, first)
+        self.token_probs = torch.where(taken, probs.gather(1, first), 0.0)
+        self.token_indices = torch.where(taken, first, -1)
+
+    def dispatch(
+        self, hidden_states: torch.Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False
+    ) -> torch.Tensor:
+        """`[T, H]` -> `[rows, H]`, by expert.  Collective; on the current stream, whatever the flags say."""
+        if self.token_indices is None or self.token_probs is None:
+            raise BadInput("dispatch", "no routing", "setup_metadata first")
+        found = self._exchange.dispatch(hidden_states, self.token_indices, self.token_probs, self.alignment)
+        self.dispatched_probs, self.tokens_per_expert, self.handle = found.weights, found.tokens_per_expert, found.way
+        return found.x
+
+    def get_permuted_hidden_states_by_experts(
+        self, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same rows, and their probs."""
+        probs = self.dispatched_probs
+        if probs is not None and self.config.moe_router_dtype == "fp64":
+            probs = probs.double()
+        return hidden_states, probs
+
+    def get_number_of_tokens_per_expert(self) -> torch.Tensor | None:
+        """int64 `[E/R]`, on the CPU; padding included."""
+        return self.tokens_per_expert
+
+    def get_restored_hidden_states_by_experts(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The same rows."""
+        return hidden_states
+
+    def combine(
+        self, hidden_states: torch.Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False
+    ) -> torch.Tensor:
+        """`[rows, H]` -> `[T, H]`: the sum of each token's rows.  Collective; on the current stream."""
+        if self.handle is None:
+            raise BadInput("combine", "no dispatch before it", "one combine to a dispatch")
+        way, self.handle = self.handle, None  # it lives on in the graph of autograd
+        return self._exchange.combine(hidden_states, way)

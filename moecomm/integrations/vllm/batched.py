@@ -1,0 +1,210 @@
+"""The batched activation format, `[experts, rows, hidden]`: for decoding, in graphs too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
+from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input, normalize_batched_scales_shape
+from vllm.v1.worker.ubatching import dbo_maybe_run_recv_hook
+
+from moecomm.buffer import Buffer
+from moecomm.errors import Unsupported
+from moecomm.integrations.vllm.managers import Rounds
+from moecomm.integrations.vllm.steps import Beside, Sent, Slots, nothing, weighted_input
+from moecomm.routed import Routed
+
+
+class BatchedPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
+    """A row for each (token, expert), in a place for the most rows there can be; nothing waits on the host.
+
+    Routing weights travel with the tokens, and are applied while rows go home.
+
+    Args:
+        buffer: of BatchedManager.get_handle().
+        max_tokens_per_rank: of all ranks alike.
+        num_dispatchers: ranks.
+        use_fp8_dispatch: rows travel and arrive as FP8 with a scale for every 128 columns.
+        global_to_physical: where experts are placed, by their ids; None: as they are numbered.
+        physical_to_global, local_expert_global_ids: not used.
+    """
+
+    def __init__(
+        self,
+        buffer: Rounds,
+        max_tokens_per_rank: int,
+        num_dispatchers: int,
+        use_fp8_dispatch: bool = False,
+        global_to_physical: torch.Tensor | None = None,
+        physical_to_global: torch.Tensor | None = None,
+        local_expert_global_ids: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self._rounds, self._most_tokens, self._num_dispatchers = buffer, max_tokens_per_rank, num_dispatchers
+        self._fp8, self._ue8m0 = use_fp8_dispatch, False
+        self._placed = None if global_to_physical is None else global_to_physical.to(torch.int64)
+        self._slots, self._beside = Slots(), Beside()
+
+    @staticmethod
+    def maybe_roundup_layer_hidden_size(hidden_size: int) -> int:
+        """Rows of a multiple of 16 bytes, in dtypes of two."""
+        return -(-hidden_size // 8) * 8
+
+    def post_init_setup(self, fused_experts: Any) -> None:
+        """Scales are powers of two, four to an int32, where the experts take them so."""
+        self._ue8m0 = self._fp8 and fused_experts.supports_packed_ue8m0_act_scales()
+
+    @property
+    def activation_format(self) -> Any:
+        """BatchedExperts."""
+        return mk.FusedMoEActivationFormat.BatchedExperts
+
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        """int64."""
+        return torch.int64
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        """What it was made for."""
+        return self._most_tokens
+
+    def num_dispatchers(self) -> int:
+        """Ranks."""
+        return self._num_dispatchers
+
+    def output_is_reduced(self) -> bool:
+        """True."""
+        return True
+
+    def supports_async(self) -> bool:
+        """True."""
+        return True
+
+    def prepare_async(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> tuple[Callable[[], None], Callable[[], Any]]:
+        """Sends; the first function that is returned waits for the rows, the second gives what prepare() does."""
+        if defer_input_quant:
+            raise Unsupported("defer_input_quant: batched rows are quantized here; choose experts that take them so")
+        scale = quant_config.a2_scale if quant_config.a1_scale is None else quant_config.a1_scale
+        if scale is not None and scale.numel() != 1:
+            raise Unsupported("scales of the caller's, one a token: batched rows have none from outside")
+        rows = weighted_input(a1, topk_weights, apply_router_weight_on_input).contiguous()
+        ids, weights = self._place(topk_ids).contiguous(), topk_weights.float().contiguous()
+        buffer = self._rounds.pool.batched(
+            rows.device, rows.shape[1], num_experts, ids.shape[1], self._most_tokens, rows.dtype
+        )
+        routed = buffer.dispatch_begin(
+            rows,
+            ids,
+            weights,
+            layout="batched",
+            quantize="fp8" if self._fp8 else None,
+            scale_format="ue8m0" if self._ue8m0 else "fp32",
+            scale_layout="column" if self._fp8 else "row",  # as grouped GEMMs load them
+            num_sms=self._rounds.num_sms,
+        )
+        self._slots.put(Sent(routed.handle, (rows, ids, weights)))
+        return lambda: _end(buffer, routed), lambda: self._receive(routed, quant_config)
+
+    def prepare(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> Any:
+        """Rows `[E/R, R * max_tokens_per_rank, H]`, scales, counts int32 `[E/R]`, None, None.  Collective."""
+        hook, receive = self.prepare_async(
+            a1,
+            topk_weights,
+            topk_ids,
+            num_experts,
+            expert_map,
+            apply_router_weight_on_input,
+            quant_config,
+            defer_input_quant,
+        )
+        hook()
+        return receive()
+
+    def _receive(self, routed: Routed, quant_config: Any) -> Any:
+        x, scales = routed.x, routed.scales
+        if not self._fp8:
+            # Experts of nvfp4 quantize by themselves.
+            dtype = None if quant_config.quant_dtype == "nvfp4" else quant_config.quant_dtype
+            experts, _, hidden = x.shape
+            x, scales = moe_kernel_quantize_input(
+                x.view(-1, hidden),
+                quant_config.a1_scale,
+                dtype,
+                quant_config.per_act_token_quant,
+                quant_config.block_shape,
+            )
+            x = x.view(experts, -1, x.shape[-1])
+            if dtype is not None:
+                scales = normalize_batched_scales_shape(scales, experts)
+        meta = mk.ExpertTokensMetadata(expert_num_tokens=routed.tokens_per_expert, expert_num_tokens_cpu=None)
+        return x, scales, meta, None, None
+
+    def finalize_async(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Sends; the first function that is returned waits for `output`, the second has nothing left to do."""
+        if not isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
+            raise Unsupported("experts that add rows up: batched rows are weighted and added on their way home")
+        handle, y = self._slots.get(), fused_expert_output
+        dbo_maybe_run_recv_hook()
+        num_sms, weighted = self._rounds.num_sms, not apply_router_weight_on_input
+
+        def run() -> None:
+            handle.buffer.combine(y, handle, out=output, weighted=weighted, num_sms=num_sms)
+
+        return self._beside.start(y.device, run), nothing
+
+    def finalize(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> None:
+        """`output` `[T, H]` of the dtype of the rows, written in place, with the weights of prepare().  Collective."""
+        hook, receive = self.finalize_async(
+            output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
+        )
+        hook()
+        receive()
+
+    def _place(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        if self._placed is None:
+            return topk_ids
+        return torch.where(topk_ids < 0, -1, self._placed[topk_ids.clamp(min=0)])
+
+
+def _end(buffer: Buffer, routed: Routed) -> None:
+    """Once; a second call does nothing."""
+    if buffer.begun is routed:
+        buffer.dispatch_end(routed, sync=False)

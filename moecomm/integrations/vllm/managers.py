@@ -1,0 +1,73 @@
+"""vLLM's all2all managers: what a communicator makes once a process, and layers get their Buffers from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
+
+from moecomm.compat.deep_ep.pool import Pool
+from moecomm.errors import Unsupported
+
+# Ranks drift apart by whatever one of them does alone: loading weights, compiling kernels.
+_TIMEOUT_S = 600.0
+
+
+class Rounds:
+    """What get_handle() gives: the Buffers of a manager, opened by the first layer with their sizes.
+
+    Attributes:
+        pool: of the Buffers.
+        num_sms: multiprocessors of a round; None: the table of the backend.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.pool = Pool(group, timeout_s=_TIMEOUT_S)
+        self.num_sms: int | None = None
+
+
+class _Manager(All2AllManagerBase):  # type: ignore[misc]
+    def __init__(self, cpu_group: Any, tcp_store_group: Any = None) -> None:
+        super().__init__(cpu_group, tcp_store_group)
+        self._rounds = Rounds(cpu_group)
+
+    def get_handle(self, kwargs: dict[str, Any]) -> Rounds:
+        """The same for every layer; sizes are those of what a layer passes to its first round."""
+        return self._rounds
+
+    def set_num_sms(self, num_sms: int) -> None:
+        """Limits the multiprocessors of every round from now on; with all of them there is no limit."""
+        self._rounds.num_sms = num_sms if num_sms < _multiprocessors() else None
+
+    def dispatch(self, *args: Any, **named: Any) -> Any:
+        """Unsupported: layers go through prepare and finalize."""
+        raise Unsupported("all2all_manager.dispatch: layers of moecomm go through prepare and finalize")
+
+    def dispatch_router_logits(self, *args: Any, **named: Any) -> Any:
+        """Unsupported, likewise."""
+        raise Unsupported(
+            "all2all_manager.dispatch_router_logits: experts that route by themselves need another backend"
+        )
+
+    def combine(self, *args: Any, **named: Any) -> Any:
+        """Unsupported, likewise."""
+        raise Unsupported("all2all_manager.combine: layers of moecomm go through prepare and finalize")
+
+    def destroy(self) -> None:
+        """Closes the Buffers.  Idempotent."""
+        self._rounds.pool.close()
+
+
+def _multiprocessors() -> int:
+    if not torch.cuda.is_available():
+        return 1
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+class StandardManager(_Manager):
+    """For the standard activation format."""
+
+
+class BatchedManager(_Manager):
+    """For the batched activation format."""

@@ -1,0 +1,230 @@
+"""The standard activation format, `[tokens, hidden]`: for prefill, and whatever runs without graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+)
+from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
+from vllm.v1.worker.ubatching import (
+    dbo_enabled,
+    dbo_switch_to_comm,
+    dbo_switch_to_compute,
+    dbo_switch_to_compute_sync,
+    dbo_yield_and_switch_from_comm_to_compute,
+    dbo_yield_and_switch_from_compute_to_comm,
+)
+
+from moecomm.compat.deep_ep.normal import received, route
+from moecomm.errors import BadInput
+from moecomm.integrations.vllm.managers import Rounds
+from moecomm.integrations.vllm.steps import Beside, Sent, Slots, weighted_input
+from moecomm.routed import Handle, Routed
+
+
+class StandardPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
+    """A row for each (token, rank), with the ids and weights of its experts; experts' rows are added up on each rank
+    before they go home.  As many rows as come: the host waits for their number.
+
+    Args:
+        buffer: of StandardManager.get_handle().
+        num_dispatchers: ranks.
+        dp_size: not used.
+        rank_expert_offset: the first expert of this rank.
+    """
+
+    def __init__(self, buffer: Rounds, num_dispatchers: int, dp_size: int, rank_expert_offset: int) -> None:
+        super().__init__()
+        self._rounds, self._num_dispatchers, self._first_expert = buffer, num_dispatchers, rank_expert_offset
+        self._slots, self._beside = Slots(), Beside()
+
+    @staticmethod
+    def maybe_roundup_layer_hidden_size(hidden_size: int, dtype: torch.dtype) -> int:
+        """Rows of a multiple of 16 bytes."""
+        unit = 16 // dtype.itemsize
+        return -(-hidden_size // unit) * unit
+
+    @property
+    def activation_format(self) -> Any:
+        """Standard."""
+        return mk.FusedMoEActivationFormat.Standard
+
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        """int64."""
+        return torch.int64
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        """None: any number; a larger Buffer is opened for more than there were before."""
+        return None
+
+    def num_dispatchers(self) -> int:
+        """Ranks."""
+        return self._num_dispatchers
+
+    def output_is_reduced(self) -> bool:
+        """True."""
+        return True
+
+    def supports_async(self) -> bool:
+        """True."""
+        return True
+
+    def prepare_async(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> Callable[[], Any]:
+        """Dispatches; the function that is returned gives what prepare() does."""
+        rows = weighted_input(a1, topk_weights, apply_router_weight_on_input)
+        scales = None
+        if quant_config.is_block_quantized and not defer_input_quant:  # scales of blocks travel beside the rows
+            rows, scales = _quantized(rows, quant_config)
+        ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
+        rows = rows.contiguous()
+        dbo_yield_and_switch_from_compute_to_comm()
+        routed = route(self._rounds.pool, rows, scales, ids, weights, num_experts, 0, self._rounds.num_sms)
+        self._slots.put(Sent(routed.handle, (rows, scales, ids, weights)))
+        dbo_switch_to_compute_sync()
+        return lambda: self._receive(routed, scales is not None, num_experts, quant_config, defer_input_quant)
+
+    def prepare(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> Any:
+        """Rows, scales, counts, global ids int64 `[rows, K]` and weights float32 `[rows, K]`.  Collective.
+
+        Where an id is of another rank's expert, some expert of another rank stands: vLLM's kernels know no -1.
+        """
+        receive = self.prepare_async(
+            a1,
+            topk_weights,
+            topk_ids,
+            num_experts,
+            expert_map,
+            apply_router_weight_on_input,
+            quant_config,
+            defer_input_quant,
+        )
+        return receive()
+
+    def _receive(
+        self, routed: Routed, with_scales: bool, num_experts: int, quant_config: Any, defer_input_quant: bool
+    ) -> Any:
+        found = received(self._rounds.pool, routed, with_scales)
+        x, scales = found if with_scales else (found, None)
+        local, weights = routed.topk_idx, routed.topk_weights
+        assert local is not None
+        elsewhere = num_experts - 1 if self._first_expert == 0 else 0
+        ids = torch.where(local < 0, elsewhere, local + self._first_expert)
+        counts = routed.tokens_per_expert
+        meta = mk.ExpertTokensMetadata(expert_num_tokens=counts, expert_num_tokens_cpu=counts.cpu())
+        if not quant_config.is_block_quantized and not defer_input_quant and x.numel() != 0:
+            # A scale for all of a tensor is found after the rows have come together.
+            x, scales = moe_kernel_quantize_input(
+                x,
+                quant_config.a1_gscale if quant_config.quant_dtype == "nvfp4" else quant_config.a1_scale,
+                quant_dtype=quant_config.quant_dtype,
+                per_act_token_quant=False,
+                block_shape=quant_config.block_shape,
+                is_scale_swizzled=quant_config.is_scale_swizzled,
+            )
+        return x, scales, meta, ids, weights
+
+    def allocate_fused_expert_output(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, weight_and_reduce_impl: Any
+    ) -> torch.Tensor | None:
+        """Rows in the window, where experts write reduced rows: then nothing copies them there."""
+        handle = self._slots.get()
+        return _in_window(handle, dtype) if tuple(shape) == handle.y_shape else None
+
+    def finalize_async(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> Callable[[], None]:
+        """Adds up the rows of each token here and sends; the function that is returned waits for `output`."""
+        handle = self._slots.get()
+        y = fused_expert_output
+        if y.numel() == 0:
+            y = y.reshape(handle.y_shape)
+        else:
+            if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
+                weight_and_reduce_impl = TopKWeightAndReduceContiguous()
+            y = weight_and_reduce_impl.apply(
+                output=None if y.shape == handle.y_shape else _in_window(handle, y.dtype),
+                fused_expert_output=y,
+                topk_weights=topk_weights,
+                topk_ids=topk_ids,
+                apply_router_weight_on_input=apply_router_weight_on_input,
+            )
+        dbo_yield_and_switch_from_compute_to_comm()
+        num_sms, held = self._rounds.num_sms, [y]
+        wait = self._beside.start(y.device, lambda: handle.buffer.combine(held[0], handle, out=output, num_sms=num_sms))
+        dbo_switch_to_compute()
+
+        def receive() -> None:
+            wait()
+            if dbo_enabled():
+                dbo_switch_to_comm()
+                dbo_yield_and_switch_from_comm_to_compute()
+            held.clear()  # not before: another stream has been reading it
+
+        return receive
+
+    def finalize(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> None:
+        """`output` `[T, H]` of the dtype of the rows, written in place.  Collective."""
+        receive = self.finalize_async(
+            output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
+        )
+        receive()
+
+
+def _quantized(rows: torch.Tensor, quant_config: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows in blocks and `[T, n]` of scales.  A rank without tokens sends as many columns as the others."""
+    tokens = len(rows)
+    quantized, scales = moe_kernel_quantize_input(
+        rows if tokens else rows.new_zeros((1, rows.shape[1])),
+        quant_config.a1_scale,
+        quant_dtype=quant_config.quant_dtype,
+        per_act_token_quant=quant_config.per_act_token_quant,
+        block_shape=quant_config.block_shape,
+    )
+    return quantized[:tokens], None if scales is None else scales.reshape(len(quantized), -1)[:tokens]
+
+
+def _in_window(handle: Handle, dtype: torch.dtype) -> torch.Tensor | None:
+    try:
+        return handle.buffer.empty(handle, dtype)
+    except BadInput:  # no room: combine copies what it can't read in place
+        return None

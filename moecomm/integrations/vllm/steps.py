@@ -1,0 +1,79 @@
+"""What prepare and finalize of both formats have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled
+
+from moecomm.errors import BadInput, Unsupported
+from moecomm.routed import Handle
+
+MICRO_BATCHES = 2
+
+
+class Sent(NamedTuple):
+    """A dispatch that finalize has not seen yet, and what must live until the stream of rounds has read it."""
+
+    handle: Handle
+    inputs: tuple[Any, ...]
+
+
+class Slots:
+    """The dispatch of each micro-batch: vLLM runs two of them in turns, each in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._sent: list[Sent | None] = [None] * MICRO_BATCHES
+
+    def put(self, sent: Sent) -> None:
+        """Of the micro-batch that runs."""
+        self._sent[dbo_current_ubatch_id()] = sent
+
+    def get(self) -> Handle:
+        """The handle of the micro-batch that runs.  Raises BadInput before its dispatch."""
+        sent: Sent | None = self._sent[dbo_current_ubatch_id()]
+        if sent is None:
+            raise BadInput("finalize", "no dispatch before it", "prepare first")
+        return sent.handle
+
+
+class Beside:
+    """Runs a round beside what the caller does until it waits: on a stream of its own, on GPUs.
+
+    Between micro-batches vLLM itself chooses streams; a round is then run where it is called, and so it is on CPUs.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def start(self, device: torch.device, run: Callable[[], object]) -> Callable[[], None]:
+        """What `run` reads must live until the function that is returned, which waits, has been called."""
+        if device.type != "cuda" or dbo_enabled():
+            run()
+            return nothing
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side = self._stream
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            run()
+
+        def wait() -> None:
+            torch.cuda.current_stream(device).wait_stream(side)
+
+        return wait
+
+
+def nothing() -> None:
+    """There is nothing to wait for."""
+
+
+def weighted_input(x: torch.Tensor, topk_weights: torch.Tensor, apply: bool) -> torch.Tensor:
+    """`x`, times the routing weight if that is to be applied before the experts: there is one then."""
+    if not apply:
+        return x
+    if topk_weights.shape[1] != 1:
+        raise Unsupported("apply_router_weight_on_input: with one expert a token only")
+    return x * topk_weights.to(x.dtype)

@@ -1,0 +1,73 @@
+"""Megatron-core's MoE layer on CPU ranks: its groups, a configuration, and the few calls of CUDA that it makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+HIDDEN, INTERMEDIATE, EXPERTS = 16, 24, 8
+
+
+def without_cuda() -> None:
+    """In a process of its own.  The layer asks where to put tensors, and its all-to-all dispatcher for a stream on
+    which sizes go to the host; compiling what it wants compiled would take longer than the tests.
+    """
+    torch._dynamo.config.disable = True
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"
+    without_transformer_engine()
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _sizes_as_lists
+
+
+def without_transformer_engine() -> None:
+    """The router of 0.16.1 asks for this name, and forgets to set it where there is no TransformerEngine."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def _sizes_as_lists(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    for name in ("input_splits", "output_splits"):
+        if isinstance(sizes := getattr(self, name), torch.Tensor):
+            setattr(self, name, sizes.tolist())
+    return tokens_per_expert
+
+
+def parallel(ranks: int, tensor_parallel: int = 1) -> None:
+    """Experts over all ranks; each of them split over neighbours with `tensor_parallel`; attention not split."""
+    parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=ranks // tensor_parallel, expert_tensor_parallel_size=tensor_parallel
+    )
+
+
+def config_of(ranks: int, tensor_parallel: int = 1, **settings: Any) -> TransformerConfig:
+    given: dict[str, Any] = {
+        "num_layers": 1,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 2,
+        "ffn_hidden_size": INTERMEDIATE,
+        "num_moe_experts": EXPERTS,
+        "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": ranks // tensor_parallel,
+        "expert_tensor_parallel_size": tensor_parallel,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "use_cpu_initialization": True,
+        "bias_activation_fusion": False,
+    }
+    padded = settings.pop("moe_router_padding_for_quantization", False)
+    config = TransformerConfig(**{**given, **settings})
+    config.moe_router_padding_for_quantization = padded  # asked for beside FP8 only, which needs TransformerEngine
+    return config
+
+
+def spec() -> Any:
+    return get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)

@@ -1,0 +1,215 @@
+"""FlashInfer's rank-major contract over CPU ranks: with a stub of its interface, and with its own where installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from moecomm.router import random_routing
+
+INSTALLED = importlib.util.find_spec("flashinfer")
+HIDDEN, EXPERTS, TOPK, MOST, RANKS = 128, 8, 3, 12, 4
+TOKENS = (5, 0, 12, 3)
+
+
+@dataclass(frozen=True)
+class MoEEpDispatchResult:
+    hidden_states: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor | None
+    tokens_per_rank: int
+    hidden_states_scale: torch.Tensor | None = None
+    eplb_gathered_stats: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class MoEEpCommParams:
+    num_experts: int
+    top_k: int
+    max_tokens_per_rank: int
+    hidden_size: int
+    dtype: torch.dtype | None = None
+    dispatch_format: Any = None
+    invalid_expert_id: int = -1
+
+    @property
+    def token_dtype(self) -> torch.dtype:
+        return self.dtype or torch.bfloat16
+
+
+class MoEEpCommunication(ABC):
+    def __init__(self, bootstrap: Any, params: Any) -> None:
+        self.bootstrap, self.params = bootstrap, params
+        self.ep_rank, self.ep_size = bootstrap.rank, bootstrap.world_size
+        self.num_local_experts = params.num_experts // self.ep_size
+
+    @classmethod
+    @abstractmethod
+    def is_platform_supported(cls) -> bool: ...
+
+    def is_workload_feasible(self, max_tokens_per_rank: int) -> bool:
+        return max_tokens_per_rank <= self.params.max_tokens_per_rank
+
+    @abstractmethod
+    def dispatch(  # noqa: ANN201
+        self,
+        hidden_states: Any,
+        topk_ids: Any,
+        topk_weights: Any = None,
+        *,
+        hidden_states_scale: Any = None,
+        max_tokens_per_rank: Any = None,
+        eplb_local_stats: Any = None,
+    ): ...
+
+    @abstractmethod
+    def combine(self, expert_output: Any, *, output: Any = None) -> Any: ...
+
+    def get_combine_input_buffer(self, dtype: Any) -> Any:
+        return None
+
+    def destroy(self) -> None: ...  # noqa: B027
+
+
+def _stub() -> ModuleType:
+    module = ModuleType("flashinfer.moe_ep")
+    registered: dict[str, Any] = {}
+    module.__dict__.update(
+        MoEEpDispatchResult=MoEEpDispatchResult,
+        MoEEpCommParams=MoEEpCommParams,
+        MoEEpCommunication=MoEEpCommunication,
+        register_communication=lambda name: lambda kind: registered.setdefault(name, kind),
+        create_communication=lambda bootstrap, params, backend, **more: registered[backend](bootstrap, params, **more),
+    )
+    return module
+
+
+def _installed() -> ModuleType:
+    """Its own module, by itself: the rest imports what only GPU machines have."""
+    if INSTALLED is None or not INSTALLED.submodule_search_locations:
+        pytest.skip("needs flashinfer-python, installed")
+    path = Path(next(iter(INSTALLED.submodule_search_locations))) / "moe_ep" / "core" / "comm" / "communication.py"
+    spec = importlib.util.spec_from_file_location("flashinfer.moe_ep", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["flashinfer.moe_ep"] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(params=[_stub, _installed], ids=["stub", "installed"])
+def moe_ep(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    for name in [name for name in sys.modules if name.split(".")[0] == "flashinfer"]:
+        monkeypatch.delitem(sys.modules, name)
+    parent = ModuleType("flashinfer")
+    parent.__path__ = []  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer", parent)
+    monkeypatch.setitem(sys.modules, "flashinfer.moe_ep", ModuleType("flashinfer.moe_ep"))
+    found = request.param()
+    monkeypatch.setitem(sys.modules, "flashinfer.moe_ep", found)
+    sys.modules.pop("moecomm.integrations.flashinfer", None)
+    importlib.import_module("moecomm.integrations.flashinfer")
+    yield found
+    sys.modules.pop("moecomm.integrations.flashinfer", None)
+
+
+class Rank:
+    def __init__(self, group: Any, moe_ep: Any, dtype: torch.dtype = torch.float32) -> None:
+        self.rank, self.local = group.rank, EXPERTS // group.ranks
+        bootstrap = SimpleNamespace(rank=group.rank, world_size=group.ranks, process_group=group)
+        params = moe_ep.MoEEpCommParams(EXPERTS, TOPK, MOST, HIDDEN, dtype=dtype, invalid_expert_id=EXPERTS + 5)
+        self.comm = moe_ep.create_communication(bootstrap, params, "moecomm", moecomm_backend="host")
+        g = torch.Generator().manual_seed(self.rank)
+        self.x = torch.randint(-8, 9, (TOKENS[self.rank], HIDDEN), generator=g).to(dtype)
+        self.ids, _ = random_routing(len(self.x), EXPERTS, TOPK, drop=0.2, generator=g)
+        self.weights = torch.randint(1, 5, (len(self.x), TOPK), generator=g).float()
+
+    def experts(self, got: Any) -> torch.Tensor:
+        """Expert e multiplies by e + 1; rows without experts give nonsense, which nobody may read."""
+        first = self.rank * self.local
+        assert ((got.topk_ids == EXPERTS + 5) | ((got.topk_ids >= first) & (got.topk_ids < first + self.local))).all()
+        mine = got.topk_ids < EXPERTS
+        scale = torch.where(mine, got.topk_ids + 1, 0) * (1 if got.topk_weights is None else got.topk_weights)
+        y = got.hidden_states.float() * scale.sum(dim=1, keepdim=True)
+        return torch.where(mine.any(dim=1, keepdim=True), y, torch.nan).to(self.x.dtype)
+
+    def wanted(self) -> torch.Tensor:
+        scale = torch.where(self.ids < 0, 0, self.ids + 1) * self.weights
+        return self.x * scale.sum(dim=1, keepdim=True).to(self.x.dtype)
+
+
+def on_ranks(body: Callable[[Rank], Any], moe_ep: Any) -> list[Any]:
+    def run(group: Any) -> Any:
+        rank = Rank(group, moe_ep)
+        try:
+            return body(rank)
+        finally:
+            rank.comm.destroy()
+            rank.comm.destroy()
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        return list(pool.map(run, moecomm.local_ranks(RANKS)))
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int64, torch.int32])
+def test_tokens_come_home(moe_ep: Any, ids_dtype: torch.dtype) -> None:
+    def body(rank: Rank) -> bool:
+        got = rank.comm.dispatch(rank.x, rank.ids.to(ids_dtype), rank.weights)
+        assert got.tokens_per_rank == MOST and len(got.hidden_states) == len(got.topk_ids) == RANKS * MOST
+        assert got.topk_ids.dtype is ids_dtype and got.hidden_states_scale is None
+        assert got.topk_weights[got.topk_ids > EXPERTS].eq(0).all()
+        first = torch.equal(rank.comm.combine(rank.experts(got)), rank.wanted())
+        # Fewer rows, into a tensor of the caller's, out of rows in the window.
+        got = rank.comm.dispatch(rank.x, rank.ids.to(ids_dtype), rank.weights, max_tokens_per_rank=12)
+        y, out = rank.comm.get_combine_input_buffer(rank.x.dtype), torch.empty_like(rank.x)
+        y.copy_(rank.experts(got))
+        assert rank.comm.combine(y.view(RANKS, 12, HIDDEN), output=out) is out
+        return first and torch.equal(out, rank.wanted())
+
+    assert on_ranks(body, moe_ep) == [True] * RANKS
+
+
+def test_fp8_rows_travel_with_scales(moe_ep: Any) -> None:
+    def body(rank: Rank) -> bool:
+        x, scales = rank.x.to(torch.float8_e4m3fn), torch.full((len(rank.x), HIDDEN // 32), 3, dtype=torch.uint8)
+        got = rank.comm.dispatch(x, rank.ids, rank.weights, hidden_states_scale=scales)
+        here = (got.topk_ids < EXPERTS).any(dim=1)
+        assert got.hidden_states.dtype is torch.float8_e4m3fn and got.hidden_states_scale[here].eq(3).all()
+        return torch.equal(rank.comm.combine(rank.experts(got)), rank.wanted())  # integers to 8 are exact
+
+    assert on_ranks(body, moe_ep) == [True] * RANKS
+
+
+def test_what_is_out_of_turn_or_unsupported_is_named(moe_ep: Any) -> None:
+    rank = Rank(moecomm.local_ranks(1)[0], moe_ep)
+    comm, given = rank.comm, (rank.x, rank.ids, rank.weights)
+    with pytest.raises(moecomm.BadInput, match="dispatch"):
+        comm.combine(rank.x)
+    with pytest.raises(moecomm.BadInput, match="dispatch"):
+        comm.get_combine_input_buffer(torch.float32)
+    for most in (4, MOST + 1):
+        with pytest.raises(moecomm.BadInput, match="max_tokens_per_rank"):
+            comm.dispatch(*given, max_tokens_per_rank=most)
+    with pytest.raises(moecomm.Unsupported, match="eplb_local_stats"):
+        comm.dispatch(*given, eplb_local_stats=torch.zeros(EXPERTS))
+    with pytest.raises(moecomm.Unsupported, match="uint8"):
+        comm.dispatch(torch.zeros(5, HIDDEN // 2, dtype=torch.uint8), *given[1:])
+    with pytest.raises(moecomm.BadInput):
+        comm.dispatch(rank.x, rank.ids + EXPERTS, rank.weights)
+    comm.dispatch(rank.x, rank.ids)
+    with pytest.raises(moecomm.BadInput, match="second"):
+        comm.dispatch(*given)
+    comm.destroy()
+    with pytest.raises(moecomm.Closed):
+        comm.dispatch(*given)

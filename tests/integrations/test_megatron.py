@@ -1,0 +1,320 @@
+"""Megatron-core's own MoE layer with moecomm's dispatcher, against the same layer with its all-to-all dispatcher."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import moecomm
+
+pytest.importorskip("megatron.core", reason="needs megatron-core: pip install megatron-core")
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.moe import moe_layer, token_dispatcher
+from megatron.core.transformer.spec_utils import build_module
+
+from moecomm.integrations.megatron import Manager, MoELayer, TokenDispatcher, install_as_deepep, use_moecomm
+from moecomm.integrations.megatron.exchange import Limits
+from moecomm.settings import Settings
+from tests.integrations.megatron_on_cpu import EXPERTS, HIDDEN, config_of, parallel, spec, without_cuda
+
+TOKENS = (5, 1, 8, 3)  # sequence lengths, of a batch of two
+
+
+def results(layer: Any, rank: int, tokens: int, dtype: torch.dtype, again: str = "") -> list[torch.Tensor]:
+    """Output, gradient of the input, gradients of all weights."""
+    g = torch.Generator().manual_seed(rank)
+    x, seen = torch.randn((2, tokens, 2, HIDDEN), generator=g).to(layer.router.weight.device, dtype)
+    x.requires_grad_()
+    layer.zero_grad()
+    out = checkpoint(layer, x, use_reentrant=again == "reentrant")[0] if again else layer(x)[0]
+    (out * seen).sum().backward()
+    assert out.shape == x.shape
+    return [out.detach(), x.grad, *(torch.zeros_like(p) if p.grad is None else p.grad for p in layer.parameters())]
+
+
+def pair(settings: dict[str, Any], ranks: int, tensor_parallel: int = 1, **ours: Any) -> tuple[Any, Any]:
+    """Their layer and ours, with the same weights."""
+    settings = dict(settings)
+    named = settings.pop("ours", "flex")
+    torch.manual_seed(0)
+    theirs = build_module(spec(), config=config_of(ranks, tensor_parallel, **settings))
+    settings["moe_token_dispatcher_type"] = named
+    mine = build_module(use_moecomm(spec(), **ours), config=config_of(ranks, tensor_parallel, **settings))
+    mine.load_state_dict(theirs.state_dict())
+    return theirs, mine
+
+
+EXACT: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bfloat16": {"params_dtype": torch.bfloat16, "bf16": True, "moe_router_dtype": "fp32"},
+    "router in float64": {"moe_router_dtype": "fp64"},
+    "sigmoid": {"moe_router_score_function": "sigmoid"},
+    "one expert a rank": {"num_moe_experts": 4},
+    "top 1": {"moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "shared expert": {"moe_shared_expert_intermediate_size": 8},
+    "dropped": {"moe_expert_capacity_factor": 0.5},
+    "the all-to-all configuration": {"ours": "alltoall"},
+}
+
+
+def _exact(rank: int, group: Any) -> list[str]:
+    without_cuda()
+    parallel(4)
+    differ = []
+    for name, settings in EXACT.items():
+        dtype = settings.get("params_dtype", torch.float32)
+        theirs, mine = pair(settings, 4)
+        assert type(mine.token_dispatcher) is TokenDispatcher
+        for tokens in (TOKENS[rank], TOKENS[rank - 1] + 2):  # one rank has more the second time than there is room for
+            want = results(theirs, rank, tokens, dtype)
+            for again in ("", "reentrant", "plain"):
+                found = results(mine, rank, tokens, dtype, again)
+                differ += [f"{name}, {again}: {i}" for i, t in enumerate(found) if not torch.equal(t, want[i])]
+    return differ
+
+
+def test_the_layer_is_the_one_with_all_to_all_to_the_bit(ranks: Any) -> None:
+    """Of two experts a token: sums of two terms, and of rows in the same order, are the same in either order."""
+    assert ranks.run(4, _exact) == [[]] * 4
+
+
+def _close(rank: int, group: Any, tensor_parallel: int, settings: dict[str, Any]) -> list[float]:
+    without_cuda()
+    parallel(4, tensor_parallel)
+    alike = tensor_parallel > 1 or "moe_pad_expert_input_to_capacity" in settings
+    tokens = 6 if alike else TOKENS[rank]
+    theirs, mine = pair(settings, 4, tensor_parallel)
+    want, found = results(theirs, rank, tokens, torch.float32), results(mine, rank, tokens, torch.float32)
+    assert any(t.any() for t in want)
+    most = max(float(t.abs().max()) for t in want if t.numel())
+    return [float((a - b).abs().max()) / most for a, b in zip(found, want, strict=True) if a.numel()]
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "settings"),
+    [
+        (1, {"moe_router_topk": 3}),
+        (1, {"moe_router_padding_for_quantization": True}),
+        (1, {"moe_expert_capacity_factor": 0.5, "moe_pad_expert_input_to_capacity": True, "ours": "alltoall"}),
+        # gloo gathers no ragged tensors: the dispatcher to compare with is the one that gathers all tokens.
+        (2, {"moe_token_dispatcher_type": "allgather"}),
+    ],
+    ids=["three terms", "padded", "padded to capacity", "split experts"],
+)
+def test_the_layer_is_the_one_of_theirs_but_for_the_order_of_sums(
+    ranks: Any, tensor_parallel: int, settings: dict[str, Any]
+) -> None:
+    for errors in ranks.run(4, _close, tensor_parallel, settings):
+        assert errors and max(errors) <= 64 * 2.0**-24
+
+
+def _padded(rank: int, group: Any) -> tuple[Any, ...]:
+    without_cuda()
+    parallel(2)
+    _, mine = pair({"moe_router_padding_for_quantization": True}, 2, limits=Limits(max_tokens=200))
+    results(mine, rank, 1, torch.float32)
+    # What an earlier round has left in the window.
+    exchange = mine.token_dispatcher._comm_manager._exchange
+    ids = torch.arange(400).view(200, 2) % EXPERTS
+    exchange.route(torch.full((200, HIDDEN), torch.nan), ids, torch.full((200, 2), torch.nan), 1)
+    seen: list[Any] = []
+    mine.experts.register_forward_pre_hook(lambda _, args: seen.extend(a.detach().clone() for a in args))
+    assert all(t.isfinite().all() for t in results(mine, rank, 5, torch.float32))
+    rows, counts, probs = seen
+    empty = (rows == 0).all(dim=1)
+    return counts.tolist(), len(rows), counts.dtype, counts.device.type, int(empty.sum()), bool(probs[empty].any())
+
+
+def test_rows_arrive_padded_with_zeros(ranks: Any) -> None:
+    found = ranks.run(2, _padded)
+    arrived = 0
+    for counts, rows, dtype, device, empty, weighted in found:
+        assert len(counts) == EXPERTS // 2 and all(count % 16 == 0 for count in counts)
+        assert sum(counts) == rows and dtype is torch.int64 and device == "cpu"
+        arrived += rows - empty
+        assert not weighted
+    assert arrived == 2 * 2 * 10  # two experts of ten tokens of two ranks
+
+
+def _dispatchers(rank: int, group: Any) -> list[bool]:
+    """The six steps by themselves; nothing chosen by some tokens, no tokens at all on a rank, a prob that is 0."""
+    without_cuda()
+    parallel(2)
+    theirs, mine = pair({}, 2)
+    tokens = (6, 0)[rank]
+    g = torch.Generator().manual_seed(rank)
+    x, seen = torch.randint(-8, 9, (2, tokens, 1, HIDDEN), generator=g).float()
+    probs = torch.randint(0, 5, (tokens, EXPERTS), generator=g).float()
+    chosen = torch.zeros(tokens, EXPERTS, dtype=torch.bool)
+    for token in range(tokens):
+        chosen[token, torch.randperm(EXPERTS, generator=g)[: (2, 2, 0, 1, 2, 2)[token]]] = True
+    probs = probs * chosen
+    probs[:1] = 0
+    both = []
+    for layer, given in ((theirs, x), (mine, x)):
+        dispatcher = layer.token_dispatcher
+        given, weights = given.clone().requires_grad_(), probs.clone().requires_grad_()
+        rows, sent = dispatcher.dispatch_preprocess(given, chosen.clone(), weights)
+        if layer is theirs:  # it takes the top-k of the configuration for what all tokens have
+            dispatcher.num_out_tokens = int(chosen.sum())
+        rows, sent = dispatcher.token_dispatch(rows, sent)
+        rows, counts, row_probs = dispatcher.dispatch_postprocess(rows, sent)
+        y = rows * row_probs.unsqueeze(1) + rows
+        out = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(y)))
+        (out * seen).sum().backward()
+        both.append((rows.detach(), counts, row_probs.detach(), out.detach(), given.grad, weights.grad))
+    assert both[0][1].sum() > 0 and (rank == 1 or both[0][-1].any())
+    return [torch.equal(a, b) for a, b in zip(*both, strict=True)]
+
+
+def test_the_dispatcher_takes_and_gives_what_theirs_does(ranks: Any) -> None:
+    """Sums of small integers are exact."""
+    assert ranks.run(2, _dispatchers) == [[True] * 6] * 2
+
+
+def _schedules(rank: int, group: Any) -> list[bool]:
+    """As schedules do that overlap micro-batches: each stage on inputs cut off from the one before, backward by hand;
+    two micro-batches on the way.
+    """
+    without_cuda()
+    parallel(2)
+    theirs, mine = pair({}, 2)
+    want = results(theirs, rank, 4, torch.float32)
+    layers = [results(mine, rank, 4, torch.float32)]
+    g = torch.Generator().manual_seed(rank)
+    x, seen = torch.randn((2, 4, 2, HIDDEN), generator=g)
+    mine.zero_grad()
+
+    def cut(t: torch.Tensor) -> torch.Tensor:
+        return t.detach().requires_grad_()
+
+    stages = []
+    for _ in range(2):
+        x = cut(x)
+        tokens, probs = mine.preprocess(x, *mine.route(x))
+        tokens_in, probs_in = cut(tokens), cut(probs)
+        rows, row_probs = mine.dispatch(tokens_in, probs_in)
+        rows_in, row_probs_in = cut(rows), cut(row_probs)
+        y, _ = mine.routed_experts_compute(rows_in, row_probs_in)
+        y_in = cut(y)
+        out = mine.postprocess(mine.combine(y_in), None)
+        stages.append((x, tokens, probs, tokens_in, probs_in, rows, row_probs, rows_in, row_probs_in, y, y_in, out))
+    grads = []
+    for x, tokens, probs, tokens_in, probs_in, rows, row_probs, rows_in, row_probs_in, y, y_in, out in stages:
+        mine.zero_grad()
+        (out * seen).sum().backward()
+        y.backward(y_in.grad)
+        torch.autograd.backward((rows, row_probs), (rows_in.grad, row_probs_in.grad))
+        torch.autograd.backward((tokens, probs), (tokens_in.grad, probs_in.grad))
+        grads.append([out.detach(), x.grad, *(p.grad.clone() for p in mine.parameters())])
+    return [torch.equal(a, b) for found in (*layers, *grads) for a, b in zip(found, want, strict=True)]
+
+
+def test_stages_may_be_cut_apart_and_micro_batches_interleaved(ranks: Any) -> None:
+    assert all(all(same) for same in ranks.run(2, _schedules))
+
+
+def _deep(rank: int, group: Any) -> list[bool]:
+    """Twenty passes forward, and then all of them back, in a window of two rounds."""
+    without_cuda()
+    parallel(2)
+    sizes = Settings(2, HIDDEN, EXPERTS, 2, 1000, torch.float32, "host", None)
+    limits = Limits(max_tokens=1000, window_bytes=2 * sizes.round_bytes("expert"))
+    theirs, mine = pair({"moe_router_padding_for_quantization": True}, 2, limits=limits)
+    want = results(theirs, rank, 500, torch.float32)
+    g = torch.Generator().manual_seed(rank)
+    x, seen = torch.randn((2, 500, 2, HIDDEN), generator=g)
+    given = [x.clone().requires_grad_() for _ in range(20)]
+    outs = [mine(x)[0] for x in given]
+    same = []
+    for x, out in zip(given, outs, strict=True):
+        mine.zero_grad()
+        (out * seen).sum().backward()
+        found = [out.detach(), x.grad, *(p.grad for p in mine.parameters())]
+        # Their padding is of tokens with a weight of 0, ours of zeros: sums of another number of terms.
+        same += [bool(((a - b).abs() <= 2.0**-20 * b.abs().max()).all()) for a, b in zip(found, want, strict=True)]
+    return same
+
+
+def test_deep_models_need_no_window_for_all_of_their_layers(ranks: Any) -> None:
+    assert all(all(same) for same in ranks.run(2, _deep))
+
+
+def _as_deepep(rank: int, group: Any) -> list[bool]:
+    without_cuda()
+    parallel(2)
+    install_as_deepep()
+    torch.manual_seed(0)
+    theirs = build_module(spec(), config=config_of(2))
+    config = config_of(2, moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep")
+    flex = build_module(spec(), config=config)
+    assert type(flex) is moe_layer.MoELayer and type(flex.token_dispatcher._comm_manager) is Manager
+    flex.load_state_dict(theirs.state_dict())
+    found, want = (results(layer, rank, 3 + rank, torch.float32) for layer in (flex, theirs))
+    return [torch.equal(a, b) for a, b in zip(found, want, strict=True)]
+
+
+def test_models_out_of_reach_get_it_in_deepeps_place(ranks: Any) -> None:
+    assert all(all(same) for same in ranks.run(2, _as_deepep))
+
+
+def _shared(rank: int, group: Any) -> list[Any]:
+    without_cuda()
+    parallel(2)
+    limits = Limits(max_tokens=100)
+    layers = [build_module(use_moecomm(spec(), limits=limits), config=config_of(2)) for _ in range(2)]
+    for layer in layers:
+        results(layer, rank, 4, torch.float32)
+    first, second = (layer.token_dispatcher._comm_manager._exchange for layer in layers)
+    (buffer,) = first._buffers.values()
+    told = [first is second, buffer.max_tokens]
+    try:
+        build_module(use_moecomm(spec(), limits=Limits(max_rows=1)), config=config_of(2))(torch.randn(4, 2, HIDDEN))
+    except moecomm.BadInput as error:
+        told.append(error.argument)
+    return told
+
+
+def test_layers_share_a_buffer_with_the_limits_that_were_given(ranks: Any) -> None:
+    assert ranks.run(2, _shared) == [[True, 100, "max_rows"]] * 2
+
+
+def test_the_manager_has_what_theirs_has() -> None:
+    theirs = token_dispatcher._DeepepManager
+    assert issubclass(Manager, token_dispatcher._DispatchManager) and not Manager.__abstractmethods__
+    public = {name for name, f in inspect.getmembers(theirs, inspect.isfunction) if not name.startswith("_")}
+    for name in {*public, "__init__"}:
+        mine, want = (inspect.signature(getattr(cls, name)).parameters for cls in (Manager, theirs))
+        assert list(mine)[: len(want)] == list(want), name
+        assert [p.default for p in mine.values()][: len(want)] == [p.default for p in want.values()], name
+    for cls in (TokenDispatcher, MoELayer):
+        (base,) = cls.__bases__
+        names = [name for name, f in vars(cls).items() if inspect.isfunction(f)]
+        for name in names:
+            mine, want = (list(inspect.signature(getattr(c, name)).parameters) for c in (cls, base))
+            assert mine[: len(want)] == want, f"{cls.__name__}.{name}"
+
+
+def test_a_spec_gets_the_layer_wherever_it_has_one_and_stays_as_it_was() -> None:
+    groups = object()
+    before = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
+    after = use_moecomm(before, pg_collection=groups, limits=Limits(num_sms=8))
+    mlp = after.submodules.mlp
+    assert mlp.module is MoELayer and mlp.params == {"pg_collection": groups, "limits": Limits(num_sms=8)}
+    assert before.submodules.mlp.module is moe_layer.MoELayer and before.submodules.mlp.params == {}
+    assert mlp.submodules.experts.module is before.submodules.mlp.submodules.experts.module
+    assert after.submodules.self_attention.module is before.submodules.self_attention.module
+    assert [s.submodules.mlp.module for s in use_moecomm([before, before])] == [MoELayer, MoELayer]
+    with pytest.raises(moecomm.BadInput, match="MoELayer"):
+        use_moecomm(get_gpt_layer_local_spec(num_experts=None))
+
+
+def test_what_does_not_work_is_named() -> None:
+    settings = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_overlap": True}
+    with pytest.raises(moecomm.Unsupported, match="moe_shared_expert_overlap"):
+        MoELayer(config_of(2, **settings))

@@ -1,0 +1,284 @@
+"""Prepare and finalize as vLLM calls them, over CPU ranks: what arrives, and what comes home, against formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from tests.integrations import vllm_stub as stub
+from tests.integrations.vllm_ranks import EXPERTS, HIDDEN, MOST, TOPK, Rank, everybody, home, on_ranks
+
+
+@pytest.mark.parametrize("kind", ["standard", "batched"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tokens_come_home_weighted_and_added(batches: Any, kind: str, dtype: torch.dtype) -> None:
+    def body(rank: Rank) -> bool:
+        for _ in range(2):
+            prepared = getattr(rank, kind).prepare(**rank.arguments())
+            assert prepared[0].dtype is dtype and prepared[1] is None
+            found = home(rank, kind, prepared)
+        # Integers below 2^8, and so exact in all three; sums are rounded once more than once in 16 bits.
+        unit = {torch.float32: 0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
+        return bool(
+            ((found.double() - rank.wanted().double()).abs() <= unit * rank.wanted().double().abs() + unit).all()
+        )
+
+    assert on_ranks(body, dtype=dtype) == [True] * 4
+
+
+def test_standard_rows_are_those_of_each_rank_in_order_with_global_ids(batches: Any) -> None:
+    given = everybody()
+
+    def body(rank: Rank) -> None:
+        x, scales, meta, ids, weights = rank.standard.prepare(**rank.arguments())
+        first, last = rank.rank * rank.local, (rank.rank + 1) * rank.local
+        rows = [
+            (r, t)
+            for r, (_, theirs, _) in enumerate(given)
+            for t in range(len(theirs))
+            if ((theirs[t] >= first) & (theirs[t] < last)).any()
+        ]
+        assert torch.equal(x, torch.stack([given[r][0][t] for r, t in rows]))
+        assert scales is None and ids.dtype is torch.int64 and weights.dtype is torch.float32
+        for row, (r, t) in enumerate(rows):
+            for k, expert in enumerate(given[r][1][t].tolist()):
+                if first <= expert < last:
+                    assert ids[row, k] == expert and weights[row, k] == given[r][2][t, k]
+                else:
+                    assert 0 <= ids[row, k] < EXPERTS and not first <= ids[row, k] < last and weights[row, k] == 0
+        counts = [sum(int((theirs == e).sum()) for _, theirs, _ in given) for e in range(first, last)]
+        for tensor, device in ((meta.expert_num_tokens, x.device.type), (meta.expert_num_tokens_cpu, "cpu")):
+            assert tensor.tolist() == counts and tensor.dtype is torch.int32 and tensor.device.type == device
+
+    on_ranks(body)
+
+
+def test_batched_rows_are_those_of_each_expert(batches: Any) -> None:
+    given = everybody()
+
+    def body(rank: Rank) -> None:
+        x, scales, meta, ids, weights = rank.batched.prepare(**rank.arguments())
+        assert scales is ids is weights is None and meta.expert_num_tokens_cpu is None
+        assert x.shape == (rank.local, 4 * MOST, HIDDEN) and meta.expert_num_tokens.dtype is torch.int32
+        for e in range(rank.local):
+            want = [r[0][t] for r in given for t in range(len(r[0])) if (r[1][t] == rank.rank * rank.local + e).any()]
+            assert int(meta.expert_num_tokens[e]) == len(want)
+            assert torch.equal(x[e, : len(want)], torch.stack(want))
+
+    on_ranks(body)
+
+
+@pytest.mark.parametrize("kind", ["standard", "batched"])
+def test_one_expert_a_token_may_be_weighted_before(batches: Any, kind: str) -> None:
+    def body(rank: Rank) -> tuple[bool, str]:
+        prepared = getattr(rank, kind).prepare(**rank.arguments(apply_router_weight_on_input=True))
+        same = torch.equal(home(rank, kind, prepared, apply=True), rank.wanted())
+        twice = {"topk_weights": rank.weights.repeat(1, 2), "topk_ids": rank.ids.repeat(1, 2)}
+        with pytest.raises(moecomm.Unsupported, match="apply_router_weight_on_input"):
+            getattr(rank, kind).prepare(**rank.arguments(apply_router_weight_on_input=True, **twice))
+        return same
+
+    assert on_ranks(body, topk=1) == [True] * 4
+
+
+@pytest.mark.parametrize("kind", ["standard", "batched"])
+def test_no_tokens_and_no_experts_anywhere(batches: Any, kind: str) -> None:
+    def body(rank: Rank) -> None:
+        rank.ids = torch.full_like(rank.ids, -1)
+        prepared = getattr(rank, kind).prepare(**rank.arguments())
+        assert int(prepared[2].expert_num_tokens.sum()) == 0 and (kind == "batched" or prepared[0].shape == (0, HIDDEN))
+        assert torch.equal(home(rank, kind, prepared), torch.zeros_like(rank.x))
+        rank.x, rank.ids, rank.weights = rank.x[:0], rank.ids[:0], rank.weights[:0]
+        assert home(rank, kind, getattr(rank, kind).prepare(**rank.arguments())).shape == (0, HIDDEN)
+
+    on_ranks(body)
+
+
+def test_standard_takes_more_tokens_than_before(batches: Any) -> None:
+    def body(rank: Rank) -> bool:
+        same = []
+        for times in (1, 40):  # the second Buffer is larger: the least one has room for 128 tokens
+            if rank.rank == 2:
+                rank.x, rank.ids, rank.weights = (t.repeat(times, 1) for t in (rank.x, rank.ids, rank.weights))
+            same.append(torch.equal(home(rank, "standard", rank.standard.prepare(**rank.arguments())), rank.wanted()))
+        return all(same)
+
+    assert on_ranks(body) == [True] * 4
+
+
+@pytest.mark.parametrize("kind", ["standard", "batched"])
+def test_two_micro_batches_are_on_the_way_at_a_time(batches: Any, kind: str) -> None:
+    """Their halves interleaved, with schedules told; the second one has its tokens in another order."""
+    batches.enabled = True
+
+    def body(rank: Rank) -> list[bool]:
+        both = getattr(rank, kind)
+        given = [(rank.x, rank.ids, rank.weights), (rank.x.flip(0), rank.ids.flip(0), rank.weights.flip(0))]
+        prepared, outs, waits = [], [], []
+        for number, (x, ids, weights) in enumerate(given):
+            with batches.running(number):
+                found = both.prepare_async(**rank.arguments(a1=x, topk_ids=ids, topk_weights=weights))
+                if kind == "batched":
+                    hook, receive = found
+                    hook()
+                    hook()  # does nothing more
+                else:
+                    receive = found
+                prepared.append(receive())
+        for number, (x, ids, weights) in enumerate(given):
+            rows, _, meta, found_ids, found_weights = prepared[number]
+            outs.append(torch.full_like(x, torch.nan))
+            reduce = stub.TopKWeightAndReduceDelegate()
+            with batches.running(number):
+                if kind == "batched":
+                    y = rank.batched_experts(rows, meta.expert_num_tokens)
+                    waits.append(both.finalize_async(outs[-1], y, weights, ids, False, reduce)[0])
+                else:
+                    y = rank.standard_experts(rows, found_ids)
+                    waits.append(both.finalize_async(outs[-1], y, found_weights, found_ids, False, reduce))
+        for wait in waits:
+            wait()
+        told = batches.calls
+        if kind == "standard":
+            assert told[:2] == ["yield_and_switch_from_compute_to_comm", "switch_to_compute_sync"]
+            assert told[4:6] == ["yield_and_switch_from_compute_to_comm", "switch_to_compute"]
+            assert told[-2:] == ["switch_to_comm", "yield_and_switch_from_comm_to_compute"]
+        else:
+            assert told == ["maybe_run_recv_hook"] * 2
+        return [torch.equal(outs[0], rank.wanted()), torch.equal(outs[1], rank.wanted().flip(0))]
+
+    assert on_ranks(body) == [[True, True]] * 4
+
+
+def _dequantized(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return (x.float().unflatten(-1, (-1, 128)) * scales.float().unsqueeze(-1)).flatten(-2)
+
+
+def test_standard_rows_in_blocks_of_fp8_travel_with_their_scales(batches: Any) -> None:
+    config = stub.quant_config(quant_dtype=torch.float8_e4m3fn, block_shape=[128, 128])
+    given = everybody()
+
+    def body(rank: Rank) -> None:
+        x, scales, *_ = rank.standard.prepare(**rank.arguments(quant_config=config))
+        assert x.dtype is torch.float8_e4m3fn and scales.shape == (len(x), HIDDEN // 128)
+        quantized, want = stub.quantized(torch.cat([r[0] for r in given]), None, torch.float8_e4m3fn, False, [128, 128])
+        all_rows = _dequantized(quantized, want)
+        for row in _dequantized(x, scales):
+            assert (all_rows == row).all(dim=1).any()
+        deferred = rank.standard.prepare(**rank.arguments(quant_config=config, defer_input_quant=True))
+        assert deferred[0].dtype is torch.float32 and deferred[1] is None
+
+    on_ranks(body)
+
+
+def test_standard_rows_with_one_scale_are_quantized_where_they_arrive(batches: Any) -> None:
+    config = stub.quant_config(quant_dtype=torch.float8_e4m3fn, a1_scale=torch.tensor([0.5]))
+
+    def body(rank: Rank) -> None:
+        plain = rank.standard.prepare(**rank.arguments())[0]
+        x, scales, *_ = rank.standard.prepare(**rank.arguments(quant_config=config))
+        assert torch.equal(x.float() * 0.5, plain) and scales.tolist() == [0.5]
+
+    on_ranks(body)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_batched_rows_are_cast_on_the_way(batches: Any, packed: bool) -> None:
+    def body(rank: Rank) -> bool:
+        rank.batched.post_init_setup(type("Experts", (), {"supports_packed_ue8m0_act_scales": lambda self: packed})())
+        config = stub.quant_config(quant_dtype=torch.float8_e4m3fn, block_shape=[128, 128])
+        x, scales, meta, _, _ = rank.batched.prepare(**rank.arguments(quant_config=config))
+        assert x.dtype is torch.float8_e4m3fn and scales.dtype is (torch.int32 if packed else torch.float32)
+        assert scales.stride(-2) == 1, "a column is contiguous"
+        if packed:
+            scales = torch.ldexp(torch.tensor(1.0), (scales & 255) - 127)
+        found = home(rank, "batched", (_dequantized(x, scales), None, meta, None, None))
+        # FP8 has 4 bits: half a unit of the largest value of a row, 8, and then its products.
+        return bool(((found - rank.wanted()).abs() <= 0.5 * (rank.weights * (rank.ids + 1)).sum(1, keepdim=True)).all())
+
+    assert on_ranks(body, use_fp8_dispatch=True) == [True] * 4
+
+
+def test_batched_rows_with_one_scale_are_quantized_where_they_arrive(batches: Any) -> None:
+    config = stub.quant_config(quant_dtype=torch.float8_e4m3fn, a1_scale=torch.tensor([0.5]))
+    many = stub.quant_config(quant_dtype=torch.float8_e4m3fn, a1_scale=torch.ones(3))
+
+    def body(rank: Rank) -> None:
+        plain = rank.batched.prepare(**rank.arguments())
+        counts = plain[2].expert_num_tokens.tolist()
+        x, scales, *_ = rank.batched.prepare(**rank.arguments(quant_config=config))
+        assert scales.shape == (rank.local, 1, 1)
+        for e, count in enumerate(counts):
+            assert torch.equal(x[e, :count].float() * 0.5, plain[0][e, :count])
+        with pytest.raises(moecomm.Unsupported, match="scales"):
+            rank.batched.prepare(**rank.arguments(quant_config=many))
+        with pytest.raises(moecomm.Unsupported, match="defer_input_quant"):
+            rank.batched.prepare(**rank.arguments(defer_input_quant=True))
+        with pytest.raises(moecomm.Unsupported, match="add"):
+            rank.batched.finalize(rank.x, x, rank.weights, rank.ids, False, stub.TopKWeightAndReduceNoOP())
+
+    on_ranks(body)
+
+
+def test_experts_that_are_placed_elsewhere_are_found(batches: Any) -> None:
+    placed = torch.arange(EXPERTS).flip(0)
+
+    def body(rank: Rank) -> bool:
+        x, _, meta, _, _ = rank.batched.prepare(**rank.arguments())
+        y = torch.full_like(x, torch.nan)
+        for slot, count in enumerate(meta.expert_num_tokens.tolist()):
+            expert = EXPERTS - 1 - (rank.rank * rank.local + slot)
+            y[slot, :count] = x[slot, :count] * (expert + 1)
+        out = torch.empty_like(rank.x)
+        rank.batched.finalize(out, y, rank.weights, rank.ids, False, stub.TopKWeightAndReduceDelegate())
+        return torch.equal(out, rank.wanted())
+
+    assert on_ranks(body, global_to_physical=placed.to(torch.int32)) == [True] * 4
+
+
+def test_experts_may_write_reduced_rows_where_peers_read_them(batches: Any) -> None:
+    def body(rank: Rank) -> list[bool]:
+        x, _, _, ids, weights = rank.standard.prepare(**rank.arguments())
+        reduce = stub.TopKWeightAndReduceNoOP()
+        assert (
+            rank.standard.allocate_fused_expert_output((*x.shape[:1], TOPK, HIDDEN), x.dtype, x.device, reduce) is None
+        )
+        y = rank.standard.allocate_fused_expert_output(tuple(x.shape), x.dtype, x.device, reduce)
+        y.copy_((rank.standard_experts(x, ids) * weights.unsqueeze(2)).sum(dim=1))
+        out = torch.empty_like(rank.x)
+        rank.standard.finalize(out, y, weights, ids, False, reduce)
+        buffer = rank.standard._slots.get().buffer
+        return [torch.equal(out, rank.wanted()), buffer.session.context.in_heap(y.data_ptr())]
+
+    assert on_ranks(body) == [[True, True]] * 4
+
+
+def test_finalize_before_prepare_and_closed_managers_are_named(batches: Any) -> None:
+    rank = Rank(moecomm.local_ranks(1)[0])
+    with pytest.raises(moecomm.BadInput, match="prepare first"):
+        home(rank, "standard", (rank.x, None, None, rank.ids, rank.weights))
+    for manager in rank.managers:
+        manager.set_num_sms(10**6)
+        assert manager.get_handle({}).num_sms is None and manager.max_sms_used() is None
+        for call in ("dispatch", "dispatch_router_logits", "combine"):
+            with pytest.raises(moecomm.Unsupported, match=call):
+                getattr(manager, call)(rank.x)
+        manager.destroy()
+        manager.destroy()
+    for kind in ("standard", "batched"):
+        with pytest.raises(moecomm.Closed):
+            getattr(rank, kind).prepare(**rank.arguments())
+
+
+def test_any_hidden_size_of_16_bytes_does(batches: Any) -> None:
+    from moecomm.integrations.vllm.batched import BatchedPrepareAndFinalize
+    from moecomm.integrations.vllm.standard import StandardPrepareAndFinalize
+
+    for hidden in (2880, 7168, 8192, 10240):
+        assert BatchedPrepareAndFinalize.maybe_roundup_layer_hidden_size(hidden) == hidden
+        assert StandardPrepareAndFinalize.maybe_roundup_layer_hidden_size(hidden, torch.bfloat16) == hidden
+    assert BatchedPrepareAndFinalize.maybe_roundup_layer_hidden_size(2881) == 2888
+    assert StandardPrepareAndFinalize.maybe_roundup_layer_hidden_size(2881, torch.float32) == 2884
