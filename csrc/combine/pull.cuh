@@ -50,9 +50,9 @@ MOECOMM_FN bool await_earlier_credit(const Call& c, i32 home, i32 chunk, i32 chu
 }
 
 // The role of a pull warp.  Where places are given back, a chunk is a block's, which tells when all of it is pulled: of the chunks of its
-// block a warp pulls every pull_warps-th piece.  Else warps take the pieces of all tokens as they get to them: blocks with as many tokens
-// each have unequally many rows to bring, and few blocks fill the links only while all of them pull.  Lane i serves the i-th rank that
-// holds a part of the token.
+// block a warp pulls every pull_warps-th piece.  (So, too, where there are several domains.)  Else warps take the pieces of all tokens as
+// they get to them: blocks with as many tokens each have unequally many rows to bring, and few blocks fill the links only while all of them
+// pull.  Lane i serves the i-th rank that holds a part of the token.
 template <class Call>
 struct Pull {
     static constexpr CombineConfig cfg = Call::cfg;
@@ -80,10 +80,10 @@ struct Pull {
           shift(__ffs(call.a.chunk_tokens) - 1),
           gives_credit((cfg.domains() > 1 || some_stage(call)) && call.chunks() > ring_chunks(call.shape(), call.a.chunk_tokens)),
           chunks_here(ceil_div(max(call.chunks() - static_cast<i32>(blockIdx.x), 0), static_cast<i32>(gridDim.x))),
-          nth(gives_credit ? this_warp : this_warp * gridDim.x + blockIdx.x),
+          nth(by_chunks() ? this_warp : this_warp * gridDim.x + blockIdx.x),
           far{call, this_warp} {
         skip_ends();
-        if (!gives_credit) take();
+        if (!by_chunks()) take();
         ahead = slot_of(token(), lane_id());
     }
 
@@ -93,24 +93,25 @@ struct Pull {
         return some;
     }
 
+    MOECOMM_FN bool by_chunks() const { return cfg.domains() > 1 || gives_credit; }
     // Whose piece is next: the chunk of the block, the token, its chunk.
     MOECOMM_FN i32 nth_chunk() const { return nth / kPieces >> shift; }
     MOECOMM_FN i32 token() const {
-        if (!gives_credit) return nth / kPieces;
+        if (!by_chunks()) return nth / kPieces;
         return ((blockIdx.x + gridDim.x * nth_chunk()) << shift) + (nth / kPieces & ((1 << shift) - 1));
     }
     MOECOMM_FN i32 chunk() const { return token() >> shift; }
-    MOECOMM_FN bool at_end() const { return gives_credit ? nth_chunk() >= chunks_here : token() >= c.a.num_tokens; }
+    MOECOMM_FN bool at_end() const { return by_chunks() ? nth_chunk() >= chunks_here : token() >= c.a.num_tokens; }
     // The last chunk may have fewer tokens.
     MOECOMM_FN void skip_ends() {
-        while (gives_credit && !at_end() && token() >= c.a.num_tokens) nth += cfg.pull_warps;
+        while (by_chunks() && !at_end() && token() >= c.a.num_tokens) nth += cfg.pull_warps;
     }
     // The warps of the grid begin with a piece each, and take the others in their order.
     MOECOMM_FN void take() {
         if (lane_id() == 0) taken = gridDim.x * cfg.pull_warps + atomicAdd(&own_state(c.a.ctx)->taken, 1);
     }
     MOECOMM_FN void go_on() {
-        if (gives_credit) {
+        if (by_chunks()) {
             nth += cfg.pull_warps;
             skip_ends();
         } else {
