@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from moecomm import combine
 from moecomm.errors import BadInput, Closed
 from moecomm.fused import interleave, layer
 from moecomm.layer import MoELayer
@@ -203,3 +204,21 @@ def test_what_ours_lacks_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: p
     got = layer._by_torch(x, w13, call["w2"], counts)[:32]
     want = layer.apply_experts(x, w13, call["w2"], counts)[:32]
     torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
+
+
+def test_what_the_dispatch_left_behind_keeps_no_rank_from_the_combine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs one rank's host may know of a void dispatch when it comes to the combine, and another's may not yet."""
+    case = random_layer(4, **PAIR | {"ranks": 1}, dtype=torch.float32)
+    with opened(PAIR | {"ranks": 1}, torch.float32) as ranks:
+        (buffer,) = ranks.buffers
+        given, looked = layer.prepare(buffer, **case.call(0)), []
+        routed = buffer.dispatch(**given.dispatch)
+        with monkeypatch.context() as context:
+            context.setattr(type(buffer), "raise_failure", lambda self: looked.append(self))
+            y = given.experts(routed)
+            combining = combine.prepare(buffer, y, routed.handle, **given.combine)
+            assert not looked
+            combine.prepare(buffer, routed.x, routed.handle)
+            assert looked
+        combine.run(combining)
+        case.check(0, given.hand_out(combine.finish(buffer, combining)))

@@ -35,9 +35,17 @@ def prepare(
     weight_grads: Any = None,
     wire: torch.dtype | None = None,
     num_sms: int | None = None,
+    goes_on: bool = False,
 ) -> Combining:
-    """Checks the arguments; see Buffer.combine."""
-    buffer.require_usable()
+    """Checks the arguments; see Buffer.combine.
+
+    `goes_on`: the dispatch is of the same call.  What it has left behind is not looked at: some ranks would see it
+    already, and others wait for them in vain.
+    """
+    if goes_on:
+        buffer.require_open()
+    else:
+        buffer.require_usable()
     _check_ended(buffer, handle)
     if isinstance(y, torch.Tensor):
         if handle.layout == "flat" and buffer.session.pulls_flat_rows and weight_grads is None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn.functional import grouped_mm, silu
 
+from moecomm import combine
 from moecomm.arrays import adopt, check_tensor
 from moecomm.errors import BadInput
 from moecomm.fused import kernels, reference
@@ -93,7 +94,10 @@ def moe(
         check_weights=check_weights,
     )
     routed = buffer.dispatch(**given.dispatch)
-    return given.hand_out(buffer.combine(given.experts(routed), routed.handle, **given.combine))
+    y = given.experts(routed)  # alive until the combine has run
+    combining = combine.prepare(buffer, y, routed.handle, **given.combine)
+    combine.run(combining)
+    return given.hand_out(combine.finish(buffer, combining))
 
 
 class Prepared(NamedTuple):
@@ -141,7 +145,7 @@ def prepare(
     routing = {"topk_idx": topk_idx, "topk_weights": topk_weights, "check_weights": check_weights}
     return Prepared(
         dispatch={"x": x, **routing, "layout": "expert", "max_rows": max_rows, "num_sms": num_sms},
-        combine={"out": out, "bias": bias, "wire": wire, "num_sms": num_sms},
+        combine={"out": out, "bias": bias, "wire": wire, "num_sms": num_sms, "goes_on": True},
         experts=experts,
         hand_out=hand_out,
     )
