@@ -58,8 +58,7 @@ def test_the_layer_on_four_gpus(gpu_ranks: Any, tmp_path: Path) -> None:
     for found in gpu_ranks.results(4, timeout_s=280).values():
         assert not isinstance(found, BaseException), found
         for name, errors in found.items():
-            unit = 2.0**-8 if name == "bfloat16" else 2.0**-24
-            assert max(errors) <= 64 * unit, (name, errors)
+            assert max(errors) <= (8 * 2.0**-8 if name == "bfloat16" else 64 * 2.0**-24), (name, errors)
 
 
 def test_cases_are_configurations_that_exist() -> None:
