@@ -6,6 +6,7 @@
 | MOECOMM_CACHE_DIR | where compiled kernels are kept (default: the user's cache directory) |
 | MOECOMM_WINDOW | how the lsa backend makes windows: "nccl" or "vmm" (default: nccl where it can, else vmm) |
 | MOECOMM_VLLM | moecomm in the place of DeepEP in vLLM: "always" or "never" (default: where there is no deep_ep) |
+| MOECOMM_SGLANG | likewise in SGLang |
 | MOECOMM_RMA | how the RMA plugin, which reads these four itself, moves bytes: "auto", "loopback" or "tcp" |
 | MOECOMM_JOB_SECRET | what its ranks on different hosts prove to each other |
 | MOECOMM_RMA_ADDRESS | the IPv4 address that it listens at |
@@ -26,6 +27,7 @@ _KNOWN = {
     "MOECOMM_CACHE_DIR": None,
     "MOECOMM_WINDOW": ("nccl", "vmm"),
     "MOECOMM_VLLM": ("always", "never"),
+    "MOECOMM_SGLANG": ("always", "never"),
     "MOECOMM_RMA": ("auto", "loopback", "tcp"),
     "MOECOMM_JOB_SECRET": None,
     "MOECOMM_RMA_ADDRESS": None,
@@ -61,6 +63,12 @@ def in_vllm() -> str | None:
     """Whether moecomm shall take the place of DeepEP in vLLM; None: where that is free."""
     check_environment()
     return os.environ.get("MOECOMM_VLLM")
+
+
+def in_sglang() -> str | None:
+    """Likewise in SGLang."""
+    check_environment()
+    return os.environ.get("MOECOMM_SGLANG")
 
 
 @contextmanager

@@ -33,6 +33,7 @@ def _layers(rank: int, group: Any, store: str) -> dict[str, list[float]]:
     dist.init_process_group("nccl", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     parallel(ranks)
     without_transformer_engine()
+    torch._dynamo.config.disable = True  # compiling what it wants compiled takes longer than the rest
     model_parallel_cuda_manual_seed(1)
     found = {}
     for name, settings in CASES.items():
@@ -53,10 +54,11 @@ def _layers(rank: int, group: Any, store: str) -> dict[str, list[float]]:
 @pytest.mark.gpu4
 def test_the_layer_on_four_gpus(gpu_ranks: Any, tmp_path: Path) -> None:
     """Sums over rows go through other kernels' orders there: a few roundings of the longest sum, 2000 rows."""
-    for found in gpu_ranks.run(4, _layers, str(tmp_path / "nccl")):
+    gpu_ranks.start(4, _layers, str(tmp_path / "nccl"))
+    for found in gpu_ranks.results(4, timeout_s=280).values():
+        assert not isinstance(found, BaseException), found
         for name, errors in found.items():
-            unit = 2.0**-8 if name == "bfloat16" else 2.0**-24
-            assert max(errors) <= 64 * unit, (name, errors)
+            assert max(errors) <= (8 * 2.0**-8 if name == "bfloat16" else 64 * 2.0**-24), (name, errors)
 
 
 def test_cases_are_configurations_that_exist() -> None:

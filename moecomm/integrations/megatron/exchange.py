@@ -21,6 +21,9 @@ from moecomm.ops import handles
 from moecomm.ops.rounds import rows_of, settled
 from moecomm.rendezvous import rendezvous
 from moecomm.routed import Handle, Routed
+from moecomm.settings import Settings
+
+_ALIGNMENT = 128  # the largest that Settings.round_bytes has room for
 
 
 class Limits(NamedTuple):
@@ -31,7 +34,7 @@ class Limits(NamedTuple):
             more takes a larger Buffer, on all ranks together.
         max_rows: rows, a (token, expert) each, that this rank has room for; None: the worst case, all tokens of all
             ranks.  More is bad input on every rank.
-        window_bytes: see Buffer.
+        window_bytes: see Buffer; None: two rounds of `max_rows`, or of the worst case.
         num_sms: see Buffer.dispatch.
         timeout_s: how long a rank waits for another, in seconds.  Ranks of a training job drift apart by whatever one
             of them does alone: writing a checkpoint, compiling.
@@ -123,6 +126,7 @@ class Exchange:
         """Collective: every rank is here, in the same dispatch."""
         hidden, dtype, device = key
         most = max(int(struct.unpack("<q", theirs)[0]) for theirs in self._ranks.all_gather(struct.pack("<q", tokens)))
+        settings = Settings(self._ranks.ranks, hidden, self._num_experts, self._topk, most, dtype, "", None)
         buffer = self._buffers[key] = Buffer(
             self._ranks,
             hidden=hidden,
@@ -133,9 +137,19 @@ class Exchange:
             backend=self.limits.backend or ("host" if device.type == "cpu" else "auto"),
             device=device,
             timeout_s=self.limits.timeout_s,
-            window_bytes=self.limits.window_bytes,
+            window_bytes=self._window(settings),
         )
         return buffer
+
+    def _window(self, settings: Settings) -> int | None:
+        """None: Buffer's own choice."""
+        max_rows, window_bytes = self.limits.max_rows, self.limits.window_bytes
+        if window_bytes is not None or max_rows is None:
+            return window_bytes
+        spared = (
+            max(0, settings.worst_rows("expert", _ALIGNMENT) - max_rows) * settings.hidden * settings.dtype.itemsize
+        )
+        return -(-2 * (settings.round_bytes("expert") - spared) // 4096) * 4096
 
 
 class Way(NamedTuple):

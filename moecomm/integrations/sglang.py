@@ -1,0 +1,36 @@
+"""moecomm in SGLang (checked against 0.5.23): its DeepEP dispatchers run over moecomm.compat.
+
+SGLang calls register() as a plugin, in every process, before it imports deep_ep.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from moecomm import config
+from moecomm.compat import install_as_deep_ep
+from moecomm.errors import Unsupported
+
+__all__ = ["register"]
+
+log = logging.getLogger("moecomm")
+_DISPATCHER = "sglang.srt.layers.moe.token_dispatcher.deepep"
+
+
+def register() -> None:
+    """Installs moecomm as deep_ep where there is none; where there is one, only with MOECOMM_SGLANG=always.
+
+    Idempotent.
+    """
+    wanted = config.in_sglang()
+    if wanted == "never":
+        return
+    if _DISPATCHER in sys.modules and sys.modules.get("deep_ep") is not sys.modules.get("moecomm.compat.deep_ep"):
+        log.warning("moecomm is not in SGLang: its dispatcher has looked for deep_ep before plugins were loaded")
+        return
+    try:
+        install_as_deep_ep(replace=wanted == "always")
+    except Unsupported:  # another deep_ep is installed, and nobody asked for its place
+        return
+    log.info("moecomm is SGLang's deep_ep")

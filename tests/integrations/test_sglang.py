@@ -1,0 +1,79 @@
+"""The plugin of SGLang: moecomm is deep_ep where none is installed, or where it is asked to be."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from moecomm.compat import deep_ep
+from moecomm.integrations import sglang
+
+INSTALLED = importlib.util.find_spec("sglang")
+
+
+@pytest.fixture(autouse=True)
+def modules() -> Iterator[None]:
+    def ours() -> dict[str, ModuleType]:
+        return {name: m for name, m in sys.modules.items() if name.split(".")[0] in ("deep_ep", "sglang")}
+
+    before = ours()
+    for name in before:
+        del sys.modules[name]
+    yield
+    for name in ours():
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "there", "taken"),
+    [("", False, True), ("", True, False), ("always", True, True), ("never", False, False)],
+)
+def test_deep_ep_is_moecomm_where_the_place_is_free_or_asked_for(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, there: bool, taken: bool
+) -> None:
+    if wanted:
+        monkeypatch.setenv("MOECOMM_SGLANG", wanted)
+    other = ModuleType("deep_ep")
+    if there:
+        sys.modules["deep_ep"] = other
+    for _ in range(2):
+        sglang.register()
+    assert sys.modules.get("deep_ep") is (deep_ep if taken else other if there else None)
+    if taken:
+        from deep_ep import Buffer, Config, ElasticBuffer  # what its dispatchers import
+
+        assert (Buffer, Config, ElasticBuffer) == (deep_ep.Buffer, deep_ep.Config, deep_ep.ElasticBuffer)
+
+
+def test_a_dispatcher_that_was_first_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    sys.modules["sglang.srt.layers.moe.token_dispatcher.deepep"] = ModuleType("deepep")
+    sglang.register()
+    assert "before plugins" in caplog.text and "deep_ep" not in sys.modules
+
+
+def test_sglang_finds_the_plugin() -> None:
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert '[project.entry-points."sglang.srt.plugins"]\nmoecomm = "moecomm.integrations.sglang:register"' in text
+
+
+def test_its_dispatcher_calls_what_there_is() -> None:
+    """Every attribute that it takes of deep_ep's Buffer, in its source."""
+    if INSTALLED is None or not INSTALLED.submodule_search_locations:
+        pytest.skip("needs sglang, installed; its source is read")
+    import re
+
+    folder = Path(next(iter(INSTALLED.submodule_search_locations))) / "srt" / "layers" / "moe" / "token_dispatcher"
+    text = (folder / "deepep.py").read_text()
+    assert "from deep_ep import Buffer, Config" in text
+    used = set(re.findall(r"\b(?:Buffer|buffer)\.([a-z]\w*)", text))
+    assert {"dispatch", "combine", "low_latency_dispatch", "low_latency_combine", "get_dispatch_layout"} <= used
+    instance = {"group_size", "low_latency_mode"}  # set by the constructor
+    assert {name for name in used - instance if not hasattr(deep_ep.Buffer, name)} == set()
+    text = (folder / "deepep_v2.py").read_text()
+    assert "from deep_ep import ElasticBuffer" in text
