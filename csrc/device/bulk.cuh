@@ -54,17 +54,6 @@ MOECOMM_FN void bulk_wait() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(groups) : "memory");
 }
 
-// A copy of 16 bytes by this thread, in the generic proxy.  Groups are this thread's, others than those of bulk stores; what has come is
-// seen by the other lanes after a __syncwarp.
-MOECOMM_FN void copy_16(void* to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-MOECOMM_FN void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <i32 groups>
-MOECOMM_FN void copies_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
-}
-
 MOECOMM_FN void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 MOECOMM_FN void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -45,39 +45,23 @@ struct Sender {
     MOECOMM_FN u8* held(i32 piece) const { return c.shared.ring[piece % kSlots][warp_id()]; }
     MOECOMM_FN u64* full(i32 piece) const { return &c.shared.full[piece % kSlots][warp_id()]; }
 
-    // The place was read by stores that are kSlots - kAhead - 1 groups back; or by the cast, which is through with it.  What is cast is not
-    // loaded in bulk: such loads wait in line behind the stores.
+    // The place was read by stores that are kSlots - kAhead - 1 groups back; or by the cast, which is through with it.
     MOECOMM_FN void load_next() {
         const i32 n = loaded / kPieces;
-        if (!cfg.quantize && !has(n)) return;
+        if (!has(n)) return;
         if constexpr (!cfg.quantize) bulk_wait_read<kSlots - kAhead - 1>();
         __syncwarp();
-        const i32 at = loaded % kPieces * cfg.piece_columns * bytes_of(cfg.type), bytes = min(cfg.piece_bytes(), kRowBytes - at);
-        const u8* piece = reinterpret_cast<const u8*>(c.a.x) + token_of(n) * c.a.x_stride + at;
-        if constexpr (cfg.quantize) {
-            for (i32 i = has(n) ? lane_id() * 16 : bytes; i < bytes; i += kWarp * 16) copy_16(held(loaded) + i, piece + i);
-            copies_commit();  // empty behind the last row, so that pieces and groups count alike
-        } else if (lane_id() == 0) {
-            bulk_load(held(loaded), piece, bytes, full(loaded));
+        if (lane_id() == 0) {
+            const i32 at = loaded % kPieces * cfg.piece_columns * bytes_of(cfg.type);
+            const u8* row = reinterpret_cast<const u8*>(c.a.x) + token_of(n) * c.a.x_stride;
+            bulk_load(held(loaded), row + at, min(cfg.piece_bytes(), kRowBytes - at), full(loaded));
         }
         ++loaded;
     }
-    // After the loads that run ahead of it were issued.
-    MOECOMM_FN void await_piece() const {
-        if constexpr (cfg.quantize) {
-            copies_wait<kAhead>();
-            __syncwarp();
-        } else {
-            copy_wait(full(used), used / kSlots & 1);
-        }
-    }
+    MOECOMM_FN void await_piece() const { copy_wait(full(used), used / kSlots & 1); }
     // A block must not end while a load writes to its memory.
     MOECOMM_FN void drop_loads() {
-        if constexpr (cfg.quantize) {
-            copies_wait<0>();
-        } else {
-            for (; used < loaded; ++used) await_piece();
-        }
+        for (; used < loaded; ++used) await_piece();
     }
 
     MOECOMM_FN void store(const Places<Call>& to, i64 at, const u8* from, i32 bytes) const {
@@ -114,7 +98,7 @@ struct Sender {
     // Some pieces of the first row, while it is not known yet where it goes.
     MOECOMM_FN void cast_ahead(i32 pieces) {
         if constexpr (cfg.quantize) {
-            for (; warp_id() < cfg.send_warps && has(0) && pieces > 0 && used < kPieces; --pieces) {
+            for (; warp_id() < cfg.send_warps && pieces > 0 && used < min(loaded, kPieces); --pieces) {
                 load_next();
                 cast_piece();
             }
