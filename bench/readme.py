@@ -1,4 +1,5 @@
-"""Writes the README's figures, and draws its plots, from bench/results/*.json; every figure there comes from here.
+"""Writes the README's figures and bench/README.md, and draws their plots, from bench/results/*.json; every figure there
+comes from here.
 
 python bench/readme.py
 """
@@ -82,7 +83,7 @@ def dispatch_combine(found: dict[str, Any]) -> str:
     """
     head = f"{where(found)}{ceiling(found)}:"
     if is_sweep(found):
-        return f"{head}\n\n![time and bandwidth over tokens](bench/results/{found['what']}.svg)\n"
+        return f"{head}\n\n![time and bandwidth over tokens](results/{found['what']}.svg)\n"
     beside = found["case"].get("overlap_gemm", False)
     lines = [
         head,
@@ -97,19 +98,49 @@ def dispatch_combine(found: dict[str, Any]) -> str:
         wire = "" if row["of_wire"] is None else f"{row['of_wire']:.2f}"
         lines.append(
             f"| {row['tokens']} | {row['who']} | {what} | `{row['layout']}` | {row['sms'] or ''} "
-            f"| {time_of(row['us']['p50'])} | {wire} |{kept_of(row) if beside else ''}"
+            f"| {time_of(row['us']['p50'])}{_of_parts(row)} | {wire} |{kept_of(row) if beside else ''}"
         )
     return "\n".join([*lines, ""])
 
 
+def _of_parts(row: dict[str, Any]) -> str:
+    return f", {row['of_sum']:.3f} of the two alone" if "of_sum" in row else ""
+
+
 def kept_of(row: dict[str, Any]) -> str:
     """What a GEMM on the other SMs keeps of its speed beside such rounds one after the other."""
-    return f" {row['overlap']['kept']:.0%} |" if "kept" in row.get("overlap", {}) else " |"
+    if "kept" not in row.get("overlap", {}):
+        return " |"
+    kept, held = row["overlap"]["kept"], row["overlap"]["held"]
+    return f" {kept:.0%}; beside blocks that do nothing {held:.0%} |"
 
 
 def is_sweep(found: dict[str, Any]) -> bool:
     """Whether a result has enough sizes to be drawn."""
     return found.get("benchmark") == "dispatch-combine" and len(found["case"]["tokens"]) > 4
+
+
+def moe(found: dict[str, Any]) -> str:
+    """The section of `moecomm bench moe`."""
+    case = found["case"]
+    place = (
+        f"{case['ranks']} x {found['machine']['gpus'][0]}" if found["machine"]["gpus"] else f"{case['ranks']} CPU ranks"
+    )
+    lines = [
+        f"{place}, `{found['backend']}`: expert layers in bf16, {case['mode']}, median of the slowest rank; `of GEMMs`: "
+        "time over that of moecomm's GEMMs alone; `torch's`: the time of torch's over it:",
+        "",
+        "| model | tokens a rank | by | what | time | TFLOP/s | of GEMMs | torch's |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in found["rows"]:
+        if "us" in row:
+            ratios = " | ".join(f"{row[key]:.2f}" if row.get(key) else "" for key in ("of_gemms", "of_torch"))
+            what = ", ".join(filter(None, (row["what"], row["variant"])))
+            tflops = f"{row['tflops']:.0f}" if row.get("tflops") else ""
+            cells = f"{row['who']} | {what} | {time_of(row['us']['p50'])} | {tflops} | {ratios}"
+            lines.append(f"| {row['model']} | {row['tokens']} | {cells} |")
+    return "\n".join([*lines, ""])
 
 
 def simulate_check(found: dict[str, Any]) -> str:
@@ -127,13 +158,53 @@ def simulate_check(found: dict[str, Any]) -> str:
 
 Section = Callable[[dict[str, Any]], str]
 BY_NAME: dict[str, Section] = {"host_vs_gloo": host_vs_gloo}
-BY_BENCHMARK: dict[str, Section] = {"dispatch-combine": dispatch_combine, "simulate-check": simulate_check}
+BY_BENCHMARK: dict[str, Section] = {
+    "dispatch-combine": dispatch_combine,
+    "moe": moe,
+    "simulate-check": simulate_check,
+}
 
 
 def results() -> list[Path]:
     """All results: those of the benchmark in the order of their names, then the others."""
     found = sorted((ROOT / "bench" / "results").glob("*.json"))
     return sorted(found, key=lambda path: list(BY_NAME).index(path.stem) if path.stem in BY_NAME else -1)
+
+
+HEADLINES = {"1": ("ll", 1), "128": ("ll", 128), "4096": ("ht", 4096), "8192": ("ht", 8192)}
+COLUMNS = (("dispatch", "fp8", ""), ("dispatch", "bf16", ""), ("combine", "", "y in the window"))
+
+
+def headlines() -> str:
+    """What a reader of the README sees first: flat rows, blocks as the table of moecomm.tuning says."""
+    found = {path.stem: json.loads(path.read_text()) for path in results()}
+    lines = [
+        "DeepSeek-V3 (hidden 7168, top-8 of 256 experts), whole operations in a captured graph, median of the slowest "
+        "rank; in brackets the time that the bytes alone take at the all-to-all ceiling of the same run, over it:",
+        "",
+        "| H200s | tokens a rank | dispatch, bf16 in, FP8 out | dispatch, bf16 | combine, bf16 |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    used = []
+    for gpus in (4, 8):
+        for tokens, (stem, number) in HEADLINES.items():
+            name = f"{stem}-h200-{gpus}"
+            cells = [_cell(found.get(name), number, *column) for column in COLUMNS]
+            if all(cells):
+                lines.append(f"| {gpus} | {tokens} | {' | '.join(cells)} |")
+                used.append(name)
+    sources = ", ".join(f"[`{name}.json`](bench/results/{name}.json)" for name in dict.fromkeys(used))
+    pictures = [f"![time and bandwidth over tokens](bench/results/{path.name})" for path in drawn()]
+    return "\n\n".join(["\n".join(lines), f"Source: {sources}.", *pictures])
+
+
+def _cell(found: dict[str, Any] | None, tokens: int, what: str, payload: str, variant: str) -> str:
+    wanted = {"who": "moecomm", "tokens": tokens, "what": what, "layout": "flat", "payload": payload, "sms_asked": 0}
+    for row in (found or {}).get("rows", []):
+        if all(row[key] == value for key, value in {**wanted, "variant": variant}.items()):
+            wire = "" if row["of_wire"] is None else f" ({row['of_wire']:.2f})"
+            return time_of(row["us"]["p50"]) + wire
+    return ""
 
 
 def figures() -> str:
@@ -143,7 +214,7 @@ def figures() -> str:
         found = json.loads(path.read_text())
         section = BY_NAME.get(path.stem) or BY_BENCHMARK.get(found.get("benchmark", ""))
         if section is not None:
-            source = f"Source: [`{path.name}`](bench/results/{path.name}), `{found['command']}`, {found['date']}."
+            source = f"Source: [`{path.name}`](results/{path.name}), `{found['command']}`, {found['date']}."
             parts.append(f"{section(found)}\n{source}")
     return "\n\n".join(parts)
 
@@ -157,7 +228,14 @@ def filled(readme: str) -> str:
     """The README with its figures as they are now."""
     pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
     assert len(pattern.findall(readme)) == 1, "the README has no place for figures, or several"
-    return pattern.sub(lambda _: f"{BEGIN}\n{figures()}\n{END}", readme)
+    return pattern.sub(lambda _: f"{BEGIN}\n{headlines()}\n{END}", readme)
+
+
+def page() -> str:
+    """bench/README.md."""
+    return (
+        f"# All figures\n\nWritten by `python bench/readme.py` from what lies in [`results`](results).\n\n{figures()}\n"
+    )
 
 
 if __name__ == "__main__":
@@ -167,3 +245,4 @@ if __name__ == "__main__":
         draw([result], picture)
     path = ROOT / "README.md"
     path.write_text(filled(path.read_text()))
+    (ROOT / "bench" / "README.md").write_text(page())
