@@ -127,8 +127,8 @@ def moe(found: dict[str, Any]) -> str:
         f"{case['ranks']} x {found['machine']['gpus'][0]}" if found["machine"]["gpus"] else f"{case['ranks']} CPU ranks"
     )
     lines = [
-        f"{place}, `{found['backend']}`: expert layers in bf16, {case['mode']}, median of the slowest rank; `of GEMMs`: "
-        "time over that of moecomm's GEMMs alone; `torch's`: the time of torch's over it:",
+        f"{place}, `{found['backend']}`: expert layers in bf16, {case['mode']}, median of the slowest rank; `of GEMMs`:"
+        " time over that of moecomm's GEMMs alone; `torch's`: the time of torch's over it:",
         "",
         "| model | tokens a rank | by | what | time | TFLOP/s | of GEMMs | torch's |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",

@@ -34,16 +34,17 @@ def _measured(row: Row, result: Result, machine: Machine) -> dict[str, Any] | No
         return None
     us = sum(cost(part.operation, result.spread, row.tokens, part.row_bytes, machine).us for part in row.parts)
     about = {key: getattr(row, key) for key in ("file", "what", "layout", "payload", "variant", "tokens", "sms_asked")}
-    where = {"domains": result.domains, "ranks": result.ranks, "kind": _kind(row, result)}
+    where = {"domains": result.domains, "ranks": result.ranks, "kind": _kind(row, result, machine.domain)}
     return {**about, **where, "measured_us": row.us, "predicted_us": round(us, 3), "error": round(us / row.us - 1, 4)}
 
 
-def _kind(row: Row, result: Result) -> str:
-    if row.fits:
-        return "one domain: fitted to"
+def _kind(row: Row, result: Result, fitted: Domain) -> str:
     if result.domains > 1:
         return f"{result.domains} domains"
-    about = ["skewed"] if result.found["case"]["skew"] else []
+    if row.fits and result.ranks in fitted.ranks:
+        return "one domain: fitted to"
+    about = [] if result.ranks in fitted.ranks else [f"{result.ranks} ranks"]
+    about += ["skewed"] if result.found["case"]["skew"] else []
     about += ["blocks given"] if row.sms_asked else []
     return "one domain: " + ", ".join([*about, row.what if row.what == "pair" else "alone"])
 

@@ -61,12 +61,15 @@ Key = tuple[Operation, str]  # and FEW or MANY
 
 @dataclass(frozen=True)
 class Domain:
-    """Lines by operation and number of tokens; `gemm_tflops` alone, and the part `gemm_kept` of it beside rounds."""
+    """Lines by operation and number of tokens; `gemm_tflops` alone, and the part `gemm_kept` of it beside rounds;
+    `ranks`: numbers of ranks that this was measured with.
+    """
 
     name: str
     lines: dict[Key, Line]
     gemm_tflops: float
     gemm_kept: float
+    ranks: tuple[int, ...] = ()
 
     def us(self, operation: Operation, load: Load) -> float:
         """Microseconds; few tokens take the faster of the two ways, many have one."""
@@ -109,4 +112,5 @@ def parse(found: dict[str, Any]) -> Domain:
         )
         for line in found["lines"]
     }
-    return Domain(str(found["domain"]), lines, float(found["gemm"]["tflops"]), float(found["gemm"]["kept"]))
+    gemm = found["gemm"]
+    return Domain(str(found["domain"]), lines, float(gemm["tflops"]), float(gemm["kept"]), tuple(found["ranks"]))
