@@ -17,6 +17,8 @@ struct Loaded {
         complete = true;
         find("cuGetErrorName", table.error_name);
         find("cuCtxGetCurrent", table.get_context);
+        find("cuCtxCreate_v2", table.create_context);
+        find("cuCtxDestroy_v2", table.destroy_context);
         find("cuCtxSetCurrent", table.set_context);
         find("cuCtxPushCurrent_v2", table.push_context);
         find("cuCtxPopCurrent_v2", table.pop_context);

@@ -42,6 +42,8 @@ static_assert(sizeof(Properties) == 32 && sizeof(Access) == 12, "cuda.h on 64 bi
 struct Driver {
     int (*error_name)(int, const char**);
     int (*get_context)(void** context);
+    int (*create_context)(void** context, unsigned flags, int device);
+    int (*destroy_context)(void* context);
     int (*set_context)(void* context);
     int (*push_context)(void* context);
     int (*pop_context)(void** context);

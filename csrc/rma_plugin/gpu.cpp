@@ -1,6 +1,8 @@
 #include "gpu.h"
 
 #include <cstdint>
+#include <map>
+#include <mutex>
 
 #include "failure.h"
 
@@ -12,7 +14,16 @@ std::shared_ptr<Gpu> Gpu::current() {
     int device = 0;
     if (cuda == nullptr || cuda->get_context(&context) != 0 || context == nullptr) return nullptr;
     cuda::check(cuda->get_device(&device), "cuCtxGetDevice");
-    return std::shared_ptr<Gpu>(new Gpu(*cuda, context, device));
+    static std::mutex mutex;
+    static std::map<int, std::weak_ptr<Gpu>> known;
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (auto found = known[device].lock()) return found;
+    void* popped = nullptr;
+    cuda::check(cuda->create_context(&context, 0, device), "cuCtxCreate");
+    std::shared_ptr<Gpu> made(new Gpu(*cuda, context, device));
+    cuda::check(cuda->pop_context(&popped), "cuCtxPopCurrent");
+    known[device] = made;
+    return made;
 }
 
 void* Gpu::create_stream() {

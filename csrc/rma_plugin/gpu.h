@@ -1,4 +1,6 @@
-// One GPU in one context: streams, events, pinned memory, and windows that travel between processes as file descriptors.
+// One GPU: streams, events, pinned memory, and windows that travel between processes as file descriptors.
+// In a context of our own.  Who waits inside the driver, in a copy to pageable memory or to load a kernel, keeps all other threads out of
+// the context he waits in: were it ours, a kernel that he waits for would never get the bytes that it waits for.
 #pragma once
 #include <memory>
 
@@ -11,7 +13,11 @@ using runtime::Descriptor;
 
 class Gpu {
   public:
-    static std::shared_ptr<Gpu> current();  // of the calling thread's current context; null without one, or without a driver
+    // That of the calling thread's current context, the same for all communicators; null without one, or without a driver.
+    static std::shared_ptr<Gpu> current();
+    ~Gpu() { cuda_.destroy_context(context_); }
+    Gpu(const Gpu&) = delete;
+    Gpu& operator=(const Gpu&) = delete;
 
     void* create_stream();
     void destroy_stream(void* stream) { cuda_.destroy_stream(stream); }

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <set>
 #include <thread>
+#include <vector>
 
 namespace {
 
@@ -49,13 +50,15 @@ struct Op {
     Event* event;
 };
 struct Stream {
+    void* context;
     std::deque<Op> ops;
 };
 
 std::mutex mutex;
 std::map<Pointer, Range> ranges;
 std::set<Stream*> streams;
-thread_local void* context;
+std::set<void*> made_contexts;
+thread_local std::vector<void*> contexts;
 thread_local int capture_mode;
 uint64_t random_state = 88172645463325252ull;
 constexpr int kRelaxed = 2;
@@ -73,6 +76,11 @@ const Range* range_at(Pointer at, size_t bytes) {
     --found;
     return found->second.usable && at + bytes <= found->first + found->second.bytes ? &found->second : nullptr;
 }
+
+void* current() { return contexts.empty() ? nullptr : contexts.back(); }
+
+// Work may be given to it now.  In a context that others use, this could wait for as long as they do.
+bool takes_work(const Stream* stream) { return stream->context == current() && made_contexts.count(current()) == 1; }
 
 void run(Op& op) {
     if (op.kind == Op::kCopy) std::memmove(op.to, op.from, op.bytes);
@@ -103,11 +111,35 @@ int cuGetErrorName(int result, const char** name) {
     *name = result == kNoContext ? "CUDA_ERROR_INVALID_CONTEXT" : result == kInvalid ? "CUDA_ERROR_INVALID_VALUE" : "CUDA_ERROR_UNKNOWN";
     return kOk;
 }
-int cuCtxGetCurrent(void** to) { return *to = context, kOk; }
-int cuCtxSetCurrent(void* to) { return context = to, kOk; }
-int cuCtxPushCurrent_v2(void*) { return kInvalid; }  // there is only one context here
-int cuCtxPopCurrent_v2(void**) { return kInvalid; }
-int cuCtxGetDevice(int* device) { return *device = 0, context == nullptr ? kNoContext : kOk; }
+int cuCtxGetCurrent(void** to) { return *to = current(), kOk; }
+int cuCtxSetCurrent(void* to) {
+    if (!contexts.empty()) contexts.pop_back();
+    if (to != nullptr) contexts.push_back(to);
+    return kOk;
+}
+int cuCtxPushCurrent_v2(void* to) { return contexts.push_back(to), kOk; }
+int cuCtxPopCurrent_v2(void** to) {
+    if (contexts.empty()) return kNoContext;
+    *to = contexts.back();
+    contexts.pop_back();
+    return kOk;
+}
+int cuCtxCreate_v2(void** to, unsigned, int) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    contexts.push_back(*to = new int);
+    made_contexts.insert(*to);
+    return kOk;
+}
+int cuCtxDestroy_v2(void* gone) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (const Stream* stream : streams) {
+        if (stream->context == gone) std::abort();  // allowed, and never meant
+    }
+    if (current() == gone || made_contexts.erase(gone) != 1) return kInvalid;
+    delete static_cast<int*>(gone);
+    return kOk;
+}
+int cuCtxGetDevice(int* device) { return *device = 0, current() == nullptr ? kNoContext : kOk; }
 int cuThreadExchangeStreamCaptureMode(int* mode) {
     const int before = capture_mode;
     capture_mode = *mode;
@@ -116,10 +148,10 @@ int cuThreadExchangeStreamCaptureMode(int* mode) {
 }
 int cuCtxGetStreamPriorityRange(int* least, int* greatest) { return *least = 0, *greatest = -5, kOk; }
 int cuStreamCreateWithPriority(void** stream, unsigned, int) {
-    if (context == nullptr) return kNoContext;
+    if (current() == nullptr) return kNoContext;
     const std::lock_guard<std::mutex> lock(mutex);
     static const bool running = (std::thread(engine).detach(), true);
-    auto* made = new Stream;
+    auto* made = new Stream{current(), {}};
     streams.insert(made);
     *stream = made;
     return running ? kOk : kInvalid;
@@ -140,18 +172,19 @@ int cuEventDestroy_v2(void* event) {
 int cuEventRecord(void* event, void* stream) {
     const std::lock_guard<std::mutex> lock(mutex);
     auto* e = static_cast<Event*>(event);
+    if (!takes_work(static_cast<Stream*>(stream))) return kInvalid;
     e->ended = false;
     static_cast<Stream*>(stream)->ops.push_back({Op::kEvent, nullptr, nullptr, 0, 0, e});
     return kOk;
 }
 int cuEventQuery(void* event) {
     const std::lock_guard<std::mutex> lock(mutex);
-    if (context == nullptr) return kNoContext;
+    if (current() == nullptr) return kNoContext;
     return static_cast<Event*>(event)->ended ? kOk : kNotReady;
 }
 int cuMemcpyAsync(Pointer to, Pointer from, size_t bytes, void* stream) {
     const std::lock_guard<std::mutex> lock(mutex);
-    if (context == nullptr) return kNoContext;
+    if (!takes_work(static_cast<Stream*>(stream))) return kInvalid;
     if (capture_mode != kRelaxed) return kInvalid;                                            // it would end a capture elsewhere
     if (range_at(to, bytes) == nullptr || range_at(from, bytes) == nullptr) return kInvalid;  // pageable: it would block
     if (static_cast<Stream*>(stream)->ops.size() > 512) return kInvalid;                      // so would this
@@ -160,7 +193,7 @@ int cuMemcpyAsync(Pointer to, Pointer from, size_t bytes, void* stream) {
 }
 int cuStreamWriteValue64_v2(void* stream, Pointer to, uint64_t value, unsigned) {
     const std::lock_guard<std::mutex> lock(mutex);
-    if (range_at(to, 8) == nullptr || to % 8 != 0) return kInvalid;
+    if (!takes_work(static_cast<Stream*>(stream)) || range_at(to, 8) == nullptr || to % 8 != 0) return kInvalid;
     static_cast<Stream*>(stream)->ops.push_back({Op::kWord, reinterpret_cast<char*>(to), nullptr, 0, value, nullptr});
     return kOk;
 }
