@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import time
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from moecomm.errors import Timeout
 SIZES = [1 << power for power in range(27)]  # 1 B to 64 MB
 _SIGNAL_BYTES = 256  # kPayload
 _TIMEOUT_NS = 30_000_000_000
-_NAP_S = 50e-6  # between two looks at whether a kernel has ended
 _BUDGET_BYTES = 2 << 30  # moved for one size in one replay, at most
 _MOST_ROUNDS, _FEWEST_ROUNDS = 500, 8
 # (kernel, blocks, smallest and largest size) to try; the fastest is what a size takes.
@@ -133,11 +131,6 @@ class Player:
         puts = self._landing.puts if self._landing.shim else {}
         args = _Args(bytes=size, starts=self._landing.rank == 0, result=self._result.data_ptr(), **known, **puts)
         plain_kernel.launch(kernel, blocks, args)
-        # tolist() would wait for the kernel inside the driver, and keep other threads out of it: also the one that
-        # moves GIN's bytes where there is no NIC, and the kernel waits for those.
-        event = torch.cuda.current_stream().record_event()
-        while not event.query():
-            time.sleep(_NAP_S)
         nanoseconds, waited = self._result.tolist()
         return 0 if waited else int(nanoseconds)
 
