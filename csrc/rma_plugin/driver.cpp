@@ -19,7 +19,6 @@ struct Loaded {
         find("cuCtxGetCurrent", table.get_context);
         find("cuCtxCreate_v2", table.create_context);
         find("cuCtxDestroy_v2", table.destroy_context);
-        find("cuCtxSetCurrent", table.set_context);
         find("cuCtxPushCurrent_v2", table.push_context);
         find("cuCtxPopCurrent_v2", table.pop_context);
         find("cuCtxGetDevice", table.get_device);

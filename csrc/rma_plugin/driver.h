@@ -44,7 +44,6 @@ struct Driver {
     int (*get_context)(void** context);
     int (*create_context)(void** context, unsigned flags, int device);
     int (*destroy_context)(void* context);
-    int (*set_context)(void* context);
     int (*push_context)(void* context);
     int (*pop_context)(void** context);
     int (*get_device)(int* device);

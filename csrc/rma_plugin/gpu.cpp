@@ -109,9 +109,7 @@ InContext::InContext(Gpu* gpu) : gpu_(gpu) {
     const cuda::Driver& cuda = gpu_->cuda_;
     void* now = nullptr;
     cuda::check(cuda.get_context(&now), "cuCtxGetCurrent");
-    if (now == nullptr) {
-        cuda::check(cuda.set_context(gpu_->context_), "cuCtxSetCurrent");
-    } else if (now != gpu_->context_) {
+    if (now != gpu_->context_) {
         cuda::check(cuda.push_context(gpu_->context_), "cuCtxPushCurrent");
         pushed_ = true;
     }

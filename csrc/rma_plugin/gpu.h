@@ -52,7 +52,6 @@ class Gpu {
 };
 
 // The GPU's context is the calling thread's while this lives, and what it does is no part of a graph that somebody captures.
-// NCCL's progress thread has no context of its own: it keeps this one.
 class InContext {
   public:
     explicit InContext(Gpu* gpu);

@@ -83,10 +83,10 @@ abi::Result connect(void* context, void** handles, int ranks, int rank, void* li
         std::vector<Address> addresses(static_cast<size_t>(ranks));
         for (int i = 0; i < ranks; ++i) std::memcpy(&addresses[i], handles[i], sizeof(Address));
         const Identity identity{instance.settings.secret, instance.comm_id, ranks, rank};
-        std::shared_ptr<Gpu> gpu = Gpu::current();
+        const std::shared_ptr<Gpu> gpu = Gpu::current();  // until our use of its context has ended
         const InContext in_context(gpu.get());
         auto channels = connect_all(*static_cast<Listener*>(listener), addresses, identity, instance.settings.timeout);
-        *comm = new Comm(std::move(channels), rank, instance.settings, std::move(gpu));
+        *comm = new Comm(std::move(channels), rank, instance.settings, gpu);
     });
 }
 

@@ -135,7 +135,7 @@ int cuCtxDestroy_v2(void* gone) {
     for (const Stream* stream : streams) {
         if (stream->context == gone) std::abort();  // allowed, and never meant
     }
-    if (current() == gone || made_contexts.erase(gone) != 1) return kInvalid;
+    if (current() == gone || made_contexts.erase(gone) != 1) std::abort();
     delete static_cast<int*>(gone);
     return kOk;
 }
