@@ -40,7 +40,7 @@ struct MyTiles {
 // One thread: fills the ring, tile after tile.
 template <GemmConfig c, class Rows>
 MOECOMM_FN void load_tiles(GemmShared<c>& s, const GemmArgs& args, const Rows& rows) {
-    const i32 rank = c.cluster == 1 ? 0 : cluster_rank(), steps = ceil_div(args.depth, kDepth);
+    const i32 rank = c.cluster == 1 ? 0 : cluster_rank();
     RingPlace<c> place;
     MyTiles tiles(args.grouping, s.counts, c.cluster);
     for (Tile tile; tiles.take(tile);) {
@@ -48,15 +48,15 @@ MOECOMM_FN void load_tiles(GemmShared<c>& s, const GemmArgs& args, const Rows& r
         const i32 part = tile.padded / c.cluster, column = (tile.column * c.cluster + rank) * kBlockColumns;
         const i32 bytes = kWeightBytes + tile.padded * kSlotRowBytes;
         const u64 keep = tile.alone ? kKeepLeast : kKeepNormal;
-        for (i32 step = 0; step < steps; ++step, place.step()) {
+        for (i32 k = 0; k < args.depth; k += kDepth, place.step()) {
             copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
             u64* full = &s.barriers.full[place.slot];
             expect_bytes(full, bytes);
             const u32 w = shared_address(s.ring.w[place.slot]);
             if constexpr (c.apart) {
-                load_pairs(w, args.w, step * kDepth, column / (2 * kWoven), tile.group, full, keep);
+                load_pairs(w, args.w, k, column / (2 * kWoven), tile.group, full, keep);
             } else {
-                load_box(w, args.w, step * kDepth, column, tile.group, full, keep);
+                load_box(w, args.w, k, column, tile.group, full, keep);
             }
             u32 to = shared_address(s.ring.x[place.slot]) + rank * part * kSlotRowBytes;
             i32 row = tile.row + rank * part;
@@ -64,7 +64,7 @@ MOECOMM_FN void load_tiles(GemmShared<c>& s, const GemmArgs& args, const Rows& r
             for (i32 i = kRowMaps - 1; i >= 0; --i) {
                 const i32 box = c.least_box() << i;
                 if (box * c.cluster > c.most_rows || (part & box) == 0) continue;
-                load_box_for_all<c.cluster>(to, args.x[i], step * kDepth, row, full, kKeepNormal);
+                load_box_for_all<c.cluster>(to, args.x[i], k, row, full, kKeepNormal);
                 to += box * kSlotRowBytes;
                 row += box;
             }
