@@ -18,6 +18,7 @@ _FIELDS = (  # name, bits
     ("wire", 3),
     ("weight_grads given", 1),
     ("weighted", 1),
+    ("rows that are fetched", 1),
 )
 
 

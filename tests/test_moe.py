@@ -194,7 +194,7 @@ def test_what_ours_lacks_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: p
     for other in ((torch.float32, 4, 64, 64), (torch.bfloat16, 513, 64, 64), (torch.bfloat16, 4, 64, 60)):
         assert layer.ours_lacks(1, *other) != ""
     for _ in range(3):
-        layer._say_once("a newer GPU, only here")
+        layer._say_once("why: %s", "a newer GPU, only here")
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     layer.ours_lacks.cache_clear()
     case = random_layer(3, **PAIR | {"ranks": 1}, dtype=torch.bfloat16)
@@ -213,12 +213,12 @@ def test_what_the_dispatch_left_behind_keeps_no_rank_from_the_combine(monkeypatc
         (buffer,) = ranks.buffers
         given, looked = layer.prepare(buffer, **case.call(0)), []
         routed = buffer.dispatch(**given.dispatch)
+        given.compute(routed)
         with monkeypatch.context() as context:
             context.setattr(type(buffer), "raise_failure", lambda self: looked.append(self))
-            y = given.experts(routed)
-            combining = combine.prepare(buffer, y, routed.handle, **given.combine)
+            given.prepare_end(buffer)
             assert not looked
             combine.prepare(buffer, routed.x, routed.handle)
             assert looked
-        combine.run(combining)
-        case.check(0, given.hand_out(combine.finish(buffer, combining)))
+        given.run_end()
+        case.check(0, given.finish_end(buffer))

@@ -23,6 +23,7 @@ struct GemmConfig {
     i32 stages;     // slots of the ring
     i32 cluster;    // blocks that multiply the same rows with neighbouring columns: each loads its part of the rows for all
     i32 shared_bytes;
+    bool helped;  // some blocks, GemmArgs::helpers, begin with something else
 
     MOECOMM_BOTH constexpr i32 row_bytes() const { return most_rows * kSlotRowBytes; }  // of x, in a slot
     MOECOMM_BOTH constexpr i32 least_box() const { return row_unit / cluster; }         // rows that the first of the maps loads
@@ -36,6 +37,8 @@ struct GemmArgs {
     u64 counts;             // i32[groups]: rows of each group
     i32 columns, depth;
     Grouping grouping;
+    // Blocks that begin with something else, whole clusters, and of the tiles those that are not theirs, in 1024ths.
+    i32 helpers, early;
 };
 static_assert(sizeof(GemmArgs) == 6 * 128 + 64, "as kernels.py packs it");
 

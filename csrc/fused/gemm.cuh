@@ -21,18 +21,25 @@ struct GemmShared {
     u8 staging[kMathGroups][2 * kStageBytes];
     RingBarriers<c> barriers;
     i32 counts[kMostGroups];
+    i32 early;  // tiles that are not the helpers'
+    i32 there;  // rows that are
 };
 
-// The tiles of this block's cluster.
+// The tiles of this block's cluster.  What does not change is read where it is wanted: registers are short.
+template <GemmConfig c>
 struct MyTiles {
     TileWalk walk;
-    i32 next, step;
+    const GemmArgs& args;
+    const i32& early;  // in shared memory
+    i32 next;
 
-    MOECOMM_FN MyTiles(const Grouping& grouping, const i32* counts, i32 cluster)
-        : walk(grouping, counts), next(blockIdx.x / cluster), step(gridDim.x / cluster) {}
+    MOECOMM_FN MyTiles(const GemmArgs& gemm_args, const GemmShared<c>& s)
+        : walk(gemm_args.grouping, s.counts), args(gemm_args), early(s.early), next(c.helped ? deal().first(cluster()) : cluster()) {}
+    MOECOMM_FN static i32 cluster() { return blockIdx.x / c.cluster; }
+    MOECOMM_FN Deal deal() const { return {static_cast<i32>(gridDim.x) / c.cluster, args.helpers / c.cluster, early}; }
     MOECOMM_FN bool take(Tile& tile) {
         const bool found = walk.find(next, tile);
-        next += step;
+        next = c.helped ? deal().next(cluster(), next) : next + static_cast<i32>(gridDim.x) / c.cluster;
         return found;
     }
 };
@@ -40,23 +47,23 @@ struct MyTiles {
 // One thread: fills the ring, tile after tile.
 template <GemmConfig c, class Rows>
 MOECOMM_FN void load_tiles(GemmShared<c>& s, const GemmArgs& args, const Rows& rows) {
-    const i32 rank = c.cluster == 1 ? 0 : cluster_rank(), steps = ceil_div(args.depth, kDepth);
+    const i32 rank = c.cluster == 1 ? 0 : cluster_rank();
     RingPlace<c> place;
-    MyTiles tiles(args.grouping, s.counts, c.cluster);
+    MyTiles<c> tiles(args, s);
     for (Tile tile; tiles.take(tile);) {
-        rows.await(tile);
+        rows.await(tile, s.there);
         const i32 part = tile.padded / c.cluster, column = (tile.column * c.cluster + rank) * kBlockColumns;
         const i32 bytes = kWeightBytes + tile.padded * kSlotRowBytes;
         const u64 keep = tile.alone ? kKeepLeast : kKeepNormal;
-        for (i32 step = 0; step < steps; ++step, place.step()) {
+        for (i32 k = 0; k < args.depth; k += kDepth, place.step()) {
             copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
             u64* full = &s.barriers.full[place.slot];
             expect_bytes(full, bytes);
             const u32 w = shared_address(s.ring.w[place.slot]);
             if constexpr (c.apart) {
-                load_pairs(w, args.w, step * kDepth, column / (2 * kWoven), tile.group, full, keep);
+                load_pairs(w, args.w, k, column / (2 * kWoven), tile.group, full, keep);
             } else {
-                load_box(w, args.w, step * kDepth, column, tile.group, full, keep);
+                load_box(w, args.w, k, column, tile.group, full, keep);
             }
             u32 to = shared_address(s.ring.x[place.slot]) + rank * part * kSlotRowBytes;
             i32 row = tile.row + rank * part;
@@ -64,7 +71,7 @@ MOECOMM_FN void load_tiles(GemmShared<c>& s, const GemmArgs& args, const Rows& r
             for (i32 i = kRowMaps - 1; i >= 0; --i) {
                 const i32 box = c.least_box() << i;
                 if (box * c.cluster > c.most_rows || (part & box) == 0) continue;
-                load_box_for_all<c.cluster>(to, args.x[i], step * kDepth, row, full, kKeepNormal);
+                load_box_for_all<c.cluster>(to, args.x[i], k, row, full, kKeepNormal);
                 to += box * kSlotRowBytes;
                 row += box;
             }
@@ -129,7 +136,7 @@ MOECOMM_FN void make_tiles(GemmShared<c>& s, const GemmArgs& args, const Out& ou
     RingPlace<c> place;
     u32 turns = 0;
     float sums[c.most_rows / 2] = {};
-    MyTiles tiles(args.grouping, s.counts, c.cluster);
+    MyTiles<c> tiles(args, s);
     for (Tile tile; tiles.take(tile);) {
         multiply_padded<c>(s, place, math_group, steps, tile.padded, sums);
         const i32 column = ((tile.column * c.cluster + rank) * kMathGroups + math_group) * Turned<c>::columns;
@@ -143,6 +150,7 @@ MOECOMM_FN void run_gemm(const GemmArgs& args, const Rows& rows, const Out& out)
     auto& s = *reinterpret_cast<GemmShared<c>*>(memory);
     static_assert(sizeof(GemmShared<c>) <= c.shared_bytes, "kernels.py bounds it");
     if (threadIdx.x == 0) {
+        s.there = 0;
         prefetch_map(args.w);
         for (const TensorMap& map : args.x) prefetch_map(map);
         s.barriers.init();
@@ -150,13 +158,19 @@ MOECOMM_FN void run_gemm(const GemmArgs& args, const Rows& rows, const Out& out)
     }
     await_earlier_kernels();
     for (i32 g = threadIdx.x; g < args.grouping.groups; g += kGemmThreads) s.counts[g] = reinterpret_cast<const i32*>(args.counts)[g];
+    if constexpr (c.helped) {
+        __syncthreads();
+        if (threadIdx.x == 0) s.early = static_cast<i32>(static_cast<i64>(TileWalk::count(args.grouping, s.counts)) * args.early >> 10);
+    }
     meet_cluster<c.cluster>();
     if (threadIdx.x < kWarpgroup) {
         leave_registers<kLoaderRegisters>();
         if (threadIdx.x == 0) load_tiles(s, args, rows);
+        if (threadIdx.x == kWarp) rows.watch(s.there);
     } else {
         take_registers<kMathRegisters>();
         make_tiles(s, args, out);
+        out.end();
     }
     if constexpr (c.cluster > 1) meet_cluster<c.cluster>();  // what others load for us, and their arrivals, must find us here
 }

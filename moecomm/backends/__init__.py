@@ -42,6 +42,11 @@ class Session(Protocol):
     owner: object  # what must outlive every tensor in the window
     pulls_flat_rows: bool  # combine is faster with flat rows in the window, by more than a copy into it costs
 
+    @property
+    def most_blocks(self) -> int:
+        """GPUs: blocks that wait for others, of this rank at once."""
+        ...
+
     def dispatcher(self, args: _native.DispatchArgs) -> Callable[[_native.DispatchArgs], None]:
         """What runs (host), or enqueues on the current stream (GPUs), dispatches like this one, of as many tokens:
         addresses, room, chunks and workers may differ.  Whatever has to be compiled or loaded is."""

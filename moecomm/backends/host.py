@@ -70,6 +70,11 @@ class HostSession:
         """What must outlive every tensor in the window."""
         return self._window
 
+    @property
+    def most_blocks(self) -> int:
+        """There are none."""
+        return 0
+
     def dispatcher(self, args: _native.DispatchArgs) -> Callable[[_native.DispatchArgs], None]:
         """Returns when the round is over."""
         return _native.host_dispatch

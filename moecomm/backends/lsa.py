@@ -190,6 +190,11 @@ class LsaSession:
         return context
 
     @property
+    def most_blocks(self) -> int:
+        """Of this rank's kernels that wait for others, at once."""
+        return self._most_blocks
+
+    @property
     def owner(self) -> object:
         """What must outlive every tensor in the window; None after close()."""
         return None if self._window is None else self._window.owner

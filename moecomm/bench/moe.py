@@ -19,11 +19,10 @@ from moecomm.bench.ranks import device_of, on_ranks, progress, together
 from moecomm.bench.torch_layer import TorchLayer
 from moecomm.buffer import Buffer
 from moecomm.errors import BadInput
-from moecomm.fused import interleave
 from moecomm.fused.layer import apply_experts
 from moecomm.router import Model, random_routing
 
-SEQUENTIAL, WOVEN = "sequential", "interleaved"  # variants: the second with w13 interleaved beforehand
+SEQUENTIAL, FUSED = "sequential", "two launches"  # variants of our layer
 _CHAINED_TOKENS, _MOST_CHAINED = 16384, 20
 
 Call = Callable[[], Any]
@@ -97,7 +96,7 @@ def _weights(case: Case, model: Model, rank: int, device: torch.device) -> dict[
         return made.normal_(std=shape[-1] ** -0.5, generator=generator)
 
     w13 = drawn(local, 2 * inner, model.hidden)
-    return {"w13": w13, "w2": drawn(local, model.hidden, inner), "woven": interleave(w13)}
+    return {"w13": w13, "w2": drawn(local, model.hidden, inner)}
 
 
 class Layers:
@@ -174,17 +173,17 @@ class Layers:
 
     def _makers(self, arrived: Any) -> Iterator[tuple[Key, Callable[[], Call]]]:
         ours: dict[str, Any] = {"max_rows": self._room}
-        w13, w2, woven = (self._weights[name] for name in ("w13", "w2", "woven"))
-        layer = partial(self.buffer.moe, **self._routing, w2=w2, **ours)
-        yield ("moecomm", "layer", SEQUENTIAL), lambda: partial(layer, w13=w13)
-        yield ("moecomm", "layer", f"{SEQUENTIAL}, {WOVEN}"), lambda: partial(layer, w13=woven, interleaved=True)
+        w13, w2 = self._weights["w13"], self._weights["w2"]
+        layer = partial(self.buffer.moe, **self._routing, w13=w13, w2=w2, **ours)
+        yield ("moecomm", "layer", SEQUENTIAL), lambda: partial(layer, fused=False)
+        if arrived.x.is_cuda:
+            yield ("moecomm", "layer", FUSED), lambda: partial(layer, fused=True)
         yield ("moecomm", "dispatch", ""), lambda: partial(self.buffer.dispatch, **self._routing, **ours, sync=False)
         rows, counts = arrived.x, arrived.tokens_per_expert
         expected = max(1, len(rows) // len(w2))
-        gemms = partial(apply_experts, rows, w2=w2, tokens_per_expert=counts, expected_rows=expected)
-        yield ("moecomm", "GEMMs", ""), lambda: partial(gemms, w13=w13)
-        yield ("moecomm", "GEMMs", WOVEN), lambda: partial(gemms, w13=woven, interleaved=True)
-        y = gemms(w13=w13)
+        gemms = partial(apply_experts, rows, w13, w2, tokens_per_expert=counts, expected_rows=expected)
+        yield ("moecomm", "GEMMs", ""), lambda: gemms
+        y = gemms()
         yield ("moecomm", "combine", ""), lambda: partial(self.buffer.combine, y, arrived.handle)
         if not self._case.peers:
             return

@@ -1,13 +1,17 @@
-"""Time and bandwidth over tokens, from the JSON of dispatch-combine and sweep: ours, peers, and the ceiling."""
+"""Pictures of results: time and bandwidth over tokens of dispatch-combine and sweep, ours, peers and the ceiling; and
+layers, of moe.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moecomm.bench import plot_layers
 from moecomm.errors import BadInput, Unsupported
 
 if TYPE_CHECKING:
@@ -19,7 +23,7 @@ _MARKERS = "osv^Dx"
 
 
 def draw(results: Iterable[Path], out: Path) -> None:
-    """Draws all results into one picture, a row of panels for each.
+    """Draws all results into one picture, a row of panels for each; of moe, for each of its models.
 
     Raises BadInput for a file that is not such a result, Unsupported where matplotlib is missing.
     """
@@ -32,10 +36,11 @@ def draw(results: Iterable[Path], out: Path) -> None:
     found = [_read(path) for path in paths]
     # The same picture for the same numbers: no date, no random names.
     with matplotlib.rc_context({"svg.hashsalt": "moecomm", "font.size": 9}):
-        figure = Figure(figsize=(11, 4.2 * len(found)), layout="constrained")
-        for (left, right), result in zip(figure.subplots(len(found), 2, squeeze=False), found, strict=True):
-            _draw_times(left, result)
-            _draw_bandwidths(right, result)
+        panels = [panel for result in found for panel in _panels(result)]
+        figure = Figure(figsize=(11, 4.2 * len(panels)), layout="constrained")
+        for pair, draw_them in zip(figure.subplots(len(panels), 2, squeeze=False), panels, strict=True):
+            for axes, draw_one in zip(pair, draw_them, strict=True):
+                draw_one(axes)
         metadata = {"Date": None, "Description": digest(paths)} if out.suffix == ".svg" else {}
         figure.savefig(out, dpi=150, metadata=metadata)
 
@@ -56,14 +61,25 @@ def series(result: dict[str, Any]) -> dict[tuple[str, str], list[dict[str, Any]]
     return {key: sorted(rows, key=lambda row: int(row["tokens"])) for key, rows in lines.items()}
 
 
+def _panels(result: dict[str, Any]) -> list[tuple[Callable[[Axes], None], ...]]:
+    """What draws the left and the right of each row."""
+    if result["benchmark"] == "dispatch-combine":
+        return [tuple(partial(draw_one, result=result) for draw_one in (_draw_times, _draw_bandwidths))]
+    both = (plot_layers.draw_times, plot_layers.draw_ratios)
+    return [
+        tuple(partial(draw_one, result=result, model=model) for draw_one in both)
+        for model in plot_layers.models(result)
+    ]
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-        if found["benchmark"] == "dispatch-combine":
+        if found["benchmark"] in ("dispatch-combine", "moe"):
             return dict(found)
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    raise BadInput("results", str(path), "JSON that dispatch-combine or sweep has written")
+    raise BadInput("results", str(path), "JSON that dispatch-combine, sweep or moe has written")
 
 
 def _draw_times(axes: Axes, result: dict[str, Any]) -> None:

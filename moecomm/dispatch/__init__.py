@@ -36,8 +36,11 @@ def prepare(
     num_sms: int | None = None,
     check_weights: bool = False,
     begin: bool = False,
+    columns: int = 0,
 ) -> Routed:
-    """Checks the arguments (see Buffer.dispatch) and makes room for the outputs.  `begin`: see dispatch_begin."""
+    """Checks the arguments (see Buffer.dispatch) and makes room for the outputs.  `begin`: see dispatch_begin;
+    `columns`: of a row, if not those of the Buffer.
+    """
     buffer.require_usable()
     if buffer.begun is not None:
         raise BadInput("dispatch", "another one while one has only begun", "dispatch_end(routed) of that first")
@@ -58,6 +61,7 @@ def prepare(
         check_weights,
         begin,
         handle is not None,
+        columns,
     )
     for plan in buffer.dispatch_plans.get(key, ()):
         routed = plan.start(buffer, x, topk_idx, topk_weights, scales, max_rows, handle)

@@ -50,7 +50,7 @@ def check(
     if scales is not None:
         scales = adopt("scales", scales)[0]
     _check_options(options, max_rows)
-    _check_rows(buffer, x)
+    _check_rows(buffer, options, x)
     _check_quantize(buffer, options, x, scales)
     _check_scales(buffer, options, x, scales)
     if handle is None:
@@ -109,9 +109,9 @@ def _check_options(options: Options, max_rows: int | None) -> None:
     check_num_sms(options.num_sms)
 
 
-def _check_rows(buffer: Buffer, x: torch.Tensor) -> None:
+def _check_rows(buffer: Buffer, options: Options, x: torch.Tensor) -> None:
     dtypes = (buffer.dtype, torch.float8_e4m3fn)
-    check_tensor("x", x, device=buffer.device, dtypes=dtypes, shape=(None, buffer.hidden))
+    check_tensor("x", x, device=buffer.device, dtypes=dtypes, shape=(None, options.columns or buffer.hidden))
     if x.shape[0] > buffer.max_tokens:
         raise BadInput("x", f"{x.shape[0]} tokens", f"at most max_tokens = {buffer.max_tokens}")
     if x.shape[1] * x.element_size() % 16:

@@ -32,6 +32,7 @@ class Options(NamedTuple):
     check_weights: bool
     begin: bool
     repeat: bool
+    columns: int  # of a row; 0: those of the Buffer.  Others travel in the place of rows that are fetched
 
 
 class Plan:
@@ -129,9 +130,9 @@ def _args(buffer: Buffer, options: Options, like: Tensors) -> _native.DispatchAr
     """All that is the same in every dispatch of a plan."""
     args = _native.DispatchArgs()
     args.ctx = buffer.session.context
-    args.hidden, args.in_type = buffer.hidden, TYPES[like.x.dtype]
+    args.hidden, args.in_type = options.columns or buffer.hidden, TYPES[like.x.dtype]
     args.layout, args.alignment = LAYOUTS.index(options.layout), options.expert_alignment
-    args.row_bytes = buffer.hidden * (1 if options.quantize else like.x.element_size())
+    args.row_bytes = args.hidden * (1 if options.quantize else like.x.element_size())
     args.quantize = int(options.quantize is not None)
     args.scale_format = SCALE_FORMATS.index(options.scale_format)
     args.check_weights, args.repeat = int(options.check_weights), int(options.repeat)
@@ -151,5 +152,6 @@ def _args(buffer: Buffer, options: Options, like: Tensors) -> _native.DispatchAr
         expert_alignment=args.alignment,
         handle_given=args.repeat,
         in_two_halves=int(options.begin),
+        rows_that_are_fetched=int(options.columns != 0),
     )
     return args

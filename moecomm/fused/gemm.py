@@ -94,11 +94,26 @@ def _launch(
     out: torch.Tensor,
     schedule: Schedule,
 ) -> None:
+    args = arguments(x, w, counts, alignment, apart, out.data_ptr(), schedule)
+    blocks = kernels.multiprocessors(x.device.index) // schedule.cluster * schedule.cluster
+    launch(kernels.gemm_kernel(x.dtype, activation == "swiglu", apart, schedule), blocks, args)
+
+
+def arguments(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    counts: torch.Tensor,
+    alignment: int,
+    apart: bool,
+    out: int,
+    schedule: Schedule,
+) -> kernels.GemmArgs:
+    """What a launch is told; `out`: an address."""
     groups, columns, depth = w.shape
     rows = x.shape[:-1].numel()
     args = kernels.GemmArgs(
         w=_weight_map(w, apart),
-        out=out.data_ptr(),
+        out=out,
         counts=counts.data_ptr(),
         columns=columns,
         depth=depth,
@@ -115,8 +130,7 @@ def _launch(
     while box * schedule.cluster <= schedule.most_rows:
         args.x[index] = tensor_maps.encode(x.data_ptr(), (rows, depth), x.dtype, (box, kernels.DEPTH))
         box, index = 2 * box, index + 1
-    blocks = kernels.multiprocessors(x.device.index) // schedule.cluster * schedule.cluster
-    launch(kernels.gemm_kernel(x.dtype, activation == "swiglu", apart, schedule), blocks, args)
+    return args
 
 
 def _weight_map(w: torch.Tensor, apart: bool) -> Any:

@@ -33,17 +33,27 @@ class GemmKernel(PlainKernel):
 
 
 @lru_cache(maxsize=64)
-def gemm_kernel(dtype: torch.dtype, swiglu: bool, apart: bool, schedule: Schedule) -> GemmKernel:
-    """The grouped GEMM with a GemmConfig of csrc/fused/config.cuh."""
+def gemm_kernel(
+    dtype: torch.dtype,
+    swiglu: bool,
+    apart: bool,
+    schedule: Schedule,
+    header: str = "gemm",
+    function: str = "grouped_gemm",
+    args: str = "GemmArgs",
+    more: str = "",
+    helped: bool = False,
+) -> GemmKernel:
+    """The grouped GEMM, or another function of such a GemmConfig (csrc/fused/config.cuh) and `more`."""
     slot = (BLOCK_COLUMNS + schedule.most_rows) * DEPTH * 2 + 16  # and two barriers
-    shared = schedule.stages * slot + _STAGING_BYTES + MOST_GROUPS * 4
+    shared = schedule.stages * slot + _STAGING_BYTES + MOST_GROUPS * 4 + 16
     config = (
         f".type = Type::{TYPES[dtype]}, .swiglu = {str(swiglu).lower()}, .apart = {str(apart).lower()}, "
         f".row_unit = {schedule.row_unit}, .most_rows = {schedule.most_rows}, .stages = {schedule.stages}, "
-        f".cluster = {schedule.cluster}, .shared_bytes = {shared}"
+        f".cluster = {schedule.cluster}, .shared_bytes = {shared}, .helped = {str(helped).lower()}"
     )
-    entry = f"grouped_gemm<GemmConfig{{{config}}}>"
-    return GemmKernel("fused/gemm", entry, "GemmArgs", THREADS, cluster=schedule.cluster, shared=shared)
+    entry = f"{function}<GemmConfig{{{config}}}{more}>"
+    return GemmKernel(f"fused/{header}", entry, args, THREADS, cluster=schedule.cluster, shared=shared)
 
 
 class GemmArgs(ctypes.Structure):
@@ -65,7 +75,8 @@ class GemmArgs(ctypes.Structure):
         ("band", ctypes.c_int32),
         ("unit", ctypes.c_int32),
         ("most_rows", ctypes.c_int32),
-        ("padding", ctypes.c_int32 * 2),  # to the alignment of the maps
+        ("helpers", ctypes.c_int32),
+        ("early", ctypes.c_int32),
     )
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.nn.functional import grouped_mm, silu
 
-from moecomm import combine
+from moecomm import combine, dispatch
 from moecomm.arrays import adopt, check_tensor
 from moecomm.errors import BadInput
-from moecomm.fused import kernels, reference
+from moecomm.fused import kernels, reference, two_launches
 from moecomm.fused.gemm import grouped_gemm
 from moecomm.fused.weights import deinterleave
 
@@ -42,6 +42,7 @@ def moe(
     wire: torch.dtype | None = None,
     num_sms: int | None = None,
     check_weights: bool = False,
+    fused: bool | None = None,
 ) -> Any:
     """Every token through its experts: dispatch, their two GEMMs, combine.  Collective; on the current stream.
 
@@ -69,6 +70,9 @@ def moe(
         max_rows: rows of tokens to make room for; default: the worst case.  More is bad input on every rank.
         wire, num_sms: see Buffer.combine; num_sms also of the dispatch.
         check_weights: see Buffer.dispatch.
+        fused: True: rows travel while the experts compute (moecomm.fused.two_launches), which wants our own GEMMs and
+            one domain, without `wire` and `check_weights`, else a warning says so once; False: one after the other;
+            None: as is known to be faster.  The same on all ranks; the bits are the same.
 
     Returns:
         `[T, H]`: sum over k of w_k * w2 (silu(w1 x) * w3 x), plus bias; zeros (plus bias) for a token with no expert.
@@ -92,21 +96,80 @@ def moe(
         wire=wire,
         num_sms=num_sms,
         check_weights=check_weights,
+        fused=fused,
     )
-    routed = buffer.dispatch(**given.dispatch)
-    y = given.experts(routed)  # alive until the combine has run
-    combining = combine.prepare(buffer, y, routed.handle, **given.combine)
-    combine.run(combining)
-    return given.hand_out(combine.finish(buffer, combining))
+    routed = dispatch.prepare(buffer, **given.dispatch)
+    dispatch.run(routed)
+    given.compute(dispatch.finish(buffer, routed))
+    given.prepare_end(buffer)
+    given.run_end()
+    return given.finish_end(buffer)
 
 
-class Prepared(NamedTuple):
-    """A layer whose arguments are in order: those of its dispatch and its combine, and what computes between them."""
+class Prepared(Protocol):
+    """A layer whose arguments are in order, in the parts in which ranks of one process call it together."""
 
-    dispatch: dict[str, Any]
-    combine: dict[str, Any]
-    experts: Callable[[Routed], torch.Tensor]
-    hand_out: Callable[[torch.Tensor], Any]
+    dispatch: dict[str, Any]  # arguments of the dispatch
+
+    def compute(self, routed: Routed) -> None:
+        """The experts, when the dispatch has been run."""
+        ...
+
+    def prepare_end(self, buffer: Buffer) -> Prepared:
+        """All of the end that is not run_end(), which launches, and nothing else."""
+        ...
+
+    def run_end(self) -> None:
+        """Waits for other ranks."""
+        ...
+
+    def finish_end(self, buffer: Buffer) -> Any:
+        """What moe() returns."""
+        ...
+
+
+class Sequential:
+    """Prepared: dispatch, experts, combine, one after the other."""
+
+    def __init__(
+        self,
+        dispatching: dict[str, Any],
+        combining: dict[str, Any],
+        experts: Callable[[Routed], torch.Tensor],
+        back: Callable[[torch.Tensor], Any] | None,
+    ) -> None:
+        self.dispatch = dispatching
+        self._with, self._experts, self._back = combining, experts, back
+        self._routed: Routed | None = None
+        self._y: torch.Tensor | None = None
+        self._combining: combine.Combining | None = None
+
+    def compute(self, routed: Routed) -> None:
+        """See Prepared."""
+        self._y, self._routed = self._experts(routed), routed
+
+    def prepare_end(self, buffer: Buffer) -> Sequential:
+        """See Prepared."""
+        assert self._routed is not None
+        self._combining = combine.prepare(buffer, self._y, self._routed.handle, **self._with, goes_on=True)
+        return self
+
+    @property
+    def args(self) -> Any:
+        """Of the combine."""
+        assert self._combining is not None
+        return self._combining.args
+
+    def run_end(self) -> None:
+        """See Prepared."""
+        assert self._combining is not None
+        combine.run(self._combining)
+
+    def finish_end(self, buffer: Buffer) -> Any:
+        """See Prepared."""
+        assert self._combining is not None
+        out = combine.finish(buffer, self._combining)
+        return out if self._back is None or self._with["out"] is not None else self._back(out)
 
 
 def prepare(
@@ -125,30 +188,59 @@ def prepare(
     wire: torch.dtype | None = None,
     num_sms: int | None = None,
     check_weights: bool = False,
+    fused: bool | None = None,
 ) -> Prepared:
     """Checks the arguments of moe(), weights before any rank sends a row."""
+    buffer.require_usable()
     (x, back), w13, w2 = adopt("x", x), adopt("w13", w13)[0], adopt("w2", w2)[0]
     if activation != "swiglu":
         raise BadInput("activation", repr(activation), "'swiglu'")
     check_tensor("x", x, device=buffer.device, dtypes=(buffer.dtype,), shape=(None, buffer.hidden))
     _check_experts(buffer, w13, w2, interleaved)
-    rows = len(x) * buffer.topk * buffer.num_ranks // buffer.num_experts  # of an expert, if all ranks are as we are
+    rows = max(1, len(x) * buffer.topk * buffer.num_ranks // buffer.num_experts)  # of an expert, if all are as we are
+    if fused and not (why := _keeps_apart(buffer, x, w2, back, wire, check_weights)):
+        return two_launches.Layer(
+            buffer,
+            x,
+            topk_idx,
+            topk_weights,
+            w13,
+            w2,
+            interleaved=interleaved,
+            out=out,
+            bias=bias,
+            max_rows=max_rows,
+            num_sms=num_sms,
+            expected_rows=rows,
+        )
+    if fused:
+        _say_once("rows travel before and after the experts, not under them: %s", why)
 
     def experts(routed: Routed) -> torch.Tensor:
-        return apply_experts(
-            routed.x, w13, w2, routed.tokens_per_expert, interleaved=interleaved, expected_rows=max(1, rows)
-        )
-
-    def hand_out(combined: torch.Tensor) -> Any:
-        return out if out is not None else combined if back is None else back(combined)
+        counts = routed.tokens_per_expert
+        return apply_experts(routed.x, w13, w2, counts, interleaved=interleaved, expected_rows=rows)
 
     routing = {"topk_idx": topk_idx, "topk_weights": topk_weights, "check_weights": check_weights}
-    return Prepared(
-        dispatch={"x": x, **routing, "layout": "expert", "max_rows": max_rows, "num_sms": num_sms},
-        combine={"out": out, "bias": bias, "wire": wire, "num_sms": num_sms, "goes_on": True},
-        experts=experts,
-        hand_out=hand_out,
+    combining = {"out": out, "bias": bias, "wire": wire, "num_sms": num_sms}
+    return Sequential(
+        {"x": x, **routing, "layout": "expert", "max_rows": max_rows, "num_sms": num_sms},
+        combining,
+        experts,
+        back,
     )
+
+
+def _keeps_apart(
+    buffer: Buffer, x: torch.Tensor, w2: torch.Tensor, back: Any, wire: torch.dtype | None, check_weights: bool
+) -> str:
+    """Empty if rows can travel under the experts; else why not.  The same on all ranks."""
+    if not x.is_cuda:
+        return f"{buffer.device} is no GPU"
+    if buffer.domain_ranks != buffer.num_ranks:
+        return "the ranks are in several domains"
+    if wire is not None or check_weights or back is not None:
+        return "wire, check_weights, or arrays that are not torch's"
+    return ours_lacks(x.device.index, x.dtype, *w2.shape)
 
 
 def apply_experts(
@@ -170,7 +262,7 @@ def apply_experts(
         reference.grouped_gemm(x, w13, tokens_per_expert, **how, activation="swiglu", out=inner)
         return reference.grouped_gemm(inner, w2, tokens_per_expert, **how, activation=None, out=torch.empty_like(x))
     if why := ours_lacks(x.device.index, x.dtype, *w2.shape):
-        _say_once(why)
+        _say_once("experts run in torch's grouped GEMM, not in moecomm's: %s", why)
         return _by_torch(x, deinterleave(w13) if interleaved else w13, w2, tokens_per_expert)
     how = {"expected_rows": expected_rows}
     inner = grouped_gemm(x, w13, tokens_per_expert, **how, activation="swiglu", interleaved=interleaved)
@@ -192,8 +284,8 @@ def ours_lacks(device: int, dtype: torch.dtype, groups: int, hidden: int, interm
 
 
 @lru_cache(maxsize=256)
-def _say_once(why: str) -> None:
-    log.warning("experts run in torch's grouped GEMM, not in moecomm's: %s", why)
+def _say_once(what: str, why: str) -> None:
+    log.warning(what, why)
 
 
 def _by_torch(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

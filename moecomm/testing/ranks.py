@@ -99,11 +99,10 @@ class LocalBuffers:
     def moe(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
         """Buffer.moe(**calls[rank]) on every rank."""
         given = [layer.prepare(buffer, **c) for buffer, c in zip(self.buffers, calls, strict=True)]
-        routed = self.dispatch([g.dispatch for g in given])
-        y = [g.experts(here) for g, here in zip(given, routed, strict=True)]
-        ends = zip(y, routed, given, strict=True)
-        outs = self.combine([{"y": rows, "handle": here.handle, **g.combine} for rows, here, g in ends])
-        return [g.hand_out(out) for g, out in zip(given, outs, strict=True)]
+        for g, routed in zip(given, self.dispatch([g.dispatch for g in given]), strict=True):
+            g.compute(routed)
+        ends = [g.prepare_end for g in given]
+        return self._run(ends, lambda g: g.run_end(), lambda buffer, g: g.finish_end(buffer))
 
     def check(self) -> None:
         """Buffer.check() on every rank."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moecomm.bench import plot
+from moecomm.bench import plot, plot_layers
 from moecomm.errors import BadInput
 
 
@@ -70,3 +70,33 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     source.write_text(text)
     with pytest.raises(BadInput, match=r"other\.json"):
         plot.draw([source], tmp_path / "a.svg")
+
+
+def layers() -> dict[str, Any]:
+    rows = []
+    for model, us in (("a", 10.0), ("b", 20.0)):
+        for tokens in (16, 4):
+            about = {"model": model, "tokens": tokens, "who": "moecomm"}
+            figures = {"us": {"p50": us * tokens}}
+            rows.append({**about, "what": "layer", "variant": "two launches", **figures, "of_gemms": tokens / 4})
+            rows.append({**about, "what": "GEMMs", "variant": "", **figures})
+            rows.append({**about, "what": "dispatch", "variant": "", **figures})
+            rows.append({**about, "who": "torch", "what": "layer", "variant": "", "why": "not here"})
+    case = {"ranks": 4, "backend": "host", "tokens": [4, 16]}
+    return {"benchmark": "moe", "case": case, "machine": {"gpus": [], "cpu": "a CPU"}, "rows": rows}
+
+
+def test_layers_are_drawn_by_model(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    assert plot_layers.models(layers()) == ["a", "b"]
+    axes = Figure().subplots(1, 2)
+    plot_layers.draw_times(axes[0], layers(), "b")
+    plot_layers.draw_ratios(axes[1], layers(), "b")
+    times = {line.get_label(): list(line.get_ydata()) for line in axes[0].get_lines()}
+    assert times == {"moecomm layer two launches": [80, 320], "moecomm GEMMs": [80, 320]}
+    assert list(axes[1].get_lines()[0].get_ydata()) == [1, 4] and len(axes[1].get_lines()) == 2
+    source = tmp_path / "moe.json"
+    source.write_text(json.dumps(layers()))
+    plot.draw([source], tmp_path / "a.svg")
+    assert plot.digest([source]) in (tmp_path / "a.svg").read_text()

@@ -67,19 +67,19 @@ def test_any_shape_gets_a_schedule_that_there_is() -> None:
 
 
 def test_the_struct_is_packed_as_the_kernel_reads_it() -> None:
-    """csrc asserts its size there; its fields come in the same order here, those of Grouping last."""
-    fused = plain_kernel.headers() / "fused"
-    bodies = [
-        re.search(rf"struct {name} {{(.*?)\n}};", (fused / header).read_text(), re.DOTALL)
-        for name, header in (("GemmArgs", "config.cuh"), ("Grouping", "tiles.h"))
-    ]
-    fields = [
-        re.findall(r"(?:i32|u64|TensorMap) ([^;]+);", re.sub(r"//.*|\[kRowMaps\]", "", body[1]))
-        for body in bodies
-        if body
-    ]
-    names = [name.strip() for lines in fields for line in lines for name in line.split(",")]
-    assert [name for name, *_ in kernels.GemmArgs._fields_] == [*names, "padding"]
+    """csrc asserts its size there; its fields come in the same order here, those of Grouping in its place."""
+
+    def fields(name: str, header: str) -> list[str]:
+        text = (plain_kernel.headers() / "fused" / header).read_text()
+        body = re.search(rf"struct {name} {{(.*?)\n}};", text, re.DOTALL)
+        assert body
+        lines = re.findall(r"(?:i32|u64|TensorMap|Grouping) ([^;]+);", re.sub(r"//.*|\[kRowMaps\]", "", body[1]))
+        return [field.strip() for line in lines for field in line.split(",")]
+
+    names = fields("GemmArgs", "config.cuh")
+    at = names.index("grouping")
+    names[at : at + 1] = fields("Grouping", "tiles.h")
+    assert [name for name, *_ in kernels.GemmArgs._fields_] == names
     assert ctypes.sizeof(kernels.GemmArgs) == 6 * 128 + 64
 
 

@@ -35,19 +35,29 @@ class Tile(NamedTuple):
     alone: int
 
 
+class Deal(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int32) for name in ("clusters", "helpers", "early"))
+
+
 Walk = Callable[[Grouping, list[int], int, int], list[Tile]]
 
 
 @pytest.fixture(scope="module")
-def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = tmp_path_factory.mktemp("tiles") / "tiles.so"
-    flags = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}")
-    subprocess.run(["g++", *flags, str(Path(__file__).with_name("tiles.cpp")), "-o", str(library)], check=True)
-    tiles_of = ctypes.CDLL(str(library)).tiles_of
+    flags = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread", f"-I{ROOT / 'csrc'}")
+    sources = [str(Path(__file__).with_name(name)) for name in ("tiles.cpp", "waits.cpp")]
+    subprocess.run(["g++", *flags, *sources, "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))
 
+
+@pytest.fixture(scope="module")
+def walk(library: ctypes.CDLL) -> Walk:
     def tiles(grouping: Grouping, counts: list[int], walker: int, walkers: int) -> list[Tile]:
         room = (ctypes.c_int32 * (6 * ROOM))()
-        found = tiles_of(ctypes.byref(grouping), (ctypes.c_int32 * len(counts))(*counts), walker, walkers, room, ROOM)
+        found = library.tiles_of(
+            ctypes.byref(grouping), (ctypes.c_int32 * len(counts))(*counts), walker, walkers, room, ROOM
+        )
         assert found < ROOM
         return [Tile(*room[6 * i : 6 * i + 6]) for i in range(found)]
 
@@ -101,3 +111,44 @@ def test_row_tiles_of_a_band_are_innermost_and_groups_follow_each_other(walk: Wa
     order = [(tile.group, tile.row, tile.column) for tile in tiles[:9]]
     assert order == [(0, row, column) for rows in ((0, 112), (208,)) for column in range(3) for row in rows]
     assert [tile.group for tile in tiles] == [0] * 9 + [1] * 12
+
+
+def test_every_tile_is_dealt_once_in_growing_order_and_the_early_ones_not_to_helpers(
+    library: ctypes.CDLL, walk: Walk
+) -> None:
+    rng = random.Random(2)
+    for _ in range(300):
+        grouping, counts = drawn(rng)
+        tiles = len(walk(grouping, counts, 0, 1))
+        clusters = rng.choice((1, 4, 66, 132))
+        helpers = rng.randint(0, clusters - 1)
+        deal = Deal(clusters, helpers, rng.choice((0, tiles, rng.randint(0, tiles))) if helpers else 0)
+        room, by_cluster = (ctypes.c_int32 * (tiles + 1))(), []
+        for cluster in range(clusters):
+            numbers = (ctypes.c_int32 * len(counts))(*counts)
+            found = library.dealt(ctypes.byref(grouping), numbers, ctypes.byref(deal), cluster, room, tiles + 1)
+            by_cluster.append(list(room[:found]))
+        assert sorted(tile for mine in by_cluster for tile in mine) == list(range(tiles))
+        assert all(mine == sorted(mine) for mine in by_cluster)
+        assert all(tile >= deal.early for mine in by_cluster[:helpers] for tile in mine)
+        others = [len([tile for tile in mine if tile < deal.early]) for mine in by_cluster[helpers:]]
+        late = [len([tile for tile in mine if tile >= deal.early]) for mine in by_cluster]
+        assert max(others) - min(others) <= 1 and max(late) - min(late) <= 1
+
+
+def test_tiles_that_wait_for_rows_are_all_made_and_none_too_early(library: ctypes.CDLL) -> None:
+    """Also where fewer clusters run at once than there are, as long as those that fetch begin first."""
+    rng = random.Random(3)
+    for _ in range(60):
+        counts = [rng.choice((0, 1, rng.randint(0, 40), rng.randint(0, 900))) for _ in range(rng.randint(1, 12))]
+        unit, rows = rng.choice((16, 32)), sum(counts)
+        grouping = Grouping(len(counts), 1, 0, rows + rng.choice((0, 500)), rng.randint(1, 9), 8, unit, 4 * unit)
+        numbers = (ctypes.c_int32 * len(counts))(*counts)
+        clusters = rng.randint(2, 24)
+        helpers = rng.randint(1, clusters - 1)
+        deal = Deal(clusters, helpers, rng.choice((0, 3, 40, 1 << 20)))
+        resident = rng.randint(helpers, clusters)
+        assert (
+            library.launched(ctypes.byref(grouping), numbers, rows, ctypes.byref(deal), rng.randint(1, 12), resident)
+            == 0
+        )

@@ -5,13 +5,19 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
 import torch
 
 import moecomm
-from moecomm.fused import layer
+from moecomm import plain_kernel
+from moecomm.fused import SCHEDULES, choose, layer, two_launches
+from moecomm.fused.kernels import gemm_kernel
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
 
 from ..conftest import Ranks
@@ -47,6 +53,11 @@ def calls_of(case: LayerCase) -> list[dict[str, Any]]:
     return [case.call(rank, "cuda") for rank in range(len(case.x))]
 
 
+def one_or_other(given: list[dict[str, Any]], fused: bool) -> list[dict[str, Any]]:
+    """The same calls, rows travelling under the experts or not; sums of ranks travel in float32 in both."""
+    return [{**call, "fused": fused, "wire": None} for call in given]
+
+
 def seeds(request: pytest.FixtureRequest, share: int) -> range:
     first = request.config.getoption("--seed") * 1_000_000
     return range(first, first + max(4, request.config.getoption("--gpu-cases") // share))
@@ -54,6 +65,25 @@ def seeds(request: pytest.FixtureRequest, share: int) -> range:
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """What takes long to compile, into the cache, on all cores."""
+    if not torch.cuda.is_available():
+        return
+    kernels: set[plain_kernel.PlainKernel] = set()
+    for sizes in (*SIZES, SIZES[3] | {"ranks": 2}, LARGE, LARGE | {"ranks": 4}, ODD):
+        hidden, inner, local = sizes["hidden"], sizes["intermediate"], sizes["num_experts"] // sizes["ranks"]
+        for tokens in range(sizes["max_tokens"] + 1):
+            rows = max(1, tokens * sizes["topk"] * sizes["ranks"] // sizes["num_experts"])
+            first, second = (SCHEDULES[choose(rows, local, *w)] for w in ((2 * inner, hidden), (hidden, inner)))
+            for dtype, apart in itertools.product(DTYPES, (False, True)):
+                kernels |= {gemm_kernel(dtype, True, apart, first), gemm_kernel(dtype, False, False, second)}
+                kernels.add(two_launches.fetch_kernel(dtype, apart, first, hidden))
+                kernels.add(two_launches.send_kernel(dtype, second))
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        list(pool.map(plain_kernel.compile, kernels, itertools.repeat("sm_90a")))
 
 
 @pytest.mark.gpu1
@@ -75,23 +105,45 @@ def test_random_layers_of_virtual_ranks(
 
 
 @pytest.mark.gpu1
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"R{s['ranks']}-H{s['hidden']}-E{s['num_experts']}-K{s['topk']}")
+def test_two_launches_have_the_bits_of_dispatch_and_combine(
+    sizes: dict[str, Any], dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    with opened(sizes, dtype) as ranks:
+        for seed in seeds(request, 20):
+            case = random_layer(seed, **sizes, dtype=dtype)
+            case.wire = None
+            calls = calls_of(case)
+            outs = ranks.moe(one_or_other(calls, fused=True))
+            ranks.check()
+            for rank, (out, other) in enumerate(zip(outs, ranks.moe(one_or_other(calls, fused=False)), strict=True)):
+                case.check(rank, out)
+                assert same_bits(out, other), f"layer of seed {seed}, rank {rank}"
+
+
+@pytest.mark.gpu1
 @pytest.mark.timeout(300)
-def test_large_tiles() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_large_tiles(fused: bool) -> None:
     with opened(LARGE) as ranks:
         for seed in range(6):
             case = random_layer(seed, **LARGE, dtype=torch.bfloat16)
-            outs = ranks.moe(calls_of(case))
+            case.wire = None
+            outs = ranks.moe(one_or_other(calls_of(case), fused))
             ranks.check()
             for rank, out in enumerate(outs):
                 case.check(rank, out)
 
 
 @pytest.mark.gpu1
-def test_a_graph_replays_with_other_routing() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_graph_replays_with_other_routing(fused: bool) -> None:
     sizes = SIZES[3] | {"ranks": 2}
     cases = [full_layer(seed, sizes) for seed in range(12)]
     with opened(sizes) as ranks:
-        given = calls_of(cases[0])
+        given = one_or_other(calls_of(cases[0]), fused)
         ranks.moe(given)  # compiles
         torch.cuda.synchronize()
         graphs, outs = [], []
@@ -164,10 +216,11 @@ def ours_of(sizes: dict[str, Any], case: LayerCase, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.gpu1
-def test_a_bad_id_is_told_and_the_next_layer_is_right() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_bad_id_is_told_and_the_next_layer_is_right(fused: bool) -> None:
     case = full_layer(1, ODD)
     with opened(ODD) as ranks:
-        calls = calls_of(case)
+        calls = one_or_other(calls_of(case), fused)
         wrong = [dict(call) for call in calls]
         wrong[1]["topk_idx"] = calls[1]["topk_idx"].clone().fill_(ODD["num_experts"])
         ranks.moe(wrong)
@@ -182,13 +235,60 @@ def test_a_bad_id_is_told_and_the_next_layer_is_right() -> None:
             case.check(rank, out)
 
 
-def _layers(rank: int, group: Any, sizes: dict[str, Any], dtype: torch.dtype, first: int, cases: int) -> str:
+@pytest.mark.gpu1
+def test_a_rank_that_does_not_come_is_a_timeout() -> None:
+    """One rank alone goes through all of its launches: none of them hangs, and the context lives."""
+    case = full_layer(1, ODD)
+    with LocalBuffers(2, **of_buffer(ODD), backend="lsa", device=0, timeout_s=2) as ranks:
+        call = one_or_other(calls_of(case), fused=True)[0]
+        buffer = ranks.buffers[0]
+        begin = time.monotonic()
+        buffer.moe(**call)
+        with pytest.raises(moecomm.Timeout) as caught:
+            buffer.check()
+        assert time.monotonic() - begin < 6
+        assert (caught.value.rank, caught.value.peer, caught.value.phase) == (0, 1, "notice")
+        assert torch.ones(5, device="cuda").sum().item() == 5
+    with opened(ODD) as ranks:
+        outs = ranks.moe(one_or_other(calls_of(case), fused=True))
+        ranks.check()
+        for rank, out in enumerate(outs):
+            case.check(rank, out)
+
+
+@pytest.mark.gpu1
+def test_a_rank_whose_experts_do_not_come_is_a_timeout() -> None:
+    case = full_layer(1, ODD)
+    with LocalBuffers(2, **of_buffer(ODD), backend="lsa", device=0, timeout_s=2) as ranks:
+        calls = one_or_other(calls_of(case), fused=True)
+        given = [layer.prepare(buffer, **call) for buffer, call in zip(ranks.buffers, calls, strict=True)]
+        routed = ranks.dispatch([g.dispatch for g in given])
+        given[0].compute(routed[0])
+        given[0].prepare_end(ranks.buffers[0])
+        given[0].run_end()
+        with pytest.raises(moecomm.Timeout) as caught:
+            ranks.buffers[0].check()
+        assert (caught.value.rank, caught.value.peer, caught.value.phase) == (0, 1, "reduced")
+        with pytest.raises(moecomm.Timeout):
+            called(ranks.buffers[1], calls[1])
+
+
+def called(buffer: moecomm.Buffer, call: dict[str, Any]) -> None:
+    buffer.moe(**call)
+    buffer.check()
+
+
+def _layers(
+    rank: int, group: Any, sizes: dict[str, Any], dtype: torch.dtype, first: int, cases: int, fused: bool
+) -> str:
     torch.cuda.set_device(rank)
     with moecomm.Buffer(group, **of_buffer(sizes), dtype=dtype, backend="lsa") as buffer:
         for seed in range(first, first + cases):
             case = random_layer(seed, **sizes, dtype=dtype)
             call = case.call(rank, buffer.device)
-            out, again = buffer.moe(**call), buffer.moe(**call)
+            if fused:
+                case.wire, call["wire"] = None, None
+            out, again = buffer.moe(**call), buffer.moe(**call, fused=fused)
             buffer.check()
             case.check(rank, out)
             assert same_bits(out, again), f"layer of seed {seed}: other bits"
@@ -197,22 +297,23 @@ def _layers(rank: int, group: Any, sizes: dict[str, Any], dtype: torch.dtype, fi
 
 @pytest.mark.gpu4
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [SIZES[3], LARGE | {"ranks": 4}], ids=["small", "large"])
 def test_random_layers_of_four_processes(
-    sizes: dict[str, Any], dtype: torch.dtype, request: pytest.FixtureRequest, gpu_ranks: Ranks
+    sizes: dict[str, Any], dtype: torch.dtype, fused: bool, request: pytest.FixtureRequest, gpu_ranks: Ranks
 ) -> None:
     some = seeds(request, 4 if sizes is SIZES[3] else 100)
-    gpu_ranks.start(4, _layers, sizes, dtype, some.start, len(some))
+    gpu_ranks.start(4, _layers, sizes, dtype, some.start, len(some), fused)
     found = gpu_ranks.results(4, timeout_s=850)
     assert list(found.values()) == ["right"] * 4, found
 
 
-def _replayed(rank: int, group: Any, sizes: dict[str, Any]) -> str:
+def _replayed(rank: int, group: Any, sizes: dict[str, Any], fused: bool) -> str:
     torch.cuda.set_device(rank)
     cases = [full_layer(seed, sizes) for seed in range(20)]
     with moecomm.Buffer(group, **of_buffer(sizes), backend="lsa") as buffer:
-        mine = cases[0].call(rank, buffer.device)
+        mine = cases[0].call(rank, buffer.device) | {"fused": fused}
         buffer.moe(**mine)
         buffer.check()
         graph = torch.cuda.CUDAGraph()
@@ -229,5 +330,6 @@ def _replayed(rank: int, group: Any, sizes: dict[str, Any]) -> str:
 
 
 @pytest.mark.gpu4
-def test_a_graph_replays_with_other_routing_on_four_gpus(gpu_ranks: Ranks) -> None:
-    assert gpu_ranks.run(4, _replayed, SIZES[3]) == ["right"] * 4
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_graph_replays_with_other_routing_on_four_gpus(gpu_ranks: Ranks, fused: bool) -> None:
+    assert gpu_ranks.run(4, _replayed, SIZES[3], fused) == ["right"] * 4

@@ -1,0 +1,58 @@
+// An expert layer around two GEMMs whose tiles fetch rows and send rows home (csrc/README.md, "In two launches").  What its kernels are
+// told besides (moecomm/fused/two_launches.py packs it), and what they have in common.
+#pragma once
+#include "../device/launch.cuh"
+#include "arrivals.h"
+#include "config.cuh"
+
+namespace moecomm {
+
+// What travels, in a dispatch, in the place of a token's row: where its row lies, and where the rows that its experts make go.  Offsets in
+// the window of the token's home.  16 bytes.
+struct Slip {
+    u64 row, landing;
+};
+
+struct LayerArgs {
+    Context ctx;
+    // Of our own tokens.
+    u64 x;        // [num_tokens][hidden], rows x_stride bytes apart, 16-byte aligned
+    u64 offered;  // the same rows, for peers: an offset in our window
+    u64 landing;  // [num_tokens][topk] rows, by peers: an offset in our window
+    u64 slips;    // Slip[num_tokens]
+    u64 places;   // u32[num_tokens][topk]: row of the landing; travels in the place of the routing weight
+    u64 owners;   // i32[num_tokens][topk]: rank of the k-th expert, -1: none
+    u64 weights;  // f32[num_tokens][topk]; 0: every weight is 1
+    u64 bias;     // rows bias_stride bytes apart (0: one for all); 0: none
+    u64 out;      // [num_tokens][hidden], rows out_stride bytes apart
+    i64 x_stride, bias_stride, out_stride;
+    // Of the rows that our experts get.
+    u64 src;            // i32[rows][2]: home, token
+    u64 arrived_slips;  // Slip[rows]
+    u64 arrived_places;
+    u64 num_rows;  // i32
+    u64 rows;      // [max_rows][hidden]: the rows themselves, once they are fetched
+    u64 homes;     // u64[max_rows]: the address that each row that the experts make goes to
+    u64 fetched;   // u32[]: of every kFetchRows rows, how many are there
+    u64 late;      // u32: 1 where rows did not come in time, or the dispatch has failed
+    i32 num_tokens, max_rows;
+};
+static_assert(sizeof(LayerArgs) % sizeof(u64) == 0 && sizeof(LayerArgs) < 2048, "a kernel takes 4 KB of arguments, GemmArgs among them");
+
+// The round whose rows are dealt with, 0 if it was void.
+MOECOMM_FN u32 layer_round(const LayerArgs& a) { return load_relaxed(&own_state(a.ctx)->last_dispatch); }
+MOECOMM_FN bool aborted(const LayerArgs& a) { return load_relaxed(deadline_of(a.ctx).abort_here) != 0; }
+// By one thread of the first launch: whether the dispatch has failed is settled, once, for the launches after it.  An abort word may be set
+// at any time, and blocks that wait for each other must not read different things.
+MOECOMM_FN void note_failure(const LayerArgs& a) {
+    if (aborted(a)) store_relaxed(reinterpret_cast<u32*>(a.late), 1);
+}
+MOECOMM_FN bool layer_goes_on(const LayerArgs& a) { return layer_round(a) != 0 && load_relaxed(reinterpret_cast<const u32*>(a.late)) == 0; }
+// Rows that our experts get; none of a dispatch that has failed, whose outputs may hold anything.
+MOECOMM_FN i32 layer_rows(const LayerArgs& a) { return aborted(a) ? 0 : min(*reinterpret_cast<const i32*>(a.num_rows), a.max_rows); }
+
+// At each home: that all rows of `owner` have landed, by the tag of the dispatch.  A word that combines use, whose tags are others: nobody
+// writes a later one before this one has been read, or is of no use any more.
+MOECOMM_FN u64 landed_at(const Context& ctx, i32 owner) { return reduced_at(ctx.window, ctx.shape, owner, 0); }
+
+}  // namespace moecomm

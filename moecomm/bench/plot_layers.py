@@ -1,0 +1,71 @@
+"""Expert layers over tokens, from the JSON of `moecomm bench moe`: time, and time beside that of the GEMMs alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Line = tuple[tuple[str, str, str], list[dict[str, Any]]]  # (who, what, variant), its rows by tokens
+_DRAWN = ("layer", "GEMMs")
+_STYLES = {"layer": "-", "GEMMs": ":"}
+_COLOURS = {"moecomm": "tab:blue", "torch": "tab:orange"}
+
+
+def models(result: dict[str, Any]) -> list[str]:
+    """Those it has rows of."""
+    return list(dict.fromkeys(row["model"] for row in result["rows"]))
+
+
+def lines(result: dict[str, Any], model: str) -> list[Line]:
+    """Layers and GEMMs of a model, with figures, over tokens."""
+    found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        if row["model"] == model and row["what"] in _DRAWN and "us" in row:
+            found.setdefault((row["who"], row["what"], row["variant"]), []).append(row)
+    return [(key, sorted(rows, key=lambda row: int(row["tokens"]))) for key, rows in found.items()]
+
+
+def draw_times(axes: Axes, result: dict[str, Any], model: str) -> None:
+    """Microseconds, both axes logarithmic."""
+    axes.set_yscale("log")
+    for key, rows in lines(result, model):
+        axes.plot([row["tokens"] for row in rows], [row["us"]["p50"] for row in rows], **_style(key))
+    _label(axes, result, model, "us")
+    axes.legend(fontsize=7)
+
+
+def draw_ratios(axes: Axes, result: dict[str, Any], model: str) -> None:
+    """Of each layer: its time, over that of our GEMMs alone."""
+    for key, rows in lines(result, model):
+        compared = [row for row in rows if "of_gemms" in row]
+        if compared:
+            axes.plot([row["tokens"] for row in compared], [row["of_gemms"] for row in compared], **_style(key))
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_ylim(bottom=0)
+    _label(axes, result, model, "time / GEMMs alone")
+
+
+def _style(key: tuple[str, str, str]) -> dict[str, Any]:
+    who, what, variant = key
+    return {
+        "label": " ".join(filter(None, key)),
+        "color": "tab:green" if variant and variant != "sequential" else _COLOURS.get(who, "tab:gray"),
+        "linestyle": _STYLES[what],
+        "marker": "o",
+        "markersize": 3,
+        "linewidth": 1.2,
+    }
+
+
+def _label(axes: Axes, result: dict[str, Any], model: str, y: str) -> None:
+    case, gpus = result["case"], result["machine"]["gpus"]
+    machine = gpus[0] if gpus and case["backend"] != "host" else result["machine"]["cpu"]
+    axes.set_title(f"{case['ranks']} ranks, {machine}: {model or 'numbers given'}", fontsize=9)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(case["tokens"], [str(tokens) for tokens in case["tokens"]], fontsize=7, minor=False)
+    axes.minorticks_off()
+    axes.set_xlabel("tokens a rank")
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.3)

@@ -1,0 +1,213 @@
+"""An expert layer in two launches: rows are fetched under the first GEMM, and go home under the second.
+
+csrc/README.md, "In two launches", says how.  Before, a dispatch of 16 bytes a row: who gets what, and where it lies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moecomm import _native
+from moecomm.arrays import adopt, check_rows, check_tensor
+from moecomm.backends import cuda_driver
+from moecomm.fused import gemm, kernels, schedules
+from moecomm.fused.schedules import SCHEDULES, Schedule
+from moecomm.plain_kernel import PlainKernel, launch, load
+
+if TYPE_CHECKING:
+    from moecomm.buffer import Buffer
+    from moecomm.routed import Routed
+
+COLUMNS = 8  # of what travels in the place of a row: a Slip of csrc/fused/layer.cuh, in elements of 2 bytes
+FETCH_ROWS = 128  # kFetchRows
+FETCHERS = 16  # blocks that fetch: with as many, long reads fill the links (shared/measurements: 297 to 319 GB/s)
+_OFFER_THREADS, _HOME_THREADS = 512, 512
+# What the split of the first GEMM's tiles assumes: bytes a second over the links, and of weights from memory, and
+# products a second.  Blocks that fetch are counted out a little longer than that.
+_LINK, _MEMORY, _PRODUCTS, _LONGER = 300e9, 4e12, 620e12, 1.15
+
+
+class LayerArgs(ctypes.Structure):
+    """LayerArgs of csrc/fused/layer.cuh."""
+
+    _fields_ = (
+        ("ctx", ctypes.c_uint64 * (_native.Context().nbytes // 8)),
+        *((name, ctypes.c_uint64) for name in ("x", "offered", "landing", "slips", "places", "owners", "weights")),
+        *((name, ctypes.c_uint64) for name in ("bias", "out")),
+        *((name, ctypes.c_int64) for name in ("x_stride", "bias_stride", "out_stride")),
+        *((name, ctypes.c_uint64) for name in ("src", "arrived_slips", "arrived_places", "num_rows")),
+        *((name, ctypes.c_uint64) for name in ("rows", "homes", "fetched", "late")),
+        ("num_tokens", ctypes.c_int32),
+        ("max_rows", ctypes.c_int32),
+    )
+
+
+class LayerGemmArgs(ctypes.Structure):
+    """LayerGemmArgs of csrc/fused/two_launches.cuh."""
+
+    _fields_ = (
+        ("gemm", kernels.GemmArgs),
+        ("layer", LayerArgs),
+        ("padding", ctypes.c_uint8 * (-ctypes.sizeof(LayerArgs) % 64)),
+    )
+
+
+def offer_kernel(hidden: int, topk: int) -> PlainKernel:
+    """Our rows to where peers read them."""
+    return PlainKernel("fused/offer", f"offer_rows<{2 * hidden}, {topk}>", "LayerArgs", _OFFER_THREADS)
+
+
+def fetch_kernel(dtype: torch.dtype, apart: bool, schedule: Schedule, hidden: int) -> kernels.GemmKernel:
+    """The first launch."""
+    two = ("two_launches", "fetch_and_multiply", "LayerGemmArgs")
+    return kernels.gemm_kernel(dtype, True, apart, schedule, *two, f", {2 * hidden}", helped=True)
+
+
+def send_kernel(dtype: torch.dtype, schedule: Schedule) -> kernels.GemmKernel:
+    """The second launch."""
+    return kernels.gemm_kernel(dtype, False, False, schedule, "two_launches", "multiply_and_send", "LayerGemmArgs")
+
+
+def home_kernel(dtype: torch.dtype, hidden: int, topk: int) -> PlainKernel:
+    """What has come home, added up."""
+    config = f".type = Type::{kernels.TYPES[dtype]}, .hidden = {hidden}, .topk = {topk}"
+    return PlainKernel("fused/home", f"bring_home<HomeConfig{{{config}}}>", "LayerArgs", _HOME_THREADS)
+
+
+@lru_cache(maxsize=256)
+def early_tiles(rows: int, hidden: int, intermediate: int, ranks: int, blocks: int) -> int:
+    """Of the tiles of the first GEMM, in 1024ths, those that are made while some blocks fetch.
+
+    Args:
+        rows: of an expert.
+        blocks: of the launch.
+    """
+    far = 2 * hidden * (ranks - 1) / ranks
+    fetching = max(far, hidden / 2) / _LINK  # seconds a row; what is near comes several times as fast
+    products = 4 * hidden * intermediate * blocks / (blocks - FETCHERS) / _PRODUCTS
+    weights = 4 * hidden * intermediate / _MEMORY / max(1, rows)
+    return min(1024, int(1024 * _LONGER * fetching / max(products, weights)))
+
+
+class Layer:
+    """See moecomm.fused.layer.Prepared.  The end alone waits for other ranks; its dispatch comes after this."""
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        x: torch.Tensor,
+        topk_idx: Any,
+        topk_weights: Any,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        *,
+        interleaved: bool,
+        out: Any,
+        bias: Any,
+        max_rows: int | None,
+        num_sms: int | None,
+        expected_rows: int,
+    ) -> None:
+        self._rows = expected_rows  # of an expert
+        self._buffer, self._w13, self._w2, self._interleaved = buffer, w13, w2, interleaved
+        tokens, hidden, topk = len(x), buffer.hidden, buffer.topk
+        check_rows("x", x)
+        about: dict[str, Any] = {"device": buffer.device, "dtypes": (buffer.dtype,)}
+        if topk_weights is not None:
+            topk_weights = adopt("topk_weights", topk_weights)[0]
+            floats: dict[str, Any] = {"device": buffer.device, "dtypes": (torch.float32,)}
+            check_tensor("topk_weights", topk_weights, **floats, shape=(tokens, topk))
+            topk_weights = topk_weights.contiguous()
+        self.out = x.new_empty(tokens, hidden) if out is None else adopt("out", out)[0]
+        check_tensor("out", self.out, **about, shape=(tokens, hidden))
+        args = self._args = LayerArgs(x=x.data_ptr(), x_stride=2 * x.stride(0), num_tokens=tokens)
+        args.out, args.out_stride = self.out.data_ptr(), check_rows("out", self.out)
+        if bias is not None:
+            bias = adopt("bias", bias)[0]
+            one_row = bias.ndim == 1
+            check_tensor("bias", bias, **about, shape=(hidden,) if one_row else (tokens, hidden))
+            stride = check_rows("bias", bias.unsqueeze(0) if one_row else bias)
+            args.bias, args.bias_stride = bias.data_ptr(), 0 if one_row else stride
+        worst = buffer.settings.worst_rows("expert")
+        args.max_rows = self._max_rows = max(1, worst if max_rows is None else min(max_rows, worst))
+        context = buffer.session.context
+        ctypes.memmove(args.ctx, context.address, context.nbytes)
+        row = 2 * hidden
+        self._blocks = buffer.memory.allocate(max(1, tokens) * row, max(1, tokens) * topk * row)
+        args.offered, args.landing = (block.offset for block in self._blocks)
+        slips = torch.empty(tokens, 2, dtype=torch.int64, device=buffer.device)
+        places = torch.empty(tokens, topk, dtype=torch.int32, device=buffer.device)
+        counters = torch.empty(-(-self._max_rows // FETCH_ROWS) + 1, dtype=torch.int32, device=buffer.device)
+        args.slips, args.places = slips.data_ptr(), places.data_ptr()
+        args.fetched, args.late = counters.data_ptr() + 4, counters.data_ptr()
+        if topk_weights is not None:
+            args.weights = topk_weights.data_ptr()
+        self._kept: list[Any] = [x, topk_weights, bias, slips, places, counters]
+        self._sms = kernels.multiprocessors(buffer.device.index)
+        self._home = home_kernel(buffer.dtype, hidden, topk)
+        self._launch(offer_kernel(hidden, topk), 2 * self._sms, args)
+        self.dispatch = {
+            "x": slips.view(buffer.dtype),
+            "topk_idx": topk_idx,
+            "topk_weights": places.view(torch.float32),
+            "layout": "expert",
+            "max_rows": max_rows,
+            "sync": False,
+            "num_sms": num_sms,
+            "columns": COLUMNS,
+        }
+
+    def compute(self, routed: Routed) -> None:
+        """The two GEMMs, when the dispatch has been enqueued."""
+        args, given, buffer = self._args, routed.args, self._buffer
+        base = buffer.session.context.peers[buffer.rank]
+        args.owners, args.src = given.route.token_owner, given.route.src
+        args.arrived_places, args.arrived_slips = given.route.row_weights, base + given.out_x
+        args.num_rows = given.num_rows
+        local, hidden, inner = self._w2.shape
+        x = torch.empty(self._max_rows, hidden, dtype=buffer.dtype, device=buffer.device)
+        h = torch.empty(self._max_rows, inner, dtype=buffer.dtype, device=buffer.device)
+        homes = torch.empty(self._max_rows, dtype=torch.int64, device=buffer.device)
+        args.rows, args.homes = x.data_ptr(), homes.data_ptr()
+        counts = routed.tokens_per_expert
+        apart = not self._interleaved
+        first = SCHEDULES[schedules.choose(self._rows, local, 2 * inner, hidden, self._sms)]
+        blocks = self._sms // first.cluster * first.cluster
+        both = LayerGemmArgs(gemm=gemm.arguments(x, self._w13, counts, 1, apart, h.data_ptr(), first), layer=args)
+        both.gemm.helpers = FETCHERS
+        both.gemm.early = early_tiles(self._rows, hidden, inner, buffer.num_ranks, blocks)
+        self._launch(fetch_kernel(buffer.dtype, apart, first, hidden), blocks, both)
+        second = SCHEDULES[schedules.choose(self._rows, local, hidden, inner, self._sms)]
+        both = LayerGemmArgs(gemm=gemm.arguments(h, self._w2, counts, 1, False, 0, second), layer=args)
+        self._launch(send_kernel(buffer.dtype, second), self._sms // second.cluster * second.cluster, both)
+        self._kept += [routed, x, h, homes]
+
+    def prepare_end(self, buffer: Buffer) -> Layer:
+        """Nothing is left to prepare, but for the kernel."""
+        load(self._home, buffer.device.index)
+        return self
+
+    def run_end(self) -> None:
+        """Once all ranks have sent what their experts have made of our tokens, adds it up."""
+        sharing = max(1, self._sms // self._buffer.session.most_blocks)
+        # Blocks wait: where ranks share a GPU, some multiprocessors are left to the others' experts.
+        blocks = 2 * self._sms if sharing == 1 else max(1, self._sms // (2 * sharing))
+        self._launch(self._home, blocks, self._args)
+
+    def finish_end(self, buffer: Buffer) -> torch.Tensor:
+        """[T, H]."""
+        self._kept, self._blocks = [], []
+        return self.out
+
+    def _launch(self, kernel: PlainKernel, blocks: int, args: ctypes.Structure) -> None:
+        index = self._buffer.device.index
+        if torch.cuda.current_device() == index and _native.cuda_context() != 0:
+            launch(kernel, blocks, args)
+            return
+        with torch.cuda.device(index):
+            cuda_driver.bind_thread(index)
+            launch(kernel, blocks, args)

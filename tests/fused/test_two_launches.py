@@ -1,0 +1,156 @@
+"""A layer in two launches, without a GPU: what travels in the place of rows is enough for it; its kernels compile."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from moecomm import _native, plain_kernel
+from moecomm.fused import SCHEDULES, layer, two_launches
+from moecomm.fused.two_launches import COLUMNS, FETCH_ROWS, LayerArgs, early_tiles
+from moecomm.testing import LocalBuffers, random_layer
+
+SIZES: list[dict[str, Any]] = [
+    {"ranks": 1, "hidden": 32, "intermediate": 16, "num_experts": 4, "topk": 2, "max_tokens": 40},
+    {"ranks": 3, "hidden": 72, "intermediate": 40, "num_experts": 12, "topk": 3, "max_tokens": 9},
+    {"ranks": 4, "hidden": 64, "intermediate": 24, "num_experts": 16, "topk": 8, "max_tokens": 33},
+]
+
+
+def at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """What lies at an address."""
+    nbytes = max(1, torch.Size(shape).numel() * dtype.itemsize)
+    memory = torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
+    return memory[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"R{s['ranks']}-K{s['topk']}")
+def test_slips_and_places_are_enough_and_the_bits_are_those_of_dispatch_and_combine(
+    sizes: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """The steps of csrc/fused/offer.cuh, fetch.cuh and home.cuh in torch, over windows that all ranks can read."""
+    of_buffer = {name: size for name, size in sizes.items() if name != "intermediate"}
+    hidden, topk, ranks = sizes["hidden"], sizes["topk"], sizes["ranks"]
+    with LocalBuffers(**of_buffer, dtype=dtype, backend="host", timeout_s=20) as buffers:
+        for seed in range(30):
+            case = random_layer(seed, **sizes, dtype=dtype)
+            case.wire = None
+            calls = [case.call(rank) for rank in range(ranks)]
+            want = buffers.moe(calls)
+            peers = [buffer.session.context.peers[buffer.rank] for buffer in buffers.buffers]
+            blocks, dispatches = [], []
+            for buffer, call, window in zip(buffers.buffers, calls, peers, strict=True):  # offer.cuh
+                tokens = len(call["x"])
+                mine = buffer.memory.allocate(max(1, tokens) * 2 * hidden, max(1, tokens * topk) * 2 * hidden)
+                at(window + mine[0].offset, (tokens, hidden), dtype).copy_(call["x"])
+                slips = torch.empty(tokens, 2, dtype=torch.int64)
+                slips[:, 0] = mine[0].offset + torch.arange(tokens) * 2 * hidden
+                slips[:, 1] = mine[1].offset
+                places = torch.arange(tokens * topk, dtype=torch.int32).view(tokens, topk)
+                blocks.append(mine)
+                dispatches.append(
+                    {
+                        "x": slips.view(dtype),
+                        "topk_idx": call["topk_idx"],
+                        "topk_weights": places.view(torch.float32),
+                        "columns": COLUMNS,
+                    }
+                )
+            arrived = buffers.dispatch(dispatches)
+            for routed, call in zip(arrived, calls, strict=True):
+                slips, src = routed.x.contiguous().view(torch.int64), routed.src
+                places = routed.row_weights.view(torch.int32).long()
+                rows = torch.empty(len(src), hidden, dtype=dtype)
+                for row, (home, _) in enumerate(src.tolist()):  # fetch.cuh
+                    rows[row] = at(peers[home] + int(slips[row, 0]), (hidden,), dtype)
+                y = layer.apply_experts(
+                    rows, call["w13"], call["w2"], routed.tokens_per_expert, interleaved=call["interleaved"]
+                )
+                for row, (home, token) in enumerate(src.tolist()):
+                    assert int(places[row]) // topk == token
+                    landing = peers[home] + int(slips[row, 1]) + int(places[row]) * 2 * hidden
+                    at(landing, (hidden,), dtype).copy_(y[row])
+            for rank, (routed, call) in enumerate(zip(arrived, calls, strict=True)):  # home.cuh
+                tokens = len(call["x"])
+                landed = at(peers[rank] + blocks[rank][1].offset, (tokens, topk, hidden), dtype)
+                owners = at(routed.handle.args.route.token_owner, (tokens, topk), torch.int32)
+                got = added_up(landed, owners, call["topk_weights"], call["bias"], ranks)
+                assert torch.equal(got.view(torch.int16), want[rank].view(torch.int16)), (seed, rank)
+
+
+def added_up(
+    landed: torch.Tensor, owners: torch.Tensor, weights: torch.Tensor | None, bias: torch.Tensor | None, ranks: int
+) -> torch.Tensor:
+    """In the order of the ranks and, of each, of k; a rank's part by itself."""
+    scale = torch.ones(owners.shape) if weights is None else weights
+    total = torch.zeros(landed.shape[0], landed.shape[2])
+    for rank in range(ranks):
+        part = torch.zeros_like(total)
+        for k in range(landed.shape[1]):
+            here = (owners[:, k] == rank).unsqueeze(1)
+            part = torch.where(here, part + scale[:, k : k + 1] * landed[:, k].float(), part)
+        total = torch.where((owners == rank).any(dim=1, keepdim=True), total + part, total)
+    if bias is not None:
+        total = total + bias.float()
+    return total.to(landed.dtype)
+
+
+def test_the_structs_are_packed_as_the_kernels_read_them() -> None:
+    fused = plain_kernel.headers() / "fused"
+    body = re.search(r"struct LayerArgs \{(.*?)\n\};", (fused / "layer.cuh").read_text(), re.DOTALL)
+    assert body
+    found = re.findall(r"(?:i32|u64|i64|Context) ([^;]+);", re.sub(r"//.*", "", body[1]))
+    names = [name.strip() for line in found for name in line.split(",")]
+    assert names == [name for name, *_ in LayerArgs._fields_]
+    kernel = plain_kernel.PlainKernel("fused/two_launches", "sizes", "LayerGemmArgs", 32)
+    sizes = (ctypes.sizeof(LayerArgs), ctypes.sizeof(two_launches.LayerGemmArgs))
+    checked = (
+        f"static_assert(sizeof(LayerArgs) == {sizes[0]} && sizeof(LayerGemmArgs) == {sizes[1]});\n"
+        f"static_assert(kFetchRows == {FETCH_ROWS} && sizeof(Slip) == {2 * COLUMNS});\n"
+        "__device__ void sizes(const LayerGemmArgs&) {}\n"
+    )
+    core = pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
+    options = core.ProgramOptions(std="c++20", arch="sm_90a", include_path=[str(plain_kernel.headers())])
+    source = kernel.source.replace("using namespace moecomm;\n", f"using namespace moecomm;\n{checked}", 1)
+    core.Program(source, "c++", options).compile("cubin")
+    assert two_launches.LayerGemmArgs.layer.offset == ctypes.sizeof(two_launches.kernels.GemmArgs)
+    assert ctypes.sizeof(LayerArgs) % 8 == 0 and LayerArgs.x.offset == _native.Context().nbytes
+
+
+def kernels() -> dict[str, plain_kernel.PlainKernel]:
+    bf16, fp16 = torch.bfloat16, torch.float16
+    found: dict[str, plain_kernel.PlainKernel] = {
+        "offer": two_launches.offer_kernel(7168, 8),
+        "home": two_launches.home_kernel(bf16, 7168, 8),
+        "home, many": two_launches.home_kernel(fp16, 8, 32),
+    }
+    for name, schedule in SCHEDULES.items():
+        found[f"fetch {name}"] = two_launches.fetch_kernel(bf16, True, schedule, 7168)
+        found[f"send {name}"] = two_launches.send_kernel(fp16, schedule)
+    found["fetch, interleaved"] = two_launches.fetch_kernel(fp16, False, SCHEDULES["256x4c2"], 2880)
+    found["fetch, small"] = two_launches.fetch_kernel(fp16, True, SCHEDULES["64x8c1"], 8)
+    found["fetch, large"] = two_launches.fetch_kernel(bf16, True, SCHEDULES["64x8c2"], 16384)
+    return found
+
+
+@pytest.mark.parametrize("name", kernels())
+def test_compiles_without_spills(name: str) -> None:
+    pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
+    cubin, log = plain_kernel.build(kernels()[name])
+    assert cubin.startswith(b"\x7fELF")
+    assert {*re.findall(r"(\d+) bytes spill", log)} == {"0"}
+    assert {*re.findall(r"(\d+) bytes stack frame", log)} == {"0"} or "home" in name  # report_failure is a call
+    assert "warning" not in log
+
+
+def test_tiles_are_split_by_what_fetching_takes() -> None:
+    many = early_tiles(1024, 7168, 2048, 4, 132)
+    assert 0.25 < many / 1024 < 0.5
+    assert early_tiles(1024, 7168, 2048, 8, 132) > many > early_tiles(1024, 4096, 14336, 4, 132)
+    assert early_tiles(16, 7168, 2048, 4, 132) < many  # weights come from memory meanwhile
+    assert early_tiles(4096, 2048, 768, 8, 132) == 1024  # links take longer than all products
