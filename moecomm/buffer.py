@@ -94,7 +94,9 @@ class Buffer:
             topk=topk,
             max_tokens=max_tokens,
             ring_tokens=backend_module.ring_tokens(ranks.ranks, max_tokens, row),
-            packet_bytes=0 if self.settings.crosses else backend_module.packet_bytes(ranks.ranks, max_tokens, row),
+            packet_bytes=(backend_module.straight_bytes if self.settings.crosses else backend_module.packet_bytes)(
+                ranks.ranks, max_tokens, row
+            ),
             staged_row_bytes=row,
             heap_bytes=window_bytes or self.settings.default_heap(),
             domain_ranks=domain_ranks or 0,

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import moecomm
+from moecomm.backends import host
 from moecomm.combine import reference
 from moecomm.dispatch import reference as dispatch_reference
 from moecomm.testing import LocalBuffers, check_case, check_case_on_rank, random_case, random_sizes
@@ -20,11 +21,18 @@ from .conftest import Ranks
 
 SIZES: dict[str, Any] = {"hidden": 64, "num_experts": 8, "topk": 4, "max_tokens": 40, "backend": "host"}
 DOMAINS = [(4, 2), (8, 4), (8, 2), (3, 1), (2, 1)]  # ranks, of them in a domain
-CASES = 30  # of each set of sizes
+CASES = 10  # of each set of sizes
 
 
+@pytest.mark.parametrize("straight", ["all", "some", "none"])
 @pytest.mark.parametrize(("count", "domain_ranks"), DOMAINS)
-def test_random_cases_match_the_reference(count: int, domain_ranks: int) -> None:
+def test_random_cases_match_the_reference(
+    count: int, domain_ranks: int, straight: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether rows go straight to ranks of other domains, those of some ranks do, or all by their relays."""
+    room = host.straight_bytes
+    if straight != "all":
+        monkeypatch.setattr(host, "straight_bytes", lambda *sizes: room(*sizes) // 256 * 64 * (straight == "some"))
     for number in range(2):
         sizes = random_sizes(number, ranks=(count,))
         with LocalBuffers(**sizes, domain_ranks=domain_ranks, backend="host") as ranks:

@@ -85,12 +85,22 @@ bool has_place(const Combine& c, i32 home, i32 chunk) {
     return load_acquire(credit_of(c, home, chunk)) == word_signal(c.r.tag, static_cast<u32>(before));
 }
 
+// Puts what goes straight home.  Before anything else, because it waits for nothing: who is in the middle of it keeps its home from
+// pulling, and so from giving the credits that others wait for.
+void put_straight(Combine& c, StraightSent& sent, i32 worker, i32 stride, float* scratch) {
+    for (i32 turn = 0; turn < c.r.ranks; ++turn) {
+        const i32 home = c.r.peer(turn);
+        for (i32 chunk = worker; c.straight_to(home) && chunk < c.chunks_of(home); chunk += stride)
+            put_chunk(c, sent, home, chunk, scratch);
+    }
+}
+
 // Stages the chunk of every home that has one.  While places are missing we pull what can be pulled: others may wait for that.  False: the
 // round is lost or void.
 bool stage_for_all(Combine& c, Pulls& pulls, i32 chunk, float* scratch) {
     i32 waiting[kMaxRanks], count = 0;  // homes
     for (i32 turn = 0; turn < c.r.ranks; ++turn)
-        if (const i32 home = c.r.peer(turn); chunk < c.chunks_of(home)) waiting[count++] = home;
+        if (const i32 home = c.r.peer(turn); chunk < c.chunks_of(home) && !c.straight_to(home)) waiting[count++] = home;
     const auto with_place = [&](i32 home) { return has_place(c, home, chunk); };
     const auto find = [&] { return Missing{c.r.local(waiting[0]), credit_of(c, waiting[0], chunk), c.r.tag}; };
     for (;;) {
@@ -113,16 +123,24 @@ bool stage_for_all(Combine& c, Pulls& pulls, i32 chunk, float* scratch) {
 
 // Stages the rows here chunk by chunk, the same chunk of every home before the next: the tokens whose rows are all staged come home in
 // between, while those rows are still in the cache.
-void stage_and_pull(Combine& c, i32 worker, i32 stride) {
+void stage_and_pull(Combine& c, StraightSent& sent, i32 worker, i32 stride) {
     Sums scratch;
     Pulls pulls(c, worker, stride, scratch.of);
     i32 chunks = 0;
     for (i32 home = 0; home < c.r.ranks; ++home) chunks = std::max(chunks, c.chunks_of(home));
+    put_straight(c, sent, worker, stride, scratch.of);
     for (i32 chunk = worker; chunk < chunks && !c.in_place; chunk += stride) {
         if (!stage_for_all(c, pulls, chunk, scratch.of)) return;
         if (c.agreed()) pulls.pull_in_order();
     }
     if (c.await_agreement()) pulls.pull_all();
+}
+
+// By home: chunks of which we put straight what we have.
+std::vector<i32> straight_chunks(const Combine& c) {
+    std::vector<i32> chunks;
+    for (i32 home = 0; home < c.r.ranks && c.r.domains() > 1; ++home) chunks.push_back(c.straight_to(home) ? c.chunks_of(home) : 0);
+    return chunks;
 }
 
 // Our staged rows of the next combine may overwrite theirs once everybody has said so.
@@ -141,7 +159,8 @@ void combine(const CombineArgs& args) {
     announce(c);
     // Our staging may still hold the rows of our last combine.
     if (const u32 last = c.r.state.last_combine; last != 0 && !await_drained(c, last)) return;
-    team.run([&](i32 worker) { stage_and_pull(c, worker, team.size()); });
+    StraightSent sent(straight_chunks(c));
+    team.run([&](i32 worker) { stage_and_pull(c, sent, worker, team.size()); });
     if (c.r.watch.failed()) return;
     const Verdict verdict = c.r.judge();
     if (verdict.failure == Failure::none) {

@@ -2,6 +2,7 @@
 #pragma once
 #include "round.h"
 #include "rows.h"
+#include "straight.h"
 
 namespace moecomm::host {
 
@@ -31,6 +32,9 @@ struct Combine {
 
     // Chunks of the tokens that `home` sent.
     i32 chunks_of(i32 home) const { return ceil_div(sent[home].num_tokens, sent[home].chunk_tokens); }
+    // What we have of them goes straight to `home`, in another domain.
+    bool straight_to(i32 home) const { return !r.reaches(home) && goes_straight(shape, sent[home].num_tokens); }
+    u8* put_by(i32 owner, i32 token) const { return at<u8>(a.ctx, r.me, straight_row_at(a.ctx.window, shape, r.tag, owner, token)); }
     u8* staged(i32 rank, i32 home, i32 token) const { return at<u8>(a.ctx, rank, staged_at(a.ctx.window, shape, home, token)); }
     // Do all ranks make this combine?  Without waiting: as far as we know.
     bool agreed() { return r.notices_in() && r.judge().failure == Failure::none; }

@@ -16,7 +16,7 @@ i32 payload_row(const Token& token, i32 rank) {
 }  // namespace
 
 void Delivery::deliver(const Token& token, const Payload& payload) {
-    for (i32 turn = 0; turn < d_.r.near; ++turn) {
+    for (i32 turn = first_turn_; turn < d_.r.near; ++turn) {
         const i32 rank = d_.r.neighbour(turn), here = rank - d_.r.first;
         const i32 slot = token.slots[here];
         if (slot < 0) continue;
@@ -28,7 +28,7 @@ void Delivery::deliver(const Token& token, const Payload& payload) {
 
 void Delivery::raise_flags() const {
     order_copied_rows();
-    for (i32 turn = 0; turn < d_.r.near; ++turn) {
+    for (i32 turn = first_turn_; turn < d_.r.near; ++turn) {
         const i32 rank = d_.r.neighbour(turn), here = rank - d_.r.first;
         u64* arrived = at<u64>(d_.a.ctx, rank, arrived_at(d_.a.ctx.window, d_.a.ctx.shape, source_, chunk_));
         store_release(arrived, chunk_signal(d_.r.tag, first_[here], count_[here]));

@@ -17,10 +17,11 @@ struct Payload {
     const u8* scales;
 };
 
-// The tokens of one chunk of a source, in order.
+// The tokens of one chunk of a source, in order; to all of our domain, or to ourselves alone.
 class Delivery {
   public:
-    Delivery(const Dispatch& d, i32 source, i32 chunk) : d_(d), source_(source), chunk_(chunk) {}
+    Delivery(const Dispatch& d, i32 source, i32 chunk, bool to_us_alone = false)
+        : d_(d), source_(source), chunk_(chunk), first_turn_(to_us_alone ? d.r.near - 1 : 0) {}
     void deliver(const Token& token, const Payload& payload);
     // All are delivered.  Ourselves last: so a relay can tell what it has relayed.
     void raise_flags() const;
@@ -30,7 +31,7 @@ class Delivery {
     void store_metadata(const Token& token, i32 rank, i32 slot) const;
 
     const Dispatch& d_;
-    const i32 source_, chunk_;
+    const i32 source_, chunk_, first_turn_;
     i32 first_[kMaxRanks] = {}, count_[kMaxRanks] = {};  // by rank of our domain: its flat rows
 };
 

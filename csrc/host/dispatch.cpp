@@ -79,13 +79,14 @@ void send(Dispatch& d, i32 worker, i32 stride) {
 }
 
 // Everything that is not here yet.
-void receive(Dispatch& d, Relay& relay, Inbox& inbox) {
-    const auto any = [&] { return relay.any_landed() || inbox.any_arrived(); };
-    const auto find = [&] { return relay.open() ? relay.missing() : inbox.missing(); };
+void receive(Dispatch& d, Relay& relay, StraightCome& straight, Inbox& inbox) {
+    const auto any = [&] { return relay.any_landed() || straight.any_come() || inbox.any_arrived(); };
+    const auto find = [&] { return relay.open() ? relay.missing() : straight.open() ? straight.missing() : inbox.missing(); };
     for (;;) {
         relay.relay_landed();
+        straight.take_come();
         inbox.take_arrived();
-        if (!relay.open() && !inbox.open()) return;
+        if (!relay.open() && !straight.open() && !inbox.open()) return;
         if (!d.r.watch.until(Phase::payload, any, find)) return;
     }
 }
@@ -95,16 +96,18 @@ void receive(Dispatch& d, Relay& relay, Inbox& inbox) {
 void send_and_receive(Dispatch& d, i32 worker, i32 stride) {
     Sender sender(d, worker, stride);
     Relay relay(d, worker, stride);
+    StraightCome straight(d, worker, stride);
     Inbox inbox(d, worker, stride);
     while (!sender.done()) {
         if (!await_place(d, sender, relay, &inbox)) return;
         const i32 chunk = sender.chunk();
         sender.send();
         relay.relay_landed();
+        straight.take_come();
         inbox.take_arrived();
         if (inbox.behind(chunk)) std::this_thread::yield();
     }
-    receive(d, relay, inbox);
+    receive(d, relay, straight, inbox);
 }
 
 // The second half of a dispatch that was begun.
@@ -116,8 +119,9 @@ void end(const DispatchArgs& args) {
     d.r.recall_notices();
     team.run([&](i32 worker) {
         Relay relay(d, worker, team.size());
+        StraightCome straight(d, worker, team.size());
         Inbox inbox(d, worker, team.size());
-        receive(d, relay, inbox);
+        receive(d, relay, straight, inbox);
     });
 }
 

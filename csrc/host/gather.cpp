@@ -19,7 +19,8 @@ Tokens relayed_tokens(const Combine& c, i32 domain) {
     const i64 pitch = relayed_words(c.shape);
     const i32* kept = memory<const i32>(c.a.route.relayed) + domain * c.shape.max_tokens * pitch;
     const i32 home = c.r.counterpart(domain);
-    return {home, c.sent[home].num_tokens, c.sent[home].chunk_tokens, kept + 2 * c.topk, kept, kept + c.topk, pitch, pitch};
+    const i32 count = c.straight_to(home) ? 0 : c.sent[home].num_tokens;
+    return {home, count, c.sent[home].chunk_tokens, kept + 2 * c.topk, kept, kept + c.topk, pitch, pitch};
 }
 
 // What `rank` holds of the token, where it has one row for it: a reduced one or, in place, the caller's own.  Null: several, in place.

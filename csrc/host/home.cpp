@@ -7,19 +7,44 @@ bool Home::comes_from(i32 domain, i32 token) const {
     return std::any_of(slots, slots + c_.r.near, [](i32 slot) { return slot >= 0; });
 }
 
+// Who has nothing for us does not say so.
+i32 Home::missing_owner(i32 chunk) const {
+    for (i32 rank = 0; rank < c_.r.ranks; ++rank) {
+        if (c_.r.reaches(rank) || load_acquire(straight_from(rank)) == tag_signal(c_.r.tag)) continue;
+        for (i32 token = first_token(chunk); token < end_token(chunk); ++token)
+            if (memory<const i32>(c_.a.route.token_slot)[static_cast<i64>(token) * c_.r.ranks + rank] >= 0) return rank;
+    }
+    return -1;
+}
+
 // A relay says so of chunks of which its domain has rows, and of no others.
-i32 Home::missing_domain(i32 chunk) const {
+i32 Home::missing_rank(i32 chunk) const {
+    if (straight_) return missing_owner(chunk);
     for (i32 domain = 0; domain < c_.r.domains(); ++domain) {
         if (domain == c_.r.domain() || load_acquire(signal(domain, chunk)) == word_signal(c_.r.tag, static_cast<u32>(chunk))) continue;
         for (i32 token = first_token(chunk); token < end_token(chunk); ++token)
-            if (comes_from(domain, token)) return domain;
+            if (comes_from(domain, token)) return c_.r.counterpart(domain);
     }
     return -1;
 }
 
 Missing Home::crossing_missing(i32 chunk) const {
-    const i32 domain = std::max(missing_domain(chunk), 0);
-    return {c_.r.counterpart(domain), signal(domain, chunk), c_.r.tag};
+    const i32 rank = std::max(missing_rank(chunk), 0);
+    return {rank, straight_ ? straight_from(rank) : signal(domain_of(c_.shape, rank), chunk), c_.r.tag};
+}
+
+// What the ranks of a domain have put straight here, added up and rounded as its relay would have.
+void Home::add_straight(float* sum, i32 domain, i32 token, i64 column, i64 n) const {
+    const i32* slots = memory<const i32>(c_.a.route.token_slot) + static_cast<i64>(token) * c_.r.ranks;
+    Addends rows;
+    rows.type = c_.staged_type;
+    for (i32 rank = domain * c_.r.near; rank < (domain + 1) * c_.r.near; ++rank)
+        if (slots[rank] >= 0) rows.add(c_.put_by(rank, token), 1.0f);
+    Sums there;
+    u8 rounded[sizeof there];
+    sum_rows(there.of, rows, column, n);
+    round_row(rounded, there.of, c_.crossing_type, n);
+    add_row(sum, rounded, c_.crossing_type, n);
 }
 
 // The sum over the domains, in the order of the domains; how far it may be from that of one domain stands in protocol/domains.h.
@@ -32,6 +57,8 @@ void Home::add_domains(float* sum, i32 token, i64 column, i64 n) const {
             Sums here;
             gather_.add_up(here.of, token, column, n);
             add_row(sum, reinterpret_cast<const u8*>(here.of), Type::fp32, n);
+        } else if (straight_) {
+            add_straight(sum, domain, token, column, n);
         } else {
             add_row(sum, returned(domain, token) + column * bytes_of(c_.crossing_type), c_.crossing_type, n);
         }
@@ -46,6 +73,8 @@ void Home::bring_grads(i32 token) const {
             grads[k] = 0.0f;
         } else if (c_.r.reaches(owner)) {
             grads[k] = gather_.grad(token, k, owner);
+        } else if (straight_) {
+            grads[k] = reinterpret_cast<const float*>(c_.put_by(owner, token) + c_.grads_at)[k];
         } else {
             grads[k] = reinterpret_cast<const float*>(returned(domain_of(c_.shape, owner), token) + c_.grads_at)[k];
         }
@@ -68,7 +97,7 @@ void Home::pull_token(i32 token) {
 
 // The chunk that comes next in the place of this one may be returned.
 void Home::pass_on(i32 chunk) {
-    if (!followed(chunk)) return;
+    if (straight_ || !followed(chunk)) return;
     for (i32 domain = 0; domain < c_.r.domains(); ++domain) {
         if (domain == c_.r.domain()) continue;
         const u64 credit = returned_credit(c_.shape, c_.r.domain(), chunk, tokens_.chunk_tokens);

@@ -10,20 +10,25 @@ class Home final : public Pull {
     Home(Combine& c, i32 worker, i32 stride, float* scratch) : Pull(c, own_tokens(c), worker, stride, scratch) {}
 
   private:
-    bool crossing_ready(i32 chunk) const override { return missing_domain(chunk) < 0; }
+    bool crossing_ready(i32 chunk) const override { return missing_rank(chunk) < 0; }
     Missing crossing_missing(i32 chunk) const override;
     void pull_token(i32 token) override;
     void pass_on(i32 chunk) override;
 
     bool comes_from(i32 domain, i32 token) const;
-    // The first domain whose sums of the chunk are missing, -1: none.
-    i32 missing_domain(i32 chunk) const;
+    // The first rank of another domain whose sums, or rows, of the chunk are missing, -1: none.
+    i32 missing_rank(i32 chunk) const;
+    i32 missing_owner(i32 chunk) const;
+    const u64* straight_from(i32 rank) const { return c_.r.signal(straight_signal(c_.shape, c_.r.tag, rank)); }
     const u64* signal(i32 domain, i32 chunk) const { return c_.r.signal(returned_signal(c_.shape, domain, chunk, tokens_.chunk_tokens)); }
     const u8* returned(i32 domain, i32 token) const {
         return at<const u8>(c_.a.ctx, c_.r.me, returned_at(c_.a.ctx.window, c_.shape, domain, token));
     }
+    void add_straight(float* sum, i32 domain, i32 token, i64 column, i64 n) const;
     void add_domains(float* sum, i32 token, i64 column, i64 n) const;
     void bring_grads(i32 token) const;
+
+    const bool straight_ = goes_straight(c_.shape, tokens_.count);  // to us, from other domains
 };
 
 }  // namespace moecomm::host

@@ -22,8 +22,10 @@ class Relay {
 
   private:
     i32 source(i32 domain) const { return d_.r.counterpart(domain); }
-    const Sent& sent(i32 domain) const { return memory<const Sent>(d_.a.route.sent)[source(domain)]; }
-    i32 chunks(i32 domain) const { return ceil_div(sent(domain).num_tokens, sent(domain).chunk_tokens); }
+    const Sent& sent(i32 domain) const { return d_.sent(source(domain)); }
+    i32 chunks(i32 domain) const {
+        return d_.straight_from(source(domain)) ? 0 : ceil_div(sent(domain).num_tokens, sent(domain).chunk_tokens);
+    }
     i32 ring(i32 domain) const { return ring_chunks(d_.a.ctx.shape, sent(domain).chunk_tokens); }
     const u64* signal(i32 domain) const {
         return d_.r.signal(landed_signal(d_.a.ctx.shape, domain, next_[domain], sent(domain).chunk_tokens));

@@ -77,20 +77,31 @@ void Sender::send() {
         near.deliver({d_.r.me, number, entries, slots + d_.r.first}, payload);
         for (i32 domain = 0; domain < d_.r.domains(); ++domain) {
             const Token there{d_.r.me, number, entries, slots + domain * d_.r.near};
-            if (domain != d_.r.domain() && any(there.slots, d_.r.near)) put(domain, there, payload);
+            if (domain == d_.r.domain() || !any(there.slots, d_.r.near)) continue;
+            write_letter(there, payload);
+            d_.straight ? put_straight(domain, there) : put(domain, there);
         }
     }
     near.raise_flags();
+    d_.straight ? tell_owners() : tell_relays();
+    next_ += stride_;
+}
+
+void Sender::tell_owners() const {
+    for (i32 rank = 0; rank < d_.r.ranks; ++rank)
+        if (!d_.r.reaches(rank)) d_.sent_straight.end_part(d_.r, rank, true);
+}
+
+void Sender::tell_relays() const {
     for (i32 domain = 0; domain < d_.r.domains(); ++domain) {
         if (domain == d_.r.domain()) continue;
         const u64 landed = landed_signal(d_.a.ctx.shape, d_.r.domain(), next_, d_.a.chunk_tokens);
         d_.r.link().signal(d_.r.counterpart(domain), landed, word_signal(d_.r.tag, static_cast<u32>(next_)));
     }
-    next_ += stride_;
 }
 
-// To the relay of another domain, once for all of its ranks.
-void Sender::put(i32 domain, const Token& token, const Payload& payload) {
+// A token as it crosses.
+void Sender::write_letter(const Token& token, const Payload& payload) {
     const DispatchArgs& a = d_.a;
     const Shape& shape = a.ctx.shape;
     letter_.resize(landed_bytes(shape, a.row_bytes, a.scale_bytes));
@@ -101,7 +112,19 @@ void Sender::put(i32 domain, const Token& token, const Payload& payload) {
     std::memcpy(letter_.data() + slots_at, token.slots, d_.r.near * sizeof(i32));
     std::memcpy(letter_.data() + landed_row(shape), payload.row, a.row_bytes);
     if (a.scale_bytes > 0) std::memcpy(letter_.data() + landed_scales(shape, a.row_bytes), payload.scales, a.scale_bytes);
-    d_.r.link().put(d_.r.counterpart(domain), landing_at(a.ctx.window, shape, d_.r.domain(), token.number), letter_.data(), letter_.size());
+}
+
+// To the relay of another domain, once for all of its ranks.
+void Sender::put(i32 domain, const Token& token) {
+    const u64 there = landing_at(d_.a.ctx.window, d_.a.ctx.shape, d_.r.domain(), token.number);
+    d_.r.link().put(d_.r.counterpart(domain), there, letter_.data(), letter_.size());
+}
+
+// To each of its ranks that wants it.
+void Sender::put_straight(i32 domain, const Token& token) {
+    const u64 there = straight_at(d_.a.ctx.window, d_.a.ctx.shape, d_.r.tag, d_.r.me, token.number);
+    for (i32 i = 0; i < d_.r.near; ++i)
+        if (token.slots[i] >= 0) d_.r.link().put(domain * d_.r.near + i, there, letter_.data(), letter_.size());
 }
 
 }  // namespace moecomm::host

@@ -14,7 +14,7 @@ class Sender {
     bool done() const { return next_ >= d_.plan.own_chunks(); }
     i32 chunk() const { return next_; }
     // Have all relays stored what lies in the places of the next chunk?
-    bool has_place() const { return missing_credit() < 0; }
+    bool has_place() const { return d_.straight || missing_credit() < 0; }
     Missing missing() const;
     // Places (unless the dispatch is a repeat) and sends the tokens of the next chunk, then its flag to every rank.
     void send();
@@ -24,7 +24,11 @@ class Sender {
     const u64* credit(i32 domain) const { return d_.r.signal(landing_credit(d_.a.ctx.shape, domain, next_, d_.a.chunk_tokens)); }
     // The first domain whose credit is missing, -1: none.
     i32 missing_credit() const;
-    void put(i32 domain, const Token& token, const Payload& payload);
+    void write_letter(const Token& token, const Payload& payload);
+    void put(i32 domain, const Token& token);
+    void put_straight(i32 domain, const Token& token);
+    void tell_relays() const;
+    void tell_owners() const;
 
     Dispatch& d_;
     const i32 stride_;

@@ -1,6 +1,7 @@
 #include "stage.h"
 
 #include <algorithm>
+#include <vector>
 
 namespace moecomm::host {
 
@@ -53,6 +54,16 @@ void stage_grads(const Combine& c, i32 slot, u8* staged) {
     }
 }
 
+// All of flat row `slot` here, as it is staged.
+void stage_row(const Combine& c, i32 slot, u8* staged, float* scratch) {
+    if (c.flat) {
+        copy_row(staged, memory<const u8>(c.a.y) + slot * c.a.y_stride, c.a.hidden * bytes_of(c.type), c.past_cache);
+    } else {
+        reduce_row(c, slot, staged, scratch);
+    }
+    if (c.a.weight_grads != 0) stage_grads(c, slot, staged);
+}
+
 }  // namespace
 
 bool rows_here(const Combine& c, i32 home, i32 chunk) { return signal_count(range_of(c, home, chunk)) > 0; }
@@ -60,17 +71,22 @@ bool rows_here(const Combine& c, i32 home, i32 chunk) { return signal_count(rang
 void stage_chunk(const Combine& c, i32 home, i32 chunk, float* scratch) {
     const u32 range = range_of(c, home, chunk);
     for (i32 slot = signal_first(range); slot < signal_first(range) + signal_count(range); ++slot) {
-        u8* staged = c.staged(c.r.me, home, token_of(c, slot));
-        if (c.flat) {
-            copy_row(staged, memory<const u8>(c.a.y) + slot * c.a.y_stride, c.a.hidden * bytes_of(c.type), c.past_cache);
-        } else {
-            reduce_row(c, slot, staged, scratch);
-        }
-        if (c.a.weight_grads != 0) stage_grads(c, slot, staged);
+        stage_row(c, slot, c.staged(c.r.me, home, token_of(c, slot)), scratch);
     }
     order_copied_rows();
     const i32 puller = c.r.local(home);
     store_release(at<u64>(c.a.ctx, puller, reduced_for(c.a.ctx.window, c.shape, home, c.r.me, chunk)), tag_signal(c.r.tag));
+}
+
+void put_chunk(const Combine& c, StraightSent& sent, i32 home, i32 chunk, float* scratch) {
+    const u32 range = range_of(c, home, chunk);
+    std::vector<u8> row(c.shape.staged_row_bytes);
+    const u64 bytes = c.a.weight_grads != 0 ? row.size() : static_cast<u64>(c.a.hidden * bytes_of(c.staged_type));
+    for (i32 slot = signal_first(range); slot < signal_first(range) + signal_count(range); ++slot) {
+        stage_row(c, slot, row.data(), scratch);
+        c.r.link().put(home, straight_row_at(c.a.ctx.window, c.shape, c.r.tag, c.r.me, token_of(c, slot)), row.data(), bytes);
+    }
+    sent.end_part(c.r, home, signal_count(range) > 0);
 }
 
 }  // namespace moecomm::host

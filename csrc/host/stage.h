@@ -8,5 +8,7 @@ namespace moecomm::host {
 bool rows_here(const Combine& c, i32 home, i32 chunk);
 // Stages them, and tells who pulls them: `home`, or who relays for it in our domain.  `scratch`: float[kColumns].
 void stage_chunk(const Combine& c, i32 home, i32 chunk, float* scratch);
+// The same where they go straight home.
+void put_chunk(const Combine& c, StraightSent& sent, i32 home, i32 chunk, float* scratch);
 
 }  // namespace moecomm::host

@@ -14,6 +14,17 @@
 //              s                     adds up the rows of its own domain, then the sums of all domains in the order of the domains;
 //                                    rounds once, and gives the relays their credits
 //
+// Few tokens (goes_straight) have no relay, and nobody waits for a place: where a row goes, only the parity of the round, its sender and
+// the token decide, as with packets.
+//
+//   dispatch   s -> owners           one put a (token, rank), into `packets`; when all are put, the signal, one a rank.  The owner stores
+//                                    the rows of its experts itself
+//   combine    owners -> s           the same way back: what the owner would have staged, one put a token; then the signal
+//              s                     adds up each domain as its relay would have, so that no bit tells how a row came
+//
+// Two parities are enough: who sends in round n + 2 has heard everybody's mail of round n + 1, which nobody sends before he is through with
+// round n.  A dispatch that only begins would break that, and goes by the relays.
+//
 // The sum of a token over n ranks of D' domains is so a sum of sums.  Against the order of one domain, with u = 2^-24,
 // g(n) = n u / (1 - n u) and A = the sum of the magnitudes of the ranks' rows: each order makes at most g(m) A of error where no row goes
 // through more than m additions that round.  In the order of one domain that are n - 1, the first addition being to 0; in that of several
@@ -54,6 +65,10 @@ MOECOMM_BOTH constexpr u64 returned_signal(const Shape& s, i32 domain, i32 chunk
 MOECOMM_BOTH constexpr u64 returned_credit(const Shape& s, i32 domain, i32 chunk, i32 chunk_tokens) {
     return place_signal(s, kReturnedCredit, domain, chunk, chunk_tokens);
 }
+// At whoever a rank has put something straight: the round of the last of it, by parity and sender.
+MOECOMM_BOTH constexpr u64 straight_signal(const Shape& s, u32 round, i32 from) {
+    return s.ranks + kSignalsOfPlace * domains(s) * s.ring_tokens + (round & 1) * static_cast<u64>(s.ranks) + from;
+}
 MOECOMM_BOTH constexpr u64 signal_at(const WindowLayout& w, u64 which) { return w.signals + which * sizeof(u64); }
 
 // Kernels put from our own window: the places from which they do are free when those that they put to are.  And what a signal of
@@ -91,6 +106,22 @@ MOECOMM_BOTH constexpr i64 landed_row(const Shape& s) {
 MOECOMM_BOTH constexpr i64 landed_scales(const Shape& s, i64 row_bytes) { return landed_row(s) + align_up<i64>(row_bytes, 16); }
 MOECOMM_BOTH constexpr i64 landed_bytes(const Shape& s, i64 row_bytes, i64 scale_bytes) {
     return landed_scales(s, row_bytes) + align_up<i64>(scale_bytes, 16);
+}
+
+// Where a token comes to that goes straight, in `packets`: what lands at a relay, or, behind the place of the Landed, which so never looks
+// like one of this round, a staged row.  Kernels put all of a rank's tokens from places in its rings.
+MOECOMM_BOTH constexpr i64 straight_bytes(const Shape& s) {
+    const i64 row = sizeof(Landed) + s.staged_row_bytes;
+    return align_up<i64>(s.landing_bytes > row ? s.landing_bytes : row, 128);
+}
+MOECOMM_BOTH constexpr bool goes_straight(const Shape& s, i32 num_tokens) {
+    return domains(s) > 1 && num_tokens <= s.ring_tokens && num_tokens * straight_bytes(s) <= s.packet_bytes;
+}
+MOECOMM_BOTH constexpr u64 straight_at(const WindowLayout& w, const Shape& s, u32 round, i32 from, i32 token) {
+    return packets_at(w, s, round, from) + static_cast<u64>(token * straight_bytes(s));
+}
+MOECOMM_BOTH constexpr u64 straight_row_at(const WindowLayout& w, const Shape& s, u32 round, i32 from, i32 token) {
+    return straight_at(w, s, round, from, token) + sizeof(Landed);
 }
 
 // What a relay keeps of a token of rank (domain, own index): the rows of its k experts, their owners, and the flat row at each rank of our

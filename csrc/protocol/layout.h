@@ -9,7 +9,7 @@ struct Shape {
     i32 ranks, experts, topk, max_tokens;
     i32 ring_tokens;       // staged tokens of each home, a multiple of kMaxChunk: see `staging`
     i32 domain_ranks;      // ranks that load and store each other's windows, neighbours in number: see domains.h; 0: all
-    i64 packet_bytes;      // room for the packets of one rank and one round, 0: there are none (host)
+    i64 packet_bytes;      // room for the packets of one rank and one round, several domains: for what it puts straight; 0: there are none
     i64 staged_row_bytes;  // bytes of the widest row that combine stages: the fp32 partial sum, and topk fp32 gradients of weights
     i64 heap_bytes;        // room for outputs
     i64 landing_bytes;     // several domains: of the widest token that lands at a relay (domains.h)
@@ -45,7 +45,8 @@ struct WindowLayout {
     u64 ranges;    // u32[ranks][max_tokens]: scratch: the low word of the chunk_signal that each of our chunks has for each rank
     u64 counting;  // u64[kMaxBlocks][columns + 1]: scratch of kernels: word_signal with each block's counts, then its first bad entry
     u64 summed;    // the same: with the counts of all blocks before each, then the first bad entry of all
-    u64 packets;   // [2][ranks] times packet_bytes, by round parity and sender, as `mail` is: rows of few tokens (protocol/packets.h)
+    u64 packets;   // [2][ranks] times packet_bytes, by round parity and sender, as `mail` is: rows of few tokens (protocol/packets.h);
+                  // several domains: what is put straight (domains.h)
     u64 begun;     // Notice[domain_ranks]: scratch: of our domain, in the dispatch that was begun last; several domains
     u64 signals;   // u64[2][signals()]: written by links alone (domains.h), then what ours at others were made last; several domains
     u64 staging;   // [ranks][ring_tokens] rows of staged_row_bytes, by home and token % ring_tokens
@@ -59,9 +60,12 @@ struct WindowLayout {
     i32 mail_words;
 };
 
-// By domain and place in a ring: what landed, credits for that, what returned, credits for that.  And by rank: its mail.
+// By rank: its mail.  By domain and place in a ring: what landed, credits for that, what returned, credits for that.  By parity and rank:
+// what came straight.
 constexpr u64 kSignalsOfPlace = 4;
-MOECOMM_BOTH constexpr u64 signals(const Shape& s) { return domains(s) > 1 ? s.ranks + kSignalsOfPlace * domains(s) * s.ring_tokens : 0; }
+MOECOMM_BOTH constexpr u64 signals(const Shape& s) {
+    return domains(s) > 1 ? 3 * s.ranks + kSignalsOfPlace * domains(s) * s.ring_tokens : 0;
+}
 
 MOECOMM_BOTH WindowLayout window_layout(const Shape& s) {
     constexpr u64 line = 256;

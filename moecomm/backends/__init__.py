@@ -97,6 +97,10 @@ class Backend(Protocol):
         """`Shape.packet_bytes`: room for the packets that one rank sends another in one round."""
         ...
 
+    def straight_bytes(self, ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
+        """The same with several domains: room for what one rank puts straight to one of another domain in one round."""
+        ...
+
     def open(self, ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float) -> Session:
         """Collective.  Raises Unsupported if it can't run here."""
         ...

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from moecomm import _native, failures
+from moecomm import _native, failures, packets
 from moecomm.backends import Schedule
 from moecomm.backends.collective import all_or_none, map_windows
 from moecomm.backends.presence import Presence
@@ -31,6 +31,11 @@ def ring_tokens(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
 def packet_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
     """None: between CPUs a flag behind a row costs nothing."""
     return 0
+
+
+def straight_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
+    """What few tokens need."""
+    return packets.room(ranks, max_tokens, staged_row_bytes)
 
 
 class HostSession:

@@ -103,6 +103,11 @@ def packet_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
     return packets.room(ranks, max_tokens, staged_row_bytes)
 
 
+def straight_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
+    """None: what kernels send to other domains goes by their relays."""
+    return 0
+
+
 @lru_cache(maxsize=64)
 def cluster(blocks: int, sms: int) -> int:
     """Of how many blocks that lie together a launch is made up.

@@ -115,7 +115,8 @@ def comes_in_packets(args: _native.CombineArgs) -> bool:
     """
     shape, staged = args.ctx.shape, args.type if args.layout == _FLAT else args.wire
     bytes_of_row = args.hidden * _BYTES[staged]
-    return args.weight_grads == 0 and packets.carry_home(bytes_of_row, args.num_tokens, shape.topk, shape.packet_bytes)
+    room = 0 if crosses(shape) else shape.packet_bytes
+    return args.weight_grads == 0 and packets.carry_home(bytes_of_row, args.num_tokens, shape.topk, room)
 
 
 def reads_in_place(args: _native.CombineArgs) -> bool:

@@ -11,7 +11,7 @@ from moecomm.backends.reach import Reach
 from moecomm.errors import Unsupported
 from moecomm.rendezvous import Rendezvous
 
-ring_tokens, packet_bytes = lsa.ring_tokens, lsa.packet_bytes
+ring_tokens, packet_bytes, straight_bytes = lsa.ring_tokens, lsa.packet_bytes, lsa.straight_bytes
 
 
 def missing() -> str:

@@ -133,7 +133,7 @@ DOMAIN_MUTANTS = [
     Mutant(
         "sums of other domains not awaited",
         "host/home.cpp",
-        "if (comes_from(domain, token)) return domain;",
+        "if (comes_from(domain, token)) return c_.r.counterpart(domain);",
         "if (comes_from(domain, token)) return -1;",
         "domains plain",
     ),
@@ -156,6 +156,67 @@ DOMAIN_MUTANTS = [
         "host/returns.cpp",
         "owner >= 0 && c_.r.reaches(owner) ?",
         "owner >= 0 && owner == c_.r.me ?",
+        "domains plain",
+    ),
+    # Straight.
+    Mutant(
+        "straight rows told before they are put",
+        "host/straight.cpp",
+        "if (__atomic_sub_fetch(&left_[rank], 1, __ATOMIC_ACQ_REL) != 0 || ",
+        "if (__atomic_sub_fetch(&left_[rank], 1, __ATOMIC_ACQ_REL) < 0 || ",
+        "domains plain",
+    ),
+    Mutant(
+        "a straight row over what tells tokens apart",
+        "protocol/domains.h",
+        "return straight_at(w, s, round, from, token) + sizeof(Landed);",
+        "return straight_at(w, s, round, from, token);",
+        "domains plain",
+    ),
+    Mutant(
+        "straight rows of one parity",
+        "protocol/layout.h",
+        "return w.packets + ((round & 1) * static_cast<u64>(s.ranks) + from) * static_cast<u64>(s.packet_bytes);",
+        "return w.packets + ((round & 0) * static_cast<u64>(s.ranks) + from) * static_cast<u64>(s.packet_bytes);",
+        "domains tsan",
+    ),
+    Mutant(
+        "straight rows read before their signal",
+        "host/home.cpp",
+        "load_acquire(straight_from(rank)) == tag_signal(c_.r.tag)) continue;",
+        "load_acquire(straight_from(rank)) == tag_signal(c_.r.tag)) continue;\n        return -1;",
+        "domains plain",
+    ),
+    Mutant(
+        "straight rows raise the flags of neighbours",
+        "host/straight.cpp",
+        "Delivery here(d_, source, chunk, true);",
+        "Delivery here(d_, source, chunk, false);",
+        "domains plain",
+    ),
+    Mutant(
+        "a dispatch that begins goes straight",
+        "host/dispatch.h",
+        "    const bool straight = goes_straight(a.ctx.shape, a.num_tokens) && a.part == static_cast<i32>(Part::whole);",
+        "    const bool straight = goes_straight(a.ctx.shape, a.num_tokens);",
+        "domains plain",
+    ),
+    Mutant(
+        "straight rows wait for places of others",
+        "host/combine.cpp",
+        "    put_straight(c, sent, worker, stride, scratch.of);\n"
+        "    for (i32 chunk = worker; chunk < chunks && !c.in_place; chunk += stride) {\n"
+        "        if (!stage_for_all(c, pulls, chunk, scratch.of)) return;\n",
+        "    for (i32 chunk = worker; chunk < chunks && !c.in_place; chunk += stride) {\n"
+        "        if (!stage_for_all(c, pulls, chunk, scratch.of)) return;\n"
+        "        if (chunk + stride >= chunks) put_straight(c, sent, worker, stride, scratch.of);\n",
+        "domains plain",
+    ),
+    Mutant(
+        "straight rows not added by domain",
+        "host/home.cpp",
+        "    add_row(sum, rounded, c_.crossing_type, n);\n}",
+        "    for (i32 i = 0; i < rows.count; ++i) add_row(sum, rows.row[i] + column * bytes_of(rows.type), rows.type, n);\n}",
         "domains plain",
     ),
     # Failures.
