@@ -105,7 +105,8 @@ class Buffer:
         self._session, self.why = backends.open_session(name, self.why, ranks, shape, wanted, timeout_s)
         self._session.context.timeout_ns = int(timeout_s * 1e9)
         self._record = self._session.context.record
-        self.packet_room = shape.packet_bytes
+        one_domain = shape.domain_ranks in (0, ranks.ranks)
+        self.packet_room = shape.packet_bytes if one_domain else 0
         self.memory = WindowMemory(self._session.arena, self._session.capturing)
         self.dispatch_plans: dict[tuple[Any, ...], list[dispatch.Plan]] = {}
         self.combine_plans: dict[tuple[Any, ...], list[combine.Plan]] = {}

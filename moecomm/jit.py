@@ -214,7 +214,7 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     staged = spec.type if spec.layout == _FLAT else spec.wire
     reduce_bytes = _piece(spec.hidden * _BYTES[spec.type], summed[_BYTES[spec.type]], _LINE)
     if spec.domain_ranks and not spec.in_place:
-        summed = {2: 1536, 4: 3584}  # beside the sum of the domains
+        summed = {2: 1536, 4: 3072}  # beside the sum of the domains
     pull_bytes = _piece(spec.hidden * _BYTES[staged], summed[_BYTES[staged]], _LINE)
     beside = _align(12 * _MOST_SLOTS + 8 * 24, 128) + 128  # barriers, weights and items of a ring, and alignment
     fixed = (max(reduce_warps, 1) + pull_warps + return_warps) * beside + spec.ranks * 120 + 104 + 512 + 1920

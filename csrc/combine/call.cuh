@@ -44,6 +44,7 @@ template <CombineConfig cfg>
 struct CrossingShared {
     RowRing<cfg.pull_slots, cfg.pull_bytes> rings[cfg.return_warps > 0 ? cfg.return_warps : 1];
     u64 owners[cfg.pull_warps][kItemsOpen];  // the ranks that have a part of the token of an open item, a bit each
+    u32 heard;                               // everybody's mail has come
 };
 
 template <CombineConfig cfg>
@@ -85,9 +86,7 @@ struct CombineCall {
     MOECOMM_FN auto domains() const { return Domains<cfg.ranks, cfg.near()>{me()}; }
     // As in DispatchCall.
     MOECOMM_FN Transport channel() const { return Transport{a.ctx, static_cast<i32>(blockIdx.x) % transport.channels()}; }
-    MOECOMM_FN i32 posters() const {
-        return ceil_div(static_cast<i32>(gridDim.x), transport.channels()) * (cfg.pull_warps + cfg.return_warps);
-    }
+    MOECOMM_FN i32 posters() const { return ceil_div(static_cast<i32>(gridDim.x), transport.channels()) * cfg.warps(); }
     MOECOMM_FN auto& crossing() const { return crossing_beside<cfg>(shared); }
     MOECOMM_FN const WindowLayout& window() const { return a.ctx.window; }
     MOECOMM_FN const Shape& shape() const { return a.ctx.shape; }
@@ -98,6 +97,7 @@ struct CombineCall {
     // Where `rank`, which may be of another domain, has left the gradients of our token.
     MOECOMM_FN const u8* row_with_grads(i32 rank, i32 token) const {
         if (domains().reaches(rank)) return staged_row(rank, me(), token);
+        if (straight()) return transport.template local<u8>(straight_row_at(window(), shape(), round.tag, rank, token));
         return transport.template local<u8>(returned_at(window(), shape(), rank / cfg.near(), token));
     }
     // The flag of `from` at whoever pulls the rows of `home` in our domain.
@@ -105,7 +105,16 @@ struct CombineCall {
         if constexpr (cfg.domains() == 1) return reduced_at(window(), shape(), from, chunk);
         return reduced_for(window(), shape(), home, from, chunk);
     }
+    // In our window: a chunk of a home that rows go straight to is staged.  Such a home gives no credits, whose place this is.
+    MOECOMM_FN u64 staged_flag(i32 home, i32 chunk) const {
+        return credit_at(window(), shape(), home, chunk, shared.sent[home].chunk_tokens);
+    }
     MOECOMM_FN i32 chunks() const { return count_chunks(a.num_tokens, a.chunk_tokens); }
+    // Whether what other domains have of our tokens comes straight, and whether what we have of those of `home`, in another, goes so.
+    MOECOMM_FN bool straight() const { return goes_straight(shape(), a.num_tokens); }
+    MOECOMM_FN bool straight_to(i32 home) const {
+        return cfg.domains() > 1 && !domains().reaches(home) && goes_straight(shape(), shared.sent[home].num_tokens);
+    }
     // Chunks that are staged for a home.
     MOECOMM_FN i32 chunks_of(i32 home) const {
         return in_packets(home) ? 0 : count_chunks(shared.sent[home].num_tokens, shared.sent[home].chunk_tokens);
@@ -114,6 +123,7 @@ struct CombineCall {
     // Whether the rows of a home's tokens go there in packets: the rule of Packets.carry in moecomm/packets.py, by which the home chooses
     // its kernel.  It rests on what all ranks know alike: what each of them sent, and that nobody has gradients of weights.
     MOECOMM_FN bool in_packets(i32 home) const {
+        if (cfg.domains() > 1) return false;
         const i32 tokens = shared.sent[home].num_tokens;
         const bool few = tokens <= kPacketTokens && tokens * cfg.topk <= kMostPacketEntries;
         return a.weight_grads == 0 && few && shape().packet_bytes > 0 && static_cast<i64>(tokens) * kTokenBytes <= shape().packet_bytes;

@@ -31,6 +31,7 @@ MOECOMM_FN void prepare_block(CombineShared<cfg>& shared) {
     if constexpr (cfg.domains() > 1) {
         for (i32 i = threadIdx.x; i < cfg.return_warps * cfg.pull_slots; i += cfg.threads())
             barrier_init(&crossing_beside(shared).rings[i / cfg.pull_slots].full[i % cfg.pull_slots], 1);
+        if (threadIdx.x == 0) crossing_beside(shared).heard = 0;
     }
     if constexpr (!cfg.in_place) {
 #pragma unroll 1

@@ -14,6 +14,8 @@ struct FarSums {
 
     const Call& c;
     const i32 warp;
+    const bool straight;         // rows come from their owners, and no sums from relays
+    u64 here = 0;                // of such owners those that this lane has heard of, a bit each
     i32 opened = 0, closed = 0;  // items of the warp
     i32 seen = -1;               // the chunk of which this lane has seen what its domain returns
     u64 owners = 0;              // of the token that is looked at
@@ -32,6 +34,7 @@ struct FarSums {
     // of.
     MOECOMM_FN bool await(i32 token, i32 chunk, bool may_wait) {
         look_up(token);
+        if (straight) return await_owners(may_wait);
         for (i32 n = lane_id(); n < kOthers; n += kWarp) {
             const i32 domain = c.domains().other(n);
             if (!comes_from(domain, owners) || seen == chunk) continue;
@@ -39,6 +42,15 @@ struct FarSums {
                          : !is_told(c, c.transport, kReturned, domain, chunk, c.a.chunk_tokens))
                 return false;
             if (kOthers <= kWarp) seen = chunk;
+        }
+        return true;
+    }
+    // By all lanes, each for some ranks: whether those of other domains that have a part of the token have put it here.
+    MOECOMM_FN bool await_owners(bool may_wait) {
+        for (i32 rank = lane_id(); rank < cfg.ranks; rank += kWarp) {
+            if (c.domains().reaches(rank) || ((owners & ~here) >> rank & 1) == 0) continue;
+            if (may_wait ? !await_straight(c, Phase::reduced, rank) : !is_straight_here(c, rank)) return false;
+            here |= 1ull << rank;
         }
         return true;
     }
@@ -59,10 +71,12 @@ struct FarSums {
         for (i32 domain = 0; domain < cfg.domains(); ++domain) {
             const bool here = domain == c.domains().own();
             if (!here && !comes_from(domain, ranks)) continue;
-            float there[n];
-            if (!here) {
+            float there[n] = {};
+            if (!here && straight) {
+                add_owners(ranks >> domain * cfg.near() & kOfDomain, domain * cfg.near(), token, column, there);
+            } else if (!here) {
                 const u64 row = returned_at(c.window(), c.shape(), domain, token) + column * bytes_of(cfg.wire);
-                load_words(c.transport.template local<const u32>(row), there);
+                add_words<cfg.wire>(c.transport.template local<const u32>(row), there);
             }
 #pragma unroll
             for (i32 i = 0; i < n; ++i) total[i] = __fadd_rn(total[i], here ? sum[i] : there[i]);
@@ -70,18 +84,34 @@ struct FarSums {
 #pragma unroll
         for (i32 i = 0; i < n; ++i) sum[i] = total[i];
     }
-    template <i32 n>
-    MOECOMM_FN static void load_words(const u32* from, float (&columns)[n]) {
-        constexpr i32 words = n * bytes_of(cfg.wire) / 4;
+    template <Type type, i32 n>
+    MOECOMM_FN static void add_words(const u32* from, float (&sum)[n]) {
+        constexpr i32 words = n * bytes_of(type) / 4, each = n / words;
 #pragma unroll
-        for (i32 i = 0; i < words; ++i) widen_word<cfg.wire>(load_relaxed(from + i), columns + i * (n / words));
+        for (i32 i = 0; i < words; ++i) {
+            float part[each];
+            widen_word<type>(load_relaxed(from + i), part);
+#pragma unroll
+            for (i32 j = 0; j < each; ++j) sum[i * each + j] = __fadd_rn(sum[i * each + j], part[j]);
+        }
+    }
+    // What `owners`, a bit each from `first` on, have of the token, in the order of the ranks, and rounded as a relay would have.
+    template <i32 n>
+    MOECOMM_FN void add_owners(u64 owners, i32 first, i32 token, i32 column, float (&sum)[n]) const {
+        const u8* rows = c.transport.template local<const u8>(straight_row_at(c.window(), c.shape(), c.round.tag, first, token));
+#pragma unroll 1
+        for (; owners != 0; owners >>= 1, rows += c.shape().packet_bytes)
+            if ((owners & 1) != 0) add_words<cfg.staged()>(reinterpret_cast<const u32*>(rows + column * bytes_of(cfg.staged())), sum);
+        constexpr i32 each = 4 / bytes_of(cfg.wire);
+#pragma unroll
+        for (i32 i = 0; i < n / each; ++i) widen_word<cfg.wire>(narrow_word<cfg.wire>(sum + i * each), sum + i * each);
     }
 
     // By all lanes: our relays may return the chunk that comes next in the place of this one.
     MOECOMM_FN bool tell_pulled(i32 chunk) const {
         bool told = true;
         const bool followed = chunk + ring_chunks(c.shape(), c.a.chunk_tokens) < c.chunks();
-        for (i32 n = lane_id(); followed && told && n < kOthers; n += kWarp)
+        for (i32 n = lane_id(); followed && !straight && told && n < kOthers; n += kWarp)
             told = tell_chunk(c, c.channel(), Phase::reduced, kReturnedCredit, c.domains().other(n), chunk, c.a.chunk_tokens);
         return __all_sync(kAllLanes, told);
     }

@@ -28,6 +28,9 @@ MOECOMM_FN bool hear_everybody(const Call& c) {
         }
     }
     meet(1, threads);
+    if constexpr (cfg.domains() > 1) {
+        if (thread == 0) *const_cast<volatile u32*>(&c.crossing().heard) = 1;  // with is_void
+    }
     if (cfg.packets) let_next_kernel_launch();
     fence_async();  // reads of rows come after the notices that say where they are
     return true;
@@ -81,7 +84,7 @@ struct Pull {
           gives_credit((cfg.domains() > 1 || some_stage(call)) && call.chunks() > ring_chunks(call.shape(), call.a.chunk_tokens)),
           chunks_here(ceil_div(max(call.chunks() - static_cast<i32>(blockIdx.x), 0), static_cast<i32>(gridDim.x))),
           nth(by_chunks() ? this_warp : this_warp * gridDim.x + blockIdx.x),
-          far{call, this_warp} {
+          far{call, this_warp, cfg.domains() > 1 && call.straight()} {
         skip_ends();
         if (!by_chunks()) take();
         ahead = slot_of(token(), lane_id());

@@ -2,6 +2,7 @@
 // for the token's home.
 #pragma once
 #include "gather.cuh"
+#include "straight.cuh"
 
 namespace moecomm {
 
@@ -9,12 +10,17 @@ namespace moecomm {
 struct Unit {
     i32 home, chunk, chunk_tokens, first, rows;  // flat rows [first, first + rows); chunk -1: there is no such chunk
 };
+// Of all homes that what we have does not go straight to: that is put before anything is staged for others, because it waits for no place,
+// and its home for all of it.
 template <class Call>
-MOECOMM_FN Unit unit_at(const Call& c, i32 nth) {
+MOECOMM_FN Unit unit_at(const Call& c, i32 nth, i32 units) {
     constexpr CombineConfig cfg = Call::cfg;
+    const bool first = cfg.domains() > 1 && nth < units;
+    if (cfg.domains() > 1 && !first) nth -= units;
     const i32 home = rotated<cfg.ranks>(c.me(), nth % cfg.ranks), chunk = nth / cfg.ranks;
     const i32 chunk_tokens = c.shared.sent[home].chunk_tokens;
     if (chunk >= c.chunks_of(home)) return {home, -1, chunk_tokens, 0, 0};
+    if (cfg.domains() > 1 && first != c.straight_to(home)) return {home, -1, chunk_tokens, 0, 0};
     const u64 range = reinterpret_cast<const u32*>(c.a.route.ranges)[static_cast<i64>(home) * c.shape().max_tokens + chunk];
     return {home, chunk, chunk_tokens, signal_first(range), signal_count(range)};
 }
@@ -45,13 +51,15 @@ struct Reduce {
 
     MOECOMM_FN explicit Reduce(const Call& call) : c(call), units(count_units(call)) { begin_unit(); }
 
+    static constexpr i32 kPasses = cfg.domains() > 1 ? 2 : 1;  // over all units
+
     MOECOMM_FN i32 nth() const { return blockIdx.x + gridDim.x * turn; }
     MOECOMM_FN bool has_piece() const { return at < unit.rows * kPieces; }
     MOECOMM_FN i32 slot() const { return unit.first + at / kPieces; }
 
     MOECOMM_FN void begin_unit() {
         at = warp_id();
-        unit = nth() < units ? unit_at(c, nth()) : Unit{0, -1, 1, 0, 0};
+        unit = nth() < kPasses * units ? unit_at(c, nth(), units) : Unit{0, -1, 1, 0, 0};
         look_ahead();
     }
     // What the next piece is made of, loaded before it is wanted.
@@ -85,7 +93,7 @@ struct Reduce {
     }
 
     MOECOMM_FN Next open(Source& source, Item& out, bool may_wait) {
-        if (failed || nth() >= units) return Next::none;
+        if (failed || nth() >= kPasses * units) return Next::none;
         if (const Next place = await_place(may_wait); place != Next::item) return place;
         out = {0, -1, 0, 0, -1};
         if (has_piece()) fill_item(source, out);
@@ -131,7 +139,18 @@ struct Reduce {
         if (out.turn < 0) return;
         fence_async();  // the home reads with bulk copies
         if (!complete_turn(c.shared.staged, c.round, out.turn)) return;
-        const i32 nth = blockIdx.x + gridDim.x * out.turn, home = rotated<cfg.ranks>(c.me(), nth % cfg.ranks), chunk = nth / cfg.ranks;
+        i32 nth = blockIdx.x + gridDim.x * out.turn;
+        const bool straight = cfg.domains() > 1 && nth < units;
+        if (cfg.domains() > 1 && !straight) nth -= units;
+        const i32 home = rotated<cfg.ranks>(c.me(), nth % cfg.ranks), chunk = nth / cfg.ranks;
+        if constexpr (cfg.domains() > 1) {
+            if (straight != c.straight_to(home)) return;
+            if (straight) {  // return warps put it
+                if (lane_id() == 0 && chunk < c.chunks_of(home))
+                    c.transport.signal(c.me(), c.staged_flag(home, chunk), word_signal(c.round.tag, chunk));
+                return;
+            }
+        }
         if (lane_id() == 0 && chunk < c.chunks_of(home))
             c.transport.signal(c.domains().local(home), c.reduced_flag(home, c.me(), chunk), tag_signal(c.round.tag));
     }
@@ -140,6 +159,9 @@ struct Reduce {
 // By each reduce warp.  False when a place in the ring did not become free.
 template <class Call>
 MOECOMM_FN bool reduce(const Call& c) {
+    if constexpr (Call::cfg.domains() > 1) {
+        if (!await_heard(c)) return false;
+    }
     Reduce<Call> role(c);
     using Ring = RowRing<Call::cfg.reduce_slots, Call::cfg.reduce_bytes>;
     Gather<Ring, Reduce<Call>>{c.shared.reduce[warp_id()], role}.run();

@@ -1,6 +1,7 @@
 // Tokens of other domains go home: what our domain has of each is added up by a return warp and crosses once.
 #pragma once
 #include "pull.cuh"
+#include "straight.cuh"
 
 namespace moecomm {
 
@@ -28,9 +29,11 @@ struct Returns {
 
     MOECOMM_FN static i32 count(const Call& c) {
         i32 most = 0;
-        for (i32 n = 0; n < kOthers; ++n) most = max(most, c.chunks_of(c.domains().counterpart(c.domains().other(n))));
+        for (i32 n = 0; n < kOthers; ++n) most = max(most, relayed(c, c.domains().counterpart(c.domains().other(n))));
         return most * kOthers;
     }
+    // Chunks of a home that we relay.
+    MOECOMM_FN static i32 relayed(const Call& c, i32 home) { return c.straight_to(home) ? 0 : c.chunks_of(home); }
     MOECOMM_FN i32 domain_of_unit(i32 unit) const { return c.domains().other(unit % kOthers); }
     MOECOMM_FN i32 home_of(i32 unit) const { return c.domains().counterpart(domain_of_unit(unit)); }
     MOECOMM_FN static i32 chunk_of(i32 unit) { return unit / kOthers; }
@@ -95,7 +98,7 @@ struct Returns {
     }
 
     MOECOMM_FN Next open(Source& source, Item& out, bool may_wait) {
-        while (!failed && nth < units && chunk_of(nth) >= c.chunks_of(home_of(nth))) end_unit();
+        while (!failed && nth < units && chunk_of(nth) >= relayed(c, home_of(nth))) end_unit();
         if (failed || nth >= units) return Next::none;
         if (!begun) begin_unit();
         out = {0, -1, domain_of_unit(nth), 0, nth};
@@ -178,6 +181,7 @@ template <class Call>
 MOECOMM_FN bool give_back(const Call& c, i32 warp) {
     if (!hear_everybody(c)) return false;
     if (c.shared.is_void != 0) return true;
+    if (!put_straight(c, warp)) return false;
     Returns<Call> role(c, warp);
     Gather<RowRing<Call::cfg.pull_slots, Call::cfg.pull_bytes>, Returns<Call>>{c.crossing().rings[warp], role}.run();
     return !role.failed;

@@ -61,6 +61,32 @@ MOECOMM_FN bool await_told(const Call& c, const Transport& transport, Phase phas
         [&] { return static_cast<i64>(signal_word(transport.signal_value(place_signal(c.shape(), kind, domain, said, chunk_tokens)))); });
 }
 
+// By one thread of each of `parts` warps, after all that the warp puts straight to a peer in this round: the peer hears when all of them
+// have said so, because no fewer of their adds make its signal that of the round.  `first`: exactly one of them.
+template <class Call, class Transport>
+MOECOMM_FN bool tell_straight(const Call& c, const Transport& transport, Phase phase, i32 peer, i32 parts, bool first) {
+    if (!await_room(c.round, transport, phase, peer, c.posters())) return false;
+    u64 amount = 1;
+    if (first) {
+        auto* told = own<u64>(c.a.ctx, told_at(c.window(), c.shape(), straight_signal(c.shape(), c.round.tag, peer)));
+        amount = tag_signal(c.round.tag) - load_relaxed(told) - static_cast<u64>(parts - 1);
+        store_relaxed(told, tag_signal(c.round.tag));
+    }
+    transport.add(peer, straight_signal(c.shape(), c.round.tag, c.me()), amount);
+    return true;
+}
+// By one thread: whether `from` has said so, and until it has.
+template <class Call>
+MOECOMM_FN bool is_straight_here(const Call& c, i32 from) {
+    return c.transport.signal_value(straight_signal(c.shape(), c.round.tag, from)) == tag_signal(c.round.tag);
+}
+template <class Call>
+MOECOMM_FN bool await_straight(const Call& c, Phase phase, i32 from) {
+    return wait_for(
+        c.round, phase, from, c.round.tag, [&] { return is_straight_here(c, from); },
+        [&] { return static_cast<i64>(signal_tag(c.transport.signal_value(straight_signal(c.shape(), c.round.tag, from)))); });
+}
+
 // By all warps of the grid: the first `words` of our mail to ranks of other domains, a warp a peer, from where it lies for ourselves.  What
 // is put from there has come when the place is used again: two rounds later, for which everybody has heard of the round between.
 template <class Call>

@@ -120,6 +120,11 @@ struct DispatchCall {
     MOECOMM_FN i32 posters() const {
         return ceil_div(static_cast<i32>(gridDim.x), transport.channels()) * (cfg.put_warps + cfg.relay_warps);
     }
+    // Whether our rows, or those of a source of another domain, go straight to their owners.
+    MOECOMM_FN bool straight() const { return cfg.part == Part::whole && goes_straight(shape(), a.num_tokens); }
+    MOECOMM_FN bool straight_from(i32 source) const {
+        return cfg.part == Part::whole && goes_straight(shape(), shared.sources[source].num_tokens);
+    }
     MOECOMM_FN auto* relay_rings() const {
         return reinterpret_cast<RelayRing<cfg>*>(reinterpret_cast<u8*>(&shared) + align_up<i32>(sizeof(shared), 128));
     }

@@ -59,17 +59,50 @@ MOECOMM_FN void write_heads(const Call& c, i32 chunk) {
     __syncwarp();
 }
 
+// By a warp: each token of a chunk to each rank of a domain that wants it.
+template <class Call, class Transport>
+MOECOMM_FN bool put_straight(const Call& c, const Transport& channel, i32 domain, i32 chunk, u64 bytes) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    for (u32 left = crossing_tokens(c, domain, chunk); left != 0; left &= left - 1) {
+        const i32 token = chunk * c.a.chunk_tokens + __ffs(left) - 1;
+        const i32 first = domain * cfg.near(), from = lane_id() < cfg.near() ? first + lane_id() : first;
+        const i32 slot = reinterpret_cast<const i32*>(c.a.route.token_slot)[static_cast<i64>(token) * cfg.ranks + from];
+        const u64 letter = letter_at(c.window(), c.shape(), domain, token);
+        const u64 there = straight_at(c.window(), c.shape(), c.round.tag, c.me(), token);
+        for (u32 wanted = __ballot_sync(kAllLanes, lane_id() < cfg.near() && slot >= 0); wanted != 0; wanted &= wanted - 1)
+            if (!put(c, channel, Phase::payload, first + __ffs(wanted) - 1, there, letter, bytes)) return false;
+    }
+    return true;
+}
+
+// By a put warp, which has put all letters of its block: to all ranks of other domains.
+template <class Call, class Transport>
+MOECOMM_FN void tell_owners(const Call& c, const Transport& channel) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    static_assert(cfg.put_warps <= 1, "a put warp speaks for its block");
+    const i32 parts = min(c.senders, ceil_div(c.a.num_tokens, c.a.chunk_tokens));
+    for (i32 n = lane_id(); n < cfg.ranks - cfg.near(); n += kWarp) {
+        const i32 rank = (c.domains().first() + cfg.near() + n) % cfg.ranks;
+        if (!tell_straight(c, channel, Phase::payload, rank, parts, c.share.first_chunk == 0)) return;
+    }
+}
+
 // By the put warps, each of which has every put_warps-th chunk of the block: once the letters of a chunk are written, they go, and then the
 // signal that all of them have landed.
 template <class Call>
 MOECOMM_FN void put_letters(const Call& c, i32 warp) {
     constexpr DispatchConfig cfg = Call::cfg;
     const auto channel = c.channel();
+    const bool straight = c.straight();
     const u64 bytes = landed_bytes(c.shape(), cfg.row_bytes, cfg.scale_bytes);
     for (i32 chunk = c.share.first_chunk + warp; chunk < c.share.end_chunk; chunk += cfg.put_warps) {
         if (__any_sync(kAllLanes, !c.shared.sent.await(c.round, c.turn_of(chunk - c.share.first_chunk)))) return;
         for (i32 n = 0; n < c.domains().kCount - 1; ++n) {
             const i32 domain = c.domains().other(n), relay = c.domains().counterpart(domain);
+            if (straight) {
+                if (!put_straight(c, channel, domain, chunk, bytes)) return;
+                continue;
+            }
             for (u32 left = crossing_tokens(c, domain, chunk); left != 0; left &= left - 1) {
                 const i32 token = chunk * c.a.chunk_tokens + __ffs(left) - 1;
                 const u64 from = letter_at(c.window(), c.shape(), domain, token);
@@ -81,6 +114,7 @@ MOECOMM_FN void put_letters(const Call& c, i32 warp) {
             if (!__all_sync(kAllLanes, told)) return;
         }
     }
+    if (straight && c.share.first_chunk < c.share.end_chunk) tell_owners(c, channel);
 }
 
 }  // namespace moecomm

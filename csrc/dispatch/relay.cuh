@@ -30,17 +30,15 @@ struct Relay {
     MOECOMM_FN const Source& source_of(i32 domain) const { return c.shared.sources[c.domains().counterpart(domain)]; }
 
     // Whether this half of a dispatch relays the chunk: the first half does what others need to send all of theirs.
-    MOECOMM_FN bool has_part(const Source& from, i32 chunk) const {
-        if (chunk >= from.chunks()) return false;
+    MOECOMM_FN bool has_part(i32 source, i32 chunk) const {
+        const Source& from = c.shared.sources[source];
+        if (chunk >= from.chunks() || c.straight_from(source)) return false;
         const bool owed = chunk + ring_chunks(c.shape(), from.chunk_tokens) < from.chunks();
         return cfg.part == Part::whole || owed == (cfg.part == Part::begin);
     }
 
-    MOECOMM_FN Token read(i32 domain, i32 number) const {
-        Token t{number, c.transport.template local<const u8>(landing_at(c.window(), c.shape(), domain, number)),
-                false,  {-1, -1, -1, 0.0f},
-                -1,     nullptr,
-                nullptr};
+    MOECOMM_FN Token read(u64 landed, i32 number) const {
+        Token t{number, c.transport.template local<const u8>(landed), false, {-1, -1, -1, 0.0f}, -1, nullptr, nullptr};
         const auto* head = reinterpret_cast<const i32*>(t.at);
         t.comes = load_fresh(head) == static_cast<i32>(c.round.tag) && load_fresh(head + 1) == number;
         if (!t.comes) return t;
@@ -107,18 +105,48 @@ struct Relay {
     struct From {
         i32 rank;
         const i32* slots;  // by rank of our domain
+        i32 alone;         // the rank that is delivered to, -1: all of our domain
         MOECOMM_FN i32 source() const { return rank; }
-        MOECOMM_FN i32 slot_at(i32, i32 of) const { return load_fresh(slots + of); }
+        MOECOMM_FN i32 slot_at(i32, i32 of) const { return alone < 0 || of == alone ? load_fresh(slots + of) : -1; }
     };
-    MOECOMM_FN void describe(i32 source, const Token& t) const {
+    MOECOMM_FN void describe(i32 source, const Token& t, i32 alone) const {
         if (lane_id() >= cfg.topk) return;
-        const From from{source, reinterpret_cast<const i32*>(t.at + sizeof(Landed) + cfg.topk * sizeof(Entry)) - c.domains().first()};
+        const From from{source, reinterpret_cast<const i32*>(t.at + sizeof(Landed) + cfg.topk * sizeof(Entry)) - c.domains().first(),
+                        alone};
         const Described e{t.number, lane_id(), t.entry.row, t.entry.owner, t.entry.weight};
         if constexpr (cfg.layout == Layout::flat) {
             describe_flat(c, from, e, t.entry.local);
         } else {
             describe_rows(c, from, e);
         }
+    }
+
+    // What has come straight to us, by a chunk of a source of any other domain.
+    MOECOMM_FN bool take_straight(i32 source, i32 chunk) {
+        const Source& from = c.shared.sources[source];
+        bool came = true;
+        if (lane_id() == 0) came = await_straight(c, Phase::payload, source);
+        if (!__all_sync(kAllLanes, came)) return false;
+        fence_async();  // reads of rows come after the signal
+        __syncwarp();
+        const bool ours = lane_id() == c.me() - c.domains().first();
+        i32 first = 0, count = 0;  // flat rows of the chunk here
+        for (i32 number = chunk * from.chunk_tokens; number < min((chunk + 1) * from.chunk_tokens, from.num_tokens); ++number) {
+            Token t = read(straight_at(c.window(), c.shape(), c.round.tag, source, number), number);
+            if (!t.comes) continue;
+            if (!ours) t.slot = -1;
+            if (t.entry.owner != c.me()) t.entry.owner = -1;
+            if (t.slot >= 0 && count++ == 0) first = t.slot;
+            find_places(t);
+            store_row(t);
+            if constexpr (cfg.scale_bytes > 0) store_scales(t);
+            if constexpr (!cfg.repeat) describe(source, t, c.me());
+        }
+        bulk_wait<0>();
+        __syncwarp();
+        c.transport.fence();
+        if (ours) c.transport.post(c.me(), arrived_at(c.window(), c.shape(), source, chunk), chunk_signal(c.round.tag, first, count));
+        return true;
     }
 
     // The owners can't tell its flags from those of a source of our own domain.
@@ -132,14 +160,14 @@ struct Relay {
         __syncwarp();
         i32 first = 0, count = 0;  // flat rows of the chunk at this lane's rank
         for (i32 number = chunk * from.chunk_tokens; number < min((chunk + 1) * from.chunk_tokens, from.num_tokens); ++number) {
-            Token t = read(domain, number);
+            Token t = read(landing_at(c.window(), c.shape(), domain, number), number);
             if constexpr (!cfg.repeat) keep_route(domain, t);
             if (!t.comes) continue;
             if (t.slot >= 0 && count++ == 0) first = t.slot;
             find_places(t);
             store_row(t);
             if constexpr (cfg.scale_bytes > 0) store_scales(t);
-            if constexpr (!cfg.repeat) describe(source, t);
+            if constexpr (!cfg.repeat) describe(source, t, -1);
         }
         bulk_wait<0>();
         __syncwarp();
@@ -154,18 +182,39 @@ struct Relay {
     }
 };
 
+// By a relay warp: chunks of all sources of other domains whose rows come straight.
+template <class Call>
+MOECOMM_FN bool take_straight(Relay<Call>& role, i32 warp) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    constexpr i32 far = cfg.ranks - cfg.near();
+    const Call& c = role.c;
+    const auto source_of = [&](i32 n) { return (c.domains().first() + cfg.near() + n) % cfg.ranks; };
+    i32 most = 0;
+    for (i32 n = 0; n < far; ++n)
+        if (c.straight_from(source_of(n))) most = max(most, c.shared.sources[source_of(n)].chunks());
+    for (i32 item = blockIdx.x + gridDim.x * warp; item < most * far; item += gridDim.x * cfg.relay_warps) {
+        const i32 source = source_of(item % far), chunk = item / far;
+        if (!c.straight_from(source) || chunk >= c.shared.sources[source].chunks()) continue;
+        if (!role.take_straight(source, chunk)) return false;
+    }
+    return true;
+}
+
 // By each relay warp: chunks of all sources that we relay for, in order, so that a chunk is waited for only when those that its source may
-// wait for are relayed.  All warps of the grid take turns.
+// wait for are relayed; what comes straight before them, because nobody who sends so waits.  All warps of the grid take turns.
 template <class Call>
 MOECOMM_FN void relay(const Call& c, i32 warp) {
     constexpr DispatchConfig cfg = Call::cfg;
     constexpr i32 others = cfg.domains() - 1;
     Relay<Call> role{c, c.relay_rings()[warp]};
+    if constexpr (cfg.part == Part::whole) {
+        if (!take_straight(role, warp)) return;
+    }
     i32 most = 0;
     for (i32 n = 0; n < others; ++n) most = max(most, role.source_of(c.domains().other(n)).chunks());
     for (i32 item = blockIdx.x + gridDim.x * warp; item < most * others; item += gridDim.x * cfg.relay_warps) {
         const i32 domain = c.domains().other(item % others), chunk = item / others;
-        if (role.has_part(role.source_of(domain), chunk) && !role.relay(domain, chunk)) return;
+        if (role.has_part(c.domains().counterpart(domain), chunk) && !role.relay(domain, chunk)) return;
     }
 }
 

@@ -24,7 +24,7 @@ _CONTEXTS = 4  # asked for: each has queues of its own
 _QUEUE, _POSTS, _WARPS = (
     256,
     2,
-    12,
+    16,
 )  # entries of a queue, those that moecomm_gin_has_room counts a post, warps of a block
 _LINGER_S = 2.0
 _COMMUNICATOR = 256  # its place behind struct GinLink of csrc/device/gin.cuh

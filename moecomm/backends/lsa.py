@@ -103,9 +103,7 @@ def packet_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
     return packets.room(ranks, max_tokens, staged_row_bytes)
 
 
-def straight_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
-    """None: what kernels send to other domains goes by their relays."""
-    return 0
+straight_bytes = packet_bytes
 
 
 @lru_cache(maxsize=64)
@@ -146,8 +144,6 @@ class LsaSession:
         peers = windows.meet(ranks, device, near=reach.near)
         self.reach = reach(ranks, peers, device, timeout_s, shape.domain_ranks)
         shape.domain_ranks = self.reach.domain_ranks or shape.domain_ranks
-        if self.reach.puts:  # packets do not cross to other domains
-            shape.packet_bytes = 0
         layout = _native.window_layout(shape)
         quiet = (self._end_rounds,) if self.reach.puts else ()
         self._kernels = Kernels(device, self.reach.transport, *quiet)

@@ -167,10 +167,10 @@ DOMAIN_MUTANTS = [
         "domains plain",
     ),
     Mutant(
-        "a straight row over what tells tokens apart",
-        "protocol/domains.h",
-        "return straight_at(w, s, round, from, token) + sizeof(Landed);",
-        "return straight_at(w, s, round, from, token);",
+        "a straight token of an earlier round",
+        "host/straight.cpp",
+        "if (head.tag != d_.r.tag || head.token != number) continue;",
+        "if (head.token != number) continue;",
         "domains plain",
     ),
     Mutant(
