@@ -88,15 +88,14 @@ class Buffer:
         self.settings.check()
         backend_module = backends.load(name)
         row = self.settings.staged_row_bytes
+        room = backend_module.straight_bytes if self.settings.crosses else backend_module.packet_bytes
         shape = _native.Shape(
             ranks=ranks.ranks,
             experts=num_experts,
             topk=topk,
             max_tokens=max_tokens,
             ring_tokens=backend_module.ring_tokens(ranks.ranks, max_tokens, row),
-            packet_bytes=(backend_module.straight_bytes if self.settings.crosses else backend_module.packet_bytes)(
-                ranks.ranks, max_tokens, row
-            ),
+            packet_bytes=room(ranks.ranks, max_tokens, row),
             staged_row_bytes=row,
             heap_bytes=window_bytes or self.settings.default_heap(),
             domain_ranks=domain_ranks or 0,
@@ -105,8 +104,7 @@ class Buffer:
         self._session, self.why = backends.open_session(name, self.why, ranks, shape, wanted, timeout_s)
         self._session.context.timeout_ns = int(timeout_s * 1e9)
         self._record = self._session.context.record
-        one_domain = shape.domain_ranks in (0, ranks.ranks)
-        self.packet_room = shape.packet_bytes if one_domain else 0
+        self.packet_room = shape.packet_bytes if shape.domain_ranks in (0, ranks.ranks) else 0
         self.memory = WindowMemory(self._session.arena, self._session.capturing)
         self.dispatch_plans: dict[tuple[Any, ...], list[dispatch.Plan]] = {}
         self.combine_plans: dict[tuple[Any, ...], list[combine.Plan]] = {}

@@ -169,14 +169,14 @@ def test_structs_are_those_of_the_headers_of_nccl() -> None:
 def test_several_teams_are_domains_with_a_signal_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     nccl = Nccl(lsa_teams=2).install(monkeypatch)
     found = reach()
-    assert (found.domain_ranks, found.transport, found.most_blocks) == (2, "gin_proxy", 40)
+    assert (found.domain_ranks, found.transport, found.most_blocks) == (2, "gin_proxy", 32)
     assert reach(domain_ranks=2).domain_ranks == 2
     with pytest.raises(Unsupported, match="domain_ranks=4: NCCL's LSA team has 2; see NCCL_LSA_TEAM_SIZE"):
         reach(domain_ranks=4)
     layout = layout_of(2)
     window = found.open_window(layout)
     assert window.peers == [0x5000, 0x7000, 0, 0]
-    words = 4 + 4 * 2 * 32  # signals() of csrc/protocol/layout.h
+    words = 3 * 4 + 4 * 2 * 32  # signals() of csrc/protocol/layout.h
     assert nccl.wanted.gin_signals == gin.spare_signal(layout) + 1 > words
 
 

@@ -197,8 +197,8 @@ DOMAIN_MUTANTS = [
     Mutant(
         "a dispatch that begins goes straight",
         "host/dispatch.h",
-        "    const bool straight = goes_straight(a.ctx.shape, a.num_tokens) && a.part == static_cast<i32>(Part::whole);",
-        "    const bool straight = goes_straight(a.ctx.shape, a.num_tokens);",
+        "goes_straight(a.ctx.shape, a.num_tokens) && a.part == static_cast<i32>(Part::whole);",
+        "goes_straight(a.ctx.shape, a.num_tokens);",
         "domains plain",
     ),
     Mutant(
@@ -216,7 +216,8 @@ DOMAIN_MUTANTS = [
         "straight rows not added by domain",
         "host/home.cpp",
         "    add_row(sum, rounded, c_.crossing_type, n);\n}",
-        "    for (i32 i = 0; i < rows.count; ++i) add_row(sum, rows.row[i] + column * bytes_of(rows.type), rows.type, n);\n}",
+        "    for (i32 i = 0; i < rows.count; ++i)\n"
+        "        add_row(sum, rows.row[i] + column * bytes_of(rows.type), rows.type, n);\n}",
         "domains plain",
     ),
     # Failures.
