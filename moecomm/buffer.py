@@ -88,14 +88,13 @@ class Buffer:
         self.settings.check()
         backend_module = backends.load(name)
         row = self.settings.staged_row_bytes
-        room = backend_module.straight_bytes if self.settings.crosses else backend_module.packet_bytes
         shape = _native.Shape(
             ranks=ranks.ranks,
             experts=num_experts,
             topk=topk,
             max_tokens=max_tokens,
             ring_tokens=backend_module.ring_tokens(ranks.ranks, max_tokens, row),
-            packet_bytes=room(ranks.ranks, max_tokens, row),
+            packet_bytes=self.settings.packet_bytes(backend_module),
             staged_row_bytes=row,
             heap_bytes=window_bytes or self.settings.default_heap(),
             domain_ranks=domain_ranks or 0,

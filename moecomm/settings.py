@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from moecomm.errors import BadInput, Mismatch
 from moecomm.rendezvous import Rendezvous
 
-VERSION = 3  # of the protocol in csrc/protocol
+if TYPE_CHECKING:
+    from moecomm.backends import Backend
+
+VERSION = 4  # of the protocol in csrc/protocol
 MAX_RANKS, MAX_TOPK, MAX_FLAT_ROWS = 64, 32, 1 << 23
 MAX_CHUNK = 32  # tokens; kMaxChunk
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -86,8 +90,13 @@ class Settings:
 
     @property
     def crosses(self) -> bool:
-        """Whether there are several domains: then few tokens go as many do, and not in packets."""
+        """Whether there are several domains: then few tokens go straight, and not in packets."""
         return self.domain_ranks not in (None, self.ranks)
+
+    def packet_bytes(self, backend: Backend) -> int:
+        """`Shape.packet_bytes`, by the rules of a backend."""
+        room = backend.straight_bytes if self.crosses else backend.packet_bytes
+        return room(self.ranks, self.max_tokens, self.staged_row_bytes)
 
     @property
     def staged_row_bytes(self) -> int:
