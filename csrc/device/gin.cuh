@@ -36,7 +36,8 @@ struct Gin : Lsa {
         for (i32 c = channels(); c-- > 0;) value += moecomm_gin_read_signal(comm(), c, static_cast<u32>(which));
         return value;
     }
-    MOECOMM_FN i32 has_room(i32 peer, i32 posts) const { return moecomm_gin_has_room(comm(), context, peer, posts); }
+    // The shim counts two entries of the queue a post, a put and its signal.  Ours are one or the other.
+    MOECOMM_FN i32 has_room(i32 peer, i32 posts) const { return moecomm_gin_has_room(comm(), context, peer, (posts + 1) / 2); }
     MOECOMM_FN void sent_begin(i32 peer, u64* ticket) const { moecomm_gin_flush_begin(comm(), context, peer, ticket); }
     MOECOMM_FN i32 sent_ended(i32, const u64* ticket) const { return moecomm_gin_flush_ended(comm(), context, ticket); }
 };
