@@ -1,0 +1,122 @@
+"""Kernels as g++ compiles them: csrc with plain functions in place of those that are written in PTX."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+FOLDERS = ("protocol", "device", "dispatch", "combine", "host")
+# Bulk copies are made when they are asked for.
+_COPY = (
+    "if (bytes % 16 != 0 || (reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from)) % 16 != 0) __builtin_trap(); "
+    "memcpy(to, from, bytes);"
+)
+BODIES: dict[str, dict[str, str]] = {
+    "device/bulk.cuh": {
+        "shared_address": "return 0;",
+        "barrier_init": "*barrier = 0;",
+        "bulk_load": f"{_COPY} ++*barrier;",
+        "copy_wait": "while ((*const_cast<volatile u64*>(barrier) & 1) == parity) emulator::emulator_yield();",
+        "bulk_store": _COPY,
+        **dict.fromkeys(
+            ("barrier_init_done", "bulk_commit", "bulk_wait_read", "bulk_wait", "fence_async", "fence_async_shared"), ""
+        ),
+    },
+    "device/copy.cuh": {
+        "load_fresh": "return *const_cast<const volatile i32*>(from);",
+        "lanes_below": "return (1u << threadIdx.x % 32) - 1;",
+    },
+    "device/launch.cuh": {"await_earlier_kernels": "", "let_next_kernel_launch": ""},
+    "device/grid.cuh": {
+        "arrive_last": "if (++*counter != gridDim.x) return false; *counter = 0; return true;",
+        "meet": "emulator::meet(barrier, threads, false);",
+        "be_met": "emulator::meet(barrier, threads, false, false);",
+        "meet_any": "return emulator::meet(barrier, threads, here);",
+    },
+    "device/packet.cuh": {
+        "store_line_words": "memcpy(to, &words, sizeof words);",
+        "load_line_words": "ulonglong2 words; memcpy(&words, from, sizeof words); return words;",
+    },
+    "device/cast.cuh": {"narrow_e4m3": "return plain_e4m3(first) | plain_e4m3(second) << 8;"},
+    # What crosses to other domains comes late, in as bad an order as it may: see scheduler.cpp.
+    "device/puts.cuh": {
+        "channels": "return 2;",
+        "put": "if (lane_id() == 0) emulator::emulator_put(ctx.rank, peer, way, far(peer, to), local<u8>(from), "
+        "bytes); __syncwarp();",
+        "add": "emulator::emulator_add(ctx.rank, peer, way, reinterpret_cast<unsigned long long*>("
+        "far(peer, signal_at(ctx.window, which))), amount);",
+    },
+}
+_SHARED = r"extern __shared__ .*? memory\[\];", "u8* memory = emulator::emulator_thread->of_block->shared;"
+TEXTS: dict[str, list[tuple[str, str]]] = {
+    "device/puts.cuh": [
+        (
+            r"explicit Puts\(const Context& context, i32 = 0\) : Lsa\{context\} \{\}",
+            "explicit Puts(const Context& context, i32 channel = 0) : Lsa{context}, way(channel) {} i32 way;",
+        )
+    ],
+    "device/turn.cuh": [
+        (r'asm volatile\("atom\.acq_rel\.cta[^;]*?;[^;]*;', "before = (*counter)++;"),
+        (r'asm volatile\("fence[^\n]*', ""),
+    ],
+    "device/cast.cuh": [
+        (
+            r'asm\("\{\\n\\t\.reg \.b16.*?\);\n',
+            "_Float16 half[2]; memcpy(half, &word, 4); out[0] = half[0], out[1] = half[1];\n",
+        ),
+        (r'asm\("cvt\.rn\.bf16x2[^;]*;[^;]*;', "word = host::Bf16::round(in[0]) | host::Bf16::round(in[1]) << 16;"),
+        (r'asm\("cvt\.rn\.f16x2[^;]*;[^;]*;', "word = host::Fp16::round(in[0]) | host::Fp16::round(in[1]) << 16;"),
+        (
+            r"namespace moecomm \{\n",
+            '#include "../host/casts.h"\nnamespace moecomm {\ninline u32 plain_e4m3(float f) '
+            "{ return host::round_e4m3(f > 448.0f ? 448.0f : f < -448.0f ? -448.0f : f); }\n",
+        ),
+    ],
+    "dispatch/quantize.cuh": [
+        (r'asm\("max\.u16x2[^;]*;[^;]*;', "both = max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16;")
+    ],
+    "combine/straight.cuh": [(r'asm volatile\("fence[^\n]*', "")],
+    "protocol/order.h": [
+        (
+            r"inline void fence_system\(\)",
+            "inline void add_release(u64* p, u64 v) { __atomic_fetch_add(p, v, __ATOMIC_RELEASE); }\n"
+            "inline void fence_system()",
+        )
+    ],
+    "dispatch/dispatch.cuh": [_SHARED],
+    "combine/combine.cuh": [_SHARED],
+}
+
+
+def write(csrc: Path, into: Path) -> None:
+    """A copy of csrc without PTX.  AssertionError names what is not as it was when this was written."""
+    for folder in FOLDERS:
+        shutil.copytree(csrc / folder, into / folder)
+    for file in {*BODIES, *TEXTS}:
+        text = (into / file).read_text()
+        for name, body in BODIES.get(file, {}).items():
+            text = _with_body(text, name, body, file)
+        for pattern, plain in TEXTS.get(file, []):
+            text, found = re.subn(pattern, lambda _, plain=plain: plain, text, flags=re.DOTALL)
+            assert found >= 1, f"{file}: no {pattern}"
+        (into / file).write_text(text)
+    left = [path for path in into.rglob("*.cuh") if re.search(r"\basm\b", path.read_text())]
+    assert not left, f"PTX is left in {left}"
+
+
+def _with_body(text: str, name: str, body: str, file: str) -> str:
+    """The function of that name does `body` alone."""
+    begin = re.search(rf"MOECOMM_FN [^;{{}}()]*\b{name}\(", text)
+    assert begin is not None, f"{file}: no {name}"
+    first = text.index("{", _end(text, begin.end(), "()"))
+    return f"{text[:first]}{{ {body} {text[_end(text, first + 1, '{}') - 1 :]}"
+
+
+def _end(text: str, at: int, pair: str) -> int:
+    """Behind what closes the bracket that is open before `at`."""
+    depth = 1
+    while depth:
+        depth += {pair[0]: 1, pair[1]: -1}.get(text[at], 0)
+        at += 1
+    return at

@@ -1,0 +1,249 @@
+// Runs the threads of kernels of several ranks as fibers of one thread, warps in an order that changes, and moves what crosses between
+// domains late and out of order.  x86-64.
+#include <sys/mman.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "cuda.h"
+
+namespace emulator {
+
+Thread* emulator_thread;
+
+namespace {
+
+constexpr std::size_t kStack = 48 << 10;
+enum class Until { next_pass, least, change };
+
+struct Fiber {
+    void* stack;
+    Thread thread;
+    Until until;
+    const unsigned* word;
+    unsigned value;
+    bool ended;
+    unsigned* ended_of_launch;
+    void (*kernel)(const void*);
+    const void* arguments;
+
+    bool ready() const {
+        if (until == Until::next_pass) return true;
+        return until == Until::least ? static_cast<int>(*word - value) >= 0 : *word != value;
+    }
+};
+
+Fiber* running;
+void* scheduler_stack;
+std::uint64_t passes;
+
+// On its way to another domain.
+struct Order {
+    bool adds;
+    void* to;
+    const void* from;
+    std::uint64_t n;
+};
+constexpr int kLanes = 64 * 64 * 4;  // by sender, receiver and channel
+std::vector<Order> orders[kLanes];
+std::uint64_t held_until[kLanes];
+std::vector<int> busy;
+
+void push(int rank, int peer, int channel, const Order& order) {
+    const int lane = (rank * 64 + peer) * 4 + channel;
+    if (orders[lane].empty()) busy.push_back(lane);
+    orders[lane].push_back(order);
+}
+
+// One of those that may be next: a put, or an add that nothing is before.  Now and then a lane moves nothing for long.
+void move_one(unsigned random) {
+    if (busy.empty()) return;
+    const std::size_t chosen = random % busy.size();
+    const int lane = busy[chosen];
+    if (passes < held_until[lane]) return;
+    if (random % 29 == 0) {
+        held_until[lane] = passes + (random >> 12) % 2500;
+        return;
+    }
+    auto& waiting = orders[lane];
+    std::size_t nth = (random >> 8) % waiting.size();
+    if (waiting[nth].adds) nth = 0;
+    const Order order = waiting[nth];
+    if (order.adds) {
+        *static_cast<unsigned long long*>(order.to) += order.n;
+    } else {
+        std::memcpy(order.to, order.from, order.n);
+    }
+    waiting.erase(waiting.begin() + static_cast<std::ptrdiff_t>(nth));
+    if (!waiting.empty()) return;
+    busy[chosen] = busy.back();
+    busy.pop_back();
+}
+
+}  // namespace
+
+extern "C" void emulator_switch(void** from, void* to);
+asm(R"(
+.text
+.globl emulator_switch
+emulator_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+)");
+
+namespace {
+
+void pause(Until until, const unsigned* word, unsigned value) {
+    running->until = until;
+    running->word = word;
+    running->value = value;
+    emulator_switch(&running->stack, scheduler_stack);
+}
+
+void begin_fiber() {
+    running->kernel(running->arguments);
+    running->ended = true;
+    Block& block = *running->thread.of_block;
+    ++block.ended;
+    if (Barrier& b = block.barriers[0]; b.arrived != 0 && b.arrived >= block.threads - block.ended) {
+        b.result = b.any;
+        b.any = b.arrived = 0;
+        ++b.generation;
+    }
+    pause(Until::next_pass, nullptr, 0);
+    std::abort();
+}
+
+void* first_frame(char* stack) {
+    auto** top = reinterpret_cast<void**>(reinterpret_cast<std::uintptr_t>(stack + kStack) & ~std::uintptr_t{15});
+    *--top = nullptr;
+    *--top = reinterpret_cast<void*>(begin_fiber);
+    for (int saved = 0; saved < 6; ++saved) *--top = nullptr;
+    return top;
+}
+
+void tell_stuck(const std::vector<Fiber>& fibers) {
+    for (const Fiber& fiber : fibers)
+        if (!fiber.ended && fiber.thread.thread.x % 32 == 0)
+            std::printf("stuck: block %u warp %u\n", fiber.thread.block.x, fiber.thread.thread.x / 32);
+    std::fflush(stdout);
+}
+
+}  // namespace
+
+extern "C" {
+
+void emulator_yield() { pause(Until::next_pass, nullptr, 0); }
+void emulator_wait(const unsigned* word, unsigned least) {
+    while (static_cast<int>(*word - least) < 0) pause(Until::least, word, least);
+}
+void emulator_wait_change(const unsigned* word, unsigned was) {
+    while (*word == was) pause(Until::change, word, was);
+}
+void emulator_put(int rank, int peer, int channel, void* to, const void* from, std::uint64_t bytes) {
+    push(rank, peer, channel, {false, to, from, bytes});
+}
+void emulator_add(int rank, int peer, int channel, unsigned long long* word, unsigned long long amount) {
+    push(rank, peer, channel, {true, word, nullptr, amount});
+}
+
+struct Launch {
+    void (*kernel)(const void*);
+    const void* arguments;
+    int blocks, threads, shared_bytes;
+    int after;  // the launch that ends before this one begins, -1: none
+};
+
+// What is on its way belongs to windows that go away.
+void emulator_forget() {
+    for (const int lane : busy) orders[lane].clear();
+    busy.clear();
+}
+
+// 0; 1 if not all of them have ended after `limit` passes over all threads.
+int emulator_run(const Launch* launches, int count, std::uint64_t limit, unsigned seed) {
+    std::size_t threads = 0, blocks = 0;
+    for (int i = 0; i < count; ++i) {
+        threads += static_cast<std::size_t>(launches[i].blocks) * launches[i].threads;
+        blocks += launches[i].blocks;
+    }
+    std::vector<Fiber> fibers(threads);
+    std::vector<Warp> warps(threads / 32, Warp{});
+    std::vector<Block> of_block(blocks, Block{});
+    std::vector<std::vector<unsigned char>> shared(blocks);
+    std::vector<unsigned> ended(count, 0);
+    auto* stacks =
+        static_cast<char*>(mmap(nullptr, threads * kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    if (stacks == MAP_FAILED) return 2;
+    std::size_t thread = 0, block = 0;
+    for (int i = 0; i < count; ++i) {
+        const Launch& launch = launches[i];
+        for (int nth = 0; nth < launch.blocks; ++nth, ++block) {
+            shared[block].assign(launch.shared_bytes + 128, 0xa5);  // nobody has cleared it
+            const auto at = reinterpret_cast<std::uintptr_t>(shared[block].data());
+            of_block[block].shared = reinterpret_cast<unsigned char*>((at + 127) & ~std::uintptr_t{127});
+            of_block[block].threads = launch.threads;
+            for (int t = 0; t < launch.threads; ++t, ++thread) {
+                Fiber& fiber = fibers[thread];
+                fiber = Fiber{};
+                fiber.stack = first_frame(stacks + thread * kStack);
+                fiber.thread = {{unsigned(t)}, {unsigned(nth)}, {unsigned(launch.blocks)}, &of_block[block], &warps[thread / 32], 0};
+                fiber.kernel = launch.kernel;
+                fiber.arguments = launch.arguments;
+                fiber.ended_of_launch = &ended[i];
+                if (launch.after < 0) continue;
+                fiber.until = Until::least;
+                fiber.word = &ended[launch.after];
+                fiber.value = launches[launch.after].blocks * launches[launch.after].threads;
+            }
+        }
+    }
+    std::size_t left = threads;
+    unsigned random = seed * 2654435761u + 1;
+    for (const std::uint64_t end = passes + limit; left != 0 && passes < end; ++passes) {
+        random = random * 1664525u + 1013904223u;
+        for (unsigned n = 0; n < (random >> 20) % 6; ++n) move_one(random * (2 * n + 1) >> 3);
+        const std::size_t first = (random >> 8) % threads / 32 * 32;
+        for (std::size_t i = 0; i < threads; ++i) {
+            Fiber& fiber = fibers[(i + first) % threads];
+            if (fiber.ended || !fiber.ready()) continue;
+            if ((random ^ (i / 32 * 40503u)) % 7 == 0 && fiber.until == Until::next_pass) continue;  // some warps are slow
+            running = &fiber;
+            emulator_thread = &fiber.thread;
+            fiber.until = Until::next_pass;
+            emulator_switch(&scheduler_stack, fiber.stack);
+            if (!fiber.ended) continue;
+            --left;
+            ++*fiber.ended_of_launch;
+        }
+    }
+    if (left != 0) tell_stuck(fibers);
+    munmap(stacks, threads * kStack);
+    return left != 0;
+}
+
+}  // extern "C"
+
+}  // namespace emulator
+
+namespace moecomm {
+
+// For protocol/deadline.h.
+unsigned long long now_ns() { return emulator::passes * 1000; }
+void back_off(unsigned) { emulator::emulator_yield(); }
+
+}  // namespace moecomm
