@@ -1,0 +1,43 @@
+"""python -m tests.gpu.compile CASES: what so many random cases on GPUs launch, into the cache, by all cores at once.
+
+Ranks that compile while they run wait for each other's compilers, one kernel after the other.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from typing import Any
+
+import torch
+
+from moecomm import jit
+from tests.device import test_kernels_of_gpu_tests as kernels
+
+
+def known(sizes: dict[str, Any], seeds: Sequence[int]) -> set[jit.KernelSpec]:
+    """What these cases launch.  No kernel depends on what is in a row."""
+    torch.set_num_threads(1)
+    torch.randn = lambda *shape, generator: torch.zeros(shape)  # type: ignore[assignment]
+    return kernels.kernels_of(sizes, seeds)
+
+
+def main(cases: int) -> None:
+    """Says how many there were, and how long it took."""
+    begin = time.monotonic()
+    compiling: dict[jit.KernelSpec, Future[bytes]] = {}
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        asked = [pool.submit(known, sizes, list(seeds)) for sizes, seeds in kernels.rounds(cases)]
+        for found in as_completed(asked):
+            for spec in sorted(found.result() - compiling.keys(), key=repr):
+                compiling[spec] = pool.submit(jit.compile, spec)
+        for built in compiling.values():
+            built.result()
+    print(f"{len(compiling)} kernels in {time.monotonic() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
