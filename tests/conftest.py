@@ -129,7 +129,7 @@ def gpu_ranks(tmp_path: Path) -> Iterator[Ranks]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cases", type=int, default=100_000, help="random cases to run against the reference")
+    parser.addoption("--cases", type=int, default=50_000, help="random cases to run against the reference")
     parser.addoption("--domain-cases", type=int, default=300, help="random cases on CPU ranks in several domains")
     parser.addoption("--gpu-cases", type=int, default=1000, help="random cases on GPUs")
     parser.addoption("--seed", type=int, default=0, help="which random cases")
