@@ -71,8 +71,9 @@ def moe(
         wire, num_sms: see Buffer.combine; num_sms also of the dispatch.
         check_weights: see Buffer.dispatch.
         fused: True: rows travel while the experts compute (moecomm.fused.two_launches), which wants our own GEMMs and
-            one domain, without `wire` and `check_weights`, else a warning says so once; False: one after the other;
-            None: as is known to be faster.  The same on all ranks; the bits are the same.
+            one domain, without `wire` and `check_weights`, else a warning says so once; new, and tried on GPUs with
+            up to three ranks; False, and so far None: one after the other.  The same on all ranks; the bits are the
+            same.
 
     Returns:
         `[T, H]`: sum over k of w_k * w2 (silu(w1 x) * w3 x), plus bias; zeros (plus bias) for a token with no expert.
