@@ -14,11 +14,11 @@ from vllm.v1.worker.ubatching import dbo_maybe_run_recv_hook
 from moecomm.buffer import Buffer
 from moecomm.errors import Unsupported
 from moecomm.integrations.vllm.managers import Rounds
-from moecomm.integrations.vllm.steps import Beside, Sent, Slots, nothing, weighted_input
+from moecomm.integrations.vllm.steps import PrepareAndFinalize, Sent, nothing, weighted_input
 from moecomm.routed import Routed
 
 
-class BatchedPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
+class BatchedPrepareAndFinalize(PrepareAndFinalize):
     """A row for each (token, expert), in a place for the most rows there can be; nothing waits on the host.
 
     Routing weights travel with the tokens, and are applied while rows go home.
@@ -42,11 +42,10 @@ class BatchedPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
         physical_to_global: torch.Tensor | None = None,
         local_expert_global_ids: torch.Tensor | None = None,
     ) -> None:
-        super().__init__()
-        self._rounds, self._most_tokens, self._num_dispatchers = buffer, max_tokens_per_rank, num_dispatchers
+        super().__init__(buffer, num_dispatchers)
+        self._most_tokens = max_tokens_per_rank
         self._fp8, self._ue8m0 = use_fp8_dispatch, False
         self._placed = None if global_to_physical is None else global_to_physical.to(torch.int64)
-        self._slots, self._beside = Slots(), Beside()
 
     @staticmethod
     def maybe_roundup_layer_hidden_size(hidden_size: int) -> int:
@@ -62,25 +61,9 @@ class BatchedPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
         """BatchedExperts."""
         return mk.FusedMoEActivationFormat.BatchedExperts
 
-    def topk_indices_dtype(self) -> torch.dtype | None:
-        """int64."""
-        return torch.int64
-
     def max_num_tokens_per_rank(self) -> int | None:
         """What it was made for."""
         return self._most_tokens
-
-    def num_dispatchers(self) -> int:
-        """Ranks."""
-        return self._num_dispatchers
-
-    def output_is_reduced(self) -> bool:
-        """True."""
-        return True
-
-    def supports_async(self) -> bool:
-        """True."""
-        return True
 
     def prepare_async(
         self,

@@ -24,11 +24,11 @@ from vllm.v1.worker.ubatching import (
 from moecomm.compat.deep_ep.normal import received, route
 from moecomm.errors import BadInput
 from moecomm.integrations.vllm.managers import Rounds
-from moecomm.integrations.vllm.steps import Beside, Sent, Slots, weighted_input
+from moecomm.integrations.vllm.steps import PrepareAndFinalize, Sent, weighted_input
 from moecomm.routed import Handle, Routed
 
 
-class StandardPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
+class StandardPrepareAndFinalize(PrepareAndFinalize):
     """A row for each (token, rank), with the ids and weights of its experts; experts' rows are added up on each rank
     before they go home.  As many rows as come: the host waits for their number.
 
@@ -40,9 +40,8 @@ class StandardPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type:
     """
 
     def __init__(self, buffer: Rounds, num_dispatchers: int, dp_size: int, rank_expert_offset: int) -> None:
-        super().__init__()
-        self._rounds, self._num_dispatchers, self._first_expert = buffer, num_dispatchers, rank_expert_offset
-        self._slots, self._beside = Slots(), Beside()
+        super().__init__(buffer, num_dispatchers)
+        self._first_expert = rank_expert_offset
 
     @staticmethod
     def maybe_roundup_layer_hidden_size(hidden_size: int, dtype: torch.dtype) -> int:
@@ -55,25 +54,9 @@ class StandardPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type:
         """Standard."""
         return mk.FusedMoEActivationFormat.Standard
 
-    def topk_indices_dtype(self) -> torch.dtype | None:
-        """int64."""
-        return torch.int64
-
     def max_num_tokens_per_rank(self) -> int | None:
         """None: any number; a larger Buffer is opened for more than there were before."""
         return None
-
-    def num_dispatchers(self) -> int:
-        """Ranks."""
-        return self._num_dispatchers
-
-    def output_is_reduced(self) -> bool:
-        """True."""
-        return True
-
-    def supports_async(self) -> bool:
-        """True."""
-        return True
 
     def prepare_async(
         self,

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled
 
 from moecomm.errors import BadInput, Unsupported
+from moecomm.integrations.vllm.managers import Rounds
 from moecomm.routed import Handle
 
 MICRO_BATCHES = 2
@@ -64,6 +66,31 @@ class Beside:
             torch.cuda.current_stream(device).wait_stream(side)
 
         return wait
+
+
+class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
+    """What vLLM asks of either format and hears the same."""
+
+    def __init__(self, rounds: Rounds, num_dispatchers: int) -> None:
+        super().__init__()
+        self._rounds, self._num_dispatchers = rounds, num_dispatchers
+        self._slots, self._beside = Slots(), Beside()
+
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        """int64."""
+        return torch.int64
+
+    def num_dispatchers(self) -> int:
+        """Ranks."""
+        return self._num_dispatchers
+
+    def output_is_reduced(self) -> bool:
+        """True."""
+        return True
+
+    def supports_async(self) -> bool:
+        """True."""
+        return True
 
 
 def nothing() -> None:
