@@ -23,6 +23,7 @@ DomainRanks = Annotated[int, typer.Option(help="Ranks of a domain; others are pu
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result there.")]
 Model = Annotated[str, typer.Option(help="Whose sizes: a name of moecomm.router.MODELS.")]
 Hidden = Annotated[int | None, typer.Option(help="Columns of a token, in place of the model's.")]
+Models = Annotated[str, typer.Option(help="Whose sizes: one or several names of moecomm.router.MODELS.")]
 Intermediate = Annotated[int | None, typer.Option(help="Columns inside an expert, in place of the model's.")]
 Topk = Annotated[int | None, typer.Option(help="Experts a token picks, in place of the model's.")]
 Experts = Annotated[int | None, typer.Option(help="Experts of all ranks, in place of the model's.")]
@@ -193,9 +194,7 @@ def all_to_all(
 
 @app.command()
 def gemm(
-    model: Annotated[
-        str, typer.Option(help="Whose sizes: one or several names of moecomm.router.MODELS.")
-    ] = GEMM_MODELS,
+    model: Models = GEMM_MODELS,
     hidden: Hidden = None,
     intermediate: Intermediate = None,
     topk: Topk = None,
@@ -219,9 +218,7 @@ def gemm(
 
 @app.command()
 def moe(
-    model: Annotated[
-        str, typer.Option(help="Whose sizes: one or several names of moecomm.router.MODELS.")
-    ] = GEMM_MODELS,
+    model: Models = GEMM_MODELS,
     hidden: Hidden = None,
     intermediate: Intermediate = None,
     topk: Topk = None,
