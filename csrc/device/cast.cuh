@@ -79,16 +79,48 @@ struct GroupScale {
     float up;
     u32 bits;
 };
+
+// amax / 448, rounded to nearest, of amax from 1e-4 on: a quotient by the rounded reciprocal, then what it lacks.  Without branches.
+MOECOMM_FN float over_448(float amax) {
+    constexpr float part = 1.0f / 448.0f;
+    const float near = __fmul_rn(amax, part);
+    return __float_as_uint(amax) >= 0x7f800000u ? near : __fmaf_rn(__fmaf_rn(near, -448.0f, amax), part, near);
+}
+// 1 / amax, rounded to nearest, of amax from 1e-4 to 2^126: the hardware's, to within a bit, and what that lacks.
+MOECOMM_FN float near_reciprocal(float amax) {
+    float near;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(amax));
+    return near;
+}
+MOECOMM_FN float reciprocal(float amax) {
+    const float near = near_reciprocal(amax);
+    return __fmaf_rn(__fmaf_rn(near, -amax, 1.0f), near, near);
+}
 template <ScaleFormat format>
 MOECOMM_FN GroupScale group_scale(float seen) {
-    const float amax = seen < 1e-4f ? 1e-4f : seen;
-    const float scale = __fdiv_rn(amax, 448.0f);
+    const float amax = seen < 1e-4f ? 1e-4f : seen, scale = over_448(amax);
     if constexpr (format == ScaleFormat::fp32) {
-        return {__fmul_rn(__fdiv_rn(1.0f, amax), 448.0f), __float_as_uint(scale)};  // `up`: what torch makes of 448.0 / amax
+        return {__fmul_rn(reciprocal(amax), 448.0f), __float_as_uint(scale)};  // `up`: what torch makes of 448.0 / amax
     } else {
         const u32 bits = __float_as_uint(scale);  // to the next power of two; 255 stands for infinity and NaN
         const u32 exponent = min((bits >> 23) + ((bits & 0x7fffffu) != 0 ? 1u : 0u), 255u);
-        return {__fdiv_rn(1.0f, __uint_as_float(exponent << 23)), exponent};
+        const u32 up = exponent < 254 ? (254 - exponent) << 23 : exponent == 254 ? 1u << 22 : 0;
+        return {__uint_as_float(up), exponent};
+    }
+}
+// Of several groups at once.
+template <ScaleFormat format, i32 n>
+MOECOMM_FN void group_scales(const float (&seen)[n], GroupScale (&scale)[n]) {
+    bool huge = false;
+#pragma unroll
+    for (i32 i = 0; i < n; ++i) {
+        scale[i] = group_scale<format>(seen[i]);
+        huge |= !(seen[i] < 0x1p126f);
+    }
+    if (format == ScaleFormat::fp32 && huge) {  // what is multiplied with may be subnormal, or nothing at all
+#pragma unroll
+        for (i32 i = 0; i < n; ++i)
+            if (!(seen[i] < 0x1p126f)) scale[i].up = __fmul_rn(__fdiv_rn(1.0f, seen[i]), 448.0f);
     }
 }
 

@@ -72,7 +72,7 @@ struct Packets {
         if constexpr (cfg.quantize) {
             for (i32 i = lane_id(); i < cfg.packet_scale_bytes / 4; i += kWarp) reinterpret_cast<u32*>(scales)[i] = 0;
             __syncwarp();
-            quantize_piece<cfg.type, cfg.scale_format>(content(), ring().raw[sent % kSlots], columns_from(column), scales);
+            quantize_piece<cfg, kColumns>(column, content(), ring().raw[sent % kSlots], scales);
         } else if constexpr (cfg.scale_bytes > 0) {
             const i32 at = column / kColumns * cfg.packet_scale_bytes;
             const u8* given = reinterpret_cast<const u8*>(c.a.in_scales) + token * c.a.in_scales_stride + at;

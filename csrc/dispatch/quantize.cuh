@@ -51,38 +51,81 @@ MOECOMM_FN uint2 narrow_eight(const uint4* words, float up) {
     return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
 }
 
-// A warp casts `columns` (a multiple of 8) at `piece` to e4m3 at `to`.  Of the scales, each of their bytes go to `scales`.
+// A warp casts `columns`, a multiple of 8, at `from` to e4m3 at `to`.  Of the scales, each of their bytes go to `scales`.
 //
 // Four lanes share a group: fewer shuffles and divisions a column than with more.  The eights of neighbouring groups are read in another
-// order, so that lanes do not meet in a bank of shared memory.
-template <Type type, ScaleFormat format>
-MOECOMM_FN void quantize_piece(u8* to, const u8* piece, i32 columns, u8* scales) {
-    constexpr i32 vectors = 8 / columns_in_16(type);
+// order, so that lanes do not meet in a bank of shared memory.  A step is a chain of instructions that wait for each other, and few warps
+// of a multiprocessor cast: two steps go abreast.
+template <Type type, ScaleFormat format, i32 columns>
+MOECOMM_FN void quantize_steps(u8* to, const u8* from, u8* scales) {
+    constexpr i32 steps = ceil_div(columns, kStepColumns), vectors = 8 / columns_in_16(type);
     const i32 quad = lane_id() / kQuad;
-#pragma unroll 1
-    for (i32 first = quad * kQuantGroup; first - quad * kQuantGroup < columns; first += kStepColumns) {
-        const auto column = [&](i32 i) { return first + 8 * (lane_id() % kQuad + kQuad * ((i + quad) % kEights)); };
-        uint4 words[kEights][vectors];
-        u32 largest = 0;
+    const auto group_of = [&](i32 step) { return step * (kWarp / kQuad) + quad; };
+    const auto column = [&](i32 step, i32 i) {
+        return group_of(step) * kQuantGroup + 8 * (lane_id() % kQuad + kQuad * ((i + quad) % kEights));
+    };
+    const auto has = [&](i32 step, i32 at) { return (step + 1) * kStepColumns <= columns || at < columns; };
+    uint4 words[steps][kEights][vectors];
+    GroupScale scale[steps];
+#pragma unroll
+    for (i32 s = 0; s < steps; ++s) {
 #pragma unroll
         for (i32 i = 0; i < kEights; ++i) {
 #pragma unroll
             for (i32 v = 0; v < vectors; ++v) {
-                uint4& w = words[i][v];
-                w = make_uint4(0, 0, 0, 0);
-                if (column(i) < columns) w = reinterpret_cast<const uint4*>(piece + column(i) * bytes_of(type))[v];
-                largest = larger<type>(largest, larger<type>(larger<type>(magnitudes<type>(w.x), magnitudes<type>(w.y)),
-                                                             larger<type>(magnitudes<type>(w.z), magnitudes<type>(w.w))));
+                words[s][i][v] = make_uint4(0, 0, 0, 0);
+                if (has(s, column(s, i))) words[s][i][v] = reinterpret_cast<const uint4*>(from + column(s, i) * bytes_of(type))[v];
             }
         }
-        const GroupScale group = group_scale<format>(largest_in_group<type>(largest));
+    }
+    float largest[steps];
+#pragma unroll
+    for (i32 s = 0; s < steps; ++s) {
+        u32 seen = 0;
+#pragma unroll
+        for (i32 i = 0; i < kEights; ++i) {
+#pragma unroll
+            for (i32 v = 0; v < vectors; ++v) {
+                const uint4& w = words[s][i][v];
+                seen = larger<type>(seen, larger<type>(larger<type>(magnitudes<type>(w.x), magnitudes<type>(w.y)),
+                                                       larger<type>(magnitudes<type>(w.z), magnitudes<type>(w.w))));
+            }
+        }
+        largest[s] = largest_in_group<type>(seen);
+    }
+    group_scales<format>(largest, scale);
+#pragma unroll
+    for (i32 s = 0; s < steps; ++s) {
 #pragma unroll
         for (i32 i = 0; i < kEights; ++i)
-            if (column(i) < columns) *reinterpret_cast<uint2*>(to + column(i)) = narrow_eight<type>(words[i], group.up);
-        if (lane_id() % kQuad == 0 && first < columns) {
-            if constexpr (format == ScaleFormat::fp32) reinterpret_cast<u32*>(scales)[first / kQuantGroup] = group.bits;
-            if constexpr (format == ScaleFormat::ue8m0) scales[first / kQuantGroup] = static_cast<u8>(group.bits);
+            if (has(s, column(s, i))) *reinterpret_cast<uint2*>(to + column(s, i)) = narrow_eight<type>(words[s][i], scale[s].up);
+        if (lane_id() % kQuad == 0 && has(s, group_of(s) * kQuantGroup)) {
+            if constexpr (format == ScaleFormat::fp32) reinterpret_cast<u32*>(scales)[group_of(s)] = scale[s].bits;
+            if constexpr (format == ScaleFormat::ue8m0) scales[group_of(s)] = static_cast<u8>(scale[s].bits);
         }
+    }
+}
+
+template <Type type, ScaleFormat format, i32 columns, i32 steps>
+MOECOMM_FN void quantize_columns(u8* to, const u8* from, u8* scales) {
+    constexpr i32 abreast = steps * kStepColumns, rest = columns % abreast;
+    constexpr i32 groups = abreast / kQuantGroup * (format == ScaleFormat::fp32 ? 4 : 1);
+#pragma unroll 1
+    for (i32 i = 0; i < columns / abreast; ++i)
+        quantize_steps<type, format, abreast>(to + i * abreast, from + i * abreast * bytes_of(type), scales + i * groups);
+    constexpr i32 n = columns / abreast;
+    if constexpr (rest > 0) quantize_steps<type, format, rest>(to + n * abreast, from + n * abreast * bytes_of(type), scales + n * groups);
+}
+
+// The piece of a row that begins at `column`: `most` of its columns, or the rest.
+template <DispatchConfig cfg, i32 most>
+MOECOMM_FN void quantize_piece(i32 column, u8* to, const u8* from, u8* scales) {
+    // As many steps abreast as there are registers for.
+    constexpr i32 rest = cfg.hidden % most, steps = cfg.type == Type::fp32 || (cfg.warps() > 16 && !cfg.packets) ? 1 : 2;
+    if (rest == 0 || column + most <= cfg.hidden) {
+        quantize_columns<cfg.type, cfg.scale_format, most, steps>(to, from, scales);
+    } else if constexpr (rest > 0) {
+        quantize_columns<cfg.type, cfg.scale_format, rest, steps>(to, from, scales);
     }
 }
 

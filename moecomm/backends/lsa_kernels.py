@@ -59,7 +59,7 @@ def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
         hidden=args.hidden,
         layout=args.layout,
         type=args.in_type,
-        idx_bytes=args.idx_bytes,
+        idx_bytes=args.idx_bytes or 8,  # a repeat reads no ids
         row_bytes=args.row_bytes,
         scale_bytes=args.scale_bytes,
         scale_columns=args.scale_columns != 0,

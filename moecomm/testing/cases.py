@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class Case:
     weight_grads: bool
     workers: int | None
     in_window: bool  # experts write into Buffer.empty
+    again: bool  # the dispatch is repeated with other rows
 
 
 def random_case(
@@ -104,7 +105,7 @@ def random_case(
         begin = begin and rng.random() < 0.7
         weighted, wire = (weighted, wire) if layout != "flat" else (True, None)  # of no consequence there
     bias_kind = rng.choice(["none", "none", "rows", "one"])
-    return Case(
+    case = Case(
         seed=seed,
         layout=layout,
         alignment=rng.choice([1, 1, 2, 8, 13]),
@@ -127,7 +128,10 @@ def random_case(
         weight_grads=rng.random() < 0.3,
         workers=rng.choice([None, 1, 2, 3]),
         in_window=rng.random() < 0.3 and not begin,  # a window of a GPU has room for two rounds
+        again=False,
     )
+    again = rng.random() < 0.25 and not (case.begin or case.in_window)
+    return replace(case, again=again and (payload == "plain" or not few_kernels))
 
 
 def draw_routing(

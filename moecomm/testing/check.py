@@ -35,6 +35,11 @@ def check_case(ranks: LocalBuffers, case: Case) -> None:
         ranks.check()
         for rank, here in enumerate(routed):
             wanted.check_routed(rank, here)
+        if case.again:
+            repeated = ranks.dispatch([again_call(calls[rank], here) for rank, here in enumerate(routed)])
+            ranks.check()
+            for rank, here in enumerate(repeated):
+                wanted.check_again(rank, here)
         results = [between, combine(routed)] if between else [combine(routed)]
         ranks.check()
         for result in results:
@@ -59,6 +64,10 @@ def check_case_on_rank(buffer: Buffer, case: Case) -> None:
             routed = buffer.dispatch(**call)
         buffer.check()
         wanted.check_routed(rank, routed)
+        if case.again:
+            repeated = buffer.dispatch(**again_call(call, routed))
+            buffer.check()
+            wanted.check_again(rank, repeated)
         result = buffer.combine(**wanted.combine_call(rank, routed))
         buffer.check()
         wanted.check_combined(rank, result)
@@ -85,24 +94,20 @@ def dispatch_call(case: Case, rank: int, device: torch.device) -> dict[str, Any]
     }
 
 
+def again_call(call: dict[str, Any], routed: Routed) -> dict[str, Any]:
+    """Arguments of Buffer.dispatch that repeat `call` with its rows in another order."""
+    kept = ("layout", "expert_alignment", "quantize", "scale_format", "scale_layout", "num_sms")
+    again = {name: call[name] for name in kept} | {"x": _flipped([call["x"]])[0], "handle": routed.handle}
+    return again if call["scales"] is None else again | {"scales": _flipped([call["scales"]])[0]}
+
+
 class Wanted:
     """What a case must give, from the reference."""
 
     def __init__(self, case: Case, buffer: Buffer) -> None:
-        self.case, self.ranks = case, len(case.x)
-        x, scales = case.x, case.scales
-        if case.quantize:
-            x, scales = map(list, zip(*(dispatch_reference.quantize(t, case.scale_format) for t in x), strict=True))
-        self.arrived = dispatch_reference.dispatch(
-            x,
-            case.topk_idx,
-            case.topk_weights,
-            num_experts=buffer.num_experts,
-            layout=case.layout,
-            expert_alignment=case.alignment,
-            max_tokens=buffer.max_tokens,
-            scales=scales,
-        )
+        self.case, self.ranks, self.buffer = case, len(case.x), buffer
+        self.arrived = self._arrived(case.x, case.scales)
+        self.again = self._arrived(_flipped(case.x), case.scales and _flipped(case.scales)) if case.again else []
         self.y = [_experts(here, 0.5 + rank).to(buffer.dtype) for rank, here in enumerate(self.arrived)]
         self.grads = _weight_grads(case, self.arrived) if case.weight_grads else None
         wire = torch.float32 if case.wire is None else case.wire
@@ -118,6 +123,21 @@ class Wanted:
         self.out_grads = None
         if self.grads is not None:
             self.out_grads = combine_reference.combine_weight_grads(self.grads, self.arrived, layout=case.layout)
+
+    def _arrived(self, x: list[torch.Tensor], scales: list[torch.Tensor] | None) -> list[dispatch_reference.Arrived]:
+        if self.case.quantize:
+            quantized = (dispatch_reference.quantize(t, self.case.scale_format) for t in x)
+            x, scales = map(list, zip(*quantized, strict=True))
+        return dispatch_reference.dispatch(
+            x,
+            self.case.topk_idx,
+            self.case.topk_weights,
+            num_experts=self.buffer.num_experts,
+            layout=self.case.layout,
+            expert_alignment=self.case.alignment,
+            max_tokens=self.buffer.max_tokens,
+            scales=scales,
+        )
 
     def combine_call(self, rank: int, routed: Routed) -> dict[str, Any]:
         """Arguments of Buffer.combine on this rank."""
@@ -141,7 +161,14 @@ class Wanted:
 
     def check_routed(self, rank: int, got: Routed) -> None:
         """Raises AssertionError unless `got` is what rank `rank` must get."""
-        where, want, layout = f"rank {rank}", self.arrived[rank], self.case.layout
+        self._check_rows(f"rank {rank}", got, self.arrived[rank])
+
+    def check_again(self, rank: int, got: Routed) -> None:
+        """The same of the repeated dispatch."""
+        self._check_rows(f"rank {rank}, again", got, self.again[rank])
+
+    def _check_rows(self, where: str, got: Routed, want: dispatch_reference.Arrived) -> None:
+        layout = self.case.layout
         _same(f"{where}: tokens_per_expert", got.tokens_per_expert, want.tokens_per_expert)
         assert got.num_rows.item() == want.num_rows, f"{where}: num_rows {got.num_rows.item()}, want {want.num_rows}"
         valid = None if layout == "flat" else (want.src[:, 0] >= 0).nonzero().flatten()  # None: all
@@ -169,6 +196,11 @@ class Wanted:
             result, grads = result
             _same(f"rank {rank}: weight_grads", grads, self.out_grads[rank])
         _same(f"rank {rank}: combine", result, self.out[rank])
+
+
+def _flipped(rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The last row first."""
+    return [t[torch.arange(len(t) - 1, -1, -1, device=t.device)] for t in rows]
 
 
 def _check_closed(routed: Routed) -> None:

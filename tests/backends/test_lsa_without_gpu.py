@@ -396,6 +396,6 @@ def test_a_kernel_is_looked_up_by_what_it_is_compiled_for(monkeypatch: pytest.Mo
     assert kernels.dispatch(dispatch) == 3 and loaded[2].packets
     dispatch.num_tokens = 513  # too many, where a bit a token travels beside the counts
     assert kernels.dispatch(dispatch) == 1
-    dispatch.num_tokens, dispatch.repeat = 100, 1
+    dispatch.num_tokens, dispatch.repeat, dispatch.idx_bytes = 100, 1, 0  # there are no ids
     assert kernels.dispatch(dispatch) == 4 and not loaded[3].packets
     assert [spec.op for spec in loaded] == ["dispatch", "combine", "dispatch", "dispatch"]

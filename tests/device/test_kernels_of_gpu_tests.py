@@ -19,7 +19,7 @@ from moecomm.backends.lsa_kernels import combine_spec, dispatch_spec
 from moecomm.buffer import Buffer
 from moecomm.dispatch.plan import END
 from moecomm.testing import Case, LocalBuffers, random_case
-from moecomm.testing.check import dispatch_call
+from moecomm.testing.check import again_call, dispatch_call
 
 from ..gpu import test_nvlink, test_virtual_ranks
 
@@ -63,6 +63,8 @@ def kernels_of_rank(case: Case, rank: int, buffer: Buffer) -> set[jit.KernelSpec
         specs.add(on_a_gpu(half, case.layout))
         half.part = END
         specs.add(on_a_gpu(half, case.layout))
+    if case.again:
+        specs.add(on_a_gpu(dispatch.prepare(buffer, **again_call(call, routed)).args, case.layout))
     y = buffer.empty(handle) if case.in_window else torch.empty(handle.y_shape, dtype=buffer.dtype)
     grads = None
     if case.weight_grads:

@@ -1,5 +1,6 @@
 // What kernels use of CUDA, for g++: every thread is a fiber (scheduler.cpp), and lanes meet in the operations of their warp.
 #pragma once
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -154,6 +155,7 @@ inline float __int_as_float(int bits) { return emulator::from_bits<float>(static
 inline unsigned __float_as_uint(float value) { return static_cast<unsigned>(emulator::bits_of(value)); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 // Fibers run one at a time.
 template <class T, class Change>

@@ -38,7 +38,10 @@ BODIES: dict[str, dict[str, str]] = {
         "store_line_words": "memcpy(to, &words, sizeof words);",
         "load_line_words": "ulonglong2 words; memcpy(&words, from, sizeof words); return words;",
     },
-    "device/cast.cuh": {"narrow_e4m3": "return plain_e4m3(first) | plain_e4m3(second) << 8;"},
+    "device/cast.cuh": {
+        "narrow_e4m3": "return plain_e4m3(first) | plain_e4m3(second) << 8;",
+        "near_reciprocal": "return 1.0f / amax;",
+    },
     # What crosses to other domains comes late, in as bad an order as it may: see scheduler.cpp.
     "device/puts.cuh": {
         "channels": "return 2;",

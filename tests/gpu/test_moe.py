@@ -263,9 +263,10 @@ def test_a_rank_whose_experts_do_not_come_is_a_timeout() -> None:
         calls = one_or_other(calls_of(case), fused=True)
         given = [layer.prepare(buffer, **call) for buffer, call in zip(ranks.buffers, calls, strict=True)]
         routed = ranks.dispatch([g.dispatch for g in given])
-        given[0].compute(routed[0])
-        given[0].prepare_end(ranks.buffers[0])
-        given[0].run_end()
+        with torch.cuda.stream(ranks.streams[0]):  # that of its rounds, which check() waits for
+            given[0].compute(routed[0])
+            given[0].prepare_end(ranks.buffers[0])
+            given[0].run_end()
         with pytest.raises(moecomm.Timeout) as caught:
             ranks.buffers[0].check()
         assert (caught.value.rank, caught.value.peer, caught.value.phase) == (0, 1, "reduced")

@@ -1,0 +1,59 @@
+"""What a group of columns is multiplied with, and its scale, of every float there is: as divisions have it."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from moecomm.plain_kernel import PlainKernel, launch
+
+pytestmark = pytest.mark.gpu1
+
+_SOURCE = """
+#include "device/cast.cuh"
+using namespace moecomm;
+struct Args { unsigned long long wrong; };
+template <ScaleFormat format> __device__ void compare(u32 bits, u32* wrong) {
+    const float seen[1] = {__uint_as_float(bits)}, amax = seen[0] < 1e-4f ? 1e-4f : seen[0];
+    GroupScale made[1];
+    group_scales<format>(seen, made);
+    u32 scale = __float_as_uint(__fdiv_rn(amax, 448.0f));
+    float up = __fmul_rn(__fdiv_rn(1.0f, amax), 448.0f);
+    if (format == ScaleFormat::ue8m0) {
+        scale = min((scale >> 23) + ((scale & 0x7fffffu) != 0 ? 1u : 0u), 255u);
+        up = __fdiv_rn(1.0f, __uint_as_float(scale << 23));
+    }
+    if (made[0].bits != scale || __float_as_uint(made[0].up) != __float_as_uint(up))
+        if (atomicAdd(wrong, 1) == 0) wrong[1] = bits;
+}
+extern "C" __global__ void moecomm_plain(const __grid_constant__ Args args) {
+    u32* wrong = reinterpret_cast<u32*>(args.wrong);
+    for (u32 bits = blockIdx.x * blockDim.x + threadIdx.x; bits < 0x80000000u; bits += gridDim.x * blockDim.x) {
+        compare<ScaleFormat::fp32>(bits, wrong);
+        compare<ScaleFormat::ue8m0>(bits, wrong + 2);
+    }
+}
+"""
+
+
+@dataclass(frozen=True)
+class _Comparison(PlainKernel):
+    @property
+    def source(self) -> str:
+        return _SOURCE
+
+
+class _Args(ctypes.Structure):
+    _fields_ = (("wrong", ctypes.c_uint64),)
+
+
+COMPARISON = _Comparison("device/cast", "", "Args", 512)
+
+
+def test_scales_of_every_magnitude() -> None:
+    wrong = torch.zeros(4, dtype=torch.int32, device="cuda")
+    launch(COMPARISON, 256, _Args(wrong.data_ptr()))
+    assert wrong.tolist() == [0, 0, 0, 0], "how many are wrong in fp32, the first of them, how many in ue8m0, the first"
