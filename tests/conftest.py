@@ -21,6 +21,11 @@ import moecomm
 
 GPU_MARKS = {"gpu1": 1, "gpu2": 2, "gpu4": 4, "gpu8": 8}
 
+if not torch.cuda.is_available():
+    # Here and in all processes that tests start: tensors are small, cores few and busy, and threads that share a product
+    # wait for each other longer than one takes alone.  On GPUs a reference may be large.
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpus = torch.cuda.device_count()
