@@ -8,18 +8,11 @@ Nothing of the CUDA packages is imported before the first kernel is wanted.
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.resources
-import io
 import threading
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-from moecomm import kernel_cache, linking, packets
-from moecomm.config import cache_dir
+from moecomm import kernel_loader, linking, packets
 
 _FLAT = 0
 _BEGIN, _END = 1, 2
@@ -279,43 +272,9 @@ def source(spec: KernelSpec) -> str:
     )
 
 
-@lru_cache(maxsize=1)
-def _headers() -> Path:
-    """csrc as it was installed beside this file, else as it lies in the repository."""
-    packaged = Path(str(importlib.resources.files("moecomm"))) / "csrc"
-    return packaged if packaged.is_dir() else Path(__file__).resolve().parent.parent / "csrc"
-
-
-@lru_cache(maxsize=1)
-def _toolchain() -> str:
-    """Everything but the source and the architecture that a cubin depends on: NVRTC and all headers."""
-    _, major, minor = importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
-    digest = hashlib.sha256(f"nvrtc {major}.{minor}\n".encode())
-    for path in sorted(p for folder in _FOLDERS for p in (_headers() / folder).iterdir() if p.suffix in (".h", ".cuh")):
-        digest.update(f"{path.parent.name}/{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
-def _core() -> Any:
-    try:
-        core = importlib.import_module("cuda.core")
-        return core if hasattr(core, "Program") else importlib.import_module("cuda.core.experimental")
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"kernels are compiled through the Python package cuda-core, which is not installed ({error})"
-        ) from error
-
-
 def build(spec: KernelSpec, arch: str = "sm_90a") -> tuple[bytes, str]:
     """Compiles, and links if its transport has a shim, without the cache: the cubin, and what ptxas says about it."""
-    core, log = _core(), io.StringIO()
-    if spec.transport not in linking.ALONE:
-        return linking.build(source(spec), spec.transport, arch, _headers(), core)
-    known = core.ProgramOptions.__dataclass_fields__
-    verbose = {"ptxas_options": ["-v"]} if "ptxas_options" in known else {}
-    options = core.ProgramOptions(std="c++20", arch=arch, include_path=[str(_headers())], **verbose)
-    program = core.Program(source(spec), "c++", options)
-    return bytes(program.compile("cubin", logs=log).code), log.getvalue()
+    return kernel_loader.build(source(spec), spec.transport, arch)
 
 
 def compile(spec: KernelSpec, arch: str = "sm_90a") -> bytes:  # noqa: A001
@@ -323,14 +282,7 @@ def compile(spec: KernelSpec, arch: str = "sm_90a") -> bytes:  # noqa: A001
 
     Unsupported, with a transport other than "lsa", says what it can't be linked with.
     """
-    parts = [source(spec), arch, "c++20", _toolchain()]
-    if spec.transport not in linking.ALONE:
-        parts.append(linking.digest(spec.transport, arch))
-    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    if (cubin := kernel_cache.read(cache_dir(), key)) is None:
-        cubin, _ = build(spec, arch)
-        kernel_cache.write(cache_dir(), key, cubin)
-    return cubin
+    return kernel_loader.cubin_of(source(spec), spec.transport, arch, _FOLDERS, lambda: build(spec, arch))
 
 
 _loaded: dict[tuple[KernelSpec, int], Kernel] = {}
@@ -353,34 +305,7 @@ def load(spec: KernelSpec, device: Any) -> Kernel:
 
 
 def _load(spec: KernelSpec, index: int) -> Kernel:
-    driver = importlib.import_module("cuda.bindings.driver")
-
-    def call(name: str, *arguments: Any) -> Any:
-        status, *values = getattr(driver, name)(*arguments)
-        if status != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"{name}: {status.name}")
-        return values[0] if values else None
-
-    call("cuInit", 0)
-    device = call("cuDeviceGet", index)
-    attribute = driver.CUdevice_attribute
-    major = call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
-    minor = call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
-    cubin = compile(spec, "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}")
     fields = block_fields(spec)
-    # The primary context, which torch uses as well; kept, like the module, until the process ends.
-    call("cuCtxPushCurrent", call("cuDevicePrimaryCtxRetain", device))
-    try:
-        module = call("cuModuleLoadData", cubin)
-        if spec.transport == "nvshmem":
-            linking.tell_nvshmem(int(module))
-        function = call("cuModuleGetFunction", module, f"moecomm_{spec.op}".encode())
-        most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        call("cuFuncSetAttribute", function, most, fields["shared_bytes"])
-        if hasattr(
-            driver, "cuFuncLoad"
-        ):  # now, and not at the first launch, when a round of a peer may be waiting for us
-            call("cuFuncLoad", function)
-    finally:
-        call("cuCtxPopCurrent")
-    return Kernel(int(function), block_threads(fields), fields["shared_bytes"])
+    entry, shared_bytes = f"moecomm_{spec.op}", fields["shared_bytes"]
+    function = kernel_loader.load(index, lambda arch: compile(spec, arch), entry, spec.transport, shared_bytes)
+    return Kernel(function, block_threads(fields), shared_bytes)

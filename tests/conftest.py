@@ -9,6 +9,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,11 @@ import moecomm
 
 GPU_MARKS = {"gpu1": 1, "gpu2": 2, "gpu4": 4, "gpu8": 8}
 
+if not torch.cuda.is_available():
+    # Here and in all processes that tests start: tensors are small, cores few and busy, and threads that share a
+    # product wait for each other longer than one takes alone.  On GPUs a reference may be large.
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpus = torch.cuda.device_count()
@@ -28,6 +34,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark, need in GPU_MARKS.items():
             if item.get_closest_marker(mark) and gpus < need:
                 item.add_marker(pytest.mark.skip(reason=f"needs {need} GPU(s), this machine has {gpus}"))
+    items.sort(key=has_begun)  # last
+
+
+def has_begun(item: pytest.Item) -> bool:
+    """Whether it waits for what its module has begun before the first test."""
+    return hasattr(getattr(item, "module", None), "begin")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def begun(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    """By the names of modules: what their `begin(config)`, a context, gave.
+
+    Most tests wait, or use one core.  What takes long, needs no fixture and is no matter of deadlines runs beside them.
+    """
+    modules = {item.module for item in request.session.items if isinstance(item, pytest.Function) and has_begun(item)}
+    with ExitStack() as stack:
+        yield {module.__name__: stack.enter_context(module.begin(request.config)) for module in modules}
 
 
 class Ranks:

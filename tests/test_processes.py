@@ -260,7 +260,10 @@ def test_nothing_is_left_behind(ranks: Ranks, tmp_path: Path, monkeypatch: pytes
     time.sleep(1.5)
     ranks.kill(1)
     ranks.results(2)
-    assert set(os.listdir("/dev/shm")) - before == set()
+    end = time.monotonic() + 30
+    while set(os.listdir("/dev/shm")) - before:  # others on this machine have files there for a moment
+        assert time.monotonic() < end
+        time.sleep(0.01)
     assert {p.name for p in temporary.iterdir() if not p.name.startswith("pymp-")} == set(), (
         "pymp-: multiprocessing's own"
     )

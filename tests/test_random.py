@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,44 +22,75 @@ PROCESSES = 2
 SPREAD = 10  # of so many sets of Buffers one has its ranks on all cores
 ALL_CORES = os.sched_getaffinity(0)
 
-own_core = ALL_CORES  # of this process
+
+@dataclass
+class Running:
+    """Processes that run cases until there are no more, and what one of them says of a case that fails."""
+
+    cases: int
+    processes: list[Any]
+    failures: Any
 
 
-def take_core(cores: Any) -> None:
-    """In a new process: one of the cores is its own."""
-    global own_core
-    own_core = {cores.get()}
+@contextmanager
+def begin(config: pytest.Config) -> Iterator[Running]:
+    """Before the first test, for the last: see `begun` in tests/conftest.py."""
+    cases, seed = config.getoption("--cases"), config.getoption("--seed")
+    sets = max(PROCESSES, cases // ROUNDS)
+    start = seed * 1_000_000
+    context: Any = multiprocessing.get_context("spawn")
+    following, failures = context.Value("q", start), context.SimpleQueue()
+    cores = sorted(ALL_CORES)
+    processes = [
+        context.Process(target=run_sets, args=(cores[nth % len(cores)], following, start + sets, failures), daemon=True)
+        for nth in range(PROCESSES)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        yield Running(sets * ROUNDS, processes, failures)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def run_sets(core: int, following: Any, end: int, failures: Any) -> None:
+    """In a process of its own: sets of Buffers, each the following one, before number `end` or the first failure."""
+    os.nice(19)  # other tests have deadlines
     torch.set_num_threads(1)
+    while True:
+        with following.get_lock():
+            number = following.value
+            following.value += 1
+        if number >= end:
+            return
+        if failure := run_set(number, core):
+            following.value = end
+            failures.put(failure)
+            return
 
 
-def run_range(first: int, last: int) -> str:
-    """Cases of the Buffers numbered first..last-1; empty, or the first failure."""
-    for number in range(first, last):
-        # The threads of ranks inherit it.  On one core they take turns; spread over cores that all have other work they
-        # wait for those, which takes twice as long and shows interleavings that nobody sees on one.
-        os.sched_setaffinity(0, own_core if number % SPREAD else ALL_CORES)
-        sizes = random_sizes(number)
-        with LocalBuffers(**sizes, backend="host") as ranks:
-            for seed in range(number * ROUNDS, (number + 1) * ROUNDS):
-                try:
-                    check_case(ranks, random_case(seed, **sizes))
-                except Exception as error:  # noqa: BLE001 - reported with the sizes that replay it
-                    return f"sizes {number} {sizes}: {type(error).__name__}: {error}"
+def run_set(number: int, core: int) -> str:
+    """Cases of the Buffers of that number; empty, or the first failure."""
+    # The threads of ranks inherit it.  On one core they take turns; spread over cores that all have other work they
+    # wait for those, which takes twice as long and shows interleavings that nobody sees on one.
+    os.sched_setaffinity(0, {core} if number % SPREAD else ALL_CORES)
+    sizes = random_sizes(number)
+    with LocalBuffers(**sizes, backend="host") as ranks:
+        for seed in range(number * ROUNDS, (number + 1) * ROUNDS):
+            try:
+                check_case(ranks, random_case(seed, **sizes))
+            except Exception as error:  # noqa: BLE001 - reported with the sizes that replay it
+                return f"sizes {number} {sizes}: {type(error).__name__}: {error}"
     return ""
 
 
 @pytest.mark.timeout(1800)
-def test_random_cases_match_the_reference(request: pytest.FixtureRequest) -> None:
-    cases, seed = request.config.getoption("--cases"), request.config.getoption("--seed")
-    sets = max(PROCESSES, cases // ROUNDS)
-    start = seed * 1_000_000
-    print(f"{sets * ROUNDS} cases from seed {seed}")
-    step = 5  # small pieces, so that both processes finish together
-    pieces = [(first, min(first + step, start + sets)) for first in range(start, start + sets, step)]
-    context = multiprocessing.get_context("spawn")
-    cores = context.SimpleQueue()
-    for core in itertools.islice(itertools.cycle(sorted(ALL_CORES)), PROCESSES):
-        cores.put(core)
-    with context.Pool(PROCESSES, take_core, (cores,)) as pool:
-        for failure in pool.starmap(run_range, pieces, chunksize=1):
-            assert not failure, failure
+def test_random_cases_match_the_reference(request: pytest.FixtureRequest, begun: dict[str, Running]) -> None:
+    running = begun[__name__]
+    print(f"{running.cases} cases from seed {request.config.getoption('--seed')}")
+    for process in running.processes:
+        process.join()
+    assert running.failures.empty(), running.failures.get()
+    assert [process.exitcode for process in running.processes] == [0] * PROCESSES

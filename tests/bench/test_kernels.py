@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moecomm import plain_kernel
+from moecomm import kernel_loader, plain_kernel
 from moecomm.backends import leave
 from moecomm.bench import ceiling, kernels, latency, overlap
 
@@ -31,7 +31,7 @@ def test_compiles_within_a_multiprocessor(kernel: kernels.BenchKernel) -> None:
 def test_a_ring_is_what_the_kernels_count_on() -> None:
     """The names are those of csrc/bench; the blocks hold as many warps as there are rings."""
     text = "".join(
-        (plain_kernel.headers() / "bench" / f"{name}.cuh").read_text() for name in ("all_to_all", "ping_pong")
+        (kernel_loader.headers() / "bench" / f"{name}.cuh").read_text() for name in ("all_to_all", "ping_pong")
     )
     assert re.search(rf"kPiece = {kernels.PIECE}, kSlots = {kernels._SLOTS}, kMovers = 6;", text)
     assert re.search(rf"kPutPiece = {kernels.PIECE}, kPutSlots = {kernels._SLOTS};", text)
@@ -48,7 +48,7 @@ def test_structs_are_packed_as_the_kernels_read_them() -> None:
         "device/leave": leave.PutArgs,
     }
     for header, packed in structs.items():
-        text = (plain_kernel.headers() / f"{header}.cuh").read_text()
+        text = (kernel_loader.headers() / f"{header}.cuh").read_text()
         body = re.search(r"struct \w+Args \{(.*?)\n\};", text, re.DOTALL)
         asserted = re.search(r"static_assert\(sizeof\(\w+Args\) == (.*?),", text)
         assert body and asserted
@@ -59,5 +59,5 @@ def test_structs_are_packed_as_the_kernels_read_them() -> None:
 
 
 def test_headers_are_those_of_this_repository_or_the_package() -> None:
-    assert (plain_kernel.headers() / "bench" / "all_to_all.cuh").is_file()
-    assert isinstance(plain_kernel.headers(), Path)
+    assert (kernel_loader.headers() / "bench" / "all_to_all.cuh").is_file()
+    assert isinstance(kernel_loader.headers(), Path)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moecomm import jit, kernel_cache
+from moecomm import jit, kernel_cache, kernel_loader
 
 pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
 
@@ -62,14 +62,14 @@ def test_a_changed_header_is_a_miss(
     directory: Path, built: list[jit.KernelSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     headers = tmp_path / "csrc"
-    shutil.copytree(jit._headers(), headers)
-    monkeypatch.setattr(jit, "_headers", lambda: headers)
+    shutil.copytree(kernel_loader.headers(), headers)
+    monkeypatch.setattr(kernel_loader, "headers", lambda: headers)
     for text in ("", "// another comment\n"):
         with (headers / "protocol" / "slots.h").open("a") as file:
             file.write(text)
-        jit._toolchain.cache_clear()
+        kernel_loader.toolchain.cache_clear()
         jit.compile(SPEC)
-    jit._toolchain.cache_clear()
+    kernel_loader.toolchain.cache_clear()
     assert len(built) == len(entries(directory)) == 2
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moecomm import plain_kernel
+from moecomm import kernel_loader, plain_kernel
 from moecomm.fused import SCHEDULES, choose, kernels
 from moecomm.fused.kernels import gemm_kernel
 
@@ -70,7 +70,7 @@ def test_the_struct_is_packed_as_the_kernel_reads_it() -> None:
     """csrc asserts its size there; its fields come in the same order here, those of Grouping in its place."""
 
     def fields(name: str, header: str) -> list[str]:
-        text = (plain_kernel.headers() / "fused" / header).read_text()
+        text = (kernel_loader.headers() / "fused" / header).read_text()
         body = re.search(rf"struct {name} {{(.*?)\n}};", text, re.DOTALL)
         assert body
         lines = re.findall(r"(?:i32|u64|TensorMap|Grouping) ([^;]+);", re.sub(r"//.*|\[kRowMaps\]", "", body[1]))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm import _native, plain_kernel
+from moecomm import _native, kernel_loader, plain_kernel
 from moecomm.fused import SCHEDULES, layer, two_launches
 from moecomm.fused.two_launches import COLUMNS, FETCH_ROWS, LayerArgs, early_tiles
 from moecomm.testing import LocalBuffers, random_layer
@@ -101,7 +101,7 @@ def added_up(
 
 
 def test_the_structs_are_packed_as_the_kernels_read_them() -> None:
-    fused = plain_kernel.headers() / "fused"
+    fused = kernel_loader.headers() / "fused"
     body = re.search(r"struct LayerArgs \{(.*?)\n\};", (fused / "layer.cuh").read_text(), re.DOTALL)
     assert body
     found = re.findall(r"(?:i32|u64|i64|Context) ([^;]+);", re.sub(r"//.*", "", body[1]))
@@ -115,7 +115,7 @@ def test_the_structs_are_packed_as_the_kernels_read_them() -> None:
         "__device__ void sizes(const LayerGemmArgs&) {}\n"
     )
     core = pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
-    options = core.ProgramOptions(std="c++20", arch="sm_90a", include_path=[str(plain_kernel.headers())])
+    options = core.ProgramOptions(std="c++20", arch="sm_90a", include_path=[str(kernel_loader.headers())])
     source = kernel.source.replace("using namespace moecomm;\n", f"using namespace moecomm;\n{checked}", 1)
     core.Program(source, "c++", options).compile("cubin")
     assert two_launches.LayerGemmArgs.layer.offset == ctypes.sizeof(two_launches.kernels.GemmArgs)

@@ -22,15 +22,27 @@ STRICT = ("-Wall", "-Wextra", "-Werror")  # of a mutant nobody asks whether all 
 # These run while no rank does: there is nothing to watch, and most of the work.
 BETWEEN_ROUNDS = dict.fromkeys(("scenario", "oracle", "compare"), ("-O2", "-fno-sanitize=thread"))
 PARALLEL = min(4, os.cpu_count() or 1)
+STANDARD = ("algorithm", "cmath", "condition_variable", "cstring", "functional", "memory", "mutex", "thread", "vector")
 
 
-def compile_units(sources: Iterable[Path], csrc: Path, into: Path, flags: Iterable[str]) -> list[Path]:
+def standard_headers(into: Path, flags: Iterable[str]) -> Path:
+    """Standard headers, which are most of the work of a unit, compiled once for all that are compiled with `flags`."""
+    into.mkdir(parents=True, exist_ok=True)
+    header = into / "standard.h"
+    header.write_text("".join(f"#include <{name}>\n" for name in STANDARD))
+    command = ["g++", *FLAGS, *flags, "-x", "c++-header", str(header), "-o", f"{header}.gch"]
+    subprocess.run(command, check=True)
+    return header
+
+
+def compile_units(sources: Iterable[Path], csrc: Path, into: Path, standard: Path, flags: Iterable[str]) -> list[Path]:
     """Object files of `sources`, with headers from `csrc`; beside each a list of the headers that it includes."""
     into.mkdir(parents=True, exist_ok=True)
 
     def compile_one(source: Path) -> Path:
         target = into / f"{source.stem}.o"
-        more = BETWEEN_ROUNDS.get(source.stem, ())
+        # Of those that run between rounds no unit has the flags that the standard headers were compiled with.
+        more = BETWEEN_ROUNDS.get(source.stem) or ("-include", str(standard))
         command = ["g++", *FLAGS, *flags, *more, f"-I{csrc}", "-MMD", "-c", str(source), "-o", str(target)]
         subprocess.run(command, check=True)
         return target
@@ -52,7 +64,8 @@ class Workshop:
         self.directory, self.flags = directory, flags
         self.sources = {path.stem: path for path in sorted((CSRC / "host").glob("*.cpp"))}
         tests = sorted(NATIVE.glob("*.cpp"))
-        objects = compile_units([*self.sources.values(), *tests], CSRC, directory, (*flags, *STRICT))
+        self.standard = standard_headers(directory, flags)
+        objects = compile_units([*self.sources.values(), *tests], CSRC, directory, self.standard, (*flags, *STRICT))
         self.objects = {path.stem: path for path in objects}
         self.intact = self._link(self.objects, directory)
 
@@ -66,7 +79,8 @@ class Workshop:
         edited.write_text(edited.read_text().replace(mutant.old, mutant.new))
         header = CSRC / mutant.file
         changed = [edited.stem] if edited.suffix == ".cpp" else self._users_of(header)
-        objects = compile_units([csrc / "host" / f"{stem}.cpp" for stem in changed], csrc, here, self.flags)
+        units = [csrc / "host" / f"{stem}.cpp" for stem in changed]
+        objects = compile_units(units, csrc, here, self.standard, self.flags)
         return self._link(self.objects | {path.stem: path for path in objects}, here)
 
     def _users_of(self, header: Path) -> list[str]:

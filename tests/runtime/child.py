@@ -166,5 +166,6 @@ def forked(native: Any) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has it ignored in what it starts as a job
     path, function, arguments = sys.argv[1:]
     globals()[function](load(path), *json.loads(arguments))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import moecomm
-from moecomm import jit, linking, shims
+from moecomm import jit, kernel_loader, linking, shims
 from moecomm.errors import Unsupported
 from moecomm.shims.build import build
 
@@ -97,7 +97,7 @@ class Library:
         monkeypatch.setattr(shims, "find", lambda _: self.shim)
         monkeypatch.setattr(linking, "nvjitlink_version", lambda: self.linker)
         monkeypatch.setattr(linking, "nvrtc_version", lambda: self.compiler)
-        monkeypatch.setattr(jit, "_toolchain", lambda: "NVRTC and headers")
+        monkeypatch.setattr(kernel_loader, "toolchain", lambda _: "NVRTC and headers")
 
 
 @pytest.fixture

@@ -1,0 +1,107 @@
+"""Both kinds of kernels are loaded alike: what the driver is asked for, in its order, with a driver that notes it."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moecomm import jit, kernel_loader, linking, plain_kernel
+from moecomm.backends import cuda_driver
+
+SPEC = jit.KernelSpec(op="dispatch", ranks=1, experts=1, topk=1, hidden=8, layout=0, type=0, idx_bytes=8, row_bytes=16)
+PLAIN = plain_kernel.PlainKernel("fused/home", "home", "HomeArgs", 32)
+
+
+class Status(IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_IMAGE = 200
+
+
+class Driver:
+    """Hands out numbers in place of handles; the GPU is of compute capability `capability`."""
+
+    CUdevice_attribute = SimpleNamespace(
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=0, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=1
+    )
+    CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared")
+
+    def __init__(self, capability: tuple[int, int] = (9, 0)) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self.given = {"cuDeviceGet": 70, "cuDevicePrimaryCtxRetain": 71, "cuModuleLoadData": 72}
+        self.given |= {"cuModuleGetFunction": 73, "cuCtxGetCurrent": 74}
+        self.capability, self.failing = capability, ""
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+
+        def function(*arguments: Any) -> tuple[Any, ...]:
+            if name == "cuDeviceGetAttribute":
+                return Status.CUDA_SUCCESS, self.capability[arguments[0]]
+            self.asked.append((name, *arguments))
+            if name == self.failing:
+                return (Status.CUDA_ERROR_INVALID_IMAGE,)
+            return (Status.CUDA_SUCCESS, *([self.given[name]] if name in self.given else []))
+
+        return function
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    fake = Driver()
+    monkeypatch.setattr(cuda_driver, "driver", lambda: fake)
+    monkeypatch.setattr(jit, "_loaded", {})
+    monkeypatch.setattr(plain_kernel, "_functions", {})
+    for module in (jit, plain_kernel):
+        monkeypatch.setattr(module, "compile", lambda _, arch: arch.encode())
+    return fake
+
+
+def asked(entry: bytes, shared_bytes: int) -> list[tuple[Any, ...]]:
+    return [
+        ("cuInit", 0),
+        ("cuDeviceGet", 3),
+        ("cuDevicePrimaryCtxRetain", 70),
+        ("cuCtxPushCurrent", 71),
+        ("cuModuleLoadData", b"sm_90a"),
+        ("cuModuleGetFunction", 72, entry),
+        ("cuFuncSetAttribute", 73, "shared", shared_bytes),
+        ("cuFuncLoad", 73),
+        ("cuCtxPopCurrent",),
+    ]
+
+
+def test_a_kernel_of_rounds_is_loaded_once_a_device(driver: Driver) -> None:
+    fields = jit.block_fields(SPEC)
+    wanted = jit.Kernel(73, jit.block_threads(fields), fields["shared_bytes"])
+    assert [jit.load(SPEC, 3), jit.load(SPEC, 3)] == [wanted, wanted]
+    assert driver.asked == asked(b"moecomm_dispatch", fields["shared_bytes"])
+    assert jit.is_loaded(SPEC, 3) and not jit.is_loaded(SPEC, 2)
+
+
+def test_a_kernel_for_one_job_is_loaded_once_a_device(driver: Driver) -> None:
+    assert [plain_kernel.load(PLAIN, 3), plain_kernel.load(PLAIN, 3)] == [73, 73]
+    assert driver.asked == [("cuCtxGetCurrent",), *asked(b"moecomm_plain", 0)]
+
+
+def test_other_gpus_have_their_own_code(driver: Driver) -> None:
+    driver.capability = (10, 3)
+    plain_kernel.load(PLAIN, 3)
+    assert ("cuModuleLoadData", b"sm_103") in driver.asked
+
+
+def test_nvshmem_hears_of_a_module_before_its_functions(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linking, "tell_nvshmem", lambda module: driver.asked.append(("told", module)))
+    kernel_loader.load(3, str.encode, "entry", "nvshmem", 0)
+    names = [name for name, *_ in driver.asked]
+    assert names.index("cuModuleLoadData") + 1 == names.index("told") == names.index("cuModuleGetFunction") - 1
+
+
+def test_a_failure_is_named_and_leaves_the_context_as_it_was(driver: Driver) -> None:
+    driver.failing = "cuModuleLoadData"
+    with pytest.raises(RuntimeError, match="cuModuleLoadData: CUDA_ERROR_INVALID_IMAGE"):
+        jit.load(SPEC, 3)
+    assert driver.asked[-1] == ("cuCtxPopCurrent",) and not jit.is_loaded(SPEC, 3)
