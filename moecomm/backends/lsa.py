@@ -148,8 +148,7 @@ class LsaSession:
         self.reach = reach(ranks, peers, device, timeout_s, shape.domain_ranks)
         shape.domain_ranks = self.reach.domain_ranks or shape.domain_ranks
         layout = _native.window_layout(shape)
-        quiet = (self._end_rounds,) if self.reach.puts else ()
-        self._kernels = Kernels(device, self.reach.transport, *quiet)
+        self._kernels = Kernels(device, self.reach.transport)
         self._window: windows.Window | None = self.reach.open_window(layout)
         try:
             with all_or_none(ranks):  # nobody writes to a window before it is zero
@@ -214,13 +213,6 @@ class LsaSession:
             torch.cuda.synchronize(self.device)
         elif self._last is not None:
             self._await(self._last.record_event())
-
-    def _end_rounds(self) -> None:
-        """Before a kernel is loaded: that may wait for the rounds under way, and keep the driver to itself meanwhile,
-        which the thread that moves their bytes wants, too.
-        """
-        if not self.capturing():
-            self.synchronize()
 
     def _await(self, event: torch.cuda.Event) -> None:
         """Looks at the event instead of blocking in the driver, so that Ctrl-C is not put off until a deadline."""
