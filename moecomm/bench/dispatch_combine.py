@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from dataclasses import asdict
 from typing import Any
@@ -32,8 +31,6 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
     """One rank."""
     case = Case(**job)
     device = device_of(group, case.backend)
-    if case.backend == "gin" and case.domain_ranks:  # its domains are NCCL's
-        os.environ["NCCL_LSA_TEAM_SIZE"] = str(case.domain_ranks)
     found: dict[str, Any] = {"ceiling": [], "memory": [], "rows": []}
     peers = Peers(case, group, device) if case.peers else None
     at_a_size = len(operations(case)) + (peers.count if peers else 0)
