@@ -29,9 +29,9 @@ SIZES: list[dict[str, Any]] = [
 SMALL: dict[str, Any] = {"hidden": 64, "num_experts": 8, "topk": 2, "max_tokens": 64}
 
 
-def random_seeds(cases: int, first: int = 0) -> range:
-    """The cases that each of SIZES gets, of `cases` in all."""
-    return range(first, first + cases // 4 // len(SIZES))
+def random_seeds(sizes: dict[str, Any], cases: int, first: int = 0) -> range:
+    """The cases that some of SIZES get, where `cases` are wanted: all of them the one whose reference takes no time."""
+    return range(first, first + (cases if sizes is SIZES[1] else max(min(cases // 12, 25), cases // 50)))
 
 
 def _backend(kind: str) -> str:
@@ -43,8 +43,6 @@ def _open(rank: int, group: Any, kind: str, **sizes: Any) -> moecomm.Buffer:
     torch.cuda.set_device(rank)
     how, _, domains = kind.partition(",")
     near = group.size() // 2 if domains else group.size()
-    if domains and how == "gin":
-        os.environ["NCCL_LSA_TEAM_SIZE"] = str(near)
     backend = _backend(kind)
     if backend == "lsa":
         os.environ["MOECOMM_WINDOW"] = how
@@ -72,7 +70,7 @@ def _random_cases(rank: int, group: Any, kind: str, cases: int, seed: int) -> st
         if "domains" in kind and sizes is SIZES[1]:
             moecomm.backends.load(_backend(kind)).straight_bytes = straight_bytes  # type: ignore[method-assign]
         with _open(rank, group, kind, **sizes, timeout_s=60) as buffer:
-            for number in random_seeds(cases, seed * 1_000_000):
+            for number in random_seeds(sizes, cases, seed * 1_000_000):
                 check_case_on_rank(buffer, random_case(number, ranks=group.size(), **sizes, few_kernels=True))
     return "done"
 
@@ -84,7 +82,7 @@ def test_random_cases_match_the_reference(
 ) -> None:
     cases, seed = request.config.getoption("--gpu-cases"), request.config.getoption("--seed")
     gpu_ranks.start(count, _random_cases, kind, cases, seed)
-    assert gpu_ranks.results(count, timeout_s=800) == dict.fromkeys(range(count), "done")
+    assert gpu_ranks.results(count, timeout_s=800 + cases / 10) == dict.fromkeys(range(count), "done")
 
 
 def routing(rank: int) -> dict[str, torch.Tensor]:
