@@ -202,6 +202,25 @@ def moe(found: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
+def simulate(found: dict[str, Any]) -> str:
+    """The section of `moecomm simulate`."""
+    case, nic = found["case"], found["inputs"]["nic"]
+    lines = [
+        f"Predicted, not measured: {case['model'] or 'a layer'} over NVLink domains of {case['ranks']}, each as "
+        f"{found['inputs']['domain']} was measured, a NIC of {nic['gbs']:g} GB/s a GPU; {case['payload']} dispatch, "
+        f"`{case['layout']}`, sums between domains in {case['wire']}; in brackets what most of it waits for:",
+        "",
+        "| domains | GPUs | tokens a rank | dispatch | combine | GEMMs | layer | overlapped |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in found["rows"]:
+        rounds = [f"{time_of(row[what]['us'])} ({row[what]['bound']})" for what in ("dispatch", "combine")]
+        layer = [time_of(row["layer"][part]) for part in ("gemm_us", "serial_us", "overlapped_us")]
+        where = [str(row[key]) for key in ("domains", "gpus", "tokens")]
+        lines.append(f"| {' | '.join([*where, *rounds, *layer])} |")
+    return "\n".join([*lines, ""])
+
+
 def simulate_check(found: dict[str, Any]) -> str:
     """The section of `moecomm simulate check`."""
     lines = [
@@ -222,6 +241,7 @@ BY_BENCHMARK: dict[str, Section] = {
     "backends": backends,
     "latency-backends": latency_backends,
     "moe": moe,
+    "simulate": simulate,
     "simulate-check": simulate_check,
 }
 
