@@ -40,7 +40,7 @@ PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--see
 SANITIZER = ("compute-sanitizer", "--report-api-errors", "no", "--tool")
 FUSED = "True or two_launches or experts_do_not_come"  # of test_moe.py
 NVLINK, MOE = "tests/gpu/test_nvlink.py::test", "tests/gpu/test_moe.py"
-BACKENDS, ROUNDS = "lsa,nvshmem,gin", "--ranks 4 --tokens 128,4096 --layout flat --chain 4 --replays 9"
+BACKENDS, ROUNDS = "lsa,nvshmem,gin", "--ranks 4 --tokens 128,4096 --layout flat --replays 7 --limit 240"
 GRACE_S = 5  # to say where threads were
 
 
