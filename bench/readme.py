@@ -103,6 +103,65 @@ def dispatch_combine(found: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
+def backends(found: dict[str, Any]) -> str:
+    """The section of `moecomm bench dispatch-combine` through several backends."""
+    case, first = found["case"], found["ways"][0]["backend"]
+    gpus = found["machine"]["gpus"]
+    place = f"{case['ranks']} x {gpus[0]}" if gpus else f"{case['ranks']} CPU ranks"
+    lines = [
+        f"{place}: {case['model'] or 'a layer'} (hidden {case['hidden']}, top-{case['topk']} of {case['experts']} "
+        f"experts) through one backend after the other, {case['mode']}; median of the slowest rank; bytes that leave a "
+        "rank for others of its domain and for other domains, and GB/s of both:",
+        "",
+        f"| tokens a rank | through | domains | operation | layout | time | of {first} | inside | across |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in found["rows"]:
+        if "us" not in row:
+            continue
+        what = ", ".join(filter(None, (row["what"], row["payload"], row["variant"])))
+        domains = case["ranks"] // (row["domain_ranks"] or case["ranks"])
+        crossing = " | ".join(
+            f"{row[f'{where}_bytes'] / 1e6:.2f} MB, {row[f'{where}_gbs']:.1f} GB/s" if row[f"{where}_bytes"] else ""
+            for where in ("inside", "across")
+        )
+        of_first = f"{row['of_first']:.2f}" if "of_first" in row else ""
+        lines.append(
+            f"| {row['tokens']} | `{row['through']}` | {domains} | {what} | `{row['layout']}` "
+            f"| {time_of(row['us']['p50'])} | {of_first} | {crossing} |"
+        )
+    return "\n".join([*lines, *_lost(found), ""])
+
+
+def _lost(found: dict[str, Any]) -> list[str]:
+    """What of a run has no figures, and why."""
+    lost = []
+    for row in found["rows"]:
+        if "why" in row:
+            domains = f", domains of {row['domain_ranks']}" if row["domain_ranks"] else ""
+            size = f", {row['tokens']} tokens" if row.get("tokens") else ""
+            lost += ["", f"`{row['backend']}`{domains}{size}: {row['why']}"]
+    return lost
+
+
+def latency_backends(found: dict[str, Any]) -> str:
+    """The section of `moecomm bench latency` through several backends."""
+    names = [way["backend"] for way in found["ways"]]
+    rows = {(row["bytes"], row["backend"]): row for row in found["rows"] if "us" in row}
+    gpus = found["machine"]["gpus"]
+    lines = [
+        f"put + signal between two {f'GPUs ({gpus[0]})' if gpus else 'CPU ranks'}: half a round trip, median:",
+        "",
+        f"| bytes | {' | '.join(f'`{name}`' for name in names)} |",
+        "| --- |" + " --- |" * len(names),
+    ]
+    for size in sorted({size for size, _ in rows}):
+        here = [rows.get((size, name)) for name in names]
+        cells = [f"{row['us']['p50']:.2f} us, {row['gbs']:.2f} GB/s" if row else "" for row in here]
+        lines.append(f"| {size} | {' | '.join(cells)} |")
+    return "\n".join([*lines, *_lost(found), ""])
+
+
 def _of_parts(row: dict[str, Any]) -> str:
     return f", {row['of_sum']:.3f} of the two alone" if "of_sum" in row else ""
 
@@ -143,6 +202,25 @@ def moe(found: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
+def simulate(found: dict[str, Any]) -> str:
+    """The section of `moecomm simulate`."""
+    case, nic = found["case"], found["inputs"]["nic"]
+    lines = [
+        f"Predicted, not measured: {case['model'] or 'a layer'} over NVLink domains of {case['ranks']}, each as "
+        f"{found['inputs']['domain']} was measured, a NIC of {nic['gbs']:g} GB/s a GPU; {case['payload']} dispatch, "
+        f"`{case['layout']}`, sums between domains in {case['wire']}; in brackets what most of it waits for:",
+        "",
+        "| domains | GPUs | tokens a rank | dispatch | combine | GEMMs | layer | overlapped |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in found["rows"]:
+        rounds = [f"{time_of(row[what]['us'])} ({row[what]['bound']})" for what in ("dispatch", "combine")]
+        layer = [time_of(row["layer"][part]) for part in ("gemm_us", "serial_us", "overlapped_us")]
+        where = [str(row[key]) for key in ("domains", "gpus", "tokens")]
+        lines.append(f"| {' | '.join([*where, *rounds, *layer])} |")
+    return "\n".join([*lines, ""])
+
+
 def simulate_check(found: dict[str, Any]) -> str:
     """The section of `moecomm simulate check`."""
     lines = [
@@ -160,7 +238,10 @@ Section = Callable[[dict[str, Any]], str]
 BY_NAME: dict[str, Section] = {"host_vs_gloo": host_vs_gloo}
 BY_BENCHMARK: dict[str, Section] = {
     "dispatch-combine": dispatch_combine,
+    "backends": backends,
+    "latency-backends": latency_backends,
     "moe": moe,
+    "simulate": simulate,
     "simulate-check": simulate_check,
 }
 

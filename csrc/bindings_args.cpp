@@ -87,6 +87,7 @@ void bind_layout(py::module_& m) {
         .def_readonly("columns", &WindowLayout::columns)
         .def_readonly("mail_words", &WindowLayout::mail_words);
     m.def("window_layout", &window_layout, py::arg("shape"));
+    m.def("goes_straight", &goes_straight, py::arg("shape"), py::arg("num_tokens"));
     m.def("landed_bytes", &landed_bytes, py::arg("shape"), py::arg("row_bytes"), py::arg("scale_bytes"));
 }
 

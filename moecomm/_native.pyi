@@ -84,6 +84,9 @@ class WindowLayout:
     @property
     def mail_words(self) -> int: ...
 
+def goes_straight(shape: Shape, num_tokens: int) -> bool:
+    """Whether rows of a rank with so many tokens reach other domains without a relay."""
+
 def landed_bytes(shape: Shape, row_bytes: int, scale_bytes: int) -> int:
     """What a token takes that lands in another domain."""
 

@@ -113,7 +113,7 @@ def _backend(name: str) -> BackendReport:
     missing = backends.missing(name)
     if name not in shims.NAMES:
         return BackendReport(name, missing)
-    shim = shims.find(name).missing
+    shim = shims.find("gin_proxy" if name == "gin" and not nic.has_rdma() else name).missing
     if shim and shim != missing:
         return BackendReport(name, missing, shim if missing or name == "gin" else f"Not between domains: {shim}")
     if missing or nic.has_rdma():

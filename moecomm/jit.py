@@ -289,11 +289,6 @@ _loaded: dict[tuple[KernelSpec, int], Kernel] = {}
 _loading = threading.Lock()
 
 
-def is_loaded(spec: KernelSpec, device: Any) -> bool:
-    """Whether load() has nothing to do."""
-    return (spec, int(getattr(device, "index", device))) in _loaded
-
-
 def load(spec: KernelSpec, device: Any) -> Kernel:
     """The kernel on a CUDA device (a torch.device with an index, or the index), compiled and loaded if need be."""
     index = int(getattr(device, "index", device))

@@ -76,22 +76,26 @@ class _Child:
         return Failure(self.rank, "ProcessEnded", f"the process {how}", consequence=False)
 
 
-def launch(target: str, job: dict[str, Any], ranks: int) -> list[Any]:
+def launch(target: str, job: dict[str, Any], ranks: int, limit_s: float = float("inf")) -> list[Any]:
     """Calls `target` ("module:function") as function(group, **job) in `ranks` processes, whose gloo group that is.
 
-    Returns what each rank returned (JSON), by rank.  Raises RanksFailed.  Ctrl-C ends every rank, then raises
-    KeyboardInterrupt.
+    Returns what each rank returned (JSON), by rank.  Raises RanksFailed; after `limit_s` seconds ranks that have not
+    ended are failures, called Timeout, and are ended.  Ctrl-C ends every rank, then raises KeyboardInterrupt.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     children: list[_Child] = []
     try:
         for rank in range(ranks):
             children.append(_start(target, job, rank, ranks, store.port))
-        _collect(children)
+        _collect(children, limit_s)
         outcomes = [child.outcome() for child in children if child.done]
     finally:
         _end(children)
-    if failures := [o for o in outcomes if isinstance(o, Failure)]:
+    failures = [o for o in outcomes if isinstance(o, Failure)]
+    late = [child.rank for child in children if not child.done]
+    if not failures:  # else the others were not waited for
+        failures = [Failure(rank, "Timeout", f"had not ended after {limit_s:g} s", consequence=False) for rank in late]
+    if failures:
         raise RanksFailed(sorted(failures, key=lambda f: f.consequence))
     return outcomes
 
@@ -110,9 +114,9 @@ def _start(target: str, job: dict[str, Any], rank: int, ranks: int, port: int) -
     return _Child(rank, process, results)
 
 
-def _collect(children: list[_Child]) -> None:
-    """Reads what the ranks say until all have ended, or for a short while after the first failure."""
-    deadline = float("inf")
+def _collect(children: list[_Child], limit_s: float) -> None:
+    """Reads what the ranks say until all have ended, for `limit_s`, or for a short while after the first failure."""
+    deadline = time.monotonic() + limit_s
     with selectors.DefaultSelector() as waiting:
         for child in children:
             waiting.register(child.results, selectors.EVENT_READ, child)

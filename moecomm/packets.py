@@ -66,10 +66,13 @@ def carry_home(staged_bytes: int, num_tokens: int, topk: int, room: int) -> bool
     return of_combine(staged_bytes).carry(num_tokens, topk, room)
 
 
-def room(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
-    """Bytes of a window for the packets of one rank and one round: what few tokens need, and no more than all do."""
+def room(ranks: int, max_tokens: int, staged_row_bytes: int, of_all: int = _ROOM_OF_ALL) -> int:
+    """Bytes of a window for the packets of one rank and one round: what few tokens need, and no more than all do.
+
+    `of_all`: the most for all ranks and both parities.
+    """
     most = min(max_tokens, _MOST_TOKENS) * (staged_row_bytes * 5 // 4 + _MOST_LINES * _LINE_BYTES)
-    return _align(min(_ROOM, _ROOM_OF_ALL // (2 * ranks), most), _LINE_BYTES * 2)
+    return _align(min(_ROOM, of_all // (2 * ranks), most), _LINE_BYTES * 2)
 
 
 def _align(n: int, to: int) -> int:

@@ -14,7 +14,7 @@ from moecomm.rendezvous import Rendezvous
 if TYPE_CHECKING:
     from moecomm.backends import Backend
 
-VERSION = 4  # of the protocol in csrc/protocol
+VERSION = 5  # of the protocol in csrc/protocol
 MAX_RANKS, MAX_TOPK, MAX_FLAT_ROWS = 64, 32, 1 << 23
 MAX_CHUNK = 32  # tokens; kMaxChunk
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -105,8 +105,10 @@ class Settings:
 
     @property
     def landing_payload_bytes(self) -> tuple[int, int]:
-        """The widest row that crosses to another domain, and room for scales beside it."""
-        return self.hidden * 4, max(self.hidden * 4, 256)
+        """The widest row that crosses to another domain, and room for scales; those of narrower rows have what is left
+        of it, too.
+        """
+        return self.hidden * self.dtype.itemsize, max(self.hidden // 4, 256)
 
     def worst_rows(self, layout: str, alignment: int = 1) -> int:
         """The most rows a rank can receive in a dispatch of this layout."""

@@ -28,9 +28,12 @@ if torch.cuda.device_count() == 0:  # which does not start CUDA
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    gpus = torch.cuda.device_count()
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    gpus, more_s = torch.cuda.device_count(), max(0, config.getoption("--gpu-cases") - 1000) / 10
     for item in items:
+        limit = item.get_closest_marker("timeout")
+        if more_s and limit and any(item.get_closest_marker(mark) for mark in GPU_MARKS):
+            item.add_marker(pytest.mark.timeout(limit.args[0] + more_s), append=False)
         for mark, need in GPU_MARKS.items():
             if item.get_closest_marker(mark) and gpus < need:
                 item.add_marker(pytest.mark.skip(reason=f"needs {need} GPU(s), this machine has {gpus}"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -74,3 +76,21 @@ def test_bad_input_of_one_rank_is_told_by_all() -> None:
 def test_a_mismatch_at_open_names_the_field() -> None:
     with pytest.raises(RanksFailed, match="topk: this rank has 1, rank 2 has 2"):
         launch(f"{__name__}:disagree", {}, 3)
+
+
+def work_on(group: dist.ProcessGroup, without: list[int]) -> int:
+    if group.rank() not in without:
+        threading.Event().wait()
+    return group.rank()
+
+
+@pytest.mark.parametrize(("without", "late"), [([], [0, 1, 2]), ([0, 2], [1])])
+def test_ranks_that_do_not_end_in_time_are_named_and_ended(without: list[int], late: list[int]) -> None:
+    begin = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        launch(f"{__name__}:work_on", {"without": without}, 3, 12.5)
+    assert [(f.rank, f.error, f.text) for f in caught.value.failures] == [
+        (rank, "Timeout", "had not ended after 12.5 s") for rank in late
+    ]
+    assert 12.5 <= time.monotonic() - begin < 30
+    assert launch(f"{__name__}:work_on", {"without": [0, 1, 2]}, 3, 60.0) == [0, 1, 2]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
-from moecomm import packets
+from moecomm import _native, packets
+from moecomm.backends import lsa
+from moecomm.settings import Settings
 
 
 def test_what_a_row_of_deepseek_v3_is_cut_into() -> None:
@@ -16,6 +19,27 @@ def test_what_a_row_of_deepseek_v3_is_cut_into() -> None:
     assert packets.of_combine(14336) == packets.Packets(1792, 0, 15, 8)
     assert [packets.room(ranks, 4096, 4 * 7168 + 32) >> 20 for ranks in (1, 4, 8, 64)] == [4, 4, 2, 0]
     assert packets.of_combine(4 * 7168).carry(128, 8, 4 << 20)
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_128_tokens_of_deepseek_v3_go_straight_to_other_domains(ranks: int) -> None:
+    settings = Settings(ranks, 7168, 256, 8, 128, torch.bfloat16, "lsa", None, ranks // 2)
+    row = settings.staged_row_bytes
+    shape = _native.Shape(
+        ranks=ranks,
+        experts=256,
+        topk=8,
+        max_tokens=128,
+        ring_tokens=lsa.ring_tokens(ranks, 128, row),
+        staged_row_bytes=row,
+        heap_bytes=1 << 20,
+        packet_bytes=settings.packet_bytes(lsa),  # type: ignore[arg-type]
+        domain_ranks=ranks // 2,
+    )
+    shape.landing_bytes = _native.landed_bytes(shape, *settings.landing_payload_bytes)
+    assert _native.goes_straight(shape, 128)
+    shape.domain_ranks = ranks
+    assert not _native.goes_straight(shape, 128)
 
 
 @pytest.mark.parametrize("scale_size", [0, 1, 4])

@@ -189,6 +189,46 @@ def test_results_of_the_benchmark_become_a_table_or_a_plot(tmp_path: Path, monke
     assert readme.drawn() == {folder / "a.svg": folder / "a.json"}
 
 
+def test_several_backends_become_a_table_of_rounds_and_one_of_latencies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import readme
+
+    way = {"backend": "lsa", "domain_ranks": 0}
+    ways = [way, {"backend": "gin", "domain_ranks": 0}, {"backend": "gin", "domain_ranks": 2}]
+    row = {**way, "through": "lsa/vmm", "tokens": 4096, "what": "dispatch", "layout": "flat", "payload": "fp8"}
+    row |= {"variant": "", "us": {"p50": 261.34}, "of_first": 1.0}
+    row |= {"inside_bytes": 7.25e7, "inside_gbs": 277.43, "across_bytes": 0.0, "across_gbs": 0.0}
+    far = {**row, **ways[2], "through": "gin/proxy", "us": {"p50": 98765.0}, "of_first": 377.9}
+    far |= {"across_bytes": 3.1e7, "across_gbs": 0.314}
+    about = {"command": "c", "date": "2026-01-02", "machine": {"gpus": ["GPU"] * 4, "cpu": ""}, "ways": ways}
+    case = {"ranks": 4, "model": "deepseek-v3", "hidden": 7168, "topk": 8, "experts": 256, "mode": "graph"}
+    lost = {**ways[2], "tokens": 128, "why": "rank 1: Timeout: had not ended after 9 s"}
+    rounds = {**about, "benchmark": "backends", "case": case, "rows": [row, far, lost]}
+    put = {**way, "bytes": 4, "us": {"p50": 1.567}, "gbs": 0.0026}
+    puts = [put, {**put, "bytes": 1024, "gbs": 0.65}, {**put, "backend": "gin", "us": {"p50": 17.0}}]
+    puts += [{"backend": "nvshmem", "domain_ranks": 0, "tokens": 0, "why": "nvshmem4py can't be imported"}]
+    latencies = {**about, "benchmark": "latency-backends", "ways": ways[:2], "rows": puts}
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    for name, result in (("backends-4", rounds), ("latency-backends-4", latencies)):
+        (tmp_path / "bench" / "results" / f"{name}.json").write_text(json.dumps(result))
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    table, latency = readme.figures().split("Source: [`backends-4.json`]")
+    assert [line for line in table.splitlines() if line.startswith(("| tokens", "| 4096", "`gin"))] == [
+        "| tokens a rank | through | domains | operation | layout | time | of lsa | inside | across |",
+        "| 4096 | `lsa/vmm` | 1 | dispatch, fp8 | `flat` | 261 us | 1.00 | 72.50 MB, 277.4 GB/s |  |",
+        "| 4096 | `gin/proxy` | 2 | dispatch, fp8 | `flat` | 98.77 ms | 377.90 | 72.50 MB, 277.4 GB/s "
+        "| 31.00 MB, 0.3 GB/s |",
+        "`gin`, domains of 2, 128 tokens: rank 1: Timeout: had not ended after 9 s",
+    ]
+    assert [line for line in latency.splitlines() if line.startswith(("| b", "| 4", "| 1", "`nv"))] == [
+        "| bytes | `lsa` | `gin` |",
+        "| 4 | 1.57 us, 0.00 GB/s | 17.00 us, 0.00 GB/s |",
+        "| 1024 | 1.57 us, 0.65 GB/s |  |",
+        "`nvshmem`: nvshmem4py can't be imported",
+    ]
+
+
 def test_headlines_are_of_what_was_measured_as_the_table_of_blocks_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,8 @@ class GinReach(Reach):
                 raise Unsupported("ranks that are threads of one process; backend 'gin' wants a process a rank")
         secret = ranks.all_gather(bytes.fromhex(rma_plugin.new_secret()))[0].hex()
         self._variables = {} if nic.has_rdma() else rma_plugin.environment(secret)
+        if domain_ranks not in (0, ranks.ranks):
+            self._variables["NCCL_LSA_TEAM_SIZE"] = str(domain_ranks)
         with config.variables(self._variables):
             self._communicator = windows_nccl.connect(ranks)
         try:

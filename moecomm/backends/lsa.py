@@ -35,6 +35,7 @@ _RECORD, _ABORT, _ROUND, _MAIL = 0, 64, 128, 256  # offsets in the pinned contro
 
 # Of a window, so that a Buffer of 4096 tokens of 7168 columns has less than 64 MiB besides its outputs.
 _STAGING_BYTES = 62 << 20
+_STRAIGHT_BYTES = 64 << 20  # the same with several domains: what is put straight has room of its own
 _MOST_BLOCKS = 256  # of a launch: kMaxBlocks in csrc/protocol/compiler.h
 
 _SPIN_S, _NAP_S = 2e-3, 1e-4  # a wait for the device spins for a while, then looks now and then
@@ -103,7 +104,9 @@ def packet_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
     return packets.room(ranks, max_tokens, staged_row_bytes)
 
 
-straight_bytes = packet_bytes
+def straight_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
+    """The same; of 7168 columns 128 tokens with up to 8 ranks."""
+    return packets.room(ranks, max_tokens, staged_row_bytes, of_all=_STRAIGHT_BYTES)
 
 
 @lru_cache(maxsize=64)
@@ -145,8 +148,7 @@ class LsaSession:
         self.reach = reach(ranks, peers, device, timeout_s, shape.domain_ranks)
         shape.domain_ranks = self.reach.domain_ranks or shape.domain_ranks
         layout = _native.window_layout(shape)
-        quiet = (self._end_rounds,) if self.reach.puts else ()
-        self._kernels = Kernels(device, self.reach.transport, *quiet)
+        self._kernels = Kernels(device, self.reach.transport)
         self._window: windows.Window | None = self.reach.open_window(layout)
         try:
             with all_or_none(ranks):  # nobody writes to a window before it is zero
@@ -211,13 +213,6 @@ class LsaSession:
             torch.cuda.synchronize(self.device)
         elif self._last is not None:
             self._await(self._last.record_event())
-
-    def _end_rounds(self) -> None:
-        """Before a kernel is loaded: that may wait for the rounds under way, and keep the driver to itself meanwhile,
-        which the thread that moves their bytes wants, too.
-        """
-        if not self.capturing():
-            self.synchronize()
 
     def _await(self, event: torch.cuda.Event) -> None:
         """Looks at the event instead of blocking in the driver, so that Ctrl-C is not put off until a deadline."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +17,10 @@ _BYTES = (2, 2, 4)  # of a Type of csrc/protocol/args.h that is combined
 
 
 class Kernels:
-    """The kernels of one GPU, compiled or read from the cache when first wanted (see jit.load).
+    """The kernels of one GPU, compiled or read from the cache when first wanted (see jit.load)."""
 
-    `before_load` is called before one is loaded.
-    """
-
-    def __init__(
-        self, device: torch.device, transport: str = "lsa", before_load: Callable[[], None] = lambda: None
-    ) -> None:
-        self._device, self._transport, self._before_load = device, transport, before_load
+    def __init__(self, device: torch.device, transport: str = "lsa") -> None:
+        self._device, self._transport = device, transport
 
     def dispatch(self, args: _native.DispatchArgs) -> jit.Kernel:
         """The dispatch kernel for these arguments."""
@@ -41,8 +35,6 @@ class Kernels:
 
         if spec.transport != "lsa" and self._transport != "lsa":
             spec = replace(spec, transport=self._transport)
-        if not jit.is_loaded(spec, self._device):
-            self._before_load()
         return jit.load(spec, self._device)
 
 

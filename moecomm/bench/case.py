@@ -109,26 +109,50 @@ def model_sizes(model: str, hidden: int | None, topk: int | None, experts: int |
 class Traffic:
     """How many rows go from each rank (first index) to each (second): int64 [R, R].
 
-    `rows`: one a (token, rank), as they cross the wire; `entries`: one a (token, expert).
+    `rows`: one a (token, rank), as they cross the wire; `entries`: one a (token, expert); `relayed`: one a (token,
+    domain), to the rank of another domain that passes them on.  `domain_ranks`: neighbours that are a domain.
     """
 
     rows: torch.Tensor
     entries: torch.Tensor
+    relayed: torch.Tensor
+    domain_ranks: int
 
     @staticmethod
-    def of(group: dist.ProcessGroup, topk_idx: torch.Tensor, experts: int) -> Traffic:
-        """Collective."""
+    def of(group: dist.ProcessGroup, topk_idx: torch.Tensor, experts: int, domain_ranks: int = 0) -> Traffic:
+        """Collective.  `domain_ranks`: 0 for all."""
         ranks = rendezvous(group)
+        near = domain_ranks or ranks.ranks
         owner = torch.where(topk_idx >= 0, topk_idx // (experts // ranks.ranks), -1)
         to = torch.arange(ranks.ranks)
         wanted = owner.unsqueeze(2) == to  # [T, K, R]
-        mine = torch.stack([wanted.any(dim=1).sum(dim=0), wanted.sum(dim=(0, 1))])  # [2, R]
+        by_rank = wanted.any(dim=1)  # [T, R]
+        by_domain = by_rank.view(len(by_rank), -1, near).any(dim=2).sum(dim=0)  # [D]
+        passes_on = (to % near == ranks.rank % near) & (to // near != ranks.rank // near)
+        relayed = torch.where(passes_on, by_domain[to // near], 0)
+        mine = torch.stack([by_rank.sum(dim=0), wanted.sum(dim=(0, 1)), relayed])  # [3, R]
         everybody = [
-            torch.frombuffer(bytearray(data), dtype=torch.int64).view(2, ranks.ranks)
+            torch.frombuffer(bytearray(data), dtype=torch.int64).view(3, ranks.ranks)
             for data in ranks.all_gather(mine.contiguous().numpy().tobytes())
         ]
-        rows, entries = torch.stack(everybody, dim=1)
-        return Traffic(rows, entries)
+        by_rank, entries, relayed = torch.stack(everybody, dim=1)
+        return Traffic(by_rank, entries, relayed, near)
+
+    def crossing(self, *, straight: bool) -> tuple[float, float]:
+        """Rows that leave a rank for others of its own domain, and for those of other domains, on average.
+
+        `straight`: they cross one a (token, rank); else one a (token, domain), and relays pass them on to the others
+        of their own.
+        """
+        ranks = len(self.rows)
+        domain = torch.arange(ranks) // self.domain_ranks
+        near = domain.unsqueeze(1) == domain
+        inside = int((self.rows * near).sum() - self.rows.diagonal().sum())
+        far = self.rows * ~near
+        if straight:
+            return inside / ranks, int(far.sum()) / ranks
+        passed_on = int(torch.where(self.relayed > 0, 0, far).sum())
+        return (inside + passed_on) / ranks, int(self.relayed.sum()) / ranks
 
     def wire(self, *, by_expert: bool = False) -> float:
         """Rows that leave a rank for others, on average: one a (token, rank), or one a (token, expert)."""

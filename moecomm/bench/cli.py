@@ -19,7 +19,11 @@ app = typer.Typer(
 
 Ranks = Annotated[int | None, typer.Option(help="Processes; default: 4 on CPUs, one a GPU.")]
 Backend = Annotated[str, typer.Option(help="auto, host, lsa, gin or nvshmem.")]
-DomainRanks = Annotated[int, typer.Option(help="Ranks of a domain; others are put to.  0: all that loads reach.")]
+Backends = Annotated[str, typer.Option("--backend", help="auto, host, lsa, gin or nvshmem; several: lsa,gin.")]
+DomainsRanks = Annotated[
+    str, typer.Option("--domain-ranks", help="Ranks of a domain; others are put to.  0: all that loads reach; 0,2.")
+]
+Limit = Annotated[float, typer.Option("--limit", help="Seconds of a backend at one size, where there are several.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result there.")]
 Model = Annotated[str, typer.Option(help="Whose sizes: a name of moecomm.router.MODELS.")]
 Hidden = Annotated[int | None, typer.Option(help="Columns of a token, in place of the model's.")]
@@ -66,19 +70,30 @@ def dispatch_combine(
     peers: Peers = True,
     overlap_gemm: Gemm = False,
     ranks: Ranks = None,
-    backend: Backend = "auto",
-    domain_ranks: DomainRanks = 0,
+    backend: Backends = "auto",
+    domain_ranks: DomainsRanks = "0",
+    limit: Limit = 120.0,
     json: Json = None,
 ) -> None:
-    """Whole dispatches and combines, and the two after each other."""
-    case = _case(
-        (model, hidden, topk, experts),
-        (tokens, layout, payload, sms),
-        (backend, ranks, mode),
-        {"cold": cold, "skew": SKEW * skew, "chain": chain, "replays": replays},
-        {"ceiling": ceiling, "peers": peers, "overlap_gemm": overlap_gemm, "domain_ranks": domain_ranks},
-    )
-    _run_case(case, json)
+    """Whole dispatches and combines, and the two after each other; of several backends beside those of the first."""
+    from moecomm.bench import backends, table
+
+    def case_of(way: backends.Way) -> Case:
+        return _case(
+            (model, hidden, topk, experts),
+            (tokens, layout, payload, sms),
+            (way.backend, ranks, mode),
+            {"cold": cold, "skew": SKEW * skew, "chain": chain, "replays": replays},
+            {"ceiling": ceiling, "peers": peers, "overlap_gemm": overlap_gemm, "domain_ranks": way.domain_ranks},
+        )
+
+    ways = backends.ways(backend, numbers("domain_ranks", domain_ranks))
+    if len(ways) == 1:
+        _run_case(case_of(ways[0]), json)
+        return
+    kept = _Kept(json)
+    backends.dispatch_combine(ways, numbers("tokens", tokens), case_of, limit, kept)
+    table.show_backends(kept.result, table.console())
 
 
 @app.command()
@@ -150,23 +165,33 @@ def _run_case(case: Case, json: Path | None) -> None:
 
 @app.command()
 def latency(
-    most_bytes: Annotated[int, typer.Option(help="The largest size; the smallest is one byte.")] = 64 << 20,
+    most_bytes: Annotated[int, typer.Option(help="The largest size.")] = 64 << 20,
+    least_bytes: Annotated[int, typer.Option(help="The smallest size.")] = 1,
     replays: Replays = 20,
-    backend: Backend = "auto",
+    backend: Backends = "auto",
+    limit: Limit = 120.0,
     json: Json = None,
 ) -> None:
-    """put + signal between two ranks, 1 B to 64 MB: half a round trip."""
+    """put + signal between two ranks, 1 B to 64 MB: half a round trip; through one backend or several."""
+    from moecomm.bench import backends, ranks, table
     from moecomm.bench import latency as measured
-    from moecomm.bench import ranks, table
     from moecomm.errors import BadInput
 
-    if most_bytes < 1 or replays < 1:
-        raise BadInput("most_bytes, replays", (most_bytes, replays), "at least 1 each")
+    sizes = [size for size in measured.SIZES if least_bytes <= size <= most_bytes]
+    if not sizes or replays < 1:
+        raise BadInput(
+            "least_bytes, most_bytes, replays", (least_bytes, most_bytes, replays), "a power of two between; at least 1"
+        )
+    job: dict[str, Any] = {"sizes": sizes, "replays": replays}
+    ways = backends.ways(backend)
+    if len(ways) > 1:
+        kept = _Kept(json)
+        backends.latency(ways, job, limit, kept)
+        table.show_latency_backends(kept.result, table.console())
+        return
     name, count = ranks.plan(backend, None)
     count = count if ranks.under_torchrun() else 2
-    sizes = [size for size in measured.SIZES if size <= most_bytes]
-    job = {"backend": name, "sizes": sizes, "replays": replays}
-    by_rank = ranks.on_ranks("moecomm.bench.latency:run_rank", job, count)
+    by_rank = ranks.on_ranks("moecomm.bench.latency:run_rank", {"backend": name, **job}, count)
     if by_rank is not None:
         result = {"benchmark": "latency", "backend": name, "rows": measured.merge(by_rank)}
         table.show_latency(result, table.console())
@@ -275,6 +300,21 @@ def numbers(name: str, text: str) -> list[int]:
         return [int(word) for word in text.split(",")]
     except ValueError:
         raise BadInput(name, repr(text), "a number, or several with commas between") from None
+
+
+class _Kept:
+    """The latest of a result that grows, in the JSON as well."""
+
+    def __init__(self, json: Path | None) -> None:
+        self.result: dict[str, Any] = {}
+        self._json = json
+
+    def __call__(self, result: dict[str, Any]) -> None:
+        from moecomm.bench.results import write
+
+        self.result = result
+        if self._json is not None:
+            write(self._json, result)
 
 
 def _keep(result: dict[str, Any], json: Path | None) -> None:

@@ -17,13 +17,13 @@ from moecomm.bench.peers import Peers
 from moecomm.bench.ranks import Step, device_of, on_ranks, progress
 
 
-def run(case: Case) -> dict[str, Any] | None:
-    """Measures a case on all ranks; None in a process that has nothing to report.
+def run(case: Case, limit_s: float = float("inf")) -> dict[str, Any] | None:
+    """Measures a case on all ranks; None in a process that has nothing to report.  `limit_s`: see on_ranks.
 
     Returns {benchmark, case, backend, ceiling, memory, rows}: see `merge`.  Raises BadInput, RanksFailed.
     """
     case.check()
-    by_rank = on_ranks("moecomm.bench.dispatch_combine:run_rank", asdict(case), case.ranks)
+    by_rank = on_ranks("moecomm.bench.dispatch_combine:run_rank", asdict(case), case.ranks, limit_s)
     return None if by_rank is None else merge(case, by_rank)
 
 
@@ -69,10 +69,11 @@ def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
 
     rows: {who, what, layout, payload, variant, tokens, sms_asked, sms, us: {p50, p90, p99}, host_us, host_us_slowest,
     wire_bytes, busiest_bytes, logical_bytes, wire_gbs, logical_gbs, of_wire}, or with `why` in the place of figures.
-    Bytes are means over ranks, times of the slowest; host times are medians of a rank, of the rank in the middle and of
-    the slowest.  `of_wire`: wire time at the ceiling / p50; with skewed routing wire time is
-    that of the busiest link.  A pair's `of_sum`: its time / that of its two parts alone; `of_flat`: time / that of the
-    same operation on flat rows.
+    Ours have inside_bytes, across_bytes and GB/s of both, of what stays in a domain and of what leaves it, and
+    `straight`: whether it leaves without relays.  Bytes are means over ranks, times of the slowest; host times are
+    medians of a rank, of the rank in the middle and of the slowest.  `of_wire`: wire time at the ceiling / p50; with
+    skewed routing wire time is that of the busiest link.  A pair's `of_sum`: its time / that of its two parts alone;
+    `of_flat`: time / that of the same operation on flat rows.
     """
     limits = ceiling.merge([found["ceiling"] for found in by_rank])
     gbs = limits[0]["gbs"] if limits else None
@@ -102,8 +103,9 @@ def _merged(case: Case, parts: tuple[dict[str, Any], ...], ceiling_gbs: float | 
     host = [part["host_us"] for part in parts if part["host_us"] is not None]
     row["host_us"] = round(statistics.median(host), 2) if host else None
     row["host_us_slowest"] = round(max(host), 2) if host else None
-    row["wire_gbs"] = round(row["wire_bytes"] / us["p50"] / 1e3, 3)
-    row["logical_gbs"] = round(row["logical_bytes"] / us["p50"] / 1e3, 3)
+    for part in ("wire", "inside", "across", "logical"):
+        if f"{part}_bytes" in row:
+            row[f"{part}_gbs"] = round(row[f"{part}_bytes"] / us["p50"] / 1e3, 3)
     row["of_wire"] = None
     if ceiling_gbs:
         moved = row["busiest_bytes"] if case.skew else row["wire_bytes"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moecomm import combine, dispatch
+from moecomm import _native, combine, dispatch
 from moecomm.bench.case import Case, Traffic
 from moecomm.bench.clock import Clock
 from moecomm.buffer import Buffer
@@ -68,7 +68,7 @@ class Ours:
     def __init__(self, case: Case, group: dist.ProcessGroup, device: torch.device, tokens: int) -> None:
         self._case, self.tokens = case, tokens
         topk_idx, weights = case.routing(tokens, group.rank())
-        self.traffic = Traffic.of(group, topk_idx, case.experts)
+        self.traffic = Traffic.of(group, topk_idx, case.experts, case.domain_ranks)
         generator = torch.Generator(device=device).manual_seed(case.seed * 1000 + group.rank())
         self.x = torch.randn(tokens, case.hidden, generator=generator, device=device).to(torch.bfloat16)
         self.topk_idx, self.weights = topk_idx.to(device), weights.to(device)
@@ -84,6 +84,8 @@ class Ours:
         )
         mode = {"graph": case.mode == "graph", "cold": case.cold}
         self.clock = Clock(group, device, **mode, chain=case.chain_of(tokens), replays=case.replays)
+        # Whether rows reach other domains without a relay: one domain has none.
+        self.straight = _native.goes_straight(self.buffer.session.context.shape, tokens)
         self._layout = ""
         self._handle: Handle | None = None
         self._y: dict[str, torch.Tensor] = {}
@@ -108,7 +110,7 @@ class Ours:
         row |= {"what": op.what, "layout": op.layout, "payload": op.payload, "variant": op.variant}
         try:
             call = self.call(op)
-            row |= self._launched(op) | self._bytes(op)
+            row |= {"straight": self.straight} | self._launched(op) | self._bytes(op)
             row |= {"us": self.clock(call), "host_us": self.clock.host_us(call) if host else None}
             self.buffer.check()
         except BadInput as error:  # no room in the window, on all ranks alike
@@ -169,20 +171,29 @@ class Ours:
         return {"sms": args.workers, "chunk_tokens": args.chunk_tokens}
 
     def _bytes(self, op: Operation) -> dict[str, float]:
-        """Means over ranks, but for `busiest_bytes`: of the busiest link."""
-        found = {"wire_bytes": 0.0, "busiest_bytes": 0.0, "logical_bytes": 0.0}
+        """Means over ranks, but for `busiest_bytes`: of the busiest link.  `wire_bytes` are those inside domains and
+        those across.
+        """
+        found = dict.fromkeys(("wire_bytes", "inside_bytes", "across_bytes", "busiest_bytes", "logical_bytes"), 0.0)
+        near, far = self.traffic.crossing(straight=self.straight)
         for part in ("dispatch", "combine") if op.what == "pair" else (op.what,):
-            wire, logical = self._row_bytes(part, op)
-            found["wire_bytes"] += self.traffic.wire() * wire
-            found["busiest_bytes"] += self.traffic.busiest() * wire
+            inside, across, logical = self._row_bytes(part, op)
+            found["inside_bytes"] += near * inside
+            found["across_bytes"] += far * across
+            found["busiest_bytes"] += self.traffic.busiest() * inside
             found["logical_bytes"] += self.traffic.logical(op.layout) * logical
+        found["wire_bytes"] = found["inside_bytes"] + found["across_bytes"]
         return found
 
-    def _row_bytes(self, part: str, op: Operation) -> tuple[int, int]:
-        """Of a row on the wire, and of one that is handed out (or in)."""
+    def _row_bytes(self, part: str, op: Operation) -> tuple[int, int, int]:
+        """Of a row between ranks of a domain, of one between domains, and of one that is handed out (or in)."""
         if part == "dispatch":
-            return (self._case.row_bytes(op.payload),) * 2
-        return (4 if op.variant == FP32_WIRE else 2) * self._case.hidden, 2 * self._case.hidden
+            return (self._case.row_bytes(op.payload),) * 3
+        row = 2 * self._case.hidden
+        if op.layout == "flat":  # a relay's sum of flat rows is float32
+            return row, row if self.straight else 2 * row, row
+        wire = (4 if op.variant == FP32_WIRE else 2) * self._case.hidden
+        return wire, wire, row
 
 
 def _wire(variant: str) -> torch.dtype | None:

@@ -62,15 +62,16 @@ def _join() -> None:
         _joined = dist.get_world_size()
 
 
-def on_ranks(target: str, job: dict[str, Any], ranks: int) -> list[Any] | None:
-    """Calls `target` ("module:function") as function(group, **job) on every rank.
+def on_ranks(target: str, job: dict[str, Any], ranks: int, limit_s: float = float("inf")) -> list[Any] | None:
+    """Calls `target` ("module:function") as function(group, **job) on every rank, in at most `limit_s` seconds where
+    the ranks are processes of our own.
 
     Returns what each rank returned (JSON), by rank; None in a process of torchrun that is not rank 0, which has nothing
     to report.  Raises RanksFailed.
     """
     if not under_torchrun():
         try:
-            return launch(target, job, ranks)
+            return launch(target, job, ranks, limit_s)
         finally:
             Console(stderr=True).show_cursor(True)  # a rank that was ended may have left it hidden
     _join()

@@ -86,6 +86,66 @@ def show_latency(result: dict[str, Any], out: Console) -> None:
     out.print(table)
 
 
+def show_backends(result: dict[str, Any], out: Console) -> None:
+    """The table of dispatch-combine through several backends."""
+    case, first = result["case"], result["ways"][0]["backend"]
+    if case:
+        name = f"[bold]{case['model']}[/]: " if case["model"] else ""
+        out.print(
+            f"{name}hidden {case['hidden']}, top-{case['topk']} of {case['experts']} experts; {case['ranks']} ranks; "
+            f"{case['mode']}; median of {case['replays']}, slowest rank; bytes that leave a rank, on average",
+            highlight=False,
+        )
+    table = _table("tokens", "through", "operation")
+    figures = ("p50", "p90 us", f"of {first}", "inside MB", "GB/s", "across MB", "GB/s", "host us")
+    for column in ("domains", "SMs", *figures):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in result["rows"]:
+        if "why" in row:
+            continue
+        what = " ".join(filter(None, (row[key] for key in ("layout", "what", "payload", "variant"))))
+        table.add_row(
+            str(row["tokens"]),
+            row["through"],
+            what,
+            str(case["ranks"] // (row["domain_ranks"] or case["ranks"])),
+            str(row["sms"]),
+            *(f"{row['us'][part]:.1f}" for part in ("p50", "p90")),
+            f"x{row['of_first']:.3f}" if "of_first" in row else "",
+            *(f"{row[f'{where}_{unit}'] / by:.1f}" for where in ("inside", "across") for unit, by in _MB_AND_GBS),
+            "" if row["host_us"] is None else f"{row['host_us']:.1f}",
+        )
+    out.print(table)
+    _say_why(result, out)
+
+
+_MB_AND_GBS = (("bytes", 1e6), ("gbs", 1))
+
+
+def _say_why(result: dict[str, Any], out: Console) -> None:
+    for row in result["rows"]:
+        if "why" in row:
+            domains = f", domains of {row['domain_ranks']}" if row["domain_ranks"] else ""
+            size = f", {row['tokens']} tokens" if row.get("tokens") else ""
+            operation = "".join(f" {row[key]}" for key in ("layout", "what", "payload", "variant") if row.get(key))
+            out.print(f"{row['backend']}{domains}{size}{operation}: {row['why']}", style="dim", markup=False)
+
+
+def show_latency_backends(result: dict[str, Any], out: Console) -> None:
+    """The table of latency through several backends."""
+    out.print("put + signal between two ranks: half a round trip, us (GB/s)", highlight=False)
+    names = [way["backend"] for way in result["ways"]]
+    found = {(row["bytes"], row["backend"]): row for row in result["rows"] if "us" in row}
+    table = _table("bytes", *names)
+    for size in sorted({size for size, _ in found}):
+        cells = [found.get((size, name)) for name in names]
+        table.add_row(
+            str(size), *("" if row is None else f"{row['us']['p50']:.2f} ({row['gbs']:.2f})" for row in cells)
+        )
+    out.print(table)
+    _say_why(result, out)
+
+
 def show_all_to_all(result: dict[str, Any], out: Console) -> None:
     """The table of all-to-all."""
     out.print(

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from moecomm.simulate.domain import Domain
-from moecomm.simulate.measured import Result, Row, read, rows_of
-from moecomm.simulate.model import Machine, cost
+from moecomm.simulate.measured import Result, Row, links, read, rows_of
+from moecomm.simulate.model import AUTO, HT, LL, Machine, cost
 from moecomm.simulate.nic import Nic
 from moecomm.simulate.published import Published, compare, rows
 
@@ -18,11 +18,16 @@ def check(paths: Iterable[Path], domain: Domain, nic: Nic) -> dict[str, Any]:
     """{measured, left_out, published, errors}: rows with predicted_us and error, the number of rows of operations that
     have no line, and the median and worst error of each kind.
 
-    An error is predicted / measured - 1.  `kind` of a measured row: "fitted to", or what is else about it.
+    An error is predicted / measured - 1.  `kind` of a measured row: "fitted to", or what is else about it.  Between
+    domains of a machine a NIC has the bandwidth and latency of put + signal there, where `paths` have those.
     """
-    results = [result for path in paths if (result := read(path)) is not None]
-    machine = Machine(domain, nic)
-    measured = [_measured(row, result, machine) for result in results for row in rows_of(result)]
+    paths = list(paths)
+    results, measured_links = [result for path in paths for result in read(path)], links(paths)
+    measured = []
+    for result in results:
+        link = measured_links.get((result.machine, result.backend))
+        machine = Machine(domain, Nic(*link, nic.mega_messages) if link else nic)
+        measured += [_measured(row, result, machine) for row in rows_of(result)]
     known = [row for row in measured if row is not None]
     left_out = len(measured) - len(known)
     published = [_published(row, domain, nic) for row in rows()]
@@ -32,7 +37,19 @@ def check(paths: Iterable[Path], domain: Domain, nic: Nic) -> dict[str, Any]:
 def _measured(row: Row, result: Result, machine: Machine) -> dict[str, Any] | None:
     if any((part.operation, "many") not in machine.domain.lines for part in row.parts):
         return None
-    us = sum(cost(part.operation, result.spread, row.tokens, part.row_bytes, machine).us for part in row.parts)
+    algorithm = AUTO if result.domains == 1 else LL if row.straight else HT
+    us = sum(
+        cost(
+            part.operation,
+            result.spread,
+            row.tokens,
+            part.row_bytes,
+            machine,
+            algorithm=algorithm,
+            slow_row_bytes=part.slow_row_bytes,
+        ).us
+        for part in row.parts
+    )
     about = {key: getattr(row, key) for key in ("file", "what", "layout", "payload", "variant", "tokens", "sms_asked")}
     where = {"domains": result.domains, "ranks": result.ranks, "kind": _kind(row, result, machine.domain)}
     return {**about, **where, "measured_us": row.us, "predicted_us": round(us, 3), "error": round(us / row.us - 1, 4)}
@@ -40,7 +57,9 @@ def _measured(row: Row, result: Result, machine: Machine) -> dict[str, Any] | No
 
 def _kind(row: Row, result: Result, fitted: Domain) -> str:
     if result.domains > 1:
-        return f"{result.domains} domains"
+        return f"{result.domains} domains: {result.backend}"
+    if not result.alone:
+        return f"one domain: {result.backend} beside others"
     if row.fits and result.ranks in fitted.ranks:
         return "one domain: fitted to"
     about = [] if result.ranks in fitted.ranks else [f"{result.ranks} ranks"]

@@ -40,7 +40,9 @@ def predict(
     grouped: Annotated[bool, typer.Option("--grouped/--ungrouped", help="Keep to the model's best groups.")] = True,
     layout: Annotated[str, typer.Option(help="flat or expert.")] = "flat",
     payload: Annotated[str, typer.Option(help="Of dispatch: bf16, fp8, fp8-ue8m0.")] = "fp8",
-    wire: Annotated[str, typer.Option(help="Of combine, layout expert: fp32 or bf16.")] = "fp32",
+    wire: Annotated[
+        str, typer.Option(help="Of sums that combine sends: fp32 or bf16.  Flat: between domains.")
+    ] = "fp32",
     skew: Annotated[float, typer.Option(help="The part of the tokens that wants rank 0.")] = 0.0,
     algorithm: Annotated[str, typer.Option(help="ht, ll, or auto: the faster of them for few tokens.")] = "auto",
     chunk_tokens: Annotated[int, typer.Option(help="HT: tokens signalled together between domains.")] = 32,

@@ -106,7 +106,7 @@ def fit(paths: Iterable[Path]) -> dict[str, Any]:
     Taken are moecomm's own dispatches and combines on GPUs of one domain, by the tables of blocks, chained, in graphs,
     without skew; pairs, other numbers of blocks, and skew are left for the check.
     """
-    results = [result for path in paths if (result := read(path)) is not None]
+    results = [result for path in paths for result in read(path)]
     rows = [row for result in results for row in rows_of(result) if row.fits]
     if not rows:
         raise BadInput("results", [str(path) for path in paths], "JSON of moecomm bench dispatch-combine or sweep")

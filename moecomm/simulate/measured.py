@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,11 +19,15 @@ from moecomm.simulate.routing import Gate, Spread, spread
 
 @dataclass(frozen=True)
 class Result:
-    """A result of dispatch-combine or sweep, on GPUs."""
+    """A result of dispatch-combine or sweep, on GPUs; or what one of several backends has of a result.
+
+    `alone`: there is no other in it.
+    """
 
     path: Path
     found: dict[str, Any]
     sha256: str
+    alone: bool = True
 
     @property
     def machine(self) -> str:
@@ -33,7 +37,13 @@ class Result:
     @property
     def domains(self) -> int:
         """Of the ranks; results of one domain need not say so."""
-        return int(self.found["case"].get("domains", 1))
+        case = self.found["case"]
+        return int(case["ranks"] // (case.get("domain_ranks") or case["ranks"]))
+
+    @property
+    def backend(self) -> str:
+        """By its first name."""
+        return str(self.found["case"]["backend"])
 
     @property
     def ranks(self) -> int:
@@ -54,10 +64,13 @@ class Result:
 
 @dataclass(frozen=True)
 class Part:
-    """A dispatch or a combine, its row on the wire, and what the model says its busiest rank has to do."""
+    """A dispatch or a combine, its row on the wire and that of a relay, and what the model says its busiest rank has to
+    do.
+    """
 
     operation: Operation
     row_bytes: int
+    slow_row_bytes: int
     load: Load
 
 
@@ -73,33 +86,65 @@ class Row:
     tokens: int
     sms_asked: int
     parts: tuple[Part, ...]
+    straight: bool  # it leaves its domain without relays
     us: float
     fits: bool
 
 
-def read(path: Path) -> Result | None:
-    """None for a file that is no such result."""
+def read(path: Path) -> list[Result]:
+    """One of a file of one backend, one a backend and number of domains of a file of several; none of others."""
     data = path.read_bytes()
     try:
         found = json.loads(data)
-        usable = found["benchmark"] == "dispatch-combine" and found["case"]["backend"] != "host"
+        alone, several = (found["benchmark"] == name for name in ("dispatch-combine", "backends"))
+        if not (alone or several) or not found["machine"]["gpus"] or found["case"].get("backend") == "host":
+            return []
     except (ValueError, KeyError, TypeError):
-        return None
-    return Result(path, found, hashlib.sha256(data).hexdigest()) if usable and found["machine"]["gpus"] else None
+        return []
+    digest = hashlib.sha256(data).hexdigest()
+    if alone:
+        return [Result(path, found, digest)]
+    parts = [(way, [row for row in found["rows"] if way.items() <= row.items()]) for way in found["ways"]]
+    return [
+        Result(path, {**found, "case": {**found["case"], **way}, "rows": rows}, digest, alone=False)
+        for way, rows in parts
+        if way["backend"] != "host"
+    ]
+
+
+def links(paths: Iterable[Path]) -> dict[tuple[str, str], tuple[float, float]]:
+    """(GB/s, microseconds) of put + signal by machine and backend: of the fastest size, and of the smallest.
+
+    From results of latency through several backends.
+    """
+    found = {}
+    for path in paths:
+        try:
+            result = json.loads(path.read_bytes())
+            rows = result["rows"] if result["benchmark"] == "latency-backends" and result["machine"]["gpus"] else []
+        except (ValueError, KeyError, TypeError):
+            continue
+        for backend in {row["backend"] for row in rows if "us" in row}:
+            own = [row for row in rows if row["backend"] == backend and "us" in row]
+            smallest = min(own, key=lambda row: int(row["bytes"]))
+            terms = max(float(row["gbs"]) for row in own), float(smallest["us"]["p50"])
+            found[str(result["machine"]["gpus"][0]), str(backend)] = terms
+    return found
 
 
 def rows_of(result: Result) -> Iterator[Row]:
     """moecomm's own rows that have a time."""
     case = result.found["case"]
-    chained = case["mode"] == "graph" and not case["cold"] and not case["skew"] and result.domains == 1
+    chained = case["mode"] == "graph" and not case["cold"] and not case["skew"] and result.domains == 1 and result.alone
     for row in result.found["rows"]:
-        if row["who"] != "moecomm" or "us" not in row:
+        if "us" not in row or row["who"] != "moecomm":
             continue
         about = {key: row[key] for key in ("what", "layout", "payload", "variant", "tokens", "sms_asked")}
         yield Row(
             file=result.path.name,
             **about,
             parts=tuple(_parts(row, case, result.spread)),
+            straight=row.get("straight", False),
             us=row["us"]["p50"],
             fits=chained and row["what"] != "pair" and row["sms_asked"] == 0 and row["layout"] != "batched",
         )
@@ -109,7 +154,8 @@ def _parts(row: dict[str, Any], case: dict[str, Any], routed: Spread) -> Iterato
     for what in ("dispatch", "combine") if row["what"] == "pair" else (row["what"],):
         operation = Operation(what, row["layout"], row["variant"] if what == "combine" else "")
         row_bytes = bytes_of(operation, row["payload"], case["hidden"])
-        yield Part(operation, row_bytes, fan_out(operation, routed, row["tokens"], row_bytes))
+        slow = slow_bytes_of(operation, row["payload"], case["hidden"])
+        yield Part(operation, row_bytes, slow, fan_out(operation, routed, row["tokens"], row_bytes))
 
 
 def bytes_of(operation: Operation, payload: str, hidden: int) -> int:
@@ -118,6 +164,13 @@ def bytes_of(operation: Operation, payload: str, hidden: int) -> int:
         return (4 if operation.variant == FP32_WIRE else 2) * hidden
     sizes = Case("", hidden, 1, 1, 1, "", [], [], [], [], "")
     return sizes.row_bytes(payload)
+
+
+def slow_bytes_of(operation: Operation, payload: str, hidden: int, wire: str = "fp32") -> int:
+    """The same of what a relay sends to another domain: of combine a sum, of flat rows as well."""
+    if operation == Operation("combine", "flat", operation.variant):
+        return (4 if wire == "fp32" else 2) * hidden
+    return bytes_of(operation, payload, hidden)
 
 
 @lru_cache(maxsize=64)

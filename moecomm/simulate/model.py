@@ -16,6 +16,7 @@ The slow stage is bytes or messages of the busiest NIC, whichever takes longer; 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,22 +77,27 @@ def cost(
     *,
     algorithm: str = AUTO,
     per_expert: bool = False,
+    slow_row_bytes: int = 0,
 ) -> Cost:
     """Of `tokens` a rank whose rows have `row_bytes` on the wire.
 
     `auto`: up to 512 tokens the faster of the two, else HT.  `per_expert`: LL sends a row a (token, expert), as some
-    libraries do, not one a (token, rank).
+    libraries do, not one a (token, rank).  `slow_row_bytes`: of what crosses in HT where that is wider, a domain's sum
+    of rows; 0: `row_bytes`.
     """
     machine.check()
-    if tokens < 0 or row_bytes < 1:
-        raise BadInput("tokens, row_bytes", (tokens, row_bytes), "0 or more; 1 or more")
-    ways = {HT: _ht, LL: _ll}
+    if tokens < 0 or row_bytes < 1 or slow_row_bytes < 0:
+        raise BadInput("tokens, row_bytes, slow_row_bytes", (tokens, row_bytes, slow_row_bytes), "0, 1, 0 or more")
+    ways: dict[str, Callable[[], Cost]] = {
+        HT: lambda: _ht(operation, spread, tokens, row_bytes, machine, slow_row_bytes or row_bytes),
+        LL: lambda: _ll(operation, spread, tokens, row_bytes, machine, per_expert),
+    }
     if algorithm not in (*ways, AUTO):
         raise BadInput("algorithm", repr(algorithm), "auto, ht or ll")
     if algorithm == AUTO and (len(spread.domains) == 1 or tokens > MOST_FEW):
         algorithm = HT
     tried = ways if algorithm == AUTO else {algorithm: ways[algorithm]}
-    found = [way(operation, spread, tokens, row_bytes, machine, per_expert) for way in tried.values()]
+    found = [way() for way in tried.values()]
     return min(found, key=lambda one: one.us)
 
 
@@ -102,7 +108,9 @@ def fan_out(operation: Operation, spread: Spread, tokens: int, row_bytes: int) -
     return Load(everywhere, sent, _handed_out(operation, spread, tokens))
 
 
-def _ht(operation: Operation, spread: Spread, tokens: int, row_bytes: int, machine: Machine, _: bool) -> Cost:
+def _ht(
+    operation: Operation, spread: Spread, tokens: int, row_bytes: int, machine: Machine, slow_row_bytes: int
+) -> Cost:
     domains = len(spread.domains)
     load = fan_out(operation, spread, tokens, row_bytes)
     nvlink_us = machine.domain.us(operation, load)
@@ -111,12 +119,12 @@ def _ht(operation: Operation, spread: Spread, tokens: int, row_bytes: int, machi
     rows = tokens * _busiest_slow(spread.domains[:, None])
     chunks = max(1.0, tokens / machine.chunk_tokens)
     messages = rows + min(rows, chunks * (domains - 1))
-    slow_us = machine.nic.us(rows * row_bytes, messages)
+    slow_us = machine.nic.us(rows * slow_row_bytes, messages)
     start_us = machine.domain.us(operation, Load(load.tokens, 0, 0))
     latency_us = start_us + machine.nic.latency_us * (2 if operation.what == "dispatch" else 1)
     moving_us = nvlink_us - start_us
     us = latency_us + max(slow_us, moving_us) + min(slow_us, moving_us) / chunks
-    return Cost(HT, us, latency_us, slow_us, nvlink_us, rows * row_bytes, messages, load.sent)
+    return Cost(HT, us, latency_us, slow_us, nvlink_us, rows * slow_row_bytes, messages, load.sent)
 
 
 def _ll(operation: Operation, spread: Spread, tokens: int, row_bytes: int, machine: Machine, per_expert: bool) -> Cost:

@@ -11,7 +11,7 @@ from moecomm.bench.ours import BF16_WIRE, FP32_WIRE, IN_WINDOW
 from moecomm.errors import BadInput
 from moecomm.simulate.domain import Operation
 from moecomm.simulate.layer import HBM_GBS, gemm_us, layer
-from moecomm.simulate.measured import bytes_of
+from moecomm.simulate.measured import bytes_of, slow_bytes_of
 from moecomm.simulate.model import AUTO, Machine, cost
 from moecomm.simulate.nic import SOURCES
 from moecomm.simulate.routing import Gate, Spread, spread
@@ -32,7 +32,7 @@ class Asked:
     tokens: list[int]  # of a rank
     layout: str = "flat"
     payload: str = "fp8"
-    wire: str = "fp32"  # of combine, where rows are added up before they travel: not flat
+    wire: str = "fp32"  # of combine, where rows are added up before they travel: flat ones between domains
     skew: float = 0.0
     algorithm: str = AUTO
     gemm_us: float = 0.0
@@ -96,6 +96,7 @@ def _row(asked: Asked, machine: Machine, routed: Spread, tokens: int) -> dict[st
             bytes_of(operation, asked.payload, asked.hidden),
             machine,
             algorithm=asked.algorithm,
+            slow_row_bytes=slow_bytes_of(operation, asked.payload, asked.hidden, asked.wire),
         )
         for operation in asked.operations
     )

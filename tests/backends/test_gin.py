@@ -180,6 +180,18 @@ def test_several_teams_are_domains_with_a_signal_a_word(monkeypatch: pytest.Monk
     assert nccl.wanted.gin_signals == gin.spare_signal(layout) + 1 > words
 
 
+@pytest.mark.parametrize("rdma", [False, True])
+def test_nccl_is_told_how_large_a_domain_is(monkeypatch: pytest.MonkeyPatch, rdma: bool) -> None:
+    nccl = Nccl(lsa_teams=2).install(monkeypatch, rdma=rdma)
+    reach(domain_ranks=2).open_window(layout_of(2))
+    assert [environment["NCCL_LSA_TEAM_SIZE"] for environment in nccl.environments] == ["2", "2"]
+    nccl = Nccl().install(monkeypatch, rdma=rdma)
+    for domain_ranks in (0, 4):
+        reach(domain_ranks=domain_ranks)
+    assert all("NCCL_LSA_TEAM_SIZE" not in environment for environment in nccl.environments)
+    assert len(nccl.environments) == 2 and "NCCL_LSA_TEAM_SIZE" not in os.environ
+
+
 def test_a_nic_means_nccls_own_gin(monkeypatch: pytest.MonkeyPatch) -> None:
     nccl = Nccl(gin_type=3, lsa_teams=4).install(monkeypatch, rdma=True)
     found = reach()

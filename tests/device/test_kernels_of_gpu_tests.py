@@ -36,8 +36,15 @@ def rounds(cases: int) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
         yield sizes, test_virtual_ranks.random_seeds(sizes, cases)
     yield test_virtual_ranks.PAIR, [test_virtual_ranks.GOOD]
     for sizes in test_nvlink.SIZES:
-        yield {"ranks": 4, **sizes}, test_nvlink.random_seeds(cases)
+        yield {"ranks": 4, **sizes}, test_nvlink.random_seeds(sizes, cases)
     yield {"ranks": 4, "dtype": torch.bfloat16, **test_nvlink.SMALL}, []
+
+
+def rounds_of_domains(cases: int) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
+    """The same of several domains, but for those of virtual ranks."""
+    for sizes in test_nvlink.SIZES[:2]:
+        yield {"ranks": 4, "domain_ranks": 2, **sizes}, test_nvlink.random_seeds(sizes, cases)
+    yield {"ranks": 4, "domain_ranks": 2, "dtype": torch.bfloat16, **test_nvlink.SMALL}, []
 
 
 def on_a_gpu(args: _native.DispatchArgs, layout: str) -> jit.KernelSpec:

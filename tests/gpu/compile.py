@@ -1,5 +1,7 @@
 """python -m tests.gpu.compile CASES: what so many random cases on GPUs launch, into the cache, by all cores at once.
 
+With `domains` behind it, what those of several domains launch, through every transport that can be linked here.
+
 Ranks that compile while they run wait for each other's compilers, one kernel after the other.
 """
 
@@ -8,13 +10,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from moecomm import jit
+from moecomm import jit, nic, shims
 from tests.device import test_kernels_of_gpu_tests as kernels
 
 
@@ -25,14 +28,23 @@ def known(sizes: dict[str, Any], seeds: Sequence[int]) -> set[jit.KernelSpec]:
     return kernels.kernels_of(sizes, seeds)
 
 
-def main(cases: int) -> None:
+def through(spec: jit.KernelSpec) -> list[jit.KernelSpec]:
+    """The kernels that are this one for some backend."""
+    if spec.transport == "lsa":
+        return [spec]
+    gin = "gin" if nic.has_rdma() else "gin_proxy"
+    linked = [replace(spec, transport=name) for name in (gin, "nvshmem") if not shims.find(name).missing]
+    return [spec, *linked]
+
+
+def main(cases: int, rounds: Callable[[int], Iterable[tuple[dict[str, Any], Sequence[int]]]]) -> None:
     """Says how many there were, and how long it took."""
     begin = time.monotonic()
     compiling: dict[jit.KernelSpec, Future[bytes]] = {}
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        asked = [pool.submit(known, sizes, list(seeds)) for sizes, seeds in kernels.rounds(cases)]
+        asked = [pool.submit(known, sizes, list(seeds)) for sizes, seeds in rounds(cases)]
         for found in as_completed(asked):
-            for spec in sorted(found.result() - compiling.keys(), key=repr):
+            for spec in sorted({s for known in found.result() for s in through(known)} - compiling.keys(), key=repr):
                 compiling[spec] = pool.submit(jit.compile, spec)
         for built in compiling.values():
             built.result()
@@ -40,4 +52,4 @@ def main(cases: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), kernels.rounds_of_domains if sys.argv[2:] == ["domains"] else kernels.rounds)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moecomm.bench.ours import BF16_WIRE, IN_WINDOW
 from moecomm.simulate.check import check
-from moecomm.simulate.domain import load
+from moecomm.simulate.domain import Operation, load
+from moecomm.simulate.measured import read, rows_of, slow_bytes_of
+from moecomm.simulate.model import Machine, cost
 from moecomm.simulate.nic import Nic
 from moecomm.simulate.published import compare, rows
+from moecomm.simulate.routing import Gate, spread
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 NAMES = ("beside-h200-4", "ht-h200-4", "layouts-h200-4", "ll-h200-4", "skew-h200-4", "sweep-h200-4")
@@ -66,14 +71,59 @@ def test_published_times_follow_from_their_bandwidths() -> None:
 
 def test_results_of_two_domains_are_read(tmp_path: Path) -> None:
     result = json.loads((RESULTS / "ht-h200-4.json").read_text())
-    result["case"]["domains"] = 2
+    result["case"]["domain_ranks"] = 2
     path = tmp_path / "two.json"
     path.write_text(json.dumps(result))
     told = check([path], load(), Nic(gbs=10))
-    assert {row["kind"] for row in told["measured"]} == {"2 domains"}
+    assert {row["kind"] for row in told["measured"]} == {"2 domains: lsa"}
     assert {(row["domains"], row["ranks"]) for row in told["measured"]} == {(2, 2)}
     one = check([RESULTS / "ht-h200-4.json"], load(), Nic(gbs=10))
     assert all(a["predicted_us"] > b["predicted_us"] for a, b in zip(told["measured"], one["measured"], strict=True))
+
+
+def test_backends_of_one_result_have_the_links_that_were_measured_beside_it(tmp_path: Path) -> None:
+    source = json.loads((RESULTS / "ht-h200-4.json").read_text())
+    ours = [row for row in source["rows"] if row["who"] == "moecomm" and row["what"] != "pair"]
+    ways = [{"backend": name, "domain_ranks": near} for name, near in (("lsa", 0), ("gin", 2), ("nvshmem", 2))]
+    rows = [{**way, "straight": way["backend"] == "gin", **row} for way in ways[:2] for row in ours]
+    case = {name: value for name, value in source["case"].items() if name not in ("backend", "domain_ranks")}
+    result = {**source, "benchmark": "backends", "case": case, "ways": ways}
+    result["rows"] = [*rows, {**ways[2], "tokens": 4096, "why": "too old"}]
+    puts = [("gin", 4, 17.0, 0.001), ("gin", 1 << 22, 500.0, 8.4), ("lsa", 4, 2.0, 0.1)]
+    latency = {"benchmark": "latency-backends", "machine": source["machine"]}
+    latency["rows"] = [{"backend": b, "bytes": n, "us": {"p50": us}, "gbs": gbs} for b, n, us, gbs in puts]
+    for name, found in (("a", result), ("b", latency)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+    given, paths = Nic(gbs=99, latency_us=1), [tmp_path / "a.json", tmp_path / "b.json"]
+    told = check(paths, load(), given)["measured"]
+    kinds = ["one domain: lsa beside others", "2 domains: gin"]
+    assert [row["kind"] for row in told] == [kind for kind in kinds for _ in ours]
+    one = check([RESULTS / "ht-h200-4.json"], load(), given)["measured"]
+    here = [row["predicted_us"] for row in one if row["what"] != "pair"]
+    assert [row["predicted_us"] for row in told[: len(ours)]] == here
+    row_bytes = {"fp8": 7392, "bf16": 14336, "": 14336}  # y itself, because it goes straight
+    wanted = 1 - math.comb(192, 8) / math.comb(256, 8)  # one of four ranks, by a token
+    for row in told[len(ours) :]:
+        slowest = row["tokens"] * 2 * wanted * row_bytes[row["payload"]] / 8.4e3
+        assert row["predicted_us"] == pytest.approx(slowest, rel=0.1)
+        assert row["predicted_us"] > slowest + 17
+    (fitted,) = [read(path) for path in paths[:1]]
+    assert [part.alone for part in fitted] == [False] * 3 and not any(r.fits for part in fitted for r in rows_of(part))
+
+
+def test_a_sum_of_flat_rows_crosses_in_float32() -> None:
+    routed, machine, combine = (
+        spread(Gate(256, 8), 2, 8),
+        Machine(load(), Nic(gbs=1)),
+        Operation("combine", "flat", IN_WINDOW),
+    )
+    wide, narrow = (slow_bytes_of(combine, "", 7168, wire) for wire in ("fp32", "bf16"))
+    assert (wide, narrow) == (28672, 14336)
+    assert slow_bytes_of(Operation("dispatch", "flat"), "fp8", 7168) == 7392
+    assert slow_bytes_of(Operation("combine", "expert", BF16_WIRE), "", 7168) == 14336
+    one, two = (cost(combine, routed, 4096, 14336, machine, slow_row_bytes=slow) for slow in (0, wide))
+    assert two.slow_bytes == 2 * one.slow_bytes and two.nvlink_bytes == one.nvlink_bytes
+    assert two.us > 1.95 * one.us
 
 
 def test_other_results_are_passed_over(tmp_path: Path) -> None:

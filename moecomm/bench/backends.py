@@ -1,0 +1,119 @@
+"""A benchmark through one backend after the other, in processes of their own and under a limit of their own.
+
+One that can't run here, fails or hangs has a row that says why; the others keep theirs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.console import Console
+
+from moecomm.bench import dispatch_combine as whole
+from moecomm.bench import latency as put_signal
+from moecomm.bench.case import Case
+from moecomm.bench.ranks import on_ranks, plan, under_torchrun
+from moecomm.errors import BadInput
+
+Row = dict[str, Any]
+Keep = Callable[[dict[str, Any]], None]  # called after each part, with the result so far
+
+_SAME = ("tokens", "what", "layout", "payload", "variant", "sms_asked")  # of one operation, whoever it goes through
+
+
+@dataclass(frozen=True)
+class Way:
+    """A backend; `domain_ranks`: see Case."""
+
+    backend: str
+    domain_ranks: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.backend}, domains of {self.domain_ranks}" if self.domain_ranks else self.backend
+
+
+def ways(backends: str, domain_ranks: Sequence[int] = (0,)) -> list[Way]:
+    """Each of the backends, with each number of ranks of a domain.
+
+    Raises BadInput: several want processes of their own, which torchrun does not start.
+    """
+    found = [Way(name, near) for near in domain_ranks for name in backends.split(",")]
+    if len(found) > 1 and under_torchrun():
+        raise BadInput("backend, domain_ranks", ", ".join(map(str, found)), "one of each under torchrun")
+    return found
+
+
+def dispatch_combine(
+    chosen: Sequence[Way], tokens: Sequence[int], case_of: Callable[[Way], Case], limit_s: float, keep: Keep
+) -> None:
+    """Keeps {benchmark, case, ways, rows}: rows of `dispatch_combine.merge`, without a ceiling and peers, with backend,
+    domain_ranks and `through`, the whole name of what was opened.
+
+    `of_first`: time over that of the same operation through the first of `chosen`.  `case_of` may raise Unsupported.
+    `limit_s`: of one backend at one size.
+    """
+    case: dict[str, Any] = {}
+
+    def measure(way: Way, size: int) -> list[Row]:
+        one = replace(case_of(way), tokens=[size], ceiling=False, peers=False)
+        case.update(asdict(one) | {"tokens": list(tokens)})
+        found = whole.run(one, limit_s)
+        assert found is not None, "ranks are processes of our own"
+        return [{"through": found["backend"], **row} for row in found["rows"]]
+
+    for rows in _measure(chosen, tokens, measure):
+        about = {name: value for name, value in case.items() if name not in ("backend", "domain_ranks")}
+        compared = [row | _of_first(row, rows, chosen[0]) for row in rows]
+        keep({"benchmark": "backends", "case": about, "ways": [asdict(way) for way in chosen], "rows": compared})
+
+
+def latency(chosen: Sequence[Way], job: dict[str, Any], limit_s: float, keep: Keep) -> None:
+    """Keeps {benchmark, ways, rows}: rows of `latency.merge` with the backend.
+
+    `job`: that of `latency.run_rank`, but for the backend.
+    """
+
+    def measure(way: Way, _: int) -> list[Row]:
+        name, _ranks = plan(way.backend, 2)
+        by_rank = on_ranks("moecomm.bench.latency:run_rank", {"backend": name, **job}, 2, limit_s)
+        assert by_rank is not None, "ranks are processes of our own"
+        return put_signal.merge(by_rank)
+
+    for rows in _measure(chosen, [0], measure):
+        keep({"benchmark": "latency-backends", "ways": [asdict(way) for way in chosen], "rows": rows})
+
+
+def _measure(
+    chosen: Sequence[Way], sizes: Sequence[int], measure: Callable[[Way, int], list[Row]]
+) -> Iterator[list[Row]]:
+    """All rows so far, after each part.  A backend that has failed is not asked again."""
+    rows: list[Row] = []
+    for way in chosen:
+        for size in sizes:
+            begin, why = time.monotonic(), ""
+            try:
+                found = measure(way, size)
+            except BadInput:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever a library raises is told
+                why = str(error).split("\n")[0] or type(error).__name__
+                found = [{"tokens": size, "why": why}]
+            rows += [{**asdict(way), **row} for row in found]
+            told = why or f"{len(found)} rows"
+            part = f"{way}, {size} tokens" if size else str(way)
+            text = f"{part}: {told} ({time.monotonic() - begin:.0f} s)"
+            Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
+            yield rows
+            if why:
+                break
+
+
+def _of_first(row: Row, rows: list[Row], first: Way) -> Row:
+    if "us" not in row:
+        return {}
+    wanted = asdict(first) | {name: row[name] for name in _SAME}
+    like = [other["us"]["p50"] for other in rows if "us" in other and wanted.items() <= other.items()]
+    return {"of_first": round(row["us"]["p50"] / like[0], 4)} if like else {}

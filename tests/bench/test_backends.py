@@ -1,0 +1,162 @@
+"""Several backends in one run: what each has lost is a row that says so, and the others have theirs."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from moecomm.bench import backends, dispatch_combine, table
+from moecomm.bench.backends import Way
+from moecomm.bench.case import Case, Traffic
+from moecomm.errors import BadInput, Unsupported
+from moecomm.launch import Failure, RanksFailed
+
+from ..conftest import Ranks
+from .test_dispatch_combine import bench
+
+HIDDEN, EXPERTS, RANKS, NEAR = 128, 8, 4, 2
+SIZES = ["--hidden", str(HIDDEN), "--experts", str(EXPERTS), "--topk", "3", "--ranks", str(RANKS), "--replays", "1"]
+CASE = Case("", HIDDEN, 3, EXPERTS, RANKS, "host", [5], ["flat"], ["bf16"], [0], "eager")
+
+
+def counted(tokens: int, *, straight: bool) -> tuple[float, float]:
+    """Rows inside and across domains of two, a token after the other, as they go to their owners."""
+    inside = across = 0
+    for rank in range(RANKS):
+        for token in CASE.routing(tokens, rank)[0].tolist():
+            owners = {expert // (EXPERTS // RANKS) for expert in token if expert >= 0}
+            for domain in {owner // NEAR for owner in owners}:
+                there = {owner for owner in owners if owner // NEAR == domain}
+                if domain == rank // NEAR:
+                    inside += len(there - {rank})
+                elif straight:
+                    across += len(there)
+                else:
+                    across += 1
+                    inside += len(there - {domain * NEAR + rank % NEAR})
+    return inside / RANKS, across / RANKS
+
+
+def _crossing(rank: int, group: Any) -> list[tuple[float, float]]:
+    idx = CASE.routing(70, rank)[0]
+    found = Traffic.of(group, idx, EXPERTS, NEAR)
+    whole = Traffic.of(group, idx, EXPERTS)
+    return [found.crossing(straight=True), found.crossing(straight=False), whole.crossing(straight=False)]
+
+
+def test_rows_inside_and_across_domains_are_what_counting_finds(ranks: Ranks) -> None:
+    straight, relayed = counted(70, straight=True), counted(70, straight=False)
+    assert relayed[1] < straight[1]
+    for found in ranks.run(RANKS, _crossing):
+        assert found == [straight, relayed, (sum(straight), 0.0)]
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="gin may run here")
+def test_backends_and_domains_stand_beside_the_first(tmp_path: Path) -> None:
+    words = ["--tokens", "4,2600", "--layout", "flat,expert", "--payload", "fp8"]
+    ways = ["--backend", "host,gin", "--domain-ranks", f"0,{NEAR}"]
+    said, found = bench(tmp_path, "dispatch-combine", *SIZES, *ways, *words)
+    assert found["benchmark"] == "backends" and found["case"]["tokens"] == [4, 2600] and found["case"]["ranks"] == RANKS
+    assert found["ways"] == [{"backend": name, "domain_ranks": near} for near in (0, 2) for name in ("host", "gin")]
+    failed = [row for row in found["rows"] if "why" in row]
+    assert [(row["backend"], row["domain_ranks"], row["tokens"]) for row in failed] == [("gin", 0, 4), ("gin", 2, 4)]
+    assert all(row["why"].startswith("backend 'gin' can't run here: ") for row in failed)
+    assert said.replace("\n", "").count("backend 'gin' can't run here") == 2
+    rows = [row for row in found["rows"] if "why" not in row]
+    assert len(rows) == 2 * 2 * 2 * 4 and {row["through"] for row in rows} == {"host"}
+    for row in rows:
+        first = next(other for other in rows if same(other, row))
+        assert row["of_first"] == pytest.approx(row["us"]["p50"] / first["us"]["p50"], abs=1e-3)
+        assert row["straight"] == (row["domain_ranks"] > 0 and row["tokens"] == 4)
+        near, far = counted(row["tokens"], straight=row["straight"])
+        if row["domain_ranks"] == 0:
+            near, far = sum(counted(row["tokens"], straight=True)), 0.0
+        fp8, wire = HIDDEN + 4, (2 if row["layout"] == "flat" or row["variant"] == "bf16 wire" else 4) * HIDDEN
+        crossing = 2 * wire if row["layout"] == "flat" and not row["straight"] else wire  # a sum in float32
+        inside = {"dispatch": fp8, "combine": wire, "pair": fp8 + wire}[row["what"]]
+        across = {"dispatch": fp8, "combine": crossing, "pair": fp8 + crossing}[row["what"]]
+        assert row["inside_bytes"] == pytest.approx(near * inside)
+        assert row["across_bytes"] == pytest.approx(far * across)
+        assert row["wire_bytes"] == pytest.approx(near * inside + far * across)
+        assert row["across_gbs"] == pytest.approx(row["across_bytes"] / row["us"]["p50"] / 1e3, abs=1e-3)
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return all(a[key] == b[key] for key in ("tokens", "what", "layout", "payload", "variant"))
+
+
+def row(us: float, **other: Any) -> dict[str, Any]:
+    about = {"who": "moecomm", "tokens": 5, "what": "dispatch", "layout": "flat", "payload": "bf16", "variant": ""}
+    sizes = {"inside_bytes": 8e6, "inside_gbs": 4.0, "across_bytes": 1e6, "across_gbs": 0.5}
+    timed = {"us": {"p50": us, "p90": us}, "host_us": None, "sms": 8, "sms_asked": 0}
+    return {**about, **sizes, **timed, **other}
+
+
+def test_a_backend_that_fails_is_not_asked_again_and_loses_nobody_elses_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, kept = [], []
+
+    def run(case: Case, limit_s: float) -> dict[str, Any]:
+        asked.append((case.backend, case.domain_ranks, case.tokens, limit_s))
+        if case.backend == "gin":
+            raise RanksFailed([Failure(1, "Timeout", "had not ended after 9 s", consequence=False)])
+        slower = {"lsa": 100.0, "nvshmem": 150.0}[case.backend] * (1 + case.domain_ranks)
+        return {"backend": f"{case.backend}/x", "rows": [row(slower, tokens=case.tokens[0])]}
+
+    def case_of(way: Way) -> Case:
+        if way == Way("nvshmem", 2):
+            raise Unsupported("too old")
+        return Case(**{**CASE.__dict__, "backend": way.backend, "domain_ranks": way.domain_ranks})
+
+    monkeypatch.setattr(dispatch_combine, "run", run)
+    ways = backends.ways("lsa,gin,nvshmem", [0, 2])
+    backends.dispatch_combine(ways, [5, 7], case_of, 9.0, lambda result: kept.append(json.loads(json.dumps(result))))
+    lsa, gin, nvshmem = ("lsa", 0, [5], 9.0), ("gin", 0, [5], 9.0), ("nvshmem", 0, [5], 9.0)
+    assert asked[:5] == [lsa, ("lsa", 0, [7], 9.0), gin, nvshmem, ("nvshmem", 0, [7], 9.0)]
+    assert [len(result["rows"]) for result in kept] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert [(r["backend"], r["tokens"], r.get("of_first"), r.get("why")) for r in kept[-1]["rows"]] == [
+        ("lsa", 5, 1.0, None),
+        ("lsa", 7, 1.0, None),
+        ("gin", 5, None, "rank 1: Timeout: had not ended after 9 s"),
+        ("nvshmem", 5, 1.5, None),
+        ("nvshmem", 7, 1.5, None),
+        ("lsa", 5, 3.0, None),
+        ("lsa", 7, 3.0, None),
+        ("gin", 5, None, "rank 1: Timeout: had not ended after 9 s"),
+        ("nvshmem", 5, None, "too old"),
+    ]
+    out = Console(width=200, record=True, file=io.StringIO())
+    table.show_backends(kept[-1], out)
+    said = out.export_text()
+    assert "of lsa" in said and "x1.500" in said and "8.0   4.0        1.0   0.5" in said
+    assert "gin, domains of 2, 5 tokens: rank 1: Timeout: had not ended after 9 s" in said
+
+
+def test_what_no_backend_can_do_is_the_callers_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def case_of(way: Way) -> Case:
+        raise BadInput("ranks", 3, "a divisor of 8 experts")
+
+    with pytest.raises(BadInput, match="a divisor of 8"):
+        backends.dispatch_combine([Way("host"), Way("gin")], [5], case_of, 9.0, lambda _: None)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with pytest.raises(BadInput, match="host, gin, host, domains of 2, gin, domains of 2; want one of each"):
+        backends.ways("host,gin", [0, 2])
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="nvshmem may run here")
+def test_latencies_of_several_backends_are_one_table(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    words = ["--backend", "host,nvshmem", "--least-bytes", "4", "--most-bytes", "5000", "--replays", "1"]
+    said, found = bench(tmp_path, "latency", *words)
+    assert found["benchmark"] == "latency-backends" and time.monotonic() - begin < 100
+    *rows, last = found["rows"]
+    assert [(row["backend"], row["bytes"]) for row in rows] == [("host", 1 << power) for power in range(2, 13)]
+    assert last["backend"] == "nvshmem" and last["why"].startswith("backend 'nvshmem' can't run here: ")
+    assert [line.split()[0] for line in said.splitlines()[2:13]] == [str(1 << power) for power in range(2, 13)]
+    assert f"{rows[0]['us']['p50']:.2f} ({rows[0]['gbs']:.2f})" in said

@@ -1,0 +1,230 @@
+"""tests/gpu/run [PART]... [--beside PART...]: the tests that want GPUs, each step under a limit, a line a step.
+
+Parts go one after the other.  Of those behind --beside, the steps of one GPU go side by side, a part a GPU; then the
+rest.  The native module must have been built, by `pip install -e .` or `python setup.py build_ext --inplace`.
+
+CASES: random cases of a test (default 300; limits grow with it).  SEED: which ones (default 0).  LOGS: where logs and
+the JSON of `measure` go (default: a new folder).  A step that hangs ends at its limit, and its log says where each
+Python thread was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CASES, SEED = int(os.environ.get("CASES", "300")), os.environ.get("SEED", "0")
+LOGS = Path(os.environ.get("LOGS") or f"{tempfile.gettempdir()}/moecomm-{os.getpid()}")
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "PYTHONFAULTHANDLER": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    # Multicast stays off.
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--seed", SEED)
+SANITIZER = ("compute-sanitizer", "--report-api-errors", "no", "--tool")
+FUSED = "True or two_launches or experts_do_not_come"  # of test_moe.py
+NVLINK, MOE = "tests/gpu/test_nvlink.py::test", "tests/gpu/test_moe.py"
+BACKENDS, ROUNDS = "lsa,nvshmem,gin", "--ranks 4 --tokens 128,4096 --layout flat --replays 7 --limit 240"
+GRACE_S = 5  # to say where threads were
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command, and the GPUs that it takes.  `pytest`: its arguments, where the command is that.
+
+    `seconds`: its limit; of `random` ones that of 300 cases, and a second more for ten more of them.
+    """
+
+    name: str
+    seconds: int
+    pytest: tuple[str, ...] = ()
+    gpus: int = 4
+    command: tuple[str, ...] = ()
+    random: bool = False
+    before: tuple[str, ...] = ()  # words in front of pytest
+    cases: int = CASES
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What is run."""
+        return self.command or (*self.before, *PYTEST, "--gpu-cases", str(self.cases), *self.pytest)
+
+    @property
+    def limit_s(self) -> float:
+        """When it is ended."""
+        return self.seconds + self.random * max(0, CASES - 300) / 10
+
+
+def one(name: str, seconds: int, *pytest: str, random: bool = True) -> Step:
+    """A step of one GPU."""
+    return Step(name, seconds, (*pytest, "-m", "gpu1"), gpus=1, random=random)
+
+
+def nvlink(name: str, kind: str) -> list[Step]:
+    """What every backend and kind of windows must pass."""
+    lost = f"{NVLINK}_survivors_name_the_rank_and_keep_their_context"
+    return [
+        Step(f"{name}.cases", 150, (f"{NVLINK}_random_cases_match_the_reference[{kind}-4]",), random=True),
+        Step(f"{name}.graph", 60, (f"{NVLINK}_graph_replay[{kind}]",)),
+        Step(f"{name}.lost", 90, (f"{lost}[{kind}-killed]", f"{lost}[{kind}-silent]")),
+    ]
+
+
+def sanitized(tool: str) -> Step:
+    """Virtual ranks under compute-sanitizer."""
+    what = ("tests/gpu/test_virtual_ranks.py", "-k", "R4")
+    return Step(tool, 400, what, gpus=1, before=(*SANITIZER, tool), cases=40)
+
+
+def compiling(name: str, *words: str) -> Step:
+    """Kernels, by all cores at once, before ranks would, each for itself."""
+    command = (sys.executable, "-m", "tests.gpu.compile", str(CASES), *words)
+    return Step(name, 300, gpus=0, command=command, random=True)
+
+
+def measure(name: str, seconds: int, words: str) -> Step:
+    """moecomm bench, with its JSON among the logs."""
+    command = (sys.executable, "-m", "moecomm.bench", *words.split(), "--json", str(LOGS / f"{name}.json"))
+    return Step(name, seconds, command=command)
+
+
+PARTS: dict[str, list[Step]] = {
+    "compile": [compiling("compile"), compiling("compile2", "domains")],
+    "virtual": [one("virtual", 300, "tests/gpu/test_virtual_ranks.py")],
+    "moe": [
+        one("gemm", 200, "tests/gpu/test_grouped_gemm.py"),
+        one("moe", 400, MOE, "-k", f"not ({FUSED})"),
+        Step("moe4", 300, (MOE, "-m", "gpu4", "-k", f"not ({FUSED})"), random=True),
+    ],
+    "fused": [
+        one("fused", 400, MOE, "-k", FUSED),
+        Step("fused4", 300, (MOE, "-m", "gpu4", "-k", FUSED), random=True),
+    ],
+    "integrations": [
+        one("ops", 200, "tests/gpu/test_ops.py", random=False),
+        Step("deep_ep", 200, ("tests/compat/test_on_gpus.py",), gpus=2),
+        Step("vllm", 300, ("tests/integrations/test_vllm_on_gpus.py",)),
+        Step("megatron", 300, ("tests/integrations/test_megatron_on_gpus.py",)),
+    ],
+    "nvlink": [*nvlink("vmm", "vmm"), *nvlink("nccl", "nccl")],
+    "stress": [Step("stress", 200, ("tests/gpu/test_stress.py",))],
+    "domains": nvlink("domains", "vmm, 2 domains"),
+    "nvshmem": [*nvlink("nvshmem", "nvshmem"), *nvlink("nvshmem2", "nvshmem, 2 domains")],
+    "gin": [
+        Step("plugin", 300, ("tests/rma_plugin/test_on_gpus.py",), gpus=2),
+        *nvlink("gin", "gin"),
+        *nvlink("gin2", "gin, 2 domains"),
+    ],
+    "sanitize": [sanitized("memcheck"), sanitized("racecheck")],
+    "measure": [
+        measure(
+            "latency-backends", 400, f"latency --backend {BACKENDS} --least-bytes 4 --most-bytes 4194304 --replays 9"
+        ),
+        measure("backends", 1500, f"dispatch-combine --backend {BACKENDS} --domain-ranks 0,2 {ROUNDS}"),
+    ],
+}
+ONLY_WHERE_NAMED = ("sanitize", "measure")
+
+
+def run(step: Step, gpu: str | None = None) -> bool:
+    """Runs a step, on one GPU or on all, and says how it went."""
+    begin, log = time.monotonic(), LOGS / f"{step.name}.log"
+    visible = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
+    with log.open("wb") as out:
+        try:
+            process = subprocess.Popen(
+                step.words,
+                cwd=ROOT,
+                env={**os.environ, **ENVIRONMENT, **visible},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            out.write(str(error).encode())
+            process = None
+        fine = process is not None and _wait(process, step.limit_s) == 0
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    word, seconds = "ok" if fine else "FAILED", time.monotonic() - begin
+    print(f"{step.name:<20} {word:<6} {seconds:4.0f} s  {lines[-1][:120] if lines else ''}", flush=True)
+    return fine
+
+
+def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
+    """Its exit status; None where it had to be ended, with all that it has started."""
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def beside(parts: Sequence[str], gpus: Iterable[str | None]) -> list[bool]:
+    """The steps of one GPU, a part a GPU, then the others."""
+    free: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    for gpu in gpus:
+        free.put(gpu)
+
+    def alone(part: str) -> list[bool]:
+        gpu = free.get()
+        try:
+            return [run(step, gpu) for step in PARTS[part] if step.gpus == 1]
+        finally:
+            free.put(gpu)
+
+    with ThreadPoolExecutor(free.qsize()) as pool:
+        found = [fine for part in pool.map(alone, parts) for fine in part]
+    return found + [run(step) for part in parts for step in PARTS[part] if step.gpus != 1]
+
+
+def all_gpus() -> list[str | None]:
+    """As CUDA_VISIBLE_DEVICES names them; without any, one that is none."""
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return list(visible.split(","))
+    import torch
+
+    return [str(gpu) for gpu in range(torch.cuda.device_count())] or [None]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """1 if a step has failed."""
+    parser = argparse.ArgumentParser("tests/gpu/run", usage=__doc__)
+    parser.add_argument("parts", nargs="*")
+    parser.add_argument("--beside", nargs="+", default=[])
+    given = parser.parse_args(arguments)
+    if unknown := {*given.parts, *given.beside} - PARTS.keys():
+        parser.error(f"{', '.join(sorted(unknown))}: the parts are {', '.join(PARTS)}")
+    default = [part for part in PARTS if part not in ONLY_WHERE_NAMED]
+    LOGS.mkdir(parents=True, exist_ok=True)
+    in_turn = given.parts or ([] if given.beside else default)
+    fine = [run(step) for part in in_turn for step in PARTS[part]]
+    if given.beside:
+        fine += beside(given.beside, all_gpus())
+    print(f"logs: {LOGS}")
+    return 0 if all(fine) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,123 @@
+"""tests/gpu/run: every test that it names is there; and how it runs steps, with programs in their place."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from .gpu import __main__ as steps
+from .gpu.__main__ import PARTS, Step
+
+ROOT = Path(__file__).parent.parent
+TESTS = [step for part in PARTS.values() for step in part if step.pytest]
+
+
+def collected(*words: str) -> tuple[int, str]:
+    """How many tests pytest finds; and what it says where it fails."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    return sum("::" in line for line in done.stdout.splitlines()), done.stdout[-2000:] * (done.returncode != 0)
+
+
+def test_every_test_that_is_named_exists() -> None:
+    """Pytest fails for a name that it does not find."""
+    named = sorted({word for step in TESTS for word in step.pytest if word.startswith("tests/")})
+    assert len(named) > 30
+    count, said = collected(*named)
+    assert said == "" and count > 100
+
+
+def test_words_that_choose_tests_find_some_and_miss_none() -> None:
+    """Fused layers and others are all layers, on one GPU and on four."""
+    found: dict[tuple[str, ...], int] = {}
+    for step in TESTS:
+        if "-k" in step.pytest and step.pytest not in found:
+            found[step.pytest], said = collected(*step.pytest)
+            assert said == "" and found[step.pytest] > 1
+    layers = [count for words, count in found.items() if words[0] == steps.MOE]
+    assert len(layers) == 4 and sum(layers) == collected(steps.MOE)[0]
+
+
+def test_steps_have_names_of_their_own_and_limits_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [step.name for part in PARTS.values() for step in part]
+    assert len(set(names)) == len(names)
+    monkeypatch.setattr(steps, "CASES", 10_000)
+    assert {step.name: step.limit_s for step in TESTS}["gin2.cases"] == 150 + 970
+    assert {step.name: step.limit_s for step in TESTS}["gin2.lost"] == 90
+    words = dataclasses.replace(PARTS["gin"][1], cases=10_000).words
+    assert words[words.index("--gpu-cases") + 1] == "10000" and "tests/gpu/test_nvlink.py" in words[-1]
+
+
+def program(name: str, text: str, *, gpus: int = 4, seconds: int = 60) -> Step:
+    return Step(name, seconds, gpus=gpus, command=(sys.executable, "-c", text))
+
+
+SAY = "import os; print('on', os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ['NCCL_NVLS_ENABLE'])"
+
+
+@pytest.fixture(autouse=True)
+def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(steps, "LOGS", tmp_path / "logs")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path / "logs"
+
+
+def test_a_step_that_fails_or_is_not_there_fails_the_run(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, logs: Path
+) -> None:
+    gone = Step("gone", 60, command=("no-such-program",))
+    parts = {"a": [program("good", SAY), program("bad", "print('told'); raise SystemExit(3)")], "b": [gone]}
+    monkeypatch.setattr(steps, "PARTS", parts)
+    assert steps.main(["a", "b"]) == 1
+    lines = [line.split() for line in capfd.readouterr().out.splitlines()]
+    assert [(line[0], line[1], line[4:]) for line in lines[:2]] == [
+        ("good", "ok", ["on", "None", "0"]),
+        ("bad", "FAILED", ["told"]),
+    ]
+    assert lines[2][:2] == ["gone", "FAILED"] and lines[3] == ["logs:", str(logs)]
+    assert (logs / "bad.log").read_text() == "told\n"
+    monkeypatch.setattr(steps, "PARTS", {"a": parts["a"][:1]})
+    assert steps.main([]) == 0
+    with pytest.raises(SystemExit):
+        steps.main(["a", "--beside", "c"])
+    assert "c: the parts are a" in capfd.readouterr().err
+
+
+def test_a_step_that_hangs_is_ended_with_what_it_has_started(
+    monkeypatch: pytest.MonkeyPatch, logs: Path, tmp_path: Path
+) -> None:
+    child = f"import time; print('up'); time.sleep(4); open({str(tmp_path / 'alive')!r}, 'w')"
+    hang = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    monkeypatch.setattr(steps, "PARTS", {"a": [program("hang", hang, seconds=2)]})
+    begin = time.monotonic()
+    assert steps.main(["a"]) == 1
+    assert 2 <= time.monotonic() - begin < 30
+    assert "subprocess.py" in (logs / "hang.log").read_text(), "where its threads were"
+    time.sleep(max(0.0, begin + 7 - time.monotonic()))
+    assert not (tmp_path / "alive").exists()
+
+
+def test_parts_side_by_side_have_a_gpu_each_and_the_rest_comes_after(
+    monkeypatch: pytest.MonkeyPatch, logs: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two that wait for each other end; a third takes the GPU of whoever is through."""
+    logs.mkdir()
+    meet = "import os, time; open('{0}', 'w'); [time.sleep(0.01) for _ in iter(lambda: os.path.exists('{1}'), True)]; "
+    a, b = logs / "a.here", logs / "b.here"
+    parts = {
+        "first": [program("first", SAY)],
+        "a": [program("a", meet.format(a, b) + SAY, gpus=1), program("a4", SAY)],
+        "b": [program("b", meet.format(b, a) + SAY, gpus=1), program("b.more", SAY, gpus=1)],
+        "c": [program("c", SAY, gpus=1)],
+    }
+    monkeypatch.setattr(steps, "PARTS", parts)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert steps.main(["first", "--beside", "a", "b", "c"]) == 0
+    said = {line.split()[0]: line.split()[-2] for line in capfd.readouterr().out.splitlines()[:-1]}
+    assert next(iter(said)) == "first" and list(said)[-1] == "a4" and said["first"] == said["a4"] == "5,7"
+    assert {said["a"], said["b"]} == {"5", "7"} and said["b.more"] == said["b"] and said["c"] in ("5", "7")
