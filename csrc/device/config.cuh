@@ -62,8 +62,6 @@ struct DispatchConfig {
     // chunk, a send warp must wait until its stores have reached the peers, and each fence holds up the block.  So do relays, whose credits
     // are wanted.
     MOECOMM_BOTH constexpr bool tells_early() const { return layout != Layout::flat || scale_columns || domains() > 1; }
-    // The first rows need not wait for those of all others to be settled.  (Blocks that also receive have no registers left for them.)
-    MOECOMM_BOTH constexpr bool sends_first() const { return send_warps > 0 && receive_warps == 0 && !repeat && domains() == 1; }
     MOECOMM_BOTH constexpr i32 pieces() const { return ceil_div(hidden, piece_columns); }
     MOECOMM_BOTH constexpr i32 piece_bytes() const { return piece_columns * bytes_of(type); }
     MOECOMM_BOTH constexpr i32 slots_ahead() const { return quantize ? ring_slots - 1 : ring_slots / 2; }  // loads that run ahead

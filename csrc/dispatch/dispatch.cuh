@@ -7,6 +7,7 @@
 #include "agree.cuh"
 #include "announce.cuh"
 #include "outputs.cuh"
+#include "rank.cuh"
 #include "receive.cuh"
 #include "relay.cuh"
 #include "send.cuh"
@@ -40,15 +41,16 @@ MOECOMM_FN void prepare_block(Shared& shared, const Call& c) {
 }
 
 template <class Call>
-MOECOMM_FN void move_rows(const Call& c, Sender<Call>& sender, const Token<Call>& first) {
+MOECOMM_FN void move_rows(const Call& c, Sender<Call>& sender) {
     constexpr DispatchConfig cfg = Call::cfg;
     constexpr i32 receivers = cfg.send_warps, describers = receivers + cfg.receive_warps, flaggers = describers + cfg.describe_warps;
     constexpr i32 putters = flaggers + cfg.flag_warps, relays = putters + cfg.put_warps;
+    settle_share(c);
     if constexpr (cfg.domains() > 1 && cfg.part == Part::begin) {
         if (blockIdx.x == 0) keep_notices(c);
     }
-    settle_and_send(c, sender, first);
     if (warp_id() < receivers) {
+        send(c, sender);
         if (blockIdx.x == 0) write_counts(c);
         clear_padding(c);
     } else if (warp_id() < describers) {
@@ -74,19 +76,13 @@ MOECOMM_FN void run(const Call& c, Sender<Call>& sender) {
     announce(c);
     if constexpr (cfg.domains() > 1) send_mail(c, kNoticeWords + (cfg.repeat ? 0 : cfg.columns()));
     place_share(c);
-    Token<Call> first{};
-    if constexpr (cfg.sends_first()) {
-        fence_async_shared();  // bulk loads write where the counters were
-        __syncthreads();
-        if (warp_id() < cfg.send_warps && sender.has(0)) first = load_token(c, sender.token_of(0));
-    }
     sender.cast_ahead(sender.kPieces);
     if (!agree(c)) return;
     if (!goes_on(c)) {
         clear_route(c);
         return;
     }
-    move_rows(c, sender, first);
+    move_rows(c, sender);
     if constexpr (cfg.packet_lines > 0) unpack_apart(c);
 }
 

@@ -3,7 +3,6 @@
 #include "cross.cuh"
 #include "describe.cuh"
 #include "quantize.cuh"
-#include "rank.cuh"
 #include "token.cuh"
 
 namespace moecomm {
@@ -250,38 +249,22 @@ MOECOMM_FN void send_row(const Call& c, Sender<Call>& sender, const Token<Call>&
     }
 }
 
-// By each send warp, which has begun to load: its rows from the next one, `token`, on, as far as those before the `end`-th.
+// By each send warp, which has begun to load.
 template <class Call>
-MOECOMM_FN void send_rows(const Call& c, Sender<Call>& sender, Token<Call> next, i32 end) {
-    for (i32 n = sender.done; n < end && sender.has(n); ++n) {
-        const Token<Call> token = next;  // what the lanes need for the next row is loaded while this one travels
-        if (n + 1 < end && sender.has(n + 1)) next = load_token(c, sender.token_of(n + 1));
+MOECOMM_FN void send(const Call& c, Sender<Call>& sender) {
+    const auto load = [&](i32 n) { return load_token(c, sender.token_of(n)); };
+    Token<Call> next{};  // what the lanes need for the next row is loaded while this one travels
+    if (sender.has(0)) next = load(0);
+    for (i32 n = 0; sender.has(n); ++n) {
+        const Token<Call> token = next;
+        if (sender.has(n + 1)) next = load(n + 1);
         if constexpr (Call::cfg.domains() > 1) {
             if (!sender.await_letters(token.index / c.a.chunk_tokens)) return;
         }
         send_row(c, sender, token);
         if constexpr (Call::cfg.tells_early()) sender.template finish_chunks<Sender<Call>::kOpen>();
     }
-}
-
-// By all threads: rows are settled, and sent by the send warps.  The first row of each goes as soon as it is known where, `first` having
-// its places among the block's own: it fills the links while the others are settled.  The same code sends it: its copy would be cold.
-template <class Call>
-MOECOMM_FN void settle_and_send(const Call& c, Sender<Call>& sender, Token<Call> first) {
-    constexpr DispatchConfig cfg = Call::cfg;
-    constexpr i32 all = 0x7fffffff;
-    const bool sends = warp_id() < cfg.send_warps;
-    if constexpr (cfg.sends_first()) settle_token(c, first);
-#pragma unroll 1
-    for (i32 end = cfg.sends_first() ? 1 : all;; end = all) {
-        if (end == all) {
-            settle_share(c);
-            if (sends && sender.has(sender.done)) first = load_token(c, sender.token_of(sender.done));
-        }
-        if (sends) send_rows(c, sender, first, end);
-        if (end == all) break;
-    }
-    if (sends) sender.template finish_chunks<0>();
+    sender.template finish_chunks<0>();
 }
 
 }  // namespace moecomm

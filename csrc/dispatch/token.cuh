@@ -29,17 +29,6 @@ MOECOMM_FN Token<Call> load_token(const Call& c, i32 index) {
     return token;
 }
 
-// What was loaded were places among the block's own (place_share): now rows.
-template <class Call>
-MOECOMM_FN void settle_token(const Call& c, Token<Call>& token) {
-    constexpr DispatchConfig cfg = Call::cfg;
-#pragma unroll
-    for (i32 i = 0; i < cfg.peers_per_lane(); ++i)
-        if (token.slot[i] >= 0) token.slot[i] += c.shared.base[cfg.experts + rotated<cfg.ranks>(c.me(), i * kWarp + lane_id())];
-    if (cfg.layout != Layout::flat && token.owner >= 0)
-        token.row += c.shared.base[c.id_at(static_cast<i64>(token.index) * cfg.topk + lane_id())];
-}
-
 // By all lanes, for each rank that wants the token: body(rank, its flat row, the row of its payload, the lane and place of its slot).
 template <class Call, class Body>
 MOECOMM_FN void for_ranks(const Call& c, const Token<Call>& token, Body body) {
