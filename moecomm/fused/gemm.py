@@ -11,7 +11,7 @@ from moecomm import _native
 from moecomm.backends import cuda_driver
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import kernels, reference, schedules, tensor_maps
-from moecomm.fused.schedules import BAND, BLOCK_COLUMNS, Schedule
+from moecomm.fused.schedules import BAND, Schedule, block_columns
 from moecomm.fused.weights import GRANULARITY
 from moecomm.plain_kernel import launch
 

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-BLOCK_COLUMNS = 128  # kBlockColumns of csrc/fused/config.cuh
+import torch
+
+BLOCK_COLUMNS = 128  # GemmConfig::block_columns of csrc/fused/config.cuh; twice as many of e4m3
 # Row tiles of a band (csrc/fused/tiles.h).  66 pairs of blocks on 132 multiprocessors work on 8 by 8.25 tiles of 256
 # rows and 256 columns at a time: as many bytes of x as of weights, which is the least of both together.
 BAND = 8
+
+
+
+def block_columns(dtype: torch.dtype) -> int:
+    """Rows of w that a block multiplies with."""
+    return BLOCK_COLUMNS * (2 if dtype == torch.float8_e4m3fn else 1)
 
 
 @dataclass(frozen=True)
