@@ -261,7 +261,8 @@ def apply_experts(
         how: dict[str, Any] = {"alignment": 1, "interleaved": interleaved}
         inner = x.new_empty(len(x), w2.shape[2])
         reference.grouped_gemm(x, w13, tokens_per_expert, **how, activation="swiglu", out=inner)
-        return reference.grouped_gemm(inner, w2, tokens_per_expert, **how, activation=None, out=torch.empty_like(x))
+        reference.grouped_gemm(inner, w2, tokens_per_expert, **how, activation=None, out=(y := torch.empty_like(x)))
+        return y
     if why := ours_lacks(x.device.index, x.dtype, *w2.shape):
         _say_once("experts run in torch's grouped GEMM, not in moecomm's: %s", why)
         return _by_torch(x, deinterleave(w13) if interleaved else w13, w2, tokens_per_expert)
