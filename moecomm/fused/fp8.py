@@ -59,8 +59,8 @@ def quantize_weights(w: torch.Tensor) -> Fp8:
 
 
 def widen(data: torch.Tensor, scales: torch.Tensor, rows: int) -> torch.Tensor:
-    """data * scale, in float32; `rows` share a scale: 1, of weights 128."""
+    """data * scale, in the dtype of scales; `rows` share a scale: 1, of weights 128."""
     scales = scales.repeat_interleave(GROUP, dim=-1)[..., : data.shape[-1]]
     if rows > 1:
         scales = scales.repeat_interleave(rows, dim=-2)[..., : data.shape[-2], :]
-    return data.float() * scales
+    return data.to(scales.dtype) * scales

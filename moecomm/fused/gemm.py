@@ -69,7 +69,7 @@ def grouped_gemm(
     compiles and loads its kernel, is not for a capture.  No gradients.  On CPUs torch multiplies expert by expert.
 
     FP8: x and w are pairs of float8_e4m3fn and float32 scales.  Products of 128 columns are summed by the tensor cores,
-    which keep 14 bits or so of a sum: off by at most 2^-6 of the sum of these products' absolute values.  Each such sum
+    which keep 14 bits or so of a sum: off by at most 2^-5 of the sum of these products' absolute values.  Each such sum
     is multiplied with its scales and added in float32.  On CPUs x and w are widened to float32, exactly but for the
     rounding of data * scale, and all is added in float32: off by at most 2 (K + 2) units of 2^-23 of the sum of all
     absolute values.
