@@ -12,7 +12,8 @@ from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import FP8_SCHEDULES, Fp8, Schedule, choose_fp8, grouped_gemm, interleave, quantize_weights
 from moecomm.fused.gemm import apart_map
 from moecomm.fused.tensor_maps import parameters
-from moecomm.testing.fp8 import off_by_scales, widened
+from moecomm.testing import bounds
+from moecomm.testing.fp8 import expected_gemm, in_float64
 
 EXPERTS, N, K = 3, 320, 272  # blocks of 128 and parts of one
 COUNTS = (5, 0, 17)
@@ -73,7 +74,7 @@ def test_values_are_those_of_float64(activation: str | None, interleaved: bool, 
     assert grouped_gemm(x, w, counts_of(), **how, out=out) is out
     by_rank = grouped_gemm(Fp8(x.data, by_column(x.scales)), w, counts_of(), **how, out_dtype=dtype)
     untouched = torch.ones(40, dtype=torch.bool)
-    for group, want, off in widened(x, w, COUNTS, **how, dtype=dtype, on_tensor_cores=False):
+    for group, want, off in expected_gemm(x, w, COUNTS, **how, dtype=dtype, device=torch.device("cpu")):
         assert bool(((out[group].double() - want).abs() <= off).all())
         assert same_bits(out[group], by_rank[group])
         untouched[group] = False
@@ -90,7 +91,7 @@ def test_the_bound_sees_a_scale_of_another(taken: str) -> None:
     }[taken]
     out = grouped_gemm(*wrong, counts_of())
     how: dict[str, Any] = {"alignment": 1, "activation": None, "interleaved": True}
-    for group, want, off in widened(x, w, COUNTS, **how, dtype=out.dtype, on_tensor_cores=True):
+    for group, want, off in expected_gemm(x, w, COUNTS, **how, dtype=out.dtype, device=torch.device("cuda")):
         rows = int(((out[group].double() - want).abs() > off).any(dim=1).sum())
         assert rows >= 0.7 * len(want), "and the bound of sums on tensor cores does so, too"
 
@@ -140,11 +141,10 @@ def test_the_map_of_rows_apart_finds_what_interleave_puts_there() -> None:
     assert torch.equal(seen.reshape(groups, columns, depth), interleave(w13))
 
 
-def test_off_by_scales_is_what_the_cast_loses() -> None:
+def test_the_bound_of_a_cast_is_what_the_cast_loses() -> None:
     values = torch.randn(64, 300, generator=torch.Generator().manual_seed(2)).double() * 3
-    cast = Fp8(*quantize(values.float()))
-    off = off_by_scales(values, torch.zeros_like(values))
-    wide = cast.data.double() * cast.scales.double().repeat_interleave(128, dim=1)[:, :300]
+    wide = in_float64(Fp8(*quantize(values.float())), 1)
+    off = bounds.cast(values, torch.zeros_like(values))
     assert bool(((wide - values).abs() <= off).all())
     assert float((off / (wide - values).abs().clamp(min=1e-9)).min()) < 1.2, "and hardly more"
 
