@@ -141,10 +141,7 @@ def _launch(
 ) -> None:
     apart = swiglu and not interleaved
     args = arguments(given.x, given.w, given.counts, alignment, apart, out.data_ptr(), schedule)
-    if given.x_scales is not None and given.w_scales is not None:
-        args.x_scales, args.w_scales = given.x_scales.data_ptr(), given.w_scales.data_ptr()
-        args.x_scale_row, args.x_scale_column = given.x_scales.stride()[-2:]
-        args.out_scales = 0 if out_scales is None else out_scales.data_ptr()
+    tell_scales(args, given, out_scales)
     blocks = kernels.multiprocessors(out.device.index) // schedule.cluster * schedule.cluster
     launch(kernels.gemm_kernel(given.x.dtype, swiglu, apart, schedule, out=out.dtype), blocks, args)
 
@@ -158,7 +155,7 @@ def arguments(
     out: int,
     schedule: Schedule,
 ) -> kernels.GemmArgs:
-    """What a launch is told, but for scales; `out`: an address."""
+    """What a launch is told, but for scales: see tell_scales; `out`: an address."""
     groups, columns, depth = w.shape
     rows, step = x.shape[:-1].numel(), kernels.SLOT_ROW_BYTES // x.element_size()
     args = kernels.GemmArgs(
@@ -181,6 +178,15 @@ def arguments(
         args.x[index] = tensor_maps.encode(x.data_ptr(), (rows, depth), x.dtype, (box, step))
         box, index = 2 * box, index + 1
     return args
+
+
+def tell_scales(args: kernels.GemmArgs, given: Operands, out_scales: torch.Tensor | None) -> None:
+    """FP8: where those of x and w lie, and where those of a product that is cast go."""
+    if given.x_scales is None or given.w_scales is None:
+        return
+    args.x_scales, args.w_scales = given.x_scales.data_ptr(), given.w_scales.data_ptr()
+    args.x_scale_row, args.x_scale_column = given.x_scales.stride()[-2:]
+    args.out_scales = 0 if out_scales is None else out_scales.data_ptr()
 
 
 def _weight_map(w: torch.Tensor, apart: bool) -> Any:

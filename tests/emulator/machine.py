@@ -32,7 +32,7 @@ int main() { std::printf("%zu %zu %zu", sizeof(DispatchArgs), sizeof(CombineArgs
 Arguments = _native.DispatchArgs | _native.CombineArgs
 
 
-class _Launch(ctypes.Structure):
+class Launch(ctypes.Structure):
     """Launch of scheduler.cpp."""
 
     _fields_ = (
@@ -86,13 +86,13 @@ class Machine:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             kernels = dict(zip(specs := {call.spec for call in calls}, pool.map(self._kernel, specs), strict=True))
         windows = (ctypes.c_uint64 * ranks)(*(call.window for call in calls[:ranks]))
-        launches, contents = (_Launch * len(calls))(), []
+        launches, contents = (Launch * len(calls))(), []
         for nth, call in enumerate(calls):
             contents.append(content := ctypes.create_string_buffer(call.content, len(call.content)))
             if call.spec.domain_ranks:  # what Puts wants
                 ctypes.c_uint64.from_buffer(content, self._link).value = ctypes.addressof(windows)
             fields = jit.block_fields(call.spec)
-            launches[nth] = _Launch(
+            launches[nth] = Launch(
                 ctypes.cast(kernels[call.spec].kernel, ctypes.c_void_p).value,
                 ctypes.addressof(content),
                 rng.choice([1, 2, 3]),
