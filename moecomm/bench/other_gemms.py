@@ -34,7 +34,7 @@ def fp8(x: Any, weights: list[Any], counts: torch.Tensor) -> dict[str, Call]:
 
 
 def padded_rows(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """With groups that begin at multiples of ALIGNMENT: int64 [rows], the place of each; int32, the group of a place."""
+    """With groups that begin at multiples of ALIGNMENT: int64 [rows], the place of each; int32, a place's group."""
     counts = counts.long()
     padded = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     group = torch.arange(len(counts), device=counts.device)
