@@ -254,6 +254,7 @@ def moe(
     mode: Mode = None,
     replays: Replays = 10,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="torch's, and other experts there are.")] = True,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Ours with weights in FP8 as well.")] = False,
     ranks: Ranks = None,
     backend: Backend = "auto",
     json: Json = None,
@@ -273,6 +274,7 @@ def moe(
         mode=mode or ("eager" if name == "host" else "graph"),
         replays=replays,
         peers=peers,
+        fp8=fp8,
     )
     result = measured.run(case)
     if result is not None:
