@@ -21,7 +21,7 @@ SIZES: list[dict[str, Any]] = [
     {"ranks": 4, "hidden": 144, "intermediate": 64, "num_experts": 16, "topk": 8, "max_tokens": 33},
 ]
 ALONE, PAIR = SIZES[0], SIZES[0] | {"ranks": 2}
-CASES = 15  # of each of SIZES and dtypes
+CASES = 10  # of each of SIZES and dtypes
 
 
 def opened(sizes: dict[str, Any], dtype: torch.dtype = torch.bfloat16, **more: Any) -> LocalBuffers:
@@ -43,7 +43,7 @@ def test_random_layers_are_those_of_float64(sizes: dict[str, Any], dtype: torch.
 
 def test_several_domains() -> None:
     with opened(SIZES[3], domain_ranks=2) as ranks:
-        for seed in range(CASES):
+        for seed in range(3):
             case = random_layer(seed, **SIZES[3], dtype=torch.bfloat16, fp8=True)
             for rank, out in enumerate(ranks.moe([case.call(rank) for rank in range(4)])):
                 case.check(rank, out)
