@@ -86,7 +86,7 @@ def grouped_gemm(
         alignment: layout "expert": each expert's rows begin at a multiple of it, `expert_alignment` of the dispatch.
         activation: None, or "swiglu": out = silu(gate) * up, computed in float32 and rounded once.
         interleaved: with "swiglu": w is `moecomm.fused.interleave(w13)`; False: w13 itself, all gate rows and then all
-            up rows.  The bits are the same.
+            up rows.  The bits are the same, in FP8 where the scales are: there they are of w as it lies.
         out: `[rows, N]`, with "swiglu" `[rows, N / 2]` (batched: a dimension more), of out_dtype; made if None.
             Rows that belong to no expert are left as they are.  With `quantize` a pair, as it is returned.
         out_dtype: default: the dtype of x or, of FP8, of `out`, else bfloat16; FP8: bfloat16 or float16.

@@ -69,7 +69,7 @@ def moe(
         w2: `[E/R, H, I]`: their down projections.  Both in FP8: pairs of float8_e4m3fn and float32 scales, as
             moecomm.fused.quantize_weights makes them, one for 128 rows, as they lie here, and 128 columns.
         activation: "swiglu": silu(gate) * up.
-        interleaved: w13 is `moecomm.fused.interleave(w13)`.
+        interleaved: w13 is `moecomm.fused.interleave(w13)`; in FP8 cast after that.
         out: `[T, H]` of the Buffer's dtype, written in place; default: a new tensor.
         bias: `[T, H]` or `[H]` of the Buffer's dtype, added before the rounding: a shared expert's output costs no
             pass of its own so.
