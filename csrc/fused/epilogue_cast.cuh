@@ -21,16 +21,17 @@ MOECOMM_FN void store_eight(const uint4& values, i32 row, i32 column, bool there
     u32 largest = larger_pair(larger_pair(values.x, values.y), larger_pair(values.z, values.w));
 #pragma unroll
     for (i32 lanes = 1; lanes < kCastLanes; lanes *= 2) largest = larger_pair(largest, __shfl_xor_sync(kAllLanes, largest, lanes));
-    const float seen = __uint_as_float(max(largest << 16, largest & 0xffff0000u));
-    const float amax = seen < 1e-4f ? 1e-4f : seen, up = __fmul_rn(__fdiv_rn(1.0f, amax), 448.0f);
+    const float seen[1] = {__uint_as_float(max(largest << 16, largest & 0xffff0000u))};
+    GroupScale scale[1];
+    group_scales<ScaleFormat::fp32>(seen, scale);
     float wide[8];
     widen<Type::bf16>(values, wide);
     u32 pairs[4];
 #pragma unroll
-    for (i32 i = 0; i < 4; ++i) pairs[i] = narrow_e4m3(__fmul_rn(wide[2 * i], up), __fmul_rn(wide[2 * i + 1], up));
+    for (i32 i = 0; i < 4; ++i) pairs[i] = narrow_e4m3(__fmul_rn(wide[2 * i], scale[0].up), __fmul_rn(wide[2 * i + 1], scale[0].up));
     if (!there) return;
     out.store(row, column, make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16));
-    if (column % kScaleGroup == 0) out.store_scale(row, column, __fdiv_rn(amax, 448.0f));
+    if (column % kScaleGroup == 0) out.store_scale(row, column, __uint_as_float(scale[0].bits));
 }
 
 // By all threads of both warpgroups.  `staging`: that of the first, the other's behind it.

@@ -10,7 +10,9 @@ import re
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from moecomm import _native, jit
@@ -53,16 +55,24 @@ class Call:
         self.window, self.num_tokens = args.ctx.peers[args.ctx.rank], args.num_tokens
 
 
+@lru_cache
+def scheduler() -> ctypes.CDLL:
+    """scheduler.cpp, once a process: kernels find its names, which must not be those of another one."""
+    with TemporaryDirectory() as directory:
+        library = Path(directory) / "scheduler.so"
+        subprocess.run(["g++", *FLAGS[:1], "-O2", *FLAGS[-2:], HERE / "scheduler.cpp", "-o", library], check=True)
+        loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    loaded.emulator_run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint]
+    return loaded
+
+
 class Machine:
     """Compiles kernels into `directory`, each once, and runs them."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._csrc = directory, directory / "csrc"
         plain.write(CSRC, self._csrc)
-        scheduler = directory / "scheduler.so"
-        subprocess.run(["g++", *FLAGS[:1], "-O2", *FLAGS[-2:], HERE / "scheduler.cpp", "-o", scheduler], check=True)
-        self._scheduler = ctypes.CDLL(str(scheduler), mode=ctypes.RTLD_GLOBAL)
-        self._scheduler.emulator_run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint]
+        self._scheduler = scheduler()
         (directory / "offsets.cpp").write_text(_OFFSETS)
         offsets = directory / "offsets"
         subprocess.run(["g++", "-std=c++17", f"-I{CSRC}", directory / "offsets.cpp", "-o", offsets], check=True)

@@ -8,7 +8,6 @@
 struct float2 {
     float x, y;
 };
-inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 

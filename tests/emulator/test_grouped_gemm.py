@@ -20,7 +20,7 @@ from moecomm.fused.operands import check_operands
 from moecomm.testing.fp8 import expected_gemm
 
 from . import plain_gemm
-from .machine import CSRC, FLAGS, HERE, LIMIT, Launch
+from .machine import CSRC, FLAGS, HERE, LIMIT, Launch, scheduler
 
 pytestmark = [
     pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64 and g++"),
@@ -56,10 +56,7 @@ class Machine:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         plain_gemm.write(CSRC, directory / "csrc")
-        library = directory / "scheduler.so"
-        subprocess.run(["g++", *FLAGS[:1], "-O2", *FLAGS[-2:], HERE / "scheduler.cpp", "-o", library], check=True)
-        self._scheduler = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-        self._scheduler.emulator_run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint]
+        self._scheduler = scheduler()
         self.kernel = lru_cache(self._kernel)
 
     def run(self, kernel: Any, args: ctypes.Structure, blocks: int, seed: int) -> None:
