@@ -1,7 +1,8 @@
 // What becomes of the sums of a warpgroup: activation, rounding, and through shared memory to rows of the product.
 //
-// A warpgroup has 64 columns of the product, or 32 after SwiGLU, of all rows of the tile.  A lane's registers lie across rows (wgmma.cuh);
-// stmatrix.trans turns them, so that a row's columns lie side by side, and then 8 or 4 lanes store a row of 128 or 64 bytes.
+// A warpgroup has 64 columns of the product, or 32 after SwiGLU, of all rows of the tile; of e4m3 twice, one after the other.  A lane's
+// registers lie across rows (wgmma.cuh); stmatrix.trans turns them, so that a row's columns lie side by side, and then 8 or 4 lanes store a
+// row of 128 or 64 bytes.
 #pragma once
 #include "../device/cast.cuh"
 #include "../device/copy.cuh"
@@ -11,16 +12,15 @@
 
 namespace moecomm {
 
-constexpr i32 kStageBytes = 8192;  // of product that a warpgroup turns at once; two places, so that each is met for once
-
 template <GemmConfig c>
 struct Turned {
-    static constexpr i32 columns = c.swiglu ? 32 : 64;                                                        // of the warpgroup
-    static constexpr i32 chunks = columns / 8;                                                                // of 16 bytes, in a row
-    static constexpr i32 room = kStageBytes / (columns * 2), rows = room < c.most_rows ? room : c.most_rows;  // turned at once
+    static constexpr i32 columns = c.swiglu ? 32 : 64;                                    // of the warpgroup, in a part
+    static constexpr i32 together = c.out == Type::e4m3 ? c.parts() * columns : columns;  // that are turned side by side
+    static constexpr i32 chunks = together / 8;                                           // of 16 bytes, in a row
+    static constexpr i32 room = c.stage_bytes() / (together * 2), rows = room < c.most_rows ? room : c.most_rows;  // turned at once
 
     // Chunks are permuted so that neither 8 rows that a matrix goes to nor 8 lanes that read meet in a bank.
-    MOECOMM_FN static i32 offset(i32 row, i32 chunk) { return (row * chunks + (chunk ^ (c.swiglu ? row / 2 % 4 : row % 8))) * 16; }
+    MOECOMM_FN static i32 offset(i32 row, i32 chunk) { return (row * chunks + (chunk ^ (chunks == 4 ? row / 2 % 4 : row % 8))) * 16; }
 };
 
 // Four 8 x 8 matrices of 2-byte values, turned: lane l gives the address of row l % 8 of matrix l / 8.
@@ -42,10 +42,12 @@ MOECOMM_FN u32 narrow_pair(float first, float second) {
 }
 MOECOMM_FN float swiglu(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
 
-// Rows `from` .. of the tile, as many as are turned at once.
-template <GemmConfig c, i32 from, i32 size>
+// Rows `from` .. of the tile, as many as are turned at once, of a part.
+template <GemmConfig c, i32 from, i32 part = 0, i32 size>
 MOECOMM_FN void turn(const float (&sums)[size], u32 staging) {
     using T = Turned<c>;
+    // What the product is, or is before it is cast.
+    constexpr Type type = c.out == Type::e4m3 ? Type::bf16 : c.out;
     const i32 lane = lane_id(), warp = warp_id() % 4;
     if constexpr (c.swiglu) {
 #pragma unroll
@@ -54,9 +56,9 @@ MOECOMM_FN void turn(const float (&sums)[size], u32 staging) {
 #pragma unroll
             for (i32 i = 0; i < 4; ++i) {
                 const i32 at = (from + row + 8 * i) / 2;
-                m[i] = narrow_pair<c.type>(swiglu(sums[at], sums[at + 2]), swiglu(sums[at + 1], sums[at + 3]));
+                m[i] = narrow_pair<type>(swiglu(sums[at], sums[at + 2]), swiglu(sums[at + 1], sums[at + 3]));
             }
-            store_turned(staging + T::offset(row + lane, warp), m[0], m[1], m[2], m[3]);
+            store_turned(staging + T::offset(row + lane, 4 * part + warp), m[0], m[1], m[2], m[3]);
         }
     } else {
 #pragma unroll
@@ -65,7 +67,7 @@ MOECOMM_FN void turn(const float (&sums)[size], u32 staging) {
 #pragma unroll
             for (i32 i = 0; i < 4; ++i) {
                 const i32 at = (from + row + i / 2 * 8) / 2 + i % 2 * 2;
-                m[i] = narrow_pair<c.type>(sums[at], sums[at + 1]);
+                m[i] = narrow_pair<type>(sums[at], sums[at + 1]);
             }
             store_turned(staging + T::offset(row + lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2), m[0], m[1], m[2], m[3]);
         }
@@ -78,7 +80,7 @@ MOECOMM_FN void store_tile(const float (&sums)[size], const Tile& tile, i32 colu
                            const Out& out) {
     using T = Turned<c>;
     if (from >= tile.rows) return;
-    const u32 place = staging + turns++ % 2 * kStageBytes;
+    const u32 place = staging + turns++ % 2 * c.stage_bytes();
     turn<c, from>(sums, place);
     meet(barrier, kWarpgroup);
     const i32 thread = threadIdx.x % kWarpgroup;
@@ -89,6 +91,14 @@ MOECOMM_FN void store_tile(const float (&sums)[size], const Tile& tile, i32 colu
             out.store(tile.row + from + row, column + chunk * 8, load_shared(place + T::offset(row, chunk)));
     }
     if constexpr (from + T::rows < c.most_rows) store_tile<c, from + T::rows>(sums, tile, column, columns, staging, barrier, turns, out);
+}
+
+// All that a warpgroup, the `group`-th of the row of tiles, has of it.
+template <GemmConfig c, i32 part = 0, class Out, i32 size>
+MOECOMM_FN void store_parts(const float (&sums)[c.parts()][size], const Tile& tile, i32 group, i32 columns, u32 staging, i32 barrier,
+                            u32& turns, const Out& out) {
+    store_tile<c>(sums[part], tile, (group * c.parts() + part) * Turned<c>::columns, columns, staging, barrier, turns, out);
+    if constexpr (part + 1 < c.parts()) store_parts<c, part + 1>(sums, tile, group, columns, staging, barrier, turns, out);
 }
 
 }  // namespace moecomm

@@ -2,12 +2,14 @@
 //
 // The weights are what the instruction takes as rows, 128 of them a block, and the rows of x are its columns: 16 to 256 a tile, as many as
 // there are, so that a group of few rows costs few.  A block is a warp that loads, in a warpgroup of its own, and two warpgroups that
-// multiply 64 rows of w each.  Blocks stay for the whole launch; each takes every gridDim-th tile (tiles.h).  The blocks of a cluster make
-// the same tile of rows of neighbouring columns: each loads its part of x into all of them.
+// multiply 64 rows of w each.  Of e4m3, whose sums are in registers twice (scaled.cuh), a block has twice the weights, a warpgroup 64 rows
+// of them after 64 others, and tiles have up to 128 rows.  Blocks stay for the whole launch; each takes every gridDim-th tile (tiles.h).
+// The blocks of a cluster make the same tile of rows of neighbouring columns: each loads its part of x into all of them.
 #pragma once
 #include "../device/launch.cuh"
 #include "epilogue.cuh"
-#include "wgmma.cuh"
+#include "epilogue_cast.cuh"
+#include "scaled.cuh"
 
 namespace moecomm {
 
@@ -18,11 +20,12 @@ static_assert((kLoaderRegisters + kMathGroups * kMathRegisters) * kWarpgroup <= 
 template <GemmConfig c>
 struct GemmShared {
     Ring<c> ring;
-    u8 staging[kMathGroups][2 * kStageBytes];
+    u8 staging[kMathGroups][2 * c.stage_bytes()];
     RingBarriers<c> barriers;
     i32 counts[kMostGroups];
     i32 early;  // tiles that are not the helpers'
     i32 there;  // rows that are
+    RingScales<c> scales;
 };
 
 // The tiles of this block's cluster.  What does not change is read where it is wanted: registers are short.
@@ -52,10 +55,10 @@ MOECOMM_FN void load_tiles(GemmShared<c>& s, const GemmArgs& args, const Rows& r
     MyTiles<c> tiles(args, s);
     for (Tile tile; tiles.take(tile);) {
         rows.await(tile, s.there);
-        const i32 part = tile.padded / c.cluster, column = (tile.column * c.cluster + rank) * kBlockColumns;
-        const i32 bytes = kWeightBytes + tile.padded * kSlotRowBytes;
+        const i32 part = tile.padded / c.cluster, column = (tile.column * c.cluster + rank) * c.block_columns();
+        const i32 bytes = c.weight_bytes() + tile.padded * kSlotRowBytes;
         const u64 keep = tile.alone ? kKeepLeast : kKeepNormal;
-        for (i32 k = 0; k < args.depth; k += kDepth, place.step()) {
+        for (i32 k = 0; k < args.depth; k += c.depth(), place.step()) {
             copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
             u64* full = &s.barriers.full[place.slot];
             expect_bytes(full, bytes);
@@ -79,51 +82,64 @@ MOECOMM_FN void load_tiles(GemmShared<c>& s, const GemmArgs& args, const Rows& r
     }
 }
 
-// This warp is through with a slot: any block of the cluster may fill its part of it.
-template <GemmConfig c>
-MOECOMM_FN void release_slot(GemmShared<c>& s, i32 slot) {
-    if constexpr (c.cluster == 1) {
-        if (lane_id() == 0) arrive(&s.barriers.empty[slot]);
-    } else {
-        if (lane_id() < c.cluster) arrive_at(&s.barriers.empty[slot], lane_id());
+// A warp: scales, slot after slot beside what they are of.
+template <GemmConfig c, class Rows>
+MOECOMM_FN void load_scales(GemmShared<c>& s, const GemmArgs& args, const Rows& rows) {
+    const i32 rank = c.cluster == 1 ? 0 : cluster_rank(), lane = lane_id();
+    RingPlace<c> place;
+    MyTiles<c> tiles(args, s);
+    for (Tile tile; tiles.take(tile);) {
+        rows.await(tile, s.there);
+        const float* of_w = scales_of_w<c>(args, tile.group, tile.column * c.cluster + rank, lane % kWeightScales);
+        const float* of_x = reinterpret_cast<const float*>(args.x_scales);
+        for (i32 k = 0; k < args.depth; k += c.depth(), place.step()) {
+            copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
+            const SlotScales slot = s.scales.slot(place.slot);
+            if (lane < kWeightScales) load_scale(slot.of_w(lane), of_w);
+#pragma unroll 1
+            for (i32 i = lane; i < tile.padded; i += kWarp)
+                load_scale(slot.of_x(i), of_x + min(tile.row + i, args.grouping.rows - 1) * args.x_scale_row);
+            arrive_when_loaded(&s.barriers.full[place.slot]);
+            ++of_w;
+            of_x += args.x_scale_column;
+        }
     }
 }
 
 // 64 rows of w times n rows of x, over all columns of both.
 template <GemmConfig c, i32 n, i32 size>
 MOECOMM_FN void multiply(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, i32 steps, float (&sums)[size]) {
-    const u32 w = operand_at(shared_address(s.ring.w[0]) + math_group * (kWeightBytes / kMathGroups));
+    const u32 w = operand_at(shared_address(s.ring.w[0]) + math_group * (c.weight_bytes() / kMathGroups));
     const u32 x = operand_at(shared_address(s.ring.x[0]));
     i32 before = 0;
 #pragma unroll 1
     for (i32 step = 0; step < steps; ++step) {
         copy_wait(&s.barriers.full[place.slot], place.phase);
         wgmma_begin();
-        const u32 w_slot = w + place.slot * (kWeightBytes / 16), x_slot = x + place.slot * (c.row_bytes() / 16);
+        const u32 w_slot = w + place.slot * (c.weight_bytes() / 16), x_slot = x + place.slot * (c.row_bytes() / 16);
 #pragma unroll
-        for (i32 k = 0; k < kDepth / 16; ++k) wgmma<c.type, n>(sums, operand(w_slot + 2 * k), operand(x_slot + 2 * k), k > 0 ? 1 : step);
+        for (i32 k = 0; k < c.depth() / 16; ++k) wgmma<c.type, n>(sums, operand(w_slot + 2 * k), operand(x_slot + 2 * k), k > 0 ? 1 : step);
         wgmma_commit();
         if (step > 0) {
             wgmma_wait<1>();
-            release_slot(s, before);
+            release_slot<c>(s.barriers, before);
         }
         before = place.slot;
         place.step();
     }
     wgmma_wait<0>();
-    release_slot(s, before);
+    release_slot<c>(s.barriers, before);
 }
-// The same for the n of this tile.
+// All parts, for the n of this tile.
 template <GemmConfig c, i32 n = c.most_rows, i32 size>
-MOECOMM_FN void multiply_padded(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, i32 steps, i32 padded, float (&sums)[size]) {
-    if constexpr (n == c.row_unit) {
-        multiply<c, n>(s, place, math_group, steps, sums);
+MOECOMM_FN void multiply_padded(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, i32 steps, i32 padded,
+                                float (&sums)[c.parts()][size]) {
+    if (n > c.row_unit && padded != n) {
+        if constexpr (n > c.row_unit) multiply_padded<c, n - c.row_unit>(s, place, math_group, steps, padded, sums);
+    } else if constexpr (c.scaled()) {
+        multiply_scaled<c, n>(s.ring, s.barriers, s.scales, place, math_group, steps, sums);
     } else {
-        if (padded == n) {
-            multiply<c, n>(s, place, math_group, steps, sums);
-        } else {
-            multiply_padded<c, n - c.row_unit>(s, place, math_group, steps, padded, sums);
-        }
+        multiply<c, n>(s, place, math_group, steps, sums[0]);
     }
 }
 
@@ -131,16 +147,20 @@ MOECOMM_FN void multiply_padded(GemmShared<c>& s, RingPlace<c>& place, i32 math_
 template <GemmConfig c, class Out>
 MOECOMM_FN void make_tiles(GemmShared<c>& s, const GemmArgs& args, const Out& out) {
     const i32 math_group = threadIdx.x / kWarpgroup - 1, rank = c.cluster == 1 ? 0 : cluster_rank();
-    const i32 steps = ceil_div(args.depth, kDepth), columns = c.swiglu ? args.columns / 2 : args.columns;
-    const u32 staging = shared_address(s.staging[math_group]);
+    const i32 steps = ceil_div(args.depth, c.depth()), columns = c.swiglu ? args.columns / 2 : args.columns;
     RingPlace<c> place;
     u32 turns = 0;
-    float sums[c.most_rows / 2] = {};
+    float sums[c.parts()][c.most_rows / 2] = {};
     MyTiles<c> tiles(args, s);
     for (Tile tile; tiles.take(tile);) {
+        const i32 block = tile.column * c.cluster + rank;
         multiply_padded<c>(s, place, math_group, steps, tile.padded, sums);
-        const i32 column = ((tile.column * c.cluster + rank) * kMathGroups + math_group) * Turned<c>::columns;
-        store_tile<c>(sums, tile, column, columns, staging, 1 + math_group, turns, out);
+        if constexpr (c.out == Type::e4m3) {
+            store_cast<c>(sums, tile, block, columns, shared_address(s.staging), math_group, turns, out);
+        } else {
+            store_parts<c>(sums, tile, block * kMathGroups + math_group, columns, shared_address(s.staging[math_group]), 1 + math_group,
+                           turns, out);
+        }
     }
 }
 
@@ -167,6 +187,9 @@ MOECOMM_FN void run_gemm(const GemmArgs& args, const Rows& rows, const Out& out)
         leave_registers<kLoaderRegisters>();
         if (threadIdx.x == 0) load_tiles(s, args, rows);
         if (threadIdx.x == kWarp) rows.watch(s.there);
+        if constexpr (c.scaled()) {
+            if (warp_id() == 2) load_scales(s, args, rows);
+        }
     } else {
         take_registers<kMathRegisters>();
         make_tiles(s, args, out);
@@ -177,7 +200,12 @@ MOECOMM_FN void run_gemm(const GemmArgs& args, const Rows& rows, const Out& out)
 
 template <GemmConfig c>
 MOECOMM_FN void grouped_gemm(const GemmArgs& args) {
-    run_gemm<c>(args, RowsAreHere{}, StoreRows{args.out, c.swiglu ? args.columns / 2 : args.columns});
+    const i32 columns = c.swiglu ? args.columns / 2 : args.columns;
+    if constexpr (c.out == Type::e4m3) {
+        run_gemm<c>(args, RowsAreHere{}, StoreCastRows{args.out, args.out_scales, columns});
+    } else {
+        run_gemm<c>(args, RowsAreHere{}, StoreRows{args.out, columns});
+    }
 }
 
 }  // namespace moecomm

@@ -4,6 +4,7 @@
 // Rows::watch(there)                    by another of its threads, all the while: `there`, in shared memory and 0 at first, is theirs
 // Out::end()                            by all threads that multiply, once nothing is left to store
 // Out::store(row, column, values)       by any thread: 8 values from `column` on, a multiple of 8, of a row of the product
+// Out::store_scale(row, column, scale)  where the product is cast: the scale of its columns from this one on
 #pragma once
 #include "config.cuh"
 
@@ -25,6 +26,21 @@ struct StoreRows {
         asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(out + (static_cast<u64>(row) * columns + column) * 2), "r"(values.x),
                      "r"(values.y), "r"(values.z), "r"(values.w)
                      : "memory");
+    }
+};
+
+// The same of values of 1 byte, and their scales.
+struct StoreCastRows {
+    u64 out, scales;
+    i32 columns;
+
+    MOECOMM_FN void end() const {}
+    MOECOMM_FN void store(i32 row, i32 column, const uint2& values) const {
+        asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(out + static_cast<u64>(row) * columns + column), "r"(values.x), "r"(values.y)
+                     : "memory");
+    }
+    MOECOMM_FN void store_scale(i32 row, i32 column, float scale) const {
+        reinterpret_cast<float*>(scales)[static_cast<u64>(row) * ceil_div(columns, kScaleGroup) + column / kScaleGroup] = scale;
     }
 };
 

@@ -1,32 +1,39 @@
-// The ring of slots between the thread that loads and the warpgroups that multiply: a step of kDepth columns of w and x each.
+// The ring of slots between the thread that loads and the warpgroups that multiply: a step of 128 bytes of their rows each.
 #pragma once
 #include "config.cuh"
 
 namespace moecomm {
 
-constexpr i32 kWarpgroup = 128, kMathGroups = 2;
-constexpr i32 kWeightBytes = kBlockColumns * kSlotRowBytes;  // of w, in a slot
-
 template <GemmConfig c>
 struct Ring {
-    u8 w[c.stages][kWeightBytes];
+    u8 w[c.stages][c.weight_bytes()];
     u8 x[c.stages][c.row_bytes()];
+    static_assert(c.weight_bytes() % 1024 == 0, "atoms of the swizzle");
 };
-static_assert(kWeightBytes % 1024 == 0, "atoms of the swizzle");
 
 // A barrier completes a phase when a slot has been filled, another when it has been emptied.
 template <GemmConfig c>
 struct RingBarriers {
-    u64 full[c.stages];   // an arrival of the loader, and bytes
+    u64 full[c.stages];   // an arrival of the loader, and bytes; one of each lane that loads scales
     u64 empty[c.stages];  // of each warp that multiplies, in all blocks of the cluster: any of them loads into this slot
 
     MOECOMM_FN void init() {
         for (i32 s = 0; s < c.stages; ++s) {
-            barrier_init(&full[s], 1);
+            barrier_init(&full[s], c.scaled() ? 1 + kWarp : 1);
             barrier_init(&empty[s], c.cluster * kMathGroups * kWarpgroup / kWarp);
         }
     }
 };
+
+// This warp is through with a slot: any block of the cluster may fill its part of it.
+template <GemmConfig c>
+MOECOMM_FN void release_slot(RingBarriers<c>& barriers, i32 slot) {
+    if constexpr (c.cluster == 1) {
+        if (lane_id() == 0) arrive(&barriers.empty[slot]);
+    } else {
+        if (lane_id() < c.cluster) arrive_at(&barriers.empty[slot], lane_id());
+    }
+}
 
 // Where somebody is in the ring.
 template <GemmConfig c>

@@ -1,4 +1,4 @@
-// Matrix products of a warpgroup (sm_90a), 64 rows of a by n rows of b, 16 columns of each: sums[64][n] += a b^T, in fp32.
+// Matrix products of a warpgroup (sm_90a), 64 rows of a by n rows of b, 32 bytes of each: sums[64][n] += a b^T, in fp32.
 //
 // Both operands lie in shared memory as a tensor load with 128-byte swizzle leaves them: rows of 128 bytes, 8 rows an atom of 1024 bytes,
 // which begins at a multiple of that.  Lane l of warp w of the warpgroup holds, for each 8 rows j of b,
@@ -61,22 +61,23 @@ MOECOMM_FN void wgmma_wait() {
 #define MOECOMM_SUMS_15 MOECOMM_SUMS_14, MOECOMM_SUMS(112)
 #define MOECOMM_REGISTERS_16 MOECOMM_REGISTERS_15 ", %120, %121, %122, %123, %124, %125, %126, %127"
 #define MOECOMM_SUMS_16 MOECOMM_SUMS_15, MOECOMM_SUMS(120)
-#define MOECOMM_WGMMA_OF(kind, n, registers, a_at, b_at, keep_at) \
+#define MOECOMM_WGMMA_OF(kinds, orders, n, registers, a_at, b_at, keep_at) \
     asm volatile("{\n\t.reg .pred keep;\n\tsetp.ne.b32 keep, %" #keep_at ", 0;\n\t" \
-                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." kind "." kind " {" MOECOMM_REGISTERS_##registers \
-                 "}, %" #a_at ", %" #b_at ", keep, 1, 1, 0, 0;\n\t}" \
+                 "wgmma.mma_async.sync.aligned.m64n" #n kinds " {" MOECOMM_REGISTERS_##registers \
+                 "}, %" #a_at ", %" #b_at ", keep, 1, 1" orders ";\n\t}" \
                  : MOECOMM_SUMS_##registers : "l"(a), "l"(b), "r"(keep))
 #define MOECOMM_WGMMA(n, registers, a_at, b_at, keep_at) \
     { \
-        if constexpr (type == Type::bf16) MOECOMM_WGMMA_OF("bf16", n, registers, a_at, b_at, keep_at); \
-        else MOECOMM_WGMMA_OF("f16", n, registers, a_at, b_at, keep_at); \
+        if constexpr (type == Type::bf16) MOECOMM_WGMMA_OF("k16.f32.bf16.bf16", ", 0, 0", n, registers, a_at, b_at, keep_at); \
+        else if constexpr (type == Type::fp16) MOECOMM_WGMMA_OF("k16.f32.f16.f16", ", 0, 0", n, registers, a_at, b_at, keep_at); \
+        else MOECOMM_WGMMA_OF("k32.f32.e4m3.e4m3", "", n, registers, a_at, b_at, keep_at); \
     }
 
 // keep: 0 forgets what sums held.
 template <Type type, i32 n, i32 size>
 MOECOMM_FN void wgmma(float (&sums)[size], u64 a, u64 b, i32 keep) {
     static_assert(2 * size >= n && n % 16 == 0 && n <= 256, "registers for the sums");
-    static_assert(type == Type::bf16 || type == Type::fp16, "types that are multiplied so");
+    static_assert(type == Type::bf16 || type == Type::fp16 || type == Type::e4m3, "types that are multiplied so");
     if constexpr (n == 16) MOECOMM_WGMMA(16, 1, 8, 9, 10);
     if constexpr (n == 32) MOECOMM_WGMMA(32, 2, 16, 17, 18);
     if constexpr (n == 48) MOECOMM_WGMMA(48, 3, 24, 25, 26);

@@ -226,6 +226,7 @@ def gemm(
     experts: Experts = None,
     tokens: Tokens = "16,128,512,1024,2048,4096,8192",
     ranks: Annotated[str, typer.Option(help="That experts are dealt to, of which one is measured: 4,8.")] = "4,8",
+    dtype: Annotated[str, typer.Option(help="bf16, fp8 (e4m3 with scales), or both: bf16,fp8.")] = "bf16",
     every_schedule: Annotated[bool, typer.Option("--every-schedule", help="Not only the one that is chosen.")] = False,
     replays: Replays = 5,
     json: Json = None,
@@ -236,7 +237,8 @@ def gemm(
 
     models = measured.sizes(model.split(","), hidden=hidden, intermediate=intermediate, topk=topk, num_experts=experts)
     lists = numbers("ranks", ranks), numbers("tokens", tokens)
-    result = measured.run(models, *lists, every_schedule=every_schedule, replays=replays)
+    dtypes = dtype.split(",")
+    result = measured.run(models, *lists, every_schedule=every_schedule, replays=replays, dtypes=dtypes)
     table.show_gemm(result, table.console())
     _keep(result, json)
 
@@ -252,6 +254,7 @@ def moe(
     mode: Mode = None,
     replays: Replays = 10,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="torch's, and other experts there are.")] = True,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Ours with weights in FP8 as well.")] = False,
     ranks: Ranks = None,
     backend: Backend = "auto",
     json: Json = None,
@@ -271,6 +274,7 @@ def moe(
         mode=mode or ("eager" if name == "host" else "graph"),
         replays=replays,
         peers=peers,
+        fp8=fp8,
     )
     result = measured.run(case)
     if result is not None:

@@ -1,11 +1,11 @@
-"""The grouped GEMMs of an expert layer on one GPU: ours, and torch's, whose turns alternate."""
+"""The grouped GEMMs of an expert layer on one GPU: ours, and torch's, whose turns alternate; in FP8 deep_gemm's."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -13,14 +13,27 @@ from typing import Any
 import torch
 from torch.nn.functional import grouped_mm
 
+from moecomm.bench import other_gemms
 from moecomm.bench.clock import device_us
 from moecomm.bench.ranks import progress
+from moecomm.dispatch.reference import quantize
 from moecomm.errors import BadInput
-from moecomm.fused import SCHEDULES, choose, grouped_gemm
+from moecomm.fused import (
+    FP8_SCHEDULES,
+    SCHEDULES,
+    Fp8,
+    Schedule,
+    choose,
+    choose_fp8,
+    grouped_gemm,
+    quantize_weights,
+)
+from moecomm.fused.fp8 import Operand
 from moecomm.fused.kernels import multiprocessors
 from moecomm.router import MODELS, Model, random_routing
 
 TORCH, APART = "torch", "apart"  # beside schedules; apart: the chosen one, gate and up rows not interleaved
+DTYPES = ("bf16", "fp8")
 _LONG_US = 3000  # calls timed together take about as long, if they are no more than 20
 _MOST_CALLS = 20
 _WEIGHT_BYTES = (
@@ -43,15 +56,33 @@ class Gemm:
     experts: int  # of the rank
     columns: int
     depth: int
+    dtype: str = "bf16"
+
+    @property
+    def schedules(self) -> dict[str, Schedule]:
+        """By name."""
+        return FP8_SCHEDULES if self.dtype == "fp8" else SCHEDULES
+
+    @property
+    def casts(self) -> bool:
+        """Whether ours casts what it makes, for the second GEMM."""
+        return self.dtype == "fp8" and self.activation is not None
+
+    def choose(self, rows: int, *units: int) -> str:
+        """The name of the schedule for so many rows of all experts; `units`: multiprocessors of the GPU."""
+        if self.dtype == "fp8":
+            return choose_fp8(rows // self.experts, self.columns)
+        return choose(rows // self.experts, self.experts, self.columns, self.depth, *units)
 
     def counts(self, tokens: int) -> torch.Tensor:
         """int32 [experts]: rows that a random choice by so many tokens of every rank gives those of the first rank."""
         return _rows_of_experts(tokens * self.ranks, self.experts * self.ranks, self.topk)[: self.experts]
 
     def figures(self, rows: int, us: float) -> dict[str, float]:
-        """TFLOP/s; TB/s of x, weights and product, each once; padding of tiles is no work."""
+        """TFLOP/s; TB/s of x, weights and product, each once; padding of tiles is no work, nor are scales."""
         out = self.columns // (1 if self.activation is None else 2)
-        moved = 2 * (self.experts * self.columns * self.depth + rows * (self.depth + out))
+        taken = (1 if self.dtype == "fp8" else 2) * (self.experts * self.columns + rows) * self.depth
+        moved = taken + (1 if self.casts else 2) * rows * out
         return {"tflops": round(2 * rows * self.columns * self.depth / us / 1e6, 1), "tbs": round(moved / us / 1e6, 3)}
 
 
@@ -72,8 +103,10 @@ def sizes(names: list[str], **given: int | None) -> list[Model]:
     return [dataclasses.replace(MODELS[name], **own, name="" if own else name) for name in names]
 
 
-def gemms(models: list[Model], ranks: list[int]) -> list[Gemm]:
-    """Of each model, dealt to so many ranks: the first with SwiGLU and without, and the second."""
+def gemms(models: list[Model], ranks: list[int], dtypes: Sequence[str] = ("bf16",)) -> list[Gemm]:
+    """Of each model, dealt to so many ranks: the first with SwiGLU and without, and the second; of each dtype."""
+    if not dtypes or set(dtypes) - set(DTYPES):
+        raise BadInput("dtype", dtypes, f"some of {', '.join(DTYPES)}")
     found = []
     for model in models:
         for count in ranks:
@@ -82,67 +115,86 @@ def gemms(models: list[Model], ranks: list[int]) -> list[Gemm]:
             local = model.num_experts // count
             first = Gemm(model.name, count, 1, "swiglu", model.topk, local, 2 * model.intermediate, model.hidden)
             second = Gemm(model.name, count, 2, None, model.topk, local, model.hidden, model.intermediate)
-            found += [first, dataclasses.replace(first, activation=None), second]
+            of_model = [first, dataclasses.replace(first, activation=None), second]
+            found += [dataclasses.replace(gemm, dtype=dtype) for dtype in dtypes for gemm in of_model]
     return found
 
 
 def run(
-    models: list[Model], ranks: list[int], tokens: list[int], *, every_schedule: bool, replays: int
+    models: list[Model],
+    ranks: list[int],
+    tokens: list[int],
+    *,
+    every_schedule: bool,
+    replays: int,
+    dtypes: Sequence[str] = ("bf16",),
 ) -> dict[str, Any]:
     """The result: a row for each GEMM and number of tokens.  On the current GPU; else the reference, on the CPU.
 
-    Times are medians over `replays`.  torch's GEMM has no activation, also where ours has.
+    Times are medians over `replays`.  torch's GEMM has no activation, also where ours has; in FP8, with scales of 128
+    columns and of blocks, it has none.  There ours with SwiGLU casts what it makes, and deep_gemm's, where it can be
+    imported, has neither.
     """
     if not tokens or min(tokens) < 1 or replays < 1:
         raise BadInput("tokens, replays", (tokens, replays), "at least 1 each")
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    rows, cases = [], gemms(models, ranks)
+    rows, cases = [], gemms(models, ranks, dtypes)
     with progress(None, len(cases) * len(tokens)) as step:
         for case in cases:
             weights = _weights(case, device)
             for count in tokens:
-                step(f"{case.model} GEMM {case.gemm}, {count} tokens")
+                step(f"{case.model} GEMM {case.gemm}, {case.dtype}, {count} tokens")
                 row = _row(case, weights, case.counts(count).to(device), every_schedule, replays)
                 rows.append({"tokens": count, **row})
-    return {"benchmark": "gemm", "device": device.type, "dtype": "bf16", "replays": replays, "rows": rows}
+    return {"benchmark": "gemm", "device": device.type, "dtype": ",".join(dtypes), "replays": replays, "rows": rows}
 
 
-def _weights(case: Gemm, device: torch.device) -> list[torch.Tensor]:
+def _weights(case: Gemm, device: torch.device) -> list[Operand]:
     """Several copies of small ones, so that no call finds its own in the cache."""
-    nbytes = 2 * case.experts * case.columns * case.depth
+    nbytes = (1 if case.dtype == "fp8" else 2) * case.experts * case.columns * case.depth
     copies = -(-_WEIGHT_BYTES // nbytes) if device.type == "cuda" else 1
-    shape = (case.experts, case.columns, case.depth)
-    made = [torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(copies)]
-    return [copy.normal_(std=case.depth**-0.5) for copy in made]
+    return [_drawn(case, device) for _ in range(copies)]
+
+
+def _drawn(case: Gemm, device: torch.device) -> Operand:
+    made = torch.empty(case.experts, case.columns, case.depth, dtype=torch.bfloat16, device=device)
+    made.normal_(std=case.depth**-0.5)
+    return quantize_weights(made) if case.dtype == "fp8" else made
 
 
 def _row(
-    case: Gemm, weights: list[torch.Tensor], counts: torch.Tensor, every_schedule: bool, replays: int
+    case: Gemm, weights: list[Operand], counts: torch.Tensor, every_schedule: bool, replays: int
 ) -> dict[str, Any]:
     rows = int(counts.sum())
-    x = torch.randn(rows, case.depth, device=counts.device).bfloat16()
-    ends = counts.cumsum(0).int()
-    units = [multiprocessors(x.device.index)] if x.is_cuda else []
-    chosen = choose(rows // case.experts, case.experts, case.columns, case.depth, *units)
+    drawn = torch.randn(rows, case.depth, device=counts.device).bfloat16()
+    x: Operand = Fp8(*quantize(drawn)) if case.dtype == "fp8" else drawn
+    chosen = case.choose(rows, *([multiprocessors(drawn.device.index)] if drawn.is_cuda else []))
 
     def ours(name: str, interleaved: bool = True) -> Call:
-        how: dict[str, Any] = {"activation": case.activation, "interleaved": interleaved, "schedule": SCHEDULES[name]}
+        how: dict[str, Any] = {"activation": case.activation, "interleaved": interleaved}
+        how |= {"schedule": case.schedules[name], "quantize": "fp8" if case.casts else None}
         return lambda i: grouped_gemm(x, weights[i % len(weights)], counts, **how)
 
-    calls: dict[str, Call] = {name: ours(name) for name in (SCHEDULES if every_schedule else (chosen,))}
+    calls: dict[str, Call] = {name: ours(name) for name in (case.schedules if every_schedule else (chosen,))}
     if case.activation is not None:
         calls[APART] = ours(chosen, interleaved=False)
-    calls[TORCH] = lambda i: grouped_mm(x, weights[i % len(weights)].transpose(1, 2), offs=ends)
-    us = _alternating(calls, len(weights), replays) if x.is_cuda else _on_cpu(calls, replays)
+    others = _of_torch(drawn, weights, counts) if case.dtype == "bf16" else other_gemms.fp8(x, weights, counts)
+    calls |= others
+    us = _alternating(calls, len(weights), replays) if drawn.is_cuda else _on_cpu(calls, replays)
     return {
         **dataclasses.asdict(case),
         "rows": rows,
         "chosen": chosen,
         "us": {name: round(time, 3) for name, time in us.items()},
         **case.figures(rows, us[chosen]),
-        "of_torch": round(us[TORCH] / us[chosen], 3),
-        "host_us": {name: _host_us(calls[name]) for name in (chosen, TORCH)} if x.is_cuda else None,
+        "of_torch": round(us[TORCH] / us[chosen], 3) if TORCH in us else None,
+        "host_us": {name: _host_us(calls[name]) for name in (chosen, *others)} if drawn.is_cuda else None,
     }
+
+
+def _of_torch(x: torch.Tensor, weights: list[Any], counts: torch.Tensor) -> dict[str, Call]:
+    ends = counts.cumsum(0).int()
+    return {TORCH: lambda i: grouped_mm(x, weights[i % len(weights)].transpose(1, 2), offs=ends)}
 
 
 def _alternating(calls: dict[str, Call], copies: int, replays: int) -> dict[str, float]:

@@ -19,10 +19,12 @@ from moecomm.bench.ranks import device_of, on_ranks, progress, together
 from moecomm.bench.torch_layer import TorchLayer
 from moecomm.buffer import Buffer
 from moecomm.errors import BadInput
+from moecomm.fused import Fp8, quantize_weights
+from moecomm.fused.fp8_experts import apply_fp8_experts
 from moecomm.fused.layer import apply_experts
 from moecomm.router import Model, random_routing
 
-SEQUENTIAL, FUSED = "sequential", "two launches"  # variants of our layer
+SEQUENTIAL, FUSED, FP8 = "sequential", "two launches", "fp8"  # variants of our layer; FP8 also of its parts
 _CHAINED_TOKENS, _MOST_CHAINED = 16384, 20
 
 Call = Callable[[], Any]
@@ -40,6 +42,7 @@ class Case:
     mode: str  # graph or eager
     replays: int = 10
     peers: bool = True
+    fp8: bool = False  # ours with weights in FP8 as well
     seed: int = 0
 
     def check(self) -> None:
@@ -49,9 +52,9 @@ class Case:
         for model in self.models:
             if self.ranks < 1 or model.num_experts % self.ranks:
                 raise BadInput("ranks", self.ranks, f"a divisor of {model.num_experts} experts")
-            if model.hidden % 8 or model.intermediate % 8:
-                sizes = (model.hidden, model.intermediate)
-                raise BadInput("hidden, intermediate", sizes, "multiples of 8")
+            sizes, units = (model.hidden, model.intermediate), (16, 32) if self.fp8 else (8, 8)
+            if any(size % unit for size, unit in zip(sizes, units, strict=True)):
+                raise BadInput("hidden, intermediate", sizes, f"multiples of {units[0]} and {units[1]}")
         if self.mode not in ("graph", "eager") or (self.mode == "graph" and self.backend == "host"):
             raise BadInput("mode", self.mode, "eager on CPUs; graph or eager on GPUs")
 
@@ -185,6 +188,8 @@ class Layers:
         yield ("moecomm", "GEMMs", ""), lambda: gemms
         y = gemms()
         yield ("moecomm", "combine", ""), lambda: partial(self.buffer.combine, y, arrived.handle)
+        if self._case.fp8:
+            yield from self._fp8_makers(ours)
         if not self._case.peers:
             return
         routing = self._routing
@@ -194,6 +199,17 @@ class Layers:
         if rows.is_cuda:
             for name, make in other_experts.ways().items():
                 yield (name, "GEMMs", ""), partial(make, rows, counts, w13, w2)
+
+    def _fp8_makers(self, ours: dict[str, Any]) -> Iterator[tuple[Key, Callable[[], Call]]]:
+        w13, w2 = quantize_weights(self._weights["w13"]), quantize_weights(self._weights["w2"])
+        dispatch = partial(self.buffer.dispatch, **self._routing, **ours, quantize="fp8")
+        yield ("moecomm", "layer", FP8), lambda: partial(self.buffer.moe, **self._routing, w13=w13, w2=w2, **ours)
+        yield ("moecomm", "dispatch", FP8), lambda: partial(dispatch, sync=False)
+        arrived: Any = dispatch(sync=True)
+        rows, counts = Fp8(arrived.x, arrived.scales), arrived.tokens_per_expert
+        expected = max(1, len(arrived.x) // len(w2.data))
+        gemms = partial(apply_fp8_experts, rows, w13, w2, counts, torch.bfloat16, expected_rows=expected)
+        yield ("moecomm", "GEMMs", FP8), lambda: gemms
 
     def _tried(self, make: Callable[[], Call]) -> Call:
         """Once before it is timed: one that fails here does so before other ranks wait for it in the Clock."""
@@ -218,7 +234,7 @@ def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
 
     rows: {model, tokens, who, what, variant, us: {p50, p90, p99}, host_us, tflops, of_gemms, of_torch}, or with `why`
     in the place of figures.  Times are of the slowest rank, `tflops` a rank on average; `of_gemms`: a layer's time /
-    that of our GEMMs alone; `of_torch`: torch's time for the same / this.
+    that of our GEMMs alone, in FP8 of those; `of_torch`: torch's time for the same / this, not of what is in FP8.
     """
     rows = [_merged(parts) for parts in zip(*(found["rows"] for found in by_rank), strict=True)]
     for row in rows:
@@ -249,7 +265,9 @@ def _compare(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 
     if "us" not in row or row["what"] not in ("layer", "GEMMs"):
         return
-    mine, gemms, torchs = row["us"]["p50"], p50("moecomm", "GEMMs", ""), p50("torch", row["what"], "")
+    fp8 = row["variant"] == FP8
+    mine, gemms = row["us"]["p50"], p50("moecomm", "GEMMs", FP8 if fp8 else "")
+    torchs = None if fp8 else p50("torch", row["what"], "")
     if row["what"] == "layer" and gemms:
         row["of_gemms"] = round(mine / gemms, 4)
     if row["who"] != "torch" and torchs:

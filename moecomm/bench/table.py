@@ -178,10 +178,10 @@ def show_gemm(result: dict[str, Any], out: Console) -> None:
         host, us = row["host_us"], row["us"]
         table.add_row(
             row["model"],
-            f"{row['gemm']} {row['activation'] or ''}",
+            " ".join(filter(None, (str(row["gemm"]), row["activation"], row["dtype"]))),
             *(str(row[key]) for key in ("ranks", "tokens", "rows", "chosen")),
-            *(f"{us[row['chosen']]:.1f}", f"{row['tflops']:.0f}", f"{row['tbs']:.2f}", f"{us['torch']:.1f}"),
-            f"x{row['of_torch']:.2f}",
+            *(f"{us[row['chosen']]:.1f}", f"{row['tflops']:.0f}", f"{row['tbs']:.2f}"),
+            *((f"{us['torch']:.1f}", f"x{row['of_torch']:.2f}") if "torch" in us else ("", "")),
             f"{host[row['chosen']]:.1f}" if host else "",
         )
     out.print(table)

@@ -1,7 +1,19 @@
 """Experts in kernels of our own: the grouped GEMM."""
 
+from moecomm.fused.fp8 import Fp8, quantize_weights
 from moecomm.fused.gemm import grouped_gemm
-from moecomm.fused.schedules import SCHEDULES, Schedule, choose
+from moecomm.fused.schedules import FP8_SCHEDULES, SCHEDULES, Schedule, choose, choose_fp8
 from moecomm.fused.weights import deinterleave, interleave
 
-__all__ = ["SCHEDULES", "Schedule", "choose", "deinterleave", "grouped_gemm", "interleave"]
+__all__ = [
+    "FP8_SCHEDULES",
+    "SCHEDULES",
+    "Fp8",
+    "Schedule",
+    "choose",
+    "choose_fp8",
+    "deinterleave",
+    "grouped_gemm",
+    "interleave",
+    "quantize_weights",
+]

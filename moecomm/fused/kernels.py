@@ -8,16 +8,16 @@ from functools import lru_cache
 
 import torch
 
-from moecomm.fused.schedules import BLOCK_COLUMNS, Schedule
+from moecomm.fused.schedules import Schedule, block_columns
 from moecomm.fused.tensor_maps import TensorMap
 from moecomm.plain_kernel import PlainKernel
 
 THREADS = 384  # kGemmThreads
 MOST_GROUPS = 512  # kMostGroups
-DEPTH = 64  # kDepth
+SLOT_ROW_BYTES = 128  # kSlotRowBytes
 ROW_MAPS = 5  # kRowMaps
-_STAGING_BYTES = 2 * 2 * 8192  # of GemmShared, besides the ring
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # of products
+FP8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,21 @@ def gemm_kernel(
     args: str = "GemmArgs",
     more: str = "",
     helped: bool = False,
+    out: torch.dtype | None = None,
 ) -> GemmKernel:
-    """The grouped GEMM, or another function of such a GemmConfig (csrc/fused/config.cuh) and `more`."""
-    slot = (BLOCK_COLUMNS + schedule.most_rows) * DEPTH * 2 + 16  # and two barriers
-    shared = schedule.stages * slot + _STAGING_BYTES + MOST_GROUPS * 4 + 16
+    """The grouped GEMM, or another function of such a GemmConfig (csrc/fused/config.cuh) and `more`.
+
+    `out`: of the product, if not `dtype`.
+    """
+    scaled = dtype == FP8
+    slot = (block_columns(dtype) + schedule.most_rows) * SLOT_ROW_BYTES + 16  # and two barriers
+    if scaled:
+        slot += 4 * (schedule.most_rows + 8)  # kWeightScales
+    shared = schedule.stages * slot + 2 * 2 * (4096 if scaled else 8192) + MOST_GROUPS * 4 + 16
+    names = {**TYPES, FP8: "e4m3"}
     config = (
-        f".type = Type::{TYPES[dtype]}, .swiglu = {str(swiglu).lower()}, .apart = {str(apart).lower()}, "
+        f".type = Type::{names[dtype]}, .out = Type::{names[out or dtype]}, "
+        f".swiglu = {str(swiglu).lower()}, .apart = {str(apart).lower()}, "
         f".row_unit = {schedule.row_unit}, .most_rows = {schedule.most_rows}, .stages = {schedule.stages}, "
         f".cluster = {schedule.cluster}, .shared_bytes = {shared}, .helped = {str(helped).lower()}"
     )
@@ -77,6 +86,12 @@ class GemmArgs(ctypes.Structure):
         ("most_rows", ctypes.c_int32),
         ("helpers", ctypes.c_int32),
         ("early", ctypes.c_int32),
+        ("x_scales", ctypes.c_uint64),
+        ("w_scales", ctypes.c_uint64),
+        ("out_scales", ctypes.c_uint64),
+        ("x_scale_row", ctypes.c_int64),
+        ("x_scale_column", ctypes.c_int64),
+        ("unused", ctypes.c_uint64 * 3),
     )
 
 

@@ -12,8 +12,10 @@ from torch.nn.functional import grouped_mm, silu
 
 from moecomm import combine, dispatch
 from moecomm.arrays import adopt, check_tensor
-from moecomm.errors import BadInput
+from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import kernels, reference, two_launches
+from moecomm.fused.fp8 import Fp8
+from moecomm.fused.fp8_experts import adopt_weights, apply_fp8_experts, check_fp8
 from moecomm.fused.gemm import grouped_gemm
 from moecomm.fused.weights import deinterleave
 
@@ -55,15 +57,19 @@ def moe(
     On a Hopper GPU the GEMMs are moecomm.fused.grouped_gemm; what that does not take (another GPU, float32, I that is
     no multiple of 8, more than 512 experts here) goes through torch's, and a warning says so once.
 
+    Weights in FP8 make an FP8 layer: tokens are cast to e4m3 on their way (Buffer.dispatch, quantize="fp8"), both GEMMs
+    multiply e4m3, SwiGLU's result is cast between them, and experts' rows come home in the Buffer's dtype.
+
     Args:
         buffer: the Buffer; with as many experts and columns as the weights.
         x: `[T, H]`, T <= max_tokens, of the Buffer's dtype.
         topk_idx: int64 or int32 `[T, K]`: expert ids; -1 picks none.
         topk_weights: float32 `[T, K]`; None: every weight is 1.
         w13: `[E/R, 2 I, H]` of the Buffer's dtype: I gate rows, then I up rows, of each expert here.
-        w2: `[E/R, H, I]`: their down projections.
+        w2: `[E/R, H, I]`: their down projections.  Both in FP8: pairs of float8_e4m3fn and float32 scales, as
+            moecomm.fused.quantize_weights makes them, one for 128 rows, as they lie here, and 128 columns.
         activation: "swiglu": silu(gate) * up.
-        interleaved: w13 is `moecomm.fused.interleave(w13)`.
+        interleaved: w13 is `moecomm.fused.interleave(w13)`; in FP8 cast after that.
         out: `[T, H]` of the Buffer's dtype, written in place; default: a new tensor.
         bias: `[T, H]` or `[H]` of the Buffer's dtype, added before the rounding: a shared expert's output costs no
             pass of its own so.
@@ -80,6 +86,8 @@ def moe(
 
     Raises:
         BadInput: at once for what does not fit; what only the device can see as Buffer.dispatch says.
+        Unsupported: FP8 with fused=True, on another GPU, with H no multiple of 16 or I of 32 (interleaved: 16), with
+            more than 512 experts here, or where the Buffer's dtype is float32.
         Closed, Timeout, PeerLost, Aborted, Mismatch: as Buffer.dispatch.
     """
     given = prepare(
@@ -193,12 +201,27 @@ def prepare(
 ) -> Prepared:
     """Checks the arguments of moe(), weights before any rank sends a row."""
     buffer.require_usable()
-    (x, back), w13, w2 = adopt("x", x), adopt("w13", w13)[0], adopt("w2", w2)[0]
+    (x, back), w13, w2 = adopt("x", x), adopt_weights("w13", w13), adopt_weights("w2", w2)
     if activation != "swiglu":
         raise BadInput("activation", repr(activation), "'swiglu'")
     check_tensor("x", x, device=buffer.device, dtypes=(buffer.dtype,), shape=(None, buffer.hidden))
-    _check_experts(buffer, w13, w2, interleaved)
     rows = max(1, len(x) * buffer.topk * buffer.num_ranks // buffer.num_experts)  # of an expert, if all are as we are
+    routing = {"topk_idx": topk_idx, "topk_weights": topk_weights, "check_weights": check_weights}
+    dispatching = {"x": x, **routing, "layout": "expert", "max_rows": max_rows, "num_sms": num_sms}
+    combining = {"out": out, "bias": bias, "wire": wire, "num_sms": num_sms}
+    if isinstance(w13, Fp8) or isinstance(w2, Fp8):
+        w13, w2 = check_fp8(buffer, w13, w2, interleaved)
+        if fused:
+            raise Unsupported("moe(fused=True) with weights in FP8: want fused=False or None")
+
+        def fp8_experts(routed: Routed) -> torch.Tensor:
+            assert routed.scales is not None
+            arrived, counts = Fp8(routed.x, routed.scales), routed.tokens_per_expert
+            how: dict[str, Any] = {"interleaved": interleaved, "expected_rows": rows}
+            return apply_fp8_experts(arrived, w13, w2, counts, buffer.dtype, **how)
+
+        return Sequential({**dispatching, "quantize": "fp8"}, combining, fp8_experts, back)
+    _check_experts(buffer, w13, w2, interleaved)
     if fused and not (why := _keeps_apart(buffer, x, w2, back, wire, check_weights)):
         return two_launches.Layer(
             buffer,
@@ -221,14 +244,7 @@ def prepare(
         counts = routed.tokens_per_expert
         return apply_experts(routed.x, w13, w2, counts, interleaved=interleaved, expected_rows=rows)
 
-    routing = {"topk_idx": topk_idx, "topk_weights": topk_weights, "check_weights": check_weights}
-    combining = {"out": out, "bias": bias, "wire": wire, "num_sms": num_sms}
-    return Sequential(
-        {"x": x, **routing, "layout": "expert", "max_rows": max_rows, "num_sms": num_sms},
-        combining,
-        experts,
-        back,
-    )
+    return Sequential(dispatching, combining, experts, back)
 
 
 def _keeps_apart(
@@ -261,13 +277,14 @@ def apply_experts(
         how: dict[str, Any] = {"alignment": 1, "interleaved": interleaved}
         inner = x.new_empty(len(x), w2.shape[2])
         reference.grouped_gemm(x, w13, tokens_per_expert, **how, activation="swiglu", out=inner)
-        return reference.grouped_gemm(inner, w2, tokens_per_expert, **how, activation=None, out=torch.empty_like(x))
+        reference.grouped_gemm(inner, w2, tokens_per_expert, **how, activation=None, out=(y := torch.empty_like(x)))
+        return y
     if why := ours_lacks(x.device.index, x.dtype, *w2.shape):
         _say_once("experts run in torch's grouped GEMM, not in moecomm's: %s", why)
         return _by_torch(x, deinterleave(w13) if interleaved else w13, w2, tokens_per_expert)
-    how = {"expected_rows": expected_rows}
-    inner = grouped_gemm(x, w13, tokens_per_expert, **how, activation="swiglu", interleaved=interleaved)
-    return grouped_gemm(inner, w2, tokens_per_expert, **how)
+    gated: dict[str, Any] = {"activation": "swiglu", "interleaved": interleaved}
+    inner = grouped_gemm(x, w13, tokens_per_expert, expected_rows=expected_rows, quantize=None, **gated)
+    return grouped_gemm(inner, w2, tokens_per_expert, expected_rows=expected_rows)
 
 
 @lru_cache(maxsize=256)

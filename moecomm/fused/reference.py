@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import silu
 
+from moecomm.dispatch.reference import GROUP, quantize
+from moecomm.fused.fp8 import Fp8, Operand, widen
 from moecomm.fused.weights import deinterleave
 
 
@@ -22,22 +24,28 @@ def groups_of(x: torch.Tensor, counts: list[int], alignment: int) -> list[slice]
 
 
 def grouped_gemm(
-    x: torch.Tensor,
-    w: torch.Tensor,
+    x: Operand,
+    w: Operand,
     tokens_per_expert: torch.Tensor,
     *,
     alignment: int,
     activation: str | None,
     interleaved: bool,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """See moecomm.fused.grouped_gemm: sums and activation in float32, rounded once."""
-    rows, results = x.flatten(0, -2), out.flatten(0, -2)
-    for matrix, group in zip(w, groups_of(x, tokens_per_expert.tolist(), alignment), strict=True):
+    out: torch.Tensor | Fp8,
+) -> None:
+    """See moecomm.fused.grouped_gemm: sums and activation in float32, rounded once; FP8 is widened before."""
+    wide = x if isinstance(x, torch.Tensor) else widen(*x, 1)
+    result = out if isinstance(out, torch.Tensor) else out.data
+    rows, results = wide.flatten(0, -2), result.flatten(0, -2)
+    for group, begin_end in enumerate(groups_of(wide, tokens_per_expert.tolist(), alignment)):
+        matrix = w[group].float() if isinstance(w, torch.Tensor) else widen(w[0][group], w[1][group], GROUP)
+        product = rows[begin_end].float() @ (deinterleave(matrix) if activation and interleaved else matrix).T
         if activation == "swiglu":
-            w13 = deinterleave(matrix) if interleaved else matrix
-            gate, up = (rows[group].float() @ w13.float().T).chunk(2, dim=-1)
-            results[group] = (silu(gate) * up).to(out.dtype)
+            gate, up = product.chunk(2, dim=-1)
+            product = silu(gate) * up
+        if isinstance(out, Fp8):
+            data, scales = quantize(product.bfloat16())
+            results.view(torch.uint8)[begin_end] = data.view(torch.uint8)
+            out.scales.flatten(0, -2)[begin_end] = scales
         else:
-            results[group] = (rows[group].float() @ matrix.float().T).to(out.dtype)
-    return out
+            results[begin_end] = product.to(result.dtype)

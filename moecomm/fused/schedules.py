@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-BLOCK_COLUMNS = 128  # kBlockColumns of csrc/fused/config.cuh
+import torch
+
+BLOCK_COLUMNS = 128  # GemmConfig::block_columns of csrc/fused/config.cuh; twice as many of e4m3
 # Row tiles of a band (csrc/fused/tiles.h).  66 pairs of blocks on 132 multiprocessors work on 8 by 8.25 tiles of 256
 # rows and 256 columns at a time: as many bytes of x as of weights, which is the least of both together.
 BAND = 8
+
+
+def block_columns(dtype: torch.dtype) -> int:
+    """Rows of w that a block multiplies with."""
+    return BLOCK_COLUMNS * (2 if dtype == torch.float8_e4m3fn else 1)
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,33 @@ SCHEDULES = {
     "256x4c2": Schedule(row_unit=32, most_rows=256, stages=4, cluster=2),
     "256x4c2u16": Schedule(row_unit=16, most_rows=256, stages=4, cluster=2),
 }
+
+# The same of e4m3, whose sums are in registers twice: a tile has up to 128 rows, and 256 columns a block.
+FP8_SCHEDULES = {
+    "64x5c1": Schedule(row_unit=16, most_rows=64, stages=5, cluster=1),
+    "64x5c2": Schedule(row_unit=16, most_rows=64, stages=5, cluster=2),
+    "128x4c1": Schedule(row_unit=16, most_rows=128, stages=4, cluster=1),
+    "128x4c2": Schedule(row_unit=16, most_rows=128, stages=4, cluster=2),
+}
+FP8_BAND = 2 * BAND  # rows half as high
+
+
+def choose_fp8(expected_rows: int, columns: int) -> str:
+    """The name of the schedule for groups of about so many rows of e4m3, times matrices of so many columns.
+
+    Nothing of it has been measured: small tiles while one holds nearly every group, pairs where their columns are even.
+    """
+    paired = -(-columns // (2 * BLOCK_COLUMNS)) % 2 == 0
+    return f"{'64x5' if expected_rows <= 40 else '128x4'}{'c2' if paired else 'c1'}"
+
+
+def schedule_of(
+    dtype: torch.dtype, expected_rows: int, groups: int, columns: int, depth: int, multiprocessors: int
+) -> Schedule:
+    """What is chosen for x and w of a dtype."""
+    if dtype == torch.float8_e4m3fn:
+        return FP8_SCHEDULES[choose_fp8(expected_rows, columns)]
+    return SCHEDULES[choose(expected_rows, groups, columns, depth, multiprocessors)]
 
 
 def choose(expected_rows: int, groups: int, columns: int, depth: int, multiprocessors: int = 132) -> str:

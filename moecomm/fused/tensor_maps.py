@@ -15,6 +15,7 @@ TensorMap = ctypes.c_ubyte * 128  # CUtensorMap
 _TYPES = {
     torch.bfloat16: "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16",
     torch.float16: "CU_TENSOR_MAP_DATA_TYPE_FLOAT16",
+    torch.float8_e4m3fn: "CU_TENSOR_MAP_DATA_TYPE_UINT8",
 }
 
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import silu
 
-from moecomm.fused import interleave
+from moecomm.dispatch.reference import quantize
+from moecomm.fused import Fp8, deinterleave, interleave, quantize_weights
+from moecomm.testing import bounds
 from moecomm.testing.cases import draw_routing
+from moecomm.testing.fp8 import in_float64
 
 KINDS = ("plain", "plain", "drop", "duplicates", "one rank", "one expert", "nothing")
 
@@ -28,6 +30,7 @@ class LayerCase:
     w2: torch.Tensor
     interleaved: bool
     wire: torch.dtype | None
+    fp8: bool = False  # weights are cast: Buffer.moe gets them so
 
     def call(self, rank: int, device: torch.device | str = "cpu") -> dict[str, Any]:
         """Arguments of Buffer.moe on this rank."""
@@ -38,11 +41,21 @@ class LayerCase:
             "topk_idx": self.topk_idx[rank],
             "topk_weights": self.topk_weights[rank],
             "bias": self.bias[rank],
-            "w13": interleave(self.w13[mine]) if self.interleaved else self.w13[mine].contiguous(),
-            "w2": self.w2[mine].contiguous(),
         }
         moved = {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
-        return {**moved, "interleaved": self.interleaved, "wire": self.wire}
+        w13 = interleave(self.w13[mine]) if self.interleaved else self.w13[mine].contiguous()
+        weights: dict[str, Any] = {"w13": w13.to(device), "w2": self.w2[mine].contiguous().to(device)}
+        if self.fp8:
+            weights = {name: quantize_weights(w) for name, w in weights.items()}
+        return {**moved, **weights, "interleaved": self.interleaved, "wire": self.wire}
+
+    def matrices(self, expert: int, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+        """w13, gate rows before up rows, and w2 of an expert, as they count: float64."""
+        w13, w2 = self.w13[expert].to(device), self.w2[expert].to(device)
+        if not self.fp8:
+            return w13.double(), w2.double()
+        w13 = in_float64(quantize_weights(interleave(w13) if self.interleaved else w13), bounds.GROUP)
+        return deinterleave(w13) if self.interleaved else w13, in_float64(quantize_weights(w2), bounds.GROUP)
 
     def check(self, rank: int, out: torch.Tensor) -> None:
         """Raises AssertionError, naming the seed, unless `out` is what this rank must get."""
@@ -65,6 +78,7 @@ def random_layer(
     topk: int,
     max_tokens: int,
     dtype: torch.dtype,
+    fp8: bool = False,
 ) -> LayerCase:
     """The layer of a seed, on the CPU: ragged token counts (zero too), every kind of routing, every option."""
     rng = random.Random(seed)
@@ -87,6 +101,7 @@ def random_layer(
         w2=drawn(num_experts, hidden, intermediate, scale=intermediate**-0.5),
         interleaved=intermediate % 8 == 0 and rng.random() < 0.3,
         wire=rng.choice([None, None, dtype]),
+        fp8=fp8,
     )
 
 
@@ -100,34 +115,30 @@ class Expected(NamedTuple):
 def expected(case: LayerCase, rank: int, device: torch.device | str = "cpu") -> Expected:
     """What Buffer.moe is to return on this rank.
 
-    The bound follows the values through the layer: float32 sums of n products are off by at most 2 n units of 2^-23 of
-    the sum of their absolute values (tensor cores drop what is below the largest term's last place), silu by 2^-16 and
-    by 1.1 times what its argument is off by; SwiGLU's result, each expert's row, with `wire` each rank's sum, and the
-    output are rounded to the dtype.
+    The bound follows the values through the layer (moecomm.testing.bounds): sums and silu; SwiGLU's result, each
+    expert's row, with `wire` each rank's sum, and the output are rounded to the dtype.  In FP8 x and the weights are
+    what their casts are, SwiGLU's result is rounded to bfloat16 and then cast.
     """
-    x, ids = case.x[rank].to(device).double(), case.topk_idx[rank].to(device)
+    x, ids, dtype = case.x[rank].to(device).double(), case.topk_idx[rank].to(device), case.x[rank].dtype
     weights = case.topk_weights[rank]
     weights = torch.ones(ids.shape, device=device) if weights is None else weights.to(device)
-    rounding, unit = torch.finfo(case.x[rank].dtype).eps / 2, 2.0**-23
-    smallest = torch.finfo(case.x[rank].dtype).smallest_normal * rounding + 2.0**-126
-
-    def rounded(value: torch.Tensor, off: torch.Tensor) -> torch.Tensor:
-        return off + rounding * (value.abs() + off) + smallest
-
-    def product(rows: torch.Tensor, off: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return rows @ w.T, (off + 2 * len(w.T) * unit * (rows.abs() + off)) @ w.abs().T
+    rounding, unit = torch.finfo(dtype).eps / 2, bounds.UNIT
+    smallest = torch.finfo(dtype).smallest_normal * rounding + 2.0**-126
+    rows = in_float64(Fp8(*(part.to(device) for part in quantize(case.x[rank]))), 1) if case.fp8 else x
+    fp8_on = torch.device(device) if case.fp8 else None
 
     out, off, magnitude = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x)
     for expert in sorted(set(ids[ids >= 0].tolist())):
         token, k = (ids == expert).nonzero(as_tuple=True)
-        w13, w2 = (w[expert].to(device).double() for w in (case.w13, case.w2))
-        both, both_off = product(x[token], torch.zeros_like(x[token]), w13)
-        (gate, up), (gate_off, up_off) = both.chunk(2, -1), both_off.chunk(2, -1)
-        inner = silu(gate) * up
-        inner_off = 1.1 * gate_off * (up.abs() + up_off) + silu(gate).abs() * up_off
-        inner_off = rounded(inner, inner_off + torch.where(gate < -87, 1, 2.0**-16) * inner.abs())
-        y, y_off = product(inner, inner_off, w2)
-        y_off = rounded(y, y_off)
+        w13, w2 = case.matrices(expert, device)
+        exact = torch.zeros_like(rows[token])
+        both = bounds.product(rows[token], exact, w13, bounds.lost_by_sums(w13.shape[1], fp8_on))
+        inner, inner_off = bounds.gated(*both)
+        inner_off = bounds.rounded(inner, inner_off, torch.bfloat16 if case.fp8 else dtype)
+        if case.fp8:
+            inner_off = bounds.cast(inner, inner_off)
+        y, y_off = bounds.product(inner, inner_off, w2, bounds.lost_by_sums(w2.shape[1], fp8_on))
+        y_off = bounds.rounded(y, y_off, dtype)
         scale = weights[token, k].double().unsqueeze(1)
         out.index_add_(0, token, scale * y)
         off.index_add_(0, token, scale.abs() * y_off)
@@ -138,4 +149,4 @@ def expected(case: LayerCase, rank: int, device: torch.device | str = "cpu") -> 
     off += (2 * ids.shape[1] + 2) * unit * magnitude  # a product and a sum an entry, and the bias
     if case.wire is not None:
         off += rounding * magnitude + ids.shape[1] * smallest
-    return Expected(out, rounded(out, off))
+    return Expected(out, bounds.rounded(out, off, dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,40 +10,45 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moecomm.bench import gemm
+from moecomm.bench import gemm, other_gemms
 from moecomm.bench.cli import app
 from moecomm.errors import BadInput
-from moecomm.fused import SCHEDULES
+from moecomm.fused import FP8_SCHEDULES, SCHEDULES
 from moecomm.router import MODELS
 
-SIZES = ["--hidden", "64", "--intermediate", "48", "--topk", "3", "--experts", "8"]
+SIZES = ["--hidden", "64", "--intermediate", "64", "--topk", "3", "--experts", "8"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures the GPU where there is one")
 def test_the_command_measures_every_gemm_and_says_what(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     words = ["--ranks", "2", "--tokens", "5,24", "--replays", "2", "--every-schedule", "--json", str(out)]
+    words += ["--dtype", "bf16,fp8"]
     told = CliRunner().invoke(app, ["gemm", "--model", "mixtral-8x7b", *SIZES, *words], catch_exceptions=False)
     assert told.exit_code == 0 and "of torch" in told.stdout
     found = json.loads(out.read_text())
     assert found["benchmark"] == "gemm" and found["device"] == "cpu" and found["versions"]["torch"] == torch.__version__
     about = [(row["gemm"], row["activation"], row["tokens"], row["columns"], row["depth"]) for row in found["rows"]]
-    assert about == [
-        (1, "swiglu", 5, 96, 64),
-        (1, "swiglu", 24, 96, 64),
-        (1, None, 5, 96, 64),
-        (1, None, 24, 96, 64),
-        (2, None, 5, 64, 48),
-        (2, None, 24, 64, 48),
+    assert [row["dtype"] for row in found["rows"]] == ["bf16"] * 6 + ["fp8"] * 6
+    assert about == 2 * [
+        (1, "swiglu", 5, 128, 64),
+        (1, "swiglu", 24, 128, 64),
+        (1, None, 5, 128, 64),
+        (1, None, 24, 128, 64),
+        (2, None, 5, 64, 64),
+        (2, None, 24, 64, 64),
     ]
     for row in found["rows"]:
         assert row["model"] == "" and row["experts"] == 4 and row["ranks"] == 2 and row["topk"] == 3
         assert 0 < row["rows"] < 2 * 3 * row["tokens"]
-        assert (
-            set(row["us"]) == {*SCHEDULES, *(("apart",) if row["activation"] else ()), "torch"}
-            and min(row["us"].values()) > 0
-        )
-        assert row["of_torch"] == pytest.approx(row["us"]["torch"] / row["us"][row["chosen"]], abs=1e-3)
+        ours = SCHEDULES if row["dtype"] == "bf16" else FP8_SCHEDULES
+        others = {"torch"} if row["dtype"] == "bf16" else set()
+        assert set(row["us"]) == {*ours, *(("apart",) if row["activation"] else ()), *others}
+        assert min(row["us"].values()) > 0 and row["chosen"] in ours
+        if others:
+            assert row["of_torch"] == pytest.approx(row["us"]["torch"] / row["us"][row["chosen"]], abs=1e-3)
+        else:
+            assert row["of_torch"] is None
 
 
 def test_figures_count_what_the_gemm_needs() -> None:
@@ -50,6 +56,15 @@ def test_figures_count_what_the_gemm_needs() -> None:
     work, nbytes = 2 * 500 * 2000 * 3000, 2 * (4 * 2000 * 3000 + 500 * 3000 + 500 * 1000)
     found = case.figures(500, 10.0)
     assert found == {"tflops": round(work / 1e7, 1), "tbs": round(nbytes / 1e7, 3)}
+    nbytes //= 2  # and so is what is cast
+    found = dataclasses.replace(case, dtype="fp8").figures(500, 10.0)
+    assert found == {"tflops": round(work / 1e7, 1), "tbs": round(nbytes / 1e7, 3)}
+
+
+def test_groups_of_deep_gemm_begin_at_multiples_of_128() -> None:
+    place, group = other_gemms.padded_rows(torch.tensor([3, 0, 130, 1], dtype=torch.int32))
+    assert place.tolist() == [0, 1, 2, *range(128, 258), 384]
+    assert group.tolist() == [0] * 128 + [2] * 256 + [3] * 128
 
 
 def test_counts_are_those_of_one_rank_and_the_same_each_time() -> None:
@@ -67,5 +82,7 @@ def test_what_can_not_be_measured_is_named() -> None:
         gemm.sizes(["mixtral-8x7b"], hidden=0)
     with pytest.raises(BadInput, match="ranks"):
         gemm.gemms([MODELS["mixtral-8x7b"]], [3])
+    with pytest.raises(BadInput, match="dtype"):
+        gemm.gemms([MODELS["mixtral-8x7b"]], [4], ["int8"])
     with pytest.raises(BadInput, match="tokens"):
         gemm.run([MODELS["mixtral-8x7b"]], [4], [], every_schedule=False, replays=1)

@@ -10,7 +10,9 @@ import re
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from moecomm import _native, jit
@@ -32,7 +34,7 @@ int main() { std::printf("%zu %zu %zu", sizeof(DispatchArgs), sizeof(CombineArgs
 Arguments = _native.DispatchArgs | _native.CombineArgs
 
 
-class _Launch(ctypes.Structure):
+class Launch(ctypes.Structure):
     """Launch of scheduler.cpp."""
 
     _fields_ = (
@@ -53,16 +55,24 @@ class Call:
         self.window, self.num_tokens = args.ctx.peers[args.ctx.rank], args.num_tokens
 
 
+@lru_cache
+def scheduler() -> ctypes.CDLL:
+    """scheduler.cpp, once a process: kernels find its names, which must not be those of another one."""
+    with TemporaryDirectory() as directory:
+        library = Path(directory) / "scheduler.so"
+        subprocess.run(["g++", *FLAGS[:1], "-O2", *FLAGS[-2:], HERE / "scheduler.cpp", "-o", library], check=True)
+        loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    loaded.emulator_run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint]
+    return loaded
+
+
 class Machine:
     """Compiles kernels into `directory`, each once, and runs them."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._csrc = directory, directory / "csrc"
         plain.write(CSRC, self._csrc)
-        scheduler = directory / "scheduler.so"
-        subprocess.run(["g++", *FLAGS[:1], "-O2", *FLAGS[-2:], HERE / "scheduler.cpp", "-o", scheduler], check=True)
-        self._scheduler = ctypes.CDLL(str(scheduler), mode=ctypes.RTLD_GLOBAL)
-        self._scheduler.emulator_run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint]
+        self._scheduler = scheduler()
         (directory / "offsets.cpp").write_text(_OFFSETS)
         offsets = directory / "offsets"
         subprocess.run(["g++", "-std=c++17", f"-I{CSRC}", directory / "offsets.cpp", "-o", offsets], check=True)
@@ -86,13 +96,13 @@ class Machine:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             kernels = dict(zip(specs := {call.spec for call in calls}, pool.map(self._kernel, specs), strict=True))
         windows = (ctypes.c_uint64 * ranks)(*(call.window for call in calls[:ranks]))
-        launches, contents = (_Launch * len(calls))(), []
+        launches, contents = (Launch * len(calls))(), []
         for nth, call in enumerate(calls):
             contents.append(content := ctypes.create_string_buffer(call.content, len(call.content)))
             if call.spec.domain_ranks:  # what Puts wants
                 ctypes.c_uint64.from_buffer(content, self._link).value = ctypes.addressof(windows)
             fields = jit.block_fields(call.spec)
-            launches[nth] = _Launch(
+            launches[nth] = Launch(
                 ctypes.cast(kernels[call.spec].kernel, ctypes.c_void_p).value,
                 ctypes.addressof(content),
                 rng.choice([1, 2, 3]),

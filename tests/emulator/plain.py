@@ -51,7 +51,7 @@ BODIES: dict[str, dict[str, str]] = {
         "far(peer, signal_at(ctx.window, which))), amount);",
     },
 }
-_SHARED = r"extern __shared__ .*? memory\[\];", "u8* memory = emulator::emulator_thread->of_block->shared;"
+SHARED = r"extern __shared__ .*? memory\[\];", "u8* memory = emulator::emulator_thread->of_block->shared;"
 TEXTS: dict[str, list[tuple[str, str]]] = {
     "device/puts.cuh": [
         (
@@ -87,8 +87,8 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
             "inline void fence_system()",
         )
     ],
-    "dispatch/dispatch.cuh": [_SHARED],
-    "combine/combine.cuh": [_SHARED],
+    "dispatch/dispatch.cuh": [SHARED],
+    "combine/combine.cuh": [SHARED],
 }
 
 
@@ -96,12 +96,17 @@ def write(csrc: Path, into: Path) -> None:
     """A copy of csrc without PTX.  AssertionError names what is not as it was when this was written."""
     for folder in FOLDERS:
         shutil.copytree(csrc / folder, into / folder)
-    for file in {*BODIES, *TEXTS}:
+    replace(into, BODIES, TEXTS)
+
+
+def replace(into: Path, bodies: dict[str, dict[str, str]], texts: dict[str, list[tuple[str, str]]]) -> None:
+    """Functions do what `bodies` says, and texts become others; no PTX may be left."""
+    for file in {*bodies, *texts}:
         text = (into / file).read_text()
-        for name, body in BODIES.get(file, {}).items():
+        for name, body in bodies.get(file, {}).items():
             text = _with_body(text, name, body, file)
-        for pattern, plain in TEXTS.get(file, []):
-            text, found = re.subn(pattern, lambda _, plain=plain: plain, text, flags=re.DOTALL)
+        for pattern, plain in texts.get(file, []):
+            text, found = re.subn(pattern, plain, text, flags=re.DOTALL)
             assert found >= 1, f"{file}: no {pattern}"
         (into / file).write_text(text)
     left = [path for path in into.rglob("*.cuh") if re.search(r"\basm\b", path.read_text())]

@@ -69,7 +69,7 @@ def test_the_map_of_rows_apart_finds_what_interleave_puts_there() -> None:
     """Elements of each box, by the strides that the copy engine is told."""
     groups, columns, depth = 2, 304, 72  # more than two boxes of 128 rows, and of 64 columns
     w13 = torch.arange(groups * columns * depth).view(groups, columns, depth)
-    shape, strides, box = apart_map((groups, columns, depth))
+    shape, strides, box = apart_map((groups, columns, depth), torch.bfloat16)
     _, rank, _, dims, steps, boxes, _ = parameters(0, shape, torch.bfloat16, box, strides)
     assert rank == 5 and all(step % 16 == 0 for step in steps) and boxes == [64, 8, 2, 8, 1]
     seen = w13.flatten().as_strided(shape, strides)

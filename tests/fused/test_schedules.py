@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moecomm import kernel_loader, plain_kernel
-from moecomm.fused import SCHEDULES, choose, kernels
+from moecomm.fused import FP8_SCHEDULES, SCHEDULES, Schedule, choose, kernels
 from moecomm.fused.kernels import gemm_kernel
 
 MEASURED = json.loads((Path(__file__).parents[2] / "bench" / "results" / "gemm-h200.json").read_text())["rows"]
@@ -45,8 +45,24 @@ KINDS = [(dtype, *activation) for activation in ACTIVATIONS for dtype in (torch.
 @pytest.mark.parametrize(("name", "kind"), list(zip(SCHEDULES, itertools.cycle(KINDS))), ids=str)
 def test_compiles_without_spills(name: str, kind: tuple[torch.dtype, bool, bool]) -> None:
     """Every schedule with some type and activation: together they cost seconds of a core."""
+    check_compiled(gemm_kernel(*kind, SCHEDULES[name]))
+
+
+FP8_KINDS = [  # schedule, SwiGLU, apart, out: sums of all parts and products of one leave few registers
+    ("128x4c2", True, True, kernels.FP8),
+    ("128x4c1", False, False, torch.bfloat16),
+    ("64x5c2", True, False, torch.float16),
+]
+
+
+@pytest.mark.parametrize(("name", "swiglu", "apart", "out"), FP8_KINDS, ids=str)
+def test_fp8_compiles_without_spills(name: str, swiglu: bool, apart: bool, out: torch.dtype) -> None:
+    check_compiled(gemm_kernel(kernels.FP8, swiglu, apart, FP8_SCHEDULES[name], out=out))
+
+
+def check_compiled(kernel: kernels.GemmKernel) -> None:
     pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
-    cubin, log = plain_kernel.build(gemm_kernel(*kind, SCHEDULES[name]))
+    cubin, log = plain_kernel.build(kernel)
     assert cubin.startswith(b"\x7fELF") and b"moecomm_plain" in cubin
     (registers,) = map(int, re.findall(r"Used (\d+) registers", log))
     assert registers * kernels.THREADS <= 65536  # with which a block begins, before its warps share them out anew
@@ -73,20 +89,23 @@ def test_the_struct_is_packed_as_the_kernel_reads_it() -> None:
         text = (kernel_loader.headers() / "fused" / header).read_text()
         body = re.search(rf"struct {name} {{(.*?)\n}};", text, re.DOTALL)
         assert body
-        lines = re.findall(r"(?:i32|u64|TensorMap|Grouping) ([^;]+);", re.sub(r"//.*|\[kRowMaps\]", "", body[1]))
+        lines = re.findall(r"(?:i32|i64|u64|TensorMap|Grouping) ([^;]+);", re.sub(r"//.*|\[\w+\]", "", body[1]))
         return [field.strip() for line in lines for field in line.split(",")]
 
     names = fields("GemmArgs", "config.cuh")
     at = names.index("grouping")
     names[at : at + 1] = fields("Grouping", "tiles.h")
     assert [name for name, *_ in kernels.GemmArgs._fields_] == names
-    assert ctypes.sizeof(kernels.GemmArgs) == 6 * 128 + 64
+    assert ctypes.sizeof(kernels.GemmArgs) == 7 * 128
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_block_fits_a_multiprocessor(name: str) -> None:
-    schedule = SCHEDULES[name]
-    assert gemm_kernel(torch.bfloat16, True, False, schedule).shared_bytes <= 227 * 1024
+@pytest.mark.parametrize(
+    ("dtype", "schedule"),
+    [(torch.bfloat16, s) for s in SCHEDULES.values()] + [(kernels.FP8, s) for s in FP8_SCHEDULES.values()],
+    ids=str,
+)
+def test_a_block_fits_a_multiprocessor(dtype: torch.dtype, schedule: Schedule) -> None:
+    assert gemm_kernel(dtype, True, False, schedule).shared_bytes <= 227 * 1024
     boxes = [
         schedule.row_unit // schedule.cluster << i
         for i in range(kernels.ROW_MAPS)

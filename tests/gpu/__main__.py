@@ -116,6 +116,11 @@ PARTS: dict[str, list[Step]] = {
         one("fused", 400, MOE, "-k", FUSED),
         Step("fused4", 300, (MOE, "-m", "gpu4", "-k", FUSED), random=True),
     ],
+    "fp8": [
+        one("gemm-fp8", 200, "tests/gpu/test_grouped_gemm_fp8.py", random=False),
+        one("moe-fp8", 300, "tests/gpu/test_moe_fp8.py"),
+        Step("moe4-fp8", 300, ("tests/gpu/test_moe_fp8.py", "-m", "gpu4"), random=True),
+    ],
     "integrations": [
         one("ops", 200, "tests/gpu/test_ops.py", random=False),
         Step("deep_ep", 200, ("tests/compat/test_on_gpus.py",), gpus=2),

@@ -1,0 +1,60 @@
+// A product that is cast to e4m3 on its way to memory, one scale for 128 columns of a row: the bits of the cast of a dispatch, of what
+// the product is in bf16.
+//
+// Those 128 columns are the block's, 64 a warpgroup: both turn the same rows, meet, and 16 lanes cast a row.
+#pragma once
+#include "epilogue.cuh"
+
+namespace moecomm {
+
+constexpr i32 kCastLanes = kScaleGroup / 8;  // that share a row, 8 columns each
+
+// Magnitudes of bf16 as bits, two a word: a NaN is the largest of all.
+MOECOMM_FN u32 larger_pair(u32 a, u32 b) {
+    u32 both;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(both) : "r"(a & 0x7fff7fffu), "r"(b & 0x7fff7fffu));
+    return both;
+}
+
+template <class Out>
+MOECOMM_FN void store_eight(const uint4& values, i32 row, i32 column, bool there, const Out& out) {
+    u32 largest = larger_pair(larger_pair(values.x, values.y), larger_pair(values.z, values.w));
+#pragma unroll
+    for (i32 lanes = 1; lanes < kCastLanes; lanes *= 2) largest = larger_pair(largest, __shfl_xor_sync(kAllLanes, largest, lanes));
+    const float seen[1] = {__uint_as_float(max(largest << 16, largest & 0xffff0000u))};
+    GroupScale scale[1];
+    group_scales<ScaleFormat::fp32>(seen, scale);
+    float wide[8];
+    widen<Type::bf16>(values, wide);
+    u32 pairs[4];
+#pragma unroll
+    for (i32 i = 0; i < 4; ++i) pairs[i] = narrow_e4m3(__fmul_rn(wide[2 * i], scale[0].up), __fmul_rn(wide[2 * i + 1], scale[0].up));
+    if (!there) return;
+    out.store(row, column, make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16));
+    if (column % kScaleGroup == 0) out.store_scale(row, column, __uint_as_float(scale[0].bits));
+}
+
+// By all threads of both warpgroups.  `staging`: that of the first, the other's behind it.
+template <GemmConfig c, i32 from = 0, class Out, i32 size>
+MOECOMM_FN void store_cast(const float (&sums)[c.parts()][size], const Tile& tile, i32 block, i32 columns, u32 staging, i32 math_group,
+                           u32& turns, const Out& out) {
+    using T = Turned<c>;
+    static_assert(c.parts() == 2 && kMathGroups * T::together == kScaleGroup, "a block has a group of columns, with SwiGLU");
+    if (from >= tile.rows) return;
+    constexpr i32 all = 2 * c.stage_bytes(), threads = kMathGroups * kWarpgroup;
+    const u32 place = staging + turns++ % 2 * c.stage_bytes();
+    turn<c, from, 0>(sums[0], place + math_group * all);
+    turn<c, from, 1>(sums[1], place + math_group * all);
+    meet(1 + kMathGroups, threads);
+    const i32 thread = threadIdx.x - kWarpgroup, chunk = thread % kCastLanes, column = block * kScaleGroup + chunk * 8;
+    static_assert(T::rows * kCastLanes % threads == 0, "whole warps cast");
+#pragma unroll
+    for (i32 row = thread / kCastLanes; row < T::rows; row += threads / kCastLanes) {
+        uint4 values = make_uint4(0, 0, 0, 0);
+        if (column < columns) values = load_shared(place + chunk / T::chunks * all + T::offset(row, chunk % T::chunks));
+        store_eight(values, tile.row + from + row, column, from + row < tile.rows && column < columns, out);
+    }
+    if constexpr (from + T::rows < c.most_rows) store_cast<c, from + T::rows>(sums, tile, block, columns, staging, math_group, turns, out);
+}
+
+}  // namespace moecomm

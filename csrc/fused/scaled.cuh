@@ -1,0 +1,76 @@
+// Products of e4m3 with scales, summed up in two levels: 128 columns on the tensor cores, which keep few bits of a sum; these sums, each
+// times its scales, in fp32.
+#pragma once
+#include "scales.cuh"
+#include "wgmma.cuh"
+
+namespace moecomm {
+
+MOECOMM_FN float2 load_shared_pair(u32 address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+    return v;
+}
+// What a product has left in registers is not touched before this.
+template <i32 size>
+MOECOMM_FN void settle(float (&sums)[size]) {
+#pragma unroll
+    for (i32 i = 0; i < size; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
+// sums += products, each times the scales of its rows; part: of all parts of the block.
+template <GemmConfig c, i32 n, i32 size>
+MOECOMM_FN void add_scaled(float (&sums)[size], const float (&products)[n / 2], const SlotScales& scales, i32 part) {
+    const float2 of_w = load_shared_pair(scales.of_w(2 * part));
+    const u32 of_x = scales.of_x(lane_id() % 4 * 2);
+#pragma unroll
+    for (i32 j = 0; j < n / 8; ++j) {
+        const float2 of_rows = load_shared_pair(of_x + 8 * j * 4);
+#pragma unroll
+        for (i32 half = 0; half < 2; ++half) {  // gate and up rows, if they lie apart
+            const float other = c.apart && half == 1 ? of_w.y : of_w.x;
+            float* const to = sums + 4 * j + 2 * half;
+            to[0] = __fmaf_rn(products[4 * j + 2 * half], of_rows.x * other, to[0]);
+            to[1] = __fmaf_rn(products[4 * j + 2 * half + 1], of_rows.y * other, to[1]);
+        }
+    }
+}
+
+// The rows of w of a warpgroup times n rows of x, over all columns of both.
+//
+// A part's products are added up before those of the next part are begun: registers hold the sums of all parts, and products of one.
+// Meanwhile the tensor cores have the other warpgroup's.
+template <GemmConfig c, i32 n, i32 size>
+MOECOMM_FN void multiply_scaled(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place, i32 math_group,
+                                i32 steps, float (&sums)[c.parts()][size]) {
+    const u32 w = operand_at(shared_address(ring.w[0]) + math_group * (c.weight_bytes() / kMathGroups));
+    const u32 x = operand_at(shared_address(ring.x[0]));
+    float products[n / 2] = {};
+#pragma unroll
+    for (i32 part = 0; part < c.parts(); ++part)
+#pragma unroll
+        for (i32 i = 0; i < n / 2; ++i) sums[part][i] = 0.0f;
+#pragma unroll 1
+    for (i32 step = 0; step < steps; ++step) {
+        copy_wait(&barriers.full[place.slot], place.phase);
+        const u32 w_slot = w + place.slot * (c.weight_bytes() / 16), x_slot = x + place.slot * (c.row_bytes() / 16);
+#pragma unroll
+        for (i32 part = 0; part < c.parts(); ++part) {
+            wgmma_begin();
+#pragma unroll
+            for (i32 k = 0; k < kSlotRowBytes / 32; ++k) {
+                const u32 rows = w_slot + part * (kPartColumns * kSlotRowBytes / 16) + 2 * k;
+                wgmma<c.type, n>(products, operand(rows), operand(x_slot + 2 * k), k > 0 ? 1 : 0);
+            }
+            wgmma_commit();
+            wgmma_wait<0>();
+            settle(products);
+            add_scaled<c, n>(sums[part], products, scales.slot(place.slot), math_group * c.parts() + part);
+        }
+        __syncwarp();  // no lane reads a scale any more
+        release_slot(barriers, place.slot);
+        place.step();
+    }
+}
+
+}  // namespace moecomm

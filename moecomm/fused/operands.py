@@ -1,0 +1,138 @@
+"""The operands of a grouped GEMM, checked one by one: what can't be used is named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moecomm.dispatch.reference import GROUP
+from moecomm.errors import BadInput, Unsupported
+from moecomm.fused import kernels
+from moecomm.fused.fp8 import Operand
+
+_MOST_ROWS = 1 << 30
+ACTIVATIONS = (None, "swiglu")
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What goes together; scales of FP8, else None."""
+
+    x: torch.Tensor
+    w: torch.Tensor
+    counts: torch.Tensor
+    x_scales: torch.Tensor | None
+    w_scales: torch.Tensor | None
+
+
+def check_operands(
+    x: Operand, w: Operand, counts: torch.Tensor, alignment: int, activation: str | None, interleaved: bool
+) -> Operands:
+    """Raises BadInput or Unsupported; see moecomm.fused.grouped_gemm."""
+    if activation not in ACTIVATIONS:
+        raise BadInput("activation", repr(activation), "None or 'swiglu'")
+    (x, x_scales), (w, w_scales) = _pair("x", x), _pair("w", w)
+    if x.dim() not in (2, 3) or not x.is_contiguous() or x.shape[:-1].numel() > _MOST_ROWS:
+        raise BadInput("x", what(x), "contiguous [rows, K] or [experts, rows, K], at most 2^30 rows")
+    if w.dim() != 3 or not w.is_contiguous() or w.dtype != x.dtype or w.device != x.device or 0 in w.shape:
+        raise BadInput("w", what(w), f"contiguous [experts, N, K] of {x.dtype} on {x.device}")
+    if w.shape[2] != x.shape[-1] or (x.dim() == 3 and x.shape[0] != w.shape[0]):
+        raise BadInput("w", what(w), f"the K and, batched, the experts of x, {tuple(x.shape)}")
+    if counts.shape != w.shape[:1] or counts.dtype != torch.int32 or counts.device != x.device:
+        raise BadInput("tokens_per_expert", what(counts), f"int32 [{w.shape[0]}] on {x.device}")
+    if not counts.is_contiguous():
+        raise BadInput("tokens_per_expert", "a tensor with gaps", "a contiguous one")
+    if not 1 <= alignment < 1 << 20:
+        raise BadInput("alignment", alignment, "1 to 2^20 - 1")
+    _check_scales(x, x_scales, w, w_scales)
+    if x.dtype not in (*kernels.TYPES, kernels.FP8):
+        raise Unsupported(f"a grouped GEMM of {x.dtype}: want torch.bfloat16 or torch.float16, or Fp8")
+    if why := unfit(w.shape[1], w.shape[2], x.dtype == kernels.FP8, activation is not None, interleaved):
+        raise Unsupported(f"w {tuple(w.shape)}: {why}")
+    if w.shape[0] > kernels.MOST_GROUPS:
+        raise Unsupported(f"{w.shape[0]} experts on one rank: want at most {kernels.MOST_GROUPS}")
+    if x.is_cuda and (x.data_ptr() % 16 or w.data_ptr() % 16):
+        raise BadInput("x, w", "an address that is no multiple of 16", "tensors that begin at one")
+    return Operands(x, w, counts, x_scales, w_scales)
+
+
+def unfit(columns: int, depth: int, fp8: bool, swiglu: bool, interleaved: bool) -> str:
+    """Empty if matrices [columns, depth] can be multiplied; else why not.
+
+    The copy engine wants rows of whole 16 bytes; 16 rows are 8 of gate and 8 of up; 32 of each share a scale.
+    """
+    unit = 64 if fp8 and swiglu and not interleaved else 16 if swiglu else 8
+    step = 16 if fp8 else 8
+    return f"want N a multiple of {unit} and K a multiple of {step}" if columns % unit or depth % step else ""
+
+
+def result(
+    given: Operands, activation: str | None, out: Operand | None, out_dtype: torch.dtype | None, quantize: str | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Where the product goes, and its scales, if it has some; made where the caller has not."""
+    fp8 = given.x.dtype == kernels.FP8
+    if quantize not in (None, "fp8"):
+        raise BadInput("quantize", repr(quantize), "None or 'fp8'")
+    if quantize is not None and (not fp8 or activation is None or out_dtype is not None):
+        raise Unsupported(
+            "quantize='fp8' of a grouped GEMM: want x and w in FP8, activation='swiglu', and no out_dtype"
+        )
+    shape = (*given.x.shape[:-1], given.w.shape[1] // (1 if activation is None else 2))
+    data, scales = (None, None) if out is None else _pair("out", out)
+    if quantize is not None:
+        data = _made("out", data, shape, kernels.FP8, given.x)
+        return data, _made("out", scales, (*shape[:-1], -(-shape[-1] // GROUP)), torch.float32, given.x)
+    if scales is not None:
+        raise BadInput("out", "a pair", "a tensor; quantize='fp8' makes a pair")
+    if out_dtype is None:
+        out_dtype = given.x.dtype if not fp8 else torch.bfloat16 if data is None else data.dtype
+    if out_dtype not in kernels.TYPES or (not fp8 and out_dtype != given.x.dtype):
+        raise Unsupported(
+            f"a product of {given.x.dtype} in {out_dtype}: want the dtype of x, of FP8 bfloat16 or float16"
+        )
+    return _made("out", data, shape, out_dtype, given.x), None
+
+
+def what(tensor: torch.Tensor) -> str:
+    """A tensor in words."""
+    gaps = "" if tensor.is_contiguous() else " with gaps"
+    return f"{tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}{gaps}"
+
+
+def _pair(argument: str, given: Operand) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if isinstance(given, torch.Tensor):
+        return given, None
+    if not isinstance(given, tuple) or len(given) != 2 or not all(isinstance(t, torch.Tensor) for t in given):
+        raise BadInput(argument, type(given).__name__, "a tensor, or a pair of values and scales")
+    return given
+
+
+def _check_scales(
+    x: torch.Tensor, x_scales: torch.Tensor | None, w: torch.Tensor, w_scales: torch.Tensor | None
+) -> None:
+    wanted = {
+        "x": (x_scales, (*x.shape[:-1], -(-x.shape[-1] // GROUP))),
+        "w": (w_scales, (w.shape[0], -(-w.shape[1] // GROUP), -(-w.shape[2] // GROUP))),
+    }
+    for argument, (scales, shape) in wanted.items():
+        if (scales is None) != (x.dtype != kernels.FP8):
+            raise BadInput(
+                argument, "scales" if scales is not None else "no scales", "Fp8(data, scales) of e4m3, alone"
+            )
+        if scales is None:
+            continue
+        if scales.shape != shape or scales.dtype != torch.float32 or scales.device != x.device:
+            raise BadInput(argument, f"scales {what(scales)}", f"float32 {shape} on {x.device}")
+        if not scales.is_contiguous() and (argument == "w" or scales.dim() == 3):
+            raise BadInput(argument, "scales with gaps", "contiguous ones; of x [rows, K] also by column")
+
+
+def _made(
+    argument: str, given: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor
+) -> torch.Tensor:
+    if given is None:
+        return torch.empty(shape, dtype=dtype, device=like.device)
+    if given.shape != shape or given.dtype != dtype or given.device != like.device or not given.is_contiguous():
+        raise BadInput(argument, what(given), f"contiguous {shape} of {dtype} on {like.device}")
+    return given

@@ -1,0 +1,74 @@
+"""The grouped GEMM as g++ compiles it: what of csrc/fused it needs, with plain functions in place of PTX."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from . import plain
+
+FILES = (
+    *("config.cuh", "epilogue.cuh", "epilogue_cast.cuh", "gemm.cuh", "policies.cuh", "ring.cuh", "scaled.cuh"),
+    *("scales.cuh", "tensor.cuh", "tiles.h", "wgmma.cuh"),
+)
+BODIES: dict[str, dict[str, str]] = {
+    "device/bulk.cuh": {
+        "shared_address": "return emulator::offset_of(p);",
+        "barrier_init": "*barrier = emulator::new_barrier(arrivals);",
+    },
+    "fused/tensor.cuh": {
+        **dict.fromkeys(("prefetch_map", "take_registers", "leave_registers"), ""),
+        "expect_bytes": "emulator::bring(*barrier, 1, -bytes);",
+        "load_box": "emulator::load_box(to, &map, {column, row, matrix}, barrier, 1, 0, 1);",
+        "load_pairs": "emulator::load_box(to, &map, {column, 0, 0, pair, matrix}, barrier, 1, 0, 1);",
+        "load_box_for_all": "emulator::load_box(to, &map, {column, row}, barrier, cluster, 0, cluster);",
+        "cluster_rank": "return blockIdx.x % 2;",
+        "arrive_at": "emulator::bring(*reinterpret_cast<u64*>(emulator::of_cluster(2, rank)->shared + "
+        "emulator::offset_of(barrier)), 1, 0);",
+        "arrive": "emulator::bring(*barrier, 1, 0);",
+        "meet_cluster": "emulator::meet_cluster(cluster);",
+    },
+    "fused/wgmma.cuh": {
+        **dict.fromkeys(("wgmma_begin", "wgmma_commit", "wgmma_wait"), ""),
+        "wgmma": "emulator::multiply<type == Type::e4m3, n>(sums, a, b, keep != 0);",
+    },
+    "fused/scales.cuh": {
+        "load_scale": "memcpy(emulator::shared_at(to), from, 4);",
+        "arrive_when_loaded": "emulator::bring(*barrier, 1, 0);",
+    },
+    "fused/scaled.cuh": {
+        "load_shared_pair": "float2 v; memcpy(&v, emulator::shared_at(address), 8); return v;",
+        "settle": "",
+    },
+    "fused/epilogue.cuh": {
+        "store_turned": "emulator::store_turned(address, {m0, m1, m2, m3});",
+        "load_shared": "uint4 v; memcpy(&v, emulator::shared_at(address), 16); return v;",
+    },
+    "fused/epilogue_cast.cuh": {
+        "larger_pair": "a &= 0x7fff7fffu, b &= 0x7fff7fffu; "
+        "return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16;",
+    },
+}
+TEXTS: dict[str, list[tuple[str, str]]] = {
+    "fused/wgmma.cuh": [
+        (r"#define MOECOMM_WGMMA_OF.*?(?=#define MOECOMM_WGMMA\()", ""),
+        (r"#define MOECOMM_WGMMA\(.*?\n    \}\n", ""),
+    ],
+    "fused/policies.cuh": [
+        (
+            rf'asm volatile\("st\.global\.v{words}.*?"l"\((.*?)\), "r"\(values.*?"memory"\);',
+            rf"memcpy((void*)(\1), &values, {4 * words});",
+        )
+        for words in (2, 4)
+    ],
+    "fused/gemm.cuh": [plain.SHARED],
+}
+
+
+def write(csrc: Path, into: Path) -> None:
+    """A copy of csrc without PTX: that of plain.write, and the grouped GEMM."""
+    plain.write(csrc, into)
+    (into / "fused").mkdir()
+    for file in FILES:
+        shutil.copy(csrc / "fused" / file, into / "fused" / file)
+    plain.replace(into, BODIES, TEXTS)

@@ -1,0 +1,118 @@
+// What the grouped GEMM uses of Hopper, for g++: tensor copies with swizzle, barriers that count bytes, products of a warpgroup, matrices
+// turned by a warp.  Addresses in shared memory are offsets in the block's.
+#pragma once
+#include <cmath>
+
+#include "cuda.h"
+
+struct float2 {
+    float x, y;
+};
+inline float __expf(float x) { return std::exp(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+
+namespace emulator {
+
+inline Block* of_cluster(int cluster, int rank) { return emulator_thread->of_block + rank - static_cast<int>(blockIdx.x) % cluster; }
+inline unsigned char* shared_at(unsigned address) { return emulator_thread->of_block->shared + address; }
+inline unsigned offset_of(const void* p) { return static_cast<unsigned>(static_cast<const unsigned char*>(p) - shared_at(0)); }
+
+inline void meet_cluster(int cluster) {
+    emulator::Barrier& b = of_cluster(cluster, 0)->barriers[15];
+    const unsigned was = b.generation;
+    if (++b.arrived == cluster * emulator_thread->of_block->threads) {
+        b.arrived = 0;
+        ++b.generation;
+    } else {
+        emulator_wait_change(&b.generation, was);
+    }
+}
+
+// An mbarrier: bit 0 its phase, then the arrivals of a phase, those that are missing, and bytes that are.
+inline std::uint64_t new_barrier(std::uint64_t arrivals) { return arrivals << 8 | arrivals << 24; }
+inline void bring(unsigned long long& barrier, int arrivals, long long bytes) {
+    barrier -= static_cast<std::uint64_t>(arrivals) << 24;
+    barrier -= static_cast<std::uint64_t>(bytes) << 40;
+    if (barrier >> 24 == 0) barrier = (barrier ^ 1) | (barrier >> 8 & 0xffff) << 24;
+}
+
+// A TensorMap as test_grouped_gemm.py makes it.
+struct Map {
+    std::uint64_t address, dims[5], strides[4], box[5], rank_and_size;
+};
+
+// The box at these elements, to the same place in blocks first .. first + count - 1 of the cluster; bytes count at their barriers.
+inline void load_box(unsigned to, const void* map, const int (&at)[5], const void* barrier, int cluster, int first, int count) {
+    const Map& m = *static_cast<const Map*>(map);
+    const int rank = m.rank_and_size & 0xff, size = m.rank_and_size >> 8 & 0xff;
+    const unsigned row_bytes = m.box[0] * size;
+    unsigned rows = 1;
+    for (int d = 1; d < rank; ++d) rows *= m.box[d];
+    if (to % 1024 != 0 || row_bytes != 128) __builtin_trap();
+    for (int block = first; block < first + count; ++block) {
+        unsigned char* const shared = of_cluster(cluster, block)->shared;
+        for (unsigned row = 0; row < rows; ++row) {
+            unsigned left = row;
+            std::uint64_t from = m.address;
+            bool inside = true;
+            for (int d = 1; d < rank; ++d) {
+                const std::uint64_t index = at[d] + left % m.box[d];
+                left /= m.box[d];
+                inside &= index < m.dims[d];
+                from += index * m.strides[d - 1];
+            }
+            for (unsigned byte = 0; byte < 128; ++byte) {
+                const std::uint64_t column = at[0] + byte / size;
+                const unsigned place = to + row * 128 + byte;
+                const bool there = inside && column < m.dims[0];
+                shared[place ^ (place >> 7 & 7) << 4] = there ? reinterpret_cast<unsigned char*>(from)[column * size + byte % size] : 0;
+            }
+        }
+        bring(*reinterpret_cast<unsigned long long*>(shared + offset_of(barrier)), 0, rows * 128);
+    }
+}
+
+inline float widen_e4m3(unsigned char v) {
+    const int exponent = v >> 3 & 15, mantissa = v & 7;
+    if ((v & 0x7f) == 0x7f) return NAN;
+    const float magnitude = exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
+    return v & 0x80 ? -magnitude : magnitude;
+}
+inline float widen_bf16(const unsigned char* p) {
+    return __uint_as_float(static_cast<unsigned>(p[0]) << 16 | static_cast<unsigned>(p[1]) << 24);
+}
+// 32 bytes of a row of an operand times those of another.
+template <bool e4m3>
+float dot(std::uint64_t a, unsigned a_row, std::uint64_t b, unsigned b_row) {
+    const auto at = [](std::uint64_t operand, unsigned row, unsigned byte) {
+        const unsigned place = ((operand & 0x3fff) << 4) + row * 128 + byte;
+        return shared_at(place ^ (place >> 7 & 7) << 4);
+    };
+    float sum = 0;
+    for (unsigned byte = 0; byte < 32; byte += e4m3 ? 1 : 2) {
+        const unsigned char *x = at(a, a_row, byte), *y = at(b, b_row, byte);
+        sum += e4m3 ? widen_e4m3(*x) * widen_e4m3(*y) : widen_bf16(x) * widen_bf16(y);
+    }
+    return sum;
+}
+template <bool e4m3, int n, int size>
+void multiply(float (&sums)[size], std::uint64_t a, std::uint64_t b, bool keep) {
+    const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    for (unsigned i = 0; i < n / 2; ++i) {
+        const unsigned row = 16 * warp + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        sums[i] = (keep ? sums[i] : 0.0f) + dot<e4m3>(a, row, b, column);
+    }
+}
+
+inline void store_turned(unsigned address, const unsigned (&m)[4]) {
+    const unsigned lane = threadIdx.x % 32;
+    unsigned short row[8];
+    for (unsigned i = 0; i < 4; ++i) {
+        const auto* values = exchange(m[i]);
+        if (i != lane / 8) continue;
+        for (unsigned column = 0; column < 8; ++column) row[column] = values[column * 4 + lane % 8 / 2] >> lane % 2 * 16;
+    }
+    std::memcpy(shared_at(address), row, sizeof row);
+}
+
+}  // namespace emulator

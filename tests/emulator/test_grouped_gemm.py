@@ -1,0 +1,140 @@
+"""The grouped GEMM of FP8 on CPUs: the kernel itself, its tensor copies and products by plain functions."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import shutil
+import subprocess
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moecomm.dispatch.reference import by_column, quantize
+from moecomm.fused import FP8_SCHEDULES, Fp8, gemm, grouped_gemm, quantize_weights, tensor_maps
+from moecomm.fused.kernels import FP8, gemm_kernel
+from moecomm.fused.operands import check_operands
+from moecomm.testing.fp8 import expected_gemm
+
+from . import plain_gemm
+from .machine import CSRC, FLAGS, HERE, LIMIT, Launch, scheduler
+
+pytestmark = [
+    pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64 and g++"),
+    pytest.mark.timeout(600),
+]
+CPU = torch.device("cpu")
+
+
+class _Map(ctypes.Structure):
+    """Map of tensor_cores.h: a TensorMap."""
+
+    _fields_ = (
+        ("address", ctypes.c_uint64),
+        ("dims", ctypes.c_uint64 * 5),
+        ("strides", ctypes.c_uint64 * 4),
+        ("box", ctypes.c_uint64 * 5),
+        ("rank_and_size", ctypes.c_uint64),
+    )
+
+
+def encode(address: int, shape: Any, dtype: torch.dtype, box: Any, strides: Any = None) -> Any:
+    """In place of tensor_maps.encode."""
+    _, rank, _, dims, steps, boxes, _ = tensor_maps.parameters(address, shape, dtype, box, strides)
+    made = _Map(address=address, rank_and_size=rank | dtype.itemsize << 8)
+    for field, values in ((made.dims, dims), (made.strides, steps), (made.box, boxes)):
+        field[: len(values)] = values
+    return tensor_maps.TensorMap.from_buffer_copy(made)
+
+
+class Machine:
+    """Compiles grouped GEMMs into `directory`, and runs them."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        plain_gemm.write(CSRC, directory / "csrc")
+        self._scheduler = scheduler()
+        self.kernel = lru_cache(self._kernel)
+
+    def run(self, kernel: Any, args: ctypes.Structure, blocks: int, seed: int) -> None:
+        """One launch; AssertionError if it does not end."""
+        entry = ctypes.cast(self.kernel(kernel).kernel, ctypes.c_void_p).value
+        launch = Launch(entry, ctypes.addressof(args), blocks, kernel.threads, kernel.shared_bytes, -1)
+        assert self._scheduler.emulator_run(ctypes.addressof(launch), 1, LIMIT, seed) == 0, "it does not end"
+
+    def _kernel(self, kernel: Any) -> Any:
+        source = self._directory / f"{len(list(self._directory.glob('*.cpp')))}.cpp"
+        source.write_text(
+            f'#include "tensor_cores.h"\n#include "fused/gemm.cuh"\nusing namespace moecomm;\n'
+            f'extern "C" void kernel(const void* a) {{ {kernel.entry}(*static_cast<const {kernel.args}*>(a)); }}\n'
+        )
+        library = source.with_suffix(".so")
+        include = [f"-I{HERE}", f"-I{self._directory / 'csrc'}"]
+        subprocess.run(["g++", *FLAGS, *include, source, "-o", library], check=True)
+        return ctypes.CDLL(str(library))
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    return Machine(tmp_path_factory.mktemp("gemm"))
+
+
+def inputs(counts: tuple[int, ...], slack: int, columns: int, depth: int) -> tuple[Fp8, Fp8]:
+    """Magnitudes differ from row to row, and from block to block."""
+    g = torch.Generator().manual_seed(columns)
+    rows, experts = sum(counts) + slack, len(counts)
+    x, w = torch.randn(rows, depth, generator=g), torch.randn(experts, columns, depth, generator=g) / depth**0.5
+    down, across = -(-columns // 128), -(-depth // 128)
+    sizes = torch.exp2(torch.randperm(experts * down * across, generator=g).view(experts, down, across) % 5 - 2.0)
+    w *= sizes.repeat_interleave(128, dim=1).repeat_interleave(128, dim=2)[:, :columns, :depth]
+    return Fp8(*quantize(x * torch.exp2(torch.randint(-2, 3, (rows, 1), generator=g)))), quantize_weights(w)
+
+
+CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], int, int]] = {
+    "plain": ("128x4c1", {}, (5, 0, 150), 328, 272),
+    "a pair, by column": ("64x5c2", {"by_column": True}, (70, 1), 520, 400),
+    "gate and up apart": ("64x5c1", {"activation": "swiglu", "interleaved": False}, (20, 0, 66), 320, 144),
+    "interleaved": ("64x5c2", {"activation": "swiglu"}, (3, 40), 560, 144),
+    "cast": ("128x4c2", {"activation": "swiglu", "interleaved": False, "quantize": "fp8"}, (130, 0, 7), 576, 144),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_computes_what_the_reference_does(
+    name: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_maps, "encode", encode)
+    schedule_name, how, counts, columns, depth = CASES[name]
+    schedule, how = FP8_SCHEDULES[schedule_name], {"activation": None, "interleaved": True, **how}
+    quantized, in_columns = how.pop("quantize", None), how.pop("by_column", False)
+    x, w = inputs(counts, 9, columns, depth)
+    swiglu, apart = how["activation"] is not None, not how["interleaved"]
+    tokens, width = torch.tensor(counts, dtype=torch.int32), columns // 2 if swiglu else columns
+    scales = by_column(x.scales) if in_columns else x.scales
+    given = check_operands(Fp8(x.data, scales), w, tokens, 1, **how)
+    out = torch.full((len(x.data), width), float("nan"), dtype=FP8 if quantized else torch.bfloat16)
+    out_scales = torch.full((len(x.data), -(-width // 128)), float("nan"))
+    args = gemm.arguments(given.x, given.w, tokens, 1, apart, out.data_ptr(), schedule)
+    gemm.tell_scales(args, given, out_scales if quantized else None)
+    kernel = gemm_kernel(FP8, swiglu, apart, schedule, out=out.dtype)
+    machine.run(kernel, args, blocks=2 * schedule.cluster, seed=len(name))
+
+    if quantized:
+        rows = slice(0, sum(counts))
+        plain = torch.full((len(x.data), width), float("nan"), dtype=torch.bfloat16)
+        args.out = plain.data_ptr()
+        machine.run(gemm_kernel(FP8, swiglu, apart, schedule, out=plain.dtype), args, schedule.cluster, seed=1)
+        data, wanted = quantize(plain[rows])
+        assert torch.equal(out[rows].view(torch.uint8), data.view(torch.uint8))
+        assert torch.equal(out_scales[rows], wanted) and bool(out_scales[rows.stop :].isnan().all())
+        out = plain
+    for group, want, off in expected_gemm(x, w, counts, alignment=1, dtype=out.dtype, device=CPU, **how):
+        wrong = ~((out[group].double() - want).abs() <= off)
+        assert not bool(wrong.any()), f"{int(wrong.sum())} of {wrong.numel()}: {wrong.nonzero()[:4].tolist()}"
+    assert bool(out[sum(counts) :].isnan().all())
+    torch.testing.assert_close(
+        out[: sum(counts)], grouped_gemm(x, w, tokens, **how)[: sum(counts)], rtol=2**-6, atol=1e-3
+    )

@@ -1,0 +1,186 @@
+"""Buffer.moe with weights in FP8 on GPUs, against float64: several ranks on one GPU, and one process a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from moecomm import plain_kernel
+from moecomm.fused import FP8_SCHEDULES, Fp8, choose_fp8, grouped_gemm
+from moecomm.fused.kernels import FP8, gemm_kernel
+from moecomm.testing import random_layer
+
+from ..conftest import Ranks
+from .test_moe import calls_of, full_layer, of_buffer, opened, same_bits, seeds
+
+SIZES: list[dict[str, Any]] = [
+    {"ranks": 1, "hidden": 64, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 40},
+    {"ranks": 2, "hidden": 16, "intermediate": 96, "num_experts": 2, "topk": 1, "max_tokens": 17},
+    {"ranks": 3, "hidden": 272, "intermediate": 160, "num_experts": 12, "topk": 3, "max_tokens": 90},
+    {"ranks": 4, "hidden": 512, "intermediate": 128, "num_experts": 16, "topk": 8, "max_tokens": 400},
+]
+LARGE: dict[str, Any] = {  # several tiles of columns, groups of several hundred rows
+    "ranks": 2,
+    "hidden": 1024,
+    "intermediate": 1056,
+    "num_experts": 4,
+    "topk": 2,
+    "max_tokens": 1500,
+}
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """What takes long to compile, into the cache, on all cores."""
+    if not torch.cuda.is_available():
+        return
+    kernels: set[plain_kernel.PlainKernel] = set()
+    for sizes, rows in itertools.product((*SIZES, LARGE), (1, 1000)):
+        first, second = (
+            FP8_SCHEDULES[choose_fp8(rows, columns)] for columns in (2 * sizes["intermediate"], sizes["hidden"])
+        )
+        kernels |= {gemm_kernel(FP8, True, apart, first, out=FP8) for apart in (False, True)}
+        kernels |= {gemm_kernel(FP8, False, False, second, out=dtype) for dtype in DTYPES}
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        list(pool.map(plain_kernel.compile, kernels, itertools.repeat("sm_90a")))
+
+
+@pytest.mark.gpu1
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"R{s['ranks']}-H{s['hidden']}-E{s['num_experts']}-K{s['topk']}")
+def test_random_layers_of_virtual_ranks(
+    sizes: dict[str, Any], dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    with opened(sizes, dtype) as ranks:
+        for seed in seeds(request, 40):
+            case = random_layer(seed, **sizes, dtype=dtype, fp8=True)
+            calls = calls_of(case)
+            outs = ranks.moe(calls)
+            ranks.check()
+            for rank, (out, again) in enumerate(zip(outs, ranks.moe(calls), strict=True)):
+                case.check(rank, out)
+                assert same_bits(out, again)
+
+
+@pytest.mark.gpu1
+@pytest.mark.timeout(300)
+def test_large_tiles() -> None:
+    with opened(LARGE) as ranks:
+        for seed in range(4):
+            case = random_layer(seed, **LARGE, dtype=torch.bfloat16, fp8=True)
+            outs = ranks.moe(calls_of(case))
+            ranks.check()
+            for rank, out in enumerate(outs):
+                case.check(rank, out)
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("layout", ["row", "column"])
+def test_the_method_has_the_bits_of_its_parts(layout: str) -> None:
+    """An FP8 dispatch, scales by row or by column, two GEMMs, a combine."""
+    sizes = SIZES[3] | {"ranks": 1}
+    case = full_layer(0, sizes)
+    case.fp8 = True
+    with opened(sizes) as ranks:
+        (buffer,) = ranks.buffers
+        call = case.call(0, "cuda")
+        out = buffer.moe(**call)
+        routing = {name: call[name] for name in ("x", "topk_idx", "topk_weights")}
+        routed = buffer.dispatch(**routing, quantize="fp8", scale_layout=layout, sync=True)
+        rows, counts = Fp8(routed.x, routed.scales), routed.tokens_per_expert
+        gate = {"activation": "swiglu", "interleaved": case.interleaved}
+        inner = grouped_gemm(rows, call["w13"], counts, **gate, quantize="fp8")
+        y = grouped_gemm(inner, call["w2"], counts)
+        assert same_bits(out, buffer.combine(y, routed.handle, bias=call["bias"], wire=call["wire"]))
+
+
+@pytest.mark.gpu1
+def test_a_graph_replays_with_other_routing() -> None:
+    sizes = SIZES[3] | {"ranks": 2}
+    cases = [full_layer(seed, sizes) for seed in range(8)]
+    with opened(sizes) as ranks:
+        for case in cases:
+            case.fp8 = True
+        given = calls_of(cases[0])
+        ranks.moe(given)  # compiles
+        torch.cuda.synchronize()
+        graphs, outs = [], []
+        for buffer, mine, stream in zip(ranks.buffers, given, ranks.streams, strict=True):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                outs.append(buffer.moe(**mine))
+            graphs.append(graph)
+        for case in cases:
+            for mine, call in zip(given, calls_of(case), strict=True):
+                copy_into(mine, call)
+            torch.cuda.synchronize()
+            for graph, stream in zip(graphs, ranks.streams, strict=True):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+            torch.cuda.synchronize()
+            ranks.check()
+            for rank, out in enumerate(outs):
+                case.check(rank, out)
+
+
+def copy_into(mine: dict[str, Any], call: dict[str, Any]) -> None:
+    """The tensors of another call to where those of this one are."""
+    for name, value in call.items():
+        if isinstance(value, torch.Tensor):
+            mine[name].copy_(value)
+        elif isinstance(value, Fp8):
+            for to, part in zip(mine[name], value, strict=True):
+                to.copy_(part)
+
+
+@pytest.mark.gpu1
+def test_a_bad_id_is_told_and_the_next_layer_is_right() -> None:
+    sizes = SIZES[0] | {"ranks": 2}
+    case = full_layer(1, sizes)
+    case.fp8 = True
+    with opened(sizes) as ranks:
+        calls = calls_of(case)
+        wrong = [dict(call) for call in calls]
+        wrong[1]["topk_idx"] = calls[1]["topk_idx"].clone().fill_(sizes["num_experts"])
+        ranks.moe(wrong)
+        for buffer in ranks.buffers:
+            with pytest.raises(moecomm.BadInput) as caught:
+                buffer.check()
+            assert (caught.value.argument, caught.value.rank) == ("topk_idx", 1)
+        outs = ranks.moe(calls)
+        ranks.check()
+        for rank, out in enumerate(outs):
+            case.check(rank, out)
+
+
+def _layers(rank: int, group: Any, sizes: dict[str, Any], first: int, cases: int) -> str:
+    torch.cuda.set_device(rank)
+    with moecomm.Buffer(group, **of_buffer(sizes), backend="lsa") as buffer:
+        for seed in range(first, first + cases):
+            case = random_layer(seed, **sizes, dtype=torch.bfloat16, fp8=True)
+            call = case.call(rank, buffer.device)
+            out, again = buffer.moe(**call), buffer.moe(**call)
+            buffer.check()
+            case.check(rank, out)
+            assert same_bits(out, again), f"layer of seed {seed}: other bits"
+    return "right"
+
+
+@pytest.mark.gpu4
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("sizes", [SIZES[3], LARGE | {"ranks": 4}], ids=["small", "large"])
+def test_random_layers_of_four_processes(
+    sizes: dict[str, Any], request: pytest.FixtureRequest, gpu_ranks: Ranks
+) -> None:
+    some = seeds(request, 8 if sizes is SIZES[3] else 100)
+    gpu_ranks.start(4, _layers, sizes, some.start, len(some))
+    found = gpu_ranks.results(4, timeout_s=850)
+    assert list(found.values()) == ["right"] * 4, found
