@@ -148,8 +148,8 @@ template <class Call>
 using Moves = typename ChooseMoves<Call, Call::cfg.packets>::Type;
 
 // Where a token has several rows here, at most as many blocks send: enough to fill the links, and few enough rows under way that chunks
-// are soon complete.  All blocks receive.
-constexpr i32 kSpreadSenders = 64;
+// are soon complete; fewer of rows that are cast, which are half as long.  All blocks receive.
+MOECOMM_BOTH constexpr i32 spread_senders(bool quantize) { return quantize ? 48 : 64; }
 
 // A launch of `workers` blocks of cfg.threads() threads with cfg.shared_bytes of dynamic shared memory.
 template <DispatchConfig cfg, class Transport>
@@ -161,7 +161,7 @@ MOECOMM_FN void dispatch(const DispatchArgs& args) {
     if (cfg.packets) {
         c.senders = ceil_div(c.senders, 3);
     } else if (cfg.spreads()) {
-        c.senders = min(c.senders, kSpreadSenders);
+        c.senders = min(c.senders, spread_senders(cfg.quantize));
     }
     c.share = share_of_block(a.num_tokens, a.chunk_tokens, c.senders);
     c.alone = cfg.packets || gridDim.x == 1 || a.num_tokens * cfg.topk <= kAloneEntries;
