@@ -202,6 +202,25 @@ def moe(found: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
+def gemm(found: dict[str, Any]) -> str:
+    """The section of `moecomm bench gemm`: the schedule that is chosen."""
+    if "chosen" not in found["rows"][0]:
+        return ""  # every schedule: what tests/fused/test_schedules.py reads
+    lines = [
+        f"One {found['machine']['gpus'][0]}: grouped GEMMs of a rank's experts, the first with SwiGLU and without; "
+        "`torch's`: the time of torch's grouped GEMM over it, which has no activation:",
+        "",
+        "| model | tokens a rank, ranks | GEMM | time | TFLOP/s | TB/s | torch's |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in found["rows"]:
+        what = ", ".join(filter(None, (str(row["gemm"]), row["activation"], row["dtype"])))
+        figures = f"{time_of(row['us'][row['chosen']])} | {row['tflops']:.0f} | {row['tbs']:.2f}"
+        torchs = f"{row['of_torch']:.2f}" if row["of_torch"] else ""
+        lines.append(f"| {row['model']} | {row['tokens']}, {row['ranks']} | {what} | {figures} | {torchs} |")
+    return "\n".join([*lines, ""])
+
+
 def simulate(found: dict[str, Any]) -> str:
     """The section of `moecomm simulate`."""
     case, nic = found["case"], found["inputs"]["nic"]
@@ -240,6 +259,7 @@ BY_BENCHMARK: dict[str, Section] = {
     "dispatch-combine": dispatch_combine,
     "backends": backends,
     "latency-backends": latency_backends,
+    "gemm": gemm,
     "moe": moe,
     "simulate": simulate,
     "simulate-check": simulate_check,
@@ -253,6 +273,7 @@ def results() -> list[Path]:
 
 
 HEADLINES = {"1": ("ll", 1), "128": ("ll", 128), "4096": ("ht", 4096), "8192": ("ht", 8192)}
+WAYS = ("sequential", "two launches")  # of a layer
 COLUMNS = (("dispatch", "fp8", ""), ("dispatch", "bf16", ""), ("combine", "", "y in the window"))
 
 
@@ -276,7 +297,33 @@ def headlines() -> str:
                 used.append(name)
     sources = ", ".join(f"[`{name}.json`](bench/results/{name}.json)" for name in dict.fromkeys(used))
     pictures = [f"![time and bandwidth over tokens](bench/results/{path.name})" for path in drawn()]
-    return "\n\n".join(["\n".join(lines), f"Source: {sources}.", *pictures])
+    return "\n\n".join(["\n".join(lines), f"Source: {sources}.", *layers(found), *pictures])
+
+
+def layers(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Whole expert layers on 4 GPUs, if there are results of them: a table and its sources."""
+    lines, used = [], []
+    for name in (stem for stem in results if re.fullmatch(r"moe-.*-h200-4", stem)):
+        rows = [row for row in results[name]["rows"] if row["who"] == "moecomm" and row["what"] == "layer"]
+        for tokens in dict.fromkeys(row["tokens"] for row in rows):
+            apart, fused = (next(r for r in rows if (r["tokens"], r["variant"]) == (tokens, way)) for way in WAYS)
+            cells = [str(tokens), *(time_of(row["us"]["p50"]) for row in (apart, fused))]
+            best = min(apart, fused, key=lambda row: row["us"]["p50"])
+            cells += [f"{best[key]:.2f}" for key in ("of_gemms", "of_torch")]
+            lines.append(f"| {best['model']} | {' | '.join(cells)} |")
+        used.append(f"[`{name}.json`](bench/results/{name}.json)")
+    if not lines:
+        return []
+    head = [
+        "Whole expert layers (`buffer.moe`) on 4 H200s in bfloat16, in a captured graph, of the slowest rank: "
+        "dispatch, experts and combine one after the other, and with rows that travel under the experts (`fused=True`); the "
+        "faster of the two over our GEMMs alone, and the time of torch's all_to_all and grouped GEMMs over it, in the "
+        "same run:",
+        "",
+        "| model | tokens a rank | one after the other | fused | of GEMMs | torch's |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    return ["\n".join([*head, *lines]), f"Source: {', '.join(used)}."]
 
 
 def _cell(found: dict[str, Any] | None, tokens: int, what: str, payload: str, variant: str) -> str:
@@ -294,9 +341,9 @@ def figures() -> str:
     for path in results():
         found = json.loads(path.read_text())
         section = BY_NAME.get(path.stem) or BY_BENCHMARK.get(found.get("benchmark", ""))
-        if section is not None:
+        if section is not None and (text := section(found)):
             source = f"Source: [`{path.name}`](results/{path.name}), `{found['command']}`, {found['date']}."
-            parts.append(f"{section(found)}\n{source}")
+            parts.append(f"{text}\n{source}")
     return "\n\n".join(parts)
 
 

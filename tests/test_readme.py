@@ -252,6 +252,16 @@ def test_headlines_are_of_what_was_measured_as_the_table_of_blocks_says(
     assert lines[4] == "| 4 | 4096 | 250 us (0.96) | 480 us (0.96) | 495 us (0.96) |"
     assert lines[6] == "Source: [`ht-h200-4.json`](bench/results/ht-h200-4.json)." and len(lines) == 7
 
+    def layer(variant: str, us: float, tokens: int = 128) -> dict:
+        about = {"who": "moecomm", "what": "layer", "model": "m", "tokens": tokens, "variant": variant}
+        return {**about, "us": {"p50": us}, "of_gemms": us / 1000, "of_torch": 3000 / us}
+
+    found = [layer("sequential", 1500.0), layer("two launches", 1250.0), {"who": "moecomm", "what": "GEMMs"}]
+    (folder / "moe-m-h200-4.json").write_text(json.dumps({"rows": found}))
+    lines = readme.headlines().splitlines()
+    assert lines[12] == "| m | 128 | 1500 us | 1250 us | 1.25 | 2.40 |"
+    assert lines[14] == "Source: [`moe-m-h200-4.json`](bench/results/moe-m-h200-4.json)." and len(lines) == 15
+
 
 def test_failures_promised_are_errors_that_exist() -> None:
     promised = set(re.findall(r"`([A-Z]\w+)`", README.split("## What happens on failure")[1].split("\n## ")[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("moecomm")
 
 _MOST_DIMENSION = 1 << 31
+# By ranks: tokens of a Buffer from which on fused=None means True.  bench/results/moe-*-h200-4.json: 1.01 to 1.32 times
+# as fast from 1024 on, 0.85 to 1.00 with 128 and 512; other numbers of ranks have not been measured.
+FUSED_FROM = {4: 1024}
 
 
 def moe(
@@ -77,9 +81,9 @@ def moe(
         wire, num_sms: see Buffer.combine; num_sms also of the dispatch.
         check_weights: see Buffer.dispatch.
         fused: True: rows travel while the experts compute (moecomm.fused.two_launches), which wants our own GEMMs and
-            one domain, without `wire` and `check_weights`, else a warning says so once; new, and tried on GPUs with
-            up to three ranks; False, and so far None: one after the other.  The same on all ranks; the bits are the
-            same.
+            one domain, without `wire` and `check_weights`, else a warning says so once.  False: one after the other.
+            None: as was faster with so many ranks and Buffers for so many tokens (FUSED_FROM), if it can be; decode
+            with a large Buffer wants False.  The same on all ranks; the bits are the same.
 
     Returns:
         `[T, H]`: sum over k of w_k * w2 (silu(w1 x) * w3 x), plus bias; zeros (plus bias) for a token with no expert.
@@ -222,7 +226,7 @@ def prepare(
 
         return Sequential({**dispatching, "quantize": "fp8"}, combining, fp8_experts, back)
     _check_experts(buffer, w13, w2, interleaved)
-    if fused and not (why := _keeps_apart(buffer, x, w2, back, wire, check_weights)):
+    if _rows_travel_under(buffer, fused, _keeps_apart(buffer, x, w2, back, wire, check_weights)):
         return two_launches.Layer(
             buffer,
             x,
@@ -237,14 +241,20 @@ def prepare(
             num_sms=num_sms,
             expected_rows=rows,
         )
-    if fused:
-        _say_once("rows travel before and after the experts, not under them: %s", why)
 
     def experts(routed: Routed) -> torch.Tensor:
         counts = routed.tokens_per_expert
         return apply_experts(routed.x, w13, w2, counts, interleaved=interleaved, expected_rows=rows)
 
     return Sequential(dispatching, combining, experts, back)
+
+
+def _rows_travel_under(buffer: Buffer, fused: bool | None, why_not: str) -> bool:
+    """The same on all ranks: by the Buffer, not by how many tokens one of them has."""
+    if fused and why_not:
+        _say_once("rows travel before and after the experts, not under them: %s", why_not)
+    wanted = buffer.max_tokens >= FUSED_FROM.get(buffer.num_ranks, math.inf) if fused is None else fused
+    return wanted and not why_not
 
 
 def _keeps_apart(
