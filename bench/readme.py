@@ -316,9 +316,9 @@ def layers(results: dict[str, dict[str, Any]]) -> list[str]:
         return []
     head = [
         "Whole expert layers (`buffer.moe`) on 4 H200s in bfloat16, in a captured graph, of the slowest rank: "
-        "dispatch, experts and combine one after the other, and with rows that travel under the experts (`fused=True`); the "
-        "faster of the two over our GEMMs alone, and the time of torch's all_to_all and grouped GEMMs over it, in the "
-        "same run:",
+        "dispatch, experts and combine one after the other, and with rows that travel under the experts "
+        "(`fused=True`); the faster of the two over our GEMMs alone, and the time of torch's all_to_all and grouped "
+        "GEMMs over it, in the same run:",
         "",
         "| model | tokens a rank | one after the other | fused | of GEMMs | torch's |",
         "| --- | --- | --- | --- | --- | --- |",
