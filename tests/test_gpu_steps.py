@@ -19,9 +19,12 @@ TESTS = [step for part in PARTS.values() for step in part if step.pytest]
 
 def collected(*words: str) -> tuple[int, str]:
     """How many tests pytest finds; and what it says where it fails."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *words]
+    # From where this process has it: "python -m" would look for moecomm here, where it may not have been built.
+    run = f"import sys; sys.path[:] = {sys.path!r}; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", run, "--collect-only", "-q", "-p", "no:cacheprovider", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    return sum("::" in line for line in done.stdout.splitlines()), done.stdout[-2000:] * (done.returncode != 0)
+    said = (done.stdout + done.stderr)[-2000:] * (done.returncode != 0)
+    return sum("::" in line for line in done.stdout.splitlines()), said
 
 
 def test_every_test_that_is_named_exists() -> None:

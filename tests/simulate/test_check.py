@@ -85,7 +85,7 @@ def test_backends_of_one_result_have_the_links_that_were_measured_beside_it(tmp_
     source = json.loads((RESULTS / "ht-h200-4.json").read_text())
     ours = [row for row in source["rows"] if row["who"] == "moecomm" and row["what"] != "pair"]
     ways = [{"backend": name, "domain_ranks": near} for name, near in (("lsa", 0), ("gin", 2), ("nvshmem", 2))]
-    rows = [{**way, "straight": way["backend"] == "gin", **row} for way in ways[:2] for row in ours]
+    rows = [{**row, **way, "straight": way["backend"] == "gin"} for way in ways[:2] for row in ours]
     case = {name: value for name, value in source["case"].items() if name not in ("backend", "domain_ranks")}
     result = {**source, "benchmark": "backends", "case": case, "ways": ways}
     result["rows"] = [*rows, {**ways[2], "tokens": 4096, "why": "too old"}]
