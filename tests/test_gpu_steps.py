@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 import time
@@ -17,33 +18,43 @@ ROOT = Path(__file__).parent.parent
 TESTS = [step for part in PARTS.values() for step in part if step.pytest]
 
 
-def collected(*words: str) -> tuple[int, str]:
-    """How many tests pytest finds; and what it says where it fails."""
-    # From where this process has it: "python -m" would look for moecomm here, where it may not have been built.
-    run = f"import sys; sys.path[:] = {sys.path!r}; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
-    command = [sys.executable, "-c", run, "--collect-only", "-q", "-p", "no:cacheprovider", *words]
+# One process for all: most of the time goes into what tests import.  From where this one has it: "python -m" would look
+# for moecomm here, where it may not have been built.
+COLLECT = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+import pytest
+
+class Count:
+    items = -1
+    def pytest_collection_finish(self, session):
+        self.items = len(session.items)
+
+for words in json.loads(sys.argv[2]):
+    count = Count()
+    status = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *words], plugins=[count])
+    print("COLLECTED", int(status), count.items)
+"""
+
+
+def collected(*chosen: tuple[str, ...]) -> list[int]:
+    """How many tests pytest finds, each time; it fails for a name that it does not find."""
+    command = [sys.executable, "-c", COLLECT, json.dumps(sys.path), json.dumps(chosen)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    said = (done.stdout + done.stderr)[-2000:] * (done.returncode != 0)
-    return sum("::" in line for line in done.stdout.splitlines()), said
+    found = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("COLLECTED")]
+    assert [status for status, _ in found] == ["0"] * len(chosen), (done.stdout + done.stderr)[-2000:]
+    return [int(items) for _, items in found]
 
 
 def test_every_test_that_is_named_exists() -> None:
-    """Pytest fails for a name that it does not find."""
-    named = sorted({word for step in TESTS for word in step.pytest if word.startswith("tests/")})
-    assert len(named) > 30
-    count, said = collected(*named)
-    assert said == "" and count > 100
-
-
-def test_words_that_choose_tests_find_some_and_miss_none() -> None:
     """Fused layers and others are all layers, on one GPU and on four."""
-    found: dict[tuple[str, ...], int] = {}
-    for step in TESTS:
-        if "-k" in step.pytest and step.pytest not in found:
-            found[step.pytest], said = collected(*step.pytest)
-            assert said == "" and found[step.pytest] > 1
-    layers = [count for words, count in found.items() if words[0] == steps.MOE]
-    assert len(layers) == 4 and sum(layers) == collected(steps.MOE)[0]
+    named = tuple(sorted({word for step in TESTS for word in step.pytest if word.startswith("tests/")}))
+    assert len(named) > 30
+    by_words = sorted({step.pytest for step in TESTS if "-k" in step.pytest})
+    all_named, layers, *found = collected(named, (steps.MOE,), *by_words)
+    assert all_named > 100 and min(found) > 1
+    of_layers = [count for words, count in zip(by_words, found, strict=True) if words[0] == steps.MOE]
+    assert len(of_layers) == 4 and sum(of_layers) == layers
 
 
 def test_steps_have_names_of_their_own_and_limits_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
