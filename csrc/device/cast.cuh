@@ -74,6 +74,54 @@ MOECOMM_FN u32 narrow_e4m3(float first, float second) {
     return both;
 }
 
+// Largest magnitudes as bits, two 16-bit columns a word, or one of 32 bits.  A NaN is the largest of all.
+template <Type type>
+MOECOMM_FN u32 larger(u32 a, u32 b) {
+    if constexpr (type == Type::fp32) {
+        return max(a, b);
+    } else {
+        u32 both;
+        asm("max.u16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
+        return both;
+    }
+}
+template <Type type>
+MOECOMM_FN u32 magnitudes(u32 word) {
+    return word & (type == Type::fp32 ? 0x7fffffffu : 0x7fff7fffu);
+}
+template <Type type>
+MOECOMM_FN u32 largest_magnitudes(const uint4& w) {
+    return larger<type>(larger<type>(magnitudes<type>(w.x), magnitudes<type>(w.y)),
+                        larger<type>(magnitudes<type>(w.z), magnitudes<type>(w.w)));
+}
+// Of all columns of a group, which so many neighbouring lanes share, as fp32.
+template <Type type, i32 lanes>
+MOECOMM_FN float largest_in_group(u32 largest) {
+    if constexpr (type != Type::fp32) largest = larger<type>(largest, largest >> 16);
+#pragma unroll
+    for (i32 lane = 1; lane < lanes; lane *= 2) largest = larger<type>(largest, __shfl_xor_sync(kAllLanes, largest, lane));
+    if constexpr (type == Type::fp32) {
+        return __uint_as_float(largest);
+    } else {
+        float both[2];
+        widen_word<type>(largest, both);
+        return both[0];
+    }
+}
+
+// Eight columns, each times `up`, to e4m3.
+template <Type type>
+MOECOMM_FN uint2 narrow_eight(const uint4* words, float up) {
+    constexpr i32 each = columns_in_16(type);
+    float values[8];
+#pragma unroll
+    for (i32 i = 0; i < 8 / each; ++i) widen<type>(words[i], values + i * each);
+    u32 pairs[4];
+#pragma unroll
+    for (i32 i = 0; i < 4; ++i) pairs[i] = narrow_e4m3(__fmul_rn(values[2 * i], up), __fmul_rn(values[2 * i + 1], up));
+    return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
+}
+
 // What a group of columns is multiplied with, and its scale as it travels, from the largest magnitude in it.
 struct GroupScale {
     float up;

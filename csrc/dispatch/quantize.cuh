@@ -8,49 +8,6 @@ constexpr i32 kQuad = 4;                                   // lanes that share a
 constexpr i32 kEights = kQuantGroup / 8 / kQuad;           // times 8 columns that a lane has of it
 constexpr i32 kStepColumns = kWarp / kQuad * kQuantGroup;  // of a warp at once
 
-// Largest magnitudes as bits, two 16-bit columns a word, or one of 32 bits.  A NaN is the largest of all.
-template <Type type>
-MOECOMM_FN u32 larger(u32 a, u32 b) {
-    if constexpr (type == Type::fp32) {
-        return max(a, b);
-    } else {
-        u32 both;
-        asm("max.u16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
-        return both;
-    }
-}
-template <Type type>
-MOECOMM_FN u32 magnitudes(u32 word) {
-    return word & (type == Type::fp32 ? 0x7fffffffu : 0x7fff7fffu);
-}
-
-// Of all columns of a group, as fp32.
-template <Type type>
-MOECOMM_FN float largest_in_group(u32 largest) {
-    if constexpr (type != Type::fp32) largest = larger<type>(largest, largest >> 16);
-    largest = larger<type>(largest, __shfl_xor_sync(kAllLanes, largest, 1));
-    largest = larger<type>(largest, __shfl_xor_sync(kAllLanes, largest, 2));
-    if constexpr (type == Type::fp32) {
-        return __uint_as_float(largest);
-    } else {
-        float both[2];
-        widen_word<type>(largest, both);
-        return both[0];
-    }
-}
-
-template <Type type>
-MOECOMM_FN uint2 narrow_eight(const uint4* words, float up) {
-    constexpr i32 each = columns_in_16(type);
-    float values[8];
-#pragma unroll
-    for (i32 i = 0; i < 8 / each; ++i) widen<type>(words[i], values + i * each);
-    u32 pairs[4];
-#pragma unroll
-    for (i32 i = 0; i < 4; ++i) pairs[i] = narrow_e4m3(__fmul_rn(values[2 * i], up), __fmul_rn(values[2 * i + 1], up));
-    return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
-}
-
 // A warp casts `columns`, a multiple of 8, at `from` to e4m3 at `to`.  Of the scales, each of their bytes go to `scales`.
 //
 // Four lanes share a group: fewer shuffles and divisions a column than with more.  The eights of neighbouring groups are read in another
@@ -85,13 +42,9 @@ MOECOMM_FN void quantize_steps(u8* to, const u8* from, u8* scales) {
 #pragma unroll
         for (i32 i = 0; i < kEights; ++i) {
 #pragma unroll
-            for (i32 v = 0; v < vectors; ++v) {
-                const uint4& w = words[s][i][v];
-                seen = larger<type>(seen, larger<type>(larger<type>(magnitudes<type>(w.x), magnitudes<type>(w.y)),
-                                                       larger<type>(magnitudes<type>(w.z), magnitudes<type>(w.w))));
-            }
+            for (i32 v = 0; v < vectors; ++v) seen = larger<type>(seen, largest_magnitudes<type>(words[s][i][v]));
         }
-        largest[s] = largest_in_group<type>(seen);
+        largest[s] = largest_in_group<type, kQuad>(seen);
     }
     group_scales<format>(largest, scale);
 #pragma unroll

@@ -9,28 +9,13 @@ namespace moecomm {
 
 constexpr i32 kCastLanes = kScaleGroup / 8;  // that share a row, 8 columns each
 
-// Magnitudes of bf16 as bits, two a word: a NaN is the largest of all.
-MOECOMM_FN u32 larger_pair(u32 a, u32 b) {
-    u32 both;
-    asm("max.u16x2 %0, %1, %2;" : "=r"(both) : "r"(a & 0x7fff7fffu), "r"(b & 0x7fff7fffu));
-    return both;
-}
-
 template <class Out>
 MOECOMM_FN void store_eight(const uint4& values, i32 row, i32 column, bool there, const Out& out) {
-    u32 largest = larger_pair(larger_pair(values.x, values.y), larger_pair(values.z, values.w));
-#pragma unroll
-    for (i32 lanes = 1; lanes < kCastLanes; lanes *= 2) largest = larger_pair(largest, __shfl_xor_sync(kAllLanes, largest, lanes));
-    const float seen[1] = {__uint_as_float(max(largest << 16, largest & 0xffff0000u))};
+    const float seen[1] = {largest_in_group<Type::bf16, kCastLanes>(largest_magnitudes<Type::bf16>(values))};
     GroupScale scale[1];
     group_scales<ScaleFormat::fp32>(seen, scale);
-    float wide[8];
-    widen<Type::bf16>(values, wide);
-    u32 pairs[4];
-#pragma unroll
-    for (i32 i = 0; i < 4; ++i) pairs[i] = narrow_e4m3(__fmul_rn(wide[2 * i], scale[0].up), __fmul_rn(wide[2 * i + 1], scale[0].up));
     if (!there) return;
-    out.store(row, column, make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16));
+    out.store(row, column, narrow_eight<Type::bf16>(&values, scale[0].up));
     if (column % kScaleGroup == 0) out.store_scale(row, column, __uint_as_float(scale[0].bits));
 }
 

@@ -68,6 +68,7 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
             r'asm\("\{\\n\\t\.reg \.b16.*?\);\n',
             "_Float16 half[2]; memcpy(half, &word, 4); out[0] = half[0], out[1] = half[1];\n",
         ),
+        (r'asm\("max\.u16x2[^;]*;[^;]*;', "both = max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16;"),
         (r'asm\("cvt\.rn\.bf16x2[^;]*;[^;]*;', "word = host::Bf16::round(in[0]) | host::Bf16::round(in[1]) << 16;"),
         (r'asm\("cvt\.rn\.f16x2[^;]*;[^;]*;', "word = host::Fp16::round(in[0]) | host::Fp16::round(in[1]) << 16;"),
         (
@@ -75,9 +76,6 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
             '#include "../host/casts.h"\nnamespace moecomm {\ninline u32 plain_e4m3(float f) '
             "{ return host::round_e4m3(f > 448.0f ? 448.0f : f < -448.0f ? -448.0f : f); }\n",
         ),
-    ],
-    "dispatch/quantize.cuh": [
-        (r'asm\("max\.u16x2[^;]*;[^;]*;', "both = max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16;")
     ],
     "combine/straight.cuh": [(r'asm volatile\("fence[^\n]*', "")],
     "protocol/order.h": [

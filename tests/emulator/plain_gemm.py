@@ -44,10 +44,6 @@ BODIES: dict[str, dict[str, str]] = {
         "store_turned": "emulator::store_turned(address, {m0, m1, m2, m3});",
         "load_shared": "uint4 v; memcpy(&v, emulator::shared_at(address), 16); return v;",
     },
-    "fused/epilogue_cast.cuh": {
-        "larger_pair": "a &= 0x7fff7fffu, b &= 0x7fff7fffu; "
-        "return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16;",
-    },
 }
 TEXTS: dict[str, list[tuple[str, str]]] = {
     "fused/wgmma.cuh": [
