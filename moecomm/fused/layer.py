@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -226,7 +226,7 @@ def prepare(
 
         return Sequential({**dispatching, "quantize": "fp8"}, combining, fp8_experts, back)
     _check_experts(buffer, w13, w2, interleaved)
-    if _rows_travel_under(buffer, fused, _keeps_apart(buffer, x, w2, back, wire, check_weights)):
+    if _rows_travel_under(buffer, fused, partial(_keeps_apart, buffer, x, w2, back, wire, check_weights)):
         return two_launches.Layer(
             buffer,
             x,
@@ -249,12 +249,14 @@ def prepare(
     return Sequential(dispatching, combining, experts, back)
 
 
-def _rows_travel_under(buffer: Buffer, fused: bool | None, why_not: str) -> bool:
+def _rows_travel_under(buffer: Buffer, fused: bool | None, keeps_apart: Callable[[], str]) -> bool:
     """The same on all ranks: by the Buffer, not by how many tokens one of them has."""
+    if not (buffer.max_tokens >= FUSED_FROM.get(buffer.num_ranks, math.inf) if fused is None else fused):
+        return False
+    why_not = keeps_apart()
     if fused and why_not:
         _say_once("rows travel before and after the experts, not under them: %s", why_not)
-    wanted = buffer.max_tokens >= FUSED_FROM.get(buffer.num_ranks, math.inf) if fused is None else fused
-    return wanted and not why_not
+    return not why_not
 
 
 def _keeps_apart(

@@ -42,4 +42,4 @@ def test_none_is_what_was_faster(path: Path) -> None:
 )
 def test_by_the_buffer(ranks: int, tokens: int, fused: bool | None, why_not: str, under: bool) -> None:
     buffer = cast(Any, SimpleNamespace(num_ranks=ranks, max_tokens=tokens))
-    assert layer._rows_travel_under(buffer, fused, why_not) is under
+    assert layer._rows_travel_under(buffer, fused, lambda: why_not) is under
