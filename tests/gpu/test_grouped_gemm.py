@@ -5,18 +5,17 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 
 import pytest
 import torch
 from torch.nn.functional import silu
 
-from moecomm import plain_kernel
 from moecomm.fused import SCHEDULES, deinterleave, grouped_gemm
 from moecomm.fused.kernels import gemm_kernel
 from moecomm.fused.reference import groups_of
+
+from .layers import compile_all
 
 pytestmark = pytest.mark.gpu1
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -85,8 +84,7 @@ def compiled() -> None:
     activations = ((False, False), (True, False), (True, True))
     kinds = itertools.product((BF16, FP16), activations, SCHEDULES.values())
     all_of_them = [gemm_kernel(dtype, *activation, schedule) for dtype, activation, schedule in kinds]
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        list(pool.map(plain_kernel.compile, all_of_them, itertools.repeat("sm_90a")))
+    compile_all(all_of_them)
 
 
 def inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

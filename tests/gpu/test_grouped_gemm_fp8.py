@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from typing import Any
 
 import pytest
 import torch
 
-from moecomm import plain_kernel
 from moecomm.dispatch.reference import by_column, quantize
 from moecomm.fused import FP8_SCHEDULES, Fp8, grouped_gemm, interleave, quantize_weights
 from moecomm.fused.kernels import FP8, gemm_kernel
 from moecomm.testing.fp8 import expected_gemm
+
+from .layers import compile_all
 
 pytestmark = pytest.mark.gpu1
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -91,8 +90,7 @@ def compiled() -> None:
     """All kernels into the cache, on all cores."""
     kinds = [(False, False, BF16), (False, False, FP16), *itertools.product([True], [False, True], [BF16, FP8])]
     kernels = [gemm_kernel(FP8, *kind[:2], s, out=kind[2]) for kind in kinds for s in FP8_SCHEDULES.values()]
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        list(pool.map(plain_kernel.compile, kernels, itertools.repeat("sm_90a")))
+    compile_all(kernels)
 
 
 def inputs(case: Case) -> tuple[Fp8, Fp8, torch.Tensor]:

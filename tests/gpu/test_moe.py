@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -21,6 +19,7 @@ from moecomm.fused.kernels import gemm_kernel
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
 
 from ..conftest import Ranks
+from .layers import check_replays, checked, compile_all, copy_into
 
 SIZES: list[dict[str, Any]] = [
     {"ranks": 1, "hidden": 64, "intermediate": 48, "num_experts": 4, "topk": 2, "max_tokens": 40},
@@ -82,8 +81,7 @@ def compiled() -> None:
                 kernels |= {gemm_kernel(dtype, True, apart, first), gemm_kernel(dtype, False, False, second)}
                 kernels.add(two_launches.fetch_kernel(dtype, apart, first, hidden))
                 kernels.add(two_launches.send_kernel(dtype, second))
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        list(pool.map(plain_kernel.compile, kernels, itertools.repeat("sm_90a")))
+    compile_all(kernels)
 
 
 @pytest.mark.gpu1
@@ -97,10 +95,7 @@ def test_random_layers_of_virtual_ranks(
         for seed in seeds(request, 20):
             case = random_layer(seed, **sizes, dtype=dtype)
             calls = calls_of(case)
-            outs = ranks.moe(calls)
-            ranks.check()
-            for rank, (out, again) in enumerate(zip(outs, ranks.moe(calls), strict=True)):
-                case.check(rank, out)
+            for out, again in zip(checked(ranks, case, calls), ranks.moe(calls), strict=True):
                 assert same_bits(out, again)
 
 
@@ -131,10 +126,7 @@ def test_large_tiles(fused: bool) -> None:
         for seed in range(6):
             case = random_layer(seed, **LARGE, dtype=torch.bfloat16)
             case.wire = None
-            outs = ranks.moe(one_or_other(calls_of(case), fused))
-            ranks.check()
-            for rank, out in enumerate(outs):
-                case.check(rank, out)
+            checked(ranks, case, one_or_other(calls_of(case), fused))
 
 
 @pytest.mark.gpu1
@@ -143,28 +135,7 @@ def test_a_graph_replays_with_other_routing(fused: bool) -> None:
     sizes = SIZES[3] | {"ranks": 2}
     cases = [full_layer(seed, sizes) for seed in range(12)]
     with opened(sizes) as ranks:
-        given = one_or_other(calls_of(cases[0]), fused)
-        ranks.moe(given)  # compiles
-        torch.cuda.synchronize()
-        graphs, outs = [], []
-        for buffer, mine, stream in zip(ranks.buffers, given, ranks.streams, strict=True):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                outs.append(buffer.moe(**mine))
-            graphs.append(graph)
-        for case in cases:
-            for rank, mine in enumerate(given):
-                for name, value in case.call(rank, "cuda").items():
-                    if isinstance(value, torch.Tensor):
-                        mine[name].copy_(value)
-            torch.cuda.synchronize()
-            for graph, stream in zip(graphs, ranks.streams, strict=True):
-                with torch.cuda.stream(stream):
-                    graph.replay()
-            torch.cuda.synchronize()
-            ranks.check()
-            for rank, out in enumerate(outs):
-                case.check(rank, out)
+        check_replays(ranks, cases, one_or_other(calls_of(cases[0]), fused))
 
 
 def full_layer(seed: int, sizes: dict[str, Any]) -> LayerCase:
@@ -229,10 +200,7 @@ def test_a_bad_id_is_told_and_the_next_layer_is_right(fused: bool) -> None:
                 buffer.check()
             assert (caught.value.argument, caught.value.rank) == ("topk_idx", 1)
             buffer.check()
-        outs = ranks.moe(calls)
-        ranks.check()
-        for rank, out in enumerate(outs):
-            case.check(rank, out)
+        checked(ranks, case, calls)
 
 
 @pytest.mark.gpu1
@@ -250,10 +218,7 @@ def test_a_rank_that_does_not_come_is_a_timeout() -> None:
         assert (caught.value.rank, caught.value.peer, caught.value.phase) == (0, 1, "notice")
         assert torch.ones(5, device="cuda").sum().item() == 5
     with opened(ODD) as ranks:
-        outs = ranks.moe(one_or_other(calls_of(case), fused=True))
-        ranks.check()
-        for rank, out in enumerate(outs):
-            case.check(rank, out)
+        checked(ranks, case, one_or_other(calls_of(case), fused=True))
 
 
 @pytest.mark.gpu1
@@ -321,9 +286,7 @@ def _replayed(rank: int, group: Any, sizes: dict[str, Any], fused: bool) -> str:
         with torch.cuda.graph(graph):
             out = buffer.moe(**mine)
         for case in cases:
-            for name, value in case.call(rank, buffer.device).items():
-                if isinstance(value, torch.Tensor):
-                    mine[name].copy_(value)
+            copy_into(mine, case.call(rank, buffer.device))
             graph.replay()
             buffer.check()
             case.check(rank, out)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from moecomm.fused.kernels import FP8, gemm_kernel
 from moecomm.testing import random_layer
 
 from ..conftest import Ranks
+from .layers import check_replays, checked, compile_all
 from .test_moe import calls_of, full_layer, of_buffer, opened, same_bits, seeds
 
 SIZES: list[dict[str, Any]] = [
@@ -48,8 +47,7 @@ def compiled() -> None:
         )
         kernels |= {gemm_kernel(FP8, True, apart, first, out=FP8) for apart in (False, True)}
         kernels |= {gemm_kernel(FP8, False, False, second, out=dtype) for dtype in DTYPES}
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        list(pool.map(plain_kernel.compile, kernels, itertools.repeat("sm_90a")))
+    compile_all(kernels)
 
 
 @pytest.mark.gpu1
@@ -63,10 +61,7 @@ def test_random_layers_of_virtual_ranks(
         for seed in seeds(request, 40):
             case = random_layer(seed, **sizes, dtype=dtype, fp8=True)
             calls = calls_of(case)
-            outs = ranks.moe(calls)
-            ranks.check()
-            for rank, (out, again) in enumerate(zip(outs, ranks.moe(calls), strict=True)):
-                case.check(rank, out)
+            for out, again in zip(checked(ranks, case, calls), ranks.moe(calls), strict=True):
                 assert same_bits(out, again)
 
 
@@ -76,10 +71,7 @@ def test_large_tiles() -> None:
     with opened(LARGE) as ranks:
         for seed in range(4):
             case = random_layer(seed, **LARGE, dtype=torch.bfloat16, fp8=True)
-            outs = ranks.moe(calls_of(case))
-            ranks.check()
-            for rank, out in enumerate(outs):
-                case.check(rank, out)
+            checked(ranks, case, calls_of(case))
 
 
 @pytest.mark.gpu1
@@ -109,36 +101,7 @@ def test_a_graph_replays_with_other_routing() -> None:
     with opened(sizes) as ranks:
         for case in cases:
             case.fp8 = True
-        given = calls_of(cases[0])
-        ranks.moe(given)  # compiles
-        torch.cuda.synchronize()
-        graphs, outs = [], []
-        for buffer, mine, stream in zip(ranks.buffers, given, ranks.streams, strict=True):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                outs.append(buffer.moe(**mine))
-            graphs.append(graph)
-        for case in cases:
-            for mine, call in zip(given, calls_of(case), strict=True):
-                copy_into(mine, call)
-            torch.cuda.synchronize()
-            for graph, stream in zip(graphs, ranks.streams, strict=True):
-                with torch.cuda.stream(stream):
-                    graph.replay()
-            torch.cuda.synchronize()
-            ranks.check()
-            for rank, out in enumerate(outs):
-                case.check(rank, out)
-
-
-def copy_into(mine: dict[str, Any], call: dict[str, Any]) -> None:
-    """The tensors of another call to where those of this one are."""
-    for name, value in call.items():
-        if isinstance(value, torch.Tensor):
-            mine[name].copy_(value)
-        elif isinstance(value, Fp8):
-            for to, part in zip(mine[name], value, strict=True):
-                to.copy_(part)
+        check_replays(ranks, cases, calls_of(cases[0]))
 
 
 @pytest.mark.gpu1
@@ -155,10 +118,7 @@ def test_a_bad_id_is_told_and_the_next_layer_is_right() -> None:
             with pytest.raises(moecomm.BadInput) as caught:
                 buffer.check()
             assert (caught.value.argument, caught.value.rank) == ("topk_idx", 1)
-        outs = ranks.moe(calls)
-        ranks.check()
-        for rank, out in enumerate(outs):
-            case.check(rank, out)
+        checked(ranks, case, calls)
 
 
 def _layers(rank: int, group: Any, sizes: dict[str, Any], first: int, cases: int) -> str:
