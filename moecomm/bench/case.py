@@ -94,6 +94,14 @@ class Case:
             return self.hidden + 4 * scales
         return self.hidden + (-(-scales // 4) * 4 if payload.endswith("-column") else scales)
 
+    def beside_bytes(self, layout: str) -> int:
+        """What crosses the wire beside a row of dispatch, because Routed hands it out with the row.
+
+        flat: ids of 8 bytes and weights of 4 of its K experts, and 8 bytes of its source.  Of the other layouts, whose
+        12 bytes an expert are under 1 % of a row, nothing is counted.
+        """
+        return 12 * self.topk + 8 if layout == "flat" else 0
+
 
 def model_sizes(model: str, hidden: int | None, topk: int | None, experts: int | None) -> tuple[str, int, int, int]:
     """(name, hidden, topk, experts) of a model, or of the numbers given in its place; a name is "" if any is."""

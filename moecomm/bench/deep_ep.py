@@ -57,12 +57,13 @@ class DeepEP:
     def _about(self, ours: Ours, what: str, payload: str, layout: str, sms: int) -> dict[str, Any]:
         row = self._case.row_bytes(payload) if what == "dispatch" else 2 * self._case.hidden
         by_expert = layout == "batched"  # its low-latency kernels send a row for every expert
+        moved = row + (self._case.beside_bytes(layout) if what == "dispatch" else 0)
         return {
             "what": what,
             "payload": payload if what == "dispatch" else "",
             "layout": layout,
             "sms": sms,
-            "wire_bytes": ours.traffic.wire(by_expert=by_expert) * row,
+            "wire_bytes": ours.traffic.wire(by_expert=by_expert) * moved,
             "logical_bytes": ours.traffic.logical(layout) * row,
         }
 

@@ -172,23 +172,27 @@ class Ours:
 
     def _bytes(self, op: Operation) -> dict[str, float]:
         """Means over ranks, but for `busiest_bytes`: of the busiest link.  `wire_bytes` are those inside domains and
-        those across.
+        those across; `beside_bytes` of them are neither columns nor scales.
         """
-        found = dict.fromkeys(("wire_bytes", "inside_bytes", "across_bytes", "busiest_bytes", "logical_bytes"), 0.0)
+        found = dict.fromkeys(("wire", "inside", "across", "beside", "busiest", "logical"), 0.0)
         near, far = self.traffic.crossing(straight=self.straight)
         for part in ("dispatch", "combine") if op.what == "pair" else (op.what,):
             inside, across, logical = self._row_bytes(part, op)
-            found["inside_bytes"] += near * inside
-            found["across_bytes"] += far * across
-            found["busiest_bytes"] += self.traffic.busiest() * inside
-            found["logical_bytes"] += self.traffic.logical(op.layout) * logical
-        found["wire_bytes"] = found["inside_bytes"] + found["across_bytes"]
-        return found
+            found["inside"] += near * inside
+            found["across"] += far * across
+            found["busiest"] += self.traffic.busiest() * inside
+            found["logical"] += self.traffic.logical(op.layout) * logical
+            if part == "dispatch":
+                found["beside"] += (near + far) * self._case.beside_bytes(op.layout)
+        found["wire"] = found["inside"] + found["across"]
+        return {f"{name}_bytes": bytes_ for name, bytes_ in found.items()}
 
     def _row_bytes(self, part: str, op: Operation) -> tuple[int, int, int]:
         """Of a row between ranks of a domain, of one between domains, and of one that is handed out (or in)."""
         if part == "dispatch":
-            return (self._case.row_bytes(op.payload),) * 3
+            row = self._case.row_bytes(op.payload)
+            moved = row + self._case.beside_bytes(op.layout)
+            return moved, moved, row
         row = 2 * self._case.hidden
         if op.layout == "flat":  # a relay's sum of flat rows is float32
             return row, row if self.straight else 2 * row, row

@@ -78,7 +78,8 @@ def test_backends_and_domains_stand_beside_the_first(tmp_path: Path) -> None:
         near, far = counted(row["tokens"], straight=row["straight"])
         if row["domain_ranks"] == 0:
             near, far = sum(counted(row["tokens"], straight=True)), 0.0
-        fp8, wire = HIDDEN + 4, (2 if row["layout"] == "flat" or row["variant"] == "bf16 wire" else 4) * HIDDEN
+        beside = 12 * CASE.topk + 8 if row["layout"] == "flat" else 0  # ids, weights, source
+        fp8, wire = HIDDEN + 4 + beside, (2 if row["layout"] == "flat" or row["variant"] == "bf16 wire" else 4) * HIDDEN
         crossing = 2 * wire if row["layout"] == "flat" and not row["straight"] else wire  # a sum in float32
         inside = {"dispatch": fp8, "combine": wire, "pair": fp8 + wire}[row["what"]]
         across = {"dispatch": fp8, "combine": crossing, "pair": fp8 + crossing}[row["what"]]

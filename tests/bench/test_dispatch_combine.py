@@ -132,8 +132,11 @@ def check_bytes(row: dict[str, Any], traffic: dict[str, Any]) -> None:
     payload = {"bf16": 2 * HIDDEN, "fp8": HIDDEN + 4, "": 0}[row["payload"]]
     wire = {"fp32 wire": 4 * HIDDEN, "": 0}.get(row["variant"], 2 * HIDDEN)
     handed_out = payload + (2 * HIDDEN if row["variant"] else 0)
-    assert row["wire_bytes"] == pytest.approx(traffic["wire"] * (payload + wire))
-    assert row["busiest_bytes"] == pytest.approx(traffic["busiest"] * (payload + wire))
+    # Flat: ids of 8 bytes, weights of 4, the source's rank and token.
+    beside = TOPK * (8 + 4) + 2 * 4 if row["layout"] == "flat" and payload else 0
+    assert row["wire_bytes"] == pytest.approx(traffic["wire"] * (payload + wire + beside))
+    assert row["beside_bytes"] == pytest.approx(traffic["wire"] * beside)
+    assert row["busiest_bytes"] == pytest.approx(traffic["busiest"] * (payload + wire + beside))
     assert row["logical_bytes"] == pytest.approx(traffic["flat" if row["layout"] == "flat" else "expert"] * handed_out)
 
 

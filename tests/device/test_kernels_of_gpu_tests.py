@@ -42,9 +42,10 @@ def rounds(cases: int) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
 
 def rounds_of_domains(cases: int) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
     """The same of several domains, but for those of virtual ranks."""
-    for sizes in test_nvlink.SIZES[:2]:
-        yield {"ranks": 4, "domain_ranks": 2, **sizes}, test_nvlink.random_seeds(sizes, cases)
-    yield {"ranks": 4, "domain_ranks": 2, "dtype": torch.bfloat16, **test_nvlink.SMALL}, []
+    for near in (1, 2):
+        for sizes in test_nvlink.SIZES[:2]:
+            yield {"ranks": 4, "domain_ranks": near, **sizes}, test_nvlink.random_seeds(sizes, cases)
+        yield {"ranks": 4, "domain_ranks": near, "dtype": torch.bfloat16, **test_nvlink.SMALL}, []
 
 
 def on_a_gpu(args: _native.DispatchArgs, layout: str) -> jit.KernelSpec:

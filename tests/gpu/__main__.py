@@ -135,6 +135,7 @@ PARTS: dict[str, list[Step]] = {
         Step("plugin", 300, ("tests/rma_plugin/test_on_gpus.py",), gpus=2),
         *nvlink("gin", "gin"),
         *nvlink("gin2", "gin, 2 domains"),
+        *nvlink("gin4", "gin, 4 domains"),
     ],
     "sanitize": [sanitized("memcheck"), sanitized("racecheck")],
     "measure": [

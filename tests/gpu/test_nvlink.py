@@ -18,9 +18,9 @@ from moecomm.testing import check_case_on_rank, random_case
 from ..conftest import Ranks
 from .test_virtual_ranks import straight_bytes
 
-# Windows of lsa, or a backend; then half of the ranks are a domain, and the backend puts to the others.
+# Windows of lsa, or a backend; then so many domains, and the backend puts between them.
 # The kernels of two of SIZES are those of virtual ranks; those of several domains are compiled for these two.
-KINDS = ["vmm", "nccl", "vmm, 2 domains", "gin", "nvshmem", "gin, 2 domains", "nvshmem, 2 domains"]
+KINDS = ["vmm", "nccl", "vmm, 2 domains", "gin", "nvshmem", "gin, 2 domains", "gin, 4 domains", "nvshmem, 2 domains"]
 SIZES: list[dict[str, Any]] = [
     {"hidden": 7168, "num_experts": 256, "topk": 8, "max_tokens": 48, "dtype": torch.bfloat16},
     {"hidden": 144, "num_experts": 16, "topk": 6, "max_tokens": 33, "dtype": torch.bfloat16},
@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = {"hidden": 64, "num_experts": 8, "topk": 2, "max_tokens"
 
 def random_seeds(sizes: dict[str, Any], cases: int, first: int = 0) -> range:
     """The cases that some of SIZES get, where `cases` are wanted: all of them the one whose reference takes no time."""
-    return range(first, first + (cases if sizes is SIZES[1] else max(min(cases // 12, 25), cases // 50)))
+    return range(first, first + (cases if sizes is SIZES[1] else max(min(cases // 12, 25), cases // 150)))
 
 
 def _backend(kind: str) -> str:
@@ -42,7 +42,7 @@ def _backend(kind: str) -> str:
 def _open(rank: int, group: Any, kind: str, **sizes: Any) -> moecomm.Buffer:
     torch.cuda.set_device(rank)
     how, _, domains = kind.partition(",")
-    near = group.size() // 2 if domains else group.size()
+    near = max(1, group.size() // int(domains.split()[0])) if domains else group.size()
     backend = _backend(kind)
     if backend == "lsa":
         os.environ["MOECOMM_WINDOW"] = how
@@ -66,6 +66,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 def _random_cases(rank: int, group: Any, kind: str, cases: int, seed: int) -> str:
     """Across domains all rows of the first of SIZES go straight, and of some ranks those of the second."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // group.size()))  # for the reference of large rows
     for sizes in SIZES[:2] if "domains" in kind else SIZES:
         if "domains" in kind and sizes is SIZES[1]:
             moecomm.backends.load(_backend(kind)).straight_bytes = straight_bytes  # type: ignore[method-assign]
