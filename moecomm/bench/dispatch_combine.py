@@ -69,7 +69,7 @@ def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
 
     rows: {who, what, layout, payload, variant, tokens, sms_asked, sms, us: {p50, p90, p99}, host_us, host_us_slowest,
     wire_bytes, busiest_bytes, logical_bytes, wire_gbs, logical_gbs, of_wire}, or with `why` in the place of figures.
-    `wire_bytes`: what must leave a rank: columns, scales, and of flat rows what is handed out beside them, `beside_bytes`.
+    `wire_bytes`: what must leave a rank: columns, scales, and what is handed out beside flat rows, `beside_bytes`.
     Ours have inside_bytes, across_bytes and GB/s of both, of what stays in a domain and of what leaves it, and
     `straight`: whether it leaves without relays.  Bytes are means over ranks, times of the slowest; host times are
     medians of a rank, of the rank in the middle and of the slowest.  `of_wire`: wire time at the ceiling / p50; with

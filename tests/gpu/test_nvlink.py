@@ -66,7 +66,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 def _random_cases(rank: int, group: Any, kind: str, cases: int, seed: int) -> str:
     """Across domains all rows of the first of SIZES go straight, and of some ranks those of the second."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // group.size()))  # for the reference of large rows
+    torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // group.size())))  # for the reference of large rows
     for sizes in SIZES[:2] if "domains" in kind else SIZES:
         if "domains" in kind and sizes is SIZES[1]:
             moecomm.backends.load(_backend(kind)).straight_bytes = straight_bytes  # type: ignore[method-assign]
