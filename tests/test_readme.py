@@ -112,6 +112,7 @@ def test_the_layer_in_a_model_runs_compiled_and_has_gradients(monkeypatch: pytes
         assert grad is not None and grad.abs().sum() > 0
     weights = layer.gate(x.flatten(0, 1))[1].sum(dim=1, keepdim=True)
     torch.testing.assert_close(names["out"], torch.tanh(x.flatten(0, 1)) * weights)
+    torch.testing.assert_close(names["whole"], names["y"].flatten(0, 1))
 
 
 def test_figures_are_what_the_results_say() -> None:

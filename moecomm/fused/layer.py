@@ -56,7 +56,8 @@ def moe(
     then finds; the first call of a kind, which compiles its kernels, is not for a capture.  GEMMs add in float32 in an
     order that depends on nothing but their sizes; SwiGLU is computed on their sums, and its result, like each expert's
     row, is rounded once to the Buffer's dtype.  Routing weights multiply those rows where combine adds them up, in
-    float32: no pass of their own.  The same inputs give the same bits.  No gradients.
+    float32: no pass of their own.  The same inputs give the same bits.  No gradients: moecomm.ops.moe
+    has them.
 
     On a Hopper GPU the GEMMs are moecomm.fused.grouped_gemm; what that does not take (another GPU, float32, I that is
     no multiple of 8, more than 512 experts here) goes through torch's, and a warning says so once.

@@ -128,8 +128,8 @@ class ExpertParallel(torch.nn.Module):
                 floating, None: every weight is 1.
 
         Returns:
-            As x, in its dtype: sum over k of w_k * expert_k(x).  Where gradients are off, eager, and without autocast,
-            this is Buffer.moe if the experts have the dtype of the payload: SwiGLU is then not rounded in between.
+            As x, in its dtype: sum over k of w_k * expert_k(x).  Where gradients and autocast are off, this is
+            Buffer.moe if the experts have the dtype of the payload: SwiGLU is then not rounded in between.
 
         Raises:
             As Buffer.dispatch and Buffer.combine.
@@ -143,32 +143,21 @@ class ExpertParallel(torch.nn.Module):
             if self.gate is None:
                 raise BadInput("topk_idx", "None", "expert ids: this layer has no gate")
             topk_idx, topk_weights = self.gate(tokens)
+        given = (self._buffer_name, tokens.to(self.payload), topk_idx, topk_weights)
         if self._runs_fused(tokens):
-            weights = None if topk_weights is None else topk_weights.float()
-            experts = (self.experts.w13.detach(), self.experts.w2.detach())
-            assert self._buffer is not None
-            fused: torch.Tensor = self._buffer.moe(
-                tokens.to(self.payload), topk_idx, weights, *experts, max_rows=self.max_rows, wire=self.wire
-            )
-            return fused.to(x.dtype).view(x.shape)
+            out = ops.moe(*given, self.experts.w13, self.experts.w2, max_rows=self.max_rows, wire=self.wire)
+            return out.to(x.dtype).view(x.shape)
         # The experts go by the counts, and so nothing reads rows that did not come.
-        routed = ops.dispatch(
-            self._buffer_name,
-            tokens.to(self.payload),
-            topk_idx,
-            topk_weights,
-            max_rows=self.max_rows,
-            zero_padding=False,
-        )
+        routed = ops.dispatch(*given, max_rows=self.max_rows, zero_padding=False)
         y = self.experts(routed.x, routed.tokens_per_expert)
         out = ops.combine(y.to(self.payload), routed.handle, wire=self.wire)
         return out.to(x.dtype).view(x.shape)
 
     def _runs_fused(self, tokens: torch.Tensor) -> bool:
-        """Whether the pass is Buffer.moe: no gradients, no graph of torch.compile, one dtype for rows and experts, and
-        experts that are nothing but their weights.
+        """Whether the pass is Buffer.moe: no gradients, one dtype for rows and experts, and experts that are nothing
+        but their weights.  With gradients it is not: what its backward pass computes again is kept here.
         """
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled(tokens.device.type):
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(tokens.device.type):
             return False
         experts = self.experts
         hooks = (*experts._forward_hooks, *experts._forward_pre_hooks)  # they may bring the weights, or count calls

@@ -7,7 +7,7 @@ from torch.nn.functional import silu
 
 from moecomm.errors import BadInput
 from moecomm.layer import expert_weights
-from moecomm.nn.grouped import grouped_linear
+from moecomm.ops.grouped import grouped_linear
 
 
 class Experts(torch.nn.Module):

@@ -1,8 +1,10 @@
-"""dispatch and combine as operators of torch: with gradients, and in graphs of torch.compile.
+"""dispatch, combine and the whole layer as operators of torch: with gradients, and in graphs of torch.compile.
 
     routed = moecomm.ops.dispatch(buffer, x, topk_idx, topk_weights)
     y = experts(routed.x, routed.tokens_per_expert)
     out = moecomm.ops.combine(y, routed.handle)
+
+    out = moecomm.ops.moe(buffer, x, topk_idx, topk_weights, w13, w2)  # with SwiGLU experts, in one
 
 They differ from Buffer's own in three things.  Shapes never depend on what arrives: there are `max_rows` rows, and
 counts on the device.  x, y and the routing weights have gradients, whose rounds are collective too: every rank that
@@ -13,7 +15,7 @@ A compiler may change the order of rounds that do not depend on each other, and 
 other sizes.  Layers one after the other do depend on each other; what stands side by side should share a dispatch, or
 be compiled apart.
 
-A gradient of a dispatch can't be differentiated again: Unsupported.
+A gradient of a dispatch or of a layer can't be differentiated again: Unsupported.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ from typing import NamedTuple
 import torch
 
 from moecomm.buffer import Buffer
-from moecomm.ops import gradients, rounds
+from moecomm.fused.fp8_experts import adopt_weights
+from moecomm.ops import gradients, layer, rounds
 from moecomm.ops.handles import Handle
 
-__all__ = ["Dispatched", "Handle", "combine", "dispatch", "dispatch_again"]
+__all__ = ["Dispatched", "Handle", "combine", "dispatch", "dispatch_again", "moe"]
 
 gradients.register()
 
@@ -156,5 +159,71 @@ def combine(y: torch.Tensor, handle: Handle, *, weighted: bool = True, wire: tor
         handle.num_tokens,
         wire,
         handle.zero_padding,
+    )
+    return out
+
+
+def moe(
+    buffer: Buffer | str,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    w13: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    w2: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    *,
+    activation: str = "swiglu",
+    interleaved: bool = False,
+    bias: torch.Tensor | None = None,
+    max_rows: int | None = None,
+    wire: torch.dtype | None = None,
+    num_sms: int | None = None,
+    check_weights: bool = False,
+    fused: bool | None = None,
+) -> torch.Tensor:
+    """Buffer.moe as an operator: its bits, and gradients.  Collective.  Gradients: x, topk_weights, w13, w2, bias.
+
+    The backward pass keeps the inputs alone and computes the rest again, in three rounds: x and the gradient are
+    dispatched, their gradients combined.  Its grouped products are torch's, in the Buffer's dtype (on GPUs bfloat16,
+    or what torch.nn.functional.grouped_mm takes besides), with SwiGLU in float32 between them; it takes room for
+    `max_rows` rows, and neither `wire`, `num_sms` nor `fused` matter to it.  Gradients of w13, w2 are those of all
+    ranks' tokens, that of a bias `[H]` of this rank's.
+
+    Args:
+        buffer: a Buffer, or its `name`.
+        x: `[T, H]` of the Buffer's dtype.
+        topk_idx: int64 or int32 `[T, K]`; -1 picks none.
+        topk_weights: floating `[T, K]`, used in float32; None: every weight is 1.
+        w13: `[E/R, 2 I, H]` of the Buffer's dtype.
+        w2: `[E/R, H, I]`.  Both in FP8: pairs of float8_e4m3fn and float32 scales.
+        activation, interleaved, bias, max_rows, wire, num_sms, check_weights, fused: see Buffer.moe.
+
+    Returns:
+        `[T, H]` of the dtype of x: see Buffer.moe.
+
+    Raises:
+        As Buffer.moe; Unsupported as well, at once, where a gradient of a layer with weights in FP8 is wanted.
+    """
+    name = buffer if isinstance(buffer, str) else buffer.name
+    (w13, w13_scales), (w2, w2_scales) = (
+        weights if isinstance(weights, tuple) else (weights, None)
+        for weights in (adopt_weights("w13", w13), adopt_weights("w2", w2))
+    )
+    out: torch.Tensor = layer.moe(
+        x,
+        topk_idx,
+        None if topk_weights is None else topk_weights.float(),
+        w13,
+        w13_scales,
+        w2,
+        w2_scales,
+        bias,
+        name,
+        activation,
+        interleaved,
+        max_rows,
+        wire,
+        num_sms,
+        check_weights,
+        fused,
     )
     return out

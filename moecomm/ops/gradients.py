@@ -1,7 +1,8 @@
 """What autograd does with the operators.
 
 Rows go back the way they came: the gradient of a dispatch is a combine without weights, which brings the gradients of
-the weights home beside the rows; the gradient of a combine is a dispatch with the same handle, and a product.
+the weights home beside the rows; the gradient of a combine is a dispatch with the same handle, and a product.  The
+gradient of a whole layer is all of that in one operator, moecomm.ops.layer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from moecomm import names
 from moecomm.errors import Unsupported
-from moecomm.ops import rounds
+from moecomm.ops import layer, rounds
 
 
 def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -64,12 +65,55 @@ def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return grad_y.to(ctx.dtype), grad_weights, None, None, None, None, None, None, None
 
 
+def _keep_moe(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    (
+        x,
+        topk_idx,
+        topk_weights,
+        w13,
+        w13_scales,
+        w2,
+        w2_scales,
+        bias,
+        ctx.buffer,
+        _,
+        ctx.interleaved,
+        ctx.max_rows,
+        *_,
+    ) = inputs
+    if w13_scales is not None or w2_scales is not None:  # said when the round is over: no rank waits in vain
+        raise Unsupported("gradients of a layer with weights in FP8: call it under torch.no_grad()")
+    ctx.one_bias = bias is not None and bias.ndim == 1
+    ctx.save_for_backward(x, topk_idx, topk_weights, w13, w2)
+
+
+def _moe_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    wants_x, _, wants_weights, wants_w13, _, wants_w2, _, wants_bias, *others = ctx.needs_input_grad
+    x = weights = w13 = w2 = bias = None
+    if wants_x or wants_weights or wants_w13 or wants_w2:
+        about = ctx.buffer, ctx.interleaved, ctx.max_rows
+        x, weights, w13, w2 = layer.moe_backward(grad, *ctx.saved_tensors, *about, wants_w13, wants_w2)
+    if wants_bias:
+        bias = grad.sum(dim=0) if ctx.one_bias else grad
+    return (
+        x if wants_x else None,
+        None,
+        weights if wants_weights else None,
+        w13 if wants_w13 else None,
+        None,
+        w2 if wants_w2 else None,
+        None,
+        bias,
+        *(None for _ in others),
+    )
+
+
 def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     pass
 
 
 def _no_second_order(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-    raise Unsupported("the gradient of a dispatch can't be differentiated again: call backward without create_graph")
+    raise Unsupported("the gradient of a round can't be differentiated again: call backward without create_graph")
 
 
 def register() -> None:
@@ -77,4 +121,6 @@ def register() -> None:
     rounds.dispatch.register_autograd(_dispatch_backward, setup_context=_keep_dispatch)
     rounds.dispatch_again.register_autograd(_dispatch_again_backward, setup_context=_keep_dispatch_again)
     rounds.combine.register_autograd(_combine_backward, setup_context=_keep_combine)
-    rounds.dispatch_backward.register_autograd(_no_second_order, setup_context=_keep_nothing)
+    layer.moe.register_autograd(_moe_backward, setup_context=_keep_moe)
+    for backward in (rounds.dispatch_backward, layer.moe_backward):
+        backward.register_autograd(_no_second_order, setup_context=_keep_nothing)

@@ -26,6 +26,22 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) ->
     return out
 
 
+def grouped_outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """`left.T @ right` over the rows of each group: of grouped_linear, the gradient of the weight.
+
+    Args:
+        left, right: `[rows, m]` and `[rows, n]`, of what dtypes grouped_linear takes.
+        ends: int32 `[groups]`, likewise.
+
+    Returns:
+        `[groups, m, n]`; rows after the last group are in none of them.
+    """
+    if left.is_cuda:
+        return grouped_mm(left.T, right, offs=ends)
+    out: torch.Tensor = _outer(left, right, ends)
+    return out
+
+
 @torch.library.custom_op("moecomm::grouped_linear", mutates_args=(), device_types="cpu")
 def _linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     out = x.new_empty(x.shape[0], weight.shape[1])
@@ -44,7 +60,6 @@ def _(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor
 
 @torch.library.custom_op("moecomm::grouped_outer", mutates_args=(), device_types="cpu")
 def _outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """[rows, m], [rows, n] -> [groups, m, n]: sum over the rows of each group of left x right."""
     out = left.new_empty(len(ends), left.shape[1], right.shape[1])
     begin = 0
     for matrix, end in zip(out, ends.tolist(), strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moecomm.nn.grouped import grouped_linear
+from moecomm.ops.grouped import grouped_linear
 
 COUNTS = torch.tensor([3, 0, 5, 1], dtype=torch.int32)
 

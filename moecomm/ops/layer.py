@@ -1,0 +1,128 @@
+"""The whole layer as an operator, and its gradients as another.
+
+The backward pass is one operator, so that no compiler puts rounds of other layers between its own, or moves the
+dispatch of x, which does not depend on the gradient, away from them.  It keeps nothing of the forward pass but the
+inputs: x and the gradient are sent the way of the tokens, and one combine brings both gradients home.  Always these
+three rounds, whichever gradients a rank wants.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moecomm import names
+from moecomm.fused.weights import GRANULARITY
+from moecomm.ops import rounds
+from moecomm.ops.grouped import grouped_linear, grouped_outer
+
+_ROWS = ("expert", 1)  # the layout, and its alignment
+
+
+@torch.library.custom_op("moecomm::moe", mutates_args=())
+def moe(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    w13: torch.Tensor,
+    w13_scales: torch.Tensor | None,
+    w2: torch.Tensor,
+    w2_scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    buffer: str,
+    activation: str,
+    interleaved: bool,
+    max_rows: int | None,
+    wire: torch.dtype | None,
+    num_sms: int | None,
+    check_weights: bool,
+    fused: bool | None,
+) -> torch.Tensor:
+    """See moecomm.ops.moe.  Scales: of weights in FP8."""
+    out: torch.Tensor = names.find(buffer).moe(
+        rounds.rows_of(x),
+        topk_idx.contiguous(),
+        None if topk_weights is None else topk_weights.contiguous(),
+        w13 if w13_scales is None else (w13, w13_scales),
+        w2 if w2_scales is None else (w2, w2_scales),
+        activation=activation,
+        interleaved=interleaved,
+        bias=None if bias is None else rounds.rows_of(bias),
+        max_rows=max_rows,
+        wire=wire,
+        num_sms=num_sms,
+        check_weights=check_weights,
+        fused=fused,
+    )
+    return out
+
+
+@moe.register_fake
+def _(x: torch.Tensor, *others: object) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("moecomm::moe_backward", mutates_args=())
+def moe_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    buffer: str,
+    interleaved: bool,
+    max_rows: int | None,
+    wants_w13: bool,
+    wants_w2: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradient of the output -> those of x [T, H], topk_weights [T, K], w13 and w2 ([0] where not wanted)."""
+    room = -1 if max_rows is None else max_rows
+    arrived = rounds.dispatch(x, topk_idx.long(), topk_weights, buffer, *_ROWS, room, False)
+    rows, row_weights, _, _, tokens_per_expert, _, memory = arrived
+    back = (memory, buffer, _ROWS[0], len(rows))
+    seen = rounds.dispatch_again(grad, *back, False)
+    ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
+    scale = row_weights.unsqueeze(1)
+    width = GRANULARITY if interleaved else w2.shape[2]  # so many gate rows, then as many up rows
+    blocks = w2.shape[2] // width
+    # Rows after the last group hold anything from here on, and are in no product.
+    gate, up = grouped_linear(rows, w13, ends).float().view(len(rows), blocks, 2, width).unbind(2)
+    sigmoid = gate.sigmoid()
+    silu = gate * sigmoid
+    inner = (silu * up).flatten(1)
+    # Without the routing weight: what that is multiplied with, and so its gradient, is the product with `inner`.
+    grad_inner = grouped_linear(seen, w2.transpose(1, 2), ends).float()
+    grad_weights = (inner * grad_inner).sum(dim=1)
+    grad_h = (grad_inner * scale).view(gate.shape)
+    grad_both = torch.stack((grad_h * up * (sigmoid + silu * (1 - sigmoid)), grad_h * silu), dim=2)
+    grad_both = grad_both.flatten(1).to(x.dtype)
+    grad_rows = grouped_linear(grad_both, w13.transpose(1, 2), ends)
+    grad_x, grad_topk_weights = rounds.dispatch_backward(grad_rows, grad_weights, *back, len(x))
+    return (
+        grad_x,
+        grad_topk_weights,
+        grouped_outer(grad_both, rows, ends) if wants_w13 else w13.new_empty(0),
+        grouped_outer(seen, (inner * scale).to(x.dtype), ends) if wants_w2 else w2.new_empty(0),
+    )
+
+
+@moe_backward.register_fake
+def _(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    buffer: str,
+    interleaved: bool,
+    max_rows: int | None,
+    wants_w13: bool,
+    wants_w2: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        x.new_empty(x.shape),
+        x.new_empty(topk_idx.shape, dtype=torch.float32),
+        w13.new_empty(w13.shape if wants_w13 else (0,)),
+        w2.new_empty(w2.shape if wants_w2 else (0,)),
+    )
