@@ -143,12 +143,20 @@ class ExpertParallel(torch.nn.Module):
             if self.gate is None:
                 raise BadInput("topk_idx", "None", "expert ids: this layer has no gate")
             topk_idx, topk_weights = self.gate(tokens)
-        given = (self._buffer_name, tokens.to(self.payload), topk_idx, topk_weights)
+        rows = tokens.to(self.payload)
         if self._runs_fused(tokens):
-            out = ops.moe(*given, self.experts.w13, self.experts.w2, max_rows=self.max_rows, wire=self.wire)
+            weights = None if topk_weights is None else topk_weights.float()
+            given = (rows, topk_idx, weights, self.experts.w13, self.experts.w2)
+            if torch.compiler.is_compiling():
+                out = ops.moe(self._buffer_name, *given, max_rows=self.max_rows, wire=self.wire)
+            else:  # the same, without torch's way to an operator
+                assert self._buffer is not None
+                out = self._buffer.moe(*given, max_rows=self.max_rows, wire=self.wire)
             return out.to(x.dtype).view(x.shape)
         # The experts go by the counts, and so nothing reads rows that did not come.
-        routed = ops.dispatch(*given, max_rows=self.max_rows, zero_padding=False)
+        routed = ops.dispatch(
+            self._buffer_name, rows, topk_idx, topk_weights, max_rows=self.max_rows, zero_padding=False
+        )
         y = self.experts(routed.x, routed.tokens_per_expert)
         out = ops.combine(y.to(self.payload), routed.handle, wire=self.wire)
         return out.to(x.dtype).view(x.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,16 @@ import moecomm
 from moecomm import ops
 from moecomm.dispatch import LAYOUTS
 from moecomm.nn import ExpertParallel
+from moecomm.testing import LayerCase
+from tests.ops import plain
+from tests.ops.plain import grads_of, seen_by, wanting
 from tests.ops.ranks import Case, case
+
+from .layers import copy_into
+from .test_moe import full_layer, of_buffer, same_bits
+
+LAYER: dict[str, Any] = {"hidden": 64, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 40}
+KINDS = [{"fused": False}, {"fused": True}, {"fp8": True}]
 
 pytestmark = pytest.mark.gpu1
 
@@ -39,6 +49,19 @@ def run(call: Any, buffer: moecomm.Buffer, c: Case, layout: str) -> list[torch.T
     return [t.detach().cpu() for t in (out, *grads)]
 
 
+def captured(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of it, after a call that compiles, and what that graph writes."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    return graph, out
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gpu_has_the_bits_of_a_cpu(layout: str, dtype: torch.dtype) -> None:
@@ -64,23 +87,65 @@ def test_a_graph_holds_both_passes_and_replays(layout: str) -> None:
             out = layer(buffer, x, idx, weights, layout)
             return out, *torch.autograd.grad(out.square().sum(), (x, weights))
 
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step()
+        graph, outs = captured(step)
         for seed in range(3):
             with torch.no_grad():
                 x.copy_(c.drawn(x.shape, seed).round())
                 idx.copy_(idx.flip(0))
             graph.replay()
-            got = [t.clone() for t in captured]
+            got = [t.clone() for t in outs]
             for mine, want in zip(got, step(), strict=True):
                 assert torch.equal(mine, want)
         buffer.check()
+
+
+def whole_layer(seed: int, fp8: bool = False) -> LayerCase:
+    drawn, g = full_layer(seed, LAYER | {"ranks": 1}), torch.Generator().manual_seed(seed)
+    drawn.bias, drawn.fp8 = [torch.randn(drawn.x[0].shape, generator=g).bfloat16()], fp8
+    return drawn
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_moe_has_the_bits_of_buffer_moe(kind: dict[str, bool]) -> None:
+    fp8, how = kind.get("fp8", False), {name: on for name, on in kind.items() if name == "fused"}
+    with moecomm.Buffer(None, **of_buffer(LAYER), backend="lsa") as buffer:
+        compiled = torch.compile(ops.moe, fullgraph=True, backend="aot_eager")
+        for seed in range(6):
+            drawn = whole_layer(seed, fp8)
+            call = drawn.call(0, buffer.device) | how
+            want = buffer.moe(**call)
+            drawn.check(0, want)
+            for function in (ops.moe, compiled):
+                assert same_bits(function(buffer, **call), want)
+        graph, out = captured(lambda: ops.moe(buffer, **call))
+        for seed in range(6):
+            copy_into(call, whole_layer(seed, fp8).call(0, buffer.device))
+            graph.replay()
+            assert same_bits(out, buffer.moe(**call)), f"layer of seed {seed}"
+        buffer.check()
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_of_moe_are_those_of_float64_and_replay(fused: bool) -> None:
+    with moecomm.Buffer(None, **of_buffer(LAYER), backend="lsa") as buffer:
+        call = wanting(whole_layer(0).call(0, buffer.device) | {"fused": fused})
+        seen = seen_by(whole_layer(0))[0].to(buffer.device)
+        compiled = torch.compile(ops.moe, fullgraph=True, backend="aot_eager")
+        graph, replayed = captured(lambda: grads_of(ops.moe(buffer, **call), call, seen))
+        for seed in range(6):
+            drawn = whole_layer(seed)
+            with torch.no_grad():
+                copy_into(call, drawn.call(0, buffer.device))
+                seen.copy_(seen_by(drawn)[0])
+            graph.replay()
+            (want,) = plain.gradients(drawn, seen_by(drawn))
+            plain.check(replayed, want, f"layer of seed {seed}")
+            for function in (ops.moe, compiled):
+                for name, grad in grads_of(function(buffer, **call), call, seen).items():
+                    assert torch.equal(grad, replayed[name]), f"{name}, layer of seed {seed}"
+        buffer.check()
+    torch.compiler.reset()
 
 
 def test_the_layer_trains_in_bfloat16() -> None:

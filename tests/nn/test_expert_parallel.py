@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import silu
 
 import moecomm
 from moecomm.nn import ExpertParallel, gather_state, shard_state, shared_buffer
 from moecomm.nn.state import is_sharded
 from moecomm.router import Router, random_routing
+from tests.ops.plain import formula
 from tests.ops.ranks import on_threads
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK, MOST = 32, 16, 8, 3, 12
@@ -37,16 +37,6 @@ def layer_of(group: Any, **settings: Any) -> ExpertParallel:
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def formula(
-    x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
-) -> torch.Tensor:
-    """Every token through every expert; then the chosen ones."""
-    gate, up = torch.einsum("th,eih->tei", x, w13).chunk(2, dim=-1)
-    y = torch.einsum("tei,ehi->teh", silu(gate) * up, w2)
-    chosen = y.gather(1, idx.clamp(min=0).unsqueeze(2).expand(-1, -1, x.shape[1]))
-    return (chosen * torch.where(idx >= 0, weights, 0.0).unsqueeze(2)).sum(dim=1)
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor, unit: float = 2.0**-24) -> None:
@@ -167,6 +157,24 @@ def test_a_compiled_layer_is_one_graph_with_the_same_bits(backend: str) -> None:
             layer.zero_grad()
         for got, want in zip(*results, strict=True):
             assert torch.equal(got, want)
+    torch.compiler.reset()
+
+
+def test_a_compiled_layer_without_gradients_is_one_operator_with_the_bits_of_eager_mode() -> None:
+    layer, graphs = layer_of(None, max_rows=30), []
+    layer.open()
+
+    def kept(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append({str(node.target) for node in graph.graph.nodes if "moecomm" in str(node.target)})
+        return graph
+
+    compiled = torch.compile(layer, fullgraph=True, backend=kept)
+    x = draw(7, HIDDEN)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), layer(x))
+        assert graphs == [{"moecomm.moe.default"}]
+    assert torch.equal(compiled(x), layer(x))
+    assert "moecomm.moe.default" not in graphs[1], "gradients are on"
     torch.compiler.reset()
 
 

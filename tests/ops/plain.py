@@ -34,6 +34,29 @@ def above_silu(magnitude: torch.Tensor) -> torch.Tensor:
     return 1.1 * magnitude + 0.25 * magnitude.square()
 
 
+def seen_by(case: LayerCase) -> list[torch.Tensor]:
+    """What outputs are multiplied with before they are added up."""
+    g = torch.Generator().manual_seed(case.seed + 100)
+    return [torch.randn(x.shape, generator=g).to(x.dtype) for x in case.x]
+
+
+def wanting(call: dict[str, Any], *names: str) -> dict[str, Any]:
+    """A call of ops.moe with leaves of its own; gradients of what is named, or of all."""
+    floating = ("x", "topk_weights", "w13", "w2", "bias")
+    return {
+        name: value.clone().requires_grad_(name in (names or floating))
+        if name in floating and value is not None
+        else value
+        for name, value in call.items()
+    }
+
+
+def grads_of(out: torch.Tensor, call: dict[str, Any], seen: torch.Tensor) -> dict[str, torch.Tensor]:
+    """By name, those that are wanted."""
+    leaves = {name: t for name, t in call.items() if isinstance(t, torch.Tensor) and t.requires_grad}
+    return dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), seen), strict=True))
+
+
 def gradients(case: LayerCase, seen: list[torch.Tensor]) -> list[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
     """Of the sum of out * seen, on each rank: name -> the gradient, and how far off it one of the dtype may be.
 

@@ -7,17 +7,25 @@ import signal
 import time
 from typing import Any
 
+import pytest
+import torch
+
 import moecomm
 from moecomm import ops
 from tests.ops.ranks import case
 
 
-def _until_a_peer_dies(rank: int, group: Any) -> tuple[str, int, float]:
+def _until_a_peer_dies(rank: int, group: Any, whole: bool) -> tuple[str, int, float]:
     c = case(2, seed=1)
     with c.buffer(group) as buffer:
         x = c.x[rank].clone().requires_grad_()
-        routed = ops.dispatch(buffer, x, c.topk_idx[rank], c.topk_weights[rank])
-        out = ops.combine(routed.x * 2, routed.handle)
+        routing = (c.topk_idx[rank], c.topk_weights[rank])
+        if whole:
+            experts = (torch.ones(4, n, m) for n, m in ((32, c.hidden), (c.hidden, 16)))
+            out = ops.moe(buffer, x, *routing, *experts)
+        else:
+            routed = ops.dispatch(buffer, x, *routing)
+            out = ops.combine(routed.x * 2, routed.handle)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         begin = time.monotonic()
@@ -29,8 +37,9 @@ def _until_a_peer_dies(rank: int, group: Any) -> tuple[str, int, float]:
         raise AssertionError("the backward pass of one rank alone came to an end")
 
 
-def test_a_backward_pass_without_a_peer_names_it(ranks: Any) -> None:
-    ranks.start(2, _until_a_peer_dies)
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_backward_pass_without_a_peer_names_it(ranks: Any, whole: bool) -> None:
+    ranks.start(2, _until_a_peer_dies, whole)
     ((rank, result),) = ranks.results(1).items()
     assert rank == 0 and not isinstance(result, BaseException), result
     name, peer, seconds = result

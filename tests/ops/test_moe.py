@@ -15,6 +15,7 @@ from moecomm import ops
 from moecomm.fused import quantize_weights
 from moecomm.testing import LayerCase, random_layer
 from tests.ops import plain
+from tests.ops.plain import grads_of, seen_by, wanting
 from tests.ops.ranks import on_threads
 
 SIZES: dict[str, Any] = {"hidden": 32, "intermediate": 16, "num_experts": 8, "topk": 3, "max_tokens": 12}
@@ -39,28 +40,6 @@ def full_layer(seed: int = 0, dtype: torch.dtype = torch.float32, **more: Any) -
 def opened(group: Any, dtype: torch.dtype = torch.float32, **more: Any) -> moecomm.Buffer:
     sizes = {name: size for name, size in SIZES.items() if name != "intermediate"}
     return moecomm.Buffer(group, **sizes, dtype=dtype, backend="host", timeout_s=20, **more)
-
-
-def seen_by(case: LayerCase) -> list[torch.Tensor]:
-    """What outputs are multiplied with before they are added up."""
-    g = torch.Generator().manual_seed(case.seed + 100)
-    return [torch.randn(x.shape, generator=g).to(x.dtype) for x in case.x]
-
-
-def wanting(call: dict[str, Any], *names: str) -> dict[str, Any]:
-    """The call with leaves of its own; gradients of what is named, or of all."""
-    floating = ("x", "topk_weights", "w13", "w2", "bias")
-    return {
-        name: value.clone().requires_grad_(name in (names or floating))
-        if name in floating and value is not None
-        else value
-        for name, value in call.items()
-    }
-
-
-def grads_of(out: torch.Tensor, call: dict[str, Any], seen: torch.Tensor) -> dict[str, torch.Tensor]:
-    leaves = {name: t for name, t in call.items() if isinstance(t, torch.Tensor) and t.requires_grad}
-    return dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), seen), strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
