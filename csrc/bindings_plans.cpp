@@ -135,12 +135,13 @@ void bind_combine_plan(py::module_& m) {
         .def(
             "bind",
             [](const CombinePlan& plan, const DispatchArgs& dispatch, py::handle y, py::handle out, py::handle bias,
-               py::handle weight_grads, py::handle out_weight_grads) -> std::optional<CombineArgs> {
+               py::handle weight_grads, py::handle out_weight_grads, u64 y_copy) -> std::optional<CombineArgs> {
                 const CombineArguments tensors(y, out, bias, weight_grads, out_weight_grads);
                 if (!tensors.readable()) return std::nullopt;
-                return plan.bind(dispatch, tensors.get());
+                return plan.bind(dispatch, tensors.get(), y_copy);
             },
-            py::arg("dispatch"), py::arg("y"), py::arg("out"), py::arg("bias"), py::arg("weight_grads"), py::arg("out_weight_grads"));
+            py::arg("dispatch"), py::arg("y"), py::arg("out"), py::arg("bias"), py::arg("weight_grads"), py::arg("out_weight_grads"),
+            py::arg("y_copy") = 0);
 }
 
 // torch's current stream of a GPU, in a tenth of the time of torch.cuda.current_stream.

@@ -244,8 +244,12 @@ class CombinePlan:
         bias: object,
         weight_grads: object,
         out_weight_grads: object,
+        y_copy: int = 0,
     ) -> CombineArgs | None:
-        """None unless these are tensors that the plan is for and that fit the dispatch."""
+        """None unless these are tensors that the plan is for and that fit the dispatch.
+
+        `y_copy`: where in our window the rows of y are, one after the other, if not where y is.
+        """
 
 def current_stream(device: int) -> int:
     """torch's current stream of a GPU: a cudaStream_t."""
@@ -506,6 +510,9 @@ def cuda_launch_packed(function: int, grid: int, block: int, shared_bytes: int, 
     Raises:
         RuntimeError: with the driver's name of the error, or there is no driver.
     """
+
+def cuda_copy(to: int, source: int, nbytes: int, stream: int) -> None:
+    """Enqueues a copy from an address on a GPU to another.  RuntimeError as cuda_launch."""
 
 def cuda_context() -> int:
     """The calling thread's current CUcontext; 0: none.  RuntimeError as cuda_launch."""

@@ -14,16 +14,16 @@ bool is_layout(const DispatchArgs& dispatch, Layout layout) { return dispatch.la
 }  // namespace
 
 CombinePlan::CombinePlan(const CombineArgs& args, const CombineTensors& like)
-    : args_(args), y_(like.y), bias_(like.bias), weight_grads_(like.weight_grads), y_in_window_(in_window(*like.y)) {}
+    : args_(args), y_(like.y), bias_(like.bias), weight_grads_(like.weight_grads), y_in_window_(in_window(address_of(*like.y))) {}
 
-bool CombinePlan::in_window(const DLTensor& t) const {
+bool CombinePlan::in_window(u64 at) const {
     const Context& ctx = args_.ctx;
-    const u64 first = ctx.peers[ctx.rank], at = address_of(t);
+    const u64 first = ctx.peers[ctx.rank];
     return at >= first + ctx.window.heap && at < first + ctx.window.bytes;
 }
 
-bool CombinePlan::is_y(const DispatchArgs& dispatch, const DLTensor& y) const {
-    if (in_window(y) != y_in_window_) return false;
+bool CombinePlan::is_y(const DispatchArgs& dispatch, const DLTensor& y, u64 y_copy) const {
+    if (in_window(y_copy != 0 ? y_copy : address_of(y)) != y_in_window_) return false;
     if (!is_layout(dispatch, Layout::batched)) return is_rows(y, dispatch.max_rows, args_.hidden);
     return is_batch(args_.ctx.shape, y, 3) && y.shape[2] == args_.hidden && address_of(y) % static_cast<u64>(kRowAlignment) == 0;
 }
@@ -34,11 +34,11 @@ bool CombinePlan::is_weight_grads(const DispatchArgs& dispatch, const DLTensor& 
     return grads.ndim == 1 && grads.shape[0] == dispatch.max_rows && is_contiguous(grads);
 }
 
-bool CombinePlan::fits(const DispatchArgs& dispatch, const CombineTensors& t) const {
+bool CombinePlan::fits(const DispatchArgs& dispatch, const CombineTensors& t, u64 y_copy) const {
     if (dispatch.layout != args_.layout || t.y == nullptr || t.out == nullptr) return false;
     if (!y_.fits(t.y) || !y_.fits(t.out) || !bias_.fits(t.bias) || !weight_grads_.fits(t.weight_grads)) return false;
     const i64 tokens = dispatch.num_tokens, hidden = args_.hidden;
-    if (!is_y(dispatch, *t.y) || !is_rows(*t.out, tokens, hidden)) return false;
+    if (!is_y(dispatch, *t.y, y_copy) || !is_rows(*t.out, tokens, hidden)) return false;
     if (t.bias != nullptr) {
         const bool one_row = t.bias->ndim == 1 && t.bias->shape[0] == hidden && is_contiguous(*t.bias);
         if (one_row ? address_of(*t.bias) % static_cast<u64>(kRowAlignment) != 0 : !is_rows(*t.bias, tokens, hidden)) return false;
@@ -48,16 +48,16 @@ bool CombinePlan::fits(const DispatchArgs& dispatch, const CombineTensors& t) co
            is_packed(*t.out_weight_grads, tokens, args_.ctx.shape.topk);
 }
 
-std::optional<CombineArgs> CombinePlan::bind(const DispatchArgs& dispatch, const CombineTensors& t) const {
+std::optional<CombineArgs> CombinePlan::bind(const DispatchArgs& dispatch, const CombineTensors& t, u64 y_copy) const {
     const auto schedule = schedules_.find(dispatch.num_tokens);
-    if (schedule == schedules_.end() || !fits(dispatch, t)) return std::nullopt;
+    if (schedule == schedules_.end() || !fits(dispatch, t, y_copy)) return std::nullopt;
     std::optional<CombineArgs> args(args_);
     args->route = dispatch.route;
     args->num_tokens = dispatch.num_tokens;
     args->chunk_tokens = dispatch.chunk_tokens;
     args->workers = schedule->second.workers;
-    args->y = address_of(*t.y);
-    args->y_stride = t.y->ndim == 3 ? args_.hidden * element_bytes(*t.y) : pitch_of(*t.y);
+    args->y = y_copy != 0 ? y_copy : address_of(*t.y);
+    args->y_stride = y_copy != 0 || t.y->ndim == 3 ? args_.hidden * element_bytes(*t.y) : pitch_of(*t.y);
     args->out = address_of(*t.out);
     args->out_stride = pitch_of(*t.out);
     if (t.bias != nullptr) {

@@ -56,6 +56,10 @@ class Session(Protocol):
         """The same for combines.  All their `y` lie in our window if this one does, and else none."""
         ...
 
+    def copy_in(self, to: int, source: int, nbytes: int) -> None:
+        """Copies within the memory of this rank, like a round: after the last one, and, on GPUs, without waiting."""
+        ...
+
     def synchronize(self) -> None:
         """Waits for every round enqueued so far; returns in time even when one fails, because rounds have deadlines."""
         ...

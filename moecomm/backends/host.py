@@ -5,6 +5,7 @@ Several domains (`domain_ranks`) are as on GPUs: windows of other domains are wr
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 
@@ -87,6 +88,10 @@ class HostSession:
     def combiner(self, args: _native.CombineArgs) -> Callable[[_native.CombineArgs], None]:
         """Returns when the round is over."""
         return _native.host_combine
+
+    def copy_in(self, to: int, source: int, nbytes: int) -> None:
+        """At once."""
+        ctypes.memmove(to, source, nbytes)
 
     def synchronize(self) -> None:
         """Rounds are over when they return."""

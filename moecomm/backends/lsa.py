@@ -249,11 +249,15 @@ class LsaSession:
 
     def dispatcher(self, args: _native.DispatchArgs) -> Callable[[_native.DispatchArgs], None]:
         """Enqueues on the current stream."""
-        return partial(self._launch, self._kernels.dispatch(args))
+        return partial(self._with_device, self._enqueue, self._kernels.dispatch(args))
 
     def combiner(self, args: _native.CombineArgs) -> Callable[[_native.CombineArgs], None]:
         """Enqueues on the current stream."""
-        return partial(self._launch, self._kernels.combine(args))
+        return partial(self._with_device, self._enqueue, self._kernels.combine(args))
+
+    def copy_in(self, to: int, source: int, nbytes: int) -> None:
+        """Enqueues on the current stream, after the last round."""
+        self._with_device(self._copy, to, source, nbytes)
 
     def capturing(self) -> bool:
         """Whether the current stream is being captured."""
@@ -261,13 +265,18 @@ class LsaSession:
             cuda_driver.bind_thread(self.device.index)
         return _native.cuda_capturing(_native.current_stream(self.device.index))
 
-    def _launch(self, kernel: jit.Kernel, args: _native.DispatchArgs | _native.CombineArgs) -> None:
+    def _with_device(self, enqueue: Callable[..., None], *args: object) -> None:
         if _native.cuda_context() == self._cuda_context:
-            self._enqueue(kernel, args)
+            enqueue(*args)
             return
         with torch.cuda.device(self.device):  # another GPU is current, or none is yet in this thread
             cuda_driver.bind_thread(self.device.index)
-            self._enqueue(kernel, args)
+            enqueue(*args)
+
+    def _copy(self, to: int, source: int, nbytes: int) -> None:
+        stream = _native.current_stream(self.device.index)
+        self._order(stream)
+        _native.cuda_copy(to, source, nbytes, stream)
 
     def _enqueue(self, kernel: jit.Kernel, args: _native.DispatchArgs | _native.CombineArgs) -> None:
         stream = _native.current_stream(self.device.index)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moecomm import packets
+from moecomm import _native, packets
 from moecomm.arrays import window_tensor
 from moecomm.combine.arguments import check
 from moecomm.combine.plan import Combining, Options, Plan
@@ -47,13 +47,17 @@ def prepare(
     else:
         buffer.require_usable()
     _check_ended(buffer, handle)
+    copy: _native.Block | None = None
     if isinstance(y, torch.Tensor):
         if handle.layout == "flat" and buffer.session.pulls_flat_rows and weight_grads is None:
-            y = _in_window(buffer, y, handle)
+            copy = _copied_in(buffer, y, handle)
+        address = 0 if copy is None else _address(buffer, copy)
         for plan in buffer.combine_plans.get((handle.layout, y.dtype, weighted, wire, num_sms), ()):
-            combining = plan.start(handle, y, out, bias, weight_grads)
+            combining = plan.start(handle, y, out, bias, weight_grads, address)
             if combining is not None:
                 return combining
+        if copy is not None:
+            y = window_tensor(copy, address, handle.y_shape, y.dtype, buffer.device, buffer.session.owner)
     return _start_anew(buffer, y, handle, out, bias, weighted, weight_grads, wire, num_sms)
 
 
@@ -79,31 +83,38 @@ def empty(buffer: Buffer, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
     _check_ended(buffer, handle)
     if dtype not in DTYPES:
         raise BadInput("dtype", dtype, " or ".join(map(str, DTYPES)))
-    shape, session = handle.y_shape, buffer.session
-    (block,) = buffer.memory.allocate(math.prod(shape) * dtype.itemsize)
-    address = session.context.peers[buffer.rank] + block.offset
-    return window_tensor(block, address, shape, dtype, buffer.device, session.owner)
+    (block,) = buffer.memory.allocate(math.prod(handle.y_shape) * dtype.itemsize)
+    return window_tensor(block, _address(buffer, block), handle.y_shape, dtype, buffer.device, buffer.session.owner)
 
 
-def _in_window(buffer: Buffer, y: torch.Tensor, handle: Handle) -> torch.Tensor:
-    """Flat rows where peers can read them: `y` itself, or a copy in the window.
+def _address(buffer: Buffer, block: _native.Block) -> int:
+    return buffer.session.context.peers[buffer.rank] + block.offset
 
-    Left alone where our tokens come home in packets, where there is no room, where most rows would be those that did
-    not come (a copy does not know how many came, staging does), and where it is not what combine takes, which is found
-    out later.
+
+def _copied_in(buffer: Buffer, y: torch.Tensor, handle: Handle) -> _native.Block | None:
+    """Flat rows where peers can read them: a copy in the window, or None where they are read, or staged, as they are.
+
+    Left alone where they are in the window, where our tokens come home in packets, where there is no room, where most
+    rows would be those that did not come (a copy does not know how many came, staging does), and where it is not what
+    combine takes, which is found out later.
     """
     if y.layout is not torch.strided or buffer.session.context.in_heap(y.data_ptr()):
-        return y
+        return None
     if packets.carry_home(buffer.hidden * y.itemsize, handle.num_tokens, buffer.topk, buffer.packet_room):
-        return y
+        return None
     most_rows = _COPIED_ROWS * buffer.num_ranks * handle.num_tokens
     fits = y.shape == handle.y_shape and y.shape[0] <= most_rows and y.dtype in DTYPES and y.device == buffer.device
     if not fits:
-        return y
+        return None
+    nbytes = y.numel() * y.itemsize
     try:
-        return empty(buffer, handle, y.dtype).copy_(y)
+        (block,) = buffer.memory.allocate(nbytes)
     except BadInput:  # no room
-        return y
+        return None
+    if nbytes:
+        rows = y.contiguous()
+        buffer.session.copy_in(_address(buffer, block), rows.data_ptr(), nbytes)
+    return block
 
 
 def _check_ended(buffer: Buffer, handle: Handle) -> None:

@@ -65,15 +65,20 @@ class Plan:
         schedule = self._session.schedule("combine", num_tokens=num_tokens, layout=layout, num_sms=options.num_sms)
         self._native.schedule(num_tokens, schedule.workers, schedule.chunk_tokens)
 
-    def start(self, handle: Handle, y: Any, out: Any, bias: Any, weight_grads: Any) -> Combining | None:
-        """A combine that is ready to run; None unless these are tensors that the plan is for, and in order."""
+    def start(
+        self, handle: Handle, y: Any, out: Any, bias: Any, weight_grads: Any, y_copy: int = 0
+    ) -> Combining | None:
+        """A combine that is ready to run; None unless these are tensors that the plan is for, and in order.
+
+        `y_copy`: where in our window the rows of y are, instead of where y is.
+        """
         tokens = handle.args.num_tokens
         if out is None:
             out = self._none.new_empty(tokens, self._hidden)
         home = None
         if weight_grads is not None:
             home = self._none.new_empty(tokens, self._topk, dtype=torch.float32)
-        args = self._native.bind(handle.args, y, out, bias, weight_grads, home)
+        args = self._native.bind(handle.args, y, out, bias, weight_grads, home, y_copy)
         if args is None:
             return None
         if tokens not in self._runs:

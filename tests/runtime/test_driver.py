@@ -73,7 +73,11 @@ def test_errors_have_the_drivers_names(tmp_path: Path, overlap: bool) -> None:
     function = "cuLaunchKernelEx" if overlap else "cuLaunchKernel"
     code = f"""
 args = _native.DispatchArgs()
-for act in (lambda: _native.cuda_launch(0xbad, 32, 0, 0, args, {overlap}), lambda: _native.cuda_capturing(6)):
+for act in (
+    lambda: _native.cuda_launch(0xbad, 32, 0, 0, args, {overlap}),
+    lambda: _native.cuda_capturing(6),
+    lambda: _native.cuda_copy(0xa0, 0xb0, 48, 6),
+):
     try:
         act()
     except RuntimeError as error:
@@ -83,6 +87,7 @@ for act in (lambda: _native.cuda_launch(0xbad, 32, 0, 0, args, {overlap}), lambd
     assert said == [
         f"{function} returned CUDA_ERROR_INVALID_HANDLE",
         "cuStreamIsCapturing returned CUDA_ERROR_INVALID_HANDLE",
+        "cuMemcpyDtoDAsync returned CUDA_ERROR_INVALID_HANDLE",
     ]
 
 
@@ -100,6 +105,11 @@ except RuntimeError as error:
         "plain 0xbad 1 32 0 (nil) 0",
         "cuLaunchKernel returned CUDA_ERROR_INVALID_HANDLE",
     ]
+
+
+def test_a_copy_is_enqueued(tmp_path: Path) -> None:
+    code = "_native.cuda_copy(0xa0, 0xb0, 48, 0x40)"
+    assert with_driver(tmp_path, code) == ["copy a0 b0 48 0x40"]
 
 
 def test_the_context_and_what_a_stream_does(tmp_path: Path) -> None:
