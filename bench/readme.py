@@ -66,8 +66,11 @@ def ceiling(found: dict[str, Any]) -> str:
     if not found["ceiling"]:
         return ""
     best = found["ceiling"][0]
+    all_counted = any("beside_bytes" in row for row in found["rows"])  # not so in files of before
+    what = "of columns, scales, and what is handed out beside flat rows" if all_counted else "of columns and scales"
     return (
-        f"; `wire`: wire time at the all-to-all ceiling of the same run, {best['gbs']:.0f} GB/s a rank, over the time"
+        f"; `wire`: wire time {what} at the all-to-all ceiling of the same run, {best['gbs']:.0f} GB/s a rank, over "
+        "the time"
     )
 
 
