@@ -2,7 +2,8 @@
 // and what everybody counts travels beside them.  Unpacking is unpack.cuh.
 #pragma once
 #include "../device/packet.cuh"
-#include "quantize.cuh"
+#include "../device/quantize.cuh"
+#include "call.cuh"
 
 namespace moecomm {
 

@@ -1,8 +1,8 @@
 // Step 4, second half: rows from x through shared memory to every rank that wants them, then the flag of each chunk.
 #pragma once
+#include "../device/quantize.cuh"
 #include "cross.cuh"
 #include "describe.cuh"
-#include "quantize.cuh"
 #include "token.cuh"
 
 namespace moecomm {

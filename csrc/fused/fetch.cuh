@@ -18,17 +18,17 @@ MOECOMM_BOTH constexpr i32 fetch_piece(i32 row_bytes, i32 shared_bytes) {
     return align_up(ceil_div(row_bytes, pieces), 128);
 }
 
-template <i32 row_bytes, i32 shared_bytes>
+template <RowConfig r, i32 shared_bytes>
 struct FetchShared {
-    static constexpr i32 kPiece = fetch_piece(row_bytes, shared_bytes), kPieces = ceil_div(row_bytes, kPiece);
+    static constexpr i32 kPiece = fetch_piece(r.bytes(), shared_bytes), kPieces = ceil_div(r.bytes(), kPiece);
     alignas(128) u8 data[kFetchWarps][kFetchSlots][kPiece];
     u64 full[kFetchWarps][kFetchSlots];
 };
 
 // One lane of a warp: every `step`-th row, piece by piece, a piece loading while another is stored.
-template <i32 row_bytes, i32 shared_bytes>
+template <RowConfig r, i32 shared_bytes>
 struct Fetcher {
-    using Shared = FetchShared<row_bytes, shared_bytes>;
+    using Shared = FetchShared<r, shared_bytes>;
     static constexpr i32 kPieces = Shared::kPieces;
 
     const LayerArgs& a;
@@ -37,7 +37,7 @@ struct Fetcher {
     u64 from = 0;  // the row whose pieces are loading
 
     MOECOMM_FN i32 row_of(i32 piece) const { return first + piece / kPieces * step; }
-    MOECOMM_FN static i32 bytes_of_piece(i32 piece) { return min(Shared::kPiece, row_bytes - piece % kPieces * Shared::kPiece); }
+    MOECOMM_FN static i32 bytes_of_piece(i32 piece) { return min(Shared::kPiece, r.bytes() - piece % kPieces * Shared::kPiece); }
 
     MOECOMM_FN bool load(i32 piece) {
         const i32 row = row_of(piece);
@@ -48,7 +48,7 @@ struct Fetcher {
             const u32 place = reinterpret_cast<const u32*>(a.arrived_places)[row];
             const u64 home = a.ctx.peers[src.x];
             from = home + slip.row;
-            reinterpret_cast<u64*>(a.homes)[row] = home + slip.landing + static_cast<u64>(place) * row_bytes;
+            reinterpret_cast<u64*>(a.homes)[row] = home + slip.landing + static_cast<u64>(place) * r.product_bytes();
         }
         bulk_load(shared.data[warp][piece % kFetchSlots], reinterpret_cast<const u8*>(from) + piece % kPieces * Shared::kPiece,
                   bytes_of_piece(piece), &shared.full[warp][piece % kFetchSlots]);
@@ -56,7 +56,7 @@ struct Fetcher {
     }
     MOECOMM_FN void store(i32 piece) const {
         copy_wait(&shared.full[warp][piece % kFetchSlots], piece / kFetchSlots & 1);
-        u8* const to = reinterpret_cast<u8*>(a.rows) + static_cast<i64>(row_of(piece)) * row_bytes + piece % kPieces * Shared::kPiece;
+        u8* const to = reinterpret_cast<u8*>(a.rows) + static_cast<i64>(row_of(piece)) * r.pitch() + piece % kPieces * Shared::kPiece;
         bulk_store(to, shared.data[warp][piece % kFetchSlots], bytes_of_piece(piece));
         bulk_commit();
     }
@@ -84,11 +84,11 @@ struct Fetcher {
 };
 
 // By all threads of a block that fetches, `fetchers` of them: no copy is under way when it returns.
-template <i32 row_bytes, i32 shared_bytes>
+template <RowConfig r, i32 shared_bytes>
 MOECOMM_FN void fetch_rows(const LayerArgs& a, i32 fetchers) {
     extern __shared__ __align__(1024) u8 memory[];
-    using Shared = FetchShared<row_bytes, shared_bytes>;
-    static_assert(sizeof(Shared) <= shared_bytes && row_bytes % 16 == 0, "what the GEMM has does");
+    using Shared = FetchShared<r, shared_bytes>;
+    static_assert(sizeof(Shared) <= shared_bytes && r.columns_bytes() % 16 == 0, "what the GEMM has does");
     auto& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
         for (i32 i = 0; i < kFetchWarps * kFetchSlots; ++i) barrier_init(&shared.full[0][0] + i, 1);
@@ -97,8 +97,7 @@ MOECOMM_FN void fetch_rows(const LayerArgs& a, i32 fetchers) {
     __syncthreads();
     if (lane_id() == 0) {
         const i32 rows = layer_rows(a);
-        Fetcher<row_bytes, shared_bytes>{
-            a, shared, warp_id(), static_cast<i32>(blockIdx.x) + fetchers * warp_id(), fetchers * kFetchWarps, rows}
+        Fetcher<r, shared_bytes>{a, shared, warp_id(), static_cast<i32>(blockIdx.x) + fetchers * warp_id(), fetchers * kFetchWarps, rows}
             .run();
     }
     fence_async_shared();  // the ring comes where our pieces were
@@ -108,6 +107,12 @@ MOECOMM_FN void fetch_rows(const LayerArgs& a, i32 fetchers) {
 // For tiles: rows that are being fetched.  One thread of a block watches their counters, in order, and says in shared memory how many of
 // all rows are there.  Rows that do not come in time are noted, and nobody gets what is made of them: the tiles are made all the same,
 // since others wait for them.
+//
+// Of rows that are cast, scales are read by ordinary loads (scales.cuh): who loads them awaits the tile as well, and is behind the bulk
+// stores that brought them by way of their completion (bulk_wait, which ends in a fence between the proxies), the release that counts them,
+// the watcher's acquire and its release in shared memory.  They come through the first-level cache, which nobody empties for the thread
+// that loads: no line of it may be there from before.  So rows have lines of their own (RowConfig::pitch), and nobody loads scales of a row
+// that is not in a tile that is there.
 struct RowsAreFetched {
     const LayerArgs& a;
 

@@ -82,7 +82,8 @@ MOECOMM_FN void load_tiles(GemmShared<c>& s, const GemmArgs& args, const Rows& r
     }
 }
 
-// A warp: scales, slot after slot beside what they are of.
+// A warp: scales, slot after slot beside what they are of.  Rows that are multiplied and not stored get somebody's of the tile: others' may
+// not be there yet.
 template <GemmConfig c, class Rows>
 MOECOMM_FN void load_scales(GemmShared<c>& s, const GemmArgs& args, const Rows& rows) {
     const i32 rank = c.cluster == 1 ? 0 : cluster_rank(), lane = lane_id();
@@ -98,7 +99,7 @@ MOECOMM_FN void load_scales(GemmShared<c>& s, const GemmArgs& args, const Rows& 
             if (lane < kWeightScales) load_scale(slot.of_w(lane), of_w);
 #pragma unroll 1
             for (i32 i = lane; i < tile.padded; i += kWarp)
-                load_scale(slot.of_x(i), of_x + min(tile.row + i, args.grouping.rows - 1) * args.x_scale_row);
+                load_scale(slot.of_x(i), of_x + (tile.row + min(i, tile.rows - 1)) * args.x_scale_row);
             arrive_when_loaded(&s.barriers.full[place.slot]);
             ++of_w;
             of_x += args.x_scale_column;
@@ -198,14 +199,20 @@ MOECOMM_FN void run_gemm(const GemmArgs& args, const Rows& rows, const Out& out)
     if constexpr (c.cluster > 1) meet_cluster<c.cluster>();  // what others load for us, and their arrivals, must find us here
 }
 
+// Where a product goes that stays here.
 template <GemmConfig c>
-MOECOMM_FN void grouped_gemm(const GemmArgs& args) {
+MOECOMM_FN auto store_here(const GemmArgs& args) {
     const i32 columns = c.swiglu ? args.columns / 2 : args.columns;
     if constexpr (c.out == Type::e4m3) {
-        run_gemm<c>(args, RowsAreHere{}, StoreCastRows{args.out, args.out_scales, columns});
+        return StoreCastRows{args.out, args.out_scales, columns};
     } else {
-        run_gemm<c>(args, RowsAreHere{}, StoreRows{args.out, columns});
+        return StoreRows{args.out, columns};
     }
+}
+
+template <GemmConfig c>
+MOECOMM_FN void grouped_gemm(const GemmArgs& args) {
+    run_gemm<c>(args, RowsAreHere{}, store_here<c>(args));
 }
 
 }  // namespace moecomm

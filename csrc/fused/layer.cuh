@@ -13,11 +13,25 @@ struct Slip {
     u64 row, landing;
 };
 
+// A row of x on its way to the experts: as it is, or cast to e4m3, its scales behind it, so that one copy brings both.
+struct RowConfig {
+    Type type;
+    i32 hidden;
+
+    MOECOMM_BOTH constexpr bool scaled() const { return type == Type::e4m3; }
+    MOECOMM_BOTH constexpr i32 columns_bytes() const { return hidden * bytes_of(type); }  // scales, in fp32, lie behind them
+    MOECOMM_BOTH constexpr i32 bytes() const { return columns_bytes() + (scaled() ? align_up(4 * ceil_div(hidden, kScaleGroup), 16) : 0); }
+    // From one to the next, where it is offered and where it is fetched to.  Scales are read by ordinary loads: no line of memory that
+    // holds some is shared with a row that may still be on its way.
+    MOECOMM_BOTH constexpr i32 pitch() const { return scaled() ? align_up(bytes(), 128) : bytes(); }
+    MOECOMM_BOTH constexpr i32 product_bytes() const { return hidden * 2; }  // of what experts make of it
+};
+
 struct LayerArgs {
     Context ctx;
     // Of our own tokens.
     u64 x;        // [num_tokens][hidden], rows x_stride bytes apart, 16-byte aligned
-    u64 offered;  // the same rows, for peers: an offset in our window
+    u64 offered;  // the same rows as they travel (RowConfig), for peers: an offset in our window
     u64 landing;  // [num_tokens][topk] rows, by peers: an offset in our window
     u64 slips;    // Slip[num_tokens]
     u64 places;   // u32[num_tokens][topk]: row of the landing; travels in the place of the routing weight
@@ -31,7 +45,7 @@ struct LayerArgs {
     u64 arrived_slips;  // Slip[rows]
     u64 arrived_places;
     u64 num_rows;  // i32
-    u64 rows;      // [max_rows][hidden]: the rows themselves, once they are fetched
+    u64 rows;      // [max_rows]: the rows themselves (RowConfig), once they are fetched
     u64 homes;     // u64[max_rows]: the address that each row that the experts make goes to
     u64 fetched;   // u32[]: of every kFetchRows rows, how many are there
     u64 late;      // u32: 1 where rows did not come in time, or the dispatch has failed

@@ -1,23 +1,16 @@
 // Before the dispatch of a layer: our rows to where peers can read them, and what travels in their place.
 #pragma once
+#include "../device/quantize.cuh"
 #include "layer.cuh"
 
 namespace moecomm {
 
 constexpr i32 kOfferThreads = 512;
 
-// Any number of blocks.
-template <i32 row_bytes, i32 topk>
-MOECOMM_FN void offer_rows(const LayerArgs& a) {
-    constexpr i32 vectors = row_bytes / 16, together = 4;
-    const i32 thread = blockIdx.x * kOfferThreads + threadIdx.x, threads = gridDim.x * kOfferThreads;
-    u8* const window = reinterpret_cast<u8*>(a.ctx.peers[a.ctx.rank]);
-    auto* slips = reinterpret_cast<Slip*>(a.slips);
-    auto* places = reinterpret_cast<u32*>(a.places);
-    for (i32 t = thread; t < a.num_tokens; t += threads) slips[t] = {a.offered + static_cast<u64>(t) * row_bytes, a.landing};
-    for (i32 i = thread; i < a.num_tokens * topk; i += threads) places[i] = i;
-    for (i32 i = thread; i < ceil_div(a.max_rows, kFetchRows); i += threads) reinterpret_cast<u32*>(a.fetched)[i] = 0;
-    if (thread == 0) *reinterpret_cast<u32*>(a.late) = 0;
+// As they are.
+template <RowConfig r>
+MOECOMM_FN void copy_rows(const LayerArgs& a, u8* to, i32 thread, i32 threads) {
+    constexpr i32 vectors = r.bytes() / 16, together = 4;
     const i64 all = static_cast<i64>(a.num_tokens) * vectors;
     for (i64 first = thread; first < all; first += static_cast<i64>(together) * threads) {
         uint4 held[together];
@@ -29,8 +22,39 @@ MOECOMM_FN void offer_rows(const LayerArgs& a) {
 #pragma unroll
         for (i32 i = 0; i < together; ++i) {
             const i64 at = first + static_cast<i64>(i) * threads;
-            if (at < all) reinterpret_cast<uint4*>(window + a.offered)[at] = held[i];
+            if (at < all) reinterpret_cast<uint4*>(to)[at] = held[i];
         }
+    }
+}
+
+// Cast as a dispatch casts them, by warps, a piece each.
+template <RowConfig r, Type given>
+MOECOMM_FN void cast_rows(const LayerArgs& a, u8* to, i32 warp, i32 warps) {
+    constexpr i32 most = 2 * kStepColumns, pieces = ceil_div(r.hidden, most);
+    for (i32 item = warp; item < a.num_tokens * pieces; item += warps) {
+        const i32 token = item / pieces, column = item % pieces * most;
+        u8* const row = to + static_cast<i64>(token) * r.pitch();
+        const u8* const from = reinterpret_cast<const u8*>(a.x + token * a.x_stride) + column * bytes_of(given);
+        quantize_piece<given, ScaleFormat::fp32, r.hidden, most, 2>(column, row + column, from,
+                                                                    row + r.columns_bytes() + column / kScaleGroup * 4);
+    }
+}
+
+// Rows of type `given`, by any number of blocks.
+template <RowConfig r, Type given, i32 topk>
+MOECOMM_FN void offer_rows(const LayerArgs& a) {
+    const i32 thread = blockIdx.x * kOfferThreads + threadIdx.x, threads = gridDim.x * kOfferThreads;
+    auto* slips = reinterpret_cast<Slip*>(a.slips);
+    auto* places = reinterpret_cast<u32*>(a.places);
+    for (i32 t = thread; t < a.num_tokens; t += threads) slips[t] = {a.offered + static_cast<u64>(t) * r.pitch(), a.landing};
+    for (i32 i = thread; i < a.num_tokens * topk; i += threads) places[i] = i;
+    for (i32 i = thread; i < ceil_div(a.max_rows, kFetchRows); i += threads) reinterpret_cast<u32*>(a.fetched)[i] = 0;
+    if (thread == 0) *reinterpret_cast<u32*>(a.late) = 0;
+    u8* const offered = reinterpret_cast<u8*>(a.ctx.peers[a.ctx.rank] + a.offered);
+    if constexpr (r.scaled()) {
+        cast_rows<r, given>(a, offered, thread / kWarp, threads / kWarp);
+    } else {
+        copy_rows<r>(a, offered, thread, threads);
     }
     fence_system();  // peers read it when they know of it
 }

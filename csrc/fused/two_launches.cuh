@@ -11,15 +11,17 @@ struct LayerGemmArgs {
     LayerArgs layer;
 };
 
-// out[r] = silu(gate) * up of the rows that our experts get.  A launch of whole clusters, args.gemm.helpers of whose blocks fetch first.
-template <GemmConfig c, i32 row_bytes>
+// out[r] = silu(gate) * up of the rows that our experts get, of e4m3 cast once more.  A launch of whole clusters, args.gemm.helpers of
+// whose blocks fetch first.
+template <GemmConfig c, RowConfig r>
 MOECOMM_FN void fetch_and_multiply(const LayerGemmArgs& args) {
+    static_assert(r.type == c.type, "rows are multiplied as they come");
     if (static_cast<i32>(blockIdx.x) < args.gemm.helpers) {
         await_earlier_kernels();
-        fetch_rows<row_bytes, c.shared_bytes>(args.layer, args.gemm.helpers);
+        fetch_rows<r, c.shared_bytes>(args.layer, args.gemm.helpers);
         if (blockIdx.x == 0 && threadIdx.x == 0) note_failure(args.layer);
     }
-    run_gemm<c>(args.gemm, RowsAreFetched{args.layer}, StoreRows{args.gemm.out, c.swiglu ? args.gemm.columns / 2 : args.gemm.columns});
+    run_gemm<c>(args.gemm, RowsAreFetched{args.layer}, store_here<c>(args.gemm));
 }
 
 // Rows of the product, each to its place at its home; the last block says so to everybody.

@@ -155,9 +155,10 @@ def arguments(
     out: int,
     schedule: Schedule,
 ) -> kernels.GemmArgs:
-    """What a launch is told, but for scales: see tell_scales; `out`: an address."""
+    """What a launch is told, but for scales: see tell_scales; `out`: an address.  Rows of x may lie apart."""
     groups, columns, depth = w.shape
     rows, step = x.shape[:-1].numel(), kernels.SLOT_ROW_BYTES // x.element_size()
+    strides = None if x.is_contiguous() else x.stride()
     args = kernels.GemmArgs(
         w=_weight_map(w, apart),
         out=out,
@@ -175,7 +176,7 @@ def arguments(
     )
     box, index = schedule.row_unit // schedule.cluster, 0
     while box * schedule.cluster <= schedule.most_rows:
-        args.x[index] = tensor_maps.encode(x.data_ptr(), (rows, depth), x.dtype, (box, step))
+        args.x[index] = tensor_maps.encode(x.data_ptr(), (rows, depth), x.dtype, (box, step), strides)
         box, index = 2 * box, index + 1
     return args
 

@@ -18,6 +18,7 @@ SLOT_ROW_BYTES = 128  # kSlotRowBytes
 ROW_MAPS = 5  # kRowMaps
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # of products
 FP8 = torch.float8_e4m3fn
+NAMES = {**TYPES, FP8: "e4m3"}  # of Type
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,8 @@ def gemm_kernel(
     if scaled:
         slot += 4 * (schedule.most_rows + 8)  # kWeightScales
     shared = schedule.stages * slot + 2 * 2 * (4096 if scaled else 8192) + MOST_GROUPS * 4 + 16
-    names = {**TYPES, FP8: "e4m3"}
     config = (
-        f".type = Type::{names[dtype]}, .out = Type::{names[out or dtype]}, "
+        f".type = Type::{NAMES[dtype]}, .out = Type::{NAMES[out or dtype]}, "
         f".swiglu = {str(swiglu).lower()}, .apart = {str(apart).lower()}, "
         f".row_unit = {schedule.row_unit}, .most_rows = {schedule.most_rows}, .stages = {schedule.stages}, "
         f".cluster = {schedule.cluster}, .shared_bytes = {shared}, .helped = {str(helped).lower()}"

@@ -13,7 +13,7 @@ from torch.nn.functional import grouped_mm, silu
 
 from moecomm import combine, dispatch
 from moecomm.arrays import adopt, check_tensor
-from moecomm.errors import BadInput, Unsupported
+from moecomm.errors import BadInput
 from moecomm.fused import kernels, reference, two_launches
 from moecomm.fused.fp8 import Fp8
 from moecomm.fused.fp8_experts import adopt_weights, apply_fp8_experts, check_fp8
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("moecomm")
 
 _MOST_DIMENSION = 1 << 31
-# By ranks: tokens of a Buffer from which on fused=None means True.  bench/results/moe-*-h200-4.json: 1.01 to 1.32 times
-# as fast from 1024 on, 0.85 to 1.00 with 128 and 512; other numbers of ranks have not been measured.
-FUSED_FROM = {4: 1024}
+# By dtype of weights and ranks: tokens of a Buffer from which on fused=None means True.
+# bench/results/moe-*-h200-4.json: 1.01 to 1.32 times as fast from 1024 on, 0.85 to 1.00 with 128 and 512; other numbers
+# of ranks, and FP8, have not been measured.
+FUSED_FROM = {(torch.bfloat16, 4): 1024, (torch.float16, 4): 1024}
 
 
 def moe(
@@ -83,16 +84,16 @@ def moe(
         check_weights: see Buffer.dispatch.
         fused: True: rows travel while the experts compute (moecomm.fused.two_launches), which wants our own GEMMs and
             one domain, without `wire` and `check_weights`, else a warning says so once.  False: one after the other.
-            None: as was faster with so many ranks and Buffers for so many tokens (FUSED_FROM), if it can be; decode
-            with a large Buffer wants False.  The same on all ranks; the bits are the same.
+            None: as was faster with such weights, so many ranks and Buffers for so many tokens (FUSED_FROM), if it can
+            be; decode with a large Buffer wants False.  The same on all ranks; the bits are the same.
 
     Returns:
         `[T, H]`: sum over k of w_k * w2 (silu(w1 x) * w3 x), plus bias; zeros (plus bias) for a token with no expert.
 
     Raises:
         BadInput: at once for what does not fit; what only the device can see as Buffer.dispatch says.
-        Unsupported: FP8 with fused=True, on another GPU, with H no multiple of 16 or I of 32 (interleaved: 16), with
-            more than 512 experts here, or where the Buffer's dtype is float32.
+        Unsupported: FP8 on another GPU, with H no multiple of 16 or I of 32 (interleaved: 16), with more than 512
+            experts here, or where the Buffer's dtype is float32.
         Closed, Timeout, PeerLost, Aborted, Mismatch: as Buffer.dispatch.
     """
     given = prepare(
@@ -216,18 +217,12 @@ def prepare(
     combining = {"out": out, "bias": bias, "wire": wire, "num_sms": num_sms}
     if isinstance(w13, Fp8) or isinstance(w2, Fp8):
         w13, w2 = check_fp8(buffer, w13, w2, interleaved)
-        if fused:
-            raise Unsupported("moe(fused=True) with weights in FP8: want fused=False or None")
-
-        def fp8_experts(routed: Routed) -> torch.Tensor:
-            assert routed.scales is not None
-            arrived, counts = Fp8(routed.x, routed.scales), routed.tokens_per_expert
-            how: dict[str, Any] = {"interleaved": interleaved, "expected_rows": rows}
-            return apply_fp8_experts(arrived, w13, w2, counts, buffer.dtype, **how)
-
-        return Sequential({**dispatching, "quantize": "fp8"}, combining, fp8_experts, back)
-    _check_experts(buffer, w13, w2, interleaved)
-    if _rows_travel_under(buffer, fused, partial(_keeps_apart, buffer, x, w2, back, wire, check_weights)):
+        values, dispatching["quantize"] = w2.data, "fp8"
+    else:
+        _check_experts(buffer, w13, w2, interleaved)
+        values = w2
+    why_not = partial(_keeps_apart, buffer, x, values, back, wire, check_weights)
+    if _rows_travel_under(buffer, values.dtype, fused, why_not):
         return two_launches.Layer(
             buffer,
             x,
@@ -245,14 +240,20 @@ def prepare(
 
     def experts(routed: Routed) -> torch.Tensor:
         counts = routed.tokens_per_expert
-        return apply_experts(routed.x, w13, w2, counts, interleaved=interleaved, expected_rows=rows)
+        how: dict[str, Any] = {"interleaved": interleaved, "expected_rows": rows}
+        if routed.scales is None:
+            return apply_experts(routed.x, w13, w2, counts, **how)
+        return apply_fp8_experts(Fp8(routed.x, routed.scales), w13, w2, counts, buffer.dtype, **how)
 
     return Sequential(dispatching, combining, experts, back)
 
 
-def _rows_travel_under(buffer: Buffer, fused: bool | None, keeps_apart: Callable[[], str]) -> bool:
+def _rows_travel_under(
+    buffer: Buffer, weights: torch.dtype, fused: bool | None, keeps_apart: Callable[[], str]
+) -> bool:
     """The same on all ranks: by the Buffer, not by how many tokens one of them has."""
-    if not (buffer.max_tokens >= FUSED_FROM.get(buffer.num_ranks, math.inf) if fused is None else fused):
+    least = FUSED_FROM.get((weights, buffer.num_ranks), math.inf)
+    if not (buffer.max_tokens >= least if fused is None else fused):
         return False
     why_not = keeps_apart()
     if fused and why_not:

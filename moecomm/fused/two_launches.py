@@ -1,6 +1,7 @@
 """An expert layer in two launches: rows are fetched under the first GEMM, and go home under the second.
 
 csrc/README.md, "In two launches", says how.  Before, a dispatch of 16 bytes a row: who gets what, and where it lies.
+With weights in FP8 rows are cast where they are offered, and travel so.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ import torch
 from moecomm import _native
 from moecomm.arrays import adopt, check_rows, check_tensor
 from moecomm.backends import cuda_driver
+from moecomm.dispatch.reference import GROUP
 from moecomm.fused import gemm, kernels, schedules
-from moecomm.fused.schedules import SCHEDULES, Schedule
+from moecomm.fused.fp8 import Fp8
+from moecomm.fused.kernels import FP8
+from moecomm.fused.operands import Operands
+from moecomm.fused.schedules import Schedule
 from moecomm.plain_kernel import PlainKernel, launch, load
 
 if TYPE_CHECKING:
@@ -26,9 +31,11 @@ COLUMNS = 8  # of what travels in the place of a row: a Slip of csrc/fused/layer
 FETCH_ROWS = 128  # kFetchRows
 FETCHERS = 16  # blocks that fetch: with as many, long reads fill the links (shared/measurements: 297 to 319 GB/s)
 _OFFER_THREADS, _HOME_THREADS = 512, 512
-# What the split of the first GEMM's tiles assumes: bytes a second over the links, and of weights from memory, and
-# products a second.  Blocks that fetch are counted out a little longer than that.
-_LINK, _MEMORY, _PRODUCTS, _LONGER = 300e9, 4e12, 620e12, 1.15
+# What the split of the first GEMM's tiles assumes: bytes a second over the links, and of weights from memory, and, by
+# bytes of a column, products a second: 0.95 of what 8192 tokens of DeepSeek-V3 on 4 ranks reach, gate and up apart
+# (bench/results/gemm-fp8-h200.json).  Blocks that fetch are counted out a little longer than that.
+_LINK, _MEMORY, _LONGER = 300e9, 4e12, 1.15
+_PRODUCTS = {2: 620e12, 1: 770e12}
 
 
 class LayerArgs(ctypes.Structure):
@@ -56,20 +63,33 @@ class LayerGemmArgs(ctypes.Structure):
     )
 
 
-def offer_kernel(hidden: int, topk: int) -> PlainKernel:
-    """Our rows to where peers read them."""
-    return PlainKernel("fused/offer", f"offer_rows<{2 * hidden}, {topk}>", "LayerArgs", _OFFER_THREADS)
+def row_pitch(dtype: torch.dtype, hidden: int) -> int:
+    """RowConfig::pitch: bytes from row to row, of what travels for a row of x: of FP8 the scales, too."""
+    if dtype != FP8:
+        return dtype.itemsize * hidden
+    return -(-(hidden + 4 * -(-hidden // GROUP)) // 128) * 128
+
+
+def _row(dtype: torch.dtype, hidden: int) -> str:
+    return f"RowConfig{{.type = Type::{kernels.NAMES[dtype]}, .hidden = {hidden}}}"
+
+
+def offer_kernel(given: torch.dtype, dtype: torch.dtype, hidden: int, topk: int) -> PlainKernel:
+    """Our rows of dtype `given` to where peers read them, as `dtype`."""
+    entry = f"offer_rows<{_row(dtype, hidden)}, Type::{kernels.NAMES[given]}, {topk}>"
+    return PlainKernel("fused/offer", entry, "LayerArgs", _OFFER_THREADS)
 
 
 def fetch_kernel(dtype: torch.dtype, apart: bool, schedule: Schedule, hidden: int) -> kernels.GemmKernel:
-    """The first launch."""
+    """The first launch; `dtype`: of rows as they travel, and of what it makes of them."""
     two = ("two_launches", "fetch_and_multiply", "LayerGemmArgs")
-    return kernels.gemm_kernel(dtype, True, apart, schedule, *two, f", {2 * hidden}", helped=True)
+    return kernels.gemm_kernel(dtype, True, apart, schedule, *two, f", {_row(dtype, hidden)}", helped=True)
 
 
-def send_kernel(dtype: torch.dtype, schedule: Schedule) -> kernels.GemmKernel:
-    """The second launch."""
-    return kernels.gemm_kernel(dtype, False, False, schedule, "two_launches", "multiply_and_send", "LayerGemmArgs")
+def send_kernel(dtype: torch.dtype, schedule: Schedule, out: torch.dtype | None = None) -> kernels.GemmKernel:
+    """The second launch; `out`: of what it sends, if not `dtype`."""
+    two = ("two_launches", "multiply_and_send", "LayerGemmArgs")
+    return kernels.gemm_kernel(dtype, False, False, schedule, *two, out=out)
 
 
 def home_kernel(dtype: torch.dtype, hidden: int, topk: int) -> PlainKernel:
@@ -79,17 +99,20 @@ def home_kernel(dtype: torch.dtype, hidden: int, topk: int) -> PlainKernel:
 
 
 @lru_cache(maxsize=256)
-def early_tiles(rows: int, hidden: int, intermediate: int, ranks: int, blocks: int) -> int:
+def early_tiles(
+    rows: int, hidden: int, intermediate: int, ranks: int, blocks: int, dtype: torch.dtype = torch.bfloat16
+) -> int:
     """Of the tiles of the first GEMM, in 1024ths, those that are made while some blocks fetch.
 
     Args:
         rows: of an expert.
         blocks: of the launch.
+        dtype: of rows as they travel, and of weights.
     """
-    far = 2 * hidden * (ranks - 1) / ranks
-    fetching = max(far, hidden / 2) / _LINK  # seconds a row; what is near comes several times as fast
-    products = 4 * hidden * intermediate * blocks / (blocks - FETCHERS) / _PRODUCTS
-    weights = 4 * hidden * intermediate / _MEMORY / max(1, rows)
+    # Seconds a row; what is near comes several times as fast.
+    fetching = row_pitch(dtype, hidden) * max((ranks - 1) / ranks, 1 / 4) / _LINK
+    products = 4 * hidden * intermediate * blocks / (blocks - FETCHERS) / _PRODUCTS[dtype.itemsize]
+    weights = 2 * dtype.itemsize * hidden * intermediate / _MEMORY / max(1, rows)
     return min(1024, int(1024 * _LONGER * fetching / max(products, weights)))
 
 
@@ -102,8 +125,8 @@ class Layer:
         x: torch.Tensor,
         topk_idx: Any,
         topk_weights: Any,
-        w13: torch.Tensor,
-        w2: torch.Tensor,
+        w13: torch.Tensor | Fp8,
+        w2: torch.Tensor | Fp8,
         *,
         interleaved: bool,
         out: Any,
@@ -113,7 +136,9 @@ class Layer:
         expected_rows: int,
     ) -> None:
         self._rows = expected_rows  # of an expert
-        self._buffer, self._w13, self._w2, self._interleaved = buffer, w13, w2, interleaved
+        self._buffer, self._interleaved = buffer, interleaved
+        self._w13, self._w2 = ((w, None) if isinstance(w, torch.Tensor) else w for w in (w13, w2))
+        self._dtype = self._w2[0].dtype  # of rows as they travel, and of what the first GEMM makes of them
         tokens, hidden, topk = len(x), buffer.hidden, buffer.topk
         check_rows("x", x)
         about: dict[str, Any] = {"device": buffer.device, "dtypes": (buffer.dtype,)}
@@ -136,8 +161,8 @@ class Layer:
         args.max_rows = self._max_rows = max(1, worst if max_rows is None else min(max_rows, worst))
         context = buffer.session.context
         ctypes.memmove(args.ctx, context.address, context.nbytes)
-        row = 2 * hidden
-        self._blocks = buffer.memory.allocate(max(1, tokens) * row, max(1, tokens) * topk * row)
+        offered, landing = row_pitch(self._dtype, hidden), topk * 2 * hidden  # a token
+        self._blocks = buffer.memory.allocate(max(1, tokens) * offered, max(1, tokens) * landing)
         args.offered, args.landing = (block.offset for block in self._blocks)
         slips = torch.empty(tokens, 2, dtype=torch.int64, device=buffer.device)
         places = torch.empty(tokens, topk, dtype=torch.int32, device=buffer.device)
@@ -149,7 +174,7 @@ class Layer:
         self._kept: list[Any] = [x, topk_weights, bias, slips, places, counters]
         self._sms = kernels.multiprocessors(buffer.device.index)
         self._home = home_kernel(buffer.dtype, hidden, topk)
-        self._launch(offer_kernel(hidden, topk), 2 * self._sms, args)
+        self._launch(offer_kernel(buffer.dtype, self._dtype, hidden, topk), 2 * self._sms, args)
         self.dispatch = {
             "x": slips.view(buffer.dtype),
             "topk_idx": topk_idx,
@@ -168,23 +193,31 @@ class Layer:
         args.owners, args.src = given.route.token_owner, given.route.src
         args.arrived_places, args.arrived_slips = given.route.row_weights, base + given.out_x
         args.num_rows = given.num_rows
-        local, hidden, inner = self._w2.shape
-        x = torch.empty(self._max_rows, hidden, dtype=buffer.dtype, device=buffer.device)
-        h = torch.empty(self._max_rows, inner, dtype=buffer.dtype, device=buffer.device)
+        local, hidden, inner = self._w2[0].shape
+        pool = torch.empty(self._max_rows, row_pitch(self._dtype, hidden), dtype=torch.uint8, device=buffer.device)
+        x, x_scales = pool[:, : self._dtype.itemsize * hidden].view(self._dtype), None
+        h, h_scales = torch.empty(self._max_rows, inner, dtype=self._dtype, device=buffer.device), None
+        if self._dtype == FP8:
+            x_scales = pool[:, hidden : hidden + 4 * -(-hidden // GROUP)].view(torch.float32)
+            h_scales = torch.empty(self._max_rows, -(-inner // GROUP), dtype=torch.float32, device=buffer.device)
         homes = torch.empty(self._max_rows, dtype=torch.int64, device=buffer.device)
-        args.rows, args.homes = x.data_ptr(), homes.data_ptr()
-        counts = routed.tokens_per_expert
-        apart = not self._interleaved
-        first = SCHEDULES[schedules.choose(self._rows, local, 2 * inner, hidden, self._sms)]
+        args.rows, args.homes = pool.data_ptr(), homes.data_ptr()
+        first, second = (
+            schedules.schedule_of(self._dtype, self._rows, local, *sizes, self._sms)
+            for sizes in ((2 * inner, hidden), (hidden, inner))
+        )
+        counts, apart = routed.tokens_per_expert, not self._interleaved
         blocks = self._sms // first.cluster * first.cluster
-        both = LayerGemmArgs(gemm=gemm.arguments(x, self._w13, counts, 1, apart, h.data_ptr(), first), layer=args)
+        operands = Operands(x, self._w13[0], counts, x_scales, self._w13[1])
+        both = _told(args, operands, apart, h.data_ptr(), h_scales, first)
         both.gemm.helpers = FETCHERS
-        both.gemm.early = early_tiles(self._rows, hidden, inner, buffer.num_ranks, blocks)
-        self._launch(fetch_kernel(buffer.dtype, apart, first, hidden), blocks, both)
-        second = SCHEDULES[schedules.choose(self._rows, local, hidden, inner, self._sms)]
-        both = LayerGemmArgs(gemm=gemm.arguments(h, self._w2, counts, 1, False, 0, second), layer=args)
-        self._launch(send_kernel(buffer.dtype, second), self._sms // second.cluster * second.cluster, both)
-        self._kept += [routed, x, h, homes]
+        both.gemm.early = early_tiles(self._rows, hidden, inner, buffer.num_ranks, blocks, self._dtype)
+        self._launch(fetch_kernel(self._dtype, apart, first, hidden), blocks, both)
+        operands = Operands(h, self._w2[0], counts, h_scales, self._w2[1])
+        both = _told(args, operands, False, 0, None, second)
+        blocks = self._sms // second.cluster * second.cluster
+        self._launch(send_kernel(self._dtype, second, buffer.dtype), blocks, both)
+        self._kept += [routed, pool, h, h_scales, homes]
 
     def prepare_end(self, buffer: Buffer) -> Layer:
         """Nothing is left to prepare, but for the kernel."""
@@ -211,3 +244,12 @@ class Layer:
         with torch.cuda.device(index):
             cuda_driver.bind_thread(index)
             launch(kernel, blocks, args)
+
+
+def _told(
+    layer: LayerArgs, given: Operands, apart: bool, out: int, out_scales: torch.Tensor | None, schedule: Schedule
+) -> LayerGemmArgs:
+    """What a launch is told."""
+    both = LayerGemmArgs(gemm=gemm.arguments(given.x, given.w, given.counts, 1, apart, out, schedule), layer=layer)
+    gemm.tell_scales(both.gemm, given, out_scales)
+    return both

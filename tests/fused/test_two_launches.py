@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from moecomm import _native, kernel_loader, plain_kernel
-from moecomm.fused import SCHEDULES, layer, two_launches
+from moecomm.fused import FP8_SCHEDULES, SCHEDULES, layer, two_launches
+from moecomm.fused.kernels import FP8
 from moecomm.fused.two_launches import COLUMNS, FETCH_ROWS, LayerArgs, early_tiles
 from moecomm.testing import LocalBuffers, random_layer
 
@@ -125,16 +126,25 @@ def test_the_structs_are_packed_as_the_kernels_read_them() -> None:
 def kernels() -> dict[str, plain_kernel.PlainKernel]:
     bf16, fp16 = torch.bfloat16, torch.float16
     found: dict[str, plain_kernel.PlainKernel] = {
-        "offer": two_launches.offer_kernel(7168, 8),
+        "offer": two_launches.offer_kernel(bf16, bf16, 7168, 8),
+        "offer, cast": two_launches.offer_kernel(bf16, FP8, 7168, 8),
+        "offer, cast, a last group of 48 columns": two_launches.offer_kernel(fp16, FP8, 176, 32),
         "home": two_launches.home_kernel(bf16, 7168, 8),
         "home, many": two_launches.home_kernel(fp16, 8, 32),
     }
     for name, schedule in SCHEDULES.items():
         found[f"fetch {name}"] = two_launches.fetch_kernel(bf16, True, schedule, 7168)
         found[f"send {name}"] = two_launches.send_kernel(fp16, schedule)
+    for name, schedule in FP8_SCHEDULES.items():
+        found[f"fetch FP8 {name}"] = two_launches.fetch_kernel(FP8, True, schedule, 7168)
+        found[f"send FP8 {name}"] = two_launches.send_kernel(FP8, schedule, bf16)
     found["fetch, interleaved"] = two_launches.fetch_kernel(fp16, False, SCHEDULES["256x4c2"], 2880)
     found["fetch, small"] = two_launches.fetch_kernel(fp16, True, SCHEDULES["64x8c1"], 8)
     found["fetch, large"] = two_launches.fetch_kernel(bf16, True, SCHEDULES["64x8c2"], 16384)
+    found["fetch FP8, interleaved"] = two_launches.fetch_kernel(FP8, False, FP8_SCHEDULES["128x4c2"], 2880)
+    found["fetch FP8, small"] = two_launches.fetch_kernel(FP8, True, FP8_SCHEDULES["64x5c1"], 16)
+    found["fetch FP8, large"] = two_launches.fetch_kernel(FP8, True, FP8_SCHEDULES["128x4c1"], 16384)
+    found["send FP8, fp16"] = two_launches.send_kernel(FP8, FP8_SCHEDULES["128x4c2"], fp16)
     return found
 
 
@@ -149,8 +159,9 @@ def test_compiles_without_spills(name: str) -> None:
 
 
 def test_tiles_are_split_by_what_fetching_takes() -> None:
-    many = early_tiles(1024, 7168, 2048, 4, 132)
+    many, fp8 = early_tiles(1024, 7168, 2048, 4, 132), early_tiles(1024, 7168, 2048, 4, 132, FP8)
     assert 0.25 < many / 1024 < 0.5
+    assert 0.6 < fp8 / many < 0.7  # about half of the bytes, and products a quarter faster
     assert early_tiles(1024, 7168, 2048, 8, 132) > many > early_tiles(1024, 4096, 14336, 4, 132)
     assert early_tiles(16, 7168, 2048, 4, 132) < many  # weights come from memory meanwhile
     assert early_tiles(4096, 2048, 768, 8, 132) == 1024  # links take longer than all products

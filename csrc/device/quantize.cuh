@@ -1,6 +1,7 @@
-// The cast of a row to e4m3 on its way, in shared memory: one scale for 128 columns.
+// The cast of a row to e4m3 by warps: one scale for 128 columns.
 #pragma once
-#include "call.cuh"
+#include "cast.cuh"
+#include "copy.cuh"
 
 namespace moecomm {
 
@@ -70,16 +71,22 @@ MOECOMM_FN void quantize_columns(u8* to, const u8* from, u8* scales) {
     if constexpr (rest > 0) quantize_steps<type, format, rest>(to + n * abreast, from + n * abreast * bytes_of(type), scales + n * groups);
 }
 
-// The piece of a row that begins at `column`: `most` of its columns, or the rest.
+// The piece of a row of `hidden` columns that begins at `column`: `most` of them, or the rest.
+template <Type type, ScaleFormat format, i32 hidden, i32 most, i32 steps>
+MOECOMM_FN void quantize_piece(i32 column, u8* to, const u8* from, u8* scales) {
+    constexpr i32 rest = hidden % most;
+    if (rest == 0 || column + most <= hidden) {
+        quantize_columns<type, format, most, steps>(to, from, scales);
+    } else if constexpr (rest > 0) {
+        quantize_columns<type, format, rest, steps>(to, from, scales);
+    }
+}
+// The same on a row's way through a dispatch.
 template <DispatchConfig cfg, i32 most>
 MOECOMM_FN void quantize_piece(i32 column, u8* to, const u8* from, u8* scales) {
     // As many steps abreast as there are registers for.
-    constexpr i32 rest = cfg.hidden % most, steps = cfg.type == Type::fp32 || (cfg.warps() > 16 && !cfg.packets) ? 1 : 2;
-    if (rest == 0 || column + most <= cfg.hidden) {
-        quantize_columns<cfg.type, cfg.scale_format, most, steps>(to, from, scales);
-    } else if constexpr (rest > 0) {
-        quantize_columns<cfg.type, cfg.scale_format, rest, steps>(to, from, scales);
-    }
+    constexpr i32 steps = cfg.type == Type::fp32 || (cfg.warps() > 16 && !cfg.packets) ? 1 : 2;
+    quantize_piece<cfg.type, cfg.scale_format, cfg.hidden, most, steps>(column, to, from, scales);
 }
 
 }  // namespace moecomm
