@@ -21,8 +21,8 @@ struct RowConfig {
     MOECOMM_BOTH constexpr bool scaled() const { return type == Type::e4m3; }
     MOECOMM_BOTH constexpr i32 columns_bytes() const { return hidden * bytes_of(type); }  // scales, in fp32, lie behind them
     MOECOMM_BOTH constexpr i32 bytes() const { return columns_bytes() + (scaled() ? align_up(4 * ceil_div(hidden, kScaleGroup), 16) : 0); }
-    // From one to the next, where it is offered and where it is fetched to.  Scales are read by ordinary loads: no line of memory that
-    // holds some is shared with a row that may still be on its way.
+    // From one to the next, where it is offered and where it is fetched to.  Rows with scales have lines of memory of their own: those are
+    // read by ordinary loads (RowsAreFetched), and 128 columns, which are loaded at once, are a line.
     MOECOMM_BOTH constexpr i32 pitch() const { return scaled() ? align_up(bytes(), 128) : bytes(); }
     MOECOMM_BOTH constexpr i32 product_bytes() const { return hidden * 2; }  // of what experts make of it
 };

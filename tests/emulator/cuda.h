@@ -109,6 +109,7 @@ inline bool meet(int barrier, unsigned threads, bool here, bool waits = true) {
 inline void __syncwarp(unsigned = ~0u) { emulator::exchange(0); }
 inline void __syncthreads() { emulator::meet(0, emulator::emulator_thread->of_block->threads, false); }
 inline int __syncthreads_or(int here) { return emulator::meet(0, emulator::emulator_thread->of_block->threads, here != 0); }
+inline int __syncthreads_and(int here) { return !__syncthreads_or(here == 0); }
 template <class T>
 T __shfl_sync(unsigned, T value, int lane) {
     return emulator::from_bits<T>(emulator::exchange(emulator::bits_of(value))[lane & 31]);

@@ -8,7 +8,7 @@ from pathlib import Path
 
 FOLDERS = ("protocol", "device", "dispatch", "combine", "host")
 # Bulk copies are made when they are asked for.
-_COPY = (
+COPY = (
     "if (bytes % 16 != 0 || (reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from)) % 16 != 0) __builtin_trap(); "
     "memcpy(to, from, bytes);"
 )
@@ -16,9 +16,9 @@ BODIES: dict[str, dict[str, str]] = {
     "device/bulk.cuh": {
         "shared_address": "return 0;",
         "barrier_init": "*barrier = 0;",
-        "bulk_load": f"{_COPY} ++*barrier;",
+        "bulk_load": f"{COPY} ++*barrier;",
         "copy_wait": "while ((*const_cast<volatile u64*>(barrier) & 1) == parity) emulator::emulator_yield();",
-        "bulk_store": _COPY,
+        "bulk_store": COPY,
         **dict.fromkeys(
             ("barrier_init_done", "bulk_commit", "bulk_wait_read", "bulk_wait", "fence_async", "fence_async_shared"), ""
         ),

@@ -1,4 +1,4 @@
-"""The grouped GEMM as g++ compiles it: what of csrc/fused it needs, with plain functions in place of PTX."""
+"""csrc/fused as g++ compiles it: plain functions in place of PTX."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from pathlib import Path
 
 from . import plain
 
-FILES = (
-    *("config.cuh", "epilogue.cuh", "epilogue_cast.cuh", "gemm.cuh", "policies.cuh", "ring.cuh", "scaled.cuh"),
-    *("scales.cuh", "tensor.cuh", "tiles.h", "wgmma.cuh"),
-)
 BODIES: dict[str, dict[str, str]] = {
     "device/bulk.cuh": {
         "shared_address": "return emulator::offset_of(p);",
         "barrier_init": "*barrier = emulator::new_barrier(arrivals);",
+        # Those of some warps take longer.
+        "bulk_load": f"{plain.COPY} for (u32 left = threadIdx.x / kWarp % 7 * 16; left != 0; --left) "
+        "emulator::emulator_yield(); emulator::bring(*barrier, 1, 0);",
+        # A group each, written when it must have been.
+        "bulk_store": "emulator::store_later(to, from, bytes);",
+        "bulk_wait": "emulator::finish_stores(groups);",
     },
     "fused/tensor.cuh": {
-        **dict.fromkeys(("prefetch_map", "take_registers", "leave_registers"), ""),
+        "prefetch_map": "emulator::forget_lines();",  # when a block begins
+        **dict.fromkeys(("take_registers", "leave_registers"), ""),
         "expect_bytes": "emulator::bring(*barrier, 1, -bytes);",
         "load_box": "emulator::load_box(to, &map, {column, row, matrix}, barrier, 1, 0, 1);",
         "load_pairs": "emulator::load_box(to, &map, {column, 0, 0, pair, matrix}, barrier, 1, 0, 1);",
@@ -33,7 +36,7 @@ BODIES: dict[str, dict[str, str]] = {
         "wgmma": "emulator::multiply<type == Type::e4m3, n>(sums, a, b, keep != 0);",
     },
     "fused/scales.cuh": {
-        "load_scale": "memcpy(emulator::shared_at(to), from, 4);",
+        "load_scale": "memcpy(emulator::shared_at(to), emulator::in_first_level(from), 4);",
         "arrive_when_loaded": "emulator::bring(*barrier, 1, 0);",
     },
     "fused/scaled.cuh": {
@@ -58,13 +61,24 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
         for words in (2, 4)
     ],
     "fused/gemm.cuh": [plain.SHARED],
+    "fused/fetch.cuh": [
+        plain.SHARED,
+        (r'asm volatile\("red\.release.*?"memory"\);', "++*counter;"),
+        (r'asm volatile\("fence\.acq_rel[^\n]*', ""),
+        (r'asm volatile\("st\.release.*?"memory"\);', "there = full * kFetchRows;"),
+        (
+            r'asm volatile\("ld\.acquire.*?"memory"\);',
+            "rows = *const_cast<const volatile i32*>(&there); emulator::emulator_yield();",
+        ),
+    ],
+    "fused/two_launches.cuh": [
+        (r'asm volatile\("st\.global\.v4.*?"memory"\);', "memcpy(reinterpret_cast<void*>(to), &values, 16);")
+    ],
 }
 
 
 def write(csrc: Path, into: Path) -> None:
-    """A copy of csrc without PTX: that of plain.write, and the grouped GEMM."""
+    """A copy of csrc without PTX: that of plain.write, and the experts."""
     plain.write(csrc, into)
-    (into / "fused").mkdir()
-    for file in FILES:
-        shutil.copy(csrc / "fused" / file, into / "fused" / file)
+    shutil.copytree(csrc / "fused", into / "fused")
     plain.replace(into, BODIES, TEXTS)

@@ -1,7 +1,11 @@
 // What the grouped GEMM uses of Hopper, for g++: tensor copies with swizzle, barriers that count bytes, products of a warpgroup, matrices
 // turned by a warp.  Addresses in shared memory are offsets in the block's.
 #pragma once
+#include <array>
 #include <cmath>
+#include <deque>
+#include <map>
+#include <vector>
 
 #include "cuda.h"
 
@@ -70,6 +74,33 @@ inline void load_box(unsigned to, const void* map, const int (&at)[5], const voi
         }
         bring(*reinterpret_cast<unsigned long long*>(shared + offset_of(barrier)), 0, rows * 128);
     }
+}
+
+// The first-level cache of a block at its worst: a line is, until the block ends, what it was when something was first loaded from it.
+using Line = std::array<unsigned char, 128>;
+inline std::map<const Block*, std::map<std::uint64_t, Line>> lines;
+inline void forget_lines() { lines[emulator_thread->of_block].clear(); }
+inline const void* in_first_level(const void* from) {
+    const auto at = reinterpret_cast<std::uint64_t>(from);
+    const auto [line, is_new] = lines[emulator_thread->of_block].try_emplace(at / sizeof(Line));
+    if (is_new) std::memcpy(&line->second, reinterpret_cast<const void*>(at / sizeof(Line) * sizeof(Line)), sizeof(Line));
+    return line->second.data() + at % sizeof(Line);
+}
+
+// Bulk stores of each thread that have not been written yet.
+struct Stored {
+    void* to;
+    std::vector<unsigned char> bytes;
+};
+inline std::map<const Thread*, std::deque<Stored>> under_way;
+inline void store_later(void* to, const void* from, int bytes) {
+    const auto* first = static_cast<const unsigned char*>(from);
+    if (bytes % 16 != 0 || (reinterpret_cast<std::uint64_t>(to) | reinterpret_cast<std::uint64_t>(from)) % 16 != 0) __builtin_trap();
+    under_way[emulator_thread].push_back({to, {first, first + bytes}});
+}
+inline void finish_stores(std::size_t but) {
+    auto& mine = under_way[emulator_thread];
+    for (; mine.size() > but; mine.pop_front()) std::memcpy(mine.front().to, mine.front().bytes.data(), mine.front().bytes.size());
 }
 
 inline float widen_e4m3(unsigned char v) {

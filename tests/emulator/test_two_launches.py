@@ -1,0 +1,129 @@
+"""An expert layer in two launches on CPUs: its kernels, against dispatch, grouped GEMMs and combine, bit for bit."""
+
+from __future__ import annotations
+
+import platform
+import random
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from moecomm.backends.host import HostSession
+from moecomm.fused import Fp8, gemm, kernels, layer, reference, tensor_maps, two_launches
+from moecomm.fused.operands import check_operands
+from moecomm.fused.schedules import FP8_SCHEDULES, SCHEDULES
+from moecomm.testing import LayerCase, LocalBuffers, random_layer
+
+from .gemm_machine import Machine, encode
+
+pytestmark = [
+    pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64 and g++"),
+    pytest.mark.timeout(600),
+]
+SIZES: list[dict[str, Any]] = [
+    {"ranks": 1, "hidden": 32, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 40},
+    {"ranks": 3, "hidden": 272, "intermediate": 96, "num_experts": 6, "topk": 3, "max_tokens": 90},
+]
+CASES = 6
+
+
+class Emulated:
+    """What a GPU runs, by the machine: two_launches.Layer launches there, and the experts of Sequential."""
+
+    def __init__(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._machine, self._random = machine, random.Random(0)
+        for where, name, what in (
+            (tensor_maps, "encode", encode),
+            (kernels, "multiprocessors", lambda device: 4),
+            (two_launches, "FETCHERS", 2),
+            (two_launches, "load", lambda kernel, device: 0),
+            (two_launches.Layer, "_launch", lambda layer, *launch: self.launch(*launch)),
+            (HostSession, "most_blocks", 4),
+            (layer, "_keeps_apart", lambda *about: ""),
+            (reference, "grouped_gemm", self._grouped_gemm),
+        ):
+            monkeypatch.setattr(where, name, what)
+
+    def launch(self, kernel: Any, blocks: int, args: Any) -> None:
+        self._machine.run(kernel, args, blocks, self._random.randrange(1 << 30))
+
+    def _grouped_gemm(
+        self, x: Any, w: Any, counts: Any, *, alignment: int, activation: Any, interleaved: bool, out: Any
+    ) -> None:
+        given = check_operands(x, w, counts, alignment, activation, interleaved)
+        product, scales = out if isinstance(out, Fp8) else (out, None)
+        dtype, swiglu = given.x.dtype, activation is not None
+        schedule = FP8_SCHEDULES["64x5c1"] if dtype == kernels.FP8 else SCHEDULES["64x8c1"]
+        apart = swiglu and not interleaved
+        args = gemm.arguments(given.x, given.w, counts, alignment, apart, product.data_ptr(), schedule)
+        gemm.tell_scales(args, given, scales)
+        self.launch(kernels.gemm_kernel(dtype, swiglu, apart, schedule, out=product.dtype), 2, args)
+
+    def in_two_launches(self, ranks: LocalBuffers, calls: list[dict[str, Any]]) -> list[torch.Tensor]:
+        given = [layer.prepare(b, **call, fused=True) for b, call in zip(ranks.buffers, calls, strict=True)]
+        for mine, routed in zip(given, ranks.dispatch([mine.dispatch for mine in given]), strict=True):
+            mine.compute(routed)
+        for mine, buffer in zip(given, ranks.buffers, strict=True):
+            mine.prepare_end(buffer).run_end()
+        return [mine.finish_end(buffer) for mine, buffer in zip(given, ranks.buffers, strict=True)]
+
+    def check(self, ranks: LocalBuffers, case: LayerCase) -> None:
+        calls = [case.call(rank) for rank in range(len(ranks.buffers))]
+        outs = self.in_two_launches(ranks, calls)
+        ranks.check()
+        others = ranks.moe([{**call, "fused": False} for call in calls])
+        for rank, (out, other) in enumerate(zip(outs, others, strict=True)):
+            case.check(rank, out)
+            assert torch.equal(out.view(torch.int16), other.view(torch.int16)), (case.seed, rank)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_of_earlier_layers() -> Iterator[None]:
+    """torch.empty gives NaNs."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    return Machine(tmp_path_factory.mktemp("layer"))
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"R{s['ranks']}")
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_bits_are_those_of_one_after_the_other(
+    fp8: bool, sizes: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulated = Emulated(machine, monkeypatch)
+    of_buffer = {name: size for name, size in sizes.items() if name != "intermediate"}
+    with LocalBuffers(**of_buffer, backend="host", timeout_s=20) as ranks:
+        for seed in range(CASES):
+            case = random_layer(seed, **sizes, dtype=torch.bfloat16, fp8=fp8)
+            case.wire = None
+            emulated.check(ranks, case)
+
+
+def test_scales_of_rows_that_are_not_there_yet_are_not_looked_at(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of the second expert end short of those of a counter, and its tile, in whole units, behind them.  One
+    block multiplies, so that it has them all; in the emulator what it has looked at too early stays as it was.
+    """
+    emulated = Emulated(machine, monkeypatch)
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 3)
+    counts = torch.tensor([5, 120, 150, 3])
+    assert counts[:2].sum() < two_launches.FETCH_ROWS < 5 + 128
+    sizes = SIZES[0] | {"topk": 1, "max_tokens": int(counts.sum())}
+    case = random_layer(0, **sizes, dtype=torch.bfloat16, fp8=True)
+    g = torch.Generator().manual_seed(0)
+    case.x[0] = torch.randn(sizes["max_tokens"], sizes["hidden"], generator=g).bfloat16()
+    case.topk_idx[0] = torch.arange(4).repeat_interleave(counts)[:, None]
+    case.topk_weights, case.bias, case.wire = [None], [None], None
+    del sizes["intermediate"]
+    with LocalBuffers(**sizes, backend="host", timeout_s=20) as ranks:
+        for _ in range(4):
+            emulated.check(ranks, case)
