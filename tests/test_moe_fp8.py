@@ -10,7 +10,7 @@ import torch
 
 from moecomm.dispatch.reference import quantize
 from moecomm.errors import BadInput, Unsupported
-from moecomm.fused import Fp8, grouped_gemm, interleave, quantize_weights
+from moecomm.fused import Fp8, grouped_gemm, interleave, layer, quantize_weights
 from moecomm.testing import LocalBuffers, random_layer
 from moecomm.testing.layers import expected
 
@@ -68,6 +68,16 @@ def test_the_method_has_the_bits_of_its_parts(interleaved: bool) -> None:
         assert torch.equal(out, buffer.combine(y, routed.handle, wire=call["wire"]))
 
 
+def test_on_cpus_rows_travel_before_and_after_the_experts(caplog: pytest.LogCaptureFixture) -> None:
+    layer._say_once.cache_clear()
+    case = random_layer(3, **PAIR, dtype=torch.bfloat16, fp8=True)
+    with opened(PAIR) as ranks:
+        calls = [case.call(rank) for rank in range(2)]
+        outs = ranks.moe([{**call, "fused": True} for call in calls])
+        assert all(map(torch.equal, outs, ranks.moe([{**call, "fused": False} for call in calls])))
+    assert ["not under them" in record.getMessage() for record in caplog.records] == [True]
+
+
 MISTAKES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "topk_idx": lambda call: call["topk_idx"].flip(1),
     "w2": lambda call: Fp8(call["w2"].data, call["w2"].scales * 1.5),
@@ -116,8 +126,6 @@ def test_what_does_not_fit_is_named_before_a_row_is_sent() -> None:
             with pytest.raises(BadInput) as caught:
                 ranks.buffers[0].moe(**good[0] | change)
             assert caught.value.argument in change, change
-        with pytest.raises(Unsupported, match="fused"):
-            ranks.buffers[0].moe(**good[0], fused=True)
         with pytest.raises(Unsupported, match="multiple of 32"):
             ranks.buffers[0].moe(**good[0] | narrow)
         for rank, out in enumerate(ranks.moe(good)):

@@ -70,20 +70,21 @@ def row_pitch(dtype: torch.dtype, hidden: int) -> int:
     return -(-(hidden + 4 * -(-hidden // GROUP)) // 128) * 128
 
 
-def _row(dtype: torch.dtype, hidden: int) -> str:
+def row_config(dtype: torch.dtype, hidden: int) -> str:
+    """RowConfig of csrc/fused/layer.cuh."""
     return f"RowConfig{{.type = Type::{kernels.NAMES[dtype]}, .hidden = {hidden}}}"
 
 
 def offer_kernel(given: torch.dtype, dtype: torch.dtype, hidden: int, topk: int) -> PlainKernel:
     """Our rows of dtype `given` to where peers read them, as `dtype`."""
-    entry = f"offer_rows<{_row(dtype, hidden)}, Type::{kernels.NAMES[given]}, {topk}>"
+    entry = f"offer_rows<{row_config(dtype, hidden)}, Type::{kernels.NAMES[given]}, {topk}>"
     return PlainKernel("fused/offer", entry, "LayerArgs", _OFFER_THREADS)
 
 
 def fetch_kernel(dtype: torch.dtype, apart: bool, schedule: Schedule, hidden: int) -> kernels.GemmKernel:
     """The first launch; `dtype`: of rows as they travel, and of what it makes of them."""
     two = ("two_launches", "fetch_and_multiply", "LayerGemmArgs")
-    return kernels.gemm_kernel(dtype, True, apart, schedule, *two, f", {_row(dtype, hidden)}", helped=True)
+    return kernels.gemm_kernel(dtype, True, apart, schedule, *two, f", {row_config(dtype, hidden)}", helped=True)
 
 
 def send_kernel(dtype: torch.dtype, schedule: Schedule, out: torch.dtype | None = None) -> kernels.GemmKernel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from moecomm import _native, kernel_loader, plain_kernel
 from moecomm.fused import FP8_SCHEDULES, SCHEDULES, layer, two_launches
 from moecomm.fused.kernels import FP8
-from moecomm.fused.two_launches import COLUMNS, FETCH_ROWS, LayerArgs, early_tiles
+from moecomm.fused.two_launches import COLUMNS, FETCH_ROWS, LayerArgs, early_tiles, row_pitch
 from moecomm.testing import LocalBuffers, random_layer
 
 SIZES: list[dict[str, Any]] = [
@@ -115,6 +116,9 @@ def test_the_structs_are_packed_as_the_kernels_read_them() -> None:
         f"static_assert(kFetchRows == {FETCH_ROWS} && sizeof(Slip) == {2 * COLUMNS});\n"
         "__device__ void sizes(const LayerGemmArgs&) {}\n"
     )
+    for dtype, hidden in itertools.product((torch.float16, FP8), (16, 272, 2880, 7168)):
+        config = two_launches.row_config(dtype, hidden)
+        checked += f"static_assert({config}.pitch() == {row_pitch(dtype, hidden)});\n"
     core = pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
     options = core.ProgramOptions(std="c++20", arch="sm_90a", include_path=[str(kernel_loader.headers())])
     source = kernel.source.replace("using namespace moecomm;\n", f"using namespace moecomm;\n{checked}", 1)

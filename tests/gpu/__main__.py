@@ -118,8 +118,8 @@ PARTS: dict[str, list[Step]] = {
     ],
     "fp8": [
         one("gemm-fp8", 200, "tests/gpu/test_grouped_gemm_fp8.py", random=False),
-        one("moe-fp8", 300, "tests/gpu/test_moe_fp8.py"),
-        Step("moe4-fp8", 300, ("tests/gpu/test_moe_fp8.py", "-m", "gpu4"), random=True),
+        one("moe-fp8", 500, "tests/gpu/test_moe_fp8.py"),
+        Step("moe4-fp8", 400, ("tests/gpu/test_moe_fp8.py", "-m", "gpu4"), random=True),
     ],
     "integrations": [
         one("ops", 200, "tests/gpu/test_ops.py", random=False),

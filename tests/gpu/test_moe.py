@@ -36,7 +36,7 @@ LARGE: dict[str, Any] = {  # four tiles of columns and more, groups of several h
     "max_tokens": 1500,
 }
 DTYPES = (torch.bfloat16, torch.float16)
-ODD = {"ranks": 2, "hidden": 64, "intermediate": 16, "num_experts": 4, "topk": 2, "max_tokens": 40}
+ODD = {"ranks": 2, "hidden": 64, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 40}
 
 
 def of_buffer(sizes: dict[str, Any]) -> dict[str, Any]:
@@ -204,9 +204,11 @@ def test_a_bad_id_is_told_and_the_next_layer_is_right(fused: bool) -> None:
 
 
 @pytest.mark.gpu1
-def test_a_rank_that_does_not_come_is_a_timeout() -> None:
+@pytest.mark.parametrize("weights", ["bf16", "fp8"])
+def test_a_rank_that_does_not_come_is_a_timeout(weights: str) -> None:
     """One rank alone goes through all of its launches: none of them hangs, and the context lives."""
     case = full_layer(1, ODD)
+    case.fp8 = weights == "fp8"
     with LocalBuffers(2, **of_buffer(ODD), backend="lsa", device=0, timeout_s=2) as ranks:
         call = one_or_other(calls_of(case), fused=True)[0]
         buffer = ranks.buffers[0]
@@ -222,8 +224,10 @@ def test_a_rank_that_does_not_come_is_a_timeout() -> None:
 
 
 @pytest.mark.gpu1
-def test_a_rank_whose_experts_do_not_come_is_a_timeout() -> None:
+@pytest.mark.parametrize("weights", ["bf16", "fp8"])
+def test_a_rank_whose_experts_do_not_come_is_a_timeout(weights: str) -> None:
     case = full_layer(1, ODD)
+    case.fp8 = weights == "fp8"
     with LocalBuffers(2, **of_buffer(ODD), backend="lsa", device=0, timeout_s=2) as ranks:
         calls = one_or_other(calls_of(case), fused=True)
         given = [layer.prepare(buffer, **call) for buffer, call in zip(ranks.buffers, calls, strict=True)]
@@ -275,9 +279,11 @@ def test_random_layers_of_four_processes(
     assert list(found.values()) == ["right"] * 4, found
 
 
-def _replayed(rank: int, group: Any, sizes: dict[str, Any], fused: bool) -> str:
+def replayed(rank: int, group: Any, sizes: dict[str, Any], fused: bool, fp8: bool = False) -> str:
     torch.cuda.set_device(rank)
     cases = [full_layer(seed, sizes) for seed in range(20)]
+    for case in cases:
+        case.fp8 = fp8
     with moecomm.Buffer(group, **of_buffer(sizes), backend="lsa") as buffer:
         mine = cases[0].call(rank, buffer.device) | {"fused": fused}
         buffer.moe(**mine)
@@ -296,4 +302,4 @@ def _replayed(rank: int, group: Any, sizes: dict[str, Any], fused: bool) -> str:
 @pytest.mark.gpu4
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_graph_replays_with_other_routing_on_four_gpus(gpu_ranks: Ranks, fused: bool) -> None:
-    assert gpu_ranks.run(4, _replayed, SIZES[3], fused) == ["right"] * 4
+    assert gpu_ranks.run(4, replayed, SIZES[3], fused) == ["right"] * 4

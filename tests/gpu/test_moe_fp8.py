@@ -10,13 +10,13 @@ import torch
 
 import moecomm
 from moecomm import plain_kernel
-from moecomm.fused import FP8_SCHEDULES, Fp8, choose_fp8, grouped_gemm
+from moecomm.fused import FP8_SCHEDULES, Fp8, choose_fp8, grouped_gemm, two_launches
 from moecomm.fused.kernels import FP8, gemm_kernel
 from moecomm.testing import random_layer
 
 from ..conftest import Ranks
 from .layers import check_replays, checked, compile_all
-from .test_moe import calls_of, full_layer, of_buffer, opened, same_bits, seeds
+from .test_moe import calls_of, full_layer, of_buffer, one_or_other, opened, replayed, same_bits, seeds
 
 SIZES: list[dict[str, Any]] = [
     {"ranks": 1, "hidden": 64, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 40},
@@ -46,7 +46,11 @@ def compiled() -> None:
             FP8_SCHEDULES[choose_fp8(rows, columns)] for columns in (2 * sizes["intermediate"], sizes["hidden"])
         )
         kernels |= {gemm_kernel(FP8, True, apart, first, out=FP8) for apart in (False, True)}
-        kernels |= {gemm_kernel(FP8, False, False, second, out=dtype) for dtype in DTYPES}
+        kernels |= {two_launches.fetch_kernel(FP8, apart, first, sizes["hidden"]) for apart in (False, True)}
+        for dtype in DTYPES:
+            kernels.add(gemm_kernel(FP8, False, False, second, out=dtype))
+            kernels.add(two_launches.send_kernel(FP8, second, dtype))
+            kernels.add(two_launches.offer_kernel(dtype, FP8, sizes["hidden"], sizes["topk"]))
     compile_all(kernels)
 
 
@@ -63,6 +67,25 @@ def test_random_layers_of_virtual_ranks(
             calls = calls_of(case)
             for out, again in zip(checked(ranks, case, calls), ranks.moe(calls), strict=True):
                 assert same_bits(out, again)
+
+
+@pytest.mark.gpu1
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "sizes", [*SIZES, LARGE], ids=lambda s: f"R{s['ranks']}-H{s['hidden']}-E{s['num_experts']}-K{s['topk']}"
+)
+def test_two_launches_have_the_bits_of_dispatch_and_combine(
+    sizes: dict[str, Any], dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    with opened(sizes, dtype) as ranks:
+        for seed in seeds(request, 75 if sizes is LARGE else 40):
+            case = random_layer(seed, **sizes, dtype=dtype, fp8=True)
+            case.wire = None
+            calls = calls_of(case)
+            outs = checked(ranks, case, one_or_other(calls, fused=True))
+            for rank, (out, other) in enumerate(zip(outs, ranks.moe(one_or_other(calls, fused=False)), strict=True)):
+                assert same_bits(out, other), f"layer of seed {seed}, rank {rank}"
 
 
 @pytest.mark.gpu1
@@ -95,22 +118,24 @@ def test_the_method_has_the_bits_of_its_parts(layout: str) -> None:
 
 
 @pytest.mark.gpu1
-def test_a_graph_replays_with_other_routing() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_graph_replays_with_other_routing(fused: bool) -> None:
     sizes = SIZES[3] | {"ranks": 2}
     cases = [full_layer(seed, sizes) for seed in range(8)]
     with opened(sizes) as ranks:
         for case in cases:
             case.fp8 = True
-        check_replays(ranks, cases, calls_of(cases[0]))
+        check_replays(ranks, cases, one_or_other(calls_of(cases[0]), fused))
 
 
 @pytest.mark.gpu1
-def test_a_bad_id_is_told_and_the_next_layer_is_right() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_bad_id_is_told_and_the_next_layer_is_right(fused: bool) -> None:
     sizes = SIZES[0] | {"ranks": 2}
     case = full_layer(1, sizes)
     case.fp8 = True
     with opened(sizes) as ranks:
-        calls = calls_of(case)
+        calls = one_or_other(calls_of(case), fused)
         wrong = [dict(call) for call in calls]
         wrong[1]["topk_idx"] = calls[1]["topk_idx"].clone().fill_(sizes["num_experts"])
         ranks.moe(wrong)
@@ -121,13 +146,15 @@ def test_a_bad_id_is_told_and_the_next_layer_is_right() -> None:
         checked(ranks, case, calls)
 
 
-def _layers(rank: int, group: Any, sizes: dict[str, Any], first: int, cases: int) -> str:
+def _layers(rank: int, group: Any, sizes: dict[str, Any], first: int, cases: int, fused: bool) -> str:
     torch.cuda.set_device(rank)
     with moecomm.Buffer(group, **of_buffer(sizes), backend="lsa") as buffer:
         for seed in range(first, first + cases):
             case = random_layer(seed, **sizes, dtype=torch.bfloat16, fp8=True)
+            if fused:
+                case.wire = None
             call = case.call(rank, buffer.device)
-            out, again = buffer.moe(**call), buffer.moe(**call)
+            out, again = buffer.moe(**call, fused=False), buffer.moe(**call, fused=fused)
             buffer.check()
             case.check(rank, out)
             assert same_bits(out, again), f"layer of seed {seed}: other bits"
@@ -136,11 +163,18 @@ def _layers(rank: int, group: Any, sizes: dict[str, Any], first: int, cases: int
 
 @pytest.mark.gpu4
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("sizes", [SIZES[3], LARGE | {"ranks": 4}], ids=["small", "large"])
 def test_random_layers_of_four_processes(
-    sizes: dict[str, Any], request: pytest.FixtureRequest, gpu_ranks: Ranks
+    sizes: dict[str, Any], fused: bool, request: pytest.FixtureRequest, gpu_ranks: Ranks
 ) -> None:
     some = seeds(request, 8 if sizes is SIZES[3] else 100)
-    gpu_ranks.start(4, _layers, sizes, some.start, len(some))
+    gpu_ranks.start(4, _layers, sizes, some.start, len(some), fused)
     found = gpu_ranks.results(4, timeout_s=850)
     assert list(found.values()) == ["right"] * 4, found
+
+
+@pytest.mark.gpu4
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_graph_replays_with_other_routing_on_four_gpus(gpu_ranks: Ranks, fused: bool) -> None:
+    assert gpu_ranks.run(4, replayed, SIZES[3], fused, True) == ["right"] * 4
