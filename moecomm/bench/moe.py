@@ -24,7 +24,8 @@ from moecomm.fused.fp8_experts import apply_fp8_experts
 from moecomm.fused.layer import apply_experts
 from moecomm.router import Model, random_routing
 
-SEQUENTIAL, FUSED, FP8 = "sequential", "two launches", "fp8"  # variants of our layer; FP8 also of its parts
+# Variants of our layer; FP8 also of its parts.
+SEQUENTIAL, FUSED, FP8, FP8_FUSED = "sequential", "two launches", "fp8", "fp8, two launches"
 _CHAINED_TOKENS, _MOST_CHAINED = 16384, 20
 
 Call = Callable[[], Any]
@@ -203,7 +204,10 @@ class Layers:
     def _fp8_makers(self, ours: dict[str, Any]) -> Iterator[tuple[Key, Callable[[], Call]]]:
         w13, w2 = quantize_weights(self._weights["w13"]), quantize_weights(self._weights["w2"])
         dispatch = partial(self.buffer.dispatch, **self._routing, **ours, quantize="fp8")
-        yield ("moecomm", "layer", FP8), lambda: partial(self.buffer.moe, **self._routing, w13=w13, w2=w2, **ours)
+        layer = partial(self.buffer.moe, **self._routing, w13=w13, w2=w2, **ours)
+        yield ("moecomm", "layer", FP8), lambda: partial(layer, fused=False)
+        if self.buffer.device.type == "cuda":
+            yield ("moecomm", "layer", FP8_FUSED), lambda: partial(layer, fused=True)
         yield ("moecomm", "dispatch", FP8), lambda: partial(dispatch, sync=False)
         arrived: Any = dispatch(sync=True)
         rows, counts = Fp8(arrived.x, arrived.scales), arrived.tokens_per_expert
@@ -265,7 +269,7 @@ def _compare(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 
     if "us" not in row or row["what"] not in ("layer", "GEMMs"):
         return
-    fp8 = row["variant"] == FP8
+    fp8 = row["variant"] in (FP8, FP8_FUSED)
     mine, gemms = row["us"]["p50"], p50("moecomm", "GEMMs", FP8 if fp8 else "")
     torchs = None if fp8 else p50("torch", row["what"], "")
     if row["what"] == "layer" and gemms:

@@ -11,6 +11,7 @@ Line = tuple[tuple[str, str, str], list[dict[str, Any]]]  # (who, what, variant)
 _DRAWN = ("layer", "GEMMs")
 _STYLES = {"layer": "-", "GEMMs": ":"}
 _COLOURS = {"moecomm": "tab:blue", "torch": "tab:orange"}
+_OF_VARIANTS = {"two launches": "tab:green", "fp8": "tab:red", "fp8, two launches": "tab:purple"}
 
 
 def models(result: dict[str, Any]) -> list[str]:
@@ -51,7 +52,7 @@ def _style(key: tuple[str, str, str]) -> dict[str, Any]:
     who, what, variant = key
     return {
         "label": " ".join(filter(None, key)),
-        "color": "tab:green" if variant and variant != "sequential" else _COLOURS.get(who, "tab:gray"),
+        "color": _OF_VARIANTS.get(variant) or _COLOURS.get(who, "tab:gray"),
         "linestyle": _STYLES[what],
         "marker": "o",
         "markersize": 3,

@@ -93,6 +93,17 @@ def test_a_row_that_failed_has_no_figures_and_compares_with_nothing() -> None:
     assert "of_torch" not in second and third["why"] == "x" and "us" not in third
 
 
+def test_fp8_compares_with_gemms_in_fp8() -> None:
+    case = moe.Case([MODELS["mixtral-8x7b"]], [1], 2, "host", "eager", fp8=True)
+    timed = {"model": "m", "tokens": 1, "who": "moecomm", "host_us": None, "flops": 0}
+    us = {("GEMMs", ""): 8.0, ("GEMMs", "fp8"): 4.0, ("layer", "fp8"): 6.0, ("layer", "fp8, two launches"): 5.0}
+    rows = [{**timed, "what": what, "variant": variant, "us": [time]} for (what, variant), time in us.items()]
+    rows.append({**timed, "who": "torch", "what": "layer", "variant": "", "us": [20.0]})
+    found = moe.merge(case, [{"backend": "host", "rows": rows}] * 2)["rows"]
+    assert [row.get("of_gemms") for row in found] == [None, None, 1.5, 1.25, 2.5]
+    assert all("of_torch" not in row for row in found)
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
