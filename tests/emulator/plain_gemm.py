@@ -32,7 +32,8 @@ BODIES: dict[str, dict[str, str]] = {
         "meet_cluster": "emulator::meet_cluster(cluster);",
     },
     "fused/wgmma.cuh": {
-        **dict.fromkeys(("wgmma_begin", "wgmma_commit", "wgmma_wait"), ""),
+        **dict.fromkeys(("wgmma_begin", "wgmma_commit"), ""),
+        "wgmma_wait": "__syncwarp();",  # who releases a slot has waited for the products of all lanes
         "wgmma": "emulator::multiply<type == Type::e4m3, n>(sums, a, b, keep != 0);",
     },
     "fused/scales.cuh": {

@@ -142,7 +142,9 @@ def test_tiles_that_wait_for_rows_are_all_made_and_none_too_early(library: ctype
     for _ in range(60):
         counts = [rng.choice((0, 1, rng.randint(0, 40), rng.randint(0, 900))) for _ in range(rng.randint(1, 12))]
         unit, rows = rng.choice((16, 32)), sum(counts)
-        grouping = Grouping(len(counts), 1, 0, rows + rng.choice((0, 500)), rng.randint(1, 9), 8, unit, 4 * unit)
+        grouping = Grouping(
+            len(counts), 1, 0, rows + rng.choice((0, 500)), rng.randint(1, 9), 8, unit, rng.choice((4, 8)) * unit
+        )
         numbers = (ctypes.c_int32 * len(counts))(*counts)
         clusters = rng.randint(2, 24)
         helpers = rng.randint(1, clusters - 1)
