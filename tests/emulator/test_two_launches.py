@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from moecomm.backends.host import HostSession
-from moecomm.fused import Fp8, gemm, kernels, layer, reference, tensor_maps, two_launches
+from moecomm.dispatch.reference import quantize
+from moecomm.fused import Fp8, gemm, kernels, layer, quantize_weights, reference, tensor_maps, two_launches
 from moecomm.fused.operands import check_operands
 from moecomm.fused.schedules import FP8_SCHEDULES, SCHEDULES
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
 
+from ..fused.test_two_launches import at
 from .gemm_machine import Machine, encode
 
 pytestmark = [
@@ -127,3 +129,30 @@ def test_scales_of_rows_that_are_not_there_yet_are_not_looked_at(
     with LocalBuffers(**sizes, backend="host", timeout_s=20) as ranks:
         for _ in range(4):
             emulated.check(ranks, case)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_are_offered_as_a_dispatch_casts_them(
+    dtype: torch.dtype, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of several pieces, whose last group of columns is not full, with gaps between them."""
+    Emulated(machine, monkeypatch)
+    tokens, hidden, g = 37, 4240, torch.Generator().manual_seed(0)
+    wide = torch.randn(tokens, hidden + 8, generator=g) * torch.exp2(torch.randint(-20, 5, (tokens, 1), generator=g))
+    x = wide.to(dtype)[:, :hidden]
+    shapes = {"w13": (2, 64, hidden), "w2": (2, hidden, 32)}
+    weights: dict[str, Any] = {name: quantize_weights(torch.ones(shape)) for name, shape in shapes.items()}
+    routing: dict[str, Any] = {"topk_idx": torch.zeros(tokens, 1, dtype=torch.int64), "topk_weights": None}
+    sizes: dict[str, Any] = {"hidden": hidden, "num_experts": 2, "topk": 1, "max_tokens": tokens, "dtype": dtype}
+    with LocalBuffers(1, **sizes, backend="host", timeout_s=20) as ranks:
+        (buffer,) = ranks.buffers
+        given = layer.prepare(buffer, x=x, **routing, **weights, fused=True)
+        assert isinstance(given, two_launches.Layer)
+        pitch = two_launches.row_pitch(kernels.FP8, hidden)
+        slips = given.dispatch["x"].view(torch.int64)
+        assert torch.equal(slips[:, 0], slips[0, 0] + pitch * torch.arange(tokens))
+        offered = at(buffer.session.context.peers[0] + int(slips[0, 0]), (tokens, pitch), torch.uint8)
+        data, scales = quantize(x)
+        assert torch.equal(offered[:, :hidden], data.view(torch.uint8))
+        found = offered[:, hidden : hidden + 4 * scales.shape[1]].view(torch.float32)
+        assert torch.equal(found, scales)
