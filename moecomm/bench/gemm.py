@@ -71,7 +71,7 @@ class Gemm:
     def choose(self, rows: int, *units: int) -> str:
         """The name of the schedule for so many rows of all experts; `units`: multiprocessors of the GPU."""
         if self.dtype == "fp8":
-            return choose_fp8(rows // self.experts, self.columns)
+            return choose_fp8(rows // self.experts, self.experts, self.columns, *units)
         return choose(rows // self.experts, self.experts, self.columns, self.depth, *units)
 
     def counts(self, tokens: int) -> torch.Tensor:

@@ -145,10 +145,10 @@ def kernels() -> dict[str, plain_kernel.PlainKernel]:
     found["fetch, interleaved"] = two_launches.fetch_kernel(fp16, False, SCHEDULES["256x4c2"], 2880)
     found["fetch, small"] = two_launches.fetch_kernel(fp16, True, SCHEDULES["64x8c1"], 8)
     found["fetch, large"] = two_launches.fetch_kernel(bf16, True, SCHEDULES["64x8c2"], 16384)
-    found["fetch FP8, interleaved"] = two_launches.fetch_kernel(FP8, False, FP8_SCHEDULES["128x4c2"], 2880)
+    found["fetch FP8, interleaved"] = two_launches.fetch_kernel(FP8, False, FP8_SCHEDULES["128x4c1"], 2880)
     found["fetch FP8, small"] = two_launches.fetch_kernel(FP8, True, FP8_SCHEDULES["64x5c1"], 16)
     found["fetch FP8, large"] = two_launches.fetch_kernel(FP8, True, FP8_SCHEDULES["128x4c1"], 16384)
-    found["send FP8, fp16"] = two_launches.send_kernel(FP8, FP8_SCHEDULES["128x4c2"], fp16)
+    found["send FP8, fp16"] = two_launches.send_kernel(FP8, FP8_SCHEDULES["128x4c1"], fp16)
     return found
 
 

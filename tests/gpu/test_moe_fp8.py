@@ -43,7 +43,8 @@ def compiled() -> None:
     kernels: set[plain_kernel.PlainKernel] = set()
     for sizes, rows in itertools.product((*SIZES, LARGE), (1, 1000)):
         first, second = (
-            FP8_SCHEDULES[choose_fp8(rows, columns)] for columns in (2 * sizes["intermediate"], sizes["hidden"])
+            FP8_SCHEDULES[choose_fp8(rows, sizes["num_experts"] // sizes["ranks"], columns)]
+            for columns in (2 * sizes["intermediate"], sizes["hidden"])
         )
         kernels |= {gemm_kernel(FP8, True, apart, first, out=FP8) for apart in (False, True)}
         kernels |= {two_launches.fetch_kernel(FP8, apart, first, sizes["hidden"]) for apart in (False, True)}
