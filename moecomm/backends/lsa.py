@@ -172,8 +172,9 @@ class LsaSession:
         sharing = sum(peer.gpu == peers[ranks.rank].gpu for peer in peers)
         self._sms = sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._most_blocks = max(1, min(sms // sharing, _MOST_BLOCKS, self.reach.most_blocks))
-        # A round may be launched while the one before it ends, unless its blocks would take those of another rank's.
-        self._overlap = sharing == 1
+        # A round may be launched while the one before it ends, and in clusters, unless its blocks would then take the
+        # places of another rank's: of 132 multiprocessors two times 64 may find room, and two times 16 clusters not.
+        self._alone = sharing == 1
         self._gpu, self._ranks = torch.cuda.get_device_name(device), shape.ranks
 
     def _make_context(self, rank: int, shape: _native.Shape) -> _native.Context:
@@ -281,8 +282,8 @@ class LsaSession:
     def _enqueue(self, kernel: jit.Kernel, args: _native.DispatchArgs | _native.CombineArgs) -> None:
         stream = _native.current_stream(self.device.index)
         self._order(stream)
-        size = cluster(args.workers, self._sms)
-        _native.cuda_launch(kernel.function, kernel.block, kernel.shared_bytes, stream, args, self._overlap, size)
+        size = cluster(args.workers, self._sms) if self._alone else 1
+        _native.cuda_launch(kernel.function, kernel.block, kernel.shared_bytes, stream, args, self._alone, size)
 
     def _order(self, stream: int) -> None:
         """Makes this round start after the last one even if the caller has changed streams.

@@ -292,7 +292,7 @@ def session(cuda: Cuda) -> lsa.LsaSession:
         _captured=False,
         _cuda_context=cuda.context,
         _kernels=AnyKernel(),
-        _overlap=True,
+        _alone=True,
         _sms=132,
     )
 
@@ -317,6 +317,14 @@ def test_rounds_are_launched_on_the_current_stream(session: lsa.LsaSession, cuda
     other(combine)
     assert cuda.launched == [(1002, 512, 4096, 1, dispatch, True, 4), (2002, 256, 8192, 1, combine, True, 1)]
     assert cuda.entered == []
+
+
+def test_ranks_that_share_a_gpu_leave_each_other_room(session: lsa.LsaSession, cuda: Cuda) -> None:
+    """Neither early nor in clusters, of which fewer fit a GPU than blocks."""
+    args = _native.CombineArgs()
+    args.workers, session._alone = 64, False
+    session.combiner(args)(args)
+    assert cuda.launched == [(2000, 256, 8192, 1, args, False, 1)]
 
 
 @pytest.mark.parametrize(("blocks", "cluster"), [(1, 1), (6, 2), (12, 4), (15, 1), (64, 4), (66, 2), (68, 1), (132, 1)])
