@@ -136,6 +136,7 @@ void bind_dispatch(py::module_& m) {
         .def_readwrite("layout", &DispatchArgs::layout)
         .def_readwrite("alignment", &DispatchArgs::alignment)
         .def_readwrite("max_rows", &DispatchArgs::max_rows)
+        .def_readwrite("clear_rows", &DispatchArgs::clear_rows)
         .def_readwrite("chunk_tokens", &DispatchArgs::chunk_tokens)
         .def_readwrite("repeat", &DispatchArgs::repeat)
         .def_readwrite("call", &DispatchArgs::call)

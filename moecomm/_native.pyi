@@ -152,6 +152,7 @@ class DispatchArgs(_Struct):
     layout: int
     alignment: int
     max_rows: int
+    clear_rows: int
     chunk_tokens: int
     repeat: int
     call: int

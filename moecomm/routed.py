@@ -53,11 +53,12 @@ class Routed:
             later; "ue8m0" is then int32 of four exponents each, the first in the lowest byte: n = ceil(H / 512).
         tokens_per_expert: int32 `[E/R]`, without padding, on the device.
         num_rows: int32 `[1]`, on the device: flat: rows in use; expert: the end of the last group, padding included;
-            batched: the sum of `tokens_per_expert`.  Rows past it are not initialised.
+            batched: the sum of `tokens_per_expert`.  Rows past it are not initialised, but for
+            `topk_idx` and `topk_weights`.
         src: int32 `[rows, 2]` (batched `[E/R, R * max_tokens, 2]`): source rank and token of each row; -1, -1 in
             padding.
         topk_idx: flat: `[rows, K]` in the dtype of the ids given: this rank's expert, 0 to E/R - 1, or -1 where it
-            is elsewhere.
+            is elsewhere.  With `max_rows` given and no `sync`, -1 in rows past `num_rows`, too.
         topk_weights: flat: float32 `[rows, K]`, 0 beside -1.
         row_weights: expert, batched: float32 `[rows]` (`[E/R, R * max_tokens]`), the routing weight of each row, 0
             in padding.

@@ -57,6 +57,7 @@ MOECOMM_FN void move_rows(const Call& c, Sender<Call>& sender) {
         receive(c);
     } else if (warp_id() < flaggers) {
         if constexpr (cfg.describe_warps > 0) describe(c);
+        clear_unused(c, c.shared.needed[c.me()], blockIdx.x * kWarp + lane_id(), gridDim.x * kWarp);  // our rows are still on their way
     } else if (cfg.domains() == 1 || warp_id() < putters) {
         raise_flags(c);
     } else if constexpr (cfg.domains() > 1) {
@@ -117,6 +118,9 @@ MOECOMM_FN void run(const Call& c, Packets<Call>& packets) {
         return;
     }
     unpack(c);
+    // By the blocks that have sent, and do not unpack.
+    const i32 threads = c.senders * cfg.threads(), thread = blockIdx.x * cfg.threads() + threadIdx.x;
+    if (thread < threads) clear_unused(c, c.shared.needed[c.me()], thread, threads);
 }
 
 // How both kernels begin.  The round is not known yet, nor is our share.

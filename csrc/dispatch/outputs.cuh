@@ -48,6 +48,21 @@ MOECOMM_FN void clear_padding(const Call& c) {
     }
 }
 
+// Flat rows from `first` on, past those that come, if they are to say so: no expert, no weight.  By the `thread`-th of `threads` that have
+// nothing better to do: there may be as many bytes as peers write.
+template <class Call>
+MOECOMM_FN void clear_unused(const Call& c, i64 first, i32 thread, i32 threads) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    if constexpr (cfg.repeat || cfg.layout != Layout::flat) return;
+    const i64 end = static_cast<i64>(c.a.clear_rows) * cfg.topk;
+#pragma unroll 1
+    for (i64 at = first * cfg.topk + thread; at < end; at += threads) {
+        if constexpr (cfg.idx_bytes == 8) c.transport.template local<i64>(c.a.out_topk_idx)[at] = -1;
+        if constexpr (cfg.idx_bytes == 4) c.transport.template local<i32>(c.a.out_topk_idx)[at] = -1;
+        c.transport.template local<float>(c.a.out_weights)[at] = 0.0f;
+    }
+}
+
 // A void round: nothing has gone anywhere.  A repeat leaves the route, which is that of an earlier dispatch.  Each block clears its own
 // share, which it has written already.
 template <class Call>
@@ -68,6 +83,7 @@ MOECOMM_FN void clear_route(const Call& c) {
 #pragma unroll 1
     for (i32 e = thread; e < cfg.experts_here(); e += threads) reinterpret_cast<i32*>(c.a.tokens_per_expert)[e] = 0;
     if (thread == 0) *reinterpret_cast<i32*>(c.a.num_rows) = 0;
+    clear_unused(c, 0, thread, threads);
 #pragma unroll 1
     for (i32 p = thread; p < cfg.ranks; p += threads) reinterpret_cast<Sent*>(route.sent)[p] = {0, 1};
 }

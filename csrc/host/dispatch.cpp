@@ -138,13 +138,17 @@ void dispatch(const DispatchArgs& args) {
     const bool good = verdict->failure == Failure::none;
     d.r.state.last_dispatch = good ? d.r.tag : 0;
     if (!good) {
-        if (!d.repeat) d.plan.clear();
+        if (!d.repeat) {
+            d.plan.clear();
+            clear_unused(d);
+        }
         d.r.leave_verdict(*verdict);
         return d.r.finish();
     }
     if (!d.repeat) {
         d.plan.place();
         clear_padding(d);
+        clear_unused(d);
     }
     if (args.part == static_cast<i32>(Part::begin)) d.r.keep_notices();
     const auto work = args.part == static_cast<i32>(Part::begin) ? send : send_and_receive;

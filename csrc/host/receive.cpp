@@ -1,5 +1,6 @@
 #include "receive.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace moecomm::host {
@@ -74,6 +75,15 @@ void Inbox::store_scale_column(const u8* scales, i64 row) const {
     const i64 group = batched ? row / rows_of_expert : 0, place = batched ? row % rows_of_expert : row;
     u32* out = memory<u32>(a.scale_columns) + group * words * a.scale_stride + place;
     for (i64 w = 0; w < words; ++w) std::memcpy(out + w * a.scale_stride, scales + w * sizeof(u32), sizeof(u32));
+}
+
+void clear_unused(const Dispatch& d) {
+    const DispatchArgs& a = d.a;
+    const i64 rows = *memory<const i32>(a.num_rows);
+    if (!d.flat || a.clear_rows <= rows) return;
+    const i64 first = rows * d.topk, entries = a.clear_rows * static_cast<i64>(d.topk) - first;
+    std::memset(at<u8>(a.ctx, d.r.me, a.out_topk_idx) + first * a.idx_bytes, 0xff, entries * a.idx_bytes);
+    std::fill_n(at<float>(a.ctx, d.r.me, a.out_weights) + first, entries, 0.0f);
 }
 
 void clear_padding(const Dispatch& d) {

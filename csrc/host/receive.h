@@ -41,6 +41,8 @@ class Inbox {
     std::vector<i32> next_;
 };
 
+// Flat rows past those that come, if they are to say so, belong to nobody.
+void clear_unused(const Dispatch& d);
 // Rows between a group's last token and the next group belong to nobody.
 void clear_padding(const Dispatch& d);
 

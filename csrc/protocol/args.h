@@ -71,6 +71,7 @@ struct DispatchArgs {
     i32 check_weights;  // 1: NaN in topk_weights is bad input
     i32 workers;        // host: threads of this rank; GPU: blocks of the launch
     i32 part;           // Part
+    i32 clear_rows;     // flat: rows that nobody sends, up to this one, get ids -1 and weights 0; 0: they are left as they are
     // out, all in our window: offsets, 0 where not wanted
     u64 out_x;
     u64 out_scales;    // bytes[rows][scale_bytes]; with `scale_columns`: where they land, [flat rows][scale_bytes]

@@ -70,6 +70,8 @@ def prepare(
     else:
         routed = _start_anew(buffer, Options(*key), x, topk_idx, topk_weights, scales, max_rows, handle)
     routed.sync = buffer.on_cpu if sync is None else sync
+    if max_rows is not None and not routed.sync and handle is None and layout == "flat":
+        routed.args.clear_rows = routed.args.max_rows
     return routed
 
 

@@ -161,5 +161,13 @@ def dispatch(
     return arrived
 
 
+def unused(arrived: Arrived, max_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Flat: topk_idx and topk_weights with room for `max_rows` rows: those past num_rows have no expert, -1 and 0."""
+    idx, weights = arrived.topk_idx, arrived.topk_weights
+    assert idx is not None and weights is not None, "flat rows have them"
+    spare = (max_rows - arrived.num_rows, idx.shape[1])
+    return torch.cat([idx, idx.new_full(spare, -1)]), torch.cat([weights, weights.new_zeros(spare)])
+
+
 def _bytes(t: torch.Tensor) -> torch.Tensor:
     return t.contiguous().view(torch.uint8)  # not all float8 tensors can be indexed

@@ -49,6 +49,7 @@ class Case:
     workers: int | None
     in_window: bool  # experts write into Buffer.empty
     again: bool  # the dispatch is repeated with other rows
+    max_rows: int | None = None  # flat, without sync: there may be more room than comes
 
 
 def random_case(
@@ -131,7 +132,10 @@ def random_case(
         again=False,
     )
     again = rng.random() < 0.25 and not (case.begin or case.in_window)
-    return replace(case, again=again and (payload == "plain" or not few_kernels))
+    case = replace(case, again=again and (payload == "plain" or not few_kernels))
+    if layout != "flat" or begin or rng.random() < 0.5:
+        return case
+    return replace(case, max_rows=sum(tokens) + rng.choice([0, 1, 5]))
 
 
 def draw_routing(

@@ -91,6 +91,7 @@ def dispatch_call(case: Case, rank: int, device: torch.device) -> dict[str, Any]
         "scale_layout": case.scale_layout,
         "scales": None if case.scales is None else case.scales[rank].to(device),
         "num_sms": case.workers,
+        **({} if case.max_rows is None else {"max_rows": case.max_rows, "sync": False}),
     }
 
 
@@ -189,6 +190,11 @@ class Wanted:
                 _same(f"{where}: {name}", _bytes(rows), _bytes(theirs))
             else:
                 _same(f"{where}: {name}", _bytes(rows)[valid], _bytes(theirs)[valid])
+
+        if self.case.max_rows is not None:
+            all_rows: Any = dispatch_reference.unused(want, len(got.x))
+            for name, rows in zip(("topk_idx", "topk_weights"), all_rows, strict=True):
+                _same(f"{where}: {name}, all rows", getattr(got, name), rows)
 
     def check_combined(self, rank: int, result: Any) -> None:
         """Raises AssertionError unless `result` is what combine must give on rank `rank`."""
