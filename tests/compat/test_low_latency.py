@@ -118,6 +118,8 @@ def one_round(group: Any, case: oracle.Case, options: Any, hook: bool, early: bo
         torch.testing.assert_close(combined.float(), total, rtol=2**-8, atol=1e-5)
     twice, *_ = buffer.low_latency_combine(y, idx, weights * 2, handle)
     torch.testing.assert_close(twice.float(), 2 * total, rtol=2**-8, atol=1e-5)
+    once, *_ = buffer.low_latency_combine(y, idx, weights, handle)  # those that the dispatch carried, if it did
+    torch.testing.assert_close(once.float(), total, rtol=2**-8, atol=1e-5)
     buffer.destroy()
 
 

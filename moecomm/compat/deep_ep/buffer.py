@@ -146,7 +146,7 @@ class Buffer(LowLatency):
         """recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert_list, handle, event.
 
         Waits for the device, for the list, unless `num_worst_tokens` or `handle` is given.  Without `topk_idx` the
-        list takes a small round of its own; `num_worst_tokens` takes a small kernel that marks the rows not in use.
+        list takes a small round of its own.
         """
         wait_for(previous_event)
         pool, num_sms = self._pool, self._limit(config, x)

@@ -179,7 +179,7 @@ class ElasticBuffer:
             routed = handle.native.buffer.dispatch(
                 rows, handle=handle.native, scales=scales, scale_layout=scale_layout, sync=False, num_sms=limit
             )
-            recv_topk_idx = None if do_expand else handle.recv_topk_idx()
+            recv_topk_idx = None if do_expand else handle.recv_topk_idx
             recv_topk_weights = None if topk_weights is None else self._send_weights(handle, topk_weights)
         else:
             if topk_idx is None or num_experts is None:

@@ -89,7 +89,7 @@ class EPHandle:
         """
         topk, rows = self.native.plan.topk, self.num_recv_tokens
         if not self.do_expand:
-            src, idx = source(self.native), self.recv_topk_idx()
+            src, idx = source(self.native), self.recv_topk_idx
             slots = torch.full_like(idx, -1, dtype=torch.int32)
             here = idx >= 0
         else:
@@ -112,6 +112,7 @@ class EPHandle:
         before = sent.cumsum(dim=0, dtype=torch.int32) - sent
         return torch.where(owner >= 0, before.gather(1, owner.clamp(min=0).long()), -1)
 
+    @cached_property
     def recv_topk_idx(self) -> torch.Tensor:
         """Without do_expand: `[rows, K]`: local experts, -1 elsewhere."""
         args = self.native.args

@@ -117,8 +117,7 @@ class HybridEPBuffer:
         routing = self._routing(topk_idx, topk_weights, routing_map, probs, num_of_experts)
         align = pad_multiple or 1
         routed = self._route(hidden, routing, align, num_permuted_tokens, options)
-        counts = tokens_per_expert(routed.handle).long()
-        padded = (counts + align - 1) // align * align
+        padded = _aligned(tokens_per_expert(routed.handle), align)
         if not non_blocking:
             padded = padded.cpu()
         rows = routed.handle.args.max_rows if num_permuted_tokens is None else num_permuted_tokens
@@ -242,6 +241,14 @@ class HybridEPBuffer:
     @staticmethod
     def _limit(hidden: torch.Tensor, num_sms: int | None) -> int | None:
         return num_sms or None if hidden.is_cuda else None
+
+
+def _aligned(counts: torch.Tensor, align: int) -> torch.Tensor:
+    """int64, rounded up to multiples of `align`, in as few kernels as there can be: nobody asks for them in vain."""
+    if align == 1:
+        return counts.long()
+    up = torch.add(counts, align - 1, out=torch.empty(counts.shape, dtype=torch.int64, device=counts.device))
+    return up.bitwise_and_(-align) if align & (align - 1) == 0 else up.floor_divide_(align).mul_(align)
 
 
 def _longer(tensor: Any, rows: int) -> Any:

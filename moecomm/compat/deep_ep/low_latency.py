@@ -36,7 +36,7 @@ class LowLatencyHandle(LazyTuple):
     def __init__(self, native: Handle, topk_weights: torch.Tensor | None) -> None:
         super().__init__()
         self.native = native
-        self.topk_weights = topk_weights  # those that the dispatch carried
+        self.topk_weights = topk_weights  # those that the dispatch carried, until others have taken their place
         self.combine_rows: torch.Tensor | None = None  # in the window, for the next combine without a copy
 
 
@@ -135,6 +135,7 @@ class LowLatency:
             raise BadInput("topk_weights", "None", "the routing weights, float32 [tokens, topk]")
         if topk_weights is not handle.topk_weights:
             _send_weights(pool, native, topk_idx, topk_weights)
+            handle.topk_weights = None
         if zero_copy:
             if handle.combine_rows is None:
                 raise BadInput("zero_copy", True, "rows written to get_next_low_latency_combine_buffer(handle)")

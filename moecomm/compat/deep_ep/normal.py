@@ -49,9 +49,7 @@ def dispatch(
     recv_topk_idx = routed.topk_idx
     recv_topk_weights = None if topk_weights is None else routed.topk_weights
     if num_worst_tokens:
-        assert recv_topk_idx is not None
-        in_use = torch.arange(num_worst_tokens, dtype=torch.int32, device=rows.device) < routed.num_rows
-        return recv_x, torch.where(in_use.unsqueeze(1), recv_topk_idx, -1), recv_topk_weights, [], handle
+        return recv_x, recv_topk_idx, recv_topk_weights, [], handle
     return (
         recv_x,
         recv_topk_idx,
