@@ -205,6 +205,25 @@ def moe(found: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
+def deep_ep_layer(found: dict[str, Any]) -> str:
+    """The section of `moecomm bench deep-ep-layer`."""
+    lines = [
+        f"{where(found)}: moecomm's own call and that of its deep_ep interface, and what that takes longer "
+        "to return on the host, of the rank where it is most:",
+        "",
+        "| tokens a rank | operation | moecomm | deep_ep interface | ratio | host, moecomm | host, more |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in found["rows"]:
+        if "us" in row:
+            what = ", ".join(filter(None, (row["what"], row["payload"], row["variant"])))
+            times = " | ".join(time_of(row["us"][name]["p50"]) for name in ("native", "compat"))
+            more = row["host_more_us"]
+            host = " | " if more is None else f"{row['host_us']['native']:.1f} us | {more:+.1f} us"
+            lines.append(f"| {row['tokens']} | {what} | {times} | {row['of_native']:.3f} | {host} |")
+    return "\n".join([*lines, ""])
+
+
 def gemm(found: dict[str, Any]) -> str:
     """The section of `moecomm bench gemm`: the schedule that is chosen."""
     if "chosen" not in found["rows"][0]:
@@ -262,6 +281,7 @@ BY_BENCHMARK: dict[str, Section] = {
     "dispatch-combine": dispatch_combine,
     "backends": backends,
     "latency-backends": latency_backends,
+    "deep-ep-layer": deep_ep_layer,
     "gemm": gemm,
     "moe": moe,
     "simulate": simulate,

@@ -164,6 +164,38 @@ def _run_case(case: Case, json: Path | None) -> None:
 
 
 @app.command()
+def deep_ep_layer(
+    model: Model = "deepseek-v3",
+    hidden: Hidden = None,
+    topk: Topk = None,
+    experts: Experts = None,
+    tokens: Tokens = "128,4096",
+    mode: Mode = None,
+    cold: Cold = False,
+    chain: Chain = 0,
+    replays: Replays = 30,
+    ranks: Ranks = None,
+    backend: Backend = "auto",
+    json: Json = None,
+) -> None:
+    """What deep_ep's interface adds to moecomm's own calls, on the device and on the host: both in turns."""
+    from moecomm.bench import deep_ep_layer as measured
+    from moecomm.bench import table
+
+    case = _case(
+        (model, hidden, topk, experts),
+        (tokens, "flat,batched", "bf16,fp8", "0"),
+        (backend, ranks, mode),
+        {"cold": cold, "chain": chain, "replays": replays},
+        {"ceiling": False, "peers": False},
+    )
+    result = measured.run(case)
+    if result is not None:
+        table.show_deep_ep_layer(result, table.console())
+        _keep(result, json)
+
+
+@app.command()
 def latency(
     most_bytes: Annotated[int, typer.Option(help="The largest size.")] = 64 << 20,
     least_bytes: Annotated[int, typer.Option(help="The smallest size.")] = 1,

@@ -217,6 +217,33 @@ def show_moe(result: dict[str, Any], out: Console) -> None:
             out.print(f"{row['tokens']} tokens, {row['who']} {row['what']}: {row['why']}", style="dim", markup=False)
 
 
+def show_deep_ep_layer(result: dict[str, Any], out: Console) -> None:
+    """The table of deep-ep-layer."""
+    case = result["case"]
+    out.print(
+        f"hidden {case['hidden']}, top-{case['topk']} of {case['experts']} experts; {case['ranks']} ranks, "
+        f"{result['backend']}; {_mode(case)}; median of {case['replays']}, slowest rank; host: until a call returns",
+        highlight=False,
+    )
+    table = _table("tokens", "operation")
+    for column in ("native us", "compat us", "of native", "native host us", "compat host us", "more on the host us"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in result["rows"]:
+        about = (str(row["tokens"]), " ".join(filter(None, (row[key] for key in ("what", "payload", "variant")))))
+        if "why" in row:
+            table.add_row(*about, *["-"] * 6)
+            continue
+        times = [f"{row['us'][name]['p50']:.1f}" for name in ("native", "compat")]
+        host = ["", "", ""]
+        if row["host_more_us"] is not None:
+            host = [*(f"{row['host_us'][name]:.1f}" for name in ("native", "compat")), f"{row['host_more_us']:+.1f}"]
+        table.add_row(*about, *times, f"x{row['of_native']:.3f}", *host)
+    out.print(table)
+    for row in result["rows"]:
+        if "why" in row:
+            out.print(f"{row['tokens']} tokens, {row['what']}: {row['why']}", style="dim", markup=False)
+
+
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in columns:

@@ -1,0 +1,221 @@
+"""What moecomm.compat.deep_ep adds to moecomm's own calls: both in turns, over the same Buffers."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moecomm.bench.case import Case
+from moecomm.bench.clock import Clock, percentiles
+from moecomm.bench.ranks import device_of, on_ranks, progress
+from moecomm.compat import deep_ep
+from moecomm.dispatch.reference import quantize
+from moecomm.errors import BadInput
+
+MOST_LOW_LATENCY = 512  # tokens of a low-latency call: deep_ep's own take as many, and more would be most of the memory
+BY = ("native", "compat")
+_HOST_TURNS = 3
+_COLUMNS: dict[str, Any] = {
+    "quantize": "fp8",
+    "scale_layout": "column",
+}  # what low_latency_dispatch hands out by default
+
+Tensors = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One operation, by moecomm's own call and by deep_ep's; both return the tensors that their callers use."""
+
+    what: str
+    payload: str  # of a dispatch
+    variant: str
+    native: Callable[[], Tensors]
+    compat: Callable[[], Tensors]
+
+    @property
+    def about(self) -> dict[str, str]:
+        """What a row says of it."""
+        return {"what": self.what, "payload": self.payload, "variant": self.variant}
+
+
+class Layer:
+    """deep_ep's Buffer for one size, and its calls beside those of the moecomm.Buffers behind it.  Collective."""
+
+    def __init__(self, case: Case, group: dist.ProcessGroup, device: torch.device, tokens: int) -> None:
+        self.tokens, self._experts = tokens, case.experts
+        idx, weights = case.routing(tokens, group.rank())
+        generator = torch.Generator(device=device).manual_seed(case.seed * 1000 + group.rank())
+        self._x = torch.randn(tokens, case.hidden, generator=generator, device=device).to(torch.bfloat16)
+        self._idx, self._weights = idx.to(device), weights.to(device)
+        self._worst = group.size() * tokens
+        self._deep = deep_ep.Buffer(group)
+
+    def __enter__(self) -> Layer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._deep.destroy()
+
+    def meet(self) -> Any:
+        """A round in which ranks wait for each other on the device."""
+        return self._normal(self._x)
+
+    def pairs(self) -> Iterator[Pair]:
+        """All operations at this size; each is to be measured before the next is asked for."""
+        yield from self._normal_pairs()
+        if self.tokens <= MOST_LOW_LATENCY:
+            yield from self._low_latency_pairs()
+
+    def _normal(self, x: Any) -> Any:
+        return self._deep.dispatch(
+            x,
+            topk_idx=self._idx,
+            topk_weights=self._weights,
+            num_tokens_per_expert=self._idx.new_empty(self._experts),  # of which nothing but the shape is looked at
+            num_worst_tokens=self._worst,
+        )
+
+    def _normal_pairs(self) -> Iterator[Pair]:
+        x, deep = self._x, self._deep
+        recv_x, _, recv_weights, _, handle, _ = self._normal(x)
+        buffer, native = handle.native.buffer, handle.native
+        y, recv_weights = recv_x.clone(), recv_weights.clone()
+        del recv_x  # what is held of the window has no room in it for the rounds that are timed
+        given: dict[str, Any] = {
+            "topk_idx": self._idx,
+            "topk_weights": self._weights,
+            "layout": "flat",
+            "max_rows": self._worst,
+        }
+
+        def dispatch(rows: torch.Tensor, scales: torch.Tensor | None) -> Tensors:
+            routed = buffer.dispatch(rows, scales=scales, sync=False, **given)
+            out = (routed.x, routed.topk_idx, routed.topk_weights)
+            return out if scales is None else (*out, routed.scales)
+
+        def by_deep_ep(rows: torch.Tensor, scales: torch.Tensor) -> Tensors:
+            (recv, recv_scales), *out = self._normal((rows, scales))[:3]
+            return (recv, *out, recv_scales)
+
+        yield Pair("dispatch", "bf16", "", partial(dispatch, x, None), lambda: self._normal(x)[:3])
+        cast = quantize(x)
+        yield Pair("dispatch", "fp8", "", partial(dispatch, *cast), partial(by_deep_ep, *cast))
+        yield Pair(
+            "dispatch",
+            "bf16",
+            "handle",
+            lambda: (buffer.dispatch(x, handle=native, sync=False).x,),
+            lambda: deep.dispatch(x, handle=handle)[:1],
+        )
+        yield Pair("combine", "", "", lambda: (buffer.combine(y, native),), lambda: deep.combine(y, handle)[:1])
+        yield Pair(
+            "combine",
+            "",
+            "topk_weights",
+            lambda: buffer.combine(y, native, weight_grads=recv_weights),
+            lambda: deep.combine(y, handle, topk_weights=recv_weights)[:2],
+        )
+
+    def _low_latency_pairs(self) -> Iterator[Pair]:
+        x, idx, weights, deep = self._x, self._idx, self._weights, self._deep
+        call = partial(deep.low_latency_dispatch, x, idx, self.tokens, self._experts, topk_weights=weights)
+        recv_x, _, handle, *_ = call(use_fp8=False)
+        buffer, native = handle.native.buffer, handle.native
+        y = recv_x.clone()
+        del recv_x
+
+        def dispatch(options: dict[str, Any]) -> Tensors:
+            routed = buffer.dispatch(x, idx, weights, layout="batched", sync=False, **options)
+            out = (routed.x, routed.tokens_per_expert)
+            return (*out, routed.scales) if options else out
+
+        def with_scales() -> Tensors:
+            (rows, scales), counts, *_ = call(use_fp8=True)
+            return rows, counts, scales
+
+        def combine(theirs: torch.Tensor) -> Tensors:
+            return deep.low_latency_combine(y, idx, theirs, handle)[:1]
+
+        name = "low-latency "
+        yield Pair(name + "dispatch", "fp8", "", partial(dispatch, _COLUMNS), with_scales)
+        yield Pair(name + "dispatch", "bf16", "", partial(dispatch, {}), lambda: call(use_fp8=False)[:2])
+        alone = partial(buffer.combine, y, native)
+        yield Pair(name + "combine", "", "", lambda: (alone(),), partial(combine, weights))
+        others = weights.clone()  # not the tensor that the dispatch was given: they go ahead, in a round of their own
+        yield Pair(name + "combine", "", "weights ahead", lambda: (alone(),), partial(combine, others))
+
+
+def run(case: Case) -> dict[str, Any] | None:
+    """Measures a case on all ranks; None in a process that has nothing to report.
+
+    Returns {benchmark, case, backend, rows}: see `merge`.  Raises BadInput, RanksFailed.
+    """
+    case.check()
+    by_rank = on_ranks("moecomm.bench.deep_ep_layer:run_rank", asdict(case), case.ranks)
+    return None if by_rank is None else merge(case, by_rank)
+
+
+def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
+    """One rank."""
+    case = Case(**job)
+    device = device_of(group, case.backend)
+    mode = {"graph": case.mode == "graph", "cold": case.cold}
+    rows = []
+    with progress(group, sum(9 if tokens <= MOST_LOW_LATENCY else 5 for tokens in case.tokens)) as step:
+        for tokens in case.tokens:
+            clock = Clock(group, device, **mode, chain=case.chain_of(tokens), replays=case.replays)
+            with Layer(case, group, device, tokens) as layer:
+                for pair in layer.pairs():
+                    step(f"{tokens} tokens: {' '.join(filter(None, pair.about.values()))}")
+                    rows.append({"tokens": tokens, **pair.about, **_timed(clock, pair, layer)})
+    return {"rows": rows}
+
+
+def _timed(clock: Clock, pair: Pair, layer: Layer) -> dict[str, Any]:
+    """`us` and `host_us` by who calls; or `why` not."""
+    calls = {name: getattr(pair, name) for name in BY}
+    try:
+        us = clock.in_turns(calls, layer.meet)
+        host: dict[str, list[Any]] = {name: [] for name in BY}
+        for _ in range(_HOST_TURNS):
+            for name, call in calls.items():
+                host[name].append(clock.host_us(call))
+    except BadInput as error:  # no room in the window, on all ranks alike
+        return {"why": str(error)}
+    return {
+        "us": us,
+        "host_us": {name: None if None in times else statistics.median(times) for name, times in host.items()},
+    }
+
+
+def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    """The result of all ranks together.
+
+    rows: {tokens, what, payload, variant, us: {native, compat: {p50, p90, p99}}, of_native, host_us: {native, compat},
+    host_more_us}, or with `why` in the place of figures.  Times are of the slowest rank, `of_native` is deep_ep's call
+    over moecomm's.  Host times are medians of the rank in the middle, until a call returns, and None on CPUs;
+    `host_more_us`: what deep_ep's call takes longer, on the rank where that is most.
+    """
+    rows = [_merged(parts) for parts in zip(*(found["rows"] for found in by_rank), strict=True)]
+    return {"benchmark": "deep-ep-layer", "case": asdict(case), "backend": case.backend, "rows": rows}
+
+
+def _merged(parts: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    row = dict(parts[0])
+    whys = [part["why"] for part in parts if "why" in part]
+    if whys:
+        return {key: value for key, value in row.items() if key not in ("us", "host_us")} | {"why": whys[0]}
+    us = row["us"] = {name: percentiles([part["us"][name] for part in parts]) for name in BY}
+    row["of_native"] = round(us["compat"]["p50"] / us["native"]["p50"], 4)
+    host = [part["host_us"] for part in parts]
+    if None in host[0].values():
+        return row | {"host_more_us": None}
+    row["host_us"] = {name: round(statistics.median(times[name] for times in host), 2) for name in BY}
+    return row | {"host_more_us": round(max(times["compat"] - times["native"] for times in host), 2)}
