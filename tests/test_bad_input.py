@@ -124,6 +124,16 @@ def test_too_many_rows_void_the_round_on_every_rank(ranks: LocalBuffers) -> None
     assert [len(r.x) for r in routed] == [0, 0, 96]
 
 
+def test_rows_of_a_void_round_have_no_expert(ranks: LocalBuffers) -> None:
+    calls = [{**good_call(), "layout": "flat", "max_rows": 3, "sync": False} for _ in range(3)]
+    routed = ranks.dispatch(calls)
+    for buffer in ranks.buffers:
+        assert isinstance(_left_behind(buffer), moecomm.BadInput)
+    for here in routed:
+        assert here.num_rows.item() == 0
+        assert here.topk_idx.tolist() == [[-1] * 4] * 3 and here.topk_weights.tolist() == [[0.0] * 4] * 3
+
+
 def test_more_duplicates_than_batched_holds(ranks: LocalBuffers) -> None:
     calls = [
         {"x": torch.randn(16, 64).bfloat16(), "topk_idx": torch.full((16, 4), 3), "layout": "batched"} for _ in range(3)

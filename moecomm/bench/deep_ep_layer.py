@@ -17,6 +17,7 @@ from moecomm.bench.ranks import device_of, on_ranks, progress
 from moecomm.compat import deep_ep
 from moecomm.dispatch.reference import quantize
 from moecomm.errors import BadInput
+from moecomm.rendezvous import rendezvous
 
 MOST_LOW_LATENCY = 512  # tokens of a low-latency call: deep_ep's own take as many, and more would be most of the memory
 BY = ("native", "compat")
@@ -48,13 +49,14 @@ class Pair:
 class Layer:
     """deep_ep's Buffer for one size, and its calls beside those of the moecomm.Buffers behind it.  Collective."""
 
-    def __init__(self, case: Case, group: dist.ProcessGroup, device: torch.device, tokens: int) -> None:
+    def __init__(self, case: Case, group: Any, device: torch.device, tokens: int) -> None:
         self.tokens, self._experts = tokens, case.experts
-        idx, weights = case.routing(tokens, group.rank())
-        generator = torch.Generator(device=device).manual_seed(case.seed * 1000 + group.rank())
+        ranks = rendezvous(group)
+        idx, weights = case.routing(tokens, ranks.rank)
+        generator = torch.Generator(device=device).manual_seed(case.seed * 1000 + ranks.rank)
         self._x = torch.randn(tokens, case.hidden, generator=generator, device=device).to(torch.bfloat16)
         self._idx, self._weights = idx.to(device), weights.to(device)
-        self._worst = group.size() * tokens
+        self._worst = ranks.ranks * tokens
         self._deep = deep_ep.Buffer(group)
 
     def __enter__(self) -> Layer:

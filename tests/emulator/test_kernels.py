@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm import combine
+import moecomm
+from moecomm import combine, dispatch, packets
 from moecomm.backends import host
+from moecomm.backends.lsa_kernels import dispatch_spec
+from moecomm.dispatch import reference as dispatch_reference
 from moecomm.testing import LocalBuffers, check_case, random_case
 from moecomm.testing import ranks as local
 
@@ -87,3 +90,32 @@ def test_random_cases_across_domains(straight: str, machine: Machine, monkeypatc
 @pytest.mark.parametrize("layout", ["expert", "flat"])
 def test_combines_one_after_the_other(layout: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     combines(machine, monkeypatch, layout)
+
+
+def test_rows_not_in_use_of_few_tokens_and_of_many(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One domain: of few tokens, which go in packets, of more, and a round that is void."""
+    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+    for few, room in ((True, packets.room), (False, lambda *sizes: 0)):
+        monkeypatch.setattr(host, "packet_bytes", room)
+        with LocalBuffers(ranks=2, **SIZES, backend="host") as ranks:
+            calls = [{**tokens(rank, "flat"), "max_rows": 30, "sync": False} for rank in range(2)]
+            assert all(
+                dispatch_spec(dispatch.prepare(b, **c).args).packets == few
+                for b, c in zip(ranks.buffers, calls, strict=True)
+            )
+            routed = ranks.dispatch(calls)
+            wanted = dispatch_reference.dispatch(
+                *([call[name] for call in calls] for name in ("x", "topk_idx", "topk_weights")),
+                num_experts=8,
+                layout="flat",
+            )
+            for here, want in zip(routed, wanted, strict=True):
+                assert 0 < here.num_rows.item() == want.num_rows < 30
+                idx, weights = dispatch_reference.unused(want, 30)
+                assert torch.equal(here.topk_idx, idx) and torch.equal(here.topk_weights, weights)
+            void = ranks.dispatch([{**call, "max_rows": 7} for call in calls])
+            with pytest.raises(moecomm.BadInput, match="max_rows"):
+                ranks.check()
+            for here in void:
+                assert here.num_rows.item() == 0 and bool((here.topk_idx == -1).all())
+                assert not here.topk_weights.any()

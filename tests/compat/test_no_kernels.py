@@ -1,0 +1,133 @@
+"""deep_ep's calls compute nothing on tensors that moecomm's own do not, but for what is listed here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moecomm.bench.case import Case
+from moecomm.bench.deep_ep_layer import Layer
+from moecomm.compat.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer
+
+from .together import together
+
+TOKENS, HIDDEN, TOPK, EXPERTS = 6, 256, 3, 8
+CASE = Case("", HIDDEN, TOPK, EXPERTS, 2, "host", [TOKENS], ["flat"], ["bf16"], [0], "eager")
+# Make no kernel: another look at memory, or memory that is not initialised.
+FREE = (
+    "view",
+    "slice",
+    "select",
+    "transpose",
+    "unsqueeze",
+    "expand",
+    "alias",
+    "detach",
+    "t",
+    "empty",
+    "new_empty",
+    "lift_fresh",
+)
+
+
+class Computed(TorchDispatchMode):
+    """Names of the operations that run inside it, but for those that compute nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in FREE:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def computed(call: Callable[[], Any]) -> list[str]:
+    """Of a call, once it has been made before."""
+    call()
+    with Computed() as seen:
+        call()
+    return seen.names
+
+
+def test_buffer() -> None:
+    def body(group: Any) -> None:
+        with Layer(CASE, group, torch.device("cpu"), TOKENS) as layer:
+            for pair in layer.pairs():
+                more = ["copy_"] if pair.variant == "weights ahead" else []
+                assert computed(pair.native) == [], pair.about
+                assert computed(pair.compat) == more, pair.about
+
+    together(2, body)
+
+
+def given(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(rank)
+    ids = torch.rand(TOKENS, EXPERTS, generator=g).argsort(dim=1)[:, :TOPK].contiguous()
+    return torch.randn(TOKENS, HIDDEN, generator=g).bfloat16(), ids, torch.rand(TOKENS, TOPK, generator=g)
+
+
+def test_low_latency_and_what_it_does_beside() -> None:
+    def body(group: Any) -> None:
+        buffer = Buffer(group)
+        x, ids, _ = given(buffer.rank)
+        stats = torch.zeros(EXPERTS // 2, dtype=torch.int32)
+
+        def dispatch(**options: Any) -> None:
+            *_, hook = buffer.low_latency_dispatch(x, ids, TOKENS, EXPERTS, return_recv_hook=True, **options)
+            hook()
+
+        assert computed(dispatch) == []
+        assert computed(lambda: dispatch(use_fp8=False)) == []
+        assert computed(lambda: dispatch(use_ue8m0=True, round_scale=True)) == []
+        assert computed(lambda: dispatch(round_scale=True)) == ["copy_", "bitwise_left_shift_"]
+        assert computed(lambda: dispatch(cumulative_local_expert_recv_stats=stats)) == ["add_"]
+
+    together(2, body)
+
+
+@pytest.mark.parametrize("expand", [False, True])
+def test_elastic_buffer(expand: bool) -> None:
+    def body(group: Any) -> None:
+        buffer = ElasticBuffer(group, num_max_tokens_per_rank=TOKENS, hidden=HIDDEN, num_topk=TOPK)
+        x, ids, weights = given(buffer.rank_idx)
+        options: dict[str, Any] = {"num_experts": EXPERTS, "do_expand": expand, "do_cpu_sync": False}
+        recv_x, _, _, handle, _ = buffer.dispatch(x, ids, weights, **options)
+        y = recv_x.clone()
+        assert computed(lambda: buffer.dispatch(x, ids, weights, **options)) == []
+        assert computed(lambda: buffer.dispatch(x, handle=handle, do_expand=expand)) == []
+        assert computed(lambda: buffer.combine(y, handle)) == []
+        assert computed(lambda: buffer.combine(y, handle, bias=(x, x))) == ["add"]
+        if expand:
+            padded = {**options, "do_zero_padding": True}
+            assert computed(lambda: buffer.dispatch(x, ids, weights, **padded)) == ["lt", "masked_fill_"]
+
+    together(2, body)
+
+
+def test_hybrid_buffer() -> None:
+    def body(group: Any) -> None:
+        buffer = HybridEPBuffer(group, HIDDEN, TOKENS, EXPERTS // 2)
+        x, ids, weights = given(buffer.rank)
+        room = 2 * TOKENS * TOPK
+        options: dict[str, Any] = {"num_of_experts": EXPERTS, "num_permuted_tokens": room, "non_blocking": True}
+
+        def dispatch(**more: Any) -> Any:
+            return buffer.dispatch_with_permute(hidden=x, topk_idx=ids, topk_weights=weights, **options, **more)
+
+        rows, *_, handle = dispatch()
+        rows = rows.clone()
+        assert computed(dispatch) == ["_to_copy"]
+        options["num_permuted_tokens"] = room + 4 * EXPERTS // 2
+        assert computed(lambda: dispatch(pad_multiple=4)) == ["add", "bitwise_and_", "lt", "masked_fill_"]
+        repeat = {"num_permuted_tokens": room, "non_blocking": True}
+        assert computed(lambda: buffer.dispatch_with_permute(hidden=x, handle=handle, **repeat)) == []
+        assert computed(lambda: buffer.combine_with_unpermute(hidden=rows, handle=handle)) == []
+
+    together(2, body)
