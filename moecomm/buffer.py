@@ -153,8 +153,7 @@ class Buffer:
             scale_layout: "row": a row of scales beside each row of x; "column": column-major and padded as grouped
                 GEMMs load them by TMA, see Routed; scales that are given then have elements of 4 bytes.
             scales: `[T, n]` of 1-, 2- or 4-byte elements, travelling beside the rows.
-            max_rows: rows to make room for (flat, expert); default: the worst case.  When given and without `sync`,
-                flat rows that are not in use have topk_idx -1 and topk_weights 0.
+            max_rows: rows to make room for (flat, expert); default: the worst case.  See also Routed.topk_idx.
             sync: True: wait, and return exactly the rows that arrived; False: never wait for the device, tensors
                 have `max_rows` rows and the device counts say how many are valid.  None: True on CPUs, False on GPUs.
             handle: repeats an earlier dispatch with new rows, without routing; `topk_idx` and `topk_weights` are

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm.bench import dispatch_combine
+from moecomm.bench import deep_ep_layer, dispatch_combine
 from moecomm.bench.case import Case
 
 SIZES: dict[str, Any] = {"model": "", "hidden": 1024, "topk": 4, "experts": 32, "backend": "lsa"}
@@ -38,6 +38,19 @@ def test_every_row_has_figures(mode: str, cold: bool) -> None:
     assert found["ceiling"][0]["gbs"] > 50
     ours = [row for row in found["rows"] if row["who"] == "moecomm"]
     assert all(row["sms"] >= 1 and 0 < row["of_wire"] < 1.1 for row in ours)
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_both_calls_of_deep_eps_interface_have_figures(mode: str) -> None:
+    ranks = min(4, torch.cuda.device_count())
+    sizes: dict[str, Any] = {"ranks": ranks, "tokens": [16, 600], "layouts": ["flat", "batched"], "payloads": ["bf16"]}
+    found = deep_ep_layer.run(Case(**SIZES, **sizes, sms=[0], mode=mode, replays=3, chain=5))
+    assert found is not None and len(found["rows"]) == 9 + 5
+    for row in found["rows"]:
+        assert "why" not in row, row
+        assert 0 < row["us"]["native"]["p50"] < 1e5 and 0 < row["us"]["compat"]["p50"] < 1e5
+        assert 0 < row["host_us"]["native"] < row["host_us"]["compat"] + 1e3
 
 
 @pytest.mark.gpu2

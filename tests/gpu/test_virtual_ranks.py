@@ -265,6 +265,40 @@ def test_a_graph_replays_with_other_inputs(pair: LocalBuffers) -> None:
             buffer.check()
 
 
+def test_rows_that_are_not_in_use_say_so_in_every_replay(pair: LocalBuffers) -> None:
+    def fresh(seed: int) -> dict[str, Any]:
+        g, made = torch.Generator().manual_seed(seed), call(seed)
+        dropped = (torch.rand(20, 2, generator=g) < seed % 10 / 9).cuda()  # of all tokens, of some, of none
+        return {**made, "topk_idx": torch.where(dropped, -1, made["topk_idx"]).contiguous()}
+
+    given = [fresh(0), fresh(1)]
+    options: dict[str, Any] = {"layout": "flat", "max_rows": 40, "sync": False}
+    pair.dispatch([{**mine, **options} for mine in given])  # compiles before the capture
+    torch.cuda.synchronize()
+    graphs, routed = [], []
+    for buffer, mine, stream in zip(pair.buffers, given, pair.streams, strict=True):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            routed.append(buffer.dispatch(**mine, **options))
+        graphs.append(graph)
+    seen = set()
+    for seed in range(100):
+        for rank, mine in enumerate(given):
+            for name, value in fresh(2 * seed + rank).items():
+                mine[name].copy_(value)
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, pair.streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        for here in routed:
+            used = int(here.num_rows)
+            assert bool((here.topk_idx[:used] >= 0).any(dim=1).all())
+            assert bool((here.topk_idx[used:] == -1).all()) and not here.topk_weights[used:].any()
+            seen.add(used)
+    assert len(seen) > 5 and max(seen) > 0
+
+
 def test_combines_one_after_the_other_with_a_rank_that_wants_nothing(pair: LocalBuffers) -> None:
     """A rank without tokens is through with a combine before its peer has looked whether the last one was drained."""
     mine = [call(0), call(1, 0)]
