@@ -56,6 +56,7 @@ class Layer:
         generator = torch.Generator(device=device).manual_seed(case.seed * 1000 + ranks.rank)
         self._x = torch.randn(tokens, case.hidden, generator=generator, device=device).to(torch.bfloat16)
         self._idx, self._weights = idx.to(device), weights.to(device)
+        self._to_expert = self._idx.new_empty(case.experts)  # of which nothing but the shape is looked at
         self._worst = ranks.ranks * tokens
         self._deep = deep_ep.Buffer(group)
 
@@ -80,7 +81,7 @@ class Layer:
             x,
             topk_idx=self._idx,
             topk_weights=self._weights,
-            num_tokens_per_expert=self._idx.new_empty(self._experts),  # of which nothing but the shape is looked at
+            num_tokens_per_expert=self._to_expert,
             num_worst_tokens=self._worst,
         )
 
