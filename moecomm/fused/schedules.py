@@ -30,14 +30,13 @@ class Schedule:
     cluster: int
 
 
-# By name: rows of a tile, slots of the ring, blocks of a cluster; u16 where the unit is another than its height's.
+# By name: rows of a tile, slots of the ring, blocks of a cluster; u16: units of rows of 16, not of 32.
 SCHEDULES = {
     "64x8c1": Schedule(row_unit=16, most_rows=64, stages=8, cluster=1),
     "64x8c2": Schedule(row_unit=16, most_rows=64, stages=8, cluster=2),
     "128x6c1": Schedule(row_unit=16, most_rows=128, stages=6, cluster=1),
     "128x6c2": Schedule(row_unit=16, most_rows=128, stages=6, cluster=2),
     "256x4c1": Schedule(row_unit=32, most_rows=256, stages=4, cluster=1),
-    "256x4c2": Schedule(row_unit=32, most_rows=256, stages=4, cluster=2),
     "256x4c2u16": Schedule(row_unit=16, most_rows=256, stages=4, cluster=2),
 }
 
@@ -50,18 +49,41 @@ FP8_SCHEDULES = {
 FP8_BAND = 2 * BAND  # rows half as high
 
 
+# Rows of a tile, and the time of a row of it where the tensor cores are what is waited for, of that in the last.
+_HEIGHTS = {"64x8c1": (64, 1.45), "128x6c1": (128, 1.07), "256x4c1": (256, 1.0)}
+_FP8_HEIGHTS = {"64x5c1": (64, 1.2), "128x4c1": (128, 1.0)}
+_FEW_GROUPS, _FEW_WAVES = 4, 6
+
+
+def _in_whole_waves(
+    heights: dict[str, tuple[int, float]], rows: int, groups: int, column_tiles: int, multiprocessors: int
+) -> str | None:
+    """Of few groups, whose rows are about as many as expected, and few tiles: the schedule whose waves take least time,
+    begun ones as long as whole ones.  None: of more, where rules of thumb do better.
+    """
+    if groups > _FEW_GROUPS:
+        return None
+    found = {}
+    for name, (height, time) in heights.items():
+        tiles = -(-rows // height)  # as even as they go
+        found[name] = -(-groups * tiles * column_tiles // multiprocessors), rows / tiles * time
+    if min(waves for waves, _ in found.values()) > _FEW_WAVES:
+        return None
+    return min(found, key=lambda name: found[name][0] * found[name][1])
+
+
 def choose_fp8(expected_rows: int, groups: int, columns: int, multiprocessors: int = 132) -> str:
     """The name of the schedule for `groups` groups of about so many rows of e4m3, times matrices of so many columns.
 
-    Fitted to bench/results/gemm-fp8-clusters-h200.json; tests/fused/test_schedules.py says how well.  Small tiles while
-    one holds nearly every group, and where tiles of 128 rows are too few for half of the multiprocessors.  There is no
-    pair of those: in that file it was up to a tenth slower, and nowhere faster by more than measuring it twice shows.
+    Fitted to bench/results/gemm-fp8-h200.json and gemm-fp8-clusters-h200.json; tests/fused/test_schedules.py says how
+    well.  Small tiles while one holds nearly every group.  There is no pair of tiles of 128 rows: in the second file it
+    was up to a tenth slower, and nowhere faster by more than measuring it twice shows.
     """
     column_tiles = -(-columns // (2 * BLOCK_COLUMNS))
-    few = expected_rows <= 192 and 2 * groups * column_tiles <= multiprocessors
-    if expected_rows > 40 and not few:
-        return "128x4c1"
-    return "64x5c2" if column_tiles % 2 == 0 else "64x5c1"
+    if expected_rows <= 40:
+        return "64x5c2" if column_tiles % 2 == 0 else "64x5c1"
+    few = _in_whole_waves(_FP8_HEIGHTS, expected_rows, groups, column_tiles, multiprocessors)
+    return few or "128x4c1"
 
 
 def schedule_of(
@@ -86,11 +108,13 @@ def choose(expected_rows: int, groups: int, columns: int, depth: int, multiproce
     if expected_rows <= 40:
         # One tile holds nearly every group.  At 64 rows half of the groups need two, which load the same weights twice:
         # 64x8c2 loses a fifth there.
-        return "64x8c2" if paired else "64x8c1"
+        return "64x8c2" if paired and waves > 1 else "64x8c1"
+    if few := _in_whole_waves(_HEIGHTS, expected_rows, groups, column_tiles, multiprocessors):
+        return few
     if expected_rows <= 192:
         if expected_rows > 96 and 1 < waves < 4:
             # Groups of about 128 rows: some are larger, and of so few tiles one more a group is a wave more.
-            return "256x4c2"
+            return "256x4c1"
         # Where all tiles run at once, pairs.  Else alone: row tiles of a group are neighbours in the order of tiles,
         # and load the same weights at the same time.
         return "128x6c2" if waves <= 1 else "128x6c1"
@@ -98,9 +122,8 @@ def choose(expected_rows: int, groups: int, columns: int, depth: int, multiproce
         # Groups of about 256 rows: half of them are two tiles of 256 rows, little more than half full.  With a long sum
         # the larger tile wins all the same, in units of 16 rows: it loads fewer bytes a product.
         return "256x4c2u16" if depth > 6144 else "128x6c1"
-    if expected_rows <= 1536:
-        # A pair loads fewer bytes a product.  Alone where sums are short, since blocks then often store, and a pair
-        # can't load ahead of its slower half; where all columns run at once; where a pair in 16 or fewer is half empty.
-        alone = depth <= 2048 or waves <= 1 or (not paired and column_tiles < 32)
-        return "256x4c1" if alone else "256x4c2u16"
-    return "256x4c2"
+    # A pair loads fewer bytes a product.  Alone where sums are short, since blocks then often store, and a pair can't
+    # load ahead of its slower half; where all columns run at once; where a pair in 16 or fewer is half empty; and of
+    # many rows, where nobody waits for bytes.
+    alone = expected_rows > 1536 or depth <= 2048 or waves <= 1 or (not paired and column_tiles < 32)
+    return "256x4c1" if alone else "256x4c2u16"

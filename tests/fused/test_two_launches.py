@@ -142,7 +142,7 @@ def kernels() -> dict[str, plain_kernel.PlainKernel]:
     for name, schedule in FP8_SCHEDULES.items():
         found[f"fetch FP8 {name}"] = two_launches.fetch_kernel(FP8, True, schedule, 7168)
         found[f"send FP8 {name}"] = two_launches.send_kernel(FP8, schedule, bf16)
-    found["fetch, interleaved"] = two_launches.fetch_kernel(fp16, False, SCHEDULES["256x4c2"], 2880)
+    found["fetch, interleaved"] = two_launches.fetch_kernel(fp16, False, SCHEDULES["256x4c2u16"], 2880)
     found["fetch, small"] = two_launches.fetch_kernel(fp16, True, SCHEDULES["64x8c1"], 8)
     found["fetch, large"] = two_launches.fetch_kernel(bf16, True, SCHEDULES["64x8c2"], 16384)
     found["fetch FP8, interleaved"] = two_launches.fetch_kernel(FP8, False, FP8_SCHEDULES["128x4c1"], 2880)
