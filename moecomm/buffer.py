@@ -147,13 +147,15 @@ class Buffer:
             topk_weights: float32 `[T, K]`; None: every weight is 1.
             layout: "expert": one row a (token, expert here), by (expert, source rank, token, k), each expert's group
                 starting at a multiple of `expert_alignment`; "flat": one row a (token, this rank), by (source rank,
-                token); "batched": `[E/R, R * max_tokens, H]`, each expert's rows first, in the order of "expert".
+                token); "batched": `[E/R, max_rows, H]`, each expert's rows first, in the order of "expert".
             quantize: "fp8": rows travel and arrive as float8_e4m3fn with a scale for every 128 columns.
             scale_format: of "fp8": "fp32": amax / 448; "ue8m0": the power of two that is not below it.
             scale_layout: "row": a row of scales beside each row of x; "column": column-major and padded as grouped
                 GEMMs load them by TMA, see Routed; scales that are given then have elements of 4 bytes.
             scales: `[T, n]` of 1-, 2- or 4-byte elements, travelling beside the rows.
-            max_rows: rows to make room for (flat, expert); default: the worst case.  See also Routed.topk_idx.
+            max_rows: rows to make room for, batched: of each expert; default: the worst case (batched: R * max_tokens,
+                no id twice), of which more is not taken.  More that arrive are bad input on every rank.  See also
+                Routed.topk_idx.
             sync: True: wait, and return exactly the rows that arrived; False: never wait for the device, tensors
                 have `max_rows` rows and the device counts say how many are valid.  None: True on CPUs, False on GPUs.
             handle: repeats an earlier dispatch with new rows, without routing; `topk_idx` and `topk_weights` are
@@ -278,7 +280,7 @@ class Buffer:
             out: `[T, H]` of the dtype of `y`, written in place; default: a new tensor.
             bias: `[T, H]` or `[H]` of the dtype of `y`, added before the rounding.
             weighted: expert, batched: multiply each row by the routing weight that dispatch carried.
-            weight_grads: float32, a number a row (`[rows]`, batched `[E/R, R * max_tokens]`; flat `[rows, K]`):
+            weight_grads: float32, a number a row (`[rows]`, batched `[E/R, rows]`; flat `[rows, K]`):
                 brought home as well.
             wire: None: rows of "expert" and "batched" are added in float32 and travel so, and the result is rounded
                 once.  The dtype of `y`: each rank's sum is rounded before it travels: half the bytes, one more

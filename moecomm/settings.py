@@ -110,20 +110,20 @@ class Settings:
         """
         return self.hidden * self.dtype.itemsize, max(self.hidden // 4, 256)
 
-    def worst_rows(self, layout: str, alignment: int = 1) -> int:
-        """The most rows a rank can receive in a dispatch of this layout."""
-        tokens, local = self.ranks * self.max_tokens, self.num_experts // self.ranks
-        if layout == "flat":
-            return tokens
-        if layout == "batched":
-            return local * tokens
-        return tokens * self.topk + (alignment - 1) * local
+    def worst_rows(self, layout: str, alignment: int = 1, max_rows: int | None = None) -> int:
+        """The most rows a rank can receive in a dispatch of this layout; `max_rows`: see Buffer.dispatch."""
+        rows, local = self.ranks * self.max_tokens, self.num_experts // self.ranks
+        if layout == "expert":
+            rows = rows * self.topk + (alignment - 1) * local
+        if max_rows is not None:
+            rows = min(max_rows, rows)
+        return local * rows if layout == "batched" else rows
 
-    def round_bytes(self, layout: str) -> int:
+    def round_bytes(self, layout: str, max_rows: int | None = None) -> int:
         """Window memory of one round's outputs in the worst case: rows, and what the handle keeps."""
         row = self.hidden * self.dtype.itemsize + self.hidden // 32 + 64  # with scales, src and weights
         tokens, local = self.ranks * self.max_tokens, self.num_experts // self.ranks
-        return self.worst_rows(layout, 128) * row + tokens * (16 * self.topk + 16) + 4 * local + (1 << 16)
+        return self.worst_rows(layout, 128, max_rows) * row + tokens * (16 * self.topk + 16) + 4 * local + (1 << 16)
 
     def default_heap(self) -> int:
         """Window memory for outputs where nobody has asked for more or less: of four rounds, on GPUs of two."""

@@ -134,6 +134,21 @@ def test_rows_of_a_void_round_have_no_expert(ranks: LocalBuffers) -> None:
         assert here.topk_idx.tolist() == [[-1] * 4] * 3 and here.topk_weights.tolist() == [[0.0] * 4] * 3
 
 
+def test_too_many_rows_of_an_expert_void_the_round_on_every_rank(ranks: LocalBuffers) -> None:
+    calls = [{**good_call(), "layout": "batched"} for _ in range(3)]
+    for call in calls:
+        call["topk_idx"] = torch.arange(T * 4).view(T, 4) % 4 + 8
+    calls[2]["max_rows"] = 23  # rank 2 gets 3 * 8 rows for each of its experts
+    for error in (_raises(ranks, calls), *(_left_behind(b) for b in ranks.buffers[1:])):
+        assert isinstance(error, moecomm.BadInput)
+        assert (error.argument, error.rank) == ("max_rows", 2) and "24" in str(error) and "23" in str(error)
+    calls[0]["max_rows"], calls[1]["max_rows"], calls[2]["max_rows"] = 0, 100, 24
+    routed = ranks.dispatch(calls)
+    assert [r.x.shape for r in routed] == [(4, 0, 64), (4, 48, 64), (4, 24, 64)]
+    x = torch.cat([call["x"] for call in calls])
+    assert all(torch.equal(rows, x) for rows in routed[2].x)
+
+
 def test_more_duplicates_than_batched_holds(ranks: LocalBuffers) -> None:
     calls = [
         {"x": torch.randn(16, 64).bfloat16(), "topk_idx": torch.full((16, 4), 3), "layout": "batched"} for _ in range(3)

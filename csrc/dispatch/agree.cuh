@@ -41,7 +41,7 @@ MOECOMM_FN bool sum_counts(const Call& c) {
 template <class Call>
 MOECOMM_FN void place_groups(const Call& c, i32 rank) {
     constexpr DispatchConfig cfg = Call::cfg;
-    const i64 group_limit = batched_start(c.shape(), 1);
+    const i32 group = batched_group(c.shared.notices[rank].max_rows, cfg.experts_here());
     i64 rows = 0, too_many = 0;
 #pragma unroll 1
     for (i32 first = 0; first < cfg.experts_here(); first += kWarp) {
@@ -55,10 +55,10 @@ MOECOMM_FN void place_groups(const Call& c, i32 rank) {
             const i64 below = __shfl_up_sync(kAllLanes, sum, distance);
             if (lane_id() >= distance) sum += below;
         }
-        const i64 start = cfg.layout == Layout::batched ? batched_start(c.shape(), local) : rows + sum - aligned;
+        const i64 start = cfg.layout == Layout::batched ? static_cast<i64>(local) * group : rows + sum - aligned;
         if (inside) c.shared.base[expert] += static_cast<i32>(start);
         if (inside && rank == c.me()) c.shared.filled[local] = static_cast<i32>(start) + count;
-        const u32 over = __ballot_sync(kAllLanes, count > group_limit);
+        const u32 over = __ballot_sync(kAllLanes, count > group);
         if (over != 0 && too_many == 0) too_many = __shfl_sync(kAllLanes, count, __ffs(over) - 1);
         rows += __shfl_sync(kAllLanes, sum, kWarp - 1);
     }
@@ -69,9 +69,10 @@ template <class Call>
 MOECOMM_FN Verdict judge_rows(const Call& c, i32 rank) {
     constexpr DispatchConfig cfg = Call::cfg;
     const bool batched = cfg.layout == Layout::batched;
-    const i64 needed = c.shared.needed[rank], limit = batched ? batched_start(c.shape(), 1) : c.shared.notices[rank].max_rows;
+    const i32 offered = c.shared.notices[rank].max_rows;
+    const i64 needed = c.shared.needed[rank], limit = batched ? batched_group(offered, cfg.experts_here()) : offered;
     if (needed <= limit) return {Failure::none, Argument::none, -1, 0, 0};
-    return {Failure::bad_input, batched ? Argument::batched : Argument::max_rows, rank, limit, needed};
+    return {Failure::bad_input, batched ? batched_objection(c.shape(), limit) : Argument::max_rows, rank, limit, needed};
 }
 
 // Objections in the order of the ranks, notices before rows: the n-th of 2 * ranks.

@@ -85,7 +85,7 @@ struct Unpacker {
     // Eight bytes of a row of scales.
     MOECOMM_FN void put_scales(i64 row, i32 at, u64 bits) const {
         if constexpr (cfg.scale_columns) {
-            const i64 group = cfg.layout == Layout::batched ? batched_start(c.shape(), 1) : 0;
+            const i64 group = cfg.layout == Layout::batched ? batched_group(c.a.max_rows, cfg.experts_here()) : 0;
             auto* there = reinterpret_cast<u32*>(c.a.scale_columns);
             there += group == 0 ? row : row / group * (cfg.scale_bytes / 4) * c.a.scale_stride + row % group;
             there[at / 4 * c.a.scale_stride] = static_cast<u32>(bits);

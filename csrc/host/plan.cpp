@@ -83,11 +83,11 @@ i64 Plan::rows_needed(i32 rank) const {
 }
 
 Verdict Plan::judge_capacity() const {
-    const i64 group = batched_start(shape_, 1);
     for (i32 p = 0; p < r_.ranks; ++p) {
         if (a_.layout == static_cast<i32>(Layout::batched)) {
+            const i64 group = batched_group(r_.notice(p).max_rows, experts_here_);
             for (i32 e = p * experts_here_; e < (p + 1) * experts_here_; ++e)
-                if (total_[e] > group) return {Failure::bad_input, Argument::batched, p, group, total_[e]};
+                if (total_[e] > group) return {Failure::bad_input, batched_objection(shape_, group), p, group, total_[e]};
         } else if (rows_needed(p) > r_.notice(p).max_rows) {
             return {Failure::bad_input, Argument::max_rows, p, r_.notice(p).max_rows, rows_needed(p)};
         }
@@ -106,7 +106,7 @@ void Plan::place_experts() {
     for (i32 e = 0; e < shape_.experts; ++e) {
         const i32 local_expert = e % experts_here_;
         if (a_.layout == static_cast<i32>(Layout::batched)) {
-            start = static_cast<i32>(batched_start(shape_, local_expert));
+            start = local_expert * batched_group(r_.notice(e / experts_here_).max_rows, experts_here_);
         } else if (local_expert == 0) {
             start = 0;
         }

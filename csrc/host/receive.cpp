@@ -70,7 +70,7 @@ void Inbox::store_scales(i32 slot) const {
 void Inbox::store_scale_column(const u8* scales, i64 row) const {
     const DispatchArgs& a = d_.a;
     const i64 words = a.scale_bytes / sizeof(u32);
-    const i64 rows_of_expert = batched_start(a.ctx.shape, 1);
+    const i64 rows_of_expert = batched_group(a.max_rows, d_.plan.experts_here());
     const bool batched = a.layout == static_cast<i32>(Layout::batched);
     const i64 group = batched ? row / rows_of_expert : 0, place = batched ? row % rows_of_expert : row;
     u32* out = memory<u32>(a.scale_columns) + group * words * a.scale_stride + place;

@@ -64,7 +64,7 @@ struct DispatchArgs {
     i32 scale_format;   // ScaleFormat of those
     i32 layout;         // Layout
     i32 alignment;      // expert: groups start at multiples of this
-    i32 max_rows;       // rows of `out_x` (flat, expert)
+    i32 max_rows;       // rows of `out_x`
     i32 chunk_tokens;   // a power of two up to kMaxChunk
     i32 repeat;         // 1: `route` is that of an earlier dispatch; no counting, no src, weights or indices
     u64 call;           // Notice::call

@@ -16,7 +16,7 @@ struct Notice {
     i64 bad_value;  // the first bad value, when status is not none
     i32 num_tokens;
     i32 chunk_tokens;
-    i32 max_rows;  // rows this rank's output can take (all layouts but batched)
+    i32 max_rows;  // rows this rank's output can take; batched: of all its experts, each has as many
     i32 blocks;    // dispatch: so many share the chunks of this rank out, neighbours together: the first chunks of all come first (kernels)
     // Offsets in the sender's window.  dispatch: where peers write; `pitch`, if not 0, says that the sender's rows come in packets, and the
     // bytes of those of a token.

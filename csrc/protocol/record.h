@@ -26,8 +26,8 @@ enum class Op : u32 { none = 0, dispatch = 1, combine = 2, leave = 3 };  // leav
 enum class Argument : u32 {  // what a bad_input record speaks of
     none = 0,
     topk_idx = 1,      // `expected` = num_experts, `seen` = the id
-    max_rows = 2,      // `expected` = rows offered by `peer`, `seen` = rows it needs
-    batched = 3,       // one expert of `peer` got more than ranks * max_tokens rows: `expected`, `seen`
+    max_rows = 2,      // `expected` = rows offered by `peer` (batched: for an expert), `seen` = rows it needs
+    batched = 3,       // the same, with the ranks * max_tokens rows offered that ids without duplicates need at most
     topk_weights = 4,  // not a number, when asked to check
 };
 

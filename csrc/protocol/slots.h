@@ -11,8 +11,8 @@
 
 namespace moecomm {
 
-// Where expert `local` of a rank begins in the batched layout; in `expert` it is the running sum of aligned_group.
-MOECOMM_BOTH constexpr i64 batched_start(const Shape& s, i32 local) { return static_cast<i64>(local) * s.ranks * s.max_tokens; }
+// Rows of each expert of a rank in the batched layout, out of Notice::max_rows; in `expert` groups begin at running sums of aligned_group.
+MOECOMM_BOTH constexpr i32 batched_group(i32 max_rows, i32 experts_here) { return max_rows / experts_here; }
 MOECOMM_BOTH constexpr i32 aligned_group(i32 count, i32 alignment) { return ceil_div(count, alignment) * alignment; }
 MOECOMM_BOTH constexpr i32 owner_of(const Shape& s, i32 expert) { return expert / (s.experts / s.ranks); }
 MOECOMM_BOTH constexpr bool valid_id(i64 id, i32 experts) { return id >= -1 && id < experts; }
@@ -24,6 +24,11 @@ struct Verdict {
     i32 peer;
     i64 expected, seen;
 };
+
+// That an expert got more than the `group` rows a rank has for each.
+MOECOMM_BOTH constexpr Argument batched_objection(const Shape& s, i64 group) {
+    return group < static_cast<i64>(s.ranks) * s.max_tokens ? Argument::max_rows : Argument::batched;
+}
 
 // One notice against ours.
 MOECOMM_BOTH Verdict judge_notice(const Notice& mine, const Notice& theirs, i32 from, i32 experts) {

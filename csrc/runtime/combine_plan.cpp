@@ -1,12 +1,14 @@
 #include "combine_plan.h"
 
+#include "../protocol/slots.h"
+
 namespace moecomm::runtime {
 namespace {
 
-// [experts here][ranks * max_tokens], and what follows.
-bool is_batch(const Shape& shape, const DLTensor& t, i32 ndim) {
-    return t.ndim == ndim && t.shape[0] == shape.experts / shape.ranks && t.shape[1] == static_cast<i64>(shape.ranks) * shape.max_tokens &&
-           is_contiguous(t);
+// [experts here][rows of each], and what follows.
+bool is_batch(const DispatchArgs& dispatch, const DLTensor& t, i32 ndim) {
+    const i32 here = dispatch.ctx.shape.experts / dispatch.ctx.shape.ranks;
+    return t.ndim == ndim && t.shape[0] == here && t.shape[1] == batched_group(dispatch.max_rows, here) && is_contiguous(t);
 }
 
 bool is_layout(const DispatchArgs& dispatch, Layout layout) { return dispatch.layout == static_cast<i32>(layout); }
@@ -25,11 +27,11 @@ bool CombinePlan::in_window(u64 at) const {
 bool CombinePlan::is_y(const DispatchArgs& dispatch, const DLTensor& y, u64 y_copy) const {
     if (in_window(y_copy != 0 ? y_copy : address_of(y)) != y_in_window_) return false;
     if (!is_layout(dispatch, Layout::batched)) return is_rows(y, dispatch.max_rows, args_.hidden);
-    return is_batch(args_.ctx.shape, y, 3) && y.shape[2] == args_.hidden && address_of(y) % static_cast<u64>(kRowAlignment) == 0;
+    return is_batch(dispatch, y, 3) && y.shape[2] == args_.hidden && address_of(y) % static_cast<u64>(kRowAlignment) == 0;
 }
 
 bool CombinePlan::is_weight_grads(const DispatchArgs& dispatch, const DLTensor& grads) const {
-    if (is_layout(dispatch, Layout::batched)) return is_batch(args_.ctx.shape, grads, 2);
+    if (is_layout(dispatch, Layout::batched)) return is_batch(dispatch, grads, 2);
     if (is_layout(dispatch, Layout::flat)) return is_packed(grads, dispatch.max_rows, args_.ctx.shape.topk);
     return grads.ndim == 1 && grads.shape[0] == dispatch.max_rows && is_contiguous(grads);
 }

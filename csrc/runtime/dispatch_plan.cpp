@@ -35,7 +35,7 @@ Payload payload_of(const DispatchArgs& args, i32 max_rows, bool scale_columns) {
     p.scales = pieces.take(scale_columns ? tokens : max_rows, args.scale_bytes);
     if (scale_columns) {
         p.groups = batched ? shape.experts / shape.ranks : 1;
-        p.stride = align_up<i64>(batched ? static_cast<i64>(tokens) : max_rows, 4);  // a column is a multiple of 16 bytes, for TMA
+        p.stride = align_up<i64>(max_rows / p.groups, 4);  // a column is a multiple of 16 bytes, for TMA
         p.columns = pieces.take(static_cast<u64>(p.groups) * p.stride, args.scale_bytes);
     }
     p.x = pieces.take(max_rows, args.row_bytes);

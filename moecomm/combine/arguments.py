@@ -70,6 +70,6 @@ def _check_y(buffer: Buffer, y: torch.Tensor, handle: Handle) -> None:
         raise BadInput("y", f"rows of {buffer.hidden * y.element_size()} bytes", "a multiple of 16 bytes")
     if handle.layout == "batched":
         if not y.is_contiguous():
-            raise BadInput("y", f"strides {y.stride()}", "a contiguous [E/R, R * max_tokens, H]")
+            raise BadInput("y", f"strides {y.stride()}", "a contiguous [E/R, rows, H]")
         y = y.flatten(0, 1)
     check_rows("y", y)

@@ -44,8 +44,7 @@ class Plan:
         self.device, self.owner = session.device, session.owner
         self.base = session.context.peers[buffer.rank]
         self.topk, self.local_experts = buffer.topk, buffer.num_experts // buffer.num_ranks
-        rows_of_expert = buffer.num_ranks * buffer.max_tokens
-        self._batch = (self.local_experts, rows_of_expert) if options.layout == "batched" else None
+        self._groups = self.local_experts if options.layout == "batched" else 1  # with as many rows each
         self._worst_rows = buffer.settings.worst_rows(options.layout, options.expert_alignment)
         self._memory = buffer.memory
         self.x_dtype = torch.float8_e4m3fn if options.quantize else like.x.dtype
@@ -84,8 +83,7 @@ class Plan:
             if max_rows is not None:
                 if max_rows < 0:
                     return None
-                if self.layout != "batched":
-                    rows = min(max_rows, rows)
+                rows = min(max_rows * self._groups, rows)
             payload, kept = self._memory.allocate(self._native.payload_bytes(rows), self._native.kept_bytes(rows))
             args = self._native.bind(payload, kept, rows, x, scales, topk_idx, topk_weights)
         if args is None:
@@ -122,8 +120,9 @@ class Plan:
         return outputs.MAKE[name](routed)
 
     def rows_shape(self, args: _native.DispatchArgs) -> tuple[int, ...]:
-        """`[rows]`, or `[E/R, R * max_tokens]` (batched): what the shapes of outputs begin with."""
-        return self._batch or (args.max_rows,)
+        """`[rows]`, or `[E/R, rows of each]` (batched): what the shapes of outputs begin with."""
+        rows = args.max_rows // self._groups
+        return (self._groups, rows) if self.layout == "batched" else (rows,)
 
 
 def _args(buffer: Buffer, options: Options, like: Tensors) -> _native.DispatchArgs:

@@ -82,10 +82,12 @@ def dispatch(
     layout: str = "expert",
     expert_alignment: int = 1,
     max_tokens: int = 0,
+    max_rows: list[int] | None = None,
     scales: list[torch.Tensor] | None = None,
 ) -> list[Arrived]:
     """Every rank's tokens `xs[r]` [T_r, H], `topk_idx[r]` [T_r, K], `topk_weights[r]` [T_r, K] or None (ones) ->
-    every rank's Arrived.  Scales `scales[r]` [T_r, n] come out as rows; see by_column() for the other layout.
+    every rank's Arrived.  Scales `scales[r]` [T_r, n] come out as rows; see by_column() for the other layout.  batched:
+    rank r has `max_rows[r]` rows for each expert, or as many as all ranks with `max_tokens` tokens can send.
     """
     ranks, local = len(xs), num_experts // len(xs)
     topk = topk_idx[0].shape[1]
@@ -126,7 +128,8 @@ def dispatch(
             ends = (((counts + expert_alignment - 1) // expert_alignment) * expert_alignment).cumsum(0)
             starts, total = torch.cat([torch.zeros(1, dtype=torch.long), ends[:-1]]), int(ends[-1])
         else:
-            starts, total = torch.arange(local) * ranks * max_tokens, local * ranks * max_tokens
+            group = ranks * max_tokens if max_rows is None else max_rows[rank]
+            starts, total = torch.arange(local) * group, local * group
         entry = here.flatten().nonzero().flatten()  # (source, token, k) in order
         expert = local_idx.flatten()[entry]
         order = expert.argsort(stable=True)

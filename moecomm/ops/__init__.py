@@ -38,7 +38,7 @@ class Dispatched(NamedTuple):
     """The tokens that arrived, as moecomm.Routed has them, in tensors of `max_rows` rows.
 
     Attributes:
-        x: `[rows, H]` (batched `[E/R, R * max_tokens, H]`) of the Buffer's dtype.  Rows where no token arrived are
+        x: `[rows, H]` (batched `[E/R, rows, H]`, and so on) of the Buffer's dtype.  Rows where no token arrived are
             zeros, or not initialised with `zero_padding=False`.
         tokens_per_expert: int32 `[E/R]`.
         num_rows: int32 `[1]`: rows in use, as in moecomm.Routed.
@@ -79,7 +79,8 @@ def dispatch(
         topk_weights: floating `[T, K]`, used in float32; None: every weight is 1.
         layout: "expert", "flat" or "batched".
         expert_alignment: expert: groups start at multiples of this.
-        max_rows: expert, flat: rows to make room for; default: the worst case.  More is bad input on every rank.
+        max_rows: rows to make room for, batched: of each expert; default: the worst case.  More is bad input on every
+            rank.
         zero_padding: rows where no token arrived are zeros, and so are those of the gradient of y: sums over all
             rows are then right.  False saves a pass over the rows where experts go by the counts.
 

@@ -34,7 +34,7 @@ class Handle(NamedTuple):
 
     Attributes:
         memory: uint8 `[n]`: the tables of the dispatch.  May be copied, and must not be changed.
-        row_weights: float32 `[rows]` (batched `[E/R, R * max_tokens]`): what combine multiplies rows with, and what
+        row_weights: float32 `[rows]` (batched `[E/R, rows]`): what combine multiplies rows with, and what
             the gradient of the routing weights flows through; None in "flat".
         buffer: the Buffer's name.
         layout: of the dispatch.
@@ -131,12 +131,12 @@ def counts(handle: NativeHandle) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def sources(handle: NativeHandle) -> torch.Tensor:
-    """src int32 [rows, 2] (batched [E/R, R * max_tokens, 2]), likewise; rows past num_rows are not initialised."""
+    """src int32 [rows, 2] (batched [E/R, rows, 2]), likewise; rows past num_rows are not initialised."""
     return _view(handle, handle.args.route.src, (*handle.plan.rows_shape(handle.args), 2))
 
 
 def row_weights(handle: NativeHandle) -> torch.Tensor:
-    """float32 [rows] (batched [E/R, R * max_tokens]), likewise: the routing weight of each row."""
+    """float32 [rows] (batched [E/R, rows]), likewise: the routing weight of each row."""
     weights = _view(handle, handle.args.route.row_weights, handle.plan.rows_shape(handle.args))
     return weights.view(torch.float32)
 

@@ -79,8 +79,7 @@ def _(
     zero_padding: bool,
 ) -> tuple[torch.Tensor, ...]:
     owner = names.find(buffer)
-    worst = owner.settings.worst_rows(layout, expert_alignment)
-    rows = worst if max_rows < 0 or layout == "batched" else min(max_rows, worst)
+    rows = owner.settings.worst_rows(layout, expert_alignment, None if max_rows < 0 else max_rows)
     shape, local = rows_shape(owner, layout, rows), owner.num_experts // owner.num_ranks
     flat = layout == "flat"
     return (
@@ -198,9 +197,8 @@ def _run_dispatch(buffer: Buffer, *tensors: torch.Tensor | None, **options: obje
 
 def rows_shape(buffer: Buffer, layout: str, rows: int) -> tuple[int, ...]:
     """What the shapes of rows begin with."""
-    if layout != "batched":
-        return (rows,)
-    return buffer.num_experts // buffer.num_ranks, buffer.num_ranks * buffer.max_tokens
+    local = buffer.num_experts // buffer.num_ranks
+    return (local, rows // local) if layout == "batched" else (rows,)
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
@@ -210,7 +208,7 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def _arrived(layout: str, tokens_per_expert: torch.Tensor, num_rows: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
-    """bool, `[rows]` or `[E/R, R * max_tokens]`: whether a token lies in the row."""
+    """bool, `[rows]` or `[E/R, rows of each]`: whether a token lies in the row."""
     row = torch.arange(src.shape[-2], dtype=torch.int32, device=src.device)
     if layout == "batched":
         return row < tokens_per_expert.unsqueeze(1)

@@ -49,7 +49,7 @@ class Case:
     workers: int | None
     in_window: bool  # experts write into Buffer.empty
     again: bool  # the dispatch is repeated with other rows
-    max_rows: int | None = None  # flat, without sync: there may be more room than comes
+    max_rows: list[int] | None  # batched: rows of an expert, flat, without sync: rows, on each rank; None: the worst case
 
 
 def random_case(
@@ -130,12 +130,24 @@ def random_case(
         workers=rng.choice([None, 1, 2, 3]),
         in_window=rng.random() < 0.3 and not begin,  # a window of a GPU has room for two rounds
         again=False,
+        max_rows=None,
     )
     again = rng.random() < 0.25 and not (case.begin or case.in_window)
     case = replace(case, again=again and (payload == "plain" or not few_kernels))
+    if layout == "batched":
+        return replace(case, max_rows=_draw_rows(idx, num_experts, ranks * max_tokens, rng))
     if layout != "flat" or begin or rng.random() < 0.5:
         return case
-    return replace(case, max_rows=sum(tokens) + rng.choice([0, 1, 5]))
+    return replace(case, max_rows=[sum(tokens) + rng.choice([0, 1, 5])] * ranks)
+
+
+def _draw_rows(idx: list[torch.Tensor], num_experts: int, worst: int, rng: random.Random) -> list[int] | None:
+    """Rows of an expert on each rank: as many as are needed, or more, up to the worst case."""
+    if rng.random() < 0.4:
+        return None
+    counts = torch.bincount(torch.cat(idx).flatten() + 1, minlength=num_experts + 1)[1:]
+    most = counts.view(len(idx), -1).amax(dim=1).tolist()
+    return [rng.choice([rows, rng.randint(rows, worst)]) for rows in most]
 
 
 def draw_routing(

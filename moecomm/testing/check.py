@@ -91,7 +91,8 @@ def dispatch_call(case: Case, rank: int, device: torch.device) -> dict[str, Any]
         "scale_layout": case.scale_layout,
         "scales": None if case.scales is None else case.scales[rank].to(device),
         "num_sms": case.workers,
-        **({} if case.max_rows is None else {"max_rows": case.max_rows, "sync": False}),
+        "max_rows": None if case.max_rows is None else case.max_rows[rank],
+        "sync": False if case.layout == "flat" and case.max_rows is not None else None,
     }
 
 
@@ -137,6 +138,7 @@ class Wanted:
             layout=self.case.layout,
             expert_alignment=self.case.alignment,
             max_tokens=self.buffer.max_tokens,
+            max_rows=self.case.max_rows,
             scales=scales,
         )
 

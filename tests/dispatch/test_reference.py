@@ -47,6 +47,16 @@ def test_batched_gives_each_expert_its_own_rows() -> None:
     assert second.x.view(2, 4).tolist() == [[5.0, 0, 0, 0], [1.0, 2.0, 2.0, 0]]
 
 
+def test_batched_has_as_many_rows_as_a_rank_wants() -> None:
+    first, second = reference.dispatch(
+        X, IDX, list(WEIGHTS), num_experts=4, layout="batched", max_tokens=2, max_rows=[1, 3]
+    )
+    assert first.x.view(2, 1).tolist() == [[1.0], [0]]
+    assert second.num_rows == 4 and second.x.view(2, 3).tolist() == [[5.0, 0, 0], [1.0, 2.0, 2.0]]
+    assert second.src.view(2, 3, 2)[0].tolist() == [[1, 0], [-1, -1], [-1, -1]]
+    assert [r.tolist() for r in second.rows] == [[[3, -1], [4, 5]], [[0, -1]]]
+
+
 def test_quantize_scales_groups_of_128_columns() -> None:
     x = torch.zeros(1, 144)
     x[0, :3] = torch.tensor([896.0, -448.0, 2.0])

@@ -224,7 +224,9 @@ std::string too_many_rows(Layout layout) {
     const i32 needed = static_cast<i32>(rows_needed(f.scenario.shape, *f.scenario.steps[0].dispatch, 1));
     f.dispatches[1].max_rows = needed - 1;
     f.dispatch_all();
-    return check_void_everywhere(f, {Failure::bad_input, Op::dispatch, Phase::notice, 1, 1, Argument::max_rows, needed - 1, needed});
+    const i32 groups = layout == Layout::batched ? f.scenario.shape.experts / kRanks : 1;
+    const Want want{Failure::bad_input, Op::dispatch, Phase::notice, 1, 1, Argument::max_rows, (needed - 1) / groups, needed / groups};
+    return check_void_everywhere(f, want);
 }
 
 // Every token names one expert with all its entries.
@@ -235,6 +237,7 @@ std::string too_many_of_one_expert() {
     std::vector<i32> ids32(ids.size(), 0);
     std::vector<float> weights(ids.size(), 1.0f);
     for (DispatchArgs& a : f.dispatches) {
+        a.max_rows = s.experts * s.max_tokens;
         a.topk_idx = reinterpret_cast<u64>(a.idx_bytes == 8 ? static_cast<void*>(ids.data()) : ids32.data());
         a.topk_weights = reinterpret_cast<u64>(weights.data());
     }
@@ -356,6 +359,7 @@ int run_failure_cases(u64 timeout_ns, bool until_one, bool several_domains) {
         {"NaN weight", nan_weight, false},
         {"too many flat rows", [] { return too_many_rows(Layout::flat); }, false},
         {"too many expert rows", [] { return too_many_rows(Layout::expert); }, false},
+        {"too many batched rows", [] { return too_many_rows(Layout::batched); }, false},
         {"too many tokens of one expert", too_many_of_one_expert, false},
         {"another operation", other_operation, false},
         {"other settings", other_settings, false},

@@ -352,6 +352,16 @@ MUTANTS = [
         "rows_needed(p) > (1ll << 40)",
         "failures",
     ),
+    Mutant(
+        "capacity of an expert not checked", "host/plan.cpp", "total_[e] > group", "total_[e] > (1ll << 40)", "failures"
+    ),
+    Mutant(
+        "every rank has as many rows of an expert as we have",
+        "host/plan.cpp",
+        "batched_group(r_.notice(e / experts_here_).max_rows",
+        "batched_group(a_.max_rows",
+        "plain",
+    ),
     Mutant("void round does not count", "host/dispatch.cpp", "return d.r.finish();", "return;", "failures"),
     Mutant(
         "abort word not looked at",

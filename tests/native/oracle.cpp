@@ -150,7 +150,7 @@ void arrive_experts(const Shape& s, const Dispatched& d, i32 p, Routed& out) {
     Arrived& a = out.arrived[p];
     i64 start = 0;
     for (i32 local = 0; local < here; ++local) {
-        if (d.layout == Layout::batched) start = static_cast<i64>(local) * s.ranks * s.max_tokens;
+        if (d.layout == Layout::batched) start = static_cast<i64>(local) * (d.landing[p].max_rows / here);
         const i64 end = arrive_expert(s, d, p * here + local, start, out);
         if (d.layout == Layout::batched) a.num_rows += a.tokens_per_expert[local];
         if (d.layout != Layout::expert) continue;

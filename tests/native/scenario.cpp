@@ -120,8 +120,13 @@ std::unique_ptr<Dispatched> random_dispatch(Random& random, const Shape& s, cons
     for (i32 rank = 0; rank < s.ranks; ++rank) d->input.push_back(random_sent(random, s, *d, limits, hot));
     for (i32 rank = 0; rank < s.ranks; ++rank) {
         Landing landing;
-        const i64 needed = rows_needed(s, *d, rank);
-        landing.max_rows = static_cast<i32>(needed) + (d->layout == Layout::batched ? 0 : random.one_of({0, 0, 3}));
+        landing.max_rows = static_cast<i32>(rows_needed(s, *d, rank));
+        if (d->layout == Layout::batched) {
+            const i32 here = s.experts / s.ranks, worst = s.ranks * s.max_tokens;
+            landing.max_rows = here * std::max(landing.max_rows / here, random.one_of({0, random.between(0, worst), worst}));
+        } else {
+            landing.max_rows += random.one_of({0, 0, 3});
+        }
         landing.scale_stride = align_up<i64>(landing.max_rows / scale_groups(s, *d), 4) + 4 * random.between(0, 1);
         d->landing.push_back(landing);
     }
@@ -214,7 +219,6 @@ void add_dispatch(Random& random, const Limits& limits, Scenario& scenario, std:
 i32 scale_groups(const Shape& s, const Dispatched& d) { return d.layout == Layout::batched ? s.experts / s.ranks : 1; }
 
 i64 rows_needed(const Shape& s, const Dispatched& d, i32 rank) {
-    if (d.layout == Layout::batched) return static_cast<i64>(s.experts) * s.max_tokens;
     std::vector<i64> count(s.experts, 0);
     i64 slots = 0;
     for (const Input& sent : d.input) {
@@ -230,6 +234,7 @@ i64 rows_needed(const Shape& s, const Dispatched& d, i32 rank) {
         }
     }
     if (d.layout == Layout::flat) return slots;
+    if (d.layout == Layout::batched) return s.experts / s.ranks * *std::max_element(count.begin(), count.end());
     i64 rows = 0;
     for (i64 n : count) rows += (n + d.alignment - 1) / d.alignment * d.alignment;
     return rows;

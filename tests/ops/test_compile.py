@@ -50,11 +50,12 @@ def _clean_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torch_finds_nothing_wrong_with_the_operators(layout: str) -> None:
     c = case(1, seed=1)
     operators, (x, idx, weights) = torch.ops.moecomm, (c.x[0], c.topk_idx[0], c.topk_weights[0])
+    room = 8 if layout == "batched" else 26  # less than the worst case, 9 and 27
     with c.buffer(None, window_bytes=1 << 22) as buffer:
         here = (buffer.name, layout)
         wanted = x.clone().requires_grad_(), idx, weights.clone().requires_grad_()
         torch.library.opcheck(operators.dispatch.default, (*wanted, *here, 4, -1, True))
-        torch.library.opcheck(operators.dispatch.default, (x, idx, None, *here, 1, 27, True))
+        torch.library.opcheck(operators.dispatch.default, (x, idx, None, *here, 1, room, True))
         routed = ops.dispatch(buffer, x, idx, weights, layout=layout)
         handle = routed.handle
         rows, memory = handle.max_rows, handle.memory
@@ -74,7 +75,7 @@ def test_torch_finds_nothing_wrong_with_the_operators(layout: str) -> None:
 def layer(
     buffer: moecomm.Buffer, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, w: torch.Tensor, layout: str
 ) -> torch.Tensor:
-    routed = ops.dispatch(buffer, x, idx, weights, layout=layout, max_rows=60)
+    routed = ops.dispatch(buffer, x, idx, weights, layout=layout, max_rows=8 if layout == "batched" else 60)
     y = torch.tanh(routed.x @ w)
     if layout == "flat":
         assert routed.topk_weights is not None

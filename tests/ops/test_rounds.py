@@ -16,7 +16,9 @@ from tests.ops.ranks import Case, case, on_threads
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def arrived_of(c: Case, x: list[torch.Tensor], layout: str, alignment: int = 1) -> list[dispatch_reference.Arrived]:
+def arrived_of(
+    c: Case, x: list[torch.Tensor], layout: str, alignment: int = 1, max_rows: list[int] | None = None
+) -> list[dispatch_reference.Arrived]:
     return dispatch_reference.dispatch(
         x,
         c.topk_idx,
@@ -25,7 +27,15 @@ def arrived_of(c: Case, x: list[torch.Tensor], layout: str, alignment: int = 1) 
         layout=layout,
         expert_alignment=alignment,
         max_tokens=c.max_tokens,
+        max_rows=max_rows,
     )
+
+
+def fullest(c: Case) -> list[int]:
+    """Rows that an expert of each rank gets at most."""
+    counts = torch.bincount(torch.cat(c.topk_idx).flatten() + 1, minlength=c.num_experts + 1)[1:]
+    rows: list[int] = counts.view(c.ranks, -1).amax(dim=1).tolist()
+    return rows
 
 
 def filled(rows: torch.Tensor, like: torch.Tensor, fill: float = 0) -> torch.Tensor:
@@ -44,12 +54,14 @@ def test_rounds_and_gradients_are_what_the_specification_says(
     layout: str, dtype: torch.dtype, ranks: int, alignment: int
 ) -> None:
     c = case(ranks, dtype=dtype, seed=ranks)
+    room = fullest(c) if layout == "batched" and alignment == 1 else None
 
     def body(group: Any) -> dict[str, Any]:
         rank = group.rank
+        options = {"layout": layout, "expert_alignment": alignment, "max_rows": room and room[rank]}
         with c.buffer(group) as buffer:
             x, weights = (t[rank].clone().requires_grad_() for t in (c.x, c.topk_weights))
-            routed = ops.dispatch(buffer, x, c.topk_idx[rank], weights, layout=layout, expert_alignment=alignment)
+            routed = ops.dispatch(buffer, x, c.topk_idx[rank], weights, **options)
             y = c.drawn(routed.x.shape, rank).requires_grad_()
             out = ops.combine(y, routed.handle)
             grad_out = c.drawn(out.shape, 10 + rank)
@@ -70,7 +82,7 @@ def test_rounds_and_gradients_are_what_the_specification_says(
             }
 
     got = on_threads(ranks, body)
-    arrived = arrived_of(c, c.x, layout, alignment)
+    arrived = arrived_of(c, c.x, layout, alignment, room)
 
     def cut(rows: torch.Tensor, here: dispatch_reference.Arrived) -> torch.Tensor:
         return (rows.flatten(0, 1) if layout == "batched" else rows)[: len(here.x)]
@@ -81,9 +93,10 @@ def test_rounds_and_gradients_are_what_the_specification_says(
     given = [[cut(g["grads_given"][i], a) for g, a in zip(got, arrived, strict=True)] for i in (0, 1)]
     grad_xs = combine_reference.combine(given[0], arrived, layout=layout, weighted=False)
     grad_weights = combine_reference.combine_weight_grads(given[1], arrived, layout=layout)
-    grad_rows = arrived_of(c, [g["grad_out"] for g in got], layout, alignment)
+    grad_rows = arrived_of(c, [g["grad_out"] for g in got], layout, alignment, room)
     for rank, (g, want, back) in enumerate(zip(got, arrived, grad_rows, strict=True)):
         routed = g["routed"]
+        assert room is None or routed.x.shape[1] == room[rank]
         assert torch.equal(routed.x, filled(want.x, routed.x)), f"rank {rank}: x, zeros in padding included"
         assert torch.equal(routed.tokens_per_expert, want.tokens_per_expert)
         assert routed.num_rows.tolist() == [want.num_rows]
