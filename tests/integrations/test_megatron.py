@@ -17,18 +17,24 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe import moe_layer, token_dispatcher
 from megatron.core.transformer.spec_utils import build_module
 
-from moecomm.integrations.megatron import Manager, MoELayer, TokenDispatcher, install_as_deepep, use_moecomm
-from moecomm.integrations.megatron.exchange import Limits
+from moecomm.integrations.megatron import Limits, Manager, MoELayer, TokenDispatcher, install_as_deepep, use_moecomm
 from moecomm.settings import Settings
 from tests.integrations.megatron_on_cpu import EXPERTS, HIDDEN, config_of, parallel, spec, without_cuda
 
 TOKENS = (5, 1, 8, 3)  # sequence lengths, of a batch of two
 
 
-def results(layer: Any, rank: int, tokens: int, dtype: torch.dtype, again: str = "") -> list[torch.Tensor]:
+def drawn(layer: Any, rank: int, tokens: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    """An input, and what its output is multiplied with to make a loss."""
+    g = torch.Generator().manual_seed(rank + 100 * seed)
+    return list(torch.randn((2, tokens, 2, HIDDEN), generator=g).to(layer.router.weight.device, dtype))
+
+
+def results(
+    layer: Any, rank: int, tokens: int, dtype: torch.dtype, again: str = "", seed: int = 0
+) -> list[torch.Tensor]:
     """Output, gradient of the input, gradients of all weights."""
-    g = torch.Generator().manual_seed(rank)
-    x, seen = torch.randn((2, tokens, 2, HIDDEN), generator=g).to(layer.router.weight.device, dtype)
+    x, seen = drawn(layer, rank, tokens, dtype, seed)
     x.requires_grad_()
     layer.zero_grad()
     out = checkpoint(layer, x, use_reentrant=again == "reentrant")[0] if again else layer(x)[0]

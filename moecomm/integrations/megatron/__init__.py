@@ -10,7 +10,7 @@ docs/megatron.md says which settings of Megatron-core work, and which do not.
 
 from __future__ import annotations
 
-from moecomm.integrations.megatron.exchange import Limits
+from moecomm.integrations.megatron.buffers import Limits
 from moecomm.integrations.megatron.layer import MoELayer, TokenDispatcher, install_as_deepep, use_moecomm
 from moecomm.integrations.megatron.manager import Manager
 

@@ -1,14 +1,12 @@
 """Rows to experts and home again, exactly as many as there are, with gradients; one Buffer for all layers.
 
 moecomm.ops has static shapes, for graphs; a training framework that splits rows by counts on the host wants exact
-ones, and memory for the rows that came instead of for the worst case.
+ones, and memory for the rows that came instead of for the worst case.  Where it pads experts to their capacity, see
+padded.py.
 """
 
 from __future__ import annotations
 
-import struct
-import threading
-import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -17,39 +15,16 @@ from torch.autograd.function import once_differentiable
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.pool import ask_to_grow, asks_to_grow
 from moecomm.errors import Mismatch
+from moecomm.integrations.megatron.buffers import Buffers, Key, Limits
 from moecomm.ops import handles
 from moecomm.ops.rounds import rows_of, settled
-from moecomm.rendezvous import rendezvous
 from moecomm.routed import Handle, Routed
 from moecomm.settings import Settings
 
 _ALIGNMENT = 128  # the largest that Settings.round_bytes has room for
 
 
-class Limits(NamedTuple):
-    """What a user may choose; all ranks alike.
-
-    Attributes:
-        max_tokens: room for so many tokens a rank from the start; None: what the first dispatch has.  A rank that has
-            more takes a larger Buffer, on all ranks together.
-        max_rows: rows, a (token, expert) each, that this rank has room for; None: the worst case, all tokens of all
-            ranks.  More is bad input on every rank.
-        window_bytes: see Buffer; None: two rounds of `max_rows`, or of the worst case.
-        num_sms: see Buffer.dispatch.
-        timeout_s: how long a rank waits for another, in seconds.  Ranks of a training job drift apart by whatever one
-            of them does alone: writing a checkpoint, compiling.
-        backend: see Buffer; None: "host" for tensors on the CPU, else "auto".
-    """
-
-    max_tokens: int | None = None
-    max_rows: int | None = None
-    window_bytes: int | None = None
-    num_sms: int | None = None
-    timeout_s: float = 600.0
-    backend: str | None = None
-
-
-class Exchange:
+class Exchange(Buffers):
     """Dispatch by expert, and combine, between the ranks of a group.
 
     Args:
@@ -60,9 +35,8 @@ class Exchange:
     """
 
     def __init__(self, group: Any, num_experts: int, topk: int, limits: Limits) -> None:
-        self._group, self._ranks = group, rendezvous(group)
-        self._num_experts, self._topk, self.limits = num_experts, topk, limits
-        self._buffers: dict[tuple[int, torch.dtype, torch.device], Buffer] = {}
+        super().__init__(group, num_experts, topk, limits)
+        self._buffers: dict[Key, Buffer] = {}
 
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, alignment: int
@@ -95,7 +69,8 @@ class Exchange:
         key = (x.shape[1], x.dtype, x.device)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.closed:
-            buffer = self._open(key, max(len(x), self.limits.max_tokens or 1))
+            tokens = max(len(x), self.limits.max_tokens or 1)
+            buffer = self._buffers[key] = self._open(key, tokens, self._window)
         if len(x) > buffer.max_tokens:
             ask_to_grow(buffer, x, topk_idx, None, layout="expert")
         else:
@@ -105,7 +80,8 @@ class Exchange:
                 if not asks_to_grow(error):
                     raise
         # Handles of the smaller one stay good, and keep it, until the backward passes they wait for.
-        buffer = self._open(key, max(len(x), buffer.max_tokens + buffer.max_tokens // 4))
+        tokens = max(len(x), buffer.max_tokens + buffer.max_tokens // 4)
+        buffer = self._buffers[key] = self._open(key, tokens, self._window)
         return self._dispatch(buffer, x, topk_idx, weights, alignment)
 
     def _dispatch(
@@ -122,30 +98,10 @@ class Exchange:
             sync=True,
         )
 
-    def _open(self, key: tuple[int, torch.dtype, torch.device], tokens: int) -> Buffer:
-        """Collective: every rank is here, in the same dispatch."""
-        hidden, dtype, device = key
-        most = max(int(struct.unpack("<q", theirs)[0]) for theirs in self._ranks.all_gather(struct.pack("<q", tokens)))
-        settings = Settings(self._ranks.ranks, hidden, self._num_experts, self._topk, most, dtype, "", None)
-        buffer = self._buffers[key] = Buffer(
-            self._ranks,
-            hidden=hidden,
-            num_experts=self._num_experts,
-            topk=self._topk,
-            max_tokens=most,
-            dtype=dtype,
-            backend=self.limits.backend or ("host" if device.type == "cpu" else "auto"),
-            device=device,
-            timeout_s=self.limits.timeout_s,
-            window_bytes=self._window(settings),
-        )
-        return buffer
-
     def _window(self, settings: Settings) -> int | None:
-        """None: Buffer's own choice."""
-        max_rows, window_bytes = self.limits.max_rows, self.limits.window_bytes
-        if window_bytes is not None or max_rows is None:
-            return window_bytes
+        max_rows = self.limits.max_rows
+        if max_rows is None:
+            return None
         spared = (
             max(0, settings.worst_rows("expert", _ALIGNMENT) - max_rows) * settings.hidden * settings.dtype.itemsize
         )
@@ -161,27 +117,14 @@ class Way(NamedTuple):
 
 class Dispatched(NamedTuple):
     """What Exchange.dispatch gives: x `[rows, H]` and weights float32 `[rows]` by expert, with zeros in padding;
-    tokens_per_expert int64 `[E/R]` on the CPU, padding included, which adds up to `rows`; and the way home.
+    tokens_per_expert int64 `[E/R]` on the CPU, padding included, which adds up to `rows`; and the way home, of the
+    kind that combine() takes.
     """
 
     x: torch.Tensor
     weights: torch.Tensor
     tokens_per_expert: torch.Tensor
-    way: Way
-
-
-_lock = threading.Lock()
-_shared: weakref.WeakValueDictionary[tuple[Any, ...], Exchange] = weakref.WeakValueDictionary()
-
-
-def shared_exchange(group: Any, num_experts: int, topk: int, limits: Limits) -> Exchange:
-    """The Exchange of this process for these; it lives as long as somebody refers to it."""
-    with _lock:
-        key = (id(group), num_experts, topk, limits)  # an Exchange keeps its group, so that the id stays its own
-        exchange = _shared.get(key)
-        if exchange is None:
-            exchange = _shared[key] = Exchange(group, num_experts, topk, limits)
-        return exchange
+    way: Any
 
 
 class _Dispatch(torch.autograd.Function):

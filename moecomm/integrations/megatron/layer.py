@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from moecomm.errors import BadInput, Unsupported
-from moecomm.integrations.megatron.exchange import Limits
+from moecomm.integrations.megatron.buffers import Limits
 from moecomm.integrations.megatron.manager import Manager
 
 
@@ -72,6 +72,8 @@ class TokenDispatcher(token_dispatcher.MoEFlexTokenDispatcher):  # type: ignore[
         if probs is not None:  # as above
             self._comm_manager.dispatched_probs = probs
         found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = super().dispatch_postprocess(hidden_states, probs)
+        # A graph of autograd lives no longer than its tensors: one made outside has no place in a capture.
+        self._comm_manager.token_probs = self._comm_manager.dispatched_probs = None
         return found
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
+from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization, get_capacity
 from megatron.core.transformer.moe.token_dispatcher import _DispatchManager
 
 from moecomm.errors import BadInput
-from moecomm.integrations.megatron.exchange import Limits, Way, shared_exchange
+from moecomm.integrations.megatron.buffers import Limits, shared
+from moecomm.integrations.megatron.exchange import Exchange
+from moecomm.integrations.megatron.padded import PaddedExchange
 
 
 class Manager(_DispatchManager):  # type: ignore[misc]
@@ -44,8 +46,10 @@ class Manager(_DispatchManager):  # type: ignore[misc]
         self.token_probs: torch.Tensor | None = None
         self.dispatched_probs: torch.Tensor | None = None
         self.tokens_per_expert: torch.Tensor | None = None
-        self.handle: Way | None = None
-        self._exchange = shared_exchange(group, num_experts, router_topk, limits or Limits())
+        self.handle: Any = None
+        self._padded = bool(config.moe_pad_expert_input_to_capacity)
+        kind: type[Exchange] | type[PaddedExchange] = PaddedExchange if self._padded else Exchange
+        self._exchange = shared(kind, group, num_experts, router_topk, limits or Limits())
 
     def setup_metadata(self, routing_map: torch.Tensor, probs: torch.Tensor) -> None:
         """Finds the experts of each token.
@@ -70,9 +74,21 @@ class Manager(_DispatchManager):  # type: ignore[misc]
         """`[T, H]` -> `[rows, H]`, by expert.  Collective; on the current stream, whatever the flags say."""
         if self.token_indices is None or self.token_probs is None:
             raise BadInput("dispatch", "no routing", "setup_metadata first")
-        found = self._exchange.dispatch(hidden_states, self.token_indices, self.token_probs, self.alignment)
+        sizes = self._rows_of_expert(len(hidden_states)) if self._padded else self.alignment
+        found = self._exchange.dispatch(hidden_states, self.token_indices, self.token_probs, sizes)
         self.dispatched_probs, self.tokens_per_expert, self.handle = found.weights, found.tokens_per_expert, found.way
         return found.x
+
+    def _rows_of_expert(self, tokens: int) -> int:
+        """Its capacity for `tokens` of each rank, of all ranks together."""
+        config = self.config
+        of_rank = get_capacity(
+            num_tokens=tokens * config.moe_router_topk,
+            num_experts=config.num_moe_experts,
+            capacity_factor=config.moe_expert_capacity_factor,
+        )
+        rows: int = -(-of_rank * self.group.size() // self.alignment) * self.alignment
+        return rows
 
     def get_permuted_hidden_states_by_experts(
         self, hidden_states: torch.Tensor

@@ -1,0 +1,95 @@
+"""What a user may choose, and the Buffers of a group, which all layers with the same sizes share."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from moecomm.buffer import Buffer
+from moecomm.rendezvous import rendezvous
+from moecomm.settings import Settings
+
+Key = tuple[int, torch.dtype, torch.device]  # columns of a token, and what and where it is
+
+
+class Limits(NamedTuple):
+    """What a user may choose; all ranks alike.
+
+    Attributes:
+        max_tokens: room for so many tokens a rank from the start; None: what the first dispatch has.  A rank that has
+            more takes a larger Buffer, on all ranks together.
+        max_rows: rows, a (token, expert) each, that this rank has room for; None: the worst case, all tokens of all
+            ranks.  More is bad input on every rank.  Not read where experts are padded to their capacity.
+        window_bytes: see Buffer; None: two rounds of `max_rows`, or of the worst case; three of padded experts.
+        num_sms: see Buffer.dispatch.
+        timeout_s: how long a rank waits for another, in seconds.  Ranks of a training job drift apart by whatever one
+            of them does alone: writing a checkpoint, compiling.
+        backend: see Buffer; None: "host" for tensors on the CPU, else "auto".
+    """
+
+    max_tokens: int | None = None
+    max_rows: int | None = None
+    window_bytes: int | None = None
+    num_sms: int | None = None
+    timeout_s: float = 600.0
+    backend: str | None = None
+
+
+class Buffers:
+    """Opens them.
+
+    Args:
+        group: a torch.distributed process group.
+        num_experts: of all its ranks.
+        topk: the most experts a token picks.
+        limits: see Limits.
+    """
+
+    def __init__(self, group: Any, num_experts: int, topk: int, limits: Limits) -> None:
+        self._group, self._ranks = group, rendezvous(group)
+        self._num_experts, self._topk, self.limits = num_experts, topk, limits
+
+    def _open(self, key: Key, tokens: int, window: Callable[[Settings], int | None]) -> Buffer:
+        """One for as many tokens as the rank with most has.  Collective: every rank is here, in the same dispatch.
+
+        Args:
+            key: of the tokens.
+            tokens: this rank's.
+            window: its bytes, unless the user chose them; None: Buffer's own choice.
+        """
+        hidden, dtype, device = key
+        most = max(int(struct.unpack("<q", theirs)[0]) for theirs in self._ranks.all_gather(struct.pack("<q", tokens)))
+        settings = Settings(self._ranks.ranks, hidden, self._num_experts, self._topk, most, dtype, "", None)
+        chosen = self.limits.window_bytes
+        return Buffer(
+            self._ranks,
+            hidden=hidden,
+            num_experts=self._num_experts,
+            topk=self._topk,
+            max_tokens=most,
+            dtype=dtype,
+            backend=self.limits.backend or ("host" if device.type == "cpu" else "auto"),
+            device=device,
+            timeout_s=self.limits.timeout_s,
+            window_bytes=window(settings) if chosen is None else chosen,
+        )
+
+
+B = TypeVar("B", bound=Buffers)
+_lock = threading.Lock()
+_shared: weakref.WeakValueDictionary[tuple[Any, ...], Buffers] = weakref.WeakValueDictionary()
+
+
+def shared(kind: type[B], group: Any, num_experts: int, topk: int, limits: Limits) -> B:
+    """The one of this kind in this process for these; it lives as long as somebody refers to it."""
+    with _lock:
+        key = (kind, id(group), num_experts, topk, limits)  # it keeps its group, so that the id stays its own
+        found = _shared.get(key)
+        if not isinstance(found, kind):
+            found = _shared[key] = kind(group, num_experts, topk, limits)
+        return found

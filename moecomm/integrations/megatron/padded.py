@@ -1,0 +1,90 @@
+"""Rows to experts and home again where every expert is padded to its capacity: as many rows whatever the routing.
+
+moecomm.ops in batched rows.  Nothing here waits for the device, so that graphs of CUDA hold both passes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moecomm import ops
+from moecomm.buffer import Buffer
+from moecomm.errors import Unsupported
+from moecomm.integrations.megatron.buffers import Buffers, Key, Limits
+from moecomm.integrations.megatron.exchange import Dispatched
+from moecomm.settings import Settings
+
+_ROUNDS = 3  # that the window has room for: two that graphs keep to themselves, and one
+
+
+class PaddedExchange(Buffers):
+    """Dispatch by expert, and combine, between the ranks of a group, all with as many tokens.
+
+    Args:
+        group, num_experts, topk, limits: see Buffers.
+    """
+
+    def __init__(self, group: Any, num_experts: int, topk: int, limits: Limits) -> None:
+        super().__init__(group, num_experts, topk, limits)
+        self._buffers: dict[Key, tuple[Buffer, int]] = {}  # and for how many rows of an expert
+        self._captured: list[Buffer] = []  # in whose windows a replay writes, also when there is a larger one
+
+    def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, rows: int) -> Dispatched:
+        """Collective.  Gradients: x and topk_weights.
+
+        Args:
+            x: `[T, H]`.
+            topk_idx: int64 `[T, K]`, -1 picks none.
+            topk_weights: floating `[T, K]`.
+            rows: of each expert, on all ranks alike; the expert gets no more.
+
+        Returns:
+            Dispatched, with `rows` in every place of tokens_per_expert.
+
+        Raises:
+            As Buffer and moecomm.ops.dispatch; Unsupported for the first dispatch of so many tokens in a graph.
+        """
+        buffer = self._buffer(x, rows)
+        routed = ops.dispatch(buffer, x, topk_idx, topk_weights, layout="batched", max_rows=rows)
+        assert routed.row_weights is not None
+        counts = torch.full((len(routed.x),), rows, dtype=torch.int64)
+        return Dispatched(routed.x.flatten(0, 1), routed.row_weights.flatten(), counts, routed.handle)
+
+    @staticmethod
+    def combine(y: torch.Tensor, way: ops.Handle) -> torch.Tensor:
+        """The sum of each token's rows, without weights: `[T, H]`.  Collective.  Gradient: y.
+
+        Raises:
+            As moecomm.ops.combine.
+        """
+        assert way.row_weights is not None
+        y = y.reshape(*way.row_weights.shape, y.shape[-1])
+        return ops.combine(y, way, weighted=False, wire=y.dtype)
+
+    def _buffer(self, x: torch.Tensor, rows: int) -> Buffer:
+        """One with room for these; a larger one is opened by all ranks, which have as many tokens."""
+        key, ranks = (x.shape[1], x.dtype, x.device), self._ranks.ranks
+        tokens = max(1, len(x), -(-rows // ranks))
+        buffer, room = self._buffers.get(key, (None, 0))
+        if buffer is None or buffer.closed:
+            most = max(tokens, self.limits.max_tokens or 1)
+        elif tokens > buffer.max_tokens or rows > room:
+            most = max(tokens, buffer.max_tokens + buffer.max_tokens // 4)
+        else:
+            if buffer.session.capturing() and buffer not in self._captured:
+                self._captured.append(buffer)
+            return buffer
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise Unsupported(f"a graph whose capture is the first pass of {len(x)} tokens: run one before it")
+
+        def room_of(settings: Settings) -> int:
+            return -(-rows * settings.max_tokens // tokens)
+
+        def window(settings: Settings) -> int:
+            return -(-_ROUNDS * settings.round_bytes("batched", room_of(settings)) // 4096) * 4096
+
+        buffer = self._open(key, most, window)
+        self._buffers[key] = buffer, room_of(buffer.settings)
+        return buffer
