@@ -69,6 +69,7 @@ def dispatch(
     expert_alignment: int = 1,
     max_rows: int | None = None,
     zero_padding: bool = True,
+    num_sms: int | None = None,
 ) -> Dispatched:
     """Buffer.dispatch as an operator.  Collective.  Gradients: x, topk_weights.
 
@@ -83,6 +84,7 @@ def dispatch(
             rank.
         zero_padding: rows where no token arrived are zeros, and so are those of the gradient of y: sums over all
             rows are then right.  False saves a pass over the rows where experts go by the counts.
+        num_sms: see Buffer.dispatch; of all rounds with the handle, and of backward passes.
 
     Raises:
         As Buffer.dispatch.
@@ -98,11 +100,12 @@ def dispatch(
         expert_alignment,
         -1 if max_rows is None else max_rows,
         zero_padding,
+        num_sms,
     )
     room = rows.shape[0] * (rows.shape[1] if layout == "batched" else 1)
     flat = layout == "flat"
     row_weights = None if flat else weights
-    handle = Handle(memory, row_weights, name, layout, x.shape[0], room, zero_padding)
+    handle = Handle(memory, row_weights, name, layout, x.shape[0], room, zero_padding, num_sms)
     return Dispatched(
         rows,
         tokens_per_expert,
@@ -129,7 +132,7 @@ def dispatch_again(x: torch.Tensor, handle: Handle) -> torch.Tensor:
         As Buffer.dispatch; BadInput as well for a handle that is none.
     """
     rows: torch.Tensor = rounds.dispatch_again(
-        x, handle.memory, handle.buffer, handle.layout, handle.max_rows, handle.zero_padding
+        x, handle.memory, handle.buffer, handle.layout, handle.max_rows, handle.zero_padding, handle.num_sms
     )
     return rows
 
@@ -160,6 +163,7 @@ def combine(y: torch.Tensor, handle: Handle, *, weighted: bool = True, wire: tor
         handle.num_tokens,
         wire,
         handle.zero_padding,
+        handle.num_sms,
     )
     return out
 

@@ -17,8 +17,12 @@ from moecomm.errors import Unsupported
 from moecomm.ops import layer, rounds
 
 
+def _of_round(ctx: Any) -> tuple[str, str, int]:
+    return ctx.buffer, ctx.layout, ctx.max_rows
+
+
 def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, _, _, ctx.buffer, ctx.layout, *_ = inputs
+    x, _, _, ctx.buffer, ctx.layout, *_, ctx.num_sms = inputs
     rows, *_, memory = output
     ctx.num_tokens, ctx.max_rows = x.shape[0], math.prod(rows.shape[:-1])
     ctx.save_for_backward(memory)
@@ -28,25 +32,25 @@ def _dispatch_backward(ctx: Any, grad_x: torch.Tensor, grad_weights: torch.Tenso
     (memory,) = ctx.saved_tensors
     weighted = ctx.needs_input_grad[2]  # alike on all ranks, as their models are
     x, weights = rounds.dispatch_backward(
-        grad_x, grad_weights if weighted else None, memory, ctx.buffer, ctx.layout, ctx.max_rows, ctx.num_tokens
+        grad_x, grad_weights if weighted else None, memory, *_of_round(ctx), ctx.num_tokens, ctx.num_sms
     )
-    return x, None, weights if weighted else None, None, None, None, None, None
+    return x, None, weights if weighted else None, None, None, None, None, None, None
 
 
 def _keep_dispatch_again(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, memory, ctx.buffer, ctx.layout, ctx.max_rows, _ = inputs
+    x, memory, ctx.buffer, ctx.layout, ctx.max_rows, _, ctx.num_sms = inputs
     ctx.num_tokens = x.shape[0]
     ctx.save_for_backward(memory)
 
 
 def _dispatch_again_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     (memory,) = ctx.saved_tensors
-    x, _ = rounds.dispatch_backward(grad, None, memory, ctx.buffer, ctx.layout, ctx.max_rows, ctx.num_tokens)
-    return x, None, None, None, None, None
+    x, _ = rounds.dispatch_backward(grad, None, memory, *_of_round(ctx), ctx.num_tokens, ctx.num_sms)
+    return x, None, None, None, None, None, None
 
 
 def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    y, row_weights, memory, ctx.buffer, ctx.layout, ctx.max_rows, _, _, ctx.zero_padding = inputs
+    y, row_weights, memory, ctx.buffer, ctx.layout, ctx.max_rows, _, _, ctx.zero_padding, ctx.num_sms = inputs
     ctx.dtype = y.dtype
     # y is wanted for the gradient of the weights alone.
     weights_alone = ctx.needs_input_grad[1]
@@ -56,13 +60,13 @@ def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     memory, row_weights, y = ctx.saved_tensors
     sent = grad.to(names.find(ctx.buffer).dtype)
-    rows = rounds.dispatch_again(sent, memory, ctx.buffer, ctx.layout, ctx.max_rows, ctx.zero_padding)
+    rows = rounds.dispatch_again(sent, memory, *_of_round(ctx), ctx.zero_padding, ctx.num_sms)
     grad_y, grad_weights = rows, None
     if row_weights is not None:
         grad_y = rows.float() * row_weights.unsqueeze(-1)
     if y is not None:
         grad_weights = (y.float() * rows.float()).sum(dim=-1)
-    return grad_y.to(ctx.dtype), grad_weights, None, None, None, None, None, None, None
+    return grad_y.to(ctx.dtype), grad_weights, *(None for _ in range(8))
 
 
 def _keep_moe(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

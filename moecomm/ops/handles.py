@@ -41,6 +41,7 @@ class Handle(NamedTuple):
         num_tokens: tokens of this rank.
         max_rows: rows that there is room for.
         zero_padding: rows that did not come are zeros, in gradients too.
+        num_sms: of rounds with it.
     """
 
     memory: torch.Tensor
@@ -50,6 +51,7 @@ class Handle(NamedTuple):
     num_tokens: int
     max_rows: int
     zero_padding: bool
+    num_sms: int | None = None
 
 
 class Route(NamedTuple):

@@ -27,6 +27,7 @@ def dispatch(
     expert_alignment: int,
     max_rows: int,
     zero_padding: bool,
+    num_sms: int | None = None,
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # x, weights, topk_idx, src, tokens_per_expert, num_rows, memory
@@ -40,6 +41,7 @@ def dispatch(
         layout=layout,
         expert_alignment=expert_alignment,
         max_rows=None if max_rows < 0 else max_rows,
+        num_sms=num_sms,
     )
     block = routed.handle.block
     memory = window_tensor(
@@ -77,6 +79,7 @@ def _(
     expert_alignment: int,
     max_rows: int,
     zero_padding: bool,
+    num_sms: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
     owner = names.find(buffer)
     rows = owner.settings.worst_rows(layout, expert_alignment, None if max_rows < 0 else max_rows)
@@ -95,12 +98,18 @@ def _(
 
 @torch.library.custom_op("moecomm::dispatch_again", mutates_args=())
 def dispatch_again(
-    x: torch.Tensor, memory: torch.Tensor, buffer: str, layout: str, max_rows: int, zero_padding: bool
+    x: torch.Tensor,
+    memory: torch.Tensor,
+    buffer: str,
+    layout: str,
+    max_rows: int,
+    zero_padding: bool,
+    num_sms: int | None = None,
 ) -> torch.Tensor:
     """Other rows the way of an earlier dispatch: [T, H] -> rows as `x` of that."""
     owner = names.find(buffer)
     handle = handles.restore(memory, buffer, layout, max_rows, len(x))
-    rows: torch.Tensor = _run_dispatch(owner, rows_of(x), handle=handle).x
+    rows: torch.Tensor = _run_dispatch(owner, rows_of(x), handle=handle, num_sms=num_sms).x
     if zero_padding:
         _zero_others(rows, _arrived(layout, *handles.counts(handle), handles.sources(handle)))
     return settled(owner, rows)[0]
@@ -108,7 +117,13 @@ def dispatch_again(
 
 @dispatch_again.register_fake
 def _(
-    x: torch.Tensor, memory: torch.Tensor, buffer: str, layout: str, max_rows: int, zero_padding: bool
+    x: torch.Tensor,
+    memory: torch.Tensor,
+    buffer: str,
+    layout: str,
+    max_rows: int,
+    zero_padding: bool,
+    num_sms: int | None = None,
 ) -> torch.Tensor:
     owner = names.find(buffer)
     return x.new_empty((*rows_shape(owner, layout, max_rows), owner.hidden))
@@ -125,6 +140,7 @@ def combine(
     num_tokens: int,
     wire: torch.dtype | None,
     zero_padding: bool,
+    num_sms: int | None = None,
 ) -> torch.Tensor:
     """See moecomm.ops.combine: rows -> [T, H].  `zero_padding`: of the gradient of y."""
     handle = handles.restore(memory, buffer, layout, max_rows, num_tokens)
@@ -132,7 +148,7 @@ def combine(
     if row_weights is not None:
         weights = _where_peers_read(owner, handle, row_weights)
         handle.args.route.row_weights = weights.data_ptr()
-    out: torch.Tensor = owner.combine(rows_of(y), handle, weighted=weights is not None, wire=wire)
+    out: torch.Tensor = owner.combine(rows_of(y), handle, weighted=weights is not None, wire=wire, num_sms=num_sms)
     return out
 
 
@@ -147,6 +163,7 @@ def _(
     num_tokens: int,
     wire: torch.dtype | None,
     zero_padding: bool,
+    num_sms: int | None = None,
 ) -> torch.Tensor:
     return y.new_empty((num_tokens, y.shape[-1]))
 
@@ -160,14 +177,16 @@ def dispatch_backward(
     layout: str,
     max_rows: int,
     num_tokens: int,
+    num_sms: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of rows and of their weights -> gradients of x [T, H] and of topk_weights [T, K] ([0] without)."""
     handle = handles.restore(memory, buffer, layout, max_rows, num_tokens)
     owner: Buffer = handle.buffer
     if weights is None:
-        return owner.combine(rows_of(x), handle, weighted=False), x.new_empty(0, dtype=torch.float32)
+        grad = owner.combine(rows_of(x), handle, weighted=False, num_sms=num_sms)
+        return grad, x.new_empty(0, dtype=torch.float32)
     grads: tuple[torch.Tensor, torch.Tensor] = owner.combine(
-        rows_of(x), handle, weighted=False, weight_grads=weights.contiguous()
+        rows_of(x), handle, weighted=False, weight_grads=weights.contiguous(), num_sms=num_sms
     )
     return grads
 
@@ -181,6 +200,7 @@ def _(
     layout: str,
     max_rows: int,
     num_tokens: int,
+    num_sms: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     topk = names.find(buffer).topk
     grad = x.new_empty((num_tokens, x.shape[-1]))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import moecomm
 from moecomm import ops
 from moecomm.combine import reference as combine_reference
 from moecomm.dispatch import LAYOUTS
@@ -231,3 +232,22 @@ def test_a_gradient_of_either_input_alone() -> None:
     for both_x, both_weights, x, no_weights, no_x, weights in on_threads(2, body):
         assert no_weights is None and no_x is None
         assert torch.equal(x, both_x) and torch.equal(weights, both_weights)
+
+
+def test_all_rounds_have_the_multiprocessors_of_the_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    c, given = case(1, seed=1), []
+    for name in ("dispatch", "combine"):
+        round_of = getattr(moecomm.Buffer, name)
+
+        def noted(self: moecomm.Buffer, *args: Any, round_of: Any = round_of, **options: Any) -> Any:
+            given.append(options["num_sms"])
+            return round_of(self, *args, **options)
+
+        monkeypatch.setattr(moecomm.Buffer, name, noted)
+    with c.buffer(None) as buffer:
+        x, weights = c.x[0].clone().requires_grad_(), c.topk_weights[0].clone().requires_grad_()
+        routed = ops.dispatch(buffer, x, c.topk_idx[0], weights, num_sms=2)
+        again = ops.dispatch_again(2 * x, routed.handle)
+        out = ops.combine(routed.x + again, routed.handle)
+        torch.autograd.grad(out.sum(), (x, weights))
+    assert given == [2] * 6

@@ -47,7 +47,8 @@ class PaddedExchange(Buffers):
             As Buffer and moecomm.ops.dispatch; Unsupported for the first dispatch of so many tokens in a graph.
         """
         buffer = self._buffer(x, rows)
-        routed = ops.dispatch(buffer, x, topk_idx, topk_weights, layout="batched", max_rows=rows)
+        sms = self.limits.num_sms
+        routed = ops.dispatch(buffer, x, topk_idx, topk_weights, layout="batched", max_rows=rows, num_sms=sms)
         assert routed.row_weights is not None
         counts = torch.full((len(routed.x),), rows, dtype=torch.int64)
         return Dispatched(routed.x.flatten(0, 1), routed.row_weights.flatten(), counts, routed.handle)
