@@ -125,7 +125,7 @@ PARTS: dict[str, list[Step]] = {
         one("ops", 200, "tests/gpu/test_ops.py", random=False),
         Step("deep_ep", 200, ("tests/compat/test_on_gpus.py",), gpus=2),
         Step("vllm", 300, ("tests/integrations/test_vllm_on_gpus.py",)),
-        Step("megatron", 300, ("tests/integrations/test_megatron_on_gpus.py",)),
+        Step("megatron", 600, ("tests/integrations/test_megatron_on_gpus.py",)),
     ],
     "nvlink": [*nvlink("vmm", "vmm"), *nvlink("nccl", "nccl")],
     "stress": [Step("stress", 200, ("tests/gpu/test_stress.py",))],
