@@ -153,9 +153,7 @@ class Buffer:
             scale_layout: "row": a row of scales beside each row of x; "column": column-major and padded as grouped
                 GEMMs load them by TMA, see Routed; scales that are given then have elements of 4 bytes.
             scales: `[T, n]` of 1-, 2- or 4-byte elements, travelling beside the rows.
-            max_rows: rows to make room for, batched: of each expert; default: the worst case (batched: R * max_tokens,
-                no id twice), of which more is not taken.  More that arrive are bad input on every rank.  See also
-                Routed.topk_idx.
+            max_rows: rows to make room for, batched: of each expert, at most R * max_tokens; default: the worst case.
             sync: True: wait, and return exactly the rows that arrived; False: never wait for the device, tensors
                 have `max_rows` rows and the device counts say how many are valid.  None: True on CPUs, False on GPUs.
             handle: repeats an earlier dispatch with new rows, without routing; `topk_idx` and `topk_weights` are

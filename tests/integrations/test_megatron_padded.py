@@ -139,3 +139,33 @@ def _deep(rank: int, group: Any) -> list[bool]:
 
 def test_deep_models_need_no_window_for_all_of_their_layers(ranks: Any) -> None:
     assert all(all(same) for same in ranks.run(2, _deep))
+
+
+def _in_a_capture(rank: int, group: Any) -> tuple[str, list[bool]]:
+    without_cuda()
+    parallel(2)
+    _, mine = pair(padded({"moe_expert_capacity_factor": 1.0}), 2)
+    exchange = mine.token_dispatcher._comm_manager._exchange
+    results(mine, rank, 4, torch.float32)
+    ((first, _),) = exchange._buffers.values()
+    type(first.session).capturing = lambda self: True
+    results(mine, rank, 4, torch.float32)
+    type(first.session).capturing = lambda self: False
+    results(mine, rank, 40, torch.float32)
+    ((second, _),) = exchange._buffers.values()
+    stays = [second is not first, exchange._captured == [first], not first.closed]
+    torch.cuda.is_current_stream_capturing = lambda: True
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    try:
+        exchange._buffer(torch.zeros(800, HIDDEN).as_subclass(OnGpu), 8)
+    except moecomm.Unsupported as error:
+        return str(error), stays
+    return "", stays
+
+
+def test_a_capture_keeps_its_buffer_and_opens_none(ranks: Any) -> None:
+    for said, stays in ranks.run(2, _in_a_capture):
+        assert "800 tokens" in said and stays == [True] * 3
