@@ -49,7 +49,7 @@ class Case:
     workers: int | None
     in_window: bool  # experts write into Buffer.empty
     again: bool  # the dispatch is repeated with other rows
-    max_rows: list[int] | None  # batched: rows of an expert, flat, without sync: rows, on each rank; None: the worst case
+    max_rows: list[int] | None  # on each rank: batched, of an expert; flat, without sync; None: the worst case
 
 
 def random_case(

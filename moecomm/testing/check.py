@@ -92,7 +92,7 @@ def dispatch_call(case: Case, rank: int, device: torch.device) -> dict[str, Any]
         "scales": None if case.scales is None else case.scales[rank].to(device),
         "num_sms": case.workers,
         "max_rows": None if case.max_rows is None else case.max_rows[rank],
-        "sync": False if case.layout == "flat" and case.max_rows is not None else None,
+        **({"sync": False} if case.layout == "flat" and case.max_rows is not None else {}),
     }
 
 
