@@ -146,9 +146,9 @@ class Layer:
         def combine(theirs: torch.Tensor) -> Tensors:
             return deep.low_latency_combine(y, idx, theirs, handle)[:1]
 
-        name = "low-latency "
-        yield Pair(name + "dispatch", "fp8", "", partial(dispatch, _COLUMNS), with_scales)
+        name = "low-latency "  # the larger first: what its graphs have taken of the window has room for the others'
         yield Pair(name + "dispatch", "bf16", "", partial(dispatch, {}), lambda: call(use_fp8=False)[:2])
+        yield Pair(name + "dispatch", "fp8", "", partial(dispatch, _COLUMNS), with_scales)
         alone = partial(buffer.combine, y, native)
         yield Pair(name + "combine", "", "", lambda: (alone(),), partial(combine, weights))
         others = weights.clone()  # not the tensor that the dispatch was given: they go ahead, in a round of their own

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("moecomm")
 
 _MOST_DIMENSION = 1 << 31
-# By dtype of weights and ranks: tokens of a Buffer from which on fused=None means True.
-# bench/results/moe-*-h200-4.json: 1.01 to 1.32 times as fast from 1024 on, 0.85 to 1.00 with 128 and 512; other numbers
-# of ranks, and FP8, have not been measured.
-FUSED_FROM = {(torch.bfloat16, 4): 1024, (torch.float16, 4): 1024}
+# By dtype of weights and ranks: rows of an expert, where all ranks have as many tokens as the Buffer is for, from which
+# on fused=None means True.  bench/results/moe-*-h200-4.json: from there on as fast as one after the other, or up to
+# 1.39 times, before mostly slower; other numbers of ranks have not been measured.
+FUSED_FROM = {(torch.bfloat16, 4): 256, (torch.float16, 4): 256, (kernels.FP8, 4): 128}
 
 
 def moe(
@@ -84,8 +84,9 @@ def moe(
         check_weights: see Buffer.dispatch.
         fused: True: rows travel while the experts compute (moecomm.fused.two_launches), which wants our own GEMMs and
             one domain, without `wire` and `check_weights`, else a warning says so once.  False: one after the other.
-            None: as was faster with such weights, so many ranks and Buffers for so many tokens (FUSED_FROM), if it can
-            be; decode with a large Buffer wants False.  The same on all ranks; the bits are the same.
+            None: as was faster with such weights, so many ranks and experts of so many rows in a Buffer that is full
+            (FUSED_FROM), if it can be; decode with a large Buffer wants False.  The same on all ranks; the bits are the
+            same.
 
     Returns:
         `[T, H]`: sum over k of w_k * w2 (silu(w1 x) * w3 x), plus bias; zeros (plus bias) for a token with no expert.
@@ -253,7 +254,8 @@ def _rows_travel_under(
 ) -> bool:
     """The same on all ranks: by the Buffer, not by how many tokens one of them has."""
     least = FUSED_FROM.get((weights, buffer.num_ranks), math.inf)
-    if not (buffer.max_tokens >= least if fused is None else fused):
+    rows = buffer.max_tokens * buffer.topk * buffer.num_ranks / buffer.num_experts
+    if not (rows >= least if fused is None else fused):
         return False
     why_not = keeps_apart()
     if fused and why_not:

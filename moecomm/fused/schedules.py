@@ -75,9 +75,9 @@ def _in_whole_waves(
 def choose_fp8(expected_rows: int, groups: int, columns: int, multiprocessors: int = 132) -> str:
     """The name of the schedule for `groups` groups of about so many rows of e4m3, times matrices of so many columns.
 
-    Fitted to bench/results/gemm-fp8-h200.json and gemm-fp8-clusters-h200.json; tests/fused/test_schedules.py says how
-    well.  Small tiles while one holds nearly every group.  There is no pair of tiles of 128 rows: in the second file it
-    was up to a tenth slower, and nowhere faster by more than measuring it twice shows.
+    Fitted to bench/results/gemm-fp8-schedules-h200.json and gemm-fp8-clusters-h200.json; tests/fused/test_schedules.py
+    says how well.  Small tiles while one holds nearly every group.  There is no pair of tiles of 128 rows: in the
+    second file it was up to a tenth slower, and nowhere faster by more than measuring it twice shows.
     """
     column_tiles = -(-columns // (2 * BLOCK_COLUMNS))
     if expected_rows <= 40:

@@ -26,8 +26,8 @@ NORMAL = [
     ("combine", "", "topk_weights"),
 ]
 LOW_LATENCY = [
-    ("low-latency dispatch", "fp8", ""),
     ("low-latency dispatch", "bf16", ""),
+    ("low-latency dispatch", "fp8", ""),
     ("low-latency combine", "", ""),
     ("low-latency combine", "", "weights ahead"),
 ]

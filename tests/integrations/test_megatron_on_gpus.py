@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ def _captured(layer: Any, x: torch.Tensor, seen: torch.Tensor) -> tuple[torch.cu
             step()
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
+    gc.collect()  # passes that cycles keep alive keep AccumulateGrad nodes, which are of the stream of their pass
     layer.zero_grad(set_to_none=True)  # the backward pass in the graph makes those that it writes
     x.grad = None
     graph = torch.cuda.CUDAGraph()
