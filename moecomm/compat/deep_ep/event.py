@@ -39,11 +39,12 @@ class EventOverlap:
     `with overlap:` waits at the end of the block, so that the block's work runs beside what the event stands for.
     """
 
+    hook_after_wait: Callable[[], Any] | None = None
+    _release_at_exit = False
+
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Any, ...] | None = None) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
-        self.hook_after_wait: Callable[[], Any] | None = None
-        self._release_at_exit = False
 
     def current_stream_wait(self, release_handle: bool = False) -> Any:
         """Makes the current stream wait, then runs the registered hook, if any, and returns what that returns."""

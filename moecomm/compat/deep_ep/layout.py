@@ -46,7 +46,6 @@ class NormalHandle(LazyTuple):
     )
 
     def __init__(self, native: Handle, num_sms: int) -> None:
-        super().__init__()
         self.native, self.channels = native, max(1, num_sms // 2)
 
 

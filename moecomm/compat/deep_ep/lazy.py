@@ -23,13 +23,14 @@ class LazyTuple(tuple[Any, ...]):
         """A tuple of as many items as there are makers."""
         return super().__new__(cls, cls.makers)
 
-    def __init__(self) -> None:
-        self._items: dict[int, Any] = {}
+    _items: dict[int, Any] | None = None  # until one is read
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return tuple(self[i] for i in range(*index.indices(len(self))))
         index = range(len(self))[index]
+        if self._items is None:
+            self._items = {}
         if index not in self._items:
             self._items[index] = self.makers[index](self)
         return self._items[index]

@@ -34,7 +34,6 @@ class LowLatencyHandle(LazyTuple):
     )
 
     def __init__(self, native: Handle, topk_weights: torch.Tensor | None) -> None:
-        super().__init__()
         self.native = native
         self.topk_weights = topk_weights  # those that the dispatch carried, until others have taken their place
         self.combine_rows: torch.Tensor | None = None  # in the window, for the next combine without a copy

@@ -143,7 +143,7 @@ def route(
 
 def received(pool: Pool, routed: Routed, with_scales: bool) -> Any:
     """x, or x and scales; copied out of a window that would have no room for another round."""
-    x, scales = routed.x, routed.scales
+    x, scales = routed.x, routed.scales if with_scales else None
     if pool.is_filling(routed.handle.buffer):
         x, scales = x.clone(), None if scales is None else scales.clone()
     return (x, scales) if with_scales else x
