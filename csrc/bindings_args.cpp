@@ -87,6 +87,7 @@ void bind_layout(py::module_& m) {
         .def_readonly("columns", &WindowLayout::columns)
         .def_readonly("mail_words", &WindowLayout::mail_words);
     m.def("window_layout", &window_layout, py::arg("shape"));
+    m.def("takes_weights", &takes_weights, py::arg("shape"));
     m.def("goes_straight", &goes_straight, py::arg("shape"), py::arg("num_tokens"));
     m.def("landed_bytes", &landed_bytes, py::arg("shape"), py::arg("row_bytes"), py::arg("scale_bytes"));
 }
@@ -175,7 +176,8 @@ void bind_combine(py::module_& m) {
         .def_readwrite("chunk_tokens", &CombineArgs::chunk_tokens)
         .def_readwrite("out", &CombineArgs::out)
         .def_readwrite("out_weight_grads", &CombineArgs::out_weight_grads)
-        .def_readwrite("out_stride", &CombineArgs::out_stride);
+        .def_readwrite("out_stride", &CombineArgs::out_stride)
+        .def_readwrite("topk_weights", &CombineArgs::topk_weights);
 }
 
 }  // namespace

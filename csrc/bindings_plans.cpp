@@ -65,15 +65,19 @@ class DispatchTensors {
 
 class CombineArguments {
   public:
-    CombineArguments(py::handle y, py::handle out, py::handle bias, py::handle weight_grads, py::handle out_weight_grads)
-        : y_(y), out_(out), bias_(bias), weight_grads_(weight_grads), out_weight_grads_(out_weight_grads) {}
+    CombineArguments(py::handle y, py::handle out, py::handle bias, py::handle weight_grads, py::handle out_weight_grads,
+                     py::handle topk_weights)
+        : y_(y), out_(out), bias_(bias), weight_grads_(weight_grads), out_weight_grads_(out_weight_grads), topk_weights_(topk_weights) {}
     bool readable() const {
-        return y_.readable() && out_.readable() && bias_.readable() && weight_grads_.readable() && out_weight_grads_.readable();
+        return y_.readable() && out_.readable() && bias_.readable() && weight_grads_.readable() && out_weight_grads_.readable() &&
+               topk_weights_.readable();
     }
-    CombineTensors get() const { return {y_.get(), out_.get(), bias_.get(), weight_grads_.get(), out_weight_grads_.get()}; }
+    CombineTensors get() const {
+        return {y_.get(), out_.get(), bias_.get(), weight_grads_.get(), out_weight_grads_.get(), topk_weights_.get()};
+    }
 
   private:
-    Argument y_, out_, bias_, weight_grads_, out_weight_grads_;
+    Argument y_, out_, bias_, weight_grads_, out_weight_grads_, topk_weights_;
 };
 
 void require(bool readable) {
@@ -120,12 +124,12 @@ void bind_dispatch_plan(py::module_& m) {
 
 void bind_combine_plan(py::module_& m) {
     py::class_<CombinePlan>(m, "CombinePlan")
-        .def(py::init([](const CombineArgs& args, py::handle y, py::handle bias, py::handle weight_grads) {
-                 const CombineArguments like(y, y, bias, weight_grads, py::none());
+        .def(py::init([](const CombineArgs& args, py::handle y, py::handle bias, py::handle weight_grads, py::handle topk_weights) {
+                 const CombineArguments like(y, y, bias, weight_grads, py::none(), topk_weights);
                  require(like.readable());
                  return CombinePlan(args, like.get());
              }),
-             py::arg("args"), py::arg("y"), py::arg("bias"), py::arg("weight_grads"))
+             py::arg("args"), py::arg("y"), py::arg("bias"), py::arg("weight_grads"), py::arg("topk_weights") = py::none())
         .def(
             "schedule",
             [](CombinePlan& plan, i32 num_tokens, i32 workers, i32 chunk_tokens) {
@@ -135,13 +139,13 @@ void bind_combine_plan(py::module_& m) {
         .def(
             "bind",
             [](const CombinePlan& plan, const DispatchArgs& dispatch, py::handle y, py::handle out, py::handle bias,
-               py::handle weight_grads, py::handle out_weight_grads, u64 y_copy) -> std::optional<CombineArgs> {
-                const CombineArguments tensors(y, out, bias, weight_grads, out_weight_grads);
+               py::handle weight_grads, py::handle out_weight_grads, u64 y_copy, py::handle topk_weights) -> std::optional<CombineArgs> {
+                const CombineArguments tensors(y, out, bias, weight_grads, out_weight_grads, topk_weights);
                 if (!tensors.readable()) return std::nullopt;
                 return plan.bind(dispatch, tensors.get(), y_copy);
             },
             py::arg("dispatch"), py::arg("y"), py::arg("out"), py::arg("bias"), py::arg("weight_grads"), py::arg("out_weight_grads"),
-            py::arg("y_copy") = 0);
+            py::arg("y_copy") = 0, py::arg("topk_weights") = py::none());
 }
 
 // torch's current stream of a GPU, in a tenth of the time of torch.cuda.current_stream.

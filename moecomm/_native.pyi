@@ -87,6 +87,9 @@ class WindowLayout:
 def goes_straight(shape: Shape, num_tokens: int) -> bool:
     """Whether rows of a rank with so many tokens reach other domains without a relay."""
 
+def takes_weights(shape: Shape) -> bool:
+    """Whether homes may give a combine routing weights of their own."""
+
 def landed_bytes(shape: Shape, row_bytes: int, scale_bytes: int) -> int:
     """What a token takes that lands in another domain."""
 
@@ -191,6 +194,7 @@ class CombineArgs(_Struct):
     out: int
     out_weight_grads: int
     out_stride: int
+    topk_weights: int
 
 @final
 class DispatchPlan:
@@ -234,7 +238,14 @@ class DispatchPlan:
 class CombinePlan:
     """Combines of one kind, prepared; see DispatchPlan."""
 
-    def __init__(self, args: CombineArgs, y: Tensor, bias: Tensor | None, weight_grads: Tensor | None) -> None: ...
+    def __init__(
+        self,
+        args: CombineArgs,
+        y: Tensor,
+        bias: Tensor | None,
+        weight_grads: Tensor | None,
+        topk_weights: Tensor | None = None,
+    ) -> None: ...
     def schedule(self, num_tokens: int, workers: int, chunk_tokens: int) -> None:
         """How rounds of so many tokens are run."""
     def bind(
@@ -246,6 +257,7 @@ class CombinePlan:
         weight_grads: object,
         out_weight_grads: object,
         y_copy: int = 0,
+        topk_weights: object = None,
     ) -> CombineArgs | None:
         """None unless these are tensors that the plan is for and that fit the dispatch.
 

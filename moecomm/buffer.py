@@ -111,9 +111,8 @@ class Buffer:
         self.begun: Routed | None = None  # by dispatch_begin, and not ended yet
         self.on_cpu = self._session.device.type == "cpu"
         self._failure: RoundFailed | None = None
-        self.rank, self.num_ranks = ranks.rank, ranks.ranks
+        self.rank, self.num_ranks, self.dtype, self.timeout_s = ranks.rank, ranks.ranks, dtype, timeout_s
         self.hidden, self.num_experts, self.topk, self.max_tokens = hidden, num_experts, topk, max_tokens
-        self.dtype, self.timeout_s = dtype, timeout_s
         self.domain_ranks = self._session.context.shape.domain_ranks or ranks.ranks
         self._close = weakref.finalize(self, _close_where_opened, os.getpid(), self._session)
         self.name = names.give(self)  # what operators call it
@@ -269,6 +268,7 @@ class Buffer:
         weight_grads: Any = None,
         wire: torch.dtype | None = None,
         num_sms: int | None = None,
+        topk_weights: Any = None,
     ) -> Any:
         """Brings the experts' rows home.  Collective; on the current stream.
 
@@ -283,6 +283,8 @@ class Buffer:
             wire: None: rows of "expert" and "batched" are added in float32 and travel so, and the result is rounded
                 once.  The dtype of `y`: each rank's sum is rounded before it travels: half the bytes, one more
                 rounding of 2^-8 (bfloat16) or 2^-11 (float16) relative to each rank's sum.
+            topk_weights: float32 `[T, K]` of our own tokens, in the place of those that dispatch carried; on all ranks
+                or none.  Unsupported: flat rows, `weight_grads`, several domains, max_tokens * topk above 4096.
 
         Returns:
             `[T, H]`: sum over k of w_k * y_k (flat: the plain sum over ranks), in float32 in a fixed order, plus
@@ -300,6 +302,7 @@ class Buffer:
             weight_grads=weight_grads,
             wire=wire,
             num_sms=num_sms,
+            topk_weights=topk_weights,
         )
         combine.run(combining)
         return combine.finish(self, combining)
@@ -307,8 +310,7 @@ class Buffer:
     def empty(self, handle: Handle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """An uninitialised `y` for combine(y, handle), in the window, of `dtype` (default: the Buffer's).
 
-        Such rows are read where they are, and no rank makes a copy: flat on GPUs (without `weight_grads`), all layouts
-        on CPUs.
+        Such rows are read where they are, without a copy: flat on GPUs (without `weight_grads`), all layouts on CPUs.
         """
         return combine.empty(self, handle, dtype or self.dtype)
 
@@ -378,9 +380,7 @@ class Buffer:
             raise self._failure
 
     def raise_failure(self) -> None:
-        """Raises what the last rounds left behind.  Bad input and mismatches are told once; a failed round ends the
-        Buffer.
-        """
+        """Raises what the last rounds left behind: once, unless a failed round has ended the Buffer."""
         if self._failure is not None:
             raise self._failure
         record = _native.record(self._record)

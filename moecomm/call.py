@@ -19,6 +19,7 @@ _FIELDS = (  # name, bits
     ("weight_grads given", 1),
     ("weighted", 1),
     ("rows that are fetched", 1),
+    ("topk_weights given", 1),
 )
 
 

@@ -51,6 +51,7 @@ class KernelSpec:
     packets: bool = False  # of few tokens: see packets_of
     wire: int = 2
     weighted: bool = True
+    own_weights: bool = False  # weighted by what each home gives the combine
     in_place: bool = False
     transport: str = "lsa"  # one of linking.TRANSPORTS: how the kernel reaches its peers
     domain_ranks: int = 0  # Shape.domain_ranks; 0, all, with "lsa" and no other
@@ -82,6 +83,10 @@ class KernelSpec:
             _want(self.idx_bytes in (4, 8), f"idx_bytes={self.idx_bytes}: want 4 or 8")
             _want(not self.packets or packets_of(self) is not None, "packets of a row that can't be cut into them")
         else:
+            _want(
+                not self.own_weights or (self.weighted and self.layout != _FLAT and self.transport == "lsa"),
+                "own_weights: want weighted rows of experts, and one domain",
+            )
             staged = self.hidden * _BYTES[self.type if self.layout == _FLAT else self.wire]
             _want(self.type < 3 and self.wire < 3, "combine of e4m3: want bf16, fp16 or fp32")
             _want(
@@ -257,7 +262,8 @@ def source(spec: KernelSpec) -> str:
         kind += f", .part = Part::{_PARTS[spec.part]}, .packets = {_bool(spec.packets)}"
     else:
         kind += f", .wire = Type::{_TYPES[spec.wire]}, .weighted = {_bool(spec.weighted)}"
-        kind += f", .in_place = {_bool(spec.in_place)}, .packets = {_bool(spec.packets)}"
+        kind += f", .own_weights = {_bool(spec.own_weights)}, .in_place = {_bool(spec.in_place)}"
+        kind += f", .packets = {_bool(spec.packets)}"
     fields = block_fields(spec)
     block = ", ".join(f".{name} = {value}" for name, value in fields.items())
     name, function = spec.op.capitalize(), "dispatch_end" if spec.part == _END else spec.op

@@ -14,7 +14,7 @@ from moecomm.rendezvous import Rendezvous
 if TYPE_CHECKING:
     from moecomm.backends import Backend
 
-VERSION = 6  # of the protocol in csrc/protocol
+VERSION = 7  # of the protocol in csrc/protocol
 MAX_RANKS, MAX_TOPK, MAX_FLAT_ROWS = 64, 32, 1 << 23
 MAX_CHUNK = 32  # tokens; kMaxChunk
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

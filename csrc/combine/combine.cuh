@@ -86,7 +86,7 @@ MOECOMM_FN bool reduce_or_pull(const Call& c) {
     if constexpr (cfg.domains() > 1) {
         if (warp_id() >= returners) return give_back(c, warp_id() - returners);
     } else {
-        if (cfg.reduce_warps == 0 || warp_id() < cfg.reduce_warps) push(c);
+        if ((cfg.reduce_warps == 0 || warp_id() < cfg.reduce_warps) && !push(c)) return false;
     }
     if (warp_id() >= cfg.reduce_warps) return pull(c);
     if constexpr (!cfg.in_place) {
@@ -142,6 +142,7 @@ MOECOMM_FN void combine(const CombineArgs& args) {
     if (!begin_round(c.round, shared.begin, cfg.threads())) return;
     if (cfg.packets && !c.all_in_packets) publish_rows();
     announce(c);
+    if constexpr (cfg.own_weights) post_weights(c);
     if constexpr (cfg.domains() > 1) send_mail(c, kNoticeWords);
     if (__syncthreads_or(!reduce_or_pull(c))) return;
     finish(c);

@@ -2,7 +2,7 @@
 // in registers.  The place of a packet depends on nothing but the round, us, the token and the piece, so nobody is waited for.
 #pragma once
 #include "../device/packet.cuh"
-#include "call.cuh"
+#include "weights.cuh"
 
 namespace moecomm {
 
@@ -62,6 +62,8 @@ struct Push {
     const Call& c;
     const i32 items;
     i32 nth;
+    Waited waited = Waited::ok;  // how this lane's wait for a weight ended, for whose
+    i32 late = 0;
 
     MOECOMM_FN explicit Push(const Call& call)
         : c(call), items(most_rows(call) * cfg.ranks * P::kPieces), nth(blockIdx.x + gridDim.x * warp_id()) {}
@@ -109,22 +111,40 @@ struct Push {
         return c.transport.template peer_ptr<u8>(f.home, c.packet_at(c.me(), token, f.piece));
     }
 
-    MOECOMM_FN void finish(const Flight& f) const {
+    // False when a weight did not come.
+    MOECOMM_FN bool finish(const Flight& f) {
         if constexpr (kFlat) {
             u8* const to = packet(f, f.token);
 #pragma unroll
             for (i32 step = 0; step < P::kSteps; ++step) store_step<cfg.packet_lines>(to, step, f.words.step[step], c.round.tag);
+            return true;
         } else {
-            reduce(f);
+            return reduce(f);
         }
     }
 
+    // While the rows of an item are on their way: this lane's weight, if `word` is not it yet.
+    MOECOMM_FN bool weigh(const Flight& f, i32 token, u64& word) {
+        if (f.entry >= 0 && signal_tag(word) != c.round.tag) {
+            late = f.home;
+            waited = wait_until(deadline_of(c.a.ctx), [&] { return is_weight_here(c, f.home, token, word); });
+        }
+        return __all_sync(kAllLanes, waited == Waited::ok);
+    }
+    // Called where no row is held, as in Collect.
+    MOECOMM_FN bool report() const {
+        if (waited != Waited::ok)
+            report_failure(c.round, waited, Phase::notice, late, c.round.tag, 0, waited == Waited::timeout ? c.a.ctx.timeout_ns : 0);
+        return __all_sync(kAllLanes, waited == Waited::ok);
+    }
+
     // In fp32 and in the order of k, as Gather adds: multiply, then add, each rounded.
-    MOECOMM_FN void reduce(const Flight& f) const {
+    MOECOMM_FN bool reduce(const Flight& f) {
         u32 named = __ballot_sync(kAllLanes, f.entry >= 0);
         const i32 token = reinterpret_cast<const int2*>(c.a.route.src)[__shfl_sync(kAllLanes, f.entry, __ffs(named) - 1)].y;
         float weight = 0.0f;
-        if constexpr (kWeighted) {
+        u64 word = 0;
+        if constexpr (kWeighted && !cfg.own_weights) {
             if (f.entry >= 0) weight = reinterpret_cast<const float*>(c.a.route.row_weights)[f.entry];
         }
         float sum[P::kSteps][2][P::kColumns] = {};
@@ -136,6 +156,10 @@ struct Push {
                 if (left != 0) load_row(f, __shfl_sync(kAllLanes, f.entry, __ffs(left) - 1), held[i]);
                 left &= left - 1;
             }
+            if constexpr (cfg.own_weights) {
+                if (!weigh(f, token, word)) return false;
+                weight = weight_in(word);
+            }
 #pragma unroll
             for (i32 i = 0; i < kTogether; ++i) {
                 if (named != 0) add(held[i], __shfl_sync(kAllLanes, weight, __ffs(named) - 1), sum);
@@ -146,6 +170,7 @@ struct Push {
 #pragma unroll
         for (i32 step = 0; step < P::kSteps; ++step)
             store_step<cfg.packet_lines>(to, step, make_ulonglong2(narrow(sum[step][0]), narrow(sum[step][1])), c.round.tag);
+        return true;
     }
 
     MOECOMM_FN void load_row(const Flight& f, i32 row, u32 (&held)[P::kSteps][2][kHeldWords]) const {
@@ -189,27 +214,29 @@ struct Push {
 
     // An item is loaded before the one ahead of it is stored.  Words have registers of their own in both: to be moved, they would have to
     // be here.
-    MOECOMM_FN void run() {
+    MOECOMM_FN bool run() {
         Flight one, other;
         begin(one);
         while (one.home >= 0) {
             begin(other);
-            finish(one);
+            if (!finish(one)) break;
             if constexpr (kFlat) {
-                if (other.home < 0) return;
+                if (other.home < 0) return true;
                 begin(one);
                 finish(other);
             } else {
                 one = other;
             }
         }
+        if constexpr (cfg.own_weights) return report();
+        return true;
     }
 };
 
-// By each warp that pushes: cfg.reduce_warps, or all where there are none.
+// By each warp that pushes: cfg.reduce_warps, or all where there are none.  False when a weight did not come.
 template <class Call>
-MOECOMM_FN void push(const Call& c) {
-    Push<Call>(c).run();
+MOECOMM_FN bool push(const Call& c) {
+    return Push<Call>(c).run();
 }
 
 }  // namespace moecomm

@@ -3,6 +3,7 @@
 #pragma once
 #include "gather.cuh"
 #include "straight.cuh"
+#include "weights.cuh"
 
 namespace moecomm {
 
@@ -47,6 +48,7 @@ struct Reduce {
     i32 at;     // the next piece of the unit
     Unit unit;  // of the turn
     i32 entry;  // this lane's row of the piece, -1: none
+    u64 word;   // own weights: that of the row
     bool failed = false;
 
     MOECOMM_FN explicit Reduce(const Call& call) : c(call), units(count_units(call)) { begin_unit(); }
@@ -92,9 +94,31 @@ struct Reduce {
         return may_wait ? Next::none : Next::later;
     }
 
+    MOECOMM_FN i32 token() const {
+        const i32 first = __ffs(__ballot_sync(kAllLanes, entry >= 0)) - 1;
+        return reinterpret_cast<const int2*>(c.a.route.src)[__shfl_sync(kAllLanes, entry, first)].y;
+    }
+
+    // The home has posted the weights of the piece before it waits for anybody.
+    MOECOMM_FN bool await_weights(bool may_wait) {
+        const i32 of = token();
+        const auto here = [&] { return is_weight_here(c, unit.home, of, word); };
+        bool came = true;
+        if (entry >= 0 && !here())
+            came = may_wait &&
+                   wait_for(c.round, Phase::notice, unit.home, c.round.tag, here, [&] { return static_cast<i64>(signal_tag(word)); });
+        return __all_sync(kAllLanes, came);
+    }
+
     MOECOMM_FN Next open(Source& source, Item& out, bool may_wait) {
         if (failed || nth() >= kPasses * units) return Next::none;
         if (const Next place = await_place(may_wait); place != Next::item) return place;
+        if constexpr (cfg.own_weights) {
+            if (has_piece() && !await_weights(may_wait)) {
+                failed = may_wait;
+                return may_wait ? Next::none : Next::later;
+            }
+        }
         out = {0, -1, 0, 0, -1};
         if (has_piece()) fill_item(source, out);
         at += cfg.reduce_warps;
@@ -108,13 +132,16 @@ struct Reduce {
     }
 
     MOECOMM_FN void fill_item(Source& source, Item& out) const {
-        const i32 column = at % kPieces * kPieceColumns, row = entry, first = __ffs(__ballot_sync(kAllLanes, row >= 0)) - 1;
-        const i32 token = reinterpret_cast<const int2*>(c.a.route.src)[__shfl_sync(kAllLanes, row, first)].y;
-        out = {0, token, unit.home, column, -1};
-        if (column == 0 && c.a.weight_grads != 0) stage_grads(row, token);
+        const i32 column = at % kPieces * kPieceColumns, row = entry, of = token();
+        out = {0, of, unit.home, column, -1};
+        if (column == 0 && c.a.weight_grads != 0) stage_grads(row, of);
         if (row < 0) return;
         source.piece = reinterpret_cast<const u8*>(c.a.y) + row * c.a.y_stride + column * bytes_of(kType);
-        if constexpr (kWeighted) source.weight = reinterpret_cast<const float*>(c.a.route.row_weights)[row];
+        if constexpr (cfg.own_weights) {
+            source.weight = weight_in(word);
+        } else if constexpr (kWeighted) {
+            source.weight = reinterpret_cast<const float*>(c.a.route.row_weights)[row];
+        }
     }
 
     MOECOMM_FN void stage_grads(i32 row, i32 token) const {

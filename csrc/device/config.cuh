@@ -85,6 +85,7 @@ struct CombineConfig {
     Type type;  // of y, bias and out
     Type wire;  // of a reduced row
     bool weighted;
+    bool own_weights;                // by those that each home gives, not those that the dispatch carried
     bool in_place;                   // peers read our rows of y where they are: nothing is staged
     bool packets;                    // this rank has few tokens, which come home in packets
     i32 packet_bytes, packet_lines;  // of a staged row in each, and their lines

@@ -28,6 +28,15 @@ void announce(Combine& c) {
     c.r.announce(n, nullptr);
 }
 
+// Our weights go to the owners of our experts.
+void post_weights(const Combine& c) {
+    const i32* owners = memory<const i32>(c.a.route.token_owner);
+    const u32* bits = memory<const u32>(c.a.topk_weights);
+    for (i32 entry = 0; c.own_weights && entry < c.a.num_tokens * c.topk; ++entry)
+        if (owners[entry] >= 0)
+            store_relaxed(c.weight(owners[entry], c.r.me, entry / c.topk, entry % c.topk), word_signal(c.r.tag, bits[entry]));
+}
+
 // What one thread pulls: chunks of our own tokens, and of those that we relay.
 class Pulls {
   public:
@@ -95,18 +104,21 @@ void put_straight(Combine& c, StraightSent& sent, i32 worker, i32 stride, float*
     }
 }
 
-// Stages the chunk of every home that has one.  While places are missing we pull what can be pulled: others may wait for that.  False: the
-// round is lost or void.
+// Stages the chunk of every home that has one.  While places, or weights, are missing we pull what can be pulled: others may wait for that.
+// False: the round is lost or void.
 bool stage_for_all(Combine& c, Pulls& pulls, i32 chunk, float* scratch) {
     i32 waiting[kMaxRanks], count = 0;  // homes
     for (i32 turn = 0; turn < c.r.ranks; ++turn)
         if (const i32 home = c.r.peer(turn); chunk < c.chunks_of(home) && !c.straight_to(home)) waiting[count++] = home;
-    const auto with_place = [&](i32 home) { return has_place(c, home, chunk); };
-    const auto find = [&] { return Missing{c.r.local(waiting[0]), credit_of(c, waiting[0], chunk), c.r.tag}; };
+    const auto can_stage = [&](i32 home) { return has_place(c, home, chunk) && missing_weight(c, home, chunk) == nullptr; };
+    const auto find = [&] {
+        const u64* weight = missing_weight(c, waiting[0], chunk);
+        return Missing{c.r.local(waiting[0]), weight != nullptr ? weight : credit_of(c, waiting[0], chunk), c.r.tag};
+    };
     for (;;) {
         i32 left = 0;
         for (i32 i = 0; i < count; ++i) {
-            if (with_place(waiting[i])) {
+            if (can_stage(waiting[i])) {
                 stage_chunk(c, waiting[i], chunk, scratch);
             } else {
                 waiting[left++] = waiting[i];
@@ -116,7 +128,7 @@ bool stage_for_all(Combine& c, Pulls& pulls, i32 chunk, float* scratch) {
         if (count == 0) return true;
         if (!c.await_agreement()) return false;
         if (pulls.pull_ready()) continue;
-        const auto go_on = [&] { return std::any_of(waiting, waiting + count, with_place) || pulls.any_ready(); };
+        const auto go_on = [&] { return std::any_of(waiting, waiting + count, can_stage) || pulls.any_ready(); };
         if (!c.r.watch.until(Phase::drained, go_on, find)) return false;
     }
 }
@@ -156,6 +168,7 @@ void combine(const CombineArgs& args) {
     Combine c(args);
     if (c.r.watch.aborted()) return;
     Team team(args.workers);
+    post_weights(c);
     announce(c);
     // Our staging may still hold the rows of our last combine.
     if (const u32 last = c.r.state.last_combine; last != 0 && !await_drained(c, last)) return;

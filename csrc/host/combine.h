@@ -24,6 +24,7 @@ struct Combine {
     const Type type = static_cast<Type>(a.type);
     const Type staged_type = flat ? type : static_cast<Type>(a.wire);  // of the numbers in a staged row
     const Type crossing_type = static_cast<Type>(a.wire);              // of the numbers in the sum of a domain that crosses to another
+    const bool own_weights = a.topk_weights != 0;                      // homes give them, and not the dispatch
     const bool past_cache = a.num_tokens * a.y_stride >= kPastCache;
     // The experts' rows lie in our window: peers read them there, and nothing is staged.
     const bool in_place = a.weight_grads == 0 && a.y >= heap() && a.y < a.ctx.peers[r.me] + a.ctx.window.bytes;
@@ -35,6 +36,10 @@ struct Combine {
     // What we have of them goes straight to `home`, in another domain.
     bool straight_to(i32 home) const { return !r.reaches(home) && goes_straight(shape, sent[home].num_tokens); }
     u8* put_by(i32 owner, i32 token) const { return at<u8>(a.ctx, r.me, straight_row_at(a.ctx.window, shape, r.tag, owner, token)); }
+    // In the window of `owner`: the weight that `home` gives its token's k-th expert.
+    u64* weight(i32 owner, i32 home, i32 token, i32 k) const {
+        return at<u64>(a.ctx, owner, weight_at(a.ctx.window, shape, r.tag, home, token * topk + k));
+    }
     u8* staged(i32 rank, i32 home, i32 token) const { return at<u8>(a.ctx, rank, staged_at(a.ctx.window, shape, home, token)); }
     // Do all ranks make this combine?  Without waiting: as far as we know.
     bool agreed() { return r.notices_in() && r.judge().failure == Failure::none; }

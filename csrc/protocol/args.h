@@ -109,6 +109,7 @@ struct CombineArgs {
     u64 out;               // [num_tokens][hidden] of `type`, rows out_stride bytes apart
     u64 out_weight_grads;  // f32[num_tokens][topk]
     i64 out_stride;
+    u64 topk_weights;  // in: f32[num_tokens][topk], contiguous: in the place of those that the dispatch carried; 0: those
 };
 
 static_assert(sizeof(DispatchArgs) < 2048 && sizeof(CombineArgs) < 2048, "a kernel takes 4 KB of arguments");

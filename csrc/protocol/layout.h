@@ -46,7 +46,10 @@ struct WindowLayout {
     u64 counting;  // u64[kMaxBlocks][columns + 1]: scratch of kernels: word_signal with each block's counts, then its first bad entry
     u64 summed;    // the same: with the counts of all blocks before each, then the first bad entry of all
     u64 packets;   // [2][ranks] times packet_bytes, by round parity and sender, as `mail` is: rows of few tokens (protocol/packets.h);
-                   // several domains: what is put straight (domains.h)
+                   // several domains: what is put straight (domains.h).  Then, where takes_weights, u64[2][ranks][max_tokens][topk]:
+                   // word_signal with the bits of a float, by round parity, home, its token and k: the weights that a home gives a combine
+                   // itself.  Two are enough, as of `mail`: a home posts those of round n + 2 when it has heard our mail of round n + 1,
+                   // which we sent after we had finished reading those of round n
     u64 begun;     // Notice[domain_ranks]: scratch: of our domain, in the dispatch that was begun last; several domains
     u64 signals;   // u64[2][signals()]: written by links alone (domains.h), then what ours at others were made last; several domains
     u64 staging;   // [ranks][ring_tokens] rows of staged_row_bytes, by home and token % ring_tokens
@@ -65,6 +68,13 @@ struct WindowLayout {
 constexpr u64 kSignalsOfPlace = 4;
 MOECOMM_BOTH constexpr u64 signals(const Shape& s) {
     return domains(s) > 1 ? 3 * s.ranks + kSignalsOfPlace * domains(s) * s.ring_tokens : 0;
+}
+
+// Whether homes may give a combine routing weights of their own: by the sizes of the Buffer alone, which all ranks know alike, however
+// many tokens there are in the round.
+constexpr i64 kMostWeights = 4096;  // of a home: 64 KB of a window for each
+MOECOMM_BOTH constexpr bool takes_weights(const Shape& s) {
+    return domains(s) == 1 && static_cast<i64>(s.max_tokens) * s.topk <= kMostWeights;
 }
 
 MOECOMM_BOTH WindowLayout window_layout(const Shape& s) {
@@ -89,7 +99,7 @@ MOECOMM_BOTH WindowLayout window_layout(const Shape& s) {
     w.ranges = take(ranks * tokens * sizeof(u32));
     w.counting = take(kMaxBlocks * (columns + 1) * sizeof(u64));
     w.summed = take(kMaxBlocks * (columns + 1) * sizeof(u64));
-    w.packets = take(2 * ranks * static_cast<u64>(s.packet_bytes));
+    w.packets = take(2 * ranks * static_cast<u64>(s.packet_bytes) + (takes_weights(s) ? 2 * ranks * tokens * s.topk * sizeof(u64) : 0));
     w.begun = take(domains(s) > 1 ? domain_ranks(s) * sizeof(Notice) : 0);
     w.signals = take(2 * signals(s) * sizeof(u64));
     w.staging = take(ranks * ring * static_cast<u64>(s.staged_row_bytes));
@@ -116,6 +126,10 @@ MOECOMM_BOTH constexpr u64 range_at(const WindowLayout& w, const Shape& s, i32 r
 }
 MOECOMM_BOTH constexpr u64 packets_at(const WindowLayout& w, const Shape& s, u32 round, i32 from) {
     return w.packets + ((round & 1) * static_cast<u64>(s.ranks) + from) * static_cast<u64>(s.packet_bytes);
+}
+MOECOMM_BOTH constexpr u64 weight_at(const WindowLayout& w, const Shape& s, u32 round, i32 home, i32 entry) {  // token * topk + k
+    const u64 first = w.packets + 2 * s.ranks * static_cast<u64>(s.packet_bytes), turn = (round & 1) * static_cast<u64>(s.ranks) + home;
+    return first + (turn * s.max_tokens * s.topk + entry) * sizeof(u64);
 }
 MOECOMM_BOTH constexpr u64 counting_at(const WindowLayout& w, i32 block) {
     return w.counting + static_cast<u64>(block) * (w.columns + 1) * sizeof(u64);

@@ -16,7 +16,12 @@ bool is_layout(const DispatchArgs& dispatch, Layout layout) { return dispatch.la
 }  // namespace
 
 CombinePlan::CombinePlan(const CombineArgs& args, const CombineTensors& like)
-    : args_(args), y_(like.y), bias_(like.bias), weight_grads_(like.weight_grads), y_in_window_(in_window(address_of(*like.y))) {}
+    : args_(args),
+      y_(like.y),
+      bias_(like.bias),
+      weight_grads_(like.weight_grads),
+      topk_weights_(like.topk_weights),
+      y_in_window_(in_window(address_of(*like.y))) {}
 
 bool CombinePlan::in_window(u64 at) const {
     const Context& ctx = args_.ctx;
@@ -39,12 +44,14 @@ bool CombinePlan::is_weight_grads(const DispatchArgs& dispatch, const DLTensor& 
 bool CombinePlan::fits(const DispatchArgs& dispatch, const CombineTensors& t, u64 y_copy) const {
     if (dispatch.layout != args_.layout || t.y == nullptr || t.out == nullptr) return false;
     if (!y_.fits(t.y) || !y_.fits(t.out) || !bias_.fits(t.bias) || !weight_grads_.fits(t.weight_grads)) return false;
+    if (!topk_weights_.fits(t.topk_weights)) return false;
     const i64 tokens = dispatch.num_tokens, hidden = args_.hidden;
     if (!is_y(dispatch, *t.y, y_copy) || !is_rows(*t.out, tokens, hidden)) return false;
     if (t.bias != nullptr) {
         const bool one_row = t.bias->ndim == 1 && t.bias->shape[0] == hidden && is_contiguous(*t.bias);
         if (one_row ? address_of(*t.bias) % static_cast<u64>(kRowAlignment) != 0 : !is_rows(*t.bias, tokens, hidden)) return false;
     }
+    if (t.topk_weights != nullptr && !is_packed(*t.topk_weights, tokens, args_.ctx.shape.topk)) return false;
     if (t.weight_grads == nullptr) return true;
     return is_weight_grads(dispatch, *t.weight_grads) && weight_grads_.fits(t.out_weight_grads) &&
            is_packed(*t.out_weight_grads, tokens, args_.ctx.shape.topk);
@@ -66,10 +73,11 @@ std::optional<CombineArgs> CombinePlan::bind(const DispatchArgs& dispatch, const
         args->bias = address_of(*t.bias);
         args->bias_stride = t.bias->ndim == 1 ? 0 : pitch_of(*t.bias);
     }
+    // An empty tensor has no address, but the executor must still know that it is given.
+    const auto given = [](const DLTensor& tensor) { return address_of(tensor) != 0 ? address_of(tensor) : kRowAlignment; };
+    if (t.topk_weights != nullptr) args->topk_weights = given(*t.topk_weights);
     if (t.weight_grads != nullptr) {
-        // An empty tensor has no address, but the executor must still know that gradients travel.
-        const u64 at = address_of(*t.weight_grads);
-        args->weight_grads = at != 0 ? at : kRowAlignment;
+        args->weight_grads = given(*t.weight_grads);
         args->out_weight_grads = address_of(*t.out_weight_grads);
     }
     return args;

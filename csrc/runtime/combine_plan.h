@@ -9,7 +9,7 @@
 namespace moecomm::runtime {
 
 struct CombineTensors {  // null: not given
-    const DLTensor *y, *out, *bias, *weight_grads, *out_weight_grads;
+    const DLTensor *y, *out, *bias, *weight_grads, *out_weight_grads, *topk_weights;
 };
 
 class CombinePlan {
@@ -30,7 +30,7 @@ class CombinePlan {
     bool is_weight_grads(const DispatchArgs& dispatch, const DLTensor& grads) const;
 
     CombineArgs args_;
-    Operand y_, bias_, weight_grads_;
+    Operand y_, bias_, weight_grads_, topk_weights_;
     bool y_in_window_;
     Schedules schedules_;
 };

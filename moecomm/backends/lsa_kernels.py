@@ -84,6 +84,7 @@ def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
         type=args.type,
         wire=_FP32 if flat and not crosses(shape) else args.wire,
         weighted=flat or bool(args.weighted),
+        own_weights=args.topk_weights != 0,
         in_place=reads_in_place(args),
         packets=comes_in_packets(args),
         **_domains(shape),

@@ -35,6 +35,7 @@ def prepare(
     weight_grads: Any = None,
     wire: torch.dtype | None = None,
     num_sms: int | None = None,
+    topk_weights: Any = None,
     goes_on: bool = False,
 ) -> Combining:
     """Checks the arguments; see Buffer.combine.
@@ -53,12 +54,12 @@ def prepare(
             copy = _copied_in(buffer, y, handle)
         address = 0 if copy is None else _address(buffer, copy)
         for plan in buffer.combine_plans.get((handle.layout, y.dtype, weighted, wire, num_sms), ()):
-            combining = plan.start(handle, y, out, bias, weight_grads, address)
+            combining = plan.start(handle, y, out, bias, weight_grads, topk_weights, address)
             if combining is not None:
                 return combining
         if copy is not None:
             y = window_tensor(copy, address, handle.y_shape, y.dtype, buffer.device, buffer.session.owner)
-    return _start_anew(buffer, y, handle, out, bias, weighted, weight_grads, wire, num_sms)
+    return _start_anew(buffer, y, handle, out, bias, weighted, weight_grads, wire, num_sms, topk_weights)
 
 
 def run(combining: Combining) -> None:
@@ -133,20 +134,21 @@ def _start_anew(
     weight_grads: Any,
     wire: torch.dtype | None,
     num_sms: int | None,
+    topk_weights: Any,
 ) -> Combining:
     """The first combine of its kind, or with so many tokens; or one with arguments that have to be made usable."""
-    given = check(buffer, y, handle, out, bias, weight_grads, wire, num_sms)
+    given = check(buffer, y, handle, out, bias, weighted, weight_grads, wire, num_sms, topk_weights)
     options = Options(handle.layout, given.y.dtype, weighted, wire, num_sms)
     plans = buffer.combine_plans.setdefault(options, [])
     for plan in plans:
         plan.schedule(handle.num_tokens)
-        combining = plan.start(handle, given.y, given.out, given.bias, given.weight_grads)
+        combining = plan.start(handle, given.y, given.out, given.bias, given.weight_grads, given.topk_weights)
         if combining is not None:
             break
     else:
         plan = Plan(buffer, options, given)
         plan.schedule(handle.num_tokens)
-        combining = plan.start(handle, given.y, given.out, given.bias, given.weight_grads)
+        combining = plan.start(handle, given.y, given.out, given.bias, given.weight_grads, given.topk_weights)
         assert combining is not None, "what was checked fits a plan made for it"
         plans.append(plan)
     if out is not None:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moecomm import _native
 from moecomm.arrays import adopt, check_rows, check_tensor
 from moecomm.dispatch.arguments import check_num_sms
-from moecomm.errors import BadInput
+from moecomm.errors import BadInput, Unsupported
 from moecomm.routed import Handle
 from moecomm.settings import DTYPES
 
@@ -26,6 +27,7 @@ class Tensors:
     out: torch.Tensor | None
     bias: torch.Tensor | None
     weight_grads: torch.Tensor | None
+    topk_weights: torch.Tensor | None
     back: Callable[[torch.Tensor], Any] | None
 
 
@@ -35,11 +37,13 @@ def check(
     handle: Handle,
     out: Any,
     bias: Any,
+    weighted: bool,
     weight_grads: Any,
     wire: torch.dtype | None,
     num_sms: int | None,
+    topk_weights: Any,
 ) -> Tensors:
-    """Raises BadInput for what can't be used."""
+    """Raises BadInput for what can't be used, Unsupported for weights that combine can't take."""
     y, back = adopt("y", y)
     check_num_sms(num_sms)
     _check_y(buffer, y, handle)
@@ -61,7 +65,35 @@ def check(
         grads_shape = (*rows, buffer.topk) if handle.layout == "flat" else rows
         check_tensor("weight_grads", weight_grads, device=buffer.device, dtypes=(torch.float32,), shape=grads_shape)
         weight_grads = weight_grads.contiguous()
-    return Tensors(y, out, bias, weight_grads, back)
+    if topk_weights is not None:
+        _check_supported(buffer, handle, weighted, weight_grads)
+        topk_weights = adopt("topk_weights", topk_weights)[0]
+        entries = (handle.num_tokens, buffer.topk)
+        check_tensor("topk_weights", topk_weights, device=buffer.device, dtypes=(torch.float32,), shape=entries)
+        topk_weights = topk_weights.contiguous()
+    return Tensors(y, out, bias, weight_grads, topk_weights, back)
+
+
+def takes_weights(buffer: Buffer) -> bool:
+    """Whether combine(topk_weights=) can be had of a Buffer: the same on all its ranks."""
+    return _native.takes_weights(buffer.session.context.shape)
+
+
+def _check_supported(buffer: Buffer, handle: Handle, weighted: bool, weight_grads: Any) -> None:
+    """All of it is the same on all ranks, so that none is left waiting."""
+    if not weighted:
+        raise BadInput("topk_weights", "given with weighted=False", "None")
+    what = None
+    if handle.layout == "flat":
+        what = "flat rows, which have no weights"
+    elif weight_grads is not None:
+        what = "weight_grads"
+    elif buffer.domain_ranks < buffer.num_ranks:
+        what = "several domains"
+    elif not takes_weights(buffer):
+        what = f"max_tokens * topk = {buffer.max_tokens * buffer.topk}, more than 4096"
+    if what is not None:
+        raise Unsupported(f"combine(topk_weights=) with {what}")
 
 
 def _check_y(buffer: Buffer, y: torch.Tensor, handle: Handle) -> None:

@@ -51,7 +51,7 @@ class Plan:
         self._staged_bytes = 0 if like.weight_grads is not None else buffer.hidden * staged.itemsize
         self._room = buffer.packet_room
         args = _args(buffer, options, like)
-        self._native = _native.CombinePlan(args, like.y, like.bias, like.weight_grads)
+        self._native = _native.CombinePlan(args, like.y, like.bias, like.weight_grads, like.topk_weights)
         self._session = buffer.session
         # What runs a combine, by its tokens: GPUs have other kernels for few.
         self._runs: dict[int, Callable[[_native.CombineArgs], None]] = {}
@@ -66,7 +66,7 @@ class Plan:
         self._native.schedule(num_tokens, schedule.workers, schedule.chunk_tokens)
 
     def start(
-        self, handle: Handle, y: Any, out: Any, bias: Any, weight_grads: Any, y_copy: int = 0
+        self, handle: Handle, y: Any, out: Any, bias: Any, weight_grads: Any, topk_weights: Any, y_copy: int = 0
     ) -> Combining | None:
         """A combine that is ready to run; None unless these are tensors that the plan is for, and in order.
 
@@ -78,7 +78,7 @@ class Plan:
         home = None
         if weight_grads is not None:
             home = self._none.new_empty(tokens, self._topk, dtype=torch.float32)
-        args = self._native.bind(handle.args, y, out, bias, weight_grads, home, y_copy)
+        args = self._native.bind(handle.args, y, out, bias, weight_grads, home, y_copy, topk_weights)
         if args is None:
             return None
         if tokens not in self._runs:
@@ -103,5 +103,6 @@ def _args(buffer: Buffer, options: Options, like: Tensors) -> _native.CombineArg
         wire=args.wire,
         weighted=args.weighted,
         weight_grads_given=int(like.weight_grads is not None),
+        topk_weights_given=int(like.topk_weights is not None),
     )
     return args

@@ -18,11 +18,13 @@ def combine(
     bias: list[torch.Tensor | None] | None = None,
     wire: torch.dtype = torch.float32,
     domain_ranks: int | None = None,
+    topk_weights: list[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     """Experts' outputs `ys[p]` (rows as in `arrived[p].x`, [rows, H]) -> every rank's [T_r, H], in the dtype of `ys`.
 
     expert, batched: partial_p = sum over k ascending of w_k * y_k, each product and each sum rounded to float32,
     then to `wire`;
+    w_k is that of `topk_weights`, [T_r, K] of each rank, or else what the dispatch carried;
     flat: partial_p = the row of rank p.  out = sum over p ascending of partial_p in float32, plus bias, rounded once.
 
     domain_ranks: with several domains the sum over p is that over the ranks of each domain, rounded to `wire` where the
@@ -49,7 +51,8 @@ def combine(
                 terms = y[rows.clamp(min=0)].float()  # [T, K, H]
                 if weighted:
                     assert here.row_weights is not None
-                    terms = here.row_weights[rows.clamp(min=0)].unsqueeze(2) * terms
+                    carried = here.row_weights[rows.clamp(min=0)]
+                    terms = (carried if topk_weights is None else topk_weights[source]).unsqueeze(2) * terms
                 partial = torch.zeros_like(sums[0])
                 for k in range(topk):
                     partial += torch.where(on[:, k : k + 1], terms[:, k], 0.0)

@@ -49,6 +49,7 @@ class Case:
     workers: int | None
     in_window: bool  # experts write into Buffer.empty
     again: bool  # the dispatch is repeated with other rows
+    own_weights: list[torch.Tensor] | None  # given to the combine, where it takes them
     max_rows: list[int] | None  # on each rank: batched, of an expert; flat, without sync; None: the worst case
 
 
@@ -130,15 +131,18 @@ def random_case(
         workers=rng.choice([None, 1, 2, 3]),
         in_window=rng.random() < 0.3 and not begin,  # a window of a GPU has room for two rounds
         again=False,
+        own_weights=None,
         max_rows=None,
     )
     again = rng.random() < 0.25 and not (case.begin or case.in_window)
     case = replace(case, again=again and (payload == "plain" or not few_kernels))
     if layout == "batched":
-        return replace(case, max_rows=_draw_rows(idx, num_experts, ranks * max_tokens, rng))
-    if layout != "flat" or begin or rng.random() < 0.5:
+        case = replace(case, max_rows=_draw_rows(idx, num_experts, ranks * max_tokens, rng))
+    elif layout == "flat" and not begin and rng.random() >= 0.5:
+        case = replace(case, max_rows=[sum(tokens) + rng.choice([0, 1, 5])] * ranks)
+    if layout == "flat" or not weighted or case.weight_grads or rng.random() < 0.5:
         return case
-    return replace(case, max_rows=[sum(tokens) + rng.choice([0, 1, 5])] * ranks)
+    return replace(case, own_weights=[torch.randn(i.shape, generator=g) for i in idx])
 
 
 def _draw_rows(idx: list[torch.Tensor], num_experts: int, worst: int, rng: random.Random) -> list[int] | None:

@@ -8,6 +8,7 @@ import torch
 
 from moecomm.buffer import Buffer
 from moecomm.combine import reference as combine_reference
+from moecomm.combine.arguments import takes_weights
 from moecomm.dispatch import reference as dispatch_reference
 from moecomm.errors import BadInput
 from moecomm.routed import Routed
@@ -112,6 +113,7 @@ class Wanted:
         self.again = self._arrived(_flipped(case.x), case.scales and _flipped(case.scales)) if case.again else []
         self.y = [_experts(here, 0.5 + rank).to(buffer.dtype) for rank, here in enumerate(self.arrived)]
         self.grads = _weight_grads(case, self.arrived) if case.weight_grads else None
+        self.own_weights = case.own_weights if takes_weights(buffer) else None
         wire = torch.float32 if case.wire is None else case.wire
         self.out = combine_reference.combine(
             self.y,
@@ -121,6 +123,7 @@ class Wanted:
             bias=case.bias,
             wire=wire,
             domain_ranks=buffer.domain_ranks,
+            topk_weights=self.own_weights,
         )
         self.out_grads = None
         if self.grads is not None:
@@ -157,6 +160,8 @@ class Wanted:
             call["y"] = handle.buffer.empty(handle).copy_(call["y"])
         if (bias := case.bias[rank]) is not None:
             call["bias"] = bias.to(device)
+        if self.own_weights is not None:
+            call["topk_weights"] = self.own_weights[rank].to(device)
         if self.grads is not None:
             grads = self.grads[rank]
             call["weight_grads"] = _padded(grads, (*shape[:-1], *grads.shape[1:])).to(device)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from moecomm.buffer import Buffer
+from moecomm.combine.arguments import takes_weights
 from moecomm.compat.deep_ep.event import EventOverlap, finished
 from moecomm.compat.deep_ep.lazy import LazyTuple, kept, source, tokens_per_expert
 from moecomm.compat.deep_ep.normal import check_nothing
@@ -122,8 +123,9 @@ class LowLatency:
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
         """combined_x, event, hook (None without `return_recv_hook`; it has nothing left to do).
 
-        The routing weights have to reach the ranks that add rows up: unless the dispatch was given the same
-        `topk_weights`, they go ahead in a small round of their own.
+        The routing weights have to reach the ranks that add rows up.  Unless the dispatch was given the same
+        `topk_weights`, the combine brings them there or, where it can't (several domains, or more than 4096 entries of
+        the most tokens of a rank), a small round of their own ahead of it.
         """
         check_nothing(use_logfmt=use_logfmt, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
         _check_finish(async_finish, return_recv_hook)
@@ -132,14 +134,19 @@ class LowLatency:
         native = _native_of(pool, handle)
         if topk_weights is None:
             raise BadInput("topk_weights", "None", "the routing weights, float32 [tokens, topk]")
+        own = None
         if topk_weights is not handle.topk_weights:
-            _send_weights(pool, native, topk_idx, topk_weights)
-            handle.topk_weights = None
+            _check_ids(native, topk_idx)
+            if takes_weights(native.buffer):
+                own = topk_weights
+            else:
+                _send_weights(pool, native, topk_idx, topk_weights)
+                handle.topk_weights = None
         if zero_copy:
             if handle.combine_rows is None:
                 raise BadInput("zero_copy", True, "rows written to get_next_low_latency_combine_buffer(handle)")
             x = handle.combine_rows
-        combined = native.buffer.combine(x, native, out=out)
+        combined = native.buffer.combine(x, native, out=out, topk_weights=own)
         return combined, finished(async_finish), _nothing if return_recv_hook else None
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
@@ -227,8 +234,6 @@ def _arriving(routed: Routed, use_fp8: bool, by_column: bool) -> tuple[Any, torc
 def _send_weights(pool: Pool, native: Handle, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> None:
     """A round of 16-byte rows: its weights land in the rows' order, and become those of the handle."""
     buffer = native.buffer
-    if topk_idx.shape != (native.num_tokens, buffer.topk):
-        raise BadInput("topk_idx", f"shape {tuple(topk_idx.shape)}", f"({native.num_tokens}, {buffer.topk})")
     small = pool.batched(
         buffer.device, _WEIGHTS_HIDDEN, buffer.num_experts, buffer.topk, buffer.max_tokens, torch.bfloat16
     )
@@ -236,6 +241,12 @@ def _send_weights(pool: Pool, native: Handle, topk_idx: torch.Tensor, topk_weigh
     weights = small.dispatch(rows, topk_idx, topk_weights, layout="batched", sync=False).row_weights
     assert weights is not None
     kept(native, native.args.route.row_weights, native.y_shape[:-1], torch.float32).copy_(weights)
+
+
+def _check_ids(native: Handle, topk_idx: torch.Tensor) -> None:
+    want = (native.num_tokens, native.buffer.topk)
+    if topk_idx.shape != want:
+        raise BadInput("topk_idx", f"shape {tuple(topk_idx.shape)}", f"{want}")
 
 
 def _native_of(pool: Pool, handle: Any) -> Handle:
