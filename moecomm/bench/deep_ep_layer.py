@@ -151,7 +151,7 @@ class Layer:
         yield Pair(name + "dispatch", "fp8", "", partial(dispatch, _COLUMNS), with_scales)
         alone = partial(buffer.combine, y, native)
         yield Pair(name + "combine", "", "", lambda: (alone(),), partial(combine, weights))
-        others = weights.clone()  # not the tensor that the dispatch was given: they go ahead, in a round of their own
+        others = weights.clone()  # not the tensor that the dispatch was given
         yield Pair(name + "combine", "", "weights ahead", lambda: (alone(),), partial(combine, others))
 
 

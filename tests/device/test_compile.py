@@ -86,6 +86,13 @@ SPECS = {
     "combine fp16 top-32, 24 columns": combine(ranks=2, experts=64, topk=32, hidden=24, type=FP16, wire=FP16),
     "combine few tokens": combine(packets=True),
     "combine few tokens, flat": combine(packets=True, layout=FLAT),
+    "combine by weights of the homes": combine(own_weights=True),
+    "combine fp32 by weights of the homes, 16384 columns": combine(own_weights=True, type=FP32, hidden=16384, ranks=8),
+    "combine few tokens by weights of the homes": combine(packets=True, own_weights=True),
+    "combine few tokens, fp32, by weights of the homes": combine(packets=True, own_weights=True, type=FP32),
+    "combine few tokens by weights of the homes, 64 ranks, bf16 on the wire": combine(
+        packets=True, own_weights=True, ranks=64, wire=BF16
+    ),
     "combine few tokens, 64 ranks, bf16 on the wire": combine(packets=True, ranks=64, wire=BF16),
     "combine 64 ranks": combine(ranks=64, experts=128, topk=5, hidden=4096),
 }
@@ -135,6 +142,8 @@ def test_source_holds_named_numbers_alone() -> None:
         (lambda: dispatch(scale_bytes=8, quantize=True), "scale_bytes=8"),
         (lambda: jit.source(dispatch(experts=1 << 16)), "65536 experts"),
         (lambda: combine(type=E4M3), "e4m3"),
+        (lambda: combine(own_weights=True, layout=FLAT), "own_weights"),
+        (lambda: combine(own_weights=True, **ACROSS), "own_weights"),
         (lambda: combine(type=FP32, wire=BF16, hidden=12), "reduced rows of 24 bytes"),
         (lambda: dataclasses.replace(dispatch(), op="gather"), "gather"),
     ],

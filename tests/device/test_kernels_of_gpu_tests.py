@@ -18,6 +18,7 @@ from moecomm import _native, combine, dispatch, jit, packets, tuning
 from moecomm.backends import host
 from moecomm.backends.lsa_kernels import combine_spec, dispatch_spec
 from moecomm.buffer import Buffer
+from moecomm.combine.arguments import takes_weights
 from moecomm.dispatch.plan import END
 from moecomm.testing import Case, LocalBuffers, random_case
 from moecomm.testing.check import again_call, dispatch_call
@@ -79,7 +80,9 @@ def kernels_of_rank(case: Case, rank: int, buffer: Buffer) -> set[jit.KernelSpec
     grads = None
     if case.weight_grads:
         grads = torch.empty(*handle.y_shape[:-1], *((buffer.topk,) if case.layout == "flat" else ()))
-    brought = combine.prepare(buffer, y, handle, weighted=case.weighted, wire=case.wire, weight_grads=grads)
+    given = case.own_weights[rank] if case.own_weights is not None and takes_weights(buffer) else None
+    options = {"weighted": case.weighted, "wire": case.wire, "weight_grads": grads, "topk_weights": given}
+    brought = combine.prepare(buffer, y, handle, **options)
     return specs | {combine_spec(brought.args)}
 
 
@@ -110,7 +113,7 @@ def test_kernels_of_several_domains_put() -> None:
 def kind_of(s: jit.KernelSpec) -> tuple[Any, ...]:
     """What branches of the source depend on, but for sizes and types."""
     sent = (s.quantize, s.scale_bytes > 0, s.scale_columns, s.packets)
-    return s.op, s.layout, s.part, *sent, s.wire, s.in_place
+    return s.op, s.layout, s.part, *sent, s.wire, s.own_weights, s.in_place
 
 
 @pytest.mark.timeout(900)

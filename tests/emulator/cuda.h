@@ -27,9 +27,14 @@ inline ulonglong2 make_ulonglong2(unsigned long long x, unsigned long long y) { 
 
 namespace emulator {
 
+struct Line {
+    unsigned char bytes[2][128];  // by operations of its lanes in turn
+    unsigned arrived[2];          // lanes, of all such operations
+};
 struct Warp {
     std::uint64_t value[2][32];  // of each lane, by operations of the warp in turn
     unsigned arrived[2];         // lanes, of all such operations
+    Line lines[4];               // by eight lanes
 };
 struct Barrier {
     unsigned arrived, generation, any, result;
@@ -44,6 +49,7 @@ struct Thread {
     Block* of_block;
     Warp* warp;
     unsigned operations;  // of the warp, that this lane has come to
+    unsigned lines;       // that this lane has stored and loaded
 };
 
 extern "C" {
@@ -66,6 +72,20 @@ inline const std::uint64_t* exchange(std::uint64_t mine) {
     ++warp.arrived[nth % 2];
     emulator_wait(&warp.arrived[nth % 2], 32 * (nth / 2 + 1));
     return warp.value[nth % 2];
+}
+// By the eight lanes of a line of memory, each with its 16 bytes there: the line is seen whole, or not at all.
+inline void exchange_line(unsigned char* here, ulonglong2& words, bool stores) {
+    Thread& thread = *emulator_thread;
+    const unsigned lane = thread.thread.x % 32, nth = thread.lines++, turn = nth % 2, all = 8 * (nth / 2 + 1);
+    Line& line = thread.warp->lines[lane / 8];
+    unsigned char *const mine = line.bytes[turn] + lane % 8 * 16, *const memory = here - lane % 8 * 16;
+    if (stores) std::memcpy(mine, &words, 16);
+    if (++line.arrived[turn] == all) {
+        std::memcpy(stores ? memory : line.bytes[turn], stores ? line.bytes[turn] : memory, 128);
+    } else {
+        emulator_wait(&line.arrived[turn], all);
+    }
+    if (!stores) std::memcpy(&words, mine, 16);
 }
 template <class T>
 std::uint64_t bits_of(T value) {

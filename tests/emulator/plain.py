@@ -35,8 +35,8 @@ BODIES: dict[str, dict[str, str]] = {
         "meet_any": "return emulator::meet(barrier, threads, here);",
     },
     "device/packet.cuh": {
-        "store_line_words": "memcpy(to, &words, sizeof words);",
-        "load_line_words": "ulonglong2 words; memcpy(&words, from, sizeof words); return words;",
+        "store_line_words": "ulonglong2 mine = words; emulator::exchange_line(to, mine, true);",
+        "load_line_words": "ulonglong2 words; emulator::exchange_line(const_cast<u8*>(from), words, false); return words;",
     },
     "device/cast.cuh": {
         "narrow_e4m3": "return plain_e4m3(first) | plain_e4m3(second) << 8;",

@@ -1,4 +1,4 @@
-"""Kernels that cross domains, on CPUs: against the reference, to the bit, with puts that come late and out of order."""
+"""Kernels on CPUs: against the reference, to the bit.  What crosses domains is put late and out of order."""
 
 from __future__ import annotations
 
@@ -90,6 +90,87 @@ def test_random_cases_across_domains(straight: str, machine: Machine, monkeypatc
 @pytest.mark.parametrize("layout", ["expert", "flat"])
 def test_combines_one_after_the_other(layout: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     combines(machine, monkeypatch, layout)
+
+
+@pytest.mark.parametrize("few", ["all", "some", "none"])
+def test_random_cases_in_one_domain(few: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of all ranks go in packets, those of ranks with few tokens do, or none."""
+    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+    share = {"all": 1, "some": 3, "none": 0}[few]
+    monkeypatch.setattr(
+        host, "packet_bytes", lambda ranks, most, row: packets.room(ranks, -(-most // share), row) if share else 0
+    )
+    with LocalBuffers(ranks=4, **SIZES, backend="host") as ranks:
+        try:
+            for seed in range(CASES):
+                check_case(ranks, random_case(seed, ranks=4, **SIZES, few_kernels=True))
+        finally:
+            machine.forget()
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["expert", "batched"])
+def test_weights_of_the_homes(
+    layout: str, wire: torch.dtype, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One domain, few tokens: combines one after the other, each with other weights, and now and then those of the
+    dispatch.  Ranks are rounds apart.
+    """
+    monkeypatch.setattr(host, "packet_bytes", packets.room)
+    with LocalBuffers(ranks=4, **SIZES, backend="host") as ranks:
+        calls = [{**tokens(rank, layout), "layout": layout} for rank in range(4)]
+        calls[1] = {**calls[1], **{name: calls[1][name][:0] for name in ("x", "topk_idx", "topk_weights")}}
+        calls[2]["topk_idx"][::3, 1] = -1
+        routed = ranks.dispatch(calls)
+        given = [
+            None if nth % 4 == 2 else [torch.randn(len(c["x"]), 3, generator=g) for c in calls]
+            for nth, g in ((nth, torch.Generator().manual_seed(nth)) for nth in range(7))
+        ]
+        rounds, outs = [], []
+        for weights in given:
+            pending = [
+                combine.prepare(b, here.x, here.handle, wire=wire, topk_weights=None if weights is None else weights[r])
+                for r, (b, here) in enumerate(zip(ranks.buffers, routed, strict=True))
+            ]
+            rounds += [Call(p.args, machine.sizes) for p in pending]
+            assert all(c.spec.packets and c.spec.own_weights == (weights is not None) for c in rounds[-4:])
+            outs.append([combine.finish(b, p) for b, p in zip(ranks.buffers, pending, strict=True)])
+        try:
+            machine.run(rounds, 4)
+        finally:
+            machine.forget()
+        ranks.check()
+        for weights, found in zip(given, outs, strict=True):  # by the host executor
+            carried = ranks.dispatch(
+                [
+                    {**c, "topk_weights": c["topk_weights"] if weights is None else weights[r]}
+                    for r, c in enumerate(calls)
+                ]
+            )
+            want = ranks.combine(
+                [{"y": h.x, "handle": c.handle, "wire": wire} for h, c in zip(routed, carried, strict=True)]
+            )
+            for out, right in zip(found, want, strict=True):
+                assert torch.equal(out, right)
+
+
+def test_ranks_that_differ_about_weights_are_told(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who gives none posts none: nobody waits for them."""
+    monkeypatch.setattr(host, "packet_bytes", packets.room)
+    with LocalBuffers(ranks=4, **SIZES, backend="host", timeout_s=5) as ranks:
+        calls = [{**tokens(rank, "expert"), "layout": "expert"} for rank in range(4)]
+        routed = ranks.dispatch(calls)
+        monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+        asked = [{"y": here.x, "handle": here.handle} for here in routed]
+        asked[1]["topk_weights"] = calls[1]["topk_weights"]
+        try:
+            with pytest.raises(moecomm.Mismatch, match="topk_weights given"):
+                ranks.combine(asked)
+        finally:
+            machine.forget()
+        for buffer in ranks.buffers[1:]:
+            with pytest.raises(moecomm.Mismatch, match="topk_weights given"):
+                buffer.check()
 
 
 def test_rows_not_in_use_of_few_tokens_and_of_many(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

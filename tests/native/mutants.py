@@ -83,6 +83,13 @@ MUTANTS = [
         "tsan",
     ),
     Mutant(
+        "weights of another round",
+        "host/stage.cpp",
+        "signal_tag(load_relaxed(word)) != c.r.tag) return word;",
+        "signal_tag(load_relaxed(word)) == ~0u) return word;",
+        "plain",
+    ),
+    Mutant(
         "a reader that is ahead counts as late",
         "host/combine.cpp",
         "- round) >= 0;",

@@ -180,7 +180,8 @@ float partial(const Shape& s, const Combined& c, const Routed& routed, i32 rank,
         const i64 entry = token * s.topk + k;
         if (routed.owner[rank][entry] != p) continue;
         const float y = value_at(&part.y[routed.row[rank][entry] * part.y_stride], c.type, column);
-        const float scaled = c.weighted ? weight_of(d, d.input[rank], entry) * y : y;
+        const float weight = c.own_weights ? c.parts[rank].weights[entry] : weight_of(d, d.input[rank], entry);
+        const float scaled = c.weighted ? weight * y : y;
         sum = sum + scaled;
     }
     return rounded(c.wire, sum);

@@ -196,10 +196,19 @@ i64 heap_needed(const Shape& s, const Scenario& scenario) {
     return bytes;
 }
 
+// Weights that the homes of a combine give, in every other that may have them.  What else is drawn does not depend on it.
+void draw_weights(const Shape& s, Combined& c, u64 seed) {
+    Random random(seed);
+    c.own_weights = takes_weights(s) && c.routed->layout != Layout::flat && c.weighted && !c.grads && random.once_in(2);
+    for (i32 rank = 0; rank < s.ranks && c.own_weights; ++rank)
+        for (i32 i = 0; i < c.routed->input[rank].tokens * s.topk; ++i) c.parts[rank].weights.push_back(random.value());
+}
+
 // A combine of one of the first `lanes` dispatches.
 void add_combine(Random& random, const Limits& limits, Scenario& scenario, i32 lanes) {
     const Dispatched& lane = *scenario.dispatches[random.between(0, lanes - 1)];
     scenario.combines.push_back(random_combine(random, scenario.shape, limits, lane));
+    draw_weights(scenario.shape, *scenario.combines.back(), scenario.combines.size() + 100 * scenario.combines.back()->parts[0].y.size());
     scenario.steps.push_back({nullptr, scenario.combines.back().get()});
 }
 

@@ -53,11 +53,11 @@ struct Combined {
         std::vector<u8> y, bias, out;
         bool y_in_window;
         u64 y_at = 0;  // there
-        std::vector<float> grads, out_grads;
+        std::vector<float> grads, out_grads, weights;
     };
     const Dispatched* routed;
     Type type, wire;
-    bool weighted, bias, grads;
+    bool weighted, bias, grads, own_weights;  // own_weights: those of the parts, not those of the dispatch
     std::vector<Part> parts;
 };
 

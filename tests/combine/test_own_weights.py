@@ -1,0 +1,140 @@
+"""combine(topk_weights=): the home's own weights, in the place of those that the dispatch carried."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from moecomm.testing import LocalBuffers
+
+TOKENS, EXPERTS = 20, 12
+
+
+def sizes(topk: int, **more: Any) -> dict[str, Any]:
+    few = {"hidden": 48, "num_experts": EXPERTS, "topk": topk, "max_tokens": TOKENS, "dtype": torch.float32}
+    return {**few, "backend": "host", "timeout_s": 5} | more
+
+
+def given(rank: int, topk: int, round_: int = 0) -> dict[str, Any]:
+    """Ragged, some ids -1; rank 1 has no tokens.  The weights are those of a round."""
+    g = torch.Generator().manual_seed(rank)
+    tokens = 0 if rank == 1 else TOKENS - rank
+    ids = torch.randint(-1, EXPERTS, (tokens, topk), generator=g)
+    x = torch.randn(tokens, 48, generator=g)
+    g.manual_seed(100 * round_ + rank)
+    return {"x": x, "topk_idx": ids, "topk_weights": torch.randn(tokens, topk, generator=g)}
+
+
+@pytest.mark.parametrize("in_window", [False, True])
+@pytest.mark.parametrize("layout", ["expert", "batched"])
+@pytest.mark.parametrize(("ranks", "topk"), [(1, 2), (2, 3), (3, 8), (4, 13)])
+def test_the_bits_of_a_dispatch_that_carried_them(ranks: int, topk: int, layout: str, in_window: bool) -> None:
+    """One handle, other weights in every combine, and now and then those of the dispatch."""
+    with LocalBuffers(ranks, **sizes(topk, max_tokens=4 * TOKENS)) as buffers:
+        first = buffers.dispatch([given(rank, topk) | {"layout": layout} for rank in range(ranks)])
+        ys = [here.x.sin() for here in first]
+        if in_window:  # rank 0 alone: the others stage what they have
+            ys[0] = buffers.buffers[0].empty(first[0].handle).copy_(ys[0])
+        outs = []
+        for round_ in (1, 2, None, 3, 3, None, 4):
+            calls = [{"y": y, "handle": here.handle} for y, here in zip(ys, first, strict=True)]
+            for rank, call in enumerate(calls):
+                if round_ is not None:
+                    call["topk_weights"] = given(rank, topk, round_)["topk_weights"]
+            outs.append((round_ or 0, buffers.combine(calls)))
+        for round_, out in outs:
+            carried = buffers.dispatch([given(rank, topk, round_) | {"layout": layout} for rank in range(ranks)])
+            want = buffers.combine([{"y": y, "handle": here.handle} for y, here in zip(ys, carried, strict=True)])
+            for mine, theirs in zip(out, want, strict=True):
+                assert torch.equal(mine, theirs)
+        assert not torch.equal(outs[0][1][0], outs[1][1][0])
+
+
+def test_weights_need_not_be_contiguous() -> None:
+    with moecomm.Buffer(**sizes(3)) as buffer:
+        call = given(0, 3)
+        routed = buffer.dispatch(**call)
+        want = buffer.combine(routed.x, routed.handle)
+        turned = call["topk_weights"].t().contiguous().t()
+        assert torch.equal(buffer.combine(routed.x, routed.handle, topk_weights=turned), want)
+
+
+def test_what_is_refused() -> None:
+    with moecomm.Buffer(**sizes(3)) as buffer:
+        call = given(0, 3)
+        weights = call["topk_weights"]
+        routed = buffer.dispatch(**call)
+        for wrong in (weights[1:], weights.double(), weights[:, 1:], [1.0]):
+            with pytest.raises(moecomm.BadInput, match="topk_weights"):
+                buffer.combine(routed.x, routed.handle, topk_weights=wrong)
+        with pytest.raises(moecomm.BadInput, match="topk_weights"):
+            buffer.combine(routed.x, routed.handle, topk_weights=weights, weighted=False)
+        grads = torch.zeros(routed.handle.y_shape[0])
+        with pytest.raises(moecomm.Unsupported, match="weight_grads"):
+            buffer.combine(routed.x, routed.handle, topk_weights=weights, weight_grads=grads)
+        flat = buffer.dispatch(**call, layout="flat")
+        with pytest.raises(moecomm.Unsupported, match="flat"):
+            buffer.combine(flat.x, flat.handle, topk_weights=weights)
+        buffer.combine(routed.x, routed.handle, topk_weights=weights)
+
+
+def test_many_tokens_are_refused_by_the_most_there_may_be() -> None:
+    for most, entries in ((1366, 4098), (1365, 4095)):
+        with moecomm.Buffer(**sizes(3, max_tokens=most)) as buffer:
+            call = given(0, 3)
+            routed = buffer.dispatch(**call)
+            if entries <= 4096:
+                buffer.combine(routed.x, routed.handle, topk_weights=call["topk_weights"])
+                continue
+            with pytest.raises(moecomm.Unsupported, match="4098"):
+                buffer.combine(routed.x, routed.handle, topk_weights=call["topk_weights"])
+
+
+def test_several_domains_refuse() -> None:
+    with LocalBuffers(2, **sizes(3, domain_ranks=1)) as buffers:
+        calls = [given(rank, 3) for rank in range(2)]
+        routed = buffers.dispatch(calls)
+        with pytest.raises(moecomm.Unsupported, match="domains"):
+            buffers.combine(
+                [
+                    {"y": r.x, "handle": r.handle, "topk_weights": c["topk_weights"]}
+                    for r, c in zip(routed, calls, strict=True)
+                ]
+            )
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_ranks_that_differ_are_told(who: int) -> None:
+    with LocalBuffers(3, **sizes(3)) as buffers:
+        calls = [given(rank, 3) for rank in range(3)]
+        routed = buffers.dispatch(calls)
+        mine = [{"y": here.x, "handle": here.handle} for here in routed]
+        mine[who]["topk_weights"] = calls[who]["topk_weights"]
+        with pytest.raises(moecomm.Mismatch, match="topk_weights given"):
+            buffers.combine(mine)
+        for buffer in buffers.buffers[1:]:
+            with pytest.raises(moecomm.Mismatch, match="topk_weights given"):
+                buffer.check()
+        for rank in range(3):  # and the Buffers go on
+            mine[rank]["topk_weights"] = calls[rank]["topk_weights"]
+        assert len(buffers.combine(mine)) == 3
+
+
+def test_a_home_that_never_comes_is_named() -> None:
+    with LocalBuffers(3, **sizes(3, timeout_s=1)) as buffers:
+        calls = [given(rank, 3) for rank in range(3)]
+        routed = buffers.dispatch(calls)
+
+        def combine(rank: int) -> moecomm.RoundFailed:
+            here, weights = routed[rank], calls[rank]["topk_weights"]
+            with pytest.raises(moecomm.RoundFailed) as caught:
+                buffers.buffers[rank].combine(here.x, here.handle, topk_weights=weights)
+            return caught.value
+
+        with ThreadPoolExecutor(2) as pool:
+            for error in pool.map(combine, range(2)):
+                assert (type(error), error.peer) == (moecomm.Timeout, 2)
