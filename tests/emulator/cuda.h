@@ -74,11 +74,11 @@ inline const std::uint64_t* exchange(std::uint64_t mine) {
     return warp.value[nth % 2];
 }
 // By the eight lanes of a line of memory, each with its 16 bytes there: the line is seen whole, or not at all.
-inline void exchange_line(unsigned char* here, ulonglong2& words, bool stores) {
+inline void exchange_line(const unsigned char* here, ulonglong2& words, bool stores) {
     Thread& thread = *emulator_thread;
     const unsigned lane = thread.thread.x % 32, nth = thread.lines++, turn = nth % 2, all = 8 * (nth / 2 + 1);
     Line& line = thread.warp->lines[lane / 8];
-    unsigned char *const mine = line.bytes[turn] + lane % 8 * 16, *const memory = here - lane % 8 * 16;
+    unsigned char *const mine = line.bytes[turn] + lane % 8 * 16, *const memory = const_cast<unsigned char*>(here) - lane % 8 * 16;
     if (stores) std::memcpy(mine, &words, 16);
     if (++line.arrived[turn] == all) {
         std::memcpy(stores ? memory : line.bytes[turn], stores ? line.bytes[turn] : memory, 128);

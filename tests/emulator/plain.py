@@ -36,7 +36,7 @@ BODIES: dict[str, dict[str, str]] = {
     },
     "device/packet.cuh": {
         "store_line_words": "ulonglong2 mine = words; emulator::exchange_line(to, mine, true);",
-        "load_line_words": "ulonglong2 words; emulator::exchange_line(const_cast<u8*>(from), words, false); return words;",
+        "load_line_words": "ulonglong2 words; emulator::exchange_line(from, words, false); return words;",
     },
     "device/cast.cuh": {
         "narrow_e4m3": "return plain_e4m3(first) | plain_e4m3(second) << 8;",
