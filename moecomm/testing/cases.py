@@ -142,7 +142,7 @@ def random_case(
         case = replace(case, max_rows=[sum(tokens) + rng.choice([0, 1, 5])] * ranks)
     if layout == "flat" or not weighted or case.weight_grads or rng.random() < 0.5:
         return case
-    return replace(case, own_weights=[torch.randn(i.shape, generator=g) for i in idx])
+    return replace(case, own_weights=[torch.randn(*i.shape, generator=g) for i in idx])
 
 
 def _draw_rows(idx: list[torch.Tensor], num_experts: int, worst: int, rng: random.Random) -> list[int] | None:
