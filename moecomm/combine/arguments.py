@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moecomm import _native
 from moecomm.arrays import adopt, check_rows, check_tensor
 from moecomm.dispatch.arguments import check_num_sms
 from moecomm.errors import BadInput, Unsupported
@@ -17,6 +16,8 @@ from moecomm.settings import DTYPES
 
 if TYPE_CHECKING:
     from moecomm.buffer import Buffer
+
+_MOST_WEIGHTS = 4096  # kMostWeights: the rule is that of takes_weights in csrc/protocol/layout.h
 
 
 @dataclass
@@ -76,7 +77,7 @@ def check(
 
 def takes_weights(buffer: Buffer) -> bool:
     """Whether combine(topk_weights=) can be had of a Buffer: the same on all its ranks."""
-    return _native.takes_weights(buffer.session.context.shape)
+    return buffer.max_tokens * buffer.topk <= _MOST_WEIGHTS and buffer.domain_ranks == buffer.num_ranks
 
 
 def _check_supported(buffer: Buffer, handle: Handle, weighted: bool, weight_grads: Any) -> None:
@@ -91,7 +92,7 @@ def _check_supported(buffer: Buffer, handle: Handle, weighted: bool, weight_grad
     elif buffer.domain_ranks < buffer.num_ranks:
         what = "several domains"
     elif not takes_weights(buffer):
-        what = f"max_tokens * topk = {buffer.max_tokens * buffer.topk}, more than 4096"
+        what = f"max_tokens * topk = {buffer.max_tokens * buffer.topk}, more than {_MOST_WEIGHTS}"
     if what is not None:
         raise Unsupported(f"combine(topk_weights=) with {what}")
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import moecomm
+from moecomm import _native
+from moecomm.combine.arguments import takes_weights
 from moecomm.testing import LocalBuffers
 
 TOKENS, EXPERTS = 20, 12
@@ -92,6 +94,13 @@ def test_many_tokens_are_refused_by_the_most_there_may_be() -> None:
                 continue
             with pytest.raises(moecomm.Unsupported, match="4098"):
                 buffer.combine(routed.x, routed.handle, topk_weights=call["topk_weights"])
+
+
+@pytest.mark.parametrize(("most", "domain_ranks"), [(1365, None), (1366, None), (20, 2), (20, 1)])
+def test_all_know_the_same_rule(most: int, domain_ranks: int | None) -> None:
+    with LocalBuffers(2, **sizes(3, max_tokens=most, domain_ranks=domain_ranks)) as buffers:
+        for buffer in buffers.buffers:
+            assert takes_weights(buffer) == _native.takes_weights(buffer.session.context.shape)
 
 
 def test_several_domains_refuse() -> None:

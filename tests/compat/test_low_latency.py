@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.compat.deep_ep import Buffer
+from moecomm.compat.deep_ep import Buffer, low_latency
 
 from . import oracle
 from .together import together
@@ -65,6 +65,13 @@ def test_every_field(options: tuple[bool, bool, bool], hook: bool) -> None:
     for seed in range(3):
         case = oracle.random_case(seed, ranks=2 + seed, hidden=HIDDEN, most=TOKENS)
         together(case.ranks, lambda group, case=case, seed=seed: one_round(group, case, options, hook, seed % 2 == 1))
+
+
+def test_weights_go_ahead_of_a_combine_that_does_not_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(low_latency, "takes_weights", lambda buffer: False)
+    for early in (False, True):
+        case = oracle.random_case(7, ranks=3, hidden=HIDDEN, most=TOKENS)
+        together(3, lambda group, case=case, early=early: one_round(group, case, FORMATS[0], False, early))
 
 
 def one_round(group: Any, case: oracle.Case, options: Any, hook: bool, early: bool) -> None:
