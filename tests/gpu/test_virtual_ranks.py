@@ -312,6 +312,32 @@ def test_combines_one_after_the_other_with_a_rank_that_wants_nothing(pair: Local
             assert torch.equal(out[0], outs[0][0])
 
 
+@pytest.mark.parametrize("few", [True, False])
+def test_weights_of_the_homes(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other weights in every combine, and those of the dispatch; then a home that does not come."""
+    if not few:
+        monkeypatch.setattr(packets, "room", lambda ranks, max_tokens, row: 0)
+    with LocalBuffers(**PAIR, backend="lsa", device=0, timeout_s=2) as ranks:
+        mine = [call(0), call(1, 7)]
+        routed = ranks.dispatch(mine)
+        rows = [{"y": r.x, "handle": r.handle} for r in routed]
+        first = ranks.combine(rows)
+        for seed in range(100):
+            g = torch.Generator().manual_seed(seed)
+            given = [torch.randn(c["topk_weights"].shape, generator=g).cuda() for c in mine]
+            by_home = ranks.combine([{**r, "topk_weights": w} for r, w in zip(rows, given, strict=True)])
+            by_dispatch = ranks.combine(rows)
+            carried = ranks.dispatch([{**c, "topk_weights": w} for c, w in zip(mine, given, strict=True)])
+            want = ranks.combine([{"y": r.x, "handle": c.handle} for r, c in zip(routed, carried, strict=True)])
+            for out, right, same, before in zip(by_home, want, by_dispatch, first, strict=True):
+                assert torch.equal(out, right) and torch.equal(same, before)
+        ranks.check()
+        ranks.buffers[0].combine(**rows[0], topk_weights=mine[0]["topk_weights"])
+        with pytest.raises(moecomm.Timeout) as caught:
+            ranks.buffers[0].check()
+        assert (caught.value.peer, caught.value.phase, caught.value.op) == (1, "notice", "combine")
+
+
 def test_cupy_arrays_come_back_as_cupy_arrays(pair: LocalBuffers) -> None:
     cupy = pytest.importorskip("cupy")
     with moecomm.Buffer(
