@@ -27,14 +27,14 @@ inline ulonglong2 make_ulonglong2(unsigned long long x, unsigned long long y) { 
 
 namespace emulator {
 
-struct Line {
+struct PacketLine {
     unsigned char bytes[2][128];  // by operations of its lanes in turn
     unsigned arrived[2];          // lanes, of all such operations
 };
 struct Warp {
     std::uint64_t value[2][32];  // of each lane, by operations of the warp in turn
     unsigned arrived[2];         // lanes, of all such operations
-    Line lines[4];               // by eight lanes
+    PacketLine lines[4];         // by eight lanes
 };
 struct Barrier {
     unsigned arrived, generation, any, result;
@@ -77,7 +77,7 @@ inline const std::uint64_t* exchange(std::uint64_t mine) {
 inline void exchange_line(const unsigned char* here, ulonglong2& words, bool stores) {
     Thread& thread = *emulator_thread;
     const unsigned lane = thread.thread.x % 32, nth = thread.lines++, turn = nth % 2, all = 8 * (nth / 2 + 1);
-    Line& line = thread.warp->lines[lane / 8];
+    PacketLine& line = thread.warp->lines[lane / 8];
     unsigned char *const mine = line.bytes[turn] + lane % 8 * 16, *const memory = const_cast<unsigned char*>(here) - lane % 8 * 16;
     if (stores) std::memcpy(mine, &words, 16);
     if (++line.arrived[turn] == all) {

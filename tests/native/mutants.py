@@ -179,8 +179,8 @@ MUTANTS = [
         "host/combine.cpp",
         "        if (pulls.pull_ready()) continue;\n"
         "        const auto go_on = [&] { "
-        "return std::any_of(waiting, waiting + count, with_place) || pulls.any_ready(); };",
-        "        const auto go_on = [&] { return std::any_of(waiting, waiting + count, with_place); };",
+        "return std::any_of(waiting, waiting + count, can_stage) || pulls.any_ready(); };",
+        "        const auto go_on = [&] { return std::any_of(waiting, waiting + count, can_stage); };",
         "plain",
     ),
     Mutant(
