@@ -32,8 +32,8 @@ FETCH_ROWS = 128  # kFetchRows
 FETCHERS = 16  # blocks that fetch: with as many, long reads fill the links (shared/measurements: 297 to 319 GB/s)
 _OFFER_THREADS, _HOME_THREADS = 512, 512
 # What the split of the first GEMM's tiles assumes: bytes a second over the links, and of weights from memory, and, by
-# bytes of a column, products a second: 0.95 of what 8192 tokens of DeepSeek-V3 on 4 ranks reach, gate and up apart
-# (bench/results/gemm-fp8-h200.json).  Blocks that fetch are counted out a little longer than that.
+# bytes of a column, products a second: 0.93 (bf16) and 0.90 (FP8) of what 8192 tokens of DeepSeek-V3 on 4 ranks reach,
+# gate and up apart (bench/results/gemm-fp8-h200.json).  Blocks that fetch are counted out a little longer than that.
 _LINK, _MEMORY, _LONGER = 300e9, 4e12, 1.15
 _PRODUCTS = {2: 620e12, 1: 770e12}
 

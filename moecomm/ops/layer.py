@@ -114,12 +114,9 @@ def _(
     topk_weights: torch.Tensor | None,
     w13: torch.Tensor,
     w2: torch.Tensor,
-    buffer: str,
-    interleaved: bool,
-    max_rows: int | None,
-    wants_w13: bool,
-    wants_w2: bool,
+    *others: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    *_, wants_w13, wants_w2 = others
     return (
         x.new_empty(x.shape),
         x.new_empty(topk_idx.shape, dtype=torch.float32),
