@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -77,19 +76,15 @@ def _captured(layer: Any, x: torch.Tensor, seen: torch.Tensor) -> tuple[torch.cu
         (out * seen).sum().backward()
         return out.detach()
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
+    for _ in range(3):
+        step()
     torch.cuda.synchronize()
-    gc.collect()  # passes that cycles keep alive keep AccumulateGrad nodes, which are of the stream of their pass
     layer.zero_grad(set_to_none=True)  # the backward pass in the graph makes those that it writes
     x.grad = None
     graph = torch.cuda.CUDAGraph()
-    # NCCL's watchdog asks for events of its own meanwhile, in a thread of its own.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    # On the stream of the passes before: an AccumulateGrad node that one of them keeps alive is of that stream.  NCCL's
+    # watchdog asks for events of its own meanwhile, in a thread of its own.
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
         out = step()
     return graph, [out, x.grad, *(p.grad for p in layer.parameters())]
 
@@ -98,6 +93,7 @@ def _graphs(rank: int, group: Any, store: str) -> dict[str, list[float]]:
     """Experts padded to their capacity: eager passes, and a graph that is replayed with other inputs."""
     ranks = _over_nccl(rank, group, store)
     found = {}
+    torch.cuda.set_stream(torch.cuda.Stream())  # the default one can't be captured
     for name, settings in PADDED.items():
         dtype = settings.get("params_dtype", torch.float32)
         theirs, mine = (layer.cuda() for layer in pair(padded(settings), ranks))
