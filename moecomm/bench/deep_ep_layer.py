@@ -152,7 +152,8 @@ class Layer:
         alone = partial(buffer.combine, y, native)
         yield Pair(name + "combine", "", "", lambda: (alone(),), partial(combine, weights))
         others = weights.clone()  # not the tensor that the dispatch was given
-        yield Pair(name + "combine", "", "weights ahead", lambda: (alone(),), partial(combine, others))
+        own = partial(buffer.combine, y, native, topk_weights=others)
+        yield Pair(name + "combine", "", "other weights", lambda: (own(),), partial(combine, others))
 
 
 def run(case: Case) -> dict[str, Any] | None:

@@ -148,8 +148,9 @@ class Buffer(LowLatency):
         Waits for the device, for the list, unless `num_worst_tokens` or `handle` is given.  Without `topk_idx` the
         list takes a small round of its own.
         """
-        wait_for(previous_event)
-        pool, num_sms = self._pool, self._limit(config, x)
+        if previous_event is not None:
+            wait_for(previous_event)
+        pool, num_sms = self._pool, None if config is None and not Buffer._num_sms_was_set else self._limit(config, x)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise BadInput("handle", "topk_idx or topk_weights beside it", "rows only: it repeats a routing")

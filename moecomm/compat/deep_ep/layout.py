@@ -45,8 +45,13 @@ class NormalHandle(LazyTuple):
         lambda self: send_head(self.native, self.channels),
     )
 
-    def __init__(self, native: Handle, num_sms: int) -> None:
+    native: Handle
+    channels: int
+
+    def __new__(cls, native: Handle, num_sms: int) -> NormalHandle:
+        self = tuple.__new__(cls, cls.makers)
         self.native, self.channels = native, max(1, num_sms // 2)
+        return self
 
 
 def rank_prefix_matrix(handle: Handle) -> torch.Tensor:

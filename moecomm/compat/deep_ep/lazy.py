@@ -20,10 +20,6 @@ class LazyTuple(tuple[Any, ...]):
     makers: tuple[Callable[[Any], Any], ...] = ()
     _items: dict[int, Any] | None = None  # until one is read
 
-    def __new__(cls, *args: Any) -> Any:
-        """A tuple of as many items as there are makers."""
-        return super().__new__(cls, cls.makers)
-
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return tuple(self[i] for i in range(*index.indices(len(self))))

@@ -16,6 +16,11 @@ from moecomm.compat.deep_ep.pool import Pool, check_experts
 from moecomm.errors import BadInput, Unsupported
 from moecomm.routed import Handle, Routed
 
+# Of a dispatch: rows as they are, in FP8, with scales that are powers of two, and those as their exponents.
+_PLAIN: dict[str, Any] = {"layout": "batched"}
+_FP8 = {**_PLAIN, "quantize": "fp8", "scale_layout": "column"}
+_ROUNDED = {**_PLAIN, "quantize": "fp8", "scale_format": "ue8m0"}
+_UE8M0 = {**_FP8, **_ROUNDED}
 _WEIGHTS_HIDDEN = 8  # columns of the rows that routing weights travel beside: 16 bytes, the least there is
 
 
@@ -34,10 +39,14 @@ class LowLatencyHandle(LazyTuple):
         lambda self: self.native.buffer.num_experts,
     )
 
-    def __init__(self, native: Handle, topk_weights: torch.Tensor | None) -> None:
-        self.native = native
-        self.topk_weights = topk_weights  # those that the dispatch carried, until others have taken their place
-        self.combine_rows: torch.Tensor | None = None  # in the window, for the next combine without a copy
+    native: Handle
+    topk_weights: torch.Tensor | None  # those that the dispatch carried, until others have taken their place
+    combine_rows: torch.Tensor | None = None  # in the window, for the next combine without a copy
+
+    def __new__(cls, native: Handle, topk_weights: torch.Tensor | None) -> LowLatencyHandle:
+        self = tuple.__new__(cls, cls.makers)
+        self.native, self.topk_weights = native, topk_weights
+        return self
 
 
 class LowLatency:
@@ -73,8 +82,10 @@ class LowLatency:
         tensor, unchanged.  `round_scale` without `use_ue8m0`, and `cumulative_local_expert_recv_stats`, take a kernel
         of their own each.  A hook that has not been called when the next dispatch of these sizes begins runs then.
         """
-        check_nothing(dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
-        _check_finish(async_finish, return_recv_hook)
+        if dispatch_wait_recv_cost_stats is not None:
+            check_nothing(dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
+        if async_finish and return_recv_hook:
+            raise _two_waits()
         if use_ue8m0 and not (use_fp8 and round_scale):
             raise BadInput("use_ue8m0", True, "use_fp8 and round_scale beside it")
         check_experts(num_experts, self.group_size)
@@ -87,12 +98,7 @@ class LowLatency:
         )
         pool.receive(buffer)
         by_column = use_fp8 and (use_ue8m0 or not round_scale)
-        options: dict[str, Any] = {
-            "layout": "batched",
-            "quantize": "fp8" if use_fp8 else None,
-            "scale_format": "ue8m0" if use_fp8 and round_scale else "fp32",
-            "scale_layout": "column" if by_column else "row",
-        }
+        options = _PLAIN if not use_fp8 else _UE8M0 if use_ue8m0 else _ROUNDED if round_scale else _FP8
         if return_recv_hook:
             routed = buffer.dispatch_begin(x, topk_idx, topk_weights, **options)
         else:
@@ -127,8 +133,10 @@ class LowLatency:
         `topk_weights`, the combine brings them there or, where it can't (several domains, or more than 4096 entries of
         the most tokens of a rank), a small round of their own ahead of it.
         """
-        check_nothing(use_logfmt=use_logfmt, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
-        _check_finish(async_finish, return_recv_hook)
+        if use_logfmt or combine_wait_recv_cost_stats is not None:
+            check_nothing(use_logfmt=use_logfmt, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
+        if async_finish and return_recv_hook:
+            raise _two_waits()
         pool = self._pool
         pool.require_open()
         native = _native_of(pool, handle)
@@ -256,9 +264,8 @@ def _native_of(pool: Pool, handle: Any) -> Handle:
     return handle.native
 
 
-def _check_finish(async_finish: bool, return_recv_hook: bool) -> None:
-    if async_finish and return_recv_hook:
-        raise BadInput("async_finish", True, "False beside return_recv_hook: the hook is the wait")
+def _two_waits() -> BadInput:
+    return BadInput("async_finish", True, "False beside return_recv_hook: the hook is the wait")
 
 
 def _nothing() -> None:
