@@ -52,7 +52,7 @@ def prepare(
     if isinstance(y, torch.Tensor):
         if handle.layout == "flat" and buffer.session.pulls_flat_rows and weight_grads is None:
             copy = _copied_in(buffer, y, handle)
-        address = 0 if copy is None else _address(buffer, copy)
+        address = 0 if copy is None else handle.plan.base + copy.offset
         for plan in buffer.combine_plans.get((handle.layout, y.dtype, weighted, wire, num_sms), ()):
             combining = plan.start(handle, y, out, bias, weight_grads, topk_weights, address)
             if combining is not None:
@@ -85,11 +85,8 @@ def empty(buffer: Buffer, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
     if dtype not in DTYPES:
         raise BadInput("dtype", dtype, " or ".join(map(str, DTYPES)))
     (block,) = buffer.memory.allocate(math.prod(handle.y_shape) * dtype.itemsize)
-    return window_tensor(block, _address(buffer, block), handle.y_shape, dtype, buffer.device, buffer.session.owner)
-
-
-def _address(buffer: Buffer, block: _native.Block) -> int:
-    return buffer.session.context.peers[buffer.rank] + block.offset
+    address = handle.plan.base + block.offset
+    return window_tensor(block, address, handle.y_shape, dtype, buffer.device, buffer.session.owner)
 
 
 def _copied_in(buffer: Buffer, y: torch.Tensor, handle: Handle) -> _native.Block | None:
@@ -114,7 +111,7 @@ def _copied_in(buffer: Buffer, y: torch.Tensor, handle: Handle) -> _native.Block
         return None
     if nbytes:
         rows = y.contiguous()
-        buffer.session.copy_in(_address(buffer, block), rows.data_ptr(), nbytes)
+        buffer.session.copy_in(handle.plan.base + block.offset, rows.data_ptr(), nbytes)
     return block
 
 
