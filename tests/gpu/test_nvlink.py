@@ -71,7 +71,9 @@ def _random_cases(rank: int, group: Any, kind: str, cases: int, seed: int) -> st
         if "domains" in kind and sizes is SIZES[1]:
             moecomm.backends.load(_backend(kind)).straight_bytes = straight_bytes  # type: ignore[method-assign]
         with _open(rank, group, kind, **sizes, timeout_s=60) as buffer:
-            for number in random_seeds(sizes, cases, seed * 1_000_000):
+            for done, number in enumerate(random_seeds(sizes, cases, seed * 1_000_000)):
+                if rank == 0 and done and done % 1000 == 0:  # pytest -s shows how far a long run has come
+                    print(f"{kind}: {done} cases of {sizes['hidden']} columns", flush=True)
                 check_case_on_rank(buffer, random_case(number, ranks=group.size(), **sizes, few_kernels=True))
     return "done"
 
