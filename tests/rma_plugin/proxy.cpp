@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 
 Proxy::Proxy(const Options& options, World& world, int rank)
@@ -11,7 +12,8 @@ Proxy::Proxy(const Options& options, World& world, int rank)
     require(library != nullptr, "the plugin does not load");
     v14 = static_cast<const abi::RmaV14*>(::dlsym(library, "ncclRmaPlugin_v14"));
     if (options.table == 16) v16_ = static_cast<const abi::RmaV16*>(::dlsym(library, "ncclRmaPlugin_v16"));
-    require(v14 != nullptr && (options.table == 14 || v16_ != nullptr), "the plugin lacks a table");
+    take_times_ = reinterpret_cast<decltype(take_times_)>(::dlsym(library, "moecomm_rma_take_times"));
+    require(take_times_ != nullptr && v14 != nullptr && (options.table == 14 || v16_ != nullptr), "the plugin lacks a table");
     void* second = nullptr;  // NCCL makes two: for RMA, and for GIN
     require(v14->init(&second, 42, log_line) == abi::kSuccess && v14->finalize(second) == abi::kSuccess, "init");
     require(v14->init(&context_, 42, log_line) == abi::kSuccess, "init");
@@ -173,7 +175,24 @@ void Proxy::post(int context, int peer, const Operation& operation) {
         std::this_thread::yield();
     }
     queue.states[place % static_cast<uint32_t>(options_.queue)].operation = operation;
+    if (operation.kind != Operation::kFlush) {
+        ++posted_;
+        signals_ += operation.signal != nullptr ? 1 : 0;
+        bytes_ += operation.bytes;
+    }
     queue.posted.store(place + 1, std::memory_order_release);
+}
+
+void Proxy::print_times() const {
+    moecomm::rma::times::Taken taken{}, other{};
+    taken.version = moecomm::rma::times::kVersion;
+    other.version = taken.version + 1;
+    require(take_times_(&other) != 0 && take_times_(&taken) == 0, "versions of what is taken");
+    std::string line = "times " + std::to_string(posted_) + " " + std::to_string(signals_) + " " + std::to_string(bytes_);
+    line += " " + std::to_string(taken.on) + " " + std::to_string(taken.since);
+    for (const uint64_t sum : taken.sums) line += " " + std::to_string(sum);
+    require(take_times_(&taken) == 0 && taken.sums[moecomm::rma::times::kOperations] == 0, "what was taken is taken again");
+    std::puts(line.c_str());
 }
 
 bool Proxy::wait_all() {
