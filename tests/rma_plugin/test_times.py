@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 
 import pytest
@@ -11,6 +12,7 @@ from moecomm import rma_plugin
 from .conftest import Drive
 
 WAYS = ("loopback", "tcp")
+TABLE = "ncclRmaPlugin_v14"  # a name and 20 functions: init is the first, finalize the last
 
 
 def times(drive: Drive, way: str, memory: str, on: str) -> tuple[list[dict[str, int]], float]:
@@ -48,6 +50,16 @@ def test_off_nothing_is_added_up_and_no_clock_is_read(drive: Drive, way: str) ->
         assert {name: found[name] for name in ("on", "since_ns", *rma_plugin.SUMS) if found[name]} == {}
 
 
-def test_this_process_has_none() -> None:
-    """Nobody has made a communicator here."""
+def test_what_was_opened_under_the_same_name_is_the_same_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL opens it; before the first communicator that asks there is nothing to be taken."""
     assert rma_plugin.take_times() is None
+    monkeypatch.setenv("MOECOMM_RMA_TIMES", "1")
+    functions = (ctypes.c_void_p * 21).in_dll(ctypes.CDLL(rma_plugin.environment()["NCCL_RMA_PLUGIN"]), TABLE)
+    init = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint64, ctypes.c_void_p)(
+        functions[1]
+    )
+    finalize = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(functions[20])
+    context = ctypes.c_void_p()
+    assert init(ctypes.byref(context), 1, None) == 0 and finalize(context) == 0
+    found = rma_plugin.take_times()
+    assert found is not None and found["operations"] == 0 and found["since_ns"] > 0
