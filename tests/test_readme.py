@@ -231,7 +231,8 @@ def test_several_backends_become_a_table_of_rounds_and_one_of_latencies(
         "| 4 | 1.57 us, 0.00 GB/s | 17.00 us, 0.00 GB/s |",
         "| 1024 | 1.57 us, 0.65 GB/s |  |",
         "`nvshmem`: nvshmem4py can't be imported",
-        "| bytes | by | operations | one way us | posting | driver | copying | word | rest | polling | empty | a poll us |",
+        "| bytes | by | operations | one way us | posting | driver | copying | word | rest "
+        "| polling | empty | a poll us |",
         "| 4 | put, a warp, 1 block | 2.0 | 17.00 | 1.00 | 4.00 | 6.00 | 1.50 | 4.50 | 75% | 90% | 0.50 |",
     ]
 

@@ -89,10 +89,13 @@ void Proxy::close() {
 }
 
 template <class Call>
-abi::Result Proxy::timed(const Call& call) {
+abi::Result Proxy::timed(Calls& calls, const Call& call) {
     const auto begin = Clock::now();
     const abi::Result result = call();
-    longest_call_ = std::max(longest_call_, std::chrono::duration<double>(Clock::now() - begin).count());
+    const auto time = Clock::now() - begin;
+    ++calls.count;
+    calls.time += static_cast<uint64_t>(std::chrono::nanoseconds(time).count());
+    longest_call_ = std::max(longest_call_, std::chrono::duration<double>(time).count());
     return result;
 }
 
@@ -117,7 +120,7 @@ abi::Result Proxy::turn() {
             for (uint32_t i = done; i != queue.seen; ++i) {
                 State& state = queue.states[i % size];
                 if (state.done == 0) {
-                    if (const auto result = timed([&] { return v14->test(comm, state.request, &state.done); })) return result;
+                    if (const auto result = timed(polls_, [&] { return v14->test(comm, state.request, &state.done); })) return result;
                 }
                 if (state.done != 0 && i == done) queue.done.store(++done);
             }
@@ -129,14 +132,14 @@ abi::Result Proxy::turn() {
             State& state = queue.states[place];
             state.done = 0;
             state.request = nullptr;
-            if (const auto result = timed([&] { return issue(context, peer, queue, state, place); })) return result;
+            if (const auto result = timed(issues_, [&] { return issue(context, peer, queue, state, place); })) return result;
             if (state.request == nullptr) {
                 require(state.operation.kind == Operation::kFlush, "a request is null");
                 state.done = 1;
             }
         }
     }
-    timed([&] { return v14->rmaProgress(rma); });  // NCCL does not look at what it returns
+    timed(polls_, [&] { return v14->rmaProgress(rma); });  // NCCL does not look at what it returns
     return abi::kSuccess;
 }
 
@@ -189,6 +192,7 @@ void Proxy::print_times() const {
     other.version = taken.version + 1;
     require(take_times_(&other) != 0 && take_times_(&taken) == 0, "versions of what is taken");
     std::string line = "times " + std::to_string(posted_) + " " + std::to_string(signals_) + " " + std::to_string(bytes_);
+    line += " " + std::to_string(issues_.time) + " " + std::to_string(polls_.count) + " " + std::to_string(polls_.time);
     line += " " + std::to_string(taken.on) + " " + std::to_string(taken.since);
     for (const uint64_t sum : taken.sums) line += " " + std::to_string(sum);
     require(take_times_(&taken) == 0 && taken.sums[moecomm::rma::times::kOperations] == 0, "what was taken is taken again");

@@ -65,8 +65,11 @@ class Proxy {
     void run();
     abi::Result turn();
     abi::Result issue(int context, int peer, Queue& queue, State& state, uint32_t place);
+    struct Calls {  // of a kind, and nanoseconds in them
+        uint64_t count = 0, time = 0;
+    };
     template <class Call>
-    abi::Result timed(const Call& call);
+    abi::Result timed(Calls& calls, const Call& call);
 
     const Options& options_;
     World& world_;
@@ -80,5 +83,6 @@ class Proxy {
     std::atomic<int> result_{0};
     double longest_call_ = 0;
     uint64_t posted_ = 0, signals_ = 0, bytes_ = 0;
+    Calls issues_, polls_;
     int (*take_times_)(moecomm::rma::times::Taken*) = nullptr;
 };

@@ -19,7 +19,8 @@ def times(drive: Drive, way: str, memory: str, on: str) -> tuple[list[dict[str, 
     """Of each rank, and the seconds that all of it took."""
     begin = time.monotonic()
     said = drive("random", way=way, memory=memory, ops=40, slice=100_000, times=on)
-    names = ("posted", "posted_signals", "posted_bytes", "on", "since_ns", *rma_plugin.SUMS)
+    outside = ("posted", "posted_signals", "posted_bytes", "issuing_ns", "calls_that_poll", "calling_ns")
+    names = (*outside, "on", "since_ns", *rma_plugin.SUMS)
     lines = [line.split()[1:] for line in said.splitlines() if line.startswith("times ")]
     return [dict(zip(names, map(int, line), strict=True)) for line in lines], time.monotonic() - begin
 
@@ -34,8 +35,10 @@ def test_numbers_are_exact_and_times_fit_into_each_other(drive: Drive, way: str,
         assert (found["signals"], found["bytes"]) == (found["posted_signals"], found["posted_bytes"])
         assert 0 < found["posting_ns"] <= found["busy_ns"] <= found["until_ended_ns"]
         assert found["busy_ns"] <= found["since_ns"] <= seconds * 1e9
-        # One thread posts and polls.
-        assert found["posting_ns"] + found["polling_ns"] <= found["since_ns"]
+        # One thread posts and polls, and has looked at the clock around its calls.
+        assert found["posting_ns"] <= found["issuing_ns"] and found["polling_ns"] <= found["calling_ns"]
+        assert found["issuing_ns"] + found["calling_ns"] <= found["since_ns"]
+        assert found["polls"] == found["calls_that_poll"]
         assert 0 < found["writing_ns"] <= found["polling_ns"]
         assert 0 < found["empty_polls"] < found["polls"]
         assert found["clock_reads"] >= 2 * found["operations"] + 2 * found["polls"]
