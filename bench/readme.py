@@ -149,9 +149,10 @@ def _lost(found: dict[str, Any]) -> list[str]:
 
 def latency_backends(found: dict[str, Any]) -> str:
     """The section of `moecomm bench latency` through several backends."""
-    names = [way["backend"] for way in found["ways"]]
+    from moecomm.bench import proxy_times
+
+    names, gpus = [way["backend"] for way in found["ways"]], found["machine"]["gpus"]
     rows = {(row["bytes"], row["backend"]): row for row in found["rows"] if "us" in row}
-    gpus = found["machine"]["gpus"]
     lines = [
         f"put + signal between two {f'GPUs ({gpus[0]})' if gpus else 'CPU ranks'}: half a round trip, median:",
         "",
@@ -162,7 +163,7 @@ def latency_backends(found: dict[str, Any]) -> str:
         here = [rows.get((size, name)) for name in names]
         cells = [f"{row['us']['p50']:.2f} us, {row['gbs']:.2f} GB/s" if row else "" for row in here]
         lines.append(f"| {size} | {' | '.join(cells)} |")
-    return "\n".join([*lines, *_lost(found), ""])
+    return "\n".join([*lines, *_lost(found), *proxy_times.section(found["rows"]), ""])
 
 
 def _of_parts(row: dict[str, Any]) -> str:

@@ -7,10 +7,11 @@
 | MOECOMM_WINDOW | how the lsa backend makes windows: "nccl" or "vmm" (default: nccl where it can, else vmm) |
 | MOECOMM_VLLM | moecomm in the place of DeepEP in vLLM: "always" or "never" (default: where there is no deep_ep) |
 | MOECOMM_SGLANG | likewise in SGLang |
-| MOECOMM_RMA | how the RMA plugin, which reads these four itself, moves bytes: "auto", "loopback" or "tcp" |
+| MOECOMM_RMA | how the RMA plugin, which reads these five itself, moves bytes: "auto", "loopback" or "tcp" |
 | MOECOMM_JOB_SECRET | what its ranks on different hosts prove to each other |
 | MOECOMM_RMA_ADDRESS | the IPv4 address that it listens at |
 | MOECOMM_RMA_TIMEOUT_MS | how long it waits for a connection, or for a silent peer |
+| MOECOMM_RMA_TIMES | "1": it adds up where time goes, for moecomm.rma_plugin.take_times() |
 
 A variable that starts with MOECOMM_ and is not listed is an error: a misspelt setting must not pass in silence.
 """
@@ -32,6 +33,7 @@ _KNOWN = {
     "MOECOMM_JOB_SECRET": None,
     "MOECOMM_RMA_ADDRESS": None,
     "MOECOMM_RMA_TIMEOUT_MS": None,
+    "MOECOMM_RMA_TIMES": ("0", "1"),
 }
 
 

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import secrets
 from pathlib import Path
 
 from .errors import Unsupported
+
+# Of csrc/rma_plugin/times.h.
+_TIMES_VERSION = 1
+SUMS = (
+    *("clock_reads", "operations", "signals", "bytes", "ended", "until_ended_ns", "busy_ns", "posting_ns", "driver_ns"),
+    *("polls", "empty_polls", "polling_ns", "words", "writing_ns"),
+)
+
+
+class _Taken(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("version", "on", "since_ns")),
+        *((name, ctypes.c_uint64) for name in SUMS),
+    )
 
 
 def path() -> Path:
@@ -60,3 +75,27 @@ def environment(
     if timeout_s is not None:
         found["MOECOMM_RMA_TIMEOUT_MS"] = str(max(1, round(timeout_s * 1000)))
     return found
+
+
+def take_times() -> dict[str, int] | None:
+    """What the plugin has added up in this process since this was last called; None unless MOECOMM_RMA_TIMES=1 when a
+    communicator was made.
+
+    Numbers over all communicators; times in nanoseconds:
+
+    | key | what |
+    | --- | --- |
+    | since_ns | since the last call, or since the plugin began |
+    | operations, signals, bytes | puts and gets posted, those with a signal behind them, and what they move |
+    | ended, until_ended_ns | those that a poll has seen done, signals and all, and from their posting until then |
+    | busy_ns | while at least one was between the two |
+    | posting_ns, driver_ns | inside the calls that post, and of that inside the CUDA driver |
+    | polls, empty_polls, polling_ns | calls that look what is done, those that found nothing, and inside all of them |
+    | words, writing_ns | signals written into memory of this rank, and while they were given to the driver |
+    | clock_reads | for all of this |
+    """
+    taken = _Taken(version=_TIMES_VERSION)
+    # NCCL has opened the same file, and the loader keeps one of each in a process.
+    if ctypes.CDLL(str(path())).moecomm_rma_take_times(ctypes.byref(taken)) != 0:
+        raise Unsupported(f"The RMA plugin {path()} is not of this moecomm.")
+    return {name: int(getattr(taken, name)) for name in ("since_ns", *SUMS)} if taken.on else None

@@ -207,7 +207,11 @@ def test_several_backends_become_a_table_of_rounds_and_one_of_latencies(
     lost = {**ways[2], "tokens": 128, "why": "rank 1: Timeout: had not ended after 9 s"}
     rounds = {**about, "benchmark": "backends", "case": case, "rows": [row, far, lost]}
     put = {**way, "bytes": 4, "us": {"p50": 1.567}, "gbs": 0.0026}
-    puts = [put, {**put, "bytes": 1024, "gbs": 0.65}, {**put, "backend": "gin", "us": {"p50": 17.0}}]
+    us = ("one_way_us", "posting_us", "driver_us", "copying_us", "word_us", "rest_us", "a_poll_us")
+    plugin = dict(zip(us, (17.0, 1.0, 4.0, 6.0, 1.5, 4.5, 0.5), strict=True))
+    plugin |= {"operations": 2.0, "polling": 0.75, "empty": 0.9}
+    gin = {**put, "backend": "gin", "us": {"p50": 17.0}, "method": "put, a warp", "sms": 1, "plugin": plugin}
+    puts = [put, {**put, "bytes": 1024, "gbs": 0.65}, gin]
     puts += [{"backend": "nvshmem", "domain_ranks": 0, "tokens": 0, "why": "nvshmem4py can't be imported"}]
     latencies = {**about, "benchmark": "latency-backends", "ways": ways[:2], "rows": puts}
     (tmp_path / "bench" / "results").mkdir(parents=True)
@@ -227,6 +231,9 @@ def test_several_backends_become_a_table_of_rounds_and_one_of_latencies(
         "| 4 | 1.57 us, 0.00 GB/s | 17.00 us, 0.00 GB/s |",
         "| 1024 | 1.57 us, 0.65 GB/s |  |",
         "`nvshmem`: nvshmem4py can't be imported",
+        "| bytes | by | operations | one way us | posting | driver | copying | word | rest "
+        "| polling | empty | a poll us |",
+        "| 4 | put, a warp, 1 block | 2.0 | 17.00 | 1.00 | 4.00 | 6.00 | 1.50 | 4.50 | 75% | 90% | 0.50 |",
     ]
 
 

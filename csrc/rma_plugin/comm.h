@@ -78,7 +78,7 @@ class Comm {
     Request& open_request(Context& context, int number, int peer, Request::Kind kind, const Move& move);
     void submit(Request& request, Context& context, int number);
     void close_request(Request& request);
-    void progress_all();  // with mutex_
+    bool progress_all();  // with mutex_; whether a signal was written here, or an operation that is timed ended
     void progress_peer(int rank, bool readable, Clock::time_point now);
     void progress_lane(Peer& peer, Lane& lane, Clock::time_point now);
     bool raise(Peer& peer, Request& request, Clock::time_point now);
@@ -108,6 +108,7 @@ class Comm {
     std::deque<Request*> gets_;  // in their order, until they have ended
     uint64_t gets_issued_ = 0, gets_ended_ = 0;
     std::optional<Failure> first_failure_;
+    times::Open timed_;
     Clock::time_point progressed_{};
 };
 

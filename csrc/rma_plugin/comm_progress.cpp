@@ -46,6 +46,7 @@ Request& Comm::open_request(Context& context, int number, int peer, Request::Kin
 }
 
 Request* Comm::put(Context& context, int number, int peer, const Move& move, const Raise* raise) {
+    times::Post post;
     const std::lock_guard<std::mutex> lock(mutex_);
     const InContext in_context(gpu_.get());
     check_peer(peer);
@@ -62,14 +63,17 @@ Request* Comm::put(Context& context, int number, int peer, const Move& move, con
         request.signal_at = raise->at;
         request.signal_value = raise->value;
     }
+    request.mark = post.accept(move.bytes, raise != nullptr, timed_);
     submit(request, context, number);
     return &request;
 }
 
 Request* Comm::get(Context& context, int number, int peer, const Move& move) {
+    times::Post post;
     const std::lock_guard<std::mutex> lock(mutex_);
     const InContext in_context(gpu_.get());
     Request& request = open_request(context, number, peer, Request::Kind::kGet, move);
+    request.mark = post.accept(move.bytes, false, timed_);
     ++gets_issued_;
     ++request.held;
     gets_.push_back(&request);
@@ -110,11 +114,13 @@ void Comm::submit(Request& request, Context& context, int number) try {
 }
 
 bool Comm::test(Request* request) {
+    times::Poll poll;
     const std::lock_guard<std::mutex> lock(mutex_);
     const bool flush = request->kind == Request::Kind::kFlush;
     const auto done = [&] { return flush ? gets_ended_ >= request->gets_before : request->done(); };
-    if (!done() && Clock::now() - progressed_ > kTestAlone) progress_all();
+    if (!done() && Clock::now() - progressed_ > kTestAlone && progress_all()) poll.found();
     if (done()) {
+        poll.found();
         close_request(*request);
         return true;
     }
@@ -135,8 +141,9 @@ void Comm::close_request(Request& request) {
 }
 
 void Comm::progress() {
+    times::Poll poll;
     const std::lock_guard<std::mutex> lock(mutex_);
-    progress_all();
+    if (progress_all()) poll.found();
 }
 
 bool Comm::failed() {
@@ -144,7 +151,9 @@ bool Comm::failed() {
     return first_failure_.has_value();
 }
 
-void Comm::progress_all() {
+bool Comm::progress_all() {
+    const uint64_t ended = timed_.ended;
+    bool wrote = false;
     const InContext in_context(gpu_.get());
     const Clock::time_point now = progressed_ = Clock::now();
     epoll_event events[64];
@@ -155,7 +164,7 @@ void Comm::progress_all() {
         readable_[rank] = 0;
     }
     try {
-        signals_.progress();
+        wrote = signals_.progress();
     } catch (const Failure& failure) {
         fail(me_, failure);
     }
@@ -170,6 +179,7 @@ void Comm::progress_all() {
         released_[i] = released_.back();
         released_.pop_back();
     }
+    return wrote || timed_.ended != ended;
 }
 
 void Comm::progress_peer(int rank, bool readable, Clock::time_point now) try {
@@ -233,7 +243,7 @@ bool Comm::raise(Peer& peer, Request& request, Clock::time_point now) {
         }
         peer.full_since.reset();
     }
-    request.signalled = true;
+    request.has_signalled();
     return true;
 }
 

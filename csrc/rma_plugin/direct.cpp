@@ -34,7 +34,7 @@ void DirectPath::push(Request& request) {
 void DirectPath::progress() {
     stream_.idle();
     while (!copying_.empty() && stream_.ended(copying_.front()->ticket)) {
-        copying_.front()->moved = true;
+        copying_.front()->has_moved();
         --copying_.front()->held;
         copying_.pop_front();
     }

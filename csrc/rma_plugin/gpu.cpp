@@ -5,6 +5,7 @@
 #include <mutex>
 
 #include "failure.h"
+#include "times.h"
 
 namespace moecomm::rma {
 
@@ -41,17 +42,25 @@ void* Gpu::create_event() {
 }
 
 bool Gpu::ended(void* event) {
+    const times::Driver timed;
     const int result = cuda_.query(event);
     if (result == cuda::kNotReady) return false;
     cuda::check(result, "cuEventQuery");
     return true;
 }
 
+void Gpu::record(void* event, void* stream) {
+    const times::Driver timed;
+    cuda::check(cuda_.record(event, stream), "cuEventRecord");
+}
+
 void Gpu::copy(void* to, const void* from, size_t bytes, void* stream) {
+    const times::Driver timed;
     cuda::check(cuda_.copy(reinterpret_cast<cuda::Pointer>(to), reinterpret_cast<cuda::Pointer>(from), bytes, stream), "cuMemcpyAsync");
 }
 
 void Gpu::write_word(void* to, uint64_t value, void* stream) {
+    const times::Driver timed;
     cuda::check(cuda_.write_word(stream, reinterpret_cast<cuda::Pointer>(to), value, 0), "cuStreamWriteValue64");
 }
 
@@ -106,6 +115,7 @@ void Gpu::unmap_window(char* at, size_t bytes) {
 
 InContext::InContext(Gpu* gpu) : gpu_(gpu) {
     if (gpu_ == nullptr) return;
+    const times::Driver timed;
     const cuda::Driver& cuda = gpu_->cuda_;
     void* now = nullptr;
     cuda::check(cuda.get_context(&now), "cuCtxGetCurrent");
@@ -118,6 +128,7 @@ InContext::InContext(Gpu* gpu) : gpu_(gpu) {
 
 InContext::~InContext() {
     if (gpu_ == nullptr) return;
+    const times::Driver timed;
     gpu_->cuda_.exchange_capture_mode(&mode_);
     void* popped = nullptr;
     if (pushed_) gpu_->cuda_.pop_context(&popped);

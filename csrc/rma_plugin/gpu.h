@@ -23,7 +23,7 @@ class Gpu {
     void destroy_stream(void* stream) { cuda_.destroy_stream(stream); }
     void* create_event();
     void destroy_event(void* event) { cuda_.destroy_event(event); }
-    void record(void* event, void* stream) { cuda::check(cuda_.record(event, stream), "cuEventRecord"); }
+    void record(void* event, void* stream);
     bool ended(void* event);
     void copy(void* to, const void* from, size_t bytes, void* stream);
     // By the stream itself: no multiprocessor is needed, so a kernel that waits for this word can't hold it up.

@@ -122,7 +122,7 @@ void Link::settle_one(Arrived& arrived) {
             return;
         case FrameType::kData:
             if ((frame.flags & kEndsOperation) == 0) return;
-            gets_.front()->moved = true;
+            gets_.front()->has_moved();
             --gets_.front()->held;
             gets_.pop_front();
             ++gets_done_;
@@ -136,7 +136,7 @@ void Link::settle_one(Arrived& arrived) {
 void Link::take_ack(uint64_t operations) {
     if (operations > puts_sent_ || operations < puts_done_) lied("confirms operations that it can't have seen");
     for (; puts_done_ < operations; ++puts_done_) {
-        puts_.front()->moved = true;
+        puts_.front()->has_moved();
         --puts_.front()->held;
         puts_.pop_front();
     }

@@ -118,7 +118,7 @@ bool Link::stage_operation() {
     if (last) frame.flags = kEndsOperation;
     fill_slot(frame, from, from != nullptr && request.local->on_gpu);
     if (last) {
-        if (signals) request.signalled = true;
+        if (signals) request.has_signalled();
         puts_.push_back(&request);
         outbox_.pop_front();
     }

@@ -30,7 +30,10 @@ abi::Result guarded(const Body& body) {
 
 abi::Result init(void** context, uint64_t comm_id, abi::Logger logger) {
     set_logger(logger);
-    return guarded([&] { *context = new Instance{comm_id, read_settings()}; });
+    return guarded([&] {
+        *context = new Instance{comm_id, read_settings()};
+        if (static_cast<Instance*>(*context)->settings.times) times::enable();
+    });
 }
 
 abi::Result finalize(void* context) {
@@ -182,6 +185,9 @@ abi::Result iget_16(void* rma, int number, uint64_t remote, void* remote_region,
 }  // namespace moecomm::rma
 
 #define MOECOMM_EXPORT extern "C" __attribute__((visibility("default")))
+
+MOECOMM_EXPORT int moecomm_rma_take_times(moecomm::rma::times::Taken* to);
+int moecomm_rma_take_times(moecomm::rma::times::Taken* to) { return moecomm::rma::times::take(to); }
 
 // A multi-segment window would come with a dma-buf, which properties() does not offer: regMrSymDmaBuf is never called.
 MOECOMM_EXPORT const moecomm::rma::abi::RmaV14 ncclRmaPlugin_v14;

@@ -4,6 +4,7 @@
 
 #include "copies.h"
 #include "region.h"
+#include "times.h"
 
 namespace moecomm::rma {
 
@@ -23,11 +24,20 @@ struct Request {
     bool moved = false;      // the bytes are where they belong
     bool signalled = false;  // the signal is on its way, behind them
     bool done() const { return moved && (signal == nullptr || signalled); }
+    void has_moved() {
+        moved = true;
+        if (mark.open != nullptr && done()) mark.end();
+    }
+    void has_signalled() {
+        signalled = true;
+        if (mark.open != nullptr && done()) mark.end();
+    }
 
     uint64_t started = 0;   // bytes whose copy has begun
     Ticket ticket = 0;      // of the last of them
     int held = 0;           // queues of ours that point here
     bool released = false;  // NCCL has forgotten it
+    times::Mark mark;
 };
 
 }  // namespace moecomm::rma

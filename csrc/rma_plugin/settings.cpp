@@ -35,6 +35,9 @@ Settings read_settings() {
         }
         settings.timeout = std::chrono::milliseconds(value);
     }
+    const std::string times = variable("MOECOMM_RMA_TIMES");
+    if (!times.empty() && times != "0" && times != "1") throw Failure(Fault::kUnsupported, "MOECOMM_RMA_TIMES=" + times + ": want 0 or 1");
+    settings.times = times == "1";
     return settings;
 }
 

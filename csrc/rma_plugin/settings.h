@@ -12,6 +12,7 @@ struct Settings {
     std::string secret;                            // MOECOMM_JOB_SECRET: tcp wants one, the same on all ranks
     std::string address;                           // MOECOMM_RMA_ADDRESS: the IPv4 address to listen at; empty: the first that is up
     std::chrono::milliseconds timeout{60 * 1000};  // MOECOMM_RMA_TIMEOUT_MS: to connect, and until silence is an error
+    bool times = false;                            // MOECOMM_RMA_TIMES=1: see times.h
 };
 
 Settings read_settings();  // throws Failure for a value that it does not know

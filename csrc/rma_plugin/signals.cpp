@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "times.h"
+
 namespace moecomm::rma {
 
 void Signals::add(std::shared_ptr<Region> region, uint64_t at, uint64_t value, int peer) {
@@ -11,8 +13,12 @@ void Signals::add(std::shared_ptr<Region> region, uint64_t at, uint64_t value, i
     waiting_.push_back({std::move(region), at, value});
 }
 
-void Signals::progress() {
-    while (!waiting_.empty() && write(waiting_.front())) waiting_.pop_front();
+bool Signals::progress() {
+    if (waiting_.empty()) return false;
+    times::Writing writing;
+    const size_t before = waiting_.size();
+    for (; !waiting_.empty() && write(waiting_.front()); waiting_.pop_front()) writing.wrote();
+    return waiting_.size() < before;
 }
 
 bool Signals::write(Signal& signal) {

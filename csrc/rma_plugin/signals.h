@@ -17,7 +17,7 @@ class Signals {
     bool room() const { return waiting_.size() < kMost; }
     // From `peer`, or from ourselves; throws Failure(kPeerLied) if there is no such word.
     void add(std::shared_ptr<Region> region, uint64_t at, uint64_t value, int peer);
-    void progress();
+    bool progress();                    // whether it wrote any
     void forget(const Region& region);  // it is no longer registered
     CopyStream& stream() { return stream_; }
 

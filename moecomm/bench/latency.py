@@ -8,17 +8,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moecomm import _native, plain_kernel
-from moecomm.bench import kernels
+from moecomm import _native, config, plain_kernel, rma_plugin
+from moecomm.bench import kernels, proxy_times
 from moecomm.bench.clock import percentiles
 from moecomm.bench.landing import Landing
 from moecomm.bench.ranks import device_of, progress
 from moecomm.errors import Timeout
+from moecomm.rendezvous import rendezvous
 
 SIZES = [1 << power for power in range(27)]  # 1 B to 64 MB
 _SIGNAL_BYTES = 256  # kPayload
 _TIMEOUT_NS = 30_000_000_000
 _BUDGET_BYTES = 2 << 30  # moved for one size in one replay, at most
+_BUDGET_S = 0.1  # and what that takes, about: a proxy takes milliseconds where many blocks put
 _MOST_ROUNDS, _FEWEST_ROUNDS = 500, 8
 # (kernel, blocks, smallest and largest size) to try; the fastest is what a size takes.
 _WAYS = (
@@ -51,23 +53,42 @@ class _Args(ctypes.Structure):
 
 
 def run_rank(group: dist.ProcessGroup, **job: Any) -> list[dict[str, Any]]:
-    """One rank: rows {bytes, method, sms, us}, `us` by replay.  Ranks 0 and 1 play, others look on."""
+    """One rank: rows {bytes, method, sms, us}, `us` by replay.  Ranks 0 and 1 play, others look on.
+
+    Through GIN's proxy also `plugin`: what our RMA plugin added up, by replay (proxy_times.Taken, or None).
+    """
     device, sizes = device_of(group, job["backend"]), job["sizes"]
     ways = [(size, *way) for size in sizes for way in _ways(size, job["backend"])]
+    ranks = rendezvous(group)
     rows = []
     with (
+        config.variables({"MOECOMM_RMA_TIMES": "1"}),
         progress(group, len(ways)) as step,
         Landing(group, nbytes(max(sizes)), job["backend"], device) as landing,
     ):
         player = Player(landing, max(sizes), device) if group.rank() < 2 else None
+        proxied = landing.shim == "gin_proxy"
         for size, method, blocks in ways:
             step(f"put + signal: {size} bytes, {method}")
-            us = []
+            rounds = _rounds(size)
+            dist.barrier(group)
+            if player is not None:
+                rounds = _rounds(size, player.play(size, method, blocks, _FEWEST_ROUNDS))
+            rounds = min(int.from_bytes(data, "little") for data in ranks.all_gather(rounds.to_bytes(8, "little")))
+            us, plugin = [], []
             for _ in range(job["replays"]):
                 dist.barrier(group)
+                if proxied:
+                    rma_plugin.take_times()
+                dist.barrier(group)
                 if player is not None:
-                    us.append(player.play(size, method, blocks, _rounds(size)))
-            rows.append({"bytes": size, "method": method, "sms": blocks, "us": us})
+                    us.append(player.play(size, method, blocks, rounds))
+                dist.barrier(group)  # the peer has seen our last signal
+                if proxied:
+                    taken = rma_plugin.take_times()
+                    plugin.append(taken and {**taken, "puts": _warmup(rounds) + rounds})
+            row = {"bytes": size, "method": method, "sms": blocks, "us": us}
+            rows.append(row | ({"plugin": plugin} if proxied else {}))
         dist.barrier(group)
     return rows
 
@@ -84,8 +105,14 @@ def nbytes(most_bytes: int) -> int:
     return 2 * (_SIGNAL_BYTES + -(-most_bytes // _SIGNAL_BYTES) * _SIGNAL_BYTES)
 
 
-def _rounds(size: int) -> int:
-    return max(_FEWEST_ROUNDS, min(_MOST_ROUNDS, _BUDGET_BYTES // size // 2))
+def _rounds(size: int, us: float = 0.0) -> int:
+    """Timed round trips of a replay, if half of one takes so long."""
+    most = min(_MOST_ROUNDS, _BUDGET_BYTES // size // 2)
+    return max(_FEWEST_ROUNDS, min(most, int(_BUDGET_S * 1e6 / 2 / us)) if us > 0 else most)
+
+
+def _warmup(rounds: int) -> int:
+    return max(2, rounds // 10)
 
 
 class Player:
@@ -104,7 +131,7 @@ class Player:
 
     def play(self, size: int, method: str, blocks: int, rounds: int) -> float:
         """Microseconds of half a round trip, over `rounds` of them.  Raises Timeout."""
-        landing, warmup = self._landing, max(2, rounds // 10)
+        landing, warmup = self._landing, _warmup(rounds)
         known = {
             "here": landing.addresses[landing.rank],
             "there": landing.addresses[1 - landing.rank],
@@ -140,11 +167,18 @@ class Player:
 
 
 def merge(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Rows {bytes, method, sms, us, gbs}, one a size: the fastest way there, as the slower rank saw it."""
+    """Rows {bytes, method, sms, us, gbs}, one a size: the fastest way there, as the slower rank saw it.
+
+    Through GIN's proxy also `plugin`, proxy_times.of_put of that way.
+    """
     best: dict[int, dict[str, Any]] = {}
     for parts in zip(*by_rank[:2], strict=True):
         us, size = percentiles([part["us"] for part in parts]), parts[0]["bytes"]
-        row = {**parts[0], "us": us, "gbs": round(size / us["p50"] / 1e3, 4)}
+        row = {name: parts[0][name] for name in ("bytes", "method", "sms")}
+        row |= {"us": us, "gbs": round(size / us["p50"] / 1e3, 4)}
+        if "plugin" in parts[0]:
+            plugin = proxy_times.of_put([part["us"] for part in parts], [part["plugin"] for part in parts])
+            row |= {"plugin": plugin} if plugin else {}
         if size not in best or us["p50"] < best[size]["us"]["p50"]:
             best[size] = row
     return list(best.values())

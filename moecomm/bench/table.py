@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from moecomm.bench import proxy_times
+
 _WIDE = 132  # columns that a table may take: figures are worth more than lines that fit
 
 
@@ -84,6 +86,20 @@ def show_latency(result: dict[str, Any], out: Console) -> None:
         us = [f"{row['us'][part]:.2f}" for part in ("p50", "p90", "p99")]
         table.add_row(str(row["bytes"]), row["method"], str(row["sms"]), *us, f"{row['gbs']:.2f}")
     out.print(table)
+    _show_proxy(result["rows"], out)
+
+
+def _show_proxy(rows: list[dict[str, Any]], out: Console) -> None:
+    cells = proxy_times.table(rows)
+    if not cells:
+        return
+    out.print(f"{proxy_times.EXPLAINED}:", highlight=False, markup=False)
+    table = _table(*cells[0][:2])
+    for column in cells[0][2:]:
+        table.add_column(column, justify="right", no_wrap=True)
+    for line in cells[1:]:
+        table.add_row(*line)
+    out.print(table)
 
 
 def show_backends(result: dict[str, Any], out: Console) -> None:
@@ -143,6 +159,7 @@ def show_latency_backends(result: dict[str, Any], out: Console) -> None:
             str(size), *("" if row is None else f"{row['us']['p50']:.2f} ({row['gbs']:.2f})" for row in cells)
         )
     out.print(table)
+    _show_proxy(result["rows"], out)
     _say_why(result, out)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moecomm import _native, backends, shims
+from moecomm import _native, backends, nic, shims
 from moecomm.bench import latency
 from moecomm.bench.landing import Landing
 
@@ -65,6 +65,31 @@ def test_what_is_put_arrives_on_gpus(gpu_ranks: Ranks, backend: str) -> None:
         assert [way for way, arrived, *_ in found if not arrived] == []
         for _, _, us, whole in found:
             assert 0 < us * 2 * 20 <= whole
+
+
+def _rows(rank: int, group: Any, backend: str) -> list[dict[str, Any]]:
+    return latency.run_rank(group, backend=backend, sizes=[4, 1 << 16], replays=3)
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("backend", ["lsa", "gin"])
+def test_a_put_through_the_proxy_says_where_its_time_goes(gpu_ranks: Ranks, backend: str) -> None:
+    if reason := backends.missing(backend):
+        pytest.skip(f"{backend}: {reason}")
+    if backend == "gin" and nic.has_rdma():
+        pytest.skip("puts go through a NIC")
+    small, large = latency.merge(gpu_ranks.run(2, _rows, backend))
+    if backend == "lsa":
+        assert "plugin" not in small and "plugin" not in large
+        return
+    assert small["plugin"]["operations"] == 2 and large["plugin"]["operations"] >= 2
+    for row in (small, large):
+        part = row["plugin"]
+        assert part["bytes"] == row["bytes"] and part["one_way_us"] == pytest.approx(row["us"]["p50"], abs=2e-3)
+        names = ("posting_us", "driver_us", "copying_us", "word_us", "rest_us")
+        assert all(part[name] > 0 for name in names)
+        assert sum(part[name] for name in names) == pytest.approx(part["one_way_us"], abs=1e-2)
+        assert 0 < part["polling"] < 1 and 0 < part["empty"] < 1
 
 
 def ping_pong(**other: Any) -> int | None:

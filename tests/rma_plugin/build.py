@@ -32,6 +32,7 @@ SHARED = (
     "settings",
     "sha256",
     "socket",
+    "times",
 )
 STANDARD = (
     "algorithm",

@@ -33,6 +33,7 @@ def run_driver(
     scenario: str,
     way: str = "auto",
     timeout_ms: int = 20000,
+    times: str = "0",
     **options: object,
 ) -> str:
     """What it printed.  It ends itself, and its ranks, after `seconds`; subprocess does after a few more."""
@@ -44,6 +45,7 @@ def run_driver(
         "MOECOMM_JOB_SECRET": "a secret of this job",
         "MOECOMM_RMA_ADDRESS": "127.0.0.1",
         "MOECOMM_RMA_TIMEOUT_MS": str(timeout_ms),
+        "MOECOMM_RMA_TIMES": times,
     }
     done = subprocess.run(
         [str(driver), str(plugin), scenario, *(f"{name}={value}" for name, value in options.items())],

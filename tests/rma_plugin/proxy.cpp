@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 
 Proxy::Proxy(const Options& options, World& world, int rank)
@@ -11,7 +12,8 @@ Proxy::Proxy(const Options& options, World& world, int rank)
     require(library != nullptr, "the plugin does not load");
     v14 = static_cast<const abi::RmaV14*>(::dlsym(library, "ncclRmaPlugin_v14"));
     if (options.table == 16) v16_ = static_cast<const abi::RmaV16*>(::dlsym(library, "ncclRmaPlugin_v16"));
-    require(v14 != nullptr && (options.table == 14 || v16_ != nullptr), "the plugin lacks a table");
+    take_times_ = reinterpret_cast<decltype(take_times_)>(::dlsym(library, "moecomm_rma_take_times"));
+    require(take_times_ != nullptr && v14 != nullptr && (options.table == 14 || v16_ != nullptr), "the plugin lacks a table");
     void* second = nullptr;  // NCCL makes two: for RMA, and for GIN
     require(v14->init(&second, 42, log_line) == abi::kSuccess && v14->finalize(second) == abi::kSuccess, "init");
     require(v14->init(&context_, 42, log_line) == abi::kSuccess, "init");
@@ -87,10 +89,13 @@ void Proxy::close() {
 }
 
 template <class Call>
-abi::Result Proxy::timed(const Call& call) {
+abi::Result Proxy::timed(Calls& calls, const Call& call) {
     const auto begin = Clock::now();
     const abi::Result result = call();
-    longest_call_ = std::max(longest_call_, std::chrono::duration<double>(Clock::now() - begin).count());
+    const auto time = Clock::now() - begin;
+    ++calls.count;
+    calls.time += static_cast<uint64_t>(std::chrono::nanoseconds(time).count());
+    longest_call_ = std::max(longest_call_, std::chrono::duration<double>(time).count());
     return result;
 }
 
@@ -115,7 +120,7 @@ abi::Result Proxy::turn() {
             for (uint32_t i = done; i != queue.seen; ++i) {
                 State& state = queue.states[i % size];
                 if (state.done == 0) {
-                    if (const auto result = timed([&] { return v14->test(comm, state.request, &state.done); })) return result;
+                    if (const auto result = timed(polls_, [&] { return v14->test(comm, state.request, &state.done); })) return result;
                 }
                 if (state.done != 0 && i == done) queue.done.store(++done);
             }
@@ -127,14 +132,14 @@ abi::Result Proxy::turn() {
             State& state = queue.states[place];
             state.done = 0;
             state.request = nullptr;
-            if (const auto result = timed([&] { return issue(context, peer, queue, state, place); })) return result;
+            if (const auto result = timed(issues_, [&] { return issue(context, peer, queue, state, place); })) return result;
             if (state.request == nullptr) {
                 require(state.operation.kind == Operation::kFlush, "a request is null");
                 state.done = 1;
             }
         }
     }
-    timed([&] { return v14->rmaProgress(rma); });  // NCCL does not look at what it returns
+    timed(polls_, [&] { return v14->rmaProgress(rma); });  // NCCL does not look at what it returns
     return abi::kSuccess;
 }
 
@@ -173,7 +178,25 @@ void Proxy::post(int context, int peer, const Operation& operation) {
         std::this_thread::yield();
     }
     queue.states[place % static_cast<uint32_t>(options_.queue)].operation = operation;
+    if (operation.kind != Operation::kFlush) {
+        ++posted_;
+        signals_ += operation.signal != nullptr ? 1 : 0;
+        bytes_ += operation.bytes;
+    }
     queue.posted.store(place + 1, std::memory_order_release);
+}
+
+void Proxy::print_times() const {
+    moecomm::rma::times::Taken taken{}, other{};
+    taken.version = moecomm::rma::times::kVersion;
+    other.version = taken.version + 1;
+    require(take_times_(&other) != 0 && take_times_(&taken) == 0, "versions of what is taken");
+    std::string line = "times " + std::to_string(posted_) + " " + std::to_string(signals_) + " " + std::to_string(bytes_);
+    line += " " + std::to_string(issues_.time) + " " + std::to_string(polls_.count) + " " + std::to_string(polls_.time);
+    line += " " + std::to_string(taken.on) + " " + std::to_string(taken.since);
+    for (const uint64_t sum : taken.sums) line += " " + std::to_string(sum);
+    require(take_times_(&taken) == 0 && taken.sums[moecomm::rma::times::kOperations] == 0, "what was taken is taken again");
+    std::puts(line.c_str());
 }
 
 bool Proxy::wait_all() {

@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "rma_plugin/times.h"
 #include "world.h"
 
 struct Operation {
@@ -43,6 +44,7 @@ class Proxy {
     bool wait_result(std::chrono::milliseconds limit);  // until the thread has failed
     bool last_error();
     double longest_call() const { return longest_call_; }  // seconds, on the thread
+    void print_times() const;                              // what was posted, and what the plugin has added up
 
     const abi::RmaV14* v14 = nullptr;
     void *comm = nullptr, *rma = nullptr;
@@ -63,8 +65,11 @@ class Proxy {
     void run();
     abi::Result turn();
     abi::Result issue(int context, int peer, Queue& queue, State& state, uint32_t place);
+    struct Calls {  // of a kind, and nanoseconds in them
+        uint64_t count = 0, time = 0;
+    };
     template <class Call>
-    abi::Result timed(const Call& call);
+    abi::Result timed(Calls& calls, const Call& call);
 
     const Options& options_;
     World& world_;
@@ -77,4 +82,7 @@ class Proxy {
     std::atomic<bool> stop_{false};
     std::atomic<int> result_{0};
     double longest_call_ = 0;
+    uint64_t posted_ = 0, signals_ = 0, bytes_ = 0;
+    Calls issues_, polls_;
+    int (*take_times_)(moecomm::rma::times::Taken*) = nullptr;
 };

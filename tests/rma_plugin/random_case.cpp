@@ -298,5 +298,6 @@ bool random_case(const Options& options, World& world, int rank) {
     require(!proxy.last_error(), "an error was kept: " + logged());
     require(logged().empty() || options.mode == "threads", "something was logged: " + logged());
     proxy.close();
+    if (options.mode == "processes") proxy.print_times();
     return true;
 }

@@ -64,4 +64,4 @@ def test_ranks_of_one_process(drive: Drive, memory: str) -> None:
 def test_threads_under_sanitizer(fake_cuda: Path, tmp_path: Path) -> None:
     driver, plugin = build_watched(tmp_path)
     for way in WAYS:
-        run_driver(driver, plugin, fake_cuda, "random", way=way, mode="threads", ops=24, slice=20_000, epochs=2)
+        run_driver(driver, plugin, fake_cuda, "random", way, times="1", mode="threads", ops=24, slice=20_000, epochs=2)
