@@ -46,12 +46,17 @@ class NormalHandle(LazyTuple):
     )
 
     native: Handle
-    channels: int
+    num_sms: int
 
     def __new__(cls, native: Handle, num_sms: int) -> NormalHandle:
         self = tuple.__new__(cls, cls.makers)
-        self.native, self.channels = native, max(1, num_sms // 2)
+        self.native, self.num_sms = native, num_sms
         return self
+
+    @property
+    def channels(self) -> int:
+        """Of two SMs each."""
+        return max(1, self.num_sms // 2)
 
 
 def rank_prefix_matrix(handle: Handle) -> torch.Tensor:

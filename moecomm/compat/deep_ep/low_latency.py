@@ -88,15 +88,14 @@ class LowLatency:
             raise _two_waits()
         if use_ue8m0 and not (use_fp8 and round_scale):
             raise BadInput("use_ue8m0", True, "use_fp8 and round_scale beside it")
-        check_experts(num_experts, self.group_size)
         if x.ndim != 2 or topk_idx.ndim != 2:
             raise BadInput("x, topk_idx", f"{x.ndim} and {topk_idx.ndim} dimensions", "two each")
         pool = self._pool
-        pool.require_open()
         buffer = pool.batched(
             x.device, x.shape[1], num_experts, topk_idx.shape[1], num_max_dispatch_tokens_per_rank, x.dtype
         )
-        pool.receive(buffer)
+        if pool.receiving:
+            pool.receive(buffer)
         by_column = use_fp8 and (use_ue8m0 or not round_scale)
         options = _PLAIN if not use_fp8 else _UE8M0 if use_ue8m0 else _ROUNDED if round_scale else _FP8
         if return_recv_hook:

@@ -88,7 +88,7 @@ def unpack(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         raise BadInput("x", type(rows).__name__, "a tensor, or a tuple of two: rows and scales")
     if rows.ndim != 2:
         raise BadInput("x", f"shape {tuple(rows.shape)}", "(tokens, hidden)")
-    if scales is not None and scales.stride(-1) != 1:
+    if scales is not None and not scales.is_contiguous() and scales.stride(-1) != 1:
         scales = scales.contiguous()  # by column, as some quantizers make them
     return rows, scales
 

@@ -83,7 +83,9 @@ class Pool:
         """For normal rounds.  `worst`: rows that the caller always receives into, 0: as many as come.  `grow`: a new
         one, with room for what all ranks have now.
         """
-        dtype = torch.bfloat16 if x.dtype is torch.float8_e4m3fn else x.dtype
+        dtype = x.dtype
+        if dtype is torch.float8_e4m3fn:
+            dtype = torch.bfloat16
         key = (x.shape[1], num_experts, topk_idx.shape[1], dtype, worst)
         if grow:
             del self._by_sizes[key]
@@ -113,6 +115,8 @@ class Pool:
         buffer = self._by_sizes.get(key)
         if buffer is not None:
             return buffer
+        self.require_open()
+        check_experts(num_experts, self.ranks.ranks)
         settings = self._settings(hidden, num_experts, topk, tokens, dtype)
         window = _BATCHED_ROUNDS * settings.round_bytes("batched")
         return self.get(key, lambda: self.open(device, settings, window))
