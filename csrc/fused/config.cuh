@@ -20,6 +20,7 @@ struct GemmConfig {
     Type out;       // e4m3: what bf16 would be, cast, with scales
     bool swiglu;    // out = silu(gate) * up, of rows of w that lie interleaved by kWoven in the ring ...
     bool apart;     // ... and, in memory, all gate rows before all up rows
+    bool swapped;   // w is what the instruction takes as rows, x as columns (wgmma.cuh); or, of e4m3, as they are named
     i32 row_unit;   // of the rows of a tile: 16 or a multiple of it
     i32 most_rows;  // of a tile, a multiple of row_unit
     i32 stages;     // slots of the ring

@@ -9,7 +9,9 @@
 #include "../device/launch.cuh"
 #include "epilogue.cuh"
 #include "epilogue_cast.cuh"
+#include "epilogue_rows.cuh"
 #include "scaled.cuh"
+#include "scaled_rows.cuh"
 
 namespace moecomm {
 
@@ -135,7 +137,9 @@ MOECOMM_FN void multiply(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, 
 template <GemmConfig c, i32 n = c.most_rows, i32 size>
 MOECOMM_FN void multiply_padded(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, i32 steps, i32 padded,
                                 float (&sums)[c.parts()][size]) {
-    if (n > c.row_unit && padded != n) {
+    if constexpr (!c.swapped) {
+        multiply_rows<c>(s.ring, s.barriers, s.scales, place, math_group, steps, padded, sums);
+    } else if (n > c.row_unit && padded != n) {
         if constexpr (n > c.row_unit) multiply_padded<c, n - c.row_unit>(s, place, math_group, steps, padded, sums);
     } else if constexpr (c.scaled()) {
         multiply_scaled<c, n>(s.ring, s.barriers, s.scales, place, math_group, steps, sums);
@@ -156,7 +160,9 @@ MOECOMM_FN void make_tiles(GemmShared<c>& s, const GemmArgs& args, const Out& ou
     for (Tile tile; tiles.take(tile);) {
         const i32 block = tile.column * c.cluster + rank;
         multiply_padded<c>(s, place, math_group, steps, tile.padded, sums);
-        if constexpr (c.out == Type::e4m3) {
+        if constexpr (!c.swapped) {
+            store_rows<c>(sums, tile, block, columns, shared_address(s.staging), math_group, out);
+        } else if constexpr (c.out == Type::e4m3) {
             store_cast<c>(sums, tile, block, columns, shared_address(s.staging), math_group, turns, out);
         } else {
             store_parts<c>(sums, tile, block * kMathGroups + math_group, columns, shared_address(s.staging[math_group]), 1 + math_group,

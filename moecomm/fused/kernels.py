@@ -58,7 +58,7 @@ def gemm_kernel(
     config = (
         f".type = Type::{NAMES[dtype]}, .out = Type::{NAMES[out or dtype]}, "
         f".swiglu = {str(swiglu).lower()}, .apart = {str(apart).lower()}, "
-        f".row_unit = {schedule.row_unit}, .most_rows = {schedule.most_rows}, .stages = {schedule.stages}, "
+        f".swapped = {str(schedule.swapped).lower()}, .row_unit = {schedule.row_unit}, .most_rows = {schedule.most_rows}, .stages = {schedule.stages}, "
         f".cluster = {schedule.cluster}, .shared_bytes = {shared}, .helped = {str(helped).lower()}"
     )
     entry = f"{function}<GemmConfig{{{config}}}{more}>"

@@ -28,6 +28,7 @@ class Schedule:
     most_rows: int
     stages: int
     cluster: int
+    swapped: bool = True
 
 
 # By name: rows of a tile, slots of the ring, blocks of a cluster; u16: units of rows of 16, not of 32.
@@ -45,6 +46,8 @@ FP8_SCHEDULES = {
     "64x5c1": Schedule(row_unit=16, most_rows=64, stages=5, cluster=1),
     "64x5c2": Schedule(row_unit=16, most_rows=64, stages=5, cluster=2),
     "128x4c1": Schedule(row_unit=16, most_rows=128, stages=4, cluster=1),
+    "128x4c1r": Schedule(row_unit=64, most_rows=128, stages=4, cluster=1, swapped=False),
+    "128x4c2r": Schedule(row_unit=64, most_rows=128, stages=4, cluster=2, swapped=False),
 }
 FP8_BAND = 2 * BAND  # rows half as high
 

@@ -135,6 +135,15 @@ void multiply(float (&sums)[size], std::uint64_t a, std::uint64_t b, bool keep) 
     }
 }
 
+inline void store_matrices(unsigned address, const unsigned (&m)[4]) {
+    const unsigned lane = threadIdx.x % 32;
+    unsigned row[4];
+    for (unsigned i = 0; i < 4; ++i) {
+        const auto* values = exchange(m[i]);
+        for (unsigned pair = 0; pair < 4 && i == lane / 8; ++pair) row[pair] = static_cast<unsigned>(values[lane % 8 * 4 + pair]);
+    }
+    std::memcpy(shared_at(address), row, sizeof row);
+}
 inline void store_turned(unsigned address, const unsigned (&m)[4]) {
     const unsigned lane = threadIdx.x % 32;
     unsigned short row[8];

@@ -45,6 +45,22 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], int, int]] = {
     "a pair, by column": ("64x5c2", {"by_column": True}, (70, 1), 520, 400),
     "gate and up apart": ("64x5c1", {"activation": "swiglu", "interleaved": False}, (20, 0, 66), 320, 144),
     "interleaved": ("64x5c2", {"activation": "swiglu"}, (3, 40), 560, 144),
+    "rows first": ("128x4c1r", {}, (5, 0, 200), 328, 272),
+    "rows first, gate and up apart": (
+        "128x4c1r",
+        {"activation": "swiglu", "interleaved": False},
+        (20, 0, 130),
+        320,
+        144,
+    ),
+    "rows first, interleaved": ("128x4c2r", {"activation": "swiglu"}, (3, 90), 560, 144),
+    "rows first, cast": (
+        "128x4c2r",
+        {"activation": "swiglu", "interleaved": False, "quantize": "fp8"},
+        (130, 0, 70),
+        576,
+        400,
+    ),
     "cast": ("64x5c2", {"activation": "swiglu", "interleaved": False, "quantize": "fp8"}, (130, 0, 7), 576, 144),
 }
 

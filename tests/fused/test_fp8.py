@@ -156,7 +156,7 @@ def test_any_shape_gets_a_schedule_that_there_is() -> None:
         for groups in (1, 64)
         for columns in (8, 1024, 2880, 7168)
     }
-    assert chosen == set(FP8_SCHEDULES)
+    assert chosen == {name for name, schedule in FP8_SCHEDULES.items() if schedule.swapped}  # others are not measured
 
 
 X, W = inputs()
