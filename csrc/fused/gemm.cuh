@@ -44,10 +44,22 @@ struct MyTiles {
     MOECOMM_FN Deal deal() const { return {static_cast<i32>(gridDim.x) / c.cluster, args.helpers / c.cluster, early}; }
     MOECOMM_FN bool take(Tile& tile) {
         const bool found = walk.find(next, tile);
+        if constexpr (c.stacked) {  // of its rows, those of this block, maybe none
+            const i32 most = tile.padded / c.cluster, before = min(cluster_rank() * most, tile.rows);
+            tile.row += before;
+            tile.rows = min(tile.rows - before, most);
+            tile.padded = align_up(tile.rows, c.row_unit);
+        }
         next = c.helped ? deal().next(cluster(), next) : next + static_cast<i32>(gridDim.x) / c.cluster;
         return found;
     }
 };
+
+// Which of the blocks of columns.
+template <GemmConfig c>
+MOECOMM_FN i32 block_of(const Tile& tile, i32 rank) {
+    return c.stacked ? tile.column : tile.column * c.cluster + rank;
+}
 
 // One thread: fills the ring, tile after tile.
 template <GemmConfig c, class Rows>
@@ -57,26 +69,27 @@ MOECOMM_FN void load_tiles(GemmShared<c>& s, const GemmArgs& args, const Rows& r
     MyTiles<c> tiles(args, s);
     for (Tile tile; tiles.take(tile);) {
         rows.await(tile, s.there);
-        const i32 part = tile.padded / c.cluster, column = (tile.column * c.cluster + rank) * c.block_columns();
+        const i32 part = tile.padded / c.sharing_x(), column = block_of<c>(tile, rank) * c.block_columns();
+        const i32 to_row = c.stacked ? 0 : rank * part, to_column = c.stacked ? rank * (c.block_columns() / c.cluster) : 0;
         const i32 bytes = c.weight_bytes() + tile.padded * kSlotRowBytes;
         const u64 keep = tile.alone ? kKeepLeast : kKeepNormal;
         for (i32 k = 0; k < args.depth; k += c.depth(), place.step()) {
             copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
             u64* full = &s.barriers.full[place.slot];
             expect_bytes(full, bytes);
-            const u32 w = shared_address(s.ring.w[place.slot]);
+            const u32 w = shared_address(s.ring.w[place.slot]) + to_column * kSlotRowBytes;
             if constexpr (c.apart) {
-                load_pairs(w, args.w, k, column / (2 * kWoven), tile.group, full, keep);
+                load_pairs<c.sharing_w()>(w, args.w, k, (column + to_column) / (2 * kWoven), tile.group, full, keep);
             } else {
-                load_box(w, args.w, k, column, tile.group, full, keep);
+                load_box<c.sharing_w()>(w, args.w, k, column + to_column, tile.group, full, keep);
             }
-            u32 to = shared_address(s.ring.x[place.slot]) + rank * part * kSlotRowBytes;
-            i32 row = tile.row + rank * part;
+            u32 to = shared_address(s.ring.x[place.slot]) + to_row * kSlotRowBytes;
+            i32 row = tile.row + to_row;
 #pragma unroll
             for (i32 i = kRowMaps - 1; i >= 0; --i) {
                 const i32 box = c.least_box() << i;
-                if (box * c.cluster > c.most_rows || (part & box) == 0) continue;
-                load_box_for_all<c.cluster>(to, args.x[i], k, row, full, kKeepNormal);
+                if (box * c.sharing_x() > c.most_rows || (part & box) == 0) continue;
+                load_box_for_all<c.sharing_x()>(to, args.x[i], k, row, full, kKeepNormal);
                 to += box * kSlotRowBytes;
                 row += box;
             }
@@ -93,7 +106,7 @@ MOECOMM_FN void load_scales(GemmShared<c>& s, const GemmArgs& args, const Rows& 
     MyTiles<c> tiles(args, s);
     for (Tile tile; tiles.take(tile);) {
         rows.await(tile, s.there);
-        const float* of_w = scales_of_w<c>(args, tile.group, tile.column * c.cluster + rank, lane % kWeightScales);
+        const float* of_w = scales_of_w<c>(args, tile.group, block_of<c>(tile, rank), lane % kWeightScales);
         const float* of_x = reinterpret_cast<const float*>(args.x_scales);
         for (i32 k = 0; k < args.depth; k += c.depth(), place.step()) {
             copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
@@ -158,7 +171,7 @@ MOECOMM_FN void make_tiles(GemmShared<c>& s, const GemmArgs& args, const Out& ou
     float sums[c.parts()][c.most_rows / 2] = {};
     MyTiles<c> tiles(args, s);
     for (Tile tile; tiles.take(tile);) {
-        const i32 block = tile.column * c.cluster + rank;
+        const i32 block = block_of<c>(tile, rank);
         multiply_padded<c>(s, place, math_group, steps, tile.padded, sums);
         if constexpr (!c.swapped) {
             store_rows<c>(sums, tile, block, columns, shared_address(s.staging), math_group, out);

@@ -29,6 +29,17 @@ class Schedule:
     stages: int
     cluster: int
     swapped: bool = True
+    stacked: bool = False
+
+    @property
+    def sharing_x(self) -> int:
+        """Blocks of a cluster that multiply the same rows of x."""
+        return 1 if self.stacked else self.cluster
+
+    @property
+    def sharing_w(self) -> int:
+        """Blocks of a cluster that multiply the same rows of w."""
+        return self.cluster if self.stacked else 1
 
 
 # By name: rows of a tile, slots of the ring, blocks of a cluster; u16: units of rows of 16, not of 32.
@@ -48,6 +59,7 @@ FP8_SCHEDULES = {
     "128x4c1": Schedule(row_unit=16, most_rows=128, stages=4, cluster=1),
     "128x4c1r": Schedule(row_unit=64, most_rows=128, stages=4, cluster=1, swapped=False),
     "128x4c2r": Schedule(row_unit=64, most_rows=128, stages=4, cluster=2, swapped=False),
+    "128x4s2r": Schedule(row_unit=64, most_rows=128, stages=4, cluster=2, swapped=False, stacked=True),
 }
 FP8_BAND = 2 * BAND  # rows half as high
 

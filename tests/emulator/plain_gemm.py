@@ -22,8 +22,8 @@ BODIES: dict[str, dict[str, str]] = {
         "prefetch_map": "emulator::forget_lines();",  # when a block begins
         **dict.fromkeys(("take_registers", "leave_registers"), ""),
         "expect_bytes": "emulator::bring(*barrier, 1, -bytes);",
-        "load_box": "emulator::load_box(to, &map, {column, row, matrix}, barrier, 1, 0, 1);",
-        "load_pairs": "emulator::load_box(to, &map, {column, 0, 0, pair, matrix}, barrier, 1, 0, 1);",
+        "load_box": "emulator::load_box(to, &map, {column, row, matrix}, barrier, cluster, 0, cluster);",
+        "load_pairs": "emulator::load_box(to, &map, {column, 0, 0, pair, matrix}, barrier, cluster, 0, cluster);",
         "load_box_for_all": "emulator::load_box(to, &map, {column, row}, barrier, cluster, 0, cluster);",
         "cluster_rank": "return blockIdx.x % 2;",
         "arrive_at": "emulator::bring(*reinterpret_cast<u64*>(emulator::of_cluster(2, rank)->shared + "

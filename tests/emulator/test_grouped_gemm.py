@@ -54,6 +54,15 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], int, int]] = {
         144,
     ),
     "rows first, interleaved": ("128x4c2r", {"activation": "swiglu"}, (3, 90), 560, 144),
+    "stacked": ("128x4s2r", {}, (200, 0, 40, 300), 328, 272),
+    "stacked, interleaved": ("128x4s2r", {"activation": "swiglu"}, (3, 140), 560, 144),
+    "stacked, cast": (
+        "128x4s2r",
+        {"activation": "swiglu", "interleaved": False, "quantize": "fp8"},
+        (190, 0, 70),
+        576,
+        272,
+    ),
     "rows first, cast": (
         "128x4c2r",
         {"activation": "swiglu", "interleaved": False, "quantize": "fp8"},

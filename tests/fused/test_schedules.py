@@ -129,9 +129,9 @@ def test_the_struct_is_packed_as_the_kernel_reads_it() -> None:
 def test_a_block_fits_a_multiprocessor(dtype: torch.dtype, schedule: Schedule) -> None:
     assert gemm_kernel(dtype, True, False, schedule).shared_bytes <= 227 * 1024
     boxes = [
-        schedule.row_unit // schedule.cluster << i
+        schedule.row_unit // schedule.sharing_x << i
         for i in range(kernels.ROW_MAPS)
         if schedule.row_unit << i <= schedule.most_rows
     ]
-    assert sum(boxes) * schedule.cluster >= schedule.most_rows  # any height is a sum of some of them
-    assert max(boxes) * schedule.cluster <= schedule.most_rows
+    assert sum(boxes) * schedule.sharing_x >= schedule.most_rows  # any height is a sum of some of them
+    assert max(boxes) * schedule.sharing_x <= schedule.most_rows
