@@ -49,30 +49,35 @@ MOECOMM_FN void add_rows(float (&sums)[size], const float (&products)[size], con
     for (i32 i = 0; i < size; ++i) sums[i] = __fmaf_rn(products[i], of_x.of[i / 2 % 2] * of_w.at(i / 4), sums[i]);
 }
 
-// The rows of x of a warpgroup times all rows of w of the block, over all columns of both.
+// What a warpgroup has of a tile: 64 rows times all parts; of a tile of no more rows both warpgroups have those, times a part each.
+template <GemmConfig c>
+struct Share {
+    i32 first_row, first_part;
+    bool all_parts;
+
+    MOECOMM_FN Share(i32 padded, i32 math_group)
+        : first_row(padded > kGroupRows ? math_group * kGroupRows : 0),
+          first_part(padded > kGroupRows ? 0 : math_group),
+          all_parts(padded > kGroupRows) {
+        static_assert(c.parts() == kMathGroups && c.most_rows == kMathGroups * kGroupRows, "as many parts as warpgroups");
+    }
+};
+
+// 64 rows of x times so many parts of the rows of w, over all columns of both.
 //
 // Registers hold the sums of both parts, and products of one; meanwhile the tensor cores have the other warpgroup's.  While they are at
 // work, all that is wanted next is loaded.
-template <GemmConfig c, i32 size>
-MOECOMM_FN void multiply_rows(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place, i32 math_group,
-                              i32 steps, i32 padded, float (&sums)[c.parts()][size]) {
-    static_assert(c.parts() * kRowsPart == c.block_columns() && 2 * size == kRowsPart && c.most_rows <= kMathGroups * kGroupRows, "");
-    if (math_group * kGroupRows >= padded) {  // nothing for this warpgroup: slots are passed on as they come
-#pragma unroll 1
-        for (i32 step = 0; step < steps; ++step, place.step()) {
-            copy_wait(&barriers.full[place.slot], place.phase);
-            release_slot(barriers, place.slot);
-        }
-        return;
-    }
-    const u32 w = operand_at(shared_address(ring.w[0]));
-    const u32 x = operand_at(shared_address(ring.x[0]) + math_group * (kGroupRows * kSlotRowBytes));
-    const i32 row = math_group * kGroupRows + warp_id() % 4 * 16 + lane_id() / 4;
+template <GemmConfig c, i32 parts, i32 size>
+MOECOMM_FN void multiply_share(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place,
+                               const Share<c>& share, i32 steps, float (&sums)[c.parts()][size]) {
+    const u32 w = operand_at(shared_address(ring.w[0]) + share.first_part * (kRowsPart * kSlotRowBytes));
+    const u32 x = operand_at(shared_address(ring.x[0]) + share.first_row * kSlotRowBytes);
+    const i32 row = share.first_row + warp_id() % 4 * 16 + lane_id() / 4;
     float products[size] = {};
     RowScales of_x;
     PartScales<c> of_w;
 #pragma unroll
-    for (i32 part = 0; part < c.parts(); ++part)
+    for (i32 part = 0; part < parts; ++part)
 #pragma unroll
         for (i32 i = 0; i < size; ++i) sums[part][i] = 0.0f;
     copy_wait(&barriers.full[place.slot], place.phase);
@@ -83,7 +88,7 @@ MOECOMM_FN void multiply_rows(Ring<c>& ring, RingBarriers<c>& barriers, const Ri
         const u32 w_slot = w + slot * (c.weight_bytes() / 16), x_slot = x + slot * (c.row_bytes() / 16);
         RowScales next = of_x;
 #pragma unroll
-        for (i32 part = 0; part < c.parts(); ++part) {
+        for (i32 part = 0; part < parts; ++part) {
             wgmma_begin();
 #pragma unroll
             for (i32 k = 0; k < kSlotRowBytes / 32; ++k) {
@@ -91,8 +96,8 @@ MOECOMM_FN void multiply_rows(Ring<c>& ring, RingBarriers<c>& barriers, const Ri
                 wgmma<c.type, kRowsPart>(products, operand(x_slot + 2 * k), operand(columns), k > 0 ? 1 : 0);
             }
             wgmma_commit();
-            of_w.load(scales.slot(slot), part);
-            if (part + 1 == c.parts()) {
+            of_w.load(scales.slot(slot), share.first_part + part);
+            if (part + 1 == parts) {
                 place.step();
                 if (step + 1 < steps) {
                     copy_wait(&barriers.full[place.slot], place.phase);
@@ -101,13 +106,25 @@ MOECOMM_FN void multiply_rows(Ring<c>& ring, RingBarriers<c>& barriers, const Ri
             }
             wgmma_wait<0>();
             settle(products);
-            if (part + 1 == c.parts()) {
+            if (part + 1 == parts) {
                 __syncwarp();  // no lane reads a scale any more
                 release_slot(barriers, slot);
             }
             add_rows<c>(sums[part], products, of_x, of_w);
         }
         of_x = next;
+    }
+}
+// All that a warpgroup has of a tile.
+template <GemmConfig c, i32 size>
+MOECOMM_FN void multiply_rows(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place, i32 math_group,
+                              i32 steps, i32 padded, float (&sums)[c.parts()][size]) {
+    static_assert(c.parts() * kRowsPart == c.block_columns() && 2 * size == kRowsPart, "parts of 128 rows of w");
+    const Share<c> share(padded, math_group);
+    if (share.all_parts) {
+        multiply_share<c, c.parts()>(ring, barriers, scales, place, share, steps, sums);
+    } else {
+        multiply_share<c, 1>(ring, barriers, scales, place, share, steps, sums);
     }
 }
 

@@ -45,7 +45,10 @@ BODIES: dict[str, dict[str, str]] = {
         "settle": "",
     },
     "fused/scaled_rows.cuh": {"load_shared_float": "float v; memcpy(&v, emulator::shared_at(address), 4); return v;"},
-    "fused/epilogue_rows.cuh": {"store_matrices": "emulator::store_matrices(address, {m0, m1, m2, m3});"},
+    "fused/epilogue_rows.cuh": {
+        "store_matrices": "emulator::store_matrices(address, {m0, m1, m2, m3});",
+        "store_shared_words": "const u32 words[2] = {first, second}; memcpy(emulator::shared_at(address), words, 8);",
+    },
     "fused/epilogue.cuh": {
         "store_turned": "emulator::store_turned(address, {m0, m1, m2, m3});",
         "load_shared": "uint4 v; memcpy(&v, emulator::shared_at(address), 16); return v;",
