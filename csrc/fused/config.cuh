@@ -21,6 +21,7 @@ struct GemmConfig {
     bool swiglu;    // out = silu(gate) * up, of rows of w that lie interleaved by kWoven in the ring ...
     bool apart;     // ... and, in memory, all gate rows before all up rows
     bool swapped;   // w is what the instruction takes as rows, x as columns (wgmma.cuh); or, of e4m3, as they are named
+    bool held;      // rows of x are, in registers, while they are multiplied; if not swapped
     i32 row_unit;   // of a block's rows of a tile: 16 or a multiple of it
     i32 most_rows;  // of those, a multiple of row_unit
     i32 stages;     // slots of the ring

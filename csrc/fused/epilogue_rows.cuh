@@ -147,7 +147,7 @@ MOECOMM_FN void store_rows(const float (&sums)[c.parts()][size], const Tile& til
                            const Out& out) {
     constexpr i32 room = kWarpRows * kStagedRowBytes, part_columns = c.swiglu ? kRowsPart / 2 : kRowsPart;
     static_assert(2 * c.stage_bytes() == 4 * room, "what a warp has of a warpgroup's");
-    const Share<c> share(tile.padded, math_group);
+    const Share<c> share(tile.rows, math_group);
     const i32 warp = warp_id() % 4, from = share.first_row + warp * kWarpRows;
     const Placed at{tile.row + from, tile.rows - from, (block * c.parts() + share.first_part) * part_columns, columns};
     const u32 mine = staging + (math_group * 4 + warp) * room;

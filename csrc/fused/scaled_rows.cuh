@@ -55,10 +55,11 @@ struct Share {
     i32 first_row, first_part;
     bool all_parts;
 
-    MOECOMM_FN Share(i32 padded, i32 math_group)
-        : first_row(padded > kGroupRows ? math_group * kGroupRows : 0),
-          first_part(padded > kGroupRows ? 0 : math_group),
-          all_parts(padded > kGroupRows) {
+    // rows: of the tile, or the same in whole units.
+    MOECOMM_FN Share(i32 rows, i32 math_group)
+        : first_row(rows > kGroupRows ? math_group * kGroupRows : 0),
+          first_part(rows > kGroupRows ? 0 : math_group),
+          all_parts(rows > kGroupRows) {
         static_assert(c.parts() == kMathGroups && c.most_rows == kMathGroups * kGroupRows, "as many parts as warpgroups");
     }
 };

@@ -35,7 +35,9 @@ BODIES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("wgmma_begin", "wgmma_commit"), ""),
         "wgmma_wait": "__syncwarp();",  # who releases a slot has waited for the products of all lanes
         "wgmma": "emulator::multiply<type == Type::e4m3, n>(sums, a, b, keep != 0);",
+        "wgmma_held": "emulator::multiply_held(sums, a, b, keep != 0);",
     },
+    "fused/scaled_held.cuh": {"load_matrices": "emulator::load_matrices(to, address);"},
     "fused/scales.cuh": {
         "load_scale": "memcpy(emulator::shared_at(to), emulator::in_first_level(from), 4);",
         "arrive_when_loaded": "emulator::bring(*barrier, 1, 0);",
