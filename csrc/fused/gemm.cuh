@@ -174,15 +174,15 @@ MOECOMM_FN void multiply_padded(GemmShared<c>& s, RingPlace<c>& place, i32 math_
 // A warpgroup: empties the ring, and stores the tiles.
 template <GemmConfig c, class Out>
 MOECOMM_FN void make_tiles(GemmShared<c>& s, const GemmArgs& args, const Out& out) {
-    const i32 math_group = threadIdx.x / kWarpgroup - 1, rank = c.cluster == 1 ? 0 : cluster_rank();
+    const i32 math_group = threadIdx.x / kWarpgroup - 1;
     const i32 steps = ceil_div(args.depth, c.depth()), columns = c.swiglu ? args.columns / 2 : args.columns;
     RingPlace<c> place;
     u32 turns = 0;
     float sums[c.parts()][c.most_rows / 2] = {};
     MyTiles<c> tiles(args, s);
     for (Tile tile; tiles.take(tile);) {
-        const i32 block = block_of<c>(tile, rank);
         multiply_padded<c>(s, place, math_group, steps, tile.padded, sums);
+        const i32 block = block_of<c>(tile, c.cluster == 1 ? 0 : cluster_rank());
         if constexpr (!c.swapped) {
             store_rows<c>(sums, tile, block, columns, shared_address(s.staging), math_group, out);
         } else if constexpr (c.out == Type::e4m3) {

@@ -81,7 +81,7 @@ MOECOMM_FN void load_box_for_all(u32 to, const TensorMap& map, i32 column, i32 r
 // Place of this block in its cluster.
 MOECOMM_FN i32 cluster_rank() {
     u32 rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return static_cast<i32>(rank);
 }
 // Arrives at the barrier that lies at the same place in block `rank` of the cluster.  Ordinary stores of this block are not seen by the

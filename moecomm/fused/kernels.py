@@ -58,10 +58,9 @@ def gemm_kernel(
     config = (
         f".type = Type::{NAMES[dtype]}, .out = Type::{NAMES[out or dtype]}, "
         f".swiglu = {str(swiglu).lower()}, .apart = {str(apart).lower()}, "
-        f".swapped = {str(schedule.swapped).lower()}, .held = {str(schedule.held).lower()}, .row_unit = {schedule.row_unit}, "
-        f".most_rows = {schedule.most_rows}, .stages = {schedule.stages}, "
-        f".cluster = {schedule.cluster}, .stacked = {str(schedule.stacked).lower()}, "
-        f".shared_bytes = {shared}, .helped = {str(helped).lower()}"
+        f".swapped = {str(schedule.swapped).lower()}, .held = {str(schedule.held).lower()}, "
+        f".row_unit = {schedule.row_unit}, .most_rows = {schedule.most_rows}, .stages = {schedule.stages}, "
+        f".cluster = {schedule.cluster}, .stacked = {str(schedule.stacked).lower()}, .shared_bytes = {shared}, .helped = {str(helped).lower()}"
     )
     entry = f"{function}<GemmConfig{{{config}}}{more}>"
     return GemmKernel(f"fused/{header}", entry, args, THREADS, cluster=schedule.cluster, shared=shared)
