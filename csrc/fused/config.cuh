@@ -20,13 +20,13 @@ struct GemmConfig {
     Type out;       // e4m3: what bf16 would be, cast, with scales
     bool swiglu;    // out = silu(gate) * up, of rows of w that lie interleaved by kWoven in the ring ...
     bool apart;     // ... and, in memory, all gate rows before all up rows
-    bool swapped;   // w is what the instruction takes as rows, x as columns (wgmma.cuh); or, of e4m3, as they are named
-    bool held;      // rows of x are, in registers, while they are multiplied; if not swapped
     i32 row_unit;   // of a block's rows of a tile: 16 or a multiple of it
     i32 most_rows;  // of those, a multiple of row_unit
     i32 stages;     // slots of the ring
-    i32 cluster;    // blocks that multiply the same rows with neighbouring columns: each loads its part of the rows for all ...
-    bool stacked;   // ... or neighbouring rows with the same columns, whose parts they load for all
+    i32 cluster;    // blocks that multiply the same rows with neighbouring columns: each loads its part of the rows for all
+    bool swapped;   // w is what the instruction takes as rows, x as columns; or, of e4m3, as they are named (scaled_rows.cuh); then ...
+    bool stacked;   // ... the blocks of a cluster may have neighbouring rows, and the same columns, whose parts they load for all ...
+    bool held;      // ... and rows of x may be in registers while they are multiplied (scaled_held.cuh)
     i32 shared_bytes;
     bool helped;  // some blocks, GemmArgs::helpers, begin with something else
 

@@ -3,8 +3,9 @@
 // The weights are what the instruction takes as rows, 128 of them a block, and the rows of x are its columns: 16 to 256 a tile, as many as
 // there are, so that a group of few rows costs few.  A block is a warp that loads, in a warpgroup of its own, and two warpgroups that
 // multiply 64 rows of w each.  Of e4m3, whose sums are in registers twice (scaled.cuh), a block has twice the weights, a warpgroup 64 rows
-// of them after 64 others, and tiles have up to 128 rows.  Blocks stay for the whole launch; each takes every gridDim-th tile (tiles.h).
-// The blocks of a cluster make the same tile of rows of neighbouring columns: each loads its part of x into all of them.
+// of them after 64 others, and tiles have up to 128 rows; or, where there are many, x is the instruction's rows (scaled_rows.cuh).  Blocks
+// stay for the whole launch; each takes every gridDim-th tile (tiles.h). The blocks of a cluster make the same tile of rows of neighbouring
+// columns: each loads its part of x into all of them.  Or, stacked, each makes its part of the rows of a tile, and loads its part of w.
 #pragma once
 #include "../device/launch.cuh"
 #include "epilogue.cuh"

@@ -53,7 +53,9 @@ SCHEDULES = {
     "256x4c2u16": Schedule(row_unit=16, most_rows=256, stages=4, cluster=2),
 }
 
-# The same of e4m3, whose sums are in registers twice: a tile has up to 128 rows, and 256 columns a block.
+# The same of e4m3, whose sums are in registers twice: a tile has up to 128 rows, and 256 columns a block.  r: rows of x
+# are the instruction's rows; h: so they are, held in registers; s2: two blocks have neighbouring rows, 256 together.
+# Those three are not chosen until they have been measured.
 FP8_SCHEDULES = {
     "64x5c1": Schedule(row_unit=16, most_rows=64, stages=5, cluster=1),
     "64x5c2": Schedule(row_unit=16, most_rows=64, stages=5, cluster=2),
