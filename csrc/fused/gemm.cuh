@@ -50,8 +50,8 @@ struct MyTiles {
             const i32 most = tile.padded / c.cluster, before = min(cluster_rank() * most, tile.rows);
             tile.row += before;
             tile.rows = min(tile.rows - before, most);
-            tile.padded = align_up(tile.rows, c.row_unit);
         }
+        if constexpr (!c.swapped) tile.padded = align_up(tile.rows, c.row_unit);
         next = c.helped ? deal().next(cluster(), next) : next + static_cast<i32>(gridDim.x) / c.cluster;
         return found;
     }

@@ -50,9 +50,10 @@ template <GemmConfig c, i32 parts, i32 size>
 MOECOMM_FN void multiply_held(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place,
                               const Share<c>& share, i32 steps, float (&sums)[c.parts()][size]) {
     constexpr i32 units = parts * kPartUnits;
-    const u32 w = operand_at(shared_address(ring.w[0]) + share.first_part * (kRowsPart * kSlotRowBytes));
+    const i32 first_part = parts == c.parts() ? 0 : share.first_part;  // known to be the same in all threads
+    const u32 w = operand_at(shared_address(ring.w[0]) + first_part * (kRowsPart * kSlotRowBytes));
     const i32 first = share.first_row + warp_id() % 4 * 16, row = first + lane_id() / 4;
-    const u32 lane_place = HeldRows::place(first * kSlotRowBytes) | row << 16, x = shared_address(ring.x[0]);
+    const u32 x = HeldRows::place(shared_address(ring.x[0]) + first * kSlotRowBytes);
     float products[2][kPartColumns / 2] = {};
 #pragma unroll
     for (i32 part = 0; part < parts; ++part)
@@ -60,9 +61,9 @@ MOECOMM_FN void multiply_held(Ring<c>& ring, RingBarriers<c>& barriers, const Ri
         for (i32 i = 0; i < size; ++i) sums[part][i] = 0.0f;
     copy_wait(&barriers.full[place.slot], place.phase);
     HeldRows held;
-    held.load(x + place.slot * c.row_bytes() + (lane_place & 0xffffu));
+    held.load(x + place.slot * c.row_bytes());
 #pragma unroll 1
-    for (; steps > 0; --steps) {
+    for (i32 step = 0; step < steps; ++step) {
         const i32 was = place.slot;
         const u32 w_slot = w + was * (c.weight_bytes() / 16);
         const SlotScales slot = scales.slot(was);
@@ -70,18 +71,18 @@ MOECOMM_FN void multiply_held(Ring<c>& ring, RingBarriers<c>& barriers, const Ri
 #pragma unroll
         for (i32 unit = 0; unit < units; ++unit) {
             RowScales of_x;
-            of_x.load(slot, lane_place >> 16);
-            const float2 of_w = load_shared_pair(slot.of_w(2 * (share.first_part * kPartUnits + unit)));
+            of_x.load(slot, row);
+            const float2 of_w = load_shared_pair(slot.of_w(2 * (first_part * kPartUnits + unit)));
             if (unit + 1 < units) {
                 begin_held<c>(products[(unit + 1) % 2], held, w_slot + (unit + 1) * (kPartColumns * kSlotRowBytes / 16));
                 wgmma_wait<1>();
             } else {
                 place.step();
-                if (steps > 1) copy_wait(&barriers.full[place.slot], place.phase);
+                if (step + 1 < steps) copy_wait(&barriers.full[place.slot], place.phase);
                 wgmma_wait<0>();
                 __syncwarp();  // no lane reads a scale any more
                 release_slot(barriers, was);
-                if (steps > 1) held.load(x + place.slot * c.row_bytes() + (lane_place & 0xffffu));
+                if (step + 1 < steps) held.load(x + place.slot * c.row_bytes());
             }
             settle(products[unit % 2]);
             add_held<c>(sums[unit / kPartUnits] + unit % kPartUnits * (kPartColumns / 2), products[unit % 2], of_x, of_w);

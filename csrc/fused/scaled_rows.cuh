@@ -71,7 +71,8 @@ struct Share {
 template <GemmConfig c, i32 parts, i32 size>
 MOECOMM_FN void multiply_share(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place,
                                const Share<c>& share, i32 steps, float (&sums)[c.parts()][size]) {
-    const u32 w = operand_at(shared_address(ring.w[0]) + share.first_part * (kRowsPart * kSlotRowBytes));
+    const i32 first_part = parts == c.parts() ? 0 : share.first_part;  // known to be the same in all threads
+    const u32 w = operand_at(shared_address(ring.w[0]) + first_part * (kRowsPart * kSlotRowBytes));
     const u32 x = operand_at(shared_address(ring.x[0]) + share.first_row * kSlotRowBytes);
     const i32 row = share.first_row + warp_id() % 4 * 16 + lane_id() / 4;
     float products[size] = {};
@@ -97,7 +98,7 @@ MOECOMM_FN void multiply_share(Ring<c>& ring, RingBarriers<c>& barriers, const R
                 wgmma<c.type, kRowsPart>(products, operand(x_slot + 2 * k), operand(columns), k > 0 ? 1 : 0);
             }
             wgmma_commit();
-            of_w.load(scales.slot(slot), share.first_part + part);
+            of_w.load(scales.slot(slot), first_part + part);
             if (part + 1 == parts) {
                 place.step();
                 if (step + 1 < steps) {

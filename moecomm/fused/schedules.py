@@ -64,6 +64,7 @@ FP8_SCHEDULES = {
     "128x4c2r": Schedule(row_unit=64, most_rows=128, stages=4, cluster=2, swapped=False),
     "128x4s2r": Schedule(row_unit=64, most_rows=128, stages=4, cluster=2, swapped=False, stacked=True),
     "128x4c1h": Schedule(row_unit=64, most_rows=128, stages=4, cluster=1, swapped=False, held=True),
+    "128x4c2h": Schedule(row_unit=64, most_rows=128, stages=4, cluster=2, swapped=False, held=True),
     "128x4s2h": Schedule(row_unit=64, most_rows=128, stages=4, cluster=2, swapped=False, stacked=True, held=True),
 }
 FP8_BAND = 2 * BAND  # rows half as high
