@@ -9,11 +9,11 @@ import torch
 
 from moecomm import _native
 from moecomm.backends import cuda_driver
-from moecomm.errors import BadInput, Unsupported
+from moecomm.errors import Unsupported
 from moecomm.fused import kernels, reference, schedules, tensor_maps
 from moecomm.fused.fp8 import Fp8, Operand
 from moecomm.fused.operands import Operands, check_operands, result
-from moecomm.fused.schedules import BAND, FP8_BAND, FP8_SCHEDULES, Schedule, block_columns
+from moecomm.fused.schedules import BAND, FP8_BAND, Schedule, block_columns
 from moecomm.fused.weights import GRANULARITY
 from moecomm.plain_kernel import launch
 
@@ -118,8 +118,8 @@ def grouped_gemm(
         rows = given.x.shape[:-1].numel() // groups if expected_rows is None else expected_rows
         units = kernels.multiprocessors(device)
         schedule = schedules.schedule_of(given.x.dtype, rows, groups, columns, depth, units)
-    elif given.x.dtype == kernels.FP8 and schedule not in FP8_SCHEDULES.values():
-        raise BadInput("schedule", schedule, "one of FP8_SCHEDULES")
+    else:
+        schedules.check_schedule(given.x.dtype, schedule)
     call = (given, alignment, activation is not None, interleaved, product, scales, schedule)
     if torch.cuda.current_device() == device and _native.cuda_context() != 0:
         _launch(*call)

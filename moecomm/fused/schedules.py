@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from moecomm.errors import BadInput
+
 BLOCK_COLUMNS = 128  # GemmConfig::block_columns of csrc/fused/config.cuh; twice as many of e4m3
 # Row tiles of a band (csrc/fused/tiles.h).  66 pairs of blocks on 132 multiprocessors work on 8 by 8.25 tiles of 256
 # rows and 256 columns at a time: as many bytes of x as of weights, which is the least of both together.
@@ -114,6 +116,14 @@ def schedule_of(
     if dtype == torch.float8_e4m3fn:
         return FP8_SCHEDULES[choose_fp8(expected_rows, groups, columns, multiprocessors)]
     return SCHEDULES[choose(expected_rows, groups, columns, depth, multiprocessors)]
+
+
+def check_schedule(dtype: torch.dtype, schedule: Schedule) -> None:
+    """BadInput if there are no kernels of it for x and w of a dtype."""
+    if dtype == torch.float8_e4m3fn and schedule not in FP8_SCHEDULES.values():
+        raise BadInput("schedule", schedule, "one of FP8_SCHEDULES")
+    if dtype != torch.float8_e4m3fn and not schedule.swapped:
+        raise BadInput("schedule", schedule, "one of SCHEDULES")
 
 
 def choose(expected_rows: int, groups: int, columns: int, depth: int, multiprocessors: int = 132) -> str:
