@@ -13,7 +13,6 @@
 #include "epilogue_rows.cuh"
 #include "scaled.cuh"
 #include "scaled_held.cuh"
-#include "scaled_rows.cuh"
 
 namespace moecomm {
 
@@ -153,16 +152,7 @@ template <GemmConfig c, i32 n = c.most_rows, i32 size>
 MOECOMM_FN void multiply_padded(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, i32 steps, i32 padded,
                                 float (&sums)[c.parts()][size]) {
     if constexpr (!c.swapped) {
-        const Share<c> share(padded, math_group);
-        if constexpr (c.held) {
-            if (share.all_parts) {
-                multiply_held<c, c.parts()>(s.ring, s.barriers, s.scales, place, share, steps, sums);
-            } else {
-                multiply_held<c, 1>(s.ring, s.barriers, s.scales, place, share, steps, sums);
-            }
-        } else {
-            multiply_rows<c>(s.ring, s.barriers, s.scales, place, math_group, steps, padded, sums);
-        }
+        multiply_rows<c>(s.ring, s.barriers, s.scales, place, math_group, steps, padded, sums);
     } else if (n > c.row_unit && padded != n) {
         if constexpr (n > c.row_unit) multiply_padded<c, n - c.row_unit>(s, place, math_group, steps, padded, sums);
     } else if constexpr (c.scaled()) {

@@ -71,6 +71,7 @@ struct Share {
 template <GemmConfig c, i32 parts, i32 size>
 MOECOMM_FN void multiply_share(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place,
                                const Share<c>& share, i32 steps, float (&sums)[c.parts()][size]) {
+    static_assert(c.parts() * kRowsPart == c.block_columns() && 2 * size == kRowsPart, "parts of 128 rows of w");
     const i32 first_part = parts == c.parts() ? 0 : share.first_part;  // known to be the same in all threads
     const u32 w = operand_at(shared_address(ring.w[0]) + first_part * (kRowsPart * kSlotRowBytes));
     const u32 x = operand_at(shared_address(ring.x[0]) + share.first_row * kSlotRowBytes);
@@ -115,18 +116,6 @@ MOECOMM_FN void multiply_share(Ring<c>& ring, RingBarriers<c>& barriers, const R
             add_rows<c>(sums[part], products, of_x, of_w);
         }
         of_x = next;
-    }
-}
-// All that a warpgroup has of a tile.
-template <GemmConfig c, i32 size>
-MOECOMM_FN void multiply_rows(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place, i32 math_group,
-                              i32 steps, i32 padded, float (&sums)[c.parts()][size]) {
-    static_assert(c.parts() * kRowsPart == c.block_columns() && 2 * size == kRowsPart, "parts of 128 rows of w");
-    const Share<c> share(padded, math_group);
-    if (share.all_parts) {
-        multiply_share<c, c.parts()>(ring, barriers, scales, place, share, steps, sums);
-    } else {
-        multiply_share<c, 1>(ring, barriers, scales, place, share, steps, sums);
     }
 }
 
