@@ -75,9 +75,7 @@ FP8_KINDS = [  # schedule, SwiGLU, apart, out: sums of all parts and products of
     ("128x4c1", False, False, torch.bfloat16),
     ("64x5c2", True, False, torch.float16),
     ("128x4s2r", True, True, kernels.FP8),
-    ("128x4c2r", False, False, torch.bfloat16),
     ("128x4s2h", True, True, kernels.FP8),
-    ("128x4c1h", False, False, torch.float16),
 ]
 
 
