@@ -3,13 +3,16 @@
 // The weights are what the instruction takes as rows, 128 of them a block, and the rows of x are its columns: 16 to 256 a tile, as many as
 // there are, so that a group of few rows costs few.  A block is a warp that loads, in a warpgroup of its own, and two warpgroups that
 // multiply 64 rows of w each.  Of e4m3, whose sums are in registers twice (scaled.cuh), a block has twice the weights, a warpgroup 64 rows
-// of them after 64 others, and tiles have up to 128 rows.  Blocks stay for the whole launch; each takes every gridDim-th tile (tiles.h).
-// The blocks of a cluster make the same tile of rows of neighbouring columns: each loads its part of x into all of them.
+// of them after 64 others, and tiles have up to 128 rows; or, where there are many, x is the instruction's rows (scaled_rows.cuh).  Blocks
+// stay for the whole launch; each takes every gridDim-th tile (tiles.h). The blocks of a cluster make the same tile of rows of neighbouring
+// columns: each loads its part of x into all of them.  Or, stacked, each makes its part of the rows of a tile, and loads its part of w.
 #pragma once
 #include "../device/launch.cuh"
 #include "epilogue.cuh"
 #include "epilogue_cast.cuh"
+#include "epilogue_rows.cuh"
 #include "scaled.cuh"
+#include "scaled_held.cuh"
 
 namespace moecomm {
 
@@ -42,10 +45,22 @@ struct MyTiles {
     MOECOMM_FN Deal deal() const { return {static_cast<i32>(gridDim.x) / c.cluster, args.helpers / c.cluster, early}; }
     MOECOMM_FN bool take(Tile& tile) {
         const bool found = walk.find(next, tile);
+        if constexpr (c.stacked) {  // of its rows, those of this block, maybe none
+            const i32 most = tile.padded / c.cluster, before = min(cluster_rank() * most, tile.rows);
+            tile.row += before;
+            tile.rows = min(tile.rows - before, most);
+        }
+        if constexpr (!c.swapped) tile.padded = align_up(tile.rows, c.row_unit);
         next = c.helped ? deal().next(cluster(), next) : next + static_cast<i32>(gridDim.x) / c.cluster;
         return found;
     }
 };
+
+// Which of the blocks of columns.
+template <GemmConfig c>
+MOECOMM_FN i32 block_of(const Tile& tile, i32 rank) {
+    return c.stacked ? tile.column : tile.column * c.cluster + rank;
+}
 
 // One thread: fills the ring, tile after tile.
 template <GemmConfig c, class Rows>
@@ -55,26 +70,27 @@ MOECOMM_FN void load_tiles(GemmShared<c>& s, const GemmArgs& args, const Rows& r
     MyTiles<c> tiles(args, s);
     for (Tile tile; tiles.take(tile);) {
         rows.await(tile, s.there);
-        const i32 part = tile.padded / c.cluster, column = (tile.column * c.cluster + rank) * c.block_columns();
+        const i32 part = tile.padded / c.sharing_x(), column = block_of<c>(tile, rank) * c.block_columns();
+        const i32 to_row = c.stacked ? 0 : rank * part, to_column = c.stacked ? rank * (c.block_columns() / c.cluster) : 0;
         const i32 bytes = c.weight_bytes() + tile.padded * kSlotRowBytes;
         const u64 keep = tile.alone ? kKeepLeast : kKeepNormal;
         for (i32 k = 0; k < args.depth; k += c.depth(), place.step()) {
             copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
             u64* full = &s.barriers.full[place.slot];
             expect_bytes(full, bytes);
-            const u32 w = shared_address(s.ring.w[place.slot]);
+            const u32 w = shared_address(s.ring.w[place.slot]) + to_column * kSlotRowBytes;
             if constexpr (c.apart) {
-                load_pairs(w, args.w, k, column / (2 * kWoven), tile.group, full, keep);
+                load_pairs<c.sharing_w()>(w, args.w, k, (column + to_column) / (2 * kWoven), tile.group, full, keep);
             } else {
-                load_box(w, args.w, k, column, tile.group, full, keep);
+                load_box<c.sharing_w()>(w, args.w, k, column + to_column, tile.group, full, keep);
             }
-            u32 to = shared_address(s.ring.x[place.slot]) + rank * part * kSlotRowBytes;
-            i32 row = tile.row + rank * part;
+            u32 to = shared_address(s.ring.x[place.slot]) + to_row * kSlotRowBytes;
+            i32 row = tile.row + to_row;
 #pragma unroll
             for (i32 i = kRowMaps - 1; i >= 0; --i) {
                 const i32 box = c.least_box() << i;
-                if (box * c.cluster > c.most_rows || (part & box) == 0) continue;
-                load_box_for_all<c.cluster>(to, args.x[i], k, row, full, kKeepNormal);
+                if (box * c.sharing_x() > c.most_rows || (part & box) == 0) continue;
+                load_box_for_all<c.sharing_x()>(to, args.x[i], k, row, full, kKeepNormal);
                 to += box * kSlotRowBytes;
                 row += box;
             }
@@ -91,7 +107,7 @@ MOECOMM_FN void load_scales(GemmShared<c>& s, const GemmArgs& args, const Rows& 
     MyTiles<c> tiles(args, s);
     for (Tile tile; tiles.take(tile);) {
         rows.await(tile, s.there);
-        const float* of_w = scales_of_w<c>(args, tile.group, tile.column * c.cluster + rank, lane % kWeightScales);
+        const float* of_w = scales_of_w<c>(args, tile.group, block_of<c>(tile, rank), lane % kWeightScales);
         const float* of_x = reinterpret_cast<const float*>(args.x_scales);
         for (i32 k = 0; k < args.depth; k += c.depth(), place.step()) {
             copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
@@ -135,7 +151,9 @@ MOECOMM_FN void multiply(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, 
 template <GemmConfig c, i32 n = c.most_rows, i32 size>
 MOECOMM_FN void multiply_padded(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, i32 steps, i32 padded,
                                 float (&sums)[c.parts()][size]) {
-    if (n > c.row_unit && padded != n) {
+    if constexpr (!c.swapped) {
+        multiply_rows<c>(s.ring, s.barriers, s.scales, place, math_group, steps, padded, sums);
+    } else if (n > c.row_unit && padded != n) {
         if constexpr (n > c.row_unit) multiply_padded<c, n - c.row_unit>(s, place, math_group, steps, padded, sums);
     } else if constexpr (c.scaled()) {
         multiply_scaled<c, n>(s.ring, s.barriers, s.scales, place, math_group, steps, sums);
@@ -147,16 +165,18 @@ MOECOMM_FN void multiply_padded(GemmShared<c>& s, RingPlace<c>& place, i32 math_
 // A warpgroup: empties the ring, and stores the tiles.
 template <GemmConfig c, class Out>
 MOECOMM_FN void make_tiles(GemmShared<c>& s, const GemmArgs& args, const Out& out) {
-    const i32 math_group = threadIdx.x / kWarpgroup - 1, rank = c.cluster == 1 ? 0 : cluster_rank();
+    const i32 math_group = threadIdx.x / kWarpgroup - 1;
     const i32 steps = ceil_div(args.depth, c.depth()), columns = c.swiglu ? args.columns / 2 : args.columns;
     RingPlace<c> place;
     u32 turns = 0;
     float sums[c.parts()][c.most_rows / 2] = {};
     MyTiles<c> tiles(args, s);
     for (Tile tile; tiles.take(tile);) {
-        const i32 block = tile.column * c.cluster + rank;
         multiply_padded<c>(s, place, math_group, steps, tile.padded, sums);
-        if constexpr (c.out == Type::e4m3) {
+        const i32 block = block_of<c>(tile, c.cluster == 1 ? 0 : cluster_rank());
+        if constexpr (!c.swapped) {
+            store_rows<c>(sums, tile, block, columns, shared_address(s.staging), math_group, out);
+        } else if constexpr (c.out == Type::e4m3) {
             store_cast<c>(sums, tile, block, columns, shared_address(s.staging), math_group, turns, out);
         } else {
             store_parts<c>(sums, tile, block * kMathGroups + math_group, columns, shared_address(s.staging[math_group]), 1 + math_group,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -55,12 +56,15 @@ def gemm_kernel(
     if scaled:
         slot += 4 * (schedule.most_rows + 8)  # kWeightScales
     shared = schedule.stages * slot + 2 * 2 * (4096 if scaled else 8192) + MOST_GROUPS * 4 + 16
-    config = (
-        f".type = Type::{NAMES[dtype]}, .out = Type::{NAMES[out or dtype]}, "
-        f".swiglu = {str(swiglu).lower()}, .apart = {str(apart).lower()}, "
-        f".row_unit = {schedule.row_unit}, .most_rows = {schedule.most_rows}, .stages = {schedule.stages}, "
-        f".cluster = {schedule.cluster}, .shared_bytes = {shared}, .helped = {str(helped).lower()}"
-    )
+    fields = {
+        "swiglu": swiglu,
+        "apart": apart,
+        **dataclasses.asdict(schedule),
+        "shared_bytes": shared,
+        "helped": helped,
+    }
+    config = f".type = Type::{NAMES[dtype]}, .out = Type::{NAMES[out or dtype]}, "
+    config += ", ".join(f".{name} = {str(value).lower()}" for name, value in fields.items())
     entry = f"{function}<GemmConfig{{{config}}}{more}>"
     return GemmKernel(f"fused/{header}", entry, args, THREADS, cluster=schedule.cluster, shared=shared)
 

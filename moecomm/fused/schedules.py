@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from moecomm.errors import BadInput
+
 BLOCK_COLUMNS = 128  # GemmConfig::block_columns of csrc/fused/config.cuh; twice as many of e4m3
 # Row tiles of a band (csrc/fused/tiles.h).  66 pairs of blocks on 132 multiprocessors work on 8 by 8.25 tiles of 256
 # rows and 256 columns at a time: as many bytes of x as of weights, which is the least of both together.
@@ -28,6 +30,19 @@ class Schedule:
     most_rows: int
     stages: int
     cluster: int
+    swapped: bool = True
+    stacked: bool = False
+    held: bool = False
+
+    @property
+    def sharing_x(self) -> int:
+        """Blocks of a cluster that multiply the same rows of x."""
+        return 1 if self.stacked else self.cluster
+
+    @property
+    def sharing_w(self) -> int:
+        """Blocks of a cluster that multiply the same rows of w."""
+        return self.cluster if self.stacked else 1
 
 
 # By name: rows of a tile, slots of the ring, blocks of a cluster; u16: units of rows of 16, not of 32.
@@ -40,11 +55,19 @@ SCHEDULES = {
     "256x4c2u16": Schedule(row_unit=16, most_rows=256, stages=4, cluster=2),
 }
 
-# The same of e4m3, whose sums are in registers twice: a tile has up to 128 rows, and 256 columns a block.
+# The same of e4m3, whose sums are in registers twice: a tile has up to 128 rows, and 256 columns a block.  r: rows of x
+# are the instruction's rows; h: so they are, held in registers; s2: two blocks have neighbouring rows, 256 together.
+# Those three are not chosen until they have been measured.
 FP8_SCHEDULES = {
     "64x5c1": Schedule(row_unit=16, most_rows=64, stages=5, cluster=1),
     "64x5c2": Schedule(row_unit=16, most_rows=64, stages=5, cluster=2),
     "128x4c1": Schedule(row_unit=16, most_rows=128, stages=4, cluster=1),
+    "128x4c1r": Schedule(row_unit=64, most_rows=128, stages=4, cluster=1, swapped=False),
+    "128x4c2r": Schedule(row_unit=64, most_rows=128, stages=4, cluster=2, swapped=False),
+    "128x4s2r": Schedule(row_unit=64, most_rows=128, stages=4, cluster=2, swapped=False, stacked=True),
+    "128x4c1h": Schedule(row_unit=64, most_rows=128, stages=4, cluster=1, swapped=False, held=True),
+    "128x4c2h": Schedule(row_unit=64, most_rows=128, stages=4, cluster=2, swapped=False, held=True),
+    "128x4s2h": Schedule(row_unit=64, most_rows=128, stages=4, cluster=2, swapped=False, stacked=True, held=True),
 }
 FP8_BAND = 2 * BAND  # rows half as high
 
@@ -93,6 +116,14 @@ def schedule_of(
     if dtype == torch.float8_e4m3fn:
         return FP8_SCHEDULES[choose_fp8(expected_rows, groups, columns, multiprocessors)]
     return SCHEDULES[choose(expected_rows, groups, columns, depth, multiprocessors)]
+
+
+def check_schedule(dtype: torch.dtype, schedule: Schedule) -> None:
+    """BadInput if there are no kernels of it for x and w of a dtype."""
+    if dtype == torch.float8_e4m3fn and schedule not in FP8_SCHEDULES.values():
+        raise BadInput("schedule", schedule, "one of FP8_SCHEDULES")
+    if dtype != torch.float8_e4m3fn and not schedule.swapped:
+        raise BadInput("schedule", schedule, "one of SCHEDULES")
 
 
 def choose(expected_rows: int, groups: int, columns: int, depth: int, multiprocessors: int = 132) -> str:

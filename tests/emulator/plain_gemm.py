@@ -22,8 +22,8 @@ BODIES: dict[str, dict[str, str]] = {
         "prefetch_map": "emulator::forget_lines();",  # when a block begins
         **dict.fromkeys(("take_registers", "leave_registers"), ""),
         "expect_bytes": "emulator::bring(*barrier, 1, -bytes);",
-        "load_box": "emulator::load_box(to, &map, {column, row, matrix}, barrier, 1, 0, 1);",
-        "load_pairs": "emulator::load_box(to, &map, {column, 0, 0, pair, matrix}, barrier, 1, 0, 1);",
+        "load_box": "emulator::load_box(to, &map, {column, row, matrix}, barrier, cluster, 0, cluster);",
+        "load_pairs": "emulator::load_box(to, &map, {column, 0, 0, pair, matrix}, barrier, cluster, 0, cluster);",
         "load_box_for_all": "emulator::load_box(to, &map, {column, row}, barrier, cluster, 0, cluster);",
         "cluster_rank": "return blockIdx.x % 2;",
         "arrive_at": "emulator::bring(*reinterpret_cast<u64*>(emulator::of_cluster(2, rank)->shared + "
@@ -35,7 +35,9 @@ BODIES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("wgmma_begin", "wgmma_commit"), ""),
         "wgmma_wait": "__syncwarp();",  # who releases a slot has waited for the products of all lanes
         "wgmma": "emulator::multiply<type == Type::e4m3, n>(sums, a, b, keep != 0);",
+        "wgmma_held": "emulator::multiply_held(sums, a, b, keep != 0);",
     },
+    "fused/scaled_held.cuh": {"load_matrices": "emulator::load_matrices(to, address);"},
     "fused/scales.cuh": {
         "load_scale": "memcpy(emulator::shared_at(to), emulator::in_first_level(from), 4);",
         "arrive_when_loaded": "emulator::bring(*barrier, 1, 0);",
@@ -43,6 +45,11 @@ BODIES: dict[str, dict[str, str]] = {
     "fused/scaled.cuh": {
         "load_shared_pair": "float2 v; memcpy(&v, emulator::shared_at(address), 8); return v;",
         "settle": "",
+    },
+    "fused/scaled_rows.cuh": {"load_shared_float": "float v; memcpy(&v, emulator::shared_at(address), 4); return v;"},
+    "fused/epilogue_rows.cuh": {
+        "store_matrices": "emulator::store_matrices(address, {m0, m1, m2, m3});",
+        "store_shared_words": "const u32 words[2] = {first, second}; memcpy(emulator::shared_at(address), words, 8);",
     },
     "fused/epilogue.cuh": {
         "store_turned": "emulator::store_turned(address, {m0, m1, m2, m3});",

@@ -45,6 +45,16 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], int, int]] = {
     "a pair, by column": ("64x5c2", {"by_column": True}, (70, 1), 520, 400),
     "gate and up apart": ("64x5c1", {"activation": "swiglu", "interleaved": False}, (20, 0, 66), 320, 144),
     "interleaved": ("64x5c2", {"activation": "swiglu"}, (3, 40), 560, 144),
+    "rows first": ("128x4c1r", {}, (5, 0, 150), 328, 272),
+    "rows first, a pair, apart": ("128x4c2r", {"activation": "swiglu", "interleaved": False}, (20, 130), 320, 144),
+    "held, cast": ("128x4c1h", {"activation": "swiglu", "quantize": "fp8"}, (3, 70), 272, 144),
+    "held, stacked, apart, cast": (
+        "128x4s2h",
+        {"activation": "swiglu", "interleaved": False, "quantize": "fp8"},
+        (190, 0, 70),
+        320,
+        272,
+    ),
     "cast": ("64x5c2", {"activation": "swiglu", "interleaved": False, "quantize": "fp8"}, (130, 0, 7), 576, 144),
 }
 
@@ -55,7 +65,7 @@ def test_the_kernel_computes_what_the_reference_does(
 ) -> None:
     monkeypatch.setattr(tensor_maps, "encode", encode)
     schedule_name, how, counts, columns, depth = CASES[name]
-    schedule, how = FP8_SCHEDULES[schedule_name], {"activation": None, "interleaved": True, **how}
+    how = {"activation": None, "interleaved": True, **how}
     quantized, in_columns = how.pop("quantize", None), how.pop("by_column", False)
     x, w = inputs(counts, 9, columns, depth)
     swiglu, apart = how["activation"] is not None, not how["interleaved"]
@@ -64,24 +74,26 @@ def test_the_kernel_computes_what_the_reference_does(
     given = check_operands(Fp8(x.data, scales), w, tokens, 1, **how)
     out = torch.full((len(x.data), width), float("nan"), dtype=FP8 if quantized else torch.bfloat16)
     out_scales = torch.full((len(x.data), -(-width // 128)), float("nan"))
-    args = gemm.arguments(given.x, given.w, tokens, 1, apart, out.data_ptr(), schedule)
-    gemm.tell_scales(args, given, out_scales if quantized else None)
-    kernel = gemm_kernel(FP8, swiglu, apart, schedule, out=out.dtype)
-    machine.run(kernel, args, blocks=2 * schedule.cluster, seed=len(name))
 
-    if quantized:
-        rows = slice(0, sum(counts))
+    def multiply(by: str, out: torch.Tensor, out_scales: torch.Tensor | None = None) -> None:
+        schedule = FP8_SCHEDULES[by]
+        args = gemm.arguments(given.x, given.w, tokens, 1, apart, out.data_ptr(), schedule)
+        gemm.tell_scales(args, given, out_scales)
+        kernel = gemm_kernel(FP8, swiglu, apart, schedule, out=out.dtype)
+        machine.run(kernel, args, blocks=2 * schedule.cluster, seed=len(name))
+
+    multiply(schedule_name, out, out_scales if quantized else None)
+    rows = slice(0, sum(counts))
+    if quantized or not FP8_SCHEDULES[schedule_name].swapped:  # the bits of another schedule
         plain = torch.full((len(x.data), width), float("nan"), dtype=torch.bfloat16)
-        args.out = plain.data_ptr()
-        machine.run(gemm_kernel(FP8, swiglu, apart, schedule, out=plain.dtype), args, schedule.cluster, seed=1)
-        data, wanted = quantize(plain[rows])
-        assert torch.equal(out[rows].view(torch.uint8), data.view(torch.uint8))
-        assert torch.equal(out_scales[rows], wanted) and bool(out_scales[rows.stop :].isnan().all())
-        out = plain
+        multiply("64x5c2" if swiglu else "128x4c1", plain)
+        same, scales = quantize(plain[rows]) if quantized else (plain[rows], out_scales[rows])
+        assert torch.equal(out[rows].view(torch.uint8), same.view(torch.uint8))
+        if quantized:
+            assert torch.equal(out_scales[rows], scales) and bool(out_scales[rows.stop :].isnan().all())
+            out = plain
     for group, want, off in expected_gemm(x, w, counts, alignment=1, dtype=out.dtype, device=CPU, **how):
         wrong = ~((out[group].double() - want).abs() <= off)
         assert not bool(wrong.any()), f"{int(wrong.sum())} of {wrong.numel()}: {wrong.nonzero()[:4].tolist()}"
-    assert bool(out[sum(counts) :].isnan().all())
-    torch.testing.assert_close(
-        out[: sum(counts)], grouped_gemm(x, w, tokens, **how)[: sum(counts)], rtol=2**-6, atol=1e-3
-    )
+    assert bool(out[rows.stop :].isnan().all())
+    torch.testing.assert_close(out[rows], grouped_gemm(x, w, tokens, **how)[rows], rtol=2**-6, atol=1e-3)

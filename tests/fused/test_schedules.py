@@ -74,6 +74,8 @@ FP8_KINDS = [  # schedule, SwiGLU, apart, out: sums of all parts and products of
     ("128x4c1", True, True, kernels.FP8),
     ("128x4c1", False, False, torch.bfloat16),
     ("64x5c2", True, False, torch.float16),
+    ("128x4s2r", True, True, kernels.FP8),
+    ("128x4s2h", True, True, kernels.FP8),
 ]
 
 
@@ -129,9 +131,9 @@ def test_the_struct_is_packed_as_the_kernel_reads_it() -> None:
 def test_a_block_fits_a_multiprocessor(dtype: torch.dtype, schedule: Schedule) -> None:
     assert gemm_kernel(dtype, True, False, schedule).shared_bytes <= 227 * 1024
     boxes = [
-        schedule.row_unit // schedule.cluster << i
+        schedule.row_unit // schedule.sharing_x << i
         for i in range(kernels.ROW_MAPS)
         if schedule.row_unit << i <= schedule.most_rows
     ]
-    assert sum(boxes) * schedule.cluster >= schedule.most_rows  # any height is a sum of some of them
-    assert max(boxes) * schedule.cluster <= schedule.most_rows
+    assert sum(boxes) * schedule.sharing_x >= schedule.most_rows  # any height is a sum of some of them
+    assert max(boxes) * schedule.sharing_x <= schedule.most_rows

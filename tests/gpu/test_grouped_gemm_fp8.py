@@ -21,6 +21,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 CUDA = torch.device("cuda")
 RAGGED = (5, 0, 130, 257, 17, 0, 64, 1)
 ODD = (3, 300, 0, 31)
+HEIGHTS = (1, 15, 16, 17, 63, 64, 65, 0, 127, 128, 129, 191, 192, 193, 255, 256, 257, 383, 385)
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ def scaled(most_rows: int, cluster: int) -> dict[str, Case]:
 SWIGLU: dict[str, Any] = {"activation": "swiglu", "whole": False}
 FIXED = {
     "ragged": Case(RAGGED, 400, 392, alignment=8, slack=37),
+    "heights": Case(HEIGHTS, 400, 392, slack=5),
+    "heights, swiglu": Case(HEIGHTS, 400, 592, **SWIGLU),
     "narrow": Case(ODD, 16, 8),
     "by column": Case((*ODD, 129), 272, 136, by_column=True),
     "batched": Case(ODD, 272, 264, batched=300),
@@ -82,7 +85,7 @@ CASES = [
     for name, schedule in FP8_SCHEDULES.items()
     for step in (*scaled(schedule.most_rows, schedule.cluster), *FIXED)
 ]
-CASTS = ["swiglu", "ragged, swiglu", "batched, swiglu", "apart", "apart, blocks of both"]
+CASTS = ["swiglu", "heights, swiglu", "ragged, swiglu", "batched, swiglu", "apart", "apart, blocks of both"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -153,7 +156,7 @@ def test_values_with_every_schedule(name: str, step: str) -> None:
     assert same_bits(*outs)
 
 
-@pytest.mark.parametrize("step", ["random", "swiglu", "apart"])
+@pytest.mark.parametrize("step", ["random", "heights, swiglu", "swiglu", "apart"])
 def test_every_schedule_gives_the_same_bits(step: str) -> None:
     case = FIXED[step]
     x, w, counts = inputs(case)

@@ -1,0 +1,161 @@
+// What becomes of the sums of a warpgroup whose rows are rows of x (scaled_rows.cuh).
+//
+// A warp has all columns of the block of 16 rows: nobody else has a part in what it stores.  stmatrix puts 128 bytes of each row into
+// shared memory, as they lie in it, and 8 lanes store a row's.  The 128 columns that share a scale, where the product is cast, are in
+// registers of four lanes.
+#pragma once
+#include "epilogue.cuh"
+#include "scaled_rows.cuh"
+
+namespace moecomm {
+
+constexpr i32 kWarpRows = 16, kStagedRowBytes = 128;
+
+// Chunks of 16 bytes are permuted so that neither 8 rows that a matrix goes to nor 8 lanes that read meet in a bank.
+MOECOMM_FN u32 staged_at(u32 staging, i32 row, i32 chunk) { return staging + (row * 8 + (chunk ^ row % 8)) * 16; }
+
+// Four 8 x 8 matrices of 2-byte values: lane l gives the address of row l % 8 of matrix l / 8.
+MOECOMM_FN void store_matrices(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0), "r"(m1), "r"(m2), "r"(m3)
+                 : "memory");
+}
+// So many times 16 bytes of each row, of each a word of a lane's first row and of its second.
+template <i32 chunks>
+MOECOMM_FN void stage_rows(u32 staging, const u32 (&words)[chunks][2]) {
+    const i32 lane = lane_id();
+    __syncwarp();  // what was there has been read
+#pragma unroll
+    for (i32 chunk = 0; chunk < chunks; chunk += 2)
+        store_matrices(staged_at(staging, lane % 16, chunk + lane / 16), words[chunk][0], words[chunk][1], words[chunk + 1][0],
+                       words[chunk + 1][1]);
+    __syncwarp();
+}
+// Does store(row, chunk, values) with all that is staged.
+template <i32 chunks, class Store>
+MOECOMM_FN void for_staged(u32 staging, const Store& store) {
+#pragma unroll
+    for (i32 i = lane_id(); i < kWarpRows * chunks; i += kWarp)
+        store(i / chunks, i % chunks, load_shared(staged_at(staging, i / chunks, i % chunks)));
+}
+
+// Two neighbouring columns of the product, of a lane's first or second row, of the eight-th 8 columns of a part.
+template <GemmConfig c, i32 size>
+MOECOMM_FN u32 made_of(const float (&sums)[size], i32 eight, i32 second) {
+    constexpr Type type = c.out == Type::e4m3 ? Type::bf16 : c.out;
+    if constexpr (c.swiglu) {
+        const float* const gate = sums + 8 * eight + 2 * second;
+        return narrow_pair<type>(swiglu(gate[0], gate[4]), swiglu(gate[1], gate[5]));
+    } else {
+        const float* const at = sums + 4 * eight + 2 * second;
+        return narrow_pair<type>(at[0], at[1]);
+    }
+}
+
+// Rows that a warp has, of the product, and columns from `column` on, of `columns`.
+struct Placed {
+    i32 first, rows, column, columns;
+};
+
+template <GemmConfig c, i32 parts, i32 size, class Out>
+MOECOMM_FN void store_as_made(const float (&sums)[c.parts()][size], const Placed& at, u32 staging, const Out& out) {
+    constexpr i32 each = (c.swiglu ? kRowsPart / 2 : kRowsPart) / 64;  // pieces, in a part
+#pragma unroll
+    for (i32 piece = 0; piece < parts * each; ++piece) {
+        u32 words[8][2];
+#pragma unroll
+        for (i32 i = 0; i < 16; ++i) words[i / 2][i % 2] = made_of<c>(sums[piece / each], piece % each * 8 + i / 2, i % 2);
+        stage_rows(staging, words);
+        for_staged<8>(staging, [&](i32 row, i32 chunk, const uint4& values) {
+            const i32 column = at.column + piece * 64 + chunk * 8;
+            if (row < at.rows && column < at.columns) out.store(at.first + row, column, values);
+        });
+    }
+}
+
+MOECOMM_FN void store_shared_words(u32 address, u32 first, u32 second) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(first), "r"(second) : "memory");
+}
+// The largest that a lane has seen of each of its rows, and that the same lane of the other warpgroup has, where it has the other part of
+// their columns.  By all threads of both.
+MOECOMM_FN void share_largest(u32 (&largest)[2], u32 mine, u32 other) {
+    __syncwarp();  // what was there has been read
+    store_shared_words(mine + lane_id() * 8, largest[0], largest[1]);
+    meet(1 + kMathGroups, kMathGroups * kWarpgroup);
+    const float2 seen = load_shared_pair(other + lane_id() * 8);
+    largest[0] = larger<Type::bf16>(largest[0], __float_as_uint(seen.x));
+    largest[1] = larger<Type::bf16>(largest[1], __float_as_uint(seen.y));
+    meet(1 + kMathGroups, kMathGroups * kWarpgroup);  // then there is room again
+}
+
+// The bits of epilogue_cast.cuh's.  `other`: staging of the warp that has other columns of these rows, if one does.
+template <GemmConfig c, i32 parts, i32 size, class Out>
+MOECOMM_FN void store_as_cast(const float (&sums)[c.parts()][size], const Placed& at, u32 staging, u32 other, const Out& out) {
+    static_assert(c.swiglu && c.parts() * size == kScaleGroup, "all parts are a group of columns");
+    constexpr i32 of_part = size / 8, eights = parts * of_part;
+    u32 values[eights][2], largest[2] = {};
+#pragma unroll
+    for (i32 i = 0; i < 2 * eights; ++i) {
+        const i32 eight = i / 2;
+        u32& value = values[eight][i % 2];
+        value = at.column + eight * 8 < at.columns ? made_of<c>(sums[eight / of_part], eight % of_part, i % 2) : 0;
+        largest[i % 2] = larger<Type::bf16>(largest[i % 2], magnitudes<Type::bf16>(value));
+    }
+    if constexpr (parts < c.parts()) share_largest(largest, staging, other);
+    const float seen[2] = {largest_in_group<Type::bf16, 4>(largest[0]), largest_in_group<Type::bf16, 4>(largest[1])};
+    GroupScale scale[2];
+    group_scales<ScaleFormat::fp32>(seen, scale);
+    // A word has a lane's two columns of 8 and of the next 8: of 16 columns, words of four lanes.
+    u32 words[eights / 2][2];
+#pragma unroll
+    for (i32 i = 0; i < eights; ++i) {
+        u32 pairs[2];
+#pragma unroll
+        for (i32 j = 0; j < 2; ++j) {
+            float wide[2];
+            widen_word<Type::bf16>(values[i / 2 * 2 + j][i % 2], wide);
+            pairs[j] = narrow_e4m3(__fmul_rn(wide[0], scale[i % 2].up), __fmul_rn(wide[1], scale[i % 2].up));
+        }
+        words[i / 2][i % 2] = pairs[0] | pairs[1] << 16;
+    }
+    stage_rows(staging, words);
+    for_staged<eights / 2>(staging, [&](i32 row, i32 chunk, const uint4& four) {
+        const i32 column = at.column + chunk * 16;
+        if (row >= at.rows) return;
+        if (column < at.columns)
+            out.store(at.first + row, column, make_uint2((four.x & 0xffffu) | four.y << 16, (four.z & 0xffffu) | four.w << 16));
+        if (column + 8 < at.columns)
+            out.store(at.first + row, column + 8, make_uint2(four.x >> 16 | (four.y & 0xffff0000u), four.z >> 16 | (four.w & 0xffff0000u)));
+    });
+    const i32 lane = lane_id();
+    if (lane % 4 != 0 || at.column % kScaleGroup != 0 || at.column >= at.columns) return;
+#pragma unroll
+    for (i32 i = 0; i < 2; ++i)
+        if (lane / 4 + 8 * i < at.rows) out.store_scale(at.first + lane / 4 + 8 * i, at.column, __uint_as_float(scale[i].bits));
+}
+
+template <GemmConfig c, i32 parts, i32 size, class Out>
+MOECOMM_FN void store_share(const float (&sums)[c.parts()][size], const Placed& at, u32 staging, u32 other, const Out& out) {
+    if constexpr (c.out == Type::e4m3) {
+        store_as_cast<c, parts>(sums, at, staging, other, out);
+    } else {
+        store_as_made<c, parts>(sums, at, staging, out);
+    }
+}
+// By all threads of a warpgroup: what it has of the block-th columns of the tile.  `staging`: of all warps.
+template <GemmConfig c, i32 size, class Out>
+MOECOMM_FN void store_rows(const float (&sums)[c.parts()][size], const Tile& tile, i32 block, i32 columns, u32 staging, i32 math_group,
+                           const Out& out) {
+    constexpr i32 room = kWarpRows * kStagedRowBytes, part_columns = c.swiglu ? kRowsPart / 2 : kRowsPart;
+    static_assert(2 * c.stage_bytes() == 4 * room, "what a warp has of a warpgroup's");
+    const Share<c> share(tile.rows, math_group);
+    const i32 warp = warp_id() % 4, from = share.first_row + warp * kWarpRows;
+    const Placed at{tile.row + from, tile.rows - from, (block * c.parts() + share.first_part) * part_columns, columns};
+    const u32 mine = staging + (math_group * 4 + warp) * room;
+    if (!share.all_parts) {
+        store_share<c, 1>(sums, at, mine, staging + ((1 - math_group) * 4 + warp) * room, out);
+    } else if (at.rows > 0) {
+        store_share<c, c.parts()>(sums, at, mine, mine, out);
+    }
+}
+
+}  // namespace moecomm

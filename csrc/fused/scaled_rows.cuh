@@ -1,0 +1,122 @@
+// Products of e4m3 with scales, of many rows: x is what the instruction takes as rows, 64 a warpgroup, and the weights are its columns.
+//
+// A lane then has sums of two rows of x, and few scales: what is left to do for 128 columns of products is an fma each.  The bits are those
+// of swapped operands: the same products in the same order, the same two scales multiplied first.
+#pragma once
+#include "scaled.cuh"
+
+namespace moecomm {
+
+constexpr i32 kGroupRows = 64;  // of x, that a warpgroup multiplies
+constexpr i32 kPartUnits = 2;   // times kPartColumns: rows of w of a part
+constexpr i32 kRowsPart = kPartUnits * kPartColumns;
+
+MOECOMM_FN float load_shared_float(u32 address) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+    return v;
+}
+
+// Of a lane's rows of x, 8 apart.
+struct RowScales {
+    float of[2];
+
+    MOECOMM_FN void load(const SlotScales& slot, i32 row) {
+        of[0] = load_shared_float(slot.of_x(row));
+        of[1] = load_shared_float(slot.of_x(row + 8));
+    }
+};
+// Of a part's rows of w: a block's, or, where gate and up rows lie apart, of each unit both blocks'.
+template <GemmConfig c>
+struct PartScales {
+    float of[kPartUnits][2];
+
+    MOECOMM_FN void load(const SlotScales& slot, i32 part) {
+#pragma unroll
+        for (i32 unit = 0; unit < (c.apart ? kPartUnits : 1); ++unit) {
+            const float2 both = load_shared_pair(slot.of_w(2 * (part * kPartUnits + unit)));
+            of[unit][0] = both.x;
+            of[unit][1] = both.y;
+        }
+    }
+    MOECOMM_FN float at(i32 eight) const { return c.apart ? of[eight * kWoven / kPartColumns][eight % 2] : of[0][0]; }
+};
+
+// sums += products, each times the scales of its row and its column.
+template <GemmConfig c, i32 size>
+MOECOMM_FN void add_rows(float (&sums)[size], const float (&products)[size], const RowScales& of_x, const PartScales<c>& of_w) {
+#pragma unroll
+    for (i32 i = 0; i < size; ++i) sums[i] = __fmaf_rn(products[i], of_x.of[i / 2 % 2] * of_w.at(i / 4), sums[i]);
+}
+
+// What a warpgroup has of a tile: 64 rows times all parts; of a tile of no more rows both warpgroups have those, times a part each.
+template <GemmConfig c>
+struct Share {
+    i32 first_row, first_part;
+    bool all_parts;
+
+    // rows: of the tile, or the same in whole units.
+    MOECOMM_FN Share(i32 rows, i32 math_group)
+        : first_row(rows > kGroupRows ? math_group * kGroupRows : 0),
+          first_part(rows > kGroupRows ? 0 : math_group),
+          all_parts(rows > kGroupRows) {
+        static_assert(c.parts() == kMathGroups && c.most_rows == kMathGroups * kGroupRows, "as many parts as warpgroups");
+    }
+};
+
+// 64 rows of x times so many parts of the rows of w, over all columns of both.
+//
+// Registers hold the sums of both parts, and products of one; meanwhile the tensor cores have the other warpgroup's.  While they are at
+// work, all that is wanted next is loaded.
+template <GemmConfig c, i32 parts, i32 size>
+MOECOMM_FN void multiply_share(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place,
+                               const Share<c>& share, i32 steps, float (&sums)[c.parts()][size]) {
+    static_assert(c.parts() * kRowsPart == c.block_columns() && 2 * size == kRowsPart, "parts of 128 rows of w");
+    const i32 first_part = parts == c.parts() ? 0 : share.first_part;  // known to be the same in all threads
+    const u32 w = operand_at(shared_address(ring.w[0]) + first_part * (kRowsPart * kSlotRowBytes));
+    const u32 x = operand_at(shared_address(ring.x[0]) + share.first_row * kSlotRowBytes);
+    const i32 row = share.first_row + warp_id() % 4 * 16 + lane_id() / 4;
+    float products[size] = {};
+    RowScales of_x;
+    PartScales<c> of_w;
+#pragma unroll
+    for (i32 part = 0; part < parts; ++part)
+#pragma unroll
+        for (i32 i = 0; i < size; ++i) sums[part][i] = 0.0f;
+    copy_wait(&barriers.full[place.slot], place.phase);
+    of_x.load(scales.slot(place.slot), row);
+#pragma unroll 1
+    for (i32 step = 0; step < steps; ++step) {
+        const i32 slot = place.slot;
+        const u32 w_slot = w + slot * (c.weight_bytes() / 16), x_slot = x + slot * (c.row_bytes() / 16);
+        RowScales next = of_x;
+#pragma unroll
+        for (i32 part = 0; part < parts; ++part) {
+            wgmma_begin();
+#pragma unroll
+            for (i32 k = 0; k < kSlotRowBytes / 32; ++k) {
+                const u32 columns = w_slot + part * (kRowsPart * kSlotRowBytes / 16) + 2 * k;
+                wgmma<c.type, kRowsPart>(products, operand(x_slot + 2 * k), operand(columns), k > 0 ? 1 : 0);
+            }
+            wgmma_commit();
+            of_w.load(scales.slot(slot), first_part + part);
+            if (part + 1 == parts) {
+                place.step();
+                if (step + 1 < steps) {
+                    copy_wait(&barriers.full[place.slot], place.phase);
+                    next.load(scales.slot(place.slot), row);
+                }
+            }
+            wgmma_wait<0>();
+            settle(products);
+            if (part + 1 == parts) {
+                __syncwarp();  // no lane reads a scale any more
+                release_slot(barriers, slot);
+            }
+            add_rows<c>(sums[part], products, of_x, of_w);
+        }
+        of_x = next;
+    }
+}
+
+}  // namespace moecomm
