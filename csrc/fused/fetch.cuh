@@ -1,4 +1,4 @@
-// Rows for the first GEMM: some of its blocks fetch them from their homes before they multiply, in the order in which the tiles want them,
+// Rows for the first GEMM: some of the blocks fetch them from their homes before they multiply, in the order in which the tiles want them,
 // while the others have begun.
 //
 // Every row is fetched for every expert that wants it.  Fetching waits for nobody: the dispatch has ended, and homes keep their rows until
@@ -104,6 +104,24 @@ MOECOMM_FN void fetch_rows(const LayerArgs& a, i32 fetchers) {
     __syncthreads();
 }
 
+// By one thread: until more of the counters are full, in order, than `full`.  False, and noted, if they do not come in time: all are then
+// said to be full, and nobody gets what is made of them.
+MOECOMM_FN bool await_more(const LayerArgs& a, const Arrivals& arrivals, i32& full) {
+    const i32 before = full;
+    const auto more = [&] {
+        full = arrivals.look(before, [&](i32 counter) { return load_fresh(reinterpret_cast<const i32*>(a.fetched) + counter); });
+        return full > before;
+    };
+    if (wait_until(deadline_of(a.ctx), more) != Waited::ok) {
+        store_relaxed(reinterpret_cast<u32*>(a.late), 1);
+        full = arrivals.counters();
+        return false;
+    }
+    for (i32 counter = before; counter < full; ++counter) load_acquire(reinterpret_cast<const u32*>(a.fetched) + counter);
+    return true;
+}
+MOECOMM_FN Arrivals arrivals_of(const LayerArgs& a) { return {min(*reinterpret_cast<const i32*>(a.num_rows), a.max_rows)}; }
+
 // For tiles: rows that are being fetched.  One thread of a block watches their counters, in order, and says in shared memory how many of
 // all rows are there.  Rows that do not come in time are noted, and nobody gets what is made of them: the tiles are made all the same,
 // since others wait for them.
@@ -117,18 +135,9 @@ struct RowsAreFetched {
     const LayerArgs& a;
 
     MOECOMM_FN void watch(i32& there) const {
-        const Arrivals arrivals{min(*reinterpret_cast<const i32*>(a.num_rows), a.max_rows)};
+        const Arrivals arrivals = arrivals_of(a);
         for (i32 full = 0; full < arrivals.counters();) {
-            const i32 before = full;
-            const auto more = [&] {
-                full = arrivals.look(before, [&](i32 counter) { return load_fresh(reinterpret_cast<const i32*>(a.fetched) + counter); });
-                return full > before;
-            };
-            if (wait_until(deadline_of(a.ctx), more) != Waited::ok) {
-                store_relaxed(reinterpret_cast<u32*>(a.late), 1);
-                full = arrivals.counters();
-            }
-            asm volatile("fence.acq_rel.gpu;" ::: "memory");
+            await_more(a, arrivals, full);
             asm volatile("st.release.cta.shared::cta.s32 [%0], %1;" ::"r"(shared_address(&there)), "r"(full * kFetchRows) : "memory");
         }
     }

@@ -31,6 +31,21 @@ struct GemmShared {
     RingScales<c> scales;
 };
 
+template <GemmConfig c>
+MOECOMM_FN i32 place_in_cluster() {
+    return c.cluster == 1 ? 0 : cluster_rank();
+}
+// Of the tile of a cluster, what this block makes.
+template <GemmConfig c>
+MOECOMM_FN void cut(Tile& tile) {
+    if constexpr (c.stacked) {  // of its rows, those of this block, maybe none
+        const i32 most = tile.padded / c.cluster, before = min(cluster_rank() * most, tile.rows);
+        tile.row += before;
+        tile.rows = min(tile.rows - before, most);
+    }
+    if constexpr (!c.swapped) tile.padded = align_up(tile.rows, c.row_unit);
+}
+
 // The tiles of this block's cluster.  What does not change is read where it is wanted: registers are short.
 template <GemmConfig c>
 struct MyTiles {
@@ -45,12 +60,7 @@ struct MyTiles {
     MOECOMM_FN Deal deal() const { return {static_cast<i32>(gridDim.x) / c.cluster, args.helpers / c.cluster, early}; }
     MOECOMM_FN bool take(Tile& tile) {
         const bool found = walk.find(next, tile);
-        if constexpr (c.stacked) {  // of its rows, those of this block, maybe none
-            const i32 most = tile.padded / c.cluster, before = min(cluster_rank() * most, tile.rows);
-            tile.row += before;
-            tile.rows = min(tile.rows - before, most);
-        }
-        if constexpr (!c.swapped) tile.padded = align_up(tile.rows, c.row_unit);
+        cut<c>(tile);
         next = c.helped ? deal().next(cluster(), next) : next + static_cast<i32>(gridDim.x) / c.cluster;
         return found;
     }
@@ -62,64 +72,77 @@ MOECOMM_FN i32 block_of(const Tile& tile, i32 rank) {
     return c.stacked ? tile.column : tile.column * c.cluster + rank;
 }
 
-// One thread: fills the ring, tile after tile.
-template <GemmConfig c, class Rows>
-MOECOMM_FN void load_tiles(GemmShared<c>& s, const GemmArgs& args, const Rows& rows) {
-    const i32 rank = c.cluster == 1 ? 0 : cluster_rank();
-    RingPlace<c> place;
-    MyTiles<c> tiles(args, s);
-    for (Tile tile; tiles.take(tile);) {
-        rows.await(tile, s.there);
-        const i32 part = tile.padded / c.sharing_x(), column = block_of<c>(tile, rank) * c.block_columns();
-        const i32 to_row = c.stacked ? 0 : rank * part, to_column = c.stacked ? rank * (c.block_columns() / c.cluster) : 0;
-        const i32 bytes = c.weight_bytes() + tile.padded * kSlotRowBytes;
-        const u64 keep = tile.alone ? kKeepLeast : kKeepNormal;
-        for (i32 k = 0; k < args.depth; k += c.depth(), place.step()) {
-            copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
-            u64* full = &s.barriers.full[place.slot];
-            expect_bytes(full, bytes);
-            const u32 w = shared_address(s.ring.w[place.slot]) + to_column * kSlotRowBytes;
-            if constexpr (c.apart) {
-                load_pairs<c.sharing_w()>(w, args.w, k, (column + to_column) / (2 * kWoven), tile.group, full, keep);
-            } else {
-                load_box<c.sharing_w()>(w, args.w, k, column + to_column, tile.group, full, keep);
-            }
-            u32 to = shared_address(s.ring.x[place.slot]) + to_row * kSlotRowBytes;
-            i32 row = tile.row + to_row;
+// One thread: fills the ring with a tile.  `apart`: GemmConfig::apart of what it is a tile of.
+template <GemmConfig c, bool apart>
+MOECOMM_FN void load_tile(GemmShared<c>& s, const GemmArgs& args, const Tile& tile, i32 rank, RingPlace<c>& place) {
+    const i32 part = tile.padded / c.sharing_x(), column = block_of<c>(tile, rank) * c.block_columns();
+    const i32 to_row = c.stacked ? 0 : rank * part, to_column = c.stacked ? rank * (c.block_columns() / c.cluster) : 0;
+    const i32 bytes = c.weight_bytes() + tile.padded * kSlotRowBytes;
+    const u64 keep = tile.alone ? kKeepLeast : kKeepNormal;
+    for (i32 k = 0; k < args.depth; k += c.depth(), place.step()) {
+        copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
+        u64* full = &s.barriers.full[place.slot];
+        expect_bytes(full, bytes);
+        const u32 w = shared_address(s.ring.w[place.slot]) + to_column * kSlotRowBytes;
+        if constexpr (apart) {
+            load_pairs<c.sharing_w()>(w, args.w, k, (column + to_column) / (2 * kWoven), tile.group, full, keep);
+        } else {
+            load_box<c.sharing_w()>(w, args.w, k, column + to_column, tile.group, full, keep);
+        }
+        u32 to = shared_address(s.ring.x[place.slot]) + to_row * kSlotRowBytes;
+        i32 row = tile.row + to_row;
 #pragma unroll
-            for (i32 i = kRowMaps - 1; i >= 0; --i) {
-                const i32 box = c.least_box() << i;
-                if (box * c.sharing_x() > c.most_rows || (part & box) == 0) continue;
-                load_box_for_all<c.sharing_x()>(to, args.x[i], k, row, full, kKeepNormal);
-                to += box * kSlotRowBytes;
-                row += box;
-            }
+        for (i32 i = kRowMaps - 1; i >= 0; --i) {
+            const i32 box = c.least_box() << i;
+            if (box * c.sharing_x() > c.most_rows || (part & box) == 0) continue;
+            load_box_for_all<c.sharing_x()>(to, args.x[i], k, row, full, kKeepNormal);
+            to += box * kSlotRowBytes;
+            row += box;
         }
     }
 }
 
-// A warp: scales, slot after slot beside what they are of.  Rows that are multiplied and not stored get somebody's of the tile: others' may
-// not be there yet.
+// One thread: tile after tile.
 template <GemmConfig c, class Rows>
-MOECOMM_FN void load_scales(GemmShared<c>& s, const GemmArgs& args, const Rows& rows) {
-    const i32 rank = c.cluster == 1 ? 0 : cluster_rank(), lane = lane_id();
+MOECOMM_FN void load_tiles(GemmShared<c>& s, const GemmArgs& args, const Rows& rows) {
+    const i32 rank = place_in_cluster<c>();
     RingPlace<c> place;
     MyTiles<c> tiles(args, s);
     for (Tile tile; tiles.take(tile);) {
         rows.await(tile, s.there);
-        const float* of_w = scales_of_w<c>(args, tile.group, block_of<c>(tile, rank), lane % kWeightScales);
-        const float* of_x = reinterpret_cast<const float*>(args.x_scales);
-        for (i32 k = 0; k < args.depth; k += c.depth(), place.step()) {
-            copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
-            const SlotScales slot = s.scales.slot(place.slot);
-            if (lane < kWeightScales) load_scale(slot.of_w(lane), of_w);
+        load_tile<c, c.apart>(s, args, tile, rank, place);
+    }
+}
+
+// A warp: scales of a tile, slot after slot beside what they are of.  Rows that are multiplied and not stored get somebody's of the tile:
+// others' may not be there yet.  `product`: what it is a tile of.
+template <GemmConfig c, GemmConfig product>
+MOECOMM_FN void load_scales_of(GemmShared<c>& s, const GemmArgs& args, const Tile& tile, i32 rank, RingPlace<c>& place) {
+    const i32 lane = lane_id();
+    const float* of_w = scales_of_w<product>(args, tile.group, block_of<c>(tile, rank), lane % kWeightScales);
+    const float* of_x = reinterpret_cast<const float*>(args.x_scales);
+    for (i32 k = 0; k < args.depth; k += c.depth(), place.step()) {
+        copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
+        const SlotScales slot = s.scales.slot(place.slot);
+        if (lane < kWeightScales) load_scale(slot.of_w(lane), of_w);
 #pragma unroll 1
-            for (i32 i = lane; i < tile.padded; i += kWarp)
-                load_scale(slot.of_x(i), of_x + (tile.row + min(i, tile.rows - 1)) * args.x_scale_row);
-            arrive_when_loaded(&s.barriers.full[place.slot]);
-            ++of_w;
-            of_x += args.x_scale_column;
-        }
+        for (i32 i = lane; i < tile.padded; i += kWarp)
+            load_scale(slot.of_x(i), of_x + (tile.row + min(i, tile.rows - 1)) * args.x_scale_row);
+        arrive_when_loaded(&s.barriers.full[place.slot]);
+        ++of_w;
+        of_x += args.x_scale_column;
+    }
+}
+
+// A warp: tile after tile.
+template <GemmConfig c, class Rows>
+MOECOMM_FN void load_scales(GemmShared<c>& s, const GemmArgs& args, const Rows& rows) {
+    const i32 rank = place_in_cluster<c>();
+    RingPlace<c> place;
+    MyTiles<c> tiles(args, s);
+    for (Tile tile; tiles.take(tile);) {
+        rows.await(tile, s.there);
+        load_scales_of<c, c>(s, args, tile, rank, place);
     }
 }
 
@@ -162,6 +185,21 @@ MOECOMM_FN void multiply_padded(GemmShared<c>& s, RingPlace<c>& place, i32 math_
     }
 }
 
+// A warpgroup: what it has of a tile, to where its product goes.  `staging`: that of the first warpgroup, the other's behind it.
+template <GemmConfig product, class Out, i32 size>
+MOECOMM_FN void store_sums(const float (&sums)[product.parts()][size], const Tile& tile, i32 math_group, i32 columns, u32 staging,
+                           u32& turns, const Out& out) {
+    const i32 block = block_of<product>(tile, place_in_cluster<product>());
+    if constexpr (!product.swapped) {
+        store_rows<product>(sums, tile, block, columns, staging, math_group, out);
+    } else if constexpr (product.out == Type::e4m3) {
+        store_cast<product>(sums, tile, block, columns, staging, math_group, turns, out);
+    } else {
+        store_parts<product>(sums, tile, block * kMathGroups + math_group, columns, staging + math_group * (2 * product.stage_bytes()),
+                             1 + math_group, turns, out);
+    }
+}
+
 // A warpgroup: empties the ring, and stores the tiles.
 template <GemmConfig c, class Out>
 MOECOMM_FN void make_tiles(GemmShared<c>& s, const GemmArgs& args, const Out& out) {
@@ -173,15 +211,7 @@ MOECOMM_FN void make_tiles(GemmShared<c>& s, const GemmArgs& args, const Out& ou
     MyTiles<c> tiles(args, s);
     for (Tile tile; tiles.take(tile);) {
         multiply_padded<c>(s, place, math_group, steps, tile.padded, sums);
-        const i32 block = block_of<c>(tile, c.cluster == 1 ? 0 : cluster_rank());
-        if constexpr (!c.swapped) {
-            store_rows<c>(sums, tile, block, columns, shared_address(s.staging), math_group, out);
-        } else if constexpr (c.out == Type::e4m3) {
-            store_cast<c>(sums, tile, block, columns, shared_address(s.staging), math_group, turns, out);
-        } else {
-            store_parts<c>(sums, tile, block * kMathGroups + math_group, columns, shared_address(s.staging[math_group]), 1 + math_group,
-                           turns, out);
-        }
+        store_sums<c>(sums, tile, math_group, columns, shared_address(s.staging), turns, out);
     }
 }
 
@@ -224,7 +254,7 @@ template <GemmConfig c>
 MOECOMM_FN auto store_here(const GemmArgs& args) {
     const i32 columns = c.swiglu ? args.columns / 2 : args.columns;
     if constexpr (c.out == Type::e4m3) {
-        return StoreCastRows{args.out, args.out_scales, columns};
+        return StoreCastRows{args.out, args.out_scales, columns, ceil_div(columns, kScaleGroup)};
     } else {
         return StoreRows{args.out, columns};
     }

@@ -1,5 +1,5 @@
-// An expert layer around two GEMMs whose tiles fetch rows and send rows home (csrc/README.md, "In two launches").  What its kernels are
-// told besides (moecomm/fused/two_launches.py packs it), and what they have in common.
+// An expert layer around two GEMMs whose tiles fetch rows and send rows home (csrc/README.md, "In two launches" and "In one launch").
+// What its kernels are told besides (moecomm/fused/two_launches.py packs it), and what they have in common.
 #pragma once
 #include "../device/launch.cuh"
 #include "arrivals.h"
@@ -48,8 +48,11 @@ struct LayerArgs {
     u64 rows;      // [max_rows]: the rows themselves (RowConfig), once they are fetched
     u64 homes;     // u64[max_rows]: the address that each row that the experts make goes to
     u64 fetched;   // u32[]: of every kFetchRows rows, how many are there
+    u64 made;      // u32[]: of every row tile, how often a block has made columns of it in the first GEMM (one_launch.cuh)
+    u64 taken;     // u32: positions of tiles that somebody has (one_launch.cuh)
     u64 late;      // u32: 1 where rows did not come in time, or the dispatch has failed
     i32 num_tokens, max_rows;
+    i32 row_tiles;  // that there are words for
 };
 static_assert(sizeof(LayerArgs) % sizeof(u64) == 0 && sizeof(LayerArgs) < 2048, "a kernel takes 4 KB of arguments, GemmArgs among them");
 

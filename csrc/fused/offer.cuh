@@ -49,7 +49,8 @@ MOECOMM_FN void offer_rows(const LayerArgs& a) {
     for (i32 t = thread; t < a.num_tokens; t += threads) slips[t] = {a.offered + static_cast<u64>(t) * r.pitch(), a.landing};
     for (i32 i = thread; i < a.num_tokens * topk; i += threads) places[i] = i;
     for (i32 i = thread; i < ceil_div(a.max_rows, kFetchRows); i += threads) reinterpret_cast<u32*>(a.fetched)[i] = 0;
-    if (thread == 0) *reinterpret_cast<u32*>(a.late) = 0;
+    for (i32 i = thread; i < a.row_tiles; i += threads) reinterpret_cast<u32*>(a.made)[i] = 0;
+    if (thread == 0) *reinterpret_cast<u32*>(a.late) = *reinterpret_cast<u32*>(a.taken) = 0;
     u8* const offered = reinterpret_cast<u8*>(a.ctx.peers[a.ctx.rank] + a.offered);
     if constexpr (r.scaled()) {
         cast_rows<r, given>(a, offered, thread / kWarp, threads / kWarp);

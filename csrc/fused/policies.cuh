@@ -33,6 +33,7 @@ struct StoreRows {
 struct StoreCastRows {
     u64 out, scales;
     i32 columns;
+    i64 pitch;  // scales from row to row
 
     MOECOMM_FN void end() const {}
     MOECOMM_FN void store(i32 row, i32 column, const uint2& values) const {
@@ -40,7 +41,7 @@ struct StoreCastRows {
                      : "memory");
     }
     MOECOMM_FN void store_scale(i32 row, i32 column, float scale) const {
-        reinterpret_cast<float*>(scales)[static_cast<u64>(row) * ceil_div(columns, kScaleGroup) + column / kScaleGroup] = scale;
+        reinterpret_cast<float*>(scales)[row * pitch + column / kScaleGroup] = scale;
     }
 };
 

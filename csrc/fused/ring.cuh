@@ -1,5 +1,6 @@
 // The ring of slots between the thread that loads and the warpgroups that multiply: a step of 128 bytes of their rows each.
 #pragma once
+#include "../device/copy.cuh"
 #include "config.cuh"
 
 namespace moecomm {

@@ -19,6 +19,7 @@ struct Tile {
     i32 padded;  // the same in whole units
     i32 column;  // tile of columns
     bool alone;  // no other row tile of the group reads these weights
+    i32 nth;     // of all row tiles
 };
 
 struct Grouping {
@@ -46,33 +47,45 @@ struct Deal {
     MOECOMM_BOTH i32 late(i32 cluster) const { return early + (cluster < helpers ? clusters - helpers + cluster : cluster - helpers); }
 };
 
+struct RowTiles {
+    i32 all;
+    i32 widest;  // of a band
+};
+
 // Walks all tiles in order; `find` is asked for growing numbers.
 class TileWalk {
   public:
-    MOECOMM_BOTH TileWalk(const Grouping& grouping, const i32* counts) : grouping_(grouping), counts_(counts) { enter(0, 0); }
+    MOECOMM_BOTH TileWalk(const Grouping& grouping, const i32* counts) : grouping_(&grouping), counts_(counts) { enter(0, 0); }
 
     // Tile number `index`; false if there are not that many.
     MOECOMM_BOTH bool find(i32 index, Tile& tile) {
-        while (group_ < grouping_.groups && index - first_ >= row_tiles_ * grouping_.column_tiles) {
-            first_ += row_tiles_ * grouping_.column_tiles;
-            enter(group_ + 1, align_up(begin_ + rows_, grouping_.alignment));
+        while (group_ < grouping_->groups && index - first_ >= row_tiles_ * grouping_->column_tiles) {
+            first_ += row_tiles_ * grouping_->column_tiles;
+            before_ += row_tiles_;
+            enter(group_ + 1, align_up(begin_ + rows_, grouping_->alignment));
         }
-        if (group_ >= grouping_.groups) return false;
-        const i32 in_group = index - first_, in_band = grouping_.band * grouping_.column_tiles;
+        if (group_ >= grouping_->groups) return false;
+        const i32 in_group = index - first_, in_band = grouping_->band * grouping_->column_tiles;
         const i32 band = in_group / in_band, rest = in_group % in_band;
-        const i32 width = smaller(grouping_.band, row_tiles_ - band * grouping_.band);
-        place(band * grouping_.band + rest % width, tile);
+        const i32 width = smaller(grouping_->band, row_tiles_ - band * grouping_->band);
+        place(band * grouping_->band + rest % width, tile);
         tile.column = rest / width;
         return true;
     }
 
     // All there are.
     MOECOMM_BOTH static i32 count(const Grouping& grouping, const i32* counts) {
+        return count_rows(grouping, counts).all * grouping.column_tiles;
+    }
+    MOECOMM_BOTH static RowTiles count_rows(const Grouping& grouping, const i32* counts) {
         TileWalk walk(grouping, counts);
-        i32 tiles = 0;
-        for (; walk.group_ < grouping.groups; walk.enter(walk.group_ + 1, align_up(walk.begin_ + walk.rows_, grouping.alignment)))
-            tiles += walk.row_tiles_ * grouping.column_tiles;
-        return tiles;
+        RowTiles found{0, 0};
+        for (; walk.group_ < grouping.groups; walk.enter(walk.group_ + 1, align_up(walk.begin_ + walk.rows_, grouping.alignment))) {
+            found.all += walk.row_tiles_;
+            const i32 width = smaller(walk.row_tiles_, grouping.band);
+            if (width > found.widest) found.widest = width;
+        }
+        return found;
     }
 
   private:
@@ -80,27 +93,29 @@ class TileWalk {
 
     MOECOMM_BOTH void enter(i32 group, i32 begin) {
         group_ = group;
-        if (group >= grouping_.groups) return;
-        begin_ = grouping_.group_rows != 0 ? group * grouping_.group_rows : begin;
-        const i32 room = grouping_.group_rows != 0 ? grouping_.group_rows : grouping_.rows - smaller(begin_, grouping_.rows);
+        if (group >= grouping_->groups) return;
+        begin_ = grouping_->group_rows != 0 ? group * grouping_->group_rows : begin;
+        const i32 room = grouping_->group_rows != 0 ? grouping_->group_rows : grouping_->rows - smaller(begin_, grouping_->rows);
         rows_ = counts_[group] < 0 ? 0 : smaller(counts_[group], room);
-        units_ = ceil_div(rows_, grouping_.unit);
-        row_tiles_ = ceil_div(units_ * grouping_.unit, grouping_.most_rows);
+        units_ = ceil_div(rows_, grouping_->unit);
+        row_tiles_ = ceil_div(units_ * grouping_->unit, grouping_->most_rows);
     }
     // The first units_ % row_tiles_ tiles have one unit more than the others.
     MOECOMM_BOTH void place(i32 row_tile, Tile& tile) const {
         const i32 units = units_ / row_tiles_, larger = units_ % row_tiles_;
-        const i32 from = (row_tile * units + smaller(row_tile, larger)) * grouping_.unit;
+        const i32 from = (row_tile * units + smaller(row_tile, larger)) * grouping_->unit;
         tile.group = group_;
         tile.row = begin_ + from;
-        tile.padded = (units + (row_tile < larger ? 1 : 0)) * grouping_.unit;
+        tile.padded = (units + (row_tile < larger ? 1 : 0)) * grouping_->unit;
         tile.rows = smaller(tile.padded, rows_ - from);
         tile.alone = row_tiles_ == 1;
+        tile.nth = before_ + row_tile;
     }
 
-    const Grouping& grouping_;
+    const Grouping* grouping_;
     const i32* counts_;
-    i32 first_ = 0;  // number of the group's first tile
+    i32 first_ = 0;   // number of the group's first tile
+    i32 before_ = 0;  // row tiles of the groups before
     i32 group_, begin_ = 0, rows_ = 0, units_ = 0, row_tiles_ = 0;
 };
 

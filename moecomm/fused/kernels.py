@@ -46,16 +46,17 @@ def gemm_kernel(
     more: str = "",
     helped: bool = False,
     out: torch.dtype | None = None,
+    beside: int = 0,
 ) -> GemmKernel:
     """The grouped GEMM, or another function of such a GemmConfig (csrc/fused/config.cuh) and `more`.
 
-    `out`: of the product, if not `dtype`.
+    `out`: of the product, if not `dtype`.  `beside`: bytes of shared memory that the function has besides.
     """
     scaled = dtype == FP8
     slot = (block_columns(dtype) + schedule.most_rows) * SLOT_ROW_BYTES + 16  # and two barriers
     if scaled:
         slot += 4 * (schedule.most_rows + 8)  # kWeightScales
-    shared = schedule.stages * slot + 2 * 2 * (4096 if scaled else 8192) + MOST_GROUPS * 4 + 16
+    shared = schedule.stages * slot + 2 * 2 * (4096 if scaled else 8192) + MOST_GROUPS * 4 + 16 + beside
     fields = {
         "swiglu": swiglu,
         "apart": apart,

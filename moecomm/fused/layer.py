@@ -14,7 +14,7 @@ from torch.nn.functional import grouped_mm, silu
 from moecomm import combine, dispatch
 from moecomm.arrays import adopt, check_tensor
 from moecomm.errors import BadInput
-from moecomm.fused import kernels, reference, two_launches
+from moecomm.fused import kernels, one_launch, reference, two_launches
 from moecomm.fused.fp8 import Fp8
 from moecomm.fused.fp8_experts import adopt_weights, apply_fp8_experts, check_fp8
 from moecomm.fused.gemm import grouped_gemm
@@ -31,6 +31,9 @@ _MOST_DIMENSION = 1 << 31
 # on fused=None means True.  bench/results/moe-*-h200-4.json: from there on as fast as one after the other, or up to
 # 1.39 times, before mostly slower; other numbers of ranks have not been measured.
 FUSED_FROM = {(torch.bfloat16, 4): 256, (torch.float16, 4): 256, (kernels.FP8, 4): 128}
+APART = "one after the other"
+FORMS = {"two launches": two_launches.Layer, "one launch": one_launch.OneLaunch}
+FORM = "two launches"  # what fused=True means; the other has not been measured
 
 
 def moe(
@@ -49,7 +52,7 @@ def moe(
     wire: torch.dtype | None = None,
     num_sms: int | None = None,
     check_weights: bool = False,
-    fused: bool | None = None,
+    fused: bool | str | None = None,
 ) -> Any:
     """Every token through its experts: dispatch, their two GEMMs, combine.  Collective; on the current stream.
 
@@ -82,11 +85,12 @@ def moe(
         max_rows: rows of tokens to make room for; default: the worst case.  More is bad input on every rank.
         wire, num_sms: see Buffer.combine; num_sms also of the dispatch.
         check_weights: see Buffer.dispatch.
-        fused: True: rows travel while the experts compute (moecomm.fused.two_launches), which wants our own GEMMs and
-            one domain, without `wire` and `check_weights`, else a warning says so once.  False: one after the other.
-            None: as was faster with such weights, so many ranks and experts of so many rows in a Buffer that is full
-            (FUSED_FROM), if it can be; decode with a large Buffer wants False.  The same on all ranks; the bits are the
-            same.
+        fused: True: rows travel while the experts compute, which wants our own GEMMs and one domain, without `wire` and
+            `check_weights`, else a warning says so once.  "two launches", "one launch": the same, in a form that is
+            chosen (moecomm.fused.two_launches, .one_launch); True is the first.  False, or "one after the other".
+            None: True or False, as was faster with such weights, so many ranks and experts of so many rows in a Buffer
+            that is full (FUSED_FROM), if it can be; decode with a large Buffer wants False.  The same on all ranks; the
+            bits are the same.
 
     Returns:
         `[T, H]`: sum over k of w_k * w2 (silu(w1 x) * w3 x), plus bias; zeros (plus bias) for a token with no expert.
@@ -204,13 +208,14 @@ def prepare(
     wire: torch.dtype | None = None,
     num_sms: int | None = None,
     check_weights: bool = False,
-    fused: bool | None = None,
+    fused: bool | str | None = None,
 ) -> Prepared:
     """Checks the arguments of moe(), weights before any rank sends a row."""
     buffer.require_usable()
     (x, back), w13, w2 = adopt("x", x), adopt_weights("w13", w13), adopt_weights("w2", w2)
     if activation != "swiglu":
         raise BadInput("activation", repr(activation), "'swiglu'")
+    form = form_of(fused)
     check_tensor("x", x, device=buffer.device, dtypes=(buffer.dtype,), shape=(None, buffer.hidden))
     rows = max(1, len(x) * buffer.topk * buffer.num_ranks // buffer.num_experts)  # of an expert, if all are as we are
     routing = {"topk_idx": topk_idx, "topk_weights": topk_weights, "check_weights": check_weights}
@@ -223,8 +228,8 @@ def prepare(
         _check_experts(buffer, w13, w2, interleaved)
         values = w2
     why_not = partial(_keeps_apart, buffer, x, values, back, wire, check_weights)
-    if _rows_travel_under(buffer, values.dtype, fused, why_not):
-        return two_launches.Layer(
+    if form := _form_under(buffer, values.dtype, form, why_not):
+        return FORMS[form](
             buffer,
             x,
             topk_idx,
@@ -249,18 +254,30 @@ def prepare(
     return Sequential(dispatching, combining, experts, back)
 
 
-def _rows_travel_under(
-    buffer: Buffer, weights: torch.dtype, fused: bool | None, keeps_apart: Callable[[], str]
-) -> bool:
-    """The same on all ranks: by the Buffer, not by how many tokens one of them has."""
-    least = FUSED_FROM.get((weights, buffer.num_ranks), math.inf)
-    rows = buffer.max_tokens * buffer.topk * buffer.num_ranks / buffer.num_experts
-    if not (rows >= least if fused is None else fused):
-        return False
+def form_of(fused: bool | str | None) -> str | None:
+    """The name of what `fused` asks for: APART, or one of FORMS.  BadInput names what it may be."""
+    if fused is None or isinstance(fused, bool):
+        return {None: None, False: APART, True: FORM}[fused]
+    if not isinstance(fused, str) or fused not in (APART, *FORMS):
+        raise BadInput("fused", repr(fused), f"None, True, False, or one of {', '.join(map(repr, (APART, *FORMS)))}")
+    return fused
+
+
+def _form_under(buffer: Buffer, weights: torch.dtype, asked: str | None, keeps_apart: Callable[[], str]) -> str:
+    """How rows travel under the experts, one of FORMS, or "" if they do not.  The same on all ranks: by the Buffer, not
+    by how many tokens one of them has.
+    """
+    form = asked
+    if asked is None:
+        least = FUSED_FROM.get((weights, buffer.num_ranks), math.inf)
+        rows = buffer.max_tokens * buffer.topk * buffer.num_ranks / buffer.num_experts
+        form = FORM if rows >= least else APART
+    if form is None or form == APART:
+        return ""
     why_not = keeps_apart()
-    if fused and why_not:
+    if asked is not None and why_not:
         _say_once("rows travel before and after the experts, not under them: %s", why_not)
-    return not why_not
+    return "" if why_not else form
 
 
 def _keeps_apart(

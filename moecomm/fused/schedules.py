@@ -118,6 +118,15 @@ def schedule_of(
     return SCHEDULES[choose(expected_rows, groups, columns, depth, multiprocessors)]
 
 
+def schedule_of_both(
+    dtype: torch.dtype, expected_rows: int, groups: int, hidden: int, intermediate: int, multiprocessors: int
+) -> Schedule:
+    """Of both GEMMs of a layer, whose rows are cut into the same tiles (csrc/fused/lagged.h): that of the first, which
+    has two of three products.  tests/fused/test_schedules.py says how well.
+    """
+    return schedule_of(dtype, expected_rows, groups, 2 * intermediate, hidden, multiprocessors)
+
+
 def check_schedule(dtype: torch.dtype, schedule: Schedule) -> None:
     """BadInput if there are no kernels of it for x and w of a dtype."""
     if dtype == torch.float8_e4m3fn and schedule not in FP8_SCHEDULES.values():

@@ -47,9 +47,8 @@ class LayerArgs(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("bias", "out")),
         *((name, ctypes.c_int64) for name in ("x_stride", "bias_stride", "out_stride")),
         *((name, ctypes.c_uint64) for name in ("src", "arrived_slips", "arrived_places", "num_rows")),
-        *((name, ctypes.c_uint64) for name in ("rows", "homes", "fetched", "late")),
-        ("num_tokens", ctypes.c_int32),
-        ("max_rows", ctypes.c_int32),
+        *((name, ctypes.c_uint64) for name in ("rows", "homes", "fetched", "made", "taken", "late")),
+        *((name, ctypes.c_int32) for name in ("num_tokens", "max_rows", "row_tiles")),
     )
 
 
@@ -138,6 +137,7 @@ class Layer:
     ) -> None:
         self._rows = expected_rows  # of an expert
         self._buffer, self._interleaved = buffer, interleaved
+        self._sms = kernels.multiprocessors(buffer.device.index)
         self._w13, self._w2 = ((w, None) if isinstance(w, torch.Tensor) else w for w in (w13, w2))
         self._dtype = self._w2[0].dtype  # of rows as they travel, and of what the first GEMM makes of them
         tokens, hidden, topk = len(x), buffer.hidden, buffer.topk
@@ -167,13 +167,14 @@ class Layer:
         args.offered, args.landing = (block.offset for block in self._blocks)
         slips = torch.empty(tokens, 2, dtype=torch.int64, device=buffer.device)
         places = torch.empty(tokens, topk, dtype=torch.int32, device=buffer.device)
-        counters = torch.empty(-(-self._max_rows // FETCH_ROWS) + 1, dtype=torch.int32, device=buffer.device)
+        fetched, args.row_tiles = -(-self._max_rows // FETCH_ROWS), self._row_tiles()
+        counters = torch.empty(2 + fetched + args.row_tiles, dtype=torch.int32, device=buffer.device)
         args.slips, args.places = slips.data_ptr(), places.data_ptr()
-        args.fetched, args.late = counters.data_ptr() + 4, counters.data_ptr()
+        args.late = counters.data_ptr()
+        args.taken, args.fetched, args.made = args.late + 4, args.late + 8, args.late + 8 + 4 * fetched
         if topk_weights is not None:
             args.weights = topk_weights.data_ptr()
         self._kept: list[Any] = [x, topk_weights, bias, slips, places, counters]
-        self._sms = kernels.multiprocessors(buffer.device.index)
         self._home = home_kernel(buffer.dtype, hidden, topk)
         self._launch(offer_kernel(buffer.dtype, self._dtype, hidden, topk), 2 * self._sms, args)
         self.dispatch = {
@@ -189,36 +190,53 @@ class Layer:
 
     def compute(self, routed: Routed) -> None:
         """The two GEMMs, when the dispatch has been enqueued."""
+        given, then = self._operands(routed)
+        local, hidden, inner = self._w2[0].shape
+        first, second = (
+            schedules.schedule_of(self._dtype, self._rows, local, *sizes, self._sms)
+            for sizes in ((2 * inner, hidden), (hidden, inner))
+        )
+        apart = not self._interleaved
+        blocks = self._sms // first.cluster * first.cluster
+        both = _told(self._args, given, apart, then.x.data_ptr(), then.x_scales, first)
+        both.gemm.helpers = FETCHERS
+        ranks = self._buffer.num_ranks
+        both.gemm.early = early_tiles(self._rows, hidden, inner, ranks, blocks, self._dtype)
+        self._launch(fetch_kernel(self._dtype, apart, first, hidden), blocks, both)
+        both = _told(self._args, then, False, 0, None, second)
+        blocks = self._sms // second.cluster * second.cluster
+        self._launch(send_kernel(self._dtype, second, self._buffer.dtype), blocks, both)
+
+    def _row_tiles(self) -> int:
+        """Of the GEMMs, that are counted: LayerArgs::row_tiles."""
+        return 0
+
+    def _operands(self, routed: Routed, scales_together: int = 1) -> tuple[Operands, Operands]:
+        """Of the two GEMMs: rows to be fetched, and memory for what the first makes, in FP8 with a multiple of
+        `scales_together` scales from row to row.
+        """
         args, given, buffer = self._args, routed.args, self._buffer
         base = buffer.session.context.peers[buffer.rank]
         args.owners, args.src = given.route.token_owner, given.route.src
         args.arrived_places, args.arrived_slips = given.route.row_weights, base + given.out_x
         args.num_rows = given.num_rows
-        local, hidden, inner = self._w2[0].shape
+        _, hidden, inner = self._w2[0].shape
         pool = torch.empty(self._max_rows, row_pitch(self._dtype, hidden), dtype=torch.uint8, device=buffer.device)
         x, x_scales = pool[:, : self._dtype.itemsize * hidden].view(self._dtype), None
         h, h_scales = torch.empty(self._max_rows, inner, dtype=self._dtype, device=buffer.device), None
         if self._dtype == FP8:
             x_scales = pool[:, hidden : hidden + 4 * -(-hidden // GROUP)].view(torch.float32)
-            h_scales = torch.empty(self._max_rows, -(-inner // GROUP), dtype=torch.float32, device=buffer.device)
+            of_row = -(-inner // GROUP)
+            pitch = -(-of_row // scales_together) * scales_together
+            h_scales = torch.empty(self._max_rows, pitch, dtype=torch.float32, device=buffer.device)[:, :of_row]
         homes = torch.empty(self._max_rows, dtype=torch.int64, device=buffer.device)
         args.rows, args.homes = pool.data_ptr(), homes.data_ptr()
-        first, second = (
-            schedules.schedule_of(self._dtype, self._rows, local, *sizes, self._sms)
-            for sizes in ((2 * inner, hidden), (hidden, inner))
-        )
-        counts, apart = routed.tokens_per_expert, not self._interleaved
-        blocks = self._sms // first.cluster * first.cluster
-        operands = Operands(x, self._w13[0], counts, x_scales, self._w13[1])
-        both = _told(args, operands, apart, h.data_ptr(), h_scales, first)
-        both.gemm.helpers = FETCHERS
-        both.gemm.early = early_tiles(self._rows, hidden, inner, buffer.num_ranks, blocks, self._dtype)
-        self._launch(fetch_kernel(self._dtype, apart, first, hidden), blocks, both)
-        operands = Operands(h, self._w2[0], counts, h_scales, self._w2[1])
-        both = _told(args, operands, False, 0, None, second)
-        blocks = self._sms // second.cluster * second.cluster
-        self._launch(send_kernel(self._dtype, second, buffer.dtype), blocks, both)
         self._kept += [routed, pool, h, h_scales, homes]
+        counts = routed.tokens_per_expert
+        return (
+            Operands(x, self._w13[0], counts, x_scales, self._w13[1]),
+            Operands(h, self._w2[0], counts, h_scales, self._w2[1]),
+        )
 
     def prepare_end(self, buffer: Buffer) -> Layer:
         """Nothing is left to prepare, but for the kernel."""
@@ -251,6 +269,13 @@ def _told(
     layer: LayerArgs, given: Operands, apart: bool, out: int, out_scales: torch.Tensor | None, schedule: Schedule
 ) -> LayerGemmArgs:
     """What a launch is told."""
-    both = LayerGemmArgs(gemm=gemm.arguments(given.x, given.w, given.counts, 1, apart, out, schedule), layer=layer)
-    gemm.tell_scales(both.gemm, given, out_scales)
-    return both
+    return LayerGemmArgs(gemm=gemm_args(given, apart, out, out_scales, schedule), layer=layer)
+
+
+def gemm_args(
+    given: Operands, apart: bool, out: int, out_scales: torch.Tensor | None, schedule: Schedule
+) -> kernels.GemmArgs:
+    """What a GEMM is told."""
+    args = gemm.arguments(given.x, given.w, given.counts, 1, apart, out, schedule)
+    gemm.tell_scales(args, given, out_scales)
+    return args

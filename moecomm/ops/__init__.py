@@ -26,6 +26,7 @@ import torch
 
 from moecomm.buffer import Buffer
 from moecomm.fused.fp8_experts import adopt_weights
+from moecomm.fused.layer import form_of
 from moecomm.ops import gradients, layer, rounds
 from moecomm.ops.handles import Handle
 
@@ -183,7 +184,7 @@ def moe(
     wire: torch.dtype | None = None,
     num_sms: int | None = None,
     check_weights: bool = False,
-    fused: bool | None = None,
+    fused: bool | str | None = None,
 ) -> torch.Tensor:
     """Buffer.moe as an operator: its bits, and gradients.  Collective.  Gradients: x, topk_weights, w13, w2, bias.
 
@@ -229,6 +230,6 @@ def moe(
         wire,
         num_sms,
         check_weights,
-        fused,
+        form_of(fused),
     )
     return out

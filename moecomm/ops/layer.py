@@ -35,9 +35,9 @@ def moe(
     wire: torch.dtype | None,
     num_sms: int | None,
     check_weights: bool,
-    fused: bool | None,
+    fused: str | None,
 ) -> torch.Tensor:
-    """See moecomm.ops.moe.  Scales: of weights in FP8."""
+    """See moecomm.ops.moe.  Scales: of weights in FP8; fused: as moecomm.fused.layer.form_of names it."""
     out: torch.Tensor = names.find(buffer).moe(
         rounds.rows_of(x),
         topk_idx.contiguous(),

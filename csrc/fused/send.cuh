@@ -1,0 +1,29 @@
+// What experts have made, on its way home.
+#pragma once
+#include "../device/grid.cuh"
+#include "layer.cuh"
+#include "policies.cuh"
+
+namespace moecomm {
+
+// Rows of the product, each to its place at its home; the last block says so to everybody.
+struct StoreAtHome {
+    const LayerArgs& a;
+
+    MOECOMM_FN void store(i32 row, i32 column, const uint4& values) const {
+        const u64 to = reinterpret_cast<const u64*>(a.homes)[row] + static_cast<u64>(column) * 2;
+        asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(values.x), "r"(values.y), "r"(values.z), "r"(values.w)
+                     : "memory");
+    }
+    // The threads that load have other registers, and no part in this.
+    MOECOMM_FN void end() const {
+        fence_system();
+        meet(1 + kMathGroups, kMathGroups * kWarpgroup);
+        if (threadIdx.x != kWarpgroup || !arrive_last(&own_state(a.ctx)->finished) || !layer_goes_on(a)) return;
+        const u64 signal = tag_signal(layer_round(a));
+        for (i32 p = 0; p < a.ctx.shape.ranks; ++p)
+            store_release(reinterpret_cast<u64*>(a.ctx.peers[p] + landed_at(a.ctx, a.ctx.rank)), signal);
+    }
+};
+
+}  // namespace moecomm

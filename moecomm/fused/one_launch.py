@@ -1,0 +1,76 @@
+"""An expert layer in one launch: rows are fetched, and go home, while both GEMMs are under way.
+
+csrc/README.md, "In one launch", says how.  All but the GEMMs is as in two launches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from moecomm.fused import kernels, schedules
+from moecomm.fused.schedules import Schedule
+from moecomm.fused.two_launches import FETCHERS, Layer, LayerArgs, gemm_args, row_config
+
+if TYPE_CHECKING:
+    from moecomm.routed import Routed
+
+DEALT_BYTES = 320  # at least DealtShared of csrc/fused/dealt.cuh, and what aligns it
+# Tiles of the first GEMM, for every cluster of the launch, that are taken between the last that makes a band of rows
+# and the first that multiplies it: with two, one that each has begun and one that it has before it.
+LAG = 2
+_LINE = 128 // 4  # scales
+
+
+class OneLaunchArgs(ctypes.Structure):
+    """OneLaunchArgs of csrc/fused/one_launch.cuh."""
+
+    _fields_ = (
+        ("first", kernels.GemmArgs),
+        ("second", kernels.GemmArgs),
+        ("layer", LayerArgs),
+        ("fetchers", ctypes.c_int32),
+        ("lag", ctypes.c_int32),
+        ("padding", ctypes.c_uint8 * (-(ctypes.sizeof(LayerArgs) + 8) % 64)),
+    )
+
+
+def one_kernel(
+    dtype: torch.dtype, apart: bool, schedule: Schedule, hidden: int, out: torch.dtype | None = None
+) -> kernels.GemmKernel:
+    """The launch; `dtype`: of rows as they travel, and of what the first GEMM makes of them; `out`: of what is sent, if
+    not `dtype`.
+    """
+    one = ("one_launch", "fetch_multiply_and_send", "OneLaunchArgs")
+    more = f", {row_config(dtype, hidden)}, Type::{kernels.TYPES[out or dtype]}"
+    return kernels.gemm_kernel(dtype, True, apart, schedule, *one, more, beside=DEALT_BYTES)
+
+
+class OneLaunch(Layer):
+    """See moecomm.fused.layer.Prepared."""
+
+    @cached_property
+    def _schedule(self) -> Schedule:
+        groups, hidden, inner = self._w2[0].shape
+        return schedules.schedule_of_both(self._dtype, self._rows, groups, hidden, inner, self._sms)
+
+    def _row_tiles(self) -> int:
+        return len(self._w2[0]) + self._max_rows // self._schedule.most_rows
+
+    def compute(self, routed: Routed) -> None:
+        """Both GEMMs, when the dispatch has been enqueued."""
+        given, then = self._operands(routed, _LINE)
+        schedule, apart, hidden = self._schedule, not self._interleaved, self._buffer.hidden
+        clusters = self._sms // schedule.cluster
+        blocks = clusters * schedule.cluster
+        args = OneLaunchArgs(
+            first=gemm_args(given, apart, then.x.data_ptr(), then.x_scales, schedule),
+            second=gemm_args(then, False, 0, None, schedule),
+            layer=self._args,
+            fetchers=min(FETCHERS, blocks),
+            lag=LAG * clusters,
+        )
+        self._launch(one_kernel(self._dtype, apart, schedule, hidden, self._buffer.dtype), blocks, args)
