@@ -21,11 +21,11 @@ from moecomm.buffer import Buffer
 from moecomm.errors import BadInput
 from moecomm.fused import Fp8, quantize_weights
 from moecomm.fused.fp8_experts import apply_fp8_experts
-from moecomm.fused.layer import apply_experts
+from moecomm.fused.layer import FORMS, apply_experts
 from moecomm.router import Model, random_routing
 
-# Variants of our layer; FP8 also of its parts.
-SEQUENTIAL, FUSED, FP8, FP8_FUSED = "sequential", "two launches", "fp8", "fp8, two launches"
+# Variants of our layer; FP8 also of its parts, and before the name of a form (FORMS).
+SEQUENTIAL, FP8 = "sequential", "fp8"
 _CHAINED_TOKENS, _MOST_CHAINED = 16384, 20
 
 Call = Callable[[], Any]
@@ -180,8 +180,7 @@ class Layers:
         w13, w2 = self._weights["w13"], self._weights["w2"]
         layer = partial(self.buffer.moe, **self._routing, w13=w13, w2=w2, **ours)
         yield ("moecomm", "layer", SEQUENTIAL), lambda: partial(layer, fused=False)
-        if arrived.x.is_cuda:
-            yield ("moecomm", "layer", FUSED), lambda: partial(layer, fused=True)
+        yield from self._forms(layer, "")
         yield ("moecomm", "dispatch", ""), lambda: partial(self.buffer.dispatch, **self._routing, **ours, sync=False)
         rows, counts = arrived.x, arrived.tokens_per_expert
         expected = max(1, len(rows) // len(w2))
@@ -206,14 +205,18 @@ class Layers:
         dispatch = partial(self.buffer.dispatch, **self._routing, **ours, quantize="fp8")
         layer = partial(self.buffer.moe, **self._routing, w13=w13, w2=w2, **ours)
         yield ("moecomm", "layer", FP8), lambda: partial(layer, fused=False)
-        if self.buffer.device.type == "cuda":
-            yield ("moecomm", "layer", FP8_FUSED), lambda: partial(layer, fused=True)
+        yield from self._forms(layer, f"{FP8}, ")
         yield ("moecomm", "dispatch", FP8), lambda: partial(dispatch, sync=False)
         arrived: Any = dispatch(sync=True)
         rows, counts = Fp8(arrived.x, arrived.scales), arrived.tokens_per_expert
         expected = max(1, len(arrived.x) // len(w2.data))
         gemms = partial(apply_fp8_experts, rows, w13, w2, counts, torch.bfloat16, expected_rows=expected)
         yield ("moecomm", "GEMMs", FP8), lambda: gemms
+
+    def _forms(self, layer: Callable[..., Any], prefix: str) -> Iterator[tuple[Key, Callable[[], Call]]]:
+        if self.buffer.device.type == "cuda":
+            for form in FORMS:
+                yield ("moecomm", "layer", f"{prefix}{form}"), partial(partial, layer, fused=form)
 
     def _tried(self, make: Callable[[], Call]) -> Call:
         """Once before it is timed: one that fails here does so before other ranks wait for it in the Clock."""
@@ -269,7 +272,7 @@ def _compare(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 
     if "us" not in row or row["what"] not in ("layer", "GEMMs"):
         return
-    fp8 = row["variant"] in (FP8, FP8_FUSED)
+    fp8 = row["variant"].startswith(FP8)
     mine, gemms = row["us"]["p50"], p50("moecomm", "GEMMs", FP8 if fp8 else "")
     torchs = None if fp8 else p50("torch", row["what"], "")
     if row["what"] == "layer" and gemms:

@@ -11,7 +11,13 @@ Line = tuple[tuple[str, str, str], list[dict[str, Any]]]  # (who, what, variant)
 _DRAWN = ("layer", "GEMMs")
 _STYLES = {"layer": "-", "GEMMs": ":"}
 _COLOURS = {"moecomm": "tab:blue", "torch": "tab:orange"}
-_OF_VARIANTS = {"two launches": "tab:green", "fp8": "tab:red", "fp8, two launches": "tab:purple"}
+_OF_VARIANTS = {
+    "two launches": "tab:green",
+    "one launch": "tab:olive",
+    "fp8": "tab:red",
+    "fp8, two launches": "tab:purple",
+    "fp8, one launch": "tab:pink",
+}
 
 
 def models(result: dict[str, Any]) -> list[str]:
