@@ -46,6 +46,12 @@ BODIES: dict[str, dict[str, str]] = {
         "load_shared_pair": "float2 v; memcpy(&v, emulator::shared_at(address), 8); return v;",
         "settle": "",
     },
+    "fused/dealt.cuh": {
+        "next_of": "return static_cast<i32>((*counter)++);",
+        "send_word": "const emulator::Block& block = *emulator::of_cluster(2, rank); "
+        "memcpy(block.shared + emulator::offset_of(to), &value, 4); "
+        "emulator::bring(*reinterpret_cast<u64*>(block.shared + emulator::offset_of(barrier)), 0, 4);",
+    },
     "fused/scaled_rows.cuh": {"load_shared_float": "float v; memcpy(&v, emulator::shared_at(address), 4); return v;"},
     "fused/epilogue_rows.cuh": {
         "store_matrices": "emulator::store_matrices(address, {m0, m1, m2, m3});",
@@ -72,14 +78,17 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
     "fused/fetch.cuh": [
         plain.SHARED,
         (r'asm volatile\("red\.release.*?"memory"\);', "++*counter;"),
-        (r'asm volatile\("fence\.acq_rel[^\n]*', ""),
         (r'asm volatile\("st\.release.*?"memory"\);', "there = full * kFetchRows;"),
         (
             r'asm volatile\("ld\.acquire.*?"memory"\);',
             "rows = *const_cast<const volatile i32*>(&there); emulator::emulator_yield();",
         ),
     ],
-    "fused/two_launches.cuh": [
+    "fused/one_launch.cuh": [
+        plain.SHARED,
+        (r'asm volatile\("red\.release.*?"memory"\);', "++*counter;"),
+    ],
+    "fused/send.cuh": [
         (r'asm volatile\("st\.global\.v4.*?"memory"\);', "memcpy(reinterpret_cast<void*>(to), &values, 16);")
     ],
 }

@@ -1,19 +1,31 @@
-"""An expert layer in two launches on CPUs: its kernels, against dispatch, grouped GEMMs and combine, bit for bit."""
+"""A layer in two launches, and in one, on CPUs: its kernels, against dispatch, GEMMs and combine, bit for bit."""
 
 from __future__ import annotations
 
 import platform
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+import moecomm
 from moecomm.backends.host import HostSession
 from moecomm.dispatch.reference import quantize
-from moecomm.fused import Fp8, gemm, kernels, layer, quantize_weights, reference, schedules, tensor_maps, two_launches
+from moecomm.fused import (
+    Fp8,
+    gemm,
+    kernels,
+    layer,
+    one_launch,
+    quantize_weights,
+    reference,
+    schedules,
+    tensor_maps,
+    two_launches,
+)
 from moecomm.fused.operands import check_operands
 from moecomm.fused.schedules import FP8_SCHEDULES, SCHEDULES
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
@@ -33,7 +45,7 @@ CASES = 4
 
 
 class Emulated:
-    """What a GPU runs, by the machine: two_launches.Layer launches there, and the experts of Sequential."""
+    """What a GPU runs, by the machine: layers whose rows travel launch there, and the experts of Sequential."""
 
     def __init__(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
         self._machine, self._random = machine, random.Random(0)
@@ -41,6 +53,7 @@ class Emulated:
             (tensor_maps, "encode", encode),
             (kernels, "multiprocessors", lambda device: 4),
             (two_launches, "FETCHERS", 2),
+            (one_launch, "FETCHERS", 2),
             (two_launches, "load", lambda kernel, device: 0),
             (two_launches.Layer, "_launch", lambda layer, *launch: self.launch(*launch)),
             (HostSession, "most_blocks", 4),
@@ -64,22 +77,23 @@ class Emulated:
         gemm.tell_scales(args, given, scales)
         self.launch(kernels.gemm_kernel(dtype, swiglu, apart, schedule, out=product.dtype), 2, args)
 
-    def in_two_launches(self, ranks: LocalBuffers, calls: list[dict[str, Any]]) -> list[torch.Tensor]:
-        given = [layer.prepare(b, **call, fused=True) for b, call in zip(ranks.buffers, calls, strict=True)]
+    def travelling(self, form: str, ranks: LocalBuffers, calls: list[dict[str, Any]]) -> list[torch.Tensor]:
+        given = [layer.prepare(b, **call, fused=form) for b, call in zip(ranks.buffers, calls, strict=True)]
         for mine, routed in zip(given, ranks.dispatch([mine.dispatch for mine in given]), strict=True):
             mine.compute(routed)
         for mine, buffer in zip(given, ranks.buffers, strict=True):
             mine.prepare_end(buffer).run_end()
         return [mine.finish_end(buffer) for mine, buffer in zip(given, ranks.buffers, strict=True)]
 
-    def check(self, ranks: LocalBuffers, case: LayerCase) -> None:
+    def check(self, ranks: LocalBuffers, case: LayerCase, forms: Iterable[str] = layer.FORMS) -> None:
         calls = [case.call(rank) for rank in range(len(ranks.buffers))]
-        outs = self.in_two_launches(ranks, calls)
-        ranks.check()
         others = ranks.moe([{**call, "fused": False} for call in calls])
-        for rank, (out, other) in enumerate(zip(outs, others, strict=True)):
-            case.check(rank, out)
-            assert torch.equal(out.view(torch.int16), other.view(torch.int16)), (case.seed, rank)
+        for form in forms:
+            outs = self.travelling(form, ranks, calls)
+            ranks.check()
+            for rank, (out, other) in enumerate(zip(outs, others, strict=True)):
+                case.check(rank, out)
+                assert torch.equal(out.view(torch.int16), other.view(torch.int16)), (form, case.seed, rank)
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +122,68 @@ def test_bits_are_those_of_one_after_the_other(
         for seed in range(CASES):
             case = random_layer(seed, **sizes, dtype=torch.bfloat16, fp8=fp8)
             case.wire = None
-            emulated.check(ranks, case)
+            # The first is the largest, and takes long.
+            emulated.check(ranks, case, layer.FORMS if seed else ["two launches"])
+
+
+def test_the_last_columns_of_a_cluster_may_be_those_of_one_block(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of both products.  Both blocks take the same tiles all the same."""
+    emulated = Emulated(machine, monkeypatch)
+    monkeypatch.setattr(schedules, "schedule_of_both", lambda *about: FP8_SCHEDULES["64x5c2"])
+    sizes = {"ranks": 2, "hidden": 528, "intermediate": 96, "num_experts": 4, "topk": 2, "max_tokens": 50}
+    of_buffer = {name: size for name, size in sizes.items() if name != "intermediate"}
+    with LocalBuffers(**of_buffer, backend="host", timeout_s=20) as ranks:
+        case = random_layer(1, **sizes, dtype=torch.bfloat16, fp8=True)
+        case.wire = None
+        emulated.check(ranks, case, ["one launch"])
+
+
+@pytest.mark.parametrize("why", ["they do not come", "there are fewer than counted"])
+def test_rows_that_are_not_there_end_a_launch_and_nothing_is_made_of_it(
+    why: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the first rank: some blocks that should fetch are not there; or some rows, of the last tile, which one block
+    notices and another may send.  Where such a row goes has not been written, either.
+    """
+    emulated = Emulated(machine, monkeypatch)
+    sizes = {"ranks": 2, "hidden": 32, "intermediate": 32, "num_experts": 8, "topk": 4, "max_tokens": 50}
+    of_buffer = {name: size for name, size in sizes.items() if name != "intermediate"}
+    case = random_layer(0, **sizes, dtype=torch.bfloat16)
+    for rank in range(2):
+        case.x[rank] = torch.ones(50, 32).bfloat16()
+        case.topk_idx[rank] = torch.arange(200).view(50, 4) % 8
+        case.topk_weights[rank], case.bias[rank] = None, None
+    case.wire, launch, launched = None, emulated.launch, 0
+
+    def without_some(kernel: Any, blocks: int, args: Any) -> None:
+        nonlocal launched
+        if isinstance(args, one_launch.OneLaunchArgs):
+            launched += 1
+            if launched == 1 and why == "they do not come":
+                args.fetchers = 2 * blocks
+                args.layer.ctx[list(args.layer.ctx).index(20_000_000_000)] = 1_000_000
+            elif launched == 1:
+                args.layer.max_rows = two_launches.FETCH_ROWS
+        launch(kernel, blocks, args)
+
+    monkeypatch.setattr(emulated, "launch", without_some)
+    for _ in range(2):
+        launched = 0
+        with LocalBuffers(**of_buffer, backend="host", timeout_s=20) as ranks:
+            given = [
+                layer.prepare(buffer, **case.call(rank), fused="one launch")
+                for rank, buffer in enumerate(ranks.buffers)
+            ]
+            for mine, routed in zip(given, ranks.dispatch([mine.dispatch for mine in given]), strict=True):
+                mine.compute(routed)
+            for mine, buffer in zip(given, ranks.buffers, strict=True):
+                mine.prepare_end(buffer).run_end()
+            for mine, buffer in zip(given, ranks.buffers, strict=True):
+                assert bool(mine.finish_end(buffer).isnan().all())
+                with pytest.raises(moecomm.Timeout):
+                    buffer.check()
 
 
 def test_scales_of_rows_that_are_not_there_yet_are_not_looked_at(

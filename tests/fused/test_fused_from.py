@@ -1,4 +1,4 @@
-"""What fused=None means, beside what was measured."""
+"""What `fused` means: None beside what was measured, and the names of forms."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from moecomm.errors import BadInput
 from moecomm.fused import layer
 from moecomm.fused.kernels import FP8
 from moecomm.router import MODELS, Model
@@ -33,7 +34,7 @@ def test_none_is_what_was_faster(path: Path) -> None:
         chosen = set()
         for tokens in (tokens for tokens, variant in found if variant == fused):
             buffer = cast(Any, buffer_of(model, 4, tokens))
-            under = layer._rows_travel_under(buffer, weights, None, str)
+            under = layer._form_under(buffer, weights, None, str) != ""
             ratio = found[tokens, apart] / found[tokens, fused]  # how much faster under the experts
             assert ratio >= 0.999 if under else ratio <= MISSED.get((model.name, tokens), 1.02), tokens
             chosen.add(under)
@@ -65,4 +66,18 @@ def test_by_the_buffer_and_its_weights(
     weights: torch.dtype, ranks: int, tokens: int, fused: bool | None, why_not: str, under: bool
 ) -> None:
     buffer = cast(Any, buffer_of(MODELS["deepseek-v3"], ranks, tokens))
-    assert layer._rows_travel_under(buffer, weights, fused, lambda: why_not) is under
+    form = layer._form_under(buffer, weights, layer.form_of(fused), lambda: why_not)
+    assert form == ("two launches" if under else "")
+
+
+def test_a_form_is_chosen_by_its_name() -> None:
+    buffer = cast(Any, buffer_of(MODELS["deepseek-v3"], 4, 1))
+    for form in ("two launches", "one launch"):
+        assert layer.form_of(form) == form
+        assert layer._form_under(buffer, BF16, form, str) == form
+        assert layer._form_under(buffer, BF16, form, lambda: "no GPU") == ""
+    assert layer._form_under(buffer, BF16, layer.form_of("one after the other"), str) == ""
+    assert layer.form_of(False) == "one after the other" and layer.form_of(None) is None
+    for wrong in ("three launches", 1, ["one launch"]):
+        with pytest.raises(BadInput, match="'two launches', 'one launch'"):
+            layer.form_of(cast(Any, wrong))

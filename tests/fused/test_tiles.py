@@ -1,4 +1,4 @@
-"""The tiles of a grouped GEMM: csrc/fused/tiles.h, compiled for the host."""
+"""The tiles of a grouped GEMM: csrc/fused/tiles.h and lagged.h, compiled for the host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -33,6 +33,7 @@ class Tile(NamedTuple):
     padded: int
     column: int
     alone: int
+    nth: int
 
 
 class Deal(ctypes.Structure):
@@ -46,7 +47,7 @@ Walk = Callable[[Grouping, list[int], int, int], list[Tile]]
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = tmp_path_factory.mktemp("tiles") / "tiles.so"
     flags = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread", f"-I{ROOT / 'csrc'}")
-    sources = [str(Path(__file__).with_name(name)) for name in ("tiles.cpp", "waits.cpp")]
+    sources = [str(Path(__file__).with_name(name)) for name in ("tiles.cpp", "waits.cpp", "lagged_waits.cpp")]
     subprocess.run(["g++", *flags, *sources, "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
 
@@ -54,12 +55,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.fixture(scope="module")
 def walk(library: ctypes.CDLL) -> Walk:
     def tiles(grouping: Grouping, counts: list[int], walker: int, walkers: int) -> list[Tile]:
-        room = (ctypes.c_int32 * (6 * ROOM))()
+        room = (ctypes.c_int32 * (7 * ROOM))()
         found = library.tiles_of(
             ctypes.byref(grouping), (ctypes.c_int32 * len(counts))(*counts), walker, walkers, room, ROOM
         )
         assert found < ROOM
-        return [Tile(*room[6 * i : 6 * i + 6]) for i in range(found)]
+        return [Tile(*room[7 * i : 7 * i + 7]) for i in range(found)]
 
     return tiles
 
@@ -95,6 +96,9 @@ def test_every_row_and_column_is_in_one_tile(walk: Walk) -> None:
             assert tile.padded % grouping.unit == 0 and tile.padded - grouping.unit < tile.rows <= tile.padded
             assert tile.padded <= grouping.most_rows
             assert tile.alone == (group.stop - group.start <= grouping.most_rows)
+
+        rows = sorted({(tile.nth, tile.row) for tile in tiles})
+        assert [nth for nth, _ in rows] == list(range(len(rows))) and rows == sorted(rows, key=lambda pair: pair[1])
 
 
 def test_tiles_of_a_group_are_few_and_even(walk: Walk) -> None:
@@ -154,3 +158,69 @@ def test_tiles_that_wait_for_rows_are_all_made_and_none_too_early(library: ctype
             library.launched(ctypes.byref(grouping), numbers, rows, ctypes.byref(deal), rng.randint(1, 12), resident)
             == 0
         )
+
+
+def drawn_pair(rng: random.Random) -> tuple[Grouping, Grouping, list[int]]:
+    """Groupings of two products of the same rows."""
+    first, counts = drawn(rng)
+    second = Grouping.from_buffer_copy(first)
+    first.column_tiles, second.column_tiles = rng.choice(((16, 28), (12, 16), (1, 1), (7, 1), (1, 9), (5, 5), (12, 8)))
+    return first, second, counts
+
+
+def pairs(first: Grouping, second: Grouping, counts: list[int]) -> tuple[Any, ...]:
+    return ctypes.byref(first), ctypes.byref(second), (ctypes.c_int32 * len(counts))(*counts)
+
+
+def test_two_products_take_turns_and_the_second_lags(library: ctypes.CDLL, walk: Walk) -> None:
+    rng = random.Random(4)
+    mixed = 0
+    for _ in range(300):
+        first, second, counts = drawn_pair(rng)
+        lag, room = rng.choice((0, 1, 8, 132)), (ctypes.c_int32 * (8 * ROOM))()
+        found = library.lagged(*pairs(first, second, counts), lag, room, ROOM)
+        assert found < ROOM
+        order = [(room[8 * i], Tile(*room[8 * i + 1 : 8 * i + 8])) for i in range(found)]
+        # Each once, and each product in its own order.
+        mine = [[tile for which, tile in order if which == product] for product in (0, 1)]
+        assert mine == [walk(first, counts, 0, 1), walk(second, counts, 0, 1)]
+        # A tile of the second comes after all that make its rows, by `lag` tiles of the first or when there are none.
+        all_of_first, made = len(mine[0]), 0
+        last = {tile.nth: number for number, tile in enumerate(mine[0], 1)}
+        behind = []
+        for which, tile in order:
+            made += which == 0
+            if which == 1:
+                assert made >= min(last[tile.nth] + lag, all_of_first)
+                behind.append(made - last[tile.nth])
+        # But not by much more: what makes two bands of rows, and what is taken in one turn.
+        row_tiles = Counter(tile.group for tile in mine[0] if tile.column == 0)
+        widest = min(first.band, max(row_tiles.values(), default=0))
+        assert max(behind, default=0) <= lag + (2 * widest + 1) * first.column_tiles + 1
+        # Spread: where they take turns, any stretch has its share of both.
+        turns = [which for which, _ in order]
+        begin, end = (turns.index(1), len(turns) - turns[::-1].index(0)) if 1 in turns else (0, 0)
+        both = first.column_tiles + second.column_tiles
+        for at in range(begin, end):
+            length = rng.randint(1, min(both, end - at))
+            of_first = turns[at : at + length].count(0)
+            assert abs(of_first * both - length * first.column_tiles) <= both
+            mixed += 1
+    assert mixed > 1000
+
+
+def test_tiles_that_wait_for_tiles_are_all_made_and_none_too_early(library: ctypes.CDLL) -> None:
+    """However few run at once, as long as those that fetch begin first; they take tiles when they are through."""
+    rng = random.Random(5)
+    for _ in range(60):
+        first, second, _ = drawn_pair(rng)
+        counts = [rng.choice((0, 1, rng.randint(0, 40), rng.randint(0, 900))) for _ in range(first.groups)]
+        first.alignment = second.alignment = 1
+        first.group_rows = second.group_rows = 0
+        rows = sum(counts)
+        first.rows = second.rows = rows + rng.choice((0, 500))
+        clusters = rng.randint(2, 24)
+        fetchers = rng.randint(1, clusters)
+        resident, lag = rng.randint(fetchers, clusters), rng.choice((0, 1, 2 * clusters))
+        launch = (rows, lag, clusters, fetchers, rng.randint(1, 12), resident)
+        assert library.launched_at_once(*pairs(first, second, counts), *launch) == 0

@@ -277,6 +277,7 @@ def test_what_does_not_fit_is_said_as_buffer_moe_says_it() -> None:
     x, w13, w2 = good["x"], good["w13"], good["w2"]
     refused: list[tuple[str, dict[str, Any]]] = [
         ("activation", {"activation": "gelu"}),
+        ("fused", {"fused": "three launches"}),
         ("x", {"x": x.float()}),
         ("x", {"x": x[:, :16]}),
         ("topk_idx", {"topk_idx": good["topk_idx"][:3]}),

@@ -1,0 +1,62 @@
+"""A layer in one launch, without a GPU: what its kernel is told, that it compiles."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+
+import pytest
+import torch
+
+from moecomm import kernel_loader, plain_kernel
+from moecomm.fused import FP8_SCHEDULES, SCHEDULES, kernels
+from moecomm.fused.kernels import FP8
+from moecomm.fused.one_launch import OneLaunchArgs, one_kernel
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def test_the_struct_is_packed_as_the_kernel_reads_it() -> None:
+    text = (kernel_loader.headers() / "fused" / "one_launch.cuh").read_text()
+    body = re.search(r"struct OneLaunchArgs \{(.*?)\n\};", text, re.DOTALL)
+    assert body
+    found = re.findall(r"(?:i32|GemmArgs|LayerArgs) ([^;]+);", re.sub(r"//.*", "", body[1]))
+    names = [name.strip() for line in found for name in line.split(",")]
+    assert names == [name for name, *_ in OneLaunchArgs._fields_[:-1]]  # and what aligns it
+    core = pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
+    kernel = plain_kernel.PlainKernel("fused/one_launch", "sizes", "OneLaunchArgs", 32)
+    checked = (
+        f"static_assert(sizeof(OneLaunchArgs) == {ctypes.sizeof(OneLaunchArgs)});\n"
+        "__device__ void sizes(const OneLaunchArgs&) {}\n"
+    )
+    options = core.ProgramOptions(std="c++20", arch="sm_90a", include_path=[str(kernel_loader.headers())])
+    source = kernel.source.replace("using namespace moecomm;\n", f"using namespace moecomm;\n{checked}", 1)
+    core.Program(source, "c++", options).compile("cubin")
+
+
+# Large and small tiles, with some type, activation and length of rows.
+KINDS = {
+    "256x4c2u16": (BF16, True, 7168, BF16),
+    "256x4c1": (FP16, False, 2880, FP16),
+    "128x6c2": (BF16, True, 16384, BF16),
+    "64x8c1": (FP16, True, 8, FP16),
+    "128x4c1": (FP8, True, 7168, BF16),
+    "64x5c1": (FP8, False, 2880, FP16),
+    "128x4s2h": (FP8, True, 7168, BF16),
+    "64x5c2": (FP8, False, 16, BF16),
+}
+SCHEDULE = SCHEDULES | FP8_SCHEDULES
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_compiles_without_spills_and_fits(name: str) -> None:
+    pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
+    dtype, apart, hidden, out = KINDS[name]
+    kernel = one_kernel(dtype, apart, SCHEDULE[name], hidden, out)
+    cubin, log = plain_kernel.build(kernel)
+    assert cubin.startswith(b"\x7fELF")
+    (registers,) = map(int, re.findall(r"Used (\d+) registers", log))
+    assert registers * kernels.THREADS <= 65536
+    assert {*re.findall(r"(\d+) bytes spill", log)} == {"0"}
+    assert {*re.findall(r"(\d+) bytes stack frame", log)} == {"0"}
+    assert "warning" not in log and kernel.shared_bytes <= 227 * 1024
