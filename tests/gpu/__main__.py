@@ -38,7 +38,7 @@ ENVIRONMENT = {
 }
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--seed", SEED)
 SANITIZER = ("compute-sanitizer", "--report-api-errors", "no", "--tool")
-FUSED = "True or two_launches or experts_do_not_come"  # of test_moe.py
+FUSED = "launch"  # of test_moe.py
 NVLINK, MOE = "tests/gpu/test_nvlink.py::test", "tests/gpu/test_moe.py"
 BACKENDS, ROUNDS = "lsa,nvshmem,gin", "--ranks 4 --tokens 128,4096 --layout flat --replays 7 --limit 240"
 GRACE_S = 5  # to say where threads were
@@ -113,13 +113,13 @@ PARTS: dict[str, list[Step]] = {
         Step("moe4", 300, (MOE, "-m", "gpu4", "-k", f"not ({FUSED})"), random=True),
     ],
     "fused": [
-        one("fused", 400, MOE, "-k", FUSED),
-        Step("fused4", 300, (MOE, "-m", "gpu4", "-k", FUSED), random=True),
+        one("fused", 600, MOE, "-k", FUSED),
+        Step("fused4", 450, (MOE, "-m", "gpu4", "-k", FUSED), random=True),
     ],
     "fp8": [
         one("gemm-fp8", 200, "tests/gpu/test_grouped_gemm_fp8.py", random=False),
-        one("moe-fp8", 500, "tests/gpu/test_moe_fp8.py"),
-        Step("moe4-fp8", 400, ("tests/gpu/test_moe_fp8.py", "-m", "gpu4"), random=True),
+        one("moe-fp8", 700, "tests/gpu/test_moe_fp8.py"),
+        Step("moe4-fp8", 500, ("tests/gpu/test_moe_fp8.py", "-m", "gpu4"), random=True),
     ],
     "integrations": [
         one("ops", 200, "tests/gpu/test_ops.py", random=False),

@@ -14,7 +14,7 @@ import torch
 
 import moecomm
 from moecomm import plain_kernel
-from moecomm.fused import SCHEDULES, choose, layer, two_launches
+from moecomm.fused import SCHEDULES, choose, layer, one_launch, schedules, two_launches
 from moecomm.fused.kernels import gemm_kernel
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
 
@@ -39,6 +39,11 @@ DTYPES = (torch.bfloat16, torch.float16)
 ODD = {"ranks": 2, "hidden": 64, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 40}
 
 
+Fused = bool | str
+TRAVELLING: tuple[str, ...] = tuple(layer.FORMS)
+FUSED: tuple[Fused, ...] = (False, *TRAVELLING)
+
+
 def of_buffer(sizes: dict[str, Any]) -> dict[str, Any]:
     """Those of `sizes` that a Buffer has."""
     return {name: size for name, size in sizes.items() if name not in ("intermediate", "ranks")}
@@ -52,8 +57,8 @@ def calls_of(case: LayerCase) -> list[dict[str, Any]]:
     return [case.call(rank, "cuda") for rank in range(len(case.x))]
 
 
-def one_or_other(given: list[dict[str, Any]], fused: bool) -> list[dict[str, Any]]:
-    """The same calls, rows travelling under the experts or not; sums of ranks travel in float32 in both."""
+def one_or_other(given: list[dict[str, Any]], fused: Fused) -> list[dict[str, Any]]:
+    """The same calls, rows travelling under the experts or not; sums of ranks travel in float32 in all of them."""
     return [{**call, "fused": fused, "wire": None} for call in given]
 
 
@@ -81,6 +86,8 @@ def compiled() -> None:
                 kernels |= {gemm_kernel(dtype, True, apart, first), gemm_kernel(dtype, False, False, second)}
                 kernels.add(two_launches.fetch_kernel(dtype, apart, first, hidden))
                 kernels.add(two_launches.send_kernel(dtype, second))
+                both = schedules.schedule_of_both(dtype, rows, local, hidden, inner, 132)
+                kernels.add(one_launch.one_kernel(dtype, apart, both, hidden))
     compile_all(kernels)
 
 
@@ -103,15 +110,16 @@ def test_random_layers_of_virtual_ranks(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"R{s['ranks']}-H{s['hidden']}-E{s['num_experts']}-K{s['topk']}")
-def test_two_launches_have_the_bits_of_dispatch_and_combine(
-    sizes: dict[str, Any], dtype: torch.dtype, request: pytest.FixtureRequest
+@pytest.mark.parametrize("fused", TRAVELLING)
+def test_rows_that_travel_under_experts_have_the_bits_of_dispatch_and_combine(
+    fused: str, sizes: dict[str, Any], dtype: torch.dtype, request: pytest.FixtureRequest
 ) -> None:
     with opened(sizes, dtype) as ranks:
         for seed in seeds(request, 20):
             case = random_layer(seed, **sizes, dtype=dtype)
             case.wire = None
             calls = calls_of(case)
-            outs = ranks.moe(one_or_other(calls, fused=True))
+            outs = ranks.moe(one_or_other(calls, fused))
             ranks.check()
             for rank, (out, other) in enumerate(zip(outs, ranks.moe(one_or_other(calls, fused=False)), strict=True)):
                 case.check(rank, out)
@@ -120,8 +128,8 @@ def test_two_launches_have_the_bits_of_dispatch_and_combine(
 
 @pytest.mark.gpu1
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("fused", [False, True])
-def test_large_tiles(fused: bool) -> None:
+@pytest.mark.parametrize("fused", FUSED)
+def test_large_tiles(fused: Fused) -> None:
     with opened(LARGE) as ranks:
         for seed in range(6):
             case = random_layer(seed, **LARGE, dtype=torch.bfloat16)
@@ -130,8 +138,8 @@ def test_large_tiles(fused: bool) -> None:
 
 
 @pytest.mark.gpu1
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_graph_replays_with_other_routing(fused: bool) -> None:
+@pytest.mark.parametrize("fused", FUSED)
+def test_a_graph_replays_with_other_routing(fused: Fused) -> None:
     sizes = SIZES[3] | {"ranks": 2}
     cases = [full_layer(seed, sizes) for seed in range(12)]
     with opened(sizes) as ranks:
@@ -187,8 +195,8 @@ def ours_of(sizes: dict[str, Any], case: LayerCase, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.gpu1
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_bad_id_is_told_and_the_next_layer_is_right(fused: bool) -> None:
+@pytest.mark.parametrize("fused", FUSED)
+def test_a_bad_id_is_told_and_the_next_layer_is_right(fused: Fused) -> None:
     case = full_layer(1, ODD)
     with opened(ODD) as ranks:
         calls = one_or_other(calls_of(case), fused)
@@ -205,12 +213,13 @@ def test_a_bad_id_is_told_and_the_next_layer_is_right(fused: bool) -> None:
 
 @pytest.mark.gpu1
 @pytest.mark.parametrize("weights", ["bf16", "fp8"])
-def test_a_rank_that_does_not_come_is_a_timeout(weights: str) -> None:
+@pytest.mark.parametrize("fused", TRAVELLING)
+def test_a_rank_that_does_not_come_is_a_timeout(fused: str, weights: str) -> None:
     """One rank alone goes through all of its launches: none of them hangs, and the context lives."""
     case = full_layer(1, ODD)
     case.fp8 = weights == "fp8"
     with LocalBuffers(2, **of_buffer(ODD), backend="lsa", device=0, timeout_s=2) as ranks:
-        call = one_or_other(calls_of(case), fused=True)[0]
+        call = one_or_other(calls_of(case), fused)[0]
         buffer = ranks.buffers[0]
         begin = time.monotonic()
         buffer.moe(**call)
@@ -220,16 +229,17 @@ def test_a_rank_that_does_not_come_is_a_timeout(weights: str) -> None:
         assert (caught.value.rank, caught.value.peer, caught.value.phase) == (0, 1, "notice")
         assert torch.ones(5, device="cuda").sum().item() == 5
     with opened(ODD) as ranks:
-        checked(ranks, case, one_or_other(calls_of(case), fused=True))
+        checked(ranks, case, one_or_other(calls_of(case), fused))
 
 
 @pytest.mark.gpu1
 @pytest.mark.parametrize("weights", ["bf16", "fp8"])
-def test_a_rank_whose_experts_do_not_come_is_a_timeout(weights: str) -> None:
+@pytest.mark.parametrize("fused", TRAVELLING)
+def test_a_rank_whose_experts_do_not_come_is_a_timeout(fused: str, weights: str) -> None:
     case = full_layer(1, ODD)
     case.fp8 = weights == "fp8"
     with LocalBuffers(2, **of_buffer(ODD), backend="lsa", device=0, timeout_s=2) as ranks:
-        calls = one_or_other(calls_of(case), fused=True)
+        calls = one_or_other(calls_of(case), fused)
         given = [layer.prepare(buffer, **call) for buffer, call in zip(ranks.buffers, calls, strict=True)]
         routed = ranks.dispatch([g.dispatch for g in given])
         with torch.cuda.stream(ranks.streams[0]):  # that of its rounds, which check() waits for
@@ -249,7 +259,7 @@ def called(buffer: moecomm.Buffer, call: dict[str, Any]) -> None:
 
 
 def _layers(
-    rank: int, group: Any, sizes: dict[str, Any], dtype: torch.dtype, first: int, cases: int, fused: bool
+    rank: int, group: Any, sizes: dict[str, Any], dtype: torch.dtype, first: int, cases: int, fused: Fused
 ) -> str:
     torch.cuda.set_device(rank)
     with moecomm.Buffer(group, **of_buffer(sizes), dtype=dtype, backend="lsa") as buffer:
@@ -267,11 +277,11 @@ def _layers(
 
 @pytest.mark.gpu4
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [SIZES[3], LARGE | {"ranks": 4}], ids=["small", "large"])
 def test_random_layers_of_four_processes(
-    sizes: dict[str, Any], dtype: torch.dtype, fused: bool, request: pytest.FixtureRequest, gpu_ranks: Ranks
+    sizes: dict[str, Any], dtype: torch.dtype, fused: Fused, request: pytest.FixtureRequest, gpu_ranks: Ranks
 ) -> None:
     some = seeds(request, 4 if sizes is SIZES[3] else 100)
     gpu_ranks.start(4, _layers, sizes, dtype, some.start, len(some), fused)
@@ -279,7 +289,7 @@ def test_random_layers_of_four_processes(
     assert list(found.values()) == ["right"] * 4, found
 
 
-def replayed(rank: int, group: Any, sizes: dict[str, Any], fused: bool, fp8: bool = False) -> str:
+def replayed(rank: int, group: Any, sizes: dict[str, Any], fused: Fused, fp8: bool = False) -> str:
     torch.cuda.set_device(rank)
     cases = [full_layer(seed, sizes) for seed in range(20)]
     for case in cases:
@@ -300,6 +310,6 @@ def replayed(rank: int, group: Any, sizes: dict[str, Any], fused: bool, fp8: boo
 
 
 @pytest.mark.gpu4
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_graph_replays_with_other_routing_on_four_gpus(gpu_ranks: Ranks, fused: bool) -> None:
+@pytest.mark.parametrize("fused", FUSED)
+def test_a_graph_replays_with_other_routing_on_four_gpus(gpu_ranks: Ranks, fused: Fused) -> None:
     assert gpu_ranks.run(4, replayed, SIZES[3], fused) == ["right"] * 4

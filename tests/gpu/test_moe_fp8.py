@@ -10,13 +10,25 @@ import torch
 
 import moecomm
 from moecomm import plain_kernel
-from moecomm.fused import FP8_SCHEDULES, Fp8, choose_fp8, grouped_gemm, two_launches
+from moecomm.fused import FP8_SCHEDULES, Fp8, choose_fp8, grouped_gemm, one_launch, schedules, two_launches
 from moecomm.fused.kernels import FP8, gemm_kernel
 from moecomm.testing import random_layer
 
 from ..conftest import Ranks
 from .layers import check_replays, checked, compile_all
-from .test_moe import calls_of, full_layer, of_buffer, one_or_other, opened, replayed, same_bits, seeds
+from .test_moe import (
+    FUSED,
+    TRAVELLING,
+    Fused,
+    calls_of,
+    full_layer,
+    of_buffer,
+    one_or_other,
+    opened,
+    replayed,
+    same_bits,
+    seeds,
+)
 
 SIZES: list[dict[str, Any]] = [
     {"ranks": 1, "hidden": 64, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 40},
@@ -42,16 +54,16 @@ def compiled() -> None:
         return
     kernels: set[plain_kernel.PlainKernel] = set()
     for sizes, rows in itertools.product((*SIZES, LARGE), (1, 1000)):
-        first, second = (
-            FP8_SCHEDULES[choose_fp8(rows, sizes["num_experts"] // sizes["ranks"], columns)]
-            for columns in (2 * sizes["intermediate"], sizes["hidden"])
-        )
+        hidden, inner, local = sizes["hidden"], sizes["intermediate"], sizes["num_experts"] // sizes["ranks"]
+        first, second = (FP8_SCHEDULES[choose_fp8(rows, local, columns)] for columns in (2 * inner, hidden))
+        both = schedules.schedule_of_both(FP8, rows, local, hidden, inner, 132)
         kernels |= {gemm_kernel(FP8, True, apart, first, out=FP8) for apart in (False, True)}
-        kernels |= {two_launches.fetch_kernel(FP8, apart, first, sizes["hidden"]) for apart in (False, True)}
+        kernels |= {two_launches.fetch_kernel(FP8, apart, first, hidden) for apart in (False, True)}
         for dtype in DTYPES:
             kernels.add(gemm_kernel(FP8, False, False, second, out=dtype))
             kernels.add(two_launches.send_kernel(FP8, second, dtype))
-            kernels.add(two_launches.offer_kernel(dtype, FP8, sizes["hidden"], sizes["topk"]))
+            kernels |= {one_launch.one_kernel(FP8, apart, both, hidden, dtype) for apart in (False, True)}
+            kernels.add(two_launches.offer_kernel(dtype, FP8, hidden, sizes["topk"]))
     compile_all(kernels)
 
 
@@ -76,15 +88,16 @@ def test_random_layers_of_virtual_ranks(
 @pytest.mark.parametrize(
     "sizes", [*SIZES, LARGE], ids=lambda s: f"R{s['ranks']}-H{s['hidden']}-E{s['num_experts']}-K{s['topk']}"
 )
-def test_two_launches_have_the_bits_of_dispatch_and_combine(
-    sizes: dict[str, Any], dtype: torch.dtype, request: pytest.FixtureRequest
+@pytest.mark.parametrize("fused", TRAVELLING)
+def test_rows_that_travel_under_experts_have_the_bits_of_dispatch_and_combine(
+    fused: str, sizes: dict[str, Any], dtype: torch.dtype, request: pytest.FixtureRequest
 ) -> None:
     with opened(sizes, dtype) as ranks:
         for seed in seeds(request, 75 if sizes is LARGE else 40):
             case = random_layer(seed, **sizes, dtype=dtype, fp8=True)
             case.wire = None
             calls = calls_of(case)
-            outs = checked(ranks, case, one_or_other(calls, fused=True))
+            outs = checked(ranks, case, one_or_other(calls, fused))
             for rank, (out, other) in enumerate(zip(outs, ranks.moe(one_or_other(calls, fused=False)), strict=True)):
                 assert same_bits(out, other), f"layer of seed {seed}, rank {rank}"
 
@@ -119,8 +132,8 @@ def test_the_method_has_the_bits_of_its_parts(layout: str) -> None:
 
 
 @pytest.mark.gpu1
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_graph_replays_with_other_routing(fused: bool) -> None:
+@pytest.mark.parametrize("fused", FUSED)
+def test_a_graph_replays_with_other_routing(fused: Fused) -> None:
     sizes = SIZES[3] | {"ranks": 2}
     cases = [full_layer(seed, sizes) for seed in range(8)]
     with opened(sizes) as ranks:
@@ -130,8 +143,8 @@ def test_a_graph_replays_with_other_routing(fused: bool) -> None:
 
 
 @pytest.mark.gpu1
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_bad_id_is_told_and_the_next_layer_is_right(fused: bool) -> None:
+@pytest.mark.parametrize("fused", FUSED)
+def test_a_bad_id_is_told_and_the_next_layer_is_right(fused: Fused) -> None:
     sizes = SIZES[0] | {"ranks": 2}
     case = full_layer(1, sizes)
     case.fp8 = True
@@ -147,7 +160,7 @@ def test_a_bad_id_is_told_and_the_next_layer_is_right(fused: bool) -> None:
         checked(ranks, case, calls)
 
 
-def _layers(rank: int, group: Any, sizes: dict[str, Any], first: int, cases: int, fused: bool) -> str:
+def _layers(rank: int, group: Any, sizes: dict[str, Any], first: int, cases: int, fused: Fused) -> str:
     torch.cuda.set_device(rank)
     with moecomm.Buffer(group, **of_buffer(sizes), backend="lsa") as buffer:
         for seed in range(first, first + cases):
@@ -164,10 +177,10 @@ def _layers(rank: int, group: Any, sizes: dict[str, Any], first: int, cases: int
 
 @pytest.mark.gpu4
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize("sizes", [SIZES[3], LARGE | {"ranks": 4}], ids=["small", "large"])
 def test_random_layers_of_four_processes(
-    sizes: dict[str, Any], fused: bool, request: pytest.FixtureRequest, gpu_ranks: Ranks
+    sizes: dict[str, Any], fused: Fused, request: pytest.FixtureRequest, gpu_ranks: Ranks
 ) -> None:
     some = seeds(request, 8 if sizes is SIZES[3] else 100)
     gpu_ranks.start(4, _layers, sizes, some.start, len(some), fused)
@@ -176,6 +189,6 @@ def test_random_layers_of_four_processes(
 
 
 @pytest.mark.gpu4
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_graph_replays_with_other_routing_on_four_gpus(gpu_ranks: Ranks, fused: bool) -> None:
+@pytest.mark.parametrize("fused", FUSED)
+def test_a_graph_replays_with_other_routing_on_four_gpus(gpu_ranks: Ranks, fused: Fused) -> None:
     assert gpu_ranks.run(4, replayed, SIZES[3], fused, True) == ["right"] * 4

@@ -21,7 +21,7 @@ from .layers import copy_into
 from .test_moe import full_layer, of_buffer, same_bits
 
 LAYER: dict[str, Any] = {"hidden": 64, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 40}
-KINDS = [{"fused": False}, {"fused": True}, {"fp8": True}]
+KINDS = [{"fused": False}, {"fused": True}, {"fused": "one launch"}, {"fp8": True}]
 
 pytestmark = pytest.mark.gpu1
 
@@ -106,7 +106,7 @@ def whole_layer(seed: int, fp8: bool = False) -> LayerCase:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_moe_has_the_bits_of_buffer_moe(kind: dict[str, bool]) -> None:
+def test_moe_has_the_bits_of_buffer_moe(kind: dict[str, Any]) -> None:
     fp8, how = kind.get("fp8", False), {name: on for name, on in kind.items() if name == "fused"}
     with moecomm.Buffer(None, **of_buffer(LAYER), backend="lsa") as buffer:
         compiled = torch.compile(ops.moe, fullgraph=True, backend="aot_eager")
