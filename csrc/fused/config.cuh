@@ -20,13 +20,11 @@ struct GemmConfig {
     Type out;       // e4m3: what bf16 would be, cast, with scales
     bool swiglu;    // out = silu(gate) * up, of rows of w that lie interleaved by kWoven in the ring ...
     bool apart;     // ... and, in memory, all gate rows before all up rows
-    i32 row_unit;   // of a block's rows of a tile: 16 or a multiple of it
-    i32 most_rows;  // of those, a multiple of row_unit
+    i32 row_unit;   // of the rows of a tile: 16 or a multiple of it
+    i32 most_rows;  // of a tile, a multiple of row_unit
     i32 stages;     // slots of the ring
     i32 cluster;    // blocks that multiply the same rows with neighbouring columns: each loads its part of the rows for all
-    bool swapped;   // w is what the instruction takes as rows, x as columns; or, of e4m3, as they are named (scaled_rows.cuh); then ...
-    bool stacked;   // ... the blocks of a cluster may have neighbouring rows, and the same columns, whose parts they load for all ...
-    bool held;      // ... and rows of x may be in registers while they are multiplied (scaled_held.cuh)
+    bool swapped;   // w is what the instruction takes as rows, x as columns; or, of e4m3, as they are named (scaled_rows.cuh)
     i32 shared_bytes;
     bool helped;  // some blocks, GemmArgs::helpers, begin with something else
 
@@ -40,15 +38,12 @@ struct GemmConfig {
     MOECOMM_BOTH constexpr i32 row_bytes() const { return most_rows * kSlotRowBytes; }                 // of x, in a slot
     // Of product that a warpgroup turns at once; two places, so that each is met for once.
     MOECOMM_BOTH constexpr i32 stage_bytes() const { return scaled() ? 4096 : 8192; }
-    // Blocks of the cluster whose rows of x are the same, and those whose rows of w are.
-    MOECOMM_BOTH constexpr i32 sharing_x() const { return stacked ? 1 : cluster; }
-    MOECOMM_BOTH constexpr i32 sharing_w() const { return stacked ? cluster : 1; }
-    MOECOMM_BOTH constexpr i32 least_box() const { return row_unit / sharing_x(); }  // rows that the first of the maps loads
+    MOECOMM_BOTH constexpr i32 least_box() const { return row_unit / cluster; }  // rows that the first of the maps loads
 };
 
 struct GemmArgs {
-    TensorMap w;  // [groups][columns][depth], boxes of block_columns() / sharing_w(); apart: [groups][columns / 16][gate, up][8][depth],
-                  // as many rows, which the strides of the map put where the interleaved ones would be
+    TensorMap w;            // [groups][columns][depth], boxes of block_columns(); apart: [groups][columns / 16][gate, up][8][depth],
+                            // as many rows, which the strides of the map put where the interleaved ones would be
     TensorMap x[kRowMaps];  // [rows][depth], boxes of least_box() rows, twice as many, and so on
     u64 out;                // [rows][columns], or half the columns with swiglu
     u64 counts;             // i32[groups]: rows of each group

@@ -5,14 +5,13 @@
 // multiply 64 rows of w each.  Of e4m3, whose sums are in registers twice (scaled.cuh), a block has twice the weights, a warpgroup 64 rows
 // of them after 64 others, and tiles have up to 128 rows; or, where there are many, x is the instruction's rows (scaled_rows.cuh).  Blocks
 // stay for the whole launch; each takes every gridDim-th tile (tiles.h). The blocks of a cluster make the same tile of rows of neighbouring
-// columns: each loads its part of x into all of them.  Or, stacked, each makes its part of the rows of a tile, and loads its part of w.
+// columns: each loads its part of x into all of them.
 #pragma once
 #include "../device/launch.cuh"
 #include "epilogue.cuh"
 #include "epilogue_cast.cuh"
 #include "epilogue_rows.cuh"
 #include "scaled.cuh"
-#include "scaled_held.cuh"
 
 namespace moecomm {
 
@@ -35,16 +34,6 @@ template <GemmConfig c>
 MOECOMM_FN i32 place_in_cluster() {
     return c.cluster == 1 ? 0 : cluster_rank();
 }
-// Of the tile of a cluster, what this block makes.
-template <GemmConfig c>
-MOECOMM_FN void cut(Tile& tile) {
-    if constexpr (c.stacked) {  // of its rows, those of this block, maybe none
-        const i32 most = tile.padded / c.cluster, before = min(cluster_rank() * most, tile.rows);
-        tile.row += before;
-        tile.rows = min(tile.rows - before, most);
-    }
-    if constexpr (!c.swapped) tile.padded = align_up(tile.rows, c.row_unit);
-}
 
 // The tiles of this block's cluster.  What does not change is read where it is wanted: registers are short.
 template <GemmConfig c>
@@ -60,7 +49,6 @@ struct MyTiles {
     MOECOMM_FN Deal deal() const { return {static_cast<i32>(gridDim.x) / c.cluster, args.helpers / c.cluster, early}; }
     MOECOMM_FN bool take(Tile& tile) {
         const bool found = walk.find(next, tile);
-        cut<c>(tile);
         next = c.helped ? deal().next(cluster(), next) : next + static_cast<i32>(gridDim.x) / c.cluster;
         return found;
     }
@@ -69,33 +57,32 @@ struct MyTiles {
 // Which of the blocks of columns.
 template <GemmConfig c>
 MOECOMM_FN i32 block_of(const Tile& tile, i32 rank) {
-    return c.stacked ? tile.column : tile.column * c.cluster + rank;
+    return tile.column * c.cluster + rank;
 }
 
 // One thread: fills the ring with a tile.  `apart`: GemmConfig::apart of what it is a tile of.
 template <GemmConfig c, bool apart>
 MOECOMM_FN void load_tile(GemmShared<c>& s, const GemmArgs& args, const Tile& tile, i32 rank, RingPlace<c>& place) {
-    const i32 part = tile.padded / c.sharing_x(), column = block_of<c>(tile, rank) * c.block_columns();
-    const i32 to_row = c.stacked ? 0 : rank * part, to_column = c.stacked ? rank * (c.block_columns() / c.cluster) : 0;
+    const i32 part = tile.padded / c.cluster, column = block_of<c>(tile, rank) * c.block_columns();
     const i32 bytes = c.weight_bytes() + tile.padded * kSlotRowBytes;
     const u64 keep = tile.alone ? kKeepLeast : kKeepNormal;
     for (i32 k = 0; k < args.depth; k += c.depth(), place.step()) {
         copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
         u64* full = &s.barriers.full[place.slot];
         expect_bytes(full, bytes);
-        const u32 w = shared_address(s.ring.w[place.slot]) + to_column * kSlotRowBytes;
+        const u32 w = shared_address(s.ring.w[place.slot]);
         if constexpr (apart) {
-            load_pairs<c.sharing_w()>(w, args.w, k, (column + to_column) / (2 * kWoven), tile.group, full, keep);
+            load_pairs(w, args.w, k, column / (2 * kWoven), tile.group, full, keep);
         } else {
-            load_box<c.sharing_w()>(w, args.w, k, column + to_column, tile.group, full, keep);
+            load_box(w, args.w, k, column, tile.group, full, keep);
         }
-        u32 to = shared_address(s.ring.x[place.slot]) + to_row * kSlotRowBytes;
-        i32 row = tile.row + to_row;
+        u32 to = shared_address(s.ring.x[place.slot]) + rank * part * kSlotRowBytes;
+        i32 row = tile.row + rank * part;
 #pragma unroll
         for (i32 i = kRowMaps - 1; i >= 0; --i) {
             const i32 box = c.least_box() << i;
-            if (box * c.sharing_x() > c.most_rows || (part & box) == 0) continue;
-            load_box_for_all<c.sharing_x()>(to, args.x[i], k, row, full, kKeepNormal);
+            if (box * c.cluster > c.most_rows || (part & box) == 0) continue;
+            load_box_for_all<c.cluster>(to, args.x[i], k, row, full, kKeepNormal);
             to += box * kSlotRowBytes;
             row += box;
         }

@@ -79,7 +79,6 @@ MOECOMM_FN void deal(OneShared<c>& s, const OneLaunchArgs& args) {
         const i32 position = take_position(s.dealt, reinterpret_cast<u32*>(args.layer.taken), place);
         bool second;
         const bool found = s.dealt.walk.find(position, next.tile, second);
-        if (found) cut<c>(next.tile);
         next.product = !found ? Dealt::none : second ? Dealt::second : Dealt::first;
         if (found && second) {
             awaited.template made<c>(next.tile);

@@ -119,4 +119,16 @@ MOECOMM_FN void multiply_share(Ring<c>& ring, RingBarriers<c>& barriers, const R
     }
 }
 
+// All that a warpgroup has of a tile.
+template <GemmConfig c, i32 size>
+MOECOMM_FN void multiply_rows(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place, i32 math_group,
+                              i32 steps, i32 padded, float (&sums)[c.parts()][size]) {
+    const Share<c> share(padded, math_group);
+    if (share.all_parts) {
+        multiply_share<c, c.parts()>(ring, barriers, scales, place, share, steps, sums);
+    } else {
+        multiply_share<c, 1>(ring, barriers, scales, place, share, steps, sums);
+    }
+}
+
 }  // namespace moecomm

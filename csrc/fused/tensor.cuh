@@ -19,48 +19,23 @@ MOECOMM_FN void prefetch_map(const TensorMap& map) {
 MOECOMM_FN void expect_bytes(u64* barrier, i32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
-template <i32 cluster>
-MOECOMM_BOTH constexpr u16 everybody() {
-    return (1 << cluster) - 1;
-}
-// A box to the same place in all blocks of the cluster whose bits are set; its bytes count at each block's own barrier.  Coordinates count
-// elements, the fastest dimension first.
-template <i32 cluster = 1>
+// A box to this block.  Coordinates count elements, the fastest dimension first.
 MOECOMM_FN void load_box(u32 to, const TensorMap& map, i32 column, i32 row, i32 matrix, u64* barrier, u64 keep) {
-    if constexpr (cluster == 1) {
-        asm volatile(
-            "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], "
-            "%6;" ::"r"(to),
-            "l"(reinterpret_cast<u64>(&map)), "r"(column), "r"(row), "r"(matrix), "r"(shared_address(barrier)), "l"(keep)
-            : "memory");
-    } else {
-        asm volatile(
-            "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
-            " [%0], [%1, {%2, %3, %4}], [%5], %6, %7;" ::"r"(to),
-            "l"(reinterpret_cast<u64>(&map)), "r"(column), "r"(row), "r"(matrix), "r"(shared_address(barrier)), "h"(everybody<cluster>()),
-            "l"(keep)
-            : "memory");
-    }
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::
+            "r"(to),
+        "l"(reinterpret_cast<u64>(&map)), "r"(column), "r"(row), "r"(matrix), "r"(shared_address(barrier)), "l"(keep)
+        : "memory");
 }
 // The same of a matrix whose gate rows and up rows lie apart: `pair` counts 8 gate rows and their 8 up rows.
-template <i32 cluster = 1>
 MOECOMM_FN void load_pairs(u32 to, const TensorMap& map, i32 column, i32 pair, i32 matrix, u64* barrier, u64 keep) {
-    if constexpr (cluster == 1) {
-        asm volatile(
-            "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, 0, 0, %3, %4}], "
-            "[%5], %6;" ::"r"(to),
-            "l"(reinterpret_cast<u64>(&map)), "r"(column), "r"(pair), "r"(matrix), "r"(shared_address(barrier)), "l"(keep)
-            : "memory");
-    } else {
-        asm volatile(
-            "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
-            " [%0], [%1, {%2, 0, 0, %3, %4}], [%5], %6, %7;" ::"r"(to),
-            "l"(reinterpret_cast<u64>(&map)), "r"(column), "r"(pair), "r"(matrix), "r"(shared_address(barrier)), "h"(everybody<cluster>()),
-            "l"(keep)
-            : "memory");
-    }
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, 0, 0, %3, %4}], [%5], "
+        "%6;" ::"r"(to),
+        "l"(reinterpret_cast<u64>(&map)), "r"(column), "r"(pair), "r"(matrix), "r"(shared_address(barrier)), "l"(keep)
+        : "memory");
 }
-// A box of x.
+// A box to the same place in all blocks of the cluster whose bits are set; its bytes count at each block's own barrier.
 template <i32 cluster>
 MOECOMM_FN void load_box_for_all(u32 to, const TensorMap& map, i32 column, i32 row, u64* barrier, u64 keep) {
     if constexpr (cluster == 1) {
@@ -70,10 +45,11 @@ MOECOMM_FN void load_box_for_all(u32 to, const TensorMap& map, i32 column, i32 r
             "l"(reinterpret_cast<u64>(&map)), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(keep)
             : "memory");
     } else {
+        constexpr u16 everybody = (1 << cluster) - 1;
         asm volatile(
             "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
             " [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(to),
-            "l"(reinterpret_cast<u64>(&map)), "r"(column), "r"(row), "r"(shared_address(barrier)), "h"(everybody<cluster>()), "l"(keep)
+            "l"(reinterpret_cast<u64>(&map)), "r"(column), "r"(row), "r"(shared_address(barrier)), "h"(everybody), "l"(keep)
             : "memory");
     }
 }

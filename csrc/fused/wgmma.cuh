@@ -95,16 +95,6 @@ MOECOMM_FN void wgmma(float (&sums)[size], u64 a, u64 b, i32 keep) {
     if constexpr (n == 240) MOECOMM_WGMMA(240, 15, 120, 121, 122);
     if constexpr (n == 256) MOECOMM_WGMMA(256, 16, 128, 129, 130);
 }
-// The same of n = 64, and rows of a that lie in registers: of 32 bytes of a row, lane l has four from 4 (l % 4) on and 16 behind those, of row
-// 16 w + l / 4 in a[0] and a[2] and of the row 8 below in a[1] and a[3].
-template <Type type, i32 size>
-MOECOMM_FN void wgmma_held(float (&sums)[size], const u32 (&a)[4], u64 b, i32 keep) {
-    static_assert(type == Type::e4m3 && size == 32, "");
-    asm volatile("{\n\t.reg .pred keep;\n\tsetp.ne.b32 keep, %37, 0;\n\t"
-                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" MOECOMM_REGISTERS_4
-                 "}, {%32, %33, %34, %35}, %36, keep, 1, 1;\n\t}"
-                 : MOECOMM_SUMS_4 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
-}
 // clang-format on
 
 #undef MOECOMM_WGMMA

@@ -160,7 +160,7 @@ def arguments(
     rows, step = x.shape[:-1].numel(), kernels.SLOT_ROW_BYTES // x.element_size()
     strides = None if x.is_contiguous() else x.stride()
     args = kernels.GemmArgs(
-        w=_weight_map(w, apart, schedule.sharing_w),
+        w=_weight_map(w, apart),
         out=out,
         counts=counts.data_ptr(),
         columns=columns,
@@ -169,13 +169,13 @@ def arguments(
         alignment=alignment,
         group_rows=x.shape[1] if x.dim() == 3 else 0,
         rows=rows,
-        column_tiles=-(-columns // (block_columns(x.dtype) * schedule.sharing_x)),
-        band=(FP8_BAND if x.dtype == kernels.FP8 else BAND) // schedule.sharing_w,
-        unit=schedule.row_unit * schedule.sharing_w,
-        most_rows=schedule.most_rows * schedule.sharing_w,
+        column_tiles=-(-columns // (block_columns(x.dtype) * schedule.cluster)),
+        band=FP8_BAND if x.dtype == kernels.FP8 else BAND,
+        unit=schedule.row_unit,
+        most_rows=schedule.most_rows,
     )
-    box, index = schedule.row_unit // schedule.sharing_x, 0
-    while box * schedule.sharing_x <= schedule.most_rows:
+    box, index = schedule.row_unit // schedule.cluster, 0
+    while box * schedule.cluster <= schedule.most_rows:
         args.x[index] = tensor_maps.encode(x.data_ptr(), (rows, depth), x.dtype, (box, step), strides)
         box, index = 2 * box, index + 1
     return args
@@ -190,25 +190,22 @@ def tell_scales(args: kernels.GemmArgs, given: Operands, out_scales: torch.Tenso
     args.out_scales = 0 if out_scales is None else out_scales.data_ptr()
 
 
-def _weight_map(w: torch.Tensor, apart: bool, shares: int) -> Any:
-    """Loaded by so many blocks, a share each."""
+def _weight_map(w: torch.Tensor, apart: bool) -> Any:
     if apart:
-        shape, strides, box = apart_map(tuple(w.shape), w.dtype, shares)
+        shape, strides, box = apart_map(tuple(w.shape), w.dtype)
         return tensor_maps.encode(w.data_ptr(), shape, w.dtype, box, strides)
-    box = (1, block_columns(w.dtype) // shares, kernels.SLOT_ROW_BYTES // w.element_size())
+    box = (1, block_columns(w.dtype), kernels.SLOT_ROW_BYTES // w.element_size())
     return tensor_maps.encode(w.data_ptr(), tuple(w.shape), w.dtype, box)
 
 
-def apart_map(
-    shape: tuple[int, ...], dtype: torch.dtype, shares: int = 1
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def apart_map(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Shape, strides and box of w13 `[E, 2 I, H]` as a matrix of pairs: 8 gate rows, their 8 up rows, and so on.
 
     Boxes are then in the ring what those of the interleaved matrix are.
     """
     groups, columns, depth = shape
     half, pair = columns // 2 * depth, 2 * GRANULARITY
-    box = (1, block_columns(dtype) // pair // shares, 2, GRANULARITY, kernels.SLOT_ROW_BYTES // dtype.itemsize)
+    box = (1, block_columns(dtype) // pair, 2, GRANULARITY, kernels.SLOT_ROW_BYTES // dtype.itemsize)
     return (groups, columns // pair, 2, GRANULARITY, depth), (2 * half, GRANULARITY * depth, half, depth, 1), box
 
 

@@ -31,18 +31,6 @@ class Schedule:
     stages: int
     cluster: int
     swapped: bool = True
-    stacked: bool = False
-    held: bool = False
-
-    @property
-    def sharing_x(self) -> int:
-        """Blocks of a cluster that multiply the same rows of x."""
-        return 1 if self.stacked else self.cluster
-
-    @property
-    def sharing_w(self) -> int:
-        """Blocks of a cluster that multiply the same rows of w."""
-        return self.cluster if self.stacked else 1
 
 
 # By name: rows of a tile, slots of the ring, blocks of a cluster; u16: units of rows of 16, not of 32.
@@ -56,18 +44,12 @@ SCHEDULES = {
 }
 
 # The same of e4m3, whose sums are in registers twice: a tile has up to 128 rows, and 256 columns a block.  r: rows of x
-# are the instruction's rows; h: so they are, held in registers; s2: two blocks have neighbouring rows, 256 together.
-# Those three are not chosen until they have been measured.
+# are the instruction's rows, in units of 64.
 FP8_SCHEDULES = {
     "64x5c1": Schedule(row_unit=16, most_rows=64, stages=5, cluster=1),
     "64x5c2": Schedule(row_unit=16, most_rows=64, stages=5, cluster=2),
     "128x4c1": Schedule(row_unit=16, most_rows=128, stages=4, cluster=1),
     "128x4c1r": Schedule(row_unit=64, most_rows=128, stages=4, cluster=1, swapped=False),
-    "128x4c2r": Schedule(row_unit=64, most_rows=128, stages=4, cluster=2, swapped=False),
-    "128x4s2r": Schedule(row_unit=64, most_rows=128, stages=4, cluster=2, swapped=False, stacked=True),
-    "128x4c1h": Schedule(row_unit=64, most_rows=128, stages=4, cluster=1, swapped=False, held=True),
-    "128x4c2h": Schedule(row_unit=64, most_rows=128, stages=4, cluster=2, swapped=False, held=True),
-    "128x4s2h": Schedule(row_unit=64, most_rows=128, stages=4, cluster=2, swapped=False, stacked=True, held=True),
 }
 FP8_BAND = 2 * BAND  # rows half as high
 
@@ -75,6 +57,7 @@ FP8_BAND = 2 * BAND  # rows half as high
 # Rows of a tile, and the time of a row of it where the tensor cores are what is waited for, of that in the last.
 _HEIGHTS = {"64x8c1": (64, 1.45), "128x6c1": (128, 1.07), "256x4c1": (256, 1.0)}
 _FP8_HEIGHTS = {"64x5c1": (64, 1.2), "128x4c1": (128, 1.0)}
+_TALL = 192  # rows
 _FEW_GROUPS, _FEW_WAVES = 4, 6
 
 
@@ -95,26 +78,41 @@ def _in_whole_waves(
     return min(found, key=lambda name: found[name][0] * found[name][1])
 
 
-def choose_fp8(expected_rows: int, groups: int, columns: int, multiprocessors: int = 132) -> str:
+def choose_fp8(
+    expected_rows: int, groups: int, columns: int, multiprocessors: int = 132, *, arriving: bool = False
+) -> str:
     """The name of the schedule for `groups` groups of about so many rows of e4m3, times matrices of so many columns.
 
-    Fitted to bench/results/gemm-fp8-schedules-h200.json and gemm-fp8-clusters-h200.json; tests/fused/test_schedules.py
-    says how well.  Small tiles while one holds nearly every group.  There is no pair of tiles of 128 rows: in the
-    second file it was up to a tenth slower, and nowhere faster by more than measuring it twice shows.
+    Fitted to bench/results/gemm-fp8-rows-h200.json, gemm-fp8-schedules-h200.json and gemm-fp8-clusters-h200.json;
+    tests/fused/test_schedules.py says how well.  Small tiles while one holds nearly every group.  From 254 rows on,
+    of which units of 64 waste little, 128x4c1r was 9 to 46 % faster than 128x4c1; with 125 to 128 it was not.  There
+    are no pairs of blocks with tiles of 128 rows: they were faster in few rows, by little (csrc/README.md).
+
+    `arriving`: rows come while tiles are made, which has been measured with swapped operands alone
+    (bench/results/moe-*-h200-4.json).
     """
     column_tiles = -(-columns // (2 * BLOCK_COLUMNS))
     if expected_rows <= 40:
         return "64x5c2" if column_tiles % 2 == 0 else "64x5c1"
+    if expected_rows >= _TALL and not arriving:
+        return "128x4c1r"
     few = _in_whole_waves(_FP8_HEIGHTS, expected_rows, groups, column_tiles, multiprocessors)
     return few or "128x4c1"
 
 
 def schedule_of(
-    dtype: torch.dtype, expected_rows: int, groups: int, columns: int, depth: int, multiprocessors: int
+    dtype: torch.dtype,
+    expected_rows: int,
+    groups: int,
+    columns: int,
+    depth: int,
+    multiprocessors: int,
+    *,
+    arriving: bool = False,
 ) -> Schedule:
     """What is chosen for x and w of a dtype."""
     if dtype == torch.float8_e4m3fn:
-        return FP8_SCHEDULES[choose_fp8(expected_rows, groups, columns, multiprocessors)]
+        return FP8_SCHEDULES[choose_fp8(expected_rows, groups, columns, multiprocessors, arriving=arriving)]
     return SCHEDULES[choose(expected_rows, groups, columns, depth, multiprocessors)]
 
 
@@ -124,7 +122,7 @@ def schedule_of_both(
     """Of both GEMMs of a layer, whose rows are cut into the same tiles (csrc/fused/lagged.h): that of the first, which
     has two of three products.  tests/fused/test_schedules.py says how well.
     """
-    return schedule_of(dtype, expected_rows, groups, 2 * intermediate, hidden, multiprocessors)
+    return schedule_of(dtype, expected_rows, groups, 2 * intermediate, hidden, multiprocessors, arriving=True)
 
 
 def check_schedule(dtype: torch.dtype, schedule: Schedule) -> None:

@@ -22,8 +22,8 @@ BODIES: dict[str, dict[str, str]] = {
         "prefetch_map": "emulator::forget_lines();",  # when a block begins
         **dict.fromkeys(("take_registers", "leave_registers"), ""),
         "expect_bytes": "emulator::bring(*barrier, 1, -bytes);",
-        "load_box": "emulator::load_box(to, &map, {column, row, matrix}, barrier, cluster, 0, cluster);",
-        "load_pairs": "emulator::load_box(to, &map, {column, 0, 0, pair, matrix}, barrier, cluster, 0, cluster);",
+        "load_box": "emulator::load_box(to, &map, {column, row, matrix}, barrier, 1, 0, 1);",
+        "load_pairs": "emulator::load_box(to, &map, {column, 0, 0, pair, matrix}, barrier, 1, 0, 1);",
         "load_box_for_all": "emulator::load_box(to, &map, {column, row}, barrier, cluster, 0, cluster);",
         "cluster_rank": "return blockIdx.x % 2;",
         "arrive_at": "emulator::bring(*reinterpret_cast<u64*>(emulator::of_cluster(2, rank)->shared + "
@@ -35,9 +35,7 @@ BODIES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("wgmma_begin", "wgmma_commit"), ""),
         "wgmma_wait": "__syncwarp();",  # who releases a slot has waited for the products of all lanes
         "wgmma": "emulator::multiply<type == Type::e4m3, n>(sums, a, b, keep != 0);",
-        "wgmma_held": "emulator::multiply_held(sums, a, b, keep != 0);",
     },
-    "fused/scaled_held.cuh": {"load_matrices": "emulator::load_matrices(to, address);"},
     "fused/scales.cuh": {
         "load_scale": "memcpy(emulator::shared_at(to), emulator::in_first_level(from), 4);",
         "arrive_when_loaded": "emulator::bring(*barrier, 1, 0);",

@@ -112,16 +112,16 @@ inline float widen_e4m3(unsigned char v) {
 inline float widen_bf16(const unsigned char* p) {
     return __uint_as_float(static_cast<unsigned>(p[0]) << 16 | static_cast<unsigned>(p[1]) << 24);
 }
-inline const unsigned char* operand_byte(std::uint64_t operand, unsigned row, unsigned byte) {
-    const unsigned place = ((operand & 0x3fff) << 4) + row * 128 + byte;
-    return shared_at(place ^ (place >> 7 & 7) << 4);
-}
 // 32 bytes of a row of an operand times those of another.
 template <bool e4m3>
 float dot(std::uint64_t a, unsigned a_row, std::uint64_t b, unsigned b_row) {
+    const auto at = [](std::uint64_t operand, unsigned row, unsigned byte) {
+        const unsigned place = ((operand & 0x3fff) << 4) + row * 128 + byte;
+        return shared_at(place ^ (place >> 7 & 7) << 4);
+    };
     float sum = 0;
     for (unsigned byte = 0; byte < 32; byte += e4m3 ? 1 : 2) {
-        const unsigned char *x = operand_byte(a, a_row, byte), *y = operand_byte(b, b_row, byte);
+        const unsigned char *x = at(a, a_row, byte), *y = at(b, b_row, byte);
         sum += e4m3 ? widen_e4m3(*x) * widen_e4m3(*y) : widen_bf16(x) * widen_bf16(y);
     }
     return sum;
@@ -133,29 +133,6 @@ void multiply(float (&sums)[size], std::uint64_t a, std::uint64_t b, bool keep) 
         const unsigned row = 16 * warp + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
         sums[i] = (keep ? sums[i] : 0.0f) + dot<e4m3>(a, row, b, column);
     }
-}
-
-// Rows of the first operand in registers, of e4m3: a word of each of four lanes, then another.
-template <int size>
-void multiply_held(float (&sums)[size], const unsigned (&a)[4], std::uint64_t b, bool keep) {
-    const unsigned lane = threadIdx.x % 32;
-    unsigned rows[2][8];
-    for (unsigned i = 0; i < 4; ++i) {
-        const auto* words = exchange(a[i]);
-        for (unsigned j = 0; j < 4; ++j) rows[i % 2][i / 2 * 4 + j] = static_cast<unsigned>(words[lane / 4 * 4 + j]);
-    }
-    for (unsigned i = 0; i < size; ++i) {
-        const auto* row = reinterpret_cast<const unsigned char*>(rows[i / 2 % 2]);
-        float sum = 0;
-        for (unsigned byte = 0; byte < 32; ++byte)
-            sum += widen_e4m3(row[byte]) * widen_e4m3(*operand_byte(b, i / 4 * 8 + lane % 4 * 2 + i % 2, byte));
-        sums[i] = (keep ? sums[i] : 0.0f) + sum;
-    }
-}
-inline void load_matrices(unsigned (&to)[4], unsigned address) {
-    const unsigned lane = threadIdx.x % 32;
-    const auto* addresses = exchange(address);
-    for (unsigned i = 0; i < 4; ++i) std::memcpy(&to[i], shared_at(static_cast<unsigned>(addresses[8 * i + lane / 4])) + lane % 4 * 4, 4);
 }
 
 inline void store_matrices(unsigned address, const unsigned (&m)[4]) {

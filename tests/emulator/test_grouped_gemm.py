@@ -46,10 +46,10 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], int, int]] = {
     "gate and up apart": ("64x5c1", {"activation": "swiglu", "interleaved": False}, (20, 0, 66), 320, 144),
     "interleaved": ("64x5c2", {"activation": "swiglu"}, (3, 40), 560, 144),
     "rows first": ("128x4c1r", {}, (5, 0, 150), 328, 272),
-    "rows first, a pair, apart": ("128x4c2r", {"activation": "swiglu", "interleaved": False}, (20, 130), 320, 144),
-    "held, cast": ("128x4c1h", {"activation": "swiglu", "quantize": "fp8"}, (3, 70), 272, 144),
-    "held, stacked, apart, cast": (
-        "128x4s2h",
+    "rows first, apart": ("128x4c1r", {"activation": "swiglu", "interleaved": False}, (20, 130), 320, 144),
+    "rows first, cast": ("128x4c1r", {"activation": "swiglu", "quantize": "fp8"}, (3, 70), 272, 144),
+    "rows first, apart, cast": (
+        "128x4c1r",
         {"activation": "swiglu", "interleaved": False, "quantize": "fp8"},
         (190, 0, 70),
         320,

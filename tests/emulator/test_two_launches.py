@@ -116,7 +116,7 @@ def test_bits_are_those_of_one_after_the_other(
 ) -> None:
     emulated = Emulated(machine, monkeypatch)
     if fp8 and sizes["ranks"] == 1:  # another schedule than the parts have that come one after the other
-        monkeypatch.setattr(schedules, "schedule_of", lambda *shape: FP8_SCHEDULES["128x4s2h"])
+        monkeypatch.setattr(schedules, "schedule_of", lambda *shape, **_: FP8_SCHEDULES["128x4c1r"])
     of_buffer = {name: size for name, size in sizes.items() if name != "intermediate"}
     with LocalBuffers(**of_buffer, backend="host", timeout_s=20) as ranks:
         for seed in range(CASES):

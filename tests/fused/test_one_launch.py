@@ -42,7 +42,7 @@ KINDS = {
     "64x8c1": (FP16, True, 8, FP16),
     "128x4c1": (FP8, True, 7168, BF16),
     "64x5c1": (FP8, False, 2880, FP16),
-    "128x4s2h": (FP8, True, 7168, BF16),
+    "128x4c1r": (FP8, True, 7168, BF16),
     "64x5c2": (FP8, False, 16, BF16),
 }
 SCHEDULE = SCHEDULES | FP8_SCHEDULES

@@ -140,8 +140,6 @@ def kernels() -> dict[str, plain_kernel.PlainKernel]:
         found[f"fetch {name}"] = two_launches.fetch_kernel(bf16, True, schedule, 7168)
         found[f"send {name}"] = two_launches.send_kernel(fp16, schedule)
     for name, schedule in FP8_SCHEDULES.items():
-        if not schedule.swapped and not (schedule.stacked and schedule.held):
-            continue  # those that need fewer registers
         found[f"fetch FP8 {name}"] = two_launches.fetch_kernel(FP8, True, schedule, 7168)
         found[f"send FP8 {name}"] = two_launches.send_kernel(FP8, schedule, bf16)
     found["fetch, interleaved"] = two_launches.fetch_kernel(fp16, False, SCHEDULES["256x4c2u16"], 2880)
