@@ -29,7 +29,8 @@ log = logging.getLogger("moecomm")
 _MOST_DIMENSION = 1 << 31
 # By dtype of weights and ranks: rows of an expert, where all ranks have as many tokens as the Buffer is for, from which
 # on fused=None means True.  bench/results/moe-*-h200-4.json: from there on as fast as one after the other, or up to
-# 1.39 times, before mostly slower; other numbers of ranks have not been measured.
+# 1.39 times, before mostly slower; other numbers of ranks have not been measured.  The GEMMs of FP8 one after the other
+# had no tall tiles then (moecomm.fused.schedules).
 FUSED_FROM = {(torch.bfloat16, 4): 256, (torch.float16, 4): 256, (kernels.FP8, 4): 128}
 APART = "one after the other"
 FORMS = {"two launches": two_launches.Layer, "one launch": one_launch.OneLaunch}
