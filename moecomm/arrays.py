@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from moecomm import _native
 from moecomm.errors import BadInput
@@ -23,6 +24,7 @@ _DLPACK = {
     torch.int64: (0, 64),
     torch.uint8: (1, 8),
 }
+_BYTES = _DLPACK[torch.uint8]
 
 
 def adopt(argument: str, value: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any] | None]:
@@ -34,7 +36,7 @@ def adopt(argument: str, value: Any) -> tuple[torch.Tensor, Callable[[torch.Tens
     if not hasattr(value, "__dlpack__"):
         raise BadInput(argument, type(value).__name__, "a torch tensor or an array with __dlpack__")
     module = sys.modules[type(value).__module__.partition(".")[0]]
-    return torch.utils.dlpack.from_dlpack(value), module.from_dlpack
+    return from_dlpack(value), module.from_dlpack
 
 
 def window_tensor(
@@ -43,9 +45,10 @@ def window_tensor(
     """A contiguous tensor at `address` inside `block`; it keeps the block, and `owner`, alive."""
     index = device.index  # a Buffer's GPU has one, its CPU has none
     kind, index = (1, 0) if index is None else (2, index)
-    code, bits = _DLPACK.get(dtype, _DLPACK[torch.uint8])  # float8 goes as bytes
-    tensor = torch.utils.dlpack.from_dlpack(block.tensor(address, shape, code, bits, kind, index, owner))
-    return tensor if dtype in _DLPACK else tensor.view(dtype)
+    known = _DLPACK.get(dtype)
+    code, bits = known or _BYTES  # float8 goes as bytes
+    tensor = from_dlpack(block.tensor(address, shape, code, bits, kind, index, owner))
+    return tensor if known else tensor.view(dtype)
 
 
 def check_tensor(
