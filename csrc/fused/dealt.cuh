@@ -48,6 +48,16 @@ struct DealtPlace {
     }
 };
 
+// Does body(tile, its place) with all that is dealt in this block.
+template <GemmConfig c, class Body>
+MOECOMM_FN void for_dealt(DealtShared<c>& s, const Body& body) {
+    for (DealtPlace at;; at.step()) {
+        copy_wait(&s.full[at.slot], at.phase);
+        if (s.tiles[at.slot].product == Dealt::none) return;
+        body(s.tiles[at.slot], at);
+    }
+}
+
 MOECOMM_FN i32 next_of(u32* counter) {
     u32 before;
     asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");

@@ -96,10 +96,7 @@ template <GemmConfig c>
 MOECOMM_FN void load_dealt(OneShared<c>& s, const OneLaunchArgs& args) {
     const i32 rank = place_in_cluster<c>();
     RingPlace<c> place;
-    for (DealtPlace at;; at.step()) {
-        copy_wait(&s.dealt.full[at.slot], at.phase);
-        const Dealt& now = s.dealt.tiles[at.slot];
-        if (now.product == Dealt::none) return;
+    for_dealt(s.dealt, [&](const Dealt& now, const DealtPlace& at) {
         fence_async();
         const Tile tile = now.tile;  // once: not again for every step
         if (now.product == Dealt::first) {
@@ -108,7 +105,7 @@ MOECOMM_FN void load_dealt(OneShared<c>& s, const OneLaunchArgs& args) {
             load_tile<c, false>(s.gemm, args.second, tile, rank, place);
         }
         arrive(&s.dealt.empty[at.slot]);
-    }
+    });
 }
 
 // A warp.  Scales come through the first-level cache: see RowsAreFetched.  Those of the first product have lines of memory of their own for
@@ -117,10 +114,7 @@ template <GemmConfig c, GemmConfig product>
 MOECOMM_FN void load_dealt_scales(OneShared<c>& s, const OneLaunchArgs& args) {
     const i32 rank = place_in_cluster<c>();
     RingPlace<c> place;
-    for (DealtPlace at;; at.step()) {
-        copy_wait(&s.dealt.full[at.slot], at.phase);
-        const Dealt& now = s.dealt.tiles[at.slot];
-        if (now.product == Dealt::none) return;
+    for_dealt(s.dealt, [&](const Dealt& now, const DealtPlace& at) {
         const Tile tile = now.tile;
         if (now.product == Dealt::first) {
             load_scales_of<c, c>(s.gemm, args.first, tile, rank, place);
@@ -129,24 +123,21 @@ MOECOMM_FN void load_dealt_scales(OneShared<c>& s, const OneLaunchArgs& args) {
         }
         __syncwarp();
         if (lane_id() == 0) arrive(&s.dealt.empty[at.slot]);
-    }
+    });
 }
 
 // One thread: the teller.  What the warpgroups have stored it has seen complete through their arrivals at `stored`, each behind a fence
 // between the proxies, for copies will load it; its own release covers that.  They need not wait for it.
 template <GemmConfig c>
 MOECOMM_FN void tell(OneShared<c>& s, const OneLaunchArgs& args) {
-    for (DealtPlace at;; at.step()) {
-        copy_wait(&s.dealt.full[at.slot], at.phase);
-        const Dealt& now = s.dealt.tiles[at.slot];
-        if (now.product == Dealt::none) return;
+    for_dealt(s.dealt, [&](const Dealt& now, const DealtPlace& at) {
         copy_wait(&s.dealt.stored[at.slot], at.phase);
         if (now.product == Dealt::first) {
             u32* const counter = reinterpret_cast<u32*>(args.layer.made) + now.tile.nth;
             asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
         }
         arrive(&s.dealt.empty[at.slot]);
-    }
+    });
 }
 
 // Where the first product goes: scales of its rows as far apart as the second GEMM wants them.
@@ -168,10 +159,7 @@ MOECOMM_FN void make_dealt(OneShared<c>& s, const OneLaunchArgs& args) {
     RingPlace<c> place;
     u32 turns = 0;
     float sums[c.parts()][c.most_rows / 2] = {};
-    for (DealtPlace at;; at.step()) {
-        copy_wait(&s.dealt.full[at.slot], at.phase);
-        const Dealt& now = s.dealt.tiles[at.slot];
-        if (now.product == Dealt::none) return;
+    for_dealt(s.dealt, [&](const Dealt& now, const DealtPlace& at) {
         const i32 depth = now.product == Dealt::first ? args.first.depth : args.second.depth;
         multiply_padded<c>(s.gemm, place, math_group, ceil_div(depth, c.depth()), now.tile.padded, sums);
         const Tile tile = now.tile;  // once: nothing is kept in registers across a store
@@ -188,7 +176,7 @@ MOECOMM_FN void make_dealt(OneShared<c>& s, const OneLaunchArgs& args) {
         }
         __syncwarp();
         if (lane_id() == 0) arrive(&s.dealt.stored[at.slot]);
-    }
+    });
 }
 
 // A launch of whole clusters: what our experts make of the rows that they get, of c.type, sent home as `out`.

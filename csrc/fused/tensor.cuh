@@ -54,7 +54,7 @@ MOECOMM_FN void load_box_for_all(u32 to, const TensorMap& map, i32 column, i32 r
     }
 }
 
-// Place of this block in its cluster.
+// Place of this block in its cluster: read where it is wanted, not kept in a register.
 MOECOMM_FN i32 cluster_rank() {
     u32 rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

@@ -96,7 +96,6 @@ class LowLatency:
         )
         if pool.receiving:
             pool.receive(buffer)
-        by_column = use_fp8 and (use_ue8m0 or not round_scale)
         options = _PLAIN if not use_fp8 else _UE8M0 if use_ue8m0 else _ROUNDED if round_scale else _FP8
         if return_recv_hook:
             routed = buffer.dispatch_begin(x, topk_idx, topk_weights, **options)
@@ -104,7 +103,7 @@ class LowLatency:
             routed = buffer.dispatch(x, topk_idx, topk_weights, **options, sync=False)
         handle = LowLatencyHandle(routed.handle, topk_weights)
         counts = tokens_per_expert(routed.handle)
-        recv_x, rounded = _arriving(routed, use_fp8, by_column)
+        recv_x, rounded = _arriving(routed, use_fp8, "scale_layout" in options)
         stats = cumulative_local_expert_recv_stats
         if return_recv_hook:
             hook = pool.receiving[id(buffer)] = Receive(buffer, routed, rounded, counts, stats)
