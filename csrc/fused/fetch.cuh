@@ -104,8 +104,8 @@ MOECOMM_FN void fetch_rows(const LayerArgs& a, i32 fetchers) {
     __syncthreads();
 }
 
-// By one thread: until more of the counters are full, in order, than `full`.  False, and noted, if they do not come in time: all are then
-// said to be full, and nobody gets what is made of them.
+// By one thread: until more of the counters are full, in order, than `full`; no acquire.  False, and noted, if they do not come in time:
+// all are then said to be full, and nobody gets what is made of them.
 MOECOMM_FN bool await_more(const LayerArgs& a, const Arrivals& arrivals, i32& full) {
     const i32 before = full;
     const auto more = [&] {
@@ -117,7 +117,6 @@ MOECOMM_FN bool await_more(const LayerArgs& a, const Arrivals& arrivals, i32& fu
         full = arrivals.counters();
         return false;
     }
-    for (i32 counter = before; counter < full; ++counter) load_acquire(reinterpret_cast<const u32*>(a.fetched) + counter);
     return true;
 }
 MOECOMM_FN Arrivals arrivals_of(const LayerArgs& a) { return {min(*reinterpret_cast<const i32*>(a.num_rows), a.max_rows)}; }
@@ -138,6 +137,8 @@ struct RowsAreFetched {
         const Arrivals arrivals = arrivals_of(a);
         for (i32 full = 0; full < arrivals.counters();) {
             await_more(a, arrivals, full);
+            // Not an acquire of each counter: ptxas 13.0 then loads through a descriptor that nobody has loaded (tests/compiled.py).
+            asm volatile("fence.acq_rel.gpu;" ::: "memory");
             asm volatile("st.release.cta.shared::cta.s32 [%0], %1;" ::"r"(shared_address(&there)), "r"(full * kFetchRows) : "memory");
         }
     }

@@ -48,8 +48,10 @@ struct Awaited {
         const Arrivals arrivals = arrivals_of(args.layer);
         const i32 wanted = tile.row + tile.rows;
         while (!lost && full * kFetchRows < wanted) {
-            if (full < arrivals.counters()) {
+            if (const i32 before = full; full < arrivals.counters()) {
                 lost = !await_more(args.layer, arrivals, full);
+                // No fence: that would be one for rows on their way home as well.
+                for (i32 i = before; i < full; ++i) load_acquire(reinterpret_cast<const u32*>(args.layer.fetched) + i);
             } else {  // a dispatch that has failed may have left any counts
                 store_relaxed(reinterpret_cast<u32*>(args.layer.late), 1);
                 lost = true;
@@ -62,7 +64,7 @@ struct Awaited {
         const i32 wanted = args.first.grouping.column_tiles * c.cluster;
         const auto all = [&] { return load_fresh(reinterpret_cast<const i32*>(a.made) + tile.nth) >= wanted; };
         if (!lost && wait_until(deadline_of(a.ctx), all) != Waited::ok) store_relaxed(reinterpret_cast<u32*>(a.late), 1);
-        load_acquire(reinterpret_cast<const u32*>(a.made) + tile.nth);  // no fence: that would be one for rows on their way home as well
+        load_acquire(reinterpret_cast<const u32*>(a.made) + tile.nth);
         lost = lost || load_relaxed(reinterpret_cast<const u32*>(a.late)) != 0;
     }
 };

@@ -27,6 +27,7 @@ class Timed:
 _HEAD_START = 500_000  # cycles that the device waits, so that the host has enqueued all of a replay before it begins
 _FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # several times the last cache
 _HOST_BATCHES, _HOST_CALLS = 20, 10
+_HOST_S = 2.0  # after which no further batch begins: an operation may take milliseconds
 
 
 def device_us(call: Call, head_start: int = _HEAD_START) -> float:
@@ -88,16 +89,24 @@ class Clock:
         """Median microseconds until a call returns to the host; None on CPUs, where it is the operation itself."""
         if not self._on_gpu:
             return None
-        times = []
+        times: list[float] = []
+        started = time.perf_counter()
         for _ in range(_HOST_BATCHES):
             torch.cuda.synchronize()
-            dist.barrier(self._group)
+            if self._on_any(bool(times) and time.perf_counter() - started > _HOST_S):
+                break
             for _ in range(_HOST_CALLS):
                 begin = time.perf_counter()
                 call()
                 times.append(time.perf_counter() - begin)
         torch.cuda.synchronize()
         return statistics.median(times) * 1e6
+
+    def _on_any(self, here: bool) -> bool:
+        """Whether it is so on a rank.  Ranks meet."""
+        anywhere = torch.tensor([here], dtype=torch.int32)
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._group)
+        return bool(anywhere)
 
     def _on_cpu(self, call: Call) -> list[float]:
         times = []

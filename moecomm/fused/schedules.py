@@ -78,41 +78,29 @@ def _in_whole_waves(
     return min(found, key=lambda name: found[name][0] * found[name][1])
 
 
-def choose_fp8(
-    expected_rows: int, groups: int, columns: int, multiprocessors: int = 132, *, arriving: bool = False
-) -> str:
+def choose_fp8(expected_rows: int, groups: int, columns: int, multiprocessors: int = 132) -> str:
     """The name of the schedule for `groups` groups of about so many rows of e4m3, times matrices of so many columns.
 
     Fitted to bench/results/gemm-fp8-rows-h200.json, gemm-fp8-schedules-h200.json and gemm-fp8-clusters-h200.json;
     tests/fused/test_schedules.py says how well.  Small tiles while one holds nearly every group.  From 254 rows on,
     of which units of 64 waste little, 128x4c1r was 9 to 46 % faster than 128x4c1; with 125 to 128 it was not.  There
     are no pairs of blocks with tiles of 128 rows: they were faster in few rows, by little (csrc/README.md).
-
-    `arriving`: rows come while tiles are made, which has been measured with swapped operands alone
-    (bench/results/moe-*-h200-4.json).
     """
     column_tiles = -(-columns // (2 * BLOCK_COLUMNS))
     if expected_rows <= 40:
         return "64x5c2" if column_tiles % 2 == 0 else "64x5c1"
-    if expected_rows >= _TALL and not arriving:
+    if expected_rows >= _TALL:
         return "128x4c1r"
     few = _in_whole_waves(_FP8_HEIGHTS, expected_rows, groups, column_tiles, multiprocessors)
     return few or "128x4c1"
 
 
 def schedule_of(
-    dtype: torch.dtype,
-    expected_rows: int,
-    groups: int,
-    columns: int,
-    depth: int,
-    multiprocessors: int,
-    *,
-    arriving: bool = False,
+    dtype: torch.dtype, expected_rows: int, groups: int, columns: int, depth: int, multiprocessors: int
 ) -> Schedule:
     """What is chosen for x and w of a dtype."""
     if dtype == torch.float8_e4m3fn:
-        return FP8_SCHEDULES[choose_fp8(expected_rows, groups, columns, multiprocessors, arriving=arriving)]
+        return FP8_SCHEDULES[choose_fp8(expected_rows, groups, columns, multiprocessors)]
     return SCHEDULES[choose(expected_rows, groups, columns, depth, multiprocessors)]
 
 
@@ -122,7 +110,7 @@ def schedule_of_both(
     """Of both GEMMs of a layer, whose rows are cut into the same tiles (csrc/fused/lagged.h): that of the first, which
     has two of three products.  tests/fused/test_schedules.py says how well.
     """
-    return schedule_of(dtype, expected_rows, groups, 2 * intermediate, hidden, multiprocessors, arriving=True)
+    return schedule_of(dtype, expected_rows, groups, 2 * intermediate, hidden, multiprocessors)
 
 
 def check_schedule(dtype: torch.dtype, schedule: Schedule) -> None:

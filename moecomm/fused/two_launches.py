@@ -193,7 +193,7 @@ class Layer:
         given, then = self._operands(routed)
         local, hidden, inner = self._w2[0].shape
         first, second = (
-            schedules.schedule_of(self._dtype, self._rows, local, *sizes, self._sms, arriving=True)
+            schedules.schedule_of(self._dtype, self._rows, local, *sizes, self._sms)
             for sizes in ((2 * inner, hidden), (hidden, inner))
         )
         apart = not self._interleaved

@@ -52,3 +52,25 @@ def test_a_time_is_that_of_one_operation(ranks: Ranks, chain: int) -> None:
     """In microseconds, however many are timed together; the first replay is made and left out."""
     for rank, found in enumerate(ranks.run(2, _time_calls, chain)):
         assert found == ([0.25e6 * (rank + 1)] * 3, None, 4 * chain)
+
+
+def _time_host(rank: int, group: Any, slow: float) -> tuple[float | None, int]:
+    clock.time = passing = Time()
+    torch.cuda.synchronize = lambda: None
+    calls = []
+
+    def call() -> None:
+        calls.append(rank)
+        passing.seconds += slow if rank == 1 else 1e-6
+
+    timer = clock.Clock(group, torch.device("cpu"), graph=False, cold=False, chain=1, replays=1)
+    timer._on_gpu = True
+    return timer.host_us(call), len(calls)
+
+
+def test_the_host_is_not_timed_for_long(ranks: Ranks) -> None:
+    """Ranks end together, when one of them has been at it for two seconds."""
+    for slow, many in ((0.09, 30), (1e-6, 200)):
+        (fast, calls), (slowest, others) = ranks.run(2, _time_host, slow)
+        assert calls == others == many
+        assert fast == pytest.approx(1) and slowest == pytest.approx(slow * 1e6)

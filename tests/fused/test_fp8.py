@@ -167,7 +167,6 @@ def test_any_shape_gets_a_schedule_that_there_is() -> None:
         for columns in (8, 1024, 2880, 7168)
     }
     assert chosen == set(FP8_SCHEDULES)  # and none is there for nothing
-    assert choose_fp8(1 << 20, 64, 7168, arriving=True) == "128x4c1"
 
 
 X, W = inputs()

@@ -16,6 +16,8 @@ from moecomm import kernel_loader, plain_kernel
 from moecomm.fused import FP8_SCHEDULES, SCHEDULES, Schedule, choose, choose_fp8, kernels, schedules
 from moecomm.fused.kernels import gemm_kernel
 
+from ..compiled import check_compiled
+
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 MEASURED = json.loads((RESULTS / "gemm-h200.json").read_text())["rows"]
 # (model, ranks, GEMM, tokens of a rank): where another schedule was faster by more than 3 %, and by how much.  One
@@ -104,7 +106,7 @@ KINDS = [(dtype, *activation) for activation in ACTIVATIONS for dtype in (torch.
 @pytest.mark.parametrize(("name", "kind"), list(zip(SCHEDULES, itertools.cycle(KINDS))), ids=str)
 def test_compiles_without_spills(name: str, kind: tuple[torch.dtype, bool, bool]) -> None:
     """Every schedule with some type and activation: together they cost seconds of a core."""
-    check_compiled(gemm_kernel(*kind, SCHEDULES[name]))
+    check_gemm(gemm_kernel(*kind, SCHEDULES[name]))
 
 
 FP8_KINDS = [  # schedule, SwiGLU, apart, out: sums of all parts and products of one leave few registers
@@ -117,18 +119,12 @@ FP8_KINDS = [  # schedule, SwiGLU, apart, out: sums of all parts and products of
 
 @pytest.mark.parametrize(("name", "swiglu", "apart", "out"), FP8_KINDS, ids=str)
 def test_fp8_compiles_without_spills(name: str, swiglu: bool, apart: bool, out: torch.dtype) -> None:
-    check_compiled(gemm_kernel(kernels.FP8, swiglu, apart, FP8_SCHEDULES[name], out=out))
+    check_gemm(gemm_kernel(kernels.FP8, swiglu, apart, FP8_SCHEDULES[name], out=out))
 
 
-def check_compiled(kernel: kernels.GemmKernel) -> None:
+def check_gemm(kernel: kernels.GemmKernel) -> None:
     pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
-    cubin, log = plain_kernel.build(kernel)
-    assert cubin.startswith(b"\x7fELF") and b"moecomm_plain" in cubin
-    (registers,) = map(int, re.findall(r"Used (\d+) registers", log))
-    assert registers * kernels.THREADS <= 65536  # with which a block begins, before its warps share them out anew
-    assert {*re.findall(r"(\d+) bytes spill", log)} == {"0"}
-    assert {*re.findall(r"(\d+) bytes stack frame", log)} == {"0"}
-    assert "warning" not in log
+    check_compiled(plain_kernel.build(kernel), kernel.threads)
 
 
 def test_any_shape_gets_a_schedule_that_there_is() -> None:

@@ -16,6 +16,8 @@ from moecomm.fused.kernels import FP8
 from moecomm.fused.two_launches import COLUMNS, FETCH_ROWS, LayerArgs, early_tiles, row_pitch
 from moecomm.testing import LocalBuffers, random_layer
 
+from ..compiled import check_compiled
+
 SIZES: list[dict[str, Any]] = [
     {"ranks": 1, "hidden": 32, "intermediate": 16, "num_experts": 4, "topk": 2, "max_tokens": 40},
     {"ranks": 3, "hidden": 72, "intermediate": 40, "num_experts": 12, "topk": 3, "max_tokens": 9},
@@ -155,11 +157,8 @@ def kernels() -> dict[str, plain_kernel.PlainKernel]:
 @pytest.mark.parametrize("name", kernels())
 def test_compiles_without_spills(name: str) -> None:
     pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
-    cubin, log = plain_kernel.build(kernels()[name])
-    assert cubin.startswith(b"\x7fELF")
-    assert {*re.findall(r"(\d+) bytes spill", log)} == {"0"}
-    assert {*re.findall(r"(\d+) bytes stack frame", log)} == {"0"} or "home" in name  # report_failure is a call
-    assert "warning" not in log
+    kernel = kernels()[name]
+    check_compiled(plain_kernel.build(kernel), kernel.threads, calls="home" in name)  # report_failure
 
 
 def test_tiles_are_split_by_what_fetching_takes() -> None:
