@@ -297,7 +297,7 @@ def results() -> list[Path]:
 
 
 HEADLINES = {"1": ("ll", 1), "128": ("ll", 128), "4096": ("ht", 4096), "8192": ("ht", 8192)}
-WAYS = ("sequential", "two launches")  # of a layer
+WAYS = ("sequential", "one launch", "fp8, one launch")  # of a layer
 COLUMNS = (("dispatch", "fp8", ""), ("dispatch", "bf16", ""), ("combine", "", "y in the window"))
 
 
@@ -330,10 +330,11 @@ def layers(results: dict[str, dict[str, Any]]) -> list[str]:
     for name in (stem for stem in results if re.fullmatch(r"moe-.*-h200-4", stem)):
         rows = [row for row in results[name]["rows"] if row["who"] == "moecomm" and row["what"] == "layer"]
         for tokens in dict.fromkeys(row["tokens"] for row in rows):
-            apart, fused = (next(r for r in rows if (r["tokens"], r["variant"]) == (tokens, way)) for way in WAYS)
-            cells = [str(tokens), *(time_of(row["us"]["p50"]) for row in (apart, fused))]
+            by_way = {row["variant"]: row for row in rows if row["tokens"] == tokens}
+            apart, fused, fp8 = (by_way[way] for way in WAYS)
             best = min(apart, fused, key=lambda row: row["us"]["p50"])
-            cells += [f"{best[key]:.2f}" for key in ("of_gemms", "of_torch")]
+            cells = [str(tokens), time_of(apart["us"]["p50"]), time_of(fused["us"]["p50"])]
+            cells += [*(f"{best[key]:.2f}" for key in ("of_gemms", "of_torch")), time_of(fp8["us"]["p50"])]
             lines.append(f"| {best['model']} | {' | '.join(cells)} |")
         used.append(f"[`{name}.json`](bench/results/{name}.json)")
     if not lines:
@@ -342,10 +343,10 @@ def layers(results: dict[str, dict[str, Any]]) -> list[str]:
         "Whole expert layers (`buffer.moe`) on 4 H200s in bfloat16, in a captured graph, of the slowest rank: "
         "dispatch, experts and combine one after the other, and with rows that travel under the experts "
         "(`fused=True`); the faster of the two over our GEMMs alone, and the time of torch's all_to_all and grouped "
-        "GEMMs over it, in the same run:",
+        "GEMMs over it, in the same run; and the fused layer with weights in FP8:",
         "",
-        "| model | tokens a rank | one after the other | fused | of GEMMs | torch's |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| model | tokens a rank | one after the other | fused | of GEMMs | torch's | FP8 |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     return ["\n".join([*head, *lines]), f"Source: {', '.join(used)}."]
 

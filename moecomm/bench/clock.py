@@ -72,7 +72,8 @@ class Clock:
     def in_turns(self, calls: dict[str, Call], meet: Call) -> dict[str, list[float]]:
         """Microseconds of one operation of each of `calls` on this rank, by replay.
 
-        They take turns, because a GPU that has been at work for a while runs at another clock than one that has not.
+        They take turns, because a GPU that has been at work for a while runs at another clock than one that has not;
+        and each turn another begins, because that is so within a turn as well.
         """
         if not self._on_gpu:
             return {name: self._on_cpu(call) for name, call in calls.items()}
@@ -80,9 +81,10 @@ class Clock:
         beside = self._flush_us if self._cold else 0.0
         runs = {name: self._ready(call, flush, meet) for name, call in calls.items()}
         times: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(self._replays + 1):
-            for name, run in runs.items():
-                times[name].append(self._replay_us(run, meet) - beside)
+        for turn in range(self._replays + 1):
+            first = turn % len(calls) if calls else 0
+            for name in (*list(runs)[first:], *list(runs)[:first]):
+                times[name].append(self._replay_us(runs[name], meet) - beside)
         return {name: found[1:] for name, found in times.items()}
 
     def host_us(self, call: Call) -> float | None:

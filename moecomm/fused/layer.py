@@ -34,7 +34,7 @@ _MOST_DIMENSION = 1 << 31
 FUSED_FROM = {(torch.bfloat16, 4): 256, (torch.float16, 4): 256, (kernels.FP8, 4): 128}
 APART = "one after the other"
 FORMS = {"two launches": two_launches.Layer, "one launch": one_launch.OneLaunch}
-FORM = "two launches"  # what fused=True means; the other has not been measured
+FORM = "one launch"  # what fused=True means: of nearly all sizes the faster (bench/results/moe-*-h200-4.json)
 
 
 def moe(
@@ -88,7 +88,7 @@ def moe(
         check_weights: see Buffer.dispatch.
         fused: True: rows travel while the experts compute, which wants our own GEMMs and one domain, without `wire` and
             `check_weights`, else a warning says so once.  "two launches", "one launch": the same, in a form that is
-            chosen (moecomm.fused.two_launches, .one_launch); True is the first.  False, or "one after the other".
+            chosen (moecomm.fused.two_launches, .one_launch); True is the latter.  False, or "one after the other".
             None: True or False, as was faster with such weights, so many ranks and experts of so many rows in a Buffer
             that is full (FUSED_FROM), if it can be; decode with a large Buffer wants False.  The same on all ranks; the
             bits are the same.

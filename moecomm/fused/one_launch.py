@@ -54,8 +54,7 @@ class OneLaunch(Layer):
 
     @cached_property
     def _schedule(self) -> Schedule:
-        groups, hidden, inner = self._w2[0].shape
-        return schedules.schedule_of_both(self._dtype, self._rows, groups, hidden, inner, self._sms)
+        return schedules.schedule_of_both(self._dtype, self._rows, self._w2[0].shape[2])
 
     def _row_tiles(self) -> int:
         return len(self._w2[0]) + self._max_rows // self._schedule.most_rows

@@ -104,13 +104,11 @@ def schedule_of(
     return SCHEDULES[choose(expected_rows, groups, columns, depth, multiprocessors)]
 
 
-def schedule_of_both(
-    dtype: torch.dtype, expected_rows: int, groups: int, hidden: int, intermediate: int, multiprocessors: int
-) -> Schedule:
-    """Of both GEMMs of a layer, whose rows are cut into the same tiles (csrc/fused/lagged.h): that of the first, which
-    has two of three products.  tests/fused/test_schedules.py says how well.
-    """
-    return schedule_of(dtype, expected_rows, groups, 2 * intermediate, hidden, multiprocessors)
+def schedule_of_both(dtype: torch.dtype, expected_rows: int, intermediate: int) -> Schedule:
+    """Of both GEMMs of a layer, whose rows are cut into the same tiles (csrc/fused/lagged.h)."""
+    if dtype == torch.float8_e4m3fn:
+        return FP8_SCHEDULES[choose_both_fp8(expected_rows)]
+    return SCHEDULES[choose_both(expected_rows, 2 * intermediate)]
 
 
 def check_schedule(dtype: torch.dtype, schedule: Schedule) -> None:
@@ -119,6 +117,27 @@ def check_schedule(dtype: torch.dtype, schedule: Schedule) -> None:
         raise BadInput("schedule", schedule, "one of FP8_SCHEDULES")
     if dtype != torch.float8_e4m3fn and not schedule.swapped:
         raise BadInput("schedule", schedule, "one of SCHEDULES")
+
+
+def choose_both(expected_rows: int, columns: int) -> str:
+    """The name of the schedule of both GEMMs in one launch, for groups of about so many rows; `columns`: of the first.
+
+    Fitted to bench/results/one-launch-schedules-h200-4.json; tests/fused/test_schedules.py says how well.  A group is
+    one tile, if it can be: blocks take tiles as they get to them, so that two that load the same weights begin at
+    different times, and the weights come from memory twice.  Tiles of 256 rows were 3 to 18 % faster than those of 128
+    for groups of 128 and 256 rows.
+    """
+    if expected_rows <= 40:
+        return "64x8c1"
+    if expected_rows <= 96:
+        return "128x6c1"
+    column_tiles = -(-columns // BLOCK_COLUMNS)
+    return "256x4c1" if expected_rows <= 384 or (column_tiles % 2 and column_tiles < 32) else "256x4c2u16"
+
+
+def choose_both_fp8(expected_rows: int) -> str:
+    """The same of e4m3."""
+    return "64x5c1" if expected_rows <= 40 else "128x4c1" if expected_rows <= 96 else "128x4c1r"
 
 
 def choose(expected_rows: int, groups: int, columns: int, depth: int, multiprocessors: int = 132) -> str:

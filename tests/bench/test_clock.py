@@ -74,3 +74,22 @@ def test_the_host_is_not_timed_for_long(ranks: Ranks) -> None:
         (fast, calls), (slowest, others) = ranks.run(2, _time_host, slow)
         assert calls == others == many
         assert fast == pytest.approx(1) and slowest == pytest.approx(slow * 1e6)
+
+
+def test_every_turn_begins_with_another(ranks: Ranks) -> None:
+    assert ranks.run(1, _turns) == [["a", "b", "c", "b", "c", "a", "c", "a", "b", "a", "b", "c"]]
+
+
+def _turns(rank: int, group: Any) -> list[str]:
+    timer, order = clock.Clock(group, torch.device("cpu"), graph=False, cold=False, chain=1, replays=3), []
+    timer._on_gpu = True
+    timer._ready = lambda call, before, meet: call
+
+    def replay_us(run: Any, meet: Any) -> float:
+        order.append(run())
+        return len(order)
+
+    timer._replay_us = replay_us
+    found = timer.in_turns({name: lambda name=name: name for name in "abc"}, lambda: None)
+    assert found == {"a": [6, 8, 10], "b": [4, 9, 11], "c": [5, 7, 12]}
+    return order

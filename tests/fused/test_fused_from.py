@@ -16,7 +16,7 @@ from moecomm.fused.kernels import FP8
 from moecomm.router import MODELS, Model
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-VARIANTS = {BF16: ("sequential", "two launches"), FP8: ("fp8", "fp8, two launches")}
+VARIANTS = {BF16: ("sequential", layer.FORM), FP8: ("fp8", f"fp8, {layer.FORM}")}
 # Where one after the other was slower by more than 2 %, and is None all the same.
 MISSED = {("gpt-oss-120b", 1024): 1.15}
 RESULTS = sorted((Path(__file__).parents[2] / "bench" / "results").glob("moe-*-h200-4.json"))
@@ -67,7 +67,7 @@ def test_by_the_buffer_and_its_weights(
 ) -> None:
     buffer = cast(Any, buffer_of(MODELS["deepseek-v3"], ranks, tokens))
     form = layer._form_under(buffer, weights, layer.form_of(fused), lambda: why_not)
-    assert form == ("two launches" if under else "")
+    assert form == (layer.FORM if under else "")
 
 
 def test_a_form_is_chosen_by_its_name() -> None:

@@ -86,7 +86,7 @@ def compiled() -> None:
                 kernels |= {gemm_kernel(dtype, True, apart, first), gemm_kernel(dtype, False, False, second)}
                 kernels.add(two_launches.fetch_kernel(dtype, apart, first, hidden))
                 kernels.add(two_launches.send_kernel(dtype, second))
-                both = schedules.schedule_of_both(dtype, rows, local, hidden, inner, 132)
+                both = schedules.schedule_of_both(dtype, rows, inner)
                 kernels.add(one_launch.one_kernel(dtype, apart, both, hidden))
     compile_all(kernels)
 

@@ -56,7 +56,7 @@ def compiled() -> None:
     for sizes, rows in itertools.product((*SIZES, LARGE), (1, 1000)):
         hidden, inner, local = sizes["hidden"], sizes["intermediate"], sizes["num_experts"] // sizes["ranks"]
         first, second = (FP8_SCHEDULES[choose_fp8(rows, local, columns)] for columns in (2 * inner, hidden))
-        both = schedules.schedule_of_both(FP8, rows, local, hidden, inner, 132)
+        both = schedules.schedule_of_both(FP8, rows, inner)
         kernels |= {gemm_kernel(FP8, True, apart, first, out=FP8) for apart in (False, True)}
         kernels |= {two_launches.fetch_kernel(FP8, apart, first, hidden) for apart in (False, True)}
         for dtype in DTYPES:
