@@ -15,7 +15,7 @@ from moecomm.routed import Handle, Routed
 if TYPE_CHECKING:
     from moecomm.buffer import Buffer
 
-__all__ = ["LAYOUTS", "Plan", "finish", "prepare", "prepare_end", "run"]
+__all__ = ["LAYOUTS", "Options", "Plan", "finish", "prepare", "prepare_end", "run", "with_options"]
 
 
 def prepare(
@@ -41,15 +41,8 @@ def prepare(
     """Checks the arguments (see Buffer.dispatch) and makes room for the outputs.  `begin`: see dispatch_begin;
     `columns`: of a row, if not those of the Buffer.
     """
-    buffer.require_usable()
-    if buffer.begun is not None:
-        raise BadInput("dispatch", "another one while one has only begun", "dispatch_end(routed) of that first")
     if handle is not None:
         check_handle(buffer, handle)
-        if topk_idx is not None or topk_weights is not None:
-            raise BadInput(
-                "handle", "topk_idx or topk_weights beside it", "rows only: a handle repeats an earlier routing"
-            )
         layout = handle.layout
     key = (  # Options, which takes longer to make
         layout,
@@ -63,16 +56,26 @@ def prepare(
         handle is not None,
         columns,
     )
-    for plan in buffer.dispatch_plans.get(key, ()):
-        routed = plan.start(buffer, x, topk_idx, topk_weights, scales, max_rows, handle)
-        if routed is not None:
-            break
-    else:
-        routed = _start_anew(buffer, Options(*key), x, topk_idx, topk_weights, scales, max_rows, handle)
-    routed.sync = buffer.on_cpu if sync is None else sync
-    if max_rows is not None and not routed.sync and handle is None and layout == "flat":
-        routed.args.clear_rows = routed.args.max_rows
-    return routed
+    return _start(buffer, key, x, topk_idx, topk_weights, scales, max_rows, handle, sync)
+
+
+def with_options(
+    buffer: Buffer,
+    options: Options,
+    x: Any,
+    topk_idx: Any = None,
+    topk_weights: Any = None,
+    scales: Any = None,
+    max_rows: int | None = None,
+    handle: Handle | None = None,
+    sync: bool | None = None,
+) -> Routed:
+    """Buffer.dispatch, or dispatch_begin, for callers that keep their options from call to call.  `handle`: one of this
+    Buffer, and options of its layout that say `repeat`.
+    """
+    routed = _start(buffer, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync)
+    routed.plan.run(routed.args)
+    return finish(buffer, routed)
 
 
 def run(routed: Routed) -> None:
@@ -115,6 +118,35 @@ def _note_half(buffer: Buffer, routed: Routed) -> None:
     buffer.begun = None
     routed.ended = routed.handle.ended = True
     buffer.raise_failure()
+
+
+def _start(
+    buffer: Buffer,
+    key: tuple[Any, ...],
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    scales: Any,
+    max_rows: int | None,
+    handle: Handle | None,
+    sync: bool | None,
+) -> Routed:
+    """By a plan that is there already, if one fits.  `key`: what Options are made of."""
+    buffer.require_usable()
+    if buffer.begun is not None:
+        raise BadInput("dispatch", "another one while one has only begun", "dispatch_end(routed) of that first")
+    if handle is not None and (topk_idx is not None or topk_weights is not None):
+        raise BadInput("handle", "topk_idx or topk_weights beside it", "rows only: a handle repeats an earlier routing")
+    for plan in buffer.dispatch_plans.get(key, ()):
+        routed = plan.start(buffer, x, topk_idx, topk_weights, scales, max_rows, handle)
+        if routed is not None:
+            break
+    else:
+        routed = _start_anew(buffer, Options(*key), x, topk_idx, topk_weights, scales, max_rows, handle)
+    routed.sync = buffer.on_cpu if sync is None else sync
+    if max_rows is not None and not routed.sync and handle is None and key[0] == "flat":
+        routed.args.clear_rows = routed.args.max_rows
+    return routed
 
 
 def _start_anew(

@@ -24,15 +24,15 @@ class Options(NamedTuple):
     """What a caller chooses, but for the tensors and max_rows; a repeat has the layout of its handle."""
 
     layout: str
-    expert_alignment: int
-    quantize: str | None
-    scale_format: str
-    scale_layout: str
-    num_sms: int | None
-    check_weights: bool
-    begin: bool
-    repeat: bool
-    columns: int  # of a row; 0: those of the Buffer.  Others travel in the place of rows that are fetched
+    expert_alignment: int = 1
+    quantize: str | None = None
+    scale_format: str = "fp32"
+    scale_layout: str = "row"
+    num_sms: int | None = None
+    check_weights: bool = False
+    begin: bool = False
+    repeat: bool = False
+    columns: int = 0  # of a row; 0: those of the Buffer.  Others travel in the place of rows that are fetched
 
 
 class Plan:

@@ -48,15 +48,17 @@ class NormalHandle(LazyTuple):
     native: Handle
     num_sms: int
 
-    def __new__(cls, native: Handle, num_sms: int) -> NormalHandle:
-        self = tuple.__new__(cls, cls.makers)
-        self.native, self.num_sms = native, num_sms
-        return self
-
     @property
     def channels(self) -> int:
         """Of two SMs each."""
         return max(1, self.num_sms // 2)
+
+
+def normal_handle(native: Handle, num_sms: int) -> NormalHandle:
+    """That of a dispatch which deep_ep would have run on so many SMs."""
+    handle = NormalHandle(NormalHandle.makers)  # quicker than through a __new__ of its own
+    handle.native, handle.num_sms = native, num_sms
+    return handle
 
 
 def rank_prefix_matrix(handle: Handle) -> torch.Tensor:

@@ -13,14 +13,16 @@ from moecomm.compat.deep_ep.event import EventOverlap, finished
 from moecomm.compat.deep_ep.lazy import LazyTuple, kept, source, tokens_per_expert
 from moecomm.compat.deep_ep.normal import check_nothing
 from moecomm.compat.deep_ep.pool import Pool, check_experts
+from moecomm.dispatch import Options, outputs, with_options
 from moecomm.errors import BadInput, Unsupported
 from moecomm.routed import Handle, Routed
 
 # Of a dispatch: rows as they are, in FP8, with scales that are powers of two, and those as their exponents.
-_PLAIN: dict[str, Any] = {"layout": "batched"}
-_FP8 = {**_PLAIN, "quantize": "fp8", "scale_layout": "column"}
-_ROUNDED = {**_PLAIN, "quantize": "fp8", "scale_format": "ue8m0"}
-_UE8M0 = {**_FP8, **_ROUNDED}
+_PLAIN = Options("batched")
+_FP8 = Options("batched", quantize="fp8", scale_layout="column")
+_ROUNDED = Options("batched", quantize="fp8", scale_format="ue8m0")
+_UE8M0 = _ROUNDED._replace(scale_layout="column")
+_BEGUN = {options: options._replace(begin=True) for options in (_PLAIN, _FP8, _ROUNDED, _UE8M0)}
 _WEIGHTS_HIDDEN = 8  # columns of the rows that routing weights travel beside: 16 bytes, the least there is
 
 
@@ -42,11 +44,6 @@ class LowLatencyHandle(LazyTuple):
     native: Handle
     topk_weights: torch.Tensor | None  # those that the dispatch carried, until others have taken their place
     combine_rows: torch.Tensor | None = None  # in the window, for the next combine without a copy
-
-    def __new__(cls, native: Handle, topk_weights: torch.Tensor | None) -> LowLatencyHandle:
-        self = tuple.__new__(cls, cls.makers)
-        self.native, self.topk_weights = native, topk_weights
-        return self
 
 
 class LowLatency:
@@ -97,13 +94,12 @@ class LowLatency:
         if pool.receiving:
             pool.receive(buffer)
         options = _PLAIN if not use_fp8 else _UE8M0 if use_ue8m0 else _ROUNDED if round_scale else _FP8
-        if return_recv_hook:
-            routed = buffer.dispatch_begin(x, topk_idx, topk_weights, **options)
-        else:
-            routed = buffer.dispatch(x, topk_idx, topk_weights, **options, sync=False)
-        handle = LowLatencyHandle(routed.handle, topk_weights)
-        counts = tokens_per_expert(routed.handle)
-        recv_x, rounded = _arriving(routed, use_fp8, "scale_layout" in options)
+        begun = _BEGUN[options] if return_recv_hook else options
+        routed = with_options(buffer, begun, x, topk_idx, topk_weights, sync=False)
+        handle = LowLatencyHandle(LowLatencyHandle.makers)  # quicker than through a __new__ of its own
+        handle.native, handle.topk_weights = routed.handle, topk_weights
+        counts = outputs.tokens_per_expert(routed)
+        recv_x, rounded = _arriving(routed, options)
         stats = cumulative_local_expert_recv_stats
         if return_recv_hook:
             hook = pool.receiving[id(buffer)] = Receive(buffer, routed, rounded, counts, stats)
@@ -223,14 +219,13 @@ def layout_range(handle: Handle) -> torch.Tensor:
     return (count.cumsum(dim=1) - count) << 32 | count
 
 
-def _arriving(routed: Routed, use_fp8: bool, by_column: bool) -> tuple[Any, torch.Tensor | None]:
+def _arriving(routed: Routed, options: Options) -> tuple[Any, torch.Tensor | None]:
     """What the dispatch hands out, before or after it has arrived; and the float32 scales that are made afterwards."""
-    x = routed.plan.tensor("x", routed)
-    assert x is not None
-    if not use_fp8:
+    x = outputs.x(routed)
+    if options is _PLAIN:
         return x, None
-    if by_column:
-        return (x, routed.plan.tensor("scales", routed)), None
+    if options is not _ROUNDED:
+        return (x, outputs.scales(routed)), None
     experts, rows, hidden = x.shape
     columns = torch.empty((experts, -(-hidden // 128), rows), dtype=torch.float32, device=x.device)
     scales = columns.transpose(1, 2)

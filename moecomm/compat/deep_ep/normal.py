@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from moecomm.buffer import Buffer
-from moecomm.compat.deep_ep.layout import NormalHandle
+from moecomm.compat.deep_ep.layout import NormalHandle, normal_handle
 from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_experts
+from moecomm.dispatch import Options, outputs, with_options
 from moecomm.errors import BadInput, Mismatch, Unsupported
 from moecomm.routed import Handle, Routed
+
+_FLAT = Options("flat")
+_AGAIN = Options("flat", repeat=True)
 
 
 def dispatch(
@@ -41,22 +46,17 @@ def dispatch(
             raise BadInput("num_worst_tokens", num_worst_tokens, "topk_idx beside it: it says which rows are in use")
         ids = _an_expert_of_each_rank(is_token_in_rank, num_experts, pool.ranks.ranks)
     routed = route(pool, rows, scales, ids, topk_weights, num_experts, num_worst_tokens, num_sms)
-    handle = NormalHandle(routed.handle, channel_sms)
+    handle = normal_handle(routed.handle, channel_sms)
     recv_x = received(pool, routed, scales is not None)
     if topk_idx is None:
         counts = _aligned(_exchange_counts(pool, num_tokens_per_expert), expert_alignment)
         return recv_x, None, None, counts, handle
-    recv_topk_idx = routed.topk_idx
-    recv_topk_weights = None if topk_weights is None else routed.topk_weights
+    recv_topk_idx = outputs.topk_idx(routed)
+    recv_topk_weights = None if topk_weights is None else outputs.topk_weights(routed)
     if num_worst_tokens:
         return recv_x, recv_topk_idx, recv_topk_weights, [], handle
-    return (
-        recv_x,
-        recv_topk_idx,
-        recv_topk_weights,
-        _aligned(routed.tokens_per_expert.tolist(), expert_alignment),
-        handle,
-    )
+    counts = _aligned(outputs.tokens_per_expert(routed).tolist(), expert_alignment)
+    return recv_x, recv_topk_idx, recv_topk_weights, counts, handle
 
 
 def repeat(pool: Pool, x: Any, handle: Any, num_sms: int | None) -> Any:
@@ -64,7 +64,8 @@ def repeat(pool: Pool, x: Any, handle: Any, num_sms: int | None) -> Any:
     pool.require_open()
     rows, scales = unpack(x)
     native = native_of(pool, handle)
-    routed = native.buffer.dispatch(rows, scales=scales, handle=native, sync=False, num_sms=num_sms)
+    options = _AGAIN if num_sms is None else _limited(_AGAIN, num_sms)
+    routed = with_options(native.buffer, options, rows, scales=scales, handle=native, sync=False)
     return received(pool, routed, scales is not None)
 
 
@@ -83,6 +84,8 @@ def combine(
 
 def unpack(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rows, and scales if there are any, as moecomm takes them."""
+    if isinstance(x, torch.Tensor) and x.ndim == 2:
+        return x, None
     rows, scales = x if isinstance(x, tuple) else (x, None)
     if not isinstance(rows, torch.Tensor) or not (scales is None or isinstance(scales, torch.Tensor)):
         raise BadInput("x", type(rows).__name__, "a tensor, or a tuple of two: rows and scales")
@@ -125,28 +128,32 @@ def route(
 ) -> Routed:
     """A flat dispatch; where a rank has more tokens than the Buffer takes, again with a larger one."""
     buffer = pool.flat(rows, ids, num_experts, worst)
+    options = _FLAT if num_sms is None else _limited(_FLAT, num_sms)
     if worst:
-        return buffer.dispatch(
-            rows, ids, weights, layout="flat", scales=scales, max_rows=worst, sync=False, num_sms=num_sms
-        )
-    if len(rows) > buffer.max_tokens:
+        return with_options(buffer, options, rows, ids, weights, scales, worst, sync=False)
+    if rows.shape[0] > buffer.max_tokens:
         ask_to_grow(buffer, rows, ids, scales)
     else:
         try:
-            return buffer.dispatch(rows, ids, weights, layout="flat", scales=scales, sync=True, num_sms=num_sms)
+            return with_options(buffer, options, rows, ids, weights, scales, sync=True)
         except Mismatch as error:
             if not asks_to_grow(error):
                 raise
     buffer = pool.flat(rows, ids, num_experts, worst, grow=True)
-    return buffer.dispatch(rows, ids, weights, layout="flat", scales=scales, sync=True, num_sms=num_sms)
+    return with_options(buffer, options, rows, ids, weights, scales, sync=True)
 
 
 def received(pool: Pool, routed: Routed, with_scales: bool) -> Any:
     """x, or x and scales; copied out of a window that would have no room for another round."""
-    x, scales = routed.x, routed.scales if with_scales else None
+    x, scales = outputs.x(routed), outputs.scales(routed) if with_scales else None
     if pool.is_filling(routed.handle.buffer):
         x, scales = x.clone(), None if scales is None else scales.clone()
     return (x, scales) if with_scales else x
+
+
+@lru_cache(maxsize=64)
+def _limited(options: Options, num_sms: int) -> Options:
+    return options._replace(num_sms=num_sms)
 
 
 def _an_expert_of_each_rank(is_token_in_rank: torch.Tensor | None, num_experts: int, ranks: int) -> torch.Tensor:
