@@ -150,7 +150,7 @@ class Buffer(LowLatency):
         """
         if previous_event is not None:
             wait_for(previous_event)
-        pool, num_sms = self._pool, None if config is None and not Buffer._num_sms_was_set else self._limit(config, x)
+        pool, num_sms = self._pool, self._limit(config, x) if config is not None or Buffer._num_sms_was_set else None
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise BadInput("handle", "topk_idx or topk_weights beside it", "rows only: it repeats a routing")
@@ -185,8 +185,10 @@ class Buffer(LowLatency):
         Of `topk_weights`, the entries beside recv_topk_idx == -1 are not added.  Two biases are added up first, by a
         kernel of its own, and rounded once.
         """
-        wait_for(previous_event)
-        out, weights = normal.combine(self._pool, x, handle, topk_weights, bias, self._limit(config, x))
+        if previous_event is not None:
+            wait_for(previous_event)
+        num_sms = self._limit(config, x) if config is not None or Buffer._num_sms_was_set else None
+        out, weights = normal.combine(self._pool, x, handle, topk_weights, bias, num_sms)
         return out, weights, finished(async_finish)
 
     def internode_dispatch(self, *args: Any, **named: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from moecomm.buffer import Buffer
+from moecomm.combine import finish, prepare, run
 from moecomm.combine.arguments import takes_weights
 from moecomm.compat.deep_ep.event import EventOverlap, finished
 from moecomm.compat.deep_ep.lazy import LazyTuple, kept, source, tokens_per_expert
@@ -132,7 +133,6 @@ class LowLatency:
         if async_finish and return_recv_hook:
             raise _two_waits()
         pool = self._pool
-        pool.require_open()
         native = _native_of(pool, handle)
         if topk_weights is None:
             raise BadInput("topk_weights", "None", "the routing weights, float32 [tokens, topk]")
@@ -148,7 +148,9 @@ class LowLatency:
             if handle.combine_rows is None:
                 raise BadInput("zero_copy", True, "rows written to get_next_low_latency_combine_buffer(handle)")
             x = handle.combine_rows
-        combined = native.buffer.combine(x, native, out=out, topk_weights=own)
+        combining = prepare(native.buffer, x, native, out=out, topk_weights=own)
+        run(combining)
+        combined = finish(native.buffer, combining)
         return combined, finished(async_finish), _nothing if return_recv_hook else None
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from moecomm.buffer import Buffer
+from moecomm.combine import finish, prepare, run
 from moecomm.compat.deep_ep.layout import NormalHandle, normal_handle
 from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_experts
 from moecomm.dispatch import Options, outputs, with_options
@@ -61,7 +62,6 @@ def dispatch(
 
 def repeat(pool: Pool, x: Any, handle: Any, num_sms: int | None) -> Any:
     """recv_x of rows that go where those of an earlier dispatch went."""
-    pool.require_open()
     rows, scales = unpack(x)
     native = native_of(pool, handle)
     options = _AGAIN if num_sms is None else _limited(_AGAIN, num_sms)
@@ -73,13 +73,15 @@ def combine(
     pool: Pool, x: torch.Tensor, handle: Any, topk_weights: torch.Tensor | None, bias: Any, num_sms: int | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The plain sums over ranks: of rows, plus bias, and of top-k weights."""
-    pool.require_open()
     native = native_of(pool, handle)
-    out = native.buffer.combine(x, native, bias=one_bias(bias), weight_grads=topk_weights, num_sms=num_sms)
+    buffer, total = native.buffer, None if bias is None else one_bias(bias)
+    combining = prepare(buffer, x, native, bias=total, weight_grads=topk_weights, num_sms=num_sms)
+    run(combining)
+    out = finish(buffer, combining)
     if topk_weights is None:
         return out, None
-    total: tuple[torch.Tensor, torch.Tensor] = out
-    return total
+    both: tuple[torch.Tensor, torch.Tensor] = out
+    return both
 
 
 def unpack(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -69,10 +69,12 @@ class Pool:
             hook()
 
     def check_owner(self, handle: Handle) -> None:
-        """Raises BadInput or Closed unless one of our Buffers made the handle."""
-        if handle.buffer.closed:
-            raise Closed("handle's buffer")
+        """Raises BadInput or Closed unless one of our Buffers made the handle, and none has been closed."""
+        if self.closed:
+            raise Closed("deep_ep buffer")
         if handle.buffer not in self._opened:
+            if handle.buffer.closed:
+                raise Closed("handle's buffer")
             raise BadInput("handle", "one of another buffer", "one of this buffer")
 
     def is_filling(self, buffer: Buffer) -> bool:
