@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings.h"
+#include "bindings_torch.h"
 #include "runtime/arena.h"
 #include "runtime/dlpack.h"
 #include "runtime/memory.h"
@@ -37,19 +38,37 @@ void delete_unconsumed(PyObject* capsule) {
     managed->deleter(managed);
 }
 
-py::object tensor(std::shared_ptr<Block> block, u64 address, std::vector<i64> shape, u8 code, u8 bits, i32 device_type, i32 device_id,
-                  py::object owner) {
+// `owner` lives until the deleter of what is made has been called.
+template <class Managed>
+Managed* managed_tensor(std::shared_ptr<Block> block, u64 address, std::vector<i64> shape, DLDataType type, DLDevice device,
+                        py::object owner) {
     std::function<void()> released;
     if (!owner.is_none()) released = [kept = owner.ptr()] { drop(kept); };
-    auto* managed =
-        make_tensor(std::move(block), address, std::move(shape), {code, bits, 1}, {device_type, device_id}, std::move(released));
+    auto* managed = make_tensor<Managed>(std::move(block), address, std::move(shape), type, device, std::move(released));
     owner.release();  // the deleter has it now
-    auto capsule = py::reinterpret_steal<py::object>(PyCapsule_New(managed, kCapsule, delete_unconsumed));
-    if (!capsule) {
+    return managed;
+}
+
+py::object capsule(std::shared_ptr<Block> block, u64 address, std::vector<i64> shape, u8 code, u8 bits, i32 device_type, i32 device_id,
+                   py::object owner) {
+    auto* managed = managed_tensor<DLManagedTensor>(std::move(block), address, std::move(shape), {code, bits, 1}, {device_type, device_id},
+                                                    std::move(owner));
+    auto made = py::reinterpret_steal<py::object>(PyCapsule_New(managed, kCapsule, delete_unconsumed));
+    if (!made) {
         managed->deleter(managed);
         throw py::error_already_set();
     }
-    return capsule;
+    return made;
+}
+
+py::object torch_tensor(std::shared_ptr<Block> block, u64 address, std::vector<i64> shape, u8 code, u8 bits, i32 device_type, i32 device_id,
+                        py::object owner) {
+    const Torch& torch = Torch::instance();
+    auto* managed = managed_tensor<DLManagedTensorVersioned>(std::move(block), address, std::move(shape), {code, bits, 1},
+                                                             {device_type, device_id}, std::move(owner));
+    void* made = nullptr;
+    if (torch.exchange->managed_to_object(managed, &made) != 0) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(static_cast<PyObject*>(made));
 }
 
 }  // namespace
@@ -59,8 +78,10 @@ void bind_arena(py::module_& m) {
         .def_property_readonly("offset", &Block::offset)
         .def_property_readonly("nbytes", &Block::bytes)
         .def("shrink", &Block::shrink, py::arg("nbytes"))
-        .def("tensor", &tensor, py::arg("address"), py::arg("shape"), py::arg("code"), py::arg("bits"), py::arg("device_type"),
-             py::arg("device_id"), py::arg("owner") = py::none());
+        .def("tensor", &capsule, py::arg("address"), py::arg("shape"), py::arg("code"), py::arg("bits"), py::arg("device_type"),
+             py::arg("device_id"), py::arg("owner") = py::none())
+        .def("torch_tensor", &torch_tensor, py::arg("address"), py::arg("shape"), py::arg("code"), py::arg("bits"), py::arg("device_type"),
+             py::arg("device_id"), py::arg("owner"));
     py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
         .def(py::init<u64, u64>(), py::arg("offset"), py::arg("nbytes"))
         .def("allocate", &Arena::allocate, py::arg("nbytes"))

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "bindings.h"
+#include "bindings_torch.h"
 #include "runtime/combine_plan.h"
 #include "runtime/dispatch_plan.h"
 
@@ -15,23 +16,6 @@ namespace moecomm::bindings {
 namespace {
 
 constexpr i32 kCudaDevice = 2;  // of DLPack
-
-// torch's tensors; looked up once and never dropped.
-struct Torch {
-    py::object tensor = py::module_::import("torch").attr("Tensor");
-    const DLPackExchange* exchange = nullptr;
-
-    Torch() {
-        const py::object capsule = tensor.attr(kExchangeAttribute);
-        exchange = static_cast<const DLPackExchange*>(PyCapsule_GetPointer(capsule.ptr(), kExchangeCapsule));
-        if (exchange == nullptr) throw py::error_already_set();
-        if (exchange->major != 1) throw std::runtime_error("torch's tensors speak another major version of DLPack");
-    }
-    static const Torch& instance() {
-        static const Torch* const found = new Torch;
-        return *found;
-    }
-};
 
 // An argument that is a torch tensor, None, or something else, which then has to be looked at in Python.
 class Argument {

@@ -393,6 +393,17 @@ class Block:
         Raises:
             ValueError: a bad shape, or more bytes than the block has.
         """
+    def torch_tensor(
+        self,
+        address: int,
+        shape: Sequence[int],
+        code: int,
+        bits: int,
+        device_type: int,
+        device_id: int,
+        owner: object | None,
+    ) -> Tensor:
+        """The same, as torch's tensor."""
 
 @final
 class Arena:

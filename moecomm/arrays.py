@@ -23,8 +23,9 @@ _DLPACK = {
     torch.int16: (0, 16),
     torch.int64: (0, 64),
     torch.uint8: (1, 8),
+    torch.float8_e4m3fn: (10, 8),
+    torch.float8_e8m0fnu: (14, 8),
 }
-_BYTES = _DLPACK[torch.uint8]
 
 
 def adopt(argument: str, value: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any] | None]:
@@ -45,10 +46,8 @@ def window_tensor(
     """A contiguous tensor at `address` inside `block`; it keeps the block, and `owner`, alive."""
     index = device.index  # a Buffer's GPU has one, its CPU has none
     kind, index = (1, 0) if index is None else (2, index)
-    known = _DLPACK.get(dtype)
-    code, bits = known or _BYTES  # float8 goes as bytes
-    tensor = from_dlpack(block.tensor(address, shape, code, bits, kind, index, owner))
-    return tensor if known else tensor.view(dtype)
+    code, bits = _DLPACK[dtype]
+    return block.torch_tensor(address, shape, code, bits, kind, index, owner)
 
 
 def check_tensor(

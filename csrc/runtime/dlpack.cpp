@@ -2,19 +2,24 @@
 
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 namespace moecomm::runtime {
 namespace {
 
+constexpr DLPackVersion kVersion{1, 0};
+
+template <class Managed>
 struct Holder {
-    DLManagedTensor managed;
+    Managed managed;
     std::shared_ptr<Block> block;
     std::vector<i64> shape, strides;
     std::function<void()> released;
 };
 
-void delete_tensor(DLManagedTensor* managed) {
-    auto* holder = static_cast<Holder*>(managed->manager_ctx);
+template <class Managed>
+void delete_tensor(Managed* managed) {
+    auto* holder = static_cast<Holder<Managed>*>(managed->manager_ctx);
     if (holder->released) holder->released();
     delete holder;
 }
@@ -45,22 +50,31 @@ u64 tensor_bytes(const std::vector<i64>& shape, u64 element_bytes) {
 
 }  // namespace
 
-DLManagedTensor* make_tensor(std::shared_ptr<Block> block, u64 address, std::vector<i64> shape, DLDataType type, DLDevice device,
-                             std::function<void()> released) {
+template <class Managed>
+Managed* make_tensor(std::shared_ptr<Block> block, u64 address, std::vector<i64> shape, DLDataType type, DLDevice device,
+                     std::function<void()> released) {
     if (type.bits == 0 || type.bits % 8 != 0) throw std::invalid_argument("a tensor's elements have whole bytes");
     const u64 bytes = tensor_bytes(shape, type.bits / 8);
     if (bytes > block->bytes())
         throw std::invalid_argument("a tensor of " + std::to_string(bytes) + " bytes does not fit a block of " +
                                     std::to_string(block->bytes()));
-    auto holder = std::make_unique<Holder>();
+    auto holder = std::make_unique<Holder<Managed>>();
     holder->block = std::move(block);
     holder->strides = contiguous_strides(shape);
     holder->shape = std::move(shape);
     holder->released = std::move(released);
     const i32 ndim = static_cast<i32>(holder->shape.size());
     void* data = reinterpret_cast<void*>(address);
-    holder->managed = {{data, device, ndim, type, holder->shape.data(), holder->strides.data(), 0}, holder.get(), delete_tensor};
+    Managed& managed = holder->managed;
+    managed = Managed{};
+    managed.dl_tensor = {data, device, ndim, type, holder->shape.data(), holder->strides.data(), 0};
+    managed.manager_ctx = holder.get();
+    managed.deleter = delete_tensor<Managed>;
+    if constexpr (std::is_same_v<Managed, DLManagedTensorVersioned>) managed.version = kVersion;
     return &holder.release()->managed;
 }
+
+template DLManagedTensor* make_tensor(std::shared_ptr<Block>, u64, std::vector<i64>, DLDataType, DLDevice, std::function<void()>);
+template DLManagedTensorVersioned* make_tensor(std::shared_ptr<Block>, u64, std::vector<i64>, DLDataType, DLDevice, std::function<void()>);
 
 }  // namespace moecomm::runtime

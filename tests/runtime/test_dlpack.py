@@ -15,7 +15,7 @@ from torch.utils.dlpack import from_dlpack
 
 from moecomm import _native
 
-INT, UINT, FLOAT, BFLOAT, BOOL = 0, 1, 2, 4, 6
+INT, UINT, FLOAT, BFLOAT, BOOL, E4M3, E8M0 = 0, 1, 2, 4, 6, 10, 14
 DTYPES = {
     torch.int8: (INT, 8),
     torch.int16: (INT, 16),
@@ -27,7 +27,15 @@ DTYPES = {
     torch.float64: (FLOAT, 64),
     torch.bfloat16: (BFLOAT, 16),
     torch.bool: (BOOL, 8),
+    torch.float8_e4m3fn: (E4M3, 8),
+    torch.float8_e8m0fnu: (E8M0, 8),
 }
+# What is made of a block: torch's tensor, through a capsule or at once.
+WAYS: dict[str, Callable[..., torch.Tensor]] = {
+    "capsule": lambda block, *what: from_dlpack(block.tensor(*what)),
+    "at once": lambda block, *what: block.torch_tensor(*what),
+}
+both_ways = pytest.mark.parametrize("way", WAYS)
 
 
 class Owner:
@@ -43,33 +51,27 @@ def a_block(nbytes: int = 4096) -> tuple[_native.Arena, _native.HostMemory, _nat
     return arena, memory, block
 
 
+@both_ways
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values_of_every_dtype(dtype: torch.dtype) -> None:
+def test_values_of_every_dtype(dtype: torch.dtype, way: str) -> None:
     _, memory, block = a_block()
     code, bits = DTYPES[dtype]
-    tensor = from_dlpack(block.tensor(memory.address, (3, 5, 2), code, bits, 1, 0, memory))
+    tensor = WAYS[way](block, memory.address, (3, 5, 2), code, bits, 1, 0, memory)
     assert (tensor.dtype, tensor.shape, tensor.device) == (dtype, (3, 5, 2), torch.device("cpu"))
     assert tensor.is_contiguous()
     assert tensor.data_ptr() == memory.address
     expected = (torch.arange(30).reshape(3, 5, 2) % 7).to(dtype)
     tensor.copy_(expected)
     raw = ctypes.string_at(memory.address, 30 * bits // 8)
-    assert torch.equal(torch.frombuffer(bytearray(raw), dtype=dtype).reshape(3, 5, 2), expected)
+    assert raw == bytes(expected.view(torch.uint8).flatten().tolist())
     assert ctypes.string_at(memory.address + len(raw), 64) == bytes(64)
 
 
-def test_float8_goes_as_bytes() -> None:
-    _, memory, block = a_block()
-    tensor = from_dlpack(block.tensor(memory.address, (4, 16), UINT, 8, 1, 0, memory)).view(torch.float8_e4m3fn)
-    values = torch.linspace(-448, 448, 64).reshape(4, 16).to(torch.float8_e4m3fn)
-    tensor.copy_(values)
-    assert ctypes.string_at(memory.address, 64) == bytes(values.view(torch.uint8).flatten().tolist())
-
-
+@both_ways
 @pytest.mark.parametrize("shape", [(), (0,), (0, 7), (7, 0, 2), (1,), (4, 1, 4)])
-def test_shapes(shape: tuple[int, ...]) -> None:
+def test_shapes(shape: tuple[int, ...], way: str) -> None:
     _, memory, block = a_block()
-    tensor = from_dlpack(block.tensor(memory.address, shape, FLOAT, 32, 1, 0, memory))
+    tensor = WAYS[way](block, memory.address, shape, FLOAT, 32, 1, 0, memory)
     assert tensor.shape == shape
     assert tensor.is_contiguous()
     assert tensor.stride() == torch.empty(shape).stride()
@@ -86,23 +88,25 @@ def test_shapes(shape: tuple[int, ...]) -> None:
         ((8,), 0, "whole bytes"),
     ],
 )
-def test_bad_shapes(shape: tuple[int, ...], bits: int, why: str) -> None:
+@both_ways
+def test_bad_shapes(shape: tuple[int, ...], bits: int, why: str, way: str) -> None:
     arena, memory, block = a_block()
     owner = Owner()
     references = sys.getrefcount(owner)
     with pytest.raises(ValueError, match=why):
-        block.tensor(memory.address, shape, FLOAT, bits, 1, 0, owner)
+        WAYS[way](block, memory.address, shape, FLOAT, bits, 1, 0, owner)
     assert sys.getrefcount(owner) == references
     del block
     assert arena.used == 0
 
 
-def test_block_lives_as_long_as_the_last_tensor() -> None:
+@both_ways
+def test_block_lives_as_long_as_the_last_tensor(way: str) -> None:
     arena, memory, block = a_block()
     owner = Owner()
     gone = weakref.ref(owner)
-    first = from_dlpack(block.tensor(memory.address, (16,), FLOAT, 32, 1, 0, owner))
-    second = from_dlpack(block.tensor(memory.address + 1024, (16,), FLOAT, 32, 1, 0))
+    first = WAYS[way](block, memory.address, (16,), FLOAT, 32, 1, 0, owner)
+    second = WAYS[way](block, memory.address + 1024, (16,), FLOAT, 32, 1, 0, None)
     del block, owner
     view = first[3:5]
     del first
