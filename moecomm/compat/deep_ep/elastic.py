@@ -189,7 +189,7 @@ class ElasticBuffer:
             align = 1 if expert_alignment is None else expert_alignment
             sizes = (rows.shape[-1], rows.dtype, num_experts, topk_idx.shape[-1], most, align, do_expand)
             buffer, room = self._rooms.get(sizes) or self._make_room(rows.device, sizes)
-            if len(rows) > most:
+            if rows.shape[0] > most:  # which len() takes longer for
                 raise BadInput("x", f"{len(rows)} tokens", f"at most num_max_tokens_per_rank = {most}")
             routed = buffer.dispatch(
                 rows,
