@@ -61,17 +61,16 @@ py::object capsule(std::shared_ptr<Block> block, u64 address, std::vector<i64> s
     return made;
 }
 
-py::object torch_tensor(std::shared_ptr<Block> block, u64 address, std::vector<i64> shape, u8 code, u8 bits, i32 device_type, i32 device_id,
+}  // namespace
+
+py::object torch_tensor(std::shared_ptr<Block> block, u64 address, std::vector<i64> shape, DLDataType type, DLDevice device,
                         py::object owner) {
     const Torch& torch = Torch::instance();
-    auto* managed = managed_tensor<DLManagedTensorVersioned>(std::move(block), address, std::move(shape), {code, bits, 1},
-                                                             {device_type, device_id}, std::move(owner));
+    auto* managed = managed_tensor<DLManagedTensorVersioned>(std::move(block), address, std::move(shape), type, device, std::move(owner));
     void* made = nullptr;
     if (torch.exchange->managed_to_object(managed, &made) != 0) throw py::error_already_set();
     return py::reinterpret_steal<py::object>(static_cast<PyObject*>(made));
 }
-
-}  // namespace
 
 void bind_arena(py::module_& m) {
     py::class_<Block, std::shared_ptr<Block>>(m, "Block")
@@ -80,8 +79,15 @@ void bind_arena(py::module_& m) {
         .def("shrink", &Block::shrink, py::arg("nbytes"))
         .def("tensor", &capsule, py::arg("address"), py::arg("shape"), py::arg("code"), py::arg("bits"), py::arg("device_type"),
              py::arg("device_id"), py::arg("owner") = py::none())
-        .def("torch_tensor", &torch_tensor, py::arg("address"), py::arg("shape"), py::arg("code"), py::arg("bits"), py::arg("device_type"),
-             py::arg("device_id"), py::arg("owner"));
+        .def(
+            "torch_tensor",
+            [](std::shared_ptr<Block> block, u64 address, std::vector<i64> shape, u8 code, u8 bits, i32 device_type, i32 device_id,
+               py::object owner) {
+                return torch_tensor(std::move(block), address, std::move(shape), {code, bits, 1}, {device_type, device_id},
+                                    std::move(owner));
+            },
+            py::arg("address"), py::arg("shape"), py::arg("code"), py::arg("bits"), py::arg("device_type"), py::arg("device_id"),
+            py::arg("owner"));
     py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
         .def(py::init<u64, u64>(), py::arg("offset"), py::arg("nbytes"))
         .def("allocate", &Arena::allocate, py::arg("nbytes"))

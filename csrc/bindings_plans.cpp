@@ -68,6 +68,17 @@ void require(bool readable) {
     if (!readable) throw std::invalid_argument("not torch tensors");
 }
 
+// x, scales or None, topk_idx and topk_weights; they keep `owner` and the block that they are in.
+py::tuple flat_outputs(const DispatchPlan& plan, const DispatchArgs& args, const std::shared_ptr<Block>& payload,
+                       const std::shared_ptr<Block>& kept, const py::object& owner) {
+    const FlatOutputs out = plan.flat_outputs(args);
+    const auto tensor = [&](const std::shared_ptr<Block>& block, const Output& at) {
+        return torch_tensor(block, at.address, at.shape, at.type, plan.device(), owner);
+    };
+    const py::object scales = out.scales ? tensor(payload, *out.scales) : py::none();
+    return py::make_tuple(tensor(payload, out.x), scales, tensor(kept, out.topk_idx), tensor(kept, out.topk_weights));
+}
+
 void bind_dispatch_plan(py::module_& m) {
     py::class_<DispatchPlan>(m, "DispatchPlan")
         .def(py::init([](const DispatchArgs& args, bool scale_columns, py::handle x, py::handle scales, py::handle topk_idx,
@@ -103,7 +114,8 @@ void bind_dispatch_plan(py::module_& m) {
                 if (!inputs.readable()) return std::nullopt;
                 return plan.repeat(payload, earlier, inputs.get());
             },
-            py::arg("payload"), py::arg("earlier"), py::arg("x"), py::arg("scales"));
+            py::arg("payload"), py::arg("earlier"), py::arg("x"), py::arg("scales"))
+        .def("flat_outputs", &flat_outputs, py::arg("args"), py::arg("payload"), py::arg("kept"), py::arg("owner"));
 }
 
 void bind_combine_plan(py::module_& m) {

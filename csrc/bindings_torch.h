@@ -2,7 +2,9 @@
 #pragma once
 #include <pybind11/pybind11.h>
 
+#include <memory>
 #include <stdexcept>
+#include <vector>
 
 #include "runtime/dlpack.h"
 
@@ -24,5 +26,9 @@ struct Torch {
         return *found;
     }
 };
+
+// A C-contiguous tensor at `address` in `block`, which keeps the block and `owner`.
+pybind11::object torch_tensor(std::shared_ptr<runtime::Block> block, u64 address, std::vector<i64> shape, runtime::DLDataType type,
+                              runtime::DLDevice device, pybind11::object owner);
 
 }  // namespace moecomm::bindings

@@ -233,6 +233,14 @@ class DispatchPlan:
         """None unless these are tensors that the plan is for, can be used, and are of a number with a schedule."""
     def repeat(self, payload: Block, earlier: DispatchArgs, x: object, scales: object) -> DispatchArgs | None:
         """The same with the route and the room of an earlier dispatch."""
+    def flat_outputs(
+        self, args: DispatchArgs, payload: Block, kept: Block, owner: object | None
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """x, scales, topk_idx and topk_weights of a flat dispatch that was bound; each keeps its block and `owner`.
+
+        Raises:
+            ValueError: another layout, or scales that were made, or go by column.
+        """
 
 @final
 class CombinePlan:

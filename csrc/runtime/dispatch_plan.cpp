@@ -1,5 +1,7 @@
 #include "dispatch_plan.h"
 
+#include <stdexcept>
+
 #include "../protocol/domains.h"
 
 namespace moecomm::runtime {
@@ -142,6 +144,21 @@ std::optional<DispatchArgs> DispatchPlan::bind(const Block& payload, const Block
     place_payload(*args, payload);
     place_kept(*args, kept);
     return args;
+}
+
+FlatOutputs DispatchPlan::flat_outputs(const DispatchArgs& args) const {
+    const bool flat = args.layout == static_cast<i32>(Layout::flat);
+    if (!flat || args.quantize != 0 || scale_columns_) throw std::invalid_argument("not flat rows as they were given");
+    constexpr DLDataType kFloat{2, 32, 1};
+    const u64 base = args.ctx.peers[args.ctx.rank];
+    const i64 rows = args.max_rows, topk = args.ctx.shape.topk;
+    FlatOutputs out{{base + args.out_x, {rows, args.hidden}, x_.type()},
+                    std::nullopt,
+                    {base + args.out_topk_idx, {rows, topk}, topk_idx_.type()},
+                    {base + args.out_weights, {rows, topk}, kFloat}};
+    if (args.scale_bytes != 0)
+        out.scales = Output{base + args.out_scales, {rows, args.scale_bytes / (scales_.type().bits / 8)}, scales_.type()};
+    return out;
 }
 
 std::optional<DispatchArgs> DispatchPlan::repeat(const Block& payload, const DispatchArgs& earlier, const DispatchInputs& inputs) const {

@@ -1,6 +1,7 @@
 // What dispatches of one kind have in common, worked out once: a further one is a few comparisons and addresses.
 #pragma once
 #include <optional>
+#include <vector>
 
 #include "../protocol/args.h"
 #include "arena.h"
@@ -11,6 +12,17 @@ namespace moecomm::runtime {
 
 struct DispatchInputs {  // null: not given
     const DLTensor *x, *scales, *topk_idx, *topk_weights;
+};
+
+struct Output {  // a C-contiguous tensor
+    u64 address;
+    std::vector<i64> shape;
+    DLDataType type;
+};
+struct FlatOutputs {
+    Output x;
+    std::optional<Output> scales;
+    Output topk_idx, topk_weights;
 };
 
 // A dispatch takes two blocks of the window: what arrives (`payload`), and what combine and a repeat need as well (`kept`).
@@ -28,6 +40,10 @@ class DispatchPlan {
     std::optional<DispatchArgs> bind(const Block& payload, const Block& kept, i32 max_rows, const DispatchInputs& inputs) const;
     // The same with the route and the rows of an earlier dispatch.
     std::optional<DispatchArgs> repeat(const Block& payload, const DispatchArgs& earlier, const DispatchInputs& inputs) const;
+
+    // Of a flat dispatch, whose scales, if there are any, were given and stay beside their rows.  Throws std::invalid_argument for another.
+    FlatOutputs flat_outputs(const DispatchArgs& args) const;
+    const DLDevice& device() const { return x_.device(); }
 
   private:
     bool fits(const DispatchInputs& inputs) const;

@@ -57,6 +57,9 @@ class Operand {
                t->device.device_type == device_.device_type && t->device.device_id == device_.device_id;
     }
 
+    const DLDataType& type() const { return type_; }
+    const DLDevice& device() const { return device_; }
+
   private:
     bool given_;
     DLDataType type_{};

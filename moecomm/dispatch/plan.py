@@ -119,6 +119,10 @@ class Plan:
         """A tensor of Routed, by its name there."""
         return outputs.MAKE[name](routed)
 
+    def flat_tensors(self, routed: Routed) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """x, scales, topk_idx and topk_weights of a flat dispatch, in one step.  Scales were given, and go by row."""
+        return self._native.flat_outputs(routed.args, routed.payload, routed.handle.block, self.owner)
+
     def rows_shape(self, args: _native.DispatchArgs) -> tuple[int, ...]:
         """`[rows]`, or `[E/R, rows of each]` (batched): what the shapes of outputs begin with."""
         rows = args.max_rows // self._groups

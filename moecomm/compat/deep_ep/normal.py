@@ -48,16 +48,13 @@ def dispatch(
         ids = _an_expert_of_each_rank(is_token_in_rank, num_experts, pool.ranks.ranks)
     routed = route(pool, rows, scales, ids, topk_weights, num_experts, num_worst_tokens, num_sms)
     handle = normal_handle(routed.handle, channel_sms)
-    recv_x = received(pool, routed, scales is not None)
+    recv, recv_scales, recv_topk_idx, recv_topk_weights = routed.plan.flat_tensors(routed)
+    recv_x = _out_of_a_full_window(pool, routed, recv, recv_scales)
     if topk_idx is None:
         counts = _aligned(_exchange_counts(pool, num_tokens_per_expert), expert_alignment)
         return recv_x, None, None, counts, handle
-    recv_topk_idx = outputs.topk_idx(routed)
-    recv_topk_weights = None if topk_weights is None else outputs.topk_weights(routed)
-    if num_worst_tokens:
-        return recv_x, recv_topk_idx, recv_topk_weights, [], handle
-    counts = _aligned(outputs.tokens_per_expert(routed).tolist(), expert_alignment)
-    return recv_x, recv_topk_idx, recv_topk_weights, counts, handle
+    counts = [] if num_worst_tokens else _aligned(outputs.tokens_per_expert(routed).tolist(), expert_alignment)
+    return recv_x, recv_topk_idx, None if topk_weights is None else recv_topk_weights, counts, handle
 
 
 def repeat(pool: Pool, x: Any, handle: Any, num_sms: int | None) -> Any:
@@ -147,10 +144,13 @@ def route(
 
 def received(pool: Pool, routed: Routed, with_scales: bool) -> Any:
     """x, or x and scales; copied out of a window that would have no room for another round."""
-    x, scales = outputs.x(routed), outputs.scales(routed) if with_scales else None
+    return _out_of_a_full_window(pool, routed, outputs.x(routed), outputs.scales(routed) if with_scales else None)
+
+
+def _out_of_a_full_window(pool: Pool, routed: Routed, x: torch.Tensor, scales: torch.Tensor | None) -> Any:
     if pool.is_filling(routed.handle.buffer):
         x, scales = x.clone(), None if scales is None else scales.clone()
-    return (x, scales) if with_scales else x
+    return x if scales is None else (x, scales)
 
 
 @lru_cache(maxsize=64)

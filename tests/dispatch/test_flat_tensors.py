@@ -1,0 +1,62 @@
+"""The tensors of a flat dispatch that are made in one step are those that are made one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from moecomm.dispatch import outputs
+from moecomm.dispatch.reference import quantize
+from moecomm.rendezvous import Alone
+
+TOKENS, HIDDEN, TOPK, EXPERTS = 5, 256, 2, 4
+IDX = torch.tensor([[0, 1], [2, -1], [-1, -1], [3, 0], [1, 2]])
+WEIGHTS = torch.rand(TOKENS, TOPK)
+X = torch.randn(TOKENS, HIDDEN).bfloat16()
+F8, SCALES = quantize(X)
+
+
+@pytest.fixture
+def buffer() -> Iterator[moecomm.Buffer]:
+    sizes: dict[str, Any] = {"hidden": HIDDEN, "num_experts": EXPERTS, "topk": TOPK, "max_tokens": 8}
+    with moecomm.Buffer(Alone(), **sizes, backend="host") as made:
+        yield made
+
+
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("scales", [None, SCALES, SCALES.to(torch.float8_e8m0fnu), SCALES.view(torch.int32)])
+@pytest.mark.parametrize("ids", [IDX, IDX.int()])
+def test_as_one_by_one(buffer: moecomm.Buffer, ids: torch.Tensor, scales: torch.Tensor | None, sync: bool) -> None:
+    before = buffer.memory.used
+    x = X if scales is None else F8
+    routed = buffer.dispatch(x, ids, WEIGHTS, layout="flat", scales=scales, sync=sync)
+    made = routed.plan.flat_tensors(routed)
+    alone = (outputs.x(routed), outputs.scales(routed), outputs.topk_idx(routed), outputs.topk_weights(routed))
+    for mine, theirs in zip(made, alone, strict=True):
+        if mine is None or theirs is None:
+            assert mine is theirs is scales is None
+            continue
+        same = ("data_ptr", "size", "stride")
+        assert [getattr(mine, name)() for name in same] == [getattr(theirs, name)() for name in same]
+        assert (mine.dtype, mine.device) == (theirs.dtype, theirs.device)
+    arrive = (0, 1, 3, 4)
+    assert torch.equal(made[0].float()[: len(arrive)], x[list(arrive)].float())
+    assert torch.equal(made[2][: len(arrive)], ids[list(arrive)])
+    del routed, alone, theirs
+    assert buffer.memory.used > before
+    del made, mine
+    assert buffer.memory.used == before
+
+
+def test_others_are_not_made_so(buffer: moecomm.Buffer) -> None:
+    for options in ({"layout": "expert"}, {"layout": "flat", "quantize": "fp8"}):
+        routed = buffer.dispatch(X, IDX, WEIGHTS, **options)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="flat rows as they were given"):
+            routed.plan.flat_tensors(routed)
+    by_column = buffer.dispatch(F8, IDX, WEIGHTS, layout="flat", scales=SCALES, scale_layout="column")
+    with pytest.raises(ValueError, match="flat rows as they were given"):
+        by_column.plan.flat_tensors(by_column)
