@@ -29,7 +29,10 @@ def scales(routed: Routed) -> torch.Tensor | None:
     if args.scale_columns == 0:
         return _payload(routed, plan.base + args.out_scales, (*groups, rows, columns), dtype)
     by_column = _payload(routed, args.scale_columns, (*groups, columns, args.scale_stride), dtype)
-    by_row = by_column.transpose(-1, -2)[..., :rows, :]
+    by_row = by_column.transpose(-1, -2)
+    if rows == args.scale_stride:
+        return by_row
+    by_row = by_row[..., :rows, :]
     stride = -(-rows // 4) * 4
     if stride == args.scale_stride:
         return by_row
