@@ -68,15 +68,35 @@ void require(bool readable) {
     if (!readable) throw std::invalid_argument("not torch tensors");
 }
 
-// x, scales or None, topk_idx and topk_weights; they keep `owner` and the block that they are in.
+// Makes the outputs of a plan that are in one block; they keep it, and `owner`.
+class Tensors {
+  public:
+    Tensors(const DispatchPlan& plan, const std::shared_ptr<Block>& block, const py::object& owner)
+        : device_(plan.device()), block_(block), owner_(owner) {}
+    py::object operator()(const Output& output) const {
+        return torch_tensor(block_, output.address, output.shape, output.type, device_, owner_);
+    }
+
+  private:
+    DLDevice device_;
+    const std::shared_ptr<Block>& block_;
+    const py::object& owner_;
+};
+
+// x, scales or None, topk_idx and topk_weights.
 py::tuple flat_outputs(const DispatchPlan& plan, const DispatchArgs& args, const std::shared_ptr<Block>& payload,
                        const std::shared_ptr<Block>& kept, const py::object& owner) {
     const FlatOutputs out = plan.flat_outputs(args);
-    const auto tensor = [&](const std::shared_ptr<Block>& block, const Output& at) {
-        return torch_tensor(block, at.address, at.shape, at.type, plan.device(), owner);
-    };
-    const py::object scales = out.scales ? tensor(payload, *out.scales) : py::none();
-    return py::make_tuple(tensor(payload, out.x), scales, tensor(kept, out.topk_idx), tensor(kept, out.topk_weights));
+    const Tensors arriving(plan, payload, owner), staying(plan, kept, owner);
+    const py::object scales = out.scales ? arriving(*out.scales) : py::none();
+    return py::make_tuple(arriving(out.x), scales, staying(out.topk_idx), staying(out.topk_weights));
+}
+
+// x and tokens_per_expert.
+py::tuple batched_outputs(const DispatchPlan& plan, const DispatchArgs& args, const std::shared_ptr<Block>& payload,
+                          const std::shared_ptr<Block>& kept, const py::object& owner) {
+    const BatchedOutputs out = plan.batched_outputs(args);
+    return py::make_tuple(Tensors(plan, payload, owner)(out.x), Tensors(plan, kept, owner)(out.tokens_per_expert));
 }
 
 void bind_dispatch_plan(py::module_& m) {
@@ -115,7 +135,8 @@ void bind_dispatch_plan(py::module_& m) {
                 return plan.repeat(payload, earlier, inputs.get());
             },
             py::arg("payload"), py::arg("earlier"), py::arg("x"), py::arg("scales"))
-        .def("flat_outputs", &flat_outputs, py::arg("args"), py::arg("payload"), py::arg("kept"), py::arg("owner"));
+        .def("flat_outputs", &flat_outputs, py::arg("args"), py::arg("payload"), py::arg("kept"), py::arg("owner"))
+        .def("batched_outputs", &batched_outputs, py::arg("args"), py::arg("payload"), py::arg("kept"), py::arg("owner"));
 }
 
 void bind_combine_plan(py::module_& m) {

@@ -241,6 +241,10 @@ class DispatchPlan:
         Raises:
             ValueError: another layout, or scales that were made, or go by column.
         """
+    def batched_outputs(
+        self, args: DispatchArgs, payload: Block, kept: Block, owner: object | None
+    ) -> tuple[Tensor, Tensor]:
+        """x and tokens_per_expert of a batched dispatch; see flat_outputs."""
 
 @final
 class CombinePlan:

@@ -7,6 +7,8 @@
 namespace moecomm::runtime {
 namespace {
 
+constexpr DLDataType kInt32{0, 32, 1}, kFloat32{2, 32, 1}, kFloat8{10, 8, 1};
+
 // Pieces of a block, one after the other.
 class Pieces {
   public:
@@ -149,16 +151,23 @@ std::optional<DispatchArgs> DispatchPlan::bind(const Block& payload, const Block
 FlatOutputs DispatchPlan::flat_outputs(const DispatchArgs& args) const {
     const bool flat = args.layout == static_cast<i32>(Layout::flat);
     if (!flat || args.quantize != 0 || scale_columns_) throw std::invalid_argument("not flat rows as they were given");
-    constexpr DLDataType kFloat{2, 32, 1};
     const u64 base = args.ctx.peers[args.ctx.rank];
     const i64 rows = args.max_rows, topk = args.ctx.shape.topk;
     FlatOutputs out{{base + args.out_x, {rows, args.hidden}, x_.type()},
                     std::nullopt,
                     {base + args.out_topk_idx, {rows, topk}, topk_idx_.type()},
-                    {base + args.out_weights, {rows, topk}, kFloat}};
+                    {base + args.out_weights, {rows, topk}, kFloat32}};
     if (args.scale_bytes != 0)
         out.scales = Output{base + args.out_scales, {rows, args.scale_bytes / (scales_.type().bits / 8)}, scales_.type()};
     return out;
+}
+
+BatchedOutputs DispatchPlan::batched_outputs(const DispatchArgs& args) const {
+    if (args.layout != static_cast<i32>(Layout::batched)) throw std::invalid_argument("not batched rows");
+    const i64 experts = args.ctx.shape.experts / args.ctx.shape.ranks;
+    const DLDataType type = args.quantize != 0 ? kFloat8 : x_.type();
+    return {{args.ctx.peers[args.ctx.rank] + args.out_x, {experts, args.max_rows / experts, args.hidden}, type},
+            {args.tokens_per_expert, {experts}, kInt32}};
 }
 
 std::optional<DispatchArgs> DispatchPlan::repeat(const Block& payload, const DispatchArgs& earlier, const DispatchInputs& inputs) const {

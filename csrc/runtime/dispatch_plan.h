@@ -24,6 +24,9 @@ struct FlatOutputs {
     std::optional<Output> scales;
     Output topk_idx, topk_weights;
 };
+struct BatchedOutputs {
+    Output x, tokens_per_expert;
+};
 
 // A dispatch takes two blocks of the window: what arrives (`payload`), and what combine and a repeat need as well (`kept`).
 class DispatchPlan {
@@ -43,6 +46,8 @@ class DispatchPlan {
 
     // Of a flat dispatch, whose scales, if there are any, were given and stay beside their rows.  Throws std::invalid_argument for another.
     FlatOutputs flat_outputs(const DispatchArgs& args) const;
+    // Of a batched one.  Throws std::invalid_argument for another.
+    BatchedOutputs batched_outputs(const DispatchArgs& args) const;
     const DLDevice& device() const { return x_.device(); }
 
   private:

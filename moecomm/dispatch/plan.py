@@ -123,6 +123,10 @@ class Plan:
         """x, scales, topk_idx and topk_weights of a flat dispatch, in one step.  Scales were given, and go by row."""
         return self._native.flat_outputs(routed.args, routed.payload, routed.handle.block, self.owner)
 
+    def batched_tensors(self, routed: Routed) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and tokens_per_expert of a batched dispatch, in one step, before or after it has arrived."""
+        return self._native.batched_outputs(routed.args, routed.payload, routed.handle.block, self.owner)
+
     def rows_shape(self, args: _native.DispatchArgs) -> tuple[int, ...]:
         """`[rows]`, or `[E/R, rows of each]` (batched): what the shapes of outputs begin with."""
         rows = args.max_rows // self._groups

@@ -1,4 +1,4 @@
-"""The tensors of a flat dispatch that are made in one step are those that are made one by one."""
+"""The tensors of a dispatch that are made in one step are those that are made one by one."""
 
 from __future__ import annotations
 
@@ -27,28 +27,52 @@ def buffer() -> Iterator[moecomm.Buffer]:
         yield made
 
 
-@pytest.mark.parametrize("sync", [False, True])
-@pytest.mark.parametrize("scales", [None, SCALES, SCALES.to(torch.float8_e8m0fnu), SCALES.view(torch.int32)])
-@pytest.mark.parametrize("ids", [IDX, IDX.int()])
-def test_as_one_by_one(buffer: moecomm.Buffer, ids: torch.Tensor, scales: torch.Tensor | None, sync: bool) -> None:
-    before = buffer.memory.used
-    x = X if scales is None else F8
-    routed = buffer.dispatch(x, ids, WEIGHTS, layout="flat", scales=scales, sync=sync)
-    made = routed.plan.flat_tensors(routed)
-    alone = (outputs.x(routed), outputs.scales(routed), outputs.topk_idx(routed), outputs.topk_weights(routed))
+def check_same(made: tuple[Any, ...], alone: tuple[Any, ...]) -> None:
     for mine, theirs in zip(made, alone, strict=True):
         if mine is None or theirs is None:
-            assert mine is theirs is scales is None
+            assert mine is theirs
             continue
         same = ("data_ptr", "size", "stride")
         assert [getattr(mine, name)() for name in same] == [getattr(theirs, name)() for name in same]
         assert (mine.dtype, mine.device) == (theirs.dtype, theirs.device)
+
+
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("scales", [None, SCALES, SCALES.to(torch.float8_e8m0fnu), SCALES.view(torch.int32)])
+@pytest.mark.parametrize("ids", [IDX, IDX.int()])
+def test_flat(buffer: moecomm.Buffer, ids: torch.Tensor, scales: torch.Tensor | None, sync: bool) -> None:
+    before = buffer.memory.used
+    x = X if scales is None else F8
+    routed = buffer.dispatch(x, ids, WEIGHTS, layout="flat", scales=scales, sync=sync)
+    made = routed.plan.flat_tensors(routed)
+    assert (made[1] is None) == (scales is None)
+    alone = (outputs.x(routed), outputs.scales(routed), outputs.topk_idx(routed), outputs.topk_weights(routed))
+    check_same(made, alone)
     arrive = (0, 1, 3, 4)
     assert torch.equal(made[0].float()[: len(arrive)], x[list(arrive)].float())
     assert torch.equal(made[2][: len(arrive)], ids[list(arrive)])
-    del routed, alone, theirs
+    del routed, alone
     assert buffer.memory.used > before
-    del made, mine
+    del made
+    assert buffer.memory.used == before
+
+
+@pytest.mark.parametrize("begin", [False, True])
+@pytest.mark.parametrize("quantized", [None, "fp8"])
+def test_batched(buffer: moecomm.Buffer, quantized: str | None, begin: bool) -> None:
+    before = buffer.memory.used
+    call = buffer.dispatch_begin if begin else buffer.dispatch
+    routed = call(X, IDX, WEIGHTS, layout="batched", quantize=quantized)
+    made = routed.plan.batched_tensors(routed)
+    if begin:
+        buffer.dispatch_end(routed)
+    check_same(made, (outputs.x(routed), outputs.tokens_per_expert(routed)))
+    rows = X if quantized is None else F8
+    assert made[1].tolist() == [2, 2, 2, 1]
+    assert torch.equal(made[0][2, :2].float(), rows[[1, 4]].float())
+    del routed
+    assert buffer.memory.used > before
+    del made
     assert buffer.memory.used == before
 
 
@@ -57,6 +81,8 @@ def test_others_are_not_made_so(buffer: moecomm.Buffer) -> None:
         routed = buffer.dispatch(X, IDX, WEIGHTS, **options)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="flat rows as they were given"):
             routed.plan.flat_tensors(routed)
+        with pytest.raises(ValueError, match="not batched"):
+            routed.plan.batched_tensors(routed)
     by_column = buffer.dispatch(F8, IDX, WEIGHTS, layout="flat", scales=SCALES, scale_layout="column")
     with pytest.raises(ValueError, match="flat rows as they were given"):
         by_column.plan.flat_tensors(by_column)

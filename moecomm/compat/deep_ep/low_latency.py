@@ -99,8 +99,8 @@ class LowLatency:
         routed = with_options(buffer, begun, x, topk_idx, topk_weights, sync=False)
         handle = LowLatencyHandle(LowLatencyHandle.makers)  # quicker than through a __new__ of its own
         handle.native, handle.topk_weights = routed.handle, topk_weights
-        counts = outputs.tokens_per_expert(routed)
-        recv_x, rounded = _arriving(routed, options)
+        rows, counts = routed.plan.batched_tensors(routed)
+        recv_x, rounded = _arriving(routed, rows, options)
         stats = cumulative_local_expert_recv_stats
         if return_recv_hook:
             hook = pool.receiving[id(buffer)] = Receive(buffer, routed, rounded, counts, stats)
@@ -221,9 +221,8 @@ def layout_range(handle: Handle) -> torch.Tensor:
     return (count.cumsum(dim=1) - count) << 32 | count
 
 
-def _arriving(routed: Routed, options: Options) -> tuple[Any, torch.Tensor | None]:
+def _arriving(routed: Routed, x: torch.Tensor, options: Options) -> tuple[Any, torch.Tensor | None]:
     """What the dispatch hands out, before or after it has arrived; and the float32 scales that are made afterwards."""
-    x = outputs.x(routed)
     if options is _PLAIN:
         return x, None
     if options is not _ROUNDED:
