@@ -330,8 +330,7 @@ def layers(results: dict[str, dict[str, Any]]) -> list[str]:
     for name in (stem for stem in results if re.fullmatch(r"moe-.*-h200-4", stem)):
         rows = [row for row in results[name]["rows"] if row["who"] == "moecomm" and row["what"] == "layer"]
         for tokens in dict.fromkeys(row["tokens"] for row in rows):
-            by_way = {row["variant"]: row for row in rows if row["tokens"] == tokens}
-            apart, fused, fp8 = (by_way[way] for way in WAYS)
+            apart, fused, fp8 = (next(r for r in rows if (r["tokens"], r["variant"]) == (tokens, way)) for way in WAYS)
             best = min(apart, fused, key=lambda row: row["us"]["p50"])
             cells = [str(tokens), time_of(apart["us"]["p50"]), time_of(fused["us"]["p50"])]
             cells += [*(f"{best[key]:.2f}" for key in ("of_gemms", "of_torch")), time_of(fp8["us"]["p50"])]

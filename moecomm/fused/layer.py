@@ -27,11 +27,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("moecomm")
 
 _MOST_DIMENSION = 1 << 31
-# By dtype of weights and ranks: rows of an expert, where all ranks have as many tokens as the Buffer is for, from which
-# on fused=None means True.  bench/results/moe-*-h200-4.json: from there on as fast as one after the other, or up to
-# 1.39 times, before mostly slower; other numbers of ranks have not been measured.  The GEMMs of FP8 one after the other
-# had no tall tiles then (moecomm.fused.schedules).
-FUSED_FROM = {(torch.bfloat16, 4): 256, (torch.float16, 4): 256, (kernels.FP8, 4): 128}
+# By dtype of weights and ranks: rows of an expert and of a rank, where all ranks have as many tokens as the Buffer is
+# for, from which on fused=None means True.  bench/results/moe-*-h200-4.json: of all that was measured, 1.00 to 1.64
+# times as fast as one after the other, but for FP8 with 256 rows a rank, 0.85; other numbers of ranks have not been.
+FUSED_FROM = {(torch.bfloat16, 4): (16, 256), (torch.float16, 4): (16, 256), (kernels.FP8, 4): (16, 512)}
 APART = "one after the other"
 FORMS = {"two launches": two_launches.Layer, "one launch": one_launch.OneLaunch}
 FORM = "one launch"  # what fused=True means: of nearly all sizes the faster (bench/results/moe-*-h200-4.json)
@@ -89,9 +88,9 @@ def moe(
         fused: True: rows travel while the experts compute, which wants our own GEMMs and one domain, without `wire` and
             `check_weights`, else a warning says so once.  "two launches", "one launch": the same, in a form that is
             chosen (moecomm.fused.two_launches, .one_launch); True is the latter.  False, or "one after the other".
-            None: True or False, as was faster with such weights, so many ranks and experts of so many rows in a Buffer
-            that is full (FUSED_FROM), if it can be; decode with a large Buffer wants False.  The same on all ranks; the
-            bits are the same.
+            None: True or False, as was faster with such weights, so many ranks and so many rows in a Buffer that is
+            full (FUSED_FROM), if it can be; few tokens in a large Buffer have not been measured.  The same on all
+            ranks; the bits are the same.
 
     Returns:
         `[T, H]`: sum over k of w_k * w2 (silu(w1 x) * w3 x), plus bias; zeros (plus bias) for a token with no expert.
@@ -270,9 +269,10 @@ def _form_under(buffer: Buffer, weights: torch.dtype, asked: str | None, keeps_a
     """
     form = asked
     if asked is None:
-        least = FUSED_FROM.get((weights, buffer.num_ranks), math.inf)
-        rows = buffer.max_tokens * buffer.topk * buffer.num_ranks / buffer.num_experts
-        form = FORM if rows >= least else APART
+        of_expert, of_rank = FUSED_FROM.get((weights, buffer.num_ranks), (math.inf, math.inf))
+        rows = buffer.max_tokens * buffer.topk
+        enough = rows >= of_rank and rows * buffer.num_ranks >= of_expert * buffer.num_experts
+        form = FORM if enough else APART
     if form is None or form == APART:
         return ""
     why_not = keeps_apart()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +15,69 @@ from moecomm.simulate.model import AUTO, HT, LL, Machine, cost
 from moecomm.simulate.nic import Nic
 from moecomm.simulate.published import Published, compare, rows
 
+_LIMITS = {"mega_messages": "rate of messages", "gbs": "bandwidth"}  # of a NIC
+_TRIED = [10 ** (step / 20) for step in range(-60, 61)]
+
 
 def check(paths: Iterable[Path], domain: Domain, nic: Nic) -> dict[str, Any]:
-    """{measured, left_out, published, errors}: rows with predicted_us and error, the number of rows of operations that
-    have no line, and the median and worst error of each kind.
+    """{measured, left_out, published, joined, errors}: rows with predicted_us and error, the number of rows of
+    operations that have no line, what joined domains, and the median and worst error of each kind.
 
     An error is predicted / measured - 1.  `kind` of a measured row: "fitted to", or what is else about it.  Between
-    domains of a machine a NIC has the bandwidth and latency of put + signal there, where `paths` have those.
+    domains of a machine a NIC has the bandwidth and latency of put + signal there, where `paths` have those, and one
+    number that is fitted to such rows: the rate of its messages, which nobody has measured by itself; or, if that comes
+    nearer, the bandwidth, because the warps that put in a round may be slower than the best of put + signal.  One for
+    LL and one for HT, in which other warps put.
     """
     paths = list(paths)
-    results, measured_links = [result for path in paths for result in read(path)], links(paths)
-    measured = []
-    for result in results:
+    measured_links, measured, joined = links(paths), [], []
+    for result in (result for path in paths for result in read(path)):
         link = measured_links.get((result.machine, result.backend))
         machine = Machine(domain, Nic(*link, nic.mega_messages) if link else nic)
-        measured += [_measured(row, result, machine) for row in rows_of(result)]
+        for algorithm, some in _by_algorithm(result).items():
+            told, fitted = machine, ""
+            if link and result.domains > 1:
+                told, fitted = _with_one_fitted(some, result, machine)
+                about = {"machine": result.machine, "backend": result.backend, "domains": result.domains}
+                joined.append({**about, "algorithm": algorithm, **vars(told.nic), "fitted": fitted})
+            measured += [_measured(row, result, told, fitted) for row in some]
     known = [row for row in measured if row is not None]
     left_out = len(measured) - len(known)
     published = [_published(row, domain, nic) for row in rows()]
-    return {"measured": known, "left_out": left_out, "published": published, "errors": _errors([*known, *published])}
+    errors = _errors([*known, *published])
+    return {"measured": known, "left_out": left_out, "published": published, "joined": joined, "errors": errors}
 
 
-def _measured(row: Row, result: Result, machine: Machine) -> dict[str, Any] | None:
+def _by_algorithm(result: Result) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows_of(result):
+        found.setdefault(_algorithm(row, result), []).append(row)
+    return found
+
+
+def _algorithm(row: Row, result: Result) -> str:
+    return AUTO if result.domains == 1 else LL if row.straight else HT
+
+
+def _with_one_fitted(some: list[Row], result: Result, machine: Machine) -> tuple[Machine, str]:
+    """With one limit of the NIC such that times are nearest to those of the rows, by the mean of ratios; and which."""
+
+    def off(told: Machine) -> float:
+        found = [_measured(row, result, told) for row in some]
+        return statistics.fmean(abs(math.log(row["predicted_us"] / row["measured_us"])) for row in found if row)
+
+    tried = {
+        (name, value): replace(machine, nic=replace(machine.nic, **{name: round(value, 4)}))
+        for name in _LIMITS
+        for value in _TRIED
+    }
+    best = min(tried, key=lambda key: off(tried[key]))
+    return tried[best], _LIMITS[best[0]]
+
+
+def _measured(row: Row, result: Result, machine: Machine, fitted: str = "") -> dict[str, Any] | None:
     if any((part.operation, "many") not in machine.domain.lines for part in row.parts):
         return None
-    algorithm = AUTO if result.domains == 1 else LL if row.straight else HT
     us = sum(
         cost(
             part.operation,
@@ -45,24 +85,25 @@ def _measured(row: Row, result: Result, machine: Machine) -> dict[str, Any] | No
             row.tokens,
             part.row_bytes,
             machine,
-            algorithm=algorithm,
+            algorithm=_algorithm(row, result),
             slow_row_bytes=part.slow_row_bytes,
         ).us
         for part in row.parts
     )
     about = {key: getattr(row, key) for key in ("file", "what", "layout", "payload", "variant", "tokens", "sms_asked")}
-    where = {"domains": result.domains, "ranks": result.ranks, "kind": _kind(row, result, machine.domain)}
+    where = {"domains": result.domains, "ranks": result.ranks, "kind": _kind(row, result, machine.domain, fitted)}
     return {**about, **where, "measured_us": row.us, "predicted_us": round(us, 3), "error": round(us / row.us - 1, 4)}
 
 
-def _kind(row: Row, result: Result, fitted: Domain) -> str:
+def _kind(row: Row, result: Result, known: Domain, fitted: str) -> str:
     if result.domains > 1:
-        return f"{result.domains} domains: {result.backend}"
+        about = f"{result.domains} domains: {result.backend} {_algorithm(row, result).upper()}"
+        return f"{about}, {fitted} fitted" if fitted else about
     if not result.alone:
         return f"one domain: {result.backend} beside others"
-    if row.fits and result.ranks in fitted.ranks:
+    if row.fits and result.ranks in known.ranks:
         return "one domain: fitted to"
-    about = [] if result.ranks in fitted.ranks else [f"{result.ranks} ranks"]
+    about = [] if result.ranks in known.ranks else [f"{result.ranks} ranks"]
     about += ["skewed"] if result.found["case"]["skew"] else []
     about += ["blocks given"] if row.sms_asked else []
     return "one domain: " + ", ".join([*about, row.what if row.what == "pair" else "alone"])

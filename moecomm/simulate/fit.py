@@ -116,7 +116,7 @@ def fit(paths: Iterable[Path]) -> dict[str, Any]:
     used = [result for result in results if result.overlaps() or any(row.fits for row in rows_of(result))]
     return {
         "domain": results[0].machine,
-        "ranks": sorted({result.ranks for result in results}),
+        "ranks": sorted({result.ranks for result in used}),
         "fitted_to": [{"file": r.path.name, "date": r.found["date"], "sha256": r.sha256} for r in used],
         "gemm": _gemm(overlaps),
         "lines": [_written(key, fitted, errors) for key, fitted in lines.items()],

@@ -17,8 +17,6 @@ from moecomm.router import MODELS, Model
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 VARIANTS = {BF16: ("sequential", layer.FORM), FP8: ("fp8", f"fp8, {layer.FORM}")}
-# Where one after the other was slower by more than 2 %, and is None all the same.
-MISSED = {("gpt-oss-120b", 1024): 1.15}
 RESULTS = sorted((Path(__file__).parents[2] / "bench" / "results").glob("moe-*-h200-4.json"))
 
 
@@ -36,9 +34,9 @@ def test_none_is_what_was_faster(path: Path) -> None:
             buffer = cast(Any, buffer_of(model, 4, tokens))
             under = layer._form_under(buffer, weights, None, str) != ""
             ratio = found[tokens, apart] / found[tokens, fused]  # how much faster under the experts
-            assert ratio >= 0.999 if under else ratio <= MISSED.get((model.name, tokens), 1.02), tokens
+            assert ratio >= 0.999 if under else ratio <= 1.02, tokens
             chosen.add(under)
-        assert chosen in (set(), {False, True})
+        assert True in chosen
 
 
 def buffer_of(model: Model, ranks: int, tokens: int) -> SimpleNamespace:
@@ -48,11 +46,11 @@ def buffer_of(model: Model, ranks: int, tokens: int) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("weights", "ranks", "tokens", "fused", "why_not", "under"),
     [
-        (BF16, 4, 2048, None, "", True),
-        (FP16, 4, 2048, None, "", True),
-        (BF16, 4, 2047, None, "", False),
-        (FP8, 4, 1024, None, "", True),
-        (FP8, 4, 1023, None, "", False),
+        (BF16, 4, 128, None, "", True),
+        (FP16, 4, 128, None, "", True),
+        (BF16, 4, 127, None, "", False),  # fewer than 16 rows an expert
+        (FP8, 4, 128, None, "", True),
+        (FP8, 4, 127, None, "", False),
         (BF16, 8, 8192, None, "", False),  # not measured
         (FP32, 4, 8192, None, "", False),
         (BF16, 4, 8192, None, "no GPU", False),
@@ -68,6 +66,14 @@ def test_by_the_buffer_and_its_weights(
     buffer = cast(Any, buffer_of(MODELS["deepseek-v3"], ranks, tokens))
     form = layer._form_under(buffer, weights, layer.form_of(fused), lambda: why_not)
     assert form == (layer.FORM if under else "")
+
+
+def test_by_the_rows_of_a_rank() -> None:
+    """Of two experts here, which have many rows each when a rank has few."""
+    for weights, least in ((BF16, 128), (FP8, 256)):
+        for tokens in (least, least - 1):
+            buffer = cast(Any, buffer_of(MODELS["mixtral-8x7b"], 4, tokens))
+            assert (layer._form_under(buffer, weights, None, str) != "") == (tokens == least)
 
 
 def test_a_form_is_chosen_by_its_name() -> None:
