@@ -75,6 +75,7 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
     "fused/gemm.cuh": [plain.SHARED],
     "fused/fetch.cuh": [
         plain.SHARED,
+        (r'asm volatile\("fence\.acq_rel.*?"memory"\);', ""),
         (r'asm volatile\("red\.release.*?"memory"\);', "++*counter;"),
         (r'asm volatile\("st\.release.*?"memory"\);', "there = full * kFetchRows;"),
         (
