@@ -97,8 +97,8 @@ def _measured(row: Row, result: Result, machine: Machine, fitted: str = "") -> d
 
 def _kind(row: Row, result: Result, known: Domain, fitted: str) -> str:
     if result.domains > 1:
-        about = f"{result.domains} domains: {result.backend} {_algorithm(row, result).upper()}"
-        return f"{about}, {fitted} fitted" if fitted else about
+        across = f"{result.domains} domains: {result.backend} {_algorithm(row, result).upper()}"
+        return f"{across}, {fitted} fitted" if fitted else across
     if not result.alone:
         return f"one domain: {result.backend} beside others"
     if row.fits and result.ranks in known.ranks:

@@ -19,7 +19,7 @@ from moecomm.errors import BadInput, Unsupported
 from moecomm.launch import Failure, RanksFailed
 
 from ..conftest import Ranks
-from .test_dispatch_combine import bench
+from .test_dispatch_combine import bench, measured
 
 HIDDEN, EXPERTS, RANKS, NEAR = 128, 8, 4, 2
 SIZES = ["--hidden", str(HIDDEN), "--experts", str(EXPERTS), "--topk", "3", "--ranks", str(RANKS), "--replays", "1"]
@@ -60,33 +60,50 @@ def test_rows_inside_and_across_domains_are_what_counting_finds(ranks: Ranks) ->
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="gin may run here")
 def test_backends_and_domains_stand_beside_the_first(tmp_path: Path) -> None:
-    words = ["--tokens", "4,2600", "--layout", "flat,expert", "--payload", "fp8"]
+    words = ["--tokens", "2600", "--layout", "flat,expert", "--payload", "fp8"]
     ways = ["--backend", "host,gin", "--domain-ranks", f"0,{NEAR}"]
     said, found = bench(tmp_path, "dispatch-combine", *SIZES, *ways, *words)
-    assert found["benchmark"] == "backends" and found["case"]["tokens"] == [4, 2600] and found["case"]["ranks"] == RANKS
+    assert found["benchmark"] == "backends" and found["case"]["tokens"] == [2600] and found["case"]["ranks"] == RANKS
     assert found["ways"] == [{"backend": name, "domain_ranks": near} for near in (0, 2) for name in ("host", "gin")]
     failed = [row for row in found["rows"] if "why" in row]
-    assert [(row["backend"], row["domain_ranks"], row["tokens"]) for row in failed] == [("gin", 0, 4), ("gin", 2, 4)]
+    assert [(row["backend"], row["domain_ranks"], row["tokens"]) for row in failed] == [
+        ("gin", 0, 2600),
+        ("gin", 2, 2600),
+    ]
     assert all(row["why"].startswith("backend 'gin' can't run here: ") for row in failed)
     assert said.replace("\n", "").count("backend 'gin' can't run here") == 2
     rows = [row for row in found["rows"] if "why" not in row]
-    assert len(rows) == 2 * 2 * 2 * 4 and {row["through"] for row in rows} == {"host"}
+    assert len(rows) == 2 * 2 * 4 and {row["through"] for row in rows} == {"host"}
     for row in rows:
         first = next(other for other in rows if same(other, row))
         assert row["of_first"] == pytest.approx(row["us"]["p50"] / first["us"]["p50"], abs=1e-3)
-        assert row["straight"] == (row["domain_ranks"] > 0 and row["tokens"] == 4)
-        near, far = counted(row["tokens"], straight=row["straight"])
-        if row["domain_ranks"] == 0:
-            near, far = sum(counted(row["tokens"], straight=True)), 0.0
-        beside = 12 * CASE.topk + 8 if row["layout"] == "flat" else 0  # ids, weights, source
-        fp8, wire = HIDDEN + 4 + beside, (2 if row["layout"] == "flat" or row["variant"] == "bf16 wire" else 4) * HIDDEN
-        crossing = 2 * wire if row["layout"] == "flat" and not row["straight"] else wire  # a sum in float32
-        inside = {"dispatch": fp8, "combine": wire, "pair": fp8 + wire}[row["what"]]
-        across = {"dispatch": fp8, "combine": crossing, "pair": fp8 + crossing}[row["what"]]
-        assert row["inside_bytes"] == pytest.approx(near * inside)
-        assert row["across_bytes"] == pytest.approx(far * across)
-        assert row["wire_bytes"] == pytest.approx(near * inside + far * across)
-        assert row["across_gbs"] == pytest.approx(row["across_bytes"] / row["us"]["p50"] / 1e3, abs=1e-3)
+        check_crossing(row, row["domain_ranks"], straight=False)
+
+
+@pytest.mark.parametrize("near", [0, NEAR])
+def test_few_tokens_cross_straight(ranks: Ranks, near: int) -> None:
+    about: dict[str, Any] = {"tokens": [4], "layouts": ["flat", "expert"], "payloads": ["fp8"], "replays": 1}
+    found = measured(ranks, CASE, **about, domain_ranks=near, ceiling=False)
+    assert len(found["rows"]) == 2 * 4
+    for row in found["rows"]:
+        check_crossing(row, near, straight=near > 0)
+
+
+def check_crossing(row: dict[str, Any], domain_ranks: int, *, straight: bool) -> None:
+    """Its bytes inside and across domains, from the counts."""
+    assert row["straight"] == straight
+    near, far = counted(row["tokens"], straight=straight)
+    if domain_ranks == 0:
+        near, far = sum(counted(row["tokens"], straight=True)), 0.0
+    beside = 12 * CASE.topk + 8 if row["layout"] == "flat" else 0  # ids, weights, source
+    fp8, wire = HIDDEN + 4 + beside, (2 if row["layout"] == "flat" or row["variant"] == "bf16 wire" else 4) * HIDDEN
+    crossing = 2 * wire if row["layout"] == "flat" and not straight else wire  # a sum in float32
+    inside = {"dispatch": fp8, "combine": wire, "pair": fp8 + wire}[row["what"]]
+    across = {"dispatch": fp8, "combine": crossing, "pair": fp8 + crossing}[row["what"]]
+    assert row["inside_bytes"] == pytest.approx(near * inside)
+    assert row["across_bytes"] == pytest.approx(far * across)
+    assert row["wire_bytes"] == pytest.approx(near * inside + far * across)
+    assert row["across_gbs"] == pytest.approx(row["across_bytes"] / row["us"]["p50"] / 1e3, abs=1e-3)
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:

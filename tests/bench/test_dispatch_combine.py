@@ -6,6 +6,7 @@ import json
 import statistics
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import moecomm
 from moecomm.bench import dispatch_combine
 from moecomm.bench.case import Case
 from moecomm.bench.ours import operations
+
+from ..conftest import Ranks
 
 PACKAGES = Path(moecomm.__file__).parent.parent
 SIZES = ["--hidden", "128", "--experts", "8", "--topk", "3", "--backend", "host"]
@@ -117,12 +120,22 @@ def test_every_operation_has_a_row_whose_figures_agree(tmp_path: Path) -> None:
     assert "all-to-all ceiling" in said and "of sum" in said
 
 
-def test_domains_of_one_rank_have_room_for_what_crosses(tmp_path: Path) -> None:
-    words = ["--tokens", "24", "--ranks", "2", "--replays", "1", "--layout", "flat", "--no-peers", "--no-ceiling"]
+def measured(on: Ranks, like: Case, **other: Any) -> dict[str, Any]:
+    """A case on ranks that are forked, and not started anew, as the command starts them."""
+    case = replace(like, peers=False, **other)
+    return dispatch_combine.merge(case, on.run(case.ranks, _measure, asdict(case)))
+
+
+def _measure(rank: int, group: Any, job: dict[str, Any]) -> dict[str, Any]:
+    return dispatch_combine.run_rank(group, **job)
+
+
+def test_domains_of_one_rank_have_room_for_what_crosses(ranks: Ranks) -> None:
     beyond = []
-    for domain_ranks in ("0", "1"):
-        _, found = bench(tmp_path, "dispatch-combine", *SIZES, *words, "--domain-ranks", domain_ranks)
-        assert found["case"]["domain_ranks"] == int(domain_ranks) and all("us" in row for row in found["rows"])
+    about: dict[str, Any] = {"ranks": 2, "tokens": [24], "layouts": ["flat"], "replays": 1, "ceiling": False}
+    for domain_ranks in (0, 1):
+        found = measured(ranks, CASE, **about, domain_ranks=domain_ranks)
+        assert found["case"]["domain_ranks"] == domain_ranks and all("us" in row for row in found["rows"])
         beyond.append(found["memory"][0]["beyond_outputs"])
     assert beyond[0] < beyond[1]
 
@@ -170,9 +183,9 @@ def test_pairs_and_layouts_are_compared_with_their_parts() -> None:
     assert found["memory"] == [{"tokens": 5, "window": 20.0, "beyond_outputs": 1}]
 
 
-def test_skewed_routing_is_held_against_the_busiest_link(tmp_path: Path) -> None:
-    words = ["--tokens", "40", "--layout", "flat", "--payload", "bf16", "--skew", "--cold", "--replays", "2"]
-    _, found = bench(tmp_path, "dispatch-combine", *SIZES, *words, "--ranks", "4", "--no-peers")
+def test_skewed_routing_is_held_against_the_busiest_link(ranks: Ranks) -> None:
+    flat: dict[str, Any] = {"layouts": ["flat"], "payloads": ["bf16"]}
+    found = measured(ranks, CASE, ranks=4, tokens=[40], **flat, skew=0.25, cold=True, replays=2)
     ceiling = found["ceiling"][0]["gbs"]
     assert found["case"]["skew"] == 0.25 and found["case"]["cold"]
     for row in found["rows"]:

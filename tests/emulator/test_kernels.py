@@ -26,7 +26,7 @@ pytestmark = [
 ]
 SIZES: dict[str, Any] = {"hidden": 64, "num_experts": 8, "topk": 3, "max_tokens": 20, "dtype": torch.bfloat16}
 DOMAINS = {"ranks": 4, "domain_ranks": 2}
-CASES = 20
+CASES = 10
 
 
 @pytest.fixture(scope="module")

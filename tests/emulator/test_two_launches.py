@@ -41,7 +41,7 @@ SIZES: list[dict[str, Any]] = [
     {"ranks": 1, "hidden": 32, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 40},
     {"ranks": 3, "hidden": 272, "intermediate": 224, "num_experts": 6, "topk": 3, "max_tokens": 90},
 ]
-CASES = 3
+CASES = 2
 
 
 class Emulated:
