@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from operator import sub
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from moecomm.rendezvous import rendezvous
 
 MOST_LOW_LATENCY = 512  # tokens of a low-latency call: deep_ep's own take as many, and more would be most of the memory
 BY = ("native", "compat")
-_HOST_TURNS = 3
+_HOST_TURNS = 5
 _COLUMNS: dict[str, Any] = {
     "quantize": "fp8",
     "scale_layout": "column",
@@ -183,20 +184,17 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
 
 
 def _timed(clock: Clock, pair: Pair, layer: Layer) -> dict[str, Any]:
-    """`us` and `host_us` by who calls; or `why` not."""
+    """`us` and `host_us` by who calls, by replay and by turn; or `why` not."""
     calls = {name: getattr(pair, name) for name in BY}
     try:
         us = clock.in_turns(calls, layer.meet)
         host: dict[str, list[Any]] = {name: [] for name in BY}
-        for _ in range(_HOST_TURNS):
-            for name, call in calls.items():
-                host[name].append(clock.host_us(call))
+        for turn in range(_HOST_TURNS):  # now one is the first, now the other
+            for name in BY if turn % 2 == 0 else reversed(BY):
+                host[name].append(clock.host_us(calls[name]))
     except BadInput as error:  # no room in the window, on all ranks alike
         return {"why": str(error)}
-    return {
-        "us": us,
-        "host_us": {name: None if None in times else statistics.median(times) for name, times in host.items()},
-    }
+    return {"us": us, "host_us": host}
 
 
 def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
@@ -205,7 +203,7 @@ def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     rows: {tokens, what, payload, variant, us: {native, compat: {p50, p90, p99}}, of_native, host_us: {native, compat},
     host_more_us}, or with `why` in the place of figures.  Times are of the slowest rank, `of_native` is deep_ep's call
     over moecomm's.  Host times are medians of the rank in the middle, until a call returns, and None on CPUs;
-    `host_more_us`: what deep_ep's call takes longer, on the rank where that is most.
+    `host_more_us`: what deep_ep's call takes longer in the same turn, on the rank where that is most.
     """
     rows = [_merged(parts) for parts in zip(*(found["rows"] for found in by_rank), strict=True)]
     return {"benchmark": "deep-ep-layer", "case": asdict(case), "backend": case.backend, "rows": rows}
@@ -219,7 +217,9 @@ def _merged(parts: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     us = row["us"] = {name: percentiles([part["us"][name] for part in parts]) for name in BY}
     row["of_native"] = round(us["compat"]["p50"] / us["native"]["p50"], 4)
     host = [part["host_us"] for part in parts]
-    if None in host[0].values():
-        return row | {"host_more_us": None}
-    row["host_us"] = {name: round(statistics.median(times[name] for times in host), 2) for name in BY}
-    return row | {"host_more_us": round(max(times["compat"] - times["native"] for times in host), 2)}
+    if None in host[0]["native"]:
+        return row | {"host_us": dict.fromkeys(BY), "host_more_us": None}
+    of_rank = {name: [statistics.median(turns[name]) for turns in host] for name in BY}
+    row["host_us"] = {name: round(statistics.median(times), 2) for name, times in of_rank.items()}
+    more = [statistics.median(map(sub, turns["compat"], turns["native"])) for turns in host]
+    return row | {"host_more_us": round(max(more), 2)}

@@ -103,10 +103,16 @@ def test_the_command_measures_both_calls(tmp_path: Path) -> None:
 
 
 def result() -> dict[str, Any]:
-    """Of two ranks: one is slower on the device, the other has more to do on the host."""
+    """Of two ranks: one is slower on the device, the other has more to do on the host; host times of three turns."""
     about = {"tokens": 128, "what": "dispatch", "payload": "fp8", "variant": "handle"}
-    first = {"us": {"native": [10.0, 12.0], "compat": [11.0, 15.0]}, "host_us": {"native": 7.0, "compat": 9.0}}
-    second = {"us": {"native": [8.0, 14.0], "compat": [12.0, 13.0]}, "host_us": {"native": 8.0, "compat": 12.5}}
+    first = {
+        "us": {"native": [10.0, 12.0], "compat": [11.0, 15.0]},
+        "host_us": {"native": [7.0, 9.0, 6.0], "compat": [9.0, 9.5, 9.0]},
+    }
+    second = {
+        "us": {"native": [8.0, 14.0], "compat": [12.0, 13.0]},
+        "host_us": {"native": [8.0, 9.0, 7.0], "compat": [12.5, 13.0, 11.5]},
+    }
     lost = {**about, "what": "combine", "payload": "", "why": "no room"}
     return deep_ep_layer.merge(CASE, [{"rows": [about | part, lost]} for part in (first, second)])
 
