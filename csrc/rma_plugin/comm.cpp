@@ -34,7 +34,6 @@ Comm::Comm(std::vector<Channel> channels, int me, const Settings& settings, std:
         Channel& channel = channels_[rank];
         if (rank == me_ || channel.route == Route::kLocal) peer.direct = std::make_unique<DirectPath>(gpu_, rank == me_);
         if (rank == me_) continue;
-        by_socket_ = by_socket_ || peer.direct == nullptr;
         peer.link = std::make_unique<Link>(std::move(channel.data), rank, gpu_, copies_, registry_, signals_, settings_.timeout);
         peer.to = std::move(channel.to);
         peer.from = std::move(channel.from);

@@ -109,9 +109,7 @@ class Comm {
     uint64_t gets_issued_ = 0, gets_ended_ = 0;
     std::optional<Failure> first_failure_;
     times::Open timed_;
-    Clock::time_point progressed_{}, looked_{};
-    uint32_t tests_ = 0;      // that found nothing
-    bool by_socket_ = false;  // bytes go or come through sockets
+    Clock::time_point progressed_{};
 };
 
 }  // namespace moecomm::rma

@@ -6,10 +6,8 @@
 namespace moecomm::rma {
 namespace {
 
-constexpr size_t kMostOpen = 1 << 16;                         // requests to one peer; NCCL's own queues are far shorter
-constexpr auto kTestAlone = std::chrono::microseconds(20);    // after which test makes progress itself
-constexpr uint32_t kTestsALook = 32;                          // at the clock, for that
-constexpr auto kSocketsIdle = std::chrono::microseconds(50);  // between two looks at them, where no bytes go that way
+constexpr size_t kMostOpen = 1 << 16;                       // requests to one peer; NCCL's own queues are far shorter
+constexpr auto kTestAlone = std::chrono::microseconds(20);  // after which test makes progress itself
 constexpr int kMailATurn = 256;
 
 }  // namespace
@@ -103,7 +101,6 @@ void Comm::submit(Request& request, Context& context, int number) try {
     if (peer.direct != nullptr && peer.direct->carries(request)) {
         peer.direct->push(request);
     } else {
-        by_socket_ = true;
         peer.link->push(request, !own_signals);
     }
     if (!own_signals || request.kind == Request::Kind::kGet) return;
@@ -121,9 +118,7 @@ bool Comm::test(Request* request) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const bool flush = request->kind == Request::Kind::kFlush;
     const auto done = [&] { return flush ? gets_ended_ >= request->gets_before : request->done(); };
-    // NCCL asks for each open request before it lets us make progress: hundreds at times.
-    const bool look = !done() && ++tests_ % kTestsALook == 0;
-    if (look && Clock::now() - progressed_ > kTestAlone && progress_all()) poll.found();
+    if (!done() && Clock::now() - progressed_ > kTestAlone && progress_all()) poll.found();
     if (done()) {
         poll.found();
         close_request(*request);
@@ -161,12 +156,9 @@ bool Comm::progress_all() {
     bool wrote = false;
     const InContext in_context(gpu_.get());
     const Clock::time_point now = progressed_ = Clock::now();
-    if (by_socket_ || now - looked_ > kSocketsIdle) {
-        looked_ = now;
-        epoll_event events[64];
-        const int ready = ::epoll_wait(epoll_.get(), events, 64, 0);
-        for (int i = 0; i < ready; ++i) readable_[events[i].data.u32] = 1;
-    }
+    epoll_event events[64];
+    const int ready = ::epoll_wait(epoll_.get(), events, 64, 0);
+    for (int i = 0; i < ready; ++i) readable_[events[i].data.u32] = 1;
     for (int rank = 0; rank < static_cast<int>(peers_.size()); ++rank) {
         if (!peers_[rank].failure.has_value()) progress_peer(rank, readable_[rank] != 0, now);
         readable_[rank] = 0;
