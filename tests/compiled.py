@@ -2,16 +2,52 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib import metadata
 
 import pytest
 
+from moecomm import plain_kernel
+from moecomm.plain_kernel import PlainKernel
+
+Kernels = dict[str, PlainKernel]
+
+_wanted: list[PlainKernel] = []  # by the modules that were collected, in their order
+_compiling: dict[PlainKernel, Future[tuple[bytes, str]]] = {}
+
 _DESCRIPTOR = "c[0x0][0x208]"  # where sm_90 finds what its accesses to memory go through
+
+
+def wanted(kernels: Kernels) -> Kernels:
+    """By the module whose tests will want them: compiled from the begin of the session on, beside other tests."""
+    _wanted.extend(kernels.values())
+    return kernels
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """All that is wanted.  What is not begun at the end is dropped."""
+    others = max(1, (os.cpu_count() or 1) - 1)
+    with ProcessPoolExecutor(others, multiprocessing.get_context("spawn")) as pool:
+        _compiling.update({kernel: pool.submit(plain_kernel.build, kernel) for kernel in _wanted})
+        yield
+        pool.shutdown(cancel_futures=True)
+
+
+def check_kernel(kernel: PlainKernel, *, calls: bool = False) -> None:
+    """One that was wanted; it also fits into shared memory."""
+    pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
+    assert kernel.shared_bytes <= 227 * 1024
+    check_compiled(_compiling[kernel].result(), kernel.threads, calls=calls)
 
 
 def check_compiled(built: tuple[bytes, str], threads: int, *, calls: bool = False) -> None:

@@ -20,6 +20,8 @@ import torch.distributed as dist
 
 import moecomm
 
+from .compiled import compiling
+
 GPU_MARKS = {"gpu1": 1, "gpu2": 2, "gpu4": 4, "gpu8": 8}
 
 if torch.cuda.device_count() == 0:  # which does not start CUDA
@@ -53,6 +55,7 @@ def begun(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     """
     modules = {item.module for item in request.session.items if isinstance(item, pytest.Function) and has_begun(item)}
     with ExitStack() as stack:
+        stack.enter_context(compiling())
         yield {module.__name__: stack.enter_context(module.begin(request.config)) for module in modules}
 
 

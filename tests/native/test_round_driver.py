@@ -10,8 +10,8 @@ import pytest
 
 from .build import Workshop
 
-PLAIN_CASES = 6_000
-TSAN_CASES = 1_000
+PLAIN_CASES = 5_000
+TSAN_CASES = 700
 DOMAIN_TSAN_CASES = 60
 PROCESSES = 2
 LONG = 4 * 3600  # seconds
