@@ -47,7 +47,9 @@ def check_kernel(kernel: PlainKernel, *, calls: bool = False) -> None:
     """One that was wanted; it also fits into shared memory."""
     pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
     assert kernel.shared_bytes <= 227 * 1024
-    check_compiled(_compiling[kernel].result(), kernel.threads, calls=calls)
+    built = _compiling[kernel].result()
+    assert b"moecomm_plain" in built[0]
+    check_compiled(built, kernel.threads, calls=calls)
 
 
 def check_compiled(built: tuple[bytes, str], threads: int, *, calls: bool = False) -> None:

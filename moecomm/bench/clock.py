@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -81,10 +82,11 @@ class Clock:
         beside = self._flush_us if self._cold else 0.0
         runs = {name: self._ready(call, flush, meet) for name, call in calls.items()}
         times: dict[str, list[float]] = {name: [] for name in calls}
-        for turn in range(self._replays + 1):
-            first = turn % len(calls) if calls else 0
-            for name in (*list(runs)[first:], *list(runs)[:first]):
+        order = deque(runs)
+        for _ in range(self._replays + 1):
+            for name in order:
                 times[name].append(self._replay_us(runs[name], meet) - beside)
+            order.rotate(-1)
         return {name: found[1:] for name, found in times.items()}
 
     def host_us(self, call: Call) -> float | None:

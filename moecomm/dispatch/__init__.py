@@ -74,7 +74,7 @@ def with_options(
     Buffer, and options of its layout that say `repeat`.
     """
     routed = _start(buffer, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync)
-    routed.plan.run(routed.args)
+    run(routed)
     return finish(buffer, routed)
 
 

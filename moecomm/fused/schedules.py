@@ -124,7 +124,7 @@ def choose_both(expected_rows: int, columns: int) -> str:
 
     Fitted to bench/results/one-launch-schedules-h200-4.json; tests/fused/test_schedules.py says how well.  A group is
     one tile, if it can be: blocks take tiles as they get to them, so that two that load the same weights begin at
-    different times, and the weights come from memory twice.  Tiles of 256 rows were 3 to 18 % faster than those of 128
+    different times, and the weights come from memory twice.  Tiles of 256 rows were 5 to 18 % faster than those of 128
     for groups of 128 and 256 rows.
     """
     if expected_rows <= 40:

@@ -64,7 +64,8 @@ def _with_one_fitted(some: list[Row], result: Result, machine: Machine) -> tuple
 
     def off(told: Machine) -> float:
         found = [_measured(row, result, told) for row in some]
-        return statistics.fmean(abs(math.log(row["predicted_us"] / row["measured_us"])) for row in found if row)
+        ratios = [abs(math.log(row["predicted_us"] / row["measured_us"])) for row in found if row]
+        return statistics.fmean(ratios or [0.0])  # of operations that have no line there are none
 
     tried = {
         (name, value): replace(machine, nic=replace(machine.nic, **{name: round(value, 4)}))

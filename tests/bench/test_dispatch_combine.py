@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import moecomm
 from moecomm.bench import dispatch_combine
 from moecomm.bench.case import Case
+from moecomm.bench.cli import app
 from moecomm.bench.ours import operations
 
 from ..conftest import Ranks
@@ -128,6 +130,18 @@ def measured(on: Ranks, like: Case, **other: Any) -> dict[str, Any]:
 
 def _measure(rank: int, group: Any, job: dict[str, Any]) -> dict[str, Any]:
     return dispatch_combine.run_rank(group, **job)
+
+
+def test_words_of_the_command_become_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Case] = []
+    monkeypatch.setattr(dispatch_combine, "run", asked.append)
+    words = ["--tokens", "40", "--layout", "flat", "--payload", "bf16", "--ranks", "4", "--domain-ranks", "2"]
+    words += ["--skew", "--cold", "--replays", "2", "--no-peers", "--no-ceiling"]
+    told = CliRunner().invoke(app, ["dispatch-combine", *SIZES, *words], catch_exceptions=False)
+    assert told.exit_code == 0, told.output
+    about: dict[str, Any] = {"tokens": [40], "layouts": ["flat"], "payloads": ["bf16"], "ranks": 4, "domain_ranks": 2}
+    how: dict[str, Any] = {"skew": 0.25, "cold": True, "replays": 2, "peers": False, "ceiling": False}
+    assert asked == [replace(CASE, **about, **how, sms=[0])]
 
 
 def test_domains_of_one_rank_have_room_for_what_crosses(ranks: Ranks) -> None:

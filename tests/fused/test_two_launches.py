@@ -138,12 +138,12 @@ def kernels() -> dict[str, plain_kernel.PlainKernel]:
         "home": two_launches.home_kernel(bf16, 7168, 8),
         "home, many": two_launches.home_kernel(fp16, 8, 32),
     }
-    for name in ("128x6c1", "256x4c1"):  # the other schedules stand in test_schedules.py and test_one_launch.py
-        found[f"fetch {name}"] = two_launches.fetch_kernel(bf16, True, SCHEDULES[name], 7168)
-        found[f"send {name}"] = two_launches.send_kernel(fp16, SCHEDULES[name])
-    for name in ("64x5c2", "128x4c1r"):
-        found[f"fetch FP8 {name}"] = two_launches.fetch_kernel(FP8, True, FP8_SCHEDULES[name], 7168)
-        found[f"send FP8 {name}"] = two_launches.send_kernel(FP8, FP8_SCHEDULES[name], bf16)
+    for name, schedule in SCHEDULES.items():
+        found[f"fetch {name}"] = two_launches.fetch_kernel(bf16, True, schedule, 7168)
+        found[f"send {name}"] = two_launches.send_kernel(fp16, schedule)
+    for name, schedule in FP8_SCHEDULES.items():
+        found[f"fetch FP8 {name}"] = two_launches.fetch_kernel(FP8, True, schedule, 7168)
+        found[f"send FP8 {name}"] = two_launches.send_kernel(FP8, schedule, bf16)
     found["fetch, interleaved"] = two_launches.fetch_kernel(fp16, False, SCHEDULES["256x4c2u16"], 2880)
     found["fetch, small"] = two_launches.fetch_kernel(fp16, True, SCHEDULES["64x8c1"], 8)
     found["fetch, large"] = two_launches.fetch_kernel(bf16, True, SCHEDULES["64x8c2"], 16384)

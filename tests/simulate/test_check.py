@@ -68,6 +68,17 @@ def across() -> dict[str, Any]:
     return check([RESULTS / f"{name}-h200-4.json" for name in ("backends-domains", "latency-backends")], load(), Nic())
 
 
+def test_operations_without_a_line_are_left_out_across_domains_too(tmp_path: Path) -> None:
+    names = ("backends-domains", "latency-backends")
+    results = {name: json.loads((RESULTS / f"{name}-h200-4.json").read_text()) for name in names}
+    for row in results[names[0]]["rows"]:
+        row["layout"] = "batched"
+    for name, written in results.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(written))
+    told = check([tmp_path / f"{name}.json" for name in names], load(), Nic())
+    assert told["measured"] == [] and told["left_out"] == len(results[names[0]]["rows"])
+
+
 def test_every_row_of_ours_is_there(found: dict[str, Any]) -> None:
     everything = [json.loads((RESULTS / f"{name}.json").read_text())["rows"] for name in NAMES]
     ours = [row for rows in everything for row in rows if row["who"] == "moecomm" and "us" in row]

@@ -150,7 +150,7 @@ class Buffer(LowLatency):
         """
         if previous_event is not None:
             wait_for(previous_event)
-        pool, num_sms = self._pool, self._limit(config, x) if config is not None or Buffer._num_sms_was_set else None
+        pool, num_sms = self._pool, self._limit(config, x)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise BadInput("handle", "topk_idx or topk_weights beside it", "rows only: it repeats a routing")
@@ -187,8 +187,7 @@ class Buffer(LowLatency):
         """
         if previous_event is not None:
             wait_for(previous_event)
-        num_sms = self._limit(config, x) if config is not None or Buffer._num_sms_was_set else None
-        out, weights = normal.combine(self._pool, x, handle, topk_weights, bias, num_sms)
+        out, weights = normal.combine(self._pool, x, handle, topk_weights, bias, self._limit(config, x))
         return out, weights, finished(async_finish)
 
     def internode_dispatch(self, *args: Any, **named: Any) -> Any:
@@ -202,9 +201,9 @@ class Buffer(LowLatency):
     @staticmethod
     def _limit(config: Config | None, x: Any) -> int | None:
         """Blocks that a caller has limited a call to; None: moecomm's own choice, as always on CPUs."""
+        if config is None and not Buffer._num_sms_was_set:
+            return None
         rows = x[0] if isinstance(x, tuple) else x
         if not isinstance(rows, torch.Tensor) or not rows.is_cuda:
             return None
-        if config is None:
-            return Buffer.num_sms if Buffer._num_sms_was_set else None
-        return config.num_sms or None
+        return Buffer.num_sms if config is None else config.num_sms or None
