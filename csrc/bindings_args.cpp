@@ -164,6 +164,7 @@ void bind_combine(py::module_& m) {
         .def_readwrite("bias", &CombineArgs::bias)
         .def_readwrite("weight_grads", &CombineArgs::weight_grads)
         .def_readwrite("y_stride", &CombineArgs::y_stride)
+        .def_readwrite("sums", &CombineArgs::sums)
         .def_readwrite("bias_stride", &CombineArgs::bias_stride)
         .def_readwrite("num_tokens", &CombineArgs::num_tokens)
         .def_readwrite("hidden", &CombineArgs::hidden)

@@ -181,8 +181,6 @@ void bind_rounds(py::module_& m) {
     bind_launch<CombineArgs>(m);
     m.def("cuda_launch_packed", &launch_packed, py::arg("function"), py::arg("grid"), py::arg("block"), py::arg("shared_bytes"),
           py::arg("stream"), py::arg("args"));
-    m.def("cuda_copy", &cuda_copy, py::arg("to"), py::arg("source"), py::arg("nbytes"), py::arg("stream"),
-          py::call_guard<py::gil_scoped_release>());
     m.def("cuda_context", &cuda_context);
     m.def("cuda_capturing", &cuda_capturing, py::arg("stream"));
     m.def("cuda_available", &cuda_missing, py::call_guard<py::gil_scoped_release>());

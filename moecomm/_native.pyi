@@ -181,6 +181,7 @@ class CombineArgs(_Struct):
     bias: int
     weight_grads: int
     y_stride: int
+    sums: int
     bias_stride: int
     num_tokens: int
     hidden: int
@@ -268,12 +269,12 @@ class CombinePlan:
         bias: object,
         weight_grads: object,
         out_weight_grads: object,
-        y_copy: int = 0,
+        sums: int = 0,
         topk_weights: object = None,
     ) -> CombineArgs | None:
         """None unless these are tensors that the plan is for and that fit the dispatch.
 
-        `y_copy`: where in our window the rows of y are, one after the other, if not where y is.
+        `sums`: CombineArgs.sums.
         """
 
 def current_stream(device: int) -> int:
@@ -546,9 +547,6 @@ def cuda_launch_packed(function: int, grid: int, block: int, shared_bytes: int, 
     Raises:
         RuntimeError: with the driver's name of the error, or there is no driver.
     """
-
-def cuda_copy(to: int, source: int, nbytes: int, stream: int) -> None:
-    """Enqueues a copy from an address on a GPU to another.  RuntimeError as cuda_launch."""
 
 def cuda_context() -> int:
     """The calling thread's current CUcontext; 0: none.  RuntimeError as cuda_launch."""

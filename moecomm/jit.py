@@ -204,13 +204,17 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
 
 def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     """How the block of a combine kernel is made up; shared_bytes bounds CombineShared from above."""
-    reduce_warps, pull_warps, return_warps = (0, 12, 0) if spec.in_place and not spec.packets else (8, 8, 0)
-    if spec.domain_ranks:
-        reduce_warps, pull_warps, return_warps = (0, 8, 4) if spec.in_place else (6, 6, 4)
+    # Of flat rows, which are copied, as many bytes are pulled as reduced; of others fewer.
+    reduce_warps, pull_warps, return_warps = (10, 5, 0) if spec.layout == _FLAT else (12, 3, 0)
+    if spec.packets:
+        reduce_warps, pull_warps = 8, 8
+    elif spec.in_place and not spec.domain_ranks:
+        reduce_warps, pull_warps = 0, 12
+    elif spec.domain_ranks:
+        reduce_warps, pull_warps, return_warps = (0, 8, 4) if spec.in_place else (6, 5, 4)
     # A piece is summed in registers: 56 fp32 columns a lane, or 32 where a block has more warps.
     summed = {2: 3584, 4: 4096} if spec.in_place else {2: 2048, 4: 3584}
     staged = spec.type if spec.layout == _FLAT else spec.wire
-    reduce_bytes = _piece(spec.hidden * _BYTES[spec.type], summed[_BYTES[spec.type]], _LINE)
     if spec.domain_ranks and not spec.in_place:
         summed = {2: 1536, 4: 3072}  # beside the sum of the domains
     pull_bytes = _piece(spec.hidden * _BYTES[staged], summed[_BYTES[staged]], _LINE)
@@ -218,12 +222,10 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     fixed = (max(reduce_warps, 1) + pull_warps + return_warps) * beside + spec.ranks * 120 + 104 + 512 + 1920
     fixed += (8 * 8 * pull_warps + 256) * bool(spec.domain_ranks)
     left = _SHARED_LIMIT - fixed
-    reduce_slots = 0 if spec.in_place else min(_MOST_SLOTS, left * 3 // 7 // (reduce_warps * reduce_bytes))
-    left -= reduce_slots * reduce_warps * reduce_bytes
     if spec.packets:  # what comes home does not pass through a ring
         pull_bytes = 16
     pull_slots = 1 if spec.packets else min(_MOST_SLOTS, left // ((pull_warps + return_warps) * pull_bytes))
-    used = reduce_slots * reduce_warps * reduce_bytes + pull_slots * (pull_warps + return_warps) * pull_bytes
+    used = pull_slots * (pull_warps + return_warps) * pull_bytes
     packet = packets.of_combine(spec.hidden * _BYTES[staged])
     return {
         "packet_bytes": packet.row_bytes,
@@ -231,9 +233,8 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
         "reduce_warps": reduce_warps,
         "pull_warps": pull_warps,
         "return_warps": return_warps,
-        "reduce_bytes": reduce_bytes,
+        "flag_warps": int(reduce_warps > 0 and not spec.packets),
         "pull_bytes": pull_bytes,
-        "reduce_slots": reduce_slots,
         "pull_slots": pull_slots,
         "shared_bytes": _align(used + fixed, 128),
     }

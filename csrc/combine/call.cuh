@@ -13,10 +13,18 @@ namespace moecomm {
 // A piece of a row that a warp makes out of the same piece of others.
 struct Item {
     i32 sources;  // pieces it is made of
-    i32 token;    // at its home; -1: nothing to store
-    i32 home;     // reduce
     i32 column;   // first
-    i32 turn;     // reduce: the unit whose last item of this warp this is, -1 if it is not; pull: items of this warp so far
+    i32 token;    // at its home; -1: nothing to store
+    i32 domain;   // return: of the home
+    i32 turn;     // return: the unit that ends so, -1 if none does
+};
+
+// The sum of a token, and what is added to it.
+struct Out {
+    u8* row;
+    const u8* bias;
+    i32 token;
+    MOECOMM_FN explicit operator bool() const { return row != nullptr; }
 };
 
 // Flat rows here.
@@ -49,12 +57,9 @@ struct CrossingShared {
 
 template <CombineConfig cfg>
 struct CombineShared {
-    static constexpr i32 kReduceWarps = cfg.in_place ? 1 : cfg.reduce_warps;
-
     RowRing<cfg.pull_slots, cfg.pull_bytes> pull[cfg.pull_warps];
-    RowRing<cfg.in_place ? 1 : cfg.reduce_slots, cfg.in_place ? 16 : cfg.reduce_bytes> reduce[kReduceWarps];
-    Turns<kReduceWarps> staged;    // units of this block
-    Turns<cfg.pull_warps> pulled;  // chunks of this block
+    Turns<cfg.in_place ? 1 : cfg.reduce_warps> staged;  // units of this block
+    Turns<cfg.pull_warps> pulled;                       // chunks of this block
     CombineArgs args;
     Begin begin;
     Notice mine;
@@ -94,11 +99,18 @@ struct CombineCall {
     MOECOMM_FN u8* staged_row(i32 rank, i32 home, i32 token) const {
         return transport.template peer_ptr<u8>(rank, staged_at(window(), shape(), home, token));
     }
+    // Whether rows reduced here have a place each, and how far apart: a row and, where there are any, gradients behind it.
+    MOECOMM_FN bool has_sums() const { return cfg.domains() == 1 && !cfg.own_weights && a.sums != 0; }
+    MOECOMM_FN i64 sum_pitch() const { return cfg.staged_bytes() + (a.weight_grads != 0 ? cfg.grads_bytes() : 0); }
     // Where `rank`, which may be of another domain, has left the gradients of our token.
-    MOECOMM_FN const u8* row_with_grads(i32 rank, i32 token) const {
-        if (domains().reaches(rank)) return staged_row(rank, me(), token);
-        if (straight()) return transport.template local<u8>(straight_row_at(window(), shape(), round.tag, rank, token));
-        return transport.template local<u8>(returned_at(window(), shape(), rank / cfg.near(), token));
+    MOECOMM_FN const u8* grads_of(i32 rank, i32 token) const {
+        if (const Notice& from = shared.notices[rank]; from.x != 0) {
+            const i32 slot = reinterpret_cast<const i32*>(a.route.token_slot)[static_cast<i64>(token) * cfg.ranks + rank];
+            return transport.template peer_ptr<u8>(rank, from.x) + (slot + 1) * static_cast<i64>(from.pitch) - cfg.grads_bytes();
+        }
+        if (domains().reaches(rank)) return staged_row(rank, me(), token) + grads_at();
+        if (straight()) return transport.template local<u8>(straight_row_at(window(), shape(), round.tag, rank, token)) + grads_at();
+        return transport.template local<u8>(returned_at(window(), shape(), rank / cfg.near(), token)) + grads_at();
     }
     // The flag of `from` at whoever pulls the rows of `home` in our domain.
     MOECOMM_FN u64 reduced_flag(i32 home, i32 from, i32 chunk) const {
@@ -133,17 +145,25 @@ struct CombineCall {
         return packets_at(window(), shape(), round.tag, owner) + static_cast<u64>(token * kTokenBytes + piece * kPacketBytes);
     }
 
+    MOECOMM_FN Out out_of(i32 token) const {
+        return {reinterpret_cast<u8*>(a.out) + token * a.out_stride,
+                a.bias != 0 ? reinterpret_cast<const u8*>(a.bias) + token * a.bias_stride : nullptr, token};
+    }
     // The sum of a token's columns, to the caller.
     template <i32 n>
-    MOECOMM_FN void store_out(i32 token, i32 column, float (&sum)[n]) const {
+    MOECOMM_FN void store_out(const Out& out, i32 column, float (&sum)[n]) const {
         const i64 at = column * bytes_of(cfg.type);
-        if (a.bias != 0) {
+        if (out.bias != nullptr) {
             float bias[n];
-            load_columns<cfg.type>(reinterpret_cast<const u8*>(a.bias) + token * a.bias_stride + at, bias);
+            load_columns<cfg.type>(out.bias + at, bias);
 #pragma unroll
             for (i32 i = 0; i < n; ++i) sum[i] = __fadd_rn(sum[i], bias[i]);
         }
-        store_columns<cfg.type>(reinterpret_cast<u8*>(a.out) + token * a.out_stride + at, sum);
+        store_columns<cfg.type>(out.row + at, sum);
+    }
+    template <i32 n>
+    MOECOMM_FN void store_out(i32 token, i32 column, float (&sum)[n]) const {
+        store_out(out_of(token), column, sum);
     }
 };
 

@@ -22,6 +22,10 @@ MOECOMM_FN void fill_notice(const Call& c, Notice& n) {
     if constexpr (Call::cfg.in_place) {
         n.x = c.a.y - c.a.ctx.peers[c.me()];
         n.pitch = static_cast<u64>(c.a.y_stride);
+    } else if (c.has_sums()) {
+        n.x = c.a.sums - c.a.ctx.peers[c.me()];
+        n.pitch = static_cast<u64>(c.sum_pitch());
+        n.rows = 1;
     }
 }
 
@@ -32,11 +36,6 @@ MOECOMM_FN void prepare_block(CombineShared<cfg>& shared) {
         for (i32 i = threadIdx.x; i < cfg.return_warps * cfg.pull_slots; i += cfg.threads())
             barrier_init(&crossing_beside(shared).rings[i / cfg.pull_slots].full[i % cfg.pull_slots], 1);
         if (threadIdx.x == 0) crossing_beside(shared).heard = 0;
-    }
-    if constexpr (!cfg.in_place) {
-#pragma unroll 1
-        for (i32 i = threadIdx.x; i < cfg.reduce_warps * cfg.reduce_slots; i += cfg.threads())
-            barrier_init(&shared.reduce[i / cfg.reduce_slots].full[i % cfg.reduce_slots], 1);
     }
 #pragma unroll 1
     for (i32 i = threadIdx.x; i < cfg.pull_warps * cfg.pull_slots; i += cfg.threads())
@@ -84,13 +83,15 @@ MOECOMM_FN bool reduce_or_pull(const Call& c) {
     constexpr CombineConfig cfg = Call::cfg;
     constexpr i32 returners = cfg.reduce_warps + cfg.pull_warps;
     if constexpr (cfg.domains() > 1) {
-        if (warp_id() >= returners) return give_back(c, warp_id() - returners);
+        if (warp_id() >= returners && warp_id() < returners + cfg.return_warps) return give_back(c, warp_id() - returners);
     } else {
         if ((cfg.reduce_warps == 0 || warp_id() < cfg.reduce_warps) && !push(c)) return false;
     }
-    if (warp_id() >= cfg.reduce_warps) return pull(c);
+    if (warp_id() >= cfg.reduce_warps && warp_id() < returners) return pull(c);
     if constexpr (!cfg.in_place) {
-        if (!c.all_in_packets) return await_drained(c, load_relaxed(&own_state(c.a.ctx)->last_combine)) && reduce(c);
+        if (c.all_in_packets) return true;
+        if (warp_id() >= cfg.reduce_warps) return raise_flags(c);
+        return (c.has_sums() || await_drained(c, load_relaxed(&own_state(c.a.ctx)->last_combine))) && reduce(c);
     }
     return true;
 }
@@ -108,10 +109,10 @@ MOECOMM_FN void finish(const Call& c) {
     if (lane_id() == 0) state->taken = 0;
     for (i32 turn = lane_id(); turn < cfg.near(); turn += kWarp)
         c.transport.signal(c.domains().neighbour(turn), drained_at(c.window(), c.me()), tag_signal(c.round.tag));
-    if constexpr (cfg.in_place) {
+    if (cfg.in_place || c.has_sums()) {
         await_drained(c, c.round.tag);
-    } else {
-        if (lane_id() == 0) state->last_combine = c.round.tag;
+    } else if (lane_id() == 0) {
+        state->last_combine = c.round.tag;
     }
 }
 

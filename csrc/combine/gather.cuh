@@ -14,7 +14,8 @@ struct Source {
 
 // Role: Next open(Source&, Item&, bool may_wait)   the next item, by all lanes; none when there is no other, or a wait has failed.  What a
 //                                    role waits for may depend on items of ours that are open, so it waits only when none is
-//       void store(const Item&, i32 column, const float (&)[n])   by a lane: n columns of the sum
+//       auto target(const Item&)    where the sum goes: looked up once for all of its columns; false: nowhere
+//       void store(target, i32 column, float (&)[n])   by a lane: n columns of the sum
 //       void close(const Item&)     by all lanes, after it is stored
 //       kType, kRowBytes            of a source row; kWeighted: times its weight, rounded, before it is added
 template <class Ring, class Role>
@@ -101,10 +102,12 @@ struct Gather {
                 if (added > 0) fill();
                 add(sum, vectors);
             }
+            if (const auto target = role.target(item)) {
 #pragma unroll
-            for (i32 v = 0; v < kVectors; ++v) {
-                const i32 vector = v * kWarp + lane_id();
-                if (item.token >= 0 && vector < vectors) role.store(item, item.column + vector * kColumns, sum[v]);
+                for (i32 v = 0; v < kVectors; ++v) {
+                    const i32 vector = v * kWarp + lane_id();
+                    if (vector < vectors) role.store(target, item.column + vector * kColumns, sum[v]);
+                }
             }
             role.close(item);
             __syncwarp();  // all lanes have read the item

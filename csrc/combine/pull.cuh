@@ -54,8 +54,8 @@ MOECOMM_FN bool await_earlier_credit(const Call& c, i32 home, i32 chunk, i32 chu
 
 // The role of a pull warp.  Where places are given back, a chunk is a block's, which tells when all of it is pulled: of the chunks of its
 // block a warp pulls every pull_warps-th piece.  (So, too, where there are several domains.)  Else warps take the pieces of all tokens as
-// they get to them: blocks with as many tokens each have unequally many rows to bring, and few blocks fill the links only while all of them
-// pull.  Lane i serves the i-th rank that holds a part of the token.
+// they get to them, or, where flags have to be looked at, whole tokens: blocks with as many tokens each have unequally many rows to bring,
+// and few blocks fill the links only while all of them pull.  Lane i serves the i-th rank that holds a part of the token.
 template <class Call>
 struct Pull {
     static constexpr CombineConfig cfg = Call::cfg;
@@ -68,6 +68,7 @@ struct Pull {
     const i32 warp;
     const i32 shift;          // a chunk is 1 << shift tokens
     const bool gives_credit;  // peers stage rows, and ours do not all fit their rings
+    const i32 together;       // pieces that a warp takes at once
     const i32 chunks_here;    // of the block, where places are given back
     i32 nth;                  // the next piece: of the block, or of all tokens
     u32 taken = 0;            // in lane 0, that of all tokens that comes then; asked for long before it is wanted
@@ -81,19 +82,22 @@ struct Pull {
         : c(call),
           warp(this_warp),
           shift(__ffs(call.a.chunk_tokens) - 1),
-          gives_credit((cfg.domains() > 1 || some_stage(call)) && call.chunks() > ring_chunks(call.shape(), call.a.chunk_tokens)),
+          gives_credit((cfg.domains() > 1 || some(call, [](const Notice& n) { return n.x == 0; })) &&
+                       call.chunks() > ring_chunks(call.shape(), call.a.chunk_tokens)),
+          together(some(call, [](const Notice& n) { return n.x == 0 || n.rows != 0; }) ? kPieces : 1),
           chunks_here(ceil_div(max(call.chunks() - static_cast<i32>(blockIdx.x), 0), static_cast<i32>(gridDim.x))),
-          nth(by_chunks() ? this_warp : this_warp * gridDim.x + blockIdx.x),
+          nth(by_chunks() ? this_warp : (this_warp * gridDim.x + blockIdx.x) * together),
           far{call, this_warp, cfg.domains() > 1 && call.straight()} {
         skip_ends();
         if (!by_chunks()) take();
         ahead = slot_of(token(), lane_id());
     }
 
-    MOECOMM_FN static bool some_stage(const Call& c) {
-        bool some = false;
-        for (i32 p = 0; p < cfg.ranks; ++p) some = some || c.shared.notices[p].x == 0;
-        return some;
+    template <class Is>
+    MOECOMM_FN static bool some(const Call& c, const Is& is) {
+        bool found = false;
+        for (i32 p = 0; p < cfg.ranks; ++p) found = found || is(c.shared.notices[p]);
+        return found;
     }
 
     MOECOMM_FN bool by_chunks() const { return cfg.domains() > 1 || gives_credit; }
@@ -109,7 +113,7 @@ struct Pull {
     MOECOMM_FN void skip_ends() {
         while (by_chunks() && !at_end() && token() >= c.a.num_tokens) nth += cfg.pull_warps;
     }
-    // The warps of the grid begin with a piece each, and take the others in their order.
+    // The warps of the grid begin with a piece or a token each, and take the others in their order.
     MOECOMM_FN void take() {
         if (lane_id() == 0) taken = gridDim.x * cfg.pull_warps + atomicAdd(&own_state(c.a.ctx)->taken, 1);
     }
@@ -117,8 +121,11 @@ struct Pull {
         if (by_chunks()) {
             nth += cfg.pull_warps;
             skip_ends();
+        } else if (together > 1 && (nth + 1) % kPieces != 0) {
+            ++nth;
+            return;
         } else {
-            nth = static_cast<i32>(__shfl_sync(kAllLanes, taken, 0));
+            nth = static_cast<i32>(__shfl_sync(kAllLanes, taken, 0)) * together;
             take();
         }
         ahead = slot_of(token(), lane_id());
@@ -144,7 +151,8 @@ struct Pull {
 
     // Whether this lane may read the row of `rank`: the lane that has acquired its flag is the one that loads it.
     MOECOMM_FN bool await_row(i32 rank, bool may_wait) {
-        if (c.shared.notices[rank].x != 0 || seen == chunk()) return true;
+        const Notice& from = c.shared.notices[rank];
+        if ((from.x != 0 && from.rows == 0) || seen == chunk()) return true;
         const u64 flag = reduced_at(c.window(), c.shape(), rank, chunk());
         u64 tag = 0;
         if (may_wait ? !wait_flag(c.round, Phase::reduced, rank, flag, c.round.tag, tag)
@@ -176,7 +184,7 @@ struct Pull {
         const i32 column = nth % kPieces * kPieceColumns;
         if (slot >= 0) source.piece = row_at(rank, slot) + column * bytes_of(kType);
         if (column == 0 && c.a.out_weight_grads != 0) bring_grads();
-        out = {0, token(), 0, column, 0};
+        out = {0, column, token(), 0, -1};
         if constexpr (cfg.domains() > 1) far.open();
         go_on();
         return Next::item;
@@ -189,14 +197,15 @@ struct Pull {
         const i64 entry = static_cast<i64>(token()) * cfg.topk + lane_id();
         const i32 owner = reinterpret_cast<const i32*>(c.a.route.token_owner)[entry];
         u32 grad = 0;
-        if (owner >= 0) grad = load_relaxed(reinterpret_cast<const u32*>(c.row_with_grads(owner, token()) + c.grads_at()) + lane_id());
+        if (owner >= 0) grad = load_relaxed(reinterpret_cast<const u32*>(c.grads_of(owner, token())) + lane_id());
         reinterpret_cast<u32*>(c.a.out_weight_grads)[entry] = grad;
     }
 
+    MOECOMM_FN Out target(const Item& item) const { return c.out_of(item.token); }
     template <i32 n>
-    MOECOMM_FN void store(const Item& out, i32 column, float (&sum)[n]) const {
+    MOECOMM_FN void store(const Out& out, i32 column, float (&sum)[n]) const {
         if constexpr (cfg.domains() > 1) far.add_to(out.token, column, sum);
-        c.store_out(out.token, column, sum);
+        c.store_out(out, column, sum);
     }
 
     MOECOMM_FN void close(const Item&) {

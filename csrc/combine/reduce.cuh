@@ -1,198 +1,290 @@
-// Step 2: the rows of each token here become one, in fp32 and in the order of k (flat: the row that the caller has made of them), staged
-// for the token's home.
+// Step 2: the rows of each token here become one, in fp32 and in the order of k (flat: the row that the caller has made of them), where
+// the token's home pulls it: in a place of its own (CombineArgs::sums), or staged in a ring.
 #pragma once
-#include "gather.cuh"
 #include "straight.cuh"
+#include "units.cuh"
 #include "weights.cuh"
 
 namespace moecomm {
 
-// A chunk of a home's tokens: a unit of staging.  The first chunks of all homes come before the second of any.
-struct Unit {
-    i32 home, chunk, chunk_tokens, first, rows;  // flat rows [first, first + rows); chunk -1: there is no such chunk
+// A part of a row that is made: the same columns of one or two of its entries, on their way into registers.
+template <class Call>
+struct Step {
+    static constexpr CombineConfig cfg = Call::cfg;
+    static constexpr i32 kEntries = cfg.layout == Layout::flat ? 1 : 2;  // a flat row is copied
+    // Vectors of 16 bytes, of a lane, of each: one where rows are short, or hardly any come this way.
+    static constexpr i32 kVectors = cfg.packets || cfg.row_bytes() <= 16 * kWarp ? 1 : 4 / kEntries;
+    uint4 held[kEntries][kVectors];
+    float weight[kEntries];
+    u8* to;       // where this lane's sum goes; null: there is no such step
+    u32 has;      // of this lane's vectors, a bit each, those that are columns of the row
+    bool both;    // there is a second entry
+    bool last;    // of these columns
+    i32 through;  // the last turn that this warp is through with then; -1: none
 };
-// Of all homes that what we have does not go straight to: that is put before anything is staged for others, because it waits for no place,
-// and its home for all of it.
-template <class Call>
-MOECOMM_FN Unit unit_at(const Call& c, i32 nth, i32 units) {
-    constexpr CombineConfig cfg = Call::cfg;
-    const bool first = cfg.domains() > 1 && nth < units;
-    if (cfg.domains() > 1 && !first) nth -= units;
-    const i32 home = rotated<cfg.ranks>(c.me(), nth % cfg.ranks), chunk = nth / cfg.ranks;
-    const i32 chunk_tokens = c.shared.sent[home].chunk_tokens;
-    if (chunk >= c.chunks_of(home)) return {home, -1, chunk_tokens, 0, 0};
-    if (cfg.domains() > 1 && first != c.straight_to(home)) return {home, -1, chunk_tokens, 0, 0};
-    const u64 range = reinterpret_cast<const u32*>(c.a.route.ranges)[static_cast<i64>(home) * c.shape().max_tokens + chunk];
-    return {home, chunk, chunk_tokens, signal_first(range), signal_count(range)};
-}
-template <class Call>
-MOECOMM_FN i32 count_units(const Call& c) {
-    i32 most = 0;
-    for (i32 s = 0; s < Call::cfg.ranks; ++s) most = max(most, c.chunks_of(s));
-    return most * Call::cfg.ranks;
-}
 
-// The role of a reduce warp: in each unit of the block every reduce_warps-th piece of its rows.  The last item of a unit, or an empty one,
-// carries its turn, so that every warp comes to every turn in order.
+// A reduce warp: of all rows in the units of the block every reduce_warps-th, whole, piece by piece.  Two steps are on their way at a
+// time.  What a row is made of is looked up while the one before it is made, its entries first and what depends on them a piece later: each
+// lookup waits for memory.
 template <class Call>
 struct Reduce {
     static constexpr CombineConfig cfg = Call::cfg;
-    static constexpr Type kType = cfg.type;
-    static constexpr i32 kRowBytes = cfg.row_bytes();
+    using Step = moecomm::Step<Call>;
     static constexpr bool kWeighted = cfg.weighted && cfg.layout != Layout::flat;
-    static constexpr i32 kPieces = ceil_div(cfg.row_bytes(), cfg.reduce_bytes), kPieceColumns = cfg.reduce_bytes / bytes_of(cfg.type);
+    static constexpr i32 kColumns = columns_in_16(cfg.type), kPieceColumns = Step::kVectors * kWarp * kColumns;
+    static constexpr i32 kPieces = ceil_div(cfg.hidden, kPieceColumns);
+
+    struct Row {
+        i32 turn;      // of the block, in which its unit comes; that of `units`: there is no such row
+        i32 entry;     // this lane's row of y, -1: none
+        i32 of;        // in the lane of its first entry: which row is made: the token at its home, or, where rows are flat, which of them
+        float weight;  // of the entry
+    };
 
     const Call& c;
-    const i32 units;
-    i32 turn = 0;
-    i32 at;     // the next piece of the unit
-    Unit unit;  // of the turn
-    i32 entry;  // this lane's row of the piece, -1: none
-    u64 word;   // own weights: that of the row
+    const Units<Call> units;
+    // Where the last row that has been found lies: before the row `at` of the unit of `turn`.  Lane i holds the range of the i-th unit
+    // of 32.
+    i32 turn = 0, at = warp_id();
+    u32 ranges;
+    Row now, next;      // of `now`, a part has been loaded, or nothing yet
+    i32 piece = 0;      // of `now`, whose entries `left`, a bit a lane, have not been loaded
+    u32 left = 0;       // 0: nothing has
+    u8* row = nullptr;  // that it becomes
+    i32 placed = -1;    // the turn whose place in the ring is free
+    i32 told = 0;       // turns that this warp is through with
     bool failed = false;
+    float sum[Step::kVectors][kColumns];
 
-    MOECOMM_FN explicit Reduce(const Call& call) : c(call), units(count_units(call)) { begin_unit(); }
-
-    static constexpr i32 kPasses = cfg.domains() > 1 ? 2 : 1;  // over all units
-
-    MOECOMM_FN i32 nth() const { return blockIdx.x + gridDim.x * turn; }
-    MOECOMM_FN bool has_piece() const { return at < unit.rows * kPieces; }
-    MOECOMM_FN i32 slot() const { return unit.first + at / kPieces; }
-
-    MOECOMM_FN void begin_unit() {
-        at = warp_id();
-        unit = nth() < kPasses * units ? unit_at(c, nth(), units) : Unit{0, -1, 1, 0, 0};
-        look_ahead();
+    MOECOMM_FN explicit Reduce(const Call& call) : c(call), units(call) {
+        ranges = range_of(lane_id());
+        now = find();
+        look_up(now);
+        next = find();
     }
-    // What the next piece is made of, loaded before it is wanted.
-    MOECOMM_FN void look_ahead() {
-        entry = -1;
-        if (!has_piece()) return;
-        if constexpr (cfg.layout == Layout::flat) {
-            if (lane_id() == 0) entry = slot();
-        } else {
-            if (lane_id() < cfg.topk) entry = reinterpret_cast<const i32*>(c.a.route.rows)[static_cast<i64>(slot()) * cfg.topk + lane_id()];
+
+    // The flat rows of the unit of a turn: the low word of a signal.
+    MOECOMM_FN u32 range_of(i32 nth_turn) const {
+        if (nth_turn >= units.turns) return 0;
+        const Unit unit = units[nth_turn];
+        if (unit.chunk < 0) return 0;
+        return reinterpret_cast<const u32*>(c.a.route.ranges)[static_cast<i64>(unit.home) * c.shape().max_tokens + unit.chunk];
+    }
+
+    // This warp's next row, its entries on their way.
+    MOECOMM_FN Row find() {
+        u32 range = 0;
+        for (; turn < units.turns; next_turn()) {
+            range = __shfl_sync(kAllLanes, ranges, turn % kWarp);
+            if (at < signal_count(range)) break;
+            at -= signal_count(range);
         }
+        const i32 slot = signal_first(range) + at;
+        Row row{turn, -1, slot, 0.0f};
+        if (turn == units.turns) return row;
+        at += cfg.reduce_warps;
+        if constexpr (cfg.layout == Layout::flat) {
+            if (lane_id() == 0) row.entry = slot;
+        } else {
+            if (lane_id() < cfg.topk)
+                row.entry = reinterpret_cast<const i32*>(c.a.route.rows)[static_cast<i64>(slot) * cfg.topk + lane_id()];
+        }
+        return row;
+    }
+    MOECOMM_FN void next_turn() {
+        if (++turn % kWarp != 0) return;
+        ranges = range_of(turn + lane_id());
+    }
+    MOECOMM_FN void look_up(Row& row) const {
+        if (row.entry < 0) return;
+        if (!c.has_sums()) row.of = reinterpret_cast<const int2*>(c.a.route.src)[row.entry].y;
+        if constexpr (kWeighted && !cfg.own_weights) row.weight = reinterpret_cast<const float*>(c.a.route.row_weights)[row.entry];
+    }
+    MOECOMM_FN void go_on() {
+        now = next;
+        if constexpr (kPieces == 1) look_up(now);
+        next = find();
     }
 
     // Whether the home has pulled the chunk whose place in the ring the unit takes.  Asked only where we have rows for it: the home can't
     // be further, because it will want them.
-    MOECOMM_FN Next await_place(bool may_wait) {
+    MOECOMM_FN bool await_place(bool may_wait) {
+        if (placed == now.turn || c.has_sums()) return true;
+        const Unit unit = units[now.turn];
         const i32 before = unit.chunk - ring_chunks(c.shape(), unit.chunk_tokens);
-        if (before < 0 || unit.rows == 0 || at != warp_id()) return Next::item;
-        const u64 credit = word_signal(c.round.tag, before);
-        const auto* place = c.transport.template local<const u64>(credit_at(c.window(), c.shape(), unit.home, before, unit.chunk_tokens));
-        const volatile i32& is_void = c.shared.is_void;  // in a void round nobody pulls
-        const auto given = [&] { return load_acquire(place) == credit || is_void != 0; };
-        bool came = true;
-        if (lane_id() == 0 && !given()) {
-            came = may_wait && wait_for(c.round, Phase::drained, c.domains().local(unit.home), before, given,
-                                        [&] { return static_cast<i64>(signal_word(load_acquire(place))); });
+        if (before >= 0) {
+            const u64 credit = word_signal(c.round.tag, before);
+            const auto* place =
+                c.transport.template local<const u64>(credit_at(c.window(), c.shape(), unit.home, before, unit.chunk_tokens));
+            const volatile i32& is_void = c.shared.is_void;  // in a void round nobody pulls
+            const auto given = [&] { return load_acquire(place) == credit || is_void != 0; };
+            bool came = true;
+            if (lane_id() == 0 && !given()) {
+                came = may_wait && wait_for(c.round, Phase::drained, c.domains().local(unit.home), before, given,
+                                            [&] { return static_cast<i64>(signal_word(load_acquire(place))); });
+            }
+            if (!__all_sync(kAllLanes, came)) return false;
         }
-        if (__all_sync(kAllLanes, came)) return Next::item;
-        failed = may_wait;
-        return may_wait ? Next::none : Next::later;
+        placed = now.turn;
+        return true;
     }
 
-    MOECOMM_FN i32 token() const {
-        const i32 first = __ffs(__ballot_sync(kAllLanes, entry >= 0)) - 1;
-        return reinterpret_cast<const int2*>(c.a.route.src)[__shfl_sync(kAllLanes, entry, first)].y;
-    }
+    MOECOMM_FN i32 made() const { return __shfl_sync(kAllLanes, now.of, __ffs(__ballot_sync(kAllLanes, now.entry >= 0)) - 1); }
 
-    // The home has posted the weights of the piece before it waits for anybody.
+    // The home has posted the weights of the row before it waits for anybody.
     MOECOMM_FN bool await_weights(bool may_wait) {
-        const i32 of = token();
-        const auto here = [&] { return is_weight_here(c, unit.home, of, word); };
+        const i32 token = made(), home = units.home(now.turn);
+        u64 word = 0;
+        const auto here = [&] { return is_weight_here(c, home, token, word); };
         bool came = true;
-        if (entry >= 0 && !here())
-            came = may_wait &&
-                   wait_for(c.round, Phase::notice, unit.home, c.round.tag, here, [&] { return static_cast<i64>(signal_tag(word)); });
+        if (now.entry >= 0 && !here())
+            came =
+                may_wait && wait_for(c.round, Phase::notice, home, c.round.tag, here, [&] { return static_cast<i64>(signal_tag(word)); });
+        now.weight = weight_in(word);
         return __all_sync(kAllLanes, came);
     }
 
-    MOECOMM_FN Next open(Source& source, Item& out, bool may_wait) {
-        if (failed || nth() >= kPasses * units) return Next::none;
-        if (const Next place = await_place(may_wait); place != Next::item) return place;
-        if constexpr (cfg.own_weights) {
-            if (has_piece() && !await_weights(may_wait)) {
-                failed = may_wait;
-                return may_wait ? Next::none : Next::later;
-            }
+    // What others wait for may depend on steps of ours that are open, so we wait only when none is.
+    MOECOMM_FN bool begin_row(bool may_wait) {
+        bool here = await_place(may_wait);
+        if constexpr (cfg.own_weights) here = here && await_weights(may_wait);
+        if (!here) {
+            failed = may_wait;
+            return false;
         }
-        out = {0, -1, 0, 0, -1};
-        if (has_piece()) fill_item(source, out);
-        at += cfg.reduce_warps;
-        if (has_piece()) {
-            look_ahead();
+        row = c.has_sums() ? reinterpret_cast<u8*>(c.a.sums) + made() * c.sum_pitch() : c.staged_row(c.me(), units.home(now.turn), made());
+        if (c.a.weight_grads != 0) stage_grads(now.entry);
+        return true;
+    }
+
+    MOECOMM_FN void load(Step& s, bool may_wait) {
+        s.to = nullptr;
+        if (failed || now.turn == units.turns) return;
+        const u32 named = __ballot_sync(kAllLanes, now.entry >= 0);
+        if (left == 0) {
+            if (row == nullptr && !begin_row(may_wait)) return;
+            left = named;
+        }
+        s.to = row + column() * bytes_of(cfg.staged());
+#pragma unroll
+        for (i32 i = 0; i < Step::kEntries; ++i) {
+            if (i == 1) s.both = left != 0;
+            if (i == 0 || s.both) load_entry(s, i);
+        }
+        s.last = left == 0;
+        s.through = -1;
+        if (!s.last) return;
+        s.has = 0;
+#pragma unroll
+        for (i32 v = 0; v < Step::kVectors; ++v) s.has |= has(v) << v;
+        if (piece == 0 && kPieces > 1) look_up(next);
+        if (++piece < kPieces) return;
+        piece = 0;
+        if (next.turn > now.turn) s.through = next.turn - 1;
+        row = nullptr;
+        go_on();
+    }
+    MOECOMM_FN i32 column() const { return piece * kPieceColumns + lane_id() * kColumns; }  // this lane's first
+    // Whether this lane has columns in a vector of the piece.
+    MOECOMM_FN bool has(i32 v) const { return cfg.hidden % kPieceColumns == 0 || column() + v * kWarp * kColumns < cfg.hidden; }
+    MOECOMM_FN void load_entry(Step& s, i32 i) {
+        const i32 lane = __ffs(left) - 1;
+        left &= left - 1;
+        const i32 entry = __shfl_sync(kAllLanes, now.entry, lane);
+        if constexpr (kWeighted) s.weight[i] = __shfl_sync(kAllLanes, now.weight, lane);
+        const u8* from = reinterpret_cast<const u8*>(c.a.y) + entry * c.a.y_stride + column() * bytes_of(cfg.type);
+#pragma unroll
+        for (i32 v = 0; v < Step::kVectors; ++v)
+            if (has(v)) s.held[i][v] = reinterpret_cast<const uint4*>(from)[v * kWarp];
+    }
+
+    // Multiply, then add, each rounded: not one fused operation.
+    MOECOMM_FN void add(const Step& s, i32 i) {
+#pragma unroll
+        for (i32 v = 0; v < Step::kVectors; ++v) {
+            float columns[kColumns];
+            widen<cfg.type>(s.held[i][v], columns);
+#pragma unroll
+            for (i32 k = 0; k < kColumns; ++k)
+                sum[v][k] = __fadd_rn(sum[v][k], kWeighted ? __fmul_rn(s.weight[i], columns[k]) : columns[k]);
+        }
+    }
+    MOECOMM_FN void finish(const Step& s) {
+        if constexpr (Step::kEntries == 1) {
+            store(s, [&](i32 v) { *reinterpret_cast<uint4*>(s.to + v * kWarp * 16) = s.held[0][v]; });
         } else {
-            out.turn = turn++;
-            begin_unit();
+            add(s, 0);
+            if (s.both) add(s, 1);
+            if (!s.last) return;
+            store(s, [&](i32 v) { store_columns<cfg.staged()>(s.to + v * kWarp * kColumns * bytes_of(cfg.staged()), sum[v]); });
+            clear();
         }
-        return Next::item;
+        pass(s.through);
+    }
+    template <class Put>
+    MOECOMM_FN void store(const Step& s, const Put& put) {
+#pragma unroll
+        for (i32 v = 0; v < Step::kVectors; ++v)
+            if ((s.has >> v & 1) != 0) put(v);
+    }
+    MOECOMM_FN void clear() {
+#pragma unroll
+        for (i32 v = 0; v < Step::kVectors; ++v)
+#pragma unroll
+            for (i32 k = 0; k < kColumns; ++k) sum[v][k] = 0.0f;
     }
 
-    MOECOMM_FN void fill_item(Source& source, Item& out) const {
-        const i32 column = at % kPieces * kPieceColumns, row = entry, of = token();
-        out = {0, of, unit.home, column, -1};
-        if (column == 0 && c.a.weight_grads != 0) stage_grads(row, of);
-        if (row < 0) return;
-        source.piece = reinterpret_cast<const u8*>(c.a.y) + row * c.a.y_stride + column * bytes_of(kType);
-        if constexpr (cfg.own_weights) {
-            source.weight = weight_in(word);
-        } else if constexpr (kWeighted) {
-            source.weight = reinterpret_cast<const float*>(c.a.route.row_weights)[row];
+    // False when a place in the ring did not become free, or a weight did not come.
+    MOECOMM_FN bool run() {
+        pass(now.turn - 1);
+        clear();
+        Step one, other;
+        load(one, true);
+        load(other, one.to == nullptr);
+        while (one.to != nullptr || other.to != nullptr) {
+            if (one.to != nullptr) finish(one);
+            load(one, other.to == nullptr);
+            if (other.to != nullptr) finish(other);
+            load(other, one.to == nullptr);
         }
+        return !failed;
     }
 
-    MOECOMM_FN void stage_grads(i32 row, i32 token) const {
+    MOECOMM_FN void stage_grads(i32 entry) const {
+        if constexpr (cfg.layout == Layout::flat) entry = __shfl_sync(kAllLanes, entry, 0);
         if (lane_id() >= cfg.topk) return;
         const auto* grads = reinterpret_cast<const float*>(c.a.weight_grads);
         float grad;
         if constexpr (cfg.layout == Layout::flat) {
-            grad = grads[static_cast<i64>(slot()) * cfg.topk + lane_id()];
+            grad = grads[static_cast<i64>(entry) * cfg.topk + lane_id()];
         } else {
-            grad = row >= 0 ? grads[row] : 0.0f;
+            grad = entry >= 0 ? grads[entry] : 0.0f;
         }
-        reinterpret_cast<float*>(c.staged_row(c.me(), unit.home, token) + c.grads_at())[lane_id()] = grad;
+        reinterpret_cast<float*>(row + (c.has_sums() ? c.sum_pitch() - cfg.grads_bytes() : c.grads_at()))[lane_id()] = grad;
     }
 
-    template <i32 n>
-    MOECOMM_FN void store(const Item& out, i32 column, const float (&sum)[n]) const {
-        store_columns<cfg.staged()>(c.staged_row(c.me(), out.home, out.token) + column * bytes_of(cfg.staged()), sum);
-    }
-
-    // The last warp of a turn tells the home, or who relays for it.
-    MOECOMM_FN void close(const Item& out) const {
-        if (out.turn < 0) return;
-        fence_async();  // the home reads with bulk copies
-        if (!complete_turn(c.shared.staged, c.round, out.turn)) return;
-        i32 nth = blockIdx.x + gridDim.x * out.turn;
-        const bool straight = cfg.domains() > 1 && nth < units;
-        if (cfg.domains() > 1 && !straight) nth -= units;
-        const i32 home = rotated<cfg.ranks>(c.me(), nth % cfg.ranks), chunk = nth / cfg.ranks;
-        if constexpr (cfg.domains() > 1) {
-            if (straight != c.straight_to(home)) return;
-            if (straight) {  // return warps put it
-                if (lane_id() == 0 && chunk < c.chunks_of(home))
-                    c.transport.signal(c.me(), c.staged_flag(home, chunk), word_signal(c.round.tag, chunk));
-                return;
+    // This warp is through with all turns up to `last`.
+    MOECOMM_FN void pass(i32 last) {
+        for (; told <= last; ++told) {
+            if constexpr (cfg.flag_warps > 0) {
+                __syncwarp();  // all lanes have stored
+                if (lane_id() == 0) c.shared.staged.arrive(c.round, told);
+            } else if (complete_turn(c.shared.staged, c.round, told) && lane_id() == 0) {
+                fence_async();  // the home reads with bulk copies
+                c.transport.fence();
+                units.tell(told);
             }
         }
-        if (lane_id() == 0 && chunk < c.chunks_of(home))
-            c.transport.signal(c.domains().local(home), c.reduced_flag(home, c.me(), chunk), tag_signal(c.round.tag));
     }
 };
 
-// By each reduce warp.  False when a place in the ring did not become free.
+// By each reduce warp.  False when something did not come.
 template <class Call>
 MOECOMM_FN bool reduce(const Call& c) {
     if constexpr (Call::cfg.domains() > 1) {
         if (!await_heard(c)) return false;
     }
-    Reduce<Call> role(c);
-    using Ring = RowRing<Call::cfg.reduce_slots, Call::cfg.reduce_bytes>;
-    Gather<Ring, Reduce<Call>>{c.shared.reduce[warp_id()], role}.run();
-    return !role.failed;
+    return Reduce<Call>(c).run();
 }
 
 }  // namespace moecomm

@@ -101,13 +101,13 @@ struct Returns {
         while (!failed && nth < units && chunk_of(nth) >= relayed(c, home_of(nth))) end_unit();
         if (failed || nth >= units) return Next::none;
         if (!begun) begin_unit();
-        out = {0, -1, domain_of_unit(nth), 0, nth};
+        out = {0, 0, -1, domain_of_unit(nth), nth};
         if (ours == 0) {  // nothing of it is here, but its places are in turn
             end_unit();
             return Next::item;
         }
         const i32 token = chunk_of(nth) * sent_by(nth).chunk_tokens + __ffs(ours) - 1;
-        const i32 slot = lane_id() < cfg.near() ? kept(out.home, token)[2 * cfg.topk + lane_id()] : -1,
+        const i32 slot = lane_id() < cfg.near() ? kept(out.domain, token)[2 * cfg.topk + lane_id()] : -1,
                   rank = c.domains().first() + lane_id();
         const bool missing = !await_place(may_wait) || (slot >= 0 && !await_row(rank, may_wait));
         if (__any_sync(kAllLanes, missing)) {
@@ -117,7 +117,7 @@ struct Returns {
         out.token = token;
         out.column = at * kPieceColumns;
         if (slot >= 0) source.piece = row_at(rank, slot, token) + out.column * bytes_of(kType);
-        if (at == 0 && c.a.weight_grads != 0) bring_grads(out.home, token);
+        if (at == 0 && c.a.weight_grads != 0) bring_grads(out.domain, token);
         if (++at == kPieces) {
             at = 0;
             ours &= ours - 1;
@@ -141,15 +141,16 @@ struct Returns {
         reinterpret_cast<u32*>(sum_of(domain, token) + c.grads_at())[lane_id()] = grad;
     }
 
+    MOECOMM_FN u8* target(const Item& item) const { return item.token >= 0 ? sum_of(item.domain, item.token) : nullptr; }
     template <i32 n>
-    MOECOMM_FN void store(const Item& out, i32 column, const float (&sum)[n]) const {
-        store_columns<cfg.wire>(sum_of(out.home, out.token) + column * bytes_of(cfg.wire), sum);
+    MOECOMM_FN void store(u8* row, i32 column, const float (&sum)[n]) const {
+        store_columns<cfg.wire>(row + column * bytes_of(cfg.wire), sum);
     }
 
     MOECOMM_FN void close(const Item& out) {
         if (failed) return;
         const bool whole = out.token >= 0 && out.column + kPieceColumns >= cfg.hidden;
-        if (whole && !put_sum(out.home, out.token)) failed = true;
+        if (whole && !put_sum(out.domain, out.token)) failed = true;
         if (!failed && out.turn >= 0 && !finish_unit(out.turn, out.token >= 0)) failed = true;
     }
     MOECOMM_FN bool put_sum(i32 domain, i32 token) const {

@@ -92,13 +92,14 @@ struct CombineConfig {
     // How the block is made up.
     i32 reduce_warps, pull_warps;  // no reduce warps in place
     i32 return_warps;              // several domains: add up what goes home to others
-    i32 reduce_bytes, pull_bytes;  // of a row, that a bulk copy moves
-    i32 reduce_slots, pull_slots;  // pieces a warp holds
+    i32 flag_warps;                // 1, or 0 where reduce warps raise flags themselves
+    i32 pull_bytes;                // of a row, that a bulk copy moves
+    i32 pull_slots;                // such pieces, that a warp holds
     i32 shared_bytes;
 
     MOECOMM_BOTH constexpr i32 near() const { return domain_ranks != 0 ? domain_ranks : ranks; }  // ranks of our domain
     MOECOMM_BOTH constexpr i32 domains() const { return ranks / near(); }
-    MOECOMM_BOTH constexpr i32 warps() const { return reduce_warps + pull_warps + return_warps; }
+    MOECOMM_BOTH constexpr i32 warps() const { return reduce_warps + pull_warps + return_warps + flag_warps; }
     MOECOMM_BOTH constexpr i32 threads() const { return warps() * kWarp; }
     MOECOMM_BOTH constexpr Type staged() const { return layout == Layout::flat ? type : wire; }
     MOECOMM_BOTH constexpr i32 row_bytes() const { return hidden * bytes_of(type); }

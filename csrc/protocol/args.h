@@ -110,6 +110,8 @@ struct CombineArgs {
     u64 out_weight_grads;  // f32[num_tokens][topk]
     i64 out_stride;
     u64 topk_weights;  // in: f32[num_tokens][topk], contiguous: in the place of those that the dispatch carried; 0: those
+    u64 sums;          // kernels, one domain: in our window, room for a reduced row of each flat row here, gradients behind it; 0: they
+                       // go through `staging`, also where homes give topk_weights
 };
 
 static_assert(sizeof(DispatchArgs) < 2048 && sizeof(CombineArgs) < 2048, "a kernel takes 4 KB of arguments");

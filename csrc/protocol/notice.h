@@ -22,7 +22,8 @@ struct Notice {
     // bytes of those of a token.
     u64 x, scales, src, topk_idx, weights, rows;
     // combine: where peers read, if not rows reduced for them in our staging: where `x` is not 0, the experts' rows themselves at `x`,
-    // `pitch` bytes apart, and their weights at `weights` (0: not weighted).
+    // `pitch` bytes apart, and their weights at `weights` (0: not weighted).  Kernels: with `rows` not 0, rows reduced for them, by flat
+    // row, each when the flag of its chunk is there.
     u64 pitch;
 };
 

@@ -29,8 +29,8 @@ bool CombinePlan::in_window(u64 at) const {
     return at >= first + ctx.window.heap && at < first + ctx.window.bytes;
 }
 
-bool CombinePlan::is_y(const DispatchArgs& dispatch, const DLTensor& y, u64 y_copy) const {
-    if (in_window(y_copy != 0 ? y_copy : address_of(y)) != y_in_window_) return false;
+bool CombinePlan::is_y(const DispatchArgs& dispatch, const DLTensor& y) const {
+    if (in_window(address_of(y)) != y_in_window_) return false;
     if (!is_layout(dispatch, Layout::batched)) return is_rows(y, dispatch.max_rows, args_.hidden);
     return is_batch(dispatch, y, 3) && y.shape[2] == args_.hidden && address_of(y) % static_cast<u64>(kRowAlignment) == 0;
 }
@@ -41,12 +41,12 @@ bool CombinePlan::is_weight_grads(const DispatchArgs& dispatch, const DLTensor& 
     return grads.ndim == 1 && grads.shape[0] == dispatch.max_rows && is_contiguous(grads);
 }
 
-bool CombinePlan::fits(const DispatchArgs& dispatch, const CombineTensors& t, u64 y_copy) const {
+bool CombinePlan::fits(const DispatchArgs& dispatch, const CombineTensors& t) const {
     if (dispatch.layout != args_.layout || t.y == nullptr || t.out == nullptr) return false;
     if (!y_.fits(t.y) || !y_.fits(t.out) || !bias_.fits(t.bias) || !weight_grads_.fits(t.weight_grads)) return false;
     if (!topk_weights_.fits(t.topk_weights)) return false;
     const i64 tokens = dispatch.num_tokens, hidden = args_.hidden;
-    if (!is_y(dispatch, *t.y, y_copy) || !is_rows(*t.out, tokens, hidden)) return false;
+    if (!is_y(dispatch, *t.y) || !is_rows(*t.out, tokens, hidden)) return false;
     if (t.bias != nullptr) {
         const bool one_row = t.bias->ndim == 1 && t.bias->shape[0] == hidden && is_contiguous(*t.bias);
         if (one_row ? address_of(*t.bias) % static_cast<u64>(kRowAlignment) != 0 : !is_rows(*t.bias, tokens, hidden)) return false;
@@ -57,16 +57,17 @@ bool CombinePlan::fits(const DispatchArgs& dispatch, const CombineTensors& t, u6
            is_packed(*t.out_weight_grads, tokens, args_.ctx.shape.topk);
 }
 
-std::optional<CombineArgs> CombinePlan::bind(const DispatchArgs& dispatch, const CombineTensors& t, u64 y_copy) const {
+std::optional<CombineArgs> CombinePlan::bind(const DispatchArgs& dispatch, const CombineTensors& t, u64 sums) const {
     const auto schedule = schedules_.find(dispatch.num_tokens);
-    if (schedule == schedules_.end() || !fits(dispatch, t, y_copy)) return std::nullopt;
+    if (schedule == schedules_.end() || !fits(dispatch, t)) return std::nullopt;
     std::optional<CombineArgs> args(args_);
     args->route = dispatch.route;
     args->num_tokens = dispatch.num_tokens;
     args->chunk_tokens = dispatch.chunk_tokens;
     args->workers = schedule->second.workers;
-    args->y = y_copy != 0 ? y_copy : address_of(*t.y);
-    args->y_stride = y_copy != 0 || t.y->ndim == 3 ? args_.hidden * element_bytes(*t.y) : pitch_of(*t.y);
+    args->y = address_of(*t.y);
+    args->y_stride = t.y->ndim == 3 ? args_.hidden * element_bytes(*t.y) : pitch_of(*t.y);
+    args->sums = sums;
     args->out = address_of(*t.out);
     args->out_stride = pitch_of(*t.out);
     if (t.bias != nullptr) {

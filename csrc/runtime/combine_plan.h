@@ -20,13 +20,13 @@ class CombinePlan {
 
     Schedules& schedules() { return schedules_; }
     // Null unless the tensors are what the plan is for and as large as the dispatch says, and its number of tokens has a schedule.
-    // `y_copy`: where in our window the rows of y are, one after the other, instead of where y is; 0: nowhere else.
-    std::optional<CombineArgs> bind(const DispatchArgs& dispatch, const CombineTensors& tensors, u64 y_copy = 0) const;
+    // `sums`: see CombineArgs.
+    std::optional<CombineArgs> bind(const DispatchArgs& dispatch, const CombineTensors& tensors, u64 sums = 0) const;
 
   private:
-    bool fits(const DispatchArgs& dispatch, const CombineTensors& tensors, u64 y_copy) const;
+    bool fits(const DispatchArgs& dispatch, const CombineTensors& tensors) const;
     bool in_window(u64 address) const;
-    bool is_y(const DispatchArgs& dispatch, const DLTensor& y, u64 y_copy) const;
+    bool is_y(const DispatchArgs& dispatch, const DLTensor& y) const;
     bool is_weight_grads(const DispatchArgs& dispatch, const DLTensor& grads) const;
 
     CombineArgs args_;

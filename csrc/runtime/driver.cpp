@@ -38,7 +38,6 @@ struct Driver {
     Result (*launch_kernel_ex)(const LaunchConfig*, void* function, void** params, void** extra) = nullptr;  // null before CUDA 11.8
     Result (*get_context)(void** context) = nullptr;
     Result (*is_capturing)(void* stream, int* status) = nullptr;
-    Result (*copy)(u64 to, u64 from, size_t bytes, void* stream) = nullptr;
     std::string missing;  // empty if all of the above is there
 
     Driver() {
@@ -53,7 +52,6 @@ struct Driver {
         find(library, "cuLaunchKernel", launch_kernel);
         find(library, "cuCtxGetCurrent", get_context);
         find(library, "cuStreamIsCapturing", is_capturing);
-        find(library, "cuMemcpyDtoDAsync_v2", copy);
         launch_kernel_ex = reinterpret_cast<decltype(launch_kernel_ex)>(::dlsym(library, "cuLaunchKernelEx"));
     }
 
@@ -105,10 +103,6 @@ bool cuda_capturing(u64 stream) {
     int status = 0;
     check(usable().is_capturing(reinterpret_cast<void*>(stream), &status), "cuStreamIsCapturing");
     return status != 0;
-}
-
-void cuda_copy(u64 to, u64 from, u64 bytes, u64 stream) {
-    check(usable().copy(to, from, bytes, reinterpret_cast<void*>(stream)), "cuMemcpyDtoDAsync");
 }
 
 void cuda_launch(const Launch& launch, const void* args) {

@@ -24,9 +24,6 @@ struct Launch {
     u32 cluster;   // blocks that run on neighbouring multiprocessors; divides the grid
 };
 
-// Enqueues a copy from memory of a GPU to memory of a GPU.
-void cuda_copy(u64 to, u64 from, u64 bytes, u64 stream);
-
 // Launches a kernel whose only parameter is the struct at `args`, in the calling thread's current context.  A driver from
 // before CUDA 11.8 does neither.
 // These four throw std::runtime_error with the driver's name of the error.

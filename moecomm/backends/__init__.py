@@ -40,7 +40,7 @@ class Session(Protocol):
     arena: _native.Arena  # over the heap of our window; offsets are those of the window
     nbytes: int  # memory this rank holds for the Buffer
     owner: object  # what must outlive every tensor in the window
-    pulls_flat_rows: bool  # combine is faster with flat rows in the window, by more than a copy into it costs
+    sums_in_heap: bool  # CombineArgs.sums: reduced rows may have a place each
 
     @property
     def most_blocks(self) -> int:
@@ -54,10 +54,6 @@ class Session(Protocol):
 
     def combiner(self, args: _native.CombineArgs) -> Callable[[_native.CombineArgs], None]:
         """The same for combines.  All their `y` lie in our window if this one does, and else none."""
-        ...
-
-    def copy_in(self, to: int, source: int, nbytes: int) -> None:
-        """Copies within the memory of this rank, like a round: after the last one, and, on GPUs, without waiting."""
         ...
 
     def synchronize(self) -> None:

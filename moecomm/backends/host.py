@@ -5,7 +5,6 @@ Several domains (`domain_ranks`) are as on GPUs: windows of other domains are wr
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable
 
@@ -44,7 +43,7 @@ class HostSession:
 
     name = "host"
     device = torch.device("cpu")
-    pulls_flat_rows = False  # rows elsewhere are staged, which is the same copy
+    sums_in_heap = False
 
     def __init__(self, ranks: Rendezvous, shape: _native.Shape, timeout_s: float) -> None:
         with all_or_none(ranks):
@@ -88,10 +87,6 @@ class HostSession:
     def combiner(self, args: _native.CombineArgs) -> Callable[[_native.CombineArgs], None]:
         """Returns when the round is over."""
         return _native.host_combine
-
-    def copy_in(self, to: int, source: int, nbytes: int) -> None:
-        """At once."""
-        ctypes.memmove(to, source, nbytes)
 
     def synchronize(self) -> None:
         """Rounds are over when they return."""

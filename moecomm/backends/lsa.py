@@ -114,7 +114,7 @@ def cluster(blocks: int, sms: int) -> int:
     """Of how many blocks that lie together a launch is made up.
 
     A GEMM beside a round on few multiprocessors may want clusters of them, so the round leaves it whole ones.  And the
-    round is the faster for it: on 16 blocks a bf16 dispatch of 4096 tokens takes 479 us, and took 496 with each
+    round is the faster for it: on 16 blocks a bf16 dispatch of 4096 tokens takes 480 us, and took 496 with each
     block by itself (bench/results/ht-h200-4.json, and before).
     """
     few = 2 * blocks <= sms  # more do not fit in clusters whatever the GPU's
@@ -123,9 +123,6 @@ def cluster(blocks: int, sms: int) -> int:
 
 class LsaSession:
     """See moecomm.backends.Session."""
-
-    # 502 us with rows in the window, 660 us with a copy into it: 4096 tokens in bench/results/ht-h200-4.json.
-    pulls_flat_rows = True
 
     def __init__(
         self,
@@ -149,6 +146,7 @@ class LsaSession:
         shape.domain_ranks = self.reach.domain_ranks or shape.domain_ranks
         layout = _native.window_layout(shape)
         self._kernels = Kernels(device, self.reach.transport)
+        self.sums_in_heap = not crosses(shape)
         self._window: windows.Window | None = self.reach.open_window(layout)
         try:
             with all_or_none(ranks):  # nobody writes to a window before it is zero
@@ -256,10 +254,6 @@ class LsaSession:
         """Enqueues on the current stream."""
         return partial(self._with_device, self._enqueue, self._kernels.combine(args))
 
-    def copy_in(self, to: int, source: int, nbytes: int) -> None:
-        """Enqueues on the current stream, after the last round."""
-        self._with_device(self._copy, to, source, nbytes)
-
     def capturing(self) -> bool:
         """Whether the current stream is being captured."""
         if _native.cuda_context() == 0:
@@ -273,11 +267,6 @@ class LsaSession:
         with torch.cuda.device(self.device):  # another GPU is current, or none is yet in this thread
             cuda_driver.bind_thread(self.device.index)
             enqueue(*args)
-
-    def _copy(self, to: int, source: int, nbytes: int) -> None:
-        stream = _native.current_stream(self.device.index)
-        self._order(stream)
-        _native.cuda_copy(to, source, nbytes, stream)
 
     def _enqueue(self, kernel: jit.Kernel, args: _native.DispatchArgs | _native.CombineArgs) -> None:
         stream = _native.current_stream(self.device.index)

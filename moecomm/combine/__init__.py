@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moecomm import _native, packets
 from moecomm.arrays import window_tensor
 from moecomm.combine.arguments import check
-from moecomm.combine.plan import Combining, Options, Plan
+from moecomm.combine.plan import Combining, Options, Plan, kind_of
 from moecomm.dispatch.arguments import check_handle
 from moecomm.errors import BadInput
 from moecomm.routed import Handle
@@ -18,8 +17,6 @@ from moecomm.settings import DTYPES
 
 if TYPE_CHECKING:
     from moecomm.buffer import Buffer
-
-_COPIED_ROWS = 2  # rows of y for each token of all ranks, if they have as many as this one
 
 __all__ = ["Combining", "Plan", "empty", "finish", "prepare", "run"]
 
@@ -48,17 +45,16 @@ def prepare(
     else:
         buffer.require_usable()
     _check_ended(buffer, handle)
-    copy: _native.Block | None = None
     if isinstance(y, torch.Tensor):
-        if handle.layout == "flat" and buffer.session.pulls_flat_rows and weight_grads is None:
-            copy = _copied_in(buffer, y, handle)
-        address = 0 if copy is None else handle.plan.base + copy.offset
-        for plan in buffer.combine_plans.get((handle.layout, y.dtype, weighted, wire, num_sms), ()):
-            combining = plan.start(handle, y, out, bias, weight_grads, topk_weights, address)
+        plans = buffer.combine_plans.get((handle.layout, y.dtype, weighted, wire, num_sms), ())
+        # One that does not fit costs as much as one that does.
+        kind = kind_of(buffer, y, bias, weight_grads, topk_weights) if len(plans) > 1 else None
+        for plan in plans:
+            if kind is not None and plan.kind != kind:
+                continue
+            combining = plan.start(handle, y, out, bias, weight_grads, topk_weights)
             if combining is not None:
                 return combining
-        if copy is not None:
-            y = window_tensor(copy, address, handle.y_shape, y.dtype, buffer.device, buffer.session.owner)
     return _start_anew(buffer, y, handle, out, bias, weighted, weight_grads, wire, num_sms, topk_weights)
 
 
@@ -69,7 +65,7 @@ def run(combining: Combining) -> None:
 
 def finish(buffer: Buffer, combining: Combining) -> Any:
     """Hands the result out; on CPUs after a look at how the round went."""
-    combining.inputs = None
+    combining.inputs = combining.sums = None
     if buffer.on_cpu:
         buffer.raise_failure()
     back, grads = combining.back, combining.out_weight_grads
@@ -87,32 +83,6 @@ def empty(buffer: Buffer, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
     (block,) = buffer.memory.allocate(math.prod(handle.y_shape) * dtype.itemsize)
     address = handle.plan.base + block.offset
     return window_tensor(block, address, handle.y_shape, dtype, buffer.device, buffer.session.owner)
-
-
-def _copied_in(buffer: Buffer, y: torch.Tensor, handle: Handle) -> _native.Block | None:
-    """Flat rows where peers can read them: a copy in the window, or None where they are read, or staged, as they are.
-
-    Left alone where they are in the window, where our tokens come home in packets, where there is no room, where most
-    rows would be those that did not come (a copy does not know how many came, staging does), and where it is not what
-    combine takes, which is found out later.
-    """
-    if y.layout is not torch.strided or buffer.session.context.in_heap(y.data_ptr()):
-        return None
-    if packets.carry_home(buffer.hidden * y.itemsize, handle.num_tokens, buffer.topk, buffer.packet_room):
-        return None
-    most_rows = _COPIED_ROWS * buffer.num_ranks * handle.num_tokens
-    fits = y.shape == handle.y_shape and y.shape[0] <= most_rows and y.dtype in DTYPES and y.device == buffer.device
-    if not fits:
-        return None
-    nbytes = y.numel() * y.itemsize
-    try:
-        (block,) = buffer.memory.allocate(nbytes)
-    except BadInput:  # no room
-        return None
-    if nbytes:
-        rows = y.contiguous()
-        buffer.session.copy_in(handle.plan.base + block.offset, rows.data_ptr(), nbytes)
-    return block
 
 
 def _check_ended(buffer: Buffer, handle: Handle) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from moecomm import _native, call, packets
 from moecomm.combine.arguments import Tensors
 from moecomm.dispatch.arguments import LAYOUTS
+from moecomm.errors import BadInput
 from moecomm.routed import Handle
 from moecomm.settings import DTYPES
 
@@ -30,13 +32,30 @@ class Options(NamedTuple):
 class Combining:
     """A combine that is ready to run, and what it hands out."""
 
-    __slots__ = ("args", "back", "inputs", "out", "out_weight_grads", "plan")
+    __slots__ = ("args", "back", "inputs", "out", "out_weight_grads", "plan", "sums")
 
-    def __init__(self, plan: Plan, args: _native.CombineArgs, out: Any, out_weight_grads: torch.Tensor | None) -> None:
-        self.plan, self.args = plan, args
+    def __init__(
+        self,
+        plan: Plan,
+        args: _native.CombineArgs,
+        out: Any,
+        out_weight_grads: torch.Tensor | None,
+        sums: _native.Block | None,
+    ) -> None:
+        self.plan, self.args, self.sums = plan, args, sums
         self.out, self.out_weight_grads = out, out_weight_grads
         self.back: Any = None  # turns our tensors into the caller's kind of arrays; None: they are torch's
         self.inputs: Any = None  # alive until the executor has them
+
+
+def kind_of(
+    buffer: Buffer, y: torch.Tensor, bias: Any, weight_grads: Any, topk_weights: Any
+) -> tuple[bool, bool, bool, bool]:
+    """What plans with the same options differ in, but for the types of tensors: whether y is in our window, and what
+    is given.
+    """
+    in_window = buffer.session.context.in_heap(y.data_ptr())
+    return in_window, bias is None, weight_grads is None, topk_weights is None
 
 
 class Plan:
@@ -45,11 +64,18 @@ class Plan:
     def __init__(self, buffer: Buffer, options: Options, like: Tensors) -> None:
         self._options, self._hidden, self._topk = options, buffer.hidden, buffer.topk
         self._none = torch.empty(0, dtype=options.dtype, device=buffer.device)  # new_empty() is quicker than empty()
-        in_window = like.weight_grads is None and buffer.session.context.in_heap(like.y.data_ptr())
-        self._copies = options.layout == "flat" and not in_window
-        staged = options.dtype if options.layout == "flat" else options.wire or torch.float32
-        self._staged_bytes = 0 if like.weight_grads is not None else buffer.hidden * staged.itemsize
+        self.kind = kind_of(buffer, like.y, like.bias, like.weight_grads, like.topk_weights)
+        in_window = like.weight_grads is None and self.kind[0]
+        flat = options.layout == "flat"
+        self._stages_flat_rows = flat and not in_window
+        row = buffer.hidden * (options.dtype if flat else options.wire or torch.float32).itemsize
+        self._staged_bytes = 0 if like.weight_grads is not None else row
         self._room = buffer.packet_room
+        # Rows that are reduced have a place each, if the window has room, so that they wait for no place in a ring.
+        in_ring = not buffer.session.sums_in_heap or like.topk_weights is not None
+        grads = 0 if like.weight_grads is None else -(-buffer.topk * 4 // 16) * 16
+        self._pitch = 0 if in_ring or (flat and in_window) else row + grads
+        self._most_rows, self._memory = buffer.num_ranks * buffer.max_tokens, buffer.memory
         args = _args(buffer, options, like)
         self._native = _native.CombinePlan(args, like.y, like.bias, like.weight_grads, like.topk_weights)
         self._session = buffer.session
@@ -59,31 +85,43 @@ class Plan:
     def schedule(self, num_tokens: int) -> None:
         """Makes start() know how a round of so many tokens is run."""
         options = self._options
-        few = self._staged_bytes > 0 and packets.carry_home(self._staged_bytes, num_tokens, self._topk, self._room)
         # Flat rows that are staged take as many blocks as rows that are added up first.
-        layout = "expert" if self._copies and not few else options.layout
+        layout = "expert" if self._stages_flat_rows and not self._comes_in_packets(num_tokens) else options.layout
         schedule = self._session.schedule("combine", num_tokens=num_tokens, layout=layout, num_sms=options.num_sms)
         self._native.schedule(num_tokens, schedule.workers, schedule.chunk_tokens)
 
-    def start(
-        self, handle: Handle, y: Any, out: Any, bias: Any, weight_grads: Any, topk_weights: Any, y_copy: int = 0
-    ) -> Combining | None:
-        """A combine that is ready to run; None unless these are tensors that the plan is for, and in order.
+    def _comes_in_packets(self, num_tokens: int) -> bool:
+        return self._staged_bytes > 0 and packets.carry_home(self._staged_bytes, num_tokens, self._topk, self._room)
 
-        `y_copy`: where in our window the rows of y are, instead of where y is.
-        """
+    def _room_for_sums(self, handle: Handle) -> _native.Block | None:
+        """None: they go through the ring.  So they do where our own tokens are few: then others have few as well."""
+        if self._pitch == 0 or self._comes_in_packets(handle.args.num_tokens):
+            return None
+        rows = min(math.prod(handle.y_shape[:-1]), self._most_rows)
+        try:
+            (block,) = self._memory.allocate(rows * self._pitch)
+        except BadInput:  # no room
+            return None
+        return block
+
+    def start(
+        self, handle: Handle, y: Any, out: Any, bias: Any, weight_grads: Any, topk_weights: Any
+    ) -> Combining | None:
+        """A combine that is ready to run; None unless these are tensors that the plan is for, and in order."""
         tokens = handle.args.num_tokens
         if out is None:
             out = self._none.new_empty(tokens, self._hidden)
         home = None
         if weight_grads is not None:
             home = self._none.new_empty(tokens, self._topk, dtype=torch.float32)
-        args = self._native.bind(handle.args, y, out, bias, weight_grads, home, y_copy, topk_weights)
+        sums = self._room_for_sums(handle)
+        at = 0 if sums is None else handle.plan.base + sums.offset
+        args = self._native.bind(handle.args, y, out, bias, weight_grads, home, at, topk_weights)
         if args is None:
             return None
         if tokens not in self._runs:
             self._runs[tokens] = self._session.combiner(args)
-        return Combining(self, args, out, home)
+        return Combining(self, args, out, home, sums)
 
     def run(self, args: _native.CombineArgs) -> None:
         """Hands a combine to the executor."""

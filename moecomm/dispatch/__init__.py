@@ -137,7 +137,12 @@ def _start(
         raise BadInput("dispatch", "another one while one has only begun", "dispatch_end(routed) of that first")
     if handle is not None and (topk_idx is not None or topk_weights is not None):
         raise BadInput("handle", "topk_idx or topk_weights beside it", "rows only: a handle repeats an earlier routing")
-    for plan in buffer.dispatch_plans.get(key, ()):
+    plans = buffer.dispatch_plans.get(key, ())
+    # One that does not fit costs nearly as much as one that does.
+    type_of_x = getattr(x, "dtype", None) if len(plans) > 1 else None
+    for plan in plans:
+        if type_of_x is not None and plan.type_given != type_of_x:
+            continue
         routed = plan.start(buffer, x, topk_idx, topk_weights, scales, max_rows, handle)
         if routed is not None:
             break

@@ -47,6 +47,7 @@ class Plan:
         self._groups = self.local_experts if options.layout == "batched" else 1  # with as many rows each
         self._worst_rows = buffer.settings.worst_rows(options.layout, options.expert_alignment)
         self._memory = buffer.memory
+        self.type_given = like.x.dtype
         self.x_dtype = torch.float8_e4m3fn if options.quantize else like.x.dtype
         self.scales_dtype = scale_dtype(options, like)
         args = _args(buffer, options, like)

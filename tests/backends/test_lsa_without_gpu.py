@@ -267,7 +267,6 @@ class Cuda:
         monkeypatch.setattr(_native, "current_stream", lambda device: self.stream.cuda_stream)
         monkeypatch.setattr(_native, "cuda_capturing", lambda stream: self.captures)
         monkeypatch.setattr(_native, "cuda_launch", lambda *launch: self.launched.append(launch))
-        monkeypatch.setattr(_native, "cuda_copy", lambda *copy: self.launched.append(copy))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.stream)
         monkeypatch.setattr(torch.cuda, "device", self._device)
         monkeypatch.setattr(cuda_driver, "bind_thread", lambda device: self.entered.append(f"bind {device}"))
@@ -351,18 +350,6 @@ def test_rounds_keep_their_order_over_streams(session: lsa.LsaSession, cuda: Cud
     Event.answers[:] = [False, False, True]
     session.synchronize()
     assert Event.answers == []
-
-
-def test_a_copy_into_the_window_comes_after_the_round_that_had_the_place(session: lsa.LsaSession, cuda: Cuda) -> None:
-    first, second = Stream(1), Stream(2)
-    args = _native.CombineArgs()
-    cuda.stream = first
-    session.combiner(args)(args)
-    cuda.stream = second
-    session.copy_in(7 << 20, 9 << 20, 4096)
-    assert second.waits == [1] and cuda.launched[1:] == [(7 << 20, 9 << 20, 4096, 2)]
-    session.combiner(args)(args)
-    assert second.waits == [1]
 
 
 def test_ctrl_c_ends_a_wait_for_the_device(session: lsa.LsaSession, monkeypatch: pytest.MonkeyPatch) -> None:

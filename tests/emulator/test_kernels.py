@@ -48,22 +48,29 @@ def random_cases(machine: Machine, monkeypatch: pytest.MonkeyPatch, straight: st
             machine.forget()
 
 
-def combines(machine: Machine, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    """One after the other.  Ranks are rounds apart, and what is put from a place is still on its way when the next
-    combine wants the place.
+def combines(machine: Machine, monkeypatch: pytest.MonkeyPatch, layout: str, sizes: dict[str, int]) -> None:
+    """One after the other.  Ranks are rounds apart, and what is put or pulled from a place is still on its way when the
+    next combine wants the place.
     """
     monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
-    with LocalBuffers(**DOMAINS, **SIZES, backend="host") as ranks:
+    if sizes != DOMAINS:
+        monkeypatch.setattr(host, "packet_bytes", lambda *_: 0)
+    with LocalBuffers(**sizes, **SIZES, backend="host") as ranks:
+        for buffer in ranks.buffers:
+            monkeypatch.setattr(buffer.session, "sums_in_heap", sizes != DOMAINS)
         routed = ranks.dispatch([tokens(rank, layout) for rank in range(len(ranks.buffers))])
         rows = [[here.x * 2.0**power for here in routed] for power in range(8)]  # which scales sums to the bit
+        places = set()
         rounds, outs = [], []
         for ys in rows:
             pending = [
                 combine.prepare(buffer, y=y, handle=here.handle)
                 for buffer, y, here in zip(ranks.buffers, ys, routed, strict=True)
             ]
+            places |= {p.args.sums for p in pending}
             rounds += [Call(p.args, machine.sizes) for p in pending]
             outs.append([combine.finish(buffer, p) for buffer, p in zip(ranks.buffers, pending, strict=True)])
+        assert places == {0} if sizes == DOMAINS else len(places) == len(routed), "the same in every round"
         try:
             machine.run(rounds, len(routed))
         finally:
@@ -87,20 +94,27 @@ def test_random_cases_across_domains(straight: str, machine: Machine, monkeypatc
     random_cases(machine, monkeypatch, straight, CASES)
 
 
+@pytest.mark.parametrize("sizes", [DOMAINS, {"ranks": 4}], ids=["domains", "sums in the heap"])
 @pytest.mark.parametrize("layout", ["expert", "flat"])
-def test_combines_one_after_the_other(layout: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    combines(machine, monkeypatch, layout)
+def test_combines_one_after_the_other(
+    layout: str, sizes: dict[str, int], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    combines(machine, monkeypatch, layout, sizes)
 
 
-@pytest.mark.parametrize("few", ["all", "some", "none"])
-def test_random_cases_in_one_domain(few: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of all ranks go in packets, those of ranks with few tokens do, or none."""
+@pytest.mark.parametrize(("few", "in_ring"), [("all", ""), ("some", "13"), ("none", ""), ("none", "0123")])
+def test_random_cases_in_one_domain(few: str, in_ring: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of all ranks go in packets, those of ranks with few tokens do, or none; rows that are reduced go through the
+    ring of the ranks `in_ring`, and have a place each in the others.
+    """
     monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
     share = {"all": 1, "some": 3, "none": 0}[few]
     monkeypatch.setattr(
         host, "packet_bytes", lambda ranks, most, row: packets.room(ranks, -(-most // share), row) if share else 0
     )
     with LocalBuffers(ranks=4, **SIZES, backend="host") as ranks:
+        for rank, buffer in enumerate(ranks.buffers):
+            monkeypatch.setattr(buffer.session, "sums_in_heap", str(rank) not in in_ring)
         try:
             for seed in range(CASES):
                 check_case(ranks, random_case(seed, ranks=4, **SIZES, few_kernels=True))

@@ -76,7 +76,6 @@ args = _native.DispatchArgs()
 for act in (
     lambda: _native.cuda_launch(0xbad, 32, 0, 0, args, {overlap}),
     lambda: _native.cuda_capturing(6),
-    lambda: _native.cuda_copy(0xa0, 0xb0, 48, 6),
 ):
     try:
         act()
@@ -87,7 +86,6 @@ for act in (
     assert said == [
         f"{function} returned CUDA_ERROR_INVALID_HANDLE",
         "cuStreamIsCapturing returned CUDA_ERROR_INVALID_HANDLE",
-        "cuMemcpyDtoDAsync returned CUDA_ERROR_INVALID_HANDLE",
     ]
 
 
@@ -105,11 +103,6 @@ except RuntimeError as error:
         "plain 0xbad 1 32 0 (nil) 0",
         "cuLaunchKernel returned CUDA_ERROR_INVALID_HANDLE",
     ]
-
-
-def test_a_copy_is_enqueued(tmp_path: Path) -> None:
-    code = "_native.cuda_copy(0xa0, 0xb0, 48, 0x40)"
-    assert with_driver(tmp_path, code) == ["copy a0 b0 48 0x40"]
 
 
 def test_the_context_and_what_a_stream_does(tmp_path: Path) -> None:

@@ -1,0 +1,80 @@
+"""On GPUs rows that are reduced have a place each in the window: where combine makes room for them, and where not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from moecomm import Routed, combine, packets
+from moecomm.testing import LocalBuffers
+
+TOKENS, HIDDEN, TOPK = 20, 64, 2
+SIZES: dict[str, Any] = {"ranks": 2, "hidden": HIDDEN, "num_experts": 8, "topk": TOPK, "max_tokens": 24}
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBuffers]:
+    """Ranks prepared as on GPUs, where so many tokens do not come in packets."""
+    monkeypatch.setattr(packets, "carry_home", lambda bytes_of_row, tokens, topk, room: tokens < TOKENS)
+    with LocalBuffers(**SIZES, backend="host") as ranks:
+        for buffer in ranks.buffers:
+            monkeypatch.setattr(buffer.session, "sums_in_heap", True)
+        yield ranks
+
+
+def call(tokens: int, layout: str, **more: Any) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(tokens)
+    ids = torch.rand(tokens, SIZES["num_experts"], generator=g).argsort(dim=1)[:, :TOPK].contiguous()
+    return {"x": torch.randn(tokens, HIDDEN, generator=g).bfloat16(), "topk_idx": ids, "layout": layout, **more}
+
+
+def arrived(pair: LocalBuffers, layout: str, **more: Any) -> Routed:
+    return pair.dispatch([call(TOKENS, layout, **more), call(TOKENS, layout, **more)])[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "more", "options", "row"),
+    [
+        ("flat", {}, {}, 2 * HIDDEN),
+        ("expert", {}, {}, 4 * HIDDEN),
+        ("expert", {}, {"wire": torch.bfloat16}, 2 * HIDDEN),
+        ("batched", {"max_rows": 16}, {}, 4 * HIDDEN),
+    ],
+)
+@pytest.mark.parametrize("grads", [False, True])
+def test_a_place_for_each_flat_row(
+    pair: LocalBuffers, layout: str, more: dict[str, Any], options: dict[str, Any], row: int, grads: bool
+) -> None:
+    here, buffer = arrived(pair, layout, **more), pair.buffers[0]
+    used, y = buffer.memory.used, here.x.clone()
+    if grads:
+        options = options | {"weight_grads": torch.ones(*y.shape[:-1], *((TOPK,) if layout == "flat" else ()))}
+    for _ in range(2):  # the first makes a plan, the other finds it
+        made = combine.prepare(buffer, y, here.handle, **options)
+        assert made.args.y == y.data_ptr() and buffer.session.context.in_heap(made.args.sums)
+        rows = min(y.shape[:-1].numel(), SIZES["ranks"] * SIZES["max_tokens"])
+        assert buffer.memory.used - used >= rows * (row + 16 * grads)
+        del made
+        assert buffer.memory.used == used, "it is kept for the round alone"
+
+
+def test_none_where_rows_are_read_or_sent_as_they_are(pair: LocalBuffers) -> None:
+    here, buffer = arrived(pair, "flat"), pair.buffers[0]
+    assert combine.prepare(buffer, here.x, here.handle).args.sums == 0, "y is in the window"
+    grads = torch.ones(len(here.x), TOPK)
+    assert combine.prepare(buffer, here.x, here.handle, weight_grads=grads).args.sums != 0, "gradients travel beside"
+    few = pair.dispatch([call(TOKENS - 1, "flat"), call(TOKENS - 1, "flat")])[0]
+    assert combine.prepare(buffer, few.x.clone(), few.handle).args.sums == 0, "our tokens come in packets"
+
+
+def test_none_where_rows_go_through_the_ring(pair: LocalBuffers) -> None:
+    here, buffer = arrived(pair, "expert"), pair.buffers[0]
+    given = combine.prepare(buffer, here.x, here.handle, topk_weights=torch.rand(TOKENS, TOPK))
+    assert given.args.sums == 0, "homes give the weights"
+    kept = []
+    while (block := buffer.session.arena.allocate(here.x.nbytes)) is not None:
+        kept.append(block)
+    assert combine.prepare(buffer, here.x, here.handle).args.sums == 0, "no room"
