@@ -31,6 +31,7 @@ MODELS = {
         Model("deepseek-v3", 7168, 2048, 256, 8, "sigmoid", num_groups=8, topk_groups=4, scale=2.5, corrected=True),
         Model("kimi-k2", 7168, 2048, 384, 8, "sigmoid", scale=2.827, corrected=True),
         Model("qwen3-235b", 4096, 1536, 128, 8),
+        Model("qwen3-30b-a3b", 2048, 768, 128, 8),
         Model("gpt-oss-120b", 2880, 2880, 128, 4),
         Model("mixtral-8x7b", 4096, 14336, 8, 2),
     )

@@ -27,10 +27,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("moecomm")
 
 _MOST_DIMENSION = 1 << 31
-# By dtype of weights and ranks: rows of an expert and of a rank, where all ranks have as many tokens as the Buffer is
-# for, from which on fused=None means True.  bench/results/moe-*-h200-4.json: of all that was measured, 1.00 to 1.64
-# times as fast as one after the other, but for FP8 with 256 rows a rank, 0.85; other numbers of ranks have not been.
-FUSED_FROM = {(torch.bfloat16, 4): (16, 256), (torch.float16, 4): (16, 256), (kernels.FP8, 4): (16, 512)}
+# By dtype of weights and ranks, where all ranks have as many tokens as the Buffer is for: rows of an expert and of a
+# rank from which on fused=None means True, and rows of an expert up to which it does.  Small experts, whose w2 has
+# fewer than _SMALL elements, want _SMALL_ROWS rows each.  bench/results/moe-*-h200-4.json: in there 1.00 to 1.60 times
+# as fast as one after the other, outside 0.85 to 1.01; other numbers of ranks have not been measured.
+FUSED_FROM = {
+    (torch.bfloat16, 4): (16, 256, 2048),
+    (torch.float16, 4): (16, 256, 2048),
+    (kernels.FP8, 4): (16, 512, math.inf),
+}
+_SMALL, _SMALL_ROWS = 1 << 22, 256
 APART = "one after the other"
 FORMS = {"two launches": two_launches.Layer, "one launch": one_launch.OneLaunch}
 FORM = "one launch"  # what fused=True means: of nearly all sizes the faster (bench/results/moe-*-h200-4.json)
@@ -228,7 +234,7 @@ def prepare(
         _check_experts(buffer, w13, w2, interleaved)
         values = w2
     why_not = partial(_keeps_apart, buffer, x, values, back, wire, check_weights)
-    if form := _form_under(buffer, values.dtype, form, why_not):
+    if form := _form_under(buffer, values, form, why_not):
         return FORMS[form](
             buffer,
             x,
@@ -263,16 +269,18 @@ def form_of(fused: bool | str | None) -> str | None:
     return fused
 
 
-def _form_under(buffer: Buffer, weights: torch.dtype, asked: str | None, keeps_apart: Callable[[], str]) -> str:
+def _form_under(buffer: Buffer, w2: torch.Tensor, asked: str | None, keeps_apart: Callable[[], str]) -> str:
     """How rows travel under the experts, one of FORMS, or "" if they do not.  The same on all ranks: by the Buffer, not
     by how many tokens one of them has.
     """
     form = asked
     if asked is None:
-        of_expert, of_rank = FUSED_FROM.get((weights, buffer.num_ranks), (math.inf, math.inf))
+        least, of_rank, most = FUSED_FROM.get((w2.dtype, buffer.num_ranks), (math.inf, math.inf, 0))
+        if w2[0].numel() < _SMALL:
+            least = max(least, _SMALL_ROWS)
         rows = buffer.max_tokens * buffer.topk
-        enough = rows >= of_rank and rows * buffer.num_ranks >= of_expert * buffer.num_experts
-        form = FORM if enough else APART
+        of_expert = rows * buffer.num_ranks / buffer.num_experts
+        form = FORM if rows >= of_rank and least <= of_expert <= most else APART
     if form is None or form == APART:
         return ""
     why_not = keeps_apart()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from moecomm.bench.ours import OUTSIDE
 from moecomm.simulate.domain import Domain
 from moecomm.simulate.measured import Result, Row, links, read, rows_of
 from moecomm.simulate.model import AUTO, HT, LL, Machine, cost
@@ -107,6 +108,8 @@ def _kind(row: Row, result: Result, known: Domain, fitted: str) -> str:
     about = [] if result.ranks in known.ranks else [f"{result.ranks} ranks"]
     about += ["skewed"] if result.found["case"]["skew"] else []
     about += ["blocks given"] if row.sms_asked else []
+    # Few blocks take longer to copy rows than peers to pull them, of which the model knows nothing.
+    about += ["rows copied"] if row.sms_asked and row.variant == OUTSIDE else []
     return "one domain: " + ", ".join([*about, row.what if row.what == "pair" else "alone"])
 
 

@@ -32,11 +32,15 @@ def test_none_is_what_was_faster(path: Path) -> None:
         chosen = set()
         for tokens in (tokens for tokens, variant in found if variant == fused):
             buffer = cast(Any, buffer_of(model, 4, tokens))
-            under = layer._form_under(buffer, weights, None, str) != ""
+            under = layer._form_under(buffer, w2_of(model, weights), None, str) != ""
             ratio = found[tokens, apart] / found[tokens, fused]  # how much faster under the experts
             assert ratio >= 0.999 if under else ratio <= 1.02, tokens
             chosen.add(under)
         assert True in chosen
+
+
+def w2_of(model: Model, weights: torch.dtype) -> torch.Tensor:
+    return torch.empty(1, model.hidden, model.intermediate, dtype=weights, device="meta")
 
 
 def buffer_of(model: Model, ranks: int, tokens: int) -> SimpleNamespace:
@@ -64,7 +68,8 @@ def test_by_the_buffer_and_its_weights(
     weights: torch.dtype, ranks: int, tokens: int, fused: bool | None, why_not: str, under: bool
 ) -> None:
     buffer = cast(Any, buffer_of(MODELS["deepseek-v3"], ranks, tokens))
-    form = layer._form_under(buffer, weights, layer.form_of(fused), lambda: why_not)
+    w2 = w2_of(MODELS["deepseek-v3"], weights)
+    form = layer._form_under(buffer, w2, layer.form_of(fused), lambda: why_not)
     assert form == (layer.FORM if under else "")
 
 
@@ -73,16 +78,19 @@ def test_by_the_rows_of_a_rank() -> None:
     for weights, least in ((BF16, 128), (FP8, 256)):
         for tokens in (least, least - 1):
             buffer = cast(Any, buffer_of(MODELS["mixtral-8x7b"], 4, tokens))
-            assert (layer._form_under(buffer, weights, None, str) != "") == (tokens == least)
+            w2 = w2_of(MODELS["mixtral-8x7b"], weights)
+            assert (layer._form_under(buffer, w2, None, str) != "") == (tokens == least)
 
 
 def test_a_form_is_chosen_by_its_name() -> None:
     buffer = cast(Any, buffer_of(MODELS["deepseek-v3"], 4, 1))
     for form in ("two launches", "one launch"):
         assert layer.form_of(form) == form
-        assert layer._form_under(buffer, BF16, form, str) == form
-        assert layer._form_under(buffer, BF16, form, lambda: "no GPU") == ""
-    assert layer._form_under(buffer, BF16, layer.form_of("one after the other"), str) == ""
+        assert layer._form_under(buffer, w2_of(MODELS["deepseek-v3"], BF16), form, str) == form
+        assert layer._form_under(buffer, w2_of(MODELS["deepseek-v3"], BF16), form, lambda: "no GPU") == ""
+    assert (
+        layer._form_under(buffer, w2_of(MODELS["deepseek-v3"], BF16), layer.form_of("one after the other"), str) == ""
+    )
     assert layer.form_of(False) == "one after the other" and layer.form_of(None) is None
     for wrong in ("three launches", 1, ["one launch"]):
         with pytest.raises(BadInput, match="'two launches', 'one launch'"):
