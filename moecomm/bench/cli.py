@@ -316,10 +316,10 @@ def moe(
 
 @app.command()
 def plot(
-    results: Annotated[list[Path], typer.Argument(help="JSON of dispatch-combine, sweep or moe.", exists=True)],
+    results: Annotated[list[Path], typer.Argument(help="JSON of dispatch-combine, sweep, moe or gemm.", exists=True)],
     out: Annotated[Path, typer.Option(help="A .png, .svg or .pdf.")] = Path("moecomm.png"),
 ) -> None:
-    """Latency and bandwidth, or layers, over tokens, from JSON.  Wants matplotlib (extra bench)."""
+    """Latency and bandwidth, layers, or GEMMs, over tokens, from JSON.  Wants matplotlib (extra bench)."""
     from rich.console import Console
 
     from moecomm.bench.plot import draw

@@ -1,5 +1,5 @@
-"""Pictures of results: time and bandwidth over tokens of dispatch-combine and sweep, ours, peers and the ceiling; and
-layers, of moe.
+"""Pictures of results: time and bandwidth over tokens of dispatch-combine and sweep, ours, peers and the ceiling;
+layers, of moe; and grouped GEMMs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moecomm.bench import plot_layers
+from moecomm.bench import plot_gemms, plot_layers
 from moecomm.errors import BadInput, Unsupported
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _MARKERS = "osv^Dx"
 
 
 def draw(results: Iterable[Path], out: Path) -> None:
-    """Draws all results into one picture, a row of panels for each; of moe, for each of its models.
+    """Draws all results into one picture, a row of panels for each; of moe and gemm, for each of its models.
 
     Raises BadInput for a file that is not such a result, Unsupported where matplotlib is missing.
     """
@@ -65,6 +65,12 @@ def _panels(result: dict[str, Any]) -> list[tuple[Callable[[Axes], None], ...]]:
     """What draws the left and the right of each row."""
     if result["benchmark"] == "dispatch-combine":
         return [tuple(partial(draw_one, result=result) for draw_one in (_draw_times, _draw_bandwidths))]
+    if result["benchmark"] == "gemm":
+        of_gemms = (plot_gemms.draw_times, plot_gemms.draw_speeds)
+        return [
+            tuple(partial(draw_one, result=result, part=part) for draw_one in of_gemms)
+            for part in plot_gemms.parts(result)
+        ]
     both = (plot_layers.draw_times, plot_layers.draw_ratios)
     return [
         tuple(partial(draw_one, result=result, model=model) for draw_one in both)
@@ -75,11 +81,13 @@ def _panels(result: dict[str, Any]) -> list[tuple[Callable[[Axes], None], ...]]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-        if found["benchmark"] in ("dispatch-combine", "moe"):
+        if found["benchmark"] in ("dispatch-combine", "moe") or (
+            found["benchmark"] == "gemm" and all("chosen" in row for row in found["rows"])
+        ):
             return dict(found)
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    raise BadInput("results", str(path), "JSON that dispatch-combine, sweep or moe has written")
+    raise BadInput("results", str(path), "JSON that dispatch-combine, sweep, moe or gemm has written")
 
 
 def _draw_times(axes: Axes, result: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moecomm.bench import plot, plot_layers
+from moecomm.bench import plot, plot_gemms, plot_layers
 from moecomm.errors import BadInput
 
 
@@ -64,7 +64,7 @@ def test_an_svg_says_what_it_was_drawn_from_and_is_the_same_each_time(tmp_path: 
     assert plot.digest([source]) not in (tmp_path / "a.svg").read_text()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"benchmark": "latency"}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"benchmark": "latency"}', '{"benchmark": "gemm", "rows": [{}]}'])
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     source = tmp_path / "other.json"
     source.write_text(text)
@@ -98,5 +98,31 @@ def test_layers_are_drawn_by_model(tmp_path: Path) -> None:
     assert list(axes[1].get_lines()[0].get_ydata()) == [1, 4] and len(axes[1].get_lines()) == 2
     source = tmp_path / "moe.json"
     source.write_text(json.dumps(layers()))
+    plot.draw([source], tmp_path / "a.svg")
+    assert plot.digest([source]) in (tmp_path / "a.svg").read_text()
+
+
+def gemms() -> dict[str, Any]:
+    rows = []
+    for model, us in (("a", 10.0), ("b", 20.0)):
+        for tokens in (16, 4):
+            about = {"model": model, "ranks": 4, "tokens": tokens, "gemm": 1, "activation": "swiglu", "dtype": "bf16"}
+            times = {"64x8c1": us * tokens, "128x6c1": 99.0 * tokens, "apart": 77.0, "torch": 2 * us * tokens}
+            rows.append({**about, "chosen": "64x8c1", "us": times, "tflops": 600.0})
+    return {"benchmark": "gemm", "device": "cpu", "machine": {"gpus": [], "cpu": "a CPU"}, "rows": rows}
+
+
+def test_gemms_are_drawn_by_model_and_ranks(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    assert plot_gemms.parts(gemms()) == [("a", 4), ("b", 4)]
+    axes = Figure().subplots(1, 2)
+    plot_gemms.draw_times(axes[0], gemms(), ("b", 4))
+    plot_gemms.draw_speeds(axes[1], gemms(), ("b", 4))
+    times, speeds = ({line.get_label(): list(line.get_ydata()) for line in one.get_lines()} for one in axes)
+    assert times == {"moecomm GEMM 1 swiglu bf16": [80, 320], "torch GEMM 1 swiglu bf16": [160, 640]}
+    assert speeds == {"moecomm GEMM 1 swiglu bf16": [600, 600], "torch GEMM 1 swiglu bf16": [300, 300]}
+    source = tmp_path / "gemm.json"
+    source.write_text(json.dumps(gemms()))
     plot.draw([source], tmp_path / "a.svg")
     assert plot.digest([source]) in (tmp_path / "a.svg").read_text()

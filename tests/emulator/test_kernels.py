@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,6 +119,25 @@ def test_random_cases_in_one_domain(few: str, in_ring: str, machine: Machine, mo
         try:
             for seed in range(CASES):
                 check_case(ranks, random_case(seed, ranks=4, **SIZES, few_kernels=True))
+        finally:
+            machine.forget()
+
+
+@pytest.mark.parametrize("layout", ["expert", "flat"])
+def test_rows_of_several_pieces(layout: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Combines of rows that lie elsewhere, the last piece not a whole one; all plain, so that few kernels are built."""
+    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+    monkeypatch.setattr(host, "packet_bytes", lambda *_: 0)
+    sizes = {**SIZES, "hidden": 1032}
+    plain: dict[str, Any] = dict.fromkeys(("quantize", "begin", "weight_grads", "in_window", "again"), False)
+    plain |= dict.fromkeys(("scales", "wire", "own_weights", "max_rows"))
+    with LocalBuffers(ranks=2, **sizes, backend="host") as ranks:
+        for buffer in ranks.buffers:
+            monkeypatch.setattr(buffer.session, "sums_in_heap", True)
+        try:
+            for seed in range(6):
+                case = random_case(seed, ranks=2, **sizes, few_kernels=True)
+                check_case(ranks, replace(case, layout=layout, alignment=1, weighted=True, **plain))
         finally:
             machine.forget()
 
