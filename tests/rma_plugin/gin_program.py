@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,19 +19,26 @@ from pathlib import Path
 
 from moecomm import rma_plugin
 
+OLDEST = (2, 30, 7)
 SOURCE = Path(__file__).with_name("gin_program.cu")
 # The proxy alone: the other GIN backends want headers and hardware of their own.
 DEFINES = ("-DNCCL_GIN_GDAKI_ENABLE=0", "-DNCCL_GIN_GPI_ENABLE=0")
 
 
 def nccl() -> Path | None:
-    """The folder of NCCL's wheel, with its headers and its library."""
+    """The folder of NCCL's wheel, with its headers and its library; None where the headers are older than GIN's."""
     try:
         import nvidia.nccl  # type: ignore[import-not-found]
     except ImportError:
         return None
     folders = (Path(folder) for folder in nvidia.nccl.__path__)
-    return next((folder for folder in folders if (folder / "include" / "nccl_device.h").is_file()), None)
+    return next((folder for folder in folders if _version(folder / "include" / "nccl.h") >= OLDEST), None)
+
+
+def _version(header: Path) -> tuple[int, ...]:
+    """Empty where there is no such header."""
+    found = re.findall(r"#define NCCL_(?:MAJOR|MINOR|PATCH) (\d+)", header.read_text()) if header.is_file() else []
+    return tuple(map(int, found))
 
 
 def build(program: Path) -> None:

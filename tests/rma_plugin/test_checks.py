@@ -8,13 +8,16 @@ import hmac
 import random
 import re
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from moecomm import rma_plugin
 from moecomm.config import check_environment
 
+from . import gin_program
 from .build import CSRC
 
 
@@ -107,3 +110,20 @@ def test_the_environment_names_what_is_there(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(name, value)
     check_environment()
     assert "MOECOMM_JOB_SECRET" not in rma_plugin.environment()
+
+
+@pytest.mark.parametrize(
+    ("version", "old"), [((2, 28, 9), True), ((2, 30, 6), True), ((2, 30, 7), False), ((3, 0, 0), False)]
+)
+def test_the_gin_program_wants_headers_that_have_gin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: tuple[int, int, int], old: bool
+) -> None:
+    (tmp_path / "include").mkdir()
+    names = zip(("MAJOR", "MINOR", "PATCH"), version, strict=True)
+    (tmp_path / "include" / "nccl.h").write_text("".join(f"#define NCCL_{name} {number}\n" for name, number in names))
+    wheel = ModuleType("nvidia.nccl")
+    wheel.__path__ = [str(tmp_path)]
+    monkeypatch.setitem(sys.modules, "nvidia", ModuleType("nvidia"))
+    monkeypatch.setattr(sys.modules["nvidia"], "nccl", wheel, raising=False)
+    monkeypatch.setitem(sys.modules, "nvidia.nccl", wheel)
+    assert gin_program.nccl() == (None if old else tmp_path)
