@@ -41,8 +41,7 @@ class Buffer:
         timeout_s: how long any wait for a peer may take, in seconds.
         device: where the tensors live; default: the current GPU if a GPU backend can run, else the CPU.
         window_bytes: room for the outputs of rounds, in bytes; default: two rounds of the worst case (four on CPUs,
-            where memory is taken when it is touched).  On GPUs a combine is faster while there is room for a row of
-            each token that is here beside them.
+            where memory is taken when touched).  On GPUs combine is faster with room for a row of each token beside it.
         domain_ranks: how many neighbouring ranks load and store each other's memory; those of other domains are
             reached by put and signal, and a token crosses once a domain.  Default: all that can.
 

@@ -287,6 +287,7 @@ def moe(
     replays: Replays = 10,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="torch's, and other experts there are.")] = True,
     fp8: Annotated[bool, typer.Option("--fp8", help="Ours with weights in FP8 as well.")] = False,
+    room: Annotated[int, typer.Option(help="Tokens of a rank that Buffers are for; 0: as many as are measured.")] = 0,
     ranks: Ranks = None,
     backend: Backend = "auto",
     json: Json = None,
@@ -307,6 +308,7 @@ def moe(
         replays=replays,
         peers=peers,
         fp8=fp8,
+        room=room,
     )
     result = measured.run(case)
     if result is not None:

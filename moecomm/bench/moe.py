@@ -44,6 +44,7 @@ class Case:
     replays: int = 10
     peers: bool = True
     fp8: bool = False  # ours with weights in FP8 as well
+    room: int = 0  # the least tokens of a rank that a Buffer is for; 0: as many as are measured
     seed: int = 0
 
     def check(self) -> None:
@@ -132,7 +133,7 @@ class Layers:
             hidden=model.hidden,
             num_experts=model.num_experts,
             topk=model.topk,
-            max_tokens=tokens,
+            max_tokens=max(tokens, case.room),
             backend=case.backend,
             device=device,
         )

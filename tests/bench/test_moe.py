@@ -15,7 +15,7 @@ from moecomm.bench import moe
 from moecomm.bench.cli import app
 from moecomm.bench.torch_layer import TorchLayer
 from moecomm.errors import BadInput
-from moecomm.router import MODELS
+from moecomm.router import MODELS, Model
 from moecomm.testing import random_layer
 
 from ..conftest import Ranks
@@ -53,6 +53,21 @@ def test_the_command_measures_layers_and_their_parts(tmp_path: Path) -> None:
         if row["what"] in ("layer", "GEMMs"):
             assert row["tflops"] == pytest.approx(work / row["us"]["p50"] / 1e6, abs=0.006)
             assert ("of_torch" in row) == (row["who"] != "torch" and row["variant"] != "fp8")
+
+
+def _rooms(rank: int, group: Any, room: int) -> list[int]:
+    model = Model("", 64, 32, 8, 3)
+    case = moe.Case([model], [5, 24], 1, "host", "eager", room=room)
+    found = []
+    for tokens in case.tokens:
+        with moe.Layers(case, model, tokens, {}, group, group, torch.device("cpu")) as layers:
+            found.append(layers.buffer.max_tokens)
+    return found
+
+
+@pytest.mark.parametrize(("room", "most"), [(0, [5, 24]), (16, [16, 24])])
+def test_a_buffer_may_have_more_room(ranks: Ranks, room: int, most: list[int]) -> None:
+    assert ranks.run(1, _rooms, room) == [most]
 
 
 def _torchs(rank: int, group: Any) -> list[Any]:
