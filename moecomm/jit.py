@@ -218,8 +218,8 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     if spec.domain_ranks and not spec.in_place:
         summed = {2: 1536, 4: 3072}  # beside the sum of the domains
     pull_bytes = _piece(spec.hidden * _BYTES[staged], summed[_BYTES[staged]], _LINE)
-    beside = _align(12 * _MOST_SLOTS + 8 * 24, 128) + 128  # barriers, weights and items of a ring, and alignment
-    fixed = (max(reduce_warps, 1) + pull_warps + return_warps) * beside + spec.ranks * 120 + 104 + 512 + 1920
+    beside = _align(8 * _MOST_SLOTS + 8 * 24, 128) + 128  # barriers and items of a ring, and alignment
+    fixed = (pull_warps + return_warps) * beside + spec.ranks * 120 + 104 + 512 + 1920
     fixed += (8 * 8 * pull_warps + 256) * bool(spec.domain_ranks)
     left = _SHARED_LIMIT - fixed
     if spec.packets:  # what comes home does not pass through a ring

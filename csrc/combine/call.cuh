@@ -43,7 +43,6 @@ struct RowRing {
     static constexpr i32 kSlots = slots, kBytes = bytes;
     alignas(128) u8 data[slots][bytes];
     u64 full[slots];
-    float weight[slots];
     Item items[kItemsOpen];
 };
 

@@ -61,7 +61,6 @@ struct Pull {
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr Type kType = cfg.staged();
     static constexpr i32 kRowBytes = cfg.staged_bytes();
-    static constexpr bool kWeighted = false;
     static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.pull_bytes), kPieceColumns = cfg.pull_bytes / bytes_of(kType);
 
     const Call& c;
@@ -169,7 +168,7 @@ struct Pull {
         return c.transport.template peer_ptr<u8>(rank, from.x) + slot * static_cast<i64>(from.pitch);
     }
 
-    MOECOMM_FN Next open(Source& source, Item& out, bool may_wait) {
+    MOECOMM_FN Next open(const u8*& source, Item& out, bool may_wait) {
         if (may_wait && gives_credit) tell_pulled(min(nth_chunk(), chunks_here));
         if (failed) return Next::none;
         if (at_end()) return may_wait || !gives_credit ? Next::none : Next::later;
@@ -182,7 +181,7 @@ struct Pull {
             return may_wait ? Next::none : Next::later;
         }
         const i32 column = nth % kPieces * kPieceColumns;
-        if (slot >= 0) source.piece = row_at(rank, slot) + column * bytes_of(kType);
+        if (slot >= 0) source = row_at(rank, slot) + column * bytes_of(kType);
         if (column == 0 && c.a.out_weight_grads != 0) bring_grads();
         out = {0, column, token(), 0, -1};
         if constexpr (cfg.domains() > 1) far.open();

@@ -12,7 +12,6 @@ struct Returns {
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr Type kType = cfg.staged();
     static constexpr i32 kRowBytes = cfg.staged_bytes();
-    static constexpr bool kWeighted = false;
     static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.pull_bytes), kPieceColumns = cfg.pull_bytes / bytes_of(kType);
     static constexpr i32 kOthers = cfg.domains() - 1;
 
@@ -97,7 +96,7 @@ struct Returns {
         return c.transport.template local<u8>(sum_at(c.window(), c.shape(), domain, token));
     }
 
-    MOECOMM_FN Next open(Source& source, Item& out, bool may_wait) {
+    MOECOMM_FN Next open(const u8*& source, Item& out, bool may_wait) {
         while (!failed && nth < units && chunk_of(nth) >= relayed(c, home_of(nth))) end_unit();
         if (failed || nth >= units) return Next::none;
         if (!begun) begin_unit();
@@ -116,7 +115,7 @@ struct Returns {
         }
         out.token = token;
         out.column = at * kPieceColumns;
-        if (slot >= 0) source.piece = row_at(rank, slot, token) + out.column * bytes_of(kType);
+        if (slot >= 0) source = row_at(rank, slot, token) + out.column * bytes_of(kType);
         if (at == 0 && c.a.weight_grads != 0) bring_grads(out.domain, token);
         if (++at == kPieces) {
             at = 0;
