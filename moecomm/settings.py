@@ -101,7 +101,12 @@ class Settings:
     @property
     def staged_row_bytes(self) -> int:
         """The widest row that combine stages: a partial sum in float32, and gradients of weights."""
-        return self.hidden * 4 + -(-self.topk * 4 // 16) * 16
+        return self.hidden * 4 + self.grads_bytes
+
+    @property
+    def grads_bytes(self) -> int:
+        """Gradients of weights behind a row: `CombineConfig::grads_bytes`."""
+        return -(-self.topk * 4 // 16) * 16
 
     @property
     def landing_payload_bytes(self) -> tuple[int, int]:

@@ -270,8 +270,6 @@ struct Reduce {
                 __syncwarp();  // all lanes have stored
                 if (lane_id() == 0) c.shared.staged.arrive(c.round, told);
             } else if (complete_turn(c.shared.staged, c.round, told) && lane_id() == 0) {
-                fence_async();  // the home reads with bulk copies
-                c.transport.fence();
                 units.tell(told);
             }
         }

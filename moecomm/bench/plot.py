@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moecomm.bench import plot_gemms, plot_layers
+from moecomm.bench.plot_axes import over_tokens
 from moecomm.errors import BadInput, Unsupported
 
 if TYPE_CHECKING:
@@ -118,13 +119,8 @@ def _label(axes: Axes, result: dict[str, Any], y: str) -> None:
     case, gpus = result["case"], result["machine"]["gpus"]
     machine = gpus[0] if gpus and case["backend"] != "host" else result["machine"]["cpu"]
     sizes = f"hidden {case['hidden']}, top-{case['topk']} of {case['experts']}"
-    axes.set_title(f"{case['ranks']} ranks, {machine}: {case['model'] or 'numbers given'}, {sizes}", fontsize=9)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(case["tokens"], [str(tokens) for tokens in case["tokens"]], fontsize=7, minor=False)
-    axes.minorticks_off()
-    axes.set_xlabel("tokens a rank")
-    axes.set_ylabel(y)
-    axes.grid(alpha=0.3)
+    title = f"{case['ranks']} ranks, {machine}: {case['model'] or 'numbers given'}, {sizes}"
+    over_tokens(axes, title, case["tokens"], y)
 
 
 def _styled(result: dict[str, Any]) -> Iterable[tuple[dict[str, Any], tuple[str, str], list[dict[str, Any]]]]:

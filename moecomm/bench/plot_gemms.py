@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from moecomm.bench.plot_axes import over_tokens
 from moecomm.fused.schedules import FP8_SCHEDULES, SCHEDULES
 
 if TYPE_CHECKING:
@@ -65,10 +66,4 @@ def _draw(axes: Axes, result: dict[str, Any], part: Part, column: int, y: str) -
         )
     model, ranks = part
     machine = result["machine"]["gpus"][0] if result["device"] == "cuda" else result["machine"]["cpu"]
-    axes.set_title(f"{machine}, experts of one of {ranks} ranks: {model}", fontsize=9)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sorted(tokens), [str(size) for size in sorted(tokens)], fontsize=7, minor=False)
-    axes.minorticks_off()
-    axes.set_xlabel("tokens a rank")
-    axes.set_ylabel(y)
-    axes.grid(alpha=0.3)
+    over_tokens(axes, f"{machine}, experts of one of {ranks} ranks: {model}", sorted(tokens), y)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from moecomm.bench.plot_axes import over_tokens
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -69,10 +71,4 @@ def _style(key: tuple[str, str, str]) -> dict[str, Any]:
 def _label(axes: Axes, result: dict[str, Any], model: str, y: str) -> None:
     case, gpus = result["case"], result["machine"]["gpus"]
     machine = gpus[0] if gpus and case["backend"] != "host" else result["machine"]["cpu"]
-    axes.set_title(f"{case['ranks']} ranks, {machine}: {model or 'numbers given'}", fontsize=9)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(case["tokens"], [str(tokens) for tokens in case["tokens"]], fontsize=7, minor=False)
-    axes.minorticks_off()
-    axes.set_xlabel("tokens a rank")
-    axes.set_ylabel(y)
-    axes.grid(alpha=0.3)
+    over_tokens(axes, f"{case['ranks']} ranks, {machine}: {model or 'numbers given'}", case["tokens"], y)

@@ -73,29 +73,29 @@ class Plan:
         self._room = buffer.packet_room
         # Rows that are reduced have a place each, if the window has room, so that they wait for no place in a ring.
         in_ring = not buffer.session.sums_in_heap or like.topk_weights is not None
-        grads = 0 if like.weight_grads is None else -(-buffer.topk * 4 // 16) * 16
+        grads = 0 if like.weight_grads is None else buffer.settings.grads_bytes
         self._pitch = 0 if in_ring or (flat and in_window) else row + grads
         self._most_rows, self._memory = buffer.num_ranks * buffer.max_tokens, buffer.memory
         args = _args(buffer, options, like)
         self._native = _native.CombinePlan(args, like.y, like.bias, like.weight_grads, like.topk_weights)
         self._session = buffer.session
+        self._few: dict[int, bool] = {}  # whether so many tokens come home in packets
         # What runs a combine, by its tokens: GPUs have other kernels for few.
         self._runs: dict[int, Callable[[_native.CombineArgs], None]] = {}
 
     def schedule(self, num_tokens: int) -> None:
         """Makes start() know how a round of so many tokens is run."""
         options = self._options
+        few = self._staged_bytes > 0 and packets.carry_home(self._staged_bytes, num_tokens, self._topk, self._room)
+        self._few[num_tokens] = few
         # Flat rows that are staged take as many blocks as rows that are added up first.
-        layout = "expert" if self._stages_flat_rows and not self._comes_in_packets(num_tokens) else options.layout
+        layout = "expert" if self._stages_flat_rows and not few else options.layout
         schedule = self._session.schedule("combine", num_tokens=num_tokens, layout=layout, num_sms=options.num_sms)
         self._native.schedule(num_tokens, schedule.workers, schedule.chunk_tokens)
 
-    def _comes_in_packets(self, num_tokens: int) -> bool:
-        return self._staged_bytes > 0 and packets.carry_home(self._staged_bytes, num_tokens, self._topk, self._room)
-
     def _room_for_sums(self, handle: Handle) -> _native.Block | None:
-        """None: they go through the ring.  So they do where our own tokens are few: then others have few as well."""
-        if self._pitch == 0 or self._comes_in_packets(handle.args.num_tokens):
+        """None: they go through the ring, as they do where our own tokens are few; or nothing fits so many tokens."""
+        if self._pitch == 0 or self._few.get(handle.args.num_tokens, True):
             return None
         rows = min(math.prod(handle.y_shape[:-1]), self._most_rows)
         try:

@@ -84,14 +84,12 @@ def test_by_the_rows_of_a_rank() -> None:
 
 
 def test_a_form_is_chosen_by_its_name() -> None:
-    buffer = cast(Any, buffer_of(MODELS["deepseek-v3"], 4, 1))
+    buffer, w2 = cast(Any, buffer_of(MODELS["deepseek-v3"], 4, 1)), w2_of(MODELS["deepseek-v3"], BF16)
     for form in ("two launches", "one launch"):
         assert layer.form_of(form) == form
-        assert layer._form_under(buffer, w2_of(MODELS["deepseek-v3"], BF16), form, str) == form
-        assert layer._form_under(buffer, w2_of(MODELS["deepseek-v3"], BF16), form, lambda: "no GPU") == ""
-    assert (
-        layer._form_under(buffer, w2_of(MODELS["deepseek-v3"], BF16), layer.form_of("one after the other"), str) == ""
-    )
+        assert layer._form_under(buffer, w2, form, str) == form
+        assert layer._form_under(buffer, w2, form, lambda: "no GPU") == ""
+    assert layer._form_under(buffer, w2, layer.form_of("one after the other"), str) == ""
     assert layer.form_of(False) == "one after the other" and layer.form_of(None) is None
     for wrong in ("three launches", 1, ["one launch"]):
         with pytest.raises(BadInput, match="'two launches', 'one launch'"):
