@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -18,8 +17,9 @@ import time
 from pathlib import Path
 
 from moecomm import rma_plugin
+from moecomm.shims.build import SHIMS, version, wheels
 
-OLDEST = (2, 30, 7)
+OLDEST = SHIMS["gin_proxy"][3]
 SOURCE = Path(__file__).with_name("gin_program.cu")
 # The proxy alone: the other GIN backends want headers and hardware of their own.
 DEFINES = ("-DNCCL_GIN_GDAKI_ENABLE=0", "-DNCCL_GIN_GPI_ENABLE=0")
@@ -27,18 +27,8 @@ DEFINES = ("-DNCCL_GIN_GDAKI_ENABLE=0", "-DNCCL_GIN_GPI_ENABLE=0")
 
 def nccl() -> Path | None:
     """The folder of NCCL's wheel, with its headers and its library; None where the headers are older than GIN's."""
-    try:
-        import nvidia.nccl  # type: ignore[import-not-found]
-    except ImportError:
-        return None
-    folders = (Path(folder) for folder in nvidia.nccl.__path__)
-    return next((folder for folder in folders if _version(folder / "include" / "nccl.h") >= OLDEST), None)
-
-
-def _version(header: Path) -> tuple[int, ...]:
-    """Empty where there is no such header."""
-    found = re.findall(r"#define NCCL_(?:MAJOR|MINOR|PATCH) (\d+)", header.read_text()) if header.is_file() else []
-    return tuple(map(int, found))
+    folders = (folder for folder in wheels("nccl") if (folder / "include" / "nccl.h").is_file())
+    return next((folder for folder in folders if version("NCCL", folder / "include") >= OLDEST), None)
 
 
 def build(program: Path) -> None:
