@@ -91,20 +91,29 @@ class Clock:
 
     def host_us(self, call: Call) -> float | None:
         """Median microseconds until a call returns to the host; None on CPUs, where it is the operation itself."""
+        times = self.host_times(call)
+        return statistics.median(times[0]) if times else None
+
+    def host_times(self, *calls: Call) -> list[list[float]]:
+        """Microseconds until each of the calls returns to the host, by repetition; empty on CPUs.
+
+        One is made after the other, and then all of them again, so that they find the host and its queue alike.
+        """
         if not self._on_gpu:
-            return None
-        times: list[float] = []
+            return []
+        times: list[list[float]] = [[] for _ in calls]
         started = time.perf_counter()
         for _ in range(_HOST_BATCHES):
             torch.cuda.synchronize()
-            if self._on_any(bool(times) and time.perf_counter() - started > _HOST_S):
+            if self._on_any(bool(times[0]) and time.perf_counter() - started > _HOST_S):
                 break
             for _ in range(_HOST_CALLS):
-                begin = time.perf_counter()
-                call()
-                times.append(time.perf_counter() - begin)
+                for call, found in zip(calls, times, strict=True):
+                    begin = time.perf_counter()
+                    call()
+                    found.append((time.perf_counter() - begin) * 1e6)
         torch.cuda.synchronize()
-        return statistics.median(times) * 1e6
+        return times
 
     def _on_any(self, here: bool) -> bool:
         """Whether it is so on a rank.  Ranks meet."""

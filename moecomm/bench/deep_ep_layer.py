@@ -22,7 +22,6 @@ from moecomm.rendezvous import rendezvous
 
 MOST_LOW_LATENCY = 512  # tokens of a low-latency call: deep_ep's own take as many, and more would be most of the memory
 BY = ("native", "compat")
-_HOST_TURNS = 5
 _COLUMNS: dict[str, Any] = {
     "quantize": "fp8",
     "scale_layout": "column",
@@ -184,14 +183,17 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
 
 
 def _timed(clock: Clock, pair: Pair, layer: Layer) -> dict[str, Any]:
-    """`us` and `host_us` by who calls, by replay and by turn; or `why` not."""
+    """`us` and `host_us` by who calls, by replay and by turn; or `why` not.
+
+    In half of the host's turns one is called first, in half the other.
+    """
     calls = {name: getattr(pair, name) for name in BY}
     try:
         us = clock.in_turns(calls, layer.meet)
-        host: dict[str, list[Any]] = {name: [] for name in BY}
-        for turn in range(_HOST_TURNS):  # now one is the first, now the other
-            for name in BY if turn % 2 == 0 else reversed(BY):
-                host[name].append(clock.host_us(calls[name]))
+        host: dict[str, list[float]] = {name: [] for name in BY}
+        for order in (BY, BY[::-1]):
+            for name, times in zip(order, clock.host_times(*(calls[name] for name in order)), strict=False):
+                host[name] += times
     except BadInput as error:  # no room in the window, on all ranks alike
         return {"why": str(error)}
     return {"us": us, "host_us": host}
@@ -203,7 +205,8 @@ def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     rows: {tokens, what, payload, variant, us: {native, compat: {p50, p90, p99}}, of_native, host_us: {native, compat},
     host_more_us}, or with `why` in the place of figures.  Times are of the slowest rank, `of_native` is deep_ep's call
     over moecomm's.  Host times are medians of the rank in the middle, until a call returns, and None on CPUs;
-    `host_more_us`: what deep_ep's call takes longer in the same turn, on the rank where that is most.
+    `host_more_us`: the median of what deep_ep's call takes longer than the one before or after it, on the rank where
+    that is most.
     """
     rows = [_merged(parts) for parts in zip(*(found["rows"] for found in by_rank), strict=True)]
     return {"benchmark": "deep-ep-layer", "case": asdict(case), "backend": case.backend, "rows": rows}
@@ -217,7 +220,7 @@ def _merged(parts: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     us = row["us"] = {name: percentiles([part["us"][name] for part in parts]) for name in BY}
     row["of_native"] = round(us["compat"]["p50"] / us["native"]["p50"], 4)
     host = [part["host_us"] for part in parts]
-    if None in host[0]["native"]:
+    if not host[0]["native"]:
         return row | {"host_us": dict.fromkeys(BY), "host_more_us": None}
     of_rank = {name: [statistics.median(turns[name]) for turns in host] for name in BY}
     row["host_us"] = {name: round(statistics.median(times), 2) for name, times in of_rank.items()}

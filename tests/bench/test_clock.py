@@ -76,6 +76,27 @@ def test_the_host_is_not_timed_for_long(ranks: Ranks) -> None:
         assert fast == pytest.approx(1) and slowest == pytest.approx(slow * 1e6)
 
 
+def test_two_calls_are_timed_on_the_host_one_after_the_other(ranks: Ranks) -> None:
+    """So that what one of them pays the other pays as well."""
+    [(order, found)] = ranks.run(1, _time_two)
+    assert order == ["a", "b"] * 200
+    assert [times[:3] for times in found] == [pytest.approx(us) for us in ([2, 4, 6], [3, 5, 7])]
+
+
+def _time_two(rank: int, group: Any) -> tuple[list[str], list[list[float]]]:
+    clock.time = passing = Time()
+    torch.cuda.synchronize = lambda: None
+    order: list[str] = []
+
+    def call(name: str) -> None:
+        order.append(name)
+        passing.seconds += (len(order) + 1) * 1e-6  # slower and slower
+
+    timer = clock.Clock(group, torch.device("cpu"), graph=False, cold=False, chain=1, replays=1)
+    timer._on_gpu = True
+    return order, timer.host_times(lambda: call("a"), lambda: call("b"))
+
+
 def test_every_turn_begins_with_another(ranks: Ranks) -> None:
     assert ranks.run(1, _turns) == [["a", "b", "c", "b", "c", "a", "c", "a", "b", "a", "b", "c"]]
 
