@@ -219,7 +219,7 @@ def deep_ep_layer(found: dict[str, Any]) -> str:
         if "us" in row:
             what = ", ".join(filter(None, (row["what"], row["payload"], row["variant"])))
             times = " | ".join(time_of(row["us"][name]["p50"]) for name in ("native", "compat"))
-            more = row["host_more_us"]
+            more = row["host_more_us"] if found["case"]["mode"] == "eager" else None
             host = " | " if more is None else f"{row['host_us']['native']:.1f} us | {more:+.1f} us"
             lines.append(f"| {row['tokens']} | {what} | {times} | {row['of_native']:.3f} | {host} |")
     return "\n".join([*lines, ""])

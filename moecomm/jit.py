@@ -210,8 +210,8 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
         reduce_warps, pull_warps, return_warps = (0, 8, 4) if spec.in_place else (6, 5, 4)
     elif spec.in_place:
         reduce_warps, pull_warps, return_warps = 0, 12, 0
-    else:  # of flat rows, which are copied, as many bytes are pulled as made; of others fewer
-        reduce_warps, pull_warps, return_warps = (10, 5, 0) if spec.layout == _FLAT else (12, 3, 0)
+    else:  # of flat rows, which are copied, as many bytes are pulled as made; of others fewer (csrc/README.md)
+        reduce_warps, pull_warps, return_warps = (7, 8, 0) if spec.layout == _FLAT else (12, 3, 0)
     # A piece is summed in registers: 56 fp32 columns a lane, or 32 where a block has more warps.
     summed = {2: 3584, 4: 4096} if spec.in_place else {2: 2048, 4: 3584}
     staged = spec.type if spec.layout == _FLAT else spec.wire

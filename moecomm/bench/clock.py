@@ -57,7 +57,7 @@ class Clock:
         self, group: dist.ProcessGroup, device: torch.device, *, graph: bool, cold: bool, chain: int, replays: int
     ) -> None:
         self._group, self._device, self._on_gpu = group, device, device.type == "cuda"
-        self._graph, self._cold, self.chain, self._replays = graph, cold, chain, replays
+        self.graph, self._cold, self.chain, self._replays = graph, cold, chain, replays
 
     def __call__(self, call: Call, meet: Call | None = None) -> list[float]:
         """Microseconds of one operation on this rank, by replay.
@@ -143,12 +143,12 @@ class Clock:
             call()
             meet()
         torch.cuda.synchronize()
-        return self._captured(call, before) if self._graph else lambda: self._chain(call, before)
+        return self._captured(call, before) if self.graph else lambda: self._chain(call, before)
 
     def _replay_us(self, run: Call, meet: Call) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         dist.barrier(self._group)
-        if self._graph:
+        if self.graph:
             torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
         meet()
         begin.record()

@@ -183,15 +183,15 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
 
 
 def _timed(clock: Clock, pair: Pair, layer: Layer) -> dict[str, Any]:
-    """`us` and `host_us` by who calls, by replay and by turn; or `why` not.
+    """`us` by who calls, by replay; `host_us`, by call, where it is of eager ones; or `why` not.
 
-    In half of the host's turns one is called first, in half the other.
+    In half of the host's calls the one is first, in half the other.
     """
     calls = {name: getattr(pair, name) for name in BY}
     try:
         us = clock.in_turns(calls, layer.meet)
         host: dict[str, list[float]] = {name: [] for name in BY}
-        for order in (BY, BY[::-1]):
+        for order in (BY, BY[::-1]) if not clock.graph else ():
             for name, times in zip(order, clock.host_times(*(calls[name] for name in order)), strict=False):
                 host[name] += times
     except BadInput as error:  # no room in the window, on all ranks alike
@@ -204,7 +204,7 @@ def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
 
     rows: {tokens, what, payload, variant, us: {native, compat: {p50, p90, p99}}, of_native, host_us: {native, compat},
     host_more_us}, or with `why` in the place of figures.  Times are of the slowest rank, `of_native` is deep_ep's call
-    over moecomm's.  Host times are medians of the rank in the middle, until a call returns, and None on CPUs;
+    over moecomm's.  Host times are medians of the rank in the middle, until an eager call returns, else None;
     `host_more_us`: the median of what deep_ep's call takes longer than the one before or after it, on the rank where
     that is most.
     """
