@@ -11,8 +11,8 @@ from moecomm.dispatch.reference import GROUP
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import kernels
 from moecomm.fused.fp8 import Fp8
-from moecomm.fused.gemm import grouped_gemm
-from moecomm.fused.operands import unfit
+from moecomm.fused.gemm import grouped_gemm, multiply
+from moecomm.fused.operands import Operands, unfit
 
 if TYPE_CHECKING:
     from moecomm.buffer import Buffer
@@ -58,16 +58,16 @@ def apply_fp8_experts(
     expected_rows: int | None = None,
 ) -> torch.Tensor:
     """`[rows, H]` of `dtype`, of rows as a dispatch hands them out; see moecomm.fused.layer.apply_experts."""
-    inner = grouped_gemm(
-        rows,
-        w13,
-        tokens_per_expert,
-        activation="swiglu",
-        interleaved=interleaved,
-        quantize="fp8",
-        expected_rows=expected_rows,
-    )
-    return grouped_gemm(inner, w2, tokens_per_expert, out_dtype=dtype, expected_rows=expected_rows)
+    x, counts, intermediate = rows.data, tokens_per_expert, w2.data.shape[2]
+    if not x.is_cuda:
+        how: dict[str, Any] = {"activation": "swiglu", "interleaved": interleaved}
+        return grouped_gemm(grouped_gemm(rows, w13, counts, **how, quantize="fp8"), w2, counts, out_dtype=dtype)
+    expected = len(x) // len(w2.data) if expected_rows is None else expected_rows
+    inner = Fp8(x.new_empty(len(x), intermediate), rows.scales.new_empty(len(x), -(-intermediate // GROUP)))
+    y = torch.empty_like(x, dtype=dtype)
+    multiply(Operands(x, w13.data, counts, rows.scales, w13.scales), True, interleaved, *inner, expected)
+    multiply(Operands(inner.data, w2.data, counts, inner.scales, w2.scales), False, False, y, None, expected)
+    return y
 
 
 def _lacks(buffer: Buffer, local: int, hidden: int, intermediate: int, interleaved: bool) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any, Literal, overload
 
@@ -109,93 +110,105 @@ def grouped_gemm(
         how: dict[str, Any] = {"alignment": alignment, "activation": activation, "interleaved": interleaved}
         reference.grouped_gemm(x, w, tokens_per_expert, **how, out=returned)
         return returned
-    device = product.device.index
-    _want_hopper(device)
-    if product.numel() == 0:
-        return returned
-    if schedule is None:
-        groups, columns, depth = given.w.shape
-        rows = given.x.shape[:-1].numel() // groups if expected_rows is None else expected_rows
-        units = kernels.multiprocessors(device)
-        schedule = schedules.schedule_of(given.x.dtype, rows, groups, columns, depth, units)
-    else:
+    _want_hopper(product.device.index)
+    if schedule is not None:
         schedules.check_schedule(given.x.dtype, schedule)
-    call = (given, alignment, activation is not None, interleaved, product, scales, schedule)
-    if torch.cuda.current_device() == device and _native.cuda_context() != 0:
-        _launch(*call)
-    else:  # another GPU is current, or none is yet in this thread
-        with torch.cuda.device(device):
-            cuda_driver.bind_thread(device)
-            _launch(*call)
+    rows = given.x.shape[:-1].numel() // len(given.w) if expected_rows is None else expected_rows
+    multiply(given, activation is not None, interleaved, product, scales, rows, alignment, schedule)
     return returned
 
 
-def _launch(
+def multiply(
     given: Operands,
-    alignment: int,
     swiglu: bool,
     interleaved: bool,
     out: torch.Tensor,
     out_scales: torch.Tensor | None,
-    schedule: Schedule,
+    expected_rows: int,
+    alignment: int = 1,
+    schedule: Schedule | None = None,
 ) -> None:
-    apart = swiglu and not interleaved
-    args = arguments(given.x, given.w, given.counts, alignment, apart, out.data_ptr(), schedule)
-    tell_scales(args, given, out_scales)
-    blocks = kernels.multiprocessors(out.device.index) // schedule.cluster * schedule.cluster
-    launch(kernels.gemm_kernel(given.x.dtype, swiglu, apart, schedule, out=out.dtype), blocks, args)
+    """What grouped_gemm launches, of arguments that have been checked."""
+    if out.numel() == 0:
+        return
+    device, dtype, apart = out.device.index, given.x.dtype, swiglu and not interleaved
+    units = kernels.multiprocessors(device)
+    if schedule is None:
+        groups, columns, depth = given.w.shape
+        schedule = schedules.schedule_of(dtype, expected_rows, groups, columns, depth, units)
+    args = arguments(given, apart, out.data_ptr(), out_scales, schedule, alignment)
+    blocks = units // schedule.cluster * schedule.cluster
+    call = (kernels.gemm_kernel(dtype, swiglu, apart, schedule, out=out.dtype), blocks, args)
+    if torch.cuda.current_device() == device and _native.cuda_context() != 0:
+        launch(*call)
+    else:  # another GPU is current, or none is yet in this thread
+        with torch.cuda.device(device):
+            cuda_driver.bind_thread(device)
+            launch(*call)
 
 
 def arguments(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    counts: torch.Tensor,
+    given: Operands, apart: bool, out: int, out_scales: torch.Tensor | None, schedule: Schedule, alignment: int = 1
+) -> kernels.GemmArgs:
+    """What a launch is told; `out`: an address.  Rows of x may lie apart.  Shared by launches with the same addresses:
+    not to be written to.
+    """
+    x, w, x_scales, w_scales = given.x, given.w, given.x_scales, given.w_scales
+    scales = None
+    if x_scales is not None and w_scales is not None:
+        made = 0 if out_scales is None else out_scales.data_ptr()
+        scales = (x_scales.data_ptr(), w_scales.data_ptr(), made, *x_scales.stride()[-2:])
+    at = (x.data_ptr(), w.data_ptr(), given.counts.data_ptr(), out)
+    strides = None if x.is_contiguous() else x.stride()
+    return _told(at, x.shape, strides, x.dtype, w.shape, scales, alignment, apart, schedule)
+
+
+@lru_cache(maxsize=1024)
+def _told(
+    at: tuple[int, int, int, int],
+    x_shape: tuple[int, ...],
+    x_strides: tuple[int, ...] | None,
+    dtype: torch.dtype,
+    w_shape: tuple[int, ...],
+    scales: tuple[int, int, int, int, int] | None,
     alignment: int,
     apart: bool,
-    out: int,
     schedule: Schedule,
 ) -> kernels.GemmArgs:
-    """What a launch is told, but for scales: see tell_scales; `out`: an address.  Rows of x may lie apart."""
-    groups, columns, depth = w.shape
-    rows, step = x.shape[:-1].numel(), kernels.SLOT_ROW_BYTES // x.element_size()
-    strides = None if x.is_contiguous() else x.stride()
+    """Worked out once: ten maps or so take longer to look up than all else of a call."""
+    x, w, counts, out = at
+    (groups, columns, depth), rows = w_shape, math.prod(x_shape[:-1])
     args = kernels.GemmArgs(
-        w=_weight_map(w, apart),
+        w=_weight_map(w, w_shape, dtype, apart),
         out=out,
-        counts=counts.data_ptr(),
+        counts=counts,
         columns=columns,
         depth=depth,
         groups=groups,
         alignment=alignment,
-        group_rows=x.shape[1] if x.dim() == 3 else 0,
+        group_rows=x_shape[1] if len(x_shape) == 3 else 0,
         rows=rows,
-        column_tiles=-(-columns // (block_columns(x.dtype) * schedule.cluster)),
-        band=FP8_BAND if x.dtype == kernels.FP8 else BAND,
+        column_tiles=-(-columns // (block_columns(dtype) * schedule.cluster)),
+        band=FP8_BAND if dtype == kernels.FP8 else BAND,
         unit=schedule.row_unit,
         most_rows=schedule.most_rows,
     )
+    step = kernels.SLOT_ROW_BYTES // dtype.itemsize
     box, index = schedule.row_unit // schedule.cluster, 0
     while box * schedule.cluster <= schedule.most_rows:
-        args.x[index] = tensor_maps.encode(x.data_ptr(), (rows, depth), x.dtype, (box, step), strides)
+        args.x[index] = tensor_maps.encode(x, (rows, depth), dtype, (box, step), x_strides)
         box, index = 2 * box, index + 1
+    if scales is not None:
+        args.x_scales, args.w_scales, args.out_scales, args.x_scale_row, args.x_scale_column = scales
     return args
 
 
-def tell_scales(args: kernels.GemmArgs, given: Operands, out_scales: torch.Tensor | None) -> None:
-    """FP8: where those of x and w lie, and where those of a product that is cast go."""
-    if given.x_scales is None or given.w_scales is None:
-        return
-    args.x_scales, args.w_scales = given.x_scales.data_ptr(), given.w_scales.data_ptr()
-    args.x_scale_row, args.x_scale_column = given.x_scales.stride()[-2:]
-    args.out_scales = 0 if out_scales is None else out_scales.data_ptr()
-
-
-def _weight_map(w: torch.Tensor, apart: bool) -> Any:
+def _weight_map(w: int, shape: tuple[int, ...], dtype: torch.dtype, apart: bool) -> Any:
     if apart:
-        shape, strides, box = apart_map(tuple(w.shape), w.dtype)
-        return tensor_maps.encode(w.data_ptr(), shape, w.dtype, box, strides)
-    box = (1, block_columns(w.dtype), kernels.SLOT_ROW_BYTES // w.element_size())
-    return tensor_maps.encode(w.data_ptr(), tuple(w.shape), w.dtype, box)
+        matrix, strides, boxes = apart_map(shape, dtype)
+        return tensor_maps.encode(w, matrix, dtype, boxes, strides)
+    box = (1, block_columns(dtype), kernels.SLOT_ROW_BYTES // dtype.itemsize)
+    return tensor_maps.encode(w, tuple(shape), dtype, box)
 
 
 def apart_map(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

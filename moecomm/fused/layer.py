@@ -17,7 +17,8 @@ from moecomm.errors import BadInput
 from moecomm.fused import kernels, one_launch, reference, two_launches
 from moecomm.fused.fp8 import Fp8
 from moecomm.fused.fp8_experts import adopt_weights, apply_fp8_experts, check_fp8
-from moecomm.fused.gemm import grouped_gemm
+from moecomm.fused.gemm import multiply
+from moecomm.fused.operands import Operands
 from moecomm.fused.weights import deinterleave
 
 if TYPE_CHECKING:
@@ -324,9 +325,11 @@ def apply_experts(
     if why := ours_lacks(x.device.index, x.dtype, *w2.shape):
         _say_once("experts run in torch's grouped GEMM, not in moecomm's: %s", why)
         return _by_torch(x, deinterleave(w13) if interleaved else w13, w2, tokens_per_expert)
-    gated: dict[str, Any] = {"activation": "swiglu", "interleaved": interleaved}
-    inner = grouped_gemm(x, w13, tokens_per_expert, expected_rows=expected_rows, quantize=None, **gated)
-    return grouped_gemm(inner, w2, tokens_per_expert, expected_rows=expected_rows)
+    rows = len(x) // len(w2) if expected_rows is None else expected_rows
+    inner, y = x.new_empty(len(x), w2.shape[2]), torch.empty_like(x)
+    multiply(Operands(x, w13, tokens_per_expert), True, interleaved, inner, None, rows)
+    multiply(Operands(inner, w2, tokens_per_expert), False, False, y, None, rows)
+    return y
 
 
 @lru_cache(maxsize=256)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moecomm.fused import kernels, schedules
+from moecomm.fused import gemm, kernels, schedules
 from moecomm.fused.schedules import Schedule
-from moecomm.fused.two_launches import FETCHERS, Layer, LayerArgs, gemm_args, row_config
+from moecomm.fused.two_launches import FETCHERS, Layer, LayerArgs, row_config
 
 if TYPE_CHECKING:
     from moecomm.routed import Routed
@@ -66,8 +66,8 @@ class OneLaunch(Layer):
         clusters = self._sms // schedule.cluster
         blocks = clusters * schedule.cluster
         args = OneLaunchArgs(
-            first=gemm_args(given, apart, then.x.data_ptr(), then.x_scales, schedule),
-            second=gemm_args(then, False, 0, None, schedule),
+            first=gemm.arguments(given, apart, then.x.data_ptr(), then.x_scales, schedule),
+            second=gemm.arguments(then, False, 0, None, schedule),
             layer=self._args,
             fetchers=min(FETCHERS, blocks),
             lag=LAG * clusters,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -15,15 +15,14 @@ _MOST_ROWS = 1 << 30
 ACTIVATIONS = (None, "swiglu")
 
 
-@dataclass(frozen=True)
-class Operands:
+class Operands(NamedTuple):
     """What goes together; scales of FP8, else None."""
 
     x: torch.Tensor
     w: torch.Tensor
     counts: torch.Tensor
-    x_scales: torch.Tensor | None
-    w_scales: torch.Tensor | None
+    x_scales: torch.Tensor | None = None
+    w_scales: torch.Tensor | None = None
 
 
 def check_operands(

@@ -269,13 +269,4 @@ def _told(
     layer: LayerArgs, given: Operands, apart: bool, out: int, out_scales: torch.Tensor | None, schedule: Schedule
 ) -> LayerGemmArgs:
     """What a launch is told."""
-    return LayerGemmArgs(gemm=gemm_args(given, apart, out, out_scales, schedule), layer=layer)
-
-
-def gemm_args(
-    given: Operands, apart: bool, out: int, out_scales: torch.Tensor | None, schedule: Schedule
-) -> kernels.GemmArgs:
-    """What a GEMM is told."""
-    args = gemm.arguments(given.x, given.w, given.counts, 1, apart, out, schedule)
-    gemm.tell_scales(args, given, out_scales)
-    return args
+    return LayerGemmArgs(gemm=gemm.arguments(given, apart, out, out_scales, schedule), layer=layer)

@@ -77,8 +77,7 @@ def test_the_kernel_computes_what_the_reference_does(
 
     def multiply(by: str, out: torch.Tensor, out_scales: torch.Tensor | None = None) -> None:
         schedule = FP8_SCHEDULES[by]
-        args = gemm.arguments(given.x, given.w, tokens, 1, apart, out.data_ptr(), schedule)
-        gemm.tell_scales(args, given, out_scales)
+        args = gemm.arguments(given, apart, out.data_ptr(), out_scales, schedule)
         kernel = gemm_kernel(FP8, swiglu, apart, schedule, out=out.dtype)
         machine.run(kernel, args, blocks=2 * schedule.cluster, seed=len(name))
 

@@ -73,8 +73,7 @@ class Emulated:
         dtype, swiglu = given.x.dtype, activation is not None
         schedule = FP8_SCHEDULES["64x5c1"] if dtype == kernels.FP8 else SCHEDULES["64x8c1"]
         apart = swiglu and not interleaved
-        args = gemm.arguments(given.x, given.w, counts, alignment, apart, product.data_ptr(), schedule)
-        gemm.tell_scales(args, given, scales)
+        args = gemm.arguments(given, apart, product.data_ptr(), scales, schedule, alignment)
         self.launch(kernels.gemm_kernel(dtype, swiglu, apart, schedule, out=product.dtype), 2, args)
 
     def travelling(self, form: str, ranks: LocalBuffers, calls: list[dict[str, Any]]) -> list[torch.Tensor]:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from moecomm.errors import BadInput, Unsupported
-from moecomm.fused import deinterleave, grouped_gemm, interleave
+from moecomm.fused import FP8_SCHEDULES, SCHEDULES, deinterleave, gemm, grouped_gemm, interleave, tensor_maps
 from moecomm.fused.gemm import apart_map
-from moecomm.fused.tensor_maps import parameters
+from moecomm.fused.operands import Operands
+from moecomm.fused.tensor_maps import TensorMap, parameters
 
 EXPERTS, N, K = 3, 32, 24
 
@@ -75,6 +76,45 @@ def test_the_map_of_rows_apart_finds_what_interleave_puts_there() -> None:
     seen = w13.flatten().as_strided(shape, strides)
     assert list(reversed(seen.shape)) == dims and [2 * s for s in reversed(seen.stride()[:-1])] == steps
     assert torch.equal(seen.reshape(groups, columns, depth), interleave(w13))
+
+
+def test_what_a_launch_is_told_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the same addresses, shapes and schedule; and anew for others."""
+    asked: list[Any] = []
+
+    def encode(*about: Any) -> Any:
+        asked.append(about)
+        return TensorMap()
+
+    monkeypatch.setattr(tensor_maps, "encode", encode)
+    x, w = inputs(rows=EXPERTS * 8)
+    given, some = Operands(x, w, torch.zeros(EXPERTS, dtype=torch.int32)), SCHEDULES["128x6c1"]
+    told = gemm.arguments(given, False, 64, None, some)
+    maps = 1 + 4  # of weights; of 16, 32, 64 and 128 rows
+    assert len(asked) == maps and gemm.arguments(given, False, 64, None, some) is told and len(asked) == maps
+    assert (told.out, told.rows, told.group_rows, told.alignment) == (64, EXPERTS * 8, 0, 1)
+    batched = gemm.arguments(given._replace(x=x.view(EXPERTS, 8, K)), False, 64, None, some)
+    assert (batched.rows, batched.group_rows) == (EXPERTS * 8, 8)
+    assert gemm.arguments(given, False, 128, None, some).out == 128
+    assert gemm.arguments(given, False, 64, None, some, 16).alignment == 16
+    assert gemm.arguments(given, False, 64, None, SCHEDULES["64x8c1"]).most_rows == 64
+    counts = given.counts.clone()
+    assert gemm.arguments(given._replace(counts=counts), False, 64, None, some).counts == counts.data_ptr()
+    fewer = gemm.arguments(given._replace(x=x[:, : K // 2]), False, 64, None, some)  # rows that lie apart
+    assert fewer is not told and asked[-1][4] == (K, 1)
+
+
+def test_scales_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_maps, "encode", lambda *about: TensorMap())
+    x, w = (t.to(torch.float8_e4m3fn) for t in inputs())
+    scales, others, made = torch.ones(40, 3), torch.ones(EXPERTS, 1, 1), torch.ones(40, 1)
+    given = Operands(x, w, torch.zeros(EXPERTS, dtype=torch.int32), scales, others)
+    told = gemm.arguments(given, False, 64, made, FP8_SCHEDULES["64x5c1"])
+    assert (told.x_scales, told.w_scales, told.out_scales) == (scales.data_ptr(), others.data_ptr(), made.data_ptr())
+    assert (told.x_scale_row, told.x_scale_column) == (3, 1)
+    by_column = given._replace(x_scales=torch.ones(3, 40).t())
+    told = gemm.arguments(by_column, False, 64, None, FP8_SCHEDULES["64x5c1"])
+    assert (told.x_scale_row, told.x_scale_column, told.out_scales) == (1, 40, 0)
 
 
 def test_batched_rows_are_those_of_each_expert() -> None:
