@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from typing import Any
 
@@ -35,6 +36,8 @@ LARGE: dict[str, Any] = {  # four tiles of columns and more, groups of several h
     "topk": 2,
     "max_tokens": 1500,
 }
+# Of four processes, and one of how many --gpu-cases each gets: most, where the reference takes no time.
+FOUR = {"few": (SIZES[2] | {"ranks": 4}, 1), "small": (SIZES[3], 30), "large": (LARGE | {"ranks": 4}, 100)}
 DTYPES = (torch.bfloat16, torch.float16)
 ODD = {"ranks": 2, "hidden": 64, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 40}
 
@@ -77,7 +80,7 @@ def compiled() -> None:
     if not torch.cuda.is_available():
         return
     kernels: set[plain_kernel.PlainKernel] = set()
-    for sizes in (*SIZES, SIZES[3] | {"ranks": 2}, LARGE, LARGE | {"ranks": 4}, ODD):
+    for sizes in (*SIZES, SIZES[3] | {"ranks": 2}, LARGE, *(sizes for sizes, _ in FOUR.values()), ODD):
         hidden, inner, local = sizes["hidden"], sizes["intermediate"], sizes["num_experts"] // sizes["ranks"]
         for tokens in range(sizes["max_tokens"] + 1):
             rows = max(1, tokens * sizes["topk"] * sizes["ranks"] // sizes["num_experts"])
@@ -258,16 +261,19 @@ def called(buffer: moecomm.Buffer, call: dict[str, Any]) -> None:
     buffer.check()
 
 
-def _layers(
-    rank: int, group: Any, sizes: dict[str, Any], dtype: torch.dtype, first: int, cases: int, fused: Fused
+def layers_of_a_process(
+    rank: int, group: Any, sizes: dict[str, Any], dtype: torch.dtype, numbers: range, fused: Fused, fp8: bool
 ) -> str:
     torch.cuda.set_device(rank)
+    torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // group.size())))  # for the reference
     with moecomm.Buffer(group, **of_buffer(sizes), dtype=dtype, backend="lsa") as buffer:
-        for seed in range(first, first + cases):
-            case = random_layer(seed, **sizes, dtype=dtype)
-            call = case.call(rank, buffer.device)
+        for done, seed in enumerate(numbers):
+            if rank == 0 and done and done % 200 == 0:  # pytest -s shows how far a long run has come
+                print(f"{fused}, {dtype}{', weights in FP8' * fp8}: {done} layers", flush=True)
+            case = random_layer(seed, **sizes, dtype=dtype, fp8=fp8)
             if fused:
-                case.wire, call["wire"] = None, None
+                case.wire = None
+            call = case.call(rank, buffer.device)
             out, again = buffer.moe(**call), buffer.moe(**call, fused=fused)
             buffer.check()
             case.check(rank, out)
@@ -279,12 +285,12 @@ def _layers(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [SIZES[3], LARGE | {"ranks": 4}], ids=["small", "large"])
+@pytest.mark.parametrize("which", FOUR)
 def test_random_layers_of_four_processes(
-    sizes: dict[str, Any], dtype: torch.dtype, fused: Fused, request: pytest.FixtureRequest, gpu_ranks: Ranks
+    which: str, dtype: torch.dtype, fused: Fused, request: pytest.FixtureRequest, gpu_ranks: Ranks
 ) -> None:
-    some = seeds(request, 4 if sizes is SIZES[3] else 100)
-    gpu_ranks.start(4, _layers, sizes, dtype, some.start, len(some), fused)
+    sizes, share = FOUR[which]
+    gpu_ranks.start(4, layers_of_a_process, sizes, dtype, seeds(request, share), fused, False)
     found = gpu_ranks.results(4, timeout_s=850)
     assert list(found.values()) == ["right"] * 4, found
 

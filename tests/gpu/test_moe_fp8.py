@@ -22,7 +22,7 @@ from .test_moe import (
     Fused,
     calls_of,
     full_layer,
-    of_buffer,
+    layers_of_a_process,
     one_or_other,
     opened,
     replayed,
@@ -44,6 +44,8 @@ LARGE: dict[str, Any] = {  # several tiles of columns, groups of several hundred
     "topk": 2,
     "max_tokens": 1500,
 }
+# As in test_moe.py
+FOUR = {"few": (SIZES[2] | {"ranks": 4}, 1), "small": (SIZES[3], 30), "large": (LARGE | {"ranks": 4}, 100)}
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -53,7 +55,7 @@ def compiled() -> None:
     if not torch.cuda.is_available():
         return
     kernels: set[plain_kernel.PlainKernel] = set()
-    for sizes, rows in itertools.product((*SIZES, LARGE), (1, 1000)):
+    for sizes, rows in itertools.product((*SIZES, LARGE, *(sizes for sizes, _ in FOUR.values())), (1, 1000)):
         hidden, inner, local = sizes["hidden"], sizes["intermediate"], sizes["num_experts"] // sizes["ranks"]
         first, second = (FP8_SCHEDULES[choose_fp8(rows, local, columns)] for columns in (2 * inner, hidden))
         both = schedules.schedule_of_both(FP8, rows, inner)
@@ -160,30 +162,15 @@ def test_a_bad_id_is_told_and_the_next_layer_is_right(fused: Fused) -> None:
         checked(ranks, case, calls)
 
 
-def _layers(rank: int, group: Any, sizes: dict[str, Any], first: int, cases: int, fused: Fused) -> str:
-    torch.cuda.set_device(rank)
-    with moecomm.Buffer(group, **of_buffer(sizes), backend="lsa") as buffer:
-        for seed in range(first, first + cases):
-            case = random_layer(seed, **sizes, dtype=torch.bfloat16, fp8=True)
-            if fused:
-                case.wire = None
-            call = case.call(rank, buffer.device)
-            out, again = buffer.moe(**call, fused=False), buffer.moe(**call, fused=fused)
-            buffer.check()
-            case.check(rank, out)
-            assert same_bits(out, again), f"layer of seed {seed}: other bits"
-    return "right"
-
-
 @pytest.mark.gpu4
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("fused", FUSED)
-@pytest.mark.parametrize("sizes", [SIZES[3], LARGE | {"ranks": 4}], ids=["small", "large"])
+@pytest.mark.parametrize("which", FOUR)
 def test_random_layers_of_four_processes(
-    sizes: dict[str, Any], fused: Fused, request: pytest.FixtureRequest, gpu_ranks: Ranks
+    which: str, fused: Fused, request: pytest.FixtureRequest, gpu_ranks: Ranks
 ) -> None:
-    some = seeds(request, 8 if sizes is SIZES[3] else 100)
-    gpu_ranks.start(4, _layers, sizes, some.start, len(some), fused)
+    sizes, share = FOUR[which]
+    gpu_ranks.start(4, layers_of_a_process, sizes, torch.bfloat16, seeds(request, share), fused, True)
     found = gpu_ranks.results(4, timeout_s=850)
     assert list(found.values()) == ["right"] * 4, found
 
