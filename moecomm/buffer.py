@@ -43,7 +43,8 @@ class Buffer:
         window_bytes: room for the outputs of rounds, in bytes; default: two rounds of the worst case (four on CPUs,
             where memory is taken when touched).  On GPUs combine is faster with room for a row of each token beside it.
         domain_ranks: how many neighbouring ranks load and store each other's memory; those of other domains are
-            reached by put and signal, and a token crosses once a domain.  Default: all that can.
+            reached by put and signal: a token crosses once a domain, or, of a rank with few (about 4 MB as float32),
+            once for each of its ranks.  Default: all that can.
 
     Raises:
         BadInput: a value that can't be used.
@@ -87,15 +88,14 @@ class Buffer:
                 raise unsupported from None
         self.settings.check()
         backend_module = backends.load(name)
-        row = self.settings.staged_row_bytes
         shape = _native.Shape(
             ranks=ranks.ranks,
             experts=num_experts,
             topk=topk,
             max_tokens=max_tokens,
-            ring_tokens=backend_module.ring_tokens(ranks.ranks, max_tokens, row),
+            ring_tokens=self.settings.ring_tokens(backend_module),
             packet_bytes=self.settings.packet_bytes(backend_module),
-            staged_row_bytes=row,
+            staged_row_bytes=self.settings.staged_row_bytes,
             heap_bytes=window_bytes or self.settings.default_heap(),
             domain_ranks=domain_ranks or 0,
         )

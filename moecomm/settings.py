@@ -98,6 +98,14 @@ class Settings:
         room = backend.straight_bytes if self.crosses else backend.packet_bytes
         return room(self.ranks, self.max_tokens, self.staged_row_bytes)
 
+    def ring_tokens(self, backend: Backend) -> int:
+        """`Shape.ring_tokens`, by the rules of a backend; what goes straight is put from there, so that fits, too."""
+        ring = backend.ring_tokens(self.ranks, self.max_tokens, self.staged_row_bytes)
+        if not self.crosses:
+            return ring
+        few = min(self.max_tokens, self.packet_bytes(backend) // self.staged_row_bytes)
+        return max(ring, -(-few // MAX_CHUNK) * MAX_CHUNK)
+
     @property
     def staged_row_bytes(self) -> int:
         """The widest row that combine stages: a partial sum in float32, and gradients of weights."""

@@ -176,3 +176,31 @@ def test_the_sum_over_domains_is_within_the_bound(wire: torch.dtype) -> None:
     for a, b, total in zip(one, several, magnitude, strict=True):
         assert bool(((a - b).abs() <= bound * total).all())
     assert any(not torch.equal(a, b) for a, b in zip(one, several, strict=True))
+
+
+@pytest.mark.parametrize("straight", [True, False])
+@pytest.mark.parametrize("layout", ["flat", "expert", "batched"])
+def test_tokens_with_experts_in_one_domain_have_the_bits_of_one_domain(
+    layout: str, straight: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their own or another, straight or by relays; the sums of others differ somewhere."""
+    if not straight:
+        monkeypatch.setattr(host, "straight_bytes", lambda *sizes: 0)
+    g = torch.Generator().manual_seed(5)
+    drawn = [routing(rank, 40) for rank in range(4)]
+    x, weights = [one[0].float() for one in drawn], [one[2] for one in drawn]
+    within = [torch.rand(40, 4, generator=g).argsort(dim=1) + 4 * torch.randint(0, 2, (40, 1), generator=g) for _ in x]
+    anywhere = [one[1] for one in drawn]
+    outs: dict[int | None, list[list[torch.Tensor]]] = {}
+    for domain_ranks in (None, 2):
+        with LocalBuffers(4, **SIZES, dtype=torch.float32, domain_ranks=domain_ranks) as ranks:
+            for ids in (within, anywhere):
+                named = zip(x, ids, weights, strict=True)
+                routed = ranks.dispatch(
+                    [{"x": t, "topk_idx": i, "topk_weights": w, "layout": layout} for t, i, w in named]
+                )
+                calls = [{"y": r.x * (0.37 + rank / 7), "handle": r.handle} for rank, r in enumerate(routed)]
+                outs.setdefault(domain_ranks, []).append(ranks.combine(calls))
+    (one, others), (several, other_sums) = outs[None], outs[2]
+    assert all(torch.equal(a, b) for a, b in zip(one, several, strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(others, other_sums, strict=True))

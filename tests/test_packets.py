@@ -21,23 +21,24 @@ def test_what_a_row_of_deepseek_v3_is_cut_into() -> None:
     assert packets.of_combine(4 * 7168).carry(128, 8, 4 << 20)
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
-def test_128_tokens_of_deepseek_v3_go_straight_to_other_domains(ranks: int) -> None:
-    settings = Settings(ranks, 7168, 256, 8, 128, torch.bfloat16, "lsa", None, ranks // 2)
+@pytest.mark.parametrize("most", [128, 4096])
+@pytest.mark.parametrize("ranks", [4, 8, 16, 64])
+def test_128_tokens_of_deepseek_v3_go_straight_to_other_domains(ranks: int, most: int) -> None:
+    settings = Settings(ranks, 7168, 256, 8, most, torch.bfloat16, "lsa", None, ranks // 2)
     row = settings.staged_row_bytes
     shape = _native.Shape(
         ranks=ranks,
         experts=256,
         topk=8,
-        max_tokens=128,
-        ring_tokens=lsa.ring_tokens(ranks, 128, row),
+        max_tokens=most,
+        ring_tokens=settings.ring_tokens(lsa),  # type: ignore[arg-type]
         staged_row_bytes=row,
         heap_bytes=1 << 20,
         packet_bytes=settings.packet_bytes(lsa),  # type: ignore[arg-type]
         domain_ranks=ranks // 2,
     )
     shape.landing_bytes = _native.landed_bytes(shape, *settings.landing_payload_bytes)
-    assert _native.goes_straight(shape, 128)
+    assert _native.goes_straight(shape, 128) and not _native.goes_straight(shape, 150)
     shape.domain_ranks = ranks
     assert not _native.goes_straight(shape, 128)
 

@@ -35,7 +35,7 @@ _RECORD, _ABORT, _ROUND, _MAIL = 0, 64, 128, 256  # offsets in the pinned contro
 
 # Of a window, so that a Buffer of 4096 tokens of 7168 columns has less than 64 MiB besides its outputs.
 _STAGING_BYTES = 62 << 20
-_STRAIGHT_BYTES = 64 << 20  # the same with several domains: what is put straight has room of its own
+_STRAIGHT_BYTES = 512 << 20  # with several domains what is put straight has room of its own, for 64 ranks so many
 _MOST_BLOCKS = 256  # of a launch: kMaxBlocks in csrc/protocol/compiler.h
 
 _SPIN_S, _NAP_S = 2e-3, 1e-4  # a wait for the device spins for a while, then looks now and then
@@ -105,7 +105,7 @@ def packet_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
 
 
 def straight_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
-    """The same; of 7168 columns 128 tokens with up to 8 ranks."""
+    """The same: 128 tokens of 7168 columns, or as many bytes, whatever the ranks."""
     return packets.room(ranks, max_tokens, staged_row_bytes, of_all=_STRAIGHT_BYTES)
 
 

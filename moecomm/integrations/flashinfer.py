@@ -74,8 +74,11 @@ class Communication(MoEEpCommunication):  # type: ignore[misc]
         hidden_states_scale: torch.Tensor | None = None,
         max_tokens_per_rank: int | None = None,
         eplb_local_stats: torch.Tensor | None = None,
+        runtime_max_tokens_per_rank: int | None = None,
     ) -> Any:
         """Rows first, in the order of source ranks and their tokens; behind them, rows with no expert.  Collective.
+
+        `runtime_max_tokens_per_rank`: another name of `max_tokens_per_rank`.
 
         Raises:
             As Buffer.dispatch.
@@ -87,6 +90,8 @@ class Communication(MoEEpCommunication):  # type: ignore[misc]
             raise Unsupported("eplb_local_stats: statistics are not gathered")
         if hidden_states.dtype not in (self.params.token_dtype, torch.float8_e4m3fn):
             raise Unsupported(f"rows of {hidden_states.dtype}: {self.params.token_dtype}, or float8_e4m3fn with scales")
+        if max_tokens_per_rank is None:
+            max_tokens_per_rank = runtime_max_tokens_per_rank
         most = self.params.max_tokens_per_rank if max_tokens_per_rank is None else max_tokens_per_rank
         if not max(1, len(hidden_states)) <= most <= self.params.max_tokens_per_rank:
             least, limit = max(1, len(hidden_states)), self.params.max_tokens_per_rank

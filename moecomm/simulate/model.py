@@ -78,12 +78,13 @@ def cost(
     algorithm: str = AUTO,
     per_expert: bool = False,
     slow_row_bytes: int = 0,
+    most_straight: int = MOST_FEW,
 ) -> Cost:
     """Of `tokens` a rank whose rows have `row_bytes` on the wire.
 
-    `auto`: up to 512 tokens the faster of the two, else HT.  `per_expert`: LL sends a row a (token, expert), as some
-    libraries do, not one a (token, rank).  `slow_row_bytes`: of what crosses in HT where that is wider, a domain's sum
-    of rows; 0: `row_bytes`.
+    `auto`: up to `most_straight` tokens the faster of the two, else HT.  `per_expert`: LL sends a row a (token,
+    expert), as some libraries do, not one a (token, rank).  `slow_row_bytes`: of what crosses in HT where that is
+    wider, a domain's sum of rows; 0: `row_bytes`.
     """
     machine.check()
     if tokens < 0 or row_bytes < 1 or slow_row_bytes < 0:
@@ -94,7 +95,7 @@ def cost(
     }
     if algorithm not in (*ways, AUTO):
         raise BadInput("algorithm", repr(algorithm), "auto, ht or ll")
-    if algorithm == AUTO and (len(spread.domains) == 1 or tokens > MOST_FEW):
+    if algorithm == AUTO and (len(spread.domains) == 1 or tokens > most_straight):
         algorithm = HT
     tried = ways if algorithm == AUTO else {algorithm: ways[algorithm]}
     found = [way() for way in tried.values()]

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from moecomm.backends import lsa
 from moecomm.bench.case import PAYLOADS
 from moecomm.bench.ours import BF16_WIRE, FP32_WIRE, IN_WINDOW
 from moecomm.errors import BadInput
-from moecomm.simulate.domain import Operation
+from moecomm.simulate.domain import MOST_FEW, Operation
 from moecomm.simulate.layer import HBM_GBS, gemm_us, layer
 from moecomm.simulate.measured import bytes_of, slow_bytes_of
 from moecomm.simulate.model import AUTO, Machine, cost
@@ -86,6 +87,11 @@ def _rows(asked: Asked, machine: Machine) -> Iterator[dict[str, Any]]:
             yield _row(asked, machine, routed, tokens)
 
 
+def _most_straight(hidden: int) -> int:
+    """Tokens that a Buffer of several domains has room to put straight, whose sums travel in float32."""
+    return lsa.straight_bytes(2, MOST_FEW, 4 * hidden) // (4 * hidden)
+
+
 def _row(asked: Asked, machine: Machine, routed: Spread, tokens: int) -> dict[str, Any]:
     """{domains, ranks, gpus, tokens, dispatch, combine, layer}: the two as `Cost`, the last as `Layer`, in us."""
     dispatch, combine = (
@@ -97,6 +103,7 @@ def _row(asked: Asked, machine: Machine, routed: Spread, tokens: int) -> dict[st
             machine,
             algorithm=asked.algorithm,
             slow_row_bytes=slow_bytes_of(operation, asked.payload, asked.hidden, asked.wire),
+            most_straight=_most_straight(asked.hidden),
         )
         for operation in asked.operations
     )

@@ -171,7 +171,8 @@ def test_tokens_come_home(moe_ep: Any, ids_dtype: torch.dtype) -> None:
         assert got.topk_weights[got.topk_ids > EXPERTS].eq(0).all()
         first = torch.equal(rank.comm.combine(rank.experts(got)), rank.wanted())
         # Fewer rows, into a tensor of the caller's, out of rows in the window.
-        got = rank.comm.dispatch(rank.x, rank.ids.to(ids_dtype), rank.weights, max_tokens_per_rank=12)
+        name = "max_tokens_per_rank" if ids_dtype is torch.int64 else "runtime_max_tokens_per_rank"  # in other versions
+        got = rank.comm.dispatch(rank.x, rank.ids.to(ids_dtype), rank.weights, **{name: 12})
         y, out = rank.comm.get_combine_input_buffer(rank.x.dtype), torch.empty_like(rank.x)
         y.copy_(rank.experts(got))
         assert rank.comm.combine(y.view(RANKS, 12, HIDDEN), output=out) is out

@@ -234,6 +234,34 @@ def test_a_gradient_of_either_input_alone() -> None:
         assert torch.equal(x, both_x) and torch.equal(weights, both_weights)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradcheck(layout: str, ranks: int) -> None:
+    """Of whole numbers, whose differences have no rounding.  Ranks take each step together, since every round needs all
+    of them; what comes home to one depends on its own tokens alone.
+    """
+    topk_idx = torch.tensor([[0, 1], [3, -1], [2, 0]])
+
+    def body(group: Any) -> bool:
+        g = torch.Generator().manual_seed(0 if group is None else group.rank)
+        x = torch.randint(-4, 5, (3, 4), generator=g).float().requires_grad_()
+        weights = torch.randint(1, 4, (3, 2), generator=g).float().requires_grad_()
+        sizes: dict[str, Any] = {"hidden": 4, "num_experts": 4, "topk": 2, "max_tokens": 3, "dtype": torch.float32}
+        with moecomm.Buffer(group, **sizes, backend="host") as buffer:
+
+            def layer(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+                routed = ops.dispatch(buffer, x, topk_idx, weights, layout=layout)
+                y = routed.x * 3
+                if routed.topk_weights is not None:
+                    y = y * routed.topk_weights.sum(dim=1, keepdim=True)
+                return ops.combine(y, routed.handle)
+
+            exact: dict[str, Any] = {"eps": 0.5, "atol": 0, "rtol": 0, "nondet_tol": 0}
+            return torch.autograd.gradcheck(layer, (x, weights), **exact)
+
+    assert on_threads(ranks, body) == [True] * ranks
+
+
 def test_all_rounds_have_the_multiprocessors_of_the_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     c, given = case(1, seed=1), []
     for name in ("dispatch", "combine"):
