@@ -59,12 +59,14 @@ class Layer:
         self._to_expert = self._idx.new_empty(case.experts)  # of which nothing but the shape is looked at
         self._worst = ranks.ranks * tokens
         self._deep = deep_ep.Buffer(group)
+        self._elastic = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=tokens, explicitly_destroy=True)
 
     def __enter__(self) -> Layer:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._deep.destroy()
+        self._elastic.destroy()
 
     def meet(self) -> Any:
         """A round in which ranks wait for each other on the device."""
@@ -73,6 +75,8 @@ class Layer:
     def pairs(self) -> Iterator[Pair]:
         """All operations at this size; each is to be measured before the next is asked for."""
         yield from self._normal_pairs()
+        for expand in (False, True):
+            yield from self._elastic_pairs(expand)
         if self.tokens <= MOST_LOW_LATENCY:
             yield from self._low_latency_pairs()
 
@@ -126,6 +130,30 @@ class Layer:
             lambda: deep.combine(y, handle, topk_weights=recv_weights)[:2],
         )
 
+    def _elastic_pairs(self, expand: bool) -> Iterator[Pair]:
+        """Of deep_ep 2: a row a (token, rank), or, expanded, a (token, expert)."""
+        x, idx, weights, elastic = self._x, self._idx, self._weights, self._elastic
+        options: dict[str, Any] = {"num_experts": self._experts, "do_cpu_sync": False, "do_expand": expand}
+        call = partial(elastic.dispatch, x, idx, weights, **options)
+        recv_x, _, _, handle, _ = call()
+        buffer, native = handle.native.buffer, handle.native
+        rows, y = native.args.max_rows, recv_x.clone()
+        del recv_x
+        layout, variant = ("expert", "expanded") if expand else ("flat", "")
+
+        def dispatch() -> Tensors:
+            routed = buffer.dispatch(x, idx, weights, layout=layout, max_rows=rows, sync=False)
+            return (routed.x, routed.row_weights) if expand else (routed.x, routed.topk_idx, routed.topk_weights)
+
+        def by_deep_ep() -> Tensors:
+            recv, ids, recv_weights, _, _ = call()
+            return (recv, recv_weights) if expand else (recv, ids, recv_weights)
+
+        yield Pair("elastic dispatch", "bf16", variant, dispatch, by_deep_ep)
+        how: dict[str, Any] = {"weighted": False, "wire": y.dtype if expand else None}
+        combine = partial(buffer.combine, y, native, **how)
+        yield Pair("elastic combine", "", variant, lambda: (combine(),), lambda: elastic.combine(y, handle)[:1])
+
     def _low_latency_pairs(self) -> Iterator[Pair]:
         x, idx, weights, deep = self._x, self._idx, self._weights, self._deep
         call = partial(deep.low_latency_dispatch, x, idx, self.tokens, self._experts, topk_weights=weights)
@@ -172,7 +200,7 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
     device = device_of(group, case.backend)
     mode = {"graph": case.mode == "graph", "cold": case.cold}
     rows = []
-    with progress(group, sum(9 if tokens <= MOST_LOW_LATENCY else 5 for tokens in case.tokens)) as step:
+    with progress(group, sum(13 if tokens <= MOST_LOW_LATENCY else 9 for tokens in case.tokens)) as step:
         for tokens in case.tokens:
             clock = Clock(group, device, **mode, chain=case.chain_of(tokens), replays=case.replays)
             with Layer(case, group, device, tokens) as layer:

@@ -24,6 +24,10 @@ NORMAL = [
     ("dispatch", "bf16", "handle"),
     ("combine", "", ""),
     ("combine", "", "topk_weights"),
+    ("elastic dispatch", "bf16", ""),
+    ("elastic combine", "", ""),
+    ("elastic dispatch", "bf16", "expanded"),
+    ("elastic combine", "", "expanded"),
 ]
 LOW_LATENCY = [
     ("low-latency dispatch", "bf16", ""),
@@ -48,7 +52,11 @@ def compare(pair: deep_ep_layer.Pair, used: torch.Tensor | None) -> torch.Tensor
         used = torch.arange(ours[0].shape[1]) < ours[1].unsqueeze(1)
         for mine, other in zip((ours[0], *ours[2:]), (theirs[0], *theirs[2:]), strict=True):
             same(mine, other, used)
-    elif pair.what == "dispatch":
+    elif pair.variant == "expanded" and "dispatch" in pair.what:
+        assert used is not None
+        for mine, other in zip(ours, theirs, strict=True):
+            same(mine, other, slice(int(used.sum())))
+    elif "dispatch" in pair.what:
         if len(ours) > 1:
             used = (ours[1] >= 0).any(dim=1)
             same(ours[1], theirs[1])
@@ -68,11 +76,15 @@ def _pairs(rank: int, group: Any) -> list[Any]:
     with deep_ep_layer.Layer(CASE, group, torch.device("cpu"), 24) as layer:
         used = None
         for pair in layer.pairs():
+            if pair.variant == "expanded":
+                used = torch.cat([CASE.routing(24, source)[0] for source in range(2)]) // 4 == rank
             used = compare(pair, used)
             found.append(tuple(pair.about.values()))
             if "combine" in pair.what:  # rows come home as they went: once a rank, or with their weights
                 owners = torch.stack([(idx // 4 == owner).any(dim=1) for owner in range(2)]).sum(dim=0)
+                entries = (idx >= 0).sum(dim=1)
                 times = weights.sum(dim=1) if pair.what.startswith("low") else owners
+                times = entries if pair.variant == "expanded" else times
                 want = layer._x.float() * times.unsqueeze(1)
                 torch.testing.assert_close(pair.compat()[0].float(), want, rtol=2**-7, atol=1e-5)
             if pair.variant == "topk_weights":

@@ -46,7 +46,7 @@ def test_both_calls_of_deep_eps_interface_have_figures(mode: str) -> None:
     ranks = min(4, torch.cuda.device_count())
     sizes: dict[str, Any] = {"ranks": ranks, "tokens": [16, 600], "layouts": ["flat", "batched"], "payloads": ["bf16"]}
     found = deep_ep_layer.run(Case(**SIZES, **sizes, sms=[0], mode=mode, replays=3, chain=5))
-    assert found is not None and len(found["rows"]) == 9 + 5
+    assert found is not None and len(found["rows"]) == 13 + 9
     for row in found["rows"]:
         assert "why" not in row, row
         assert 0 < row["us"]["native"]["p50"] < 1e5 and 0 < row["us"]["compat"]["p50"] < 1e5
