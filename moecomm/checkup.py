@@ -134,20 +134,20 @@ def _between_domains(name: str) -> str:
 
 
 def _versions() -> dict[str, str | None]:
-    found = {name: next(filter(None, map(_installed, packages)), None) for name, packages in _PACKAGES.items()}
     return {
         "Python": platform.python_version(),
-        **found,
+        **{name: installed(name) for name in _PACKAGES},
         "torch's CUDA": torch.version.cuda,
         "NVIDIA driver": _driver(),
     }
 
 
-def _installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def installed(name: str) -> str | None:
+    """The version of what a user calls so, one of those that the report lists; None: not there.  Imports nothing."""
+    for package in _PACKAGES[name]:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package)
+    return None
 
 
 def _driver() -> str | None:
