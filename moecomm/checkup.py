@@ -17,7 +17,9 @@ from pathlib import Path
 
 import torch
 
-from moecomm import backends, config, nic, shims
+from moecomm import backends, config, kernel_loader, linking, nic, shims
+from moecomm.backends import gin
+from moecomm.errors import Unsupported
 
 BACKENDS = ("host", "lsa", "gin", "nvshmem")
 _PACKAGES = {  # what a user calls it: distributions that bring it, the first one installed counts
@@ -41,7 +43,7 @@ class BackendReport:
 
     Attributes:
         missing: empty if it can run, else the first thing missing, as a sentence a user can act on.
-        note: how it runs here, or what of it does not; may be empty.
+        note: if it can run, how it puts to ranks of other domains here, or why it can't; may be empty.
     """
 
     name: str
@@ -56,7 +58,7 @@ class BackendReport:
     @property
     def verdict(self) -> str:
         """What there is to say, after "can run" or "can't run"."""
-        said = "  ".join(filter(None, (self.missing, self.note)))
+        said = self.missing or self.note
         return f": {said}" if said else ""
 
 
@@ -111,33 +113,41 @@ def doctor() -> Report:
 
 def _backend(name: str) -> BackendReport:
     missing = backends.missing(name)
-    if name not in shims.NAMES:
-        return BackendReport(name, missing)
-    shim = shims.find("gin_proxy" if name == "gin" and not nic.has_rdma() else name).missing
-    if shim and shim != missing:
-        return BackendReport(name, missing, shim if missing or name == "gin" else f"Not between domains: {shim}")
-    if missing or nic.has_rdma():
-        return BackendReport(name, missing)
+    return BackendReport(name, missing, _between_domains(name) if name in shims.NAMES and not missing else "")
+
+
+def _between_domains(name: str) -> str:
+    """How a backend that can run here puts to ranks of other domains.
+
+    Inside one domain it runs the kernels of lsa, which are linked with nothing: what can't be linked stops only this.
+    """
+    arch = kernel_loader.architecture(torch.cuda.get_device_capability())
+    try:
+        linking.inputs(gin.wanted_shim() if name == "gin" else name, arch)
+    except Unsupported as error:
+        return f"Not between domains: {error}"
+    if nic.has_rdma():
+        return "between domains through the NIC; we have not run it"
     if name == "gin":
-        return BackendReport(name, "", "through moecomm's RMA plugin, because there is no RDMA NIC here")
-    return BackendReport(name, "", "inside one NVLink domain, because there is no RDMA NIC here")
+        return "between domains through moecomm's RMA plugin, because there is no RDMA NIC here"
+    return "inside one NVLink domain, because there is no RDMA NIC here"
 
 
 def _versions() -> dict[str, str | None]:
-    found = {name: next(filter(None, map(_installed, packages)), None) for name, packages in _PACKAGES.items()}
     return {
         "Python": platform.python_version(),
-        **found,
+        **{name: installed(name) for name in _PACKAGES},
         "torch's CUDA": torch.version.cuda,
         "NVIDIA driver": _driver(),
     }
 
 
-def _installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def installed(name: str) -> str | None:
+    """The version of what a user calls so, one of those that the report lists; None: not there.  Imports nothing."""
+    for package in _PACKAGES[name]:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package)
+    return None
 
 
 def _driver() -> str | None:

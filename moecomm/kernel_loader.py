@@ -75,6 +75,12 @@ def cubin_of(
     return cubin
 
 
+def architecture(capability: tuple[int, int]) -> str:
+    """What kernels for a GPU of this compute capability are compiled for."""
+    major, minor = capability
+    return "sm_90a" if capability == (9, 0) else f"sm_{major}{minor}"
+
+
 def load(index: int, compiled: Callable[[str], bytes], entry: str, transport: str, shared_bytes: int) -> int:
     """The function `entry`, a CUfunction, on CUDA device `index`, of the cubin that `compiled` gives for its
     architecture; it may be launched with so much dynamic shared memory.
@@ -85,7 +91,7 @@ def load(index: int, compiled: Callable[[str], bytes], entry: str, transport: st
     attribute = driver.CUdevice_attribute
     major = call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
     minor = call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
-    cubin = compiled("sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}")
+    cubin = compiled(architecture((major, minor)))
     # The primary context, which torch uses as well; kept, like the module, until the process ends.
     call("cuCtxPushCurrent", call("cuDevicePrimaryCtxRetain", device))
     try:

@@ -16,7 +16,7 @@ from packaging.version import Version
 from rich.console import Console
 
 import moecomm
-from moecomm import backends, checkup, cli, nic, rma_plugin, shims
+from moecomm import backends, checkup, cli, linking, nic, rma_plugin, shims
 from moecomm.backends import cuda_driver, lsa
 
 TOPOLOGY = """
@@ -53,65 +53,109 @@ def test_a_backend_that_can_run_is_one_that_a_buffer_opens() -> None:
 
 def verdicts(monkeypatch: pytest.MonkeyPatch, *, rdma: bool, shim: str = "", lacks: str = "") -> dict[str, str]:
     """Each line of the doctor about a backend of GPUs, where all of them lack this or nothing."""
+
+    def inputs(transport: str, arch: str) -> None:
+        assert transport in ("gin" if rdma else "gin_proxy", "nvshmem") and arch == "sm_90a"
+        if shim:
+            raise moecomm.Unsupported(shim)
+
     monkeypatch.setattr(backends, "missing", lambda name: lacks)
     monkeypatch.setattr(nic, "has_rdma", lambda: rdma)
-    monkeypatch.setattr(shims, "find", lambda name: shims.Shim(name, Path(), shim))
+    monkeypatch.setattr(linking, "inputs", inputs)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     lines = str(checkup.doctor()).splitlines()[1:4]
     return {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
+
+
+NIC = "can run: between domains through the NIC; we have not run it"
+PROXY = "can run: between domains through moecomm's RMA plugin, because there is no RDMA NIC here"
+INSIDE = "can run: inside one NVLink domain, because there is no RDMA NIC here"
 
 
 def test_one_true_sentence_for_each_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert verdicts(monkeypatch, rdma=True) == dict.fromkeys(("lsa", "gin", "nvshmem"), "can run")
-    assert verdicts(monkeypatch, rdma=False) == {
-        "lsa": "can run",
-        "gin": "can run: through moecomm's RMA plugin, because there is no RDMA NIC here",
-        "nvshmem": "can run: inside one NVLink domain, because there is no RDMA NIC here",
-    }
-    assert verdicts(monkeypatch, rdma=True, shim="It was not built.")["nvshmem"] == (
-        "can run: Not between domains: It was not built."
-    )
-    assert verdicts(monkeypatch, rdma=False, lacks="no GPU") == dict.fromkeys(
-        ("lsa", "gin", "nvshmem"), "cannot run: no GPU"
-    )
-    assert verdicts(monkeypatch, rdma=False, lacks="no GPU", shim="No shim.")["gin"] == "cannot run: no GPU  No shim."
+    assert verdicts(monkeypatch, rdma=True) == {"lsa": "can run", "gin": NIC, "nvshmem": NIC}
+    assert verdicts(monkeypatch, rdma=False) == {"lsa": "can run", "gin": PROXY, "nvshmem": INSIDE}
+    unlinked = "can run: Not between domains: It was not built."
+    for rdma in (False, True):
+        found = verdicts(monkeypatch, rdma=rdma, shim="It was not built.")
+        assert found == {"lsa": "can run", "gin": unlinked, "nvshmem": unlinked}
+        for shim in ("", "No shim."):
+            found = verdicts(monkeypatch, rdma=rdma, lacks="no GPU", shim=shim)
+            assert found == dict.fromkeys(("lsa", "gin", "nvshmem"), "cannot run: no GPU")
 
 
-def machine(
-    monkeypatch: pytest.MonkeyPatch, *, nccl: str = "2.30.7", nvshmem: str = "3.4.5", rdma: bool = False, shim: str = ""
-) -> dict[str, str]:
-    """The lines of the doctor about backends of GPUs, on a machine with such GPUs and libraries; "": not installed."""
-    for package, version in (("nccl", nccl), ("nvshmem", nvshmem)):
-        core = ModuleType(f"{package}.core")
-        core.__version__, core.LibraryInfo = "0.6.0", object  # type: ignore[attr-defined]
-        library = SimpleNamespace(version=Version(version or "0"), path="/lib/libnccl.so.2")
-        found = SimpleNamespace(libnccl=library, libnvshmem_version=version)
-        core.get_version = lambda found=found: found  # type: ignore[attr-defined]
-        outer = ModuleType(package)
-        outer.core = core  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, package, outer)
-        monkeypatch.setitem(sys.modules, f"{package}.core", core if version else None)
-    monkeypatch.setattr(lsa, "missing", lambda: "")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cuda_driver, "attribute", lambda name, device: 1)
-    monkeypatch.setattr(nic, "has_rdma", lambda: rdma)
-    monkeypatch.setattr(rma_plugin, "path", lambda: Path("libmoecomm_rma.so"))
-    built = {"gin": "NCCL 2.30.7", "gin_proxy": "NCCL 2.30.7", "nvshmem": "NVSHMEM 3.4.5"}
-    missing = {shim: f"The {shim} shim was not built."}
-    find = lambda name: shims.Shim(name, Path(), missing.get(name, ""), headers=built[name])  # noqa: E731
-    monkeypatch.setattr(shims, "find", find)
-    lines = str(checkup.doctor()).splitlines()[1:4]
-    return {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
+class Machine:
+    """With such GPUs and libraries; "": not installed."""
+
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.place, self.patch = place, monkeypatch
+
+    def verdicts(
+        self,
+        *,
+        nccl: str = "2.30.7",
+        nvshmem: str = "3.4.5",
+        rdma: bool = False,
+        shim: str = "",
+        capability: tuple[int, int] = (9, 0),
+        linker: tuple[int, int] | None = (13, 4),
+    ) -> dict[str, str]:
+        """The lines of the doctor about backends of GPUs.  `shim`: which was not built."""
+        for package, version in (("nccl", nccl), ("nvshmem", nvshmem)):
+            core = ModuleType(f"{package}.core")
+            core.__version__, core.LibraryInfo = "0.6.0", object  # type: ignore[attr-defined]
+            library = SimpleNamespace(version=Version(version or "0"), path="/lib/libnccl.so.2")
+            found = SimpleNamespace(libnccl=library, libnvshmem_version=version)
+            core.get_version = lambda found=found: found  # type: ignore[attr-defined]
+            outer = ModuleType(package)
+            outer.core = core  # type: ignore[attr-defined]
+            self.patch.setitem(sys.modules, package, outer)
+            self.patch.setitem(sys.modules, f"{package}.core", core if version else None)
+        self.patch.setattr(lsa, "missing", lambda: "")
+        self.patch.setattr(torch.cuda, "current_device", lambda: 0)
+        self.patch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        self.patch.setattr(cuda_driver, "attribute", lambda name, device: 1)
+        self.patch.setattr(nic, "has_rdma", lambda: rdma)
+        self.patch.setattr(rma_plugin, "path", lambda: Path("libmoecomm_rma.so"))
+        self._link(nvshmem, shim, linker)
+        lines = str(checkup.doctor()).splitlines()[1:4]
+        return {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
+
+    def _link(self, nvshmem: str, not_built: str, linker: tuple[int, int] | None) -> None:
+        """What moecomm.linking finds."""
+        headers = {"gin": "NCCL 2.30.7", "gin_proxy": "NCCL 2.30.7", "nvshmem": "NVSHMEM 3.4.5"}
+        missing = {not_built: f"The {not_built} shim was not built."}
+
+        def find(name: str) -> shims.Shim:
+            return shims.Shim(name, Path(), missing.get(name, ""), "sm_90a", (13, 0), headers[name])
+
+        self.patch.setattr(shims, "find", find)
+        library, told_by = self.place / "lib/libnvshmem_device.a", self.place / "include/non_abi/nvshmem_version.h"
+        for file in (library, told_by):
+            file.parent.mkdir(parents=True, exist_ok=True)
+        library.touch()
+        parts = zip(("MAJOR", "MINOR", "PATCH"), nvshmem.split("."), strict=False)
+        told_by.write_text("".join(f"#define NVSHMEM_VENDOR_{part}_VERSION {number}\n" for part, number in parts))
+        self.patch.setattr(linking, "wheels", lambda _: [self.place])
+        self.patch.setattr(linking, "nvrtc_version", lambda: (13, 3))
+        found = ModuleType("cuda.bindings.nvjitlink")
+        found.version = lambda: linker  # type: ignore[attr-defined]
+        self.patch.setitem(sys.modules, "cuda.bindings.nvjitlink", found if linker else None)
 
 
-PROXY = "can run: through moecomm's RMA plugin, because there is no RDMA NIC here"
-INSIDE = "can run: inside one NVLink domain, because there is no RDMA NIC here"
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch)
+
+
+FAR = "can run: Not between domains: "
 
 
 @pytest.mark.parametrize(
     ("here", "gin", "nvshmem"),
     [
         ({}, PROXY, INSIDE),
-        ({"rdma": True}, "can run", "can run"),
+        ({"rdma": True}, NIC, NIC),
         ({"nccl": ""}, r"cannot run: nccl4py can't be imported \(.*\); pip install nccl4py", INSIDE),
         (
             {"nccl": "2.28.9"},
@@ -123,7 +167,7 @@ INSIDE = "can run: inside one NVLink domain, because there is no RDMA NIC here"
             {"nccl": "2.30.3", "rdma": True},
             r"cannot run: NCCL 2.30.3 is loaded \(/lib/libnccl.so.2\) and the shim was compiled for NCCL 2.30.7; "
             r"pip install 'nvidia-nccl-cu13>=2.30.7'",
-            "can run",
+            NIC,
         ),
         ({"nvshmem": ""}, PROXY, r"cannot run: nvshmem4py can't be imported \(.*\); pip install nvshmem4py-cu13"),
         (
@@ -133,14 +177,38 @@ INSIDE = "can run: inside one NVLink domain, because there is no RDMA NIC here"
         ),
         ({"shim": "gin_proxy"}, "cannot run: The gin_proxy shim was not built.", INSIDE),
         ({"shim": "gin"}, PROXY, INSIDE),
-        ({"shim": "gin", "rdma": True}, "cannot run: The gin shim was not built.", "can run"),
-        ({"shim": "nvshmem"}, PROXY, "can run: Not between domains: The nvshmem shim was not built."),
+        ({"shim": "gin", "rdma": True}, "cannot run: The gin shim was not built.", NIC),
+        ({"shim": "nvshmem"}, PROXY, FAR + "The nvshmem shim was not built."),
+        (
+            {"nvshmem": "3.5.19"},
+            PROXY,
+            FAR + "The nvshmem shim was compiled for NVSHMEM 3.4.5, and NVSHMEM 3.5.19 is installed: "
+            "run python -m moecomm.shims.build, or install that version.",
+        ),
+        ({"nvshmem": "3.4.7"}, PROXY, INSIDE),
+        (
+            {"capability": (10, 0)},
+            FAR + "The gin_proxy shim was compiled for sm_90a; kernels here are sm_100.",
+            FAR + "The nvshmem shim was compiled for sm_90a; kernels here are sm_100.",
+        ),
+        (
+            {"linker": None, "rdma": True},
+            FAR + r"Kernels with a shim are linked by nvJitLink, which is not installed \(.*\).",
+            FAR + r"Kernels with a shim are linked by nvJitLink, which is not installed \(.*\).",
+        ),
+        (
+            {"linker": (13, 1)},
+            FAR + "nvJitLink 13.1 can't read what NVRTC, for kernels, wrote: that is 13.3; "
+            "want nvJitLink 13.3 or a later 13.x.",
+            FAR + "nvJitLink 13.1 can't read what NVRTC, for kernels, wrote: that is 13.3; "
+            "want nvJitLink 13.3 or a later 13.x.",
+        ),
     ],
 )
 def test_what_a_machine_with_gpus_lacks_is_said_of_the_backend_that_wants_it(
-    monkeypatch: pytest.MonkeyPatch, here: dict[str, Any], gin: str, nvshmem: str
+    machine: Machine, here: dict[str, Any], gin: str, nvshmem: str
 ) -> None:
-    found = machine(monkeypatch, **here)
+    found = machine.verdicts(**here)
     assert found["lsa"] == "can run"
     assert re.fullmatch(gin, found["gin"]), found
     assert re.fullmatch(nvshmem, found["nvshmem"]), found

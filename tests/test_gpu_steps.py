@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from .gpu import __main__ as steps
+from .gpu import test_nvlink
 from .gpu.__main__ import PARTS, Step
 
 ROOT = Path(__file__).parent.parent
@@ -65,6 +66,12 @@ def test_steps_have_names_of_their_own_and_limits_that_grow(monkeypatch: pytest.
     assert {step.name: step.limit_s for step in TESTS}["gin2.lost"] == 90
     words = dataclasses.replace(PARTS["gin"][1], cases=10_000).words
     assert words[words.index("--gpu-cases") + 1] == "10000" and "tests/gpu/test_nvlink.py" in words[-1]
+
+
+def test_every_kind_of_backend_is_run_with_four_ranks() -> None:
+    words = {word for step in TESTS for word in step.pytest}
+    wanted = {kind: f"{steps.NVLINK}_random_cases_match_the_reference[{kind}-4]" for kind in test_nvlink.KINDS}
+    assert [kind for kind, test in wanted.items() if test not in words] == []
 
 
 def program(name: str, text: str, *, gpus: int = 4, seconds: int = 60) -> Step:

@@ -3,6 +3,15 @@
 Where there is no RDMA NIC, bytes go through our RMA plugin (moecomm.rma_plugin).  NCCL reads its plugins and its
 variables once, when the first communicator of a process is made: the first Buffer of this backend has to be opened
 before any other communicator, torch.distributed's among them, or the variables have to be in the environment.
+
+What NCCL has read it keeps.  The environment is put back, but communicators that the process makes later, those of
+torch.distributed among them, have what NCCL read here first:
+
+| what | set where |
+| --- | --- |
+| NCCL_NVLS_ENABLE=0 | there is no RDMA NIC; NCCL is older than 2.32 (see windows_nccl: lsa's windows do it as well) |
+| the other NCCL_ variables of rma_plugin.environment() | there is no RDMA NIC: our plugin, GIN by the proxy, ... |
+| NCCL_LSA_TEAM_SIZE | `domain_ranks` are fewer than all ranks; a later Buffer with another number is refused |
 """
 
 from __future__ import annotations
@@ -40,7 +49,7 @@ def missing() -> str:
 def _missing_gin() -> str:
     import nccl.core
 
-    shim = shims.find("gin" if nic.has_rdma() else "gin_proxy")
+    shim = shims.find(wanted_shim())
     if shim.missing:
         return shim.missing
     library = nccl.core.get_version().libnccl
@@ -57,6 +66,11 @@ def _missing_gin() -> str:
         except Unsupported as error:
             return f"there is no RDMA NIC, and without one bytes go through a plugin.  {error}"
     return ""
+
+
+def wanted_shim() -> str:
+    """The shim of kernels that put here, as far as can be told before NCCL has chosen among its kinds of GIN."""
+    return "gin" if nic.has_rdma() else "gin_proxy"
 
 
 def _version(shim: shims.Shim) -> tuple[int, ...]:

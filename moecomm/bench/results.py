@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import json
 import os
@@ -15,7 +16,11 @@ import torch
 import torch.distributed as dist
 
 import moecomm
+from moecomm import checkup
 from moecomm.bench.ranks import starter
+
+_NCCL = "libnccl.so.2"
+_INSTALLED = {"nccl4py": "nccl4py", "nvshmem": "NVSHMEM", "nvshmem4py": "nvshmem4py", "cuda-core": "cuda.core"}
 
 
 def write(path: Path, measured: dict[str, Any]) -> Path:
@@ -58,10 +63,24 @@ def _cuda() -> dict[str, str]:
     found = {"cuda": str(torch.version.cuda)}
     if dist.is_nccl_available():
         found["nccl torch was built with"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    if loaded := _loaded_nccl():
+        found["nccl loaded"] = loaded
+    found |= {name: version for name, known in _INSTALLED.items() if (version := checkup.installed(known))}
     proc = Path("/proc/driver/nvidia/version")
     if proc.exists() and (driver := re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", proc.read_text())):
         found["driver"] = driver[0]
     return found
+
+
+def _loaded_nccl() -> str:
+    """Of the NCCL in this process, whoever has loaded it: often not the one that torch was built with."""
+    code = ctypes.c_int()
+    try:  # ncclGetVersion is a constant: it initialises nothing
+        if ctypes.CDLL(_NCCL, mode=os.RTLD_NOW | os.RTLD_NOLOAD).ncclGetVersion(ctypes.byref(code)) != 0:
+            return ""
+    except (OSError, AttributeError):  # it is not loaded, or is none
+        return ""
+    return f"{code.value // 10000}.{code.value // 100 % 100}.{code.value % 100}"
 
 
 def _cpu() -> str:

@@ -40,6 +40,7 @@ PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--see
 SANITIZER = ("compute-sanitizer", "--report-api-errors", "no", "--tool")
 FUSED = "launch"  # of test_moe.py
 NVLINK, MOE = "tests/gpu/test_nvlink.py::test", "tests/gpu/test_moe.py"
+TORCH = "tests/gpu/test_beside_torch.py::test"
 BACKENDS, ROUNDS = "lsa,nvshmem,gin", "--ranks 4 --tokens 128,4096 --layout flat --replays 7 --limit 240"
 GRACE_S = 5  # to say where threads were
 
@@ -130,12 +131,20 @@ PARTS: dict[str, list[Step]] = {
     "nvlink": [*nvlink("vmm", "vmm"), *nvlink("nccl", "nccl")],
     "stress": [Step("stress", 200, ("tests/gpu/test_stress.py",))],
     "domains": nvlink("domains", "vmm, 2 domains"),
-    "nvshmem": [*nvlink("nvshmem", "nvshmem"), *nvlink("nvshmem2", "nvshmem, 2 domains")],
+    # Where nvcc or the headers of NCCL and NVSHMEM are missing these skip, as they do on most machines without a GPU.
+    "shims": [Step("shims", 900, ("tests/shims",), gpus=0)],
+    "nvshmem": [
+        *nvlink("nvshmem", "nvshmem"),
+        *nvlink("nvshmem2", "nvshmem, 2 domains"),
+        Step("nvshmem.torch", 300, (f"{TORCH}_nvshmem_that_torch_has_initialised_is_joined",)),
+    ],
     "gin": [
         Step("plugin", 300, ("tests/rma_plugin/test_on_gpus.py",), gpus=2),
         *nvlink("gin", "gin"),
         *nvlink("gin2", "gin, 2 domains"),
         *nvlink("gin4", "gin, 4 domains"),
+        *nvlink("gin-tcp", "gin tcp, 2 domains"),
+        Step("gin.torch", 300, (f"{TORCH}_all_reduce_of_torch_is_right_beside_gin",)),
     ],
     "sanitize": [sanitized("memcheck"), sanitized("racecheck")],
     "measure": [

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from moecomm import jit, nic, shims
+from moecomm import jit, shims
+from moecomm.backends import gin
 from tests.device import test_kernels_of_gpu_tests as kernels
 
 
@@ -32,8 +33,8 @@ def through(spec: jit.KernelSpec) -> list[jit.KernelSpec]:
     """The kernels that are this one for some backend."""
     if spec.transport == "lsa":
         return [spec]
-    gin = "gin" if nic.has_rdma() else "gin_proxy"
-    linked = [replace(spec, transport=name) for name in (gin, "nvshmem") if not shims.find(name).missing]
+    names = (gin.wanted_shim(), "nvshmem")
+    linked = [replace(spec, transport=name) for name in names if not shims.find(name).missing]
     return [spec, *linked]
 
 

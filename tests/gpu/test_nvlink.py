@@ -12,15 +12,17 @@ import torch
 
 import moecomm
 import moecomm.backends
+from moecomm import nic
 from moecomm.backends import windows_nccl
 from moecomm.testing import check_case_on_rank, random_case
 
 from ..conftest import Ranks
 from .test_virtual_ranks import straight_bytes
 
-# Windows of lsa, or a backend; then so many domains, and the backend puts between them.
+# Windows of lsa, or a backend, with MOECOMM_RMA behind it; then so many domains, and the backend puts between them.
 # The kernels of two of SIZES are those of virtual ranks; those of several domains are compiled for these two.
 KINDS = ["vmm", "nccl", "vmm, 2 domains", "gin", "nvshmem", "gin, 2 domains", "gin, 4 domains", "nvshmem, 2 domains"]
+KINDS += ["gin tcp, 2 domains"]  # without it the plugin takes loopback here, and its tcp would have no kernel of ours
 SIZES: list[dict[str, Any]] = [
     {"hidden": 7168, "num_experts": 256, "topk": 8, "max_tokens": 48, "dtype": torch.bfloat16},
     {"hidden": 144, "num_experts": 16, "topk": 6, "max_tokens": 33, "dtype": torch.bfloat16},
@@ -34,15 +36,22 @@ def random_seeds(sizes: dict[str, Any], cases: int, first: int = 0) -> range:
     return range(first, first + (cases if sizes is SIZES[1] else max(min(cases // 12, 25), cases // 150)))
 
 
+def _how(kind: str) -> str:
+    return kind.partition(",")[0].split()[0]
+
+
 def _backend(kind: str) -> str:
-    how = kind.partition(",")[0]
+    how = _how(kind)
     return how if how in moecomm.backends.NAMES else "lsa"
 
 
-def _open(rank: int, group: Any, kind: str, **sizes: Any) -> moecomm.Buffer:
+def open_kind(rank: int, group: Any, kind: str, **sizes: Any) -> moecomm.Buffer:
     torch.cuda.set_device(rank)
-    how, _, domains = kind.partition(",")
+    first, _, domains = kind.partition(",")
+    how, _, way = first.partition(" ")
     near = max(1, group.size() // int(domains.split()[0])) if domains else group.size()
+    if way:
+        os.environ.update(MOECOMM_RMA=way, MOECOMM_RMA_ADDRESS="127.0.0.1")
     backend = _backend(kind)
     if backend == "lsa":
         os.environ["MOECOMM_WINDOW"] = how
@@ -55,22 +64,24 @@ def _open(rank: int, group: Any, kind: str, **sizes: Any) -> moecomm.Buffer:
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     """One that can run here."""
-    how = str(request.param).partition(",")[0]
+    how = _how(request.param)
     reason = windows_nccl.missing() if how == "nccl" else ""
     if how in moecomm.backends.NAMES:
         reason = moecomm.backends.missing(how)
+    if not reason and "tcp" in request.param and nic.has_rdma():
+        reason = "NCCL takes the NIC, and not our plugin"
     if reason:
         pytest.skip(f"{request.param}: {reason}")
     return str(request.param)
 
 
-def _random_cases(rank: int, group: Any, kind: str, cases: int, seed: int) -> str:
+def random_cases(rank: int, group: Any, kind: str, cases: int, seed: int) -> str:
     """Across domains all rows of the first of SIZES go straight, and of some ranks those of the second."""
     torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // group.size())))  # for the reference of large rows
     for sizes in SIZES[:2] if "domains" in kind else SIZES:
         if "domains" in kind and sizes is SIZES[1]:
             moecomm.backends.load(_backend(kind)).straight_bytes = straight_bytes  # type: ignore[method-assign]
-        with _open(rank, group, kind, **sizes, timeout_s=60) as buffer:
+        with open_kind(rank, group, kind, **sizes, timeout_s=60) as buffer:
             for done, number in enumerate(random_seeds(sizes, cases, seed * 1_000_000)):
                 if rank == 0 and done and done % 1000 == 0:  # pytest -s shows how far a long run has come
                     print(f"{kind}: {done} cases of {sizes['hidden']} columns", flush=True)
@@ -84,7 +95,7 @@ def test_random_cases_match_the_reference(
     gpu_ranks: Ranks, kind: str, count: int, request: pytest.FixtureRequest
 ) -> None:
     cases, seed = request.config.getoption("--gpu-cases"), request.config.getoption("--seed")
-    gpu_ranks.start(count, _random_cases, kind, cases, seed)
+    gpu_ranks.start(count, random_cases, kind, cases, seed)
     assert gpu_ranks.results(count, timeout_s=800 + cases / 10) == dict.fromkeys(range(count), "done")
 
 
@@ -98,7 +109,7 @@ def routing(rank: int) -> dict[str, torch.Tensor]:
 
 
 def _until_a_peer_dies(rank: int, group: Any, kind: str, how: str) -> Any:
-    buffer = _open(rank, group, kind, **SMALL, timeout_s=3)
+    buffer = open_kind(rank, group, kind, **SMALL, timeout_s=3)
     mine = routing(rank)
     routed = buffer.dispatch(**mine, sync=True)
     want = buffer.combine(routed.x, routed.handle)
@@ -138,7 +149,7 @@ def test_survivors_name_the_rank_and_keep_their_context(gpu_ranks: Ranks, kind: 
 
 
 def _replay(rank: int, group: Any, kind: str) -> str:
-    with _open(rank, group, kind, **SMALL, timeout_s=20) as buffer:
+    with open_kind(rank, group, kind, **SMALL, timeout_s=20) as buffer:
         mine = routing(rank)
         for _ in range(2):
             routed = buffer.dispatch(**mine)
