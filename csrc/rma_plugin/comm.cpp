@@ -90,8 +90,11 @@ void* Comm::add_memory(void* data, size_t bytes, bool on_gpu, uint64_t flags) {
     try {
         exchange(*region, channels_, me_, gpu_.get(), Clock::now() + settings_.timeout);
     } catch (...) {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        registry_.remove(*region);
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            registry_.remove(*region);
+        }
+        // Not under the lock, because it may wait.  NCCL never had the handle: no request names what was mapped by now.
         unmap(*region, gpu_.get());
         throw;
     }
@@ -109,12 +112,14 @@ void Comm::remove_memory(void* handle) {
         signals_.forget(*region);
     }
     if (region->on_gpu) wait_for_copies();
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (region.use_count() == 1) {
-        unmap(*region, gpu_.get());
-    } else {
-        retired_regions_.push_back(std::move(region));  // a request still names it
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (region.use_count() > 1) {
+            retired_regions_.push_back(std::move(region));  // a request still names it
+            return;
+        }
     }
+    unmap(*region, gpu_.get());  // nobody finds it any more; not under the lock, because it may wait
 }
 
 Context* Comm::add_context(int count) {

@@ -4,17 +4,14 @@
 #include <cstring>
 #include <new>
 
+#include "failure.h"
+
 namespace moecomm::rma {
-namespace {
-
-constexpr size_t kEventsAtFirst = 8;
-
-}  // namespace
-
 CopyStream::CopyStream(std::shared_ptr<Gpu> gpu) : gpu_(std::move(gpu)) {
     if (gpu_ == nullptr) return;
     stream_ = gpu_->create_stream();
-    for (size_t i = 0; i < kEventsAtFirst; ++i) events_.push_back(gpu_->create_event());
+    // All that will ever be open at once: NCCL's thread makes none, because that may wait.
+    for (size_t i = 0; i < kRoom; ++i) events_.push_back(gpu_->create_event());
 }
 
 CopyStream::~CopyStream() {
@@ -40,7 +37,7 @@ Ticket CopyStream::write_word(void* to, uint64_t value) {
 }
 
 Ticket CopyStream::issue() {
-    if (events_.empty()) events_.push_back(gpu_->create_event());
+    if (events_.empty()) throw Failure(Fault::kCuda, "a copy that there is no room for");
     void* event = events_.back();
     gpu_->record(event, stream_);
     events_.pop_back();

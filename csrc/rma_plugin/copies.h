@@ -19,7 +19,7 @@ class CopyStream {
     CopyStream(const CopyStream&) = delete;
     CopyStream& operator=(const CopyStream&) = delete;
 
-    bool room() const { return open_.size() < kRoom; }
+    bool room(size_t copies = 1) const { return open_.size() + copies <= kRoom; }  // who copies has asked
     // `on_gpu`: either side is memory of a GPU.  Host memory that a GPU copies from or to is pinned, and stays as it is until the copy
     // ended.
     Ticket copy(void* to, const void* from, size_t bytes, bool on_gpu);

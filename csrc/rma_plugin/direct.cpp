@@ -76,7 +76,7 @@ bool DirectPath::start(Request& request) {
     // Within one GPU: a copy may be a kernel, which would wait for a place beside the kernel that waits for it.  Through the host it isn't.
     while (request.started < request.bytes) {
         stream_.idle();
-        if (!stream_.room()) return false;
+        if (!stream_.room(2)) return false;
         const uint64_t now = std::min<uint64_t>(request.bytes - request.started, kBounceBytes);
         stream_.copy(bounce_.get(), from + request.started, now, true);
         stream_.copy(to + request.started, bounce_.get(), now, true);

@@ -53,6 +53,8 @@ Reception::State Reception::refuse(const char* reason) {
     return State::kRefused;
 }
 
+Reception::State Reception::wait() { return Clock::now() < deadline_ ? State::kWaiting : refuse("it did not say in time who it is"); }
+
 bool Reception::read(void* to, size_t bytes) {
     while (got_ < bytes) {
         const long some = receive_some(socket.get(), static_cast<char*>(to) + got_, bytes - got_);
@@ -66,7 +68,7 @@ bool Reception::read(void* to, size_t bytes) {
 
 Reception::State Reception::step(const Identity& identity) try {
     if (!challenged_) {
-        if (!read(&hello, sizeof hello)) return closed_ ? refuse("it left before it said who it is") : State::kWaiting;
+        if (!read(&hello, sizeof hello)) return closed_ ? refuse("it left before it said who it is") : wait();
         if (hello.magic != kMagic) return refuse("it does not speak this protocol");
         if (hello.comm != identity.comm || hello.ranks != static_cast<uint32_t>(identity.ranks)) {
             return refuse("it belongs to another communicator");
@@ -80,7 +82,7 @@ Reception::State Reception::step(const Identity& identity) try {
         if (send_some(socket.get(), &challenge_, sizeof challenge_, nullptr, 0) != sizeof challenge_) return refuse("it does not read");
         challenged_ = true;
     }
-    if (!read(proof_.data(), proof_.size())) return closed_ ? refuse("it left: it has another secret") : State::kWaiting;
+    if (!read(proof_.data(), proof_.size())) return closed_ ? refuse("it left: it has another secret") : wait();
     if (!same_digest(proof_, prove(identity, 'c', hello, challenge_.nonce))) return refuse("it has another secret");
     const Verdict verdict{kMagic, 1};
     if (send_some(socket.get(), &verdict, sizeof verdict, nullptr, 0) != sizeof verdict) return refuse("it does not read");

@@ -44,10 +44,15 @@ struct Identity {
 // The side that connects: waits for the other, until the deadline.  Throws Failure.
 void introduce(int socket, const Identity& identity, int to, Purpose purpose, Deadline deadline);
 
-// The side that accepts: never waits, so that a stranger who connects and stays silent holds nobody up.
+// A rank speaks as soon as it has connected, and once more when it is answered: this is one round trip, with room for packets that are
+// lost and for hosts that are busy.  Who takes longer is no rank, and has to make room for one.
+constexpr auto kLongestReception = std::chrono::seconds(5);
+
+// The side that accepts: never waits, and refuses who has not proved himself in time, so that a stranger who connects and stays silent
+// holds nobody up.
 class Reception {
   public:
-    explicit Reception(Descriptor socket) : socket(std::move(socket)) {}
+    explicit Reception(Descriptor socket) : socket(std::move(socket)), deadline_(Clock::now() + kLongestReception) {}
     enum class State { kWaiting, kAccepted, kRefused };
     State step(const Identity& identity);
 
@@ -57,8 +62,10 @@ class Reception {
 
   private:
     State refuse(const char* reason);
+    State wait();
     bool read(void* to, size_t bytes);
 
+    Deadline deadline_;
     bool challenged_ = false;
     bool closed_ = false;
     size_t got_ = 0;

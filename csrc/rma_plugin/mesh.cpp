@@ -12,7 +12,7 @@
 namespace moecomm::rma {
 namespace {
 
-constexpr size_t kMostReceptions = 4096;
+constexpr size_t kMostReceptions = 4096;  // at once; the others wait until one of these is accepted, or refused for its silence
 
 std::string text_of(const char* name, size_t bytes) { return std::string(name, ::strnlen(name, bytes)); }
 
@@ -79,7 +79,8 @@ class Door {
                 last_refusal_ = guests_[i].reception.why;
                 warn(std::string("a connection was refused: ") + last_refusal_);
             }
-            guests_.erase(guests_.begin() + static_cast<long>(i));
+            if (i + 1 < guests_.size()) guests_[i] = std::move(guests_.back());  // in no order: thousands may be refused at once
+            guests_.pop_back();
         }
     }
 
@@ -94,8 +95,9 @@ class Door {
 
     void sleep() {
         std::vector<pollfd> all;
-        if (listener_.local.open()) all.push_back({listener_.local.get(), POLLIN, 0});
-        if (listener_.tcp.open()) all.push_back({listener_.tcp.get(), POLLIN, 0});
+        const bool room = guests_.size() < kMostReceptions;  // else who waits outside would wake us for nothing
+        if (room && listener_.local.open()) all.push_back({listener_.local.get(), POLLIN, 0});
+        if (room && listener_.tcp.open()) all.push_back({listener_.tcp.get(), POLLIN, 0});
         for (const Guest& guest : guests_) all.push_back({guest.reception.socket.get(), POLLIN, 0});
         ::poll(all.data(), all.size(), 20);
     }

@@ -20,12 +20,12 @@ constexpr int kLogWarn = 2, kLogInfo = 3;  // ncclDebugLogLevel
 constexpr unsigned long kLogNet = 16;      // ncclDebugLogSubSys
 using Logger = void (*)(int level, unsigned long flags, const char* file, int line, const char* format, ...);
 
-constexpr int kHandleBytes = 128;                   // NCCL_NET_HANDLE_MAXSIZE
-constexpr int kPtrHost = 1, kPtrCuda = 2;           // NCCL_PTR_*
-constexpr int kMaxRequests = 32;                    // NCCL_NET_MAX_REQUESTS
-constexpr int kGinProxy = 2;                        // NCCL_NET_DEVICE_GIN_PROXY: what makes NCCL's GIN type "proxy"
-constexpr uint64_t kSignalNeverReset = 1 << 1;      // NCCL_NET_MR_FLAG_SIGNAL_NEVER_RESET
-constexpr uint32_t kSignalInc = 1, kSignalAdd = 2;  // NCCL_NET_SIGNAL_OP_*
+constexpr int kHandleBytes = 128;                          // NCCL_NET_HANDLE_MAXSIZE
+constexpr int kPtrHost = 1, kPtrCuda = 2, kPtrDmaBuf = 4;  // NCCL_PTR_*
+constexpr int kMaxRequests = 32;                           // NCCL_NET_MAX_REQUESTS
+constexpr int kGinProxy = 2;                               // NCCL_NET_DEVICE_GIN_PROXY: what makes NCCL's GIN type "proxy"
+constexpr uint64_t kSignalNeverReset = 1 << 1;             // NCCL_NET_MR_FLAG_SIGNAL_NEVER_RESET
+constexpr uint32_t kSignalInc = 1, kSignalAdd = 2;         // NCCL_NET_SIGNAL_OP_*
 
 struct Properties {  // ncclNetProperties_v12_t
     const char* name;

@@ -1,54 +1,11 @@
-// Peers that die, sleep, leave, do not come, or know another secret; strangers; and a caller who asks for nonsense.
-#include <arpa/inet.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
+// Peers that die, sleep, leave, do not come, or know another secret; and a caller who asks for nonsense.
 #include <csignal>
-#include <cstdio>
 #include <cstdlib>
-#include <cstring>
 
-#include "proxy.h"
-#include "rma_plugin/address.h"
+#include "open.h"
 #include "scenarios.h"
 
 namespace {
-
-constexpr uint64_t kBytes = 1 << 20;
-constexpr auto kLong = std::chrono::seconds(20);
-constexpr double kBlocked = 0.5;  // seconds; the timeouts of these tests are longer
-
-struct Open {
-    Proxy proxy;
-    char* window = nullptr;
-    void *window_region = nullptr, *signals_region = nullptr;
-
-    Open(const Options& options, World& world, int rank) : proxy(options, world, rank) {
-        require(proxy.listen() == abi::kSuccess, "listen: " + logged());
-        world.barrier();
-        require(proxy.connect() == abi::kSuccess, "connect: " + logged());
-        proxy.open_contexts();
-        window = allocate(options, kBytes, Sharing::kWindow);
-        window_region = proxy.add(window, kBytes);
-        signals_region = proxy.add(allocate(options, 4096, Sharing::kPrivate), 4096, 1 | abi::kSignalNeverReset);
-    }
-    Operation put(uint64_t bytes) const {
-        Operation operation;
-        operation.from = operation.to = window_region;
-        operation.bytes = bytes;
-        operation.signal = signals_region;
-        operation.signal_op = abi::kSignalInc;
-        return operation;
-    }
-};
-
-bool names(const std::string& one, const std::string& other = "?") {
-    const std::string said = logged();
-    const bool found = said.find(one) != std::string::npos || said.find(other) != std::string::npos;
-    if (!found) std::fprintf(stderr, "wanted %s or %s, got: %s\n", one.c_str(), other.c_str(), said.c_str());
-    return found;
-}
 
 // Puts to rank 1 until the thread has failed; what it takes in the meantime is bounded by its queue.
 bool put_until_failure(Open& open, uint64_t bytes) {
@@ -106,30 +63,6 @@ bool absent(const Options& options, World& world, int rank) {
     return proxy.connect() == abi::kRemoteError && names("ConnectFailed: rank 1 did not connect in time");
 }
 
-// They connect first, and say nothing, or nonsense, or a good hello and a bad proof.
-bool strangers(const Options& options, World& world, int rank) {
-    Proxy proxy(options, world, rank);
-    require(proxy.listen() == abi::kSuccess, "listen: " + logged());
-    world.barrier();
-    moecomm::rma::Address address;
-    std::memcpy(&address, world.shared().handles[0], sizeof address);
-    std::vector<int> sockets;
-    for (int i = 0; rank == 1 && i < 6; ++i) {
-        sockaddr_in to{};
-        to.sin_family = AF_INET;
-        to.sin_addr.s_addr = address.tcp_address;
-        to.sin_port = address.tcp_port;
-        sockets.push_back(::socket(AF_INET, SOCK_STREAM, 0));
-        require(::connect(sockets.back(), reinterpret_cast<sockaddr*>(&to), sizeof to) == 0, "a stranger can't connect");
-        const std::string nonsense(i * 37, static_cast<char>('a' + i));
-        require(::send(sockets.back(), nonsense.data(), nonsense.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(nonsense.size()), "send");
-    }
-    world.barrier();
-    require(proxy.connect() == abi::kSuccess, "connect: " + logged());
-    for (const int socket : sockets) ::close(socket);
-    return rank == 1 || names("a connection was refused: it does not speak this protocol");
-}
-
 bool left(const Options& options, World& world, int rank) {
     use_cuda_on_this_thread(options);
     Open open(options, world, rank);
@@ -149,6 +82,7 @@ bool left(const Options& options, World& world, int rank) {
 bool again(const Options& options, World& world, int rank) {
     use_cuda_on_this_thread(options);
     Open first(options, world, rank);
+    const Table& table = first.proxy.table;
     first.proxy.start();
     for (int round = 0; round < 3; ++round) {
         Open second(options, world, rank);
@@ -157,7 +91,7 @@ bool again(const Options& options, World& world, int rank) {
         for (int i = 0; i < 3; ++i) {
             void* region = nullptr;
             const int type = options.cuda() ? abi::kPtrCuda : abi::kPtrHost;
-            require(first.proxy.v14->regMrSym(first.proxy.comm, memory, 4096, type, 0, &region) == abi::kSuccess, "regMrSym: " + logged());
+            require(table.reg_mr(first.proxy.comm, memory, 4096, type, 0, &region) == abi::kSuccess, "regMrSym: " + logged());
             Operation put = first.put(1000);
             put.to = region;
             put.to_at = static_cast<uint64_t>(rank) * 1000;
@@ -165,13 +99,11 @@ bool again(const Options& options, World& world, int rank) {
             for (int peer = 0; peer < options.ranks; ++peer) second.proxy.post(0, peer, second.put(50000));
             require(first.proxy.wait_all() && second.proxy.wait_all(), "puts failed: " + logged());
             world.barrier();
-            require(first.proxy.v14->deregMrSym(first.proxy.comm, region) == abi::kSuccess, "deregMrSym: " + logged());
+            require(table.dereg_mr(first.proxy.comm, region) == abi::kSuccess, "deregMrSym: " + logged());
             void *request = nullptr, *rma = nullptr;
-            abi::Config config{1, 0, 1};
-            require(first.proxy.v14->createContext(first.proxy.comm, &config, &rma) == abi::kSuccess, "createContext");
-            require(first.proxy.v14->iput(rma, 0, 0, region, 8, 0, region, 0, &request) == abi::kInvalidArgument,
-                    "memory that was given back");
-            require(first.proxy.v14->destroyContext(rma) == abi::kSuccess, "destroyContext");
+            require(table.create_context(first.proxy.comm, 1, &rma) == abi::kSuccess, "createContext");
+            require(table.put(rma, 0, 0, region, 8, 0, region, 0, &request) == abi::kInvalidArgument, "memory that was given back");
+            require(table.destroy_context(rma) == abi::kSuccess, "destroyContext");
         }
         world.barrier();
         second.proxy.close();
@@ -186,23 +118,24 @@ bool misuse(const Options& options, World& world, int rank) {
     use_cuda_on_this_thread(options);
     Open open(options, world, rank);
     void* request = nullptr;
-    const abi::RmaV14& v14 = *open.proxy.v14;
+    const Table& table = open.proxy.table;
     void *rma = open.proxy.rma, *window = open.window_region, *signals = open.signals_region;
     int outside = 0;
     const auto refused = [](abi::Result result) { return result == abi::kInvalidArgument || result == abi::kInvalidUsage; };
-    require(refused(v14.iput(rma, 0, 0, &outside, 8, 0, window, 1, &request)), "a source that is not registered");
-    require(refused(v14.iput(rma, 0, 0, window, 8, 0, &outside, 1, &request)), "a target that is not registered");
-    require(refused(v14.iput(rma, 0, 0, window, 8, kBytes - 7, window, 1, &request)), "a put beyond the end");
-    require(refused(v14.iput(rma, 0, kBytes, window, 1, 0, window, 1, &request)), "a put from beyond the end");
-    require(refused(v14.iput(rma, 0, ~uint64_t{0}, window, 2, 0, window, 1, &request)), "an offset that wraps");
-    require(refused(v14.iput(rma, 0, 0, window, ~uint64_t{0}, 8, window, 1, &request)), "a length that wraps");
-    require(refused(v14.iput(rma, options.contexts, 0, window, 8, 0, window, 1, &request)), "a context that is not there");
-    require(refused(v14.iput(rma, 0, 0, window, 8, 0, window, 99, &request)), "a rank that is not there");
-    require(refused(v14.iget(rma, 0, kBytes - 1, window, 2, 0, window, 1, &request)), "a get from beyond the end");
-    require(refused(v14.iputSignal(rma, 0, 0, nullptr, 0, 0, nullptr, 1, 4096, signals, 1, 1, true, &request)), "a signal beyond the end");
-    require(refused(v14.iputSignal(rma, 0, 0, nullptr, 0, 0, nullptr, 1, 4, signals, 1, 1, true, &request)), "half a word");
-    require(refused(v14.iputSignal(rma, 0, 0, nullptr, 0, 0, nullptr, 1, 0, signals, 1, 7, true, &request)), "an unknown operation");
-    require(refused(v14.deregMrSym(open.proxy.comm, &outside)), "memory that was never registered");
+    require(refused(table.put(rma, 0, 0, &outside, 8, 0, window, 1, &request)), "a source that is not registered");
+    require(refused(table.put(rma, 0, 0, window, 8, 0, &outside, 1, &request)), "a target that is not registered");
+    require(refused(table.put(rma, 0, 0, window, 8, kWindowBytes - 7, window, 1, &request)), "a put beyond the end");
+    require(refused(table.put(rma, 0, kWindowBytes, window, 1, 0, window, 1, &request)), "a put from beyond the end");
+    require(refused(table.put(rma, 0, ~uint64_t{0}, window, 2, 0, window, 1, &request)), "an offset that wraps");
+    require(refused(table.put(rma, 0, 0, window, ~uint64_t{0}, 8, window, 1, &request)), "a length that wraps");
+    require(refused(table.put(rma, options.contexts, 0, window, 8, 0, window, 1, &request)), "a context that is not there");
+    require(refused(table.put(rma, 0, 0, window, 8, 0, window, 99, &request)), "a rank that is not there");
+    require(refused(table.get(rma, 0, kWindowBytes - 1, window, 2, 0, window, 1, &request)), "a get from beyond the end");
+    require(refused(table.put_signal(rma, 0, 0, nullptr, 0, 0, nullptr, 1, 4096, signals, 1, 1, true, &request)),
+            "a signal beyond the end");
+    require(refused(table.put_signal(rma, 0, 0, nullptr, 0, 0, nullptr, 1, 4, signals, 1, 1, true, &request)), "half a word");
+    require(refused(table.put_signal(rma, 0, 0, nullptr, 0, 0, nullptr, 1, 0, signals, 1, 7, true, &request)), "an unknown operation");
+    require(refused(table.dereg_mr(open.proxy.comm, &outside)), "memory that was never registered");
     require(request == nullptr && !open.proxy.last_error(), "a refused call leaves nothing behind");
     require(names("OutOfRange: ") && names("BadHandle: ") && names("Unsupported: "), "the names of these errors");
     open.proxy.start();  // and all still works

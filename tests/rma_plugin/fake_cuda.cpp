@@ -1,11 +1,14 @@
 // A CUDA driver for machines without one: what the plugin uses of it, over host memory.  Windows are memfds, so they travel between
-// processes; copies end late, each stream in its order; what a real driver would refuse, or block on, is an error here.
+// processes; copies end late, each stream in its order; what a real driver would refuse, or block on, is an error here.  Calls that may
+// wait for a kernel, as kernels wait for NCCL's threads, wait for those: where one of them can't go on meanwhile, that is an error, too.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -58,6 +61,10 @@ std::mutex mutex;
 std::map<Pointer, Range> ranges;
 std::set<Stream*> streams;
 std::set<void*> made_contexts;
+bool held = false;  // no stream goes on
+std::mutex nccl_mutex;
+std::map<std::thread::id, uint64_t> nccl_threads;  // with a count of their calls
+thread_local bool is_nccl_thread = false;
 thread_local std::vector<void*> contexts;
 thread_local int capture_mode;
 uint64_t random_state = 88172645463325252ull;
@@ -82,6 +89,33 @@ void* current() { return contexts.empty() ? nullptr : contexts.back(); }
 // Work may be given to it now.  In a context that others use, this could wait for as long as they do.
 bool takes_work(const Stream* stream) { return stream->context == current() && made_contexts.count(current()) == 1; }
 
+[[noreturn]] void never_meant(const char* function, const char* why) {
+    std::fprintf(stderr, "%s %s\n", function, why);
+    std::abort();
+}
+
+void may_wait(const char* function) {
+    if (is_nccl_thread) never_meant(function, "is called on NCCL's thread, and may wait");
+}
+
+// Nothing is locked here: as long as this takes, whatever NCCL's threads call must not be held up.
+void waits(const char* function) {
+    may_wait(function);
+    std::unique_lock<std::mutex> lock(nccl_mutex);
+    const auto before = nccl_threads;
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    for (const auto& [id, calls] : before) {
+        for (;;) {
+            const auto found = nccl_threads.find(id);
+            if (found == nccl_threads.end() || found->second != calls) break;
+            if (std::chrono::steady_clock::now() > deadline) never_meant(function, "waits, and NCCL's thread with it");
+            lock.unlock();
+            std::this_thread::sleep_for(std::chrono::microseconds(20));
+            lock.lock();
+        }
+    }
+}
+
 void run(Op& op) {
     if (op.kind == Op::kCopy) std::memmove(op.to, op.from, op.bytes);
     if (op.kind == Op::kWord) __atomic_store_n(reinterpret_cast<uint64_t*>(op.to), op.value, __ATOMIC_RELEASE);
@@ -94,6 +128,7 @@ void engine() {
         {
             const std::lock_guard<std::mutex> lock(mutex);
             for (Stream* stream : streams) {
+                if (held) break;
                 for (uint64_t steps = next_random() % 8; steps > 0 && !stream->ops.empty(); --steps) {
                     run(stream->ops.front());
                     stream->ops.pop_front();
@@ -107,11 +142,43 @@ void engine() {
 }  // namespace
 
 extern "C" {
+// Not CUDA's: what the tests tell and ask.
+void fake_nccl_thread(bool begins) {
+    const std::lock_guard<std::mutex> lock(nccl_mutex);
+    is_nccl_thread = begins;
+    if (begins) nccl_threads[std::this_thread::get_id()] = 0;
+    if (!begins) nccl_threads.erase(std::this_thread::get_id());
+}
+void fake_hold_copies(bool hold) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    held = hold;
+}
+int fake_open_copies() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    int open = 0;
+    for (const Stream* stream : streams) {
+        for (const Op& op : stream->ops) open += op.kind == Op::kEvent ? 1 : 0;
+    }
+    return open;
+}
+int fake_mapped_windows() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    int mapped = 0;
+    for (const auto& [at, range] : ranges) mapped += range.allocation != nullptr ? 1 : 0;
+    return mapped;
+}
+
 int cuGetErrorName(int result, const char** name) {
     *name = result == kNoContext ? "CUDA_ERROR_INVALID_CONTEXT" : result == kInvalid ? "CUDA_ERROR_INVALID_VALUE" : "CUDA_ERROR_UNKNOWN";
     return kOk;
 }
-int cuCtxGetCurrent(void** to) { return *to = current(), kOk; }
+int cuCtxGetCurrent(void** to) {
+    if (is_nccl_thread) {
+        const std::lock_guard<std::mutex> lock(nccl_mutex);
+        ++nccl_threads[std::this_thread::get_id()];
+    }
+    return *to = current(), kOk;
+}
 int cuCtxSetCurrent(void* to) {
     if (!contexts.empty()) contexts.pop_back();
     if (to != nullptr) contexts.push_back(to);
@@ -125,12 +192,14 @@ int cuCtxPopCurrent_v2(void** to) {
     return kOk;
 }
 int cuCtxCreate_v2(void** to, unsigned, int) {
+    may_wait("cuCtxCreate");
     const std::lock_guard<std::mutex> lock(mutex);
     contexts.push_back(*to = new int);
     made_contexts.insert(*to);
     return kOk;
 }
 int cuCtxDestroy_v2(void* gone) {
+    may_wait("cuCtxDestroy");
     const std::lock_guard<std::mutex> lock(mutex);
     for (const Stream* stream : streams) {
         if (stream->context == gone) std::abort();  // allowed, and never meant
@@ -148,6 +217,7 @@ int cuThreadExchangeStreamCaptureMode(int* mode) {
 }
 int cuCtxGetStreamPriorityRange(int* least, int* greatest) { return *least = 0, *greatest = -5, kOk; }
 int cuStreamCreateWithPriority(void** stream, unsigned, int) {
+    may_wait("cuStreamCreateWithPriority");
     if (current() == nullptr) return kNoContext;
     const std::lock_guard<std::mutex> lock(mutex);
     static const bool running = (std::thread(engine).detach(), true);
@@ -157,14 +227,19 @@ int cuStreamCreateWithPriority(void** stream, unsigned, int) {
     return running ? kOk : kInvalid;
 }
 int cuStreamDestroy_v2(void* stream) {
+    may_wait("cuStreamDestroy");
     const std::lock_guard<std::mutex> lock(mutex);
     if (!static_cast<Stream*>(stream)->ops.empty()) std::abort();  // allowed, and never meant
     streams.erase(static_cast<Stream*>(stream));
     delete static_cast<Stream*>(stream);
     return kOk;
 }
-int cuEventCreate(void** event, unsigned) { return *event = new Event, kOk; }
+int cuEventCreate(void** event, unsigned) {
+    may_wait("cuEventCreate");
+    return *event = new Event, kOk;
+}
 int cuEventDestroy_v2(void* event) {
+    may_wait("cuEventDestroy");
     const std::lock_guard<std::mutex> lock(mutex);
     delete static_cast<Event*>(event);
     return kOk;
@@ -198,12 +273,14 @@ int cuStreamWriteValue64_v2(void* stream, Pointer to, uint64_t value, unsigned) 
     return kOk;
 }
 int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
+    waits("cuMemHostAlloc");
     const std::lock_guard<std::mutex> lock(mutex);
     *memory = std::calloc(1, bytes);
     ranges[reinterpret_cast<Pointer>(*memory)] = {bytes, nullptr, true};
     return kOk;
 }
 int cuMemFreeHost(void* memory) {
+    waits("cuMemFreeHost");
     const std::lock_guard<std::mutex> lock(mutex);
     ranges.erase(reinterpret_cast<Pointer>(memory));
     std::free(memory);
@@ -219,6 +296,7 @@ int cuMemGetAddressRange_v2(Pointer* base, size_t* bytes, Pointer at) {
     return kOk;
 }
 int cuMemCreate(unsigned long long* handle, size_t bytes, const Properties* properties, unsigned long long) {
+    may_wait("cuMemCreate");
     const int fd = ::memfd_create("fake-gpu-memory", MFD_CLOEXEC);
     if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(bytes)) != 0) return kInvalid;
     *handle = reinterpret_cast<unsigned long long>(new Allocation{fd, bytes, *properties, 1});
@@ -237,12 +315,14 @@ int cuMemGetAllocationPropertiesFromHandle(Properties* properties, unsigned long
     return kOk;
 }
 int cuMemExportToShareableHandle(void* fd, unsigned long long handle, int type, unsigned long long) {
+    may_wait("cuMemExportToShareableHandle");
     const auto* allocation = reinterpret_cast<Allocation*>(handle);
     if ((allocation->properties.handle_types & type) == 0) return kInvalid;
     *static_cast<int*>(fd) = ::fcntl(allocation->fd, F_DUPFD_CLOEXEC, 0);
     return kOk;
 }
 int cuMemImportFromShareableHandle(unsigned long long* handle, void* fd, int) {
+    may_wait("cuMemImportFromShareableHandle");
     const int copy = ::fcntl(static_cast<int>(reinterpret_cast<intptr_t>(fd)), F_DUPFD_CLOEXEC, 0);
     struct stat status{};
     if (copy < 0 || ::fstat(copy, &status) != 0 || status.st_size == 0) return kInvalid;
@@ -250,12 +330,17 @@ int cuMemImportFromShareableHandle(unsigned long long* handle, void* fd, int) {
     return kOk;
 }
 int cuMemAddressReserve(Pointer* at, size_t bytes, size_t, Pointer, unsigned long long) {
+    may_wait("cuMemAddressReserve");
     void* reserved = ::mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     *at = reinterpret_cast<Pointer>(reserved);
     return reserved == MAP_FAILED ? kInvalid : kOk;
 }
-int cuMemAddressFree(Pointer at, size_t bytes) { return ::munmap(reinterpret_cast<void*>(at), bytes) == 0 ? kOk : kInvalid; }
+int cuMemAddressFree(Pointer at, size_t bytes) {
+    waits("cuMemAddressFree");
+    return ::munmap(reinterpret_cast<void*>(at), bytes) == 0 ? kOk : kInvalid;
+}
 int cuMemMap(Pointer at, size_t bytes, size_t, unsigned long long handle, unsigned long long) {
+    waits("cuMemMap");
     const std::lock_guard<std::mutex> lock(mutex);
     auto* allocation = reinterpret_cast<Allocation*>(handle);
     if (bytes > allocation->bytes) return kInvalid;
@@ -266,6 +351,7 @@ int cuMemMap(Pointer at, size_t bytes, size_t, unsigned long long handle, unsign
     return kOk;
 }
 int cuMemSetAccess(Pointer at, size_t, const Access*, size_t) {
+    waits("cuMemSetAccess");
     const std::lock_guard<std::mutex> lock(mutex);
     ranges[at].usable = true;
     return kOk;
@@ -276,6 +362,7 @@ static void release(Allocation* allocation) {
     delete allocation;
 }
 int cuMemUnmap(Pointer at, size_t) {
+    waits("cuMemUnmap");
     const std::lock_guard<std::mutex> lock(mutex);
     const auto found = ranges.find(at);
     if (found == ranges.end()) return kInvalid;
@@ -284,6 +371,7 @@ int cuMemUnmap(Pointer at, size_t) {
     return kOk;
 }
 int cuMemRelease(unsigned long long handle) {
+    may_wait("cuMemRelease");
     const std::lock_guard<std::mutex> lock(mutex);
     release(reinterpret_cast<Allocation*>(handle));
     return kOk;

@@ -236,7 +236,7 @@ bool liar(const Options& options, World& world, int rank, const std::string& lie
     if (lie.compare(0, 5, "card-") == 0) {
         void* region = nullptr;
         const int type = options.cuda() ? abi::kPtrCuda : abi::kPtrHost;
-        require(proxy.v14->regMrSym(proxy.comm, window, kBytes, type, 0, &region) == abi::kRemoteError, "a false card was taken");
+        require(proxy.table.reg_mr(proxy.comm, window, kBytes, type, 0, &region) == abi::kRemoteError, "a false card was taken");
         std::printf("%s", logged().c_str());
         world.barrier();
         world.barrier();

@@ -6,44 +6,62 @@
 #include <cstdio>
 #include <cstring>
 
-Proxy::Proxy(const Options& options, World& world, int rank)
-    : options_(options), world_(world), rank_(rank), queues_(static_cast<size_t>(options.contexts * options.ranks)) {
-    void* library = ::dlopen(options.plugin.c_str(), RTLD_NOW | RTLD_LOCAL);
+namespace {
+
+void* load(const std::string& plugin) {
+    void* library = ::dlopen(plugin.c_str(), RTLD_NOW | RTLD_LOCAL);
     require(library != nullptr, "the plugin does not load");
-    v14 = static_cast<const abi::RmaV14*>(::dlsym(library, "ncclRmaPlugin_v14"));
-    if (options.table == 16) v16_ = static_cast<const abi::RmaV16*>(::dlsym(library, "ncclRmaPlugin_v16"));
-    take_times_ = reinterpret_cast<decltype(take_times_)>(::dlsym(library, "moecomm_rma_take_times"));
-    require(take_times_ != nullptr && v14 != nullptr && (options.table == 14 || v16_ != nullptr), "the plugin lacks a table");
+    return library;
+}
+
+}  // namespace
+
+Proxy::Proxy(const Options& options, World& world, int rank)
+    : table(load(options.plugin), options.table),
+      options_(options),
+      world_(world),
+      rank_(rank),
+      queues_(static_cast<size_t>(options.contexts * options.ranks)) {
+    take_times_ = reinterpret_cast<decltype(take_times_)>(::dlsym(load(options.plugin), "moecomm_rma_take_times"));
+    require(take_times_ != nullptr, "the plugin lacks its times");
     void* second = nullptr;  // NCCL makes two: for RMA, and for GIN
-    require(v14->init(&second, 42, log_line) == abi::kSuccess && v14->finalize(second) == abi::kSuccess, "init");
-    require(v14->init(&context_, 42, log_line) == abi::kSuccess, "init");
+    require(table.init(&second, log_line) == abi::kSuccess && table.finalize(second) == abi::kSuccess, "init");
+    require(table.init(&context_, log_line) == abi::kSuccess, "init");
     int devices = 0;
     abi::Properties properties{};
-    require(v14->devices(&devices) == abi::kSuccess && devices == 1, "devices");
-    require(v14->getProperties(0, &properties) == abi::kSuccess, "getProperties");
+    require(table.devices(&devices) == abi::kSuccess && devices == 1, "devices");
+    require(table.properties(&properties) == abi::kSuccess, "getProperties");
     const int queue = abi::kMaxRequests * properties.maxRecvs;
     require(properties.netDeviceType == abi::kGinProxy && (queue & (queue - 1)) == 0 && queue >= options.queue, "properties");
+    const int kinds = abi::kPtrHost | abi::kPtrCuda;
+    require((properties.ptrSupport & kinds) == kinds && properties.vProps.ndevs == 1 && properties.vProps.devs[0] == 0, "properties");
+    // Who takes dma-bufs must have regMrSymDmaBuf.
+    require((properties.ptrSupport & abi::kPtrDmaBuf) == 0 || table.has_dma_buf(), "dma-bufs are taken, and by no function");
     for (Queue& one : queues_) one.states.resize(static_cast<size_t>(options.queue));
 }
 
 Proxy::~Proxy() {
     close();
-    if (context_ != nullptr) require(v14->finalize(context_) == abi::kSuccess, "finalize");
+    if (context_ != nullptr) require(table.finalize(context_) == abi::kSuccess, "finalize");
 }
 
-abi::Result Proxy::listen() { return v14->listen(context_, 0, world_.shared().handles[rank_], &listener_); }
+abi::Result Proxy::listen() { return table.listen(context_, world_.shared().handles[rank_], &listener_); }
 
 abi::Result Proxy::connect() {
     std::vector<void*> handles;
     for (int rank = 0; rank < options_.ranks; ++rank) handles.push_back(world_.shared().handles[rank]);
-    const abi::Result result = v14->connect(context_, handles.data(), options_.ranks, rank_, listener_, &comm);
-    require(v14->closeListen(listener_) == abi::kSuccess, "closeListen");
+    const abi::Result result = table.connect(context_, handles.data(), options_.ranks, rank_, listener_, &comm);
+    require(table.close_listen(listener_) == abi::kSuccess, "closeListen");
+    if (result != abi::kSuccess) return result;
+    // Were it true, NCCL's barriers would leave out their flushes of other peers: a signal stands for the puts before it of its own context
+    // and peer, and for no others.  That it does stand for those, the random puts show.
+    abi::RmaProperties promised{true};
+    require(table.rma_properties(comm, &promised) == abi::kSuccess && !promised.flushesAllPutsOnAnySignal, "getRmaProperties");
     return result;
 }
 
 void Proxy::open_contexts() {
-    abi::Config config{options_.contexts, 0, 1};
-    require(v14->createContext(comm, &config, &rma) == abi::kSuccess, "createContext");
+    require(table.create_context(comm, options_.contexts, &rma) == abi::kSuccess, "createContext");
     for (Queue& queue : queues_) {
         queue.inlines.reset(new uint64_t[static_cast<size_t>(options_.queue)]());
         queue.inlines_region =
@@ -58,7 +76,7 @@ void Proxy::start() {
 void* Proxy::add(char* memory, size_t bytes, uint64_t flags, bool host) {
     void* region = nullptr;
     const int type = host || !options_.cuda() ? abi::kPtrHost : abi::kPtrCuda;
-    require(v14->regMrSym(comm, memory, bytes, type, flags, &region) == abi::kSuccess, "regMrSym");
+    require(table.reg_mr(comm, memory, bytes, type, flags, &region) == abi::kSuccess, "regMrSym");
     require(reinterpret_cast<uint64_t>(region) >> 63 == 0, "NCCL keeps 63 bits of a handle");
     regions_.push_back(region);
     return region;
@@ -67,12 +85,11 @@ void* Proxy::add(char* memory, size_t bytes, uint64_t flags, bool host) {
 void Proxy::add_in_passing(char* memory, size_t bytes) {
     for (int i = 0; i < 10; ++i) {
         add(memory, bytes);
-        require(v14->deregMrSym(comm, regions_.back()) == abi::kSuccess, "deregMrSym");
+        require(table.dereg_mr(comm, regions_.back()) == abi::kSuccess, "deregMrSym");
         regions_.pop_back();
         void* other = nullptr;
-        abi::Config config{1, 0, 1};
-        require(v14->createContext(comm, &config, &other) == abi::kSuccess, "createContext");
-        require(v14->destroyContext(other) == abi::kSuccess, "destroyContext");
+        require(table.create_context(comm, 1, &other) == abi::kSuccess, "createContext");
+        require(table.destroy_context(other) == abi::kSuccess, "destroyContext");
         require(!last_error(), "an error was kept: " + logged());
     }
 }
@@ -80,11 +97,11 @@ void Proxy::add_in_passing(char* memory, size_t bytes) {
 void Proxy::close() {
     stop_ = true;
     if (thread_.joinable()) thread_.join();
-    if (rma != nullptr) require(v14->destroyContext(rma) == abi::kSuccess, "destroyContext");
+    if (rma != nullptr) require(table.destroy_context(rma) == abi::kSuccess, "destroyContext");
     rma = nullptr;
-    for (void* region : regions_) require(v14->deregMrSym(comm, region) == abi::kSuccess, "deregMrSym");
+    for (void* region : regions_) require(table.dereg_mr(comm, region) == abi::kSuccess, "deregMrSym");
     regions_.clear();
-    if (comm != nullptr) require(v14->closeColl(comm) == abi::kSuccess, "closeColl");
+    if (comm != nullptr) require(table.close_coll(comm) == abi::kSuccess, "closeColl");
     comm = nullptr;
 }
 
@@ -100,6 +117,7 @@ abi::Result Proxy::timed(Calls& calls, const Call& call) {
 }
 
 void Proxy::run() {  // no CUDA context is current here, as in NCCL's thread
+    const AsNcclThread watched(options_);
     while (!stop_) {
         const abi::Result result = turn();
         if (result != abi::kSuccess) {
@@ -120,7 +138,7 @@ abi::Result Proxy::turn() {
             for (uint32_t i = done; i != queue.seen; ++i) {
                 State& state = queue.states[i % size];
                 if (state.done == 0) {
-                    if (const auto result = timed(polls_, [&] { return v14->test(comm, state.request, &state.done); })) return result;
+                    if (const auto result = timed(polls_, [&] { return table.test(comm, state.request, &state.done); })) return result;
                 }
                 if (state.done != 0 && i == done) queue.done.store(++done);
             }
@@ -139,17 +157,16 @@ abi::Result Proxy::turn() {
             }
         }
     }
-    timed(polls_, [&] { return v14->rmaProgress(rma); });  // NCCL does not look at what it returns
+    timed(polls_, [&] { return table.progress(rma); });  // NCCL does not look at what it returns
     return abi::kSuccess;
 }
 
 abi::Result Proxy::issue(int context, int peer, Queue& queue, State& state, uint32_t place) {
     const Operation& o = state.operation;
     const auto rank = static_cast<uint32_t>(peer);
-    if (o.kind == Operation::kFlush) return v14->iflush(rma, context, o.signal, static_cast<uint32_t>(rank_), &state.request);
+    if (o.kind == Operation::kFlush) return table.flush(rma, context, o.signal, static_cast<uint32_t>(rank_), &state.request);
     if (o.kind == Operation::kGet) {
-        if (v16_ != nullptr) return v16_->iget(rma, context, o.from_at, o.from, o.bytes, o.to_at, o.to, rank, 0, &state.request);
-        return v14->iget(rma, context, o.from_at, o.from, o.bytes, o.to_at, o.to, rank, &state.request);
+        return table.get(rma, context, o.from_at, o.from, o.bytes, o.to_at, o.to, rank, &state.request);
     }
     void* from = o.from;
     uint64_t from_at = o.from_at;
@@ -158,16 +175,9 @@ abi::Result Proxy::issue(int context, int peer, Queue& queue, State& state, uint
         from = queue.inlines_region;
         from_at = place * sizeof(uint64_t);
     }
-    if (o.signal == nullptr) {
-        if (v16_ != nullptr) return v16_->iput(rma, context, from_at, from, o.bytes, o.to_at, o.to, rank, 0, &state.request);
-        return v14->iput(rma, context, from_at, from, o.bytes, o.to_at, o.to, rank, &state.request);
-    }
-    if (v16_ != nullptr) {
-        return v16_->iputSignal(rma, context, from_at, from, o.bytes, o.to_at, o.to, rank, o.signal_at, o.signal, o.signal_value,
-                                o.signal_op, o.strong, 0, &state.request);
-    }
-    return v14->iputSignal(rma, context, from_at, from, o.bytes, o.to_at, o.to, rank, o.signal_at, o.signal, o.signal_value, o.signal_op,
-                           o.strong, &state.request);
+    if (o.signal == nullptr) return table.put(rma, context, from_at, from, o.bytes, o.to_at, o.to, rank, &state.request);
+    return table.put_signal(rma, context, from_at, from, o.bytes, o.to_at, o.to, rank, o.signal_at, o.signal, o.signal_value, o.signal_op,
+                            o.strong, &state.request);
 }
 
 void Proxy::post(int context, int peer, const Operation& operation) {
@@ -217,6 +227,6 @@ bool Proxy::wait_result(std::chrono::milliseconds limit) {
 
 bool Proxy::last_error() {
     bool failed = false;
-    require(v14->queryLastError(rma, &failed) == abi::kSuccess, "queryLastError");
+    require(table.last_error(rma, &failed) == abi::kSuccess, "queryLastError");
     return failed;
 }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "rma_plugin/times.h"
+#include "table.h"
 #include "world.h"
 
 struct Operation {
@@ -46,7 +47,7 @@ class Proxy {
     double longest_call() const { return longest_call_; }  // seconds, on the thread
     void print_times() const;                              // what was posted, and what the plugin has added up
 
-    const abi::RmaV14* v14 = nullptr;
+    const Table table;
     void *comm = nullptr, *rma = nullptr;
 
   private:
@@ -74,7 +75,6 @@ class Proxy {
     const Options& options_;
     World& world_;
     const int rank_;
-    const abi::RmaV16* v16_ = nullptr;
     void *context_ = nullptr, *listener_ = nullptr;
     std::vector<Queue> queues_;
     std::vector<void*> regions_;

@@ -94,6 +94,9 @@ int main(int count, char** words) {
         if (scenario == "wrong_secret") return wrong_secret(options, world, rank);
         if (scenario == "absent") return absent(options, world, rank);
         if (scenario == "strangers") return strangers(options, world, rank);
+        if (scenario == "full_door") return full_door(options, world, rank);
+        if (scenario == "crowded") return crowded(options, world, rank);
+        if (scenario == "half_registered") return half_registered(options, world, rank);
         if (scenario == "misuse") return misuse(options, world, rank);
         if (scenario == "again") return again(options, world, rank);
         if (scenario == "left") return left(options, world, rank);

@@ -298,6 +298,7 @@ bool random_case(const Options& options, World& world, int rank) {
     require(!proxy.last_error(), "an error was kept: " + logged());
     require(logged().empty() || options.mode == "threads", "something was logged: " + logged());
     proxy.close();
+    require(proxy.table.never_called().empty(), "the mock calls not all of the table:" + proxy.table.never_called());
     if (options.mode == "processes") proxy.print_times();
     return true;
 }

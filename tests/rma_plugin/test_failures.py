@@ -70,13 +70,10 @@ def test_another_secret_is_refused_on_both_sides(drive: Drive) -> None:
     drive("wrong_secret", way="tcp", timeout_ms=1000)
 
 
-def test_strangers_hold_nobody_up(drive: Drive) -> None:
-    drive("strangers", way="tcp", timeout_ms=5000)
-
-
+@pytest.mark.parametrize("table", [14, 16])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_caller_who_asks_for_nonsense_is_refused(drive: Drive, way: str) -> None:
-    drive("misuse", way=way, memory="cuda")
+def test_a_caller_who_asks_for_nonsense_is_refused(drive: Drive, way: str, table: int) -> None:
+    drive("misuse", way=way, memory="cuda", table=table)
 
 
 @pytest.mark.parametrize("lie", LIES)

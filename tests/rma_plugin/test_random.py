@@ -35,9 +35,11 @@ def test_long_queues(drive: Drive, way: str) -> None:
     drive("random", way=way, queue=256, contexts=8, ops=256, slice=400_000, epochs=1, memory="cuda")
 
 
+@pytest.mark.parametrize("memory", ["host", "cuda"])
 @pytest.mark.parametrize("way", WAYS)
-def test_the_newer_table(drive: Drive, way: str) -> None:
-    drive("random", way=way, table=16, slice=100_000)
+def test_the_newer_table(drive: Drive, way: str, memory: str) -> None:
+    """All of it, as the other tests do with the older one: a driver that leaves a function out says so."""
+    drive("random", way=way, memory=memory, table=16, slice=100_000)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -50,10 +52,11 @@ def test_some_peers_are_neighbours_and_some_are_not(drive: Drive, memory: str) -
     drive("random", mixed=1, ranks=4, memory=memory, slice=100_000)
 
 
+@pytest.mark.parametrize("table", [14, 16])
 @pytest.mark.parametrize("memory", ["host", "cuda"])
 @pytest.mark.parametrize("way", WAYS)
-def test_communicators_contexts_and_memory_come_and_go(drive: Drive, way: str, memory: str) -> None:
-    drive("again", way=way, memory=memory, ranks=3)
+def test_communicators_contexts_and_memory_come_and_go(drive: Drive, way: str, memory: str, table: int) -> None:
+    drive("again", way=way, memory=memory, ranks=3, table=table)
 
 
 @pytest.mark.parametrize("memory", ["host", "cuda"])

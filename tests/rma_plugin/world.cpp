@@ -117,6 +117,20 @@ void use_cuda_on_this_thread(const Options& options) {
     if (options.cuda()) cuda<int (*)(void*)>("cuCtxSetCurrent")(&context);
 }
 
+AsNcclThread::AsNcclThread(const Options& options) : cuda_(options.cuda()) {
+    if (cuda_) cuda<void (*)(bool)>("fake_nccl_thread")(true);
+}
+
+AsNcclThread::~AsNcclThread() {
+    if (cuda_) cuda<void (*)(bool)>("fake_nccl_thread")(false);
+}
+
+void hold_copies(bool hold) { cuda<void (*)(bool)>("fake_hold_copies")(hold); }
+
+int open_copies() { return cuda<int (*)()>("fake_open_copies")(); }
+
+int mapped_windows() { return cuda<int (*)()>("fake_mapped_windows")(); }
+
 char* allocate(const Options& options, size_t bytes, Sharing sharing) {
     const size_t whole = (bytes + 4095) / 4096 * 4096;
     char* memory;

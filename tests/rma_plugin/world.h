@@ -47,6 +47,23 @@ void require(bool fact, const std::string& what);
 enum class Sharing { kWindow, kPrivate };                               // as NCCL's windows, as NCCL's signals
 char* allocate(const Options& options, size_t bytes, Sharing sharing);  // filled with kUntouched, or zeros if private
 void use_cuda_on_this_thread(const Options& options);
+
+// For the fake driver: calls that may wait are errors on the calling thread, and elsewhere wait until this thread goes on.
+class AsNcclThread {
+  public:
+    explicit AsNcclThread(const Options& options);
+    ~AsNcclThread();
+    AsNcclThread(const AsNcclThread&) = delete;
+    AsNcclThread& operator=(const AsNcclThread&) = delete;
+
+  private:
+    const bool cuda_;
+};
+// Of this process, with memory=cuda.
+void hold_copies(bool hold);  // while they are held none ends
+int open_copies();            // behind which an event has been recorded that has not ended
+int mapped_windows();
+
 constexpr unsigned char kUntouched = 0xee;
 
 const std::string& logged();  // what the plugin has said so far
