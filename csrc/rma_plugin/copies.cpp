@@ -7,6 +7,7 @@
 #include "failure.h"
 
 namespace moecomm::rma {
+
 CopyStream::CopyStream(std::shared_ptr<Gpu> gpu) : gpu_(std::move(gpu)) {
     if (gpu_ == nullptr) return;
     stream_ = gpu_->create_stream();
