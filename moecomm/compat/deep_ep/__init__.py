@@ -21,7 +21,7 @@ What deep_ep has and this has not; each raises Unsupported, or differs as it say
 | `ElasticBuffer`: `recv_topk_weights` beside `recv_topk_idx == -1` | 0 |
 | `HybridEPBuffer.dispatch`, `HybridEPBuffer.combine` | `dispatch_with_permute`, `combine_with_unpermute` |
 | `HybridEPBuffer.dispatch_with_permute(handle=)` with `probs` or `topk_weights` | rows only |
-| a row of `routing_map` with more experts than any of the first call | `BadInput`; pass `topk_idx` |
+| a row of `routing_map` with more than 32 experts | `BadInput`; beside `num_permuted_tokens` a call later |
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ _FLAT_ROUNDS = 4  # worst cases with room in a window: two micro-batches, what a
 _BATCHED_ROUNDS = 3  # two in flight, and rows for a combine without a copy
 _EXPANDED_ROUNDS = 2
 _MORE_TOKENS = 128  # than a rank has: padding to any expert_alignment then fits what moecomm takes for the worst case
+_MORE_ROWS = 4  # times those that the first caller asks for
 _HANDLES = 64  # that may be alive at a time, of rounds of the worst case
 
 
@@ -132,14 +133,19 @@ class Pool:
         tokens: int,
         dtype: torch.dtype,
         expand: bool,
+        rows: int | None = None,
     ) -> Buffer:
-        """For rounds of deep_ep 2, whose callers say how many tokens a rank has at most."""
-        key = ("expand" if expand else "flat", hidden, num_experts, topk, tokens, dtype)
+        """For rounds of deep_ep 2, whose callers say how many tokens a rank has at most.  `rows`: what the first caller
+        asks for, where far fewer come than `topk` experts for every token would make; ranks may differ.
+        """
+        key = ("expand" if expand else "flat", hidden, num_experts, topk, tokens, dtype, rows is None)
         buffer = self._by_sizes.get(key)
         if buffer is not None:
             return buffer
+        self.require_open()
         settings = self._settings(hidden, num_experts, topk, tokens + _MORE_TOKENS, dtype)
-        round_bytes = settings.round_bytes("expert" if expand else "flat")
+        room = None if rows is None else max(_MORE_ROWS * self.most(rows), self.ranks.ranks * settings.max_tokens)
+        round_bytes = settings.round_bytes("expert" if expand else "flat", room)
         window = max(self._num_bytes, (_EXPANDED_ROUNDS if expand else _FLAT_ROUNDS) * round_bytes)
         buffer = self.get(key, lambda: self.open(device, settings, window))
         self._fill[id(buffer)] = window - round_bytes
@@ -185,6 +191,13 @@ def ask_to_grow(
 def asks_to_grow(error: Mismatch) -> bool:
     """Whether a rank, this one or another, has asked."""
     return error.field == "expert_alignment" and _GROW in (error.mine, error.theirs)
+
+
+def described(value: Any) -> str:
+    """What somebody passed in the place of a tensor, or of another one."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{value.dtype} {tuple(value.shape)} on {value.device}"
 
 
 def check_experts(num_experts: int, ranks: int) -> None:
