@@ -58,6 +58,17 @@ UNSUPPORTED: dict[str, Callable[[Buffer], Any]] = {
         b, dispatch_wait_recv_cost_stats=STATS
     ),
     "low_latency_combine(combine_wait_recv_cost_stats=)": lambda b: combine(b, combine_wait_recv_cost_stats=STATS),
+    "low_latency_dispatch(use_nvfp4=True)": lambda b: low_latency(b, use_nvfp4=True),
+    "(x_global_scale=)": lambda b: low_latency(b, x_global_scale=torch.ones(1)),
+    "low_latency_dispatch(num_sms=)": lambda b: low_latency(b, num_sms=8),
+    "low_latency_combine(num_sms=)": lambda b: combine(b, num_sms=3),
+    "low_latency_combine(overlap=True)": lambda b: combine(b, overlap=True),
+    "(src_signals=)": lambda b: combine(b, src_signals=STATS),
+    "(src_signal_expect_value=)": lambda b: combine(b, src_signal_expect_value=1),
+    "(packed_recv_count=)": lambda b: combine(b, packed_recv_count=STATS),
+    "(comp_signal=)": lambda b: combine(b, comp_signal=STATS),
+    "(block_m=)": lambda b: combine(b, block_m=64),
+    "(threshold=)": lambda b: combine(b, threshold=1),
     "low_latency_combine(use_logfmt=True)": lambda b: combine(b, use_logfmt=True),
     "ElasticBuffer(num_cpu_bytes=)": lambda b: ElasticBuffer(Alone(), num_cpu_bytes=1 << 21),
     "ElasticBuffer.engram_*": lambda b: ElasticBuffer(Alone()).engram_fetch(IDX),
@@ -89,8 +100,16 @@ OTHERWISE = {  # rows of the table that say what is different, tested where the 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_is_not_supported_says_so(buffer: Buffer, name: str) -> None:
-    with pytest.raises(moecomm.Unsupported):
+    with pytest.raises(moecomm.Unsupported) as error:
         UNSUPPORTED[name](buffer)
+    if name.startswith("("):
+        assert name[1:].rstrip("=)") in str(error.value)
+
+
+def test_what_newer_ones_have_may_be_given_as_nothing(buffer: Buffer) -> None:
+    low_latency(buffer, use_nvfp4=False, x_global_scale=None, num_sms=0)
+    combined, _, _ = combine(buffer, overlap=False, src_signals=None, comp_signal=None, threshold=0, num_sms=None)
+    assert combined.shape == X.shape
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

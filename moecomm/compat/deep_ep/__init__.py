@@ -9,6 +9,10 @@ What deep_ep has and this has not; each raises Unsupported, or differs as it say
 | `get_local_buffer_tensor(size=)`, `(offset=)` | nothing; without them an empty tensor |
 | `low_latency_dispatch(dispatch_wait_recv_cost_stats=)` | nothing |
 | `low_latency_combine(combine_wait_recv_cost_stats=)` | nothing |
+| `low_latency_dispatch(use_nvfp4=True)`, `(x_global_scale=)` | FP8 rows, or those given |
+| `low_latency_dispatch(num_sms=)`, `low_latency_combine(num_sms=)` | as many as the round takes |
+| `low_latency_combine(overlap=True)`, `(src_signals=)`, `(src_signal_expect_value=)`, | nothing |
+| `(packed_recv_count=)`, `(comp_signal=)`, `(block_m=)`, `(threshold=)` of the same | nothing |
 | `low_latency_combine(use_logfmt=True)` | bfloat16 rows, added in float32 |
 | `low_latency_update_mask_buffer(mask=True)` | `PeerLost` on every rank that is left |
 | handles taken apart, or made by hand | a handle is passed back as it is: `BadInput` for a tuple of its items |

@@ -200,6 +200,19 @@ def described(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)} on {value.device}"
 
 
+def check_stats(stats: Any, experts: int, device: torch.device) -> None:
+    """Raises BadInput unless each local expert's tokens can be added to it."""
+    if (
+        not isinstance(stats, torch.Tensor)
+        or stats.shape != (experts,)
+        or stats.dtype is not torch.int32
+        or stats.device != device
+        or not stats.is_contiguous()
+    ):
+        want = f"int32 [{experts}] on {device}, contiguous"
+        raise BadInput("cumulative_local_expert_recv_stats", described(stats), want)
+
+
 def check_experts(num_experts: int, ranks: int) -> None:
     """Raises BadInput unless every rank has as many."""
     if num_experts < 1 or num_experts % ranks:
