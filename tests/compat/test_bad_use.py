@@ -166,6 +166,24 @@ def test_a_handle_goes_back_as_it_is(buffer: Buffer) -> None:
             call()
 
 
+def dispatch(buffer: Buffer, x: Any = X, **more: Any) -> Any:
+    return buffer.dispatch(x, **{"topk_idx": IDX, "num_tokens_per_expert": PER_EXPERT, **more})
+
+
+def biased(buffer: Buffer, bias: Any) -> Any:
+    recv_x, *_, handle, _ = dispatch(buffer)
+    return buffer.combine(recv_x, handle, bias=bias)
+
+
+def combined(buffer: Buffer, topk_idx: Any, topk_weights: Any) -> Any:
+    recv_x, _, handle, *_ = low_latency(buffer, use_fp8=False)
+    return buffer.low_latency_combine(recv_x, topk_idx, topk_weights, handle)
+
+
+def elastic(_: Buffer, topk_idx: Any = IDX, **more: Any) -> Any:
+    return ElasticBuffer(Alone(), num_max_tokens_per_rank=4).dispatch(X, topk_idx, num_experts=2, **more)
+
+
 BAD: dict[str, Callable[[Buffer], Any]] = {
     "num_experts": lambda b: b.get_dispatch_layout(IDX, 0),
     "topk_idx": lambda b: b.get_dispatch_layout(IDX.float(), 2),
@@ -195,6 +213,49 @@ BAD: dict[str, Callable[[Buffer], Any]] = {
     "previous_event": lambda b: b.dispatch(X, previous_event=3),
     "bias": lambda b: b.combine(X, b.dispatch(X, topk_idx=IDX, num_tokens_per_expert=PER_EXPERT)[4], bias=(X,)),
     "group": lambda b: Buffer(None),
+    "bias of another shape": lambda b: biased(b, (X, X[:1])),
+    "bias of another dtype": lambda b: biased(b, (X, X.float())),
+    "bias on another device": lambda b: biased(b, (X, X.to("meta"))),
+    "bias of numbers": lambda b: biased(b, (1, 2)),
+    "bias of a number": lambda b: biased(b, (None, 2)),
+    "config": lambda b: dispatch(b, config=3),
+    "config of a combine": lambda b: b.combine(X, dispatch(b)[4], config=3),
+    "x of three": lambda b: dispatch(b, (X, X, X)),
+    "x of one": lambda b: dispatch(b, (X,)),
+    "x none": lambda b: dispatch(b, None),
+    "topk_idx of one dimension": lambda b: dispatch(b, topk_idx=IDX[0]),
+    "topk_idx listed": lambda b: dispatch(b, topk_idx=IDX.tolist()),
+    "topk_idx listed for a layout": lambda b: b.get_dispatch_layout(IDX.tolist(), 2),
+    "num_tokens_per_expert of no dimension": lambda b: dispatch(b, num_tokens_per_expert=torch.tensor(2)),
+    "num_tokens_per_expert listed": lambda b: dispatch(b, num_tokens_per_expert=[0, 0]),
+    "is_token_in_rank listed": lambda b: b.dispatch(
+        X, num_tokens_per_expert=PER_EXPERT, is_token_in_rank=[[True], [True]]
+    ),
+    "x of no low latency": lambda b: b.low_latency_dispatch(None, IDX, 4, 2),
+    "x of another kind": lambda b: b.low_latency_dispatch(X.float().numpy(), IDX, 4, 2),
+    "x of one dimension": lambda b: b.low_latency_dispatch(X[0], IDX, 4, 2),
+    "topk_idx of no low latency": lambda b: b.low_latency_dispatch(X, None, 4, 2),
+    "topk_idx none for a combine": lambda b: combined(b, None, torch.ones(2, 2)),
+    "topk_idx of floats": lambda b: combined(b, IDX.float(), torch.ones(2, 2)),
+    "topk_weights beside other ids": lambda b: combined(b, IDX.clone(), torch.ones(2, 1)),
+    "topk_weights listed": lambda b: combined(b, IDX.clone(), [1.0]),
+    "mask_status": lambda b: b.low_latency_query_mask_buffer([0]),
+    **{
+        f"cumulative_local_expert_recv_stats {call.__name__} {n}": lambda b, call=call, stats=stats: call(
+            b, cumulative_local_expert_recv_stats=stats
+        )
+        for call in (low_latency, elastic)
+        for n, stats in enumerate(
+            (
+                torch.zeros(2),
+                torch.zeros(3, dtype=torch.int32),
+                torch.zeros(2, dtype=torch.int32, device="meta"),
+                torch.zeros(4, dtype=torch.int32)[::2],
+                3,
+            )
+        )
+    },
+    "topk_idx listed for the elastic one": lambda b: elastic(b, topk_idx=IDX.tolist()),
 }
 
 

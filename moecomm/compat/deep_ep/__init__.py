@@ -30,6 +30,7 @@ What deep_ep has and this has not; each raises Unsupported, or differs as it say
 
 from __future__ import annotations
 
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import torch
@@ -48,6 +49,7 @@ topk_idx_t = torch.int64
 utils = event  # deep_ep.utils has the events
 buffers = ModuleType("deep_ep.buffers")  # deep_ep 2's path to both
 vars(buffers).update(legacy=buffer, elastic=elastic)
+buffers.__spec__ = ModuleSpec("deep_ep.buffers", None, is_package=True)  # which importlib.util.find_spec asks for
 MODULES = {  # import paths below deep_ep
     "buffer": buffer,
     "buffers": buffers,

@@ -211,6 +211,8 @@ class LowLatency:
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Zeros: no rank is masked."""
+        if not isinstance(mask_status, torch.Tensor):
+            raise BadInput("mask_status", described(mask_status), "int32 [ranks]")
         if mask_status.shape != (self.group_size,) or mask_status.dtype is not torch.int32:
             raise BadInput("mask_status", f"{mask_status.dtype} {tuple(mask_status.shape)}", "int32 [ranks]")
         mask_status.zero_()

@@ -89,7 +89,10 @@ class Pool:
         dtype = x.dtype
         if dtype is torch.float8_e4m3fn:
             dtype = torch.bfloat16
-        key = (x.shape[1], num_experts, topk_idx.shape[1], dtype, worst)
+        try:
+            key = (x.shape[1], num_experts, topk_idx.shape[1], dtype, worst)
+        except (AttributeError, IndexError):
+            raise BadInput("topk_idx", described(topk_idx), "a tensor [tokens, topk]") from None
         if grow:
             del self._by_sizes[key]
         buffer = self._by_sizes.get(key)
