@@ -213,6 +213,28 @@ def test_without_a_wait_there_is_room_for_all_experts_from_the_first_call() -> N
     together(2, body)
 
 
+def test_layers_without_a_wait_may_keep_their_rounds_until_the_backward_pass() -> None:
+    """Thirty of them, in a window that is for far fewer rows than as many experts a token would make."""
+
+    def body(group: Any) -> None:
+        buffer = HybridEPBuffer(group, 256, 1000, 32)
+        x, map_ = routed(buffer.rank, [2] * 1000, 64)
+        x = x.repeat(1, 16)
+        kept = []
+        for layer in range(30):
+            hidden, *_, handle = buffer.dispatch_with_permute(
+                hidden=x + layer, routing_map=map_, num_permuted_tokens=2100, non_blocking=True
+            )
+            kept.append((hidden, handle))
+        for layer, (hidden, handle) in reversed(list(enumerate(kept))):
+            combined, _ = buffer.combine_with_unpermute(hidden=hidden, handle=handle)
+            assert torch.equal(combined, (x + layer) * 2)
+        (opened,) = buffer._pool._opened
+        assert opened.session.context.shape.heap_bytes < opened.settings.round_bytes("expert")
+
+    together(2, body)
+
+
 def test_more_experts_for_a_token_than_there_can_be_are_named_on_all_ranks() -> None:
     def body(group: Any) -> None:
         first, later = HybridEPBuffer(group, 16, 8, 20), HybridEPBuffer(group, 16, 8, 20)

@@ -35,7 +35,9 @@ class HybridEPBuffer:
     """Dispatch grouped by expert and padded, and its combine; both can be repeated the other way for gradients.
 
     `num_sms_dispatch_api` and `num_sms_combine_api` limit blocks; the other settings are of deep_ep's kernels.  More
-    tokens than `max_num_of_tokens_per_rank` take a larger window, on all ranks together (not with non_blocking).
+    tokens than `max_num_of_tokens_per_rank` of any rank, and more experts for a token, take a larger window, on all
+    ranks together.  Not beside num_permuted_tokens, where nothing waits: tokens are then limited, a token may have 32
+    experts from the first call, and a window has room for eight rounds of the rows that the first call asks for.
     """
 
     def __init__(

@@ -107,8 +107,8 @@ class Pool:
         tokens = max(tokens, min(most, max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length() if tokens else 0)))
         settings = self._settings(x.shape[1], num_experts, topk_idx.shape[1], tokens, dtype)
         round_bytes = settings.round_bytes("flat")
-        handle = self.ranks.ranks * tokens * (16 * settings.topk + 16)
-        window = max(self._num_bytes, _FLAT_ROUNDS * round_bytes + min(_HANDLES * handle, 4 * round_bytes))
+        handles = min(_HANDLES * self._handle_bytes(settings), 4 * round_bytes)
+        window = max(self._num_bytes, _FLAT_ROUNDS * round_bytes + handles)
         buffer = self.get(key, lambda: self.open(x.device, settings, window))
         self._fill[id(buffer)] = window - 2 * round_bytes
         return buffer
@@ -150,8 +150,11 @@ class Pool:
         room = None if rows is None else max(_MORE_ROWS * self.most(rows), self.ranks.ranks * settings.max_tokens)
         round_bytes = settings.round_bytes("expert" if expand else "flat", room)
         window = max(self._num_bytes, (_EXPANDED_ROUNDS if expand else _FLAT_ROUNDS) * round_bytes)
+        full = window - round_bytes
+        if rows is not None:  # handles, of so many columns of ids, are not small beside rows then
+            window += min(_HANDLES * self._handle_bytes(settings), 4 * round_bytes)
         buffer = self.get(key, lambda: self.open(device, settings, window))
-        self._fill[id(buffer)] = window - round_bytes
+        self._fill[id(buffer)] = full
         return buffer
 
     def open(self, device: torch.device, settings: Settings, window_bytes: int) -> Buffer:
@@ -173,6 +176,10 @@ class Pool:
 
     def _settings(self, hidden: int, num_experts: int, topk: int, tokens: int, dtype: torch.dtype) -> Settings:
         return Settings(self.ranks.ranks, hidden, num_experts, topk, tokens, dtype, "", None)
+
+    @staticmethod
+    def _handle_bytes(settings: Settings) -> int:
+        return settings.ranks * settings.max_tokens * (16 * settings.topk + 16)
 
     def most(self, tokens: int) -> int:
         """Collective: the most that a rank has."""
