@@ -58,6 +58,17 @@ UNSUPPORTED: dict[str, Callable[[Buffer], Any]] = {
         b, dispatch_wait_recv_cost_stats=STATS
     ),
     "low_latency_combine(combine_wait_recv_cost_stats=)": lambda b: combine(b, combine_wait_recv_cost_stats=STATS),
+    "low_latency_dispatch(use_nvfp4=True)": lambda b: low_latency(b, use_nvfp4=True),
+    "(x_global_scale=)": lambda b: low_latency(b, x_global_scale=torch.ones(1)),
+    "low_latency_dispatch(num_sms=)": lambda b: low_latency(b, num_sms=8),
+    "low_latency_combine(num_sms=)": lambda b: combine(b, num_sms=3),
+    "low_latency_combine(overlap=True)": lambda b: combine(b, overlap=True),
+    "(src_signals=)": lambda b: combine(b, src_signals=STATS),
+    "(src_signal_expect_value=)": lambda b: combine(b, src_signal_expect_value=1),
+    "(packed_recv_count=)": lambda b: combine(b, packed_recv_count=STATS),
+    "(comp_signal=)": lambda b: combine(b, comp_signal=STATS),
+    "(block_m=)": lambda b: combine(b, block_m=64),
+    "(threshold=)": lambda b: combine(b, threshold=1),
     "low_latency_combine(use_logfmt=True)": lambda b: combine(b, use_logfmt=True),
     "ElasticBuffer(num_cpu_bytes=)": lambda b: ElasticBuffer(Alone(), num_cpu_bytes=1 << 21),
     "ElasticBuffer.engram_*": lambda b: ElasticBuffer(Alone()).engram_fetch(IDX),
@@ -89,8 +100,16 @@ OTHERWISE = {  # rows of the table that say what is different, tested where the 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_is_not_supported_says_so(buffer: Buffer, name: str) -> None:
-    with pytest.raises(moecomm.Unsupported):
+    with pytest.raises(moecomm.Unsupported) as error:
         UNSUPPORTED[name](buffer)
+    if name.startswith("("):
+        assert name[1:].rstrip("=)") in str(error.value)
+
+
+def test_what_newer_ones_have_may_be_given_as_nothing(buffer: Buffer) -> None:
+    low_latency(buffer, use_nvfp4=False, x_global_scale=None, num_sms=0)
+    combined, _, _ = combine(buffer, overlap=False, src_signals=None, comp_signal=None, threshold=0, num_sms=None)
+    assert combined.shape == X.shape
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -147,6 +166,24 @@ def test_a_handle_goes_back_as_it_is(buffer: Buffer) -> None:
             call()
 
 
+def dispatch(buffer: Buffer, x: Any = X, **more: Any) -> Any:
+    return buffer.dispatch(x, **{"topk_idx": IDX, "num_tokens_per_expert": PER_EXPERT, **more})
+
+
+def biased(buffer: Buffer, bias: Any) -> Any:
+    recv_x, *_, handle, _ = dispatch(buffer)
+    return buffer.combine(recv_x, handle, bias=bias)
+
+
+def combined(buffer: Buffer, topk_idx: Any, topk_weights: Any) -> Any:
+    recv_x, _, handle, *_ = low_latency(buffer, use_fp8=False)
+    return buffer.low_latency_combine(recv_x, topk_idx, topk_weights, handle)
+
+
+def elastic(_: Buffer, topk_idx: Any = IDX, **more: Any) -> Any:
+    return ElasticBuffer(Alone(), num_max_tokens_per_rank=4).dispatch(X, topk_idx, num_experts=2, **more)
+
+
 BAD: dict[str, Callable[[Buffer], Any]] = {
     "num_experts": lambda b: b.get_dispatch_layout(IDX, 0),
     "topk_idx": lambda b: b.get_dispatch_layout(IDX.float(), 2),
@@ -176,6 +213,49 @@ BAD: dict[str, Callable[[Buffer], Any]] = {
     "previous_event": lambda b: b.dispatch(X, previous_event=3),
     "bias": lambda b: b.combine(X, b.dispatch(X, topk_idx=IDX, num_tokens_per_expert=PER_EXPERT)[4], bias=(X,)),
     "group": lambda b: Buffer(None),
+    "bias of another shape": lambda b: biased(b, (X, X[:1])),
+    "bias of another dtype": lambda b: biased(b, (X, X.float())),
+    "bias on another device": lambda b: biased(b, (X, X.to("meta"))),
+    "bias of numbers": lambda b: biased(b, (1, 2)),
+    "bias of a number": lambda b: biased(b, (None, 2)),
+    "config": lambda b: dispatch(b, config=3),
+    "config of a combine": lambda b: b.combine(X, dispatch(b)[4], config=3),
+    "x of three": lambda b: dispatch(b, (X, X, X)),
+    "x of one": lambda b: dispatch(b, (X,)),
+    "x none": lambda b: dispatch(b, None),
+    "topk_idx of one dimension": lambda b: dispatch(b, topk_idx=IDX[0]),
+    "topk_idx listed": lambda b: dispatch(b, topk_idx=IDX.tolist()),
+    "topk_idx listed for a layout": lambda b: b.get_dispatch_layout(IDX.tolist(), 2),
+    "num_tokens_per_expert of no dimension": lambda b: dispatch(b, num_tokens_per_expert=torch.tensor(2)),
+    "num_tokens_per_expert listed": lambda b: dispatch(b, num_tokens_per_expert=[0, 0]),
+    "is_token_in_rank listed": lambda b: b.dispatch(
+        X, num_tokens_per_expert=PER_EXPERT, is_token_in_rank=[[True], [True]]
+    ),
+    "x of no low latency": lambda b: b.low_latency_dispatch(None, IDX, 4, 2),
+    "x of another kind": lambda b: b.low_latency_dispatch(X.float().numpy(), IDX, 4, 2),
+    "x of one dimension": lambda b: b.low_latency_dispatch(X[0], IDX, 4, 2),
+    "topk_idx of no low latency": lambda b: b.low_latency_dispatch(X, None, 4, 2),
+    "topk_idx none for a combine": lambda b: combined(b, None, torch.ones(2, 2)),
+    "topk_idx of floats": lambda b: combined(b, IDX.float(), torch.ones(2, 2)),
+    "topk_weights beside other ids": lambda b: combined(b, IDX.clone(), torch.ones(2, 1)),
+    "topk_weights listed": lambda b: combined(b, IDX.clone(), [1.0]),
+    "mask_status": lambda b: b.low_latency_query_mask_buffer([0]),
+    **{
+        f"cumulative_local_expert_recv_stats {call.__name__} {n}": lambda b, call=call, stats=stats: call(
+            b, cumulative_local_expert_recv_stats=stats
+        )
+        for call in (low_latency, elastic)
+        for n, stats in enumerate(
+            (
+                torch.zeros(2),
+                torch.zeros(3, dtype=torch.int32),
+                torch.zeros(2, dtype=torch.int32, device="meta"),
+                torch.zeros(4, dtype=torch.int32)[::2],
+                3,
+            )
+        )
+    },
+    "topk_idx listed for the elastic one": lambda b: elastic(b, topk_idx=IDX.tolist()),
 }
 
 

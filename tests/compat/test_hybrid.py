@@ -12,6 +12,7 @@ from moecomm.compat.deep_ep import HybridEPBuffer
 from moecomm.rendezvous import Alone
 
 from . import oracle
+from .test_no_kernels import Computed
 from .together import together
 
 HIDDEN, TOKENS = 256, 12
@@ -146,6 +147,123 @@ def test_a_rank_with_more_tokens_than_before_makes_room_with_the_others() -> Non
     together(2, body)
 
 
+def routed(rank: int, picks: list[int], num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows, and a map that gives token t picks[t] experts, other ones for each token."""
+    map_ = torch.zeros(len(picks), num_experts, dtype=torch.bool)
+    for token, count in enumerate(picks):
+        map_[token, (torch.arange(count) * 3 + token + rank) % num_experts] = True
+    assert map_.sum(dim=1).tolist() == picks
+    x = torch.arange(len(picks) * 16).view(-1, 16) % 97 + 100.0 * rank + 1
+    return x.bfloat16(), map_
+
+
+def there_and_back(buffer: HybridEPBuffer, rank: int, all_picks: list[list[int]], **options: Any) -> None:
+    """A dispatch and a combine, each checked row by row: what everybody sent is drawn anew."""
+    num_experts = 8 if max(map(max, [p or [0] for p in all_picks])) <= 8 else 40
+    sent = [routed(r, picks, num_experts) for r, picks in enumerate(all_picks)]
+    x, map_ = sent[rank]
+    probs = map_ * (x[:, :1].float() + torch.arange(num_experts))
+    hidden, weights, _, counts, handle = buffer.dispatch_with_permute(
+        hidden=x, routing_map=map_, probs=probs, num_of_experts_per_rank=num_experts // len(sent), **options
+    )
+    mine = range(rank * (num_experts // len(sent)), (rank + 1) * (num_experts // len(sent)))
+    want = [(their_x[t], float(their_x[t, 0]) + e) for e in mine for their_x, m in sent for t in m[:, e].nonzero()]
+    assert int(counts.sum()) == len(want)
+    for row, (rows, prob) in enumerate(want):
+        assert torch.equal(hidden[row], rows[0]) and weights is not None and weights[row] == prob
+    assert len(hidden) == options.get("num_permuted_tokens", len(want))
+    combined, home = buffer.combine_with_unpermute(hidden=hidden, probs=weights, handle=handle)
+    close = (combined.float() - x.float() * map_.sum(dim=1, keepdim=True)).abs() <= 2.0**-7 * combined.float().abs()
+    assert close.all() and torch.equal(home, probs)
+
+
+# Picks of the tokens of two ranks, call by call: none at all at first; then more on one rank, the other, and both.
+GROWING = [
+    [[], []],
+    [[1], [1, 0]],
+    [[1, 1], [2, 3]],
+    [[8] * 5, [1]],
+    [[2] * 3, [2] * 300],
+    [[4, 1], [8] * 700],
+]
+
+
+def test_a_token_may_have_more_experts_than_any_before() -> None:
+    def body(group: Any) -> None:
+        buffer = HybridEPBuffer(group, 16, 8, 4)
+        for all_picks in GROWING:
+            there_and_back(buffer, buffer.rank, all_picks)
+        assert buffer.config.max_num_of_tokens_per_rank == 700
+
+    together(2, body)
+
+
+def test_without_a_wait_there_is_room_for_all_experts_from_the_first_call() -> None:
+    def body(group: Any) -> None:
+        buffer = HybridEPBuffer(group, 16, 8, 4)
+        for all_picks in GROWING[:4]:
+            with Computed() as seen:
+                x, map_ = routed(buffer.rank, all_picks[buffer.rank], 8)
+                buffer.dispatch_with_permute(hidden=x, routing_map=map_, num_permuted_tokens=50, non_blocking=True)
+            assert "sort" in seen.names and "_local_scalar_dense" not in seen.names, "the host reads nothing"
+            # Other rows on each rank, and both kinds of calls in turns.
+            there_and_back(buffer, buffer.rank, all_picks, num_permuted_tokens=60 - buffer.rank, non_blocking=True)
+            there_and_back(buffer, buffer.rank, all_picks)
+
+    together(2, body)
+
+
+def test_layers_without_a_wait_may_keep_their_rounds_until_the_backward_pass() -> None:
+    """Thirty of them, in a window that is for far fewer rows than as many experts a token would make."""
+
+    def body(group: Any) -> None:
+        buffer = HybridEPBuffer(group, 256, 1000, 32)
+        x, map_ = routed(buffer.rank, [2] * 1000, 64)
+        x = x.repeat(1, 16)
+        kept = []
+        for layer in range(30):
+            hidden, *_, handle = buffer.dispatch_with_permute(
+                hidden=x + layer, routing_map=map_, num_permuted_tokens=2100, non_blocking=True
+            )
+            kept.append((hidden, handle))
+        for layer, (hidden, handle) in reversed(list(enumerate(kept))):
+            combined, _ = buffer.combine_with_unpermute(hidden=hidden, handle=handle)
+            assert torch.equal(combined, (x + layer) * 2)
+        (opened,) = buffer._pool._opened
+        assert opened.session.context.shape.heap_bytes < opened.settings.round_bytes("expert")
+
+    together(2, body)
+
+
+def test_more_experts_for_a_token_than_there_can_be_are_named_on_all_ranks() -> None:
+    def body(group: Any) -> None:
+        first, later = HybridEPBuffer(group, 16, 8, 20), HybridEPBuffer(group, 16, 8, 20)
+        there_and_back(later, later.rank, [[9], [1]])
+        for buffer in (first, later):
+            x, map_ = routed(buffer.rank, [[33], [1]][buffer.rank], 40)
+            with pytest.raises(moecomm.BadInput, match="33 experts") as error:
+                buffer.dispatch_with_permute(hidden=x, routing_map=map_)
+            assert error.value.argument == "routing_map"
+            there_and_back(buffer, buffer.rank, [[3], [32]])
+
+    together(2, body)
+
+
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_ranks_may_expect_other_numbers_of_tokens(non_blocking: bool) -> None:
+    """As Megatron does, which makes the buffer with the tokens of its own first call."""
+
+    def body(group: Any) -> None:
+        mine = [5, 200][group.rank]
+        buffer = HybridEPBuffer(group, 16, mine, 4)
+        options = {"num_permuted_tokens": 500, "non_blocking": True} if non_blocking else {}
+        there_and_back(buffer, group.rank, [[2] * 5, [2] * 200], **options)
+        there_and_back(buffer, group.rank, [[2] * 200, [2] * 5], **options)
+        assert buffer.config.max_num_of_tokens_per_rank == 200
+
+    together(2, body)
+
+
 def test_bad_use_is_named() -> None:
     buffer = HybridEPBuffer(Alone(), 16, 8, 2)
     x, map_ = torch.zeros(3, 16, dtype=torch.bfloat16), torch.eye(2, dtype=torch.bool)[[0, 1, 0]]
@@ -159,9 +277,28 @@ def test_bad_use_is_named() -> None:
         lambda: buffer.dispatch_with_permute(hidden=x, handle=(1,)),
         lambda: buffer.combine_with_unpermute(hidden=hidden),
         lambda: HybridEPBuffer(Alone(), 16, 8, 2).combine_with_unpermute(hidden=hidden, handle=handle),
-        lambda: buffer.dispatch_with_permute(hidden=x, routing_map=torch.ones_like(map_)),
     ):
         with pytest.raises(moecomm.BadInput):
             call()
+    named = buffer.dispatch_with_permute
+    ids = torch.zeros(3, 1, dtype=torch.int64)
+    for argument, call in (
+        ("hidden", lambda: named(hidden=None, routing_map=map_)),
+        ("hidden", lambda: named(hidden=x[0], routing_map=map_)),
+        ("hidden", lambda: buffer.combine_with_unpermute(hidden=None, handle=handle)),
+        ("routing_map", lambda: named(hidden=x, routing_map=map_.tolist())),
+        ("routing_map", lambda: named(hidden=x, routing_map=map_[:2])),
+        ("routing_map", lambda: named(hidden=x, routing_map=map_.to("meta"))),
+        ("probs", lambda: named(hidden=x, routing_map=map_, probs=torch.ones(3, 1))),
+        ("probs", lambda: named(hidden=x, routing_map=map_, probs=torch.ones(3, 2, device="meta"))),
+        ("probs", lambda: named(hidden=x, routing_map=map_, probs=[1.0])),
+        ("topk_idx", lambda: named(hidden=x, topk_idx=ids[:, 0], num_of_experts=2)),
+        ("topk_idx", lambda: named(hidden=x, topk_idx=ids.tolist(), num_of_experts=2)),
+        ("num_of_experts_per_rank", lambda: named(hidden=x, routing_map=map_, num_of_experts_per_rank=7)),
+        ("num_of_experts_per_rank", lambda: named(hidden=x, topk_idx=ids, num_of_experts=2, num_of_experts_per_rank=1)),
+    ):
+        with pytest.raises(moecomm.BadInput) as error:
+            call()
+        assert error.value.argument == argument
     again, *_ = buffer.dispatch_with_permute(hidden=x, routing_map=map_)
     assert torch.equal(again, hidden)

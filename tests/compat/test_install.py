@@ -17,6 +17,9 @@ assert "deep_ep" not in sys.modules
 module = moecomm.compat.install_as_deep_ep()
 assert module is moecomm.compat.install_as_deep_ep()
 assert importlib.util.find_spec("deep_ep") is not None
+assert importlib.util.find_spec("deep_ep.buffers").name == "deep_ep.buffers"
+assert importlib.util.find_spec("deep_ep.buffers.elastic") is not None
+assert importlib.util.find_spec("deep_ep.utils") is not None and importlib.util.find_spec("deep_ep.nothing") is None
 import deep_ep, deep_ep.utils, deep_ep.buffer
 from deep_ep import Buffer, Config, EventHandle, EventOverlap, topk_idx_t
 from deep_ep.utils import EventHandle as A, EventOverlap as B

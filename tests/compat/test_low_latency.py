@@ -130,6 +130,54 @@ def one_round(group: Any, case: oracle.Case, options: Any, hook: bool, early: bo
     buffer.destroy()
 
 
+@pytest.mark.parametrize("in_a_round", [False, True])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_combine_leaves_out_what_its_own_ids_do(
+    monkeypatch: pytest.MonkeyPatch, early: bool, in_a_round: bool
+) -> None:
+    """`early`: the dispatch was given the weights; `in_a_round`: they can't travel with a combine."""
+    if in_a_round:
+        monkeypatch.setattr(low_latency, "takes_weights", lambda buffer: False)
+    case = oracle.random_case(7, ranks=3, hidden=HIDDEN, most=TOKENS, topk=4)
+
+    def body(group: Any) -> int:
+        buffer = Buffer(group)
+        x, ids, weights = (of[buffer.rank] for of in (case.x, case.topk_idx, case.topk_weights))
+        y, _, handle, *_ = buffer.low_latency_dispatch(
+            x, ids, TOKENS, case.num_experts, use_fp8=False, topk_weights=weights if early else None
+        )
+        left_out = ids.clone()
+        left_out[::2, 0] = -1
+        left_out[1::3] = -1
+        before = weights.clone()
+        for given in (left_out, ids, left_out.int(), ids.clone()):
+            combined, _, _ = buffer.low_latency_combine(y, given, weights, handle)
+            total = torch.where(given >= 0, weights, 0.0).sum(1, keepdim=True) * x.float()
+            torch.testing.assert_close(combined.float(), total, rtol=2**-8, atol=1e-5)
+        assert torch.equal(weights, before)
+        return int((left_out != ids).sum())
+
+    assert sum(together(3, body)) > 9
+
+
+def test_three_results_may_be_alive_and_a_fourth_is_refused() -> None:
+    def body(group: Any) -> None:
+        buffer, x = Buffer(group), torch.ones(64, 4096, dtype=torch.bfloat16)
+        ids = torch.arange(2 * 64).view(64, 2) % 4
+
+        def dispatch() -> torch.Tensor:
+            recv_x: torch.Tensor = buffer.low_latency_dispatch(x, ids, 64, 4, use_fp8=False)[0]
+            return recv_x
+
+        alive = [dispatch() for _ in range(3)]
+        with pytest.raises(moecomm.BadInput, match="keep fewer outputs"):
+            dispatch()
+        alive.pop()
+        assert (dispatch()[:, 0] == 1).all() and all((y[:, 0] == 1).all() for y in alive)
+
+    together(2, body)
+
+
 def test_two_dispatches_whose_hooks_come_late() -> None:
     """Two micro-batches, one Buffer: the second dispatch ends the first, and its hook then has nothing to do."""
     cases = [oracle.random_case(seed, ranks=2, hidden=HIDDEN, most=TOKENS, topk=2) for seed in (1, 2)]

@@ -95,7 +95,10 @@ HYBRID = {
 CALLS = LEGACY | ELASTIC | HYBRID
 OURS = {  # what deep_ep does not have, after what it has
     "Buffer": "use_fabric=False",  # 1.2.1 forks had it
-    "Buffer.low_latency_dispatch": "topk_weights=None",
+    # What newer ones and forks have comes after ours, by name.
+    "Buffer.low_latency_dispatch": "topk_weights=None use_nvfp4=False x_global_scale=None num_sms=None",
+    "Buffer.low_latency_combine": "overlap=False src_signals=None src_signal_expect_value=None packed_recv_count=None"
+    " comp_signal=None block_m=None threshold=None num_sms=None",
     "HybridEPBuffer": "load_cached_kernels=False",  # of earlier commits
 }
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import fused_a2a, moe_utils, token_dispatcher
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from moecomm.compat import install_as_deep_ep
 
 HIDDEN, INTERMEDIATE, EXPERTS = 16, 24, 8
 
@@ -29,6 +32,21 @@ def without_transformer_engine() -> None:
     """The router of 0.16.1 asks for this name, and forgets to set it where there is no TransformerEngine."""
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def over_deep_ep() -> None:
+    """In a process of its own.  Megatron finds moecomm as deep_ep; it has looked already, when it was imported."""
+    install_as_deep_ep(replace=True)
+    importlib.reload(fused_a2a)
+    assert fused_a2a.HAVE_DEEP_EP and fused_a2a.HAVE_HYBRIDEP
+    for name in (
+        "fused_dispatch",
+        "fused_combine",
+        "set_deepep_num_sms",
+        "hybrid_ep_dispatch",
+        "hybrid_ep_combine",
+    ):
+        setattr(token_dispatcher, name, getattr(fused_a2a, name))
 
 
 def _sizes_as_lists(self: Any, point: str, tokens_per_expert: Any = None) -> Any:

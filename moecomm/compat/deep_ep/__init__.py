@@ -9,6 +9,10 @@ What deep_ep has and this has not; each raises Unsupported, or differs as it say
 | `get_local_buffer_tensor(size=)`, `(offset=)` | nothing; without them an empty tensor |
 | `low_latency_dispatch(dispatch_wait_recv_cost_stats=)` | nothing |
 | `low_latency_combine(combine_wait_recv_cost_stats=)` | nothing |
+| `low_latency_dispatch(use_nvfp4=True)`, `(x_global_scale=)` | FP8 rows, or those given |
+| `low_latency_dispatch(num_sms=)`, `low_latency_combine(num_sms=)` | as many as the round takes |
+| `low_latency_combine(overlap=True)`, `(src_signals=)`, `(src_signal_expect_value=)`, | nothing |
+| `(packed_recv_count=)`, `(comp_signal=)`, `(block_m=)`, `(threshold=)` of the same | nothing |
 | `low_latency_combine(use_logfmt=True)` | bfloat16 rows, added in float32 |
 | `low_latency_update_mask_buffer(mask=True)` | `PeerLost` on every rank that is left |
 | handles taken apart, or made by hand | a handle is passed back as it is: `BadInput` for a tuple of its items |
@@ -21,11 +25,12 @@ What deep_ep has and this has not; each raises Unsupported, or differs as it say
 | `ElasticBuffer`: `recv_topk_weights` beside `recv_topk_idx == -1` | 0 |
 | `HybridEPBuffer.dispatch`, `HybridEPBuffer.combine` | `dispatch_with_permute`, `combine_with_unpermute` |
 | `HybridEPBuffer.dispatch_with_permute(handle=)` with `probs` or `topk_weights` | rows only |
-| a row of `routing_map` with more experts than any of the first call | `BadInput`; pass `topk_idx` |
+| a row of `routing_map` with more than 32 experts | `BadInput`; beside `num_permuted_tokens` a call later |
 """
 
 from __future__ import annotations
 
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import torch
@@ -44,6 +49,7 @@ topk_idx_t = torch.int64
 utils = event  # deep_ep.utils has the events
 buffers = ModuleType("deep_ep.buffers")  # deep_ep 2's path to both
 vars(buffers).update(legacy=buffer, elastic=elastic)
+buffers.__spec__ = ModuleSpec("deep_ep.buffers", None, is_package=True)  # which importlib.util.find_spec asks for
 MODULES = {  # import paths below deep_ep
     "buffer": buffer,
     "buffers": buffers,

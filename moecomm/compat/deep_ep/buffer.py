@@ -120,6 +120,8 @@ class Buffer(LowLatency):
         shape of num_tokens_per_expert.
         """
         check_experts(num_experts, self.group_size)
+        if not isinstance(topk_idx, torch.Tensor):
+            raise BadInput("topk_idx", type(topk_idx).__name__, "a tensor [tokens, topk]")
         if topk_idx.ndim != 2 or topk_idx.dtype not in (torch.int64, torch.int32):
             raise BadInput("topk_idx", f"{topk_idx.dtype} {tuple(topk_idx.shape)}", "int64 or int32 [tokens, topk]")
         wait_for(previous_event)
@@ -201,8 +203,11 @@ class Buffer(LowLatency):
     @staticmethod
     def _limit(config: Config | None, x: Any) -> int | None:
         """Blocks that a caller has limited a call to; None: moecomm's own choice, as always on CPUs."""
-        if config is None and not Buffer._num_sms_was_set:
-            return None
+        if config is None:
+            if not Buffer._num_sms_was_set:
+                return None
+        elif not isinstance(config, Config):
+            raise BadInput("config", type(config).__name__, "None or a Config")
         rows = x[0] if isinstance(x, tuple) else x
         if not isinstance(rows, torch.Tensor) or not rows.is_cuda:
             return None

@@ -10,9 +10,10 @@ import torch
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.lazy import source, tokens_per_expert
 from moecomm.compat.deep_ep.normal import check_nothing
-from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_experts
+from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_experts, described
 from moecomm.errors import BadInput, Mismatch, Unsupported
 from moecomm.routed import Handle, Routed
+from moecomm.settings import MAX_TOPK
 
 
 class HybridEPHandle:
@@ -27,13 +28,16 @@ class _Routing(NamedTuple):
     ids: torch.Tensor
     weights: torch.Tensor | None
     num_experts: int
+    few: bool = False  # far fewer experts a token than columns of ids: the window is for rows that callers ask for
 
 
 class HybridEPBuffer:
     """Dispatch grouped by expert and padded, and its combine; both can be repeated the other way for gradients.
 
     `num_sms_dispatch_api` and `num_sms_combine_api` limit blocks; the other settings are of deep_ep's kernels.  More
-    tokens than `max_num_of_tokens_per_rank` take a larger window, on all ranks together (not with non_blocking).
+    tokens than `max_num_of_tokens_per_rank` of any rank, and more experts for a token, take a larger window, on all
+    ranks together.  Not beside num_permuted_tokens, where nothing waits: tokens are then limited, a token may have 32
+    experts from the first call, and a window has room for eight rounds of the rows that the first call asks for.
     """
 
     def __init__(
@@ -66,7 +70,8 @@ class HybridEPBuffer:
             max_num_of_tokens_per_rank=max_num_of_tokens_per_rank,
             num_of_experts_per_rank=num_local_experts,
         )
-        self._topk = 0  # of routing maps: the most experts that a row of the first one has, on any rank
+        self._topk = 0  # of routing maps: at least the most experts that a row of one so far had, on any rank
+        self._agreed = False  # whether all ranks have the same config: each may have been given its own tokens
 
     def dispatch(self, *args: Any, **named: Any) -> Any:
         """Unsupported: dispatch_with_permute is what frameworks call."""
@@ -99,8 +104,8 @@ class HybridEPBuffer:
         """hidden `[rows, H]` by expert, probs `[rows]`, scaling_factor, padded tokens_per_expert, handle.
 
         tokens_per_expert is int64, on the CPU, or, with `non_blocking`, on the device and nothing waits.  A
-        `routing_map` takes some small kernels to find its ids, and the first one a host wait; `topk_idx` spares both.
-        Rows of padding are zero.
+        `routing_map` takes some small kernels to find its ids, and the first one without num_permuted_tokens a host
+        wait; `topk_idx` spares both.  Rows of padding are zero.
         """
         if use_host_meta is not None:
             non_blocking = not use_host_meta
@@ -114,9 +119,13 @@ class HybridEPBuffer:
                 raise BadInput("num_permuted_tokens", num_permuted_tokens, f"{handle.rows}: the handle's")
             routed = native.buffer.dispatch(hidden, handle=native, sync=False, **options)
             return (*self._received(routed, handle.rows, pad_multiple, False), handle.tokens_per_expert, handle)
-        routing = self._routing(topk_idx, topk_weights, routing_map, probs, num_of_experts)
         align = pad_multiple or 1
-        routed = self._route(hidden, routing, align, num_permuted_tokens, options)
+        if routing_map is None:
+            routing = self._by_ids(topk_idx, topk_weights, num_of_experts, num_of_experts_per_rank)
+            routed = self._route(hidden, routing, align, num_permuted_tokens, options)
+        else:
+            self._check_map(hidden, routing_map, probs, num_of_experts_per_rank)
+            routing, routed = self._route_map(hidden, routing_map, probs, align, num_permuted_tokens, options)
         padded = _aligned(tokens_per_expert(routed.handle), align)
         if not non_blocking:
             padded = padded.cpu()
@@ -136,7 +145,7 @@ class HybridEPBuffer:
         num_dispatched_tokens: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden `[T, H]`: the sum of a token's rows, without weights; `[T, E]` of `probs` `[rows]`, 0 elsewhere."""
-        native = self._native_of(handle)
+        native, limit = self._native_of(handle), self._limit(hidden, self.num_sms_combine_api)
         assert handle is not None, "has just been checked"
         if len(hidden) != handle.rows:
             raise BadInput("hidden", f"{len(hidden)} rows", f"the {handle.rows} of the dispatch")
@@ -147,7 +156,7 @@ class HybridEPBuffer:
             weighted=False,
             weight_grads=None if probs is None else probs[:most],
             wire=hidden.dtype,  # a rank's rows are added and rounded first there, too
-            num_sms=self._limit(hidden, self.num_sms_combine_api),
+            num_sms=limit,
         )
         if probs is None:
             return out, None
@@ -156,42 +165,82 @@ class HybridEPBuffer:
         at = torch.where(handle.ids >= 0, handle.ids, handle.num_experts).long()
         return combined, dense.scatter_add_(1, at, weights)[:, : handle.num_experts]
 
-    def _routing(
+    def _by_ids(
         self,
         topk_idx: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
-        routing_map: torch.Tensor | None,
-        probs: torch.Tensor | None,
         num_experts: int | None,
+        per_rank: int | None,
     ) -> _Routing:
-        if routing_map is None:
-            if topk_idx is None or num_experts is None:
-                raise BadInput("routing_map", "None", "it, topk_idx and num_of_experts, or handle")
-            check_experts(num_experts, self.group_size)
-            return _Routing(topk_idx, topk_weights, num_experts)
-        if routing_map.dtype is not torch.bool or routing_map.ndim != 2:
-            raise BadInput("routing_map", f"{routing_map.dtype} {tuple(routing_map.shape)}", "bool [tokens, experts]")
-        num_experts = routing_map.shape[1]
+        if topk_idx is None or num_experts is None:
+            raise BadInput("routing_map", "None", "it, topk_idx and num_of_experts, or handle")
+        if not isinstance(topk_idx, torch.Tensor) or topk_idx.ndim != 2:
+            raise BadInput("topk_idx", described(topk_idx), "a tensor [tokens, topk]")
+        self._check_experts(num_experts, per_rank)
+        return _Routing(topk_idx, topk_weights, num_experts)
+
+    def _check_map(self, hidden: torch.Tensor, routing_map: Any, probs: Any, per_rank: int | None) -> None:
+        if not isinstance(routing_map, torch.Tensor) or routing_map.dtype is not torch.bool or routing_map.ndim != 2:
+            raise BadInput("routing_map", described(routing_map), "bool [tokens, experts]")
+        if routing_map.shape[0] != hidden.shape[0] or routing_map.device != hidden.device:
+            raise BadInput("routing_map", described(routing_map), f"{hidden.shape[0]} tokens on {hidden.device}")
+        if probs is not None and (
+            not isinstance(probs, torch.Tensor)
+            or probs.shape != routing_map.shape
+            or probs.device != routing_map.device
+        ):
+            raise BadInput("probs", described(probs), f"{tuple(routing_map.shape)} on {routing_map.device}")
+        self._check_experts(routing_map.shape[1], per_rank)
+
+    def _check_experts(self, num_experts: int, per_rank: int | None) -> None:
         check_experts(num_experts, self.group_size)
-        picks = routing_map.sum(dim=1)
+        if per_rank not in (None, num_experts // self.group_size):
+            raise BadInput("num_of_experts_per_rank", per_rank, f"{num_experts // self.group_size}, as the routing has")
+
+    def _route_map(
+        self,
+        hidden: torch.Tensor,
+        routing_map: torch.Tensor,
+        probs: torch.Tensor | None,
+        align: int,
+        rows: int | None,
+        options: dict[str, Any],
+    ) -> tuple[_Routing, Routed]:
+        """With `rows` there is no waiting for anybody, hence room for as many experts a token as there can be.  Without
+        them, a token with more than any before ends the round on all ranks, which make room together.
+        """
+        picks, num_experts = routing_map.sum(dim=1), routing_map.shape[1]
+        if rows is not None:
+            routing = _picked(routing_map, picks, probs, min(MAX_TOPK, num_experts), few=True)
+            return routing, self._route(hidden, routing, align, rows, options)
         if self._topk == 0:
-            self._topk = max(1, self._pool.most(int(picks.max()) if len(picks) else 0))
-        expert = torch.arange(num_experts, device=routing_map.device)
-        first = torch.where(routing_map, expert, num_experts).sort(dim=1).values[:, : self._topk]
-        weights = None
-        if probs is not None:
-            weights = probs.float().gather(1, first.clamp(max=num_experts - 1))
-        ids = torch.where(first < num_experts, first, -1)
-        # More than fit: an id that no expert has, which every rank is told of.
-        ids[:, :1] = torch.where(picks.unsqueeze(1) > self._topk, num_experts, ids[:, :1])
-        return _Routing(ids, weights, num_experts)
+            self._topk = self._most_picks(picks)
+        routing = _picked(routing_map, picks, probs, self._topk)
+        try:
+            return routing, self._route(hidden, routing, align, None, options)
+        except BadInput as error:
+            if error.argument != "topk_idx" or error.got != f"expert {num_experts}":
+                raise
+            most = self._most_picks(picks)
+            if most <= self._topk:  # what an earlier call has left behind
+                raise
+        self._topk = min(MAX_TOPK, 1 << (most - 1).bit_length())  # so that it grows a few times at most
+        routing = _picked(routing_map, picks, probs, self._topk)
+        return routing, self._route(hidden, routing, align, None, options)
+
+    def _most_picks(self, picks: torch.Tensor) -> int:
+        """Collective: the most experts of a token."""
+        most = self._pool.most(int(picks.max()) if len(picks) else 0)
+        if most > MAX_TOPK:
+            raise BadInput("routing_map", f"{most} experts for a token of a rank", f"at most {MAX_TOPK}")
+        return max(1, most)
 
     def _route(
         self, hidden: torch.Tensor, routing: _Routing, align: int, rows: int | None, options: dict[str, Any]
     ) -> Routed:
         """A dispatch by expert; where a rank has more tokens than the Buffer takes, again with a larger one."""
-        ids, weights, num_experts = routing
-        buffer = self._buffer(hidden, ids, num_experts, grow=False)
+        ids, weights = routing.ids, routing.weights
+        buffer = self._buffer(hidden, routing, rows, grow=False)
         given = {"layout": "expert", "expert_alignment": align, "max_rows": rows, **options}
         if rows is not None:
             return buffer.dispatch(hidden, ids, weights, sync=False, **given)
@@ -203,16 +252,25 @@ class HybridEPBuffer:
             except Mismatch as error:
                 if not asks_to_grow(error):
                     raise
-        buffer = self._buffer(hidden, ids, num_experts, grow=True)
+        buffer = self._buffer(hidden, routing, rows, grow=True)
         return buffer.dispatch(hidden, ids, weights, sync=True, **given)
 
-    def _buffer(self, hidden: torch.Tensor, ids: torch.Tensor, num_experts: int, *, grow: bool) -> Buffer:
+    def _buffer(self, hidden: torch.Tensor, routing: _Routing, rows: int | None, *, grow: bool) -> Buffer:
         dtype = torch.bfloat16 if hidden.dtype is torch.float8_e4m3fn else hidden.dtype
         sizes = self.config
-        if grow:
-            sizes.max_num_of_tokens_per_rank = self._pool.most(len(hidden))
-        most = sizes.max_num_of_tokens_per_rank
-        return self._pool.elastic(hidden.device, hidden.shape[1], num_experts, ids.shape[1], most, dtype, expand=True)
+        if grow or not self._agreed:
+            tokens = len(hidden) if grow else max(len(hidden), sizes.max_num_of_tokens_per_rank)
+            sizes.max_num_of_tokens_per_rank, self._agreed = self._pool.most(tokens), True
+        return self._pool.elastic(
+            hidden.device,
+            hidden.shape[1],
+            routing.num_experts,
+            routing.ids.shape[1],
+            sizes.max_num_of_tokens_per_rank,
+            dtype,
+            expand=True,
+            rows=rows if routing.few else None,
+        )
 
     def _received(
         self, routed: Routed, rows: int, pad_multiple: int | None, weighted: bool
@@ -240,7 +298,26 @@ class HybridEPBuffer:
 
     @staticmethod
     def _limit(hidden: torch.Tensor, num_sms: int | None) -> int | None:
+        if not isinstance(hidden, torch.Tensor) or hidden.ndim != 2:
+            raise BadInput("hidden", described(hidden), "a tensor of two dimensions")
         return num_sms or None if hidden.is_cuda else None
+
+
+def _picked(
+    routing_map: torch.Tensor, picks: torch.Tensor, probs: torch.Tensor | None, topk: int, few: bool = False
+) -> _Routing:
+    """A map as ids, ascending, and their probs.  `picks`: how many experts each token has."""
+    num_experts = routing_map.shape[1]
+    expert = torch.arange(num_experts, device=routing_map.device)
+    first = torch.where(routing_map, expert, num_experts).sort(dim=1).values[:, :topk]
+    weights = None
+    if probs is not None:
+        weights = probs.float().gather(1, first.clamp(max=num_experts - 1))
+    ids = torch.where(first < num_experts, first, -1)
+    if topk < num_experts:
+        # More than fit: an id that no expert has, which every rank is told of.
+        ids[:, :1] = torch.where(picks.unsqueeze(1) > topk, num_experts, ids[:, :1])
+    return _Routing(ids, weights, num_experts, few)
 
 
 def _aligned(counts: torch.Tensor, align: int) -> torch.Tensor:

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from moecomm.arrays import adopt, check_tensor
 from moecomm.buffer import Buffer
 from moecomm.combine import finish, prepare, run
 from moecomm.combine.arguments import takes_weights
 from moecomm.compat.deep_ep.event import EventOverlap, finished
 from moecomm.compat.deep_ep.lazy import LazyTuple, kept, source, tokens_per_expert
 from moecomm.compat.deep_ep.normal import check_nothing
-from moecomm.compat.deep_ep.pool import Pool, check_experts
+from moecomm.compat.deep_ep.pool import Pool, check_experts, check_stats, described
 from moecomm.dispatch import Options, outputs, with_options
 from moecomm.errors import BadInput, Unsupported
 from moecomm.routed import Handle, Routed
@@ -24,6 +25,8 @@ _FP8 = Options("batched", quantize="fp8", scale_layout="column")
 _ROUNDED = Options("batched", quantize="fp8", scale_format="ue8m0")
 _UE8M0 = _ROUNDED._replace(scale_layout="column")
 _BEGUN = {options: options._replace(begin=True) for options in (_PLAIN, _FP8, _ROUNDED, _UE8M0)}
+_NOTHING: tuple[Any, ...] = (False, None, None, None, None, None, None)  # of the keywords that newer deep_eps have
+_NOTHING_OF_A_DISPATCH = _NOTHING[:4]
 _WEIGHTS_HIDDEN = 8  # columns of the rows that routing weights travel beside: 16 bytes, the least there is
 
 
@@ -43,6 +46,7 @@ class LowLatencyHandle(LazyTuple):
     )
 
     native: Handle
+    topk_idx: torch.Tensor  # of the dispatch
     topk_weights: torch.Tensor | None  # those that the dispatch carried, until others have taken their place
     combine_rows: torch.Tensor | None = None  # in the window, for the next combine without a copy
 
@@ -73,6 +77,9 @@ class LowLatency:
         return_recv_hook: bool = False,
         *,
         topk_weights: torch.Tensor | None = None,
+        use_nvfp4: bool = False,
+        x_global_scale: torch.Tensor | None = None,
+        num_sms: int | None = None,
     ) -> tuple[Any, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None] | None]:
         """recv_x or (recv_x, scales), recv_count, handle, event, hook (None without `return_recv_hook`).
 
@@ -80,14 +87,24 @@ class LowLatency:
         tensor, unchanged.  `round_scale` without `use_ue8m0`, and `cumulative_local_expert_recv_stats`, take a kernel
         of their own each.  A hook that has not been called when the next dispatch of these sizes begins runs then.
         """
-        if dispatch_wait_recv_cost_stats is not None:
-            check_nothing(dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
+        if (use_nvfp4, dispatch_wait_recv_cost_stats, x_global_scale, num_sms) != _NOTHING_OF_A_DISPATCH:
+            check_nothing(
+                dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats,
+                use_nvfp4=use_nvfp4,
+                x_global_scale=x_global_scale,
+                num_sms=num_sms,
+            )
         if async_finish and return_recv_hook:
             raise _two_waits()
         if use_ue8m0 and not (use_fp8 and round_scale):
             raise BadInput("use_ue8m0", True, "use_fp8 and round_scale beside it")
-        if x.ndim != 2 or topk_idx.ndim != 2:
-            raise BadInput("x, topk_idx", f"{x.ndim} and {topk_idx.ndim} dimensions", "two each")
+        if not isinstance(x, torch.Tensor) or x.ndim != 2:
+            raise BadInput("x", described(x), "a tensor [tokens, hidden]")
+        if not isinstance(topk_idx, torch.Tensor) or topk_idx.ndim != 2:
+            raise BadInput("topk_idx", described(topk_idx), "a tensor [tokens, topk]")
+        stats = cumulative_local_expert_recv_stats
+        if stats is not None:
+            check_stats(stats, num_experts // self.group_size, x.device)
         pool = self._pool
         buffer = pool.batched(
             x.device, x.shape[1], num_experts, topk_idx.shape[1], num_max_dispatch_tokens_per_rank, x.dtype
@@ -98,10 +115,9 @@ class LowLatency:
         begun = _BEGUN[options] if return_recv_hook else options
         routed = with_options(buffer, begun, x, topk_idx, topk_weights, sync=False)
         handle = LowLatencyHandle(LowLatencyHandle.makers)  # quicker than through a __new__ of its own
-        handle.native, handle.topk_weights = routed.handle, topk_weights
+        handle.native, handle.topk_idx, handle.topk_weights = routed.handle, topk_idx, topk_weights
         rows, counts = routed.plan.batched_tensors(routed)
         recv_x, rounded = _arriving(routed, rows, options)
-        stats = cumulative_local_expert_recv_stats
         if return_recv_hook:
             hook = pool.receiving[id(buffer)] = Receive(buffer, routed, rounded, counts, stats)
             return recv_x, counts, handle, finished(async_finish), hook
@@ -121,15 +137,39 @@ class LowLatency:
         return_recv_hook: bool = False,
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
+        *,
+        overlap: bool = False,
+        src_signals: torch.Tensor | None = None,
+        src_signal_expect_value: int | None = None,
+        packed_recv_count: torch.Tensor | None = None,
+        comp_signal: torch.Tensor | None = None,
+        block_m: int | None = None,
+        threshold: int | None = None,
+        num_sms: int | None = None,
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
         """combined_x, event, hook (None without `return_recv_hook`; it has nothing left to do).
+
+        Entries of `topk_idx` that are -1 are left out; if it is another tensor than that of the dispatch, two kernels
+        set their weights to 0.
 
         The routing weights have to reach the ranks that add rows up.  Unless the dispatch was given the same
         `topk_weights`, the combine brings them there or, where it can't (several domains, or more than 4096 entries of
         the most tokens of a rank), a small round of their own ahead of it.
         """
-        if use_logfmt or combine_wait_recv_cost_stats is not None:
-            check_nothing(use_logfmt=use_logfmt, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
+        newer = (overlap, src_signals, src_signal_expect_value, packed_recv_count, comp_signal, block_m, threshold)
+        if use_logfmt or combine_wait_recv_cost_stats is not None or num_sms is not None or newer != _NOTHING:
+            check_nothing(
+                use_logfmt=use_logfmt,
+                combine_wait_recv_cost_stats=combine_wait_recv_cost_stats,
+                overlap=overlap,
+                src_signals=src_signals,
+                src_signal_expect_value=src_signal_expect_value,
+                packed_recv_count=packed_recv_count,
+                comp_signal=comp_signal,
+                block_m=block_m,
+                threshold=threshold,
+                num_sms=num_sms,
+            )
         if async_finish and return_recv_hook:
             raise _two_waits()
         pool = self._pool
@@ -137,12 +177,13 @@ class LowLatency:
         if topk_weights is None:
             raise BadInput("topk_weights", "None", "the routing weights, float32 [tokens, topk]")
         own = None
+        if topk_idx is not handle.topk_idx:
+            topk_weights = _without_the_left_out(native, topk_idx, topk_weights)
         if topk_weights is not handle.topk_weights:
-            _check_ids(native, topk_idx)
             if takes_weights(native.buffer):
                 own = topk_weights
             else:
-                _send_weights(pool, native, topk_idx, topk_weights)
+                _send_weights(pool, native, handle.topk_idx, topk_weights)
                 handle.topk_weights = None
         if zero_copy:
             if handle.combine_rows is None:
@@ -170,6 +211,8 @@ class LowLatency:
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Zeros: no rank is masked."""
+        if not isinstance(mask_status, torch.Tensor):
+            raise BadInput("mask_status", described(mask_status), "int32 [ranks]")
         if mask_status.shape != (self.group_size,) or mask_status.dtype is not torch.int32:
             raise BadInput("mask_status", f"{mask_status.dtype} {tuple(mask_status.shape)}", "int32 [ranks]")
         mask_status.zero_()
@@ -245,10 +288,14 @@ def _send_weights(pool: Pool, native: Handle, topk_idx: torch.Tensor, topk_weigh
     kept(native, native.args.route.row_weights, native.y_shape[:-1], torch.float32).copy_(weights)
 
 
-def _check_ids(native: Handle, topk_idx: torch.Tensor) -> None:
-    want = (native.num_tokens, native.buffer.topk)
-    if topk_idx.shape != want:
-        raise BadInput("topk_idx", f"shape {tuple(topk_idx.shape)}", f"{want}")
+def _without_the_left_out(native: Handle, topk_idx: Any, topk_weights: Any) -> torch.Tensor:
+    """The weights, 0 where the ids are -1."""
+    device, shape = native.buffer.device, (native.num_tokens, native.buffer.topk)
+    topk_idx, topk_weights = adopt("topk_idx", topk_idx)[0], adopt("topk_weights", topk_weights)[0]
+    check_tensor("topk_idx", topk_idx, device=device, dtypes=(torch.int64, torch.int32), shape=shape)
+    check_tensor("topk_weights", topk_weights, device=device, dtypes=(torch.float32,), shape=shape)
+    weights: torch.Tensor = topk_weights.masked_fill(topk_idx < 0, 0.0)
+    return weights
 
 
 def _native_of(pool: Pool, handle: Any) -> Handle:

@@ -10,7 +10,7 @@ import torch
 from moecomm.buffer import Buffer
 from moecomm.combine import finish, prepare, run
 from moecomm.compat.deep_ep.layout import NormalHandle, normal_handle
-from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_experts
+from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_experts, described
 from moecomm.dispatch import Options, outputs, with_options
 from moecomm.errors import BadInput, Mismatch, Unsupported
 from moecomm.routed import Handle, Routed
@@ -37,6 +37,8 @@ def dispatch(
         raise BadInput("num_tokens_per_expert", "None", "what get_dispatch_layout returned, or handle=")
     if expert_alignment < 1:
         raise BadInput("expert_alignment", expert_alignment, "1 or more")
+    if not isinstance(num_tokens_per_expert, torch.Tensor) or num_tokens_per_expert.ndim != 1:
+        raise BadInput("num_tokens_per_expert", described(num_tokens_per_expert), "a tensor [experts]")
     num_experts = num_tokens_per_expert.shape[0]
     ids = topk_idx
     if ids is None:
@@ -85,7 +87,7 @@ def unpack(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rows, and scales if there are any, as moecomm takes them."""
     if isinstance(x, torch.Tensor) and x.ndim == 2:
         return x, None
-    rows, scales = x if isinstance(x, tuple) else (x, None)
+    rows, scales = x if isinstance(x, tuple) and len(x) == 2 else (x, None)
     if not isinstance(rows, torch.Tensor) or not (scales is None or isinstance(scales, torch.Tensor)):
         raise BadInput("x", type(rows).__name__, "a tensor, or a tuple of two: rows and scales")
     if rows.ndim != 2:
@@ -112,6 +114,10 @@ def one_bias(bias: Any) -> Any:
     first, second = bias
     if first is None or second is None:
         return second if first is None else first
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        raise BadInput("bias", f"{type(first).__name__} and {type(second).__name__}", "tensors or None")
+    if first.shape != second.shape or first.dtype is not second.dtype or first.device != second.device:
+        raise BadInput("bias", f"{described(first)} and {described(second)}", "two alike")
     return first + second
 
 
@@ -162,6 +168,8 @@ def _an_expert_of_each_rank(is_token_in_rank: torch.Tensor | None, num_experts: 
     """Ids that send every token where `is_token_in_rank` says."""
     if is_token_in_rank is None:
         raise BadInput("topk_idx", "None", "expert ids, is_token_in_rank or handle=")
+    if not isinstance(is_token_in_rank, torch.Tensor):
+        raise BadInput("is_token_in_rank", described(is_token_in_rank), "a tensor [tokens, ranks]")
     if is_token_in_rank.dtype is not torch.bool or is_token_in_rank.shape[1:] != (ranks,):
         raise BadInput("is_token_in_rank", f"{is_token_in_rank.dtype} {tuple(is_token_in_rank.shape)}", "bool [T, R]")
     first = torch.arange(ranks, device=is_token_in_rank.device) * (num_experts // ranks)

@@ -26,6 +26,7 @@ _FLAT_ROUNDS = 4  # worst cases with room in a window: two micro-batches, what a
 _BATCHED_ROUNDS = 3  # two in flight, and rows for a combine without a copy
 _EXPANDED_ROUNDS = 2
 _MORE_TOKENS = 128  # than a rank has: padding to any expert_alignment then fits what moecomm takes for the worst case
+_MORE_ROWS = 4  # times those that the first caller asks for
 _HANDLES = 64  # that may be alive at a time, of rounds of the worst case
 
 
@@ -88,7 +89,10 @@ class Pool:
         dtype = x.dtype
         if dtype is torch.float8_e4m3fn:
             dtype = torch.bfloat16
-        key = (x.shape[1], num_experts, topk_idx.shape[1], dtype, worst)
+        try:
+            key = (x.shape[1], num_experts, topk_idx.shape[1], dtype, worst)
+        except (AttributeError, IndexError):
+            raise BadInput("topk_idx", described(topk_idx), "a tensor [tokens, topk]") from None
         if grow:
             del self._by_sizes[key]
         buffer = self._by_sizes.get(key)
@@ -103,8 +107,8 @@ class Pool:
         tokens = max(tokens, min(most, max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length() if tokens else 0)))
         settings = self._settings(x.shape[1], num_experts, topk_idx.shape[1], tokens, dtype)
         round_bytes = settings.round_bytes("flat")
-        handle = self.ranks.ranks * tokens * (16 * settings.topk + 16)
-        window = max(self._num_bytes, _FLAT_ROUNDS * round_bytes + min(_HANDLES * handle, 4 * round_bytes))
+        handles = min(_HANDLES * self._handle_bytes(settings), 4 * round_bytes)
+        window = max(self._num_bytes, _FLAT_ROUNDS * round_bytes + handles)
         buffer = self.get(key, lambda: self.open(x.device, settings, window))
         self._fill[id(buffer)] = window - 2 * round_bytes
         return buffer
@@ -132,17 +136,25 @@ class Pool:
         tokens: int,
         dtype: torch.dtype,
         expand: bool,
+        rows: int | None = None,
     ) -> Buffer:
-        """For rounds of deep_ep 2, whose callers say how many tokens a rank has at most."""
-        key = ("expand" if expand else "flat", hidden, num_experts, topk, tokens, dtype)
+        """For rounds of deep_ep 2, whose callers say how many tokens a rank has at most.  `rows`: what the first caller
+        asks for, where far fewer come than `topk` experts for every token would make; ranks may differ.
+        """
+        key = ("expand" if expand else "flat", hidden, num_experts, topk, tokens, dtype, rows is None)
         buffer = self._by_sizes.get(key)
         if buffer is not None:
             return buffer
+        self.require_open()
         settings = self._settings(hidden, num_experts, topk, tokens + _MORE_TOKENS, dtype)
-        round_bytes = settings.round_bytes("expert" if expand else "flat")
+        room = None if rows is None else max(_MORE_ROWS * self.most(rows), self.ranks.ranks * settings.max_tokens)
+        round_bytes = settings.round_bytes("expert" if expand else "flat", room)
         window = max(self._num_bytes, (_EXPANDED_ROUNDS if expand else _FLAT_ROUNDS) * round_bytes)
+        full = window - round_bytes
+        if rows is not None:  # handles, of so many columns of ids, are not small beside rows then
+            window += min(_HANDLES * self._handle_bytes(settings), 4 * round_bytes)
         buffer = self.get(key, lambda: self.open(device, settings, window))
-        self._fill[id(buffer)] = window - round_bytes
+        self._fill[id(buffer)] = full
         return buffer
 
     def open(self, device: torch.device, settings: Settings, window_bytes: int) -> Buffer:
@@ -165,6 +177,10 @@ class Pool:
     def _settings(self, hidden: int, num_experts: int, topk: int, tokens: int, dtype: torch.dtype) -> Settings:
         return Settings(self.ranks.ranks, hidden, num_experts, topk, tokens, dtype, "", None)
 
+    @staticmethod
+    def _handle_bytes(settings: Settings) -> int:
+        return settings.ranks * settings.max_tokens * (16 * settings.topk + 16)
+
     def most(self, tokens: int) -> int:
         """Collective: the most that a rank has."""
         return max(int(struct.unpack("<q", theirs)[0]) for theirs in self.ranks.all_gather(struct.pack("<q", tokens)))
@@ -185,6 +201,26 @@ def ask_to_grow(
 def asks_to_grow(error: Mismatch) -> bool:
     """Whether a rank, this one or another, has asked."""
     return error.field == "expert_alignment" and _GROW in (error.mine, error.theirs)
+
+
+def described(value: Any) -> str:
+    """What somebody passed in the place of a tensor, or of another one."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{value.dtype} {tuple(value.shape)} on {value.device}"
+
+
+def check_stats(stats: Any, experts: int, device: torch.device) -> None:
+    """Raises BadInput unless each local expert's tokens can be added to it."""
+    if (
+        not isinstance(stats, torch.Tensor)
+        or stats.shape != (experts,)
+        or stats.dtype is not torch.int32
+        or stats.device != device
+        or not stats.is_contiguous()
+    ):
+        want = f"int32 [{experts}] on {device}, contiguous"
+        raise BadInput("cumulative_local_expert_recv_stats", described(stats), want)
 
 
 def check_experts(num_experts: int, ranks: int) -> None:
