@@ -170,6 +170,7 @@ class ElasticBuffer:
         if scales is not None and rows.dtype.itemsize == 1:
             rows = rows.view(torch.float8_e4m3fn)  # bytes are bytes
         limit = num_sms or None if rows.is_cuda else None
+        recv_x = recv_sf = None
         scale_layout = "column" if use_tma_aligned_col_major_sf and scales is not None else "row"
         if handle is not None:
             given = (num_experts, num_max_tokens_per_rank, expert_alignment)
@@ -208,13 +209,19 @@ class ElasticBuffer:
                 num_sms=limit,
             )
             handle = EPHandle(routed.handle, num_experts, align, most, num_sms, topk_idx, sync)
-            recv_topk_idx = None if do_expand else routed.topk_idx
-            recv_topk_weights = None
-            if topk_weights is not None:
-                recv_topk_weights = routed.row_weights if do_expand else routed.topk_weights
+            if do_expand:
+                recv_topk_idx, recv_topk_weights = None, None if topk_weights is None else routed.row_weights
+            elif scale_layout == "row":  # all in one step
+                recv_x, recv_sf, recv_topk_idx, recv_topk_weights = routed.plan.flat_tensors(routed)
+            else:
+                recv_topk_idx, recv_topk_weights = routed.topk_idx, routed.topk_weights
+            if topk_weights is None:
+                recv_topk_weights = None
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(routed.tokens_per_expert)
-        recv_x, recv_sf = self._received(routed, do_zero_padding)
+        if recv_x is None:
+            recv_x, recv_sf = routed.x, None if scales is None else routed.scales
+        recv_x, recv_sf = self._received(routed, recv_x, recv_sf, do_zero_padding)
         if recv_x.dtype is not as_given:
             recv_x = recv_x.view(as_given)
         packed = recv_x if scales is None else (recv_x, recv_sf)
@@ -269,9 +276,10 @@ class ElasticBuffer:
         self._rooms[sizes] = buffer, room
         return buffer, room
 
-    def _received(self, routed: Routed, zero_padding: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x and scales; copied out of a window that would have no room for another round."""
-        x, scales = routed.x, routed.scales
+    def _received(
+        self, routed: Routed, x: torch.Tensor, scales: torch.Tensor | None, zero_padding: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows and scales; copied out of a window that would have no room for another round."""
         if zero_padding:
             padding = source(routed.handle)[:, :1] < 0
             (x.view(torch.uint8) if x.dtype.itemsize == 1 else x).masked_fill_(padding, 0)
