@@ -60,10 +60,10 @@ def doctor() -> None:
 @app.command()
 def tune(
     model: Annotated[str, typer.Option(help="Whose sizes: a name of moecomm.router.MODELS.")] = "deepseek-v3",
-    tokens: Annotated[str, typer.Option(help="Sizes: each entry holds up to one of them.")] = "16,132,512,2048,8192",
+    tokens: Annotated[str, typer.Option(help="Sizes: each entry holds up to one of them.")] = "4,16,132,512,2048,16384",
     layout: Annotated[str, typer.Option(help="flat, expert, batched.")] = "flat,expert,batched",
     payload: Annotated[str, typer.Option(help="Of dispatch: bf16 or fp8.")] = "fp8",
-    sms: Annotated[str, typer.Option(help="Numbers of blocks to try.")] = "8,16,24,32,48,64,96",
+    sms: Annotated[str, typer.Option(help="Numbers of blocks to try.")] = "8,16,24,32,48,64,96,128",
     chunks: Annotated[str, typer.Option(help="Chunk sizes to try, in tokens.")] = "1,2,4,8,16,32",
     replays: Annotated[int, typer.Option(help="Times that each is timed.")] = 5,
     ranks: Annotated[int | None, typer.Option(help="Processes; default: one a GPU.")] = None,

@@ -13,7 +13,7 @@ from moecomm import tuning
 from moecomm.bench import results
 from moecomm.bench.case import Case
 from moecomm.bench.clock import percentiles
-from moecomm.bench.ours import BF16_WIRE, OUTSIDE, Operation, Ours
+from moecomm.bench.ours import BF16_WIRE, IN_WINDOW, Operation, Ours
 from moecomm.bench.ranks import device_of, on_ranks, progress
 from moecomm.errors import BadInput
 
@@ -100,12 +100,14 @@ def gpu_name(device: torch.device) -> str:
 
 
 def operations(case: Case) -> list[Operation]:
-    """What is timed at each size: dispatch, and the combine of rows that lie outside the window."""
+    """What is timed at each size: dispatch, and the combine of rows in the window or, of others, with bfloat16 on the
+    wire.  Flat rows outside, which are copied, take what is found for those that are added up (combine/plan.py).
+    """
     found = []
     for layout in case.layouts:
         for blocks in case.sms:
             found.append(Operation("dispatch", layout, case.payloads[0], "", blocks))
-            found.append(Operation("combine", layout, "", OUTSIDE if layout == "flat" else BF16_WIRE, blocks))
+            found.append(Operation("combine", layout, "", IN_WINDOW if layout == "flat" else BF16_WIRE, blocks))
     return found
 
 

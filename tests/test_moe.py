@@ -207,6 +207,16 @@ def test_what_ours_lacks_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: p
     torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
 
 
+@pytest.mark.parametrize(("intermediate", "dtype"), [(5, torch.float32), (12, torch.bfloat16), (60, torch.float16)])
+def test_torch_multiplies_experts_of_any_width(intermediate: int, dtype: torch.dtype) -> None:
+    """Its grouped GEMM wants rows of a multiple of 16 bytes."""
+    g = torch.Generator().manual_seed(1)
+    x, w13, w2 = (torch.randn(s, generator=g) for s in ((29, 32), (3, 2 * intermediate, 32), (3, 32, intermediate)))
+    counts = torch.tensor([9, 0, 20], dtype=torch.int32)
+    given = x.to(dtype), w13.to(dtype) / 6, w2.to(dtype) / 6, counts
+    torch.testing.assert_close(layer._by_torch(*given), layer.apply_experts(*given), rtol=2**-5, atol=2**-5)
+
+
 def test_what_the_dispatch_left_behind_keeps_no_rank_from_the_combine(monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs one rank's host may know of a void dispatch when it comes to the combine, and another's may not yet."""
     case = random_layer(4, **PAIR | {"ranks": 1}, dtype=torch.float32)

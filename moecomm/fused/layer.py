@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.nn.functional import grouped_mm, silu
+from torch.nn.functional import grouped_mm, pad, silu
 
 from moecomm import combine, dispatch
 from moecomm.arrays import adopt, check_tensor
@@ -352,6 +352,9 @@ def _say_once(what: str, why: str) -> None:
 
 
 def _by_torch(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    if short := -w2.shape[2] % 8:  # it wants rows of whole 16 bytes: columns of zeros add nothing
+        w13 = torch.cat([pad(half, (0, 0, 0, short)) for half in w13.chunk(2, dim=1)], dim=1)
+        w2 = pad(w2, (0, short))
     ends = counts.cumsum(0, dtype=torch.int32)
     gate, up = grouped_mm(x, w13.transpose(1, 2), offs=ends).chunk(2, dim=-1)
     return grouped_mm(silu(gate) * up, w2.transpose(1, 2), offs=ends)

@@ -104,7 +104,7 @@ def routing(rank: int) -> dict[str, torch.Tensor]:
     return {
         "x": torch.randn(64, 64, generator=g).bfloat16().cuda(),
         "topk_idx": torch.rand(64, 8, generator=g).argsort(dim=1)[:, :2].cuda(),
-        "topk_weights": torch.rand(64, 2, generator=g).cuda(),
+        "topk_weights": (torch.randint(1, 9, (64, 2), generator=g) / 8).cuda(),  # sums are exact
     }
 
 
@@ -159,14 +159,14 @@ def _replay(rank: int, group: Any, kind: str) -> str:
         with torch.cuda.graph(graph):
             here = buffer.dispatch(**mine)
             out = buffer.combine(here.x, here.handle)
-        for seed in range(1000):
+        for seed in range(10_000 if kind in ("vmm", "nccl") else 1000):  # GIN's proxy takes milliseconds a round
             if seed % 50 == 0:
                 for name, value in routing(seed + rank).items():
                     mine[name].copy_(value)
             graph.replay()
             if seed % 50 == 49:
                 want = mine["x"].float() * mine["topk_weights"].sum(dim=1, keepdim=True)
-                torch.testing.assert_close(out.float(), want, rtol=2**-7, atol=2**-7)
+                assert torch.equal(out, want.bfloat16())
         buffer.check()
     return "done"
 
