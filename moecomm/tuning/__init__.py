@@ -4,6 +4,9 @@ tune`.
 A table is JSON: {"gpu": name, "entries": [{op, layout, ranks, tokens, blocks, chunk_tokens}, ...]}.  An entry holds for
 up to `tokens` tokens of a rank, the last of its kind for any number; `ranks` that were not measured take the nearest.
 `chunk_tokens` of a combine is that of the dispatch whose rows it brings home.
+
+Whether the rows of a rank go in packets, as few do, is not in a table: all ranks must see it alike, whichever tables
+their users have, so it rests on the number of tokens and on room alone (moecomm/packets.py).
 """
 
 from __future__ import annotations
