@@ -71,8 +71,7 @@ def tune(
     out: Annotated[Path | None, typer.Option(help="Default: where rounds of this user look for it.")] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write every time measured there.")] = None,
 ) -> None:
-    """Finds the blocks and chunks that are fastest here, and keeps them for rounds to use (on GPUs: CPU ranks take their
-    share of the cores).
+    """Finds the blocks and chunks that are fastest here, and keeps them for rounds on GPUs to use.
 
     A table that is there already keeps what is not measured anew.
     """

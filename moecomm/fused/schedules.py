@@ -170,7 +170,6 @@ def choose(expected_rows: int, groups: int, columns: int, depth: int, multiproce
     # A pair loads fewer bytes a product.  Alone where sums are short, since blocks then often store, and a pair can't
     # load ahead of its slower half; where all columns run at once; where a pair in 16 or fewer is half empty; and of
     # many rows, where nobody waits for bytes.
-    alone = (
-        expected_rows > (6144 if paired else 1536) or depth <= 2048 or waves <= 1 or (not paired and column_tiles < 32)
-    )
+    many = 6144 if paired else 1536
+    alone = expected_rows > many or depth <= 2048 or waves <= 1 or (not paired and column_tiles < 32)
     return "256x4c1" if alone else "256x4c2u16"
