@@ -1,5 +1,6 @@
 // Step 2 for homes that come in packets (csrc/protocol/packets.h): what is staged for other homes is pushed to these, piece by piece, made
-// in registers.  The place of a packet depends on nothing but the round, us, the token and the piece, so nobody is waited for.
+// in registers.  The place of a packet depends on nothing but the round, us, the token and the piece, so nobody is waited for: a combine of
+// 128 tokens takes 21.7 us, and took 26.6 pulled (bench/results/ll-h200-4.json, and before packets).
 #pragma once
 #include "../device/packet.cuh"
 #include "weights.cuh"
