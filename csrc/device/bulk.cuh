@@ -6,8 +6,8 @@
 //   bulk stores -> a flag of ours              after bulk_wait() by the thread that issued them.
 // Addresses and sizes are multiples of 16 bytes.
 //
-// Payload goes this way because 8 blocks then fill the links, 328 GB/s written and 322 read, where threads that store or load 16 bytes reach
-// 283 and 262, and less with more blocks (bench/results/all-to-all-h200-4.json).
+// Payload goes this way because 8 blocks then fill the links, 328 GB/s written and 322 read, where threads that store or load 16 bytes
+// reach 283 and 262, and less with more blocks (bench/results/all-to-all-h200-4.json).
 #pragma once
 #include "config.cuh"
 
