@@ -30,6 +30,11 @@ if torch.cuda.device_count() == 0:  # which does not start CUDA
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 
+def share_cores(processes: int) -> None:
+    """Among processes that each compute a reference of large rows, on a machine with GPUs."""
+    torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // processes)))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     gpus, more_s = torch.cuda.device_count(), max(0, config.getoption("--gpu-cases") - 1000) / 10
     for item in items:

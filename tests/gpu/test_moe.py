@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from typing import Any
 
@@ -19,7 +18,7 @@ from moecomm.fused import SCHEDULES, choose, layer, one_launch, schedules, two_l
 from moecomm.fused.kernels import gemm_kernel
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
 
-from ..conftest import Ranks
+from ..conftest import Ranks, share_cores
 from .layers import check_replays, checked, compile_all, copy_into
 
 SIZES: list[dict[str, Any]] = [
@@ -36,8 +35,14 @@ LARGE: dict[str, Any] = {  # four tiles of columns and more, groups of several h
     "topk": 2,
     "max_tokens": 1500,
 }
-# Of four processes, and one of how many --gpu-cases each gets: most, where the reference takes no time.
-FOUR = {"few": (SIZES[2] | {"ranks": 4}, 1), "small": (SIZES[3], 30), "large": (LARGE | {"ranks": 4}, 100)}
+
+
+def of_four(sizes: list[dict[str, Any]], large: dict[str, Any]) -> dict[str, tuple[dict[str, Any], int]]:
+    """Sizes of four processes, and one of how many --gpu-cases each gets: most, where the reference takes no time."""
+    return {"few": (sizes[2] | {"ranks": 4}, 1), "small": (sizes[3], 30), "large": (large | {"ranks": 4}, 100)}
+
+
+FOUR = of_four(SIZES, LARGE)
 DTYPES = (torch.bfloat16, torch.float16)
 ODD = {"ranks": 2, "hidden": 64, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 40}
 
@@ -265,7 +270,7 @@ def layers_of_a_process(
     rank: int, group: Any, sizes: dict[str, Any], dtype: torch.dtype, numbers: range, fused: Fused, fp8: bool
 ) -> str:
     torch.cuda.set_device(rank)
-    torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // group.size())))  # for the reference
+    share_cores(group.size())
     with moecomm.Buffer(group, **of_buffer(sizes), dtype=dtype, backend="lsa") as buffer:
         for done, seed in enumerate(numbers):
             if rank == 0 and done and done % 200 == 0:  # pytest -s shows how far a long run has come
@@ -274,7 +279,8 @@ def layers_of_a_process(
             if fused:
                 case.wire = None
             call = case.call(rank, buffer.device)
-            out, again = buffer.moe(**call), buffer.moe(**call, fused=fused)
+            # Rows that travel under the experts beside those that do not; else what is chosen beside them.
+            out, again = buffer.moe(**call, fused=False if fused else None), buffer.moe(**call, fused=fused)
             buffer.check()
             case.check(rank, out)
             assert same_bits(out, again), f"layer of seed {seed}: other bits"

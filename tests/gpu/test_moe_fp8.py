@@ -23,6 +23,7 @@ from .test_moe import (
     calls_of,
     full_layer,
     layers_of_a_process,
+    of_four,
     one_or_other,
     opened,
     replayed,
@@ -44,8 +45,7 @@ LARGE: dict[str, Any] = {  # several tiles of columns, groups of several hundred
     "topk": 2,
     "max_tokens": 1500,
 }
-# As in test_moe.py
-FOUR = {"few": (SIZES[2] | {"ranks": 4}, 1), "small": (SIZES[3], 30), "large": (LARGE | {"ranks": 4}, 100)}
+FOUR = of_four(SIZES, LARGE)
 DTYPES = (torch.bfloat16, torch.float16)
 
 

@@ -16,7 +16,7 @@ from moecomm import nic
 from moecomm.backends import windows_nccl
 from moecomm.testing import check_case_on_rank, random_case
 
-from ..conftest import Ranks
+from ..conftest import Ranks, share_cores
 from .test_virtual_ranks import straight_bytes
 
 # Windows of lsa, or a backend, with MOECOMM_RMA behind it; then so many domains, and the backend puts between them.
@@ -77,7 +77,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 def random_cases(rank: int, group: Any, kind: str, cases: int, seed: int) -> str:
     """Across domains all rows of the first of SIZES go straight, and of some ranks those of the second."""
-    torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // group.size())))  # for the reference of large rows
+    share_cores(group.size())
     for sizes in SIZES[:2] if "domains" in kind else SIZES:
         if "domains" in kind and sizes is SIZES[1]:
             moecomm.backends.load(_backend(kind)).straight_bytes = straight_bytes  # type: ignore[method-assign]

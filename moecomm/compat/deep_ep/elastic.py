@@ -12,7 +12,7 @@ from moecomm.compat.deep_ep.ep_handle import EPHandle, expanded_rows
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for
 from moecomm.compat.deep_ep.lazy import source
 from moecomm.compat.deep_ep.normal import one_bias, unpack
-from moecomm.compat.deep_ep.pool import Pool, check_experts, check_stats, described
+from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, check_stats
 from moecomm.errors import BadInput, Unsupported
 from moecomm.rendezvous import rendezvous
 from moecomm.routed import Routed
@@ -185,8 +185,7 @@ class ElasticBuffer:
         else:
             if topk_idx is None or num_experts is None:
                 raise BadInput("topk_idx, num_experts", "None", "both, or handle= to repeat a dispatch")
-            if not isinstance(topk_idx, torch.Tensor) or topk_idx.ndim != 2:
-                raise BadInput("topk_idx", described(topk_idx), "a tensor [tokens, topk]")
+            check_dimensions("topk_idx", topk_idx, "tokens", "topk")
             sync = do_cpu_sync is not False
             most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
             align = 1 if expert_alignment is None else expert_alignment

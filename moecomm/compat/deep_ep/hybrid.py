@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moecomm.arrays import check_tensor
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.lazy import source, tokens_per_expert
 from moecomm.compat.deep_ep.normal import check_nothing
-from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_experts, described
+from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_dimensions, check_experts
 from moecomm.errors import BadInput, Mismatch, Unsupported
 from moecomm.routed import Handle, Routed
 from moecomm.settings import MAX_TOPK
@@ -174,22 +175,17 @@ class HybridEPBuffer:
     ) -> _Routing:
         if topk_idx is None or num_experts is None:
             raise BadInput("routing_map", "None", "it, topk_idx and num_of_experts, or handle")
-        if not isinstance(topk_idx, torch.Tensor) or topk_idx.ndim != 2:
-            raise BadInput("topk_idx", described(topk_idx), "a tensor [tokens, topk]")
+        check_dimensions("topk_idx", topk_idx, "tokens", "topk")
         self._check_experts(num_experts, per_rank)
         return _Routing(topk_idx, topk_weights, num_experts)
 
     def _check_map(self, hidden: torch.Tensor, routing_map: Any, probs: Any, per_rank: int | None) -> None:
-        if not isinstance(routing_map, torch.Tensor) or routing_map.dtype is not torch.bool or routing_map.ndim != 2:
-            raise BadInput("routing_map", described(routing_map), "bool [tokens, experts]")
-        if routing_map.shape[0] != hidden.shape[0] or routing_map.device != hidden.device:
-            raise BadInput("routing_map", described(routing_map), f"{hidden.shape[0]} tokens on {hidden.device}")
-        if probs is not None and (
-            not isinstance(probs, torch.Tensor)
-            or probs.shape != routing_map.shape
-            or probs.device != routing_map.device
-        ):
-            raise BadInput("probs", described(probs), f"{tuple(routing_map.shape)} on {routing_map.device}")
+        check_dimensions("routing_map", routing_map, "tokens", "experts")
+        device, shape = hidden.device, (hidden.shape[0], routing_map.shape[1])
+        check_tensor("routing_map", routing_map, device=device, dtypes=(torch.bool,), shape=shape)
+        if probs is not None:
+            check_dimensions("probs", probs, "tokens", "experts")
+            check_tensor("probs", probs, device=device, dtypes=(probs.dtype,), shape=shape)
         self._check_experts(routing_map.shape[1], per_rank)
 
     def _check_experts(self, num_experts: int, per_rank: int | None) -> None:
@@ -298,8 +294,7 @@ class HybridEPBuffer:
 
     @staticmethod
     def _limit(hidden: torch.Tensor, num_sms: int | None) -> int | None:
-        if not isinstance(hidden, torch.Tensor) or hidden.ndim != 2:
-            raise BadInput("hidden", described(hidden), "a tensor of two dimensions")
+        check_dimensions("hidden", hidden, "rows", "columns")
         return num_sms or None if hidden.is_cuda else None
 
 

@@ -14,7 +14,7 @@ from moecomm.combine.arguments import takes_weights
 from moecomm.compat.deep_ep.event import EventOverlap, finished
 from moecomm.compat.deep_ep.lazy import LazyTuple, kept, source, tokens_per_expert
 from moecomm.compat.deep_ep.normal import check_nothing
-from moecomm.compat.deep_ep.pool import Pool, check_experts, check_stats, described
+from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, check_stats
 from moecomm.dispatch import Options, outputs, with_options
 from moecomm.errors import BadInput, Unsupported
 from moecomm.routed import Handle, Routed
@@ -98,10 +98,8 @@ class LowLatency:
             raise _two_waits()
         if use_ue8m0 and not (use_fp8 and round_scale):
             raise BadInput("use_ue8m0", True, "use_fp8 and round_scale beside it")
-        if not isinstance(x, torch.Tensor) or x.ndim != 2:
-            raise BadInput("x", described(x), "a tensor [tokens, hidden]")
-        if not isinstance(topk_idx, torch.Tensor) or topk_idx.ndim != 2:
-            raise BadInput("topk_idx", described(topk_idx), "a tensor [tokens, topk]")
+        check_dimensions("x", x, "tokens", "hidden")
+        check_dimensions("topk_idx", topk_idx, "tokens", "topk")
         stats = cumulative_local_expert_recv_stats
         if stats is not None:
             check_stats(stats, num_experts // self.group_size, x.device)
@@ -211,8 +209,7 @@ class LowLatency:
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Zeros: no rank is masked."""
-        if not isinstance(mask_status, torch.Tensor):
-            raise BadInput("mask_status", described(mask_status), "int32 [ranks]")
+        check_dimensions("mask_status", mask_status, "ranks")
         if mask_status.shape != (self.group_size,) or mask_status.dtype is not torch.int32:
             raise BadInput("mask_status", f"{mask_status.dtype} {tuple(mask_status.shape)}", "int32 [ranks]")
         mask_status.zero_()

@@ -10,7 +10,7 @@ import torch
 from moecomm.buffer import Buffer
 from moecomm.combine import finish, prepare, run
 from moecomm.compat.deep_ep.layout import NormalHandle, normal_handle
-from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_experts, described
+from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_dimensions, check_experts, described
 from moecomm.dispatch import Options, outputs, with_options
 from moecomm.errors import BadInput, Mismatch, Unsupported
 from moecomm.routed import Handle, Routed
@@ -37,8 +37,7 @@ def dispatch(
         raise BadInput("num_tokens_per_expert", "None", "what get_dispatch_layout returned, or handle=")
     if expert_alignment < 1:
         raise BadInput("expert_alignment", expert_alignment, "1 or more")
-    if not isinstance(num_tokens_per_expert, torch.Tensor) or num_tokens_per_expert.ndim != 1:
-        raise BadInput("num_tokens_per_expert", described(num_tokens_per_expert), "a tensor [experts]")
+    check_dimensions("num_tokens_per_expert", num_tokens_per_expert, "experts")
     num_experts = num_tokens_per_expert.shape[0]
     ids = topk_idx
     if ids is None:
@@ -168,8 +167,7 @@ def _an_expert_of_each_rank(is_token_in_rank: torch.Tensor | None, num_experts: 
     """Ids that send every token where `is_token_in_rank` says."""
     if is_token_in_rank is None:
         raise BadInput("topk_idx", "None", "expert ids, is_token_in_rank or handle=")
-    if not isinstance(is_token_in_rank, torch.Tensor):
-        raise BadInput("is_token_in_rank", described(is_token_in_rank), "a tensor [tokens, ranks]")
+    check_dimensions("is_token_in_rank", is_token_in_rank, "tokens", "ranks")
     if is_token_in_rank.dtype is not torch.bool or is_token_in_rank.shape[1:] != (ranks,):
         raise BadInput("is_token_in_rank", f"{is_token_in_rank.dtype} {tuple(is_token_in_rank.shape)}", "bool [T, R]")
     first = torch.arange(ranks, device=is_token_in_rank.device) * (num_experts // ranks)

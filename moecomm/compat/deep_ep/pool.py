@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from moecomm.arrays import check_tensor
 from moecomm.buffer import Buffer
 from moecomm.errors import BadInput, Closed, Mismatch
 from moecomm.rendezvous import Rendezvous, rendezvous
@@ -210,17 +211,19 @@ def described(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)} on {value.device}"
 
 
+def check_dimensions(argument: str, value: Any, *dimensions: str) -> None:
+    """Raises BadInput unless it is a tensor that has so many."""
+    if not isinstance(value, torch.Tensor) or value.ndim != len(dimensions):
+        raise BadInput(argument, described(value), f"a tensor [{', '.join(dimensions)}]")
+
+
 def check_stats(stats: Any, experts: int, device: torch.device) -> None:
     """Raises BadInput unless each local expert's tokens can be added to it."""
-    if (
-        not isinstance(stats, torch.Tensor)
-        or stats.shape != (experts,)
-        or stats.dtype is not torch.int32
-        or stats.device != device
-        or not stats.is_contiguous()
-    ):
-        want = f"int32 [{experts}] on {device}, contiguous"
-        raise BadInput("cumulative_local_expert_recv_stats", described(stats), want)
+    name = "cumulative_local_expert_recv_stats"
+    check_dimensions(name, stats, "local experts")
+    check_tensor(name, stats, device=device, dtypes=(torch.int32,), shape=(experts,))
+    if not stats.is_contiguous():
+        raise BadInput(name, "a tensor with gaps", "a contiguous one")
 
 
 def check_experts(num_experts: int, ranks: int) -> None:
