@@ -92,6 +92,15 @@ py::tuple flat_outputs(const DispatchPlan& plan, const DispatchArgs& args, const
     return py::make_tuple(arriving(out.x), scales, staying(out.topk_idx), staying(out.topk_weights));
 }
 
+// x, scales or None, and row_weights.
+py::tuple expert_outputs(const DispatchPlan& plan, const DispatchArgs& args, const std::shared_ptr<Block>& payload,
+                         const std::shared_ptr<Block>& kept, const py::object& owner) {
+    const ExpertOutputs out = plan.expert_outputs(args);
+    const Tensors arriving(plan, payload, owner), staying(plan, kept, owner);
+    const py::object scales = out.scales ? arriving(*out.scales) : py::none();
+    return py::make_tuple(arriving(out.x), scales, staying(out.row_weights));
+}
+
 // x and tokens_per_expert.
 py::tuple batched_outputs(const DispatchPlan& plan, const DispatchArgs& args, const std::shared_ptr<Block>& payload,
                           const std::shared_ptr<Block>& kept, const py::object& owner) {
@@ -136,6 +145,7 @@ void bind_dispatch_plan(py::module_& m) {
             },
             py::arg("payload"), py::arg("earlier"), py::arg("x"), py::arg("scales"))
         .def("flat_outputs", &flat_outputs, py::arg("args"), py::arg("payload"), py::arg("kept"), py::arg("owner"))
+        .def("expert_outputs", &expert_outputs, py::arg("args"), py::arg("payload"), py::arg("kept"), py::arg("owner"))
         .def("batched_outputs", &batched_outputs, py::arg("args"), py::arg("payload"), py::arg("kept"), py::arg("owner"));
 }
 

@@ -242,6 +242,10 @@ class DispatchPlan:
         Raises:
             ValueError: another layout, or scales that were made, or go by column.
         """
+    def expert_outputs(
+        self, args: DispatchArgs, payload: Block, kept: Block, owner: object | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """x, scales and row_weights of rows of experts; see flat_outputs."""
     def batched_outputs(
         self, args: DispatchArgs, payload: Block, kept: Block, owner: object | None
     ) -> tuple[Tensor, Tensor]:

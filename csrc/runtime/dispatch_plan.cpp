@@ -148,18 +148,35 @@ std::optional<DispatchArgs> DispatchPlan::bind(const Block& payload, const Block
     return args;
 }
 
+void DispatchPlan::require_as_given(const DispatchArgs& args, Layout layout) const {
+    if (args.layout != static_cast<i32>(layout) || args.quantize != 0 || scale_columns_)
+        throw std::invalid_argument("not rows of this layout as they were given");
+}
+
+Output DispatchPlan::rows_as_given(const DispatchArgs& args) const {
+    return {args.ctx.peers[args.ctx.rank] + args.out_x, {args.max_rows, args.hidden}, x_.type()};
+}
+
+std::optional<Output> DispatchPlan::scales_as_given(const DispatchArgs& args) const {
+    if (args.scale_bytes == 0) return std::nullopt;
+    const i64 columns = args.scale_bytes / (scales_.type().bits / 8);
+    return Output{args.ctx.peers[args.ctx.rank] + args.out_scales, {args.max_rows, columns}, scales_.type()};
+}
+
 FlatOutputs DispatchPlan::flat_outputs(const DispatchArgs& args) const {
-    const bool flat = args.layout == static_cast<i32>(Layout::flat);
-    if (!flat || args.quantize != 0 || scale_columns_) throw std::invalid_argument("not flat rows as they were given");
+    require_as_given(args, Layout::flat);
     const u64 base = args.ctx.peers[args.ctx.rank];
     const i64 rows = args.max_rows, topk = args.ctx.shape.topk;
-    FlatOutputs out{{base + args.out_x, {rows, args.hidden}, x_.type()},
-                    std::nullopt,
-                    {base + args.out_topk_idx, {rows, topk}, topk_idx_.type()},
-                    {base + args.out_weights, {rows, topk}, kFloat32}};
-    if (args.scale_bytes != 0)
-        out.scales = Output{base + args.out_scales, {rows, args.scale_bytes / (scales_.type().bits / 8)}, scales_.type()};
-    return out;
+    return {rows_as_given(args),
+            scales_as_given(args),
+            {base + args.out_topk_idx, {rows, topk}, topk_idx_.type()},
+            {base + args.out_weights, {rows, topk}, kFloat32}};
+}
+
+ExpertOutputs DispatchPlan::expert_outputs(const DispatchArgs& args) const {
+    require_as_given(args, Layout::expert);
+    const u64 base = args.ctx.peers[args.ctx.rank];
+    return {rows_as_given(args), scales_as_given(args), {base + args.out_weights, {args.max_rows}, kFloat32}};
 }
 
 BatchedOutputs DispatchPlan::batched_outputs(const DispatchArgs& args) const {

@@ -24,6 +24,11 @@ struct FlatOutputs {
     std::optional<Output> scales;
     Output topk_idx, topk_weights;
 };
+struct ExpertOutputs {
+    Output x;
+    std::optional<Output> scales;
+    Output row_weights;
+};
 struct BatchedOutputs {
     Output x, tokens_per_expert;
 };
@@ -46,6 +51,8 @@ class DispatchPlan {
 
     // Of a flat dispatch, whose scales, if there are any, were given and stay beside their rows.  Throws std::invalid_argument for another.
     FlatOutputs flat_outputs(const DispatchArgs& args) const;
+    // The same of rows of experts.
+    ExpertOutputs expert_outputs(const DispatchArgs& args) const;
     // Of a batched one.  Throws std::invalid_argument for another.
     BatchedOutputs batched_outputs(const DispatchArgs& args) const;
     const DLDevice& device() const { return x_.device(); }
@@ -53,6 +60,9 @@ class DispatchPlan {
   private:
     bool fits(const DispatchInputs& inputs) const;
     std::optional<DispatchArgs> with_inputs(const DispatchInputs& inputs) const;
+    void require_as_given(const DispatchArgs& args, Layout layout) const;
+    Output rows_as_given(const DispatchArgs& args) const;
+    std::optional<Output> scales_as_given(const DispatchArgs& args) const;
     void place_payload(DispatchArgs& args, const Block& payload) const;
     void place_kept(DispatchArgs& args, const Block& kept) const;
 

@@ -57,6 +57,26 @@ def test_flat(buffer: moecomm.Buffer, ids: torch.Tensor, scales: torch.Tensor | 
     assert buffer.memory.used == before
 
 
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("scales", [None, SCALES, SCALES.view(torch.int32)])
+def test_rows_of_experts(buffer: moecomm.Buffer, scales: torch.Tensor | None, sync: bool) -> None:
+    before = buffer.memory.used
+    x = X if scales is None else F8
+    routed = buffer.dispatch(x, IDX, WEIGHTS, layout="expert", expert_alignment=4, scales=scales, sync=sync)
+    made = routed.plan.expert_tensors(routed)
+    check_same(made, (outputs.x(routed), outputs.scales(routed), outputs.row_weights(routed)))
+    came = (routed.src[: routed.num_rows, 1] >= 0).nonzero().flatten()
+    tokens = routed.src[came, 1]
+    assert len(came) == 7 and torch.equal(made[0][came].float(), x[tokens].float())
+    assert all(weight in WEIGHTS[token] for token, weight in zip(tokens, made[2][came], strict=True))
+    if scales is not None:
+        assert torch.equal(made[1][came], scales[tokens])
+    del routed
+    assert buffer.memory.used > before
+    del made
+    assert buffer.memory.used == before
+
+
 @pytest.mark.parametrize("begin", [False, True])
 @pytest.mark.parametrize("quantized", [None, "fp8"])
 def test_batched(buffer: moecomm.Buffer, quantized: str | None, begin: bool) -> None:
@@ -77,12 +97,15 @@ def test_batched(buffer: moecomm.Buffer, quantized: str | None, begin: bool) -> 
 
 
 def test_others_are_not_made_so(buffer: moecomm.Buffer) -> None:
-    for options in ({"layout": "expert"}, {"layout": "flat", "quantize": "fp8"}):
+    made = {"flat": "flat_tensors", "expert": "expert_tensors", "batched": "batched_tensors"}
+    refuse = pytest.raises(ValueError, match=r"as they were given|not batched")
+    for options in ({"layout": "expert"}, {"layout": "flat"}, {"layout": "flat", "quantize": "fp8"}):
         routed = buffer.dispatch(X, IDX, WEIGHTS, **options)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="flat rows as they were given"):
-            routed.plan.flat_tensors(routed)
-        with pytest.raises(ValueError, match="not batched"):
-            routed.plan.batched_tensors(routed)
-    by_column = buffer.dispatch(F8, IDX, WEIGHTS, layout="flat", scales=SCALES, scale_layout="column")
-    with pytest.raises(ValueError, match="flat rows as they were given"):
-        by_column.plan.flat_tensors(by_column)
+        for layout, name in made.items():
+            if layout != options["layout"] or "quantize" in options:
+                with refuse:
+                    getattr(routed.plan, name)(routed)
+    for layout in ("flat", "expert"):
+        by_column = buffer.dispatch(F8, IDX, WEIGHTS, layout=layout, scales=SCALES, scale_layout="column")
+        with refuse:
+            getattr(by_column.plan, made[layout])(by_column)

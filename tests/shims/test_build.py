@@ -52,7 +52,7 @@ def test_each_shim_says_what_was_missing(tmp_path: Path, monkeypatch: pytest.Mon
             linking.inputs(name, "sm_90a")
         assert said in str(caught.value)
     monkeypatch.setattr(backends, "missing", lambda name: "")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
     verdicts = {backend.name: backend.verdict for backend in moecomm.doctor().backends}
     for name, shim in (("gin", gin.wanted_shim()), ("nvshmem", "nvshmem")):
         assert verdicts[name] == f": Not between domains: {shims.find(shim).missing}"

@@ -208,12 +208,13 @@ class ElasticBuffer:
                 num_sms=limit,
             )
             handle = EPHandle(routed.handle, num_experts, align, most, num_sms, topk_idx, sync)
-            if do_expand:
-                recv_topk_idx, recv_topk_weights = None, None if topk_weights is None else routed.row_weights
-            elif scale_layout == "row":  # all in one step
+            if scale_layout == "row" and do_expand:  # all in one step
+                recv_topk_idx, (recv_x, recv_sf, recv_topk_weights) = None, routed.plan.expert_tensors(routed)
+            elif scale_layout == "row":
                 recv_x, recv_sf, recv_topk_idx, recv_topk_weights = routed.plan.flat_tensors(routed)
             else:
-                recv_topk_idx, recv_topk_weights = routed.topk_idx, routed.topk_weights
+                recv_topk_idx = routed.topk_idx
+                recv_topk_weights = routed.row_weights if do_expand else routed.topk_weights
             if topk_weights is None:
                 recv_topk_weights = None
             if cumulative_local_expert_recv_stats is not None:
