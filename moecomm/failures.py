@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from moecomm import _native, call
@@ -27,8 +28,11 @@ def round_failed(context: _native.Context) -> bool:
     return fatal or _native.read_word(context.abort_host) != 0
 
 
-def error_of(record: _native.FailureRecordView, dead: list[int]) -> MoecommError:
-    """The error a record stands for; a timeout on a rank that is known to be dead is PeerLost."""
+def error_of(record: _native.FailureRecordView, dead: Mapping[int, str]) -> MoecommError:
+    """The error a record stands for; a timeout on a rank that is known to be gone is PeerLost.
+
+    `dead`: see Session.dead_peers.
+    """
     if record.code == BAD_INPUT:
         return _bad_input(record)
     if record.code == MISMATCH:
@@ -43,15 +47,16 @@ def error_of(record: _native.FailureRecordView, dead: list[int]) -> MoecommError
         "phase": _PHASE_NAMES[record.phase],
     }
     where = f"{_OPS[record.op]}, round {record.round}, phase {_PHASE_NAMES[record.phase]}"
-    if record.code == PEER_LOST or record.peer in dead:
-        return PeerLost(f"rank {record.peer} is gone (noticed by rank {record.rank} in {where})", **known)
+    why = f": {dead[record.peer]}" if record.peer in dead else ""
+    if record.code == PEER_LOST or (why and record.peer != record.rank):
+        return PeerLost(f"rank {record.peer} is gone (noticed by rank {record.rank} in {where}){why}", **known)
     if record.code == TIMEOUT:
         waited = f"after {record.waited_ns / 1e9:.1f} s" if record.waited_ns else "as another rank found"
         return Timeout(
             f"rank {record.rank} waited for rank {record.peer}: {_PHASES[record.phase]} ({where}); gave up {waited}",
             **known,
         )
-    return Aborted(f"rank {record.rank} was told to stop by rank {record.peer} ({where})", **known)
+    return Aborted(f"rank {record.rank} was told to stop by rank {record.peer} ({where}){why}", **known)
 
 
 def _bad_input(record: _native.FailureRecordView) -> BadInput:

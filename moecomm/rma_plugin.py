@@ -95,7 +95,26 @@ def take_times() -> dict[str, int] | None:
     | clock_reads | for all of this |
     """
     taken = _Taken(version=_TIMES_VERSION)
-    # NCCL has opened the same file, and the loader keeps one of each in a process.
-    if ctypes.CDLL(str(path())).moecomm_rma_take_times(ctypes.byref(taken)) != 0:
+    if _library().moecomm_rma_take_times(ctypes.byref(taken)) != 0:
         raise Unsupported(f"The RMA plugin {path()} is not of this moecomm.")
     return {name: int(getattr(taken, name)) for name in ("since_ns", *SUMS)} if taken.on else None
+
+
+def watch(secret: str, abort_word: int) -> None:
+    """From now on the first peer that a communicator with this secret loses ends the waits of kernels that look at the
+    32-bit word at `abort_word`, an address; 0: nobody does any more.  NCCL tells its log, and no kernel.
+    """
+    if _library().moecomm_rma_watch(secret.encode(), ctypes.c_void_p(abort_word or None)) != 0:
+        raise MemoryError
+
+
+def first_loss(secret: str) -> tuple[int, str] | None:
+    """That peer, and what happened; None: all are there, or nobody watches.  Our own rank: something broke here."""
+    text = ctypes.create_string_buffer(512)
+    rank = int(_library().moecomm_rma_first_loss(secret.encode(), text, ctypes.c_size_t(len(text))))
+    return None if rank < 0 else (rank, text.value.decode(errors="replace"))
+
+
+def _library() -> ctypes.CDLL:
+    """What NCCL has opened: the loader keeps one of each file in a process."""
+    return ctypes.CDLL(str(path()))

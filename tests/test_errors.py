@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from moecomm import errors
+from moecomm import errors, failures
 
 KNOWN = {"rank": 2, "peer": 1, "phase": "payload", "op": "dispatch", "round": 7}
 ERRORS = [
@@ -26,3 +28,20 @@ def test_errors_can_be_copied_and_sent(error: errors.MoecommError) -> None:
     assert type(again) is type(error)
     assert (str(again), vars(again)) == (str(error), vars(error))
     assert str(error)
+
+
+def record(code: int, peer: int) -> Any:
+    about = {"op": 2, "round": 7, "phase": 1, "waited_ns": 10**9, "expected": 0, "seen": 0, "argument": 0}
+    return SimpleNamespace(code=code, rank=2, peer=peer, **about)
+
+
+def test_a_peer_that_is_known_to_be_gone_is_named_with_the_reason() -> None:
+    why = "PeerLost: the connection to rank 1 was closed"
+    for code in (failures.TIMEOUT, failures.PEER_LOST, failures.ABORTED):
+        error = failures.error_of(record(code, 1), {1: why})
+        assert type(error) is errors.PeerLost and error.peer == 1
+        assert str(error) == f"rank 1 is gone (noticed by rank 2 in combine, round 7, phase payload): {why}"
+    assert type(failures.error_of(record(failures.TIMEOUT, 1), {3: why})) is errors.Timeout
+    assert str(failures.error_of(record(failures.PEER_LOST, 1), {})).endswith("phase payload)")
+    broken = failures.error_of(record(failures.ABORTED, 2), {2: "Cuda: cuMemcpyAsync: 700"})
+    assert type(broken) is errors.Aborted and str(broken).endswith(": Cuda: cuMemcpyAsync: 700")

@@ -2,6 +2,7 @@
 
 #include "comm.h"
 #include "log.h"
+#include "losses.h"
 
 namespace moecomm::rma {
 namespace {
@@ -254,6 +255,7 @@ void Comm::fail(int rank, Failure failure) {
     failure.told = true;
     peer.failure = failure;
     if (!first_failure_.has_value()) first_failure_ = failure;
+    losses::tell(settings_.secret, me_, rank, failure.what());
     unwatch(peer);
     if (peer.link != nullptr) peer.link->shut();
 }

@@ -5,6 +5,7 @@
 #include "address.h"
 #include "comm.h"
 #include "log.h"
+#include "losses.h"
 
 namespace moecomm::rma {
 namespace {
@@ -188,6 +189,14 @@ abi::Result iget_16(void* rma, int number, uint64_t remote, void* remote_region,
 
 MOECOMM_EXPORT int moecomm_rma_take_times(moecomm::rma::times::Taken* to);
 int moecomm_rma_take_times(moecomm::rma::times::Taken* to) { return moecomm::rma::times::take(to); }
+
+MOECOMM_EXPORT int moecomm_rma_watch(const char* secret, uint32_t* word);
+int moecomm_rma_watch(const char* secret, uint32_t* word) {
+    return moecomm::rma::guarded([&] { moecomm::rma::losses::watch(secret, word); });
+}
+
+MOECOMM_EXPORT int moecomm_rma_first_loss(const char* secret, char* text, size_t bytes);
+int moecomm_rma_first_loss(const char* secret, char* text, size_t bytes) { return moecomm::rma::losses::first(secret, text, bytes); }
 
 // A multi-segment window would come with a dma-buf, which properties() does not offer: regMrSymDmaBuf is never called.
 MOECOMM_EXPORT const moecomm::rma::abi::RmaV14 ncclRmaPlugin_v14;

@@ -72,8 +72,8 @@ class Session(Protocol):
         """Makes every wait of this rank end."""
         ...
 
-    def dead_peers(self) -> list[int]:
-        """Ranks whose process is known to have ended."""
+    def dead_peers(self) -> dict[int, str]:
+        """Ranks that are known to be gone, and why; our own: something that rounds need is broken here."""
         ...
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ torch.distributed among them, have what NCCL read here first:
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -114,6 +115,7 @@ class GinReach(Reach):
 
     backend = "gin"
     near = False
+    _watched: str | None = None  # the secret of our communicator, if our plugin may be asked about it
 
     def _connect(self, domain_ranks: int) -> None:
         ranks = self.ranks
@@ -124,6 +126,8 @@ class GinReach(Reach):
                 raise Unsupported("ranks that are threads of one process; backend 'gin' wants a process a rank")
         secret = ranks.all_gather(bytes.fromhex(rma_plugin.new_secret()))[0].hex()
         self._variables = {} if nic.has_rdma() else rma_plugin.environment(secret)
+        # One that the user has set is that of other communicators, too.
+        self._watched = secret if self._variables and "MOECOMM_JOB_SECRET" not in os.environ else None
         if domain_ranks not in (0, ranks.ranks):
             self._variables["NCCL_LSA_TEAM_SIZE"] = str(domain_ranks)
         with config.variables(self._variables):
@@ -147,6 +151,16 @@ class GinReach(Reach):
             # Others may still add to our signals when we are done with the last round; else they can put no more.
             self.linger_s = _LINGER_S
             self.most_blocks = _CONTEXTS * (_QUEUE // _POSTS // _WARPS)
+
+    def watch(self, abort_word: int) -> None:
+        """See Reach."""
+        if self._watched is not None:
+            rma_plugin.watch(self._watched, abort_word)
+
+    def losses(self) -> dict[int, str]:
+        """See Reach."""
+        lost = None if self._watched is None else rma_plugin.first_loss(self._watched)
+        return {} if lost is None else dict([lost])
 
     def open_window(self, layout: _native.WindowLayout) -> windows.Window:
         """See Reach.  There is a signal a word of `layout.signals`, and one more, which rounds do not use."""

@@ -104,9 +104,9 @@ class HostSession:
         """Ends every wait of this rank."""
         _native.set_abort(self.context.abort_host, cause, culprit)
 
-    def dead_peers(self) -> list[int]:
+    def dead_peers(self) -> dict[int, str]:
         """Ranks whose process has ended."""
-        return [] if self._presence is None else self._presence.dead_peers()
+        return {} if self._presence is None else self._presence.dead_peers()
 
     def close(self) -> None:
         """Drops our mappings; the memory goes when the last tensor and the last peer have let go."""

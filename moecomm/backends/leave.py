@@ -13,8 +13,8 @@ from moecomm import _native, linking, plain_kernel
 
 _NOTICE = struct.Struct("<IIQqiiii7Q")  # struct Notice of csrc/protocol/notice.h
 _LEAVE = 3  # Op::leave
-_WORD = 8  # bytes of a word of mail, and of a signal
-SIGNAL = _WORD  # offset in mail of what its signal becomes in another domain: a tag beside zeros
+WORD = 8  # bytes of a word of mail, and of a signal
+SIGNAL = WORD  # offset in mail of what its signal becomes in another domain: a tag beside zeros
 
 
 def mail(last_round: int, words: int) -> bytes:
@@ -23,19 +23,28 @@ def mail(last_round: int, words: int) -> bytes:
 
     Each word is valid by itself, so they can be copied in one go.
     """
-    tag = (last_round + 1) & 0xFFFFFFFF
+    tag = _tag(last_round)
     notice = _NOTICE.pack(_LEAVE, *(0,) * 14).ljust(4 * words, b"\0")
-    return b"".join(word + tag.to_bytes(4, "little") for (word,) in struct.iter_unpack("4s", notice))
+    return b"".join(word + tag for (word,) in struct.iter_unpack("4s", notice))
+
+
+def is_last(word: bytes, last_round: int) -> bool:
+    """Whether this is the first word of such a mail."""
+    return word == _LEAVE.to_bytes(4, "little") + _tag(last_round)
+
+
+def _tag(last_round: int) -> bytes:
+    return ((last_round + 1) & 0xFFFFFFFF).to_bytes(4, "little")
 
 
 def mail_offset(window: _native.WindowLayout, ranks: int, last_round: int, sender: int) -> int:
     """Where in a peer's window it belongs."""
-    return window.mail + (((last_round + 1) & 1) * ranks + sender) * window.mail_words * _WORD
+    return window.mail + (((last_round + 1) & 1) * ranks + sender) * window.mail_words * WORD
 
 
 def signal_offset(window: _native.WindowLayout, sender: int) -> int:
     """Where in the window of a peer of another domain the signal of the sender's mail belongs."""
-    return window.signals + sender * _WORD
+    return window.signals + sender * WORD
 
 
 _PUT_TIMEOUT_NS = 1_000_000_000  # a peer that is gone must not keep us

@@ -174,6 +174,7 @@ class LsaSession:
         # places of another rank's: of 132 multiprocessors two times 64 may find room, and two times 16 clusters not.
         self._alone = sharing == 1
         self._gpu, self._ranks = torch.cuda.get_device_name(device), shape.ranks
+        self.reach.watch(self.context.abort_host)
 
     def _make_context(self, rank: int, shape: _native.Shape) -> _native.Context:
         assert self._window is not None
@@ -228,9 +229,9 @@ class LsaSession:
         """Makes every wait of this rank end."""
         _native.set_abort(self.context.abort_host, cause, culprit)
 
-    def dead_peers(self) -> list[int]:
-        """Ranks whose process has ended."""
-        return [] if self._presence is None else self._presence.dead_peers()
+    def dead_peers(self) -> dict[int, str]:
+        """Ranks whose process has ended, or that can't be reached any more."""
+        return self.reach.losses() | ({} if self._presence is None else self._presence.dead_peers())
 
     def close(self) -> None:
         """Waits for our rounds, tells the peers that we left, drops their memory.  Ours goes with its last tensor."""
@@ -245,6 +246,7 @@ class LsaSession:
         if self._window is not None:
             self._window.close()
         self._window = None
+        self.reach.watch(0)
 
     def dispatcher(self, args: _native.DispatchArgs) -> Callable[[_native.DispatchArgs], None]:
         """Enqueues on the current stream."""
@@ -311,6 +313,23 @@ class LsaSession:
         copies.wait()
         if self.reach.puts:
             leave.put(self.reach.shim, self.context, offset, len(mail))
+        if self._presence is None:
+            self._linger(last_round)
+
+    def _linger(self, last_round: int) -> None:
+        """Where processes can't see each other: until the last mail of all others has come, or for long enough."""
+        window, at = self._window, self._control.address + _MAIL
+        assert window is not None
+        deadline = time.monotonic() + self.reach.linger_s
+        waiting = [rank for rank in range(len(window.peers)) if rank != self.context.rank]
+        while waiting and time.monotonic() < deadline:
+            offset = leave.mail_offset(self.context.window, len(window.peers), last_round, waiting[-1])
+            self._copies.to_host(at, window.address + offset, leave.WORD)
+            self._copies.wait()
+            if leave.is_last(self._control.read(_MAIL, leave.WORD), last_round):
+                waiting.pop()
+            else:
+                time.sleep(_NAP_S)
 
 
 def open(  # noqa: A001

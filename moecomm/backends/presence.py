@@ -27,9 +27,9 @@ class Presence:
         left = [page.address for page in self._pages]
         self._watcher = _native.Watcher(pids, ranks.rank, abort_address, left=left)
 
-    def dead_peers(self) -> list[int]:
-        """Ranks whose process has ended without a word."""
-        return self._watcher.dead()
+    def dead_peers(self) -> dict[int, str]:
+        """Ranks whose process has ended without a word, and that it has."""
+        return dict.fromkeys(self._watcher.dead(), "its process has ended")
 
     def leave(self, linger_s: float = 0) -> None:
         """Our process may end from now on, and we watch no longer.

@@ -53,6 +53,13 @@ class Reach:
         """Whether rounds put, through a library: to ranks of other domains."""
         return self.transport != "lsa" and self.transport == self.shim
 
+    def watch(self, abort_word: int) -> None:
+        """A peer that a library under this reports as lost ends the waits that look there; 0: nobody looks any more."""
+
+    def losses(self) -> dict[int, str]:
+        """Such peers, and what was reported; our own rank: something here."""
+        return {}
+
     def open_window(self, layout: _native.WindowLayout) -> windows.Window:
         """Collective, once: windows of this layout, not zeroed.  What fails leaves nothing behind.
 

@@ -210,6 +210,28 @@ def test_nccl_is_told_of_the_plugin_for_as_long_as_it_looks(monkeypatch: pytest.
         assert environment["NCCL_GIN_TYPE"] == "7", "what the user has set comes first"
 
 
+def test_what_the_plugin_loses_is_told_to_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the secret of its own communicator; not where the user has set one, which is that of others as well."""
+    nccl, watched = Nccl().install(monkeypatch), {}
+    monkeypatch.setattr(rma_plugin, "watch", watched.__setitem__)
+    monkeypatch.setattr(rma_plugin, "first_loss", {}.get)
+    found = reach()
+    assert found.losses() == {}
+    found.watch(0x1234)
+    secret = nccl.environments[0]["MOECOMM_JOB_SECRET"]
+    assert watched == {secret: 0x1234}
+    monkeypatch.setattr(rma_plugin, "first_loss", {secret: (3, "PeerLost: the connection was closed")}.get)
+    assert found.losses() == {3: "PeerLost: the connection was closed"}
+    monkeypatch.setenv("MOECOMM_JOB_SECRET", "the user's")
+    for other in (reach(), reach(Echo(ranks=1))):
+        other.watch(0x5678)
+        assert other.losses() == {} and watched == {secret: 0x1234}
+    Nccl(gin_type=3).install(monkeypatch, rdma=True)
+    monkeypatch.delenv("MOECOMM_JOB_SECRET")
+    reach().watch(0x5678)
+    assert watched == {secret: 0x1234}
+
+
 def test_without_gin_the_communicator_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     nccl = Nccl(gin_type=0).install(monkeypatch)
     nccl.memory.add(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -180,6 +181,63 @@ def test_leaving_ends_a_round_in_another_domain(last_round: int) -> None:
         with pytest.raises(moecomm.PeerLost) as caught:
             buffer.dispatch(torch.ones(2, 8).bfloat16(), torch.tensor([[0], [1]]))
         assert (caught.value.peer, caught.value.round) == (0, last_round + 1)
+
+
+class Copies:
+    """Copies between pinned memory and a window that is host memory, each followed by what happens meanwhile."""
+
+    def __init__(self, meanwhile: Callable[[int], None]) -> None:
+        self.meanwhile, self.count = meanwhile, 0
+
+    def to_host(self, to: int, source: int, nbytes: int) -> None:
+        ctypes.memmove(to, source, nbytes)
+
+    def wait(self) -> None:
+        self.count += 1
+        self.meanwhile(self.count)
+
+
+class Pinned:
+    """Of a session: a record, an abort word, and mail."""
+
+    def __init__(self) -> None:
+        self.memory = ctypes.create_string_buffer(4096)
+        self.address = ctypes.addressof(self.memory)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return self.memory[offset : offset + nbytes]
+
+
+@pytest.mark.parametrize("last_round", [1, 6, 0xFFFFFFFF])
+def test_who_can_not_see_the_others_waits_for_their_last_mail(last_round: int) -> None:
+    """Mail of the round before last, which lies at the same place, is none."""
+    shape = shape_of(4, domain_ranks=2)
+    layout = _native.window_layout(shape)
+    window = ctypes.create_string_buffer(layout.bytes)
+    at = ctypes.addressof(window)
+
+    def come(rank: int, number: int) -> None:
+        mail = leave.mail(number, layout.mail_words)
+        ctypes.memmove(at + leave.mail_offset(layout, 4, last_round, rank), mail, len(mail))
+
+    for rank in range(4):
+        come(rank, last_round - 2)
+    copies = Copies(lambda count: come({5: 3, 9: 0, 14: 1}.get(count, 2), last_round))
+    session = session_of(
+        context=SimpleNamespace(rank=2, window=layout),
+        reach=SimpleNamespace(linger_s=20.0),
+        _window=SimpleNamespace(address=at, peers=[0] * 4),
+        _control=Pinned(),
+        _copies=copies,
+    )
+    begin = time.monotonic()
+    session._linger(last_round)
+    assert copies.count == 16 and time.monotonic() - begin < 10
+    session.reach.linger_s, session._copies = 0.2, Copies(lambda count: None)
+    come(1, last_round - 2)
+    begin = time.monotonic()
+    session._linger(last_round)
+    assert 0.2 <= time.monotonic() - begin < 5
 
 
 def session_of(**attributes: object) -> lsa.LsaSession:

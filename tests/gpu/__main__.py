@@ -144,6 +144,7 @@ PARTS: dict[str, list[Step]] = {
         *nvlink("gin2", "gin, 2 domains"),
         *nvlink("gin4", "gin, 4 domains"),
         *nvlink("gin-tcp", "gin tcp, 2 domains"),
+        Step("gin.apart", 300, ("tests/gpu/test_between_hosts.py",)),
         Step("gin.torch", 300, (f"{TORCH}_all_reduce_of_torch_is_right_beside_gin",)),
     ],
     "sanitize": [sanitized("memcheck"), sanitized("racecheck")],

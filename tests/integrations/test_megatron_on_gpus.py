@@ -118,12 +118,13 @@ def _graphs(rank: int, group: Any, store: str) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.gpu4
+@pytest.mark.gpu2
 @pytest.mark.parametrize("body", [_layers, _graphs])
-def test_the_layer_on_four_gpus(gpu_ranks: Any, tmp_path: Path, body: Any) -> None:
+def test_the_layer_on_gpus(gpu_ranks: Any, tmp_path: Path, body: Any) -> None:
     """Sums over rows go through other kernels' orders there: a few roundings of the longest sum, 2000 rows."""
-    gpu_ranks.start(4, body, str(tmp_path / "nccl"))
-    for found in gpu_ranks.results(4, timeout_s=280).values():
+    count = min(4, torch.cuda.device_count())
+    gpu_ranks.start(count, body, str(tmp_path / "nccl"))
+    for found in gpu_ranks.results(count, timeout_s=280).values():
         assert not isinstance(found, BaseException), found
         for name, errors in found.items():
             bound = 8 * 2.0**-8 if name == "bfloat16" else 64 * 2.0**-24

@@ -14,8 +14,9 @@ from tests.integrations.vllm_ranks import Rank, home
 
 def run(gpu_ranks: Any, body: Any) -> dict[int, Any]:
     """Kernels are compiled, the first time: longer than the minute that ranks usually have."""
-    gpu_ranks.start(4, body)
-    return gpu_ranks.results(4, timeout_s=280)
+    count = min(4, torch.cuda.device_count())
+    gpu_ranks.start(count, body)
+    return gpu_ranks.results(count, timeout_s=280)
 
 
 def _beside(rank: int, group: Any) -> list[bool]:
@@ -46,7 +47,7 @@ def _beside(rank: int, group: Any) -> list[bool]:
     return same
 
 
-@pytest.mark.gpu4
+@pytest.mark.gpu2
 def test_shared_experts_run_beside_the_way_home(gpu_ranks: Any) -> None:
     for same in run(gpu_ranks, _beside).values():
         assert same == [True] * 18
@@ -82,6 +83,7 @@ def _graph(rank: int, group: Any) -> list[bool]:
     return same
 
 
-@pytest.mark.gpu4
+@pytest.mark.gpu2
 def test_the_batched_format_runs_in_a_graph(gpu_ranks: Any) -> None:
-    assert run(gpu_ranks, _graph) == {rank: [True] * 5 for rank in range(4)}
+    for same in run(gpu_ranks, _graph).values():
+        assert same == [True] * 5

@@ -1,11 +1,55 @@
 // Peers that die, sleep, leave, do not come, or know another secret; and a caller who asks for nonsense.
+#include <dlfcn.h>
+
 #include <csignal>
 #include <cstdlib>
 
 #include "open.h"
+#include "protocol/record.h"
 #include "scenarios.h"
 
 namespace {
+
+// A word that kernels look at while they wait for a peer.
+class Watching {
+  public:
+    explicit Watching(const Options& options)
+        : library_(::dlopen(options.plugin.c_str(), RTLD_NOW)), secret_(std::getenv("MOECOMM_JOB_SECRET")) {
+        require(function<Watch>("moecomm_rma_watch")(secret_.c_str(), &word_) == 0 && first() == "-1 ", "watch");
+    }
+    ~Watching() {
+        function<Watch>("moecomm_rma_watch")(secret_.c_str(), nullptr);
+        require(first() == "-1 ", "what nobody watches is forgotten");
+    }
+    Watching(const Watching&) = delete;
+    Watching& operator=(const Watching&) = delete;
+
+    bool quiet() const { return __atomic_load_n(&word_, __ATOMIC_RELAXED) == 0; }
+    bool lost(int rank, const std::string& how) const {
+        const bool told = __atomic_load_n(&word_, __ATOMIC_RELAXED) == moecomm::abort_word(moecomm::Failure::peer_lost, rank);
+        const bool said = first().rfind(std::to_string(rank) + " " + how + ": ", 0) == 0;
+        if (!told || !said)
+            std::fprintf(stderr, "wanted the loss of rank %d, %s, got: %x, %s\n", rank, how.c_str(), word_, first().c_str());
+        return told && said;
+    }
+
+  private:
+    using Watch = int (*)(const char*, uint32_t*);
+    using FirstLoss = int (*)(const char*, char*, size_t);
+    template <class Function>
+    Function function(const char* name) const {
+        return reinterpret_cast<Function>(::dlsym(library_, name));
+    }
+    std::string first() const {
+        char text[200] = "";
+        const int rank = function<FirstLoss>("moecomm_rma_first_loss")(secret_.c_str(), text, sizeof text);
+        return std::to_string(rank) + " " + text;
+    }
+
+    void* const library_;
+    const std::string secret_;
+    uint32_t word_ = 0;
+};
 
 // Puts to rank 1 until the thread has failed; what it takes in the meantime is bounded by its queue.
 bool put_until_failure(Open& open, uint64_t bytes) {
@@ -19,14 +63,16 @@ bool put_until_failure(Open& open, uint64_t bytes) {
 
 bool killed(const Options& options, World& world, int rank) {
     use_cuda_on_this_thread(options);
+    const Watching watching(options);
     Open open(options, world, rank);
     open.proxy.start();
+    require(watching.quiet(), "nobody is lost");
     world.barrier();
     if (rank == 1) {
         for (int i = 0; i < 50; ++i) open.proxy.post(0, 0, open.put(20000));
         ::raise(SIGKILL);
     }
-    const bool good = put_until_failure(open, 30000) && names("PeerLost: ");
+    const bool good = put_until_failure(open, 30000) && names("PeerLost: ") && watching.lost(1, "PeerLost");
     const auto begin = Clock::now();
     open.proxy.close();
     return good && Clock::now() - begin < std::chrono::seconds(5);
@@ -34,12 +80,13 @@ bool killed(const Options& options, World& world, int rank) {
 
 bool silent(const Options& options, World& world, int rank) {
     use_cuda_on_this_thread(options);
+    const Watching watching(options);
     Open open(options, world, rank);
     world.barrier();
     bool good = true;
     if (rank == 0) {
         open.proxy.start();
-        good = put_until_failure(open, 100) && names("PeerSilent: rank 1");
+        good = put_until_failure(open, 100) && names("PeerSilent: rank 1") && watching.lost(1, "PeerSilent");
     }
     world.barrier();  // rank 1 never polls
     return good;
@@ -65,6 +112,7 @@ bool absent(const Options& options, World& world, int rank) {
 
 bool left(const Options& options, World& world, int rank) {
     use_cuda_on_this_thread(options);
+    const Watching watching(options);
     Open open(options, world, rank);
     open.proxy.start();
     world.barrier();
@@ -75,7 +123,8 @@ bool left(const Options& options, World& world, int rank) {
     }
     world.barrier();
     require(open.proxy.result() == abi::kSuccess && !open.proxy.last_error(), "a peer that left in good order is no error: " + logged());
-    return put_until_failure(open, 100) && names("PeerClosed: rank 1 has closed the communicator");
+    require(watching.quiet(), "nor a loss");
+    return put_until_failure(open, 100) && names("PeerClosed: rank 1 has closed the communicator") && watching.lost(1, "PeerClosed");
 }
 
 // Communicators after and beside each other, contexts made anew, memory given back and registered again.

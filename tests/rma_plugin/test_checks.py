@@ -58,7 +58,7 @@ def test_digests_of_all_lengths(driver: Path) -> None:
     ]
 
 
-def test_the_library_has_both_tables_its_times_and_nothing_else() -> None:
+def test_the_library_has_both_tables_its_own_functions_and_nothing_else() -> None:
     library = ctypes.CDLL(str(rma_plugin.path()))
     for version in (14, 16):
         name = ctypes.c_char_p.in_dll(library, f"ncclRmaPlugin_v{version}")
@@ -68,8 +68,18 @@ def test_the_library_has_both_tables_its_times_and_nothing_else() -> None:
     if shown.returncode == 0:
         assert {line.split()[-1] for line in shown.stdout.splitlines()} == {
             *("ncclRmaPlugin_v14", "ncclRmaPlugin_v16"),
-            "moecomm_rma_take_times",
+            *("moecomm_rma_take_times", "moecomm_rma_watch", "moecomm_rma_first_loss"),
         }
+
+
+def test_nobody_is_lost_where_nobody_watches_or_all_are_there() -> None:
+    """What is told when somebody is, the failures of peers show."""
+    word = ctypes.c_uint32(0)
+    assert rma_plugin.first_loss("a job") is None
+    rma_plugin.watch("a job", ctypes.addressof(word))
+    assert rma_plugin.first_loss("a job") is None and word.value == 0
+    rma_plugin.watch("a job", 0)
+    assert rma_plugin.first_loss("a job") is None
 
 
 def nccl_include() -> Path | None:
