@@ -73,6 +73,12 @@ def in_sglang() -> str | None:
     return os.environ.get("MOECOMM_SGLANG")
 
 
+def job_secret() -> str | None:
+    """The user's own, for the RMA plugin of every communicator; None: each has a new one."""
+    check_environment()
+    return os.environ.get("MOECOMM_JOB_SECRET")
+
+
 @contextmanager
 def variables(wanted: Mapping[str, str], *, insist: bool = False) -> Iterator[None]:
     """A library finds `wanted` in the environment meanwhile, beside what the user has set, which comes first.

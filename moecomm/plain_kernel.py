@@ -83,3 +83,9 @@ def launch(kernel: PlainKernel, blocks: int, args: ctypes.Structure) -> None:
     function = load(kernel, device)
     stream = _native.current_stream(device)
     _native.cuda_launch_packed(function, blocks, kernel.threads, kernel.shared_bytes, stream, args)
+
+
+def launch_on(device: torch.device, kernel: PlainKernel, blocks: int, args: ctypes.Structure) -> None:
+    """The same on another device."""
+    with torch.cuda.device(device):
+        launch(kernel, blocks, args)

@@ -16,7 +16,6 @@ torch.distributed among them, have what NCCL read here first:
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -127,7 +126,7 @@ class GinReach(Reach):
         secret = ranks.all_gather(bytes.fromhex(rma_plugin.new_secret()))[0].hex()
         self._variables = {} if nic.has_rdma() else rma_plugin.environment(secret)
         # One that the user has set is that of other communicators, too.
-        self._watched = secret if self._variables and "MOECOMM_JOB_SECRET" not in os.environ else None
+        self._watched = secret if self._variables and config.job_secret() is None else None
         if domain_ranks not in (0, ranks.ranks):
             self._variables["NCCL_LSA_TEAM_SIZE"] = str(domain_ranks)
         with config.variables(self._variables):

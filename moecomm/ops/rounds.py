@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from moecomm import names
+from moecomm import names, padding
 from moecomm.arrays import window_tensor
 from moecomm.buffer import Buffer
 from moecomm.errors import BadInput
@@ -54,7 +54,7 @@ def dispatch(
     )
     rows, arrived = routed.x, _arrived(layout, routed.tokens_per_expert, routed.num_rows, routed.src)
     if zero_padding:
-        _zero_others(rows, arrived)
+        _zero_others(layout, rows, routed.tokens_per_expert, routed.num_rows, routed.src)
     if layout == "flat":
         assert routed.topk_weights is not None and routed.topk_idx is not None
         weights = torch.where(arrived.unsqueeze(-1), routed.topk_weights, 0.0)
@@ -111,7 +111,7 @@ def dispatch_again(
     handle = handles.restore(memory, buffer, layout, max_rows, len(x))
     rows: torch.Tensor = _run_dispatch(owner, rows_of(x), handle=handle, num_sms=num_sms).x
     if zero_padding:
-        _zero_others(rows, _arrived(layout, *handles.counts(handle), handles.sources(handle)))
+        _zero_others(layout, rows, *handles.counts(handle), handles.sources(handle))
     return settled(owner, rows)[0]
 
 
@@ -236,12 +236,14 @@ def _arrived(layout: str, tokens_per_expert: torch.Tensor, num_rows: torch.Tenso
     return within if layout == "flat" else within & (src[:, 0] >= 0)
 
 
-def _zero_others(rows: torch.Tensor, arrived: torch.Tensor) -> None:
+def _zero_others(
+    layout: str, rows: torch.Tensor, tokens_per_expert: torch.Tensor, num_rows: torch.Tensor, src: torch.Tensor
+) -> None:
     """Zeros where no token arrived."""
-    if rows.is_cuda:
-        rows.masked_fill_(~arrived.unsqueeze(-1), 0.0)
-    else:  # touches those rows alone
-        rows[~arrived] = 0.0
+    if layout == "batched":
+        padding.zero(rows, counts=tokens_per_expert)
+    else:
+        padding.zero(rows, num_rows=num_rows, src=src if layout == "expert" else None)
 
 
 def _where_peers_read(buffer: Buffer, handle: NativeHandle, weights: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,7 @@ class Machine:
     def __init__(self, directory: Path) -> None:
         self._directory, self._csrc = directory, directory / "csrc"
         plain.write(CSRC, self._csrc)
-        self._scheduler = scheduler()
+        self.scheduler = scheduler()
         (directory / "offsets.cpp").write_text(_OFFSETS)
         offsets = directory / "offsets"
         subprocess.run(["g++", "-std=c++17", f"-I{CSRC}", directory / "offsets.cpp", "-o", offsets], check=True)
@@ -110,24 +110,26 @@ class Machine:
                 fields["shared_bytes"],
                 nth - ranks if nth >= ranks else -1,
             )
-        ended = self._scheduler.emulator_run(ctypes.addressof(launches), len(calls), LIMIT, self._runs)
+        ended = self.scheduler.emulator_run(ctypes.addressof(launches), len(calls), LIMIT, self._runs)
         assert ended == 0, f"{calls[0].spec.op} of {[call.num_tokens for call in calls]} tokens does not end"
 
     def forget(self) -> None:
         """Before windows go away: nothing is put there any more."""
-        self._scheduler.emulator_forget()
+        self.scheduler.emulator_forget()
 
     def _kernel(self, spec: jit.KernelSpec) -> Any:
         if spec not in self._kernels:
-            self._kernels[spec] = ctypes.CDLL(str(self._compile(_unit(spec))))
+            self._kernels[spec] = self.library(_unit(spec))
         return self._kernels[spec]
 
-    def _compile(self, unit: str) -> Path:
+    def library(self, unit: str) -> Any:
+        """A translation unit, compiled and loaded, each once."""
         source = self._directory / f"{hashlib.sha256(unit.encode()).hexdigest()[:20]}.cpp"
-        source.write_text(unit)
         library = source.with_suffix(".so")
-        subprocess.run(["g++", *FLAGS, f"-I{HERE}", f"-I{self._csrc}", source, "-o", library], check=True)
-        return library
+        if not library.exists():
+            source.write_text(unit)
+            subprocess.run(["g++", *FLAGS, f"-I{HERE}", f"-I{self._csrc}", source, "-o", library], check=True)
+        return ctypes.CDLL(str(library))
 
 
 def _unit(spec: jit.KernelSpec) -> str:

@@ -123,6 +123,7 @@ PARTS: dict[str, list[Step]] = {
         Step("moe4-fp8", 500, ("tests/gpu/test_moe_fp8.py", "-m", "gpu4"), random=True),
     ],
     "integrations": [
+        one("plain", 100, "tests/gpu/test_plain_kernels.py", random=False),
         one("ops", 200, "tests/gpu/test_ops.py", random=False),
         Step("deep_ep", 200, ("tests/compat/test_on_gpus.py",), gpus=2),
         Step("vllm", 300, ("tests/integrations/test_vllm_on_gpus.py",)),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from moecomm import padding
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.ep_handle import EPHandle, expanded_rows
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for
@@ -281,10 +282,12 @@ class ElasticBuffer:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows and scales; copied out of a window that would have no room for another round."""
         if zero_padding:
-            padding = source(routed.handle)[:, :1] < 0
-            (x.view(torch.uint8) if x.dtype.itemsize == 1 else x).masked_fill_(padding, 0)
-            if scales is not None:
-                scales.masked_fill_(padding, 0)
+            src = source(routed.handle)
+            padding.zero(x, src=src)
+            if scales is not None and scales.is_contiguous():
+                padding.zero(scales, src=src)
+            elif scales is not None:
+                scales.masked_fill_(src[:, :1] < 0, 0)
         if self._pool.is_filling(routed.handle.buffer):
             # torch keeps the strides of column-major scales, but not the gap after a column
             wide = scales is not None and scales.stride(0) == 1 and scales.shape[0] % 4

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moecomm import padding
 from moecomm.arrays import check_tensor
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.lazy import source, tokens_per_expert
@@ -14,6 +15,7 @@ from moecomm.compat.deep_ep.normal import check_nothing
 from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_dimensions, check_experts
 from moecomm.errors import BadInput, Mismatch, Unsupported
 from moecomm.routed import Handle, Routed
+from moecomm.routing_map import ids_of, weights_at
 from moecomm.settings import MAX_TOPK
 
 
@@ -105,8 +107,8 @@ class HybridEPBuffer:
         """hidden `[rows, H]` by expert, probs `[rows]`, scaling_factor, padded tokens_per_expert, handle.
 
         tokens_per_expert is int64, on the CPU, or, with `non_blocking`, on the device and nothing waits.  A
-        `routing_map` takes some small kernels to find its ids, and the first one without num_permuted_tokens a host
-        wait; `topk_idx` spares both.  Rows of padding are zero.
+        `routing_map` takes a small kernel to find its ids, and the first one without num_permuted_tokens a host wait;
+        `topk_idx` spares both.  Rows of padding are zero, by another.
         """
         if use_host_meta is not None:
             non_blocking = not use_host_meta
@@ -162,9 +164,7 @@ class HybridEPBuffer:
         if probs is None:
             return out, None
         combined, weights = out
-        dense = torch.zeros((native.num_tokens, handle.num_experts + 1), dtype=torch.float32, device=weights.device)
-        at = torch.where(handle.ids >= 0, handle.ids, handle.num_experts).long()
-        return combined, dense.scatter_add_(1, at, weights)[:, : handle.num_experts]
+        return combined, weights_at(handle.ids, weights, handle.num_experts)
 
     def _by_ids(
         self,
@@ -205,28 +205,28 @@ class HybridEPBuffer:
         """With `rows` there is no waiting for anybody, hence room for as many experts a token as there can be.  Without
         them, a token with more than any before ends the round on all ranks, which make room together.
         """
-        picks, num_experts = routing_map.sum(dim=1), routing_map.shape[1]
+        num_experts = routing_map.shape[1]
         if rows is not None:
-            routing = _picked(routing_map, picks, probs, min(MAX_TOPK, num_experts), few=True)
+            routing = _Routing(*ids_of(routing_map, probs, min(MAX_TOPK, num_experts)), num_experts, few=True)
             return routing, self._route(hidden, routing, align, rows, options)
         if self._topk == 0:
-            self._topk = self._most_picks(picks)
-        routing = _picked(routing_map, picks, probs, self._topk)
+            self._topk = self._most_picks(routing_map)
+        routing = _Routing(*ids_of(routing_map, probs, self._topk), num_experts)
         try:
             return routing, self._route(hidden, routing, align, None, options)
         except BadInput as error:
             if error.argument != "topk_idx" or error.got != f"expert {num_experts}":
                 raise
-            most = self._most_picks(picks)
+            most = self._most_picks(routing_map)
             if most <= self._topk:  # what an earlier call has left behind
                 raise
         self._topk = min(MAX_TOPK, 1 << (most - 1).bit_length())  # so that it grows a few times at most
-        routing = _picked(routing_map, picks, probs, self._topk)
+        routing = _Routing(*ids_of(routing_map, probs, self._topk), num_experts)
         return routing, self._route(hidden, routing, align, None, options)
 
-    def _most_picks(self, picks: torch.Tensor) -> int:
+    def _most_picks(self, routing_map: torch.Tensor) -> int:
         """Collective: the most experts of a token."""
-        most = self._pool.most(int(picks.max()) if len(picks) else 0)
+        most = self._pool.most(int(routing_map.sum(dim=1).max()) if len(routing_map) else 0)
         if most > MAX_TOPK:
             raise BadInput("routing_map", f"{most} experts for a token of a rank", f"at most {MAX_TOPK}")
         return max(1, most)
@@ -275,10 +275,9 @@ class HybridEPBuffer:
         x, scales = routed.x, routed.scales
         weights = routed.row_weights if weighted else None
         if pad_multiple is not None and pad_multiple > 1:
-            padding = source(routed.handle)[:, :1] < 0
-            (x.view(torch.uint8) if x.dtype.itemsize == 1 else x).masked_fill_(padding, 0)
-            if scales is not None:
-                scales.masked_fill_(padding, 0)
+            for received in (x, scales):
+                if received is not None:
+                    padding.zero(received, src=source(routed.handle))
         if len(x) < rows:  # more room was asked for than all tokens of all ranks can fill
             return _longer(x, rows), _longer(weights, rows), _longer(scales, rows)
         if self._pool.is_filling(routed.handle.buffer):
@@ -296,23 +295,6 @@ class HybridEPBuffer:
     def _limit(hidden: torch.Tensor, num_sms: int | None) -> int | None:
         check_dimensions("hidden", hidden, "rows", "columns")
         return num_sms or None if hidden.is_cuda else None
-
-
-def _picked(
-    routing_map: torch.Tensor, picks: torch.Tensor, probs: torch.Tensor | None, topk: int, few: bool = False
-) -> _Routing:
-    """A map as ids, ascending, and their probs.  `picks`: how many experts each token has."""
-    num_experts = routing_map.shape[1]
-    expert = torch.arange(num_experts, device=routing_map.device)
-    first = torch.where(routing_map, expert, num_experts).sort(dim=1).values[:, :topk]
-    weights = None
-    if probs is not None:
-        weights = probs.float().gather(1, first.clamp(max=num_experts - 1))
-    ids = torch.where(first < num_experts, first, -1)
-    if topk < num_experts:
-        # More than fit: an id that no expert has, which every rank is told of.
-        ids[:, :1] = torch.where(picks.unsqueeze(1) > topk, num_experts, ids[:, :1])
-    return _Routing(ids, weights, num_experts, few)
 
 
 def _aligned(counts: torch.Tensor, align: int) -> torch.Tensor:

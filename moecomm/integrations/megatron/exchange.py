@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from moecomm import padding
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.pool import ask_to_grow, asks_to_grow
 from moecomm.errors import Mismatch
@@ -135,7 +136,7 @@ class _Dispatch(torch.autograd.Function):
         routed = exchange.route(rows_of(x), topk_idx.contiguous(), weights.float().contiguous(), alignment)
         rows: torch.Tensor = routed.x
         if alignment > 1:
-            _zero_padding(rows, routed.src)
+            padding.zero(rows, src=routed.src)
         rows, tables = settled(routed.handle.buffer, rows, handles.tables(routed))
         ctx.way, ctx.weights_dtype = Way(handles.over(tables, routed), exchange.limits.num_sms), weights.dtype
         counts = routed.tokens_per_expert.long()
@@ -165,7 +166,7 @@ class _Combine(torch.autograd.Function):
         handle, num_sms = ctx.way
         rows = handle.buffer.dispatch(rows_of(grad.to(handle.buffer.dtype)), handle=handle, num_sms=num_sms).x
         if handle.args.alignment > 1:
-            _zero_padding(rows, handles.sources(handle))
+            padding.zero(rows, src=handles.sources(handle))
         return settled(handle.buffer, rows)[0].to(ctx.dtype), None
 
 
@@ -173,8 +174,3 @@ def _home(rows: torch.Tensor, way: Way, **options: Any) -> Any:
     """A rank's rows of a token are added in float32 and rounded before they travel: half the bytes of `wire=None`."""
     handle, num_sms = way
     return handle.buffer.combine(rows_of(rows), handle, weighted=False, wire=rows.dtype, num_sms=num_sms, **options)
-
-
-def _zero_padding(rows: torch.Tensor, src: torch.Tensor) -> None:
-    """Experts, and gradients of their weights, go through all rows."""
-    rows.masked_fill_(src[:, :1] < 0, 0)

@@ -1,0 +1,20 @@
+"""Small kernels beside rounds compile for sm_90a; what they do: tests/emulator and tests/gpu."""
+
+from __future__ import annotations
+
+import pytest
+
+from moecomm import padding, routing_map
+
+from ..compiled import Kernels, check_kernel, wanted
+
+MAPS = ("ids_of_map", "weights_at_experts<i64>", "weights_at_experts<i32>")
+KERNELS: Kernels = wanted(
+    {f"padding, {word}": padding.kernel(word) for word in ("uint4", "u32", "u8")}
+    | {entry: routing_map.kernel(entry) for entry in MAPS}
+)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles_without_spills(name: str) -> None:
+    check_kernel(KERNELS[name])

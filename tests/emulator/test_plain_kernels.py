@@ -1,0 +1,67 @@
+"""Kernels that are launched by themselves, on CPUs: against what the same calls do there without them."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from moecomm import padding, plain_kernel, routing_map
+from tests.gpu import test_plain_kernels as cases
+
+from .machine import LIMIT, Launch, Machine
+
+pytestmark = pytest.mark.skipif(
+    platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64, g++"
+)
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    return Machine(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(autouse=True)
+def emulated(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Launches end before they return; the names of what has been launched."""
+    launched: list[str] = []
+
+    def launch_on(device: torch.device, kernel: plain_kernel.PlainKernel, blocks: int, args: ctypes.Structure) -> None:
+        head = kernel.source.split('extern "C"', 1)[0]
+        entry = f"{kernel.entry}(*static_cast<const {kernel.args}*>(args));"
+        library = machine.library(f'#include "cuda.h"\n{head}extern "C" void kernel(const void* args) {{ {entry} }}\n')
+        address = ctypes.cast(library.kernel, ctypes.c_void_p).value
+        launch = Launch(address, ctypes.addressof(args), blocks, kernel.threads, 0, -1)
+        assert machine.scheduler.emulator_run(ctypes.addressof(launch), 1, LIMIT, len(launched)) == 0
+        launched.append(kernel.entry)
+
+    monkeypatch.setattr(plain_kernel, "launch_on", launch_on)
+    yield launched
+    assert launched
+
+
+@pytest.mark.parametrize("columns", cases.COLUMNS, ids=str)
+def test_padding(columns: tuple[torch.dtype, int]) -> None:
+    for rows, told in cases.padded(*columns, most=60):
+        wanted = rows.clone()
+        padding.zero(wanted, **told)
+        names = ("src", "num_rows", "counts")
+        padding._launch(rows, rows[..., 0].numel(), rows.shape[-2], *(told.get(name) for name in names))
+        assert torch.equal(rows.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_maps() -> None:
+    for chosen, probs, topk in cases.maps(most=20):
+        wanted, got = routing_map.ids_of(chosen, probs, topk), routing_map._ids_by_kernel(chosen, probs, topk)
+        cases.check_ids(got, wanted, chosen.shape[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_weights(dtype: torch.dtype) -> None:
+    for ids, weights, experts in cases.weighted(dtype, most=20):
+        wanted = routing_map.weights_at(ids, weights, experts)
+        assert torch.equal(routing_map._weights_by_kernel(ids, weights, experts), wanted)

@@ -1,0 +1,82 @@
+"""Zeros in padding, and maps of routings: kernels against what the same calls do on CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from moecomm import padding, routing_map
+
+# 16 bytes at a time, 4 and 1
+COLUMNS = [(torch.bfloat16, 64), (torch.float32, 3), (torch.float8_e4m3fn, 56), (torch.float8_e4m3fn, 5)]
+Told = dict[str, torch.Tensor]
+
+
+def padded(dtype: torch.dtype, columns: int, most: int) -> Iterator[tuple[torch.Tensor, Told]]:
+    """Rows, and what is told of those that are empty."""
+    g = torch.Generator().manual_seed(columns)
+    for count in (1, 33, most):
+        rows = torch.randint(1, 100, (count, columns * dtype.itemsize), generator=g, dtype=torch.uint8).view(dtype)
+        src = torch.randint(-2, 3, (count, 2), generator=g, dtype=torch.int32)
+        src[:, 0].clamp_(min=-1)
+        end = torch.tensor([count * 2 // 3], dtype=torch.int32)
+        for told in ({"src": src}, {"num_rows": end}, {"src": src, "num_rows": end}):
+            yield rows.clone(), told
+        counts = torch.tensor([0, count, count // 2], dtype=torch.int32)
+        yield rows.unsqueeze(0).repeat(3, 1, 1), {"counts": counts}
+
+
+def maps(most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, int]]:
+    """Maps, their probs, and the experts of a token, which some tokens have more of."""
+    g = torch.Generator().manual_seed(1)
+    for tokens, experts, topk in ((1, 8, 2), (most, 100, 8), (7, 256, 32), (3, 4, 4), (0, 8, 2)):
+        for likely in (0.0, topk / experts / 2, 1.0):
+            chosen = torch.rand(tokens, experts, generator=g) < likely
+            for dtype in (torch.float32, torch.bfloat16, None):
+                probs = None if dtype is None else torch.rand(tokens, experts, generator=g).to(dtype)
+                yield chosen, probs, topk
+
+
+def weighted(dtype: torch.dtype, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Ids, their weights, whose sums are exact, and how many experts there are; some tokens have one twice."""
+    g = torch.Generator().manual_seed(2)
+    for tokens, experts, topk in ((1, 8, 2), (most, 100, 8), (7, 256, 32), (0, 4, 4)):
+        ids = torch.randint(-1, experts, (tokens, topk), generator=g).to(dtype)
+        yield ids, torch.randint(1, 100, (tokens, topk), generator=g) / 64, experts
+
+
+def check_ids(got: tuple[Any, Any], wanted: tuple[Any, Any], experts: int) -> None:
+    """Of a token with too many experts only the first id matters."""
+    fine = wanted[0][:, 0] < experts
+    assert torch.equal(got[0][:, 0], wanted[0][:, 0]) and torch.equal(got[0][fine], wanted[0][fine])
+    assert (got[1] is None) == (wanted[1] is None)
+    assert got[1] is None or torch.equal(got[1][fine], wanted[1][fine])
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("columns", COLUMNS, ids=str)
+def test_padding(columns: tuple[torch.dtype, int]) -> None:
+    for rows, told in padded(*columns, most=70_000):
+        there = rows.cuda()
+        padding.zero(rows, **told)
+        padding.zero(there, **{name: tensor.cuda() for name, tensor in told.items()})
+        assert torch.equal(there.cpu().view(torch.uint8), rows.view(torch.uint8))
+
+
+@pytest.mark.gpu1
+def test_maps() -> None:
+    for chosen, probs, topk in maps(most=5000):
+        there = routing_map.ids_of(chosen.cuda(), None if probs is None else probs.cuda(), topk)
+        got = tuple(None if tensor is None else tensor.cpu() for tensor in there)
+        check_ids((got[0], got[1]), routing_map.ids_of(chosen, probs, topk), chosen.shape[1])
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_weights(dtype: torch.dtype) -> None:
+    for ids, weights, experts in weighted(dtype, most=5000):
+        there = routing_map.weights_at(ids.cuda(), weights.cuda(), experts)
+        assert torch.equal(there.cpu(), routing_map.weights_at(ids, weights, experts))
