@@ -28,7 +28,7 @@ def check(paths: Iterable[Path], domain: Domain, nic: Nic) -> dict[str, Any]:
     domains of a machine a NIC has the bandwidth and latency of put + signal there, where `paths` have those, and one
     number that is fitted to such rows: the rate of its messages, which nobody has measured by itself; or, if that comes
     nearer, the bandwidth, because the warps that put in a round may be slower than the best of put + signal.  One for
-    LL and one for HT, in which other warps put.
+    LL and one for HT, in which other warps put (`joined`); what is predicted of a row has the one fitted to the others.
     """
     paths = list(paths)
     measured_links, measured, joined = links(paths), [], []
@@ -36,12 +36,15 @@ def check(paths: Iterable[Path], domain: Domain, nic: Nic) -> dict[str, Any]:
         link = measured_links.get((result.machine, result.backend))
         machine = Machine(domain, Nic(*link, nic.mega_messages) if link else nic)
         for algorithm, some in _by_algorithm(result).items():
-            told, fitted = machine, ""
-            if link and result.domains > 1:
-                told, fitted = _with_one_fitted(some, result, machine)
-                about = {"machine": result.machine, "backend": result.backend, "domains": result.domains}
-                joined.append({**about, "algorithm": algorithm, **vars(told.nic), "fitted": fitted})
-            measured += [_measured(row, result, told, fitted) for row in some]
+            if not (link and result.domains > 1):
+                measured += [_measured(row, result, machine) for row in some]
+                continue
+            told, limit = _with_one_fitted(some, result, machine)
+            about = {"machine": result.machine, "backend": result.backend, "domains": result.domains}
+            joined.append({**about, "algorithm": algorithm, **vars(told.nic), "fitted": limit})
+            for row in some:
+                others = [other for other in some if other is not row]
+                measured.append(_measured(row, result, _with_one_fitted(others, result, machine)[0], fitted=True))
     known = [row for row in measured if row is not None]
     left_out = len(measured) - len(known)
     published = [_published(row, domain, nic) for row in rows()]
@@ -77,7 +80,7 @@ def _with_one_fitted(some: list[Row], result: Result, machine: Machine) -> tuple
     return tried[best], _LIMITS[best[0]]
 
 
-def _measured(row: Row, result: Result, machine: Machine, fitted: str = "") -> dict[str, Any] | None:
+def _measured(row: Row, result: Result, machine: Machine, fitted: bool = False) -> dict[str, Any] | None:
     if any((part.operation, "many") not in machine.domain.lines for part in row.parts):
         return None
     us = sum(
@@ -97,10 +100,10 @@ def _measured(row: Row, result: Result, machine: Machine, fitted: str = "") -> d
     return {**about, **where, "measured_us": row.us, "predicted_us": round(us, 3), "error": round(us / row.us - 1, 4)}
 
 
-def _kind(row: Row, result: Result, known: Domain, fitted: str) -> str:
+def _kind(row: Row, result: Result, known: Domain, fitted: bool) -> str:
     if result.domains > 1:
         across = f"{result.domains} domains: {result.backend} {_algorithm(row, result).upper()}"
-        return f"{across}, {fitted} fitted" if fitted else across
+        return f"{across}, a limit fitted to the others" if fitted else across
     if not result.alone:
         return f"one domain: {result.backend} beside others"
     if row.fits and result.ranks in known.ranks:

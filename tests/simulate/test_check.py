@@ -56,21 +56,41 @@ def test_errors_are_as_they_were(found: dict[str, Any], kind: str, median: float
 @pytest.mark.parametrize(
     ("kind", "median", "worst"),
     [
-        ("lsa LL, rate of messages", 0.039, 0.058),
-        ("lsa HT, bandwidth", 0.076, 0.420),  # worst: dispatches, in which 64 blocks put, and not 16
-        ("nvshmem LL, rate of messages", 0.035, 0.056),
-        ("nvshmem HT, bandwidth", 0.058, 0.394),
-        ("gin LL, bandwidth", 0.178, 0.922),  # worst: a dispatch, half as long as a combine of the same rows
-        ("gin HT, rate of messages", 0.047, 0.062),
+        ("lsa LL", 0.039, 0.058),
+        ("lsa HT", 0.168, 0.420),  # worst: dispatches, in which 64 blocks put, and not 16
+        ("nvshmem LL", 0.035, 0.056),
+        ("nvshmem HT", 0.114, 0.394),
+        ("gin LL", 0.295, 1.155),  # worst: a dispatch, half as long as a combine of the same rows
+        ("gin HT", 0.047, 0.062),
     ],
 )
 def test_errors_across_domains_are_as_they_were(across: dict[str, Any], kind: str, median: float, worst: float) -> None:
-    test_errors_are_as_they_were(across, f"2 domains: {kind} fitted", median, worst)
+    test_errors_are_as_they_were(across, f"2 domains: {kind}, a limit fitted to the others", median, worst)
 
 
 @pytest.fixture(scope="module")
 def across() -> dict[str, Any]:
     return check([RESULTS / f"{name}-h200-4.json" for name in ("backends-domains", "latency-backends")], load(), Nic())
+
+
+def test_what_is_predicted_of_a_row_does_not_know_it(across: dict[str, Any], tmp_path: Path) -> None:
+    """Only of the others: a row that took three times as long is predicted as before, and the others are not."""
+    results = {
+        n: json.loads((RESULTS / f"{n}-h200-4.json").read_text()) for n in ("backends-domains", "latency-backends")
+    }
+    rows = [row for row in results["backends-domains"]["rows"] if row["backend"] == "gin" and "us" in row]
+    for percentile in rows[0]["us"]:
+        rows[0]["us"][percentile] *= 3
+    for name, written in results.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(written))
+    told = check([tmp_path / f"{name}.json" for name in results], load(), Nic())["measured"]
+    ((before, after), *_) = changed = [
+        (old, new)
+        for old, new in zip(across["measured"], told, strict=True)
+        if old["measured_us"] != new["measured_us"]
+    ]
+    assert len(changed) == 1 and before["predicted_us"] == after["predicted_us"]
+    assert sum(a["predicted_us"] != b["predicted_us"] for a, b in zip(across["measured"], told, strict=True)) > 0
 
 
 def test_operations_without_a_line_are_left_out_across_domains_too(tmp_path: Path) -> None:
@@ -142,11 +162,11 @@ def test_backends_of_one_result_have_the_links_that_were_measured_beside_it(tmp_
     machine = Machine(load(), Nic(*(joined[name] for name in ("gbs", "latency_us", "mega_messages"))))
     row_bytes = {"fp8": 7392, "bf16": 14336, "": 14336}  # y itself, because it goes straight
     for row in told[len(ours) :]:
-        assert row["kind"] == f"2 domains: gin LL, {joined['fitted']} fitted"
+        assert row["kind"] == "2 domains: gin LL, a limit fitted to the others"
         operation = Operation(row["what"], row["layout"], row["variant"])
         size = row_bytes[row["payload"]]
         us = cost(operation, spread(Gate(256, 8), 2, 2), row["tokens"], size, machine, algorithm="ll").us
-        assert row["predicted_us"] == pytest.approx(us, abs=1e-3)
+        assert row["predicted_us"] == pytest.approx(us, rel=0.25), "one of many rows more or less"
     (fitted,) = [read(path) for path in paths[:1]]
     assert [part.alone for part in fitted] == [False] * 3 and not any(r.fits for part in fitted for r in rows_of(part))
 
