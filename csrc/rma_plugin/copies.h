@@ -23,8 +23,9 @@ class CopyStream {
     // `on_gpu`: either side is memory of a GPU.  Host memory that a GPU copies from or to is pinned, and stays as it is until the copy
     // ended.
     Ticket copy(void* to, const void* from, size_t bytes, bool on_gpu);
-    Ticket write_word(void* to, uint64_t value);  // to memory of the GPU
-    Ticket last() const { return issued_; }       // ends when all copies so far have
+    Ticket upload(void* to, const void* from, size_t bytes, bool on_gpu);  // `from` is host memory
+    Ticket write_word(void* to, uint64_t value);                           // to memory of the GPU
+    Ticket last() const { return issued_; }                                // ends when all copies so far have
     bool ended(Ticket ticket);
     bool idle() { return ended(issued_); }
 

@@ -31,6 +31,7 @@ struct Loaded {
         find("cuEventRecord", table.record);
         find("cuEventQuery", table.query);
         find("cuMemcpyAsync", table.copy);
+        find("cuMemcpy2DAsync_v2", table.copy_rows);
         find("cuStreamWriteValue64_v2", table.write_word);
         find("cuMemHostAlloc", table.pin);
         find("cuMemFreeHost", table.unpin);

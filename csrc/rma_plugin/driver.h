@@ -37,7 +37,20 @@ struct Access {  // CUmemAccessDesc
     Location location;
     int flags;
 };
-static_assert(sizeof(Properties) == 32 && sizeof(Access) == 12, "cuda.h on 64 bits");
+constexpr int kUnified = 4;  // CU_MEMORYTYPE_UNIFIED: memory is what it is
+struct Side {
+    size_t x = 0, y = 0;
+    int type = kUnified;
+    const void* host = nullptr;
+    Pointer at = 0;
+    void* array = nullptr;
+    size_t pitch = 0;
+};
+struct Rows {  // CUDA_MEMCPY2D
+    Side from, to;
+    size_t bytes = 0, rows = 0;
+};
+static_assert(sizeof(Properties) == 32 && sizeof(Access) == 12 && sizeof(Rows) == 128, "cuda.h on 64 bits");
 
 struct Driver {
     int (*error_name)(int, const char**);
@@ -56,6 +69,7 @@ struct Driver {
     int (*record)(void* event, void* stream);
     int (*query)(void* event);
     int (*copy)(Pointer to, Pointer from, size_t bytes, void* stream);
+    int (*copy_rows)(const Rows* rows, void* stream);
     int (*write_word)(void* stream, Pointer at, uint64_t value, unsigned flags);
     int (*pin)(void** memory, size_t bytes, unsigned flags);
     int (*unpin)(void* memory);

@@ -8,6 +8,11 @@
 #include "times.h"
 
 namespace moecomm::rma {
+namespace {
+
+constexpr size_t kNeverInline = 64 * 1024;  // twice of what was seen, with driver 580
+
+}  // namespace
 
 std::shared_ptr<Gpu> Gpu::current() {
     const cuda::Driver* cuda = cuda::driver();
@@ -57,6 +62,24 @@ void Gpu::record(void* event, void* stream) {
 void Gpu::copy(void* to, const void* from, size_t bytes, void* stream) {
     const times::Driver timed;
     cuda::check(cuda_.copy(reinterpret_cast<cuda::Pointer>(to), reinterpret_cast<cuda::Pointer>(from), bytes, stream), "cuMemcpyAsync");
+}
+
+// What few bytes the driver puts among the commands of a copy, the engine of kernels takes from there: while one of another context runs,
+// and waits for these bytes, this context has to wait for its turn, a millisecond or two.  Copies of two rows go to a copy engine.
+void Gpu::upload(void* to, const void* from, size_t bytes, void* stream) {
+    if (bytes >= kNeverInline || bytes < 2) return copy(to, from, bytes, stream);
+    copy_in_two(to, from, bytes / 2, stream);
+    if (bytes % 2 != 0) copy_in_two(static_cast<char*>(to) + bytes - 2, static_cast<const char*>(from) + bytes - 2, 1, stream);
+}
+
+void Gpu::copy_in_two(void* to, const void* from, size_t half, void* stream) {
+    const times::Driver timed;
+    cuda::Rows rows;
+    rows.from.at = reinterpret_cast<cuda::Pointer>(from);
+    rows.to.at = reinterpret_cast<cuda::Pointer>(to);
+    rows.from.pitch = rows.to.pitch = rows.bytes = half;
+    rows.rows = 2;
+    cuda::check(cuda_.copy_rows(&rows, stream), "cuMemcpy2DAsync");
 }
 
 void Gpu::write_word(void* to, uint64_t value, void* stream) {

@@ -26,6 +26,7 @@ class Gpu {
     void record(void* event, void* stream);
     bool ended(void* event);
     void copy(void* to, const void* from, size_t bytes, void* stream);
+    void upload(void* to, const void* from, size_t bytes, void* stream);  // from pinned memory to that of a GPU
     // By the stream itself: no multiprocessor is needed, so a kernel that waits for this word can't hold it up.
     void write_word(void* to, uint64_t value, void* stream);
 
@@ -44,6 +45,7 @@ class Gpu {
 
   private:
     friend class InContext;
+    void copy_in_two(void* to, const void* from, size_t half, void* stream);
     Gpu(const cuda::Driver& cuda, void* context, int device) : cuda_(cuda), context_(context), device_(device) {}
 
     const cuda::Driver& cuda_;

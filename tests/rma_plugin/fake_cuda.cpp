@@ -31,6 +31,18 @@ struct Properties {
 struct Access {
     int location_type, location_id, flags;
 };
+struct Side {
+    size_t x, y;
+    int type;
+    const void* host;
+    Pointer at;
+    void* array;
+    size_t pitch;
+};
+struct Rows {
+    Side from, to;
+    size_t bytes, rows;
+};
 struct Allocation {
     int fd;
     size_t bytes;
@@ -88,6 +100,15 @@ void* current() { return contexts.empty() ? nullptr : contexts.back(); }
 
 // Work may be given to it now.  In a context that others use, this could wait for as long as they do.
 bool takes_work(const Stream* stream) { return stream->context == current() && made_contexts.count(current()) == 1; }
+
+int copy(Pointer to, Pointer from, size_t bytes, Stream* stream) {
+    if (!takes_work(stream)) return kInvalid;
+    if (capture_mode != kRelaxed) return kInvalid;                                            // it would end a capture elsewhere
+    if (range_at(to, bytes) == nullptr || range_at(from, bytes) == nullptr) return kInvalid;  // pageable: it would block
+    if (stream->ops.size() > 512) return kInvalid;                                            // so would this
+    stream->ops.push_back({Op::kCopy, reinterpret_cast<char*>(to), reinterpret_cast<char*>(from), bytes, 0, nullptr});
+    return kOk;
+}
 
 [[noreturn]] void never_meant(const char* function, const char* why) {
     std::fprintf(stderr, "%s %s\n", function, why);
@@ -259,11 +280,22 @@ int cuEventQuery(void* event) {
 }
 int cuMemcpyAsync(Pointer to, Pointer from, size_t bytes, void* stream) {
     const std::lock_guard<std::mutex> lock(mutex);
-    if (!takes_work(static_cast<Stream*>(stream))) return kInvalid;
-    if (capture_mode != kRelaxed) return kInvalid;                                            // it would end a capture elsewhere
-    if (range_at(to, bytes) == nullptr || range_at(from, bytes) == nullptr) return kInvalid;  // pageable: it would block
-    if (static_cast<Stream*>(stream)->ops.size() > 512) return kInvalid;                      // so would this
-    static_cast<Stream*>(stream)->ops.push_back({Op::kCopy, reinterpret_cast<char*>(to), reinterpret_cast<char*>(from), bytes, 0, nullptr});
+    const Range *target = range_at(to, bytes), *source = range_at(from, bytes);
+    if (target != nullptr && source != nullptr && target->allocation != nullptr && source->allocation == nullptr && bytes > 1 &&
+        bytes < 32768) {
+        never_meant("cuMemcpyAsync", "brings few bytes: they would wait for the end of a kernel's turn");
+    }
+    return copy(to, from, bytes, static_cast<Stream*>(stream));
+}
+int cuMemcpy2DAsync_v2(const Rows* rows, void* stream) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const Side &from = rows->from, &to = rows->to;
+    if (from.x + from.y + to.x + to.y != 0 || from.type != 4 || to.type != 4) return kInvalid;
+    if (from.pitch < rows->bytes || to.pitch < rows->bytes || rows->rows < 2) return kInvalid;
+    for (size_t row = 0; row < rows->rows; ++row) {
+        const int result = copy(to.at + row * to.pitch, from.at + row * from.pitch, rows->bytes, static_cast<Stream*>(stream));
+        if (result != kOk) return result;
+    }
     return kOk;
 }
 int cuStreamWriteValue64_v2(void* stream, Pointer to, uint64_t value, unsigned) {
