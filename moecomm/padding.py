@@ -8,10 +8,12 @@ import torch
 
 from moecomm import plain_kernel
 
-_THREADS, _MOST_BLOCKS = 256, 528  # kPaddingThreads of csrc/device/padding.cuh; four a multiprocessor of an H200
+THREADS = 256  # kPaddingThreads of csrc/device/padding.cuh
+_MOST_BLOCKS = 528  # four a multiprocessor of an H200
+_WORDS = {"uint4": 16, "u32": 4, "u8": 1}
 
 
-class _Args(ctypes.Structure):
+class Args(ctypes.Structure):
     """PaddingArgs of csrc/device/padding.cuh."""
 
     _fields_ = (
@@ -23,7 +25,7 @@ class _Args(ctypes.Structure):
 
 def kernel(word: str) -> plain_kernel.PlainKernel:
     """`word`: what rows are written in, uint4 where they allow it."""
-    return plain_kernel.PlainKernel("device/padding", f"zero_padding<{word}>", "PaddingArgs", _THREADS)
+    return plain_kernel.PlainKernel("device/padding", f"zero_padding<{word}>", "PaddingArgs", THREADS)
 
 
 def zero(
@@ -41,47 +43,66 @@ def zero(
         num_rows: int32 `[1]`: so is every row from this one on.
         counts: int32 `[groups]`: and those of a group behind so many.
     """
-    group = rows.shape[-2]
-    count = rows.numel() // max(1, rows.shape[-1])
+    if rows.is_cuda:
+        _by_kernel(rows, src=src, num_rows=num_rows, counts=counts)
+    else:
+        none = empty(rows.shape[:-1], src=src, num_rows=num_rows, counts=counts)
+        (rows.view(torch.uint8) if rows.itemsize == 1 else rows)[none] = 0
+
+
+def told(
+    layout: str, src: torch.Tensor, tokens_per_expert: torch.Tensor, num_rows: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """What says that rows of a dispatch are empty, as `zero` takes it."""
+    if layout == "batched":
+        return {"counts": tokens_per_expert}
+    return {"num_rows": num_rows} if layout == "flat" else {"num_rows": num_rows, "src": src}
+
+
+def empty(
+    shape: torch.Size,
+    *,
+    src: torch.Tensor | None = None,
+    num_rows: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Which rows are, bool of this shape; on a CPU."""
+    row = torch.arange(shape[-1])
+    none = torch.zeros(shape, dtype=torch.bool)
+    if src is not None:
+        none |= src[..., 0] < 0
+    if num_rows is not None:
+        none |= row >= num_rows
+    if counts is not None:
+        none |= row >= counts.unsqueeze(1)
+    return none
+
+
+def blocks(wanted: int) -> int:
+    """Of a launch."""
+    return min(_MOST_BLOCKS, wanted)
+
+
+def args_of(
+    rows: int,
+    nbytes: int,
+    shape: torch.Size,
+    blocks: int,
+    *,
+    src: torch.Tensor | None = None,
+    num_rows: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+) -> Args:
+    """Of `shape` rows of `nbytes` each at the address `rows`."""
+    at = [0 if tensor is None else tensor.data_ptr() for tensor in (src, num_rows, counts)]
+    return Args(rows, *at, nbytes, shape.numel(), shape[-1], blocks)
+
+
+def _by_kernel(rows: torch.Tensor, **told: torch.Tensor | None) -> None:
+    count, nbytes = rows.shape[:-1].numel(), rows.shape[-1] * rows.itemsize
     if count == 0:
         return
-    if not rows.is_cuda:
-        empty = _empty(count, group, src, num_rows, counts)
-        (rows.view(torch.uint8) if rows.itemsize == 1 else rows).view(count, -1)[empty] = 0
-        return
-    _launch(rows, count, group, src, num_rows, counts)
-
-
-def _launch(
-    rows: torch.Tensor,
-    count: int,
-    group: int,
-    src: torch.Tensor | None,
-    num_rows: torch.Tensor | None,
-    counts: torch.Tensor | None,
-) -> None:
-    nbytes = rows.shape[-1] * rows.itemsize
-    word = next(name for name, size in (("uint4", 16), ("u32", 4), ("u8", 1)) if (rows.data_ptr() | nbytes) % size == 0)
-    at = [0 if tensor is None else tensor.data_ptr() for tensor in (src, num_rows, counts)]
-    blocks = min(_MOST_BLOCKS, -(-count // (_THREADS // 32)))
-    args = _Args(rows.data_ptr(), *at, nbytes, count, group, blocks)
-    plain_kernel.launch_on(rows.device, kernel(word), blocks, args)
-
-
-def _empty(
-    count: int,
-    group: int,
-    src: torch.Tensor | None,
-    num_rows: torch.Tensor | None,
-    counts: torch.Tensor | None,
-) -> torch.Tensor:
-    """Which rows are."""
-    row = torch.arange(count)
-    empty = torch.zeros(count, dtype=torch.bool)
-    if src is not None:
-        empty |= src[:, 0] < 0
-    if num_rows is not None:
-        empty |= row >= num_rows
-    if counts is not None:
-        empty |= row % group >= counts.repeat_interleave(group)
-    return empty
+    word = next(name for name, size in _WORDS.items() if (rows.data_ptr() | nbytes) % size == 0)
+    launched = blocks(-(-count // (THREADS // 32)))
+    args = args_of(rows.data_ptr(), nbytes, rows.shape[:-1], launched, **told)
+    plain_kernel.launch_on(rows.device, kernel(word), launched, args)

@@ -13,6 +13,7 @@ from moecomm.arrays import window_tensor
 from moecomm.buffer import Buffer
 from moecomm.errors import BadInput
 from moecomm.ops import handles
+from moecomm.ops.tidy import About, tidied
 from moecomm.routed import Handle as NativeHandle
 from moecomm.routed import Routed
 
@@ -52,21 +53,15 @@ def dispatch(
         owner.device,
         routed.plan.owner,
     )
-    rows, arrived = routed.x, _arrived(layout, routed.tokens_per_expert, routed.num_rows, routed.src)
+    rows, src, counts, num_rows = routed.x, routed.src, routed.tokens_per_expert, routed.num_rows
     if zero_padding:
-        _zero_others(layout, rows, routed.tokens_per_expert, routed.num_rows, routed.src)
-    if layout == "flat":
-        assert routed.topk_weights is not None and routed.topk_idx is not None
-        weights = torch.where(arrived.unsqueeze(-1), routed.topk_weights, 0.0)
-        local_idx = torch.where(arrived.unsqueeze(-1), routed.topk_idx, -1)
-    else:
-        assert routed.row_weights is not None
-        weights = torch.where(arrived, routed.row_weights, 0.0)
-        local_idx = topk_idx.new_empty(0)
-    src = torch.where(arrived.unsqueeze(-1), routed.src, -1)
-    tokens_per_expert, num_rows = routed.tokens_per_expert.clone(), routed.num_rows.clone()
+        padding.zero(rows, **padding.told(layout, src, counts, num_rows))
+    weights = routed.topk_weights if layout == "flat" else routed.row_weights
+    assert weights is not None
+    about = tidied(layout, About(weights, routed.topk_idx, src, counts, num_rows))
+    local_idx = topk_idx.new_empty(0) if about.ids is None else about.ids
     rows, memory = settled(owner, rows, memory)
-    return rows, weights, local_idx, src, tokens_per_expert, num_rows, memory
+    return rows, about.weights, local_idx, about.src, about.tokens_per_expert, about.num_rows, memory
 
 
 @dispatch.register_fake
@@ -111,7 +106,7 @@ def dispatch_again(
     handle = handles.restore(memory, buffer, layout, max_rows, len(x))
     rows: torch.Tensor = _run_dispatch(owner, rows_of(x), handle=handle, num_sms=num_sms).x
     if zero_padding:
-        _zero_others(layout, rows, *handles.counts(handle), handles.sources(handle))
+        padding.zero(rows, **padding.told(layout, handles.sources(handle), *handles.counts(handle)))
     return settled(owner, rows)[0]
 
 
@@ -225,25 +220,6 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
     """`x`, or a copy whose rows lie as rounds want them: gradients come expanded or transposed at times."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
-def _arrived(layout: str, tokens_per_expert: torch.Tensor, num_rows: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
-    """bool, `[rows]` or `[E/R, rows of each]`: whether a token lies in the row."""
-    row = torch.arange(src.shape[-2], dtype=torch.int32, device=src.device)
-    if layout == "batched":
-        return row < tokens_per_expert.unsqueeze(1)
-    within = row < num_rows
-    return within if layout == "flat" else within & (src[:, 0] >= 0)
-
-
-def _zero_others(
-    layout: str, rows: torch.Tensor, tokens_per_expert: torch.Tensor, num_rows: torch.Tensor, src: torch.Tensor
-) -> None:
-    """Zeros where no token arrived."""
-    if layout == "batched":
-        padding.zero(rows, counts=tokens_per_expert)
-    else:
-        padding.zero(rows, num_rows=num_rows, src=src if layout == "expert" else None)
 
 
 def _where_peers_read(buffer: Buffer, handle: NativeHandle, weights: torch.Tensor) -> torch.Tensor:

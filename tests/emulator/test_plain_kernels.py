@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moecomm import padding, plain_kernel, routing_map
+from moecomm.ops import tidy
 from tests.gpu import test_plain_kernels as cases
 
 from .machine import LIMIT, Launch, Machine
@@ -49,8 +50,7 @@ def test_padding(columns: tuple[torch.dtype, int]) -> None:
     for rows, told in cases.padded(*columns, most=60):
         wanted = rows.clone()
         padding.zero(wanted, **told)
-        names = ("src", "num_rows", "counts")
-        padding._launch(rows, rows[..., 0].numel(), rows.shape[-2], *(told.get(name) for name in names))
+        padding._by_kernel(rows, **told)
         assert torch.equal(rows.view(torch.uint8), wanted.view(torch.uint8))
 
 
@@ -65,3 +65,10 @@ def test_weights(dtype: torch.dtype) -> None:
     for ids, weights, experts in cases.weighted(dtype, most=20):
         wanted = routing_map.weights_at(ids, weights, experts)
         assert torch.equal(routing_map._weights_by_kernel(ids, weights, experts), wanted)
+
+
+@pytest.mark.parametrize("layout", ["flat", "expert", "batched"])
+def test_tidy(layout: str) -> None:
+    for found in cases.found(layout, most=40):
+        told = padding.told(layout, found.src, found.tokens_per_expert, found.num_rows)
+        cases.check_about(tidy._by_kernel(found, told), tidy.tidied(layout, found))

@@ -1,4 +1,4 @@
-"""Zeros in padding, and maps of routings: kernels against what the same calls do on CPUs."""
+"""Zeros in padding, what is said of rows, and maps of routings: kernels against what the same calls do on CPUs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moecomm import padding, routing_map
+from moecomm.ops.tidy import About, tidied
 
 # 16 bytes at a time, 4 and 1
 COLUMNS = [(torch.bfloat16, 64), (torch.float32, 3), (torch.float8_e4m3fn, 56), (torch.float8_e4m3fn, 5)]
@@ -56,6 +57,25 @@ def check_ids(got: tuple[Any, Any], wanted: tuple[Any, Any], experts: int) -> No
     assert got[1] is None or torch.equal(got[1][fine], wanted[1][fine])
 
 
+def found(layout: str, most: int) -> Iterator[About]:
+    """What a dispatch says of its rows."""
+    g = torch.Generator().manual_seed(3)
+    for rows, groups, each, dtype in ((1, 1, 2, torch.int64), (most, 3, 4, torch.int32), (0, 2, 1, torch.int64)):
+        shape = (groups, rows) if layout == "batched" else (rows,)
+        entries = (*shape, each) if layout == "flat" else shape
+        ids = torch.randint(-1, 9, entries, generator=g).to(dtype) if layout == "flat" else None
+        src = torch.randint(-1, 4, (*shape, 2), generator=g, dtype=torch.int32)
+        counts = torch.randint(0, rows + 1, (groups,), generator=g, dtype=torch.int32)
+        end = torch.randint(0, rows + 1, (1,), generator=g, dtype=torch.int32)
+        yield About(torch.rand(entries, generator=g), ids, src, counts, end)
+
+
+def check_about(got: About, wanted: About) -> None:
+    for mine, other in zip(got, wanted, strict=True):
+        assert (mine is None) == (other is None)
+        assert mine is None or (mine.dtype == other.dtype and torch.equal(mine.cpu(), other))
+
+
 @pytest.mark.gpu1
 @pytest.mark.parametrize("columns", COLUMNS, ids=str)
 def test_padding(columns: tuple[torch.dtype, int]) -> None:
@@ -80,3 +100,11 @@ def test_weights(dtype: torch.dtype) -> None:
     for ids, weights, experts in weighted(dtype, most=5000):
         there = routing_map.weights_at(ids.cuda(), weights.cuda(), experts)
         assert torch.equal(there.cpu(), routing_map.weights_at(ids, weights, experts))
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("layout", ["flat", "expert", "batched"])
+def test_tidy(layout: str) -> None:
+    for about in found(layout, most=50_000):
+        there = About(*(None if tensor is None else tensor.cuda() for tensor in about))
+        check_about(tidied(layout, there), tidied(layout, about))

@@ -129,9 +129,8 @@ class HybridEPBuffer:
         else:
             self._check_map(hidden, routing_map, probs, num_of_experts_per_rank)
             routing, routed = self._route_map(hidden, routing_map, probs, align, num_permuted_tokens, options)
-        padded = _aligned(tokens_per_expert(routed.handle), align)
-        if not non_blocking:
-            padded = padded.cpu()
+        counts = tokens_per_expert(routed.handle)
+        padded = _aligned(counts if non_blocking else counts.cpu(), align)
         rows = routed.handle.args.max_rows if num_permuted_tokens is None else num_permuted_tokens
         made = HybridEPHandle(routed.handle, routing.ids, routing.num_experts, padded, rows)
         received = self._received(routed, rows, pad_multiple, routing.weights is not None)

@@ -1,0 +1,31 @@
+// What a dispatch says of its rows, copied out of the window for a tensor each, with nothing but zeros and -1 where no token arrived.
+#pragma once
+#include "padding.cuh"
+
+namespace moecomm {
+
+struct TidyArgs {
+    PaddingArgs of;                           // which rows are empty; of.rows and of.bytes are nothing
+    u64 weights, ids, src, counts, num_rows;  // as in Routed; no ids: 0
+    u64 to_weights, to_ids, to_src, to_counts, to_num_rows;
+    i32 each, experts;  // weights, and ids, of a row; of `counts`
+};
+static_assert(sizeof(TidyArgs) == 144, "as tidy.py packs it");
+
+// A weight a thread, with the id beside it.
+template <class Id>
+MOECOMM_FN void tidy(const TidyArgs& a) {
+    const i32 thread = blockIdx.x * kPaddingThreads + threadIdx.x, threads = a.of.blocks * kPaddingThreads;
+    const i32 end = a.of.num_rows != 0 ? *reinterpret_cast<const i32*>(a.of.num_rows) : a.of.count;
+    for (i64 i = thread; i < static_cast<i64>(a.of.count) * a.each; i += threads) {
+        const i32 row = static_cast<i32>(i / a.each);
+        const bool has = has_token(a.of, row, end);
+        reinterpret_cast<float*>(a.to_weights)[i] = has ? reinterpret_cast<const float*>(a.weights)[i] : 0.0f;
+        if (a.ids != 0) reinterpret_cast<Id*>(a.to_ids)[i] = has ? reinterpret_cast<const Id*>(a.ids)[i] : -1;
+        if (i % a.each == 0) reinterpret_cast<int2*>(a.to_src)[row] = has ? reinterpret_cast<const int2*>(a.src)[row] : make_int2(-1, -1);
+    }
+    for (i32 i = thread; i < a.experts; i += threads) reinterpret_cast<i32*>(a.to_counts)[i] = reinterpret_cast<const i32*>(a.counts)[i];
+    if (thread == 0) *reinterpret_cast<i32*>(a.to_num_rows) = *reinterpret_cast<const i32*>(a.num_rows);
+}
+
+}  // namespace moecomm

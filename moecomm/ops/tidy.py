@@ -1,0 +1,67 @@
+"""What a dispatch says of its rows, as tensors of their own: nothing but zeros and -1 where no token arrived."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+
+from moecomm import padding, plain_kernel
+
+_IDS = {torch.int64: "i64", torch.int32: "i32"}
+
+
+class About(NamedTuple):
+    """See Routed: weights are `topk_weights` `[rows, K]` (flat), or `row_weights`; ids are `topk_idx`, or None."""
+
+    weights: torch.Tensor
+    ids: torch.Tensor | None
+    src: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    num_rows: torch.Tensor
+
+
+class _Args(ctypes.Structure):
+    """TidyArgs of csrc/device/tidy.cuh."""
+
+    _fields_ = (
+        ("of", padding.Args),
+        *((name, ctypes.c_uint64) for name in ("weights", "ids", "src", "counts", "num_rows")),
+        *((name, ctypes.c_uint64) for name in ("to_weights", "to_ids", "to_src", "to_counts", "to_num_rows")),
+        *((name, ctypes.c_int32) for name in ("each", "experts")),
+    )
+
+
+def kernel(ids: str) -> plain_kernel.PlainKernel:
+    """`ids`: the type of ids."""
+    return plain_kernel.PlainKernel("device/tidy", f"tidy<{ids}>", "TidyArgs", padding.THREADS)
+
+
+def tidied(layout: str, found: About) -> About:
+    """Copies, which stay as they are when the window's memory is used again.  On the current stream."""
+    told = padding.told(layout, found.src, found.tokens_per_expert, found.num_rows)
+    if found.src.is_cuda:
+        return _by_kernel(found, told)
+    empty = padding.empty(found.src.shape[:-1], **told)
+    of_row = empty.unsqueeze(-1) if layout == "flat" else empty
+    return About(
+        found.weights.masked_fill(of_row, 0.0),
+        None if found.ids is None else found.ids.masked_fill(of_row, -1),
+        found.src.masked_fill(empty.unsqueeze(-1), -1),
+        found.tokens_per_expert.clone(),
+        found.num_rows.clone(),
+    )
+
+
+def _by_kernel(found: About, told: dict[str, torch.Tensor]) -> About:
+    made = About(*(None if tensor is None else torch.empty_like(tensor) for tensor in found))  # type: ignore[arg-type]
+    rows = found.src.shape[:-1]
+    count = rows.numel()
+    each = found.weights.numel() // max(1, count)
+    blocks = padding.blocks(-(-max(1, count * each) // padding.THREADS))
+    at = [0 if tensor is None else tensor.data_ptr() for tensor in (*found, *made)]
+    args = _Args(padding.args_of(0, 0, rows, blocks, **told), *at, each, len(found.tokens_per_expert))
+    ids = "i64" if found.ids is None else _IDS[found.ids.dtype]
+    plain_kernel.launch_on(found.src.device, kernel(ids), blocks, args)
+    return made
