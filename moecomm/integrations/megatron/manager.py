@@ -12,6 +12,7 @@ from moecomm.errors import BadInput
 from moecomm.integrations.megatron.buffers import Limits, shared
 from moecomm.integrations.megatron.exchange import Exchange
 from moecomm.integrations.megatron.padded import PaddedExchange
+from moecomm.routing_map import ids_of
 
 
 class Manager(_DispatchManager):  # type: ignore[misc]
@@ -55,18 +56,22 @@ class Manager(_DispatchManager):  # type: ignore[misc]
         """Finds the experts of each token.
 
         Args:
-            routing_map: bool `[T, ranks, E/R]`: what was chosen; at most `router_topk` experts a token count, those
-                with the largest probs.
+            routing_map: bool `[T, ranks, E/R]`: what was chosen, at most `router_topk` experts a token: more are bad
+                input of the dispatch, on all ranks.  Of experts padded to their capacity, which choose more tokens than
+                chose them, those with the largest probs count.
             probs: `[T, ranks, E/R]`.
         """
         chosen = routing_map.reshape(len(routing_map), self.num_experts)
         probs = probs.reshape(len(probs), self.num_experts)
         # By what was chosen, not by probs alone: one that is 0 has a gradient as well.
-        order = torch.where(chosen, probs.detach(), float("-inf"))
-        first = order.topk(self.router_topk, dim=-1).indices
-        taken = chosen.gather(1, first)
-        self.token_probs = torch.where(taken, probs.gather(1, first), 0.0)
-        self.token_indices = torch.where(taken, first, -1)
+        if self._padded:
+            order = torch.where(chosen, probs.detach(), float("-inf"))
+            first = order.topk(self.router_topk, dim=-1).indices
+            ids = torch.where(chosen.gather(1, first), first, -1)
+        else:
+            ids, _ = ids_of(chosen, None, self.router_topk)
+        self.token_probs = torch.where(ids >= 0, probs.gather(1, ids.clamp(0, self.num_experts - 1)), 0.0)
+        self.token_indices = ids
 
     def dispatch(
         self, hidden_states: torch.Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False
