@@ -15,6 +15,7 @@ import torch
 from moecomm import names
 from moecomm.errors import Unsupported
 from moecomm.ops import layer, rounds
+from moecomm.ops.combine_gradients import combine_gradients
 
 
 def _of_round(ctx: Any) -> tuple[str, str, int]:
@@ -61,12 +62,10 @@ def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     memory, row_weights, y = ctx.saved_tensors
     sent = grad.to(names.find(ctx.buffer).dtype)
     rows = rounds.dispatch_again(sent, memory, *_of_round(ctx), ctx.zero_padding, ctx.num_sms)
-    grad_y, grad_weights = rows, None
-    if row_weights is not None:
-        grad_y = rows.float() * row_weights.unsqueeze(-1)
-    if y is not None:
-        grad_weights = (y.float() * rows.float()).sum(dim=-1)
-    return grad_y.to(ctx.dtype), grad_weights, *(None for _ in range(8))
+    if row_weights is None:
+        return rows.to(ctx.dtype), *(None for _ in range(9))
+    grad_y, grad_weights = combine_gradients(rows, row_weights, y, ctx.dtype)
+    return grad_y, None if y is None else grad_weights, *(None for _ in range(8))
 
 
 def _keep_moe(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -126,5 +125,5 @@ def register() -> None:
     rounds.dispatch_again.register_autograd(_dispatch_again_backward, setup_context=_keep_dispatch_again)
     rounds.combine.register_autograd(_combine_backward, setup_context=_keep_combine)
     layer.moe.register_autograd(_moe_backward, setup_context=_keep_moe)
-    for backward in (rounds.dispatch_backward, layer.moe_backward):
+    for backward in (rounds.dispatch_backward, layer.moe_backward, combine_gradients):
         backward.register_autograd(_no_second_order, setup_context=_keep_nothing)

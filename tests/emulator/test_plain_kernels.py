@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from moecomm import padding, plain_kernel, routing_map
-from moecomm.ops import tidy
+from moecomm.ops import combine_gradients, tidy
+from moecomm.settings import DTYPES
 from tests.gpu import test_plain_kernels as cases
 
 from .machine import LIMIT, Launch, Machine
@@ -72,3 +73,11 @@ def test_tidy(layout: str) -> None:
     for found in cases.found(layout, most=40):
         told = padding.told(layout, found.src, found.tokens_per_expert, found.num_rows)
         cases.check_about(tidy._by_kernel(found, told), tidy.tidied(layout, found))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients(dtype: torch.dtype) -> None:
+    for rows, weights, y in cases.gradients(dtype, most=20):
+        wanted = combine_gradients.combine_gradients(rows, weights, y, dtype)
+        for mine, other in zip(combine_gradients.by_kernel(rows, weights, y), wanted, strict=True):
+            assert torch.equal(mine, other)

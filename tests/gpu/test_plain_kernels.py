@@ -1,4 +1,4 @@
-"""Zeros in padding, what is said of rows, and maps of routings: kernels against what the same calls do on CPUs."""
+"""Small kernels beside rounds, each against what the same call does on a CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from moecomm import padding, routing_map
+from moecomm.ops.combine_gradients import combine_gradients
 from moecomm.ops.tidy import About, tidied
+from moecomm.settings import DTYPES
 
 # 16 bytes at a time, 4 and 1
 COLUMNS = [(torch.bfloat16, 64), (torch.float32, 3), (torch.float8_e4m3fn, 56), (torch.float8_e4m3fn, 5)]
@@ -70,6 +72,17 @@ def found(layout: str, most: int) -> Iterator[About]:
         yield About(torch.rand(entries, generator=g), ids, src, counts, end)
 
 
+def gradients(dtype: torch.dtype, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Gradients of rows, weights, and y or nothing: numbers whose products and sums are exact."""
+    g = torch.Generator().manual_seed(4)
+    for shape in ((1, 8), (most, 264), (2, 5, 1024), (0, 8)):
+        rows, y = (torch.randint(-8, 9, shape, generator=g).to(dtype) for _ in range(2))
+        weights = torch.randint(0, 5, shape[:-1], generator=g) / 4
+        yield rows, weights, y
+        yield rows, weights, None
+        yield rows, weights, torch.cat((y.new_empty(1), y.flatten()))[1:].view(shape)  # not where vectors can be
+
+
 def check_about(got: About, wanted: About) -> None:
     for mine, other in zip(got, wanted, strict=True):
         assert (mine is None) == (other is None)
@@ -108,3 +121,12 @@ def test_tidy(layout: str) -> None:
     for about in found(layout, most=50_000):
         there = About(*(None if tensor is None else tensor.cuda() for tensor in about))
         check_about(tidied(layout, there), tidied(layout, about))
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients(dtype: torch.dtype) -> None:
+    for rows, weights, y in gradients(dtype, most=5000):
+        there = combine_gradients(rows.cuda(), weights.cuda(), None if y is None else y.cuda(), dtype)
+        for got, wanted in zip(there, combine_gradients(rows, weights, y, dtype), strict=True):
+            assert torch.equal(got.cpu(), wanted)
