@@ -12,7 +12,7 @@ import torch
 
 from moecomm import names
 from moecomm.fused.weights import GRANULARITY
-from moecomm.ops import rounds
+from moecomm.ops import rounds, swiglu
 from moecomm.ops.grouped import grouped_linear, grouped_outer
 
 _ROWS = ("expert", 1)  # the layout, and its alignment
@@ -82,27 +82,18 @@ def moe_backward(
     back = (memory, buffer, _ROWS[0], len(rows))
     seen = rounds.dispatch_again(grad, *back, False)
     ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
-    scale = row_weights.unsqueeze(1)
     width = GRANULARITY if interleaved else w2.shape[2]  # so many gate rows, then as many up rows
-    blocks = w2.shape[2] // width
+    # Without the routing weight: what that is multiplied with, and so its gradient, is the product with silu(gate) up.
+    grad_inner = grouped_linear(seen, w2.transpose(1, 2), ends)
     # Rows after the last group hold anything from here on, and are in no product.
-    gate, up = grouped_linear(rows, w13, ends).float().view(len(rows), blocks, 2, width).unbind(2)
-    sigmoid = gate.sigmoid()
-    silu = gate * sigmoid
-    inner = (silu * up).flatten(1)
-    # Without the routing weight: what that is multiplied with, and so its gradient, is the product with `inner`.
-    grad_inner = grouped_linear(seen, w2.transpose(1, 2), ends).float()
-    grad_weights = (inner * grad_inner).sum(dim=1)
-    grad_h = (grad_inner * scale).view(gate.shape)
-    grad_both = torch.stack((grad_h * up * (sigmoid + silu * (1 - sigmoid)), grad_h * silu), dim=2)
-    grad_both = grad_both.flatten(1).to(x.dtype)
-    grad_rows = grouped_linear(grad_both, w13.transpose(1, 2), ends)
-    grad_x, grad_topk_weights = rounds.dispatch_backward(grad_rows, grad_weights, *back, len(x))
+    found = swiglu.gradients(grouped_linear(rows, w13, ends), grad_inner, row_weights, width, ends[-1:])
+    grad_rows = grouped_linear(found.both, w13.transpose(1, 2), ends)
+    grad_x, grad_topk_weights = rounds.dispatch_backward(grad_rows, found.weights, *back, len(x))
     return (
         grad_x,
         grad_topk_weights,
-        grouped_outer(grad_both, rows, ends) if wants_w13 else w13.new_empty(0),
-        grouped_outer(seen, (inner * scale).to(x.dtype), ends) if wants_w2 else w2.new_empty(0),
+        grouped_outer(found.both, rows, ends) if wants_w13 else w13.new_empty(0),
+        grouped_outer(seen, found.inner, ends) if wants_w2 else w2.new_empty(0),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moecomm import padding, routing_map
-from moecomm.ops import combine_gradients, tidy
+from moecomm.ops import combine_gradients, swiglu, tidy
 from moecomm.settings import DTYPES
 
 from ..compiled import Kernels, check_kernel, wanted
@@ -15,6 +15,7 @@ KERNELS: Kernels = wanted(
     {f"padding, {word}": padding.kernel(word) for word in ("uint4", "u32", "u8")}
     | {f"tidy, {ids}": tidy.kernel(ids) for ids in ("i64", "i32")}
     | {f"gradients, {dtype}": combine_gradients.kernel(dtype) for dtype in DTYPES}
+    | {f"SwiGLU, {dtype}": swiglu.kernel(dtype) for dtype in DTYPES}
     | {entry: routing_map.kernel(entry) for entry in MAPS}
 )
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moecomm import padding, plain_kernel, routing_map
-from moecomm.ops import combine_gradients, tidy
+from moecomm.ops import combine_gradients, swiglu, tidy
 from moecomm.settings import DTYPES
 from tests.gpu import test_plain_kernels as cases
 
@@ -81,3 +81,10 @@ def test_gradients(dtype: torch.dtype) -> None:
         wanted = combine_gradients.combine_gradients(rows, weights, y, dtype)
         for mine, other in zip(combine_gradients.by_kernel(rows, weights, y), wanted, strict=True):
             assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu(dtype: torch.dtype) -> None:
+    for both, grad, weights, width, end in cases.inside(dtype, most=20):
+        got = swiglu.by_kernel(both, grad, weights, width, end)
+        cases.check_inside(got, swiglu.gradients(both, grad, weights, width, end), int(end))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moecomm import padding, routing_map
+from moecomm.ops import swiglu
 from moecomm.ops.combine_gradients import combine_gradients
 from moecomm.ops.tidy import About, tidied
 from moecomm.settings import DTYPES
@@ -83,6 +84,23 @@ def gradients(dtype: torch.dtype, most: int) -> Iterator[tuple[torch.Tensor, tor
         yield rows, weights, torch.cat((y.new_empty(1), y.flatten()))[1:].view(shape)  # not where vectors can be
 
 
+def inside(
+    dtype: torch.dtype, most: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]]:
+    """What SwiGLU experts have computed, for both ways that gate and up columns lie."""
+    g = torch.Generator().manual_seed(5)
+    for rows, columns, width in ((1, 8, 8), (most, 520, 8), (most, 520, 520), (0, 8, 8)):
+        both, grad = (torch.randn(rows, n * columns, generator=g).to(dtype) for n in (2, 1))
+        yield both, grad, torch.rand(rows, generator=g), width, torch.tensor([rows * 3 // 4], dtype=torch.int32)
+
+
+def check_inside(got: swiglu.Gradients, wanted: swiglu.Gradients, end: int) -> None:
+    """Sums are in another order, and numbers near the middle of two may be rounded to either."""
+    for mine, other in zip(got, wanted, strict=True):
+        ulp = torch.finfo(other.dtype).eps
+        torch.testing.assert_close(mine[:end].cpu(), other[:end], rtol=max(ulp, 1e-5), atol=max(ulp, 1e-4))
+
+
 def check_about(got: About, wanted: About) -> None:
     for mine, other in zip(got, wanted, strict=True):
         assert (mine is None) == (other is None)
@@ -130,3 +148,11 @@ def test_gradients(dtype: torch.dtype) -> None:
         there = combine_gradients(rows.cuda(), weights.cuda(), None if y is None else y.cuda(), dtype)
         for got, wanted in zip(there, combine_gradients(rows, weights, y, dtype), strict=True):
             assert torch.equal(got.cpu(), wanted)
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu(dtype: torch.dtype) -> None:
+    for both, grad, weights, width, end in inside(dtype, most=3000):
+        got = swiglu.gradients(both.cuda(), grad.cuda(), weights.cuda(), width, end.cuda())
+        check_inside(got, swiglu.gradients(both, grad, weights, width, end), int(end))

@@ -1,0 +1,79 @@
+"""What the backward pass of SwiGLU experts has between its products: one pass over the rows on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+
+from moecomm import plain_kernel
+from moecomm.ops.rounds import rows_of
+from moecomm.padding import blocks
+
+_THREADS = 256  # kSwigluThreads of csrc/device/swiglu_gradients.cuh
+_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+class _Args(ctypes.Structure):
+    """SwigluArgs of csrc/device/swiglu_gradients.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("both", "inner", "weights", "to_both", "to_inner", "to_weights", "end")),
+        *((name, ctypes.c_int32) for name in ("count", "columns", "width", "blocks")),
+    )
+
+
+class Gradients(NamedTuple):
+    """Of `both` `[rows, 2 I]`, and of the weights, float32 `[rows]`; beside them silu(gate) * up times the weight,
+    `[rows, I]`.
+    """
+
+    both: torch.Tensor
+    weights: torch.Tensor
+    inner: torch.Tensor
+
+
+def kernel(dtype: torch.dtype) -> plain_kernel.PlainKernel:
+    """`dtype`: of rows."""
+    entry = f"swiglu_gradients<Type::{_TYPES[dtype]}>"
+    return plain_kernel.PlainKernel("device/swiglu_gradients", entry, "SwigluArgs", _THREADS)
+
+
+def gradients(
+    both: torch.Tensor, grad_inner: torch.Tensor, weights: torch.Tensor, width: int, end: torch.Tensor
+) -> Gradients:
+    """Of out = sum of weight * w2 (silu(gate) * up).  Rounded once.
+
+    Args:
+        both: `[rows, 2 I]`: `width` gate columns, then as many up columns, and so on; I and width in 16 bytes.
+        grad_inner: `[rows, I]` of the same dtype: of silu(gate) * up, but for the weight.
+        weights: float32 `[rows]`.
+        end: int32 `[1]`: rows from this one on may hold anything, before and after.
+    """
+    if both.is_cuda:
+        return by_kernel(both, grad_inner, weights, width, end)
+    gate, up = both.float().view(len(both), both.shape[1] // (2 * width), 2, width).unbind(2)
+    sigmoid = gate.sigmoid()
+    silu = gate * sigmoid
+    inner, grad, scale = (silu * up).flatten(1), grad_inner.float(), weights.unsqueeze(1)
+    grad_weights = (inner * grad).sum(dim=1)
+    grad_h = (grad * scale).view(gate.shape)
+    grad_both = torch.stack((grad_h * up * (sigmoid + silu * (1 - sigmoid)), grad_h * silu), dim=2)
+    return Gradients(grad_both.flatten(1).to(both.dtype), grad_weights, (inner * scale).to(both.dtype))
+
+
+def by_kernel(
+    both: torch.Tensor, grad_inner: torch.Tensor, weights: torch.Tensor, width: int, end: torch.Tensor
+) -> Gradients:
+    """The same by a kernel."""
+    both, grad_inner, weights = rows_of(both), rows_of(grad_inner), weights.contiguous()
+    made = Gradients(torch.empty_like(both), torch.empty_like(weights), torch.empty_like(grad_inner))
+    count, columns = grad_inner.shape
+    if count == 0:
+        return made
+    to = (made.both, made.inner, made.weights)
+    launched = blocks(-(-count // (_THREADS // 32)))
+    at = [tensor.data_ptr() for tensor in (both, grad_inner, weights, *to, end)]
+    plain_kernel.launch_on(both.device, kernel(both.dtype), launched, _Args(*at, count, columns, width, launched))
+    return made
