@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moecomm import padding, routing_map
 from moecomm.bench.case import Case
 from moecomm.bench.clock import Clock, percentiles
 from moecomm.bench.ranks import device_of, on_ranks, progress
@@ -19,8 +20,10 @@ from moecomm.compat import deep_ep
 from moecomm.dispatch.reference import quantize
 from moecomm.errors import BadInput
 from moecomm.rendezvous import rendezvous
+from moecomm.settings import MAX_TOPK
 
 MOST_LOW_LATENCY = 512  # tokens of a low-latency call: deep_ep's own take as many, and more would be most of the memory
+ALIGNMENT = 16  # of rows of an expert, as grouped GEMMs in FP8 want it
 BY = ("native", "compat")
 _COLUMNS: dict[str, Any] = {
     "quantize": "fp8",
@@ -57,9 +60,10 @@ class Layer:
         self._x = torch.randn(tokens, case.hidden, generator=generator, device=device).to(torch.bfloat16)
         self._idx, self._weights = idx.to(device), weights.to(device)
         self._to_expert = self._idx.new_empty(case.experts)  # of which nothing but the shape is looked at
-        self._worst = ranks.ranks * tokens
+        self._ranks, self._worst = ranks.ranks, ranks.ranks * tokens
         self._deep = deep_ep.Buffer(group)
         self._elastic = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=tokens, explicitly_destroy=True)
+        self._hybrid = deep_ep.HybridEPBuffer(group, case.hidden, tokens, case.experts // ranks.ranks)
 
     def __enter__(self) -> Layer:
         return self
@@ -67,6 +71,7 @@ class Layer:
     def __exit__(self, *error: object) -> None:
         self._deep.destroy()
         self._elastic.destroy()
+        self._hybrid._pool.close()
 
     def meet(self) -> Any:
         """A round in which ranks wait for each other on the device."""
@@ -77,6 +82,7 @@ class Layer:
         yield from self._normal_pairs()
         for expand in (False, True):
             yield from self._elastic_pairs(expand)
+        yield from self._hybrid_pairs()
         if self.tokens <= MOST_LOW_LATENCY:
             yield from self._low_latency_pairs()
 
@@ -154,6 +160,43 @@ class Layer:
         combine = partial(buffer.combine, y, native, **how)
         yield Pair("elastic combine", "", variant, lambda: (combine(),), lambda: elastic.combine(y, handle)[:1])
 
+    def _hybrid_pairs(self) -> Iterator[Pair]:
+        """Of HybridEPBuffer, as Megatron-core calls it: with a map, and room for all rows that can come, or for twice
+        as many as come in the mean, so that nothing waits.  deep_ep's calls make counts int64 besides.
+        """
+        x, some = self._x, self._idx.shape[1] * self.tokens
+        room = some * (self._ranks if self.tokens <= MOST_LOW_LATENCY else 2)
+        dense = routing_map.weights_at(self._idx, self._weights, self._experts)
+        chosen, most = dense > 0, min(MAX_TOPK, self._experts)
+        named: dict[str, Any] = {"hidden": x, "routing_map": chosen, "probs": dense, "non_blocking": True}
+        for align, variant in ((1, "map"), (ALIGNMENT, "map, padded")):
+            rows = room + (align - 1) * self._experts // self._ranks
+            call = partial(self._hybrid.dispatch_with_permute, **named, num_permuted_tokens=rows, pad_multiple=align)
+            recv_x, of_rows, _, _, handle = call()
+            assert of_rows is not None
+            buffer, native = handle.native.buffer, handle.native
+            y, recv_weights = recv_x.clone(), of_rows.clone()
+            del recv_x, of_rows
+            given: dict[str, Any] = {"layout": "expert", "expert_alignment": align, "max_rows": rows, "sync": False}
+            dispatch = partial(self._by_map, buffer, chosen, dense, most, given)
+            yield Pair("hybrid dispatch", "bf16", variant, dispatch, partial(_rows_and_probs, call))
+
+        def combine() -> Tensors:
+            out, grads = buffer.combine(y, native, weighted=False, weight_grads=recv_weights, wire=y.dtype)
+            return out, routing_map.weights_at(handle.ids, grads, self._experts)
+
+        by_deep_ep = partial(self._hybrid.combine_with_unpermute, hidden=y, probs=recv_weights, handle=handle)
+        yield Pair("hybrid combine", "", "probs", combine, by_deep_ep)
+
+    def _by_map(
+        self, buffer: Any, chosen: torch.Tensor, probs: torch.Tensor, most: int, given: dict[str, Any]
+    ) -> Tensors:
+        ids, weights = routing_map.ids_of(chosen, probs, most)
+        routed = buffer.dispatch(self._x, ids, weights, **given)
+        if given["expert_alignment"] > 1:
+            padding.zero(routed.x, src=routed.src)
+        return routed.x, routed.row_weights
+
     def _low_latency_pairs(self) -> Iterator[Pair]:
         x, idx, weights, deep = self._x, self._idx, self._weights, self._deep
         call = partial(deep.low_latency_dispatch, x, idx, self.tokens, self._experts, topk_weights=weights)
@@ -184,6 +227,10 @@ class Layer:
         yield Pair(name + "combine", "", "other weights", lambda: (own(),), partial(combine, others))
 
 
+def _rows_and_probs(call: Callable[[], Tensors]) -> Tensors:
+    return call()[:2]
+
+
 def run(case: Case) -> dict[str, Any] | None:
     """Measures a case on all ranks; None in a process that has nothing to report.
 
@@ -200,7 +247,7 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
     device = device_of(group, case.backend)
     mode = {"graph": case.mode == "graph", "cold": case.cold}
     rows = []
-    with progress(group, sum(13 if tokens <= MOST_LOW_LATENCY else 9 for tokens in case.tokens)) as step:
+    with progress(group, sum(16 if tokens <= MOST_LOW_LATENCY else 12 for tokens in case.tokens)) as step:
         for tokens in case.tokens:
             clock = Clock(group, device, **mode, chain=case.chain_of(tokens), replays=case.replays)
             with Layer(case, group, device, tokens) as layer:

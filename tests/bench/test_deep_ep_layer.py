@@ -28,6 +28,9 @@ NORMAL = [
     ("elastic combine", "", ""),
     ("elastic dispatch", "bf16", "expanded"),
     ("elastic combine", "", "expanded"),
+    ("hybrid dispatch", "bf16", "map"),
+    ("hybrid dispatch", "bf16", "map, padded"),
+    ("hybrid combine", "", "probs"),
 ]
 LOW_LATENCY = [
     ("low-latency dispatch", "bf16", ""),
@@ -52,7 +55,7 @@ def compare(pair: deep_ep_layer.Pair, used: torch.Tensor | None) -> torch.Tensor
         used = torch.arange(ours[0].shape[1]) < ours[1].unsqueeze(1)
         for mine, other in zip((ours[0], *ours[2:]), (theirs[0], *theirs[2:]), strict=True):
             same(mine, other, used)
-    elif pair.variant == "expanded" and "dispatch" in pair.what:
+    elif (pair.variant == "expanded" or pair.what.startswith("hybrid")) and "dispatch" in pair.what:
         assert used is not None
         for mine, other in zip(ours, theirs, strict=True):
             same(mine, other, slice(int(used.sum())))
@@ -84,7 +87,7 @@ def _pairs(rank: int, group: Any) -> list[Any]:
                 owners = torch.stack([(idx // 4 == owner).any(dim=1) for owner in range(2)]).sum(dim=0)
                 entries = (idx >= 0).sum(dim=1)
                 times = weights.sum(dim=1) if pair.what.startswith("low") else owners
-                times = entries if pair.variant == "expanded" else times
+                times = entries if pair.variant == "expanded" or pair.what.startswith("hybrid") else times
                 want = layer._x.float() * times.unsqueeze(1)
                 torch.testing.assert_close(pair.compat()[0].float(), want, rtol=2**-7, atol=1e-5)
             if pair.variant == "topk_weights":

@@ -27,6 +27,9 @@ class HybridEPHandle:
         self.tokens_per_expert, self.rows = padded, rows
 
 
+_Received = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
 class _Routing(NamedTuple):
     ids: torch.Tensor
     weights: torch.Tensor | None
@@ -121,7 +124,8 @@ class HybridEPBuffer:
             if num_permuted_tokens not in (None, handle.rows):
                 raise BadInput("num_permuted_tokens", num_permuted_tokens, f"{handle.rows}: the handle's")
             routed = native.buffer.dispatch(hidden, handle=native, sync=False, **options)
-            return (*self._received(routed, handle.rows, pad_multiple, False), handle.tokens_per_expert, handle)
+            received = self._received(routed, (routed.x, None, routed.scales), handle.rows, pad_multiple)
+            return (*received, handle.tokens_per_expert, handle)
         align = pad_multiple or 1
         if routing_map is None:
             routing = self._by_ids(topk_idx, topk_weights, num_of_experts, num_of_experts_per_rank)
@@ -133,8 +137,9 @@ class HybridEPBuffer:
         padded = _aligned(counts if non_blocking else counts.cpu(), align)
         rows = routed.handle.args.max_rows if num_permuted_tokens is None else num_permuted_tokens
         made = HybridEPHandle(routed.handle, routing.ids, routing.num_experts, padded, rows)
-        received = self._received(routed, rows, pad_multiple, routing.weights is not None)
-        return (*received, padded, made)
+        x, scales, weights = routed.plan.expert_tensors(routed)
+        found = (x, None if routing.weights is None else weights, scales)
+        return (*self._received(routed, found, rows, pad_multiple), padded, made)
 
     def combine_with_unpermute(
         self,
@@ -152,11 +157,13 @@ class HybridEPBuffer:
         if len(hidden) != handle.rows:
             raise BadInput("hidden", f"{len(hidden)} rows", f"the {handle.rows} of the dispatch")
         most = native.args.max_rows
+        if most < handle.rows:  # more room was asked for than all tokens of all ranks can fill
+            hidden, probs = hidden[:most], None if probs is None else probs[:most]
         out = native.buffer.combine(
-            hidden[:most],
+            hidden,
             native,
             weighted=False,
-            weight_grads=None if probs is None else probs[:most],
+            weight_grads=probs,
             wire=hidden.dtype,  # a rank's rows are added and rounded first there, too
             num_sms=limit,
         )
@@ -179,12 +186,19 @@ class HybridEPBuffer:
         return _Routing(topk_idx, topk_weights, num_experts)
 
     def _check_map(self, hidden: torch.Tensor, routing_map: Any, probs: Any, per_rank: int | None) -> None:
-        check_dimensions("routing_map", routing_map, "tokens", "experts")
-        device, shape = hidden.device, (hidden.shape[0], routing_map.shape[1])
-        check_tensor("routing_map", routing_map, device=device, dtypes=(torch.bool,), shape=shape)
-        if probs is not None:
+        try:
+            device, (tokens, _) = hidden.device, routing_map.shape
+            fine = routing_map.dtype is torch.bool and routing_map.device == device and tokens == hidden.shape[0]
+            if probs is not None:
+                fine = fine and probs.shape == routing_map.shape and probs.device == device
+        except (AttributeError, TypeError, ValueError):
+            fine = False
+        if not fine:  # which takes longer to say
+            check_dimensions("routing_map", routing_map, "tokens", "experts")
+            shape = (hidden.shape[0], routing_map.shape[1])
+            check_tensor("routing_map", routing_map, device=hidden.device, dtypes=(torch.bool,), shape=shape)
             check_dimensions("probs", probs, "tokens", "experts")
-            check_tensor("probs", probs, device=device, dtypes=(probs.dtype,), shape=shape)
+            check_tensor("probs", probs, device=hidden.device, dtypes=(probs.dtype,), shape=shape)
         self._check_experts(routing_map.shape[1], per_rank)
 
     def _check_experts(self, num_experts: int, per_rank: int | None) -> None:
@@ -267,12 +281,9 @@ class HybridEPBuffer:
             rows=rows if routing.few else None,
         )
 
-    def _received(
-        self, routed: Routed, rows: int, pad_multiple: int | None, weighted: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    def _received(self, routed: Routed, found: _Received, rows: int, pad_multiple: int | None) -> _Received:
         """Rows, their weights and scales; copied out of a window that would have no room for another round."""
-        x, scales = routed.x, routed.scales
-        weights = routed.row_weights if weighted else None
+        x, weights, scales = found
         if pad_multiple is not None and pad_multiple > 1:
             for received in (x, scales):
                 if received is not None:
