@@ -1,7 +1,5 @@
-"""Writes the README's figures and bench/README.md, and draws their plots, from bench/results/*.json; every figure there
-comes from here.
-
-python bench/readme.py
+"""python bench/readme.py: writes the README's figures and bench/README.md, and draws their plots, from
+bench/results/*.json; every figure there comes from here.
 """
 
 from __future__ import annotations
@@ -11,6 +9,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import passes
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- figures: written by bench/readme.py -->", "<!-- end of figures -->"
@@ -277,7 +277,7 @@ def simulate_check(found: dict[str, Any]) -> str:
 
 
 Section = Callable[[dict[str, Any]], str]
-BY_NAME: dict[str, Section] = {"host_vs_gloo": host_vs_gloo}
+BY_NAME: dict[str, Section] = {"host_vs_gloo": host_vs_gloo, "passes-h200": passes.section}
 BY_BENCHMARK: dict[str, Section] = {
     "dispatch-combine": dispatch_combine,
     "backends": backends,
@@ -385,9 +385,8 @@ def filled(readme: str) -> str:
 
 def page() -> str:
     """bench/README.md."""
-    return (
-        f"# All figures\n\nWritten by `python bench/readme.py` from what lies in [`results`](results).\n\n{figures()}\n"
-    )
+    head = "# All figures\n\nWritten by `python bench/readme.py` from what lies in [`results`](results)."
+    return f"{head}\n\n{figures()}\n"
 
 
 if __name__ == "__main__":
