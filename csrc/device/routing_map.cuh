@@ -50,7 +50,8 @@ MOECOMM_FN void ids_of_map(const MapArgs& a) {
     });
 }
 
-// Back: the weights at their experts, zeros elsewhere.  Those of an expert that a token has twice are added, in the order of k.
+// Back: the weights at their experts, zeros elsewhere; an id that no expert has is nobody's.  Those of an expert that a token has twice are
+// added, in the order of k.
 template <class Id>
 MOECOMM_FN void weights_at_experts(const MapArgs& a) {
     each_token(a, [&](i64 token) {
@@ -65,7 +66,7 @@ MOECOMM_FN void weights_at_experts(const MapArgs& a) {
             const float other = __shfl_sync(kAllLanes, weight, k);
             if (__shfl_sync(kAllLanes, id, k) == id) sum += other;
         }
-        if (id >= 0) dense[id] = sum;
+        if (id >= 0 && id < a.experts) dense[id] = sum;
     });
 }
 

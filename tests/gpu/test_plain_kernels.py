@@ -48,7 +48,7 @@ def weighted(dtype: torch.dtype, most: int) -> Iterator[tuple[torch.Tensor, torc
     """Ids, their weights, whose sums are exact, and how many experts there are; some tokens have one twice."""
     g = torch.Generator().manual_seed(2)
     for tokens, experts, topk in ((1, 8, 2), (most, 100, 8), (7, 256, 32), (0, 4, 4)):
-        ids = torch.randint(-1, experts, (tokens, topk), generator=g).to(dtype)
+        ids = torch.randint(-1, experts + 1, (tokens, topk), generator=g).to(dtype)  # one more than there are
         yield ids, torch.randint(1, 100, (tokens, topk), generator=g) / 64, experts
 
 
