@@ -86,6 +86,11 @@ def launch(kernel: PlainKernel, blocks: int, args: ctypes.Structure) -> None:
 
 
 def launch_on(device: torch.device, kernel: PlainKernel, blocks: int, args: ctypes.Structure) -> None:
-    """The same on another device."""
+    """The same on the current stream of a device, by any thread."""
+    if _native.cuda_context() == 0:  # autograd's threads may have none yet
+        cuda_driver.bind_thread(device.index)
+    if torch.cuda.current_device() == device.index:
+        launch(kernel, blocks, args)
+        return
     with torch.cuda.device(device):
         launch(kernel, blocks, args)
