@@ -59,14 +59,15 @@ MOECOMM_FN void weights_at_experts(const MapArgs& a) {
         for (i32 expert = lane_id(); expert < a.experts; expert += kWarp) dense[expert] = 0.0f;
         __syncwarp();
         const bool has = lane_id() < a.topk;
-        const i32 id = has ? static_cast<i32>(reinterpret_cast<const Id*>(a.ids)[token * a.topk + lane_id()]) : -1;
+        const i64 given = has ? reinterpret_cast<const Id*>(a.ids)[token * a.topk + lane_id()] : -1;
+        const i32 id = given >= 0 && given < a.experts ? static_cast<i32>(given) : -1;
         const float weight = has ? reinterpret_cast<const float*>(a.weights)[token * a.topk + lane_id()] : 0.0f;
         float sum = 0.0f;
         for (i32 k = 0; k < a.topk; ++k) {
             const float other = __shfl_sync(kAllLanes, weight, k);
             if (__shfl_sync(kAllLanes, id, k) == id) sum += other;
         }
-        if (id >= 0 && id < a.experts) dense[id] = sum;
+        if (id >= 0) dense[id] = sum;
     });
 }
 

@@ -238,15 +238,17 @@ class LsaSession:
         if self._closed:
             return
         self._closed = True
-        with contextlib.suppress(RuntimeError), torch.cuda.device(self.device):  # a broken context ends all waiting
-            self.synchronize()
-            self._leave()
-        if self._presence is not None:
-            self._presence.leave(self.reach.linger_s)
-        if self._window is not None:
-            self._window.close()
-        self._window = None
-        self.reach.watch(0)
+        try:
+            with contextlib.suppress(RuntimeError), torch.cuda.device(self.device):  # a broken context ends all waiting
+                self.synchronize()
+                self._leave()
+            if self._presence is not None:
+                self._presence.leave(self.reach.linger_s)
+            if self._window is not None:
+                self._window.close()
+            self._window = None
+        finally:  # after Ctrl-C as well: the abort word goes with us
+            self.reach.watch(0)
 
     def dispatcher(self, args: _native.DispatchArgs) -> Callable[[_native.DispatchArgs], None]:
         """Enqueues on the current stream."""

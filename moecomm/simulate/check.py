@@ -43,8 +43,9 @@ def check(paths: Iterable[Path], domain: Domain, nic: Nic) -> dict[str, Any]:
             about = {"machine": result.machine, "backend": result.backend, "domains": result.domains}
             joined.append({**about, "algorithm": algorithm, **vars(told.nic), "fitted": limit})
             for row in some:
-                others = [other for other in some if other is not row]
-                measured.append(_measured(row, result, _with_one_fitted(others, result, machine)[0], fitted=True))
+                others = [other for other in some if other is not row and _measured(other, result, machine)]
+                found = _with_one_fitted(others, result, machine)[0] if others else machine
+                measured.append(_measured(row, result, found, fitted=bool(others)))
     known = [row for row in measured if row is not None]
     left_out = len(measured) - len(known)
     published = [_published(row, domain, nic) for row in rows()]

@@ -6,10 +6,11 @@ import ctypes
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -465,3 +466,17 @@ def test_a_kernel_is_looked_up_by_what_it_is_compiled_for(monkeypatch: pytest.Mo
     dispatch.num_tokens, dispatch.repeat, dispatch.idx_bytes = 100, 1, 0  # there are no ids
     assert kernels.dispatch(dispatch) == 4 and not loaded[3].packets
     assert [spec.op for spec in loaded] == ["dispatch", "combine", "dispatch", "dispatch"]
+
+
+def test_nobody_is_told_of_losses_after_the_end(session: lsa.LsaSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The abort word goes with the session, also when Ctrl-C has ended the wait for its rounds."""
+    watched: list[int] = []
+    for end in (KeyboardInterrupt, None):
+        session._closed, session._presence, session._window = False, None, None
+        session.reach = SimpleNamespace(watch=watched.append, linger_s=0.0)  # type: ignore[assignment]
+        monkeypatch.setattr(session, "synchronize", Mock(side_effect=end))
+        monkeypatch.setattr(session, "_leave", Mock())
+        with suppress(KeyboardInterrupt):
+            session.close()
+        assert watched == [0]
+        watched.clear()

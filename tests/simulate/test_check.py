@@ -93,6 +93,17 @@ def test_what_is_predicted_of_a_row_does_not_know_it(across: dict[str, Any], tmp
     assert sum(a["predicted_us"] != b["predicted_us"] for a, b in zip(across["measured"], told, strict=True)) > 0
 
 
+def test_a_row_alone_has_nothing_fitted(tmp_path: Path) -> None:
+    names = ("backends-domains", "latency-backends")
+    results = {name: json.loads((RESULTS / f"{name}-h200-4.json").read_text()) for name in names}
+    result = results[names[0]]
+    result["rows"] = [row for row in result["rows"] if row["backend"] == "gin" and row["tokens"] == 4096][:1]
+    for name, written in results.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(written))
+    (row,) = check([tmp_path / f"{name}.json" for name in names], load(), Nic())["measured"]
+    assert row["kind"] == "2 domains: gin HT" and abs(row["error"]) < 1
+
+
 def test_operations_without_a_line_are_left_out_across_domains_too(tmp_path: Path) -> None:
     names = ("backends-domains", "latency-backends")
     results = {name: json.loads((RESULTS / f"{name}-h200-4.json").read_text()) for name in names}
