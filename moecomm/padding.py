@@ -6,10 +6,8 @@ import ctypes
 
 import torch
 
-from moecomm import plain_kernel
+from moecomm import plain_kernel, row_pass
 
-THREADS = 256  # kPaddingThreads of csrc/device/padding.cuh
-_MOST_BLOCKS = 528  # four a multiprocessor of an H200
 _WORDS = {"uint4": 16, "u32": 4, "u8": 1}
 
 
@@ -19,13 +17,13 @@ class Args(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("rows", "src", "num_rows", "counts")),
         ("bytes", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("count", "group", "blocks", "pad")),
+        *((name, ctypes.c_int32) for name in ("count", "group")),
     )
 
 
 def kernel(word: str) -> plain_kernel.PlainKernel:
     """`word`: what rows are written in, uint4 where they allow it."""
-    return plain_kernel.PlainKernel("device/padding", f"zero_padding<{word}>", "PaddingArgs", THREADS)
+    return row_pass.kernel("device/padding", f"zero_padding<{word}>", "PaddingArgs")
 
 
 def zero(
@@ -78,24 +76,17 @@ def empty(
     return none
 
 
-def blocks(wanted: int) -> int:
-    """Of a launch."""
-    return min(_MOST_BLOCKS, wanted)
-
-
 def args_of(
     rows: int,
     nbytes: int,
     shape: torch.Size,
-    blocks: int,
     *,
     src: torch.Tensor | None = None,
     num_rows: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
 ) -> Args:
     """Of `shape` rows of `nbytes` each at the address `rows`."""
-    at = [0 if tensor is None else tensor.data_ptr() for tensor in (src, num_rows, counts)]
-    return Args(rows, *at, nbytes, shape.numel(), shape[-1], blocks)
+    return Args(rows, *map(row_pass.address, (src, num_rows, counts)), nbytes, shape.numel(), shape[-1])
 
 
 def _by_kernel(rows: torch.Tensor, **told: torch.Tensor | None) -> None:
@@ -103,6 +94,5 @@ def _by_kernel(rows: torch.Tensor, **told: torch.Tensor | None) -> None:
     if count == 0:
         return
     word = next(name for name, size in _WORDS.items() if (rows.data_ptr() | nbytes) % size == 0)
-    launched = blocks(-(-count // (THREADS // 32)))
-    args = args_of(rows.data_ptr(), nbytes, rows.shape[:-1], launched, **told)
-    plain_kernel.launch_on(rows.device, kernel(word), launched, args)
+    args = args_of(rows.data_ptr(), nbytes, rows.shape[:-1], **told)
+    row_pass.launch(kernel(word), rows.device, count * row_pass.ROW, args)

@@ -6,10 +6,7 @@ import ctypes
 
 import torch
 
-from moecomm import plain_kernel
-
-_THREADS, _MOST_BLOCKS = 256, 528  # kMapThreads of csrc/device/routing_map.cuh; four a multiprocessor of an H200
-_IDS = {torch.int64: "i64", torch.int32: "i32"}
+from moecomm import plain_kernel, row_pass
 
 
 class _Args(ctypes.Structure):
@@ -17,13 +14,13 @@ class _Args(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("map", "dense", "ids", "weights")),
-        *((name, ctypes.c_int32) for name in ("tokens", "experts", "topk", "blocks")),
+        *((name, ctypes.c_int32) for name in ("tokens", "experts", "topk", "pad")),
     )
 
 
 def kernel(entry: str) -> plain_kernel.PlainKernel:
     """`ids_of_map`, or `weights_at_experts<type of ids>`."""
-    return plain_kernel.PlainKernel("device/routing_map", entry, "MapArgs", _THREADS)
+    return row_pass.kernel("device/routing_map", entry, "MapArgs")
 
 
 def ids_of(
@@ -77,7 +74,14 @@ def weights_at(ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> to
 
 def _weights_by_kernel(ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> torch.Tensor:
     dense = torch.empty((len(ids), num_experts), dtype=torch.float32, device=ids.device)
-    _launch(f"weights_at_experts<{_IDS[ids.dtype]}>", None, dense, ids.contiguous(), weights.contiguous(), num_experts)
+    _launch(
+        f"weights_at_experts<{row_pass.IDS[ids.dtype]}>",
+        None,
+        dense,
+        ids.contiguous(),
+        weights.contiguous(),
+        num_experts,
+    )
     return dense
 
 
@@ -92,6 +96,5 @@ def _launch(
     tokens, topk = ids.shape
     if tokens == 0:
         return
-    at = [0 if tensor is None else tensor.data_ptr() for tensor in (chosen, dense, ids, weights)]
-    blocks = min(_MOST_BLOCKS, -(-tokens // (_THREADS // 32)))
-    plain_kernel.launch_on(ids.device, kernel(entry), blocks, _Args(*at, tokens, experts, topk, blocks))
+    args = _Args(*map(row_pass.address, (chosen, dense, ids, weights)), tokens, experts, topk)
+    row_pass.launch(kernel(entry), ids.device, tokens * row_pass.ROW, args)

@@ -1,25 +1,22 @@
 // The gradients of a combine with weights, in one pass over the rows: those of y, and of the weights.
 #pragma once
 #include "cast.cuh"
-#include "copy.cuh"
+#include "pass.cuh"
 
 namespace moecomm {
-
-constexpr i32 kGradientThreads = 256;
 
 struct GradientArgs {
     u64 rows, y;  // the gradient of each row's token, and y; no gradients of weights: y = 0
     u64 weights;  // float, a row's
     u64 to_y, to_weights;
-    i32 count, hidden, blocks, pad;
+    i32 count, hidden;
 };
-static_assert(sizeof(GradientArgs) == 56, "as combine_gradients.py packs it");
+static_assert(sizeof(GradientArgs) == 48, "as combine_gradients.py packs it");
 
-// A row a warp.
 template <Type type>
 MOECOMM_FN void combine_gradients(const GradientArgs& a) {
-    constexpr i32 warps = kGradientThreads / kWarp, columns = columns_in_16(type);
-    for (i32 row = blockIdx.x * warps + warp_id(); row < a.count; row += a.blocks * warps) {
+    constexpr i32 columns = columns_in_16(type);
+    each_row(a.count, [&](i32 row) {
         const i64 first = static_cast<i64>(row) * a.hidden * bytes_of(type) / 16;
         const uint4* const rows = reinterpret_cast<const uint4*>(a.rows) + first;
         const uint4* const y = reinterpret_cast<const uint4*>(a.y) + first;
@@ -39,11 +36,11 @@ MOECOMM_FN void combine_gradients(const GradientArgs& a) {
 #pragma unroll
             for (i32 c = 0; c < columns; ++c) sum += made[c] * gradient[c];
         }
-        if (a.y == 0) continue;
+        if (a.y == 0) return;
 #pragma unroll
         for (i32 lane = 1; lane < kWarp; lane *= 2) sum += __shfl_xor_sync(kAllLanes, sum, lane);
         if (lane_id() == 0) reinterpret_cast<float*>(a.to_weights)[row] = sum;
-    }
+    });
 }
 
 }  // namespace moecomm

@@ -1,29 +1,20 @@
 // A routing as frameworks for training have it, a map of tokens x experts, and as ids: from one to the other, a warp a token.
 #pragma once
-#include "copy.cuh"
+#include "pass.cuh"
 
 namespace moecomm {
-
-constexpr i32 kMapThreads = 256;
 
 struct MapArgs {
     u64 map;           // bool [tokens][experts]
     u64 dense;         // float [tokens][experts]: the weights of all; 0: there are none
     u64 ids, weights;  // [tokens][topk], of ids i64 where they are made; weights float, 0 as above
-    i32 tokens, experts, topk, blocks;
+    i32 tokens, experts, topk, pad;
 };
-
 static_assert(sizeof(MapArgs) == 48, "as routing_map.py packs it");
-
-template <class Body>
-MOECOMM_FN void each_token(const MapArgs& a, const Body& body) {
-    constexpr i32 warps = kMapThreads / kWarp;
-    for (i32 token = blockIdx.x * warps + warp_id(); token < a.tokens; token += a.blocks * warps) body(static_cast<i64>(token));
-}
 
 // Ids ascending, then -1, with 0 beside it.  The first id of a token with more than topk experts is one that no expert has.
 MOECOMM_FN void ids_of_map(const MapArgs& a) {
-    each_token(a, [&](i64 token) {
+    each_row(a.tokens, [&](i64 token) {
         const u8* const map = reinterpret_cast<const u8*>(a.map) + token * a.experts;
         const float* const dense = reinterpret_cast<const float*>(a.dense) + token * a.experts;
         i64* const ids = reinterpret_cast<i64*>(a.ids) + token * a.topk;
@@ -54,7 +45,7 @@ MOECOMM_FN void ids_of_map(const MapArgs& a) {
 // added, in the order of k.
 template <class Id>
 MOECOMM_FN void weights_at_experts(const MapArgs& a) {
-    each_token(a, [&](i64 token) {
+    each_row(a.tokens, [&](i64 token) {
         float* const dense = reinterpret_cast<float*>(a.dense) + token * a.experts;
         for (i32 expert = lane_id(); expert < a.experts; expert += kWarp) dense[expert] = 0.0f;
         __syncwarp();

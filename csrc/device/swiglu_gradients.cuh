@@ -1,11 +1,9 @@
 // What the backward pass of SwiGLU experts has between its products, in one pass over the rows.
 #pragma once
 #include "cast.cuh"
-#include "copy.cuh"
+#include "pass.cuh"
 
 namespace moecomm {
-
-constexpr i32 kSwigluThreads = 256;
 
 struct SwigluArgs {
     u64 both;                           // [rows][2 I]: `width` gate columns, then as many up columns, and so on
@@ -13,16 +11,15 @@ struct SwigluArgs {
     u64 weights;                        // float [rows], the routing weights
     u64 to_both, to_inner, to_weights;  // gradients of `both`; silu(gate) * up times the weight; gradients of weights
     u64 end;                            // i32: rows from here on are nobody's, and stay as they are
-    i32 count, columns, width, blocks;  // rows; I; of the launch
+    i32 count, columns, width, pad;     // rows; I
 };
 static_assert(sizeof(SwigluArgs) == 72, "as swiglu.py packs it");
 
-// A row a warp.
 template <Type type>
 MOECOMM_FN void swiglu_gradients(const SwigluArgs& a) {
-    constexpr i32 warps = kSwigluThreads / kWarp, n = columns_in_16(type);
+    constexpr i32 n = columns_in_16(type);
     const i32 end = min(a.count, *reinterpret_cast<const i32*>(a.end));
-    for (i32 row = blockIdx.x * warps + warp_id(); row < end; row += a.blocks * warps) {
+    each_row(end, [&](i32 row) {
         const i64 at_inner = static_cast<i64>(row) * a.columns * bytes_of(type), at_both = 2 * at_inner;
         const float weight = reinterpret_cast<const float*>(a.weights)[row];
         float sum = 0.0f;
@@ -49,7 +46,7 @@ MOECOMM_FN void swiglu_gradients(const SwigluArgs& a) {
 #pragma unroll
         for (i32 lane = 1; lane < kWarp; lane *= 2) sum += __shfl_xor_sync(kAllLanes, sum, lane);
         if (lane_id() == 0) reinterpret_cast<float*>(a.to_weights)[row] = sum;
-    }
+    });
 }
 
 }  // namespace moecomm

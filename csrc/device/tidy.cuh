@@ -10,12 +10,12 @@ struct TidyArgs {
     u64 to_weights, to_ids, to_src, to_counts, to_num_rows;
     i32 each, experts;  // weights, and ids, of a row; of `counts`
 };
-static_assert(sizeof(TidyArgs) == 144, "as tidy.py packs it");
+static_assert(sizeof(TidyArgs) == 136, "as tidy.py packs it");
 
 // A weight a thread, with the id beside it.
 template <class Id>
 MOECOMM_FN void tidy(const TidyArgs& a) {
-    const i32 thread = blockIdx.x * kPaddingThreads + threadIdx.x, threads = a.of.blocks * kPaddingThreads;
+    const i32 thread = blockIdx.x * kPassThreads + threadIdx.x, threads = gridDim.x * kPassThreads;
     const i32 end = a.of.num_rows != 0 ? *reinterpret_cast<const i32*>(a.of.num_rows) : a.of.count;
     for (i64 i = thread; i < static_cast<i64>(a.of.count) * a.each; i += threads) {
         const i32 row = static_cast<i32>(i / a.each);

@@ -6,12 +6,8 @@ import ctypes
 
 import torch
 
-from moecomm import plain_kernel
+from moecomm import plain_kernel, row_pass
 from moecomm.ops.rounds import rows_of
-from moecomm.padding import blocks
-
-_THREADS = 256  # kGradientThreads of csrc/device/combine_gradients.cuh
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 class _Args(ctypes.Structure):
@@ -19,14 +15,14 @@ class _Args(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("rows", "y", "weights", "to_y", "to_weights")),
-        *((name, ctypes.c_int32) for name in ("count", "hidden", "blocks", "pad")),
+        *((name, ctypes.c_int32) for name in ("count", "hidden")),
     )
 
 
 def kernel(dtype: torch.dtype) -> plain_kernel.PlainKernel:
     """`dtype`: of rows, and of y."""
-    entry = f"combine_gradients<Type::{_TYPES[dtype]}>"
-    return plain_kernel.PlainKernel("device/combine_gradients", entry, "GradientArgs", _THREADS)
+    entry = f"combine_gradients<Type::{row_pass.TYPES[dtype]}>"
+    return row_pass.kernel("device/combine_gradients", entry, "GradientArgs")
 
 
 @torch.library.custom_op("moecomm::combine_gradients", mutates_args=())
@@ -59,11 +55,9 @@ def by_kernel(
     """The same where all have one dtype."""
     rows, row_weights = rows_of(rows), row_weights.contiguous()
     grad, grad_weights = torch.empty_like(rows), row_weights.new_empty((0,) if y is None else row_weights.shape)
-    if row_weights.numel() == 0:
+    if (count := row_weights.numel()) == 0:
         return grad, grad_weights
     y = None if y is None else rows_of(y)
-    at = (rows.data_ptr(), 0 if y is None else y.data_ptr(), *(t.data_ptr() for t in (row_weights, grad, grad_weights)))
-    launched = blocks(-(-row_weights.numel() // (_THREADS // 32)))
-    args = _Args(*at, row_weights.numel(), rows.shape[-1], launched)
-    plain_kernel.launch_on(rows.device, kernel(rows.dtype), launched, args)
+    args = _Args(*map(row_pass.address, (rows, y, row_weights, grad, grad_weights)), count, rows.shape[-1])
+    row_pass.launch(kernel(rows.dtype), rows.device, count * row_pass.ROW, args)
     return grad, grad_weights

@@ -7,12 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from moecomm import plain_kernel
+from moecomm import plain_kernel, row_pass
 from moecomm.ops.rounds import rows_of
-from moecomm.padding import blocks
-
-_THREADS = 256  # kSwigluThreads of csrc/device/swiglu_gradients.cuh
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 class _Args(ctypes.Structure):
@@ -20,7 +16,7 @@ class _Args(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("both", "inner", "weights", "to_both", "to_inner", "to_weights", "end")),
-        *((name, ctypes.c_int32) for name in ("count", "columns", "width", "blocks")),
+        *((name, ctypes.c_int32) for name in ("count", "columns", "width", "pad")),
     )
 
 
@@ -36,8 +32,8 @@ class Gradients(NamedTuple):
 
 def kernel(dtype: torch.dtype) -> plain_kernel.PlainKernel:
     """`dtype`: of rows."""
-    entry = f"swiglu_gradients<Type::{_TYPES[dtype]}>"
-    return plain_kernel.PlainKernel("device/swiglu_gradients", entry, "SwigluArgs", _THREADS)
+    entry = f"swiglu_gradients<Type::{row_pass.TYPES[dtype]}>"
+    return row_pass.kernel("device/swiglu_gradients", entry, "SwigluArgs")
 
 
 def gradients(
@@ -72,8 +68,7 @@ def by_kernel(
     count, columns = grad_inner.shape
     if count == 0:
         return made
-    to = (made.both, made.inner, made.weights)
-    launched = blocks(-(-count // (_THREADS // 32)))
-    at = [tensor.data_ptr() for tensor in (both, grad_inner, weights, *to, end)]
-    plain_kernel.launch_on(both.device, kernel(both.dtype), launched, _Args(*at, count, columns, width, launched))
+    at = map(row_pass.address, (both, grad_inner, weights, made.both, made.inner, made.weights, end))
+    args = _Args(*at, count, columns, width)
+    row_pass.launch(kernel(both.dtype), both.device, count * row_pass.ROW, args)
     return made

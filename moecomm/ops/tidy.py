@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from moecomm import padding, plain_kernel
-
-_IDS = {torch.int64: "i64", torch.int32: "i32"}
+from moecomm import padding, plain_kernel, row_pass
 
 
 class About(NamedTuple):
@@ -35,7 +33,7 @@ class _Args(ctypes.Structure):
 
 def kernel(ids: str) -> plain_kernel.PlainKernel:
     """`ids`: the type of ids."""
-    return plain_kernel.PlainKernel("device/tidy", f"tidy<{ids}>", "TidyArgs", padding.THREADS)
+    return row_pass.kernel("device/tidy", f"tidy<{ids}>", "TidyArgs")
 
 
 def tidied(layout: str, found: About) -> About:
@@ -59,9 +57,8 @@ def _by_kernel(found: About, told: dict[str, torch.Tensor]) -> About:
     rows = found.src.shape[:-1]
     count = rows.numel()
     each = found.weights.numel() // max(1, count)
-    blocks = padding.blocks(-(-max(1, count * each) // padding.THREADS))
-    at = [0 if tensor is None else tensor.data_ptr() for tensor in (*found, *made)]
-    args = _Args(padding.args_of(0, 0, rows, blocks, **told), *at, each, len(found.tokens_per_expert))
-    ids = "i64" if found.ids is None else _IDS[found.ids.dtype]
-    plain_kernel.launch_on(found.src.device, kernel(ids), blocks, args)
+    at = map(row_pass.address, (*found, *made))
+    args = _Args(padding.args_of(0, 0, rows, **told), *at, each, len(found.tokens_per_expert))
+    ids = "i64" if found.ids is None else row_pass.IDS[found.ids.dtype]
+    row_pass.launch(kernel(ids), found.src.device, count * each, args)
     return made
