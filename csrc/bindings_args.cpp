@@ -151,6 +151,7 @@ void bind_dispatch(py::module_& m) {
         .def_readwrite("out_weights", &DispatchArgs::out_weights)
         .def_readwrite("out_rows", &DispatchArgs::out_rows)
         .def_readwrite("tokens_per_expert", &DispatchArgs::tokens_per_expert)
+        .def_readwrite("rows_per_expert", &DispatchArgs::rows_per_expert)
         .def_readwrite("num_rows", &DispatchArgs::num_rows)
         .def_readwrite("scale_columns", &DispatchArgs::scale_columns)
         .def_readwrite("scale_stride", &DispatchArgs::scale_stride);

@@ -92,13 +92,14 @@ py::tuple flat_outputs(const DispatchPlan& plan, const DispatchArgs& args, const
     return py::make_tuple(arriving(out.x), scales, staying(out.topk_idx), staying(out.topk_weights));
 }
 
-// x, scales or None, and row_weights.
+// x, scales or None, and row_weights; `counted`: and rows_per_expert.
 py::tuple expert_outputs(const DispatchPlan& plan, const DispatchArgs& args, const std::shared_ptr<Block>& payload,
-                         const std::shared_ptr<Block>& kept, const py::object& owner) {
+                         const std::shared_ptr<Block>& kept, const py::object& owner, bool counted) {
     const ExpertOutputs out = plan.expert_outputs(args);
     const Tensors arriving(plan, payload, owner), staying(plan, kept, owner);
     const py::object scales = out.scales ? arriving(*out.scales) : py::none();
-    return py::make_tuple(arriving(out.x), scales, staying(out.row_weights));
+    if (!counted) return py::make_tuple(arriving(out.x), scales, staying(out.row_weights));
+    return py::make_tuple(arriving(out.x), scales, staying(out.row_weights), staying(out.rows_per_expert));
 }
 
 // x and tokens_per_expert.
@@ -145,7 +146,7 @@ void bind_dispatch_plan(py::module_& m) {
             },
             py::arg("payload"), py::arg("earlier"), py::arg("x"), py::arg("scales"))
         .def("flat_outputs", &flat_outputs, py::arg("args"), py::arg("payload"), py::arg("kept"), py::arg("owner"))
-        .def("expert_outputs", &expert_outputs, py::arg("args"), py::arg("payload"), py::arg("kept"), py::arg("owner"))
+        .def("expert_outputs", &expert_outputs, py::arg("args"), py::arg("payload"), py::arg("kept"), py::arg("owner"), py::arg("counted"))
         .def("batched_outputs", &batched_outputs, py::arg("args"), py::arg("payload"), py::arg("kept"), py::arg("owner"));
 }
 

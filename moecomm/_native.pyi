@@ -169,6 +169,7 @@ class DispatchArgs(_Struct):
     out_weights: int
     out_rows: int
     tokens_per_expert: int
+    rows_per_expert: int
     num_rows: int
     scale_columns: int
     scale_stride: int
@@ -243,9 +244,9 @@ class DispatchPlan:
             ValueError: another layout, or scales that were made, or go by column.
         """
     def expert_outputs(
-        self, args: DispatchArgs, payload: Block, kept: Block, owner: object | None
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """x, scales and row_weights of rows of experts; see flat_outputs."""
+        self, args: DispatchArgs, payload: Block, kept: Block, owner: object | None, counted: bool
+    ) -> tuple[Tensor | None, ...]:
+        """x, scales and row_weights of rows of experts; `counted`: and rows_per_expert.  See flat_outputs."""
     def batched_outputs(
         self, args: DispatchArgs, payload: Block, kept: Block, owner: object | None
     ) -> tuple[Tensor, Tensor]:

@@ -52,6 +52,7 @@ class Routed:
             "ue8m0".  With `scale_layout="column"` a column is contiguous, and the next begins `rows` rounded up to 4
             later; "ue8m0" is then int32 of four exponents each, the first in the lowest byte: n = ceil(H / 512).
         tokens_per_expert: int32 `[E/R]`, without padding, on the device.
+        rows_per_expert: int64 `[E/R]`: the same, expert: rounded up to `expert_alignment`.
         num_rows: int32 `[1]`, on the device: flat: rows in use; expert: the end of the last group, padding included;
             batched: the sum of `tokens_per_expert`.  Rows past it are not initialised, but for
             `topk_idx` and `topk_weights`.
@@ -93,6 +94,11 @@ class Routed:
     def tokens_per_expert(self) -> Any:
         """See the class."""
         return self._read("tokens_per_expert")
+
+    @property
+    def rows_per_expert(self) -> Any:
+        """See the class."""
+        return self._read("rows_per_expert")
 
     @property
     def num_rows(self) -> Any:

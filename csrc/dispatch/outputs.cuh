@@ -13,10 +13,14 @@ MOECOMM_FN void write_counts(const Call& c) {
     if constexpr (cfg.repeat) return;
     const i32 me = c.me();
     const i32* total = c.shared.total + me * cfg.experts_here();
-    auto* per_expert = reinterpret_cast<i32*>(c.a.tokens_per_expert);
+    auto* tokens = reinterpret_cast<i32*>(c.a.tokens_per_expert);
+    auto* rows_of = reinterpret_cast<i64*>(c.a.rows_per_expert);
     auto* sent = reinterpret_cast<Sent*>(c.a.route.sent);
 #pragma unroll 1
-    for (i32 e = threadIdx.x; e < cfg.experts_here(); e += cfg.send_warps * kWarp) per_expert[e] = total[e];
+    for (i32 e = threadIdx.x; e < cfg.experts_here(); e += cfg.send_warps * kWarp) {
+        tokens[e] = total[e];
+        rows_of[e] = cfg.layout == Layout::expert ? aligned_group(total[e], c.a.alignment) : total[e];
+    }
 #pragma unroll 1
     for (i32 p = threadIdx.x; p < cfg.ranks; p += cfg.send_warps * kWarp)
         sent[p] = {c.shared.sources[p].num_tokens, c.shared.sources[p].chunk_tokens};
@@ -81,7 +85,10 @@ MOECOMM_FN void clear_route(const Call& c) {
     forget(route.token_owner, cfg.topk);
     forget(route.token_slot, cfg.ranks);
 #pragma unroll 1
-    for (i32 e = thread; e < cfg.experts_here(); e += threads) reinterpret_cast<i32*>(c.a.tokens_per_expert)[e] = 0;
+    for (i32 e = thread; e < cfg.experts_here(); e += threads) {
+        reinterpret_cast<i32*>(c.a.tokens_per_expert)[e] = 0;
+        reinterpret_cast<i64*>(c.a.rows_per_expert)[e] = 0;
+    }
     if (thread == 0) *reinterpret_cast<i32*>(c.a.num_rows) = 0;
     clear_unused(c, 0, thread, threads);
 #pragma unroll 1

@@ -120,6 +120,9 @@ void Plan::store_outputs() {
     for (i32 source = 0; source < r_.ranks; ++source) sent[source] = {r_.notice(source).num_tokens, r_.notice(source).chunk_tokens};
     const i32* counts = &total_[r_.me * experts_here_];
     std::copy_n(counts, experts_here_, memory<i32>(a_.tokens_per_expert));
+    const i32 alignment = a_.layout == static_cast<i32>(Layout::expert) ? a_.alignment : 1;
+    std::transform(counts, counts + experts_here_, memory<i64>(a_.rows_per_expert),
+                   [=](i32 count) { return aligned_group(count, alignment); });
     i64 rows = 0;
     for (i32 e = 0; e < experts_here_; ++e) rows += counts[e];
     *memory<i32>(a_.num_rows) = static_cast<i32>(a_.layout == static_cast<i32>(Layout::batched) ? rows : rows_needed(r_.me));
@@ -132,6 +135,7 @@ void Plan::clear() {
     std::fill_n(memory<i32>(a_.route.token_slot), tokens * r_.ranks, -1);
     std::fill_n(memory<Sent>(a_.route.sent), r_.ranks, Sent{0, 1});
     std::fill_n(memory<i32>(a_.tokens_per_expert), experts_here_, 0);
+    std::fill_n(memory<i64>(a_.rows_per_expert), experts_here_, 0);
     *memory<i32>(a_.num_rows) = 0;
 }
 

@@ -81,6 +81,7 @@ struct DispatchArgs {
     u64 out_rows;      // Route::rows as an offset
     // out, plain addresses
     u64 tokens_per_expert;  // i32[experts / ranks]
+    u64 rows_per_expert;    // i64[experts / ranks]: the same with the rows that `alignment` adds
     u64 num_rows;           // i32[1]: flat: flat rows; expert: end of the last group; batched: sum of tokens_per_expert
     // Column-major scales, for grouped GEMMs that load them by TMA: u32[groups][scale_bytes / 4][scale_stride], a row of the output a
     // place in each column; one group of all rows (flat, expert) or one an expert (batched).  0: scales are rows.

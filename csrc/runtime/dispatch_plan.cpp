@@ -7,7 +7,7 @@
 namespace moecomm::runtime {
 namespace {
 
-constexpr DLDataType kInt32{0, 32, 1}, kFloat32{2, 32, 1}, kFloat8{10, 8, 1};
+constexpr DLDataType kInt32{0, 32, 1}, kInt64{0, 64, 1}, kFloat32{2, 32, 1}, kFloat8{10, 8, 1};
 
 // Pieces of a block, one after the other.
 class Pieces {
@@ -48,7 +48,8 @@ Payload payload_of(const DispatchArgs& args, i32 max_rows, bool scale_columns) {
 }
 
 struct Kept {
-    u64 src, topk_idx, weights, rows, token_rows, token_owner, token_slot, sent, ranges, relayed, tokens_per_expert, num_rows, bytes;
+    u64 src, topk_idx, weights, rows, token_rows, token_owner, token_slot, sent, ranges, relayed, tokens_per_expert, rows_per_expert,
+        num_rows, bytes;
 };
 
 Kept kept_of(const DispatchArgs& args, i32 max_rows) {
@@ -68,6 +69,7 @@ Kept kept_of(const DispatchArgs& args, i32 max_rows) {
     k.ranges = pieces.take(ranks * tokens, sizeof(u32));
     k.relayed = pieces.take(domains(shape) > 1 ? domains(shape) * tokens : 0, relayed_words(shape) * sizeof(i32));
     k.tokens_per_expert = pieces.take(shape.experts / shape.ranks, sizeof(i32));
+    k.rows_per_expert = pieces.take(shape.experts / shape.ranks, sizeof(i64));
     k.num_rows = pieces.take(1, sizeof(i32));
     k.bytes = pieces.end();
     return k;
@@ -133,6 +135,7 @@ void DispatchPlan::place_kept(DispatchArgs& args, const Block& kept) const {
     if (flat) args.out_topk_idx = at + k.topk_idx;
     if (!flat) args.out_rows = at + k.rows;
     args.tokens_per_expert = base + k.tokens_per_expert;
+    args.rows_per_expert = base + k.rows_per_expert;
     args.num_rows = base + k.num_rows;
     const u64 relayed = domains(args.ctx.shape) > 1 ? base + k.relayed : 0;
     args.route = {base + k.token_rows,      base + k.token_owner,        base + k.token_slot, base + k.sent, base + k.ranges,
@@ -175,8 +178,11 @@ FlatOutputs DispatchPlan::flat_outputs(const DispatchArgs& args) const {
 
 ExpertOutputs DispatchPlan::expert_outputs(const DispatchArgs& args) const {
     require_as_given(args, Layout::expert);
-    const u64 base = args.ctx.peers[args.ctx.rank];
-    return {rows_as_given(args), scales_as_given(args), {base + args.out_weights, {args.max_rows}, kFloat32}};
+    const i64 experts = args.ctx.shape.experts / args.ctx.shape.ranks;
+    return {rows_as_given(args),
+            scales_as_given(args),
+            {args.ctx.peers[args.ctx.rank] + args.out_weights, {args.max_rows}, kFloat32},
+            {args.rows_per_expert, {experts}, kInt64}};
 }
 
 BatchedOutputs DispatchPlan::batched_outputs(const DispatchArgs& args) const {

@@ -27,7 +27,7 @@ struct FlatOutputs {
 struct ExpertOutputs {
     Output x;
     std::optional<Output> scales;
-    Output row_weights;
+    Output row_weights, rows_per_expert;
 };
 struct BatchedOutputs {
     Output x, tokens_per_expert;

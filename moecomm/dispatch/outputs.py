@@ -47,6 +47,12 @@ def tokens_per_expert(routed: Routed) -> torch.Tensor:
     return _kept(routed, handle.args.tokens_per_expert, (handle.plan.local_experts,), torch.int32)
 
 
+def rows_per_expert(routed: Routed) -> torch.Tensor:
+    """Rows of each expert here, padding included."""
+    handle = routed.handle
+    return _kept(routed, handle.args.rows_per_expert, (handle.plan.local_experts,), torch.int64)
+
+
 def num_rows(routed: Routed) -> torch.Tensor:
     """Rows in use."""
     return _kept(routed, routed.handle.args.num_rows, (1,), torch.int32)
@@ -87,6 +93,7 @@ MAKE = {
     "x": x,
     "scales": scales,
     "tokens_per_expert": tokens_per_expert,
+    "rows_per_expert": rows_per_expert,
     "num_rows": num_rows,
     "src": src,
     "topk_idx": topk_idx,

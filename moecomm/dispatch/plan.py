@@ -124,9 +124,9 @@ class Plan:
         """x, scales, topk_idx and topk_weights of a flat dispatch, in one step.  Scales were given, and go by row."""
         return self._native.flat_outputs(routed.args, routed.payload, routed.handle.block, self.owner)
 
-    def expert_tensors(self, routed: Routed) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """x, scales and row_weights of rows of experts, likewise."""
-        return self._native.expert_outputs(routed.args, routed.payload, routed.handle.block, self.owner)
+    def expert_tensors(self, routed: Routed, *, counted: bool = False) -> tuple[Any, ...]:
+        """x, scales and row_weights of rows of experts, likewise; `counted`: and rows_per_expert."""
+        return self._native.expert_outputs(routed.args, routed.payload, routed.handle.block, self.owner, counted)
 
     def batched_tensors(self, routed: Routed) -> tuple[torch.Tensor, torch.Tensor]:
         """x and tokens_per_expert of a batched dispatch, in one step, before or after it has arrived."""

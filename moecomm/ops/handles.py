@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ROUTE = ("token_rows", "token_owner", "token_slot", "sent", "ranges", "rows", "row_weights", "src")
 _MOST_MOVED = 16
-COUNTS = ("tokens_per_expert", "num_rows")
+COUNTS = ("tokens_per_expert", "rows_per_expert", "num_rows")
 
 
 class Handle(NamedTuple):

@@ -178,6 +178,9 @@ class Wanted:
     def _check_rows(self, where: str, got: Routed, want: dispatch_reference.Arrived) -> None:
         layout = self.case.layout
         _same(f"{where}: tokens_per_expert", got.tokens_per_expert, want.tokens_per_expert)
+        align = self.case.alignment if layout == "expert" else 1
+        padded = -(-want.tokens_per_expert.long() // align) * align
+        _same(f"{where}: rows_per_expert", got.rows_per_expert, padded)
         assert got.num_rows.item() == want.num_rows, f"{where}: num_rows {got.num_rows.item()}, want {want.num_rows}"
         valid = None if layout == "flat" else (want.src[:, 0] >= 0).nonzero().flatten()  # None: all
         scales = want.scales

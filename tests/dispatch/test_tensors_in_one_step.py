@@ -64,7 +64,12 @@ def test_rows_of_experts(buffer: moecomm.Buffer, scales: torch.Tensor | None, sy
     x = X if scales is None else F8
     routed = buffer.dispatch(x, IDX, WEIGHTS, layout="expert", expert_alignment=4, scales=scales, sync=sync)
     made = routed.plan.expert_tensors(routed)
-    check_same(made, (outputs.x(routed), outputs.scales(routed), outputs.row_weights(routed)))
+    same = (outputs.x(routed), outputs.scales(routed), outputs.row_weights(routed))
+    check_same(made, same)
+    counted = routed.plan.expert_tensors(routed, counted=True)
+    check_same(counted, (*same, outputs.rows_per_expert(routed)))
+    assert counted[3].tolist() == [4, 4, 4, 4]
+    del counted, same
     came = (routed.src[: routed.num_rows, 1] >= 0).nonzero().flatten()
     tokens = routed.src[came, 1]
     assert len(came) == 7 and torch.equal(made[0][came].float(), x[tokens].float())

@@ -54,6 +54,7 @@ void place_outputs(const Scenario& scenario, Cluster& cluster) {
             l.sent.assign(s.ranks, {kUnset, kUnset});
             l.ranges.assign(static_cast<i64>(s.ranks) * s.max_tokens, kUnset);
             l.tokens_per_expert.assign(s.experts / s.ranks, kUnset);
+            l.rows_per_expert.assign(s.experts / s.ranks, kUnset);
             l.num_rows.assign(1, kUnset);
         }
     }
@@ -110,6 +111,7 @@ DispatchArgs dispatch_args(const Cluster& cluster, Dispatched& d, i32 rank) {
     a.out_weights = l.weights;
     a.out_rows = l.rows;
     a.tokens_per_expert = address(l.tokens_per_expert);
+    a.rows_per_expert = address(l.rows_per_expert);
     a.num_rows = address(l.num_rows);
     return a;
 }

@@ -60,6 +60,7 @@ std::string check_route(const Landing& l, const Routed& want, i32 rank) {
     const Arrived& a = want.arrived[rank];
     return first_of({
         compare_values("tokens_per_expert", l.tokens_per_expert, a.tokens_per_expert),
+        compare_values("rows_per_expert", l.rows_per_expert, a.rows_per_expert),
         compare_values("num_rows", l.num_rows, {a.num_rows}),
         compare_values("sent", l.sent, a.sent),
         compare_values("token_rows", l.token_rows, want.row[rank]),

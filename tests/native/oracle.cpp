@@ -71,6 +71,7 @@ Arrived untouched(const Shape& s, const Dispatched& d, i32 rank) {
     if (flat) a.topk_idx.assign(rows * s.topk * d.idx_bytes, kUntouched);
     if (!flat) a.rows.assign(flat_rows * s.topk * 4, kUntouched);
     a.tokens_per_expert.assign(s.experts / s.ranks, 0);
+    a.rows_per_expert.assign(s.experts / s.ranks, 0);
     for (const Input& input : d.input) a.sent.push_back({input.tokens, input.chunk_tokens});
     a.ranges.assign(flat_rows, kUnset);
     return a;
@@ -132,6 +133,7 @@ i64 arrive_expert(const Shape& s, const Dispatched& d, i32 expert, i64 start, Ro
                 const i64 entry = token * s.topk + k;
                 if (sent.ids[entry] != expert) continue;
                 ++a.tokens_per_expert[expert % here];
+                ++a.rows_per_expert[expert % here];
                 if (d.layout == Layout::flat) continue;
                 put_payload(s, d, source, token, p, out, row);
                 put<i32>(a.src, 2 * row, source);
@@ -155,6 +157,7 @@ void arrive_experts(const Shape& s, const Dispatched& d, i32 p, Routed& out) {
         if (d.layout == Layout::batched) a.num_rows += a.tokens_per_expert[local];
         if (d.layout != Layout::expert) continue;
         for (start = end; start % d.alignment != 0; ++start) {
+            ++a.rows_per_expert[local];
             put<i32>(a.src, 2 * start, -1);
             put<i32>(a.src, 2 * start + 1, -1);
             put<float>(a.weights, start, 0.0f);

@@ -11,6 +11,7 @@ struct Arrived {
     std::vector<u8> x, scales, src, topk_idx, weights, rows;
     std::vector<u32> scale_columns;
     std::vector<i32> tokens_per_expert;
+    std::vector<i64> rows_per_expert;
     std::vector<Sent> sent;
     std::vector<u32> ranges;  // a chunk that brings nothing: only the count of 0 is sure
     i32 num_rows = 0;

@@ -10,9 +10,10 @@ import torch
 from moecomm import padding
 from moecomm.arrays import check_tensor
 from moecomm.buffer import Buffer
-from moecomm.compat.deep_ep.lazy import source, tokens_per_expert
+from moecomm.compat.deep_ep.lazy import source
 from moecomm.compat.deep_ep.normal import check_nothing
 from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_dimensions, check_experts
+from moecomm.dispatch import Options, with_options
 from moecomm.errors import BadInput, Mismatch, Unsupported
 from moecomm.routed import Handle, Routed
 from moecomm.routing_map import ids_of, weights_at
@@ -21,6 +22,8 @@ from moecomm.settings import MAX_TOPK
 
 class HybridEPHandle:
     """Where the tokens of a dispatch_with_permute went, for combine_with_unpermute and to repeat it.  Opaque."""
+
+    __slots__ = ("__weakref__", "ids", "native", "num_experts", "rows", "tokens_per_expert")
 
     def __init__(self, native: Handle, ids: torch.Tensor, num_experts: int, padded: torch.Tensor, rows: int) -> None:
         self.native, self.ids, self.num_experts = native, ids, num_experts
@@ -78,6 +81,8 @@ class HybridEPBuffer:
         )
         self._topk = 0  # of routing maps: at least the most experts that a row of one so far had, on any rank
         self._agreed = False  # whether all ranks have the same config: each may have been given its own tokens
+        self._options: dict[tuple[Any, ...], Options] = {}
+        self._buffers: dict[tuple[Any, ...], Buffer] = {}
 
     def dispatch(self, *args: Any, **named: Any) -> Any:
         """Unsupported: dispatch_with_permute is what frameworks call."""
@@ -117,29 +122,30 @@ class HybridEPBuffer:
             non_blocking = not use_host_meta
         if non_blocking and num_permuted_tokens is None:
             raise BadInput("num_permuted_tokens", "None", "rows to make room for, beside non_blocking")
-        options: dict[str, Any] = {"scales": scaling_factor, "num_sms": self._limit(hidden, self.num_sms_dispatch_api)}
         if handle is not None:
             native = self._native_of(handle)
             check_nothing(topk_weights=topk_weights, probs=probs)  # beside a handle
             if num_permuted_tokens not in (None, handle.rows):
                 raise BadInput("num_permuted_tokens", num_permuted_tokens, f"{handle.rows}: the handle's")
-            routed = native.buffer.dispatch(hidden, handle=native, sync=False, **options)
+            options = self._options_of(hidden, 1, repeat=True)
+            routed = with_options(native.buffer, options, hidden, scales=scaling_factor, handle=native, sync=False)
             received = self._received(routed, (routed.x, None, routed.scales), handle.rows, pad_multiple)
             return (*received, handle.tokens_per_expert, handle)
-        align = pad_multiple or 1
+        options = self._options_of(hidden, pad_multiple or 1)
         if routing_map is None:
             routing = self._by_ids(topk_idx, topk_weights, num_of_experts, num_of_experts_per_rank)
-            routed = self._route(hidden, routing, align, num_permuted_tokens, options)
+            routed = self._route(hidden, routing, num_permuted_tokens, scaling_factor, options)
         else:
             self._check_map(hidden, routing_map, probs, num_of_experts_per_rank)
-            routing, routed = self._route_map(hidden, routing_map, probs, align, num_permuted_tokens, options)
-        counts = tokens_per_expert(routed.handle)
-        padded = _aligned(counts if non_blocking else counts.cpu(), align)
-        rows = routed.handle.args.max_rows if num_permuted_tokens is None else num_permuted_tokens
-        made = HybridEPHandle(routed.handle, routing.ids, routing.num_experts, padded, rows)
-        x, scales, weights = routed.plan.expert_tensors(routed)
-        found = (x, None if routing.weights is None else weights, scales)
-        return (*self._received(routed, found, rows, pad_multiple), padded, made)
+            routing, routed = self._route_map(hidden, routing_map, probs, num_permuted_tokens, scaling_factor, options)
+        x, scales, weights, counts = routed.plan.expert_tensors(routed, counted=True)
+        if not non_blocking:
+            counts = counts.to("cpu", copy=True)
+        native = routed.handle
+        rows = native.args.max_rows if num_permuted_tokens is None else num_permuted_tokens
+        made = HybridEPHandle(native, routing.ids, routing.num_experts, counts, rows)
+        received = self._received(routed, (x, None if routing.weights is None else weights, scales), rows, pad_multiple)
+        return (*received, counts, made)
 
     def combine_with_unpermute(
         self,
@@ -211,9 +217,9 @@ class HybridEPBuffer:
         hidden: torch.Tensor,
         routing_map: torch.Tensor,
         probs: torch.Tensor | None,
-        align: int,
         rows: int | None,
-        options: dict[str, Any],
+        scales: torch.Tensor | None,
+        options: Options,
     ) -> tuple[_Routing, Routed]:
         """With `rows` there is no waiting for anybody, hence room for as many experts a token as there can be.  Without
         them, a token with more than any before ends the round on all ranks, which make room together.
@@ -221,12 +227,12 @@ class HybridEPBuffer:
         num_experts = routing_map.shape[1]
         if rows is not None:
             routing = _Routing(*ids_of(routing_map, probs, min(MAX_TOPK, num_experts)), num_experts, few=True)
-            return routing, self._route(hidden, routing, align, rows, options)
+            return routing, self._route(hidden, routing, rows, scales, options)
         if self._topk == 0:
             self._topk = self._most_picks(routing_map)
         routing = _Routing(*ids_of(routing_map, probs, self._topk), num_experts)
         try:
-            return routing, self._route(hidden, routing, align, None, options)
+            return routing, self._route(hidden, routing, None, scales, options)
         except BadInput as error:
             if error.argument != "topk_idx" or error.got != f"expert {num_experts}":
                 raise
@@ -235,7 +241,7 @@ class HybridEPBuffer:
                 raise
         self._topk = min(MAX_TOPK, 1 << (most - 1).bit_length())  # so that it grows a few times at most
         routing = _Routing(*ids_of(routing_map, probs, self._topk), num_experts)
-        return routing, self._route(hidden, routing, align, None, options)
+        return routing, self._route(hidden, routing, None, scales, options)
 
     def _most_picks(self, routing_map: torch.Tensor) -> int:
         """Collective: the most experts of a token."""
@@ -245,24 +251,32 @@ class HybridEPBuffer:
         return max(1, most)
 
     def _route(
-        self, hidden: torch.Tensor, routing: _Routing, align: int, rows: int | None, options: dict[str, Any]
+        self,
+        hidden: torch.Tensor,
+        routing: _Routing,
+        rows: int | None,
+        scales: torch.Tensor | None,
+        options: Options,
     ) -> Routed:
         """A dispatch by expert; where a rank has more tokens than the Buffer takes, again with a larger one."""
-        ids, weights = routing.ids, routing.weights
-        buffer = self._buffer(hidden, routing, rows, grow=False)
-        given = {"layout": "expert", "expert_alignment": align, "max_rows": rows, **options}
+        ids, weights, num_experts, few = routing
+        key = (hidden.shape[1], hidden.dtype, num_experts, ids.shape[1], few)
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            buffer = self._buffers[key] = self._buffer(hidden, routing, rows, grow=False)
         if rows is not None:
-            return buffer.dispatch(hidden, ids, weights, sync=False, **given)
+            return with_options(buffer, options, hidden, ids, weights, scales, rows, sync=False)
         if len(hidden) > buffer.max_tokens:
-            ask_to_grow(buffer, hidden, ids, options["scales"], layout="expert")
+            ask_to_grow(buffer, hidden, ids, scales, layout="expert")
         else:
             try:
-                return buffer.dispatch(hidden, ids, weights, sync=True, **given)
+                return with_options(buffer, options, hidden, ids, weights, scales, sync=True)
             except Mismatch as error:
                 if not asks_to_grow(error):
                     raise
-        buffer = self._buffer(hidden, routing, rows, grow=True)
-        return buffer.dispatch(hidden, ids, weights, sync=True, **given)
+        self._buffers.clear()
+        buffer = self._buffers[key] = self._buffer(hidden, routing, rows, grow=True)
+        return with_options(buffer, options, hidden, ids, weights, scales, sync=True)
 
     def _buffer(self, hidden: torch.Tensor, routing: _Routing, rows: int | None, *, grow: bool) -> Buffer:
         dtype = torch.bfloat16 if hidden.dtype is torch.float8_e4m3fn else hidden.dtype
@@ -281,6 +295,15 @@ class HybridEPBuffer:
             rows=rows if routing.few else None,
         )
 
+    def _options_of(self, hidden: torch.Tensor, align: int, *, repeat: bool = False) -> Options:
+        """Raises BadInput unless these can be rows."""
+        key = (getattr(hidden, "is_cuda", None), getattr(hidden, "ndim", 0), align, self.num_sms_dispatch_api, repeat)
+        options = self._options.get(key)
+        if options is None:
+            limit = self._limit(hidden, self.num_sms_dispatch_api)
+            options = self._options[key] = Options("expert", align, num_sms=limit, repeat=repeat)
+        return options
+
     def _received(self, routed: Routed, found: _Received, rows: int, pad_multiple: int | None) -> _Received:
         """Rows, their weights and scales; copied out of a window that would have no room for another round."""
         x, weights, scales = found
@@ -288,7 +311,7 @@ class HybridEPBuffer:
             for received in (x, scales):
                 if received is not None:
                     padding.zero(received, src=source(routed.handle))
-        if len(x) < rows:  # more room was asked for than all tokens of all ranks can fill
+        if x.shape[0] < rows:  # more room was asked for than all tokens of all ranks can fill
             return _longer(x, rows), _longer(weights, rows), _longer(scales, rows)
         if self._pool.is_filling(routed.handle.buffer):
             x, scales = x.clone(), None if scales is None else scales.clone()
@@ -305,14 +328,6 @@ class HybridEPBuffer:
     def _limit(hidden: torch.Tensor, num_sms: int | None) -> int | None:
         check_dimensions("hidden", hidden, "rows", "columns")
         return num_sms or None if hidden.is_cuda else None
-
-
-def _aligned(counts: torch.Tensor, align: int) -> torch.Tensor:
-    """int64, rounded up to multiples of `align`, in as few kernels as there can be: nobody asks for them in vain."""
-    if align == 1:
-        return counts.long()
-    up = torch.add(counts, align - 1, out=torch.empty(counts.shape, dtype=torch.int64, device=counts.device))
-    return up.bitwise_and_(-align) if align & (align - 1) == 0 else up.floor_divide_(align).mul_(align)
 
 
 def _longer(tensor: Any, rows: int) -> Any:

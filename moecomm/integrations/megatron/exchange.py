@@ -139,8 +139,7 @@ class _Dispatch(torch.autograd.Function):
             padding.zero(rows, src=routed.src)
         rows, tables = settled(routed.handle.buffer, rows, handles.tables(routed))
         ctx.way, ctx.weights_dtype = Way(handles.over(tables, routed), exchange.limits.num_sms), weights.dtype
-        counts = routed.tokens_per_expert.cpu().long()
-        counts = (counts + alignment - 1) // alignment * alignment
+        counts = routed.rows_per_expert.to("cpu", copy=True)
         ctx.mark_non_differentiable(counts)
         return rows, handles.row_weights(ctx.way.handle), counts, ctx.way
 
