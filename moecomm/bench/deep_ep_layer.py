@@ -162,7 +162,7 @@ class Layer:
 
     def _hybrid_pairs(self) -> Iterator[Pair]:
         """Of HybridEPBuffer, as Megatron-core calls it: with a map, and room for all rows that can come, or for twice
-        as many as come in the mean, so that nothing waits.  deep_ep's calls make counts int64 besides.
+        as many as come in the mean, so that nothing waits.
         """
         x, some = self._x, self._idx.shape[1] * self.tokens
         room = some * (self._ranks if self.tokens <= MOST_LOW_LATENCY else 2)
@@ -179,7 +179,7 @@ class Layer:
             del recv_x, of_rows
             given: dict[str, Any] = {"layout": "expert", "expert_alignment": align, "max_rows": rows, "sync": False}
             dispatch = partial(self._by_map, buffer, chosen, dense, most, given)
-            yield Pair("hybrid dispatch", "bf16", variant, dispatch, partial(_rows_and_probs, call))
+            yield Pair("hybrid dispatch", "bf16", variant, dispatch, partial(_rows_probs_and_counts, call))
 
         def combine() -> Tensors:
             out, grads = buffer.combine(y, native, weighted=False, weight_grads=recv_weights, wire=y.dtype)
@@ -195,7 +195,7 @@ class Layer:
         routed = buffer.dispatch(self._x, ids, weights, **given)
         if given["expert_alignment"] > 1:
             padding.zero(routed.x, src=routed.src)
-        return routed.x, routed.row_weights
+        return routed.x, routed.row_weights, routed.rows_per_expert
 
     def _low_latency_pairs(self) -> Iterator[Pair]:
         x, idx, weights, deep = self._x, self._idx, self._weights, self._deep
@@ -227,8 +227,9 @@ class Layer:
         yield Pair(name + "combine", "", "other weights", lambda: (own(),), partial(combine, others))
 
 
-def _rows_and_probs(call: Callable[[], Tensors]) -> Tensors:
-    return call()[:2]
+def _rows_probs_and_counts(call: Callable[[], Tensors]) -> Tensors:
+    rows, probs, _, counts, _ = call()
+    return rows, probs, counts
 
 
 def run(case: Case) -> dict[str, Any] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -97,7 +96,7 @@ class Plan:
         """None: they go through the ring, as they do where our own tokens are few; or nothing fits so many tokens."""
         if self._pitch == 0 or self._few.get(handle.args.num_tokens, True):
             return None
-        rows = min(math.prod(handle.y_shape[:-1]), self._most_rows)
+        rows = min(handle.args.max_rows, self._most_rows)
         try:
             (block,) = self._memory.allocate(rows * self._pitch)
         except BadInput:  # no room

@@ -10,6 +10,7 @@ import torch
 from moecomm import padding
 from moecomm.arrays import check_tensor
 from moecomm.buffer import Buffer
+from moecomm.combine import finish, prepare, run
 from moecomm.compat.deep_ep.lazy import source
 from moecomm.compat.deep_ep.normal import check_nothing
 from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_dimensions, check_experts
@@ -158,21 +159,26 @@ class HybridEPBuffer:
         num_dispatched_tokens: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden `[T, H]`: the sum of a token's rows, without weights; `[T, E]` of `probs` `[rows]`, 0 elsewhere."""
-        native, limit = self._native_of(handle), self._limit(hidden, self.num_sms_combine_api)
+        native = self._native_of(handle)
         assert handle is not None, "has just been checked"
-        if len(hidden) != handle.rows:
-            raise BadInput("hidden", f"{len(hidden)} rows", f"the {handle.rows} of the dispatch")
-        most = native.args.max_rows
-        if most < handle.rows:  # more room was asked for than all tokens of all ranks can fill
+        if getattr(hidden, "ndim", 0) != 2:
+            check_dimensions("hidden", hidden, "rows", "columns")
+        rows, most = handle.rows, native.args.max_rows
+        if hidden.shape[0] != rows:
+            raise BadInput("hidden", f"{len(hidden)} rows", f"the {rows} of the dispatch")
+        if most < rows:  # more room was asked for than all tokens of all ranks can fill
             hidden, probs = hidden[:most], None if probs is None else probs[:most]
-        out = native.buffer.combine(
+        combining = prepare(
+            native.buffer,
             hidden,
             native,
             weighted=False,
             weight_grads=probs,
             wire=hidden.dtype,  # a rank's rows are added and rounded first there, too
-            num_sms=limit,
+            num_sms=_limit(hidden, self.num_sms_combine_api),
         )
+        run(combining)
+        out = finish(native.buffer, combining)
         if probs is None:
             return out, None
         combined, weights = out
@@ -300,7 +306,8 @@ class HybridEPBuffer:
         key = (getattr(hidden, "is_cuda", None), getattr(hidden, "ndim", 0), align, self.num_sms_dispatch_api, repeat)
         options = self._options.get(key)
         if options is None:
-            limit = self._limit(hidden, self.num_sms_dispatch_api)
+            check_dimensions("hidden", hidden, "rows", "columns")
+            limit = _limit(hidden, self.num_sms_dispatch_api)
             options = self._options[key] = Options("expert", align, num_sms=limit, repeat=repeat)
         return options
 
@@ -308,9 +315,10 @@ class HybridEPBuffer:
         """Rows, their weights and scales; copied out of a window that would have no room for another round."""
         x, weights, scales = found
         if pad_multiple is not None and pad_multiple > 1:
-            for received in (x, scales):
-                if received is not None:
-                    padding.zero(received, src=source(routed.handle))
+            src = source(routed.handle)
+            padding.zero(x, src=src)
+            if scales is not None:
+                padding.zero(scales, src=src)
         if x.shape[0] < rows:  # more room was asked for than all tokens of all ranks can fill
             return _longer(x, rows), _longer(weights, rows), _longer(scales, rows)
         if self._pool.is_filling(routed.handle.buffer):
@@ -320,14 +328,12 @@ class HybridEPBuffer:
     def _native_of(self, handle: Any) -> Handle:
         if not isinstance(handle, HybridEPHandle):
             raise BadInput("handle", type(handle).__name__, "the handle that dispatch_with_permute returned")
-        self._pool.require_open()
         self._pool.check_owner(handle.native)
         return handle.native
 
-    @staticmethod
-    def _limit(hidden: torch.Tensor, num_sms: int | None) -> int | None:
-        check_dimensions("hidden", hidden, "rows", "columns")
-        return num_sms or None if hidden.is_cuda else None
+
+def _limit(hidden: torch.Tensor, num_sms: int | None) -> int | None:
+    return num_sms or None if hidden.is_cuda else None
 
 
 def _longer(tensor: Any, rows: int) -> Any:

@@ -56,7 +56,8 @@ def kept(handle: Handle, address: int, shape: tuple[int, ...], dtype: torch.dtyp
 
 def source(handle: Handle) -> torch.Tensor:
     """int32 `[rows, 2]` or `[E/R, R * max_tokens, 2]`: source rank and token of each row."""
-    return kept(handle, handle.plan.base + handle.args.out_src, (*handle.y_shape[:-1], 2), torch.int32)
+    args, plan = handle.args, handle.plan
+    return kept(handle, plan.base + args.out_src, (*plan.rows_shape(args), 2), torch.int32)
 
 
 def num_rows(handle: Handle) -> torch.Tensor:
