@@ -54,6 +54,8 @@ def _rows(case: Case, group: dist.ProcessGroup, ours: Ours, step: Step) -> list[
         row = ours.row(op)
         if case.overlap_gemm and op.what != "pair" and "us" in row:
             row["overlap"] = _beside(group, ours, op, row)
+            if op.what == "dispatch" and ours.x.is_cuda:
+                row["halves"] = ours.halves(op, statistics.median(row["us"]))
         found.append(row)
     return found
 
@@ -74,7 +76,8 @@ def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     `straight`: whether it leaves without relays.  Bytes are means over ranks, times of the slowest; host times are
     medians of a rank, of the rank in the middle and of the slowest.  `of_wire`: wire time at the ceiling / p50; with
     skewed routing wire time is that of the busiest link.  A pair's `of_sum`: its time / that of its two parts alone;
-    `of_flat`: time / that of the same operation on flat rows.
+    `of_flat`: time / that of the same operation on flat rows.  `overlap` and `halves`, where a matmul is timed beside
+    and between: see moecomm.bench.overlap; `halves` has microseconds.
     """
     limits = ceiling.merge([found["ceiling"] for found in by_rank])
     gbs = limits[0]["gbs"] if limits else None
@@ -115,6 +118,8 @@ def _merged(case: Case, parts: tuple[dict[str, Any], ...], ceiling_gbs: float | 
         kept, held = (min(part["overlap"][name] for part in parts) for name in ("kept", "held"))
         alone = min(part["overlap"]["gemm_tflops"] for part in parts)
         row["overlap"] = {"gemm_tflops": round(alone, 1), "kept": round(kept, 4), "held": round(held, 4)}
+    if "halves" in row:
+        row["halves"] = {name: percentiles([part["halves"][name] for part in parts])["p50"] for name in row["halves"]}
     return row
 
 

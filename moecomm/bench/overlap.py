@@ -1,4 +1,6 @@
-"""A matmul beside rounds: what of its speed is left on the multiprocessors that the rounds do not use."""
+"""A matmul beside rounds: what of its speed is left on the multiprocessors that the rounds do not use; and one between
+the halves of a dispatch: what of the dispatch it hides.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,16 @@ import torch.distributed as dist
 from moecomm import plain_kernel
 from moecomm.backends.lsa import cluster
 from moecomm.bench import kernels
-from moecomm.bench.clock import device_us
+from moecomm.bench.clock import Call, Clock, device_us
+from moecomm.buffer import Buffer
 
 SIZE = 8192  # of a square bf16 matmul
 _MATMULS = 20  # timed together
 _OTHERS_BEGIN = 1_000_000  # cycles after which what was enqueued before is running
 _WARM_UP, _TURNS = 15, 5  # of so many matmuls: until the clock of a cold GPU has come down, and those that count
+
+
+_COLUMNS, _TFLOPS = 4096, 400.0  # of the matmul between halves, and about how fast it is
 
 
 class _HoldArgs(ctypes.Structure):
@@ -61,6 +67,32 @@ def measure(group: dist.ProcessGroup, call: Callable[[], Any], sms: int, us: flo
         "kept": statistics.median(alone / beside for alone, _, beside in turns),
         "held": statistics.median(alone / beside for alone, beside, _ in turns),
     }
+
+
+def halves(clock: Clock, buffer: Buffer, given: dict[str, Any], us: float) -> dict[str, list[float]]:
+    """Microseconds by replay: {halves, gemm, together}: dispatch_begin and dispatch_end one after the other, a matmul,
+    and the matmul between the halves.
+
+    `given`: arguments of a dispatch, which takes `us` microseconds; as about the matmul does on an H200.
+    """
+    given = {name: value for name, value in given.items() if name != "sync"}
+    x = given["x"]
+    rows = -(-int(us * _TFLOPS * 1e6 / (2 * _COLUMNS**2)) // 128) * 128 if x.is_cuda else 16
+    dtype = torch.bfloat16 if x.is_cuda else torch.float32
+    a, b = (torch.randn(n, _COLUMNS, device=x.device, dtype=dtype) for n in (rows, _COLUMNS))
+    out = torch.empty_like(a)
+
+    def matmul() -> None:
+        torch.matmul(a, b, out=out)
+
+    def split(between: Callable[[], None] | None = None) -> None:
+        routed = buffer.dispatch_begin(**given)
+        if between is not None:
+            between()
+        buffer.dispatch_end(routed, sync=False)
+
+    calls: dict[str, Call] = {"halves": split, "gemm": matmul, "together": partial(split, matmul)}
+    return clock.in_turns(calls, meet=split)
 
 
 def _milliseconds(

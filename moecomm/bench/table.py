@@ -65,6 +65,9 @@ def _figures(row: dict[str, Any]) -> list[str]:
         beside.append(f"{row['of_flat']:.2f} of flat")
     if "kept" in row.get("overlap", {}):
         beside.append(f"GEMM {row['overlap']['kept']:.0%}")
+    if "halves" in row:
+        halves, gemm, together = (row["halves"][name] for name in ("halves", "gemm", "together"))
+        beside.append(f"{(halves + gemm - together) / min(halves, gemm):.0%} hidden between halves")
     return [
         str(row["sms"] or ""),
         *(f"{us[part]:.1f}" for part in ("p50", "p90", "p99")),

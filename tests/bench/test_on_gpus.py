@@ -70,3 +70,5 @@ def test_a_matmul_beside_rounds_keeps_a_part_of_its_speed() -> None:
     assert len(beside) == 3
     for overlap in beside:
         assert 0.3 < overlap["kept"] < 1.1 and overlap["gemm_tflops"] > 50
+    (halves,) = (row["halves"] for row in found["rows"] if row["what"] == "dispatch")
+    assert max(halves["halves"], halves["gemm"]) < 1.2 * halves["together"] < 1.5 * (halves["halves"] + halves["gemm"])
