@@ -284,7 +284,7 @@ class Buffer:
                 once.  The dtype of `y`: each rank's sum is rounded before it travels: half the bytes, one more
                 rounding of 2^-8 (bfloat16) or 2^-11 (float16) relative to each rank's sum.
             topk_weights: float32 `[T, K]` of our own tokens, in the place of those that dispatch carried; on all ranks
-                or none.  Unsupported: flat rows, `weight_grads`, several domains, max_tokens * topk above 4096.
+                or none.  Unsupported: flat rows, `weight_grads`, max_tokens * topk above 4096.
 
         Returns:
             `[T, H]`: sum over k of w_k * y_k (flat: the plain sum over ranks), in float32 in a fixed order, plus

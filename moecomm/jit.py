@@ -84,8 +84,8 @@ class KernelSpec:
             _want(not self.packets or packets_of(self) is not None, "packets of a row that can't be cut into them")
         else:
             _want(
-                not self.own_weights or (self.weighted and self.layout != _FLAT and self.transport == "lsa"),
-                "own_weights: want weighted rows of experts, and one domain",
+                not self.own_weights or (self.weighted and self.layout != _FLAT),
+                "own_weights: want weighted rows of experts",
             )
             staged = self.hidden * _BYTES[self.type if self.layout == _FLAT else self.wire]
             _want(self.type < 3 and self.wire < 3, "combine of e4m3: want bf16, fp16 or fp32")

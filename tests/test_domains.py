@@ -78,8 +78,9 @@ def _until_a_peer_dies(rank: int, group: Any, victim: int, kind: str) -> tuple[s
             if rank == victim and kind == "between" and number == 30:
                 os.kill(os.getpid(), signal.SIGKILL)
             begun = time.monotonic()
-            routed = buffer.dispatch(*routing(rank))
-            buffer.combine(routed.x, routed.handle)
+            x, idx, weights = routing(rank)
+            routed = buffer.dispatch(x, idx, weights)
+            buffer.combine(routed.x, routed.handle, topk_weights=weights if number % 2 else None)
     except moecomm.RoundFailed as error:
         took = time.monotonic() - begun
         buffer.close()

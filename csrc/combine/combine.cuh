@@ -105,7 +105,8 @@ MOECOMM_FN void finish(const Call& c) {
     constexpr CombineConfig cfg = Call::cfg;
     State* state = own_state(c.a.ctx);
     if (c.all_in_packets) return;
-    if (!last_block(&state->finished) || c.shared.is_void != 0 || warp_id() != 0) return;
+    if (!last_block(&state->finished) || c.shared.is_void != 0) return;
+    if (threadIdx.x >= kWarp) return;  // warp_id() would be kept in a register from the begin of the kernel on
     if (lane_id() == 0) state->taken = 0;
     for (i32 turn = lane_id(); turn < cfg.near(); turn += kWarp)
         c.transport.signal(c.domains().neighbour(turn), drained_at(c.window(), c.me()), tag_signal(c.round.tag));
@@ -144,7 +145,13 @@ MOECOMM_FN void combine(const CombineArgs& args) {
     if (cfg.packets && !c.all_in_packets) publish_rows();
     announce(c);
     if constexpr (cfg.own_weights) post_weights(c);
-    if constexpr (cfg.domains() > 1) send_mail(c, kNoticeWords);
+    if constexpr (cfg.domains() > 1) {
+        if constexpr (cfg.own_weights) {
+            send_mail(c, kNoticeWords, [&](i32 peer) { return put_weights(c, peer); });
+        } else {
+            send_mail(c, kNoticeWords);
+        }
+    }
     if (__syncthreads_or(!reduce_or_pull(c))) return;
     finish(c);
 }

@@ -32,7 +32,10 @@ MOECOMM_FN bool hear_everybody(const Call& c) {
     }
     meet(1, threads);
     if constexpr (cfg.domains() > 1) {
-        if (thread == 0) *const_cast<volatile u32*>(&c.crossing().heard) = 1;  // with is_void
+        if (thread == 0) {
+            asm volatile("fence.acq_rel.cta;" ::: "memory");  // is_void, and what has come with the mail
+            *const_cast<volatile u32*>(&c.crossing().heard) = 1;
+        }
     }
     if (cfg.packets) let_next_kernel_launch();
     fence_async();  // reads of rows come after the notices that say where they are

@@ -131,7 +131,8 @@ struct Reduce {
 
     MOECOMM_FN i32 made() const { return __shfl_sync(kAllLanes, now.of, __ffs(__ballot_sync(kAllLanes, now.entry >= 0)) - 1); }
 
-    // The home has posted the weights of the row before it waits for anybody.
+    // The home has posted the weights of the row before it waits for anybody; one of another domain has put them ahead of its mail, which
+    // is here.
     MOECOMM_FN bool await_weights(bool may_wait) {
         const i32 token = made(), home = units.home(now.turn);
         u64 word = 0;

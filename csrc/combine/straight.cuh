@@ -5,17 +5,18 @@
 namespace moecomm {
 
 // By a reduce warp, before anything is staged that goes straight: what was put from its places in the combine before has come when
-// everybody has been heard in this one.  Pull and return warps of the block hear them.
+// everybody has been heard in this one; and before weights that homes of other domains have put ahead of their mail are looked at.  Mail
+// waits for nobody.  Pull and return warps of the block hear it.
 template <class Call>
 MOECOMM_FN bool await_heard(const Call& c) {
-    bool straight = false;
-    for (i32 home = 0; home < Call::cfg.ranks; ++home) straight = straight || c.straight_to(home);
-    if (!straight) return true;
+    bool wanted = Call::cfg.own_weights;
+    for (i32 home = 0; home < Call::cfg.ranks; ++home) wanted = wanted || c.straight_to(home);
+    if (!wanted) return true;
     const volatile u32& heard = c.crossing().heard;
     bool came = true;
     if (lane_id() == 0) came = wait_for(c.round, Phase::grid, c.me(), 1, [&] { return heard != 0; }, [] { return 0ll; });
     came = __all_sync(kAllLanes, came);
-    asm volatile("fence.acq_rel.cta;" ::: "memory");  // whether the round is void
+    asm volatile("fence.acq_rel.cta;" ::: "memory");  // whether the round is void, and what has come with the mail
     return came;
 }
 

@@ -4,7 +4,7 @@
 
 namespace moecomm {
 
-// By all threads of the grid: ours, to the owners of our experts, before anybody is waited for.
+// By all threads of the grid: ours, to the owners of our experts in our domain, before anybody is waited for.
 template <class Call>
 MOECOMM_FN void post_weights(const Call& c) {
     constexpr CombineConfig cfg = Call::cfg;
@@ -15,9 +15,32 @@ MOECOMM_FN void post_weights(const Call& c) {
     for (i32 entry = warp * kWarp + lane_id(); entry < c.a.num_tokens * cfg.topk; entry += gridDim.x * cfg.threads()) {
         const i32 owner = owners[entry];
         const u32 weight = weights[entry];
-        if (owner >= 0)
+        if (owner >= 0 && c.domains().reaches(owner))
             c.transport.post(owner, weight_at(c.window(), c.shape(), c.round.tag, c.me(), entry), word_signal(c.round.tag, weight));
     }
+}
+
+// By a warp: all of them, to a rank of another domain, which reads none before it has heard the mail that we put after them.  They are put
+// from where they lie for ourselves.  Every warp writes all there, each the same words, so that none waits for what others write.
+template <class Call>
+MOECOMM_FN bool put_weights(const Call& c, i32 peer) {
+    constexpr i32 kTogether = 8;
+    const auto* weights = reinterpret_cast<const u32*>(c.a.topk_weights);
+    const i32 entries = c.a.num_tokens * Call::cfg.topk;
+    const u64 first = weight_at(c.window(), c.shape(), c.round.tag, c.me(), 0);
+#pragma unroll 1
+    for (i32 base = lane_id(); base < entries; base += kTogether * kWarp) {
+        u32 bits[kTogether];
+#pragma unroll
+        for (i32 i = 0; i < kTogether; ++i)
+            if (base + i * kWarp < entries) bits[i] = weights[base + i * kWarp];
+#pragma unroll
+        for (i32 i = 0; i < kTogether; ++i)
+            if (const i32 entry = base + i * kWarp; entry < entries)
+                c.transport.post(c.me(), first + entry * sizeof(u64), word_signal(c.round.tag, bits[i]));
+    }
+    __syncwarp();
+    return entries == 0 || put(c, c.transport, Phase::notice, peer, first, first, entries * sizeof(u64));
 }
 
 // By lane k: whether the weight of the k-th expert of a token of `home` is here, in `word` then.  In a void round, where it may never come,

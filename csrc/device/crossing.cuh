@@ -89,8 +89,9 @@ MOECOMM_FN bool await_straight(const Call& c, Phase phase, i32 from) {
 
 // By all warps of the grid: the first `words` of our mail to ranks of other domains, a warp a peer, from where it lies for ourselves.  What
 // is put from there has come when the place is used again: two rounds later, for which everybody has heard of the round between.
-template <class Call>
-MOECOMM_FN void send_mail(const Call& c, i32 words) {
+// put_ahead(peer), by all lanes: what the peer has when it has heard the mail, because it is put by the same channel; false: it is not.
+template <class Call, class PutAhead>
+MOECOMM_FN void send_mail(const Call& c, i32 words, PutAhead put_ahead) {
     constexpr auto cfg = Call::cfg;
     const u64 mail = mail_word(c.round, c.me(), 0);
     for (i32 turn = blockIdx.x + gridDim.x * warp_id(); turn < cfg.ranks; turn += gridDim.x * cfg.warps()) {
@@ -101,11 +102,16 @@ MOECOMM_FN void send_mail(const Call& c, i32 words) {
         for (i32 i = lane_id(); came && i < words; i += kWarp)
             came = wait_word(c.round, Phase::grid, c.me(), mail_word(c.round, c.me(), i), c.round.tag, seen);
         c.transport.fence();  // other blocks may have written it
-        if (!__all_sync(kAllLanes, came) || !put(c, c.transport, Phase::notice, peer, mail, mail, words * sizeof(u64))) return;
+        if (!__all_sync(kAllLanes, came) || !put_ahead(peer)) return;
+        if (!put(c, c.transport, Phase::notice, peer, mail, mail, words * sizeof(u64))) return;
         if (lane_id() == 0 && await_room(c.round, c.transport, Phase::notice, peer, c.posters()))
             c.transport.add(peer, mail_signal(c.me()), tag_signal(1));  // one a round
         __syncwarp();
     }
+}
+template <class Call>
+MOECOMM_FN void send_mail(const Call& c, i32 words) {
+    send_mail(c, words, [](i32) { return true; });
 }
 
 // By the threads of a block, or of a part of it, before a barrier of them: until the mail of all ranks of other domains is here.  A peer

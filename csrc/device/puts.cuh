@@ -18,18 +18,20 @@ struct Puts : Lsa {
     // The bytes are there, but for who has not seen a later `add`.
     MOECOMM_FN void put(i32 peer, u64 to, u64 from, u64 bytes) const {
         u8* there = far(peer, to);
+        i32 lane;  // asked for anew, so that what depends on it is not kept in registers from one put to the next
+        asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
         const u8* here = local<const u8>(from);
         if ((reinterpret_cast<u64>(there) | reinterpret_cast<u64>(here) | bytes) % 16 != 0) {
-            for (u64 i = lane_id() * 8; i < bytes; i += kWarp * 8)
+            for (u64 i = lane * 8; i < bytes; i += kWarp * 8)
                 store_relaxed(reinterpret_cast<u64*>(there + i), load_relaxed(reinterpret_cast<const u64*>(here + i)));
         } else {
-            copy_lines(there, here, bytes);
+            copy_lines(there, here, bytes, lane);
         }
         __syncwarp();  // what any lane signals from now on comes after it
     }
-    MOECOMM_FN static void copy_lines(u8* there, const u8* here, u64 bytes) {
+    MOECOMM_FN static void copy_lines(u8* there, const u8* here, u64 bytes, i32 lane) {
         constexpr i32 kTogether = 4;
-        for (u64 first = lane_id() * 16; first < bytes; first += kTogether * kWarp * 16) {
+        for (u64 first = lane * 16; first < bytes; first += kTogether * kWarp * 16) {
             ulonglong2 words[kTogether];
 #pragma unroll
             for (i32 i = 0; i < kTogether; ++i)

@@ -28,13 +28,21 @@ void announce(Combine& c) {
     c.r.announce(n, nullptr);
 }
 
-// Our weights go to the owners of our experts.
+// Our weights go to the owners of our experts, and all of them to every rank of another domain, ahead of our mail.
 void post_weights(const Combine& c) {
+    if (!c.own_weights) return;
     const i32* owners = memory<const i32>(c.a.route.token_owner);
     const u32* bits = memory<const u32>(c.a.topk_weights);
-    for (i32 entry = 0; c.own_weights && entry < c.a.num_tokens * c.topk; ++entry)
-        if (owners[entry] >= 0)
-            store_relaxed(c.weight(owners[entry], c.r.me, entry / c.topk, entry % c.topk), word_signal(c.r.tag, bits[entry]));
+    std::vector<u64> words(static_cast<size_t>(c.a.num_tokens * c.topk));
+    for (i32 entry = 0; entry < c.a.num_tokens * c.topk; ++entry) {
+        words[entry] = word_signal(c.r.tag, bits[entry]);
+        if (owners[entry] >= 0 && c.r.reaches(owners[entry]))
+            store_relaxed(c.weight(owners[entry], c.r.me, entry / c.topk, entry % c.topk), words[entry]);
+    }
+    for (i32 turn = 0; turn < c.r.ranks && !words.empty(); ++turn) {
+        if (const i32 to = c.r.peer(turn); !c.r.reaches(to))
+            c.r.link().put(to, weight_at(c.a.ctx.window, c.shape, c.r.tag, c.r.me, 0), words.data(), words.size() * sizeof(u64));
+    }
 }
 
 // What one thread pulls: chunks of our own tokens, and of those that we relay.
@@ -94,11 +102,12 @@ bool has_place(const Combine& c, i32 home, i32 chunk) {
     return load_acquire(credit_of(c, home, chunk)) == word_signal(c.r.tag, static_cast<u32>(before));
 }
 
-// Puts what goes straight home.  Before anything else, because it waits for nothing: who is in the middle of it keeps its home from
-// pulling, and so from giving the credits that others wait for.
+// Puts what goes straight home.  Before anything else, because it waits for nothing but, where homes give weights, for mail, which nobody
+// sends late: who is in the middle of it keeps its home from pulling, and so from giving the credits that others wait for.
 void put_straight(Combine& c, StraightSent& sent, i32 worker, i32 stride, float* scratch) {
     for (i32 turn = 0; turn < c.r.ranks; ++turn) {
         const i32 home = c.r.peer(turn);
+        if (c.own_weights && c.straight_to(home) && !c.await_agreement()) return;
         for (i32 chunk = worker; c.straight_to(home) && chunk < c.chunks_of(home); chunk += stride)
             put_chunk(c, sent, home, chunk, scratch);
     }
@@ -113,7 +122,8 @@ bool stage_for_all(Combine& c, Pulls& pulls, i32 chunk, float* scratch) {
     const auto can_stage = [&](i32 home) { return has_place(c, home, chunk) && missing_weight(c, home, chunk) == nullptr; };
     const auto find = [&] {
         const u64* weight = missing_weight(c, waiting[0], chunk);
-        return Missing{c.r.local(waiting[0]), weight != nullptr ? weight : credit_of(c, waiting[0], chunk), c.r.tag};
+        if (weight != nullptr) return Missing{waiting[0], weight, c.r.tag};
+        return Missing{c.r.local(waiting[0]), credit_of(c, waiting[0], chunk), c.r.tag};
     };
     for (;;) {
         i32 left = 0;

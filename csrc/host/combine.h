@@ -1,5 +1,7 @@
 // One combine of one rank: what its threads share.
 #pragma once
+#include <cstring>
+
 #include "round.h"
 #include "rows.h"
 #include "straight.h"
@@ -39,6 +41,14 @@ struct Combine {
     // In the window of `owner`: the weight that `home` gives its token's k-th expert.
     u64* weight(i32 owner, i32 home, i32 token, i32 k) const {
         return at<u64>(a.ctx, owner, weight_at(a.ctx.window, shape, r.tag, home, token * topk + k));
+    }
+    // What `home` gives, once it is in our window (missing_weight); what we give ourselves always is at hand.
+    float own_weight(i32 home, i32 token, i32 k) const {
+        if (home == r.me) return memory<const float>(a.topk_weights)[static_cast<i64>(token) * topk + k];
+        const u32 bits = signal_word(load_relaxed(weight(r.me, home, token, k)));
+        float number;
+        std::memcpy(&number, &bits, sizeof(number));
+        return number;
     }
     u8* staged(i32 rank, i32 home, i32 token) const { return at<u8>(a.ctx, rank, staged_at(a.ctx.window, shape, home, token)); }
     // Do all ranks make this combine?  Without waiting: as far as we know.

@@ -40,7 +40,7 @@ void Gather::add_in_place(float* sum, i32 token, i32 rank, i64 column, i64 n) co
         if (tokens_.owners_of(token)[k] != rank) continue;
         const i64 row = tokens_.rows_of(token)[k];
         float weight = from.weights != 0 ? at<const float>(a.ctx, rank, from.weights)[row] : 1.0f;
-        if (c_.own_weights) weight = memory<const float>(a.topk_weights)[static_cast<i64>(token) * c_.topk + k];
+        if (c_.own_weights) weight = c_.own_weight(tokens_.home, token, k);
         rows.add(at<const u8>(a.ctx, rank, from.x) + row * static_cast<i64>(from.pitch), weight);
     }
     Sums partial;

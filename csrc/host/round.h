@@ -39,12 +39,13 @@ class Round {
     // Who deals with `rank` in our domain: itself, or its relay.
     i32 local(i32 rank) const { return first + rank % near; }
     // A signal of ours.
-    // A signal of ours, and what it is to become at a rank of another domain.
     const u64* signal(u64 which) const { return at<const u64>(ctx, me, signal_at(ctx.window, which)); }
     Link& link() const { return link_of(ctx); }
 
     // Tells every rank, ourselves included; `counts`: i32[columns], or null. Fills `op` of `mine`.
     void announce(Notice mine, const i32* counts);
+    // Has a rank of another domain put its mail, and all before it?  Those of our own store theirs word by word.
+    bool mail_landed(i32 from) const;
     // Are all notices here?  Any thread may ask.
     bool notices_in();
     bool await_notices();
@@ -68,7 +69,6 @@ class Round {
   private:
     u64* mail(i32 window, i32 from) const { return at<u64>(ctx, window, mail_at(ctx.window, ranks, tag, from)); }
     void announce_far(const u32* words, const i32* counts);
-    bool mail_landed(i32 from) const;
     bool read_notice(i32 from);
     Missing missing_notice() const;
 

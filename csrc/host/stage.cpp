@@ -1,7 +1,6 @@
 #include "stage.h"
 
 #include <algorithm>
-#include <cstring>
 #include <vector>
 
 namespace moecomm::host {
@@ -28,11 +27,7 @@ i32 token_of(const Combine& c, i32 slot) {
 // Of the row of a token's k-th expert.
 float factor_of(const Combine& c, i32 home, i32 token, i32 k, i32 row) {
     if (c.a.weighted == 0) return 1.0f;
-    if (!c.own_weights) return memory<const float>(c.a.route.row_weights)[row];
-    const u32 bits = signal_word(load_relaxed(c.weight(c.r.me, home, token, k)));
-    float weight;
-    std::memcpy(&weight, &bits, sizeof(weight));
-    return weight;
+    return c.own_weights ? c.own_weight(home, token, k) : memory<const float>(c.a.route.row_weights)[row];
 }
 
 // The sum over the rows of flat row `slot` here, in the order of k.
@@ -81,7 +76,9 @@ bool rows_here(const Combine& c, i32 home, i32 chunk) { return signal_count(rang
 
 const u64* missing_weight(const Combine& c, i32 home, i32 chunk) {
     const u32 range = range_of(c, home, chunk);
-    for (i32 slot = signal_first(range); c.own_weights && slot < signal_first(range) + signal_count(range); ++slot) {
+    if (!c.own_weights || signal_count(range) == 0) return nullptr;
+    if (!c.r.mail_landed(home)) return c.r.signal(mail_signal(home));
+    for (i32 slot = signal_first(range); slot < signal_first(range) + signal_count(range); ++slot) {
         for (i32 k = 0; k < c.topk; ++k) {
             const u64* word = c.weight(c.r.me, home, token_of(c, slot), k);
             if (rows_of(c, slot)[k] >= 0 && signal_tag(load_relaxed(word)) != c.r.tag) return word;

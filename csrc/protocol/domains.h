@@ -14,6 +14,9 @@
 //              s                     adds up the rows of its own domain, then the sums of all domains in the order of the domains;
 //                                    rounds once, and gives the relays their credits
 //
+// Weights that s gives a combine itself go to every rank of the other domains ahead of its mail: all of them in one put.  Whoever has
+// awaited that mail has them, the relays that add up rows where they lie among them.
+//
 // Few tokens (goes_straight) have no relay, and nobody waits for a place: where a row goes, only the parity of the round, its sender and
 // the token decide, as with packets.
 //

@@ -77,7 +77,7 @@ def check(
 
 def takes_weights(buffer: Buffer) -> bool:
     """Whether combine(topk_weights=) can be had of a Buffer: the same on all its ranks."""
-    return buffer.max_tokens * buffer.topk <= _MOST_WEIGHTS and buffer.domain_ranks == buffer.num_ranks
+    return buffer.max_tokens * buffer.topk <= _MOST_WEIGHTS
 
 
 def _check_supported(buffer: Buffer, handle: Handle, weighted: bool, weight_grads: Any) -> None:
@@ -89,8 +89,6 @@ def _check_supported(buffer: Buffer, handle: Handle, weighted: bool, weight_grad
         what = "flat rows, which have no weights"
     elif weight_grads is not None:
         what = "weight_grads"
-    elif buffer.domain_ranks < buffer.num_ranks:
-        what = "several domains"
     elif not takes_weights(buffer):
         what = f"max_tokens * topk = {buffer.max_tokens * buffer.topk}, more than {_MOST_WEIGHTS}"
     if what is not None:

@@ -10,6 +10,7 @@ import torch
 
 import moecomm
 from moecomm import _native
+from moecomm.backends import host
 from moecomm.combine.arguments import takes_weights
 from moecomm.testing import LocalBuffers
 
@@ -21,10 +22,10 @@ def sizes(topk: int, **more: Any) -> dict[str, Any]:
     return {**few, "backend": "host", "timeout_s": 5} | more
 
 
-def given(rank: int, topk: int, round_: int = 0) -> dict[str, Any]:
+def given(rank: int, topk: int, round_: int = 0, most: int = TOKENS) -> dict[str, Any]:
     """Ragged, some ids -1; rank 1 has no tokens.  The weights are those of a round."""
     g = torch.Generator().manual_seed(rank)
-    tokens = 0 if rank == 1 else TOKENS - rank
+    tokens = 0 if rank == 1 else most - rank
     ids = torch.randint(-1, EXPERTS, (tokens, topk), generator=g)
     x = torch.randn(tokens, 48, generator=g)
     g.manual_seed(100 * round_ + rank)
@@ -37,23 +38,76 @@ def given(rank: int, topk: int, round_: int = 0) -> dict[str, Any]:
 def test_the_bits_of_a_dispatch_that_carried_them(ranks: int, topk: int, layout: str, in_window: bool) -> None:
     """One handle, other weights in every combine, and now and then those of the dispatch."""
     with LocalBuffers(ranks, **sizes(topk, max_tokens=4 * TOKENS)) as buffers:
-        first = buffers.dispatch([given(rank, topk) | {"layout": layout} for rank in range(ranks)])
-        ys = [here.x.sin() for here in first]
-        if in_window:  # rank 0 alone: the others stage what they have
-            ys[0] = buffers.buffers[0].empty(first[0].handle).copy_(ys[0])
-        outs = []
-        for round_ in (1, 2, None, 3, 3, None, 4):
-            calls = [{"y": y, "handle": here.handle} for y, here in zip(ys, first, strict=True)]
-            for rank, call in enumerate(calls):
-                if round_ is not None:
-                    call["topk_weights"] = given(rank, topk, round_)["topk_weights"]
-            outs.append((round_ or 0, buffers.combine(calls)))
-        for round_, out in outs:
-            carried = buffers.dispatch([given(rank, topk, round_) | {"layout": layout} for rank in range(ranks)])
-            want = buffers.combine([{"y": y, "handle": here.handle} for y, here in zip(ys, carried, strict=True)])
-            for mine, theirs in zip(out, want, strict=True):
-                assert torch.equal(mine, theirs)
-        assert not torch.equal(outs[0][1][0], outs[1][1][0])
+        compare_with_carried(buffers, topk, layout, in_window, [TOKENS] * ranks)
+
+
+@pytest.mark.parametrize("straight", ["all", "some", "none"])
+@pytest.mark.parametrize("in_window", [False, True])
+@pytest.mark.parametrize("layout", ["expert", "batched"])
+@pytest.mark.parametrize(("ranks", "domain_ranks", "topk"), [(2, 1, 3), (4, 2, 3), (3, 1, 8), (6, 2, 13)])
+def test_the_bits_of_a_dispatch_that_carried_them_over_domains(
+    ranks: int,
+    domain_ranks: int,
+    topk: int,
+    layout: str,
+    in_window: bool,
+    straight: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What others have of their tokens goes straight home to all ranks, to some, or to none: then by relays, through
+    several turns of their rings.
+    """
+    monkeypatch.setattr(host, "ring_tokens", lambda *_: 64)
+    monkeypatch.setattr(host, "straight_bytes", lambda *_: 16 << 10)  # of TOKENS tokens, and of fewer than 150
+    many = {"all": (), "some": (0, 3), "none": range(ranks)}[straight]
+    with LocalBuffers(ranks, **sizes(topk, max_tokens=300, domain_ranks=domain_ranks)) as buffers:
+        shape = buffers.buffers[0].session.context.shape
+        one = (
+            max(shape.landing_bytes, shape.staged_row_bytes + 16) + 127
+        )  # straight_bytes of protocol/domains.h, at most
+        assert TOKENS * one <= shape.packet_bytes < 150 * shape.staged_row_bytes and shape.ring_tokens < 150
+        compare_with_carried(buffers, topk, layout, in_window, [150 if r in many else TOKENS for r in range(ranks)])
+
+
+def compare_with_carried(buffers: LocalBuffers, topk: int, layout: str, in_window: bool, most: list[int]) -> None:
+    """Combines of one handle against dispatches, each with the weights of a round."""
+
+    def call(rank: int, round_: int = 0) -> dict[str, Any]:
+        return given(rank, topk, round_, most[rank]) | {"layout": layout}
+
+    ranks = len(most)
+    first = buffers.dispatch([call(rank) for rank in range(ranks)])
+    ys = [here.x.sin() for here in first]
+    if in_window:  # rank 0 alone: the others stage what they have
+        ys[0] = buffers.buffers[0].empty(first[0].handle).copy_(ys[0])
+    outs = []
+    for round_ in (1, 2, None, 3, 3, None, 4):
+        calls = [{"y": y, "handle": here.handle} for y, here in zip(ys, first, strict=True)]
+        for rank, one in enumerate(calls):
+            if round_ is not None:
+                one["topk_weights"] = call(rank, round_)["topk_weights"]
+        outs.append((round_ or 0, buffers.combine(calls)))
+    for round_, out in outs:
+        carried = buffers.dispatch([call(rank, round_) for rank in range(ranks)])
+        want = buffers.combine([{"y": y, "handle": here.handle} for y, here in zip(ys, carried, strict=True)])
+        for mine, theirs in zip(out, want, strict=True):
+            assert torch.equal(mine, theirs)
+    assert not torch.equal(outs[0][1][0], outs[1][1][0])
+
+
+@pytest.mark.parametrize("domain_ranks", [1, 2, 4])
+def test_the_sum_that_they_make(domain_ranks: int) -> None:
+    """Rank 2 gives others than the dispatch carried; the others give those."""
+    with LocalBuffers(4, **sizes(3, domain_ranks=domain_ranks)) as buffers:
+        calls = [given(rank, 3) for rank in range(4)]
+        routed = buffers.dispatch(calls)
+        asked = [
+            {"y": here.x, "handle": here.handle, "topk_weights": call["topk_weights"] * (7 if rank == 2 else 1)}
+            for rank, (here, call) in enumerate(zip(routed, calls, strict=True))
+        ]
+        for rank, (out, call) in enumerate(zip(buffers.combine(asked), calls, strict=True)):
+            total = torch.where(call["topk_idx"] >= 0, asked[rank]["topk_weights"], 0.0).sum(1, keepdim=True)
+            torch.testing.assert_close(out, total * call["x"])
 
 
 def test_weights_need_not_be_contiguous() -> None:
@@ -96,29 +150,28 @@ def test_many_tokens_are_refused_by_the_most_there_may_be() -> None:
                 buffer.combine(routed.x, routed.handle, topk_weights=call["topk_weights"])
 
 
-@pytest.mark.parametrize(("most", "domain_ranks"), [(1365, None), (1366, None), (20, 2), (20, 1)])
+@pytest.mark.parametrize(("most", "domain_ranks"), [(1365, None), (1366, None), (1365, 1), (1366, 1)])
 def test_all_know_the_same_rule(most: int, domain_ranks: int | None) -> None:
     with LocalBuffers(2, **sizes(3, max_tokens=most, domain_ranks=domain_ranks)) as buffers:
         for buffer in buffers.buffers:
             assert takes_weights(buffer) == _native.takes_weights(buffer.session.context.shape)
 
 
-def test_several_domains_refuse() -> None:
-    with LocalBuffers(2, **sizes(3, domain_ranks=1)) as buffers:
-        calls = [given(rank, 3) for rank in range(2)]
+@pytest.mark.parametrize(("most", "layout", "why"), [(20, "flat", "flat"), (1366, "expert", "4098")])
+def test_the_same_is_refused_over_domains(most: int, layout: str, why: str) -> None:
+    """By all ranks, before any of them has begun."""
+    with LocalBuffers(2, **sizes(3, max_tokens=most, domain_ranks=1)) as buffers:
+        calls = [given(rank, 3) | {"layout": layout} for rank in range(2)]
         routed = buffers.dispatch(calls)
-        with pytest.raises(moecomm.Unsupported, match="domains"):
-            buffers.combine(
-                [
-                    {"y": r.x, "handle": r.handle, "topk_weights": c["topk_weights"]}
-                    for r, c in zip(routed, calls, strict=True)
-                ]
-            )
+        for buffer, here, call in zip(buffers.buffers, routed, calls, strict=True):
+            with pytest.raises(moecomm.Unsupported, match=why):
+                buffer.combine(here.x, here.handle, topk_weights=call["topk_weights"])
 
 
+@pytest.mark.parametrize("domain_ranks", [None, 1])
 @pytest.mark.parametrize("who", [0, 2])
-def test_ranks_that_differ_are_told(who: int) -> None:
-    with LocalBuffers(3, **sizes(3)) as buffers:
+def test_ranks_that_differ_are_told(who: int, domain_ranks: int | None) -> None:
+    with LocalBuffers(3, **sizes(3, domain_ranks=domain_ranks)) as buffers:
         calls = [given(rank, 3) for rank in range(3)]
         routed = buffers.dispatch(calls)
         mine = [{"y": here.x, "handle": here.handle} for here in routed]
@@ -133,8 +186,9 @@ def test_ranks_that_differ_are_told(who: int) -> None:
         assert len(buffers.combine(mine)) == 3
 
 
-def test_a_home_that_never_comes_is_named() -> None:
-    with LocalBuffers(3, **sizes(3, timeout_s=1)) as buffers:
+@pytest.mark.parametrize("domain_ranks", [None, 1])
+def test_a_home_that_never_comes_is_named(domain_ranks: int | None) -> None:
+    with LocalBuffers(3, **sizes(3, timeout_s=1, domain_ranks=domain_ranks)) as buffers:
         calls = [given(rank, 3) for rank in range(3)]
         routed = buffers.dispatch(calls)
 

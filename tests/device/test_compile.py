@@ -78,6 +78,13 @@ SPECS = {
     "combine across domains": combine(**ACROSS),
     "combine across domains, flat": combine(layout=FLAT, **ACROSS),
     "combine across domains, in place, bf16 on the wire": combine(layout=FLAT, in_place=True, wire=BF16, **ACROSS),
+    "combine across domains by weights of the homes": combine(own_weights=True, **ACROSS),
+    "combine across domains by weights of the homes, batched fp32, 64 ranks": combine(
+        own_weights=True, layout=BATCHED, type=FP32, ranks=64, domain_ranks=8, transport="puts"
+    ),
+    "combine across domains by weights of the homes, fp16 on the wire": combine(
+        own_weights=True, type=FP16, wire=FP16, **ACROSS
+    ),
     "combine": combine(),
     "combine in place": combine(layout=FLAT, in_place=True),
     "combine in place, fp32": combine(layout=FLAT, in_place=True, type=FP32, ranks=8),
@@ -139,7 +146,7 @@ def test_source_holds_named_numbers_alone() -> None:
         (lambda: jit.source(dispatch(experts=1 << 16)), "65536 experts"),
         (lambda: combine(type=E4M3), "e4m3"),
         (lambda: combine(own_weights=True, layout=FLAT), "own_weights"),
-        (lambda: combine(own_weights=True, **ACROSS), "own_weights"),
+        (lambda: combine(own_weights=True, weighted=False), "own_weights"),
         (lambda: combine(type=FP32, wire=BF16, hidden=12), "reduced rows of 24 bytes"),
         (lambda: dataclasses.replace(dispatch(), op="gather"), "gather"),
     ],

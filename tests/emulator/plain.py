@@ -77,6 +77,7 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
             "{ return host::round_e4m3(f > 448.0f ? 448.0f : f < -448.0f ? -448.0f : f); }\n",
         ),
     ],
+    "combine/pull.cuh": [(r'asm volatile\("fence[^\n]*', "")],
     "combine/straight.cuh": [(r'asm volatile\("fence[^\n]*', "")],
     "protocol/order.h": [
         (

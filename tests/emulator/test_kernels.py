@@ -142,20 +142,29 @@ def test_rows_of_several_pieces(layout: str, machine: Machine, monkeypatch: pyte
             machine.forget()
 
 
+@pytest.mark.parametrize("way", ["packets", "straight", "relays"])
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["expert", "batched"])
 def test_weights_of_the_homes(
-    layout: str, wire: torch.dtype, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    layout: str, wire: torch.dtype, way: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One domain, few tokens: combines one after the other, each with other weights, and now and then those of the
-    dispatch.  Ranks are rounds apart.
+    """Combines one after the other, each with other weights, and now and then those of the dispatch.  Ranks are rounds
+    apart.  Of few tokens in one domain, and over several, straight or by relays.
     """
     monkeypatch.setattr(host, "packet_bytes", packets.room)
-    with LocalBuffers(ranks=4, **SIZES, backend="host") as ranks:
+    if way == "relays":
+        monkeypatch.setattr(host, "straight_bytes", lambda *_: 0)
+    sizes = {"ranks": 4} if way == "packets" else DOMAINS
+    with (
+        LocalBuffers(**sizes, **SIZES, backend="host") as ranks,
+        LocalBuffers(**sizes, **SIZES, backend="host") as cpus,
+    ):
         calls = [{**tokens(rank, layout), "layout": layout} for rank in range(4)]
         calls[1] = {**calls[1], **{name: calls[1][name][:0] for name in ("x", "topk_idx", "topk_weights")}}
         calls[2]["topk_idx"][::3, 1] = -1
-        routed = ranks.dispatch(calls)
+        with monkeypatch.context() as here:  # signals of a kernel do not follow those of a Link
+            here.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+            routed = ranks.dispatch(calls)
         given = [
             None if nth % 4 == 2 else [torch.randn(len(c["x"]), 3, generator=g) for c in calls]
             for nth, g in ((nth, torch.Generator().manual_seed(nth)) for nth in range(7))
@@ -167,7 +176,8 @@ def test_weights_of_the_homes(
                 for r, (b, here) in enumerate(zip(ranks.buffers, routed, strict=True))
             ]
             rounds += [Call(p.args, machine.sizes) for p in pending]
-            assert all(c.spec.packets and c.spec.own_weights == (weights is not None) for c in rounds[-4:])
+            assert all(c.spec.own_weights == (weights is not None) for c in rounds[-4:])
+            assert all(c.spec.packets == (way == "packets") for c in rounds[-4:])
             outs.append([combine.finish(b, p) for b, p in zip(ranks.buffers, pending, strict=True)])
         try:
             machine.run(rounds, 4)
@@ -175,26 +185,27 @@ def test_weights_of_the_homes(
             machine.forget()
         ranks.check()
         for weights, found in zip(given, outs, strict=True):  # by the host executor
-            carried = ranks.dispatch(
+            carried = cpus.dispatch(
                 [
                     {**c, "topk_weights": c["topk_weights"] if weights is None else weights[r]}
                     for r, c in enumerate(calls)
                 ]
             )
-            want = ranks.combine(
-                [{"y": h.x, "handle": c.handle, "wire": wire} for h, c in zip(routed, carried, strict=True)]
-            )
+            want = cpus.combine([{"y": c.x, "handle": c.handle, "wire": wire} for c in carried])
             for out, right in zip(found, want, strict=True):
                 assert torch.equal(out, right)
 
 
-def test_ranks_that_differ_about_weights_are_told(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sizes", [{"ranks": 4}, DOMAINS], ids=["one domain", "domains"])
+def test_ranks_that_differ_about_weights_are_told(
+    sizes: dict[str, int], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who gives none posts none: nobody waits for them."""
     monkeypatch.setattr(host, "packet_bytes", packets.room)
-    with LocalBuffers(ranks=4, **SIZES, backend="host", timeout_s=5) as ranks:
+    with LocalBuffers(**sizes, **SIZES, backend="host", timeout_s=5) as ranks:
         calls = [{**tokens(rank, "expert"), "layout": "expert"} for rank in range(4)]
-        routed = ranks.dispatch(calls)
         monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+        routed = ranks.dispatch(calls)
         asked = [{"y": here.x, "handle": here.handle} for here in routed]
         asked[1]["topk_weights"] = calls[1]["topk_weights"]
         try:

@@ -220,6 +220,42 @@ DOMAIN_MUTANTS = [
         "        add_row(sum, rows.row[i] + column * bytes_of(rows.type), rows.type, n);\n}",
         "domains plain",
     ),
+    # Weights that homes give.
+    Mutant(
+        "weights put after the mail",
+        "host/combine.cpp",
+        "    post_weights(c);\n    announce(c);\n",
+        "    announce(c);\n    post_weights(c);\n",
+        "domains plain",
+    ),
+    Mutant(
+        "weights looked at before the mail is here",
+        "host/stage.cpp",
+        "    if (!c.r.mail_landed(home)) return c.r.signal(mail_signal(home));\n",
+        "",
+        "domains tsan",
+    ),
+    Mutant(
+        "straight rows weighed before the weights are here",
+        "host/combine.cpp",
+        "        if (c.own_weights && c.straight_to(home) && !c.await_agreement()) return;\n",
+        "",
+        "domains plain",
+    ),
+    Mutant(
+        "a relay weighs by what the dispatch carried",
+        "host/gather.cpp",
+        "if (c_.own_weights) weight =",
+        "if (c_.own_weights && tokens_.home == c_.r.me) weight =",
+        "domains plain",
+    ),
+    Mutant(
+        "weights of other domains of one parity",
+        "host/combine.cpp",
+        "c.r.link().put(to, weight_at(c.a.ctx.window, c.shape, c.r.tag, c.r.me, 0)",
+        "c.r.link().put(to, weight_at(c.a.ctx.window, c.shape, 0, c.r.me, 0)",
+        "domains plain",
+    ),
     # Failures.
     Mutant(
         "other domains not told",

@@ -151,8 +151,8 @@ class LowLatency:
         set their weights to 0.
 
         The routing weights have to reach the ranks that add rows up.  Unless the dispatch was given the same
-        `topk_weights`, the combine brings them there or, where it can't (several domains, or more than 4096 entries of
-        the most tokens of a rank), a small round of their own ahead of it.
+        `topk_weights`, the combine brings them there or, where it can't (more than 4096 entries of the most tokens of a
+        rank), a small round of their own ahead of it.
         """
         newer = (overlap, src_signals, src_signal_expect_value, packed_recv_count, comp_signal, block_m, threshold)
         if use_logfmt or combine_wait_recv_cost_stats is not None or num_sms is not None or newer != _NOTHING:
