@@ -18,11 +18,6 @@ MOECOMM_FN i32 nth_coming(const Call& c, i32 source, i32 n) {
     }
 }
 
-MOECOMM_FN u32 without_first(u32 bits, i32 n) {
-    for (; n > 0; --n) bits &= bits - 1;
-    return bits;
-}
-
 // A packet that has come: where its row goes, and its words.
 template <class Call>
 struct Unpacker {
@@ -57,8 +52,7 @@ struct Unpacker {
         return mine;
     }
 
-    // By one of `sharers` warps that have the packet: every sharers-th of the rows that it becomes.
-    MOECOMM_FN void put(i32 part, i32 sharers) const {
+    MOECOMM_FN void put() const {
         if (cfg.layout == Layout::flat && piece != 0) {  // the row says all
             put_row(slot);
             return;
@@ -73,8 +67,8 @@ struct Unpacker {
             const i32 start = c.shared.filled[local] - c.shared.total[c.me() * cfg.experts_here() + local];
             row = start + c.shared.into[source * cfg.experts_here() + local] + static_cast<i32>(upper & 0xffffu);
         }
-        if (piece == 0 && part == 0 && lane_id() < cfg.topk) describe(row, here ? local : -1, here ? static_cast<u32>(packed) : 0);
-        for (u32 left = without_first(__ballot_sync(kAllLanes, row >= 0), part); left != 0; left = without_first(left, sharers))
+        if (piece == 0 && lane_id() < cfg.topk) describe(row, here ? local : -1, here ? static_cast<u32>(packed) : 0);
+        for (u32 left = __ballot_sync(kAllLanes, row >= 0); left != 0; left &= left - 1)
             put_row(__shfl_sync(kAllLanes, row, __ffs(left) - 1));
     }
 
@@ -154,21 +148,18 @@ MOECOMM_FN void unpack(const Call& c) {
     for (i32 s = lane_id(); s < cfg.ranks; s += kWarp) some = some || c.shared.sources[s].packets;
     if (c.nth_unpacker() < 0 || !__any_sync(kAllLanes, some)) return;
     const i32 end = c.shared.slots_before[cfg.ranks] * of_row, nth = c.team_warp() >= 0 ? c.team_warp() : c.kTeamWarps + warp_id();
-    const i32 warps = c.unpackers() * cfg.warps();
-    // Of few packets, warps that would have none store copies: one row after the other takes a third of a microsecond each.
-    const i32 sharers = cfg.layout == Layout::flat || end == 0 ? 1 : max(1, min(cfg.topk, warps / end));
-    for (i32 item = c.nth_unpacker() + c.unpackers() * nth; item < end * sharers; item += warps) {
-        const i32 nth_packet = item % end, slot = nth_packet / of_row;
+    for (i32 item = c.nth_unpacker() + c.unpackers() * nth; item < end; item += c.unpackers() * cfg.warps()) {
+        const i32 slot = item / of_row;
         i32 source = 0;
         while (slot >= c.shared.slots_before[source + 1]) ++source;
         if (!c.shared.sources[source].packets) continue;
         const i32 token = nth_coming(c, source, slot - c.shared.slots_before[source]);
-        Unpacker<Call> unpacker{c, source, token, slot, nth_packet % of_row, {}};
+        Unpacker<Call> unpacker{c, source, token, slot, item % of_row, {}};
         const u64 packet = packets_at(c.window(), c.shape(), c.round.tag, source) +
                            static_cast<u64>(token * of_row + unpacker.piece) * cfg.packet_lines * kLineBytes;
         if (!await_packet<cfg.packet_lines>(c.round, Phase::payload, source, c.transport.template local<u8>(packet), unpacker.words))
             return;
-        unpacker.put(item / end, sharers);
+        unpacker.put();
     }
     keep_ranges(c);
 }
