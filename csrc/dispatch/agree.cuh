@@ -37,32 +37,48 @@ MOECOMM_FN bool sum_counts(const Call& c) {
     return true;
 }
 
-// A warp: where the groups of one rank begin, and how many rows it needs.
+// A warp: where the groups of one rank begin, and how many rows it needs.  A lane has several groups, one behind the other, so that sums go
+// from lane to lane once.
 template <class Call>
 MOECOMM_FN void place_groups(const Call& c, i32 rank) {
     constexpr DispatchConfig cfg = Call::cfg;
+    constexpr bool batched = cfg.layout == Layout::batched;
+    constexpr i32 each = ceil_div(cfg.experts_here(), kWarp);
     const i32 group = batched_group(c.shared.notices[rank].max_rows, cfg.experts_here());
+    const i32 first = lane_id() * each, groups = min(max(cfg.experts_here() - first, 0), each);
+    i32* const base = c.shared.base + rank * cfg.experts_here() + first;
+    i32* const filled = rank == c.me() ? c.shared.filled + first : nullptr;
     i64 rows = 0, too_many = 0;
-#pragma unroll 1
-    for (i32 first = 0; first < cfg.experts_here(); first += kWarp) {
-        const i32 local = first + lane_id(), expert = rank * cfg.experts_here() + local;
-        const bool inside = local < cfg.experts_here();
-        const i32 count = inside ? c.shared.total[expert] : 0;
-        const i64 aligned = cfg.layout == Layout::expert ? aligned_group(count, c.a.alignment) : 0;
-        i64 sum = aligned;
+#pragma unroll 4
+    for (i32 i = 0; i < each; ++i) {
+        if (i >= groups) continue;
+        const i32 count = c.shared.total[rank * cfg.experts_here() + first + i];
+        const i32 start = batched ? (first + i) * group : static_cast<i32>(rows);
+        base[i] += start;
+        if (filled != nullptr) filled[i] = start + count;
+        if (cfg.layout == Layout::expert) rows += c.a.alignment == 1 ? count : aligned_group(count, c.a.alignment);
+        if (count > group && too_many == 0) too_many = count;
+    }
+    if constexpr (batched) {
+        const u32 over = __ballot_sync(kAllLanes, too_many != 0);
+        rows = over != 0 ? __shfl_sync(kAllLanes, too_many, __ffs(over) - 1) : 0;
+    } else {
+        i64 sum = rows;
 #pragma unroll
         for (i32 distance = 1; distance < kWarp; distance *= 2) {
             const i64 below = __shfl_up_sync(kAllLanes, sum, distance);
             if (lane_id() >= distance) sum += below;
         }
-        const i64 start = cfg.layout == Layout::batched ? static_cast<i64>(local) * group : rows + sum - aligned;
-        if (inside) c.shared.base[expert] += static_cast<i32>(start);
-        if (inside && rank == c.me()) c.shared.filled[local] = static_cast<i32>(start) + count;
-        const u32 over = __ballot_sync(kAllLanes, count > group);
-        if (over != 0 && too_many == 0) too_many = __shfl_sync(kAllLanes, count, __ffs(over) - 1);
-        rows += __shfl_sync(kAllLanes, sum, kWarp - 1);
+        const i32 before = static_cast<i32>(sum - rows);
+#pragma unroll 4
+        for (i32 i = 0; i < each; ++i) {
+            if (i >= groups) continue;
+            base[i] += before;
+            if (filled != nullptr) filled[i] += before;
+        }
+        rows = __shfl_sync(kAllLanes, sum, kWarp - 1);
     }
-    if (lane_id() == 0) c.shared.needed[rank] = cfg.layout == Layout::batched ? too_many : rows;
+    if (lane_id() == 0) c.shared.needed[rank] = rows;
 }
 
 template <class Call>

@@ -24,14 +24,14 @@ MOECOMM_FN void write_counts(const Call& c) {
 #pragma unroll 1
     for (i32 p = threadIdx.x; p < cfg.ranks; p += cfg.send_warps * kWarp)
         sent[p] = {c.shared.sources[p].num_tokens, c.shared.sources[p].chunk_tokens};
-    if (threadIdx.x != 0) return;
-    i64 rows = c.shared.needed[me];
+    if (threadIdx.x >= kWarp) return;
+    i32 rows = static_cast<i32>(c.shared.needed[me]);
     if constexpr (cfg.layout == Layout::batched) {
         rows = 0;
-#pragma unroll 1
-        for (i32 e = 0; e < cfg.experts_here(); ++e) rows += total[e];
+        for (i32 e = lane_id(); e < cfg.experts_here(); e += kWarp) rows += total[e];
+        rows = static_cast<i32>(__reduce_add_sync(kAllLanes, static_cast<u32>(rows)));
     }
-    *reinterpret_cast<i32*>(c.a.num_rows) = static_cast<i32>(rows);
+    if (threadIdx.x == 0) *reinterpret_cast<i32*>(c.a.num_rows) = rows;
 }
 
 // Rows between the last of a group and the next group belong to nobody.

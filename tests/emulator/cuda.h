@@ -167,6 +167,12 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
     for (int lane = 0; lane < 32; ++lane) most = values[lane] > most ? values[lane] : most;
     return static_cast<unsigned>(most);
 }
+inline unsigned __reduce_add_sync(unsigned, unsigned value) {
+    const auto* values = emulator::exchange(value);
+    unsigned sum = 0;
+    for (int lane = 0; lane < 32; ++lane) sum += static_cast<unsigned>(values[lane]);
+    return sum;
+}
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __popcll(unsigned long long bits) { return __builtin_popcountll(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
