@@ -123,6 +123,29 @@ def test_random_cases_in_one_domain(few: str, in_ring: str, machine: Machine, mo
             machine.forget()
 
 
+@pytest.mark.parametrize(("layout", "alignment"), [("expert", 1), ("expert", 3), ("batched", 1)])
+def test_more_experts_than_lanes(
+    layout: str, alignment: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lane places several groups of a rank, the last of them fewer, or none."""
+    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+    monkeypatch.setattr(host, "packet_bytes", lambda *_: 0)
+    sizes: dict[str, Any] = {**SIZES, "ranks": 2, "num_experts": 140}
+    plain: dict[str, Any] = {"layout": layout, "alignment": alignment, "begin": False, "again": False, "max_rows": None}
+    plain |= {"quantize": False, "scale_format": "fp32", "scale_layout": "row", "scales": None}
+    plain |= {"weight_grads": False, "own_weights": None}
+    g = torch.Generator().manual_seed(1)
+    x = [torch.randn(count, 64, generator=g).bfloat16() for count in (20, 13)]
+    ids = [torch.rand(len(rows), 140, generator=g).argsort(dim=1)[:, :3].contiguous() for rows in x]
+    weights: list[Any] = [torch.rand(len(rows), 3, generator=g) for rows in x]
+    case = replace(random_case(0, **sizes, few_kernels=True), **plain, x=x, topk_idx=ids, topk_weights=weights)
+    with LocalBuffers(**sizes, backend="host") as ranks:
+        try:
+            check_case(ranks, replace(case, bias=[None, None], workers=2))
+        finally:
+            machine.forget()
+
+
 @pytest.mark.parametrize("layout", ["expert", "flat"])
 def test_rows_of_several_pieces(layout: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Combines of rows that lie elsewhere, the last piece not a whole one; all plain, so that few kernels are built."""
