@@ -23,6 +23,7 @@ from moecomm.fused import Fp8, quantize_weights
 from moecomm.fused.fp8_experts import apply_fp8_experts
 from moecomm.fused.layer import FORMS, apply_experts
 from moecomm.router import Model, random_routing
+from moecomm.settings import Settings
 
 # Variants of our layer; FP8 also of its parts, and before the name of a form (FORMS).
 SEQUENTIAL, FP8 = "sequential", "fp8"
@@ -104,6 +105,15 @@ def _weights(case: Case, model: Model, rank: int, device: torch.device) -> dict[
     return {"w13": w13, "w2": drawn(local, model.hidden, inner)}
 
 
+def _window_bytes(case: Case, model: Model, tokens: int) -> int | None:
+    """Graphs of all forms keep their outputs side by side, which are more rounds of those of fewer ranks."""
+    if case.ranks >= 4:
+        return None
+    most, dtype = max(tokens, case.room), torch.bfloat16
+    sizes = Settings(case.ranks, model.hidden, model.num_experts, model.topk, most, dtype, case.backend, None)
+    return 2 * sizes.default_heap()
+
+
 class Layers:
     """A Buffer and the layers of one size.  Collective; a context manager."""
 
@@ -136,6 +146,7 @@ class Layers:
             max_tokens=max(tokens, case.room),
             backend=case.backend,
             device=device,
+            window_bytes=_window_bytes(case, model, tokens),
         )
         self._clock = Clock(
             group,
