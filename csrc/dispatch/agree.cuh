@@ -38,7 +38,7 @@ MOECOMM_FN bool sum_counts(const Call& c) {
 }
 
 // A warp: where the groups of one rank begin, and how many rows it needs.  A lane has several groups, one behind the other, so that sums go
-// from lane to lane once.
+// from lane to lane once: every block does so before a row can be put where it belongs.
 template <class Call>
 MOECOMM_FN void place_groups(const Call& c, i32 rank) {
     constexpr DispatchConfig cfg = Call::cfg;
