@@ -106,12 +106,14 @@ def _weights(case: Case, model: Model, rank: int, device: torch.device) -> dict[
 
 
 def _window_bytes(case: Case, model: Model, tokens: int) -> int | None:
-    """Graphs of all forms keep their outputs side by side, which are more rounds of those of fewer ranks."""
+    """As many bytes as of four ranks: graphs of all forms keep their outputs side by side, a rank has as many rows of
+    as many ranks, and the worst case of few ranks, which a window has room for twice, is not much more than they.
+    """
     if case.ranks >= 4:
         return None
     most, dtype = max(tokens, case.room), torch.bfloat16
     sizes = Settings(case.ranks, model.hidden, model.num_experts, model.topk, most, dtype, case.backend, None)
-    return 2 * sizes.default_heap()
+    return -(-4 // case.ranks) * sizes.default_heap()
 
 
 class Layers:

@@ -23,8 +23,6 @@ SIZE = 8192  # of a square bf16 matmul
 _MATMULS = 20  # timed together
 _OTHERS_BEGIN = 1_000_000  # cycles after which what was enqueued before is running
 _WARM_UP, _TURNS = 15, 5  # of so many matmuls: until the clock of a cold GPU has come down, and those that count
-
-
 _COLUMNS, _TFLOPS = 4096, 400.0  # of the matmul between halves, and about how fast it is
 
 
@@ -73,7 +71,7 @@ def halves(clock: Clock, buffer: Buffer, given: dict[str, Any], us: float) -> di
     """Microseconds by replay: {halves, gemm, together}: dispatch_begin and dispatch_end one after the other, a matmul,
     and the matmul between the halves.
 
-    `given`: arguments of a dispatch, which takes `us` microseconds; as about the matmul does on an H200.
+    `given`: arguments of a dispatch, which takes `us` microseconds, and so does the matmul, about, on an H200.
     """
     given = {name: value for name, value in given.items() if name != "sync"}
     x = given["x"]

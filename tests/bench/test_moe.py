@@ -16,6 +16,7 @@ from moecomm.bench.cli import app
 from moecomm.bench.torch_layer import TorchLayer
 from moecomm.errors import BadInput
 from moecomm.router import MODELS, Model
+from moecomm.settings import Settings
 from moecomm.testing import random_layer
 
 from ..conftest import Ranks
@@ -53,6 +54,16 @@ def test_the_command_measures_layers_and_their_parts(tmp_path: Path) -> None:
         if row["what"] in ("layer", "GEMMs"):
             assert row["tflops"] == pytest.approx(work / row["us"]["p50"] / 1e6, abs=0.006)
             assert ("of_torch" in row) == (row["who"] != "torch" and row["variant"] != "fp8")
+
+
+def test_few_ranks_have_the_room_of_four() -> None:
+    model, rooms = MODELS["deepseek-v3"], []
+    for ranks in (1, 2, 3, 4):
+        sizes = Settings(ranks, model.hidden, model.num_experts, model.topk, 8192, torch.bfloat16, "lsa", None)
+        rooms.append(
+            moe._window_bytes(moe.Case([model], [8192], ranks, "lsa", "graph"), model, 8192) or sizes.default_heap()
+        )
+    assert min(rooms) > 0.98 * rooms[3]
 
 
 def _rooms(rank: int, group: Any, room: int) -> list[int]:
