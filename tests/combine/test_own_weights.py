@@ -62,9 +62,7 @@ def test_the_bits_of_a_dispatch_that_carried_them_over_domains(
     many = {"all": (), "some": (0, 3), "none": range(ranks)}[straight]
     with LocalBuffers(ranks, **sizes(topk, max_tokens=300, domain_ranks=domain_ranks)) as buffers:
         shape = buffers.buffers[0].session.context.shape
-        one = (
-            max(shape.landing_bytes, shape.staged_row_bytes + 16) + 127
-        )  # straight_bytes of protocol/domains.h, at most
+        one = max(shape.landing_bytes, shape.staged_row_bytes + 16) + 127  # straight_bytes of domains.h, at most
         assert TOKENS * one <= shape.packet_bytes < 150 * shape.staged_row_bytes and shape.ring_tokens < 150
         compare_with_carried(buffers, topk, layout, in_window, [150 if r in many else TOKENS for r in range(ranks)])
 

@@ -58,7 +58,8 @@ class EmptyRounds:
         args.ctx.timeout_ns = int(timeout_s * 1e9)
         args.hidden, args.row_bytes, args.idx_bytes = 8, 16, 8
         args.chunk_tokens, args.alignment, args.workers, args.layout = 8, 1, 1, 1
-        args.route.sent, args.tokens_per_expert, args.num_rows = at + 512, at + 1536, at + 1792
+        args.route.sent, args.num_rows = at + 512, at + 1792
+        args.tokens_per_expert, args.rows_per_expert = at + 1536, at + 1664
         return args
 
     def failure(self, rank: int) -> Any:
