@@ -80,7 +80,8 @@ std::string check_void(Fixture& f, i32 rank) {
     const Landing& l = d.landing[rank];
     for (i64 i = 0; i < static_cast<i64>(l.max_rows) * d.row_bytes; ++i)
         if (f.cluster.base(rank)[l.x + i] != kUntouched) return "payload moved in a void round";
-    bool empty = all_are(l.token_rows, -1) && all_are(l.token_slot, -1) && all_are(l.tokens_per_expert, 0) && all_are<i64>(l.rows_per_expert, 0) && l.num_rows[0] == 0;
+    bool empty = all_are(l.token_rows, -1) && all_are(l.token_slot, -1) && all_are(l.tokens_per_expert, 0) &&
+                 all_are<i64>(l.rows_per_expert, 0) && l.num_rows[0] == 0;
     for (const Sent& sent : l.sent) empty = empty && sent.num_tokens == 0 && sent.chunk_tokens == 1;
     if (!empty) return "a void round left rows behind";
     if (f.state(rank).last_dispatch != 0) return "a void round counts as a dispatch";
