@@ -83,7 +83,7 @@ class HybridEPBuffer:
         self._topk = 0  # of routing maps: at least the most experts that a row of one so far had, on any rank
         self._agreed = False  # whether all ranks have the same config: each may have been given its own tokens
         self._options: dict[tuple[Any, ...], Options] = {}
-        self._buffers: dict[tuple[Any, ...], Buffer] = {}
+        self._buffers: dict[tuple[Any, ...], Buffer] = {}  # the pool's, by what a call has at hand
 
     def dispatch(self, *args: Any, **named: Any) -> Any:
         """Unsupported: dispatch_with_permute is what frameworks call."""
@@ -266,7 +266,8 @@ class HybridEPBuffer:
     ) -> Routed:
         """A dispatch by expert; where a rank has more tokens than the Buffer takes, again with a larger one."""
         ids, weights, num_experts, few = routing
-        key = (hidden.shape[1], hidden.dtype, num_experts, ids.shape[1], few)
+        most = self.config.max_num_of_tokens_per_rank  # another one once they grow
+        key = (hidden.shape[1], hidden.dtype, num_experts, ids.shape[1], few, most)
         buffer = self._buffers.get(key)
         if buffer is None:
             buffer = self._buffers[key] = self._buffer(hidden, routing, rows, grow=False)
@@ -280,8 +281,7 @@ class HybridEPBuffer:
             except Mismatch as error:
                 if not asks_to_grow(error):
                     raise
-        self._buffers.clear()
-        buffer = self._buffers[key] = self._buffer(hidden, routing, rows, grow=True)
+        buffer = self._buffer(hidden, routing, rows, grow=True)
         return with_options(buffer, options, hidden, ids, weights, scales, sync=True)
 
     def _buffer(self, hidden: torch.Tensor, routing: _Routing, rows: int | None, *, grow: bool) -> Buffer:
