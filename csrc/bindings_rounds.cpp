@@ -139,10 +139,10 @@ void bind_launch(py::module_& m) {
 }
 
 // A struct that Python has packed.
-void launch_packed(u64 function, u32 grid, u32 block, u32 shared_bytes, u64 stream, const py::buffer& args) {
+void launch_packed(u64 function, u32 grid, u32 block, u32 shared_bytes, u64 stream, const py::buffer& args, bool overlap) {
     const py::buffer_info packed = args.request();
     py::gil_scoped_release unlocked;
-    cuda_launch({function, grid, block, shared_bytes, stream, false, 1}, packed.ptr);
+    cuda_launch({function, grid, block, shared_bytes, stream, overlap, 1}, packed.ptr);
 }
 
 void bind_records(py::module_& m) {
@@ -180,7 +180,7 @@ void bind_rounds(py::module_& m) {
     bind_launch<DispatchArgs>(m);
     bind_launch<CombineArgs>(m);
     m.def("cuda_launch_packed", &launch_packed, py::arg("function"), py::arg("grid"), py::arg("block"), py::arg("shared_bytes"),
-          py::arg("stream"), py::arg("args"));
+          py::arg("stream"), py::arg("args"), py::arg("overlap") = false);
     m.def("cuda_context", &cuda_context);
     m.def("cuda_capturing", &cuda_capturing, py::arg("stream"));
     m.def("cuda_available", &cuda_missing, py::call_guard<py::gil_scoped_release>());

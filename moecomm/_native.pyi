@@ -544,10 +544,13 @@ def cuda_launch(
         RuntimeError: with the driver's name of the error, or there is no driver.
     """
 
-def cuda_launch_packed(function: int, grid: int, block: int, shared_bytes: int, stream: int, args: Buffer) -> None:
+def cuda_launch_packed(
+    function: int, grid: int, block: int, shared_bytes: int, stream: int, args: Buffer, overlap: bool = False
+) -> None:
     """Launches a CUfunction that takes a struct by value, in the current context.
 
     `args`: the bytes of the struct, such as a ctypes.Structure: as many as the function reads.
+    `overlap`: see cuda_launch.
 
     Raises:
         RuntimeError: with the driver's name of the error, or there is no driver.

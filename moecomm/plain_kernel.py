@@ -77,12 +77,15 @@ def load(kernel: PlainKernel, device: int) -> int:
     return function
 
 
-def launch(kernel: PlainKernel, blocks: int, args: ctypes.Structure) -> None:
-    """Enqueues the kernel on the current stream of the current device."""
+def launch(kernel: PlainKernel, blocks: int, args: ctypes.Structure, overlap: bool = False) -> None:
+    """Enqueues the kernel on the current stream of the current device.
+
+    `overlap`: it may be launched while the kernel before it ends, which it awaits before it touches memory.
+    """
     device = torch.cuda.current_device()
     function = load(kernel, device)
     stream = _native.current_stream(device)
-    _native.cuda_launch_packed(function, blocks, kernel.threads, kernel.shared_bytes, stream, args)
+    _native.cuda_launch_packed(function, blocks, kernel.threads, kernel.shared_bytes, stream, args, overlap)
 
 
 def launch_on(device: torch.device, kernel: PlainKernel, blocks: int, args: ctypes.Structure) -> None:

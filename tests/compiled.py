@@ -43,13 +43,15 @@ def compiling() -> Iterator[None]:
         pool.shutdown(cancel_futures=True)
 
 
-def check_kernel(kernel: PlainKernel, *, calls: bool = False) -> None:
-    """One that was wanted; it also fits into shared memory."""
+def check_kernel(kernel: PlainKernel, *, calls: bool = False, early: bool = False) -> None:
+    """One that was wanted; it also fits into shared memory.  `early`: it is launched while the one before it ends."""
     pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
     assert kernel.shared_bytes <= 227 * 1024
     built = _compiling[kernel].result()
     assert b"moecomm_plain" in built[0]
     check_compiled(built, kernel.threads, calls=calls)
+    if early:
+        check_early(built[0])
 
 
 def check_compiled(built: tuple[bytes, str], threads: int, *, calls: bool = False) -> None:
@@ -68,15 +70,26 @@ def check_memory_descriptor(cubin: bytes) -> None:
     """ptxas 13.0 was seen to leave it out: accesses then go through whatever a register holds, and a GPU calls that an
     illegal instruction, now and then.
     """
+    for function in functions(cubin):
+        assert ("desc[" in function) <= (_DESCRIPTOR in function), function.partition("\n")[0]
+
+
+def check_early(cubin: bytes) -> None:
+    """It awaits the kernels before it ahead of all that it reads and writes, arguments and shared memory apart."""
+    (entry,) = (function for function in functions(cubin) if function.startswith("moecomm_plain:"))
+    assert "ACQBULK" in entry.partition("desc[")[0]
+
+
+def functions(cubin: bytes) -> list[str]:
+    """Their instructions.  Skips where nothing reads them."""
     program = _nvdisasm()
     if program is None:
         pytest.skip("instructions are looked at through nvdisasm: pip install nvidia-cuda-nvdisasm")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        words = subprocess.run([program, "-c", file.name], capture_output=True, text=True, check=True).stdout
-    for function in words.split(".text.")[1:]:
-        assert ("desc[" in function) <= (_DESCRIPTOR in function), function.partition("\n")[0]
+        words: str = subprocess.run([program, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    return words.split(".text.")[1:]
 
 
 @lru_cache(maxsize=1)

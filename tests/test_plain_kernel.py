@@ -33,5 +33,5 @@ def test_a_launch_is_on_the_device_it_is_for(monkeypatch: pytest.MonkeyPatch, co
     monkeypatch.setattr(_native, "cuda_launch_packed", lambda *launch: done.append(launch))
     args = ctypes.c_uint64(5)
     plain_kernel.launch_on(torch.device("cuda", 1), padding.kernel("u8"), 3, args)  # type: ignore[arg-type]
-    assert done == [*(["bind 1"] if context == 0 else []), (1001, 3, 256, 0, 11, args)]
+    assert done == [*(["bind 1"] if context == 0 else []), (1001, 3, 256, 0, 11, args, False)]
     assert device == [current]

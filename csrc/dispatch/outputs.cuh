@@ -34,18 +34,18 @@ MOECOMM_FN void write_counts(const Call& c) {
     if (threadIdx.x == 0) *reinterpret_cast<i32*>(c.a.num_rows) = rows;
 }
 
-// Rows between the last of a group and the next group belong to nobody.
+// Rows between the last of a group and the next group belong to nobody.  By the send warps of all blocks, a group a warp.
 template <class Call>
 MOECOMM_FN void clear_padding(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
-    if constexpr (cfg.repeat || cfg.layout != Layout::expert) return;
+    if (cfg.repeat || cfg.layout != Layout::expert || c.a.alignment == 1) return;
     auto* src = c.transport.template local<int2>(c.a.out_src);
     auto* weights = c.transport.template local<float>(c.a.out_weights);
-    for (i32 e = blockIdx.x; e < cfg.experts_here(); e += gridDim.x) {
+    for (i32 e = blockIdx.x + gridDim.x * warp_id(); e < cfg.experts_here(); e += gridDim.x * cfg.send_warps) {
         const i32 filled = c.shared.filled[e], count = c.shared.total[c.me() * cfg.experts_here() + e];
         const i32 end = filled - count + aligned_group(count, c.a.alignment);
 #pragma unroll 1
-        for (i32 row = filled + threadIdx.x; row < end; row += cfg.send_warps * kWarp) {
+        for (i32 row = filled + lane_id(); row < end; row += kWarp) {
             if (c.a.out_src != 0) src[row] = make_int2(-1, -1);
             if (c.a.out_weights != 0) weights[row] = 0.0f;
         }

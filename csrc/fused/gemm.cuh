@@ -215,6 +215,7 @@ MOECOMM_FN void run_gemm(const GemmArgs& args, const Rows& rows, const Out& out)
         barrier_init_done();
     }
     await_earlier_kernels();
+    let_next_kernel_launch();
     for (i32 g = threadIdx.x; g < args.grouping.groups; g += kGemmThreads) s.counts[g] = reinterpret_cast<const i32*>(args.counts)[g];
     if constexpr (c.helped) {
         __syncthreads();

@@ -2,13 +2,13 @@
 // C++: tests run it on the host.
 //
 // Both cut the same rows into the same row tiles; each has columns of its own, and its tiles in its own order (TileWalk).  First come
-// `lead` tiles of the first product alone.  Then the two take turns, as many of each as there are columns of it, spread evenly, until the
-// first has none left, and the rest of the second follows: rows of the second product leave all the while.
+// `lead` tiles of the first product alone.  Then the two take turns, as many tiles each as `turn` row tiles have, until the first has none
+// left, and the rest of the second follows.
 //
 // The rule: a tile of the second product comes after all tiles of the first that make its rows, by at least `lag` tiles of the first.  For
-// where the second has j tiles, the first has lead + j * first / second at least.  Let j be in a band before which there are R row tiles.
-// Then j >= R * second, so the first has lead + R * first, and the band ends at (R + widest) * first at most: lead = widest * first + lag
-// is enough, whatever the groups are.  (Or the first has none left.)
+// where the second has j tiles, the first, whose turns come before the second's, has lead + j * first / second at least.  Let j be in a
+// band before which there are R row tiles.  Then j >= R * second, so the first has lead + R * first, and the band ends at
+// (R + widest) * first at most: lead = widest * first + lag is enough, whatever the groups are.  (Or the first has none left.)
 //
 // So a tile waits for fetched rows, or for tiles at smaller positions alone.  Whoever makes tiles takes positions one after the other, each
 // the next that nobody has, and makes what it has in that order.  Then the smallest position that is not made has been taken by somebody
@@ -21,8 +21,8 @@ namespace moecomm {
 class LaggedWalk {
   public:
     // Groupings that differ in their columns alone.
-    MOECOMM_BOTH LaggedWalk(const Grouping& first, const Grouping& second, const i32* counts, i32 lag)
-        : first_(first, counts), second_(second, counts), columns_{first.column_tiles, second.column_tiles} {
+    MOECOMM_BOTH LaggedWalk(const Grouping& first, const Grouping& second, const i32* counts, i32 lag, i32 turn)
+        : first_(first, counts), second_(second, counts), columns_{first.column_tiles, second.column_tiles}, turn_(turn) {
         const RowTiles rows = TileWalk::count_rows(first, counts);
         all_ = rows.all * columns_[0];
         lead_ = all_ - rows.widest * columns_[0] <= lag ? all_ : rows.widest * columns_[0] + lag;
@@ -46,12 +46,13 @@ class LaggedWalk {
     }
     // Of so many that take turns, those of the first product.
     MOECOMM_BOTH i32 before(i32 in_turns) const {
-        const i32 both = columns_[0] + columns_[1];
-        return in_turns / both * columns_[0] + ceil_div(in_turns % both * columns_[0], both);
+        const i32 mine = turn_ * columns_[0], both = mine + turn_ * columns_[1], rest = in_turns % both;
+        return in_turns / both * mine + (rest < mine ? rest : mine);
     }
 
     TileWalk first_, second_;
     i32 columns_[2];  // tiles of them
+    i32 turn_;
     i32 all_, lead_;  // tiles of the first product; those before any of the second
 };
 

@@ -44,6 +44,8 @@ MOECOMM_FN void cast_rows(const LayerArgs& a, u8* to, i32 warp, i32 warps) {
 template <RowConfig r, Type given, i32 topk>
 MOECOMM_FN void offer_rows(const LayerArgs& a) {
     const i32 thread = blockIdx.x * kOfferThreads + threadIdx.x, threads = gridDim.x * kOfferThreads;
+    await_earlier_kernels();
+    let_next_kernel_launch();
     auto* slips = reinterpret_cast<Slip*>(a.slips);
     auto* places = reinterpret_cast<u32*>(a.places);
     for (i32 t = thread; t < a.num_tokens; t += threads) slips[t] = {a.offered + static_cast<u64>(t) * r.pitch(), a.landing};

@@ -18,8 +18,8 @@ namespace moecomm {
 struct OneLaunchArgs {
     GemmArgs first, second;  // of the same rows, row tiles and bands; the second's x is the first's out
     LayerArgs layer;
-    i32 fetchers;  // blocks, whole clusters, that fetch before they multiply
-    i32 lag;       // LaggedWalk
+    i32 fetchers;   // blocks, whole clusters, that fetch before they multiply
+    i32 lag, turn;  // LaggedWalk
 };
 static_assert(sizeof(OneLaunchArgs) <= 4096 && sizeof(OneLaunchArgs) % sizeof(u64) == 0, "what a kernel takes");
 
@@ -73,7 +73,7 @@ struct Awaited {
 // others of the block, through their wait.  Copies of theirs then take a fence between the proxies.
 template <GemmConfig c>
 MOECOMM_FN void deal(OneShared<c>& s, const OneLaunchArgs& args) {
-    s.dealt.walk = LaggedWalk(args.first.grouping, args.second.grouping, s.gemm.counts, args.lag);
+    s.dealt.walk = LaggedWalk(args.first.grouping, args.second.grouping, s.gemm.counts, args.lag, args.turn);
     Awaited awaited{args};
     for (DealtPlace place;; place.step()) {
         copy_wait(&s.dealt.empty[place.slot], place.phase ^ 1);
@@ -203,6 +203,7 @@ MOECOMM_FN void fetch_multiply_and_send(const OneLaunchArgs& args) {
         barrier_init_done();
     }
     await_earlier_kernels();
+    let_next_kernel_launch();
     const auto* counts = reinterpret_cast<const i32*>(args.first.counts);
     for (i32 g = threadIdx.x; g < args.first.grouping.groups; g += kGemmThreads) s.gemm.counts[g] = counts[g];
     meet_cluster<c.cluster>();

@@ -41,6 +41,7 @@ class Session(Protocol):
     nbytes: int  # memory this rank holds for the Buffer
     owner: object  # what must outlive every tensor in the window
     sums_in_heap: bool  # CombineArgs.sums: reduced rows may have a place each
+    alone: bool  # GPUs: no other rank is on ours, so kernels may be launched while those before them end
 
     @property
     def most_blocks(self) -> int:

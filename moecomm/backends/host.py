@@ -44,6 +44,7 @@ class HostSession:
     name = "host"
     device = torch.device("cpu")
     sums_in_heap = False
+    alone = False
 
     def __init__(self, ranks: Rendezvous, shape: _native.Shape, timeout_s: float) -> None:
         with all_or_none(ranks):

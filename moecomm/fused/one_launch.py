@@ -22,6 +22,10 @@ DEALT_BYTES = 320  # at least DealtShared of csrc/fused/dealt.cuh, and what alig
 # Tiles of the first GEMM, for every cluster of the launch, that are taken between the last that makes a band of rows
 # and the first that multiplies it: with two, one that each has begun and one that it has before it.
 LAG = 2
+# Row tiles of a turn of either GEMM.  Tiles that load the same weights, or rows, begin together only where most of what
+# is made is of one GEMM; else they come from memory again, and the GPU, which is at the limit of its power, runs slower
+# for it.  Turns of 1 row tile: 2 to 5 % longer (bench/results/one-launch-turns-h200-2.json).
+TURN = 64
 _LINE = 128 // 4  # scales
 
 
@@ -34,7 +38,8 @@ class OneLaunchArgs(ctypes.Structure):
         ("layer", LayerArgs),
         ("fetchers", ctypes.c_int32),
         ("lag", ctypes.c_int32),
-        ("padding", ctypes.c_uint8 * (-(ctypes.sizeof(LayerArgs) + 8) % 64)),
+        ("turn", ctypes.c_int32),
+        ("padding", ctypes.c_uint8 * (-(ctypes.sizeof(LayerArgs) + 12) % 64)),
     )
 
 
@@ -71,5 +76,6 @@ class OneLaunch(Layer):
             layer=self._args,
             fetchers=min(FETCHERS, blocks),
             lag=LAG * clusters,
+            turn=TURN,
         )
         self._launch(one_kernel(self._dtype, apart, schedule, hidden, self._buffer.dtype), blocks, args)

@@ -256,13 +256,13 @@ class Layer:
         return self.out
 
     def _launch(self, kernel: PlainKernel, blocks: int, args: ctypes.Structure) -> None:
-        index = self._buffer.device.index
+        index, overlap = self._buffer.device.index, self._buffer.session.alone
         if torch.cuda.current_device() == index and _native.cuda_context() != 0:
-            launch(kernel, blocks, args)
+            launch(kernel, blocks, args, overlap)
             return
         with torch.cuda.device(index):
             cuda_driver.bind_thread(index)
-            launch(kernel, blocks, args)
+            launch(kernel, blocks, args, overlap)
 
 
 def _told(

@@ -17,18 +17,19 @@ constexpr i32 kDealt = 2;  // tiles that a cluster has taken: one is made meanwh
 struct Launch {
     const Grouping &first, &second;
     const i32* counts;
-    i32 lag, clusters, fetchers, warps;
+    i32 lag, turn, clusters, fetchers, warps;
     Arrivals arrivals;
     std::vector<std::atomic<i32>> fetched, row_is_there, made;
     std::vector<std::atomic<i32>> times[2];  // that a tile has been made, by product
     std::atomic<i32> next{0}, taken{0}, wrong{0};
     std::chrono::steady_clock::time_point end;
 
-    Launch(const Grouping& f, const Grouping& s, const i32* c, i32 rows, i32 l, i32 all, i32 that_fetch, i32 w)
+    Launch(const Grouping& f, const Grouping& s, const i32* c, i32 rows, i32 l, i32 t, i32 all, i32 that_fetch, i32 w)
         : first(f),
           second(s),
           counts(c),
           lag(l),
+          turn(t),
           clusters(all),
           fetchers(that_fetch),
           warps(w),
@@ -72,7 +73,7 @@ struct Launch {
     };
     // A tile is made when the next ones have been taken, whatever these wait for.
     void multiply() {
-        LaggedWalk walk(first, second, counts, lag);
+        LaggedWalk walk(first, second, counts, lag, turn);
         std::vector<Taken> mine;
         i32 full = 0;
         for (bool more = true; more || !mine.empty();) {
@@ -117,9 +118,9 @@ struct Launch {
 }  // namespace
 
 // What went wrong: waits that did not end, rows that were used before they were there, tiles that were not made once.
-extern "C" i32 launched_at_once(const Grouping* first, const Grouping* second, const i32* counts, i32 rows, i32 lag, i32 clusters,
+extern "C" i32 launched_at_once(const Grouping* first, const Grouping* second, const i32* counts, i32 rows, i32 lag, i32 turn, i32 clusters,
                                 i32 fetchers, i32 warps, i32 resident) {
-    Launch launch(*first, *second, counts, rows, lag, clusters, fetchers, warps);
+    Launch launch(*first, *second, counts, rows, lag, turn, clusters, fetchers, warps);
     std::vector<std::thread> threads;
     for (i32 i = 0; i < resident; ++i) threads.emplace_back([&] { launch.run(); });
     for (auto& thread : threads) thread.join();

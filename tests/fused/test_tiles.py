@@ -177,8 +177,8 @@ def test_two_products_take_turns_and_the_second_lags(library: ctypes.CDLL, walk:
     mixed = 0
     for _ in range(300):
         first, second, counts = drawn_pair(rng)
-        lag, room = rng.choice((0, 1, 8, 132)), (ctypes.c_int32 * (8 * ROOM))()
-        found = library.lagged(*pairs(first, second, counts), lag, room, ROOM)
+        lag, turn, room = rng.choice((0, 1, 8, 132)), rng.choice((1, 2, 7, 64)), (ctypes.c_int32 * (8 * ROOM))()
+        found = library.lagged(*pairs(first, second, counts), lag, turn, room, ROOM)
         assert found < ROOM
         order = [(room[8 * i], Tile(*room[8 * i + 1 : 8 * i + 8])) for i in range(found)]
         # Each once, and each product in its own order.
@@ -196,17 +196,14 @@ def test_two_products_take_turns_and_the_second_lags(library: ctypes.CDLL, walk:
         # But not by much more: what makes two bands of rows, and what is taken in one turn.
         row_tiles = Counter(tile.group for tile in mine[0] if tile.column == 0)
         widest = min(first.band, max(row_tiles.values(), default=0))
-        assert max(behind, default=0) <= lag + (2 * widest + 1) * first.column_tiles + 1
-        # Spread: where they take turns, any stretch has its share of both.
+        assert max(behind, default=0) <= lag + (2 * widest + turn) * first.column_tiles
+        # Whole turns, from the first tile of the second product to the last of the first.
         turns = [which for which, _ in order]
         begin, end = (turns.index(1), len(turns) - turns[::-1].index(0)) if 1 in turns else (0, 0)
-        both = first.column_tiles + second.column_tiles
-        for at in range(begin, end):
-            length = rng.randint(1, min(both, end - at))
-            of_first = turns[at : at + length].count(0)
-            assert abs(of_first * both - length * first.column_tiles) <= both
-            mixed += 1
-    assert mixed > 1000
+        one = [1] * (turn * second.column_tiles) + [0] * (turn * first.column_tiles)
+        mixed += (turned := max(0, end - begin) // len(one))
+        assert turns[begin:end] == (one * (turned + 1))[: max(0, end - begin)]
+    assert mixed > 400
 
 
 def test_tiles_that_wait_for_tiles_are_all_made_and_none_too_early(library: ctypes.CDLL) -> None:
@@ -221,6 +218,6 @@ def test_tiles_that_wait_for_tiles_are_all_made_and_none_too_early(library: ctyp
         first.rows = second.rows = rows + rng.choice((0, 500))
         clusters = rng.randint(2, 24)
         fetchers = rng.randint(1, clusters)
-        resident, lag = rng.randint(fetchers, clusters), rng.choice((0, 1, 2 * clusters))
-        launch = (rows, lag, clusters, fetchers, rng.randint(1, 12), resident)
+        resident, lag, turn = rng.randint(fetchers, clusters), rng.choice((0, 1, 2 * clusters)), rng.choice((1, 3, 64))
+        launch = (rows, lag, turn, clusters, fetchers, rng.randint(1, 12), resident)
         assert library.launched_at_once(*pairs(first, second, counts), *launch) == 0

@@ -37,12 +37,13 @@ LARGE: dict[str, Any] = {  # four tiles of columns and more, groups of several h
 }
 
 
-def of_four(sizes: list[dict[str, Any]], large: dict[str, Any]) -> dict[str, tuple[dict[str, Any], int]]:
+def of_processes(sizes: list[dict[str, Any]], large: dict[str, Any]) -> dict[str, tuple[dict[str, Any], int]]:
     """Sizes of four processes, and one of how many --gpu-cases each gets: most, where the reference takes no time."""
     return {"few": (sizes[2] | {"ranks": 4}, 1), "small": (sizes[3], 30), "large": (large | {"ranks": 4}, 100)}
 
 
-FOUR = of_four(SIZES, LARGE)
+PROCESSES = of_processes(SIZES, LARGE)
+COUNTS = [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]  # of processes, a GPU each
 DTYPES = (torch.bfloat16, torch.float16)
 ODD = {"ranks": 2, "hidden": 64, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 40}
 
@@ -85,7 +86,7 @@ def compiled() -> None:
     if not torch.cuda.is_available():
         return
     kernels: set[plain_kernel.PlainKernel] = set()
-    for sizes in (*SIZES, SIZES[3] | {"ranks": 2}, LARGE, *(sizes for sizes, _ in FOUR.values()), ODD):
+    for sizes in (*SIZES, SIZES[3] | {"ranks": 2}, LARGE, *(sizes for sizes, _ in PROCESSES.values()), ODD):
         hidden, inner, local = sizes["hidden"], sizes["intermediate"], sizes["num_experts"] // sizes["ranks"]
         for tokens in range(sizes["max_tokens"] + 1):
             rows = max(1, tokens * sizes["topk"] * sizes["ranks"] // sizes["num_experts"])
@@ -287,18 +288,18 @@ def layers_of_a_process(
     return "right"
 
 
-@pytest.mark.gpu4
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("which", FOUR)
-def test_random_layers_of_four_processes(
-    which: str, dtype: torch.dtype, fused: Fused, request: pytest.FixtureRequest, gpu_ranks: Ranks
+@pytest.mark.parametrize("which", PROCESSES)
+def test_random_layers_of_processes(
+    which: str, dtype: torch.dtype, fused: Fused, count: int, request: pytest.FixtureRequest, gpu_ranks: Ranks
 ) -> None:
-    sizes, share = FOUR[which]
-    gpu_ranks.start(4, layers_of_a_process, sizes, dtype, seeds(request, share), fused, False)
-    found = gpu_ranks.results(4, timeout_s=850)
-    assert list(found.values()) == ["right"] * 4, found
+    sizes, share = PROCESSES[which]
+    gpu_ranks.start(count, layers_of_a_process, sizes | {"ranks": count}, dtype, seeds(request, share), fused, False)
+    found = gpu_ranks.results(count, timeout_s=850)
+    assert list(found.values()) == ["right"] * count, found
 
 
 def replayed(rank: int, group: Any, sizes: dict[str, Any], fused: Fused, fp8: bool = False) -> str:
@@ -321,7 +322,7 @@ def replayed(rank: int, group: Any, sizes: dict[str, Any], fused: Fused, fp8: bo
     return "right"
 
 
-@pytest.mark.gpu4
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("fused", FUSED)
-def test_a_graph_replays_with_other_routing_on_four_gpus(gpu_ranks: Ranks, fused: Fused) -> None:
-    assert gpu_ranks.run(4, replayed, SIZES[3], fused) == ["right"] * 4
+def test_a_graph_replays_with_other_routing_on_gpus(gpu_ranks: Ranks, fused: Fused, count: int) -> None:
+    assert gpu_ranks.run(count, replayed, SIZES[3] | {"ranks": count}, fused) == ["right"] * count

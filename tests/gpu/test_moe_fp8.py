@@ -17,13 +17,14 @@ from moecomm.testing import random_layer
 from ..conftest import Ranks
 from .layers import check_replays, checked, compile_all
 from .test_moe import (
+    COUNTS,
     FUSED,
     TRAVELLING,
     Fused,
     calls_of,
     full_layer,
     layers_of_a_process,
-    of_four,
+    of_processes,
     one_or_other,
     opened,
     replayed,
@@ -45,7 +46,7 @@ LARGE: dict[str, Any] = {  # several tiles of columns, groups of several hundred
     "topk": 2,
     "max_tokens": 1500,
 }
-FOUR = of_four(SIZES, LARGE)
+PROCESSES = of_processes(SIZES, LARGE)
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -55,7 +56,7 @@ def compiled() -> None:
     if not torch.cuda.is_available():
         return
     kernels: set[plain_kernel.PlainKernel] = set()
-    for sizes, rows in itertools.product((*SIZES, LARGE, *(sizes for sizes, _ in FOUR.values())), (1, 1000)):
+    for sizes, rows in itertools.product((*SIZES, LARGE, *(sizes for sizes, _ in PROCESSES.values())), (1, 1000)):
         hidden, inner, local = sizes["hidden"], sizes["intermediate"], sizes["num_experts"] // sizes["ranks"]
         first, second = (FP8_SCHEDULES[choose_fp8(rows, local, columns)] for columns in (2 * inner, hidden))
         both = schedules.schedule_of_both(FP8, rows, inner)
@@ -162,20 +163,22 @@ def test_a_bad_id_is_told_and_the_next_layer_is_right(fused: Fused) -> None:
         checked(ranks, case, calls)
 
 
-@pytest.mark.gpu4
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("fused", FUSED)
-@pytest.mark.parametrize("which", FOUR)
-def test_random_layers_of_four_processes(
-    which: str, fused: Fused, request: pytest.FixtureRequest, gpu_ranks: Ranks
+@pytest.mark.parametrize("which", PROCESSES)
+def test_random_layers_of_processes(
+    which: str, fused: Fused, count: int, request: pytest.FixtureRequest, gpu_ranks: Ranks
 ) -> None:
-    sizes, share = FOUR[which]
-    gpu_ranks.start(4, layers_of_a_process, sizes, torch.bfloat16, seeds(request, share), fused, True)
-    found = gpu_ranks.results(4, timeout_s=850)
-    assert list(found.values()) == ["right"] * 4, found
+    sizes, share = PROCESSES[which]
+    gpu_ranks.start(
+        count, layers_of_a_process, sizes | {"ranks": count}, torch.bfloat16, seeds(request, share), fused, True
+    )
+    found = gpu_ranks.results(count, timeout_s=850)
+    assert list(found.values()) == ["right"] * count, found
 
 
-@pytest.mark.gpu4
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("fused", FUSED)
-def test_a_graph_replays_with_other_routing_on_four_gpus(gpu_ranks: Ranks, fused: Fused) -> None:
-    assert gpu_ranks.run(4, replayed, SIZES[3], fused, True) == ["right"] * 4
+def test_a_graph_replays_with_other_routing_on_gpus(gpu_ranks: Ranks, fused: Fused, count: int) -> None:
+    assert gpu_ranks.run(count, replayed, SIZES[3] | {"ranks": count}, fused, True) == ["right"] * count

@@ -93,6 +93,7 @@ def test_a_packed_struct_is_handed_over_as_it_is(tmp_path: Path) -> None:
     code = """
 import struct
 _native.cuda_launch_packed(0xac0, 132, 384, 2048, 0x40, struct.pack("<qq", 77, 0))
+_native.cuda_launch_packed(0xac1, 4, 384, 0, 0x40, struct.pack("<qq", 78, 0), True)
 try:
     _native.cuda_launch_packed(0xbad, 1, 32, 0, 0, bytearray(8))
 except RuntimeError as error:
@@ -100,6 +101,7 @@ except RuntimeError as error:
 """
     assert with_driver(tmp_path, code) == [
         "plain 0xac0 132 384 2048 0x40 77",
+        "overlap 0xac1 4 384 0 0x40 78",
         "plain 0xbad 1 32 0 (nil) 0",
         "cuLaunchKernel returned CUDA_ERROR_INVALID_HANDLE",
     ]

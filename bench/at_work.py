@@ -1,0 +1,212 @@
+"""Layers of experts (`Buffer.moe`), one by one and at work, and what the GPU draws meanwhile: what one launch gains by
+the order of its tiles (moecomm.fused.one_launch.TURN), and by being launched early (moecomm.plain_kernel.launch).
+
+    python bench/at_work.py --ranks 2 --model deepseek-v3 --tokens 8192 --turns 1,16,64 --json at-work.json
+
+A rank has as many experts as each of 4 ranks has, so that experts have the rows that they have there.  `us`: median of
+replays of a graph of 2 to 20 layers, in turns in random order.  `at_work_us`: of the same graph, replayed again and
+again for half a second, after an eighth of that, the median of three times; `mhz`, `watts`: what nvidia-smi says of the
+first GPU meanwhile.  All results are compared, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import subprocess
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from moecomm import Buffer, plain_kernel
+from moecomm.bench.ranks import on_ranks
+from moecomm.bench.results import write
+from moecomm.fused import Fp8, one_launch, quantize_weights, two_launches
+from moecomm.fused.fp8_experts import apply_fp8_experts
+from moecomm.fused.layer import apply_experts
+from moecomm.router import MODELS, Model, random_routing
+from moecomm.settings import Settings
+
+SECONDS, TIMES, REPLAYS, OF_RANKS = 0.5, 3, 11, 4
+BF16 = torch.bfloat16
+Call = Callable[[], Any]
+Way = tuple[Call, Any]  # a call, and the context that it is captured in
+
+
+class Watch(threading.Thread):
+    """Clock and power of a GPU, all the while."""
+
+    def __init__(self, gpu: int) -> None:
+        super().__init__(daemon=True)
+        query = "--query-gpu=clocks.sm,power.draw.instant"
+        how = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-lms", "20", "-i", str(gpu)]
+        self._process = subprocess.Popen(how, stdout=subprocess.PIPE, text=True)
+        self.seen: list[list[float]] = []
+        self.start()
+
+    def run(self) -> None:
+        """Until it is ended."""
+        for line in self._process.stdout or ():
+            self.seen.append([float(word) for word in line.split(",")])
+
+    def end(self) -> None:
+        """No more."""
+        self._process.kill()
+
+
+class Layers:
+    """One size, on all ranks."""
+
+    def __init__(self, model: Model, tokens: int, fp8: bool, group: dist.ProcessGroup, watch: Watch) -> None:
+        self._group, self._watch, ranks, rank = group, watch, group.size(), group.rank()
+        local = model.num_experts // OF_RANKS
+        device, experts = torch.device("cuda", torch.cuda.current_device()), local * ranks
+        g = torch.Generator(device=device).manual_seed(rank)
+        shapes = (local, 2 * model.intermediate, model.hidden), (local, model.hidden, model.intermediate)
+        w13, w2 = (torch.empty(s, dtype=BF16, device=device).normal_(std=s[-1] ** -0.5, generator=g) for s in shapes)
+        wide: Any = quantize_weights(w13) if fp8 else w13
+        narrow: Any = quantize_weights(w2) if fp8 else w2
+        drawn = random_routing(tokens, experts, model.topk, generator=torch.Generator().manual_seed(tokens + rank))
+        topk_idx, topk_weights = (tensor.to(device) for tensor in drawn)
+        x = torch.randn(tokens, model.hidden, device=device, generator=g).to(BF16)
+        sizes = Settings(ranks, model.hidden, experts, model.topk, tokens, BF16, "auto", None)
+        self.buffer = Buffer(
+            group,
+            hidden=model.hidden,
+            num_experts=experts,
+            topk=model.topk,
+            max_tokens=tokens,
+            window_bytes=-(-OF_RANKS // ranks) * sizes.default_heap(),
+        )
+        entries = torch.bincount((topk_idx // local).flatten().cpu().clamp(min=0), minlength=ranks)
+        dist.all_reduce(entries, group=group)
+        room = int(entries.max())
+        self.meet = partial(self.buffer.dispatch, x, topk_idx, topk_weights, max_rows=room)
+        arrived = self.meet(sync=True, quantize="fp8" if fp8 else None)
+        about: dict[str, Any] = {"expected_rows": len(arrived.x) // local}
+        counts = arrived.tokens_per_expert.clone()
+        if arrived.scales is not None:
+            rows = Fp8(arrived.x.clone(), arrived.scales.clone())
+            self.gemms: Call = partial(apply_fp8_experts, rows, wide, narrow, counts, BF16, **about)
+        else:
+            self.gemms = partial(apply_experts, arrived.x.clone(), wide, narrow, counts, **about)
+        self.layer = partial(self.buffer.moe, x, topk_idx, topk_weights, wide, narrow, max_rows=room)
+        self.chain = max(2, min(20, 16384 // tokens))
+
+    def ways(self, turns: list[int], late: bool) -> dict[str, Way]:
+        """By what they are."""
+        found: dict[str, Way] = {"GEMMs": (self.gemms, nullcontext())}
+        found["one after the other"] = (partial(self.layer, fused=False), nullcontext())
+        one = partial(self.layer, fused="one launch")
+        for turn in turns:
+            found[f"turns of {turn}"] = (one, mock.patch.object(one_launch, "TURN", turn))
+        if late:
+            found["launched late"] = (one, mock.patch.object(two_launches, "launch", _launch_late))
+        return found
+
+    def measure(self, ways: dict[str, Way]) -> list[dict[str, Any]]:
+        """Rows of the result."""
+        graphs, want = {}, None
+        for what, (call, changed) in ways.items():
+            with changed:
+                made, _ = call(), call()
+                torch.cuda.synchronize()
+                if call is not self.gemms:
+                    want = made if want is None else want
+                    assert torch.equal(made, want), what
+                graphs[what] = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graphs[what], capture_error_mode="thread_local"):
+                    for _ in range(self.chain):
+                        call()
+        us: dict[str, list[float]] = {what: [] for what in ways}
+        for order in _orders(ways, REPLAYS):
+            for what in order:
+                us[what].append(self._replay_us(graphs[what], 1))
+        work: dict[str, list[tuple[float, float, float]]] = {what: [] for what in ways}
+        for order in _orders(ways, TIMES):
+            for what in order:
+                times = torch.tensor(int(SECONDS * 1e6 / statistics.median(us[what]) / self.chain) + 1)
+                dist.all_reduce(times, dist.ReduceOp.MIN, group=self._group)
+                self._replay_us(graphs[what], int(times) // 8 + 1)
+                before = len(self._watch.seen)
+                took = self._replay_us(graphs[what], int(times))
+                seen = self._watch.seen[before:] or [[0.0, 0.0]]
+                work[what].append((took, *(statistics.mean(column) for column in zip(*seen, strict=True))))
+        self.buffer.check()
+        rows = []
+        for what in ways:
+            took, mhz, watts = (statistics.median(column) for column in zip(*work[what], strict=True))
+            mine = {"what": what, "us": round(statistics.median(us[what]), 1), "at_work_us": round(took, 1)}
+            rows.append(mine | {"mhz": round(mhz), "watts": round(watts)})
+        return rows
+
+    def _replay_us(self, graph: torch.cuda.CUDAGraph, times: int) -> float:
+        """Microseconds of a layer."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        dist.barrier(self._group)
+        if times == 1:
+            torch.cuda._sleep(500_000)  # type: ignore[no-untyped-call]
+        self.meet(sync=False)
+        begin.record()
+        for _ in range(times):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return float(begin.elapsed_time(end)) * 1000 / self.chain / times
+
+
+def _launch_late(kernel: Any, blocks: int, args: Any, overlap: bool = False) -> None:
+    plain_kernel.launch(kernel, blocks, args)
+
+
+def _orders(ways: dict[str, Way], times: int) -> list[list[str]]:
+    """The same on all ranks."""
+    return [random.Random(seed).sample(list(ways), len(ways)) for seed in range(times)]
+
+
+def run_rank(
+    group: dist.ProcessGroup, models: list[str], tokens: list[int], turns: list[int], fp8: bool, late: bool
+) -> list[dict[str, Any]]:
+    """One rank."""
+    torch.cuda.set_device(group.rank())
+    watch, rows = Watch(group.rank()), []
+    for model in (MODELS[name] for name in models):
+        for size in tokens:
+            layers = Layers(model, size, fp8, group, watch)
+            about = {"model": model.name, "tokens": size, "dtype": "fp8" if fp8 else "bf16"}
+            for row in layers.measure(layers.ways(turns, late)):
+                rows.append(about | row)
+                if group.rank() == 0:
+                    print(*rows[-1].values(), flush=True)
+            layers.buffer.close()
+    watch.end()
+    return rows
+
+
+def main() -> None:
+    """Measures, prints and writes."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    for name in ("--model", "--tokens", "--turns"):
+        parser.add_argument(name, required=True)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--fp8", action="store_true")
+    parser.add_argument("--late", action="store_true", help="also launched when the kernel before has ended")
+    parser.add_argument("--json", type=Path, required=True)
+    given = parser.parse_args()
+    tokens, turns = ([int(word) for word in words.split(",")] for words in (given.tokens, given.turns))
+    job = {"models": given.model.split(","), "tokens": tokens, "turns": turns, "fp8": given.fp8, "late": given.late}
+    by_rank = on_ranks("at_work:run_rank", job, given.ranks)
+    if by_rank is not None:
+        write(given.json, {"ranks": len(by_rank), "rows": by_rank[0]})
+
+
+if __name__ == "__main__":
+    main()
