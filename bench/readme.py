@@ -175,7 +175,11 @@ def kept_of(row: dict[str, Any]) -> str:
     if "kept" not in row.get("overlap", {}):
         return " |"
     kept, held = row["overlap"]["kept"], row["overlap"]["held"]
-    return f" {kept:.0%}; beside blocks that do nothing {held:.0%} |"
+    text = f" {kept:.0%}; beside blocks that do nothing {held:.0%}"
+    if "halves" in row:
+        halves, gemm, together = (time_of(row["halves"][name]) for name in ("halves", "gemm", "together"))
+        text += f"; begin and end {halves}, and {together} with a GEMM of {gemm} between them"
+    return f"{text} |"
 
 
 def is_sweep(found: dict[str, Any]) -> bool:

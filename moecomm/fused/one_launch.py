@@ -24,7 +24,7 @@ DEALT_BYTES = 320  # at least DealtShared of csrc/fused/dealt.cuh, and what alig
 LAG = 2
 # Row tiles of a turn of either GEMM.  Tiles that load the same weights, or rows, begin together only where most of what
 # is made is of one GEMM; else they come from memory again, and the GPU, which is at the limit of its power, runs slower
-# for it.  Turns of 1 row tile: 2 to 5 % longer (bench/results/one-launch-turns-h200-2.json).
+# for it.  Turns of 1 row tile: 8192 tokens 4 to 6 % longer, 512 the same (bench/results/at-work-*h200-2.json).
 TURN = 64
 _LINE = 128 // 4  # scales
 
