@@ -18,7 +18,7 @@ MOECOMM_FN void copy_args(Args& to, const Args& from, i32 threads) {
 MOECOMM_FN void await_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // The kernel after this one may be launched once all blocks have come here, where all of them are resident.  Rounds of few tokens do that.
 // Others are a while yet: the next round's blocks would take multiprocessors that a GEMM beside them wants.  Kernels of a layer of experts
-// do it as they begin: they leave no room for the next one's blocks, but where one of theirs has ended.
+// do it as they begin, or when they have heard of all ranks: nobody else's kernel is then what they still need.
 MOECOMM_FN void let_next_kernel_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // What the threads of a block have to know before they speak to anybody.

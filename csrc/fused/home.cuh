@@ -112,13 +112,13 @@ MOECOMM_FN void bring_home(const LayerArgs& a) {
     constexpr i32 kSteps = 4, kVectors = kSteps * kWarp, kParts = ceil_div(h.hidden / 8, kVectors);  // of a warp at once
     static_assert(h.topk <= kWarp && h.hidden % 8 == 0, "an entry a lane, whole vectors");
     await_earlier_kernels();
-    let_next_kernel_launch();
     const Round round{a.ctx, Op::combine, layer_round(a)};
     if (load_relaxed(reinterpret_cast<const u32*>(a.late)) != 0 && threadIdx.x == 0 && blockIdx.x == 0)
         report_failure(round, Waited::timeout, Phase::grid, a.ctx.rank, 0, 0, a.ctx.timeout_ns);
     bool ok = true;
     if (round.tag != 0 && warp_id() == 0) ok = await_landed(a, round);
     if (!__syncthreads_and(ok)) return;
+    let_next_kernel_launch();
     const i32 warps = kHomeThreads / kWarp, items = a.num_tokens * kParts;
     for (i32 item = blockIdx.x * warps + warp_id(); item < items; item += gridDim.x * warps) {
         const i32 token = item / kParts, first = item % kParts * kVectors;
