@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moecomm.bench import plot_gemms, plot_layers
-from moecomm.bench.plot_axes import over_tokens
+from moecomm.bench.plot_axes import over_tokens, save
 from moecomm.errors import BadInput, Unsupported
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _MARKERS = "osv^Dx"
 def draw(results: Iterable[Path], out: Path) -> None:
     """Draws all results into one picture, a row of panels for each; of moe and gemm, for each of its models.
 
-    Raises BadInput for a file that is not such a result, Unsupported where matplotlib is missing.
+    Raises BadInput for a file that is not such a result or no picture, Unsupported where matplotlib is missing.
     """
     try:
         import matplotlib
@@ -42,8 +42,7 @@ def draw(results: Iterable[Path], out: Path) -> None:
         for pair, draw_them in zip(figure.subplots(len(panels), 2, squeeze=False), panels, strict=True):
             for axes, draw_one in zip(pair, draw_them, strict=True):
                 draw_one(axes)
-        metadata = {"Date": None, "Description": digest(paths)} if out.suffix == ".svg" else {}
-        figure.savefig(out, dpi=150, metadata=metadata)
+        save(figure, out, digest(paths))
 
 
 def digest(results: Iterable[Path]) -> str:

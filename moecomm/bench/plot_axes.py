@@ -1,12 +1,18 @@
-"""What the panels of all pictures have in common: tokens from left to right."""
+"""What all pictures have in common: tokens from left to right, and how they are kept."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from moecomm.errors import BadInput
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def over_tokens(axes: Axes, title: str, tokens: Iterable[int], y: str) -> None:
@@ -19,3 +25,12 @@ def over_tokens(axes: Axes, title: str, tokens: Iterable[int], y: str) -> None:
     axes.set_xlabel("tokens a rank")
     axes.set_ylabel(y)
     axes.grid(alpha=0.3)
+
+
+def save(figure: Figure, out: Path, digest: str) -> None:
+    """Keeps a picture; an SVG says by `digest` what it was drawn from.  Raises BadInput for a name of none."""
+    if out.suffix not in _SUFFIXES:
+        raise BadInput("the picture", str(out), f"a name with one of {', '.join(_SUFFIXES)}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"Date": None, "Description": digest} if out.suffix == ".svg" else {}
+    figure.savefig(out, dpi=150, metadata=metadata)

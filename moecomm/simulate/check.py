@@ -110,7 +110,10 @@ def _kind(row: Row, result: Result, known: Domain, fitted: bool) -> str:
     if row.fits and result.ranks in known.ranks:
         return "one domain: fitted to"
     about = [] if result.ranks in known.ranks else [f"{result.ranks} ranks"]
-    about += ["skewed"] if result.found["case"]["skew"] else []
+    case = result.found["case"]
+    about += ["skewed"] if case["skew"] else []
+    about += ["caches flushed"] if case["cold"] else []
+    about += ["eager"] if case["mode"] == "eager" else []
     about += ["blocks given"] if row.sms_asked else []
     # Few blocks take longer to copy rows than peers to pull them, of which the model knows nothing.
     about += ["rows copied"] if row.sms_asked and row.variant == OUTSIDE else []

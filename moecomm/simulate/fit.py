@@ -185,4 +185,5 @@ def write(path: Path, fitted: dict[str, Any]) -> None:
         listed = isinstance(value, list) and value and isinstance(value[0], dict)
         inside = ",\n".join(f"  {json.dumps(one)}" for one in value) if listed else ""
         parts.append(f' "{name}": ' + (f"[\n{inside}\n ]" if listed else json.dumps(value)))
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("{\n" + ",\n".join(parts) + "\n}\n")

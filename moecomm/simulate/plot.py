@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moecomm.bench.plot_axes import save
 from moecomm.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -17,7 +18,10 @@ _LAYERS = {("layer", "serial_us"): ("-", "o"), ("layer", "overlapped_us"): ("--"
 
 
 def draw(result: dict[str, Any], out: Path) -> None:
-    """Dispatch and combine on the left, the layer on the right.  Raises Unsupported where matplotlib is missing."""
+    """Dispatch and combine on the left, the layer on the right.
+
+    Raises BadInput for what is no picture by its name, Unsupported where matplotlib is missing.
+    """
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -34,8 +38,7 @@ def draw(result: dict[str, Any], out: Path) -> None:
             f"NIC {nic['gbs']:g} GB/s",
             fontsize=9,
         )
-        metadata = {"Date": None, "Description": digest(result)} if out.suffix == ".svg" else {}
-        figure.savefig(out, dpi=150, metadata=metadata)
+        save(figure, out, digest(result))
 
 
 def digest(result: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import Any
 
 from moecomm.backends import lsa
@@ -49,7 +50,7 @@ class Asked:
             raise BadInput("payload", repr(self.payload), f"one of {', '.join(PAYLOADS)}")
         if self.wire not in ("fp32", "bf16"):
             raise BadInput("wire", repr(self.wire), "fp32 or bf16")
-        if self.hidden < 1 or self.gemm_us < 0 or self.gemm_tflops < 0:
+        if self.hidden < 1 or not 0 <= self.gemm_us < inf or self.gemm_tflops < 0:
             raise BadInput(
                 "hidden, gemm_us, gemm_tflops", (self.hidden, self.gemm_us, self.gemm_tflops), "1, 0, 0 or more"
             )

@@ -77,5 +77,7 @@ def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in columns:
         figures = column.endswith(("us", "error", "rows", "worst", "GB/s", "ns", "GPUs", "wanted"))
-        table.add_column(column, no_wrap=True, justify="right" if figures or column == "tokens" else "left")
+        figures = figures or column == "tokens"
+        # Where a table is too wide words take a second line: of a figure that is cut short nothing is left.
+        table.add_column(column, no_wrap=figures, justify="right" if figures else "left")
     return table

@@ -57,6 +57,8 @@ def test_an_svg_says_what_it_was_drawn_from_and_is_the_same_each_time(tmp_path: 
     source.write_text(json.dumps(result()))
     for name in ("a.svg", "b.svg", "c.png"):
         plot.draw([source], tmp_path / name)
+    with pytest.raises(BadInput, match=r"d\.gif"):
+        plot.draw([source], tmp_path / "d.gif")
     assert plot.digest([source]) in (tmp_path / "a.svg").read_text()
     assert (tmp_path / "a.svg").read_text() == (tmp_path / "b.svg").read_text()
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")

@@ -93,6 +93,21 @@ def test_what_is_predicted_of_a_row_does_not_know_it(across: dict[str, Any], tmp
     assert sum(a["predicted_us"] != b["predicted_us"] for a, b in zip(across["measured"], told, strict=True)) > 0
 
 
+def test_kinds_say_how_a_row_was_measured(tmp_path: Path) -> None:
+    result = json.loads((RESULTS / "ll-h200-4.json").read_text())
+    for about, kind in (({"cold": True}, "caches flushed, alone"), ({"mode": "eager"}, "eager, alone")):
+        path = tmp_path / f"{kind}.json"
+        path.write_text(json.dumps({**result, "case": {**result["case"], **about}}))
+        kinds = {row["kind"] for row in check([path], load(), Nic())["measured"] if row["what"] != "pair"}
+        assert kinds == {f"one domain: {kind}"}
+
+
+def test_the_check_among_all_figures_is_of_all_results() -> None:
+    kept = json.loads((RESULTS / "simulate-check.json").read_text())
+    of_model = [result for path in RESULTS.glob("*.json") for result in read(path) if any(rows_of(result))]
+    assert {row["file"] for row in kept["measured"]} == {result.path.name for result in of_model}
+
+
 def test_a_row_alone_has_nothing_fitted(tmp_path: Path) -> None:
     names = ("backends-domains", "latency-backends")
     results = {name: json.loads((RESULTS / f"{name}-h200-4.json").read_text()) for name in names}

@@ -52,6 +52,21 @@ def test_draws_the_same_each_time(tmp_path: Path) -> None:
     assert first == (tmp_path / "b.svg").read_text() and "sha256 of rows" in first
 
 
+def test_a_picture_is_kept_where_it_is_wanted_or_refused(tmp_path: Path) -> None:
+    run("--domains", "1", "--tokens", "1", "--plot", str(tmp_path / "new" / "a.png"))
+    assert (tmp_path / "new" / "a.png").exists()
+    with pytest.raises(BadInput, match=r"a\.gif"):
+        run("--domains", "1", "--tokens", "1", "--plot", str(tmp_path / "a.gif"))
+
+
+def test_figures_of_the_check_are_whole() -> None:
+    """However long the names beside them are."""
+    said = run("check", *(str(RESULTS / f"{name}-h200-4.json") for name in ("backends-domains", "latency-backends")))
+    rows = [line for line in said.splitlines() if line.startswith("backends-domains")]
+    assert rows and all(re.search(r" (128|4096) +[0-9.]+ +[0-9.]+ +[+-][0-9.]+% ", row) for row in rows), said
+    assert "limit fitted to" in said and "…" not in said
+
+
 def test_checks_and_fits(tmp_path: Path) -> None:
     said = run("check", str(RESULTS / "ll-h200-4.json"), "--json", str(tmp_path / "check.json"))
     assert "NCCL EP LL" in said and "median error" in said
@@ -59,8 +74,8 @@ def test_checks_and_fits(tmp_path: Path) -> None:
     assert {"measured", "published", "errors", "machine", "versions", "date", "command"} <= set(found)
     assert all(row["source"] for row in found["published"])
     files = [str(path) for path in sorted(RESULTS.glob("*-h200-4.json"))]
-    assert "flat dispatch" in run("fit", *files, "--out", str(tmp_path / "fit.json"))
-    assert run("--parameters", str(tmp_path / "fit.json")) == run()
+    assert "flat dispatch" in run("fit", *files, "--out", str(tmp_path / "new" / "fit.json"))
+    assert run("--parameters", str(tmp_path / "new" / "fit.json")) == run()
 
 
 def test_options_are_heard() -> None:
@@ -106,6 +121,8 @@ def test_options_are_heard() -> None:
         ["--nvlink-gbs", "-1"],
         ["--parts", "0"],
         ["--gemm-us", "-1"],
+        ["--gemm-us", "nan"],
+        ["--gemm-us", "inf"],
         ["--chunk-tokens", "0"],
         ["--experts", "100"],
     ],
