@@ -42,6 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from moecomm import shims
+from moecomm.backends import cuda_driver
 from moecomm.errors import Unsupported
 from moecomm.shims.build import CannotBuild, dotted, version, wheels
 
@@ -165,4 +166,4 @@ def _nvshmem_library(shim: shims.Shim) -> Path:
                 "run python -m moecomm.shims.build, or install that version."
             )
         return library
-    raise Unsupported("NVSHMEM's device library is not installed: pip install nvidia-nvshmem-cu13.")
+    raise Unsupported(f"NVSHMEM's device library is not installed: pip install nvidia-nvshmem-{cuda_driver.wheels()}.")

@@ -214,6 +214,16 @@ def test_what_a_machine_with_gpus_lacks_is_said_of_the_backend_that_wants_it(
     assert re.fullmatch(nvshmem, found["nvshmem"]), found
 
 
+def test_wheels_are_those_of_the_cuda_of_torch(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for cuda, wheels in (("12.8", "cu12"), ("13.0", "cu13")):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        found = machine.verdicts(nccl="2.28.9", nvshmem="3.3.20")
+        assert found["gin"].endswith(f"; pip install 'nvidia-nccl-{wheels}>=2.30.7'")
+        assert found["nvshmem"].endswith(f"; pip install 'nvidia-nvshmem-{wheels}>=3.4.5'")
+        assert machine.verdicts(nccl="2.30.3")["gin"].endswith(f"; pip install 'nvidia-nccl-{wheels}>=2.30.7'")
+        assert machine.verdicts(nvshmem="")["nvshmem"].endswith(f"; pip install nvshmem4py-{wheels}")
+
+
 def test_a_driver_that_is_too_old_and_a_compiler_that_is_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pathfinder = pytest.importorskip("cuda.pathfinder")
     bindings = pytest.importorskip("cuda.bindings")

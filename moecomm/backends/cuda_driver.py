@@ -22,6 +22,11 @@ class DriverError(RuntimeError):
         self.function, self.name = function, name
 
 
+def wheels() -> str:
+    """What the names of wheels end in that go with this torch: "cu12" or "cu13"."""
+    return "cu12" if (torch.version.cuda or "").startswith("12.") else "cu13"
+
+
 @functools.cache
 def driver() -> ModuleType:
     """cuda.bindings.driver."""
