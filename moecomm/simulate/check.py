@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moecomm.bench.ours import OUTSIDE
-from moecomm.simulate.domain import Domain
+from moecomm.simulate.domain import Domain, NotMeasured
 from moecomm.simulate.measured import Result, Row, links, read, rows_of
 from moecomm.simulate.model import AUTO, HT, LL, Machine, cost
 from moecomm.simulate.nic import Nic
@@ -22,7 +22,8 @@ _TRIED = [10 ** (step / 20) for step in range(-60, 61)]
 
 def check(paths: Iterable[Path], domain: Domain, nic: Nic) -> dict[str, Any]:
     """{measured, left_out, published, joined, errors}: rows with predicted_us and error, the number of rows of
-    operations that have no line, what joined domains, and the median and worst error of each kind.
+    operations, or of few or many tokens, that have no line, what joined domains, and the median and worst error of
+    each kind.
 
     An error is predicted / measured - 1.  `kind` of a measured row: "fitted to", or what is else about it.  Between
     domains of a machine a NIC has the bandwidth and latency of put + signal there, where `paths` have those, and one
@@ -36,8 +37,9 @@ def check(paths: Iterable[Path], domain: Domain, nic: Nic) -> dict[str, Any]:
         link = measured_links.get((result.machine, result.backend))
         machine = Machine(domain, Nic(*link, nic.mega_messages) if link else nic)
         for algorithm, some in _by_algorithm(result).items():
-            if not (link and result.domains > 1):
-                measured += [_measured(row, result, machine) for row in some]
+            alike = [_measured(row, result, machine) for row in some]
+            if not (link and result.domains > 1 and any(alike)):
+                measured += alike
                 continue
             told, limit = _with_one_fitted(some, result, machine)
             about = {"machine": result.machine, "backend": result.backend, "domains": result.domains}
@@ -46,11 +48,11 @@ def check(paths: Iterable[Path], domain: Domain, nic: Nic) -> dict[str, Any]:
                 others = [other for other in some if other is not row and _measured(other, result, machine)]
                 found = _with_one_fitted(others, result, machine)[0] if others else machine
                 measured.append(_measured(row, result, found, fitted=bool(others)))
-    known = [row for row in measured if row is not None]
-    left_out = len(measured) - len(known)
     published = [_published(row, domain, nic) for row in rows()]
-    errors = _errors([*known, *published])
-    return {"measured": known, "left_out": left_out, "published": published, "joined": joined, "errors": errors}
+    here, others_said = ([row for row in found if row is not None] for found in (measured, published))
+    left_out = len(measured) + len(published) - len(here) - len(others_said)
+    errors = _errors([*here, *others_said])
+    return {"measured": here, "left_out": left_out, "published": others_said, "joined": joined, "errors": errors}
 
 
 def _by_algorithm(result: Result) -> dict[str, list[Row]]:
@@ -82,20 +84,21 @@ def _with_one_fitted(some: list[Row], result: Result, machine: Machine) -> tuple
 
 
 def _measured(row: Row, result: Result, machine: Machine, fitted: bool = False) -> dict[str, Any] | None:
-    if any((part.operation, "many") not in machine.domain.lines for part in row.parts):
+    try:
+        us = sum(
+            cost(
+                part.operation,
+                result.spread,
+                row.tokens,
+                part.row_bytes,
+                machine,
+                algorithm=_algorithm(row, result),
+                slow_row_bytes=part.slow_row_bytes,
+            ).us
+            for part in row.parts
+        )
+    except NotMeasured:
         return None
-    us = sum(
-        cost(
-            part.operation,
-            result.spread,
-            row.tokens,
-            part.row_bytes,
-            machine,
-            algorithm=_algorithm(row, result),
-            slow_row_bytes=part.slow_row_bytes,
-        ).us
-        for part in row.parts
-    )
     about = {key: getattr(row, key) for key in ("file", "what", "layout", "payload", "variant", "tokens", "sms_asked")}
     where = {"domains": result.domains, "ranks": result.ranks, "kind": _kind(row, result, machine.domain, fitted)}
     return {**about, **where, "measured_us": row.us, "predicted_us": round(us, 3), "error": round(us / row.us - 1, 4)}
@@ -120,8 +123,11 @@ def _kind(row: Row, result: Result, known: Domain, fitted: bool) -> str:
     return "one domain: " + ", ".join([*about, row.what if row.what == "pair" else "alone"])
 
 
-def _published(row: Published, domain: Domain, nic: Nic) -> dict[str, Any]:
-    us, said = compare(row, domain, nic.latency_us)
+def _published(row: Published, domain: Domain, nic: Nic) -> dict[str, Any] | None:
+    try:
+        us, said = compare(row, domain, nic.latency_us)
+    except NotMeasured:
+        return None
     return {
         "kind": f"published: {row.library} {row.algorithm.upper()}",
         "what": row.what,

@@ -15,6 +15,10 @@ MOST_FEW = 512  # tokens of a rank that may go in packets: moecomm/packets.py
 SHIPPED = "h200.json"
 
 
+class NotMeasured(BadInput):
+    """An operation, or a number of tokens, that no line was fitted to."""
+
+
 @dataclass(frozen=True)
 class Load:
     """What the busiest rank of a domain has to do in one operation.
@@ -81,10 +85,10 @@ class Domain:
         return self.line(operation, FEW).us(load)
 
     def line(self, operation: Operation, regime: str) -> Line:
-        """Raises BadInput where nothing was measured."""
+        """Raises NotMeasured."""
         if (operation, regime) not in self.lines:
-            known = sorted({" ".join(filter(None, (o.what, o.layout, o.variant))) for o, _ in self.lines})
-            raise BadInput("operation", operation, f"one that was measured: {', '.join(known)}")
+            known = sorted(_named(*key) for key in self.lines)
+            raise NotMeasured("operation", _named(operation, regime), f"one that was measured: {', '.join(known)}")
         return self.lines[operation, regime]
 
     def with_nvlink(self, gbs: float) -> Domain:
@@ -93,6 +97,11 @@ class Domain:
             raise BadInput("nvlink_gbs", gbs, "more than 0")
         slower = {key: replace(line, gbs=min(line.gbs, gbs)) for key, line in self.lines.items()}
         return replace(self, lines=slower)
+
+
+def _named(operation: Operation, regime: str) -> str:
+    name = " ".join(filter(None, (operation.what, operation.layout, operation.variant)))
+    return f"{name} of {regime} tokens"
 
 
 def load(path: Path | None = None) -> Domain:

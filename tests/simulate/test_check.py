@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moecomm.bench.ours import BF16_WIRE, IN_WINDOW
+from moecomm.errors import BadInput
 from moecomm.simulate.check import check
-from moecomm.simulate.domain import Operation, load
+from moecomm.simulate.domain import Load, Operation, load
 from moecomm.simulate.measured import read, rows_of, slow_bytes_of
 from moecomm.simulate.model import Machine, cost
 from moecomm.simulate.nic import Nic
@@ -117,6 +119,22 @@ def test_a_row_alone_has_nothing_fitted(tmp_path: Path) -> None:
         (tmp_path / f"{name}.json").write_text(json.dumps(written))
     (row,) = check([tmp_path / f"{name}.json" for name in names], load(), Nic())["measured"]
     assert row["kind"] == "2 domains: gin HT" and abs(row["error"]) < 1
+
+
+def test_few_tokens_are_left_out_where_no_line_is_of_few() -> None:
+    known = load()
+    of_many = replace(known, lines={key: line for key, line in known.lines.items() if key[1] == "many"})
+    names = ("backends-domains-h200-4", "latency-backends-h200-4", "sweep-h200-4", "ht-h200-4")
+    paths = [RESULTS / f"{name}.json" for name in names]
+    told, before = check(paths, of_many, Nic()), check(paths, known, Nic())
+    assert {row["tokens"] > 512 for row in told["measured"]} == {True}
+    assert {joined["algorithm"] for joined in told["joined"]} == {"ht"}
+    assert {row["kind"] for row in told["published"]} == {"published: DeepEP V2 HT", "published: DeepEP V1 HT"}
+    left = sum(row["tokens"] <= 512 for part in ("measured", "published") for row in before[part])
+    assert told["left_out"] == before["left_out"] + left
+    operation = Operation("dispatch", "flat")
+    with pytest.raises(BadInput, match=r"got dispatch flat of few tokens; want .*dispatch flat of many tokens"):
+        of_many.us(operation, Load(1, 1, 1))
 
 
 def test_operations_without_a_line_are_left_out_across_domains_too(tmp_path: Path) -> None:
