@@ -240,7 +240,10 @@ def all_to_all(
     """What the links carry at most, by method and SMs."""
     from moecomm.bench import ceiling, table
     from moecomm.bench.ranks import on_ranks, plan
+    from moecomm.errors import BadInput
 
+    if part_bytes < 0:
+        raise BadInput("part_bytes", part_bytes, "at least 1, or 0 for the default")
     name, count = plan(backend, ranks)
     by_rank = on_ranks("moecomm.bench.ceiling:run_rank", {"backend": name, "part_bytes": part_bytes}, count)
     if by_rank is not None:

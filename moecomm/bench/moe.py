@@ -52,6 +52,8 @@ class Case:
         """Raises BadInput for a value that can't be measured."""
         if not self.tokens or min(self.tokens) < 1 or self.replays < 1:
             raise BadInput("tokens, replays", (self.tokens, self.replays), "at least 1 each")
+        if self.room < 0:
+            raise BadInput("room", self.room, "at least 1, or 0 for as many as are measured")
         for model in self.models:
             if self.ranks < 1 or model.num_experts % self.ranks:
                 raise BadInput("ranks", self.ranks, f"a divisor of {model.num_experts} experts")

@@ -48,6 +48,8 @@ def show_dispatch_combine(result: dict[str, Any], out: Console) -> None:
     for row in result["rows"]:
         if "why" in row:
             out.print(f"{row['tokens']} tokens, {row['who']} {row['what']}: {row['why']}", style="dim", markup=False)
+    for why in dict.fromkeys(row["overlap"]["why"] for row in result["rows"] if "why" in row.get("overlap", {})):
+        out.print(f"no matmul beside operations: {why}", style="dim", markup=False)
 
 
 def _mode(case: dict[str, Any]) -> str:

@@ -234,6 +234,13 @@ def test_no_room_in_the_window_is_a_row_that_says_so() -> None:
     assert dispatch_combine.merge(CASE, [rank, rank])["rows"] == [row]
 
 
+def test_why_no_matmul_was_timed_beside_operations_is_said_once(tmp_path: Path) -> None:
+    words = ["--ranks", "1", "--tokens", "3", "--replays", "1", "--no-ceiling", "--no-peers", "--overlap-gemm"]
+    said, found = bench(tmp_path, "dispatch-combine", *SIZES, *words)
+    assert [row.get("overlap") for row in found["rows"] if row["what"] == "dispatch"] == [{"why": "on GPUs only"}] * 4
+    assert said.count("no matmul beside operations: on GPUs only") == 1
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -248,6 +255,10 @@ def test_no_room_in_the_window_is_a_row_that_says_so() -> None:
         (["dispatch-combine", *SIZES, "--ranks", "3"], "BadInput: ranks: got 3; want a divisor of 8 experts"),
         (["sweep", *SIZES, "--mode", "graph"], "BadInput: mode: got graph; want eager on CPUs; graph or eager on GPUs"),
         (["all-to-all", "--backend", "host", "--ranks", "0"], "BadInput: ranks: got 0; want 1 to 64"),
+        (
+            ["all-to-all", "--backend", "host", "--part-bytes", "-1"],
+            "BadInput: part_bytes: got -1; want at least 1, or 0 for the default",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(

@@ -137,6 +137,7 @@ def test_fp8_compares_with_gemms_in_fp8() -> None:
         ({"ranks": 3}, "ranks"),
         ({"mode": "graph"}, "mode"),
         ({"replays": 0}, "replays"),
+        ({"room": -1}, "room"),
     ],
 )
 def test_what_can_not_be_measured_is_named(change: dict[str, Any], why: str) -> None:
