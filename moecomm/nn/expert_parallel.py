@@ -142,6 +142,8 @@ class ExpertParallel(torch.nn.Module):
         if topk_idx is None:
             if self.gate is None:
                 raise BadInput("topk_idx", "None", "expert ids: this layer has no gate")
+            if topk_weights is not None:
+                raise BadInput("topk_weights", "weights without topk_idx", "both, or neither: the gate says both")
             topk_idx, topk_weights = self.gate(tokens)
         rows = tokens.to(self.payload)
         if self._runs_fused(tokens):

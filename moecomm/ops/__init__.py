@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 
 from moecomm.buffer import Buffer
+from moecomm.errors import BadInput
 from moecomm.fused.fp8_experts import adopt_weights
 from moecomm.fused.layer import form_of
 from moecomm.ops import gradients, layer, rounds
@@ -92,9 +93,11 @@ def dispatch(
     """
     name = buffer if isinstance(buffer, str) else buffer.name
     weights = None if topk_weights is None else topk_weights.float()
+    if max_rows is not None and max_rows < 0:  # the operator's word for the worst case
+        raise BadInput("max_rows", max_rows, "0 or more")
     rows, weights, local_idx, src, tokens_per_expert, num_rows, memory = rounds.dispatch(
         x,
-        topk_idx.long(),
+        topk_idx.long() if topk_idx.dtype == torch.int32 else topk_idx,
         weights,
         name,
         layout,
@@ -132,6 +135,7 @@ def dispatch_again(x: torch.Tensor, handle: Handle) -> torch.Tensor:
     Raises:
         As Buffer.dispatch; BadInput as well for a handle that is none.
     """
+    _check_handle(handle)
     rows: torch.Tensor = rounds.dispatch_again(
         x, handle.memory, handle.buffer, handle.layout, handle.max_rows, handle.zero_padding, handle.num_sms
     )
@@ -154,6 +158,7 @@ def combine(y: torch.Tensor, handle: Handle, *, weighted: bool = True, wire: tor
     Raises:
         As Buffer.combine; BadInput as well for a handle that is none.
     """
+    _check_handle(handle)
     out: torch.Tensor = rounds.combine(
         y,
         handle.row_weights if weighted else None,
@@ -233,3 +238,9 @@ def moe(
         form_of(fused),
     )
     return out
+
+
+def _check_handle(handle: Handle) -> None:
+    """Buffer's own have other fields."""
+    if not isinstance(handle, Handle):
+        raise BadInput("handle", type(handle).__name__, "the .handle of what moecomm.ops.dispatch returned")

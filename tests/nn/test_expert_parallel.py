@@ -265,6 +265,7 @@ def test_what_is_cut_is_told_by_its_name() -> None:
         ("num_experts", lambda: layer_of(moecomm.local_ranks(3)[0])),
         ("x", lambda: layer_of(None)(draw(3, 16))),
         ("topk_idx", lambda: layer_of(None, gate=None)(draw(3, HIDDEN))),
+        ("topk_weights", lambda: layer_of(None)(draw(3, HIDDEN), topk_weights=torch.ones(3, TOPK))),
         ("x", lambda: layer_of(None)(draw(MOST + 1, HIDDEN))),
     ],
 )

@@ -185,6 +185,16 @@ def test_a_handle_that_is_none_is_named(argument: str, change: dict[str, Any]) -
         assert caught.value.argument == argument
 
 
+def test_a_handle_of_the_buffer_is_none() -> None:
+    c = case(1)
+    with c.buffer(None) as buffer:
+        x = torch.zeros(5, c.hidden)
+        routed: Any = buffer.dispatch(x, torch.zeros(5, c.topk, dtype=torch.int64), layout="expert")
+        for call in (ops.combine, ops.dispatch_again):
+            with pytest.raises(moecomm.BadInput, match=r"handle: got Handle; want the \.handle of what moecomm\.ops"):
+                call(x, routed.handle)
+
+
 def test_bad_input_is_named_at_once_and_the_buffer_goes_on() -> None:
     c = case(1)
     with c.buffer(None) as buffer:
@@ -193,14 +203,16 @@ def test_bad_input_is_named_at_once_and_the_buffer_goes_on() -> None:
             ((x.double(), idx), "x"),
             ((x, idx + 99), "topk_idx"),
             ((x, idx[:3]), "topk_idx"),
+            ((x, idx.float()), "topk_idx"),  # weights in its place
             ((torch.ones(99, c.hidden), idx), "x"),
         ):
             with pytest.raises(moecomm.BadInput, match=match):
                 ops.dispatch(buffer, *wrong)
         with pytest.raises(moecomm.BadInput, match="layout"):
             ops.dispatch(buffer, x, idx, layout="rows")
-        with pytest.raises(moecomm.BadInput):
-            ops.dispatch(buffer, x, idx, max_rows=2)
+        for rows in (2, -1):
+            with pytest.raises(moecomm.BadInput, match="max_rows"):
+                ops.dispatch(buffer, x, idx, max_rows=rows)
         routed = ops.dispatch(buffer, x, idx, max_rows=15)
         assert torch.equal(ops.combine(routed.x, routed.handle), 3 * x)
 
