@@ -47,6 +47,14 @@ def under_torchrun() -> bool:
     return dist.is_torchelastic_launched()
 
 
+def leads() -> bool:
+    """Whether what one process measures by itself is for this one: of torchrun's, the first."""
+    if not under_torchrun():
+        return True
+    _join()
+    return dist.get_rank() == 0
+
+
 def starter() -> list[str]:
     """The words that have started this process, before those that say what to run."""
     return ["torchrun", "--nproc-per-node", str(_joined)] if _joined else ["python"]

@@ -227,6 +227,13 @@ def test_torchrun_starts_the_ranks_as_well(tmp_path: Path) -> None:
     assert said.count("tokens  by") == 1, "rank 0 alone reports"
 
 
+def test_one_of_the_ranks_of_torchrun_times_the_gemms(tmp_path: Path) -> None:
+    start = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "moecomm.bench")
+    sizes = ["--model", "mixtral-8x7b", "--hidden", "64", "--intermediate", "32", "--tokens", "1", "--ranks", "4"]
+    said, _ = bench(tmp_path, "gemm", *sizes, "--replays", "1", start=start)
+    assert said.count("grouped GEMMs of a rank's experts") == 1
+
+
 def test_no_room_in_the_window_is_a_row_that_says_so() -> None:
     why = {"who": "moecomm", "tokens": 5, "sms_asked": 0, "what": "dispatch", "layout": "batched", "payload": "bf16"}
     row = {**why, "variant": "", "why": "window_bytes: got too few"}
