@@ -57,6 +57,10 @@ class Session(Protocol):
         """The same for combines.  All their `y` lie in our window if this one does, and else none."""
         ...
 
+    def order(self) -> None:
+        """GPUs: what is enqueued on the current stream from now on starts after the last round, as rounds do."""
+        ...
+
     def synchronize(self) -> None:
         """Waits for every round enqueued so far; returns in time even when one fails, because rounds have deadlines."""
         ...

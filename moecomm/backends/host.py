@@ -89,6 +89,9 @@ class HostSession:
         """Returns when the round is over."""
         return _native.host_combine
 
+    def order(self) -> None:
+        """No streams here."""
+
     def synchronize(self) -> None:
         """Rounds are over when they return."""
 

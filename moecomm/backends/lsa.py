@@ -264,6 +264,10 @@ class LsaSession:
             cuda_driver.bind_thread(self.device.index)
         return _native.cuda_capturing(_native.current_stream(self.device.index))
 
+    def order(self) -> None:
+        """See Session."""
+        self._with_device(lambda: self._order(_native.current_stream(self.device.index)))
+
     def _with_device(self, enqueue: Callable[..., None], *args: object) -> None:
         if _native.cuda_context() == self._cuda_context:
             enqueue(*args)

@@ -176,6 +176,7 @@ class Layer:
             args.weights = topk_weights.data_ptr()
         self._kept: list[Any] = [x, topk_weights, bias, slips, places, counters]
         self._home = home_kernel(buffer.dtype, hidden, topk)
+        buffer.session.order()  # a round on another stream may still use what the memory of the window was before
         self._launch(offer_kernel(buffer.dtype, self._dtype, hidden, topk), 2 * self._sms, args)
         self.dispatch = {
             "x": slips.view(buffer.dtype),

@@ -411,6 +411,18 @@ def test_rounds_keep_their_order_over_streams(session: lsa.LsaSession, cuda: Cud
     assert Event.answers == []
 
 
+def test_what_comes_before_a_round_keeps_its_order_as_well(session: lsa.LsaSession, cuda: Cuda) -> None:
+    first, second = Stream(1), Stream(2)
+    run = session.combiner(args := _native.CombineArgs())
+    cuda.stream = first
+    run(args)
+    cuda.stream = second
+    session.order()
+    assert second.waits == [1] and len(cuda.launched) == 1
+    run(args)
+    assert second.waits == [1], "once"
+
+
 def test_ctrl_c_ends_a_wait_for_the_device(session: lsa.LsaSession, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[int, int]] = []
     session.context = _native.Context()

@@ -212,7 +212,9 @@ def test_rows_are_offered_as_a_dispatch_casts_them(
     dtype: torch.dtype, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of several pieces, whose last group of columns is not full, with gaps between them."""
-    Emulated(machine, monkeypatch)
+    emulated, done = Emulated(machine, monkeypatch), []
+    monkeypatch.setattr(emulated, "launch", lambda *given, run=emulated.launch: (done.append("offer"), run(*given)))
+    monkeypatch.setattr(HostSession, "order", lambda session: done.append("order"))  # of streams, on GPUs
     tokens, hidden, g = 37, 4240, torch.Generator().manual_seed(0)
     wide = torch.randn(tokens, hidden + 8, generator=g) * torch.exp2(torch.randint(-20, 5, (tokens, 1), generator=g))
     x = wide.to(dtype)[:, :hidden]
@@ -224,6 +226,7 @@ def test_rows_are_offered_as_a_dispatch_casts_them(
         (buffer,) = ranks.buffers
         given = layer.prepare(buffer, x=x, **routing, **weights, fused=True)
         assert isinstance(given, two_launches.Layer)
+        assert done == ["order", "offer"]
         pitch = two_launches.row_pitch(kernels.FP8, hidden)
         slips = given.dispatch["x"].view(torch.int64)
         assert torch.equal(slips[:, 0], slips[0, 0] + pitch * torch.arange(tokens))
