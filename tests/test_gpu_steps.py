@@ -48,14 +48,14 @@ def collected(*chosen: tuple[str, ...]) -> list[int]:
 
 
 def test_every_test_that_is_named_exists() -> None:
-    """Fused layers and others are all layers, on one GPU and on four."""
+    """Fused layers and others are all layers, on one GPU, on two and on four."""
     named = tuple(sorted({word for step in TESTS for word in step.pytest if word.startswith("tests/")}))
     assert len(named) > 30
     by_words = sorted({step.pytest for step in TESTS if "-k" in step.pytest})
     all_named, layers, *found = collected(named, (steps.MOE,), *by_words)
     assert all_named > 100 and min(found) > 1
     of_layers = [count for words, count in zip(by_words, found, strict=True) if words[0] == steps.MOE]
-    assert len(of_layers) == 4 and sum(of_layers) == layers
+    assert len(of_layers) == 6 and sum(of_layers) == layers
 
 
 def test_steps_have_names_of_their_own_and_limits_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,15 +111,18 @@ PARTS: dict[str, list[Step]] = {
     "moe": [
         one("gemm", 200, "tests/gpu/test_grouped_gemm.py"),
         one("moe", 400, MOE, "-k", f"not ({FUSED})"),
+        Step("moe2", 300, (MOE, "-m", "gpu2", "-k", f"not ({FUSED})"), gpus=2, random=True),
         Step("moe4", 300, (MOE, "-m", "gpu4", "-k", f"not ({FUSED})"), random=True),
     ],
     "fused": [
         one("fused", 600, MOE, "-k", FUSED),
+        Step("fused2", 450, (MOE, "-m", "gpu2", "-k", FUSED), gpus=2, random=True),
         Step("fused4", 450, (MOE, "-m", "gpu4", "-k", FUSED), random=True),
     ],
     "fp8": [
         one("gemm-fp8", 200, "tests/gpu/test_grouped_gemm_fp8.py", random=False),
         one("moe-fp8", 700, "tests/gpu/test_moe_fp8.py"),
+        Step("moe2-fp8", 500, ("tests/gpu/test_moe_fp8.py", "-m", "gpu2"), gpus=2, random=True),
         Step("moe4-fp8", 500, ("tests/gpu/test_moe_fp8.py", "-m", "gpu4"), random=True),
     ],
     "integrations": [
