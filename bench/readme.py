@@ -269,9 +269,11 @@ def simulate(found: dict[str, Any]) -> str:
 
 def simulate_check(found: dict[str, Any]) -> str:
     """The section of `moecomm simulate check`."""
+    left_out = found["left_out"]
+    without = f"; {left_out} rows of operations that nothing was fitted to are left out" if left_out else ""
     lines = [
         "How far off the model is (predicted over measured, less one); rows that others published are of their "
-        "libraries, on their machines:",
+        f"libraries, on their machines{without}:",
         "",
         "| rows | number | median error | worst |",
         "| --- | --- | --- | --- |",
