@@ -69,7 +69,9 @@ def tune(
     ranks: Annotated[int | None, typer.Option(help="Processes; default: one a GPU.")] = None,
     backend: Annotated[str, typer.Option(help="auto, host, lsa, gin or nvshmem.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Default: where rounds of this user look for it.")] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Write every time measured there.")] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", dir_okay=False, help="Write every time measured there.")
+    ] = None,
 ) -> None:
     """Finds the blocks and chunks that are fastest here, and keeps them for rounds on GPUs to use.
 

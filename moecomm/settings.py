@@ -10,6 +10,7 @@ import torch
 
 from moecomm.errors import BadInput, Mismatch
 from moecomm.rendezvous import Rendezvous
+from moecomm.whole import is_whole
 
 if TYPE_CHECKING:
     from moecomm.backends import Backend
@@ -52,7 +53,15 @@ class Settings:
     )
 
     def agree(self, group: Rendezvous) -> None:
-        """Collective.  Raises Mismatch naming the first field in which ranks differ, on every rank."""
+        """Collective.  Raises Mismatch naming the first field in which ranks differ, on every rank; BadInput at once
+        for what is no number.
+        """
+        optional = {"window_bytes": self.window_bytes, "domain_ranks": self.domain_ranks}
+        given = {name: value for name, value in optional.items() if value is not None}
+        given |= {name: getattr(self, name) for name in ("hidden", "num_experts", "topk", "max_tokens")}
+        for name, value in given.items():
+            if not is_whole(value):
+                raise BadInput(name, repr(value), "a whole number")
         dtype = DTYPES.index(self.dtype) if self.dtype in DTYPES else -1
         window = -1 if self.window_bytes is None else self.window_bytes
         sizes = (self.hidden, self.num_experts, self.topk, self.max_tokens)

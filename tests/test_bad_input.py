@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -57,12 +58,16 @@ REFUSED = {
     "scales without columns": ("scales", {"scales": torch.zeros(T, 0)}),
     "scales columns apart": ("scales", {"scales": torch.zeros(2, T).t()}),
     "num_sms": ("num_sms", {"num_sms": 0}),
+    "num_sms of a share": ("num_sms", {"num_sms": 1.5}),
     "quantize with scales": ("quantize", {"quantize": "fp8", "scales": torch.zeros(T, 1)}),
     "float8 without scales": ("scales", {"x": torch.zeros(T, 64).to(torch.float8_e4m3fn)}),
     "scales rows": ("scales", {"scales": torch.zeros(T - 1, 1)}),
     "scales dtype": ("scales", {"scales": torch.zeros(T, 1).double()}),
     "alignment": ("expert_alignment", {"expert_alignment": 0}),
+    "alignment no number": ("expert_alignment", {"expert_alignment": "16"}),
     "max_rows": ("max_rows", {"max_rows": -1}),
+    "max_rows of a capacity": ("max_rows", {"max_rows": 1.25 * T}),
+    "max_rows in words": ("max_rows", {"max_rows": "16"}),
     "handle": ("handle", {"handle": object(), "topk_idx": None, "topk_weights": None}),
 }
 
@@ -218,7 +223,10 @@ OPEN_REFUSED = {
     "timeout_s": {"timeout_s": 0},
     "backend": {"backend": "carrier pigeon"},
     "group": {"group": "world"},
+    "window_bytes": {"window_bytes": 1e7},
+    "domain_ranks": {"domain_ranks": 1.0},
 }
+NO_NUMBERS = {"hidden": 64.0, "num_experts": "4", "topk": None, "max_tokens": 8.5}
 
 
 @pytest.mark.parametrize("argument", OPEN_REFUSED)
@@ -226,6 +234,14 @@ def test_open_refuses(argument: str) -> None:
     with pytest.raises(moecomm.BadInput) as caught:
         moecomm.Buffer(**{"hidden": 64, "num_experts": 4, "topk": 2, "max_tokens": 8, **OPEN_REFUSED[argument]})
     assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize("argument", NO_NUMBERS)
+def test_sizes_are_whole_numbers(argument: str) -> None:
+    sizes: dict[str, Any] = {"hidden": 64, "num_experts": 4, "topk": 2, "max_tokens": 8}
+    with pytest.raises(moecomm.BadInput, match=rf"{argument}: got {NO_NUMBERS[argument]!r}; want a whole number"):
+        moecomm.Buffer(**sizes | {argument: NO_NUMBERS[argument]})
+    moecomm.Buffer(**{name: np.int32(size) for name, size in sizes.items()}).close()
 
 
 @pytest.mark.parametrize("backend", ["lsa", "gin", "nvshmem"])

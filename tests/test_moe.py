@@ -138,6 +138,7 @@ def test_what_does_not_fit_is_named_before_a_row_is_sent() -> None:
     w13, w2, x = good[0]["w13"], good[0]["w2"], good[0]["x"]
     refused: list[dict[str, Any]] = [
         {"activation": "gelu"},
+        {"max_rows": 1.5},
         {"fused": "three launches"},
         {"w13": w13[:1]},
         {"w13": w13.float()},

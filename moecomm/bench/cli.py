@@ -24,7 +24,7 @@ DomainsRanks = Annotated[
     str, typer.Option("--domain-ranks", help="Ranks of a domain; others are put to.  0: all that loads reach; 0,2.")
 ]
 Limit = Annotated[float, typer.Option("--limit", help="Seconds of a backend at one size, where there are several.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write the result there.")]
+Json = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write the result there.")]
 Model = Annotated[str, typer.Option(help="Whose sizes: a name of moecomm.router.MODELS.")]
 Hidden = Annotated[int | None, typer.Option(help="Columns of a token, in place of the model's.")]
 Models = Annotated[str, typer.Option(help="Whose sizes: one or several names of moecomm.router.MODELS.")]

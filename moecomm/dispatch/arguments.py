@@ -12,6 +12,7 @@ from moecomm import _native
 from moecomm.arrays import adopt, check_rows, check_tensor
 from moecomm.errors import BadInput, Closed
 from moecomm.routed import Handle
+from moecomm.whole import is_whole
 
 if TYPE_CHECKING:
     from moecomm.buffer import Buffer
@@ -74,8 +75,14 @@ def check_handle(buffer: Buffer, handle: Any) -> None:
 
 def check_num_sms(num_sms: int | None) -> None:
     """Raises BadInput unless it is None or a sensible number."""
-    if num_sms is not None and not 1 <= num_sms <= 1024:
-        raise BadInput("num_sms", num_sms, "1 to 1024, or None")
+    if num_sms is not None and not (is_whole(num_sms) and 1 <= num_sms <= 1024):
+        raise BadInput("num_sms", repr(num_sms), "1 to 1024, or None")
+
+
+def check_max_rows(max_rows: int | None) -> None:
+    """The same."""
+    if max_rows is not None and not (is_whole(max_rows) and max_rows >= 0):
+        raise BadInput("max_rows", repr(max_rows), "a whole number, 0 or more")
 
 
 def scale_dtype(options: Options, like: Tensors) -> torch.dtype | None:
@@ -98,14 +105,13 @@ def scale_columns(options: Options, like: Tensors) -> int:
 def _check_options(options: Options, max_rows: int | None) -> None:
     if options.layout not in LAYOUTS:
         raise BadInput("layout", repr(options.layout), " or ".join(LAYOUTS))
-    if not 1 <= options.expert_alignment < 1 << 20:
-        raise BadInput("expert_alignment", options.expert_alignment, "1 to 2^20 - 1")
+    if not (is_whole(options.expert_alignment) and 1 <= options.expert_alignment < 1 << 20):
+        raise BadInput("expert_alignment", repr(options.expert_alignment), "a whole number, 1 to 2^20 - 1")
     if options.scale_format not in SCALE_FORMATS:
         raise BadInput("scale_format", repr(options.scale_format), " or ".join(SCALE_FORMATS))
     if options.scale_layout not in SCALE_LAYOUTS:
         raise BadInput("scale_layout", repr(options.scale_layout), " or ".join(SCALE_LAYOUTS))
-    if max_rows is not None and max_rows < 0:
-        raise BadInput("max_rows", max_rows, "0 or more")
+    check_max_rows(max_rows)
     check_num_sms(options.num_sms)
 
 

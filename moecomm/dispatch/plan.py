@@ -12,6 +12,7 @@ from moecomm import _native, call
 from moecomm.dispatch import outputs
 from moecomm.dispatch.arguments import LAYOUTS, SCALE_FORMATS, SCALE_LAYOUTS, Tensors, scale_columns, scale_dtype
 from moecomm.routed import Handle, Routed
+from moecomm.whole import is_whole
 
 if TYPE_CHECKING:
     from moecomm.buffer import Buffer
@@ -82,7 +83,7 @@ class Plan:
         else:
             rows = self._worst_rows
             if max_rows is not None:
-                if max_rows < 0:
+                if not is_whole(max_rows) or max_rows < 0:
                     return None
                 rows = min(max_rows * self._groups, rows)
             payload, kept = self._memory.allocate(self._native.payload_bytes(rows), self._native.kept_bytes(rows))

@@ -13,6 +13,7 @@ from torch.nn.functional import grouped_mm, pad, silu
 
 from moecomm import combine, dispatch
 from moecomm.arrays import adopt, check_tensor
+from moecomm.dispatch.arguments import check_max_rows
 from moecomm.errors import BadInput
 from moecomm.fused import kernels, one_launch, reference, two_launches
 from moecomm.fused.fp8 import Fp8
@@ -229,6 +230,7 @@ def prepare(
     check_tensor("x", x, device=buffer.device, dtypes=(buffer.dtype,), shape=(None, buffer.hidden))
     rows = max(1, len(x) * buffer.topk * buffer.num_ranks // buffer.num_experts)  # of an expert, if all are as we are
     routing = {"topk_idx": topk_idx, "topk_weights": topk_weights, "check_weights": check_weights}
+    check_max_rows(max_rows)
     dispatching = {"x": x, **routing, "layout": "expert", "max_rows": max_rows, "num_sms": num_sms}
     combining = {"out": out, "bias": bias, "wire": wire, "num_sms": num_sms}
     if isinstance(w13, Fp8) or isinstance(w2, Fp8):

@@ -18,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Json = Annotated[Path | None, typer.Option("--json", help="Write the result there.")]
+Json = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write the result there.")]
 Parameters = Annotated[Path | None, typer.Option(help="What fit has written; default: what the package ships.")]
 NicGbs = Annotated[float, typer.Option(help="Of a GPU's NIC, one direction, GB/s.  Default: 400 Gb/s.")]
 NicLatency = Annotated[float, typer.Option(help="Put and signal, one way.  Default: half of GIN's round trip.")]

@@ -281,6 +281,13 @@ def test_what_cannot_be_measured_is_one_line(
     assert capfd.readouterr().err.strip() == said
 
 
+def test_a_folder_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    from moecomm.bench.cli import app
+
+    told = CliRunner().invoke(app, ["latency", "--backend", "host", "--json", str(tmp_path)])
+    assert told.exit_code == 2 and "--json" in told.output, told.output
+
+
 def test_latency_and_all_to_all_write_their_rows(tmp_path: Path) -> None:
     said, found = bench(tmp_path, "latency", "--backend", "host", "--most-bytes", "5000", "--replays", "2")
     assert [row["bytes"] for row in found["rows"]] == [1 << power for power in range(13)]
