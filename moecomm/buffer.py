@@ -311,8 +311,7 @@ class Buffer:
         """An uninitialised `y` for combine(y, handle), in the window, of `dtype` (default: the Buffer's).
 
         Such rows are read where they are, without a copy: flat on GPUs (without `weight_grads`), all layouts on CPUs.
-        On GPUs it may be the memory of a tensor that has been dropped: if it is written on another stream than that of
-        the rounds, have that stream wait for those which still read the dropped one.
+        On GPUs rounds may still read it for a tensor that was dropped: order other streams behind them.
         """
         return combine.empty(self, handle, dtype or self.dtype)
 
