@@ -311,7 +311,6 @@ class Buffer:
         """An uninitialised `y` for combine(y, handle), in the window, of `dtype` (default: the Buffer's).
 
         Such rows are read where they are, without a copy: flat on GPUs (without `weight_grads`), all layouts on CPUs.
-        On GPUs rounds may still read it for a tensor that was dropped: order other streams behind them.
         """
         return combine.empty(self, handle, dtype or self.dtype)
 
