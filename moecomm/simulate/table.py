@@ -40,7 +40,9 @@ def show_check(result: dict[str, Any], out: Console) -> None:
         what = " ".join(filter(None, (row["layout"], row["what"], row["payload"], row["variant"])))
         where = row["file"] if row["domains"] == 1 else f"{row['file']} ({row['domains']} domains)"
         table.add_row(where, what, str(row["tokens"]), *_compared(row), row["kind"].partition(": ")[2])
-    out.print(table)
+    out.print(
+        table if result["measured"] else "No measured rows: name JSON of moecomm bench, or have it in bench/results."
+    )
     if result["left_out"]:
         out.print(f"{result['left_out']} rows of operations that nothing was fitted to are left out", style="dim")
     table = _table("published", "operation", "domains", "as us", "predicted us", "error", "bound by")

@@ -59,6 +59,11 @@ def test_a_picture_is_kept_where_it_is_wanted_or_refused(tmp_path: Path) -> None
         run("--domains", "1", "--tokens", "1", "--plot", str(tmp_path / "a.gif"))
 
 
+def test_the_check_says_that_it_found_nothing_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "No measured rows: name JSON" in run("check") and "measured in" not in run("check")
+
+
 def test_figures_of_the_check_are_whole() -> None:
     """However long the names beside them are."""
     said = run("check", *(str(RESULTS / f"{name}-h200-4.json") for name in ("backends-domains", "latency-backends")))
