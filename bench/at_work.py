@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from moecomm import Buffer, plain_kernel
+from moecomm.bench.case import Traffic
 from moecomm.bench.ranks import on_ranks
 from moecomm.bench.results import write
 from moecomm.fused import Fp8, one_launch, quantize_weights, two_launches
@@ -86,9 +87,7 @@ class Layers:
             max_tokens=tokens,
             window_bytes=-(-OF_RANKS // ranks) * sizes.default_heap(),
         )
-        entries = torch.bincount((topk_idx // local).flatten().cpu().clamp(min=0), minlength=ranks)
-        dist.all_reduce(entries, group=group)
-        room = int(entries.max())
+        room = int(Traffic.of(group, drawn[0], experts).entries.sum(dim=0).max())
         self.meet = partial(self.buffer.dispatch, x, topk_idx, topk_weights, max_rows=room)
         arrived = self.meet(sync=True, quantize="fp8" if fp8 else None)
         about: dict[str, Any] = {"expected_rows": len(arrived.x) // local}

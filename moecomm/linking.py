@@ -166,4 +166,6 @@ def _nvshmem_library(shim: shims.Shim) -> Path:
                 "run python -m moecomm.shims.build, or install that version."
             )
         return library
-    raise Unsupported(f"NVSHMEM's device library is not installed: pip install nvidia-nvshmem-{cuda_driver.wheels()}.")
+    raise Unsupported(
+        f"NVSHMEM's device library is not installed: pip install nvidia-nvshmem-{cuda_driver.wheel_suffix()}."
+    )

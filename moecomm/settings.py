@@ -56,16 +56,13 @@ class Settings:
         """Collective.  Raises Mismatch naming the first field in which ranks differ, on every rank; BadInput at once
         for what is no number.
         """
-        optional = {"window_bytes": self.window_bytes, "domain_ranks": self.domain_ranks}
-        given = {name: value for name, value in optional.items() if value is not None}
-        given |= {name: getattr(self, name) for name in ("hidden", "num_experts", "topk", "max_tokens")}
-        for name, value in given.items():
-            if not is_whole(value):
-                raise BadInput(name, repr(value), "a whole number")
         dtype = DTYPES.index(self.dtype) if self.dtype in DTYPES else -1
         window = -1 if self.window_bytes is None else self.window_bytes
         sizes = (self.hidden, self.num_experts, self.topk, self.max_tokens)
         mine = (_MAGIC, VERSION, *sizes, dtype, window, self.domain_ranks or self.ranks)
+        for name, value in zip(self._NAMES, mine, strict=True):
+            if not is_whole(value):
+                raise BadInput(name, repr(value), "a whole number")
         packed = struct.pack("<9q16s", *mine, self.backend.encode())
         for rank, theirs in enumerate(group.all_gather(packed)):
             *numbers, backend = struct.unpack("<9q16s", theirs)

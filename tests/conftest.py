@@ -23,6 +23,10 @@ import moecomm
 from .compiled import compiling
 
 GPU_MARKS = {"gpu1": 1, "gpu2": 2, "gpu4": 4, "gpu8": 8}
+GPU_COUNTS = [
+    pytest.param(2, marks=pytest.mark.gpu2),
+    pytest.param(4, marks=pytest.mark.gpu4),
+]  # of processes, one each
 
 if torch.cuda.device_count() == 0:  # which does not start CUDA
     # Here and in all processes that tests start: tensors are small, cores few and busy, and threads that share a

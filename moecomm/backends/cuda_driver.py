@@ -22,7 +22,7 @@ class DriverError(RuntimeError):
         self.function, self.name = function, name
 
 
-def wheels() -> str:
+def wheel_suffix() -> str:
     """What the names of wheels end in that go with this torch: "cu12" or "cu13"."""
     return "cu12" if (torch.version.cuda or "").startswith("12.") else "cu13"
 

@@ -56,7 +56,7 @@ def _missing_gin() -> str:
     if library.version.release < _version(shim):
         return (
             f"NCCL {library.version} is loaded ({library.path}) and the shim was compiled for {shim.headers}; "
-            f"pip install 'nvidia-nccl-{cuda_driver.wheels()}>={shim.headers.split()[-1]}'"
+            f"pip install 'nvidia-nccl-{cuda_driver.wheel_suffix()}>={shim.headers.split()[-1]}'"
         )
     if not cuda_driver.attribute("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED", torch.cuda.current_device()):
         return f"NCCL has no GIN for {torch.cuda.get_device_name()}: no GPUDirect RDMA for memory of CUDA VMM"

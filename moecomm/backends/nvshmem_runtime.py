@@ -16,7 +16,7 @@ import torch
 
 from moecomm import config, linking, nic
 from moecomm.backends.collective import all_or_none
-from moecomm.backends.cuda_driver import no_room, wheels
+from moecomm.backends.cuda_driver import no_room, wheel_suffix
 from moecomm.errors import Unsupported
 from moecomm.rendezvous import Rendezvous
 
@@ -30,14 +30,14 @@ def missing() -> str:
     try:
         import nvshmem.core
     except ImportError as error:
-        return f"nvshmem4py can't be imported ({error}); pip install nvshmem4py-{wheels()}"
+        return f"nvshmem4py can't be imported ({error}); pip install nvshmem4py-{wheel_suffix()}"
     try:
         version = str(nvshmem.core.get_version().libnvshmem_version)
     except Exception as error:  # noqa: BLE001 - whichever the loader of libraries has for one that is not there
         said = str(error).splitlines() or [type(error).__name__]
-        return f"libnvshmem_host.so.3 can't be loaded ({said[0]}); pip install nvidia-nvshmem-{wheels()}"
+        return f"libnvshmem_host.so.3 can't be loaded ({said[0]}); pip install nvidia-nvshmem-{wheel_suffix()}"
     if tuple(int(number) for number in version.split(".")) < _OLDEST:
-        return f"NVSHMEM {version} is loaded and 3.4.5 is wanted; pip install 'nvidia-nvshmem-{wheels()}>=3.4.5'"
+        return f"NVSHMEM {version} is loaded and 3.4.5 is wanted; pip install 'nvidia-nvshmem-{wheel_suffix()}>=3.4.5'"
     return ""
 
 

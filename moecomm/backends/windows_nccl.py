@@ -14,7 +14,7 @@ import torch
 
 from moecomm import config
 from moecomm.backends.collective import all_or_none
-from moecomm.backends.cuda_driver import no_room, wheels
+from moecomm.backends.cuda_driver import no_room, wheel_suffix
 from moecomm.errors import Unsupported
 from moecomm.rendezvous import Rendezvous
 
@@ -32,10 +32,10 @@ def missing() -> str:
         return f"nccl4py {nccl.core.__version__} is installed and windows need 0.6; pip install -U nccl4py"
     library = nccl.core.get_version().libnccl
     if library is None:
-        return f"nccl4py finds no libnccl.so.2; pip install 'nvidia-nccl-{wheels()}>=2.30.7'"
+        return f"nccl4py finds no libnccl.so.2; pip install 'nvidia-nccl-{wheel_suffix()}>=2.30.7'"
     if library.version.release[:2] < _MINIMUM:
         have = f"NCCL {library.version} is loaded ({library.path})"
-        return f"{have} and windows need 2.30; pip install 'nvidia-nccl-{wheels()}>=2.30.7'"
+        return f"{have} and windows need 2.30; pip install 'nvidia-nccl-{wheel_suffix()}>=2.30.7'"
     return ""
 
 

@@ -268,10 +268,10 @@ def gemm(
 ) -> None:
     """The grouped GEMMs of one rank's experts, in turn with torch's.  On one GPU; without one, on the CPU."""
     from moecomm.bench import gemm as measured
-    from moecomm.bench import ranks as of_ranks
     from moecomm.bench import table
+    from moecomm.bench.ranks import leads
 
-    if not of_ranks.leads():
+    if not leads():
         return
     models = measured.sizes(model.split(","), hidden=hidden, intermediate=intermediate, topk=topk, num_experts=experts)
     lists = numbers("ranks", ranks), numbers("tokens", tokens)

@@ -76,7 +76,7 @@ def check_handle(buffer: Buffer, handle: Any) -> None:
 def check_num_sms(num_sms: int | None) -> None:
     """Raises BadInput unless it is None or a sensible number."""
     if num_sms is not None and not (is_whole(num_sms) and 1 <= num_sms <= 1024):
-        raise BadInput("num_sms", repr(num_sms), "1 to 1024, or None")
+        raise BadInput("num_sms", repr(num_sms), "a whole number, 1 to 1024, or None")
 
 
 def check_max_rows(max_rows: int | None) -> None:

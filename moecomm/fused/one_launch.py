@@ -22,9 +22,8 @@ DEALT_BYTES = 320  # at least DealtShared of csrc/fused/dealt.cuh, and what alig
 # Tiles of the first GEMM, for every cluster of the launch, that are taken between the last that makes a band of rows
 # and the first that multiplies it: with two, one that each has begun and one that it has before it.
 LAG = 2
-# Row tiles of a turn of either GEMM.  Tiles that load the same weights, or rows, begin together only where most of what
-# is made is of one GEMM; else they come from memory again, and the GPU, which is at the limit of its power, runs slower
-# for it.  Turns of 1 row tile: 8192 tokens 4 to 6 % longer, 512 the same (bench/results/at-work-*h200-2.json).
+# Row tiles of a turn of either GEMM.  With few, what is made at any time is of both, whose weights and rows have the
+# second-level cache to share.  Of 1: 8192 tokens 4 to 6 % longer, 512 the same (bench/results/at-work-*h200-2.json).
 TURN = 64
 _LINE = 128 // 4  # scales
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 
 from moecomm.buffer import Buffer
+from moecomm.dispatch.arguments import check_max_rows
 from moecomm.errors import BadInput
 from moecomm.fused.fp8_experts import adopt_weights
 from moecomm.fused.layer import form_of
@@ -93,8 +94,7 @@ def dispatch(
     """
     name = buffer if isinstance(buffer, str) else buffer.name
     weights = None if topk_weights is None else topk_weights.float()
-    if max_rows is not None and max_rows < 0:  # the operator's word for the worst case
-        raise BadInput("max_rows", max_rows, "0 or more")
+    check_max_rows(max_rows)  # -1 is the operator's word for the worst case
     rows, weights, local_idx, src, tokens_per_expert, num_rows, memory = rounds.dispatch(
         x,
         topk_idx.long() if topk_idx.dtype == torch.int32 else topk_idx,

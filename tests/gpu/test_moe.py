@@ -18,7 +18,7 @@ from moecomm.fused import SCHEDULES, choose, layer, one_launch, schedules, two_l
 from moecomm.fused.kernels import gemm_kernel
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
 
-from ..conftest import Ranks, share_cores
+from ..conftest import GPU_COUNTS, Ranks, share_cores
 from .layers import check_replays, checked, compile_all, copy_into
 
 SIZES: list[dict[str, Any]] = [
@@ -38,12 +38,13 @@ LARGE: dict[str, Any] = {  # four tiles of columns and more, groups of several h
 
 
 def of_processes(sizes: list[dict[str, Any]], large: dict[str, Any]) -> dict[str, tuple[dict[str, Any], int]]:
-    """Sizes of four processes, and one of how many --gpu-cases each gets: most, where the reference takes no time."""
+    """Sizes of processes, four of them if nobody says how many, and one of how many --gpu-cases each gets: most, where
+    the reference takes no time.
+    """
     return {"few": (sizes[2] | {"ranks": 4}, 1), "small": (sizes[3], 30), "large": (large | {"ranks": 4}, 100)}
 
 
 PROCESSES = of_processes(SIZES, LARGE)
-COUNTS = [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]  # of processes, a GPU each
 DTYPES = (torch.bfloat16, torch.float16)
 ODD = {"ranks": 2, "hidden": 64, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 40}
 
@@ -289,7 +290,7 @@ def layers_of_a_process(
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", GPU_COUNTS)
 @pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("which", PROCESSES)
@@ -322,7 +323,7 @@ def replayed(rank: int, group: Any, sizes: dict[str, Any], fused: Fused, fp8: bo
     return "right"
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", GPU_COUNTS)
 @pytest.mark.parametrize("fused", FUSED)
 def test_a_graph_replays_with_other_routing_on_gpus(gpu_ranks: Ranks, fused: Fused, count: int) -> None:
     assert gpu_ranks.run(count, replayed, SIZES[3] | {"ranks": count}, fused) == ["right"] * count

@@ -14,10 +14,9 @@ from moecomm.fused import FP8_SCHEDULES, Fp8, choose_fp8, grouped_gemm, one_laun
 from moecomm.fused.kernels import FP8, gemm_kernel
 from moecomm.testing import random_layer
 
-from ..conftest import Ranks
+from ..conftest import GPU_COUNTS, Ranks
 from .layers import check_replays, checked, compile_all
 from .test_moe import (
-    COUNTS,
     FUSED,
     TRAVELLING,
     Fused,
@@ -164,7 +163,7 @@ def test_a_bad_id_is_told_and_the_next_layer_is_right(fused: Fused) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", GPU_COUNTS)
 @pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize("which", PROCESSES)
 def test_random_layers_of_processes(
@@ -178,7 +177,7 @@ def test_random_layers_of_processes(
     assert list(found.values()) == ["right"] * count, found
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", GPU_COUNTS)
 @pytest.mark.parametrize("fused", FUSED)
 def test_a_graph_replays_with_other_routing_on_gpus(gpu_ranks: Ranks, fused: Fused, count: int) -> None:
     assert gpu_ranks.run(count, replayed, SIZES[3] | {"ranks": count}, fused, True) == ["right"] * count

@@ -16,7 +16,7 @@ from moecomm import nic
 from moecomm.backends import windows_nccl
 from moecomm.testing import check_case_on_rank, random_case
 
-from ..conftest import Ranks, share_cores
+from ..conftest import GPU_COUNTS, Ranks, share_cores
 from .test_virtual_ranks import straight_bytes
 
 # Windows of lsa, or a backend, with MOECOMM_RMA behind it; then so many domains, and the backend puts between them.
@@ -90,7 +90,7 @@ def random_cases(rank: int, group: Any, kind: str, cases: int, seed: int) -> str
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)])
+@pytest.mark.parametrize("count", GPU_COUNTS)
 def test_random_cases_match_the_reference(
     gpu_ranks: Ranks, kind: str, count: int, request: pytest.FixtureRequest
 ) -> None:

@@ -14,7 +14,7 @@ import torch
 
 import moecomm
 
-from ..conftest import Ranks
+from ..conftest import GPU_COUNTS, Ranks
 
 ROUNDS = 100_000
 SIZES: dict[str, Any] = {"hidden": 256, "num_experts": 32, "topk": 4, "max_tokens": 1500}
@@ -97,7 +97,7 @@ def _stress(rank: int, group: Any, kind: str) -> tuple[int, int]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["vmm", "nccl"])
-@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)])
+@pytest.mark.parametrize("count", GPU_COUNTS)
 def test_many_rounds_of_all_sizes_are_exact(gpu_ranks: Ranks, kind: str, count: int) -> None:
     gpu_ranks.start(count, _stress, kind)
     for done, wrong in gpu_ranks.results(count, timeout_s=280).values():
