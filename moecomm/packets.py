@@ -36,9 +36,9 @@ class Packets(NamedTuple):
 
 def of_dispatch(row_bytes: int, scale_bytes: int, topk: int, *, scale_size: int = 0) -> Packets | None:
     """Packets of a row as it travels, its scales, and a word an expert; `scale_size`: bytes of a scale that dispatch
-    makes of 128 columns on the way, 0 if it makes none.  None where they can't be cut into whole words.
+    makes of 128 columns on the way, 0 if it makes none.  None where they can't be cut: a row of scales is half words.
     """
-    if scale_bytes % _WORD or row_bytes % 16:
+    if scale_bytes % (_WORD // 2) or row_bytes % 16:
         return None
     unit = _QUANT_GROUP * _WORD // scale_size if scale_size else 16
     for count in range(1, row_bytes // 16 + 1):

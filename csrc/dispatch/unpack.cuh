@@ -78,20 +78,27 @@ struct Unpacker {
         for_words(0, bytes / 8, [&](i32 word, u64 bits) { reinterpret_cast<u64*>(columns)[word] = bits; });
         if constexpr (cfg.scale_bytes > 0) {
             const i32 at = piece * cfg.packet_scale_bytes, left = min(cfg.packet_scale_bytes, cfg.scale_bytes - at);
-            for_words(Sent::kScaleWord, Sent::kScaleWord + max(left, 0) / 8,
+            for_words(Sent::kScaleWord, Sent::kScaleWord + ceil_div(max(left, 0), 8),
                       [&](i32 word, u64 bits) { put_scales(row, at + word * 8, bits); });
         }
     }
-    // Eight bytes of a row of scales.
+    // Eight bytes of a row of scales; of the last eight of some rows the first four.
     MOECOMM_FN void put_scales(i64 row, i32 at, u64 bits) const {
+        const bool both = cfg.scale_bytes % 8 == 0 || at + 4 < cfg.scale_bytes;
         if constexpr (cfg.scale_columns) {
             const i64 group = cfg.layout == Layout::batched ? batched_group(c.a.max_rows, cfg.experts_here()) : 0;
             auto* there = reinterpret_cast<u32*>(c.a.scale_columns);
             there += group == 0 ? row : row / group * (cfg.scale_bytes / 4) * c.a.scale_stride + row % group;
             there[at / 4 * c.a.scale_stride] = static_cast<u32>(bits);
-            there[(at / 4 + 1) * c.a.scale_stride] = static_cast<u32>(bits >> 32);
+            if (both) there[(at / 4 + 1) * c.a.scale_stride] = static_cast<u32>(bits >> 32);
         } else {
-            *reinterpret_cast<u64*>(c.transport.template local<u8>(c.a.out_scales) + row * cfg.scale_bytes + at) = bits;
+            u8* const there = c.transport.template local<u8>(c.a.out_scales) + row * cfg.scale_bytes + at;
+            if constexpr (cfg.scale_bytes % 8 == 0) {
+                *reinterpret_cast<u64*>(there) = bits;
+            } else {
+                reinterpret_cast<u32*>(there)[0] = static_cast<u32>(bits);
+                if (both) reinterpret_cast<u32*>(there)[1] = static_cast<u32>(bits >> 32);
+            }
         }
     }
 

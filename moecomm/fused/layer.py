@@ -37,8 +37,8 @@ FUSED_FROM = {
     (torch.bfloat16, 2): (32, 1024, 1024),
     (torch.float16, 2): (32, 1024, 1024),
     (kernels.FP8, 2): (32, 1024, math.inf),
-    (torch.bfloat16, 4): (16, 256, 2048),
-    (torch.float16, 4): (16, 256, 2048),
+    (torch.bfloat16, 4): (16, 256, math.inf),
+    (torch.float16, 4): (16, 256, math.inf),
     (kernels.FP8, 4): (16, 512, math.inf),
 }
 _SMALL, _SMALL_ROWS = 1 << 22, 256

@@ -22,9 +22,7 @@ DEALT_BYTES = 320  # at least DealtShared of csrc/fused/dealt.cuh, and what alig
 # Tiles of the first GEMM, for every cluster of the launch, that are taken between the last that makes a band of rows
 # and the first that multiplies it: with two, one that each has begun and one that it has before it.
 LAG = 2
-# Row tiles of a turn of either GEMM.  With few, what is made at any time is of both, whose weights and rows have the
-# second-level cache to share.  Of 1: 8192 tokens 4 to 6 % longer, 512 the same (bench/results/at-work-*h200-2.json).
-TURN = 64
+_LONG_TURN, _SHORT_TURN_ROWS, _LONG_ROW = 64, 1024, 2048
 _LINE = 128 // 4  # scales
 
 
@@ -53,6 +51,17 @@ def one_kernel(
     return kernels.gemm_kernel(dtype, True, apart, schedule, *one, more, beside=DEALT_BYTES)
 
 
+def turn_of(schedule: Schedule, row_bytes: int) -> int:
+    """Row tiles of a turn of either GEMM; `row_bytes`: of a row between the two.
+
+    With few, what is made at any time is of both GEMMs, whose weights and rows have the second-level cache to share.
+    With many, rows go home while the second is on, and the links idle while the first is: where rows between the two
+    are short, what is sent is much for the products that it takes, and turns are of 1024 rows.
+    bench/results/at-work-*.json has both, and what lies between.
+    """
+    return _LONG_TURN if row_bytes > _LONG_ROW else _SHORT_TURN_ROWS // schedule.most_rows
+
+
 class OneLaunch(Layer):
     """See moecomm.fused.layer.Prepared."""
 
@@ -67,7 +76,7 @@ class OneLaunch(Layer):
         """Both GEMMs, when the dispatch has been enqueued."""
         given, then = self._operands(routed, _LINE)
         schedule, apart, hidden = self._schedule, not self._interleaved, self._buffer.hidden
-        clusters = self._sms // schedule.cluster
+        inner, clusters = self._w2[0].shape[2], self._sms // schedule.cluster
         blocks = clusters * schedule.cluster
         args = OneLaunchArgs(
             first=gemm.arguments(given, apart, then.x.data_ptr(), then.x_scales, schedule),
@@ -75,6 +84,6 @@ class OneLaunch(Layer):
             layer=self._args,
             fetchers=min(FETCHERS, blocks),
             lag=LAG * clusters,
-            turn=TURN,
+            turn=turn_of(schedule, inner * then.x.itemsize),
         )
         self._launch(one_kernel(self._dtype, apart, schedule, hidden, self._buffer.dtype), blocks, args)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import re
+from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +14,9 @@ import torch
 from moecomm import kernel_loader, plain_kernel
 from moecomm.fused import FP8_SCHEDULES, SCHEDULES
 from moecomm.fused.kernels import FP8
-from moecomm.fused.one_launch import OneLaunchArgs, one_kernel
+from moecomm.fused.one_launch import OneLaunchArgs, one_kernel, turn_of
+from moecomm.fused.schedules import schedule_of_both
+from moecomm.router import MODELS
 
 from ..compiled import check_kernel, wanted
 
@@ -34,6 +39,22 @@ def test_the_struct_is_packed_as_the_kernel_reads_it() -> None:
     options = core.ProgramOptions(std="c++20", arch="sm_90a", include_path=[str(kernel_loader.headers())])
     source = kernel.source.replace("using namespace moecomm;\n", f"using namespace moecomm;\n{checked}", 1)
     core.Program(source, "c++", options).compile("cubin")
+
+
+@pytest.mark.parametrize("name", ["at-work-h200-4", "at-work-fp8-h200-4"])
+def test_turns_are_about_the_best_that_were_measured(name: str) -> None:
+    """Of 8192 tokens on 4 GPUs: one by one and at work, together."""
+    text = (Path(__file__).parents[2] / "bench" / "results" / f"{name}.json").read_text()
+    found: dict[str, dict[int, float]] = defaultdict(dict)
+    for row in json.loads(text)["rows"]:
+        if row["tokens"] == 8192 and (turns := re.fullmatch(r"turns of (\d+)", row["what"])):
+            found[row["model"]][int(turns[1])] = row["us"] * row["at_work_us"]
+    assert set(found) == {"deepseek-v3", "qwen3-235b", "qwen3-30b-a3b"}
+    for model, took in found.items():
+        sizes, dtype = MODELS[model], FP8 if "fp8" in name else BF16
+        rows = 8192 * sizes.topk * 4 // sizes.num_experts
+        turn = turn_of(schedule_of_both(dtype, rows, sizes.intermediate), sizes.intermediate * dtype.itemsize)
+        assert took[turn] <= 1.01 * min(took.values()), (model, took)
 
 
 # Large and small tiles, with some type, activation and length of rows.
