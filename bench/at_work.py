@@ -1,6 +1,5 @@
 """Layers of experts (`Buffer.moe`), one by one and at work, and what the GPU draws meanwhile: what one launch gains by
-the order of its tiles (moecomm.fused.one_launch.turn_of), by weights that are brought to the second-level cache while
-slips travel (moecomm.fused.two_launches.ahead), and by being launched early (moecomm.plain_kernel.launch).
+the order of its tiles (moecomm.fused.one_launch.turn_of), and by being launched early (moecomm.plain_kernel.launch).
 
     python bench/at_work.py --ranks 2 --model deepseek-v3 --tokens 8192 --turns 1,16,64 --json at-work.json
 
@@ -101,16 +100,13 @@ class Layers:
         self.layer = partial(self.buffer.moe, x, topk_idx, topk_weights, wide, narrow, max_rows=room)
         self.chain = max(2, min(20, 16384 // tokens))
 
-    def ways(self, turns: list[int], ahead: list[int], late: bool) -> dict[str, Way]:
+    def ways(self, turns: list[int], late: bool) -> dict[str, Way]:
         """By what they are."""
         found: dict[str, Way] = {"GEMMs": (self.gemms, nullcontext())}
         found["one after the other"] = (partial(self.layer, fused=False), nullcontext())
         one = partial(self.layer, fused="one launch")
         for turn in turns:
             found[f"turns of {turn}"] = (one, mock.patch.object(one_launch, "turn_of", lambda *about, turn=turn: turn))
-        for size in ahead:
-            changed = mock.patch.object(two_launches, "AHEAD_BYTES", size << 20)
-            found[f"{size} MiB ahead"] = (one, changed if size else mock.patch.object(two_launches, "ahead", _nothing))
         if late:
             found["launched late"] = (one, mock.patch.object(two_launches, "launch", _launch_late))
         return found
@@ -166,10 +162,6 @@ class Layers:
         return float(begin.elapsed_time(end)) * 1000 / self.chain / times
 
 
-def _nothing(*about: Any) -> tuple[int, int]:
-    return 0, 0
-
-
 def _launch_late(kernel: Any, blocks: int, args: Any, overlap: bool = False) -> None:
     plain_kernel.launch(kernel, blocks, args)
 
@@ -180,13 +172,7 @@ def _orders(ways: dict[str, Way], times: int) -> list[list[str]]:
 
 
 def run_rank(
-    group: dist.ProcessGroup,
-    models: list[str],
-    tokens: list[int],
-    turns: list[int],
-    ahead: list[int],
-    fp8: bool,
-    late: bool,
+    group: dist.ProcessGroup, models: list[str], tokens: list[int], turns: list[int], fp8: bool, late: bool
 ) -> list[dict[str, Any]]:
     """One rank."""
     torch.cuda.set_device(group.rank())
@@ -195,7 +181,7 @@ def run_rank(
         for size in tokens:
             layers = Layers(model, size, fp8, group, watch)
             about = {"model": model.name, "tokens": size, "dtype": "fp8" if fp8 else "bf16"}
-            for row in layers.measure(layers.ways(turns, ahead, late)):
+            for row in layers.measure(layers.ways(turns, late)):
                 rows.append(about | row)
                 if group.rank() == 0:
                     print(*rows[-1].values(), flush=True)
@@ -218,7 +204,6 @@ def main() -> None:
     parser.add_argument("--model", dest="models", type=_words, required=True)
     parser.add_argument("--tokens", type=_numbers, required=True)
     parser.add_argument("--turns", type=_numbers, default=[], help="row tiles")
-    parser.add_argument("--ahead", type=_numbers, default=[], help="MiB of weights brought ahead (AHEAD_BYTES)")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--late", action="store_true", help="also launched when the kernel before has ended")

@@ -44,10 +44,6 @@ MOECOMM_FN void copy_wait(u64* barrier, u32 parity) {
 MOECOMM_FN void bulk_store(void* to, const void* from, i32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
 }
-// Into the second-level cache, sometime; maybe not at all.
-MOECOMM_FN void bulk_prefetch(const void* from, i32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
-}
 // Closes the group of this thread's stores since the last call; groups may be empty.
 MOECOMM_FN void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until all but the last `groups` of this thread have been read from shared memory, which may then be written again.

@@ -37,7 +37,6 @@ struct LayerArgs {
     u64 places;   // u32[num_tokens][topk]: row of the landing; travels in the place of the routing weight
     u64 owners;   // i32[num_tokens][topk]: rank of the k-th expert, -1: none
     u64 weights;  // f32[num_tokens][topk]; 0: every weight is 1
-    u64 w;        // of the first GEMM, rows as wide as those of x that travel
     u64 bias;     // rows bias_stride bytes apart (0: one for all); 0: none
     u64 out;      // [num_tokens][hidden], rows out_stride bytes apart
     i64 x_stride, bias_stride, out_stride;
@@ -53,8 +52,7 @@ struct LayerArgs {
     u64 taken;     // u32: positions of tiles that somebody has (one_launch.cuh)
     u64 late;      // u32: 1 where rows did not come in time, or the dispatch has failed
     i32 num_tokens, max_rows;
-    i32 row_tiles;                // that there are words for
-    i32 ahead_rows, ahead_bytes;  // rows of w, and what is brought to the second-level cache of each
+    i32 row_tiles;  // that there are words for
 };
 static_assert(sizeof(LayerArgs) % sizeof(u64) == 0 && sizeof(LayerArgs) < 2048, "a kernel takes 4 KB of arguments, GemmArgs among them");
 

@@ -1,6 +1,5 @@
 // Before the dispatch of a layer: our rows to where peers can read them, and what travels in their place.
 #pragma once
-#include "../device/bulk.cuh"
 #include "../device/quantize.cuh"
 #include "layer.cuh"
 
@@ -41,13 +40,6 @@ MOECOMM_FN void cast_rows(const LayerArgs& a, u8* to, i32 warp, i32 warps) {
     }
 }
 
-// What the first tiles load first of their weights, into the second-level cache: memory has nothing else to do while slips travel.
-template <RowConfig r>
-MOECOMM_FN void bring_weights(const LayerArgs& a, i32 thread, i32 threads) {
-    for (i32 row = thread; row < a.ahead_rows; row += threads)
-        bulk_prefetch(reinterpret_cast<const u8*>(a.w) + static_cast<i64>(row) * r.columns_bytes(), a.ahead_bytes);
-}
-
 // Rows of type `given`, by any number of blocks.
 template <RowConfig r, Type given, i32 topk>
 MOECOMM_FN void offer_rows(const LayerArgs& a) {
@@ -67,7 +59,6 @@ MOECOMM_FN void offer_rows(const LayerArgs& a) {
     } else {
         copy_rows<r>(a, offered, thread, threads);
     }
-    bring_weights<r>(a, thread, threads);
     fence_system();  // peers read it when they know of it
 }
 

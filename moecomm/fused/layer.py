@@ -31,8 +31,8 @@ log = logging.getLogger("moecomm")
 _MOST_DIMENSION = 1 << 31
 # By dtype of weights and ranks, where all ranks have as many tokens as the Buffer is for: rows of an expert and of a
 # rank from which on fused=None means True, and rows of an expert up to which it does.  Small experts, whose w2 has
-# fewer than _SMALL elements, want _SMALL_ROWS rows each.  bench/results/moe-*-h200-[24].json: in there 1.00 to 1.60
-# times as fast as one after the other, outside 0.85 to 1.01; other numbers of ranks have not been measured.
+# fewer than _SMALL elements, want _SMALL_ROWS rows each.  bench/results/moe-*-h200-[24].json: in there 1.00 to 1.64
+# times as fast as one after the other, outside 0.86 to 0.99; other numbers of ranks have not been measured.
 FUSED_FROM = {
     (torch.bfloat16, 2): (32, 1024, 1024),
     (torch.float16, 2): (32, 1024, 1024),

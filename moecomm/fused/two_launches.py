@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 COLUMNS = 8  # of what travels in the place of a row: a Slip of csrc/fused/layer.cuh, in elements of 2 bytes
 FETCH_ROWS = 128  # kFetchRows
 FETCHERS = 16  # blocks that fetch: with as many, long reads fill the links (shared/measurements: 297 to 319 GB/s)
-# Of the second-level cache, which has 50 MB, for weights that the first tiles load: memory idles while slips travel.
-AHEAD_BYTES = 24 << 20
 _OFFER_THREADS, _HOME_THREADS = 512, 512
 # What the split of the first GEMM's tiles assumes: bytes a second over the links, and of weights from memory, and, by
 # bytes of a column, products a second: 0.93 (bf16) and 0.90 (FP8) of what 8192 tokens of DeepSeek-V3 on 4 ranks reach,
@@ -46,11 +44,11 @@ class LayerArgs(ctypes.Structure):
     _fields_ = (
         ("ctx", ctypes.c_uint64 * (_native.Context().nbytes // 8)),
         *((name, ctypes.c_uint64) for name in ("x", "offered", "landing", "slips", "places", "owners", "weights")),
-        *((name, ctypes.c_uint64) for name in ("w", "bias", "out")),
+        *((name, ctypes.c_uint64) for name in ("bias", "out")),
         *((name, ctypes.c_int64) for name in ("x_stride", "bias_stride", "out_stride")),
         *((name, ctypes.c_uint64) for name in ("src", "arrived_slips", "arrived_places", "num_rows")),
         *((name, ctypes.c_uint64) for name in ("rows", "homes", "fetched", "made", "taken", "late")),
-        *((name, ctypes.c_int32) for name in ("num_tokens", "max_rows", "row_tiles", "ahead_rows", "ahead_bytes")),
+        *((name, ctypes.c_int32) for name in ("num_tokens", "max_rows", "row_tiles")),
     )
 
 
@@ -118,13 +116,6 @@ def early_tiles(
     return min(1024, int(1024 * _LONGER * fetching / max(products, weights)))
 
 
-def ahead(w13: torch.Tensor, blocks: int) -> tuple[int, int]:
-    """Rows of w13 that the first tiles of so many blocks multiply, and the bytes of each that fit into AHEAD_BYTES."""
-    of_row = w13.shape[2] * w13.itemsize
-    rows = min(w13.shape[0] * w13.shape[1], blocks * schedules.block_columns(w13.dtype))
-    return rows, min(of_row, AHEAD_BYTES // rows // 16 * 16)
-
-
 class Layer:
     """See moecomm.fused.layer.Prepared.  The end alone waits for other ranks; its dispatch comes after this."""
 
@@ -183,8 +174,6 @@ class Layer:
         args.taken, args.fetched, args.made = args.late + 4, args.late + 8, args.late + 8 + 4 * fetched
         if topk_weights is not None:
             args.weights = topk_weights.data_ptr()
-        args.w = self._w13[0].data_ptr()
-        args.ahead_rows, args.ahead_bytes = ahead(self._w13[0], self._sms)
         self._kept: list[Any] = [x, topk_weights, bias, slips, places, counters]
         self._home = home_kernel(buffer.dtype, hidden, topk)
         buffer.session.order()  # a round on another stream may still use what the memory of the window was before

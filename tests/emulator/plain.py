@@ -19,8 +19,6 @@ BODIES: dict[str, dict[str, str]] = {
         "bulk_load": f"{COPY} ++*barrier;",
         "copy_wait": "while ((*const_cast<volatile u64*>(barrier) & 1) == parity) emulator::emulator_yield();",
         "bulk_store": COPY,
-        "bulk_prefetch": "if (bytes % 16 != 0 || reinterpret_cast<u64>(from) % 16 != 0) __builtin_trap(); "
-        "volatile u8 last = static_cast<const u8*>(from)[bytes - 1]; (void)last;",
         **dict.fromkeys(
             ("barrier_init_done", "bulk_commit", "bulk_wait_read", "bulk_wait", "fence_async", "fence_async_shared"), ""
         ),

@@ -129,16 +129,6 @@ def test_the_structs_are_packed_as_the_kernels_read_them() -> None:
     assert ctypes.sizeof(LayerArgs) % 8 == 0 and LayerArgs.x.offset == _native.Context().nbytes
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
-def test_weights_are_brought_ahead_as_far_as_the_cache_and_they_go(dtype: torch.dtype) -> None:
-    for experts, inner, hidden in ((64, 2048, 7168), (2, 14336, 4096), (32, 2880, 2880), (1, 8, 16), (300, 8, 65536)):
-        w13 = torch.empty(experts, 2 * inner, hidden, dtype=dtype, device="meta")
-        rows, of_each = two_launches.ahead(w13, 132)
-        assert 0 < rows <= experts * 2 * inner and of_each % 16 == 0
-        assert 0 < of_each <= hidden * w13.itemsize and rows * of_each <= two_launches.AHEAD_BYTES
-        assert 2 * rows * of_each >= min(two_launches.AHEAD_BYTES, rows * hidden * w13.itemsize)
-
-
 def kernels() -> dict[str, plain_kernel.PlainKernel]:
     bf16, fp16 = torch.bfloat16, torch.float16
     found: dict[str, plain_kernel.PlainKernel] = {
