@@ -74,6 +74,18 @@ def test_every_kind_of_backend_is_run_with_four_ranks() -> None:
     assert [kind for kind, test in wanted.items() if test not in words] == []
 
 
+def test_kernels_of_layers_of_models_are_known_without_a_gpu() -> None:
+    pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
+    from .gpu import compile_models as models
+
+    for model in map(models.MODELS.__getitem__, steps.MODELS):
+        headers = [kernel.header for kernel in set(models.of_layers(model, 4, 128))]
+        assert set(headers) == {f"fused/{name}" for name in ("gemm", "offer", "two_launches", "one_launch", "home")}
+        rounds = [spec for spec in models.of_rounds(model, 4, 128) if isinstance(spec, models.jit.KernelSpec)]
+        assert len(rounds) == 4 and all(spec.packets for spec in rounds)
+        assert sorted(spec.op for spec in rounds) == ["combine", *["dispatch"] * 3]
+
+
 def program(name: str, text: str, *, gpus: int = 4, seconds: int = 60) -> Step:
     return Step(name, seconds, gpus=gpus, command=(sys.executable, "-c", text))
 

@@ -41,6 +41,13 @@ SANITIZER = ("compute-sanitizer", "--report-api-errors", "no", "--tool")
 FUSED = "launch"  # of test_moe.py
 NVLINK, MOE = "tests/gpu/test_nvlink.py::test", "tests/gpu/test_moe.py"
 TORCH = "tests/gpu/test_beside_torch.py::test"
+MODELS = {
+    "deepseek-v3": "16,128,512,1024,2048,4096,8192",
+    "qwen3-235b": "16,128,512,1024,4096,8192",
+    "gpt-oss-120b": "16,128,512,1024,4096",
+    "mixtral-8x7b": "16,128,512,4096",
+    "qwen3-30b-a3b": "128,1024,8192",
+}
 BACKENDS, ROUNDS = "lsa,nvshmem,gin", "--ranks 4 --tokens 128,4096 --layout flat --replays 7 --limit 240"
 GRACE_S = 5  # to say where threads were
 
@@ -158,8 +165,15 @@ PARTS: dict[str, list[Step]] = {
         ),
         measure("backends", 1500, f"dispatch-combine --backend {BACKENDS} --domain-ranks 0,2 {ROUNDS}"),
     ],
+    "layers": [
+        Step("compile-models", 200, gpus=0, command=(sys.executable, "-m", "tests.gpu.compile_models", "4", *MODELS)),
+        *(
+            measure(f"moe-{model}", 150, f"moe --model {model} --ranks 4 --tokens {tokens} --fp8 --replays 7")
+            for model, tokens in MODELS.items()
+        ),
+    ],
 }
-ONLY_WHERE_NAMED = ("sanitize", "measure")
+ONLY_WHERE_NAMED = ("sanitize", "measure", "layers")
 
 
 def run(step: Step, gpu: str | None = None) -> bool:

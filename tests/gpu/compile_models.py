@@ -1,0 +1,98 @@
+"""python -m tests.gpu.compile_models RANKS MODEL...: what `moecomm bench moe --fp8` launches, by all cores at once.
+
+Ranks that compile while they run wait for each other's compilers, one kernel after the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from moecomm import combine, dispatch, jit, packets, plain_kernel
+from moecomm.backends import host
+from moecomm.backends.lsa_kernels import combine_spec
+from moecomm.buffer import Buffer
+from moecomm.fused import one_launch, schedules, two_launches
+from moecomm.fused.kernels import FP8, gemm_kernel
+from moecomm.router import MODELS, Model
+from moecomm.testing import LocalBuffers
+from tests.device.test_kernels_of_gpu_tests import on_a_gpu
+
+TOKENS = (16, 128, 512, 1024, 2048, 4096, 8192)
+BF16, SMS = torch.bfloat16, 132
+Kernel = plain_kernel.PlainKernel | jit.KernelSpec
+
+
+def of_layers(model: Model, ranks: int, tokens: int) -> Iterator[Kernel]:
+    """GEMMs, and the layers whose rows travel."""
+    hidden, inner, local = model.hidden, model.intermediate, model.num_experts // ranks
+    evenly = tokens * model.topk * ranks // model.num_experts
+    yield two_launches.home_kernel(BF16, hidden, model.topk)
+    # The GEMMs alone expect as many rows as there are on the busiest rank.
+    for dtype, rows in itertools.product((BF16, FP8), {max(1, evenly), max(1, evenly * 26 // 25)}):
+        sizes = (2 * inner, hidden), (hidden, inner)
+        first, second = (schedules.schedule_of(dtype, rows, local, *size, SMS) for size in sizes)
+        both = schedules.schedule_of_both(dtype, rows, inner)
+        yield gemm_kernel(dtype, True, True, first, out=dtype)
+        yield gemm_kernel(dtype, False, False, second, out=BF16)
+        yield two_launches.offer_kernel(BF16, dtype, hidden, model.topk)
+        yield two_launches.fetch_kernel(dtype, True, first, hidden)
+        yield two_launches.send_kernel(dtype, second, BF16)
+        yield one_launch.one_kernel(dtype, True, both, hidden, BF16)
+
+
+def of_rounds(model: Model, ranks: int, tokens: int) -> Iterator[Kernel]:
+    """Dispatches of rows, of rows that are cast, and of slips; the combine."""
+    with opened(model, ranks, tokens) as buffer:
+        ids, weights = torch.full((tokens, model.topk), -1), torch.zeros(tokens, model.topk)
+        kinds: list[dict[str, Any]] = [{}, {"quantize": "fp8"}, {"columns": two_launches.COLUMNS}]
+        for kind in kinds:
+            x = torch.zeros(tokens, kind.get("columns", model.hidden), dtype=BF16)
+            routed = dispatch.prepare(buffer, x, ids, weights, layout="expert", max_rows=64, **kind)
+            yield on_a_gpu(routed.args, "expert")
+            if not kind:
+                y = torch.empty(routed.handle.y_shape, dtype=BF16)
+                yield combine_spec(combine.prepare(buffer, y, routed.handle).args)
+
+
+@contextmanager
+def opened(model: Model, ranks: int, tokens: int) -> Iterator[Buffer]:
+    """One of the Buffers, which says of itself what one of GPUs does."""
+    sizes = {"hidden": model.hidden, "num_experts": model.num_experts, "topk": model.topk, "max_tokens": tokens}
+    with (
+        patch.object(host, "packet_bytes", packets.room),
+        LocalBuffers(ranks=ranks, **sizes, dtype=BF16, backend="host") as buffers,
+    ):
+        buffers.buffers[0].session.sums_in_heap = True  # type: ignore[misc]
+        yield buffers.buffers[0]
+
+
+def build(kernel: Kernel) -> None:
+    """Into the cache."""
+    if isinstance(kernel, jit.KernelSpec):
+        jit.compile(kernel)
+    else:
+        plain_kernel.compile(kernel, "sm_90a")
+
+
+def main(ranks: int, models: Iterable[str]) -> None:
+    """Says how many there were, and how long it took."""
+    begin = time.monotonic()
+    asked = list(itertools.product((MODELS[name] for name in models), (ranks,), TOKENS))
+    kernels = {kernel for of in (of_layers, of_rounds) for sizes in asked for kernel in of(*sizes)}
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        list(pool.map(build, kernels))
+    print(f"{len(kernels)} kernels in {time.monotonic() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])
