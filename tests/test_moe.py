@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+import moecomm
 from moecomm import combine
 from moecomm.errors import BadInput, Closed
-from moecomm.fused import interleave, layer
+from moecomm.fused import interleave, layer, quantize_weights
 from moecomm.layer import MoELayer
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
 from moecomm.testing.layers import expected
@@ -65,6 +66,19 @@ def test_the_method_has_the_bits_of_its_parts_and_has_them_again() -> None:
             for rank, parts in enumerate(ranks.moe([case.call(rank) for rank in range(4)])):
                 case.check(rank, first[rank])
                 assert torch.equal(first[rank], second[rank]) and torch.equal(first[rank], parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_autocast_changes_no_bit(dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(5)
+    x, w13, w2 = (torch.randn(*shape, generator=g).to(dtype) for shape in ((9, 64), (4, 64, 64), (4, 64, 32)))
+    idx = torch.randint(0, 4, (9, 2), generator=g)
+    with moecomm.Buffer(None, hidden=64, num_experts=4, topk=2, max_tokens=9, dtype=dtype, backend="host") as buffer:
+        layers = [(w13, w2)] if dtype is torch.float32 else [(w13, w2), (quantize_weights(w13), quantize_weights(w2))]
+        for weights in layers:
+            want = buffer.moe(x, idx, None, *weights)
+            with torch.autocast("cpu", torch.bfloat16):
+                assert torch.equal(buffer.moe(x, idx, None, *weights), want)
 
 
 def test_order_of_w13_and_room_for_rows_change_no_bit() -> None:

@@ -33,13 +33,18 @@ def grouped_gemm(
     interleaved: bool,
     out: torch.Tensor | Fp8,
 ) -> None:
-    """See moecomm.fused.grouped_gemm: sums and activation in float32, rounded once; FP8 is widened before."""
+    """See moecomm.fused.grouped_gemm: sums and activation in float32, rounded once; FP8 is widened before.  Whatever
+    autocast says, which would round what is multiplied.
+    """
     wide = x if isinstance(x, torch.Tensor) else widen(*x, 1)
     result = out if isinstance(out, torch.Tensor) else out.data
     rows, results = wide.flatten(0, -2), result.flatten(0, -2)
     for group, begin_end in enumerate(groups_of(wide, tokens_per_expert.tolist(), alignment)):
         matrix = w[group].float() if isinstance(w, torch.Tensor) else widen(w[0][group], w[1][group], GROUP)
-        product = rows[begin_end].float() @ (deinterleave(matrix) if activation and interleaved else matrix).T
+        if activation and interleaved:
+            matrix = deinterleave(matrix)
+        with torch.autocast(matrix.device.type, enabled=False):
+            product = rows[begin_end].float() @ matrix.T
         if activation == "swiglu":
             gate, up = product.chunk(2, dim=-1)
             product = silu(gate) * up
