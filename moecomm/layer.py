@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import linear, silu
@@ -132,6 +132,7 @@ def expert_weights(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(w13 [2 I, H], w2 [H, I]) of one expert, drawn from `seed`: the same on whichever rank asks."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + expert)
-    w13 = torch.randn(2 * intermediate, hidden, generator=generator) / hidden**0.5
-    w2 = torch.randn(hidden, intermediate, generator=generator) / intermediate**0.5
+    drawn: dict[str, Any] = {"generator": generator, "device": "cpu", "dtype": torch.float32}  # not torch's defaults
+    w13 = torch.randn(2 * intermediate, hidden, **drawn) / hidden**0.5
+    w2 = torch.randn(hidden, intermediate, **drawn) / intermediate**0.5
     return w13.to(device=device, dtype=dtype), w2.to(device=device, dtype=dtype)

@@ -134,8 +134,13 @@ class Router:
 
 def gate_weight(num_experts: int, hidden: int, *, seed: int = 0) -> torch.Tensor:
     """float32 [E, H] on the CPU, drawn from `seed`: the same on whichever rank asks."""
-    drawn = torch.randn(num_experts, hidden, generator=torch.Generator().manual_seed(seed))
-    return drawn / float(hidden**0.5)
+    return _drawn(num_experts, hidden, seed=seed) / float(hidden**0.5)
+
+
+def _drawn(*shape: int, seed: int) -> torch.Tensor:
+    """Whatever torch's default device and dtype are."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32)
 
 
 def best(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -158,11 +163,7 @@ def router(
     if model not in MODELS:
         raise BadInput("model", repr(model), f"one of {', '.join(MODELS)}")
     shape = MODELS[model]
-    bias = (
-        torch.randn(shape.num_experts, generator=torch.Generator().manual_seed(seed + 1)) * 0.02
-        if shape.corrected
-        else None
-    )
+    bias = _drawn(shape.num_experts, seed=seed + 1) * 0.02 if shape.corrected else None
     return Router(
         shape.hidden,
         shape.num_experts,

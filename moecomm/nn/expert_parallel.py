@@ -13,6 +13,7 @@ from moecomm.errors import BadInput
 from moecomm.nn.buffers import shared_buffer
 from moecomm.nn.experts import Experts
 from moecomm.nn.gate import Gate
+from moecomm.ops.rounds import rows_of
 from moecomm.rendezvous import rendezvous
 from moecomm.router import Gating
 
@@ -43,7 +44,7 @@ class ExpertParallel(torch.nn.Module):
         wire: see Buffer.combine.
         buffer: used by this layer; default: shared_buffer(), opened at the first forward pass or by open().
         backend: of the default Buffer.
-        seed, dtype, device: of the weights, drawn the same on whichever rank has them.
+        seed, dtype, device: of the weights, drawn the same on whichever rank has them; device: default: torch's.
 
     Raises:
         BadInput: sizes that can't be used, or others than those of `buffer`.
@@ -138,7 +139,7 @@ class ExpertParallel(torch.nn.Module):
             if torch.compiler.is_compiling():
                 raise BadInput("buffer", "none that is open", "layer.open() before the first call of a compiled layer")
             self.open()
-        tokens = x.reshape(-1, x.shape[-1])
+        tokens = _tokens_of(x)
         if topk_idx is None:
             if self.gate is None:
                 raise BadInput("topk_idx", "None", "expert ids: this layer has no gate")
@@ -153,7 +154,7 @@ class ExpertParallel(torch.nn.Module):
                 out = ops.moe(self._buffer_name, *given, max_rows=self.max_rows, wire=self.wire)
             else:  # the same, without torch's way to an operator
                 assert self._buffer is not None
-                out = self._buffer.moe(*given, max_rows=self.max_rows, wire=self.wire)
+                out = self._buffer.moe(rows_of(rows), *given[1:], max_rows=self.max_rows, wire=self.wire)
             return out.to(x.dtype).view(x.shape)
         # The experts go by the counts, and so nothing reads rows that did not come.
         routed = ops.dispatch(
@@ -181,6 +182,14 @@ class ExpertParallel(torch.nn.Module):
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
+
+
+def _tokens_of(x: Any) -> torch.Tensor:
+    """`[T, H]`.  Of whole numbers, the output could not be whole."""
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.ndim == 0:
+        got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise BadInput("x", got, "a floating tensor [..., hidden]")
+    return x.reshape(-1, x.shape[-1])
 
 
 def _place(group: Any, buffer: Buffer | None) -> tuple[int, int]:

@@ -20,7 +20,7 @@ class Experts(torch.nn.Module):
         experts: their numbers, among those of all ranks.
         hidden: H, columns of a row.
         intermediate: I, columns inside an expert; 16 bytes or a multiple of it.
-        seed, dtype, device: of the weights.
+        seed, dtype, device: of the weights; device: default: torch's.
 
     Raises:
         BadInput: sizes that grouped products can't take.
@@ -39,6 +39,7 @@ class Experts(torch.nn.Module):
         super().__init__()
         if intermediate < 1 or intermediate * dtype.itemsize % 16:
             raise BadInput("intermediate", intermediate, f"rows of a multiple of 16 bytes, in {dtype}")
+        device = torch.get_default_device() if device is None else device
         drawn = [expert_weights(e, hidden, intermediate, seed=seed, dtype=dtype) for e in experts]
         w13, w2 = (torch.stack(weights).to(device=device) for weights in zip(*drawn, strict=True))
         self.w13, self.w2 = torch.nn.Parameter(w13), torch.nn.Parameter(w2)

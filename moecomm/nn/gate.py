@@ -19,7 +19,7 @@ class Gate(torch.nn.Module):
     Args:
         gating: how experts are chosen.
         corrected: there is a bias.
-        seed, dtype, device: of the weight.
+        seed, dtype, device: of the weight; device: default: torch's.
     """
 
     bias: torch.Tensor | None
@@ -35,6 +35,7 @@ class Gate(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.gating = gating
+        device = torch.get_default_device() if device is None else device
         drawn = gate_weight(gating.num_experts, gating.hidden, seed=seed)
         self.weight = torch.nn.Parameter(drawn.to(device=device, dtype=dtype))
         bias = torch.zeros(gating.num_experts, dtype=torch.float32, device=device) if corrected else None

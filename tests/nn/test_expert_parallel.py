@@ -110,6 +110,32 @@ def test_inference_is_one_call_and_experts_with_hooks_are_called() -> None:
     buffer.close()
 
 
+def test_rows_may_lie_anywhere_with_gradients_or_without() -> None:
+    layer = layer_of(None)
+    x = draw(3, HIDDEN)
+    want = layer(x)
+    for rows in (x.T.contiguous().T, torch.cat([x[:, :1], x], dim=1)[:, 1:], x[0].expand(3, HIDDEN)):
+        with torch.no_grad():
+            inferred = layer(rows)
+        assert_close(inferred, layer(rows))
+        assert_close(inferred[0], want[0])
+
+
+def test_torch_defaults_do_not_matter_to_weights_and_none_is_its_device() -> None:
+    want = layer_of(None, corrected=True).state_dict()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for name, tensor in layer_of(None, corrected=True).state_dict().items():
+            assert torch.equal(tensor, want[name]), name
+        with torch.device("meta"):
+            made = layer_of(None, corrected=True, device=None)
+            assert {p.device.type for p in made.state_dict().values()} == {"meta"}
+            there = layer_of(None, corrected=True, device="cpu")
+        assert all(torch.equal(tensor, want[name]) for name, tensor in there.state_dict().items())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_payload_and_autocast_choose_dtypes() -> None:
     layer = layer_of(None, payload=torch.bfloat16)
     x = draw(2, 3, HIDDEN).requires_grad_()
@@ -267,6 +293,9 @@ def test_what_is_cut_is_told_by_its_name() -> None:
         ("topk_idx", lambda: layer_of(None, gate=None)(draw(3, HIDDEN))),
         ("topk_weights", lambda: layer_of(None)(draw(3, HIDDEN), topk_weights=torch.ones(3, TOPK))),
         ("x", lambda: layer_of(None)(draw(MOST + 1, HIDDEN))),
+        ("x", lambda: layer_of(None)(draw(3, HIDDEN).long())),
+        ("x", lambda: layer_of(None)(torch.tensor(1.0))),
+        ("x", lambda: layer_of(None)([1.0])),
     ],
 )
 def test_bad_input_names_the_argument(argument: str, make: Callable[[], Any]) -> None:
