@@ -24,8 +24,9 @@ from typing import NamedTuple
 
 import torch
 
+from moecomm.arrays import adopt
 from moecomm.buffer import Buffer
-from moecomm.dispatch.arguments import check_max_rows
+from moecomm.dispatch.arguments import check_max_rows, check_num_sms
 from moecomm.errors import BadInput
 from moecomm.fused.fp8_experts import adopt_weights
 from moecomm.fused.layer import form_of
@@ -92,9 +93,10 @@ def dispatch(
     Raises:
         As Buffer.dispatch.
     """
-    name = buffer if isinstance(buffer, str) else buffer.name
-    weights = None if topk_weights is None else topk_weights.float()
+    name = _name_of(buffer)
+    x, topk_idx, weights = _routed(x, topk_idx, topk_weights)
     check_max_rows(max_rows)  # -1 is the operator's word for the worst case
+    check_num_sms(num_sms)
     rows, weights, local_idx, src, tokens_per_expert, num_rows, memory = rounds.dispatch(
         x,
         topk_idx.long() if topk_idx.dtype == torch.int32 else topk_idx,
@@ -137,7 +139,13 @@ def dispatch_again(x: torch.Tensor, handle: Handle) -> torch.Tensor:
     """
     _check_handle(handle)
     rows: torch.Tensor = rounds.dispatch_again(
-        x, handle.memory, handle.buffer, handle.layout, handle.max_rows, handle.zero_padding, handle.num_sms
+        adopt("x", x)[0],
+        handle.memory,
+        handle.buffer,
+        handle.layout,
+        handle.max_rows,
+        handle.zero_padding,
+        handle.num_sms,
     )
     return rows
 
@@ -160,7 +168,7 @@ def combine(y: torch.Tensor, handle: Handle, *, weighted: bool = True, wire: tor
     """
     _check_handle(handle)
     out: torch.Tensor = rounds.combine(
-        y,
+        adopt("y", y)[0],
         handle.row_weights if weighted else None,
         handle.memory,
         handle.buffer,
@@ -214,7 +222,10 @@ def moe(
     Raises:
         As Buffer.moe; Unsupported as well, at once, where a gradient of a layer with weights in FP8 is wanted.
     """
-    name = buffer if isinstance(buffer, str) else buffer.name
+    name = _name_of(buffer)
+    x, topk_idx, topk_weights = _routed(x, topk_idx, topk_weights)
+    check_max_rows(max_rows)
+    check_num_sms(num_sms)
     (w13, w13_scales), (w2, w2_scales) = (
         weights if isinstance(weights, tuple) else (weights, None)
         for weights in (adopt_weights("w13", w13), adopt_weights("w2", w2))
@@ -222,12 +233,12 @@ def moe(
     out: torch.Tensor = layer.moe(
         x,
         topk_idx,
-        None if topk_weights is None else topk_weights.float(),
+        topk_weights,
         w13,
         w13_scales,
         w2,
         w2_scales,
-        bias,
+        None if bias is None else adopt("bias", bias)[0],
         name,
         activation,
         interleaved,
@@ -238,6 +249,20 @@ def moe(
         form_of(fused),
     )
     return out
+
+
+def _name_of(buffer: Buffer | str) -> str:
+    if not isinstance(buffer, (Buffer, str)):
+        raise BadInput("buffer", type(buffer).__name__, "a Buffer, or its .name")
+    return buffer if isinstance(buffer, str) else buffer.name
+
+
+def _routed(
+    x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Tokens and their routing, with weights in float32.  An operator of torch does not name what is no tensor."""
+    weights = None if topk_weights is None else adopt("topk_weights", topk_weights)[0].float()
+    return adopt("x", x)[0], adopt("topk_idx", topk_idx)[0], weights
 
 
 def _check_handle(handle: Handle) -> None:

@@ -205,6 +205,9 @@ def test_bad_input_is_named_at_once_and_the_buffer_goes_on() -> None:
             ((x, idx[:3]), "topk_idx"),
             ((x, idx.float()), "topk_idx"),  # weights in its place
             ((torch.ones(99, c.hidden), idx), "x"),
+            ((x.tolist(), idx), "x"),
+            ((x, None), "topk_idx"),
+            ((x, idx, idx.tolist()), "topk_weights"),
         ):
             with pytest.raises(moecomm.BadInput, match=match):
                 ops.dispatch(buffer, *wrong)
@@ -213,7 +216,15 @@ def test_bad_input_is_named_at_once_and_the_buffer_goes_on() -> None:
         for rows in (2, -1):
             with pytest.raises(moecomm.BadInput, match="max_rows"):
                 ops.dispatch(buffer, x, idx, max_rows=rows)
+        with pytest.raises(moecomm.BadInput, match="num_sms"):
+            ops.dispatch(buffer, x, idx, num_sms=1.5)
+        with pytest.raises(moecomm.BadInput, match="buffer"):
+            ops.dispatch(None, x, idx)
         routed = ops.dispatch(buffer, x, idx, max_rows=15)
+        with pytest.raises(moecomm.BadInput, match="y"):
+            ops.combine(None, routed.handle)
+        with pytest.raises(moecomm.BadInput, match="x"):
+            ops.dispatch_again(None, routed.handle)
         assert torch.equal(ops.combine(routed.x, routed.handle), 3 * x)
 
 
