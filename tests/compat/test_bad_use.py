@@ -255,6 +255,16 @@ BAD: dict[str, Callable[[Buffer], Any]] = {
             )
         )
     },
+    "num_experts of half": lambda b: b.get_dispatch_layout(IDX, 2.5),
+    "num_experts in words": lambda b: b.low_latency_dispatch(X, IDX, 4, "2"),
+    "expert_alignment of half": lambda b: dispatch(b, expert_alignment=1.5),
+    "expert_alignment in words": lambda b: elastic(b, expert_alignment="4"),
+    "num_worst_tokens of half": lambda b: dispatch(b, num_worst_tokens=4.5),
+    "num_worst_tokens below none": lambda b: dispatch(b, num_worst_tokens=-4),
+    "num_max_dispatch_tokens_per_rank in words": lambda b: b.low_latency_dispatch(X, IDX, "4", 2),
+    "num_max_tokens_per_rank in words": lambda b: elastic(b, num_max_tokens_per_rank="4"),
+    "num_sms of half": lambda b: Config(1.5),
+    "new_num_sms in words": lambda b: Buffer.set_num_sms("4"),
     "topk_idx listed for the elastic one": lambda b: elastic(b, topk_idx=IDX.tolist()),
 }
 

@@ -131,6 +131,30 @@ def test_scales_travel() -> None:
     together(2, body)
 
 
+def test_rows_in_bytes_are_rows_in_fp8() -> None:
+    """deep_ep's own are in bytes."""
+    case = oracle.random_case(3, ranks=2, most=TOKENS, topk=1)
+    maps, _ = mapped(case)
+
+    def body(group: Any) -> None:
+        buffer = HybridEPBuffer(group, HIDDEN, TOKENS, case.local_experts, use_fp8=True)
+        q, scales = oracle.cast_to_fp8(case.x[buffer.rank], round_scale=False)
+        wanted = {"scaling_factor": scales, "routing_map": maps[buffer.rank], "pad_multiple": 4}
+        for room in (None, 3 * TOKENS, 999):
+            want, *_ = buffer.dispatch_with_permute(hidden=q, num_permuted_tokens=room, **wanted)
+            got, _, sf, counts, handle = buffer.dispatch_with_permute(
+                hidden=q.view(torch.uint8), num_permuted_tokens=room, **wanted
+            )
+            again, *_ = buffer.dispatch_with_permute(
+                hidden=q.view(torch.uint8), scaling_factor=scales, handle=handle, pad_multiple=4
+            )
+            rows = int(counts.sum())
+            assert got.dtype == again.dtype == torch.uint8 and sf.dtype == torch.float32
+            assert torch.equal(got[:rows], want.view(torch.uint8)[:rows]) and torch.equal(again[:rows], got[:rows])
+
+    together(2, body)
+
+
 def test_a_rank_with_more_tokens_than_before_makes_room_with_the_others() -> None:
     def body(group: Any) -> None:
         buffer = HybridEPBuffer(group, 16, 8, 1)

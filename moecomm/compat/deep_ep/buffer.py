@@ -13,6 +13,7 @@ from moecomm.compat.deep_ep.low_latency import LowLatency
 from moecomm.compat.deep_ep.pool import Pool, check_experts
 from moecomm.errors import BadInput, Unsupported
 from moecomm.settings import Settings
+from moecomm.whole import is_whole
 
 _TOPK_HINT = 32  # of size hints, whose callers do not say it: the most there can be
 
@@ -65,8 +66,8 @@ class Buffer(LowLatency):
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """How many SMs normal calls without a config may use; until it is called, moecomm's own table says."""
-        if new_num_sms < 2 or new_num_sms % 2:
-            raise BadInput("new_num_sms", new_num_sms, "an even number, 2 or more")
+        if not is_whole(new_num_sms) or new_num_sms < 2 or new_num_sms % 2:
+            raise BadInput("new_num_sms", repr(new_num_sms), "an even number, 2 or more")
         Buffer.num_sms, Buffer._num_sms_was_set = new_num_sms, True
 
     @staticmethod

@@ -13,7 +13,7 @@ from moecomm.compat.deep_ep.ep_handle import EPHandle, expanded_rows
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for
 from moecomm.compat.deep_ep.lazy import source
 from moecomm.compat.deep_ep.normal import one_bias, unpack
-from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, check_stats
+from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, check_stats, check_whole
 from moecomm.errors import BadInput, Unsupported
 from moecomm.rendezvous import rendezvous
 from moecomm.routed import Routed
@@ -266,10 +266,8 @@ class ElasticBuffer:
         hidden, dtype, num_experts, topk, most, align, expand = sizes
         self._pool.require_open()
         check_experts(num_experts, self.num_ranks)
-        if most < 1:
-            raise BadInput("num_max_tokens_per_rank", most, "1 or more, here or of the buffer")
-        if align < 1:
-            raise BadInput("expert_alignment", align, "1 or more")
+        check_whole("num_max_tokens_per_rank", most, 1)  # here or of the buffer
+        check_whole("expert_alignment", align, 1)
         dtype = torch.bfloat16 if dtype is torch.float8_e4m3fn else dtype
         buffer = self._pool.elastic(device, hidden, num_experts, topk, most, dtype, expand)
         ranks = self.num_ranks

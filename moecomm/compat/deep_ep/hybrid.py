@@ -129,10 +129,12 @@ class HybridEPBuffer:
             if num_permuted_tokens not in (None, handle.rows):
                 raise BadInput("num_permuted_tokens", num_permuted_tokens, f"{handle.rows}: the handle's")
             options = self._options_of(hidden, 1, repeat=True)
+            hidden, as_given = _values(hidden)
             routed = with_options(native.buffer, options, hidden, scales=scaling_factor, handle=native, sync=False)
-            received = self._received(routed, (routed.x, None, routed.scales), handle.rows, pad_multiple)
+            received = self._received(routed, (routed.x, None, routed.scales), handle.rows, pad_multiple, as_given)
             return (*received, handle.tokens_per_expert, handle)
         options = self._options_of(hidden, pad_multiple or 1)
+        hidden, as_given = _values(hidden)
         if routing_map is None:
             routing = self._by_ids(topk_idx, topk_weights, num_of_experts, num_of_experts_per_rank)
             routed = self._route(hidden, routing, num_permuted_tokens, scaling_factor, options)
@@ -145,7 +147,8 @@ class HybridEPBuffer:
         native = routed.handle
         rows = native.args.max_rows if num_permuted_tokens is None else num_permuted_tokens
         made = HybridEPHandle(native, routing.ids, routing.num_experts, counts, rows)
-        received = self._received(routed, (x, None if routing.weights is None else weights, scales), rows, pad_multiple)
+        found = x, None if routing.weights is None else weights, scales
+        received = self._received(routed, found, rows, pad_multiple, as_given)
         return (*received, counts, made)
 
     def combine_with_unpermute(
@@ -311,7 +314,9 @@ class HybridEPBuffer:
             options = self._options[key] = Options("expert", align, num_sms=limit, repeat=repeat)
         return options
 
-    def _received(self, routed: Routed, found: _Received, rows: int, pad_multiple: int | None) -> _Received:
+    def _received(
+        self, routed: Routed, found: _Received, rows: int, pad_multiple: int | None, as_given: torch.dtype
+    ) -> _Received:
         """Rows, their weights and scales; copied out of a window that would have no room for another round."""
         x, weights, scales = found
         if pad_multiple is not None and pad_multiple > 1:
@@ -319,6 +324,8 @@ class HybridEPBuffer:
             padding.zero(x, src=src)
             if scales is not None:
                 padding.zero(scales, src=src)
+        if x.dtype is not as_given:
+            x = x.view(as_given)
         if x.shape[0] < rows:  # more room was asked for than all tokens of all ranks can fill
             return _longer(x, rows), _longer(weights, rows), _longer(scales, rows)
         if self._pool.is_filling(routed.handle.buffer):
@@ -330,6 +337,12 @@ class HybridEPBuffer:
             raise BadInput("handle", type(handle).__name__, "the handle that dispatch_with_permute returned")
         self._pool.check_owner(handle.native)
         return handle.native
+
+
+def _values(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
+    """Rows as moecomm takes them, and the dtype that they go back in: deep_ep has its FP8 rows in bytes."""
+    dtype = hidden.dtype
+    return hidden.view(torch.float8_e4m3fn) if dtype is torch.uint8 else hidden, dtype
 
 
 def _limit(hidden: torch.Tensor, num_sms: int | None) -> int | None:

@@ -10,7 +10,15 @@ import torch
 from moecomm.buffer import Buffer
 from moecomm.combine import finish, prepare, run
 from moecomm.compat.deep_ep.layout import NormalHandle, normal_handle
-from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_dimensions, check_experts, described
+from moecomm.compat.deep_ep.pool import (
+    Pool,
+    ask_to_grow,
+    asks_to_grow,
+    check_dimensions,
+    check_experts,
+    check_whole,
+    described,
+)
 from moecomm.dispatch import Options, outputs, with_options
 from moecomm.errors import BadInput, Mismatch, Unsupported
 from moecomm.routed import Handle, Routed
@@ -35,8 +43,8 @@ def dispatch(
     rows, scales = unpack(x)
     if num_tokens_per_expert is None:
         raise BadInput("num_tokens_per_expert", "None", "what get_dispatch_layout returned, or handle=")
-    if expert_alignment < 1:
-        raise BadInput("expert_alignment", expert_alignment, "1 or more")
+    check_whole("expert_alignment", expert_alignment, 1)
+    check_whole("num_worst_tokens", num_worst_tokens, 0)
     check_dimensions("num_tokens_per_expert", num_tokens_per_expert, "experts")
     num_experts = num_tokens_per_expert.shape[0]
     ids = topk_idx

@@ -18,6 +18,7 @@ from moecomm.errors import BadInput, Closed, Mismatch
 from moecomm.rendezvous import Rendezvous, rendezvous
 from moecomm.routed import Handle
 from moecomm.settings import MAX_FLAT_ROWS, Settings
+from moecomm.whole import is_whole
 
 # expert_alignment of a dispatch that says "my tokens do not fit, make room with me".  It differs from everybody else's,
 # so that every rank hears of it in the round that it was waiting for.
@@ -124,6 +125,7 @@ class Pool:
             return buffer
         self.require_open()
         check_experts(num_experts, self.ranks.ranks)
+        check_whole("num_max_dispatch_tokens_per_rank", tokens, 1)
         settings = self._settings(hidden, num_experts, topk, tokens, dtype)
         window = _BATCHED_ROUNDS * settings.round_bytes("batched")
         return self.get(key, lambda: self.open(device, settings, window))
@@ -226,7 +228,13 @@ def check_stats(stats: Any, experts: int, device: torch.device) -> None:
         raise BadInput(name, "a tensor with gaps", "a contiguous one")
 
 
+def check_whole(argument: str, value: Any, least: int) -> None:
+    """Raises BadInput unless it is an int, or what stands for one, and no less."""
+    if not is_whole(value) or value < least:
+        raise BadInput(argument, repr(value), f"a whole number, {least} or more")
+
+
 def check_experts(num_experts: int, ranks: int) -> None:
     """Raises BadInput unless every rank has as many."""
-    if num_experts < 1 or num_experts % ranks:
+    if not is_whole(num_experts) or num_experts < 1 or num_experts % ranks:
         raise BadInput("num_experts", num_experts, f"a multiple of the number of ranks, {ranks}")
