@@ -107,6 +107,23 @@ def test_a_compiled_layer_has_no_break_and_the_same_bits(layout: str, backend: s
         assert buffer.memory.used == 0
 
 
+def test_room_for_rows_may_follow_from_the_number_of_tokens() -> None:
+    """Which is a symbol from the second on."""
+    c = case(1, seed=1)
+    w13, w2 = (torch.ones(c.num_experts, *shape) for shape in ((8, c.hidden), (c.hidden, 4)))
+
+    def both(buffer: moecomm.Buffer, x: torch.Tensor, idx: torch.Tensor) -> torch.Tensor:
+        room = x.shape[0] * c.topk
+        routed = ops.dispatch(buffer, x, idx, max_rows=room)
+        return ops.combine(routed.x, routed.handle) + ops.moe(buffer, x, idx, None, w13, w2, max_rows=room)
+
+    with c.buffer(None) as buffer:
+        compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+        for tokens in (9, 7, 5):
+            given = buffer, c.x[0][:tokens], c.topk_idx[0][:tokens]
+            assert torch.equal(compiled(*given), both(*given))
+
+
 def test_ranks_with_other_numbers_of_tokens_compile_for_themselves() -> None:
     c = case(2, seed=1)
 
