@@ -279,8 +279,10 @@ def test_what_is_cut_is_told_by_its_name() -> None:
     assert not is_sharded("shared_experts.w2") and is_sharded("layers.3.moe.experts.w2")
     with pytest.raises(moecomm.BadInput, match="state"):
         shard_state(names, 0, 3)
-    with pytest.raises(moecomm.BadInput, match="rank"):
-        shard_state(names, 2, 2)
+    for argument, rank, ranks in (("rank", 2, 2), ("rank", 0.0, 2), ("num_ranks", 0, 0), ("num_ranks", 0, 2.0)):
+        with pytest.raises(moecomm.BadInput) as caught:
+            shard_state(names, rank, ranks)
+        assert caught.value.argument == argument
 
 
 @pytest.mark.parametrize(
