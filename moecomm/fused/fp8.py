@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 
 from moecomm.dispatch.reference import E4M3_MAX, GROUP
+from moecomm.errors import BadInput
+from moecomm.settings import DTYPES
 
 
 class Fp8(NamedTuple):
@@ -30,14 +32,20 @@ def quantize_weights(w: torch.Tensor) -> Fp8:
     """Casts weights to e4m3, one scale for each block of 128 rows and 128 columns.
 
     amax, the largest magnitude of a block, is at least 1e-4; scale = amax / 448, and a value becomes
-    e4m3(value * (448 / amax)), in float32: the arithmetic of the dispatch's cast of rows.
+    e4m3(value * (448 / amax)), in float32: the arithmetic of the dispatch's cast of rows.  No gradients.
 
     Args:
         w: `[..., N, K]`, bfloat16, float16 or float32; blocks at the lower and right edge may be smaller.
 
     Returns:
         data `[..., N, K]`, scales `[..., ceil(N / 128), ceil(K / 128)]`.
+
+    Raises:
+        BadInput: weights of other dtypes, or no matrices.
     """
+    if not isinstance(w, torch.Tensor) or w.dim() < 2 or w.dtype not in DTYPES:
+        got = f"{tuple(w.shape)} of {w.dtype}" if isinstance(w, torch.Tensor) else type(w).__name__
+        raise BadInput("w", got, f"[..., N, K] of {' or '.join(map(str, DTYPES))}")
     rows, columns = w.shape[-2:]
     down, across = -(-rows // GROUP), -(-columns // GROUP)
     data = torch.empty(w.shape, dtype=torch.float8_e4m3fn, device=w.device)
@@ -47,7 +55,7 @@ def quantize_weights(w: torch.Tensor) -> Fp8:
     wide = torch.zeros(down * GROUP, across * GROUP, dtype=torch.float32, device=w.device)
     # One matrix after the other: in float32, all of them may not fit.
     for matrix, to, scale in zip(
-        *(tensor.view(-1, *tensor.shape[-2:]) for tensor in (w.contiguous(), data, scales)), strict=True
+        *(tensor.view(-1, *tensor.shape[-2:]) for tensor in (w.detach().contiguous(), data, scales)), strict=True
     ):
         wide[:rows, :columns] = matrix
         blocks = wide.view(down, GROUP, across, GROUP)

@@ -10,6 +10,7 @@ from moecomm.dispatch.reference import GROUP
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import kernels
 from moecomm.fused.fp8 import Operand
+from moecomm.whole import is_whole
 
 _MOST_ROWS = 1 << 30
 ACTIVATIONS = (None, "swiglu")
@@ -38,12 +39,14 @@ def check_operands(
         raise BadInput("w", what(w), f"contiguous [experts, N, K] of {x.dtype} on {x.device}")
     if w.shape[2] != x.shape[-1] or (x.dim() == 3 and x.shape[0] != w.shape[0]):
         raise BadInput("w", what(w), f"the K and, batched, the experts of x, {tuple(x.shape)}")
+    if not isinstance(counts, torch.Tensor):
+        raise BadInput("tokens_per_expert", type(counts).__name__, f"int32 [{w.shape[0]}] on {x.device}")
     if counts.shape != w.shape[:1] or counts.dtype != torch.int32 or counts.device != x.device:
         raise BadInput("tokens_per_expert", what(counts), f"int32 [{w.shape[0]}] on {x.device}")
     if not counts.is_contiguous():
         raise BadInput("tokens_per_expert", "a tensor with gaps", "a contiguous one")
-    if not 1 <= alignment < 1 << 20:
-        raise BadInput("alignment", alignment, "1 to 2^20 - 1")
+    if not (is_whole(alignment) and 1 <= alignment < 1 << 20):
+        raise BadInput("alignment", repr(alignment), "a whole number, 1 to 2^20 - 1")
     _check_scales(x, x_scales, w, w_scales)
     if x.dtype not in (*kernels.TYPES, kernels.FP8):
         raise Unsupported(f"a grouped GEMM of {x.dtype}: want torch.bfloat16 or torch.float16, or Fp8")

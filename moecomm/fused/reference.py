@@ -23,6 +23,7 @@ def groups_of(x: torch.Tensor, counts: list[int], alignment: int) -> list[slice]
     return found
 
 
+@torch.no_grad()
 def grouped_gemm(
     x: Operand,
     w: Operand,

@@ -65,6 +65,18 @@ def test_weights_have_a_scale_for_each_block_of_128_by_128() -> None:
                 assert not block.any() or cast.abs().max() == 448.0
 
 
+def test_parameters_are_cast_without_gradients() -> None:
+    w = torch.randn(2, 130, 140, generator=torch.Generator().manual_seed(1))
+    for got, want in zip(quantize_weights(torch.nn.Parameter(w)), quantize_weights(w), strict=True):
+        assert not got.requires_grad and torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize("w", [None, torch.zeros(8), torch.zeros(8, 8, dtype=torch.int64)])
+def test_what_is_no_weights_is_named(w: Any) -> None:
+    with pytest.raises(BadInput, match="w"):
+        quantize_weights(w)
+
+
 def test_the_cast_of_weights_is_that_of_a_dispatch() -> None:
     """Where every row of a block has its largest magnitude, a row's scale is its block's."""
     w = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))

@@ -128,6 +128,13 @@ def test_batched_rows_are_those_of_each_expert() -> None:
         assert torch.equal(out[expert, :count], alone[:count]) and bool((out[expert, count:] == 7).all())
 
 
+def test_parameters_are_weights_and_get_no_gradients() -> None:
+    x, w = inputs()
+    counts, out = torch.tensor([5, 0, 17], dtype=torch.int32), torch.zeros(len(x), N, dtype=x.dtype)
+    same = grouped_gemm(x, torch.nn.Parameter(w), counts, out=out)
+    assert not same.requires_grad and torch.equal(same[:22], grouped_gemm(x, w, counts)[:22])
+
+
 def test_no_rows() -> None:
     x, w = inputs(rows=0)
     assert grouped_gemm(x, w, torch.zeros(EXPERTS, dtype=torch.int32)).shape == (0, N)
@@ -143,6 +150,8 @@ def test_gate_and_up_rows_are_interleaved_by_eight_and_come_back() -> None:
     for weave in (interleave, deinterleave):
         with pytest.raises(BadInput, match="w13"):
             weave(torch.zeros(24, 5))
+        with pytest.raises(BadInput, match="w13"):
+            weave(None)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +159,9 @@ def test_gate_and_up_rows_are_interleaved_by_eight_and_come_back() -> None:
     [
         ({"activation": "gelu"}, BadInput, "activation"),
         ({"alignment": 0}, BadInput, "alignment"),
+        ({"alignment": 1.5}, BadInput, "alignment"),
+        ({"alignment": "8"}, BadInput, "alignment"),
+        ({"counts": [1, 2, 3]}, BadInput, "tokens_per_expert"),
         ({"x": torch.zeros(4, K).bfloat16().T}, BadInput, "x"),
         ({"w": torch.zeros(EXPERTS, N, K)}, BadInput, "w"),
         ({"w": torch.zeros(EXPERTS, N, K + 8).bfloat16()}, BadInput, "K"),
