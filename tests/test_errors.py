@@ -45,3 +45,11 @@ def test_a_peer_that_is_known_to_be_gone_is_named_with_the_reason() -> None:
     assert str(failures.error_of(record(failures.PEER_LOST, 1), {})).endswith("phase payload)")
     broken = failures.error_of(record(failures.ABORTED, 2), {2: "Cuda: cuMemcpyAsync: 700"})
     assert type(broken) is errors.Aborted and str(broken).endswith(": Cuda: cuMemcpyAsync: 700")
+
+
+def test_a_rank_that_others_have_given_up_did_not_wait_for_itself() -> None:
+    told = record(failures.TIMEOUT, 2)
+    told.waited_ns = 0  # by the rank that gave up
+    error = failures.error_of(told, {})
+    assert type(error) is errors.Timeout
+    assert str(error) == "another rank waited for this one, rank 2, and gave up (combine, round 7, phase payload)"
