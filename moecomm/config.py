@@ -23,6 +23,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from moecomm.errors import BadInput
+
 _KNOWN = {
     "MOECOMM_BACKEND": ("auto", "host", "lsa", "gin", "nvshmem"),
     "MOECOMM_CACHE_DIR": None,
@@ -43,10 +45,10 @@ def check_environment() -> None:
         if not name.startswith("MOECOMM_"):
             continue
         if name not in _KNOWN:
-            raise ValueError(f"unknown environment variable {name}; known: {', '.join(sorted(_KNOWN))}")
+            raise BadInput(name, repr(value), f"no such variable; there are {', '.join(sorted(_KNOWN))}")
         allowed = _KNOWN[name]
         if allowed is not None and value not in allowed:
-            raise ValueError(f"{name}={value!r}: want one of {', '.join(allowed)}")
+            raise BadInput(name, repr(value), f"one of {', '.join(allowed)}")
 
 
 def default_backend() -> str:

@@ -30,6 +30,18 @@ def test_help_names_every_command(
     assert [command for command in commands if f" {command} " not in said] == []
 
 
+@pytest.mark.parametrize(("name", "value"), [("MOECOMM_BACKEND", "pigeon"), ("MOECOMM_BACKENDS", "host")])
+def test_a_misspelt_setting_is_named(
+    name: str, value: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["moecomm", "demo"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1
+    assert capfd.readouterr().err.startswith(f"BadInput: {name}: got '{value}'; want ")
+
+
 def test_a_plot_without_matplotlib_says_how_to_get_it(
     python: Callable[[str], subprocess.CompletedProcess[str]],
 ) -> None:
