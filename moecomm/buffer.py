@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from moecomm import _native, backends, combine, config, dispatch, failures, names
-from moecomm.errors import BadInput, Closed, MoecommError, RoundFailed, Unsupported
+from moecomm.errors import Closed, MoecommError, RoundFailed, Unsupported
 from moecomm.fused import layer
 from moecomm.memory import WindowMemory
 from moecomm.rendezvous import rendezvous
 from moecomm.routed import Handle, Routed
-from moecomm.settings import Settings
+from moecomm.settings import Settings, seconds, wanted_device
 
 log = logging.getLogger("moecomm")
 
@@ -68,11 +68,7 @@ class Buffer:
         domain_ranks: int | None = None,
     ) -> None:
         ranks = rendezvous(group)
-        if isinstance(device, int):
-            device = torch.device("cuda", device)
-        wanted = None if device is None else torch.device(device)
-        if not 0 < timeout_s < 1e6:
-            raise BadInput("timeout_s", timeout_s, "seconds, more than 0")
+        wanted, timeout_s = wanted_device(device), seconds(timeout_s)
         unsupported: Unsupported | None = None
         try:
             name, self.why = backends.choose(config.default_backend() if backend == "auto" else backend, wanted)

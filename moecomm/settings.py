@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from numbers import Real
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,11 +20,29 @@ VERSION = 7  # of the protocol in csrc/protocol
 MAX_RANKS, MAX_TOPK, MAX_FLAT_ROWS = 64, 32, 1 << 23
 MAX_CHUNK = 32  # tokens; kMaxChunk
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MOST = 1 << 31
 _MAGIC = 0x6D6F65636F6D6D
 
 
 def _dtype_name(index: int) -> str:
     return str(DTYPES[index]) if 0 <= index < len(DTYPES) else "another"
+
+
+def wanted_device(device: Any) -> torch.device | None:
+    """A device as callers name it, an int that of a GPU; None: none.  Raises BadInput."""
+    try:
+        if isinstance(device, int):
+            return torch.device("cuda", device)
+        return None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise BadInput("device", repr(device), "a device of torch") from error
+
+
+def seconds(timeout_s: Any) -> float:
+    """How long a wait may take.  Raises BadInput."""
+    if not (isinstance(timeout_s, Real) and 0 < float(timeout_s) < 1e6):
+        raise BadInput("timeout_s", repr(timeout_s), "seconds, more than 0")
+    return float(timeout_s)
 
 
 @dataclass(frozen=True)
@@ -61,8 +80,8 @@ class Settings:
         sizes = (self.hidden, self.num_experts, self.topk, self.max_tokens)
         mine = (_MAGIC, VERSION, *sizes, dtype, window, self.domain_ranks or self.ranks)
         for name, value in zip(self._NAMES, mine, strict=True):
-            if not is_whole(value):
-                raise BadInput(name, repr(value), "a whole number")
+            if not (is_whole(value) and -(1 << 63) <= value < 1 << 63):
+                raise BadInput(name, repr(value), "a whole number, of at most 64 bits")
         packed = struct.pack("<9q16s", *mine, self.backend.encode())
         for rank, theirs in enumerate(group.all_gather(packed)):
             *numbers, backend = struct.unpack("<9q16s", theirs)
@@ -89,6 +108,11 @@ class Settings:
             raise BadInput("num_experts", self.num_experts, f"a multiple of the number of ranks, {self.ranks}")
         if self.max_tokens < 1 or self.ranks * self.max_tokens >= MAX_FLAT_ROWS:
             raise BadInput("max_tokens", self.max_tokens, f"1 to {(MAX_FLAT_ROWS - 1) // self.ranks}")
+        for name, size in (("hidden", self.staged_row_bytes), ("num_experts", self.num_experts)):
+            if size >= _MOST:
+                raise BadInput(name, getattr(self, name), "a smaller number: sizes have 32 bits")
+        if self.window_bytes is not None and self.window_bytes < 1:
+            raise BadInput("window_bytes", self.window_bytes, "at least 1, or None")
         if self.domain_ranks is None:
             return
         if self.domain_ranks < 1 or self.ranks % self.domain_ranks:

@@ -14,6 +14,7 @@ from moecomm import _native, failures, packets
 from moecomm.backends import Schedule
 from moecomm.backends.collective import all_or_none, map_windows
 from moecomm.backends.presence import Presence
+from moecomm.errors import BadInput
 from moecomm.rendezvous import Rendezvous
 from moecomm.settings import MAX_CHUNK
 
@@ -129,4 +130,6 @@ class HostSession:
 
 def open(ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float) -> HostSession:  # noqa: A001
     """Collective: see moecomm.backends.Backend."""
+    if device is not None and device.type != "cpu":
+        raise BadInput("device", device, "the CPU, which is where backend='host' runs")
     return HostSession(ranks, shape, timeout_s)
