@@ -27,6 +27,7 @@ class Argument {
         readable_ = PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(torch.tensor.ptr())) != 0 &&
                     torch.exchange->tensor_from_object(object.ptr(), &tensor_) == 0;
         if (!readable_) PyErr_Clear();
+        readable_ = readable_ && (tensor_.data != nullptr || is_empty(tensor_));  // torch has zeros without memory
     }
     bool readable() const { return !given_ || readable_; }
     const DLTensor* get() const { return given_ ? &tensor_ : nullptr; }
@@ -189,6 +190,14 @@ void bind_plans(py::module_& m) {
     bind_dispatch_plan(m);
     bind_combine_plan(m);
     m.def("current_stream", &current_stream, py::arg("device"));
+    m.def(
+        "share_memory",
+        [](py::handle a, py::handle b) {
+            const Argument first(a), second(b);
+            require(first.get() != nullptr && second.get() != nullptr && first.readable() && second.readable());
+            return share_memory(*first.get(), *second.get());
+        },
+        py::arg("a"), py::arg("b"));
 }
 
 }  // namespace moecomm::bindings

@@ -285,6 +285,9 @@ class CombinePlan:
 def current_stream(device: int) -> int:
     """torch's current stream of a GPU: a cudaStream_t."""
 
+def share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors, of contiguous rows each, have bytes in common."""
+
 @final
 class HostWindow:
     """Zeroed shared memory without a name, its size sealed.

@@ -30,14 +30,28 @@ _DLPACK = {
 
 def adopt(argument: str, value: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any] | None]:
     """`value` as a torch tensor over the same memory, and what turns our tensors back into the caller's kind; None for
-    torch's own.
+    torch's own, and where its library takes none.
     """
     if isinstance(value, torch.Tensor):
         return value, None
     if not hasattr(value, "__dlpack__"):
         raise BadInput(argument, type(value).__name__, "a torch tensor or an array with __dlpack__")
-    module = sys.modules[type(value).__module__.partition(".")[0]]
-    return from_dlpack(value), module.from_dlpack
+    strides = getattr(value, "strides", None)
+    if isinstance(strides, tuple) and any(stride < 0 for stride in strides):  # torch ends the process
+        raise BadInput(argument, f"strides {strides} bytes", "none below 0")
+    try:
+        tensor = from_dlpack(value)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise BadInput(argument, f"{type(value).__name__}: {error}", "an array that torch takes by DLPack") from error
+    return tensor, _maker(value)
+
+
+def _maker(value: Any) -> Callable[[torch.Tensor], Any] | None:
+    """from_dlpack of the library that an array, or what its class derives from, is of."""
+    packages: list[Any] = [sys.modules.get(kind.__module__.partition(".")[0]) for kind in type(value).__mro__]
+    if hasattr(value, "__array_namespace__"):  # JAX: its arrays come from jaxlib, their functions do not
+        packages.append(value.__array_namespace__())
+    return next((package.from_dlpack for package in packages if hasattr(package, "from_dlpack")), None)
 
 
 def window_tensor(
@@ -58,9 +72,11 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...],
     shape: tuple[int | None, ...],
 ) -> None:
-    """Raises BadInput unless device, dtype and shape (None: any length) are as wanted."""
+    """Raises BadInput unless device, dtype and shape (None: any length) are as wanted, and it is plain memory."""
     if tensor.device != device:
         raise BadInput(argument, f"a tensor on {tensor.device}", f"one on {device}")
+    if tensor.layout is not torch.strided or tensor.is_nested or not _has_memory(tensor):
+        raise BadInput(argument, "a tensor that is sparse, nested, traced or otherwise not in memory", "a dense one")
     if tensor.dtype not in dtypes:
         raise BadInput(argument, str(tensor.dtype), " or ".join(map(str, dtypes)))
     if tensor.ndim != len(shape) or any(
@@ -68,6 +84,23 @@ def check_tensor(
     ):
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
         raise BadInput(argument, f"shape {tuple(tensor.shape)}", f"({wanted})")
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.numel() == 0 or tensor.data_ptr() != 0
+    except RuntimeError:  # that of a transformation of torch
+        return False
+
+
+def check_written(argument: str, value: Any) -> None:
+    """Raises BadInput for an array that says that it must not be written, and for [rows, columns] of which rows share
+    memory.
+    """
+    if getattr(getattr(value, "flags", None), "writeable", True) is False:
+        raise BadInput(argument, "a read-only array", "one that can be written")
+    if isinstance(value, torch.Tensor) and value.shape[0] > 1 and value.stride(0) < value.shape[1]:
+        raise BadInput(argument, f"strides {value.stride()}", "rows that share no memory")
 
 
 def check_rows(argument: str, tensor: torch.Tensor) -> int:

@@ -42,13 +42,20 @@ REFUSED = {
     "x rows not aligned": ("x", {"x": torch.zeros(T, 68).bfloat16()[:, :64]}),
     "x start not aligned": ("x", {"x": torch.zeros(T * 64 + 1).bfloat16()[1:].view(T, 64)}),
     "x no tensor": ("x", {"x": [[0.0] * 64] * T}),
+    "x nested": ("x", {"x": torch.nested.nested_tensor([torch.ones(T, 64).bfloat16()], layout=torch.jagged)}),
+    "x without memory": ("x", {"x": torch._efficientzerotensor(T, 64, dtype=torch.bfloat16)}),
+    "x backwards": ("x", {"x": np.zeros((T, 64), np.float16)[::-1]}),
+    "x of objects": ("x", {"x": np.zeros((T, 64), object)}),
     "topk_idx missing": ("topk_idx", {"topk_idx": None}),
     "topk_idx dtype": ("topk_idx", {"topk_idx": torch.zeros(T, 4)}),
     "topk_idx rows": ("topk_idx", {"topk_idx": torch.zeros(T + 1, 4, dtype=torch.int64)}),
     "topk_idx columns": ("topk_idx", {"topk_idx": torch.zeros(T, 5, dtype=torch.int64)}),
     "topk_weights dtype": ("topk_weights", {"topk_weights": torch.zeros(T, 4).double()}),
+    "topk_idx sparse": ("topk_idx", {"topk_idx": torch.ones(T, 4, dtype=torch.int64).to_sparse()}),
     "topk_weights shape": ("topk_weights", {"topk_weights": torch.zeros(T, 3)}),
+    "topk_weights without memory": ("topk_weights", {"topk_weights": torch._efficientzerotensor(T, 4)}),
     "layout": ("layout", {"layout": "rows"}),
+    "layouts": ("layout", {"layout": ["flat", "expert"]}),
     "quantize": ("quantize", {"quantize": "fp4"}),
     "scale_format": ("scale_format", {"quantize": "fp8", "scale_format": "fp8"}),
     "scale_format of nothing": ("scale_format", {"scale_format": "ue8m0"}),
@@ -62,12 +69,14 @@ REFUSED = {
     "quantize with scales": ("quantize", {"quantize": "fp8", "scales": torch.zeros(T, 1)}),
     "float8 without scales": ("scales", {"x": torch.zeros(T, 64).to(torch.float8_e4m3fn)}),
     "scales rows": ("scales", {"scales": torch.zeros(T - 1, 1)}),
+    "scales sparse": ("scales", {"scales": torch.ones(T, 1).to_sparse()}),
     "scales dtype": ("scales", {"scales": torch.zeros(T, 1).double()}),
     "alignment": ("expert_alignment", {"expert_alignment": 0}),
     "alignment no number": ("expert_alignment", {"expert_alignment": "16"}),
     "max_rows": ("max_rows", {"max_rows": -1}),
     "max_rows of a capacity": ("max_rows", {"max_rows": 1.25 * T}),
     "max_rows in words": ("max_rows", {"max_rows": "16"}),
+    "max_rows of each": ("max_rows", {"max_rows": np.array([8, 8])}),
     "handle": ("handle", {"handle": object(), "topk_idx": None, "topk_weights": None}),
 }
 
@@ -86,19 +95,41 @@ def test_dispatch_refuses(ranks: LocalBuffers, name: str) -> None:
 def test_combine_refuses(ranks: LocalBuffers) -> None:
     routed = ranks.dispatch([good_call() for _ in range(3)])
     first, y = ranks.buffers[0], torch.zeros_like(routed[0].x)
-    combine.prepare(first, y, routed[0].handle)  # a good call is known, and must not stand in for a bad one
+    for bias in (None, y[0]):
+        combine.prepare(
+            first, y, routed[0].handle, bias=bias
+        )  # good calls are known, and must not stand in for bad ones
+    read_only = np.zeros((T, 64), np.float16)
+    read_only.flags.writeable = False
+    in_window = first.empty(routed[0].handle)
     refused = {
-        "y": [y[:-1], y.double(), y[:, :32], torch.zeros(*y.shape, device="meta"), y.t().contiguous().t()],
+        "y": [
+            y[:-1],
+            y.double(),
+            y[:, :32],
+            torch.zeros(*y.shape, device="meta"),
+            y.t().contiguous().t(),
+            y.to_sparse(),
+        ],
         "bias": [torch.zeros(T, 64), torch.zeros(T - 1, 64).bfloat16(), torch.zeros(63).bfloat16()],
-        "out": [torch.zeros(T, 64), torch.zeros(T + 1, 64).bfloat16()],
+        "out": [
+            torch.zeros(T, 64),
+            torch.zeros(T + 1, 64).bfloat16(),
+            torch.zeros(64).bfloat16().expand(T, 64),
+            torch.zeros(T * 64).bfloat16().as_strided((T, 64), (32, 1)),
+            read_only,
+        ],
         "weight_grads": [torch.zeros(y.shape[0] - 1), torch.zeros(y.shape[0]).double()],
-        "wire": [torch.float16],
+        "wire": [torch.float16, [torch.bfloat16]],
     }
     for argument, values in refused.items():
         for value in values:
             with pytest.raises(moecomm.BadInput) as caught:
                 first.combine(**{"y": y, "handle": routed[0].handle, argument: value})
             assert caught.value.argument == argument
+    for rows in (y, in_window):
+        with pytest.raises(moecomm.BadInput, match="out: got memory of y"):
+            first.combine(rows, routed[0].handle, out=rows[1 : T + 1])
     for handle in (None, routed[1].handle):
         with pytest.raises(moecomm.BadInput, match="handle"):
             first.combine(y, handle)  # type: ignore[arg-type]
@@ -200,6 +231,18 @@ def test_no_room_left_says_how_much_is_needed() -> None:
         ranks.dispatch([good_call()])
 
 
+def test_out_may_lie_beside_y_in_wider_rows() -> None:
+    with moecomm.Buffer(hidden=64, num_experts=4, topk=2, max_tokens=8, backend="host") as buffer:
+        x = torch.randn(T, 64).bfloat16()
+        routed = buffer.dispatch(x, torch.zeros(T, 2, dtype=torch.int64), layout="flat")
+        y, out = torch.zeros(T, 128).bfloat16().chunk(2, dim=1)
+        y.copy_(routed.x)
+        for columns in (y, y.as_strided((T, 64), (128, 1))):
+            assert torch.equal(buffer.combine(columns, routed.handle, out=out), x)
+        with pytest.raises(moecomm.BadInput, match="out: got memory of y"):
+            buffer.combine(y, routed.handle, out=out.as_strided((T, 64), (128, 1), 32))
+
+
 def test_closed() -> None:
     buffer = moecomm.Buffer(hidden=64, num_experts=12, topk=4, max_tokens=16, backend="host")
     given = good_call()
@@ -220,10 +263,11 @@ OPEN_REFUSED = {
     "topk": {"topk": 33},
     "max_tokens": {"max_tokens": 0},
     "dtype": {"dtype": torch.float64},
-    "timeout_s": {"timeout_s": 0},
+    "timeout_s": {"timeout_s": "30"},
     "backend": {"backend": "carrier pigeon"},
     "group": {"group": "world"},
-    "window_bytes": {"window_bytes": 1e7},
+    "window_bytes": {"window_bytes": -1},
+    "device": {"device": "toaster"},
     "domain_ranks": {"domain_ranks": 1.0},
 }
 NO_NUMBERS = {"hidden": 64.0, "num_experts": "4", "topk": None, "max_tokens": 8.5}
@@ -234,6 +278,22 @@ def test_open_refuses(argument: str) -> None:
     with pytest.raises(moecomm.BadInput) as caught:
         moecomm.Buffer(**{"hidden": 64, "num_experts": 4, "topk": 2, "max_tokens": 8, **OPEN_REFUSED[argument]})
     assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize("size", [0, -16, 1 << 31, 1 << 64])
+@pytest.mark.parametrize("argument", ["hidden", "num_experts", "topk", "max_tokens", "window_bytes", "domain_ranks"])
+def test_sizes_that_fit_nowhere(argument: str, size: int) -> None:
+    size = 1 << 63 if (argument, size) == ("window_bytes", 1 << 31) else size
+    sizes = {"hidden": 64, "num_experts": 4, "topk": 2, "max_tokens": 8} | {argument: size}
+    with pytest.raises(moecomm.BadInput) as caught:
+        moecomm.Buffer(**sizes, backend="host")
+    assert caught.value.argument == argument
+
+
+def test_ranks_on_cpus_take_no_other_device() -> None:
+    for device in ("cuda", 0, "meta"):
+        with pytest.raises(moecomm.BadInput, match=r"device: got .*; want the CPU"):
+            moecomm.Buffer(hidden=64, num_experts=4, topk=2, max_tokens=8, backend="host", device=device)
 
 
 @pytest.mark.parametrize("argument", NO_NUMBERS)

@@ -163,6 +163,17 @@ def test_bad_input_begins_nothing(ranks: LocalBuffers) -> None:
     assert sum(len(r.x) for r in ended) == 60
 
 
+def test_nothing_is_read_after_an_end_that_failed(buffer: moecomm.Buffer) -> None:
+    routed = buffer.dispatch_begin(**call(0))
+    buffer.abort()
+    with pytest.raises(moecomm.Aborted):
+        buffer.dispatch_end(routed)
+    with pytest.raises(moecomm.BadInput, match="routed"):
+        routed.x  # noqa: B018
+    with pytest.raises(moecomm.Aborted):
+        buffer.combine(torch.zeros(20, 32), routed.handle)
+
+
 def test_closing_in_between(buffer: moecomm.Buffer) -> None:
     routed = buffer.dispatch_begin(**call(0))
     buffer.close()

@@ -148,6 +148,43 @@ def test_numpy_arrays_come_back_as_numpy_arrays() -> None:
         np.testing.assert_allclose(out, given["x"] * given["topk_weights"].sum(axis=1, keepdims=True), rtol=1e-6)
 
 
+class Grid(np.ndarray):
+    """Of a module that makes no arrays."""
+
+
+class Foreign:
+    """As of a library whose classes are of one package and whose functions are of another."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __dlpack__(self, **options: object) -> object:
+        return self.tensor.__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.tensor.__dlpack_device__()
+
+
+class ForeignWithFunctions(Foreign):
+    @staticmethod
+    def __array_namespace__() -> type:
+        class Functions:
+            from_dlpack = Foreign
+
+        return Functions
+
+
+def test_arrays_come_back_by_the_library_that_they_are_of() -> None:
+    with moecomm.Buffer(**SIZES, backend="host") as buffer:
+        given = call(0)
+        for x, kind in (
+            (given["x"].numpy().view(Grid), np.ndarray),
+            (Foreign(given["x"]), torch.Tensor),
+            (ForeignWithFunctions(given["x"]), Foreign),
+        ):
+            assert type(buffer.dispatch(x, given["topk_idx"]).x) is kind
+
+
 @pytest.mark.parametrize("layout", ["flat", "expert", "batched"])
 def test_rows_written_in_the_window_are_read_there(layout: str) -> None:
     with LocalBuffers(2, **SIZES, backend="host") as ranks:

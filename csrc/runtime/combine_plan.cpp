@@ -47,6 +47,7 @@ bool CombinePlan::fits(const DispatchArgs& dispatch, const CombineTensors& t) co
     if (!topk_weights_.fits(t.topk_weights)) return false;
     const i64 tokens = dispatch.num_tokens, hidden = args_.hidden;
     if (!is_y(dispatch, *t.y) || !is_rows(*t.out, tokens, hidden)) return false;
+    if (!rows_apart(*t.out) || share_memory(*t.y, *t.out)) return false;
     if (t.bias != nullptr) {
         const bool one_row = t.bias->ndim == 1 && t.bias->shape[0] == hidden && is_contiguous(*t.bias);
         if (one_row ? address_of(*t.bias) % static_cast<u64>(kRowAlignment) != 0 : !is_rows(*t.bias, tokens, hidden)) return false;

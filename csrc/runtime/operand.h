@@ -40,6 +40,25 @@ inline bool is_rows(const DLTensor& t, i64 rows, i64 columns) {
            (is_empty(t) || (pitch_of(t) % kRowAlignment == 0 && address_of(t) % static_cast<u64>(kRowAlignment) == 0));
 }
 
+// The rows of [rows][columns] have memory of their own, as what is written must.
+inline bool rows_apart(const DLTensor& t) { return t.shape[0] < 2 || pitch_of(t) >= t.shape[1] * element_bytes(t); }
+
+// Whether two tensors that have strides, and contiguous rows, have bytes in common.
+inline bool share_memory(const DLTensor& a, const DLTensor& b) {
+    if (is_empty(a) || is_empty(b)) return false;
+    const auto width = [](const DLTensor& t) { return static_cast<u64>(t.shape[t.ndim - 1] * element_bytes(t)); };
+    const auto end = [&](const DLTensor& t) {
+        u64 last = address_of(t);
+        for (i32 d = 0; d < t.ndim - 1; ++d) last += static_cast<u64>((t.shape[d] - 1) * t.strides[d] * element_bytes(t));
+        return last + width(t);
+    };
+    if (end(a) <= address_of(b) || end(b) <= address_of(a)) return false;
+    const u64 pitch = static_cast<u64>(pitch_of(a));
+    if (a.ndim != 2 || b.ndim != 2 || pitch == 0 || pitch != static_cast<u64>(pitch_of(b))) return true;
+    const u64 apart = (address_of(b) % pitch + pitch - address_of(a) % pitch) % pitch;  // side by side in wider rows?
+    return apart < width(a) || apart + width(b) > pitch;
+}
+
 inline bool is_packed(const DLTensor& t, i64 rows, i64 columns) { return is_matrix(t, rows, columns) && is_contiguous(t); }
 
 // Of what elements a tensor is, and where; or that none is given.

@@ -10,7 +10,7 @@ import torch
 from moecomm.arrays import window_tensor
 from moecomm.combine.arguments import check
 from moecomm.combine.plan import Combining, Options, Plan, kind_of
-from moecomm.dispatch.arguments import check_handle
+from moecomm.dispatch.arguments import check_handle, check_hashable
 from moecomm.errors import BadInput
 from moecomm.routed import Handle
 from moecomm.settings import DTYPES
@@ -46,7 +46,12 @@ def prepare(
         buffer.require_usable()
     _check_ended(buffer, handle)
     if isinstance(y, torch.Tensor):
-        plans = buffer.combine_plans.get((handle.layout, y.dtype, weighted, wire, num_sms), ())
+        key = (handle.layout, y.dtype, weighted, wire, num_sms)
+        try:
+            plans = buffer.combine_plans.get(key, ())
+        except TypeError:
+            check_hashable(Options(*key))
+            raise
         # One that does not fit costs as much as one that does.
         kind = kind_of(buffer, y, bias, weight_grads, topk_weights) if len(plans) > 1 else None
         for plan in plans:
@@ -106,6 +111,7 @@ def _start_anew(
     """The first combine of its kind, or with so many tokens; or one with arguments that have to be made usable."""
     given = check(buffer, y, handle, out, bias, weighted, weight_grads, wire, num_sms, topk_weights)
     options = Options(handle.layout, given.y.dtype, weighted, wire, num_sms)
+    check_hashable(options)  # y may be another library's
     plans = buffer.combine_plans.setdefault(options, [])
     for plan in plans:
         plan.schedule(handle.num_tokens)

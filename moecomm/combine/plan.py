@@ -53,7 +53,10 @@ def kind_of(
     """What plans with the same options differ in, but for the types of tensors: whether y is in our window, and what
     is given.
     """
-    in_window = buffer.session.context.in_heap(y.data_ptr())
+    try:
+        in_window = buffer.session.context.in_heap(y.data_ptr())
+    except RuntimeError:  # it has no memory: sparse, say, which will be named
+        in_window = False
     return in_window, bias is None, weight_grads is None, topk_weights is None
 
 
@@ -133,7 +136,7 @@ def _args(buffer: Buffer, options: Options, like: Tensors) -> _native.CombineArg
     args.ctx = buffer.session.context
     args.hidden, args.type = buffer.hidden, DTYPES.index(options.dtype)
     args.wire = DTYPES.index(options.wire or torch.float32)
-    args.layout, args.weighted = LAYOUTS.index(options.layout), int(options.weighted)
+    args.layout, args.weighted = LAYOUTS.index(options.layout), int(bool(options.weighted))
     args.call = call.pack(
         layout=args.layout,
         dtype=args.type,

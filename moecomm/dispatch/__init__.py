@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from moecomm.dispatch import outputs
-from moecomm.dispatch.arguments import LAYOUTS, check, check_handle
+from moecomm.dispatch.arguments import LAYOUTS, check, check_handle, check_hashable
 from moecomm.dispatch.plan import END, Options, Plan
 from moecomm.errors import BadInput
 from moecomm.routed import Handle, Routed
@@ -116,8 +116,8 @@ def _note_half(buffer: Buffer, routed: Routed) -> None:
         buffer.begun = routed
         return
     buffer.begun = None
+    buffer.raise_failure()  # then nothing of it can be read
     routed.ended = routed.handle.ended = True
-    buffer.raise_failure()
 
 
 def _start(
@@ -137,7 +137,11 @@ def _start(
         raise BadInput("dispatch", "another one while one has only begun", "dispatch_end(routed) of that first")
     if handle is not None and (topk_idx is not None or topk_weights is not None):
         raise BadInput("handle", "topk_idx or topk_weights beside it", "rows only: a handle repeats an earlier routing")
-    plans = buffer.dispatch_plans.get(key, ())
+    try:
+        plans = buffer.dispatch_plans.get(key, ())
+    except TypeError:
+        check_hashable(Options(*key))
+        raise
     # One that does not fit costs nearly as much as one that does.
     type_of_x = getattr(x, "dtype", None) if len(plans) > 1 else None
     for plan in plans:

@@ -79,6 +79,15 @@ def check_num_sms(num_sms: int | None) -> None:
         raise BadInput("num_sms", repr(num_sms), "a whole number, 1 to 1024, or None")
 
 
+def check_hashable(options: Any) -> None:
+    """Raises BadInput naming the first of Options by which no plan can be found."""
+    for name, value in zip(options._fields, options, strict=True):
+        try:
+            hash(value)
+        except TypeError:
+            raise BadInput(name, repr(value), "one value, and no list of them") from None
+
+
 def check_max_rows(max_rows: int | None) -> None:
     """The same."""
     if max_rows is not None and not (is_whole(max_rows) and max_rows >= 0):

@@ -148,7 +148,7 @@ def _args(buffer: Buffer, options: Options, like: Tensors) -> _native.DispatchAr
     args.row_bytes = args.hidden * (1 if options.quantize else like.x.element_size())
     args.quantize = int(options.quantize is not None)
     args.scale_format = SCALE_FORMATS.index(options.scale_format)
-    args.check_weights, args.repeat = int(options.check_weights), int(options.repeat)
+    args.check_weights, args.repeat = int(bool(options.check_weights)), int(options.repeat)
     args.part = BEGIN if options.begin else WHOLE
     if like.topk_idx is not None:
         args.idx_bytes = like.topk_idx.element_size()
