@@ -51,8 +51,8 @@ def error_of(record: _native.FailureRecordView, dead: Mapping[int, str]) -> Moec
     if record.code == PEER_LOST or (why and record.peer != record.rank):
         return PeerLost(f"rank {record.peer} is gone (noticed by rank {record.rank} in {where}){why}", **known)
     if record.code == TIMEOUT:
-        if record.peer == record.rank and not record.waited_ns:
-            return Timeout(f"another rank waited for this one, rank {record.rank}, and gave up ({where})", **known)
+        if record.peer == record.rank and known["phase"] != "grid":  # the rank that gave up has told us
+            return Timeout(f"rank {record.rank} kept another one waiting, which gave up (noticed in {where})", **known)
         waited = f"after {record.waited_ns / 1e9:.1f} s" if record.waited_ns else "as another rank found"
         return Timeout(
             f"rank {record.rank} waited for rank {record.peer}: {_PHASES[record.phase]} ({where}); gave up {waited}",

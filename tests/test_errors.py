@@ -48,8 +48,7 @@ def test_a_peer_that_is_known_to_be_gone_is_named_with_the_reason() -> None:
 
 
 def test_a_rank_that_others_have_given_up_did_not_wait_for_itself() -> None:
-    told = record(failures.TIMEOUT, 2)
-    told.waited_ns = 0  # by the rank that gave up
-    error = failures.error_of(told, {})
+    error = failures.error_of(record(failures.TIMEOUT, 2), {})
     assert type(error) is errors.Timeout
-    assert str(error) == "another rank waited for this one, rank 2, and gave up (combine, round 7, phase payload)"
+    want = "rank 2 kept another one waiting, which gave up (noticed in combine, round 7, phase payload)"
+    assert str(error) == want
