@@ -227,6 +227,24 @@ def test_abort_from_another_thread(ranks: Ranks) -> None:
     assert name == "Aborted" and seconds < 0.5
 
 
+def _close_from_a_thread(rank: int, group: Any) -> str:
+    import threading
+
+    buffer = moecomm.Buffer(group, **SIZES, timeout_s=20)
+    if rank == 0:
+        threading.Timer(0.3, buffer.close).start()
+        with pytest.raises(moecomm.Aborted):
+            buffer.dispatch(*routing(rank))
+    dist.barrier()
+    with pytest.raises(moecomm.MoecommError) as caught:
+        buffer.dispatch(*routing(rank))
+    return type(caught.value).__name__
+
+
+def test_closing_in_another_thread_ends_the_round(ranks: Ranks) -> None:
+    assert ranks.run(2, _close_from_a_thread) == ["Closed", "Aborted"]
+
+
 def _interrupted(rank: int, group: Any) -> str:
     buffer = moecomm.Buffer(group, **SIZES, timeout_s=20)
     if rank == 1:

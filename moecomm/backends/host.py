@@ -6,7 +6,10 @@ Several domains (`domain_ranks`) are as on GPUs: windows of other domains are wr
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -14,7 +17,7 @@ from moecomm import _native, failures, packets
 from moecomm.backends import Schedule
 from moecomm.backends.collective import all_or_none, map_windows
 from moecomm.backends.presence import Presence
-from moecomm.errors import BadInput
+from moecomm.errors import BadInput, Closed
 from moecomm.rendezvous import Rendezvous
 from moecomm.settings import MAX_CHUNK
 
@@ -69,6 +72,7 @@ class HostSession:
         self.context = context
         self.arena = _native.Arena(context.window.heap, shape.heap_bytes)
         self.nbytes = window.nbytes
+        self._round = threading.RLock()  # held while one runs; a signal's handler may close in its thread
         self._presence = None if ranks.in_process else Presence(ranks, context.abort_host, timeout_s)
         self._threads = max(1, len(os.sched_getaffinity(0)) // ranks.ranks)
 
@@ -84,11 +88,17 @@ class HostSession:
 
     def dispatcher(self, args: _native.DispatchArgs) -> Callable[[_native.DispatchArgs], None]:
         """Returns when the round is over."""
-        return _native.host_dispatch
+        return partial(self._run, _native.host_dispatch)
 
     def combiner(self, args: _native.CombineArgs) -> Callable[[_native.CombineArgs], None]:
         """Returns when the round is over."""
-        return _native.host_combine
+        return partial(self._run, _native.host_combine)
+
+    def _run(self, execute: Callable[[Any], None], args: object) -> None:
+        with self._round:
+            if self._window is None:  # another thread was quicker
+                raise Closed()
+            execute(args)
 
     def order(self) -> None:
         """No streams here."""
@@ -114,7 +124,19 @@ class HostSession:
         return {} if self._presence is None else self._presence.dead_peers()
 
     def close(self) -> None:
-        """Drops our mappings; the memory goes when the last tensor and the last peer have let go."""
+        """Drops our mappings; the memory goes when the last tensor and the last peer have let go.
+
+        A round that another thread is in is aborted.
+        """
+        if not self._round.acquire(blocking=False):
+            self.abort(failures.ABORTED, self.context.rank)
+            self._round.acquire()
+        try:
+            self._close()
+        finally:
+            self._round.release()
+
+    def _close(self) -> None:
         if not failures.round_failed(self.context):
             _native.leave(self.context)
         if self._link is not None:  # before our process may end, and before the windows go

@@ -162,6 +162,8 @@ class Pool:
 
     def open(self, device: torch.device, settings: Settings, window_bytes: int) -> Buffer:
         """Collective: a moecomm.Buffer of these sizes."""
+        if device.type not in ("cpu", "cuda"):
+            raise BadInput("x", f"a tensor on {device}", "one on a CPU or a GPU")
         buffer = Buffer(
             self.ranks,
             hidden=settings.hidden,
