@@ -1,4 +1,4 @@
-"""What counts as a whole number in arguments."""
+"""Whole numbers that callers give."""
 
 from __future__ import annotations
 
