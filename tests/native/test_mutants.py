@@ -14,7 +14,7 @@ from .build import CSRC, PARALLEL, Workshop
 from .domain_mutants import DOMAIN_MUTANTS
 from .mutants import MUTANTS, Mutant
 
-CASES = {"plain": "400", "tsan": "200", "domains plain": "150", "domains tsan": "60"}
+CASES = {"plain": "400", "tsan": "200", "domains plain": "600", "domains tsan": "60"}
 ALL = MUTANTS + DOMAIN_MUTANTS
 Result = subprocess.CompletedProcess[str]
 
