@@ -93,16 +93,6 @@ def _has_memory(tensor: torch.Tensor) -> bool:
         return False
 
 
-def check_written(argument: str, value: Any) -> None:
-    """Raises BadInput for an array that says that it must not be written, and for [rows, columns] of which rows share
-    memory.
-    """
-    if getattr(getattr(value, "flags", None), "writeable", True) is False:
-        raise BadInput(argument, "a read-only array", "one that can be written")
-    if isinstance(value, torch.Tensor) and value.shape[0] > 1 and value.stride(0) < value.shape[1]:
-        raise BadInput(argument, f"strides {value.stride()}", "rows that share no memory")
-
-
 def check_rows(argument: str, tensor: torch.Tensor) -> int:
     """The bytes from row to row of a [rows, columns] tensor; BadInput unless rows are contiguous and 16-byte
     aligned.
@@ -120,3 +110,19 @@ def check_rows(argument: str, tensor: torch.Tensor) -> int:
             "rows that start at multiples of 16 bytes",
         )
     return stride
+
+
+def adopt_written(
+    argument: str, value: Any, *, device: torch.device, dtypes: tuple[torch.dtype, ...], shape: tuple[int, int]
+) -> torch.Tensor:
+    """adopt() of [rows, columns] that will be written, with its checks: check_tensor, check_rows, and that it may be
+    written, and no two rows share memory.
+    """
+    if getattr(getattr(value, "flags", None), "writeable", True) is False:
+        raise BadInput(argument, "a read-only array", "one that can be written")
+    tensor, _ = adopt(argument, value)
+    check_tensor(argument, tensor, device=device, dtypes=dtypes, shape=shape)
+    check_rows(argument, tensor)
+    if len(tensor) > 1 and tensor.stride(0) < tensor.shape[1]:
+        raise BadInput(argument, f"strides {tensor.stride()}", "rows that share no memory")
+    return tensor

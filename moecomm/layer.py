@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import linear, silu
 
 from moecomm.buffer import Buffer
 from moecomm.routed import Routed
-from moecomm.router import Router
+from moecomm.router import Router, drawn
 
 
 class MoELayer(torch.nn.Module):
@@ -132,7 +132,6 @@ def expert_weights(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(w13 [2 I, H], w2 [H, I]) of one expert, drawn from `seed`: the same on whichever rank asks."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + expert)
-    drawn: dict[str, Any] = {"generator": generator, "device": "cpu", "dtype": torch.float32}  # not torch's defaults
-    w13 = torch.randn(2 * intermediate, hidden, **drawn) / hidden**0.5
-    w2 = torch.randn(hidden, intermediate, **drawn) / intermediate**0.5
+    w13 = drawn(generator, 2 * intermediate, hidden) / hidden**0.5
+    w2 = drawn(generator, hidden, intermediate) / intermediate**0.5
     return w13.to(device=device, dtype=dtype), w2.to(device=device, dtype=dtype)

@@ -134,12 +134,11 @@ class Router:
 
 def gate_weight(num_experts: int, hidden: int, *, seed: int = 0) -> torch.Tensor:
     """float32 [E, H] on the CPU, drawn from `seed`: the same on whichever rank asks."""
-    return _drawn(num_experts, hidden, seed=seed) / float(hidden**0.5)
+    return drawn(torch.Generator().manual_seed(seed), num_experts, hidden) / float(hidden**0.5)
 
 
-def _drawn(*shape: int, seed: int) -> torch.Tensor:
-    """Whatever torch's default device and dtype are."""
-    generator = torch.Generator().manual_seed(seed)
+def drawn(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    """float32 on the CPU, whatever torch's default device and dtype are."""
     return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32)
 
 
@@ -163,7 +162,7 @@ def router(
     if model not in MODELS:
         raise BadInput("model", repr(model), f"one of {', '.join(MODELS)}")
     shape = MODELS[model]
-    bias = _drawn(shape.num_experts, seed=seed + 1) * 0.02 if shape.corrected else None
+    bias = drawn(torch.Generator().manual_seed(seed + 1), shape.num_experts) * 0.02 if shape.corrected else None
     return Router(
         shape.hidden,
         shape.num_experts,

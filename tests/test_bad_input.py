@@ -115,6 +115,9 @@ def test_combine_refuses(ranks: LocalBuffers) -> None:
         "out": [
             torch.zeros(T, 64),
             torch.zeros(T + 1, 64).bfloat16(),
+            torch.zeros(T).bfloat16(),
+            torch.tensor(0.0),
+            torch.zeros(T, 64).bfloat16().to_sparse(),
             torch.zeros(64).bfloat16().expand(T, 64),
             torch.zeros(T * 64).bfloat16().as_strided((T, 64), (32, 1)),
             read_only,

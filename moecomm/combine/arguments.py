@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moecomm import _native
-from moecomm.arrays import adopt, check_rows, check_tensor, check_written
+from moecomm.arrays import adopt, adopt_written, check_rows, check_tensor
 from moecomm.dispatch.arguments import check_num_sms
 from moecomm.errors import BadInput, Unsupported
 from moecomm.routed import Handle
@@ -53,11 +53,7 @@ def check(
         raise BadInput("wire", wire, f"None or the dtype of y, {y.dtype}")
     shape = (handle.num_tokens, buffer.hidden)
     if out is not None:
-        check_written("out", out)
-        out = adopt("out", out)[0]
-        check_tensor("out", out, device=buffer.device, dtypes=(y.dtype,), shape=shape)
-        check_rows("out", out)
-        check_written("out", out)
+        out = adopt_written("out", out, device=buffer.device, dtypes=(y.dtype,), shape=shape)
         if _native.share_memory(y, out):
             raise BadInput("out", "memory of y, which peers read meanwhile", "memory of its own")
     if bias is not None:

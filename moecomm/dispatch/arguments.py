@@ -12,7 +12,7 @@ from moecomm import _native
 from moecomm.arrays import adopt, check_rows, check_tensor
 from moecomm.errors import BadInput, Closed
 from moecomm.routed import Handle
-from moecomm.whole import is_whole
+from moecomm.whole import check_alignment, check_whole, is_whole
 
 if TYPE_CHECKING:
     from moecomm.buffer import Buffer
@@ -90,8 +90,8 @@ def check_hashable(options: Any) -> None:
 
 def check_max_rows(max_rows: int | None) -> None:
     """The same."""
-    if max_rows is not None and not (is_whole(max_rows) and max_rows >= 0):
-        raise BadInput("max_rows", repr(max_rows), "a whole number, 0 or more")
+    if max_rows is not None:
+        check_whole("max_rows", max_rows, 0)
 
 
 def scale_dtype(options: Options, like: Tensors) -> torch.dtype | None:
@@ -114,8 +114,7 @@ def scale_columns(options: Options, like: Tensors) -> int:
 def _check_options(options: Options, max_rows: int | None) -> None:
     if options.layout not in LAYOUTS:
         raise BadInput("layout", repr(options.layout), " or ".join(LAYOUTS))
-    if not (is_whole(options.expert_alignment) and 1 <= options.expert_alignment < 1 << 20):
-        raise BadInput("expert_alignment", repr(options.expert_alignment), "a whole number, 1 to 2^20 - 1")
+    check_alignment("expert_alignment", options.expert_alignment)
     if options.scale_format not in SCALE_FORMATS:
         raise BadInput("scale_format", repr(options.scale_format), " or ".join(SCALE_FORMATS))
     if options.scale_layout not in SCALE_LAYOUTS:

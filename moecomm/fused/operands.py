@@ -10,7 +10,7 @@ from moecomm.dispatch.reference import GROUP
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import kernels
 from moecomm.fused.fp8 import Operand
-from moecomm.whole import is_whole
+from moecomm.whole import check_alignment
 
 _MOST_ROWS = 1 << 30
 ACTIVATIONS = (None, "swiglu")
@@ -45,8 +45,7 @@ def check_operands(
         raise BadInput("tokens_per_expert", what(counts), f"int32 [{w.shape[0]}] on {x.device}")
     if not counts.is_contiguous():
         raise BadInput("tokens_per_expert", "a tensor with gaps", "a contiguous one")
-    if not (is_whole(alignment) and 1 <= alignment < 1 << 20):
-        raise BadInput("alignment", repr(alignment), "a whole number, 1 to 2^20 - 1")
+    check_alignment("alignment", alignment)
     _check_scales(x, x_scales, w, w_scales)
     if x.dtype not in (*kernels.TYPES, kernels.FP8):
         raise Unsupported(f"a grouped GEMM of {x.dtype}: want torch.bfloat16 or torch.float16, or Fp8")

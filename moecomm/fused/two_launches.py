@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moecomm import _native
-from moecomm.arrays import adopt, check_rows, check_tensor, check_written
+from moecomm.arrays import adopt, adopt_written, check_rows, check_tensor
 from moecomm.backends import cuda_driver
 from moecomm.dispatch.reference import GROUP
 from moecomm.fused import gemm, kernels, schedules
@@ -148,11 +148,10 @@ class Layer:
             floats: dict[str, Any] = {"device": buffer.device, "dtypes": (torch.float32,)}
             check_tensor("topk_weights", topk_weights, **floats, shape=(tokens, topk))
             topk_weights = topk_weights.contiguous()
-        self.out = x.new_empty(tokens, hidden) if out is None else adopt("out", out)[0]
-        check_tensor("out", self.out, **about, shape=(tokens, hidden))
+        shape = (tokens, hidden)
+        self.out = x.new_empty(shape) if out is None else adopt_written("out", out, **about, shape=shape)
         args = self._args = LayerArgs(x=x.data_ptr(), x_stride=2 * x.stride(0), num_tokens=tokens)
         args.out, args.out_stride = self.out.data_ptr(), check_rows("out", self.out)
-        check_written("out", self.out)
         if bias is not None:
             bias = adopt("bias", bias)[0]
             one_row = bias.ndim == 1

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moecomm.errors import BadInput
-from moecomm.whole import is_whole
+from moecomm.whole import check_whole, is_whole
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -35,8 +35,7 @@ def shard_state(state: Mapping[str, torch.Tensor], rank: int, num_ranks: int) ->
     Raises:
         BadInput: weights that can't be cut into R parts.
     """
-    if not is_whole(num_ranks) or num_ranks < 1:
-        raise BadInput("num_ranks", repr(num_ranks), "a whole number, 1 or more")
+    check_whole("num_ranks", num_ranks, 1)
     if not is_whole(rank) or not 0 <= rank < num_ranks:
         raise BadInput("rank", repr(rank), f"0 to {num_ranks - 1}")
     cut = {}

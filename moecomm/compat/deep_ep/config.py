@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moecomm.errors import BadInput
-from moecomm.whole import is_whole
+from moecomm.whole import check_whole
 
 _METADATA = 128 * (8 + 4 + 4) + 8  # bytes beside a row, as deep_ep plans: 128 ids, weights and scales, and its source
 _NVL_PEERS = 8
@@ -20,8 +20,7 @@ class Config:
         num_max_rdma_chunked_send_tokens: int = 6,
         num_max_rdma_chunked_recv_tokens: int = 256,
     ) -> None:
-        if not is_whole(num_sms) or num_sms < 0:
-            raise BadInput("num_sms", repr(num_sms), "a whole number, 0 or more")
+        check_whole("num_sms", num_sms, 0)
         for kind, send, receive in (
             ("nvl", num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens),
             ("rdma", num_max_rdma_chunked_send_tokens, num_max_rdma_chunked_recv_tokens),

@@ -13,11 +13,12 @@ from moecomm.compat.deep_ep.ep_handle import EPHandle, expanded_rows
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for
 from moecomm.compat.deep_ep.lazy import source
 from moecomm.compat.deep_ep.normal import one_bias, unpack
-from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, check_stats, check_whole
+from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, check_stats
 from moecomm.errors import BadInput, Unsupported
 from moecomm.rendezvous import rendezvous
 from moecomm.routed import Routed
 from moecomm.settings import Settings
+from moecomm.whole import check_whole
 
 _TOPK_HINT = 32  # when a caller does not say it: the most there can be
 _FEW_SMS, _MANY_SMS = 16, 64  # measured to be enough beside computations, and alone

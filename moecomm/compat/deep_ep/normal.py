@@ -10,18 +10,11 @@ import torch
 from moecomm.buffer import Buffer
 from moecomm.combine import finish, prepare, run
 from moecomm.compat.deep_ep.layout import NormalHandle, normal_handle
-from moecomm.compat.deep_ep.pool import (
-    Pool,
-    ask_to_grow,
-    asks_to_grow,
-    check_dimensions,
-    check_experts,
-    check_whole,
-    described,
-)
+from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_dimensions, check_experts, described
 from moecomm.dispatch import Options, outputs, with_options
 from moecomm.errors import BadInput, Mismatch, Unsupported
 from moecomm.routed import Handle, Routed
+from moecomm.whole import check_whole
 
 _FLAT = Options("flat")
 _AGAIN = Options("flat", repeat=True)

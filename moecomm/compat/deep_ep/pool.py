@@ -18,7 +18,7 @@ from moecomm.errors import BadInput, Closed, Mismatch
 from moecomm.rendezvous import Rendezvous, rendezvous
 from moecomm.routed import Handle
 from moecomm.settings import MAX_FLAT_ROWS, Settings
-from moecomm.whole import is_whole
+from moecomm.whole import check_whole, is_whole
 
 # expert_alignment of a dispatch that says "my tokens do not fit, make room with me".  It differs from everybody else's,
 # so that every rank hears of it in the round that it was waiting for.
@@ -228,12 +228,6 @@ def check_stats(stats: Any, experts: int, device: torch.device) -> None:
     check_tensor(name, stats, device=device, dtypes=(torch.int32,), shape=(experts,))
     if not stats.is_contiguous():
         raise BadInput(name, "a tensor with gaps", "a contiguous one")
-
-
-def check_whole(argument: str, value: Any, least: int) -> None:
-    """Raises BadInput unless it is an int, or what stands for one, and no less."""
-    if not is_whole(value) or value < least:
-        raise BadInput(argument, repr(value), f"a whole number, {least} or more")
 
 
 def check_experts(num_experts: int, ranks: int) -> None:
