@@ -140,6 +140,7 @@ void bind_dispatch(py::module_& m) {
         .def_readwrite("clear_rows", &DispatchArgs::clear_rows)
         .def_readwrite("chunk_tokens", &DispatchArgs::chunk_tokens)
         .def_readwrite("repeat", &DispatchArgs::repeat)
+        .def_readwrite("slips", &DispatchArgs::slips)
         .def_readwrite("call", &DispatchArgs::call)
         .def_readwrite("check_weights", &DispatchArgs::check_weights)
         .def_readwrite("workers", &DispatchArgs::workers)
@@ -154,7 +155,8 @@ void bind_dispatch(py::module_& m) {
         .def_readwrite("rows_per_expert", &DispatchArgs::rows_per_expert)
         .def_readwrite("num_rows", &DispatchArgs::num_rows)
         .def_readwrite("scale_columns", &DispatchArgs::scale_columns)
-        .def_readwrite("scale_stride", &DispatchArgs::scale_stride);
+        .def_readwrite("scale_stride", &DispatchArgs::scale_stride)
+        .def_readwrite("landing", &DispatchArgs::landing);
 }
 
 void bind_combine(py::module_& m) {

@@ -23,6 +23,8 @@ _SHARED_LIMIT = 227 * 1024  # of a block on sm_90
 _LINE = 128  # of memory: a piece that begins within one touches one more of them
 _MOST_SLOTS = 8
 _WANTED_WORDS = 16  # kWantedWords
+_SLIP_BYTES = 16  # Slip in slip.h
+_SLIP_WARPS, _SLIP_COUNTERS = 16, 64 * 1024  # of a block of a dispatch of slips, and bytes of their counters at most
 _FOLDERS = ("protocol", "device", "dispatch", "combine", "shims")
 
 
@@ -47,6 +49,7 @@ class KernelSpec:
     quantize: bool = False
     scale_format: int = 0
     repeat: bool = False
+    slips: bool = False
     part: int = 0
     packets: bool = False  # of few tokens: see packets_of
     wire: int = 2
@@ -73,7 +76,7 @@ class KernelSpec:
         _want(self.experts % self.ranks == 0, f"{self.experts} experts: want a multiple of {self.ranks} ranks")
         _want(row > 0 and row % 16 == 0, f"hidden={self.hidden}: rows of {row} bytes; want a multiple of 16 bytes")
         if self.op == "dispatch":
-            sent = self.hidden if self.quantize else row
+            sent = _SLIP_BYTES if self.slips else self.hidden if self.quantize else row
             _want(sent % 16 == 0, f"hidden={self.hidden}: e4m3 rows of {sent} bytes; want a multiple of 16 bytes")
             _want(self.row_bytes == sent, f"row_bytes={self.row_bytes}: want {sent}")
             scales = -(-self.hidden // 128) * (4 if self.scale_format == 0 else 1)
@@ -128,14 +131,43 @@ def packets_of(spec: KernelSpec) -> packets.Packets | None:
         return None
     if spec.op == "combine":
         return packets.of_combine(spec.hidden * _BYTES[spec.type if spec.layout == _FLAT else spec.wire])
-    if spec.part != 0 or spec.repeat:
+    if spec.part != 0 or spec.repeat or spec.slips:
         return None
     scale_size = (4, 1)[spec.scale_format] if spec.quantize else 0
     return packets.of_dispatch(spec.row_bytes, spec.scale_bytes, spec.topk, scale_size=scale_size)
 
 
+def _tables(spec: KernelSpec) -> int:
+    """Bytes of the arguments, of a word a column or more in several tables, of a notice and what comes of a rank."""
+    words = 4 * (spec.experts + spec.ranks) + spec.experts // spec.ranks
+    return 1920 + 4 * words + spec.ranks * (8 + 104 + 8 + 4 + 4 + 2 * 4 * _WANTED_WORDS) + 104 + 512
+
+
+def _slip_fields(spec: KernelSpec) -> dict[str, int]:
+    """Where slips travel all warps count, with counters of their own as far as there is room, and all store."""
+    columns = 4 * (spec.experts + spec.ranks)
+    count_warps = max(1, min(_SLIP_WARPS, _SLIP_COUNTERS // columns))
+    beside = count_warps * columns
+    no_packets = dict.fromkeys(("packet_bytes", "packet_scale_bytes", "packet_lines"), 0)
+    no_others = dict.fromkeys(("receive_warps", "describe_warps", "flag_warps", "put_warps", "relay_warps"), 0)
+    no_ring = {"piece_columns": spec.hidden, "ring_slots": 1, "spread_bytes": 16, "spread_slots": 1}
+    return {
+        **no_packets,
+        "send_warps": _SLIP_WARPS,
+        **no_others,
+        **no_ring,
+        "relay_bytes": 0,
+        "relay_slots": 0,
+        "count_warps": count_warps,
+        "count_beside": beside,
+        "shared_bytes": _align(_tables(spec) + beside + 1024, 128),
+    }
+
+
 def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
     """How the block of a dispatch kernel is made up; shared_bytes bounds DispatchShared from above."""
+    if spec.slips:
+        return _slip_fields(spec)
     size, columns, ends = _BYTES[spec.type], spec.experts + spec.ranks, spec.part == _END
     spreads = spec.layout != _FLAT and spec.part != _BEGIN
     several = spec.domain_ranks != 0
@@ -151,9 +183,7 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
         piece = _piece(spec.hidden * size, 7168, 16)
     cast = spec.hidden if spec.quantize else 16
     spread = _piece(spec.row_bytes, 3584, 16) if spreads else 16
-    # the arguments, a word a column or more in several tables, a notice and what comes of a rank
-    tables = 1920 + 4 * (4 * columns + spec.experts // spec.ranks) + spec.ranks * (8 + 104 + 8) + 104 + 512
-    tables += spec.ranks * (4 + 4 + 2 * 4 * _WANTED_WORDS)
+    tables = _tables(spec)
     if packet:
         tables += 4 * spec.experts
     spread_slots = 2
@@ -260,6 +290,7 @@ def source(spec: KernelSpec) -> str:
         kind += f", .idx_bytes = {spec.idx_bytes}, .row_bytes = {spec.row_bytes}, .scale_bytes = {spec.scale_bytes}"
         kind += f", .scale_columns = {_bool(spec.scale_columns)}, .quantize = {_bool(spec.quantize)}"
         kind += f", .scale_format = ScaleFormat::{_FORMATS[spec.scale_format]}, .repeat = {_bool(spec.repeat)}"
+        kind += f", .slips = {_bool(spec.slips)}"
         kind += f", .part = Part::{_PARTS[spec.part]}, .packets = {_bool(spec.packets)}"
     else:
         kind += f", .wire = Type::{_TYPES[spec.wire]}, .weighted = {_bool(spec.weighted)}"

@@ -33,6 +33,7 @@ struct DispatchConfig {
     bool quantize;
     ScaleFormat scale_format;  // of what it quantizes with
     bool repeat;
+    bool slips;  // travel in the place of rows (slips.cuh)
     Part part;
     // Packets of a row (moecomm/packets.py): bytes of it and of its scales in each, and lines; no lines: nobody sends any.
     bool packets;  // this rank has few tokens, which it sends so
@@ -48,7 +49,7 @@ struct DispatchConfig {
     i32 spread_bytes, spread_slots;  // the same of a receive warp that copies rows
     i32 relay_bytes, relay_slots;    // and of a relay warp
     i32 count_warps;                 // send warps with counters for all columns, in places that are not in use yet
-    i32 count_beside;                // bytes for those counters where there is no such place
+    i32 count_beside;                // bytes for the counters of all of them where there is no such place
     i32 shared_bytes;
 
     MOECOMM_BOTH constexpr i32 near() const { return domain_ranks != 0 ? domain_ranks : ranks; }  // ranks of our domain

@@ -45,7 +45,7 @@ constexpr i32 kCasts = 2;  // rows of a warp that have been cast and are under w
 
 template <DispatchConfig cfg>
 struct DispatchShared {
-    static constexpr bool kMovesRows = cfg.send_warps > 0 && !cfg.packets;
+    static constexpr bool kMovesRows = cfg.send_warps > 0 && !cfg.packets && !cfg.slips;
     static constexpr i32 kSendWarps = kMovesRows ? cfg.send_warps : 1, kSlots = cfg.ring_slots;
 
     // Pieces of rows on their way.  The places that nothing is under way to at first hold the counters of the warps that count; where rows
@@ -134,7 +134,7 @@ struct DispatchCall {
 
     // By column, of one of the warps that count: at first its entries, then those of the warps before it, then the next row.
     MOECOMM_FN i32* counters(i32 warp) const {
-        if (cfg.count_beside > 0) return reinterpret_cast<i32*>(shared.counters);
+        if (cfg.count_beside > 0) return reinterpret_cast<i32*>(shared.counters) + warp * cfg.columns();
         if (cfg.quantize) return reinterpret_cast<i32*>(shared.cast[warp][kCasts - 1]);
         return reinterpret_cast<i32*>(shared.ring[cfg.slots_ahead()][0]) + warp * cfg.columns();
     }

@@ -11,6 +11,7 @@
 #include "receive.cuh"
 #include "relay.cuh"
 #include "send.cuh"
+#include "slips.cuh"
 #include "unpack.cuh"
 
 namespace moecomm {
@@ -21,7 +22,7 @@ template <class Shared, class Call>
 MOECOMM_FN void prepare_block(Shared& shared, const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
 #pragma unroll 1
-    for (i32 i = threadIdx.x; i < cfg.send_warps * cfg.ring_slots; i += cfg.threads())
+    for (i32 i = threadIdx.x; i < (cfg.slips ? 0 : cfg.send_warps * cfg.ring_slots); i += cfg.threads())
         barrier_init(cfg.packets ? &shared.packets[i / cfg.ring_slots].full[i % cfg.ring_slots] : &shared.full[0][0] + i, 1);
 #pragma unroll 1
     for (i32 i = threadIdx.x; i < (cfg.spreads() ? cfg.receive_warps * cfg.spread_slots : 0); i += cfg.threads())
@@ -123,6 +124,24 @@ MOECOMM_FN void run(const Call& c, Packets<Call>& packets) {
     if (thread < threads) clear_unused(c, c.shared.needed[c.me()], thread, threads);
 }
 
+// The same where slips travel: what is before us in the stream goes on meanwhile.
+template <class Call>
+MOECOMM_FN void run(const Call& c, const Slips<Call>&) {
+    if (!begin_round(c.round, c.shared.begin, Call::cfg.threads())) return;
+    if (!c.alone && !sum_blocks(c, [] {})) return;
+    announce(c);
+    if (!agree(c)) return;
+    let_next_kernel_launch();
+    if (!goes_on(c)) {
+        clear_route(c);
+        return;
+    }
+    store_slips(c);
+    if (blockIdx.x == gridDim.x - 1) write_counts(c);
+    tell_slips(c);
+    if (blockIdx.x == 0) await_slips(c);
+}
+
 // How both kernels begin.  The round is not known yet, nor is our share.
 template <DispatchConfig cfg, class Transport>
 MOECOMM_FN DispatchCall<cfg, Transport> begin_call(const DispatchArgs& args) {
@@ -134,22 +153,27 @@ MOECOMM_FN DispatchCall<cfg, Transport> begin_call(const DispatchArgs& args) {
     copy_args(shared.args, args, cfg.threads());
     const DispatchCall<cfg, Transport> c{a, Transport{a.ctx}, {a.ctx, Op::dispatch, 0}, shared, {}, false, static_cast<i32>(gridDim.x)};
     prepare_block(shared, c);
-    await_earlier_kernels();
+    // Slips: the kernel before this one has waited for all before it, and made nothing that is read here (fused/offer.cuh).
+    if constexpr (!cfg.slips) await_earlier_kernels();
     __syncthreads();
     return c;
 }
 
 // How rows go.
-template <class Call, bool packets>
+template <class Call, bool packets, bool slips>
 struct ChooseMoves {
     using Type = Sender<Call>;
 };
 template <class Call>
-struct ChooseMoves<Call, true> {
+struct ChooseMoves<Call, true, false> {
     using Type = Packets<Call>;
 };
 template <class Call>
-using Moves = typename ChooseMoves<Call, Call::cfg.packets>::Type;
+struct ChooseMoves<Call, false, true> {
+    using Type = Slips<Call>;
+};
+template <class Call>
+using Moves = typename ChooseMoves<Call, Call::cfg.packets, Call::cfg.slips>::Type;
 
 // Where a token has several rows here, at most as many blocks send: enough to fill the links, and few enough rows under way that chunks
 // are soon complete; fewer of rows that are cast, which are half as long.  All blocks receive.
@@ -178,6 +202,7 @@ MOECOMM_FN void dispatch(const DispatchArgs& args) {
     c.round.tag = shared.begin.tag;
     run(c, moves);
     if (warp_id() < cfg.send_warps) moves.drop_loads();
+    if constexpr (cfg.slips) await_earlier_kernels();  // nor does the kernel after this one begin before they have ended
 }
 
 // The second half of a split dispatch: what the first has not waited for.

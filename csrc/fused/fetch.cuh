@@ -43,12 +43,10 @@ struct Fetcher {
         const i32 row = row_of(piece);
         if (row >= rows) return false;
         if (piece % kPieces == 0) {
-            const int2 src = reinterpret_cast<const int2*>(a.src)[row];
-            const Slip slip = reinterpret_cast<const Slip*>(a.arrived_slips)[row];
-            const u32 place = reinterpret_cast<const u32*>(a.arrived_places)[row];
-            const u64 home = a.ctx.peers[src.x];
+            const Slip slip = reinterpret_cast<const Slip*>(a.slips)[row];
+            const u64 home = a.ctx.peers[slip.home()];
             from = home + slip.row;
-            reinterpret_cast<u64*>(a.homes)[row] = home + slip.landing + static_cast<u64>(place) * r.product_bytes();
+            reinterpret_cast<u64*>(a.homes)[row] = home + slip.landing();
         }
         bulk_load(shared.data[warp][piece % kFetchSlots], reinterpret_cast<const u8*>(from) + piece % kPieces * Shared::kPiece,
                   bytes_of_piece(piece), &shared.full[warp][piece % kFetchSlots]);

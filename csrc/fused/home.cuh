@@ -1,95 +1,159 @@
 // The end of a layer at a token's home: what its experts have made is weighted and added up, in the order of the ranks and, of a rank, of
 // k, each rank's part by itself: the bits of a combine whose parts travel in fp32.
+//
+// A warp makes a piece of a token's row at a time, out of the same piece of the rows that have landed.  Those of the pieces after it are
+// on their way to its slots meanwhile: nearly all of the shared memory is, which is what it takes to read as fast as memory gives.
 #pragma once
+#include "../device/bulk.cuh"
 #include "../device/cast.cuh"
 #include "../device/copy.cuh"
 #include "layer.cuh"
+#include "tensor.cuh"
 
 namespace moecomm {
 
-constexpr i32 kHomeThreads = 512;
+constexpr i32 kHomeSlots = 3;
 
 struct HomeConfig {
     Type type;  // of rows, bias and out
     i32 hidden, topk;
+    i32 warps, piece_bytes;  // of a row, whole steps of a warp
+    i32 shared_bytes;
+
+    MOECOMM_BOTH constexpr i32 threads() const { return warps * kWarp; }
+    MOECOMM_BOTH constexpr i32 row_bytes() const { return hidden * 2; }
+    MOECOMM_BOTH constexpr i32 pieces() const { return ceil_div(row_bytes(), piece_bytes); }
 };
 
-// By a warp: the n-th entry of the token, in the order in which they are added, in lane n.
-struct Entries {
-    i32 count, k, owner;
-    float weight;
-};
+// What is added up for a piece.
 template <HomeConfig h>
-MOECOMM_FN Entries entries_of(const LayerArgs& a, i32 token) {
-    const i32 lane = lane_id(), at = token * h.topk + lane;
-    i32 owner = -1;
-    float weight = 1.0f;
-    if (lane < h.topk) {
-        owner = reinterpret_cast<const i32*>(a.owners)[at];
-        if (a.weights != 0) weight = reinterpret_cast<const float*>(a.weights)[at];
-    }
-    i32 before = 0;  // ours, in that order
-#pragma unroll
-    for (i32 k = 0; k < h.topk; ++k) {
-        const i32 other = __shfl_sync(kAllLanes, owner, k);
-        if (other >= 0 && (other < owner || (other == owner && k < lane))) ++before;
-    }
-    Entries e{__popc(__ballot_sync(kAllLanes, owner >= 0)), -1, -1, 0.0f};
-#pragma unroll
-    for (i32 k = 0; k < h.topk; ++k) {
-        const i32 of = __shfl_sync(kAllLanes, owner, k), place = __shfl_sync(kAllLanes, before, k);
-        const float w = __shfl_sync(kAllLanes, weight, k);
-        if (of >= 0 && place == lane) e = {e.count, k, of, w};
-    }
-    return e;
-}
-
-// By a warp: some columns of a token, 8 a lane.
-template <HomeConfig h>
-MOECOMM_FN void add_columns(const LayerArgs& a, i32 token, const Entries& e, i32 vector) {
-    constexpr i32 kColumns = 8, kTogether = 8, kRowBytes = h.hidden * 2;
-    const bool has = vector < h.hidden / kColumns;
-    const u8* const landed =
-        reinterpret_cast<const u8*>(a.ctx.peers[a.ctx.rank] + a.landing) + static_cast<i64>(token) * h.topk * kRowBytes + vector * 16;
-    float sum[kColumns] = {}, part[kColumns] = {};
-    i32 of = -1;  // whose part it is
-    const auto end_part = [&] {
-#pragma unroll
-        for (i32 i = 0; i < kColumns; ++i) {
-            sum[i] = __fadd_rn(sum[i], part[i]);
-            part[i] = 0.0f;
-        }
+struct HomeSlot {
+    struct Entry {
+        i32 k, owner;
+        float weight;
+        i32 pad;
     };
-    for (i32 first = 0; first < e.count; first += kTogether) {
-        uint4 held[kTogether];
+    alignas(128) u8 rows[h.topk + 1][h.piece_bytes];  // by k; the last is the bias
+    Entry entries[h.topk];                            // in the order in which they are added
+    i32 count;                                        // of them
+    u64 full;
+};
+
+template <HomeConfig h>
+struct HomeShared {
+    HomeSlot<h> slots[h.warps][kHomeSlots];
+};
+
+// A warp: every `step`-th item from the first on, a piece of a token each.
+template <HomeConfig h>
+struct HomeWarp {
+    static constexpr i32 kColumns = 8, kVectors = h.piece_bytes / (16 * kWarp);  // of 16 bytes, a lane
+    static_assert(h.topk <= kWarp && h.hidden % kColumns == 0 && h.piece_bytes % (16 * kWarp) == 0, "an entry a lane, whole vectors");
+
+    const LayerArgs& a;
+    HomeSlot<h> (&slots)[kHomeSlots];
+    const i32 step, items;
+    i32 next;        // that is loaded
+    i32 owner = -1;  // of this lane's entry of its token
+    float weight = 1.0f;
+
+    MOECOMM_FN static i32 bytes_from(i32 at) { return min(h.piece_bytes, h.row_bytes() - at); }
+
+    // The entries of the next item, which are wanted when a slot is free.
+    MOECOMM_FN void look_ahead() {
+        owner = -1;
+        if (next >= items || lane_id() >= h.topk) return;
+        const i32 entry = next / h.pieces() * h.topk + lane_id();
+        owner = reinterpret_cast<const i32*>(a.owners)[entry];
+        if (a.weights != 0) weight = reinterpret_cast<const float*>(a.weights)[entry];
+    }
+
+    MOECOMM_FN void load(HomeSlot<h>& slot) {
+        if (next >= items) return;
+        const i32 token = next / h.pieces(), at = next % h.pieces() * h.piece_bytes, lane = lane_id(), bytes = bytes_from(at);
+        i32 before = 0;
 #pragma unroll
-        for (i32 i = 0; i < kTogether; ++i) {
-            const i32 k = __shfl_sync(kAllLanes, e.k, (first + i) % kWarp);
-            if (has && first + i < e.count) held[i] = *reinterpret_cast<const uint4*>(landed + static_cast<i64>(k) * kRowBytes);
+        for (i32 k = 0; k < h.topk; ++k) {
+            const i32 other = __shfl_sync(kAllLanes, owner, k);
+            if (other >= 0 && (other < owner || (other == owner && k < lane))) ++before;
         }
+        const u32 named = __ballot_sync(kAllLanes, owner >= 0);
+        if (owner >= 0) {
+            slot.entries[before] = {lane, owner, weight, 0};
+            const u64 landed = a.ctx.peers[a.ctx.rank] + a.landing + (static_cast<u64>(token) * h.topk + lane) * h.row_bytes();
+            bulk_load(slot.rows[lane], reinterpret_cast<const u8*>(landed) + at, bytes, &slot.full);
+        } else {
+            arrive(&slot.full);
+        }
+        if (lane == 0) {
+            slot.count = __popc(named);
+            if (a.bias != 0) {
+                bulk_load(slot.rows[h.topk], reinterpret_cast<const u8*>(a.bias) + token * a.bias_stride + at, bytes, &slot.full);
+            } else {
+                arrive(&slot.full);
+            }
+        }
+        next += step;
+        look_ahead();
+    }
+
+    MOECOMM_FN static void columns_of(const u8* row, i32 v, float (&columns)[kColumns]) {
+        widen<h.type>(reinterpret_cast<const uint4*>(row)[v * kWarp + lane_id()], columns);
+    }
+    MOECOMM_FN void add_up(const HomeSlot<h>& slot, i32 item) const {
+        float sum[kVectors][kColumns] = {}, part[kVectors][kColumns] = {};
+        const auto end_part = [&] {
 #pragma unroll
-        for (i32 i = 0; i < kTogether; ++i) {
-            const i32 owner = __shfl_sync(kAllLanes, e.owner, (first + i) % kWarp);
-            const float weight = __shfl_sync(kAllLanes, e.weight, (first + i) % kWarp);
-            if (first + i >= e.count) continue;
-            if (owner != of && of >= 0) end_part();
-            of = owner;
-            float columns[kColumns];
-            widen<h.type>(held[i], columns);
+            for (i32 i = 0; i < kVectors * kColumns; ++i) {
+                (&sum[0][0])[i] = __fadd_rn((&sum[0][0])[i], (&part[0][0])[i]);
+                (&part[0][0])[i] = 0.0f;
+            }
+        };
+        i32 of = -1;  // whose part it is
+        for (i32 n = 0; n < slot.count; ++n) {
+            const auto entry = slot.entries[n];
+            if (entry.owner != of && of >= 0) end_part();
+            of = entry.owner;
 #pragma unroll
-            for (i32 j = 0; j < kColumns; ++j) part[j] = __fadd_rn(part[j], __fmul_rn(weight, columns[j]));
+            for (i32 v = 0; v < kVectors; ++v) {
+                float columns[kColumns];
+                columns_of(slot.rows[entry.k], v, columns);
+#pragma unroll
+                for (i32 i = 0; i < kColumns; ++i) part[v][i] = __fadd_rn(part[v][i], __fmul_rn(entry.weight, columns[i]));
+            }
+        }
+        if (of >= 0) end_part();
+        const i32 token = item / h.pieces(), at = item % h.pieces() * h.piece_bytes;
+        u8* const out = reinterpret_cast<u8*>(a.out) + token * a.out_stride + at;
+#pragma unroll
+        for (i32 v = 0; v < kVectors; ++v) {
+            const i32 vector = v * kWarp + lane_id();
+            if (vector * 16 >= bytes_from(at)) continue;
+            if (a.bias != 0) {
+                float bias[kColumns];
+                columns_of(slot.rows[h.topk], v, bias);
+#pragma unroll
+                for (i32 i = 0; i < kColumns; ++i) sum[v][i] = __fadd_rn(sum[v][i], bias[i]);
+            }
+            store_columns<h.type>(out + vector * 16, sum[v]);
         }
     }
-    if (of >= 0) end_part();
-    if (!has) return;
-    if (a.bias != 0) {
-        float bias[kColumns];
-        load_columns<h.type>(reinterpret_cast<const u8*>(a.bias) + token * a.bias_stride + vector * 16, bias);
-#pragma unroll
-        for (i32 i = 0; i < kColumns; ++i) sum[i] = __fadd_rn(sum[i], bias[i]);
+
+    MOECOMM_FN void run() {
+        fence_async();  // what has landed was acquired by ordinary loads
+        i32 item = next;
+        look_ahead();
+        for (i32 i = 0; i < kHomeSlots; ++i) load(slots[i]);
+        for (i32 nth = 0; item < items; item += step, ++nth) {
+            HomeSlot<h>& slot = slots[nth % kHomeSlots];
+            copy_wait(&slot.full, nth / kHomeSlots & 1);
+            __syncwarp();  // all lanes know the entries
+            add_up(slot, item);
+            __syncwarp();  // the slot is free
+            load(slot);
+        }
     }
-    store_columns<h.type>(reinterpret_cast<u8*>(a.out) + token * a.out_stride + vector * 16, sum);
-}
+};
 
 // By the first warp of a block: all ranks have sent us what their experts have made.
 MOECOMM_FN bool await_landed(const LayerArgs& a, const Round& r) {
@@ -109,8 +173,11 @@ MOECOMM_FN bool await_landed(const LayerArgs& a, const Round& r) {
 // Any number of blocks.
 template <HomeConfig h>
 MOECOMM_FN void bring_home(const LayerArgs& a) {
-    constexpr i32 kSteps = 4, kVectors = kSteps * kWarp, kParts = ceil_div(h.hidden / 8, kVectors);  // of a warp at once
-    static_assert(h.topk <= kWarp && h.hidden % 8 == 0, "an entry a lane, whole vectors");
+    extern __shared__ __align__(128) u8 memory[];
+    auto& shared = *reinterpret_cast<HomeShared<h>*>(memory);
+    static_assert(sizeof(shared) <= h.shared_bytes, "two_launches.py bounds it");
+    for (i32 i = threadIdx.x; i < h.warps * kHomeSlots; i += h.threads()) barrier_init(&(&shared.slots[0][0])[i].full, kWarp + 1);
+    barrier_init_done();
     await_earlier_kernels();
     const Round round{a.ctx, Op::combine, layer_round(a)};
     if (load_relaxed(reinterpret_cast<const u32*>(a.late)) != 0 && threadIdx.x == 0 && blockIdx.x == 0)
@@ -119,14 +186,8 @@ MOECOMM_FN void bring_home(const LayerArgs& a) {
     if (round.tag != 0 && warp_id() == 0) ok = await_landed(a, round);
     if (!__syncthreads_and(ok)) return;
     let_next_kernel_launch();
-    const i32 warps = kHomeThreads / kWarp, items = a.num_tokens * kParts;
-    for (i32 item = blockIdx.x * warps + warp_id(); item < items; item += gridDim.x * warps) {
-        const i32 token = item / kParts, first = item % kParts * kVectors;
-        const Entries e = entries_of<h>(a, token);
-#pragma unroll 1
-        for (i32 step = 0; step < kSteps && first + step * kWarp < h.hidden / 8; ++step)
-            add_columns<h>(a, token, e, first + step * kWarp + lane_id());
-    }
+    const i32 first = blockIdx.x * h.warps + warp_id();
+    HomeWarp<h>{a, shared.slots[warp_id()], static_cast<i32>(gridDim.x) * h.warps, a.num_tokens * h.pieces(), first}.run();
 }
 
 }  // namespace moecomm

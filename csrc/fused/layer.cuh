@@ -2,16 +2,11 @@
 // What its kernels are told besides (moecomm/fused/two_launches.py packs it), and what they have in common.
 #pragma once
 #include "../device/launch.cuh"
+#include "../protocol/slip.h"
 #include "arrivals.h"
 #include "config.cuh"
 
 namespace moecomm {
-
-// What travels, in a dispatch, in the place of a token's row: where its row lies, and where the rows that its experts make go.  Offsets in
-// the window of the token's home.  16 bytes.
-struct Slip {
-    u64 row, landing;
-};
 
 // A row of x on its way to the experts: as it is, or cast to e4m3, its scales behind it, so that one copy brings both.
 struct RowConfig {
@@ -24,7 +19,6 @@ struct RowConfig {
     // From one to the next, where it is offered and where it is fetched to.  Rows with scales have lines of memory of their own: those are
     // read by ordinary loads (RowsAreFetched), and 128 columns, which are loaded at once, are a line.
     MOECOMM_BOTH constexpr i32 pitch() const { return scaled() ? align_up(bytes(), 128) : bytes(); }
-    MOECOMM_BOTH constexpr i32 product_bytes() const { return hidden * 2; }  // of what experts make of it
 };
 
 struct LayerArgs {
@@ -33,17 +27,13 @@ struct LayerArgs {
     u64 x;        // [num_tokens][hidden], rows x_stride bytes apart, 16-byte aligned
     u64 offered;  // the same rows as they travel (RowConfig), for peers: an offset in our window
     u64 landing;  // [num_tokens][topk] rows, by peers: an offset in our window
-    u64 slips;    // Slip[num_tokens]
-    u64 places;   // u32[num_tokens][topk]: row of the landing; travels in the place of the routing weight
     u64 owners;   // i32[num_tokens][topk]: rank of the k-th expert, -1: none
     u64 weights;  // f32[num_tokens][topk]; 0: every weight is 1
     u64 bias;     // rows bias_stride bytes apart (0: one for all); 0: none
     u64 out;      // [num_tokens][hidden], rows out_stride bytes apart
     i64 x_stride, bias_stride, out_stride;
     // Of the rows that our experts get.
-    u64 src;            // i32[rows][2]: home, token
-    u64 arrived_slips;  // Slip[rows]
-    u64 arrived_places;
+    u64 slips;     // Slip[rows]
     u64 num_rows;  // i32
     u64 rows;      // [max_rows]: the rows themselves (RowConfig), once they are fetched
     u64 homes;     // u64[max_rows]: the address that each row that the experts make goes to

@@ -1,4 +1,5 @@
-// Before the dispatch of a layer: our rows to where peers can read them, and what travels in their place.
+// Before the dispatch of a layer, and while it goes on: our rows to where peers can read them.  The dispatch begins when all before this
+// kernel has ended, reads nothing that is written here, and tells no peer of the rows before this has ended (dispatch/slips.cuh).
 #pragma once
 #include "../device/quantize.cuh"
 #include "layer.cuh"
@@ -41,15 +42,11 @@ MOECOMM_FN void cast_rows(const LayerArgs& a, u8* to, i32 warp, i32 warps) {
 }
 
 // Rows of type `given`, by any number of blocks.
-template <RowConfig r, Type given, i32 topk>
+template <RowConfig r, Type given>
 MOECOMM_FN void offer_rows(const LayerArgs& a) {
     const i32 thread = blockIdx.x * kOfferThreads + threadIdx.x, threads = gridDim.x * kOfferThreads;
     await_earlier_kernels();
     let_next_kernel_launch();
-    auto* slips = reinterpret_cast<Slip*>(a.slips);
-    auto* places = reinterpret_cast<u32*>(a.places);
-    for (i32 t = thread; t < a.num_tokens; t += threads) slips[t] = {a.offered + static_cast<u64>(t) * r.pitch(), a.landing};
-    for (i32 i = thread; i < a.num_tokens * topk; i += threads) places[i] = i;
     for (i32 i = thread; i < ceil_div(a.max_rows, kFetchRows); i += threads) reinterpret_cast<u32*>(a.fetched)[i] = 0;
     for (i32 i = thread; i < a.row_tiles; i += threads) reinterpret_cast<u32*>(a.made)[i] = 0;
     if (thread == 0) *reinterpret_cast<u32*>(a.late) = *reinterpret_cast<u32*>(a.taken) = 0;

@@ -57,16 +57,19 @@ struct DispatchArgs {
     i32 num_tokens;
     i32 idx_bytes;  // 4 or 8
     i32 hidden;
-    i32 in_type;        // Type of x
-    i32 row_bytes;      // bytes of a row as it travels and arrives (hidden * size of in_type; hidden when quantize)
-    i32 scale_bytes;    // bytes of a row of scales, 0 without
-    i32 quantize;       // 1: cast rows to e4m3 with scales of 128 columns on the way
-    i32 scale_format;   // ScaleFormat of those
-    i32 layout;         // Layout
-    i32 alignment;      // expert: groups start at multiples of this
-    i32 max_rows;       // rows of `out_x`
-    i32 chunk_tokens;   // a power of two up to kMaxChunk
-    i32 repeat;         // 1: `route` is that of an earlier dispatch; no counting, no src, weights or indices
+    i32 in_type;       // Type of x
+    i32 row_bytes;     // bytes of a row as it travels and arrives (hidden * size of in_type; hidden when quantize)
+    i32 scale_bytes;   // bytes of a row of scales, 0 without
+    i32 quantize;      // 1: cast rows to e4m3 with scales of 128 columns on the way
+    i32 scale_format;  // ScaleFormat of those
+    i32 layout;        // Layout
+    i32 alignment;     // expert: groups start at multiples of this
+    i32 max_rows;      // rows of `out_x`
+    i32 chunk_tokens;  // a power of two up to kMaxChunk
+    i32 repeat;        // 1: `route` is that of an earlier dispatch; no counting, no src, weights or indices
+    // Kernels, one domain.  1: a Slip (slip.h) travels in the place of a row, and of all that stands beside it; the rows themselves lie in
+    // our window, `x` is an offset there, and is read once the kernels before this one have ended.  Of the route, token_owner is written.
+    i32 slips;
     u64 call;           // Notice::call
     i32 check_weights;  // 1: NaN in topk_weights is bad input
     i32 workers;        // host: threads of this rank; GPU: blocks of the launch
@@ -87,6 +90,7 @@ struct DispatchArgs {
     // place in each column; one group of all rows (flat, expert) or one an expert (batched).  0: scales are rows.
     u64 scale_columns;
     i64 scale_stride;
+    u64 landing;  // slips: room in our window for a row of in_type that an expert makes, [num_tokens][topk]: an offset
 };
 
 struct CombineArgs {

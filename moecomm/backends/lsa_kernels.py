@@ -58,6 +58,7 @@ def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
         quantize=bool(args.quantize),
         scale_format=args.scale_format,
         repeat=bool(args.repeat),
+        slips=bool(args.slips),
         part=args.part,
         **_domains(shape),
     )

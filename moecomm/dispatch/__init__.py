@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from moecomm.dispatch import outputs
 from moecomm.dispatch.arguments import LAYOUTS, check, check_handle, check_hashable
-from moecomm.dispatch.plan import END, Options, Plan
+from moecomm.dispatch.plan import END, Options, Plan, Slips
 from moecomm.errors import BadInput
 from moecomm.routed import Handle, Routed
 
@@ -36,10 +36,10 @@ def prepare(
     num_sms: int | None = None,
     check_weights: bool = False,
     begin: bool = False,
-    columns: int = 0,
+    slips: Slips | None = None,
 ) -> Routed:
-    """Checks the arguments (see Buffer.dispatch) and makes room for the outputs.  `begin`: see dispatch_begin;
-    `columns`: of a row, if not those of the Buffer.
+    """Checks the arguments (see Buffer.dispatch) and makes room for the outputs.  `begin`: see dispatch_begin; `slips`:
+    they travel in the place of rows, for which the kernel before this one, that makes them, has waited for all others.
     """
     if handle is not None:
         check_handle(buffer, handle)
@@ -54,9 +54,13 @@ def prepare(
         check_weights,
         begin,
         handle is not None,
-        columns,
+        slips is not None,
     )
-    return _start(buffer, key, x, topk_idx, topk_weights, scales, max_rows, handle, sync)
+    routed = _start(buffer, key, x, topk_idx, topk_weights, scales, max_rows, handle, sync)
+    if slips is not None:
+        args = routed.args
+        args.x, args.x_stride, args.landing = slips
+    return routed
 
 
 def with_options(

@@ -55,7 +55,7 @@ def check(
     _check_quantize(buffer, options, x, scales)
     _check_scales(buffer, options, x, scales)
     if handle is None:
-        topk_idx, topk_weights = _check_routing(buffer, x.shape[0], topk_idx, topk_weights)
+        topk_idx, topk_weights = check_routing(buffer, x.shape[0], topk_idx, topk_weights)
     elif x.shape[0] != handle.num_tokens:
         raise BadInput("x", f"{x.shape[0]} tokens", f"the {handle.num_tokens} of the handle")
     return Tensors(x, scales, topk_idx, topk_weights, back)
@@ -125,7 +125,7 @@ def _check_options(options: Options, max_rows: int | None) -> None:
 
 def _check_rows(buffer: Buffer, options: Options, x: torch.Tensor) -> None:
     dtypes = (buffer.dtype, torch.float8_e4m3fn)
-    check_tensor("x", x, device=buffer.device, dtypes=dtypes, shape=(None, options.columns or buffer.hidden))
+    check_tensor("x", x, device=buffer.device, dtypes=dtypes, shape=(None, buffer.hidden))
     if x.shape[0] > buffer.max_tokens:
         raise BadInput("x", f"{x.shape[0]} tokens", f"at most max_tokens = {buffer.max_tokens}")
     if x.shape[1] * x.element_size() % 16:
@@ -171,9 +171,10 @@ def _check_scales(buffer: Buffer, options: Options, x: torch.Tensor, scales: tor
         raise BadInput("scales", str(scales.dtype), "elements of 4 bytes for scale_layout='column'")
 
 
-def _check_routing(
+def check_routing(
     buffer: Buffer, tokens: int, topk_idx: Any, topk_weights: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Ids and weights as torch tensors that can be used; raises BadInput."""
     shape = (tokens, buffer.topk)
     if topk_idx is None:
         raise BadInput("topk_idx", "None", "expert ids, or handle= to repeat a dispatch")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}  # Type in args.h
 WHOLE, BEGIN, END = 0, 1, 2  # Part in args.h
+SLIP_BYTES = 16  # Slip in slip.h
 
 
 class Options(NamedTuple):
@@ -33,7 +34,17 @@ class Options(NamedTuple):
     check_weights: bool = False
     begin: bool = False
     repeat: bool = False
-    columns: int = 0  # of a row; 0: those of the Buffer.  Others travel in the place of rows that are fetched
+    slips: bool = False  # they travel in the place of rows
+
+
+class Slips(NamedTuple):
+    """What slips say (csrc/protocol/slip.h), by offsets in our window, of rows of x that are fetched, and of the rows
+    that experts make of them.
+    """
+
+    rows: int
+    pitch: int  # bytes from one of them to the next
+    landing: int  # room for `[T, K, H]` of x's dtype
 
 
 class Plan:
@@ -143,9 +154,10 @@ def _args(buffer: Buffer, options: Options, like: Tensors) -> _native.DispatchAr
     """All that is the same in every dispatch of a plan."""
     args = _native.DispatchArgs()
     args.ctx = buffer.session.context
-    args.hidden, args.in_type = options.columns or buffer.hidden, TYPES[like.x.dtype]
+    args.hidden, args.in_type = buffer.hidden, TYPES[like.x.dtype]
     args.layout, args.alignment = LAYOUTS.index(options.layout), options.expert_alignment
-    args.row_bytes = args.hidden * (1 if options.quantize else like.x.element_size())
+    args.row_bytes = SLIP_BYTES if options.slips else args.hidden * (1 if options.quantize else like.x.element_size())
+    args.slips = int(options.slips)
     args.quantize = int(options.quantize is not None)
     args.scale_format = SCALE_FORMATS.index(options.scale_format)
     args.check_weights, args.repeat = int(bool(options.check_weights)), int(options.repeat)
@@ -165,6 +177,6 @@ def _args(buffer: Buffer, options: Options, like: Tensors) -> _native.DispatchAr
         expert_alignment=args.alignment,
         handle_given=args.repeat,
         in_two_halves=int(options.begin),
-        rows_that_are_fetched=int(options.columns != 0),
+        rows_that_are_fetched=args.slips,
     )
     return args

@@ -23,8 +23,8 @@ NAMES = {**TYPES, FP8: "e4m3"}  # of Type
 
 
 @dataclass(frozen=True)
-class GemmKernel(PlainKernel):
-    """`shared`: dynamic shared memory, GemmShared of csrc/fused/gemm.cuh."""
+class SharedKernel(PlainKernel):
+    """`shared`: dynamic shared memory, such as GemmShared of csrc/fused/gemm.cuh."""
 
     shared: int = 0
 
@@ -47,7 +47,7 @@ def gemm_kernel(
     helped: bool = False,
     out: torch.dtype | None = None,
     beside: int = 0,
-) -> GemmKernel:
+) -> SharedKernel:
     """The grouped GEMM, or another function of such a GemmConfig (csrc/fused/config.cuh) and `more`.
 
     `out`: of the product, if not `dtype`.  `beside`: bytes of shared memory that the function has besides.
@@ -67,7 +67,7 @@ def gemm_kernel(
     config = f".type = Type::{NAMES[dtype]}, .out = Type::{NAMES[out or dtype]}, "
     config += ", ".join(f".{name} = {str(value).lower()}" for name, value in fields.items())
     entry = f"{function}<GemmConfig{{{config}}}{more}>"
-    return GemmKernel(f"fused/{header}", entry, args, THREADS, cluster=schedule.cluster, shared=shared)
+    return SharedKernel(f"fused/{header}", entry, args, THREADS, cluster=schedule.cluster, shared=shared)
 
 
 class GemmArgs(ctypes.Structure):

@@ -42,7 +42,7 @@ class OneLaunchArgs(ctypes.Structure):
 
 def one_kernel(
     dtype: torch.dtype, apart: bool, schedule: Schedule, hidden: int, out: torch.dtype | None = None
-) -> kernels.GemmKernel:
+) -> kernels.SharedKernel:
     """The launch; `dtype`: of rows as they travel, and of what the first GEMM makes of them; `out`: of what is sent, if
     not `dtype`.
     """

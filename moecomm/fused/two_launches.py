@@ -15,6 +15,8 @@ import torch
 from moecomm import _native
 from moecomm.arrays import adopt, adopt_written, check_rows, check_tensor
 from moecomm.backends import cuda_driver
+from moecomm.dispatch.arguments import check_routing
+from moecomm.dispatch.plan import Slips
 from moecomm.dispatch.reference import GROUP
 from moecomm.fused import gemm, kernels, schedules
 from moecomm.fused.fp8 import Fp8
@@ -27,10 +29,12 @@ if TYPE_CHECKING:
     from moecomm.buffer import Buffer
     from moecomm.routed import Routed
 
-COLUMNS = 8  # of what travels in the place of a row: a Slip of csrc/fused/layer.cuh, in elements of 2 bytes
 FETCH_ROWS = 128  # kFetchRows
 FETCHERS = 16  # blocks that fetch: with as many, long reads fill the links (shared/measurements: 297 to 319 GB/s)
-_OFFER_THREADS, _HOME_THREADS = 512, 512
+_OFFER_THREADS = 512
+# At home: bytes of a block's shared memory, slots of a warp (kHomeSlots), and, of a slot, bytes of all rows together.
+_HOME_BYTES, _HOME_SLOTS, _HOME_SLOT, _HOME_WARPS = 220 * 1024, 3, 9216, 8
+_STEP_BYTES = 512  # of a row: 16 a lane
 # What the split of the first GEMM's tiles assumes: bytes a second over the links, and of weights from memory, and, by
 # bytes of a column, products a second: 0.93 (bf16) and 0.90 (FP8) of what 8192 tokens of DeepSeek-V3 on 4 ranks reach,
 # gate and up apart (bench/results/gemm-fp8-h200.json).  Blocks that fetch are counted out a little longer than that.
@@ -43,10 +47,10 @@ class LayerArgs(ctypes.Structure):
 
     _fields_ = (
         ("ctx", ctypes.c_uint64 * (_native.Context().nbytes // 8)),
-        *((name, ctypes.c_uint64) for name in ("x", "offered", "landing", "slips", "places", "owners", "weights")),
+        *((name, ctypes.c_uint64) for name in ("x", "offered", "landing", "owners", "weights")),
         *((name, ctypes.c_uint64) for name in ("bias", "out")),
         *((name, ctypes.c_int64) for name in ("x_stride", "bias_stride", "out_stride")),
-        *((name, ctypes.c_uint64) for name in ("src", "arrived_slips", "arrived_places", "num_rows")),
+        *((name, ctypes.c_uint64) for name in ("slips", "num_rows")),
         *((name, ctypes.c_uint64) for name in ("rows", "homes", "fetched", "made", "taken", "late")),
         *((name, ctypes.c_int32) for name in ("num_tokens", "max_rows", "row_tiles")),
     )
@@ -74,28 +78,35 @@ def row_config(dtype: torch.dtype, hidden: int) -> str:
     return f"RowConfig{{.type = Type::{kernels.NAMES[dtype]}, .hidden = {hidden}}}"
 
 
-def offer_kernel(given: torch.dtype, dtype: torch.dtype, hidden: int, topk: int) -> PlainKernel:
+def offer_kernel(given: torch.dtype, dtype: torch.dtype, hidden: int) -> PlainKernel:
     """Our rows of dtype `given` to where peers read them, as `dtype`."""
-    entry = f"offer_rows<{row_config(dtype, hidden)}, Type::{kernels.NAMES[given]}, {topk}>"
+    entry = f"offer_rows<{row_config(dtype, hidden)}, Type::{kernels.NAMES[given]}>"
     return PlainKernel("fused/offer", entry, "LayerArgs", _OFFER_THREADS)
 
 
-def fetch_kernel(dtype: torch.dtype, apart: bool, schedule: Schedule, hidden: int) -> kernels.GemmKernel:
+def fetch_kernel(dtype: torch.dtype, apart: bool, schedule: Schedule, hidden: int) -> kernels.SharedKernel:
     """The first launch; `dtype`: of rows as they travel, and of what it makes of them."""
     two = ("two_launches", "fetch_and_multiply", "LayerGemmArgs")
     return kernels.gemm_kernel(dtype, True, apart, schedule, *two, f", {row_config(dtype, hidden)}", helped=True)
 
 
-def send_kernel(dtype: torch.dtype, schedule: Schedule, out: torch.dtype | None = None) -> kernels.GemmKernel:
+def send_kernel(dtype: torch.dtype, schedule: Schedule, out: torch.dtype | None = None) -> kernels.SharedKernel:
     """The second launch; `out`: of what it sends, if not `dtype`."""
     two = ("two_launches", "multiply_and_send", "LayerGemmArgs")
     return kernels.gemm_kernel(dtype, False, False, schedule, *two, out=out)
 
 
-def home_kernel(dtype: torch.dtype, hidden: int, topk: int) -> PlainKernel:
+def home_kernel(dtype: torch.dtype, hidden: int, topk: int) -> kernels.SharedKernel:
     """What has come home, added up."""
+    whole = -(-2 * hidden // _STEP_BYTES) * _STEP_BYTES
+    piece = min(whole, 4 * _STEP_BYTES, max(1, _HOME_SLOT // (topk + 1) // _STEP_BYTES) * _STEP_BYTES)
+    slot = (topk + 1) * piece + 16 * topk + 128
+    warps = min(_HOME_WARPS, _HOME_BYTES // (_HOME_SLOTS * slot))
+    shared = warps * _HOME_SLOTS * slot
     config = f".type = Type::{kernels.TYPES[dtype]}, .hidden = {hidden}, .topk = {topk}"
-    return PlainKernel("fused/home", f"bring_home<HomeConfig{{{config}}}>", "LayerArgs", _HOME_THREADS)
+    config += f", .warps = {warps}, .piece_bytes = {piece}, .shared_bytes = {shared}"
+    entry = f"bring_home<HomeConfig{{{config}}}>"
+    return kernels.SharedKernel("fused/home", entry, "LayerArgs", 32 * warps, shared=shared)
 
 
 @lru_cache(maxsize=256)
@@ -143,11 +154,7 @@ class Layer:
         tokens, hidden, topk = len(x), buffer.hidden, buffer.topk
         check_rows("x", x)
         about: dict[str, Any] = {"device": buffer.device, "dtypes": (buffer.dtype,)}
-        if topk_weights is not None:
-            topk_weights = adopt("topk_weights", topk_weights)[0]
-            floats: dict[str, Any] = {"device": buffer.device, "dtypes": (torch.float32,)}
-            check_tensor("topk_weights", topk_weights, **floats, shape=(tokens, topk))
-            topk_weights = topk_weights.contiguous()
+        topk_idx, topk_weights = check_routing(buffer, tokens, topk_idx, topk_weights)
         shape = (tokens, hidden)
         self.out = x.new_empty(shape) if out is None else adopt_written("out", out, **about, shape=shape)
         args = self._args = LayerArgs(x=x.data_ptr(), x_stride=2 * x.stride(0), num_tokens=tokens)
@@ -165,28 +172,24 @@ class Layer:
         offered, landing = row_pitch(self._dtype, hidden), topk * 2 * hidden  # a token
         self._blocks = buffer.memory.allocate(max(1, tokens) * offered, max(1, tokens) * landing)
         args.offered, args.landing = (block.offset for block in self._blocks)
-        slips = torch.empty(tokens, 2, dtype=torch.int64, device=buffer.device)
-        places = torch.empty(tokens, topk, dtype=torch.int32, device=buffer.device)
         fetched, args.row_tiles = -(-self._max_rows // FETCH_ROWS), self._row_tiles()
         counters = torch.empty(2 + fetched + args.row_tiles, dtype=torch.int32, device=buffer.device)
-        args.slips, args.places = slips.data_ptr(), places.data_ptr()
         args.late = counters.data_ptr()
         args.taken, args.fetched, args.made = args.late + 4, args.late + 8, args.late + 8 + 4 * fetched
         if topk_weights is not None:
             args.weights = topk_weights.data_ptr()
-        self._kept: list[Any] = [x, topk_weights, bias, slips, places, counters]
+        self._kept: list[Any] = [x, topk_idx, topk_weights, bias, counters]
         self._home = home_kernel(buffer.dtype, hidden, topk)
         buffer.session.order()  # a round on another stream may still use what the memory of the window was before
-        self._launch(offer_kernel(buffer.dtype, self._dtype, hidden, topk), 2 * self._sms, args)
+        self._launch(offer_kernel(buffer.dtype, self._dtype, hidden), self._sms, args)
         self.dispatch = {
-            "x": slips.view(buffer.dtype),
+            "x": x,
             "topk_idx": topk_idx,
-            "topk_weights": places.view(torch.float32),
             "layout": "expert",
             "max_rows": max_rows,
             "sync": False,
             "num_sms": num_sms,
-            "columns": COLUMNS,
+            "slips": Slips(args.offered, row_pitch(self._dtype, hidden), args.landing),
         }
 
     def compute(self, routed: Routed) -> None:
@@ -218,8 +221,7 @@ class Layer:
         """
         args, given, buffer = self._args, routed.args, self._buffer
         base = buffer.session.context.peers[buffer.rank]
-        args.owners, args.src = given.route.token_owner, given.route.src
-        args.arrived_places, args.arrived_slips = given.route.row_weights, base + given.out_x
+        args.owners, args.slips = given.route.token_owner, base + given.out_x
         args.num_rows = given.num_rows
         _, hidden, inner = self._w2[0].shape
         pool = torch.empty(self._max_rows, row_pitch(self._dtype, hidden), dtype=torch.uint8, device=buffer.device)
@@ -248,7 +250,7 @@ class Layer:
         """Once all ranks have sent what their experts have made of our tokens, adds it up."""
         sharing = max(1, self._sms // self._buffer.session.most_blocks)
         # Blocks wait: where ranks share a GPU, some multiprocessors are left to the others' experts.
-        blocks = 2 * self._sms if sharing == 1 else max(1, self._sms // (2 * sharing))
+        blocks = self._sms if sharing == 1 else max(1, self._sms // (2 * sharing))
         self._launch(self._home, blocks, self._args)
 
     def finish_end(self, buffer: Buffer) -> torch.Tensor:

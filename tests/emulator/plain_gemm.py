@@ -73,6 +73,7 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
         for words in (2, 4)
     ],
     "fused/gemm.cuh": [plain.SHARED],
+    "fused/home.cuh": [plain.SHARED],
     "fused/fetch.cuh": [
         plain.SHARED,
         (r'asm volatile\("fence\.acq_rel.*?"memory"\);', ""),

@@ -6,6 +6,7 @@ import platform
 import random
 import shutil
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,10 +29,13 @@ from moecomm.fused import (
 )
 from moecomm.fused.operands import check_operands
 from moecomm.fused.schedules import FP8_SCHEDULES, SCHEDULES
+from moecomm.routed import Routed
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
+from moecomm.testing import ranks as local
 
 from ..fused.test_two_launches import at
 from .gemm_machine import Machine, encode
+from .machine import Machine as Rounds
 
 pytestmark = [
     pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64 and g++"),
@@ -42,13 +46,15 @@ SIZES: list[dict[str, Any]] = [
     {"ranks": 3, "hidden": 272, "intermediate": 224, "num_experts": 6, "topk": 3, "max_tokens": 90},
 ]
 CASES = 2
+Machines = tuple[Machine, Rounds]
 
 
 class Emulated:
     """What a GPU runs, by the machine: layers whose rows travel launch there, and the experts of Sequential."""
 
-    def __init__(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._machine, self._random = machine, random.Random(0)
+    def __init__(self, machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._machine, self._rounds = machines
+        self._monkeypatch, self._random = monkeypatch, random.Random(0)
         for where, name, what in (
             (tensor_maps, "encode", encode),
             (kernels, "multiprocessors", lambda device: 4),
@@ -78,11 +84,20 @@ class Emulated:
 
     def travelling(self, form: str, ranks: LocalBuffers, calls: list[dict[str, Any]]) -> list[torch.Tensor]:
         given = [layer.prepare(b, **call, fused=form) for b, call in zip(ranks.buffers, calls, strict=True)]
-        for mine, routed in zip(given, ranks.dispatch([mine.dispatch for mine in given]), strict=True):
+        for mine, routed in zip(given, self.dispatch(ranks, [mine.dispatch for mine in given]), strict=True):
             mine.compute(routed)
         for mine, buffer in zip(given, ranks.buffers, strict=True):
             mine.prepare_end(buffer).run_end()
         return [mine.finish_end(buffer) for mine, buffer in zip(given, ranks.buffers, strict=True)]
+
+    def dispatch(self, ranks: LocalBuffers, calls: list[dict[str, Any]]) -> list[Routed]:
+        """Of slips, which only kernels know."""
+        with self._monkeypatch.context() as patched:
+            patched.setattr(local, "_native", SimpleNamespace(host_run_all=self._rounds.run_all))
+            try:
+                return ranks.dispatch(calls)
+            finally:
+                self._rounds.forget()
 
     def check(self, ranks: LocalBuffers, case: LayerCase, forms: Iterable[str] = layer.FORMS) -> None:
         calls = [case.call(rank) for rank in range(len(ranks.buffers))]
@@ -104,14 +119,14 @@ def nothing_is_left_of_earlier_layers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
-    return Machine(tmp_path_factory.mktemp("layer"))
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Machines:
+    return Machine(tmp_path_factory.mktemp("layer")), Rounds(tmp_path_factory.mktemp("rounds"))
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"R{s['ranks']}")
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_bits_are_those_of_one_after_the_other(
-    fp8: bool, sizes: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
+    fp8: bool, sizes: dict[str, Any], machine: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emulated = Emulated(machine, monkeypatch)
     if fp8 and sizes["ranks"] == 1:  # another schedule than the parts have that come one after the other
@@ -126,7 +141,7 @@ def test_bits_are_those_of_one_after_the_other(
 
 
 def test_the_last_columns_of_a_cluster_may_be_those_of_one_block(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of both products.  Both blocks take the same tiles all the same."""
     emulated = Emulated(machine, monkeypatch)
@@ -141,7 +156,7 @@ def test_the_last_columns_of_a_cluster_may_be_those_of_one_block(
 
 @pytest.mark.parametrize("why", ["they do not come", "there are fewer than counted"])
 def test_rows_that_are_not_there_end_a_launch_and_nothing_is_made_of_it(
-    why: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    why: str, machine: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the first rank: some blocks that should fetch are not there; or some rows, of the last tile, which one block
     notices and another may send.  Where such a row goes has not been written, either.
@@ -175,7 +190,7 @@ def test_rows_that_are_not_there_end_a_launch_and_nothing_is_made_of_it(
                 layer.prepare(buffer, **case.call(rank), fused="one launch")
                 for rank, buffer in enumerate(ranks.buffers)
             ]
-            for mine, routed in zip(given, ranks.dispatch([mine.dispatch for mine in given]), strict=True):
+            for mine, routed in zip(given, emulated.dispatch(ranks, [mine.dispatch for mine in given]), strict=True):
                 mine.compute(routed)
             for mine, buffer in zip(given, ranks.buffers, strict=True):
                 mine.prepare_end(buffer).run_end()
@@ -186,7 +201,7 @@ def test_rows_that_are_not_there_end_a_launch_and_nothing_is_made_of_it(
 
 
 def test_scales_of_rows_that_are_not_there_yet_are_not_looked_at(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows of the second expert end short of those of a counter, and its tile, in whole units, behind them.  One
     block multiplies, so that it has them all; in the emulator what it has looked at too early stays as it was.
@@ -209,7 +224,7 @@ def test_scales_of_rows_that_are_not_there_yet_are_not_looked_at(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rows_are_offered_as_a_dispatch_casts_them(
-    dtype: torch.dtype, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, machine: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of several pieces, whose last group of columns is not full, with gaps between them."""
     emulated, done = Emulated(machine, monkeypatch), []
@@ -228,9 +243,9 @@ def test_rows_are_offered_as_a_dispatch_casts_them(
         assert isinstance(given, two_launches.Layer)
         assert done == ["order", "offer"]
         pitch = two_launches.row_pitch(kernels.FP8, hidden)
-        slips = given.dispatch["x"].view(torch.int64)
-        assert torch.equal(slips[:, 0], slips[0, 0] + pitch * torch.arange(tokens))
-        offered = at(buffer.session.context.peers[0] + int(slips[0, 0]), (tokens, pitch), torch.uint8)
+        slips = given.dispatch["slips"]
+        assert slips.pitch == pitch
+        offered = at(buffer.session.context.peers[0] + slips.rows, (tokens, pitch), torch.uint8)
         data, scales = quantize(x)
         assert torch.equal(offered[:, :hidden], data.view(torch.uint8))
         found = offered[:, hidden : hidden + 4 * scales.shape[1]].view(torch.float32)

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from moecomm import _native, kernel_loader, plain_kernel
+from moecomm.dispatch.plan import SLIP_BYTES
 from moecomm.fused import FP8_SCHEDULES, SCHEDULES, layer, two_launches
 from moecomm.fused.kernels import FP8
-from moecomm.fused.two_launches import COLUMNS, FETCH_ROWS, LayerArgs, early_tiles, row_pitch
+from moecomm.fused.two_launches import FETCH_ROWS, LayerArgs, early_tiles, row_pitch
 from moecomm.testing import LocalBuffers, random_layer
 
 from ..compiled import check_kernel, wanted
@@ -52,32 +53,22 @@ def test_slips_and_places_are_enough_and_the_bits_are_those_of_dispatch_and_comb
                 tokens = len(call["x"])
                 mine = buffer.memory.allocate(max(1, tokens) * 2 * hidden, max(1, tokens * topk) * 2 * hidden)
                 at(window + mine[0].offset, (tokens, hidden), dtype).copy_(call["x"])
-                slips = torch.empty(tokens, 2, dtype=torch.int64)
-                slips[:, 0] = mine[0].offset + torch.arange(tokens) * 2 * hidden
-                slips[:, 1] = mine[1].offset
                 places = torch.arange(tokens * topk, dtype=torch.int32).view(tokens, topk)
                 blocks.append(mine)
-                dispatches.append(
-                    {
-                        "x": slips.view(dtype),
-                        "topk_idx": call["topk_idx"],
-                        "topk_weights": places.view(torch.float32),
-                        "columns": COLUMNS,
-                    }
-                )
+                routing = {"topk_idx": call["topk_idx"], "topk_weights": places.view(torch.float32)}
+                dispatches.append({"x": call["x"], **routing})
             arrived = buffers.dispatch(dispatches)
             for routed, call in zip(arrived, calls, strict=True):
-                slips, src = routed.x.contiguous().view(torch.int64), routed.src
-                places = routed.row_weights.view(torch.int32).long()
+                src, places = routed.src, routed.row_weights.view(torch.int32).long()
                 rows = torch.empty(len(src), hidden, dtype=dtype)
-                for row, (home, _) in enumerate(src.tolist()):  # fetch.cuh
-                    rows[row] = at(peers[home] + int(slips[row, 0]), (hidden,), dtype)
+                for row, (home, token) in enumerate(src.tolist()):  # fetch.cuh
+                    rows[row] = at(peers[home] + blocks[home][0].offset + token * 2 * hidden, (hidden,), dtype)
                 y = layer.apply_experts(
                     rows, call["w13"], call["w2"], routed.tokens_per_expert, interleaved=call["interleaved"]
                 )
                 for row, (home, token) in enumerate(src.tolist()):
                     assert int(places[row]) // topk == token
-                    landing = peers[home] + int(slips[row, 1]) + int(places[row]) * 2 * hidden
+                    landing = peers[home] + blocks[home][1].offset + int(places[row]) * 2 * hidden
                     at(landing, (hidden,), dtype).copy_(y[row])
             for rank, (routed, call) in enumerate(zip(arrived, calls, strict=True)):  # home.cuh
                 tokens = len(call["x"])
@@ -115,7 +106,7 @@ def test_the_structs_are_packed_as_the_kernels_read_them() -> None:
     sizes = (ctypes.sizeof(LayerArgs), ctypes.sizeof(two_launches.LayerGemmArgs))
     checked = (
         f"static_assert(sizeof(LayerArgs) == {sizes[0]} && sizeof(LayerGemmArgs) == {sizes[1]});\n"
-        f"static_assert(kFetchRows == {FETCH_ROWS} && sizeof(Slip) == {2 * COLUMNS});\n"
+        f"static_assert(kFetchRows == {FETCH_ROWS} && sizeof(Slip) == {SLIP_BYTES});\n"
         "__device__ void sizes(const LayerGemmArgs&) {}\n"
     )
     for dtype, hidden in itertools.product((torch.float16, FP8), (16, 272, 2880, 7168)):
@@ -132,9 +123,9 @@ def test_the_structs_are_packed_as_the_kernels_read_them() -> None:
 def kernels() -> dict[str, plain_kernel.PlainKernel]:
     bf16, fp16 = torch.bfloat16, torch.float16
     found: dict[str, plain_kernel.PlainKernel] = {
-        "offer": two_launches.offer_kernel(bf16, bf16, 7168, 8),
-        "offer, cast": two_launches.offer_kernel(bf16, FP8, 7168, 8),
-        "offer, cast, a last group of 48 columns": two_launches.offer_kernel(fp16, FP8, 176, 32),
+        "offer": two_launches.offer_kernel(bf16, bf16, 7168),
+        "offer, cast": two_launches.offer_kernel(bf16, FP8, 7168),
+        "offer, cast, a last group of 48 columns": two_launches.offer_kernel(fp16, FP8, 176),
         "home": two_launches.home_kernel(bf16, 7168, 8),
         "home, many": two_launches.home_kernel(fp16, 8, 32),
     }

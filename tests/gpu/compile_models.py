@@ -21,6 +21,7 @@ from moecomm import combine, dispatch, jit, packets, plain_kernel
 from moecomm.backends import host
 from moecomm.backends.lsa_kernels import combine_spec
 from moecomm.buffer import Buffer
+from moecomm.dispatch.plan import Slips
 from moecomm.fused import one_launch, schedules, two_launches
 from moecomm.fused.kernels import FP8, gemm_kernel
 from moecomm.router import MODELS, Model
@@ -44,7 +45,7 @@ def of_layers(model: Model, ranks: int, tokens: int) -> Iterator[Kernel]:
         both = schedules.schedule_of_both(dtype, rows, inner)
         yield gemm_kernel(dtype, True, True, first, out=dtype)
         yield gemm_kernel(dtype, False, False, second, out=BF16)
-        yield two_launches.offer_kernel(BF16, dtype, hidden, model.topk)
+        yield two_launches.offer_kernel(BF16, dtype, hidden)
         yield two_launches.fetch_kernel(dtype, True, first, hidden)
         yield two_launches.send_kernel(dtype, second, BF16)
         yield one_launch.one_kernel(dtype, True, both, hidden, BF16)
@@ -54,9 +55,9 @@ def of_rounds(model: Model, ranks: int, tokens: int) -> Iterator[Kernel]:
     """Dispatches of rows, of rows that are cast, and of slips; the combine."""
     with opened(model, ranks, tokens) as buffer:
         ids, weights = torch.full((tokens, model.topk), -1), torch.zeros(tokens, model.topk)
-        kinds: list[dict[str, Any]] = [{}, {"quantize": "fp8"}, {"columns": two_launches.COLUMNS}]
+        x = torch.zeros(tokens, model.hidden, dtype=BF16)
+        kinds: list[dict[str, Any]] = [{}, {"quantize": "fp8"}, {"slips": Slips(0, 2 * model.hidden, 0)}]
         for kind in kinds:
-            x = torch.zeros(tokens, kind.get("columns", model.hidden), dtype=BF16)
             routed = dispatch.prepare(buffer, x, ids, weights, layout="expert", max_rows=64, **kind)
             yield on_a_gpu(routed.args, "expert")
             if not kind:

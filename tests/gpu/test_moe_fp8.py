@@ -65,7 +65,7 @@ def compiled() -> None:
             kernels.add(gemm_kernel(FP8, False, False, second, out=dtype))
             kernels.add(two_launches.send_kernel(FP8, second, dtype))
             kernels |= {one_launch.one_kernel(FP8, apart, both, hidden, dtype) for apart in (False, True)}
-            kernels.add(two_launches.offer_kernel(dtype, FP8, hidden, sizes["topk"]))
+            kernels.add(two_launches.offer_kernel(dtype, FP8, hidden))
     compile_all(kernels)
 
 
