@@ -9,6 +9,7 @@ from moecomm import _native, call
 from moecomm.errors import Aborted, BadInput, Mismatch, MoecommError, PeerLost, Timeout
 
 TIMEOUT, PEER_LOST, ABORTED, BAD_INPUT, MISMATCH = 1, 2, 3, 4, 5
+HANDLE = 5  # Argument::handle
 _OPS = ("no operation", "dispatch", "combine", "close")
 _PHASES = {
     0: "its counts",
@@ -36,6 +37,9 @@ def error_of(record: _native.FailureRecordView, dead: Mapping[int, str]) -> Moec
     if record.code == BAD_INPUT:
         return _bad_input(record)
     if record.code == MISMATCH:
+        if record.argument == HANDLE:
+            mine, theirs = (f"that of the dispatch of round {n}" for n in (record.expected, record.seen))
+            return Mismatch("handle", mine, theirs, record.peer)
         if record.op != record.seen and record.expected == record.op:
             return Mismatch("operation", _OPS[record.expected], _OPS[record.seen], record.peer)
         return Mismatch(*call.difference(record.expected, record.seen), record.peer)

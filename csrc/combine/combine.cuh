@@ -14,6 +14,7 @@ namespace moecomm {
 
 template <class Call>
 MOECOMM_FN void fill_notice(const Call& c, Notice& n) {
+    const u32 round = round_of(c.a.route, Call::cfg.ranks);  // on its way while the rest is written
     n = Notice{};
     n.op = static_cast<u32>(Op::combine);
     n.call = c.a.call;
@@ -27,6 +28,7 @@ MOECOMM_FN void fill_notice(const Call& c, Notice& n) {
         n.pitch = static_cast<u64>(c.sum_pitch());
         n.rows = 1;
     }
+    n.value = round;
 }
 
 // By all threads: what a block needs before the first __syncthreads, while its arguments are on their way.
@@ -138,7 +140,7 @@ MOECOMM_FN void combine(const CombineArgs& args) {
     bool others = false;  // homes that do not come in packets
     for (i32 p = threadIdx.x; p < cfg.ranks; p += cfg.threads()) others = !look_up_home(c, p) || others;
     if (threadIdx.x == cfg.threads() - 1) look_up_round(a.ctx, shared.begin);
-    if (threadIdx.x == cfg.threads() - kWarp) fill_notice(c, shared.mine);
+    if (threadIdx.x == cfg.threads() - 2 * kWarp) fill_notice(c, shared.mine);  // whose warp loads nothing else
     c.all_in_packets = !__syncthreads_or(others);
     c.round.tag = shared.begin.tag;
     if (!begin_round(c.round, shared.begin, cfg.threads())) return;

@@ -10,7 +10,7 @@ MOECOMM_FN void fill_notice(const Call& c, Notice& n) {
     n.op = static_cast<u32>(Op::dispatch);
     n.status = static_cast<u32>(Argument::none);
     n.call = c.a.call;
-    n.bad_value = 0;
+    n.value = Call::cfg.repeat ? round_of(c.a.route, Call::cfg.ranks) : 0;
     n.num_tokens = c.a.num_tokens;
     n.chunk_tokens = c.a.chunk_tokens;
     n.max_rows = c.a.max_rows;
@@ -32,7 +32,7 @@ MOECOMM_FN void announce(const Call& c) {
     if (bad != 0) {
         if (c.team_thread() == 0) {
             c.shared.mine.status = static_cast<u32>(is_bad_id(bad) ? Argument::topk_idx : Argument::topk_weights);
-            if (is_bad_id(bad)) c.shared.mine.bad_value = c.id_at(bad_position(bad));
+            if (is_bad_id(bad)) c.shared.mine.value = c.id_at(bad_position(bad));
         }
         c.team_any(false);
     }

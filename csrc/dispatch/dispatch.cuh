@@ -196,7 +196,7 @@ MOECOMM_FN void dispatch(const DispatchArgs& args) {
     Moves<DispatchCall<cfg, Transport>> moves(c);
     for (i32 i = 0; i < cfg.slots_ahead() && warp_id() < cfg.send_warps; ++i) moves.load_next();
     if (threadIdx.x == cfg.threads() - 1) look_up_round(a.ctx, shared.begin);
-    if (threadIdx.x == cfg.threads() - kWarp) fill_notice(c, shared.mine);
+    if (threadIdx.x == cfg.threads() - (cfg.repeat ? 2 : 1) * kWarp) fill_notice(c, shared.mine);  // a repeat's loads, too
     if constexpr (!cfg.repeat) count(c);
     __syncthreads();
     c.round.tag = shared.begin.tag;

@@ -17,6 +17,7 @@ namespace {
 void announce(Combine& c) {
     Notice n{};
     n.call = c.a.call;
+    n.value = round_of(c.a.route, c.r.ranks);
     n.num_tokens = c.a.num_tokens;
     n.chunk_tokens = c.a.chunk_tokens;
     if (c.in_place) {

@@ -30,7 +30,7 @@ void announce(Dispatch& d, const BadEntry& bad) {
     Notice n{};
     n.status = static_cast<u32>(bad.argument);
     n.call = a.call;
-    n.bad_value = bad.value;
+    n.value = d.repeat ? round_of(a.route, d.r.ranks) : bad.value;
     n.num_tokens = a.num_tokens;
     n.chunk_tokens = a.chunk_tokens;
     n.max_rows = a.max_rows;
@@ -137,6 +137,7 @@ void dispatch(const DispatchArgs& args) {
     if (!verdict) return;
     const bool good = verdict->failure == Failure::none;
     d.r.state.last_dispatch = good ? d.r.tag : 0;
+    if (!d.repeat) round_of(args.route, d.r.ranks) = d.r.tag;
     if (!good) {
         if (!d.repeat) {
             d.plan.clear();

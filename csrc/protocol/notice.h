@@ -10,10 +10,10 @@
 namespace moecomm {
 
 struct Notice {
-    u32 op;         // Op
-    u32 status;     // Argument: not none if this rank's input was bad, and the round is void on every rank
-    u64 call;       // a hash of what all ranks must have passed alike (layout, dtypes, alignment, row bytes)
-    i64 bad_value;  // the first bad value, when status is not none
+    u32 op;      // Op
+    u32 status;  // Argument: not none if this rank's input was bad, and the round is void on every rank
+    u64 call;    // a hash of what all ranks must have passed alike (layout, dtypes, alignment, row bytes)
+    i64 value;   // the first bad value, when status is not none; else round_of the route that is combined or repeated, 0 without one
     i32 num_tokens;
     i32 chunk_tokens;
     i32 max_rows;  // rows this rank's output can take; batched: of all its experts, each has as many

@@ -23,12 +23,13 @@ enum class Phase : u32 {
 
 enum class Op : u32 { none = 0, dispatch = 1, combine = 2, leave = 3 };  // leave: the last notice of a rank that closes its Buffer
 
-enum class Argument : u32 {  // what a bad_input record speaks of
+enum class Argument : u32 {  // what a bad_input or mismatch record speaks of
     none = 0,
     topk_idx = 1,      // `expected` = num_experts, `seen` = the id
     max_rows = 2,      // `expected` = rows offered by `peer` (batched: for an expert), `seen` = rows it needs
     batched = 3,       // the same, with the ranks * max_tokens rows offered that ids without duplicates need at most
     topk_weights = 4,  // not a number, when asked to check
+    handle = 5,        // mismatch: `expected` and `seen` are round_of the routes that we and `peer` have; none: what else they are
 };
 
 struct alignas(64) FailureRecord {

@@ -35,9 +35,11 @@ MOECOMM_BOTH Verdict judge_notice(const Notice& mine, const Notice& theirs, i32 
     if (theirs.op == static_cast<u32>(Op::leave)) return {Failure::peer_lost, Argument::none, from, 0, 0};
     if (theirs.op != mine.op) return {Failure::mismatch, Argument::none, from, mine.op, theirs.op};
     if (theirs.status != static_cast<u32>(Argument::none))
-        return {Failure::bad_input, static_cast<Argument>(theirs.status), from, experts, theirs.bad_value};
+        return {Failure::bad_input, static_cast<Argument>(theirs.status), from, experts, theirs.value};
     if (theirs.call != mine.call)
         return {Failure::mismatch, Argument::none, from, static_cast<i64>(mine.call), static_cast<i64>(theirs.call)};
+    if (theirs.value != mine.value && mine.status == static_cast<u32>(Argument::none))
+        return {Failure::mismatch, Argument::handle, from, mine.value, theirs.value};
     return {Failure::none, Argument::none, -1, 0, 0};
 }
 

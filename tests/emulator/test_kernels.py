@@ -241,6 +241,51 @@ def test_ranks_that_differ_about_weights_are_told(
                 buffer.check()
 
 
+@pytest.mark.parametrize("way", ["packets", "sums in the heap", "ring", "domains"])
+@pytest.mark.parametrize("layout", ["expert", "flat"])
+def test_ranks_with_handles_of_different_dispatches_are_told(
+    layout: str, way: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In combines and repeats; and a dispatch that runs again, as a graph does, makes its handle one of that round."""
+    monkeypatch.setattr(host, "packet_bytes", packets.room if way == "packets" else lambda *_: 0)
+    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+    sizes = DOMAINS if way == "domains" else {"ranks": 4}
+    with LocalBuffers(**sizes, **SIZES, backend="host", timeout_s=5) as ranks:
+        for buffer in ranks.buffers:
+            monkeypatch.setattr(buffer.session, "sums_in_heap", way == "sums in the heap")
+        calls = [tokens(rank, layout) for rank in range(4)]
+        for c in calls:
+            c["topk_idx"] = c["topk_idx"].contiguous()  # where the dispatch finds it again
+        first, second = (ranks.dispatch(calls) for _ in range(2))
+        void = ranks.dispatch([{**c, "max_rows": 1, "sync": False} for c in calls])
+        for buffer in ranks.buffers:
+            with pytest.raises(moecomm.BadInput, match="max_rows"):
+                buffer.check()
+        rows = [here.x for here in first]
+        try:
+            want = ranks.combine([{"y": y, "handle": here.handle} for y, here in zip(rows, first, strict=True)])
+            for number, other in ((1, first), (3, void)):
+                mixed = [(other if rank == 2 else second)[rank].handle for rank in range(4)]
+                ys = [torch.ones(handle.y_shape, dtype=torch.bfloat16) for handle in mixed]
+                asked = [{"y": y, "handle": handle} for y, handle in zip(ys, mixed, strict=True)]
+                again = [{"x": c["x"], "handle": handle} for c, handle in zip(calls, mixed, strict=True)]
+                named = f"that of the dispatch of round {number}[,;]"
+                for run, given in ((ranks.combine, asked), (ranks.dispatch, again)):
+                    with pytest.raises(moecomm.Mismatch, match=named) as raised:
+                        run(given)
+                    assert (raised.value.field, raised.value.rank) == ("handle", 2)
+                    for rank, buffer in enumerate(ranks.buffers[1:], start=1):
+                        with pytest.raises(moecomm.Mismatch, match=named) as raised:
+                            buffer.check()
+                        assert (raised.value.field, raised.value.rank) == ("handle", 0 if rank == 2 else 2)
+            machine.run_all([here.args for here in second])
+            good = [{"y": y, "handle": here.handle} for y, here in zip(rows, second, strict=True)]
+            assert all(torch.equal(out, right) for out, right in zip(ranks.combine(good), want, strict=True))
+        finally:
+            machine.forget()
+        ranks.check()
+
+
 def test_rows_not_in_use_of_few_tokens_and_of_many(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """One domain: of few tokens, which go in packets, of more, and a round that is void."""
     monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))

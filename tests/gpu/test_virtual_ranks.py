@@ -208,6 +208,22 @@ def test_too_many_rows_are_reported(pair: LocalBuffers) -> None:
     good_round(pair)
 
 
+def test_handles_of_different_dispatches_are_reported(pair: LocalBuffers) -> None:
+    calls = [call(0), call(1)]
+    first, second = pair.dispatch(calls), pair.dispatch(calls)
+    mixed = [first[0], second[1]]
+    for run, given in (
+        (pair.combine, [{"y": here.x, "handle": here.handle} for here in mixed]),
+        (pair.dispatch, [{"x": c["x"], "handle": here.handle} for c, here in zip(calls, mixed, strict=True)]),
+    ):
+        run(given)
+        for rank, buffer in enumerate(pair.buffers):
+            with pytest.raises(moecomm.Mismatch) as caught:
+                buffer.check()
+            assert (caught.value.field, caught.value.rank) == ("handle", 1 - rank)
+    good_round(pair)
+
+
 def test_a_rank_that_does_not_come_is_a_timeout_and_the_context_lives(pair: LocalBuffers) -> None:
     start = time.monotonic()
     with pytest.raises(moecomm.Timeout) as caught:

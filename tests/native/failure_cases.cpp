@@ -1,5 +1,6 @@
 #include "failure_cases.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -49,6 +50,7 @@ u64* announce_as(Fixture& f, i32 from, Op op, u32 round, i32 tokens, u64 call) {
     Notice n{};
     n.op = static_cast<u32>(op);
     n.call = call;
+    n.value = op == Op::combine ? 1 : 0;  // of what was dispatched in round 1
     n.num_tokens = tokens;
     n.chunk_tokens = 8;
     n.max_rows = 1 << 20;
@@ -92,7 +94,7 @@ std::string silent_reducer() {
     f.dispatch_all();
     for (i32 from : {1, 2}) announce_as(f, from, Op::combine, 2, 0, f.combines[0].call);
     Landing& l = f.scenario.steps[0].dispatch->landing[0];
-    l.sent.assign(kRanks, {0, 1});                                                                // nothing to stage
+    std::fill_n(l.sent.begin(), kRanks, Sent{0, 1});                                              // nothing to stage
     for (size_t i = 0; i < l.token_slot.size(); ++i) l.token_slot[i] = i % kRanks == 1 ? 0 : -1;  // all our tokens went to rank 1
     host::combine(f.combines[0]);
     return check_record(f.cluster.record(0), {Failure::timeout, Op::combine, Phase::reduced, 1, 2, Argument::none, 2, 0}, 0);
@@ -104,7 +106,7 @@ std::string silent_home() {
     f.dispatch_all();
     for (i32 from : {1, 2}) announce_as(f, from, Op::combine, 2, 0, f.combines[0].call);
     Landing& l = f.scenario.steps[0].dispatch->landing[0];
-    l.sent = {{0, 1}, {kTokens, 1}, {0, 1}};
+    l.sent = {{0, 1}, {kTokens, 1}, {0, 1}, l.sent[kRanks]};
     l.ranges.assign(kRanks * kTokens, static_cast<u32>(chunk_signal(0, 0, 1)));  // each of them a row here, whichever
     f.combines[0].num_tokens = 0;
     host::combine(f.combines[0]);
@@ -250,7 +252,7 @@ std::string too_many_of_one_expert() {
 
 std::string other_operation() {
     Fixture f(Layout::expert);
-    for (Landing& l : f.scenario.steps[0].dispatch->landing) l.sent.assign(kRanks, {0, 1});
+    for (Landing& l : f.scenario.steps[0].dispatch->landing) std::fill_n(l.sent.begin(), kRanks, Sent{0, 1});
     f.cluster.run([&](i32 rank) { rank == 0 ? host::combine(f.combines[rank]) : host::dispatch(f.dispatches[rank]); });
     std::string problem = check_record(f.cluster.record(0), {Failure::mismatch, Op::combine, Phase::notice, 1, 1}, 0);
     for (i32 rank : {1, 2}) {
@@ -264,13 +266,21 @@ std::string other_settings() {
     Fixture f(Layout::expert);
     f.dispatches[2].call += 1;
     f.dispatch_all();
-    for (i32 rank = 0; rank < kRanks; ++rank) {
-        std::string problem =
-            check_record(f.cluster.record(rank), {Failure::mismatch, Op::dispatch, Phase::notice, rank == 2 ? 0 : 2, 1}, rank);
-        if (problem.empty()) problem = check_void(f, rank);
-        if (!problem.empty()) return problem;
-    }
-    return f.go_on();
+    std::string problem = check_told(f, 2, {Failure::mismatch, Op::dispatch, Phase::notice, 2, 1});
+    for (i32 rank = 0; rank < kRanks && problem.empty(); ++rank) problem = check_void(f, rank);
+    return problem.empty() ? f.go_on() : problem;
+}
+
+// All ranks make the same call, rank 1 with the handle of another dispatch.
+std::string other_dispatch(bool repeat) {
+    Fixture f(Layout::expert);
+    f.dispatch_all();
+    round_of(f.dispatches[1].route, kRanks) = 99;
+    for (DispatchArgs& a : f.dispatches) a.repeat = 1;
+    f.cluster.run([&](i32 rank) { repeat ? host::dispatch(f.dispatches[rank]) : host::combine(f.combines[rank]); });
+    const Op op = repeat ? Op::dispatch : Op::combine;
+    const std::string problem = check_told(f, 1, {Failure::mismatch, op, Phase::notice, 1, 2, Argument::handle, 1, 99});
+    return problem.empty() ? f.go_on() : problem;
 }
 
 // Somebody sets a word of rank 0 while ranks 0 and 1 wait for rank 2.
@@ -363,6 +373,8 @@ int run_failure_cases(u64 timeout_ns, bool until_one, bool several_domains) {
         {"too many tokens of one expert", too_many_of_one_expert, false},
         {"another operation", other_operation, false},
         {"other settings", other_settings, false},
+        {"combine of another dispatch", [] { return other_dispatch(false); }, false},
+        {"repeat of another dispatch", [] { return other_dispatch(true); }, false},
         {"abort word here", [] { return abort_while_waiting(false); }, false},
         {"abort word of the host", [] { return abort_while_waiting(true); }, false},
         {"aborted before", aborted_before, false},

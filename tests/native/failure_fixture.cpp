@@ -1,5 +1,7 @@
 #include "failure_fixture.h"
 
+#include <utility>
+
 #include "host/executor.h"
 
 namespace moecomm::test {
@@ -71,6 +73,19 @@ std::string check_record(const FailureRecord& r, const Want& w, i32 rank) {
     return same ? "" : "rank " + std::to_string(rank) + " has the record: " + text(r);
 }
 
+std::string check_told(Fixture& f, i32 other, const Want& want) {
+    for (i32 rank = 0; rank < kRanks; ++rank) {
+        Want here = want;
+        if (rank == other) {
+            here.peer = other == 0 ? 1 : 0;
+            std::swap(here.expected, here.seen);
+        }
+        const std::string problem = check_record(f.cluster.record(rank), here, rank);
+        if (!problem.empty()) return problem;
+    }
+    return "";
+}
+
 std::string check_waited(const FailureRecord& r) {
     return r.waited_ns >= kShort && r.waited_ns < kShort + 2'000'000'000 ? "" : "waited " + std::to_string(r.waited_ns) + " ns";
 }
@@ -82,8 +97,9 @@ std::string check_void(Fixture& f, i32 rank) {
         if (f.cluster.base(rank)[l.x + i] != kUntouched) return "payload moved in a void round";
     bool empty = all_are(l.token_rows, -1) && all_are(l.token_slot, -1) && all_are(l.tokens_per_expert, 0) &&
                  all_are<i64>(l.rows_per_expert, 0) && l.num_rows[0] == 0;
-    for (const Sent& sent : l.sent) empty = empty && sent.num_tokens == 0 && sent.chunk_tokens == 1;
+    for (i32 p = 0; p < kRanks; ++p) empty = empty && l.sent[p].num_tokens == 0 && l.sent[p].chunk_tokens == 1;
     if (!empty) return "a void round left rows behind";
+    if (round_of(f.dispatches[rank].route, kRanks) != 1) return "the route of a void round has no round";
     if (f.state(rank).last_dispatch != 0) return "a void round counts as a dispatch";
     return f.state(rank).round == 1 ? "" : "a void round does not count";
 }

@@ -45,6 +45,8 @@ struct Want {
 
 // Each of these says what is wrong, or "".
 std::string check_record(const FailureRecord& record, const Want& want, i32 rank);
+// Every rank has been told that it and `other` differ: `want` is what those who are alike hear.
+std::string check_told(Fixture& f, i32 other, const Want& want);
 // A wait of kShort ended in time.
 std::string check_waited(const FailureRecord& record);
 // Nothing arrived, nothing was written, and the round counts.

@@ -348,6 +348,18 @@ MUTANTS = [
         "    Team team(args.workers);\n    d.r.recall",
         "failures",
     ),
+    Mutant("handles not compared", "protocol/slots.h", "theirs.value != mine.value &&", "false &&", "failures"),
+    Mutant(
+        "round of a dispatch not kept",
+        "host/dispatch.cpp",
+        "if (!d.repeat) round_of(",
+        "if (false) round_of(",
+        "failures",
+    ),
+    Mutant(
+        "a handle not told", "host/combine.cpp", "n.value = round_of(c.a.route, c.r.ranks);", "n.value = 0;", "failures"
+    ),
+    Mutant("a repeat like any other", "host/dispatch.cpp", "n.value = d.repeat ?", "n.value = false ?", "failures"),
     Mutant("ids not checked", "host/plan.cpp", "if (!valid_id(id, shape_.experts)) {", "if (id < -1000) {", "failures"),
     Mutant(
         "weights not checked", "host/plan.cpp", "BadEntry bad = bad_weight(first, end);", "BadEntry bad;", "failures"

@@ -87,6 +87,40 @@ def test_a_copied_handle_serves_combines_and_repeats(layout: str) -> None:
     on_threads(3, body)
 
 
+def test_a_copied_handle_is_still_of_its_dispatch() -> None:
+    c = case(2, seed=1, exact=True)
+
+    def body(group: Any) -> tuple[str, int]:
+        rank = group.rank
+        with c.buffer(group) as buffer:
+            given = (c.x[rank], c.topk_idx[rank], c.topk_weights[rank])
+            first, second = (ops.dispatch(buffer, *given) for _ in range(2))
+            want = ops.combine(first.x, first.handle)
+            copies = [here.handle._replace(memory=here.handle.memory.clone()) for here in (first, second)]
+            with pytest.raises(moecomm.Mismatch, match="that of the dispatch of round 2") as raised:
+                ops.combine(first.x, copies[rank])
+            assert torch.equal(ops.combine(first.x, copies[0] if rank == 0 else first.handle), want)
+            return raised.value.field, raised.value.rank
+
+    assert on_threads(2, body) == [("handle", 1), ("handle", 0)]
+
+
+def test_backward_passes_in_another_order_are_told() -> None:
+    """Of two layers that are alike: each rank would else take the gradients of one for those of the other."""
+    c = case(2, seed=1)
+
+    def body(group: Any) -> str:
+        rank = group.rank
+        with c.buffer(group) as buffer:
+            x = c.x[rank].clone().requires_grad_()
+            outs = [layer(buffer, x, c.topk_idx[rank], c.topk_weights[rank]) for _ in range(2)]
+            with pytest.raises(moecomm.Mismatch) as raised:
+                outs[rank].sum().backward()
+            return raised.value.field
+
+    assert on_threads(2, body) == ["handle"] * 2
+
+
 def test_one_handle_twice_and_a_repeat_of_it_have_gradients() -> None:
     c = case(2, seed=4, exact=True)
 
