@@ -158,6 +158,7 @@ class DispatchArgs(_Struct):
     clear_rows: int
     chunk_tokens: int
     repeat: int
+    slips: int
     call: int
     check_weights: int
     workers: int
@@ -173,6 +174,7 @@ class DispatchArgs(_Struct):
     num_rows: int
     scale_columns: int
     scale_stride: int
+    landing: int
 
 @final
 class CombineArgs(_Struct):
