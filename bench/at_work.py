@@ -6,12 +6,14 @@ the order of its tiles (moecomm.fused.one_launch.turn_of), and by being launched
 A rank has as many experts as each of 4 ranks has, so that experts have the rows that they have there.  `us`: median of
 replays of a graph of 2 to 20 layers, in turns in random order.  `at_work_us`: of the same graph, replayed again and
 again for half a second, after an eighth of that, the median of three times; `mhz`, `watts`: what nvidia-smi says of the
-first GPU meanwhile.  All results are compared, bit for bit.
+first GPU meanwhile.  All results are compared, bit for bit.  With --kernels, of each rank, `kernels_us`: when each
+kernel of a layer begins and ends, from the end of the layer before, the median over layers.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import subprocess
@@ -25,6 +27,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 from moecomm import Buffer, plain_kernel
 from moecomm.bench.case import Traffic
@@ -36,7 +39,7 @@ from moecomm.fused.layer import apply_experts
 from moecomm.router import MODELS, Model, random_routing
 from moecomm.settings import Settings
 
-SECONDS, TIMES, REPLAYS, OF_RANKS = 0.5, 3, 11, 4
+SECONDS, TIMES, REPLAYS, OF_RANKS, PROFILED = 0.5, 3, 11, 4, 5
 BF16 = torch.bfloat16
 Call = Callable[[], Any]
 Way = tuple[Call, Any]  # a call, and the context that it is captured in
@@ -111,7 +114,7 @@ class Layers:
             found["launched late"] = (one, mock.patch.object(two_launches, "launch", _launch_late))
         return found
 
-    def measure(self, ways: dict[str, Way]) -> list[dict[str, Any]]:
+    def measure(self, ways: dict[str, Way], kernels: bool) -> list[dict[str, Any]]:
         """Rows of the result."""
         graphs, want = {}, None
         for what, (call, changed) in ways.items():
@@ -145,7 +148,26 @@ class Layers:
             took, mhz, watts = (statistics.median(column) for column in zip(*work[what], strict=True))
             mine = {"what": what, "us": round(statistics.median(us[what]), 1), "at_work_us": round(took, 1)}
             rows.append(mine | {"mhz": round(mhz), "watts": round(watts)})
+            if kernels and ways[what][0] is not self.gemms:
+                rows[-1]["kernels_us"] = [[]] * self._group.size()
+                dist.all_gather_object(rows[-1]["kernels_us"], self._kernels_us(graphs[what]), group=self._group)
         return rows
+
+    def _kernels_us(self, graph: torch.cuda.CUDAGraph) -> list[tuple[float, float]]:
+        """Of this rank, in the order in which they begin."""
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            for _ in range(PROFILED):
+                self._replay_us(graph, 1)
+        spans = [e.time_range for e in seen.events() if e.name.startswith("moecomm_")]  # type: ignore[no-untyped-call]
+        spans.sort(key=lambda span: span.start)
+        of_replay = len(spans) // PROFILED
+        of_layer, layers = of_replay // self.chain, []
+        for replay, layer in itertools.product(range(PROFILED), range(1, self.chain)):
+            first = replay * of_replay + 1 + layer * of_layer  # behind a dispatch
+            before = spans[first - 1].end
+            layers.append([t - before for s in spans[first : first + of_layer] for t in (s.start, s.end)])
+        times = [round(statistics.median(column), 1) for column in zip(*layers, strict=True)]
+        return list(zip(times[::2], times[1::2], strict=True))
 
     def _replay_us(self, graph: torch.cuda.CUDAGraph, times: int) -> float:
         """Microseconds of a layer."""
@@ -172,7 +194,13 @@ def _orders(ways: dict[str, Way], times: int) -> list[list[str]]:
 
 
 def run_rank(
-    group: dist.ProcessGroup, models: list[str], tokens: list[int], turns: list[int], fp8: bool, late: bool
+    group: dist.ProcessGroup,
+    models: list[str],
+    tokens: list[int],
+    turns: list[int],
+    fp8: bool,
+    late: bool,
+    kernels: bool,
 ) -> list[dict[str, Any]]:
     """One rank."""
     torch.cuda.set_device(group.rank())
@@ -181,7 +209,7 @@ def run_rank(
         for size in tokens:
             layers = Layers(model, size, fp8, group, watch)
             about = {"model": model.name, "tokens": size, "dtype": "fp8" if fp8 else "bf16"}
-            for row in layers.measure(layers.ways(turns, late)):
+            for row in layers.measure(layers.ways(turns, late), kernels):
                 rows.append(about | row)
                 if group.rank() == 0:
                     print(*rows[-1].values(), flush=True)
@@ -207,6 +235,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--late", action="store_true", help="also launched when the kernel before has ended")
+    parser.add_argument("--kernels", action="store_true", help="also when each kernel begins and ends")
     parser.add_argument("--json", type=Path, required=True)
     given = vars(parser.parse_args())
     path, ranks = given.pop("json"), given.pop("ranks")

@@ -1,0 +1,106 @@
+"""A dispatch of slips (csrc/dispatch/slips.cuh) on CPUs: one for every entry, among the rows of its expert."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from moecomm.dispatch.plan import SLIP_BYTES, Slips
+from moecomm.routed import Routed
+from moecomm.testing import LocalBuffers
+from moecomm.testing import ranks as local
+
+from ..fused.test_two_launches import at
+from .machine import Machine
+
+pytestmark = [
+    pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64 and g++"),
+    pytest.mark.timeout(600),
+]
+RANKS, HIDDEN, EXPERTS, TOPK, MANY = 3, 64, 12, 3, 1500
+HOME = 48  # Slip::kHomeShift
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    return Machine(tmp_path_factory.mktemp("slips"))
+
+
+@pytest.fixture
+def ranks(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBuffers]:
+    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+    sizes = {"hidden": HIDDEN, "num_experts": EXPERTS, "topk": TOPK, "max_tokens": MANY}
+    with LocalBuffers(RANKS, **sizes, backend="host", timeout_s=20) as buffers:
+        yield buffers
+        machine.forget()
+
+
+def told(rank: int) -> Slips:
+    """Of a rank: nothing lies there, nothing looks there."""
+    return Slips(rows=1024 * (rank + 1), pitch=16 * (9 + rank), landing=(1 << 40) + (rank << 32))
+
+
+def routing(tokens: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
+    g = torch.Generator().manual_seed(100 * tokens + rank)
+    ids = torch.rand(tokens, EXPERTS, generator=g).argsort(dim=1)[:, :TOPK]
+    ids[torch.rand(tokens, TOPK, generator=g) < 0.2] = -1
+    return ids.to(dtype)
+
+
+def dispatch(ranks: LocalBuffers, ids: list[torch.Tensor]) -> list[Routed]:
+    x = [torch.empty(len(of), HIDDEN, dtype=torch.bfloat16) for of in ids]
+    return ranks.dispatch(
+        [{"x": x[r], "topk_idx": ids[r], "layout": "expert", "sync": False, "slips": told(r)} for r in range(RANKS)]
+    )
+
+
+def check(ranks: LocalBuffers, ids: list[torch.Tensor], arrived: list[Routed]) -> None:
+    of_rank = EXPERTS // RANKS
+    for rank, (buffer, routed) in enumerate(zip(ranks.buffers, arrived, strict=True)):
+        args, end = routed.handle.args, 0
+        window = buffer.session.context.peers[rank]
+        rows = at(window + args.out_x, (args.max_rows, SLIP_BYTES // 8), torch.int64)
+        for expert in range(of_rank):
+            wanted = set()
+            for home, (of, slips) in enumerate((of, told(home)) for home, of in enumerate(ids)):
+                for token, k in (of == rank * of_rank + expert).nonzero().tolist():
+                    landing = slips.landing + (token * TOPK + k) * 2 * HIDDEN
+                    wanted.add((slips.rows + token * slips.pitch, home << HOME | landing))
+            begin, end = end, end + int(routed.tokens_per_expert[expert])
+            assert end - begin == len(wanted)
+            assert {tuple(row) for row in rows[begin:end].tolist()} == wanted, (rank, expert)
+        assert int(at(args.num_rows, (1,), torch.int32)) == end
+        owners = at(args.route.token_owner, (len(ids[rank]), TOPK), torch.int32)
+        assert torch.equal(owners, torch.where(ids[rank] < 0, -1, ids[rank] // of_rank).int())
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("tokens", [(20, 0, 7), (MANY, 1, 1400)], ids=["few", "many"])
+def test_a_slip_for_every_entry(tokens: tuple[int, ...], dtype: torch.dtype, ranks: LocalBuffers) -> None:
+    """Of few tokens each block counts all, of many its own."""
+    for _ in range(2):
+        ids = [routing(count, rank, dtype) for rank, count in enumerate(tokens)]
+        arrived = dispatch(ranks, ids)
+        ranks.check()
+        check(ranks, ids, arrived)
+
+
+@pytest.mark.parametrize("tokens", [20, MANY])
+def test_a_bad_id_is_told_and_the_next_round_is_right(tokens: int, ranks: LocalBuffers) -> None:
+    ids: list[Any] = [routing(tokens, rank, torch.int64) for rank in range(RANKS)]
+    bad = [of.clone() for of in ids]
+    bad[1][tokens // 2, 1] = EXPERTS
+    arrived = dispatch(ranks, bad)
+    for buffer, routed in zip(ranks.buffers, arrived, strict=True):
+        with pytest.raises(moecomm.BadInput, match="topk_idx"):
+            buffer.check()
+        assert not routed.tokens_per_expert.any()
+        assert not at(routed.handle.args.num_rows, (1,), torch.int32).any()
+    check(ranks, ids, dispatch(ranks, ids))
