@@ -1,5 +1,6 @@
 """Layers of experts (`Buffer.moe`), one by one and at work, and what the GPU draws meanwhile: what one launch gains by
-the order of its tiles (moecomm.fused.one_launch.turn_of), and by being launched early (moecomm.plain_kernel.launch).
+the order of its tiles and by how many blocks fetch (moecomm.fused.one_launch.turn_of, fetchers_of), and by being
+launched early (moecomm.plain_kernel.launch).
 
     python bench/at_work.py --ranks 2 --model deepseek-v3 --tokens 8192 --turns 1,16,64 --json at-work.json
 
@@ -103,13 +104,16 @@ class Layers:
         self.layer = partial(self.buffer.moe, x, topk_idx, topk_weights, wide, narrow, max_rows=room)
         self.chain = max(2, min(20, 16384 // tokens))
 
-    def ways(self, turns: list[int], late: bool) -> dict[str, Way]:
+    def ways(self, turns: list[int], fetchers: list[int], late: bool) -> dict[str, Way]:
         """By what they are."""
         found: dict[str, Way] = {"GEMMs": (self.gemms, nullcontext())}
         found["one after the other"] = (partial(self.layer, fused=False), nullcontext())
         one = partial(self.layer, fused="one launch")
         for turn in turns:
             found[f"turns of {turn}"] = (one, mock.patch.object(one_launch, "turn_of", lambda *about, turn=turn: turn))
+        for blocks in fetchers:
+            changed = mock.patch.object(one_launch, "fetchers_of", lambda row_bytes, blocks=blocks: blocks)
+            found[f"{blocks} fetch"] = (one, changed)
         if late:
             found["launched late"] = (one, mock.patch.object(two_launches, "launch", _launch_late))
         return found
@@ -198,6 +202,7 @@ def run_rank(
     models: list[str],
     tokens: list[int],
     turns: list[int],
+    fetchers: list[int],
     fp8: bool,
     late: bool,
     kernels: bool,
@@ -209,7 +214,7 @@ def run_rank(
         for size in tokens:
             layers = Layers(model, size, fp8, group, watch)
             about = {"model": model.name, "tokens": size, "dtype": "fp8" if fp8 else "bf16"}
-            for row in layers.measure(layers.ways(turns, late), kernels):
+            for row in layers.measure(layers.ways(turns, fetchers, late), kernels):
                 rows.append(about | row)
                 if group.rank() == 0:
                     print(*rows[-1].values(), flush=True)
@@ -232,6 +237,7 @@ def main() -> None:
     parser.add_argument("--model", dest="models", type=_words, required=True)
     parser.add_argument("--tokens", type=_numbers, required=True)
     parser.add_argument("--turns", type=_numbers, default=[], help="row tiles")
+    parser.add_argument("--fetchers", type=_numbers, default=[], help="blocks")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--late", action="store_true", help="also launched when the kernel before has ended")

@@ -13,17 +13,17 @@ import torch
 
 from moecomm.fused import gemm, kernels, schedules
 from moecomm.fused.schedules import Schedule
-from moecomm.fused.two_launches import Layer, LayerArgs, row_config
+from moecomm.fused.two_launches import Layer, LayerArgs, row_config, row_pitch
 
 if TYPE_CHECKING:
     from moecomm.routed import Routed
 
 DEALT_BYTES = 320  # at least DealtShared of csrc/fused/dealt.cuh, and what aligns it
-FETCHERS = 8  # blocks that fetch
 # Tiles of the first GEMM, for every cluster of the launch, that are taken between the last that makes a band of rows
 # and the first that multiplies it: with two, one that each has begun and one that it has before it.
 LAG = 2
 _LONG_TURN, _SHORT_TURN_ROWS, _LONG_ROW = 64, 1024, 2048
+_FETCHERS, _MORE_FETCHERS, _SHORT_FETCHED = 8, 16, 4096
 _LINE = 128 // 4  # scales
 
 
@@ -63,6 +63,13 @@ def turn_of(schedule: Schedule, row_bytes: int) -> int:
     return _LONG_TURN if row_bytes > _LONG_ROW else _SHORT_TURN_ROWS // schedule.most_rows
 
 
+def fetchers_of(row_bytes: int) -> int:
+    """Blocks that fetch, by the bytes of a row: few, for they do not multiply meanwhile, but more where rows are short,
+    which take about as long to come as others.  bench/results/at-work-fetchers-h200-4.json has other numbers.
+    """
+    return _FETCHERS if row_bytes > _SHORT_FETCHED else _MORE_FETCHERS
+
+
 class OneLaunch(Layer):
     """See moecomm.fused.layer.Prepared."""
 
@@ -83,7 +90,7 @@ class OneLaunch(Layer):
             first=gemm.arguments(given, apart, then.x.data_ptr(), then.x_scales, schedule),
             second=gemm.arguments(then, False, 0, None, schedule),
             layer=self._args,
-            fetchers=min(FETCHERS, blocks),
+            fetchers=min(fetchers_of(row_pitch(self._dtype, hidden)), blocks),
             lag=LAG * clusters,
             turn=turn_of(schedule, inner * then.x.itemsize),
         )

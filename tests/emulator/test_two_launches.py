@@ -59,7 +59,7 @@ class Emulated:
             (tensor_maps, "encode", encode),
             (kernels, "multiprocessors", lambda device: 4),
             (two_launches, "FETCHERS", 2),
-            (one_launch, "FETCHERS", 2),
+            (one_launch, "fetchers_of", lambda row_bytes: 2),
             (two_launches, "load", lambda kernel, device: 0),
             (two_launches.Layer, "_launch", lambda layer, *launch: self.launch(*launch)),
             (HostSession, "most_blocks", 4),
