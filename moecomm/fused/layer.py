@@ -30,9 +30,9 @@ log = logging.getLogger("moecomm")
 
 _MOST_DIMENSION = 1 << 31
 # By dtype of weights and ranks, where all ranks have as many tokens as the Buffer is for: rows of an expert and of a
-# rank from which on fused=None means True, and rows of an expert up to which it does.  Small experts, whose w2 has
-# fewer than _SMALL elements, want _SMALL_ROWS rows each.  bench/results/moe-*-h200-[24].json: in there 1.00 to 1.64
-# times as fast as one after the other, outside 0.86 to 0.99; other numbers of ranks have not been measured.
+# rank from which on fused=None means True, and rows of an expert up to which it does.
+# bench/results/moe-*-h200-[24].json: in there 1.02 to 1.70 times as fast as one after the other, outside 0.88 to 1.01;
+# other numbers of ranks have not been measured.
 FUSED_FROM = {
     (torch.bfloat16, 2): (32, 1024, 1024),
     (torch.float16, 2): (32, 1024, 1024),
@@ -41,7 +41,6 @@ FUSED_FROM = {
     (torch.float16, 4): (16, 256, math.inf),
     (kernels.FP8, 4): (16, 512, math.inf),
 }
-_SMALL, _SMALL_ROWS = 1 << 22, 256
 APART = "one after the other"
 FORMS = {"two launches": two_launches.Layer, "one launch": one_launch.OneLaunch}
 FORM = "one launch"  # what fused=True means: of nearly all sizes the faster (bench/results/moe-*-h200-4.json)
@@ -282,8 +281,6 @@ def _form_under(buffer: Buffer, w2: torch.Tensor, asked: str | None, keeps_apart
     form = asked
     if asked is None:
         least, of_rank, most = FUSED_FROM.get((w2.dtype, buffer.num_ranks), (math.inf, math.inf, 0))
-        if w2[0].numel() < _SMALL:
-            least = max(least, _SMALL_ROWS)
         rows = buffer.max_tokens * buffer.topk
         of_expert = rows * buffer.num_ranks / buffer.num_experts
         form = FORM if rows >= of_rank and least <= of_expert <= most else APART
