@@ -23,7 +23,6 @@ _SHARED_LIMIT = 227 * 1024  # of a block on sm_90
 _LINE = 128  # of memory: a piece that begins within one touches one more of them
 _MOST_SLOTS = 8
 _WANTED_WORDS = 16  # kWantedWords
-_SLIP_BYTES = 16  # Slip in slip.h
 _SLIP_WARPS, _SLIP_COUNTERS = 16, 64 * 1024  # of a block of a dispatch of slips, and bytes of their counters at most
 _FOLDERS = ("protocol", "device", "dispatch", "combine", "shims")
 
@@ -76,9 +75,9 @@ class KernelSpec:
         _want(self.experts % self.ranks == 0, f"{self.experts} experts: want a multiple of {self.ranks} ranks")
         _want(row > 0 and row % 16 == 0, f"hidden={self.hidden}: rows of {row} bytes; want a multiple of 16 bytes")
         if self.op == "dispatch":
-            sent = _SLIP_BYTES if self.slips else self.hidden if self.quantize else row
+            sent = self.hidden if self.quantize else row
             _want(sent % 16 == 0, f"hidden={self.hidden}: e4m3 rows of {sent} bytes; want a multiple of 16 bytes")
-            _want(self.row_bytes == sent, f"row_bytes={self.row_bytes}: want {sent}")
+            _want(self.slips or self.row_bytes == sent, f"row_bytes={self.row_bytes}: want {sent}")
             scales = -(-self.hidden // 128) * (4 if self.scale_format == 0 else 1)
             scales = _align(scales, 4) if self.scale_columns else scales
             _want(not self.quantize or self.scale_bytes == scales, f"scale_bytes={self.scale_bytes}: want {scales}")

@@ -20,6 +20,7 @@ struct Slips {
 template <class Call>
 MOECOMM_FN void store_slips(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
+    static_assert(cfg.row_bytes == sizeof(Slip) && cfg.layout == Layout::expert && !cfg.quantize && !cfg.repeat, "rows of experts");
     const u64 home = static_cast<u64>(c.me()) << Slip::kHomeShift, product_bytes = cfg.hidden * bytes_of(cfg.type);
     auto* owners = reinterpret_cast<i32*>(c.a.route.token_owner);
 #pragma unroll 2

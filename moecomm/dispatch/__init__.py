@@ -39,7 +39,8 @@ def prepare(
     slips: Slips | None = None,
 ) -> Routed:
     """Checks the arguments (see Buffer.dispatch) and makes room for the outputs.  `begin`: see dispatch_begin; `slips`:
-    they travel in the place of rows, for which the kernel before this one, that makes them, has waited for all others.
+    they travel in the place of rows, which the kernel before this one in the stream offers: it has waited for all
+    before it, and nothing else that it makes is read here.
     """
     if handle is not None:
         check_handle(buffer, handle)

@@ -48,7 +48,8 @@ MODELS = {
     "mixtral-8x7b": "16,128,512,4096",
     "qwen3-30b-a3b": "128,1024,8192",
 }
-BACKENDS, ROUNDS = "lsa,nvshmem,gin", "--ranks 4 --tokens 128,4096 --layout flat --replays 7 --limit 240"
+GPUS = "GPUS"  # in a command: how many there are
+BACKENDS, ROUNDS = "lsa,nvshmem,gin", f"--ranks {GPUS} --tokens 128,4096 --layout flat --replays 7 --limit 240"
 GRACE_S = 5  # to say where threads were
 
 
@@ -166,9 +167,9 @@ PARTS: dict[str, list[Step]] = {
         measure("backends", 1500, f"dispatch-combine --backend {BACKENDS} --domain-ranks 0,2 {ROUNDS}"),
     ],
     "layers": [
-        Step("compile-models", 200, gpus=0, command=(sys.executable, "-m", "tests.gpu.compile_models", "4", *MODELS)),
+        Step("compile-models", 200, gpus=0, command=(sys.executable, "-m", "tests.gpu.compile_models", GPUS, *MODELS)),
         *(
-            measure(f"moe-{model}", 150, f"moe --model {model} --ranks 4 --tokens {tokens} --fp8 --replays 7")
+            measure(f"moe-{model}", 150, f"moe --model {model} --ranks {GPUS} --tokens {tokens} --fp8 --replays 7")
             for model, tokens in MODELS.items()
         ),
     ],
@@ -183,7 +184,7 @@ def run(step: Step, gpu: str | None = None) -> bool:
     with log.open("wb") as out:
         try:
             process = subprocess.Popen(
-                step.words,
+                [str(len(all_gpus())) if word == GPUS else word for word in step.words],
                 cwd=ROOT,
                 env={**os.environ, **ENVIRONMENT, **visible},
                 stdout=out,
