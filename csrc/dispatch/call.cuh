@@ -152,6 +152,10 @@ struct DispatchCall {
     MOECOMM_FN u32* range(i32 rank, i32 chunk) const { return transport.template local<u32>(range_at(window(), shape(), rank, chunk)); }
 
     MOECOMM_FN i64 id_at(i64 entry) const {
+        if constexpr (cfg.slips) {  // not through the first-level cache: nothing has been waited for since the launch
+            if constexpr (cfg.idx_bytes == 8) return static_cast<i64>(load_relaxed(reinterpret_cast<const u64*>(a.topk_idx) + entry));
+            return static_cast<i32>(load_relaxed(reinterpret_cast<const u32*>(a.topk_idx) + entry));
+        }
         if constexpr (cfg.idx_bytes == 8) return reinterpret_cast<const i64*>(a.topk_idx)[entry];
         return reinterpret_cast<const i32*>(a.topk_idx)[entry];
     }
