@@ -134,6 +134,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=4, choices=[1, 2, 4])
     options = parser.parse_args()
+    if options.steps < 1:
+        parser.error(f"--steps: got {options.steps}; want 1 or more")
     several, one = (launch("train_language_model:train", {"steps": options.steps}, n)[0] for n in (options.ranks, 1))
     print(f"step   {options.ranks} ranks    one rank   (nats a byte)")
     shown = [*range(0, options.steps, max(1, options.steps // 10)), options.steps - 1]

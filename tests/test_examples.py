@@ -34,6 +34,17 @@ def test_a_language_model_learns_the_same_on_four_ranks_and_on_one() -> None:
     assert found.stdout.splitlines()[-1] == "largest difference: 0.0"
 
 
+@pytest.mark.parametrize("steps", ["0", "-3"])
+def test_no_steps_are_named(steps: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import train_language_model as example
+
+    monkeypatch.setattr(sys, "argv", ["train_language_model.py", "--steps", steps])
+    monkeypatch.setattr(example, "launch", lambda target, job, ranks: [[]])
+    with pytest.raises(SystemExit) as ended:
+        example.main()
+    assert ended.value.code == 2 and f"--steps: got {steps}" in capsys.readouterr().err
+
+
 def test_another_curve_is_exit_code_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     import train_language_model as example
 
