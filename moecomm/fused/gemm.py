@@ -98,12 +98,14 @@ def grouped_gemm(
         schedule: how the work is cut (moecomm.fused.SCHEDULES, of FP8 FP8_SCHEDULES); default: by the shape.
 
     Raises:
-        BadInput: shapes, dtypes or devices that do not go together.
+        BadInput: shapes, dtypes or devices that do not go together; a schedule that there is not for them.
         Unsupported: a dtype besides bfloat16, float16 and FP8; K or N that is no multiple of 8 ("swiglu": N of 16);
             FP8: K that is no multiple of 16, or, not interleaved, I of 32; more than 512 experts; `quantize` without
             FP8 or "swiglu"; a GPU that is no Hopper (compute capability 9.0).
     """
     given = check_operands(x, w, tokens_per_expert, alignment, activation, interleaved)
+    if schedule is not None:
+        schedules.check_schedule(given.x.dtype, schedule)
     product, scales = result(given, activation, out, out_dtype, quantize)
     returned = product if scales is None else Fp8(product, scales)
     if not product.is_cuda:
@@ -111,8 +113,6 @@ def grouped_gemm(
         reference.grouped_gemm(x, w, tokens_per_expert, **how, out=returned)
         return returned
     _want_hopper(product.device.index)
-    if schedule is not None:
-        schedules.check_schedule(given.x.dtype, schedule)
     rows = given.x.shape[:-1].numel() // len(given.w) if expected_rows is None else expected_rows
     multiply(given, activation is not None, interleaved, product, scales, rows, alignment, schedule)
     return returned

@@ -114,9 +114,9 @@ def schedule_of_both(dtype: torch.dtype, expected_rows: int, intermediate: int) 
 def check_schedule(dtype: torch.dtype, schedule: Schedule) -> None:
     """BadInput if there are no kernels of it for x and w of a dtype."""
     if dtype == torch.float8_e4m3fn and schedule not in FP8_SCHEDULES.values():
-        raise BadInput("schedule", schedule, "one of FP8_SCHEDULES")
-    if dtype != torch.float8_e4m3fn and not schedule.swapped:
-        raise BadInput("schedule", schedule, "one of SCHEDULES")
+        raise BadInput("schedule", repr(schedule), "one of FP8_SCHEDULES")
+    if dtype != torch.float8_e4m3fn and not (isinstance(schedule, Schedule) and schedule.swapped):
+        raise BadInput("schedule", repr(schedule), "one of SCHEDULES")
 
 
 def choose_both(expected_rows: int, columns: int) -> str:

@@ -185,6 +185,7 @@ X, W = inputs()
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"x": X.data}, BadInput, "x"),
     ({"w": W.data}, BadInput, "w"),
+    ({"schedule": SCHEDULES["64x8c1"]}, BadInput, "one of FP8_SCHEDULES"),
     ({"x": (X.data.float().bfloat16(), X.scales), "w": (W.data.float().bfloat16(), W.scales)}, BadInput, "x"),
     ({"x": (*X, *X)}, BadInput, "pair"),
     ({"x": (X.data, X.scales[:, :2])}, BadInput, "scales"),

@@ -169,6 +169,8 @@ def test_gate_and_up_rows_are_interleaved_by_eight_and_come_back() -> None:
         ({"counts": torch.zeros(EXPERTS + 1, dtype=torch.int32)}, BadInput, "tokens_per_expert"),
         ({"counts": torch.zeros(2 * EXPERTS, dtype=torch.int32)[::2]}, BadInput, "tokens_per_expert"),
         ({"out": torch.zeros(40, N)}, BadInput, "out"),
+        ({"schedule": "64x8c1"}, BadInput, "schedule: got '64x8c1'; want one of SCHEDULES"),
+        ({"schedule": FP8_SCHEDULES["128x4c1r"]}, BadInput, "one of SCHEDULES"),
         ({"x": torch.zeros(40, K), "w": torch.zeros(EXPERTS, N, K)}, Unsupported, "float32"),
         ({"w": torch.zeros(EXPERTS, 12, K).bfloat16()}, Unsupported, "multiple of 8"),
         ({"w": torch.zeros(EXPERTS, 24, K).bfloat16(), "activation": "swiglu"}, Unsupported, "multiple of 16"),
