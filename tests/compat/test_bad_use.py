@@ -184,6 +184,18 @@ def elastic(_: Buffer, topk_idx: Any = IDX, **more: Any) -> Any:
     return ElasticBuffer(Alone(), num_max_tokens_per_rank=4).dispatch(X, topk_idx, num_experts=2, **more)
 
 
+def elastic_combined(num_sms: Any) -> Any:
+    buffer = ElasticBuffer(Alone(), num_max_tokens_per_rank=4)
+    recv_x, *_, handle, _ = buffer.dispatch(X, IDX, num_experts=2)
+    return buffer.combine(recv_x, handle, num_sms=num_sms)
+
+
+def hybrid(**more: Any) -> Any:
+    buffer = HybridEPBuffer(Alone(), 128, 4, 2, **more)
+    recv_x, *_, handle = buffer.dispatch_with_permute(hidden=X, topk_idx=IDX, num_of_experts=2)
+    return buffer.combine_with_unpermute(hidden=recv_x, handle=handle)
+
+
 BAD: dict[str, Callable[[Buffer], Any]] = {
     "num_experts": lambda b: b.get_dispatch_layout(IDX, 0),
     "topk_idx": lambda b: b.get_dispatch_layout(IDX.float(), 2),
@@ -264,6 +276,12 @@ BAD: dict[str, Callable[[Buffer], Any]] = {
     "num_max_dispatch_tokens_per_rank in words": lambda b: b.low_latency_dispatch(X, IDX, "4", 2),
     "num_max_tokens_per_rank in words": lambda b: elastic(b, num_max_tokens_per_rank="4"),
     "num_sms of half": lambda b: Config(1.5),
+    "num_sms below none": lambda b: elastic(b, num_sms=-1),
+    "num_sms too many": lambda b: elastic(b, num_sms=1025),
+    "num_sms below none of a combine": lambda b: elastic_combined(-1),
+    "num_sms in words of a combine": lambda b: elastic_combined("4"),
+    "num_sms of the hybrid one": lambda b: hybrid(num_sms_dispatch_api=-1),
+    "num_sms of its combine": lambda b: hybrid(num_sms_combine_api=1.5),
     "new_num_sms in words": lambda b: Buffer.set_num_sms("4"),
     "topk_idx listed for the elastic one": lambda b: elastic(b, topk_idx=IDX.tolist()),
 }

@@ -13,7 +13,7 @@ from moecomm.compat.deep_ep.ep_handle import EPHandle, expanded_rows
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for
 from moecomm.compat.deep_ep.lazy import source
 from moecomm.compat.deep_ep.normal import one_bias, unpack
-from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, check_stats
+from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, check_stats, limit_of
 from moecomm.errors import BadInput, Unsupported
 from moecomm.rendezvous import rendezvous
 from moecomm.routed import Routed
@@ -171,7 +171,7 @@ class ElasticBuffer:
         as_given = rows.dtype
         if scales is not None and rows.dtype.itemsize == 1:
             rows = rows.view(torch.float8_e4m3fn)  # bytes are bytes
-        limit = num_sms or None if rows.is_cuda else None
+        limit = limit_of(rows, num_sms)
         recv_x = recv_sf = None
         scale_layout = "column" if use_tma_aligned_col_major_sf and scales is not None else "row"
         if handle is not None:
@@ -249,7 +249,6 @@ class ElasticBuffer:
         wait_for(previous_event)
         wait_for(previous_event_before_epilogue)
         self._check_handle(handle)
-        limit = num_sms or handle.num_sms
         out = handle.native.buffer.combine(
             x,
             handle.native,
@@ -257,7 +256,7 @@ class ElasticBuffer:
             weighted=False,
             weight_grads=topk_weights,
             wire=x.dtype if handle.do_expand and self.allow_multiple_reduction else None,
-            num_sms=limit or None if x.is_cuda else None,
+            num_sms=limit_of(x, num_sms or handle.num_sms),
         )
         combined, weights = (out, None) if topk_weights is None else out
         return combined, weights, finished(async_with_compute_stream)

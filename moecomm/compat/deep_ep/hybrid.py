@@ -13,7 +13,7 @@ from moecomm.buffer import Buffer
 from moecomm.combine import finish, prepare, run
 from moecomm.compat.deep_ep.lazy import source
 from moecomm.compat.deep_ep.normal import check_nothing
-from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_dimensions, check_experts
+from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_dimensions, check_experts, limit_of
 from moecomm.dispatch import Options, with_options
 from moecomm.errors import BadInput, Mismatch, Unsupported
 from moecomm.routed import Handle, Routed
@@ -178,7 +178,7 @@ class HybridEPBuffer:
             weighted=False,
             weight_grads=probs,
             wire=hidden.dtype,  # a rank's rows are added and rounded first there, too
-            num_sms=_limit(hidden, self.num_sms_combine_api),
+            num_sms=limit_of(hidden, self.num_sms_combine_api),
         )
         run(combining)
         out = finish(native.buffer, combining)
@@ -310,7 +310,7 @@ class HybridEPBuffer:
         options = self._options.get(key)
         if options is None:
             check_dimensions("hidden", hidden, "rows", "columns")
-            limit = _limit(hidden, self.num_sms_dispatch_api)
+            limit = limit_of(hidden, self.num_sms_dispatch_api)
             options = self._options[key] = Options("expert", align, num_sms=limit, repeat=repeat)
         return options
 
@@ -343,10 +343,6 @@ def _values(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
     """Rows as moecomm takes them, and the dtype that they go back in: deep_ep has its FP8 rows in bytes."""
     dtype = hidden.dtype
     return hidden.view(torch.float8_e4m3fn) if dtype is torch.uint8 else hidden, dtype
-
-
-def _limit(hidden: torch.Tensor, num_sms: int | None) -> int | None:
-    return num_sms or None if hidden.is_cuda else None
 
 
 def _longer(tensor: Any, rows: int) -> Any:

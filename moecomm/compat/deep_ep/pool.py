@@ -14,6 +14,7 @@ import torch
 
 from moecomm.arrays import check_tensor
 from moecomm.buffer import Buffer
+from moecomm.dispatch.arguments import check_num_sms
 from moecomm.errors import BadInput, Closed, Mismatch
 from moecomm.rendezvous import Rendezvous, rendezvous
 from moecomm.routed import Handle
@@ -228,6 +229,16 @@ def check_stats(stats: Any, experts: int, device: torch.device) -> None:
     check_tensor(name, stats, device=device, dtypes=(torch.int32,), shape=(experts,))
     if not stats.is_contiguous():
         raise BadInput(name, "a tensor with gaps", "a contiguous one")
+
+
+def limit_of(rows: torch.Tensor, num_sms: int | None) -> int | None:
+    """What a call may use at most; None: moecomm's own choice, for 0 and always on CPUs.  Raises BadInput there, as the
+    rounds of GPUs do.
+    """
+    if rows.is_cuda:
+        return num_sms or None
+    check_num_sms(num_sms or None)
+    return None
 
 
 def check_experts(num_experts: int, ranks: int) -> None:
