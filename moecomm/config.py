@@ -100,9 +100,13 @@ def variables(wanted: Mapping[str, str], *, insist: bool = False) -> Iterator[No
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept; made private to the user by whoever writes there."""
+    """Where compiled kernels are kept; made private to the user by whoever writes there.
+
+    Raises BadInput where that is below a home directory that there is not.
+    """
     check_environment()
-    if chosen := os.environ.get("MOECOMM_CACHE_DIR"):
+    chosen = os.environ.get("MOECOMM_CACHE_DIR") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/moecomm"
+    try:
         return Path(chosen).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser().absolute() / "moecomm"
+    except RuntimeError as error:
+        raise BadInput("MOECOMM_CACHE_DIR", repr(chosen), f"a directory that can be found ({error})") from None

@@ -15,6 +15,7 @@ from moecomm.bench.case import Case
 from moecomm.bench.clock import percentiles
 from moecomm.bench.ours import BF16_WIRE, IN_WINDOW, Operation, Ours
 from moecomm.bench.ranks import device_of, on_ranks, progress
+from moecomm.config import cache_dir
 from moecomm.errors import BadInput
 
 
@@ -47,6 +48,7 @@ def tune(candidates: Candidates, path: Path | None = None, measurements: Path | 
     written as well.  None in a process that has nothing to report.  Raises BadInput, RanksFailed.
     """
     candidates.check()
+    _make_folder(path)
     by_rank = on_ranks("moecomm.tune:run_rank", asdict(candidates), candidates.case.ranks)
     if by_rank is None:
         return None
@@ -57,8 +59,16 @@ def tune(candidates: Candidates, path: Path | None = None, measurements: Path | 
             measurements, {"benchmark": "tune", "gpu": gpu, "case": asdict(candidates.case), "rows": measured}
         )
     path = path or tuning.users_path(gpu)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     return results.write(path, tuning.content(gpu, _with_older(path, choose(candidates, measured))))
+
+
+def _make_folder(path: Path | None) -> None:
+    """Of the table.  Before anything is measured: what can't be written would be lost."""
+    argument, folder = ("MOECOMM_CACHE_DIR", cache_dir()) if path is None else ("out", path.parent)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(argument, str(folder), f"a directory that is there or can be made ({error})") from None
 
 
 def _with_older(path: Path, table: list[tuning.Entry]) -> list[tuning.Entry]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import pwd
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -195,6 +196,25 @@ def test_chunks_are_tried_where_a_rank_has_several() -> None:
     for wrong in ({"chunks": [3]}, {"chunks": []}, {"case": dataclasses.replace(CASE, sms=[0])}):
         with pytest.raises(BadInput):
             dataclasses.replace(tried, **wrong).check()
+
+
+def test_a_table_that_could_not_be_written_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cache").write_text("a file")
+    monkeypatch.setattr(tune, "on_ranks", lambda *job: pytest.fail("it measures"))
+    for argument, path in (("MOECOMM_CACHE_DIR", None), ("out", tmp_path / "cache" / "below" / "table.json")):
+        with pytest.raises(BadInput) as caught:
+            tune.tune(tune.Candidates(CASE, [1]), path)
+        assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize("chosen", ["~nobody-of-that-name/cache", ""])
+def test_a_home_that_is_not_there_is_named(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOECOMM_CACHE_DIR", chosen)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])  # users of containers may be nobody's
+    with pytest.raises(BadInput, match="MOECOMM_CACHE_DIR"):
+        tuning.choose(H200, 4, "dispatch", "flat", 7)
 
 
 def test_the_command_writes_a_table_that_is_then_used(tmp_path: Path) -> None:
