@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
-import weakref
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from moecomm import _native, backends, combine, config, dispatch, failures, names
+from moecomm import _native, backends, combine, config, dispatch, failures, forks, names
 from moecomm.errors import Closed, MoecommError, RoundFailed, Unsupported
 from moecomm.fused import layer
 from moecomm.memory import WindowMemory
@@ -25,7 +23,7 @@ class Buffer:
     """Peer-visible memory of an expert-parallel group, and the dispatch and combine over it.
 
     Opening is collective.  Rounds (a dispatch or a combine) are collective too: every rank makes the same calls in
-    the same order, with as many tokens as it has (none is fine).
+    the same order, with as many tokens as it has (none is fine).  In a forked child its parent's Buffers are closed.
 
     Args:
         group: a torch.distributed process group of any backend, a sub-group, one dimension of a DeviceMesh, a rank of
@@ -110,7 +108,7 @@ class Buffer:
         self.rank, self.num_ranks, self.dtype, self.timeout_s = ranks.rank, ranks.ranks, dtype, timeout_s
         self.hidden, self.num_experts, self.topk, self.max_tokens = hidden, num_experts, topk, max_tokens
         self.domain_ranks = self._session.context.shape.domain_ranks or ranks.ranks
-        self._close = weakref.finalize(self, _close_where_opened, os.getpid(), self._session)
+        self._close = forks.closer(self, self._session)
         self.name = names.give(self)  # what operators call it
         log.info(
             "rank %d of %d: %s (%s), %.1f MiB", self.rank, self.num_ranks, self.backend, self.why, self.nbytes / 2**20
@@ -371,7 +369,7 @@ class Buffer:
     def require_open(self) -> None:
         """Raises Closed, or the failure that has ended the Buffer."""
         if not self._close.alive:
-            raise Closed()
+            raise Closed(forks.what_is_closed(self))
         if self._failure is not None:
             raise self._failure
 
@@ -388,9 +386,3 @@ class Buffer:
         else:
             _native.clear_record(self._record)
         raise error
-
-
-def _close_where_opened(process: int, session: backends.Session) -> None:
-    """In a forked child nothing is ours to close: peers must not hear from it that its parent left."""
-    if os.getpid() == process:
-        session.close()

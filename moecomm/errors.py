@@ -58,7 +58,7 @@ class Aborted(RoundFailed):
 
 
 class Closed(MoecommError):
-    """The Buffer, or the handle's Buffer, has been closed."""
+    """The Buffer, or the handle's Buffer, has been closed, or was opened before this process was forked."""
 
     def __init__(self, what: str = "Buffer") -> None:
         super().__init__(f"this {what} is closed; open a new one")

@@ -6,6 +6,7 @@ import itertools
 import weakref
 from typing import TYPE_CHECKING
 
+from moecomm import forks
 from moecomm.errors import BadInput, Closed
 
 if TYPE_CHECKING:
@@ -35,4 +36,4 @@ def find(name: str) -> Buffer:
         return buffer
     if buffer is None and not name.startswith(_PREFIX):
         raise BadInput("buffer", repr(name), "the .name of a Buffer of this process")
-    raise Closed()
+    raise Closed(forks.what_is_closed(buffer))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +201,57 @@ def _fork_between_rounds(rank: int, group: Any) -> str:
 
 def test_a_forked_child_does_not_speak_for_its_parent(ranks: Ranks) -> None:
     assert ranks.run(3, _fork_between_rounds) == ["done"] * 3
+
+
+def _use_in_a_child(rank: int, group: Any, domain_ranks: int | None) -> list[str]:
+    """Rank 1 forks between a dispatch and its combine, and the child tries all that a Buffer can do."""
+    buffer = moecomm.Buffer(group, **SIZES, domain_ranks=domain_ranks, timeout_s=5)
+    x, idx, weights = routing(rank)
+    routed = buffer.dispatch(x, idx, weights)
+    want = buffer.combine(routed.x.clone(), routed.handle)
+    said: list[str] = []
+    if rank == 1:
+        here, there = multiprocessing.Pipe()
+        if (child := os.fork()) == 0:
+            calls: tuple[Callable[[], Any], ...] = (
+                lambda: buffer.dispatch(x, idx, weights),
+                lambda: buffer.dispatch_begin(x, idx),
+                lambda: buffer.combine(routed.x, routed.handle),
+                lambda: buffer.empty(routed.handle),
+                lambda: buffer.moe(x, idx, weights, torch.zeros(6, 16, 128), torch.zeros(6, 128, 8)),
+                lambda: moecomm.ops.dispatch(buffer.name, x, idx, weights),
+                buffer.check,
+            )
+            for call in calls:
+                try:
+                    call()
+                    there.send(f"{call}: nothing")
+                except moecomm.MoecommError as error:
+                    there.send(str(error))
+            buffer.abort()
+            buffer.close()
+            there.send("closed" if buffer.closed else "open")
+            os._exit(0)
+        there.close()
+        assert os.waitpid(child, 0)[1] == 0
+        said = [here.recv() for _ in range(8)]
+    dist.barrier()
+    assert not buffer.closed
+    time.sleep(0.2 * (rank == 1))  # the others are first to look for what rank 1 has to say
+    again = buffer.combine(routed.x, routed.handle)
+    assert torch.equal(buffer.combine(buffer.dispatch(x, idx, weights).x, routed.handle), want)
+    assert torch.equal(again, want)
+    dist.barrier()
+    buffer.close()
+    with pytest.raises(moecomm.Closed, match="this Buffer is closed"):
+        buffer.check()
+    return said
+
+
+@pytest.mark.parametrize("domain_ranks", [None, 1])
+def test_a_forked_child_is_told_that_it_has_no_buffer(ranks: Ranks, domain_ranks: int | None) -> None:
+    told = "this Buffer, opened before this process was forked, is closed; open a new one"
+    assert ranks.run(2, _use_in_a_child, domain_ranks) == [[], [*[told] * 7, "closed"]]
 
 
 def _abort_from_a_thread(rank: int, group: Any) -> tuple[str, float]:
