@@ -174,6 +174,11 @@ class ExpertParallel(torch.nn.Module):
         hooks = (*experts._forward_hooks, *experts._forward_pre_hooks)  # they may bring the weights, or count calls
         return type(experts) is Experts and not hooks and experts.w13.dtype == experts.w2.dtype == self.payload
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the Buffer, for torch.save: as one that has not been opened yet.  One that was given stays."""
+        unopened = {} if self._buffer_given else {"_buffer": None, "_buffer_name": ""}
+        return {**self.__dict__, **unopened}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
         """A layer with weights of its own, over the same ranks and the same Buffer."""
         for shared in (self._group, self._buffer):

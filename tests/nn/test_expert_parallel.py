@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -226,6 +227,18 @@ def test_layers_of_the_same_sizes_share_a_buffer_that_lives_as_long_as_they_do()
     del first, second, copied, shared
     gc.collect()
     assert gone() is None, "nobody needs it any more"
+
+
+def test_an_open_layer_is_saved_as_one_that_is_not_and_goes_on() -> None:
+    layer, x = layer_of(None, max_rows=30, corrected=True), draw(4, HIDDEN)
+    want = layer(x)
+    torch.save(torch.nn.Sequential(layer), io.BytesIO())
+    again = copy.copy(layer)  # by __reduce_ex__, as what is saved comes back
+    layer.open().close()
+    assert torch.equal(again(x), want)
+    assert again.max_rows == 30 and again.open() is layer.open()
+    for name, tensor in layer.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
 
 
 def test_a_given_buffer_is_used() -> None:
