@@ -87,6 +87,14 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
         )
     ],
     "dispatch/dispatch.cuh": [SHARED],
+    # Those of some warps take longer.
+    "dispatch/slips.cuh": [
+        (
+            r"(?=const bool wanted)",
+            "for (u32 left = (threadIdx.x / kWarp + 3 * blockIdx.x + c.me()) % 7 * 100; left != 0; --left) "
+            "emulator::emulator_yield(); ",
+        )
+    ],
     "combine/combine.cuh": [SHARED],
 }
 

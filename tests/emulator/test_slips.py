@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import moecomm
+from moecomm import dispatch as rounds
 from moecomm.dispatch.plan import SLIP_BYTES, Slips
 from moecomm.routed import Routed
 from moecomm.testing import LocalBuffers
 from moecomm.testing import ranks as local
 
 from ..fused.test_two_launches import at
-from .machine import Machine
+from .machine import Call, Machine
 
 pytestmark = [
     pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64 and g++"),
@@ -104,3 +105,27 @@ def test_a_bad_id_is_told_and_the_next_round_is_right(tokens: int, ranks: LocalB
         assert not routed.tokens_per_expert.any()
         assert not at(routed.handle.args.num_rows, (1,), torch.int32).any()
     check(ranks, ids, dispatch(ranks, ids))
+
+
+def test_slips_are_there_when_their_dispatch_ends(machine: Machine, ranks: LocalBuffers) -> None:
+    """A rank that is through with it dispatches, to itself, all that lies where they are to be, as rows of 8 slips."""
+    tokens, of_rank = 24, EXPERTS // RANKS
+    for turn in range(20):
+        ids = [routing(5 + 7 * ((rank + turn) % RANKS), rank, torch.int64) for rank in range(RANKS)]
+        to_itself = [torch.full((tokens, TOPK), -1) for _ in range(RANKS)]
+        first, then = [], []
+        for rank, buffer in enumerate(ranks.buffers):
+            x = torch.empty(len(ids[rank]), HIDDEN, dtype=torch.bfloat16)
+            first.append(rounds.prepare(buffer, x, ids[rank], sync=False, slips=told(rank)))
+            there = at(buffer.session.context.peers[rank] + first[-1].args.out_x, (tokens, HIDDEN), torch.bfloat16)
+            there.fill_(turn)
+            to_itself[rank][:, 0] = rank * of_rank
+            then.append(rounds.prepare(buffer, there, to_itself[rank], layout="flat", sync=False))
+        machine.run([Call(routed.args, machine.sizes) for routed in (*first, *then)], RANKS)
+        ranks.check()
+        for rank, buffer in enumerate(ranks.buffers):
+            window = buffer.session.context.peers[rank]
+            there, sent = (
+                at(window + routed.args.out_x, (tokens, HIDDEN), torch.int16) for routed in (first[rank], then[rank])
+            )
+            assert torch.equal(sent, there), (turn, rank)
