@@ -74,11 +74,14 @@ class Topology:
 
 @dataclass(frozen=True)
 class Cache:
-    """Where compiled kernels are kept.  `private`: nobody but us can reach into it; true before it exists."""
+    """Where compiled kernels are kept.  `private`: nobody but us can reach into it; true before it exists.  `unusable`:
+    why nothing can be kept there, empty if it can.
+    """
 
     path: Path
     nbytes: int
     private: bool
+    unusable: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,10 @@ class Report:
         for index, gpu in enumerate(place.gpus):
             lines.append(f"  GPU {index}  {gpu:<24} {' '.join(f'{link:>5}' for link in place.links[index])}")
         private = "private" if cache.private else f"NOT private: others can reach it; run: chmod -R go-rwx {cache.path}"
-        lines += ["", f"kernel cache: {cache.path} ({cache.nbytes / 2**20:.1f} MiB, {private})"]
+        what = f"{cache.nbytes / 2**20:.1f} MiB, {private}"
+        if cache.unusable:
+            what = f"NOT in use, every process compiles: {cache.unusable}"
+        lines += ["", f"kernel cache: {cache.path} ({what})"]
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -204,8 +210,16 @@ def parse_nvlinks(matrix: str) -> dict[tuple[int, int], str]:
 
 
 def _cache(path: Path) -> Cache:
+    try:
+        unusable = "" if stat.S_ISDIR(path.stat().st_mode) else "it is no directory"
+    except FileNotFoundError:
+        return Cache(path, 0, True)
+    except OSError as error:
+        unusable = error.strerror or str(error)
+    if unusable:
+        return Cache(path, 0, True, unusable)
     states = []
-    for file in [path, *path.rglob("*")] if path.is_dir() else []:
+    for file in [path, *path.rglob("*")]:
         with contextlib.suppress(FileNotFoundError):  # another process compiles
             states.append(file.lstat())
     private = all(s.st_uid == os.geteuid() and not (stat.S_ISDIR(s.st_mode) and s.st_mode & 0o077) for s in states)

@@ -286,6 +286,19 @@ def test_the_cache_is_measured_and_its_privacy_judged(tmp_path: Path, monkeypatc
     assert "NOT private" in str(checkup.doctor())
 
 
+@pytest.mark.parametrize(
+    ("below", "why"), [("", "it is no directory"), ("/kernels", "Not a directory"), ("x" * 300, "File name too long")]
+)
+def test_a_cache_that_nothing_can_be_kept_in_is_named(
+    below: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("a file")
+    place = Path(f"{tmp_path}/file{below}")
+    monkeypatch.setenv("MOECOMM_CACHE_DIR", str(place))
+    assert checkup.doctor().cache == checkup.Cache(place, 0, True, why)
+    assert f"kernel cache: {place} (NOT in use, every process compiles: {why})" in str(checkup.doctor())
+
+
 def test_the_command_says_the_same_without_swallowing_brackets(capfd: pytest.CaptureFixture[str]) -> None:
     report = checkup.Report(
         [checkup.BackendReport("host", ""), checkup.BackendReport("gin", "pip install 'moecomm[cu13]'")],
