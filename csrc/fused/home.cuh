@@ -12,12 +12,11 @@
 
 namespace moecomm {
 
-constexpr i32 kHomeSlots = 3;
-
 struct HomeConfig {
     Type type;  // of rows, bias and out
     i32 hidden, topk;
-    i32 warps, piece_bytes;  // of a row, whole steps of a warp
+    i32 warps, slots;  // of a block, and of each of them
+    i32 piece_bytes;   // of a row, whole steps of a warp
     i32 shared_bytes;
 
     MOECOMM_BOTH constexpr i32 threads() const { return warps * kWarp; }
@@ -41,7 +40,7 @@ struct HomeSlot {
 
 template <HomeConfig h>
 struct HomeShared {
-    HomeSlot<h> slots[h.warps][kHomeSlots];
+    HomeSlot<h> slots[h.warps][h.slots];
 };
 
 // A warp: every `step`-th item from the first on, a piece of a token each.
@@ -51,7 +50,7 @@ struct HomeWarp {
     static_assert(h.topk <= kWarp && h.hidden % kColumns == 0 && h.piece_bytes % (16 * kWarp) == 0, "an entry a lane, whole vectors");
 
     const LayerArgs& a;
-    HomeSlot<h> (&slots)[kHomeSlots];
+    HomeSlot<h> (&slots)[h.slots];
     const i32 step, items;
     i32 next;        // that is loaded
     i32 owner = -1;  // of this lane's entry of its token
@@ -143,10 +142,10 @@ struct HomeWarp {
         fence_async();  // what has landed was acquired by ordinary loads
         i32 item = next;
         look_ahead();
-        for (i32 i = 0; i < kHomeSlots; ++i) load(slots[i]);
+        for (i32 i = 0; i < h.slots; ++i) load(slots[i]);
         for (i32 nth = 0; item < items; item += step, ++nth) {
-            HomeSlot<h>& slot = slots[nth % kHomeSlots];
-            copy_wait(&slot.full, nth / kHomeSlots & 1);
+            HomeSlot<h>& slot = slots[nth % h.slots];
+            copy_wait(&slot.full, nth / h.slots & 1);
             __syncwarp();  // all lanes know the entries
             add_up(slot, item);
             __syncwarp();  // the slot is free
@@ -176,7 +175,7 @@ MOECOMM_FN void bring_home(const LayerArgs& a) {
     extern __shared__ __align__(128) u8 memory[];
     auto& shared = *reinterpret_cast<HomeShared<h>*>(memory);
     static_assert(sizeof(shared) <= h.shared_bytes, "two_launches.py bounds it");
-    for (i32 i = threadIdx.x; i < h.warps * kHomeSlots; i += h.threads()) barrier_init(&(&shared.slots[0][0])[i].full, kWarp + 1);
+    for (i32 i = threadIdx.x; i < h.warps * h.slots; i += h.threads()) barrier_init(&(&shared.slots[0][0])[i].full, kWarp + 1);
     barrier_init_done();
     await_earlier_kernels();
     const Round round{a.ctx, Op::combine, layer_round(a)};

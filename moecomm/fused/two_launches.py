@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 FETCH_ROWS = 128  # kFetchRows
 FETCHERS = 16  # blocks that fetch: with as many, long reads fill the links (shared/measurements: 297 to 319 GB/s)
 _OFFER_THREADS = 512
-# At home: bytes of a block's shared memory, slots of a warp (kHomeSlots), and, of a slot, bytes of all rows together.
+# At home: bytes of a block's shared memory, slots of a warp, and, of a slot, bytes of all rows together.
 _HOME_BYTES, _HOME_SLOTS, _HOME_SLOT, _HOME_WARPS = 220 * 1024, 3, 9216, 8
 _STEP_BYTES = 512  # of a row: 16 a lane
 # What the split of the first GEMM's tiles assumes: bytes a second over the links, and of weights from memory, and, by
@@ -104,7 +104,7 @@ def home_kernel(dtype: torch.dtype, hidden: int, topk: int) -> kernels.SharedKer
     warps = min(_HOME_WARPS, _HOME_BYTES // (_HOME_SLOTS * slot))
     shared = warps * _HOME_SLOTS * slot
     config = f".type = Type::{kernels.TYPES[dtype]}, .hidden = {hidden}, .topk = {topk}"
-    config += f", .warps = {warps}, .piece_bytes = {piece}, .shared_bytes = {shared}"
+    config += f", .warps = {warps}, .slots = {_HOME_SLOTS}, .piece_bytes = {piece}, .shared_bytes = {shared}"
     entry = f"bring_home<HomeConfig{{{config}}}>"
     return kernels.SharedKernel("fused/home", entry, "LayerArgs", 32 * warps, shared=shared)
 
@@ -189,7 +189,7 @@ class Layer:
             "max_rows": max_rows,
             "sync": False,
             "num_sms": num_sms,
-            "slips": Slips(args.offered, row_pitch(self._dtype, hidden), args.landing),
+            "slips": Slips(args.offered, offered, args.landing),
         }
 
     def compute(self, routed: Routed) -> None:
