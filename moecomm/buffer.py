@@ -108,7 +108,7 @@ class Buffer:
         self.rank, self.num_ranks, self.dtype, self.timeout_s = ranks.rank, ranks.ranks, dtype, timeout_s
         self.hidden, self.num_experts, self.topk, self.max_tokens = hidden, num_experts, topk, max_tokens
         self.domain_ranks = self._session.context.shape.domain_ranks or ranks.ranks
-        self._close = forks.closer(self, self._session)
+        self._close, self._what = forks.closer(self, self._session), "Buffer"
         self.name = names.give(self)  # what operators call it
         log.info(
             "rank %d of %d: %s (%s), %.1f MiB", self.rank, self.num_ranks, self.backend, self.why, self.nbytes / 2**20
@@ -353,6 +353,11 @@ class Buffer:
         """Whether close() has been called."""
         return not self._close.alive
 
+    def disown(self) -> None:
+        """In a forked child: closes it there, unheard by peers, and not where it was opened."""
+        if self._close.detach() is not None:
+            self._what = "Buffer, opened before this process was forked,"
+
     def __enter__(self) -> Buffer:
         return self
 
@@ -369,7 +374,7 @@ class Buffer:
     def require_open(self) -> None:
         """Raises Closed, or the failure that has ended the Buffer."""
         if not self._close.alive:
-            raise Closed(forks.what_is_closed(self))
+            raise Closed(self._what)
         if self._failure is not None:
             raise self._failure
 

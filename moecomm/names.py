@@ -6,7 +6,6 @@ import itertools
 import weakref
 from typing import TYPE_CHECKING
 
-from moecomm import forks
 from moecomm.errors import BadInput, Closed
 
 if TYPE_CHECKING:
@@ -32,8 +31,15 @@ def find(name: str) -> Buffer:
         BadInput: no Buffer's name.
     """
     buffer = _buffers.get(name)
-    if buffer is not None and not buffer.closed:
-        return buffer
-    if buffer is None and not name.startswith(_PREFIX):
-        raise BadInput("buffer", repr(name), "the .name of a Buffer of this process")
-    raise Closed(forks.what_is_closed(buffer))
+    if buffer is None:
+        if not name.startswith(_PREFIX):
+            raise BadInput("buffer", repr(name), "the .name of a Buffer of this process")
+        raise Closed()
+    if buffer.closed:
+        buffer.require_open()  # says so
+    return buffer
+
+
+def every() -> list[Buffer]:
+    """All there are, closed ones among them."""
+    return list(_buffers.values())
