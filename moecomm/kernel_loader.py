@@ -17,6 +17,10 @@ from typing import Any
 from moecomm import kernel_cache, linking
 from moecomm.backends import cuda_driver
 from moecomm.config import cache_dir
+from moecomm.cubin import loads_descriptor
+from moecomm.errors import Unsupported
+
+_CALLS = "#define MOECOMM_CALLS\n"  # csrc/fused/fetch.cuh
 
 
 @lru_cache(maxsize=1)
@@ -47,10 +51,25 @@ def _core() -> Any:
 
 
 def build(source: str, transport: str, arch: str) -> tuple[bytes, str]:
-    """Compiles, and links if the transport has a shim, without the cache: the cubin, and what ptxas says about it."""
-    core, log = _core(), io.StringIO()
+    """Compiles, and links if the transport has a shim, without the cache: the cubin, and what ptxas says about it.
+
+    Unsupported where what the compiler makes would not run.
+    """
+    core = _core()
     if transport not in linking.ALONE:
         return linking.build(source, transport, arch, headers(), core)
+    for more in ("", _CALLS):
+        cubin, log = _compile(core, more + source, arch)
+        if arch != "sm_90a" or loads_descriptor(cubin):
+            return cubin, log
+    version = ".".join(map(str, linking.nvrtc_version()))
+    raise Unsupported(
+        f"NVRTC {version} makes a kernel that can't reach memory of this source; another may not: {source}"
+    )
+
+
+def _compile(core: Any, source: str, arch: str) -> tuple[bytes, str]:
+    log = io.StringIO()
     known = core.ProgramOptions.__dataclass_fields__
     verbose = {"ptxas_options": ["-v"]} if "ptxas_options" in known else {}
     options = core.ProgramOptions(std="c++20", arch=arch, include_path=[str(headers())], **verbose)

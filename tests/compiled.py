@@ -17,6 +17,7 @@ from importlib import metadata
 import pytest
 
 from moecomm import plain_kernel
+from moecomm.cubin import loads_descriptor
 from moecomm.plain_kernel import PlainKernel
 
 Kernels = dict[str, PlainKernel]
@@ -43,15 +44,17 @@ def compiling() -> Iterator[None]:
         pool.shutdown(cancel_futures=True)
 
 
-def check_kernel(kernel: PlainKernel, *, calls: bool = False, early: bool = False) -> None:
-    """One that was wanted; it also fits into shared memory.  `early`: it is launched while the one before it ends."""
+def check_kernel(kernel: PlainKernel, *, calls: bool = False, awaits: str = "") -> None:
+    """One that was wanted; it also fits into shared memory.  `awaits`: it is launched while the one before it ends, and
+    awaits that "first", ahead of all that it reads and writes, arguments and shared memory apart, or "last".
+    """
     pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
     assert kernel.shared_bytes <= 227 * 1024
     built = _compiling[kernel].result()
     assert b"moecomm_plain" in built[0]
     check_compiled(built, kernel.threads, calls=calls)
-    if early:
-        check_early(built[0])
+    if awaits:
+        check_awaits(built[0], awaits)
 
 
 def check_compiled(built: tuple[bytes, str], threads: int, *, calls: bool = False) -> None:
@@ -70,14 +73,18 @@ def check_memory_descriptor(cubin: bytes) -> None:
     """ptxas 13.0 was seen to leave it out: accesses then go through whatever a register holds, and a GPU calls that an
     illegal instruction, now and then.
     """
-    for function in functions(cubin):
+    found = functions(cubin)
+    for function in found:
         assert ("desc[" in function) <= (_DESCRIPTOR in function), function.partition("\n")[0]
+    assert loads_descriptor(cubin) == any(_DESCRIPTOR in function for function in found)
 
 
-def check_early(cubin: bytes) -> None:
-    """It awaits the kernels before it ahead of all that it reads and writes, arguments and shared memory apart."""
-    (entry,) = (function for function in functions(cubin) if function.startswith("moecomm_plain:"))
-    assert "ACQBULK" in entry.partition("desc[")[0]
+def check_awaits(cubin: bytes, when: str) -> None:
+    """See check_kernel."""
+    names = "moecomm_plain:", "moecomm_dispatch:"
+    (entry,) = (function for function in functions(cubin) if function.startswith(names))
+    before, awaits, _ = entry.partition("ACQBULK")
+    assert awaits and ("desc[" if when == "first" else " EXIT ") not in before
 
 
 def functions(cubin: bytes) -> list[str]:

@@ -1,19 +1,46 @@
-// Rows that are fetched in order, by several, and counted by kFetchRows: how many of the first are there.  Plain C++: tests run it on the
-// host, with threads.
+// Rows that are fetched in order, by several, and counted together: which somebody fetches, and how many of the first are there.  Plain
+// C++: tests run it on the host, with threads.
 #pragma once
 #include "../protocol/compiler.h"
 
 namespace moecomm {
 
-constexpr i32 kFetchRows = 128;  // of a counter
+// What a warp fetches: of the `first` rows at most `claims` that nobody has; then row `then`, and every `step`-th from there on.
+struct Wanted {
+    i32 rows, first, claims, then, step;
+
+    // A warp of each block one of the first rows: those blocks that run have them, however many these are.
+    MOECOMM_BOTH static Wanted of_all(i32 rows, i32 first, i32 block, i32 blocks, i32 warp) {
+        return {rows, first, block + blocks * warp < first ? 1 : 0, rows, 0};
+    }
+    // And then: what nobody has claimed, and all others.
+    MOECOMM_BOTH static Wanted of_fetcher(i32 rows, i32 first, i32 block, i32 fetchers, i32 warp, i32 warps) {
+        return {rows, first, first, first + block + fetchers * warp, fetchers * warps};
+    }
+
+    // Not less than `rows` if there is none; claim(): 0, 1, 2 and so on, each once.
+    template <class Claim>
+    MOECOMM_BOTH i32 next(Claim claim) {
+        if (claims > 0) {
+            --claims;
+            const i32 row = claim();
+            if (row < first) return row;
+            claims = 0;
+        }
+        const i32 row = then;
+        then += step;
+        return row;
+    }
+};
 
 struct Arrivals {
-    i32 rows;  // of all
+    i32 rows;     // of all
+    i32 counted;  // of a counter
 
-    MOECOMM_BOTH i32 counters() const { return ceil_div(rows, kFetchRows); }
+    MOECOMM_BOTH i32 counters() const { return ceil_div(rows, counted); }
     MOECOMM_BOTH i32 wanted(i32 counter) const {
-        const i32 left = rows - counter * kFetchRows;
-        return left < kFetchRows ? left : kFetchRows;
+        const i32 left = rows - counter * counted;
+        return left < counted ? left : counted;
     }
     // Counters that are full, from the first on, when `full` of them were: load(counter) says what one holds.  Several are loaded together.
     template <class Load>

@@ -1,5 +1,5 @@
 // Rows for the first GEMM: some of the blocks fetch them from their homes before they multiply, in the order in which the tiles want them,
-// while the others have begun.
+// while the others have begun.  The first rows, which all wait for, all may fetch: a multiprocessor takes in a fraction of what links give.
 //
 // Every row is fetched for every expert that wants it.  Fetching waits for nobody: the dispatch has ended, and homes keep their rows until
 // all of this round have landed there.  So every tile that waits for rows is made in the end.
@@ -9,6 +9,13 @@
 #include "layer.cuh"
 #include "policies.cuh"
 #include "ring.cuh"
+
+// Where the compiler would leave something out of a kernel that is all one function (moecomm/cubin.py), kernel_loader.py has this called.
+#ifdef MOECOMM_CALLS
+#define MOECOMM_FETCH __device__ __noinline__
+#else
+#define MOECOMM_FETCH MOECOMM_FN
+#endif
 
 namespace moecomm {
 
@@ -20,70 +27,84 @@ MOECOMM_BOTH constexpr i32 fetch_piece(i32 row_bytes, i32 shared_bytes) {
 
 template <RowConfig r, i32 shared_bytes>
 struct FetchShared {
-    static constexpr i32 kPiece = fetch_piece(r.bytes(), shared_bytes), kPieces = ceil_div(r.bytes(), kPiece);
+    static constexpr i32 kPiece = fetch_piece(r.bytes(), shared_bytes), kPieces = ceil_div(r.bytes(), kPiece), kKept = 4;
     alignas(128) u8 data[kFetchWarps][kFetchSlots][kPiece];
     u64 full[kFetchWarps][kFetchSlots];
+    i32 rows[kFetchWarps][kKept];  // of the last pieces that a warp has begun
 };
 
-// One lane of a warp: every `step`-th row, piece by piece, a piece loading while another is stored.
+// One lane of a warp: brings rows piece by piece, a piece loading while another is stored.
 template <RowConfig r, i32 shared_bytes>
 struct Fetcher {
     using Shared = FetchShared<r, shared_bytes>;
     static constexpr i32 kPieces = Shared::kPieces;
+    static_assert(kFetchSlots + 2 <= Shared::kKept, "those that load, and two that have been stored");
 
     const LayerArgs& a;
     Shared& shared;
-    const i32 warp, first, step, rows;
-    u64 from = 0;  // the row whose pieces are loading
+    const i32 warp;
+    i32 loaded = 0, stored = 0, published = 0;  // pieces
+    u64 from = 0;                               // the row whose pieces are loading
 
-    MOECOMM_FN i32 row_of(i32 piece) const { return first + piece / kPieces * step; }
+    MOECOMM_FN i32& row_of(i32 piece) const { return shared.rows[warp][piece % Shared::kKept]; }
     MOECOMM_FN static i32 bytes_of_piece(i32 piece) { return min(Shared::kPiece, r.bytes() - piece % kPieces * Shared::kPiece); }
 
-    MOECOMM_FN bool load(i32 piece) {
-        const i32 row = row_of(piece);
-        if (row >= rows) return false;
-        if (piece % kPieces == 0) {
+    // The next piece; false where that is of another row, and there is none.
+    MOECOMM_FN bool load(Wanted& wanted) {
+        const i32 part = loaded % kPieces, slot = loaded % kFetchSlots;
+        if (part == 0) {
+            const i32 row = wanted.next([&] { return atomicAdd(reinterpret_cast<i32*>(a.fetching), 1); });
+            if (row >= wanted.rows) return false;
+            row_of(loaded) = row;
             const Slip slip = reinterpret_cast<const Slip*>(a.slips)[row];
             const u64 home = a.ctx.peers[slip.home()];
             from = home + slip.row;
             reinterpret_cast<u64*>(a.homes)[row] = home + slip.landing();
+        } else {
+            row_of(loaded) = row_of(loaded - 1);
         }
-        bulk_load(shared.data[warp][piece % kFetchSlots], reinterpret_cast<const u8*>(from) + piece % kPieces * Shared::kPiece,
-                  bytes_of_piece(piece), &shared.full[warp][piece % kFetchSlots]);
+        bulk_load(shared.data[warp][slot], reinterpret_cast<const u8*>(from) + part * Shared::kPiece, bytes_of_piece(loaded),
+                  &shared.full[warp][slot]);
+        ++loaded;
         return true;
     }
-    MOECOMM_FN void store(i32 piece) const {
-        copy_wait(&shared.full[warp][piece % kFetchSlots], piece / kFetchSlots & 1);
-        u8* const to = reinterpret_cast<u8*>(a.rows) + static_cast<i64>(row_of(piece)) * r.pitch() + piece % kPieces * Shared::kPiece;
-        bulk_store(to, shared.data[warp][piece % kFetchSlots], bytes_of_piece(piece));
+    MOECOMM_FN void store() {
+        const i32 part = stored % kPieces, slot = stored % kFetchSlots;
+        copy_wait(&shared.full[warp][slot], stored / kFetchSlots & 1);
+        u8* const to = reinterpret_cast<u8*>(a.rows) + static_cast<i64>(row_of(stored)) * r.pitch() + part * Shared::kPiece;
+        bulk_store(to, shared.data[warp][slot], bytes_of_piece(stored));
         bulk_commit();
+        ++stored;
     }
-    // The stores up to this piece have been written: bulk_wait.
-    MOECOMM_FN void publish(i32 piece) const {
-        if (piece < 0 || piece % kPieces != kPieces - 1) return;
-        u32* const counter = reinterpret_cast<u32*>(a.fetched) + row_of(piece) / kFetchRows;
-        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+    // All pieces before `end` have been written: bulk_wait.
+    MOECOMM_FN void publish(i32 end) {
+        for (; published < end; ++published) {
+            if (published % kPieces != kPieces - 1) continue;
+            u32* const counter = reinterpret_cast<u32*>(a.fetched) + row_of(published) / r.counted;
+            asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+        }
     }
 
-    MOECOMM_FN void run() {
+    MOECOMM_FN void run(Wanted wanted) {
         fence_async();  // the homes' rows were written before the dispatch
-        i32 loaded = 0, stored = 0;
-        while (loaded < kFetchSlots && load(loaded)) ++loaded;
-        for (; stored < loaded; ++stored) {
-            store(stored);
+        while (loaded - stored < kFetchSlots && load(wanted)) {
+        }
+        while (stored < loaded) {
+            store();
+            bulk_wait_read<0>();
+            load(wanted);
             bulk_wait<1>();
             publish(stored - 1);
-            bulk_wait_read<0>();
-            if (load(loaded)) ++loaded;
         }
         bulk_wait<0>();
-        publish(stored - 1);
+        publish(stored);
     }
 };
 
-// By all threads of a block that fetches, `fetchers` of them: no copy is under way when it returns.
+// By all threads of a block.  The first `together` rows are claimed by all blocks, a warp one, as they get to them, so that those which run
+// have the first.  The first `fetchers` blocks then fetch what nobody has claimed, and the rest.  No copy is under way when it returns.
 template <RowConfig r, i32 shared_bytes>
-MOECOMM_FN void fetch_rows(const LayerArgs& a, i32 fetchers) {
+MOECOMM_FETCH void fetch_rows(const LayerArgs& a, i32 fetchers, i32 together) {
     extern __shared__ __align__(1024) u8 memory[];
     using Shared = FetchShared<r, shared_bytes>;
     static_assert(sizeof(Shared) <= shared_bytes && r.columns_bytes() % 16 == 0, "what the GEMM has does");
@@ -93,10 +114,15 @@ MOECOMM_FN void fetch_rows(const LayerArgs& a, i32 fetchers) {
         barrier_init_done();
     }
     __syncthreads();
-    if (lane_id() == 0) {
-        const i32 rows = layer_rows(a);
-        Fetcher<r, shared_bytes>{a, shared, warp_id(), static_cast<i32>(blockIdx.x) + fetchers * warp_id(), fetchers * kFetchWarps, rows}
-            .run();
+    await_earlier_kernels();
+    const i32 rows = layer_rows(a), first = min(rows, together), block = blockIdx.x, blocks = gridDim.x, warp = warp_id();
+    Fetcher<r, shared_bytes> fetcher{a, shared, warp};
+    auto wanted = Wanted::of_all(rows, first, block, blocks, warp);
+    for (bool all = true;; all = false) {
+        if (lane_id() == 0) fetcher.run(wanted);
+        if (!all || block >= fetchers) break;
+        __syncthreads();  // those that all wait for are not on their way any more
+        wanted = Wanted::of_fetcher(rows, first, block, fetchers, warp, kFetchWarps);
     }
     fence_async_shared();  // the ring comes where our pieces were
     __syncthreads();
@@ -117,7 +143,10 @@ MOECOMM_FN bool await_more(const LayerArgs& a, const Arrivals& arrivals, i32& fu
     }
     return true;
 }
-MOECOMM_FN Arrivals arrivals_of(const LayerArgs& a) { return {min(*reinterpret_cast<const i32*>(a.num_rows), a.max_rows)}; }
+template <RowConfig r>
+MOECOMM_FN Arrivals arrivals_of(const LayerArgs& a) {
+    return {min(*reinterpret_cast<const i32*>(a.num_rows), a.max_rows), r.counted};
+}
 
 // For tiles: rows that are being fetched.  One thread of a block watches their counters, in order, and says in shared memory how many of
 // all rows are there.  Rows that do not come in time are noted, and nobody gets what is made of them: the tiles are made all the same,
@@ -128,16 +157,17 @@ MOECOMM_FN Arrivals arrivals_of(const LayerArgs& a) { return {min(*reinterpret_c
 // the watcher's acquire and its release in shared memory.  They come through the first-level cache, which nobody empties for the thread
 // that loads: no line of it may be there from before.  So rows have lines of their own (RowConfig::pitch), and nobody loads scales of a row
 // that is not in a tile that is there.
+template <RowConfig r>
 struct RowsAreFetched {
     const LayerArgs& a;
 
     MOECOMM_FN void watch(i32& there) const {
-        const Arrivals arrivals = arrivals_of(a);
+        const Arrivals arrivals = arrivals_of<r>(a);
         for (i32 full = 0; full < arrivals.counters();) {
             await_more(a, arrivals, full);
             // Not an acquire of each counter: ptxas 13.0 then loads through a descriptor that nobody has loaded (tests/compiled.py).
             asm volatile("fence.acq_rel.gpu;" ::: "memory");
-            asm volatile("st.release.cta.shared::cta.s32 [%0], %1;" ::"r"(shared_address(&there)), "r"(full * kFetchRows) : "memory");
+            asm volatile("st.release.cta.shared::cta.s32 [%0], %1;" ::"r"(shared_address(&there)), "r"(full * arrivals.counted) : "memory");
         }
     }
     MOECOMM_FN void await(const Tile& tile, const i32& there) const {

@@ -219,7 +219,10 @@ MOECOMM_FN void run_gemm(const GemmArgs& args, const Rows& rows, const Out& out)
     for (i32 g = threadIdx.x; g < args.grouping.groups; g += kGemmThreads) s.counts[g] = reinterpret_cast<const i32*>(args.counts)[g];
     if constexpr (c.helped) {
         __syncthreads();
-        if (threadIdx.x == 0) s.early = static_cast<i32>(static_cast<i64>(TileWalk::count(args.grouping, s.counts)) * args.early >> 10);
+        if (threadIdx.x == 0) {
+            const i64 all = static_cast<i64>(TileWalk::count_rows<c.most_rows>(args.grouping, s.counts).all) * args.grouping.column_tiles;
+            s.early = static_cast<i32>(all * args.early >> 10);
+        }
     }
     meet_cluster<c.cluster>();
     if (threadIdx.x < kWarpgroup) {

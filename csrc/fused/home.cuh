@@ -58,7 +58,7 @@ struct HomeWarp {
 
     MOECOMM_FN static i32 bytes_from(i32 at) { return min(h.piece_bytes, h.row_bytes() - at); }
 
-    // The entries of the next item, which are wanted when a slot is free.
+    // The entries of the next item, before run() those of the first, which are wanted when a slot is free.
     MOECOMM_FN void look_ahead() {
         owner = -1;
         if (next >= items || lane_id() >= h.topk) return;
@@ -141,7 +141,6 @@ struct HomeWarp {
     MOECOMM_FN void run() {
         fence_async();  // what has landed was acquired by ordinary loads
         i32 item = next;
-        look_ahead();
         for (i32 i = 0; i < h.slots; ++i) load(slots[i]);
         for (i32 nth = 0; item < items; item += step, ++nth) {
             HomeSlot<h>& slot = slots[nth % h.slots];
@@ -154,39 +153,48 @@ struct HomeWarp {
     }
 };
 
-// By the first warp of a block: all ranks have sent us what their experts have made.
+// By the first warp of a block: all ranks, we too, have sent what their experts have made of ours.  Or ours have noted that they can't go
+// on (`late`), and tell nobody.
 MOECOMM_FN bool await_landed(const LayerArgs& a, const Round& r) {
     bool missing = false;
     for (i32 p = lane_id(); p < a.ctx.shape.ranks && !missing; p += kWarp) {
         const u64* flag = own<const u64>(a.ctx, landed_at(a.ctx, p));
-        u32 tag = 0;
+        u32 tag = 0, late = 0;
         const auto landed = [&] {
             tag = signal_tag(load_acquire(flag));
-            return static_cast<i32>(tag - r.tag) >= 0;  // a later one says so as well
+            late = load_relaxed(reinterpret_cast<const u32*>(a.late));
+            return static_cast<i32>(tag - r.tag) >= 0 || late != 0;  // a later tag says so as well
         };
-        missing = !wait_for(r, Phase::reduced, p, r.tag, landed, [&] { return static_cast<i64>(tag); });
+        missing = !wait_for(r, Phase::reduced, p, r.tag, landed, [&] { return static_cast<i64>(tag); }) || late != 0;
+        if (late != 0) report_failure(r, Waited::timeout, Phase::grid, a.ctx.rank, 0, 0, a.ctx.timeout_ns);
     }
     return !__any_sync(kAllLanes, missing);
 }
 
-// Any number of blocks.
 template <HomeConfig h>
-MOECOMM_FN void bring_home(const LayerArgs& a) {
+MOECOMM_FN void bring_landed(const LayerArgs& a) {
     extern __shared__ __align__(128) u8 memory[];
     auto& shared = *reinterpret_cast<HomeShared<h>*>(memory);
     static_assert(sizeof(shared) <= h.shared_bytes, "two_launches.py bounds it");
     for (i32 i = threadIdx.x; i < h.warps * h.slots; i += h.threads()) barrier_init(&(&shared.slots[0][0])[i].full, kWarp + 1);
     barrier_init_done();
-    await_earlier_kernels();
+    const i32 first = blockIdx.x * h.warps + warp_id();
+    HomeWarp<h> warp{a, shared.slots[warp_id()], static_cast<i32>(gridDim.x) * h.warps, a.num_tokens * h.pieces(), first};
+    warp.look_ahead();
     const Round round{a.ctx, Op::combine, layer_round(a)};
-    if (load_relaxed(reinterpret_cast<const u32*>(a.late)) != 0 && threadIdx.x == 0 && blockIdx.x == 0)
-        report_failure(round, Waited::timeout, Phase::grid, a.ctx.rank, 0, 0, a.ctx.timeout_ns);
     bool ok = true;
     if (round.tag != 0 && warp_id() == 0) ok = await_landed(a, round);
     if (!__syncthreads_and(ok)) return;
     let_next_kernel_launch();
-    const i32 first = blockIdx.x * h.warps + warp_id();
-    HomeWarp<h>{a, shared.slots[warp_id()], static_cast<i32>(gridDim.x) * h.warps, a.num_tokens * h.pieces(), first}.run();
+    warp.run();
+}
+
+// Any number of blocks.  The kernel before this one has waited for all before it, and what it sends home is told by flags, its own as
+// well: only the kernel after this one has to wait until it has ended.
+template <HomeConfig h>
+MOECOMM_FN void bring_home(const LayerArgs& a) {
+    bring_landed<h>(a);
+    await_earlier_kernels();
 }
 
 }  // namespace moecomm

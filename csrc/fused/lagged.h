@@ -20,10 +20,9 @@ namespace moecomm {
 
 class LaggedWalk {
   public:
-    // Groupings that differ in their columns alone.
-    MOECOMM_BOTH LaggedWalk(const Grouping& first, const Grouping& second, const i32* counts, i32 lag, i32 turn)
+    // Groupings that differ in their columns alone, and what TileWalk counts of them.
+    MOECOMM_BOTH LaggedWalk(const Grouping& first, const Grouping& second, const i32* counts, RowTiles rows, i32 lag, i32 turn)
         : first_(first, counts), second_(second, counts), columns_{first.column_tiles, second.column_tiles}, turn_(turn) {
-        const RowTiles rows = TileWalk::count_rows(first, counts);
         all_ = rows.all * columns_[0];
         lead_ = all_ - rows.widest * columns_[0] <= lag ? all_ : rows.widest * columns_[0] + lag;
     }

@@ -8,10 +8,13 @@
 
 namespace moecomm {
 
+constexpr i32 kLeastCounted = 32;
+
 // A row of x on its way to the experts: as it is, or cast to e4m3, its scales behind it, so that one copy brings both.
 struct RowConfig {
     Type type;
     i32 hidden;
+    i32 counted = kLeastCounted;  // rows that are counted together as they come
 
     MOECOMM_BOTH constexpr bool scaled() const { return type == Type::e4m3; }
     MOECOMM_BOTH constexpr i32 columns_bytes() const { return hidden * bytes_of(type); }  // scales, in fp32, lie behind them
@@ -37,9 +40,10 @@ struct LayerArgs {
     u64 num_rows;  // i32
     u64 rows;      // [max_rows]: the rows themselves (RowConfig), once they are fetched
     u64 homes;     // u64[max_rows]: the address that each row that the experts make goes to
-    u64 fetched;   // u32[]: of every kFetchRows rows, how many are there
+    u64 fetched;   // u32[]: of every RowConfig::counted rows, how many are there; words for every kLeastCounted
     u64 made;      // u32[]: of every row tile, how often a block has made columns of it in the first GEMM (one_launch.cuh)
     u64 taken;     // u32: positions of tiles that somebody has (one_launch.cuh)
+    u64 fetching;  // u32: rows that somebody fetches, or has
     u64 late;      // u32: 1 where rows did not come in time, or the dispatch has failed
     i32 num_tokens, max_rows;
     i32 row_tiles;  // that there are words for
@@ -56,7 +60,10 @@ MOECOMM_FN void note_failure(const LayerArgs& a) {
 }
 MOECOMM_FN bool layer_goes_on(const LayerArgs& a) { return layer_round(a) != 0 && load_relaxed(reinterpret_cast<const u32*>(a.late)) == 0; }
 // Rows that our experts get; none of a dispatch that has failed, whose outputs may hold anything.
-MOECOMM_FN i32 layer_rows(const LayerArgs& a) { return aborted(a) ? 0 : min(*reinterpret_cast<const i32*>(a.num_rows), a.max_rows); }
+MOECOMM_FN i32 layer_rows(const LayerArgs& a) {
+    const i32 rows = min(*reinterpret_cast<const i32*>(a.num_rows), a.max_rows);  // on its way while the other word is
+    return aborted(a) ? 0 : rows;
+}
 
 // At each home: that all rows of `owner` have landed, by the tag of the dispatch.  A word that combines use, whose tags are others: nobody
 // writes a later one before this one has been read, or is of no use any more.

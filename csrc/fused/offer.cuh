@@ -47,9 +47,9 @@ MOECOMM_FN void offer_rows(const LayerArgs& a) {
     const i32 thread = blockIdx.x * kOfferThreads + threadIdx.x, threads = gridDim.x * kOfferThreads;
     await_earlier_kernels();
     let_next_kernel_launch();
-    for (i32 i = thread; i < ceil_div(a.max_rows, kFetchRows); i += threads) reinterpret_cast<u32*>(a.fetched)[i] = 0;
+    for (i32 i = thread; i < ceil_div(a.max_rows, kLeastCounted); i += threads) reinterpret_cast<u32*>(a.fetched)[i] = 0;
     for (i32 i = thread; i < a.row_tiles; i += threads) reinterpret_cast<u32*>(a.made)[i] = 0;
-    if (thread == 0) *reinterpret_cast<u32*>(a.late) = *reinterpret_cast<u32*>(a.taken) = 0;
+    if (thread == 0) *reinterpret_cast<u32*>(a.late) = *reinterpret_cast<u32*>(a.taken) = *reinterpret_cast<u32*>(a.fetching) = 0;
     u8* const offered = reinterpret_cast<u8*>(a.ctx.peers[a.ctx.rank] + a.offered);
     if constexpr (r.scaled()) {
         cast_rows<r, given>(a, offered, thread / kWarp, threads / kWarp);

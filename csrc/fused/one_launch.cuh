@@ -1,7 +1,7 @@
 // Both GEMMs of a layer in one launch: rows are fetched while the first has begun, and go home while either is under way.
 //
 // Positions of tiles (lagged.h) are taken from a counter, by whole clusters, as they get to them: those that fetch before they multiply
-// take none meanwhile.  In a block
+// take none meanwhile.  So are the first rows that are fetched.  In a block
 //   the dealer     a thread: finds the next tile, waits for what it is made of, and deals it to the others,
 //   the loader     a thread, of e4m3 and a warp for scales: fill the ring (gemm.cuh),
 //   warpgroups     empty it, and store the tile: of the first product here, of the second at its home,
@@ -18,7 +18,8 @@ namespace moecomm {
 struct OneLaunchArgs {
     GemmArgs first, second;  // of the same rows, row tiles and bands; the second's x is the first's out
     LayerArgs layer;
-    i32 fetchers;   // blocks, whole clusters, that fetch before they multiply
+    i32 fetchers;   // blocks, the first ones, that fetch before they multiply
+    i32 together;   // rows that all blocks fetch before that, a warp one
     i32 lag, turn;  // LaggedWalk
 };
 static_assert(sizeof(OneLaunchArgs) <= 4096 && sizeof(OneLaunchArgs) % sizeof(u64) == 0, "what a kernel takes");
@@ -39,15 +40,16 @@ struct OneShared {
 // By the dealer: what a tile is made of.  Where that does not come in time, tiles are dealt all the same, since others wait for them, but
 // none of the second product is sent: where its rows go is not known before they have been fetched.  Whoever gives up says so (`late`)
 // before he deals a tile, and so before it counts as made: who waits for it can't miss it.
+template <RowConfig r>
 struct Awaited {
     const OneLaunchArgs& args;
     i32 full = 0;  // of the counters of fetched rows
     bool lost = false;
 
     MOECOMM_FN void fetched(const Tile& tile) {
-        const Arrivals arrivals = arrivals_of(args.layer);
+        const Arrivals arrivals = arrivals_of<r>(args.layer);
         const i32 wanted = tile.row + tile.rows;
-        while (!lost && full * kFetchRows < wanted) {
+        while (!lost && full * arrivals.counted < wanted) {
             if (const i32 before = full; full < arrivals.counters()) {
                 lost = !await_more(args.layer, arrivals, full);
                 // No fence: that would be one for rows on their way home as well.
@@ -71,10 +73,11 @@ struct Awaited {
 
 // One thread: the dealer.  It has seen complete, with acquires, what a tile is made of, and its arrival at `full` is a release: so have the
 // others of the block, through their wait.  Copies of theirs then take a fence between the proxies.
-template <GemmConfig c>
+template <GemmConfig c, RowConfig r>
 MOECOMM_FN void deal(OneShared<c>& s, const OneLaunchArgs& args) {
-    s.dealt.walk = LaggedWalk(args.first.grouping, args.second.grouping, s.gemm.counts, args.lag, args.turn);
-    Awaited awaited{args};
+    const RowTiles rows = TileWalk::count_rows<c.most_rows>(args.first.grouping, s.gemm.counts);
+    s.dealt.walk = LaggedWalk(args.first.grouping, args.second.grouping, s.gemm.counts, rows, args.lag, args.turn);
+    Awaited<r> awaited{args};
     for (DealtPlace place;; place.step()) {
         copy_wait(&s.dealt.empty[place.slot], place.phase ^ 1);
         Dealt& next = s.dealt.tiles[place.slot];
@@ -154,7 +157,7 @@ MOECOMM_FN auto store_between(const OneLaunchArgs& args) {
 }
 
 // A warpgroup: empties the ring, and stores the tiles.
-template <GemmConfig c, GemmConfig product>
+template <GemmConfig c, RowConfig r, GemmConfig product>
 MOECOMM_FN void make_dealt(OneShared<c>& s, const OneLaunchArgs& args) {
     const i32 math_group = threadIdx.x / kWarpgroup - 1;
     const u32 staging = shared_address(s.gemm.staging);
@@ -173,7 +176,7 @@ MOECOMM_FN void make_dealt(OneShared<c>& s, const OneLaunchArgs& args) {
         } else if (!now.lost) {
             // Where a row goes is read through the first-level cache as well.  A line of that belongs to rows of one counter, all of which
             // had been fetched before any of them was multiplied.
-            static_assert(kFetchRows * sizeof(u64) % 128 == 0, "whole lines");
+            static_assert(r.counted * sizeof(u64) % 128 == 0, "whole lines");
             store_sums<product>(sums, tile, math_group, args.second.columns, staging, turns, StoreAtHome{args.layer});
         }
         __syncwarp();
@@ -186,11 +189,8 @@ template <GemmConfig c, RowConfig r, Type out>
 MOECOMM_FN void fetch_multiply_and_send(const OneLaunchArgs& args) {
     static_assert(r.type == c.type, "rows are multiplied as they come");
     static_assert(sizeof(OneShared<c>) <= c.shared_bytes, "kernels.py bounds it");
-    if (static_cast<i32>(blockIdx.x) < args.fetchers) {
-        await_earlier_kernels();
-        fetch_rows<r, c.shared_bytes>(args.layer, args.fetchers);
-        if (blockIdx.x == 0 && threadIdx.x == 0) note_failure(args.layer);
-    }
+    fetch_rows<r, c.shared_bytes>(args.layer, args.fetchers, args.together);
+    if (blockIdx.x == 0 && threadIdx.x == 0) note_failure(args.layer);
     extern __shared__ __align__(1024) u8 memory[];
     auto& s = *reinterpret_cast<OneShared<c>*>(memory);
     if (threadIdx.x == 0) {
@@ -211,14 +211,14 @@ MOECOMM_FN void fetch_multiply_and_send(const OneLaunchArgs& args) {
     if (threadIdx.x < kWarpgroup) {
         leave_registers<kLoaderRegisters>();
         if (threadIdx.x == 0) load_dealt(s, args);
-        if (threadIdx.x == kWarp) deal(s, args);
+        if (threadIdx.x == kWarp) deal<c, r>(s, args);
         if constexpr (c.scaled()) {
             if (warp_id() == 2) load_dealt_scales<c, product>(s, args);
         }
         if (threadIdx.x == 3 * kWarp) tell(s, args);
     } else {
         take_registers<kMathRegisters>();
-        make_dealt<c, product>(s, args);
+        make_dealt<c, r, product>(s, args);
         StoreAtHome{args.layer}.end();
     }
     if constexpr (c.cluster > 1) meet_cluster<c.cluster>();  // what others load for us, and their arrivals, must find us here

@@ -62,7 +62,7 @@ class TileWalk {
         while (group_ < grouping_->groups && index - first_ >= row_tiles_ * grouping_->column_tiles) {
             first_ += row_tiles_ * grouping_->column_tiles;
             before_ += row_tiles_;
-            enter(group_ + 1, align_up(begin_ + rows_, grouping_->alignment));
+            enter(group_ + 1, end_of(*grouping_, begin_ + rows_));
         }
         if (group_ >= grouping_->groups) return false;
         const i32 in_group = index - first_, in_band = grouping_->band * grouping_->column_tiles;
@@ -77,28 +77,42 @@ class TileWalk {
     MOECOMM_BOTH static i32 count(const Grouping& grouping, const i32* counts) {
         return count_rows(grouping, counts).all * grouping.column_tiles;
     }
+    // By one thread, before a block can begin with any of them.  `most_rows`: grouping.most_rows, where the compiler knows it: divisions
+    // for every group took as long as a dispatch (bench/results/layer-start-h200-4.json).
+    template <i32 most_rows = 0>
     MOECOMM_BOTH static RowTiles count_rows(const Grouping& grouping, const i32* counts) {
-        TileWalk walk(grouping, counts);
         RowTiles found{0, 0};
-        for (; walk.group_ < grouping.groups; walk.enter(walk.group_ + 1, align_up(walk.begin_ + walk.rows_, grouping.alignment))) {
-            found.all += walk.row_tiles_;
-            const i32 width = smaller(walk.row_tiles_, grouping.band);
+        i32 begin = 0;
+        for (i32 group = 0; group < grouping.groups; ++group) {
+            const i32 rows = rows_of(grouping, counts[group], begin);
+            const i32 tiles = most_rows != 0 ? ceil_div(rows, most_rows) : ceil_div(rows, grouping.most_rows);
+            found.all += tiles;
+            const i32 width = smaller(tiles, grouping.band);
             if (width > found.widest) found.widest = width;
+            begin = end_of(grouping, begin + rows);
         }
         return found;
     }
 
   private:
     MOECOMM_BOTH static i32 smaller(i32 a, i32 b) { return a < b ? a : b; }
+    // Rows of a group with such a count; `begin`: end_of the one before.
+    MOECOMM_BOTH static i32 rows_of(const Grouping& grouping, i32 count, i32 begin) {
+        const i32 room = grouping.group_rows != 0 ? grouping.group_rows : grouping.rows - smaller(begin, grouping.rows);
+        return count < 0 ? 0 : smaller(count, room);
+    }
+    // Where the next group begins.
+    MOECOMM_BOTH static i32 end_of(const Grouping& grouping, i32 rows) {
+        return grouping.alignment == 1 ? rows : align_up(rows, grouping.alignment);
+    }
 
     MOECOMM_BOTH void enter(i32 group, i32 begin) {
         group_ = group;
         if (group >= grouping_->groups) return;
         begin_ = grouping_->group_rows != 0 ? group * grouping_->group_rows : begin;
-        const i32 room = grouping_->group_rows != 0 ? grouping_->group_rows : grouping_->rows - smaller(begin_, grouping_->rows);
-        rows_ = counts_[group] < 0 ? 0 : smaller(counts_[group], room);
+        rows_ = rows_of(*grouping_, counts_[group], begin_);
         units_ = ceil_div(rows_, grouping_->unit);
-        row_tiles_ = ceil_div(units_ * grouping_->unit, grouping_->most_rows);
+        row_tiles_ = ceil_div(rows_, grouping_->most_rows);
     }
     // The first units_ % row_tiles_ tiles have one unit more than the others.
     MOECOMM_BOTH void place(i32 row_tile, Tile& tile) const {

@@ -17,11 +17,10 @@ template <GemmConfig c, RowConfig r>
 MOECOMM_FN void fetch_and_multiply(const LayerGemmArgs& args) {
     static_assert(r.type == c.type, "rows are multiplied as they come");
     if (static_cast<i32>(blockIdx.x) < args.gemm.helpers) {
-        await_earlier_kernels();
-        fetch_rows<r, c.shared_bytes>(args.layer, args.gemm.helpers);
+        fetch_rows<r, c.shared_bytes>(args.layer, args.gemm.helpers, 0);
         if (blockIdx.x == 0 && threadIdx.x == 0) note_failure(args.layer);
     }
-    run_gemm<c>(args.gemm, RowsAreFetched{args.layer}, store_here<c>(args.gemm));
+    run_gemm<c>(args.gemm, RowsAreFetched<r>{args.layer}, store_here<c>(args.gemm));
 }
 
 // What our experts make of these.

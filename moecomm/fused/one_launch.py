@@ -13,7 +13,7 @@ import torch
 
 from moecomm.fused import gemm, kernels, schedules
 from moecomm.fused.schedules import Schedule
-from moecomm.fused.two_launches import Layer, LayerArgs, row_config, row_pitch
+from moecomm.fused.two_launches import LEAST_COUNTED, Layer, LayerArgs, row_config, row_pitch
 
 if TYPE_CHECKING:
     from moecomm.routed import Routed
@@ -24,6 +24,7 @@ DEALT_BYTES = 320  # at least DealtShared of csrc/fused/dealt.cuh, and what alig
 LAG = 2
 _LONG_TURN, _SHORT_TURN_ROWS, _LONG_ROW = 64, 1024, 2048
 _FETCHERS, _MORE_FETCHERS, _SHORT_FETCHED = 8, 16, 4096
+_TOGETHER = 2  # rows of a block that all fetch, at most
 _LINE = 128 // 4  # scales
 
 
@@ -35,20 +36,26 @@ class OneLaunchArgs(ctypes.Structure):
         ("second", kernels.GemmArgs),
         ("layer", LayerArgs),
         ("fetchers", ctypes.c_int32),
+        ("together", ctypes.c_int32),
         ("lag", ctypes.c_int32),
         ("turn", ctypes.c_int32),
-        ("padding", ctypes.c_uint8 * (-(ctypes.sizeof(LayerArgs) + 12) % 64)),
+        ("padding", ctypes.c_uint8 * (-(ctypes.sizeof(LayerArgs) + 16) % 64)),
     )
 
 
 def one_kernel(
-    dtype: torch.dtype, apart: bool, schedule: Schedule, hidden: int, out: torch.dtype | None = None
+    dtype: torch.dtype,
+    apart: bool,
+    schedule: Schedule,
+    hidden: int,
+    out: torch.dtype | None = None,
+    counted: int = LEAST_COUNTED,
 ) -> kernels.SharedKernel:
     """The launch; `dtype`: of rows as they travel, and of what the first GEMM makes of them; `out`: of what is sent, if
     not `dtype`.
     """
     one = ("one_launch", "fetch_multiply_and_send", "OneLaunchArgs")
-    more = f", {row_config(dtype, hidden)}, Type::{kernels.TYPES[out or dtype]}"
+    more = f", {row_config(dtype, hidden, counted)}, Type::{kernels.TYPES[out or dtype]}"
     return kernels.gemm_kernel(dtype, True, apart, schedule, *one, more, beside=DEALT_BYTES)
 
 
@@ -70,6 +77,13 @@ def fetchers_of(row_bytes: int) -> int:
     return _FETCHERS if row_bytes > _SHORT_FETCHED else _MORE_FETCHERS
 
 
+def rows_at_once(rows: int, tiles: kernels.GemmArgs, clusters: int) -> int:
+    """What the first tiles of all clusters are made of, where every expert has so many rows."""
+    most_rows, column_tiles = int(tiles.most_rows), int(tiles.column_tiles)
+    row_tiles = min(int(tiles.band), -(-max(1, rows) // most_rows))
+    return -(-clusters // (row_tiles * column_tiles)) * min(rows, row_tiles * most_rows)
+
+
 class OneLaunch(Layer):
     """See moecomm.fused.layer.Prepared."""
 
@@ -86,12 +100,15 @@ class OneLaunch(Layer):
         schedule, apart, hidden = self._schedule, not self._interleaved, self._buffer.hidden
         inner, clusters = self._w2[0].shape[2], self._sms // schedule.cluster
         blocks = clusters * schedule.cluster
+        first = gemm.arguments(given, apart, then.x.data_ptr(), then.x_scales, schedule)
         args = OneLaunchArgs(
-            first=gemm.arguments(given, apart, then.x.data_ptr(), then.x_scales, schedule),
+            first=first,
             second=gemm.arguments(then, False, 0, None, schedule),
             layer=self._args,
             fetchers=min(fetchers_of(row_pitch(self._dtype, hidden)), blocks),
+            # Of many rows those that fetch begin at once.
+            together=min(rows_at_once(self._rows, first, clusters), _TOGETHER * blocks) if self._few else 0,
             lag=LAG * clusters,
             turn=turn_of(schedule, inner * then.x.itemsize),
         )
-        self._launch(one_kernel(self._dtype, apart, schedule, hidden, self._buffer.dtype), blocks, args)
+        self._launch(one_kernel(self._dtype, apart, schedule, hidden, self._buffer.dtype, self._counted), blocks, args)

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from moecomm.buffer import Buffer
     from moecomm.routed import Routed
 
-FETCH_ROWS = 128  # kFetchRows
+LEAST_COUNTED = 32  # kLeastCounted: rows of a counter
+_MORE_COUNTED, _FEW_ROWS = 128, 4096  # where there are more rows than the second
 FETCHERS = 16  # blocks that fetch: with as many, long reads fill the links (shared/measurements: 297 to 319 GB/s)
 _OFFER_THREADS = 512
 # At home: bytes of a block's shared memory, slots of a warp, and, of a slot, bytes of all rows together.
@@ -51,7 +52,7 @@ class LayerArgs(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("bias", "out")),
         *((name, ctypes.c_int64) for name in ("x_stride", "bias_stride", "out_stride")),
         *((name, ctypes.c_uint64) for name in ("slips", "num_rows")),
-        *((name, ctypes.c_uint64) for name in ("rows", "homes", "fetched", "made", "taken", "late")),
+        *((name, ctypes.c_uint64) for name in ("rows", "homes", "fetched", "made", "taken", "fetching", "late")),
         *((name, ctypes.c_int32) for name in ("num_tokens", "max_rows", "row_tiles")),
     )
 
@@ -73,9 +74,16 @@ def row_pitch(dtype: torch.dtype, hidden: int) -> int:
     return -(-(hidden + 4 * -(-hidden // GROUP)) // 128) * 128
 
 
-def row_config(dtype: torch.dtype, hidden: int) -> str:
+def row_config(dtype: torch.dtype, hidden: int, counted: int = LEAST_COUNTED) -> str:
     """RowConfig of csrc/fused/layer.cuh."""
-    return f"RowConfig{{.type = Type::{kernels.NAMES[dtype]}, .hidden = {hidden}}}"
+    return f"RowConfig{{.type = Type::{kernels.NAMES[dtype]}, .hidden = {hidden}, .counted = {counted}}}"
+
+
+def counted_together(rows: int) -> int:
+    """Rows of a counter, of so many in all: few, since tiles wait for whole counters, unless there are many counters,
+    which are looked at one after the other.
+    """
+    return LEAST_COUNTED if rows <= _FEW_ROWS else _MORE_COUNTED
 
 
 def offer_kernel(given: torch.dtype, dtype: torch.dtype, hidden: int) -> PlainKernel:
@@ -84,10 +92,13 @@ def offer_kernel(given: torch.dtype, dtype: torch.dtype, hidden: int) -> PlainKe
     return PlainKernel("fused/offer", entry, "LayerArgs", _OFFER_THREADS)
 
 
-def fetch_kernel(dtype: torch.dtype, apart: bool, schedule: Schedule, hidden: int) -> kernels.SharedKernel:
+def fetch_kernel(
+    dtype: torch.dtype, apart: bool, schedule: Schedule, hidden: int, counted: int = LEAST_COUNTED
+) -> kernels.SharedKernel:
     """The first launch; `dtype`: of rows as they travel, and of what it makes of them."""
     two = ("two_launches", "fetch_and_multiply", "LayerGemmArgs")
-    return kernels.gemm_kernel(dtype, True, apart, schedule, *two, f", {row_config(dtype, hidden)}", helped=True)
+    more = f", {row_config(dtype, hidden, counted)}"
+    return kernels.gemm_kernel(dtype, True, apart, schedule, *two, more, helped=True)
 
 
 def send_kernel(dtype: torch.dtype, schedule: Schedule, out: torch.dtype | None = None) -> kernels.SharedKernel:
@@ -151,6 +162,8 @@ class Layer:
         self._sms = kernels.multiprocessors(buffer.device.index)
         self._w13, self._w2 = ((w, None) if isinstance(w, torch.Tensor) else w for w in (w13, w2))
         self._dtype = self._w2[0].dtype  # of rows as they travel, and of what the first GEMM makes of them
+        self._counted = counted_together(expected_rows * len(self._w2[0]))
+        self._few = self._counted == LEAST_COUNTED
         tokens, hidden, topk = len(x), buffer.hidden, buffer.topk
         check_rows("x", x)
         about: dict[str, Any] = {"device": buffer.device, "dtypes": (buffer.dtype,)}
@@ -172,10 +185,11 @@ class Layer:
         offered, landing = row_pitch(self._dtype, hidden), topk * 2 * hidden  # a token
         self._blocks = buffer.memory.allocate(max(1, tokens) * offered, max(1, tokens) * landing)
         args.offered, args.landing = (block.offset for block in self._blocks)
-        fetched, args.row_tiles = -(-self._max_rows // FETCH_ROWS), self._row_tiles()
-        counters = torch.empty(2 + fetched + args.row_tiles, dtype=torch.int32, device=buffer.device)
+        fetched, args.row_tiles = -(-self._max_rows // LEAST_COUNTED), self._row_tiles()
+        counters = torch.empty(3 + fetched + args.row_tiles, dtype=torch.int32, device=buffer.device)
         args.late = counters.data_ptr()
-        args.taken, args.fetched, args.made = args.late + 4, args.late + 8, args.late + 8 + 4 * fetched
+        args.taken, args.fetching, args.fetched = (args.late + 4 * place for place in (1, 2, 3))
+        args.made = args.fetched + 4 * fetched
         if topk_weights is not None:
             args.weights = topk_weights.data_ptr()
         self._kept: list[Any] = [x, topk_idx, topk_weights, bias, counters]
@@ -206,7 +220,7 @@ class Layer:
         both.gemm.helpers = FETCHERS
         ranks = self._buffer.num_ranks
         both.gemm.early = early_tiles(self._rows, hidden, inner, ranks, blocks, self._dtype)
-        self._launch(fetch_kernel(self._dtype, apart, first, hidden), blocks, both)
+        self._launch(fetch_kernel(self._dtype, apart, first, hidden, self._counted), blocks, both)
         both = _told(self._args, then, False, 0, None, second)
         blocks = self._sms // second.cluster * second.cluster
         self._launch(send_kernel(self._dtype, second, self._buffer.dtype), blocks, both)

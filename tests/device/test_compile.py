@@ -11,7 +11,7 @@ import pytest
 
 from moecomm import jit
 
-from ..compiled import check_compiled
+from ..compiled import check_awaits, check_compiled
 
 pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
 
@@ -126,6 +126,8 @@ def test_compiles_within_its_bounds(name: str, built: Built) -> None:
     # Without a stack frame: a function that is called, and takes a reference to a part of what a kernel knows, puts all
     # of it into local memory; then every access to shared memory goes by a generic address, loaded from there first.
     check_compiled(built[name].result(), jit.block_threads(fields))
+    if spec.slips:
+        check_awaits(built[name].result()[0], "last")
 
 
 def test_source_holds_named_numbers_alone() -> None:

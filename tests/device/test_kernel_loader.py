@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from moecomm import jit, kernel_loader, linking, plain_kernel
 from moecomm.backends import cuda_driver
+from moecomm.errors import Unsupported
 
 SPEC = jit.KernelSpec(op="dispatch", ranks=1, experts=1, topk=1, hidden=8, layout=0, type=0, idx_bytes=8, row_bytes=16)
 PLAIN = plain_kernel.PlainKernel("fused/home", "home", "HomeArgs", 32)
@@ -106,3 +108,32 @@ def test_a_failure_is_named_and_leaves_the_context_as_it_was(driver: Driver) -> 
     assert driver.asked[-1] == ("cuCtxPopCurrent",)
     with pytest.raises(RuntimeError):  # it is not taken for loaded
         jit.load(SPEC, 3)
+
+
+class Compiler:
+    """Cubins that lack the descriptor of memory, up to the `good`-th."""
+
+    def __init__(self, good: int) -> None:
+        self.good, self.sources = good, list[str]()
+
+    def __call__(self, core: Any, source: str, arch: str) -> tuple[bytes, str]:
+        self.sources.append(source)
+        words = (0x00030C00000F7AB9, 0x000082000010798D, 0x0000820000107AB9)  # another constant, no load, the load
+        return struct.pack("<3Q", *words)[: 24 if len(self.sources) == self.good else 16], "log"
+
+
+@pytest.mark.parametrize("good", [1, 2])
+def test_what_the_compiler_leaves_out_is_called(good: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = Compiler(good)
+    monkeypatch.setattr(kernel_loader, "_compile", compiler)
+    monkeypatch.setattr(kernel_loader, "_core", lambda: None)
+    assert kernel_loader.build("source", "lsa", "sm_90a")[1] == "log"
+    assert compiler.sources == ["source", "#define MOECOMM_CALLS\nsource"][:good]
+
+
+def test_a_kernel_that_can_not_reach_memory_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_loader, "_compile", Compiler(3))
+    monkeypatch.setattr(kernel_loader, "_core", lambda: None)
+    with pytest.raises(Unsupported, match=r"NVRTC \d+\.\d+ makes a kernel that can't reach memory"):
+        kernel_loader.build("source", "lsa", "sm_90a")
+    assert kernel_loader.build("source", "lsa", "sm_100")[1] == "log"  # of which nobody knows

@@ -78,7 +78,7 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
         plain.SHARED,
         (r'asm volatile\("fence\.acq_rel.*?"memory"\);', ""),
         (r'asm volatile\("red\.release.*?"memory"\);', "++*counter;"),
-        (r'asm volatile\("st\.release.*?"memory"\);', "there = full * kFetchRows;"),
+        (r'asm volatile\("st\.release.*?"memory"\);', "there = full * arrivals.counted;"),
         (
             r'asm volatile\("ld\.acquire.*?"memory"\);',
             "rows = *const_cast<const volatile i32*>(&there); emulator::emulator_yield();",

@@ -176,10 +176,10 @@ def test_rows_that_are_not_there_end_a_launch_and_nothing_is_made_of_it(
         if isinstance(args, one_launch.OneLaunchArgs):
             launched += 1
             if launched == 1 and why == "they do not come":
-                args.fetchers = 2 * blocks
+                args.fetchers = args.together = 0
                 args.layer.ctx[list(args.layer.ctx).index(20_000_000_000)] = 1_000_000
             elif launched == 1:
-                args.layer.max_rows = two_launches.FETCH_ROWS
+                args.layer.max_rows = 128
         launch(kernel, blocks, args)
 
     monkeypatch.setattr(emulated, "launch", without_some)
@@ -209,7 +209,7 @@ def test_scales_of_rows_that_are_not_there_yet_are_not_looked_at(
     emulated = Emulated(machine, monkeypatch)
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: 3)
     counts = torch.tensor([5, 120, 150, 3])
-    assert counts[:2].sum() < two_launches.FETCH_ROWS < 5 + 128
+    assert counts[:2].sum() < 4 * two_launches.LEAST_COUNTED < 5 + 128
     sizes = SIZES[0] | {"topk": 1, "max_tokens": int(counts.sum())}
     case = random_layer(0, **sizes, dtype=torch.bfloat16, fp8=True)
     g = torch.Generator().manual_seed(0)

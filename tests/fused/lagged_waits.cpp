@@ -17,14 +17,15 @@ constexpr i32 kDealt = 2;  // tiles that a cluster has taken: one is made meanwh
 struct Launch {
     const Grouping &first, &second;
     const i32* counts;
-    i32 lag, turn, clusters, fetchers, warps;
+    i32 lag, turn, clusters, fetchers, together, warps;
     Arrivals arrivals;
     std::vector<std::atomic<i32>> fetched, row_is_there, made;
     std::vector<std::atomic<i32>> times[2];  // that a tile has been made, by product
-    std::atomic<i32> next{0}, taken{0}, wrong{0};
+    std::atomic<i32> next{0}, taken{0}, fetching{0}, wrong{0};
     std::chrono::steady_clock::time_point end;
 
-    Launch(const Grouping& f, const Grouping& s, const i32* c, i32 rows, i32 l, i32 t, i32 all, i32 that_fetch, i32 w)
+    Launch(const Grouping& f, const Grouping& s, const i32* c, i32 rows, i32 l, i32 t, i32 all, i32 that_fetch, i32 before, i32 w,
+           i32 counted)
         : first(f),
           second(s),
           counts(c),
@@ -32,25 +33,38 @@ struct Launch {
           turn(t),
           clusters(all),
           fetchers(that_fetch),
+          together(before),
           warps(w),
-          arrivals{rows},
+          arrivals{rows, counted},
           fetched(arrivals.counters() + 1),
           row_is_there(rows + 1),
           made(TileWalk::count_rows(f, c).all + 1),
           times{std::vector<std::atomic<i32>>(TileWalk::count(f, c) + 1), std::vector<std::atomic<i32>>(TileWalk::count(s, c) + 1)},
           end(std::chrono::steady_clock::now() + std::chrono::seconds(20)) {}
 
-    void fetch(i32 cluster) {
-        const i32 step = fetchers * warps;
-        for (i32 round = 0; round * step < arrivals.rows; ++round) {
-            for (i32 warp = 0; warp < warps; ++warp) {
-                const i32 row = round * step + cluster + fetchers * warp;
+    // A warp after the other, as if each were as far as the others.
+    void fetch(std::vector<Wanted> wanted) {
+        for (bool more = true; more;) {
+            more = false;
+            for (Wanted& warp : wanted) {
+                const i32 row = warp.next([&] { return fetching.fetch_add(1); });
                 if (row >= arrivals.rows) continue;
+                more = true;
                 row_is_there[row].store(1, std::memory_order_relaxed);
-                fetched[row / kFetchRows].fetch_add(1, std::memory_order_release);
+                fetched[row / arrivals.counted].fetch_add(1, std::memory_order_release);
             }
-            if (round % 3 == cluster % 3) std::this_thread::yield();
+            if (fetching % 3 == 0) std::this_thread::yield();
         }
+    }
+    void fetch(i32 cluster) {
+        const i32 rows = arrivals.rows, first = rows < together ? rows : together;
+        std::vector<Wanted> before, then;
+        for (i32 warp = 0; warp < warps; ++warp) {
+            before.push_back(Wanted::of_all(rows, first, cluster, clusters, warp));
+            then.push_back(Wanted::of_fetcher(rows, first, cluster, fetchers, warp, warps));
+        }
+        fetch(before);
+        if (cluster < fetchers) fetch(then);
     }
 
     // False when it takes too long.
@@ -73,7 +87,7 @@ struct Launch {
     };
     // A tile is made when the next ones have been taken, whatever these wait for.
     void multiply() {
-        LaggedWalk walk(first, second, counts, lag, turn);
+        LaggedWalk walk(first, second, counts, TileWalk::count_rows(first, counts), lag, turn);
         std::vector<Taken> mine;
         i32 full = 0;
         for (bool more = true; more || !mine.empty();) {
@@ -88,7 +102,7 @@ struct Launch {
             const bool came =
                 now.is_second ? wait([&] { return made[now.tile.nth].load(std::memory_order_acquire) >= first.column_tiles; }) : wait([&] {
                     full = arrivals.look(full, [&](i32 c) { return fetched[c].load(std::memory_order_acquire); });
-                    return full * kFetchRows >= now.tile.row + now.tile.rows;
+                    return full * arrivals.counted >= now.tile.row + now.tile.rows;
                 });
             if (!came) return;
             make(now);
@@ -109,7 +123,7 @@ struct Launch {
 
     void run() {
         for (i32 cluster; (cluster = next.fetch_add(1)) < clusters;) {
-            if (cluster < fetchers) fetch(cluster);
+            fetch(cluster);
             multiply();
         }
     }
@@ -119,8 +133,8 @@ struct Launch {
 
 // What went wrong: waits that did not end, rows that were used before they were there, tiles that were not made once.
 extern "C" i32 launched_at_once(const Grouping* first, const Grouping* second, const i32* counts, i32 rows, i32 lag, i32 turn, i32 clusters,
-                                i32 fetchers, i32 warps, i32 resident) {
-    Launch launch(*first, *second, counts, rows, lag, turn, clusters, fetchers, warps);
+                                i32 fetchers, i32 together, i32 warps, i32 counted, i32 resident) {
+    Launch launch(*first, *second, counts, rows, lag, turn, clusters, fetchers, together, warps, counted);
     std::vector<std::thread> threads;
     for (i32 i = 0; i < resident; ++i) threads.emplace_back([&] { launch.run(); });
     for (auto& thread : threads) thread.join();

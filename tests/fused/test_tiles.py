@@ -154,10 +154,8 @@ def test_tiles_that_wait_for_rows_are_all_made_and_none_too_early(library: ctype
         helpers = rng.randint(1, clusters - 1)
         deal = Deal(clusters, helpers, rng.choice((0, 3, 40, 1 << 20)))
         resident = rng.randint(helpers, clusters)
-        assert (
-            library.launched(ctypes.byref(grouping), numbers, rows, ctypes.byref(deal), rng.randint(1, 12), resident)
-            == 0
-        )
+        launch = (rows, ctypes.byref(deal), rng.randint(1, 12), rng.choice((32, 128)), resident)
+        assert library.launched(ctypes.byref(grouping), numbers, *launch) == 0
 
 
 def drawn_pair(rng: random.Random) -> tuple[Grouping, Grouping, list[int]]:
@@ -220,5 +218,6 @@ def test_tiles_that_wait_for_tiles_are_all_made_and_none_too_early(library: ctyp
         clusters = rng.randint(2, 24)
         fetchers = rng.randint(1, clusters)
         resident, lag, turn = rng.randint(fetchers, clusters), rng.choice((0, 1, 2 * clusters)), rng.choice((1, 3, 64))
-        launch = (rows, lag, turn, clusters, fetchers, rng.randint(1, 12), resident)
+        together, counted = rng.choice((0, 1, 40, 700)), rng.choice((32, 128))
+        launch = (rows, lag, turn, clusters, fetchers, together, rng.randint(1, 12), counted, resident)
         assert library.launched_at_once(*pairs(first, second, counts), *launch) == 0

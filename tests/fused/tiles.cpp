@@ -31,7 +31,7 @@ extern "C" i32 tiles_of(const Grouping* grouping, const i32* counts, i32 walker,
 
 // The tiles of two products in one launch, position by position, at most `room`: which of the two before each.  Returns how many.
 extern "C" i32 lagged(const Grouping* first, const Grouping* second, const i32* counts, i32 lag, i32 turn, i32* out, i32 room) {
-    LaggedWalk walk(*first, *second, counts, lag, turn);
+    LaggedWalk walk(*first, *second, counts, TileWalk::count_rows(*first, counts), lag, turn);
     i32 found = 0;
     bool is_second = false;
     for (Tile tile; walk.find(found, tile, is_second) && found < room; ++found) {

@@ -22,12 +22,12 @@ struct Launch {
     std::atomic<i32> next{0}, wrong{0};
     std::chrono::steady_clock::time_point end;
 
-    Launch(const Grouping& g, const i32* c, Deal d, i32 w, i32 rows)
+    Launch(const Grouping& g, const i32* c, Deal d, i32 w, i32 rows, i32 counted)
         : grouping(g),
           counts(c),
           deal(d),
           warps(w),
-          arrivals{rows},
+          arrivals{rows, counted},
           fetched(arrivals.counters() + 1),
           row_is_there(rows + 1),
           made(TileWalk::count(g, c) + 1),
@@ -35,13 +35,16 @@ struct Launch {
 
     // A warp after the other, as if each were as far as the others: rows step on together.
     void fetch(i32 cluster) {
-        const i32 step = deal.helpers * warps;
-        for (i32 round = 0; round * step < arrivals.rows; ++round) {
-            for (i32 warp = 0; warp < warps; ++warp) {
-                const i32 row = round * step + cluster + deal.helpers * warp;
+        std::vector<Wanted> wanted;
+        for (i32 warp = 0; warp < warps; ++warp) wanted.push_back(Wanted::of_fetcher(arrivals.rows, 0, cluster, deal.helpers, warp, warps));
+        for (i32 round = 0, more = 1; more != 0; ++round) {
+            more = 0;
+            for (Wanted& warp : wanted) {
+                const i32 row = warp.next([] { return 0; });
                 if (row >= arrivals.rows) continue;
+                more = 1;
                 row_is_there[row].store(1, std::memory_order_relaxed);
-                fetched[row / kFetchRows].fetch_add(1, std::memory_order_release);
+                fetched[row / arrivals.counted].fetch_add(1, std::memory_order_release);
             }
             if (round % 3 == cluster % 3) std::this_thread::yield();
         }
@@ -51,7 +54,7 @@ struct Launch {
         TileWalk walk(grouping, counts);
         i32 full = 0, index = deal.first(cluster);
         for (Tile tile; walk.find(index, tile); index = deal.next(cluster, index)) {
-            while (full * kFetchRows < tile.row + tile.rows) {
+            while (full * arrivals.counted < tile.row + tile.rows) {
                 const i32 before = full;
                 full = arrivals.look(before, [&](i32 counter) { return fetched[counter].load(std::memory_order_acquire); });
                 if (full == before) std::this_thread::yield();
@@ -76,8 +79,8 @@ struct Launch {
 }  // namespace
 
 // What went wrong: waits that did not end, rows that were used before they were there, tiles that were not made once.
-extern "C" i32 launched(const Grouping* grouping, const i32* counts, i32 rows, const Deal* deal, i32 warps, i32 resident) {
-    Launch launch(*grouping, counts, *deal, warps, rows);
+extern "C" i32 launched(const Grouping* grouping, const i32* counts, i32 rows, const Deal* deal, i32 warps, i32 counted, i32 resident) {
+    Launch launch(*grouping, counts, *deal, warps, rows, counted);
     std::vector<std::thread> threads;
     for (i32 i = 0; i < resident; ++i) threads.emplace_back([&] { launch.run(); });
     for (auto& thread : threads) thread.join();

@@ -42,13 +42,13 @@ def of_layers(model: Model, ranks: int, tokens: int) -> Iterator[Kernel]:
     for dtype, rows in itertools.product((BF16, FP8), {max(1, evenly), max(1, evenly * 26 // 25)}):
         sizes = (2 * inner, hidden), (hidden, inner)
         first, second = (schedules.schedule_of(dtype, rows, local, *size, SMS) for size in sizes)
-        both = schedules.schedule_of_both(dtype, rows, inner)
+        both, counted = schedules.schedule_of_both(dtype, rows, inner), two_launches.counted_together(rows * local)
         yield gemm_kernel(dtype, True, True, first, out=dtype)
         yield gemm_kernel(dtype, False, False, second, out=BF16)
         yield two_launches.offer_kernel(BF16, dtype, hidden)
-        yield two_launches.fetch_kernel(dtype, True, first, hidden)
+        yield two_launches.fetch_kernel(dtype, True, first, hidden, counted)
         yield two_launches.send_kernel(dtype, second, BF16)
-        yield one_launch.one_kernel(dtype, True, both, hidden, BF16)
+        yield one_launch.one_kernel(dtype, True, both, hidden, BF16, counted)
 
 
 def of_rounds(model: Model, ranks: int, tokens: int) -> Iterator[Kernel]:

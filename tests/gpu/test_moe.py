@@ -92,12 +92,13 @@ def compiled() -> None:
         for tokens in range(sizes["max_tokens"] + 1):
             rows = max(1, tokens * sizes["topk"] * sizes["ranks"] // sizes["num_experts"])
             first, second = (SCHEDULES[choose(rows, local, *w)] for w in ((2 * inner, hidden), (hidden, inner)))
+            counted = two_launches.counted_together(rows * local)
             for dtype, apart in itertools.product(DTYPES, (False, True)):
                 kernels |= {gemm_kernel(dtype, True, apart, first), gemm_kernel(dtype, False, False, second)}
-                kernels.add(two_launches.fetch_kernel(dtype, apart, first, hidden))
+                kernels.add(two_launches.fetch_kernel(dtype, apart, first, hidden, counted))
                 kernels.add(two_launches.send_kernel(dtype, second))
                 both = schedules.schedule_of_both(dtype, rows, inner)
-                kernels.add(one_launch.one_kernel(dtype, apart, both, hidden))
+                kernels.add(one_launch.one_kernel(dtype, apart, both, hidden, counted=counted))
     compile_all(kernels)
 
 
