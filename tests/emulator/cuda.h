@@ -39,7 +39,15 @@ struct Warp {
 struct Barrier {
     unsigned arrived, generation, any, result;
 };
+// Of one launch.
+struct Launched {
+    const Launched* before;  // in its stream; none: nullptr
+    unsigned threads, ended;
+    unsigned blocks, letting;  // those that let the next launch begin
+};
 struct Block {
+    Launched* launch;
+    bool lets_next;
     unsigned threads, ended;
     Barrier barriers[16];
     unsigned char* shared;
@@ -61,6 +69,21 @@ void emulator_wait_change(const unsigned* word, unsigned was);
 // What crosses to another domain: puts in any order, an add after all before it on its way.
 void emulator_put(int rank, int peer, int channel, void* to, const void* from, std::uint64_t bytes);
 void emulator_add(int rank, int peer, int channel, unsigned long long* word, unsigned long long amount);
+}
+
+// Programmatic dependent launch.  A block lets the next launch begin when one of its threads says so, or when it ends.
+inline void let_next_launch(Block& block) {
+    if (block.lets_next) return;
+    block.lets_next = true;
+    ++block.launch->letting;
+}
+inline void let_next_launch() {
+    let_next_launch(*emulator_thread->of_block);
+    emulator_yield();
+}
+inline void await_earlier_launch() {
+    const Launched* before = emulator_thread->of_block->launch->before;
+    if (before != nullptr) emulator_wait(&before->ended, before->threads);
 }
 
 // By all lanes of a warp: what each of them brings.

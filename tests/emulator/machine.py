@@ -40,7 +40,7 @@ class Launch(ctypes.Structure):
     _fields_ = (
         ("kernel", ctypes.c_void_p),
         ("arguments", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("blocks", "threads", "shared_bytes", "after")),
+        *((name, ctypes.c_int) for name in ("blocks", "threads", "shared_bytes", "after", "early")),
     )
 
 

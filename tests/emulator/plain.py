@@ -27,7 +27,10 @@ BODIES: dict[str, dict[str, str]] = {
         "load_fresh": "return *const_cast<const volatile i32*>(from);",
         "lanes_below": "return (1u << threadIdx.x % 32) - 1;",
     },
-    "device/launch.cuh": {"await_earlier_kernels": "", "let_next_kernel_launch": ""},
+    "device/launch.cuh": {
+        "await_earlier_kernels": "emulator::await_earlier_launch();",
+        "let_next_kernel_launch": "emulator::let_next_launch();",
+    },
     "device/grid.cuh": {
         "arrive_last": "if (++*counter != gridDim.x) return false; *counter = 0; return true;",
         "meet": "emulator::meet(barrier, threads, false);",

@@ -24,7 +24,6 @@ struct Fiber {
     const unsigned* word;
     unsigned value;
     bool ended;
-    unsigned* ended_of_launch;
     void (*kernel)(const void*);
     const void* arguments;
 
@@ -118,7 +117,7 @@ void begin_fiber() {
     running->kernel(running->arguments);
     running->ended = true;
     Block& block = *running->thread.of_block;
-    ++block.ended;
+    if (++block.ended == block.threads) let_next_launch(block);
     if (Barrier& b = block.barriers[0]; b.arrived != 0 && b.arrived >= block.threads - block.ended) {
         b.result = b.any;
         b.any = b.arrived = 0;
@@ -165,7 +164,8 @@ struct Launch {
     void (*kernel)(const void*);
     const void* arguments;
     int blocks, threads, shared_bytes;
-    int after;  // the launch that ends before this one begins, -1: none
+    int after;  // the launch before it in its stream, -1: none
+    int early;  // 1: it begins when all blocks of that let it; 0: when that has ended
 };
 
 // What is on its way belongs to windows that go away.
@@ -185,17 +185,20 @@ int emulator_run(const Launch* launches, int count, std::uint64_t limit, unsigne
     std::vector<Warp> warps(threads / 32, Warp{});
     std::vector<Block> of_block(blocks, Block{});
     std::vector<std::vector<unsigned char>> shared(blocks);
-    std::vector<unsigned> ended(count, 0);
+    std::vector<Launched> launched(count);
     auto* stacks =
         static_cast<char*>(mmap(nullptr, threads * kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     if (stacks == MAP_FAILED) return 2;
     std::size_t thread = 0, block = 0;
     for (int i = 0; i < count; ++i) {
         const Launch& launch = launches[i];
+        const Launched* const before = launch.after < 0 ? nullptr : &launched[launch.after];
+        launched[i] = {before, unsigned(launch.blocks * launch.threads), 0, unsigned(launch.blocks), 0};
         for (int nth = 0; nth < launch.blocks; ++nth, ++block) {
             shared[block].assign(launch.shared_bytes + 128, 0xa5);  // nobody has cleared it
             const auto at = reinterpret_cast<std::uintptr_t>(shared[block].data());
             of_block[block].shared = reinterpret_cast<unsigned char*>((at + 127) & ~std::uintptr_t{127});
+            of_block[block].launch = &launched[i];
             of_block[block].threads = launch.threads;
             for (int t = 0; t < launch.threads; ++t, ++thread) {
                 Fiber& fiber = fibers[thread];
@@ -204,23 +207,25 @@ int emulator_run(const Launch* launches, int count, std::uint64_t limit, unsigne
                 fiber.thread = {{unsigned(t)}, {unsigned(nth)}, {unsigned(launch.blocks)}, &of_block[block], &warps[thread / 32], 0};
                 fiber.kernel = launch.kernel;
                 fiber.arguments = launch.arguments;
-                fiber.ended_of_launch = &ended[i];
-                if (launch.after < 0) continue;
+                if (before == nullptr) continue;
                 fiber.until = Until::least;
-                fiber.word = &ended[launch.after];
-                fiber.value = launches[launch.after].blocks * launches[launch.after].threads;
+                fiber.word = launch.early ? &before->letting : &before->ended;
+                fiber.value = launch.early ? before->blocks : before->threads;
             }
         }
     }
+    std::vector<std::uint64_t> held(count, 0);  // until when; 0: it has not let the next one begin
     std::size_t left = threads;
     unsigned random = seed * 2654435761u + 1;
     for (const std::uint64_t end = passes + limit; left != 0 && passes < end; ++passes) {
         random = random * 1664525u + 1013904223u;
         for (unsigned n = 0; n < (random >> 20) % 6; ++n) move_one(random * (2 * n + 1) >> 3);
+        for (int i = 0; i < count; ++i)  // what has let another begin may take long all the same
+            if (held[i] == 0 && launched[i].letting == launched[i].blocks) held[i] = passes + (random * (2 * i + 1) >> 8) % 3 * 700;
         const std::size_t first = (random >> 8) % threads / 32 * 32;
         for (std::size_t i = 0; i < threads; ++i) {
             Fiber& fiber = fibers[(i + first) % threads];
-            if (fiber.ended || !fiber.ready()) continue;
+            if (fiber.ended || !fiber.ready() || held[fiber.thread.of_block->launch - launched.data()] > passes) continue;
             if ((random ^ (i / 32 * 40503u)) % 7 == 0 && fiber.until == Until::next_pass) continue;  // some warps are slow
             running = &fiber;
             emulator_thread = &fiber.thread;
@@ -228,7 +233,7 @@ int emulator_run(const Launch* launches, int count, std::uint64_t limit, unsigne
             emulator_switch(&scheduler_stack, fiber.stack);
             if (!fiber.ended) continue;
             --left;
-            ++*fiber.ended_of_launch;
+            ++fiber.thread.of_block->launch->ended;
         }
     }
     if (left != 0) tell_stuck(fibers);

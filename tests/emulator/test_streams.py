@@ -1,0 +1,108 @@
+"""Layers in streams, on CPUs: their kernels begin while those before them in the stream go on, as far as these let them
+(programmatic dependent launch), all ranks at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import random
+import shutil
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moecomm import jit
+from moecomm.fused import layer, two_launches
+from moecomm.testing import LocalBuffers, random_layer
+from moecomm.testing import ranks as local
+
+from .machine import LIMIT, Arguments, Call, Launch
+from .test_two_launches import SIZES, Emulated, Machines, machine, nothing_is_left_of_earlier_layers
+
+__all__ = ["machine", "nothing_is_left_of_earlier_layers"]  # fixtures
+
+pytestmark = [
+    pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64 and g++"),
+    pytest.mark.timeout(600),
+]
+
+
+class Streams:
+    """Launches of each rank, in its order, kept until all are run together."""
+
+    def __init__(self, machines: Machines, ranks: int) -> None:
+        self._machine, self._rounds = machines
+        self._of_rank: list[list[Launch]] = [[] for _ in range(ranks)]
+        self._kept: list[Any] = []
+        self._random = random.Random(0)
+
+    def _add(self, rank: int, library: Any, content: bytes, *sizes: int) -> None:
+        self._kept.append(content := ctypes.create_string_buffer(content, len(content)))
+        entry = ctypes.cast(library.kernel, ctypes.c_void_p).value
+        self._of_rank[rank].append(Launch(entry, ctypes.addressof(content), *sizes))
+
+    def launch(self, of: two_launches.Layer, kernel: Any, blocks: int, args: ctypes.Structure) -> None:
+        sizes = blocks, kernel.threads, kernel.shared_bytes
+        self._add(of._buffer.rank, self._machine.kernel(kernel), bytes(args), *sizes)
+
+    def dispatch(self, args: Sequence[Arguments]) -> None:
+        for rank, of in enumerate(args):
+            call = Call(of, self._rounds.sizes)
+            fields = jit.block_fields(call.spec)
+            sizes = self._random.choice([1, 2, 3]), jit.block_threads(fields), fields["shared_bytes"]
+            self._add(rank, self._rounds._kernel(call.spec), call.content, *sizes)
+
+    def run(self, seed: int) -> None:
+        launches: list[Launch] = []
+        for mine in self._of_rank:
+            for nth, launch in enumerate(mine):
+                launch.after, launch.early = (len(launches) - 1, 1) if nth else (-1, 0)
+                launches.append(launch)
+        all_of_them = (Launch * len(launches))(*launches)
+        ended = self._rounds.scheduler.emulator_run(ctypes.addressof(all_of_them), len(launches), 10 * LIMIT, seed)
+        assert ended == 0, "it does not end"
+
+
+@pytest.mark.parametrize("form", layer.FORMS)
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_layers_whose_kernels_begin_early(
+    fp8: bool, form: str, machine: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other, in the same memory of the window, of which the second and the third take more than the one
+    before: what they write there first is what others may still read.
+    """
+    Emulated(machine, monkeypatch)
+    sizes = SIZES[1] | {"ranks": 2, "num_experts": 4, "max_tokens": 30}
+    of_buffer = {name: size for name, size in sizes.items() if name != "intermediate"}
+    streams, kept = Streams(machine, sizes["ranks"]), []
+    with LocalBuffers(**of_buffer, backend="host", timeout_s=600) as ranks:
+        cases = [random_layer(seed, **sizes, dtype=torch.bfloat16, fp8=fp8) for seed in (3, 0, 5, 4)]
+        calls = [[case.call(rank) for rank in range(sizes["ranks"])] for case in cases]
+        wants, outs = [], []
+        for case, mine in zip(cases, calls, strict=True):
+            case.wire = None
+            wants.append(ranks.moe([{**call, "wire": None, "fused": False} for call in mine]))
+        monkeypatch.setattr(two_launches.Layer, "_launch", lambda of, *launch: streams.launch(of, *launch))
+        monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=streams.dispatch))
+        for mine in calls:
+            given = [
+                layer.prepare(buffer, **{**call, "wire": None, "fused": form})
+                for buffer, call in zip(ranks.buffers, mine, strict=True)
+            ]
+            for one, routed in zip(given, ranks.dispatch([one.dispatch for one in given]), strict=True):
+                one.compute(routed)
+            for one, buffer in zip(given, ranks.buffers, strict=True):
+                one.prepare_end(buffer).run_end()
+            assert all(isinstance(one, two_launches.Layer) for one in given)
+            kept += [one._kept for one in given]  # the ranks' memory is one here
+            outs.append([one.finish_end(buffer) for one, buffer in zip(given, ranks.buffers, strict=True)])
+        streams.run(seed=1)
+        ranks.check()
+        for case, out, want in zip(cases, outs, wants, strict=True):
+            for rank in range(sizes["ranks"]):
+                case.check(rank, out[rank])
+                assert torch.equal(out[rank].view(torch.int16), want[rank].view(torch.int16)), (case.seed, rank)
