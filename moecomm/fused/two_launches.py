@@ -81,7 +81,7 @@ def row_config(dtype: torch.dtype, hidden: int, counted: int = LEAST_COUNTED) ->
 
 def counted_together(rows: int) -> int:
     """Rows of a counter, of so many in all: few, since tiles wait for whole counters, unless there are many counters,
-    which are looked at one after the other.
+    which are looked at one after the other.  bench/results/layer-claims-h200-4.json has few for all.
     """
     return LEAST_COUNTED if rows <= _FEW_ROWS else _MORE_COUNTED
 
