@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-# Of sm_90, by the lowest 12 bits: LDC and ULDC, which load constants; from bit 40 on which, in words of 4 bytes.
-_OPCODE, _LOADS = (1 << 12) - 1, (0xB82, 0xAB9)
+import struct
+from collections.abc import Iterator
+
+# Of sm_90, by the lowest 12 bits of an instruction: those that go through the descriptor of memory (LD, LDG, ST, STG,
+# ATOM, RED, ATOMG), and those that load constants (LDC, ULDC); which ones, from bit 40 on, in words of 4 bytes.
+_OPCODE = (1 << 12) - 1
+_GO_THROUGH, _LOADS = {0x980, 0x981, 0x985, 0x986, 0x98A, 0x98E, 0x9A8}, {0xB82, 0xAB9}
 _CONSTANT, _DESCRIPTOR = 40, 0x208 // 4
+_EXECUTABLE = 4
 
 
-def loads_descriptor(cubin: bytes) -> bool:
-    """Whether some instruction of a cubin for sm_90 loads the descriptor that all accesses to memory go through.
+def lacks_descriptor(cubin: bytes) -> bool:
+    """Whether code of a cubin for sm_90 uses the descriptor that accesses to memory go through, and does not load it.
 
     ptxas of CUDA 13.0 has left that out of kernels whose warps share registers out anew: they then go through whatever
     a register holds, which a GPU calls an illegal instruction.  Which kernels, hangs on every detail of them.
     """
-    words = memoryview(cubin[: len(cubin) // 8 * 8]).cast("Q")
-    return any(word >> _CONSTANT == _DESCRIPTOR and word & _OPCODE in _LOADS for word in words)
+    for code in _code(cubin):
+        used = any(word & _OPCODE in _GO_THROUGH for word in code)
+        if used and not any(word >> _CONSTANT == _DESCRIPTOR and word & _OPCODE in _LOADS for word in code):
+            return True
+    return False
+
+
+def _code(cubin: bytes) -> Iterator[tuple[int, ...]]:
+    """Of each section that is executed (ELF64, little endian), the first half of every instruction."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    each, sections = struct.unpack_from("<2H", cubin, 0x3A)
+    for section in range(sections):
+        flags, _, offset, size = struct.unpack_from("<4Q", cubin, table + section * each + 8)
+        if flags & _EXECUTABLE:
+            yield struct.unpack_from(f"<{size // 8}Q", cubin, offset)[::2]

@@ -17,7 +17,7 @@ from typing import Any
 from moecomm import kernel_cache, linking
 from moecomm.backends import cuda_driver
 from moecomm.config import cache_dir
-from moecomm.cubin import loads_descriptor
+from moecomm.cubin import lacks_descriptor
 from moecomm.errors import Unsupported
 
 _CALLS = "#define MOECOMM_CALLS\n"  # csrc/fused/fetch.cuh
@@ -60,7 +60,7 @@ def build(source: str, transport: str, arch: str) -> tuple[bytes, str]:
         return linking.build(source, transport, arch, headers(), core)
     for more in ("", _CALLS):
         cubin, log = _compile(core, more + source, arch)
-        if arch != "sm_90a" or loads_descriptor(cubin):
+        if arch != "sm_90a" or not lacks_descriptor(cubin):
             return cubin, log
     version = ".".join(map(str, linking.nvrtc_version()))
     raise Unsupported(
