@@ -21,6 +21,7 @@ from moecomm.cubin import lacks_descriptor
 from moecomm.errors import Unsupported
 
 _CALLS = "#define MOECOMM_CALLS\n"  # csrc/fused/fetch.cuh
+_PLAIN = 'extern "C" __global__ void plain(int* to) { *to = 1; }'
 
 
 @lru_cache(maxsize=1)
@@ -59,13 +60,19 @@ def build(source: str, transport: str, arch: str) -> tuple[bytes, str]:
     if transport not in linking.ALONE:
         return linking.build(source, transport, arch, headers(), core)
     for more in ("", _CALLS):
-        cubin, log = _compile(core, more + source, arch)
-        if arch != "sm_90a" or not lacks_descriptor(cubin):
-            return cubin, log
+        built = _compile(core, more + source, arch)
+        if arch != "sm_90a" or not lacks_descriptor(built[0]) or not _descriptor_is_known():
+            return built
     version = ".".join(map(str, linking.nvrtc_version()))
     raise Unsupported(
         f"NVRTC {version} makes a kernel that can't reach memory of this source; another may not: {source}"
     )
+
+
+@lru_cache(maxsize=1)
+def _descriptor_is_known() -> bool:
+    """Whether this compiler's code is such as moecomm.cubin expects: that of a kernel in which nothing can go wrong."""
+    return not lacks_descriptor(_compile(_core(), _PLAIN, "sm_90a")[0])
 
 
 def _compile(core: Any, source: str, arch: str) -> tuple[bytes, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moecomm import jit
+from moecomm import jit, kernel_loader
 
 from ..compiled import check_awaits, check_compiled
 
@@ -171,3 +171,7 @@ def test_every_shape_has_room() -> None:
                 assert fields["shared_bytes"] <= 227 * 1024
                 fields = jit.block_fields(combine(hidden=hidden, ranks=ranks, experts=experts, layout=layout))
                 assert fields["pull_slots"] >= 2 and fields["shared_bytes"] <= 227 * 1024
+
+
+def test_the_descriptor_of_memory_is_where_it_is_looked_for() -> None:
+    assert kernel_loader._descriptor_is_known()

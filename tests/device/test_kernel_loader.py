@@ -113,9 +113,11 @@ class Compiler:
     """Cubins that lack the descriptor of memory, up to the `good`-th."""
 
     def __init__(self, good: int) -> None:
-        self.good, self.sources = good, list[str]()
+        self.good, self.sources, self.plain = good, list[str](), b"good"
 
     def __call__(self, core: Any, source: str, arch: str) -> tuple[bytes, str]:
+        if source == kernel_loader._PLAIN:
+            return self.plain, "log"
         self.sources.append(source)
         return (b"good" if len(self.sources) == self.good else b"bad"), "log"
 
@@ -124,6 +126,7 @@ class Compiler:
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_loader, "_core", lambda: None)
     monkeypatch.setattr(kernel_loader, "lacks_descriptor", lambda cubin: cubin == b"bad")
+    monkeypatch.setattr(kernel_loader, "_descriptor_is_known", kernel_loader._descriptor_is_known.__wrapped__)
 
 
 @pytest.mark.parametrize("good", [1, 2])
@@ -139,3 +142,12 @@ def test_a_kernel_that_can_not_reach_memory_is_not_loaded(looked_at: None, monke
     with pytest.raises(Unsupported, match=r"NVRTC \d+\.\d+ makes a kernel that can't reach memory"):
         kernel_loader.build("source", "lsa", "sm_90a")
     assert kernel_loader.build("source", "lsa", "sm_100")[1] == "log"  # of which nobody knows
+
+
+def test_code_that_nobody_knows_is_loaded(looked_at: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a compiler for which even a kernel that stores a word seems to lack what that takes."""
+    compiler = Compiler(3)
+    compiler.plain = b"bad"
+    monkeypatch.setattr(kernel_loader, "_compile", compiler)
+    assert kernel_loader.build("source", "lsa", "sm_90a") == (b"bad", "log")
+    assert compiler.sources == ["source"]
