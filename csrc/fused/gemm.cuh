@@ -220,7 +220,7 @@ MOECOMM_FN void run_gemm(const GemmArgs& args, const Rows& rows, const Out& out)
     if constexpr (c.helped) {
         __syncthreads();
         if (threadIdx.x == 0) {
-            const i64 all = static_cast<i64>(TileWalk::count_rows<c.most_rows>(args.grouping, s.counts).all) * args.grouping.column_tiles;
+            const i64 all = TileWalk::count<c.most_rows>(args.grouping, s.counts);
             s.early = static_cast<i32>(all * args.early >> 10);
         }
     }

@@ -73,9 +73,10 @@ class TileWalk {
         return true;
     }
 
-    // All there are.
+    // All there are.  `most_rows`: see count_rows.
+    template <i32 most_rows = 0>
     MOECOMM_BOTH static i32 count(const Grouping& grouping, const i32* counts) {
-        return count_rows(grouping, counts).all * grouping.column_tiles;
+        return count_rows<most_rows>(grouping, counts).all * grouping.column_tiles;
     }
     // By one thread, before a block can begin with any of them.  `most_rows`: grouping.most_rows, where the compiler knows it: divisions
     // for every group took as long as a dispatch (bench/results/layer-start-h200-4.json).
