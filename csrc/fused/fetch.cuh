@@ -20,34 +20,31 @@
 namespace moecomm {
 
 constexpr i32 kFetchWarps = (1 + kMathGroups) * kWarpgroup / kWarp, kFetchSlots = 2;
-MOECOMM_BOTH constexpr i32 fetch_piece(i32 row_bytes, i32 shared_bytes) {
-    const i32 room = (shared_bytes - 1024) / (kFetchWarps * kFetchSlots) / 128 * 128, pieces = ceil_div(row_bytes, room);
-    return align_up(ceil_div(row_bytes, pieces), 128);
-}
 
-template <RowConfig r, i32 shared_bytes>
+// In memory of its own: what copies bring later to where a barrier has been may be lost (seen on an H200; PTX: mbarrier.inval).
 struct FetchShared {
-    static constexpr i32 kPiece = fetch_piece(r.bytes(), shared_bytes), kPieces = ceil_div(r.bytes(), kPiece), kKept = 4;
-    alignas(128) u8 data[kFetchWarps][kFetchSlots][kPiece];
+    static constexpr i32 kKept = 4;
     u64 full[kFetchWarps][kFetchSlots];
     i32 rows[kFetchWarps][kKept];  // of the last pieces that a warp has begun
 };
+static_assert(kFetchSlots + 2 <= FetchShared::kKept, "those that load, and two that have been stored");
 
-// One lane of a warp: brings rows piece by piece, a piece loading while another is stored.
-template <RowConfig r, i32 shared_bytes>
+// One lane of a warp: brings rows piece by piece, a piece loading while another is stored.  The pieces of all warps are in `room` bytes of
+// shared memory.
+template <RowConfig r, i32 room>
 struct Fetcher {
-    using Shared = FetchShared<r, shared_bytes>;
-    static constexpr i32 kPieces = Shared::kPieces;
-    static_assert(kFetchSlots + 2 <= Shared::kKept, "those that load, and two that have been stored");
+    static constexpr i32 kMost = room / (kFetchWarps * kFetchSlots) / 128 * 128, kPieces = ceil_div(r.bytes(), kMost);
+    static constexpr i32 kPiece = align_up(ceil_div(r.bytes(), kPieces), 128), kWarpBytes = kFetchSlots * kPiece;
 
     const LayerArgs& a;
-    Shared& shared;
+    FetchShared& shared;
+    u8* const pieces;  // of this warp
     const i32 warp;
     i32 loaded = 0, stored = 0, published = 0;  // pieces
     u64 from = 0;                               // the row whose pieces are loading
 
-    MOECOMM_FN i32& row_of(i32 piece) const { return shared.rows[warp][piece % Shared::kKept]; }
-    MOECOMM_FN static i32 bytes_of_piece(i32 piece) { return min(Shared::kPiece, r.bytes() - piece % kPieces * Shared::kPiece); }
+    MOECOMM_FN i32& row_of(i32 piece) const { return shared.rows[warp][piece % FetchShared::kKept]; }
+    MOECOMM_FN static i32 bytes_of_piece(i32 piece) { return min(kPiece, r.bytes() - piece % kPieces * kPiece); }
 
     // The next piece; false where that is of another row, and there is none.
     MOECOMM_FN bool load(Wanted& wanted) {
@@ -63,7 +60,7 @@ struct Fetcher {
         } else {
             row_of(loaded) = row_of(loaded - 1);
         }
-        bulk_load(shared.data[warp][slot], reinterpret_cast<const u8*>(from) + part * Shared::kPiece, bytes_of_piece(loaded),
+        bulk_load(pieces + slot * kPiece, reinterpret_cast<const u8*>(from) + part * kPiece, bytes_of_piece(loaded),
                   &shared.full[warp][slot]);
         ++loaded;
         return true;
@@ -71,8 +68,8 @@ struct Fetcher {
     MOECOMM_FN void store() {
         const i32 part = stored % kPieces, slot = stored % kFetchSlots;
         copy_wait(&shared.full[warp][slot], stored / kFetchSlots & 1);
-        u8* const to = reinterpret_cast<u8*>(a.rows) + static_cast<i64>(row_of(stored)) * r.pitch() + part * Shared::kPiece;
-        bulk_store(to, shared.data[warp][slot], bytes_of_piece(stored));
+        u8* const to = reinterpret_cast<u8*>(a.rows) + static_cast<i64>(row_of(stored)) * r.pitch() + part * kPiece;
+        bulk_store(to, pieces + slot * kPiece, bytes_of_piece(stored));
         bulk_commit();
         ++stored;
     }
@@ -102,13 +99,11 @@ struct Fetcher {
 };
 
 // By all threads of a block.  The first `together` rows are claimed by all blocks, a warp one, as they get to them, so that those which run
-// have the first.  The first `fetchers` blocks then fetch what nobody has claimed, and the rest.  No copy is under way when it returns.
-template <RowConfig r, i32 shared_bytes>
-MOECOMM_FETCH void fetch_rows(const LayerArgs& a, i32 fetchers, i32 together) {
-    extern __shared__ __align__(1024) u8 memory[];
-    using Shared = FetchShared<r, shared_bytes>;
-    static_assert(sizeof(Shared) <= shared_bytes && r.columns_bytes() % 16 == 0, "what the GEMM has does");
-    auto& shared = *reinterpret_cast<Shared*>(memory);
+// have the first.  The first `fetchers` blocks then fetch what nobody has claimed, and the rest.  Rows come by way of `room` bytes of
+// shared memory.  No copy is under way when it returns.
+template <RowConfig r, i32 room>
+MOECOMM_FETCH void fetch_rows(const LayerArgs& a, FetchShared& shared, u8* memory, i32 fetchers, i32 together) {
+    static_assert(r.columns_bytes() % 16 == 0, "what the GEMM has does");
     if (threadIdx.x == 0) {
         for (i32 i = 0; i < kFetchWarps * kFetchSlots; ++i) barrier_init(&shared.full[0][0] + i, 1);
         barrier_init_done();
@@ -116,7 +111,7 @@ MOECOMM_FETCH void fetch_rows(const LayerArgs& a, i32 fetchers, i32 together) {
     __syncthreads();
     await_earlier_kernels();
     const i32 rows = layer_rows(a), first = min(rows, together), block = blockIdx.x, blocks = gridDim.x, warp = warp_id();
-    Fetcher<r, shared_bytes> fetcher{a, shared, warp};
+    Fetcher<r, room> fetcher{a, shared, memory + warp * Fetcher<r, room>::kWarpBytes, warp};
     auto wanted = Wanted::of_all(rows, first, block, blocks, warp);
     for (bool all = true;; all = false) {
         if (lane_id() == 0) fetcher.run(wanted);

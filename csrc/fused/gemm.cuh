@@ -28,6 +28,9 @@ struct GemmShared {
     i32 early;  // tiles that are not the helpers'
     i32 there;  // rows that are
     RingScales<c> scales;
+
+    // From the begin on: what only copies and warps that multiply fill.
+    MOECOMM_BOTH static constexpr i32 room() { return sizeof(ring) + sizeof(staging); }
 };
 
 template <GemmConfig c>

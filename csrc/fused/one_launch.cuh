@@ -35,6 +35,7 @@ template <GemmConfig c>
 struct OneShared {
     GemmShared<c> gemm;
     DealtShared<c> dealt;
+    FetchShared fetch;
 };
 
 // By the dealer: what a tile is made of.  Where that does not come in time, tiles are dealt all the same, since others wait for them, but
@@ -189,10 +190,10 @@ template <GemmConfig c, RowConfig r, Type out>
 MOECOMM_FN void fetch_multiply_and_send(const OneLaunchArgs& args) {
     static_assert(r.type == c.type, "rows are multiplied as they come");
     static_assert(sizeof(OneShared<c>) <= c.shared_bytes, "kernels.py bounds it");
-    fetch_rows<r, c.shared_bytes>(args.layer, args.fetchers, args.together);
-    if (blockIdx.x == 0 && threadIdx.x == 0) note_failure(args.layer);
     extern __shared__ __align__(1024) u8 memory[];
     auto& s = *reinterpret_cast<OneShared<c>*>(memory);
+    fetch_rows<r, GemmShared<c>::room()>(args.layer, s.fetch, memory, args.fetchers, args.together);
+    if (blockIdx.x == 0 && threadIdx.x == 0) note_failure(args.layer);
     if (threadIdx.x == 0) {
         prefetch_map(args.first.w);
         prefetch_map(args.second.w);

@@ -11,13 +11,22 @@ struct LayerGemmArgs {
     LayerArgs layer;
 };
 
+template <GemmConfig c>
+struct FetchingShared {
+    GemmShared<c> gemm;
+    FetchShared fetch;
+};
+
 // out[r] = silu(gate) * up of the rows that our experts get, of e4m3 cast once more.  A launch of whole clusters, args.gemm.helpers of
 // whose blocks fetch first.
 template <GemmConfig c, RowConfig r>
 MOECOMM_FN void fetch_and_multiply(const LayerGemmArgs& args) {
     static_assert(r.type == c.type, "rows are multiplied as they come");
     if (static_cast<i32>(blockIdx.x) < args.gemm.helpers) {
-        fetch_rows<r, c.shared_bytes>(args.layer, args.gemm.helpers, 0);
+        extern __shared__ __align__(1024) u8 memory[];
+        auto& s = *reinterpret_cast<FetchingShared<c>*>(memory);
+        static_assert(sizeof(s) <= c.shared_bytes, "two_launches.py bounds it");
+        fetch_rows<r, GemmShared<c>::room()>(args.layer, s.fetch, memory, args.gemm.helpers, 0);
         if (blockIdx.x == 0 && threadIdx.x == 0) note_failure(args.layer);
     }
     run_gemm<c>(args.gemm, RowsAreFetched<r>{args.layer}, store_here<c>(args.gemm));

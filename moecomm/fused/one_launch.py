@@ -13,12 +13,12 @@ import torch
 
 from moecomm.fused import gemm, kernels, schedules
 from moecomm.fused.schedules import Schedule
-from moecomm.fused.two_launches import LEAST_COUNTED, Layer, LayerArgs, row_config, row_pitch
+from moecomm.fused.two_launches import FETCH_BYTES, LEAST_COUNTED, Layer, LayerArgs, row_config, row_pitch
 
 if TYPE_CHECKING:
     from moecomm.routed import Routed
 
-DEALT_BYTES = 320  # at least DealtShared of csrc/fused/dealt.cuh, and what aligns it
+DEALT_BYTES = 320 + FETCH_BYTES  # at least DealtShared of csrc/fused/dealt.cuh, and FetchShared
 # Tiles of the first GEMM, for every cluster of the launch, that are taken between the last that makes a band of rows
 # and the first that multiplies it: with two, one that each has begun and one that it has before it.
 LAG = 2

@@ -33,6 +33,7 @@ LEAST_COUNTED = 32  # kLeastCounted: rows of a counter
 _MORE_COUNTED, _FEW_ROWS = 128, 4096  # where there are more rows than the second
 FETCHERS = 16  # blocks that fetch: with as many, long reads fill the links (shared/measurements: 297 to 319 GB/s)
 _OFFER_THREADS = 512
+FETCH_BYTES = 384 + 128  # at least FetchShared of csrc/fused/fetch.cuh, and what aligns it
 # At home: bytes of a block's shared memory, slots of a warp, and, of a slot, bytes of all rows together.
 _HOME_BYTES, _HOME_SLOTS, _HOME_SLOT, _HOME_WARPS = 220 * 1024, 3, 9216, 8
 _STEP_BYTES = 512  # of a row: 16 a lane
@@ -98,7 +99,7 @@ def fetch_kernel(
     """The first launch; `dtype`: of rows as they travel, and of what it makes of them."""
     two = ("two_launches", "fetch_and_multiply", "LayerGemmArgs")
     more = f", {row_config(dtype, hidden, counted)}"
-    return kernels.gemm_kernel(dtype, True, apart, schedule, *two, more, helped=True)
+    return kernels.gemm_kernel(dtype, True, apart, schedule, *two, more, helped=True, beside=FETCH_BYTES)
 
 
 def send_kernel(dtype: torch.dtype, schedule: Schedule, out: torch.dtype | None = None) -> kernels.SharedKernel:

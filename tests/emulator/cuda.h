@@ -51,6 +51,7 @@ struct Block {
     unsigned threads, ended;
     Barrier barriers[16];
     unsigned char* shared;
+    unsigned char* mbarriers;  // 1 for every 8 bytes of it where one has been
 };
 struct Thread {
     Index thread, block, grid;

@@ -10,9 +10,10 @@ from . import plain
 BODIES: dict[str, dict[str, str]] = {
     "device/bulk.cuh": {
         "shared_address": "return emulator::offset_of(p);",
-        "barrier_init": "*barrier = emulator::new_barrier(arrivals);",
+        "barrier_init": "emulator::init_barrier(barrier, arrivals);",
         # Those of some warps take longer.
-        "bulk_load": f"{plain.COPY} for (u32 left = threadIdx.x / kWarp % 7 * 16; left != 0; --left) "
+        "bulk_load": "emulator::require_no_barriers(*emulator::emulator_thread->of_block, emulator::offset_of(to), "
+        f"bytes); {plain.COPY} for (u32 left = threadIdx.x / kWarp % 7 * 16; left != 0; --left) "
         "emulator::emulator_yield(); emulator::bring(*barrier, 1, 0);",
         # A group each, written when it must have been.
         "bulk_store": "emulator::store_later(to, from, bytes);",
@@ -74,8 +75,8 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
     ],
     "fused/gemm.cuh": [plain.SHARED],
     "fused/home.cuh": [plain.SHARED],
+    "fused/two_launches.cuh": [plain.SHARED],
     "fused/fetch.cuh": [
-        plain.SHARED,
         (r'asm volatile\("fence\.acq_rel.*?"memory"\);', ""),
         (r'asm volatile\("red\.release.*?"memory"\);', "++*counter;"),
         (r'asm volatile\("st\.release.*?"memory"\);', "there = full * arrivals.counted;"),

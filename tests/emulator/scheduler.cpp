@@ -184,7 +184,7 @@ int emulator_run(const Launch* launches, int count, std::uint64_t limit, unsigne
     std::vector<Fiber> fibers(threads);
     std::vector<Warp> warps(threads / 32, Warp{});
     std::vector<Block> of_block(blocks, Block{});
-    std::vector<std::vector<unsigned char>> shared(blocks);
+    std::vector<std::vector<unsigned char>> shared(blocks), mbarriers(blocks);
     std::vector<Launched> launched(count);
     auto* stacks =
         static_cast<char*>(mmap(nullptr, threads * kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
@@ -198,6 +198,8 @@ int emulator_run(const Launch* launches, int count, std::uint64_t limit, unsigne
             shared[block].assign(launch.shared_bytes + 128, 0xa5);  // nobody has cleared it
             const auto at = reinterpret_cast<std::uintptr_t>(shared[block].data());
             of_block[block].shared = reinterpret_cast<unsigned char*>((at + 127) & ~std::uintptr_t{127});
+            mbarriers[block].assign(launch.shared_bytes / 8 + 1, 0);
+            of_block[block].mbarriers = mbarriers[block].data();
             of_block[block].launch = &launched[i];
             of_block[block].threads = launch.threads;
             for (int t = 0; t < launch.threads; ++t, ++thread) {

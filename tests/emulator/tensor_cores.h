@@ -33,7 +33,15 @@ inline void meet_cluster(int cluster) {
 }
 
 // An mbarrier: bit 0 its phase, then the arrivals of a phase, those that are missing, and bytes that are.
-inline std::uint64_t new_barrier(std::uint64_t arrivals) { return arrivals << 8 | arrivals << 24; }
+inline void init_barrier(unsigned long long* barrier, std::uint64_t arrivals) {
+    *barrier = arrivals << 8 | arrivals << 24;
+    emulator_thread->of_block->mbarriers[offset_of(barrier) / 8] = 1;
+}
+// Copies bring nothing to where a barrier has been: a GPU may lose it.
+inline void require_no_barriers(const Block& block, unsigned first, unsigned bytes) {
+    for (unsigned at = first / 8; at < (first + bytes) / 8; ++at)
+        if (block.mbarriers[at] != 0) __builtin_trap();
+}
 inline void bring(unsigned long long& barrier, int arrivals, long long bytes) {
     barrier -= static_cast<std::uint64_t>(arrivals) << 24;
     barrier -= static_cast<std::uint64_t>(bytes) << 40;
@@ -55,6 +63,7 @@ inline void load_box(unsigned to, const void* map, const int (&at)[5], const voi
     if (to % 1024 != 0 || row_bytes != 128) __builtin_trap();
     for (int block = first; block < first + count; ++block) {
         unsigned char* const shared = of_cluster(cluster, block)->shared;
+        require_no_barriers(*of_cluster(cluster, block), to, rows * 128);
         for (unsigned row = 0; row < rows; ++row) {
             unsigned left = row;
             std::uint64_t from = m.address;
