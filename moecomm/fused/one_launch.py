@@ -100,6 +100,7 @@ class OneLaunch(Layer):
         schedule, apart, hidden = self._schedule, not self._interleaved, self._buffer.hidden
         inner, clusters = self._w2[0].shape[2], self._sms // schedule.cluster
         blocks = clusters * schedule.cluster
+        few = self._counted == LEAST_COUNTED
         first = gemm.arguments(given, apart, then.x.data_ptr(), then.x_scales, schedule)
         args = OneLaunchArgs(
             first=first,
@@ -107,7 +108,7 @@ class OneLaunch(Layer):
             layer=self._args,
             fetchers=min(fetchers_of(row_pitch(self._dtype, hidden)), blocks),
             # Of many rows those that fetch begin at once.
-            together=min(rows_at_once(self._rows, first, clusters), _TOGETHER * blocks) if self._few else 0,
+            together=min(rows_at_once(self._rows, first, clusters), _TOGETHER * blocks) if few else 0,
             lag=LAG * clusters,
             turn=turn_of(schedule, inner * then.x.itemsize),
         )

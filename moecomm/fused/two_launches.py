@@ -164,7 +164,6 @@ class Layer:
         self._w13, self._w2 = ((w, None) if isinstance(w, torch.Tensor) else w for w in (w13, w2))
         self._dtype = self._w2[0].dtype  # of rows as they travel, and of what the first GEMM makes of them
         self._counted = counted_together(expected_rows * len(self._w2[0]))
-        self._few = self._counted == LEAST_COUNTED
         tokens, hidden, topk = len(x), buffer.hidden, buffer.topk
         check_rows("x", x)
         about: dict[str, Any] = {"device": buffer.device, "dtypes": (buffer.dtype,)}

@@ -5,7 +5,7 @@
 #include <thread>
 #include <vector>
 
-#include "fused/arrivals.h"
+#include "fetching.h"
 #include "fused/lagged.h"
 
 using namespace moecomm;
@@ -18,10 +18,10 @@ struct Launch {
     const Grouping &first, &second;
     const i32* counts;
     i32 lag, turn, clusters, fetchers, together, warps;
-    Arrivals arrivals;
-    std::vector<std::atomic<i32>> fetched, row_is_there, made;
+    Fetching fetching;
+    std::vector<std::atomic<i32>> made;
     std::vector<std::atomic<i32>> times[2];  // that a tile has been made, by product
-    std::atomic<i32> next{0}, taken{0}, fetching{0}, wrong{0};
+    std::atomic<i32> next{0}, taken{0}, wrong{0};
     std::chrono::steady_clock::time_point end;
 
     Launch(const Grouping& f, const Grouping& s, const i32* c, i32 rows, i32 l, i32 t, i32 all, i32 that_fetch, i32 before, i32 w,
@@ -35,36 +35,20 @@ struct Launch {
           fetchers(that_fetch),
           together(before),
           warps(w),
-          arrivals{rows, counted},
-          fetched(arrivals.counters() + 1),
-          row_is_there(rows + 1),
+          fetching(rows, counted),
           made(TileWalk::count_rows(f, c).all + 1),
           times{std::vector<std::atomic<i32>>(TileWalk::count(f, c) + 1), std::vector<std::atomic<i32>>(TileWalk::count(s, c) + 1)},
           end(std::chrono::steady_clock::now() + std::chrono::seconds(20)) {}
 
-    // A warp after the other, as if each were as far as the others.
-    void fetch(std::vector<Wanted> wanted) {
-        for (bool more = true; more;) {
-            more = false;
-            for (Wanted& warp : wanted) {
-                const i32 row = warp.next([&] { return fetching.fetch_add(1); });
-                if (row >= arrivals.rows) continue;
-                more = true;
-                row_is_there[row].store(1, std::memory_order_relaxed);
-                fetched[row / arrivals.counted].fetch_add(1, std::memory_order_release);
-            }
-            if (fetching % 3 == 0) std::this_thread::yield();
-        }
-    }
     void fetch(i32 cluster) {
-        const i32 rows = arrivals.rows, first = rows < together ? rows : together;
+        const i32 rows = fetching.arrivals.rows, first = rows < together ? rows : together;
         std::vector<Wanted> before, then;
         for (i32 warp = 0; warp < warps; ++warp) {
             before.push_back(Wanted::of_all(rows, first, cluster, clusters, warp));
             then.push_back(Wanted::of_fetcher(rows, first, cluster, fetchers, warp, warps));
         }
-        fetch(before);
-        if (cluster < fetchers) fetch(then);
+        fetching.fetch(before);
+        if (cluster < fetchers) fetching.fetch(then);
     }
 
     // False when it takes too long.
@@ -99,11 +83,8 @@ struct Launch {
             if (mine.empty()) return;
             const Taken now = mine.front();
             mine.erase(mine.begin());
-            const bool came =
-                now.is_second ? wait([&] { return made[now.tile.nth].load(std::memory_order_acquire) >= first.column_tiles; }) : wait([&] {
-                    full = arrivals.look(full, [&](i32 c) { return fetched[c].load(std::memory_order_acquire); });
-                    return full * arrivals.counted >= now.tile.row + now.tile.rows;
-                });
+            const bool came = now.is_second ? wait([&] { return made[now.tile.nth].load(std::memory_order_acquire) >= first.column_tiles; })
+                                            : wait([&] { return fetching.all_there(now.tile, full); });
             if (!came) return;
             make(now);
         }
@@ -114,8 +95,7 @@ struct Launch {
             for (i32 c = 0; c < first.column_tiles; ++c)
                 wrong += times[0][now.tile.nth * first.column_tiles + c].load(std::memory_order_relaxed) != 1;
         } else {
-            for (i32 row = now.tile.row; row < now.tile.row + now.tile.rows; ++row)
-                wrong += row_is_there[row].load(std::memory_order_relaxed) == 0;
+            wrong += fetching.missing(now.tile);
         }
         times[now.is_second][number].fetch_add(1, std::memory_order_relaxed);
         if (!now.is_second) made[now.tile.nth].fetch_add(1, std::memory_order_release);

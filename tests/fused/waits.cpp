@@ -5,8 +5,7 @@
 #include <thread>
 #include <vector>
 
-#include "fused/arrivals.h"
-#include "fused/tiles.h"
+#include "fetching.h"
 
 using namespace moecomm;
 
@@ -17,8 +16,8 @@ struct Launch {
     const i32* counts;
     Deal deal;
     i32 warps;  // of a cluster that fetches
-    Arrivals arrivals;
-    std::vector<std::atomic<i32>> fetched, row_is_there, made;
+    Fetching fetching;
+    std::vector<std::atomic<i32>> made;
     std::atomic<i32> next{0}, wrong{0};
     std::chrono::steady_clock::time_point end;
 
@@ -27,43 +26,29 @@ struct Launch {
           counts(c),
           deal(d),
           warps(w),
-          arrivals{rows, counted},
-          fetched(arrivals.counters() + 1),
-          row_is_there(rows + 1),
+          fetching(rows, counted),
           made(TileWalk::count(g, c) + 1),
           end(std::chrono::steady_clock::now() + std::chrono::seconds(20)) {}
 
-    // A warp after the other, as if each were as far as the others: rows step on together.
     void fetch(i32 cluster) {
         std::vector<Wanted> wanted;
-        for (i32 warp = 0; warp < warps; ++warp) wanted.push_back(Wanted::of_fetcher(arrivals.rows, 0, cluster, deal.helpers, warp, warps));
-        for (i32 round = 0, more = 1; more != 0; ++round) {
-            more = 0;
-            for (Wanted& warp : wanted) {
-                const i32 row = warp.next([] { return 0; });
-                if (row >= arrivals.rows) continue;
-                more = 1;
-                row_is_there[row].store(1, std::memory_order_relaxed);
-                fetched[row / arrivals.counted].fetch_add(1, std::memory_order_release);
-            }
-            if (round % 3 == cluster % 3) std::this_thread::yield();
-        }
+        for (i32 warp = 0; warp < warps; ++warp)
+            wanted.push_back(Wanted::of_fetcher(fetching.arrivals.rows, 0, cluster, deal.helpers, warp, warps));
+        fetching.fetch(wanted);
     }
 
     void multiply(i32 cluster) {
         TileWalk walk(grouping, counts);
         i32 full = 0, index = deal.first(cluster);
         for (Tile tile; walk.find(index, tile); index = deal.next(cluster, index)) {
-            while (full * arrivals.counted < tile.row + tile.rows) {
-                const i32 before = full;
-                full = arrivals.look(before, [&](i32 counter) { return fetched[counter].load(std::memory_order_acquire); });
-                if (full == before) std::this_thread::yield();
+            while (!fetching.all_there(tile, full)) {
+                std::this_thread::yield();
                 if (std::chrono::steady_clock::now() > end) {
                     ++wrong;
                     return;
                 }
             }
-            for (i32 row = tile.row; row < tile.row + tile.rows; ++row) wrong += row_is_there[row].load(std::memory_order_relaxed) == 0;
+            wrong += fetching.missing(tile);
             made[index].fetch_add(1);
         }
     }
