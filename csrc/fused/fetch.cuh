@@ -26,6 +26,10 @@ struct FetchShared {
     static constexpr i32 kKept = 4;
     u64 full[kFetchWarps][kFetchSlots];
     i32 rows[kFetchWarps][kKept];  // of the last pieces that a warp has begun
+
+    MOECOMM_FN void init() {
+        for (i32 i = 0; i < kFetchWarps * kFetchSlots; ++i) barrier_init(&full[0][0] + i, 1);
+    }
 };
 static_assert(kFetchSlots + 2 <= FetchShared::kKept, "those that load, and two that have been stored");
 
@@ -98,18 +102,12 @@ struct Fetcher {
     }
 };
 
-// By all threads of a block.  The first `together` rows are claimed by all blocks, a warp one, as they get to them, so that those which run
-// have the first.  The first `fetchers` blocks then fetch what nobody has claimed, and the rest.  Rows come by way of `room` bytes of
-// shared memory.  No copy is under way when it returns.
+// By all threads of a block, once earlier kernels have been awaited.  The first `together` rows are claimed by all blocks, a warp one, as
+// they get to them, so that those which run have the first.  The first `fetchers` blocks then fetch what nobody has claimed, and the rest.
+// Rows come by way of `room` bytes of shared memory.  No copy is under way when it returns.
 template <RowConfig r, i32 room>
 MOECOMM_FETCH void fetch_rows(const LayerArgs& a, FetchShared& shared, u8* memory, i32 fetchers, i32 together) {
     static_assert(r.columns_bytes() % 16 == 0, "what the GEMM has does");
-    if (threadIdx.x == 0) {
-        for (i32 i = 0; i < kFetchWarps * kFetchSlots; ++i) barrier_init(&shared.full[0][0] + i, 1);
-        barrier_init_done();
-    }
-    __syncthreads();
-    await_earlier_kernels();
     const i32 rows = layer_rows(a), first = min(rows, together), block = blockIdx.x, blocks = gridDim.x, warp = warp_id();
     Fetcher<r, room> fetcher{a, shared, memory + warp * Fetcher<r, room>::kWarpBytes, warp};
     auto wanted = Wanted::of_all(rows, first, block, blocks, warp);

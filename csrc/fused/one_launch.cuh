@@ -49,16 +49,20 @@ struct Awaited {
 
     MOECOMM_FN void fetched(const Tile& tile) {
         const Arrivals arrivals = arrivals_of<r>(args.layer);
-        const i32 wanted = tile.row + tile.rows;
+        const i32 wanted = tile.row + tile.rows, before = full;
         while (!lost && full * arrivals.counted < wanted) {
-            if (const i32 before = full; full < arrivals.counters()) {
+            if (full < arrivals.counters()) {
                 lost = !await_more(args.layer, arrivals, full);
-                // No fence: that would be one for rows on their way home as well.
-                for (i32 i = before; i < full; ++i) load_acquire(reinterpret_cast<const u32*>(args.layer.fetched) + i);
             } else {  // a dispatch that has failed may have left any counts
                 store_relaxed(reinterpret_cast<u32*>(args.layer.late), 1);
                 lost = true;
             }
+        }
+        // Those of the first tile, which nothing hides, together.  Later a fence would be one for rows on their way home as well.
+        if (before == 0) {
+            asm volatile("fence.acq_rel.gpu;" ::: "memory");
+        } else {
+            for (i32 i = before; i < full; ++i) load_acquire(reinterpret_cast<const u32*>(args.layer.fetched) + i);
         }
     }
     template <GemmConfig c>
@@ -192,22 +196,26 @@ MOECOMM_FN void fetch_multiply_and_send(const OneLaunchArgs& args) {
     static_assert(sizeof(OneShared<c>) <= c.shared_bytes, "kernels.py bounds it");
     extern __shared__ __align__(1024) u8 memory[];
     auto& s = *reinterpret_cast<OneShared<c>*>(memory);
-    fetch_rows<r, GemmShared<c>::room()>(args.layer, s.fetch, memory, args.fetchers, args.together);
-    if (blockIdx.x == 0 && threadIdx.x == 0) note_failure(args.layer);
     if (threadIdx.x == 0) {
         prefetch_map(args.first.w);
         prefetch_map(args.second.w);
         for (const TensorMap& map : args.first.x) prefetch_map(map);
         for (const TensorMap& map : args.second.x) prefetch_map(map);
+        s.fetch.init();
         s.gemm.barriers.init();
         s.dealt.init();
         barrier_init_done();
     }
+    __syncthreads();
     await_earlier_kernels();
-    let_next_kernel_launch();
+    // By warps that do not fetch in most blocks.
     const auto* counts = reinterpret_cast<const i32*>(args.first.counts);
-    for (i32 g = threadIdx.x; g < args.first.grouping.groups; g += kGemmThreads) s.gemm.counts[g] = counts[g];
-    meet_cluster<c.cluster>();
+    for (i32 g = threadIdx.x - kWarpgroup; g >= 0 && g < args.first.grouping.groups; g += kMathGroups * kWarpgroup)
+        s.gemm.counts[g] = counts[g];
+    fetch_rows<r, GemmShared<c>::room()>(args.layer, s.fetch, memory, args.fetchers, args.together);
+    if (blockIdx.x == 0 && threadIdx.x == 0) note_failure(args.layer);
+    let_next_kernel_launch();
+    if constexpr (c.cluster > 1) meet_cluster<c.cluster>();
     constexpr GemmConfig product = second_of(c, out);
     if (threadIdx.x < kWarpgroup) {
         leave_registers<kLoaderRegisters>();

@@ -26,6 +26,12 @@ MOECOMM_FN void fetch_and_multiply(const LayerGemmArgs& args) {
         extern __shared__ __align__(1024) u8 memory[];
         auto& s = *reinterpret_cast<FetchingShared<c>*>(memory);
         static_assert(sizeof(s) <= c.shared_bytes, "two_launches.py bounds it");
+        if (threadIdx.x == 0) {
+            s.fetch.init();
+            barrier_init_done();
+        }
+        __syncthreads();
+        await_earlier_kernels();
         fetch_rows<r, GemmShared<c>::room()>(args.layer, s.fetch, memory, args.gemm.helpers, 0);
         if (blockIdx.x == 0 && threadIdx.x == 0) note_failure(args.layer);
     }

@@ -25,6 +25,7 @@ LAG = 2
 _LONG_TURN, _SHORT_TURN_ROWS, _LONG_ROW = 64, 1024, 2048
 _FETCHERS, _MORE_FETCHERS, _SHORT_FETCHED = 8, 16, 4096
 _TOGETHER = 2  # rows of a block that all fetch, at most
+_MORE_WANTED = 16  # rows that the first experts may have more than others
 _LINE = 128 // 4  # scales
 
 
@@ -78,10 +79,13 @@ def fetchers_of(row_bytes: int) -> int:
 
 
 def rows_at_once(rows: int, tiles: kernels.GemmArgs, clusters: int) -> int:
-    """What the first tiles of all clusters are made of, where every expert has so many rows."""
+    """What the first tiles of all clusters are made of, where every expert has about so many rows: of all counters that
+    they wait for.
+    """
     most_rows, column_tiles = int(tiles.most_rows), int(tiles.column_tiles)
     row_tiles = min(int(tiles.band), -(-max(1, rows) // most_rows))
-    return -(-clusters // (row_tiles * column_tiles)) * min(rows, row_tiles * most_rows)
+    wanted = -(-clusters // (row_tiles * column_tiles)) * min(rows, row_tiles * most_rows)
+    return -(-(wanted + _MORE_WANTED) // LEAST_COUNTED) * LEAST_COUNTED
 
 
 class OneLaunch(Layer):

@@ -87,6 +87,7 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
     ],
     "fused/one_launch.cuh": [
         plain.SHARED,
+        (r'asm volatile\("fence\.acq_rel.*?"memory"\);', ""),
         (r'asm volatile\("red\.release.*?"memory"\);', "++*counter;"),
     ],
     "fused/send.cuh": [
