@@ -159,7 +159,7 @@ def _slip_fields(spec: KernelSpec) -> dict[str, int]:
         "relay_slots": 0,
         "count_warps": count_warps,
         "count_beside": beside,
-        "shared_bytes": _align(_tables(spec) + beside + 1024, 128),
+        "shared_bytes": _align(_tables(spec) + 4 * spec.experts + beside + 1024, 128),
     }
 
 

@@ -22,7 +22,7 @@ MOECOMM_FN bool sum_counts(const Call& c) {
                     c.shared.coming[source][column - cfg.columns()] = word;
                     return;
                 }
-                if (cfg.packet_lines > 0 && local >= 0 && local < cfg.experts_here())
+                if ((cfg.packet_lines > 0 || cfg.slips) && local >= 0 && local < cfg.experts_here())
                     c.shared.into[source * cfg.experts_here() + local] = total;
                 if (column == cfg.experts + c.me()) c.shared.slots_before[source] = total;
                 total += static_cast<i32>(word);

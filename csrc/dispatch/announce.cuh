@@ -21,6 +21,11 @@ MOECOMM_FN void fill_notice(const Call& c, Notice& n) {
     n.topk_idx = c.a.out_topk_idx;
     n.weights = c.a.out_weights;
     n.rows = c.a.out_rows;
+    if constexpr (Call::cfg.slips) {  // for who makes them
+        n.src = c.a.x;
+        n.topk_idx = c.a.x_stride;
+        n.weights = c.a.landing;
+    }
     n.pitch = Call::cfg.packets ? Call::cfg.packets_of_row() * Call::cfg.packet_lines * kLineBytes : 0;
 }
 

@@ -68,9 +68,9 @@ struct DispatchShared {
     i32 filled[cfg.experts_here()];  // end of the rows of each expert here, padding not included
     u32 bad;                         // the first bad entry of our input, 0 if none
     i32 objection;                   // the first rank that makes the round void: by its notice, or + ranks by its rows; else 2 * ranks
-    // Where rows come in packets: by source and expert here, the rows of the sources before, and the same of flat rows; and, a bit a
-    // token, what comes from a source, and what of ours is for a rank.
-    i32 into[cfg.packet_lines > 0 ? cfg.experts : 1];
+    // Where rows come in packets, or slips do: by source and expert here, the rows of the sources before.  Packets: the same of flat rows,
+    // and, a bit a token, what comes from a source, and what of ours is for a rank.
+    i32 into[cfg.packet_lines > 0 || cfg.slips ? cfg.experts : 1];
     i32 slots_before[cfg.ranks + 1];
     u32 coming[cfg.ranks][kWantedWords];
     u32 wanted[cfg.ranks][kWantedWords];

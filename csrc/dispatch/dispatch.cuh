@@ -130,15 +130,22 @@ MOECOMM_FN void run(const Call& c, const Slips<Call>&) {
     if (!begin_round(c.round, c.shared.begin, Call::cfg.threads())) return;
     if (!c.alone && !sum_blocks(c, [] {})) return;
     announce(c);
+    const bool ids = tells_ids(c);
+    if (ids) {
+        tell_ids(c);
+        if (blockIdx.x == gridDim.x - 1) tell_offer(c);
+    }
     if (!agree(c)) return;
     let_next_kernel_launch();
     if (!goes_on(c)) {
         clear_route(c);
         return;
     }
-    store_slips(c);
+    if (!ids) store_slips(c);
+    for (i32 source = blockIdx.x; ids && source < Call::cfg.ranks; source += gridDim.x)
+        if (!take_ids(c, source)) return;
     if (blockIdx.x == gridDim.x - 1) write_counts(c);
-    tell_slips(c);
+    if (!ids) tell_slips(c);
     if (blockIdx.x == 0) await_slips(c);
 }
 

@@ -1,5 +1,7 @@
-// Step 5 where rows are fetched later (csrc/fused/fetch.cuh): a slip for every entry, straight to its row at the owner, and one flag a
-// rank.
+// Step 5 where rows are fetched later (csrc/fused/fetch.cuh): a slip for every entry among the rows of its expert, and one flag a rank.
+//
+// In a Buffer of many tokens slips go straight to their rows at the owner, once counts are known, and the flag follows them.  In one of few
+// every rank tells all others its ids, with its counts: a flight over the links, and not two.  Who has the expert makes the slip.
 #pragma once
 #include "../protocol/slip.h"
 #include "call.cuh"
@@ -16,6 +18,11 @@ struct Slips {
     MOECOMM_FN void drop_loads() const {}
 };
 
+template <class Call>
+MOECOMM_FN i32 owner_of(i64 id) {
+    return id >= 0 && valid_id(id, Call::cfg.experts) ? static_cast<i32>(id) / Call::cfg.experts_here() : -1;
+}
+
 // By all threads, of the block's tokens.  Of an expert they take rows as they come: what is made of a row does not depend on which it is.
 template <class Call>
 MOECOMM_FN void store_slips(const Call& c) {
@@ -26,26 +33,95 @@ MOECOMM_FN void store_slips(const Call& c) {
 #pragma unroll 2
     for (i32 entry = c.share.first * cfg.topk + threadIdx.x; entry < c.share.end * cfg.topk; entry += cfg.threads()) {
         const i64 id = c.id_at(entry);
-        const bool wanted = id >= 0 && valid_id(id, cfg.experts);
-        const i32 owner = wanted ? static_cast<i32>(id) / cfg.experts_here() : -1;
+        const i32 owner = owner_of<Call>(id);
         owners[entry] = owner;
-        if (!wanted) continue;
+        if (owner < 0) continue;
         const i32 row = atomicAdd(&c.shared.base[id], 1);
         const Slip slip{c.a.x + entry / cfg.topk * c.a.x_stride, c.a.landing + entry * product_bytes | home};
         *(c.transport.template peer_ptr<Slip>(owner, c.shared.notices[owner].x) + row) = slip;
     }
 }
 
+// Where ids are told: words that combines have for weights, in rounds of their own.
+static_assert(kMostWeights <= kAloneEntries, "every block counts all tokens");
+template <class Call>
+MOECOMM_FN bool tells_ids(const Call& c) {
+    return takes_weights(c.shape());
+}
+template <class Call>
+MOECOMM_FN u64 id_place(const Call& c, i32 source, i32 entry) {
+    return weight_at(c.window(), c.shape(), c.round.tag, source, entry);
+}
+// By all threads, of the block's tokens.
+template <class Call>
+MOECOMM_FN void tell_ids(const Call& c) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    auto* owners = reinterpret_cast<i32*>(c.a.route.token_owner);
+    for (i32 entry = c.share.first * cfg.topk + threadIdx.x; entry < c.share.end * cfg.topk; entry += cfg.threads()) {
+        const i64 id = c.id_at(entry);
+        owners[entry] = owner_of<Call>(id);
+        for (i32 turn = 0; turn < cfg.ranks; ++turn)
+            c.transport.post(rotated<cfg.ranks>(c.me(), turn), id_place(c, c.me(), entry), word_signal(c.round.tag, static_cast<u32>(id)));
+    }
+}
+// By one block: of the tokens of `source`.  False where some did not come.
+template <class Call>
+MOECOMM_FN bool take_ids(const Call& c, i32 source) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    constexpr i32 here = cfg.experts_here(), together = 4;
+    const Notice& from = c.shared.notices[source];
+    const u64 home = static_cast<u64>(source) << Slip::kHomeShift, product_bytes = cfg.hidden * bytes_of(cfg.type);
+    i32* const next = c.shared.base + c.me() * here;  // row, of each expert here
+    for (i32 i = threadIdx.x; i < here; i += cfg.threads())
+        next[i] = c.shared.filled[i] - c.shared.total[c.me() * here + i] + c.shared.into[source * here + i];
+    __syncthreads();
+    auto* const slips = reinterpret_cast<Slip*>(c.a.ctx.peers[c.me()] + c.a.out_x);
+    const i32 entries = from.num_tokens * cfg.topk;
+    bool came = true;
+    for (i32 first = threadIdx.x; came && first < entries; first += together * cfg.threads()) {
+        u64 seen[together];
+#pragma unroll
+        for (i32 i = 0; i < together; ++i) {
+            const i32 entry = first + i * cfg.threads();
+            if (entry < entries) seen[i] = load_relaxed(own<const u64>(c.a.ctx, id_place(c, source, entry)));
+        }
+#pragma unroll
+        for (i32 i = 0; i < together; ++i) {
+            const i32 entry = first + i * cfg.threads();
+            if (!came || entry >= entries) break;
+            if (signal_tag(seen[i]) != c.round.tag)
+                came = wait_word(c.round, Phase::payload, source, id_place(c, source, entry), c.round.tag, seen[i]);
+            const i32 expert = static_cast<i32>(signal_word(seen[i])) - c.me() * here;
+            const bool wanted = came && expert >= 0 && expert < here;
+            if (!wanted) continue;
+            const i32 row = atomicAdd(&next[expert], 1);
+            slips[row] = {from.src + entry / cfg.topk * from.topk_idx, from.weights + entry * product_bytes | home};
+        }
+    }
+    return !__syncthreads_or(!came);
+}
+
+// By the threads of a block: a flag to every rank.
+template <class Call>
+MOECOMM_FN void tell_all(const Call& c) {
+    for (i32 turn = threadIdx.x; turn < Call::cfg.ranks; turn += Call::cfg.threads()) {
+        const i32 peer = rotated<Call::cfg.ranks>(c.me(), turn);
+        c.transport.signal(peer, arrived_at(c.window(), c.shape(), c.me(), 0), chunk_signal(c.round.tag, 0, 0));
+    }
+}
+// By those of one block: our rows are where they are fetched from.
+template <class Call>
+MOECOMM_FN void tell_offer(const Call& c) {
+    await_earlier_kernels();
+    fence_system();
+    tell_all(c);
+}
 // By all threads of all blocks: once everybody has stored here, and our rows are where they are fetched from, every rank hears of it.
 template <class Call>
 MOECOMM_FN void tell_slips(const Call& c) {
     await_earlier_kernels();
     fence_system();
-    if (!last_block(&own_state(c.a.ctx)->finished)) return;
-    for (i32 turn = threadIdx.x; turn < Call::cfg.ranks; turn += Call::cfg.threads()) {
-        const i32 peer = rotated<Call::cfg.ranks>(c.me(), turn);
-        c.transport.signal(peer, arrived_at(c.window(), c.shape(), c.me(), 0), chunk_signal(c.round.tag, 0, 0));
-    }
+    if (last_block(&own_state(c.a.ctx)->finished)) tell_all(c);
 }
 
 // By one block: those of all ranks are here.

@@ -48,9 +48,9 @@ struct WindowLayout {
     u64 packets;   // [2][ranks] times packet_bytes, by round parity and sender, as `mail` is: rows of few tokens (protocol/packets.h);
                    // several domains: what is put straight (domains.h).  Then, where takes_weights, u64[2][ranks][max_tokens][topk]:
                    // word_signal with the bits of a float, by round parity, home, its token and k: the weights that a home gives a combine
-                   // itself; those of a home of another domain may be looked at when its mail is here.  Two are enough, as of `mail`: a
-                   // home posts or puts those of round n + 2 when it has heard our mail of round n + 1, which we sent after we had
-                   // finished reading those of round n
+                   // itself; those of a home of another domain may be looked at when its mail is here.  Or the ids of a source, in a
+                   // dispatch of slips.  Two are enough, as of `mail`: a home posts or puts those of round n + 2 when it has heard our
+                   // mail of round n + 1, which we sent after we had finished reading those of round n
     u64 begun;     // Notice[domain_ranks]: scratch: of our domain, in the dispatch that was begun last; several domains
     u64 signals;   // u64[2][signals()]: written by links alone (domains.h), then what ours at others were made last; several domains
     u64 staging;   // [ranks][ring_tokens] rows of staged_row_bytes, by home and token % ring_tokens

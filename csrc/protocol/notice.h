@@ -19,7 +19,8 @@ struct Notice {
     i32 max_rows;  // rows this rank's output can take; batched: of all its experts, each has as many
     i32 blocks;    // dispatch: so many share the chunks of this rank out, neighbours together: the first chunks of all come first (kernels)
     // Offsets in the sender's window.  dispatch: where peers write; `pitch`, if not 0, says that the sender's rows come in packets, and the
-    // bytes of those of a token.
+    // bytes of those of a token.  Of slips `src` and `topk_idx` say where the sender offers its rows, and how far apart, and `weights`
+    // where what is made of them goes: for who has told others its ids.
     u64 x, scales, src, topk_idx, weights, rows;
     // combine: where peers read, if not rows reduced for them in our staging: where `x` is not 0, the experts' rows themselves at `x`,
     // `pitch` bytes apart, and their weights at `weights` (0: not weighted).  Kernels: with `rows` not 0, rows reduced for them, by flat

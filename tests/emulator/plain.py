@@ -93,7 +93,7 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
     # Those of some warps take longer.
     "dispatch/slips.cuh": [
         (
-            r"(?=const bool wanted)",
+            r"(?=const i64 id = )",
             "for (u32 left = (threadIdx.x / kWarp + 3 * blockIdx.x + c.me()) % 7 * 100; left != 0; --left) "
             "emulator::emulator_yield(); ",
         )
