@@ -16,10 +16,10 @@ MOECOMM_FN void send_notice(const Round& r, const Transport& transport, i32 peer
     for (i32 i = thread; i < kNoticeWords; i += stride) transport.post(peer, mail_word(r, r.ctx.rank, i), word_signal(r.tag, words[i]));
 }
 
-// The same word of the mail of `n` ranks, `stride` bytes apart, loaded together: take(rank, word) in order.  False when one did not come;
+// `n` words of mail, `stride` bytes apart, loaded together: take(nth, word) in order.  False when one did not come, of rank from(nth);
 // stop(which is late) true: nobody waits any more, and nothing is taken.  Words say all by themselves, so nothing is acquired with them.
-template <class Stop, class Take>
-MOECOMM_FN bool await_words(const Round& r, u64 first, i64 stride, i32 n, Stop stop, Take take) {
+template <class From, class Stop, class Take>
+MOECOMM_FN bool await_words(const Round& r, u64 first, i64 stride, i32 n, From from, Stop stop, Take take) {
     constexpr i32 kTogether = 8;
     for (i32 base = 0; base < n; base += kTogether) {
         u64 seen[kTogether];
@@ -36,7 +36,7 @@ MOECOMM_FN bool await_words(const Round& r, u64 first, i64 stride, i32 n, Stop s
             stopped = late >= 0 && stop(late);
             return late < 0 || stopped;
         };
-        if (!wait_for_any(r, Phase::notice, [&] { return late; }, r.tag, ready, [] { return 0ll; })) return false;
+        if (!wait_for_any(r, Phase::notice, [&] { return from(late); }, r.tag, ready, [] { return 0ll; })) return false;
         if (stopped) return true;
 #pragma unroll
         for (i32 i = 0; i < kTogether; ++i)

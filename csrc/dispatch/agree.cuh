@@ -16,7 +16,8 @@ MOECOMM_FN bool sum_counts(const Call& c) {
         i32 polls = 0, total = 0, before = 0;
         const i32 local = column - c.me() * cfg.experts_here();
         const bool came = await_words(
-            c.round, first, stride, cfg.ranks, [&](i32 late) { return ++polls % 16 == 0 && calls_otherwise(c.round, late, c.shared.mine); },
+            c.round, first, stride, cfg.ranks, [](i32 source) { return source; },
+            [&](i32 late) { return ++polls % 16 == 0 && calls_otherwise(c.round, late, c.shared.mine); },
             [&](i32 source, u32 word) {
                 if (column >= cfg.columns()) {
                     c.shared.coming[source][column - cfg.columns()] = word;

@@ -141,11 +141,14 @@ MOECOMM_FN void run(const Call& c, const Slips<Call>&) {
         clear_route(c);
         return;
     }
-    if (!ids) store_slips(c);
-    for (i32 source = blockIdx.x; ids && source < Call::cfg.ranks; source += gridDim.x)
-        if (!take_ids(c, source)) return;
     if (blockIdx.x == gridDim.x - 1) write_counts(c);
-    if (!ids) tell_slips(c);
+    if (ids) {
+        for (i32 source = blockIdx.x; source < Call::cfg.ranks; source += gridDim.x)
+            if (!take_ids(c, source)) return;
+    } else {
+        store_slips(c);
+        tell_slips(c);
+    }
     if (blockIdx.x == 0) await_slips(c);
 }
 

@@ -68,7 +68,7 @@ MOECOMM_FN void tell_ids(const Call& c) {
 template <class Call>
 MOECOMM_FN bool take_ids(const Call& c, i32 source) {
     constexpr DispatchConfig cfg = Call::cfg;
-    constexpr i32 here = cfg.experts_here(), together = 4;
+    constexpr i32 here = cfg.experts_here();
     const Notice& from = c.shared.notices[source];
     const u64 home = static_cast<u64>(source) << Slip::kHomeShift, product_bytes = cfg.hidden * bytes_of(cfg.type);
     i32* const next = c.shared.base + c.me() * here;  // row, of each expert here
@@ -76,28 +76,15 @@ MOECOMM_FN bool take_ids(const Call& c, i32 source) {
         next[i] = c.shared.filled[i] - c.shared.total[c.me() * here + i] + c.shared.into[source * here + i];
     __syncthreads();
     auto* const slips = reinterpret_cast<Slip*>(c.a.ctx.peers[c.me()] + c.a.out_x);
-    const i32 entries = from.num_tokens * cfg.topk;
-    bool came = true;
-    for (i32 first = threadIdx.x; came && first < entries; first += together * cfg.threads()) {
-        u64 seen[together];
-#pragma unroll
-        for (i32 i = 0; i < together; ++i) {
-            const i32 entry = first + i * cfg.threads();
-            if (entry < entries) seen[i] = load_relaxed(own<const u64>(c.a.ctx, id_place(c, source, entry)));
-        }
-#pragma unroll
-        for (i32 i = 0; i < together; ++i) {
-            const i32 entry = first + i * cfg.threads();
-            if (!came || entry >= entries) break;
-            if (signal_tag(seen[i]) != c.round.tag)
-                came = wait_word(c.round, Phase::payload, source, id_place(c, source, entry), c.round.tag, seen[i]);
-            const i32 expert = static_cast<i32>(signal_word(seen[i])) - c.me() * here;
-            const bool wanted = came && expert >= 0 && expert < here;
-            if (!wanted) continue;
+    const i32 thread = threadIdx.x, mine = ceil_div(max(from.num_tokens * cfg.topk - thread, 0), cfg.threads());
+    const bool came = await_words(
+        c.round, id_place(c, source, thread), cfg.threads() * sizeof(u64), mine, [&](i32) { return source; }, [](i32) { return false; },
+        [&](i32 nth, u32 id) {
+            const i32 entry = thread + nth * cfg.threads(), expert = static_cast<i32>(id) - c.me() * here;
+            if (expert < 0 || expert >= here) return;
             const i32 row = atomicAdd(&next[expert], 1);
             slips[row] = {from.src + entry / cfg.topk * from.topk_idx, from.weights + entry * product_bytes | home};
-        }
-    }
+        });
     return !__syncthreads_or(!came);
 }
 

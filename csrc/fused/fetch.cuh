@@ -19,6 +19,8 @@
 
 namespace moecomm {
 
+MOECOMM_FN void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
 constexpr i32 kFetchWarps = (1 + kMathGroups) * kWarpgroup / kWarp, kFetchSlots = 2;
 
 // In memory of its own: what copies bring later to where a barrier has been may be lost (seen on an H200; PTX: mbarrier.inval).
@@ -159,7 +161,7 @@ struct RowsAreFetched {
         for (i32 full = 0; full < arrivals.counters();) {
             await_more(a, arrivals, full);
             // Not an acquire of each counter: ptxas 13.0 then loads through a descriptor that nobody has loaded (tests/compiled.py).
-            asm volatile("fence.acq_rel.gpu;" ::: "memory");
+            fence_gpu();
             asm volatile("st.release.cta.shared::cta.s32 [%0], %1;" ::"r"(shared_address(&there)), "r"(full * arrivals.counted) : "memory");
         }
     }

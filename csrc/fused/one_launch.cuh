@@ -60,7 +60,7 @@ struct Awaited {
         }
         // Those of the first tile, which nothing hides, together.  Later a fence would be one for rows on their way home as well.
         if (before == 0) {
-            asm volatile("fence.acq_rel.gpu;" ::: "memory");
+            fence_gpu();
         } else {
             for (i32 i = before; i < full; ++i) load_acquire(reinterpret_cast<const u32*>(args.layer.fetched) + i);
         }

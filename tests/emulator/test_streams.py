@@ -69,15 +69,16 @@ class Streams:
 
 @pytest.mark.parametrize("form", layer.FORMS)
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("most", [30, 1400], ids=["ids are told", "slips are"])
 def test_layers_whose_kernels_begin_early(
-    fp8: bool, form: str, machine: Machines, monkeypatch: pytest.MonkeyPatch
+    most: int, fp8: bool, form: str, machine: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One after the other, in the same memory of the window, of which the second and the third take more than the one
-    before: what they write there first is what others may still read.
+    before: what they write there first is what others may still read.  In a Buffer of `most` tokens.
     """
     Emulated(machine, monkeypatch)
     sizes = SIZES[1] | {"ranks": 2, "num_experts": 4, "max_tokens": 30}
-    of_buffer = {name: size for name, size in sizes.items() if name != "intermediate"}
+    of_buffer = {name: size for name, size in sizes.items() if name != "intermediate"} | {"max_tokens": most}
     streams, kept = Streams(machine, sizes["ranks"]), []
     with LocalBuffers(**of_buffer, backend="host", timeout_s=600) as ranks:
         cases = [random_layer(seed, **sizes, dtype=torch.bfloat16, fp8=fp8) for seed in (3, 0, 5, 4)]
