@@ -1,5 +1,5 @@
 """Layers of experts (`Buffer.moe`), one by one and at work, and what the GPU draws meanwhile: what one launch gains by
-the order of its tiles and by how many blocks fetch (moecomm.fused.one_launch.turn_of, fetchers_of), and by being
+the order of its tiles (moecomm.fused.one_launch.turn_of) and by how many blocks fetch (FETCHERS), and by being
 launched early (moecomm.plain_kernel.launch).
 
     python bench/at_work.py --ranks 2 --model deepseek-v3 --tokens 8192 --turns 1,16,64 --json at-work.json
@@ -112,7 +112,7 @@ class Layers:
         for turn in turns:
             found[f"turns of {turn}"] = (one, mock.patch.object(one_launch, "turn_of", lambda *about, turn=turn: turn))
         for blocks in fetchers:
-            changed = mock.patch.object(one_launch, "fetchers_of", lambda row_bytes, blocks=blocks: blocks)
+            changed = mock.patch.object(one_launch, "FETCHERS", blocks)
             found[f"{blocks} fetch"] = (one, changed)
         if late:
             found["launched late"] = (one, mock.patch.object(two_launches, "launch", _launch_late))

@@ -21,61 +21,77 @@ namespace moecomm {
 
 MOECOMM_FN void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-constexpr i32 kFetchWarps = (1 + kMathGroups) * kWarpgroup / kWarp, kFetchSlots = 2;
+constexpr i32 kFetchWarps = (1 + kMathGroups) * kWarpgroup / kWarp, kFetchSlots = 4;  // slots of a warp, at most
 
 // In memory of its own: what copies bring later to where a barrier has been may be lost (seen on an H200; PTX: mbarrier.inval).
 struct FetchShared {
-    static constexpr i32 kKept = 4;
     u64 full[kFetchWarps][kFetchSlots];
-    i32 rows[kFetchWarps][kKept];  // of the last pieces that a warp has begun
 
     MOECOMM_FN void init() {
         for (i32 i = 0; i < kFetchWarps * kFetchSlots; ++i) barrier_init(&full[0][0] + i, 1);
     }
 };
-static_assert(kFetchSlots + 2 <= FetchShared::kKept, "those that load, and two that have been stored");
 
-// One lane of a warp: brings rows piece by piece, a piece loading while another is stored.  The pieces of all warps are in `room` bytes of
-// shared memory.
+// How a warp brings rows, by way of `room` bytes of shared memory: piece by piece, those of all slots but one loading.
+struct Pieces {
+    i32 slots, bytes;  // of a piece; a row's last may have less
+
+    MOECOMM_BOTH static constexpr Pieces of(i32 slots, i32 row, i32 room) {
+        return {slots, align_up(ceil_div(row, ceil_div(row, room / slots / 128 * 128)), 128)};
+    }
+    MOECOMM_BOTH constexpr i32 loading() const { return (slots - 1) * bytes; }
+    // As long as most bytes are loading.
+    MOECOMM_BOTH static constexpr Pieces of(i32 row, i32 room) {
+        Pieces best = of(2, row, room);
+        for (i32 slots = 3; slots <= kFetchSlots; ++slots)
+            if (const Pieces other = of(slots, row, room); other.loading() > best.loading()) best = other;
+        return best;
+    }
+};
+
+// One lane of a warp.  The slip of a row is on its way while the row before is.
 template <RowConfig r, i32 room>
 struct Fetcher {
-    static constexpr i32 kMost = room / (kFetchWarps * kFetchSlots) / 128 * 128, kPieces = ceil_div(r.bytes(), kMost);
-    static constexpr i32 kPiece = align_up(ceil_div(r.bytes(), kPieces), 128), kWarpBytes = kFetchSlots * kPiece;
+    static constexpr i32 kRoom = room / kFetchWarps / 128 * 128;
+    static constexpr Pieces kCut = Pieces::of(r.bytes(), kRoom - kFetchSlots * static_cast<i32>(sizeof(i32)));
+    static constexpr i32 kSlots = kCut.slots, kPiece = kCut.bytes, kPieces = ceil_div(r.bytes(), kPiece);
 
     const LayerArgs& a;
-    FetchShared& shared;
-    u8* const pieces;  // of this warp
-    const i32 warp;
+    u64* const full;  // [kSlots]
+    u8* const memory;
     i32 loaded = 0, stored = 0, published = 0;  // pieces
-    u64 from = 0;                               // the row whose pieces are loading
+    i32 row = 0, next_row = 0;                  // whose pieces are loading, and after it
+    u64 from = 0;
+    Slip next{};
 
-    MOECOMM_FN i32& row_of(i32 piece) const { return shared.rows[warp][piece % FetchShared::kKept]; }
+    MOECOMM_FN i32& row_of(i32 piece) const { return reinterpret_cast<i32*>(memory + kSlots * kPiece)[piece % kSlots]; }
     MOECOMM_FN static i32 bytes_of_piece(i32 piece) { return min(kPiece, r.bytes() - piece % kPieces * kPiece); }
 
+    MOECOMM_FN void look_ahead(Wanted& wanted) {
+        next_row = wanted.next([&] { return atomicAdd(reinterpret_cast<i32*>(a.fetching), 1); });
+        if (next_row < wanted.rows) next = reinterpret_cast<const Slip*>(a.slips)[next_row];
+    }
     // The next piece; false where that is of another row, and there is none.
     MOECOMM_FN bool load(Wanted& wanted) {
-        const i32 part = loaded % kPieces, slot = loaded % kFetchSlots;
+        const i32 part = loaded % kPieces, slot = loaded % kSlots;
         if (part == 0) {
-            const i32 row = wanted.next([&] { return atomicAdd(reinterpret_cast<i32*>(a.fetching), 1); });
-            if (row >= wanted.rows) return false;
-            row_of(loaded) = row;
-            const Slip slip = reinterpret_cast<const Slip*>(a.slips)[row];
-            const u64 home = a.ctx.peers[slip.home()];
-            from = home + slip.row;
-            reinterpret_cast<u64*>(a.homes)[row] = home + slip.landing();
-        } else {
-            row_of(loaded) = row_of(loaded - 1);
+            if (next_row >= wanted.rows) return false;
+            row = next_row;
+            const u64 home = a.ctx.peers[next.home()];
+            from = home + next.row;
+            reinterpret_cast<u64*>(a.homes)[row] = home + next.landing();
+            look_ahead(wanted);
         }
-        bulk_load(pieces + slot * kPiece, reinterpret_cast<const u8*>(from) + part * kPiece, bytes_of_piece(loaded),
-                  &shared.full[warp][slot]);
+        row_of(loaded) = row;
+        bulk_load(memory + slot * kPiece, reinterpret_cast<const u8*>(from) + part * kPiece, bytes_of_piece(loaded), full + slot);
         ++loaded;
         return true;
     }
     MOECOMM_FN void store() {
-        const i32 part = stored % kPieces, slot = stored % kFetchSlots;
-        copy_wait(&shared.full[warp][slot], stored / kFetchSlots & 1);
+        const i32 part = stored % kPieces, slot = stored % kSlots;
+        copy_wait(full + slot, stored / kSlots & 1);
         u8* const to = reinterpret_cast<u8*>(a.rows) + static_cast<i64>(row_of(stored)) * r.pitch() + part * kPiece;
-        bulk_store(to, pieces + slot * kPiece, bytes_of_piece(stored));
+        bulk_store(to, memory + slot * kPiece, bytes_of_piece(stored));
         bulk_commit();
         ++stored;
     }
@@ -90,14 +106,14 @@ struct Fetcher {
 
     MOECOMM_FN void run(Wanted wanted) {
         fence_async();  // the homes' rows were written before the dispatch
-        while (loaded - stored < kFetchSlots && load(wanted)) {
+        look_ahead(wanted);
+        while (loaded - stored < kSlots && load(wanted)) {
         }
         while (stored < loaded) {
             store();
-            bulk_wait_read<0>();
-            load(wanted);
             bulk_wait<1>();
-            publish(stored - 1);
+            publish(stored - 1);  // those before this one, whose slots are free then
+            if (loaded - stored < kSlots - 1) load(wanted);
         }
         bulk_wait<0>();
         publish(stored);
@@ -111,7 +127,7 @@ template <RowConfig r, i32 room>
 MOECOMM_FETCH void fetch_rows(const LayerArgs& a, FetchShared& shared, u8* memory, i32 fetchers, i32 together) {
     static_assert(r.columns_bytes() % 16 == 0, "what the GEMM has does");
     const i32 rows = layer_rows(a), first = min(rows, together), block = blockIdx.x, blocks = gridDim.x, warp = warp_id();
-    Fetcher<r, room> fetcher{a, shared, memory + warp * Fetcher<r, room>::kWarpBytes, warp};
+    Fetcher<r, room> fetcher{a, shared.full[warp], memory + warp * Fetcher<r, room>::kRoom};
     auto wanted = Wanted::of_all(rows, first, block, blocks, warp);
     for (bool all = true;; all = false) {
         if (lane_id() == 0) fetcher.run(wanted);

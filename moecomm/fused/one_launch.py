@@ -13,7 +13,7 @@ import torch
 
 from moecomm.fused import gemm, kernels, schedules
 from moecomm.fused.schedules import Schedule
-from moecomm.fused.two_launches import FETCH_BYTES, LEAST_COUNTED, Layer, LayerArgs, row_config, row_pitch
+from moecomm.fused.two_launches import FETCH_BYTES, FETCHERS, LEAST_COUNTED, Layer, LayerArgs, row_config
 
 if TYPE_CHECKING:
     from moecomm.routed import Routed
@@ -23,7 +23,6 @@ DEALT_BYTES = 320 + FETCH_BYTES  # at least DealtShared of csrc/fused/dealt.cuh,
 # and the first that multiplies it: with two, one that each has begun and one that it has before it.
 LAG = 2
 _LONG_TURN, _SHORT_TURN_ROWS, _LONG_ROW = 64, 1024, 2048
-_FETCHERS, _MORE_FETCHERS, _SHORT_FETCHED = 8, 16, 4096
 _TOGETHER = 2  # rows of a block that all fetch, at most
 _MORE_WANTED = 16  # rows that the first experts may have more than others
 _LINE = 128 // 4  # scales
@@ -71,13 +70,6 @@ def turn_of(schedule: Schedule, row_bytes: int) -> int:
     return _LONG_TURN if row_bytes > _LONG_ROW else _SHORT_TURN_ROWS // schedule.most_rows
 
 
-def fetchers_of(row_bytes: int) -> int:
-    """Blocks that fetch, by the bytes of a row: few, for they do not multiply meanwhile, but more where rows are short,
-    which take about as long to come as others.  bench/results/at-work-fetchers-h200-4.json has other numbers.
-    """
-    return _FETCHERS if row_bytes > _SHORT_FETCHED else _MORE_FETCHERS
-
-
 def rows_at_once(rows: int, tiles: kernels.GemmArgs, clusters: int) -> int:
     """What the first tiles of all clusters are made of, where every expert has about so many rows: of all counters that
     they wait for.
@@ -110,7 +102,7 @@ class OneLaunch(Layer):
             first=first,
             second=gemm.arguments(then, False, 0, None, schedule),
             layer=self._args,
-            fetchers=min(fetchers_of(row_pitch(self._dtype, hidden)), blocks),
+            fetchers=min(FETCHERS, blocks),
             # Of many rows those that fetch begin at once.
             together=min(rows_at_once(self._rows, first, clusters), _TOGETHER * blocks) if few else 0,
             lag=LAG * clusters,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 LEAST_COUNTED = 32  # kLeastCounted: rows of a counter
 _MORE_COUNTED, _FEW_ROWS = 128, 4096  # where there are more rows than the second
-FETCHERS = 16  # blocks that fetch: with as many, long reads fill the links (shared/measurements: 297 to 319 GB/s)
+FETCHERS = 16  # blocks that fetch: with fewer, short rows do not come in time (bench/results/layer-fetch-h200-4.json)
 _OFFER_THREADS = 512
 FETCH_BYTES = 384 + 128  # at least FetchShared of csrc/fused/fetch.cuh, and what aligns it
 # At home: bytes of a block's shared memory, slots of a warp, and, of a slot, bytes of all rows together.
@@ -82,7 +82,7 @@ def row_config(dtype: torch.dtype, hidden: int, counted: int = LEAST_COUNTED) ->
 
 def counted_together(rows: int) -> int:
     """Rows of a counter, of so many in all: few, since tiles wait for whole counters, unless there are many counters,
-    which are looked at one after the other.  bench/results/layer-claims-h200-4.json has few for all.
+    which are looked at one after the other.
     """
     return LEAST_COUNTED if rows <= _FEW_ROWS else _MORE_COUNTED
 

@@ -96,20 +96,20 @@ inline const void* in_first_level(const void* from) {
     return line->second.data() + at % sizeof(Line);
 }
 
-// Bulk stores of each thread that have not been written yet.
+// Bulk stores of each thread that have not been written yet, nor read.
 struct Stored {
     void* to;
-    std::vector<unsigned char> bytes;
+    const void* from;
+    int bytes;
 };
 inline std::map<const Thread*, std::deque<Stored>> under_way;
 inline void store_later(void* to, const void* from, int bytes) {
-    const auto* first = static_cast<const unsigned char*>(from);
     if (bytes % 16 != 0 || (reinterpret_cast<std::uint64_t>(to) | reinterpret_cast<std::uint64_t>(from)) % 16 != 0) __builtin_trap();
-    under_way[emulator_thread].push_back({to, {first, first + bytes}});
+    under_way[emulator_thread].push_back({to, from, bytes});
 }
 inline void finish_stores(std::size_t but) {
     auto& mine = under_way[emulator_thread];
-    for (; mine.size() > but; mine.pop_front()) std::memcpy(mine.front().to, mine.front().bytes.data(), mine.front().bytes.size());
+    for (; mine.size() > but; mine.pop_front()) std::memcpy(mine.front().to, mine.front().from, mine.front().bytes);
 }
 
 inline float widen_e4m3(unsigned char v) {

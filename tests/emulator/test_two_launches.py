@@ -44,6 +44,8 @@ pytestmark = [
 SIZES: list[dict[str, Any]] = [
     {"ranks": 1, "hidden": 32, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 40},
     {"ranks": 3, "hidden": 272, "intermediate": 224, "num_experts": 6, "topk": 3, "max_tokens": 90},
+    # Rows that are fetched in several pieces.
+    {"ranks": 2, "hidden": 7168, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 40},
 ]
 CASES = 2
 Machines = tuple[Machine, Rounds]
@@ -59,7 +61,7 @@ class Emulated:
             (tensor_maps, "encode", encode),
             (kernels, "multiprocessors", lambda device: 4),
             (two_launches, "FETCHERS", 2),
-            (one_launch, "fetchers_of", lambda row_bytes: 2),
+            (one_launch, "FETCHERS", 2),
             (two_launches, "load", lambda kernel, device: 0),
             (two_launches.Layer, "_launch", lambda layer, *launch: self.launch(*launch)),
             (HostSession, "most_blocks", 4),
