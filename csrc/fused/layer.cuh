@@ -58,7 +58,11 @@ MOECOMM_FN bool aborted(const LayerArgs& a) { return load_relaxed(deadline_of(a.
 MOECOMM_FN void note_failure(const LayerArgs& a) {
     if (aborted(a)) store_relaxed(reinterpret_cast<u32*>(a.late), 1);
 }
-MOECOMM_FN bool layer_goes_on(const LayerArgs& a) { return layer_round(a) != 0 && load_relaxed(reinterpret_cast<const u32*>(a.late)) == 0; }
+// That round if nothing has failed, else 0.
+MOECOMM_FN u32 round_that_goes_on(const LayerArgs& a) {
+    const u32 late = load_relaxed(reinterpret_cast<const u32*>(a.late)), round = layer_round(a);  // both on their way at once
+    return late == 0 ? round : 0;
+}
 // Rows that our experts get; none of a dispatch that has failed, whose outputs may hold anything.
 MOECOMM_FN i32 layer_rows(const LayerArgs& a) {
     const i32 rows = min(*reinterpret_cast<const i32*>(a.num_rows), a.max_rows);  // on its way while the other word is

@@ -19,11 +19,12 @@ struct StoreAtHome {
     MOECOMM_FN void end() const {
         fence_system();
         meet(1 + kMathGroups, kMathGroups * kWarpgroup);
-        if (threadIdx.x != kWarpgroup || !arrive_last(&own_state(a.ctx)->finished) || !layer_goes_on(a)) return;
-        const u64 signal = tag_signal(layer_round(a));
+        if (threadIdx.x != kWarpgroup || !arrive_last(&own_state(a.ctx)->finished)) return;
+        const u32 round = round_that_goes_on(a);
+        if (round == 0) return;
         fence_system();  // once: a release to each rank takes as long as this
         for (i32 p = 0; p < a.ctx.shape.ranks; ++p)
-            store_relaxed(reinterpret_cast<u64*>(a.ctx.peers[p] + landed_at(a.ctx, a.ctx.rank)), signal);
+            store_relaxed(reinterpret_cast<u64*>(a.ctx.peers[p] + landed_at(a.ctx, a.ctx.rank)), tag_signal(round));
     }
 };
 
