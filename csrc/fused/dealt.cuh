@@ -24,7 +24,6 @@ struct DealtShared {
     Dealt tiles[kDealt];
     u64 full[kDealt], stored[kDealt], empty[kDealt], told[kDealt];
     i32 positions[kDealt];
-    RowTiles rows;    // all there are
     LaggedWalk walk;  // of the thread that deals: its registers are short
 
     MOECOMM_FN void init() {

@@ -76,21 +76,12 @@ struct Awaited {
     }
 };
 
-// By the warpgroups that multiply, while rows are fetched: what the dealer starts from.
-template <GemmConfig c>
-MOECOMM_FN void count_tiles(OneShared<c>& s, const OneLaunchArgs& args) {
-    constexpr i32 kThreads = kMathGroups * kWarpgroup;
-    const auto* counts = reinterpret_cast<const i32*>(args.first.counts);
-    for (i32 g = threadIdx.x - kWarpgroup; g < args.first.grouping.groups; g += kThreads) s.gemm.counts[g] = counts[g];
-    meet(1 + kMathGroups, kThreads);
-    if (threadIdx.x == kGemmThreads - kWarp) s.dealt.rows = TileWalk::count_rows<c.most_rows>(args.first.grouping, s.gemm.counts);
-}
-
 // One thread: the dealer.  It has seen complete, with acquires, what a tile is made of, and its arrival at `full` is a release: so have the
 // others of the block, through their wait.  Copies of theirs then take a fence between the proxies.
 template <GemmConfig c, RowConfig r>
 MOECOMM_FN void deal(OneShared<c>& s, const OneLaunchArgs& args) {
-    s.dealt.walk = LaggedWalk(args.first.grouping, args.second.grouping, s.gemm.counts, s.dealt.rows, args.lag, args.turn);
+    const RowTiles rows = TileWalk::count_rows<c.most_rows>(args.first.grouping, s.gemm.counts);
+    s.dealt.walk = LaggedWalk(args.first.grouping, args.second.grouping, s.gemm.counts, rows, args.lag, args.turn);
     Awaited<r> awaited{args};
     for (DealtPlace place;; place.step()) {
         copy_wait(&s.dealt.empty[place.slot], place.phase ^ 1);
@@ -217,7 +208,10 @@ MOECOMM_FN void fetch_multiply_and_send(const OneLaunchArgs& args) {
     }
     __syncthreads();
     await_earlier_kernels();
-    if (threadIdx.x >= kWarpgroup) count_tiles(s, args);  // those that do not fetch in most blocks
+    // By warps that do not fetch in most blocks.
+    const auto* counts = reinterpret_cast<const i32*>(args.first.counts);
+    for (i32 g = threadIdx.x - kWarpgroup; g >= 0 && g < args.first.grouping.groups; g += kMathGroups * kWarpgroup)
+        s.gemm.counts[g] = counts[g];
     fetch_rows<r, GemmShared<c>::room()>(args.layer, s.fetch, memory, args.fetchers, args.together);
     if (blockIdx.x == 0 && threadIdx.x == 0) note_failure(args.layer);
     let_next_kernel_launch();
