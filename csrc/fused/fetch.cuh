@@ -112,7 +112,9 @@ struct Fetcher {
         while (stored < loaded) {
             store();
             bulk_wait<1>();
-            publish(stored - 1);  // those before this one, whose slots are free then
+            // Those before this one, whose slots are free then.  Before the next load, which writes where its row goes: a release behind
+            // that waits for it, and rows come late (csrc/README.md, "Who fetches").
+            publish(stored - 1);
             if (loaded - stored < kSlots - 1) load(wanted);
         }
         bulk_wait<0>();
