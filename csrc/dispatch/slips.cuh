@@ -23,22 +23,33 @@ MOECOMM_FN i32 owner_of(i64 id) {
     return id >= 0 && valid_id(id, Call::cfg.experts) ? static_cast<i32>(id) / Call::cfg.experts_here() : -1;
 }
 
-// By all threads, of the block's tokens.  Of an expert they take rows as they come: what is made of a row does not depend on which it is.
+// By all threads, of the block's tokens, those that a warp has a lane for each entry of together.  Of an expert they take rows as they
+// come: what is made of a row does not depend on which it is.
 template <class Call>
 MOECOMM_FN void store_slips(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     static_assert(cfg.row_bytes == sizeof(Slip) && cfg.layout == Layout::expert && !cfg.quantize && !cfg.repeat, "rows of experts");
-    const u64 home = static_cast<u64>(c.me()) << Slip::kHomeShift, product_bytes = cfg.hidden * bytes_of(cfg.type);
+    constexpr i32 kTokens = kWarp / cfg.topk, kWarps = cfg.threads() / kWarp;
+    const u64 product_bytes = cfg.hidden * bytes_of(cfg.type);
+    const i32 lane = lane_id(), first = lane / cfg.topk * cfg.topk;  // lane of its token
     auto* owners = reinterpret_cast<i32*>(c.a.route.token_owner);
 #pragma unroll 2
-    for (i32 entry = c.share.first * cfg.topk + threadIdx.x; entry < c.share.end * cfg.topk; entry += cfg.threads()) {
-        const i64 id = c.id_at(entry);
+    for (i32 token = c.share.first + warp_id() * kTokens; token < c.share.end; token += kWarps * kTokens) {
+        const i32 of = token + lane / cfg.topk, entry = token * cfg.topk + lane;
+        const bool here = lane < kTokens * cfg.topk && of < c.share.end;
+        const i64 id = here ? c.id_at(entry) : -1;
         const i32 owner = owner_of<Call>(id);
-        owners[entry] = owner;
+        if (here) owners[entry] = owner;
+        const i32 row = owner < 0 ? 0 : atomicAdd(&c.shared.base[id], 1);
+        i32 same = row;
+#pragma unroll
+        for (i32 k = 0; k < cfg.topk; ++k) {
+            const i32 other = __shfl_sync(kAllLanes, owner, first + k), there = __shfl_sync(kAllLanes, row, first + k);
+            if (other == owner) same = min(same, there);
+        }
         if (owner < 0) continue;
-        const i32 row = atomicAdd(&c.shared.base[id], 1);
-        const Slip slip{c.a.x + entry / cfg.topk * c.a.x_stride, c.a.landing + entry * product_bytes | home};
-        *(c.transport.template peer_ptr<Slip>(owner, c.shared.notices[owner].x) + row) = slip;
+        *(c.transport.template peer_ptr<Slip>(owner, c.shared.notices[owner].x) + row) =
+            Slip::of(c.a.x + of * c.a.x_stride, same < row ? same : -1, c.a.landing + entry * product_bytes, c.me());
     }
 }
 
@@ -70,7 +81,7 @@ MOECOMM_FN bool take_ids(const Call& c, i32 source) {
     constexpr DispatchConfig cfg = Call::cfg;
     constexpr i32 here = cfg.experts_here();
     const Notice& from = c.shared.notices[source];
-    const u64 home = static_cast<u64>(source) << Slip::kHomeShift, product_bytes = cfg.hidden * bytes_of(cfg.type);
+    const u64 product_bytes = cfg.hidden * bytes_of(cfg.type);
     i32* const next = c.shared.base + c.me() * here;  // row, of each expert here
     for (i32 i = threadIdx.x; i < here; i += cfg.threads())
         next[i] = c.shared.filled[i] - c.shared.total[c.me() * here + i] + c.shared.into[source * here + i];
@@ -83,7 +94,7 @@ MOECOMM_FN bool take_ids(const Call& c, i32 source) {
             const i32 entry = thread + nth * cfg.threads(), expert = static_cast<i32>(id) - c.me() * here;
             if (expert < 0 || expert >= here) return;
             const i32 row = atomicAdd(&next[expert], 1);
-            slips[row] = {from.src + entry / cfg.topk * from.topk_idx, from.weights + entry * product_bytes | home};
+            slips[row] = Slip::of(from.src + entry / cfg.topk * from.topk_idx, -1, from.weights + entry * product_bytes, source);
         });
     return !__syncthreads_or(!came);
 }

@@ -42,16 +42,27 @@ struct Arrivals {
         const i32 left = rows - counter * counted;
         return left < counted ? left : counted;
     }
-    // Counters that are full, from the first on, when `full` of them were: load(counter) says what one holds.  Several are loaded together.
+    // What some counters hold, those after the first `full`; load(counter) says it of one.  All are on their way together.
+    struct Seen {
+        i32 first, held[4];
+    };
+    template <class Load>
+    MOECOMM_BOTH Seen ask(i32 full, Load load) const {
+        Seen seen{full, {}};
+        const i32 last = counters() - 1;
+        for (i32 i = 0; i < 4; ++i) seen.held[i] = load(full + i < last ? full + i : last);
+        return seen;
+    }
+    // Counters that are full, from the first on.
+    MOECOMM_BOTH i32 full(const Seen& seen) const {
+        i32 full = seen.first;
+        for (i32 i = 0; i < 4; ++i)
+            if (full == seen.first + i && full < counters() && seen.held[i] == wanted(full)) ++full;
+        return full;
+    }
     template <class Load>
     MOECOMM_BOTH i32 look(i32 full, Load load) const {
-        constexpr i32 kTogether = 4;
-        i32 seen[kTogether];
-        const i32 first = full, last = counters() - 1;
-        for (i32 i = 0; i < kTogether; ++i) seen[i] = load(first + i < last ? first + i : last);
-        for (i32 i = 0; i < kTogether; ++i)
-            if (full == first + i && full <= last && seen[i] == wanted(full)) ++full;
-        return full;
+        return this->full(ask(full, load));
     }
 };
 

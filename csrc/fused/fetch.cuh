@@ -1,8 +1,9 @@
 // Rows for the first GEMM: some of the blocks fetch them from their homes before they multiply, in the order in which the tiles want them,
 // while the others have begun.  The first rows, which all wait for, all may fetch: a multiprocessor takes in a fraction of what links give.
 //
-// Every row is fetched for every expert that wants it.  Fetching waits for nobody: the dispatch has ended, and homes keep their rows until
-// all of this round have landed there.  So every tile that waits for rows is made in the end.
+// Every expert has a copy of its own of a row.  One that is here already is copied from there, and not over the links (Slip::same), if the
+// rows of its counter, and all before them, are known to have come: nobody waits for that.  Fetching waits for nobody at all: the dispatch
+// has ended, and homes keep their rows until all of this round have landed there.  So every tile that waits for rows is made in the end.
 #pragma once
 #include "../device/bulk.cuh"
 #include "../device/copy.cuh"
@@ -21,14 +22,31 @@ namespace moecomm {
 
 MOECOMM_FN void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-constexpr i32 kFetchWarps = (1 + kMathGroups) * kWarpgroup / kWarp, kFetchSlots = 4;  // slots of a warp, at most
+MOECOMM_FN i32 load_shared(const i32& word) {  // an acquire within the block
+    i32 v;
+    asm volatile("ld.acquire.cta.shared::cta.s32 %0, [%1];" : "=r"(v) : "r"(shared_address(&word)) : "memory");
+    return v;
+}
+MOECOMM_FN void store_shared(i32& word, i32 v) {  // a release
+    asm volatile("st.release.cta.shared::cta.s32 [%0], %1;" ::"r"(shared_address(&word)), "r"(v) : "memory");
+}
+
+// Of a block that fetches: warps that do, and one that counts for them.  Copies of a warp, at most, and rows that have not been counted.
+constexpr i32 kFetchWarps = (1 + kMathGroups) * kWarpgroup / kWarp - 1, kFetchSlots = 4, kRowsOpen = 32;
 
 // In memory of its own: what copies bring later to where a barrier has been may be lost (seen on an H200; PTX: mbarrier.inval).
 struct FetchShared {
+    static constexpr i32 kEnded = 1 << 30;
+
     u64 full[kFetchWarps][kFetchSlots];
+    i32 come[kFetchWarps];     // rows of a warp that have been written; and kEnded, when there are no more
+    i32 counted[kFetchWarps];  // of these, rows that have been counted
+    i32 known;                 // rows, from the first on, that may be copied from here
 
     MOECOMM_FN void init() {
         for (i32 i = 0; i < kFetchWarps * kFetchSlots; ++i) barrier_init(&full[0][0] + i, 1);
+        for (i32 i = 0; i < kFetchWarps; ++i) come[i] = counted[i] = 0;
+        known = 0;
     }
 };
 
@@ -53,18 +71,20 @@ struct Pieces {
 template <RowConfig r, i32 room>
 struct Fetcher {
     static constexpr i32 kRoom = room / kFetchWarps / 128 * 128;
-    static constexpr Pieces kCut = Pieces::of(r.bytes(), kRoom - kFetchSlots * static_cast<i32>(sizeof(i32)));
+    static constexpr Pieces kCut = Pieces::of(r.bytes(), kRoom - kRowsOpen * static_cast<i32>(sizeof(i32)));
     static constexpr i32 kSlots = kCut.slots, kPiece = kCut.bytes, kPieces = ceil_div(r.bytes(), kPiece);
 
     const LayerArgs& a;
-    u64* const full;  // [kSlots]
+    FetchShared& shared;
     u8* const memory;
-    i32 loaded = 0, stored = 0, published = 0;  // pieces
-    i32 row = 0, next_row = 0;                  // whose pieces are loading, and after it
+    const i32 warp = warp_id();
+    i32 loaded = 0, stored = 0, told = 0;  // pieces; rows
+    i32 row = 0, next_row = 0;             // whose pieces are loading, and after it
     u64 from = 0;
     Slip next{};
 
-    MOECOMM_FN i32& row_of(i32 piece) const { return reinterpret_cast<i32*>(memory + kSlots * kPiece)[piece % kSlots]; }
+    // The n-th row of a warp.
+    MOECOMM_FN static i32& nth_row(u8* memory, i32 n) { return reinterpret_cast<i32*>(memory + kSlots * kPiece)[n % kRowsOpen]; }
     MOECOMM_FN static i32 bytes_of_piece(i32 piece) { return min(kPiece, r.bytes() - piece % kPieces * kPiece); }
 
     MOECOMM_FN void look_ahead(Wanted& wanted) {
@@ -78,30 +98,31 @@ struct Fetcher {
             if (next_row >= wanted.rows) return false;
             row = next_row;
             const u64 home = a.ctx.peers[next.home()];
-            from = home + next.row;
+            const i32 same = next.same();
+            const bool here = same >= 0 && same < load_shared(shared.known);
+            from = here ? a.rows + static_cast<i64>(same) * r.pitch() : home + next.row();
             reinterpret_cast<u64*>(a.homes)[row] = home + next.landing();
             look_ahead(wanted);
+            while (load_shared(shared.counted[warp]) <= loaded / kPieces - kRowsOpen) {
+            }
+            nth_row(memory, loaded / kPieces) = row;
         }
-        row_of(loaded) = row;
-        bulk_load(memory + slot * kPiece, reinterpret_cast<const u8*>(from) + part * kPiece, bytes_of_piece(loaded), full + slot);
+        bulk_load(memory + slot * kPiece, reinterpret_cast<const u8*>(from) + part * kPiece, bytes_of_piece(loaded),
+                  &shared.full[warp][slot]);
         ++loaded;
         return true;
     }
     MOECOMM_FN void store() {
         const i32 part = stored % kPieces, slot = stored % kSlots;
-        copy_wait(full + slot, stored / kSlots & 1);
-        u8* const to = reinterpret_cast<u8*>(a.rows) + static_cast<i64>(row_of(stored)) * r.pitch() + part * kPiece;
+        copy_wait(&shared.full[warp][slot], stored / kSlots & 1);
+        u8* const to = reinterpret_cast<u8*>(a.rows) + static_cast<i64>(nth_row(memory, stored / kPieces)) * r.pitch() + part * kPiece;
         bulk_store(to, memory + slot * kPiece, bytes_of_piece(stored));
         bulk_commit();
         ++stored;
     }
     // All pieces before `end` have been written: bulk_wait.
-    MOECOMM_FN void publish(i32 end) {
-        for (; published < end; ++published) {
-            if (published % kPieces != kPieces - 1) continue;
-            u32* const counter = reinterpret_cast<u32*>(a.fetched) + row_of(published) / r.counted;
-            asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
-        }
+    MOECOMM_FN void tell(i32 end) {
+        if (end / kPieces > told) store_shared(shared.come[warp], told = end / kPieces);
     }
 
     MOECOMM_FN void run(Wanted wanted) {
@@ -111,14 +132,43 @@ struct Fetcher {
         }
         while (stored < loaded) {
             store();
-            bulk_wait<1>();
-            // Those before this one, whose slots are free then.  Before the next load, which writes where its row goes: a release behind
-            // that waits for it, and rows come late (csrc/README.md, "Who fetches").
-            publish(stored - 1);
+            bulk_wait<1>();  // the slots of those before are free
+            tell(stored - 1);
             if (loaded - stored < kSlots - 1) load(wanted);
         }
         bulk_wait<0>();
-        publish(stored);
+        told = stored / kPieces;
+        store_shared(shared.come[warp], told | FetchShared::kEnded);
+    }
+
+    // By a warp beside those that fetch, a lane for each: until these have ended, counts their rows, those of all with one fence.  It takes
+    // 2 us while copies are under way, which who fetches does not have (bench/results/layer-fetch-h200-2.json).
+    MOECOMM_FN static void count(const LayerArgs& a, FetchShared& shared, u8* memory, const Arrivals& arrivals) {
+        const i32 lane = lane_id(), warp = min(lane, kFetchWarps - 1);
+        const bool mine = lane < kFetchWarps;
+        auto* const fetched = reinterpret_cast<i32*>(a.fetched);
+        Arrivals::Seen seen{};
+        i32 counted = shared.counted[warp];
+        for (;;) {
+            const i32 word = load_shared(shared.come[warp]), come = mine ? word & ~FetchShared::kEnded : counted;
+            if (__any_sync(kAllLanes, come > counted)) {
+                const i32 full = arrivals.full(seen);
+                fence_gpu();  // a release of these rows, and an acquire of those that have been seen
+                for (; counted < come; ++counted) {
+                    i32* const counter = fetched + nth_row(memory + warp * kRoom, counted) / r.counted;
+                    asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+                }
+                if (mine) store_shared(shared.counted[warp], counted);
+                if (lane == 0 && full > seen.first) {
+                    fence_async();  // they are loaded by copies
+                    store_shared(shared.known, full * r.counted);
+                }
+                seen = arrivals.ask(full, [&](i32 counter) { return load_fresh(fetched + counter); });
+            } else if (__all_sync(kAllLanes, word >= FetchShared::kEnded)) {
+                break;
+            }
+        }
+        if (mine) shared.come[warp] = counted;
     }
 };
 
@@ -129,10 +179,15 @@ template <RowConfig r, i32 room>
 MOECOMM_FETCH void fetch_rows(const LayerArgs& a, FetchShared& shared, u8* memory, i32 fetchers, i32 together) {
     static_assert(r.columns_bytes() % 16 == 0, "what the GEMM has does");
     const i32 rows = layer_rows(a), first = min(rows, together), block = blockIdx.x, blocks = gridDim.x, warp = warp_id();
-    Fetcher<r, room> fetcher{a, shared.full[warp], memory + warp * Fetcher<r, room>::kRoom};
+    using OfRows = Fetcher<r, room>;
+    OfRows fetcher{a, shared, memory + warp * OfRows::kRoom};
     auto wanted = Wanted::of_all(rows, first, block, blocks, warp);
     for (bool all = true;; all = false) {
-        if (lane_id() == 0) fetcher.run(wanted);
+        if (warp == kFetchWarps) {
+            OfRows::count(a, shared, memory, {rows, r.counted});
+        } else if (lane_id() == 0) {
+            fetcher.run(wanted);
+        }
         if (!all || block >= fetchers) break;
         __syncthreads();  // those that all wait for are not on their way any more
         wanted = Wanted::of_fetcher(rows, first, block, fetchers, warp, kFetchWarps);
@@ -180,15 +235,13 @@ struct RowsAreFetched {
             await_more(a, arrivals, full);
             // Not an acquire of each counter: ptxas 13.0 then loads through a descriptor that nobody has loaded (tests/compiled.py).
             fence_gpu();
-            asm volatile("st.release.cta.shared::cta.s32 [%0], %1;" ::"r"(shared_address(&there)), "r"(full * arrivals.counted) : "memory");
+            fence_async();  // they are loaded by copies
+            store_shared(there, full * arrivals.counted);
         }
     }
     MOECOMM_FN void await(const Tile& tile, const i32& there) const {
-        i32 rows;
-        do {
-            asm volatile("ld.acquire.cta.shared::cta.s32 %0, [%1];" : "=r"(rows) : "r"(shared_address(&there)) : "memory");
-        } while (rows < tile.row + tile.rows);
-        fence_async();  // they are loaded by copies
+        while (load_shared(there) < tile.row + tile.rows) {
+        }
     }
 };
 

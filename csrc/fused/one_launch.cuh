@@ -77,7 +77,8 @@ struct Awaited {
 };
 
 // One thread: the dealer.  It has seen complete, with acquires, what a tile is made of, and its arrival at `full` is a release: so have the
-// others of the block, through their wait.  Copies of theirs then take a fence between the proxies.
+// others of the block, through their wait.  Copies of theirs take a fence between the proxies as well, which is one for all that is on its
+// way, and takes as long: the dealer's, who is a tile ahead, and neither theirs nor that of the threads that stored.
 template <GemmConfig c, RowConfig r>
 MOECOMM_FN void deal(OneShared<c>& s, const OneLaunchArgs& args) {
     const RowTiles rows = TileWalk::count_rows<c.most_rows>(args.first.grouping, s.gemm.counts);
@@ -96,6 +97,7 @@ MOECOMM_FN void deal(OneShared<c>& s, const OneLaunchArgs& args) {
             awaited.fetched(next.tile);
         }
         next.lost = awaited.lost;
+        fence_async();
         arrive(&s.dealt.full[place.slot]);
         if (!found) return;
     }
@@ -107,7 +109,6 @@ MOECOMM_FN void load_dealt(OneShared<c>& s, const OneLaunchArgs& args) {
     const i32 rank = place_in_cluster<c>();
     RingPlace<c> place;
     for_dealt(s.dealt, [&](const Dealt& now, const DealtPlace& at) {
-        fence_async();
         const Tile tile = now.tile;  // once: not again for every step
         if (now.product == Dealt::first) {
             load_tile<c, c.apart>(s.gemm, args.first, tile, rank, place);
@@ -136,8 +137,8 @@ MOECOMM_FN void load_dealt_scales(OneShared<c>& s, const OneLaunchArgs& args) {
     });
 }
 
-// One thread: the teller.  What the warpgroups have stored it has seen complete through their arrivals at `stored`, each behind a fence
-// between the proxies, for copies will load it; its own release covers that.  They need not wait for it.
+// One thread: the teller.  What the warpgroups have stored it has seen complete through their arrivals at `stored`; its own release covers
+// that.  They need not wait for it.
 template <GemmConfig c>
 MOECOMM_FN void tell(OneShared<c>& s, const OneLaunchArgs& args) {
     for_dealt(s.dealt, [&](const Dealt& now, const DealtPlace& at) {
@@ -175,7 +176,6 @@ MOECOMM_FN void make_dealt(OneShared<c>& s, const OneLaunchArgs& args) {
         const Tile tile = now.tile;  // once: nothing is kept in registers across a store
         if (now.product == Dealt::first) {
             store_sums<c>(sums, tile, math_group, args.second.depth, staging, turns, store_between<c>(args));
-            fence_async();
             // Both warpgroups cast what either has turned; the second product they turn each for itself, and in the same places.
             if constexpr (c.swapped && c.out == Type::e4m3) meet(1 + kMathGroups, kMathGroups * kWarpgroup);
         } else if (!now.lost) {

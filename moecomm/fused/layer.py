@@ -32,7 +32,8 @@ _MOST_DIMENSION = 1 << 31
 # By dtype of weights and ranks, where all ranks have as many tokens as the Buffer is for: rows of an expert and of a
 # rank from which on fused=None means True, and rows of an expert up to which it does.
 # bench/results/moe-*-h200-[24].json: in there 1.02 to 1.70 times as fast as one after the other, outside 0.88 to 1.01;
-# other numbers of ranks have not been measured.
+# layers-h200-2.json, later: in there 1.00 to 1.54, outside 0.93 to 1.05, few tokens in FP8.  Other numbers of ranks have
+# not been measured.
 FUSED_FROM = {
     (torch.bfloat16, 2): (32, 1024, 1024),
     (torch.float16, 2): (32, 1024, 1024),
@@ -99,8 +100,8 @@ def moe(
             `check_weights`, else a warning says so once.  "two launches", "one launch": the same, in a form that is
             chosen (moecomm.fused.two_launches, .one_launch); True is the latter.  False, or "one after the other".
             None: True or False, as was faster with such weights, so many ranks and so many rows in a Buffer that is
-            full (FUSED_FROM), if it can be; few tokens in a large Buffer have not been measured.  The same on all
-            ranks; the bits are the same.
+            full (FUSED_FROM), if it can be; few tokens in a large Buffer were no slower so, either
+            (bench/results/room-h200-2.json).  The same on all ranks; the bits are the same.
 
     Returns:
         `[T, H]`: sum over k of w_k * w2 (silu(w1 x) * w3 x), plus bias; zeros (plus bias) for a token with no expert.

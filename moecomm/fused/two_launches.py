@@ -33,7 +33,7 @@ LEAST_COUNTED = 32  # kLeastCounted: rows of a counter
 _MORE_COUNTED, _FEW_ROWS = 128, 4096  # where there are more rows than the second
 FETCHERS = 16  # blocks that fetch: with fewer, short rows do not come in time (bench/results/layer-fetch-h200-4.json)
 _OFFER_THREADS = 512
-FETCH_BYTES = 384 + 128  # at least FetchShared of csrc/fused/fetch.cuh, and what aligns it
+FETCH_BYTES = 448 + 64  # at least FetchShared of csrc/fused/fetch.cuh, and what aligns it
 # At home: bytes of a block's shared memory, slots of a warp, and, of a slot, bytes of all rows together.
 _HOME_BYTES, _HOME_SLOTS, _HOME_SLOT, _HOME_WARPS = 220 * 1024, 3, 9216, 8
 _STEP_BYTES = 512  # of a row: 16 a lane

@@ -45,7 +45,11 @@ BODIES: dict[str, dict[str, str]] = {
         "load_shared_pair": "float2 v; memcpy(&v, emulator::shared_at(address), 8); return v;",
         "settle": "",
     },
-    "fused/fetch.cuh": {"fence_gpu": ""},
+    "fused/fetch.cuh": {
+        "fence_gpu": "",
+        "load_shared": "const i32 v = *const_cast<const volatile i32*>(&word); emulator::emulator_yield(); return v;",
+        "store_shared": "word = v;",
+    },
     "fused/dealt.cuh": {
         "next_of": "return static_cast<i32>((*counter)++);",
         "send_word": "const emulator::Block& block = *emulator::of_cluster(2, rank); "
@@ -84,14 +88,7 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
         )
     ],
     "fused/two_launches.cuh": [plain.SHARED],
-    "fused/fetch.cuh": [
-        (r'asm volatile\("red\.release.*?"memory"\);', "++*counter;"),
-        (r'asm volatile\("st\.release.*?"memory"\);', "there = full * arrivals.counted;"),
-        (
-            r'asm volatile\("ld\.acquire.*?"memory"\);',
-            "rows = *const_cast<const volatile i32*>(&there); emulator::emulator_yield();",
-        ),
-    ],
+    "fused/fetch.cuh": [(r'asm volatile\("red\.relaxed.*?"memory"\);', "++*counter;")],
     "fused/one_launch.cuh": [
         plain.SHARED,
         (r'asm volatile\("red\.release.*?"memory"\);', "++*counter;"),

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 RANKS, HIDDEN, EXPERTS, TOPK, MANY, FEW = 3, 64, 12, 3, 1500, 900  # tokens of a Buffer; of few ids are told
-HOME = 48  # Slip::kHomeShift
+HOME, SAME, UNIT = 48, 36, 16  # of Slip (csrc/protocol/slip.h)
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +69,12 @@ def dispatch(ranks: LocalBuffers, ids: list[torch.Tensor]) -> list[Routed]:
 
 
 def check(ranks: LocalBuffers, ids: list[torch.Tensor], arrived: list[Routed]) -> None:
-    of_rank = EXPERTS // RANKS
+    of_rank, ids_are_told = EXPERTS // RANKS, ranks.buffers[0].max_tokens == FEW
     for rank, (buffer, routed) in enumerate(zip(ranks.buffers, arrived, strict=True)):
         args, end = routed.handle.args, 0
         window = buffer.session.context.peers[rank]
         rows = at(window + args.out_x, (args.max_rows, SLIP_BYTES // 8), torch.int64)
+        first: dict[tuple[int, int], int] = {}  # row of a token, by its home
         for expert in range(of_rank):
             wanted = set()
             for home, (of, slips) in enumerate((of, told(home)) for home, of in enumerate(ids)):
@@ -82,7 +83,11 @@ def check(ranks: LocalBuffers, ids: list[torch.Tensor], arrived: list[Routed]) -
                     wanted.add((slips.rows + token * slips.pitch, home << HOME | landing))
             begin, end = end, end + int(routed.tokens_per_expert[expert])
             assert end - begin == len(wanted)
-            assert {tuple(row) for row in rows[begin:end].tolist()} == wanted, (rank, expert)
+            found = [(word % (1 << SAME) * UNIT, where, (word >> SAME) - 1) for word, where in rows[begin:end].tolist()]
+            assert {row[:2] for row in found} == wanted, (rank, expert)
+            for row, (offset, where, same) in enumerate(found, begin):
+                earlier = first.setdefault((where >> HOME, offset), row)
+                assert same == (earlier if earlier < row and not ids_are_told else -1), (rank, expert)
         assert int(at(args.num_rows, (1,), torch.int32)) == end
         owners = at(args.route.token_owner, (len(ids[rank]), TOPK), torch.int32)
         assert torch.equal(owners, torch.where(ids[rank] < 0, -1, ids[rank] // of_rank).int())

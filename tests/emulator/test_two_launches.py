@@ -142,6 +142,22 @@ def test_bits_are_those_of_one_after_the_other(
             emulated.check(ranks, case, layer.FORMS if seed else ["two launches"])
 
 
+def test_rows_that_are_here_already_are_copied_from_here(machine: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every token has several experts on a rank; no ids are told, so that slips name its first row (slips.cuh)."""
+    emulated = Emulated(machine, monkeypatch)
+    sizes = {"ranks": 2, "hidden": 1024, "intermediate": 32, "num_experts": 8, "topk": 6, "max_tokens": 60}
+    of_buffer = {name: size for name, size in sizes.items() if name != "intermediate"} | {"max_tokens": 700}
+    assert of_buffer["max_tokens"] * of_buffer["topk"] > 4096
+    with LocalBuffers(**of_buffer, backend="host", timeout_s=20) as ranks:
+        for seed, fp8 in ((0, False), (5, True)):
+            case = random_layer(seed, **sizes, dtype=torch.bfloat16, fp8=fp8)
+            for rank, ids in enumerate(case.topk_idx):
+                g = torch.Generator().manual_seed(seed + rank)
+                case.topk_idx[rank] = torch.rand(len(ids), 8, generator=g).argsort(dim=1)[:, :6].to(ids.dtype)
+            case.wire = None
+            emulated.check(ranks, case)
+
+
 def test_the_last_columns_of_a_cluster_may_be_those_of_one_block(
     machine: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

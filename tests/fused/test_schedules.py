@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moecomm import kernel_loader
-from moecomm.fused import FP8_SCHEDULES, SCHEDULES, Schedule, choose, choose_fp8, kernels
+from moecomm.fused import FP8_SCHEDULES, SCHEDULES, Schedule, choose, choose_fp8, kernels, one_launch
 from moecomm.fused.kernels import gemm_kernel
 from moecomm.fused.schedules import choose_both, choose_both_fp8
 
@@ -139,7 +139,8 @@ def test_the_struct_is_packed_as_the_kernel_reads_it() -> None:
     ids=str,
 )
 def test_a_block_fits_a_multiprocessor(dtype: torch.dtype, schedule: Schedule) -> None:
-    assert gemm_kernel(dtype, True, False, schedule).shared_bytes <= 227 * 1024
+    one = one_launch.one_kernel(dtype, True, schedule, 4096, torch.bfloat16)  # with most beside it
+    assert gemm_kernel(dtype, True, False, schedule).shared_bytes < one.shared_bytes <= 227 * 1024
     boxes = [
         schedule.row_unit // schedule.cluster << i
         for i in range(kernels.ROW_MAPS)

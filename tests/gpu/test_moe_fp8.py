@@ -35,7 +35,7 @@ SIZES: list[dict[str, Any]] = [
     {"ranks": 1, "hidden": 64, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 40},
     {"ranks": 2, "hidden": 16, "intermediate": 96, "num_experts": 2, "topk": 1, "max_tokens": 17},
     {"ranks": 3, "hidden": 272, "intermediate": 160, "num_experts": 12, "topk": 3, "max_tokens": 90},
-    {"ranks": 4, "hidden": 512, "intermediate": 128, "num_experts": 16, "topk": 8, "max_tokens": 400},
+    {"ranks": 4, "hidden": 512, "intermediate": 128, "num_experts": 16, "topk": 8, "max_tokens": 520},
 ]
 LARGE: dict[str, Any] = {  # several tiles of columns, groups of several hundred rows
     "ranks": 2,
