@@ -22,12 +22,13 @@ namespace moecomm {
 
 MOECOMM_FN void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-MOECOMM_FN i32 load_shared(const i32& word) {  // an acquire within the block
+// Within a block.
+MOECOMM_FN i32 load_acquire_shared(const i32& word) {
     i32 v;
     asm volatile("ld.acquire.cta.shared::cta.s32 %0, [%1];" : "=r"(v) : "r"(shared_address(&word)) : "memory");
     return v;
 }
-MOECOMM_FN void store_shared(i32& word, i32 v) {  // a release
+MOECOMM_FN void store_release_shared(i32& word, i32 v) {
     asm volatile("st.release.cta.shared::cta.s32 [%0], %1;" ::"r"(shared_address(&word)), "r"(v) : "memory");
 }
 
@@ -99,11 +100,11 @@ struct Fetcher {
             row = next_row;
             const u64 home = a.ctx.peers[next.home()];
             const i32 same = next.same();
-            const bool here = same >= 0 && same < load_shared(shared.known);
+            const bool here = same >= 0 && same < load_acquire_shared(shared.known);
             from = here ? a.rows + static_cast<i64>(same) * r.pitch() : home + next.row();
             reinterpret_cast<u64*>(a.homes)[row] = home + next.landing();
             look_ahead(wanted);
-            while (load_shared(shared.counted[warp]) <= loaded / kPieces - kRowsOpen) {
+            while (load_acquire_shared(shared.counted[warp]) <= loaded / kPieces - kRowsOpen) {
             }
             nth_row(memory, loaded / kPieces) = row;
         }
@@ -122,7 +123,7 @@ struct Fetcher {
     }
     // All pieces before `end` have been written: bulk_wait.
     MOECOMM_FN void tell(i32 end) {
-        if (end / kPieces > told) store_shared(shared.come[warp], told = end / kPieces);
+        if (end / kPieces > told) store_release_shared(shared.come[warp], told = end / kPieces);
     }
 
     MOECOMM_FN void run(Wanted wanted) {
@@ -138,7 +139,7 @@ struct Fetcher {
         }
         bulk_wait<0>();
         told = stored / kPieces;
-        store_shared(shared.come[warp], told | FetchShared::kEnded);
+        store_release_shared(shared.come[warp], told | FetchShared::kEnded);
     }
 
     // By a warp beside those that fetch, a lane for each: until these have ended, counts their rows, those of all with one fence.  It takes
@@ -150,7 +151,7 @@ struct Fetcher {
         Arrivals::Seen seen{};
         i32 counted = shared.counted[warp];
         for (;;) {
-            const i32 word = load_shared(shared.come[warp]), come = mine ? word & ~FetchShared::kEnded : counted;
+            const i32 word = load_acquire_shared(shared.come[warp]), come = mine ? word & ~FetchShared::kEnded : counted;
             if (__any_sync(kAllLanes, come > counted)) {
                 const i32 full = arrivals.full(seen);
                 fence_gpu();  // a release of these rows, and an acquire of those that have been seen
@@ -158,10 +159,10 @@ struct Fetcher {
                     i32* const counter = fetched + nth_row(memory + warp * kRoom, counted) / r.counted;
                     asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
                 }
-                if (mine) store_shared(shared.counted[warp], counted);
+                if (mine) store_release_shared(shared.counted[warp], counted);
                 if (lane == 0 && full > seen.first) {
                     fence_async();  // they are loaded by copies
-                    store_shared(shared.known, full * r.counted);
+                    store_release_shared(shared.known, full * r.counted);
                 }
                 seen = arrivals.ask(full, [&](i32 counter) { return load_fresh(fetched + counter); });
             } else if (__all_sync(kAllLanes, word >= FetchShared::kEnded)) {
@@ -236,11 +237,11 @@ struct RowsAreFetched {
             // Not an acquire of each counter: ptxas 13.0 then loads through a descriptor that nobody has loaded (tests/compiled.py).
             fence_gpu();
             fence_async();  // they are loaded by copies
-            store_shared(there, full * arrivals.counted);
+            store_release_shared(there, full * arrivals.counted);
         }
     }
     MOECOMM_FN void await(const Tile& tile, const i32& there) const {
-        while (load_shared(there) < tile.row + tile.rows) {
+        while (load_acquire_shared(there) < tile.row + tile.rows) {
         }
     }
 };

@@ -47,8 +47,9 @@ BODIES: dict[str, dict[str, str]] = {
     },
     "fused/fetch.cuh": {
         "fence_gpu": "",
-        "load_shared": "const i32 v = *const_cast<const volatile i32*>(&word); emulator::emulator_yield(); return v;",
-        "store_shared": "word = v;",
+        "load_acquire_shared": "const i32 v = *const_cast<const volatile i32*>(&word); "
+        "emulator::emulator_yield(); return v;",
+        "store_release_shared": "word = v;",
     },
     "fused/dealt.cuh": {
         "next_of": "return static_cast<i32>((*counter)++);",
