@@ -43,26 +43,27 @@ struct Arrivals {
         return left < counted ? left : counted;
     }
     // What some counters hold, those after the first `full`; load(counter) says it of one.  All are on their way together.
+    static constexpr i32 kTogether = 4;
     struct Seen {
-        i32 first, held[4];
+        i32 first, held[kTogether];
     };
     template <class Load>
     MOECOMM_BOTH Seen ask(i32 full, Load load) const {
         Seen seen{full, {}};
         const i32 last = counters() - 1;
-        for (i32 i = 0; i < 4; ++i) seen.held[i] = load(full + i < last ? full + i : last);
+        for (i32 i = 0; i < kTogether; ++i) seen.held[i] = load(full + i < last ? full + i : last);
         return seen;
     }
     // Counters that are full, from the first on.
-    MOECOMM_BOTH i32 full(const Seen& seen) const {
+    MOECOMM_BOTH i32 full_by(const Seen& seen) const {
         i32 full = seen.first;
-        for (i32 i = 0; i < 4; ++i)
+        for (i32 i = 0; i < kTogether; ++i)
             if (full == seen.first + i && full < counters() && seen.held[i] == wanted(full)) ++full;
         return full;
     }
     template <class Load>
     MOECOMM_BOTH i32 look(i32 full, Load load) const {
-        return this->full(ask(full, load));
+        return full_by(ask(full, load));
     }
 };
 

@@ -80,8 +80,8 @@ struct Fetcher {
     u8* const memory;
     const i32 warp = warp_id();
     i32 loaded = 0, stored = 0, told = 0;  // pieces; rows
-    i32 row = 0, next_row = 0;             // whose pieces are loading, and after it
-    u64 from = 0;
+    u64 from = 0;                          // the row whose pieces are loading
+    i32 next_row = 0;                      // after it
     Slip next{};
 
     // The n-th row of a warp.
@@ -97,7 +97,7 @@ struct Fetcher {
         const i32 part = loaded % kPieces, slot = loaded % kSlots;
         if (part == 0) {
             if (next_row >= wanted.rows) return false;
-            row = next_row;
+            const i32 row = next_row;
             const u64 home = a.ctx.peers[next.home()];
             const i32 same = next.same();
             const bool here = same >= 0 && same < load_acquire_shared(shared.known);
@@ -153,7 +153,7 @@ struct Fetcher {
         for (;;) {
             const i32 word = load_acquire_shared(shared.come[warp]), come = mine ? word & ~FetchShared::kEnded : counted;
             if (__any_sync(kAllLanes, come > counted)) {
-                const i32 full = arrivals.full(seen);
+                const i32 full = arrivals.full_by(seen);
                 fence_gpu();  // a release of these rows, and an acquire of those that have been seen
                 for (; counted < come; ++counted) {
                     i32* const counter = fetched + nth_row(memory + warp * kRoom, counted) / r.counted;
