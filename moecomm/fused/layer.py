@@ -32,8 +32,9 @@ _MOST_DIMENSION = 1 << 31
 # By dtype of weights and ranks, where all ranks have as many tokens as the Buffer is for: rows of an expert and of a
 # rank from which on fused=None means True, and rows of an expert up to which it does.
 # bench/results/moe-*-h200-[24].json: in there 1.02 to 1.70 times as fast as one after the other, outside 0.88 to 1.01;
-# layers-h200-2.json, later: in there 1.00 to 1.54, outside 0.93 to 1.05 (few tokens in FP8).  Other numbers of ranks
-# have not been measured.
+# layers-h200-2.json, later: in there 1.02 to 1.55, outside 0.93 to 1.06 (few tokens in FP8).  Layers of 8 ranks have not
+# been measured: from four times the rows of 4 on, where those gain 1.03 to 1.70, and dispatch and combine, which one
+# launch hides, take 1.7 times as long with 8 (ht-h200-[48].json).  Of other numbers of ranks nothing is known.
 FUSED_FROM = {
     (torch.bfloat16, 2): (32, 1024, 1024),
     (torch.float16, 2): (32, 1024, 1024),
@@ -41,6 +42,9 @@ FUSED_FROM = {
     (torch.bfloat16, 4): (16, 256, math.inf),
     (torch.float16, 4): (16, 256, math.inf),
     (kernels.FP8, 4): (16, 512, math.inf),
+    (torch.bfloat16, 8): (64, 1024, math.inf),
+    (torch.float16, 8): (64, 1024, math.inf),
+    (kernels.FP8, 8): (64, 2048, math.inf),
 }
 APART = "one after the other"
 FORMS = {"two launches": two_launches.Layer, "one launch": one_launch.OneLaunch}

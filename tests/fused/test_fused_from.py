@@ -59,7 +59,11 @@ def buffer_of(model: Model, ranks: int, tokens: int) -> SimpleNamespace:
         (BF16, 2, 512, None, "", True),
         (BF16, 2, 511, None, "", False),  # fewer than 32 rows an expert
         (FP8, 2, 8192, None, "", True),
-        (BF16, 8, 8192, None, "", False),  # not measured
+        (BF16, 8, 256, None, "", True),  # not measured: from more rows on than of 4 ranks
+        (BF16, 8, 255, None, "", False),
+        (FP8, 8, 256, None, "", True),
+        (FP8, 8, 255, None, "", False),
+        (BF16, 16, 8192, None, "", False),  # nothing is known
         (FP32, 4, 8192, None, "", False),
         (BF16, 4, 8192, None, "no GPU", False),
         (BF16, 4, 8192, False, "", False),
