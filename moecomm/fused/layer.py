@@ -32,9 +32,9 @@ _MOST_DIMENSION = 1 << 31
 # By dtype of weights and ranks, where all ranks have as many tokens as the Buffer is for: rows of an expert and of a
 # rank from which on fused=None means True, and rows of an expert up to which it does.
 # bench/results/moe-*-h200-[24].json: in there 1.02 to 1.70 times as fast as one after the other, outside 0.88 to 1.01;
-# layers-h200-2.json, later: in there 1.02 to 1.55, outside 0.93 to 1.06 (few tokens in FP8).  Layers of 8 ranks have not
-# been measured: from four times the rows of 4 on, where those gain 1.03 to 1.70, and dispatch and combine, which one
-# launch hides, take 1.7 times as long with 8 (ht-h200-[48].json).  Of other numbers of ranks nothing is known.
+# layers-h200-2.json, later: in there 1.02 to 1.55, outside 0.93 to 1.06 (few tokens in FP8).  Layers of 8 ranks have
+# not been measured: from four times the rows of 4 on, where those gain 1.03 to 1.70, and dispatch and combine, which
+# one launch hides, take 1.7 times as long with 8 (ht-h200-[48].json).  Of other numbers of ranks nothing is known.
 FUSED_FROM = {
     (torch.bfloat16, 2): (32, 1024, 1024),
     (torch.float16, 2): (32, 1024, 1024),

@@ -124,6 +124,7 @@ PARTS: dict[str, list[Step]] = {
     ],
     "fused": [
         one("fused", 600, MOE, "-k", FUSED),
+        one("models", 300, "tests/gpu/test_models.py", random=False),
         Step("fused2", 450, (MOE, "-m", "gpu2", "-k", FUSED), gpus=2, random=True),
         Step("fused4", 450, (MOE, "-m", "gpu4", "-k", FUSED), random=True),
     ],
