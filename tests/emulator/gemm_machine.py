@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +11,8 @@ import torch
 from moecomm.fused import tensor_maps
 
 from . import plain_gemm
-from .machine import CSRC, FLAGS, HERE, LIMIT, Launch, scheduler
+from .machine import LIMIT, Launch
+from .units import Units, scheduler
 
 
 class _Map(ctypes.Structure):
@@ -37,28 +36,23 @@ def encode(address: int, shape: Any, dtype: torch.dtype, box: Any, strides: Any 
     return tensor_maps.TensorMap.from_buffer_copy(made)
 
 
-class Machine:
-    """Compiles kernels into `directory`, each once, and runs them."""
+@lru_cache
+def units() -> Units:
+    """Once a process."""
+    return Units(plain_gemm.write, "tensor_cores.h")
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        plain_gemm.write(CSRC, directory / "csrc")
-        self._scheduler = scheduler()
-        self.kernel = lru_cache(self._kernel)
 
-    def run(self, kernel: Any, args: ctypes.Structure, blocks: int, seed: int) -> None:
-        """One launch; AssertionError if it does not end."""
-        entry = ctypes.cast(self.kernel(kernel).kernel, ctypes.c_void_p).value
-        launch = Launch(entry, ctypes.addressof(args), blocks, kernel.threads, kernel.shared_bytes, -1)
-        assert self._scheduler.emulator_run(ctypes.addressof(launch), 1, LIMIT, seed) == 0, "it does not end"
+@lru_cache
+def compiled(kernel: Any) -> ctypes.CDLL:
+    """A library whose `kernel` it is."""
+    return units().library(
+        f'#include "tensor_cores.h"\n#include "{kernel.header}.cuh"\nusing namespace moecomm;\n'
+        f'extern "C" void kernel(const void* a) {{ {kernel.entry}(*static_cast<const {kernel.args}*>(a)); }}\n'
+    )
 
-    def _kernel(self, kernel: Any) -> Any:
-        source = self._directory / f"{len(list(self._directory.glob('*.cpp')))}.cpp"
-        source.write_text(
-            f'#include "tensor_cores.h"\n#include "{kernel.header}.cuh"\nusing namespace moecomm;\n'
-            f'extern "C" void kernel(const void* a) {{ {kernel.entry}(*static_cast<const {kernel.args}*>(a)); }}\n'
-        )
-        library = source.with_suffix(".so")
-        include = [f"-I{HERE}", f"-I{self._directory / 'csrc'}"]
-        subprocess.run(["g++", *FLAGS, *include, source, "-o", library], check=True)
-        return ctypes.CDLL(str(library))
+
+def run(kernel: Any, args: ctypes.Structure, blocks: int, seed: int) -> None:
+    """One launch; AssertionError if it does not end."""
+    entry = ctypes.cast(compiled(kernel).kernel, ctypes.c_void_p).value
+    launch = Launch(entry, ctypes.addressof(args), blocks, kernel.threads, kernel.shared_bytes, -1)
+    assert scheduler().emulator_run(ctypes.addressof(launch), 1, LIMIT, seed) == 0, "it does not end"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import random
 import re
@@ -19,10 +18,8 @@ from moecomm import _native, jit
 from moecomm.backends.lsa_kernels import combine_spec, dispatch_spec
 
 from . import plain
+from .units import CSRC, Units, scheduler
 
-HERE = Path(__file__).parent
-CSRC = HERE.parent.parent / "csrc"
-FLAGS = ("-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-shared", "-fPIC")
 LIMIT = 100_000  # passes over all threads: a round takes a few thousand
 _OFFSETS = """
 #include <cstddef>
@@ -56,29 +53,29 @@ class Call:
 
 
 @lru_cache
-def scheduler() -> ctypes.CDLL:
-    """scheduler.cpp, once a process: kernels find its names, which must not be those of another one."""
+def units() -> Units:
+    """Once a process."""
+    return Units(plain.write, "cuda.h")
+
+
+@lru_cache
+def offsets() -> tuple[int, int, int]:
+    """Bytes of DispatchArgs and CombineArgs, and where Context has its link."""
     with TemporaryDirectory() as directory:
-        library = Path(directory) / "scheduler.so"
-        subprocess.run(["g++", *FLAGS[:1], "-O2", *FLAGS[-2:], HERE / "scheduler.cpp", "-o", library], check=True)
-        loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-    loaded.emulator_run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint]
-    return loaded
+        source, program = Path(directory) / "offsets.cpp", Path(directory) / "offsets"
+        source.write_text(_OFFSETS)
+        subprocess.run(["g++", "-std=c++17", f"-I{CSRC}", source, "-o", program], check=True)
+        dispatch, combine, link = map(int, subprocess.run([program], check=True, capture_output=True).stdout.split())
+    return dispatch, combine, link
 
 
 class Machine:
-    """Compiles kernels into `directory`, each once, and runs them."""
+    """Compiles kernels, each once, and runs them."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory, self._csrc = directory, directory / "csrc"
-        plain.write(CSRC, self._csrc)
-        self.scheduler = scheduler()
-        (directory / "offsets.cpp").write_text(_OFFSETS)
-        offsets = directory / "offsets"
-        subprocess.run(["g++", "-std=c++17", f"-I{CSRC}", directory / "offsets.cpp", "-o", offsets], check=True)
-        said = subprocess.run([offsets], check=True, capture_output=True, text=True).stdout.split()
-        self.sizes = dict(zip(("dispatch", "combine"), map(int, said), strict=False))
-        self._link = int(said[2])
+    def __init__(self) -> None:
+        self.scheduler, self.library = scheduler(), units().library
+        dispatch, combine, self._link = offsets()
+        self.sizes = {"dispatch": dispatch, "combine": combine}
         self._kernels: dict[jit.KernelSpec, Any] = {}
         self._runs = 0
 
@@ -121,15 +118,6 @@ class Machine:
         if spec not in self._kernels:
             self._kernels[spec] = self.library(_unit(spec))
         return self._kernels[spec]
-
-    def library(self, unit: str) -> Any:
-        """A translation unit, compiled and loaded, each once."""
-        source = self._directory / f"{hashlib.sha256(unit.encode()).hexdigest()[:20]}.cpp"
-        library = source.with_suffix(".so")
-        if not library.exists():
-            source.write_text(unit)
-            subprocess.run(["g++", *FLAGS, f"-I{HERE}", f"-I{self._csrc}", source, "-o", library], check=True)
-        return ctypes.CDLL(str(library))
 
 
 def _unit(spec: jit.KernelSpec) -> str:

@@ -15,18 +15,13 @@ from moecomm.fused.kernels import FP8, gemm_kernel
 from moecomm.fused.operands import check_operands
 from moecomm.testing.fp8 import expected_gemm
 
-from .gemm_machine import Machine, encode
+from .gemm_machine import encode, run
 
 pytestmark = [
     pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64 and g++"),
     pytest.mark.timeout(600),
 ]
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
-    return Machine(tmp_path_factory.mktemp("gemm"))
 
 
 def inputs(counts: tuple[int, ...], slack: int, columns: int, depth: int) -> tuple[Fp8, Fp8]:
@@ -60,9 +55,7 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], int, int]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernel_computes_what_the_reference_does(
-    name: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_computes_what_the_reference_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_maps, "encode", encode)
     schedule_name, how, counts, columns, depth = CASES[name]
     how = {"activation": None, "interleaved": True, **how}
@@ -79,7 +72,7 @@ def test_the_kernel_computes_what_the_reference_does(
         schedule = FP8_SCHEDULES[by]
         args = gemm.arguments(given, apart, out.data_ptr(), out_scales, schedule)
         kernel = gemm_kernel(FP8, swiglu, apart, schedule, out=out.dtype)
-        machine.run(kernel, args, blocks=2 * schedule.cluster, seed=len(name))
+        run(kernel, args, blocks=2 * schedule.cluster, seed=len(name))
 
     multiply(schedule_name, out, out_scales if quantized else None)
     rows = slice(0, sum(counts))

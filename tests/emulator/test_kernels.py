@@ -31,8 +31,8 @@ CASES = 10
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
-    return Machine(tmp_path_factory.mktemp("kernels"))
+def machine() -> Machine:
+    return Machine()
 
 
 def random_cases(machine: Machine, monkeypatch: pytest.MonkeyPatch, straight: str, cases: int) -> None:

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
-    return Machine(tmp_path_factory.mktemp("kernels"))
+def machine() -> Machine:
+    return Machine()
 
 
 @pytest.fixture(autouse=True)

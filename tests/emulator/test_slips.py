@@ -30,8 +30,8 @@ HOME, SAME, UNIT = 48, 36, 16  # of Slip (csrc/protocol/slip.h)
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
-    return Machine(tmp_path_factory.mktemp("slips"))
+def machine() -> Machine:
+    return Machine()
 
 
 @pytest.fixture(params=[FEW, MANY], ids=["few", "many"])

@@ -20,8 +20,9 @@ from moecomm.fused import layer, two_launches
 from moecomm.testing import LocalBuffers, random_layer
 from moecomm.testing import ranks as local
 
-from .machine import LIMIT, Arguments, Call, Launch
-from .test_two_launches import SIZES, Emulated, Machines, machine, nothing_is_left_of_earlier_layers
+from .gemm_machine import compiled
+from .machine import LIMIT, Arguments, Call, Launch, Machine
+from .test_two_launches import SIZES, Emulated, machine, nothing_is_left_of_earlier_layers
 
 __all__ = ["machine", "nothing_is_left_of_earlier_layers"]  # fixtures
 
@@ -34,8 +35,8 @@ pytestmark = [
 class Streams:
     """Launches of each rank, in its order, kept until all are run together."""
 
-    def __init__(self, machines: Machines, ranks: int) -> None:
-        self._machine, self._rounds = machines
+    def __init__(self, rounds: Machine, ranks: int) -> None:
+        self._rounds = rounds
         self._of_rank: list[list[Launch]] = [[] for _ in range(ranks)]
         self._kept: list[Any] = []
         self._random = random.Random(0)
@@ -47,7 +48,7 @@ class Streams:
 
     def launch(self, of: two_launches.Layer, kernel: Any, blocks: int, args: ctypes.Structure) -> None:
         sizes = blocks, kernel.threads, kernel.shared_bytes
-        self._add(of._buffer.rank, self._machine.kernel(kernel), bytes(args), *sizes)
+        self._add(of._buffer.rank, compiled(kernel), bytes(args), *sizes)
 
     def dispatch(self, args: Sequence[Arguments]) -> None:
         for rank, of in enumerate(args):
@@ -71,7 +72,7 @@ class Streams:
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("most", [30, 1400], ids=["ids are told", "slips are"])
 def test_layers_whose_kernels_begin_early(
-    most: int, fp8: bool, form: str, machine: Machines, monkeypatch: pytest.MonkeyPatch
+    most: int, fp8: bool, form: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One after the other, in the same memory of the window, of which the second and the third take more than the one
     before: what they write there first is what others may still read.  In a Buffer of `most` tokens.

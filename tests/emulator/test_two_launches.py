@@ -34,8 +34,8 @@ from moecomm.testing import LayerCase, LocalBuffers, random_layer
 from moecomm.testing import ranks as local
 
 from ..fused.test_two_launches import at
-from .gemm_machine import Machine, encode
-from .machine import Machine as Rounds
+from .gemm_machine import encode, run
+from .machine import Machine
 
 pytestmark = [
     pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64 and g++"),
@@ -48,14 +48,13 @@ SIZES: list[dict[str, Any]] = [
     {"ranks": 2, "hidden": 7168, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 40},
 ]
 CASES = 2
-Machines = tuple[Machine, Rounds]
 
 
 class Emulated:
-    """What a GPU runs, by the machine: layers whose rows travel launch there, and the experts of Sequential."""
+    """What a GPU runs, on CPUs: layers whose rows travel launch there, and the experts of Sequential."""
 
-    def __init__(self, machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._machine, self._rounds = machines
+    def __init__(self, rounds: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._rounds = rounds
         self._monkeypatch, self._random = monkeypatch, random.Random(0)
         for where, name, what in (
             (tensor_maps, "encode", encode),
@@ -71,7 +70,7 @@ class Emulated:
             monkeypatch.setattr(where, name, what)
 
     def launch(self, kernel: Any, blocks: int, args: Any) -> None:
-        self._machine.run(kernel, args, blocks, self._random.randrange(1 << 30))
+        run(kernel, args, blocks, self._random.randrange(1 << 30))
 
     def _grouped_gemm(
         self, x: Any, w: Any, counts: Any, *, alignment: int, activation: Any, interleaved: bool, out: Any
@@ -121,14 +120,14 @@ def nothing_is_left_of_earlier_layers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Machines:
-    return Machine(tmp_path_factory.mktemp("layer")), Rounds(tmp_path_factory.mktemp("rounds"))
+def machine() -> Machine:
+    return Machine()
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"R{s['ranks']}")
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_bits_are_those_of_one_after_the_other(
-    fp8: bool, sizes: dict[str, Any], machine: Machines, monkeypatch: pytest.MonkeyPatch
+    fp8: bool, sizes: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emulated = Emulated(machine, monkeypatch)
     if fp8 and sizes["ranks"] == 1:  # another schedule than the parts have that come one after the other
@@ -142,7 +141,7 @@ def test_bits_are_those_of_one_after_the_other(
             emulated.check(ranks, case, layer.FORMS if seed else ["two launches"])
 
 
-def test_rows_that_are_here_already_are_copied_from_here(machine: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_here_already_are_copied_from_here(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every token has several experts on a rank; no ids are told, so that slips name its first row (slips.cuh)."""
     emulated = Emulated(machine, monkeypatch)
     sizes = {"ranks": 2, "hidden": 1024, "intermediate": 32, "num_experts": 8, "topk": 6, "max_tokens": 60}
@@ -159,7 +158,7 @@ def test_rows_that_are_here_already_are_copied_from_here(machine: Machines, monk
 
 
 def test_the_last_columns_of_a_cluster_may_be_those_of_one_block(
-    machine: Machines, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of both products.  Both blocks take the same tiles all the same."""
     emulated = Emulated(machine, monkeypatch)
@@ -174,7 +173,7 @@ def test_the_last_columns_of_a_cluster_may_be_those_of_one_block(
 
 @pytest.mark.parametrize("why", ["they do not come", "there are fewer than counted"])
 def test_rows_that_are_not_there_end_a_launch_and_nothing_is_made_of_it(
-    why: str, machine: Machines, monkeypatch: pytest.MonkeyPatch
+    why: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the first rank: some blocks that should fetch are not there; or some rows, of the last tile, which one block
     notices and another may send.  Where such a row goes has not been written, either.
@@ -219,7 +218,7 @@ def test_rows_that_are_not_there_end_a_launch_and_nothing_is_made_of_it(
 
 
 def test_scales_of_rows_that_are_not_there_yet_are_not_looked_at(
-    machine: Machines, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows of the second expert end short of those of a counter, and its tile, in whole units, behind them.  One
     block multiplies, so that it has them all; in the emulator what it has looked at too early stays as it was.
@@ -242,7 +241,7 @@ def test_scales_of_rows_that_are_not_there_yet_are_not_looked_at(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rows_are_offered_as_a_dispatch_casts_them(
-    dtype: torch.dtype, machine: Machines, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of several pieces, whose last group of columns is not full, with gaps between them."""
     emulated, done = Emulated(machine, monkeypatch), []
