@@ -89,6 +89,7 @@ DOMAIN_MUTANTS = [
         "host/dispatch.cpp",
         "        relay.relay_landed();\n        if (inbox != nullptr) inbox->take_arrived();\n"
         "        const auto go_on = [&] { return sender.has_place() || relay.any_landed() || ",
+        "        if (inbox != nullptr) inbox->take_arrived();\n"
         "        const auto go_on = [&] { return sender.has_place() || ",
         "domains plain",
     ),
