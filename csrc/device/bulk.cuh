@@ -57,8 +57,8 @@ MOECOMM_FN void bulk_wait() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(groups) : "memory");
 }
 
-// Of global memory alone one instruction; of all, it would first wait for everything that is under way (MEMBAR.ALL.GPU), which a combine
-// across links has no time for (bench/results/fence-h200-2.json).
+// Of global memory alone one instruction; of all, it would first wait for everything that is under way (MEMBAR.ALL.GPU): most combines took
+// up to 1 % longer so (bench/results/fence-h200-2.json).
 MOECOMM_FN void fence_async() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 MOECOMM_FN void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
