@@ -42,8 +42,11 @@ struct Barrier {
 // Of one launch.
 struct Launched {
     const Launched* before;  // in its stream; none: nullptr
+    bool early;              // it begins when all blocks of that let it
     unsigned threads, ended;
     unsigned blocks, letting;  // those that let the next launch begin
+
+    bool may_begin() const { return before == nullptr || (early && before->letting == before->blocks) || before->ended == before->threads; }
 };
 struct Block {
     Launched* launch;

@@ -193,7 +193,7 @@ int emulator_run(const Launch* launches, int count, std::uint64_t limit, unsigne
     for (int i = 0; i < count; ++i) {
         const Launch& launch = launches[i];
         const Launched* const before = launch.after < 0 ? nullptr : &launched[launch.after];
-        launched[i] = {before, unsigned(launch.blocks * launch.threads), 0, unsigned(launch.blocks), 0};
+        launched[i] = {before, launch.early != 0, unsigned(launch.blocks * launch.threads), 0, unsigned(launch.blocks), 0};
         for (int nth = 0; nth < launch.blocks; ++nth, ++block) {
             shared[block].assign(launch.shared_bytes + 128, 0xa5);  // nobody has cleared it
             const auto at = reinterpret_cast<std::uintptr_t>(shared[block].data());
@@ -209,33 +209,41 @@ int emulator_run(const Launch* launches, int count, std::uint64_t limit, unsigne
                 fiber.thread = {{unsigned(t)}, {unsigned(nth)}, {unsigned(launch.blocks)}, &of_block[block], &warps[thread / 32], 0};
                 fiber.kernel = launch.kernel;
                 fiber.arguments = launch.arguments;
-                if (before == nullptr) continue;
-                fiber.until = Until::least;
-                fiber.word = launch.early ? &before->letting : &before->ended;
-                fiber.value = launch.early ? before->blocks : before->threads;
             }
         }
     }
-    std::vector<std::uint64_t> held(count, 0);  // until when; 0: it has not let the next one begin
+    std::vector<std::uint64_t> held(count, 0);            // until when; 0: it has not let the next one begin
+    std::vector<unsigned> here, lanes(threads / 32, 32);  // warps that may run in this pass; lanes of each that have not ended
     std::size_t left = threads;
     unsigned random = seed * 2654435761u + 1;
     for (const std::uint64_t end = passes + limit; left != 0 && passes < end; ++passes) {
         random = random * 1664525u + 1013904223u;
         for (unsigned n = 0; n < (random >> 20) % 6; ++n) move_one(random * (2 * n + 1) >> 3);
-        for (int i = 0; i < count; ++i)  // what has let another begin may take long all the same
-            if (held[i] == 0 && launched[i].letting == launched[i].blocks) held[i] = passes + (random * (2 * i + 1) >> 8) % 3 * 700;
-        const std::size_t first = (random >> 8) % threads / 32 * 32;
-        for (std::size_t i = 0; i < threads; ++i) {
-            Fiber& fiber = fibers[(i + first) % threads];
-            if (fiber.ended || !fiber.ready() || held[fiber.thread.of_block->launch - launched.data()] > passes) continue;
-            if ((random ^ (i / 32 * 40503u)) % 7 == 0 && fiber.until == Until::next_pass) continue;  // some warps are slow
-            running = &fiber;
-            emulator_thread = &fiber.thread;
-            fiber.until = Until::next_pass;
-            emulator_switch(&scheduler_stack, fiber.stack);
-            if (!fiber.ended) continue;
-            --left;
-            ++fiber.thread.of_block->launch->ended;
+        here.clear();
+        unsigned warp = 0;
+        for (int i = 0; i < count; ++i) {
+            Launched& launch = launched[i];
+            if (held[i] == 0 && launch.letting == launch.blocks)  // what has let another begin may take long all the same
+                held[i] = passes + (random * (2 * i + 1) >> 8) % 3 * 700;
+            const unsigned end = warp + launch.threads / 32;
+            if (held[i] > passes || launch.ended == launch.threads || !launch.may_begin()) warp = end;
+            for (; warp != end; ++warp)
+                if (lanes[warp] != 0) here.push_back(warp);
+        }
+        const std::size_t first = here.empty() ? 0 : (random >> 8) % here.size();
+        for (std::size_t n = 0; n < here.size(); ++n) {
+            const unsigned i = here[(n + first) % here.size()];
+            const bool slow = (random ^ (i * 40503u)) % 7 == 0;  // some warps are
+            for (Fiber* fiber = &fibers[i * 32]; fiber != &fibers[i * 32] + 32; ++fiber) {
+                if (fiber->ended || !fiber->ready() || (slow && fiber->until == Until::next_pass)) continue;
+                running = fiber;
+                emulator_thread = &fiber->thread;
+                fiber->until = Until::next_pass;
+                emulator_switch(&scheduler_stack, fiber->stack);
+                if (!fiber->ended) continue;
+                --left, --lanes[i];
+                ++fiber->thread.of_block->launch->ended;
+            }
         }
     }
     if (left != 0) tell_stuck(fibers);

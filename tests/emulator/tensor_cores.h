@@ -1,6 +1,7 @@
 // What the grouped GEMM uses of Hopper, for g++: tensor copies with swizzle, barriers that count bytes, products of a warpgroup, matrices
 // turned by a warp.  Addresses in shared memory are offsets in the block's.
 #pragma once
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <deque>
@@ -48,6 +49,9 @@ inline void bring(unsigned long long& barrier, int arrivals, long long bytes) {
     if (barrier >> 24 == 0) barrier = (barrier ^ 1) | (barrier >> 8 & 0xffff) << 24;
 }
 
+// Where the copies of a tensor put what would be at this place, 16 bytes at a time.
+inline unsigned swizzled(unsigned place) { return place ^ (place >> 7 & 7) << 4; }
+
 // A TensorMap as test_grouped_gemm.py makes it.
 struct Map {
     std::uint64_t address, dims[5], strides[4], box[5], rank_and_size;
@@ -74,11 +78,12 @@ inline void load_box(unsigned to, const void* map, const int (&at)[5], const voi
                 inside &= index < m.dims[d];
                 from += index * m.strides[d - 1];
             }
-            for (unsigned byte = 0; byte < 128; ++byte) {
-                const std::uint64_t column = at[0] + byte / size;
-                const unsigned place = to + row * 128 + byte;
-                const bool there = inside && column < m.dims[0];
-                shared[place ^ (place >> 7 & 7) << 4] = there ? reinterpret_cast<unsigned char*>(from)[column * size + byte % size] : 0;
+            const std::int64_t columns = inside ? static_cast<std::int64_t>(m.dims[0]) - at[0] : 0;
+            for (unsigned byte = 0; byte < 128; byte += 16) {
+                unsigned char* const place = shared + swizzled(to + row * 128 + byte);
+                const std::size_t there = std::clamp<std::int64_t>(columns * size - byte, 0, 16);
+                std::memcpy(place, reinterpret_cast<unsigned char*>(from) + at[0] * size + byte, there);
+                std::memset(place + there, 0, 16 - there);
             }
         }
         bring(*reinterpret_cast<unsigned long long*>(shared + offset_of(barrier)), 0, rows * 128);
@@ -113,9 +118,8 @@ inline void finish_stores(std::size_t but) {
 }
 
 inline float widen_e4m3(unsigned char v) {
-    const int exponent = v >> 3 & 15, mantissa = v & 7;
     if ((v & 0x7f) == 0x7f) return NAN;
-    const float magnitude = exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
+    const float magnitude = __uint_as_float((v & 0x7fu) << 20) * 0x1p120f;  // bits of a float whose exponent is 120 too low
     return v & 0x80 ? -magnitude : magnitude;
 }
 inline float widen_bf16(const unsigned char* p) {
@@ -125,13 +129,13 @@ inline float widen_bf16(const unsigned char* p) {
 template <bool e4m3>
 float dot(std::uint64_t a, unsigned a_row, std::uint64_t b, unsigned b_row) {
     const auto at = [](std::uint64_t operand, unsigned row, unsigned byte) {
-        const unsigned place = ((operand & 0x3fff) << 4) + row * 128 + byte;
-        return shared_at(place ^ (place >> 7 & 7) << 4);
+        return shared_at(swizzled(((operand & 0x3fff) << 4) + row * 128 + byte));
     };
     float sum = 0;
-    for (unsigned byte = 0; byte < 32; byte += e4m3 ? 1 : 2) {
-        const unsigned char *x = at(a, a_row, byte), *y = at(b, b_row, byte);
-        sum += e4m3 ? widen_e4m3(*x) * widen_e4m3(*y) : widen_bf16(x) * widen_bf16(y);
+    for (unsigned half = 0; half < 32; half += 16) {
+        const unsigned char *const x = at(a, a_row, half), *const y = at(b, b_row, half);
+        for (unsigned byte = 0; byte < 16; byte += e4m3 ? 1 : 2)
+            sum += e4m3 ? widen_e4m3(x[byte]) * widen_e4m3(y[byte]) : widen_bf16(x + byte) * widen_bf16(y + byte);
     }
     return sum;
 }
