@@ -13,24 +13,28 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib import metadata
+from typing import TypeVar
 
 import pytest
 
-from moecomm import plain_kernel
+from moecomm import jit, plain_kernel
 from moecomm.cubin import lacks_descriptor
 from moecomm.plain_kernel import PlainKernel
 
 Kernels = dict[str, PlainKernel]
+Kernel = TypeVar("Kernel", PlainKernel, jit.KernelSpec)
+Built = tuple[bytes, str]  # a cubin, and what ptxas said of it
 
-_wanted: list[PlainKernel] = []  # by the modules that were collected, in their order
-_compiling: dict[PlainKernel, Future[tuple[bytes, str]]] = {}
+_wanted: list[PlainKernel | jit.KernelSpec] = []  # by the modules that were collected, in their order
+_compiling: dict[PlainKernel | jit.KernelSpec, Future[Built]] = {}
+_pool: ProcessPoolExecutor
 
 _DESCRIPTOR = "c[0x0][0x208]"  # where sm_90 finds what its accesses to memory go through
 _THROUGH = re.compile(r"\b(LD|LDG|ST|STG|ATOM|ATOMG|REDG)\.[^;]*\bdesc\[")
 
 
-def wanted(kernels: Kernels) -> Kernels:
-    """By the module whose tests will want them: compiled from the begin of the session on, beside other tests."""
+def wanted(kernels: dict[str, Kernel]) -> dict[str, Kernel]:
+    """By the module whose tests, marked "compiled", will want them: from the begin of the session on, beside others."""
     _wanted.extend(kernels.values())
     return kernels
 
@@ -38,11 +42,21 @@ def wanted(kernels: Kernels) -> Kernels:
 @contextmanager
 def compiling() -> Iterator[None]:
     """All that is wanted.  What is not begun at the end is dropped."""
-    others = max(1, (os.cpu_count() or 1) - 1)
-    with ProcessPoolExecutor(others, multiprocessing.get_context("spawn")) as pool:
-        _compiling.update({kernel: pool.submit(plain_kernel.build, kernel) for kernel in _wanted})
+    global _pool
+    # Other tests have deadlines.
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"), os.nice, (10,)) as _pool:
+        for kernel in _wanted:
+            compile_beside(kernel)
         yield
-        pool.shutdown(cancel_futures=True)
+        _pool.shutdown(cancel_futures=True)
+
+
+def compile_beside(kernel: PlainKernel | jit.KernelSpec) -> Future[Built]:
+    """Each is compiled once."""
+    if kernel not in _compiling:
+        build = jit.build if isinstance(kernel, jit.KernelSpec) else plain_kernel.build
+        _compiling[kernel] = _pool.submit(build, kernel)
+    return _compiling[kernel]
 
 
 def check_kernel(kernel: PlainKernel, *, calls: bool = False, awaits: str = "") -> None:
@@ -51,15 +65,15 @@ def check_kernel(kernel: PlainKernel, *, calls: bool = False, awaits: str = "") 
     """
     pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
     assert kernel.shared_bytes <= 227 * 1024
-    built = _compiling[kernel].result()
+    built = compile_beside(kernel).result()
     assert b"moecomm_plain" in built[0]
     check_compiled(built, kernel.threads, calls=calls)
     if awaits:
         check_awaits(built[0], awaits)
 
 
-def check_compiled(built: tuple[bytes, str], threads: int, *, calls: bool = False) -> None:
-    """A cubin, and what ptxas said of it.  `threads`: of a block; `calls`: it has a function that is called."""
+def check_compiled(built: Built, threads: int, *, calls: bool = False) -> None:
+    """`threads`: of a block; `calls`: it has a function that is called."""
     cubin, log = built
     assert cubin.startswith(b"\x7fELF")
     (registers,) = map(int, re.findall(r"Used (\d+) registers", log))

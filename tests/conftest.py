@@ -48,7 +48,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for mark, need in GPU_MARKS.items():
             if item.get_closest_marker(mark) and gpus < need:
                 item.add_marker(pytest.mark.skip(reason=f"needs {need} GPU(s), this machine has {gpus}"))
-    items.sort(key=has_begun)  # last
+    items.sort(key=turn)
+
+
+def turn(item: pytest.Item) -> int:
+    """Tests that wait for what goes on beside the others come last."""
+    return 2 if has_begun(item) else 1 if item.get_closest_marker("compiled") else 0
 
 
 def has_begun(item: pytest.Item) -> bool:
@@ -62,9 +67,11 @@ def begun(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
 
     Most tests wait, or use one core.  What takes long, needs no fixture and is no matter of deadlines runs beside them.
     """
-    modules = {item.module for item in request.session.items if isinstance(item, pytest.Function) and has_begun(item)}
+    items = request.session.items
+    modules = {item.module for item in items if isinstance(item, pytest.Function) and has_begun(item)}
     with ExitStack() as stack:
-        stack.enter_context(compiling())
+        if any(item.get_closest_marker("compiled") for item in items):
+            stack.enter_context(compiling())
         yield {module.__name__: stack.enter_context(module.begin(request.config)) for module in modules}
 
 
@@ -168,6 +175,6 @@ def gpu_ranks(tmp_path: Path) -> Iterator[Ranks]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cases", type=int, default=50_000, help="random cases to run against the reference")
-    parser.addoption("--domain-cases", type=int, default=300, help="random cases on CPU ranks in several domains")
+    parser.addoption("--domain-cases", type=int, default=600, help="random cases on CPU ranks in several domains")
     parser.addoption("--gpu-cases", type=int, default=1000, help="random cases on GPUs")
     parser.addoption("--seed", type=int, default=0, help="which random cases")

@@ -19,6 +19,7 @@ pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core"
 ALL = wanted({**kernels.ALL_TO_ALL, **kernels.PING_PONG, "hold": kernels.HOLD[4]})
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", ALL)
 def test_compiles_within_a_multiprocessor(name: str) -> None:
     check_kernel(ALL[name], calls=True)

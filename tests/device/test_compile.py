@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
 import pytest
 
 from moecomm import jit, kernel_loader
 
-from ..compiled import check_awaits, check_compiled
+from ..compiled import check_awaits, check_compiled, compile_beside, wanted
 
 pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
 
@@ -43,91 +42,89 @@ def combine(**fields: Any) -> jit.KernelSpec:
 ACROSS: dict[str, Any] = {"transport": "puts", "domain_ranks": 4, "ranks": 8}
 
 
-SPECS = {
-    "dispatch": dispatch(),
-    "dispatch flat": dispatch(layout=FLAT, idx_bytes=4),
-    "dispatch batched, 8 ranks": dispatch(layout=BATCHED, ranks=8),
-    "dispatch casts to e4m3": dispatch(quantize=True),
-    "dispatch flat casts a last group of 48 columns": dispatch(layout=FLAT, type=FP16, hidden=176, quantize=True),
-    "dispatch casts fp32, 16384 columns": dispatch(layout=BATCHED, type=FP32, hidden=16384, quantize=True),
-    "dispatch e4m3 with scales of 57 bytes": dispatch(type=E4M3, scale_bytes=57),
-    "dispatch repeat": dispatch(repeat=True),
-    "dispatch repeat flat": dispatch(repeat=True, layout=FLAT),
-    "dispatch alone, 8 columns": dispatch(ranks=1, experts=1, topk=1, hidden=8),
-    "dispatch top-32, 24 columns": dispatch(ranks=2, experts=64, topk=32, hidden=24, type=FP16),
-    "dispatch 64 ranks, top-5 of 1024": dispatch(ranks=64, experts=1024, topk=5, hidden=4096),
-    "dispatch of slips": dispatch(slips=True, row_bytes=16),
-    "dispatch of slips, 64 ranks, top-32": dispatch(slips=True, row_bytes=16, ranks=64, topk=32, experts=4096),
-    "dispatch few tokens": dispatch(packets=True),
-    "dispatch few tokens, flat, casts": dispatch(packets=True, layout=FLAT, quantize=True),
-    "dispatch few tokens, ue8m0 by column": dispatch(
-        packets=True, quantize=True, scale_format=UE8M0, scale_columns=True
-    ),
-    "dispatch few tokens, casts 22.5 groups of columns": dispatch(packets=True, quantize=True, hidden=2880),
-    "dispatch few tokens, 64 ranks, top-32": dispatch(packets=True, ranks=64, topk=32, type=FP32),
-    "dispatch flat, ue8m0 by column": dispatch(layout=FLAT, quantize=True, scale_format=UE8M0, scale_columns=True),
-    "dispatch batched, fp32 by column": dispatch(layout=BATCHED, quantize=True, scale_columns=True),
-    "dispatch begins": dispatch(part=BEGIN, quantize=True, scale_columns=True),
-    "dispatch ends": dispatch(part=END, quantize=True, scale_columns=True),
-    "dispatch ends, flat, 64 ranks": dispatch(part=END, layout=FLAT, ranks=64),
-    "dispatch across domains, flat": dispatch(layout=FLAT, **ACROSS),
-    "dispatch across domains, ue8m0 by column": dispatch(
-        quantize=True, scale_format=UE8M0, scale_columns=True, **ACROSS
-    ),
-    "dispatch across domains ends": dispatch(part=END, **ACROSS),
-    "dispatch across domains, 64 ranks, top-32": dispatch(
-        ranks=64, domain_ranks=8, transport="puts", topk=32, experts=1024, repeat=True
-    ),
-    "combine across domains": combine(**ACROSS),
-    "combine across domains, flat": combine(layout=FLAT, **ACROSS),
-    "combine across domains, in place, bf16 on the wire": combine(layout=FLAT, in_place=True, wire=BF16, **ACROSS),
-    "combine across domains by weights of the homes": combine(own_weights=True, **ACROSS),
-    "combine across domains by weights of the homes, batched fp32, 64 ranks": combine(
-        own_weights=True, layout=BATCHED, type=FP32, ranks=64, domain_ranks=8, transport="puts"
-    ),
-    "combine across domains by weights of the homes, fp16 on the wire": combine(
-        own_weights=True, type=FP16, wire=FP16, **ACROSS
-    ),
-    "combine": combine(),
-    "combine in place": combine(layout=FLAT, in_place=True),
-    "combine in place, fp32": combine(layout=FLAT, in_place=True, type=FP32, ranks=8),
-    "combine flat": combine(layout=FLAT),
-    "combine batched, bf16 on the wire": combine(layout=BATCHED, wire=BF16, weighted=False),
-    "combine fp32, 16384 columns": combine(type=FP32, hidden=16384, ranks=8),
-    "combine alone, 8 columns": combine(ranks=1, experts=1, topk=1, hidden=8),
-    "combine fp16 top-32, 24 columns": combine(ranks=2, experts=64, topk=32, hidden=24, type=FP16, wire=FP16),
-    "combine few tokens": combine(packets=True),
-    "combine few tokens, flat": combine(packets=True, layout=FLAT),
-    "combine by weights of the homes": combine(own_weights=True),
-    "combine fp32 by weights of the homes, 16384 columns": combine(own_weights=True, type=FP32, hidden=16384, ranks=8),
-    "combine few tokens by weights of the homes": combine(packets=True, own_weights=True),
-    "combine few tokens, fp32, by weights of the homes": combine(packets=True, own_weights=True, type=FP32),
-    "combine few tokens by weights of the homes, 64 ranks, bf16 on the wire": combine(
-        packets=True, own_weights=True, ranks=64, wire=BF16
-    ),
-    "combine few tokens, 64 ranks, bf16 on the wire": combine(packets=True, ranks=64, wire=BF16),
-    "combine 64 ranks": combine(ranks=64, experts=128, topk=5, hidden=4096),
-}
+SPECS = wanted(
+    {
+        "dispatch": dispatch(),
+        "dispatch flat": dispatch(layout=FLAT, idx_bytes=4),
+        "dispatch batched, 8 ranks": dispatch(layout=BATCHED, ranks=8),
+        "dispatch casts to e4m3": dispatch(quantize=True),
+        "dispatch flat casts a last group of 48 columns": dispatch(layout=FLAT, type=FP16, hidden=176, quantize=True),
+        "dispatch casts fp32, 16384 columns": dispatch(layout=BATCHED, type=FP32, hidden=16384, quantize=True),
+        "dispatch e4m3 with scales of 57 bytes": dispatch(type=E4M3, scale_bytes=57),
+        "dispatch repeat": dispatch(repeat=True),
+        "dispatch repeat flat": dispatch(repeat=True, layout=FLAT),
+        "dispatch alone, 8 columns": dispatch(ranks=1, experts=1, topk=1, hidden=8),
+        "dispatch top-32, 24 columns": dispatch(ranks=2, experts=64, topk=32, hidden=24, type=FP16),
+        "dispatch 64 ranks, top-5 of 1024": dispatch(ranks=64, experts=1024, topk=5, hidden=4096),
+        "dispatch of slips": dispatch(slips=True, row_bytes=16),
+        "dispatch of slips, 64 ranks, top-32": dispatch(slips=True, row_bytes=16, ranks=64, topk=32, experts=4096),
+        "dispatch few tokens": dispatch(packets=True),
+        "dispatch few tokens, flat, casts": dispatch(packets=True, layout=FLAT, quantize=True),
+        "dispatch few tokens, ue8m0 by column": dispatch(
+            packets=True, quantize=True, scale_format=UE8M0, scale_columns=True
+        ),
+        "dispatch few tokens, casts 22.5 groups of columns": dispatch(packets=True, quantize=True, hidden=2880),
+        "dispatch few tokens, 64 ranks, top-32": dispatch(packets=True, ranks=64, topk=32, type=FP32),
+        "dispatch flat, ue8m0 by column": dispatch(layout=FLAT, quantize=True, scale_format=UE8M0, scale_columns=True),
+        "dispatch batched, fp32 by column": dispatch(layout=BATCHED, quantize=True, scale_columns=True),
+        "dispatch begins": dispatch(part=BEGIN, quantize=True, scale_columns=True),
+        "dispatch ends": dispatch(part=END, quantize=True, scale_columns=True),
+        "dispatch ends, flat, 64 ranks": dispatch(part=END, layout=FLAT, ranks=64),
+        "dispatch across domains, flat": dispatch(layout=FLAT, **ACROSS),
+        "dispatch across domains, ue8m0 by column": dispatch(
+            quantize=True, scale_format=UE8M0, scale_columns=True, **ACROSS
+        ),
+        "dispatch across domains ends": dispatch(part=END, **ACROSS),
+        "dispatch across domains, 64 ranks, top-32": dispatch(
+            ranks=64, domain_ranks=8, transport="puts", topk=32, experts=1024, repeat=True
+        ),
+        "combine across domains": combine(**ACROSS),
+        "combine across domains, flat": combine(layout=FLAT, **ACROSS),
+        "combine across domains, in place, bf16 on the wire": combine(layout=FLAT, in_place=True, wire=BF16, **ACROSS),
+        "combine across domains by weights of the homes": combine(own_weights=True, **ACROSS),
+        "combine across domains by weights of the homes, batched fp32, 64 ranks": combine(
+            own_weights=True, layout=BATCHED, type=FP32, ranks=64, domain_ranks=8, transport="puts"
+        ),
+        "combine across domains by weights of the homes, fp16 on the wire": combine(
+            own_weights=True, type=FP16, wire=FP16, **ACROSS
+        ),
+        "combine": combine(),
+        "combine in place": combine(layout=FLAT, in_place=True),
+        "combine in place, fp32": combine(layout=FLAT, in_place=True, type=FP32, ranks=8),
+        "combine flat": combine(layout=FLAT),
+        "combine batched, bf16 on the wire": combine(layout=BATCHED, wire=BF16, weighted=False),
+        "combine fp32, 16384 columns": combine(type=FP32, hidden=16384, ranks=8),
+        "combine alone, 8 columns": combine(ranks=1, experts=1, topk=1, hidden=8),
+        "combine fp16 top-32, 24 columns": combine(ranks=2, experts=64, topk=32, hidden=24, type=FP16, wire=FP16),
+        "combine few tokens": combine(packets=True),
+        "combine few tokens, flat": combine(packets=True, layout=FLAT),
+        "combine by weights of the homes": combine(own_weights=True),
+        "combine fp32 by weights of the homes, 16384 columns": combine(
+            own_weights=True, type=FP32, hidden=16384, ranks=8
+        ),
+        "combine few tokens by weights of the homes": combine(packets=True, own_weights=True),
+        "combine few tokens, fp32, by weights of the homes": combine(packets=True, own_weights=True, type=FP32),
+        "combine few tokens by weights of the homes, 64 ranks, bf16 on the wire": combine(
+            packets=True, own_weights=True, ranks=64, wire=BF16
+        ),
+        "combine few tokens, 64 ranks, bf16 on the wire": combine(packets=True, ranks=64, wire=BF16),
+        "combine 64 ranks": combine(ranks=64, experts=128, topk=5, hidden=4096),
+    }
+)
 
 
-Built = dict[str, "Future[tuple[bytes, str]]"]
-
-
-@pytest.fixture(scope="module")
-def built(compilers: ProcessPoolExecutor) -> Built:
-    return {name: compilers.submit(jit.build, spec) for name, spec in SPECS.items()}
-
-
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", SPECS)
-def test_compiles_within_its_bounds(name: str, built: Built) -> None:
+def test_compiles_within_its_bounds(name: str) -> None:
     spec, fields = SPECS[name], jit.block_fields(SPECS[name])
-    assert f"moecomm_{spec.op}".encode() in built[name].result()[0]
+    built = compile_beside(spec).result()
+    assert f"moecomm_{spec.op}".encode() in built[0]
     assert fields["shared_bytes"] <= 227 * 1024
     # Without a stack frame: a function that is called, and takes a reference to a part of what a kernel knows, puts all
     # of it into local memory; then every access to shared memory goes by a generic address, loaded from there first.
-    check_compiled(built[name].result(), jit.block_threads(fields))
+    check_compiled(built, jit.block_threads(fields))
     if spec.slips:
-        check_awaits(built[name].result()[0], "last")
+        check_awaits(built[0], "last")
 
 
 def test_source_holds_named_numbers_alone() -> None:

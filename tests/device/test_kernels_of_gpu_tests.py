@@ -7,7 +7,7 @@ kernels, where there is a GPU.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +23,7 @@ from moecomm.dispatch.plan import END
 from moecomm.testing import Case, LocalBuffers, random_case
 from moecomm.testing.check import again_call, dispatch_call
 
+from ..compiled import Built, compile_beside
 from ..gpu import test_nvlink, test_virtual_ranks
 from . import test_compile
 
@@ -115,22 +116,21 @@ def kind_of(s: jit.KernelSpec) -> tuple[Any, ...]:
     return s.op, s.layout, s.part, *sent, s.wire, s.own_weights, s.in_place
 
 
+@pytest.mark.compiled
 @pytest.mark.timeout(900)
-def test_a_kernel_of_every_kind_compiles(
-    compilers: ProcessPoolExecutor, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_a_kernel_of_every_kind_compiles(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     # No kernel depends on what is in a row, and most of the work of making a case would be that.
     monkeypatch.setattr(torch, "randn", lambda *shape, generator: torch.zeros(shape))
     there = {kind_of(spec) for spec in test_compile.SPECS.values() if spec.transport == "lsa"}
     met: set[tuple[Any, ...]] = set()
-    compiling: dict[tuple[Any, ...], Future[tuple[bytes, str]]] = {}
+    compiling: dict[tuple[Any, ...], Future[Built]] = {}
     for sizes, seeds in rounds(request.config.getoption("--gpu-cases")):
         specs = kernels_of(sizes, seeds)
         assert len(specs) <= MOST, "a GPU has not that much time"
         for spec in sorted(specs, key=repr):
             met.add(kind := kind_of(spec))
             if kind not in there and kind not in compiling:
-                compiling[kind] = compilers.submit(jit.build, spec)
+                compiling[kind] = compile_beside(spec)
     print(f"{len(met)} kinds, {len(compiling)} kernels")
     assert len(met) > 20, "cases of every kind were met"
     for kind, built in compiling.items():

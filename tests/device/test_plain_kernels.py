@@ -20,6 +20,7 @@ KERNELS: Kernels = wanted(
 )
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles_without_spills(name: str) -> None:
     check_kernel(KERNELS[name])

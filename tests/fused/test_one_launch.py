@@ -79,6 +79,7 @@ KERNELS = wanted(
 )
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles_without_spills_and_fits(name: str) -> None:
     check_kernel(KERNELS[name], awaits="first")

@@ -100,6 +100,7 @@ KERNELS = wanted(
 )
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles_without_spills(name: str) -> None:
     check_kernel(KERNELS[name])

@@ -148,6 +148,7 @@ def kernels() -> dict[str, plain_kernel.PlainKernel]:
 KERNELS = wanted(kernels())
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles_without_spills(name: str) -> None:
     check_kernel(KERNELS[name], calls="home" in name, awaits="last" if "home" in name else "first")  # report_failure
