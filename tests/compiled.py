@@ -13,7 +13,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib import metadata
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import pytest
 
@@ -23,10 +23,18 @@ from moecomm.plain_kernel import PlainKernel
 
 Kernels = dict[str, PlainKernel]
 Kernel = TypeVar("Kernel", PlainKernel, jit.KernelSpec)
-Built = tuple[bytes, str]  # a cubin, and what ptxas said of it
+
+
+class Compiled(NamedTuple):
+    """What came of a kernel."""
+
+    cubin: bytes
+    log: str  # of ptxas
+    functions: list[str] | None  # their instructions, if something here reads them
+
 
 _wanted: list[PlainKernel | jit.KernelSpec] = []  # by the modules that were collected, in their order
-_compiling: dict[PlainKernel | jit.KernelSpec, Future[Built]] = {}
+_compiling: dict[PlainKernel | jit.KernelSpec, Future[Compiled]] = {}
 _pool: ProcessPoolExecutor
 
 _DESCRIPTOR = "c[0x0][0x208]"  # where sm_90 finds what its accesses to memory go through
@@ -51,12 +59,27 @@ def compiling() -> Iterator[None]:
         _pool.shutdown(cancel_futures=True)
 
 
-def compile_beside(kernel: PlainKernel | jit.KernelSpec) -> Future[Built]:
+def compile_beside(kernel: PlainKernel | jit.KernelSpec) -> Future[Compiled]:
     """Each is compiled once."""
     if kernel not in _compiling:
-        build = jit.build if isinstance(kernel, jit.KernelSpec) else plain_kernel.build
-        _compiling[kernel] = _pool.submit(build, kernel)
+        _compiling[kernel] = _pool.submit(_compile, kernel)
     return _compiling[kernel]
+
+
+def _compile(kernel: PlainKernel | jit.KernelSpec) -> Compiled:
+    return looked_at(*(jit.build(kernel) if isinstance(kernel, jit.KernelSpec) else plain_kernel.build(kernel)))
+
+
+def looked_at(cubin: bytes, log: str) -> Compiled:
+    """With its instructions."""
+    program = _nvdisasm()
+    if program is None:
+        return Compiled(cubin, log, None)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        words: str = subprocess.run([program, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    return Compiled(cubin, log, words.split(".text.")[1:])
 
 
 def check_kernel(kernel: PlainKernel, *, calls: bool = False, awaits: str = "") -> None:
@@ -65,33 +88,33 @@ def check_kernel(kernel: PlainKernel, *, calls: bool = False, awaits: str = "") 
     """
     pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
     assert kernel.shared_bytes <= 227 * 1024
-    built = compile_beside(kernel).result()
-    assert b"moecomm_plain" in built[0]
-    check_compiled(built, kernel.threads, calls=calls)
+    compiled = compile_beside(kernel).result()
+    assert b"moecomm_plain" in compiled.cubin
+    check_compiled(compiled, kernel.threads, calls=calls)
     if awaits:
-        check_awaits(built[0], awaits)
+        check_awaits(compiled, awaits)
 
 
-def check_compiled(built: Built, threads: int, *, calls: bool = False) -> None:
+def check_compiled(compiled: Compiled, threads: int, *, calls: bool = False) -> None:
     """`threads`: of a block; `calls`: it has a function that is called."""
-    cubin, log = built
-    assert cubin.startswith(b"\x7fELF")
-    (registers,) = map(int, re.findall(r"Used (\d+) registers", log))
+    assert compiled.cubin.startswith(b"\x7fELF")
+    (registers,) = map(int, re.findall(r"Used (\d+) registers", compiled.log))
     assert registers * threads <= 65536  # with which a block begins, before its warps share them out anew
-    assert {*re.findall(r"(\d+) bytes spill", log)} == {"0"}
-    assert {*re.findall(r"(\d+) bytes stack frame", log)} == {"0"} or calls
-    assert "warning" not in log
-    check_memory_descriptor(cubin)
+    assert {*re.findall(r"(\d+) bytes spill", compiled.log)} == {"0"}
+    assert {*re.findall(r"(\d+) bytes stack frame", compiled.log)} == {"0"} or calls
+    assert "warning" not in compiled.log
+    check_memory_descriptor(compiled)
 
 
-def check_memory_descriptor(cubin: bytes) -> None:
+def check_memory_descriptor(compiled: Compiled) -> None:
     """ptxas 13.0 was seen to leave it out: accesses then go through whatever a register holds, and a GPU calls that an
     illegal instruction, now and then.
     """
-    for function in functions(cubin):
+    functions, cubin = functions_of(compiled), compiled.cubin
+    for function in functions:
         assert ("desc[" in function) <= (_DESCRIPTOR in function), function.partition("\n")[0]
     assert not lacks_descriptor(cubin)
-    assert lacks_descriptor(_without_descriptor(cubin)) == any(_THROUGH.search(f) for f in functions(cubin))
+    assert lacks_descriptor(_without_descriptor(cubin)) == any(_THROUGH.search(f) for f in functions)
 
 
 def _without_descriptor(cubin: bytes) -> bytes:
@@ -99,24 +122,19 @@ def _without_descriptor(cubin: bytes) -> bytes:
     return cubin.replace(b"\x00\x82\x00\x00", b"\x00\x8f\x00\x00")
 
 
-def check_awaits(cubin: bytes, when: str) -> None:
+def check_awaits(compiled: Compiled, when: str) -> None:
     """See check_kernel."""
     names = "moecomm_plain:", "moecomm_dispatch:"
-    (entry,) = (function for function in functions(cubin) if function.startswith(names))
+    (entry,) = (function for function in functions_of(compiled) if function.startswith(names))
     before, awaits, _ = entry.partition("ACQBULK")
     assert awaits and ("desc[" if when == "first" else " EXIT ") not in before
 
 
-def functions(cubin: bytes) -> list[str]:
-    """Their instructions.  Skips where nothing reads them."""
-    program = _nvdisasm()
-    if program is None:
+def functions_of(compiled: Compiled) -> list[str]:
+    """Its functions.  Skips where nothing reads them."""
+    if compiled.functions is None:
         pytest.skip("instructions are looked at through nvdisasm: pip install nvidia-cuda-nvdisasm")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        words: str = subprocess.run([program, "-c", file.name], capture_output=True, text=True, check=True).stdout
-    return words.split(".text.")[1:]
+    return compiled.functions
 
 
 @lru_cache(maxsize=1)

@@ -117,14 +117,14 @@ SPECS = wanted(
 @pytest.mark.parametrize("name", SPECS)
 def test_compiles_within_its_bounds(name: str) -> None:
     spec, fields = SPECS[name], jit.block_fields(SPECS[name])
-    built = compile_beside(spec).result()
-    assert f"moecomm_{spec.op}".encode() in built[0]
+    compiled = compile_beside(spec).result()
+    assert f"moecomm_{spec.op}".encode() in compiled.cubin
     assert fields["shared_bytes"] <= 227 * 1024
     # Without a stack frame: a function that is called, and takes a reference to a part of what a kernel knows, puts all
     # of it into local memory; then every access to shared memory goes by a generic address, loaded from there first.
-    check_compiled(built, jit.block_threads(fields))
+    check_compiled(compiled, jit.block_threads(fields))
     if spec.slips:
-        check_awaits(built[0], "last")
+        check_awaits(compiled, "last")
 
 
 def test_source_holds_named_numbers_alone() -> None:

@@ -23,7 +23,7 @@ from moecomm.dispatch.plan import END
 from moecomm.testing import Case, LocalBuffers, random_case
 from moecomm.testing.check import again_call, dispatch_call
 
-from ..compiled import Built, compile_beside
+from ..compiled import Compiled, check_memory_descriptor, compile_beside
 from ..gpu import test_nvlink, test_virtual_ranks
 from . import test_compile
 
@@ -123,7 +123,7 @@ def test_a_kernel_of_every_kind_compiles(monkeypatch: pytest.MonkeyPatch, reques
     monkeypatch.setattr(torch, "randn", lambda *shape, generator: torch.zeros(shape))
     there = {kind_of(spec) for spec in test_compile.SPECS.values() if spec.transport == "lsa"}
     met: set[tuple[Any, ...]] = set()
-    compiling: dict[tuple[Any, ...], Future[Built]] = {}
+    compiling: dict[tuple[Any, ...], Future[Compiled]] = {}
     for sizes, seeds in rounds(request.config.getoption("--gpu-cases")):
         specs = kernels_of(sizes, seeds)
         assert len(specs) <= MOST, "a GPU has not that much time"
@@ -133,5 +133,6 @@ def test_a_kernel_of_every_kind_compiles(monkeypatch: pytest.MonkeyPatch, reques
                 compiling[kind] = compile_beside(spec)
     print(f"{len(met)} kinds, {len(compiling)} kernels")
     assert len(met) > 20, "cases of every kind were met"
-    for kind, built in compiling.items():
-        assert len(built.result()[0]) > 10_000, kind
+    for kind, compiled in compiling.items():
+        assert len(compiled.result().cubin) > 10_000, kind
+        check_memory_descriptor(compiled.result())

@@ -225,9 +225,9 @@ int emulator_run(const Launch* launches, int count, std::uint64_t limit, unsigne
             Launched& launch = launched[i];
             if (held[i] == 0 && launch.letting == launch.blocks)  // what has let another begin may take long all the same
                 held[i] = passes + (random * (2 * i + 1) >> 8) % 3 * 700;
-            const unsigned end = warp + launch.threads / 32;
-            if (held[i] > passes || launch.ended == launch.threads || !launch.may_begin()) warp = end;
-            for (; warp != end; ++warp)
+            const unsigned behind = warp + launch.threads / 32;
+            if (held[i] > passes || launch.ended == launch.threads || !launch.may_begin()) warp = behind;
+            for (; warp != behind; ++warp)
                 if (lanes[warp] != 0) here.push_back(warp);
         }
         const std::size_t first = here.empty() ? 0 : (random >> 8) % here.size();

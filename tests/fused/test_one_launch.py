@@ -18,7 +18,7 @@ from moecomm.fused.one_launch import OneLaunchArgs, one_kernel, turn_of
 from moecomm.fused.schedules import schedule_of_both
 from moecomm.router import MODELS
 
-from ..compiled import check_compiled, check_kernel, wanted
+from ..compiled import check_compiled, check_kernel, looked_at, wanted
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -90,4 +90,5 @@ def test_fetching_may_be_called() -> None:
     pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
     core = kernel_loader._core()
     kernel = one_kernel(BF16, True, SCHEDULES["64x8c1"], 7168)
-    check_compiled(kernel_loader._compile(core, kernel_loader._CALLS + kernel.source, "sm_90a"), kernel.threads)
+    made = kernel_loader._compile(core, kernel_loader._CALLS + kernel.source, "sm_90a")
+    check_compiled(looked_at(*made), kernel.threads)
