@@ -21,8 +21,8 @@ from moecomm import jit, plain_kernel
 from moecomm.cubin import lacks_descriptor
 from moecomm.plain_kernel import PlainKernel
 
-Kernels = dict[str, PlainKernel]
-Kernel = TypeVar("Kernel", PlainKernel, jit.KernelSpec)
+Kernel = PlainKernel | jit.KernelSpec
+Kind = TypeVar("Kind", bound=Kernel)
 
 
 class Compiled(NamedTuple):
@@ -33,15 +33,15 @@ class Compiled(NamedTuple):
     functions: list[str] | None  # their instructions, if something here reads them
 
 
-_wanted: list[PlainKernel | jit.KernelSpec] = []  # by the modules that were collected, in their order
-_compiling: dict[PlainKernel | jit.KernelSpec, Future[Compiled]] = {}
+_wanted: list[Kernel] = []  # by the modules that were collected, in their order
+_compiling: dict[Kernel, Future[Compiled]] = {}
 _pool: ProcessPoolExecutor
 
 _DESCRIPTOR = "c[0x0][0x208]"  # where sm_90 finds what its accesses to memory go through
 _THROUGH = re.compile(r"\b(LD|LDG|ST|STG|ATOM|ATOMG|REDG)\.[^;]*\bdesc\[")
 
 
-def wanted(kernels: dict[str, Kernel]) -> dict[str, Kernel]:
+def wanted(kernels: dict[str, Kind]) -> dict[str, Kind]:
     """By the module whose tests, marked "compiled", will want them: from the begin of the session on, beside others."""
     _wanted.extend(kernels.values())
     return kernels
@@ -59,14 +59,14 @@ def compiling() -> Iterator[None]:
         _pool.shutdown(cancel_futures=True)
 
 
-def compile_beside(kernel: PlainKernel | jit.KernelSpec) -> Future[Compiled]:
+def compile_beside(kernel: Kernel) -> Future[Compiled]:
     """Each is compiled once."""
     if kernel not in _compiling:
         _compiling[kernel] = _pool.submit(_compile, kernel)
     return _compiling[kernel]
 
 
-def _compile(kernel: PlainKernel | jit.KernelSpec) -> Compiled:
+def _compile(kernel: Kernel) -> Compiled:
     return looked_at(*(jit.build(kernel) if isinstance(kernel, jit.KernelSpec) else plain_kernel.build(kernel)))
 
 

@@ -8,10 +8,10 @@ from moecomm import padding, routing_map
 from moecomm.ops import combine_gradients, swiglu, tidy
 from moecomm.settings import DTYPES
 
-from ..compiled import Kernels, check_kernel, wanted
+from ..compiled import check_kernel, wanted
 
 MAPS = ("ids_of_map", "weights_at_experts<i64>", "weights_at_experts<i32>")
-KERNELS: Kernels = wanted(
+KERNELS = wanted(
     {f"padding, {word}": padding.kernel(word) for word in ("uint4", "u32", "u8")}
     | {f"tidy, {ids}": tidy.kernel(ids) for ids in ("i64", "i32")}
     | {f"gradients, {dtype}": combine_gradients.kernel(dtype) for dtype in DTYPES}

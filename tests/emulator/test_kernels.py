@@ -30,11 +30,6 @@ DOMAINS = {"ranks": 4, "domain_ranks": 2}
 CASES = 10
 
 
-@pytest.fixture(scope="module")
-def machine() -> Machine:
-    return Machine()
-
-
 def random_cases(machine: Machine, monkeypatch: pytest.MonkeyPatch, straight: str, cases: int) -> None:
     """Rounds of CPU ranks by the machine; rows go straight to ranks of other domains, those of some do, or none."""
     monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))

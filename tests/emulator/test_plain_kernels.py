@@ -22,11 +22,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def machine() -> Machine:
-    return Machine()
-
-
 @pytest.fixture(autouse=True)
 def emulated(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Launches end before they return; the names of what has been launched."""

@@ -29,11 +29,6 @@ RANKS, HIDDEN, EXPERTS, TOPK, MANY, FEW = 3, 64, 12, 3, 1500, 900  # tokens of a
 HOME, SAME, UNIT = 48, 36, 16  # of Slip (csrc/protocol/slip.h)
 
 
-@pytest.fixture(scope="module")
-def machine() -> Machine:
-    return Machine()
-
-
 @pytest.fixture(params=[FEW, MANY], ids=["few", "many"])
 def most(request: pytest.FixtureRequest) -> int:
     """Tokens."""

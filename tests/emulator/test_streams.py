@@ -22,9 +22,9 @@ from moecomm.testing import ranks as local
 
 from .gemm_machine import compiled
 from .machine import LIMIT, Arguments, Call, Launch, Machine
-from .test_two_launches import SIZES, Emulated, machine, nothing_is_left_of_earlier_layers
+from .test_two_launches import SIZES, Emulated, nothing_is_left_of_earlier_layers
 
-__all__ = ["machine", "nothing_is_left_of_earlier_layers"]  # fixtures
+__all__ = ["nothing_is_left_of_earlier_layers"]  # a fixture
 
 pytestmark = [
     pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64 and g++"),

@@ -119,11 +119,6 @@ def nothing_is_left_of_earlier_layers() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(scope="module")
-def machine() -> Machine:
-    return Machine()
-
-
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"R{s['ranks']}")
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_bits_are_those_of_one_after_the_other(

@@ -46,6 +46,9 @@ class Trials:
     def begin(self, mutant: Mutant) -> None:
         self._results[mutant.name] = self._pool.submit(self._try, mutant)
 
+    def begin_intact(self, caught_by: str) -> None:
+        self._results[caught_by] = self._pool.submit(run, self._workshops["failures"].intact, caught_by)
+
     def result(self, name: str) -> Result:
         return self._results[name].result()
 
@@ -65,7 +68,11 @@ def trials(request: pytest.FixtureRequest, plain: Workshop, tsan: Workshop) -> I
         begun = Trials(pool, plain, tsan)
         for item in request.session.items:  # those that were asked for
             if isinstance(item, pytest.Function) and item.module is request.module and "trials" in item.fixturenames:
-                begun.begin(item.callspec.params["mutant"])
+                given = item.callspec.params
+                if "mutant" in given:
+                    begun.begin(given["mutant"])
+                else:
+                    begun.begin_intact(given["caught_by"])
         yield begun
         pool.shutdown(cancel_futures=True)
 
@@ -73,6 +80,13 @@ def trials(request: pytest.FixtureRequest, plain: Workshop, tsan: Workshop) -> I
 @pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
 def test_edit_is_unique(mutant: Mutant) -> None:
     assert (CSRC / mutant.file).read_text().count(mutant.old) == 1
+
+
+@pytest.mark.parametrize("caught_by", ["failures", "domains failures"])
+def test_intact_passes(caught_by: str, trials: Trials) -> None:
+    """What runs into the deadline, with the one that mutants get, beside them."""
+    result = trials.result(caught_by)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
