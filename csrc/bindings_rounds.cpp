@@ -127,6 +127,11 @@ void leave(const Context& ctx) {
     host::leave(ctx);
 }
 
+void count_rejected(const Context& ctx) {
+    check_context(ctx);
+    host::count_rejected(ctx);
+}
+
 template <class Args>
 void launch(u64 function, u32 block, u32 shared_bytes, u64 stream, const Args& args, bool overlap, u32 cluster) {
     cuda_launch({function, static_cast<u32>(args.workers), block, shared_bytes, stream, overlap, cluster}, &args);
@@ -177,6 +182,7 @@ void bind_rounds(py::module_& m) {
     m.def("host_combine", [](const CombineArgs& args) { run({args}); }, py::arg("args"));
     m.def("host_run_all", &run, py::arg("rounds"));
     m.def("leave", &leave, py::arg("context"));
+    m.def("count_rejected", &count_rejected, py::arg("context"));
     bind_launch<DispatchArgs>(m);
     bind_launch<CombineArgs>(m);
     m.def("cuda_launch_packed", &launch_packed, py::arg("function"), py::arg("grid"), py::arg("block"), py::arg("shared_bytes"),

@@ -48,6 +48,9 @@ class WindowLayout:
     @property
     def state(self) -> int: ...
     @property
+    def rejected(self) -> int:
+        """State::rejected."""
+    @property
     def mail(self) -> int: ...
     @property
     def arrived(self) -> int: ...
@@ -465,6 +468,9 @@ def host_combine(args: CombineArgs) -> None:
 
 def host_run_all(rounds: Sequence[DispatchArgs | CombineArgs]) -> None:
     """Runs the rounds of several ranks of this process at once, each in a thread of its own.  Else as host_dispatch."""
+
+def count_rejected(context: Context) -> None:
+    """Counts a host call that failed before its rounds were made, in State::rejected of this rank's window."""
 
 def leave(context: Context) -> None:
     """Tells the peers that this rank takes part in no further host round.  Never waits."""

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from moecomm import _native, backends, combine, config, dispatch, failures, forks, names
-from moecomm.errors import Closed, MoecommError, RoundFailed, Unsupported
+from moecomm import _native, backends, combine, config, dispatch, failures, names
+from moecomm.buffer_state import BufferState
+from moecomm.errors import Unsupported
 from moecomm.fused import layer
 from moecomm.memory import WindowMemory
 from moecomm.rendezvous import rendezvous
@@ -19,7 +20,7 @@ from moecomm.settings import Settings, seconds, wanted_device
 log = logging.getLogger("moecomm")
 
 
-class Buffer:
+class Buffer(BufferState):
     """Peer-visible memory of an expert-parallel group, and the dispatch and combine over it.
 
     Opening is collective.  Rounds (a dispatch or a combine) are collective too: every rank makes the same calls in
@@ -94,9 +95,9 @@ class Buffer:
             domain_ranks=domain_ranks or 0,
         )
         shape.landing_bytes = _native.landed_bytes(shape, *self.settings.landing_payload_bytes)
-        self._session, self.why = backends.open_session(name, self.why, ranks, shape, wanted, timeout_s)
-        self._session.context.timeout_ns = int(timeout_s * 1e9)
-        self._record = self._session.context.record
+        session, self.why = backends.open_session(name, self.why, ranks, shape, wanted, timeout_s)
+        session.context.timeout_ns = int(timeout_s * 1e9)
+        super().__init__(session)
         self.packet_room = shape.packet_bytes if shape.domain_ranks in (0, ranks.ranks) else 0
         self.memory = WindowMemory(self._session.arena, self._session.capturing)
         self.dispatch_plans: dict[tuple[Any, ...], list[dispatch.Plan]] = {}
@@ -104,11 +105,9 @@ class Buffer:
         self.routes: dict[tuple[str, int, int], Any] = {}  # of the dispatches of operators, see moecomm.ops.handles
         self.begun: Routed | None = None  # by dispatch_begin, and not ended yet
         self.on_cpu = self._session.device.type == "cpu"
-        self._failure: RoundFailed | None = None
         self.rank, self.num_ranks, self.dtype, self.timeout_s = ranks.rank, ranks.ranks, dtype, timeout_s
         self.hidden, self.num_experts, self.topk, self.max_tokens = hidden, num_experts, topk, max_tokens
         self.domain_ranks = self._session.context.shape.domain_ranks or ranks.ranks
-        self._close, self._what = forks.closer(self, self._session), "Buffer"
         self.name = names.give(self)  # what operators call it
         log.info(
             "rank %d of %d: %s (%s), %.1f MiB", self.rank, self.num_ranks, self.backend, self.why, self.nbytes / 2**20
@@ -158,24 +157,29 @@ class Buffer:
             BadInput, Closed: at once; what only the device can see at the next host-visible point, on every rank.
             Timeout, PeerLost, Aborted, Mismatch: the round failed; likewise.
         """
-        routed = dispatch.prepare(
-            self,
-            x,
-            topk_idx,
-            topk_weights,
-            layout=layout,
-            expert_alignment=expert_alignment,
-            quantize=quantize,
-            scale_format=scale_format,
-            scale_layout=scale_layout,
-            scales=scales,
-            max_rows=max_rows,
-            sync=sync,
-            handle=handle,
-            num_sms=num_sms,
-            check_weights=check_weights,
-        )
-        dispatch.run(routed)
+        try:
+            routed = dispatch.prepare(
+                self,
+                x,
+                topk_idx,
+                topk_weights,
+                layout=layout,
+                expert_alignment=expert_alignment,
+                quantize=quantize,
+                scale_format=scale_format,
+                scale_layout=scale_layout,
+                scales=scales,
+                max_rows=max_rows,
+                sync=sync,
+                handle=handle,
+                num_sms=num_sms,
+                check_weights=check_weights,
+            )
+            dispatch.run(routed)
+            self.made += 1
+        except BaseException:
+            self.count_rejected()
+            raise
         return dispatch.finish(self, routed)
 
     def dispatch_begin(
@@ -214,24 +218,29 @@ class Buffer:
         Raises:
             As dispatch(); BadInput as well when one has begun and has not ended.
         """
-        routed = dispatch.prepare(
-            self,
-            x,
-            topk_idx,
-            topk_weights,
-            layout=layout,
-            expert_alignment=expert_alignment,
-            quantize=quantize,
-            scale_format=scale_format,
-            scale_layout=scale_layout,
-            scales=scales,
-            max_rows=max_rows,
-            handle=handle,
-            num_sms=num_sms,
-            check_weights=check_weights,
-            begin=True,
-        )
-        dispatch.run(routed)
+        try:
+            routed = dispatch.prepare(
+                self,
+                x,
+                topk_idx,
+                topk_weights,
+                layout=layout,
+                expert_alignment=expert_alignment,
+                quantize=quantize,
+                scale_format=scale_format,
+                scale_layout=scale_layout,
+                scales=scales,
+                max_rows=max_rows,
+                handle=handle,
+                num_sms=num_sms,
+                check_weights=check_weights,
+                begin=True,
+            )
+            dispatch.run(routed)
+            self.made += 1
+        except BaseException:
+            self.count_rejected()
+            raise
         return dispatch.finish(self, routed)
 
     def dispatch_end(self, routed: Routed, *, sync: bool | None = None) -> Routed:
@@ -286,19 +295,24 @@ class Buffer:
             `[T, K]`.  Over several domains the sums of the domains are added, and cross in `wire`, flat ones too:
             moecomm/combine/reference.py says how far that may be from the order of one domain.
         """
-        combining = combine.prepare(
-            self,
-            y,
-            handle,
-            out=out,
-            bias=bias,
-            weighted=weighted,
-            weight_grads=weight_grads,
-            wire=wire,
-            num_sms=num_sms,
-            topk_weights=topk_weights,
-        )
-        combine.run(combining)
+        try:
+            combining = combine.prepare(
+                self,
+                y,
+                handle,
+                out=out,
+                bias=bias,
+                weighted=weighted,
+                weight_grads=weight_grads,
+                wire=wire,
+                num_sms=num_sms,
+                topk_weights=topk_weights,
+            )
+            combine.run(combining)
+            self.made += 1
+        except BaseException:
+            self.count_rejected()
+            raise
         return combine.finish(self, combining)
 
     def empty(self, handle: Handle, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -365,29 +379,3 @@ class Buffer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def require_usable(self) -> None:
-        """Raises Closed, or what earlier rounds left behind; does not wait for the device."""
-        self.require_open()
-        self.raise_failure()
-
-    def require_open(self) -> None:
-        """Raises Closed, or the failure that has ended the Buffer."""
-        if not self._close.alive:
-            raise Closed(self._what)
-        if self._failure is not None:
-            raise self._failure
-
-    def raise_failure(self) -> None:
-        """Raises what the last rounds left behind: once, unless a failed round has ended the Buffer."""
-        if self._failure is not None:
-            raise self._failure
-        record = _native.record(self._record)
-        if record is None:
-            return
-        error: MoecommError = failures.error_of(record, self._session.dead_peers())
-        if isinstance(error, RoundFailed):
-            self._failure = error
-        else:
-            _native.clear_record(self._record)
-        raise error

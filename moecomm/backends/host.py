@@ -100,6 +100,11 @@ class HostSession:
                 raise Closed()
             execute(args)
 
+    def count_rejected(self) -> None:
+        """See Session."""
+        if self._window is not None:
+            _native.count_rejected(self.context)
+
     def order(self) -> None:
         """No streams here."""
 

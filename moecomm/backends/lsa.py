@@ -264,6 +264,12 @@ class LsaSession:
             cuda_driver.bind_thread(self.device.index)
         return _native.cuda_capturing(_native.current_stream(self.device.index))
 
+    def count_rejected(self) -> None:
+        """See Session."""
+        if self._window is not None:
+            self.order()
+            cuda_driver.int32_at(self._window.address + self.context.window.rejected, self.device).add_(1)
+
     def order(self) -> None:
         """See Session."""
         self._with_device(lambda: self._order(_native.current_stream(self.device.index)))

@@ -78,8 +78,13 @@ def with_options(
     """Buffer.dispatch, or dispatch_begin, for callers that keep their options from call to call.  `handle`: one of this
     Buffer, and options of its layout that say `repeat`.
     """
-    routed = _start(buffer, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync)
-    run(routed)
+    try:
+        routed = _start(buffer, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync)
+        run(routed)
+        buffer.made += 1
+    except BaseException:
+        buffer.count_rejected()
+        raise
     return finish(buffer, routed)
 
 

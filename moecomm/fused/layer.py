@@ -116,28 +116,33 @@ def moe(
             experts here, or where the Buffer's dtype is float32.
         Closed, Timeout, PeerLost, Aborted, Mismatch: as Buffer.dispatch.
     """
-    given = prepare(
-        buffer,
-        x,
-        topk_idx,
-        topk_weights,
-        w13,
-        w2,
-        activation=activation,
-        interleaved=interleaved,
-        out=out,
-        bias=bias,
-        max_rows=max_rows,
-        wire=wire,
-        num_sms=num_sms,
-        check_weights=check_weights,
-        fused=fused,
-    )
-    routed = dispatch.prepare(buffer, **given.dispatch)
-    dispatch.run(routed)
-    given.compute(dispatch.finish(buffer, routed))
-    given.prepare_end(buffer)
-    given.run_end()
+    try:
+        given = prepare(
+            buffer,
+            x,
+            topk_idx,
+            topk_weights,
+            w13,
+            w2,
+            activation=activation,
+            interleaved=interleaved,
+            out=out,
+            bias=bias,
+            max_rows=max_rows,
+            wire=wire,
+            num_sms=num_sms,
+            check_weights=check_weights,
+            fused=fused,
+        )
+        routed = dispatch.prepare(buffer, **given.dispatch)
+        dispatch.run(routed)
+        given.compute(dispatch.finish(buffer, routed))
+        given.prepare_end(buffer)
+        given.run_end()
+        buffer.made += 1
+    except BaseException:
+        buffer.count_rejected()
+        raise
     return given.finish_end(buffer)
 
 
