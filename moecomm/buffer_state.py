@@ -17,7 +17,7 @@ class BufferState:
         self._failure: MoecommError | None = None  # has ended this Buffer
         self._close: weakref.finalize[..., BufferState] = forks.closer(self, session)
         self._what = "Buffer"
-        self.made, self.rejected = 0, 0  # rounds of calls, and calls that count_rejected has counted
+        self.made, self.rejected = 0, 0  # dispatches and combines, and calls that count_rejected has counted
 
     def count_rejected(self) -> None:
         """Counts a collective call that fails on this rank before all its rounds are made.
@@ -56,7 +56,7 @@ class BufferState:
 
 
 class CollectiveCall:
-    """Context of a call that makes `rounds` rounds through other calls: counts it if it fails before the last of them.
+    """Context of a call that makes `rounds` dispatches and combines: counts it if it fails before the last of them.
 
     A call inside that fails counts itself.
     """

@@ -139,7 +139,7 @@ def moe(
         given.compute(dispatch.finish(buffer, routed))
         given.prepare_end(buffer)
         given.run_end()
-        buffer.made += 1
+        buffer.made += 2  # a dispatch and a combine, or what stands for them
     except BaseException:
         buffer.count_rejected()
         raise
