@@ -26,6 +26,9 @@ class Buffer(BufferState):
     Opening is collective.  Rounds (a dispatch or a combine) are collective too: every rank makes the same calls in
     the same order, with as many tokens as it has (none is fine).  In a forked child its parent's Buffers are closed.
 
+    One thread at a time: a collective call or check() while another one is under way raises ConcurrentCall, and the one
+    under way goes on undisturbed.  Threads may take turns; abort() and close() work from any thread at any time.
+
     Args:
         group: a torch.distributed process group of any backend, a sub-group, one dimension of a DeviceMesh, a rank of
             moecomm.local_ranks(), or None for one rank alone.
@@ -154,9 +157,11 @@ class Buffer(BufferState):
             check_weights: NaN in `topk_weights` is bad input.
 
         Raises:
-            BadInput, Closed: at once; what only the device can see at the next host-visible point, on every rank.
+            BadInput, Closed, ConcurrentCall: at once; what only the device can see at the next host-visible point, on
+                every rank.
             Timeout, PeerLost, Aborted, Mismatch: the round failed; likewise.
         """
+        self.begin_call()
         try:
             routed = dispatch.prepare(
                 self,
@@ -180,7 +185,10 @@ class Buffer(BufferState):
         except BaseException:
             self.count_rejected()
             raise
-        return dispatch.finish(self, routed)
+        else:
+            return dispatch.finish(self, routed)
+        finally:
+            self.end_call()
 
     def dispatch_begin(
         self,
@@ -218,6 +226,7 @@ class Buffer(BufferState):
         Raises:
             As dispatch(); BadInput as well when one has begun and has not ended.
         """
+        self.begin_call()
         try:
             routed = dispatch.prepare(
                 self,
@@ -241,7 +250,10 @@ class Buffer(BufferState):
         except BaseException:
             self.count_rejected()
             raise
-        return dispatch.finish(self, routed)
+        else:
+            return dispatch.finish(self, routed)
+        finally:
+            self.end_call()
 
     def dispatch_end(self, routed: Routed, *, sync: bool | None = None) -> Routed:
         """The second half: waits, on the current stream, for the rows of the dispatch that has begun.  Collective.
@@ -256,9 +268,13 @@ class Buffer(BufferState):
         Raises:
             As dispatch(); BadInput as well when `routed` is not what has begun.
         """
-        dispatch.prepare_end(self, routed, sync=sync)
-        dispatch.run(routed)
-        return dispatch.finish(self, routed)
+        self.begin_call(counted=False)
+        try:
+            dispatch.prepare_end(self, routed, sync=sync)
+            dispatch.run(routed)
+            return dispatch.finish(self, routed)
+        finally:
+            self.end_call()
 
     def combine(
         self,
@@ -295,6 +311,7 @@ class Buffer(BufferState):
             `[T, K]`.  Over several domains the sums of the domains are added, and cross in `wire`, flat ones too:
             moecomm/combine/reference.py says how far that may be from the order of one domain.
         """
+        self.begin_call()
         try:
             combining = combine.prepare(
                 self,
@@ -313,7 +330,10 @@ class Buffer(BufferState):
         except BaseException:
             self.count_rejected()
             raise
-        return combine.finish(self, combining)
+        else:
+            return combine.finish(self, combining)
+        finally:
+            self.end_call()
 
     def empty(self, handle: Handle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """An uninitialised `y` for combine(y, handle), in the window, of `dtype` (default: the Buffer's).
@@ -326,9 +346,13 @@ class Buffer(BufferState):
 
     def check(self) -> None:
         """Waits for every round so far and raises what went wrong in them, if anything."""
-        self.require_usable()
-        self._session.synchronize()
-        self.raise_failure()
+        self.begin_call(counted=False)
+        try:
+            self.require_usable()
+            self._session.synchronize()
+            self.raise_failure()
+        finally:
+            self.end_call()
 
     def abort(self) -> None:
         """Makes every wait of this rank end at once, from any thread; the Buffer can then only be closed."""
@@ -356,21 +380,6 @@ class Buffer(BufferState):
     def nbytes(self) -> int:
         """Memory of this rank's window, outputs included, in bytes."""
         return self._session.nbytes
-
-    @property
-    def session(self) -> backends.Session:
-        """What the backend opened; for the modules of moecomm."""
-        return self._session
-
-    @property
-    def closed(self) -> bool:
-        """Whether close() has been called."""
-        return not self._close.alive
-
-    def disown(self) -> None:
-        """In a forked child: closes it there, unheard by peers, and not where it was opened."""
-        if self._close.detach() is not None:
-            self._what = "Buffer, opened before this process was forked,"
 
     def __enter__(self) -> Buffer:
         return self

@@ -50,6 +50,19 @@ class OutOfStep(Mismatch):
         )
 
 
+class ConcurrentCall(MoecommError):
+    """A Buffer is for one thread at a time, and another call of it is under way, which goes on.
+
+    The call that is refused counts as one that failed on this rank: unless it was refused on every rank, the next round
+    raises OutOfStep.  check() and dispatch_end() do not count, and can be called again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this Buffer is in another call; let one thread at a time use it, or open a Buffer for each thread"
+        )
+
+
 class RoundFailed(MoecommError):
     """A round did not finish.  No output of it is handed out, and the Buffer can only be closed."""
 

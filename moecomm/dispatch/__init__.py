@@ -78,6 +78,7 @@ def with_options(
     """Buffer.dispatch, or dispatch_begin, for callers that keep their options from call to call.  `handle`: one of this
     Buffer, and options of its layout that say `repeat`.
     """
+    buffer.begin_call()
     try:
         routed = _start(buffer, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync)
         run(routed)
@@ -85,7 +86,10 @@ def with_options(
     except BaseException:
         buffer.count_rejected()
         raise
-    return finish(buffer, routed)
+    else:
+        return finish(buffer, routed)
+    finally:
+        buffer.end_call()
 
 
 def run(routed: Routed) -> None:

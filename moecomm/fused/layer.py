@@ -116,6 +116,7 @@ def moe(
             experts here, or where the Buffer's dtype is float32.
         Closed, Timeout, PeerLost, Aborted, Mismatch: as Buffer.dispatch.
     """
+    buffer.begin_call()
     try:
         given = prepare(
             buffer,
@@ -143,7 +144,10 @@ def moe(
     except BaseException:
         buffer.count_rejected()
         raise
-    return given.finish_end(buffer)
+    else:
+        return given.finish_end(buffer)
+    finally:
+        buffer.end_call()
 
 
 class Prepared(Protocol):
