@@ -67,14 +67,13 @@ def test_errors_and_results_are_those_of_the_callers_own_call() -> None:
                 except moecomm.ConcurrentCall:
                     seen["refused"] += 1
                 except moecomm.BadInput as error:
-                    assert bad, error
-                    assert f"expert {EXPERTS}" in str(error)
-                    seen["bad"] += 1
+                    seen["bad" if bad and error.got == f"expert {EXPERTS}" else "of another thread"] += 1
             return seen
 
         with ThreadPoolExecutor(threads) as pool:
             seen = sum(pool.map(run, range(threads)), Counter())
         assert seen.total() == threads * calls
+        assert seen["of another thread"] == 0
         assert min(seen["right"], seen["bad"]) > 0, seen
         one_call(buffer, 0, 0, False)  # when all have returned any thread may use it
 
@@ -118,3 +117,53 @@ def _first_waits(rank: int, group: Any) -> list[str]:
 
 def test_a_refused_call_disturbs_nothing_and_is_counted(ranks: Any) -> None:
     assert ranks.run(2, _first_waits) == [["refused"] * 4, []]
+
+
+def _ids_change(rank: int, group: Any, layout: str, dtype: torch.dtype) -> Counter[str]:
+    """Another thread changes the ids while they are dispatched: a round is one of ids that were there, or BadInput."""
+    tokens, experts, topk = 256, 12, 4
+    sizes = {"hidden": HIDDEN, "num_experts": experts, "topk": topk, "max_tokens": tokens, "dtype": torch.float32}
+    generator = torch.Generator().manual_seed(rank)
+    given = [torch.randint(0, experts, (tokens, topk), generator=generator).to(dtype) for _ in range(4)]
+    given.append(torch.where(torch.arange(tokens)[:, None] == 77, 1 << 30, given[0]).to(dtype))
+    ids, stop = given[0].clone(), threading.Event()
+
+    def change() -> None:
+        views, target = [g.numpy() for g in given], ids.numpy()
+        while not stop.is_set():
+            for view in views:
+                target[...] = view
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    seen: Counter[str] = Counter()
+    x = (torch.arange(tokens)[:, None] + 1000 * rank).float().expand(tokens, HIDDEN).contiguous()
+    try:
+        with moecomm.Buffer(group, **sizes, timeout_s=20) as buffer:
+            for _ in range(150):
+                try:
+                    routed = buffer.dispatch(x, ids, layout=layout)
+                    out = buffer.combine(routed.x, routed.handle)
+                except moecomm.BadInput as error:
+                    assert error.got == f"expert {1 << 30}"  # noqa: PT017
+                    seen["bad"] += 1
+                    continue
+                assert routed.src is not None
+                assert torch.equal(routed.x[:, 0].int(), 1000 * routed.src[:, 0] + routed.src[:, 1])
+                if layout == "expert":
+                    assert int(routed.tokens_per_expert.sum()) == len(routed.x)
+                    assert torch.equal(out, topk * x)
+                else:
+                    assert torch.equal(out % x.clamp(min=1), torch.zeros_like(x))
+                seen["right"] += 1
+                del routed, out  # the window has room for two rounds
+    finally:
+        stop.set()
+        changing.join()
+    return seen
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [("expert", torch.int64), ("expert", torch.int32), ("flat", torch.int64)])
+def test_ids_that_change_during_a_dispatch(ranks: Any, layout: str, dtype: torch.dtype) -> None:
+    for seen in ranks.run(2, _ids_change, layout, dtype):
+        assert min(seen["bad"], seen["right"]) > 0, seen
