@@ -105,7 +105,10 @@ class BufferState:
             self._failure = error
         else:
             _native.clear_record(self._record)
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # else it is in a cycle with its traceback, whose frames hold on to the window
 
     @property
     def session(self) -> backends.Session:
