@@ -457,7 +457,8 @@ def host_alloc(nbytes: int) -> HostMemory: ...
 def host_dispatch(args: DispatchArgs) -> None:
     """Blocks until this rank's part of the round is over; if it failed, record() has something to say.
 
-    In the main thread Ctrl-C aborts the round on every rank and raises KeyboardInterrupt.
+    In the main thread handlers of signals run while it waits.  What one raises, as Ctrl-C does, aborts the round on
+    every rank and is raised here.
 
     Raises:
         ValueError: rank, shape, record or peers of `args.ctx` are not set.

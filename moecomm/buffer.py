@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from moecomm import _native, backends, combine, config, dispatch, failures, names
-from moecomm.buffer_state import BufferState
+from moecomm import _native, backends, combine, config, dispatch, names
+from moecomm.buffer_state import BufferState, collective
 from moecomm.errors import Unsupported
 from moecomm.fused import layer
 from moecomm.memory import WindowMemory
@@ -116,6 +115,7 @@ class Buffer(BufferState):
             "rank %d of %d: %s (%s), %.1f MiB", self.rank, self.num_ranks, self.backend, self.why, self.nbytes / 2**20
         )
 
+    @collective()
     def dispatch(
         self,
         x: Any,
@@ -161,35 +161,28 @@ class Buffer(BufferState):
                 every rank.
             Timeout, PeerLost, Aborted, Mismatch: the round failed; likewise.
         """
-        self.begin_call()
-        try:
-            routed = dispatch.prepare(
-                self,
-                x,
-                topk_idx,
-                topk_weights,
-                layout=layout,
-                expert_alignment=expert_alignment,
-                quantize=quantize,
-                scale_format=scale_format,
-                scale_layout=scale_layout,
-                scales=scales,
-                max_rows=max_rows,
-                sync=sync,
-                handle=handle,
-                num_sms=num_sms,
-                check_weights=check_weights,
-            )
-            dispatch.run(routed)
-            self.made += 1
-        except BaseException:
-            self.count_rejected()
-            raise
-        else:
-            return dispatch.finish(self, routed)
-        finally:
-            self.end_call()
+        routed = dispatch.prepare(
+            self,
+            x,
+            topk_idx,
+            topk_weights,
+            layout=layout,
+            expert_alignment=expert_alignment,
+            quantize=quantize,
+            scale_format=scale_format,
+            scale_layout=scale_layout,
+            scales=scales,
+            max_rows=max_rows,
+            sync=sync,
+            handle=handle,
+            num_sms=num_sms,
+            check_weights=check_weights,
+        )
+        dispatch.run(routed)
+        self.made += 1
+        return dispatch.finish(self, routed)
 
+    @collective()
     def dispatch_begin(
         self,
         x: Any,
@@ -226,35 +219,28 @@ class Buffer(BufferState):
         Raises:
             As dispatch(); BadInput as well when one has begun and has not ended.
         """
-        self.begin_call()
-        try:
-            routed = dispatch.prepare(
-                self,
-                x,
-                topk_idx,
-                topk_weights,
-                layout=layout,
-                expert_alignment=expert_alignment,
-                quantize=quantize,
-                scale_format=scale_format,
-                scale_layout=scale_layout,
-                scales=scales,
-                max_rows=max_rows,
-                handle=handle,
-                num_sms=num_sms,
-                check_weights=check_weights,
-                begin=True,
-            )
-            dispatch.run(routed)
-            self.made += 1
-        except BaseException:
-            self.count_rejected()
-            raise
-        else:
-            return dispatch.finish(self, routed)
-        finally:
-            self.end_call()
+        routed = dispatch.prepare(
+            self,
+            x,
+            topk_idx,
+            topk_weights,
+            layout=layout,
+            expert_alignment=expert_alignment,
+            quantize=quantize,
+            scale_format=scale_format,
+            scale_layout=scale_layout,
+            scales=scales,
+            max_rows=max_rows,
+            handle=handle,
+            num_sms=num_sms,
+            check_weights=check_weights,
+            begin=True,
+        )
+        dispatch.run(routed)
+        self.made += 1
+        return dispatch.finish(self, routed)
 
+    @collective(rounds=0)
     def dispatch_end(self, routed: Routed, *, sync: bool | None = None) -> Routed:
         """The second half: waits, on the current stream, for the rows of the dispatch that has begun.  Collective.
 
@@ -268,14 +254,11 @@ class Buffer(BufferState):
         Raises:
             As dispatch(); BadInput as well when `routed` is not what has begun.
         """
-        self.begin_call(counted=False)
-        try:
-            dispatch.prepare_end(self, routed, sync=sync)
-            dispatch.run(routed)
-            return dispatch.finish(self, routed)
-        finally:
-            self.end_call()
+        dispatch.prepare_end(self, routed, sync=sync)
+        dispatch.run(routed)
+        return dispatch.finish(self, routed)
 
+    @collective()
     def combine(
         self,
         y: Any,
@@ -311,29 +294,21 @@ class Buffer(BufferState):
             `[T, K]`.  Over several domains the sums of the domains are added, and cross in `wire`, flat ones too:
             moecomm/combine/reference.py says how far that may be from the order of one domain.
         """
-        self.begin_call()
-        try:
-            combining = combine.prepare(
-                self,
-                y,
-                handle,
-                out=out,
-                bias=bias,
-                weighted=weighted,
-                weight_grads=weight_grads,
-                wire=wire,
-                num_sms=num_sms,
-                topk_weights=topk_weights,
-            )
-            combine.run(combining)
-            self.made += 1
-        except BaseException:
-            self.count_rejected()
-            raise
-        else:
-            return combine.finish(self, combining)
-        finally:
-            self.end_call()
+        combining = combine.prepare(
+            self,
+            y,
+            handle,
+            out=out,
+            bias=bias,
+            weighted=weighted,
+            weight_grads=weight_grads,
+            wire=wire,
+            num_sms=num_sms,
+            topk_weights=topk_weights,
+        )
+        combine.run(combining)
+        self.made += 1
+        return combine.finish(self, combining)
 
     def empty(self, handle: Handle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """An uninitialised `y` for combine(y, handle), in the window, of `dtype` (default: the Buffer's).
@@ -344,24 +319,15 @@ class Buffer(BufferState):
 
     moe = layer.moe  # dispatch, experts, combine
 
+    @collective(rounds=0)
     def check(self) -> None:
         """Waits for every round so far and raises what went wrong in them, if anything."""
-        self.begin_call(counted=False)
-        try:
-            self.require_usable()
-            self._session.synchronize()
-            self.raise_failure()
-        finally:
-            self.end_call()
+        self.require_usable()
+        self._session.synchronize()
+        self.raise_failure()
 
-    def abort(self) -> None:
-        """Makes every wait of this rank end at once, from any thread; the Buffer can then only be closed."""
-        if self._close.alive:
-            self._session.abort(failures.ABORTED, self.rank)
-
-    def close(self) -> None:
-        """Gives the memory back.  Idempotent; outputs that are still referenced stay valid."""
-        self._close()
+    def _release(self) -> None:
+        super()._release()
         self.dispatch_plans.clear()  # they refer to the window
         self.combine_plans.clear()
         self.routes.clear()
@@ -384,7 +350,5 @@ class Buffer(BufferState):
     def __enter__(self) -> Buffer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
+from collections.abc import Callable
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 from moecomm import _native, backends, failures, forks
 from moecomm.errors import Closed, ConcurrentCall, MoecommError, OutOfStep, RoundFailed
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 class BufferState:
@@ -23,46 +27,65 @@ class BufferState:
         self._turn = threading.RLock()  # held by the thread that is in a collective call
         self._depth = 0  # of the CollectiveCalls of that thread
         self._running = False  # a call that is not made up of others
+        self._closing = False  # when that call ends
         self._refused: list[None] = []  # an entry for each call that was refused and is not counted yet
 
-    def begin_call(self, *, counted: bool = True) -> None:
+    def begin_call(self, rounds: int = 1, *, outer: bool = False) -> None:
         """Raises ConcurrentCall while another call is under way: in another thread, or, in a signal handler, in ours.
 
-        `counted`: the next call counts this one among those that failed, as count_rejected does: the call under way,
-        whose notices may not be sent yet, is not disturbed.
+        The next call counts the refused one, unless it has no `rounds`: the call under way, whose notices may not be
+        sent yet, is not disturbed.  `outer`: the call is made up of others of the same thread.
         """
         if not self._turn.acquire(blocking=False):
-            self._refuse(counted)
+            self._refuse(rounds)
         if self._running:
             self._turn.release()
-            self._refuse(counted)
-        self._running = True
+            self._refuse(rounds)
         if self._refused and self._depth == 0:
             self._count_refused()
+        if outer:
+            self._depth += 1
+        else:
+            self._running = True
 
-    def end_call(self) -> None:
+    def end_call(self, *, outer: bool = False) -> None:
         """The end of what begin_call began."""
-        self._running = False
+        if outer:
+            self._depth -= 1
+        else:
+            self._running = False
+            if self._closing:
+                self._release()
         self._turn.release()
 
-    def begin_calls(self) -> None:
-        """As begin_call, for a call that is made up of others of the same thread."""
+    def close(self) -> None:
+        """Gives the memory back.  Idempotent; outputs that are still referenced stay valid.
+
+        A call in another thread is aborted, and awaited.  In a signal handler the call that it has interrupted is
+        aborted, and closes when it ends.
+        """
         if not self._turn.acquire(blocking=False):
-            self._refuse(counted=True)
-        if self._running:
+            self.abort()
+            self._turn.acquire()
+        try:
+            if self._running:
+                self._closing = True
+                self.abort()
+            else:
+                self._release()
+        finally:
             self._turn.release()
-            self._refuse(counted=True)
-        if self._refused and self._depth == 0:
-            self._count_refused()
-        self._depth += 1
 
-    def end_calls(self) -> None:
-        """The end of what begin_calls began."""
-        self._depth -= 1
-        self._turn.release()
+    def abort(self) -> None:
+        """Makes every wait of this rank end at once, from any thread; the Buffer can then only be closed."""
+        if self._close.alive:
+            self._session.abort(failures.ABORTED, self._session.context.rank)
 
-    def _refuse(self, counted: bool) -> NoReturn:
-        if counted:
+    def _release(self) -> None:
+        self._close()
+
+    def _refuse(self, rounds: int) -> NoReturn:
+        if rounds:
             self._refused.append(None)
         raise ConcurrentCall
 
@@ -126,8 +149,32 @@ class BufferState:
             self._what = "Buffer, opened before this process was forked,"
 
 
+def collective(rounds: int = 1) -> Callable[[_Call], _Call]:
+    """Decorates a call of a Buffer, its first argument, that makes `rounds` dispatches and combines: raises
+    ConcurrentCall while another is under way, and counts the call if it fails before the last round is made.
+    """
+
+    def decorate(function: _Call) -> _Call:
+        @functools.wraps(function)
+        def call(buffer: BufferState, *args: Any, **kwargs: Any) -> Any:
+            buffer.begin_call(rounds)
+            made = buffer.made + rounds
+            try:
+                return function(buffer, *args, **kwargs)
+            except BaseException:
+                if buffer.made < made:
+                    buffer.count_rejected()
+                raise
+            finally:
+                buffer.end_call()
+
+        return cast("_Call", call)
+
+    return decorate
+
+
 class CollectiveCall:
-    """Context of a call that makes `rounds` dispatches and combines: counts it if it fails before the last of them.
+    """Context of a call that is made up of others, of `rounds` dispatches and combines: as collective() does for those.
 
     A call inside that fails counts itself.
     """
@@ -139,7 +186,7 @@ class CollectiveCall:
 
     def __enter__(self) -> None:
         buffer = self._buffer
-        buffer.begin_calls()
+        buffer.begin_call(self._rounds, outer=True)
         self._made, self._rejected = buffer.made + self._rounds, buffer.rejected
 
     def __exit__(
@@ -148,4 +195,4 @@ class CollectiveCall:
         buffer = self._buffer
         if kind is not None and buffer.rejected == self._rejected and buffer.made < self._made:
             buffer.count_rejected()
-        buffer.end_calls()
+        buffer.end_call(outer=True)

@@ -46,9 +46,7 @@ void Round::announce_far(const u32* words, const i32* counts) {
 }
 
 // A rank may have sent the mail of the round after this one already.
-bool Round::mail_landed(i32 from) const {
-    return reaches(from) || mail_has_come(load_acquire(signal(mail_signal(from))), tag);
-}
+bool Round::mail_landed(i32 from) const { return reaches(from) || mail_has_come(load_acquire(signal(mail_signal(from))), tag); }
 
 bool Round::read_notice(i32 from) {
     if (!mail_landed(from)) return false;

@@ -72,7 +72,7 @@ class HostSession:
         self.context = context
         self.arena = _native.Arena(context.window.heap, shape.heap_bytes)
         self.nbytes = window.nbytes
-        self._round = threading.RLock()  # held while one runs; a signal's handler may close in its thread
+        self._round = threading.Lock()  # held while one runs: the process may end meanwhile, which closes
         self._presence = None if ranks.in_process else Presence(ranks, context.abort_host, timeout_s)
         self._threads = max(1, len(os.sched_getaffinity(0)) // ranks.ranks)
 

@@ -215,13 +215,15 @@ class LsaSession:
             self._await(self._last.record_event())
 
     def _await(self, event: torch.cuda.Event) -> None:
-        """Looks at the event instead of blocking in the driver, so that Ctrl-C is not put off until a deadline."""
+        """Looks at the event instead of blocking in the driver, so that handlers of signals run meanwhile.  What one
+        raises, as Ctrl-C does, ends the rounds as well.
+        """
         begin = time.perf_counter()
         try:
             while not event.query():  # type: ignore[no-untyped-call]
                 if time.perf_counter() - begin > _SPIN_S:
                     time.sleep(_NAP_S)
-        except KeyboardInterrupt:
+        except BaseException:
             self.abort(failures.ABORTED, self.context.rank)
             raise
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from moecomm.buffer_state import collective
 from moecomm.dispatch import outputs
 from moecomm.dispatch.arguments import LAYOUTS, check, check_handle, check_hashable
 from moecomm.dispatch.plan import END, Options, Plan, Slips
@@ -64,6 +65,7 @@ def prepare(
     return routed
 
 
+@collective()
 def with_options(
     buffer: Buffer,
     options: Options,
@@ -78,18 +80,10 @@ def with_options(
     """Buffer.dispatch, or dispatch_begin, for callers that keep their options from call to call.  `handle`: one of this
     Buffer, and options of its layout that say `repeat`.
     """
-    buffer.begin_call()
-    try:
-        routed = _start(buffer, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync)
-        run(routed)
-        buffer.made += 1
-    except BaseException:
-        buffer.count_rejected()
-        raise
-    else:
-        return finish(buffer, routed)
-    finally:
-        buffer.end_call()
+    routed = _start(buffer, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync)
+    run(routed)
+    buffer.made += 1
+    return finish(buffer, routed)
 
 
 def run(routed: Routed) -> None:
