@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from moecomm import _native, backends, combine, config, dispatch, failures, forks, names
-from moecomm.errors import Closed, MoecommError, RoundFailed, Unsupported
+from moecomm.errors import Closed, MoecommError, RoundFailed
 from moecomm.fused import layer
 from moecomm.memory import WindowMemory
+from moecomm.opening import opening
 from moecomm.rendezvous import rendezvous
 from moecomm.routed import Handle, Routed
 from moecomm.settings import Settings, seconds, wanted_device
@@ -65,36 +67,32 @@ class Buffer:
         window_bytes: int | None = None,
         domain_ranks: int | None = None,
     ) -> None:
-        ranks = rendezvous(group)
-        wanted, timeout_s = wanted_device(device), seconds(timeout_s)
-        unsupported: Unsupported | None = None
-        try:
+        with opening(rendezvous(group), timeout_s) as ranks:
+            wanted, timeout_s = wanted_device(device), seconds(timeout_s)
             name, self.why = backends.choose(config.default_backend() if backend == "auto" else backend, wanted)
-        except Unsupported as error:  # raised once the other ranks have heard of it: they must not wait for us
-            name, unsupported = "none", error
-        self.settings = Settings(
-            ranks.ranks, hidden, num_experts, topk, max_tokens, dtype, name, window_bytes, domain_ranks
-        )
-        try:
+            self.settings = Settings(
+                ranks.ranks, hidden, num_experts, topk, max_tokens, dtype, name, window_bytes, domain_ranks
+            )
             self.settings.agree(ranks)
-        finally:
-            if unsupported is not None:
-                raise unsupported from None
-        self.settings.check()
-        backend_module = backends.load(name)
-        shape = _native.Shape(
-            ranks=ranks.ranks,
-            experts=num_experts,
-            topk=topk,
-            max_tokens=max_tokens,
-            ring_tokens=self.settings.ring_tokens(backend_module),
-            packet_bytes=self.settings.packet_bytes(backend_module),
-            staged_row_bytes=self.settings.staged_row_bytes,
-            heap_bytes=window_bytes or self.settings.default_heap(),
-            domain_ranks=domain_ranks or 0,
-        )
-        shape.landing_bytes = _native.landed_bytes(shape, *self.settings.landing_payload_bytes)
-        self._session, self.why = backends.open_session(name, self.why, ranks, shape, wanted, timeout_s)
+            self.settings.check()
+            backend_module = backends.load(name)
+            shape = _native.Shape(
+                ranks=ranks.ranks,
+                experts=num_experts,
+                topk=topk,
+                max_tokens=max_tokens,
+                ring_tokens=self.settings.ring_tokens(backend_module),
+                packet_bytes=self.settings.packet_bytes(backend_module),
+                staged_row_bytes=self.settings.staged_row_bytes,
+                heap_bytes=window_bytes or self.settings.default_heap(),
+                domain_ranks=domain_ranks or 0,
+            )
+            shape.landing_bytes = _native.landed_bytes(shape, *self.settings.landing_payload_bytes)
+            self._session, self.why = backends.open_session(name, self.why, ranks, shape, wanted, timeout_s)
+            with ExitStack() as undo:
+                undo.callback(self._session.close)
+                ranks.settle()
+                undo.pop_all()
         self._session.context.timeout_ns = int(timeout_s * 1e9)
         self._record = self._session.context.record
         self.packet_room = shape.packet_bytes if shape.domain_ranks in (0, ranks.ranks) else 0

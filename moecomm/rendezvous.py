@@ -4,11 +4,11 @@ caller has.
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
+from moecomm.board import Board, LocalBoard, SharedValues, StoreBoard
 from moecomm.errors import BadInput
 
 if TYPE_CHECKING:
@@ -28,10 +28,23 @@ class Rendezvous(Protocol):
         ...
 
 
+@runtime_checkable
+class Group(Rendezvous, Protocol):
+    """A Rendezvous over which Buffers open."""
+
+    def board(self) -> Board:
+        """Where its ranks leave each other what they need to open a Buffer.  The caller closes it."""
+        ...
+
+
 class Alone:
-    """One rank: group=None."""
+    """One rank."""
 
     rank, ranks, in_process = 0, 1, True
+
+    def board(self) -> Board:
+        """See Group."""
+        return LocalBoard(SharedValues())
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Our own data."""
@@ -46,18 +59,29 @@ class ProcessGroup:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self.rank, self.ranks = group.rank(), group.size()
-        # NCCL groups move device tensors only; every other backend moves CPU tensors.
-        backends = {str(kind) for kind in getattr(group, "_device_types", [torch.device("cpu")])}
-        self._device = torch.device("cpu") if "cpu" in backends else torch.device("cuda", torch.cuda.current_device())
+
+    def board(self) -> Board:
+        """See Group.  The group's own collectives have its timeout, and end in its errors."""
+        try:
+            store = self._group.get_group_store()
+        except (AttributeError, RuntimeError) as error:
+            raise BadInput("group", f"a process group without a store ({error})", "one with a store") from error
+        return StoreBoard(store, "moecomm/")
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Gathers over the group, as uint8 tensors of one length; no pickle."""
         import torch.distributed as dist
 
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
-        theirs = [torch.empty(len(data), dtype=torch.uint8, device=self._device) for _ in range(self.ranks)]
+        # NCCL groups move device tensors only; every other backend moves CPU tensors.
+        backends = {str(kind) for kind in getattr(self._group, "_device_types", [torch.device("cpu")])}
+        device = torch.device("cpu") if "cpu" in backends else torch.device("cuda", torch.cuda.current_device())
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+        theirs = [torch.empty(len(data), dtype=torch.uint8, device=device) for _ in range(self.ranks)]
         dist.all_gather(theirs, mine, group=self._group)
         return [bytes(t.cpu().tolist()) for t in theirs]
+
+
+_LOCAL_TIMEOUT_S = 60.0
 
 
 class LocalRank:
@@ -65,26 +89,18 @@ class LocalRank:
 
     in_process = True
 
-    def __init__(self, rank: int, shared: _Meeting) -> None:
-        self.rank, self.ranks, self._shared = rank, shared.ranks, shared
+    def __init__(self, rank: int, ranks: int, shared: SharedValues) -> None:
+        self.rank, self.ranks, self._shared = rank, ranks, shared
+
+    def board(self) -> Board:
+        """See Group."""
+        return LocalBoard(self._shared)
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Gathers over the threads; all of them must be in this call."""
-        return self._shared.all_gather(self.rank, data)
+        from moecomm.opening import gather
 
-
-class _Meeting:
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-        self._barrier = threading.Barrier(ranks)
-        self._data: list[bytes] = [b""] * ranks
-
-    def all_gather(self, rank: int, data: bytes) -> list[bytes]:
-        self._data[rank] = data
-        self._barrier.wait(timeout=60)
-        everybody = list(self._data)
-        self._barrier.wait(timeout=60)
-        return everybody
+        return gather(self, data, _LOCAL_TIMEOUT_S)
 
 
 def local_ranks(ranks: int) -> list[LocalRank]:
@@ -95,11 +111,11 @@ def local_ranks(ranks: int) -> list[LocalRank]:
     """
     if ranks < 1:
         raise BadInput("ranks", ranks, "at least 1")
-    meeting = _Meeting(ranks)
-    return [LocalRank(rank, meeting) for rank in range(ranks)]
+    shared = SharedValues()
+    return [LocalRank(rank, ranks, shared) for rank in range(ranks)]
 
 
-def rendezvous(group: object) -> Rendezvous:
+def rendezvous(group: object) -> Group:
     """The Rendezvous of what a caller passed as `group`: None, a ProcessGroup, a one-dimensional DeviceMesh, or a
     LocalRank.
     """
