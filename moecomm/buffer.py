@@ -29,7 +29,8 @@ class Buffer:
 
     Args:
         group: a torch.distributed process group of any backend, a sub-group, one dimension of a DeviceMesh, a rank of
-            moecomm.local_ranks(), or None for one rank alone.
+            moecomm.local_ranks(), or "self" for one rank alone.  None is "self" in a program of one process; in one
+            of several it is an error, because torch.distributed.group.WORLD is None before init_process_group().
         hidden: columns of a token; a row is a multiple of 16 bytes.
         num_experts: experts of all ranks together, a multiple of the number of ranks; rank r owns
             `[r * E/R, (r + 1) * E/R)`.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
+from moecomm import config
 from moecomm.board import Board, LocalBoard, SharedValues, StoreBoard
 from moecomm.errors import BadInput
 
@@ -38,7 +39,7 @@ class Group(Rendezvous, Protocol):
 
 
 class Alone:
-    """One rank."""
+    """One rank: group="self"."""
 
     rank, ranks, in_process = 0, 1, True
 
@@ -116,10 +117,12 @@ def local_ranks(ranks: int) -> list[LocalRank]:
 
 
 def rendezvous(group: object) -> Group:
-    """The Rendezvous of what a caller passed as `group`: None, a ProcessGroup, a one-dimensional DeviceMesh, or a
-    LocalRank.
+    """The Group of what a caller passed as `group`: a ProcessGroup, a one-dimensional DeviceMesh, a LocalRank, "self",
+    or None, which is "self" in a program of one process.
     """
     if group is None:
+        _check_alone()
+    if group is None or (isinstance(group, str) and group == "self"):
         return Alone()
     if isinstance(group, (Alone, ProcessGroup, LocalRank)):
         return group
@@ -129,6 +132,22 @@ def rendezvous(group: object) -> Group:
         group = group.get_group()
     if hasattr(group, "rank") and hasattr(group, "size") and callable(group.size):
         return ProcessGroup(group)  # type: ignore[arg-type]
-    raise BadInput(
-        "group", type(group).__name__, "None, a torch.distributed ProcessGroup, a DeviceMesh dimension or a LocalRank"
-    )
+    got = repr(group) if isinstance(group, str) else type(group).__name__
+    raise BadInput("group", got, 'a torch.distributed ProcessGroup, a DeviceMesh dimension, a LocalRank or "self"')
+
+
+def _check_alone() -> None:
+    """Raises BadInput where None may be the default group before there is one, so that each process would run alone."""
+    import torch.distributed as dist
+
+    alone = 'or "self" if each process is to run alone'
+    if dist.is_available() and dist.is_initialized():
+        if dist.get_world_size() > 1:
+            got = f"None, in a job of {dist.get_world_size()} processes"
+            raise BadInput("group", got, f"a process group, torch.distributed.group.WORLD for all of them, {alone}")
+    elif (ranks := config.launched_ranks()) > 1:
+        raise BadInput(
+            "group",
+            f"None, in a job of {ranks} processes (WORLD_SIZE) without a process group",
+            f"torch.distributed.group.WORLD, after a call of torch.distributed.init_process_group(), {alone}",
+        )

@@ -258,3 +258,49 @@ def test_gathers_keep_apart_and_leave_nothing() -> None:
     found = run_ranks(3, body)
     assert found == [[[b"%d of %d" % (turn, rank) for rank in range(3)] for turn in range(50)]] * 3
     assert {key.split("/")[0] for key in groups[0]._shared.values} == {"begun", "49"}
+
+
+OF_LAYER: dict[str, Any] = {"hidden": 64, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 4}
+
+
+def without_a_group() -> list[str]:
+    """What a Buffer, a layer and a gathered state say of group=None."""
+    calls = (
+        lambda: moecomm.Buffer(None, **SIZES),
+        lambda: moecomm.Buffer(**SIZES),
+        lambda: moecomm.nn.ExpertParallel(None, **OF_LAYER),
+        lambda: moecomm.nn.shared_buffer(None, **SIZES),
+        lambda: moecomm.nn.gather_state({}),
+    )
+    said = []
+    for call in calls:
+        with pytest.raises(moecomm.BadInput, match="group: got None") as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def test_no_group_among_launched_processes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for text in without_a_group():
+        assert "a job of 4 processes" in text and "init_process_group()" in text and '"self"' in text
+    with moecomm.Buffer("self", **SIZES) as buffer:
+        assert buffer.num_ranks == 1
+    assert moecomm.nn.shared_buffer("self", **SIZES).num_ranks == 1
+    layer = moecomm.nn.ExpertParallel("self", **OF_LAYER)
+    assert set(moecomm.nn.gather_state(layer.state_dict(), "self")) == set(layer.state_dict())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with moecomm.Buffer(**SIZES) as buffer:
+        assert buffer.num_ranks == 1
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(moecomm.BadInput, match="WORLD_SIZE"):
+        moecomm.Buffer(**SIZES)
+
+
+def _without_a_group(rank: int, group: Any) -> list[str]:
+    return without_a_group()
+
+
+def test_no_group_beside_the_default_group_is_an_error(ranks: Ranks) -> None:
+    for said in ranks.run(2, _without_a_group):
+        assert all("a job of 2 processes" in text and "group.WORLD" in text for text in said)
