@@ -162,6 +162,11 @@ class StoreBoard:
         for key in keys:
             self._call(self._store.delete_key, self._prefix + key)
 
+    def replace(self, key: str, old: bytes, new: bytes) -> bool:
+        """Sets a value if it is `old`; whether it was.  `new` must differ between callers."""
+        stands = self._call(self._store.compare_set, self._prefix + key, old.decode(), new.decode())
+        return bytes(stands) == new
+
     def wait(self, limit_s: float) -> None:
         """See Board.  A store's own waits can't be ended early, and keep other threads of ours from it."""
         time.sleep(max(0.0, min(limit_s, self._nap_s)))

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from moecomm import errors
+from moecomm import errors, strays
 from moecomm.board import Board
 from moecomm.errors import Aborted, BadInput, MoecommError, PeerLost, RoundFailed, Timeout, Unsupported
 from moecomm.processes import Deaths, pid_namespace
@@ -83,13 +83,27 @@ class Opening:
         self._attempt = self._step = 0
         self._decided = True  # there is no outcome yet that could be decided
         self._deaths = Deaths()
+        self._lookout = strays.Lookout(ranks.global_ranks())
 
     def begin(self) -> None:
         """Finds out which opening of these ranks this is."""
-        if self._board is not None:
+        if self._board is None:
+            return
+        if not self.in_process and strays.withdraw():
+            self._lookout = strays.Lookout([])
+        while True:
             # What one rank gave up, the next call of a rank that comes late ends, too: attempts are counted by rank.
             self._attempt = self._ask(lambda board: board.count(f"begun/{self.rank}"))
-            self._decided = False
+            if not self._is_over_for_us(self._outcome()):
+                break
+            # The others gave that one up for a call of this process with a bad group, which has raised its error.
+        self._decided = False
+
+    def _is_over_for_us(self, stands: bytes | None) -> bool:
+        if stands in (None, _OPEN):
+            return False
+        said = json.loads(stands)
+        return said["rank"] == self.rank and "stray" in said
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Everybody's data, by rank.  The ranks may pass different numbers of bytes.
@@ -186,17 +200,32 @@ class Opening:
                 raise self._announced(stands)
             if gone is not None:
                 raise self._lost(gone)
+            if step == "0":
+                self._look_for_strays(keys, deadline)
             if (left := deadline - time.monotonic()) <= 0:
                 raise self._late(keys, deadline)
             self._ask(lambda board, left=left: board.wait(left), deadline)
 
     def _late(self, keys: list[str], deadline: float) -> RoundFailed:
-        there = [self._ask(lambda board, key=key: board.read([key]), deadline) is not None for key in keys]
-        missing = [rank for rank, is_there in enumerate(there) if not is_there]
+        missing = self._missing(keys, deadline)
         names = ", ".join(map(str, missing))
         what = "begun to open its Buffer" if self._step == 0 else "come so far"
         text = f"rank {self.rank} waited {self.timeout_s:g} s for rank {names}, which has not {what} (opening)"
         return self.failed(Timeout, missing[0] if missing else -1, text)
+
+    def _missing(self, keys: list[str], deadline: float) -> list[int]:
+        there = [self._ask(lambda board, key=key: board.read([key]), deadline) is not None for key in keys]
+        return [rank for rank, is_there in enumerate(there) if not is_there]
+
+    def _look_for_strays(self, keys: list[str], deadline: float) -> None:
+        """Raises for a rank that has not come because its group is bad."""
+        if not self._lookout.is_due():
+            return
+        if (found := self._lookout.find(self._missing(keys, deadline))) is not None:
+            rank, said = found
+            fields = {"argument": "group", "got": said["got"], "want": said["want"], "rank": rank}
+            record = {"kind": "BadInput", "rank": rank, "stray": True, "text": "", "fields": fields}
+            raise self._announced(self._set_outcome(json.dumps(record).encode()))
 
     def _lost(self, rank: int) -> RoundFailed:
         return self.failed(PeerLost, rank, f"rank {rank} is gone: its process has ended while the Buffer was opened")
@@ -212,13 +241,15 @@ class Opening:
         return None if found is None else bytes(found[0])
 
     def _decide(self, error: MoecommError) -> bytes:
-        """What stands as the outcome; best effort where the store itself has failed."""
+        """What stands as the outcome."""
+        return self._set_outcome(json.dumps(_record(error, self.rank)).encode())
+
+    def _set_outcome(self, record: bytes) -> bytes:
+        """Best effort where the store itself has failed."""
         self._decided = True
-        record = json.dumps(_record(error, self.rank)).encode()
+        deadline = time.monotonic() + _GRACE_S
         try:
-            return bytes(
-                self._ask(lambda board: board.decide(self._key("outcome"), record), time.monotonic() + _GRACE_S)
-            )
+            return bytes(self._ask(lambda board: board.decide(self._key("outcome"), record), deadline))
         except MoecommError:
             return record
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from moecomm import config
+from moecomm import config, strays
 from moecomm.board import Board, LocalBoard, SharedValues, StoreBoard
 from moecomm.errors import BadInput
 
@@ -37,6 +37,10 @@ class Group(Rendezvous, Protocol):
         """Where its ranks leave each other what they need to open a Buffer.  The caller closes it."""
         ...
 
+    def global_ranks(self) -> list[int]:
+        """Its ranks in the default group, by rank; empty where they are not known."""
+        ...
+
 
 class Alone:
     """One rank: group="self"."""
@@ -46,6 +50,10 @@ class Alone:
     def board(self) -> Board:
         """See Group."""
         return LocalBoard(SharedValues())
+
+    def global_ranks(self) -> list[int]:
+        """See Group."""
+        return []
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Our own data."""
@@ -68,6 +76,15 @@ class ProcessGroup:
         except (AttributeError, RuntimeError) as error:
             raise BadInput("group", f"a process group without a store ({error})", "one with a store") from error
         return StoreBoard(store, "moecomm/")
+
+    def global_ranks(self) -> list[int]:
+        """See Group."""
+        import torch.distributed as dist
+
+        try:
+            return list(dist.get_process_group_ranks(self._group))
+        except (KeyError, ValueError):  # a group that the default group knows nothing of
+            return []
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Gathers over the group, as uint8 tensors of one length; no pickle."""
@@ -97,6 +114,10 @@ class LocalRank:
         """See Group."""
         return LocalBoard(self._shared)
 
+    def global_ranks(self) -> list[int]:
+        """See Group."""
+        return []
+
     def all_gather(self, data: bytes) -> list[bytes]:
         """Gathers over the threads; all of them must be in this call."""
         from moecomm.opening import gather
@@ -119,7 +140,19 @@ def local_ranks(ranks: int) -> list[LocalRank]:
 def rendezvous(group: object) -> Group:
     """The Group of what a caller passed as `group`: a ProcessGroup, a one-dimensional DeviceMesh, a LocalRank, "self",
     or None, which is "self" in a program of one process.
+
+    Raises:
+        BadInput: anything else.  Ranks that wait for this process to open a Buffer raise it, too.
     """
+    try:
+        found = _group_of(group)
+    except BadInput as error:
+        strays.announce(error)
+        raise
+    return found
+
+
+def _group_of(group: object) -> Group:
     if group is None:
         _check_alone()
     if group is None or (isinstance(group, str) and group == "self"):

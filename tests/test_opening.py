@@ -103,6 +103,34 @@ def test_a_bad_argument_of_one_rank_is_named_by_all_at_once(ranks: Ranks) -> Non
                 assert about == 1 and "(rank 1)" in text
 
 
+def with_a_bad_group(rank: int, group: Any) -> tuple[Any, ...]:
+    """Rank 1 of four passes what is no group; then all do; and ranks 1 and 2 have a group of their own."""
+    sub = dist.new_group([1, 2])
+    found = []
+    for bad in ("world", None, 7, object()):
+        found.append(attempt(bad if rank == 1 else group, {"timeout_s": 20.0}))
+        group.barrier().wait()
+    good = attempt(group, {"timeout_s": 20.0})
+    if rank in (1, 2):
+        found.append(attempt("world" if rank == 1 else sub, {"timeout_s": 20.0}))
+    group.barrier().wait()
+    all_bad = attempt("world", {})
+    if rank == 1:
+        time.sleep(0.3)  # the others look for it meanwhile
+    again = attempt(group, {"timeout_s": 20.0})
+    return found, good, all_bad, again
+
+
+def test_a_bad_group_of_one_rank_is_named_by_all_at_once(ranks: Ranks) -> None:
+    for rank, (found, good, all_bad, again) in enumerate(ranks.run(4, with_a_bad_group)):
+        for kind, text, about, seconds in found:
+            assert kind == "BadInput" and text.startswith("group") and seconds < 5, (rank, found)
+            if rank != 1:
+                assert "(rank 1)" in text or "(rank 0)" in text
+                assert about in (0, 1)
+        assert (good[0], all_bad[0], again[0]) == ("open", "BadInput", "open"), (rank, good, all_bad, again)
+
+
 def killed(rank: int, group: Any, after_s: float, victim: int) -> Any:
     group.barrier().wait()
     if rank == victim:
