@@ -48,9 +48,10 @@ class Buffer:
             once for each of its ranks.  Default: all that can.
 
     Raises:
-        BadInput: a value that can't be used.
+        BadInput: a value that can't be used, here or on the rank that it names.
         Mismatch: ranks passed different values; names the field.
-        Unsupported: a backend asked for by name can't run here; names what is missing.
+        Unsupported: a backend asked for by name can't run on some rank; names what is missing.
+        Timeout, PeerLost, Aborted: a rank did not come, has ended, or was interrupted.  No rank has opened then.
     """
 
     def __init__(
