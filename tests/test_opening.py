@@ -185,7 +185,7 @@ def without_descriptors(rank: int, barrier: Any, port_file: str, spare: int) -> 
         for fd in held[:spare]:
             os.close(fd)
     barrier.barrier().wait()
-    found = attempt_counting_descriptors(group) if rank == 1 else attempt(group, {})
+    found = attempt_without_proc(group) if rank == 1 else attempt(group, {"timeout_s": 20.0})
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     barrier.barrier().wait()
@@ -194,11 +194,11 @@ def without_descriptors(rank: int, barrier: Any, port_file: str, spare: int) -> 
     return found, again
 
 
-def attempt_counting_descriptors(group: Any) -> tuple[str, str, int | None, float]:
+def attempt_without_proc(group: Any) -> tuple[str, str, int | None, float]:
     """attempt() without looking into /proc, which takes descriptors."""
     start = time.monotonic()
     try:
-        moecomm.Buffer(group, **SIZES, timeout_s=TIMEOUT_S).close()
+        moecomm.Buffer(group, **SIZES, timeout_s=20.0).close()
     except moecomm.MoecommError as error:
         return type(error).__name__, str(error), None, time.monotonic() - start
     return "open", "", None, 0.0
@@ -207,10 +207,9 @@ def attempt_counting_descriptors(group: Any) -> tuple[str, str, int | None, floa
 @pytest.mark.parametrize("spare", [0, 1, 2, 3, 4, 5, 6, 7])
 def test_a_rank_without_descriptors(ranks: Ranks, tmp_path: Path, spare: int) -> None:
     results = ranks.run(3, without_descriptors, str(tmp_path / "port"), spare)
-    kinds = {found[0] for found, _ in results}
-    assert kinds == {"open"} or kinds <= {"Unsupported", "Timeout"}, results
+    assert {found[0] for found, _ in results} in ({"open"}, {"Unsupported"}), results
     for found, again in results:
-        assert found[3] < TIMEOUT_S + 1
+        assert found[3] < 5, "no rank waits for the deadline of 20 s"
         assert again[0] == "open", again
 
 
