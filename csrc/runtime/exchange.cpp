@@ -76,7 +76,6 @@ class Exchange::Sharing {
     bool send_to(int peer);
     void accept_all();
     void receive(int connection);
-    bool proven(const Message& message, const Received& received) const;        // from a rank of the job
     const char* judge(const Message& message, const Received& received) const;  // why it is refused, null if it is not
 
     Exchange& exchange_;
@@ -137,9 +136,6 @@ void Exchange::Sharing::accept_all() {
 void Exchange::Sharing::receive(int connection) {
     Message message{};
     Received received = receive_descriptors(connection, &message, sizeof message);
-    if (received.truncated && received.descriptors.empty() && proven(message, received))
-        throw OsError(EMFILE,
-                      "the descriptor of rank " + std::to_string(message.from) + " could not be received: " + std::strerror(EMFILE));
     if (const char* why = judge(message, received)) {
         ++refused_;
         why_refused_ = why;
@@ -147,10 +143,6 @@ void Exchange::Sharing::receive(int connection) {
     }
     auto& place = message.sequence == exchange_.sequence_ ? received_ : exchange_.early_;
     place[message.from] = std::move(received.descriptors[0]);
-}
-
-bool Exchange::Sharing::proven(const Message& message, const Received& received) const {
-    return received.bytes == static_cast<ssize_t>(sizeof message) && message.magic == kMagic && message.nonce == exchange_.nonce_;
 }
 
 const char* Exchange::Sharing::judge(const Message& message, const Received& received) const {
