@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from moecomm import _native, backends, combine, config, dispatch, names
 from moecomm.buffer_state import BufferState, collective
-from moecomm.errors import Unsupported
 from moecomm.fused import layer
 from moecomm.memory import WindowMemory
+from moecomm.opening import opening
 from moecomm.rendezvous import rendezvous
 from moecomm.routed import Handle, Routed
 from moecomm.settings import Settings, seconds, wanted_device
@@ -30,7 +31,8 @@ class Buffer(BufferState):
 
     Args:
         group: a torch.distributed process group of any backend, a sub-group, one dimension of a DeviceMesh, a rank of
-            moecomm.local_ranks(), or None for one rank alone.
+            moecomm.local_ranks(), or "self" for one rank alone.  None is "self" in a program of one process; in one
+            of several it is an error, because torch.distributed.group.WORLD is None before init_process_group().
         hidden: columns of a token; a row is a multiple of 16 bytes.
         num_experts: experts of all ranks together, a multiple of the number of ranks; rank r owns
             `[r * E/R, (r + 1) * E/R)`.
@@ -48,9 +50,10 @@ class Buffer(BufferState):
             once for each of its ranks.  Default: all that can.
 
     Raises:
-        BadInput: a value that can't be used.
+        BadInput: a value that can't be used, here or on the rank that it names.
         Mismatch: ranks passed different values; names the field.
-        Unsupported: a backend asked for by name can't run here; names what is missing.
+        Unsupported: a backend asked for by name can't run on some rank; names what is missing.
+        Timeout, PeerLost, Aborted: a rank did not come, has ended, or was interrupted.  No rank has opened then.
     """
 
     def __init__(
@@ -68,36 +71,32 @@ class Buffer(BufferState):
         window_bytes: int | None = None,
         domain_ranks: int | None = None,
     ) -> None:
-        ranks = rendezvous(group)
-        wanted, timeout_s = wanted_device(device), seconds(timeout_s)
-        unsupported: Unsupported | None = None
-        try:
+        with opening(rendezvous(group), timeout_s) as ranks:
+            wanted, timeout_s = wanted_device(device), seconds(timeout_s)
             name, self.why = backends.choose(config.default_backend() if backend == "auto" else backend, wanted)
-        except Unsupported as error:  # raised once the other ranks have heard of it: they must not wait for us
-            name, unsupported = "none", error
-        self.settings = Settings(
-            ranks.ranks, hidden, num_experts, topk, max_tokens, dtype, name, window_bytes, domain_ranks
-        )
-        try:
+            self.settings = Settings(
+                ranks.ranks, hidden, num_experts, topk, max_tokens, dtype, name, window_bytes, domain_ranks
+            )
             self.settings.agree(ranks)
-        finally:
-            if unsupported is not None:
-                raise unsupported from None
-        self.settings.check()
-        backend_module = backends.load(name)
-        shape = _native.Shape(
-            ranks=ranks.ranks,
-            experts=num_experts,
-            topk=topk,
-            max_tokens=max_tokens,
-            ring_tokens=self.settings.ring_tokens(backend_module),
-            packet_bytes=self.settings.packet_bytes(backend_module),
-            staged_row_bytes=self.settings.staged_row_bytes,
-            heap_bytes=window_bytes or self.settings.default_heap(),
-            domain_ranks=domain_ranks or 0,
-        )
-        shape.landing_bytes = _native.landed_bytes(shape, *self.settings.landing_payload_bytes)
-        session, self.why = backends.open_session(name, self.why, ranks, shape, wanted, timeout_s)
+            self.settings.check()
+            backend_module = backends.load(name)
+            shape = _native.Shape(
+                ranks=ranks.ranks,
+                experts=num_experts,
+                topk=topk,
+                max_tokens=max_tokens,
+                ring_tokens=self.settings.ring_tokens(backend_module),
+                packet_bytes=self.settings.packet_bytes(backend_module),
+                staged_row_bytes=self.settings.staged_row_bytes,
+                heap_bytes=window_bytes or self.settings.default_heap(),
+                domain_ranks=domain_ranks or 0,
+            )
+            shape.landing_bytes = _native.landed_bytes(shape, *self.settings.landing_payload_bytes)
+            session, self.why = backends.open_session(name, self.why, ranks, shape, wanted, timeout_s)
+            with ExitStack() as undo:
+                undo.callback(session.close)
+                ranks.settle()
+                undo.pop_all()
         session.context.timeout_ns = int(timeout_s * 1e9)
         super().__init__(session)
         self.packet_room = shape.packet_bytes if shape.domain_ranks in (0, ranks.ranks) else 0

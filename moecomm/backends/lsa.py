@@ -156,16 +156,16 @@ class LsaSession:
                 self._copies.wait()
                 if self.reach.puts:
                     plain_kernel.load(leave.putter(self.reach.shim), device.index)
+            self.name = f"{self.reach.backend}/{self._window.kind}"
+            self.nbytes = self._window.nbytes
+            self.context = self._make_context(ranks.rank, shape)
+            self.arena = _native.Arena(layout.heap, shape.heap_bytes)
+            one_host = all(peer.host == peers[0].host for peer in peers)
+            watched = one_host and not ranks.in_process
+            self._presence = Presence(ranks, self.context.abort_host, timeout_s) if watched else None
         except BaseException:
             self._window.close()
             raise
-        self.name = f"{self.reach.backend}/{self._window.kind}"
-        self.nbytes = self._window.nbytes
-        self.context = self._make_context(ranks.rank, shape)
-        self.arena = _native.Arena(layout.heap, shape.heap_bytes)
-        one_host = all(peer.host == peers[0].host for peer in peers)
-        watched = one_host and not ranks.in_process
-        self._presence = Presence(ranks, self.context.abort_host, timeout_s) if watched else None
         # Kernels wait for each other, so those of all ranks of a GPU must be resident at once.
         sharing = sum(peer.gpu == peers[ranks.rank].gpu for peer in peers)
         self._sms = sms = torch.cuda.get_device_properties(device).multi_processor_count
