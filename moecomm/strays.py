@@ -17,7 +17,9 @@ from typing import Any
 from moecomm.board import StoreBoard
 from moecomm.errors import BadInput
 
-_LIMIT_S = 0.25  # for the store to answer: without a notice, peers wait for their deadline
+# For the store to answer.  Without a notice peers wait for their deadline, so a busy store has time to take it; a rank
+# that looks for notices has a deadline of its own.
+_LEAVE_S, _LOOK_S = 2.0, 0.5
 _INTERVAL_S = 0.05
 _TAKEN = b"taken by "
 _lock = threading.Lock()
@@ -31,7 +33,7 @@ def announce(error: BadInput) -> None:
     with _lock:
         _made += 1
         _notice = json.dumps({"number": _made, "got": str(error.got), "want": str(error.want)}).encode()
-    with suppress(OSError, RuntimeError), _notices() as board:
+    with suppress(OSError, RuntimeError), _notices(_LEAVE_S) as board:
         board.write(str(_own_rank()), _notice)
 
 
@@ -41,7 +43,7 @@ def withdraw() -> bool:
     with _lock:
         last, _notice = _notice, b""
     if last:
-        with suppress(OSError, RuntimeError), _notices() as board:
+        with suppress(OSError, RuntimeError), _notices(_LEAVE_S) as board:
             _take(board, _own_rank(), last)
     return bool(last)
 
@@ -60,7 +62,7 @@ class Lookout:
     def find(self, missing: Sequence[int]) -> tuple[int, dict[str, Any]] | None:
         """A missing rank that has left a notice, which is taken down, and what it says."""
         self._next = time.monotonic() + _INTERVAL_S
-        with suppress(OSError, RuntimeError), _notices() as board:
+        with suppress(OSError, RuntimeError), _notices(_LOOK_S) as board:
             for rank in missing:
                 process = self._global_ranks[rank]
                 found = board.read([str(process)])
@@ -72,7 +74,7 @@ class Lookout:
 
 
 @contextmanager
-def _notices() -> Iterator[StoreBoard]:
+def _notices(limit_s: float) -> Iterator[StoreBoard]:
     """The board of notices.  Raises OSError or RuntimeError where there is no default group, or its store fails."""
     import torch.distributed as dist
 
@@ -80,7 +82,7 @@ def _notices() -> Iterator[StoreBoard]:
         raise RuntimeError("no default process group")
     assert dist.group.WORLD is not None
     board = StoreBoard(dist.group.WORLD.get_group_store(), "moecomm/strays/")
-    board.limit_s = _LIMIT_S
+    board.limit_s = limit_s
     try:
         yield board
     finally:
