@@ -290,6 +290,9 @@ def current_stream(device: int) -> int:
 def share_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors, of contiguous rows each, have bytes in common."""
 
+def shares_tables(dispatch: DispatchArgs, tensor: Tensor) -> bool:
+    """Whether a tensor of contiguous rows has bytes in common with the tables of a dispatch, or its row weights."""
+
 @final
 class HostWindow:
     """Zeroed shared memory without a name, its size sealed.

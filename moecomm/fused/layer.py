@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import grouped_mm, pad, silu
 
 from moecomm import combine, dispatch
-from moecomm.arrays import adopt, check_tensor
+from moecomm.arrays import adopt, check_tensor, note_written
 from moecomm.dispatch.arguments import check_max_rows
 from moecomm.errors import BadInput
 from moecomm.fused import kernels, one_launch, reference, two_launches
@@ -245,6 +245,7 @@ def prepare(
         values = w2
     why_not = partial(_keeps_apart, buffer, x, values, back, wire, check_weights)
     if form := _form_under(buffer, values, form, why_not):
+        note_written("out", out)
         return FORMS[form](
             buffer,
             x,

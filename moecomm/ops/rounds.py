@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from moecomm import names, padding
-from moecomm.arrays import window_tensor
+from moecomm.arrays import check_memory, window_tensor
 from moecomm.buffer import Buffer
 from moecomm.errors import BadInput
 from moecomm.ops import handles
@@ -228,6 +228,7 @@ def _where_peers_read(buffer: Buffer, handle: NativeHandle, weights: torch.Tenso
     if weights.shape != shape or weights.dtype is not torch.float32 or weights.device != buffer.device:
         got = f"{weights.dtype} {tuple(weights.shape)} on {weights.device}"
         raise BadInput("row_weights", got, f"torch.float32 {shape} on {buffer.device}, and none for layout='flat'")
+    check_memory("row_weights", weights)
     weights = weights.contiguous()
     if not buffer.on_cpu:
         return weights
