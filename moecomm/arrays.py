@@ -5,7 +5,9 @@ and back.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -126,6 +128,23 @@ def note_written(argument: str, *written: Any) -> None:
                 argument, "a tensor that requires grad", "one that does not, or a call under torch.no_grad()"
             )
         torch.autograd.graph.increment_version(tensor)
+
+
+def warn_of_gradients(*tensors: Any) -> None:
+    """Says, once, that what a Buffer's own rounds return has no gradient, if one of the tensors asks for it."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if getattr(tensor, "requires_grad", False):
+                _say_that_gradients_end()
+
+
+@lru_cache(maxsize=1)
+def _say_that_gradients_end() -> None:
+    warnings.warn(
+        "dispatch, combine and moe of a moecomm.Buffer have no gradients, and were given a tensor that requires grad: "
+        "use moecomm.ops, or torch.no_grad() where no gradient is wanted",
+        stacklevel=2,
+    )
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

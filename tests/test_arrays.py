@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import moecomm
-from moecomm import ops
+from moecomm import arrays, ops
 from moecomm.fused import grouped_gemm
 
 T, H, E, K = 4, 32, 4, 2
@@ -172,6 +173,31 @@ def test_out_over_what_is_read_meanwhile(buffer: moecomm.Buffer, call: Callable[
     bias = drawn(T, H, seed=5)
     out.copy_(bias)
     assert torch.equal(call(buffer, bias=out, out=out), call(buffer, bias=bias)), "a sum over its own bias"
+
+
+@pytest.mark.parametrize(
+    ("call", "names"),
+    [
+        (dispatched, ("x", "topk_weights")),
+        (combined, ("y", "bias", "weight_grads", "own")),
+        (whole, ("x", "topk_weights", "w13", "w2", "bias")),
+    ],
+)
+def test_a_gradient_that_would_be_lost(
+    buffer: moecomm.Buffer, call: Callable[..., Any], names: tuple[str, ...]
+) -> None:
+    tensors = {name: tensor for other, name, tensor in READ if other is call}
+    for name in names:
+        wants_grad = tensors[name].clone().requires_grad_()
+        arrays._say_that_gradients_end.cache_clear()
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("error")
+            call(buffer, **{name: wants_grad})
+        with pytest.warns(UserWarning, match=r"use moecomm\.ops"):
+            call(buffer, **{name: wants_grad})
+        with warnings.catch_warnings():  # once
+            warnings.simplefilter("error")
+            call(buffer, **{name: wants_grad})
 
 
 def test_out_over_the_tables_of_the_handle() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moecomm.arrays import note_written, window_tensor
+from moecomm.arrays import note_written, warn_of_gradients, window_tensor
 from moecomm.combine.arguments import check
 from moecomm.combine.plan import Combining, Options, Plan, kind_of
 from moecomm.dispatch.arguments import check_handle, check_hashable
@@ -45,6 +45,8 @@ def prepare(
     else:
         buffer.require_usable()
     _check_ended(buffer, handle)
+    if getattr(y, "requires_grad", False) or bias is not None or weight_grads is not None or topk_weights is not None:
+        warn_of_gradients(y, bias, weight_grads, topk_weights)
     combining = None
     if isinstance(y, torch.Tensor):
         key = (handle.layout, y.dtype, weighted, wire, num_sms)

@@ -12,7 +12,7 @@ from moecomm import names, padding
 from moecomm.arrays import check_memory, window_tensor
 from moecomm.buffer import Buffer
 from moecomm.errors import BadInput
-from moecomm.ops import handles
+from moecomm.ops import handles, tangents
 from moecomm.ops.tidy import About, tidied
 from moecomm.routed import Handle as NativeHandle
 from moecomm.routed import Routed
@@ -33,6 +33,7 @@ def dispatch(
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # x, weights, topk_idx, src, tokens_per_expert, num_rows, memory
     """See moecomm.ops.dispatch.  `max_rows` -1: the worst case."""
+    tangents.refuse("moecomm::dispatch", x, topk_weights)
     owner = names.find(buffer)
     routed = _run_dispatch(
         owner,
@@ -102,6 +103,7 @@ def dispatch_again(
     num_sms: int | None = None,
 ) -> torch.Tensor:
     """Other rows the way of an earlier dispatch: [T, H] -> rows as `x` of that."""
+    tangents.refuse("moecomm::dispatch_again", x)
     owner = names.find(buffer)
     handle = handles.restore(memory, buffer, layout, max_rows, len(x))
     rows: torch.Tensor = _run_dispatch(owner, rows_of(x), handle=handle, num_sms=num_sms).x
@@ -138,6 +140,7 @@ def combine(
     num_sms: int | None = None,
 ) -> torch.Tensor:
     """See moecomm.ops.combine: rows -> [T, H].  `zero_padding`: of the gradient of y."""
+    tangents.refuse("moecomm::combine", y, row_weights)
     handle = handles.restore(memory, buffer, layout, max_rows, num_tokens)
     owner, weights = handle.buffer, None
     if row_weights is not None:
@@ -175,6 +178,7 @@ def dispatch_backward(
     num_sms: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of rows and of their weights -> gradients of x [T, H] and of topk_weights [T, K] ([0] without)."""
+    tangents.refuse("moecomm::dispatch_backward", x, weights)
     handle = handles.restore(memory, buffer, layout, max_rows, num_tokens)
     owner: Buffer = handle.buffer
     if weights is None:
