@@ -132,6 +132,10 @@ class Route(_Struct):
     row_weights: int
     src: int
     relayed: int
+    @property
+    def key(self) -> int: ...
+    @property
+    def max_rows(self) -> int: ...
 
 @final
 class DispatchArgs(_Struct):

@@ -106,7 +106,7 @@ std::string silent_home() {
     f.dispatch_all();
     for (i32 from : {1, 2}) announce_as(f, from, Op::combine, 2, 0, f.combines[0].call);
     Landing& l = f.scenario.steps[0].dispatch->landing[0];
-    l.sent = {{0, 1}, {kTokens, 1}, {0, 1}, l.sent[kRanks]};
+    l.sent = {{0, 1}, {kTokens, 1}, {0, 1}, l.sent[kRanks], l.sent[kRanks + 1]};
     l.ranges.assign(kRanks * kTokens, static_cast<u32>(chunk_signal(0, 0, 1)));  // each of them a row here, whichever
     f.combines[0].num_tokens = 0;
     host::combine(f.combines[0]);
