@@ -53,6 +53,12 @@ MOECOMM_BOTH u32& round_of(const Route& route, i32 ranks) { return *reinterpret_
 MOECOMM_BOTH u64& seal_of(const Route& route, i32 ranks) {
     return *reinterpret_cast<u64*>(route.sent + ranks * sizeof(Sent) + sizeof(u64));
 }
+// Kernels do not look through the tables, which would be a pass of its own.  A route with this word was written by a dispatch of this
+// window, for as many tokens and rows, whose numbers all lie in the tables they count in: so long as nobody changes single numbers of a
+// handle, none of them becomes an address out of bounds.  Without it, a rank takes the route for one of a void round, in which nothing
+// came, before it addresses anything by its numbers, and says so in its notice.
+MOECOMM_BOTH constexpr u64 kernel_seal(const Route& route) { return ~route.key; }
+MOECOMM_BOTH bool is_sealed_by_kernel(const Route& route, i32 ranks) { return seal_of(route, ranks) == kernel_seal(route); }
 constexpr u64 kRouteTail = 2 * sizeof(u64);  // bytes behind Sent[ranks]
 
 // Which half of a dispatch: `begin` sends and does not wait for rows, `end` waits for the rows of the dispatch that was begun last.

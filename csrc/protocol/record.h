@@ -29,7 +29,8 @@ enum class Argument : u32 {  // what a bad_input or mismatch record speaks of
     max_rows = 2,      // `expected` = rows offered by `peer` (batched: for an expert), `seen` = rows it needs
     batched = 3,       // the same, with the ranks * max_tokens rows offered that ids without duplicates need at most
     topk_weights = 4,  // not a number, when asked to check
-    handle = 5,        // bad_input: its tables are none that a dispatch has left; mismatch: `expected` and `seen` are round_of the routes that we and `peer` have; none: what else they are
+    handle = 5,  // bad_input: not as its dispatch left it; mismatch: `expected` and `seen` are round_of the routes that we and `peer` have;
+                 // none: what else they are
 };
 
 struct alignas(64) FailureRecord {
