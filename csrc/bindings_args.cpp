@@ -114,8 +114,8 @@ void bind_context(py::module_& m) {
         .def_readwrite("row_weights", &Route::row_weights)
         .def_readwrite("src", &Route::src)
         .def_readwrite("relayed", &Route::relayed)
-        .def_readonly("key", &Route::key)
-        .def_readonly("max_rows", &Route::max_rows);
+        .def_readwrite("key", &Route::key)
+        .def_readwrite("max_rows", &Route::max_rows);
 }
 
 void bind_dispatch(py::module_& m) {

@@ -132,10 +132,8 @@ class Route(_Struct):
     row_weights: int
     src: int
     relayed: int
-    @property
-    def key(self) -> int: ...
-    @property
-    def max_rows(self) -> int: ...
+    key: int
+    max_rows: int
 
 @final
 class DispatchArgs(_Struct):
