@@ -114,7 +114,9 @@ void bind_context(py::module_& m) {
         .def_readwrite("rows", &Route::rows)
         .def_readwrite("row_weights", &Route::row_weights)
         .def_readwrite("src", &Route::src)
-        .def_readwrite("relayed", &Route::relayed);
+        .def_readwrite("relayed", &Route::relayed)
+        .def_readwrite("key", &Route::key)
+        .def_readwrite("max_rows", &Route::max_rows);
 }
 
 void bind_dispatch(py::module_& m) {

@@ -27,7 +27,8 @@ class Argument {
         readable_ = PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(torch.tensor.ptr())) != 0 &&
                     torch.exchange->tensor_from_object(object.ptr(), &tensor_) == 0;
         if (!readable_) PyErr_Clear();
-        readable_ = readable_ && (tensor_.data != nullptr || is_empty(tensor_));  // torch has zeros without memory
+        // torch has zeros without memory.
+        readable_ = readable_ && (is_empty(tensor_) || (tensor_.data != nullptr && is_as_it_says(object, tensor_)));
     }
     bool readable() const { return !given_ || readable_; }
     const DLTensor* get() const { return given_ ? &tensor_ : nullptr; }
@@ -198,6 +199,14 @@ void bind_plans(py::module_& m) {
             return share_memory(*first.get(), *second.get());
         },
         py::arg("a"), py::arg("b"));
+    m.def(
+        "shares_tables",
+        [](const DispatchArgs& dispatch, py::handle tensor) {
+            const Argument argument(tensor);
+            require(argument.get() != nullptr && argument.readable());
+            return shares_tables(dispatch, *argument.get());
+        },
+        py::arg("dispatch"), py::arg("tensor"));
 }
 
 }  // namespace moecomm::bindings

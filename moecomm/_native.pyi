@@ -135,6 +135,8 @@ class Route(_Struct):
     row_weights: int
     src: int
     relayed: int
+    key: int
+    max_rows: int
 
 @final
 class DispatchArgs(_Struct):
@@ -292,6 +294,9 @@ def current_stream(device: int) -> int:
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors, of contiguous rows each, have bytes in common."""
+
+def shares_tables(dispatch: DispatchArgs, tensor: Tensor) -> bool:
+    """Whether a tensor of contiguous rows has bytes in common with the tables of a dispatch, or its row weights."""
 
 @final
 class HostWindow:

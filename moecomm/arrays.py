@@ -5,7 +5,9 @@ and back.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -33,7 +35,8 @@ def adopt(argument: str, value: Any) -> tuple[torch.Tensor, Callable[[torch.Tens
     torch's own, and where its library takes none.
     """
     if isinstance(value, torch.Tensor):
-        return value, None
+        # A view with the negative bit has its numbers with the other sign in memory.  In a graph, torch sees to it.
+        return value if torch.compiler.is_compiling() else value.resolve_neg(), None
     if not hasattr(value, "__dlpack__"):
         raise BadInput(argument, type(value).__name__, "a torch tensor or an array with __dlpack__")
     strides = getattr(value, "strides", None)
@@ -77,6 +80,7 @@ def check_tensor(
         raise BadInput(argument, f"a tensor on {tensor.device}", f"one on {device}")
     if tensor.layout is not torch.strided or tensor.is_nested or not _has_memory(tensor):
         raise BadInput(argument, "a tensor that is sparse, nested, traced or otherwise not in memory", "a dense one")
+    check_memory(argument, tensor)
     if tensor.dtype not in dtypes:
         raise BadInput(argument, str(tensor.dtype), " or ".join(map(str, dtypes)))
     if tensor.ndim != len(shape) or any(
@@ -84,6 +88,63 @@ def check_tensor(
     ):
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
         raise BadInput(argument, f"shape {tuple(tensor.shape)}", f"({wanted})")
+
+
+def check_memory(argument: str, tensor: torch.Tensor) -> None:
+    """Raises BadInput if the tensor's storage, which may have been resized since, has less than its shape asks for, or
+    if its numbers have another sign in memory.
+    """
+    if tensor.is_neg():
+        raise BadInput(argument, "a view with the negative bit", "its resolve_neg()")
+    if tensor.numel() == 0:
+        return
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    if end > (held := tensor.untyped_storage().nbytes()):
+        raise BadInput(argument, f"a storage of {held} bytes", f"the {end} bytes that its shape and strides ask for")
+
+
+def check_apart(argument: str, written: torch.Tensor, **read: torch.Tensor | None) -> None:
+    """Raises BadInput if a tensor that is written has memory of one that is read meanwhile.  A bias may lie exactly
+    where the sums go: each is written where its bias has been read.
+    """
+    bias = read.get("bias")
+    if bias is not None and (bias.data_ptr(), bias.stride()) == (written.data_ptr(), written.stride()):
+        read["bias"] = None
+    for name, tensor in read.items():
+        if tensor is not None and _native.share_memory(written, tensor):
+            raise BadInput(argument, f"memory of {name}, which is read meanwhile", "memory of its own")
+
+
+def note_written(argument: str, *written: Any) -> None:
+    """Tells autograd of tensors of the caller's that are written by address, so that a backward pass which has saved
+    what was in them says so.  BadInput for one that has a gradient, which would be wrong.
+    """
+    for tensor in written:
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise BadInput(
+                argument, "a tensor that requires grad", "one that does not, or a call under torch.no_grad()"
+            )
+        torch.autograd.graph.increment_version(tensor)
+
+
+def warn_of_gradients(*tensors: Any) -> None:
+    """Says, once, that what a Buffer's own rounds return has no gradient, if one of the tensors asks for it."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if getattr(tensor, "requires_grad", False):
+                _say_that_gradients_end()
+
+
+@lru_cache(maxsize=1)
+def _say_that_gradients_end() -> None:
+    warnings.warn(
+        "dispatch, combine and moe of a moecomm.Buffer have no gradients, and were given a tensor that requires grad: "
+        "use moecomm.ops, or torch.no_grad() where no gradient is wanted",
+        stacklevel=2,
+    )
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -120,7 +181,7 @@ def adopt_written(
     """
     if getattr(getattr(value, "flags", None), "writeable", True) is False:
         raise BadInput(argument, "a read-only array", "one that can be written")
-    tensor, _ = adopt(argument, value)
+    tensor = value if isinstance(value, torch.Tensor) else adopt(argument, value)[0]  # not a copy, see adopt
     check_tensor(argument, tensor, device=device, dtypes=dtypes, shape=shape)
     check_rows(argument, tensor)
     if len(tensor) > 1 and tensor.stride(0) < tensor.shape[1]:

@@ -19,7 +19,7 @@ _PHASES = {
     4: "the other blocks of this rank",
 }
 _PHASE_NAMES = ("notice", "payload", "reduced", "drained", "grid")
-_ARGUMENTS = ("", "topk_idx", "max_rows", "topk_idx", "topk_weights")
+_ARGUMENTS = ("", "topk_idx", "max_rows", "topk_idx", "topk_weights", "handle")
 
 
 def round_failed(context: _native.Context) -> bool:
@@ -71,6 +71,10 @@ def _bad_input(record: _native.FailureRecordView) -> BadInput:
     argument = _ARGUMENTS[record.argument]
     if record.argument == 1:
         return BadInput(argument, f"expert {record.seen}", f"-1 to {record.expected - 1}", record.peer)
+    if record.argument == HANDLE:
+        return BadInput(
+            "handle", "tables that no dispatch of this Buffer has left so", "the handle, unchanged", record.peer
+        )
     if record.argument == 2:
         return BadInput(argument, f"{record.seen} rows arriving", f"at most the {record.expected} given", record.peer)
     if record.argument == 3:

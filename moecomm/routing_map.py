@@ -7,6 +7,7 @@ import ctypes
 import torch
 
 from moecomm import plain_kernel, row_pass
+from moecomm.arrays import check_memory
 
 
 class _Args(ctypes.Structure):
@@ -96,5 +97,8 @@ def _launch(
     tokens, topk = ids.shape
     if tokens == 0:
         return
+    for name, tensor in {"routing_map": chosen, "probs": dense, "topk_idx": ids, "topk_weights": weights}.items():
+        if tensor is not None:
+            check_memory(name, tensor)
     args = _Args(*map(row_pass.address, (chosen, dense, ids, weights)), tokens, experts, topk)
     row_pass.launch(kernel(entry), ids.device, tokens * row_pass.ROW, args)

@@ -16,6 +16,7 @@ template <class Call>
 MOECOMM_FN void fill_notice(const Call& c, Notice& n) {
     // On their way while the rest is written.
     const u32 round = round_of(c.a.route, Call::cfg.ranks), rejected = load_relaxed(&own_state(c.a.ctx)->rejected);
+    const bool intact = is_sealed_by_kernel(c.a.route, Call::cfg.ranks);
     n = Notice{};
     n.op = static_cast<u32>(Op::combine);
     n.rejected = rejected;
@@ -31,6 +32,7 @@ MOECOMM_FN void fill_notice(const Call& c, Notice& n) {
         n.rows = 1;
     }
     n.value = round;
+    n.status = static_cast<u32>(intact ? Argument::none : Argument::handle);
 }
 
 // By all threads: what a block needs before the first __syncthreads, while its arguments are on their way.
@@ -148,7 +150,9 @@ MOECOMM_FN void combine(const CombineArgs& args) {
     if (!begin_round(c.round, shared.begin, cfg.threads())) return;
     if (cfg.packets && !c.all_in_packets) publish_rows();
     announce(c);
-    if constexpr (cfg.own_weights) post_weights(c);
+    if constexpr (cfg.own_weights) {
+        if (shared.mine.status == static_cast<u32>(Argument::none)) post_weights(c);
+    }
     if constexpr (cfg.domains() > 1) {
         if constexpr (cfg.own_weights) {
             send_mail(c, kNoticeWords, [&](i32 peer) { return put_weights(c, peer); });

@@ -27,9 +27,11 @@ template <class Call>
 MOECOMM_FN bool look_up_home(const Call& c, i32 home) {
     const auto* ranges = reinterpret_cast<const u32*>(c.a.route.ranges) + static_cast<i64>(home) * c.shape().max_tokens;
     const i32 guess = max(c.chunks() - 1, 0);
-    const Sent sent = reinterpret_cast<const Sent*>(c.a.route.sent)[home];
+    Sent sent = reinterpret_cast<const Sent*>(c.a.route.sent)[home];
+    const bool intact = is_sealed_by_kernel(c.a.route, Call::cfg.ranks);
     const u32 first = ranges[0];
     u32 last = ranges[guess];
+    if (!intact) sent = {0, 1};
     c.shared.sent[home] = sent;
     c.shared.pushed[home] = {0, 0};
     if (!c.in_packets(home)) return false;

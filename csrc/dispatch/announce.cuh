@@ -9,7 +9,8 @@ template <class Call>
 MOECOMM_FN void fill_notice(const Call& c, Notice& n) {
     n.op = static_cast<u32>(Op::dispatch);
     n.rejected = load_relaxed(&own_state(c.a.ctx)->rejected);
-    n.status = static_cast<u32>(Argument::none);
+    const bool intact = !Call::cfg.repeat || is_sealed_by_kernel(c.a.route, Call::cfg.ranks);
+    n.status = static_cast<u32>(intact ? Argument::none : Argument::handle);
     n.call = c.a.call;
     n.value = Call::cfg.repeat ? round_of(c.a.route, Call::cfg.ranks) : 0;
     n.num_tokens = c.a.num_tokens;

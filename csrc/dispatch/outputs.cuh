@@ -11,7 +11,10 @@ MOECOMM_FN void write_counts(const Call& c) {
     State* state = own_state(c.a.ctx);
     if (threadIdx.x == 0) state->last_dispatch = c.round.tag;
     if constexpr (cfg.repeat) return;
-    if (threadIdx.x == 0) round_of(c.a.route, cfg.ranks) = c.round.tag;
+    if (threadIdx.x == 0) {
+        round_of(c.a.route, cfg.ranks) = c.round.tag;
+        seal_of(c.a.route, cfg.ranks) = kernel_seal(c.a.route);
+    }
     const i32 me = c.me();
     const i32* total = c.shared.total + me * cfg.experts_here();
     auto* tokens = reinterpret_cast<i32*>(c.a.tokens_per_expert);
@@ -91,7 +94,10 @@ MOECOMM_FN void clear_route(const Call& c) {
         reinterpret_cast<i64*>(c.a.rows_per_expert)[e] = 0;
     }
     if (thread == 0) *reinterpret_cast<i32*>(c.a.num_rows) = 0;
-    if (thread == 0) round_of(route, cfg.ranks) = c.round.tag;
+    if (thread == 0) {
+        round_of(route, cfg.ranks) = c.round.tag;
+        seal_of(route, cfg.ranks) = kernel_seal(route);
+    }
     clear_unused(c, 0, thread, threads);
 #pragma unroll 1
     for (i32 p = thread; p < cfg.ranks; p += threads) reinterpret_cast<Sent*>(route.sent)[p] = {0, 1};

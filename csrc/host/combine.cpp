@@ -7,6 +7,7 @@
 #include "executor.h"
 #include "home.h"
 #include "returns.h"
+#include "seal.h"
 #include "stage.h"
 #include "team.h"
 
@@ -14,8 +15,9 @@ namespace moecomm::host {
 
 namespace {
 
-void announce(Combine& c) {
+void announce(Combine& c, bool intact) {
     Notice n{};
+    n.status = static_cast<u32>(intact ? Argument::none : Argument::handle);
     n.call = c.a.call;
     n.value = round_of(c.a.route, c.r.ranks);
     n.num_tokens = c.a.num_tokens;
@@ -173,14 +175,23 @@ void tell_drained(Combine& c) {
     c.r.state.last_combine = c.r.tag;
 }
 
+// Of a rank that has nothing to combine, because its handle is none.
+void end_void(Combine& c) {
+    if (!c.r.await_notices()) return;
+    c.r.leave_verdict(c.r.judge());
+    c.r.finish();
+}
+
 }  // namespace
 
 void combine(const CombineArgs& args) {
     Combine c(args);
     if (c.r.watch.aborted()) return;
     Team team(args.workers);
-    post_weights(c);
-    announce(c);
+    const bool intact = is_intact(tables_of(args));
+    if (intact) post_weights(c);
+    announce(c, intact);
+    if (!intact) return end_void(c);
     // Our staging may still hold the rows of our last combine.
     if (const u32 last = c.r.state.last_combine; last != 0 && !await_drained(c, last)) return;
     StraightSent sent(straight_chunks(c));

@@ -7,6 +7,7 @@
 #include "executor.h"
 #include "receive.h"
 #include "relay.h"
+#include "seal.h"
 #include "send.h"
 #include "team.h"
 
@@ -15,7 +16,7 @@ namespace moecomm::host {
 namespace {
 
 BadEntry count(Dispatch& d, Team& team) {
-    if (d.repeat) return {};
+    if (d.repeat) return is_intact(tables_of(d.a)) ? BadEntry{} : BadEntry{Argument::handle};
     std::vector<BadEntry> bad(team.size());
     team.run([&](i32 worker) {
         for (i32 chunk = worker; chunk < d.plan.own_chunks(); chunk += team.size()) bad[worker] = worse(bad[worker], d.plan.count(chunk));
@@ -123,6 +124,7 @@ void end(const DispatchArgs& args) {
         Inbox inbox(d, worker, team.size());
         receive(d, relay, straight, inbox);
     });
+    if (!d.repeat && !d.r.watch.failed()) seal(tables_of(args));
 }
 
 }  // namespace
@@ -142,6 +144,7 @@ void dispatch(const DispatchArgs& args) {
         if (!d.repeat) {
             d.plan.clear();
             clear_unused(d);
+            seal(tables_of(args));
         }
         d.r.leave_verdict(*verdict);
         return d.r.finish();
@@ -154,7 +157,9 @@ void dispatch(const DispatchArgs& args) {
     if (args.part == static_cast<i32>(Part::begin)) d.r.keep_notices();
     const auto work = args.part == static_cast<i32>(Part::begin) ? send : send_and_receive;
     team.run([&](i32 worker) { work(d, worker, team.size()); });
-    if (!d.r.watch.failed()) d.r.finish();
+    if (d.r.watch.failed()) return;
+    if (!d.repeat && args.part == static_cast<i32>(Part::whole)) seal(tables_of(args));
+    d.r.finish();
 }
 
 }  // namespace moecomm::host

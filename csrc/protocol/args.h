@@ -33,17 +33,33 @@ struct Route {
     u64 token_rows;   // i32[num_tokens][topk]: row at the owner of the k-th expert (flat: the flat row); -1 for a -1 entry
     u64 token_owner;  // i32[num_tokens][topk]: rank of the k-th expert; -1 for a -1 entry. Repeats and combine have no ids to tell it from
     u64 token_slot;   // i32[num_tokens][ranks]: flat row at that rank; -1 where the token has no expert
-    u64 sent;         // Sent[ranks]: of each source; no tokens after a void round.  Behind them, u32: round_of
+    u64 sent;         // Sent[ranks]: of each source; no tokens after a void round.  Behind them, u32: round_of, 4 bytes, u64: seal_of
     u64 ranges;       // u32[ranks][max_tokens]: by source and chunk of its tokens, the low word of its chunk_signal: its flat rows here
     u64 rows;         // i32[flat rows][topk]: rows here of flat row f, -1 where the k-th expert is elsewhere (expert, batched)
     u64 row_weights;  // f32[rows]: the routing weight of each row (expert, batched)
     u64 src;          // i32[rows][2]: source rank, token; padding rows -1, -1
     u64 relayed;      // i32[domains][max_tokens][relayed_words()]: what we relay of each other domain (domains.h); 0 with one domain
+    u64 key;          // a hash of the window, the layout, max_rows and our tokens: which dispatches may have written tables like these
+    i32 max_rows;     // rows that these tables are for
+    i32 pad;
 };
 
 // The round of the dispatch that wrote the route, void or not: all ranks of a combine or a repeat must have that of the same one.  It lies
 // with the route, because no host knows it: graphs replay, and handles are copied.
 MOECOMM_BOTH u32& round_of(const Route& route, i32 ranks) { return *reinterpret_cast<u32*>(route.sent + ranks * sizeof(Sent)); }
+
+// Behind the tables: what only a dispatch with this key leaves there.  Of the host executor a sum over all of them (host/seal.h); of
+// kernels kernel_seal.
+MOECOMM_BOTH u64& seal_of(const Route& route, i32 ranks) {
+    return *reinterpret_cast<u64*>(route.sent + ranks * sizeof(Sent) + sizeof(u64));
+}
+// Kernels do not look through the tables, which would be a pass of its own.  A route with this word was written by a dispatch of this
+// window, for as many tokens and rows, whose numbers all lie in the tables they count in: so long as nobody changes single numbers of a
+// handle, none of them becomes an address out of bounds.  Without it, a rank takes the route for one of a void round, in which nothing
+// came, before it addresses anything by its numbers, and says so in its notice.
+MOECOMM_BOTH constexpr u64 kernel_seal(const Route& route) { return ~route.key; }
+MOECOMM_BOTH bool is_sealed_by_kernel(const Route& route, i32 ranks) { return seal_of(route, ranks) == kernel_seal(route); }
+constexpr u64 kRouteTail = 2 * sizeof(u64);  // bytes behind Sent[ranks]
 
 // Which half of a dispatch: `begin` sends and does not wait for rows, `end` waits for the rows of the dispatch that was begun last.
 enum class Part : i32 { whole = 0, begin = 1, end = 2 };

@@ -29,8 +29,9 @@ enum class Argument : u32 {  // what a bad_input or mismatch record speaks of
     max_rows = 2,      // `expected` = rows offered by `peer` (batched: for an expert), `seen` = rows it needs
     batched = 3,       // the same, with the ranks * max_tokens rows offered that ids without duplicates need at most
     topk_weights = 4,  // not a number, when asked to check
-    handle = 5,        // mismatch: `expected` and `seen` are round_of the routes that we and `peer` have; none: what else they are
-    rejected = 6,      // mismatch: `expected` and `seen` are State::rejected of this rank and of `peer`: no later round can be paired
+    handle = 5,  // bad_input: not as its dispatch left it; mismatch: `expected` and `seen` are round_of the routes that we and `peer` have;
+                 // none: what else they are
+    rejected = 6,  // mismatch: `expected` and `seen` are State::rejected of this rank and of `peer`: no later round can be paired
 };
 
 struct alignas(64) FailureRecord {

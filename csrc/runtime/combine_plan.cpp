@@ -13,7 +13,30 @@ bool is_batch(const DispatchArgs& dispatch, const DLTensor& t, i32 ndim) {
 
 bool is_layout(const DispatchArgs& dispatch, Layout layout) { return dispatch.layout == static_cast<i32>(layout); }
 
+// The sum is written over the bias that has just been read: the same numbers, at the same places.
+bool is_written_over(const DLTensor& out, const DLTensor& bias) {
+    return bias.ndim == 2 && address_of(out) == address_of(bias) && pitch_of(out) == pitch_of(bias);
+}
+
+// Whether what is written has bytes in common with what this rank, or a peer, still reads meanwhile.
+bool overwrites(const DispatchArgs& dispatch, const CombineTensors& t) {
+    const DLTensor& out = *t.out;
+    if (share_memory(out, *t.y) || shares_tables(dispatch, out)) return true;
+    if (t.bias != nullptr && share_memory(out, *t.bias) && !is_written_over(out, *t.bias)) return true;
+    if (t.weight_grads != nullptr && share_memory(out, *t.weight_grads)) return true;
+    return t.topk_weights != nullptr && share_memory(out, *t.topk_weights);
+}
+
 }  // namespace
+
+bool shares_tables(const DispatchArgs& dispatch, const DLTensor& tensor) {
+    if (is_empty(tensor)) return false;
+    const u64 first = address_of(tensor), end = end_of(tensor);
+    const auto has = [&](u64 table, u64 table_end) { return first < table_end && table < end; };
+    const Route& route = dispatch.route;
+    const u64 weights = route.row_weights != 0 ? route.row_weights + static_cast<u64>(dispatch.max_rows) * sizeof(float) : 0;
+    return has(route.src, dispatch.num_rows + sizeof(i32)) || has(route.row_weights, weights);
+}
 
 CombinePlan::CombinePlan(const CombineArgs& args, const CombineTensors& like)
     : args_(args),
@@ -47,12 +70,13 @@ bool CombinePlan::fits(const DispatchArgs& dispatch, const CombineTensors& t) co
     if (!topk_weights_.fits(t.topk_weights)) return false;
     const i64 tokens = dispatch.num_tokens, hidden = args_.hidden;
     if (!is_y(dispatch, *t.y) || !is_rows(*t.out, tokens, hidden)) return false;
-    if (!rows_apart(*t.out) || share_memory(*t.y, *t.out)) return false;
+    if (!rows_apart(*t.out)) return false;
     if (t.bias != nullptr) {
         const bool one_row = t.bias->ndim == 1 && t.bias->shape[0] == hidden && is_contiguous(*t.bias);
         if (one_row ? address_of(*t.bias) % static_cast<u64>(kRowAlignment) != 0 : !is_rows(*t.bias, tokens, hidden)) return false;
     }
     if (t.topk_weights != nullptr && !is_packed(*t.topk_weights, tokens, args_.ctx.shape.topk)) return false;
+    if (overwrites(dispatch, t)) return false;
     if (t.weight_grads == nullptr) return true;
     return is_weight_grads(dispatch, *t.weight_grads) && weight_grads_.fits(t.out_weight_grads) &&
            is_packed(*t.out_weight_grads, tokens, args_.ctx.shape.topk);

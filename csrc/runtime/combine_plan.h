@@ -12,6 +12,10 @@ struct CombineTensors {  // null: not given
     const DLTensor *y, *out, *bias, *weight_grads, *out_weight_grads, *topk_weights;
 };
 
+// Whether a tensor with strides has bytes in common with the tables of a dispatch, of which the first is `src` and the last `num_rows`
+// (dispatch_plan.cpp), or with its row weights, which a handle of an operator has elsewhere.
+bool shares_tables(const DispatchArgs& dispatch, const DLTensor& tensor);
+
 class CombinePlan {
   public:
     // `args` has everything that is not a tensor's and not the dispatch's; `like` is checked already, and later tensors must be of the same

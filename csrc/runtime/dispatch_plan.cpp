@@ -65,7 +65,7 @@ Kept kept_of(const DispatchArgs& args, i32 max_rows) {
     k.token_rows = pieces.take(tokens, topk * sizeof(i32));
     k.token_owner = pieces.take(tokens, topk * sizeof(i32));
     k.token_slot = pieces.take(tokens, ranks * sizeof(i32));
-    k.sent = pieces.take(1, ranks * sizeof(Sent) + sizeof(u32));
+    k.sent = pieces.take(1, ranks * sizeof(Sent) + kRouteTail);
     k.ranges = pieces.take(ranks * tokens, sizeof(u32));
     k.relayed = pieces.take(domains(shape) > 1 ? domains(shape) * tokens : 0, relayed_words(shape) * sizeof(i32));
     k.tokens_per_expert = pieces.take(shape.experts / shape.ranks, sizeof(i32));
@@ -73,6 +73,16 @@ Kept kept_of(const DispatchArgs& args, i32 max_rows) {
     k.num_rows = pieces.take(1, sizeof(i32));
     k.bytes = pieces.end();
     return k;
+}
+
+// Route::key.  Tables of another window, or for other sizes, have another.
+u64 key_of(const DispatchArgs& args) {
+    u64 key = args.ctx.peers[args.ctx.rank];
+    for (const i32 word : {args.ctx.rank, args.layout, args.max_rows, args.num_tokens}) {
+        key = (key ^ static_cast<u32>(word)) * 0x9e3779b97f4a7c15ull;
+        key ^= key >> 29;
+    }
+    return key;
 }
 
 }  // namespace
@@ -138,8 +148,18 @@ void DispatchPlan::place_kept(DispatchArgs& args, const Block& kept) const {
     args.rows_per_expert = base + k.rows_per_expert;
     args.num_rows = base + k.num_rows;
     const u64 relayed = domains(args.ctx.shape) > 1 ? base + k.relayed : 0;
-    args.route = {base + k.token_rows,      base + k.token_owner,        base + k.token_slot, base + k.sent, base + k.ranges,
-                  flat ? 0 : base + k.rows, flat ? 0 : base + k.weights, base + k.src,        relayed};
+    args.route = {base + k.token_rows,
+                  base + k.token_owner,
+                  base + k.token_slot,
+                  base + k.sent,
+                  base + k.ranges,
+                  flat ? 0 : base + k.rows,
+                  flat ? 0 : base + k.weights,
+                  base + k.src,
+                  relayed,
+                  key_of(args),
+                  args.max_rows,
+                  0};
 }
 
 std::optional<DispatchArgs> DispatchPlan::bind(const Block& payload, const Block& kept, i32 max_rows, const DispatchInputs& inputs) const {

@@ -43,18 +43,34 @@ inline bool is_rows(const DLTensor& t, i64 rows, i64 columns) {
 // The rows of [rows][columns] have memory of their own, as what is written must.
 inline bool rows_apart(const DLTensor& t) { return t.shape[0] < 2 || pitch_of(t) >= t.shape[1] * element_bytes(t); }
 
-// Whether two tensors that have strides, and contiguous rows, have bytes in common.
+// Whether all of a tensor that has strides, none of them negative, lies in `bytes` bytes from `begin` on.
+inline bool is_inside(const DLTensor& t, u64 begin, u64 bytes) {
+    if (is_empty(t)) return true;
+    u64 end = address_of(t) - begin + static_cast<u64>(element_bytes(t));
+    bool overflow = address_of(t) < begin;
+    for (i32 d = 0; d < t.ndim; ++d) {
+        u64 span = 0;
+        overflow |= __builtin_mul_overflow(static_cast<u64>(t.shape[d] - 1), static_cast<u64>(t.strides[d] * element_bytes(t)), &span);
+        overflow |= __builtin_add_overflow(end, span, &end);
+    }
+    return !overflow && end <= bytes;
+}
+
+// Behind the last byte of a tensor that has elements, and strides of which none is negative.
+inline u64 end_of(const DLTensor& t) {
+    u64 last = address_of(t);
+    for (i32 d = 0; d < t.ndim; ++d) last += static_cast<u64>((t.shape[d] - 1) * t.strides[d] * element_bytes(t));
+    return last + static_cast<u64>(element_bytes(t));
+}
+
+// Whether two tensors that have strides may have bytes in common: matrices with contiguous rows, as many bytes apart, can lie side by side.
 inline bool share_memory(const DLTensor& a, const DLTensor& b) {
     if (is_empty(a) || is_empty(b)) return false;
+    if (end_of(a) <= address_of(b) || end_of(b) <= address_of(a)) return false;
     const auto width = [](const DLTensor& t) { return static_cast<u64>(t.shape[t.ndim - 1] * element_bytes(t)); };
-    const auto end = [&](const DLTensor& t) {
-        u64 last = address_of(t);
-        for (i32 d = 0; d < t.ndim - 1; ++d) last += static_cast<u64>((t.shape[d] - 1) * t.strides[d] * element_bytes(t));
-        return last + width(t);
-    };
-    if (end(a) <= address_of(b) || end(b) <= address_of(a)) return false;
     const u64 pitch = static_cast<u64>(pitch_of(a));
-    if (a.ndim != 2 || b.ndim != 2 || pitch == 0 || pitch != static_cast<u64>(pitch_of(b))) return true;
+    const auto is_wide = [](const DLTensor& t) { return t.ndim == 2 && (t.shape[1] == 1 || t.strides[1] == 1); };
+    if (!is_wide(a) || !is_wide(b) || pitch == 0 || pitch != static_cast<u64>(pitch_of(b))) return true;
     const u64 apart = (address_of(b) % pitch + pitch - address_of(a) % pitch) % pitch;  // side by side in wider rows?
     return apart < width(a) || apart + width(b) > pitch;
 }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moecomm.arrays import window_tensor
+from moecomm.arrays import note_written, warn_of_gradients, window_tensor
 from moecomm.combine.arguments import check
 from moecomm.combine.plan import Combining, Options, Plan, kind_of
 from moecomm.dispatch.arguments import check_handle, check_hashable
@@ -45,6 +45,9 @@ def prepare(
     else:
         buffer.require_usable()
     _check_ended(buffer, handle)
+    if getattr(y, "requires_grad", False) or bias is not None or weight_grads is not None or topk_weights is not None:
+        warn_of_gradients(y, bias, weight_grads, topk_weights)
+    combining = None
     if isinstance(y, torch.Tensor):
         key = (handle.layout, y.dtype, weighted, wire, num_sms)
         try:
@@ -59,8 +62,12 @@ def prepare(
                 continue
             combining = plan.start(handle, y, out, bias, weight_grads, topk_weights)
             if combining is not None:
-                return combining
-    return _start_anew(buffer, y, handle, out, bias, weighted, weight_grads, wire, num_sms, topk_weights)
+                break
+    if combining is None:
+        combining = _start_anew(buffer, y, handle, out, bias, weighted, weight_grads, wire, num_sms, topk_weights)
+    if out is not None:
+        note_written("out", out)
+    return combining
 
 
 def run(combining: Combining) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moecomm import _native
-from moecomm.arrays import adopt, adopt_written, check_rows, check_tensor
+from moecomm.arrays import adopt, adopt_written, check_apart, check_rows, check_tensor
 from moecomm.dispatch.arguments import check_num_sms
 from moecomm.errors import BadInput, Unsupported
 from moecomm.routed import Handle
@@ -54,8 +54,6 @@ def check(
     shape = (handle.num_tokens, buffer.hidden)
     if out is not None:
         out = adopt_written("out", out, device=buffer.device, dtypes=(y.dtype,), shape=shape)
-        if _native.share_memory(y, out):
-            raise BadInput("out", "memory of y, which peers read meanwhile", "memory of its own")
     if bias is not None:
         bias = adopt("bias", bias)[0]
         one_row = bias.ndim == 1
@@ -73,6 +71,10 @@ def check(
         entries = (handle.num_tokens, buffer.topk)
         check_tensor("topk_weights", topk_weights, device=buffer.device, dtypes=(torch.float32,), shape=entries)
         topk_weights = topk_weights.contiguous()
+    if out is not None:
+        check_apart("out", out, y=y, bias=bias, weight_grads=weight_grads, topk_weights=topk_weights)
+        if _native.shares_tables(handle.args, out):
+            raise BadInput("out", "memory of the handle, which is read meanwhile", "memory of its own")
     return Tensors(y, out, bias, weight_grads, topk_weights, back)
 
 

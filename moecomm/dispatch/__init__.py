@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from moecomm.arrays import warn_of_gradients
 from moecomm.buffer_state import collective
 from moecomm.dispatch import outputs
 from moecomm.dispatch.arguments import LAYOUTS, check, check_handle, check_hashable
@@ -110,9 +111,10 @@ def finish(buffer: Buffer, routed: Routed) -> Routed:
             return routed
     if routed.sync:
         buffer.session.synchronize()
+    if routed.sync or buffer.on_cpu:  # there the round is over when the call is
         buffer.raise_failure()
-        if routed.plan.layout != "batched" and not routed.args.repeat:
-            routed.plan.trim(routed, int(outputs.num_rows(routed)))
+    if routed.sync and routed.plan.layout != "batched" and not routed.args.repeat:
+        routed.plan.trim(routed, int(outputs.num_rows(routed)))
     return routed
 
 
@@ -143,6 +145,8 @@ def _start(
     buffer.require_usable()
     if buffer.begun is not None:
         raise BadInput("dispatch", "another one while one has only begun", "dispatch_end(routed) of that first")
+    if getattr(x, "requires_grad", False) or getattr(topk_weights, "requires_grad", False):
+        warn_of_gradients(x, topk_weights)
     if handle is not None and (topk_idx is not None or topk_weights is not None):
         raise BadInput("handle", "topk_idx or topk_weights beside it", "rows only: a handle repeats an earlier routing")
     try:

@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 import torch
 
 from moecomm import _native
+from moecomm.arrays import note_written
 from moecomm.backends import cuda_driver
 from moecomm.errors import Unsupported
 from moecomm.fused import kernels, reference, schedules, tensor_maps
@@ -108,6 +109,8 @@ def grouped_gemm(
         schedules.check_schedule(given.x.dtype, schedule)
     product, scales = result(given, activation, out, out_dtype, quantize)
     returned = product if scales is None else Fp8(product, scales)
+    if out is not None:
+        note_written("out", product, scales)
     if not product.is_cuda:
         how: dict[str, Any] = {"alignment": alignment, "activation": activation, "interleaved": interleaved}
         reference.grouped_gemm(x, w, tokens_per_expert, **how, out=returned)

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import grouped_mm, pad, silu
 
 from moecomm import combine, dispatch
-from moecomm.arrays import adopt, check_tensor
+from moecomm.arrays import adopt, check_tensor, note_written, warn_of_gradients
 from moecomm.buffer_state import collective
 from moecomm.dispatch.arguments import check_max_rows
 from moecomm.errors import BadInput
@@ -231,6 +231,7 @@ def prepare(
     """Checks the arguments of moe(), weights before any rank sends a row."""
     buffer.require_usable()
     (x, back), w13, w2 = adopt("x", x), adopt_weights("w13", w13), adopt_weights("w2", w2)
+    warn_of_gradients(x, topk_weights, bias, *(t for w in (w13, w2) for t in (w if isinstance(w, Fp8) else (w,))))
     if activation != "swiglu":
         raise BadInput("activation", repr(activation), "'swiglu'")
     form = form_of(fused)
@@ -248,6 +249,7 @@ def prepare(
         values = w2
     why_not = partial(_keeps_apart, buffer, x, values, back, wire, check_weights)
     if form := _form_under(buffer, values, form, why_not):
+        note_written("out", out)
         return FORMS[form](
             buffer,
             x,

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from moecomm.arrays import check_apart, check_memory
 from moecomm.dispatch.reference import GROUP
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import kernels
@@ -47,6 +48,11 @@ def check_operands(
         raise BadInput("tokens_per_expert", "a tensor with gaps", "a contiguous one")
     check_alignment("alignment", alignment)
     _check_scales(x, x_scales, w, w_scales)
+    read = {"x": (x, x_scales), "w": (w, w_scales), "tokens_per_expert": (counts,)}
+    for argument, tensors in read.items():
+        for tensor in tensors:
+            if tensor is not None:
+                check_memory(argument, tensor)
     if x.dtype not in (*kernels.TYPES, kernels.FP8):
         raise Unsupported(f"a grouped GEMM of {x.dtype}: want torch.bfloat16 or torch.float16, or Fp8")
     if why := unfit(w.shape[1], w.shape[2], x.dtype == kernels.FP8, activation is not None, interleaved):
@@ -82,8 +88,8 @@ def result(
     shape = (*given.x.shape[:-1], given.w.shape[1] // (1 if activation is None else 2))
     data, scales = (None, None) if out is None else _pair("out", out)
     if quantize is not None:
-        data = _made("out", data, shape, kernels.FP8, given.x)
-        return data, _made("out", scales, (*shape[:-1], -(-shape[-1] // GROUP)), torch.float32, given.x)
+        data = _made("out", data, shape, kernels.FP8, given)
+        return data, _made("out", scales, (*shape[:-1], -(-shape[-1] // GROUP)), torch.float32, given)
     if scales is not None:
         raise BadInput("out", "a pair", "a tensor; quantize='fp8' makes a pair")
     if out_dtype is None:
@@ -92,7 +98,7 @@ def result(
         raise Unsupported(
             f"a product of {given.x.dtype} in {out_dtype}: want the dtype of x, of FP8 bfloat16 or float16"
         )
-    return _made("out", data, shape, out_dtype, given.x), None
+    return _made("out", data, shape, out_dtype, given), None
 
 
 def what(tensor: torch.Tensor) -> str:
@@ -130,10 +136,12 @@ def _check_scales(
 
 
 def _made(
-    argument: str, given: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor
+    argument: str, given: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, read: Operands
 ) -> torch.Tensor:
     if given is None:
-        return torch.empty(shape, dtype=dtype, device=like.device)
-    if given.shape != shape or given.dtype != dtype or given.device != like.device or not given.is_contiguous():
-        raise BadInput(argument, what(given), f"contiguous {shape} of {dtype} on {like.device}")
+        return torch.empty(shape, dtype=dtype, device=read.x.device)
+    if given.shape != shape or given.dtype != dtype or given.device != read.x.device or not given.is_contiguous():
+        raise BadInput(argument, what(given), f"contiguous {shape} of {dtype} on {read.x.device}")
+    check_memory(argument, given)
+    check_apart(argument, given, **read._asdict())
     return given

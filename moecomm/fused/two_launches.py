@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moecomm import _native
-from moecomm.arrays import adopt, adopt_written, check_rows, check_tensor
+from moecomm.arrays import adopt, adopt_written, check_apart, check_rows, check_tensor
 from moecomm.backends import cuda_driver
 from moecomm.dispatch.arguments import check_routing
 from moecomm.dispatch.plan import Slips
@@ -178,6 +178,8 @@ class Layer:
             check_tensor("bias", bias, **about, shape=(hidden,) if one_row else (tokens, hidden))
             stride = check_rows("bias", bias.unsqueeze(0) if one_row else bias)
             args.bias, args.bias_stride = bias.data_ptr(), 0 if one_row else stride
+        if out is not None:
+            check_apart("out", self.out, bias=bias, topk_weights=topk_weights)
         worst = buffer.settings.worst_rows("expert")
         args.max_rows = self._max_rows = max(1, worst if max_rows is None else min(max_rows, worst))
         context = buffer.session.context

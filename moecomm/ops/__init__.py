@@ -15,7 +15,7 @@ A compiler may change the order of rounds that do not depend on each other, and 
 other sizes.  Layers one after the other do depend on each other; what stands side by side should share a dispatch, or
 be compiled apart.
 
-A gradient of a dispatch or of a layer can't be differentiated again: Unsupported.
+A gradient of a dispatch or of a layer can't be differentiated again, and there is no forward-mode AD: Unsupported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moecomm.dispatch.arguments import check_max_rows, check_num_sms
 from moecomm.errors import BadInput
 from moecomm.fused.fp8_experts import adopt_weights
 from moecomm.fused.layer import form_of
-from moecomm.ops import gradients, layer, rounds
+from moecomm.ops import gradients, layer, rounds, tangents
 from moecomm.ops.counted import counted
 from moecomm.ops.handles import Handle
 
@@ -99,6 +99,7 @@ def dispatch(
     x, topk_idx, weights = _routed(x, topk_idx, topk_weights)
     check_max_rows(max_rows)  # -1 is the operator's word for the worst case
     check_num_sms(num_sms)
+    tangents.refuse("moecomm.ops.dispatch", x, weights)
     rows, weights, local_idx, src, tokens_per_expert, num_rows, memory = rounds.dispatch(
         x,
         topk_idx.long() if topk_idx.dtype == torch.int32 else topk_idx,
@@ -141,8 +142,10 @@ def dispatch_again(x: torch.Tensor, handle: Handle) -> torch.Tensor:
         As Buffer.dispatch; BadInput as well for a handle that is none.
     """
     _check_handle(handle)
+    x = adopt("x", x)[0]
+    tangents.refuse("moecomm.ops.dispatch_again", x)
     rows: torch.Tensor = rounds.dispatch_again(
-        adopt("x", x)[0],
+        x,
         handle.memory,
         handle.buffer,
         handle.layout,
@@ -171,9 +174,11 @@ def combine(y: torch.Tensor, handle: Handle, *, weighted: bool = True, wire: tor
         As Buffer.combine; BadInput as well for a handle that is none.
     """
     _check_handle(handle)
+    y, weights = adopt("y", y)[0], handle.row_weights if weighted else None
+    tangents.refuse("moecomm.ops.combine", y, weights)
     out: torch.Tensor = rounds.combine(
-        adopt("y", y)[0],
-        handle.row_weights if weighted else None,
+        y,
+        weights,
         handle.memory,
         handle.buffer,
         handle.layout,
@@ -235,6 +240,8 @@ def moe(
         weights if isinstance(weights, tuple) else (weights, None)
         for weights in (adopt_weights("w13", w13), adopt_weights("w2", w2))
     )
+    bias = None if bias is None else adopt("bias", bias)[0]
+    tangents.refuse("moecomm.ops.moe", x, topk_weights, w13, w2, bias)
     out: torch.Tensor = layer.moe(
         x,
         topk_idx,
@@ -243,7 +250,7 @@ def moe(
         w13_scales,
         w2,
         w2_scales,
-        None if bias is None else adopt("bias", bias)[0],
+        bias,
         name,
         activation,
         interleaved,

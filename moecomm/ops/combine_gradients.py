@@ -7,6 +7,7 @@ import ctypes
 import torch
 
 from moecomm import plain_kernel, row_pass
+from moecomm.ops import tangents
 from moecomm.ops.rounds import rows_of
 
 
@@ -36,6 +37,7 @@ def combine_gradients(
         row_weights: float32 `[...]`.
         y: as rows, of `dtype`; None: nobody wants the gradient of the weights.
     """
+    tangents.refuse("moecomm::combine_gradients", rows, row_weights, y)
     if rows.is_cuda and rows.dtype is dtype:
         return by_kernel(rows, row_weights, y)
     grad = (rows.float() * row_weights.unsqueeze(-1)).to(dtype)

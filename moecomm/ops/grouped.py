@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.nn.functional import grouped_mm
 
+from moecomm.ops import tangents
+
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """`x @ weight[g].T` for the rows of each group g.
@@ -21,6 +23,7 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) ->
     """
     if x.is_cuda:
         return grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    tangents.refuse("moecomm::grouped_linear", x, weight)
     # torch's own takes every dtype here, but no graph holds it with another than bfloat16.
     out: torch.Tensor = _linear(x, weight, ends)
     return out
@@ -38,12 +41,14 @@ def grouped_outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -
     """
     if left.is_cuda:
         return grouped_mm(left.T, right, offs=ends)
+    tangents.refuse("moecomm::grouped_outer", left, right)
     out: torch.Tensor = _outer(left, right, ends)
     return out
 
 
 @torch.library.custom_op("moecomm::grouped_linear", mutates_args=(), device_types="cpu")
 def _linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    tangents.refuse("moecomm::grouped_linear", x, weight)
     out = x.new_empty(x.shape[0], weight.shape[1])
     begin = 0
     for matrix, end in zip(weight, ends.tolist(), strict=True):
@@ -60,6 +65,7 @@ def _(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor
 
 @torch.library.custom_op("moecomm::grouped_outer", mutates_args=(), device_types="cpu")
 def _outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    tangents.refuse("moecomm::grouped_outer", left, right)
     out = left.new_empty(len(ends), left.shape[1], right.shape[1])
     begin = 0
     for matrix, end in zip(out, ends.tolist(), strict=True):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 
 from moecomm import _native, names
-from moecomm.arrays import window_tensor
+from moecomm.arrays import check_memory, window_tensor
 from moecomm.buffer_state import CollectiveCall
 from moecomm.dispatch.arguments import LAYOUTS
 from moecomm.errors import BadInput
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 ROUTE = ("token_rows", "token_owner", "token_slot", "sent", "ranges", "rows", "row_weights", "src")
 _MOST_MOVED = 16
+_ALIGNMENT = 16  # bytes, of the tables
 COUNTS = ("tokens_per_expert", "rows_per_expert", "num_rows")
 
 
@@ -82,7 +83,8 @@ def restore(memory: torch.Tensor, name: str, layout: str, max_rows: int, num_tok
 
     Raises:
         Closed: the Buffer is.
-        BadInput: no dispatch of this Buffer made such a handle.
+        BadInput: no dispatch of this Buffer made such a handle.  What its tables say is looked at in the round, on
+            every rank (csrc/host/seal.h).
     """
     buffer = names.find(name)
     with CollectiveCall(buffer):  # every caller makes a round with the handle
@@ -95,7 +97,10 @@ def _restore(memory: torch.Tensor, buffer: Buffer, layout: str, max_rows: int, n
     if route is None or not right or memory.numel() != route.memory_bytes:
         got = f"one of layout {layout!r} for {num_tokens} tokens and {max_rows} rows on {memory.device}"
         raise BadInput("handle", got, "one that moecomm.ops.dispatch returned, over this Buffer")
+    check_memory("handle", memory)
     address = memory.data_ptr()
+    if address % _ALIGNMENT:
+        raise BadInput("handle", f"a copy at 0x{address:x}", f"one at a multiple of {_ALIGNMENT} bytes")
     args = route.moved.get(address)
     if args is None:
         if len(route.moved) >= _MOST_MOVED:  # they come and go; mostly the same places come again

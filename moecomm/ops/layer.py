@@ -13,7 +13,7 @@ import torch
 from moecomm import names
 from moecomm.buffer_state import CollectiveCall
 from moecomm.fused.weights import GRANULARITY
-from moecomm.ops import rounds, swiglu
+from moecomm.ops import rounds, swiglu, tangents
 from moecomm.ops.grouped import grouped_linear, grouped_outer
 
 _ROWS = ("expert", 1)  # the layout, and its alignment
@@ -39,6 +39,7 @@ def moe(
     fused: str | None,
 ) -> torch.Tensor:
     """See moecomm.ops.moe.  Scales: of weights in FP8; fused: as moecomm.fused.layer.form_of names it."""
+    tangents.refuse("moecomm::moe", x, topk_weights, w13, w2, bias)
     out: torch.Tensor = names.find(buffer).moe(
         rounds.rows_of(x),
         topk_idx.contiguous(),
@@ -78,6 +79,7 @@ def moe_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradient of the output -> those of x [T, H], topk_weights [T, K], w13 and w2 ([0] where not wanted)."""
     with CollectiveCall(names.find(buffer), 3):
+        tangents.refuse("moecomm::moe_backward", grad, x, topk_weights, w13, w2)
         room = -1 if max_rows is None else max_rows
         arrived = rounds.dispatch(x, topk_idx.long(), topk_weights, buffer, *_ROWS, room, False)
         rows, row_weights, _, _, tokens_per_expert, _, memory = arrived

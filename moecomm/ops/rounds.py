@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 
 from moecomm import names, padding
-from moecomm.arrays import window_tensor
+from moecomm.arrays import check_memory, window_tensor
 from moecomm.buffer import Buffer
 from moecomm.buffer_state import CollectiveCall
 from moecomm.errors import BadInput
-from moecomm.ops import handles
+from moecomm.ops import handles, tangents
 from moecomm.ops.tidy import About, tidied
 from moecomm.routed import Handle as NativeHandle
 from moecomm.routed import Routed
@@ -34,6 +34,7 @@ def dispatch(
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # x, weights, topk_idx, src, tokens_per_expert, num_rows, memory
     """See moecomm.ops.dispatch.  `max_rows` -1: the worst case."""
+    tangents.refuse("moecomm::dispatch", x, topk_weights)
     owner = names.find(buffer)
     routed = _run_dispatch(
         owner,
@@ -103,6 +104,7 @@ def dispatch_again(
     num_sms: int | None = None,
 ) -> torch.Tensor:
     """Other rows the way of an earlier dispatch: [T, H] -> rows as `x` of that."""
+    tangents.refuse("moecomm::dispatch_again", x)
     owner = names.find(buffer)
     handle = handles.restore(memory, buffer, layout, max_rows, len(x))
     rows: torch.Tensor = _run_dispatch(owner, rows_of(x), handle=handle, num_sms=num_sms).x
@@ -139,6 +141,7 @@ def combine(
     num_sms: int | None = None,
 ) -> torch.Tensor:
     """See moecomm.ops.combine: rows -> [T, H].  `zero_padding`: of the gradient of y."""
+    tangents.refuse("moecomm::combine", y, row_weights)
     handle = handles.restore(memory, buffer, layout, max_rows, num_tokens)
     owner, weights = handle.buffer, None
     if row_weights is not None:
@@ -177,6 +180,7 @@ def dispatch_backward(
     num_sms: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of rows and of their weights -> gradients of x [T, H] and of topk_weights [T, K] ([0] without)."""
+    tangents.refuse("moecomm::dispatch_backward", x, weights)
     handle = handles.restore(memory, buffer, layout, max_rows, num_tokens)
     owner: Buffer = handle.buffer
     if weights is None:
@@ -205,11 +209,8 @@ def _(
 
 
 def _run_dispatch(buffer: Buffer, *tensors: torch.Tensor | None, **options: object) -> Routed:
-    """Buffer.dispatch with a static shape; on CPUs it says at once what went wrong, which there needs no waiting."""
-    routed = buffer.dispatch(*tensors, sync=False, **options)  # type: ignore[arg-type]
-    if buffer.on_cpu:
-        buffer.raise_failure()
-    return routed
+    """Buffer.dispatch with a static shape."""
+    return buffer.dispatch(*tensors, sync=False, **options)  # type: ignore[arg-type]
 
 
 def rows_shape(buffer: Buffer, layout: str, rows: int) -> tuple[int, ...]:
@@ -230,6 +231,7 @@ def _where_peers_read(buffer: Buffer, handle: NativeHandle, weights: torch.Tenso
     if weights.shape != shape or weights.dtype is not torch.float32 or weights.device != buffer.device:
         got = f"{weights.dtype} {tuple(weights.shape)} on {weights.device}"
         raise BadInput("row_weights", got, f"torch.float32 {shape} on {buffer.device}, and none for layout='flat'")
+    check_memory("row_weights", weights)
     weights = weights.contiguous()
     if not buffer.on_cpu:
         return weights

@@ -16,6 +16,7 @@ from moecomm import combine, dispatch, packets
 from moecomm.backends import host
 from moecomm.backends.lsa_kernels import dispatch_spec
 from moecomm.dispatch import reference as dispatch_reference
+from moecomm.ops import handles
 from moecomm.testing import LocalBuffers, check_case, random_case
 from moecomm.testing import ranks as local
 
@@ -162,6 +163,41 @@ def test_rows_of_several_pieces(layout: str, machine: Machine, monkeypatch: pyte
             for seed in range(6):
                 case = random_case(seed, ranks=2, **sizes, few_kernels=True)
                 check_case(ranks, replace(case, layout=layout, alignment=1, weighted=True, **plain))
+        finally:
+            machine.forget()
+
+
+@pytest.mark.parametrize("sizes", [DOMAINS, {"ranks": 4}], ids=["domains", "packets"])
+def test_a_handle_that_is_none(sizes: dict[str, int], machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank combines, or repeats, zeros or anything: all are told, nothing is addressed by it, and rounds go on."""
+    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+    monkeypatch.setattr(host, "packet_bytes", packets.room)
+    with LocalBuffers(**sizes, **SIZES, backend="host") as ranks:
+        calls = [tokens(rank, "expert") for rank in range(4)]
+        try:
+            routed = ranks.dispatch(calls)
+            ways: dict[str, list[dict[str, Any]]] = {
+                "combine": [{"y": here.x, "handle": here.handle} for here in routed],
+                "weights": [
+                    {"y": here.x, "handle": here.handle, "topk_weights": given["topk_weights"]}
+                    for here, given in zip(routed, calls, strict=True)
+                ],
+                "repeat": [{"x": given["x"], "handle": here.handle} for here, given in zip(routed, calls, strict=True)],
+            }
+            want = ranks.combine(ways["combine"])
+            tables = handles.tables(routed[1])
+            intact = tables.clone()
+            random = torch.randint(0, 256, tables.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+            for what in (torch.zeros_like(tables), random):
+                for way, given in ways.items():
+                    tables.copy_(what)
+                    with pytest.raises(moecomm.BadInput, match=r"handle \(rank 1\)"):
+                        (ranks.dispatch if way == "repeat" else ranks.combine)(given)
+                    for buffer in ranks.buffers[1:]:
+                        with pytest.raises(moecomm.BadInput, match=r"handle \(rank 1\)"):
+                            buffer.check()
+                    tables.copy_(intact)
+                    assert all(map(torch.equal, ranks.combine(ways["combine"]), want)), way
         finally:
             machine.forget()
 

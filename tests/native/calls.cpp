@@ -22,7 +22,10 @@ Route route_of(const Cluster& cluster, const Landing& l, i32 rank) {
             l.rows != 0 ? base + l.rows : 0,
             base + l.weights,
             base + l.src,
-            address(l.relayed)};
+            address(l.relayed),
+            7,
+            l.max_rows,
+            0};
 }
 
 // Anything that ranks must have passed alike.
@@ -51,7 +54,7 @@ void place_outputs(const Scenario& scenario, Cluster& cluster) {
             l.token_owner.assign(tokens * s.topk, kUnset);
             l.token_slot.assign(tokens * s.ranks, kUnset);
             l.relayed.assign(domains(s) > 1 ? domains(s) * s.max_tokens * relayed_words(s) : 0, kUnset);
-            l.sent.assign(s.ranks + 1, {kUnset, kUnset});
+            l.sent.assign(s.ranks + kRouteTail / sizeof(Sent), {kUnset, kUnset});
             l.ranges.assign(static_cast<i64>(s.ranks) * s.max_tokens, kUnset);
             l.tokens_per_expert.assign(s.experts / s.ranks, kUnset);
             l.rows_per_expert.assign(s.experts / s.ranks, kUnset);

@@ -7,6 +7,7 @@
 
 #include "failure_fixture.h"
 #include "host/executor.h"
+#include "host/seal.h"
 #include "protocol/deadline.h"
 
 namespace moecomm::test {
@@ -96,6 +97,7 @@ std::string silent_reducer() {
     Landing& l = f.scenario.steps[0].dispatch->landing[0];
     std::fill_n(l.sent.begin(), kRanks, Sent{0, 1});                                              // nothing to stage
     for (size_t i = 0; i < l.token_slot.size(); ++i) l.token_slot[i] = i % kRanks == 1 ? 0 : -1;  // all our tokens went to rank 1
+    host::seal(host::tables_of(f.combines[0]));
     host::combine(f.combines[0]);
     return check_record(f.cluster.record(0), {Failure::timeout, Op::combine, Phase::reduced, 1, 2, Argument::none, 2, 0}, 0);
 }
@@ -106,9 +108,10 @@ std::string silent_home() {
     f.dispatch_all();
     for (i32 from : {1, 2}) announce_as(f, from, Op::combine, 2, 0, f.combines[0].call);
     Landing& l = f.scenario.steps[0].dispatch->landing[0];
-    l.sent = {{0, 1}, {kTokens, 1}, {0, 1}, l.sent[kRanks]};
+    l.sent = {{0, 1}, {kTokens, 1}, {0, 1}, l.sent[kRanks], l.sent[kRanks + 1]};
     l.ranges.assign(kRanks * kTokens, static_cast<u32>(chunk_signal(0, 0, 1)));  // each of them a row here, whichever
     f.combines[0].num_tokens = 0;
+    host::seal(host::tables_of(f.combines[0]));
     host::combine(f.combines[0]);
     const i32 ring = f.scenario.shape.ring_tokens;
     const std::string problem =
@@ -253,6 +256,7 @@ std::string too_many_of_one_expert() {
 std::string other_operation() {
     Fixture f(Layout::expert);
     for (Landing& l : f.scenario.steps[0].dispatch->landing) std::fill_n(l.sent.begin(), kRanks, Sent{0, 1});
+    host::seal(host::tables_of(f.combines[0]));
     f.cluster.run([&](i32 rank) { rank == 0 ? host::combine(f.combines[rank]) : host::dispatch(f.dispatches[rank]); });
     std::string problem = check_record(f.cluster.record(0), {Failure::mismatch, Op::combine, Phase::notice, 1, 1}, 0);
     for (i32 rank : {1, 2}) {
@@ -280,6 +284,24 @@ std::string other_dispatch(bool repeat) {
     f.cluster.run([&](i32 rank) { repeat ? host::dispatch(f.dispatches[rank]) : host::combine(f.combines[rank]); });
     const Op op = repeat ? Op::dispatch : Op::combine;
     const std::string problem = check_told(f, 1, {Failure::mismatch, op, Phase::notice, 1, 2, Argument::handle, round_tag(1), 99});
+    return problem.empty() ? f.go_on() : problem;
+}
+
+// The same, but for what rank 1 has of it: no bytes of a dispatch, or one number of another.
+std::string changed_tables(bool repeat, bool nothing) {
+    Fixture f(Layout::expert);
+    f.dispatch_all();
+    Landing& l = f.scenario.steps[0].dispatch->landing[1];
+    if (nothing) std::fill_n(l.sent.begin(), l.sent.size(), Sent{0, 0});
+    if (!nothing) l.token_rows[0] ^= 1;
+    for (DispatchArgs& a : f.dispatches) a.repeat = 1;
+    f.cluster.run([&](i32 rank) { repeat ? host::dispatch(f.dispatches[rank]) : host::combine(f.combines[rank]); });
+    const Op op = repeat ? Op::dispatch : Op::combine;
+    std::string problem;
+    for (i32 rank = 0; rank < kRanks && problem.empty(); ++rank)
+        problem =
+            check_record(f.cluster.record(rank),
+                         {Failure::bad_input, op, Phase::notice, 1, 2, Argument::handle, f.scenario.shape.experts, nothing ? 0 : 1}, rank);
     return problem.empty() ? f.go_on() : problem;
 }
 
@@ -375,6 +397,10 @@ int run_failure_cases(u64 timeout_ns, bool until_one, bool several_domains) {
         {"other settings", other_settings, false},
         {"combine of another dispatch", [] { return other_dispatch(false); }, false},
         {"repeat of another dispatch", [] { return other_dispatch(true); }, false},
+        {"combine of no dispatch", [] { return changed_tables(false, true); }, false},
+        {"repeat of no dispatch", [] { return changed_tables(true, true); }, false},
+        {"combine of a changed handle", [] { return changed_tables(false, false); }, false},
+        {"repeat of a changed handle", [] { return changed_tables(true, false); }, false},
         {"abort word here", [] { return abort_while_waiting(false); }, false},
         {"abort word of the host", [] { return abort_while_waiting(true); }, false},
         {"aborted before", aborted_before, false},

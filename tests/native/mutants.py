@@ -348,6 +348,18 @@ MUTANTS = [
         "    Team team(args.workers);\n    d.r.recall",
         "failures",
     ),
+    Mutant(
+        "handles of a combine not looked at",
+        "host/combine.cpp",
+        "intact = is_intact(tables_of(args));",
+        "intact = true;",
+        "failures",
+    ),
+    Mutant(
+        "handles of a repeat not looked at", "host/dispatch.cpp", "is_intact(tables_of(d.a)) ?", "true ?", "failures"
+    ),
+    Mutant("sums of handles not compared", "host/seal.cpp", "== reader.digest()", "!= 0", "failures"),
+    Mutant("who has sent what not looked at", "host/seal.cpp", "if (!read_sent()) return false;", "", "failures"),
     Mutant("handles not compared", "protocol/slots.h", "theirs.value != mine.value &&", "false &&", "failures"),
     Mutant(
         "round of a dispatch not kept",

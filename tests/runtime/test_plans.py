@@ -93,7 +93,7 @@ def test_outputs_lie_beside_each_other(layout: int, columns: bool, rows: int) ->
         route.token_rows - BASE: 4 * TOKENS * TOPK,
         route.token_owner - BASE: 4 * TOKENS * TOPK,
         route.token_slot - BASE: 4 * TOKENS * RANKS,
-        route.sent - BASE: 8 * RANKS + 4,  # and the round of the dispatch
+        route.sent - BASE: 8 * RANKS + 16,  # and the round and the seal of the dispatch
         route.ranges - BASE: 4 * RANKS * TOKENS,
         args.tokens_per_expert - BASE: 4 * EXPERTS // RANKS,
         args.num_rows - BASE: 4,

@@ -1,0 +1,50 @@
+"""Derivatives that the operators do not have, refused by name: torch would take tangents for zeros."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C import _functorch
+from torch.autograd import forward_ad
+
+from moecomm.errors import Unsupported
+
+
+def refuse(operator: str, *tensors: Any) -> None:
+    """Raises Unsupported for a tensor with a tangent of forward-mode AD, or one of torch.func.grad, jvp and the like.
+
+    On every rank alike, as their models are, and before anything is sent.
+    """
+    if torch.compiler.is_compiling():
+        if forward_ad._current_level >= 0:
+            raise _unsupported(operator)
+        return
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and _is_differentiated(tensor):
+            raise _unsupported(operator)
+
+
+def _unsupported(operator: str) -> Unsupported:
+    return Unsupported(f"{operator} in forward-mode AD or under torch.func: there are gradients of backward() alone")
+
+
+def _is_differentiated(tensor: torch.Tensor) -> bool:
+    """Whether it has a tangent, or a transformation of torch.func wants its gradient, at any level of them.  Under one,
+    all that is made is wrapped.
+    """
+    while True:
+        wrapped = _functorch.is_functorch_wrapped_tensor(tensor)
+        if wrapped and _functorch.is_gradtrackingtensor(tensor) and tensor.requires_grad:
+            return True
+        if _has_tangent(tensor):
+            return True
+        if not wrapped:
+            return False
+        tensor = _functorch.get_unwrapped(tensor)
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    if forward_ad._current_level < 0 or _functorch.is_batchedtensor(tensor):
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
