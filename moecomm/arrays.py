@@ -75,7 +75,7 @@ def check_tensor(
     """Raises BadInput unless device, dtype and shape (None: any length) are as wanted, and it is plain memory."""
     if tensor.device != device:
         raise BadInput(argument, f"a tensor on {tensor.device}", f"one on {device}")
-    if tensor.layout is not torch.strided or tensor.is_nested or not _has_memory(tensor):
+    if tensor.layout is not torch.strided or tensor.is_nested or not has_memory(tensor):
         raise BadInput(argument, "a tensor that is sparse, nested, traced or otherwise not in memory", "a dense one")
     if tensor.dtype not in dtypes:
         raise BadInput(argument, str(tensor.dtype), " or ".join(map(str, dtypes)))
@@ -86,7 +86,8 @@ def check_tensor(
         raise BadInput(argument, f"shape {tuple(tensor.shape)}", f"({wanted})")
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether its elements have addresses: none, or those of a transformation of torch, have not."""
     try:
         return tensor.numel() == 0 or tensor.data_ptr() != 0
     except RuntimeError:  # that of a transformation of torch

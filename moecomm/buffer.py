@@ -69,7 +69,7 @@ class Buffer:
         wanted, timeout_s = wanted_device(device), seconds(timeout_s)
         unsupported: Unsupported | None = None
         try:
-            name, self.why = backends.choose(config.default_backend() if backend == "auto" else backend, wanted)
+            name, self.why = backends.choose(config.asked_backend(backend), wanted)
         except Unsupported as error:  # raised once the other ranks have heard of it: they must not wait for us
             name, unsupported = "none", error
         self.settings = Settings(
@@ -306,7 +306,7 @@ class Buffer:
 
         Such rows are read where they are, without a copy: flat on GPUs (without `weight_grads`), all layouts on CPUs.
         """
-        return combine.empty(self, handle, dtype or self.dtype)
+        return combine.empty(self, handle, self.dtype if dtype is None else dtype)
 
     moe = layer.moe  # dispatch, experts, combine
 

@@ -83,7 +83,7 @@ def demo(
         raise BadInput("model", repr(model), f"one of {', '.join(MODELS)}")
     if tokens < 1 or intermediate < 1:
         raise BadInput("tokens, intermediate", (tokens, intermediate), "at least 1 each")
-    name, why = backends.choose(config.default_backend() if backend == "auto" else backend, None)
+    name, why = backends.choose(config.asked_backend(backend), None)
     case = Case(model, _ranks(ranks, name, MODELS[model].num_experts), tokens, intermediate, name)
     by_rank = launch("moecomm.demo:run_rank", asdict(case), case.ranks)
     layouts = []

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 
 from moecomm.errors import BadInput
+from moecomm.whole import check_whole
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+MAX_RANKS = 64  # of a Buffer
 
 
 @runtime_checkable
@@ -93,8 +96,7 @@ def local_ranks(ranks: int) -> list[LocalRank]:
 
     Buffers must be opened at the same time, each from its own thread: opening is collective.
     """
-    if ranks < 1:
-        raise BadInput("ranks", ranks, "at least 1")
+    check_whole("ranks", ranks, 1, MAX_RANKS)
     meeting = _Meeting(ranks)
     return [LocalRank(rank, meeting) for rank in range(ranks)]
 
