@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.dlpack import from_dlpack
 
 from moecomm import _native
@@ -88,6 +89,8 @@ def check_tensor(
 
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether its elements have addresses: none, or those of a transformation of torch, have not."""
+    if isinstance(tensor, FakeTensor):
+        return False
     try:
         return tensor.numel() == 0 or tensor.data_ptr() != 0
     except RuntimeError:  # that of a transformation of torch

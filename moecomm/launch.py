@@ -83,7 +83,8 @@ def launch(target: str, job: dict[str, Any], ranks: int, limit_s: float = float(
     """Calls `target` ("module:function") as function(group, **job) in `ranks` processes, whose gloo group that is.
 
     Returns what each rank returned (JSON), by rank.  Raises BadInput, RanksFailed; after `limit_s` seconds ranks
-    that have not ended are failures, called Timeout, and are ended.  Ctrl-C ends every rank, then raises KeyboardInterrupt.
+    that have not ended are failures, called Timeout, and are ended.  Ctrl-C ends every rank, then raises
+    KeyboardInterrupt.
     """
     if not isinstance(target, str) or len(target.split(":")) != 2:
         raise BadInput("target", repr(target), '"module:function"')

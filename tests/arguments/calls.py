@@ -1,4 +1,4 @@
-"""Every public callable of moecomm, with arguments that are right: each argument stands in one of its calls at least."""
+"""Every public callable of moecomm, with arguments that are right: each stands in one of its calls at least."""
 
 from __future__ import annotations
 
@@ -142,8 +142,14 @@ def of_moecomm() -> dict[str, list[Call]]:
     scales = torch.rand(T, 1)
     halves: dict[str, Any] = {"layout": "expert", "expert_alignment": 1, "num_sms": None, "check_weights": False}
     given: dict[str, Any] = {
-        **{"x": x, "topk_idx": idx, "topk_weights": weights, **halves},
-        **{"quantize": None, "scale_format": "fp32", "scale_layout": "row", "max_rows": 16},
+        "x": x,
+        "topk_idx": idx,
+        "topk_weights": weights,
+        **halves,
+        "quantize": None,
+        "scale_format": "fp32",
+        "scale_layout": "row",
+        "max_rows": 16,
     }
     scaled = {"x": x, "topk_idx": idx, "scales": scales, "scale_layout": "row"}
     experts = {"topk_idx": idx, "topk_weights": weights, "w13": w13, "w2": w2, "activation": "swiglu"}
@@ -188,8 +194,14 @@ def of_moecomm() -> dict[str, list[Call]]:
             Call(
                 moecomm.Buffer,
                 {
-                    **{"group": None, **SIZES, "dtype": BF16, "backend": "host", "timeout_s": 5.0},
-                    **{"device": None, "window_bytes": None, "domain_ranks": None},
+                    "group": None,
+                    **SIZES,
+                    "dtype": BF16,
+                    "backend": "host",
+                    "timeout_s": 5.0,
+                    "device": None,
+                    "window_bytes": None,
+                    "domain_ranks": None,
                 },
                 _close,
             )
@@ -212,8 +224,13 @@ def of_moecomm() -> dict[str, list[Call]]:
             Call(
                 made.combine,
                 {
-                    **{"y": y, "handle": handle, "out": out, "bias": bias, "weighted": True},
-                    **{"wire": None, "num_sms": None},
+                    "y": y,
+                    "handle": handle,
+                    "out": out,
+                    "bias": bias,
+                    "weighted": True,
+                    "wire": None,
+                    "num_sms": None,
                 },
             ),
             Call(made.combine, {"y": y, "handle": handle, "weight_grads": torch.rand(len(y))}),
@@ -240,8 +257,14 @@ def of_moecomm() -> dict[str, list[Call]]:
             Call(
                 router.random_routing,
                 {
-                    **{"tokens": T, "num_experts": E, "topk": K, "ranks": 1, "skew": 0.0, "drop": 0.0},
-                    **{"duplicates": False, "generator": None},
+                    "tokens": T,
+                    "num_experts": E,
+                    "topk": K,
+                    "ranks": 1,
+                    "skew": 0.0,
+                    "drop": 0.0,
+                    "duplicates": False,
+                    "generator": None,
                 },
             )
         ],
@@ -249,8 +272,12 @@ def of_moecomm() -> dict[str, list[Call]]:
             Call(
                 ops.dispatch,
                 {
-                    **{**op, "layout": "expert", "expert_alignment": 1, "max_rows": None},
-                    **{"zero_padding": True, "num_sms": None},
+                    **op,
+                    "layout": "expert",
+                    "expert_alignment": 1,
+                    "max_rows": None,
+                    "zero_padding": True,
+                    "num_sms": None,
                 },
             )
         ],
@@ -275,8 +302,16 @@ def of_moecomm() -> dict[str, list[Call]]:
             Call(
                 nn.ExpertParallel,
                 {
-                    **{"group": None, **layer_sizes, **gate, "corrected": False, "max_rows": None, "payload": None},
-                    **{"wire": None, "buffer": None, "backend": "host", **weights_of},
+                    "group": None,
+                    **layer_sizes,
+                    **gate,
+                    "corrected": False,
+                    "max_rows": None,
+                    "payload": None,
+                    "wire": None,
+                    "buffer": None,
+                    "backend": "host",
+                    **weights_of,
                 },
             ),
             Call(nn.ExpertParallel, {**layer_sizes, "buffer": buffer_32}),
@@ -312,15 +347,27 @@ def of_moecomm() -> dict[str, list[Call]]:
             Call(
                 fused.grouped_gemm,
                 {
-                    **{"x": gemm_x, "w": gemm_w, "tokens_per_expert": counts, "alignment": 1, "activation": None},
-                    **{"interleaved": True, "out": torch.empty(6, 16, dtype=BF16), "out_dtype": None},
-                    **{"quantize": None, "expected_rows": None, "schedule": None},
+                    "x": gemm_x,
+                    "w": gemm_w,
+                    "tokens_per_expert": counts,
+                    "alignment": 1,
+                    "activation": None,
+                    "interleaved": True,
+                    "out": torch.empty(6, 16, dtype=BF16),
+                    "out_dtype": None,
+                    "quantize": None,
+                    "expected_rows": None,
+                    "schedule": None,
                 },
             ),
             Call(
                 fused.grouped_gemm,
                 {
-                    **{"x": fp8_x, "w": fp8, "tokens_per_expert": counts, "activation": "swiglu", "quantize": "fp8"},
+                    "x": fp8_x,
+                    "w": fp8,
+                    "tokens_per_expert": counts,
+                    "activation": "swiglu",
+                    "quantize": "fp8",
                     "out": fused.Fp8(torch.empty(6, 16, dtype=torch.float8_e4m3fn), torch.empty(6, 1)),
                 },
             ),
@@ -349,8 +396,10 @@ def of_compat() -> dict[str, list[Call]]:
     event = deep_ep.EventOverlap()
     events = {"previous_event": None, "async_finish": False, "allocate_on_comm_stream": False}
     elastic_events = {
-        **{"previous_event": None, "previous_event_before_epilogue": None},
-        **{"async_with_compute_stream": False, "allocate_on_comm_stream": False},
+        "previous_event": None,
+        "previous_event_before_epilogue": None,
+        "async_with_compute_stream": False,
+        "allocate_on_comm_stream": False,
     }
     nothing = {"overlap": False, "src_signals": None, "src_signal_expect_value": None, "packed_recv_count": None}
     nothing |= {"comp_signal": None, "block_m": None, "threshold": None, "num_sms": None}
@@ -358,8 +407,12 @@ def of_compat() -> dict[str, list[Call]]:
     hint = {"num_max_tokens_per_rank": 8, "hidden": hidden, "num_topk": K, "use_fp8_dispatch": False}
     hint |= {"allow_hybrid_mode": True, "allow_multiple_reduction": True}
 
-    def hooks() -> None:
+    def hook() -> None:
         return None
+
+    def settle(result: Any) -> None:
+        """Raises what only the device sees, which the next call would."""
+        result[4].native.buffer.check()
 
     found = {
         "compat.install_as_deep_ep": [Call(compat.install_as_deep_ep, {"replace": True})],
@@ -387,9 +440,17 @@ def of_compat() -> dict[str, list[Call]]:
             Call(
                 deep_ep.Buffer,
                 {
-                    **{"group": group, "num_nvl_bytes": 0, "num_rdma_bytes": 0, "low_latency_mode": False},
-                    **{"num_qps_per_rank": 24, "allow_nvlink_for_low_latency_mode": True, "allow_mnnvl": False},
-                    **{"explicitly_destroy": False, "enable_shrink": False, "comm": None, "use_fabric": False},
+                    "group": group,
+                    "num_nvl_bytes": 0,
+                    "num_rdma_bytes": 0,
+                    "low_latency_mode": False,
+                    "num_qps_per_rank": 24,
+                    "allow_nvlink_for_low_latency_mode": True,
+                    "allow_mnnvl": False,
+                    "explicitly_destroy": False,
+                    "enable_shrink": False,
+                    "comm": None,
+                    "use_fabric": False,
                 },
                 _destroy,
             )
@@ -416,9 +477,16 @@ def of_compat() -> dict[str, list[Call]]:
             Call(
                 normal.dispatch,
                 {
-                    **{"x": x, "num_tokens_per_rank": torch.tensor([T]), "num_tokens_per_rdma_rank": None},
-                    **{"num_tokens_per_expert": per_expert, "topk_idx": idx, "topk_weights": weights},
-                    **{"expert_alignment": 1, "num_worst_tokens": 0, "config": None, **events},
+                    "x": x,
+                    "num_tokens_per_rank": torch.tensor([T]),
+                    "num_tokens_per_rdma_rank": None,
+                    "num_tokens_per_expert": per_expert,
+                    "topk_idx": idx,
+                    "topk_weights": weights,
+                    "expert_alignment": 1,
+                    "num_worst_tokens": 0,
+                    "config": None,
+                    **events,
                 },
             ),
             Call(normal.dispatch, {"x": (x, torch.rand(T, 1)), "handle": handle}),
@@ -428,8 +496,12 @@ def of_compat() -> dict[str, list[Call]]:
             Call(
                 normal.combine,
                 {
-                    **{"x": recv.clone(), "handle": handle, "topk_weights": torch.rand(len(recv), K)},
-                    **{"bias": (x.clone(), x.clone()), "config": None, **events},
+                    "x": recv.clone(),
+                    "handle": handle,
+                    "topk_weights": torch.rand(len(recv), K),
+                    "bias": (x.clone(), x.clone()),
+                    "config": None,
+                    **events,
                 },
             )
         ],
@@ -443,11 +515,21 @@ def of_compat() -> dict[str, list[Call]]:
             Call(
                 low.low_latency_dispatch,
                 {
-                    **{"x": x, "topk_idx": idx, "num_max_dispatch_tokens_per_rank": 8, "num_experts": E},
-                    **{"cumulative_local_expert_recv_stats": torch.zeros(E, dtype=torch.int32)},
-                    **{"dispatch_wait_recv_cost_stats": None, "use_fp8": True, "round_scale": False},
-                    **{"use_ue8m0": False, "async_finish": False, "return_recv_hook": False},
-                    **{"topk_weights": weights, "use_nvfp4": False, "x_global_scale": None, "num_sms": None},
+                    "x": x,
+                    "topk_idx": idx,
+                    "num_max_dispatch_tokens_per_rank": 8,
+                    "num_experts": E,
+                    "cumulative_local_expert_recv_stats": torch.zeros(E, dtype=torch.int32),
+                    "dispatch_wait_recv_cost_stats": None,
+                    "use_fp8": True,
+                    "round_scale": False,
+                    "use_ue8m0": False,
+                    "async_finish": False,
+                    "return_recv_hook": False,
+                    "topk_weights": weights,
+                    "use_nvfp4": False,
+                    "x_global_scale": None,
+                    "num_sms": None,
                 },
             )
         ],
@@ -455,9 +537,17 @@ def of_compat() -> dict[str, list[Call]]:
             Call(
                 low.low_latency_combine,
                 {
-                    **{"x": rows.clone(), "topk_idx": idx, "topk_weights": weights, "handle": low_handle},
-                    **{"use_logfmt": False, "zero_copy": False, "async_finish": False, "return_recv_hook": False},
-                    **{"out": torch.empty(T, hidden, dtype=BF16), "combine_wait_recv_cost_stats": None, **nothing},
+                    "x": rows.clone(),
+                    "topk_idx": idx,
+                    "topk_weights": weights,
+                    "handle": low_handle,
+                    "use_logfmt": False,
+                    "zero_copy": False,
+                    "async_finish": False,
+                    "return_recv_hook": False,
+                    "out": torch.empty(T, hidden, dtype=BF16),
+                    "combine_wait_recv_cost_stats": None,
+                    **nothing,
                 },
             )
         ],
@@ -481,16 +571,24 @@ def of_compat() -> dict[str, list[Call]]:
         "deep_ep.EventOverlap.register_hook_after_wait": [
             Call(
                 lambda **given: deep_ep.EventOverlap().register_hook_after_wait(**given),
-                {"hook_after_wait": hooks},
+                {"hook_after_wait": hook},
             )
         ],
         "deep_ep.ElasticBuffer": [
             Call(
                 deep_ep.ElasticBuffer,
                 {
-                    **{"group": group, "num_bytes": None, "num_cpu_bytes": 0, **hint, "deterministic": False},
-                    **{"prefer_overlap_with_compute": True, "sl_idx": 3, "num_allocated_qps": 0},
-                    **{"num_cpu_timeout_secs": 300, "num_gpu_timeout_secs": 100, "explicitly_destroy": False},
+                    "group": group,
+                    "num_bytes": None,
+                    "num_cpu_bytes": 0,
+                    **hint,
+                    "deterministic": False,
+                    "prefer_overlap_with_compute": True,
+                    "sl_idx": 3,
+                    "num_allocated_qps": 0,
+                    "num_cpu_timeout_secs": 300,
+                    "num_gpu_timeout_secs": 100,
+                    "explicitly_destroy": False,
                 },
                 _destroy,
             )
@@ -505,8 +603,13 @@ def of_compat() -> dict[str, list[Call]]:
             Call(
                 elastic.get_theoretical_num_sms,
                 {
-                    **{"num_experts": E, "num_topk": K, "num_scaleout_topk": 0, "rdma_gbs": 0, "nvlink_gbs": 0},
-                    **{"sm_read_gbs": 200, "sm_write_gbs": 50},
+                    "num_experts": E,
+                    "num_topk": K,
+                    "num_scaleout_topk": 0,
+                    "rdma_gbs": 0,
+                    "nvlink_gbs": 0,
+                    "sm_read_gbs": 200,
+                    "sm_write_gbs": 50,
                 },
             )
         ],
@@ -515,11 +618,21 @@ def of_compat() -> dict[str, list[Call]]:
             Call(
                 elastic.dispatch,
                 {
-                    **{"x": x, "topk_idx": idx, "topk_weights": weights},
-                    **{"cumulative_local_expert_recv_stats": torch.zeros(E, dtype=torch.int32), "num_experts": E},
-                    **{"num_max_tokens_per_rank": 8, "expert_alignment": 1, "num_sms": 0, "num_qps": 0},
-                    **{**elastic_events, "do_handle_copy": True, "do_cpu_sync": None, "do_expand": True},
-                    **{"do_zero_padding": True, "use_tma_aligned_col_major_sf": False},
+                    "x": x,
+                    "topk_idx": idx,
+                    "topk_weights": weights,
+                    "cumulative_local_expert_recv_stats": torch.zeros(E, dtype=torch.int32),
+                    "num_experts": E,
+                    "num_max_tokens_per_rank": 8,
+                    "expert_alignment": 1,
+                    "num_sms": 0,
+                    "num_qps": 0,
+                    **elastic_events,
+                    "do_handle_copy": True,
+                    "do_cpu_sync": None,
+                    "do_expand": True,
+                    "do_zero_padding": True,
+                    "use_tma_aligned_col_major_sf": False,
                 },
             ),
             Call(elastic.dispatch, {"x": (x, torch.rand(T, 1)), "handle": elastic_handle, "topk_weights": weights}),
@@ -528,8 +641,13 @@ def of_compat() -> dict[str, list[Call]]:
             Call(
                 elastic.combine,
                 {
-                    **{"x": elastic_x.clone(), "handle": elastic_handle, "bias": (x.clone(), x.clone())},
-                    **{"topk_weights": torch.rand(len(elastic_x), K), "num_sms": 0, "num_qps": 0, **elastic_events},
+                    "x": elastic_x.clone(),
+                    "handle": elastic_handle,
+                    "bias": (x.clone(), x.clone()),
+                    "topk_weights": torch.rand(len(elastic_x), K),
+                    "num_sms": 0,
+                    "num_qps": 0,
+                    **elastic_events,
                 },
             )
         ],
@@ -537,11 +655,21 @@ def of_compat() -> dict[str, list[Call]]:
             Call(
                 deep_ep.HybridEPBuffer,
                 {
-                    **{"group": group, "hidden_dim": hidden, "max_num_of_tokens_per_rank": 8, "num_local_experts": E},
-                    **{"use_fp8": False, "num_sms_dispatch_api": None, "num_sms_combine_api": None},
-                    **{"num_sms_preprocessing_api": None, "num_blocks_permute": None, "num_blocks_unpermute": None},
-                    **{"use_shared_buffer": True, "enable_custom_allgather": False, "use_mnnvl": None},
-                    **{"num_of_hybrid_ep_ranks_per_nvlink_domain": None, "load_cached_kernels": False},
+                    "group": group,
+                    "hidden_dim": hidden,
+                    "max_num_of_tokens_per_rank": 8,
+                    "num_local_experts": E,
+                    "use_fp8": False,
+                    "num_sms_dispatch_api": None,
+                    "num_sms_combine_api": None,
+                    "num_sms_preprocessing_api": None,
+                    "num_blocks_permute": None,
+                    "num_blocks_unpermute": None,
+                    "use_shared_buffer": True,
+                    "enable_custom_allgather": False,
+                    "use_mnnvl": None,
+                    "num_of_hybrid_ep_ranks_per_nvlink_domain": None,
+                    "load_cached_kernels": False,
                 },
             )
         ],
@@ -549,11 +677,21 @@ def of_compat() -> dict[str, list[Call]]:
             Call(
                 hybrid.dispatch_with_permute,
                 {
-                    **{"hidden": x, "topk_idx": idx, "topk_weights": weights, "num_of_experts_per_rank": E},
-                    **{"num_of_experts": E, "use_fp8": False, "num_permuted_tokens": 16, "pad_multiple": 1},
-                    **{"non_blocking": False, "fuse_permute_dispatch": False, "num_dispatched_tokens": None},
-                    **{"use_host_meta": None, "scaling_factor": torch.rand(T, 1)},
+                    "hidden": x,
+                    "topk_idx": idx,
+                    "topk_weights": weights,
+                    "num_of_experts_per_rank": E,
+                    "num_of_experts": E,
+                    "use_fp8": False,
+                    "num_permuted_tokens": 16,
+                    "pad_multiple": 1,
+                    "non_blocking": False,
+                    "fuse_permute_dispatch": False,
+                    "num_dispatched_tokens": None,
+                    "use_host_meta": None,
+                    "scaling_factor": torch.rand(T, 1),
                 },
+                settle,
             ),
             Call(hybrid.dispatch_with_permute, {"hidden": x, "routing_map": chosen, "probs": torch.rand(T, E)}),
             Call(hybrid.dispatch_with_permute, {"hidden": x, "handle": hybrid_handle}),
@@ -562,8 +700,12 @@ def of_compat() -> dict[str, list[Call]]:
             Call(
                 hybrid.combine_with_unpermute,
                 {
-                    **{"hidden": hybrid_x.clone(), "probs": hybrid_probs.clone(), "handle": hybrid_handle},
-                    **{"pad_multiple": None, "fuse_unpermute_combine": False, "num_dispatched_tokens": None},
+                    "hidden": hybrid_x.clone(),
+                    "probs": hybrid_probs.clone(),
+                    "handle": hybrid_handle,
+                    "pad_multiple": None,
+                    "fuse_unpermute_combine": False,
+                    "num_dispatched_tokens": None,
                 },
             )
         ],
