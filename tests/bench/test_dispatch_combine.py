@@ -277,7 +277,7 @@ def test_what_cannot_be_measured_is_one_line(
     monkeypatch.setattr(sys, "argv", ["moecomm.bench", *words])
     with pytest.raises(SystemExit) as ended:
         run(app)
-    assert ended.value.code == 1
+    assert ended.value.code == 2
     assert capfd.readouterr().err.strip() == said
 
 
