@@ -31,9 +31,7 @@ app.add_typer(simulate, name="simulate")
 
 @app.command()
 def demo(
-    ranks: Annotated[
-        int | None, typer.Option(callback=whole(1), help="Processes; default: 4 on CPUs, one a GPU.")
-    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="Processes; default: 4 on CPUs, one a GPU.")] = None,
     tokens: Annotated[int, typer.Option(callback=whole(1), help="Tokens of each rank.")] = 512,
     model: Annotated[
         str, typer.Option(help="Whose routing and hidden size: a name of moecomm.router.MODELS.")
@@ -69,7 +67,7 @@ def tune(
     sms: Annotated[str, typer.Option(help="Numbers of blocks to try.")] = "8,16,24,32,48,64,96,128",
     chunks: Annotated[str, typer.Option(help="Chunk sizes to try, in tokens.")] = "1,2,4,8,16,32",
     replays: Annotated[int, typer.Option(callback=whole(1), help="Times that each is timed.")] = 5,
-    ranks: Annotated[int | None, typer.Option(callback=whole(1), help="Processes; default: one a GPU.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Processes; default: one a GPU.")] = None,
     backend: Annotated[str, typer.Option(help="auto, host, lsa, gin or nvshmem.")] = "auto",
     out: Annotated[
         Path | None, typer.Option(callback=written, help="Default: where rounds of this user look for it.")

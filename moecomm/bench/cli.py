@@ -20,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Ranks = Annotated[int | None, typer.Option(callback=whole(1), help="Processes; default: 4 on CPUs, one a GPU.")]
+Ranks = Annotated[int | None, typer.Option(help="Processes; default: 4 on CPUs, one a GPU.")]
 Backend = Annotated[str, typer.Option(help="auto, host, lsa, gin or nvshmem.")]
 Backends = Annotated[str, typer.Option("--backend", help="auto, host, lsa, gin or nvshmem; several: lsa,gin.")]
 DomainsRanks = Annotated[
@@ -249,10 +249,7 @@ def all_to_all(
     """What the links carry at most, by method and SMs."""
     from moecomm.bench import ceiling, table
     from moecomm.bench.ranks import on_ranks, plan
-    from moecomm.errors import BadInput
 
-    if part_bytes < 0:
-        raise BadInput("part_bytes", part_bytes, "at least 1, or 0 for the default")
     name, count = plan(backend, ranks)
     by_rank = on_ranks("moecomm.bench.ceiling:run_rank", {"backend": name, "part_bytes": part_bytes}, count)
     if by_rank is not None:

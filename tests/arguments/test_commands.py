@@ -17,7 +17,7 @@ WORDS = ("", "x")
 SIZES = ("0", "-1", "1.5", *HUGE, "x")  # whole and 1 or more, lists of them too
 REALS = ("-1", "nan", *WORDS)
 NAMES = ("", "x")
-FILES = ("{plain}/below/x.json", "{folder}")
+FILES = ("{plain}/x.json", "{folder}")
 
 COUNTS = ("--hidden", "--topk", "--experts", "--ranks", "--replays")
 TABLE: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {

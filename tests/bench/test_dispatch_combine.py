@@ -264,7 +264,7 @@ def test_why_no_matmul_was_timed_beside_operations_is_said_once(tmp_path: Path) 
         (["all-to-all", "--backend", "host", "--ranks", "0"], "BadInput: ranks: got 0; want 1 to 64"),
         (
             ["all-to-all", "--backend", "host", "--part-bytes", "-1"],
-            "BadInput: part_bytes: got -1; want at least 1, or 0 for the default",
+            "BadInput: part_bytes: got -1; want a whole number, 0 to 17179869184",
         ),
     ],
 )
