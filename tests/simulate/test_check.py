@@ -239,5 +239,5 @@ def test_other_results_are_passed_over(tmp_path: Path) -> None:
 
 def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("no JSON")
-    with pytest.raises(BadInput, match="results: got .*want JSON of the benchmark"):
+    with pytest.raises(BadInput, match=r"results: got .*want JSON of the benchmark"):
         check([tmp_path / "a"], load(), Nic())
