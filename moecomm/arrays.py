@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.dlpack import from_dlpack
 
 from moecomm import _native
@@ -78,7 +79,7 @@ def check_tensor(
     """Raises BadInput unless device, dtype and shape (None: any length) are as wanted, and it is plain memory."""
     if tensor.device != device:
         raise BadInput(argument, f"a tensor on {tensor.device}", f"one on {device}")
-    if tensor.layout is not torch.strided or tensor.is_nested or not _has_memory(tensor):
+    if tensor.layout is not torch.strided or tensor.is_nested or not has_memory(tensor):
         raise BadInput(argument, "a tensor that is sparse, nested, traced or otherwise not in memory", "a dense one")
     check_memory(argument, tensor)
     if tensor.dtype not in dtypes:
@@ -147,7 +148,10 @@ def _say_that_gradients_end() -> None:
     )
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether its elements have addresses: none, or those of a transformation of torch, have not."""
+    if isinstance(tensor, FakeTensor):
+        return False
     try:
         return tensor.numel() == 0 or tensor.data_ptr() != 0
     except RuntimeError:  # that of a transformation of torch

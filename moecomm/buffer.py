@@ -73,7 +73,7 @@ class Buffer(BufferState):
     ) -> None:
         with opening(rendezvous(group), timeout_s) as ranks:
             wanted, timeout_s = wanted_device(device), seconds(timeout_s)
-            name, self.why = backends.choose(config.default_backend() if backend == "auto" else backend, wanted)
+            name, self.why = backends.choose(config.asked_backend(backend), wanted)
             self.settings = Settings(
                 ranks.ranks, hidden, num_experts, topk, max_tokens, dtype, name, window_bytes, domain_ranks
             )
@@ -314,7 +314,7 @@ class Buffer(BufferState):
 
         Such rows are read where they are, without a copy: flat on GPUs (without `weight_grads`), all layouts on CPUs.
         """
-        return combine.empty(self, handle, dtype or self.dtype)
+        return combine.empty(self, handle, self.dtype if dtype is None else dtype)
 
     moe = layer.moe  # dispatch, experts, combine
 

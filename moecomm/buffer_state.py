@@ -30,7 +30,7 @@ class BufferState:
         self._closing = False  # when that call ends
         self._refused: list[None] = []  # an entry for each call that was refused and is not counted yet
 
-    def begin_call(self, rounds: int = 1, *, outer: bool = False) -> None:
+    def _begin_call(self, rounds: int = 1, *, outer: bool = False) -> None:
         """Raises ConcurrentCall while another call is under way: in another thread, or, in a signal handler, in ours.
 
         The next call counts the refused one, unless it has no `rounds`: the call under way, whose notices may not be
@@ -48,8 +48,8 @@ class BufferState:
         else:
             self._running = True
 
-    def end_call(self, *, outer: bool = False) -> None:
-        """The end of what begin_call began."""
+    def _end_call(self, *, outer: bool = False) -> None:
+        """The end of what _begin_call began."""
         if outer:
             self._depth -= 1
         else:
@@ -157,7 +157,7 @@ def collective(rounds: int = 1) -> Callable[[_Call], _Call]:
     def decorate(function: _Call) -> _Call:
         @functools.wraps(function)
         def call(buffer: BufferState, *args: Any, **kwargs: Any) -> Any:
-            buffer.begin_call(rounds)
+            buffer._begin_call(rounds)
             made = buffer.made + rounds
             try:
                 return function(buffer, *args, **kwargs)
@@ -166,7 +166,7 @@ def collective(rounds: int = 1) -> Callable[[_Call], _Call]:
                     buffer.count_rejected()
                 raise
             finally:
-                buffer.end_call()
+                buffer._end_call()
 
         return cast("_Call", call)
 
@@ -186,7 +186,7 @@ class CollectiveCall:
 
     def __enter__(self) -> None:
         buffer = self._buffer
-        buffer.begin_call(self._rounds, outer=True)
+        buffer._begin_call(self._rounds, outer=True)
         self._made, self._rejected = buffer.made + self._rounds, buffer.rejected
 
     def __exit__(
@@ -195,4 +195,4 @@ class CollectiveCall:
         buffer = self._buffer
         if kind is not None and buffer.rejected == self._rejected and buffer.made < self._made:
             buffer.count_rejected()
-        buffer.end_call(outer=True)
+        buffer._end_call(outer=True)

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moecomm.bench.cli import app as bench
+from moecomm.bench.options import whole, written
 from moecomm.simulate.cli import app as simulate
 
 if TYPE_CHECKING:
@@ -31,12 +32,12 @@ app.add_typer(simulate, name="simulate")
 @app.command()
 def demo(
     ranks: Annotated[int | None, typer.Option(help="Processes; default: 4 on CPUs, one a GPU.")] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of each rank.")] = 512,
+    tokens: Annotated[int, typer.Option(callback=whole(1), help="Tokens of each rank.")] = 512,
     model: Annotated[
         str, typer.Option(help="Whose routing and hidden size: a name of moecomm.router.MODELS.")
     ] = "deepseek-v3",
     intermediate: Annotated[
-        int, typer.Option(help="Columns of an expert; the model's own would not fit a laptop.")
+        int, typer.Option(callback=whole(1), help="Columns of an expert; the model's own would not fit a laptop.")
     ] = 64,
     backend: Annotated[str, typer.Option(help="auto, host, lsa, gin or nvshmem.")] = "auto",
 ) -> None:
@@ -65,12 +66,14 @@ def tune(
     payload: Annotated[str, typer.Option(help="Of dispatch: bf16 or fp8.")] = "fp8",
     sms: Annotated[str, typer.Option(help="Numbers of blocks to try.")] = "8,16,24,32,48,64,96,128",
     chunks: Annotated[str, typer.Option(help="Chunk sizes to try, in tokens.")] = "1,2,4,8,16,32",
-    replays: Annotated[int, typer.Option(help="Times that each is timed.")] = 5,
+    replays: Annotated[int, typer.Option(callback=whole(1), help="Times that each is timed.")] = 5,
     ranks: Annotated[int | None, typer.Option(help="Processes; default: one a GPU.")] = None,
     backend: Annotated[str, typer.Option(help="auto, host, lsa, gin or nvshmem.")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="Default: where rounds of this user look for it.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(callback=written, help="Default: where rounds of this user look for it.")
+    ] = None,
     json: Annotated[
-        Path | None, typer.Option("--json", dir_okay=False, help="Write every time measured there.")
+        Path | None, typer.Option("--json", dir_okay=False, callback=written, help="Write every time measured there.")
     ] = None,
 ) -> None:
     """Finds the blocks and chunks that are fastest here, and keeps them for rounds on GPUs to use.
@@ -78,7 +81,7 @@ def tune(
     A table that is there already keeps what is not measured anew.
     """
     from moecomm.bench.case import Case, model_sizes
-    from moecomm.bench.cli import numbers
+    from moecomm.bench.cli import numbers, say_on_cpu
     from moecomm.bench.ranks import plan
     from moecomm.tune import Candidates
     from moecomm.tune import tune as run_all
@@ -95,6 +98,8 @@ def tune(
         mode="eager" if name == "host" else "graph",
         replays=replays,
     )
+    if name == "host":
+        say_on_cpu("what is found is for CPU ranks, whose rounds use no table; with the default sizes it takes minutes")
     path = run_all(Candidates(case, numbers("chunks", chunks)), out, json)
     if path is not None:
         Console().print(str(path), highlight=False)
@@ -151,8 +156,10 @@ def main() -> None:
 
 
 def run(commands: typer.Typer) -> None:
-    """Runs what the command line asks for.  An error of moecomm is told in its own words, not by a traceback."""
-    from moecomm.errors import MoecommError
+    """Runs what the command line asks for.  An error of moecomm is told in its own words, not by a traceback; bad input
+    ends in exit code 2.
+    """
+    from moecomm.errors import BadInput, MoecommError
 
     try:
         commands()
@@ -160,4 +167,4 @@ def run(commands: typer.Typer) -> None:
         console = Console(stderr=True)
         console.print(f"[red]{type(error).__name__}[/]:", end=" ")
         console.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, BadInput) else 1)

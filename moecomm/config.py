@@ -52,8 +52,12 @@ def check_environment() -> None:
             raise BadInput(name, repr(value), f"one of {', '.join(allowed)}")
 
 
-def default_backend() -> str:
-    """The backend that "auto" stands for, itself "auto" unless the environment says otherwise."""
+def asked_backend(name: object) -> str:
+    """The backend of a name: "auto" stands for what the environment says, itself "auto" unless it says otherwise."""
+    if not isinstance(name, str):
+        raise BadInput("backend", repr(name), "a name")
+    if name != "auto":
+        return name
     check_environment()
     return os.environ.get("MOECOMM_BACKEND", "auto")
 

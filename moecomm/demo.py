@@ -21,6 +21,7 @@ from moecomm.errors import BadInput
 from moecomm.launch import launch
 from moecomm.layer import MoELayer, error_bound, expert_weights, reference
 from moecomm.router import MODELS, router
+from moecomm.settings import Settings
 
 CONTEXT = 8  # bytes of text that make one hidden state
 REPEATS = 5  # timed rounds, after the layer's own, which is not
@@ -83,8 +84,10 @@ def demo(
         raise BadInput("model", repr(model), f"one of {', '.join(MODELS)}")
     if tokens < 1 or intermediate < 1:
         raise BadInput("tokens, intermediate", (tokens, intermediate), "at least 1 each")
-    name, why = backends.choose(config.default_backend() if backend == "auto" else backend, None)
+    name, why = backends.choose(config.asked_backend(backend), None)
     case = Case(model, _ranks(ranks, name, MODELS[model].num_experts), tokens, intermediate, name)
+    shape = MODELS[model]
+    Settings(case.ranks, shape.hidden, shape.num_experts, shape.topk, tokens, torch.bfloat16, name, None).check()
     by_rank = launch("moecomm.demo:run_rank", asdict(case), case.ranks)
     layouts = []
     for layout in LAYOUTS:

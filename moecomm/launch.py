@@ -26,7 +26,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from moecomm import config
-from moecomm.errors import MoecommError, RoundFailed
+from moecomm.checks import check_real
+from moecomm.errors import BadInput, MoecommError, RoundFailed
+from moecomm.rendezvous import MAX_RANKS
+from moecomm.whole import check_whole
 
 _CHILD = """
 import json, sys
@@ -81,14 +84,25 @@ class _Child:
 def launch(target: str, job: dict[str, Any], ranks: int, limit_s: float = float("inf")) -> list[Any]:
     """Calls `target` ("module:function") as function(group, **job) in `ranks` processes, whose gloo group that is.
 
-    Returns what each rank returned (JSON), by rank.  Raises RanksFailed; after `limit_s` seconds ranks that have not
-    ended are failures, called Timeout, and are ended.  Ctrl-C ends every rank, then raises KeyboardInterrupt.
+    Returns what each rank returned (JSON), by rank.  Raises BadInput, RanksFailed; after `limit_s` seconds ranks
+    that have not ended are failures, called Timeout, and are ended.  Ctrl-C ends every rank, then raises
+    KeyboardInterrupt.
     """
+    if not isinstance(target, str) or len(target.split(":")) != 2:
+        raise BadInput("target", repr(target), '"module:function"')
+    check_whole("ranks", ranks, 1, MAX_RANKS)
+    check_real("limit_s", limit_s, 0, float("inf"))
+    if not isinstance(job, dict):
+        raise BadInput("job", type(job).__name__, "a dict")
+    try:
+        line = json.dumps(job).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        raise BadInput("job", str(error), "arguments by name, of what JSON has") from None
     store = os.memfd_create("moecomm-launch")
     children: list[_Child] = []
     try:
         for rank in range(ranks):
-            children.append(_start(target, job, rank, ranks, store))
+            children.append(_start(target, line, rank, ranks, store))
         _collect(children, limit_s)
         outcomes = [child.outcome() for child in children if child.done]
     finally:
@@ -103,7 +117,7 @@ def launch(target: str, job: dict[str, Any], ranks: int, limit_s: float = float(
     return outcomes
 
 
-def _start(target: str, job: dict[str, Any], rank: int, ranks: int, store: int) -> _Child:
+def _start(target: str, job: bytes, rank: int, ranks: int, store: int) -> _Child:
     results, theirs = os.pipe()
     arguments = [json.dumps(sys.path), target, rank, ranks, store, theirs]
     # A session of their own: Ctrl-C reaches the parent alone, which then ends all of them.
@@ -115,7 +129,7 @@ def _start(target: str, job: dict[str, Any], rank: int, ranks: int, store: int) 
     assert process.stdin is not None
     # The child reads one line; then its standard input stays open, and its end tells the child that we are gone.
     with contextlib.suppress(BrokenPipeError):  # dead already: its outcome will say so
-        process.stdin.write(json.dumps(job).encode() + b"\n")
+        process.stdin.write(job)
     return _Child(rank, process, results)
 
 

@@ -131,7 +131,7 @@ def expert_weights(
     device: torch.device | str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(w13 [2 I, H], w2 [H, I]) of one expert, drawn from `seed`: the same on whichever rank asks."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + expert)
+    generator = torch.Generator().manual_seed(int(seed) * 1_000_003 + expert)
     w13 = drawn(generator, 2 * intermediate, hidden) / hidden**0.5
     w2 = drawn(generator, hidden, intermediate) / intermediate**0.5
     return w13.to(device=device, dtype=dtype), w2.to(device=device, dtype=dtype)

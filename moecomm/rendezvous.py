@@ -11,9 +11,12 @@ import torch
 from moecomm import config, strays
 from moecomm.board import Board, LocalBoard, SharedValues, StoreBoard
 from moecomm.errors import BadInput
+from moecomm.whole import check_whole
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+MAX_RANKS = 64  # of a Buffer
 
 
 @runtime_checkable
@@ -131,8 +134,7 @@ def local_ranks(ranks: int) -> list[LocalRank]:
 
     Buffers must be opened at the same time, each from its own thread: opening is collective.
     """
-    if ranks < 1:
-        raise BadInput("ranks", ranks, "at least 1")
+    check_whole("ranks", ranks, 1, MAX_RANKS)
     shared = SharedValues()
     return [LocalRank(rank, ranks, shared) for rank in range(ranks)]
 

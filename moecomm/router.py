@@ -6,7 +6,20 @@ from dataclasses import dataclass
 
 import torch
 
+from moecomm.checks import (
+    MOST_SIZE,
+    check_dense,
+    check_drawn,
+    check_flag,
+    check_name,
+    check_real,
+    check_sizes,
+    check_together,
+)
 from moecomm.errors import BadInput
+from moecomm.whole import check_whole
+
+_MOST_SCALE = 1e30  # of float32
 
 
 @dataclass(frozen=True)
@@ -58,14 +71,17 @@ class Gating:
     normalize: bool = True
 
     def __post_init__(self) -> None:
-        if self.gate not in ("softmax", "sigmoid"):
-            raise BadInput("gate", repr(self.gate), '"softmax" or "sigmoid"')
-        if self.num_groups < 1 or self.num_experts % self.num_groups:
+        check_sizes(hidden=self.hidden, num_experts=self.num_experts, topk=self.topk)
+        check_sizes(num_groups=self.num_groups, topk_groups=self.topk_groups)
+        check_name("gate", self.gate, ("softmax", "sigmoid"))
+        check_real("scale", self.scale, -_MOST_SCALE, _MOST_SCALE)
+        check_flag("normalize", self.normalize)
+        if self.num_experts % self.num_groups:
             raise BadInput("num_groups", self.num_groups, f"a divisor of num_experts = {self.num_experts}")
-        if not 1 <= self.topk_groups <= self.num_groups:
+        if self.topk_groups > self.num_groups:
             raise BadInput("topk_groups", self.topk_groups, f"1 to num_groups = {self.num_groups}")
         choosable = self.num_experts // self.num_groups * self.topk_groups
-        if not 1 <= self.topk <= choosable:
+        if self.topk > choosable:
             groups = f"{self.topk_groups} of {self.num_groups} groups"
             raise BadInput("topk", self.topk, f"1 to {choosable}, the experts of {groups}")
 
@@ -76,8 +92,16 @@ class Gating:
 
         The weights have gradients, for x and `weight`.
         """
-        if x.ndim != 2 or x.shape[1] != self.hidden:
-            raise BadInput("x", tuple(x.shape), f"[tokens, {self.hidden}]")
+        check_dense("x", x)
+        check_dense("weight", weight)
+        check_together(x=x, weight=weight, bias=bias)
+        if x.ndim != 2 or x.shape[1] != self.hidden or not x.is_floating_point():
+            raise BadInput("x", f"{x.dtype} {tuple(x.shape)}", f"floating [tokens, {self.hidden}]")
+        if weight.shape != (self.num_experts, self.hidden) or not weight.is_floating_point():
+            got = f"{weight.dtype} {tuple(weight.shape)}"
+            raise BadInput("weight", got, f"floating [{self.num_experts}, {self.hidden}]")
+        if bias is not None:
+            _check_bias(bias, self.num_experts)
         logits = torch.nn.functional.linear(x.to(weight.dtype), weight).float()
         scores = logits.softmax(dim=1) if self.gate == "softmax" else logits.sigmoid()
         choice = scores.detach() if bias is None else scores.detach() + bias
@@ -123,8 +147,10 @@ class Router:
     ) -> None:
         self.hidden, self.num_experts, self.topk = hidden, num_experts, topk
         self.gating = Gating(hidden, num_experts, topk, gate, num_groups, topk_groups, scale, normalize)
-        if bias is not None and bias.shape != (num_experts,):
-            raise BadInput("bias", tuple(bias.shape), f"({num_experts},)")
+        check_drawn(seed, dtype, device)
+        if bias is not None:
+            check_together(bias=bias)
+            _check_bias(bias, num_experts)
         self.weight = gate_weight(num_experts, hidden, seed=seed).to(device=device, dtype=dtype)
         self.bias = None if bias is None else bias.to(device=device, dtype=torch.float32)
 
@@ -132,9 +158,14 @@ class Router:
         return self.gating(x, self.weight, self.bias)
 
 
+def _check_bias(bias: torch.Tensor, num_experts: int) -> None:
+    if bias.shape != (num_experts,) or bias.is_complex():
+        raise BadInput("bias", f"{bias.dtype} {tuple(bias.shape)}", f"({num_experts},)")
+
+
 def gate_weight(num_experts: int, hidden: int, *, seed: int = 0) -> torch.Tensor:
     """float32 [E, H] on the CPU, drawn from `seed`: the same on whichever rank asks."""
-    return drawn(torch.Generator().manual_seed(seed), num_experts, hidden) / float(hidden**0.5)
+    return drawn(torch.Generator().manual_seed(int(seed)), num_experts, hidden) / float(hidden**0.5)
 
 
 def drawn(generator: torch.Generator, *shape: int) -> torch.Tensor:
@@ -159,10 +190,10 @@ def router(
     A score-correction bias is drawn too, small beside the scores, as load balancing leaves it.  gpt-oss's gate also
     has a linear bias, which is left out.
     """
-    if model not in MODELS:
-        raise BadInput("model", repr(model), f"one of {', '.join(MODELS)}")
+    check_name("model", model, tuple(MODELS))
+    check_drawn(seed, dtype, device)
     shape = MODELS[model]
-    bias = drawn(torch.Generator().manual_seed(seed + 1), shape.num_experts) * 0.02 if shape.corrected else None
+    bias = drawn(torch.Generator().manual_seed(int(seed) + 1), shape.num_experts) * 0.02 if shape.corrected else None
     return Router(
         shape.hidden,
         shape.num_experts,
@@ -195,11 +226,18 @@ def random_routing(
     where that rank has too few); a fraction `drop` of the entries is -1, whose weights are left in place and must not
     matter.  `duplicates`: a token may pick an expert more than once.  On the generator's device.
     """
+    check_whole("tokens", tokens, 0, MOST_SIZE)
+    check_sizes(num_experts=num_experts, topk=topk, ranks=ranks)
+    check_real("skew", skew, 0, 1)
+    check_real("drop", drop, 0, 1)
+    check_flag("duplicates", duplicates)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise BadInput("generator", type(generator).__name__, "a torch.Generator, or None")
     if not duplicates and topk > num_experts:
         raise BadInput("topk", topk, f"at most num_experts = {num_experts} without duplicates")
-    if ranks < 1 or num_experts % ranks:
+    if num_experts % ranks:
         raise BadInput("ranks", ranks, f"a divisor of num_experts = {num_experts}")
-    generator = generator or torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0) if generator is None else generator
     device, local = generator.device, num_experts // ranks
 
     def uniform(*shape: int) -> torch.Tensor:

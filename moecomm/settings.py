@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moecomm.checks import check_dtype
 from moecomm.errors import BadInput, Mismatch
+from moecomm.rendezvous import MAX_RANKS
 from moecomm.whole import is_whole
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from moecomm.rendezvous import Rendezvous
 
 VERSION = 7  # of the protocol in csrc/protocol
-MAX_RANKS, MAX_TOPK, MAX_FLAT_ROWS = 64, 32, 1 << 23
+MAX_TOPK, MAX_FLAT_ROWS = 32, 1 << 23
 MAX_CHUNK = 32  # tokens; kMaxChunk
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST = 1 << 31
@@ -34,7 +36,7 @@ def wanted_device(device: Any) -> torch.device | None:
         if isinstance(device, int):
             return torch.device("cuda", device)
         return None if device is None else torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise BadInput("device", repr(device), "a device of torch") from error
 
 
@@ -75,10 +77,11 @@ class Settings:
         """Collective.  Raises Mismatch naming the first field in which ranks differ, on every rank; BadInput at once
         for what is no number.
         """
-        dtype = DTYPES.index(self.dtype) if self.dtype in DTYPES else -1
+        dtype = DTYPES.index(self.dtype) if isinstance(self.dtype, torch.dtype) and self.dtype in DTYPES else -1
         window = -1 if self.window_bytes is None else self.window_bytes
         sizes = (self.hidden, self.num_experts, self.topk, self.max_tokens)
-        mine = (_MAGIC, VERSION, *sizes, dtype, window, self.domain_ranks or self.ranks)
+        domain = self.ranks if self.domain_ranks is None else self.domain_ranks
+        mine = (_MAGIC, VERSION, *sizes, dtype, window, domain)
         for name, value in zip(self._NAMES, mine, strict=True):
             if not (is_whole(value) and -(1 << 63) <= value < 1 << 63):
                 raise BadInput(name, repr(value), "a whole number, of at most 64 bits")
@@ -94,8 +97,7 @@ class Settings:
 
     def check(self) -> None:
         """Raises BadInput for a value that can't be used.  After agree(), so that all ranks raise alike."""
-        if self.dtype not in DTYPES:
-            raise BadInput("dtype", self.dtype, " or ".join(map(str, DTYPES)))
+        check_dtype("dtype", self.dtype, DTYPES)
         if self.hidden < 1 or self.hidden * self.dtype.itemsize % 16:
             raise BadInput(
                 "hidden", self.hidden, f"rows of a multiple of 16 bytes: a multiple of {16 // self.dtype.itemsize}"

@@ -6,11 +6,15 @@ import operator
 
 from moecomm.errors import BadInput
 
+_MOST = (1 << 63) - 1
+
 
 def is_whole(value: object) -> bool:
-    """An int, or what stands for one as numpy's do; 1.0 is none, nor are arrays of several."""
+    """An int, or what stands for one as numpy's do; True and 1.0 are none, nor are arrays and tensors."""
     if isinstance(value, int):  # alone in graphs of torch.compile, where the rest can't be asked
-        return True
+        return not isinstance(value, bool)
+    if hasattr(value, "__dlpack__"):
+        return False
     try:
         operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -18,10 +22,10 @@ def is_whole(value: object) -> bool:
     return True
 
 
-def check_whole(argument: str, value: object, least: int) -> None:
-    """Raises BadInput unless it is a whole number, and no less."""
-    if not (is_whole(value) and value >= least):  # type: ignore[operator]
-        raise BadInput(argument, repr(value), f"a whole number, {least} or more")
+def check_whole(argument: str, value: object, least: int, most: int | None = None) -> None:
+    """Raises BadInput unless it is a whole number of at most 63 bits, and in the range."""
+    if not (is_whole(value) and least <= value <= (_MOST if most is None else most)):  # type: ignore[operator]
+        raise BadInput(argument, repr(value), f"a whole number, {least} {'or more' if most is None else f'to {most}'}")
 
 
 def check_alignment(argument: str, value: object) -> None:

@@ -38,7 +38,7 @@ def test_a_misspelt_setting_is_named(
     monkeypatch.setattr(sys, "argv", ["moecomm", "demo"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert ended.value.code == 1
+    assert ended.value.code == 2
     assert capfd.readouterr().err.startswith(f"BadInput: {name}: got '{value}'; want ")
 
 

@@ -133,13 +133,13 @@ def test_bad_input_names_the_argument(argument: str, given: dict) -> None:
     assert caught.value.argument == argument
 
 
-def test_an_error_is_one_line_and_exit_code_1(
+def test_bad_input_is_one_line_and_exit_code_2(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["moecomm", "demo", "--backend", "host", "--ranks", "3"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert ended.value.code == 1
+    assert ended.value.code == 2
     assert capfd.readouterr().err.strip() == "BadInput: ranks: got 3; want a divisor of 256 experts, at most 64"
 
 

@@ -14,7 +14,6 @@ from moecomm import _native, linking, plain_kernel
 _NOTICE = struct.Struct("<IIQqiiii7Q")  # struct Notice of csrc/protocol/notice.h
 _LEAVE = 3  # Op::leave
 WORD = 8  # bytes of a word of mail, and of a signal
-SIGNAL = WORD  # offset in mail of what its signal becomes in another domain: a tag beside zeros
 
 
 def mail(last_round: int, words: int) -> bytes:
@@ -23,18 +22,23 @@ def mail(last_round: int, words: int) -> bytes:
 
     Each word is valid by itself, so they can be copied in one go.
     """
-    tag = _tag(last_round)
+    tag = _tag(last_round).to_bytes(4, "little")
     notice = _NOTICE.pack(_LEAVE, *(0,) * 14).ljust(4 * words, b"\0")
     return b"".join(word + tag for (word,) in struct.iter_unpack("4s", notice))
 
 
+def signal(last_round: int) -> bytes:
+    """What the signal of that mail becomes in a window of another domain."""
+    return (_tag(last_round) - 1 << 32).to_bytes(WORD, "little")  # mail_value of csrc/protocol/domains.h
+
+
 def is_last(word: bytes, last_round: int) -> bool:
     """Whether this is the first word of such a mail."""
-    return word == _LEAVE.to_bytes(4, "little") + _tag(last_round)
+    return word == (_tag(last_round) << 32 | _LEAVE).to_bytes(WORD, "little")
 
 
-def _tag(last_round: int) -> bytes:
-    return (2 * (last_round + 1) + 1 & 0xFFFFFFFF).to_bytes(4, "little")  # round_tag of csrc/protocol/signal.h
+def _tag(last_round: int) -> int:
+    return 2 * (last_round + 1) + 1 & 0xFFFFFFFF  # round_tag of csrc/protocol/signal.h
 
 
 def mail_offset(window: _native.WindowLayout, ranks: int, last_round: int, sender: int) -> int:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _CAPABILITY = (9, 0)  # bulk copies (TMA) and mbarriers
 _INSTALL = "pip install moecomm[cu13] (or [cu12] for a driver of CUDA 12)"
 
-_RECORD, _ABORT, _ROUND, _MAIL = 0, 64, 128, 256  # offsets in the pinned control memory
+_RECORD, _ABORT, _ROUND, _SIGNAL, _MAIL = 0, 64, 128, 192, 256  # offsets in the pinned control memory
 
 # Of a window, so that a Buffer of 4096 tokens of 7168 columns has less than 64 MiB besides its outputs.
 _STAGING_BYTES = 62 << 20
@@ -315,13 +315,14 @@ class LsaSession:
         last_round = int.from_bytes(self._control.read(_ROUND, 4), "little")
         mail = leave.mail(last_round, layout.mail_words)
         self._control.write(_MAIL, mail)
+        self._control.write(_SIGNAL, leave.signal(last_round))
         offset = leave.mail_offset(layout, len(window.peers), last_round, rank)
         for other, peer in enumerate(window.peers):
             if other == rank or peer == 0:
                 continue
             copies.to_device(peer + offset, at + _MAIL, len(mail))
             if self.context.peers[other] == 0:
-                copies.to_device(peer + leave.signal_offset(layout, rank), at + _MAIL + leave.SIGNAL, 8)
+                copies.to_device(peer + leave.signal_offset(layout, rank), at + _SIGNAL, leave.WORD)
         if self.reach.puts:
             copies.to_device(window.address + offset, at + _MAIL, len(mail))
         copies.wait()

@@ -11,6 +11,7 @@ from moecomm.dispatch import LAYOUTS
 from moecomm.errors import BadInput
 from moecomm.rendezvous import rendezvous
 from moecomm.router import MODELS, random_routing
+from moecomm.settings import Settings
 
 QUANT_GROUP = 128
 PAYLOADS = ("bf16", "fp8", "fp8-column", "fp8-ue8m0", "fp8-ue8m0-column")  # fp8: cast inside dispatch
@@ -47,13 +48,15 @@ class Case:
         """Raises BadInput for a value that can't be measured."""
         if self.ranks < 1 or self.experts % self.ranks:
             raise BadInput("ranks", self.ranks, f"a divisor of {self.experts} experts")
+        if not self.tokens or min(self.tokens) < 1:
+            raise BadInput("tokens", self.tokens, "at least 1 each")
         if self.domain_ranks < 0 or (self.domain_ranks and self.ranks % self.domain_ranks):
             raise BadInput("domain_ranks", self.domain_ranks, f"a divisor of {self.ranks} ranks, or 0 for all")
+        sizes = Settings(self.ranks, self.hidden, self.experts, self.topk, max(self.tokens), torch.bfloat16, "", None)
+        sizes.check()
         for name, values, known in (("layout", self.layouts, LAYOUTS), ("payload", self.payloads, PAYLOADS)):
             if not values or any(value not in known for value in values):
                 raise BadInput(name, ",".join(values), f"some of {', '.join(known)}")
-        if not self.tokens or min(self.tokens) < 1:
-            raise BadInput("tokens", self.tokens, "at least 1 each")
         if not self.sms or min(self.sms) < 0:
             raise BadInput("sms", self.sms, "at least 1 each, or 0 for the table")
         if self.mode not in MODES or (self.mode == "graph" and self.backend == "host"):

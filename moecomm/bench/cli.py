@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moecomm.bench.options import Experts, Hidden, Intermediate, Json, Topk, real, whole, written
+from moecomm.settings import MAX_FLAT_ROWS
+
 if TYPE_CHECKING:
     from moecomm.bench.case import Case
 
@@ -23,14 +26,12 @@ Backends = Annotated[str, typer.Option("--backend", help="auto, host, lsa, gin o
 DomainsRanks = Annotated[
     str, typer.Option("--domain-ranks", help="Ranks of a domain; others are put to.  0: all that loads reach; 0,2.")
 ]
-Limit = Annotated[float, typer.Option("--limit", help="Seconds of a backend at one size, where there are several.")]
-Json = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write the result there.")]
+Limit = Annotated[
+    float,
+    typer.Option("--limit", callback=real(1e-3), help="Seconds of a backend at one size, where there are several."),
+]
 Model = Annotated[str, typer.Option(help="Whose sizes: a name of moecomm.router.MODELS.")]
-Hidden = Annotated[int | None, typer.Option(help="Columns of a token, in place of the model's.")]
 Models = Annotated[str, typer.Option(help="Whose sizes: one or several names of moecomm.router.MODELS.")]
-Intermediate = Annotated[int | None, typer.Option(help="Columns inside an expert, in place of the model's.")]
-Topk = Annotated[int | None, typer.Option(help="Experts a token picks, in place of the model's.")]
-Experts = Annotated[int | None, typer.Option(help="Experts of all ranks, in place of the model's.")]
 Tokens = Annotated[str, typer.Option(help="Tokens of a rank: one number or several, 1,128,4096.")]
 Layouts = Annotated[str, typer.Option("--layout", help="flat, expert, batched; several: flat,expert.")]
 Payloads = Annotated[
@@ -40,8 +41,10 @@ Sms = Annotated[str, typer.Option(help="SMs (CPUs: threads), one number or sever
 Mode = Annotated[str | None, typer.Option(help="graph or eager; default: graph on GPUs.")]
 Cold = Annotated[bool, typer.Option("--cold", help="Flush the caches before each operation.")]
 Skew = Annotated[bool, typer.Option("--skew", help="A quarter of the tokens want one rank.")]
-Chain = Annotated[int, typer.Option(help="Operations timed together; 0: by their size.")]
-Replays = Annotated[int, typer.Option(help="Times that the chain is timed; percentiles are over them.")]
+Chain = Annotated[int, typer.Option(callback=whole(0), help="Operations timed together; 0: by their size.")]
+Replays = Annotated[
+    int, typer.Option(callback=whole(1), help="Times that the chain is timed; percentiles are over them.")
+]
 Ceiling = Annotated[bool, typer.Option("--ceiling/--no-ceiling", help="Measure the all-to-all ceiling first.")]
 Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="NCCL (CPUs: gloo), and DeepEP where installed.")]
 Gemm = Annotated[bool, typer.Option("--overlap-gemm", help="Time a matmul beside each operation.")]
@@ -148,10 +151,14 @@ def _case(
         layouts=layout.split(","),
         payloads=payload.split(","),
         sms=numbers("sms", sms),
-        mode=where[2] or ("eager" if backend == "host" else "graph"),
+        mode=_mode(where[2], backend),
         **timing,
         **beside,
     )
+
+
+def _mode(asked: str | None, backend: str) -> str:
+    return asked if asked is not None else "eager" if backend == "host" else "graph"
 
 
 def _run_case(case: Case, json: Path | None) -> None:
@@ -197,8 +204,8 @@ def deep_ep_layer(
 
 @app.command()
 def latency(
-    most_bytes: Annotated[int, typer.Option(help="The largest size.")] = 64 << 20,
-    least_bytes: Annotated[int, typer.Option(help="The smallest size.")] = 1,
+    most_bytes: Annotated[int, typer.Option(callback=whole(1, 1 << 40), help="The largest size.")] = 64 << 20,
+    least_bytes: Annotated[int, typer.Option(callback=whole(1, 1 << 40), help="The smallest size.")] = 1,
     replays: Replays = 20,
     backend: Backends = "auto",
     limit: Limit = 120.0,
@@ -232,7 +239,9 @@ def latency(
 
 @app.command()
 def all_to_all(
-    part_bytes: Annotated[int, typer.Option(help="To each peer; 0: 64 MB, on CPUs 8 MB.")] = 0,
+    part_bytes: Annotated[
+        int, typer.Option(callback=whole(0, 1 << 34), help="To each peer; 0: 64 MB, on CPUs 8 MB.")
+    ] = 0,
     ranks: Ranks = None,
     backend: Backend = "auto",
     json: Json = None,
@@ -240,10 +249,7 @@ def all_to_all(
     """What the links carry at most, by method and SMs."""
     from moecomm.bench import ceiling, table
     from moecomm.bench.ranks import on_ranks, plan
-    from moecomm.errors import BadInput
 
-    if part_bytes < 0:
-        raise BadInput("part_bytes", part_bytes, "at least 1, or 0 for the default")
     name, count = plan(backend, ranks)
     by_rank = on_ranks("moecomm.bench.ceiling:run_rank", {"backend": name, "part_bytes": part_bytes}, count)
     if by_rank is not None:
@@ -267,6 +273,8 @@ def gemm(
     json: Json = None,
 ) -> None:
     """The grouped GEMMs of one rank's experts, in turn with torch's.  On one GPU; without one, on the CPU."""
+    import torch
+
     from moecomm.bench import gemm as measured
     from moecomm.bench import table
     from moecomm.bench.ranks import leads
@@ -276,6 +284,8 @@ def gemm(
     models = measured.sizes(model.split(","), hidden=hidden, intermediate=intermediate, topk=topk, num_experts=experts)
     lists = numbers("ranks", ranks), numbers("tokens", tokens)
     dtypes = dtype.split(",")
+    if not torch.cuda.is_available():
+        say_on_cpu("bench gemm times the reference in torch, not moecomm's kernels; with the default sizes for minutes")
     result = measured.run(models, *lists, every_schedule=every_schedule, replays=replays, dtypes=dtypes)
     table.show_gemm(result, table.console())
     _keep(result, json)
@@ -293,7 +303,9 @@ def moe(
     replays: Replays = 10,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="torch's, and other experts there are.")] = True,
     fp8: Annotated[bool, typer.Option("--fp8", help="Ours with weights in FP8 as well.")] = False,
-    room: Annotated[int, typer.Option(help="Tokens of a rank that Buffers are for; 0: as many as are measured.")] = 0,
+    room: Annotated[
+        int, typer.Option(callback=whole(0), help="Tokens of a rank that Buffers are for; 0: as many as are measured.")
+    ] = 0,
     ranks: Ranks = None,
     backend: Backend = "auto",
     json: Json = None,
@@ -310,7 +322,7 @@ def moe(
         numbers("tokens", tokens),
         ranks=count,
         backend=name,
-        mode=mode or ("eager" if name == "host" else "graph"),
+        mode=_mode(mode, name),
         replays=replays,
         peers=peers,
         fp8=fp8,
@@ -324,8 +336,10 @@ def moe(
 
 @app.command()
 def plot(
-    results: Annotated[list[Path], typer.Argument(help="JSON of dispatch-combine, sweep, moe or gemm.", exists=True)],
-    out: Annotated[Path, typer.Option(help="A .png, .svg or .pdf.")] = Path("moecomm.png"),
+    results: Annotated[
+        list[Path], typer.Argument(help="JSON of dispatch-combine, sweep, moe or gemm.", exists=True, dir_okay=False)
+    ],
+    out: Annotated[Path, typer.Option(callback=written, help="A .png, .svg or .pdf.")] = Path("moecomm.png"),
 ) -> None:
     """Latency and bandwidth, layers, or GEMMs, over tokens, from JSON.  Wants matplotlib (extra bench)."""
     from rich.console import Console
@@ -336,14 +350,24 @@ def plot(
     Console().print(str(out), highlight=False)
 
 
+def say_on_cpu(what: str) -> None:
+    """Says at once what a command is worth here."""
+    from rich.console import Console
+
+    Console(stderr=True).print(f"No GPU here: {what}.", highlight=False, markup=False, soft_wrap=True)
+
+
 def numbers(name: str, text: str) -> list[int]:
     """The numbers of an option: one, or several with commas between.  Raises BadInput."""
     from moecomm.errors import BadInput
 
     try:
-        return [int(word) for word in text.split(",")]
+        found = [int(word) for word in text.split(",")]
     except ValueError:
         raise BadInput(name, repr(text), "a number, or several with commas between") from None
+    if not 0 <= min(found) <= max(found) < MAX_FLAT_ROWS:
+        raise BadInput(name, text, f"0 to {MAX_FLAT_ROWS - 1} each")
+    return found
 
 
 class _Kept:

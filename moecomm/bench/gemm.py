@@ -40,6 +40,7 @@ _WEIGHT_BYTES = (
     256 << 20
 )  # several times the second-level cache: smaller weights are kept several times, and take turns
 _HOST_CALLS = 10
+_MOST_BYTES = 128 << 30  # of the weights of a rank
 
 Call = Callable[[int], Any]  # with the number of the call, which chooses a copy of the weights
 
@@ -113,6 +114,10 @@ def gemms(models: list[Model], ranks: list[int], dtypes: Sequence[str] = ("bf16"
             if count < 1 or model.num_experts % count:
                 raise BadInput("ranks", count, f"a divisor of {model.num_experts} experts")
             local = model.num_experts // count
+            if (nbytes := 4 * local * model.hidden * model.intermediate) > _MOST_BYTES:
+                raise BadInput("experts, hidden, intermediate", f"weights of {nbytes >> 30} GiB", "what a GPU holds")
+            if not 1 <= model.topk <= model.num_experts:
+                raise BadInput("topk", model.topk, f"1 to {model.num_experts}")
             first = Gemm(model.name, count, 1, "swiglu", model.topk, local, 2 * model.intermediate, model.hidden)
             second = Gemm(model.name, count, 2, None, model.topk, local, model.hidden, model.intermediate)
             of_model = [first, dataclasses.replace(first, activation=None), second]

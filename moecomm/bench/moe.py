@@ -57,6 +57,8 @@ class Case:
         for model in self.models:
             if self.ranks < 1 or model.num_experts % self.ranks:
                 raise BadInput("ranks", self.ranks, f"a divisor of {model.num_experts} experts")
+            most = max(*self.tokens, self.room)
+            Settings(self.ranks, model.hidden, model.num_experts, model.topk, most, torch.bfloat16, "", None).check()
             sizes, units = (model.hidden, model.intermediate), (16, 32) if self.fp8 else (8, 8)
             if any(size % unit for size, unit in zip(sizes, units, strict=True)):
                 raise BadInput("hidden, intermediate", sizes, f"multiples of {units[0]} and {units[1]}")

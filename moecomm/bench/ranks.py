@@ -29,7 +29,7 @@ def plan(backend: str, ranks: int | None) -> tuple[str, int]:
 
     Raises BadInput, Unsupported.
     """
-    name, _ = backends.choose(config.default_backend() if backend == "auto" else backend, None)
+    name, _ = backends.choose(config.asked_backend(backend), None)
     if under_torchrun():
         _join()
         if ranks not in (None, dist.get_world_size()):

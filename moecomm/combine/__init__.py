@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moecomm.arrays import note_written, warn_of_gradients, window_tensor
+from moecomm.checks import check_dtype
 from moecomm.combine.arguments import check
 from moecomm.combine.plan import Combining, Options, Plan, kind_of
 from moecomm.dispatch.arguments import check_handle, check_hashable
@@ -90,8 +91,7 @@ def empty(buffer: Buffer, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
     """See Buffer.empty."""
     buffer.require_usable()
     _check_ended(buffer, handle)
-    if dtype not in DTYPES:
-        raise BadInput("dtype", dtype, " or ".join(map(str, DTYPES)))
+    check_dtype("dtype", dtype, DTYPES)
     (block,) = buffer.memory.allocate(math.prod(handle.y_shape) * dtype.itemsize)
     address = handle.plan.base + block.offset
     return window_tensor(block, address, handle.y_shape, dtype, buffer.device, buffer.session.owner)

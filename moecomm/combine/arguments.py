@@ -10,6 +10,7 @@ import torch
 
 from moecomm import _native
 from moecomm.arrays import adopt, adopt_written, check_apart, check_rows, check_tensor
+from moecomm.checks import check_flag
 from moecomm.dispatch.arguments import check_num_sms
 from moecomm.errors import BadInput, Unsupported
 from moecomm.routed import Handle
@@ -49,7 +50,8 @@ def check(
     y, back = adopt("y", y)
     check_num_sms(num_sms)
     _check_y(buffer, y, handle)
-    if wire not in (None, torch.float32, y.dtype):
+    check_flag("weighted", weighted)
+    if wire is not None and wire is not torch.float32 and wire is not y.dtype:
         raise BadInput("wire", wire, f"None or the dtype of y, {y.dtype}")
     shape = (handle.num_tokens, buffer.hidden)
     if out is not None:

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from types import ModuleType
 
+from moecomm.checks import check_flag
 from moecomm.errors import Unsupported
 
 __all__ = ["install_as_deep_ep"]
@@ -22,6 +23,7 @@ def install_as_deep_ep(*, replace: bool = False) -> ModuleType:
     Raises:
         Unsupported: there is another deep_ep, and `replace` was not asked for.
     """
+    check_flag("replace", replace)
     from moecomm.compat import deep_ep
 
     if sys.modules.get("deep_ep") is deep_ep:

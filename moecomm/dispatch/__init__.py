@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from moecomm.arrays import warn_of_gradients
 from moecomm.buffer_state import collective
+from moecomm.checks import check_flag
 from moecomm.dispatch import outputs
 from moecomm.dispatch.arguments import LAYOUTS, check, check_handle, check_hashable
 from moecomm.dispatch.plan import END, Options, Plan, Slips
@@ -95,7 +96,9 @@ def run(routed: Routed) -> None:
 def prepare_end(buffer: Buffer, routed: Routed, *, sync: bool | None = None) -> Routed:
     """Checks the arguments; see Buffer.dispatch_end."""
     buffer.require_open()
-    if routed is not buffer.begun:
+    if sync is not None:
+        check_flag("sync", sync)
+    if not isinstance(routed, Routed) or routed is not buffer.begun:
         raise BadInput("routed", "what has not begun, or has ended", "what dispatch_begin returned, once")
     routed.args.part = END
     routed.sync = buffer.on_cpu if sync is None else sync
@@ -143,6 +146,8 @@ def _start(
 ) -> Routed:
     """By a plan that is there already, if one fits.  `key`: what Options are made of."""
     buffer.require_usable()
+    if sync is not None:
+        check_flag("sync", sync)
     if buffer.begun is not None:
         raise BadInput("dispatch", "another one while one has only begun", "dispatch_end(routed) of that first")
     if getattr(x, "requires_grad", False) or getattr(topk_weights, "requires_grad", False):

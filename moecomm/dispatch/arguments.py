@@ -10,6 +10,7 @@ import torch
 
 from moecomm import _native
 from moecomm.arrays import adopt, check_rows, check_tensor
+from moecomm.checks import check_flag, check_name
 from moecomm.errors import BadInput, Closed
 from moecomm.routed import Handle
 from moecomm.whole import check_alignment, check_whole, is_whole
@@ -112,13 +113,11 @@ def scale_columns(options: Options, like: Tensors) -> int:
 
 
 def _check_options(options: Options, max_rows: int | None) -> None:
-    if options.layout not in LAYOUTS:
-        raise BadInput("layout", repr(options.layout), " or ".join(LAYOUTS))
+    check_name("layout", options.layout, LAYOUTS)
     check_alignment("expert_alignment", options.expert_alignment)
-    if options.scale_format not in SCALE_FORMATS:
-        raise BadInput("scale_format", repr(options.scale_format), " or ".join(SCALE_FORMATS))
-    if options.scale_layout not in SCALE_LAYOUTS:
-        raise BadInput("scale_layout", repr(options.scale_layout), " or ".join(SCALE_LAYOUTS))
+    check_name("scale_format", options.scale_format, SCALE_FORMATS)
+    check_name("scale_layout", options.scale_layout, SCALE_LAYOUTS)
+    check_flag("check_weights", options.check_weights)
     check_max_rows(max_rows)
     check_num_sms(options.num_sms)
 

@@ -94,7 +94,7 @@ class Plan:
         else:
             rows = self._worst_rows
             if max_rows is not None:
-                if not is_whole(max_rows) or max_rows < 0:
+                if not is_whole(max_rows) or not 0 <= max_rows < 1 << 63:
                     return None
                 rows = min(max_rows * self._groups, rows)
             payload, kept = self._memory.allocate(self._native.payload_bytes(rows), self._native.kept_bytes(rows))

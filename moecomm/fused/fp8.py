@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from moecomm.checks import check_dense
 from moecomm.dispatch.reference import E4M3_MAX, GROUP
 from moecomm.errors import BadInput
 from moecomm.settings import DTYPES
@@ -43,16 +44,16 @@ def quantize_weights(w: torch.Tensor) -> Fp8:
     Raises:
         BadInput: weights of other dtypes, or no matrices.
     """
-    if not isinstance(w, torch.Tensor) or w.dim() < 2 or w.dtype not in DTYPES:
-        got = f"{tuple(w.shape)} of {w.dtype}" if isinstance(w, torch.Tensor) else type(w).__name__
-        raise BadInput("w", got, f"[..., N, K] of {' or '.join(map(str, DTYPES))}")
+    check_dense("w", w)
+    if w.dim() < 2 or w.dtype not in DTYPES:
+        raise BadInput("w", f"{tuple(w.shape)} of {w.dtype}", f"[..., N, K] of {' or '.join(map(str, DTYPES))}")
     rows, columns = w.shape[-2:]
     down, across = -(-rows // GROUP), -(-columns // GROUP)
-    data = torch.empty(w.shape, dtype=torch.float8_e4m3fn, device=w.device)
-    scales = torch.empty(*w.shape[:-2], down, across, dtype=torch.float32, device=w.device)
+    data = w.new_empty(w.shape, dtype=torch.float8_e4m3fn)
+    scales = w.new_empty((*w.shape[:-2], down, across), dtype=torch.float32)
     if w.numel() == 0:
         return Fp8(data, scales.fill_(1e-4 / E4M3_MAX))
-    wide = torch.zeros(down * GROUP, across * GROUP, dtype=torch.float32, device=w.device)
+    wide = w.new_zeros((down * GROUP, across * GROUP), dtype=torch.float32)
     # One matrix after the other: in float32, all of them may not fit.
     for matrix, to, scale in zip(
         *(tensor.view(-1, *tensor.shape[-2:]) for tensor in (w.detach().contiguous(), data, scales)), strict=True

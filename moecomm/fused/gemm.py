@@ -14,10 +14,11 @@ from moecomm.backends import cuda_driver
 from moecomm.errors import Unsupported
 from moecomm.fused import kernels, reference, schedules, tensor_maps
 from moecomm.fused.fp8 import Fp8, Operand
-from moecomm.fused.operands import Operands, check_operands, result
+from moecomm.fused.operands import Operands, check_counts, check_operands, result
 from moecomm.fused.schedules import BAND, FP8_BAND, Schedule, block_columns
 from moecomm.fused.weights import GRANULARITY
 from moecomm.plain_kernel import launch
+from moecomm.whole import check_whole
 
 
 @overload
@@ -84,7 +85,9 @@ def grouped_gemm(
         w: `[E, N, K]` of the same dtype.  With "swiglu" N = 2 I: gate and up rows.  Of FP8, an `Fp8` as well:
             scales `[E, ceil(N / 128), ceil(K / 128)]`, one for 128 rows, as they lie here, and 128 columns;
             `moecomm.fused.quantize_weights` makes one.
-        tokens_per_expert: int32 `[E]`, on the device of x, read there: rows of each expert, valid ones first.
+        tokens_per_expert: int32 `[E]`, on the device of x, read there: rows of each expert, valid ones first.  Counts
+            that are negative or do not fit are bad input on CPUs; on GPUs, where nothing waits for them, such groups
+            are cut to the rows there are.
         alignment: layout "expert": each expert's rows begin at a multiple of it, `expert_alignment` of the dispatch.
         activation: None, or "swiglu": out = silu(gate) * up, computed in float32 and rounded once.
         interleaved: with "swiglu": w is `moecomm.fused.interleave(w13)`; False: w13 itself, all gate rows and then all
@@ -105,6 +108,8 @@ def grouped_gemm(
             FP8 or "swiglu"; a GPU that is no Hopper (compute capability 9.0).
     """
     given = check_operands(x, w, tokens_per_expert, alignment, activation, interleaved)
+    if expected_rows is not None:
+        check_whole("expected_rows", expected_rows, 0)
     if schedule is not None:
         schedules.check_schedule(given.x.dtype, schedule)
     product, scales = result(given, activation, out, out_dtype, quantize)
@@ -112,6 +117,7 @@ def grouped_gemm(
     if out is not None:
         note_written("out", product, scales)
     if not product.is_cuda:
+        check_counts(tokens_per_expert, given.x.shape[:-1], alignment)
         how: dict[str, Any] = {"alignment": alignment, "activation": activation, "interleaved": interleaved}
         reference.grouped_gemm(x, w, tokens_per_expert, **how, out=returned)
         return returned

@@ -14,6 +14,7 @@ from torch.nn.functional import grouped_mm, pad, silu
 from moecomm import combine, dispatch
 from moecomm.arrays import adopt, check_tensor, note_written, warn_of_gradients
 from moecomm.buffer_state import collective
+from moecomm.checks import check_flags, check_name
 from moecomm.dispatch.arguments import check_max_rows
 from moecomm.errors import BadInput
 from moecomm.fused import kernels, one_launch, reference, two_launches
@@ -232,8 +233,8 @@ def prepare(
     buffer.require_usable()
     (x, back), w13, w2 = adopt("x", x), adopt_weights("w13", w13), adopt_weights("w2", w2)
     warn_of_gradients(x, topk_weights, bias, *(t for w in (w13, w2) for t in (w if isinstance(w, Fp8) else (w,))))
-    if activation != "swiglu":
-        raise BadInput("activation", repr(activation), "'swiglu'")
+    check_name("activation", activation, ("swiglu",))
+    check_flags(interleaved=interleaved, check_weights=check_weights)
     form = form_of(fused)
     check_tensor("x", x, device=buffer.device, dtypes=(buffer.dtype,), shape=(None, buffer.hidden))
     rows = max(1, len(x) * buffer.topk * buffer.num_ranks // buffer.num_experts)  # of an expert, if all are as we are

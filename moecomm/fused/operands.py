@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from moecomm.arrays import check_apart, check_memory
+from moecomm.arrays import check_apart, check_memory, has_memory
+from moecomm.checks import check_dense, check_flag, check_name, check_together
 from moecomm.dispatch.reference import GROUP
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import kernels
@@ -14,7 +15,6 @@ from moecomm.fused.fp8 import Operand
 from moecomm.whole import check_alignment
 
 _MOST_ROWS = 1 << 30
-ACTIVATIONS = (None, "swiglu")
 
 
 class Operands(NamedTuple):
@@ -31,17 +31,19 @@ def check_operands(
     x: Operand, w: Operand, counts: torch.Tensor, alignment: int, activation: str | None, interleaved: bool
 ) -> Operands:
     """Raises BadInput or Unsupported; see moecomm.fused.grouped_gemm."""
-    if activation not in ACTIVATIONS:
-        raise BadInput("activation", repr(activation), "None or 'swiglu'")
+    if activation is not None:
+        check_name("activation", activation, ("swiglu",))
+    check_flag("interleaved", interleaved)
     (x, x_scales), (w, w_scales) = _pair("x", x), _pair("w", w)
+    check_dense("tokens_per_expert", counts)
+    _check_memory(x, x=x, w=w, tokens_per_expert=counts)
+    _check_memory(x, x=x_scales, w=w_scales)
     if x.dim() not in (2, 3) or not x.is_contiguous() or x.shape[:-1].numel() > _MOST_ROWS:
         raise BadInput("x", what(x), "contiguous [rows, K] or [experts, rows, K], at most 2^30 rows")
     if w.dim() != 3 or not w.is_contiguous() or w.dtype != x.dtype or w.device != x.device or 0 in w.shape:
         raise BadInput("w", what(w), f"contiguous [experts, N, K] of {x.dtype} on {x.device}")
     if w.shape[2] != x.shape[-1] or (x.dim() == 3 and x.shape[0] != w.shape[0]):
         raise BadInput("w", what(w), f"the K and, batched, the experts of x, {tuple(x.shape)}")
-    if not isinstance(counts, torch.Tensor):
-        raise BadInput("tokens_per_expert", type(counts).__name__, f"int32 [{w.shape[0]}] on {x.device}")
     if counts.shape != w.shape[:1] or counts.dtype != torch.int32 or counts.device != x.device:
         raise BadInput("tokens_per_expert", what(counts), f"int32 [{w.shape[0]}] on {x.device}")
     if not counts.is_contiguous():
@@ -79,14 +81,18 @@ def result(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Where the product goes, and its scales, if it has some; made where the caller has not."""
     fp8 = given.x.dtype == kernels.FP8
-    if quantize not in (None, "fp8"):
-        raise BadInput("quantize", repr(quantize), "None or 'fp8'")
+    if quantize is not None:
+        check_name("quantize", quantize, ("fp8",))
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise BadInput("out_dtype", repr(out_dtype), "a dtype, or None")
     if quantize is not None and (not fp8 or activation is None or out_dtype is not None):
         raise Unsupported(
             "quantize='fp8' of a grouped GEMM: want x and w in FP8, activation='swiglu', and no out_dtype"
         )
     shape = (*given.x.shape[:-1], given.w.shape[1] // (1 if activation is None else 2))
     data, scales = (None, None) if out is None else _pair("out", out)
+    _check_memory(given.x, out=data)
+    _check_memory(given.x, out=scales)
     if quantize is not None:
         data = _made("out", data, shape, kernels.FP8, given)
         return data, _made("out", scales, (*shape[:-1], -(-shape[-1] // GROUP)), torch.float32, given)
@@ -113,6 +119,25 @@ def _pair(argument: str, given: Operand) -> tuple[torch.Tensor, torch.Tensor | N
     if not isinstance(given, tuple) or len(given) != 2 or not all(isinstance(t, torch.Tensor) for t in given):
         raise BadInput(argument, type(given).__name__, "a tensor, or a pair of values and scales")
     return given
+
+
+def _check_memory(like: torch.Tensor, **given: torch.Tensor | None) -> None:
+    """Raises BadInput unless all that are there are dense tensors in memory, and of the kind of `like`."""
+    for argument, tensor in given.items():
+        if tensor is not None:
+            check_together(**{"x": like, argument: tensor})
+            if not has_memory(tensor):
+                raise BadInput(argument, "a tensor without memory", "one that has some")
+
+
+def check_counts(counts: torch.Tensor, rows: torch.Size, alignment: int) -> None:
+    """Raises BadInput for groups that are negative or do not fit into `[rows]` or `[groups, rows of each]`; on CPUs."""
+    begin = 0
+    for group, count in enumerate(counts.tolist()):
+        if count < 0 or begin + count > rows[-1]:
+            raise BadInput("tokens_per_expert", f"{count} rows in group {group}", f"0 to {max(0, rows[-1] - begin)}")
+        if len(rows) == 1:
+            begin = -(-(begin + count) // alignment) * alignment
 
 
 def _check_scales(

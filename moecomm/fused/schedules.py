@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
+from moecomm.checks import check_flag, check_sizes
 from moecomm.errors import BadInput
+from moecomm.whole import check_whole
 
 BLOCK_COLUMNS = 128  # GemmConfig::block_columns of csrc/fused/config.cuh; twice as many of e4m3
 # Row tiles of a band (csrc/fused/tiles.h).  66 pairs of blocks on 132 multiprocessors work on 8 by 8.25 tiles of 256
@@ -31,6 +34,10 @@ class Schedule:
     stages: int
     cluster: int
     swapped: bool = True
+
+    def __post_init__(self) -> None:
+        check_sizes(row_unit=self.row_unit, most_rows=self.most_rows, stages=self.stages, cluster=self.cluster)
+        check_flag("swapped", self.swapped)
 
 
 # By name: rows of a tile, slots of the ring, blocks of a cluster; u16: units of rows of 16, not of 32.
@@ -86,6 +93,7 @@ def choose_fp8(expected_rows: int, groups: int, columns: int, multiprocessors: i
     of which units of 64 waste little, 128x4c1r was 9 to 46 % faster than 128x4c1; with 125 to 128 it was not.  There
     are no pairs of blocks with tiles of 128 rows: they were faster in few rows, by little (csrc/README.md).
     """
+    _check_shape(expected_rows, groups, columns, 1, multiprocessors)
     column_tiles = -(-columns // (2 * BLOCK_COLUMNS))
     if expected_rows <= 40:
         return "64x5c2" if column_tiles % 2 == 0 else "64x5c1"
@@ -95,6 +103,12 @@ def choose_fp8(expected_rows: int, groups: int, columns: int, multiprocessors: i
     return few or "128x4c1"
 
 
+def _check_shape(expected_rows: int, groups: int, columns: int, depth: int, multiprocessors: int) -> None:
+    check_whole("expected_rows", expected_rows, 0)
+    check_sizes(groups=groups, columns=columns, depth=depth, multiprocessors=multiprocessors)
+
+
+@lru_cache(maxsize=1024)
 def schedule_of(
     dtype: torch.dtype, expected_rows: int, groups: int, columns: int, depth: int, multiprocessors: int
 ) -> Schedule:
@@ -113,9 +127,10 @@ def schedule_of_both(dtype: torch.dtype, expected_rows: int, intermediate: int) 
 
 def check_schedule(dtype: torch.dtype, schedule: Schedule) -> None:
     """BadInput if there are no kernels of it for x and w of a dtype."""
-    if dtype == torch.float8_e4m3fn and schedule not in FP8_SCHEDULES.values():
+    is_one = isinstance(schedule, Schedule)
+    if dtype == torch.float8_e4m3fn and not (is_one and schedule in FP8_SCHEDULES.values()):
         raise BadInput("schedule", repr(schedule), "one of FP8_SCHEDULES")
-    if dtype != torch.float8_e4m3fn and not (isinstance(schedule, Schedule) and schedule.swapped):
+    if dtype != torch.float8_e4m3fn and not (is_one and schedule.swapped):
         raise BadInput("schedule", repr(schedule), "one of SCHEDULES")
 
 
@@ -147,6 +162,7 @@ def choose(expected_rows: int, groups: int, columns: int, depth: int, multiproce
     measured; the reasons given below are inferred.
     `multiprocessors`: of the GPU, by default those of an H200.
     """
+    _check_shape(expected_rows, groups, columns, depth, multiprocessors)
     column_tiles = -(-columns // BLOCK_COLUMNS)
     paired = column_tiles % 2 == 0  # else one cluster of two in a row of tiles has a block with nothing to do
     waves = groups * column_tiles / multiprocessors  # with one row tile a group

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from moecomm.checks import check_dense
 from moecomm.errors import BadInput
 
 GRANULARITY = 8  # rows: what lies 8 apart in a tile is in registers of the same lane (csrc/fused/wgmma.cuh)
@@ -35,7 +36,7 @@ def _swapped(w13: torch.Tensor, parts: tuple[int, int]) -> torch.Tensor:
 
 
 def _blocks(w13: torch.Tensor) -> int:
-    if not isinstance(w13, torch.Tensor) or w13.dim() < 2 or w13.shape[-2] % (2 * GRANULARITY):
-        got = tuple(w13.shape) if isinstance(w13, torch.Tensor) else type(w13).__name__
-        raise BadInput("w13", got, "[..., 2 I, H] with I a multiple of 8")
+    check_dense("w13", w13)
+    if w13.dim() < 2 or w13.shape[-2] % (2 * GRANULARITY):
+        raise BadInput("w13", tuple(w13.shape), "[..., 2 I, H] with I a multiple of 8")
     return w13.shape[-2] // (2 * GRANULARITY)

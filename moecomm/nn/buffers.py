@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Hashable
 from typing import Any
 
 from moecomm.buffer import Buffer
+from moecomm.errors import BadInput
 
 _lock = threading.Lock()
 _shared: weakref.WeakValueDictionary[tuple[Any, ...], Buffer] = weakref.WeakValueDictionary()
@@ -28,6 +30,9 @@ def shared_buffer(group: Any, **settings: Any) -> Buffer:
     """
     if hasattr(group, "get_group") and getattr(group, "ndim", 0) == 1:  # DeviceMesh: another object at each mesh["ep"]
         group = group.get_group()
+    for name, value in settings.items():
+        if not isinstance(value, Hashable):
+            raise BadInput(name, repr(value), "one value, and no list of them")
     key = (group if isinstance(group, str) else id(group), *sorted(settings.items(), key=lambda setting: setting[0]))
     with _lock:
         buffer = _shared.get(key)

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-from moecomm import ops
+from moecomm import backends, ops
 from moecomm.buffer import Buffer
+from moecomm.checks import check_dense, check_drawn, check_dtype, check_flag, check_name, check_sizes, check_together
+from moecomm.dispatch.arguments import check_max_rows
 from moecomm.errors import BadInput
 from moecomm.nn.buffers import shared_buffer
 from moecomm.nn.experts import Experts
@@ -17,6 +19,7 @@ from moecomm.ops.counted import counted
 from moecomm.ops.rounds import rows_of
 from moecomm.rendezvous import rendezvous
 from moecomm.router import Gating
+from moecomm.settings import DTYPES
 
 
 class ExpertParallel(torch.nn.Module):
@@ -76,8 +79,16 @@ class ExpertParallel(torch.nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        check_sizes(hidden=hidden, intermediate=intermediate, num_experts=num_experts, topk=topk, max_tokens=max_tokens)
+        check_flag("corrected", corrected)
+        check_max_rows(max_rows)
+        check_drawn(seed, dtype, device)
+        check_dtype("dtype" if payload is None else "payload", dtype if payload is None else payload, DTYPES)
+        if wire is not None:
+            check_dtype("wire", wire, DTYPES)
+        check_name("backend", backend, ("auto", *backends.NAMES))
         rank, num_ranks = _place(group, buffer)
-        if num_experts < 1 or num_experts % num_ranks:
+        if num_experts % num_ranks:
             raise BadInput("num_experts", num_experts, f"a multiple of the number of ranks, {num_ranks}")
         self.gate: Gate | None = None
         if gate is not None:
@@ -86,7 +97,7 @@ class ExpertParallel(torch.nn.Module):
         local = num_experts // num_ranks
         mine = range(rank * local, (rank + 1) * local)
         self.experts = Experts(mine, hidden, intermediate, seed=seed, dtype=dtype, device=device)
-        self.payload, self.wire, self.max_rows = payload or dtype, wire, max_rows
+        self.payload, self.wire, self.max_rows = dtype if payload is None else payload, wire, max_rows
         self._group, self._backend = group, backend
         self._sizes = {"hidden": hidden, "num_experts": num_experts, "topk": topk, "max_tokens": max_tokens}
         self._buffer: Buffer | None = None
@@ -148,6 +159,7 @@ class ExpertParallel(torch.nn.Module):
             if topk_weights is not None:
                 raise BadInput("topk_weights", "weights without topk_idx", "both, or neither: the gate says both")
             topk_idx, topk_weights = self.gate(tokens)
+        check_together(x=tokens, topk_idx=topk_idx, topk_weights=topk_weights)
         rows = tokens.to(self.payload)
         if self._runs_fused(tokens):
             weights = None if topk_weights is None else topk_weights.float()
@@ -193,15 +205,18 @@ class ExpertParallel(torch.nn.Module):
 
 def _tokens_of(x: Any) -> torch.Tensor:
     """`[T, H]`.  Of whole numbers, the output could not be whole."""
-    if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.ndim == 0:
-        got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-        raise BadInput("x", got, "a floating tensor [..., hidden]")
-    return x.reshape(-1, x.shape[-1])
+    check_dense("x", x)
+    if not x.is_floating_point() or x.ndim == 0:
+        raise BadInput("x", f"{x.dtype} {tuple(x.shape)}", "a floating tensor [..., hidden]")
+    tokens: torch.Tensor = x.reshape(-1, x.shape[-1])
+    return tokens
 
 
 def _place(group: Any, buffer: Buffer | None) -> tuple[int, int]:
     """This rank, and how many there are."""
     if buffer is not None:
+        if not isinstance(buffer, Buffer):
+            raise BadInput("buffer", type(buffer).__name__, "a Buffer, or None")
         return buffer.rank, buffer.num_ranks
     ranks = rendezvous(group)
     return ranks.rank, ranks.ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import silu
 
+from moecomm.checks import MOST_SIZE, check_dense, check_drawn, check_sizes, check_together
 from moecomm.errors import BadInput
 from moecomm.layer import expert_weights
 from moecomm.ops.grouped import grouped_linear
@@ -37,7 +38,11 @@ class Experts(torch.nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if intermediate < 1 or intermediate * dtype.itemsize % 16:
+        if not isinstance(experts, range) or len(experts) == 0 or len(experts) > MOST_SIZE:
+            raise BadInput("experts", repr(experts), "a range of one or more")
+        check_sizes(hidden=hidden, intermediate=intermediate)
+        check_drawn(seed, dtype, device)
+        if intermediate * dtype.itemsize % 16:
             raise BadInput("intermediate", intermediate, f"rows of a multiple of 16 bytes, in {dtype}")
         device = torch.get_default_device() if device is None else device
         drawn = [expert_weights(e, hidden, intermediate, seed=seed, dtype=dtype) for e in experts]
@@ -55,6 +60,14 @@ class Experts(torch.nn.Module):
             `[rows, H]` in the dtype that the weights, or autocast, have; rows after the last group are not defined.
             Gradients of the weights are sums over the rows of the groups alone.
         """
+        check_dense("x", x)
+        check_dense("tokens_per_expert", tokens_per_expert)
+        check_together(x=x, tokens_per_expert=tokens_per_expert, w13=self.w13)
+        if x.ndim != 2 or x.shape[1] != self.w13.shape[2] or not x.is_floating_point():
+            raise BadInput("x", f"{x.dtype} {tuple(x.shape)}", f"floating [rows, {self.w13.shape[2]}]")
+        if tokens_per_expert.shape != self.w13.shape[:1] or tokens_per_expert.dtype not in (torch.int32, torch.int64):
+            got = f"{tokens_per_expert.dtype} {tuple(tokens_per_expert.shape)}"
+            raise BadInput("tokens_per_expert", got, f"int32 ({self.w13.shape[0]},)")
         dtype = self.w13.dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from moecomm.checks import check_dense, check_drawn, check_flag, check_together
+from moecomm.errors import BadInput
 from moecomm.router import Gating, gate_weight
 
 
@@ -34,6 +36,10 @@ class Gate(torch.nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(gating, Gating):
+            raise BadInput("gating", type(gating).__name__, "a Gating")
+        check_flag("corrected", corrected)
+        check_drawn(seed, dtype, device)
         self.gating = gating
         device = torch.get_default_device() if device is None else device
         drawn = gate_weight(gating.num_experts, gating.hidden, seed=seed)
@@ -43,6 +49,8 @@ class Gate(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See the class.  Raises BadInput for another shape."""
+        check_dense("x", x)
+        check_together(x=x, weight=self.weight)
         with torch.autocast(x.device.type, enabled=False):
             # A choice among near-equal scores must not depend on a dtype that a module's .to() gave the bias.
             bias = None if self.bias is None else self.bias.float()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moecomm.checks import check_dense
 from moecomm.errors import BadInput
 from moecomm.rendezvous import rendezvous
 from moecomm.whole import check_whole, is_whole
@@ -36,14 +37,17 @@ def shard_state(state: Mapping[str, torch.Tensor], rank: int, num_ranks: int) ->
     Raises:
         BadInput: weights that can't be cut into R parts.
     """
+    _check_state(state)
     check_whole("num_ranks", num_ranks, 1)
     if not is_whole(rank) or not 0 <= rank < num_ranks:
         raise BadInput("rank", repr(rank), f"0 to {num_ranks - 1}")
     cut = {}
     for name, tensor in state.items():
         if is_sharded(name):
-            if tensor.shape[0] % num_ranks:
-                raise BadInput("state", f"{tensor.shape[0]} experts in {name}", f"a multiple of {num_ranks} ranks")
+            if tensor.ndim == 0 or tensor.shape[0] % num_ranks:
+                raise BadInput(
+                    "state", f"{tuple(tensor.shape)} in {name}", f"[E, ...], E a multiple of {num_ranks} ranks"
+                )
             tensor = tensor.chunk(num_ranks)[rank]
         cut[name] = tensor
     return cut
@@ -62,10 +66,14 @@ def gather_state(
     Returns:
         The same names; weights of experts are `[E, ...]`, on every rank.
     """
+    _check_state(state)
     if group is None or isinstance(group, str):
         rendezvous(group)  # raises unless it is one rank
         return dict(state)
     import torch.distributed as dist
+
+    if not isinstance(group, dist.ProcessGroup):
+        raise BadInput("group", type(group).__name__, "a torch.distributed ProcessGroup, or None")
 
     whole = {}
     for name in sorted(state):  # in one order on all ranks
@@ -76,3 +84,12 @@ def gather_state(
             tensor = torch.cat(parts)
         whole[name] = tensor
     return {name: whole[name] for name in state}
+
+
+def _check_state(state: Any) -> None:
+    """Raises BadInput unless it is tensors by name; what modules keep besides, as bytes, is left alone."""
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise BadInput("state", type(state).__name__, "tensors by name, as a state_dict has them")
+    for name, tensor in state.items():
+        if is_sharded(name):
+            check_dense(f"state[{name!r}]", tensor)

@@ -26,13 +26,15 @@ import torch
 
 from moecomm.arrays import adopt
 from moecomm.buffer import Buffer
-from moecomm.dispatch.arguments import check_max_rows, check_num_sms
+from moecomm.checks import check_flag, check_flags, check_name, check_together
+from moecomm.dispatch.arguments import LAYOUTS, check_max_rows, check_num_sms
 from moecomm.errors import BadInput
 from moecomm.fused.fp8_experts import adopt_weights
 from moecomm.fused.layer import form_of
 from moecomm.ops import gradients, layer, rounds, tangents
 from moecomm.ops.counted import counted
 from moecomm.ops.handles import Handle
+from moecomm.whole import check_alignment
 
 __all__ = ["Dispatched", "Handle", "combine", "dispatch", "dispatch_again", "moe"]
 
@@ -97,6 +99,9 @@ def dispatch(
     """
     name = _name_of(buffer)
     x, topk_idx, weights = _routed(x, topk_idx, topk_weights)
+    check_name("layout", layout, LAYOUTS)
+    check_alignment("expert_alignment", expert_alignment)
+    check_flag("zero_padding", zero_padding)
     check_max_rows(max_rows)  # -1 is the operator's word for the worst case
     check_num_sms(num_sms)
     tangents.refuse("moecomm.ops.dispatch", x, weights)
@@ -108,13 +113,13 @@ def dispatch(
         layout,
         expert_alignment,
         -1 if max_rows is None else max_rows,
-        zero_padding,
+        bool(zero_padding),
         num_sms,
     )
     room = rows.shape[0] * (rows.shape[1] if layout == "batched" else 1)
     flat = layout == "flat"
     row_weights = None if flat else weights
-    handle = Handle(memory, row_weights, name, layout, x.shape[0], room, zero_padding, num_sms)
+    handle = Handle(memory, row_weights, name, layout, x.shape[0], room, bool(zero_padding), num_sms)
     return Dispatched(
         rows,
         tokens_per_expert,
@@ -143,6 +148,9 @@ def dispatch_again(x: torch.Tensor, handle: Handle) -> torch.Tensor:
     """
     _check_handle(handle)
     x = adopt("x", x)[0]
+    check_together(x=x, handle=handle.memory)
+    if x.ndim != 2:
+        raise BadInput("x", f"shape {tuple(x.shape)}", "[tokens, hidden]")
     tangents.refuse("moecomm.ops.dispatch_again", x)
     rows: torch.Tensor = rounds.dispatch_again(
         x,
@@ -174,11 +182,14 @@ def combine(y: torch.Tensor, handle: Handle, *, weighted: bool = True, wire: tor
         As Buffer.combine; BadInput as well for a handle that is none.
     """
     _check_handle(handle)
-    y, weights = adopt("y", y)[0], handle.row_weights if weighted else None
-    tangents.refuse("moecomm.ops.combine", y, weights)
+    check_flag("weighted", weighted)
+    y, row_weights = adopt("y", y)[0], handle.row_weights if weighted else None
+    _check_wire(wire, y)
+    check_together(y=y, handle=handle.memory, row_weights=row_weights)
+    tangents.refuse("moecomm.ops.combine", y, row_weights)
     out: torch.Tensor = rounds.combine(
         y,
-        weights,
+        row_weights,
         handle.memory,
         handle.buffer,
         handle.layout,
@@ -234,13 +245,19 @@ def moe(
     """
     name = _name_of(buffer)
     x, topk_idx, topk_weights = _routed(x, topk_idx, topk_weights)
+    check_name("activation", activation, ("swiglu",))
+    check_flags(interleaved=interleaved, check_weights=check_weights)
     check_max_rows(max_rows)
+    _check_wire(wire, x)
     check_num_sms(num_sms)
     (w13, w13_scales), (w2, w2_scales) = (
         weights if isinstance(weights, tuple) else (weights, None)
         for weights in (adopt_weights("w13", w13), adopt_weights("w2", w2))
     )
     bias = None if bias is None else adopt("bias", bias)[0]
+    check_together(x=x, w13=w13, w2=w2, bias=bias)
+    for argument, scales in (("w13", w13_scales), ("w2", w2_scales)):
+        check_together(x=x, **{argument: scales})
     tangents.refuse("moecomm.ops.moe", x, topk_weights, w13, w2, bias)
     out: torch.Tensor = layer.moe(
         x,
@@ -253,11 +270,11 @@ def moe(
         bias,
         name,
         activation,
-        interleaved,
+        bool(interleaved),
         max_rows,
         wire,
         num_sms,
-        check_weights,
+        bool(check_weights),
         form_of(fused),
     )
     return out
@@ -273,8 +290,20 @@ def _routed(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Tokens and their routing, with weights in float32.  An operator of torch does not name what is no tensor."""
-    weights = None if topk_weights is None else adopt("topk_weights", topk_weights)[0].float()
-    return adopt("x", x)[0], adopt("topk_idx", topk_idx)[0], weights
+    x, topk_idx = adopt("x", x)[0], adopt("topk_idx", topk_idx)[0]
+    weights = None if topk_weights is None else adopt("topk_weights", topk_weights)[0]
+    check_together(x=x, topk_idx=topk_idx, topk_weights=weights)
+    if weights is None:
+        return x, topk_idx, None
+    if not weights.is_floating_point():
+        raise BadInput("topk_weights", str(weights.dtype), "a floating dtype")
+    return x, topk_idx, weights.float()
+
+
+def _check_wire(wire: torch.dtype | None, y: torch.Tensor) -> None:
+    """Rounds see to the rest."""
+    if wire is not None and not isinstance(wire, torch.dtype):
+        raise BadInput("wire", wire, f"None or the dtype of y, {y.dtype}")
 
 
 def _check_handle(handle: Handle) -> None:

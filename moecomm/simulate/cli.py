@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moecomm.bench.options import Experts, Hidden, Intermediate, Json, Topk, real, whole, written
+
 if TYPE_CHECKING:
     from moecomm.simulate.domain import Domain
     from moecomm.simulate.routing import Gate
@@ -18,11 +20,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Json = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write the result there.")]
 Parameters = Annotated[Path | None, typer.Option(help="What fit has written; default: what the package ships.")]
-NicGbs = Annotated[float, typer.Option(help="Of a GPU's NIC, one direction, GB/s.  Default: 400 Gb/s.")]
-NicLatency = Annotated[float, typer.Option(help="Put and signal, one way.  Default: half of GIN's round trip.")]
-NicMessages = Annotated[float, typer.Option(help="Millions of puts and signals a second.")]
+NicGbs = Annotated[
+    float, typer.Option(callback=real(0), help="Of a GPU's NIC, one direction, GB/s.  Default: 400 Gb/s.")
+]
+NicLatency = Annotated[
+    float, typer.Option(callback=real(0), help="Put and signal, one way.  Default: half of GIN's round trip.")
+]
+NicMessages = Annotated[float, typer.Option(callback=real(0), help="Millions of puts and signals a second.")]
 _NIC = (50.0, 8.35, 215.0)  # Nic's own; tests see to it
 
 
@@ -30,33 +35,39 @@ _NIC = (50.0, 8.35, 215.0)  # Nic's own; tests see to it
 def predict(
     context: typer.Context,
     domains: Annotated[str, typer.Option(help="Numbers of NVLink domains: one or several.")] = "1,2,4,8",
-    ranks: Annotated[int, typer.Option(help="GPUs of a domain.")] = 8,
+    ranks: Annotated[int, typer.Option(callback=whole(1, 1 << 16), help="GPUs of a domain.")] = 8,
     tokens: Annotated[str, typer.Option(help="Tokens of a rank: one number or several.")] = "1,128,4096",
     model: Annotated[str, typer.Option(help="Whose sizes and gate: a name of moecomm.router.MODELS.")] = "deepseek-v3",
-    hidden: Annotated[int | None, typer.Option(help="Columns of a token, in place of the model's.")] = None,
-    intermediate: Annotated[int | None, typer.Option(help="Columns of an expert, in place of the model's.")] = None,
-    topk: Annotated[int | None, typer.Option(help="Experts a token picks, in place of the model's.")] = None,
-    experts: Annotated[int | None, typer.Option(help="Experts of all ranks, in place of the model's.")] = None,
+    hidden: Hidden = None,
+    intermediate: Intermediate = None,
+    topk: Topk = None,
+    experts: Experts = None,
     grouped: Annotated[bool, typer.Option("--grouped/--ungrouped", help="Keep to the model's best groups.")] = True,
     layout: Annotated[str, typer.Option(help="flat or expert.")] = "flat",
     payload: Annotated[str, typer.Option(help="Of dispatch: bf16, fp8, fp8-ue8m0.")] = "fp8",
     wire: Annotated[
         str, typer.Option(help="Of sums that combine sends: fp32 or bf16.  Flat: between domains.")
     ] = "fp32",
-    skew: Annotated[float, typer.Option(help="The part of the tokens that wants rank 0.")] = 0.0,
+    skew: Annotated[float, typer.Option(callback=real(0, 1), help="The part of the tokens that wants rank 0.")] = 0.0,
     algorithm: Annotated[str, typer.Option(help="ht, ll, or auto: the faster of them for few tokens.")] = "auto",
-    chunk_tokens: Annotated[int, typer.Option(help="HT: tokens signalled together between domains.")] = 32,
+    chunk_tokens: Annotated[
+        int, typer.Option(callback=whole(1, 1 << 16), help="HT: tokens signalled together between domains.")
+    ] = 32,
     nic_gbs: NicGbs = _NIC[0],
     nic_latency_us: NicLatency = _NIC[1],
     nic_mega_messages: NicMessages = _NIC[2],
-    nvlink_gbs: Annotated[float, typer.Option(help="Where NVLink is slower than was measured; 0: as it was.")] = 0.0,
-    gemm_us: Annotated[float, typer.Option(help="Of the experts; 0: a roofline.")] = 0.0,
-    gemm_tflops: Annotated[float, typer.Option(help="Of the roofline; 0: as it was measured.")] = 0.0,
-    hbm_gbs: Annotated[float, typer.Option(help="Of the roofline.  Default: H200.")] = 4800.0,
-    parts: Annotated[int, typer.Option(help="Overlapped layer: parts that the tokens are cut into.")] = 2,
+    nvlink_gbs: Annotated[
+        float, typer.Option(callback=real(0), help="Where NVLink is slower than was measured; 0: as it was.")
+    ] = 0.0,
+    gemm_us: Annotated[float, typer.Option(callback=real(0), help="Of the experts; 0: a roofline.")] = 0.0,
+    gemm_tflops: Annotated[float, typer.Option(callback=real(0), help="Of the roofline; 0: as it was measured.")] = 0.0,
+    hbm_gbs: Annotated[float, typer.Option(callback=real(0), help="Of the roofline.  Default: H200.")] = 4800.0,
+    parts: Annotated[
+        int, typer.Option(callback=whole(1, 1 << 16), help="Overlapped layer: parts that the tokens are cut into.")
+    ] = 2,
     parameters: Parameters = None,
     json: Json = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw there, a .png, .svg or .pdf.")] = None,
+    plot: Annotated[Path | None, typer.Option(callback=written, help="Draw there, a .png, .svg or .pdf.")] = None,
 ) -> None:
     """Predicts dispatch, combine and layer time over any number of NVLink domains: a model, not a measurement."""
     if context.invoked_subcommand is not None:
@@ -100,7 +111,8 @@ def predict(
 @app.command()
 def check(
     results: Annotated[
-        list[Path] | None, typer.Argument(help="JSON of the benchmark; default: bench/results.", exists=True)
+        list[Path] | None,
+        typer.Argument(help="JSON of the benchmark; default: bench/results.", exists=True, dir_okay=False),
     ] = None,
     nic_gbs: NicGbs = _NIC[0],
     nic_latency_us: NicLatency = _NIC[1],
@@ -124,8 +136,10 @@ def check(
 
 @app.command()
 def fit(
-    results: Annotated[list[Path], typer.Argument(help="JSON of dispatch-combine or sweep.", exists=True)],
-    out: Annotated[Path, typer.Option(help="Where the parameters go.")],
+    results: Annotated[
+        list[Path], typer.Argument(help="JSON of dispatch-combine or sweep.", exists=True, dir_okay=False)
+    ],
+    out: Annotated[Path, typer.Option(callback=written, help="Where the parameters go.")],
 ) -> None:
     """Fits the terms of one domain to results, and says by how much each row is missed."""
     from moecomm.bench.table import console

@@ -12,6 +12,7 @@ from typing import Any
 
 from moecomm.bench.case import Case
 from moecomm.bench.ours import FP32_WIRE
+from moecomm.errors import BadInput
 from moecomm.simulate.domain import Load, Operation
 from moecomm.simulate.model import fan_out
 from moecomm.simulate.routing import Gate, Spread, spread
@@ -92,14 +93,20 @@ class Row:
 
 
 def read(path: Path) -> list[Result]:
-    """One of a file of one backend, one a backend and number of domains of a file of several; none of others."""
+    """One of a file of one backend, one a backend and number of domains of a file of several; none of other JSON.
+
+    Raises BadInput for what is no JSON.
+    """
     data = path.read_bytes()
     try:
         found = json.loads(data)
+    except ValueError:
+        raise BadInput("results", str(path), "JSON of the benchmark") from None
+    try:
         alone, several = (found["benchmark"] == name for name in ("dispatch-combine", "backends"))
         if not (alone or several) or not found["machine"]["gpus"] or found["case"].get("backend") == "host":
             return []
-    except (ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return []
     digest = hashlib.sha256(data).hexdigest()
     if alone:

@@ -18,6 +18,8 @@ from moecomm.simulate.model import AUTO, Machine, cost
 from moecomm.simulate.nic import SOURCES
 from moecomm.simulate.routing import Gate, Spread, spread
 
+_MOST_GPUS = 1 << 16
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -46,6 +48,10 @@ class Asked:
         """Raises BadInput for what has no time."""
         if not self.domains or not self.tokens:
             raise BadInput("domains, tokens", (self.domains, self.tokens), "at least one number each")
+        if (most := max(self.domains) * self.ranks) > _MOST_GPUS or self.gate.experts > _MOST_GPUS:
+            raise BadInput(
+                "domains, ranks, experts", (most, self.gate.experts), f"at most {_MOST_GPUS} GPUs, or experts"
+            )
         if self.payload not in PAYLOADS:
             raise BadInput("payload", repr(self.payload), f"one of {', '.join(PAYLOADS)}")
         if self.wire not in ("fp32", "bf16"):

@@ -167,7 +167,7 @@ def test_leaving_ends_a_peers_round(last_round: int, op: str) -> None:
         assert caught.value.round == (last_round + 1) & 0x7FFFFFFF
 
 
-@pytest.mark.parametrize("last_round", [0, 5])
+@pytest.mark.parametrize("last_round", [0, 5, 0x7FFFFFFE, 0x7FFFFFFF])
 def test_leaving_ends_a_round_in_another_domain(last_round: int) -> None:
     """There the mail counts when its signal has come."""
     sizes = {"hidden": 8, "num_experts": 2, "topk": 1, "max_tokens": 4}
@@ -178,10 +178,10 @@ def test_leaving_ends_a_round_in_another_domain(last_round: int) -> None:
         ctypes.c_uint32.from_address(base + window.state).value = last_round
         mail = leave.mail(last_round, window.mail_words)
         ctypes.memmove(base + leave.mail_offset(window, 2, last_round, 0), mail, len(mail))
-        ctypes.memmove(base + leave.signal_offset(window, 0), mail[leave.SIGNAL :], 8)
+        ctypes.memmove(base + leave.signal_offset(window, 0), leave.signal(last_round), leave.WORD)
         with pytest.raises(moecomm.PeerLost) as caught:
             buffer.dispatch(torch.ones(2, 8).bfloat16(), torch.tensor([[0], [1]]))
-        assert (caught.value.peer, caught.value.round) == (0, last_round + 1)
+        assert (caught.value.peer, caught.value.round) == (0, (last_round + 1) & 0x7FFFFFFF)
 
 
 class Copies:

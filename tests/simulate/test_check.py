@@ -231,7 +231,13 @@ def test_a_sum_of_flat_rows_crosses_in_float32() -> None:
 
 
 def test_other_results_are_passed_over(tmp_path: Path) -> None:
-    for name, text in (("a", "no JSON"), ("b", "[]"), ("c", '{"benchmark": "latency"}')):
+    for name, text in (("b", "[]"), ("c", '{"benchmark": "latency"}')):
         (tmp_path / name).write_text(text)
     host = RESULTS / "host_vs_gloo.json"
     assert check([*sorted(tmp_path.iterdir()), host], load(), Nic())["measured"] == []
+
+
+def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("no JSON")
+    with pytest.raises(BadInput, match=r"results: got .*want JSON of the benchmark"):
+        check([tmp_path / "a"], load(), Nic())

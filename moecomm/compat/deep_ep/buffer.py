@@ -6,14 +6,17 @@ from typing import Any
 
 import torch
 
+from moecomm.arrays import has_memory
+from moecomm.checks import check_flag, check_sizes
 from moecomm.compat.deep_ep import layout, normal
 from moecomm.compat.deep_ep.config import Config
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for
 from moecomm.compat.deep_ep.low_latency import LowLatency
-from moecomm.compat.deep_ep.pool import Pool, check_experts
+from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts
 from moecomm.errors import BadInput, Unsupported
+from moecomm.rendezvous import MAX_RANKS
 from moecomm.settings import Settings
-from moecomm.whole import is_whole
+from moecomm.whole import check_whole, is_whole
 
 _TOPK_HINT = 32  # of size hints, whose callers do not say it: the most there can be
 
@@ -47,6 +50,8 @@ class Buffer(LowLatency):
         normal.check_nothing(comm=comm)
         if group is None:
             raise BadInput("group", "None", "a process group")
+        check_whole("num_nvl_bytes", num_nvl_bytes, 0)
+        check_whole("num_rdma_bytes", num_rdma_bytes, 0)
         self._pool = Pool(group, num_nvl_bytes)
         self.group = group
         self.rank, self.group_size = self._pool.ranks.rank, self._pool.ranks.ranks
@@ -66,8 +71,8 @@ class Buffer(LowLatency):
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """How many SMs normal calls without a config may use; until it is called, moecomm's own table says."""
-        if not is_whole(new_num_sms) or new_num_sms < 2 or new_num_sms % 2:
-            raise BadInput("new_num_sms", repr(new_num_sms), "an even number, 2 or more")
+        if not is_whole(new_num_sms) or not 2 <= new_num_sms <= 1024 or new_num_sms % 2:
+            raise BadInput("new_num_sms", repr(new_num_sms), "an even number, 2 to 1024")
         Buffer.num_sms, Buffer._num_sms_was_set = new_num_sms, True
 
     @staticmethod
@@ -81,6 +86,8 @@ class Buffer(LowLatency):
     ) -> int:
         """Bytes of a low-latency result of bfloat16 and what its handle keeps, at most; a window has three."""
         tokens = num_max_dispatch_tokens_per_rank
+        check_sizes(num_max_dispatch_tokens_per_rank=tokens, hidden=hidden, num_experts=num_experts)
+        check_whole("num_ranks", num_ranks, 1, MAX_RANKS)
         sizes = Settings(num_ranks, hidden, num_experts, _TOPK_HINT, tokens, torch.bfloat16, "", None)
         return sizes.round_bytes("batched")
 
@@ -105,6 +112,8 @@ class Buffer(LowLatency):
     ) -> torch.Tensor:
         """Without `size`: an empty tensor, so that code which zeroes the buffer to reset it runs: nothing needs it."""
         normal.check_nothing(size=size, offset=offset)
+        if not isinstance(dtype, torch.dtype):
+            raise BadInput("dtype", repr(dtype), "a dtype")
         return torch.empty(0, dtype=dtype, device="cuda" if uses_cuda() else "cpu")
 
     def get_dispatch_layout(
@@ -118,13 +127,18 @@ class Buffer(LowLatency):
         """num_tokens_per_rank, num_tokens_per_rdma_rank (None), num_tokens_per_expert, is_token_in_rank, event.
 
         Some ten small kernels, for callers that want these; of them, dispatch with `topk_idx` needs nothing but the
-        shape of num_tokens_per_expert.
+        shape of num_tokens_per_expert.  On GPUs, where nothing waits for ids, those that no expert has are counted as
+        none, and the dispatch refuses them.
         """
+        check_flag("async_finish", async_finish)
         check_experts(num_experts, self.group_size)
-        if not isinstance(topk_idx, torch.Tensor):
-            raise BadInput("topk_idx", type(topk_idx).__name__, "a tensor [tokens, topk]")
+        check_dimensions("topk_idx", topk_idx, "tokens", "topk")
+        if not has_memory(topk_idx):
+            raise BadInput("topk_idx", "a tensor without memory", "one that has some")
         if topk_idx.ndim != 2 or topk_idx.dtype not in (torch.int64, torch.int32):
             raise BadInput("topk_idx", f"{topk_idx.dtype} {tuple(topk_idx.shape)}", "int64 or int32 [tokens, topk]")
+        if not topk_idx.is_cuda and (bad := topk_idx[(topk_idx < -1) | (topk_idx >= num_experts)]).numel():
+            raise BadInput("topk_idx", f"expert {int(bad[0])}", f"-1 to {num_experts - 1}")
         wait_for(previous_event)
         per_rank, per_expert, is_token_in_rank = layout.counts(topk_idx, num_experts, self.group_size)
         return per_rank, None, per_expert, is_token_in_rank, finished(async_finish)
@@ -151,6 +165,8 @@ class Buffer(LowLatency):
         Waits for the device, for the list, unless `num_worst_tokens` or `handle` is given.  Without `topk_idx` the
         list takes a small round of its own.
         """
+        if async_finish is not False:
+            check_flag("async_finish", async_finish)
         if previous_event is not None:
             wait_for(previous_event)
         pool, num_sms = self._pool, self._limit(config, x)
@@ -188,6 +204,8 @@ class Buffer(LowLatency):
         Of `topk_weights`, the entries beside recv_topk_idx == -1 are not added.  Two biases are added up first, by a
         kernel of its own, and rounded once.
         """
+        if async_finish is not False:
+            check_flag("async_finish", async_finish)
         if previous_event is not None:
             wait_for(previous_event)
         out, weights = normal.combine(self._pool, x, handle, topk_weights, bias, self._limit(config, x))
@@ -209,7 +227,7 @@ class Buffer(LowLatency):
                 return None
         elif not isinstance(config, Config):
             raise BadInput("config", type(config).__name__, "None or a Config")
-        rows = x[0] if isinstance(x, tuple) else x
+        rows = x[0] if isinstance(x, tuple) and x else x
         if not isinstance(rows, torch.Tensor) or not rows.is_cuda:
             return None
         return Buffer.num_sms if config is None else config.num_sms or None

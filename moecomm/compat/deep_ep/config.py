@@ -25,7 +25,9 @@ class Config:
             ("nvl", num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens),
             ("rdma", num_max_rdma_chunked_send_tokens, num_max_rdma_chunked_recv_tokens),
         ):
-            if not 0 < send < receive:
+            check_whole(f"num_max_{kind}_chunked_send_tokens", send, 1)
+            check_whole(f"num_max_{kind}_chunked_recv_tokens", receive, 2)
+            if send >= receive:
                 raise BadInput(f"num_max_{kind}_chunked_send_tokens", send, f"1 to {receive - 1}")
         self.num_sms = num_sms
         self.num_max_nvl_chunked_send_tokens = num_max_nvl_chunked_send_tokens
@@ -35,6 +37,8 @@ class Config:
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """About what deep_ep's queues would take, for callers that compare sizes; moecomm sizes its windows itself."""
+        check_whole("hidden_bytes", hidden_bytes, 0)
+        check_whole("num_ranks", num_ranks, 1)
         slots = self.num_sms // 2 * min(num_ranks, _NVL_PEERS) * self.num_max_nvl_chunked_recv_tokens
         return -(-slots * (hidden_bytes + _METADATA) // 128) * 128
 

@@ -9,11 +9,12 @@ import torch
 
 from moecomm import padding
 from moecomm.buffer import Buffer
+from moecomm.checks import check_flag, check_flags, check_real
 from moecomm.compat.deep_ep.ep_handle import EPHandle, expanded_rows
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for
 from moecomm.compat.deep_ep.lazy import source
-from moecomm.compat.deep_ep.normal import one_bias, unpack
-from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, check_stats, limit_of
+from moecomm.compat.deep_ep.normal import check_nothing, one_bias, unpack
+from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_dispatch_sizes, check_hint, check_stats, limit_of
 from moecomm.errors import BadInput, Unsupported
 from moecomm.rendezvous import rendezvous
 from moecomm.routed import Routed
@@ -55,8 +56,14 @@ class ElasticBuffer:
     ) -> None:
         if group is None:
             raise BadInput("group", "None", "a process group")
-        if num_cpu_bytes:
-            raise Unsupported("num_cpu_bytes: see moecomm.compat.deep_ep for what is not supported")
+        check_nothing(num_cpu_bytes=num_cpu_bytes)
+        check_whole("num_bytes", 0 if num_bytes is None else num_bytes, 0)
+        check_whole("num_allocated_qps", num_allocated_qps, 0)
+        check_hint(num_max_tokens_per_rank, hidden, num_topk)
+        check_flags(
+            allow_multiple_reduction=allow_multiple_reduction, prefer_overlap_with_compute=prefer_overlap_with_compute
+        )
+        check_real("num_gpu_timeout_secs", num_gpu_timeout_secs, 1e-3, 1e5)
         self._pool = Pool(group, num_bytes or 0, timeout_s=float(num_gpu_timeout_secs))
         self._rooms: dict[tuple[Any, ...], tuple[Buffer, int]] = {}  # by sizes of calls, so that one look-up finds them
         self.group = group
@@ -89,6 +96,7 @@ class ElasticBuffer:
         allow_multiple_reduction: bool = True,
     ) -> int:
         """Bytes that a bfloat16 dispatch without do_expand receives at most, with what its handle keeps."""
+        check_hint(num_max_tokens_per_rank, hidden, num_topk)
         ranks, topk = rendezvous(group).ranks, num_topk or _TOPK_HINT
         sizes = Settings(ranks, hidden, ranks, topk, num_max_tokens_per_rank, torch.bfloat16, "", None)
         return -(-sizes.round_bytes("flat") // (2 << 20)) * (2 << 20)
@@ -163,6 +171,16 @@ class ElasticBuffer:
         `do_zero_padding` and the statistics take a small kernel or two of their own; `topk_weights` beside `handle`
         a small round.
         """
+        if {type(do_expand), type(do_zero_padding), type(async_with_compute_stream)} != {bool}:
+            check_flags(
+                do_expand=do_expand,
+                do_zero_padding=do_zero_padding,
+                async_with_compute_stream=async_with_compute_stream,
+            )
+        if use_tma_aligned_col_major_sf is not False:
+            check_flag("use_tma_aligned_col_major_sf", use_tma_aligned_col_major_sf)
+        if do_cpu_sync is not None:
+            check_flag("do_cpu_sync", do_cpu_sync)
         wait_for(previous_event)
         wait_for(previous_event_before_epilogue)
         if do_zero_padding and not do_expand:
@@ -191,6 +209,8 @@ class ElasticBuffer:
             sync = do_cpu_sync is not False
             most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
             align = 1 if expert_alignment is None else expert_alignment
+            if {type(num_experts), type(most), type(align)} != {int}:
+                check_dispatch_sizes(num_experts, most, align, self.num_ranks)
             sizes = (rows.shape[-1], rows.dtype, num_experts, topk_idx.shape[-1], most, align, do_expand)
             buffer, room = self._rooms.get(sizes) or self._make_room(rows.device, sizes)
             if cumulative_local_expert_recv_stats is not None:
@@ -248,6 +268,10 @@ class ElasticBuffer:
         """
         wait_for(previous_event)
         wait_for(previous_event_before_epilogue)
+        if async_with_compute_stream is not False:
+            check_flag("async_with_compute_stream", async_with_compute_stream)
+        check_dimensions("x", x, "rows", "hidden")
+        check_whole("num_sms", num_sms, 0)
         self._check_handle(handle)
         out = handle.native.buffer.combine(
             x,
@@ -265,9 +289,7 @@ class ElasticBuffer:
         """The Buffer for dispatches of these sizes, and the rows to make room for in each."""
         hidden, dtype, num_experts, topk, most, align, expand = sizes
         self._pool.require_open()
-        check_experts(num_experts, self.num_ranks)
-        check_whole("num_max_tokens_per_rank", most, 1)  # here or of the buffer
-        check_whole("expert_alignment", align, 1)
+        check_dispatch_sizes(num_experts, most, align, self.num_ranks)
         dtype = torch.bfloat16 if dtype is torch.float8_e4m3fn else dtype
         buffer = self._pool.elastic(device, hidden, num_experts, topk, most, dtype, expand)
         ranks = self.num_ranks

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from moecomm.checks import check_flag
 from moecomm.errors import BadInput
 
 
@@ -43,11 +44,14 @@ class EventOverlap:
     _release_at_exit = False
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Any, ...] | None = None) -> None:
+        if event is not None and not isinstance(event, EventHandle):
+            raise BadInput("event", type(event).__name__, "an EventHandle, or None")
         self.event = event
         self.extra_tensors = extra_tensors
 
     def current_stream_wait(self, release_handle: bool = False) -> Any:
         """Makes the current stream wait, then runs the registered hook, if any, and returns what that returns."""
+        check_flag("release_handle", release_handle)
         if self.event is None:
             raise BadInput("event", "None: the call was not asynchronous", "async_finish=True, or no wait")
         self.event.current_stream_wait()
@@ -63,11 +67,14 @@ class EventOverlap:
 
     def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
         """Runs `hook_after_wait` once, after the next wait."""
+        if not callable(hook_after_wait):
+            raise BadInput("hook_after_wait", type(hook_after_wait).__name__, "a function")
         if self.hook_after_wait is not None:
             raise BadInput("hook_after_wait", "a second hook", "one, after the wait that runs the first")
         self.hook_after_wait = hook_after_wait
 
     def __call__(self, release_handle: bool = False) -> EventOverlap:
+        check_flag("release_handle", release_handle)
         self._release_at_exit = release_handle
         return self
 

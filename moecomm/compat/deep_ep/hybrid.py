@@ -10,6 +10,7 @@ import torch
 from moecomm import padding
 from moecomm.arrays import check_tensor
 from moecomm.buffer import Buffer
+from moecomm.checks import MOST_SIZE, check_flag, check_sizes, check_together
 from moecomm.combine import finish, prepare, run
 from moecomm.compat.deep_ep.lazy import source
 from moecomm.compat.deep_ep.normal import check_nothing
@@ -19,6 +20,7 @@ from moecomm.errors import BadInput, Mismatch, Unsupported
 from moecomm.routed import Handle, Routed
 from moecomm.routing_map import ids_of, weights_at
 from moecomm.settings import MAX_TOPK
+from moecomm.whole import check_whole
 
 
 class HybridEPHandle:
@@ -31,6 +33,7 @@ class HybridEPHandle:
         self.tokens_per_expert, self.rows = padded, rows
 
 
+_PROBS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _Received = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
@@ -70,6 +73,11 @@ class HybridEPBuffer:
     ) -> None:
         if group is None:
             raise BadInput("group", "None", "a process group")
+        check_sizes(hidden_dim=hidden_dim, num_local_experts=num_local_experts)
+        check_whole("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, 0, MOST_SIZE)
+        for name, sms in (("num_sms_dispatch_api", num_sms_dispatch_api), ("num_sms_combine_api", num_sms_combine_api)):
+            if sms is not None:
+                check_whole(name, sms, 1, 1024)
         self._pool = Pool(group)
         self.group = group
         self.rank, self.group_size = self._pool.ranks.rank, self._pool.ranks.ranks
@@ -120,7 +128,14 @@ class HybridEPBuffer:
         `topk_idx` spares both.  Rows of padding are zero, by another.
         """
         if use_host_meta is not None:
+            check_flag("use_host_meta", use_host_meta)
             non_blocking = not use_host_meta
+        if non_blocking is not False:
+            check_flag("non_blocking", non_blocking)
+        if pad_multiple is not None:
+            check_whole("pad_multiple", pad_multiple, 0)
+        if num_permuted_tokens is not None:
+            check_whole("num_permuted_tokens", num_permuted_tokens, 0, MOST_SIZE)
         if non_blocking and num_permuted_tokens is None:
             raise BadInput("num_permuted_tokens", "None", "rows to make room for, beside non_blocking")
         if handle is not None:
@@ -203,22 +218,31 @@ class HybridEPBuffer:
     def _check_map(self, hidden: torch.Tensor, routing_map: Any, probs: Any, per_rank: int | None) -> None:
         try:
             device, (tokens, _) = hidden.device, routing_map.shape
-            fine = routing_map.dtype is torch.bool and routing_map.device == device and tokens == hidden.shape[0]
+            fine = type(routing_map) is torch.Tensor and routing_map.layout is torch.strided
+            fine = fine and routing_map.dtype is torch.bool and routing_map.device == device
+            fine = fine and tokens == hidden.shape[0]
             if probs is not None:
+                fine = fine and type(probs) is torch.Tensor and probs.layout is torch.strided
                 fine = fine and probs.shape == routing_map.shape and probs.device == device
+                fine = fine and probs.is_floating_point()
         except (AttributeError, TypeError, ValueError):
             fine = False
         if not fine:  # which takes longer to say
             check_dimensions("routing_map", routing_map, "tokens", "experts")
             shape = (hidden.shape[0], routing_map.shape[1])
             check_tensor("routing_map", routing_map, device=hidden.device, dtypes=(torch.bool,), shape=shape)
-            check_dimensions("probs", probs, "tokens", "experts")
-            check_tensor("probs", probs, device=hidden.device, dtypes=(probs.dtype,), shape=shape)
+            check_together(hidden=hidden, routing_map=routing_map, probs=probs)
+            if probs is not None:
+                check_dimensions("probs", probs, "tokens", "experts")
+                check_tensor("probs", probs, device=hidden.device, dtypes=_PROBS, shape=shape)
         self._check_experts(routing_map.shape[1], per_rank)
 
     def _check_experts(self, num_experts: int, per_rank: int | None) -> None:
         check_experts(num_experts, self.group_size)
-        if per_rank not in (None, num_experts // self.group_size):
+        if per_rank is None:
+            return
+        check_whole("num_of_experts_per_rank", per_rank, 1)
+        if per_rank != num_experts // self.group_size:
             raise BadInput("num_of_experts_per_rank", per_rank, f"{num_experts // self.group_size}, as the routing has")
 
     def _route_map(
@@ -306,7 +330,8 @@ class HybridEPBuffer:
 
     def _options_of(self, hidden: torch.Tensor, align: int, *, repeat: bool = False) -> Options:
         """Raises BadInput unless these can be rows."""
-        key = (getattr(hidden, "is_cuda", None), getattr(hidden, "ndim", 0), align, self.num_sms_dispatch_api, repeat)
+        kind = getattr(hidden, "is_cuda", None), getattr(hidden, "layout", None), getattr(hidden, "ndim", 0)
+        key = (*kind, align, self.num_sms_dispatch_api, repeat)
         options = self._options.get(key)
         if options is None:
             check_dimensions("hidden", hidden, "rows", "columns")

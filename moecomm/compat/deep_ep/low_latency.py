@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from moecomm.arrays import adopt, check_tensor
+from moecomm.arrays import adopt, check_tensor, has_memory
 from moecomm.buffer import Buffer
+from moecomm.checks import check_flag, check_flags, check_together
 from moecomm.combine import finish, prepare, run
 from moecomm.combine.arguments import takes_weights
 from moecomm.compat.deep_ep.event import EventOverlap, finished
@@ -18,6 +19,7 @@ from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, c
 from moecomm.dispatch import Options, outputs, with_options
 from moecomm.errors import BadInput, Unsupported
 from moecomm.routed import Handle, Routed
+from moecomm.whole import check_whole
 
 # Of a dispatch: rows as they are, in FP8, with scales that are powers of two, and those as their exponents.
 _PLAIN = Options("batched")
@@ -25,8 +27,6 @@ _FP8 = Options("batched", quantize="fp8", scale_layout="column")
 _ROUNDED = Options("batched", quantize="fp8", scale_format="ue8m0")
 _UE8M0 = _ROUNDED._replace(scale_layout="column")
 _BEGUN = {options: options._replace(begin=True) for options in (_PLAIN, _FP8, _ROUNDED, _UE8M0)}
-_NOTHING: tuple[Any, ...] = (False, None, None, None, None, None, None)  # of the keywords that newer deep_eps have
-_NOTHING_OF_A_DISPATCH = _NOTHING[:4]
 _WEIGHTS_HIDDEN = 8  # columns of the rows that routing weights travel beside: 16 bytes, the least there is
 
 
@@ -87,13 +87,21 @@ class LowLatency:
         tensor, unchanged.  `round_scale` without `use_ue8m0`, and `cumulative_local_expert_recv_stats`, take a kernel
         of their own each.  A hook that has not been called when the next dispatch of these sizes begins runs then.
         """
-        if (use_nvfp4, dispatch_wait_recv_cost_stats, x_global_scale, num_sms) != _NOTHING_OF_A_DISPATCH:
+        none = dispatch_wait_recv_cost_stats is None and x_global_scale is None and num_sms is None
+        if not (none and use_nvfp4 is False):
             check_nothing(
                 dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats,
                 use_nvfp4=use_nvfp4,
                 x_global_scale=x_global_scale,
                 num_sms=num_sms,
             )
+        if {type(use_fp8), type(round_scale), type(use_ue8m0)} != {bool}:
+            check_flags(use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0)
+        if {type(async_finish), type(return_recv_hook)} != {bool}:
+            check_flags(async_finish=async_finish, return_recv_hook=return_recv_hook)
+        if {type(num_max_dispatch_tokens_per_rank), type(num_experts)} != {int}:
+            check_experts(num_experts, self.group_size)
+            check_whole("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
         if async_finish and return_recv_hook:
             raise _two_waits()
         if use_ue8m0 and not (use_fp8 and round_scale):
@@ -154,8 +162,11 @@ class LowLatency:
         `topk_weights`, the combine brings them there or, where it can't (more than 4096 entries of the most tokens of a
         rank), a small round of their own ahead of it.
         """
-        newer = (overlap, src_signals, src_signal_expect_value, packed_recv_count, comp_signal, block_m, threshold)
-        if use_logfmt or combine_wait_recv_cost_stats is not None or num_sms is not None or newer != _NOTHING:
+        if {type(zero_copy), type(async_finish), type(return_recv_hook)} != {bool}:
+            check_flags(zero_copy=zero_copy, async_finish=async_finish, return_recv_hook=return_recv_hook)
+        none = src_signals is None and src_signal_expect_value is None and packed_recv_count is None
+        none = none and comp_signal is None and block_m is None and threshold is None and overlap is False
+        if not (none and use_logfmt is False and combine_wait_recv_cost_stats is None and num_sms is None):
             check_nothing(
                 use_logfmt=use_logfmt,
                 combine_wait_recv_cost_stats=combine_wait_recv_cost_stats,
@@ -202,14 +213,17 @@ class LowLatency:
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Masking a rank is Unsupported: a lost rank ends in PeerLost on every other.  Unmasking does nothing."""
-        if not 0 <= rank_to_mask < self.group_size:
-            raise BadInput("rank_to_mask", rank_to_mask, f"0 to {self.group_size - 1}")
+        check_whole("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
+        check_flag("mask", mask)
         if mask:
             raise Unsupported("low_latency_update_mask_buffer(mask=True): ranks can't be masked")
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Zeros: no rank is masked."""
         check_dimensions("mask_status", mask_status, "ranks")
+        check_together(mask_status=mask_status)
+        if not has_memory(mask_status):
+            raise BadInput("mask_status", "a tensor without memory", "one that has some")
         if mask_status.shape != (self.group_size,) or mask_status.dtype is not torch.int32:
             raise BadInput("mask_status", f"{mask_status.dtype} {tuple(mask_status.shape)}", "int32 [ranks]")
         mask_status.zero_()

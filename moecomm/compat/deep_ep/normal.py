@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from moecomm.buffer import Buffer
+from moecomm.checks import check_dense, check_together
 from moecomm.combine import finish, prepare, run
 from moecomm.compat.deep_ep.layout import NormalHandle, normal_handle
 from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_dimensions, check_experts, described
@@ -47,7 +48,13 @@ def dispatch(
             raise BadInput("topk_weights", "a tensor", "topk_idx beside it")
         if num_worst_tokens:
             raise BadInput("num_worst_tokens", num_worst_tokens, "topk_idx beside it: it says which rows are in use")
+        if num_tokens_per_expert.dtype not in (torch.int32, torch.int64):
+            raise BadInput("num_tokens_per_expert", described(num_tokens_per_expert), "int32 [experts]")
+        if is_token_in_rank is not None:
+            check_together(x=rows, is_token_in_rank=is_token_in_rank, num_tokens_per_expert=num_tokens_per_expert)
         ids = _an_expert_of_each_rank(is_token_in_rank, num_experts, pool.ranks.ranks)
+    elif isinstance(ids, torch.Tensor):
+        check_dimensions("topk_idx", ids, "tokens", "topk")
     routed = route(pool, rows, scales, ids, topk_weights, num_experts, num_worst_tokens, num_sms)
     handle = normal_handle(routed.handle, channel_sms)
     recv, recv_scales, recv_topk_idx, recv_topk_weights = routed.plan.flat_tensors(routed)
@@ -85,11 +92,14 @@ def combine(
 
 def unpack(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rows, and scales if there are any, as moecomm takes them."""
-    if isinstance(x, torch.Tensor) and x.ndim == 2:
+    if isinstance(x, torch.Tensor) and x.layout is torch.strided and x.ndim == 2:
         return x, None
     rows, scales = x if isinstance(x, tuple) and len(x) == 2 else (x, None)
     if not isinstance(rows, torch.Tensor) or not (scales is None or isinstance(scales, torch.Tensor)):
         raise BadInput("x", type(rows).__name__, "a tensor, or a tuple of two: rows and scales")
+    check_dense("x", rows)
+    if scales is not None:
+        check_dense("x", scales)
     if rows.ndim != 2:
         raise BadInput("x", f"shape {tuple(rows.shape)}", "(tokens, hidden)")
     if scales is not None and not scales.is_contiguous() and scales.stride(-1) != 1:
@@ -118,6 +128,7 @@ def one_bias(bias: Any) -> Any:
         raise BadInput("bias", f"{type(first).__name__} and {type(second).__name__}", "tensors or None")
     if first.shape != second.shape or first.dtype is not second.dtype or first.device != second.device:
         raise BadInput("bias", f"{described(first)} and {described(second)}", "two alike")
+    check_together(bias=first, **{"the second bias": second})
     return first + second
 
 

@@ -14,13 +14,14 @@ import torch
 
 from moecomm.arrays import check_tensor
 from moecomm.buffer import Buffer
+from moecomm.checks import MOST_SIZE
 from moecomm.dispatch.arguments import check_num_sms
 from moecomm.errors import BadInput, Closed, Mismatch
 from moecomm.opening import gather
 from moecomm.rendezvous import Group, rendezvous
 from moecomm.routed import Handle
 from moecomm.settings import MAX_FLAT_ROWS, Settings
-from moecomm.whole import check_whole, is_whole
+from moecomm.whole import check_alignment, check_whole, is_whole
 
 # expert_alignment of a dispatch that says "my tokens do not fit, make room with me".  It differs from everybody else's,
 # so that every rank hears of it in the round that it was waiting for.
@@ -215,12 +216,14 @@ def described(value: Any) -> str:
     """What somebody passed in the place of a tensor, or of another one."""
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
+    if value.layout is not torch.strided:
+        return f"a tensor of {value.layout}"
     return f"{value.dtype} {tuple(value.shape)} on {value.device}"
 
 
 def check_dimensions(argument: str, value: Any, *dimensions: str) -> None:
     """Raises BadInput unless it is a tensor that has so many."""
-    if not isinstance(value, torch.Tensor) or value.ndim != len(dimensions):
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.ndim != len(dimensions):
         raise BadInput(argument, described(value), f"a tensor [{', '.join(dimensions)}]")
 
 
@@ -237,6 +240,8 @@ def limit_of(rows: torch.Tensor, num_sms: int | None) -> int | None:
     """What a call may use at most; None: moecomm's own choice, for 0 and always on CPUs.  Raises BadInput there, as the
     rounds of GPUs do.
     """
+    if num_sms is not None and not is_whole(num_sms):
+        check_num_sms(num_sms)
     if rows.is_cuda:
         return num_sms or None
     check_num_sms(num_sms or None)
@@ -245,5 +250,22 @@ def limit_of(rows: torch.Tensor, num_sms: int | None) -> int | None:
 
 def check_experts(num_experts: int, ranks: int) -> None:
     """Raises BadInput unless every rank has as many."""
-    if not is_whole(num_experts) or num_experts < 1 or num_experts % ranks:
+    if not is_whole(num_experts) or not 1 <= num_experts <= MOST_SIZE or num_experts % ranks:
         raise BadInput("num_experts", num_experts, f"a multiple of the number of ranks, {ranks}")
+
+
+def check_hint(num_max_tokens_per_rank: int, hidden: int, num_topk: int) -> None:
+    """Raises BadInput unless sizes can be told from these; 0: not known."""
+    for name, value in (
+        ("num_max_tokens_per_rank", num_max_tokens_per_rank),
+        ("hidden", hidden),
+        ("num_topk", num_topk),
+    ):
+        check_whole(name, value, 0, MOST_SIZE)
+
+
+def check_dispatch_sizes(num_experts: int, most: int, align: int, ranks: int) -> None:
+    """Raises BadInput unless a Buffer can have these."""
+    check_experts(num_experts, ranks)
+    check_whole("num_max_tokens_per_rank", most, 1, MOST_SIZE)  # here or of the buffer
+    check_alignment("expert_alignment", align)

@@ -1,0 +1,62 @@
+"""Options of commands, checked before anything is measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moecomm.checks import check_real
+from moecomm.errors import BadInput
+from moecomm.whole import check_whole
+
+MOST = 1 << 20  # of a size; more than any model has
+
+
+def whole(least: int, most: int = MOST) -> Callable[[typer.CallbackParam, int | None], int | None]:
+    """A callback that raises BadInput for numbers out of the range."""
+
+    def check(param: typer.CallbackParam, value: int | None) -> int | None:
+        if value is not None:
+            check_whole(str(param.name), value, least, most)
+        return value
+
+    return check
+
+
+def real(least: float, most: float = float("inf")) -> Callable[[typer.CallbackParam, float], float]:
+    """The same of numbers that need not be whole."""
+
+    def check(param: typer.CallbackParam, value: float) -> float:
+        check_real(str(param.name), value, least, most)
+        return value
+
+    return check
+
+
+def written(param: typer.CallbackParam, value: Path | None) -> Path | None:
+    """A callback that makes the folder of a file that will be written.  Raises BadInput where it can't be."""
+    if value is None:
+        return None
+    why = "it is a directory" if value.is_dir() else ""
+    try:
+        value.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = str(error)
+    if not why and not os.access(value if value.exists() else value.parent, os.W_OK):
+        why = "no permission"
+    if why:
+        raise BadInput(str(param.name), str(value), f"a file that can be written ({why})")
+    return value
+
+
+Hidden = Annotated[int | None, typer.Option(callback=whole(1), help="Columns of a token, in place of the model's.")]
+Intermediate = Annotated[
+    int | None, typer.Option(callback=whole(1), help="Columns inside an expert, in place of the model's.")
+]
+Topk = Annotated[int | None, typer.Option(callback=whole(1), help="Experts a token picks, in place of the model's.")]
+Experts = Annotated[int | None, typer.Option(callback=whole(1), help="Experts of all ranks, in place of the model's.")]
+Json = Annotated[Path | None, typer.Option("--json", dir_okay=False, callback=written, help="Write the result there.")]

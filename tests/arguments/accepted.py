@@ -1,0 +1,243 @@
+"""What arguments take beside what they are made for, and what that means.  All else is an error of moecomm's."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .values import GENERAL, LIKE
+
+
+class Row(NamedTuple):
+    """`arguments`: by name, or with the call they are of where others of that name take less."""
+
+    meaning: str
+    values: tuple[str, ...]
+    arguments: tuple[str, ...]
+
+
+def _of(call: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{call}({name})" for name in names)
+
+
+_LAYOUT = "deep_ep.Buffer.get_dispatch_layout(topk_idx)"
+_LOW = "deep_ep.Buffer.low_latency_combine"
+_TENSORS = (
+    *("x", "y", "out", "bias", "topk_idx", "topk_weights", "scales", "weight_grads", "w13", "w2", "w", "weight"),
+    *("tokens_per_expert", "handle", "hidden", "probs", "routing_map", "scaling_factor", "is_token_in_rank"),
+    *("num_tokens_per_expert", "mask_status", "cumulative_local_expert_recv_stats"),
+)
+_SMALL = (  # read by small operations of torch, or copied first
+    *("topk_idx", "topk_weights", "scales", "weight_grads", "bias", "weight", "tokens_per_expert", "w", "probs"),
+    *("routing_map", "scaling_factor", "is_token_in_rank", "mask_status", "num_tokens_per_expert"),
+    *("cumulative_local_expert_recv_stats", "deep_ep.Buffer.dispatch(x)", "deep_ep.ElasticBuffer.dispatch(x)"),
+)
+_OF_TORCH = (  # operations of torch
+    *("ops.dispatch(x)", "ops.dispatch_again(x)", "ops.combine(y)", "ops.moe(x)", "nn.ExpertParallel.forward(x)"),
+    *("nn.Experts.forward(x)", "nn.Gate.forward(x)", "router.Gating.__call__(x)", "router.Router.__call__(x)"),
+)
+_SCALES = ("ops.combine(handle)", "fused.grouped_gemm(x)")  # row_weights, and scales by column
+_ROWS = (*_OF_TORCH[5:], "nn.ExpertParallel.forward(x)", "fused.quantize_weights(w)", "w13")
+_HINTS = (
+    *_of("deep_ep.ElasticBuffer", "num_max_tokens_per_rank", "hidden", "num_topk"),
+    *_of("deep_ep.ElasticBuffer.get_buffer_size_hint", "num_max_tokens_per_rank", "hidden", "num_topk"),
+)
+
+TABLE = (
+    Row(
+        "a default, or nothing",
+        ("None",),
+        (
+            *("bias", "buffer", "config", "cumulative_local_expert_recv_stats", "device", "domain_ranks", "dtype"),
+            *("event", "expected_rows", "fused", "gate", "generator", "group", "max_rows", "num_bytes", "num_sms"),
+            *("num_sms_combine_api", "num_sms_dispatch_api", "out", "out_dtype", "pad_multiple", "payload", "probs"),
+            *("previous_event", "previous_event_before_epilogue", "quantize", "scales", "scaling_factor", "schedule"),
+            *("sync", "topk_weights", "use_host_meta", "do_cpu_sync", "weight_grads", "window_bytes", "wire"),
+            *("num_of_experts_per_rank", "num_permuted_tokens", "deep_ep.ElasticBuffer.dispatch(expert_alignment)"),
+            *("activation",),
+        ),
+    ),
+    Row(
+        "flags, for which 0 and 1 will do",
+        ("0", "True", "False"),
+        (
+            *("allow_multiple_reduction", "async_finish", "async_with_compute_stream", "check_weights", "corrected"),
+            *("do_cpu_sync", "do_expand", "do_zero_padding", "duplicates", "fused", "interleaved", "mask"),
+            *(
+                "non_blocking",
+                "normalize",
+                "prefer_overlap_with_compute",
+                "release_handle",
+                "replace",
+                "return_recv_hook",
+            ),
+            *(
+                "round_scale",
+                "swapped",
+                "sync",
+                "use_fp8",
+                "use_host_meta",
+                "use_tma_aligned_col_major_sf",
+                "use_ue8m0",
+            ),
+            *("weighted", "zero_copy", "zero_padding"),
+        ),
+    ),
+    Row(
+        "not asked for; anything else is Unsupported",
+        ("None", "0", "False"),
+        (
+            *("comm", "size", "offset", "dispatch_wait_recv_cost_stats", "use_nvfp4", "x_global_scale", "use_logfmt"),
+            *("combine_wait_recv_cost_stats", "overlap", "src_signals", "src_signal_expect_value", "num_cpu_bytes"),
+            *("packed_recv_count", "comp_signal", "block_m", "threshold"),
+            *("deep_ep.Buffer.low_latency_dispatch(num_sms)", f"{_LOW}(num_sms)"),
+        ),
+    ),
+    Row(
+        "none, or as many as the round takes",
+        ("0",),
+        (
+            *(
+                "rank",
+                "rank_to_mask",
+                "num_worst_tokens",
+                "num_nvl_bytes",
+                "num_rdma_bytes",
+                "num_bytes",
+                "hidden_bytes",
+            ),
+            *("num_allocated_qps", "max_num_of_tokens_per_rank", "pad_multiple", "expected_rows", *_HINTS),
+            *("router.random_routing(tokens)", "nn.ExpertParallel(max_rows)", "deep_ep.Config(num_sms)"),
+            *_of("deep_ep.ElasticBuffer.dispatch", "num_sms"),
+            *_of("deep_ep.ElasticBuffer.combine", "num_sms"),
+        ),
+    ),
+    Row(
+        "more than there can be is what there can be; memory is taken when it is touched",
+        ("2**31",),
+        (
+            *("max_rows", "window_bytes", "expected_rows", "hidden_bytes", "num_bytes", "num_nvl_bytes"),
+            *("num_rdma_bytes", "num_allocated_qps", "deep_ep.Config(num_sms)"),
+            *("num_max_nvl_chunked_recv_tokens", "num_max_rdma_chunked_recv_tokens"),
+            *("deep_ep.Buffer.dispatch(expert_alignment)", "deep_ep.Config.get_nvl_buffer_size_hint(num_ranks)"),
+        ),
+    ),
+    Row("seconds", ("0.5", "2.0", "True", "np.float64"), ("timeout_s", "num_gpu_timeout_secs", "limit_s")),
+    Row("seconds, without an end", ("0", "False", "2**31", "2**63", "2**70", "inf"), ("limit_s",)),
+    Row(
+        "any finite factor",
+        ("-1", "0", "2**31", "2**63", "2**70", "-2**70", "0.5", "2.0", "True", "False", "np.int64(-3)", "np.float64"),
+        ("scale",),
+    ),
+    Row("a part, 0 to 1", ("0", "0.5", "True", "False"), ("skew", "drop")),
+    Row("any whole number", ("-1", "0", "2**31", "np.int64(-3)"), ("seed",)),
+    Row("a dtype that weights are drawn in", ("torch.float64",), ("router.Router(dtype)", "router.router(dtype)")),
+    Row("likewise", ("torch.float64",), ("nn.Experts(dtype)", "nn.Gate(dtype)")),
+    Row("weights without memory, as torch's layers have", ("torch.device",), ("device",)),
+    Row("any dtype", ("torch.int64", "torch.float64"), ("deep_ep.Buffer.get_local_buffer_tensor(dtype)",)),
+    Row("True is 1, where a dispatch with 1 is known", ("True",), ("expert_alignment",)),
+    Row("no weights, and no others", ("{}",), ("state", "job")),
+    Row("what can be called", ("int", "a function"), ("hook_after_wait",)),
+    Row("read and written as they lie", ("rows that are one", "requires_grad", "a parameter", "negated"), _TENSORS),
+    Row("likewise: a dimension of 1 has any stride", ("by column",), ("out", "handle", "w13", "w2", "x", "y")),
+    Row(
+        "copied first, or read by torch",
+        ("by column", "with gaps", "an array"),
+        (*_SMALL, *_OF_TORCH, *_SCALES, "w13", "w2"),
+    ),
+    Row(
+        "zeros, for torch",
+        ("without memory",),
+        (
+            *(
+                *_OF_TORCH,
+                "ops.moe(bias)",
+                "ops.combine(handle)",
+                "ops.dispatch_again(handle)",
+                "bias",
+                "weight",
+                "w13",
+                "w",
+            ),
+            *("ops.dispatch(topk_idx)", "ops.moe(topk_idx)", "nn.ExpertParallel.forward(topk_idx)", "topk_weights"),
+            *("tokens_per_expert", "is_token_in_rank", "num_tokens_per_expert", "routing_map", "probs"),
+        ),
+    ),
+    Row(
+        "converted",
+        ("double",),
+        (
+            *(
+                "ops.dispatch(topk_weights)",
+                "ops.moe(topk_weights)",
+                "nn.ExpertParallel.forward(topk_weights)",
+                "probs",
+            ),
+            *(*_OF_TORCH[4:], "weight", "router.Router(bias)", "router.Gating.__call__(bias)"),
+        ),
+    ),
+    Row("converted", ("int8", "bool"), ("router.Router(bias)", "router.Gating.__call__(bias)")),
+    Row("bool is what it is", ("bool",), ("is_token_in_rank", "routing_map")),
+    Row("bytes are bytes: a row beside scales", ("int8", "bool"), ("deep_ep.ElasticBuffer.dispatch(x)",)),
+    Row("a row for all tokens, as `[H]` says", ("one dimension fewer",), ("bias",)),
+    Row(
+        "any number of rows",
+        ("one row fewer", "one row more", "no rows"),
+        (*_ROWS, "deep_ep.Buffer.get_dispatch_layout(topk_idx)"),
+    ),
+    Row("any number of columns", ("one column fewer",), (_LAYOUT,)),
+    Row("`[..., H]`", ("one dimension more", "one dimension fewer"), ("nn.ExpertParallel.forward(x)",)),
+    Row(
+        "any tensor of matrices, whose shape alone is known of some",
+        ("meta", "fake", "one column fewer", "one dimension more", "one dimension fewer"),
+        ("fused.interleave(w13)", "fused.deinterleave(w13)", "fused.quantize_weights(w)"),
+    ),
+    Row("any dtype", ("double", "int8", "bool", "complex"), ("fused.interleave(w13)", "fused.deinterleave(w13)")),
+    Row("a FakeTensor of its own", ("fake",), ("router.Router(bias)",)),
+    Row("bytes, of any shape", ("one dimension more",), ("ops.dispatch_again(handle)", "ops.combine(handle)")),
+    Row("row_weights, which a repeat has no use for", tuple(LIKE), ("ops.dispatch_again(handle)",)),
+    Row(
+        "read for its shape alone, beside topk_idx; as many experts as it says",
+        tuple(LIKE),
+        ("deep_ep.Buffer.dispatch(num_tokens_per_expert)",),
+    ),
+    Row(
+        "kept and not looked at: of deep_ep's own kernels and buffers, or alive until the wait",
+        (*GENERAL, *LIKE),
+        (
+            *("allocate_on_comm_stream", "allow_hybrid_mode", "allow_mnnvl", "allow_nvlink_for_low_latency_mode"),
+            *("deterministic", "do_handle_copy", "enable_custom_allgather", "enable_shrink", "explicitly_destroy"),
+            *("extra_tensors", "fuse_permute_dispatch", "fuse_unpermute_combine", "load_cached_kernels"),
+            *("low_latency_mode", "num_blocks_permute", "num_blocks_unpermute", "num_cpu_timeout_secs"),
+            *("num_dispatched_tokens", "num_of_hybrid_ep_ranks_per_nvlink_domain", "num_qps", "num_qps_per_rank"),
+            *("num_sms_preprocessing_api", "num_tokens_per_rank", "num_tokens_per_rdma_rank", "nvlink_gbs", "rdma_gbs"),
+            *("num_scaleout_topk", "sequential", "sl_idx", "sm_read_gbs", "sm_write_gbs", "use_comm_stream"),
+            *("use_fabric", "use_fp8_dispatch", "use_mnnvl", "use_rdma_buffer", "use_shared_buffer", "with_cpu_sync"),
+            *("deep_ep.HybridEPBuffer(use_fp8)", "deep_ep.HybridEPBuffer.dispatch_with_permute(use_fp8)"),
+            *("deep_ep.HybridEPBuffer.combine_with_unpermute(pad_multiple)",),
+            *("deep_ep.Buffer.get_dispatch_config(num_ranks)", "deep_ep.Buffer.get_combine_config(num_ranks)"),
+            *_of("deep_ep.Config.get_rdma_buffer_size_hint", "hidden_bytes", "num_ranks"),
+            *_of("deep_ep.Buffer.clean_low_latency_buffer", "num_max_dispatch_tokens_per_rank", "hidden"),
+            *_of("deep_ep.ElasticBuffer.get_theoretical_num_sms", "num_experts", "num_topk"),
+            *_of("deep_ep.ElasticBuffer.get_theoretical_num_qps", "num_sms"),
+            *_of("deep_ep.ElasticBuffer.get_buffer_size_hint", "allow_multiple_reduction"),
+        ),
+    ),
+    Row(
+        "nothing but what they are made for",
+        (),
+        (
+            *("alignment", "backend", "cluster", "columns", "depth", "experts", "gating", "groups", "hidden_dim"),
+            *("intermediate", "layout", "max_tokens", "model", "most_rows", "multiprocessors", "new_num_sms"),
+            *("num_experts", "num_groups", "num_local_experts", "num_max_dispatch_tokens_per_rank"),
+            *("num_max_nvl_chunked_send_tokens", "num_max_rdma_chunked_send_tokens", "num_of_experts", "num_ranks"),
+            *("num_max_tokens_per_rank", "num_topk", "ranks", "routed", "row_unit", "scale_format", "scale_layout"),
+            *("stages", "target", "tokens", "topk", "topk_groups", "x"),
+        ),
+    ),
+)
+
+
+def accepted(call: str, argument: str) -> set[str] | None:
+    """Names of values; None: the argument is in no row."""
+    rows = [row for row in TABLE if {argument, f"{call}({argument})"} & set(row.arguments)]
+    return {value for row in rows for value in row.values} if rows else None

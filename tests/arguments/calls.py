@@ -1,0 +1,713 @@
+"""Every public callable of moecomm, with arguments that are right: each stands in one of its calls at least."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import moecomm
+from moecomm import compat, fused, launch, nn, ops, router
+from moecomm.compat import deep_ep
+from moecomm.launch import RanksFailed
+from moecomm.rendezvous import Alone
+
+H, E, K, T, I = 64, 4, 2, 4, 32  # noqa: E741 - as the docstrings have them
+SIZES: dict[str, Any] = {"hidden": H, "num_experts": E, "topk": K, "max_tokens": 8}
+BF16 = torch.bfloat16
+BEGUN = object()  # stands for what dispatch_begin has returned
+
+MODULES: dict[str, ModuleType] = {
+    "moecomm": moecomm,
+    "launch": launch,
+    "router": router,
+    "ops": ops,
+    "nn": nn,
+    "fused": fused,
+    "compat": compat,
+    "deep_ep": deep_ep,
+}
+# What moecomm makes and callers only pass on or read, and what its own processes call.
+NOT_CALLED = {
+    "moecomm.Handle",
+    "moecomm.Routed",
+    "moecomm.doctor",  # no arguments
+    "launch.Failure",
+    "launch.run_child",
+    "router.Model",
+    "router.gate_weight",
+    "router.drawn",
+    "router.best",
+    "ops.Dispatched",
+    "ops.Handle",  # see tests/ops/test_handles.py
+    "nn.Gate.__call__",  # forward()
+    "fused.Fp8",
+    "deep_ep.EPHandle",
+    "deep_ep.EventHandle",
+}
+
+
+def public() -> dict[str, Callable[..., Any]]:
+    """Every public function, constructor and method that takes arguments, by name."""
+    found = dict(_public())
+    return {
+        name: call
+        for name, call in found.items()
+        if not any(name == left or name.startswith(f"{left}.") for left in NOT_CALLED) and parameters(call)
+    }
+
+
+def parameters(call: Callable[..., Any]) -> list[str]:
+    """Names of the arguments, without self and those that stand for any."""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [
+        p.name
+        for p in inspect.signature(call).parameters.values()
+        if p.kind not in kinds and p.name not in ("self", "buffer" if call is moecomm.Buffer.moe else "self")
+    ]
+
+
+def _public() -> Iterator[tuple[str, Callable[..., Any]]]:
+    for module_name, module in MODULES.items():
+        own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        names = getattr(module, "__all__", [name for name in own if not name.startswith("_")])
+        for name in names:
+            thing = getattr(module, name)
+            if inspect.isclass(thing):
+                if not issubclass(thing, BaseException):
+                    yield f"{module_name}.{name}", thing
+                    yield from _methods(f"{module_name}.{name}", thing)
+            elif inspect.isfunction(thing):
+                yield f"{module_name}.{name}", thing
+
+
+def _methods(prefix: str, kind: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+    for name in dir(kind):
+        owner = next((base for base in kind.__mro__ if name in vars(base)), object)
+        method = getattr(kind, name)
+        shown = name == "__call__" or not name.startswith("_")
+        if shown and owner.__module__.startswith("moecomm") and inspect.isfunction(method):
+            yield f"{prefix}.{name}", method
+
+
+@dataclass
+class Call:
+    """A call that succeeds, of a method with its object bound; `after` sees to what it leaves behind."""
+
+    function: Callable[..., Any]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    after: Callable[[Any], Any] = lambda result: None
+
+    def __call__(self, **changed: Any) -> Any:
+        result = self.function(**{**self.arguments, **changed})
+        self.after(result)
+        return result
+
+
+def _close(result: Any) -> None:
+    result.close()
+
+
+def _destroy(result: Any) -> None:
+    result.destroy()
+
+
+def not_started(**given: Any) -> None:
+    """launch(), as far as the first process."""
+
+    def start(*job: Any) -> Any:
+        raise RanksFailed([])
+
+    with patch.object(launch, "_start", start), contextlib.suppress(RanksFailed):
+        launch.launch(**given)
+
+
+def of_moecomm() -> dict[str, list[Call]]:
+    """Of all but compat."""
+    torch.manual_seed(0)
+    made = moecomm.Buffer(**SIZES, backend="host", timeout_s=5)
+    x, idx = torch.randn(T, H).to(BF16), torch.tensor([[0, 1], [2, 3], [1, -1], [3, 0]])
+    weights = torch.rand(T, K)
+    w13, w2 = torch.randn(E, 2 * I, H).to(BF16), torch.randn(E, H, I).to(BF16)
+    routed = made.dispatch(x, idx, weights)
+    handle = routed.handle
+    flat = made.dispatch(x, idx, weights, layout="flat")
+    y = routed.x.clone()
+    scales = torch.rand(T, 1)
+    halves: dict[str, Any] = {"layout": "expert", "expert_alignment": 1, "num_sms": None, "check_weights": False}
+    given: dict[str, Any] = {
+        "x": x,
+        "topk_idx": idx,
+        "topk_weights": weights,
+        **halves,
+        "quantize": None,
+        "scale_format": "fp32",
+        "scale_layout": "row",
+        "max_rows": 16,
+    }
+    scaled = {"x": x, "topk_idx": idx, "scales": scales, "scale_layout": "row"}
+    experts = {"topk_idx": idx, "topk_weights": weights, "w13": w13, "w2": w2, "activation": "swiglu"}
+    how = {"interleaved": False, "max_rows": None, "wire": None, "num_sms": None, "check_weights": False}
+    out, bias = torch.empty(T, H, dtype=BF16), torch.randn(T, H).to(BF16)
+
+    def half() -> Any:
+        return made.dispatch_begin(x, idx, weights)
+
+    def end(routed: Any, **more: Any) -> Any:
+        """Of a dispatch that begins here, and ends here, whatever is given."""
+        begun = half()
+        try:
+            return made.dispatch_end(begun if routed is BEGUN else routed, **more)
+        finally:
+            if made.begun is not None:
+                made.dispatch_end(begun)
+
+    def end_of_none(routed: Any) -> Any:
+        return None if routed is BEGUN else made.dispatch_end(routed)
+
+    sent = ops.dispatch(made, x, idx, weights)
+    op = {"buffer": made, "x": x, "topk_idx": idx, "topk_weights": weights}
+    fp8 = fused.quantize_weights(torch.randn(2, 32, 64))
+    gemm_x, gemm_w = torch.randn(6, 32).to(BF16), torch.randn(2, 16, 32).to(BF16)
+    counts = torch.tensor([2, 3], dtype=torch.int32)
+    fp8_x = fused.Fp8(torch.randn(6, 64).to(torch.float8_e4m3fn), torch.rand(6, 1))
+    layer_sizes = {"hidden": H, "intermediate": I, "num_experts": E, "topk": K, "max_tokens": 8}
+    layer = nn.ExpertParallel(**layer_sizes, backend="host")
+    layer.open()
+    state = layer.state_dict()
+    gating = router.Gating(H, E, K)
+    routing = router.Router(H, E, K)
+    rows = torch.randn(T, H)
+    gate_sizes = {"hidden": H, "num_experts": E, "topk": K}
+    gate = {"gate": "softmax", "num_groups": 1, "topk_groups": 1, "scale": 1.0, "normalize": True}
+    weights_of = {"seed": 0, "dtype": torch.float32, "device": "cpu"}
+    four = nn.Experts(range(E), H, I)
+    buffer_32 = moecomm.Buffer(**SIZES, backend="host", dtype=torch.float32)
+    return {
+        "moecomm.Buffer": [
+            Call(
+                moecomm.Buffer,
+                {
+                    "group": None,
+                    **SIZES,
+                    "dtype": BF16,
+                    "backend": "host",
+                    "timeout_s": 5.0,
+                    "device": None,
+                    "window_bytes": None,
+                    "domain_ranks": None,
+                },
+                _close,
+            )
+        ],
+        "moecomm.Buffer.dispatch": [
+            Call(made.dispatch, {**given, "sync": None}),
+            Call(made.dispatch, {**scaled, "sync": True}),
+            Call(made.dispatch, {"x": x, "handle": handle}),
+        ],
+        "moecomm.Buffer.dispatch_begin": [
+            Call(made.dispatch_begin, given, made.dispatch_end),
+            Call(made.dispatch_begin, scaled, made.dispatch_end),
+            Call(made.dispatch_begin, {"x": x, "handle": handle}, made.dispatch_end),
+        ],
+        "moecomm.Buffer.dispatch_end": [
+            Call(end, {"routed": BEGUN, "sync": None}),
+            Call(end_of_none, {"routed": BEGUN}),
+        ],
+        "moecomm.Buffer.combine": [
+            Call(
+                made.combine,
+                {
+                    "y": y,
+                    "handle": handle,
+                    "out": out,
+                    "bias": bias,
+                    "weighted": True,
+                    "wire": None,
+                    "num_sms": None,
+                },
+            ),
+            Call(made.combine, {"y": y, "handle": handle, "weight_grads": torch.rand(len(y))}),
+            Call(made.combine, {"y": y, "handle": handle, "topk_weights": weights}),
+            Call(made.combine, {"y": flat.x.clone(), "handle": flat.handle, "bias": bias[0]}),
+        ],
+        "moecomm.Buffer.empty": [Call(made.empty, {"handle": handle, "dtype": BF16})],
+        "moecomm.Buffer.moe": [
+            Call(made.moe, {"x": x, **experts, **how, "out": out, "bias": bias, "fused": None}),
+            Call(made.moe, {"x": x, **experts, "w13": fused.quantize_weights(w13), "w2": fused.quantize_weights(w2)}),
+        ],
+        "moecomm.local_ranks": [Call(moecomm.local_ranks, {"ranks": 2})],
+        "launch.launch": [
+            Call(not_started, {"target": "moecomm:none", "job": {}, "ranks": 1, "limit_s": 60.0}),
+        ],
+        "router.Gating": [Call(router.Gating, {**gate_sizes, **gate})],
+        "router.Gating.__call__": [
+            Call(gating, {"x": rows, "weight": routing.weight, "bias": torch.zeros(E)}),
+        ],
+        "router.Router": [Call(router.Router, {**gate_sizes, **gate, "bias": torch.zeros(E), **weights_of})],
+        "router.Router.__call__": [Call(routing, {"x": rows})],
+        "router.router": [Call(router.router, {"model": "mixtral-8x7b", **weights_of})],
+        "router.random_routing": [
+            Call(
+                router.random_routing,
+                {
+                    "tokens": T,
+                    "num_experts": E,
+                    "topk": K,
+                    "ranks": 1,
+                    "skew": 0.0,
+                    "drop": 0.0,
+                    "duplicates": False,
+                    "generator": None,
+                },
+            )
+        ],
+        "ops.dispatch": [
+            Call(
+                ops.dispatch,
+                {
+                    **op,
+                    "layout": "expert",
+                    "expert_alignment": 1,
+                    "max_rows": None,
+                    "zero_padding": True,
+                    "num_sms": None,
+                },
+            )
+        ],
+        "ops.dispatch_again": [Call(ops.dispatch_again, {"x": x, "handle": sent.handle})],
+        "ops.combine": [
+            Call(ops.combine, {"y": sent.x.clone(), "handle": sent.handle, "weighted": True, "wire": None})
+        ],
+        "ops.moe": [
+            Call(ops.moe, {"buffer": made, "x": x, **experts, **how, "bias": bias, "fused": None}),
+            Call(
+                ops.moe,
+                {
+                    "buffer": made,
+                    "x": x,
+                    **experts,
+                    "w13": fused.quantize_weights(w13),
+                    "w2": fused.quantize_weights(w2),
+                },
+            ),
+        ],
+        "nn.ExpertParallel": [
+            Call(
+                nn.ExpertParallel,
+                {
+                    "group": None,
+                    **layer_sizes,
+                    **gate,
+                    "corrected": False,
+                    "max_rows": None,
+                    "payload": None,
+                    "wire": None,
+                    "buffer": None,
+                    "backend": "host",
+                    **weights_of,
+                },
+            ),
+            Call(nn.ExpertParallel, {**layer_sizes, "buffer": buffer_32}),
+        ],
+        "nn.ExpertParallel.forward": [Call(layer.forward, {"x": rows, "topk_idx": idx, "topk_weights": weights})],
+        "nn.Experts": [Call(nn.Experts, {"experts": range(2), "hidden": H, "intermediate": I, **weights_of})],
+        "nn.Experts.forward": [
+            Call(four.forward, {"x": rows, "tokens_per_expert": torch.ones(E, dtype=torch.int32)}),
+        ],
+        "nn.Gate": [Call(nn.Gate, {"gating": gating, "corrected": False, **weights_of})],
+        "nn.Gate.forward": [Call(nn.Gate(gating).forward, {"x": rows})],
+        "nn.gather_state": [Call(nn.gather_state, {"state": state, "group": None})],
+        "nn.shard_state": [Call(nn.shard_state, {"state": state, "rank": 1, "num_ranks": 2})],
+        "nn.shared_buffer": [
+            Call(lambda **given: nn.shared_buffer(**{**SIZES, **given}), {"group": None, "backend": "host"})
+        ],
+        "fused.Schedule": [
+            Call(fused.Schedule, {"row_unit": 16, "most_rows": 64, "stages": 8, "cluster": 1, "swapped": True})
+        ],
+        "fused.choose": [
+            Call(
+                fused.choose,
+                {"expected_rows": 16, "groups": 8, "columns": 256, "depth": 256, "multiprocessors": 132},
+            )
+        ],
+        "fused.choose_fp8": [
+            Call(fused.choose_fp8, {"expected_rows": 16, "groups": 8, "columns": 256, "multiprocessors": 132})
+        ],
+        "fused.interleave": [Call(fused.interleave, {"w13": w13})],
+        "fused.deinterleave": [Call(fused.deinterleave, {"w13": w13})],
+        "fused.quantize_weights": [Call(fused.quantize_weights, {"w": w2})],
+        "fused.grouped_gemm": [
+            Call(
+                fused.grouped_gemm,
+                {
+                    "x": gemm_x,
+                    "w": gemm_w,
+                    "tokens_per_expert": counts,
+                    "alignment": 1,
+                    "activation": None,
+                    "interleaved": True,
+                    "out": torch.empty(6, 16, dtype=BF16),
+                    "out_dtype": None,
+                    "quantize": None,
+                    "expected_rows": None,
+                    "schedule": None,
+                },
+            ),
+            Call(
+                fused.grouped_gemm,
+                {
+                    "x": fp8_x,
+                    "w": fp8,
+                    "tokens_per_expert": counts,
+                    "activation": "swiglu",
+                    "quantize": "fp8",
+                    "out": fused.Fp8(torch.empty(6, 16, dtype=torch.float8_e4m3fn), torch.empty(6, 1)),
+                },
+            ),
+        ],
+    }
+
+
+def of_compat() -> dict[str, list[Call]]:
+    """Of moecomm.compat."""
+    torch.manual_seed(0)
+    group, hidden = Alone(), 128
+    x, idx = torch.randn(T, hidden).to(BF16), torch.tensor([[0, 1], [2, 3], [1, -1], [3, 0]])
+    weights = torch.rand(T, K)
+    per_expert = torch.bincount(idx[idx >= 0], minlength=E).int()
+    in_rank = torch.ones(T, 1, dtype=torch.bool)
+    normal, low, elastic = deep_ep.Buffer(group), deep_ep.Buffer(group), deep_ep.ElasticBuffer(group)
+    hybrid = deep_ep.HybridEPBuffer(group, hidden, 8, E)
+    recv, _, _, _, handle, _ = normal.dispatch(x, topk_idx=idx, topk_weights=weights, num_tokens_per_expert=per_expert)
+    rows, _, low_handle, _, _ = low.low_latency_dispatch(x, idx, 8, E, use_fp8=False)
+    low.get_next_low_latency_combine_buffer(low_handle)
+    elastic_x, _, _, elastic_handle, _ = elastic.dispatch(x, idx, weights, num_experts=E, num_max_tokens_per_rank=8)
+    hybrid_x, hybrid_probs, _, _, hybrid_handle = hybrid.dispatch_with_permute(
+        hidden=x, topk_idx=idx, topk_weights=weights, num_of_experts=E
+    )
+    chosen = torch.zeros(T, E, dtype=torch.bool).index_put_((torch.arange(T), idx[:, 0]), torch.tensor(True))
+    event = deep_ep.EventOverlap()
+    events = {"previous_event": None, "async_finish": False, "allocate_on_comm_stream": False}
+    elastic_events = {
+        "previous_event": None,
+        "previous_event_before_epilogue": None,
+        "async_with_compute_stream": False,
+        "allocate_on_comm_stream": False,
+    }
+    nothing = {"overlap": False, "src_signals": None, "src_signal_expect_value": None, "packed_recv_count": None}
+    nothing |= {"comp_signal": None, "block_m": None, "threshold": None, "num_sms": None}
+    config = deep_ep.Config()
+    hint = {"num_max_tokens_per_rank": 8, "hidden": hidden, "num_topk": K, "use_fp8_dispatch": False}
+    hint |= {"allow_hybrid_mode": True, "allow_multiple_reduction": True}
+
+    def hook() -> None:
+        return None
+
+    def settle(result: Any) -> None:
+        """Raises what only the device sees, which the next call would."""
+        result[4].native.buffer.check()
+
+    found = {
+        "compat.install_as_deep_ep": [Call(compat.install_as_deep_ep, {"replace": True})],
+        "deep_ep.get_physical_domain_size": [Call(deep_ep.get_physical_domain_size, {"group": group})],
+        "deep_ep.get_logical_domain_size": [
+            Call(deep_ep.get_logical_domain_size, {"group": group, "allow_hybrid_mode": True})
+        ],
+        "deep_ep.Config": [
+            Call(
+                deep_ep.Config,
+                {
+                    "num_sms": 20,
+                    **{f"num_max_{kind}_chunked_send_tokens": 6 for kind in ("nvl", "rdma")},
+                    **{f"num_max_{kind}_chunked_recv_tokens": 256 for kind in ("nvl", "rdma")},
+                },
+            )
+        ],
+        "deep_ep.Config.get_nvl_buffer_size_hint": [
+            Call(config.get_nvl_buffer_size_hint, {"hidden_bytes": 256, "num_ranks": 2})
+        ],
+        "deep_ep.Config.get_rdma_buffer_size_hint": [
+            Call(config.get_rdma_buffer_size_hint, {"hidden_bytes": 256, "num_ranks": 2})
+        ],
+        "deep_ep.Buffer": [
+            Call(
+                deep_ep.Buffer,
+                {
+                    "group": group,
+                    "num_nvl_bytes": 0,
+                    "num_rdma_bytes": 0,
+                    "low_latency_mode": False,
+                    "num_qps_per_rank": 24,
+                    "allow_nvlink_for_low_latency_mode": True,
+                    "allow_mnnvl": False,
+                    "explicitly_destroy": False,
+                    "enable_shrink": False,
+                    "comm": None,
+                    "use_fabric": False,
+                },
+                _destroy,
+            )
+        ],
+        "deep_ep.Buffer.set_num_sms": [Call(deep_ep.Buffer.set_num_sms, {"new_num_sms": 20})],
+        "deep_ep.Buffer.get_low_latency_rdma_size_hint": [
+            Call(
+                deep_ep.Buffer.get_low_latency_rdma_size_hint,
+                {"num_max_dispatch_tokens_per_rank": 8, "hidden": hidden, "num_ranks": 2, "num_experts": E},
+            )
+        ],
+        "deep_ep.Buffer.get_dispatch_config": [Call(deep_ep.Buffer.get_dispatch_config, {"num_ranks": 2})],
+        "deep_ep.Buffer.get_combine_config": [Call(deep_ep.Buffer.get_combine_config, {"num_ranks": 2})],
+        "deep_ep.Buffer.get_local_buffer_tensor": [
+            Call(
+                normal.get_local_buffer_tensor,
+                {"dtype": torch.int8, "size": None, "offset": 0, "use_rdma_buffer": False},
+            )
+        ],
+        "deep_ep.Buffer.get_dispatch_layout": [
+            Call(normal.get_dispatch_layout, {"topk_idx": idx, "num_experts": E, **events})
+        ],
+        "deep_ep.Buffer.dispatch": [
+            Call(
+                normal.dispatch,
+                {
+                    "x": x,
+                    "num_tokens_per_rank": torch.tensor([T]),
+                    "num_tokens_per_rdma_rank": None,
+                    "num_tokens_per_expert": per_expert,
+                    "topk_idx": idx,
+                    "topk_weights": weights,
+                    "expert_alignment": 1,
+                    "num_worst_tokens": 0,
+                    "config": None,
+                    **events,
+                },
+            ),
+            Call(normal.dispatch, {"x": (x, torch.rand(T, 1)), "handle": handle}),
+            Call(normal.dispatch, {"x": x, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}),
+        ],
+        "deep_ep.Buffer.combine": [
+            Call(
+                normal.combine,
+                {
+                    "x": recv.clone(),
+                    "handle": handle,
+                    "topk_weights": torch.rand(len(recv), K),
+                    "bias": (x.clone(), x.clone()),
+                    "config": None,
+                    **events,
+                },
+            )
+        ],
+        "deep_ep.Buffer.clean_low_latency_buffer": [
+            Call(
+                low.clean_low_latency_buffer,
+                {"num_max_dispatch_tokens_per_rank": 8, "hidden": hidden, "num_experts": E},
+            )
+        ],
+        "deep_ep.Buffer.low_latency_dispatch": [
+            Call(
+                low.low_latency_dispatch,
+                {
+                    "x": x,
+                    "topk_idx": idx,
+                    "num_max_dispatch_tokens_per_rank": 8,
+                    "num_experts": E,
+                    "cumulative_local_expert_recv_stats": torch.zeros(E, dtype=torch.int32),
+                    "dispatch_wait_recv_cost_stats": None,
+                    "use_fp8": True,
+                    "round_scale": False,
+                    "use_ue8m0": False,
+                    "async_finish": False,
+                    "return_recv_hook": False,
+                    "topk_weights": weights,
+                    "use_nvfp4": False,
+                    "x_global_scale": None,
+                    "num_sms": None,
+                },
+            )
+        ],
+        "deep_ep.Buffer.low_latency_combine": [
+            Call(
+                low.low_latency_combine,
+                {
+                    "x": rows.clone(),
+                    "topk_idx": idx,
+                    "topk_weights": weights,
+                    "handle": low_handle,
+                    "use_logfmt": False,
+                    "zero_copy": False,
+                    "async_finish": False,
+                    "return_recv_hook": False,
+                    "out": torch.empty(T, hidden, dtype=BF16),
+                    "combine_wait_recv_cost_stats": None,
+                    **nothing,
+                },
+            )
+        ],
+        "deep_ep.Buffer.get_next_low_latency_combine_buffer": [
+            Call(low.get_next_low_latency_combine_buffer, {"handle": low_handle})
+        ],
+        "deep_ep.Buffer.low_latency_update_mask_buffer": [
+            Call(low.low_latency_update_mask_buffer, {"rank_to_mask": 0, "mask": False})
+        ],
+        "deep_ep.Buffer.low_latency_query_mask_buffer": [
+            Call(low.low_latency_query_mask_buffer, {"mask_status": torch.zeros(1, dtype=torch.int32)})
+        ],
+        "deep_ep.EventOverlap": [Call(deep_ep.EventOverlap, {"event": None, "extra_tensors": None})],
+        "deep_ep.EventOverlap.__call__": [Call(event, {"release_handle": False})],
+        "deep_ep.EventOverlap.current_stream_wait": [
+            Call(
+                lambda **given: deep_ep.EventOverlap(deep_ep.EventHandle()).current_stream_wait(**given),
+                {"release_handle": False},
+            )
+        ],
+        "deep_ep.EventOverlap.register_hook_after_wait": [
+            Call(
+                lambda **given: deep_ep.EventOverlap().register_hook_after_wait(**given),
+                {"hook_after_wait": hook},
+            )
+        ],
+        "deep_ep.ElasticBuffer": [
+            Call(
+                deep_ep.ElasticBuffer,
+                {
+                    "group": group,
+                    "num_bytes": None,
+                    "num_cpu_bytes": 0,
+                    **hint,
+                    "deterministic": False,
+                    "prefer_overlap_with_compute": True,
+                    "sl_idx": 3,
+                    "num_allocated_qps": 0,
+                    "num_cpu_timeout_secs": 300,
+                    "num_gpu_timeout_secs": 100,
+                    "explicitly_destroy": False,
+                },
+                _destroy,
+            )
+        ],
+        "deep_ep.ElasticBuffer.get_buffer_size_hint": [
+            Call(deep_ep.ElasticBuffer.get_buffer_size_hint, {"group": group, **hint})
+        ],
+        "deep_ep.ElasticBuffer.barrier": [
+            Call(elastic.barrier, {"use_comm_stream": True, "with_cpu_sync": False, "sequential": True})
+        ],
+        "deep_ep.ElasticBuffer.get_theoretical_num_sms": [
+            Call(
+                elastic.get_theoretical_num_sms,
+                {
+                    "num_experts": E,
+                    "num_topk": K,
+                    "num_scaleout_topk": 0,
+                    "rdma_gbs": 0,
+                    "nvlink_gbs": 0,
+                    "sm_read_gbs": 200,
+                    "sm_write_gbs": 50,
+                },
+            )
+        ],
+        "deep_ep.ElasticBuffer.get_theoretical_num_qps": [Call(elastic.get_theoretical_num_qps, {"num_sms": 16})],
+        "deep_ep.ElasticBuffer.dispatch": [
+            Call(
+                elastic.dispatch,
+                {
+                    "x": x,
+                    "topk_idx": idx,
+                    "topk_weights": weights,
+                    "cumulative_local_expert_recv_stats": torch.zeros(E, dtype=torch.int32),
+                    "num_experts": E,
+                    "num_max_tokens_per_rank": 8,
+                    "expert_alignment": 1,
+                    "num_sms": 0,
+                    "num_qps": 0,
+                    **elastic_events,
+                    "do_handle_copy": True,
+                    "do_cpu_sync": None,
+                    "do_expand": True,
+                    "do_zero_padding": True,
+                    "use_tma_aligned_col_major_sf": False,
+                },
+            ),
+            Call(elastic.dispatch, {"x": (x, torch.rand(T, 1)), "handle": elastic_handle, "topk_weights": weights}),
+        ],
+        "deep_ep.ElasticBuffer.combine": [
+            Call(
+                elastic.combine,
+                {
+                    "x": elastic_x.clone(),
+                    "handle": elastic_handle,
+                    "bias": (x.clone(), x.clone()),
+                    "topk_weights": torch.rand(len(elastic_x), K),
+                    "num_sms": 0,
+                    "num_qps": 0,
+                    **elastic_events,
+                },
+            )
+        ],
+        "deep_ep.HybridEPBuffer": [
+            Call(
+                deep_ep.HybridEPBuffer,
+                {
+                    "group": group,
+                    "hidden_dim": hidden,
+                    "max_num_of_tokens_per_rank": 8,
+                    "num_local_experts": E,
+                    "use_fp8": False,
+                    "num_sms_dispatch_api": None,
+                    "num_sms_combine_api": None,
+                    "num_sms_preprocessing_api": None,
+                    "num_blocks_permute": None,
+                    "num_blocks_unpermute": None,
+                    "use_shared_buffer": True,
+                    "enable_custom_allgather": False,
+                    "use_mnnvl": None,
+                    "num_of_hybrid_ep_ranks_per_nvlink_domain": None,
+                    "load_cached_kernels": False,
+                },
+            )
+        ],
+        "deep_ep.HybridEPBuffer.dispatch_with_permute": [
+            Call(
+                hybrid.dispatch_with_permute,
+                {
+                    "hidden": x,
+                    "topk_idx": idx,
+                    "topk_weights": weights,
+                    "num_of_experts_per_rank": E,
+                    "num_of_experts": E,
+                    "use_fp8": False,
+                    "num_permuted_tokens": 16,
+                    "pad_multiple": 1,
+                    "non_blocking": False,
+                    "fuse_permute_dispatch": False,
+                    "num_dispatched_tokens": None,
+                    "use_host_meta": None,
+                    "scaling_factor": torch.rand(T, 1),
+                },
+                settle,
+            ),
+            Call(hybrid.dispatch_with_permute, {"hidden": x, "routing_map": chosen, "probs": torch.rand(T, E)}),
+            Call(hybrid.dispatch_with_permute, {"hidden": x, "handle": hybrid_handle}),
+        ],
+        "deep_ep.HybridEPBuffer.combine_with_unpermute": [
+            Call(
+                hybrid.combine_with_unpermute,
+                {
+                    "hidden": hybrid_x.clone(),
+                    "probs": hybrid_probs.clone(),
+                    "handle": hybrid_handle,
+                    "pad_multiple": None,
+                    "fuse_unpermute_combine": False,
+                    "num_dispatched_tokens": None,
+                },
+            )
+        ],
+    }
+    return found
