@@ -317,7 +317,7 @@ class ElasticBuffer:
         )
         weights: torch.Tensor | None = routed.row_weights if handle.do_expand else routed.topk_weights
         assert weights is not None
-        return weights
+        return weights.clone() if self._pool.is_filling(small) else weights
 
     def _check_handle(self, handle: Any) -> None:
         if not isinstance(handle, EPHandle):
