@@ -65,7 +65,8 @@ def test_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
         with Layer(CASE, group, torch.device("cpu"), TOKENS) as layer:
             for pair in layer.pairs():
                 native, compat = computed(pair.native), computed(pair.compat)
-                assert compat == native, pair.about
+                copies = ["clone"] if pair.what.startswith("elastic") and "dispatch" in pair.what else []
+                assert compat == native + copies, pair.about
                 assert native == [] or pair.what.startswith("hybrid"), pair.about
 
     together(2, body)
@@ -120,12 +121,13 @@ def test_elastic_buffer(expand: bool, launches: list[str]) -> None:
         buffer = ElasticBuffer(group, num_max_tokens_per_rank=TOKENS, hidden=HIDDEN, num_topk=TOPK)
         x, ids, weights = given(buffer.rank_idx)
         options: dict[str, Any] = {"num_experts": EXPERTS, "do_expand": expand, "do_cpu_sync": False}
+        options["do_handle_copy"] = False
         recv_x, _, _, handle, _ = buffer.dispatch(x, ids, weights, **options)
         y = recv_x.clone()
         assert computed(lambda: buffer.dispatch(x, ids, weights, **options)) == []
         assert computed(lambda: buffer.dispatch(x, handle=handle, do_expand=expand)) == []
         assert computed(lambda: buffer.combine(y, handle)) == []
-        assert computed(lambda: buffer.combine(y, handle, bias=(x, x))) == ["add"]
+        assert computed(lambda: buffer.combine(y, handle, bias=(x, x))) == ["_to_copy", "_to_copy", "add"]
         if expand:
             padded = {**options, "do_zero_padding": True}
             assert computed(lambda: buffer.dispatch(x, ids, weights, **padded)) == []
