@@ -191,6 +191,8 @@ class CombineArgs(_Struct):
     y_stride: int
     sums: int
     bias_stride: int
+    bias_type: int
+    sum_grads: int
     num_tokens: int
     hidden: int
     type: int

@@ -110,11 +110,15 @@ def check_apart(argument: str, written: torch.Tensor, **read: torch.Tensor | Non
     where the sums go: each is written where its bias has been read.
     """
     bias = read.get("bias")
-    if bias is not None and (bias.data_ptr(), bias.stride()) == (written.data_ptr(), written.stride()):
+    if bias is not None and _place(bias) == _place(written):
         read["bias"] = None
     for name, tensor in read.items():
         if tensor is not None and _native.share_memory(written, tensor):
             raise BadInput(argument, f"memory of {name}, which is read meanwhile", "memory of its own")
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype]:
+    return tensor.data_ptr(), tensor.stride(), tensor.dtype
 
 
 def note_written(argument: str, *written: Any) -> None:

@@ -277,7 +277,7 @@ class Buffer(BufferState):
             y: rows as in `Routed.x` of the dispatch, in bfloat16, float16 or float32.
             handle: of that dispatch.
             out: `[T, H]` of the dtype of `y`, written in place; default: a new tensor.
-            bias: `[T, H]` or `[H]` of the dtype of `y`, added before the rounding.
+            bias: `[T, H]` or `[H]` of the dtype of `y`, or float32, added before the rounding.
             weighted: expert, batched: multiply each row by the routing weight that dispatch carried.
             weight_grads: float32, a number a row (`[rows]`, batched `[E/R, rows]`; flat `[rows, K]`):
                 brought home as well.

@@ -212,6 +212,16 @@ def test_out_over_the_tables_of_the_handle() -> None:
         torch.testing.assert_close(small.combine(y, routed.handle), y[:1] + y[1:2])
 
 
+def test_out_over_a_bias_of_another_dtype() -> None:
+    sizes: dict[str, Any] = {"hidden": H, "num_experts": E, "topk": K, "max_tokens": 8, "dtype": torch.bfloat16}
+    with moecomm.Buffer(None, **sizes, backend="host") as narrow:
+        routed = narrow.dispatch(drawn(T, H).bfloat16(), **routing(), layout="expert")
+        bias = drawn(T, H)
+        over = bias.view(torch.bfloat16).view(-1)[: T * H].view(T, H)  # where it begins, with as many columns
+        with pytest.raises(moecomm.BadInput, match="out: got memory of bias"):
+            narrow.combine(routed.x, routed.handle, bias=bias, out=over)
+
+
 def test_a_product_over_its_operands() -> None:
     x, counts = drawn(16, 16).bfloat16(), torch.full((E,), 4, dtype=torch.int32)
     for name, given in {"x": (x, drawn(E, 16, 16).bfloat16()), "w": (x, x.view(1, 16, 16).expand(1, 16, 16))}.items():

@@ -164,7 +164,8 @@ def test_what_does_not_fit_is_named_before_a_row_is_sent() -> None:
         {"w2": w2[..., :12].contiguous(), "w13": w13[:, :24].contiguous(), "interleaved": True},
         {"x": x.float()},
         {"x": x[:, :16]},
-        {"bias": torch.zeros(3)},
+        {"bias": torch.zeros(x.shape[1], dtype=torch.float32)},
+        {"bias": torch.zeros(3, dtype=x.dtype)},
     ]
     with opened(PAIR) as ranks:
         for change in refused[:-1]:

@@ -154,7 +154,12 @@ struct CombineCall {
         const i64 at = column * bytes_of(cfg.type);
         if (out.bias != nullptr) {
             float bias[n];
-            load_columns<cfg.type>(out.bias + at, bias);
+            if (cfg.type == Type::fp32 || a.bias_type != static_cast<i32>(Type::fp32)) {
+                load_columns<cfg.type>(out.bias + at, bias);
+            } else {
+#pragma unroll
+                for (i32 i = 0; i < n; ++i) bias[i] = reinterpret_cast<const float*>(out.bias)[column + i];
+            }
 #pragma unroll
             for (i32 i = 0; i < n; ++i) sum[i] = __fadd_rn(sum[i], bias[i]);
         }

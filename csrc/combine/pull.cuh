@@ -200,10 +200,27 @@ struct Pull {
         __syncwarp();
         if (lane_id() >= cfg.topk) return;
         const i64 entry = static_cast<i64>(token()) * cfg.topk + lane_id();
+        if (c.a.sum_grads != 0) {
+            reinterpret_cast<float*>(c.a.out_weight_grads)[entry] = summed_grad();
+            return;
+        }
         const i32 owner = reinterpret_cast<const i32*>(c.a.route.token_owner)[entry];
         u32 grad = 0;
         if (owner >= 0) grad = load_relaxed(reinterpret_cast<const u32*>(c.grads_of(owner, token())) + lane_id());
         reinterpret_cast<u32*>(c.a.out_weight_grads)[entry] = grad;
+    }
+
+    // The same over all ranks with a row of the token, in their order.  What a domain returns is the sum of its ranks.
+    MOECOMM_FN float summed_grad() const {
+        const auto* slots = reinterpret_cast<const i32*>(c.a.route.token_slot) + static_cast<i64>(token()) * cfg.ranks;
+        float sum = 0.0f;
+#pragma unroll 1
+        for (i32 rank = 0; rank < cfg.ranks; ++rank) {
+            if (slots[rank] < 0) continue;
+            sum = __fadd_rn(sum, __uint_as_float(load_relaxed(reinterpret_cast<const u32*>(c.grads_of(rank, token())) + lane_id())));
+            if (cfg.domains() > 1 && !c.domains().reaches(rank) && !c.straight()) rank = (rank / cfg.near() + 1) * cfg.near() - 1;
+        }
+        return sum;
     }
 
     MOECOMM_FN Out target(const Item& item) const { return c.out_of(item.token); }

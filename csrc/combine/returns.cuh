@@ -133,10 +133,20 @@ struct Returns {
     MOECOMM_FN void bring_grads(i32 domain, i32 token) const {
         __syncwarp();
         if (lane_id() >= cfg.topk) return;
+        const auto staged = [&](i32 rank) {
+            return load_relaxed(reinterpret_cast<const u32*>(c.staged_row(rank, home_of(nth), token) + c.grads_at()) + lane_id());
+        };
         const i32 owner = kept(domain, token)[cfg.topk + lane_id()];
         u32 grad = 0;
-        if (owner >= 0 && c.domains().reaches(owner))
-            grad = load_relaxed(reinterpret_cast<const u32*>(c.staged_row(owner, home_of(nth), token) + c.grads_at()) + lane_id());
+        if (c.a.sum_grads != 0) {
+            float sum = 0.0f;
+#pragma unroll 1
+            for (i32 n = 0; n < cfg.near(); ++n)
+                if (kept(domain, token)[2 * cfg.topk + n] >= 0) sum = __fadd_rn(sum, __uint_as_float(staged(c.domains().first() + n)));
+            grad = __float_as_uint(sum);
+        } else if (owner >= 0 && c.domains().reaches(owner)) {
+            grad = staged(owner);
+        }
         reinterpret_cast<u32*>(sum_of(domain, token) + c.grads_at())[lane_id()] = grad;
     }
 

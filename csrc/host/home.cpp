@@ -67,29 +67,43 @@ void Home::add_domains(float* sum, i32 token, i64 column, i64 n) const {
 
 void Home::bring_grads(i32 token) const {
     float* grads = memory<float>(c_.a.out_weight_grads) + static_cast<i64>(token) * c_.topk;
+    if (c_.a.sum_grads != 0) return sum_grads(token, grads);
     for (i32 k = 0; k < c_.topk; ++k) {
         const i32 owner = tokens_.owners_of(token)[k];
-        if (owner < 0) {
-            grads[k] = 0.0f;
-        } else if (c_.r.reaches(owner)) {
-            grads[k] = gather_.grad(token, k, owner);
-        } else if (straight_) {
-            grads[k] = reinterpret_cast<const float*>(c_.put_by(owner, token) + c_.grads_at)[k];
-        } else {
-            grads[k] = reinterpret_cast<const float*>(returned(domain_of(c_.shape, owner), token) + c_.grads_at)[k];
-        }
+        grads[k] = owner >= 0 ? grads_of(owner, token)[k] : 0.0f;
+    }
+}
+
+// What `rank` has left of the token, or its domain for all of its ranks.
+const float* Home::grads_of(i32 rank, i32 token) const {
+    const u8* row = c_.r.reaches(rank) ? c_.staged(rank, c_.r.me, token)
+                    : straight_        ? c_.put_by(rank, token)
+                                       : returned(domain_of(c_.shape, rank), token);
+    return reinterpret_cast<const float*>(row + c_.grads_at);
+}
+
+// Of all ranks with a row of the token, in their order.  What a domain returns is the sum of its ranks.
+void Home::sum_grads(i32 token, float* grads) const {
+    const i32* slots = memory<const i32>(c_.a.route.token_slot) + static_cast<i64>(token) * c_.r.ranks;
+    std::fill_n(grads, c_.topk, 0.0f);
+    for (i32 rank = 0; rank < c_.r.ranks; ++rank) {
+        if (slots[rank] < 0) continue;
+        const float* there = grads_of(rank, token);
+        for (i32 k = 0; k < c_.topk; ++k) grads[k] += there[k];
+        if (!c_.r.reaches(rank) && !straight_) rank = (domain_of(c_.shape, rank) + 1) * c_.r.near - 1;
     }
 }
 
 // The sum, then the bias, then one rounding.
 void Home::pull_token(i32 token) {
     const CombineArgs& a = c_.a;
+    const Type bias_type = static_cast<Type>(a.bias_type);
     const u8* bias = a.bias != 0 ? memory<const u8>(a.bias) + token * a.bias_stride : nullptr;
     u8* out = memory<u8>(a.out) + token * a.out_stride;
     for (i64 column = 0; column < a.hidden; column += kColumns) {
         const i64 n = std::min<i64>(kColumns, a.hidden - column);
         add_domains(scratch_, token, column, n);
-        if (bias != nullptr) add_row(scratch_, bias + column * bytes_of(c_.type), c_.type, n);
+        if (bias != nullptr) add_row(scratch_, bias + column * bytes_of(bias_type), bias_type, n);
         round_row(out + column * bytes_of(c_.type), scratch_, c_.type, n);
     }
     if (a.out_weight_grads != 0) bring_grads(token);

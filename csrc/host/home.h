@@ -27,6 +27,8 @@ class Home final : public Pull {
     void add_straight(float* sum, i32 domain, i32 token, i64 column, i64 n) const;
     void add_domains(float* sum, i32 token, i64 column, i64 n) const;
     void bring_grads(i32 token) const;
+    const float* grads_of(i32 rank, i32 token) const;
+    void sum_grads(i32 token, float* grads) const;
 
     const bool straight_ = goes_straight(c_.shape, tokens_.count);  // to us, from other domains
 };

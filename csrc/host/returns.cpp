@@ -31,6 +31,12 @@ void Returns::pull_token(i32 token) {
     float* grads = reinterpret_cast<float*>(row_.data() + c_.grads_at);
     for (i32 k = 0; k < c_.topk && a.weight_grads != 0; ++k) {
         const i32 owner = tokens_.owners_of(token)[k];
+        if (a.sum_grads != 0) {
+            grads[k] = 0.0f;
+            for (i32 p = 0; p < c_.r.near; ++p)
+                if (tokens_.slots_of(token)[p] >= 0) grads[k] += gather_.grad(token, k, c_.r.first + p);
+            continue;
+        }
         grads[k] = owner >= 0 && c_.r.reaches(owner) ? gather_.grad(token, k, owner) : 0.0f;
     }
     const u64 bytes = a.weight_grads != 0 ? row_.size() : static_cast<u64>(a.hidden * bytes_of(c_.crossing_type));

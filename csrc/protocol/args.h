@@ -118,18 +118,20 @@ struct CombineArgs {
     Route route;
     // in
     u64 y;             // [rows][hidden] of `type`, rows y_stride bytes apart, 16-byte aligned
-    u64 bias;          // [num_tokens][hidden] of `type`, rows bias_stride bytes apart (0: one row for all); 0: none
+    u64 bias;          // [num_tokens][hidden] of `bias_type`, rows bias_stride bytes apart (0: one row for all); 0: none
     u64 weight_grads;  // f32[rows] (expert, batched) or f32[rows][topk] (flat): sent home beside the rows; 0: not wanted
     i64 y_stride, bias_stride;
     i32 num_tokens;
     i32 hidden;
-    i32 type;      // Type of y, bias and out
-    i32 wire;      // Type of a reduced row as it travels: fp32 is exact; flat rows always travel as they are
-    i32 layout;    // Layout of the dispatch
-    i32 weighted;  // expert, batched: 1: multiply each row by its routing weight
+    i32 type;       // Type of y and out
+    i32 bias_type;  // that, or Type::fp32
+    i32 wire;       // Type of a reduced row as it travels: fp32 is exact; flat rows always travel as they are
+    i32 layout;     // Layout of the dispatch
+    i32 weighted;   // expert, batched: 1: multiply each row by its routing weight
     u64 call;
     i32 workers;
     i32 chunk_tokens;  // of our tokens, as in the dispatch
+    i32 sum_grads;     // flat: 1: out_weight_grads is the sum over all ranks with a row of the token; 0: that of the owner of each expert
     // out, plain addresses
     u64 out;               // [num_tokens][hidden] of `type`, rows out_stride bytes apart
     u64 out_weight_grads;  // f32[num_tokens][topk]

@@ -59,7 +59,9 @@ def check(
     if bias is not None:
         bias = adopt("bias", bias)[0]
         one_row = bias.ndim == 1
-        check_tensor("bias", bias, device=buffer.device, dtypes=(y.dtype,), shape=shape[1:] if one_row else shape)
+        check_tensor(
+            "bias", bias, device=buffer.device, dtypes=(y.dtype, torch.float32), shape=shape[1:] if one_row else shape
+        )
         check_rows("bias", bias.unsqueeze(0) if one_row else bias)
     if weight_grads is not None:
         weight_grads = adopt("weight_grads", weight_grads)[0]

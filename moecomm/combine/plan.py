@@ -135,6 +135,7 @@ def _args(buffer: Buffer, options: Options, like: Tensors) -> _native.CombineArg
     args = _native.CombineArgs()
     args.ctx = buffer.session.context
     args.hidden, args.type = buffer.hidden, DTYPES.index(options.dtype)
+    args.bias_type = args.type if like.bias is None else DTYPES.index(like.bias.dtype)
     args.wire = DTYPES.index(options.wire or torch.float32)
     args.layout, args.weighted = LAYOUTS.index(options.layout), int(bool(options.weighted))
     args.call = call.pack(

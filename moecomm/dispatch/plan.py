@@ -97,7 +97,8 @@ class Plan:
                 if not is_whole(max_rows) or not 0 <= max_rows < 1 << 63:
                     return None
                 rows = min(max_rows * self._groups, rows)
-            payload, kept = self._memory.allocate(self._native.payload_bytes(rows), self._native.kept_bytes(rows))
+            # `kept` lives longer: in front, it does not cut the range that `payload` gives back.
+            kept, payload = self._memory.allocate(self._native.kept_bytes(rows), self._native.payload_bytes(rows))
             args = self._native.bind(payload, kept, rows, x, scales, topk_idx, topk_weights)
         if args is None:
             return None

@@ -237,6 +237,8 @@ def prepare(
     check_flags(interleaved=interleaved, check_weights=check_weights)
     form = form_of(fused)
     check_tensor("x", x, device=buffer.device, dtypes=(buffer.dtype,), shape=(None, buffer.hidden))
+    if bias is not None and (given := adopt("bias", bias)[0]).dtype is not buffer.dtype:
+        raise BadInput("bias", str(given.dtype), str(buffer.dtype))
     rows = max(1, len(x) * buffer.topk * buffer.num_ranks // buffer.num_experts)  # of an expert, if all are as we are
     routing = {"topk_idx": topk_idx, "topk_weights": topk_weights, "check_weights": check_weights}
     check_max_rows(max_rows)

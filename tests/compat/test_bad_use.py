@@ -86,7 +86,6 @@ UNSUPPORTED: dict[str, Callable[[Buffer], Any]] = {
 OTHERWISE = {  # rows of the table that say what is different, tested where the calls are
     "handles taken apart, or made by hand",
     "rank_prefix_matrix",
-    "combine(topk_weights=)",
     "recv_topk_idx == -1",
     "recv_topk_weights",
     "do_expand",
@@ -94,7 +93,6 @@ OTHERWISE = {  # rows of the table that say what is different, tested where the 
     "topk_weights",
     "routing_map",
     "ElasticBuffer",
-    "ElasticBuffer.dispatch(do_handle_copy=True)",
 }
 
 

@@ -26,6 +26,7 @@ from deep_ep.utils import EventHandle as A, EventOverlap as B
 from deep_ep.utils.event import EventOverlap as C
 from deep_ep.buffer import Buffer as D
 import deep_ep.buffers.legacy
+from deep_ep.hybrid_ep_buffer import HybridEPBuffer, indices_to_map
 from deep_ep import ElasticBuffer, EPHandle
 from deep_ep.buffers.elastic import ElasticBuffer as E
 assert deep_ep.buffers.legacy.Buffer is Buffer and E is ElasticBuffer

@@ -20,6 +20,7 @@ from moecomm.ops import handles
 from moecomm.testing import LocalBuffers, check_case, random_case
 from moecomm.testing import ranks as local
 
+from ..combine.test_summed_grads import check_sums
 from ..wrap import rounds_since_wrap, wrap_after
 from .machine import Call, Machine
 
@@ -254,6 +255,20 @@ def test_weights_of_the_homes(
             want = cpus.combine([{"y": c.x, "handle": c.handle, "wire": wire} for c in carried])
             for out, right in zip(found, want, strict=True):
                 assert torch.equal(out, right)
+
+
+@pytest.mark.parametrize("way", ["ring", "sums in the heap", "straight", "relays"])
+def test_gradients_of_every_rank_are_added(way: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "relays":
+        monkeypatch.setattr(host, "straight_bytes", lambda *_: 0)
+    sizes = {"ranks": 4} if way in ("ring", "sums in the heap") else DOMAINS
+    with LocalBuffers(**sizes, **SIZES, backend="host") as ranks:
+        for buffer in ranks.buffers:
+            monkeypatch.setattr(buffer.session, "sums_in_heap", way == "sums in the heap")
+        try:
+            check_sums(ranks, machine.run_all, monkeypatch)
+        finally:
+            machine.forget()
 
 
 @pytest.mark.parametrize("sizes", [{"ranks": 4}, DOMAINS], ids=["one domain", "domains"])

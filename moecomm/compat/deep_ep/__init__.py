@@ -17,11 +17,9 @@ What deep_ep has and this has not; each raises Unsupported, or differs as it say
 | `low_latency_update_mask_buffer(mask=True)` | `PeerLost` on every rank that is left |
 | handles taken apart, or made by hand | a handle is passed back as it is: `BadInput` for a tuple of its items |
 | `rank_prefix_matrix`: columns of other ranks | -1 |
-| `combine(topk_weights=)` beside `recv_topk_idx == -1` | such entries are not added |
 | `ElasticBuffer(num_cpu_bytes=)` | GPU memory only |
 | `ElasticBuffer.engram_*`, `pp_*`, `agrs_*`, `all_gather` | nothing |
 | `ElasticBuffer.dispatch(handle=)` with another `do_expand` | the handle's |
-| `ElasticBuffer.dispatch(do_handle_copy=True)` | `EPHandle.topk_idx` is the caller's tensor, not a copy |
 | `ElasticBuffer`: `recv_topk_weights` beside `recv_topk_idx == -1` | 0 |
 | `HybridEPBuffer.dispatch`, `HybridEPBuffer.combine` | `dispatch_with_permute`, `combine_with_unpermute` |
 | `HybridEPBuffer.dispatch_with_permute(handle=)` with `probs` or `topk_weights` | rows only |

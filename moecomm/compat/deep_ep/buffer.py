@@ -201,8 +201,8 @@ class Buffer(LowLatency):
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """combined_x, combined_topk_weights (None without `topk_weights`), event.
 
-        Of `topk_weights`, the entries beside recv_topk_idx == -1 are not added.  Two biases are added up first, by a
-        kernel of its own, and rounded once.
+        `topk_weights` are added over all ranks that have a token, entries beside recv_topk_idx == -1 too.  Two biases
+        are added up first, in float32, by a few kernels of their own.
         """
         if async_finish is not False:
             check_flag("async_finish", async_finish)

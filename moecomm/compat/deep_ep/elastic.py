@@ -168,8 +168,8 @@ class ElasticBuffer:
     ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:
         """recv_x or (recv_x, recv_sf), recv_topk_idx, recv_topk_weights, handle, event.
 
-        `do_zero_padding` and the statistics take a small kernel or two of their own; `topk_weights` beside `handle`
-        a small round.
+        `do_zero_padding`, `do_handle_copy` and the statistics take a small kernel or two of their own; `topk_weights`
+        beside `handle` a small round.
         """
         if {type(do_expand), type(do_zero_padding), type(async_with_compute_stream)} != {bool}:
             check_flags(
@@ -229,7 +229,8 @@ class ElasticBuffer:
                 sync=sync,
                 num_sms=limit,
             )
-            handle = EPHandle(routed.handle, num_experts, align, most, num_sms, topk_idx, sync)
+            ids = topk_idx.clone() if do_handle_copy else topk_idx
+            handle = EPHandle(routed.handle, num_experts, align, most, num_sms, ids, sync)
             if scale_layout == "row" and do_expand:  # all in one step
                 recv_topk_idx, (recv_x, recv_sf, recv_topk_weights) = None, routed.plan.expert_tensors(routed)
             elif scale_layout == "row":
@@ -264,7 +265,7 @@ class ElasticBuffer:
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """combined_x, combined_topk_weights (None without `topk_weights`), event.  Rows are added without weights.
 
-        Two biases are added up first, by a kernel of its own, and rounded once.
+        Two biases are added up first, in float32, by a few kernels of their own.
         """
         wait_for(previous_event)
         wait_for(previous_event_before_epilogue)
@@ -339,7 +340,7 @@ class ElasticBuffer:
         )
         weights: torch.Tensor | None = routed.row_weights if handle.do_expand else routed.topk_weights
         assert weights is not None
-        return weights
+        return weights.clone() if self._pool.is_filling(small) else weights
 
     def _check_handle(self, handle: Any) -> None:
         if not isinstance(handle, EPHandle):

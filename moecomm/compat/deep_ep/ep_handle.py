@@ -14,8 +14,8 @@ from moecomm.routed import Handle
 class EPHandle:
     """What ElasticBuffer.dispatch returns, and combine and a cached dispatch take.
 
-    `topk_idx` is the caller's tensor.  `token_metadata_at_forward` and `channel_linked_list` are of deep_ep's hybrid
-    mode, and None, as they are there within one NVLink domain.
+    `topk_idx` is a copy, or the caller's tensor with `do_handle_copy=False`.  `token_metadata_at_forward` and
+    `channel_linked_list` are of deep_ep's hybrid mode, and None, as they are there within one NVLink domain.
     """
 
     token_metadata_at_forward: torch.Tensor | None = None

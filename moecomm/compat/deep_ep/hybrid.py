@@ -12,6 +12,8 @@ from moecomm.arrays import check_tensor
 from moecomm.buffer import Buffer
 from moecomm.checks import MOST_SIZE, check_flag, check_sizes, check_together
 from moecomm.combine import finish, prepare, run
+from moecomm.compat.deep_ep.budget import drop_excess
+from moecomm.compat.deep_ep.hybrid_handle import HybridEPHandle, indices_to_map
 from moecomm.compat.deep_ep.lazy import source
 from moecomm.compat.deep_ep.normal import check_nothing
 from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_dimensions, check_experts, limit_of
@@ -22,16 +24,7 @@ from moecomm.routing_map import ids_of, weights_at
 from moecomm.settings import MAX_TOPK
 from moecomm.whole import check_whole
 
-
-class HybridEPHandle:
-    """Where the tokens of a dispatch_with_permute went, for combine_with_unpermute and to repeat it.  Opaque."""
-
-    __slots__ = ("__weakref__", "ids", "native", "num_experts", "rows", "tokens_per_expert")
-
-    def __init__(self, native: Handle, ids: torch.Tensor, num_experts: int, padded: torch.Tensor, rows: int) -> None:
-        self.native, self.ids, self.num_experts = native, ids, num_experts
-        self.tokens_per_expert, self.rows = padded, rows
-
+__all__ = ["HybridEPBuffer", "HybridEPHandle", "indices_to_map"]
 
 _PROBS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _Received = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -41,6 +34,7 @@ class _Routing(NamedTuple):
     ids: torch.Tensor
     weights: torch.Tensor | None
     num_experts: int
+    overflow: torch.Tensor | None = None  # with num_permuted_tokens: see HybridEPHandle
     few: bool = False  # far fewer experts a token than columns of ids: the window is for rows that callers ask for
 
 
@@ -87,7 +81,10 @@ class HybridEPBuffer:
             hidden_dim=hidden_dim,
             max_num_of_tokens_per_rank=max_num_of_tokens_per_rank,
             num_of_experts_per_rank=num_local_experts,
+            num_of_ranks_per_node=self.group_size,
+            num_of_nodes=1,
         )
+        self.configurer = SimpleNamespace(buffer_config=self.config)
         self._topk = 0  # of routing maps: at least the most experts that a row of one so far had, on any rank
         self._agreed = False  # whether all ranks have the same config: each may have been given its own tokens
         self._options: dict[tuple[Any, ...], Options] = {}
@@ -123,9 +120,10 @@ class HybridEPBuffer:
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, HybridEPHandle]:
         """hidden `[rows, H]` by expert, probs `[rows]`, scaling_factor, padded tokens_per_expert, handle.
 
-        tokens_per_expert is int64, on the CPU, or, with `non_blocking`, on the device and nothing waits.  A
-        `routing_map` takes a small kernel to find its ids, and the first one without num_permuted_tokens a host wait;
-        `topk_idx` spares both.  Rows of padding are zero, by another.
+        tokens_per_expert is int64, on the CPU, or, with `non_blocking`, on the device and nothing waits.  Tokens that
+        `num_permuted_tokens` has no room for are dropped (see drop_excess) and handle[-1] is 1: that takes a small
+        round of counts, and some thirty small kernels.  A `routing_map` takes a small kernel to find its ids, and the
+        first one without num_permuted_tokens a host wait; `topk_idx` spares both.  Another one zeroes padding.
         """
         if use_host_meta is not None:
             check_flag("use_host_meta", use_host_meta)
@@ -152,6 +150,7 @@ class HybridEPBuffer:
         hidden, as_given = _values(hidden)
         if routing_map is None:
             routing = self._by_ids(topk_idx, topk_weights, num_of_experts, num_of_experts_per_rank)
+            routing = self._within(routing, num_permuted_tokens, options)
             routed = self._route(hidden, routing, num_permuted_tokens, scaling_factor, options)
         else:
             self._check_map(hidden, routing_map, probs, num_of_experts_per_rank)
@@ -161,7 +160,7 @@ class HybridEPBuffer:
             counts = counts.to("cpu", copy=True)
         native = routed.handle
         rows = native.args.max_rows if num_permuted_tokens is None else num_permuted_tokens
-        made = HybridEPHandle(native, routing.ids, routing.num_experts, counts, rows)
+        made = self._handle(native, routing, counts, rows)
         found = x, None if routing.weights is None else weights, scales
         received = self._received(routed, found, rows, pad_multiple, as_given)
         return (*received, counts, made)
@@ -260,6 +259,7 @@ class HybridEPBuffer:
         num_experts = routing_map.shape[1]
         if rows is not None:
             routing = _Routing(*ids_of(routing_map, probs, min(MAX_TOPK, num_experts)), num_experts, few=True)
+            routing = self._within(routing, rows, options)
             return routing, self._route(hidden, routing, rows, scales, options)
         if self._topk == 0:
             self._topk = self._most_picks(routing_map)
@@ -275,6 +275,24 @@ class HybridEPBuffer:
         self._topk = min(MAX_TOPK, 1 << (most - 1).bit_length())  # so that it grows a few times at most
         routing = _Routing(*ids_of(routing_map, probs, self._topk), num_experts)
         return routing, self._route(hidden, routing, None, scales, options)
+
+    def _within(self, routing: _Routing, rows: int | None, options: Options) -> _Routing:
+        """The routing without what the budgets of `rows`, ours and those of other ranks, have no room for."""
+        if rows is None:
+            return routing
+        check_whole("num_permuted_tokens", rows, 0)
+        ids, overflow = drop_excess(self._pool, routing.ids, routing.num_experts, rows, options.expert_alignment)
+        return routing._replace(ids=ids, overflow=overflow)
+
+    def _handle(self, native: Handle, routing: _Routing, counts: torch.Tensor, rows: int) -> HybridEPHandle:
+        handle = HybridEPHandle(HybridEPHandle.makers)
+        handle.native, handle.ids, handle.num_experts = native, routing.ids, routing.num_experts
+        handle.tokens_per_expert, handle.rows, handle.config = counts, rows, self.config
+        overflow = routing.overflow
+        handle.overflow_flag = (
+            counts.new_zeros(1, dtype=torch.int32, device=native.plan.device) if overflow is None else overflow
+        )
+        return handle
 
     def _most_picks(self, routing_map: torch.Tensor) -> int:
         """Collective: the most experts of a token."""
@@ -292,7 +310,7 @@ class HybridEPBuffer:
         options: Options,
     ) -> Routed:
         """A dispatch by expert; where a rank has more tokens than the Buffer takes, again with a larger one."""
-        ids, weights, num_experts, few = routing
+        ids, weights, num_experts, _, few = routing
         most = self.config.max_num_of_tokens_per_rank  # another one once they grow
         key = (hidden.shape[1], hidden.dtype, num_experts, ids.shape[1], few, most)
         buffer = self._buffers.get(key)

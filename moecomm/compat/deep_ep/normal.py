@@ -82,6 +82,7 @@ def combine(
     native = native_of(pool, handle)
     buffer, total = native.buffer, None if bias is None else one_bias(bias)
     combining = prepare(buffer, x, native, bias=total, weight_grads=topk_weights, num_sms=num_sms)
+    combining.args.sum_grads = 1
     run(combining)
     out = finish(buffer, combining)
     if topk_weights is None:
@@ -116,7 +117,7 @@ def native_of(pool: Pool, handle: Any) -> Handle:
 
 
 def one_bias(bias: Any) -> Any:
-    """None, a tensor, or the sum of two, rounded to their dtype."""
+    """None, a tensor, or the sum of two in float32: it is rounded with what it is added to."""
     if bias is None or isinstance(bias, torch.Tensor):
         return bias
     if not isinstance(bias, tuple) or len(bias) != 2:
@@ -129,7 +130,7 @@ def one_bias(bias: Any) -> Any:
     if first.shape != second.shape or first.dtype is not second.dtype or first.device != second.device:
         raise BadInput("bias", f"{described(first)} and {described(second)}", "two alike")
     check_together(bias=first, **{"the second bias": second})
-    return first + second
+    return first.float() + second.float()
 
 
 def route(

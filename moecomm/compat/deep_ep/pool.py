@@ -30,6 +30,7 @@ _LEAST_TOKENS = 128
 _FLAT_ROUNDS = 4  # worst cases with room in a window: two micro-batches, what a combine copies, and what arrives next
 _BATCHED_ROUNDS = 3  # two in flight, and rows for a combine without a copy
 _EXPANDED_ROUNDS = 2
+_FLAT_KEPT, _EXPANDED_KEPT = 2, 1  # of those, rounds whose outputs stay in the window
 _MORE_TOKENS = 128  # than a rank has: padding to any expert_alignment then fits what moecomm takes for the worst case
 _MORE_ROWS = 4  # times those that the first caller asks for
 _HANDLES = 64  # that may be alive at a time, of rounds of the worst case
@@ -45,7 +46,7 @@ class Pool:
         self._num_bytes, self._timeout_s = num_bytes, timeout_s
         self._by_sizes: dict[tuple[Any, ...], Buffer] = {}
         self._opened: list[Buffer] = []  # all of them: handles of one that was too small stay good
-        self._fill: dict[int, int] = {}  # bytes alive in a window of normal rounds, from which on outputs are copied
+        self._reserve: dict[int, int] = {}  # bytes that outputs leave free, in one piece, by id of the Buffer
 
     def require_open(self) -> None:
         """Raises Closed after close()."""
@@ -84,8 +85,12 @@ class Pool:
             raise BadInput("handle", "one of another buffer", "one of this buffer")
 
     def is_filling(self, buffer: Buffer) -> bool:
-        """Whether what is alive in the window leaves less than two rounds of the worst case."""
-        return buffer.memory.used > self._fill[id(buffer)]
+        """Whether no free piece of the window is as large as the reserve: the caller then copies what arrived.
+
+        A dispatch takes memory for its handle first and for its rows behind that.  A copy of the rows hence gives back
+        the largest piece but for one handle, however the outputs that callers keep have cut up the window.
+        """
+        return buffer.session.arena.largest_free < self._reserve[id(buffer)]
 
     def flat(self, x: torch.Tensor, topk_idx: torch.Tensor, num_experts: int, worst: int, grow: bool = False) -> Buffer:
         """For normal rounds.  `worst`: rows that the caller always receives into, 0: as many as come.  `grow`: a new
@@ -115,7 +120,7 @@ class Pool:
         handles = min(_HANDLES * self._handle_bytes(settings), 4 * round_bytes)
         window = max(self._num_bytes, _FLAT_ROUNDS * round_bytes + handles)
         buffer = self.get(key, lambda: self.open(x.device, settings, window))
-        self._fill[id(buffer)] = window - 2 * round_bytes
+        self._reserve[id(buffer)] = (_FLAT_ROUNDS - _FLAT_KEPT) * round_bytes + handles
         return buffer
 
     def batched(
@@ -155,12 +160,11 @@ class Pool:
         settings = self._settings(hidden, num_experts, topk, tokens + _MORE_TOKENS, dtype)
         room = None if rows is None else max(_MORE_ROWS * self.most(rows), self.ranks.ranks * settings.max_tokens)
         round_bytes = settings.round_bytes("expert" if expand else "flat", room)
-        window = max(self._num_bytes, (_EXPANDED_ROUNDS if expand else _FLAT_ROUNDS) * round_bytes)
-        full = window - round_bytes
-        if rows is not None:  # handles, of so many columns of ids, are not small beside rows then
-            window += min(_HANDLES * self._handle_bytes(settings), 4 * round_bytes)
+        handles = min(_HANDLES * self._handle_bytes(settings), 4 * round_bytes)
+        rounds, kept = (_EXPANDED_ROUNDS, _EXPANDED_KEPT) if expand else (_FLAT_ROUNDS, _FLAT_KEPT)
+        window = max(self._num_bytes, rounds * round_bytes + handles)
         buffer = self.get(key, lambda: self.open(device, settings, window))
-        self._fill[id(buffer)] = full
+        self._reserve[id(buffer)] = (rounds - kept) * round_bytes + handles
         return buffer
 
     def open(self, device: torch.device, settings: Settings, window_bytes: int) -> Buffer:

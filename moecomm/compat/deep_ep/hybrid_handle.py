@@ -1,0 +1,60 @@
+"""What goes in and out of HybridEPBuffer's calls beside rows: deep_ep's handle, and maps of ids."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from moecomm.arrays import check_tensor
+from moecomm.compat.deep_ep.lazy import LazyTuple, tokens_per_expert
+from moecomm.compat.deep_ep.pool import check_dimensions
+from moecomm.routed import Handle
+
+
+class HybridEPHandle(LazyTuple):
+    """Where the tokens of a dispatch_with_permute went, for combine_with_unpermute and to repeat it.
+
+    It has deep_ep's eleven items.  The last is `overflow_flag`, int32 `[1]` on the device: 1 if tokens were dropped
+    here because num_permuted_tokens has no room for them.  Before it come tokens_per_expert int32 `[E/R]`,
+    num_of_tokens_per_rank and the config; the seven maps of deep_ep's kernels are None.
+    """
+
+    makers = (
+        *(7 * (lambda self: None,)),
+        lambda self: tokens_per_expert(self.native),
+        lambda self: self.native.num_tokens,
+        lambda self: self.config,
+        lambda self: self.overflow_flag,
+    )
+
+    native: Handle
+    ids: torch.Tensor
+    num_experts: int
+    tokens_per_expert: torch.Tensor
+    rows: int
+    overflow_flag: torch.Tensor
+    config: SimpleNamespace
+
+
+def indices_to_map(
+    topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, num_of_tokens: int, num_of_experts: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """routing_map bool `[T, E]` and probs float32 `[T, E]` (None without weights) of ids; -1 is none."""
+    check_dimensions("topk_idx", topk_idx, "tokens", "topk")
+    check_tensor(
+        "topk_idx",
+        topk_idx,
+        device=topk_idx.device,
+        dtypes=(torch.int64, torch.int32),
+        shape=(num_of_tokens, None),
+    )
+    at = torch.where(topk_idx >= 0, topk_idx, num_of_experts).long()
+    shape = (num_of_tokens, num_of_experts + 1)
+    routing_map = torch.zeros(shape, dtype=torch.bool, device=at.device).scatter_(1, at, True)
+    routing_map = routing_map[:, :num_of_experts].contiguous()
+    if topk_weights is None:
+        return routing_map, None
+    check_tensor("topk_weights", topk_weights, device=at.device, dtypes=(torch.float32,), shape=tuple(at.shape))
+    probs = torch.zeros(shape, dtype=torch.float32, device=at.device).scatter_(1, at, topk_weights)
+    return routing_map, probs[:, :num_of_experts].contiguous()
