@@ -128,7 +128,8 @@ MOECOMM_BOTH constexpr u64 packets_at(const WindowLayout& w, const Shape& s, u32
     return w.packets + (round_parity(tag) * static_cast<u64>(s.ranks) + from) * static_cast<u64>(s.packet_bytes);
 }
 MOECOMM_BOTH constexpr u64 weight_at(const WindowLayout& w, const Shape& s, u32 tag, i32 home, i32 entry) {  // token * topk + k
-    const u64 first = w.packets + 2 * s.ranks * static_cast<u64>(s.packet_bytes), turn = round_parity(tag) * static_cast<u64>(s.ranks) + home;
+    const u64 first = w.packets + 2 * s.ranks * static_cast<u64>(s.packet_bytes),
+              turn = round_parity(tag) * static_cast<u64>(s.ranks) + home;
     return first + (turn * s.max_tokens * s.topk + entry) * sizeof(u64);
 }
 MOECOMM_BOTH constexpr u64 counting_at(const WindowLayout& w, i32 block) {

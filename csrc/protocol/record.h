@@ -41,7 +41,7 @@ struct alignas(64) FailureRecord {
     u32 argument;  // Argument
     i32 rank;      // who writes this
     i32 peer;      // whom it is about, -1 if nobody
-    u32 round;  // round_number
+    u32 round;     // round_number
     u32 pad;
     i64 expected;
     i64 seen;

@@ -13,8 +13,8 @@ MOECOMM_BOTH constexpr u32 round_tag(u32 number) { return number * kTagStep + 1;
 MOECOMM_BOTH constexpr u32 round_number(u32 tag) { return tag / kTagStep; }  // modulo 2^31
 MOECOMM_BOTH constexpr u32 round_parity(u32 tag) { return round_number(tag) & 1; }
 
-// True if `seen` is the tag `wanted`, or a later one up to the round after `now`, the one this rank is in: no peer is further ahead, because
-// it would need our notice of that round.  Tags of earlier rounds are not, however long ago they were left, nor is 0.
+// True if `seen` is the tag `wanted`, or a later one up to the round after `now`, the one this rank is in: no peer is further ahead,
+// because it would need our notice of that round.  Tags of earlier rounds are not, however long ago they were left, nor is 0.
 MOECOMM_BOTH constexpr bool has_reached(u32 seen, u32 wanted, u32 now) {
     return seen % kTagStep == wanted % kTagStep && seen - wanted <= now + kTagStep - wanted;
 }

@@ -58,7 +58,8 @@ u64* announce_as(Fixture& f, i32 from, Op op, u32 round, i32 tokens, u64 call) {
     u32 words[kNoticeWords];
     std::memcpy(words, &n, sizeof(words));
     u64* mail = &f.word(0, mail_at(f.cluster.window, kRanks, round_tag(round), from));
-    for (i32 w = 0; w < f.cluster.window.mail_words; ++w) store_release(&mail[w], word_signal(round_tag(round), w < kNoticeWords ? words[w] : 0));
+    for (i32 w = 0; w < f.cluster.window.mail_words; ++w)
+        store_release(&mail[w], word_signal(round_tag(round), w < kNoticeWords ? words[w] : 0));
     return mail;
 }
 
@@ -72,8 +73,8 @@ std::string word_missing(i32 word) {
     const u32 earlier = static_cast<u32>(-1);
     mail[word] = word_signal(earlier, signal_word(mail[word]));
     host::dispatch(alone);
-    const std::string problem =
-        check_record(f.cluster.record(0), {Failure::timeout, Op::dispatch, Phase::notice, 1, 1, Argument::none, 1, round_number(earlier)}, 0);
+    const std::string problem = check_record(
+        f.cluster.record(0), {Failure::timeout, Op::dispatch, Phase::notice, 1, 1, Argument::none, 1, round_number(earlier)}, 0);
     return problem.empty() ? check_waited(f.cluster.record(0)) : problem;
 }
 
@@ -310,7 +311,8 @@ std::string abort_while_waiting(bool host_word) {
     Fixture f(Layout::flat);
     f.cluster.run([&](i32 rank) {
         if (rank != 2) return host::dispatch(f.dispatches[rank]);
-        const u64 words = neighbours != 0 ? signal_at(f.cluster.window, mail_signal(0)) : mail_at(f.cluster.window, kRanks, round_tag(1), 0);
+        const u64 words =
+            neighbours != 0 ? signal_at(f.cluster.window, mail_signal(0)) : mail_at(f.cluster.window, kRanks, round_tag(1), 0);
         const u64* notice = &f.word(2, words);
         const u32 never = 0;
         wait_until({patience, &never, &never}, [&] { return signal_tag(load_acquire(notice)) != 0; });
