@@ -293,6 +293,39 @@ def test_ranks_that_differ_about_weights_are_told(
                 buffer.check()
 
 
+@pytest.mark.parametrize("way", ["packets", "ring", "domains"])
+@pytest.mark.parametrize("op", ["dispatch", "combine", "dispatch again"])
+def test_ranks_that_are_out_of_step_are_told(
+    op: str, way: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that has failed on one rank alone ends the next round on all of them, whatever it is."""
+    monkeypatch.setattr(host, "packet_bytes", packets.room if way == "packets" else lambda *_: 0)
+    monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
+    sizes = DOMAINS if way == "domains" else {"ranks": 4}
+    with LocalBuffers(**sizes, **SIZES, backend="host", timeout_s=5) as ranks:
+        calls = [tokens(rank, "expert") for rank in range(4)]
+        try:
+            for buffer in ranks.buffers:
+                with pytest.raises(moecomm.BadInput):
+                    buffer.dispatch(torch.zeros(3))  # on all of them: nobody is out of step
+            routed = ranks.dispatch(calls)
+            with pytest.raises(moecomm.BadInput):
+                ranks.buffers[2].combine(torch.zeros(3), routed[2].handle)
+            with pytest.raises(moecomm.OutOfStep) as raised:
+                if op == "dispatch":
+                    ranks.dispatch(calls)
+                elif op == "combine":
+                    ranks.combine([{"y": here.x, "handle": here.handle} for here in routed])
+                else:
+                    ranks.dispatch([{"x": c["x"], "handle": h.handle} for c, h in zip(calls, routed, strict=True)])
+        finally:
+            machine.forget()
+        assert (raised.value.mine, raised.value.theirs, raised.value.rank) == (1, 2, 2)
+        for buffer in ranks.buffers:
+            with pytest.raises(moecomm.OutOfStep):
+                buffer.check()
+
+
 @pytest.mark.parametrize("way", ["packets", "sums in the heap", "ring", "domains"])
 @pytest.mark.parametrize("layout", ["expert", "flat"])
 def test_ranks_with_handles_of_different_dispatches_are_told(
@@ -309,7 +342,8 @@ def test_ranks_with_handles_of_different_dispatches_are_told(
         for c in calls:
             c["topk_idx"] = c["topk_idx"].contiguous()  # where the dispatch finds it again
         first, second = (ranks.dispatch(calls) for _ in range(2))
-        void = ranks.dispatch([{**c, "max_rows": 1, "sync": False} for c in calls])
+        void = [dispatch.prepare(b, **c, max_rows=1, sync=False) for b, c in zip(ranks.buffers, calls, strict=True)]
+        machine.run_all([here.args for here in void])  # without its end, which raises
         for buffer in ranks.buffers:
             with pytest.raises(moecomm.BadInput, match="max_rows"):
                 buffer.check()
