@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from moecomm import tangents
 from moecomm.errors import BadInput, Unsupported
 from moecomm.whole import check_whole, is_whole
 
@@ -70,13 +71,14 @@ def check_drawn(seed: object, dtype: object, device: object) -> None:
 
 
 def check_dense(argument: str, value: Any) -> None:
-    """Raises BadInput unless it is a dense tensor; Unsupported inside a transform of torch.func."""
+    """Raises BadInput unless it is a dense tensor; Unsupported if torch.func differentiates by it or maps over it."""
     if not isinstance(value, torch.Tensor):
         raise BadInput(argument, type(value).__name__, "a tensor")
     if value.layout is not torch.strided or value.is_nested or value.is_quantized:
         raise BadInput(argument, "a tensor that is sparse, nested or quantized", "a dense one")
-    if not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(value):
-        raise Unsupported(f"{argument}: a transform of torch.func over a round; use torch.autograd")
+    tangents.refuse(argument, value)
+    if not torch.compiler.is_compiling() and tangents.is_mapped(value):
+        raise Unsupported(f"{argument} under torch.func.vmap")
 
 
 def check_together(**values: Any) -> None:

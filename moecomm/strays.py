@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -23,18 +24,18 @@ _LEAVE_S, _LOOK_S = 2.0, 0.5
 _INTERVAL_S = 0.05
 _TAKEN = b"taken by "
 _lock = threading.Lock()
-_made = 0  # such calls of this process
-_notice = b""  # the one of its last call, if that was bad
+_notice = b""  # the one of this process's last call, if that was bad
+_found: dict[int, str] = {}  # by process: the id of its last notice that has ended an opening here
 
 
 def announce(error: BadInput) -> None:
-    """Leaves a notice of a call with a bad group."""
-    global _made, _notice
-    with _lock:
-        _made += 1
-        _notice = json.dumps({"number": _made, "got": str(error.got), "want": str(error.want)}).encode()
+    """Leaves a notice of a call with a bad group, if there is a default group."""
+    global _notice
+    notice = json.dumps({"id": uuid.uuid4().hex, "got": str(error.got), "want": str(error.want)}).encode()
     with suppress(OSError, RuntimeError), _notices(_LEAVE_S) as board:
-        board.write(str(_own_rank()), _notice)
+        with _lock:
+            _notice = notice  # from here on: the store may take it later than we wait
+        board.write(str(_own_rank()), notice)
 
 
 def withdraw() -> bool:
@@ -66,11 +67,25 @@ class Lookout:
             for rank in missing:
                 process = self._global_ranks[rank]
                 found = board.read([str(process)])
-                if found is None or found[0].startswith(_TAKEN):
-                    continue
-                if _take(board, process, found[0]):
-                    return rank, json.loads(found[0])
+                if found is not None and (said := _claimed(board, process, found[0])) is not None:
+                    return rank, said
         return None
+
+
+def _claimed(board: StoreBoard, process: int, found: bytes) -> dict[str, Any] | None:
+    """What a notice says if it is ours to act on.  It may have been taken down for us by a call whose answer came too
+    late.
+    """
+    for_us = _taken(b"")
+    if found.startswith(for_us):
+        said: dict[str, Any] = json.loads(found[len(for_us) :])
+    elif found.startswith(_TAKEN) or not _take(board, process, found):
+        return None
+    else:
+        said = json.loads(found)
+    with _lock:
+        is_new, _found[process] = _found.get(process) != said["id"], said["id"]
+    return said if is_new else None
 
 
 @contextmanager
@@ -97,4 +112,8 @@ def _own_rank() -> int:
 
 def _take(board: StoreBoard, process: int, notice: bytes) -> bool:
     """Takes down a notice of that process; False: somebody else has."""
-    return board.replace(str(process), notice, _TAKEN + b"%d %s" % (_own_rank(), notice))
+    return board.replace(str(process), notice, _taken(notice))
+
+
+def _taken(notice: bytes) -> bytes:
+    return _TAKEN + b"%d %s" % (_own_rank(), notice)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import moecomm
+from moecomm.board import StoreBoard
 from moecomm.opening import gather, opening
 from moecomm.rendezvous import local_ranks, rendezvous
 
@@ -122,6 +123,8 @@ def with_a_bad_group(rank: int, group: Any) -> tuple[Any, ...]:
 
 
 def test_a_bad_group_of_one_rank_is_named_by_all_at_once(ranks: Ranks) -> None:
+    with pytest.raises(moecomm.BadInput, match="group"):
+        moecomm.Buffer("world", **SIZES)  # nobody waits for this process, and its forks know nothing of it
     for rank, (found, good, all_bad, again) in enumerate(ranks.run(4, with_a_bad_group)):
         for kind, text, about, seconds in found:
             assert kind == "BadInput" and text.startswith("group") and seconds < 5, (rank, found)
@@ -129,6 +132,30 @@ def test_a_bad_group_of_one_rank_is_named_by_all_at_once(ranks: Ranks) -> None:
                 assert "(rank 1)" in text or "(rank 0)" in text
                 assert about in (0, 1)
         assert (good[0], all_bad[0], again[0]) == ("open", "BadInput", "open"), (rank, good, all_bad, again)
+
+
+def with_a_late_answer(rank: int, group: Any) -> list[tuple[Any, ...]]:
+    """Rank 1 passes what is no group, twice; the store answers rank 0 too late when it takes the first notice down."""
+    replace = StoreBoard.replace
+
+    def late(self: StoreBoard, key: str, old: bytes, new: bytes) -> bool:
+        replace(self, key, old, new)
+        StoreBoard.replace = replace  # type: ignore[method-assign]
+        raise TimeoutError
+
+    if rank == 0:
+        StoreBoard.replace = late  # type: ignore[method-assign]
+    found = []
+    for _ in range(2):
+        found.append(attempt("world" if rank == 1 else group, {"timeout_s": 20.0}))
+        group.barrier().wait()
+    return [*found, attempt(group, {"timeout_s": 20.0})]
+
+
+def test_a_notice_that_is_taken_down_too_late_is_not_lost(ranks: Ranks) -> None:
+    for found in ranks.run(2, with_a_late_answer):
+        assert [kind for kind, *_ in found] == ["BadInput", "BadInput", "open"]
+        assert all(seconds < 10 for *_, seconds in found)
 
 
 def killed(rank: int, group: Any, after_s: float, victim: int) -> Any:

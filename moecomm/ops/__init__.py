@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 
+from moecomm import tangents
 from moecomm.arrays import adopt
 from moecomm.buffer import Buffer
 from moecomm.checks import check_flag, check_flags, check_name, check_together
@@ -31,7 +32,7 @@ from moecomm.dispatch.arguments import LAYOUTS, check_max_rows, check_num_sms
 from moecomm.errors import BadInput
 from moecomm.fused.fp8_experts import adopt_weights
 from moecomm.fused.layer import form_of
-from moecomm.ops import gradients, layer, rounds, tangents
+from moecomm.ops import gradients, layer, rounds
 from moecomm.ops.counted import counted
 from moecomm.ops.handles import Handle
 from moecomm.whole import check_alignment

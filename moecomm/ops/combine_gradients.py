@@ -6,8 +6,7 @@ import ctypes
 
 import torch
 
-from moecomm import plain_kernel, row_pass
-from moecomm.ops import tangents
+from moecomm import plain_kernel, row_pass, tangents
 from moecomm.ops.rounds import rows_of
 
 

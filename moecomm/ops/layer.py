@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import torch
 
-from moecomm import names
+from moecomm import names, tangents
 from moecomm.buffer_state import CollectiveCall
 from moecomm.fused.weights import GRANULARITY
-from moecomm.ops import rounds, swiglu, tangents
+from moecomm.ops import rounds, swiglu
 from moecomm.ops.grouped import grouped_linear, grouped_outer
 
 _ROWS = ("expert", 1)  # the layout, and its alignment

@@ -61,7 +61,16 @@ TABLE = (
         ("0", "True", "False"),
         (
             *("allow_multiple_reduction", "async_finish", "async_with_compute_stream", "check_weights", "corrected"),
-            *("do_cpu_sync", "do_expand", "do_zero_padding", "duplicates", "fused", "interleaved", "mask"),
+            *(
+                "do_cpu_sync",
+                "do_expand",
+                "do_handle_copy",
+                "do_zero_padding",
+                "duplicates",
+                "fused",
+                "interleaved",
+                "mask",
+            ),
             *(
                 "non_blocking",
                 "normalize",
@@ -106,6 +115,7 @@ TABLE = (
                 "hidden_bytes",
             ),
             *("num_allocated_qps", "max_num_of_tokens_per_rank", "pad_multiple", "expected_rows", *_HINTS),
+            "num_permuted_tokens",
             *("router.random_routing(tokens)", "nn.ExpertParallel(max_rows)", "deep_ep.Config(num_sms)"),
             *_of("deep_ep.ElasticBuffer.dispatch", "num_sms"),
             *_of("deep_ep.ElasticBuffer.combine", "num_sms"),
@@ -222,6 +232,7 @@ TABLE = (
             *_of("deep_ep.ElasticBuffer.get_buffer_size_hint", "allow_multiple_reduction"),
         ),
     ),
+    Row("a number, as Megatron's backward pass has it", ("a tensor of one",), ("num_permuted_tokens",)),
     Row(
         "nothing but what they are made for",
         (),

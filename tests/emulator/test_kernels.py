@@ -311,13 +311,16 @@ def test_ranks_that_are_out_of_step_are_told(
             routed = ranks.dispatch(calls)
             with pytest.raises(moecomm.BadInput):
                 ranks.buffers[2].combine(torch.zeros(3), routed[2].handle)
+            run, given = {
+                "dispatch": (ranks.dispatch, calls),
+                "combine": (ranks.combine, [{"y": here.x, "handle": here.handle} for here in routed]),
+                "dispatch again": (
+                    ranks.dispatch,
+                    [{"x": c["x"], "handle": here.handle} for c, here in zip(calls, routed, strict=True)],
+                ),
+            }[op]
             with pytest.raises(moecomm.OutOfStep) as raised:
-                if op == "dispatch":
-                    ranks.dispatch(calls)
-                elif op == "combine":
-                    ranks.combine([{"y": here.x, "handle": here.handle} for here in routed])
-                else:
-                    ranks.dispatch([{"x": c["x"], "handle": h.handle} for c, h in zip(calls, routed, strict=True)])
+                run(given)
         finally:
             machine.forget()
         assert (raised.value.mine, raised.value.theirs, raised.value.rank) == (1, 2, 2)
@@ -393,7 +396,10 @@ def test_rows_not_in_use_of_few_tokens_and_of_many(machine: Machine, monkeypatch
                 assert 0 < here.num_rows.item() == want.num_rows < 30
                 idx, weights = dispatch_reference.unused(want, 30)
                 assert torch.equal(here.topk_idx, idx) and torch.equal(here.topk_weights, weights)
-            void = ranks.dispatch([{**call, "max_rows": 7} for call in calls])
+            void = [
+                dispatch.prepare(b, **{**call, "max_rows": 7}) for b, call in zip(ranks.buffers, calls, strict=True)
+            ]
+            machine.run_all([here.args for here in void])  # without its end, which raises
             with pytest.raises(moecomm.BadInput, match="max_rows"):
                 ranks.check()
             for here in void:

@@ -171,10 +171,12 @@ class ElasticBuffer:
         `do_zero_padding`, `do_handle_copy` and the statistics take a small kernel or two of their own; `topk_weights`
         beside `handle` a small round.
         """
-        if {type(do_expand), type(do_zero_padding), type(async_with_compute_stream)} != {bool}:
+        flags = {type(do_expand), type(do_zero_padding), type(do_handle_copy), type(async_with_compute_stream)}
+        if flags != {bool}:
             check_flags(
                 do_expand=do_expand,
                 do_zero_padding=do_zero_padding,
+                do_handle_copy=do_handle_copy,
                 async_with_compute_stream=async_with_compute_stream,
             )
         if use_tma_aligned_col_major_sf is not False:

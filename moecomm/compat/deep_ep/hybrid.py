@@ -13,7 +13,7 @@ from moecomm.buffer import Buffer
 from moecomm.checks import MOST_SIZE, check_flag, check_sizes, check_together
 from moecomm.combine import finish, prepare, run
 from moecomm.compat.deep_ep.budget import drop_excess
-from moecomm.compat.deep_ep.hybrid_handle import HybridEPHandle, indices_to_map
+from moecomm.compat.deep_ep.hybrid_handle import HybridEPHandle, as_number, indices_to_map
 from moecomm.compat.deep_ep.lazy import source
 from moecomm.compat.deep_ep.normal import check_nothing
 from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_dimensions, check_experts, limit_of
@@ -132,6 +132,7 @@ class HybridEPBuffer:
             check_flag("non_blocking", non_blocking)
         if pad_multiple is not None:
             check_whole("pad_multiple", pad_multiple, 0)
+        num_permuted_tokens = as_number(num_permuted_tokens)
         if num_permuted_tokens is not None:
             check_whole("num_permuted_tokens", num_permuted_tokens, 0, MOST_SIZE)
         if non_blocking and num_permuted_tokens is None:
@@ -150,6 +151,9 @@ class HybridEPBuffer:
         hidden, as_given = _values(hidden)
         if routing_map is None:
             routing = self._by_ids(topk_idx, topk_weights, num_of_experts, num_of_experts_per_rank)
+            if num_permuted_tokens is not None:
+                shape, dtypes = (hidden.shape[0], None), (torch.int64, torch.int32)
+                check_tensor("topk_idx", routing.ids, device=hidden.device, dtypes=dtypes, shape=shape)
             routing = self._within(routing, num_permuted_tokens, options)
             routed = self._route(hidden, routing, num_permuted_tokens, scaling_factor, options)
         else:
@@ -280,7 +284,6 @@ class HybridEPBuffer:
         """The routing without what the budgets of `rows`, ours and those of other ranks, have no room for."""
         if rows is None:
             return routing
-        check_whole("num_permuted_tokens", rows, 0)
         ids, overflow = drop_excess(self._pool, routing.ids, routing.num_experts, rows, options.expert_alignment)
         return routing._replace(ids=ids, overflow=overflow)
 

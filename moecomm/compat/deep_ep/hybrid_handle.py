@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -58,3 +59,8 @@ def indices_to_map(
     check_tensor("topk_weights", topk_weights, device=at.device, dtypes=(torch.float32,), shape=tuple(at.shape))
     probs = torch.zeros(shape, dtype=torch.float32, device=at.device).scatter_(1, at, topk_weights)
     return routing_map, probs[:, :num_of_experts].contiguous()
+
+
+def as_number(value: Any) -> Any:
+    """The number in a tensor of one, as Megatron's backward pass passes it; anything else as it is."""
+    return value.item() if type(value) is torch.Tensor and value.ndim == 0 else value

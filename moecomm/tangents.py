@@ -25,6 +25,15 @@ def refuse(operator: str, *tensors: Any) -> None:
             raise _unsupported(operator)
 
 
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Whether torch.func.vmap maps over it, at any level of its transforms."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        if _functorch.is_batchedtensor(tensor):
+            return True
+        tensor = _functorch.get_unwrapped(tensor)
+    return False
+
+
 def _unsupported(operator: str) -> Unsupported:
     return Unsupported(f"{operator} in forward-mode AD or under torch.func: there are gradients of backward() alone")
 
