@@ -115,7 +115,10 @@ def measure(name: str, seconds: int, words: str) -> Step:
 
 PARTS: dict[str, list[Step]] = {
     "compile": [compiling("compile"), compiling("compile2", "domains")],
-    "virtual": [one("virtual", 300, "tests/gpu/test_virtual_ranks.py")],
+    "virtual": [
+        one("virtual", 300, "tests/gpu/test_virtual_ranks.py"),
+        one("sequences", 100, "tests/gpu/test_sequences.py", random=False),
+    ],
     "moe": [
         one("gemm", 200, "tests/gpu/test_grouped_gemm.py"),
         one("moe", 400, MOE, "-k", f"not ({FUSED})"),
