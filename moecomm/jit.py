@@ -55,6 +55,8 @@ class KernelSpec:
     weighted: bool = True
     own_weights: bool = False  # weighted by what each home gives the combine
     in_place: bool = False
+    sum_grads: bool = False  # CombineArgs.sum_grads
+    wide_bias: bool = False  # the bias is float32, and not of `type`
     transport: str = "lsa"  # one of linking.TRANSPORTS: how the kernel reaches its peers
     domain_ranks: int = 0  # Shape.domain_ranks; 0, all, with "lsa" and no other
 
@@ -292,9 +294,10 @@ def source(spec: KernelSpec) -> str:
         kind += f", .slips = {_bool(spec.slips)}"
         kind += f", .part = Part::{_PARTS[spec.part]}, .packets = {_bool(spec.packets)}"
     else:
+        kind += f", .wide_bias = {_bool(spec.wide_bias)}"
         kind += f", .wire = Type::{_TYPES[spec.wire]}, .weighted = {_bool(spec.weighted)}"
         kind += f", .own_weights = {_bool(spec.own_weights)}, .in_place = {_bool(spec.in_place)}"
-        kind += f", .packets = {_bool(spec.packets)}"
+        kind += f", .sum_grads = {_bool(spec.sum_grads)}, .packets = {_bool(spec.packets)}"
     fields = block_fields(spec)
     block = ", ".join(f".{name} = {value}" for name, value in fields.items())
     name, function = spec.op.capitalize(), "dispatch_end" if spec.part == _END else spec.op

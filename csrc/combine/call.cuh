@@ -151,19 +151,14 @@ struct CombineCall {
     // The sum of a token's columns, to the caller.
     template <i32 n>
     MOECOMM_FN void store_out(const Out& out, i32 column, float (&sum)[n]) const {
-        const i64 at = column * bytes_of(cfg.type);
         if (out.bias != nullptr) {
             float bias[n];
-            if (cfg.type == Type::fp32 || a.bias_type != static_cast<i32>(Type::fp32)) {
-                load_columns<cfg.type>(out.bias + at, bias);
-            } else {
-#pragma unroll
-                for (i32 i = 0; i < n; ++i) bias[i] = reinterpret_cast<const float*>(out.bias)[column + i];
-            }
+            constexpr Type type = cfg.wide_bias ? Type::fp32 : cfg.type;
+            load_columns<type>(out.bias + column * bytes_of(type), bias);
 #pragma unroll
             for (i32 i = 0; i < n; ++i) sum[i] = __fadd_rn(sum[i], bias[i]);
         }
-        store_columns<cfg.type>(out.row + at, sum);
+        store_columns<cfg.type>(out.row + column * bytes_of(cfg.type), sum);
     }
     template <i32 n>
     MOECOMM_FN void store_out(i32 token, i32 column, float (&sum)[n]) const {

@@ -200,14 +200,14 @@ struct Pull {
         __syncwarp();
         if (lane_id() >= cfg.topk) return;
         const i64 entry = static_cast<i64>(token()) * cfg.topk + lane_id();
-        if (c.a.sum_grads != 0) {
+        if constexpr (cfg.sum_grads) {
             reinterpret_cast<float*>(c.a.out_weight_grads)[entry] = summed_grad();
-            return;
+        } else {
+            const i32 owner = reinterpret_cast<const i32*>(c.a.route.token_owner)[entry];
+            u32 grad = 0;
+            if (owner >= 0) grad = load_relaxed(reinterpret_cast<const u32*>(c.grads_of(owner, token())) + lane_id());
+            reinterpret_cast<u32*>(c.a.out_weight_grads)[entry] = grad;
         }
-        const i32 owner = reinterpret_cast<const i32*>(c.a.route.token_owner)[entry];
-        u32 grad = 0;
-        if (owner >= 0) grad = load_relaxed(reinterpret_cast<const u32*>(c.grads_of(owner, token())) + lane_id());
-        reinterpret_cast<u32*>(c.a.out_weight_grads)[entry] = grad;
     }
 
     // The same over all ranks with a row of the token, in their order.  What a domain returns is the sum of its ranks.

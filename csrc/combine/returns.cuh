@@ -138,7 +138,7 @@ struct Returns {
         };
         const i32 owner = kept(domain, token)[cfg.topk + lane_id()];
         u32 grad = 0;
-        if (c.a.sum_grads != 0) {
+        if constexpr (cfg.sum_grads) {
             float sum = 0.0f;
 #pragma unroll 1
             for (i32 n = 0; n < cfg.near(); ++n)

@@ -83,11 +83,13 @@ struct CombineConfig {
     i32 ranks, experts, topk, hidden;
     i32 domain_ranks;  // as in Shape
     Layout layout;
-    Type type;  // of y, bias and out
-    Type wire;  // of a reduced row
+    Type type;       // of y and out
+    bool wide_bias;  // the bias is float32, and not of `type`
+    Type wire;       // of a reduced row
     bool weighted;
     bool own_weights;                // by those that each home gives, not those that the dispatch carried
     bool in_place;                   // peers read our rows of y where they are: nothing is staged
+    bool sum_grads;                  // CombineArgs::sum_grads
     bool packets;                    // this rank has few tokens, which come home in packets
     i32 packet_bytes, packet_lines;  // of a staged row in each, and their lines
     // How the block is made up.

@@ -87,6 +87,8 @@ def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
         weighted=flat or bool(args.weighted),
         own_weights=args.topk_weights != 0,
         in_place=reads_in_place(args),
+        sum_grads=args.weight_grads != 0 and args.sum_grads != 0,
+        wide_bias=args.bias_type != args.type,
         packets=comes_in_packets(args),
         **_domains(shape),
     )

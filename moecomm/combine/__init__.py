@@ -34,12 +34,13 @@ def prepare(
     wire: torch.dtype | None = None,
     num_sms: int | None = None,
     topk_weights: Any = None,
+    sum_grads: bool = False,
     goes_on: bool = False,
 ) -> Combining:
     """Checks the arguments; see Buffer.combine.
 
-    `goes_on`: the dispatch is of the same call.  What it has left behind is not looked at: some ranks would see it
-    already, and others wait for them in vain.
+    `sum_grads`: see Options.  `goes_on`: the dispatch is of the same call.  What it has left behind is not looked at:
+    some ranks would see it already, and others wait for them in vain.
     """
     if goes_on:
         buffer.require_open()
@@ -50,7 +51,7 @@ def prepare(
         warn_of_gradients(y, bias, weight_grads, topk_weights)
     combining = None
     if isinstance(y, torch.Tensor):
-        key = (handle.layout, y.dtype, weighted, wire, num_sms)
+        key = (handle.layout, y.dtype, weighted, wire, num_sms, sum_grads)
         try:
             plans = buffer.combine_plans.get(key, ())
         except TypeError:
@@ -65,7 +66,9 @@ def prepare(
             if combining is not None:
                 break
     if combining is None:
-        combining = _start_anew(buffer, y, handle, out, bias, weighted, weight_grads, wire, num_sms, topk_weights)
+        combining = _start_anew(
+            buffer, y, handle, out, bias, weighted, weight_grads, wire, num_sms, topk_weights, sum_grads
+        )
     if out is not None:
         note_written("out", out)
     return combining
@@ -114,10 +117,11 @@ def _start_anew(
     wire: torch.dtype | None,
     num_sms: int | None,
     topk_weights: Any,
+    sum_grads: bool,
 ) -> Combining:
     """The first combine of its kind, or with so many tokens; or one with arguments that have to be made usable."""
     given = check(buffer, y, handle, out, bias, weighted, weight_grads, wire, num_sms, topk_weights)
-    options = Options(handle.layout, given.y.dtype, weighted, wire, num_sms)
+    options = Options(handle.layout, given.y.dtype, weighted, wire, num_sms, sum_grads)
     check_hashable(options)  # y may be another library's
     plans = buffer.combine_plans.setdefault(options, [])
     for plan in plans:

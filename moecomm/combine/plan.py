@@ -26,6 +26,7 @@ class Options(NamedTuple):
     weighted: bool
     wire: torch.dtype | None
     num_sms: int | None
+    sum_grads: bool = False  # of flat rows: what every rank gives for a token is added up, not that of experts' owners
 
 
 class Combining:
@@ -138,6 +139,7 @@ def _args(buffer: Buffer, options: Options, like: Tensors) -> _native.CombineArg
     args.bias_type = args.type if like.bias is None else DTYPES.index(like.bias.dtype)
     args.wire = DTYPES.index(options.wire or torch.float32)
     args.layout, args.weighted = LAYOUTS.index(options.layout), int(bool(options.weighted))
+    args.sum_grads = int(options.sum_grads)
     args.call = call.pack(
         layout=args.layout,
         dtype=args.type,

@@ -108,6 +108,8 @@ SPECS = wanted(
             packets=True, own_weights=True, ranks=64, wire=BF16
         ),
         "combine few tokens, 64 ranks, bf16 on the wire": combine(packets=True, ranks=64, wire=BF16),
+        "combine flat, sums of gradients, float32 bias": combine(layout=FLAT, sum_grads=True, wide_bias=True),
+        "combine across domains, flat, sums of gradients": combine(layout=FLAT, sum_grads=True, **ACROSS),
         "combine 64 ranks": combine(ranks=64, experts=128, topk=5, hidden=4096),
     }
 )

@@ -81,8 +81,7 @@ def combine(
     """The plain sums over ranks: of rows, plus bias, and of top-k weights."""
     native = native_of(pool, handle)
     buffer, total = native.buffer, None if bias is None else one_bias(bias)
-    combining = prepare(buffer, x, native, bias=total, weight_grads=topk_weights, num_sms=num_sms)
-    combining.args.sum_grads = 1
+    combining = prepare(buffer, x, native, bias=total, weight_grads=topk_weights, num_sms=num_sms, sum_grads=True)
     run(combining)
     out = finish(buffer, combining)
     if topk_weights is None:
