@@ -3,7 +3,7 @@
 | variable | meaning |
 | --- | --- |
 | MOECOMM_BACKEND | backend of every Buffer opened with backend="auto" |
-| MOECOMM_CACHE_DIR | where compiled kernels are kept (default: the user's cache directory) |
+| MOECOMM_CACHE_DIR | where compiled kernels and tuned tables are kept (default: the user's cache directory) |
 | MOECOMM_WINDOW | how the lsa backend makes windows: "nccl" or "vmm" (default: nccl where it can, else vmm) |
 | MOECOMM_VLLM | moecomm in the place of DeepEP in vLLM: "always" or "never" (default: where there is no deep_ep) |
 | MOECOMM_SGLANG | likewise in SGLang |
