@@ -103,7 +103,26 @@ Descriptor listen_tcp(const std::string& wanted, TcpPlace& place) {
     return listener;
 }
 
-Descriptor accept_from(int listener) { return Descriptor(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)); }
+Accepted accept_from(int listener) {
+    Accepted accepted{Descriptor(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK))};
+    if (accepted.socket.open()) return accepted;
+    switch (errno) {
+        case EMFILE:
+        case ENFILE:
+        case ENOBUFS:
+        case ENOMEM:
+            accepted.no_room = std::strerror(errno);
+            break;
+        case EBADF:
+        case EINVAL:
+        case ENOTSOCK:
+        case EOPNOTSUPP:
+            fail(Fault::kSystem, "accept");
+        default:  // nobody, or somebody who has gone again, with the error of that connection
+            break;
+    }
+    return accepted;
+}
 
 Descriptor connect_local(const std::string& name, Deadline deadline) {
     sockaddr_un address;

@@ -20,7 +20,11 @@ struct TcpPlace {
 
 Descriptor listen_local(const std::string& name);
 Descriptor listen_tcp(const std::string& address, TcpPlace& place);  // "": of the first interface that is up, else 127.0.0.1
-Descriptor accept_from(int listener);                                // closed: nobody there now
+struct Accepted {
+    Descriptor socket;      // closed: nobody is there now, or there is no room
+    const char* no_room{};  // why this process, or the system, can't open another socket now; null: it can
+};
+Accepted accept_from(int listener);  // throws Failure(kSystem) for a listener that is broken
 // Both wait for the other side to accept; throw Failure(kConnectFailed) at the deadline, or if there is nobody.
 Descriptor connect_local(const std::string& name, Deadline deadline);
 Descriptor connect_tcp(const TcpPlace& place, Deadline deadline);
