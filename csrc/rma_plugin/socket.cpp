@@ -174,6 +174,7 @@ std::vector<Descriptor> receive_all(int socket, void* data, size_t bytes, Deadli
         if (part.bytes == 0) throw Failure(Fault::kPeerLost, "the connection was closed");
         if (part.bytes < 0 && !would_block()) fail(Fault::kPeerLost, "recvmsg");
         if (part.bytes < 0 && !wait_for(socket, POLLIN, deadline)) throw Failure(Fault::kConnectFailed, "nothing came");
+        if (part.truncated) throw Failure(Fault::kSystem, "a descriptor came, and this process can open no more of them");
         for (Descriptor& fd : part.descriptors) came.push_back(std::move(fd));
         if (part.bytes > 0) to += part.bytes, bytes -= static_cast<size_t>(part.bytes);
     }

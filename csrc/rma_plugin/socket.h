@@ -31,7 +31,8 @@ Descriptor connect_tcp(const TcpPlace& place, Deadline deadline);
 void tune_tcp(int socket, std::chrono::milliseconds timeout);  // small messages leave at once; a dead host is noticed
 
 bool wait_for(int socket, short events, Deadline deadline);  // poll; false: the deadline has passed
-// All bytes, or Failure: kPeerLost if the other side is gone, kConnectFailed at the deadline.  At most one descriptor goes with them.
+// All bytes, or Failure: kPeerLost if the other side is gone, kConnectFailed at the deadline, kSystem for a descriptor that can't be opened
+// here.  At most one descriptor goes with them.
 void send_all(int socket, const void* data, size_t bytes, Deadline deadline, int fd = -1);
 std::vector<Descriptor> receive_all(int socket, void* data, size_t bytes, Deadline deadline);
 

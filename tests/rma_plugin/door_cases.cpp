@@ -173,6 +173,21 @@ bool no_descriptors(const Options& options, World& world, int rank, bool for_eve
            names("rank 1 did not connect in time; this process can accept no connection: Too many open files");
 }
 
+// A window comes to rank 0, which can open no descriptor.  That is no lie of rank 1.
+bool no_descriptor_for_window(const Options& options, World& world, int rank) {
+    use_cuda_on_this_thread(options);
+    Open open(options, world, rank);
+    char* memory = allocate(options, 4096, Sharing::kWindow);
+    world.barrier();
+    const auto none = rank == 0 ? std::make_unique<NoDescriptors>() : nullptr;
+    void* region = nullptr;
+    const abi::Result result = open.proxy.table.reg_mr(open.proxy.comm, memory, 4096, abi::kPtrCuda, 0, &region);
+    world.barrier();
+    if (rank == 1) return result == abi::kSuccess && open.proxy.table.dereg_mr(open.proxy.comm, region) == abi::kSuccess;
+    return result == abi::kSystemError &&
+           names("System: registering memory with rank 1: a descriptor came, and this process can open no more of them");
+}
+
 // Who does not know the secret gets no digest that is made with it, whatever he sends; and whoever answers at an address of the job has to
 // prove that he knows it.
 bool proofs(const Options& options, World& world, int rank) {

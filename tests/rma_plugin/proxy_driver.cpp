@@ -97,6 +97,7 @@ int main(int count, char** words) {
         if (scenario == "full_door") return full_door(options, world, rank);
         if (scenario == "no_descriptors") return no_descriptors(options, world, rank, false);
         if (scenario == "no_descriptors_ever") return no_descriptors(options, world, rank, true);
+        if (scenario == "no_descriptor_for_window") return no_descriptor_for_window(options, world, rank);
         if (scenario == "proofs") return proofs(options, world, rank);
         if (scenario == "short_secret") return short_secret(options, world, rank);
         if (scenario == "crowded") return crowded(options, world, rank);

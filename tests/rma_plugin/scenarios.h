@@ -13,6 +13,7 @@ bool left(const Options& options, World& world, int rank);
 bool strangers(const Options& options, World& world, int rank);
 bool full_door(const Options& options, World& world, int rank);
 bool no_descriptors(const Options& options, World& world, int rank, bool for_ever);
+bool no_descriptor_for_window(const Options& options, World& world, int rank);
 bool proofs(const Options& options, World& world, int rank);
 bool short_secret(const Options& options, World& world, int rank);
 bool crowded(const Options& options, World& world, int rank);

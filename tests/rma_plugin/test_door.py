@@ -26,6 +26,10 @@ def test_a_door_that_never_gets_a_descriptor_says_so(drive: Drive) -> None:
     drive("no_descriptors_ever", way="tcp", timeout_ms=1000)
 
 
+def test_a_window_that_there_is_no_descriptor_for_is_no_lie(drive: Drive) -> None:
+    drive("no_descriptor_for_window", way="loopback", memory="cuda")
+
+
 def test_who_accepts_proves_nothing_before_the_other_has(drive: Drive) -> None:
     drive("proofs", way="tcp")
 

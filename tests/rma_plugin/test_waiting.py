@@ -1,4 +1,4 @@
-"""Nothing holds up NCCL's thread: the fake driver's calls wait where a real one's may.  No signal outlives its memory."""
+"""Nothing holds up NCCL's thread: the fake driver's calls wait where real ones may.  No signal outlives its memory."""
 
 from __future__ import annotations
 
