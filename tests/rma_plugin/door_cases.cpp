@@ -86,8 +86,8 @@ std::string read_to_end(const Descriptor& socket) {
     return all;
 }
 
-// An address of the job at which somebody else accepts us.  He answers with `proof`, or with ours if that is empty.
-void meet_impostor(const std::string& proof) {
+// A stranger accepts our connection, and answers with `proof`, or with our own proof if that is empty.
+void connect_to_impostor(const std::string& proof) {
     int ends[2];
     require(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) == 0, "socketpair");
     const Descriptor ours(ends[0]), his(ends[1]);
@@ -188,8 +188,8 @@ bool no_descriptor_for_window(const Options& options, World& world, int rank) {
            names("System: registering memory with rank 1: a descriptor came, and this process can open no more of them");
 }
 
-// Who does not know the secret gets no digest that is made with it, whatever he sends; and whoever answers at an address of the job has to
-// prove that he knows it.
+// A stranger gets no digest that is made with the secret, whatever it sends.  A rank that connects believes an address of the job only
+// when the other side has proved that it knows the secret.
 bool proofs(const Options& options, World& world, int rank) {
     Proxy proxy(options, world, rank);
     require(proxy.listen() == abi::kSuccess, "listen: " + logged());
@@ -212,8 +212,8 @@ bool proofs(const Options& options, World& world, int rank) {
     stranger.join();
     require(proxy.connect() == abi::kSuccess, "connect: " + logged());
     if (rank == 0) return names("a connection was refused: it has another secret");
-    meet_impostor(std::string(32, '\0'));
-    meet_impostor("");
+    connect_to_impostor(std::string(32, '\0'));
+    connect_to_impostor("");
     return true;
 }
 
