@@ -3,12 +3,12 @@
 | variable | meaning |
 | --- | --- |
 | MOECOMM_BACKEND | backend of every Buffer opened with backend="auto" |
-| MOECOMM_CACHE_DIR | where compiled kernels are kept (default: the user's cache directory) |
+| MOECOMM_CACHE_DIR | where compiled kernels and tuned tables are kept (default: the user's cache directory) |
 | MOECOMM_WINDOW | how the lsa backend makes windows: "nccl" or "vmm" (default: nccl where it can, else vmm) |
 | MOECOMM_VLLM | moecomm in the place of DeepEP in vLLM: "always" or "never" (default: where there is no deep_ep) |
 | MOECOMM_SGLANG | likewise in SGLang |
 | MOECOMM_RMA | how the RMA plugin, which reads these five itself, moves bytes: "auto", "loopback" or "tcp" |
-| MOECOMM_JOB_SECRET | what its ranks on different hosts prove to each other |
+| MOECOMM_JOB_SECRET | what its ranks on different hosts prove to each other that they know; at least 16 bytes |
 | MOECOMM_RMA_ADDRESS | the IPv4 address that it listens at |
 | MOECOMM_RMA_TIMEOUT_MS | how long it waits for a connection, or for a silent peer |
 | MOECOMM_RMA_TIMES | "1": it adds up where time goes, for moecomm.rma_plugin.take_times() |
@@ -25,6 +25,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moecomm.errors import BadInput
+
+SHORTEST_SECRET = 16  # bytes; csrc/rma_plugin/settings.h has the same bound
 
 _KNOWN = {
     "MOECOMM_BACKEND": ("auto", "host", "lsa", "gin", "nvshmem"),
@@ -50,6 +52,14 @@ def check_environment() -> None:
         allowed = _KNOWN[name]
         if allowed is not None and value not in allowed:
             raise BadInput(name, repr(value), f"one of {', '.join(allowed)}")
+        if name == "MOECOMM_JOB_SECRET" and value:
+            check_secret(name, value)
+
+
+def check_secret(argument: str, secret: str) -> None:
+    """Raises BadInput, which does not show it, for a job secret that is too short."""
+    if (length := len(os.fsencode(secret))) < SHORTEST_SECRET:
+        raise BadInput(argument, f"{length} bytes", f"at least {SHORTEST_SECRET} bytes, as random as can be")
 
 
 def asked_backend(name: object) -> str:

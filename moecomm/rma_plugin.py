@@ -6,6 +6,7 @@ import ctypes
 import secrets
 from pathlib import Path
 
+from .config import check_secret
 from .errors import Unsupported
 
 # Of csrc/rma_plugin/times.h.
@@ -51,12 +52,12 @@ def environment(
     | NCCL_NVLS_ENABLE=0 | no NVLink multicast |
     | NCCL_RMA_PLUGIN_REF_COUNT=1 | the library stays loaded between communicators |
     | MOECOMM_RMA | `way`: "auto", "loopback" (one host) or "tcp" |
-    | MOECOMM_JOB_SECRET | `secret`, the same on all ranks; without one nobody is reached over tcp |
+    | MOECOMM_JOB_SECRET | `secret`, 16 bytes or more, the same on all ranks; without one nobody is reached over tcp |
     | MOECOMM_RMA_ADDRESS | `address`: the IPv4 address to listen at; else that of the first interface that is up |
     | MOECOMM_RMA_TIMEOUT_MS | `timeout_s`: to connect, and until a silent peer is an error; else 60 s |
 
     GIN's proxy polls on a thread of each communicator.  `NCCL_LSA_TEAM_SIZE`, which splits the GPUs of one host into
-    several domains, is the caller's choice.
+    several domains, is the caller's choice.  Raises BadInput for a shorter secret.
     """
     found = {
         "NCCL_RMA_PLUGIN": str(path()),
@@ -69,6 +70,7 @@ def environment(
         "MOECOMM_RMA": way,
     }
     if secret is not None:
+        check_secret("secret", secret)
         found["MOECOMM_JOB_SECRET"] = secret
     if address is not None:
         found["MOECOMM_RMA_ADDRESS"] = address

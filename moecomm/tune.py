@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moecomm import tuning
+from moecomm import trusted_files, tuning
 from moecomm.bench import results
 from moecomm.bench.case import Case
 from moecomm.bench.clock import percentiles
@@ -17,6 +17,7 @@ from moecomm.bench.ours import BF16_WIRE, IN_WINDOW, Operation, Ours
 from moecomm.bench.ranks import device_of, on_ranks, progress
 from moecomm.config import cache_dir
 from moecomm.errors import BadInput
+from moecomm.trusted_files import Access
 
 
 @dataclass(frozen=True)
@@ -58,25 +59,37 @@ def tune(candidates: Candidates, path: Path | None = None, measurements: Path | 
         results.write(
             measurements, {"benchmark": "tune", "gpu": gpu, "case": asdict(candidates.case), "rows": measured}
         )
-    path = path or tuning.users_path(gpu)
-    return results.write(path, tuning.content(gpu, _with_older(path, choose(candidates, measured))))
+    older = tuning.users(gpu) if path is None else _table_in(path)
+    content = tuning.content(gpu, _merged(older, choose(candidates, measured)))
+    if path is not None:
+        return results.write(path, content)
+    path = tuning.users_path(gpu)
+    trusted_files.write(path, Access.READ_ONLY, results.document(path.stem, content).encode())
+    return path
 
 
 def _make_folder(path: Path | None) -> None:
     """Of the table.  Before anything is measured: what can't be written would be lost."""
     argument, folder = ("MOECOMM_CACHE_DIR", cache_dir()) if path is None else ("out", path.parent)
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path is None:
+            trusted_files.make_directory(folder, Access.READ_ONLY)
+        else:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(argument, str(folder), f"a directory that is there or can be made ({error})") from None
 
 
-def _with_older(path: Path, table: list[tuning.Entry]) -> list[tuning.Entry]:
-    """The entries, and those of the file that speak of other rounds."""
+def _table_in(path: Path) -> tuning.Table:
+    """The entries of a file that the caller has named; none if it holds no table."""
     try:
-        older = tuning.parse(path.read_text())
+        return tuning.parse(path.read_text())
     except (OSError, ValueError):
-        older = ()
+        return ()
+
+
+def _merged(older: tuning.Table, table: list[tuning.Entry]) -> list[tuning.Entry]:
+    """The entries, and those of an older table that speak of other rounds."""
 
     def key(entry: tuning.Entry) -> tuple[str, str, int, int]:
         return entry.op, entry.layout, entry.ranks, entry.tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import pwd
 import subprocess
 import sys
@@ -34,8 +35,9 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 def write(gpu: str, entries: list[Entry]) -> None:
     path = tuning.users_path(gpu)
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
     path.write_text(json.dumps(tuning.content(gpu, entries)))
+    path.chmod(0o644)
 
 
 def test_the_shipped_table_has_every_kind_of_round() -> None:
@@ -121,6 +123,8 @@ def line(**other: Any) -> str:
         line(tokens=0),
         line(op="moe"),
         line(speed=7),
+        "[" * 100_000,
+        line() + " " * (1 << 20),
     ],
 )
 def test_a_table_that_is_none_is_said_and_not_used(text: str) -> None:
@@ -130,6 +134,23 @@ def test_a_table_that_is_none_is_said_and_not_used(text: str) -> None:
     tuning.users_path(H200).write_text(text)
     with pytest.warns(RuntimeWarning, match=r"tuning-h200\.json is not used"):
         assert tuning.choose(H200, 4, "dispatch", "flat", 5) == shipped
+
+
+@pytest.mark.parametrize("doubt", ["writable by the group", "in a directory writable by all", "a link", "a pipe"])
+def test_a_table_that_others_may_have_written_is_not_used(doubt: str, tmp_path: Path) -> None:
+    shipped = tuning.choose(H200, 4, "dispatch", "flat", 5)
+    tuning._steps.clear()
+    write(H200, [Entry("dispatch", "flat", 4, 9999, 77, 16)])
+    path = tuning.users_path(H200)
+    if doubt == "writable by the group":
+        path.chmod(0o664)
+    elif doubt == "in a directory writable by all":
+        path.parent.chmod(0o777)
+    else:
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere") if doubt == "a link" else os.mkfifo(path, 0o600)
+    with pytest.warns(RuntimeWarning, match=r"tuning-h200\.json is not used"):
+        assert tuning.choose(H200, 4, "dispatch", "flat", 5) == shipped != Choice(77, 16)
 
 
 def test_a_round_of_no_kind_has_no_choice() -> None:
@@ -205,6 +226,33 @@ def test_a_table_that_could_not_be_written_is_not_measured(tmp_path: Path, monke
         with pytest.raises(BadInput) as caught:
             tune.tune(tune.Candidates(CASE, [1]), path)
         assert caught.value.argument == argument
+
+
+def test_a_table_is_not_measured_for_a_directory_that_others_may_write_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    monkeypatch.setattr(tune, "on_ranks", lambda *job: pytest.fail("it measures"))
+    with pytest.raises(BadInput, match=r"MOECOMM_CACHE_DIR.*mode 0777"):
+        tune.tune(tune.Candidates(CASE, [1]))
+
+
+def test_a_table_of_others_does_not_get_into_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = dataclasses.replace(CASE, tokens=[8], layouts=["expert"])
+    measured = [*rows("dispatch", "expert", 8, {(1, 2): 1.0}), *rows("combine", "expert", 8, {(1, 4): 1.0})]
+    by_rank = [{"gpu": "cpu", "rows": [{**row, "us": [row["us"]]} for row in measured]}]
+    monkeypatch.setattr(tune, "on_ranks", lambda *job: by_rank)
+    write("cpu", [Entry("dispatch", "flat", 2, 8, 77, 16)])
+    tuning.users_path("cpu").chmod(0o666)
+    before = os.umask(0)
+    try:
+        with pytest.warns(RuntimeWarning, match="is not used"):
+            path = tune.tune(tune.Candidates(case, [1]))
+    finally:
+        os.umask(before)
+    assert path == tuning.users_path("cpu") and path.stat().st_mode & 0o777 == 0o600
+    assert tuning.users("cpu") == (Entry("combine", "expert", 2, 8, 4, 1), Entry("dispatch", "expert", 2, 8, 2, 1))
 
 
 @pytest.mark.parametrize("chosen", ["~nobody-of-that-name/cache", ""])

@@ -7,11 +7,12 @@
 #include <cstring>
 
 #include "failure.h"
+#include "handshake.h"
 
 namespace moecomm::rma {
 namespace {
 
-constexpr uint32_t kMagic = 0x6d72616d, kVersion = 1;
+constexpr uint32_t kMagic = 0x6d72616d;
 
 void read_boot_id(char* to, size_t bytes) {
     const Descriptor file(::open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC));
@@ -26,7 +27,7 @@ Listener listen_everywhere(const Settings& settings) {
     Listener listener{};
     Address& address = listener.address;
     address.magic = kMagic;
-    address.version = kVersion;
+    address.version = kProtocolVersion;
     read_boot_id(address.boot, sizeof address.boot);
     struct stat status{};
     if (::stat("/proc/self/ns/net", &status) == 0) address.net_namespace = status.st_ino;
@@ -52,7 +53,7 @@ Listener listen_everywhere(const Settings& settings) {
 
 Route route_between(const Address& mine, const Address& theirs, int their_rank) {
     const std::string who = rank_name(their_rank);
-    if (theirs.magic != kMagic || theirs.version != kVersion) {
+    if (theirs.magic != kMagic || theirs.version != kProtocolVersion) {
         throw Failure(Fault::kNotReachable, who + " has another version of this plugin, or none");
     }
     const bool one_host = std::memcmp(mine.boot, theirs.boot, sizeof mine.boot) == 0 && mine.net_namespace == theirs.net_namespace;

@@ -21,7 +21,7 @@ Comm::Comm(std::vector<Channel> channels, int me, const Settings& settings, std:
       settings_(settings),
       gpu_(std::move(gpu)),
       channels_(std::move(channels)),
-      signals_(gpu_),
+      signals_(gpu_, registry_),
       copies_(gpu_),
       peers_(channels_.size()),
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),

@@ -188,7 +188,7 @@ void Comm::progress_peer(int rank, bool readable, Clock::time_point now) try {
     if (peer.from != nullptr) {
         Mail mail{};
         for (int i = 0; i < kMailATurn && signals_.room() && peer.from->take(mail, rank); ++i) {
-            signals_.add(registry_.by_id(mail.region), mail.at, mail.value, rank);
+            signals_.add(mail.region, mail.at, mail.value, rank);
         }
     }
     if (peer.direct != nullptr) peer.direct->progress();
@@ -231,7 +231,7 @@ void Comm::progress_lane(Peer& peer, Lane& lane, Clock::time_point now) {
 bool Comm::raise(Peer& peer, Request& request, Clock::time_point now) {
     if (request.peer == me_) {
         if (!signals_.room()) return false;
-        signals_.add(request.signal, request.signal_at, request.signal_value, me_);
+        signals_.add(request.signal->id, request.signal_at, request.signal_value, me_);
     } else {
         if (peer.link->closed()) throw Failure(Fault::kPeerClosed, rank_name(request.peer) + " has closed the communicator");
         if (!peer.to->post({request.signal_at, request.signal_value, request.signal->id, 0}, request.peer)) {

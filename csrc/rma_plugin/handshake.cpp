@@ -27,24 +27,28 @@ void introduce(int socket, const Identity& identity, int to, Purpose purpose, De
     hello.ranks = static_cast<uint32_t>(identity.ranks);
     hello.from = static_cast<uint32_t>(identity.me);
     hello.to = static_cast<uint32_t>(to);
+    hello.version = kProtocolVersion;
     fill_random(hello.nonce, sizeof hello.nonce);
     send_all(socket, &hello, sizeof hello, deadline);
     Challenge challenge{};
     receive_all(socket, &challenge, sizeof challenge, deadline);
-    if (challenge.magic != kMagic) throw Failure(Fault::kPeerLied, "it does not speak this protocol");
-    if (!same_digest(challenge.proof, prove(identity, 'a', hello, challenge.nonce))) {
-        throw Failure(Fault::kWrongSecret, "it has another MOECOMM_JOB_SECRET");
+    if (challenge.magic != kMagic || challenge.version != kProtocolVersion) {
+        throw Failure(Fault::kPeerLied, "it does not speak this protocol");
     }
     const Digest proof = prove(identity, 'c', hello, challenge.nonce);
     send_all(socket, proof.data(), proof.size(), deadline);
     Verdict verdict{};
     receive_all(socket, &verdict, sizeof verdict, deadline);
-    if (verdict.magic != kMagic || verdict.accepted != 1) throw Failure(Fault::kConnectFailed, "it refused the connection");
+    if (verdict.magic != kMagic) throw Failure(Fault::kPeerLied, "it does not speak this protocol");
+    if (verdict.answer == Answer::kRefused) throw Failure(Fault::kConnectFailed, "it refused the connection");
+    if (verdict.answer != Answer::kAccepted || !same_digest(verdict.proof, prove(identity, 'a', hello, challenge.nonce))) {
+        throw Failure(Fault::kWrongSecret, "it has another MOECOMM_JOB_SECRET");
+    }
 }
 
-Reception::State Reception::refuse(const char* reason) {
+Reception::State Reception::refuse(const char* reason, Answer answer) {
     why = reason;
-    const Verdict verdict{kMagic, 0};
+    const Verdict verdict{kMagic, answer, {}};
     try {
         if (challenged_) send_some(socket.get(), &verdict, sizeof verdict, nullptr, 0);
     } catch (const Failure&) {  // it is gone: nobody to tell
@@ -70,6 +74,7 @@ Reception::State Reception::step(const Identity& identity) try {
     if (!challenged_) {
         if (!read(&hello, sizeof hello)) return closed_ ? refuse("it left before it said who it is") : wait();
         if (hello.magic != kMagic) return refuse("it does not speak this protocol");
+        if (hello.version != kProtocolVersion) return refuse("it speaks another version of this protocol");
         if (hello.comm != identity.comm || hello.ranks != static_cast<uint32_t>(identity.ranks)) {
             return refuse("it belongs to another communicator");
         }
@@ -77,14 +82,14 @@ Reception::State Reception::step(const Identity& identity) try {
             return refuse("it says that it is an impossible rank");
         }
         challenge_.magic = kMagic;
+        challenge_.version = kProtocolVersion;
         fill_random(challenge_.nonce, sizeof challenge_.nonce);
-        challenge_.proof = prove(identity, 'a', hello, challenge_.nonce);
         if (send_some(socket.get(), &challenge_, sizeof challenge_, nullptr, 0) != sizeof challenge_) return refuse("it does not read");
         challenged_ = true;
     }
     if (!read(proof_.data(), proof_.size())) return closed_ ? refuse("it left: it has another secret") : wait();
-    if (!same_digest(proof_, prove(identity, 'c', hello, challenge_.nonce))) return refuse("it has another secret");
-    const Verdict verdict{kMagic, 1};
+    if (!same_digest(proof_, prove(identity, 'c', hello, challenge_.nonce))) return refuse("it has another secret", Answer::kWrongProof);
+    const Verdict verdict{kMagic, Answer::kAccepted, prove(identity, 'a', hello, challenge_.nonce)};
     if (send_some(socket.get(), &verdict, sizeof verdict, nullptr, 0) != sizeof verdict) return refuse("it does not read");
     return State::kAccepted;
 } catch (const Failure&) {

@@ -1,6 +1,8 @@
 // Two ends of a connection prove to each other that they know the job's secret, and say who they are.
-//   connecting: Hello(rank, purpose, nonce)          accepting: Challenge(nonce, proof over both nonces)
-//   connecting: Proof over both nonces               accepting: Verdict
+//   connecting: Hello(rank, purpose, nonce)          accepting: Challenge(nonce)
+//   connecting: Proof over both nonces               accepting: Verdict(answer, proof over both nonces)
+// Anybody can connect, so the accepting side proves nothing before it has checked the other's proof: nobody without the secret gets a
+// digest to try secrets against.  The connecting side comes to an address that the job itself has handed out.
 // It keeps strangers out.  It does not hide or protect what follows from somebody who can change packets on their way.
 #pragma once
 #include <string>
@@ -10,6 +12,8 @@
 
 namespace moecomm::rma {
 
+constexpr uint32_t kProtocolVersion = 2;  // of the handshake, and of what follows it
+
 enum class Purpose : uint32_t { kControl = 0, kData = 1 };
 
 struct Hello {
@@ -18,20 +22,21 @@ struct Hello {
     uint64_t comm;  // NCCL's number of the communicator
     uint32_t ranks;
     uint32_t from, to;
-    uint32_t pad;
+    uint32_t version;
     uint8_t nonce[32];
 };
 struct Challenge {
     uint32_t magic;
-    uint32_t pad;
+    uint32_t version;
     uint8_t nonce[32];
-    Digest proof;
 };
+enum class Answer : uint32_t { kRefused = 0, kAccepted = 1, kWrongProof = 2 };
 struct Verdict {
     uint32_t magic;
-    uint32_t accepted;
+    Answer answer;
+    Digest proof;  // zeros unless accepted
 };
-static_assert(sizeof(Hello) == 64 && sizeof(Challenge) == 72 && sizeof(Verdict) == 8, "sent as they are");
+static_assert(sizeof(Hello) == 64 && sizeof(Challenge) == 40 && sizeof(Verdict) == 40, "sent as they are");
 
 // Of both sides: "rank `me` of `ranks` in communicator `comm`".
 struct Identity {
@@ -61,7 +66,7 @@ class Reception {
     const char* why = "";  // it was refused
 
   private:
-    State refuse(const char* reason);
+    State refuse(const char* reason, Answer answer = Answer::kRefused);
     State wait();
     bool read(void* to, size_t bytes);
 

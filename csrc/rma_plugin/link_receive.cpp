@@ -65,8 +65,6 @@ void Link::take_header() {
             if (asked_of_us_ - answered_by_us_ > 2 * kMostGets) lied("gets more at once than was agreed");
             break;
         case FrameType::kSignal:
-            target_ = registry_.by_id(frame.region);
-            break;
         case FrameType::kAck:
         case FrameType::kBye:
             break;
@@ -115,7 +113,7 @@ void Link::settle_one(Arrived& arrived) {
     const Frame& frame = arrived.frame;
     switch (frame.type) {
         case FrameType::kSignal:
-            signals_.add(arrived.region, frame.offset, frame.value, peer_);
+            signals_.add(frame.region, frame.offset, frame.value, peer_);
             break;
         case FrameType::kGet:
             answers_.push_back({arrived.region, frame.offset, frame.total, frame.value, 0});

@@ -41,6 +41,7 @@ class Door {
 
     void wait(Deadline deadline) {
         while (missing_ > 0) {
+            no_room_ = "";
             accept(listener_.local, true);
             accept(listener_.tcp, false);
             attend();
@@ -58,11 +59,12 @@ class Door {
     void accept(const Descriptor& listener, bool local) {
         if (!listener.open()) return;
         while (guests_.size() < kMostReceptions) {
-            Descriptor socket = accept_from(listener.get());
-            if (!socket.open()) return;
-            if (local && !runtime::same_user(socket.get())) continue;
-            if (!local) tune_tcp(socket.get(), timeout_);
-            guests_.push_back({Reception(std::move(socket)), local});
+            Accepted accepted = accept_from(listener.get());
+            if (accepted.no_room != nullptr) no_room_ = accepted.no_room;
+            if (!accepted.socket.open()) return;
+            if (local && !runtime::same_user(accepted.socket.get())) continue;
+            if (!local) tune_tcp(accepted.socket.get(), timeout_);
+            guests_.push_back({Reception(std::move(accepted.socket)), local});
         }
     }
 
@@ -95,7 +97,8 @@ class Door {
 
     void sleep() {
         std::vector<pollfd> all;
-        const bool room = guests_.size() < kMostReceptions;  // else who waits outside would wake us for nothing
+        // Without room, connections that wait to be accepted would wake us at once, for nothing.
+        const bool room = guests_.size() < kMostReceptions && no_room_.empty();
         if (room && listener_.local.open()) all.push_back({listener_.local.get(), POLLIN, 0});
         if (room && listener_.tcp.open()) all.push_back({listener_.tcp.get(), POLLIN, 0});
         for (const Guest& guest : guests_) all.push_back({guest.reception.socket.get(), POLLIN, 0});
@@ -109,6 +112,7 @@ class Door {
             text += (text.empty() ? "" : ", ") + rank_name(rank);
         }
         text += " did not connect in time";
+        if (!no_room_.empty()) text += "; this process can accept no connection: " + no_room_;
         if (refused_ > 0) text += "; " + std::to_string(refused_) + " connection(s) were refused, the last because " + last_refusal_;
         return text;
     }
@@ -119,6 +123,7 @@ class Door {
     std::chrono::milliseconds timeout_;
     std::vector<Guest> guests_;
     int missing_ = 0, refused_ = 0;
+    std::string no_room_;  // why nobody more could be accepted, in the last turn
     const char* last_refusal_ = "";
 };
 

@@ -38,7 +38,7 @@ class Registry {
         by_handle_[region.get()] = region;
         by_id_.push_back(std::move(region));
     }
-    // Its number is not used again: a late frame for it is an error, and never lands in other memory.
+    // Its number is not used again: a late put for it is an error, a late signal is dropped, and neither lands in other memory.
     void remove(const Region& region) {
         const uint32_t id = region.id;
         by_id_[id]->registered = false;
@@ -50,6 +50,7 @@ class Registry {
         if (found == by_handle_.end()) throw Failure(Fault::kBadHandle, "this communicator has registered no such memory");
         return found->second;
     }
+    bool is_removed(uint32_t id) const { return id < by_id_.size() && by_id_[id] == nullptr; }
     std::shared_ptr<Region> by_id(uint32_t id) const { return id < by_id_.size() ? by_id_[id] : nullptr; }
 
   private:

@@ -25,6 +25,10 @@ Settings read_settings() {
         throw Failure(Fault::kUnsupported, "MOECOMM_RMA=" + way + ": want auto, loopback or tcp");
     }
     settings.secret = variable("MOECOMM_JOB_SECRET");
+    if (!settings.secret.empty() && settings.secret.size() < kShortestSecret) {
+        throw Failure(Fault::kUnsupported, "MOECOMM_JOB_SECRET has " + std::to_string(settings.secret.size()) + " bytes: want at least " +
+                                               std::to_string(kShortestSecret));
+    }
     settings.address = variable("MOECOMM_RMA_ADDRESS");
     const std::string timeout = variable("MOECOMM_RMA_TIMEOUT_MS");
     if (!timeout.empty()) {

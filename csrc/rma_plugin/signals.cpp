@@ -6,7 +6,9 @@
 
 namespace moecomm::rma {
 
-void Signals::add(std::shared_ptr<Region> region, uint64_t at, uint64_t value, int peer) {
+void Signals::add(uint32_t id, uint64_t at, uint64_t value, int peer) {
+    if (registry_.is_removed(id)) return;
+    std::shared_ptr<Region> region = registry_.by_id(id);
     if (region == nullptr || at % sizeof(uint64_t) != 0 || !fits(at, sizeof(uint64_t), region->bytes)) {
         throw Failure(Fault::kPeerLied, rank_name(peer) + " signals a word that is not in any registered region");
     }

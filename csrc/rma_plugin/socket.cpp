@@ -103,7 +103,26 @@ Descriptor listen_tcp(const std::string& wanted, TcpPlace& place) {
     return listener;
 }
 
-Descriptor accept_from(int listener) { return Descriptor(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)); }
+Accepted accept_from(int listener) {
+    Accepted accepted{Descriptor(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK))};
+    if (accepted.socket.open()) return accepted;
+    switch (errno) {
+        case EMFILE:
+        case ENFILE:
+        case ENOBUFS:
+        case ENOMEM:
+            accepted.no_room = std::strerror(errno);
+            break;
+        case EBADF:
+        case EINVAL:
+        case ENOTSOCK:
+        case EOPNOTSUPP:
+            fail(Fault::kSystem, "accept");
+        default:  // nobody, or somebody who has gone again, with the error of that connection
+            break;
+    }
+    return accepted;
+}
 
 Descriptor connect_local(const std::string& name, Deadline deadline) {
     sockaddr_un address;
@@ -155,6 +174,7 @@ std::vector<Descriptor> receive_all(int socket, void* data, size_t bytes, Deadli
         if (part.bytes == 0) throw Failure(Fault::kPeerLost, "the connection was closed");
         if (part.bytes < 0 && !would_block()) fail(Fault::kPeerLost, "recvmsg");
         if (part.bytes < 0 && !wait_for(socket, POLLIN, deadline)) throw Failure(Fault::kConnectFailed, "nothing came");
+        if (part.truncated) throw Failure(Fault::kSystem, "a descriptor came, and this process can open no more of them");
         for (Descriptor& fd : part.descriptors) came.push_back(std::move(fd));
         if (part.bytes > 0) to += part.bytes, bytes -= static_cast<size_t>(part.bytes);
     }

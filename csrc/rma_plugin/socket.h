@@ -20,14 +20,19 @@ struct TcpPlace {
 
 Descriptor listen_local(const std::string& name);
 Descriptor listen_tcp(const std::string& address, TcpPlace& place);  // "": of the first interface that is up, else 127.0.0.1
-Descriptor accept_from(int listener);                                // closed: nobody there now
+struct Accepted {
+    Descriptor socket;      // closed: nobody is there now, or there is no room
+    const char* no_room{};  // why this process, or the system, can't open another socket now; null: it can
+};
+Accepted accept_from(int listener);  // throws Failure(kSystem) for a listener that is broken
 // Both wait for the other side to accept; throw Failure(kConnectFailed) at the deadline, or if there is nobody.
 Descriptor connect_local(const std::string& name, Deadline deadline);
 Descriptor connect_tcp(const TcpPlace& place, Deadline deadline);
 void tune_tcp(int socket, std::chrono::milliseconds timeout);  // small messages leave at once; a dead host is noticed
 
 bool wait_for(int socket, short events, Deadline deadline);  // poll; false: the deadline has passed
-// All bytes, or Failure: kPeerLost if the other side is gone, kConnectFailed at the deadline.  At most one descriptor goes with them.
+// All bytes, or Failure: kPeerLost if the other side is gone, kConnectFailed at the deadline, kSystem for a descriptor that can't be opened
+// here.  At most one descriptor goes with them.
 void send_all(int socket, const void* data, size_t bytes, Deadline deadline, int fd = -1);
 std::vector<Descriptor> receive_all(int socket, void* data, size_t bytes, Deadline deadline);
 

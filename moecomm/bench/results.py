@@ -26,8 +26,13 @@ _INSTALLED = {"nccl4py": "nccl4py", "nvshmem": "NVSHMEM", "nvshmem4py": "nvshmem
 def write(path: Path, measured: dict[str, Any]) -> Path:
     """Writes what was measured, and where, when and how; `what` is the file's own name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"what": path.stem, **origin(), **measured}, indent=1) + "\n")
+    path.write_text(document(path.stem, measured))
     return path
+
+
+def document(what: str, measured: dict[str, Any]) -> str:
+    """What write() puts into a file."""
+    return json.dumps({"what": what, **origin(), **measured}, indent=1) + "\n"
 
 
 def origin() -> dict[str, Any]:

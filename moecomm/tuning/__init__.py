@@ -22,12 +22,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from moecomm import trusted_files
 from moecomm.config import cache_dir
+from moecomm.trusted_files import Access
 
 OPS, LAYOUTS = ("dispatch", "combine"), ("flat", "expert", "batched")
 CHUNKS = (1, 2, 4, 8, 16, 32)
 MOST_BLOCKS = 256  # kMaxBlocks
 _DEFAULT = "h200"  # for a GPU that nobody has measured
+_MOST_BYTES = 1 << 20  # of a user's table; those shipped have a few thousand
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def choose(gpu: str, ranks: int, op: str, layout: str, num_tokens: int) -> Choic
 
 
 def _look_up(gpu: str, ranks: int, op: str, layout: str) -> _Steps:
-    for table in (_swapped_in, _users(gpu), shipped(gpu)):
+    for table in (_swapped_in, users(gpu), shipped(gpu)):
         if lines := [entry for entry in table if (entry.op, entry.layout) == (op, layout)]:
             nearest = min((entry.ranks for entry in lines), key=lambda n: (abs(n - ranks), -n))
             lines = sorted((e for e in lines if e.ranks == nearest), key=lambda e: e.tokens)
@@ -110,6 +113,18 @@ def users_path(gpu: str) -> Path:
     return cache_dir() / f"tuning-{slug(gpu)}.json"
 
 
+def users(gpu: str) -> Table:
+    """This user's own table for a GPU; empty, with a warning, where another user could have written it."""
+    path = users_path(gpu)
+    try:
+        return parse(trusted_files.read(path, Access.READ_ONLY, _MOST_BYTES))
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError) as error:
+        warnings.warn(f"{path} is not used: {error}", RuntimeWarning, stacklevel=4)
+        return ()
+
+
 def shipped(gpu: str) -> Table:
     """The table that comes with moecomm for this GPU, or else that of the H200."""
     folder = importlib.resources.files(__name__)
@@ -117,25 +132,14 @@ def shipped(gpu: str) -> Table:
     return parse((file if file.is_file() else folder / f"{_DEFAULT}.json").read_text())
 
 
-def parse(text: str) -> Table:
+def parse(text: str | bytes) -> Table:
     """The entries of a table.  Raises ValueError for what is none."""
     try:
         return tuple(Entry(**entry) for entry in json.loads(text)["entries"])
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"not a table of entries: {error}") from error
 
 
 def content(gpu: str, table: Iterable[Entry]) -> dict[str, Any]:
     """A table as it is written."""
     return {"gpu": gpu, "entries": [asdict(entry) for entry in table]}
-
-
-def _users(gpu: str) -> Table:
-    path = users_path(gpu)
-    try:
-        return parse(path.read_text())
-    except FileNotFoundError:
-        return ()
-    except (OSError, ValueError) as error:
-        warnings.warn(f"{path} is not used: {error}", RuntimeWarning, stacklevel=4)
-        return ()

@@ -222,7 +222,7 @@ def test_what_the_plugin_loses_is_told_to_the_session(monkeypatch: pytest.Monkey
     assert watched == {secret: 0x1234}
     monkeypatch.setattr(rma_plugin, "first_loss", {secret: (3, "PeerLost: the connection was closed")}.get)
     assert found.losses() == {3: "PeerLost: the connection was closed"}
-    monkeypatch.setenv("MOECOMM_JOB_SECRET", "the user's")
+    monkeypatch.setenv("MOECOMM_JOB_SECRET", "the user's own secret")
     for other in (reach(), reach(Echo(ranks=1))):
         other.watch(0x5678)
         assert other.losses() == {} and watched == {secret: 0x1234}

@@ -73,6 +73,7 @@ def test_a_changed_header_is_a_miss(
     assert len(built) == len(entries(directory)) == 2
 
 
+@pytest.mark.filterwarnings("ignore:compiled kernels are not read")
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "digest only", "readable by others", "link", "pipe"])
 def test_a_damaged_entry_is_compiled_again(
     directory: Path, built: list[jit.KernelSpec], tmp_path: Path, damage: str
@@ -94,6 +95,24 @@ def test_a_damaged_entry_is_compiled_again(
     assert jit.compile(SPEC) == b"sm_90a 2"
     assert jit.compile(SPEC) == b"sm_90a 2"  # and the new entry has taken its place
     assert len(built) == 2
+
+
+def test_an_entry_counts_under_its_own_key_alone(directory: Path, built: list[jit.KernelSpec]) -> None:
+    assert (jit.compile(SPEC), jit.compile(SPEC, "sm_100a")) == (b"sm_90a 1", b"sm_100a 2")
+    one, other = entries(directory)
+    content = one.read_bytes(), other.read_bytes()
+    one.write_bytes(content[1])
+    other.write_bytes(content[0])
+    assert (jit.compile(SPEC), jit.compile(SPEC, "sm_100a")) == (b"sm_90a 3", b"sm_100a 4")
+
+
+def test_a_huge_entry_is_not_read(directory: Path, built: list[jit.KernelSpec]) -> None:
+    assert jit.compile(SPEC) == b"sm_90a 1"
+    (entry,) = entries(directory)
+    os.truncate(entry, kernel_cache._MOST_BYTES + 1)
+    with pytest.warns(RuntimeWarning, match=f"has {kernel_cache._MOST_BYTES + 1} bytes"):
+        assert jit.compile(SPEC) == b"sm_90a 2"
+    assert jit.compile(SPEC) == b"sm_90a 2"
 
 
 @pytest.mark.parametrize("hostile", ["open to the group", "open to all", "link", "file"])
@@ -123,7 +142,7 @@ def test_a_directory_of_another_user_is_not_used(
 ) -> None:
     directory.mkdir(mode=0o700)
     monkeypatch.setattr(os, "geteuid", lambda: directory.stat().st_uid + 1)
-    with pytest.warns(RuntimeWarning, match="not this user's alone"):
+    with pytest.warns(RuntimeWarning, match="belongs to another user"):
         assert jit.compile(SPEC) == b"sm_90a 1"
     assert entries(directory) == []
 

@@ -93,7 +93,7 @@ bool silent(const Options& options, World& world, int rank) {
 }
 
 bool wrong_secret(const Options& options, World& world, int rank) {
-    if (rank == 1) ::setenv("MOECOMM_JOB_SECRET", "another", 1);
+    if (rank == 1) ::setenv("MOECOMM_JOB_SECRET", "another secret of this job", 1);
     Proxy proxy(options, world, rank);
     require(proxy.listen() == abi::kSuccess, "listen: " + logged());
     world.barrier();

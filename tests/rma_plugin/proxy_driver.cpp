@@ -95,11 +95,17 @@ int main(int count, char** words) {
         if (scenario == "absent") return absent(options, world, rank);
         if (scenario == "strangers") return strangers(options, world, rank);
         if (scenario == "full_door") return full_door(options, world, rank);
+        if (scenario == "no_descriptors") return no_descriptors(options, world, rank, false);
+        if (scenario == "no_descriptors_ever") return no_descriptors(options, world, rank, true);
+        if (scenario == "no_descriptor_for_window") return no_descriptor_for_window(options, world, rank);
+        if (scenario == "proofs") return proofs(options, world, rank);
+        if (scenario == "short_secret") return short_secret(options, world, rank);
         if (scenario == "crowded") return crowded(options, world, rank);
         if (scenario == "half_registered") return half_registered(options, world, rank);
         if (scenario == "misuse") return misuse(options, world, rank);
         if (scenario == "again") return again(options, world, rank);
         if (scenario == "left") return left(options, world, rank);
+        if (scenario.compare(0, 5, "late-") == 0) return late_signal(options, world, rank, scenario.substr(5));
         if (scenario.compare(0, 5, "liar-") == 0) return liar(options, world, rank, scenario.substr(5));
         give_up("unknown scenario " + scenario);
     };

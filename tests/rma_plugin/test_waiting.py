@@ -1,18 +1,10 @@
-"""Nothing holds up NCCL's thread, and no stranger a rank: the fake driver's calls wait where a real one's may."""
+"""Nothing holds up NCCL's thread: the fake driver's calls wait where real ones may.  No signal outlives its memory."""
 
 from __future__ import annotations
 
 import pytest
 
 from .conftest import Drive
-
-
-def test_strangers_hold_nobody_up(drive: Drive) -> None:
-    drive("strangers", way="tcp", timeout_ms=5000)
-
-
-def test_silent_guests_who_fill_the_door_are_shown_out(drive: Drive) -> None:
-    drive("full_door", way="tcp")
 
 
 def test_a_gpu_that_ends_no_copy_holds_up_no_call(drive: Drive) -> None:
@@ -23,3 +15,10 @@ def test_a_gpu_that_ends_no_copy_holds_up_no_call(drive: Drive) -> None:
 def test_what_is_mapped_is_given_back_beside_nccls_thread(drive: Drive, table: int) -> None:
     """After a registration that failed; those that went well are given back in all of the random tests."""
     drive("half_registered", way="loopback", memory="cuda", ranks=3, timeout_ms=3000, table=table)
+
+
+@pytest.mark.parametrize(
+    ("where", "way"), [("unread", "loopback"), ("unread", "tcp"), ("held", "tcp"), ("own", "loopback"), ("own", "tcp")]
+)
+def test_a_signal_whose_memory_is_given_back_while_it_waits_is_dropped(drive: Drive, where: str, way: str) -> None:
+    drive(f"late-{where}", way=way, memory="cuda")

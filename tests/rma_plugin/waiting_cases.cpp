@@ -1,77 +1,7 @@
-// What might wait, and must not hold up NCCL's thread; and strangers, who must not hold up a rank.
-#include <arpa/inet.h>
-#include <netinet/in.h>
-#include <sys/resource.h>
-#include <sys/socket.h>
-
-#include <cstring>
-
+// What might wait, and must not hold up NCCL's thread; and signals that wait for longer than their memory is registered.
 #include "open.h"
-#include "rma_plugin/address.h"
 #include "rma_plugin/copies.h"
-#include "rma_plugin/handshake.h"
 #include "scenarios.h"
-
-using moecomm::rma::Descriptor;
-
-namespace {
-
-constexpr int kDoor = 4096;            // guests that a door has room for; kMostReceptions in mesh.cpp
-constexpr int kGuests = kDoor + 64;    // so these wait outside, and whoever comes behind them
-constexpr rlim_t kDescriptors = 5000;  // which is more than a process may have open by default
-
-// A connection to the door of rank 0, and the first that it says.
-Descriptor knock(World& world, const void* words, size_t bytes) {
-    moecomm::rma::Address address;
-    std::memcpy(&address, world.shared().handles[0], sizeof address);
-    sockaddr_in to{};
-    to.sin_family = AF_INET;
-    to.sin_addr.s_addr = address.tcp_address;
-    to.sin_port = address.tcp_port;
-    Descriptor socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    require(::connect(socket.get(), reinterpret_cast<sockaddr*>(&to), sizeof to) == 0, "a stranger can't connect");
-    require(::send(socket.get(), words, bytes, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes), "send");
-    return socket;
-}
-
-void allow_descriptors() {
-    rlimit limit{};
-    require(::getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_max >= kDescriptors, "this test wants 5000 descriptors");
-    limit.rlim_cur = std::max(limit.rlim_cur, kDescriptors);
-    require(::setrlimit(RLIMIT_NOFILE, &limit) == 0, "setrlimit");
-}
-
-}  // namespace
-
-// They connect first, and say nothing, or nonsense, or a good hello and a bad proof.
-bool strangers(const Options& options, World& world, int rank) {
-    Proxy proxy(options, world, rank);
-    require(proxy.listen() == abi::kSuccess, "listen: " + logged());
-    world.barrier();
-    std::vector<Descriptor> guests;
-    for (int i = 0; rank == 1 && i < 6; ++i) {
-        const std::string nonsense(i * 37, static_cast<char>('a' + i));
-        guests.push_back(knock(world, nonsense.data(), nonsense.size()));
-    }
-    world.barrier();
-    require(proxy.connect() == abi::kSuccess, "connect: " + logged());
-    return rank == 1 || names("a connection was refused: it does not speak this protocol");
-}
-
-// More of them than the door has room for, before the peer comes: silent from the first, or amid their hello, or when they should prove
-// what they said.
-bool full_door(const Options& options, World& world, int rank) {
-    allow_descriptors();
-    Proxy proxy(options, world, rank);
-    require(proxy.listen() == abi::kSuccess, "listen: " + logged());
-    world.barrier();
-    std::vector<Descriptor> guests;
-    moecomm::rma::Hello hello{0x6d72616d, 0, 42, 2, 1, 0, 0, {}};
-    for (int i = 0; rank == 1 && i < kGuests; ++i) guests.push_back(knock(world, &hello, static_cast<size_t>(i) % (sizeof hello + 1)));
-    const abi::Result result = proxy.connect();
-    require(result == abi::kSuccess, "connect: " + logged());
-    return rank == 1 || names("a connection was refused: it did not say in time who it is");
-}
 
 // A GPU that ends no copy for a while.  NCCL's thread gives it as many as there is room for, and has all that it needs for them.
 bool crowded(const Options& options, World& world, int rank) {
@@ -116,6 +46,50 @@ bool half_registered(const Options& options, World& world, int rank) {
     world.barrier();
     for (int peer = 0; peer < options.ranks; ++peer) open.proxy.post(0, peer, open.put(100));
     require(open.proxy.wait_all(), "puts after that: " + logged());
+    world.barrier();
+    open.proxy.close();
+    return true;
+}
+
+// The memory of the first of two signals is given back while that one waits: before rank 0 looks ("unread"), behind copies of the bytes
+// before it ("held"), or behind our own copies of a put to ourselves ("own").
+bool late_signal(const Options& options, World& world, int rank, const std::string& where) {
+    use_cuda_on_this_thread(options);
+    Open open(options, world, rank);
+    static uint64_t first = 0, second = 0;
+    const Table& table = open.proxy.table;
+    void* gone = nullptr;
+    require(table.reg_mr(open.proxy.comm, reinterpret_cast<char*>(&first), sizeof first, abi::kPtrHost, 0, &gone) == abi::kSuccess,
+            "regMrSym: " + logged());
+    void* stays = open.proxy.add(reinterpret_cast<char*>(&second), sizeof second, 0, true);
+    const bool own = where == "own", held = own || where == "held";
+    if (rank == 0 && held) hold_copies(true);
+    if (rank == 1 || held) open.proxy.start();
+    world.barrier();
+    if (rank == (own ? 0 : 1)) {
+        for (void* signals : {gone, stays}) {
+            Operation put = open.put(1000);
+            put.signal = signals;
+            open.proxy.post(0, 0, put);
+        }
+    }
+    if (rank == 0) {
+        const int copies = held ? (own ? 4 : 2) : 0;  // those to ourselves go through the host
+        const auto deadline = Clock::now() + kLong;
+        while (held && open_copies() < copies && Clock::now() < deadline) std::this_thread::yield();
+        require(!held || open_copies() == copies, "the bytes of both puts are being copied");
+        require(table.dereg_mr(open.proxy.comm, gone) == abi::kSuccess, "deregMrSym: " + logged());
+        if (held) {
+            hold_copies(false);
+        } else {
+            open.proxy.start();
+        }
+        const auto came = [] { return __atomic_load_n(&second, __ATOMIC_ACQUIRE) != 0; };
+        while (!came() && !open.proxy.last_error() && Clock::now() < deadline) std::this_thread::yield();
+        require(second == 1, "the signal behind the dropped one: " + logged());
+        require(first == 0, "a signal was written to memory that was given back");
+    }
+    require(open.proxy.wait_all() && !open.proxy.last_error(), "puts failed: " + logged());
     world.barrier();
     open.proxy.close();
     return true;

@@ -1,0 +1,89 @@
+"""Files that decide what moecomm runs: believed only where no other user can have written them, and bounded.
+
+Both a file and its directory are checked through their open descriptors, so a name that changes in between makes no
+difference.  OSError says what is wrong; FileNotFoundError: there is no such file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Non-blocking: a FIFO of that name must not stop the caller.
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Access(Enum):
+    """The permissions that neither the group nor others may have, on a file and on its directory."""
+
+    PRIVATE = 0o077  # owned by this user
+    READ_ONLY = 0o022  # owned by this user or root
+
+
+def read(path: Path, access: Access, most_bytes: int) -> bytes:
+    """Reads a whole file.  Raises OSError for one that is not regular, not safe, or larger than `most_bytes`."""
+    with _directory(path.parent, access) as directory:
+        descriptor = os.open(path.name, _READ_FLAGS, dir_fd=directory)
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(f"{path.name} is not a regular file")
+            _check(path.name, status, access)
+            if status.st_size > most_bytes:
+                raise OSError(f"{path.name} has {status.st_size} bytes (want at most {most_bytes})")
+            return file.read(status.st_size)
+
+
+def write(path: Path, access: Access, content: bytes) -> None:
+    """Writes a file, mode 0600, and makes its directory if it is missing.
+
+    Readers see an earlier file or this one, whole.
+    """
+    make_directory(path.parent, access)
+    with _directory(path.parent, access) as directory:
+        unfinished = f".{path.name}.{secrets.token_hex(8)}"
+        descriptor = os.open(unfinished, _WRITE_FLAGS, 0o600, dir_fd=directory)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+            os.rename(unfinished, path.name, src_dir_fd=directory, dst_dir_fd=directory)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(unfinished, dir_fd=directory)
+            raise
+
+
+def make_directory(path: Path, access: Access) -> None:
+    """Makes a directory, mode 0700, if it is missing.  Raises OSError for one that is not safe."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    with _directory(path, access):
+        pass
+
+
+@contextlib.contextmanager
+def _directory(path: Path, access: Access) -> Iterator[int]:
+    """The open directory; names are looked up in it, and not by path."""
+    descriptor = os.open(path, _DIRECTORY_FLAGS)
+    try:
+        _check("the directory", os.fstat(descriptor), access)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _check(what: str, status: os.stat_result, access: Access) -> None:
+    private = access is Access.PRIVATE
+    if status.st_uid not in ((os.geteuid(),) if private else (os.geteuid(), 0)):
+        raise PermissionError(f"{what} belongs to another user")
+    if status.st_mode & access.value:
+        mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
+        raise PermissionError(f"{what} is open to other users ({mode}, want none of {access.value:04o})")
