@@ -309,5 +309,14 @@ def test_headlines_are_of_what_was_measured_as_the_table_of_blocks_says(
 
 def test_failures_promised_are_errors_that_exist() -> None:
     promised = set(re.findall(r"`([A-Z]\w+)`", README.split("## What happens on failure")[1].split("\n## ")[0]))
-    assert promised == {"BadInput", "Mismatch", "Timeout", "PeerLost", "Aborted", "ConcurrentCall", "Unsupported"}
+    assert promised == {
+        "BadInput",
+        "Mismatch",
+        "OutOfStep",
+        "Timeout",
+        "PeerLost",
+        "Aborted",
+        "ConcurrentCall",
+        "Unsupported",
+    }
     assert all(issubclass(getattr(moecomm, name), moecomm.MoecommError) for name in promised)

@@ -1,4 +1,4 @@
-"""A rank that runs in a PID namespace of its own: `python -m tests.backends.namespaced_rank STORE RANK RANKS`."""
+"""A rank that runs in a PID namespace of its own: `python namespaced_rank.py STORE RANK RANKS`."""
 
 from __future__ import annotations
 

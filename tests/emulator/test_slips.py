@@ -56,11 +56,13 @@ def routing(tokens: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
     return ids.to(dtype)
 
 
-def dispatch(ranks: LocalBuffers, ids: list[torch.Tensor]) -> list[Routed]:
+def calls_of(ids: list[torch.Tensor]) -> list[dict[str, Any]]:
     x = [torch.empty(len(of), HIDDEN, dtype=torch.bfloat16) for of in ids]
-    return ranks.dispatch(
-        [{"x": x[r], "topk_idx": ids[r], "layout": "expert", "sync": False, "slips": told(r)} for r in range(RANKS)]
-    )
+    return [{"x": x[r], "topk_idx": ids[r], "layout": "expert", "sync": False, "slips": told(r)} for r in range(RANKS)]
+
+
+def dispatch(ranks: LocalBuffers, ids: list[torch.Tensor]) -> list[Routed]:
+    return ranks.dispatch(calls_of(ids))
 
 
 def check(ranks: LocalBuffers, ids: list[torch.Tensor], arrived: list[Routed]) -> None:
@@ -106,7 +108,8 @@ def test_a_bad_id_is_told_and_the_next_round_is_right(all_of_them: bool, most: i
     ids: list[Any] = [routing(tokens, rank, torch.int64) for rank in range(RANKS)]
     bad = [of.clone() for of in ids]
     bad[1][tokens // 2, 1] = EXPERTS
-    arrived = dispatch(ranks, bad)
+    arrived = [moecomm.dispatch.prepare(b, **call) for b, call in zip(ranks.buffers, calls_of(bad), strict=True)]
+    local._native.host_run_all([routed.args for routed in arrived])  # without its end, which raises
     for buffer, routed in zip(ranks.buffers, arrived, strict=True):
         with pytest.raises(moecomm.BadInput, match="topk_idx"):
             buffer.check()

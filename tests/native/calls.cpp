@@ -135,6 +135,7 @@ CombineArgs combine_args(const Cluster& cluster, Combined& c, i32 rank) {
     a.num_tokens = d.input[rank].tokens;
     a.hidden = d.hidden;
     a.type = static_cast<i32>(c.type);
+    a.bias_type = static_cast<i32>(c.bias_type);
     a.wire = static_cast<i32>(c.wire);
     a.layout = static_cast<i32>(d.layout);
     a.weighted = c.weighted;

@@ -225,8 +225,8 @@ DOMAIN_MUTANTS = [
     Mutant(
         "weights put after the mail",
         "host/combine.cpp",
-        "    post_weights(c);\n    announce(c);\n",
-        "    announce(c);\n    post_weights(c);\n",
+        "    if (intact) post_weights(c);\n    announce(c, intact);\n",
+        "    announce(c, intact);\n    if (intact) post_weights(c);\n",
         "domains plain",
     ),
     Mutant(

@@ -300,9 +300,9 @@ std::string changed_tables(bool repeat, bool nothing) {
     const Op op = repeat ? Op::dispatch : Op::combine;
     std::string problem;
     for (i32 rank = 0; rank < kRanks && problem.empty(); ++rank)
-        problem =
-            check_record(f.cluster.record(rank),
-                         {Failure::bad_input, op, Phase::notice, 1, 2, Argument::handle, f.scenario.shape.experts, nothing ? 0 : 1}, rank);
+        problem = check_record(
+            f.cluster.record(rank),
+            {Failure::bad_input, op, Phase::notice, 1, 2, Argument::handle, f.scenario.shape.experts, nothing ? 0 : round_tag(1)}, rank);
     return problem.empty() ? f.go_on() : problem;
 }
 

@@ -372,7 +372,7 @@ MUTANTS = [
         "a handle not told", "host/combine.cpp", "n.value = round_of(c.a.route, c.r.ranks);", "n.value = 0;", "failures"
     ),
     Mutant("a repeat like any other", "host/dispatch.cpp", "n.value = d.repeat ?", "n.value = false ?", "failures"),
-    Mutant("ids not checked", "host/plan.cpp", "if (!valid_id(id, shape_.experts)) {", "if (id < -1000) {", "failures"),
+    Mutant("ids not checked", "host/plan.cpp", "valid_id(given, shape_.experts) ?", "given >= -1000 ?", "failures"),
     Mutant(
         "weights not checked", "host/plan.cpp", "BadEntry bad = bad_weight(first, end);", "BadEntry bad;", "failures"
     ),

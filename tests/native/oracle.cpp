@@ -233,7 +233,7 @@ Home expect_combine(const Shape& s, const Combined& c, const Routed& routed, i32
     for (i32 token = 0; token < d.input[rank].tokens; ++token) {
         for (i32 column = 0; column < d.hidden; ++column) {
             float sum = total(s, c, routed, rank, token, column);
-            if (c.bias) sum = sum + value_at(&part.bias[token * part.bias_stride], c.type, column);
+            if (c.bias) sum = sum + value_at(&part.bias[token * part.bias_stride], c.bias_type, column);
             store_nearest(&home.out[token * part.out_stride], c.type, column, sum);
         }
         for (i32 k = 0; c.grads && k < s.topk; ++k) {

@@ -155,11 +155,13 @@ std::unique_ptr<Combined> random_combine(Random& random, const Shape& s, const L
     auto c = std::make_unique<Combined>();
     c->routed = &routed;
     c->type = static_cast<Type>(random.between(0, 2));
+    c->bias_type = random.once_in(3) ? Type::fp32 : c->type;
     c->wire = random.once_in(3) ? c->type : Type::fp32;
     c->weighted = random.once_in(2);
     c->bias = random.once_in(3);
     c->grads = random.once_in(3);
     const i64 row = align_up(routed.hidden * size_of(c->type), 16);
+    const i64 bias_row = align_up(routed.hidden * size_of(c->bias_type), 16);
     const bool shared_bias = random.once_in(2);
     for (i32 rank = 0; rank < s.ranks; ++rank) {
         Combined::Part part;
@@ -168,8 +170,8 @@ std::unique_ptr<Combined> random_combine(Random& random, const Shape& s, const L
         part.y_stride = row + 16 * random.between(0, 2);
         part.y = random_rows(random, rows, part.y_stride, routed.hidden, c->type);
         part.y_in_window = random.once_in(3);
-        part.bias_stride = shared_bias ? 0 : row;
-        if (c->bias) part.bias = random_rows(random, shared_bias ? 1 : tokens, row, routed.hidden, c->type);
+        part.bias_stride = shared_bias ? 0 : bias_row;
+        if (c->bias) part.bias = random_rows(random, shared_bias ? 1 : tokens, bias_row, routed.hidden, c->bias_type);
         part.out_stride = row + 16 * random.between(0, 1);
         part.out.assign(tokens * part.out_stride, kUntouched);
         for (i32 i = 0; c->grads && i < rows * (routed.layout == Layout::flat ? s.topk : 1); ++i) part.grads.push_back(random.value());

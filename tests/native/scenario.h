@@ -57,7 +57,7 @@ struct Combined {
         std::vector<float> grads, out_grads, weights;
     };
     const Dispatched* routed;
-    Type type, wire;
+    Type type, bias_type, wire;
     bool weighted, bias, grads, own_weights;  // own_weights: those of the parts, not those of the dispatch
     std::vector<Part> parts;
 };
