@@ -12,12 +12,21 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import flashinfer
 import torch
-from flashinfer.moe_ep import MoEEpCommunication, MoEEpDispatchResult, register_communication
 
 from moecomm.buffer import Buffer
 from moecomm.errors import BadInput, Closed, Unsupported
 from moecomm.routed import Handle
+
+try:
+    from flashinfer.moe_ep import MoEEpCommunication, MoEEpDispatchResult, register_communication
+except ImportError as error:
+    found = getattr(flashinfer, "__version__", "this version")
+    raise Unsupported(
+        f"flashinfer {found} has no registry of communication backends ({error}): install flashinfer-python 0.7.2 or "
+        "later, which has flashinfer.moe_ep.register_communication"
+    ) from error
 
 _TIMEOUT_S = 600.0  # ranks drift apart by whatever one of them does alone: loading weights, compiling kernels
 

@@ -214,3 +214,15 @@ def test_what_is_out_of_turn_or_unsupported_is_named(moe_ep: Any) -> None:
     comm.destroy()
     with pytest.raises(moecomm.Closed):
         comm.dispatch(*given)
+
+
+@pytest.mark.parametrize("has", [True, False], ids=["without its registry", "without moe_ep"])
+def test_a_flashinfer_without_the_registry_is_named(moe_ep: Any, monkeypatch: pytest.MonkeyPatch, has: bool) -> None:
+    del sys.modules["moecomm.integrations.flashinfer"]
+    sys.modules["flashinfer"].__version__ = "0.7.1"  # type: ignore[attr-defined]
+    if has:
+        monkeypatch.delattr(moe_ep, "register_communication")
+    else:
+        monkeypatch.delitem(sys.modules, "flashinfer.moe_ep")
+    with pytest.raises(moecomm.Unsupported, match=r"flashinfer 0\.7\.1 .* install flashinfer-python 0\.7\.2 or later"):
+        importlib.import_module("moecomm.integrations.flashinfer")

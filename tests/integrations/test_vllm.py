@@ -97,6 +97,25 @@ def test_no_tokens_and_no_experts_anywhere(batches: Any, kind: str) -> None:
     on_ranks(body)
 
 
+def test_experts_may_write_where_the_result_goes(batches: Any) -> None:
+    """As vLLM's kernel lets them, where as many rows arrive as there are tokens."""
+
+    def body(rank: Rank) -> bool:
+        g = torch.Generator().manual_seed(rank.rank)
+        rank.x = torch.randint(-8, 9, (MOST, HIDDEN), generator=g).float()
+        first = (rank.rank + 1) % 4 * rank.local  # each rank's tokens go to one other rank
+        rank.ids = torch.tensor([first, first + 1]).repeat(MOST, 1)
+        rank.weights = torch.randint(1, 5, (MOST, TOPK), generator=g).float()
+        x, _, _, ids, weights = rank.standard.prepare(**rank.arguments())
+        out = torch.empty_like(rank.x)
+        assert out.shape == x.shape
+        out.copy_((rank.standard_experts(x, ids) * weights.unsqueeze(2)).sum(dim=1))
+        rank.standard.finalize(out, out, weights, ids, False, stub.TopKWeightAndReduceNoOP())
+        return torch.equal(out, rank.wanted())
+
+    assert on_ranks(body) == [True] * 4
+
+
 def test_standard_takes_more_tokens_than_before(batches: Any) -> None:
     def body(rank: Rank) -> bool:
         same = []

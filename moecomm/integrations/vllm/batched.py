@@ -14,7 +14,7 @@ from vllm.v1.worker.ubatching import dbo_maybe_run_recv_hook
 from moecomm.buffer import Buffer
 from moecomm.errors import Unsupported
 from moecomm.integrations.vllm.managers import Rounds
-from moecomm.integrations.vllm.steps import PrepareAndFinalize, Sent, nothing, weighted_input
+from moecomm.integrations.vllm.steps import PrepareAndFinalize, Sent, apart, nothing, weighted_input
 from moecomm.routed import Routed
 
 
@@ -156,7 +156,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         """Sends; the first function that is returned waits for `output`, the second has nothing left to do."""
         if not isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
             raise Unsupported("experts that add rows up: batched rows are weighted and added on their way home")
-        handle, y = self._slots.get(), fused_expert_output
+        handle, y = self._slots.get(), apart(fused_expert_output, output)
         dbo_maybe_run_recv_hook()
         num_sms, weighted = self._rounds.num_sms, not apply_router_weight_on_input
 

@@ -24,7 +24,7 @@ from vllm.v1.worker.ubatching import (
 from moecomm.compat.deep_ep.normal import received, route
 from moecomm.errors import BadInput
 from moecomm.integrations.vllm.managers import Rounds
-from moecomm.integrations.vllm.steps import PrepareAndFinalize, Sent, weighted_input
+from moecomm.integrations.vllm.steps import PrepareAndFinalize, Sent, apart, weighted_input
 from moecomm.routed import Handle, Routed
 
 
@@ -164,7 +164,7 @@ class StandardPrepareAndFinalize(PrepareAndFinalize):
                 apply_router_weight_on_input=apply_router_weight_on_input,
             )
         dbo_yield_and_switch_from_compute_to_comm()
-        num_sms, held = self._rounds.num_sms, [y]
+        num_sms, held = self._rounds.num_sms, [apart(y, output)]
         wait = self._beside.start(y.device, lambda: handle.buffer.combine(held[0], handle, out=output, num_sms=num_sms))
         dbo_switch_to_compute()
 

@@ -9,6 +9,7 @@ import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled
 
+from moecomm import _native
 from moecomm.errors import BadInput, Unsupported
 from moecomm.integrations.vllm.managers import Rounds
 from moecomm.routed import Handle
@@ -95,6 +96,13 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
 
 def nothing() -> None:
     """There is nothing to wait for."""
+
+
+def apart(y: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """`y`, copied where it shares memory with `output`: vLLM's kernel lets experts write to that where the shapes are
+    the same, and combine reads `y` while it writes `output`.
+    """
+    return y.clone() if _native.share_memory(y, output) else y
 
 
 def weighted_input(x: torch.Tensor, topk_weights: torch.Tensor, apply: bool) -> torch.Tensor:
