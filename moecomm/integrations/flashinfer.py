@@ -17,6 +17,7 @@ import torch
 
 from moecomm.buffer import Buffer
 from moecomm.errors import BadInput, Closed, Unsupported
+from moecomm.ops.counted import counted
 from moecomm.routed import Handle
 
 try:
@@ -74,6 +75,7 @@ class Communication(MoEEpCommunication):  # type: ignore[misc]
         """True: what a backend lacks is told when it opens."""
         return True
 
+    @counted("self", 0)
     def dispatch(
         self,
         hidden_states: torch.Tensor,
@@ -131,6 +133,7 @@ class Communication(MoEEpCommunication):  # type: ignore[misc]
             hidden_states_scale=routed.scales,
         )
 
+    @counted("self", 0)
     def combine(self, expert_output: torch.Tensor, *, output: torch.Tensor | None = None) -> torch.Tensor:
         """`[T, H]`: the sum of each token's rows, in float32 in a fixed order, rounded once.  Collective.
 

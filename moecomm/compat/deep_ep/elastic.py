@@ -13,7 +13,7 @@ from moecomm.compat.deep_ep.ep_handle import EPHandle, expanded_rows
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for
 from moecomm.compat.deep_ep.lazy import source
 from moecomm.compat.deep_ep.normal import one_bias, unpack
-from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, check_stats, limit_of
+from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, check_stats, counted_by_pool, limit_of
 from moecomm.errors import BadInput, Unsupported
 from moecomm.rendezvous import rendezvous
 from moecomm.routed import Routed
@@ -136,6 +136,7 @@ class ElasticBuffer:
         """1: there are none."""
         return 1
 
+    @counted_by_pool
     def dispatch(
         self,
         x: Any,
@@ -229,6 +230,7 @@ class ElasticBuffer:
         packed = recv_x if scales is None else (recv_x, recv_sf)
         return packed, recv_topk_idx, recv_topk_weights, handle, finished(async_with_compute_stream)
 
+    @counted_by_pool
     def combine(
         self,
         x: torch.Tensor,

@@ -10,10 +10,17 @@ import torch
 from moecomm import padding
 from moecomm.arrays import check_tensor
 from moecomm.buffer import Buffer
-from moecomm.combine import finish, prepare, run
 from moecomm.compat.deep_ep.lazy import source
 from moecomm.compat.deep_ep.normal import check_nothing
-from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_dimensions, check_experts, limit_of
+from moecomm.compat.deep_ep.pool import (
+    Pool,
+    ask_to_grow,
+    asks_to_grow,
+    check_dimensions,
+    check_experts,
+    counted_by_pool,
+    limit_of,
+)
 from moecomm.dispatch import Options, with_options
 from moecomm.errors import BadInput, Mismatch, Unsupported
 from moecomm.routed import Handle, Routed
@@ -93,6 +100,7 @@ class HybridEPBuffer:
         """Unsupported: combine_with_unpermute is what frameworks call."""
         raise Unsupported("HybridEPBuffer.combine: call combine_with_unpermute")
 
+    @counted_by_pool
     def dispatch_with_permute(
         self,
         *,
@@ -151,6 +159,7 @@ class HybridEPBuffer:
         received = self._received(routed, found, rows, pad_multiple, as_given)
         return (*received, counts, made)
 
+    @counted_by_pool
     def combine_with_unpermute(
         self,
         *,
@@ -171,8 +180,7 @@ class HybridEPBuffer:
             raise BadInput("hidden", f"{len(hidden)} rows", f"the {rows} of the dispatch")
         if most < rows:  # more room was asked for than all tokens of all ranks can fill
             hidden, probs = hidden[:most], None if probs is None else probs[:most]
-        combining = prepare(
-            native.buffer,
+        out = native.buffer.combine(
             hidden,
             native,
             weighted=False,
@@ -180,8 +188,6 @@ class HybridEPBuffer:
             wire=hidden.dtype,  # a rank's rows are added and rounded first there, too
             num_sms=limit_of(hidden, self.num_sms_combine_api),
         )
-        run(combining)
-        out = finish(native.buffer, combining)
         if probs is None:
             return out, None
         combined, weights = out

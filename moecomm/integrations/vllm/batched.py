@@ -14,7 +14,7 @@ from vllm.v1.worker.ubatching import dbo_maybe_run_recv_hook
 from moecomm.buffer import Buffer
 from moecomm.errors import Unsupported
 from moecomm.integrations.vllm.managers import Rounds
-from moecomm.integrations.vllm.steps import PrepareAndFinalize, Sent, apart, nothing, weighted_input
+from moecomm.integrations.vllm.steps import PrepareAndFinalize, Sent, apart, counted_by_pool, nothing, weighted_input
 from moecomm.routed import Routed
 
 
@@ -65,6 +65,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         """What it was made for."""
         return self._most_tokens
 
+    @counted_by_pool
     def prepare_async(
         self,
         a1: torch.Tensor,
@@ -144,6 +145,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         meta = mk.ExpertTokensMetadata(expert_num_tokens=routed.tokens_per_expert, expert_num_tokens_cpu=None)
         return x, scales, meta, None, None
 
+    @counted_by_pool
     def finalize_async(
         self,
         output: torch.Tensor,
