@@ -322,6 +322,50 @@ def test_layers_share_a_buffer_with_the_limits_that_were_given(ranks: Any) -> No
     assert ranks.run(2, _shared) == [[True, 100, "max_rows"]] * 2
 
 
+def _fails_on_one_rank(rank: int, group: Any, step: str, before: int) -> tuple[str, str]:
+    """What rank 1 has caught, and what everybody's next call raised."""
+    without_cuda()
+    parallel(2)
+    _, mine = pair({}, 2)
+    manager = mine.token_dispatcher._comm_manager
+    x = torch.randn(4, HIDDEN)
+    chosen = torch.zeros(4, 2, EXPERTS // 2, dtype=torch.bool)
+    chosen[:, :, 0] = True
+
+    def dispatch() -> torch.Tensor:
+        manager.setup_metadata(chosen, chosen.float())
+        rows: torch.Tensor = manager.dispatch(x)
+        return rows
+
+    def twice() -> bool:
+        return torch.equal(manager.combine(dispatch()), 2 * x)
+
+    caught = later = ""
+    assert all(twice() for _ in range(before))
+    rows = dispatch() if step == "combine" else x
+    try:
+        if rank == 1:
+            if step == "combine":
+                manager.combine(rows.to_sparse())
+            else:
+                manager.token_indices = None
+                manager.dispatch(x)
+    except (moecomm.BadInput, AttributeError, RuntimeError) as error:
+        caught = type(error).__name__
+    try:
+        manager.combine(rows) if step == "combine" and rank == 0 else twice()
+    except moecomm.MoecommError as error:
+        later = type(error).__name__
+    torch.distributed.barrier()
+    return caught, later
+
+
+@pytest.mark.parametrize(("step", "before"), [("dispatch", 0), ("dispatch", 1), ("combine", 1)])
+def test_a_call_that_fails_on_one_rank_ends_the_next_one_on_all(ranks: Any, step: str, before: int) -> None:
+    (_, first), (caught, second) = ranks.run(2, _fails_on_one_rank, step, before)
+    assert caught and first == second == "OutOfStep"
+
+
 def test_the_manager_has_what_theirs_has() -> None:
     theirs = token_dispatcher._DeepepManager
     assert issubclass(Manager, token_dispatcher._DispatchManager) and not Manager.__abstractmethods__
