@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 from moecomm.buffer_state import BufferState
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+Marks = tuple[int, dict[BufferState, int]]  # calls that failed, and how many rounds each Buffer has made or counted
 
 
 class CallCount:
@@ -31,47 +32,52 @@ class CallCount:
             buffer.count_rejected()
         self._buffers = [weakref.ref(buffer), *(ref for ref in self._buffers if ref() is not None)]
 
-    def buffers(self) -> list[BufferState]:
-        """Those that are still referenced."""
-        return [buffer for ref in self._buffers if (buffer := ref()) is not None]
+    def marks(self) -> Marks:
+        """How far the calls are."""
+        return self.failed, {b: b.made + b.rejected for ref in self._buffers if (b := ref()) is not None}
 
-    def fail(self) -> None:
-        """Counts a call."""
+    def count_failure(self, marks: Marks) -> None:
+        """Counts a call that has failed, unless it has made a round since, or a call of a Buffer in it has counted."""
+        failed, before = marks
+        _, now = self.marks()
+        if self.failed != failed or any(now[buffer] != before.get(buffer, failed) for buffer in now):
+            return
         self.failed += 1
-        for buffer in self.buffers():
+        for buffer in now:
             buffer.count_failed()
 
 
 class CountedCall:
-    """Context of a call: counts it if it fails before it has made a round, or a call of a Buffer in it has counted."""
+    """Context of a call that makes one round: counts it if it fails before that."""
 
-    __slots__ = ("_before", "_count", "_failed")
+    __slots__ = ("_count", "_marks")
 
     def __init__(self, count: CallCount) -> None:
         self._count = count
 
     def __enter__(self) -> None:
-        self._failed = self._count.failed
-        self._before = {buffer: buffer.made + buffer.rejected for buffer in self._count.buffers()}
+        self._marks = self._count.marks()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None or self._count.failed != self._failed:
-            return
-        before = self._before
-        if all(b.made + b.rejected == before.get(b, self._failed) for b in self._count.buffers()):
-            self._count.fail()
+        if kind is not None:
+            self._count.count_failure(self._marks)
 
 
 def counted(of: Callable[[Any], CallCount]) -> Callable[[_Method], _Method]:
-    """Decorates a collective method of one round; `of` finds the CallCount of its object."""
+    """Decorates a collective method of one round, as CountedCall does; `of` finds the CallCount of its object."""
 
     def decorate(method: _Method) -> _Method:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **named: Any) -> Any:
-            with CountedCall(of(self)):
+            count = of(self)
+            marks = count.marks()
+            try:
                 return method(self, *args, **named)
+            except BaseException:
+                count.count_failure(marks)
+                raise
 
         return cast("_Method", call)
 
