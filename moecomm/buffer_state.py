@@ -104,6 +104,19 @@ class BufferState:
             self.rejected += 1
             self._session.count_rejected()
 
+    def count_failed(self) -> None:
+        """count_rejected() from outside of a call; while one is under way, in the next one."""
+        if not self._turn.acquire(blocking=False):
+            self._refused.append(None)
+            return
+        try:
+            if self._running:
+                self._refused.append(None)
+            else:
+                self.count_rejected()
+        finally:
+            self._turn.release()
+
     def require_usable(self) -> None:
         """Raises Closed, or what earlier rounds left behind; does not wait for the device."""
         self.require_open()

@@ -12,12 +12,22 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import flashinfer
 import torch
-from flashinfer.moe_ep import MoEEpCommunication, MoEEpDispatchResult, register_communication
 
 from moecomm.buffer import Buffer
 from moecomm.errors import BadInput, Closed, Unsupported
+from moecomm.ops.counted import counted
 from moecomm.routed import Handle
+
+try:
+    from flashinfer.moe_ep import MoEEpCommunication, MoEEpDispatchResult, register_communication
+except ImportError as error:
+    found = getattr(flashinfer, "__version__", "this version")
+    raise Unsupported(
+        f"flashinfer {found} has no registry of communication backends ({error}): install flashinfer-python 0.7.2 or "
+        "later, which has flashinfer.moe_ep.register_communication"
+    ) from error
 
 _TIMEOUT_S = 600.0  # ranks drift apart by whatever one of them does alone: loading weights, compiling kernels
 
@@ -65,6 +75,7 @@ class Communication(MoEEpCommunication):  # type: ignore[misc]
         """True: what a backend lacks is told when it opens."""
         return True
 
+    @counted("self", 0)
     def dispatch(
         self,
         hidden_states: torch.Tensor,
@@ -120,6 +131,7 @@ class Communication(MoEEpCommunication):  # type: ignore[misc]
             hidden_states_scale=routed.scales,
         )
 
+    @counted("self", 0)
     def combine(self, expert_output: torch.Tensor, *, output: torch.Tensor | None = None) -> torch.Tensor:
         """`[T, H]`: the sum of each token's rows, in float32 in a fixed order, rounded once.  Collective.
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.moe import fused_a2a, moe_utils, token_dispatcher
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moecomm.compat import install_as_deep_ep
+from moecomm.integrations.megatron import manager
 
 HIDDEN, INTERMEDIATE, EXPERTS = 16, 24, 8
 
@@ -26,6 +31,9 @@ def without_cuda() -> None:
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"
     without_transformer_engine()
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _sizes_as_lists
+    CudaRNGStatesTracker.fork = lambda self, *name: nullcontext()  # attention drops nothing out
+    for module in (token_dispatcher, manager):  # 0.18 and later pad beside FP8 only, which needs TransformerEngine
+        module.get_align_size_for_quantization = lambda config: 16
 
 
 def without_transformer_engine() -> None:
@@ -89,3 +97,8 @@ def config_of(ranks: int, tensor_parallel: int = 1, **settings: Any) -> Transfor
 
 def spec() -> Any:
     return get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
+
+
+def built(given: Any, config: TransformerConfig) -> Any:
+    """The layer of a spec: a ModuleSpec in 0.16, a functools.partial in 0.18 and later."""
+    return given(config=config) if isinstance(given, functools.partial) else build_module(given, config=config)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Barrier
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -214,3 +215,42 @@ def test_what_is_out_of_turn_or_unsupported_is_named(moe_ep: Any) -> None:
     comm.destroy()
     with pytest.raises(moecomm.Closed):
         comm.dispatch(*given)
+
+
+@pytest.mark.parametrize("step", ["dispatch", "combine"])
+def test_a_call_that_fails_on_one_rank_ends_the_next_one_on_all(moe_ep: Any, step: str) -> None:
+    done = Barrier(RANKS)
+
+    def body(rank: Rank) -> None:
+        comm, given = rank.comm, (rank.x, rank.ids, rank.weights)
+        assert torch.equal(comm.combine(rank.experts(comm.dispatch(*given))), rank.wanted())
+        try:
+            if step == "dispatch":
+                if rank.rank == 1:
+                    with pytest.raises(moecomm.Unsupported, match="eplb_local_stats"):
+                        comm.dispatch(*given, eplb_local_stats=torch.zeros(EXPERTS))
+                with pytest.raises(moecomm.OutOfStep):
+                    comm.dispatch(*given)
+                return
+            got = comm.dispatch(*given)
+            if rank.rank == 1:
+                with pytest.raises(moecomm.BadInput, match="second"):
+                    comm.dispatch(*given)
+            with pytest.raises(moecomm.OutOfStep):
+                comm.combine(rank.experts(got))
+        finally:
+            done.wait(30)
+
+    on_ranks(body, moe_ep)
+
+
+@pytest.mark.parametrize("has", [True, False], ids=["without its registry", "without moe_ep"])
+def test_a_flashinfer_without_the_registry_is_named(moe_ep: Any, monkeypatch: pytest.MonkeyPatch, has: bool) -> None:
+    del sys.modules["moecomm.integrations.flashinfer"]
+    sys.modules["flashinfer"].__version__ = "0.7.1"  # type: ignore[attr-defined]
+    if has:
+        monkeypatch.delattr(moe_ep, "register_communication")
+    else:
+        monkeypatch.delitem(sys.modules, "flashinfer.moe_ep")
+    with pytest.raises(moecomm.Unsupported, match=r"flashinfer 0\.7\.1 .* install flashinfer-python 0\.7\.2 or later"):
+        importlib.import_module("moecomm.integrations.flashinfer")

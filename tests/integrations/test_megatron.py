@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -11,15 +12,16 @@ from torch.utils.checkpoint import checkpoint
 
 import moecomm
 
-pytest.importorskip("megatron.core", reason="needs megatron-core: pip install megatron-core")
+pytest.importorskip("tests.integrations.megatron_core", reason="needs megatron-core: pip install megatron-core")
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe import moe_layer, token_dispatcher
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from moecomm.integrations.megatron import Limits, Manager, MoELayer, TokenDispatcher, install_as_deepep, use_moecomm
 from moecomm.settings import Settings
-from tests.integrations.megatron_on_cpu import EXPERTS, HIDDEN, config_of, parallel, spec, without_cuda
+from tests.integrations.megatron_on_cpu import EXPERTS, HIDDEN, built, config_of, parallel, spec, without_cuda
 
 TOKENS = (5, 1, 8, 3)  # sequence lengths, of a batch of two
 
@@ -48,9 +50,9 @@ def pair(settings: dict[str, Any], ranks: int, tensor_parallel: int = 1, **ours:
     settings = dict(settings)
     named = settings.pop("ours", "flex")
     torch.manual_seed(0)
-    theirs = build_module(spec(), config=config_of(ranks, tensor_parallel, **settings))
+    theirs = built(spec(), config_of(ranks, tensor_parallel, **settings))
     settings["moe_token_dispatcher_type"] = named
-    mine = build_module(use_moecomm(spec(), **ours), config=config_of(ranks, tensor_parallel, **settings))
+    mine = built(use_moecomm(spec(), **ours), config_of(ranks, tensor_parallel, **settings))
     mine.load_state_dict(theirs.state_dict())
     return theirs, mine
 
@@ -152,6 +154,7 @@ def _dispatchers(rank: int, group: Any) -> list[bool]:
     without_cuda()
     parallel(2)
     theirs, mine = pair({}, 2)
+    theirs.config.moe_expert_capacity_factor = 1.0  # else it takes the top-k for what all tokens have
     tokens = (6, 0)[rank]
     g = torch.Generator().manual_seed(rank)
     x, seen = torch.randint(-8, 9, (2, tokens, 1, HIDDEN), generator=g).float()
@@ -166,8 +169,6 @@ def _dispatchers(rank: int, group: Any) -> list[bool]:
         dispatcher = layer.token_dispatcher
         given, weights = given.clone().requires_grad_(), probs.clone().requires_grad_()
         rows, sent = dispatcher.dispatch_preprocess(given, chosen.clone(), weights)
-        if layer is theirs:  # it takes the top-k of the configuration for what all tokens have
-            dispatcher.num_out_tokens = int(chosen.sum())
         rows, sent = dispatcher.token_dispatch(rows, sent)
         rows, counts, row_probs = dispatcher.dispatch_postprocess(rows, sent)
         y = rows * row_probs.unsqueeze(1) + rows
@@ -221,6 +222,34 @@ def _schedules(rank: int, group: Any) -> list[bool]:
     return [torch.equal(a, b) for found in (*layers, *grads) for a, b in zip(found, want, strict=True)]
 
 
+def _in_transformer_layers(rank: int, group: Any) -> list[bool]:
+    """Megatron-core's layer builds it, from the form of spec that it has, and calls it."""
+    without_cuda()
+    parallel(2)
+    layers = []
+    for change in (lambda given: given, use_moecomm):
+        torch.manual_seed(0)
+        given = change(get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False))
+        layers.append(TransformerLayer(config_of(2, attention_dropout=0.0, hidden_dropout=0.0), given.submodules))
+    theirs, mine = layers
+    assert type(mine.mlp) is MoELayer and type(mine.mlp.token_dispatcher) is TokenDispatcher
+    mine.load_state_dict(theirs.state_dict())
+    both = []
+    g = torch.Generator().manual_seed(rank)
+    x, seen = torch.randn((2, 3 + rank, 2, HIDDEN), generator=g)
+    for layer in layers:
+        given = x.clone().requires_grad_()
+        out, _ = layer(given, attention_mask=torch.zeros(1, 1, len(x), len(x), dtype=torch.bool))
+        (out * seen).sum().backward()
+        both.append([out.detach(), given.grad, *(p.grad for p in layer.parameters() if p.grad is not None)])
+    assert len(both[0]) > 6
+    return [torch.equal(a, b) for a, b in zip(*both, strict=True)]
+
+
+def test_megatrons_transformer_layer_builds_and_calls_it(ranks: Any) -> None:
+    assert all(all(same) for same in ranks.run(2, _in_transformer_layers))
+
+
 def test_stages_may_be_cut_apart_and_micro_batches_interleaved(ranks: Any) -> None:
     assert all(all(same) for same in ranks.run(2, _schedules))
 
@@ -259,9 +288,9 @@ def _as_deepep(rank: int, group: Any) -> list[bool]:
     parallel(2)
     install_as_deepep()
     torch.manual_seed(0)
-    theirs = build_module(spec(), config=config_of(2))
+    theirs = built(spec(), config_of(2))
     config = config_of(2, moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep")
-    flex = build_module(spec(), config=config)
+    flex = built(spec(), config)
     assert type(flex) is moe_layer.MoELayer and type(flex.token_dispatcher._comm_manager) is Manager
     flex.load_state_dict(theirs.state_dict())
     found, want = (results(layer, rank, 3 + rank, torch.float32) for layer in (flex, theirs))
@@ -276,14 +305,14 @@ def _shared(rank: int, group: Any) -> list[Any]:
     without_cuda()
     parallel(2)
     limits = Limits(max_tokens=100)
-    layers = [build_module(use_moecomm(spec(), limits=limits), config=config_of(2)) for _ in range(2)]
+    layers = [built(use_moecomm(spec(), limits=limits), config_of(2)) for _ in range(2)]
     for layer in layers:
         results(layer, rank, 4, torch.float32)
     first, second = (layer.token_dispatcher._comm_manager._exchange for layer in layers)
     (buffer,) = first._buffers.values()
     told = [first is second, buffer.max_tokens]
     try:
-        build_module(use_moecomm(spec(), limits=Limits(max_rows=1)), config=config_of(2))(torch.randn(4, 2, HIDDEN))
+        built(use_moecomm(spec(), limits=Limits(max_rows=1)), config_of(2))(torch.randn(4, 2, HIDDEN))
     except moecomm.BadInput as error:
         told.append(error.argument)
     return told
@@ -291,6 +320,50 @@ def _shared(rank: int, group: Any) -> list[Any]:
 
 def test_layers_share_a_buffer_with_the_limits_that_were_given(ranks: Any) -> None:
     assert ranks.run(2, _shared) == [[True, 100, "max_rows"]] * 2
+
+
+def _fails_on_one_rank(rank: int, group: Any, step: str, before: int) -> tuple[str, str]:
+    """What rank 1 has caught, and what everybody's next call raised."""
+    without_cuda()
+    parallel(2)
+    _, mine = pair({}, 2)
+    manager = mine.token_dispatcher._comm_manager
+    x = torch.randn(4, HIDDEN)
+    chosen = torch.zeros(4, 2, EXPERTS // 2, dtype=torch.bool)
+    chosen[:, :, 0] = True
+
+    def dispatch() -> torch.Tensor:
+        manager.setup_metadata(chosen, chosen.float())
+        rows: torch.Tensor = manager.dispatch(x)
+        return rows
+
+    def twice() -> bool:
+        return torch.equal(manager.combine(dispatch()), 2 * x)
+
+    caught = later = ""
+    assert all(twice() for _ in range(before))
+    rows = dispatch() if step == "combine" else x
+    try:
+        if rank == 1:
+            if step == "combine":
+                manager.combine(rows.to_sparse())
+            else:
+                manager.token_indices = None
+                manager.dispatch(x)
+    except (moecomm.BadInput, AttributeError, RuntimeError) as error:
+        caught = type(error).__name__
+    try:
+        manager.combine(rows) if step == "combine" and rank == 0 else twice()
+    except moecomm.MoecommError as error:
+        later = type(error).__name__
+    torch.distributed.barrier()
+    return caught, later
+
+
+@pytest.mark.parametrize(("step", "before"), [("dispatch", 0), ("dispatch", 1), ("combine", 1)])
+def test_a_call_that_fails_on_one_rank_ends_the_next_one_on_all(ranks: Any, step: str, before: int) -> None:
+    (_, first), (caught, second) = ranks.run(2, _fails_on_one_rank, step, before)
+    assert caught and first == second == "OutOfStep"
 
 
 def test_the_manager_has_what_theirs_has() -> None:
@@ -301,24 +374,57 @@ def test_the_manager_has_what_theirs_has() -> None:
         mine, want = (inspect.signature(getattr(cls, name)).parameters for cls in (Manager, theirs))
         assert list(mine)[: len(want)] == list(want), name
         assert [p.default for p in mine.values()][: len(want)] == [p.default for p in want.values()], name
-    for cls in (TokenDispatcher, MoELayer):
-        (base,) = cls.__bases__
-        names = [name for name, f in vars(cls).items() if inspect.isfunction(f)]
-        for name in names:
-            mine, want = (list(inspect.signature(getattr(c, name)).parameters) for c in (cls, base))
-            assert mine[: len(want)] == want, f"{cls.__name__}.{name}"
+    (base,) = TokenDispatcher.__bases__
+    names = [name for name, f in vars(TokenDispatcher).items() if inspect.isfunction(f)]
+    for name in names:
+        mine, want = (list(inspect.signature(getattr(c, name)).parameters) for c in (TokenDispatcher, base))
+        assert mine[: len(want)] == want, name
+    theirs = inspect.signature(moe_layer.MoELayer).parameters
+    inspect.signature(MoELayer).bind(**dict.fromkeys(theirs), limits=None)
+    assert list(inspect.signature(MoELayer).parameters)[:4] == list(theirs)[:4]
 
 
-def test_a_spec_gets_the_layer_wherever_it_has_one_and_stays_as_it_was() -> None:
+def _module_of(spec: Any) -> Any:
+    return spec.func if isinstance(spec, functools.partial) else spec.module
+
+
+def _params_of(spec: Any) -> dict[str, Any]:
+    """What a spec calls its module with, beside the submodules."""
+    given = spec.keywords if isinstance(spec, functools.partial) else spec.params
+    return {name: value for name, value in given.items() if name != "submodules"}
+
+
+def _submodules_of(spec: Any) -> Any:
+    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
+
+
+def _spec_by_partial() -> ModuleSpec:
+    """A layer's spec in the form of 0.18 and later, also where the installed version has another."""
+    mlp = functools.partial(moe_layer.MoELayer, submodules=_submodules_of(spec()))
+    return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(mlp=mlp))
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False),
+        _spec_by_partial(),
+        functools.partial(TransformerLayer, submodules=_spec_by_partial().submodules),
+    ],
+    ids=["installed", "partial", "partial of partial"],
+)
+def test_a_spec_gets_the_layer_wherever_it_has_one_and_stays_as_it_was(before: Any) -> None:
     groups = object()
-    before = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
     after = use_moecomm(before, pg_collection=groups, limits=Limits(num_sms=8))
-    mlp = after.submodules.mlp
-    assert mlp.module is MoELayer and mlp.params == {"pg_collection": groups, "limits": Limits(num_sms=8)}
-    assert before.submodules.mlp.module is moe_layer.MoELayer and before.submodules.mlp.params == {}
-    assert mlp.submodules.experts.module is before.submodules.mlp.submodules.experts.module
-    assert after.submodules.self_attention.module is before.submodules.self_attention.module
-    assert [s.submodules.mlp.module for s in use_moecomm([before, before])] == [MoELayer, MoELayer]
+    first, mlp = (_submodules_of(layer).mlp for layer in (before, after))
+    assert type(after) is type(before) and type(mlp) is type(first)
+    assert _module_of(mlp) is MoELayer and _params_of(mlp) == {"pg_collection": groups, "limits": Limits(num_sms=8)}
+    assert _module_of(first) is moe_layer.MoELayer and _params_of(first) == {}
+    experts, wanted = (_submodules_of(m).experts for m in (mlp, first))
+    assert experts == wanted or (experts.func, experts.keywords) == (wanted.func, wanted.keywords)
+    assert _submodules_of(after).self_attention == _submodules_of(before).self_attention
+    both = use_moecomm([before, before])
+    assert [_module_of(_submodules_of(layer).mlp) for layer in both] == [MoELayer, MoELayer]
     with pytest.raises(moecomm.BadInput, match="MoELayer"):
         use_moecomm(get_gpt_layer_local_spec(num_experts=None))
 

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("megatron.core", reason="needs megatron-core: pip install megatron-core")
+pytest.importorskip("tests.integrations.megatron_core", reason="needs megatron-core: pip install megatron-core")
 
 from megatron.core.transformer.moe import fused_a2a, moe_layer, token_dispatcher
-from megatron.core.transformer.spec_utils import build_module
 
 from moecomm.compat import deep_ep
-from tests.integrations.megatron_on_cpu import config_of, over_deep_ep, parallel, spec, without_cuda
+from tests.integrations.megatron_on_cpu import built, config_of, over_deep_ep, parallel, spec, without_cuda
 from tests.integrations.test_megatron import EXACT, results
 
 BACKENDS: dict[str, tuple[type, type]] = {
@@ -44,9 +43,9 @@ def errors_of(rank: int, group: Any, backend: str) -> dict[str, float]:
         if settings is PADDED and backend == "deepep":
             continue
         torch.manual_seed(0)
-        theirs = build_module(spec(), config=config_of(2, **settings))
+        theirs = built(spec(), config_of(2, **settings))
         chosen = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}
-        flex = build_module(spec(), config=config_of(2, **settings, **chosen))
+        flex = built(spec(), config_of(2, **settings, **chosen))
         flex.load_state_dict(theirs.state_dict())
         assert type(flex) is moe_layer.MoELayer and type(flex.token_dispatcher._comm_manager) is manager
         fused_a2a.reset_hybrid_ep_buffer()  # so that each case has a first call

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytest.importorskip("megatron.core", reason="needs megatron-core: pip install megatron-core")
+pytest.importorskip("tests.integrations.megatron_core", reason="needs megatron-core: pip install megatron-core")
 
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

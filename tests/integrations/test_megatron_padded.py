@@ -10,7 +10,7 @@ import torch
 
 import moecomm
 
-pytest.importorskip("megatron.core", reason="needs megatron-core: pip install megatron-core")
+pytest.importorskip("tests.integrations.megatron_core", reason="needs megatron-core: pip install megatron-core")
 
 from moecomm.integrations.megatron import Limits
 from tests.integrations.megatron_on_cpu import HIDDEN, parallel, without_cuda

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -93,6 +94,70 @@ def test_no_tokens_and_no_experts_anywhere(batches: Any, kind: str) -> None:
         assert torch.equal(home(rank, kind, prepared), torch.zeros_like(rank.x))
         rank.x, rank.ids, rank.weights = rank.x[:0], rank.ids[:0], rank.weights[:0]
         assert home(rank, kind, getattr(rank, kind).prepare(**rank.arguments())).shape == (0, HIDDEN)
+
+    on_ranks(body)
+
+
+def test_experts_may_write_where_the_result_goes(batches: Any) -> None:
+    """As vLLM's kernel lets them, where as many rows arrive as there are tokens."""
+
+    def body(rank: Rank) -> bool:
+        g = torch.Generator().manual_seed(rank.rank)
+        rank.x = torch.randint(-8, 9, (MOST, HIDDEN), generator=g).float()
+        first = (rank.rank + 1) % 4 * rank.local  # each rank's tokens go to one other rank
+        rank.ids = torch.tensor([first, first + 1]).repeat(MOST, 1)
+        rank.weights = torch.randint(1, 5, (MOST, TOPK), generator=g).float()
+        x, _, _, ids, weights = rank.standard.prepare(**rank.arguments())
+        out = torch.empty_like(rank.x)
+        assert out.shape == x.shape
+        out.copy_((rank.standard_experts(x, ids) * weights.unsqueeze(2)).sum(dim=1))
+        rank.standard.finalize(out, out, weights, ids, False, stub.TopKWeightAndReduceNoOP())
+        return torch.equal(out, rank.wanted())
+
+    assert on_ranks(body) == [True] * 4
+
+
+@pytest.mark.parametrize("kind", ["standard", "batched"])
+@pytest.mark.parametrize("before", [0, 1], ids=["the first call", "a later call"])
+def test_a_prepare_that_fails_on_one_rank_ends_the_next_one_on_all(batches: Any, kind: str, before: int) -> None:
+    done = Barrier(4)
+
+    def body(rank: Rank) -> None:
+        prepare = getattr(rank, kind).prepare
+        try:
+            for _ in range(before):
+                assert torch.equal(home(rank, kind, prepare(**rank.arguments())), rank.wanted())
+            if rank.rank == 1:
+                with pytest.raises(moecomm.Unsupported, match="apply_router_weight_on_input"):
+                    prepare(**rank.arguments(apply_router_weight_on_input=True))
+            with pytest.raises(moecomm.OutOfStep):
+                home(rank, kind, prepare(**rank.arguments()))
+        finally:
+            done.wait(30)
+
+    on_ranks(body)
+
+
+class Refuses(stub.TopKWeightAndReduce):
+    def apply(self, *args: Any, **named: Any) -> Any:
+        raise moecomm.Unsupported("such experts")
+
+
+@pytest.mark.parametrize("kind", ["standard", "batched"])
+def test_a_finalize_that_fails_on_one_rank_ends_the_next_one_on_all(batches: Any, kind: str) -> None:
+    done = Barrier(4)
+
+    def body(rank: Rank) -> None:
+        prepared = getattr(rank, kind).prepare(**rank.arguments())
+        try:
+            if rank.rank == 2:
+                out, y, wrong = torch.empty_like(rank.x), prepared[0], Refuses()
+                with pytest.raises(moecomm.Unsupported):
+                    getattr(rank, kind).finalize(out, y, rank.weights, rank.ids, False, wrong)
+            with pytest.raises(moecomm.OutOfStep):
+                home(rank, kind, prepared)
+        finally:
+            done.wait(30)
 
     on_ranks(body)
 

@@ -79,10 +79,13 @@ def _kernel(rank: int, group: Any) -> Any:
     w1 = torch.arange(first + 1, first + local + 1).view(-1, 1, 1).float().expand(-1, 2, HIDDEN)
     expert_map = torch.full((EXPERTS,), -1)
     expert_map[first : first + local] = torch.arange(local)
-    for both in (standard, batched, standard, batched):
+    # Where as many rows arrive as there are tokens, their kernel lets experts write where the result goes.
+    for both, alike in ((standard, False), (batched, False), (standard, True), (batched, True)):
         kernel = mk.FusedMoEKernel(both, Experts(both is batched))
         x = torch.randint(-8, 9, (3 + 2 * rank, HIDDEN), generator=g).float()
         ids = torch.rand(len(x), EXPERTS, generator=g).topk(TOPK).indices
+        if alike:
+            ids = torch.arange(first, first + TOPK).expand(len(x), -1).contiguous()
         weights = torch.randint(1, 5, (len(x), TOPK), generator=g).float()
         out = kernel.impl.apply(
             x, w1, w1.transpose(1, 2), ids, weights, global_num_experts=EXPERTS, expert_map=expert_map

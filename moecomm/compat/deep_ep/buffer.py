@@ -12,7 +12,7 @@ from moecomm.compat.deep_ep import layout, normal
 from moecomm.compat.deep_ep.config import Config
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for
 from moecomm.compat.deep_ep.low_latency import LowLatency
-from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts
+from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, counted_by_pool
 from moecomm.errors import BadInput, Unsupported
 from moecomm.rendezvous import MAX_RANKS
 from moecomm.settings import Settings
@@ -143,6 +143,7 @@ class Buffer(LowLatency):
         per_rank, per_expert, is_token_in_rank = layout.counts(topk_idx, num_experts, self.group_size)
         return per_rank, None, per_expert, is_token_in_rank, finished(async_finish)
 
+    @counted_by_pool
     def dispatch(
         self,
         x: Any,
@@ -188,6 +189,7 @@ class Buffer(LowLatency):
         )
         return (*made, finished(async_finish))
 
+    @counted_by_pool
     def combine(
         self,
         x: torch.Tensor,

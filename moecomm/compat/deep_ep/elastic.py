@@ -14,7 +14,15 @@ from moecomm.compat.deep_ep.ep_handle import EPHandle, expanded_rows
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for
 from moecomm.compat.deep_ep.lazy import source
 from moecomm.compat.deep_ep.normal import check_nothing, one_bias, unpack
-from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_dispatch_sizes, check_hint, check_stats, limit_of
+from moecomm.compat.deep_ep.pool import (
+    Pool,
+    check_dimensions,
+    check_dispatch_sizes,
+    check_hint,
+    check_stats,
+    counted_by_pool,
+    limit_of,
+)
 from moecomm.errors import BadInput, Unsupported
 from moecomm.rendezvous import rendezvous
 from moecomm.routed import Routed
@@ -144,6 +152,7 @@ class ElasticBuffer:
         """1: there are none."""
         return 1
 
+    @counted_by_pool
     def dispatch(
         self,
         x: Any,
@@ -252,6 +261,7 @@ class ElasticBuffer:
         packed = recv_x if scales is None else (recv_x, recv_sf)
         return packed, recv_topk_idx, recv_topk_weights, handle, finished(async_with_compute_stream)
 
+    @counted_by_pool
     def combine(
         self,
         x: torch.Tensor,

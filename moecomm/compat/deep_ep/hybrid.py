@@ -10,13 +10,20 @@ import torch
 from moecomm import padding
 from moecomm.arrays import check_tensor
 from moecomm.buffer import Buffer
-from moecomm.checks import MOST_SIZE, check_flag, check_sizes, check_together
-from moecomm.combine import finish, prepare, run
+from moecomm.checks import MOST_SIZE, check_flag, check_sizes
 from moecomm.compat.deep_ep.budget import drop_excess
-from moecomm.compat.deep_ep.hybrid_handle import HybridEPHandle, as_number, indices_to_map
+from moecomm.compat.deep_ep.hybrid_handle import HybridEPHandle, as_number, check_map, indices_to_map
 from moecomm.compat.deep_ep.lazy import source
 from moecomm.compat.deep_ep.normal import check_nothing
-from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_dimensions, check_experts, limit_of
+from moecomm.compat.deep_ep.pool import (
+    Pool,
+    ask_to_grow,
+    asks_to_grow,
+    check_dimensions,
+    check_experts,
+    counted_by_pool,
+    limit_of,
+)
 from moecomm.dispatch import Options, with_options
 from moecomm.errors import BadInput, Mismatch, Unsupported
 from moecomm.routed import Handle, Routed
@@ -26,7 +33,6 @@ from moecomm.whole import check_whole
 
 __all__ = ["HybridEPBuffer", "HybridEPHandle", "indices_to_map"]
 
-_PROBS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _Received = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
@@ -98,6 +104,7 @@ class HybridEPBuffer:
         """Unsupported: combine_with_unpermute is what frameworks call."""
         raise Unsupported("HybridEPBuffer.combine: call combine_with_unpermute")
 
+    @counted_by_pool
     def dispatch_with_permute(
         self,
         *,
@@ -157,7 +164,8 @@ class HybridEPBuffer:
             routing = self._within(routing, num_permuted_tokens, options)
             routed = self._route(hidden, routing, num_permuted_tokens, scaling_factor, options)
         else:
-            self._check_map(hidden, routing_map, probs, num_of_experts_per_rank)
+            check_map(hidden, routing_map, probs)
+            self._check_experts(routing_map.shape[1], num_of_experts_per_rank)
             routing, routed = self._route_map(hidden, routing_map, probs, num_permuted_tokens, scaling_factor, options)
         x, scales, weights, counts = routed.plan.expert_tensors(routed, counted=True)
         if not non_blocking:
@@ -169,6 +177,7 @@ class HybridEPBuffer:
         received = self._received(routed, found, rows, pad_multiple, as_given)
         return (*received, counts, made)
 
+    @counted_by_pool
     def combine_with_unpermute(
         self,
         *,
@@ -189,8 +198,7 @@ class HybridEPBuffer:
             raise BadInput("hidden", f"{len(hidden)} rows", f"the {rows} of the dispatch")
         if most < rows:  # more room was asked for than all tokens of all ranks can fill
             hidden, probs = hidden[:most], None if probs is None else probs[:most]
-        combining = prepare(
-            native.buffer,
+        out = native.buffer.combine(
             hidden,
             native,
             weighted=False,
@@ -198,8 +206,6 @@ class HybridEPBuffer:
             wire=hidden.dtype,  # a rank's rows are added and rounded first there, too
             num_sms=limit_of(hidden, self.num_sms_combine_api),
         )
-        run(combining)
-        out = finish(native.buffer, combining)
         if probs is None:
             return out, None
         combined, weights = out
@@ -217,28 +223,6 @@ class HybridEPBuffer:
         check_dimensions("topk_idx", topk_idx, "tokens", "topk")
         self._check_experts(num_experts, per_rank)
         return _Routing(topk_idx, topk_weights, num_experts)
-
-    def _check_map(self, hidden: torch.Tensor, routing_map: Any, probs: Any, per_rank: int | None) -> None:
-        try:
-            device, (tokens, _) = hidden.device, routing_map.shape
-            fine = type(routing_map) is torch.Tensor and routing_map.layout is torch.strided
-            fine = fine and routing_map.dtype is torch.bool and routing_map.device == device
-            fine = fine and tokens == hidden.shape[0]
-            if probs is not None:
-                fine = fine and type(probs) is torch.Tensor and probs.layout is torch.strided
-                fine = fine and probs.shape == routing_map.shape and probs.device == device
-                fine = fine and probs.is_floating_point()
-        except (AttributeError, TypeError, ValueError):
-            fine = False
-        if not fine:  # which takes longer to say
-            check_dimensions("routing_map", routing_map, "tokens", "experts")
-            shape = (hidden.shape[0], routing_map.shape[1])
-            check_tensor("routing_map", routing_map, device=hidden.device, dtypes=(torch.bool,), shape=shape)
-            check_together(hidden=hidden, routing_map=routing_map, probs=probs)
-            if probs is not None:
-                check_dimensions("probs", probs, "tokens", "experts")
-                check_tensor("probs", probs, device=hidden.device, dtypes=_PROBS, shape=shape)
-        self._check_experts(routing_map.shape[1], per_rank)
 
     def _check_experts(self, num_experts: int, per_rank: int | None) -> None:
         check_experts(num_experts, self.group_size)

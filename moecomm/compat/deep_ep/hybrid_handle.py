@@ -8,9 +8,12 @@ from typing import Any
 import torch
 
 from moecomm.arrays import check_tensor
+from moecomm.checks import check_together
 from moecomm.compat.deep_ep.lazy import LazyTuple, tokens_per_expert
 from moecomm.compat.deep_ep.pool import check_dimensions
 from moecomm.routed import Handle
+
+_PROBS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class HybridEPHandle(LazyTuple):
@@ -64,3 +67,26 @@ def indices_to_map(
 def as_number(value: Any) -> Any:
     """The number in a tensor of one, as Megatron's backward pass passes it; anything else as it is."""
     return value.item() if type(value) is torch.Tensor and value.ndim == 0 else value
+
+
+def check_map(hidden: torch.Tensor, routing_map: Any, probs: Any) -> None:
+    """Raises BadInput unless these are a map of the rows, and its probabilities or None."""
+    try:
+        device, (tokens, _) = hidden.device, routing_map.shape
+        fine = type(routing_map) is torch.Tensor and routing_map.layout is torch.strided
+        fine = fine and routing_map.dtype is torch.bool and routing_map.device == device
+        fine = fine and tokens == hidden.shape[0]
+        if probs is not None:
+            fine = fine and type(probs) is torch.Tensor and probs.layout is torch.strided
+            fine = fine and probs.shape == routing_map.shape and probs.device == device
+            fine = fine and probs.is_floating_point()
+    except (AttributeError, TypeError, ValueError):
+        fine = False
+    if not fine:  # which takes longer to say
+        check_dimensions("routing_map", routing_map, "tokens", "experts")
+        shape = (hidden.shape[0], routing_map.shape[1])
+        check_tensor("routing_map", routing_map, device=hidden.device, dtypes=(torch.bool,), shape=shape)
+        check_together(hidden=hidden, routing_map=routing_map, probs=probs)
+        if probs is not None:
+            check_dimensions("probs", probs, "tokens", "experts")
+            check_tensor("probs", probs, device=hidden.device, dtypes=_PROBS, shape=shape)

@@ -10,12 +10,11 @@ import torch
 from moecomm.arrays import adopt, check_tensor, has_memory
 from moecomm.buffer import Buffer
 from moecomm.checks import check_flag, check_flags, check_together
-from moecomm.combine import finish, prepare, run
 from moecomm.combine.arguments import takes_weights
 from moecomm.compat.deep_ep.event import EventOverlap, finished
 from moecomm.compat.deep_ep.lazy import LazyTuple, kept, source, tokens_per_expert
 from moecomm.compat.deep_ep.normal import check_nothing
-from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, check_stats
+from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, check_stats, counted_by_pool
 from moecomm.dispatch import Options, outputs, with_options
 from moecomm.errors import BadInput, Unsupported
 from moecomm.routed import Handle, Routed
@@ -62,6 +61,7 @@ class LowLatency:
         self._pool.require_open()
         check_experts(num_experts, self.group_size)
 
+    @counted_by_pool
     def low_latency_dispatch(
         self,
         x: torch.Tensor,
@@ -131,6 +131,7 @@ class LowLatency:
             Receive(buffer, routed, rounded, counts, stats).account()
         return recv_x, counts, handle, finished(async_finish), None
 
+    @counted_by_pool
     def low_latency_combine(
         self,
         x: torch.Tensor,
@@ -185,6 +186,10 @@ class LowLatency:
         native = _native_of(pool, handle)
         if topk_weights is None:
             raise BadInput("topk_weights", "None", "the routing weights, float32 [tokens, topk]")
+        if zero_copy:
+            if handle.combine_rows is None:
+                raise BadInput("zero_copy", True, "rows written to get_next_low_latency_combine_buffer(handle)")
+            x = handle.combine_rows
         own = None
         if topk_idx is not handle.topk_idx:
             topk_weights = _without_the_left_out(native, topk_idx, topk_weights)
@@ -194,13 +199,7 @@ class LowLatency:
             else:
                 _send_weights(pool, native, handle.topk_idx, topk_weights)
                 handle.topk_weights = None
-        if zero_copy:
-            if handle.combine_rows is None:
-                raise BadInput("zero_copy", True, "rows written to get_next_low_latency_combine_buffer(handle)")
-            x = handle.combine_rows
-        combining = prepare(native.buffer, x, native, out=out, topk_weights=own)
-        run(combining)
-        combined = finish(native.buffer, combining)
+        combined = native.buffer.combine(x, native, out=out, topk_weights=own)
         return combined, finished(async_finish), _nothing if return_recv_hook else None
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:

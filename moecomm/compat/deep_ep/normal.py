@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from moecomm import combine as combining
 from moecomm.buffer import Buffer
+from moecomm.buffer_state import collective
+from moecomm.call_count import CountedCall
 from moecomm.checks import check_dense, check_together
-from moecomm.combine import finish, prepare, run
 from moecomm.compat.deep_ep.layout import NormalHandle, normal_handle
 from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_dimensions, check_experts, described
 from moecomm.dispatch import Options, outputs, with_options
@@ -60,7 +62,8 @@ def dispatch(
     recv, recv_scales, recv_topk_idx, recv_topk_weights = routed.plan.flat_tensors(routed)
     recv_x = _out_of_a_full_window(pool, routed, recv, recv_scales)
     if topk_idx is None:
-        counts = _aligned(_exchange_counts(pool, num_tokens_per_expert), expert_alignment)
+        with CountedCall(pool.calls):  # another round
+            counts = _aligned(_exchange_counts(pool, num_tokens_per_expert), expert_alignment)
         return recv_x, None, None, counts, handle
     counts = [] if num_worst_tokens else _aligned(outputs.tokens_per_expert(routed).tolist(), expert_alignment)
     return recv_x, recv_topk_idx, None if topk_weights is None else recv_topk_weights, counts, handle
@@ -81,13 +84,20 @@ def combine(
     """The plain sums over ranks: of rows, plus bias, and of top-k weights."""
     native = native_of(pool, handle)
     buffer, total = native.buffer, None if bias is None else one_bias(bias)
-    combining = prepare(buffer, x, native, bias=total, weight_grads=topk_weights, num_sms=num_sms, sum_grads=True)
-    run(combining)
-    out = finish(buffer, combining)
+    out = _summed(buffer, x, native, bias=total, weight_grads=topk_weights, num_sms=num_sms)
     if topk_weights is None:
         return out, None
     both: tuple[torch.Tensor, torch.Tensor] = out
     return both
+
+
+@collective()
+def _summed(buffer: Buffer, x: torch.Tensor, native: Any, **options: Any) -> Any:
+    """Buffer.combine, which adds up the weights that every rank gives for a token."""
+    ready = combining.prepare(buffer, x, native, sum_grads=True, **options)
+    combining.run(ready)
+    buffer.made += 1
+    return combining.finish(buffer, ready)
 
 
 def unpack(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

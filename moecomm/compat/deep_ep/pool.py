@@ -14,6 +14,7 @@ import torch
 
 from moecomm.arrays import check_tensor
 from moecomm.buffer import Buffer
+from moecomm.call_count import CallCount, counted
 from moecomm.checks import MOST_SIZE
 from moecomm.dispatch.arguments import check_num_sms
 from moecomm.errors import BadInput, Closed, Mismatch
@@ -45,6 +46,7 @@ class Pool:
         self.receiving: dict[int, Callable[[], None]] = {}  # hooks of dispatches that have begun, by id of the Buffer
         self._num_bytes, self._timeout_s = num_bytes, timeout_s
         self._by_sizes: dict[tuple[Any, ...], Buffer] = {}
+        self.calls = CallCount()
         self._opened: list[Buffer] = []  # all of them: handles of one that was too small stay good
         self._reserve: dict[int, int] = {}  # bytes that outputs leave free, in one piece, by id of the Buffer
 
@@ -184,6 +186,7 @@ class Pool:
             window_bytes=-(-window_bytes // 4096) * 4096,
         )
         self._opened.append(buffer)
+        self.calls.add(buffer)
         return buffer
 
     def _settings(self, hidden: int, num_experts: int, topk: int, tokens: int, dtype: torch.dtype) -> Settings:
@@ -197,6 +200,9 @@ class Pool:
         """Collective: the most that a rank has."""
         everybody = gather(self.ranks, struct.pack("<q", tokens), self._timeout_s)
         return max(int(struct.unpack("<q", theirs)[0]) for theirs in everybody)
+
+
+counted_by_pool = counted(lambda self: self._pool.calls)  # decorates collective methods
 
 
 def ask_to_grow(

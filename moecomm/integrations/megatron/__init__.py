@@ -1,4 +1,6 @@
-"""moecomm as a token dispatcher of Megatron-core (checked against 0.16.1): by a layer spec, without a patched file.
+"""moecomm as a token dispatcher of Megatron-core, by a layer spec, without a patched file.
+
+Checked against 0.16.1 and 0.19.2.
 
     from moecomm.integrations.megatron import use_moecomm
 

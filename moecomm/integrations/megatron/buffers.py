@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from moecomm.buffer import Buffer
+from moecomm.call_count import CallCount
 from moecomm.opening import gather
 from moecomm.rendezvous import rendezvous
 from moecomm.settings import Settings
@@ -54,6 +55,7 @@ class Buffers:
     def __init__(self, group: Any, num_experts: int, topk: int, limits: Limits) -> None:
         self._group, self._ranks = group, rendezvous(group)
         self._num_experts, self._topk, self.limits = num_experts, topk, limits
+        self.calls = CallCount()
 
     def _open(self, key: Key, tokens: int, window: Callable[[Settings], int | None]) -> Buffer:
         """One for as many tokens as the rank with most has.  Collective: every rank is here, in the same dispatch.
@@ -68,7 +70,7 @@ class Buffers:
         most = max(int(struct.unpack("<q", theirs)[0]) for theirs in everybody)
         settings = Settings(self._ranks.ranks, hidden, self._num_experts, self._topk, most, dtype, "", None)
         chosen = self.limits.window_bytes
-        return Buffer(
+        buffer = Buffer(
             self._ranks,
             hidden=hidden,
             num_experts=self._num_experts,
@@ -80,6 +82,8 @@ class Buffers:
             timeout_s=self.limits.timeout_s,
             window_bytes=window(settings) if chosen is None else chosen,
         )
+        self.calls.add(buffer)
+        return buffer
 
 
 B = TypeVar("B", bound=Buffers)

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from moecomm import padding
 from moecomm.buffer import Buffer
+from moecomm.buffer_state import CollectiveCall
 from moecomm.compat.deep_ep.pool import ask_to_grow, asks_to_grow
 from moecomm.errors import Mismatch
 from moecomm.integrations.megatron.buffers import Buffers, Key, Limits
@@ -148,7 +149,8 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, grad_x: torch.Tensor, grad_weights: torch.Tensor, *_: Any) -> tuple[Any, ...]:
         if not ctx.needs_input_grad[1]:  # alike on all ranks, as their models are
             return _home(grad_x, ctx.way), None, None, None, None
-        x, weights = _home(grad_x, ctx.way, weight_grads=grad_weights.float().contiguous())
+        with CollectiveCall(ctx.way.handle.buffer):
+            x, weights = _home(grad_x, ctx.way, weight_grads=grad_weights.float().contiguous())
         return x, weights.to(ctx.weights_dtype), None, None, None
 
 
@@ -163,7 +165,8 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         handle, num_sms = ctx.way
-        rows = handle.buffer.dispatch(rows_of(grad.to(handle.buffer.dtype)), handle=handle, num_sms=num_sms).x
+        with CollectiveCall(handle.buffer):
+            rows = handle.buffer.dispatch(rows_of(grad.to(handle.buffer.dtype)), handle=handle, num_sms=num_sms).x
         if handle.args.alignment > 1:
             padding.zero(rows, src=handles.sources(handle))
         return settled(handle.buffer, rows)[0].to(ctx.dtype), None
@@ -172,4 +175,5 @@ class _Combine(torch.autograd.Function):
 def _home(rows: torch.Tensor, way: Way, **options: Any) -> Any:
     """A rank's rows of a token are added in float32 and rounded before they travel: half the bytes of `wire=None`."""
     handle, num_sms = way
-    return handle.buffer.combine(rows_of(rows), handle, weighted=False, wire=rows.dtype, num_sms=num_sms, **options)
+    with CollectiveCall(handle.buffer):
+        return handle.buffer.combine(rows_of(rows), handle, weighted=False, wire=rows.dtype, num_sms=num_sms, **options)

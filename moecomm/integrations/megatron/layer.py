@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -82,10 +83,12 @@ class MoELayer(moe_layer.MoELayer):  # type: ignore[misc]
 
     Args:
         config, submodules, layer_number, pg_collection: of Megatron-core's MoELayer.
-        limits: see Limits; in a spec, `params={"limits": ...}`.
+        limits: see Limits.
+        newer: further arguments of the installed version's MoELayer, such as `is_mtp_layer` and `name`.
 
     Raises:
-        Unsupported: moe_shared_expert_overlap.
+        Unsupported: moe_shared_expert_overlap; the layers of 0.18 and later that are optimized for inference, which
+            choose dispatchers by themselves.
     """
 
     def __init__(
@@ -94,13 +97,17 @@ class MoELayer(moe_layer.MoELayer):  # type: ignore[misc]
         submodules: Any = None,
         layer_number: int | None = None,
         pg_collection: Any = None,
+        *,
         limits: Limits | None = None,
+        **newer: Any,
     ) -> None:
         if config.moe_shared_expert_overlap:
             raise Unsupported("moe_shared_expert_overlap: turn it off; shared experts run outside of the dispatch")
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         with _cheapest_dispatcher(config):
-            super().__init__(config, submodules=submodules, layer_number=layer_number, pg_collection=groups)
+            super().__init__(config, submodules=submodules, layer_number=layer_number, pg_collection=groups, **newer)
+        if hasattr(self, "_training_token_dispatcher"):
+            raise Unsupported("transformer_impl='inference_optimized': its layers choose dispatchers by themselves")
         self.token_dispatcher = TokenDispatcher(
             self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups, limits=limits
         )
@@ -121,9 +128,9 @@ def use_moecomm(spec: Any, *, pg_collection: Any = None, limits: Limits | None =
     """A layer or block spec with moecomm's MoELayer in the place of Megatron-core's; `spec` stays as it is.
 
     Args:
-        spec: ModuleSpec, or the submodules of a block.
-        pg_collection: where the model is built with one: TransformerLayer hands it to Megatron-core's own MoELayer
-            only.  None: the groups of parallel_state.
+        spec: ModuleSpec, functools.partial, or the submodules of a block.
+        pg_collection: where the model is built with one: TransformerLayer of 0.16 hands it to Megatron-core's own
+            MoELayer only; that of 0.18 and later hands it to every layer.  None: the groups of parallel_state.
         limits: see Limits.
 
     Raises:
@@ -138,6 +145,12 @@ def use_moecomm(spec: Any, *, pg_collection: Any = None, limits: Limits | None =
         nonlocal found
         if isinstance(node, (list, tuple)) and not hasattr(node, "_fields"):
             return type(node)(replaced(item) for item in node)
+        if isinstance(node, functools.partial):
+            named = {name: replaced(value) for name, value in node.keywords.items()}
+            if node.func is not moe_layer.MoELayer:
+                return functools.partial(node.func, *map(replaced, node.args), **named)
+            found += 1
+            return functools.partial(MoELayer, *node.args, **{**named, **params})
         if not dataclasses.is_dataclass(node) or isinstance(node, type):
             return node
         fields = {field.name: replaced(getattr(node, field.name)) for field in dataclasses.fields(node) if field.init}

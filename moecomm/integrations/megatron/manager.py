@@ -8,6 +8,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization, get_capacity
 from megatron.core.transformer.moe.token_dispatcher import _DispatchManager
 
+from moecomm.call_count import counted
 from moecomm.errors import BadInput
 from moecomm.integrations.megatron.buffers import Limits, shared
 from moecomm.integrations.megatron.exchange import Exchange
@@ -73,6 +74,7 @@ class Manager(_DispatchManager):  # type: ignore[misc]
         self.token_probs = torch.where(ids >= 0, probs.gather(1, ids.clamp(0, self.num_experts - 1)), 0.0)
         self.token_indices = ids
 
+    @counted(lambda self: self._exchange.calls)
     def dispatch(
         self, hidden_states: torch.Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False
     ) -> torch.Tensor:
@@ -112,6 +114,7 @@ class Manager(_DispatchManager):  # type: ignore[misc]
         """The same rows."""
         return hidden_states
 
+    @counted(lambda self: self._exchange.calls)
     def combine(
         self, hidden_states: torch.Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False
     ) -> torch.Tensor:

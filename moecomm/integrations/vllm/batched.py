@@ -14,7 +14,7 @@ from vllm.v1.worker.ubatching import dbo_maybe_run_recv_hook
 from moecomm.buffer import Buffer
 from moecomm.errors import Unsupported
 from moecomm.integrations.vllm.managers import Rounds
-from moecomm.integrations.vllm.steps import PrepareAndFinalize, Sent, nothing, weighted_input
+from moecomm.integrations.vllm.steps import PrepareAndFinalize, Sent, apart, counted_by_pool, nothing, weighted_input
 from moecomm.routed import Routed
 
 
@@ -65,6 +65,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         """What it was made for."""
         return self._most_tokens
 
+    @counted_by_pool
     def prepare_async(
         self,
         a1: torch.Tensor,
@@ -144,6 +145,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         meta = mk.ExpertTokensMetadata(expert_num_tokens=routed.tokens_per_expert, expert_num_tokens_cpu=None)
         return x, scales, meta, None, None
 
+    @counted_by_pool
     def finalize_async(
         self,
         output: torch.Tensor,
@@ -156,7 +158,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         """Sends; the first function that is returned waits for `output`, the second has nothing left to do."""
         if not isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
             raise Unsupported("experts that add rows up: batched rows are weighted and added on their way home")
-        handle, y = self._slots.get(), fused_expert_output
+        handle, y = self._slots.get(), apart(fused_expert_output, output)
         dbo_maybe_run_recv_hook()
         num_sms, weighted = self._rounds.num_sms, not apply_router_weight_on_input
 

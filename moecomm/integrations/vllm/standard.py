@@ -21,10 +21,11 @@ from vllm.v1.worker.ubatching import (
     dbo_yield_and_switch_from_compute_to_comm,
 )
 
+from moecomm.call_count import CountedCall
 from moecomm.compat.deep_ep.normal import received, route
 from moecomm.errors import BadInput
 from moecomm.integrations.vllm.managers import Rounds
-from moecomm.integrations.vllm.steps import PrepareAndFinalize, Sent, weighted_input
+from moecomm.integrations.vllm.steps import PrepareAndFinalize, Sent, apart, weighted_input
 from moecomm.routed import Handle, Routed
 
 
@@ -70,14 +71,16 @@ class StandardPrepareAndFinalize(PrepareAndFinalize):
         defer_input_quant: bool = False,
     ) -> Callable[[], Any]:
         """Dispatches; the function that is returned gives what prepare() does."""
-        rows = weighted_input(a1, topk_weights, apply_router_weight_on_input)
-        scales = None
-        if quant_config.is_block_quantized and not defer_input_quant:  # scales of blocks travel beside the rows
-            rows, scales = _quantized(rows, quant_config)
-        ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
-        rows = rows.contiguous()
+        with CountedCall(self._rounds.pool.calls):  # no longer than until another micro-batch runs
+            rows = weighted_input(a1, topk_weights, apply_router_weight_on_input)
+            scales = None
+            if quant_config.is_block_quantized and not defer_input_quant:  # scales of blocks travel beside the rows
+                rows, scales = _quantized(rows, quant_config)
+            ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
+            rows = rows.contiguous()
         dbo_yield_and_switch_from_compute_to_comm()
-        routed = route(self._rounds.pool, rows, scales, ids, weights, num_experts, 0, self._rounds.num_sms)
+        with CountedCall(self._rounds.pool.calls):
+            routed = route(self._rounds.pool, rows, scales, ids, weights, num_experts, 0, self._rounds.num_sms)
         self._slots.put(Sent(routed.handle, (rows, scales, ids, weights)))
         dbo_switch_to_compute_sync()
         return lambda: self._receive(routed, scales is not None, num_experts, quant_config, defer_input_quant)
@@ -149,22 +152,24 @@ class StandardPrepareAndFinalize(PrepareAndFinalize):
         weight_and_reduce_impl: Any,
     ) -> Callable[[], None]:
         """Adds up the rows of each token here and sends; the function that is returned waits for `output`."""
-        handle = self._slots.get()
-        y = fused_expert_output
-        if y.numel() == 0:
-            y = y.reshape(handle.y_shape)
-        else:
-            if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
-                weight_and_reduce_impl = TopKWeightAndReduceContiguous()
-            y = weight_and_reduce_impl.apply(
-                output=None if y.shape == handle.y_shape else _in_window(handle, y.dtype),
-                fused_expert_output=y,
-                topk_weights=topk_weights,
-                topk_ids=topk_ids,
-                apply_router_weight_on_input=apply_router_weight_on_input,
-            )
+        with CountedCall(self._rounds.pool.calls):
+            handle = self._slots.get()
+            y = fused_expert_output
+            if y.numel() == 0:
+                y = y.reshape(handle.y_shape)
+            else:
+                if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
+                    weight_and_reduce_impl = TopKWeightAndReduceContiguous()
+                y = weight_and_reduce_impl.apply(
+                    output=None if y.shape == handle.y_shape else _in_window(handle, y.dtype),
+                    fused_expert_output=y,
+                    topk_weights=topk_weights,
+                    topk_ids=topk_ids,
+                    apply_router_weight_on_input=apply_router_weight_on_input,
+                )
+            held = [apart(y, output)]
         dbo_yield_and_switch_from_compute_to_comm()
-        num_sms, held = self._rounds.num_sms, [y]
+        num_sms = self._rounds.num_sms
         wait = self._beside.start(y.device, lambda: handle.buffer.combine(held[0], handle, out=output, num_sms=num_sms))
         dbo_switch_to_compute()
 

@@ -9,6 +9,8 @@ import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled
 
+from moecomm import _native
+from moecomm.call_count import counted
 from moecomm.errors import BadInput, Unsupported
 from moecomm.integrations.vllm.managers import Rounds
 from moecomm.routed import Handle
@@ -68,6 +70,9 @@ class Beside:
         return wait
 
 
+counted_by_pool = counted(lambda self: self._rounds.pool.calls)  # decorates collective methods
+
+
 class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
     """What vLLM asks of either format and hears the same."""
 
@@ -95,6 +100,13 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
 
 def nothing() -> None:
     """There is nothing to wait for."""
+
+
+def apart(y: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """`y`, copied where it shares memory with `output`: vLLM's kernel lets experts write to that where the shapes are
+    the same, and combine reads `y` while it writes `output`.
+    """
+    return y.clone() if _native.share_memory(y, output) else y
 
 
 def weighted_input(x: torch.Tensor, topk_weights: torch.Tensor, apply: bool) -> torch.Tensor:
