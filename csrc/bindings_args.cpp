@@ -68,6 +68,7 @@ void bind_layout(py::module_& m) {
     py::class_<WindowLayout>(m, "WindowLayout")
         .def_readonly("abort", &WindowLayout::abort)
         .def_readonly("state", &WindowLayout::state)
+        .def_property_readonly("rejected", [](const WindowLayout& w) { return w.state + offsetof(State, rejected); })
         .def_readonly("mail", &WindowLayout::mail)
         .def_readonly("arrived", &WindowLayout::arrived)
         .def_readonly("reduced", &WindowLayout::reduced)

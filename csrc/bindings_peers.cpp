@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <optional>
 #include <stdexcept>
 
 #include "bindings.h"
@@ -31,11 +32,17 @@ std::unique_ptr<Exchange> make_exchange(int rank, int ranks, const py::bytes& no
     return std::make_unique<Exchange>(rank, ranks, value);
 }
 
-std::vector<int> share(Exchange& exchange, int fd, const std::vector<std::string>& addresses, double timeout_s) {
+std::vector<int> share(Exchange& exchange, int fd, const std::vector<std::string>& addresses, double timeout_s,
+                       const std::optional<py::function>& check) {
+    const auto look = [&check] {
+        check_signals();
+        py::gil_scoped_acquire locked;
+        if (check) (*check)();
+    };
     std::vector<Descriptor> received;
     {
         py::gil_scoped_release unlocked;
-        received = exchange.share(fd, addresses, timeout_s, check_signals);
+        received = exchange.share(fd, addresses, timeout_s, look);
     }
     std::vector<int> fds;
     for (Descriptor& descriptor : received) fds.push_back(descriptor.release());
@@ -43,10 +50,12 @@ std::vector<int> share(Exchange& exchange, int fd, const std::vector<std::string
 }
 
 std::unique_ptr<Watcher> make_watcher(const std::vector<int>& pids, int own_rank, const py::args& abort_addresses,
-                                      const std::vector<u64>& left, bool pidfds) {
+                                      const std::vector<u64>& left, bool pidfds, const std::vector<int>& passed) {
+    std::vector<Descriptor> owned;
+    for (const int pidfd : passed) owned.emplace_back(pidfd);
     std::vector<u64> words;
     for (const auto& address : abort_addresses) words.push_back(address.cast<u64>());
-    return std::make_unique<Watcher>(pids, own_rank, std::move(words), left, pidfds);
+    return std::make_unique<Watcher>(pids, own_rank, std::move(words), left, pidfds, std::move(owned));
 }
 
 }  // namespace
@@ -68,13 +77,14 @@ void bind_peers(py::module_& m) {
     py::class_<Exchange>(m, "Exchange")
         .def(py::init(&make_exchange), py::arg("rank"), py::arg("ranks"), py::arg("nonce"))
         .def_property_readonly("address", [](const Exchange& self) { return py::bytes(self.address()); })
-        .def("share", &share, py::arg("fd"), py::arg("addresses"), py::arg("timeout_s"))
+        .def("share", &share, py::arg("fd"), py::arg("addresses"), py::arg("timeout_s"), py::arg("check") = py::none())
         .def("close", &Exchange::close, Unlocked());
     py::class_<Watcher>(m, "Watcher")
         .def(py::init(&make_watcher), py::arg("pids"), py::arg("own_rank"), py::kw_only(), py::arg("left") = std::vector<u64>(),
-             py::arg("pidfds") = true)
+             py::arg("pidfds") = true, py::arg("passed") = std::vector<int>())
         .def("dead", &Watcher::dead)
         .def("close", &Watcher::close, Unlocked());
+    m.def("pidfd_open", [](int pid) { return pidfd_open(pid).release(); }, py::arg("pid"));
 }
 
 }  // namespace moecomm::bindings

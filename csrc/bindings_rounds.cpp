@@ -1,17 +1,17 @@
 // Running a round, and what is left when it fails.
 #include <pybind11/stl.h>
-#include <signal.h>
+#include <unistd.h>
 
 #include <optional>
 #include <stdexcept>
 #include <variant>
 
 #include "bindings.h"
+#include "host/during_waits.h"
 #include "host/executor.h"
 #include "protocol/domains.h"
 #include "protocol/order.h"
 #include "runtime/driver.h"
-#include "runtime/interrupt.h"
 #include "runtime/together.h"
 
 namespace py = pybind11;
@@ -40,64 +40,31 @@ void check_context(const Context& ctx) {
         if (ctx.link == 0 || domain_of(ctx.shape, p) == domain_of(ctx.shape, ctx.rank)) at<u64>(ctx.peers[p]);
 }
 
-// Python's side of signals, looked up once and never dropped.
-struct Signals {
-    py::object main_thread = py::module_::import("threading").attr("main_thread");
-    py::object get_handler = py::module_::import("_signal").attr("getsignal");  // signal.getsignal makes an enum of it, in 2 us
-    py::object keyboard_interrupt = py::module_::import("signal").attr("default_int_handler");
-    py::object set_wakeup_fd = py::module_::import("signal").attr("set_wakeup_fd");
-
-    static const Signals& instance() {
-        static const Signals* const found = new Signals;
-        return *found;
-    }
-    // Only there may we, and only then does Ctrl-C end what the main thread is doing.
-    bool ctrl_c_raises_here() const {
-        return main_thread().attr("ident").cast<unsigned long>() == PyThread_get_thread_ident() &&
-               get_handler(SIGINT).is(keyboard_interrupt);
-    }
-    int wake(int fd) const { return set_wakeup_fd(fd, py::arg("warn_on_full_buffer") = false).cast<int>(); }
-};
-
-// Between start and finish Ctrl-C aborts the rounds, if we are in the main thread and Ctrl-C means KeyboardInterrupt.
-class Interruptible {
+// Python runs the handlers of signals in its main thread, between instructions of its own.  A round in that thread runs them in its waits.
+// What a handler raises ends the round: it is aborted on all ranks, and the exception goes to the caller when it has ended.
+class Handlers {
   public:
-    explicit Interruptible(const std::vector<Round>& rounds) {
-        if (!Signals::instance().ctrl_c_raises_here()) return;
-        std::vector<AbortWord> words;
-        for (const Round& round : rounds) {
-            const Context& ctx = context(round);
-            words.push_back({ctx.abort_host != 0 ? ctx.abort_host : ctx.peers[ctx.rank] + ctx.window.abort, ctx.rank});
-        }
-        interrupter_ = &Interrupter::instance();
-        previous_ = Signals::instance().wake(interrupter_->wakeup_fd());
-        interrupter_->arm(std::move(words), previous_);
-    }
-    Interruptible(const Interruptible&) = delete;
-    Interruptible& operator=(const Interruptible&) = delete;
-    ~Interruptible() { disarm(); }
+    explicit Handlers(const std::vector<Round>& rounds) : rounds_(rounds) {}
 
-    // Before the round: a signal that came just before it was armed.
-    void start() const {
-        if (interrupter_ != nullptr && PyErr_CheckSignals() != 0) throw py::error_already_set();
+    // In a wait, without the GIL.
+    void run() {
+        if (::gettid() != ::getpid() || raised_) return;  // other threads have none to run, and need not wait for the GIL
+        py::gil_scoped_acquire locked;
+        if (PyErr_CheckSignals() == 0) return;
+        raised_.emplace();
+        for (const Round& round : rounds_) {
+            const Context& ctx = context(round);
+            const u64 word = ctx.abort_host != 0 ? ctx.abort_host : ctx.peers[ctx.rank] + ctx.window.abort;
+            compare_exchange(at<u32>(word), 0, abort_word(Failure::aborted, ctx.rank));
+        }
     }
-    void finish() {
-        if (disarm() && PyErr_CheckSignals() != 0) throw py::error_already_set();
+    void rethrow() {
+        if (raised_) throw std::move(*raised_);
     }
 
   private:
-    bool disarm() {
-        if (interrupter_ == nullptr) return false;
-        try {
-            Signals::instance().wake(previous_);
-        } catch (py::error_already_set&) {  // its owner has closed it meanwhile
-            Signals::instance().wake(-1);
-        }
-        return std::exchange(interrupter_, nullptr)->disarm();
-    }
-
-    Interrupter* interrupter_ = nullptr;
-    int previous_ = -1;
+    const std::vector<Round>& rounds_;
+    std::optional<py::error_already_set> raised_;
 };
 
 void execute(const DispatchArgs& args) { host::dispatch(args); }
@@ -107,13 +74,13 @@ void run(const std::vector<Round>& rounds) {
     for (const Round& round : rounds) check_context(context(round));
     std::vector<std::function<void()>> jobs;
     for (const Round& round : rounds) jobs.push_back([&round] { std::visit([](const auto& args) { execute(args); }, round); });
-    Interruptible interruptible(rounds);
-    interruptible.start();
+    Handlers handlers(rounds);
     {
         py::gil_scoped_release unlocked;
+        const host::DuringWaits during_waits([&handlers] { handlers.run(); });
         run_together(jobs);
     }
-    interruptible.finish();
+    handlers.rethrow();
 }
 
 std::optional<FailureRecord> record(u64 address) {
@@ -125,6 +92,11 @@ std::optional<FailureRecord> record(u64 address) {
 void leave(const Context& ctx) {
     check_context(ctx);
     host::leave(ctx);
+}
+
+void count_rejected(const Context& ctx) {
+    check_context(ctx);
+    host::count_rejected(ctx);
 }
 
 template <class Args>
@@ -177,6 +149,7 @@ void bind_rounds(py::module_& m) {
     m.def("host_combine", [](const CombineArgs& args) { run({args}); }, py::arg("args"));
     m.def("host_run_all", &run, py::arg("rounds"));
     m.def("leave", &leave, py::arg("context"));
+    m.def("count_rejected", &count_rejected, py::arg("context"));
     bind_launch<DispatchArgs>(m);
     bind_launch<CombineArgs>(m);
     m.def("cuda_launch_packed", &launch_packed, py::arg("function"), py::arg("grid"), py::arg("block"), py::arg("shared_bytes"),

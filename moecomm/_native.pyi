@@ -4,7 +4,7 @@ Addresses are plain integers and are believed: whoever passes one keeps what is 
 releases the GIL.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from torch import Tensor
@@ -47,6 +47,9 @@ class WindowLayout:
     def abort(self) -> int: ...
     @property
     def state(self) -> int: ...
+    @property
+    def rejected(self) -> int:
+        """State::rejected."""
     @property
     def mail(self) -> int: ...
     @property
@@ -348,10 +351,13 @@ class Exchange:
     @property
     def address(self) -> bytes:
         """At most 64 bytes, for the peers."""
-    def share(self, fd: int, addresses: Sequence[bytes], timeout_s: float) -> list[int]:
+    def share(
+        self, fd: int, addresses: Sequence[bytes], timeout_s: float, check: Callable[[], None] | None = None
+    ) -> list[int]:
         """Every rank's descriptor, by rank; the own entry is -1.  The caller closes them; `fd` stays the caller's.
 
-        All ranks call it equally often.  After an error no descriptor is kept, and the Exchange is of no more use.
+        All ranks call it equally often.  `check` is called every 50 ms of waiting; what it raises ends the wait.
+        After an error no descriptor is kept, and the Exchange is of no more use.
 
         Raises:
             TimeoutError: naming the ranks that are missing, and what was refused meanwhile.
@@ -363,6 +369,14 @@ class Exchange:
     def close(self) -> None:
         """Ends a share() of another thread.  May be called again."""
 
+def pidfd_open(pid: int) -> int:
+    """A descriptor of a process, readable once it has ended.  The caller closes it.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+        OSError: the kernel or a sandbox refuses, or no descriptor is left.
+    """
+
 @final
 class Watcher:
     """Watches the processes of the other ranks; a pid that is 0 or our own is not watched.
@@ -371,6 +385,8 @@ class Watcher:
     `left[rank]` (0 or absent: none) is not 0 by then: that rank had said that it leaves.  Words must live until
     close().
     `pidfds=False`: look every 100 ms, as is done on kernels without pidfds.
+    `passed`: by rank, descriptors that peers opened of themselves with pidfd_open(), -1: none.  The Watcher takes
+    them, also when it raises, and uses them instead of the pid, which may mean another process here.
     """
 
     def __init__(
@@ -380,6 +396,7 @@ class Watcher:
         *abort_addresses: int,
         left: Sequence[int] = ...,
         pidfds: bool = True,
+        passed: Sequence[int] = ...,
     ) -> None: ...
     def dead(self) -> list[int]:
         """Ranks, in the order in which they were found dead."""
@@ -454,7 +471,8 @@ def host_alloc(nbytes: int) -> HostMemory: ...
 def host_dispatch(args: DispatchArgs) -> None:
     """Blocks until this rank's part of the round is over; if it failed, record() has something to say.
 
-    In the main thread Ctrl-C aborts the round on every rank and raises KeyboardInterrupt.
+    In the main thread handlers of signals run while it waits.  What one raises, as Ctrl-C does, aborts the round on
+    every rank and is raised here.
 
     Raises:
         ValueError: rank, shape, record or peers of `args.ctx` are not set.
@@ -465,6 +483,9 @@ def host_combine(args: CombineArgs) -> None:
 
 def host_run_all(rounds: Sequence[DispatchArgs | CombineArgs]) -> None:
     """Runs the rounds of several ranks of this process at once, each in a thread of its own.  Else as host_dispatch."""
+
+def count_rejected(context: Context) -> None:
+    """Counts a host call that failed before its rounds were made, in State::rejected of this rank's window."""
 
 def leave(context: Context) -> None:
     """Tells the peers that this rank takes part in no further host round.  Never waits."""

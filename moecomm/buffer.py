@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from types import TracebackType
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from moecomm import _native, backends, combine, config, dispatch, failures, forks, names
-from moecomm.errors import Closed, MoecommError, RoundFailed, Unsupported
+from moecomm import _native, backends, combine, config, dispatch, names
+from moecomm.buffer_state import BufferState, collective
 from moecomm.fused import layer
 from moecomm.memory import WindowMemory
+from moecomm.opening import opening
 from moecomm.rendezvous import rendezvous
 from moecomm.routed import Handle, Routed
 from moecomm.settings import Settings, seconds, wanted_device
@@ -19,15 +20,19 @@ from moecomm.settings import Settings, seconds, wanted_device
 log = logging.getLogger("moecomm")
 
 
-class Buffer:
+class Buffer(BufferState):
     """Peer-visible memory of an expert-parallel group, and the dispatch and combine over it.
 
     Opening is collective.  Rounds (a dispatch or a combine) are collective too: every rank makes the same calls in
     the same order, with as many tokens as it has (none is fine).  In a forked child its parent's Buffers are closed.
 
+    One thread at a time: a collective call or check() while another one is under way raises ConcurrentCall, and the one
+    under way goes on undisturbed.  Threads may take turns; abort() and close() work from any thread at any time.
+
     Args:
         group: a torch.distributed process group of any backend, a sub-group, one dimension of a DeviceMesh, a rank of
-            moecomm.local_ranks(), or None for one rank alone.
+            moecomm.local_ranks(), or "self" for one rank alone.  None is "self" in a program of one process; in one
+            of several it is an error, because torch.distributed.group.WORLD is None before init_process_group().
         hidden: columns of a token; a row is a multiple of 16 bytes.
         num_experts: experts of all ranks together, a multiple of the number of ranks; rank r owns
             `[r * E/R, (r + 1) * E/R)`.
@@ -45,9 +50,10 @@ class Buffer:
             once for each of its ranks.  Default: all that can.
 
     Raises:
-        BadInput: a value that can't be used.
+        BadInput: a value that can't be used, here or on the rank that it names.
         Mismatch: ranks passed different values; names the field.
-        Unsupported: a backend asked for by name can't run here; names what is missing.
+        Unsupported: a backend asked for by name can't run on some rank; names what is missing.
+        Timeout, PeerLost, Aborted: a rank did not come, has ended, or was interrupted.  No rank has opened then.
     """
 
     def __init__(
@@ -65,38 +71,34 @@ class Buffer:
         window_bytes: int | None = None,
         domain_ranks: int | None = None,
     ) -> None:
-        ranks = rendezvous(group)
-        wanted, timeout_s = wanted_device(device), seconds(timeout_s)
-        unsupported: Unsupported | None = None
-        try:
+        with opening(rendezvous(group), timeout_s) as ranks:
+            wanted, timeout_s = wanted_device(device), seconds(timeout_s)
             name, self.why = backends.choose(config.default_backend() if backend == "auto" else backend, wanted)
-        except Unsupported as error:  # raised once the other ranks have heard of it: they must not wait for us
-            name, unsupported = "none", error
-        self.settings = Settings(
-            ranks.ranks, hidden, num_experts, topk, max_tokens, dtype, name, window_bytes, domain_ranks
-        )
-        try:
+            self.settings = Settings(
+                ranks.ranks, hidden, num_experts, topk, max_tokens, dtype, name, window_bytes, domain_ranks
+            )
             self.settings.agree(ranks)
-        finally:
-            if unsupported is not None:
-                raise unsupported from None
-        self.settings.check()
-        backend_module = backends.load(name)
-        shape = _native.Shape(
-            ranks=ranks.ranks,
-            experts=num_experts,
-            topk=topk,
-            max_tokens=max_tokens,
-            ring_tokens=self.settings.ring_tokens(backend_module),
-            packet_bytes=self.settings.packet_bytes(backend_module),
-            staged_row_bytes=self.settings.staged_row_bytes,
-            heap_bytes=window_bytes or self.settings.default_heap(),
-            domain_ranks=domain_ranks or 0,
-        )
-        shape.landing_bytes = _native.landed_bytes(shape, *self.settings.landing_payload_bytes)
-        self._session, self.why = backends.open_session(name, self.why, ranks, shape, wanted, timeout_s)
-        self._session.context.timeout_ns = int(timeout_s * 1e9)
-        self._record = self._session.context.record
+            self.settings.check()
+            backend_module = backends.load(name)
+            shape = _native.Shape(
+                ranks=ranks.ranks,
+                experts=num_experts,
+                topk=topk,
+                max_tokens=max_tokens,
+                ring_tokens=self.settings.ring_tokens(backend_module),
+                packet_bytes=self.settings.packet_bytes(backend_module),
+                staged_row_bytes=self.settings.staged_row_bytes,
+                heap_bytes=window_bytes or self.settings.default_heap(),
+                domain_ranks=domain_ranks or 0,
+            )
+            shape.landing_bytes = _native.landed_bytes(shape, *self.settings.landing_payload_bytes)
+            session, self.why = backends.open_session(name, self.why, ranks, shape, wanted, timeout_s)
+            with ExitStack() as undo:
+                undo.callback(session.close)
+                ranks.settle()
+                undo.pop_all()
+        session.context.timeout_ns = int(timeout_s * 1e9)
+        super().__init__(session)
         self.packet_room = shape.packet_bytes if shape.domain_ranks in (0, ranks.ranks) else 0
         self.memory = WindowMemory(self._session.arena, self._session.capturing)
         self.dispatch_plans: dict[tuple[Any, ...], list[dispatch.Plan]] = {}
@@ -104,16 +106,15 @@ class Buffer:
         self.routes: dict[tuple[str, int, int], Any] = {}  # of the dispatches of operators, see moecomm.ops.handles
         self.begun: Routed | None = None  # by dispatch_begin, and not ended yet
         self.on_cpu = self._session.device.type == "cpu"
-        self._failure: RoundFailed | None = None
         self.rank, self.num_ranks, self.dtype, self.timeout_s = ranks.rank, ranks.ranks, dtype, timeout_s
         self.hidden, self.num_experts, self.topk, self.max_tokens = hidden, num_experts, topk, max_tokens
         self.domain_ranks = self._session.context.shape.domain_ranks or ranks.ranks
-        self._close, self._what = forks.closer(self, self._session), "Buffer"
         self.name = names.give(self)  # what operators call it
         log.info(
             "rank %d of %d: %s (%s), %.1f MiB", self.rank, self.num_ranks, self.backend, self.why, self.nbytes / 2**20
         )
 
+    @collective()
     def dispatch(
         self,
         x: Any,
@@ -155,7 +156,8 @@ class Buffer:
             check_weights: NaN in `topk_weights` is bad input.
 
         Raises:
-            BadInput, Closed: at once; what only the device can see at the next host-visible point, on every rank.
+            BadInput, Closed, ConcurrentCall: at once; what only the device can see at the next host-visible point, on
+                every rank.
             Timeout, PeerLost, Aborted, Mismatch: the round failed; likewise.
         """
         routed = dispatch.prepare(
@@ -176,8 +178,10 @@ class Buffer:
             check_weights=check_weights,
         )
         dispatch.run(routed)
+        self.made += 1
         return dispatch.finish(self, routed)
 
+    @collective()
     def dispatch_begin(
         self,
         x: Any,
@@ -232,8 +236,10 @@ class Buffer:
             begin=True,
         )
         dispatch.run(routed)
+        self.made += 1
         return dispatch.finish(self, routed)
 
+    @collective(rounds=0)
     def dispatch_end(self, routed: Routed, *, sync: bool | None = None) -> Routed:
         """The second half: waits, on the current stream, for the rows of the dispatch that has begun.  Collective.
 
@@ -251,6 +257,7 @@ class Buffer:
         dispatch.run(routed)
         return dispatch.finish(self, routed)
 
+    @collective()
     def combine(
         self,
         y: Any,
@@ -299,6 +306,7 @@ class Buffer:
             topk_weights=topk_weights,
         )
         combine.run(combining)
+        self.made += 1
         return combine.finish(self, combining)
 
     def empty(self, handle: Handle, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -310,20 +318,15 @@ class Buffer:
 
     moe = layer.moe  # dispatch, experts, combine
 
+    @collective(rounds=0)
     def check(self) -> None:
         """Waits for every round so far and raises what went wrong in them, if anything."""
         self.require_usable()
         self._session.synchronize()
         self.raise_failure()
 
-    def abort(self) -> None:
-        """Makes every wait of this rank end at once, from any thread; the Buffer can then only be closed."""
-        if self._close.alive:
-            self._session.abort(failures.ABORTED, self.rank)
-
-    def close(self) -> None:
-        """Gives the memory back.  Idempotent; outputs that are still referenced stay valid."""
-        self._close()
+    def _release(self) -> None:
+        super()._release()
         self.dispatch_plans.clear()  # they refer to the window
         self.combine_plans.clear()
         self.routes.clear()
@@ -343,51 +346,8 @@ class Buffer:
         """Memory of this rank's window, outputs included, in bytes."""
         return self._session.nbytes
 
-    @property
-    def session(self) -> backends.Session:
-        """What the backend opened; for the modules of moecomm."""
-        return self._session
-
-    @property
-    def closed(self) -> bool:
-        """Whether close() has been called."""
-        return not self._close.alive
-
-    def disown(self) -> None:
-        """In a forked child: closes it there, unheard by peers, and not where it was opened."""
-        if self._close.detach() is not None:
-            self._what = "Buffer, opened before this process was forked,"
-
     def __enter__(self) -> Buffer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
-
-    def require_usable(self) -> None:
-        """Raises Closed, or what earlier rounds left behind; does not wait for the device."""
-        self.require_open()
-        self.raise_failure()
-
-    def require_open(self) -> None:
-        """Raises Closed, or the failure that has ended the Buffer."""
-        if not self._close.alive:
-            raise Closed(self._what)
-        if self._failure is not None:
-            raise self._failure
-
-    def raise_failure(self) -> None:
-        """Raises what the last rounds left behind: once, unless a failed round has ended the Buffer."""
-        if self._failure is not None:
-            raise self._failure
-        record = _native.record(self._record)
-        if record is None:
-            return
-        error: MoecommError = failures.error_of(record, self._session.dead_peers())
-        if isinstance(error, RoundFailed):
-            self._failure = error
-        else:
-            _native.clear_record(self._record)
-        raise error

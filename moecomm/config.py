@@ -12,6 +12,7 @@
 | MOECOMM_RMA_ADDRESS | the IPv4 address that it listens at |
 | MOECOMM_RMA_TIMEOUT_MS | how long it waits for a connection, or for a silent peer |
 | MOECOMM_RMA_TIMES | "1": it adds up where time goes, for moecomm.rma_plugin.take_times() |
+| WORLD_SIZE | set by torchrun: with more than 1, group=None is an error |
 
 A variable that starts with MOECOMM_ and is not listed is an error: a misspelt setting must not pass in silence.
 """
@@ -79,6 +80,14 @@ def job_secret() -> str | None:
     """The user's own, for the RMA plugin of every communicator; None: each has a new one."""
     check_environment()
     return os.environ.get("MOECOMM_JOB_SECRET")
+
+
+def launched_ranks() -> int:
+    """How many processes a launcher has started, as it says in the environment; 1 without one."""
+    words = os.environ.get("WORLD_SIZE", "1")
+    if not words.isdecimal():
+        raise BadInput("WORLD_SIZE", repr(words), "a number of processes")
+    return int(words)
 
 
 @contextmanager

@@ -37,6 +37,32 @@ class Mismatch(MoecommError):
         self.field, self.mine, self.theirs, self.rank = field, mine, theirs, rank
 
 
+class OutOfStep(Mismatch):
+    """A call failed on some ranks and not on others, so that later rounds would pair calls that do not belong
+    together.  No output of such a round is handed out, and the Buffer can only be closed.
+    """
+
+    def __init__(self, mine: int, theirs: int, rank: int) -> None:
+        super().__init__("calls", mine, theirs, rank)
+        self.args = (
+            f"calls: {mine} failed on this rank before they reached the others, {theirs} on rank {rank}, so the ranks "
+            "are out of step; close this Buffer on every rank and open another",
+        )
+
+
+class ConcurrentCall(MoecommError):
+    """A Buffer is for one thread at a time, and another call of it is under way, which goes on.
+
+    The call that is refused counts as one that failed on this rank: unless it was refused on every rank, the next round
+    raises OutOfStep.  check() and dispatch_end() do not count, and can be called again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this Buffer is in another call; let one thread at a time use it, or open a Buffer for each thread"
+        )
+
+
 class RoundFailed(MoecommError):
     """A round did not finish.  No output of it is handed out, and the Buffer can only be closed."""
 

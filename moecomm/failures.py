@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from moecomm import _native, call
-from moecomm.errors import Aborted, BadInput, Mismatch, MoecommError, PeerLost, Timeout
+from moecomm.errors import Aborted, BadInput, Mismatch, MoecommError, OutOfStep, PeerLost, Timeout
 
 TIMEOUT, PEER_LOST, ABORTED, BAD_INPUT, MISMATCH = 1, 2, 3, 4, 5
-HANDLE = 5  # Argument::handle
+HANDLE, REJECTED = 5, 6  # Argument::handle, ::rejected
 _OPS = ("no operation", "dispatch", "combine", "close")
 _PHASES = {
     0: "its counts",
@@ -38,8 +38,10 @@ def error_of(record: _native.FailureRecordView, dead: Mapping[int, str]) -> Moec
         return _bad_input(record)
     if record.code == MISMATCH:
         if record.argument == HANDLE:
-            mine, theirs = (f"that of the dispatch of round {n}" for n in (record.expected, record.seen))
+            mine, theirs = (f"that of the dispatch of round {tag // 2}" for tag in (record.expected, record.seen))
             return Mismatch("handle", mine, theirs, record.peer)
+        if record.argument == REJECTED:
+            return OutOfStep(record.expected, record.seen, record.peer)
         if record.op != record.seen and record.expected == record.op:
             return Mismatch("operation", _OPS[record.expected], _OPS[record.seen], record.peer)
         return Mismatch(*call.difference(record.expected, record.seen), record.peer)

@@ -10,10 +10,10 @@ from moecomm import names
 
 if TYPE_CHECKING:
     from moecomm.backends import Session
-    from moecomm.buffer import Buffer
+    from moecomm.buffer_state import BufferState
 
 
-def closer(buffer: Buffer, session: Session) -> weakref.finalize[..., Buffer]:
+def closer(buffer: BufferState, session: Session) -> weakref.finalize[..., BufferState]:
     """Closes the session: when it is called, or when the Buffer is gone, or its process ends."""
     return weakref.finalize(buffer, _close_where_opened, os.getpid(), session)
 

@@ -1,7 +1,8 @@
 """Runs a function as several processes of this machine, one a rank: what the demo and the benchmarks stand on.
 
-Nothing is left behind: ranks meet over a loopback port of the parent, results come back as JSON over pipes, and a
-rank whose parent is gone, however it went, ends itself.
+Nothing is left behind: ranks find each other by a file without a name, which no other user can open, and connect over
+the loopback interface.  Results come back as JSON over pipes, and a rank whose parent is gone, however it went, ends
+itself.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import FileStore
 
+from moecomm import config
 from moecomm.errors import MoecommError, RoundFailed
 
 _CHILD = """
@@ -82,14 +84,15 @@ def launch(target: str, job: dict[str, Any], ranks: int, limit_s: float = float(
     Returns what each rank returned (JSON), by rank.  Raises RanksFailed; after `limit_s` seconds ranks that have not
     ended are failures, called Timeout, and are ended.  Ctrl-C ends every rank, then raises KeyboardInterrupt.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = os.memfd_create("moecomm-launch")
     children: list[_Child] = []
     try:
         for rank in range(ranks):
-            children.append(_start(target, job, rank, ranks, store.port))
+            children.append(_start(target, job, rank, ranks, store))
         _collect(children, limit_s)
         outcomes = [child.outcome() for child in children if child.done]
     finally:
+        os.close(store)
         _end(children)
     failures = [o for o in outcomes if isinstance(o, Failure)]
     late = [child.rank for child in children if not child.done]
@@ -100,12 +103,14 @@ def launch(target: str, job: dict[str, Any], ranks: int, limit_s: float = float(
     return outcomes
 
 
-def _start(target: str, job: dict[str, Any], rank: int, ranks: int, port: int) -> _Child:
+def _start(target: str, job: dict[str, Any], rank: int, ranks: int, store: int) -> _Child:
     results, theirs = os.pipe()
-    arguments = [json.dumps(sys.path), target, rank, ranks, port, theirs]
+    arguments = [json.dumps(sys.path), target, rank, ranks, store, theirs]
     # A session of their own: Ctrl-C reaches the parent alone, which then ends all of them.
     command = [sys.executable, "-c", _CHILD, *map(str, arguments)]
-    process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, pass_fds=[theirs], start_new_session=True)
+    process = subprocess.Popen(
+        command, bufsize=0, stdin=subprocess.PIPE, pass_fds=[store, theirs], start_new_session=True
+    )
     os.close(theirs)
     assert process.stdin is not None
     # The child reads one line; then its standard input stays open, and its end tells the child that we are gone.
@@ -146,7 +151,7 @@ def _end(children: list[_Child]) -> None:
             child.process.wait()
 
 
-def run_child(target: str, rank: str, ranks: str, port: str, results: str) -> None:
+def run_child(target: str, rank: str, ranks: str, store: str, results: str) -> None:
     """What a child process runs: meets the others, calls the function, reports."""
     line = _read_line(0)
     if not line:
@@ -157,10 +162,11 @@ def run_child(target: str, rank: str, ranks: str, port: str, results: str) -> No
     try:
         module, function = target.split(":")
         work = getattr(importlib.import_module(module), function)
-        store = TCPStore("127.0.0.1", int(port), is_master=False)
-        dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(ranks))
-        message = {"result": work(dist.group.WORLD, **job)}
-        dist.destroy_process_group()
+        file = FileStore(f"/proc/self/fd/{store}", int(ranks))
+        with config.variables({"GLOO_SOCKET_IFNAME": "lo"}):  # in the work, too, which may make groups
+            dist.init_process_group("gloo", store=file, rank=int(rank), world_size=int(ranks))
+            message = {"result": work(dist.group.WORLD, **job)}
+            dist.destroy_process_group()
     except Exception as error:  # noqa: BLE001 - the parent raises it
         if not isinstance(error, MoecommError):
             traceback.print_exc()

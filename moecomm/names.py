@@ -30,7 +30,7 @@ def find(name: str) -> Buffer:
         Closed: it has been closed, or is gone.
         BadInput: no Buffer's name.
     """
-    buffer = _buffers.get(name)
+    buffer = get(name)
     if buffer is None:
         if not name.startswith(_PREFIX):
             raise BadInput("buffer", repr(name), "the .name of a Buffer of this process")
@@ -38,6 +38,11 @@ def find(name: str) -> Buffer:
     if buffer.closed:
         buffer.require_open()  # says so
     return buffer
+
+
+def get(name: str) -> Buffer | None:
+    """The Buffer of that name, open or closed, if it is there."""
+    return _buffers.get(name)
 
 
 def every() -> list[Buffer]:

@@ -4,11 +4,12 @@ caller has.
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
+from moecomm import config, strays
+from moecomm.board import Board, LocalBoard, SharedValues, StoreBoard
 from moecomm.errors import BadInput
 
 if TYPE_CHECKING:
@@ -28,10 +29,31 @@ class Rendezvous(Protocol):
         ...
 
 
+@runtime_checkable
+class Group(Rendezvous, Protocol):
+    """A Rendezvous over which Buffers open."""
+
+    def board(self) -> Board:
+        """Where its ranks leave each other what they need to open a Buffer.  The caller closes it."""
+        ...
+
+    def global_ranks(self) -> list[int]:
+        """Its ranks in the default group, by rank; empty where they are not known."""
+        ...
+
+
 class Alone:
-    """One rank: group=None."""
+    """One rank: group="self"."""
 
     rank, ranks, in_process = 0, 1, True
+
+    def board(self) -> Board:
+        """See Group."""
+        return LocalBoard(SharedValues())
+
+    def global_ranks(self) -> list[int]:
+        """See Group."""
+        return []
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Our own data."""
@@ -46,18 +68,38 @@ class ProcessGroup:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self.rank, self.ranks = group.rank(), group.size()
-        # NCCL groups move device tensors only; every other backend moves CPU tensors.
-        backends = {str(kind) for kind in getattr(group, "_device_types", [torch.device("cpu")])}
-        self._device = torch.device("cpu") if "cpu" in backends else torch.device("cuda", torch.cuda.current_device())
+
+    def board(self) -> Board:
+        """See Group.  The group's own collectives have its timeout, and end in its errors."""
+        try:
+            store = self._group.get_group_store()
+        except (AttributeError, RuntimeError) as error:
+            raise BadInput("group", f"a process group without a store ({error})", "one with a store") from error
+        return StoreBoard(store, "moecomm/")
+
+    def global_ranks(self) -> list[int]:
+        """See Group."""
+        import torch.distributed as dist
+
+        try:
+            return list(dist.get_process_group_ranks(self._group))
+        except (KeyError, ValueError):  # a group that the default group knows nothing of
+            return []
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Gathers over the group, as uint8 tensors of one length; no pickle."""
         import torch.distributed as dist
 
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
-        theirs = [torch.empty(len(data), dtype=torch.uint8, device=self._device) for _ in range(self.ranks)]
+        # NCCL groups move device tensors only; every other backend moves CPU tensors.
+        backends = {str(kind) for kind in getattr(self._group, "_device_types", [torch.device("cpu")])}
+        device = torch.device("cpu") if "cpu" in backends else torch.device("cuda", torch.cuda.current_device())
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+        theirs = [torch.empty(len(data), dtype=torch.uint8, device=device) for _ in range(self.ranks)]
         dist.all_gather(theirs, mine, group=self._group)
         return [bytes(t.cpu().tolist()) for t in theirs]
+
+
+_LOCAL_TIMEOUT_S = 60.0
 
 
 class LocalRank:
@@ -65,26 +107,22 @@ class LocalRank:
 
     in_process = True
 
-    def __init__(self, rank: int, shared: _Meeting) -> None:
-        self.rank, self.ranks, self._shared = rank, shared.ranks, shared
+    def __init__(self, rank: int, ranks: int, shared: SharedValues) -> None:
+        self.rank, self.ranks, self._shared = rank, ranks, shared
+
+    def board(self) -> Board:
+        """See Group."""
+        return LocalBoard(self._shared)
+
+    def global_ranks(self) -> list[int]:
+        """See Group."""
+        return []
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Gathers over the threads; all of them must be in this call."""
-        return self._shared.all_gather(self.rank, data)
+        from moecomm.opening import gather
 
-
-class _Meeting:
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-        self._barrier = threading.Barrier(ranks)
-        self._data: list[bytes] = [b""] * ranks
-
-    def all_gather(self, rank: int, data: bytes) -> list[bytes]:
-        self._data[rank] = data
-        self._barrier.wait(timeout=60)
-        everybody = list(self._data)
-        self._barrier.wait(timeout=60)
-        return everybody
+        return gather(self, data, _LOCAL_TIMEOUT_S)
 
 
 def local_ranks(ranks: int) -> list[LocalRank]:
@@ -95,15 +133,29 @@ def local_ranks(ranks: int) -> list[LocalRank]:
     """
     if ranks < 1:
         raise BadInput("ranks", ranks, "at least 1")
-    meeting = _Meeting(ranks)
-    return [LocalRank(rank, meeting) for rank in range(ranks)]
+    shared = SharedValues()
+    return [LocalRank(rank, ranks, shared) for rank in range(ranks)]
 
 
-def rendezvous(group: object) -> Rendezvous:
-    """The Rendezvous of what a caller passed as `group`: None, a ProcessGroup, a one-dimensional DeviceMesh, or a
-    LocalRank.
+def rendezvous(group: object) -> Group:
+    """The Group of what a caller passed as `group`: a ProcessGroup, a one-dimensional DeviceMesh, a LocalRank, "self",
+    or None, which is "self" in a program of one process.
+
+    Raises:
+        BadInput: anything else.  Ranks that wait for this process to open a Buffer raise it, too.
     """
+    try:
+        found = _group_of(group)
+    except BadInput as error:
+        strays.announce(error)
+        raise
+    return found
+
+
+def _group_of(group: object) -> Group:
     if group is None:
+        _check_alone()
+    if group is None or (isinstance(group, str) and group == "self"):
         return Alone()
     if isinstance(group, (Alone, ProcessGroup, LocalRank)):
         return group
@@ -113,6 +165,22 @@ def rendezvous(group: object) -> Rendezvous:
         group = group.get_group()
     if hasattr(group, "rank") and hasattr(group, "size") and callable(group.size):
         return ProcessGroup(group)  # type: ignore[arg-type]
-    raise BadInput(
-        "group", type(group).__name__, "None, a torch.distributed ProcessGroup, a DeviceMesh dimension or a LocalRank"
-    )
+    got = repr(group) if isinstance(group, str) else type(group).__name__
+    raise BadInput("group", got, 'a torch.distributed ProcessGroup, a DeviceMesh dimension, a LocalRank or "self"')
+
+
+def _check_alone() -> None:
+    """Raises BadInput where None may be the default group before there is one, so that each process would run alone."""
+    import torch.distributed as dist
+
+    alone = 'or "self" if each process is to run alone'
+    if dist.is_available() and dist.is_initialized():
+        if dist.get_world_size() > 1:
+            got = f"None, in a job of {dist.get_world_size()} processes"
+            raise BadInput("group", got, f"a process group, torch.distributed.group.WORLD for all of them, {alone}")
+    elif (ranks := config.launched_ranks()) > 1:
+        raise BadInput(
+            "group",
+            f"None, in a job of {ranks} processes (WORLD_SIZE) without a process group",
+            f"torch.distributed.group.WORLD, after a call of torch.distributed.init_process_group(), {alone}",
+        )

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moecomm.errors import BadInput, Mismatch
-from moecomm.rendezvous import Rendezvous
 from moecomm.whole import is_whole
 
 if TYPE_CHECKING:
     from moecomm.backends import Backend
+    from moecomm.rendezvous import Rendezvous
 
 VERSION = 7  # of the protocol in csrc/protocol
 MAX_RANKS, MAX_TOPK, MAX_FLAT_ROWS = 64, 32, 1 << 23

@@ -124,6 +124,7 @@ class Ranks:
 
 def _rank_main(queue: Any, store: str, rank: int, ranks: int, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no listener that other machines reach
     try:
         dist.init_process_group(
             "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=30)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +44,32 @@ def fail_in_a_round(group: dist.ProcessGroup, how: str) -> None:
 
 def disagree(group: dist.ProcessGroup) -> None:
     open_buffer(group, topk=1 + group.rank() // 2)
+
+
+def listening(group: dist.ProcessGroup) -> list[list[str]]:
+    """Addresses at which this rank's process and its parent accept connections, as /proc/net/tcp has them."""
+    dist.barrier(group)
+    found = []
+    for process in (os.getpid(), os.getppid()):
+        sockets = set()
+        for fd in os.listdir(f"/proc/{process}/fd"):
+            with contextlib.suppress(FileNotFoundError):  # the one that lists them
+                sockets.add(os.readlink(f"/proc/{process}/fd/{fd}"))
+        tables = [Path(f"/proc/net/{table}").read_text() for table in ("tcp", "tcp6")]
+        lines = [line.split() for table in tables for line in table.splitlines()]
+        listeners = [
+            words[1].split(":")[0] for words in lines if words[3] == "0A" and f"socket:[{words[9]}]" in sockets
+        ]
+        found.append(sorted(listeners))
+    dist.barrier(group)
+    return found
+
+
+def test_nobody_listens_to_other_machines_or_users() -> None:
+    loopback = "0100007F"
+    for own, parent in launch(f"{__name__}:listening", {}, 2):
+        assert own and set(own) == {loopback}, "gloo's own, between the ranks"
+        assert parent == []
 
 
 def test_results_come_back_by_rank() -> None:

@@ -171,6 +171,7 @@ def test_what_does_not_fit_is_named_before_a_row_is_sent() -> None:
             with pytest.raises(BadInput) as caught:
                 ranks.buffers[0].moe(**good[0] | change)
             assert caught.value.argument in change, change
+            ranks.buffers[1].count_rejected()  # as if the call had failed there as well: the ranks stay in step
         with pytest.raises(BadInput, match="bias"):  # seen by combine, by all ranks alike
             ranks.moe([call | refused[-1] for call in good])
         for rank, out in enumerate(ranks.moe(good)):

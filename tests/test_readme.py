@@ -6,13 +6,18 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import moecomm
+
+from .conftest import Ranks
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -87,26 +92,55 @@ def test_follow_one_token_goes_from_buffer_to_output() -> None:
     assert places == sorted(places)
 
 
-def test_the_example_runs_and_computes_what_it_says() -> None:
-    """As it stands, without a process group: one rank.  `out` is the sum of topk_weights * y, here (expert + 1) x."""
-    example, _ = blocks("python")
-    assert len([line for line in example.splitlines() if line]) <= 15
-    names: dict = {}
-    exec(compile(example, "README.md", "exec"), names)
-    assert names["group"] is None
-    scale = (names["topk_weights"] * (names["topk_idx"] + 1)).sum(dim=1, keepdim=True).double()
+def run_example(index: int) -> dict[str, Any]:
+    """Names that the example leaves behind, run as it stands in a process of the default process group."""
+    names: dict[str, Any] = {}
+    exec(compile(blocks("python")[index], "README.md", "exec"), names)
+    return names
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """init_process_group() makes a group of one rank, without a launcher."""
+    init = partial(dist.init_process_group, store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def check_example(names: dict[str, Any]) -> None:
+    """`out` is the sum of topk_weights * y, where y is (number of the expert among those of its rank + 1) x."""
+    local = 256 // names["buffer"].num_ranks
+    scale = (names["topk_weights"] * (names["topk_idx"] % local + 1)).sum(dim=1, keepdim=True).double()
     expected = names["x"].double() * scale
-    # Two roundings to bfloat16: of every y, and of the result.
-    assert ((names["out"].double() - expected).abs() <= 2.1 * 2**-8 * expected.abs()).all()
+    # Two roundings to bfloat16, of every y and of the result, and one of the sum of each rank.
+    assert ((names["out"].double() - expected).abs() <= 3.1 * 2**-8 * expected.abs()).all()
     assert names["buffer"].closed
 
 
-def test_the_layer_in_a_model_runs_compiled_and_has_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_runs_and_computes_what_it_says(one_rank: None) -> None:
+    assert len([line for line in blocks("python")[0].splitlines() if line]) <= 15
+    check_example(run_example(0))
+    assert not dist.is_initialized()
+
+
+def _example_on_a_rank(rank: int, group: Any) -> int:
+    dist.init_process_group = lambda backend: None  # done, as torchrun has the ranks do it
+    names = run_example(0)
+    check_example(names)
+    return int(names["buffer"].num_ranks)
+
+
+def test_the_example_runs_over_all_processes(ranks: Ranks) -> None:
+    assert ranks.run(2, _example_on_a_rank) == [2, 2]
+
+
+def test_the_layer_in_a_model_runs_compiled_and_has_gradients(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it stands, on one rank; the compiler's own backend would take a C++ compiler, and its time."""
-    _, example = blocks("python")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    names: dict = {}
-    exec(compile(example, "README.md", "exec"), names)
+    names = run_example(1)
     layer, x = names["layer"], names["x"]
     assert torch.equal(names["y"], layer(x))
     for grad in (x.grad, *(p.grad for p in layer.parameters())):
@@ -275,5 +309,5 @@ def test_headlines_are_of_what_was_measured_as_the_table_of_blocks_says(
 
 def test_failures_promised_are_errors_that_exist() -> None:
     promised = set(re.findall(r"`([A-Z]\w+)`", README.split("## What happens on failure")[1].split("\n## ")[0]))
-    assert promised == {"BadInput", "Mismatch", "Timeout", "PeerLost", "Aborted", "Unsupported"}
+    assert promised == {"BadInput", "Mismatch", "Timeout", "PeerLost", "Aborted", "ConcurrentCall", "Unsupported"}
     assert all(issubclass(getattr(moecomm, name), moecomm.MoecommError) for name in promised)

@@ -14,9 +14,11 @@ namespace moecomm {
 
 template <class Call>
 MOECOMM_FN void fill_notice(const Call& c, Notice& n) {
-    const u32 round = round_of(c.a.route, Call::cfg.ranks);  // on its way while the rest is written
+    // On their way while the rest is written.
+    const u32 round = round_of(c.a.route, Call::cfg.ranks), rejected = load_relaxed(&own_state(c.a.ctx)->rejected);
     n = Notice{};
     n.op = static_cast<u32>(Op::combine);
+    n.rejected = rejected;
     n.call = c.a.call;
     n.num_tokens = c.a.num_tokens;
     n.chunk_tokens = c.a.chunk_tokens;
@@ -62,20 +64,20 @@ MOECOMM_FN void announce(const Call& c) {
     }
 }
 
-// A warp: until every rank has read what we offered in combine `round`.  A rank that wants none of our rows may be through with a later
-// one already, so a later tag will do.
+// A warp: until every rank has read what we offered in the combine of tag `wanted`.  A rank that wants none of our rows may be through with
+// this one already, so a later tag will do.
 template <class Call>
-MOECOMM_FN bool await_drained(const Call& c, u32 round) {
+MOECOMM_FN bool await_drained(const Call& c, u32 wanted) {
     bool missing = false;
-    for (i32 p = lane_id(); round != 0 && p < Call::cfg.ranks && !missing; p += kWarp) {
+    for (i32 p = lane_id(); wanted != 0 && p < Call::cfg.ranks && !missing; p += kWarp) {
         if (!c.domains().reaches(p)) continue;
         const auto* flag = c.transport.template local<const u64>(drained_at(c.window(), p));
         u32 tag;
         const auto reached = [&] {
             tag = signal_tag(load_acquire(flag));
-            return static_cast<i32>(tag - round) >= 0;
+            return has_reached(tag, wanted, c.round.tag);
         };
-        missing = !wait_for(c.round, Phase::drained, p, round, reached, [&] { return static_cast<i64>(tag); });
+        missing = !wait_for(c.round, Phase::drained, p, wanted, reached, [&] { return static_cast<i64>(tag); });
     }
     return !__any_sync(kAllLanes, missing);
 }

@@ -105,7 +105,7 @@ MOECOMM_FN void send_mail(const Call& c, i32 words, PutAhead put_ahead) {
         if (!__all_sync(kAllLanes, came) || !put_ahead(peer)) return;
         if (!put(c, c.transport, Phase::notice, peer, mail, mail, words * sizeof(u64))) return;
         if (lane_id() == 0 && await_room(c.round, c.transport, Phase::notice, peer, c.posters()))
-            c.transport.add(peer, mail_signal(c.me()), tag_signal(1));  // one a round
+            c.transport.add(peer, mail_signal(c.me()), tag_signal(kTagStep));  // mail_value
         __syncwarp();
     }
 }
@@ -120,9 +120,10 @@ template <class Call>
 MOECOMM_FN bool await_mail(const Call& c, i32 thread, i32 stride) {
     for (i32 from = thread; from < Call::cfg.ranks; from += stride) {
         if (c.domains().reaches(from)) continue;
-        const auto tag = [&] { return signal_tag(c.transport.signal_value(mail_signal(from))); };
-        const auto came = [&] { return static_cast<i32>(tag() - c.round.tag) >= 0; };
-        if (!wait_for(c.round, Phase::notice, from, c.round.tag, came, [&] { return static_cast<i64>(tag()); })) return false;
+        const auto signal = [&] { return c.transport.signal_value(mail_signal(from)); };
+        const auto came = [&] { return mail_has_come(signal(), c.round.tag); };
+        if (!wait_for(c.round, Phase::notice, from, c.round.tag, came, [&] { return static_cast<i64>(signal_tag(signal())); }))
+            return false;
     }
     return true;
 }

@@ -19,7 +19,7 @@ MOECOMM_FN bool arrive_last(u32* counter) {
 // that nothing has to be counted when rows are through.
 MOECOMM_FN void count_round(const Context& ctx, u32 tag) {
     State* state = own_state(ctx);
-    if (arrive_last(&state->begun)) store_relaxed(&state->round, tag);
+    if (arrive_last(&state->begun)) store_relaxed(&state->round, round_number(tag));
 }
 
 // Every thread of every block calls it, with a counter of State; true in the block that comes last, which sees what all others wrote.

@@ -30,7 +30,7 @@ struct Begin {
 // By one thread of each block, whose others read it after a __syncthreads.
 MOECOMM_FN void look_up_round(const Context& ctx, Begin& begin) {
     const u32 last = load_relaxed(&own_state(ctx)->round), aborted = load_relaxed(deadline_of(ctx).abort_here);
-    begin.tag = last + 1;
+    begin.tag = round_tag(last + 1);
     begin.aborted = aborted;
 }
 

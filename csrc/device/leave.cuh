@@ -44,7 +44,7 @@ MOECOMM_FN void leave(const LeaveArgs& a) {
         if (!__all_sync(kAllLanes, goes)) return;
         transport.put(peer, a.mail, a.mail, a.bytes);
         if (!speaks) continue;
-        transport.add(peer, mail_signal(a.rank), tag_signal(1));  // one a round
+        transport.add(peer, mail_signal(a.rank), tag_signal(kTagStep));  // mail_value
         u64 ticket[2];
         transport.sent_begin(peer, ticket);
         await_poll(deadline, [&] { return transport.sent_ended(peer, ticket); });

@@ -63,7 +63,7 @@ MOECOMM_FN bool calls_otherwise(const Round& r, i32 from, const Notice& mine) {
     const auto* words = own<const u64>(r.ctx, mail_word(r, from, 0));
     const u64 op = load_relaxed(words + kOpWord), low = load_relaxed(words + kCallWord), high = load_relaxed(words + kCallWord + 1);
     if (signal_tag(op) != r.tag || signal_tag(low) != r.tag || signal_tag(high) != r.tag) return false;
-    return signal_word(op) != mine.op || (static_cast<u64>(signal_word(high)) << 32 | signal_word(low)) != mine.call;
+    return signal_word(op) != reinterpret_cast<const u32*>(&mine)[kOpWord] || (static_cast<u64>(signal_word(high)) << 32 | signal_word(low)) != mine.call;
 }
 
 }  // namespace moecomm

@@ -9,7 +9,7 @@ namespace moecomm {
 struct Round {
     const Context& ctx;
     Op op;
-    u32 tag;  // its number
+    u32 tag;
 };
 
 template <class T>
@@ -32,7 +32,7 @@ MOECOMM_FN void write_record(const Round& r, Phase phase, const Verdict& v, u64 
     record->argument = static_cast<u32>(v.argument);
     record->rank = r.ctx.rank;
     record->peer = v.peer;
-    record->round = r.tag;
+    record->round = round_number(r.tag);
     record->expected = v.expected;
     record->seen = v.seen;
     record->waited_ns = waited_ns;

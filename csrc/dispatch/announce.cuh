@@ -8,6 +8,7 @@ namespace moecomm {
 template <class Call>
 MOECOMM_FN void fill_notice(const Call& c, Notice& n) {
     n.op = static_cast<u32>(Op::dispatch);
+    n.rejected = load_relaxed(&own_state(c.a.ctx)->rejected);
     n.status = static_cast<u32>(Argument::none);
     n.call = c.a.call;
     n.value = Call::cfg.repeat ? round_of(c.a.route, Call::cfg.ranks) : 0;

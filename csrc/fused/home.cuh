@@ -163,7 +163,7 @@ MOECOMM_FN bool await_landed(const LayerArgs& a, const Round& r) {
         const auto landed = [&] {
             tag = signal_tag(load_acquire(flag));
             late = load_relaxed(reinterpret_cast<const u32*>(a.late));
-            return static_cast<i32>(tag - r.tag) >= 0 || late != 0;  // a later tag says so as well
+            return has_reached(tag, r.tag, r.tag) || late != 0;  // a later tag says so as well
         };
         missing = !wait_for(r, Phase::reduced, p, r.tag, landed, [&] { return static_cast<i64>(tag); }) || late != 0;
         if (late != 0) report_failure(r, Waited::timeout, Phase::grid, a.ctx.rank, 0, 0, a.ctx.timeout_ns);

@@ -50,7 +50,7 @@ struct LayerArgs {
 };
 static_assert(sizeof(LayerArgs) % sizeof(u64) == 0 && sizeof(LayerArgs) < 2048, "a kernel takes 4 KB of arguments, GemmArgs among them");
 
-// The round whose rows are dealt with, 0 if it was void.
+// The tag of the round whose rows are dealt with, 0 if it was void.
 MOECOMM_FN u32 layer_round(const LayerArgs& a) { return load_relaxed(&own_state(a.ctx)->last_dispatch); }
 MOECOMM_FN bool aborted(const LayerArgs& a) { return load_relaxed(deadline_of(a.ctx).abort_here) != 0; }
 // By one thread of the first launch: whether the dispatch has failed is settled, once, for the launches after it.  An abort word may be set

@@ -2,6 +2,7 @@
 #include <time.h>
 
 #include "../protocol/deadline.h"
+#include "during_waits.h"
 
 namespace moecomm {
 
@@ -34,6 +35,7 @@ void back_off(u32 tries) {
         sched_yield();
         return;
     }
+    host::DuringWaits::look();
     const i64 longer = kFirstSleep * static_cast<i64>(tries - kSpins - kYields);
     const timespec pause{0, longer < kLongestSleep ? longer : kLongestSleep};
     nanosleep(&pause, nullptr);

@@ -81,13 +81,13 @@ class Pulls {
     std::vector<std::unique_ptr<Pull>> all_;
 };
 
-// Every rank of our domain, and nobody else reads it, has read what we offered in combine `round`.  A rank that wants none of our rows may
-// be a combine ahead of us, and so its flag.
-bool await_drained(Combine& c, u32 round) {
+// Every rank of our domain, and nobody else reads it, has read what we offered in the combine of tag `wanted`.  A rank that wants none of
+// our rows may be through with this combine already, and so its flag.
+bool await_drained(Combine& c, u32 wanted) {
     for (i32 p = c.r.first; p < c.r.first + c.r.near; ++p) {
         const u64* flag = at<u64>(c.a.ctx, c.r.me, drained_at(c.a.ctx.window, p));
-        const auto drained = [&] { return static_cast<i32>(signal_tag(load_acquire(flag)) - round) >= 0; };
-        if (!c.r.watch.until(Phase::drained, drained, [&] { return Missing{p, flag, round}; })) return false;
+        const auto drained = [&] { return has_reached(signal_tag(load_acquire(flag)), wanted, c.r.tag); };
+        if (!c.r.watch.until(Phase::drained, drained, [&] { return Missing{p, flag, wanted}; })) return false;
     }
     return true;
 }

@@ -36,7 +36,7 @@ struct Dispatch {
     // The second half belongs to the round of the first.
     static u32 tag_of(const DispatchArgs& args) {
         const State& state = Round::state_of(args.ctx);
-        return args.part == static_cast<i32>(Part::end) ? state.last_dispatch : state.round + 1;
+        return args.part == static_cast<i32>(Part::end) ? state.last_dispatch : round_tag(state.round + 1);
     }
 };
 

@@ -9,6 +9,9 @@ namespace moecomm::host {
 void dispatch(const DispatchArgs& args);
 void combine(const CombineArgs& args);
 
+// Counts a call of this rank that failed before its rounds were made; the notices of later rounds carry the count.
+void count_rejected(const Context& ctx);
+
 // Tells every peer that this rank will take part in no further round.  Does not wait.
 void leave(const Context& ctx);
 

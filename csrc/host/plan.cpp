@@ -19,6 +19,7 @@ Plan::Plan(const DispatchArgs& args, const Round& round)
       columns_(args.ctx.window.columns),
       experts_here_(args.ctx.shape.experts / args.ctx.shape.ranks) {
     if (a_.repeat != 0 || a_.part == static_cast<i32>(Part::end)) return;
+    ids_.reset(new i32[static_cast<i64>(a_.num_tokens) * shape_.topk]);  // not initialized: count() writes all of them
     before_.assign(static_cast<i64>(own_chunks()) * columns_, 0);
     total_.assign(columns_, 0);
     earlier_.assign(columns_, 0);
@@ -32,9 +33,10 @@ BadEntry Plan::count(i32 chunk) {
     for (i32 token = first; token < end; ++token) {
         u64 ranks_seen = 0;
         for (i64 entry = static_cast<i64>(token) * shape_.topk; entry < (token + 1ll) * shape_.topk; ++entry) {
-            const i64 id = id_at(entry);
-            if (!valid_id(id, shape_.experts)) {
-                bad = worse(bad, {Argument::topk_idx, entry, id});
+            const i64 given = read_id(entry);
+            const i32 id = ids_[entry] = valid_id(given, shape_.experts) ? static_cast<i32>(given) : -1;
+            if (given != id) {
+                bad = worse(bad, {Argument::topk_idx, entry, given});
             } else if (id >= 0) {
                 ++counts[id];
                 ranks_seen |= 1ull << owner(id);

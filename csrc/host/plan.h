@@ -1,5 +1,6 @@
 // From everybody's counts to rows: the arithmetic of ../protocol/slots.h for one dispatch.
 #pragma once
+#include <memory>
 #include <vector>
 
 #include "round.h"
@@ -19,10 +20,10 @@ class Plan {
   public:
     Plan(const DispatchArgs& args, const Round& round);
 
-    // The k-th expert of a token, by entry = token * topk + k; -1 for none.
-    i64 id_at(i64 entry) const { return a_.idx_bytes == 8 ? memory<const i64>(a_.topk_idx)[entry] : memory<const i32>(a_.topk_idx)[entry]; }
-    i32 owner(i64 id) const { return static_cast<i32>(id) / experts_here_; }
-    i32 local(i64 id) const { return static_cast<i32>(id) % experts_here_; }
+    // The k-th expert of a token that has been counted, by entry = token * topk + k; -1 for none.
+    i32 id_at(i64 entry) const { return ids_[entry]; }
+    i32 owner(i32 id) const { return id / experts_here_; }
+    i32 local(i32 id) const { return id % experts_here_; }
 
     i32 own_chunks() const { return ceil_div(a_.num_tokens, a_.chunk_tokens); }
     // Counts one chunk of our tokens: tokens per expert, then flat rows per rank.  Returns what is wrong with it.
@@ -52,6 +53,11 @@ class Plan {
     // A sender walks a row, so the columns of a chunk lie together.
     i32* before_chunk(i32 chunk) { return &before_[static_cast<i64>(chunk) * columns_]; }
     BadEntry bad_weight(i32 token, i32 end) const;
+    // From the caller's tensor, which another thread may change at any time: read once an entry, by count().
+    i64 read_id(i64 entry) const {
+        if (a_.idx_bytes == 8) return static_cast<i64>(load_relaxed(memory<const u64>(a_.topk_idx) + entry));
+        return static_cast<i32>(load_relaxed(memory<const u32>(a_.topk_idx) + entry));
+    }
     i64 rows_needed(i32 rank) const;
     void place_experts();
     void store_outputs();
@@ -61,9 +67,10 @@ class Plan {
     const Shape& shape_;
     const i32 columns_;
     const i32 experts_here_;
-    std::vector<i32> before_;   // by chunk of ours and column: its counts, after total_up() those of the chunks before it
-    std::vector<i32> total_;    // by column: of our own chunks, after gather() of all ranks
-    std::vector<i32> earlier_;  // by column: of the ranks before us, after place() the row of our first token
+    std::unique_ptr<i32[]> ids_;  // by entry: what count() has read and found in range; what rows are given out by is what was counted
+    std::vector<i32> before_;     // by chunk of ours and column: its counts, after total_up() those of the chunks before it
+    std::vector<i32> total_;      // by column: of our own chunks, after gather() of all ranks
+    std::vector<i32> earlier_;    // by column: of the ranks before us, after place() the row of our first token
 };
 
 }  // namespace moecomm::host

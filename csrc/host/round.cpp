@@ -5,7 +5,7 @@
 
 namespace moecomm::host {
 
-Round::Round(const Context& context, Op operation, u32 number)
+Round::Round(const Context& context, Op operation, u32 round_tag)
     : ctx(context),
       op(operation),
       me(context.rank),
@@ -13,13 +13,14 @@ Round::Round(const Context& context, Op operation, u32 number)
       near(domain_ranks(context.shape)),
       first(me - me % near),
       state(state_of(context)),
-      tag(number),
+      tag(round_tag),
       watch(ctx, op, tag),
       notices_(ranks) {}
 
 // Every word with release: a peer that has them all may write to our output, which we are done with.
 void Round::announce(Notice mine, const i32* counts) {
     mine.op = static_cast<u32>(op);
+    mine.rejected = load_relaxed(&state.rejected);
     u32 words[kNoticeWords];
     std::memcpy(words, &mine, sizeof(words));
     if (domains() > 1) announce_far(words, counts);
@@ -40,14 +41,12 @@ void Round::announce_far(const u32* words, const i32* counts) {
         const i32 to = peer(turn);
         if (reaches(to)) continue;
         link().put(to, mail_at(ctx.window, ranks, tag, me), letter.data(), letter.size() * sizeof(u64));
-        link().signal(to, mail_signal(me), tag_signal(tag));
+        link().signal(to, mail_signal(me), mail_value(tag));
     }
 }
 
 // A rank may have sent the mail of the round after this one already.
-bool Round::mail_landed(i32 from) const {
-    return reaches(from) || static_cast<i32>(signal_tag(load_acquire(signal(mail_signal(from)))) - tag) >= 0;
-}
+bool Round::mail_landed(i32 from) const { return reaches(from) || mail_has_come(load_acquire(signal(mail_signal(from))), tag); }
 
 bool Round::read_notice(i32 from) {
     if (!mail_landed(from)) return false;
@@ -126,7 +125,7 @@ void Round::leave_verdict(const Verdict& verdict) {
     record.argument = static_cast<u32>(verdict.argument);
     record.rank = me;
     record.peer = verdict.peer;
-    record.round = tag;
+    record.round = round_number(tag);
     record.expected = verdict.expected;
     record.seen = verdict.seen;
     leave_record(ctx, record);

@@ -13,7 +13,7 @@ namespace moecomm::host {
 class Round {
   public:
     // The round that comes next, or an earlier one that is not over yet.
-    Round(const Context& ctx, Op op) : Round(ctx, op, state_of(ctx).round + 1) {}
+    Round(const Context& ctx, Op op) : Round(ctx, op, round_tag(state_of(ctx).round + 1)) {}
     Round(const Context& ctx, Op op, u32 tag);
 
     const Context& ctx;
@@ -23,7 +23,7 @@ class Round {
     const i32 near;   // ranks of our domain
     const i32 first;  // the first of them
     State& state;     // ours alone
-    const u32 tag;    // the number of this round
+    const u32 tag;    // of this round
     Watch watch;
 
     static State& state_of(const Context& ctx) { return *at<State>(ctx, ctx.rank, ctx.window.state); }
@@ -64,7 +64,7 @@ class Round {
 
     // Leaves the record of a round that is void on every rank.  The Buffer goes on.
     void leave_verdict(const Verdict& verdict);
-    void finish() { state.round = tag; }
+    void finish() { state.round = round_number(tag); }
 
   private:
     u64* mail(i32 window, i32 from) const { return at<u64>(ctx, window, mail_at(ctx.window, ranks, tag, from)); }

@@ -22,7 +22,7 @@ void place_token(const Dispatch& d, i32 token, i32* cursors) {
     i32* slot = d.token_slot + static_cast<i64>(token) * d.r.ranks;
     std::fill_n(slot, d.r.ranks, -1);
     for (i64 entry = static_cast<i64>(token) * d.topk; entry < (token + 1ll) * d.topk; ++entry) {
-        const i64 id = d.plan.id_at(entry);
+        const i32 id = d.plan.id_at(entry);
         const i32 owner = id < 0 ? -1 : d.plan.owner(id);
         d.token_owner[entry] = owner;
         d.token_rows[entry] = -1;

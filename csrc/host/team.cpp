@@ -1,6 +1,9 @@
 #include "team.h"
 
+#include <chrono>
 #include <system_error>
+
+#include "during_waits.h"
 
 namespace moecomm::host {
 
@@ -34,7 +37,13 @@ void Team::run_all(const std::function<void(i32)>& work) {
     changed_.notify_all();
     work(0);
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [this] { return busy_ == 0; });
+    const auto done = [this] { return busy_ == 0; };
+    if (!DuringWaits::any()) return changed_.wait(lock, done);
+    while (!changed_.wait_for(lock, std::chrono::nanoseconds(kLookNs), done)) {
+        lock.unlock();
+        DuringWaits::look();
+        lock.lock();
+    }
 }
 
 void Team::serve(i32 worker) {

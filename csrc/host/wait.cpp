@@ -40,7 +40,7 @@ void leave_record(const Context& ctx, const FailureRecord& record) {
     store_release(&out->code, code);
 }
 
-Watch::Watch(const Context& ctx, Op op, u32 round) : ctx_(ctx), op_(op), round_(round), deadline_(deadline_of(ctx)) {}
+Watch::Watch(const Context& ctx, Op op, u32 tag) : ctx_(ctx), op_(op), tag_(tag), deadline_(deadline_of(ctx)) {}
 
 u32 Watch::abort_seen() const {
     const u32 word = load_relaxed(deadline_.abort_here);
@@ -49,8 +49,8 @@ u32 Watch::abort_seen() const {
 
 bool Watch::aborted() {
     if (abort_seen() == 0) return false;
-    const u64* own = at<u64>(ctx_, ctx_.rank, mail_at(ctx_.window, ctx_.shape.ranks, round_, ctx_.rank));
-    fail(Waited::aborted, Phase::notice, {ctx_.rank, own, round_}, 0);
+    const u64* own = at<u64>(ctx_, ctx_.rank, mail_at(ctx_.window, ctx_.shape.ranks, tag_, ctx_.rank));
+    fail(Waited::aborted, Phase::notice, {ctx_.rank, own, tag_}, 0);
     return true;
 }
 
@@ -63,9 +63,9 @@ void Watch::fail(Waited waited, Phase phase, const Missing& missing, u64 waited_
     record.phase = static_cast<u32>(phase);
     record.rank = ctx_.rank;
     record.peer = abort_culprit(word);
-    record.round = round_;
-    record.expected = missing.tag;
-    record.seen = signal_tag(load_acquire(missing.flag));
+    record.round = round_number(tag_);
+    record.expected = round_number(missing.tag);
+    record.seen = round_number(signal_tag(load_acquire(missing.flag)));
     record.waited_ns = waited_ns;
     leave_record(ctx_, record);
     tell_everybody(ctx_, word);

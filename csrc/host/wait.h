@@ -21,7 +21,7 @@ struct Missing {
 // of this rank ends.  Used by all threads of the rank at once.
 class Watch {
   public:
-    Watch(const Context& ctx, Op op, u32 round);
+    Watch(const Context& ctx, Op op, u32 tag);
 
     // Waits until `ready()`.  Only if that fails is `missing()` asked for what the record shall name.  False: the round is lost.
     template <class Ready, class Find>
@@ -43,7 +43,7 @@ class Watch {
 
     const Context& ctx_;
     const Op op_;
-    const u32 round_;
+    const u32 tag_;
     const Deadline deadline_;
     u32 claimed_ = 0;  // 1 once a thread has failed: only that one writes the record
 };

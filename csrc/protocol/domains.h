@@ -46,7 +46,10 @@ MOECOMM_BOTH constexpr i32 index_of(const Shape& s, i32 rank) { return rank % do
 MOECOMM_BOTH constexpr i32 relay_of(const Shape& s, i32 rank, i32 domain) { return domain * domain_ranks(s) + index_of(s, rank); }
 
 // Words of `signals`.  Links add to them; each has one writer, who so can make it any value: those of word_signal and tag_signal.
-MOECOMM_BOTH constexpr u64 mail_signal(i32 from) { return from; }  // the round of the last mail
+MOECOMM_BOTH constexpr u64 mail_signal(i32 from) { return from; }  // mail_value of the last mail
+// One step a round from 0 on, so that kernels add the same each time.
+MOECOMM_BOTH constexpr u64 mail_value(u32 tag) { return tag_signal(tag - 1); }
+MOECOMM_BOTH constexpr bool mail_has_come(u64 signal, u32 tag) { return has_reached(signal_tag(signal) + 1, tag, tag); }
 constexpr u64 kLanded = 0, kLandingCredit = 1, kReturned = 2, kReturnedCredit = 3;
 MOECOMM_BOTH constexpr u64 place_signal(const Shape& s, u64 kind, i32 domain, i32 chunk, i32 chunk_tokens) {
     const u64 place = static_cast<u64>(domain) * s.ring_tokens + chunk % ring_chunks(s, chunk_tokens);
@@ -69,8 +72,8 @@ MOECOMM_BOTH constexpr u64 returned_credit(const Shape& s, i32 domain, i32 chunk
     return place_signal(s, kReturnedCredit, domain, chunk, chunk_tokens);
 }
 // At whoever a rank has put something straight: the round of the last of it, by parity and sender.
-MOECOMM_BOTH constexpr u64 straight_signal(const Shape& s, u32 round, i32 from) {
-    return s.ranks + kSignalsOfPlace * domains(s) * s.ring_tokens + (round & 1) * static_cast<u64>(s.ranks) + from;
+MOECOMM_BOTH constexpr u64 straight_signal(const Shape& s, u32 tag, i32 from) {
+    return s.ranks + kSignalsOfPlace * domains(s) * s.ring_tokens + round_parity(tag) * static_cast<u64>(s.ranks) + from;
 }
 MOECOMM_BOTH constexpr u64 signal_at(const WindowLayout& w, u64 which) { return w.signals + which * sizeof(u64); }
 
@@ -120,11 +123,11 @@ MOECOMM_BOTH constexpr i64 straight_bytes(const Shape& s) {
 MOECOMM_BOTH constexpr bool goes_straight(const Shape& s, i32 num_tokens) {
     return domains(s) > 1 && num_tokens <= s.ring_tokens && num_tokens * straight_bytes(s) <= s.packet_bytes;
 }
-MOECOMM_BOTH constexpr u64 straight_at(const WindowLayout& w, const Shape& s, u32 round, i32 from, i32 token) {
-    return packets_at(w, s, round, from) + static_cast<u64>(token * straight_bytes(s));
+MOECOMM_BOTH constexpr u64 straight_at(const WindowLayout& w, const Shape& s, u32 tag, i32 from, i32 token) {
+    return packets_at(w, s, tag, from) + static_cast<u64>(token * straight_bytes(s));
 }
-MOECOMM_BOTH constexpr u64 straight_row_at(const WindowLayout& w, const Shape& s, u32 round, i32 from, i32 token) {
-    return straight_at(w, s, round, from, token) + sizeof(Landed);
+MOECOMM_BOTH constexpr u64 straight_row_at(const WindowLayout& w, const Shape& s, u32 tag, i32 from, i32 token) {
+    return straight_at(w, s, tag, from, token) + sizeof(Landed);
 }
 
 // What a relay keeps of a token of rank (domain, own index): the rows of its k experts, their owners, and the flat row at each rank of our

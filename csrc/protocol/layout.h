@@ -20,12 +20,13 @@ MOECOMM_BOTH constexpr i32 domains(const Shape& s) { return s.ranks / domain_ran
 
 // A rank's own counters.  In device memory, so that a replayed graph counts on.
 struct State {
-    u32 round;          // rounds begun
-    u32 last_combine;   // the round of the last combine that staged rows, 0 if none
-    u32 last_dispatch;  // the round of the last dispatch, 0 if it was void: what the second half of a split dispatch waits for
+    u32 round;          // rounds begun, modulo 2^31 or more: signal.h
+    u32 rejected;       // calls of this rank that failed before their rounds were made: Notice::rejected
+    u32 last_combine;   // the tag of the last combine that staged rows, 0 if none
+    u32 last_dispatch;  // the tag of the last dispatch, 0 if it was void: what the second half of a split dispatch waits for
     u32 begun;          // kernels: blocks of this launch that have read `round`
     u32 finished;       // kernels: blocks of this launch that are through
-    u32 claim;          // kernels: the last round with a failure that some thread has spoken for
+    u32 claim;          // kernels: the tag of the last round with a failure that some thread has spoken for
     u32 taken;          // kernels: pieces of a combine that warps have asked for, 0 between launches
 };
 
@@ -110,8 +111,8 @@ MOECOMM_BOTH WindowLayout window_layout(const Shape& s) {
     return w;
 }
 
-MOECOMM_BOTH constexpr u64 mail_at(const WindowLayout& w, i32 ranks, u32 round, i32 from) {
-    return w.mail + ((round & 1) * static_cast<u64>(ranks) + from) * w.mail_words * sizeof(u64);
+MOECOMM_BOTH constexpr u64 mail_at(const WindowLayout& w, i32 ranks, u32 tag, i32 from) {
+    return w.mail + (round_parity(tag) * static_cast<u64>(ranks) + from) * w.mail_words * sizeof(u64);
 }
 MOECOMM_BOTH constexpr u64 arrived_at(const WindowLayout& w, const Shape& s, i32 from, i32 chunk) {
     return w.arrived + (static_cast<u64>(from) * s.max_tokens + chunk) * sizeof(u64);
@@ -123,11 +124,11 @@ MOECOMM_BOTH constexpr u64 drained_at(const WindowLayout& w, i32 from) { return 
 MOECOMM_BOTH constexpr u64 range_at(const WindowLayout& w, const Shape& s, i32 rank, i32 chunk) {
     return w.ranges + (static_cast<u64>(rank) * s.max_tokens + chunk) * sizeof(u32);
 }
-MOECOMM_BOTH constexpr u64 packets_at(const WindowLayout& w, const Shape& s, u32 round, i32 from) {
-    return w.packets + ((round & 1) * static_cast<u64>(s.ranks) + from) * static_cast<u64>(s.packet_bytes);
+MOECOMM_BOTH constexpr u64 packets_at(const WindowLayout& w, const Shape& s, u32 tag, i32 from) {
+    return w.packets + (round_parity(tag) * static_cast<u64>(s.ranks) + from) * static_cast<u64>(s.packet_bytes);
 }
-MOECOMM_BOTH constexpr u64 weight_at(const WindowLayout& w, const Shape& s, u32 round, i32 home, i32 entry) {  // token * topk + k
-    const u64 first = w.packets + 2 * s.ranks * static_cast<u64>(s.packet_bytes), turn = (round & 1) * static_cast<u64>(s.ranks) + home;
+MOECOMM_BOTH constexpr u64 weight_at(const WindowLayout& w, const Shape& s, u32 tag, i32 home, i32 entry) {  // token * topk + k
+    const u64 first = w.packets + 2 * s.ranks * static_cast<u64>(s.packet_bytes), turn = round_parity(tag) * static_cast<u64>(s.ranks) + home;
     return first + (turn * s.max_tokens * s.topk + entry) * sizeof(u64);
 }
 MOECOMM_BOTH constexpr u64 counting_at(const WindowLayout& w, i32 block) {

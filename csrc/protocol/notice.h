@@ -10,7 +10,8 @@
 namespace moecomm {
 
 struct Notice {
-    u32 op;      // Op
+    u32 op : 4;         // Op
+    u32 rejected : 28;  // State::rejected: ranks that differ in it are out of step, and would pair calls that do not belong together
     u32 status;  // Argument: not none if this rank's input was bad, and the round is void on every rank
     u64 call;    // a hash of what all ranks must have passed alike (layout, dtypes, alignment, row bytes)
     i64 value;   // the first bad value, when status is not none; else round_of the route that is combined or repeated, 0 without one
@@ -29,10 +30,10 @@ struct Notice {
 };
 
 constexpr i32 kNoticeWords = sizeof(Notice) / sizeof(u32);
-constexpr i32 kOpWord = 0, kCallWord = 2;  // where a reader looks first
+constexpr i32 kOpWord = 0, kCallWord = 2;  // where a reader looks first: op and rejected, call
 static_assert(sizeof(Notice) == 96, "no padding: every word of it travels");
 #if !MOECOMM_DEVICE  // NVRTC has no offsetof
-static_assert(__builtin_offsetof(Notice, op) == kOpWord * 4 && __builtin_offsetof(Notice, call) == kCallWord * 4, "the words of these");
+static_assert(__builtin_offsetof(Notice, status) == (kOpWord + 1) * 4 && __builtin_offsetof(Notice, call) == kCallWord * 4, "the words of these");
 #endif
 
 }  // namespace moecomm

@@ -30,6 +30,7 @@ enum class Argument : u32 {  // what a bad_input or mismatch record speaks of
     batched = 3,       // the same, with the ranks * max_tokens rows offered that ids without duplicates need at most
     topk_weights = 4,  // not a number, when asked to check
     handle = 5,        // mismatch: `expected` and `seen` are round_of the routes that we and `peer` have; none: what else they are
+    rejected = 6,      // mismatch: `expected` and `seen` are State::rejected of this rank and of `peer`: no later round can be paired
 };
 
 struct alignas(64) FailureRecord {
@@ -39,7 +40,7 @@ struct alignas(64) FailureRecord {
     u32 argument;  // Argument
     i32 rank;      // who writes this
     i32 peer;      // whom it is about, -1 if nobody
-    u32 round;
+    u32 round;  // round_number
     u32 pad;
     i64 expected;
     i64 seen;

@@ -33,6 +33,7 @@ MOECOMM_BOTH constexpr Argument batched_objection(const Shape& s, i64 group) {
 // One notice against ours.
 MOECOMM_BOTH Verdict judge_notice(const Notice& mine, const Notice& theirs, i32 from, i32 experts) {
     if (theirs.op == static_cast<u32>(Op::leave)) return {Failure::peer_lost, Argument::none, from, 0, 0};
+    if (theirs.rejected != mine.rejected) return {Failure::mismatch, Argument::rejected, from, mine.rejected, theirs.rejected};
     if (theirs.op != mine.op) return {Failure::mismatch, Argument::none, from, mine.op, theirs.op};
     if (theirs.status != static_cast<u32>(Argument::none))
         return {Failure::bad_input, static_cast<Argument>(theirs.status), from, experts, theirs.value};

@@ -1,8 +1,12 @@
 #include "together.h"
 
+#include <chrono>
+#include <condition_variable>
 #include <exception>
+#include <mutex>
 #include <thread>
 
+#include "../host/during_waits.h"
 #include "quiet_thread.h"
 
 namespace moecomm::runtime {
@@ -28,9 +32,28 @@ void run_together(const std::vector<std::function<void()>>& jobs) {
             thrown[i] = std::current_exception();
         }
     };
+    std::mutex mutex;
+    std::condition_variable ended;
+    size_t running = 0;
     Threads threads;
-    for (size_t i = 0; i + 1 < jobs.size(); ++i) threads.all.push_back(quiet_thread([&run, i] { run(i); }));
+    for (size_t i = 0; i + 1 < jobs.size(); ++i) {
+        {
+            std::lock_guard lock(mutex);
+            ++running;
+        }
+        threads.all.push_back(quiet_thread([&, i] {
+            run(i);
+            std::lock_guard lock(mutex);
+            --running;
+            ended.notify_all();
+        }));
+    }
     if (!jobs.empty()) run(jobs.size() - 1);
+    const auto all_ended = [&] {
+        std::unique_lock lock(mutex);
+        return ended.wait_for(lock, std::chrono::nanoseconds(host::kLookNs), [&] { return running == 0; });
+    };
+    while (!all_ended()) host::DuringWaits::look();
     threads.join();
     for (const std::exception_ptr& error : thrown)
         if (error) std::rethrow_exception(error);

@@ -48,10 +48,22 @@ bool pidfd_gone(int pidfd) {
 
 }  // namespace
 
-Watcher::Watcher(const std::vector<int>& pids, int own_rank, std::vector<u64> abort_words, std::vector<u64> left_words, bool pidfds)
+Descriptor pidfd_open(int pid) {
+    Descriptor opened(static_cast<int>(::syscall(kPidfdOpen, pid, 0)));
+    if (!opened.open()) throw_errno("pidfd_open");
+    return opened;
+}
+
+Watcher::Watcher(const std::vector<int>& pids, int own_rank, std::vector<u64> abort_words, std::vector<u64> left_words, bool pidfds,
+                 std::vector<Descriptor> passed)
     : owner_(::getpid()), abort_words_(std::move(abort_words)), left_words_(std::move(left_words)) {
     for (int rank = 0; rank < static_cast<int>(pids.size()); ++rank) {
-        if (rank == own_rank || pids[rank] <= 0 || pids[rank] == owner_) continue;
+        if (rank == own_rank) continue;
+        if (rank < static_cast<int>(passed.size()) && passed[rank].open()) {
+            peers_.push_back({rank, pids[rank], std::move(passed[rank])});
+            continue;
+        }
+        if (pids[rank] <= 0 || pids[rank] == owner_) continue;
         const int pidfd = pidfds ? static_cast<int>(::syscall(kPidfdOpen, pids[rank], 0)) : -1;
         peers_.push_back({rank, pids[rank], Descriptor(pidfd)});
     }

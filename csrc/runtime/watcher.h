@@ -9,13 +9,17 @@
 
 namespace moecomm::runtime {
 
+Descriptor pidfd_open(int pid);  // readable once the process has ended; throws OsError
+
 class Watcher {
   public:
     // Watches pids[r] for every rank r whose pid is positive and not our own.  On a death each of `abort_words` (u32*) that is 0
     // becomes abort_word(peer_lost, r), unless left_words[r] (u32*, 0 or absent: none) is not 0 by then: that rank had said that it
     // leaves.  All words must live until close().  `pidfds` false: look at the processes every 100 ms instead, as is done where the
-    // kernel has no pidfds.
-    Watcher(const std::vector<int>& pids, int own_rank, std::vector<u64> abort_words, std::vector<u64> left_words = {}, bool pidfds = true);
+    // kernel has no pidfds.  `passed`: descriptors by rank, closed: none, that peers opened of themselves.  They work across PID
+    // namespaces, where a pid is that of another process or of none; a rank that has passed one is watched by it, whatever its pid.
+    Watcher(const std::vector<int>& pids, int own_rank, std::vector<u64> abort_words, std::vector<u64> left_words = {}, bool pidfds = true,
+            std::vector<Descriptor> passed = {});
     Watcher(const Watcher&) = delete;
     Watcher& operator=(const Watcher&) = delete;
     ~Watcher() { close(); }

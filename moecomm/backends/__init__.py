@@ -57,6 +57,11 @@ class Session(Protocol):
         """The same for combines.  All their `y` lie in our window if this one does, and else none."""
         ...
 
+    def count_rejected(self) -> None:
+        """Adds 1 to State::rejected of this rank's window, in the order of the rounds; GPUs: enqueues that on the
+        current stream, in a capture as part of the graph."""
+        ...
+
     def order(self) -> None:
         """GPUs: what is enqueued on the current stream from now on starts after the last round, as rounds do."""
         ...

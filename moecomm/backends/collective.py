@@ -6,11 +6,12 @@ import hashlib
 import os
 import secrets
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 
 from moecomm import _native
-from moecomm.errors import Unsupported
+from moecomm.errors import RoundFailed, Timeout, Unsupported
+from moecomm.opening import Opening
 from moecomm.rendezvous import Rendezvous
 
 _TEXT_BYTES = 512
@@ -19,6 +20,10 @@ _FINE, _UNSUPPORTED, _NO_ROOM = range(3)
 
 class NoRoom(Unsupported):
     """Not enough device memory for a window.  Another kind of window would not fit either."""
+
+
+class _FailedElsewhere(Exception):
+    """The block of all_or_none() has failed on another rank, which says why at its end."""
 
 
 @contextmanager
@@ -30,10 +35,15 @@ def all_or_none(ranks: Rendezvous) -> Iterator[None]:
 
     Raises:
         NoRoom, Unsupported: with the words of the lowest rank that failed, or our own.
+        Timeout, PeerLost, Aborted: the opening has failed on all ranks.
     """
     error: Exception | None = None
     try:
         yield
+    except RoundFailed:  # the other ranks learn of it from the opening
+        raise
+    except _FailedElsewhere:
+        pass
     except Exception as raised:  # noqa: BLE001 (told to all ranks, then raised again)
         error = raised
     verdict = _FINE if error is None else _NO_ROOM if isinstance(error, NoRoom) else _UNSUPPORTED
@@ -57,6 +67,7 @@ def share_descriptor(ranks: Rendezvous, descriptor: int, timeout_s: float) -> li
 
     Raises:
         Unsupported: some rank did not get them all; no rank keeps any.
+        Timeout, PeerLost, Aborted: the opening has failed on all ranks.
     """
     nonce = ranks.all_gather(secrets.token_bytes(16))[0]
     with all_or_none(ranks):
@@ -65,15 +76,28 @@ def share_descriptor(ranks: Rendezvous, descriptor: int, timeout_s: float) -> li
     try:
         packed = ranks.all_gather(bytes([len(exchange.address)]) + exchange.address.ljust(64, b"\0"))
         with all_or_none(ranks):
-            received = exchange.share(descriptor, [address[1 : 1 + address[0]] for address in packed], timeout_s)
+            addresses = [address[1 : 1 + address[0]] for address in packed]
+            try:
+                received = exchange.share(descriptor, addresses, timeout_s, lambda: _check(ranks))
+            except TimeoutError as error:
+                if not isinstance(ranks, Opening):
+                    raise
+                raise ranks.failed(Timeout, -1, f"{error} (opening)") from error
     except BaseException:
-        for theirs in received:
-            if theirs >= 0:
-                os.close(theirs)
+        close_descriptors(received)
         raise
     finally:
         exchange.close()
     return received
+
+
+def _check(ranks: Rendezvous) -> None:
+    """Raises what ends a wait inside of all_or_none(): the opening has failed, or the block has on another rank."""
+    if not isinstance(ranks, Opening):
+        return
+    ranks.check()
+    if any(data[0] != _FINE for data in ranks.posted()):
+        raise _FailedElsewhere
 
 
 def map_windows(ranks: Rendezvous, mine: _native.HostWindow, timeout_s: float) -> list[_native.HostWindow]:
@@ -83,11 +107,26 @@ def map_windows(ranks: Rendezvous, mine: _native.HostWindow, timeout_s: float) -
         Unsupported: some rank could not map them all.
     """
     descriptors = share_descriptor(ranks, mine.fd, timeout_s)
-    with all_or_none(ranks):
-        return [
-            mine if rank == ranks.rank else _native.HostWindow.attach(fd, mine.nbytes)
-            for rank, fd in enumerate(descriptors)
-        ]
+    with ExitStack() as undo:
+        undo.callback(close_descriptors, descriptors)
+        windows: list[_native.HostWindow] = []
+        with all_or_none(ranks):
+            for rank in range(ranks.ranks):
+                if rank == ranks.rank:
+                    windows.append(mine)
+                    continue
+                fd, descriptors[rank] = descriptors[rank], -1  # attach() takes it, also when it fails
+                windows.append(_native.HostWindow.attach(fd, mine.nbytes))
+                undo.callback(windows[-1].close)
+        undo.pop_all()
+    return windows
+
+
+def close_descriptors(descriptors: Sequence[int]) -> None:
+    """Closes those of share_descriptor(); -1: none."""
+    for descriptor in descriptors:
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def host_identity() -> bytes:

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import weakref
 from contextlib import suppress
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,6 +25,12 @@ class DriverError(RuntimeError):
 def wheel_suffix() -> str:
     """What the names of wheels end in that go with this torch: "cu12" or "cu13"."""
     return "cu12" if (torch.version.cuda or "").startswith("12.") else "cu13"
+
+
+def int32_at(address: int, device: torch.device) -> torch.Tensor:
+    """int32 `[1]`: device memory that the caller keeps alive."""
+    array = {"shape": (1,), "typestr": "<i4", "data": (address, False), "version": 3}
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=array), device=device)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -51,10 +52,25 @@ class HostSession:
     alone = False
 
     def __init__(self, ranks: Rendezvous, shape: _native.Shape, timeout_s: float) -> None:
-        with all_or_none(ranks):
-            window = _native.HostWindow(_native.window_layout(shape).bytes)
+        with ExitStack() as undo:
+            with all_or_none(ranks):
+                window = _native.HostWindow(_native.window_layout(shape).bytes)
+                undo.callback(window.close)
+            self._open(ranks, shape, window, timeout_s, undo)
+            undo.pop_all()
+
+    def _open(
+        self,
+        ranks: Rendezvous,
+        shape: _native.Shape,
+        window: _native.HostWindow,
+        timeout_s: float,
+        undo: ExitStack,
+    ) -> None:
         self._window: _native.HostWindow | None = window
         self._peers = map_windows(ranks, window, timeout_s)
+        for peer in self._peers:
+            undo.callback(peer.close)
         self._control = _native.host_alloc(128)  # FailureRecord, then the abort word the host writes
         context = _native.Context()
         context.set_shape(shape)
@@ -66,13 +82,14 @@ class HostSession:
         if not all(near):
             far = [0 if here else peer.address for peer, here in zip(self._peers, near, strict=True)]
             self._link = _native.Link(shape, far)
+            undo.callback(self._link.close)
             context.link = self._link.address
         context.record = self._control.address
         context.abort_host = self._control.address + 64
         self.context = context
         self.arena = _native.Arena(context.window.heap, shape.heap_bytes)
         self.nbytes = window.nbytes
-        self._round = threading.RLock()  # held while one runs; a signal's handler may close in its thread
+        self._round = threading.Lock()  # held while one runs: the process may end meanwhile, which closes
         self._presence = None if ranks.in_process else Presence(ranks, context.abort_host, timeout_s)
         self._threads = max(1, len(os.sched_getaffinity(0)) // ranks.ranks)
 
@@ -99,6 +116,11 @@ class HostSession:
             if self._window is None:  # another thread was quicker
                 raise Closed()
             execute(args)
+
+    def count_rejected(self) -> None:
+        """See Session."""
+        if self._window is not None:
+            _native.count_rejected(self.context)
 
     def order(self) -> None:
         """No streams here."""

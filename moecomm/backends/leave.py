@@ -34,7 +34,7 @@ def is_last(word: bytes, last_round: int) -> bool:
 
 
 def _tag(last_round: int) -> bytes:
-    return ((last_round + 1) & 0xFFFFFFFF).to_bytes(4, "little")
+    return (2 * (last_round + 1) + 1 & 0xFFFFFFFF).to_bytes(4, "little")  # round_tag of csrc/protocol/signal.h
 
 
 def mail_offset(window: _native.WindowLayout, ranks: int, last_round: int, sender: int) -> int:

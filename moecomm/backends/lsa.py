@@ -156,16 +156,16 @@ class LsaSession:
                 self._copies.wait()
                 if self.reach.puts:
                     plain_kernel.load(leave.putter(self.reach.shim), device.index)
+            self.name = f"{self.reach.backend}/{self._window.kind}"
+            self.nbytes = self._window.nbytes
+            self.context = self._make_context(ranks.rank, shape)
+            self.arena = _native.Arena(layout.heap, shape.heap_bytes)
+            one_host = all(peer.host == peers[0].host for peer in peers)
+            watched = one_host and not ranks.in_process
+            self._presence = Presence(ranks, self.context.abort_host, timeout_s) if watched else None
         except BaseException:
             self._window.close()
             raise
-        self.name = f"{self.reach.backend}/{self._window.kind}"
-        self.nbytes = self._window.nbytes
-        self.context = self._make_context(ranks.rank, shape)
-        self.arena = _native.Arena(layout.heap, shape.heap_bytes)
-        one_host = all(peer.host == peers[0].host for peer in peers)
-        watched = one_host and not ranks.in_process
-        self._presence = Presence(ranks, self.context.abort_host, timeout_s) if watched else None
         # Kernels wait for each other, so those of all ranks of a GPU must be resident at once.
         sharing = sum(peer.gpu == peers[ranks.rank].gpu for peer in peers)
         self._sms = sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -215,13 +215,15 @@ class LsaSession:
             self._await(self._last.record_event())
 
     def _await(self, event: torch.cuda.Event) -> None:
-        """Looks at the event instead of blocking in the driver, so that Ctrl-C is not put off until a deadline."""
+        """Looks at the event instead of blocking in the driver, so that handlers of signals run meanwhile.  What one
+        raises, as Ctrl-C does, ends the rounds as well.
+        """
         begin = time.perf_counter()
         try:
             while not event.query():  # type: ignore[no-untyped-call]
                 if time.perf_counter() - begin > _SPIN_S:
                     time.sleep(_NAP_S)
-        except KeyboardInterrupt:
+        except BaseException:
             self.abort(failures.ABORTED, self.context.rank)
             raise
 
@@ -263,6 +265,12 @@ class LsaSession:
         if _native.cuda_context() == 0:
             cuda_driver.bind_thread(self.device.index)
         return _native.cuda_capturing(_native.current_stream(self.device.index))
+
+    def count_rejected(self) -> None:
+        """See Session."""
+        if self._window is not None:
+            self.order()
+            cuda_driver.int32_at(self._window.address + self.context.window.rejected, self.device).add_(1)
 
     def order(self) -> None:
         """See Session."""

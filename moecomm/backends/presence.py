@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
+from contextlib import ExitStack
 
 from moecomm import _native
-from moecomm.backends.collective import all_or_none, map_windows
+from moecomm.backends.collective import all_or_none, map_windows, share_descriptor
+from moecomm.processes import pid_namespace, pidfd
 from moecomm.rendezvous import Rendezvous
 
+log = logging.getLogger("moecomm")
 _NAP_S = 1e-3
 
 
@@ -20,12 +24,16 @@ class Presence:
     """
 
     def __init__(self, ranks: Rendezvous, abort_address: int, timeout_s: float) -> None:
-        with all_or_none(ranks):
-            self._page = _native.HostWindow(4096)
-        self._pages = map_windows(ranks, self._page, timeout_s)
-        pids = [int.from_bytes(pid, "little") for pid in ranks.all_gather(os.getpid().to_bytes(8, "little"))]
-        left = [page.address for page in self._pages]
-        self._watcher = _native.Watcher(pids, ranks.rank, abort_address, left=left)
+        with ExitStack() as undo:
+            with all_or_none(ranks):
+                self._page = _native.HostWindow(4096)
+                undo.callback(self._page.close)
+            self._pages = map_windows(ranks, self._page, timeout_s)
+            undo.callback(_close_all, self._pages)
+            pids, passed = _processes(ranks, timeout_s)
+            left = [page.address for page in self._pages]
+            self._watcher = _native.Watcher(pids, ranks.rank, abort_address, left=left, passed=passed)
+            undo.pop_all()
 
     def dead_peers(self) -> dict[int, str]:
         """Ranks whose process has ended without a word, and that it has."""
@@ -41,9 +49,37 @@ class Presence:
         while time.monotonic() < deadline and not self._alone():
             time.sleep(_NAP_S)
         self._watcher.close()
-        for page in self._pages:
-            page.close()
+        _close_all(self._pages)
 
     def _alone(self) -> bool:
         dead = self.dead_peers()
         return all(rank in dead or _native.read_word(page.address) != 0 for rank, page in enumerate(self._pages))
+
+
+def _close_all(pages: list[_native.HostWindow]) -> None:
+    for page in pages:
+        page.close()
+
+
+def _processes(ranks: Rendezvous, timeout_s: float) -> tuple[list[int], list[int]]:
+    """Process ids by rank, 0: it means nothing here; and pidfds by rank, -1: none.  Collective.
+
+    Each rank passes a pidfd of itself, because its process id is another one in another PID namespace.
+    """
+    own = pidfd(os.getpid())
+    with ExitStack() as undo:
+        if own is not None:
+            undo.callback(os.close, own)
+        here = pid_namespace()
+        everybody = ranks.all_gather(bytes([own is not None]) + os.getpid().to_bytes(4, "little") + here)
+        pids = [int.from_bytes(data[1:5], "little") if data[5:] == here else 0 for data in everybody]
+        if own is not None and all(data[0] for data in everybody):
+            return pids, share_descriptor(ranks, own, timeout_s)
+    if unseen := [rank for rank, pid in enumerate(pids) if pid == 0]:
+        log.warning(
+            "rank %d: without pidfds on all ranks, the death of ranks %s, in other PID namespaces, is noticed at the "
+            "deadline only",
+            ranks.rank,
+            unseen,
+        )
+    return pids, []

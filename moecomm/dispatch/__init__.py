@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from moecomm.buffer_state import collective
 from moecomm.dispatch import outputs
 from moecomm.dispatch.arguments import LAYOUTS, check, check_handle, check_hashable
 from moecomm.dispatch.plan import END, Options, Plan, Slips
@@ -64,6 +65,7 @@ def prepare(
     return routed
 
 
+@collective()
 def with_options(
     buffer: Buffer,
     options: Options,
@@ -80,6 +82,7 @@ def with_options(
     """
     routed = _start(buffer, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync)
     run(routed)
+    buffer.made += 1
     return finish(buffer, routed)
 
 

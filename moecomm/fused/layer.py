@@ -13,6 +13,7 @@ from torch.nn.functional import grouped_mm, pad, silu
 
 from moecomm import combine, dispatch
 from moecomm.arrays import adopt, check_tensor
+from moecomm.buffer_state import collective
 from moecomm.dispatch.arguments import check_max_rows
 from moecomm.errors import BadInput
 from moecomm.fused import kernels, one_launch, reference, two_launches
@@ -51,6 +52,7 @@ FORMS = {"two launches": two_launches.Layer, "one launch": one_launch.OneLaunch}
 FORM = "one launch"  # what fused=True means: of nearly all sizes the faster (bench/results/moe-*-h200-4.json)
 
 
+@collective(rounds=2)
 def moe(
     buffer: Buffer,
     x: Any,
@@ -138,6 +140,7 @@ def moe(
     given.compute(dispatch.finish(buffer, routed))
     given.prepare_end(buffer)
     given.run_end()
+    buffer.made += 2  # a dispatch and a combine, or what stands for them
     return given.finish_end(buffer)
 
 

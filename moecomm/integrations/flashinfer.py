@@ -45,8 +45,8 @@ class Communication(MoEEpCommunication):  # type: ignore[misc]
     ) -> None:
         super().__init__(bootstrap, params)
         group = bootstrap.process_group
-        if group is None and bootstrap.world_size > 1:
-            group = torch.distributed.group.WORLD
+        if group is None:
+            group = torch.distributed.group.WORLD if bootstrap.world_size > 1 else "self"
         self._buffer: Buffer | None = Buffer(
             group,
             hidden=params.hidden_size,

@@ -28,7 +28,7 @@ def shared_buffer(group: Any, **settings: Any) -> Buffer:
     """
     if hasattr(group, "get_group") and getattr(group, "ndim", 0) == 1:  # DeviceMesh: another object at each mesh["ep"]
         group = group.get_group()
-    key = (id(group), *sorted(settings.items(), key=lambda setting: setting[0]))
+    key = (group if isinstance(group, str) else id(group), *sorted(settings.items(), key=lambda setting: setting[0]))
     with _lock:
         buffer = _shared.get(key)
     if buffer is not None and not buffer.closed:

@@ -13,6 +13,7 @@ from moecomm.errors import BadInput
 from moecomm.nn.buffers import shared_buffer
 from moecomm.nn.experts import Experts
 from moecomm.nn.gate import Gate
+from moecomm.ops.counted import counted
 from moecomm.ops.rounds import rows_of
 from moecomm.rendezvous import rendezvous
 from moecomm.router import Gating
@@ -118,6 +119,7 @@ class ExpertParallel(torch.nn.Module):
             raise BadInput("buffer", f"one of {buffer.dtype}", f"one of {self.payload}, the payload")
         self._buffer, self._buffer_name = buffer, buffer.name
 
+    @counted("self", 0, rounds=2)
     def forward(
         self, x: torch.Tensor, topk_idx: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None
     ) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moecomm.errors import BadInput
+from moecomm.rendezvous import rendezvous
 from moecomm.whole import check_whole, is_whole
 
 if TYPE_CHECKING:
@@ -48,17 +49,21 @@ def shard_state(state: Mapping[str, torch.Tensor], rank: int, num_ranks: int) ->
     return cut
 
 
-def gather_state(state: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
+def gather_state(
+    state: Mapping[str, torch.Tensor], group: dist.ProcessGroup | str | None = None
+) -> dict[str, torch.Tensor]:
     """The state with the weights of all experts, out of every rank's.  Collective.
 
     Args:
         state: this rank's state_dict.
-        group: of the ExpertParallel layers, with a backend that moves the tensors' kind; None: one rank.
+        group: of the ExpertParallel layers, with a backend that moves the tensors' kind; "self": one rank; None:
+            see Buffer.
 
     Returns:
         The same names; weights of experts are `[E, ...]`, on every rank.
     """
-    if group is None:
+    if group is None or isinstance(group, str):
+        rendezvous(group)  # raises unless it is one rank
         return dict(state)
     import torch.distributed as dist
 

@@ -31,6 +31,7 @@ from moecomm.errors import BadInput
 from moecomm.fused.fp8_experts import adopt_weights
 from moecomm.fused.layer import form_of
 from moecomm.ops import gradients, layer, rounds
+from moecomm.ops.counted import counted
 from moecomm.ops.handles import Handle
 
 __all__ = ["Dispatched", "Handle", "combine", "dispatch", "dispatch_again", "moe"]
@@ -63,6 +64,7 @@ class Dispatched(NamedTuple):
     handle: Handle
 
 
+@counted("buffer", 0)
 def dispatch(
     buffer: Buffer | str,
     x: torch.Tensor,
@@ -124,6 +126,7 @@ def dispatch(
     )
 
 
+@counted("handle", 1)
 def dispatch_again(x: torch.Tensor, handle: Handle) -> torch.Tensor:
     """Sends other rows the way of an earlier dispatch, without routing.  Collective.  Gradient: x.
 
@@ -150,6 +153,7 @@ def dispatch_again(x: torch.Tensor, handle: Handle) -> torch.Tensor:
     return rows
 
 
+@counted("handle", 1)
 def combine(y: torch.Tensor, handle: Handle, *, weighted: bool = True, wire: torch.dtype | None = None) -> torch.Tensor:
     """Buffer.combine as an operator.  Collective.  Gradients: y, and the weights in the handle, whose way home to
     topk_weights is that of the gradient of the dispatch.
@@ -182,6 +186,7 @@ def combine(y: torch.Tensor, handle: Handle, *, weighted: bool = True, wire: tor
     return out
 
 
+@counted("buffer", 0, rounds=2)
 def moe(
     buffer: Buffer | str,
     x: torch.Tensor,

@@ -15,6 +15,7 @@ import torch
 
 from moecomm import _native, names
 from moecomm.arrays import window_tensor
+from moecomm.buffer_state import CollectiveCall
 from moecomm.dispatch.arguments import LAYOUTS
 from moecomm.errors import BadInput
 from moecomm.routed import Handle as NativeHandle
@@ -84,6 +85,11 @@ def restore(memory: torch.Tensor, name: str, layout: str, max_rows: int, num_tok
         BadInput: no dispatch of this Buffer made such a handle.
     """
     buffer = names.find(name)
+    with CollectiveCall(buffer):  # every caller makes a round with the handle
+        return _restore(memory, buffer, layout, max_rows, num_tokens)
+
+
+def _restore(memory: torch.Tensor, buffer: Buffer, layout: str, max_rows: int, num_tokens: int) -> NativeHandle:
     route = buffer.routes.get((layout, max_rows, num_tokens))
     right = memory.dtype is torch.uint8 and memory.is_contiguous() and memory.device == buffer.device
     if route is None or not right or memory.numel() != route.memory_bytes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from moecomm import names
+from moecomm.buffer_state import CollectiveCall
 from moecomm.fused.weights import GRANULARITY
 from moecomm.ops import rounds, swiglu
 from moecomm.ops.grouped import grouped_linear, grouped_outer
@@ -76,25 +77,27 @@ def moe_backward(
     wants_w2: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradient of the output -> those of x [T, H], topk_weights [T, K], w13 and w2 ([0] where not wanted)."""
-    room = -1 if max_rows is None else max_rows
-    arrived = rounds.dispatch(x, topk_idx.long(), topk_weights, buffer, *_ROWS, room, False)
-    rows, row_weights, _, _, tokens_per_expert, _, memory = arrived
-    back = (memory, buffer, _ROWS[0], len(rows))
-    seen = rounds.dispatch_again(grad, *back, False)
-    ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
-    width = GRANULARITY if interleaved else w2.shape[2]  # so many gate rows, then as many up rows
-    # Without the routing weight: what that is multiplied with, and so its gradient, is the product with silu(gate) up.
-    grad_inner = grouped_linear(seen, w2.transpose(1, 2), ends)
-    # Rows after the last group hold anything from here on, and are in no product.
-    found = swiglu.gradients(grouped_linear(rows, w13, ends), grad_inner, row_weights, width, ends[-1:])
-    grad_rows = grouped_linear(found.both, w13.transpose(1, 2), ends)
-    grad_x, grad_topk_weights = rounds.dispatch_backward(grad_rows, found.weights, *back, len(x))
-    return (
-        grad_x,
-        grad_topk_weights,
-        grouped_outer(found.both, rows, ends) if wants_w13 else w13.new_empty(0),
-        grouped_outer(seen, found.inner, ends) if wants_w2 else w2.new_empty(0),
-    )
+    with CollectiveCall(names.find(buffer), 3):
+        room = -1 if max_rows is None else max_rows
+        arrived = rounds.dispatch(x, topk_idx.long(), topk_weights, buffer, *_ROWS, room, False)
+        rows, row_weights, _, _, tokens_per_expert, _, memory = arrived
+        back = (memory, buffer, _ROWS[0], len(rows))
+        seen = rounds.dispatch_again(grad, *back, False)
+        ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
+        width = GRANULARITY if interleaved else w2.shape[2]  # so many gate rows, then as many up rows
+        # Without the routing weight: what that is multiplied with, and so its gradient, is the product with
+        # silu(gate) up.
+        grad_inner = grouped_linear(seen, w2.transpose(1, 2), ends)
+        # Rows after the last group hold anything from here on, and are in no product.
+        found = swiglu.gradients(grouped_linear(rows, w13, ends), grad_inner, row_weights, width, ends[-1:])
+        grad_rows = grouped_linear(found.both, w13.transpose(1, 2), ends)
+        grad_x, grad_topk_weights = rounds.dispatch_backward(grad_rows, found.weights, *back, len(x))
+        return (
+            grad_x,
+            grad_topk_weights,
+            grouped_outer(found.both, rows, ends) if wants_w13 else w13.new_empty(0),
+            grouped_outer(seen, found.inner, ends) if wants_w2 else w2.new_empty(0),
+        )
 
 
 @moe_backward.register_fake

@@ -11,6 +11,7 @@ import torch
 from moecomm import names, padding
 from moecomm.arrays import window_tensor
 from moecomm.buffer import Buffer
+from moecomm.buffer_state import CollectiveCall
 from moecomm.errors import BadInput
 from moecomm.ops import handles
 from moecomm.ops.tidy import About, tidied
@@ -141,7 +142,8 @@ def combine(
     handle = handles.restore(memory, buffer, layout, max_rows, num_tokens)
     owner, weights = handle.buffer, None
     if row_weights is not None:
-        weights = _where_peers_read(owner, handle, row_weights)
+        with CollectiveCall(owner):
+            weights = _where_peers_read(owner, handle, row_weights)
         handle.args.route.row_weights = weights.data_ptr()
     out: torch.Tensor = owner.combine(rows_of(y), handle, weighted=weights is not None, wire=wire, num_sms=num_sms)
     return out

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moecomm import _native
+from moecomm.backends import presence as presence_module
 from moecomm.backends.presence import Presence
 from moecomm.rendezvous import ProcessGroup
 
 from ..conftest import Ranks
 
 
-def _leave(rank: int, group: Any, how: str) -> float:
+def _leave(rank: int, group: Any, how: str, pidfds: bool) -> float:
+    if not pidfds:  # an old kernel
+        presence_module.pidfd = lambda pid: None  # in this process alone
     control = _native.host_alloc(64)
     presence = Presence(ProcessGroup(group), control.address, 20)
     if rank == 1 and how == "dies":
@@ -28,9 +34,42 @@ def _leave(rank: int, group: Any, how: str) -> float:
     return time.monotonic() - begin
 
 
+@pytest.mark.parametrize("pidfds", [True, False])
 @pytest.mark.parametrize("how", ["leaves", "dies", "stays"])
-def test_lingering_ends(ranks: Ranks, how: str) -> None:
-    ranks.start(2, _leave, how)
+def test_lingering_ends(ranks: Ranks, how: str, pidfds: bool) -> None:
+    ranks.start(2, _leave, how, pidfds)
     found = ranks.results(2 if how == "leaves" else 1)
     assert found[0] < 15 and (how != "stays" or found[0] >= 0.6)
     assert how != "leaves" or found[0] >= 0.2, "it waited for rank 1"
+
+
+UNSHARE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+
+
+def start_in_namespaces(store: Path) -> list[subprocess.Popen[str]]:
+    """Rank 0 here, ranks 1 and 2 each in a PID namespace of its own, where both have the pid 1."""
+    packages = str(Path(__file__).parent.parent.parent)
+    return [
+        subprocess.Popen(
+            [*(UNSHARE if rank else []), sys.executable, "-m", "tests.backends.namespaced_rank", store, str(rank), "3"],
+            env={**os.environ, "PYTHONPATH": packages},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+
+
+def test_ranks_in_several_pid_namespaces(tmp_path: Path) -> None:
+    if subprocess.run([*UNSHARE, "true"], check=False, capture_output=True).returncode != 0:
+        pytest.skip("needs the right to make PID namespaces (unshare --pid)")
+    processes = start_in_namespaces(tmp_path / "store")
+    try:
+        said = [process.communicate(timeout=60)[0].split() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert said[1][0] == "1", "it has a namespace"
+    assert [words[1:] for words in said[:2]] == [["20", "2", "True"]] * 2
+    assert said[2] == []

@@ -19,6 +19,7 @@ from moecomm.dispatch import reference as dispatch_reference
 from moecomm.testing import LocalBuffers, check_case, random_case
 from moecomm.testing import ranks as local
 
+from ..wrap import rounds_since_wrap, wrap_after
 from .machine import Call, Machine
 
 pytestmark = [
@@ -37,9 +38,11 @@ def random_cases(machine: Machine, monkeypatch: pytest.MonkeyPatch, straight: st
     if straight != "all":
         monkeypatch.setattr(host, "straight_bytes", lambda *sizes: room(*sizes) // 256 * 64 * (straight == "some"))
     with LocalBuffers(**DOMAINS, **SIZES, backend="host") as ranks:
+        wrap_after(ranks, cases, kernels=True)
         try:
             for seed in range(cases):
                 check_case(ranks, random_case(seed, ranks=DOMAINS["ranks"], **SIZES, few_kernels=True))
+            assert min(rounds_since_wrap(ranks)) >= 0
         finally:
             machine.forget()
 
@@ -54,6 +57,7 @@ def combines(machine: Machine, monkeypatch: pytest.MonkeyPatch, layout: str, siz
     with LocalBuffers(**sizes, **SIZES, backend="host") as ranks:
         for buffer in ranks.buffers:
             monkeypatch.setattr(buffer.session, "sums_in_heap", sizes != DOMAINS)
+        wrap_after(ranks, 4, kernels=True)
         routed = ranks.dispatch([tokens(rank, layout) for rank in range(len(ranks.buffers))])
         rows = [[here.x * 2.0**power for here in routed] for power in range(8)]  # which scales sums to the bit
         places = set()
@@ -109,11 +113,13 @@ def test_random_cases_in_one_domain(few: str, in_ring: str, machine: Machine, mo
         host, "packet_bytes", lambda ranks, most, row: packets.room(ranks, -(-most // share), row) if share else 0
     )
     with LocalBuffers(ranks=4, **SIZES, backend="host") as ranks:
+        wrap_after(ranks, CASES, kernels=True)
         for rank, buffer in enumerate(ranks.buffers):
             monkeypatch.setattr(buffer.session, "sums_in_heap", str(rank) not in in_ring)
         try:
             for seed in range(CASES):
                 check_case(ranks, random_case(seed, ranks=4, **SIZES, few_kernels=True))
+            assert min(rounds_since_wrap(ranks)) >= 0
         finally:
             machine.forget()
 

@@ -20,6 +20,7 @@ from moecomm.fused import layer, two_launches
 from moecomm.testing import LocalBuffers, random_layer
 from moecomm.testing import ranks as local
 
+from ..wrap import wrap_after
 from .gemm_machine import compiled
 from .machine import LIMIT, Arguments, Call, Launch, Machine
 from .test_two_launches import SIZES, Emulated, nothing_is_left_of_earlier_layers
@@ -83,6 +84,7 @@ def test_layers_whose_kernels_begin_early(
     streams, kept = Streams(machine, sizes["ranks"]), []
     with LocalBuffers(**of_buffer, backend="host", timeout_s=600) as ranks:
         cases = [random_layer(seed, **sizes, dtype=torch.bfloat16, fp8=fp8) for seed in (3, 0, 5, 4)]
+        wrap_after(ranks, 2 * len(cases) + 2)  # two rounds of each of them, then the layers whose rounds wrap
         calls = [[case.call(rank) for rank in range(sizes["ranks"])] for case in cases]
         wants, outs = [], []
         for case, mine in zip(cases, calls, strict=True):

@@ -177,8 +177,8 @@ DOMAIN_MUTANTS = [
     Mutant(
         "straight rows of one parity",
         "protocol/layout.h",
-        "return w.packets + ((round & 1) * static_cast<u64>(s.ranks) + from) * static_cast<u64>(s.packet_bytes);",
-        "return w.packets + ((round & 0) * static_cast<u64>(s.ranks) + from) * static_cast<u64>(s.packet_bytes);",
+        "return w.packets + (round_parity(tag) * static_cast<u64>(s.ranks) + from) * static_cast<u64>(s.packet_bytes);",
+        "return w.packets + (0 * static_cast<u64>(s.ranks) + from) * static_cast<u64>(s.packet_bytes);",
         "domains tsan",
     ),
     Mutant(

@@ -50,14 +50,14 @@ u64* announce_as(Fixture& f, i32 from, Op op, u32 round, i32 tokens, u64 call) {
     Notice n{};
     n.op = static_cast<u32>(op);
     n.call = call;
-    n.value = op == Op::combine ? 1 : 0;  // of what was dispatched in round 1
+    n.value = op == Op::combine ? round_tag(1) : 0;  // of what was dispatched in round 1
     n.num_tokens = tokens;
     n.chunk_tokens = 8;
     n.max_rows = 1 << 20;
     u32 words[kNoticeWords];
     std::memcpy(words, &n, sizeof(words));
-    u64* mail = &f.word(0, mail_at(f.cluster.window, kRanks, round, from));
-    for (i32 w = 0; w < f.cluster.window.mail_words; ++w) store_release(&mail[w], word_signal(round, w < kNoticeWords ? words[w] : 0));
+    u64* mail = &f.word(0, mail_at(f.cluster.window, kRanks, round_tag(round), from));
+    for (i32 w = 0; w < f.cluster.window.mail_words; ++w) store_release(&mail[w], word_signal(round_tag(round), w < kNoticeWords ? words[w] : 0));
     return mail;
 }
 
@@ -72,7 +72,7 @@ std::string word_missing(i32 word) {
     mail[word] = word_signal(earlier, signal_word(mail[word]));
     host::dispatch(alone);
     const std::string problem =
-        check_record(f.cluster.record(0), {Failure::timeout, Op::dispatch, Phase::notice, 1, 1, Argument::none, 1, earlier}, 0);
+        check_record(f.cluster.record(0), {Failure::timeout, Op::dispatch, Phase::notice, 1, 1, Argument::none, 1, round_number(earlier)}, 0);
     return problem.empty() ? check_waited(f.cluster.record(0)) : problem;
 }
 
@@ -114,8 +114,8 @@ std::string silent_home() {
     const std::string problem =
         check_record(f.cluster.record(0), {Failure::timeout, Op::combine, Phase::drained, 1, 2, Argument::none, 2, 0}, 0);
     if (!problem.empty()) return problem;
-    const bool last = signal_tag(f.word(1, reduced_at(f.cluster.window, f.scenario.shape, 0, ring - 1))) == 2;
-    const bool beyond = signal_tag(f.word(1, reduced_at(f.cluster.window, f.scenario.shape, 0, ring))) == 2;
+    const bool last = signal_tag(f.word(1, reduced_at(f.cluster.window, f.scenario.shape, 0, ring - 1))) == round_tag(2);
+    const bool beyond = signal_tag(f.word(1, reduced_at(f.cluster.window, f.scenario.shape, 0, ring))) == round_tag(2);
     return last && !beyond ? "" : "it staged more or less than the ring holds";
 }
 
@@ -170,8 +170,8 @@ std::string end_of_void() {
 std::string slow_reader() {
     Fixture f(Layout::expert, kShort);
     f.dispatch_all();
-    f.state(0).last_combine = 1;  // as if round 1 had been a combine, which ranks 0 and 2 have read
-    for (i32 rank : {0, 2}) f.word(0, drained_at(f.cluster.window, rank)) = tag_signal(1);
+    f.state(0).last_combine = round_tag(1);  // as if round 1 had been a combine, which ranks 0 and 2 have read
+    for (i32 rank : {0, 2}) f.word(0, drained_at(f.cluster.window, rank)) = tag_signal(round_tag(1));
     host::combine(f.combines[0]);
     return check_record(f.cluster.record(0), {Failure::timeout, Op::combine, Phase::drained, 1, 2, Argument::none, 1, 0}, 0);
 }
@@ -279,7 +279,7 @@ std::string other_dispatch(bool repeat) {
     for (DispatchArgs& a : f.dispatches) a.repeat = 1;
     f.cluster.run([&](i32 rank) { repeat ? host::dispatch(f.dispatches[rank]) : host::combine(f.combines[rank]); });
     const Op op = repeat ? Op::dispatch : Op::combine;
-    const std::string problem = check_told(f, 1, {Failure::mismatch, op, Phase::notice, 1, 2, Argument::handle, 1, 99});
+    const std::string problem = check_told(f, 1, {Failure::mismatch, op, Phase::notice, 1, 2, Argument::handle, round_tag(1), 99});
     return problem.empty() ? f.go_on() : problem;
 }
 
@@ -288,10 +288,10 @@ std::string abort_while_waiting(bool host_word) {
     Fixture f(Layout::flat);
     f.cluster.run([&](i32 rank) {
         if (rank != 2) return host::dispatch(f.dispatches[rank]);
-        const u64 words = neighbours != 0 ? signal_at(f.cluster.window, mail_signal(0)) : mail_at(f.cluster.window, kRanks, 1, 0);
+        const u64 words = neighbours != 0 ? signal_at(f.cluster.window, mail_signal(0)) : mail_at(f.cluster.window, kRanks, round_tag(1), 0);
         const u64* notice = &f.word(2, words);
         const u32 never = 0;
-        wait_until({patience, &never, &never}, [&] { return signal_tag(load_acquire(notice)) == 1; });
+        wait_until({patience, &never, &never}, [&] { return signal_tag(load_acquire(notice)) != 0; });
         compare_exchange(host_word ? &f.cluster.host_word(0) : f.cluster.abort_word(0), 0, abort_word(Failure::peer_lost, 2));
     });
     for (i32 rank : {0, 1}) {
@@ -334,7 +334,7 @@ std::string left_the_group() {
         if (!problem.empty()) return problem;
         // Whatever word a peer on a CPU waits for.
         for (i32 w = 0; w < kNoticeWords + f.cluster.window.columns; ++w)
-            if (signal_tag(f.word(rank, mail_at(f.cluster.window, kRanks, 1, 1) + w * sizeof(u64))) != 1)
+            if (signal_tag(f.word(rank, mail_at(f.cluster.window, kRanks, round_tag(1), 1) + w * sizeof(u64))) != round_tag(1))
                 return "a word of mail is missing";
     }
     return "";

@@ -65,8 +65,8 @@ MUTANTS = [
     Mutant(
         "drained flag read without acquire",
         "host/combine.cpp",
-        "static_cast<i32>(signal_tag(load_acquire(flag)) - round)",
-        "static_cast<i32>(signal_tag(__atomic_load_n(flag, __ATOMIC_RELAXED)) - round)",
+        "has_reached(signal_tag(load_acquire(flag)), wanted",
+        "has_reached(signal_tag(__atomic_load_n(flag, __ATOMIC_RELAXED)), wanted",
         "tsan",
     ),
     Mutant(
@@ -94,15 +94,15 @@ MUTANTS = [
     Mutant(
         "a reader that is ahead counts as late",
         "host/combine.cpp",
-        "- round) >= 0;",
-        "- round) == 0;",
+        "return has_reached(signal_tag(load_acquire(flag)), wanted, c.r.tag);",
+        "return signal_tag(load_acquire(flag)) == wanted;",
         "plain",
     ),
     Mutant(
         "one notice instead of two by parity",
         "protocol/layout.h",
-        "return w.mail + ((round & 1) *",
-        "return w.mail + ((round & 0) *",
+        "return w.mail + (round_parity(tag) *",
+        "return w.mail + (0 *",
         "plain",
     ),
     Mutant(
@@ -137,7 +137,7 @@ MUTANTS = [
         "second half waits for the round before it",
         "host/dispatch.h",
         "static_cast<i32>(Part::end) ? state.last_dispatch :",
-        "static_cast<i32>(Part::end) ? state.round :",
+        "static_cast<i32>(Part::end) ? round_tag(state.round) :",
         "plain",
     ),
     # The ring of staged rows.

@@ -259,7 +259,7 @@ def test_a_given_buffer_is_used() -> None:
 
 
 def _share_and_gather(rank: int, group: Any) -> list[Any]:
-    whole = torch.nn.Sequential(layer_of(None, seed=1), layer_of(None, seed=2)).state_dict()
+    whole = torch.nn.Sequential(layer_of("self", seed=1), layer_of("self", seed=2)).state_dict()
     model = torch.nn.Sequential(layer_of(group, seed=5), layer_of(group, seed=6))
     model.load_state_dict(shard_state(whole, rank, group.size()))
     again = gather_state(model.state_dict(), group)

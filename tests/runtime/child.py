@@ -18,6 +18,7 @@ import time
 from typing import Any
 
 _NOTICE_WORDS = 24  # kNoticeWords in csrc/protocol/notice.h
+_FIRST_TAG = 3  # round_tag(1)
 
 
 def load(path: str) -> Any:
@@ -72,7 +73,7 @@ class EmptyRounds:
         """
         mail = self.layout.mail + (len(self.windows) + rank) * self.layout.mail_words * 8
         words = _NOTICE_WORDS + self.layout.columns
-        return bool(self.native.read_word(self.windows[at].address + mail + words * 8 - 4) == 1)
+        return bool(self.native.read_word(self.windows[at].address + mail + words * 8 - 4) == _FIRST_TAG)
 
 
 def exchange(native: Any, rank: int, ranks: int, nonce: str) -> None:

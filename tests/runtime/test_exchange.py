@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import secrets
 import socket
@@ -313,3 +314,17 @@ if os.geteuid() == 0:
             connection, _ = listener.accept()
             with connection:
                 assert connection.recv(64) == b""
+
+
+def test_a_check_that_raises_ends_the_wait() -> None:
+    exchanges, addresses = open_exchanges(2)
+    calls = []
+
+    def check() -> None:
+        calls.append(time.monotonic())
+        if len(calls) == 3:
+            raise LookupError("enough")
+
+    with pytest.raises(LookupError, match="enough"):
+        exchanges[0].share(0, addresses, 20, check)
+    assert all(later - earlier < 1 for earlier, later in itertools.pairwise(calls))

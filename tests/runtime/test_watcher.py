@@ -64,6 +64,24 @@ def test_dead_before_it_is_watched(pidfds: bool) -> None:
         watcher.close()
 
 
+def test_passed_descriptors_count_and_not_pids() -> None:
+    """In another PID namespace a peer's pid may be ours, or nobody's."""
+    memory = _native.host_alloc(256)
+    fds = open_fds()
+    with sleepers(2) as processes:
+        passed = [-1, *(_native.pidfd_open(process.pid) for process in processes)]
+        watcher = _native.Watcher([os.getpid(), os.getpid(), 1 << 22], 0, memory.address, passed=passed)
+        assert not becomes(memory.address, word_of(1), within_s=0.15)
+        assert watcher.dead() == []
+        processes[0].kill()
+        assert becomes(memory.address, word_of(1))
+        processes[1].kill()
+        processes[1].wait()
+        watcher.close()
+    del watcher
+    assert open_fds() == fds
+
+
 def test_the_first_cause_stays() -> None:
     memory = _native.host_alloc(256)
     with sleepers(2) as processes:

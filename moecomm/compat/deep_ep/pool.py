@@ -16,7 +16,8 @@ from moecomm.arrays import check_tensor
 from moecomm.buffer import Buffer
 from moecomm.dispatch.arguments import check_num_sms
 from moecomm.errors import BadInput, Closed, Mismatch
-from moecomm.rendezvous import Rendezvous, rendezvous
+from moecomm.opening import gather
+from moecomm.rendezvous import Group, rendezvous
 from moecomm.routed import Handle
 from moecomm.settings import MAX_FLAT_ROWS, Settings
 from moecomm.whole import check_whole, is_whole
@@ -37,7 +38,7 @@ class Pool:
     """Opens and keeps moecomm.Buffers of a group.  `num_bytes`: the least window of one with normal rounds."""
 
     def __init__(self, group: Any, num_bytes: int = 0, timeout_s: float = 30.0) -> None:
-        self.ranks: Rendezvous = rendezvous(group)
+        self.ranks: Group = rendezvous(group)
         self.closed = False
         self.receiving: dict[int, Callable[[], None]] = {}  # hooks of dispatches that have begun, by id of the Buffer
         self._num_bytes, self._timeout_s = num_bytes, timeout_s
@@ -189,7 +190,8 @@ class Pool:
 
     def most(self, tokens: int) -> int:
         """Collective: the most that a rank has."""
-        return max(int(struct.unpack("<q", theirs)[0]) for theirs in self.ranks.all_gather(struct.pack("<q", tokens)))
+        everybody = gather(self.ranks, struct.pack("<q", tokens), self._timeout_s)
+        return max(int(struct.unpack("<q", theirs)[0]) for theirs in everybody)
 
 
 def ask_to_grow(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from moecomm.buffer import Buffer
+from moecomm.opening import gather
 from moecomm.rendezvous import rendezvous
 from moecomm.settings import Settings
 
@@ -63,7 +64,8 @@ class Buffers:
             window: its bytes, unless the user chose them; None: Buffer's own choice.
         """
         hidden, dtype, device = key
-        most = max(int(struct.unpack("<q", theirs)[0]) for theirs in self._ranks.all_gather(struct.pack("<q", tokens)))
+        everybody = gather(self._ranks, struct.pack("<q", tokens), self.limits.timeout_s)
+        most = max(int(struct.unpack("<q", theirs)[0]) for theirs in everybody)
         settings = Settings(self._ranks.ranks, hidden, self._num_experts, self._topk, most, dtype, "", None)
         chosen = self.limits.window_bytes
         return Buffer(

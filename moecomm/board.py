@@ -1,0 +1,215 @@
+"""Where the ranks of a Buffer leave each other a few bytes while it opens: a store of torch, or memory of one process.
+
+Nothing here waits for a peer, and no call takes longer than it may: a group's collectives have timeouts of their own.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch.distributed import DistNetworkError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 2e-4, 1e-2
+
+
+class Board(Protocol):
+    """Named values that all ranks see.  Every call returns within `limit_s` seconds.
+
+    Raises:
+        TimeoutError: the store did not answer in time.
+        ConnectionError: the process that has the store can't be reached.
+        RuntimeError: the store fails otherwise.
+    """
+
+    limit_s: float
+
+    def write(self, key: str, value: bytes) -> None:
+        """Sets a value."""
+        ...
+
+    def read(self, keys: Sequence[str]) -> list[bytes] | None:
+        """The values; None while one of them has not been written."""
+        ...
+
+    def decide(self, key: str, value: bytes) -> bytes:
+        """Sets a value unless it has been set; returns the value that stands."""
+        ...
+
+    def count(self, key: str) -> int:
+        """How often this has been called for `key`, this call not counted."""
+        ...
+
+    def erase(self, keys: Sequence[str]) -> None:
+        """Removes values; those that have not been written are ignored."""
+        ...
+
+    def wait(self, limit_s: float) -> None:
+        """Returns when something may have changed since the last read, at the latest after `limit_s` seconds."""
+        ...
+
+    def close(self) -> None:
+        """Ends what this rank needed to reach the board.  Values stay."""
+        ...
+
+
+class SharedValues:
+    """The values of a board whose ranks are threads of this process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.changed = threading.Condition()
+        self.version = 0
+
+
+class LocalBoard:
+    """See Board.  One for each rank, over the same SharedValues."""
+
+    limit_s = float("inf")
+
+    def __init__(self, shared: SharedValues) -> None:
+        self._shared, self._seen = shared, -1
+
+    def write(self, key: str, value: bytes) -> None:
+        """See Board."""
+        with self._shared.changed:
+            self._shared.values[key] = value
+            self._notify()
+
+    def read(self, keys: Sequence[str]) -> list[bytes] | None:
+        """See Board."""
+        with self._shared.changed:
+            self._seen = self._shared.version
+            found = [self._shared.values.get(key) for key in keys]
+        return None if None in found else found  # type: ignore[return-value]
+
+    def decide(self, key: str, value: bytes) -> bytes:
+        """See Board."""
+        with self._shared.changed:
+            self._notify()
+            return self._shared.values.setdefault(key, value)
+
+    def count(self, key: str) -> int:
+        """See Board."""
+        with self._shared.changed:
+            before = int(self._shared.values.get(key, b"0"))
+            self._shared.values[key] = b"%d" % (before + 1)
+        return before
+
+    def erase(self, keys: Sequence[str]) -> None:
+        """See Board."""
+        with self._shared.changed:
+            for key in keys:
+                self._shared.values.pop(key, None)
+
+    def wait(self, limit_s: float) -> None:
+        """See Board."""
+        with self._shared.changed:
+            self._shared.changed.wait_for(lambda: self._shared.version != self._seen, limit_s)
+
+    def close(self) -> None:
+        """See Board."""
+
+    def _notify(self) -> None:
+        self._shared.version += 1
+        self._shared.changed.notify_all()
+
+
+class StoreBoard:
+    """See Board.  Over the store of a process group, which every kind of group has.
+
+    A store may be another process, which may be stopped.  So a thread of our own makes the calls, and a call that does
+    not return in time is left behind with it: the thread ends when the store answers or breaks.
+    """
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self.limit_s = float("inf")
+        self._store, self._prefix = store, prefix
+        self._nap_s = _SHORTEST_NAP_S
+        self._calls: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], _Results] | None]
+        self._calls = queue.SimpleQueue()
+        self._stuck = False
+        self._thread = threading.Thread(target=_serve, args=(self._calls,), name="moecomm-opening", daemon=True)
+        self._thread.start()
+
+    def write(self, key: str, value: bytes) -> None:
+        """See Board."""
+        self._call(self._store.set, self._prefix + key, value)
+
+    def read(self, keys: Sequence[str]) -> list[bytes] | None:
+        """See Board."""
+        found: list[bytes] | None = self._call(_read, self._store, [self._prefix + key for key in keys])
+        self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S) if found is None else _SHORTEST_NAP_S
+        return found
+
+    def decide(self, key: str, value: bytes) -> bytes:
+        """See Board."""
+        stands = self._call(self._store.compare_set, self._prefix + key, "", value.decode())
+        return bytes(stands)
+
+    def count(self, key: str) -> int:
+        """See Board."""
+        return int(self._call(self._store.add, self._prefix + key, 1)) - 1
+
+    def erase(self, keys: Sequence[str]) -> None:
+        """See Board."""
+        for key in keys:
+            self._call(self._store.delete_key, self._prefix + key)
+
+    def replace(self, key: str, old: bytes, new: bytes) -> bool:
+        """Sets a value if it is `old`; whether it was.  `new` must differ between callers."""
+        stands = self._call(self._store.compare_set, self._prefix + key, old.decode(), new.decode())
+        return bytes(stands) == new
+
+    def wait(self, limit_s: float) -> None:
+        """See Board.  A store's own waits can't be ended early, and keep other threads of ours from it."""
+        time.sleep(max(0.0, min(limit_s, self._nap_s)))
+
+    def close(self) -> None:
+        """See Board."""
+        self._calls.put(None)
+        if not self._stuck:
+            self._thread.join()
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        results: _Results = queue.SimpleQueue()
+        self._calls.put((function, args, results))
+        try:
+            value, error = results.get(timeout=None if self.limit_s == float("inf") else max(0.0, self.limit_s))
+        except queue.Empty:
+            self._stuck = True
+            raise TimeoutError("the store of the process group does not answer") from None
+        if isinstance(error, DistNetworkError):
+            raise ConnectionError(str(error).splitlines()[0]) from error
+        if error is not None:
+            raise error
+        return value
+
+
+_Results = queue.SimpleQueue[tuple[Any, "Exception | None"]]
+
+
+def _serve(calls: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], _Results] | None]) -> None:
+    while (call := calls.get()) is not None:
+        function, args, results = call
+        try:
+            results.put((function(*args), None))
+        except Exception as error:  # noqa: BLE001 - raised by the thread that asked
+            results.put((None, error))
+
+
+def _read(store: Store, keys: list[str]) -> list[bytes] | None:
+    if not store.check(keys):
+        return None
+    # A store's get() waits for a key that is missing.  None is: a peer erases only what all ranks have read.
+    return [bytes(value) for value in (store.multi_get(keys) if _has_multi_get(store) else map(store.get, keys))]
+
+
+def _has_multi_get(store: Any) -> bool:
+    return bool(store.has_extended_api())

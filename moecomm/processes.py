@@ -1,0 +1,71 @@
+"""Processes of other ranks on this machine: whether their ids mean something here, and whether they have ended."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import select
+from collections.abc import Sequence
+from contextlib import suppress
+
+from moecomm import _native
+
+
+def pid_namespace() -> bytes:
+    """32 bytes that are the same for two processes if and only if each can use the other's process id."""
+    parts: list[str] = []
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        parts.append(file.read().strip())
+    with suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    # Without both, no other process is known to share our ids.
+    return hashlib.sha256("\0".join(parts).encode()).digest() if len(parts) == 2 else os.urandom(32)
+
+
+def pidfd(pid: int) -> int | None:
+    """A descriptor of a process, which is readable once that has ended.  None where the kernel gives none.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+    """
+    try:
+        return _native.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except OSError:  # an old kernel, a sandbox that forbids it, or no descriptors left
+        return None
+
+
+class Deaths:
+    """Ranks whose processes have ended, as far as this process can see them."""
+
+    def __init__(self) -> None:
+        self._pidfds: dict[int, int] = {}  # rank of each descriptor
+        self._poll = select.poll()
+        self._gone: list[int] = []
+
+    def watch(self, pids: Sequence[int]) -> None:
+        """Watches the process of each rank from now on; 0: not that one."""
+        for rank, pid in enumerate(pids):
+            if pid == 0:
+                continue
+            try:
+                descriptor = pidfd(pid)
+            except ProcessLookupError:
+                self._gone.append(rank)
+                continue
+            if descriptor is not None:
+                self._pidfds[descriptor] = rank
+                self._poll.register(descriptor, select.POLLIN)
+
+    def first(self, wait_s: float = 0) -> int | None:
+        """A rank whose process has ended, or None if there is none within `wait_s`."""
+        if not self._gone and self._pidfds:
+            self._gone += [self._pidfds[descriptor] for descriptor, _ in self._poll.poll(1000 * wait_s)]
+        return self._gone[0] if self._gone else None
+
+    def close(self) -> None:
+        """Watches no longer."""
+        for descriptor in self._pidfds:
+            os.close(descriptor)
+        self._pidfds = {}
