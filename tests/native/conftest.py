@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .build import ASAN, PLAIN, TSAN, Workshop
+from .build import PLAIN, TSAN, Workshop
 
 
 @pytest.fixture(scope="session")
@@ -15,8 +15,3 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 @pytest.fixture(scope="session")
 def tsan(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return Workshop(tmp_path_factory.mktemp("tsan"), TSAN)
-
-
-@pytest.fixture(scope="session")
-def asan(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return Workshop(tmp_path_factory.mktemp("asan"), ASAN)

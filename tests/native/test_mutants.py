@@ -15,7 +15,7 @@ from .domain_mutants import DOMAIN_MUTANTS
 from .mutants import MUTANTS, Mutant
 
 # No more than those that the intact driver passes, from the same seed on (test_round_driver.py).
-CASES = {"plain": "400", "tsan": "200", "asan": "200", "domains plain": "600", "domains tsan": "60"}
+CASES = {"plain": "400", "tsan": "200", "domains plain": "600", "domains tsan": "60"}
 ALL = MUTANTS + DOMAIN_MUTANTS
 TRIES = 3  # of a mutant: what only some order of events shows may be missed once, by a busy machine above all
 Result = subprocess.CompletedProcess[str]
@@ -38,9 +38,9 @@ class Trials:
     cores.
     """
 
-    def __init__(self, pool: ThreadPoolExecutor, plain: Workshop, tsan: Workshop, asan: Workshop) -> None:
+    def __init__(self, pool: ThreadPoolExecutor, plain: Workshop, tsan: Workshop) -> None:
         self._pool = pool
-        self._workshops = {"plain": plain, "failures": plain, "tsan": tsan, "asan": asan}
+        self._workshops = {"plain": plain, "failures": plain, "tsan": tsan}
         self._results: dict[str, Future[Result]] = {}
 
     def begin(self, mutant: Mutant) -> None:
@@ -63,9 +63,9 @@ class Trials:
 
 
 @pytest.fixture(scope="module")
-def trials(request: pytest.FixtureRequest, plain: Workshop, tsan: Workshop, asan: Workshop) -> Iterator[Trials]:
+def trials(request: pytest.FixtureRequest, plain: Workshop, tsan: Workshop) -> Iterator[Trials]:
     with ThreadPoolExecutor(2 * PARALLEL) as pool:
-        begun = Trials(pool, plain, tsan, asan)
+        begun = Trials(pool, plain, tsan)
         for item in request.session.items:  # those that were asked for
             if isinstance(item, pytest.Function) and item.module is request.module and "trials" in item.fixturenames:
                 given = item.callspec.params
