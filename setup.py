@@ -22,6 +22,10 @@ HEADERS = [
 
 PLUGIN = "moecomm.libmoecomm_rma"
 
+# Both libraries take bytes from other processes.  The interpreter's own flags may set another level of FORTIFY_SOURCE.
+HARDENED = ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2"]
+HARDENED_LINK = ["-Wl,-z,relro,-z,now,-z,noexecstack"]
+
 
 def sources(*patterns: str) -> list[str]:
     """Translation units in csrc/, relative to the root as setuptools wants them."""
@@ -34,9 +38,18 @@ native = Pybind11Extension(
     include_dirs=["csrc"],
     cxx_std=17,
     # No contraction of a * b + c: sums must have the same bits on CPUs and GPUs.
-    extra_compile_args=["-O3", "-Wall", "-Wextra", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"],
-    extra_link_args=["-pthread", "-ldl"],
-    depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h")),
+    extra_compile_args=[
+        "-O3",
+        "-Wall",
+        "-Wextra",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-fvisibility=hidden",
+        *HARDENED,
+    ],
+    extra_link_args=["-pthread", "-ldl", *HARDENED_LINK],
+    # This file as well: its flags are part of what is built.
+    depends=["setup.py", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h"))],
 )
 
 # What NCCL loads: a plain shared library, of which Python only needs to know where it is.
@@ -45,8 +58,8 @@ plugin = Extension(
     sources("rma_plugin/*.cpp", "runtime/fd_socket.cpp"),
     include_dirs=["csrc"],
     language="c++",
-    extra_compile_args=["-std=c++17", "-O2", "-g0", "-Wall", "-Wextra", "-fvisibility=hidden"],
-    extra_link_args=["-pthread", "-ldl", "-Wl,--version-script=csrc/rma_plugin/exports.map"],
+    extra_compile_args=["-std=c++17", "-O2", "-g0", "-Wall", "-Wextra", "-fvisibility=hidden", *HARDENED],
+    extra_link_args=["-pthread", "-ldl", *HARDENED_LINK, "-Wl,--version-script=csrc/rma_plugin/exports.map"],
     depends=native.depends,
 )
 

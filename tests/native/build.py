@@ -18,9 +18,10 @@ NATIVE = Path(__file__).parent
 FLAGS = ("-std=c++17", "-ffp-contract=off", "-pthread", "-g1")
 PLAIN = ("-O2",)
 TSAN = ("-O1", "-fsanitize=thread")
+ASAN = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 STRICT = ("-Wall", "-Wextra", "-Werror")  # of a mutant nobody asks whether all of it is used
 # These run while no rank does: there is nothing to watch, and most of the work.
-BETWEEN_ROUNDS = dict.fromkeys(("scenario", "oracle", "compare"), ("-O2", "-fno-sanitize=thread"))
+BETWEEN_ROUNDS = dict.fromkeys(("scenario", "oracle", "compare"), ("-O2", "-fno-sanitize=all"))
 PARALLEL = min(4, os.cpu_count() or 1)
 STANDARD = ("algorithm", "cmath", "condition_variable", "cstring", "functional", "memory", "mutex", "thread", "vector")
 

@@ -11,7 +11,8 @@ class Mutant:
     file: str  # under csrc/
     old: str  # occurs there exactly once
     new: str
-    caught_by: str  # "plain", "tsan": random rounds; "failures": the failing rounds; all these with "domains" as well
+    # "plain", "tsan", "asan": random rounds; "failures": the failing rounds.  With "domains " before: several domains.
+    caught_by: str
 
 
 RELAXED = "[](u64* flag, u64 value) { __atomic_store_n(flag, value, __ATOMIC_RELAXED); }"

@@ -14,6 +14,7 @@ HERE = Path(__file__).parent
 FLAGS = ("-std=c++17", "-fPIC", "-pthread", "-g0", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}")
 PLAIN = ("-O1",)
 TSAN = ("-O0", "-fsanitize=thread")
+ASAN = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 PARALLEL = min(4, os.cpu_count() or 1)
 PLUGIN = (*sorted((CSRC / "rma_plugin").glob("*.cpp")), CSRC / "runtime" / "fd_socket.cpp")
 # What the driver has in common with the plugin: checks, addresses and frames, for the rank that lies.
@@ -77,14 +78,14 @@ def build_driver(into: Path) -> Path:
     return link(units.values(), into / "driver", PLAIN)
 
 
-def build_watched(into: Path) -> tuple[Path, Path]:
-    """The driver and the plugin under ThreadSanitizer."""
+def build_watched(into: Path, sanitizer: tuple[str, ...]) -> tuple[Path, Path]:
+    """The driver and the plugin under a sanitizer."""
     sources = [path for path in HERE.glob("*.cpp") if path.stem != "fake_cuda"]
-    units = compile_units([*sources, *PLUGIN], into / "tsan", TSAN)
+    units = compile_units([*sources, *PLUGIN], into / "watched", sanitizer)
     plugin = {path.stem for path in PLUGIN}
     driver = [unit for name, unit in units.items() if name not in plugin or name in SHARED]
     library = [unit for name, unit in units.items() if name in plugin]
-    return link(driver, into / "driver_tsan", TSAN), link(library, into / "libplugin_tsan.so", (*TSAN, "-shared"))
+    return link(driver, into / "driver", sanitizer), link(library, into / "libplugin.so", (*sanitizer, "-shared"))
 
 
 def build_fake_cuda(into: Path) -> Path:

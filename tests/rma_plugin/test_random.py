@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .build import build_watched
+from .build import TSAN, build_watched
 from .conftest import Drive, run_driver
 
 WAYS = ("loopback", "tcp")
@@ -65,6 +65,6 @@ def test_ranks_of_one_process(drive: Drive, memory: str) -> None:
 
 
 def test_threads_under_sanitizer(fake_cuda: Path, tmp_path: Path) -> None:
-    driver, plugin = build_watched(tmp_path)
+    driver, plugin = build_watched(tmp_path, TSAN)
     for way in WAYS:
         run_driver(driver, plugin, fake_cuda, "random", way, times="1", mode="threads", ops=24, slice=20_000, epochs=2)
