@@ -167,7 +167,7 @@ class Frames {
     std::vector<std::unique_ptr<char[]>> memory_;
     Registry registry_;
     std::shared_ptr<Region> region_, gone_;
-    Signals signals_{nullptr};
+    Signals signals_{nullptr, registry_};
     Link::Shared copies_{nullptr};
     std::deque<Request> requests_;
     Pair sockets_;
@@ -293,7 +293,7 @@ class Mails {
         while (!input.empty()) {
             step(input, shared);
             Mail mail;
-            while (ours_.take(mail, kPeer)) signals_.add(registry_.by_id(mail.region), mail.at, mail.value, kPeer);
+            while (ours_.take(mail, kPeer)) signals_.add(mail.region, mail.at, mail.value, kPeer);
             signals_.progress();
         }
     }
@@ -318,7 +318,7 @@ class Mails {
     std::vector<std::unique_ptr<char[]>> memory_;
     Registry registry_;
     std::shared_ptr<Region> region_ = host_region(registry_, memory_);
-    Signals signals_{nullptr};
+    Signals signals_{nullptr, registry_};
     Mailbox ours_, theirs_;
 };
 
