@@ -159,6 +159,8 @@ struct DispatchCall {
         if constexpr (cfg.idx_bytes == 8) return reinterpret_cast<const i64*>(a.topk_idx)[entry];
         return reinterpret_cast<const i32*>(a.topk_idx)[entry];
     }
+    // Of an entry with an owner: its expert's number there, whatever the id is by now.
+    MOECOMM_FN i32 local_at(i64 entry) const { return static_cast<i32>(static_cast<u32>(id_at(entry)) % cfg.experts_here()); }
     MOECOMM_FN float weight_at(i64 entry) const {
         return a.topk_weights != 0 ? reinterpret_cast<const float*>(a.topk_weights)[entry] : 1.0f;
     }

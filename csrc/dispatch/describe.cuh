@@ -71,7 +71,7 @@ MOECOMM_FN void describe_chunk(const Call& c, i32 chunk) {
         const Described e{token, k, reinterpret_cast<const i32*>(c.a.route.token_rows)[entry],
                           reinterpret_cast<const i32*>(c.a.route.token_owner)[entry], c.weight_at(entry)};
         if constexpr (cfg.layout == Layout::flat) {
-            describe_flat(c, Ours<Call>{c}, e, e.owner >= 0 ? static_cast<i32>(c.id_at(entry)) % cfg.experts_here() : -1);
+            describe_flat(c, Ours<Call>{c}, e, e.owner >= 0 ? c.local_at(entry) : -1);
         } else {
             describe_rows(c, Ours<Call>{c}, e);
         }

@@ -8,10 +8,23 @@ namespace moecomm {
 // Lanes with the same key as ours; -1 is alone.
 MOECOMM_FN u32 lanes_with(i32 key) { return __match_any_sync(kAllLanes, key >= 0 ? key : -1 - lane_id()); }
 
+// Ids are read once to be counted and again to be placed.  If another stream changes them in between, what is placed does not fit what all
+// ranks have agreed on: rows are then wrong, but stay inside the memory that the rank has for them.  After the agreement.
+template <class Call>
+MOECOMM_FN i32 row_inside(const Call& c, i32 rank, i32 row) {
+    return min(row, c.shared.notices[rank].max_rows - 1);
+}
+
 // The chunk's flat rows at a rank, as they go into its flag.
 template <class Call>
 MOECOMM_FN void keep_range(const Call& c, i32 chunk, i32 rank, i32 first, i32 end) {
     *c.range(rank, chunk) = signal_word(chunk_signal(0, first, end - first));
+}
+
+template <class Call>
+MOECOMM_FN void keep_final_range(const Call& c, i32 chunk, i32 rank, i32 first, i32 end) {
+    end = row_inside(c, rank, end - 1) + 1;
+    keep_range(c, chunk, rank, min(first, end), end);
 }
 
 // The same at each rank, while they are given out: a lane a rank.
@@ -25,18 +38,24 @@ struct Range {
         for (i32 i = 0; i < cfg.peers_per_lane(); ++i)
             first[i] = i * kWarp + lane_id() < cfg.ranks ? cursors[cfg.experts + i * kWarp + lane_id()] : 0;
     }
+    template <bool is_final>
     MOECOMM_FN void end(const Call& c, i32 chunk, const i32* cursors) const {
 #pragma unroll
         for (i32 i = 0; i < cfg.peers_per_lane(); ++i) {
             const i32 p = i * kWarp + lane_id();
-            if (p < cfg.ranks) keep_range(c, chunk, p, first[i], cursors[cfg.experts + p]);
+            if (p >= cfg.ranks) continue;
+            if constexpr (is_final) {
+                keep_final_range(c, chunk, p, first[i], cursors[cfg.experts + p]);
+            } else {
+                keep_range(c, chunk, p, first[i], cursors[cfg.experts + p]);
+            }
         }
     }
 };
 
 // A warp: the places of the tokens [first, end), whole chunks.  Entries of one expert, and tokens for one rank, take consecutive places:
-// `cursors` of all columns stand at the next of each.
-template <class Call>
+// `cursors` of all columns stand at the next of each.  `is_final`: these are the rows.
+template <bool is_final, class Call>
 MOECOMM_FN void place_tokens(const Call& c, i32 first, i32 end, i32* cursors) {
     constexpr DispatchConfig cfg = Call::cfg;
     auto* token_rows = reinterpret_cast<i32*>(c.a.route.token_rows);
@@ -53,8 +72,12 @@ MOECOMM_FN void place_tokens(const Call& c, i32 first, i32 end, i32* cursors) {
         const u32 mates = lanes_of_rank<cfg.ranks>(owner) & lanes_of_token<cfg.topk>();  // at our owner
         const bool leads = id >= 0 && (mates & below) == 0;
         const u32 leaders = lanes_of_rank<cfg.ranks>(leads ? owner : -1);
-        const i32 row = id >= 0 ? cursors[expert] + __popc(same & below) : -1;
+        i32 row = id >= 0 ? cursors[expert] + __popc(same & below) : -1;
         i32 slot = leads ? cursors[cfg.experts + owner] + __popc(leaders & below) : -1;
+        if constexpr (is_final) {
+            if (id >= 0) row = row_inside(c, owner, row);
+            if (leads) slot = row_inside(c, owner, slot);
+        }
         slot = __shfl_sync(kAllLanes, slot, mates != 0 ? __ffs(mates) - 1 : lane_id());
         i32* slots = token_slot + static_cast<i64>(at) * cfg.ranks;
         for (i32 i = lane_id(); i < min(per_step, end - at) * cfg.ranks; i += kWarp) slots[i] = -1;
@@ -68,7 +91,7 @@ MOECOMM_FN void place_tokens(const Call& c, i32 first, i32 end, i32* cursors) {
             token_owner[entry] = owner;
             if (leads) token_slot[static_cast<i64>(token) * cfg.ranks + owner] = slot;
         }
-        if ((at + per_step) % chunk_tokens == 0 || at + per_step >= end) range.end(c, at / chunk_tokens, cursors);
+        if ((at + per_step) % chunk_tokens == 0 || at + per_step >= end) range.template end<is_final>(c, at / chunk_tokens, cursors);
     });
 }
 
@@ -78,7 +101,7 @@ MOECOMM_FN void rank_tokens(const Call& c) {
     i32* cursors = c.counters(0);
     for (i32 column = lane_id(); column < Call::cfg.columns(); column += kWarp) cursors[column] += c.shared.base[column];
     __syncwarp();
-    place_tokens(c, c.share.first, c.share.end, cursors);
+    place_tokens<true>(c, c.share.first, c.share.end, cursors);
 }
 
 // A repeat knows the rows; only the ranges are missing, because chunks may be of another size than then.
@@ -105,7 +128,7 @@ MOECOMM_FN void place_share(const Call& c) {
     if constexpr (cfg.repeat) {
         for (i32 chunk = c.share.first_chunk + warp; chunk < c.share.end_chunk; chunk += cfg.warps()) range_chunk(c, chunk);
     } else if (warp < c.count_warps()) {
-        place_tokens(c, c.counted_from(warp), c.counted_from(warp + 1), c.counters(warp));
+        place_tokens<false>(c, c.counted_from(warp), c.counted_from(warp + 1), c.counters(warp));
     }
 }
 
@@ -140,18 +163,19 @@ MOECOMM_FN void settle_share(const Call& c) {
         const auto* owners = reinterpret_cast<const i32*>(c.a.route.token_owner);
         const i32* base = c.shared.base;
         struct Entry {
-            i32 place, column;
+            i32 place, owner, local;
         };
-        const auto entry = [&](i32 i) {
-            return Entry{rows[i], cfg.layout == Layout::flat ? cfg.experts + owners[i] : static_cast<i32>(c.id_at(i))};
-        };
+        const auto entry = [&](i32 i) { return Entry{rows[i], owners[i], cfg.layout == Layout::flat ? 0 : c.local_at(i)}; };
         map_words(0, of_entries, c.share.first * cfg.topk, c.share.end * cfg.topk, entry, [&](i32 i, Entry e) {
-            if (e.place >= 0) rows[i] = e.place + base[e.column];
+            if (e.place < 0) return;
+            const i32 column = cfg.layout == Layout::flat ? cfg.experts + e.owner : e.owner * cfg.experts_here() + e.local;
+            rows[i] = row_inside(c, e.owner, e.place + base[column]);
         });
         map_words(
             of_entries, of_slots, c.share.first * cfg.ranks, c.share.end * cfg.ranks, [&](i32 i) { return slots[i]; },
             [&](i32 i, i32 slot) {
-                if (slot >= 0) slots[i] = slot + base[cfg.experts + i % cfg.ranks];
+                const i32 rank = i % cfg.ranks;
+                if (slot >= 0) slots[i] = row_inside(c, rank, slot + base[cfg.experts + rank]);
             });
         const auto chunk_of = [&](i32 i) { return c.share.first_chunk + i / cfg.ranks; };
         map_words(
@@ -159,7 +183,7 @@ MOECOMM_FN void settle_share(const Call& c) {
             [&](i32 i) { return *c.range(i % cfg.ranks, chunk_of(i)); },
             [&](i32 i, u64 placed) {
                 const i32 rank = i % cfg.ranks, first = signal_first(placed) + base[cfg.experts + rank];
-                keep_range(c, chunk_of(i), rank, first, first + signal_count(placed));
+                keep_final_range(c, chunk_of(i), rank, first, first + signal_count(placed));
             });
     }
     fence_async_shared();  // bulk loads write where the counters were

@@ -4,7 +4,7 @@
 // every rank tells all others its ids, with its counts: a flight over the links, and not two.  Who has the expert makes the slip.
 #pragma once
 #include "../protocol/slip.h"
-#include "call.cuh"
+#include "rank.cuh"
 
 namespace moecomm {
 
@@ -40,7 +40,7 @@ MOECOMM_FN void store_slips(const Call& c) {
         const i64 id = here ? c.id_at(entry) : -1;
         const i32 owner = owner_of<Call>(id);
         if (here) owners[entry] = owner;
-        const i32 row = owner < 0 ? 0 : atomicAdd(&c.shared.base[id], 1);
+        const i32 row = owner < 0 ? 0 : row_inside(c, owner, atomicAdd(&c.shared.base[id], 1));
         i32 same = row;
 #pragma unroll
         for (i32 k = 0; k < cfg.topk; ++k) {
@@ -93,7 +93,7 @@ MOECOMM_FN bool take_ids(const Call& c, i32 source) {
         [&](i32 nth, u32 id) {
             const i32 entry = thread + nth * cfg.threads(), expert = static_cast<i32>(id) - c.me() * here;
             if (expert < 0 || expert >= here) return;
-            const i32 row = atomicAdd(&next[expert], 1);
+            const i32 row = min(atomicAdd(&next[expert], 1), c.a.max_rows - 1);  // see row_inside
             slips[row] = Slip::of(from.src + entry / cfg.topk * from.topk_idx, -1, from.weights + entry * product_bytes, source);
         });
     return !__syncthreads_or(!came);

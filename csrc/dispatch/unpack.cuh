@@ -4,10 +4,10 @@
 
 namespace moecomm {
 
-// Of the tokens of a source that come, the n-th.
+// Of the tokens of a source that come, the n-th; -1 if fewer do than it has counted, which takes ids that change meanwhile (row_inside).
 template <class Call>
 MOECOMM_FN i32 nth_coming(const Call& c, i32 source, i32 n) {
-    for (i32 word = 0;; ++word) {
+    for (i32 word = 0; word < kWantedWords; ++word) {
         const u32 coming = c.shared.coming[source][word];
         if (n >= __popc(coming)) {
             n -= __popc(coming);
@@ -16,6 +16,7 @@ MOECOMM_FN i32 nth_coming(const Call& c, i32 source, i32 n) {
         const bool ours = (coming >> lane_id() & 1) != 0 && __popc(coming & lanes_below()) == n;
         return word * kWarp + __ffs(__ballot_sync(kAllLanes, ours)) - 1;
     }
+    return -1;
 }
 
 // A packet that has come: where its row goes, and its words.
@@ -65,7 +66,8 @@ struct Unpacker {
         if (cfg.layout == Layout::flat && lane_id() == 0) row = slot;
         if (cfg.layout != Layout::flat && here) {
             const i32 start = c.shared.filled[local] - c.shared.total[c.me() * cfg.experts_here() + local];
-            row = start + c.shared.into[source * cfg.experts_here() + local] + static_cast<i32>(upper & 0xffffu);
+            const i32 first = start + c.shared.into[source * cfg.experts_here() + local];
+            row = min(first + static_cast<i32>(upper & 0xffffu), c.a.max_rows - 1);  // see row_inside
         }
         if (piece == 0 && lane_id() < cfg.topk) describe(row, here ? local : -1, here ? static_cast<u32>(packed) : 0);
         for (u32 left = __ballot_sync(kAllLanes, row >= 0); left != 0; left &= left - 1)
@@ -161,6 +163,7 @@ MOECOMM_FN void unpack(const Call& c) {
         while (slot >= c.shared.slots_before[source + 1]) ++source;
         if (!c.shared.sources[source].packets) continue;
         const i32 token = nth_coming(c, source, slot - c.shared.slots_before[source]);
+        if (token < 0) continue;
         Unpacker<Call> unpacker{c, source, token, slot, item % of_row, {}};
         const u64 packet = packets_at(c.window(), c.shape(), c.round.tag, source) +
                            static_cast<u64>(token * of_row + unpacker.piece) * cfg.packet_lines * kLineBytes;

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import shutil
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +33,7 @@ pytestmark = [
 SIZES: dict[str, Any] = {"hidden": 64, "num_experts": 8, "topk": 3, "max_tokens": 20, "dtype": torch.bfloat16}
 DOMAINS = {"ranks": 4, "domain_ranks": 2}
 CASES = 10
+BEHIND = 1 << 16  # bytes that nobody may write
 
 
 def random_cases(machine: Machine, monkeypatch: pytest.MonkeyPatch, straight: str, cases: int) -> None:
@@ -291,6 +294,53 @@ def test_ranks_that_differ_about_weights_are_told(
         for buffer in ranks.buffers[1:]:
             with pytest.raises(moecomm.Mismatch, match="topk_weights given"):
                 buffer.check()
+
+
+@pytest.mark.parametrize("way", ["packets", "ring", "domains"])
+@pytest.mark.parametrize("layout", ["expert", "flat"])
+def test_ids_that_change_meanwhile_reach_no_other_memory(
+    layout: str, way: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids that were counted as those of one expert, or rank, are placed as those of another, which has no such rows."""
+    monkeypatch.setattr(host, "packet_bytes", packets.room if way == "packets" else lambda *_: 0)
+    sizes = DOMAINS if way == "domains" else {"ranks": 4}
+    given = [torch.full((20, 3), -1) for _ in range(4)]
+    states = [torch.full((20, 3), -1) for _ in range(2)]
+    states[0][:, 0], states[1][:, 0] = 0, 1 if layout != "flat" else 2  # experts of one rank, or of two
+    stop = threading.Event()
+
+    def change() -> None:
+        targets, views = [ids.numpy() for ids in given], [state.numpy() for state in states]
+        while not stop.is_set():
+            for view in views:
+                for target in targets:
+                    target[...] = view
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    try:
+        for _ in range(8):
+            with LocalBuffers(**sizes, **SIZES, backend="host") as ranks:
+                for buffer in ranks.buffers:  # a round of which not all comes ends before the machine gives up
+                    buffer.session.context.timeout_ns = 20_000_000
+                routed = [
+                    dispatch.prepare(b, torch.ones(20, 64).bfloat16(), ids, layout=layout, max_rows=80, sync=False)
+                    for b, ids in zip(ranks.buffers, given, strict=True)
+                ]
+                behind = [b.memory.allocate(BEHIND)[0] for b in ranks.buffers]
+                memory = [
+                    (ctypes.c_uint8 * BEHIND).from_address(here.plan.base + block.offset)
+                    for here, block in zip(routed, behind, strict=True)
+                ]
+                for found in memory:
+                    ctypes.memset(found, 0x5A, BEHIND)
+                machine.run_all([here.args for here in routed])
+                assert all(bytes(found) == b"\x5a" * BEHIND for found in memory)
+                del memory, behind, routed
+    finally:
+        stop.set()
+        changing.join()
+        machine.forget()
 
 
 @pytest.mark.parametrize("way", ["packets", "ring", "domains"])
