@@ -7,6 +7,7 @@ namespace moecomm {
 // Of the tokens of a source that come, the n-th; -1 if fewer do than it has counted, which takes ids that change meanwhile (row_inside).
 template <class Call>
 MOECOMM_FN i32 nth_coming(const Call& c, i32 source, i32 n) {
+#pragma unroll 1
     for (i32 word = 0; word < kWantedWords; ++word) {
         const u32 coming = c.shared.coming[source][word];
         if (n >= __popc(coming)) {
