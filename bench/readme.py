@@ -12,6 +12,7 @@ from typing import Any
 from moecomm.bench import sources
 
 ROOT = Path(__file__).parent.parent
+CSRC = ROOT / "csrc"
 BEGIN, END = "<!-- figures: written by bench/readme.py -->", "<!-- end of figures -->"
 OLDER = "†"
 LEGEND = f"{OLDER}: measured before later changes to the kernels."
@@ -37,8 +38,8 @@ def older(found: dict[str, Any], parts: Iterable[str]) -> bool:
 
 @lru_cache(maxsize=1)
 def digests() -> dict[str, str]:
-    """The digests of the kernels as they are."""
-    return sources.digests()
+    """The digests of the kernels of this repository as they are."""
+    return sources.digests(CSRC)
 
 
 def line(found: dict[str, Any], parts: Iterable[str], *cells: str) -> str:

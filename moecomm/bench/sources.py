@@ -9,7 +9,7 @@ import hashlib
 import posixpath
 import re
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from moecomm import kernel_loader
@@ -32,13 +32,13 @@ _INCLUDED = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
-def digests(read: Callable[[str], str | None] | None = None) -> dict[str, str]:
-    """A digest for each part whose files are there; comments and white space do not count.
+def digests(csrc: Path | None = None) -> dict[str, str]:
+    """A digest for each part whose files are in csrc; comments and white space do not count.
 
-    read: the text of a file below csrc, or None if there is no such file.  Default: the headers of this package.
+    csrc: default: that of this package, which has no sources of the host in it if it was installed as a wheel.
     """
-    read = read or _installed
-    return {part: digest for part, files in PARTS.items() if (digest := _digest(files, read))}
+    root = csrc or kernel_loader.headers()
+    return {part: _digest(files, root) for part, files in PARTS.items() if all((root / f).is_file() for f in files)}
 
 
 def commit() -> str:
@@ -50,27 +50,20 @@ def commit() -> str:
         return ""
 
 
-def _installed(name: str) -> str | None:
-    path = kernel_loader.headers() / name
-    return path.read_text() if path.is_file() else None
-
-
-def _digest(files: Iterable[str], read: Callable[[str], str | None]) -> str:
+def _digest(files: Iterable[str], root: Path) -> str:
     found: dict[str, str] = {}
     waiting = list(files)
     while waiting:
         name = waiting.pop()
         if name in found:
             continue
-        text = read(name)
-        if text is None:
-            return ""
+        text = (root / name).read_text()
         found[name] = "".join(_COMMENT.sub("", text).split())
         # As compilers look: in the folder of the file that includes, then in csrc.
         for included in _INCLUDED.findall(text):
             beside = posixpath.normpath(posixpath.join(posixpath.dirname(name), included))
-            waiting += [near for near in (beside, included) if read(near) is not None][:1]
-        if name.endswith(".h") and read(implementation := name[:-2] + ".cpp") is not None:
+            waiting += [near for near in (beside, included) if (root / near).is_file()][:1]
+        if name.endswith(".h") and (root / (implementation := name[:-2] + ".cpp")).is_file():
             waiting.append(implementation)
     whole = "".join(f"{name}\n{found[name]}\n" for name in sorted(found))
     return hashlib.sha256(whole.encode()).hexdigest()[:12]

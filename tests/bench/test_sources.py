@@ -2,45 +2,47 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from moecomm import kernel_loader
 from moecomm.bench import results, sources
 
+CSRC = Path(__file__).parents[2] / "csrc"
 
-def digest(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+
+def test_a_digest_covers_what_is_included_but_no_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "PARTS", {"a": ("a/entry.cuh",), "b": ("b/entry.cpp",)})
-    return sources.digests(files.get)
 
+    def digest(files: dict[str, str]) -> dict[str, str]:
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text)
+        return sources.digests(tmp_path)
 
-def test_a_digest_covers_what_is_included_but_no_comments(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {
         "a/entry.cuh": '#include "near.cuh"\n#include "c/far.h"\n#include <vector>\nint a; // one\n',
         "a/near.cuh": "#pragma once\nint near;\n",
         "c/far.h": '#include "../a/near.cuh"\nint far();\n',
         "c/far.cpp": '#include "far.h"\nint far() { return 1; }\n',
     }
-    before = digest(files, monkeypatch)
+    before = digest(files)
     assert set(before) == {"a"}, "no digest of a part whose source is not there"
     prose = {"a/entry.cuh": files["a/entry.cuh"].replace("// one", "/* two\n lines */"), "a/other.cuh": "int other;"}
-    assert digest(files | prose, monkeypatch) == before
+    assert digest(files | prose) == before
     for name in files:
-        assert digest(files | {name: files[name] + "int more;"}, monkeypatch) != before, name
+        assert digest(files | {name: files[name] + "int more;"}) != before, name
 
 
-def test_every_part_has_its_source_here() -> None:
-    found = sources.digests()
+def test_every_part_has_its_source_here(tmp_path: Path) -> None:
+    found = sources.digests(CSRC)
     assert set(found) == set(sources.PARTS) and len(set(found.values())) == len(found)
-    shared = "protocol/args.h"  # a change there is one of every round
-
-    def changed(name: str) -> str | None:
-        path = kernel_loader.headers() / name
-        return path.read_text() + "int more;" * (name == shared) if path.is_file() else None
-
-    other = sources.digests(changed)
+    shutil.copytree(CSRC, tmp_path, dirs_exist_ok=True)
+    with (tmp_path / "protocol" / "args.h").open("a") as shared:
+        shared.write("struct More {};\n")
+    other = sources.digests(tmp_path)
     assert {part for part in found if found[part] != other[part]} >= {"dispatch", "combine", "fused layer", "host"}
 
 
@@ -55,4 +57,6 @@ def test_the_commit_is_empty_where_there_is_no_repository(tmp_path: Path, monkey
 
 
 def test_a_result_has_both() -> None:
-    assert results.origin()["kernels"] == sources.digests() and "commit" in results.origin()
+    found = results.origin()
+    assert found["kernels"] == sources.digests() and found["kernels"].items() <= sources.digests(CSRC).items()
+    assert found["commit"] == sources.commit()
