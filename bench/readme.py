@@ -42,10 +42,14 @@ def digests() -> dict[str, str]:
     return sources.digests(CSRC)
 
 
-def line(found: dict[str, Any], parts: Iterable[str], *cells: str) -> str:
-    """One row of a table, marked if its figures are older than the kernels they measure."""
+def line(found: dict[str, Any], parts: Iterable[str], *cells: str, beside: dict[str, Any] | None = None) -> str:
+    """One row of a table, marked if its figures are older than the kernels they measure.
+
+    beside: a second result that the row has figures of.
+    """
     first, *rest = cells
-    return f"| {' | '.join([f'{first} {OLDER}' if older(found, parts) else first, *rest])} |"
+    marked = any(older(one, parts) for one in (found, beside) if one)
+    return f"| {' | '.join([f'{first} {OLDER}' if marked else first, *rest])} |"
 
 
 def table(heads: str, rows: Iterable[str]) -> str:

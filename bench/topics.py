@@ -17,8 +17,8 @@ them, of the slowest rank: counts, layout, casts and waits included.  In bracket
 the all-to-all ceiling of the same run, over the measured time.  Weights and activations are bfloat16 unless FP8 is
 named, sums travel as the table says, and DeepSeek-V3 is hidden 7168, top-8 of 256 experts.
 
-`python -m moecomm.bench show bench/results/NAME.json` prints the long table of a result, with its command, machine and
-versions.
+Below each table are the hosts, backend, model, mode, date and commit of its results, and the command that prints the
+long tables of these results.
 
 {LEGEND}  Each result keeps its commit and a digest of the source of each
 kernel, with what it includes and without comments; rows whose kernels have other digests today are marked.
@@ -95,7 +95,7 @@ def few_sms() -> str:
         cast = figure(fast, tokens=4096, what="dispatch", payload="fp8", sms_asked=sms)
         ways = ("y in the window", "y outside")
         cells = [figure(found, tokens=4096, what="combine", variant=way, sms_asked=sms) for way in ways]
-        rows.append(line(found, ROUNDS, str(sms or "default"), bf16, cast, *cells))
+        rows.append(line(found, ROUNDS, str(sms or "default"), bf16, cast, *cells, beside=fast))
     return table("blocks | dispatch, bf16 | dispatch, FP8 | combine, y in the window | combine, y outside", rows)
 
 
@@ -128,7 +128,7 @@ def expert_layers() -> str:
             cells = [time_of(r["at_work_us"]) for r in ways]
             power = f"{turns['mhz']} MHz, {turns['watts']} W"
             rows.append(line(found, LAYER, model, turns["dtype"], *cells, power))
-    heads = "model, 4 H200s, 8192 tokens, back to back | weights | GEMMs | one after the other | fused | clock, power"
+    heads = "model, 4 H200s, 8192 tokens | weights | GEMMs | one after the other | fused, best order | clock, power"
     return f"{alone}\n\n{table(heads, rows)}"
 
 
@@ -161,7 +161,7 @@ def backends() -> str:
             of_backend = (r for r in found["rows"] if (r["backend"], r.get("bytes")) == (backend, size))
             cells.append(next((time_of(r["us"]["p50"]) for r in of_backend), ""))
         cells.append(next((time_of(r["us"]["p50"]) for r in tcp["rows"] if r["bytes"] == size), ""))
-        rows.append(line(found, ("put + signal", "gin", "nvshmem", "RMA plugin"), str(size), *cells))
+        rows.append(line(found, ("put + signal", "gin", "nvshmem", "RMA plugin"), str(size), *cells, beside=tcp))
     heads = "put + signal, bytes | `lsa` | `nvshmem` | `gin`, proxy on one host | `gin`, TCP over 127.0.0.1, 2 GPUs"
     return f"{rounds}\n\n{table(heads, rows)}"
 
@@ -308,8 +308,9 @@ TOPICS = (
     Topic("Skew", "4096 tokens a rank, `flat`.", ("skew-h200-4", "ht-h200-4"), skew),
     Topic(
         "Expert layers",
-        "README has layers of 4 H200s, beside torch's.  `of GEMMs`: the faster of the two over our GEMMs alone.  Back "
-        "to back: replays without a pause, at the limit of power.",
+        "README has layers of 4 H200s, beside torch's.  `of GEMMs`: the faster of the two over our GEMMs alone.  The "
+        "second table: replays without a pause, at the limit of power.  `layers-h200-2` has 2 ranks again, with later code; "
+        "`one-launch-schedules-h200-4` is what the schedules of fused layers are fitted to.",
         (*TWO, "at-work-h200-4", "at-work-fp8-h200-4", "layers-h200-2", "one-launch-schedules-h200-4"),
         expert_layers,
     ),
@@ -382,7 +383,9 @@ def section(topic: Topic) -> str:
     for name in topic.names:
         alike.setdefault(conditions(name), []).append(f"[`{name}`](results/{name}.json)")
     where = "; ".join(f"{', '.join(names)}: {where}" for where, names in alike.items())
-    return f"## {topic.title}\n\n{topic.about}\n\n{topic.table()}\n\n{where}"
+    files = f"{{{','.join(topic.names)}}}" if len(topic.names) > 1 else topic.names[0]
+    command = f"`python -m moecomm.bench show bench/results/{files}.json`"
+    return f"## {topic.title}\n\n{topic.about}\n\n{topic.table()}\n\n{where}.  Long tables: {command}."
 
 
 def page() -> str:

@@ -214,6 +214,9 @@ def test_a_figure_that_is_older_than_its_kernels_is_marked(monkeypatch: pytest.M
         assert readme.line(found, readme.ROUNDS, "4", "5 us") == "| 4 † | 5 us |"
         assert readme.line(found, ("GEMM",), "4", "5 us") == "| 4 | 5 us |", "of another part"
     assert readme.older({"kernels": {}}, ("host",)), "a part that was not there then"
+    monkeypatch.setattr(readme, "digests", lambda: now)
+    earlier = {"kernels": now | {"combine": "other"}}
+    assert readme.line(found, readme.ROUNDS, "4", "5 us", beside=earlier) == "| 4 † | 5 us |"
 
 
 def test_a_change_of_a_kernel_changes_the_page_until_it_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
