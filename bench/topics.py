@@ -309,7 +309,7 @@ TOPICS = (
     Topic(
         "Expert layers",
         "README has layers of 4 H200s, beside torch's.  `of GEMMs`: the faster of the two over our GEMMs alone.  The "
-        "second table: replays without a pause, at the limit of power.  `layers-h200-2` has 2 ranks again, with later code; "
+        "second table: replays without a pause, at the limit of power.  `layers-h200-2` has 2 ranks again, later; "
         "`one-launch-schedules-h200-4` is what the schedules of fused layers are fitted to.",
         (*TWO, "at-work-h200-4", "at-work-fp8-h200-4", "layers-h200-2", "one-launch-schedules-h200-4"),
         expert_layers,
