@@ -108,20 +108,6 @@ def check(ours: Any, theirs: Any) -> None:
         torch.testing.assert_close(mine, other, rtol=close, atol=close)
 
 
-def section(found: dict[str, Any]) -> str:
-    """Of bench/README.md."""
-    lines = [
-        f"Passes over {ROWS} rows of {HIDDEN} columns ({INNER} inside an expert), and maps of {TOKENS} tokens, on one "
-        f"{found['machine']['gpus'][0]}: our kernel, and torch's operations that do the same:",
-        "",
-        "| pass | ours | torch's |",
-        "| --- | --- | --- |",
-        *(f"| {row['what']} | {row['us']:.1f} us | {row['torch_us']:.1f} us |" for row in found["rows"]),
-        "",
-    ]
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Measures, prints and writes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

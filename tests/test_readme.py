@@ -151,7 +151,8 @@ def test_the_layer_in_a_model_runs_compiled_and_has_gradients(one_rank: None, mo
 
 
 def test_figures_are_what_the_results_say() -> None:
-    from readme import BEGIN, END, filled, page
+    from readme import BEGIN, END, filled
+    from topics import page
 
     assert filled(README) == README, "run: python bench/readme.py"
     assert (ROOT / "bench" / "README.md").read_text() == page(), "run: python bench/readme.py"
@@ -174,102 +175,62 @@ def test_plots_are_drawn_from_the_results() -> None:
         assert digest([result]) in picture.read_text(), "run: python bench/readme.py"
 
 
-def test_results_of_the_benchmark_become_a_table_or_a_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_result_is_on_the_page_or_cited_and_nothing_cites_one_that_is_gone() -> None:
+    """Code and documents name results by file; readers of many name them by pattern."""
+    from topics import TOPICS
+
+    folder = ROOT / "bench" / "results"
+    there = {path.stem for path in folder.glob("*.json")}
+    shown = {name for topic in TOPICS for name in topic.names} | {p.stem for p in folder.glob("moe-*-h200-4.json")}
+    assert there == shown
+    texts = [path for pattern in ("*.py", "*.md", "*.cuh", "*.h", "*.cpp") for path in ROOT.rglob(pattern)]
+    named = re.compile(r"\bresults/([a-z][\w-]*)\.json|\b([a-z][a-z0-9-]*-h200-\d)\b|\b(gemm[a-z0-9-]*-h200)\b")
+    gone = {
+        (str(path.relative_to(ROOT)), "".join(name))
+        for path in texts
+        if not path.is_relative_to(ROOT / "tests")
+        for name in named.findall(path.read_text())
+        if "".join(name) not in there
+    }
+    assert gone == set()
+
+
+def test_the_page_is_short_enough_to_be_read() -> None:
+    lines = (ROOT / "bench" / "README.md").read_text().splitlines()
+    assert len(lines) <= 230 and sum(line.startswith("## ") for line in lines) == 12
+
+
+def test_a_figure_that_is_older_than_its_kernels_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     import readme
 
-    row = {
-        "who": "moecomm",
-        "what": "dispatch",
-        "layout": "flat",
-        "payload": "fp8",
-        "variant": "",
-        "sms": 24,
-        "sms_asked": 0,
-    }
-    row |= {"tokens": 4096, "us": {"p50": 261.34}, "of_wire": 0.9649}
-    peer = {**row, "who": "nccl", "payload": "", "sms": 0, "us": {"p50": 12345.6}, "of_wire": None}
-    case = {"ranks": 4, "backend": "lsa", "model": "deepseek-v3", "hidden": 7168, "topk": 8, "experts": 256}
-    case |= {"mode": "graph", "cold": False, "skew": 0.25, "tokens": [4096], "sms": [0, 8]}
-    found = {
-        "what": "b",
-        "benchmark": "dispatch-combine",
-        "command": "c",
-        "date": "2026-01-02",
-        "backend": "lsa/vmm",
-        "case": case,
-        "machine": {"gpus": ["GPU"] * 4, "cpu": ""},
-        "ceiling": [{"gbs": 320.4}],
-        "rows": [
-            row,
-            {**row, "what": "pair", "sms_asked": 8},
-            {**row, "what": "combine", "payload": "", "variant": "y outside"},
-            peer,
-            {key: row[key] for key in row if key != "us"} | {"why": "no room"},
-        ],
-    }
-    swept = found | {"what": "a", "case": case | {"tokens": [1, 2, 4, 8, 16]}}
-    (tmp_path / "bench" / "results").mkdir(parents=True)
-    for result in (found, swept):
-        (tmp_path / "bench" / "results" / f"{result['what']}.json").write_text(json.dumps(result))
-    monkeypatch.setattr(readme, "ROOT", tmp_path)
-    plot, table = readme.figures().split("Source: [`a.json`]")
-    assert "![time and bandwidth over tokens](results/a.svg)" in plot
-    assert [line for line in table.splitlines() if line.startswith("| 4096")] == [
-        "| 4096 | moecomm | dispatch, fp8 | `flat` | 24 | 261 us | 0.96 |",
-        "| 4096 | moecomm | combine, y outside | `flat` | 24 | 261 us | 0.96 |",
-        "| 4096 | nccl | dispatch | `flat` |  | 12.35 ms |  |",
-    ]
-    assert "4 x GPU, `lsa/vmm`: deepseek-v3 (hidden 7168, top-8 of 256 experts)" in table
-    assert "25% of the tokens want one rank" in table and "ceiling of the same run, 320 GB/s a rank" in table
-    folder = tmp_path / "bench" / "results"
-    assert readme.drawn() == {folder / "a.svg": folder / "a.json"}
+    from moecomm.bench import sources
+
+    now = readme.digests()
+    assert set(now) == set(sources.PARTS), "the source of a part is missing"
+    found = {"kernels": now}
+    assert readme.line(found, readme.ROUNDS, "4", "5 us") == "| 4 | 5 us |"
+    for part in readme.ROUNDS:
+        monkeypatch.setattr(readme, "digests", lambda part=part: now | {part: "other"})
+        assert readme.line(found, readme.ROUNDS, "4", "5 us") == "| 4 † | 5 us |"
+        assert readme.line(found, ("GEMM",), "4", "5 us") == "| 4 | 5 us |", "of another part"
+    assert readme.older({"kernels": {}}, ("host",)), "a part that was not there then"
+    monkeypatch.setattr(readme, "digests", lambda: now)
+    earlier = {"kernels": now | {"combine": "other"}}
+    assert readme.line(found, readme.ROUNDS, "4", "5 us", beside=earlier) == "| 4 † | 5 us |"
 
 
-def test_several_backends_become_a_table_of_rounds_and_one_of_latencies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_of_a_kernel_changes_the_page_until_it_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result as if it were of today, and then another kernel."""
     import readme
+    import topics
 
-    way = {"backend": "lsa", "domain_ranks": 0}
-    ways = [way, {"backend": "gin", "domain_ranks": 0}, {"backend": "gin", "domain_ranks": 2}]
-    row = {**way, "through": "lsa/vmm", "tokens": 4096, "what": "dispatch", "layout": "flat", "payload": "fp8"}
-    row |= {"variant": "", "us": {"p50": 261.34}, "of_first": 1.0}
-    row |= {"inside_bytes": 7.25e7, "inside_gbs": 277.43, "across_bytes": 0.0, "across_gbs": 0.0}
-    far = {**row, **ways[2], "through": "gin/proxy", "us": {"p50": 98765.0}, "of_first": 377.9}
-    far |= {"across_bytes": 3.1e7, "across_gbs": 0.314}
-    about = {"command": "c", "date": "2026-01-02", "machine": {"gpus": ["GPU"] * 4, "cpu": ""}, "ways": ways}
-    case = {"ranks": 4, "model": "deepseek-v3", "hidden": 7168, "topk": 8, "experts": 256, "mode": "graph"}
-    lost = {**ways[2], "tokens": 128, "why": "rank 1: Timeout: had not ended after 9 s"}
-    rounds = {**about, "benchmark": "backends", "case": case, "rows": [row, far, lost]}
-    put = {**way, "bytes": 4, "us": {"p50": 1.567}, "gbs": 0.0026}
-    us = ("one_way_us", "posting_us", "driver_us", "copying_us", "word_us", "rest_us", "a_poll_us")
-    plugin = dict(zip(us, (17.0, 1.0, 4.0, 6.0, 1.5, 4.5, 0.5), strict=True))
-    plugin |= {"operations": 2.0, "polling": 0.75, "empty": 0.9}
-    gin = {**put, "backend": "gin", "us": {"p50": 17.0}, "method": "put, a warp", "sms": 1, "plugin": plugin}
-    puts = [put, {**put, "bytes": 1024, "gbs": 0.65}, gin]
-    puts += [{"backend": "nvshmem", "domain_ranks": 0, "tokens": 0, "why": "nvshmem4py can't be imported"}]
-    latencies = {**about, "benchmark": "latency-backends", "ways": ways[:2], "rows": puts}
-    (tmp_path / "bench" / "results").mkdir(parents=True)
-    for name, result in (("backends-4", rounds), ("latency-backends-4", latencies)):
-        (tmp_path / "bench" / "results" / f"{name}.json").write_text(json.dumps(result))
-    monkeypatch.setattr(readme, "ROOT", tmp_path)
-    table, latency = readme.figures().split("Source: [`backends-4.json`]")
-    assert [line for line in table.splitlines() if line.startswith(("| tokens", "| 4096", "`gin"))] == [
-        "| tokens a rank | through | domains | operation | layout | time | of lsa | inside | across |",
-        "| 4096 | `lsa/vmm` | 1 | dispatch, fp8 | `flat` | 261 us | 1.00 | 72.50 MB, 277.4 GB/s |  |",
-        "| 4096 | `gin/proxy` | 2 | dispatch, fp8 | `flat` | 98.77 ms | 377.90 | 72.50 MB, 277.4 GB/s "
-        "| 31.00 MB, 0.3 GB/s |",
-        "`gin`, domains of 2, 128 tokens: rank 1: Timeout: had not ended after 9 s",
-    ]
-    assert [line for line in latency.splitlines() if line.startswith(("| b", "| 4", "| 1", "`nv"))] == [
-        "| bytes | `lsa` | `gin` |",
-        "| 4 | 1.57 us, 0.00 GB/s | 17.00 us, 0.00 GB/s |",
-        "| 1024 | 1.57 us, 0.65 GB/s |  |",
-        "`nvshmem`: nvshmem4py can't be imported",
-        "| bytes | by | operations | one way us | posting | driver | copying | word | rest "
-        "| polling | empty | a poll us |",
-        "| 4 | put, a warp, 1 block | 2.0 | 17.00 | 1.00 | 4.00 | 6.00 | 1.50 | 4.50 | 75% | 90% | 0.50 |",
-    ]
+    now, load = readme.digests(), readme.load
+    for module in (readme, topics):
+        monkeypatch.setattr(module, "load", lambda name: load(name) | {"kernels": now})
+    assert not any(" † |" in text for text in (topics.page(), readme.headlines()))
+    for part, of_headlines in (("dispatch", True), ("fused layer", True), ("host", False), ("gin", False)):
+        monkeypatch.setattr(readme, "digests", lambda part=part: now | {part: "other"})
+        assert [" † |" in text for text in (topics.page(), readme.headlines())] == [True, of_headlines], part
 
 
 def test_headlines_are_of_what_was_measured_as_the_table_of_blocks_says(
@@ -289,11 +250,12 @@ def test_headlines_are_of_what_was_measured_as_the_table_of_blocks_says(
     rows += [row("combine", "", "y outside", 640.0), row("combine", "", "y in the window", 495.0)]
     folder = tmp_path / "bench" / "results"
     folder.mkdir(parents=True)
-    (folder / "ht-h200-4.json").write_text(json.dumps({"rows": rows}))
+    about = {"date": "2026-01-02", "commit": "0123abcd", "kernels": readme.digests()}
+    (folder / "ht-h200-4.json").write_text(json.dumps({**about, "rows": rows}))
     monkeypatch.setattr(readme, "ROOT", tmp_path)
     lines = readme.headlines().splitlines()
     assert lines[4] == "| 4 | 4096 | 250 us (0.96) | 480 us (0.96) | 495 us (0.96) |"
-    assert lines[6] == "Source: [`ht-h200-4.json`](bench/results/ht-h200-4.json)." and len(lines) == 7
+    assert lines[6:] == ["Source: [`ht-h200-4.json`](bench/results/ht-h200-4.json) (2026-01-02, 0123abcd)."]
 
     def layer(variant: str, us: float, tokens: int = 128) -> dict:
         about = {"who": "moecomm", "what": "layer", "model": "m", "tokens": tokens, "variant": variant}
@@ -301,10 +263,10 @@ def test_headlines_are_of_what_was_measured_as_the_table_of_blocks_says(
 
     us = {"sequential": 1500.0, "one launch": 1250.0, "fp8, one launch": 900.0}
     found = [*(layer(*way) for way in us.items()), {"who": "moecomm", "what": "GEMMs"}]
-    (folder / "moe-m-h200-4.json").write_text(json.dumps({"rows": found}))
+    (folder / "moe-m-h200-4.json").write_text(json.dumps({**about, "rows": found}))
     lines = readme.headlines().splitlines()
     assert lines[12] == "| m | 128 | 1500 us | 1250 us | 1.25 | 2.40 | 900 us |"
-    assert lines[14] == "Source: [`moe-m-h200-4.json`](bench/results/moe-m-h200-4.json)." and len(lines) == 15
+    assert lines[14:] == ["Source: [`moe-m-h200-4.json`](bench/results/moe-m-h200-4.json) (2026-01-02, 0123abcd)."]
 
 
 def test_failures_promised_are_errors_that_exist() -> None:

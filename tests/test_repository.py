@@ -26,8 +26,6 @@ TEXT = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 MOST_LINES = 400
-# By moecomm bench and bench/at_work.py; results of them are still cited.
-REPLACED = {"bench/nvlink.py", "gpu_check.py", "layers.py"}
 
 
 def names(paths: list[Path]) -> list[str]:
@@ -152,12 +150,14 @@ def test_a_result_says_where_it_comes_from(path: Path) -> None:
     assert found["machine"]["cores"] >= 1 and found["machine"]["cpu"]
     assert {"python", "torch", "moecomm"} <= set(found["versions"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"])
+    assert re.fullmatch(r"[0-9a-f]{8,}", found["commit"]), "write in the commit of the tree that was measured"
+    assert found["kernels"], "write it with moecomm.bench.results"
     words = found["command"].split()
     if "-m" in words:  # python -m moecomm.bench, torchrun ... -m moecomm.bench
         module = words[words.index("-m") + 1]
         assert importlib.util.find_spec(f"{module}.__main__"), f"{module} can't be run"
     else:
-        assert (ROOT / words[1]).is_file() or words[1] in REPLACED, f"{words[1]} does not exist"
+        assert (ROOT / words[1]).is_file(), f"{words[1]} does not exist"
 
 
 def test_importing_is_quick(python: Callable[[str], subprocess.CompletedProcess[str]]) -> None:

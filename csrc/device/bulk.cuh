@@ -58,7 +58,7 @@ MOECOMM_FN void bulk_wait() {
 }
 
 // Of global memory alone one instruction; of all, it would first wait for everything that is under way (MEMBAR.ALL.GPU): most combines took
-// up to 1 % longer so (bench/results/fence-h200-2.json).
+// up to 1 % longer so on 2 H200s.
 MOECOMM_FN void fence_async() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 MOECOMM_FN void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

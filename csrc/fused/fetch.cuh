@@ -143,7 +143,7 @@ struct Fetcher {
     }
 
     // By a warp beside those that fetch, a lane for each: until these have ended, counts their rows, those of all with one fence.  It takes
-    // 2 us while copies are under way, which who fetches does not have (bench/results/layer-fetch-h200-2.json).
+    // 2 us while copies are under way, which who fetches does not have (2 H200s).
     MOECOMM_FN static void count(const LayerArgs& a, FetchShared& shared, u8* memory, const Arrivals& arrivals) {
         const i32 lane = lane_id(), warp = min(lane, kFetchWarps - 1);
         const bool mine = lane < kFetchWarps;

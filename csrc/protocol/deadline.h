@@ -27,7 +27,7 @@ struct Deadline {
 
 // Multiprocessor cycles between two looks at the time and the abort words: some 4 ms.  globaltimer is one for the whole GPU, and its
 // readers queue; the host's word is behind PCIe.  Read at the start of every wait and every 64 polls, they made a combine of 4096 tokens
-// take 107 ms on 4 H200, instead of 0.6 (bench/results/nvlink-vmm-4-clock-read-in-every-wait.json and nvlink-vmm-4.json).
+// take 107 ms on 4 H200, instead of 0.6.
 constexpr u32 kLookCycles = 1u << 23;
 
 // Polls of a wait before it naps between two: what is near is polled for without pause, what takes longer now and then.

@@ -42,12 +42,11 @@ Mode = Annotated[str | None, typer.Option(help="graph or eager; default: graph o
 Cold = Annotated[bool, typer.Option("--cold", help="Flush the caches before each operation.")]
 Skew = Annotated[bool, typer.Option("--skew", help="A quarter of the tokens want one rank.")]
 Chain = Annotated[int, typer.Option(callback=whole(0), help="Operations timed together; 0: by their size.")]
-Replays = Annotated[
-    int, typer.Option(callback=whole(1), help="Times that the chain is timed; percentiles are over them.")
-]
+Replays = Annotated[int, typer.Option(callback=whole(1), help="Times that the chain is timed; for percentiles.")]
 Ceiling = Annotated[bool, typer.Option("--ceiling/--no-ceiling", help="Measure the all-to-all ceiling first.")]
 Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="NCCL (CPUs: gloo), and DeepEP where installed.")]
 Gemm = Annotated[bool, typer.Option("--overlap-gemm", help="Time a matmul beside each operation.")]
+Results = Annotated[list[Path], typer.Argument(help="JSON of a benchmark.", exists=True, dir_okay=False)]
 
 SKEW = 0.25
 GEMM_MODELS = "deepseek-v3,qwen3-235b,mixtral-8x7b,gpt-oss-120b"
@@ -336,18 +335,24 @@ def moe(
 
 @app.command()
 def plot(
-    results: Annotated[
-        list[Path], typer.Argument(help="JSON of dispatch-combine, sweep, moe or gemm.", exists=True, dir_okay=False)
-    ],
+    results: Results,
     out: Annotated[Path, typer.Option(callback=written, help="A .png, .svg or .pdf.")] = Path("moecomm.png"),
 ) -> None:
-    """Latency and bandwidth, layers, or GEMMs, over tokens, from JSON.  Wants matplotlib (extra bench)."""
+    """Over tokens: dispatch-combine and sweep, layers of moe, or GEMMs, from JSON.  Wants matplotlib (extra bench)."""
     from rich.console import Console
 
     from moecomm.bench.plot import draw
 
     draw(results, out)
     Console().print(str(out), highlight=False)
+
+
+@app.command()
+def show(results: Results) -> None:
+    """Prints the long tables of results, from JSON of any benchmark."""
+    from moecomm.bench import show
+
+    show.show(results)
 
 
 def say_on_cpu(what: str) -> None:

@@ -75,12 +75,3 @@ def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
         by = f"{row['method']}, {row['sms']} block" + "s" * (row["sms"] > 1)
         lines.append([str(row["bytes"]), by, f"{part['operations']:.1f}", *us, *polls])
     return [list(_HEADS), *lines] if lines else []
-
-
-def section(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines of Markdown: the table, and what it says; none if there is nothing to show."""
-    cells = table(rows)
-    if not cells:
-        return []
-    head, *lines = (f"| {' | '.join(line)} |" for line in cells)
-    return ["", f"{EXPLAINED}:", "", head, "| --- |" + " --- |" * (len(_HEADS) - 1), *lines]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import moecomm
 from moecomm import checkup
+from moecomm.bench import sources
 from moecomm.bench.ranks import starter
 
 _NCCL = "libnccl.so.2"
@@ -41,6 +42,8 @@ def origin() -> dict[str, Any]:
     return {
         "command": command(),
         "date": datetime.date.today().isoformat(),
+        "commit": sources.commit(),
+        "kernels": sources.digests(),
         "machine": {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus},
         "versions": {
             "python": platform.python_version(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from moecomm.bench import proxy_times
@@ -264,6 +265,18 @@ def show_deep_ep_layer(result: dict[str, Any], out: Console) -> None:
     for row in result["rows"]:
         if "why" in row:
             out.print(f"{row['tokens']} tokens, {row['what']}: {row['why']}", style="dim", markup=False)
+
+
+def show_rows(rows: list[dict[str, Any]], out: Console) -> None:
+    """A table of rows without a table of their own: a column for each key."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in columns:
+        figures = all(isinstance(row.get(column, 0), (int, float)) for row in rows)
+        table.add_column(column, justify="right" if figures else "left", no_wrap=figures)
+    for row in rows:
+        table.add_row(*(escape(str(row.get(column, ""))) for column in columns))
+    out.print(table)
 
 
 def _table(*columns: str) -> Table:

@@ -107,8 +107,8 @@ def moe(
             `check_weights`, else a warning says so once.  "two launches", "one launch": the same, in a form that is
             chosen (moecomm.fused.two_launches, .one_launch); True is the latter.  False, or "one after the other".
             None: True or False, as was faster (of 8 ranks: should be) with such weights, so many ranks and so many rows
-            in a Buffer that is full (FUSED_FROM), if it can be; few tokens in a large Buffer were no slower so, either
-            (bench/results/room-h200-2.json).  The same on all ranks; the bits are the same.
+            in a Buffer that is full (FUSED_FROM), if it can be; few tokens in a large Buffer were no slower so, either.
+            The same on all ranks; the bits are the same.
 
     Returns:
         `[T, H]`: sum over k of w_k * w2 (silu(w1 x) * w3 x), plus bias; zeros (plus bias) for a token with no expert.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 LEAST_COUNTED = 32  # kLeastCounted: rows of a counter
 _MORE_COUNTED, _FEW_ROWS = 128, 4096  # where there are more rows than the second
-FETCHERS = 16  # blocks that fetch: with fewer, short rows do not come in time (bench/results/layer-fetch-h200-4.json)
+FETCHERS = 16  # blocks that fetch: with fewer, short rows do not come in time (measured on 4 H200s)
 _OFFER_THREADS = 512
 FETCH_BYTES = 448 + 64  # at least FetchShared of csrc/fused/fetch.cuh, and what aligns it
 # At home: bytes of a block's shared memory, slots of a warp, and, of a slot, bytes of all rows together.

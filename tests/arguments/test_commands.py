@@ -86,6 +86,9 @@ ARGUMENTS = (
     "simulate check {plain}",
     "simulate fit {folder} --out {new}",
     "bench plot {folder}",
+    "bench show {folder}",
+    "bench show {plain}",
+    "bench show {json}",
 )
 
 

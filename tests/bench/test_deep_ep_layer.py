@@ -138,12 +138,3 @@ def test_the_slowest_rank_counts() -> None:
     assert row["of_native"] == 1.125
     assert row["host_us"] == {"native": 7.5, "compat": 10.75} and row["host_more_us"] == 4.5
     assert lost == {"tokens": 128, "what": "combine", "payload": "", "variant": "handle", "why": "no room"}
-
-
-def test_a_result_becomes_a_table() -> None:
-    import readme
-
-    found = result() | {"machine": {"gpus": ["GPU"] * 4, "cpu": "a CPU"}}
-    lines = readme.BY_BENCHMARK["deep-ep-layer"](found).splitlines()
-    assert "2 CPU ranks (a CPU), `host`: a layer (hidden 128, top-3 of 8 experts)" in lines[0]
-    assert lines[4:] == ["| 128 | dispatch, fp8, handle | 12.0 us | 13.5 us | 1.125 | 7.5 us | +4.5 us |"]

@@ -1,0 +1,393 @@
+"""The topics of bench/README.md: for each a short table, and a line for each kind of machine and conditions."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from readme import LAYER, LEGEND, ROUNDS, figure, layer_rows, line, load, table, time_of
+
+from moecomm.bench import sources
+
+HEAD = f"""# Measurements
+
+Written by `python bench/readme.py` from [`results`](results).  Times are medians of whole operations as a caller sees
+them, of the slowest rank: counts, layout, casts and waits included.  In brackets: the time that the bytes alone take at
+the all-to-all ceiling of the same run, over the measured time.  Weights and activations are bfloat16 unless FP8 is
+named, sums travel as the table says, and DeepSeek-V3 is hidden 7168, top-8 of 256 experts.
+
+Below each table are the hosts, backend, model, mode, date and commit of its results, and the command that prints the
+long tables of these results.
+
+{LEGEND}  Each result keeps its commit and a digest of the source of each
+kernel, with what it includes and without comments; rows whose kernels have other digests today are marked.
+`tests/test_readme.py` fails if the marks or figures of this page, or of the main README, are not what
+`bench/readme.py` would write."""
+
+
+class Topic(NamedTuple):
+    """A heading, what is measured, the results that the table is made of, and the table."""
+
+    title: str
+    about: str
+    names: tuple[str, ...]
+    table: Callable[[], str]
+
+
+def whole_operations() -> str:
+    """Dispatch and combine of many tokens."""
+    ways: tuple[tuple[str, str, tuple[int, ...]], ...] = (
+        ("ht-h200-4", "flat", (4096, 8192)),
+        ("layouts-h200-4", "expert", (4096,)),
+        ("qwen3-h200-4", "flat", (4096, 8192)),
+        ("ht-h200-8", "flat", (4096,)),
+        ("cold-h200-2", "flat", (4096,)),
+    )
+    heads = "model | H200s | layout | tokens a rank | dispatch, bf16 | dispatch, FP8 | combine | combine"
+    picture = "![time and bandwidth over tokens](results/sweep-h200-4.svg)"
+    return f"{table(heads, (row for way in ways for row in _rounds(*way)))}\n\n{picture}"
+
+
+def few_tokens() -> str:
+    """Dispatch and combine of few tokens."""
+    ways = (("ll-h200-4", "flat"), ("ll-h200-4", "expert"), ("ll-h200-8", "flat"), ("ll-h200-2", "flat"))
+    heads = "model | H200s | layout | tokens a rank | dispatch, bf16 | dispatch, FP8 | combine | combine"
+    return table(heads, (row for way in ways for row in _rounds(*way, (1, 128))))
+
+
+def _rounds(name: str, layout: str, sizes: Iterable[int]) -> list[str]:
+    found, rows = load(name), []
+    case = found["case"]
+    for tokens in sizes:
+        cells = [figure(found, tokens=tokens, what="dispatch", layout=layout, payload=p) for p in ("bf16", "fp8")]
+        variants = ("y in the window", "y outside") if layout == "flat" else ("fp32 wire", "bf16 wire")
+        for variant in variants:
+            time = figure(found, tokens=tokens, what="combine", layout=layout, variant=variant)
+            cells.append(f"{time}, {variant}" if time else "")
+        how = f"{case['model']}, caches flushed" if case["cold"] else case["model"]
+        rows.append(line(found, ROUNDS, how, str(case["ranks"]), f"`{layout}`", str(tokens), *cells))
+    return rows
+
+
+def fp8() -> str:
+    """Grouped GEMMs in bf16 and FP8."""
+    found, rows = load("gemm-fp8-h200"), []
+    for row in found["rows"]:
+        if row["dtype"] != "fp8" or (row["gemm"] == 1 and not row["activation"]):
+            continue
+        alike = ("tokens", "gemm", "activation")
+        bf16 = next(r for r in found["rows"] if r["dtype"] == "bf16" and all(r[key] == row[key] for key in alike))
+        times = [r["us"][r["chosen"]] for r in (bf16, row)]
+        cells = [time_of(times[0]), f"{bf16['tflops']:.0f}", time_of(times[1]), f"{row['tflops']:.0f}"]
+        what = ", ".join(filter(None, (str(row["gemm"]), row["activation"])))
+        ratios = [f"{bf16['of_torch']:.2f}", f"{times[0] / times[1]:.2f}"]
+        rows.append(line(found, ("GEMM",), what, str(row["tokens"]), *cells, *ratios))
+    return table("GEMM | tokens | bf16 | TFLOP/s | FP8 | TFLOP/s | torch's bf16 over bf16 | bf16 over FP8", rows)
+
+
+def few_sms() -> str:
+    """Rounds by few blocks."""
+    found, fast = load("few-sms-h200-4"), load("ht-h200-4")
+    rows = []
+    for sms in (16, 24, 64, 0):
+        bf16 = figure(found, tokens=4096, what="dispatch", payload="bf16", sms_asked=sms)
+        cast = figure(fast, tokens=4096, what="dispatch", payload="fp8", sms_asked=sms)
+        ways = ("y in the window", "y outside")
+        cells = [figure(found, tokens=4096, what="combine", variant=way, sms_asked=sms) for way in ways]
+        rows.append(line(found, ROUNDS, str(sms or "default"), bf16, cast, *cells, beside=fast))
+    return table("blocks | dispatch, bf16 | dispatch, FP8 | combine, y in the window | combine, y outside", rows)
+
+
+def skew() -> str:
+    """Rounds where some rank gets more."""
+    cells = []
+    for name in ("skew-h200-4", "ht-h200-4"):
+        found = load(name)
+        times = [figure(found, tokens=4096, what="dispatch", payload=p) for p in ("bf16", "fp8")]
+        times += [figure(found, tokens=4096, what="combine", variant=v) for v in ("y in the window", "y outside")]
+        share = f"{found['case']['skew']:.0%} of the tokens want one rank" if found["case"]["skew"] else "even"
+        cells.append(line(found, ROUNDS, share, *times))
+    return table("routing | dispatch, bf16 | dispatch, FP8 | combine, y in the window | combine, y outside", cells)
+
+
+TWO = ("moe-gpt-oss-120b-h200-2", "moe-mixtral-8x7b-h200-2", "moe-qwen3-235b-h200-2")
+
+
+def expert_layers() -> str:
+    """Whole layers of 2 ranks, and layers that follow each other without a pause."""
+    heads = "model, 2 H200s | tokens a rank | one after the other | fused | of GEMMs | torch's | FP8"
+    alone = table(heads, (row for name in TWO for row in layer_rows(name)))
+    rows = []
+    for name in ("at-work-h200-4", "at-work-fp8-h200-4"):
+        found = load(name)
+        for model in dict.fromkeys(row["model"] for row in found["rows"] if row["tokens"] == 8192):
+            of_model = {r["what"]: r for r in found["rows"] if (r["model"], r["tokens"]) == (model, 8192)}
+            turns = min((r for w, r in of_model.items() if w.startswith("turns")), key=lambda r: r["at_work_us"])
+            ways = [of_model["GEMMs"], of_model["one after the other"], turns]
+            cells = [time_of(r["at_work_us"]) for r in ways]
+            power = f"{turns['mhz']} MHz, {turns['watts']} W"
+            rows.append(line(found, LAYER, model, turns["dtype"], *cells, power))
+    heads = "model, 4 H200s, 8192 tokens | weights | GEMMs | one after the other | fused, best order | clock, power"
+    return f"{alone}\n\n{table(heads, rows)}"
+
+
+def backends() -> str:
+    """The same rounds through all backends."""
+    rows = []
+    for name in ("backends-h200-4", "backends-domains-h200-4"):
+        found = load(name)
+        for way in dict.fromkeys((row["backend"], row["through"], row["domain_ranks"]) for row in found["rows"]):
+            backend, through, ranks = way
+            of_way = {"layout": "flat", "through": through, "domain_ranks": ranks}
+            cells = [
+                figure(found, tokens=tokens, **of_way, **columns)
+                for columns in (
+                    {"what": "dispatch", "payload": "bf16"},
+                    {"what": "combine", "variant": "y in the window"},
+                )
+                for tokens in (128, 4096)
+            ]
+            domains = found["case"]["ranks"] // (ranks or found["case"]["ranks"])
+            library = (backend,) if backend in sources.PARTS else ()
+            rows.append(line(found, (*ROUNDS, *library), f"`{through}`", str(domains), *cells))
+    heads = "through | domains | dispatch of 128 tokens, bf16 | of 4096 | combine of 128 | of 4096"
+    rounds = table(heads, rows)
+    found, tcp = load("latency-backends-h200-4"), load("latency-gin-tcp-h200-2")
+    rows = []
+    for size in (4, 4096, 65536, 4194304):
+        cells = []
+        for backend in ("lsa", "nvshmem", "gin"):
+            of_backend = (r for r in found["rows"] if (r["backend"], r.get("bytes")) == (backend, size))
+            cells.append(next((time_of(r["us"]["p50"]) for r in of_backend), ""))
+        cells.append(next((time_of(r["us"]["p50"]) for r in tcp["rows"] if r["bytes"] == size), ""))
+        rows.append(line(found, ("put + signal", "gin", "nvshmem", "RMA plugin"), str(size), *cells, beside=tcp))
+    heads = "put + signal, bytes | `lsa` | `nvshmem` | `gin`, proxy on one host | `gin`, TCP over 127.0.0.1, 2 GPUs"
+    return f"{rounds}\n\n{table(heads, rows)}"
+
+
+def concurrent() -> str:
+    """A GEMM on the multiprocessors that 16 blocks leave."""
+    rows = []
+    for name in ("beside-h200-4", "beside-h200-2"):
+        found = load(name)
+        cells = [
+            f"{time_of(row['us']['p50'])}; {row['overlap']['kept']:.0%}, {row['overlap']['held']:.0%}"
+            for row in found["rows"]
+            if "kept" in row.get("overlap", {})
+        ]
+        rows.append(line(found, ROUNDS, str(found["case"]["ranks"]), *cells))
+    return table("H200s | dispatch, FP8 | combine, y in the window | combine, y outside", rows)
+
+
+def peers() -> str:
+    """NCCL in the same run, the interface of deep_ep beside our own, and torch's passes."""
+    found, rows = load("peers-h200-2"), []
+    for layout, variant in (("flat", "y in the window"), ("expert", "bf16 wire")):
+        for tokens in (1, 128, 4096):
+            same = {"tokens": tokens, "layout": layout}
+            cells = [
+                figure(found, **same, what="dispatch", payload="bf16"),
+                figure(found, **same, what="dispatch", payload="bf16", who="nccl"),
+                figure(found, **same, what="combine", variant=variant),
+                figure(found, **same, what="combine", who="nccl"),
+            ]
+            times = [cell.partition(" (")[0] for cell in cells]
+            rows.append(line(found, ROUNDS, f"`{layout}`, {variant}", str(tokens), *times))
+    nccl = table("layout | tokens a rank | dispatch, bf16 | NCCL | combine | NCCL", rows)
+    rows = []
+    for name in ("deep-ep-layer-h200-4", "deep-ep-layer-eager-h200-2"):
+        found = load(name)
+        ratios = sorted(row["of_native"] for row in found["rows"] if "us" in row)
+        case = found["case"]
+        cells = [case["mode"], str(len(ratios)), f"{statistics.median(ratios):.3f}", f"{ratios[-1]:.3f}"]
+        rows.append(line(found, ROUNDS, str(case["ranks"]), *cells))
+    heads = "`moecomm.compat.deep_ep` over our own calls, H200s | mode | operations | median ratio | largest"
+    passes = load("passes-h200")
+    own = [line(passes, ("passes",), r["what"], f"{r['us']:.1f} us", f"{r['torch_us']:.1f} us") for r in passes["rows"]]
+    return f"{nccl}\n\n{table(heads, rows)}\n\n{table('pass, one H200 | ours | torch operations', own)}"
+
+
+def cpu() -> str:
+    """CPU ranks and gloo."""
+    found, rows = load("host_vs_gloo"), []
+    for what, way in (
+        ("a row for each (token, rank)", "gloo_by_rank"),
+        ("the same", "flat"),
+        ("a row for each (token, expert)", "gloo_by_expert"),
+        ("the same", "expert"),
+        ("the same", "batched"),
+    ):
+        times = [f"{found['medians'][way][key]:.1f} ms" for key in ("dispatch_ms", "combine_ms", "both_ms")]
+        ratio = f"{found['ratios'][way]:.1f}" if way in found["ratios"] else ""
+        rows.append(line(found, ("host",), what, "gloo" if way.startswith("gloo") else f"`{way}`", *times, ratio))
+    return table("rows | by | dispatch | combine | both | gloo over it", rows)
+
+
+def correctness() -> str:
+    """Random cases against the reference."""
+    rows = []
+    for name, parts, number in (
+        ("random-cases-h200-4", (*ROUNDS, "gin", "nvshmem"), "random_cases"),
+        ("random-cases-h200-2", (*ROUNDS, "gin", "nvshmem", "RMA plugin"), "random_cases"),
+        ("random-layers-h200-4", LAYER, "random_layers"),
+        ("random-layers-h200-2", LAYER, "random_layers"),
+        ("random-cases-cpu", ("host",), "random_cases"),
+    ):
+        found = load(name)
+        kinds = list(dict.fromkeys(r.get("kind") or r.get("dtype", "domains of CPU ranks") for r in found["rows"]))
+        total = sum(row[number] for row in found["rows"])
+        cells = [number.replace("_", " "), f"{total:,}", "; ".join(kinds)]
+        rows.append(line(found, parts, f"`{name}`", *cells))
+    return table("result | what | number, none failed | kinds", rows)
+
+
+def predicted() -> str:
+    """The model beside measurements, and what it says of many domains."""
+    check = load("simulate-check")
+    errors: dict[str, list[float]] = {}
+    for row in [*check["measured"], *check["published"]]:
+        errors.setdefault(_kind(row), []).append(row["error"])
+    cells = (
+        (kind, str(len(of_kind)), f"{statistics.median(map(abs, of_kind)):.1%}", f"{max(of_kind, key=abs):+.1%}")
+        for kind, of_kind in errors.items()
+    )
+    off = table("rows | number | median error | worst", (f"| {' | '.join(row)} |" for row in cells))
+    rows = []
+    for row in load("simulate")["rows"]:
+        if row["domains"] in (8, 128) and row["tokens"] > 1:
+            rounds = [f"{time_of(row[what]['us'])} ({row[what]['bound']})" for what in ("dispatch", "combine")]
+            layer = [time_of(row["layer"][part]) for part in ("serial_us", "overlapped_us")]
+            rows.append(f"| {' | '.join([str(row['gpus']), str(row['tokens']), *rounds, *layer])} |")
+    heads = "GPUs, 8 a domain | tokens a rank | dispatch | combine | layer | overlapped"
+    return f"{off}\n\n{table(heads, rows)}"
+
+
+def _kind(row: dict[str, Any]) -> str:
+    if row["kind"].startswith("one domain") and row["kind"] != "one domain: fitted to":
+        return "one domain: not fitted to"
+    return str(row["kind"]).removesuffix(", a limit fitted to the others").removesuffix(" LL").removesuffix(" HT")
+
+
+TOPICS = (
+    Topic(
+        "Whole operations by layout",
+        "Many tokens, blocks as the table of `moecomm.tuning` says.  Rows of `expert` are summed before they travel, "
+        "in the type of `wire`.  The picture is a sweep over tokens of `flat`.",
+        (
+            "ht-h200-4",
+            "layouts-h200-4",
+            "qwen3-h200-4",
+            "ht-h200-8",
+            "cold-h200-2",
+            "sweep-h200-4",
+            "all-to-all-h200-4",
+        ),
+        whole_operations,
+    ),
+    Topic(
+        "Few tokens",
+        "Rows go in packets, without waiting for counts.  `ll-h200-2` has `batched` as well; `ll-handles-h200-4` was "
+        "measured after round headers had got the round of a handle.",
+        ("ll-h200-4", "ll-h200-8", "ll-h200-2", "ll-handles-h200-4"),
+        few_tokens,
+    ),
+    Topic(
+        "FP8",
+        "Grouped GEMMs of a rank's experts, DeepSeek-V3 on 4 ranks, first with SwiGLU, then back.  Dispatches that "
+        "cast are in the tables of rounds.  The other results are what the choice of schedules is fitted to.",
+        ("gemm-fp8-h200", "gemm-h200", "gemm-fp8-rows-h200", "gemm-fp8-schedules-h200", "gemm-fp8-clusters-h200"),
+        fp8,
+    ),
+    Topic(
+        "Few SMs",
+        "4096 tokens a rank, `flat`, with so many blocks, a multiprocessor each.",
+        ("few-sms-h200-4", "ht-h200-4"),
+        few_sms,
+    ),
+    Topic("Skew", "4096 tokens a rank, `flat`.", ("skew-h200-4", "ht-h200-4"), skew),
+    Topic(
+        "Expert layers",
+        "README has layers of 4 H200s, beside torch's.  `of GEMMs`: the faster of the two over our GEMMs alone.  The "
+        "second table: replays without a pause, at the limit of power.  `layers-h200-2` has 2 ranks again, later; "
+        "`one-launch-schedules-h200-4` is what the schedules of fused layers are fitted to.",
+        (*TWO, "at-work-h200-4", "at-work-fp8-h200-4", "layers-h200-2", "one-launch-schedules-h200-4"),
+        expert_layers,
+    ),
+    Topic(
+        "Backends and domains",
+        "`flat` rows, `y` in the window.  No NIC was there: domains of 2 ranks reach each other by puts over NVLink, "
+        "NVSHMEM, or GIN's proxy with the RMA plugin.  Put + signal: half a round trip between two ranks.",
+        ("backends-h200-4", "backends-domains-h200-4", "latency-backends-h200-4", "latency-gin-tcp-h200-2"),
+        backends,
+    ),
+    Topic(
+        "Concurrent with a GEMM",
+        "4096 tokens a rank, `flat`, 16 blocks: time alone; the share of its speed that a GEMM on another stream "
+        "keeps, and the share it keeps beside 16 blocks that do nothing.",
+        ("beside-h200-4", "beside-h200-2"),
+        concurrent,
+    ),
+    Topic(
+        "Against peers",
+        "NCCL: the same rows by all_to_all_single, in the same run.  DeepEP itself has not been measured here.",
+        ("peers-h200-2", "deep-ep-layer-h200-4", "deep-ep-layer-eager-h200-2", "passes-h200"),
+        peers,
+    ),
+    Topic(
+        "CPU ranks",
+        "`y` lies in the window (`Buffer.empty`); gloo: all_to_all_single and the weighted sum, of rows as ours.",
+        ("host_vs_gloo",),
+        cpu,
+    ),
+    Topic(
+        "Correctness runs",
+        "Rounds of every layout, payload and option that a seed draws, against the reference; layers also bit for bit "
+        "against their parts one after the other.",
+        (
+            "random-cases-h200-4",
+            "random-cases-h200-2",
+            "random-layers-h200-4",
+            "random-layers-h200-2",
+            "random-cases-cpu",
+        ),
+        correctness,
+    ),
+    Topic(
+        "How far off the model is",
+        "`moecomm simulate check`: predicted over measured, less one; the long table has finer kinds.  Between domains "
+        "one limit is fitted to the other rows.  Below: predicted, not measured, for a NIC of 50 GB/s a GPU, with what "
+        "most of the time goes to.",
+        ("simulate-check", "simulate"),
+        predicted,
+    ),
+)
+
+
+def conditions(name: str) -> str:
+    """Machine, backend, model, mode, date and commit of a result."""
+    found = load(name)
+    case, machine = found.get("case", {}), found["machine"]
+    on_gpus = machine["gpus"] and case.get("backend") != "host"
+    ranks = case.get("ranks") or found.get("ranks") or len(machine["gpus"])
+    place = f"{ranks} x {machine['gpus'][0]}" if on_gpus else f"{machine['cores']} cores, {machine['cpu']}"
+    through = found.get("backend", "")
+    how = ["caches flushed" if case.get("cold") else "", case.get("mode", "")]
+    cells = [place, f"`{through}`" if through else "", case.get("model") or "", *how, found["date"], found["commit"]]
+    return ", ".join(filter(None, cells))
+
+
+def section(topic: Topic) -> str:
+    """One topic of the page."""
+    alike: dict[str, list[str]] = {}
+    for name in topic.names:
+        alike.setdefault(conditions(name), []).append(f"[`{name}`](results/{name}.json)")
+    where = "; ".join(f"{', '.join(names)}: {where}" for where, names in alike.items())
+    files = f"{{{','.join(topic.names)}}}" if len(topic.names) > 1 else topic.names[0]
+    command = f"`python -m moecomm.bench show bench/results/{files}.json`"
+    return f"## {topic.title}\n\n{topic.about}\n\n{topic.table()}\n\n{where}.  Long tables: {command}."
+
+
+def page() -> str:
+    """bench/README.md."""
+    return "\n\n".join([HEAD, *map(section, TOPICS)]) + "\n"

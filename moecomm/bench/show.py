@@ -1,0 +1,50 @@
+"""The long table of a result that a benchmark has written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from moecomm.bench import table
+from moecomm.errors import BadInput
+from moecomm.simulate.table import show_check, show_predictions
+
+_TABLES: dict[str, Callable[[dict[str, Any], Console], None]] = {
+    "dispatch-combine": table.show_dispatch_combine,
+    "backends": table.show_backends,
+    "latency": table.show_latency,
+    "latency-backends": table.show_latency_backends,
+    "all-to-all": table.show_all_to_all,
+    "gemm": table.show_gemm,
+    "moe": table.show_moe,
+    "deep-ep-layer": table.show_deep_ep_layer,
+    "simulate": show_predictions,
+    "simulate-check": show_check,
+}
+
+
+def show(paths: Iterable[Path]) -> None:
+    """Prints where each result comes from, and its table.  Raises BadInput for a file that is no result."""
+    out = table.console()
+    for path in paths:
+        _show(path, out)
+
+
+def _show(path: Path, out: Console) -> None:
+    try:
+        result = json.loads(path.read_text())
+        about = f"{result['what']}: {result['date']}, commit {result['commit'] or 'unknown'}; {result['command']}"
+        rows = result.get("rows", [])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise BadInput("results", str(path), "JSON that a benchmark has written") from None
+    out.print(about, style="bold", highlight=False, markup=False, soft_wrap=True)
+    if "how" in result:
+        out.print(result["how"], highlight=False, markup=False)
+    if shown := _TABLES.get(result.get("benchmark", "")):
+        shown(result, out)
+    else:
+        table.show_rows(rows or [{"by": by, **medians} for by, medians in result.get("medians", {}).items()], out)

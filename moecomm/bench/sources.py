@@ -1,0 +1,69 @@
+"""Digests of the source of kernels, by what is measured of them.
+
+A result keeps the digests of its day, so that a page of results can mark figures that later kernels may not reach.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import posixpath
+import re
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+from moecomm import kernel_loader
+
+# Files below csrc that a part is compiled from; a digest covers what these include, and name.cpp of each name.h.
+PARTS: dict[str, tuple[str, ...]] = {
+    "dispatch": ("dispatch/dispatch.cuh",),
+    "combine": ("combine/combine.cuh",),
+    "GEMM": ("fused/gemm.cuh",),
+    "fused layer": ("fused/offer.cuh", "fused/one_launch.cuh", "fused/home.cuh"),
+    "passes": ("device/padding.cuh", "device/routing_map.cuh", "device/swiglu_gradients.cuh", "device/tidy.cuh"),
+    "all-to-all": ("bench/all_to_all.cuh",),
+    "put + signal": ("bench/ping_pong.cuh", "bench/ping_pong_through.cuh"),
+    "gin": ("device/gin.cuh", "shims/gin.cu"),
+    "nvshmem": ("device/nvshmem.cuh", "shims/nvshmem.cu"),
+    "RMA plugin": ("rma_plugin/plugin.cpp",),
+    "host": ("host/dispatch.cpp", "host/combine.cpp"),
+}
+_INCLUDED = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+
+
+def digests(csrc: Path | None = None) -> dict[str, str]:
+    """A digest for each part whose files are in csrc; comments and white space do not count.
+
+    csrc: default: that of this package, which has no sources of the host in it if it was installed as a wheel.
+    """
+    root = csrc or kernel_loader.headers()
+    return {part: _digest(files, root) for part, files in PARTS.items() if all((root / f).is_file() for f in files)}
+
+
+def commit() -> str:
+    """The commit that the package's repository has checked out; empty where there is no repository or no git."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=8", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _digest(files: Iterable[str], root: Path) -> str:
+    found: dict[str, str] = {}
+    waiting = list(files)
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        text = (root / name).read_text()
+        found[name] = "".join(_COMMENT.sub("", text).split())
+        # As compilers look: in the folder of the file that includes, then in csrc.
+        for included in _INCLUDED.findall(text):
+            beside = posixpath.normpath(posixpath.join(posixpath.dirname(name), included))
+            waiting += [near for near in (beside, included) if (root / near).is_file()][:1]
+        if name.endswith(".h") and (root / (implementation := name[:-2] + ".cpp")).is_file():
+            waiting.append(implementation)
+    whole = "".join(f"{name}\n{found[name]}\n" for name in sorted(found))
+    return hashlib.sha256(whole.encode()).hexdigest()[:12]

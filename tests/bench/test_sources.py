@@ -1,0 +1,62 @@
+"""Digests of the source of kernels: what changes them, and what does not."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from moecomm.bench import results, sources
+
+CSRC = Path(__file__).parents[2] / "csrc"
+
+
+def test_a_digest_covers_what_is_included_but_no_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "PARTS", {"a": ("a/entry.cuh",), "b": ("b/entry.cpp",)})
+
+    def digest(files: dict[str, str]) -> dict[str, str]:
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text)
+        return sources.digests(tmp_path)
+
+    files = {
+        "a/entry.cuh": '#include "near.cuh"\n#include "c/far.h"\n#include <vector>\nint a; // one\n',
+        "a/near.cuh": "#pragma once\nint near;\n",
+        "c/far.h": '#include "../a/near.cuh"\nint far();\n',
+        "c/far.cpp": '#include "far.h"\nint far() { return 1; }\n',
+    }
+    before = digest(files)
+    assert set(before) == {"a"}, "no digest of a part whose source is not there"
+    prose = {"a/entry.cuh": files["a/entry.cuh"].replace("// one", "/* two\n lines */"), "a/other.cuh": "int other;"}
+    assert digest(files | prose) == before
+    for name in files:
+        assert digest(files | {name: files[name] + "int more;"}) != before, name
+
+
+def test_every_part_has_its_source_here(tmp_path: Path) -> None:
+    found = sources.digests(CSRC)
+    assert set(found) == set(sources.PARTS) and len(set(found.values())) == len(found)
+    shutil.copytree(CSRC, tmp_path, dirs_exist_ok=True)
+    with (tmp_path / "protocol" / "args.h").open("a") as shared:
+        shared.write("struct More {};\n")
+    other = sources.digests(tmp_path)
+    assert {part for part in found if found[part] != other[part]} >= {"dispatch", "combine", "fused layer", "host"}
+
+
+def test_the_commit_is_empty_where_there_is_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "__file__", str(tmp_path / "sources.py"))
+    assert sources.commit() == ""
+    for words in (["init", "-q"], ["-c", "user.name=a", "-c", "user.email=a", "commit", "-qm", "a", "--allow-empty"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    assert len(sources.commit()) >= 8
+    monkeypatch.setenv("PATH", "")
+    assert sources.commit() == "", "no git"
+
+
+def test_a_result_has_both() -> None:
+    found = results.origin()
+    assert found["kernels"] == sources.digests() and found["kernels"].items() <= sources.digests(CSRC).items()
+    assert found["commit"] == sources.commit()
