@@ -224,6 +224,19 @@ def cpu() -> str:
     return table("rows | by | dispatch | combine | both | gloo over it", rows)
 
 
+def checks() -> str:
+    """One rank before and after."""
+    found, rows = load("checks-h200"), []
+    for tokens in (1, 128):
+        for layout in ("expert", "flat"):
+            cells = []
+            for what in ("dispatch", "dispatch and combine"):
+                row = next(r for r in found["rows"] if (r["tokens"], r["layout"], r["what"]) == (tokens, layout, what))
+                cells.append(f"{row['us_before']:.1f}, {row['us']:.1f} us ({row['us'] / row['us_before']:.2f})")
+            rows.append(line(found, ROUNDS, str(tokens), f"`{layout}`", *cells))
+    return table("tokens | layout | dispatch: before, with checks | dispatch and combine", rows)
+
+
 def correctness() -> str:
     """Random cases against the reference."""
     rows = []
@@ -339,6 +352,13 @@ TOPICS = (
         "`y` lies in the window (`Buffer.empty`); gloo: all_to_all_single and the weighted sum, of rows as ours.",
         ("host_vs_gloo",),
         cpu,
+    ),
+    Topic(
+        "What checks take",
+        "One rank alone, so without links: before kernels knew of failed calls, seals of handles, tags that wrap and "
+        "ids that change, and with all of that.",
+        ("checks-h200",),
+        checks,
     ),
     Topic(
         "Correctness runs",
