@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+import sysconfig
 from pathlib import Path
 from types import ModuleType
 from typing import ClassVar
@@ -11,6 +13,7 @@ from typing import ClassVar
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import Command, Extension, find_packages, setup
 from setuptools.command.build import build
+from setuptools.errors import PlatformError
 
 ROOT = Path(__file__).parent
 
@@ -72,6 +75,21 @@ class Build(build_ext):
         if name.rpartition(".")[2] == PLUGIN.rpartition(".")[2]:
             return name.replace(".", "/") + ".so"
         return str(super().get_ext_filename(name))
+
+    def build_extensions(self) -> None:
+        """Name what to install before the first command fails.  Older setuptools compile C++ with the C compiler."""
+        tools = dict.fromkeys((self.compiler.compiler_so[0], self.compiler.compiler_cxx[0]))
+        missing = [f"{tool} is not on PATH" for tool in tools if shutil.which(tool) is None]
+        header = Path(sysconfig.get_path("include"), "Python.h")
+        if not header.is_file():
+            missing.append(f"{header} does not exist")
+        if missing:
+            raise PlatformError(
+                f"moecomm needs a C++17 compiler and the headers of Python: {', '.join(missing)}.\n"
+                "Debian, Ubuntu: apt install g++ python3-dev.  Fedora, RHEL: dnf install gcc-c++ python3-devel.\n"
+                "A compiler of another name: set CC and CXX."
+            )
+        super().build_extensions()
 
 
 def shims() -> ModuleType:

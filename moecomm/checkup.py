@@ -6,13 +6,14 @@ import contextlib
 import ctypes.util
 import importlib
 import importlib.metadata
+import json
 import os
 import platform
 import re
 import shutil
 import stat
 import subprocess
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -106,6 +107,14 @@ class Report:
             what = f"NOT in use, every process compiles: {cache.unusable}"
         lines += ["", f"kernel cache: {cache.path} ({what})"]
         return "\n".join(lines)
+
+    def json(self) -> str:
+        """The report as a JSON object, for programs."""
+        found = asdict(self)
+        for entry, backend in zip(found["backends"], self.backends, strict=True):
+            entry["can_run"] = backend.can_run
+        found["cache"]["path"] = str(self.cache.path)
+        return json.dumps(found, indent=1)
 
     def __str__(self) -> str:
         verdicts = [f"{b.name:<8} {'can run' if b.can_run else 'cannot run'}{b.verdict}" for b in self.backends]

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from moecomm import __version__
 from moecomm.bench.cli import app as bench
 from moecomm.bench.options import whole, written
 from moecomm.simulate.cli import app as simulate
@@ -20,11 +21,23 @@ if TYPE_CHECKING:
     from moecomm.demo import Result
 
 app = typer.Typer(
-    help="Dispatch and combine for mixture-of-experts layers.",
+    invoke_without_command=True,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    """Dispatch and combine for mixture-of-experts layers."""
+    if version:
+        typer.echo(f"moecomm {__version__}")
+        raise typer.Exit
+
+
 app.add_typer(bench, name="bench")
 app.add_typer(simulate, name="simulate")
 
@@ -51,11 +64,15 @@ def demo(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False) -> None:
     """What can run here, and the first thing missing for the rest."""
     from moecomm.checkup import doctor as examine
 
-    show_doctor(examine(), Console())
+    report = examine()
+    if json:
+        typer.echo(report.json())
+    else:
+        show_doctor(report, Console())
 
 
 @app.command()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from moecomm import cli
+from moecomm.simulate import cli as simulate
 
 
 @pytest.mark.parametrize(
@@ -28,6 +32,31 @@ def test_help_names_every_command(
     said = capfd.readouterr().out
     assert ended.value.code == 0
     assert [command for command in commands if f" {command} " not in said] == []
+
+
+def test_the_version_is_that_of_the_package(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["moecomm", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+    assert capfd.readouterr().out == f"moecomm {importlib.metadata.version('moecomm')}\n"
+
+
+def test_the_results_to_check_do_not_depend_on_the_current_folder(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkout = Path(__file__).parent.parent
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    (tmp_path / "bench" / "results" / "bad.json").write_text("no JSON")
+    # The moecomm that is tested may be installed without its repository.
+    monkeypatch.setattr(simulate, "__file__", str(checkout / "moecomm" / "simulate" / "cli.py"))
+    monkeypatch.setattr(sys, "argv", ["moecomm", "simulate", "check", "--json", str(tmp_path / "out.json")])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0, capfd.readouterr().err
+    kept = json.loads((checkout / "bench" / "results" / "simulate-check.json").read_text())
+    assert json.loads((tmp_path / "out.json").read_text())["measured"] == kept["measured"]
 
 
 @pytest.mark.parametrize(("name", "value"), [("MOECOMM_BACKEND", "pigeon"), ("MOECOMM_BACKENDS", "host")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import re
 import sys
@@ -320,3 +321,18 @@ def test_the_command_says_the_same_without_swallowing_brackets(capfd: pytest.Cap
         "",
         "kernel cache: /c (3.0 MiB, private)",
     ]
+
+
+def test_json_has_all_that_people_are_shown(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["moecomm", "doctor", "--json"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    found, report = json.loads(capfd.readouterr().out), checkup.doctor()
+    assert ended.value.code == 0
+    assert list(found) == ["backends", "versions", "topology", "cache"]
+    assert found["backends"] == [
+        {"name": b.name, "missing": b.missing, "note": b.note, "can_run": b.can_run} for b in report.backends
+    ]
+    assert found["versions"] == report.versions
+    assert found["topology"] == vars(report.topology)
+    assert found["cache"] == {**vars(report.cache), "path": str(report.cache.path)}

@@ -112,7 +112,9 @@ def predict(
 def check(
     results: Annotated[
         list[Path] | None,
-        typer.Argument(help="JSON of the benchmark; default: bench/results.", exists=True, dir_okay=False),
+        typer.Argument(
+            help="JSON of the benchmark; default: bench/results of a checkout.", exists=True, dir_okay=False
+        ),
     ] = None,
     nic_gbs: NicGbs = _NIC[0],
     nic_latency_us: NicLatency = _NIC[1],
@@ -126,7 +128,9 @@ def check(
     from moecomm.simulate.nic import Nic
     from moecomm.simulate.table import show_check
 
-    paths = sorted(Path("bench", "results").glob("*.json")) if results is None else results
+    # Those of a checkout, wherever the command is run; a wheel has none.
+    kept = Path(__file__).parents[2] / "bench" / "results"
+    paths = sorted(kept.glob("*.json")) if results is None else results
     nic = Nic(nic_gbs, nic_latency_us, nic_mega_messages)
     nic.check()
     found = compared(paths, _domain(parameters), nic)

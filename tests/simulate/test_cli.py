@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from moecomm.bench.results import origin
 from moecomm.errors import BadInput
+from moecomm.simulate import cli
 from moecomm.simulate.cli import _NIC, app
 from moecomm.simulate.nic import SOURCES, Nic
 
@@ -60,7 +61,7 @@ def test_a_picture_is_kept_where_it_is_wanted_or_refused(tmp_path: Path) -> None
 
 
 def test_the_check_says_that_it_found_nothing_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "site" / "moecomm" / "simulate" / "cli.py"))  # of a wheel
     assert "No measured rows: name JSON" in run("check") and "measured in" not in run("check")
 
 

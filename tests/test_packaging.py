@@ -1,0 +1,124 @@
+"""The sdist and the wheel: what they hold, and that each of them installs and runs without its repository."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+import moecomm
+
+pytestmark = [pytest.mark.packaging, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parent.parent
+FILES = ("CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py")
+NATIVE = {".h", ".cuh", ".cpp", ".cu", ".map"}
+KERNELS = {".h", ".cuh", ".cu"}
+
+
+def run(
+    *command: str | Path, cwd: Path, check: bool = True, **environment: str | None
+) -> subprocess.CompletedProcess[str]:
+    """A command in a folder, away from the repository; variables that are None are unset."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", *environment)}
+    given = {name: value for name, value in environment.items() if value is not None}
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env={**inherited, **given},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0 or not check, done.stdout[-10000:]
+    return done
+
+
+def new_environment(place: Path) -> Path:
+    """The interpreter of a new virtual environment, without any package but pip."""
+    run(sys.executable, "-m", "venv", place, cwd=place.parent)
+    return place / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository as a checkout has it: nothing built, with tests."""
+    tree = tmp_path_factory.mktemp("packaging") / "tree"
+    ignored = shutil.ignore_patterns("*.so", "*.fatbin", "built.json", "__pycache__")
+    for folder in ("bench", "csrc", "docs", "examples", "moecomm", "tests"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=ignored)
+    for name in FILES:
+        shutil.copy(ROOT / name, tree)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def built(tree: Path) -> tuple[Path, Path]:
+    """The sdist, and the wheel that is built from it."""
+    python = new_environment(tree.parent / "builder")
+    run(python, "-m", "pip", "install", "--quiet", "build", cwd=tree.parent)
+    run(python, "-m", "build", "--outdir", tree.parent / "dist", tree, cwd=tree.parent)
+    (sdist,), (wheel,) = (tree.parent / "dist").glob("*.tar.gz"), (tree.parent / "dist").glob("*.whl")
+    return sdist, wheel
+
+
+def test_the_sdist_holds_what_is_built_from_and_no_tests(built: tuple[Path, Path], tree: Path) -> None:
+    with tarfile.open(built[0]) as archive:
+        held = {PurePosixPath(*PurePosixPath(entry.name).parts[1:]) for entry in archive if entry.isfile()}
+    folders = {path.parts[0] for path in held if len(path.parts) > 1}
+    assert folders == {"csrc", "docs", "examples", "moecomm", "moecomm.egg-info"}
+    native = {path.relative_to(tree) for path in (tree / "csrc").rglob("*") if path.suffix in NATIVE}
+    assert {Path(path) for path in held if path.parts[0] == "csrc" and path.suffix in NATIVE} == native
+    assert {Path(name) for name in FILES} <= {Path(path) for path in held}
+
+
+def test_the_wheel_holds_the_package_and_the_headers_of_its_kernels(built: tuple[Path, Path], tree: Path) -> None:
+    with zipfile.ZipFile(built[1]) as archive:
+        held = {name: archive.read(name).decode() for name in archive.namelist() if Path(name).suffix in KERNELS}
+        names = set(archive.namelist())
+    assert {name.split("/")[0] for name in names} == {"moecomm", f"moecomm-{moecomm.__version__}.dist-info"}
+    assert {name for name in names if re.search(r"(^|/)(tests|results)/|\.cpp$", name)} == set()
+    python = {str(path.relative_to(tree)) for path in (tree / "moecomm").rglob("*") if path.suffix in (".py", ".json")}
+    assert python - names == set()
+    # Every kernel there is, and every header that a kernel includes, to the last.
+    kernels = {f"moecomm/{path.relative_to(tree)}" for path in (tree / "csrc").rglob("*.cu*")}
+    assert kernels - set(held) == set()
+    included = {
+        os.path.normpath(f"{Path(name).parent}/{header}")
+        for name, text in held.items()
+        for header in re.findall(r'^#include "(.*)"', text, re.MULTILINE)
+    }
+    assert included and included - set(held) == set()
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["sdist", "wheel"])
+def test_what_is_installed_runs_the_demo(built: tuple[Path, Path], which: int, tmp_path: Path) -> None:
+    python = new_environment(tmp_path / "environment")
+    run(python, "-m", "pip", "install", "--quiet", "--no-deps", built[which], cwd=tmp_path)
+    # What moecomm depends on is that of this environment: torch is large.  Behind the packages of the new one.
+    site = Path(run(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=tmp_path).stdout.strip())
+    (site / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+    module = run(python, "-c", "import moecomm; print(moecomm.__file__)", cwd=tmp_path).stdout.strip()
+    assert Path(module).is_relative_to(site)
+    command = tmp_path / "environment" / "bin" / "moecomm"
+    assert run(command, "--version", cwd=tmp_path).stdout == f"moecomm {moecomm.__version__}\n"
+    said = run(command, "demo", "--tokens", "16", "--ranks", "2", "--backend", "host", cwd=tmp_path).stdout
+    assert "Every output equals the single-rank layer" in said
+
+
+def test_without_a_compiler_the_build_says_what_to_install(tree: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    build = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, tree)
+    done = run(*build, cwd=tmp_path, check=False, PATH=str(tmp_path / "empty"), CC=None, CXX=None)
+    assert done.returncode != 0
+    assert "moecomm needs a C++17 compiler and the headers of Python: " in done.stdout
+    assert "apt install g++ python3-dev" in done.stdout and "dnf install gcc-c++ python3-devel" in done.stdout
