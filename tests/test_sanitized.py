@@ -60,7 +60,7 @@ def environment(site: Path) -> dict[str, str]:
 
 def test_the_sanitizer_is_there(site: Path, environment: dict[str, str], tmp_path: Path) -> None:
     code = (
-        "import ctypes, moecomm._native as native; print(native.__file__);"
+        "import ctypes, moecomm._native as native; print(native.__file__, flush=True);"
         "memory = ctypes.CDLL(None).malloc; memory.restype = ctypes.c_void_p; at = ctypes.c_void_p(memory(8));"
         "ctypes.CDLL(None).free(at); ctypes.CDLL(None).memset(at, 0, 8)"
     )
