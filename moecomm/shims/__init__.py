@@ -28,16 +28,18 @@ class Shim:
 
 def find(name: str) -> Shim:
     """The shim of that name, one of NAMES, as this moecomm was built."""
+    from moecomm.shims.build import recipe  # not above: python -m moecomm.shims.build imports this package first
+
     path, told_by = DIRECTORY / f"{name}.fatbin", DIRECTORY / "built.json"
     try:
         told = json.loads(told_by.read_text())[name]
     except FileNotFoundError:
-        return Shim(name, path, f"The {name} shim was not built: run python -m moecomm.shims.build.")
+        return Shim(name, path, f"The {name} shim was not built.  {recipe(name)}")
     except (KeyError, ValueError):
-        return Shim(name, path, f"The {name} shim was not built: {told_by} does not know it.")
+        return Shim(name, path, f"The {name} shim was not built: {told_by} does not know it.  {recipe(name)}")
     if why := told.get("missing"):
-        return Shim(name, path, f"The {name} shim was not built with this moecomm: {why}.")
+        return Shim(name, path, f"The {name} shim was not built with this moecomm: {why}.  {recipe(name)}")
     if not path.is_file():
-        return Shim(name, path, f"The {name} shim was built, but {path} is gone.")
+        return Shim(name, path, f"The {name} shim was built, but {path} is gone.  {recipe(name)}")
     major, minor = told["nvcc"]
     return Shim(name, path, "", told["arch"], (major, minor), told["headers"])
