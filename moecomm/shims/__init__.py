@@ -10,6 +10,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from moecomm.shims.build import recipe
+
 DIRECTORY = Path(__file__).parent
 NAMES = ("gin", "gin_proxy", "nvshmem")  # gin_proxy: gin for communicators whose GIN is the proxy
 
@@ -28,8 +30,6 @@ class Shim:
 
 def find(name: str) -> Shim:
     """The shim of that name, one of NAMES, as this moecomm was built."""
-    from moecomm.shims.build import recipe  # not above: python -m moecomm.shims.build imports this package first
-
     path, told_by = DIRECTORY / f"{name}.fatbin", DIRECTORY / "built.json"
     try:
         told = json.loads(told_by.read_text())[name]
