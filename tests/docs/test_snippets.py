@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch
 import torch.distributed as dist
 import typer
 
+import moecomm
 from moecomm.cli import app
 
 from ..conftest import Ranks
@@ -53,8 +57,35 @@ def _on_a_rank(rank: int, group: Any, page: str, code: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("page", with_python(), ids=lambda page: page.stem)
-def test_the_python_of_a_page_runs(page: Path, ranks: Ranks) -> None:
+@pytest.fixture(scope="module")
+def warm() -> None:
+    """Imports that torch puts off, once here and not in every rank."""
+    torch.testing.assert_close(torch.ones(1), torch.ones(1))
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.Adam([parameter])
+    parameter.sum().backward()
+    optimizer.step()
+
+
+UNDER_TORCHRUN = "quick_start"
+
+
+@pytest.mark.slow
+def test_the_first_program_runs_under_torchrun(tmp_path: Path) -> None:
+    file = tmp_path / "first.py"
+    file.write_text(program(ROOT / "docs" / f"{UNDER_TORCHRUN}.md"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(file)]
+    packages = str(Path(moecomm.__file__).parent.parent)
+    env = {**os.environ, "PYTHONPATH": packages, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 0, found.stderr
+    assert sorted(re.findall(r"rank (\d): \d+ rows", found.stdout)) == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in with_python() if page.stem != UNDER_TORCHRUN], ids=lambda page: page.stem
+)
+def test_the_python_of_a_page_runs(page: Path, ranks: Ranks, warm: None) -> None:
     """On two ranks where it makes a process group, else alone."""
     code = program(page)
     processes = 2 if "init_process_group(" in code else 1
