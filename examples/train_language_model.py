@@ -2,6 +2,10 @@
 bit for bit.
 
     python examples/train_language_model.py
+    torchrun --nproc-per-node 4 examples/train_language_model.py
+
+By itself the program starts its ranks; under torchrun (1, 2 or 4 processes) it uses those that torchrun has started,
+and rank 0 then trains alone.
 
 Two layers, each with causal attention and 8 experts of which a token takes 2, over the bytes of the manual that comes
 with Python.  A step's batch is four shards.  Each of 4 ranks has one of them and two experts; a single rank has all.
@@ -22,6 +26,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from launched import group as launched_group
+from launched import torchrun
 from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention
 from torch.nn.utils import parameters_to_vector
 
@@ -128,22 +134,37 @@ def train(group: dist.ProcessGroup, steps: int) -> list[float]:
     return losses
 
 
+def compare(several: list[float], one: list[float], ranks: int) -> int:
+    """Prints both curves and the difference; 1 if there is one."""
+    print(f"step   {ranks} ranks    one rank   (nats a byte)")
+    for step in [*range(0, len(one), max(1, len(one) // 10)), len(one) - 1]:
+        print(f"{step:4d}  {several[step]:9.6f}  {one[step]:9.6f}")
+    print(f"largest difference: {max(abs(a - b) for a, b in zip(several, one, strict=True))}")
+    return 0 if several == one else 1
+
+
+def under_torchrun(steps: int) -> int:
+    """Both runs in the processes of torchrun: on all ranks, and on rank 0."""
+    with launched_group() as ranks:
+        if SHARDS % ranks.size():
+            raise SystemExit(f"torchrun: got {ranks.size()} processes; want 1, 2 or 4")
+        several = train(ranks, steps)
+        alone = dist.new_group([0])
+        return compare(several, train(alone, steps), ranks.size()) if ranks.rank() == 0 else 0
+
+
 def main() -> int:
-    """Both runs, their curves and the difference; 1 if there is one."""
+    """Both runs; the exit code."""
     parser = argparse.ArgumentParser(description="Trains the same model on several ranks and on one.")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--ranks", type=int, default=4, choices=[1, 2, 4])
+    parser.add_argument("--ranks", type=int, default=4, choices=[1, 2, 4], help="Not under torchrun.")
     options = parser.parse_args()
     if options.steps < 1:
         parser.error(f"--steps: got {options.steps}; want 1 or more")
+    if torchrun():
+        return under_torchrun(options.steps)
     several, one = (launch("train_language_model:train", {"steps": options.steps}, n)[0] for n in (options.ranks, 1))
-    print(f"step   {options.ranks} ranks    one rank   (nats a byte)")
-    shown = [*range(0, options.steps, max(1, options.steps // 10)), options.steps - 1]
-    for step in shown:
-        print(f"{step:4d}  {several[step]:9.6f}  {one[step]:9.6f}")
-    difference = max(abs(a - b) for a, b in zip(several, one, strict=True))
-    print(f"largest difference: {difference}")
-    return 0 if several == one else 1
+    return compare(several, one, options.ranks)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from typing import Any
 from moecomm import shims
 from moecomm.backends import cuda_driver
 from moecomm.errors import Unsupported
-from moecomm.shims.build import CannotBuild, dotted, version, wheels
+from moecomm.shims.build import CannotBuild, dotted, recipe, version, wheels
 
 # The Transport of csrc/device that a kernel is a template over.
 TRANSPORTS = {"lsa": "Lsa", "puts": "Puts", "gin": "Gin", "gin_proxy": "Gin", "nvshmem": "Nvshmem"}
@@ -102,11 +102,14 @@ def inputs(transport: str, arch: str) -> tuple[shims.Shim, Path | None]:
         raise Unsupported(f"The {transport} shim was compiled for {shim.arch}; kernels here are {arch}.")
     # LTO IR is read by a linker of the same major version that is no older than who wrote it.
     linker = nvjitlink_version()
-    for writer, wrote in ((f"nvcc, for the {transport} shim,", shim.nvcc), ("NVRTC, for kernels,", nvrtc_version())):
+    for writer, wrote, instead in (
+        (f"nvcc, for the {transport} shim,", shim.nvcc, f"  Or a shim that it can read.  {recipe(transport)}"),
+        ("NVRTC, for kernels,", nvrtc_version(), ""),
+    ):
         if linker[0] != wrote[0] or linker < wrote:
             raise Unsupported(
                 f"nvJitLink {dotted(linker)} can't read what {writer} wrote: that is {dotted(wrote)}; "
-                f"want nvJitLink {dotted(wrote)} or a later {wrote[0]}.x."
+                f"want nvJitLink {dotted(wrote)} or a later {wrote[0]}.x.{instead}"
             )
     return shim, _nvshmem_library(shim) if transport == "nvshmem" else None
 

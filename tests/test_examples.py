@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 import moecomm
+from moecomm.nn import Gate
+from moecomm.router import Gating
+
+from .conftest import Ranks
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "examples"))
@@ -32,6 +40,90 @@ def test_a_language_model_learns_the_same_on_four_ranks_and_on_one() -> None:
     losses = [float(line.split()[1]) for line in found.stdout.splitlines() if re.match(r" *\d", line)]
     assert len(losses) == 11 and losses[0] > 5 and losses[-1] < 3.2
     assert found.stdout.splitlines()[-1] == "largest difference: 0.0"
+
+
+def torchrun(processes: int, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return subprocess.run(
+        [*command, str(ROOT / "examples" / script), *arguments],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(moecomm.__file__).parent.parent),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_training_under_torchrun_uses_the_ranks_of_torchrun() -> None:
+    found = torchrun(2, "train_language_model.py", "--steps", "2")
+    assert found.returncode == 0, found.stdout + found.stderr
+    lines = [line for line in found.stdout.splitlines() if line]
+    assert lines[0] == "step   2 ranks    one rank   (nats a byte)"
+    assert lines[-1] == "largest difference: 0.0" and len(lines) == 5
+
+
+@torch.no_grad()
+def test_the_decode_loop_computes_its_layer_at_every_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import decode_in_a_graph as example
+
+    monkeypatch.setattr(example, "STEPS", 2)
+    found = example.decode("self").float()
+    on_gpu = torch.cuda.is_available() and moecomm.doctor().backends[1].can_run
+    assert ("no GPU" in capsys.readouterr().out) is not on_gpu
+    assert torch.equal(example.decode("self", graph=False).float(), found)
+
+    gate = Gate(Gating(example.HIDDEN, example.EXPERTS, example.TOPK))
+    alone = SimpleNamespace(rank=0, num_ranks=1, device="cpu", dtype=torch.bfloat16)
+    w13, w2 = (w.float() for w in example.weights(alone))
+    generator = torch.Generator().manual_seed(100)
+    state = torch.randn(example.SEQUENCES, example.HIDDEN, generator=generator).bfloat16().float()
+    for _ in range(2):
+        topk_idx, weights = gate(state)
+        inner = torch.einsum("th,tkih->tki", state, w13[topk_idx])
+        gates, ups = inner.chunk(2, dim=2)
+        y = torch.einsum("tki,tkhi->tkh", torch.nn.functional.silu(gates) * ups, w2[topk_idx])
+        total = state + (y * weights.unsqueeze(2)).sum(dim=1)
+        state = torch.nn.functional.rms_norm(total, (example.HIDDEN,)).bfloat16().float()
+    torch.testing.assert_close(found, state, rtol=0.05, atol=0.05)  # some roundings of 2^-8 a step
+
+
+def _custom(rank: int, group: Any) -> list[Any]:
+    import custom_experts as example
+
+    return [tensor.tolist() for tensor in example.main(group)]
+
+
+def test_custom_experts_on_two_ranks_are_those_on_one(ranks: Ranks) -> None:
+    """Output and gradient of the first rank's tokens, against every expert applied to every token."""
+    import custom_experts as example
+
+    found = ranks.run(2, _custom)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(example.TOKENS, example.HIDDEN, generator=generator).requires_grad_()
+    topk_idx = torch.rand(example.TOKENS, example.EXPERTS, generator=generator).topk(example.TOPK).indices
+    experts = example.LowRankExperts(0, example.EXPERTS)
+    rows = x.repeat(example.EXPERTS, 1)
+    every = experts(rows, torch.full((example.EXPERTS,), example.TOKENS)).view(example.EXPERTS, example.TOKENS, -1)
+    out = every[topk_idx.T, torch.arange(example.TOKENS)].mean(dim=0)
+    out.square().mean().backward()
+    torch.testing.assert_close(torch.tensor(found[0][0]), out.detach())
+    torch.testing.assert_close(torch.tensor(found[0][1]), x.grad)
+
+
+def test_the_microbenchmark_is_short_and_measures() -> None:
+    import microbenchmark as example
+
+    code = inspect.getsource(example.median_us).splitlines()
+    assert len(code) <= 20
+    assert 0 < example.median_us("self", tokens=4, hidden=64, experts=4, topk=2) < 1e6
 
 
 @pytest.mark.parametrize("steps", ["0", "-3"])

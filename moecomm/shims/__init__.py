@@ -10,6 +10,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from moecomm.shims.build import recipe
+
 DIRECTORY = Path(__file__).parent
 NAMES = ("gin", "gin_proxy", "nvshmem")  # gin_proxy: gin for communicators whose GIN is the proxy
 
@@ -32,12 +34,12 @@ def find(name: str) -> Shim:
     try:
         told = json.loads(told_by.read_text())[name]
     except FileNotFoundError:
-        return Shim(name, path, f"The {name} shim was not built: run python -m moecomm.shims.build.")
+        return Shim(name, path, f"The {name} shim was not built.  {recipe(name)}")
     except (KeyError, ValueError):
-        return Shim(name, path, f"The {name} shim was not built: {told_by} does not know it.")
+        return Shim(name, path, f"The {name} shim was not built: {told_by} does not know it.  {recipe(name)}")
     if why := told.get("missing"):
-        return Shim(name, path, f"The {name} shim was not built with this moecomm: {why}.")
+        return Shim(name, path, f"The {name} shim was not built with this moecomm: {why}.  {recipe(name)}")
     if not path.is_file():
-        return Shim(name, path, f"The {name} shim was built, but {path} is gone.")
+        return Shim(name, path, f"The {name} shim was built, but {path} is gone.  {recipe(name)}")
     major, minor = told["nvcc"]
     return Shim(name, path, "", told["arch"], (major, minor), told["headers"])

@@ -13,6 +13,7 @@ setup.py loads this file by itself: it imports nothing of moecomm.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -61,6 +62,35 @@ def build(into: Path, sources: Path, homes: Mapping[str, str]) -> dict[str, str]
     return {shim: str(found["missing"]) for shim, found in told.items() if "missing" in found}
 
 
+def recipe(shim: str) -> str:
+    """How to build a shim in this environment, as a sentence.
+
+    nvcc is of the release of the nvJitLink that is installed, which reads no LTO IR of a later one.  The parts of the
+    compiler come as one package: those of different releases do not compile together.
+    """
+    _, _, library, oldest = SHIMS[shim]
+    linker = {name: _installed(f"nvidia-nvjitlink{name}") for name in ("", "-cu12")}
+    if linker["-cu12"] and not linker[""]:  # wheels of CUDA 12 have no nvcc
+        wanted = f"nvidia-{library.lower()}-cu12>={dotted(oldest)}"
+        return (
+            f"To build it: pip install '{wanted}', then python -m moecomm.shims.build --cuda DIR, with the nvcc of a "
+            f"CUDA {linker['-cu12']} toolkit."
+        )
+    wanted = f"nvidia-{library.lower()}-cu13>={dotted(oldest)}"
+    return (
+        f"To build it: pip install 'cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]=={linker[''] or '13'}.*' '{wanted}', then "
+        "python -m moecomm.shims.build."
+    )
+
+
+def _installed(package: str) -> str:
+    """Major and minor version of a distribution; empty: not there."""
+    try:
+        return ".".join(importlib.metadata.version(package).split(".")[:2])
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def _compile(shim: str, output: Path, sources: Path, homes: Mapping[str, str]) -> dict[str, object]:
     source, definitions, library, oldest = SHIMS[shim]
     include = _headers(library, homes.get(library))
@@ -87,7 +117,7 @@ def _nvcc(home: str | None) -> str:
     for candidate in candidates:
         if candidate and os.access(candidate, os.X_OK):
             return candidate
-    raise CannotBuild("there was no nvcc (pip install nvidia-cuda-nvcc nvidia-cuda-cccl)")
+    raise CannotBuild("there was no nvcc")
 
 
 def _release(nvcc: str) -> tuple[int, int]:
@@ -102,8 +132,7 @@ def _headers(library: str, home: str | None) -> Path:
     for place in places:
         if (place / "include" / _VERSIONS[library][0]).is_file():
             return place / "include"
-    hint = f"in {home}" if home else f"(pip install nvidia-{library.lower()}-cu13)"
-    raise CannotBuild(f"there were no headers of {library} {hint}")
+    raise CannotBuild(f"there were no headers of {library}{f' in {home}' if home else ''}")
 
 
 def version(library: str, include: Path) -> tuple[int, ...]:
@@ -140,7 +169,7 @@ def main() -> None:
     sources = package / "csrc" if (package / "csrc").is_dir() else package.parent / "csrc"
     missing = build(package / "shims", sources, homes)
     for shim in SHIMS:
-        print(f"{shim:<10} {'not built: ' + missing[shim] if shim in missing else 'built'}")
+        print(f"{shim:<10} {f'not built: {missing[shim]}.  {recipe(shim)}' if shim in missing else 'built'}")
 
 
 if __name__ == "__main__":

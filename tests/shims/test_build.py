@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 from pathlib import Path
 
@@ -83,12 +84,44 @@ def test_a_shim_that_was_built_is_described(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_directory_that_was_tampered_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shims, "DIRECTORY", tmp_path)
-    assert "run python -m moecomm.shims.build" in shims.find("gin").missing
+    assert "python -m moecomm.shims.build." in shims.find("gin").missing
     for told in ("{}", "not JSON"):
         (tmp_path / "built.json").write_text(told)
         assert "does not know it" in shims.find("gin").missing
     (tmp_path / "built.json").write_text(json.dumps({"gin": {"arch": "sm_90a", "nvcc": [13, 0], "headers": ""}}))
     assert "is gone" in shims.find("gin").missing
+
+
+@pytest.mark.parametrize(
+    ("installed", "wanted"),
+    [
+        # What torch pins: nvcc, and all that it compiles with, must be of the release of nvJitLink.
+        ({"nvidia-nvjitlink": "13.0.88"}, "pip install 'cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]==13.0.*' "),
+        ({"nvidia-nvjitlink": "13.5.1"}, "pip install 'cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]==13.5.*' "),
+        ({}, "pip install 'cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]==13.*' "),
+        ({"nvidia-nvjitlink-cu12": "12.8.93"}, "shims.build --cuda DIR, with the nvcc of a CUDA 12.8 toolkit."),
+    ],
+)
+def test_a_shim_that_is_missing_comes_with_the_way_to_build_it_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], wanted: str
+) -> None:
+    """A plain pip install builds where neither nvcc nor headers are; afterwards packages alone change nothing."""
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(shims, "DIRECTORY", tmp_path)
+    told = {"gin": {"missing": "there was no nvcc"}, "nvshmem": {"missing": "there was no nvcc"}}
+    (tmp_path / "built.json").write_text(json.dumps(told))
+    for name, library in (("gin", "nccl"), ("nvshmem", "nvshmem")):
+        said = shims.find(name).missing
+        assert said.startswith(f"The {name} shim was not built with this moecomm: there was no nvcc.  To build it: ")
+        assert wanted in said and "python -m moecomm.shims.build" in said
+        suffix = "cu12" if "nvidia-nvjitlink-cu12" in installed else "cu13"
+        assert f"'nvidia-{library}-{suffix}>=" in said
 
 
 class Library:
@@ -115,6 +148,7 @@ def test_what_the_linker_can_not_read_is_refused(library: Library) -> None:
         linking.inputs("gin", "sm_100")
     for linker, compiler, said in (
         ((12, 9), (12, 9), "nvJitLink 12.9 can't read what nvcc, for the gin shim, wrote: that is 13.0"),
+        ((12, 9), (12, 9), "Or a shim that it can read.  To build it: "),
         ((13, 3), (13, 4), "nvJitLink 13.3 can't read what NVRTC, for kernels, wrote: that is 13.4"),
     ):
         library.linker, library.compiler = linker, compiler

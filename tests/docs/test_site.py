@@ -1,0 +1,138 @@
+"""The site: every public name is in the reference, links lead somewhere, pictures are current, and mkdocs builds it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+import moecomm
+
+ROOT = Path(__file__).parent.parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+FIGURES = sorted(DOCS.glob("figures/*.svg"))
+# Written elsewhere: mkdocs shows files of the repository under these names.
+SHOWN = {"measurements.md", "contributing.md", "changelog.md"}
+PUBLIC = ["", "ops", "nn", "fused", "compat", "compat.deep_ep", "testing"]
+PUBLIC += [f"integrations.{framework}" for framework in ("megatron", "vllm", "sglang")]
+
+
+def names(package: str) -> set[str]:
+    """Everything in `__all__` of a package or module, which is not imported."""
+    place = ROOT.joinpath("moecomm", *filter(None, package.split(".")))
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return {".".join(filter(None, ("moecomm", package, name))) for name in ast.literal_eval(node.value)}
+    raise AssertionError(f"{file} has no __all__")
+
+
+def documented() -> set[str]:
+    return {
+        name for page in DOCS.glob("api/*.md") for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+    }
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_every_public_name_is_in_the_reference(package: str) -> None:
+    assert names(package) - documented() == set()
+
+
+def test_every_public_call_of_a_buffer_is_in_the_reference() -> None:
+    """Its other attributes are for the modules of moecomm."""
+    members = re.search(
+        r"^::: moecomm\.Buffer\n +options:\n +members: \[(.*)\]$", (DOCS / "api/moecomm.md").read_text(), re.M
+    )
+    assert members
+    listed = set(members[1].split(", "))
+    calls = {name for name in vars(moecomm.Buffer) if not name.startswith("_")}
+    assert calls - listed == set()
+    assert all(hasattr(moecomm.Buffer, name) for name in listed)
+
+
+def test_every_error_is_on_the_page_of_failures() -> None:
+    text = (DOCS / "failures.md").read_text()
+    errors = {
+        name
+        for name in moecomm.__all__
+        if isinstance(found := getattr(moecomm, name), type) and issubclass(found, Exception)
+    }
+    assert {name for name in errors if f"`{name}`" not in text and f"moecomm.{name}`" not in text} == set()
+
+
+def test_every_variable_is_on_the_page_of_the_environment() -> None:
+    from moecomm import config
+
+    rows = [line for line in (config.__doc__ or "").splitlines() if line.startswith("|")]
+    assert len(rows) > 5 and "\n".join(rows) in (DOCS / "api/environment.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_links_lead_somewhere(page: Path) -> None:
+    nav = (ROOT / "mkdocs.yml").read_text()
+    assert f" {page.relative_to(DOCS)}\n" in nav
+    links = [link for link in re.findall(r"\]\(([^)#]+)", page.read_text()) if not link.startswith("http")]
+    lost = [link for link in links if not (page.parent / link).exists()]
+    # Pages that mkdocs makes, and pages of the navigation.
+    assert [link for link in lost if (page.parent / link).resolve().relative_to(DOCS).name not in SHOWN] == []
+
+
+def figure(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"figure_{path.stem}", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pictures_are_what_their_code_draws() -> None:
+    drawn = {
+        file: picture
+        for path in DOCS.glob("figures/*.py")
+        if "def drawn(" in path.read_text()
+        for file, picture in figure(path).drawn().items()
+    }
+    assert set(drawn) == set(FIGURES)
+    for file, picture in drawn.items():
+        assert file.read_text() == picture, f"run the code that draws {file.name}"
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """As CI does, which installs mkdocs."""
+    pytest.importorskip("mkdocs", reason='needs the extra docs: pip install ".[docs]"')
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert built.returncode == 0, built.stderr
+    reference = (tmp_path / "api/moecomm/index.html").read_text()
+    assert 'id="moecomm.Buffer.moe"' in reference
+    loaded = re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="(https?://[^"]+)"', reference)
+    assert loaded == [], "a page loads something from another host"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_figures_of_measurements_are_not_typed_into_pages(page: Path) -> None:
+    """They are in README.md and bench/README.md, which are written from JSON."""
+    figures = r"\d+(?:\.\d+)? ?(?:[mnuµ]s|GB/s|TFLOP/s|times|x as fast)\b"
+    assert re.findall(figures, page.read_text()) == []
+
+
+@pytest.mark.parametrize("framework", ["deepep", "megatron", "vllm", "sglang", "flashinfer"])
+def test_pages_of_frameworks_say_what_to_change_and_what_is_missing(framework: str) -> None:
+    text = (DOCS / f"{framework}.md").read_text()
+    assert "## Lines to change" in text and "## Not supported" in text
+
+
+def test_the_navigation_has_every_framework() -> None:
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    (frameworks,) = [section["Frameworks"] for section in nav if "Frameworks" in section]
+    assert {file for entry in frameworks for file in entry.values()} == {
+        f"{name}.md" for name in ("deepep", "megatron", "vllm", "sglang", "flashinfer")
+    }
