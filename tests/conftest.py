@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -83,6 +84,7 @@ class Ranks:
         self._context: Any = multiprocessing.get_context(method)
         self._runs = 0
         self.processes: list[Any] = []
+        self.died: Any = self._context.Value("d", lock=False)  # when the rank that is killed was, by the monotonic clock
         self._queue: Any = None
 
     def start(self, ranks: int, body: Callable[..., Any], *args: Any) -> None:
@@ -97,6 +99,7 @@ class Ranks:
             process.start()
 
     def kill(self, rank: int) -> None:
+        self.died.value = time.monotonic()
         os.kill(self.processes[rank].pid, signal.SIGKILL)
 
     def results(self, expected: int, timeout_s: float = 60) -> dict[int, Any]:
