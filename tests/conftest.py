@@ -62,9 +62,19 @@ def has_begun(item: pytest.Item) -> bool:
     return hasattr(getattr(item, "module", None), "begin")
 
 
+def is_long(item: pytest.Item) -> bool:
+    return item.get_closest_marker("long") is not None
+
+
+def kernels_of(items: list[pytest.Item]) -> list[Any]:
+    """The kernels that these tests compile: `compiled(kernels)` has them by the `name` of a test's case."""
+    marked = [(item, mark) for item in items if (mark := item.get_closest_marker("compiled")) and mark.args]
+    return [mark.args[0][item.callspec.params["name"]] for item, mark in marked]  # type: ignore[attr-defined]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def begun(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """By the names of modules: what their `begin(config)`, a context, gave.
+    """By the names of modules: what their `begin(config, long)`, a context, gave.  `long`: a long test was selected.
 
     Most tests wait, or use one core.  What takes long, needs no fixture and is no matter of deadlines runs beside them.
     """
@@ -72,8 +82,9 @@ def begun(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     modules = {item.module for item in items if isinstance(item, pytest.Function) and has_begun(item)}
     with ExitStack() as stack:
         if any(item.get_closest_marker("compiled") for item in items):
-            stack.enter_context(compiling())
-        yield {module.__name__: stack.enter_context(module.begin(request.config)) for module in modules}
+            stack.enter_context(compiling(kernels_of(items)))
+        long = any(is_long(item) for item in items)
+        yield {module.__name__: stack.enter_context(module.begin(request.config, long)) for module in modules}
 
 
 class Ranks:
@@ -84,7 +95,7 @@ class Ranks:
         self._context: Any = multiprocessing.get_context(method)
         self._runs = 0
         self.processes: list[Any] = []
-        self.died: Any = self._context.Value("d", lock=False)  # when the rank that is killed was, by the monotonic clock
+        self.died: Any = self._context.Value("d", lock=False)  # monotonic time at which a rank was killed
         self._queue: Any = None
 
     def start(self, ranks: int, body: Callable[..., Any], *args: Any) -> None:
@@ -178,7 +189,11 @@ def gpu_ranks(tmp_path: Path) -> Iterator[Ranks]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cases", type=int, default=50_000, help="random cases to run against the reference")
-    parser.addoption("--domain-cases", type=int, default=600, help="random cases on CPU ranks in several domains")
+    parser.addoption(
+        "--cases", type=int, help="random cases to run against the reference: 2000, or 50,000 of long ones"
+    )
+    parser.addoption(
+        "--domain-cases", type=int, help="random cases on CPU ranks in several domains: 60, or 600 of long ones"
+    )
     parser.addoption("--gpu-cases", type=int, default=1000, help="random cases on GPUs")
     parser.addoption("--seed", type=int, default=0, help="which random cases")

@@ -64,6 +64,7 @@ def test_ranks_of_one_process(drive: Drive, memory: str) -> None:
     drive("random", mode="threads", memory=memory, ranks=3, slice=100_000)
 
 
+@pytest.mark.long
 def test_threads_under_sanitizer(fake_cuda: Path, tmp_path: Path) -> None:
     driver, plugin = build_watched(tmp_path, TSAN)
     for way in WAYS:
