@@ -18,6 +18,8 @@ from moecomm import cli, demo
 from moecomm.layer import expert_weights, reference
 from moecomm.router import router
 
+from .few import few
+
 
 def test_deepseek_v3_over_four_ranks_equals_the_single_rank() -> None:
     result = demo.demo(ranks=4, tokens=48, intermediate=16, backend="host")
@@ -202,7 +204,9 @@ def start_demo(directory: Path) -> tuple[subprocess.Popen[str], set[int]]:
     return command, children_of(command.pid)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("number", "code"), few([(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)], (signal.SIGINT, 130))
+)
 def test_no_rank_outlives_the_command(number: int, code: int, tmp_path: Path) -> None:
     """Ctrl-C is exit code 130 without a traceback; and even SIGKILL leaves neither a process nor a file."""
     shared = set(Path("/dev/shm").iterdir())
@@ -217,6 +221,7 @@ def test_no_rank_outlives_the_command(number: int, code: int, tmp_path: Path) ->
     wait_until(lambda: set(Path("/dev/shm").iterdir()) <= shared)
 
 
+@pytest.mark.long
 def test_a_killed_rank_surfaces_with_its_name(tmp_path: Path) -> None:
     command, ranks = start_demo(tmp_path)
     os.kill(max(ranks), signal.SIGKILL)

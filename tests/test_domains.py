@@ -18,14 +18,16 @@ from moecomm.dispatch import reference as dispatch_reference
 from moecomm.testing import LocalBuffers, check_case, check_case_on_rank, random_case, random_sizes
 
 from .conftest import Ranks
+from .few import few
 
 SIZES: dict[str, Any] = {"hidden": 64, "num_experts": 8, "topk": 4, "max_tokens": 40, "backend": "host"}
 DOMAINS = [(4, 2), (8, 4), (8, 2), (3, 1), (2, 1)]  # ranks, of them in a domain
+KILLED = [(0, "between"), (0, "any time"), (3, "between"), (3, "any time")]
 CASES = 10  # of each set of sizes
 
 
 @pytest.mark.parametrize("straight", ["all", "some", "none"])
-@pytest.mark.parametrize(("count", "domain_ranks"), DOMAINS)
+@pytest.mark.parametrize(("count", "domain_ranks"), few(DOMAINS, (4, 2), (3, 1)))
 def test_random_cases_match_the_reference(
     count: int, domain_ranks: int, straight: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,8 +92,7 @@ def _until_a_peer_dies(rank: int, group: Any, victim: int, kind: str, died: Any)
     raise AssertionError("not reached")
 
 
-@pytest.mark.parametrize("kind", ["between", "any time"])
-@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize(("victim", "kind"), few(KILLED, (0, "between"), (3, "any time")))
 def test_a_killed_relay_is_named_by_all(ranks: Ranks, victim: int, kind: str) -> None:
     ranks.start(4, _until_a_peer_dies, victim, kind, ranks.died)
     if kind == "any time":
@@ -102,6 +103,7 @@ def test_a_killed_relay_is_named_by_all(ranks: Ranks, victim: int, kind: str) ->
         assert seconds < 1.0, "a death on the same host is noticed at once"
 
 
+@pytest.mark.long
 def test_a_silent_relay_is_a_timeout_on_all(ranks: Ranks) -> None:
     ranks.start(4, _until_a_peer_dies, 1, "idle", ranks.died)
     for name, peer, seconds in ranks.results(3).values():

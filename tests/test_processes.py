@@ -19,6 +19,7 @@ import moecomm
 from moecomm.dispatch import reference
 
 from .conftest import Ranks
+from .few import few
 
 SIZES: dict[str, Any] = {"hidden": 128, "num_experts": 12, "topk": 3, "max_tokens": 32, "backend": "host"}
 
@@ -104,6 +105,9 @@ def test_different_settings_are_named(ranks: Ranks, field: str) -> None:
         assert seconds < 5
 
 
+KILLED = [(0, "between"), (0, "any time"), (2, "between"), (2, "any time")]
+
+
 def _until_a_peer_dies(rank: int, group: Any, victim: int, kind: str, died: Any) -> tuple[str, int, float]:
     # Where a rank dies, the deadline is far: a rank that is merely late must not end the rounds first.
     buffer = moecomm.Buffer(group, **SIZES, timeout_s=3 if kind == "idle" else 30)
@@ -127,8 +131,7 @@ def _until_a_peer_dies(rank: int, group: Any, victim: int, kind: str, died: Any)
     return "no error", -1, 0.0
 
 
-@pytest.mark.parametrize("kind", ["between", "any time"])
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(("victim", "kind"), few(KILLED, (0, "any time"), (2, "between")))
 def test_survivors_of_a_killed_rank_name_it(ranks: Ranks, victim: int, kind: str) -> None:
     ranks.start(3, _until_a_peer_dies, victim, kind, ranks.died)
     if kind == "any time":
@@ -180,6 +183,7 @@ def _end_before_the_others(rank: int, group: Any) -> str:
     return "done"
 
 
+@pytest.mark.long
 def test_a_rank_that_is_done_may_end(ranks: Ranks) -> None:
     for _ in range(3):
         assert ranks.run(3, _end_before_the_others) == ["done"] * 3
