@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -85,6 +86,15 @@ def begun(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
             stack.enter_context(compiling(kernels_of(items)))
         long = any(is_long(item) for item in items)
         yield {module.__name__: stack.enter_context(module.begin(request.config, long)) for module in modules}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected() -> None:
+    """Objects from before a module's tests are left out of garbage collections.  Tests collect, to count what is left:
+    with all of torch to look at, that takes half a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 class Ranks:
