@@ -12,9 +12,7 @@ def few(cases: Iterable[Any], *plain: Any) -> list[Any]:
     """Parameters for pytest: all `cases`, of which those that are not `plain` are long."""
     every = list(cases)
     assert plain and all(case in every for case in plain)
-    return [case if case in plain else as_long(case) for case in every]
-
-
-def as_long(case: Any) -> Any:
-    """A case for `pytest -m long` alone."""
-    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long)
+    return [
+        case if case in plain else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long)
+        for case in every
+    ]

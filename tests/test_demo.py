@@ -18,8 +18,6 @@ from moecomm import cli, demo
 from moecomm.layer import expert_weights, reference
 from moecomm.router import router
 
-from .few import few
-
 
 def test_deepseek_v3_over_four_ranks_equals_the_single_rank() -> None:
     result = demo.demo(ranks=4, tokens=48, intermediate=16, backend="host")
@@ -204,9 +202,8 @@ def start_demo(directory: Path) -> tuple[subprocess.Popen[str], set[int]]:
     return command, children_of(command.pid)
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), few([(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)], (signal.SIGINT, 130))
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.long
 def test_no_rank_outlives_the_command(number: int, code: int, tmp_path: Path) -> None:
     """Ctrl-C is exit code 130 without a traceback; and even SIGKILL leaves neither a process nor a file."""
     shared = set(Path("/dev/shm").iterdir())

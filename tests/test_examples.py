@@ -18,9 +18,10 @@ ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "examples"))
 
 
-@pytest.mark.parametrize(("steps", "loss"), few([(20, 3.5), (200, 3.2)], (20, 3.5)))
-def test_a_language_model_learns_the_same_on_four_ranks_and_on_one(steps: int, loss: float) -> None:
-    command = [sys.executable, str(ROOT / "examples" / "train_language_model.py"), "--steps", str(steps)]
+@pytest.mark.parametrize(("steps", "ranks", "loss"), few([(20, 2, 3.5), (200, 4, 3.2)], (20, 2, 3.5)))
+def test_a_language_model_learns_the_same_on_several_ranks_and_on_one(steps: int, ranks: int, loss: float) -> None:
+    program = str(ROOT / "examples" / "train_language_model.py")
+    command = [sys.executable, program, "--steps", str(steps), "--ranks", str(ranks)]
     packages = str(Path(moecomm.__file__).parent.parent)  # of the moecomm that is tested
     found = subprocess.run(
         command,

@@ -96,6 +96,7 @@ def test_an_exception_is_named_and_its_consequences_come_after(capfd: pytest.Cap
     assert "fail_in_a_round" in capfd.readouterr().err  # the traceback of what is not moecomm's
 
 
+@pytest.mark.long
 def test_bad_input_of_one_rank_is_told_by_all() -> None:
     with pytest.raises(RanksFailed) as caught:
         launch(f"{__name__}:fail_in_a_round", {"how": "bad id"}, 3)

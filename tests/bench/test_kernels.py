@@ -21,7 +21,7 @@ ALL = {**kernels.ALL_TO_ALL, **kernels.PING_PONG, "hold": kernels.HOLD[4]}
 
 
 @pytest.mark.compiled(ALL)
-@pytest.mark.parametrize("name", few(ALL, "hold", "TMA"))
+@pytest.mark.parametrize("name", few(ALL, "TMA"))
 def test_compiles_within_a_multiprocessor(name: str) -> None:
     check_kernel(ALL[name], calls=True)
 

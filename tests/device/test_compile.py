@@ -113,8 +113,8 @@ SPECS = {
 
 
 PLAIN_RUN = (
-    *("dispatch", "dispatch flat, ue8m0 by column", "dispatch of slips", "dispatch few tokens", "dispatch ends"),
-    *("dispatch across domains, flat", "combine", "combine in place", "combine few tokens by weights of the homes"),
+    *("dispatch flat, ue8m0 by column", "dispatch of slips", "dispatch few tokens", "dispatch across domains, flat"),
+    *("combine", "combine few tokens by weights of the homes"),
 )
 
 

@@ -113,12 +113,11 @@ def test_combines_one_after_the_other(
 
 
 @pytest.mark.parametrize(
-    ("share", "in_ring"),
-    few([(1, ""), (3, "13"), (0, ""), (0, "0123")], (3, "13")),
-    ids=["all-", "some-13", "none-", "none-0123"],
+    ("share", "in_ring", "cases"),
+    few([(3, "13", 4), (1, "", CASES), (3, "13", CASES), (0, "", CASES), (0, "0123", CASES)], (3, "13", 4)),
 )
 def test_random_cases_in_one_domain(
-    share: int, in_ring: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    share: int, in_ring: str, cases: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of all ranks go in packets, those of ranks with few tokens do, or none; rows that are reduced go through the
     ring of the ranks `in_ring`, and have a place each in the others.
@@ -128,11 +127,11 @@ def test_random_cases_in_one_domain(
         host, "packet_bytes", lambda ranks, most, row: packets.room(ranks, -(-most // share), row) if share else 0
     )
     with LocalBuffers(ranks=4, **SIZES, backend="host") as ranks:
-        wrap_after(ranks, CASES, kernels=True)
+        wrap_after(ranks, cases, kernels=True)
         for rank, buffer in enumerate(ranks.buffers):
             monkeypatch.setattr(buffer.session, "sums_in_heap", str(rank) not in in_ring)
         try:
-            for seed in range(CASES):
+            for seed in range(cases):
                 check_case(ranks, random_case(seed, ranks=4, **SIZES, few_kernels=True))
             assert min(rounds_since_wrap(ranks)) >= 0
         finally:

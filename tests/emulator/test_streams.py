@@ -20,7 +20,6 @@ from moecomm.fused import layer, two_launches
 from moecomm.testing import LocalBuffers, random_layer
 from moecomm.testing import ranks as local
 
-from ..few import few
 from ..wrap import wrap_after
 from .gemm_machine import compiled
 from .machine import LIMIT, Arguments, Call, Launch, Machine
@@ -70,9 +69,10 @@ class Streams:
         assert ended == 0, "it does not end"
 
 
-@pytest.mark.parametrize("form", few(layer.FORMS, "two launches"))
-@pytest.mark.parametrize("fp8", few((False, True), False), ids=["bf16", "fp8"])
-@pytest.mark.parametrize("most", few((30, 1400), 1400), ids=["ids are told", "slips are"])
+@pytest.mark.parametrize("form", layer.FORMS)
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("most", [30, 1400], ids=["ids are told", "slips are"])
+@pytest.mark.long
 def test_layers_whose_kernels_begin_early(
     most: int, fp8: bool, form: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from ..few import few
 from .conftest import Drive
 
 
@@ -12,7 +11,8 @@ def test_a_gpu_that_ends_no_copy_holds_up_no_call(drive: Drive) -> None:
     drive("crowded", way="loopback", memory="cuda", queue=256)
 
 
-@pytest.mark.parametrize("table", few((14, 16), 16))
+@pytest.mark.parametrize("table", [14, 16])
+@pytest.mark.long
 def test_what_is_mapped_is_given_back_beside_nccls_thread(drive: Drive, table: int) -> None:
     """After a registration that failed; those that went well are given back in all of the random tests."""
     drive("half_registered", way="loopback", memory="cuda", ranks=3, timeout_ms=3000, table=table)
