@@ -8,12 +8,12 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib import metadata
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import pytest
 
@@ -22,7 +22,6 @@ from moecomm.cubin import lacks_descriptor
 from moecomm.plain_kernel import PlainKernel
 
 Kernel = PlainKernel | jit.KernelSpec
-Kind = TypeVar("Kind", bound=Kernel)
 
 
 class Compiled(NamedTuple):
@@ -33,7 +32,6 @@ class Compiled(NamedTuple):
     functions: list[str] | None  # their instructions, if something here reads them
 
 
-_wanted: list[Kernel] = []  # by the modules that were collected, in their order
 _compiling: dict[Kernel, Future[Compiled]] = {}
 _pool: ProcessPoolExecutor
 
@@ -41,19 +39,13 @@ _DESCRIPTOR = "c[0x0][0x208]"  # where sm_90 finds what its accesses to memory g
 _THROUGH = re.compile(r"\b(LD|LDG|ST|STG|ATOM|ATOMG|REDG)\.[^;]*\bdesc\[")
 
 
-def wanted(kernels: dict[str, Kind]) -> dict[str, Kind]:
-    """By the module whose tests, marked "compiled", will want them: from the begin of the session on, beside others."""
-    _wanted.extend(kernels.values())
-    return kernels
-
-
 @contextmanager
-def compiling() -> Iterator[None]:
-    """All that is wanted.  What is not begun at the end is dropped."""
+def compiling(kernels: Iterable[Kernel]) -> Iterator[None]:
+    """Compile these beside other tests, for the session.  What is not begun at its end is dropped."""
     global _pool
     # Other tests have deadlines.
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"), os.nice, (10,)) as _pool:
-        for kernel in _wanted:
+        for kernel in kernels:
             compile_beside(kernel)
         yield
         _pool.shutdown(cancel_futures=True)
@@ -83,8 +75,8 @@ def looked_at(cubin: bytes, log: str) -> Compiled:
 
 
 def check_kernel(kernel: PlainKernel, *, calls: bool = False, awaits: str = "") -> None:
-    """One that was wanted; it also fits into shared memory.  `awaits`: it is launched while the one before it ends, and
-    awaits that "first", ahead of all that it reads and writes, arguments and shared memory apart, or "last".
+    """Also that it fits into shared memory.  `awaits`: it is launched while the one before it ends, and awaits that
+    "first", ahead of all that it reads and writes, arguments and shared memory apart, or "last".
     """
     pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
     assert kernel.shared_bytes <= 227 * 1024

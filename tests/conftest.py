@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -61,9 +63,19 @@ def has_begun(item: pytest.Item) -> bool:
     return hasattr(getattr(item, "module", None), "begin")
 
 
+def is_long(item: pytest.Item) -> bool:
+    return item.get_closest_marker("long") is not None
+
+
+def kernels_of(items: list[pytest.Item]) -> list[Any]:
+    """The kernels that these tests compile: `compiled(kernels)` has them by the `name` of a test's case."""
+    marked = [(item, mark) for item in items if (mark := item.get_closest_marker("compiled")) and mark.args]
+    return [mark.args[0][item.callspec.params["name"]] for item, mark in marked]  # type: ignore[attr-defined]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def begun(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """By the names of modules: what their `begin(config)`, a context, gave.
+    """By the names of modules: what their `begin(config, long)`, a context, gave.  `long`: a long test was selected.
 
     Most tests wait, or use one core.  What takes long, needs no fixture and is no matter of deadlines runs beside them.
     """
@@ -71,8 +83,18 @@ def begun(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     modules = {item.module for item in items if isinstance(item, pytest.Function) and has_begun(item)}
     with ExitStack() as stack:
         if any(item.get_closest_marker("compiled") for item in items):
-            stack.enter_context(compiling())
-        yield {module.__name__: stack.enter_context(module.begin(request.config)) for module in modules}
+            stack.enter_context(compiling(kernels_of(items)))
+        long = any(is_long(item) for item in items)
+        yield {module.__name__: stack.enter_context(module.begin(request.config, long)) for module in modules}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected() -> None:
+    """Objects from before a module's tests are left out of garbage collections.  Tests collect, to count what is left:
+    with all of torch to look at, that takes half a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 class Ranks:
@@ -83,6 +105,7 @@ class Ranks:
         self._context: Any = multiprocessing.get_context(method)
         self._runs = 0
         self.processes: list[Any] = []
+        self.died: Any = self._context.Value("d", lock=False)  # monotonic time at which a rank was killed
         self._queue: Any = None
 
     def start(self, ranks: int, body: Callable[..., Any], *args: Any) -> None:
@@ -97,6 +120,7 @@ class Ranks:
             process.start()
 
     def kill(self, rank: int) -> None:
+        self.died.value = time.monotonic()
         os.kill(self.processes[rank].pid, signal.SIGKILL)
 
     def results(self, expected: int, timeout_s: float = 60) -> dict[int, Any]:
@@ -175,7 +199,11 @@ def gpu_ranks(tmp_path: Path) -> Iterator[Ranks]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cases", type=int, default=50_000, help="random cases to run against the reference")
-    parser.addoption("--domain-cases", type=int, default=600, help="random cases on CPU ranks in several domains")
+    parser.addoption(
+        "--cases", type=int, help="random cases to run against the reference: 1000, or 50,000 of long ones"
+    )
+    parser.addoption(
+        "--domain-cases", type=int, help="random cases on CPU ranks in several domains: 60, or 600 of long ones"
+    )
     parser.addoption("--gpu-cases", type=int, default=1000, help="random cases on GPUs")
     parser.addoption("--seed", type=int, default=0, help="which random cases")

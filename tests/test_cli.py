@@ -42,6 +42,7 @@ def test_the_version_is_that_of_the_package(capfd: pytest.CaptureFixture[str], m
     assert capfd.readouterr().out == f"moecomm {importlib.metadata.version('moecomm')}\n"
 
 
+@pytest.mark.long
 def test_the_results_to_check_do_not_depend_on_the_current_folder(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -203,6 +203,7 @@ def start_demo(directory: Path) -> tuple[subprocess.Popen[str], set[int]]:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.long
 def test_no_rank_outlives_the_command(number: int, code: int, tmp_path: Path) -> None:
     """Ctrl-C is exit code 130 without a traceback; and even SIGKILL leaves neither a process nor a file."""
     shared = set(Path("/dev/shm").iterdir())
@@ -217,6 +218,7 @@ def test_no_rank_outlives_the_command(number: int, code: int, tmp_path: Path) ->
     wait_until(lambda: set(Path("/dev/shm").iterdir()) <= shared)
 
 
+@pytest.mark.long
 def test_a_killed_rank_surfaces_with_its_name(tmp_path: Path) -> None:
     command, ranks = start_demo(tmp_path)
     os.kill(max(ranks), signal.SIGKILL)

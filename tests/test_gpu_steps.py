@@ -47,6 +47,7 @@ def collected(*chosen: tuple[str, ...]) -> list[int]:
     return [int(items) for _, items in found]
 
 
+@pytest.mark.long
 def test_every_test_that_is_named_exists() -> None:
     """Fused layers and others are all layers, on one GPU, on two and on four."""
     named = tuple(sorted({word for step in TESTS for word in step.pytest if word.startswith("tests/")}))
@@ -122,6 +123,7 @@ def test_a_step_that_fails_or_is_not_there_fails_the_run(
     assert "c: the parts are a" in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_a_step_that_hangs_is_ended_with_what_it_has_started(
     monkeypatch: pytest.MonkeyPatch, logs: Path, tmp_path: Path
 ) -> None:

@@ -65,6 +65,7 @@ def listening(group: dist.ProcessGroup) -> list[list[str]]:
     return found
 
 
+@pytest.mark.long
 def test_nobody_listens_to_other_machines_or_users() -> None:
     loopback = "0100007F"
     for own, parent in launch(f"{__name__}:listening", {}, 2):
@@ -85,6 +86,7 @@ def test_a_killed_rank_is_the_cause_and_the_others_say_who_was_lost() -> None:
     assert all("rank 1 is gone" in f.text for f in others)
 
 
+@pytest.mark.long
 def test_an_exception_is_named_and_its_consequences_come_after(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RanksFailed) as caught:
         launch(f"{__name__}:fail_in_a_round", {"how": "raised"}, 3)
@@ -94,6 +96,7 @@ def test_an_exception_is_named_and_its_consequences_come_after(capfd: pytest.Cap
     assert "fail_in_a_round" in capfd.readouterr().err  # the traceback of what is not moecomm's
 
 
+@pytest.mark.long
 def test_bad_input_of_one_rank_is_told_by_all() -> None:
     with pytest.raises(RanksFailed) as caught:
         launch(f"{__name__}:fail_in_a_round", {"how": "bad id"}, 3)
@@ -101,6 +104,7 @@ def test_bad_input_of_one_rank_is_told_by_all() -> None:
     assert all("expert 9" in f.text and "rank 1" in f.text for f in caught.value.failures)
 
 
+@pytest.mark.long
 def test_a_mismatch_at_open_names_the_field() -> None:
     with pytest.raises(RanksFailed, match="topk: this rank has 1, rank 2 has 2"):
         launch(f"{__name__}:disagree", {}, 3)
@@ -113,6 +117,7 @@ def work_on(group: dist.ProcessGroup, without: list[int]) -> int:
 
 
 @pytest.mark.parametrize(("without", "late", "limit_s"), [([], [0, 1, 2], 2.5), ([0, 2], [1], 9.5)])
+@pytest.mark.long
 def test_ranks_that_do_not_end_in_time_are_named_and_ended(without: list[int], late: list[int], limit_s: float) -> None:
     """Where some are to end they get the time to start."""
     begin = time.monotonic()

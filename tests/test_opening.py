@@ -23,6 +23,7 @@ from moecomm.rendezvous import local_ranks, rendezvous
 
 from .backends.conftest import run_ranks
 from .conftest import Ranks
+from .few import few
 
 SIZES: dict[str, Any] = {"hidden": 128, "num_experts": 12, "topk": 3, "max_tokens": 32, "backend": "host"}
 TIMEOUT_S = 1.0
@@ -171,6 +172,7 @@ def killed(rank: int, group: Any, after_s: float, victim: int) -> Any:
     return found
 
 
+@pytest.mark.long
 def test_a_rank_killed_at_any_moment_of_its_openings(ranks: Ranks) -> None:
     draw = random.Random(0)
     for _ in range(6):
@@ -287,7 +289,7 @@ def _store_of_rank_0(rank: int, group: Any, port_file: str, how: str) -> Any:
     return "open"
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", few((signal.SIGKILL, signal.SIGSTOP), signal.SIGKILL))
 def test_the_rank_that_has_the_store(ranks: Ranks, tmp_path: Path, how: int) -> None:
     ranks.start(3, _store_of_rank_0, str(tmp_path / "port"), how)
     for name, peer, seconds in ranks.results(2).values():

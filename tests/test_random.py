@@ -17,6 +17,9 @@ import torch
 
 from moecomm.testing import LocalBuffers, check_case, random_case, random_sizes
 
+from .few import few
+
+FEW, MANY = 1_000, 50_000  # cases of a plain run, and of a long one
 ROUNDS = 200  # cases on one set of Buffers
 PROCESSES = 2
 SPREAD = 10  # of so many sets of Buffers one has its ranks on all cores
@@ -33,9 +36,9 @@ class Running:
 
 
 @contextmanager
-def begin(config: pytest.Config) -> Iterator[Running]:
+def begin(config: pytest.Config, long: bool) -> Iterator[Running]:
     """Before the first test, for the last: see `begun` in tests/conftest.py."""
-    cases, seed = config.getoption("--cases"), config.getoption("--seed")
+    cases, seed = config.getoption("--cases") or (MANY if long else FEW), config.getoption("--seed")
     sets = max(PROCESSES, cases // ROUNDS)
     start = seed * 1_000_000
     context: Any = multiprocessing.get_context("spawn")
@@ -87,7 +90,10 @@ def run_set(number: int, core: int) -> str:
 
 
 @pytest.mark.timeout(1800)
-def test_random_cases_match_the_reference(request: pytest.FixtureRequest, begun: dict[str, Running]) -> None:
+@pytest.mark.parametrize("cases", few(("few", "many"), "few"))
+def test_random_cases_match_the_reference(
+    cases: str, request: pytest.FixtureRequest, begun: dict[str, Running]
+) -> None:
     running = begun[__name__]
     print(f"{running.cases} cases from seed {request.config.getoption('--seed')}")
     for process in running.processes:

@@ -160,6 +160,20 @@ def test_a_result_says_where_it_comes_from(path: Path) -> None:
         assert (ROOT / words[1]).is_file(), f"{words[1]} does not exist"
 
 
+def test_ci_runs_what_a_plain_run_leaves_out() -> None:
+    """Each marker that pytest excludes by default is declared, has a command in CONTRIBUTING, and is run by CI."""
+    settings = (ROOT / "pyproject.toml").read_text()
+    markers = re.search(r"^markers = \[(.*?)^\]", settings, re.DOTALL | re.MULTILINE)
+    excluded = re.search(r'^addopts = .*"-m", "(.*?)"', settings, re.MULTILINE)
+    assert markers and excluded
+    names = [words.removeprefix("not ") for words in excluded[1].split(" and ")]
+    declared = re.findall(r'^    "(\w+)', markers[1], re.MULTILINE)
+    assert names == [name for name in declared if name not in ("cpu", "compiled") and not name.startswith("gpu")]
+    ci, contributing = (ROOT / ".ci" / "run").read_text(), (ROOT / "CONTRIBUTING.md").read_text()
+    assert re.findall(r"^pytest -m (\w+) ", ci, re.MULTILINE) == names
+    assert re.findall(r"^\| `pytest -m (\w+)`", contributing, re.MULTILINE) == names
+
+
 def test_importing_is_quick(python: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
     """Under a second beyond torch's own import, and without anything a GPU would need."""
     code = (

@@ -265,6 +265,7 @@ def test_a_home_that_is_not_there_is_named(chosen: str, monkeypatch: pytest.Monk
         tuning.choose(H200, 4, "dispatch", "flat", 7)
 
 
+@pytest.mark.long
 def test_the_command_writes_a_table_that_is_then_used(tmp_path: Path) -> None:
     packages = Path(moecomm.__file__).parent.parent
     older = [Entry("dispatch", "flat", 2, 40, 99, 32), Entry("dispatch", "batched", 2, 40, 99, 32)]

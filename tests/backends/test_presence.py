@@ -62,6 +62,7 @@ def start_in_namespaces(store: Path) -> list[subprocess.Popen[str]]:
     ]
 
 
+@pytest.mark.long
 def test_ranks_in_several_pid_namespaces(tmp_path: Path) -> None:
     if subprocess.run([*UNSHARE, "true"], check=False, capture_output=True).returncode != 0:
         pytest.skip("needs the right to make PID namespaces (unshare --pid)")

@@ -59,6 +59,7 @@ def test_rows_inside_and_across_domains_are_what_counting_finds(ranks: Ranks) ->
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="gin may run here")
+@pytest.mark.long
 def test_backends_and_domains_stand_beside_the_first(tmp_path: Path) -> None:
     words = ["--tokens", "2600", "--layout", "flat,expert", "--payload", "fp8"]
     ways = ["--backend", "host,gin", "--domain-ranks", f"0,{NEAR}"]
@@ -168,6 +169,7 @@ def test_what_no_backend_can_do_is_the_callers_error(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="nvshmem may run here")
+@pytest.mark.long
 def test_latencies_of_several_backends_are_one_table(tmp_path: Path) -> None:
     begin = time.monotonic()
     words = ["--backend", "host,nvshmem", "--least-bytes", "4", "--most-bytes", "5000", "--replays", "1"]

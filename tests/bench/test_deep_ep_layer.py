@@ -100,6 +100,7 @@ def test_both_calls_of_a_pair_hand_out_the_same(ranks: Ranks) -> None:
         assert [tuple(about) for about in found] == NORMAL + LOW_LATENCY
 
 
+@pytest.mark.long
 def test_the_command_measures_both_calls(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     sizes = ["--hidden", "128", "--experts", "8", "--topk", "3", "--tokens", "5,600", "--replays", "3"]

@@ -208,6 +208,7 @@ def test_skewed_routing_is_held_against_the_busiest_link(ranks: Ranks) -> None:
     assert {row["who"] for row in found["rows"]} == {"moecomm"}
 
 
+@pytest.mark.long
 def test_torchrun_starts_the_ranks_as_well(tmp_path: Path) -> None:
     start = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "moecomm.bench")
     words = ["--tokens", "1,2,4", "--replays", "2", "--no-ceiling"]
@@ -227,6 +228,7 @@ def test_torchrun_starts_the_ranks_as_well(tmp_path: Path) -> None:
     assert said.count("tokens  by") == 1, "rank 0 alone reports"
 
 
+@pytest.mark.long
 def test_one_of_the_ranks_of_torchrun_times_the_gemms(tmp_path: Path) -> None:
     start = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "moecomm.bench")
     sizes = ["--model", "mixtral-8x7b", "--hidden", "64", "--intermediate", "32", "--tokens", "1", "--ranks", "4"]
@@ -241,6 +243,7 @@ def test_no_room_in_the_window_is_a_row_that_says_so() -> None:
     assert dispatch_combine.merge(CASE, [rank, rank])["rows"] == [row]
 
 
+@pytest.mark.long
 def test_why_no_matmul_was_timed_beside_operations_is_said_once(tmp_path: Path) -> None:
     words = ["--ranks", "1", "--tokens", "3", "--replays", "1", "--no-ceiling", "--no-peers", "--overlap-gemm"]
     said, found = bench(tmp_path, "dispatch-combine", *SIZES, *words)
@@ -288,6 +291,7 @@ def test_a_folder_is_refused_before_anything_is_measured(tmp_path: Path) -> None
     assert told.exit_code == 2 and "--json" in told.output, told.output
 
 
+@pytest.mark.long
 def test_latency_and_all_to_all_write_their_rows(tmp_path: Path) -> None:
     said, found = bench(tmp_path, "latency", "--backend", "host", "--most-bytes", "5000", "--replays", "2")
     assert [row["bytes"] for row in found["rows"]] == [1 << power for power in range(13)]

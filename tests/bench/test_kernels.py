@@ -12,15 +12,16 @@ from moecomm import kernel_loader
 from moecomm.backends import leave
 from moecomm.bench import ceiling, kernels, latency, overlap
 
-from ..compiled import check_kernel, wanted
+from ..compiled import check_kernel
+from ..few import few
 
 pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
 
-ALL = wanted({**kernels.ALL_TO_ALL, **kernels.PING_PONG, "hold": kernels.HOLD[4]})
+ALL = {**kernels.ALL_TO_ALL, **kernels.PING_PONG, "hold": kernels.HOLD[4]}
 
 
-@pytest.mark.compiled
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.compiled(ALL)
+@pytest.mark.parametrize("name", few(ALL, "TMA"))
 def test_compiles_within_a_multiprocessor(name: str) -> None:
     check_kernel(ALL[name], calls=True)
 

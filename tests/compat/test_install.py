@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable
 
+import pytest
+
 Python = Callable[[str], "subprocess.CompletedProcess[str]"]
 
 
@@ -37,6 +39,7 @@ print("found")
     assert told.stdout == "found\n", told.stderr
 
 
+@pytest.mark.long
 def test_another_deep_ep_is_left_alone_unless_asked(python: Python) -> None:
     told = python(
         """

@@ -10,7 +10,8 @@ import pytest
 
 from moecomm import jit, kernel_loader
 
-from ..compiled import check_awaits, check_compiled, compile_beside, wanted
+from ..compiled import check_awaits, check_compiled, compile_beside
+from ..few import few
 
 pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
 
@@ -42,81 +43,83 @@ def combine(**fields: Any) -> jit.KernelSpec:
 ACROSS: dict[str, Any] = {"transport": "puts", "domain_ranks": 4, "ranks": 8}
 
 
-SPECS = wanted(
-    {
-        "dispatch": dispatch(),
-        "dispatch flat": dispatch(layout=FLAT, idx_bytes=4),
-        "dispatch batched, 8 ranks": dispatch(layout=BATCHED, ranks=8),
-        "dispatch casts to e4m3": dispatch(quantize=True),
-        "dispatch flat casts a last group of 48 columns": dispatch(layout=FLAT, type=FP16, hidden=176, quantize=True),
-        "dispatch casts fp32, 16384 columns": dispatch(layout=BATCHED, type=FP32, hidden=16384, quantize=True),
-        "dispatch e4m3 with scales of 57 bytes": dispatch(type=E4M3, scale_bytes=57),
-        "dispatch repeat": dispatch(repeat=True),
-        "dispatch repeat flat": dispatch(repeat=True, layout=FLAT),
-        "dispatch alone, 8 columns": dispatch(ranks=1, experts=1, topk=1, hidden=8),
-        "dispatch top-32, 24 columns": dispatch(ranks=2, experts=64, topk=32, hidden=24, type=FP16),
-        "dispatch 64 ranks, top-5 of 1024": dispatch(ranks=64, experts=1024, topk=5, hidden=4096),
-        "dispatch of slips": dispatch(slips=True, row_bytes=16),
-        "dispatch of slips, 64 ranks, top-32": dispatch(slips=True, row_bytes=16, ranks=64, topk=32, experts=4096),
-        "dispatch few tokens": dispatch(packets=True),
-        "dispatch few tokens, flat, casts": dispatch(packets=True, layout=FLAT, quantize=True),
-        "dispatch few tokens, ue8m0 by column": dispatch(
-            packets=True, quantize=True, scale_format=UE8M0, scale_columns=True
-        ),
-        "dispatch few tokens, casts 22.5 groups of columns": dispatch(packets=True, quantize=True, hidden=2880),
-        "dispatch few tokens, 64 ranks, top-32": dispatch(packets=True, ranks=64, topk=32, type=FP32),
-        "dispatch flat, ue8m0 by column": dispatch(layout=FLAT, quantize=True, scale_format=UE8M0, scale_columns=True),
-        "dispatch batched, fp32 by column": dispatch(layout=BATCHED, quantize=True, scale_columns=True),
-        "dispatch begins": dispatch(part=BEGIN, quantize=True, scale_columns=True),
-        "dispatch ends": dispatch(part=END, quantize=True, scale_columns=True),
-        "dispatch ends, flat, 64 ranks": dispatch(part=END, layout=FLAT, ranks=64),
-        "dispatch across domains, flat": dispatch(layout=FLAT, **ACROSS),
-        "dispatch across domains, ue8m0 by column": dispatch(
-            quantize=True, scale_format=UE8M0, scale_columns=True, **ACROSS
-        ),
-        "dispatch across domains ends": dispatch(part=END, **ACROSS),
-        "dispatch across domains, 64 ranks, top-32": dispatch(
-            ranks=64, domain_ranks=8, transport="puts", topk=32, experts=1024, repeat=True
-        ),
-        "combine across domains": combine(**ACROSS),
-        "combine across domains, flat": combine(layout=FLAT, **ACROSS),
-        "combine across domains, in place, bf16 on the wire": combine(layout=FLAT, in_place=True, wire=BF16, **ACROSS),
-        "combine across domains by weights of the homes": combine(own_weights=True, **ACROSS),
-        "combine across domains by weights of the homes, batched fp32, 64 ranks": combine(
-            own_weights=True, layout=BATCHED, type=FP32, ranks=64, domain_ranks=8, transport="puts"
-        ),
-        "combine across domains by weights of the homes, fp16 on the wire": combine(
-            own_weights=True, type=FP16, wire=FP16, **ACROSS
-        ),
-        "combine": combine(),
-        "combine in place": combine(layout=FLAT, in_place=True),
-        "combine in place, fp32": combine(layout=FLAT, in_place=True, type=FP32, ranks=8),
-        "combine flat": combine(layout=FLAT),
-        "combine batched, bf16 on the wire": combine(layout=BATCHED, wire=BF16, weighted=False),
-        "combine fp32, 16384 columns": combine(type=FP32, hidden=16384, ranks=8),
-        "combine alone, 8 columns": combine(ranks=1, experts=1, topk=1, hidden=8),
-        "combine fp16 top-32, 24 columns": combine(ranks=2, experts=64, topk=32, hidden=24, type=FP16, wire=FP16),
-        "combine few tokens": combine(packets=True),
-        "combine few tokens, flat": combine(packets=True, layout=FLAT),
-        "combine by weights of the homes": combine(own_weights=True),
-        "combine fp32 by weights of the homes, 16384 columns": combine(
-            own_weights=True, type=FP32, hidden=16384, ranks=8
-        ),
-        "combine few tokens by weights of the homes": combine(packets=True, own_weights=True),
-        "combine few tokens, fp32, by weights of the homes": combine(packets=True, own_weights=True, type=FP32),
-        "combine few tokens by weights of the homes, 64 ranks, bf16 on the wire": combine(
-            packets=True, own_weights=True, ranks=64, wire=BF16
-        ),
-        "combine few tokens, 64 ranks, bf16 on the wire": combine(packets=True, ranks=64, wire=BF16),
-        "combine flat, sums of gradients, float32 bias": combine(layout=FLAT, sum_grads=True, wide_bias=True),
-        "combine across domains, flat, sums of gradients": combine(layout=FLAT, sum_grads=True, **ACROSS),
-        "combine 64 ranks": combine(ranks=64, experts=128, topk=5, hidden=4096),
-    }
+SPECS = {
+    "dispatch": dispatch(),
+    "dispatch flat": dispatch(layout=FLAT, idx_bytes=4),
+    "dispatch batched, 8 ranks": dispatch(layout=BATCHED, ranks=8),
+    "dispatch casts to e4m3": dispatch(quantize=True),
+    "dispatch flat casts a last group of 48 columns": dispatch(layout=FLAT, type=FP16, hidden=176, quantize=True),
+    "dispatch casts fp32, 16384 columns": dispatch(layout=BATCHED, type=FP32, hidden=16384, quantize=True),
+    "dispatch e4m3 with scales of 57 bytes": dispatch(type=E4M3, scale_bytes=57),
+    "dispatch repeat": dispatch(repeat=True),
+    "dispatch repeat flat": dispatch(repeat=True, layout=FLAT),
+    "dispatch alone, 8 columns": dispatch(ranks=1, experts=1, topk=1, hidden=8),
+    "dispatch top-32, 24 columns": dispatch(ranks=2, experts=64, topk=32, hidden=24, type=FP16),
+    "dispatch 64 ranks, top-5 of 1024": dispatch(ranks=64, experts=1024, topk=5, hidden=4096),
+    "dispatch of slips": dispatch(slips=True, row_bytes=16),
+    "dispatch of slips, 64 ranks, top-32": dispatch(slips=True, row_bytes=16, ranks=64, topk=32, experts=4096),
+    "dispatch few tokens": dispatch(packets=True),
+    "dispatch few tokens, flat, casts": dispatch(packets=True, layout=FLAT, quantize=True),
+    "dispatch few tokens, ue8m0 by column": dispatch(
+        packets=True, quantize=True, scale_format=UE8M0, scale_columns=True
+    ),
+    "dispatch few tokens, casts 22.5 groups of columns": dispatch(packets=True, quantize=True, hidden=2880),
+    "dispatch few tokens, 64 ranks, top-32": dispatch(packets=True, ranks=64, topk=32, type=FP32),
+    "dispatch flat, ue8m0 by column": dispatch(layout=FLAT, quantize=True, scale_format=UE8M0, scale_columns=True),
+    "dispatch batched, fp32 by column": dispatch(layout=BATCHED, quantize=True, scale_columns=True),
+    "dispatch begins": dispatch(part=BEGIN, quantize=True, scale_columns=True),
+    "dispatch ends": dispatch(part=END, quantize=True, scale_columns=True),
+    "dispatch ends, flat, 64 ranks": dispatch(part=END, layout=FLAT, ranks=64),
+    "dispatch across domains, flat": dispatch(layout=FLAT, **ACROSS),
+    "dispatch across domains, ue8m0 by column": dispatch(
+        quantize=True, scale_format=UE8M0, scale_columns=True, **ACROSS
+    ),
+    "dispatch across domains ends": dispatch(part=END, **ACROSS),
+    "dispatch across domains, 64 ranks, top-32": dispatch(
+        ranks=64, domain_ranks=8, transport="puts", topk=32, experts=1024, repeat=True
+    ),
+    "combine across domains": combine(**ACROSS),
+    "combine across domains, flat": combine(layout=FLAT, **ACROSS),
+    "combine across domains, in place, bf16 on the wire": combine(layout=FLAT, in_place=True, wire=BF16, **ACROSS),
+    "combine across domains by weights of the homes": combine(own_weights=True, **ACROSS),
+    "combine across domains by weights of the homes, batched fp32, 64 ranks": combine(
+        own_weights=True, layout=BATCHED, type=FP32, ranks=64, domain_ranks=8, transport="puts"
+    ),
+    "combine across domains by weights of the homes, fp16 on the wire": combine(
+        own_weights=True, type=FP16, wire=FP16, **ACROSS
+    ),
+    "combine": combine(),
+    "combine in place": combine(layout=FLAT, in_place=True),
+    "combine in place, fp32": combine(layout=FLAT, in_place=True, type=FP32, ranks=8),
+    "combine flat": combine(layout=FLAT),
+    "combine batched, bf16 on the wire": combine(layout=BATCHED, wire=BF16, weighted=False),
+    "combine fp32, 16384 columns": combine(type=FP32, hidden=16384, ranks=8),
+    "combine alone, 8 columns": combine(ranks=1, experts=1, topk=1, hidden=8),
+    "combine fp16 top-32, 24 columns": combine(ranks=2, experts=64, topk=32, hidden=24, type=FP16, wire=FP16),
+    "combine few tokens": combine(packets=True),
+    "combine few tokens, flat": combine(packets=True, layout=FLAT),
+    "combine by weights of the homes": combine(own_weights=True),
+    "combine fp32 by weights of the homes, 16384 columns": combine(own_weights=True, type=FP32, hidden=16384, ranks=8),
+    "combine few tokens by weights of the homes": combine(packets=True, own_weights=True),
+    "combine few tokens, fp32, by weights of the homes": combine(packets=True, own_weights=True, type=FP32),
+    "combine few tokens by weights of the homes, 64 ranks, bf16 on the wire": combine(
+        packets=True, own_weights=True, ranks=64, wire=BF16
+    ),
+    "combine few tokens, 64 ranks, bf16 on the wire": combine(packets=True, ranks=64, wire=BF16),
+    "combine flat, sums of gradients, float32 bias": combine(layout=FLAT, sum_grads=True, wide_bias=True),
+    "combine across domains, flat, sums of gradients": combine(layout=FLAT, sum_grads=True, **ACROSS),
+    "combine 64 ranks": combine(ranks=64, experts=128, topk=5, hidden=4096),
+}
+
+
+PLAIN_RUN = (
+    *("dispatch flat, ue8m0 by column", "dispatch of slips", "dispatch few tokens", "dispatch across domains, flat"),
+    *("combine", "combine few tokens by weights of the homes"),
 )
 
 
-@pytest.mark.compiled
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.compiled(SPECS)
+@pytest.mark.parametrize("name", few(SPECS, *PLAIN_RUN))
 def test_compiles_within_its_bounds(name: str) -> None:
     spec, fields = SPECS[name], jit.block_fields(SPECS[name])
     compiled = compile_beside(spec).result()

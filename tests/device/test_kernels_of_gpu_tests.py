@@ -118,6 +118,7 @@ def kind_of(s: jit.KernelSpec) -> tuple[Any, ...]:
 
 @pytest.mark.compiled
 @pytest.mark.timeout(900)
+@pytest.mark.long
 def test_a_kernel_of_every_kind_compiles(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     # No kernel depends on what is in a row, and most of the work of making a case would be that.
     monkeypatch.setattr(torch, "randn", lambda *shape, generator: torch.zeros(shape))

@@ -15,6 +15,7 @@ from moecomm.fused.kernels import FP8, gemm_kernel
 from moecomm.fused.operands import check_operands
 from moecomm.testing.fp8 import expected_gemm
 
+from ..few import few
 from .gemm_machine import encode, run
 
 pytestmark = [
@@ -54,7 +55,7 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], int, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few(CASES, "plain", "interleaved", "rows first, apart, cast"))
 def test_the_kernel_computes_what_the_reference_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_maps, "encode", encode)
     schedule_name, how, counts, columns, depth = CASES[name]

@@ -23,6 +23,7 @@ from moecomm.testing import LocalBuffers, check_case, random_case
 from moecomm.testing import ranks as local
 
 from ..combine.test_summed_grads import check_sums
+from ..few import few
 from ..wrap import rounds_since_wrap, wrap_after
 from .machine import Call, Machine
 
@@ -94,42 +95,50 @@ def tokens(rank: int, layout: str) -> dict[str, Any]:
     return {"x": x, "topk_idx": idx, "topk_weights": weights, "layout": layout}
 
 
-@pytest.mark.parametrize("straight", ["all", "some", "none"])
-def test_random_cases_across_domains(straight: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    random_cases(machine, monkeypatch, straight, CASES)
+@pytest.mark.parametrize(
+    ("straight", "cases"), few([("some", 4), ("all", CASES), ("some", CASES), ("none", CASES)], ("some", 4))
+)
+def test_random_cases_across_domains(
+    straight: str, cases: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_cases(machine, monkeypatch, straight, cases)
 
 
 @pytest.mark.parametrize("sizes", [DOMAINS, {"ranks": 4}], ids=["domains", "sums in the heap"])
-@pytest.mark.parametrize("layout", ["expert", "flat"])
+@pytest.mark.parametrize("layout", few(("expert", "flat"), "expert"))
 def test_combines_one_after_the_other(
     layout: str, sizes: dict[str, int], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     combines(machine, monkeypatch, layout, sizes)
 
 
-@pytest.mark.parametrize(("few", "in_ring"), [("all", ""), ("some", "13"), ("none", ""), ("none", "0123")])
-def test_random_cases_in_one_domain(few: str, in_ring: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("share", "in_ring", "cases"),
+    few([(3, "13", 4), (1, "", CASES), (3, "13", CASES), (0, "", CASES), (0, "0123", CASES)], (3, "13", 4)),
+)
+def test_random_cases_in_one_domain(
+    share: int, in_ring: str, cases: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of all ranks go in packets, those of ranks with few tokens do, or none; rows that are reduced go through the
     ring of the ranks `in_ring`, and have a place each in the others.
     """
     monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
-    share = {"all": 1, "some": 3, "none": 0}[few]
     monkeypatch.setattr(
         host, "packet_bytes", lambda ranks, most, row: packets.room(ranks, -(-most // share), row) if share else 0
     )
     with LocalBuffers(ranks=4, **SIZES, backend="host") as ranks:
-        wrap_after(ranks, CASES, kernels=True)
+        wrap_after(ranks, cases, kernels=True)
         for rank, buffer in enumerate(ranks.buffers):
             monkeypatch.setattr(buffer.session, "sums_in_heap", str(rank) not in in_ring)
         try:
-            for seed in range(CASES):
+            for seed in range(cases):
                 check_case(ranks, random_case(seed, ranks=4, **SIZES, few_kernels=True))
             assert min(rounds_since_wrap(ranks)) >= 0
         finally:
             machine.forget()
 
 
-@pytest.mark.parametrize(("layout", "alignment"), [("expert", 1), ("expert", 3), ("batched", 1)])
+@pytest.mark.parametrize(("layout", "alignment"), few([("expert", 1), ("expert", 3), ("batched", 1)], ("expert", 3)))
 def test_more_experts_than_lanes(
     layout: str, alignment: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +161,7 @@ def test_more_experts_than_lanes(
             machine.forget()
 
 
-@pytest.mark.parametrize("layout", ["expert", "flat"])
+@pytest.mark.parametrize("layout", few(("expert", "flat"), "flat"))
 def test_rows_of_several_pieces(layout: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Combines of rows that lie elsewhere, the last piece not a whole one; all plain, so that few kernels are built."""
     monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
@@ -296,8 +305,8 @@ def test_ranks_that_differ_about_weights_are_told(
                 buffer.check()
 
 
-@pytest.mark.parametrize("way", ["packets", "ring", "domains"])
-@pytest.mark.parametrize("layout", ["expert", "flat"])
+@pytest.mark.parametrize("way", few(("packets", "ring", "domains"), "packets"))
+@pytest.mark.parametrize("layout", few(("expert", "flat"), "expert"))
 def test_ids_that_change_meanwhile_reach_no_other_memory(
     layout: str, way: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,7 +389,7 @@ def test_ranks_that_are_out_of_step_are_told(
 
 
 @pytest.mark.parametrize("way", ["packets", "sums in the heap", "ring", "domains"])
-@pytest.mark.parametrize("layout", ["expert", "flat"])
+@pytest.mark.parametrize("layout", few(("expert", "flat"), "flat"))
 def test_ranks_with_handles_of_different_dispatches_are_told(
     layout: str, way: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -428,12 +437,12 @@ def test_ranks_with_handles_of_different_dispatches_are_told(
 def test_rows_not_in_use_of_few_tokens_and_of_many(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """One domain: of few tokens, which go in packets, of more, and a round that is void."""
     monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
-    for few, room in ((True, packets.room), (False, lambda *sizes: 0)):
+    for small, room in ((True, packets.room), (False, lambda *sizes: 0)):
         monkeypatch.setattr(host, "packet_bytes", room)
         with LocalBuffers(ranks=2, **SIZES, backend="host") as ranks:
             calls = [{**tokens(rank, "flat"), "max_rows": 30, "sync": False} for rank in range(2)]
             assert all(
-                dispatch_spec(dispatch.prepare(b, **c).args).packets == few
+                dispatch_spec(dispatch.prepare(b, **c).args).packets == small
                 for b, c in zip(ranks.buffers, calls, strict=True)
             )
             routed = ranks.dispatch(calls)

@@ -33,6 +33,7 @@ from moecomm.routed import Routed
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
 from moecomm.testing import ranks as local
 
+from ..few import few
 from ..fused.test_two_launches import at
 from .gemm_machine import encode, run
 from .machine import Machine
@@ -119,7 +120,7 @@ def nothing_is_left_of_earlier_layers() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"R{s['ranks']}")
+@pytest.mark.parametrize("sizes", few(SIZES, SIZES[0]), ids=lambda s: f"R{s['ranks']}")
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_bits_are_those_of_one_after_the_other(
     fp8: bool, sizes: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
@@ -136,6 +137,7 @@ def test_bits_are_those_of_one_after_the_other(
             emulated.check(ranks, case, layer.FORMS if seed else ["two launches"])
 
 
+@pytest.mark.long
 def test_rows_that_are_here_already_are_copied_from_here(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every token has several experts on a rank; no ids are told, so that slips name its first row (slips.cuh)."""
     emulated = Emulated(machine, monkeypatch)
@@ -152,6 +154,7 @@ def test_rows_that_are_here_already_are_copied_from_here(machine: Machine, monke
             emulated.check(ranks, case)
 
 
+@pytest.mark.long
 def test_the_last_columns_of_a_cluster_may_be_those_of_one_block(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +169,9 @@ def test_the_last_columns_of_a_cluster_may_be_those_of_one_block(
         emulated.check(ranks, case, ["one launch"])
 
 
-@pytest.mark.parametrize("why", ["they do not come", "there are fewer than counted"])
+@pytest.mark.parametrize(
+    "why", few(("they do not come", "there are fewer than counted"), "there are fewer than counted")
+)
 def test_rows_that_are_not_there_end_a_launch_and_nothing_is_made_of_it(
     why: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +217,7 @@ def test_rows_that_are_not_there_end_a_launch_and_nothing_is_made_of_it(
                     buffer.check()
 
 
+@pytest.mark.long
 def test_scales_of_rows_that_are_not_there_yet_are_not_looked_at(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,8 @@ from moecomm.fused.kernels import FP8
 from moecomm.fused.two_launches import LEAST_COUNTED, LayerArgs, early_tiles, row_pitch
 from moecomm.testing import LocalBuffers, random_layer
 
-from ..compiled import check_kernel, wanted
+from ..compiled import check_kernel
+from ..few import few
 
 SIZES: list[dict[str, Any]] = [
     {"ranks": 1, "hidden": 32, "intermediate": 16, "num_experts": 4, "topk": 2, "max_tokens": 40},
@@ -145,11 +146,11 @@ def kernels() -> dict[str, plain_kernel.PlainKernel]:
     return found
 
 
-KERNELS = wanted(kernels())
+KERNELS = kernels()
 
 
-@pytest.mark.compiled
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.compiled(KERNELS)
+@pytest.mark.parametrize("name", few(KERNELS, "offer, cast", "home", "fetch 64x8c1"))
 def test_compiles_without_spills(name: str) -> None:
     check_kernel(KERNELS[name], calls="home" in name, awaits="last" if "home" in name else "first")  # report_failure
 

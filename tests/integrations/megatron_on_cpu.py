@@ -28,12 +28,17 @@ def without_cuda() -> None:
     """
     torch._dynamo.config.disable = True
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.zeros = functools.partial(_zeros_on_cpu, torch.zeros)  # the HybridEP manager of 0.19 names "cuda"
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"
     without_transformer_engine()
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _sizes_as_lists
     CudaRNGStatesTracker.fork = lambda self, *name: nullcontext()  # attention drops nothing out
     for module in (token_dispatcher, manager):  # 0.18 and later pad beside FP8 only, which needs TransformerEngine
         module.get_align_size_for_quantization = lambda config: 16
+
+
+def _zeros_on_cpu(zeros: Any, *shape: Any, **options: Any) -> torch.Tensor:
+    return zeros(*shape, **{**options, "device": "cpu"} if options.get("device") == "cuda" else options)
 
 
 def without_transformer_engine() -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from ..few import few
 from .build import Workshop
 
-PLAIN_CASES = 5_000
+PLAIN_CASES = (500, 5_000)
+DOMAIN_CASES = (60, 600)
 TSAN_CASES = 700
 DOMAIN_TSAN_CASES = 60
 PROCESSES = 2
@@ -36,21 +38,25 @@ def random_cases(cases: int) -> list[tuple[str, ...]]:
     return [("--cases", str(share), "--seed", str(1 + i * share)) for i in range(PROCESSES)]
 
 
-def test_random_rounds(plain: Workshop) -> None:
-    run(plain.intact, *random_cases(PLAIN_CASES))
+@pytest.mark.parametrize("cases", few(PLAIN_CASES, 500))
+def test_random_rounds(cases: int, plain: Workshop) -> None:
+    run(plain.intact, *random_cases(cases))
 
 
+@pytest.mark.long
 def test_random_rounds_without_races(tsan: Workshop) -> None:
     run(tsan.intact, *random_cases(TSAN_CASES))
 
 
 @pytest.mark.timeout(LONG)
-def test_random_rounds_in_domains(plain: Workshop, pytestconfig: pytest.Config) -> None:
+@pytest.mark.parametrize("cases", few(DOMAIN_CASES, 60))
+def test_random_rounds_in_domains(cases: int, plain: Workshop, pytestconfig: pytest.Config) -> None:
     """Across links that delay what they move, and reorder what they may: `--domain-cases 116000` took 23 minutes."""
-    cases = random_cases(pytestconfig.getoption("--domain-cases"))
-    run(plain.intact, *((*case, "--domains") for case in cases), timeout_s=LONG)
+    commands = random_cases(pytestconfig.getoption("--domain-cases") or cases)
+    run(plain.intact, *((*command, "--domains") for command in commands), timeout_s=LONG)
 
 
+@pytest.mark.long
 def test_random_rounds_in_domains_without_races(tsan: Workshop) -> None:
     run(tsan.intact, *((*case, "--domains") for case in random_cases(DOMAIN_TSAN_CASES)))
 
@@ -63,9 +69,11 @@ def test_failing_rounds(plain: Workshop) -> None:
     run(plain.intact, ("--failures",))
 
 
+@pytest.mark.long
 def test_failing_rounds_without_races(tsan: Workshop) -> None:
     run(tsan.intact, ("--failures",))
 
 
+@pytest.mark.long
 def test_failing_rounds_in_domains_without_races(tsan: Workshop) -> None:
     run(tsan.intact, ("--failures", "--domains"))

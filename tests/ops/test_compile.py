@@ -16,6 +16,8 @@ from moecomm.dispatch import LAYOUTS
 from moecomm.memory import WindowMemory
 from tests.ops.ranks import case, on_threads
 
+from ..few import few
+
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
@@ -107,7 +109,14 @@ def run(
     return (out.detach(), *torch.autograd.grad(out.square().sum(), (x, weights, w)))
 
 
-@pytest.mark.parametrize(("backend", "layout"), [("eager", "expert"), *(("aot_eager", layout) for layout in LAYOUTS)])
+@pytest.mark.parametrize(
+    ("backend", "layout"),
+    few(
+        [("eager", "expert"), *(("aot_eager", layout) for layout in LAYOUTS)],
+        ("aot_eager", "flat"),
+        ("aot_eager", "batched"),
+    ),
+)
 def test_a_compiled_layer_has_no_break_and_the_same_bits(layout: str, backend: str) -> None:
     c = case(1, seed=1)
     with c.buffer(None) as buffer:

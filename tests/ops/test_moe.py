@@ -18,6 +18,8 @@ from tests.ops import plain
 from tests.ops.plain import grads_of, seen_by, wanting
 from tests.ops.ranks import on_threads
 
+from ..few import few
+
 SIZES: dict[str, Any] = {"hidden": 32, "intermediate": 16, "num_experts": 8, "topk": 3, "max_tokens": 12}
 WIDE = SIZES | {"intermediate": 32}  # as FP8 wants it
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -61,7 +63,7 @@ def test_values_are_the_bits_of_buffer_moe(ranks: int, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("ranks", "domain_ranks"), [(1, 1), (2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize(("ranks", "domain_ranks"), few([(1, 1), (2, 2), (4, 4), (4, 2)], (1, 1), (4, 2)))
 def test_gradients_are_those_of_one_rank(ranks: int, domain_ranks: int, dtype: torch.dtype) -> None:
     cases = [layer_of(seed, ranks, dtype) for seed in range(16)]
     assert {case.interleaved for case in cases} == {False, True}

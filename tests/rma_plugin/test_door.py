@@ -14,6 +14,7 @@ def test_strangers_hold_nobody_up(drive: Drive) -> None:
     drive("strangers", way="tcp", timeout_ms=5000)
 
 
+@pytest.mark.long
 def test_silent_guests_who_fill_the_door_are_shown_out(drive: Drive) -> None:
     drive("full_door", way="tcp")
 

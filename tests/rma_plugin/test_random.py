@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ..few import few
 from .build import TSAN, build_watched
 from .conftest import Drive, run_driver
 
@@ -14,7 +15,7 @@ WAYS = ("loopback", "tcp")
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("memory", ["host", "cuda"])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", few((2, 3, 4), 3))
 def test_every_byte_is_where_it_was_put(drive: Drive, way: str, memory: str, ranks: int) -> None:
     drive("random", way=way, memory=memory, ranks=ranks, seed=ranks, slice=500_000)
 
@@ -52,7 +53,7 @@ def test_some_peers_are_neighbours_and_some_are_not(drive: Drive, memory: str) -
     drive("random", mixed=1, ranks=4, memory=memory, slice=100_000)
 
 
-@pytest.mark.parametrize("table", [14, 16])
+@pytest.mark.parametrize("table", few((14, 16), 16))
 @pytest.mark.parametrize("memory", ["host", "cuda"])
 @pytest.mark.parametrize("way", WAYS)
 def test_communicators_contexts_and_memory_come_and_go(drive: Drive, way: str, memory: str, table: int) -> None:
@@ -64,6 +65,7 @@ def test_ranks_of_one_process(drive: Drive, memory: str) -> None:
     drive("random", mode="threads", memory=memory, ranks=3, slice=100_000)
 
 
+@pytest.mark.long
 def test_threads_under_sanitizer(fake_cuda: Path, tmp_path: Path) -> None:
     driver, plugin = build_watched(tmp_path, TSAN)
     for way in WAYS:

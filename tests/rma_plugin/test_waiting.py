@@ -12,6 +12,7 @@ def test_a_gpu_that_ends_no_copy_holds_up_no_call(drive: Drive) -> None:
 
 
 @pytest.mark.parametrize("table", [14, 16])
+@pytest.mark.long
 def test_what_is_mapped_is_given_back_beside_nccls_thread(drive: Drive, table: int) -> None:
     """After a registration that failed; those that went well are given back in all of the random tests."""
     drive("half_registered", way="loopback", memory="cuda", ranks=3, timeout_ms=3000, table=table)

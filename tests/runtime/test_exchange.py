@@ -18,6 +18,7 @@ import pytest
 
 from moecomm import _native
 
+from ..few import few
 from .processes import children, open_fds
 
 NONCE = bytes(range(16))
@@ -226,7 +227,7 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], int, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("kind", few(HOSTILE, "wrong nonce", "long", "from a rank too high", "two descriptors"))
 def test_hostile_messages(kind: str) -> None:
     make, fds, why = HOSTILE[kind]
     exchanges, addresses = open_exchanges(3)

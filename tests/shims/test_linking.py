@@ -88,7 +88,7 @@ def test_the_benchmark_and_who_leaves_put_through_it(transport: str, directory: 
         assert found.undefined <= {"vprintf"} and "moecomm_plain" in found.text
 
 
-@pytest.mark.parametrize("transport", [pytest.param("gin", marks=pytest.mark.slow), "gin_proxy", "nvshmem"])
+@pytest.mark.parametrize("transport", ["gin", "gin_proxy", "nvshmem"])
 def test_whatever_is_declared_is_defined(transport: str, directory: Path) -> None:
     functions = prototypes(f"moecomm_{transport.removesuffix('_proxy')}_")
     assert len(functions) >= 18
