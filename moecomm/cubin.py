@@ -19,18 +19,19 @@ def lacks_descriptor(cubin: bytes) -> bool:
     ptxas of CUDA 13.0 has left that out of kernels whose warps share registers out anew: they then go through whatever
     a register holds, which a GPU calls an illegal instruction.  Which kernels, hangs on every detail of them.
     """
-    for code in _code(cubin):
+    for section in executable_sections(cubin):
+        code = struct.unpack(f"<{len(section) // 8}Q", section)[::2]  # the first half of every instruction
         used = any(word & _OPCODE in _GO_THROUGH for word in code)
         if used and not any(word >> _CONSTANT == _DESCRIPTOR and word & _OPCODE in _LOADS for word in code):
             return True
     return False
 
 
-def _code(cubin: bytes) -> Iterator[tuple[int, ...]]:
-    """Of each section that is executed (ELF64, little endian), the first half of every instruction."""
+def executable_sections(cubin: bytes) -> Iterator[bytes]:
+    """The machine code of each section of an ELF64 file, little endian."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     each, sections = struct.unpack_from("<2H", cubin, 0x3A)
     for section in range(sections):
         flags, _, offset, size = struct.unpack_from("<4Q", cubin, table + section * each + 8)
         if flags & _EXECUTABLE:
-            yield struct.unpack_from(f"<{size // 8}Q", cubin, offset)[::2]
+            yield cubin[offset : offset + size]

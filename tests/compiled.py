@@ -54,11 +54,12 @@ def compiling(kernels: Iterable[Kernel]) -> Iterator[None]:
 def compile_beside(kernel: Kernel) -> Future[Compiled]:
     """Each is compiled once."""
     if kernel not in _compiling:
-        _compiling[kernel] = _pool.submit(_compile, kernel)
+        _compiling[kernel] = _pool.submit(compile_kernel, kernel)
     return _compiling[kernel]
 
 
-def _compile(kernel: Kernel) -> Compiled:
+def compile_kernel(kernel: Kernel) -> Compiled:
+    """Its cubin, ptxas's log and, where nvdisasm is installed, its instructions."""
     return looked_at(*(jit.build(kernel) if isinstance(kernel, jit.KernelSpec) else plain_kernel.build(kernel)))
 
 

@@ -19,7 +19,6 @@ from moecomm.nn import Gate
 from moecomm.router import Gating
 
 from .conftest import Ranks
-
 from .few import few
 
 ROOT = Path(__file__).parent.parent
@@ -62,7 +61,7 @@ def torchrun(processes: int, script: str, *arguments: str) -> subprocess.Complet
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_under_torchrun_uses_the_ranks_of_torchrun() -> None:
     found = torchrun(2, "train_language_model.py", "--steps", "2")
     assert found.returncode == 0, found.stdout + found.stderr

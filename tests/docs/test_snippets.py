@@ -70,7 +70,7 @@ def warm() -> None:
 UNDER_TORCHRUN = "quick_start"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_first_program_runs_under_torchrun(tmp_path: Path) -> None:
     file = tmp_path / "first.py"
     file.write_text(program(ROOT / "docs" / f"{UNDER_TORCHRUN}.md"))
