@@ -1,5 +1,5 @@
 """Layers of experts (`Buffer.moe`), one by one and at work, and what the GPU draws meanwhile: what one launch gains by
-the order of its tiles (moecomm.fused.one_launch.turn_of) and by how many blocks fetch (FETCHERS), and by being
+the order of its tiles (moecomm.fused.one_launch.rotation_step_of) and by how many blocks fetch (FETCHERS), and by being
 launched early (moecomm.plain_kernel.launch).
 
     python bench/at_work.py --ranks 2 --model deepseek-v3 --tokens 8192 --turns 1,16,64 --json at-work.json
@@ -110,7 +110,7 @@ class Layers:
         found["one after the other"] = (partial(self.layer, fused=False), nullcontext())
         one = partial(self.layer, fused="one launch")
         for turn in turns:
-            found[f"turns of {turn}"] = (one, mock.patch.object(one_launch, "turn_of", lambda *about, turn=turn: turn))
+            found[f"turns of {turn}"] = (one, mock.patch.object(one_launch, "rotation_step_of", lambda *about, turn=turn: turn))
         for blocks in fetchers:
             changed = mock.patch.object(one_launch, "FETCHERS", blocks)
             found[f"{blocks} fetch"] = (one, changed)

@@ -44,17 +44,17 @@ py::class_<Struct> bind_struct(py::module_& m, const char* name) {
 void bind_layout(py::module_& m) {
     py::class_<Shape>(m, "Shape")
         .def(py::init([](i32 ranks, i32 experts, i32 topk, i32 max_tokens, i32 ring_tokens, i64 staged_row_bytes, i64 heap_bytes,
-                         i64 packet_bytes, i32 domain_ranks, i64 landing_bytes) {
+                         i64 packet_bytes, i32 domain_ranks, i64 receive_bytes) {
                  if (ring_tokens < kMaxChunk || ring_tokens % kMaxChunk != 0)
                      throw std::invalid_argument("ring_tokens: want a multiple of " + std::to_string(kMaxChunk));
                  if (domain_ranks < 0 || (domain_ranks > 0 && ranks % domain_ranks != 0))
                      throw std::invalid_argument("domain_ranks: want 0 or a divisor of ranks");
                  return Shape{ranks,        experts,          topk,       max_tokens,   ring_tokens, domain_ranks,
-                              packet_bytes, staged_row_bytes, heap_bytes, landing_bytes};
+                              packet_bytes, staged_row_bytes, heap_bytes, receive_bytes};
              }),
              py::arg("ranks"), py::arg("experts"), py::arg("topk"), py::arg("max_tokens"), py::arg("ring_tokens"),
              py::arg("staged_row_bytes"), py::arg("heap_bytes"), py::arg("packet_bytes") = 0, py::arg("domain_ranks") = 0,
-             py::arg("landing_bytes") = 0)
+             py::arg("receive_bytes") = 0)
         .def_readwrite("ranks", &Shape::ranks)
         .def_readwrite("experts", &Shape::experts)
         .def_readwrite("topk", &Shape::topk)
@@ -64,12 +64,12 @@ void bind_layout(py::module_& m) {
         .def_readwrite("staged_row_bytes", &Shape::staged_row_bytes)
         .def_readwrite("heap_bytes", &Shape::heap_bytes)
         .def_readwrite("domain_ranks", &Shape::domain_ranks)
-        .def_readwrite("landing_bytes", &Shape::landing_bytes);
+        .def_readwrite("receive_bytes", &Shape::receive_bytes);
     py::class_<WindowLayout>(m, "WindowLayout")
         .def_readonly("abort", &WindowLayout::abort)
         .def_readonly("state", &WindowLayout::state)
         .def_property_readonly("rejected", [](const WindowLayout& w) { return w.state + offsetof(State, rejected); })
-        .def_readonly("mail", &WindowLayout::mail)
+        .def_readonly("mail", &WindowLayout::tagged_words)
         .def_readonly("arrived", &WindowLayout::arrived)
         .def_readonly("reduced", &WindowLayout::reduced)
         .def_readonly("credits", &WindowLayout::credits)
@@ -81,15 +81,15 @@ void bind_layout(py::module_& m) {
         .def_readonly("begun", &WindowLayout::begun)
         .def_readonly("signals", &WindowLayout::signals)
         .def_readonly("staging", &WindowLayout::staging)
-        .def_readonly("landing", &WindowLayout::landing)
+        .def_readonly("landing", &WindowLayout::receive_buffer)
         .def_readonly("returned", &WindowLayout::returned)
         .def_readonly("heap", &WindowLayout::heap)
         .def_readonly("bytes", &WindowLayout::bytes)
         .def_readonly("columns", &WindowLayout::columns)
-        .def_readonly("mail_words", &WindowLayout::mail_words);
+        .def_readonly("num_tagged_words", &WindowLayout::num_tagged_words);
     m.def("window_layout", &window_layout, py::arg("shape"));
     m.def("takes_weights", &takes_weights, py::arg("shape"));
-    m.def("goes_straight", &goes_straight, py::arg("shape"), py::arg("num_tokens"));
+    m.def("goes_direct", &goes_direct, py::arg("shape"), py::arg("num_tokens"));
     m.def("landed_bytes", &landed_bytes, py::arg("shape"), py::arg("row_bytes"), py::arg("scale_bytes"));
 }
 
@@ -114,7 +114,7 @@ void bind_context(py::module_& m) {
         .def_readwrite("rows", &Route::rows)
         .def_readwrite("row_weights", &Route::row_weights)
         .def_readwrite("src", &Route::src)
-        .def_readwrite("relayed", &Route::relayed)
+        .def_readwrite("relayed", &Route::forwarded)
         .def_readwrite("key", &Route::key)
         .def_readwrite("max_rows", &Route::max_rows);
 }
@@ -143,7 +143,7 @@ void bind_dispatch(py::module_& m) {
         .def_readwrite("clear_rows", &DispatchArgs::clear_rows)
         .def_readwrite("chunk_tokens", &DispatchArgs::chunk_tokens)
         .def_readwrite("repeat", &DispatchArgs::repeat)
-        .def_readwrite("slips", &DispatchArgs::slips)
+        .def_readwrite("slips", &DispatchArgs::descriptors)
         .def_readwrite("call", &DispatchArgs::call)
         .def_readwrite("check_weights", &DispatchArgs::check_weights)
         .def_readwrite("workers", &DispatchArgs::workers)
@@ -159,7 +159,7 @@ void bind_dispatch(py::module_& m) {
         .def_readwrite("num_rows", &DispatchArgs::num_rows)
         .def_readwrite("scale_columns", &DispatchArgs::scale_columns)
         .def_readwrite("scale_stride", &DispatchArgs::scale_stride)
-        .def_readwrite("landing", &DispatchArgs::landing);
+        .def_readwrite("landing", &DispatchArgs::receive_buffer);
 }
 
 void bind_combine(py::module_& m) {
@@ -170,7 +170,7 @@ void bind_combine(py::module_& m) {
         .def_readwrite("bias", &CombineArgs::bias)
         .def_readwrite("weight_grads", &CombineArgs::weight_grads)
         .def_readwrite("y_stride", &CombineArgs::y_stride)
-        .def_readwrite("sums", &CombineArgs::sums)
+        .def_readwrite("sums", &CombineArgs::reduced_rows)
         .def_readwrite("bias_stride", &CombineArgs::bias_stride)
         .def_readwrite("num_tokens", &CombineArgs::num_tokens)
         .def_readwrite("hidden", &CombineArgs::hidden)

@@ -169,10 +169,10 @@ void bind_combine_plan(py::module_& m) {
         .def(
             "bind",
             [](const CombinePlan& plan, const DispatchArgs& dispatch, py::handle y, py::handle out, py::handle bias,
-               py::handle weight_grads, py::handle out_weight_grads, u64 sums, py::handle topk_weights) -> std::optional<CombineArgs> {
+               py::handle weight_grads, py::handle out_weight_grads, u64 reduced_rows, py::handle topk_weights) -> std::optional<CombineArgs> {
                 const CombineArguments tensors(y, out, bias, weight_grads, out_weight_grads, topk_weights);
                 if (!tensors.readable()) return std::nullopt;
-                return plan.bind(dispatch, tensors.get(), sums);
+                return plan.bind(dispatch, tensors.get(), reduced_rows);
             },
             py::arg("dispatch"), py::arg("y"), py::arg("out"), py::arg("bias"), py::arg("weight_grads"), py::arg("out_weight_grads"),
             py::arg("sums") = 0, py::arg("topk_weights") = py::none());

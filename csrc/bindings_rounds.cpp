@@ -78,7 +78,7 @@ void run(const std::vector<Round>& rounds) {
     {
         py::gil_scoped_release unlocked;
         const host::DuringWaits during_waits([&handlers] { handlers.run(); });
-        run_together(jobs);
+        run_on_threads(jobs);
     }
     handlers.rethrow();
 }

@@ -23,7 +23,7 @@ class Shape:
     staged_row_bytes: int
     heap_bytes: int
     domain_ranks: int
-    landing_bytes: int
+    receive_bytes: int
     def __init__(
         self,
         ranks: int,
@@ -35,7 +35,7 @@ class Shape:
         heap_bytes: int,
         packet_bytes: int = 0,
         domain_ranks: int = 0,
-        landing_bytes: int = 0,
+        receive_bytes: int = 0,
     ) -> None:
         """ValueError unless `ring_tokens` is a multiple of 32 (kMaxChunk), and at least that, and domains are equal."""
 
@@ -51,7 +51,7 @@ class WindowLayout:
     def rejected(self) -> int:
         """State::rejected."""
     @property
-    def mail(self) -> int: ...
+    def tagged_words(self) -> int: ...
     @property
     def arrived(self) -> int: ...
     @property
@@ -75,7 +75,7 @@ class WindowLayout:
     @property
     def staging(self) -> int: ...
     @property
-    def landing(self) -> int: ...
+    def receive_buffer(self) -> int: ...
     @property
     def returned(self) -> int: ...
     @property
@@ -85,9 +85,9 @@ class WindowLayout:
     @property
     def columns(self) -> int: ...
     @property
-    def mail_words(self) -> int: ...
+    def num_tagged_words(self) -> int: ...
 
-def goes_straight(shape: Shape, num_tokens: int) -> bool:
+def goes_direct(shape: Shape, num_tokens: int) -> bool:
     """Whether rows of a rank with so many tokens reach other domains without a relay."""
 
 def takes_weights(shape: Shape) -> bool:
@@ -163,7 +163,7 @@ class DispatchArgs(_Struct):
     clear_rows: int
     chunk_tokens: int
     repeat: int
-    slips: int
+    descriptors: int
     call: int
     check_weights: int
     workers: int
@@ -179,7 +179,7 @@ class DispatchArgs(_Struct):
     num_rows: int
     scale_columns: int
     scale_stride: int
-    landing: int
+    receive_buffer: int
 
 @final
 class CombineArgs(_Struct):
@@ -189,7 +189,7 @@ class CombineArgs(_Struct):
     bias: int
     weight_grads: int
     y_stride: int
-    sums: int
+    reduced_rows: int
     bias_stride: int
     bias_type: int
     sum_grads: int
@@ -283,7 +283,7 @@ class CombinePlan:
         bias: object,
         weight_grads: object,
         out_weight_grads: object,
-        sums: int = 0,
+        reduced_rows: int = 0,
         topk_weights: object = None,
     ) -> CombineArgs | None:
         """None unless these are tensors that the plan is for and that fit the dispatch.

@@ -31,7 +31,7 @@ _DLPACK = {
 }
 
 
-def adopt(argument: str, value: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any] | None]:
+def as_tensor(argument: str, value: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any] | None]:
     """`value` as a torch tensor over the same memory, and what turns our tensors back into the caller's kind; None for
     torch's own, and where its library takes none.
     """
@@ -105,7 +105,7 @@ def check_memory(argument: str, tensor: torch.Tensor) -> None:
         raise BadInput(argument, f"a storage of {held} bytes", f"the {end} bytes that its shape and strides ask for")
 
 
-def check_apart(argument: str, written: torch.Tensor, **read: torch.Tensor | None) -> None:
+def check_no_overlap(argument: str, written: torch.Tensor, **read: torch.Tensor | None) -> None:
     """Raises BadInput if a tensor that is written has memory of one that is read meanwhile.  A bias may lie exactly
     where the sums go: each is written where its bias has been read.
     """
@@ -181,7 +181,7 @@ def check_rows(argument: str, tensor: torch.Tensor) -> int:
     return stride
 
 
-def adopt_written(
+def as_output_tensor(
     argument: str, value: Any, *, device: torch.device, dtypes: tuple[torch.dtype, ...], shape: tuple[int, int]
 ) -> torch.Tensor:
     """adopt() of [rows, columns] that will be written, with its checks: check_tensor, check_rows, and that it may be
@@ -189,7 +189,7 @@ def adopt_written(
     """
     if getattr(getattr(value, "flags", None), "writeable", True) is False:
         raise BadInput(argument, "a read-only array", "one that can be written")
-    tensor = value if isinstance(value, torch.Tensor) else adopt(argument, value)[0]  # not a copy, see adopt
+    tensor = value if isinstance(value, torch.Tensor) else as_tensor(argument, value)[0]  # not a copy, see adopt
     check_tensor(argument, tensor, device=device, dtypes=dtypes, shape=shape)
     check_rows(argument, tensor)
     if len(tensor) > 1 and tensor.stride(0) < tensor.shape[1]:

@@ -91,7 +91,7 @@ class Buffer(BufferState):
                 heap_bytes=window_bytes or self.settings.default_heap(),
                 domain_ranks=domain_ranks or 0,
             )
-            shape.landing_bytes = _native.landed_bytes(shape, *self.settings.landing_payload_bytes)
+            shape.receive_bytes = _native.landed_bytes(shape, *self.settings.receive_payload_bytes)
             session, self.why = backends.open_session(name, self.why, ranks, shape, wanted, timeout_s)
             with ExitStack() as undo:
                 undo.callback(session.close)

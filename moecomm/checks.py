@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from moecomm import tangents
 from moecomm.errors import BadInput, Unsupported
-from moecomm.whole import check_whole, is_whole
+from moecomm.whole import check_integer, is_integer
 
 MOST_SIZE = (1 << 31) - 1  # of a dimension
 _MOST_SEED = 1 << 40  # seeds are multiplied with 10^6 at most, and torch's have 64 bits
@@ -20,7 +20,7 @@ _MOST_SEED = 1 << 40  # seeds are multiplied with 10^6 at most, and torch's have
 def check_flag(argument: str, value: object) -> None:
     """Raises BadInput unless it is True or False, or stands for one: 1, 0, numpy's."""
     one = isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")  # numpy has both names
-    if not (one or (is_whole(value) and value in (0, 1))):
+    if not (one or (is_integer(value) and value in (0, 1))):
         raise BadInput(argument, repr(value), "True or False")
 
 
@@ -45,7 +45,7 @@ def check_real(argument: str, value: object, least: float, most: float) -> None:
 def check_sizes(**values: object) -> None:
     """Raises BadInput unless each can be a dimension."""
     for argument, value in values.items():
-        check_whole(argument, value, 1, MOST_SIZE)
+        check_integer(argument, value, 1, MOST_SIZE)
 
 
 def check_dtype(argument: str, value: object, known: Sequence[torch.dtype]) -> None:
@@ -56,7 +56,7 @@ def check_dtype(argument: str, value: object, known: Sequence[torch.dtype]) -> N
 
 def check_drawn(seed: object, dtype: object, device: object) -> None:
     """Raises BadInput unless weights can be drawn from the seed, of the dtype, on the device, or torch's default."""
-    check_whole("seed", seed, -_MOST_SEED, _MOST_SEED)
+    check_integer("seed", seed, -_MOST_SEED, _MOST_SEED)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
         raise BadInput("dtype", repr(dtype), "a floating dtype of 16 bits or more")
     if device is None:
@@ -81,7 +81,7 @@ def check_dense(argument: str, value: Any) -> None:
         raise Unsupported(f"{argument} under torch.func.vmap")
 
 
-def check_together(**values: Any) -> None:
+def check_same_device(**values: Any) -> None:
     """check_dense for each but None; BadInput as well for those that are elsewhere than the first, and for a FakeTensor
     beside real ones, or real ones without memory.
     """

@@ -23,7 +23,7 @@ _SHARED_LIMIT = 227 * 1024  # of a block on sm_90
 _LINE = 128  # of memory: a piece that begins within one touches one more of them
 _MOST_SLOTS = 8
 _WANTED_WORDS = 16  # kWantedWords
-_SLIP_WARPS, _SLIP_COUNTERS = 16, 64 * 1024  # of a block of a dispatch of slips, and bytes of their counters at most
+_DESCRIPTOR_WARPS, _DESCRIPTOR_COUNTERS = 16, 64 * 1024  # of a block of a dispatch of slips, and bytes of their counters at most
 _FOLDERS = ("protocol", "device", "dispatch", "combine", "shims")
 
 
@@ -48,7 +48,7 @@ class KernelSpec:
     quantize: bool = False
     scale_format: int = 0
     repeat: bool = False
-    slips: bool = False
+    descriptors: bool = False
     part: int = 0
     packets: bool = False  # of few tokens: see packets_of
     wire: int = 2
@@ -79,7 +79,7 @@ class KernelSpec:
         if self.op == "dispatch":
             sent = self.hidden if self.quantize else row
             _want(sent % 16 == 0, f"hidden={self.hidden}: e4m3 rows of {sent} bytes; want a multiple of 16 bytes")
-            _want(self.slips or self.row_bytes == sent, f"row_bytes={self.row_bytes}: want {sent}")
+            _want(self.descriptors or self.row_bytes == sent, f"row_bytes={self.row_bytes}: want {sent}")
             scales = -(-self.hidden // 128) * (4 if self.scale_format == 0 else 1)
             scales = _align(scales, 4) if self.scale_columns else scales
             _want(not self.quantize or self.scale_bytes == scales, f"scale_bytes={self.scale_bytes}: want {scales}")
@@ -132,7 +132,7 @@ def packets_of(spec: KernelSpec) -> packets.Packets | None:
         return None
     if spec.op == "combine":
         return packets.of_combine(spec.hidden * _BYTES[spec.type if spec.layout == _FLAT else spec.wire])
-    if spec.part != 0 or spec.repeat or spec.slips:
+    if spec.part != 0 or spec.repeat or spec.descriptors:
         return None
     scale_size = (4, 1)[spec.scale_format] if spec.quantize else 0
     return packets.of_dispatch(spec.row_bytes, spec.scale_bytes, spec.topk, scale_size=scale_size)
@@ -144,58 +144,58 @@ def _tables(spec: KernelSpec) -> int:
     return 1920 + 4 * words + spec.ranks * (8 + 104 + 8 + 4 + 4 + 2 * 4 * _WANTED_WORDS) + 104 + 512
 
 
-def _slip_fields(spec: KernelSpec) -> dict[str, int]:
+def _descriptor_fields(spec: KernelSpec) -> dict[str, int]:
     """Where slips travel all warps count, with counters of their own as far as there is room, and all store."""
     columns = 4 * (spec.experts + spec.ranks)
-    count_warps = max(1, min(_SLIP_WARPS, _SLIP_COUNTERS // columns))
+    count_warps = max(1, min(_DESCRIPTOR_WARPS, _DESCRIPTOR_COUNTERS // columns))
     beside = count_warps * columns
     no_packets = dict.fromkeys(("packet_bytes", "packet_scale_bytes", "packet_lines"), 0)
-    no_others = dict.fromkeys(("receive_warps", "describe_warps", "flag_warps", "put_warps", "relay_warps"), 0)
-    no_ring = {"piece_columns": spec.hidden, "ring_slots": 1, "spread_bytes": 16, "spread_slots": 1}
+    no_others = dict.fromkeys(("receive_warps", "metadata_warps", "flag_warps", "put_warps", "forward_warps"), 0)
+    no_ring = {"piece_columns": spec.hidden, "ring_slots": 1, "replicate_bytes": 16, "replicate_slots": 1}
     return {
         **no_packets,
-        "send_warps": _SLIP_WARPS,
+        "send_warps": _DESCRIPTOR_WARPS,
         **no_others,
         **no_ring,
-        "relay_bytes": 0,
-        "relay_slots": 0,
+        "forward_bytes": 0,
+        "forward_slots": 0,
         "count_warps": count_warps,
-        "count_beside": beside,
+        "count_bytes": beside,
         "shared_bytes": _align(_tables(spec) + 4 * spec.experts + beside + 1024, 128),
     }
 
 
 def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
     """How the block of a dispatch kernel is made up; shared_bytes bounds DispatchShared from above."""
-    if spec.slips:
-        return _slip_fields(spec)
+    if spec.descriptors:
+        return _descriptor_fields(spec)
     size, columns, ends = _BYTES[spec.type], spec.experts + spec.ranks, spec.part == _END
-    spreads = spec.layout != _FLAT and spec.part != _BEGIN
+    replicates = spec.layout != _FLAT and spec.part != _BEGIN
     several = spec.domain_ranks != 0
-    receive_warps = 8 if spreads or ends or (spec.scale_columns and spec.part != _BEGIN) else 0
+    receive_warps = 8 if replicates or ends or (spec.scale_columns and spec.part != _BEGIN) else 0
     if several and not ends:
         receive_warps //= 2
     if spec.packets:
-        receive_warps = 16 if spreads else 12
+        receive_warps = 16 if replicates else 12
     packet = packets_of(spec)
     if spec.quantize:  # whole steps of the cast, kStepColumns of quantize.cuh
         piece = 4096 if spec.hidden * size > 4096 else _align(spec.hidden * size, 128 * size)
     else:
         piece = _piece(spec.hidden * size, 7168, 16)
     cast = spec.hidden if spec.quantize else 16
-    spread = _piece(spec.row_bytes, 3584, 16) if spreads else 16
+    replicate = _piece(spec.row_bytes, 3584, 16) if replicates else 16
     tables = _tables(spec)
     if packet:
         tables += 4 * spec.experts
-    spread_slots = 2
+    replicate_slots = 2
     # a ring of each receive warp, and the rows of a chunk's tokens
     spreading = (
-        receive_warps * (_align(spread_slots * (spread + 8) + 4 * 32 * spec.topk, 128) + 128) if spreads else 256
+        receive_warps * (_align(replicate_slots * (replicate + 8) + 4 * 32 * spec.topk, 128) + 128) if replicates else 256
     )
-    relay_warps, relay = (4, _piece(spec.row_bytes, 3584, 16)) if several else (0, 0)
-    relaying = relay_warps * _align(2 * (relay + 8) + 128, 128) + 128 * several
+    forward_warps, forward = (4, _piece(spec.row_bytes, 3584, 16)) if several else (0, 0)
+    relaying = forward_warps * _align(2 * (forward + 8) + 128, 128) + 128 * several
     few = ((8, 2), (6, 2), (4, 2), (2, 2), (1, 2))[2 * several :]
-    many = () if spec.packets or spreads or several else ((8, 3), (7, 3), (6, 3))
+    many = () if spec.packets or replicates or several else ((8, 3), (7, 3), (6, 3))
     for send_warps, slots in ((0, 2),) if ends else (*many, *few):
         of_scales = 2 * (4 * -(-spec.hidden // 128) + 16)
         warp, count_warps = slots * (max(piece, 16) + 8) + 2 * cast + of_scales, 0
@@ -216,18 +216,18 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
                 "packet_lines": packet.lines if packet else 0,
                 "send_warps": send_warps,
                 "receive_warps": receive_warps,
-                "describe_warps": int(not ends and (several or not spec.repeat) and not spec.packets),
+                "metadata_warps": int(not ends and (several or not spec.repeat) and not spec.packets),
                 "flag_warps": int(not ends and not spec.packets),
                 "put_warps": int(several and not ends),
-                "relay_warps": relay_warps,
+                "forward_warps": forward_warps,
                 "piece_columns": piece // size,
                 "ring_slots": slots,
-                "spread_bytes": spread,
-                "spread_slots": spread_slots,
-                "relay_bytes": relay,
-                "relay_slots": 2 * several,
+                "replicate_bytes": replicate,
+                "replicate_slots": replicate_slots,
+                "forward_bytes": forward,
+                "forward_slots": 2 * several,
                 "count_warps": count_warps,
-                "count_beside": beside,
+                "count_bytes": beside,
                 "shared_bytes": _align(fixed, 128),
             }
     raise ValueError(f"{spec.experts} experts: their counters do not fit {_SHARED_LIMIT} bytes of shared memory")
@@ -236,13 +236,13 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
 def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     """How the block of a combine kernel is made up; shared_bytes bounds CombineShared from above."""
     if spec.packets:
-        reduce_warps, pull_warps, return_warps = 8, 8, 0
+        reduce_warps, pull_warps, return_forward_warps = 8, 8, 0
     elif spec.domain_ranks:
-        reduce_warps, pull_warps, return_warps = (0, 8, 4) if spec.in_place else (6, 5, 4)
+        reduce_warps, pull_warps, return_forward_warps = (0, 8, 4) if spec.in_place else (6, 5, 4)
     elif spec.in_place:
-        reduce_warps, pull_warps, return_warps = 0, 12, 0
+        reduce_warps, pull_warps, return_forward_warps = 0, 12, 0
     else:  # of flat rows, which are copied, as many bytes are pulled as made; of others fewer (csrc/README.md)
-        reduce_warps, pull_warps, return_warps = (7, 8, 0) if spec.layout == _FLAT else (12, 3, 0)
+        reduce_warps, pull_warps, return_forward_warps = (7, 8, 0) if spec.layout == _FLAT else (12, 3, 0)
     # A piece is summed in registers: 56 fp32 columns a lane, or 32 where a block has more warps.
     summed = {2: 3584, 4: 4096} if spec.in_place else {2: 2048, 4: 3584}
     staged = spec.type if spec.layout == _FLAT else spec.wire
@@ -250,20 +250,20 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
         summed = {2: 1536, 4: 3072}  # beside the sum of the domains
     pull_bytes = _piece(spec.hidden * _BYTES[staged], summed[_BYTES[staged]], _LINE)
     beside = _align(8 * _MOST_SLOTS + 8 * 24, 128) + 128  # barriers and items of a ring, and alignment
-    fixed = (pull_warps + return_warps) * beside + spec.ranks * 120 + 104 + 512 + 1920
+    fixed = (pull_warps + return_forward_warps) * beside + spec.ranks * 120 + 104 + 512 + 1920
     fixed += (8 * 8 * pull_warps + 256) * bool(spec.domain_ranks)
     left = _SHARED_LIMIT - fixed
     if spec.packets:  # what comes home does not pass through a ring
         pull_bytes = 16
-    pull_slots = 1 if spec.packets else min(_MOST_SLOTS, left // ((pull_warps + return_warps) * pull_bytes))
-    used = pull_slots * (pull_warps + return_warps) * pull_bytes
+    pull_slots = 1 if spec.packets else min(_MOST_SLOTS, left // ((pull_warps + return_forward_warps) * pull_bytes))
+    used = pull_slots * (pull_warps + return_forward_warps) * pull_bytes
     packet = packets.of_combine(spec.hidden * _BYTES[staged])
     return {
         "packet_bytes": packet.row_bytes,
         "packet_lines": packet.lines,
         "reduce_warps": reduce_warps,
         "pull_warps": pull_warps,
-        "return_warps": return_warps,
+        "return_forward_warps": return_forward_warps,
         "flag_warps": int(reduce_warps > 0 and not spec.packets),
         "pull_bytes": pull_bytes,
         "pull_slots": pull_slots,
@@ -291,7 +291,7 @@ def source(spec: KernelSpec) -> str:
         kind += f", .idx_bytes = {spec.idx_bytes}, .row_bytes = {spec.row_bytes}, .scale_bytes = {spec.scale_bytes}"
         kind += f", .scale_columns = {_bool(spec.scale_columns)}, .quantize = {_bool(spec.quantize)}"
         kind += f", .scale_format = ScaleFormat::{_FORMATS[spec.scale_format]}, .repeat = {_bool(spec.repeat)}"
-        kind += f", .slips = {_bool(spec.slips)}"
+        kind += f", .descriptors = {_bool(spec.descriptors)}"
         kind += f", .part = Part::{_PARTS[spec.part]}, .packets = {_bool(spec.packets)}"
     else:
         kind += f", .wide_bias = {_bool(spec.wide_bias)}"

@@ -123,7 +123,7 @@ def load(index: int, compiled: Callable[[str], bytes], entry: str, transport: st
     try:
         module = call("cuModuleLoadData", cubin)
         if transport == "nvshmem":
-            linking.tell_nvshmem(int(module))
+            linking.register_module(int(module))
         function = call("cuModuleGetFunction", module, entry.encode())
         most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         call("cuFuncSetAttribute", function, most, shared_bytes)

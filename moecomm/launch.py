@@ -29,7 +29,7 @@ from moecomm import config
 from moecomm.checks import check_real
 from moecomm.errors import BadInput, MoecommError, RoundFailed
 from moecomm.rendezvous import MAX_RANKS
-from moecomm.whole import check_whole
+from moecomm.whole import check_integer
 
 _CHILD = """
 import json, sys
@@ -90,7 +90,7 @@ def launch(target: str, job: dict[str, Any], ranks: int, limit_s: float = float(
     """
     if not isinstance(target, str) or len(target.split(":")) != 2:
         raise BadInput("target", repr(target), '"module:function"')
-    check_whole("ranks", ranks, 1, MAX_RANKS)
+    check_integer("ranks", ranks, 1, MAX_RANKS)
     check_real("limit_s", limit_s, 0, float("inf"))
     if not isinstance(job, dict):
         raise BadInput("job", type(job).__name__, "a dict")

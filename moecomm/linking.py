@@ -23,7 +23,7 @@ and NVSHMEM fills them in when told of the module, before the first launch:
    that of libnvshmem_device.a, with the host library's.  It synchronises the device, so no round may be under way.
 4. nvshmem.bindings.cumodule_finalize(module) before the module is unloaded or NVSHMEM is finalised.
 
-With a CUlibrary (cuda.core's ObjectCode) it is culibrary_init and culibrary_finalize.  tell_nvshmem() is step 3;
+With a CUlibrary (cuda.core's ObjectCode) it is culibrary_init and culibrary_finalize.  register_module() is step 3;
 modules are kept until the process ends, so that step 4 is for an NVSHMEM that has been finalised and initialised again.
 
 libnvshmem_device.a prints through vprintf where a queue fails: the one symbol that such a cubin leaves to the driver.
@@ -117,7 +117,7 @@ def inputs(transport: str, arch: str) -> tuple[shims.Shim, Path | None]:
 _told: list[int] = []  # modules that NVSHMEM knows
 
 
-def tell_nvshmem(module: int) -> None:
+def register_module(module: int) -> None:
     """Fills NVSHMEM's state in a module that has been loaded, a CUmodule.  The device is synchronised.
 
     Raises:
@@ -129,14 +129,14 @@ def tell_nvshmem(module: int) -> None:
     _told.append(module)
 
 
-def tell_nvshmem_again() -> None:
+def register_modules_again() -> None:
     """After NVSHMEM has been initialised: the modules that an earlier one in this process knew.  Raises as above."""
     modules = _told.copy()
     _told.clear()
     for module in modules:
         with suppress(Exception):  # it may have forgotten them
             importlib.import_module("nvshmem.bindings").cumodule_finalize(module)
-        tell_nvshmem(module)
+        register_module(module)
 
 
 def nvjitlink_version() -> tuple[int, int]:

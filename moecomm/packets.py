@@ -61,7 +61,7 @@ def of_combine(staged_bytes: int) -> Packets:
 
 
 @lru_cache(maxsize=256)  # a combine asks every time
-def carry_home(staged_bytes: int, num_tokens: int, topk: int, room: int) -> bool:
+def fit_return_packets(staged_bytes: int, num_tokens: int, topk: int, room: int) -> bool:
     """Whether the rows of so many tokens come home in packets: `staged_bytes` each, `room` is Shape.packet_bytes."""
     return of_combine(staged_bytes).carry(num_tokens, topk, room)
 

@@ -11,7 +11,7 @@ import torch
 from moecomm import config, strays
 from moecomm.board import Board, LocalBoard, SharedValues, StoreBoard
 from moecomm.errors import BadInput
-from moecomm.whole import check_whole
+from moecomm.whole import check_integer
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -134,7 +134,7 @@ def local_ranks(ranks: int) -> list[LocalRank]:
 
     Buffers must be opened at the same time, each from its own thread: opening is collective.
     """
-    check_whole("ranks", ranks, 1, MAX_RANKS)
+    check_integer("ranks", ranks, 1, MAX_RANKS)
     shared = SharedValues()
     return [LocalRank(rank, ranks, shared) for rank in range(ranks)]
 

@@ -14,10 +14,10 @@ from moecomm.checks import (
     check_name,
     check_real,
     check_sizes,
-    check_together,
+    check_same_device,
 )
 from moecomm.errors import BadInput
-from moecomm.whole import check_whole
+from moecomm.whole import check_integer
 
 _MOST_SCALE = 1e30  # of float32
 
@@ -94,7 +94,7 @@ class Gating:
         """
         check_dense("x", x)
         check_dense("weight", weight)
-        check_together(x=x, weight=weight, bias=bias)
+        check_same_device(x=x, weight=weight, bias=bias)
         if x.ndim != 2 or x.shape[1] != self.hidden or not x.is_floating_point():
             raise BadInput("x", f"{x.dtype} {tuple(x.shape)}", f"floating [tokens, {self.hidden}]")
         if weight.shape != (self.num_experts, self.hidden) or not weight.is_floating_point():
@@ -149,7 +149,7 @@ class Router:
         self.gating = Gating(hidden, num_experts, topk, gate, num_groups, topk_groups, scale, normalize)
         check_drawn(seed, dtype, device)
         if bias is not None:
-            check_together(bias=bias)
+            check_same_device(bias=bias)
             _check_bias(bias, num_experts)
         self.weight = gate_weight(num_experts, hidden, seed=seed).to(device=device, dtype=dtype)
         self.bias = None if bias is None else bias.to(device=device, dtype=torch.float32)
@@ -226,7 +226,7 @@ def random_routing(
     where that rank has too few); a fraction `drop` of the entries is -1, whose weights are left in place and must not
     matter.  `duplicates`: a token may pick an expert more than once.  On the generator's device.
     """
-    check_whole("tokens", tokens, 0, MOST_SIZE)
+    check_integer("tokens", tokens, 0, MOST_SIZE)
     check_sizes(num_experts=num_experts, topk=topk, ranks=ranks)
     check_real("skew", skew, 0, 1)
     check_real("drop", drop, 0, 1)

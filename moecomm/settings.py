@@ -12,7 +12,7 @@ import torch
 from moecomm.checks import check_dtype
 from moecomm.errors import BadInput, Mismatch
 from moecomm.rendezvous import MAX_RANKS
-from moecomm.whole import is_whole
+from moecomm.whole import is_integer
 
 if TYPE_CHECKING:
     from moecomm.backends import Backend
@@ -83,7 +83,7 @@ class Settings:
         domain = self.ranks if self.domain_ranks is None else self.domain_ranks
         mine = (_MAGIC, VERSION, *sizes, dtype, window, domain)
         for name, value in zip(self._NAMES, mine, strict=True):
-            if not (is_whole(value) and -(1 << 63) <= value < 1 << 63):
+            if not (is_integer(value) and -(1 << 63) <= value < 1 << 63):
                 raise BadInput(name, repr(value), "a whole number, of at most 64 bits")
         packed = struct.pack("<9q16s", *mine, self.backend.encode())
         for rank, theirs in enumerate(group.all_gather(packed)):
@@ -121,19 +121,19 @@ class Settings:
             raise BadInput("domain_ranks", self.domain_ranks, f"a divisor of the number of ranks, {self.ranks}")
 
     @property
-    def crosses(self) -> bool:
+    def is_multi_domain(self) -> bool:
         """Whether there are several domains: then few tokens go straight, and not in packets."""
         return self.domain_ranks not in (None, self.ranks)
 
     def packet_bytes(self, backend: Backend) -> int:
         """`Shape.packet_bytes`, by the rules of a backend."""
-        room = backend.straight_bytes if self.crosses else backend.packet_bytes
+        room = backend.direct_bytes if self.is_multi_domain else backend.packet_bytes
         return room(self.ranks, self.max_tokens, self.staged_row_bytes)
 
     def ring_tokens(self, backend: Backend) -> int:
         """`Shape.ring_tokens`, by the rules of a backend; what goes straight is put from there, so that fits, too."""
         ring = backend.ring_tokens(self.ranks, self.max_tokens, self.staged_row_bytes)
-        if not self.crosses:
+        if not self.is_multi_domain:
             return ring
         few = min(self.max_tokens, self.packet_bytes(backend) // self.staged_row_bytes)
         return max(ring, -(-few // MAX_CHUNK) * MAX_CHUNK)
@@ -149,7 +149,7 @@ class Settings:
         return -(-self.topk * 4 // 16) * 16
 
     @property
-    def landing_payload_bytes(self) -> tuple[int, int]:
+    def receive_payload_bytes(self) -> tuple[int, int]:
         """The widest row that crosses to another domain, and room for scales; those of narrower rows have what is left
         of it, too.
         """

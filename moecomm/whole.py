@@ -9,7 +9,7 @@ from moecomm.errors import BadInput
 _MOST = (1 << 63) - 1
 
 
-def is_whole(value: object) -> bool:
+def is_integer(value: object) -> bool:
     """An int, or what stands for one as numpy's do; True and 1.0 are none, nor are arrays and tensors."""
     if isinstance(value, int):  # alone in graphs of torch.compile, where the rest can't be asked
         return not isinstance(value, bool)
@@ -22,13 +22,13 @@ def is_whole(value: object) -> bool:
     return True
 
 
-def check_whole(argument: str, value: object, least: int, most: int | None = None) -> None:
+def check_integer(argument: str, value: object, least: int, most: int | None = None) -> None:
     """Raises BadInput unless it is a whole number of at most 63 bits, and in the range."""
-    if not (is_whole(value) and least <= value <= (_MOST if most is None else most)):  # type: ignore[operator]
+    if not (is_integer(value) and least <= value <= (_MOST if most is None else most)):  # type: ignore[operator]
         raise BadInput(argument, repr(value), f"a whole number, {least} {'or more' if most is None else f'to {most}'}")
 
 
 def check_alignment(argument: str, value: object) -> None:
     """The same for rows of which groups begin at multiples."""
-    if not (is_whole(value) and 1 <= value < 1 << 20):  # type: ignore[operator]
+    if not (is_integer(value) and 1 <= value < 1 << 20):  # type: ignore[operator]
         raise BadInput(argument, repr(value), "a whole number, 1 to 2^20 - 1")

@@ -131,12 +131,12 @@ class Machine:
             return shims.Shim(name, Path(), missing.get(name, ""), "sm_90a", (13, 0), headers[name])
 
         self.patch.setattr(shims, "find", find)
-        library, told_by = self.place / "lib/libnvshmem_device.a", self.place / "include/non_abi/nvshmem_version.h"
-        for file in (library, told_by):
+        library, manifest = self.place / "lib/libnvshmem_device.a", self.place / "include/non_abi/nvshmem_version.h"
+        for file in (library, manifest):
             file.parent.mkdir(parents=True, exist_ok=True)
         library.touch()
         parts = zip(("MAJOR", "MINOR", "PATCH"), nvshmem.split("."), strict=False)
-        told_by.write_text("".join(f"#define NVSHMEM_VENDOR_{part}_VERSION {number}\n" for part, number in parts))
+        manifest.write_text("".join(f"#define NVSHMEM_VENDOR_{part}_VERSION {number}\n" for part, number in parts))
         self.patch.setattr(linking, "wheels", lambda _: [self.place])
         self.patch.setattr(linking, "nvrtc_version", lambda: (13, 3))
         found = ModuleType("cuda.bindings.nvjitlink")

@@ -29,12 +29,12 @@ CASES = 10  # of each set of sizes
 @pytest.mark.parametrize("straight", ["all", "some", "none"])
 @pytest.mark.parametrize(("count", "domain_ranks"), few(DOMAINS, (4, 2), (3, 1)))
 def test_random_cases_match_the_reference(
-    count: int, domain_ranks: int, straight: str, monkeypatch: pytest.MonkeyPatch
+    count: int, domain_ranks: int, direct: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether rows go straight to ranks of other domains, those of some ranks do, or all by their relays."""
-    room = host.straight_bytes
-    if straight != "all":
-        monkeypatch.setattr(host, "straight_bytes", lambda *sizes: room(*sizes) // 256 * 64 * (straight == "some"))
+    room = host.direct_bytes
+    if direct != "all":
+        monkeypatch.setattr(host, "direct_bytes", lambda *sizes: room(*sizes) // 256 * 64 * (direct == "some"))
     for number in range(2):
         sizes = random_sizes(number, ranks=(count,))
         with LocalBuffers(**sizes, domain_ranks=domain_ranks, backend="host") as ranks:
@@ -186,11 +186,11 @@ def test_the_sum_over_domains_is_within_the_bound(wire: torch.dtype) -> None:
 @pytest.mark.parametrize("straight", [True, False])
 @pytest.mark.parametrize("layout", ["flat", "expert", "batched"])
 def test_tokens_with_experts_in_one_domain_have_the_bits_of_one_domain(
-    layout: str, straight: bool, monkeypatch: pytest.MonkeyPatch
+    layout: str, direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their own or another, straight or by relays; the sums of others differ somewhere."""
-    if not straight:
-        monkeypatch.setattr(host, "straight_bytes", lambda *sizes: 0)
+    if not direct:
+        monkeypatch.setattr(host, "direct_bytes", lambda *sizes: 0)
     g = torch.Generator().manual_seed(5)
     drawn = [routing(rank, 40) for rank in range(4)]
     x, weights = [one[0].float() for one in drawn], [one[2] for one in drawn]

@@ -25,7 +25,7 @@ def call(rank: int, seed: int = 0, **given: Any) -> dict[str, Any]:
     return {"x": x, "topk_idx": idx, "topk_weights": weights, **given}
 
 
-def all_are_told(buffers: LocalBuffers, calls: list[dict[str, Any]], other: int, rounds: tuple[int, int]) -> None:
+def all_ranks_raise(buffers: LocalBuffers, calls: list[dict[str, Any]], other: int, rounds: tuple[int, int]) -> None:
     """`rounds`: those of the dispatches whose handles the others and `other` have."""
     run = buffers.combine if "y" in calls[0] else buffers.dispatch
     with pytest.raises(moecomm.Mismatch) as raised:
@@ -51,12 +51,12 @@ def test_all_ranks_are_told_and_go_on(layout: str, other: int, domain_ranks: int
         want = buffers.combine([{"y": here.x, "handle": here.handle} for here in second])
         mixed = [first[r].handle if r == other else second[r].handle for r in range(3)]
         ys = [torch.ones(handle.y_shape, dtype=torch.float32) for handle in mixed]
-        all_are_told(buffers, [{"y": y, "handle": h} for y, h in zip(ys, mixed, strict=True)], other, (2, 1))
+        all_ranks_raise(buffers, [{"y": y, "handle": h} for y, h in zip(ys, mixed, strict=True)], other, (2, 1))
         again = [{"x": c["x"], "handle": h} for c, h in zip(calls, mixed, strict=True)]
-        all_are_told(buffers, again, other, (2, 1))
+        all_ranks_raise(buffers, again, other, (2, 1))
         # With rows in the window, which peers would read there.
         ys = [buffer.empty(h) for buffer, h in zip(buffers.buffers, mixed, strict=True)]
-        all_are_told(buffers, [{"y": y, "handle": h} for y, h in zip(ys, mixed, strict=True)], other, (2, 1))
+        all_ranks_raise(buffers, [{"y": y, "handle": h} for y, h in zip(ys, mixed, strict=True)], other, (2, 1))
         out = buffers.combine([{"y": here.x, "handle": here.handle} for here in second])
         assert all(torch.equal(mine, right) for mine, right in zip(out, want, strict=True))
 
@@ -76,7 +76,7 @@ def test_handles_of_a_repeat_and_of_both_halves_are_those_of_their_dispatch() ->
         )
         assert all(torch.equal(mine, right) for mine, right in zip(halves, out, strict=True))
         mixed = [{"y": begun[0].x, "handle": begun[0].handle}, {"y": again[1].x, "handle": again[1].handle}]
-        all_are_told(buffers, mixed, 1, (4, 1))
+        all_ranks_raise(buffers, mixed, 1, (4, 1))
 
 
 def test_a_void_dispatch_is_another_one() -> None:
@@ -90,7 +90,7 @@ def test_a_void_dispatch_is_another_one() -> None:
                 buffer.check()
         handles = [good[0].handle, void[1].handle]
         ys = [torch.ones(handle.y_shape, dtype=torch.float32) for handle in handles]
-        all_are_told(buffers, [{"y": y, "handle": h} for y, h in zip(ys, handles, strict=True)], 1, (1, 2))
+        all_ranks_raise(buffers, [{"y": y, "handle": h} for y, h in zip(ys, handles, strict=True)], 1, (1, 2))
         ys = [torch.ones(here.handle.y_shape, dtype=torch.float32) for here in void]
         outs = buffers.combine([{"y": y, "handle": here.handle} for y, here in zip(ys, void, strict=True)])
         assert not any(bool(out.any()) for out in outs), "who does not know yet combines nothing"

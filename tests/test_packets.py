@@ -37,10 +37,10 @@ def test_128_tokens_of_deepseek_v3_go_straight_to_other_domains(ranks: int, most
         packet_bytes=settings.packet_bytes(lsa),  # type: ignore[arg-type]
         domain_ranks=ranks // 2,
     )
-    shape.landing_bytes = _native.landed_bytes(shape, *settings.landing_payload_bytes)
-    assert _native.goes_straight(shape, 128) and not _native.goes_straight(shape, 150)
+    shape.receive_bytes = _native.landed_bytes(shape, *settings.receive_payload_bytes)
+    assert _native.goes_direct(shape, 128) and not _native.goes_direct(shape, 150)
     shape.domain_ranks = ranks
-    assert not _native.goes_straight(shape, 128)
+    assert not _native.goes_direct(shape, 128)
 
 
 @pytest.mark.parametrize("scale_size", [0, 1, 4])

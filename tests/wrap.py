@@ -19,7 +19,7 @@ def wrap_after(ranks: LocalBuffers, rounds: int, *, kernels: bool = False) -> No
         context = buffer.session.context
         window = context.peers[buffer.rank]
         ctypes.c_uint32.from_address(window + context.window.state).value = begun
-        if kernels and buffer.domain_ranks < buffer.num_ranks:  # mail_value of the last round, by sender
+        if kernels and buffer.domain_ranks < buffer.num_ranks:  # tagged_words_value of the last round, by sender
             values = (ctypes.c_uint64 * buffer.num_ranks).from_address(window + context.window.signals)
             values[:] = [(2 * begun) << 32] * buffer.num_ranks
 

@@ -108,7 +108,7 @@ MOECOMM_FN bool await_peer(const PingPongArgs& a, const Way& way, i64 round) {
 }
 
 template <class Way>
-MOECOMM_FN void take_turns(const PingPongArgs& a, Way way) {
+MOECOMM_FN void alternate(const PingPongArgs& a, Way way) {
     u64 start = 0;
     for (i64 round = 0; round < a.warmup + a.rounds; ++round) {
         if (round == a.warmup) start = now_ns();
@@ -122,8 +122,8 @@ MOECOMM_FN void take_turns(const PingPongArgs& a, Way way) {
     if (blockIdx.x == 0 && threadIdx.x == 0) reinterpret_cast<u64*>(a.result)[0] = now_ns() - start;
 }
 template <class Bytes>
-MOECOMM_FN void take_turns_near(const PingPongArgs& a, Bytes bytes) {
-    take_turns(a, Near<Bytes>{a, bytes});
+MOECOMM_FN void alternate_loads(const PingPongArgs& a, Bytes bytes) {
+    alternate(a, Near<Bytes>{a, bytes});
 }
 
 template <bool bulk>
@@ -137,7 +137,7 @@ MOECOMM_FN void ping_pong(const PingPongArgs& a) {
         for (i32 slot = 0; slot < kPutSlots; ++slot) barrier_init(mover.loaded + slot, 1);
         barrier_init_done();
     }
-    take_turns_near(a, [&] {
+    alternate_loads(a, [&] {
         if (!bulk) put_vectors(a);
         if (bulk && moves) put_bulk(a, mover);
     });

@@ -49,7 +49,7 @@ MOECOMM_FN void ping_pong_through(const PingPongArgs& a) {
     __syncthreads();
     const i32 channels = Transport(ctx).channels(), blocks = gridDim.x, warps = blockDim.x / kWarp;
     const Transport transport(ctx, static_cast<i32>(blockIdx.x) % channels);
-    take_turns(a, Through<Transport>{a, transport, a.starts ? 1 : 0, ceil_div(blocks, channels) * (warps + 1)});
+    alternate(a, Through<Transport>{a, transport, a.starts ? 1 : 0, ceil_div(blocks, channels) * (warps + 1)});
 }
 
 }  // namespace moecomm::bench

@@ -16,7 +16,7 @@ struct Item {
     i32 column;   // first
     i32 token;    // at its home; -1: nothing to store
     i32 domain;   // return: of the home
-    i32 turn;     // return: the unit that ends so, -1 if none does
+    i32 step;     // return: the unit that ends so, -1 if none does
 };
 
 // The sum of a token, and what is added to it.
@@ -48,30 +48,30 @@ struct RowRing {
 
 // What several domains need besides, behind CombineShared.
 template <CombineConfig cfg>
-struct CrossingShared {
-    RowRing<cfg.pull_slots, cfg.pull_bytes> rings[cfg.return_warps > 0 ? cfg.return_warps : 1];
+struct ScaleoutShared {
+    RowRing<cfg.pull_slots, cfg.pull_bytes> rings[cfg.return_forward_warps > 0 ? cfg.return_forward_warps : 1];
     u64 owners[cfg.pull_warps][kItemsOpen];  // the ranks that have a part of the token of an open item, a bit each
-    u32 heard;                               // everybody's mail has come
+    u32 headers_seen;                               // everybody's mail has come
 };
 
 template <CombineConfig cfg>
 struct CombineShared {
     RowRing<cfg.pull_slots, cfg.pull_bytes> pull[cfg.pull_warps];
-    Turns<cfg.in_place ? 1 : cfg.reduce_warps> staged;  // units of this block
-    Turns<cfg.pull_warps> pulled;                       // chunks of this block
+    StepCounters<cfg.in_place ? 1 : cfg.reduce_warps> staged;  // units of this block
+    StepCounters<cfg.pull_warps> pulled;                       // chunks of this block
     CombineArgs args;
     Begin begin;
-    Notice mine;
-    Notice notices[cfg.ranks];
+    RoundHeader mine;
+    RoundHeader headers[cfg.ranks];
     Sent sent[cfg.ranks];    // of the route
     Rows pushed[cfg.ranks];  // of homes that come in packets
     u32 missing;             // a notice did not come
-    i32 is_void;             // the ranks do not agree
+    i32 is_invalid;             // the ranks do not agree
 };
 
 template <CombineConfig cfg>
-MOECOMM_FN CrossingShared<cfg>& crossing_beside(CombineShared<cfg>& shared) {
-    return *reinterpret_cast<CrossingShared<cfg>*>(reinterpret_cast<u8*>(&shared) + align_up<i32>(sizeof(shared), 128));
+MOECOMM_FN ScaleoutShared<cfg>& scaleout_shared(CombineShared<cfg>& shared) {
+    return *reinterpret_cast<ScaleoutShared<cfg>*>(reinterpret_cast<u8*>(&shared) + align_up<i32>(sizeof(shared), 128));
 }
 
 template <CombineConfig config, class T>
@@ -87,55 +87,55 @@ struct CombineCall {
     bool all_in_packets;  // every home comes so
 
     MOECOMM_FN i32 me() const { return a.ctx.rank; }
-    MOECOMM_FN auto domains() const { return Domains<cfg.ranks, cfg.near()>{me()}; }
+    MOECOMM_FN auto domains() const { return Domains<cfg.ranks, cfg.scaleup_ranks()>{me()}; }
     // As in DispatchCall.
     MOECOMM_FN Transport channel() const { return Transport{a.ctx, static_cast<i32>(blockIdx.x) % transport.channels()}; }
     MOECOMM_FN i32 posters() const { return ceil_div(static_cast<i32>(gridDim.x), transport.channels()) * cfg.warps(); }
-    MOECOMM_FN auto& crossing() const { return crossing_beside<cfg>(shared); }
+    MOECOMM_FN auto& scaleout() const { return scaleout_shared<cfg>(shared); }
     MOECOMM_FN const WindowLayout& window() const { return a.ctx.window; }
     MOECOMM_FN const Shape& shape() const { return a.ctx.shape; }
     MOECOMM_FN i64 grads_at() const { return shape().staged_row_bytes - cfg.grads_bytes(); }  // in a staged row
-    MOECOMM_FN u8* staged_row(i32 rank, i32 home, i32 token) const {
-        return transport.template peer_ptr<u8>(rank, staged_at(window(), shape(), home, token));
+    MOECOMM_FN u8* staged_row(i32 rank, i32 source_rank, i32 token) const {
+        return transport.template peer_ptr<u8>(rank, staged_at(window(), shape(), source_rank, token));
     }
     // Whether rows reduced here have a place each, and how far apart: a row and, where there are any, gradients behind it.
-    MOECOMM_FN bool has_sums() const { return cfg.domains() == 1 && !cfg.own_weights && a.sums != 0; }
+    MOECOMM_FN bool has_reduced_rows() const { return cfg.domains() == 1 && !cfg.own_weights && a.reduced_rows != 0; }
     MOECOMM_FN i64 sum_pitch() const { return cfg.staged_bytes() + (a.weight_grads != 0 ? cfg.grads_bytes() : 0); }
     // Where `rank`, which may be of another domain, has left the gradients of our token.
     MOECOMM_FN const u8* grads_of(i32 rank, i32 token) const {
-        if (const Notice& from = shared.notices[rank]; from.x != 0) {
+        if (const RoundHeader& from = shared.headers[rank]; from.x != 0) {
             const i32 slot = reinterpret_cast<const i32*>(a.route.token_slot)[static_cast<i64>(token) * cfg.ranks + rank];
             return transport.template peer_ptr<u8>(rank, from.x) + (slot + 1) * static_cast<i64>(from.pitch) - cfg.grads_bytes();
         }
         if (domains().reaches(rank)) return staged_row(rank, me(), token) + grads_at();
-        if (straight()) return transport.template local<u8>(straight_row_at(window(), shape(), round.tag, rank, token)) + grads_at();
-        return transport.template local<u8>(returned_at(window(), shape(), rank / cfg.near(), token)) + grads_at();
+        if (direct()) return transport.template local<u8>(direct_row_at(window(), shape(), round.tag, rank, token)) + grads_at();
+        return transport.template local<u8>(returned_at(window(), shape(), rank / cfg.scaleup_ranks(), token)) + grads_at();
     }
     // The flag of `from` at whoever pulls the rows of `home` in our domain.
-    MOECOMM_FN u64 reduced_flag(i32 home, i32 from, i32 chunk) const {
+    MOECOMM_FN u64 reduced_flag(i32 source_rank, i32 from, i32 chunk) const {
         if constexpr (cfg.domains() == 1) return reduced_at(window(), shape(), from, chunk);
-        return reduced_for(window(), shape(), home, from, chunk);
+        return reduced_for(window(), shape(), source_rank, from, chunk);
     }
     // In our window: a chunk of a home that rows go straight to is staged.  Such a home gives no credits, whose place this is.
-    MOECOMM_FN u64 staged_flag(i32 home, i32 chunk) const {
-        return credit_at(window(), shape(), home, chunk, shared.sent[home].chunk_tokens);
+    MOECOMM_FN u64 staged_flag(i32 source_rank, i32 chunk) const {
+        return credit_at(window(), shape(), source_rank, chunk, shared.sent[source_rank].chunk_tokens);
     }
     MOECOMM_FN i32 chunks() const { return count_chunks(a.num_tokens, a.chunk_tokens); }
     // Whether what other domains have of our tokens comes straight, and whether what we have of those of `home`, in another, goes so.
-    MOECOMM_FN bool straight() const { return goes_straight(shape(), a.num_tokens); }
-    MOECOMM_FN bool straight_to(i32 home) const {
-        return cfg.domains() > 1 && !domains().reaches(home) && goes_straight(shape(), shared.sent[home].num_tokens);
+    MOECOMM_FN bool direct() const { return goes_direct(shape(), a.num_tokens); }
+    MOECOMM_FN bool direct_to(i32 source_rank) const {
+        return cfg.domains() > 1 && !domains().reaches(source_rank) && goes_direct(shape(), shared.sent[source_rank].num_tokens);
     }
     // Chunks that are staged for a home.
-    MOECOMM_FN i32 chunks_of(i32 home) const {
-        return in_packets(home) ? 0 : count_chunks(shared.sent[home].num_tokens, shared.sent[home].chunk_tokens);
+    MOECOMM_FN i32 chunks_of(i32 source_rank) const {
+        return in_packets(source_rank) ? 0 : count_chunks(shared.sent[source_rank].num_tokens, shared.sent[source_rank].chunk_tokens);
     }
 
     // Whether the rows of a home's tokens go there in packets: the rule of Packets.carry in moecomm/packets.py, by which the home chooses
     // its kernel.  It rests on what all ranks know alike: what each of them sent, and that nobody has gradients of weights.
-    MOECOMM_FN bool in_packets(i32 home) const {
+    MOECOMM_FN bool in_packets(i32 source_rank) const {
         if (cfg.domains() > 1) return false;
-        const i32 tokens = shared.sent[home].num_tokens;
+        const i32 tokens = shared.sent[source_rank].num_tokens;
         const bool few = tokens <= kPacketTokens && tokens * cfg.topk <= kMostPacketEntries;
         return a.weight_grads == 0 && few && shape().packet_bytes > 0 && static_cast<i64>(tokens) * kTokenBytes <= shape().packet_bytes;
     }

@@ -10,8 +10,8 @@ struct Collect {
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr Type kType = cfg.staged();
     using P = Packing<cfg>;
-    static constexpr bool kAllTogether = cfg.ranks <= 4;  // all packets of a piece fit registers; else sums are kept beside some
-    static constexpr i32 kTogether = kAllTogether ? cfg.ranks : cfg.ranks <= kWarp ? 2 : 1;  // packets that are loaded together
+    static constexpr bool kAllInOneBatch = cfg.ranks <= 4;  // all packets of a piece fit registers; else sums are kept beside some
+    static constexpr i32 kBatch = kAllInOneBatch ? cfg.ranks : cfg.ranks <= kWarp ? 2 : 1;  // packets that are loaded together
     static constexpr i32 kPeers = ceil_div(cfg.ranks, kWarp);                                // that a lane looks up
 
     const Call& c;
@@ -22,7 +22,7 @@ struct Collect {
     i32 nth;
     i32 ahead[kPeers];           // this lane's slots of the next token
     Waited waited = Waited::ok;  // how this lane's wait ended, for which rank, and the last tag it saw
-    i32 late = 0;
+    i32 missing_peer = 0;
     u32 seen = 0;
 
     MOECOMM_FN Collect(const Call& call, i32 warp)
@@ -51,9 +51,9 @@ struct Collect {
     }
 
     // Loads those of the packets that are not here yet, all of them together, and takes those that now are out of `missing`.
-    MOECOMM_FN void look(const u8* const (&packets)[kTogether], PacketWords (&words)[kTogether], u32& missing) const {
+    MOECOMM_FN void look(const u8* const (&packets)[kBatch], PacketWords (&words)[kBatch], u32& missing) const {
 #pragma unroll
-        for (i32 i = 0; i < kTogether; ++i) {
+        for (i32 i = 0; i < kBatch; ++i) {
             if ((missing >> i & 1) == 0) continue;
 #pragma unroll
             for (i32 step = 0; step < P::kSteps; ++step)
@@ -61,7 +61,7 @@ struct Collect {
                     words[i].step[step] = load_line_words(packets[i] + step * kWarp * 16 + lane_id() * 16);
         }
 #pragma unroll
-        for (i32 i = 0; i < kTogether; ++i) {
+        for (i32 i = 0; i < kBatch; ++i) {
             if ((missing >> i & 1) == 0) continue;
             bool here = true;
 #pragma unroll
@@ -74,8 +74,8 @@ struct Collect {
     // A lane a line: until its tag is there, of each of the packets.  A tag says no more than that it is time to look again.
     MOECOMM_FN bool await_tags(u64 owners, i32 token, i32 piece) {
         for (; owners != 0 && waited == Waited::ok && lane_id() < cfg.packet_lines; owners &= owners - 1) {
-            late = __ffsll(static_cast<i64>(owners)) - 1;
-            const auto* tag = own<const u64>(c.a.ctx, c.packet_at(late, token, piece) + (lane_id() + 1) * kLineBytes - sizeof(u64));
+            missing_peer = __ffsll(static_cast<i64>(owners)) - 1;
+            const auto* tag = own<const u64>(c.a.ctx, c.packet_at(missing_peer, token, piece) + (lane_id() + 1) * kLineBytes - sizeof(u64));
             waited = wait_until(deadline_of(c.a.ctx), [&] {
                 seen = signal_tag(load_relaxed(tag));
                 return seen == c.round.tag;
@@ -86,16 +86,16 @@ struct Collect {
     // Called where no packet is held: registers would have to be kept over the call.
     MOECOMM_FN void report() const {
         if (waited == Waited::ok) return;
-        report_failure(c.round, waited, Phase::reduced, late, c.round.tag, seen, waited == Waited::timeout ? c.a.ctx.timeout_ns : 0);
+        report_failure(c.round, waited, Phase::reduced, missing_peer, c.round.tag, seen, waited == Waited::timeout ? c.a.ctx.timeout_ns : 0);
     }
 
-    // The packets of `owners`, at most kTogether.  False when one did not come.
-    MOECOMM_FN bool bring(u64 owners, i32 token, i32 piece, PacketWords (&words)[kTogether]) {
-        const u8* packets[kTogether];
+    // The packets of `owners`, at most kBatch.  False when one did not come.
+    MOECOMM_FN bool bring(u64 owners, i32 token, i32 piece, PacketWords (&words)[kBatch]) {
+        const u8* packets[kBatch];
         u32 all = 0;
         u64 left = owners;
 #pragma unroll
-        for (i32 i = 0; i < kTogether; ++i) {
+        for (i32 i = 0; i < kBatch; ++i) {
             packets[i] = own<const u8>(c.a.ctx, c.packet_at(max(__ffsll(static_cast<i64>(left)), 1) - 1, token, piece));
             if (left != 0) all |= 1u << i;
             left &= left - 1;
@@ -110,11 +110,11 @@ struct Collect {
         }
     }
 
-    // The first kTogether of `owners`, which are taken out of it.
+    // The first kBatch of `owners`, which are taken out of it.
     MOECOMM_FN static u64 take(u64& owners) {
         const u64 all = owners;
 #pragma unroll
-        for (i32 i = 0; i < kTogether; ++i) owners &= owners - 1;
+        for (i32 i = 0; i < kBatch; ++i) owners &= owners - 1;
         return all & ~owners;
     }
 
@@ -123,17 +123,17 @@ struct Collect {
         do {
             const u64 now = take(owners);
             const i32 count = __popcll(now);
-            PacketWords words[kTogether];
+            PacketWords words[kBatch];
             if (!bring(now, token, piece, words)) return false;
 #pragma unroll
             for (i32 step = 0; step < P::kSteps; ++step) {
 #pragma unroll
-                for (i32 i = 0; i < kTogether; ++i)
+                for (i32 i = 0; i < kBatch; ++i)
                     if (i < count) add(words[i].step[step], sum[step]);
-                if constexpr (kAllTogether) store(token, piece, step, sum[step]);
+                if constexpr (kAllInOneBatch) store(token, piece, step, sum[step]);
             }
-        } while (!kAllTogether && owners != 0);
-        if constexpr (!kAllTogether) {
+        } while (!kAllInOneBatch && owners != 0);
+        if constexpr (!kAllInOneBatch) {
 #pragma unroll
             for (i32 step = 0; step < P::kSteps; ++step) store(token, piece, step, sum[step]);
         }

@@ -13,11 +13,11 @@
 namespace moecomm {
 
 template <class Call>
-MOECOMM_FN void fill_notice(const Call& c, Notice& n) {
+MOECOMM_FN void fill_header(const Call& c, RoundHeader& n) {
     // On their way while the rest is written.
     const u32 round = round_of(c.a.route, Call::cfg.ranks), rejected = load_relaxed(&own_state(c.a.ctx)->rejected);
     const bool intact = is_sealed_by_kernel(c.a.route, Call::cfg.ranks);
-    n = Notice{};
+    n = RoundHeader{};
     n.op = static_cast<u32>(Op::combine);
     n.rejected = rejected;
     n.call = c.a.call;
@@ -26,8 +26,8 @@ MOECOMM_FN void fill_notice(const Call& c, Notice& n) {
     if constexpr (Call::cfg.in_place) {
         n.x = c.a.y - c.a.ctx.peers[c.me()];
         n.pitch = static_cast<u64>(c.a.y_stride);
-    } else if (c.has_sums()) {
-        n.x = c.a.sums - c.a.ctx.peers[c.me()];
+    } else if (c.has_reduced_rows()) {
+        n.x = c.a.reduced_rows - c.a.ctx.peers[c.me()];
         n.pitch = static_cast<u64>(c.sum_pitch());
         n.rows = 1;
     }
@@ -39,18 +39,18 @@ MOECOMM_FN void fill_notice(const Call& c, Notice& n) {
 template <CombineConfig cfg>
 MOECOMM_FN void prepare_block(CombineShared<cfg>& shared) {
     if constexpr (cfg.domains() > 1) {
-        for (i32 i = threadIdx.x; i < cfg.return_warps * cfg.pull_slots; i += cfg.threads())
-            barrier_init(&crossing_beside(shared).rings[i / cfg.pull_slots].full[i % cfg.pull_slots], 1);
-        if (threadIdx.x == 0) crossing_beside(shared).heard = 0;
+        for (i32 i = threadIdx.x; i < cfg.return_forward_warps * cfg.pull_slots; i += cfg.threads())
+            barrier_init(&scaleout_shared(shared).rings[i / cfg.pull_slots].full[i % cfg.pull_slots], 1);
+        if (threadIdx.x == 0) scaleout_shared(shared).headers_seen = 0;
     }
 #pragma unroll 1
     for (i32 i = threadIdx.x; i < cfg.pull_warps * cfg.pull_slots; i += cfg.threads())
         barrier_init(&shared.pull[i / cfg.pull_slots].full[i % cfg.pull_slots], 1);
 #pragma unroll 1
-    for (i32 i = threadIdx.x; i < kTurnsOpen; i += cfg.threads()) shared.staged.done[i] = shared.pulled.done[i] = 0;
+    for (i32 i = threadIdx.x; i < kOpenSteps; i += cfg.threads()) shared.staged.done[i] = shared.pulled.done[i] = 0;
     if (threadIdx.x == 0) {
         shared.missing = 0;
-        shared.is_void = 0;
+        shared.is_invalid = 0;
     }
     barrier_init_done();
 }
@@ -59,10 +59,10 @@ MOECOMM_FN void prepare_block(CombineShared<cfg>& shared) {
 template <class Call>
 MOECOMM_FN void announce(const Call& c) {
     constexpr CombineConfig cfg = Call::cfg;
-    if (static_cast<i32>(threadIdx.x) >= kNoticeWords) return;
-    for (i32 turn = blockIdx.x; turn < cfg.ranks; turn += gridDim.x) {
-        const i32 peer = rotated<cfg.ranks>(c.me(), turn);
-        if (c.domains().reaches(peer)) send_notice(c.round, c.transport, peer, c.shared.mine, threadIdx.x, kNoticeWords);
+    if (static_cast<i32>(threadIdx.x) >= kHeaderWords) return;
+    for (i32 step = blockIdx.x; step < cfg.ranks; step += gridDim.x) {
+        const i32 peer = rotated<cfg.ranks>(c.me(), step);
+        if (c.domains().reaches(peer)) send_header(c.round, c.transport, peer, c.shared.mine, threadIdx.x, kHeaderWords);
     }
 }
 
@@ -87,17 +87,17 @@ MOECOMM_FN bool await_drained(const Call& c, u32 wanted) {
 template <class Call>
 MOECOMM_FN bool reduce_or_pull(const Call& c) {
     constexpr CombineConfig cfg = Call::cfg;
-    constexpr i32 returners = cfg.reduce_warps + cfg.pull_warps;
+    constexpr i32 return_forward_threads = cfg.reduce_warps + cfg.pull_warps;
     if constexpr (cfg.domains() > 1) {
-        if (warp_id() >= returners && warp_id() < returners + cfg.return_warps) return give_back(c, warp_id() - returners);
+        if (warp_id() >= return_forward_threads && warp_id() < return_forward_threads + cfg.return_forward_warps) return give_back(c, warp_id() - return_forward_threads);
     } else {
         if ((cfg.reduce_warps == 0 || warp_id() < cfg.reduce_warps) && !push(c)) return false;
     }
-    if (warp_id() >= cfg.reduce_warps && warp_id() < returners) return pull(c);
+    if (warp_id() >= cfg.reduce_warps && warp_id() < return_forward_threads) return pull(c);
     if constexpr (!cfg.in_place) {
         if (c.all_in_packets) return true;
         if (warp_id() >= cfg.reduce_warps) return raise_flags(c);
-        return (c.has_sums() || await_drained(c, load_relaxed(&own_state(c.a.ctx)->last_combine))) && reduce(c);
+        return (c.has_reduced_rows() || await_drained(c, load_relaxed(&own_state(c.a.ctx)->last_combine))) && reduce(c);
     }
     return true;
 }
@@ -111,12 +111,12 @@ MOECOMM_FN void finish(const Call& c) {
     constexpr CombineConfig cfg = Call::cfg;
     State* state = own_state(c.a.ctx);
     if (c.all_in_packets) return;
-    if (!last_block(&state->finished) || c.shared.is_void != 0) return;
+    if (!last_block(&state->finished) || c.shared.is_invalid != 0) return;
     if (threadIdx.x >= kWarp) return;  // warp_id() would be kept in a register from the begin of the kernel on
     if (lane_id() == 0) state->taken = 0;
-    for (i32 turn = lane_id(); turn < cfg.near(); turn += kWarp)
-        c.transport.signal(c.domains().neighbour(turn), drained_at(c.window(), c.me()), tag_signal(c.round.tag));
-    if (cfg.in_place || c.has_sums()) {
+    for (i32 step = lane_id(); step < cfg.scaleup_ranks(); step += kWarp)
+        c.transport.signal(c.domains().neighbour(step), drained_at(c.window(), c.me()), tag_signal(c.round.tag));
+    if (cfg.in_place || c.has_reduced_rows()) {
         await_drained(c, c.round.tag);
     } else if (lane_id() == 0) {
         state->last_combine = c.round.tag;
@@ -126,7 +126,7 @@ MOECOMM_FN void finish(const Call& c) {
 // A launch of `workers` blocks of cfg.threads() threads with cfg.shared_bytes of dynamic shared memory.
 template <CombineConfig cfg, class Transport>
 MOECOMM_FN void combine(const CombineArgs& args) {
-    constexpr i32 beside = cfg.return_warps > 0 ? sizeof(CrossingShared<cfg>) + 128 : 0;
+    constexpr i32 beside = cfg.return_forward_warps > 0 ? sizeof(ScaleoutShared<cfg>) + 128 : 0;
     static_assert(sizeof(CombineShared<cfg>) + beside <= cfg.shared_bytes, "jit.py and CombineShared disagree");
     static_assert(Transport::all_reachable == (cfg.domains() == 1), "ranks of other domains are put to, and only they");
     extern __shared__ __align__(128) u8 memory[];
@@ -136,15 +136,15 @@ MOECOMM_FN void combine(const CombineArgs& args) {
     prepare_block(shared);
     await_earlier_kernels();
     const auto publish_rows = [&] {  // which earlier kernels have written, before the notice
-        if (cfg.in_place && blockIdx.x < cfg.ranks && threadIdx.x < kNoticeWords) fence_system();
+        if (cfg.in_place && blockIdx.x < cfg.ranks && threadIdx.x < kHeaderWords) fence_system();
     };
     if constexpr (!cfg.packets) publish_rows();
     __syncthreads();
     CombineCall<cfg, Transport> c{a, Transport{a.ctx}, {a.ctx, Op::combine, 0}, shared, false};
     bool others = false;  // homes that do not come in packets
-    for (i32 p = threadIdx.x; p < cfg.ranks; p += cfg.threads()) others = !look_up_home(c, p) || others;
+    for (i32 p = threadIdx.x; p < cfg.ranks; p += cfg.threads()) others = !look_up_source_rank(c, p) || others;
     if (threadIdx.x == cfg.threads() - 1) look_up_round(a.ctx, shared.begin);
-    if (threadIdx.x == cfg.threads() - 2 * kWarp) fill_notice(c, shared.mine);  // whose warp loads nothing else
+    if (threadIdx.x == cfg.threads() - 2 * kWarp) fill_header(c, shared.mine);  // whose warp loads nothing else
     c.all_in_packets = !__syncthreads_or(others);
     c.round.tag = shared.begin.tag;
     if (!begin_round(c.round, shared.begin, cfg.threads())) return;
@@ -155,9 +155,9 @@ MOECOMM_FN void combine(const CombineArgs& args) {
     }
     if constexpr (cfg.domains() > 1) {
         if constexpr (cfg.own_weights) {
-            send_mail(c, kNoticeWords, [&](i32 peer) { return put_weights(c, peer); });
+            send_tagged_words(c, kHeaderWords, [&](i32 peer) { return put_weights(c, peer); });
         } else {
-            send_mail(c, kNoticeWords);
+            send_tagged_words(c, kHeaderWords);
         }
     }
     if (__syncthreads_or(!reduce_or_pull(c))) return;

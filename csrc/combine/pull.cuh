@@ -10,31 +10,31 @@
 namespace moecomm {
 
 // By each pull and return warp, all of them together: every rank's notice, compared with ours.  False when one did not come; else
-// shared.is_void.
+// shared.is_invalid.
 template <class Call>
-MOECOMM_FN bool hear_everybody(const Call& c) {
+MOECOMM_FN bool await_all_headers(const Call& c) {
     constexpr CombineConfig cfg = Call::cfg;
-    constexpr i32 threads = (cfg.pull_warps + cfg.return_warps) * kWarp;
+    constexpr i32 threads = (cfg.pull_warps + cfg.return_forward_warps) * kWarp;
     const i32 thread = threadIdx.x - cfg.reduce_warps * kWarp;
     if constexpr (cfg.domains() > 1) {
-        if (meet_any(1, threads, !await_mail(c, thread, threads))) return false;
+        if (sync_any(1, threads, !await_tagged_words(c, thread, threads))) return false;
     }
-    if (!await_notices(c.round, c.shared.notices, thread, threads)) c.shared.missing = 1;
+    if (!await_headers(c.round, c.shared.headers, thread, threads)) c.shared.missing = 1;
     if (!cfg.packets) fence_system();  // rows that peers offer were written before their notices
-    meet(1, threads);
+    sync_threads(1, threads);
     if (c.shared.missing != 0) return false;
     if (thread < cfg.ranks) {
-        const Verdict verdict = judge_notice(c.shared.mine, c.shared.notices[thread], thread, cfg.experts);
-        if (verdict.failure != Failure::none) {
-            report_void(c.round, verdict);
-            c.shared.is_void = 1;
+        const ValidationResult validation = validate_header(c.shared.mine, c.shared.headers[thread], thread, cfg.experts);
+        if (validation.failure != Failure::none) {
+            report_invalid(c.round, validation);
+            c.shared.is_invalid = 1;
         }
     }
-    meet(1, threads);
+    sync_threads(1, threads);
     if constexpr (cfg.domains() > 1) {
         if (thread == 0) {
-            asm volatile("fence.acq_rel.cta;" ::: "memory");  // is_void, and what has come with the mail
-            *const_cast<volatile u32*>(&c.crossing().heard) = 1;
+            asm volatile("fence.acq_rel.cta;" ::: "memory");  // is_invalid, and what has come with the mail
+            *const_cast<volatile u32*>(&c.scaleout().headers_seen) = 1;
         }
     }
     if (cfg.packets) let_next_kernel_launch();
@@ -45,10 +45,10 @@ MOECOMM_FN bool hear_everybody(const Call& c) {
 // By a warp, before it gives the places of a chunk of `home` back: the chunk that was in them may be another warp's, and a chunk that
 // nobody has rows for is pulled at once.  Places are given back in order, so that a credit stands for all before it.
 template <class Call>
-MOECOMM_FN bool await_earlier_credit(const Call& c, i32 home, i32 chunk, i32 chunk_tokens) {
+MOECOMM_FN bool await_earlier_credit(const Call& c, i32 source_rank, i32 chunk, i32 chunk_tokens) {
     const i32 earlier = chunk - ring_chunks(c.shape(), chunk_tokens);
     if (earlier < 0) return true;
-    const auto* place = own<const u64>(c.a.ctx, credit_at(c.window(), c.shape(), home, earlier, chunk_tokens));
+    const auto* place = own<const u64>(c.a.ctx, credit_at(c.window(), c.shape(), source_rank, earlier, chunk_tokens));
     const u64 credit = word_signal(c.round.tag, earlier);
     bool came = true;
     if (lane_id() == 0)
@@ -79,20 +79,20 @@ struct Pull {
     u32 taken = 0;            // in lane 0, that of all tokens that comes then; asked for long before it is wanted
     i32 ahead;                // this lane's slot of its token
     i32 seen = -1;            // the chunk whose flag this lane has acquired, of the rank `lane`
-    i32 told = 0;             // chunks of the block that this warp is done with
+    i32 signaled = 0;             // chunks of the block that this warp is done with
     bool failed = false;
-    FarSums<Call> far;
+    ScaleoutSums<Call> scaleout_ranks;
 
     MOECOMM_FN Pull(const Call& call, i32 this_warp)
         : c(call),
           warp(this_warp),
           shift(__ffs(call.a.chunk_tokens) - 1),
-          gives_credit((cfg.domains() > 1 || some(call, [](const Notice& n) { return n.x == 0; })) &&
+          gives_credit((cfg.domains() > 1 || some(call, [](const RoundHeader& n) { return n.x == 0; })) &&
                        call.chunks() > ring_chunks(call.shape(), call.a.chunk_tokens)),
-          together(some(call, [](const Notice& n) { return n.x == 0 || n.rows != 0; }) ? kPieces : 1),
+          together(some(call, [](const RoundHeader& n) { return n.x == 0 || n.rows != 0; }) ? kPieces : 1),
           chunks_here(ceil_div(max(call.chunks() - static_cast<i32>(blockIdx.x), 0), static_cast<i32>(gridDim.x))),
           nth(by_chunks() ? this_warp : (this_warp * gridDim.x + blockIdx.x) * together),
-          far{call, this_warp, cfg.domains() > 1 && call.straight()} {
+          scaleout_ranks{call, this_warp, cfg.domains() > 1 && call.direct()} {
         skip_ends();
         if (!by_chunks()) take();
         ahead = slot_of(token(), lane_id());
@@ -101,7 +101,7 @@ struct Pull {
     template <class Is>
     MOECOMM_FN static bool some(const Call& c, const Is& is) {
         bool found = false;
-        for (i32 p = 0; p < cfg.ranks; ++p) found = found || is(c.shared.notices[p]);
+        for (i32 p = 0; p < cfg.ranks; ++p) found = found || is(c.shared.headers[p]);
         return found;
     }
 
@@ -138,7 +138,7 @@ struct Pull {
 
     // Of the n-th rank of our domain.
     MOECOMM_FN i32 slot_of(i32 t, i32 n) const {
-        if (t >= c.a.num_tokens || n >= cfg.near()) return -1;
+        if (t >= c.a.num_tokens || n >= cfg.scaleup_ranks()) return -1;
         return reinterpret_cast<const i32*>(c.a.route.token_slot)[static_cast<i64>(t) * cfg.ranks + c.domains().first() + n];
     }
 
@@ -146,7 +146,7 @@ struct Pull {
     MOECOMM_FN i32 slot_of_lane(i32& rank) const {
         rank = lane_id();
         if constexpr (cfg.domains() > 1) rank += c.domains().first();
-        if constexpr (cfg.near() <= kWarp) return ahead;
+        if constexpr (cfg.scaleup_ranks() <= kWarp) return ahead;
         u64 wanted = __ballot_sync(kAllLanes, ahead >= 0);
         wanted |= static_cast<u64>(__ballot_sync(kAllLanes, slot_of(token(), kWarp + lane_id()) >= 0)) << kWarp;
         for (i32 i = 0; i < lane_id(); ++i) wanted &= wanted - 1;
@@ -156,7 +156,7 @@ struct Pull {
 
     // Whether this lane may read the row of `rank`: the lane that has acquired its flag is the one that loads it.
     MOECOMM_FN bool await_row(i32 rank, bool may_wait) {
-        const Notice& from = c.shared.notices[rank];
+        const RoundHeader& from = c.shared.headers[rank];
         if ((from.x != 0 && from.rows == 0) || seen == chunk()) return true;
         const u64 flag = reduced_at(c.window(), c.shape(), rank, chunk());
         u64 tag = 0;
@@ -164,24 +164,24 @@ struct Pull {
                      : signal_tag(load_acquire(own<const u64>(c.a.ctx, flag))) != c.round.tag)
             return false;
         fence_async();  // reads of the row come after the flag
-        if (cfg.near() <= kWarp) seen = chunk();
+        if (cfg.scaleup_ranks() <= kWarp) seen = chunk();
         return true;
     }
 
     MOECOMM_FN const u8* row_at(i32 rank, i32 slot) const {
-        const Notice& from = c.shared.notices[rank];
+        const RoundHeader& from = c.shared.headers[rank];
         if (from.x == 0) return c.staged_row(rank, c.me(), token());
         return c.transport.template peer_ptr<u8>(rank, from.x) + slot * static_cast<i64>(from.pitch);
     }
 
     MOECOMM_FN Next open(const u8*& source, Item& out, bool may_wait) {
-        if (may_wait && gives_credit) tell_pulled(min(nth_chunk(), chunks_here));
+        if (may_wait && gives_credit) signal_pulled(min(nth_chunk(), chunks_here));
         if (failed) return Next::none;
         if (at_end()) return may_wait || !gives_credit ? Next::none : Next::later;
         i32 rank;
         const i32 slot = slot_of_lane(rank);
         bool missing = slot >= 0 && !await_row(rank, may_wait);
-        if constexpr (cfg.domains() > 1) missing = !far.await(token(), chunk(), may_wait) || missing;
+        if constexpr (cfg.domains() > 1) missing = !scaleout_ranks.await(token(), chunk(), may_wait) || missing;
         if (__any_sync(kAllLanes, missing)) {
             failed = may_wait;
             return may_wait ? Next::none : Next::later;
@@ -190,7 +190,7 @@ struct Pull {
         if (slot >= 0) source = row_at(rank, slot) + column * bytes_of(kType);
         if (column == 0 && c.a.out_weight_grads != 0) bring_grads();
         out = {0, column, token(), 0, -1};
-        if constexpr (cfg.domains() > 1) far.open();
+        if constexpr (cfg.domains() > 1) scaleout_ranks.open();
         go_on();
         return Next::item;
     }
@@ -218,7 +218,7 @@ struct Pull {
         for (i32 rank = 0; rank < cfg.ranks; ++rank) {
             if (slots[rank] < 0) continue;
             sum = __fadd_rn(sum, __uint_as_float(load_relaxed(reinterpret_cast<const u32*>(c.grads_of(rank, token())) + lane_id())));
-            if (cfg.domains() > 1 && !c.domains().reaches(rank) && !c.straight()) rank = (rank / cfg.near() + 1) * cfg.near() - 1;
+            if (cfg.domains() > 1 && !c.domains().reaches(rank) && !c.direct()) rank = (rank / cfg.scaleup_ranks() + 1) * cfg.scaleup_ranks() - 1;
         }
         return sum;
     }
@@ -226,25 +226,25 @@ struct Pull {
     MOECOMM_FN Out target(const Item& item) const { return c.out_of(item.token); }
     template <i32 n>
     MOECOMM_FN void store(const Out& out, i32 column, float (&sum)[n]) const {
-        if constexpr (cfg.domains() > 1) far.add_to(out.token, column, sum);
+        if constexpr (cfg.domains() > 1) scaleout_ranks.add_to(out.token, column, sum);
         c.store_out(out, column, sum);
     }
 
     MOECOMM_FN void close(const Item&) {
-        if constexpr (cfg.domains() > 1) far.close();
+        if constexpr (cfg.domains() > 1) scaleout_ranks.close();
     }
 
     // This warp has nothing left to read of the first `chunks` of its block; the last warp to say so gives their places back.
-    MOECOMM_FN void tell_pulled(i32 chunks) {
-        for (; told < chunks; ++told) {
-            const i32 chunk = blockIdx.x + gridDim.x * told;
-            if (!complete_turn(c.shared.pulled, c.round, told) || !await_earlier_credit(c, c.me(), chunk, c.a.chunk_tokens)) continue;
+    MOECOMM_FN void signal_pulled(i32 chunks) {
+        for (; signaled < chunks; ++signaled) {
+            const i32 chunk = blockIdx.x + gridDim.x * signaled;
+            if (!complete_step(c.shared.pulled, c.round, signaled) || !await_earlier_credit(c, c.me(), chunk, c.a.chunk_tokens)) continue;
             if constexpr (cfg.domains() > 1) {
-                if (!far.tell_pulled(chunk)) continue;
+                if (!scaleout_ranks.signal_pulled(chunk)) continue;
             }
             const u64 place = credit_at(c.window(), c.shape(), c.me(), chunk, c.a.chunk_tokens);
-            for (i32 turn = lane_id(); turn < cfg.near() - 1; turn += kWarp)
-                c.transport.signal(c.domains().neighbour(turn), place, word_signal(c.round.tag, chunk));
+            for (i32 step = lane_id(); step < cfg.scaleup_ranks() - 1; step += kWarp)
+                c.transport.signal(c.domains().neighbour(step), place, word_signal(c.round.tag, chunk));
             __syncwarp();  // ours last: who sees it may give the next credit in this place, which must not overtake these
             if (lane_id() == 0) c.transport.signal(c.me(), place, word_signal(c.round.tag, chunk));
         }
@@ -257,11 +257,11 @@ MOECOMM_FN bool pull(const Call& c) {
     const i32 warp = warp_id() - Call::cfg.reduce_warps;
     if constexpr (Call::cfg.packets) {
         Collect<Call> role(c, warp);
-        if (!hear_everybody(c)) return false;  // a packet may be here before the notice that makes the round void
-        return c.shared.is_void != 0 || role.run();
+        if (!await_all_headers(c)) return false;  // a packet may be here before the notice that makes the round void
+        return c.shared.is_invalid != 0 || role.run();
     } else {
-        if (!hear_everybody(c)) return false;
-        if (c.shared.is_void != 0) return true;
+        if (!await_all_headers(c)) return false;
+        if (c.shared.is_invalid != 0) return true;
         Pull<Call> role(c, warp);
         Gather<RowRing<Call::cfg.pull_slots, Call::cfg.pull_bytes>, Pull<Call>>{c.shared.pull[warp], role}.run();
         return !role.failed;

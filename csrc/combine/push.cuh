@@ -24,21 +24,21 @@ struct Packing {
 // By a thread: what `home` sent, and its flat rows here.  False when they do not go in packets.  A home has its last chunk most often where
 // we have ours, so that one is loaded before it is known.
 template <class Call>
-MOECOMM_FN bool look_up_home(const Call& c, i32 home) {
-    const auto* ranges = reinterpret_cast<const u32*>(c.a.route.ranges) + static_cast<i64>(home) * c.shape().max_tokens;
+MOECOMM_FN bool look_up_source_rank(const Call& c, i32 source_rank) {
+    const auto* ranges = reinterpret_cast<const u32*>(c.a.route.ranges) + static_cast<i64>(source_rank) * c.shape().max_tokens;
     const i32 guess = max(c.chunks() - 1, 0);
-    Sent sent = reinterpret_cast<const Sent*>(c.a.route.sent)[home];
+    Sent sent = reinterpret_cast<const Sent*>(c.a.route.sent)[source_rank];
     const bool intact = is_sealed_by_kernel(c.a.route, Call::cfg.ranks);
     const u32 first = ranges[0];
     u32 last = ranges[guess];
     if (!intact) sent = {0, 1};
-    c.shared.sent[home] = sent;
-    c.shared.pushed[home] = {0, 0};
-    if (!c.in_packets(home)) return false;
+    c.shared.sent[source_rank] = sent;
+    c.shared.pushed[source_rank] = {0, 0};
+    if (!c.in_packets(source_rank)) return false;
     if (sent.num_tokens == 0) return true;
     const i32 end = count_chunks(sent.num_tokens, sent.chunk_tokens) - 1;
     if (end != guess) last = ranges[end];
-    c.shared.pushed[home] = {signal_first(first), signal_first(last) + signal_count(last) - signal_first(first)};
+    c.shared.pushed[source_rank] = {signal_first(first), signal_first(last) + signal_count(last) - signal_first(first)};
     return true;
 }
 
@@ -51,11 +51,11 @@ struct Push {
     static constexpr i32 kWarps = cfg.reduce_warps > 0 ? cfg.reduce_warps : cfg.pull_warps;
     static constexpr i32 kHeldBytes = P::kColumns * bytes_of(cfg.type);  // of a row of y, for a word
     static constexpr i32 kHeldWords = kHeldBytes / 4;
-    static constexpr i32 kTogether = 16 / kHeldBytes;  // rows that are loaded together: what 32 registers hold
+    static constexpr i32 kBatch = 16 / kHeldBytes;  // rows that are loaded together: what 32 registers hold
 
     // An item whose loads are under way.
     struct Flight {
-        i32 home;  // -1: there is none
+        i32 source_rank;  // -1: there is none
         i32 flat_row, piece;
         i32 token;          // flat
         PacketWords words;  // flat
@@ -66,7 +66,7 @@ struct Push {
     const i32 items;
     i32 nth;
     Waited waited = Waited::ok;  // how this lane's wait for a weight ended, for whose
-    i32 late = 0;
+    i32 missing_peer = 0;
 
     MOECOMM_FN explicit Push(const Call& call)
         : c(call), items(most_rows(call) * cfg.ranks * P::kPieces), nth(blockIdx.x + gridDim.x * warp_id()) {}
@@ -78,15 +78,15 @@ struct Push {
     }
 
     MOECOMM_FN void begin(Flight& f) {
-        for (f.home = -1; nth < items && f.home < 0; nth += gridDim.x * kWarps) {
-            const i32 home = rotated<cfg.ranks>(c.me(), nth / P::kPieces % cfg.ranks), row = nth / P::kPieces / cfg.ranks;
-            const Rows rows = c.shared.pushed[home];
+        for (f.source_rank = -1; nth < items && f.source_rank < 0; nth += gridDim.x * kWarps) {
+            const i32 source_rank = rotated<cfg.ranks>(c.me(), nth / P::kPieces % cfg.ranks), row = nth / P::kPieces / cfg.ranks;
+            const Rows rows = c.shared.pushed[source_rank];
             if (row >= rows.count) continue;
-            f.home = home;
+            f.source_rank = source_rank;
             f.piece = nth % P::kPieces;
             f.flat_row = rows.first + row;
         }
-        if (f.home >= 0) load(f);
+        if (f.source_rank >= 0) load(f);
     }
 
     MOECOMM_FN void load(Flight& f) const {
@@ -111,7 +111,7 @@ struct Push {
 
     MOECOMM_FN const u8* y_row(i32 row) const { return reinterpret_cast<const u8*>(c.a.y) + row * c.a.y_stride; }
     MOECOMM_FN u8* packet(const Flight& f, i32 token) const {
-        return c.transport.template peer_ptr<u8>(f.home, c.packet_at(c.me(), token, f.piece));
+        return c.transport.template peer_ptr<u8>(f.source_rank, c.packet_at(c.me(), token, f.piece));
     }
 
     // False when a weight did not come.
@@ -129,15 +129,15 @@ struct Push {
     // While the rows of an item are on their way: this lane's weight, if `word` is not it yet.
     MOECOMM_FN bool weigh(const Flight& f, i32 token, u64& word) {
         if (f.entry >= 0 && signal_tag(word) != c.round.tag) {
-            late = f.home;
-            waited = wait_until(deadline_of(c.a.ctx), [&] { return is_weight_here(c, f.home, token, word); });
+            missing_peer = f.source_rank;
+            waited = wait_until(deadline_of(c.a.ctx), [&] { return is_weight_here(c, f.source_rank, token, word); });
         }
         return __all_sync(kAllLanes, waited == Waited::ok);
     }
     // Called where no row is held, as in Collect.
     MOECOMM_FN bool report() const {
         if (waited != Waited::ok)
-            report_failure(c.round, waited, Phase::notice, late, c.round.tag, 0, waited == Waited::timeout ? c.a.ctx.timeout_ns : 0);
+            report_failure(c.round, waited, Phase::header, missing_peer, c.round.tag, 0, waited == Waited::timeout ? c.a.ctx.timeout_ns : 0);
         return __all_sync(kAllLanes, waited == Waited::ok);
     }
 
@@ -152,10 +152,10 @@ struct Push {
         }
         float sum[P::kSteps][2][P::kColumns] = {};
         while (named != 0) {
-            u32 held[kTogether][P::kSteps][2][kHeldWords];
+            u32 held[kBatch][P::kSteps][2][kHeldWords];
             u32 left = named;
 #pragma unroll
-            for (i32 i = 0; i < kTogether; ++i) {
+            for (i32 i = 0; i < kBatch; ++i) {
                 if (left != 0) load_row(f, __shfl_sync(kAllLanes, f.entry, __ffs(left) - 1), held[i]);
                 left &= left - 1;
             }
@@ -164,7 +164,7 @@ struct Push {
                 weight = weight_in(word);
             }
 #pragma unroll
-            for (i32 i = 0; i < kTogether; ++i) {
+            for (i32 i = 0; i < kBatch; ++i) {
                 if (named != 0) add(held[i], __shfl_sync(kAllLanes, weight, __ffs(named) - 1), sum);
                 named &= named - 1;
             }
@@ -220,11 +220,11 @@ struct Push {
     MOECOMM_FN bool run() {
         Flight one, other;
         begin(one);
-        while (one.home >= 0) {
+        while (one.source_rank >= 0) {
             begin(other);
             if (!finish(one)) break;
             if constexpr (kFlat) {
-                if (other.home < 0) return true;
+                if (other.source_rank < 0) return true;
                 begin(one);
                 finish(other);
             } else {

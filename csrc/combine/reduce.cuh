@@ -35,28 +35,28 @@ struct Reduce {
     static constexpr i32 kPieces = ceil_div(cfg.hidden, kPieceColumns);
 
     struct Row {
-        i32 turn;      // of the block, in which its unit comes; that of `units`: there is no such row
+        i32 step;      // of the block, in which its unit comes; that of `units`: there is no such row
         i32 entry;     // this lane's row of y, -1: none
         i32 of;        // in the lane of its first entry: which row is made: the token at its home, or, where rows are flat, which of them
         float weight;  // of the entry
     };
 
     const Call& c;
-    const Units<Call> units;
+    const WorkList<Call> work_list;
     // Where the last row that has been found lies: before the row `at` of the unit of `turn`.  Lane i holds the range of the i-th unit
     // of 32.
-    i32 turn = 0, at = warp_id();
+    i32 step = 0, at = warp_id();
     u32 ranges;
     Row now, next;      // of `now`, a part has been loaded, or nothing yet
     i32 piece = 0;      // of `now`, whose entries `left`, a bit a lane, have not been loaded
     u32 left = 0;       // 0: nothing has
     u8* row = nullptr;  // that it becomes
     i32 placed = -1;    // the turn whose place in the ring is free
-    i32 told = 0;       // turns that this warp is through with
+    i32 signaled = 0;       // turns that this warp is through with
     bool failed = false;
     float sum[Step::kVectors][kColumns];
 
-    MOECOMM_FN explicit Reduce(const Call& call) : c(call), units(call) {
+    MOECOMM_FN explicit Reduce(const Call& call) : c(call), work_list(call) {
         ranges = range_of(lane_id());
         now = find();
         look_up(now);
@@ -64,24 +64,24 @@ struct Reduce {
     }
 
     // The flat rows of the unit of a turn: the low word of a signal.
-    MOECOMM_FN u32 range_of(i32 nth_turn) const {
-        if (nth_turn >= units.turns) return 0;
-        const Unit unit = units[nth_turn];
-        if (unit.chunk < 0) return 0;
-        return reinterpret_cast<const u32*>(c.a.route.ranges)[static_cast<i64>(unit.home) * c.shape().max_tokens + unit.chunk];
+    MOECOMM_FN u32 range_of(i32 nth_step) const {
+        if (nth_step >= work_list.turns) return 0;
+        const Work work = work_list[nth_step];
+        if (work.chunk < 0) return 0;
+        return reinterpret_cast<const u32*>(c.a.route.ranges)[static_cast<i64>(work.source_rank) * c.shape().max_tokens + work.chunk];
     }
 
     // This warp's next row, its entries on their way.
     MOECOMM_FN Row find() {
         u32 range = 0;
-        for (; turn < units.turns; next_turn()) {
-            range = __shfl_sync(kAllLanes, ranges, turn % kWarp);
+        for (; step < work_list.turns; next_step()) {
+            range = __shfl_sync(kAllLanes, ranges, step % kWarp);
             if (at < signal_count(range)) break;
             at -= signal_count(range);
         }
         const i32 slot = signal_first(range) + at;
-        Row row{turn, -1, slot, 0.0f};
-        if (turn == units.turns) return row;
+        Row row{step, -1, slot, 0.0f};
+        if (step == work_list.turns) return row;
         at += cfg.reduce_warps;
         if constexpr (cfg.layout == Layout::flat) {
             if (lane_id() == 0) row.entry = slot;
@@ -91,13 +91,13 @@ struct Reduce {
         }
         return row;
     }
-    MOECOMM_FN void next_turn() {
-        if (++turn % kWarp != 0) return;
-        ranges = range_of(turn + lane_id());
+    MOECOMM_FN void next_step() {
+        if (++step % kWarp != 0) return;
+        ranges = range_of(step + lane_id());
     }
     MOECOMM_FN void look_up(Row& row) const {
         if (row.entry < 0) return;
-        if (!c.has_sums()) row.of = reinterpret_cast<const int2*>(c.a.route.src)[row.entry].y;
+        if (!c.has_reduced_rows()) row.of = reinterpret_cast<const int2*>(c.a.route.src)[row.entry].y;
         if constexpr (kWeighted && !cfg.own_weights) row.weight = reinterpret_cast<const float*>(c.a.route.row_weights)[row.entry];
     }
     MOECOMM_FN void go_on() {
@@ -109,23 +109,23 @@ struct Reduce {
     // Whether the home has pulled the chunk whose place in the ring the unit takes.  Asked only where we have rows for it: the home can't
     // be further, because it will want them.
     MOECOMM_FN bool await_place(bool may_wait) {
-        if (placed == now.turn || c.has_sums()) return true;
-        const Unit unit = units[now.turn];
-        const i32 before = unit.chunk - ring_chunks(c.shape(), unit.chunk_tokens);
+        if (placed == now.step || c.has_reduced_rows()) return true;
+        const Work work = work_list[now.step];
+        const i32 before = work.chunk - ring_chunks(c.shape(), work.chunk_tokens);
         if (before >= 0) {
             const u64 credit = word_signal(c.round.tag, before);
             const auto* place =
-                c.transport.template local<const u64>(credit_at(c.window(), c.shape(), unit.home, before, unit.chunk_tokens));
-            const volatile i32& is_void = c.shared.is_void;  // in a void round nobody pulls
-            const auto given = [&] { return load_acquire(place) == credit || is_void != 0; };
+                c.transport.template local<const u64>(credit_at(c.window(), c.shape(), work.source_rank, before, work.chunk_tokens));
+            const volatile i32& is_invalid = c.shared.is_invalid;  // in a void round nobody pulls
+            const auto given = [&] { return load_acquire(place) == credit || is_invalid != 0; };
             bool came = true;
             if (lane_id() == 0 && !given()) {
-                came = may_wait && wait_for(c.round, Phase::drained, c.domains().local(unit.home), before, given,
+                came = may_wait && wait_for(c.round, Phase::drained, c.domains().local(work.source_rank), before, given,
                                             [&] { return static_cast<i64>(signal_word(load_acquire(place))); });
             }
             if (!__all_sync(kAllLanes, came)) return false;
         }
-        placed = now.turn;
+        placed = now.step;
         return true;
     }
 
@@ -134,13 +134,13 @@ struct Reduce {
     // The home has posted the weights of the row before it waits for anybody; one of another domain has put them ahead of its mail, which
     // is here.
     MOECOMM_FN bool await_weights(bool may_wait) {
-        const i32 token = made(), home = units.home(now.turn);
+        const i32 token = made(), source_rank = work_list.source_rank(now.step);
         u64 word = 0;
-        const auto here = [&] { return is_weight_here(c, home, token, word); };
+        const auto here = [&] { return is_weight_here(c, source_rank, token, word); };
         bool came = true;
         if (now.entry >= 0 && !here())
             came =
-                may_wait && wait_for(c.round, Phase::notice, home, c.round.tag, here, [&] { return static_cast<i64>(signal_tag(word)); });
+                may_wait && wait_for(c.round, Phase::header, source_rank, c.round.tag, here, [&] { return static_cast<i64>(signal_tag(word)); });
         now.weight = weight_in(word);
         return __all_sync(kAllLanes, came);
     }
@@ -153,14 +153,14 @@ struct Reduce {
             failed = may_wait;
             return false;
         }
-        row = c.has_sums() ? reinterpret_cast<u8*>(c.a.sums) + made() * c.sum_pitch() : c.staged_row(c.me(), units.home(now.turn), made());
+        row = c.has_reduced_rows() ? reinterpret_cast<u8*>(c.a.reduced_rows) + made() * c.sum_pitch() : c.staged_row(c.me(), work_list.source_rank(now.step), made());
         if (c.a.weight_grads != 0) stage_grads(now.entry);
         return true;
     }
 
     MOECOMM_FN void load(Step& s, bool may_wait) {
         s.to = nullptr;
-        if (failed || now.turn == units.turns) return;
+        if (failed || now.step == work_list.turns) return;
         const u32 named = __ballot_sync(kAllLanes, now.entry >= 0);
         if (left == 0) {
             if (row == nullptr && !begin_row(may_wait)) return;
@@ -181,7 +181,7 @@ struct Reduce {
         if (piece == 0 && kPieces > 1) look_up(next);
         if (++piece < kPieces) return;
         piece = 0;
-        if (next.turn > now.turn) s.through = next.turn - 1;
+        if (next.step > now.step) s.through = next.step - 1;
         row = nullptr;
         go_on();
     }
@@ -237,7 +237,7 @@ struct Reduce {
 
     // False when a place in the ring did not become free, or a weight did not come.
     MOECOMM_FN bool run() {
-        pass(now.turn - 1);
+        pass(now.step - 1);
         clear();
         Step one, other;
         load(one, true);
@@ -261,17 +261,17 @@ struct Reduce {
         } else {
             grad = entry >= 0 ? grads[entry] : 0.0f;
         }
-        reinterpret_cast<float*>(row + (c.has_sums() ? c.sum_pitch() - cfg.grads_bytes() : c.grads_at()))[lane_id()] = grad;
+        reinterpret_cast<float*>(row + (c.has_reduced_rows() ? c.sum_pitch() - cfg.grads_bytes() : c.grads_at()))[lane_id()] = grad;
     }
 
     // This warp is through with all turns up to `last`.
     MOECOMM_FN void pass(i32 last) {
-        for (; told <= last; ++told) {
+        for (; signaled <= last; ++signaled) {
             if constexpr (cfg.flag_warps > 0) {
                 __syncwarp();  // all lanes have stored
-                if (lane_id() == 0) c.shared.staged.arrive(c.round, told);
-            } else if (complete_turn(c.shared.staged, c.round, told) && lane_id() == 0) {
-                units.tell(told);
+                if (lane_id() == 0) c.shared.staged.arrive(c.round, signaled);
+            } else if (complete_step(c.shared.staged, c.round, signaled) && lane_id() == 0) {
+                work_list.tell(signaled);
             }
         }
     }
@@ -281,7 +281,7 @@ struct Reduce {
 template <class Call>
 MOECOMM_FN bool reduce(const Call& c) {
     if constexpr (Call::cfg.domains() > 1) {
-        if (!await_heard(c)) return false;
+        if (!await_headers_seen(c)) return false;
     }
     return Reduce<Call>(c).run();
 }

@@ -24,32 +24,32 @@ MOECOMM_FN void post_weights(const Call& c) {
 // from where they lie for ourselves.  Every warp writes all there, each the same words, so that none waits for what others write.
 template <class Call>
 MOECOMM_FN bool put_weights(const Call& c, i32 peer) {
-    constexpr i32 kTogether = 8;
+    constexpr i32 kBatch = 8;
     const auto* weights = reinterpret_cast<const u32*>(c.a.topk_weights);
     const i32 entries = c.a.num_tokens * Call::cfg.topk;
     const u64 first = weight_at(c.window(), c.shape(), c.round.tag, c.me(), 0);
 #pragma unroll 1
-    for (i32 base = lane_id(); base < entries; base += kTogether * kWarp) {
-        u32 bits[kTogether];
+    for (i32 base = lane_id(); base < entries; base += kBatch * kWarp) {
+        u32 bits[kBatch];
 #pragma unroll
-        for (i32 i = 0; i < kTogether; ++i)
+        for (i32 i = 0; i < kBatch; ++i)
             if (base + i * kWarp < entries) bits[i] = weights[base + i * kWarp];
 #pragma unroll
-        for (i32 i = 0; i < kTogether; ++i)
+        for (i32 i = 0; i < kBatch; ++i)
             if (const i32 entry = base + i * kWarp; entry < entries)
                 c.transport.post(c.me(), first + entry * sizeof(u64), word_signal(c.round.tag, bits[i]));
     }
     __syncwarp();
-    return entries == 0 || put(c, c.transport, Phase::notice, peer, first, first, entries * sizeof(u64));
+    return entries == 0 || put(c, c.transport, Phase::header, peer, first, first, entries * sizeof(u64));
 }
 
 // By lane k: whether the weight of the k-th expert of a token of `home` is here, in `word` then.  In a void round, where it may never come,
 // any will do: what is made with it goes nowhere.
 template <class Call>
-MOECOMM_FN bool is_weight_here(const Call& c, i32 home, i32 token, u64& word) {
-    const volatile i32& is_void = c.shared.is_void;
-    word = load_relaxed(own<const u64>(c.a.ctx, weight_at(c.window(), c.shape(), c.round.tag, home, token * Call::cfg.topk + lane_id())));
-    return signal_tag(word) == c.round.tag || is_void != 0;
+MOECOMM_FN bool is_weight_here(const Call& c, i32 source_rank, i32 token, u64& word) {
+    const volatile i32& is_invalid = c.shared.is_invalid;
+    word = load_relaxed(own<const u64>(c.a.ctx, weight_at(c.window(), c.shape(), c.round.tag, source_rank, token * Call::cfg.topk + lane_id())));
+    return signal_tag(word) == c.round.tag || is_invalid != 0;
 }
 MOECOMM_FN float weight_in(u64 word) { return __uint_as_float(signal_word(word)); }
 

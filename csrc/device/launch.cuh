@@ -42,7 +42,7 @@ MOECOMM_FN bool not_aborted(const Round& r, const Begin& begin, Phase phase) {
 }
 // The same for a kernel that is a round; it counts.
 MOECOMM_FN bool begin_round(const Round& r, const Begin& begin, i32 threads) {
-    if (!not_aborted(r, begin, Phase::notice)) return false;
+    if (!not_aborted(r, begin, Phase::header)) return false;
     if (static_cast<i32>(threadIdx.x) == threads - 1) count_round(r.ctx, r.tag);
     return true;
 }

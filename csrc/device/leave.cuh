@@ -9,7 +9,7 @@ namespace moecomm {
 struct LeaveArgs {
     u64 window, link;  // ours
     u64 signals;       // WindowLayout::signals
-    u64 mail, bytes;   // in every window; in ours it lies there
+    u64 tagged_words, bytes;   // in every window; in ours it lies there
     u64 abort_here, abort_host, timeout_ns;
     i32 rank, ranks, domain_ranks, pad;
 };
@@ -42,9 +42,9 @@ MOECOMM_FN void leave(const LeaveArgs& a) {
         bool goes = true;
         if (speaks) goes = await_poll(deadline, [&] { return transport.has_room(peer, 2); });
         if (!__all_sync(kAllLanes, goes)) return;
-        transport.put(peer, a.mail, a.mail, a.bytes);
+        transport.put(peer, a.tagged_words, a.tagged_words, a.bytes);
         if (!speaks) continue;
-        transport.add(peer, mail_signal(a.rank), tag_signal(kTagStep));  // mail_value
+        transport.add(peer, tagged_words_signal(a.rank), tag_signal(kTagStep));  // tagged_words_value
         u64 ticket[2];
         transport.sent_begin(peer, ticket);
         await_poll(deadline, [&] { return transport.sent_ended(peer, ticket); });

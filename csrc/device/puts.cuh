@@ -13,11 +13,11 @@ struct Puts : Lsa {
     MOECOMM_FN explicit Puts(const Context& context, i32 = 0) : Lsa{context} {}
 
     MOECOMM_FN static i32 channels() { return 1; }
-    MOECOMM_FN u8* far(i32 rank, u64 offset) const { return reinterpret_cast<u8*>(reinterpret_cast<const u64*>(ctx.link)[rank] + offset); }
+    MOECOMM_FN u8* scaleout_ranks(i32 rank, u64 offset) const { return reinterpret_cast<u8*>(reinterpret_cast<const u64*>(ctx.link)[rank] + offset); }
 
     // The bytes are there, but for who has not seen a later `add`.
     MOECOMM_FN void put(i32 peer, u64 to, u64 from, u64 bytes) const {
-        u8* there = far(peer, to);
+        u8* there = scaleout_ranks(peer, to);
         i32 lane;  // asked for anew, so that what depends on it is not kept in registers from one put to the next
         asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
         const u8* here = local<const u8>(from);
@@ -30,19 +30,19 @@ struct Puts : Lsa {
         __syncwarp();  // what any lane signals from now on comes after it
     }
     MOECOMM_FN static void copy_lines(u8* there, const u8* here, u64 bytes, i32 lane) {
-        constexpr i32 kTogether = 4;
-        for (u64 first = lane * 16; first < bytes; first += kTogether * kWarp * 16) {
-            ulonglong2 words[kTogether];
+        constexpr i32 kBatch = 4;
+        for (u64 first = lane * 16; first < bytes; first += kBatch * kWarp * 16) {
+            ulonglong2 words[kBatch];
 #pragma unroll
-            for (i32 i = 0; i < kTogether; ++i)
+            for (i32 i = 0; i < kBatch; ++i)
                 if (first + i * kWarp * 16 < bytes) words[i] = load_line_words(here + first + i * kWarp * 16);
 #pragma unroll
-            for (i32 i = 0; i < kTogether; ++i)
+            for (i32 i = 0; i < kBatch; ++i)
                 if (first + i * kWarp * 16 < bytes) store_line_words(there + first + i * kWarp * 16, words[i]);
         }
     }
     MOECOMM_FN void add(i32 peer, u64 which, u64 amount) const {
-        add_release(reinterpret_cast<u64*>(far(peer, signal_at(ctx.window, which))), amount);
+        add_release(reinterpret_cast<u64*>(scaleout_ranks(peer, signal_at(ctx.window, which))), amount);
     }
     MOECOMM_FN u64 signal_value(u64 which) const { return load_acquire(local<const u64>(signal_at(ctx.window, which))); }
     MOECOMM_FN i32 has_room(i32, i32) const { return 1; }

@@ -51,8 +51,8 @@ struct Lsa {
 
 // A rank's peers in the order it serves them: first the one after it, itself last, so that not everybody writes to the same rank at once.
 template <i32 ranks>
-MOECOMM_FN i32 rotated(i32 me, i32 turn) {
-    return (me + 1 + turn) % ranks;
+MOECOMM_FN i32 rotated(i32 me, i32 step) {
+    return (me + 1 + step) % ranks;
 }
 
 }  // namespace moecomm

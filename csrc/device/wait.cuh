@@ -24,7 +24,7 @@ MOECOMM_FN Deadline deadline_of(const Context& ctx) {
 }
 
 // Fills the record unless it still holds an earlier failure; the code last, so that the host reads a whole record or none.
-MOECOMM_FN void write_record(const Round& r, Phase phase, const Verdict& v, u64 waited_ns) {
+MOECOMM_FN void write_record(const Round& r, Phase phase, const ValidationResult& v, u64 waited_ns) {
     auto* record = reinterpret_cast<FailureRecord*>(r.ctx.record);
     if (load_relaxed(&record->code) != 0) return;
     record->op = static_cast<u32>(r.op);
@@ -47,8 +47,8 @@ MOECOMM_FN bool claim_record(const Round& r) {
 }
 
 // The ranks disagree, or one of them had bad input: said once, and the Buffer goes on.
-MOECOMM_FN void report_void(const Round& r, const Verdict& v) {
-    if (claim_record(r)) write_record(r, Phase::notice, v, 0);
+MOECOMM_FN void report_invalid(const Round& r, const ValidationResult& v) {
+    if (claim_record(r)) write_record(r, Phase::header, v, 0);
 }
 
 // A wait has ended without what it waited for: leaves the record, and makes all our other waits and those of every peer end.

@@ -11,19 +11,19 @@ MOECOMM_FN bool sum_counts(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     constexpr i32 bits = cfg.packet_lines > 0 ? kWantedWords : 0;
     for (i32 column = c.team_thread(); column < cfg.columns() + bits; column += c.kTeam) {
-        const u64 first = mail_word(c.round, 0, kNoticeWords + column);
-        const i64 stride = static_cast<i64>(mail_word(c.round, 1, 0) - mail_word(c.round, 0, 0));
+        const u64 first = tagged_word(c.round, 0, kHeaderWords + column);
+        const i64 stride = static_cast<i64>(tagged_word(c.round, 1, 0) - tagged_word(c.round, 0, 0));
         i32 polls = 0, total = 0, before = 0;
         const i32 local = column - c.me() * cfg.experts_here();
         const bool came = await_words(
             c.round, first, stride, cfg.ranks, [](i32 source) { return source; },
-            [&](i32 late) { return ++polls % 16 == 0 && calls_otherwise(c.round, late, c.shared.mine); },
+            [&](i32 missing_peer) { return ++polls % 16 == 0 && calls_otherwise(c.round, missing_peer, c.shared.mine); },
             [&](i32 source, u32 word) {
                 if (column >= cfg.columns()) {
                     c.shared.coming[source][column - cfg.columns()] = word;
                     return;
                 }
-                if ((cfg.packet_lines > 0 || cfg.slips) && local >= 0 && local < cfg.experts_here())
+                if ((cfg.packet_lines > 0 || cfg.descriptors) && local >= 0 && local < cfg.experts_here())
                     c.shared.into[source * cfg.experts_here() + local] = total;
                 if (column == cfg.experts + c.me()) c.shared.slots_before[source] = total;
                 total += static_cast<i32>(word);
@@ -45,7 +45,7 @@ MOECOMM_FN void place_groups(const Call& c, i32 rank) {
     constexpr DispatchConfig cfg = Call::cfg;
     constexpr bool batched = cfg.layout == Layout::batched;
     constexpr i32 each = ceil_div(cfg.experts_here(), kWarp);
-    const i32 group = batched_group(c.shared.notices[rank].max_rows, cfg.experts_here());
+    const i32 group = batched_group(c.shared.headers[rank].max_rows, cfg.experts_here());
     const i32 first = lane_id() * each, groups = min(max(cfg.experts_here() - first, 0), each);
     i32* const base = c.shared.base + rank * cfg.experts_here() + first;
     i32* const filled = rank == c.me() ? c.shared.filled + first : nullptr;
@@ -83,27 +83,27 @@ MOECOMM_FN void place_groups(const Call& c, i32 rank) {
 }
 
 template <class Call>
-MOECOMM_FN Verdict judge_rows(const Call& c, i32 rank) {
+MOECOMM_FN ValidationResult judge_rows(const Call& c, i32 rank) {
     constexpr DispatchConfig cfg = Call::cfg;
     const bool batched = cfg.layout == Layout::batched;
-    const i32 offered = c.shared.notices[rank].max_rows;
-    const i64 needed = c.shared.needed[rank], limit = batched ? batched_group(offered, cfg.experts_here()) : offered;
+    const i32 published = c.shared.headers[rank].max_rows;
+    const i64 needed = c.shared.needed[rank], limit = batched ? batched_group(published, cfg.experts_here()) : published;
     if (needed <= limit) return {Failure::none, Argument::none, -1, 0, 0};
-    return {Failure::bad_input, batched ? batched_objection(c.shape(), limit) : Argument::max_rows, rank, limit, needed};
+    return {Failure::bad_input, batched ? batched_error(c.shape(), limit) : Argument::max_rows, rank, limit, needed};
 }
 
 // Objections in the order of the ranks, notices before rows: the n-th of 2 * ranks.
 template <class Call>
-MOECOMM_FN Verdict judge(const Call& c, i32 nth) {
+MOECOMM_FN ValidationResult judge(const Call& c, i32 nth) {
     constexpr DispatchConfig cfg = Call::cfg;
-    return nth < cfg.ranks ? judge_notice(c.shared.notices[c.me()], c.shared.notices[nth], nth, cfg.experts)
+    return nth < cfg.ranks ? validate_header(c.shared.headers[c.me()], c.shared.headers[nth], nth, cfg.experts)
                            : judge_rows(c, nth - cfg.ranks);
 }
 
 // After agree(): nobody objects, so rows move.
 template <class Call>
 MOECOMM_FN bool goes_on(const Call& c) {
-    return c.shared.objection == 2 * Call::cfg.ranks;
+    return c.shared.first_error == 2 * Call::cfg.ranks;
 }
 
 // The team of every block.  False when the round has failed.
@@ -112,14 +112,14 @@ MOECOMM_FN bool agree(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     bool came = true;
     if constexpr (cfg.domains() > 1) {
-        came = await_mail(c, c.team_thread(), c.kTeam);
+        came = await_tagged_words(c, c.team_thread(), c.kTeam);
         if (c.team_any(!came)) return false;
     }
     if constexpr (!cfg.repeat) came = sum_counts(c);
-    came = await_notices(c.round, c.shared.notices, c.kTeam - 1 - c.team_thread(), c.kTeam) && came;
+    came = await_headers(c.round, c.shared.headers, c.kTeam - 1 - c.team_thread(), c.kTeam) && came;
     if (c.team_any(!came)) return false;
     const auto object = [&](i32 nth) {
-        if (judge(c, nth).failure != Failure::none) atomicMin(&c.shared.objection, nth);
+        if (judge(c, nth).failure != Failure::none) atomicMin(&c.shared.first_error, nth);
     };
     for (i32 rank = c.team_warp(); rank < cfg.ranks; rank += c.kTeamWarps) {
         if constexpr (!cfg.repeat && cfg.layout == Layout::flat) c.shared.needed[rank] = c.shared.total[cfg.experts + rank];
@@ -127,11 +127,11 @@ MOECOMM_FN bool agree(const Call& c) {
         if (lane_id() != 0) continue;
         object(rank);
         if constexpr (!cfg.repeat) object(cfg.ranks + rank);
-        const Notice& from = c.shared.notices[rank];
+        const RoundHeader& from = c.shared.headers[rank];
         c.shared.sources[rank] = {from.num_tokens, from.chunk_tokens, from.blocks, from.pitch != 0};
     }
     c.team_any(false);
-    if (!goes_on(c) && blockIdx.x == 0 && c.team_thread() == 0) report_void(c.round, judge(c, c.shared.objection));
+    if (!goes_on(c) && blockIdx.x == 0 && c.team_thread() == 0) report_invalid(c.round, judge(c, c.shared.first_error));
     return true;
 }
 

@@ -6,7 +6,7 @@ namespace moecomm {
 
 // By one thread: what is known before counting.
 template <class Call>
-MOECOMM_FN void fill_notice(const Call& c, Notice& n) {
+MOECOMM_FN void fill_header(const Call& c, RoundHeader& n) {
     n.op = static_cast<u32>(Op::dispatch);
     n.rejected = load_relaxed(&own_state(c.a.ctx)->rejected);
     const bool intact = !Call::cfg.repeat || is_sealed_by_kernel(c.a.route, Call::cfg.ranks);
@@ -23,10 +23,10 @@ MOECOMM_FN void fill_notice(const Call& c, Notice& n) {
     n.topk_idx = c.a.out_topk_idx;
     n.weights = c.a.out_weights;
     n.rows = c.a.out_rows;
-    if constexpr (Call::cfg.slips) {  // for who makes them
+    if constexpr (Call::cfg.descriptors) {  // for who makes them
         n.src = c.a.x;
         n.topk_idx = c.a.x_stride;
-        n.weights = c.a.landing;
+        n.weights = c.a.receive_buffer;
     }
     n.pitch = Call::cfg.packets ? Call::cfg.packets_of_row() * Call::cfg.packet_lines * kLineBytes : 0;
 }
@@ -44,14 +44,14 @@ MOECOMM_FN void announce(const Call& c) {
         c.team_any(false);
     }
     const i32 columns = cfg.repeat || !c.alone ? 0 : cfg.columns(), bits = cfg.packet_lines > 0 ? kWantedWords : 0;
-    for (i32 turn = c.nth_unpacker(); turn >= 0 && turn < cfg.ranks; turn += c.unpackers()) {
-        const i32 peer = rotated<cfg.ranks>(c.me(), turn);
-        if (!c.domains().reaches(peer)) continue;  // send_mail
-        send_notice(c.round, c.transport, peer, c.shared.mine, c.team_thread(), c.kTeam);
+    for (i32 step = c.nth_unpacker(); step >= 0 && step < cfg.ranks; step += c.unpackers()) {
+        const i32 peer = rotated<cfg.ranks>(c.me(), step);
+        if (!c.domains().reaches(peer)) continue;  // send_tagged_words
+        send_header(c.round, c.transport, peer, c.shared.mine, c.team_thread(), c.kTeam);
         for (i32 i = c.team_thread(); i < columns + bits; i += c.kTeam) {
             const i32 bit = i - columns;
             const u32 word = i < columns ? c.shared.ours[i] : cfg.packets ? c.shared.wanted[peer][bit] : 0;
-            const u64 there = mail_word(c.round, c.me(), kNoticeWords + (i < columns ? i : cfg.columns() + bit));
+            const u64 there = tagged_word(c.round, c.me(), kHeaderWords + (i < columns ? i : cfg.columns() + bit));
             c.transport.post(peer, there, word_signal(c.round.tag, word));
         }
     }

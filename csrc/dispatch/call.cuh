@@ -12,21 +12,21 @@ namespace moecomm {
 
 // A receive warp's own: pieces of rows that are copied, and the rows of the tokens of a chunk.
 template <DispatchConfig cfg>
-struct SpreadRing {
-    alignas(128) u8 data[cfg.spread_slots][cfg.spread_bytes];
-    u64 full[cfg.spread_slots];
-    i32 rows[cfg.spreads() ? kMaxChunk * cfg.topk : 1];
+struct ReplicateRing {
+    alignas(128) u8 data[cfg.replicate_slots][cfg.replicate_bytes];
+    u64 full[cfg.replicate_slots];
+    i32 rows[cfg.replicates() ? kMaxChunk * cfg.topk : 1];
 };
 
 // A relay warp's own: pieces of rows on their way from where they have landed.  Behind DispatchShared, where there are several domains.
 template <DispatchConfig cfg>
-struct RelayRing {
-    static constexpr i32 kSlots = cfg.relay_slots > 0 ? cfg.relay_slots : 1;
-    alignas(128) u8 data[kSlots][cfg.relay_bytes > 0 ? cfg.relay_bytes : 16];
+struct ForwardRing {
+    static constexpr i32 kSlots = cfg.forward_slots > 0 ? cfg.forward_slots : 1;
+    alignas(128) u8 data[kSlots][cfg.forward_bytes > 0 ? cfg.forward_bytes : 16];
     u64 full[kSlots];
 };
 
-// Who sends what, and in which order it comes: see Notice::blocks.
+// Who sends what, and in which order it comes: see RoundHeader::blocks.
 struct Source {
     i32 num_tokens, chunk_tokens, blocks;
     bool packets;  // its rows come in packets, not in chunks
@@ -45,7 +45,7 @@ constexpr i32 kCasts = 2;  // rows of a warp that have been cast and are under w
 
 template <DispatchConfig cfg>
 struct DispatchShared {
-    static constexpr bool kMovesRows = cfg.send_warps > 0 && !cfg.packets && !cfg.slips;
+    static constexpr bool kMovesRows = cfg.send_warps > 0 && !cfg.packets && !cfg.descriptors;
     static constexpr i32 kSendWarps = kMovesRows ? cfg.send_warps : 1, kSlots = cfg.ring_slots;
 
     // Pieces of rows on their way.  The places that nothing is under way to at first hold the counters of the warps that count; where rows
@@ -53,13 +53,13 @@ struct DispatchShared {
     alignas(128) u8 ring[kSlots][kSendWarps][kMovesRows ? cfg.piece_bytes() : 16];
     PacketRing<cfg> packets[cfg.packets ? cfg.send_warps : 1];
     alignas(128) u8 cast[kSendWarps][kCasts][cfg.quantize && kMovesRows ? cfg.hidden : 16];
-    alignas(128) u8 counters[cfg.count_beside > 0 ? cfg.count_beside : 1];
-    SpreadRing<cfg> spread[cfg.spreads() ? cfg.receive_warps : 1];
+    alignas(128) u8 counters[cfg.count_bytes > 0 ? cfg.count_bytes : 1];
+    ReplicateRing<cfg> replicate[cfg.replicates() ? cfg.receive_warps : 1];
     u64 full[kSlots][kSendWarps];
     i64 needed[cfg.ranks];  // rows at each rank; batched: the first count that is too large, else 0
     DispatchArgs args;
-    Notice mine;
-    Notice notices[cfg.ranks];
+    RoundHeader mine;
+    RoundHeader headers[cfg.ranks];
     Source sources[cfg.ranks];
     i32 before[cfg.columns()];       // by column, ours: of the tokens before this block's
     i32 ours[cfg.columns()];         // of all our tokens
@@ -67,16 +67,16 @@ struct DispatchShared {
     i32 total[cfg.columns()];        // of all ranks
     i32 filled[cfg.experts_here()];  // end of the rows of each expert here, padding not included
     u32 bad;                         // the first bad entry of our input, 0 if none
-    i32 objection;                   // the first rank that makes the round void: by its notice, or + ranks by its rows; else 2 * ranks
+    i32 first_error;                   // the first rank that makes the round void: by its notice, or + ranks by its rows; else 2 * ranks
     // Where rows come in packets, or slips do: by source and expert here, the rows of the sources before.  Packets: the same of flat rows,
     // and, a bit a token, what comes from a source, and what of ours is for a rank.
-    i32 into[cfg.packet_lines > 0 || cfg.slips ? cfg.experts : 1];
+    i32 into[cfg.packet_lines > 0 || cfg.descriptors ? cfg.experts : 1];
     i32 slots_before[cfg.ranks + 1];
     u32 coming[cfg.ranks][kWantedWords];
     u32 wanted[cfg.ranks][kWantedWords];
     bool agreed;  // all mail has come
     Begin begin;
-    Turns<kSendWarps + cfg.describe_warps> sent;  // chunks of this block, or all of them
+    StepCounters<kSendWarps + cfg.metadata_warps> sent;  // chunks of this block, or all of them
     alignas(16) u32 scales[kSendWarps][kCasts][align_up(cfg.quantize ? ceil_div(cfg.hidden, kQuantGroup) : 1, 4)];
 };
 
@@ -106,7 +106,7 @@ struct DispatchCall {
     static constexpr i32 kTeamWarps = kTeam / kWarp;
     MOECOMM_FN static i32 team_thread() { return threadIdx.x - kTeamFirst; }
     MOECOMM_FN static i32 team_warp() { return warp_id() - kTeamFirst / kWarp; }
-    MOECOMM_FN static bool team_any(bool here) { return cfg.packets ? meet_any(1, kTeam, here) : __syncthreads_or(here); }
+    MOECOMM_FN static bool team_any(bool here) { return cfg.packets ? sync_any(1, kTeam, here) : __syncthreads_or(here); }
 
     MOECOMM_FN i32 first_unpacker() const { return senders < static_cast<i32>(gridDim.x) ? senders : 0; }
     MOECOMM_FN i32 unpackers() const { return gridDim.x - first_unpacker(); }
@@ -114,19 +114,19 @@ struct DispatchCall {
     MOECOMM_FN i32 nth_unpacker() const { return static_cast<i32>(blockIdx.x) - first_unpacker(); }
 
     MOECOMM_FN i32 me() const { return a.ctx.rank; }
-    MOECOMM_FN auto domains() const { return Domains<cfg.ranks, cfg.near()>{me()}; }
+    MOECOMM_FN auto domains() const { return Domains<cfg.ranks, cfg.scaleup_ranks()>{me()}; }
     // How what crosses to other domains goes: each block has a channel, as far as there are channels.
     MOECOMM_FN Transport channel() const { return Transport{a.ctx, static_cast<i32>(blockIdx.x) % transport.channels()}; }
     MOECOMM_FN i32 posters() const {
-        return ceil_div(static_cast<i32>(gridDim.x), transport.channels()) * (cfg.put_warps + cfg.relay_warps);
+        return ceil_div(static_cast<i32>(gridDim.x), transport.channels()) * (cfg.put_warps + cfg.forward_warps);
     }
     // Whether our rows, or those of a source of another domain, go straight to their owners.
-    MOECOMM_FN bool straight() const { return cfg.part == Part::whole && goes_straight(shape(), a.num_tokens); }
-    MOECOMM_FN bool straight_from(i32 source) const {
-        return cfg.part == Part::whole && goes_straight(shape(), shared.sources[source].num_tokens);
+    MOECOMM_FN bool direct() const { return cfg.part == Part::whole && goes_direct(shape(), a.num_tokens); }
+    MOECOMM_FN bool direct_from(i32 source) const {
+        return cfg.part == Part::whole && goes_direct(shape(), shared.sources[source].num_tokens);
     }
-    MOECOMM_FN auto* relay_rings() const {
-        return reinterpret_cast<RelayRing<cfg>*>(reinterpret_cast<u8*>(&shared) + align_up<i32>(sizeof(shared), 128));
+    MOECOMM_FN auto* forward_rings() const {
+        return reinterpret_cast<ForwardRing<cfg>*>(reinterpret_cast<u8*>(&shared) + align_up<i32>(sizeof(shared), 128));
     }
     MOECOMM_FN const WindowLayout& window() const { return a.ctx.window; }
     MOECOMM_FN const Shape& shape() const { return a.ctx.shape; }
@@ -134,7 +134,7 @@ struct DispatchCall {
 
     // By column, of one of the warps that count: at first its entries, then those of the warps before it, then the next row.
     MOECOMM_FN i32* counters(i32 warp) const {
-        if (cfg.count_beside > 0) return reinterpret_cast<i32*>(shared.counters) + warp * cfg.columns();
+        if (cfg.count_bytes > 0) return reinterpret_cast<i32*>(shared.counters) + warp * cfg.columns();
         if (cfg.quantize) return reinterpret_cast<i32*>(shared.cast[warp][kCasts - 1]);
         return reinterpret_cast<i32*>(shared.ring[cfg.slots_ahead()][0]) + warp * cfg.columns();
     }
@@ -146,13 +146,13 @@ struct DispatchCall {
     // Of shared.sent: how many, and that of the n-th chunk of the block.
     MOECOMM_FN i32 turns() const {
         const i32 chunks = share.end_chunk - share.first_chunk;
-        return cfg.tells_early() ? chunks : min(chunks, 1);
+        return cfg.signals_early() ? chunks : min(chunks, 1);
     }
-    MOECOMM_FN static i32 turn_of(i32 n) { return cfg.tells_early() ? n : 0; }
+    MOECOMM_FN static i32 rotation_step_of(i32 n) { return cfg.signals_early() ? n : 0; }
     MOECOMM_FN u32* range(i32 rank, i32 chunk) const { return transport.template local<u32>(range_at(window(), shape(), rank, chunk)); }
 
     MOECOMM_FN i64 id_at(i64 entry) const {
-        if constexpr (cfg.slips) {  // not through the first-level cache: nothing has been waited for since the launch
+        if constexpr (cfg.descriptors) {  // not through the first-level cache: nothing has been waited for since the launch
             if constexpr (cfg.idx_bytes == 8) return static_cast<i64>(load_relaxed(reinterpret_cast<const u64*>(a.topk_idx) + entry));
             return static_cast<i32>(load_relaxed(reinterpret_cast<const u32*>(a.topk_idx) + entry));
         }

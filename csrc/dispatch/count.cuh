@@ -106,9 +106,9 @@ MOECOMM_FN bool sum_column(const Call& c, i32 column) {
     }
     for (i32 block = lane_id(); !counts && block < blocks; block += kWarp)
         c.transport.post(c.me(), place(block) + to_summed, word_signal(c.round.tag, worst));
-    const u64 there = mail_at(c.window(), cfg.ranks, c.round.tag, c.me()) + (kNoticeWords + column) * sizeof(u64);
-    for (i32 turn = lane_id(); counts && turn < cfg.ranks; turn += kWarp) {
-        const i32 peer = rotated<cfg.ranks>(c.me(), turn);
+    const u64 there = tagged_words_at(c.window(), cfg.ranks, c.round.tag, c.me()) + (kHeaderWords + column) * sizeof(u64);
+    for (i32 step = lane_id(); counts && step < cfg.ranks; step += kWarp) {
+        const i32 peer = rotated<cfg.ranks>(c.me(), step);
         if (c.domains().reaches(peer)) c.transport.post(peer, there, word_signal(c.round.tag, sum));
     }
     return true;

@@ -22,20 +22,20 @@ template <class Shared, class Call>
 MOECOMM_FN void prepare_block(Shared& shared, const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
 #pragma unroll 1
-    for (i32 i = threadIdx.x; i < (cfg.slips ? 0 : cfg.send_warps * cfg.ring_slots); i += cfg.threads())
+    for (i32 i = threadIdx.x; i < (cfg.descriptors ? 0 : cfg.send_warps * cfg.ring_slots); i += cfg.threads())
         barrier_init(cfg.packets ? &shared.packets[i / cfg.ring_slots].full[i % cfg.ring_slots] : &shared.full[0][0] + i, 1);
 #pragma unroll 1
-    for (i32 i = threadIdx.x; i < (cfg.spreads() ? cfg.receive_warps * cfg.spread_slots : 0); i += cfg.threads())
-        barrier_init(&shared.spread[i / cfg.spread_slots].full[i % cfg.spread_slots], 1);
+    for (i32 i = threadIdx.x; i < (cfg.replicates() ? cfg.receive_warps * cfg.replicate_slots : 0); i += cfg.threads())
+        barrier_init(&shared.replicate[i / cfg.replicate_slots].full[i % cfg.replicate_slots], 1);
     if constexpr (cfg.domains() > 1) {
-        for (i32 i = threadIdx.x; i < cfg.relay_warps * cfg.relay_slots; i += cfg.threads())
-            barrier_init(&c.relay_rings()[i / cfg.relay_slots].full[i % cfg.relay_slots], 1);
+        for (i32 i = threadIdx.x; i < cfg.forward_warps * cfg.forward_slots; i += cfg.threads())
+            barrier_init(&c.forward_rings()[i / cfg.forward_slots].full[i % cfg.forward_slots], 1);
     }
 #pragma unroll 1
-    for (i32 i = threadIdx.x; i < kTurnsOpen; i += cfg.threads()) shared.sent.done[i] = 0;
+    for (i32 i = threadIdx.x; i < kOpenSteps; i += cfg.threads()) shared.sent.done[i] = 0;
     if (threadIdx.x == 0) {
         shared.bad = 0;
-        shared.objection = 2 * cfg.ranks;
+        shared.first_error = 2 * cfg.ranks;
     }
     if constexpr (!cfg.repeat && cfg.send_warps > 0) clear_counters(shared, c);
     barrier_init_done();
@@ -44,25 +44,25 @@ MOECOMM_FN void prepare_block(Shared& shared, const Call& c) {
 template <class Call>
 MOECOMM_FN void move_rows(const Call& c, Sender<Call>& sender) {
     constexpr DispatchConfig cfg = Call::cfg;
-    constexpr i32 receivers = cfg.send_warps, describers = receivers + cfg.receive_warps, flaggers = describers + cfg.describe_warps;
-    constexpr i32 putters = flaggers + cfg.flag_warps, relays = putters + cfg.put_warps;
-    settle_share(c);
+    constexpr i32 receivers = cfg.send_warps, metadata_threads = receivers + cfg.receive_warps, flaggers = metadata_threads + cfg.metadata_warps;
+    constexpr i32 putters = flaggers + cfg.flag_warps, forwarders = putters + cfg.put_warps;
+    finalize_share(c);
     if constexpr (cfg.domains() > 1 && cfg.part == Part::begin) {
-        if (blockIdx.x == 0) keep_notices(c);
+        if (blockIdx.x == 0) save_headers(c);
     }
     if (warp_id() < receivers) {
         send(c, sender);
         if (blockIdx.x == 0) write_counts(c);
         clear_padding(c);
-    } else if (warp_id() < describers) {
+    } else if (warp_id() < metadata_threads) {
         receive(c);
     } else if (warp_id() < flaggers) {
-        if constexpr (cfg.describe_warps > 0) describe(c);
+        if constexpr (cfg.metadata_warps > 0) write_metadata(c);
         clear_unused(c, c.shared.needed[c.me()], blockIdx.x * kWarp + lane_id(), gridDim.x * kWarp);  // our rows are still on their way
     } else if (cfg.domains() == 1 || warp_id() < putters) {
         raise_flags(c);
     } else if constexpr (cfg.domains() > 1) {
-        warp_id() < relays ? put_letters(c, warp_id() - putters) : relay(c, warp_id() - relays);
+        warp_id() < forwarders ? put_send_slots(c, warp_id() - putters) : forwarder(c, warp_id() - forwarders);
     }
     if constexpr (cfg.receive_warps == 0 && cfg.part == Part::whole) await_all(c);
 }
@@ -76,7 +76,7 @@ MOECOMM_FN void run(const Call& c, Sender<Call>& sender) {
         if (!c.alone && !sum_blocks(c, [&] { sender.cast_ahead(1); })) return;
     }
     announce(c);
-    if constexpr (cfg.domains() > 1) send_mail(c, kNoticeWords + (cfg.repeat ? 0 : cfg.columns()));
+    if constexpr (cfg.domains() > 1) send_tagged_words(c, kHeaderWords + (cfg.repeat ? 0 : cfg.columns()));
     place_share(c);
     sender.cast_ahead(sender.kPieces);
     if (!agree(c)) return;
@@ -97,13 +97,13 @@ MOECOMM_FN void run(const Call& c, Packets<Call>& packets) {
     bool agreed;
     if (sends) {
         packets.send_all();
-        meet(2, cfg.threads());
+        sync_threads(2, cfg.threads());
         agreed = c.shared.agreed;
     } else {
         announce(c);
         agreed = agree(c);
         if (c.team_thread() == 0) c.shared.agreed = agreed;
-        be_met(2, cfg.threads());
+        arrive_at(2, cfg.threads());
     }
     let_next_kernel_launch();
     if (!agreed) return;
@@ -126,14 +126,14 @@ MOECOMM_FN void run(const Call& c, Packets<Call>& packets) {
 
 // The same where slips travel: what is before us in the stream goes on meanwhile.
 template <class Call>
-MOECOMM_FN void run(const Call& c, const Slips<Call>&) {
+MOECOMM_FN void run(const Call& c, const PublishedRows<Call>&) {
     if (!begin_round(c.round, c.shared.begin, Call::cfg.threads())) return;
     if (!c.alone && !sum_blocks(c, [] {})) return;
     announce(c);
-    const bool ids = tells_ids(c);
+    const bool ids = publishes_ids(c);
     if (ids) {
-        tell_ids(c);
-        if (blockIdx.x == gridDim.x - 1) tell_offer(c);
+        publish_ids(c);
+        if (blockIdx.x == gridDim.x - 1) signal_published(c);
     }
     if (!agree(c)) return;
     let_next_kernel_launch();
@@ -146,16 +146,16 @@ MOECOMM_FN void run(const Call& c, const Slips<Call>&) {
         for (i32 source = blockIdx.x; source < Call::cfg.ranks; source += gridDim.x)
             if (!take_ids(c, source)) return;
     } else {
-        store_slips(c);
-        tell_slips(c);
+        store_descriptors(c);
+        signal_descriptors(c);
     }
-    if (blockIdx.x == 0) await_slips(c);
+    if (blockIdx.x == 0) await_descriptors(c);
 }
 
 // How both kernels begin.  The round is not known yet, nor is our share.
 template <DispatchConfig cfg, class Transport>
 MOECOMM_FN DispatchCall<cfg, Transport> begin_call(const DispatchArgs& args) {
-    constexpr i32 beside = cfg.relay_warps > 0 ? cfg.relay_warps * sizeof(RelayRing<cfg>) + 128 : 0;
+    constexpr i32 beside = cfg.forward_warps > 0 ? cfg.forward_warps * sizeof(ForwardRing<cfg>) + 128 : 0;
     static_assert(sizeof(DispatchShared<cfg>) + beside <= cfg.shared_bytes, "jit.py and DispatchShared disagree");
     extern __shared__ __align__(128) u8 memory[];
     auto& shared = *reinterpret_cast<DispatchShared<cfg>*>(memory);
@@ -163,14 +163,14 @@ MOECOMM_FN DispatchCall<cfg, Transport> begin_call(const DispatchArgs& args) {
     copy_args(shared.args, args, cfg.threads());
     const DispatchCall<cfg, Transport> c{a, Transport{a.ctx}, {a.ctx, Op::dispatch, 0}, shared, {}, false, static_cast<i32>(gridDim.x)};
     prepare_block(shared, c);
-    // Slips: the kernel before this one has waited for all before it, and made nothing that is read here (fused/offer.cuh).
-    if constexpr (!cfg.slips) await_earlier_kernels();
+    // PublishedRows: the kernel before this one has waited for all before it, and made nothing that is read here (fused/offer.cuh).
+    if constexpr (!cfg.descriptors) await_earlier_kernels();
     __syncthreads();
     return c;
 }
 
 // How rows go.
-template <class Call, bool packets, bool slips>
+template <class Call, bool packets, bool descriptors>
 struct ChooseMoves {
     using Type = Sender<Call>;
 };
@@ -180,14 +180,14 @@ struct ChooseMoves<Call, true, false> {
 };
 template <class Call>
 struct ChooseMoves<Call, false, true> {
-    using Type = Slips<Call>;
+    using Type = PublishedRows<Call>;
 };
 template <class Call>
-using Moves = typename ChooseMoves<Call, Call::cfg.packets, Call::cfg.slips>::Type;
+using Moves = typename ChooseMoves<Call, Call::cfg.packets, Call::cfg.descriptors>::Type;
 
 // Where a token has several rows here, at most as many blocks send: enough to fill the links, and few enough rows under way that chunks
 // are soon complete; fewer of rows that are cast, which are half as long.  All blocks receive.
-MOECOMM_BOTH constexpr i32 spread_senders(bool quantize) { return quantize ? 48 : 64; }
+MOECOMM_BOTH constexpr i32 replicate_senders(bool quantize) { return quantize ? 48 : 64; }
 
 // A launch of `workers` blocks of cfg.threads() threads with cfg.shared_bytes of dynamic shared memory.
 template <DispatchConfig cfg, class Transport>
@@ -198,21 +198,21 @@ MOECOMM_FN void dispatch(const DispatchArgs& args) {
     const DispatchArgs& a = c.a;
     if (cfg.packets) {
         c.senders = ceil_div(c.senders, 3);
-    } else if (cfg.spreads()) {
-        c.senders = min(c.senders, spread_senders(cfg.quantize));
+    } else if (cfg.replicates()) {
+        c.senders = min(c.senders, replicate_senders(cfg.quantize));
     }
     c.share = share_of_block(a.num_tokens, a.chunk_tokens, c.senders);
     c.alone = cfg.packets || gridDim.x == 1 || a.num_tokens * cfg.topk <= kAloneEntries;
     Moves<DispatchCall<cfg, Transport>> moves(c);
     for (i32 i = 0; i < cfg.slots_ahead() && warp_id() < cfg.send_warps; ++i) moves.load_next();
     if (threadIdx.x == cfg.threads() - 1) look_up_round(a.ctx, shared.begin);
-    if (threadIdx.x == cfg.threads() - (cfg.repeat ? 2 : 1) * kWarp) fill_notice(c, shared.mine);  // a repeat's loads, too
+    if (threadIdx.x == cfg.threads() - (cfg.repeat ? 2 : 1) * kWarp) fill_header(c, shared.mine);  // a repeat's loads, too
     if constexpr (!cfg.repeat) count(c);
     __syncthreads();
     c.round.tag = shared.begin.tag;
     run(c, moves);
     if (warp_id() < cfg.send_warps) moves.drop_loads();
-    if constexpr (cfg.slips) await_earlier_kernels();  // nor does the kernel after this one begin before they have ended
+    if constexpr (cfg.descriptors) await_earlier_kernels();  // nor does the kernel after this one begin before they have ended
 }
 
 // The second half of a split dispatch: what the first has not waited for.
@@ -229,15 +229,15 @@ MOECOMM_FN void dispatch_end(const DispatchArgs& args) {
         const auto* sent = reinterpret_cast<const Sent*>(a.route.sent) + p;
         shared.sources[p] = {sent->num_tokens, sent->chunk_tokens, 1, false};  // all is here, or will be soon: in any order
     }
-    if constexpr (cfg.domains() > 1) recall_notices(c);
+    if constexpr (cfg.domains() > 1) load_headers(c);
     __syncthreads();
     c.round.tag = shared.begin.tag;
     if (c.round.tag == 0) return;  // it was void
     if (!not_aborted(c.round, shared.begin, Phase::payload)) return;
     if constexpr (cfg.domains() > 1) {
-        constexpr i32 relays = cfg.warps() - cfg.relay_warps;
-        if (warp_id() >= relays) relay(c, warp_id() - relays);
-        if (warp_id() >= relays && !(cfg.layout == Layout::flat && !cfg.scale_columns)) return;
+        constexpr i32 forwarders = cfg.warps() - cfg.forward_warps;
+        if (warp_id() >= forwarders) forwarder(c, warp_id() - forwarders);
+        if (warp_id() >= forwarders && !(cfg.layout == Layout::flat && !cfg.scale_columns)) return;
     }
     if constexpr (cfg.layout == Layout::flat && !cfg.scale_columns) {
         await_all(c);

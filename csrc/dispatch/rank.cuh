@@ -12,7 +12,7 @@ MOECOMM_FN u32 lanes_with(i32 key) { return __match_any_sync(kAllLanes, key >= 0
 // ranks have agreed on: rows are then wrong, but stay inside the memory that the rank has for them.  After the agreement.
 template <class Call>
 MOECOMM_FN i32 row_inside(const Call& c, i32 rank, i32 row) {
-    return min(row, c.shared.notices[rank].max_rows - 1);
+    return min(row, c.shared.headers[rank].max_rows - 1);
 }
 
 // The chunk's flat rows at a rank, as they go into its flag.
@@ -136,16 +136,16 @@ MOECOMM_FN void place_share(const Call& c) {
 // stored.
 template <class Load, class Store>
 MOECOMM_FN void map_words(i32 from, i32 warps, i32 first, i32 end, Load load, Store store) {
-    constexpr i32 kTogether = 12;
+    constexpr i32 kBatch = 12;
     const i32 thread = threadIdx.x - from * kWarp, threads = warps * kWarp;
     if (thread < 0 || thread >= threads) return;
-    for (i32 base = first + thread; base < end; base += kTogether * threads) {
-        decltype(load(first)) words[kTogether];
+    for (i32 base = first + thread; base < end; base += kBatch * threads) {
+        decltype(load(first)) words[kBatch];
 #pragma unroll
-        for (i32 i = 0; i < kTogether; ++i)
+        for (i32 i = 0; i < kBatch; ++i)
             if (base + i * threads < end) words[i] = load(base + i * threads);
 #pragma unroll
-        for (i32 i = 0; i < kTogether; ++i)
+        for (i32 i = 0; i < kBatch; ++i)
             if (base + i * threads < end) store(base + i * threads, words[i]);
     }
 }
@@ -153,7 +153,7 @@ MOECOMM_FN void map_words(i32 from, i32 warps, i32 first, i32 end, Load load, St
 // All threads, when the round goes on: places become rows.  Entries, slots and ranges at once, by warps of their own: nothing moves before
 // all of them are through, and each takes a load that nobody hides.
 template <class Call>
-MOECOMM_FN void settle_share(const Call& c) {
+MOECOMM_FN void finalize_share(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     if constexpr (!cfg.repeat) {
         constexpr i32 of_slots = cfg.warps() > 3 ? cfg.warps() * 3 / 10 : 1, of_entries = cfg.warps() - of_slots - 1;

@@ -41,13 +41,13 @@ MOECOMM_FN bool await_chunk(const Call& c, i32 item, u64& range) {
 
 // Copies rows of a chunk to the other rows of their tokens here, through the warp's ring: loads run ahead of stores, as in Sender.
 template <class Call>
-struct Spreader {
+struct Replicator {
     static constexpr DispatchConfig cfg = Call::cfg;
-    static constexpr i32 kSlots = cfg.spread_slots, kAhead = kSlots / 2, kBytes = cfg.spread_bytes;
+    static constexpr i32 kSlots = cfg.replicate_slots, kAhead = kSlots / 2, kBytes = cfg.replicate_bytes;
     static constexpr i32 kPieces = ceil_div(cfg.row_bytes, kBytes);
 
     const Call& c;
-    SpreadRing<cfg>& ring;
+    ReplicateRing<cfg>& ring;
     i32 loaded = 0, stored = 0;  // pieces, of all chunks
 
     // A token of the chunk and a piece of its row; this lane's row of the token, and the lanes that have one.
@@ -92,7 +92,7 @@ struct Spreader {
     }
 
     // The flat rows [first, first + count), whose flag lane 0 has acquired.
-    MOECOMM_FN void spread(i32 first, i32 count) {
+    MOECOMM_FN void replicate(i32 first, i32 count) {
         const auto* rows = reinterpret_cast<const i32*>(c.a.route.rows) + static_cast<i64>(first) * cfg.topk;
         for (i32 i = lane_id(); i < count * cfg.topk; i += kWarp) ring.rows[i] = load_fresh(rows + i);
         fence_async();  // reads of the rows come after their flag
@@ -108,11 +108,11 @@ struct Spreader {
             if (more) load(loading);
             store(storing);
         }
-        if constexpr (cfg.scale_bytes > 0 && !cfg.scale_columns) spread_scales(count);
+        if constexpr (cfg.scale_bytes > 0 && !cfg.scale_columns) replicate_scales(count);
         __syncwarp();  // all lanes have read the rows
     }
 
-    MOECOMM_FN void spread_scales(i32 count) const {
+    MOECOMM_FN void replicate_scales(i32 count) const {
         u8* scales = c.transport.template local<u8>(c.a.out_scales);
         Cursor at;
         while (next(at, count)) {
@@ -151,7 +151,7 @@ template <class Call>
 MOECOMM_FN bool receive(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     const i32 warp = warp_id() - cfg.send_warps, items = incoming_items(c);
-    Spreader<Call> spreader{c, c.shared.spread[cfg.spreads() ? warp : 0]};
+    Replicator<Call> replicator{c, c.shared.replicate[cfg.replicates() ? warp : 0]};
     bool missing = false;
     for (i32 item = blockIdx.x + gridDim.x * warp; item < items; item += gridDim.x * cfg.receive_warps) {
         u64 range = 0;
@@ -159,7 +159,7 @@ MOECOMM_FN bool receive(const Call& c) {
         if (missing) break;  // after this barrier the other lanes too may read what the flag covers
         range = __shfl_sync(kAllLanes, range, 0);
         const i32 first = signal_first(range), count = signal_count(range);
-        if constexpr (cfg.spreads()) spreader.spread(first, count);
+        if constexpr (cfg.replicates()) replicator.replicate(first, count);
         if constexpr (cfg.scale_columns) place_scales(c, first, count);
     }
     bulk_wait<0>();

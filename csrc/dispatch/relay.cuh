@@ -6,13 +6,13 @@ namespace moecomm {
 
 // One relay warp: a chunk of a source of another domain after the other.
 template <class Call>
-struct Relay {
+struct Forward {
     static constexpr DispatchConfig cfg = Call::cfg;
-    static constexpr i32 kSlots = cfg.relay_slots, kBytes = cfg.relay_bytes, kPieces = ceil_div(cfg.row_bytes, kBytes);
+    static constexpr i32 kSlots = cfg.forward_slots, kBytes = cfg.forward_bytes, kPieces = ceil_div(cfg.row_bytes, kBytes);
     static_assert(kSlots == 2, "a piece is loaded while the one before it is stored");
 
     const Call& c;
-    RelayRing<cfg>& ring;
+    ForwardRing<cfg>& ring;
     i32 loaded = 0, stored = 0;  // pieces, of all tokens
 
     // A token that has landed: in lane k its k-th expert, in lane i its flat row at the i-th rank of our domain and where its row goes
@@ -32,7 +32,7 @@ struct Relay {
     // Whether this half of a dispatch relays the chunk: the first half does what others need to send all of theirs.
     MOECOMM_FN bool has_part(i32 source, i32 chunk) const {
         const Source& from = c.shared.sources[source];
-        if (chunk >= from.chunks() || c.straight_from(source)) return false;
+        if (chunk >= from.chunks() || c.direct_from(source)) return false;
         const bool owed = chunk + ring_chunks(c.shape(), from.chunk_tokens) < from.chunks();
         return cfg.part == Part::whole || owed == (cfg.part == Part::begin);
     }
@@ -47,7 +47,7 @@ struct Relay {
             const auto* mine = entries + lane_id() * sizeof(Entry) / 4;
             t.entry = {load_fresh(mine), load_fresh(mine + 1), load_fresh(mine + 2), __int_as_float(load_fresh(mine + 3))};
         }
-        if (lane_id() < cfg.near()) t.slot = load_fresh(entries + cfg.topk * sizeof(Entry) / 4 + lane_id());
+        if (lane_id() < cfg.scaleup_ranks()) t.slot = load_fresh(entries + cfg.topk * sizeof(Entry) / 4 + lane_id());
         return t;
     }
 
@@ -58,7 +58,7 @@ struct Relay {
             if constexpr (cfg.layout != Layout::flat)  // the first of the token's rows there
                 row = __shfl_sync(kAllLanes, t.entry.row, __ffs(__ballot_sync(kAllLanes, t.entry.owner == rank)) - 1);
             if (lane_id() != lane) continue;
-            const Notice& to = c.shared.notices[rank];
+            const RoundHeader& to = c.shared.headers[rank];
             t.row = c.transport.template peer_ptr<u8>(rank, to.x) + static_cast<i64>(row) * cfg.row_bytes;
             const i64 of_scales = cfg.scale_columns ? t.slot : row;
             t.scales = c.transport.template peer_ptr<u8>(rank, to.scales) + of_scales * cfg.scale_bytes;
@@ -92,13 +92,13 @@ struct Relay {
 
     // What a combine has to know of the token: nothing of one that has not landed.
     MOECOMM_FN void keep_route(i32 domain, const Token& t) const {
-        auto* kept = reinterpret_cast<i32*>(c.a.route.relayed) +
-                     (static_cast<i64>(domain) * c.shape().max_tokens + t.number) * relayed_words(c.shape());
+        auto* kept = reinterpret_cast<i32*>(c.a.route.forwarded) +
+                     (static_cast<i64>(domain) * c.shape().max_tokens + t.number) * forwarded_words(c.shape());
         if (lane_id() < cfg.topk) {
             kept[lane_id()] = t.entry.row;
             kept[cfg.topk + lane_id()] = t.entry.owner;
         }
-        if (lane_id() < cfg.near()) kept[2 * cfg.topk + lane_id()] = t.slot;
+        if (lane_id() < cfg.scaleup_ranks()) kept[2 * cfg.topk + lane_id()] = t.slot;
     }
 
     // As Ours in describe.cuh.
@@ -109,30 +109,30 @@ struct Relay {
         MOECOMM_FN i32 source() const { return rank; }
         MOECOMM_FN i32 slot_at(i32, i32 of) const { return alone < 0 || of == alone ? load_fresh(slots + of) : -1; }
     };
-    MOECOMM_FN void describe(i32 source, const Token& t, i32 alone) const {
+    MOECOMM_FN void write_metadata(i32 source, const Token& t, i32 alone) const {
         if (lane_id() >= cfg.topk) return;
         const From from{source, reinterpret_cast<const i32*>(t.at + sizeof(Landed) + cfg.topk * sizeof(Entry)) - c.domains().first(),
                         alone};
-        const Described e{t.number, lane_id(), t.entry.row, t.entry.owner, t.entry.weight};
+        const Metadata e{t.number, lane_id(), t.entry.row, t.entry.owner, t.entry.weight};
         if constexpr (cfg.layout == Layout::flat) {
-            describe_flat(c, from, e, t.entry.local);
+            write_flat_metadata(c, from, e, t.entry.local);
         } else {
-            describe_rows(c, from, e);
+            write_row_metadata(c, from, e);
         }
     }
 
     // What has come straight to us, by a chunk of a source of any other domain.
-    MOECOMM_FN bool take_straight(i32 source, i32 chunk) {
+    MOECOMM_FN bool take_direct(i32 source, i32 chunk) {
         const Source& from = c.shared.sources[source];
         bool came = true;
-        if (lane_id() == 0) came = await_straight(c, Phase::payload, source);
+        if (lane_id() == 0) came = await_direct(c, Phase::payload, source);
         if (!__all_sync(kAllLanes, came)) return false;
         fence_async();  // reads of rows come after the signal
         __syncwarp();
         const bool ours = lane_id() == c.me() - c.domains().first();
         i32 first = 0, count = 0;  // flat rows of the chunk here
         for (i32 number = chunk * from.chunk_tokens; number < min((chunk + 1) * from.chunk_tokens, from.num_tokens); ++number) {
-            Token t = read(straight_at(c.window(), c.shape(), c.round.tag, source, number), number);
+            Token t = read(direct_at(c.window(), c.shape(), c.round.tag, source, number), number);
             if (!t.comes) continue;
             if (!ours) t.slot = -1;
             if (t.entry.owner != c.me()) t.entry.owner = -1;
@@ -140,7 +140,7 @@ struct Relay {
             find_places(t);
             store_row(t);
             if constexpr (cfg.scale_bytes > 0) store_scales(t);
-            if constexpr (!cfg.repeat) describe(source, t, c.me());
+            if constexpr (!cfg.repeat) write_metadata(source, t, c.me());
         }
         bulk_wait<0>();
         __syncwarp();
@@ -150,52 +150,52 @@ struct Relay {
     }
 
     // The owners can't tell its flags from those of a source of our own domain.
-    MOECOMM_FN bool relay(i32 domain, i32 chunk) {
+    MOECOMM_FN bool forwarder(i32 domain, i32 chunk) {
         const Source& from = source_of(domain);
         const i32 source = c.domains().counterpart(domain);
         bool landed = true;
-        if (lane_id() == 0) landed = await_told(c, c.transport, Phase::payload, kLanded, domain, chunk, from.chunk_tokens);
+        if (lane_id() == 0) landed = await_signal(c, c.transport, Phase::payload, kLanded, domain, chunk, from.chunk_tokens);
         if (!__all_sync(kAllLanes, landed)) return false;
         fence_async();  // reads of rows come after the signal
         __syncwarp();
         i32 first = 0, count = 0;  // flat rows of the chunk at this lane's rank
         for (i32 number = chunk * from.chunk_tokens; number < min((chunk + 1) * from.chunk_tokens, from.num_tokens); ++number) {
-            Token t = read(landing_at(c.window(), c.shape(), domain, number), number);
+            Token t = read(receive_at(c.window(), c.shape(), domain, number), number);
             if constexpr (!cfg.repeat) keep_route(domain, t);
             if (!t.comes) continue;
             if (t.slot >= 0 && count++ == 0) first = t.slot;
             find_places(t);
             store_row(t);
             if constexpr (cfg.scale_bytes > 0) store_scales(t);
-            if constexpr (!cfg.repeat) describe(source, t, -1);
+            if constexpr (!cfg.repeat) write_metadata(source, t, -1);
         }
         bulk_wait<0>();
         __syncwarp();
         c.transport.fence();
-        if (lane_id() < cfg.near())
+        if (lane_id() < cfg.scaleup_ranks())
             c.transport.post(c.domains().first() + lane_id(), arrived_at(c.window(), c.shape(), source, chunk),
                              chunk_signal(c.round.tag, first, count));
-        bool told = true;
+        bool signaled = true;
         if (lane_id() == 0 && chunk + ring_chunks(c.shape(), from.chunk_tokens) < from.chunks())
-            told = tell_chunk(c, c.channel(), Phase::payload, kLandingCredit, domain, chunk, from.chunk_tokens);
-        return __all_sync(kAllLanes, told);
+            signaled = signal_chunk(c, c.channel(), Phase::payload, kReceiveCredit, domain, chunk, from.chunk_tokens);
+        return __all_sync(kAllLanes, signaled);
     }
 };
 
 // By a relay warp: chunks of all sources of other domains whose rows come straight.
 template <class Call>
-MOECOMM_FN bool take_straight(Relay<Call>& role, i32 warp) {
+MOECOMM_FN bool take_direct(Forward<Call>& role, i32 warp) {
     constexpr DispatchConfig cfg = Call::cfg;
-    constexpr i32 far = cfg.ranks - cfg.near();
+    constexpr i32 scaleout_ranks = cfg.ranks - cfg.scaleup_ranks();
     const Call& c = role.c;
-    const auto source_of = [&](i32 n) { return (c.domains().first() + cfg.near() + n) % cfg.ranks; };
+    const auto source_of = [&](i32 n) { return (c.domains().first() + cfg.scaleup_ranks() + n) % cfg.ranks; };
     i32 most = 0;
-    for (i32 n = 0; n < far; ++n)
-        if (c.straight_from(source_of(n))) most = max(most, c.shared.sources[source_of(n)].chunks());
-    for (i32 item = blockIdx.x + gridDim.x * warp; item < most * far; item += gridDim.x * cfg.relay_warps) {
-        const i32 source = source_of(item % far), chunk = item / far;
-        if (!c.straight_from(source) || chunk >= c.shared.sources[source].chunks()) continue;
-        if (!role.take_straight(source, chunk)) return false;
+    for (i32 n = 0; n < scaleout_ranks; ++n)
+        if (c.direct_from(source_of(n))) most = max(most, c.shared.sources[source_of(n)].chunks());
+    for (i32 item = blockIdx.x + gridDim.x * warp; item < most * scaleout_ranks; item += gridDim.x * cfg.forward_warps) {
+        const i32 source = source_of(item % scaleout_ranks), chunk = item / scaleout_ranks;
+        if (!c.direct_from(source) || chunk >= c.shared.sources[source].chunks()) continue;
+        if (!role.take_direct(source, chunk)) return false;
     }
     return true;
 }
@@ -203,34 +203,34 @@ MOECOMM_FN bool take_straight(Relay<Call>& role, i32 warp) {
 // By each relay warp: chunks of all sources that we relay for, in order, so that a chunk is waited for only when those that its source may
 // wait for are relayed; what comes straight before them, because nobody who sends so waits.  All warps of the grid take turns.
 template <class Call>
-MOECOMM_FN void relay(const Call& c, i32 warp) {
+MOECOMM_FN void forwarder(const Call& c, i32 warp) {
     constexpr DispatchConfig cfg = Call::cfg;
     constexpr i32 others = cfg.domains() - 1;
-    Relay<Call> role{c, c.relay_rings()[warp]};
+    Forward<Call> role{c, c.forward_rings()[warp]};
     if constexpr (cfg.part == Part::whole) {
-        if (!take_straight(role, warp)) return;
+        if (!take_direct(role, warp)) return;
     }
     i32 most = 0;
     for (i32 n = 0; n < others; ++n) most = max(most, role.source_of(c.domains().other(n)).chunks());
-    for (i32 item = blockIdx.x + gridDim.x * warp; item < most * others; item += gridDim.x * cfg.relay_warps) {
+    for (i32 item = blockIdx.x + gridDim.x * warp; item < most * others; item += gridDim.x * cfg.forward_warps) {
         const i32 domain = c.domains().other(item % others), chunk = item / others;
-        if (role.has_part(c.domains().counterpart(domain), chunk) && !role.relay(domain, chunk)) return;
+        if (role.has_part(c.domains().counterpart(domain), chunk) && !role.forwarder(domain, chunk)) return;
     }
 }
 
 // The first half of a dispatch: where the ranks of our domain want their rows, for the second, which comes when mail may be that of later
 // rounds.  By all threads of a block.
 template <class Call>
-MOECOMM_FN void keep_notices(const Call& c) {
+MOECOMM_FN void save_headers(const Call& c) {
     auto* kept = c.transport.template local<u32>(c.window().begun);
-    const auto* words = reinterpret_cast<const u32*>(&c.shared.notices[c.domains().first()]);
-    for (i32 i = threadIdx.x; i < Call::cfg.near() * kNoticeWords; i += Call::cfg.threads()) kept[i] = words[i];
+    const auto* words = reinterpret_cast<const u32*>(&c.shared.headers[c.domains().first()]);
+    for (i32 i = threadIdx.x; i < Call::cfg.scaleup_ranks() * kHeaderWords; i += Call::cfg.threads()) kept[i] = words[i];
 }
 template <class Call>
-MOECOMM_FN void recall_notices(const Call& c) {
+MOECOMM_FN void load_headers(const Call& c) {
     const auto* kept = c.transport.template local<const u32>(c.window().begun);
-    auto* words = reinterpret_cast<u32*>(&c.shared.notices[c.domains().first()]);
-    for (i32 i = threadIdx.x; i < Call::cfg.near() * kNoticeWords; i += Call::cfg.threads()) words[i] = kept[i];
+    auto* words = reinterpret_cast<u32*>(&c.shared.headers[c.domains().first()]);
+    for (i32 i = threadIdx.x; i < Call::cfg.scaleup_ranks() * kHeaderWords; i += Call::cfg.threads()) words[i] = kept[i];
 }
 
 }  // namespace moecomm

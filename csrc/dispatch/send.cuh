@@ -138,12 +138,12 @@ struct Sender {
 
     // Several domains: chunks whose letters have places.
     i32 placed = 0;
-    MOECOMM_FN bool await_letters(i32 chunk) {
+    MOECOMM_FN bool await_send_slots(i32 chunk) {
         if (chunk - c.share.first_chunk < placed) return true;
         placed = chunk - c.share.first_chunk + 1;
         if (chunk < ring_chunks(c.shape(), c.a.chunk_tokens)) return true;
         finish_chunks<0, false>();  // those before it in its places must go first
-        if (moecomm::await_letters(c, chunk)) return true;
+        if (moecomm::await_send_slots(c, chunk)) return true;
         bulk_wait<0>();  // a block must not end while a store reads its memory
         return false;
     }
@@ -164,15 +164,15 @@ struct Sender {
 
 // By the describe warp: what stands beside the rows, for each chunk of the block.
 template <class Call>
-MOECOMM_FN void describe(const Call& c) {
+MOECOMM_FN void write_metadata(const Call& c) {
     for (i32 chunk = c.share.first_chunk; chunk < c.share.end_chunk; ++chunk) {
-        if constexpr (!Call::cfg.repeat) describe_chunk(c, chunk);
+        if constexpr (!Call::cfg.repeat) write_chunk_metadata(c, chunk);
         if constexpr (Call::cfg.domains() > 1) {
-            if (!await_letters(c, chunk)) return;
+            if (!await_send_slots(c, chunk)) return;
             write_heads(c, chunk);
         }
         const i32 nth = chunk - c.share.first_chunk;
-        if (lane_id() == 0 && (Call::cfg.tells_early() || chunk + 1 == c.share.end_chunk)) c.shared.sent.arrive(c.round, c.turn_of(nth));
+        if (lane_id() == 0 && (Call::cfg.signals_early() || chunk + 1 == c.share.end_chunk)) c.shared.sent.arrive(c.round, c.rotation_step_of(nth));
     }
 }
 
@@ -183,9 +183,9 @@ template <class Call>
 MOECOMM_FN void raise_flags(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     for (i32 chunk = c.share.first_chunk, next; chunk < c.share.end_chunk; chunk = next) {
-        if (__any_sync(kAllLanes, !c.shared.sent.await(c.round, c.turn_of(chunk - c.share.first_chunk)))) return;
+        if (__any_sync(kAllLanes, !c.shared.sent.await(c.round, c.rotation_step_of(chunk - c.share.first_chunk)))) return;
         for (next = chunk + 1; next < c.share.end_chunk; ++next)
-            if (!__all_sync(kAllLanes, c.shared.sent.await_no_longer(c.turn_of(next - c.share.first_chunk)))) break;
+            if (!__all_sync(kAllLanes, c.shared.sent.await_no_longer(c.rotation_step_of(next - c.share.first_chunk)))) break;
         c.transport.fence();
         for (i32 i = lane_id(); i < (next - chunk) * cfg.ranks; i += kWarp) {
             const i32 p = rotated<cfg.ranks>(c.me(), i % cfg.ranks), which = chunk + i / cfg.ranks;
@@ -211,26 +211,26 @@ template <class Call>
 MOECOMM_FN Places<Call> places_of(const Call& c, const Token<Call>& token) {
     constexpr DispatchConfig cfg = Call::cfg;
     Places<Call> to{};
-    u64 crossing = 0;  // domains, a bit each
+    u64 scaleout = 0;  // domains, a bit each
     for_ranks(c, token, [&](i32 rank, i32 slot, i32 row, i32 lane, i32 place) {
         if constexpr (Call::cfg.domains() > 1) {
             if (!c.domains().reaches(rank)) {  // a letter for the domain, by the lane of the first rank there
-                const u64 bit = 1ull << rank / cfg.near();
-                if ((crossing & bit) == 0 && lane_id() == lane) {
-                    to.row[place] = letter(c, rank / cfg.near(), token.index) + landed_row(c.shape());
+                const u64 bit = 1ull << rank / cfg.scaleup_ranks();
+                if ((scaleout & bit) == 0 && lane_id() == lane) {
+                    to.row[place] = send_slot(c, rank / cfg.scaleup_ranks(), token.index) + landed_row(c.shape());
                     if constexpr (Call::cfg.scale_bytes > 0)
-                        to.scales[place] = letter(c, rank / cfg.near(), token.index) + landed_scales(c.shape(), cfg.row_bytes);
+                        to.scales[place] = send_slot(c, rank / cfg.scaleup_ranks(), token.index) + landed_scales(c.shape(), cfg.row_bytes);
                 }
-                crossing |= bit;
+                scaleout |= bit;
                 return;
             }
         }
         if (lane_id() != lane) return;
-        const Notice& notice = c.shared.notices[rank];
-        to.row[place] = c.transport.template peer_ptr<u8>(rank, notice.x) + static_cast<i64>(row) * cfg.row_bytes;
+        const RoundHeader& header = c.shared.headers[rank];
+        to.row[place] = c.transport.template peer_ptr<u8>(rank, header.x) + static_cast<i64>(row) * cfg.row_bytes;
         if constexpr (Call::cfg.scale_bytes > 0) {
             const i64 of_scales = Call::cfg.scale_columns ? slot : row;
-            to.scales[place] = c.transport.template peer_ptr<u8>(rank, notice.scales) + of_scales * cfg.scale_bytes;
+            to.scales[place] = c.transport.template peer_ptr<u8>(rank, header.scales) + of_scales * cfg.scale_bytes;
         }
     });
     return to;
@@ -259,10 +259,10 @@ MOECOMM_FN void send(const Call& c, Sender<Call>& sender) {
         const Token<Call> token = next;
         if (sender.has(n + 1)) next = load(n + 1);
         if constexpr (Call::cfg.domains() > 1) {
-            if (!sender.await_letters(token.index / c.a.chunk_tokens)) return;
+            if (!sender.await_send_slots(token.index / c.a.chunk_tokens)) return;
         }
         send_row(c, sender, token);
-        if constexpr (Call::cfg.tells_early()) sender.template finish_chunks<Sender<Call>::kOpen>();
+        if constexpr (Call::cfg.signals_early()) sender.template finish_chunks<Sender<Call>::kOpen>();
     }
     sender.template finish_chunks<0>();
 }

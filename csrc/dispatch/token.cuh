@@ -18,9 +18,9 @@ MOECOMM_FN Token<Call> load_token(const Call& c, i32 index) {
     Token<Call> token{index, {}, -1, -1};
 #pragma unroll
     for (i32 i = 0; i < cfg.peers_per_lane(); ++i) {
-        const i32 turn = i * kWarp + lane_id();
+        const i32 step = i * kWarp + lane_id();
         const auto* slots = reinterpret_cast<const i32*>(c.a.route.token_slot) + static_cast<i64>(index) * cfg.ranks;
-        token.slot[i] = turn < cfg.ranks ? slots[rotated<cfg.ranks>(c.me(), turn)] : -1;
+        token.slot[i] = step < cfg.ranks ? slots[rotated<cfg.ranks>(c.me(), step)] : -1;
     }
     if (cfg.layout == Layout::flat || lane_id() >= cfg.topk) return token;
     const i64 entry = static_cast<i64>(index) * cfg.topk + lane_id();

@@ -70,7 +70,7 @@ struct Unpacker {
             const i32 first = start + c.shared.into[source * cfg.experts_here() + local];
             row = min(first + static_cast<i32>(upper & 0xffffu), c.a.max_rows - 1);  // see row_inside
         }
-        if (piece == 0 && lane_id() < cfg.topk) describe(row, here ? local : -1, here ? static_cast<u32>(packed) : 0);
+        if (piece == 0 && lane_id() < cfg.topk) write_metadata(row, here ? local : -1, here ? static_cast<u32>(packed) : 0);
         for (u32 left = __ballot_sync(kAllLanes, row >= 0); left != 0; left &= left - 1)
             put_row(__shfl_sync(kAllLanes, row, __ffs(left) - 1));
     }
@@ -106,7 +106,7 @@ struct Unpacker {
     }
 
     // By the lanes of the entries: whose row it is, which experts want it, with which weights.
-    MOECOMM_FN void describe(i32 row, i32 local, u32 weight) const {
+    MOECOMM_FN void write_metadata(i32 row, i32 local, u32 weight) const {
         const i32 k = lane_id();
         const i64 at = static_cast<i64>(slot) * cfg.topk + k;
         const int2 from = make_int2(source, token);

@@ -43,21 +43,21 @@ struct Arrivals {
         return left < counted ? left : counted;
     }
     // What some counters hold, those after the first `full`; load(counter) says it of one.  All are on their way together.
-    static constexpr i32 kTogether = 4;
+    static constexpr i32 kBatch = 4;
     struct Seen {
-        i32 first, held[kTogether];
+        i32 first, held[kBatch];
     };
     template <class Load>
     MOECOMM_BOTH Seen ask(i32 full, Load load) const {
         Seen seen{full, {}};
         const i32 last = counters() - 1;
-        for (i32 i = 0; i < kTogether; ++i) seen.held[i] = load(full + i < last ? full + i : last);
+        for (i32 i = 0; i < kBatch; ++i) seen.held[i] = load(full + i < last ? full + i : last);
         return seen;
     }
     // Counters that are full, from the first on.
     MOECOMM_BOTH i32 full_by(const Seen& seen) const {
         i32 full = seen.first;
-        for (i32 i = 0; i < kTogether; ++i)
+        for (i32 i = 0; i < kBatch; ++i)
             if (full == seen.first + i && full < counters() && seen.held[i] == wanted(full)) ++full;
         return full;
     }

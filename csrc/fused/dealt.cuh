@@ -22,7 +22,7 @@ struct Dealt {
 template <GemmConfig c>
 struct DealtShared {
     Dealt tiles[kDealt];
-    u64 full[kDealt], stored[kDealt], empty[kDealt], told[kDealt];
+    u64 full[kDealt], stored[kDealt], empty[kDealt], signaled[kDealt];
     i32 positions[kDealt];
     LaggedWalk walk;  // of the thread that deals: its registers are short
 
@@ -31,7 +31,7 @@ struct DealtShared {
             barrier_init(&full[i], 1);
             barrier_init(&stored[i], kMathGroups * kWarpgroup / kWarp);
             barrier_init(&empty[i], c.scaled() ? 3 : 2);  // the loader, the teller, the warp that loads scales
-            barrier_init(&told[i], 1);
+            barrier_init(&signaled[i], 1);
         }
     }
 };
@@ -85,11 +85,11 @@ MOECOMM_FN i32 take_position(DealtShared<c>& s, u32* taken, const DealtPlace& pl
         static_assert(c.cluster == 2, "one block to tell");
         if (cluster_rank() == 0) {
             const i32 position = next_of(taken);
-            send_word(&s.positions[place.slot], position, &s.told[place.slot], 1);
+            send_word(&s.positions[place.slot], position, &s.signaled[place.slot], 1);
             return position;
         }
-        expect_bytes(&s.told[place.slot], sizeof(i32));
-        copy_wait(&s.told[place.slot], place.phase);
+        expect_bytes(&s.signaled[place.slot], sizeof(i32));
+        copy_wait(&s.signaled[place.slot], place.phase);
         return s.positions[place.slot];
     }
 }

@@ -44,7 +44,7 @@ MOECOMM_FN float swiglu(float gate, float up) { return __fdividef(gate, 1.0f + _
 
 // Rows `from` .. of the tile, as many as are turned at once, of a part.
 template <GemmConfig c, i32 from, i32 part = 0, i32 size>
-MOECOMM_FN void turn(const float (&sums)[size], u32 staging) {
+MOECOMM_FN void turn(const float (&accum)[size], u32 staging) {
     using T = Turned<c>;
     // What the product is, or is before it is cast.
     constexpr Type type = c.out == Type::e4m3 ? Type::bf16 : c.out;
@@ -56,7 +56,7 @@ MOECOMM_FN void turn(const float (&sums)[size], u32 staging) {
 #pragma unroll
             for (i32 i = 0; i < 4; ++i) {
                 const i32 at = (from + row + 8 * i) / 2;
-                m[i] = narrow_pair<type>(swiglu(sums[at], sums[at + 2]), swiglu(sums[at + 1], sums[at + 3]));
+                m[i] = narrow_pair<type>(swiglu(accum[at], accum[at + 2]), swiglu(accum[at + 1], accum[at + 3]));
             }
             store_turned(staging + T::offset(row + lane, 4 * part + warp), m[0], m[1], m[2], m[3]);
         }
@@ -67,7 +67,7 @@ MOECOMM_FN void turn(const float (&sums)[size], u32 staging) {
 #pragma unroll
             for (i32 i = 0; i < 4; ++i) {
                 const i32 at = (from + row + i / 2 * 8) / 2 + i % 2 * 2;
-                m[i] = narrow_pair<type>(sums[at], sums[at + 1]);
+                m[i] = narrow_pair<type>(accum[at], accum[at + 1]);
             }
             store_turned(staging + T::offset(row + lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2), m[0], m[1], m[2], m[3]);
         }
@@ -76,13 +76,13 @@ MOECOMM_FN void turn(const float (&sums)[size], u32 staging) {
 
 // By all threads of a warpgroup, `barrier` its own.  `turns` counts over all tiles.
 template <GemmConfig c, i32 from = 0, class Out, i32 size>
-MOECOMM_FN void store_tile(const float (&sums)[size], const Tile& tile, i32 column, i32 columns, u32 staging, i32 barrier, u32& turns,
+MOECOMM_FN void store_tile(const float (&accum)[size], const Tile& tile, i32 column, i32 columns, u32 staging, i32 barrier, u32& turns,
                            const Out& out) {
     using T = Turned<c>;
     if (from >= tile.rows) return;
     const u32 place = staging + turns++ % 2 * c.stage_bytes();
-    turn<c, from>(sums, place);
-    meet(barrier, kWarpgroup);
+    turn<c, from>(accum, place);
+    sync_threads(barrier, kWarpgroup);
     const i32 thread = threadIdx.x % kWarpgroup;
 #pragma unroll
     for (i32 i = thread; i < T::rows * T::chunks; i += kWarpgroup) {
@@ -90,15 +90,15 @@ MOECOMM_FN void store_tile(const float (&sums)[size], const Tile& tile, i32 colu
         if (from + row < tile.rows && column + chunk * 8 < columns)
             out.store(tile.row + from + row, column + chunk * 8, load_shared(place + T::offset(row, chunk)));
     }
-    if constexpr (from + T::rows < c.most_rows) store_tile<c, from + T::rows>(sums, tile, column, columns, staging, barrier, turns, out);
+    if constexpr (from + T::rows < c.most_rows) store_tile<c, from + T::rows>(accum, tile, column, columns, staging, barrier, turns, out);
 }
 
 // All that a warpgroup, the `group`-th of the row of tiles, has of it.
 template <GemmConfig c, i32 part = 0, class Out, i32 size>
-MOECOMM_FN void store_parts(const float (&sums)[c.parts()][size], const Tile& tile, i32 group, i32 columns, u32 staging, i32 barrier,
+MOECOMM_FN void store_parts(const float (&accum)[c.parts()][size], const Tile& tile, i32 group, i32 columns, u32 staging, i32 barrier,
                             u32& turns, const Out& out) {
-    store_tile<c>(sums[part], tile, (group * c.parts() + part) * Turned<c>::columns, columns, staging, barrier, turns, out);
-    if constexpr (part + 1 < c.parts()) store_parts<c, part + 1>(sums, tile, group, columns, staging, barrier, turns, out);
+    store_tile<c>(accum[part], tile, (group * c.parts() + part) * Turned<c>::columns, columns, staging, barrier, turns, out);
+    if constexpr (part + 1 < c.parts()) store_parts<c, part + 1>(accum, tile, group, columns, staging, barrier, turns, out);
 }
 
 }  // namespace moecomm

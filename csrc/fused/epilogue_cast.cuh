@@ -21,16 +21,16 @@ MOECOMM_FN void store_eight(const uint4& values, i32 row, i32 column, bool there
 
 // By all threads of both warpgroups.  `staging`: that of the first, the other's behind it.
 template <GemmConfig c, i32 from = 0, class Out, i32 size>
-MOECOMM_FN void store_cast(const float (&sums)[c.parts()][size], const Tile& tile, i32 block, i32 columns, u32 staging, i32 math_group,
+MOECOMM_FN void store_cast(const float (&accum)[c.parts()][size], const Tile& tile, i32 block, i32 columns, u32 staging, i32 math_group,
                            u32& turns, const Out& out) {
     using T = Turned<c>;
     static_assert(c.parts() == 2 && kMathGroups * T::together == kScaleGroup, "a block has a group of columns, with SwiGLU");
     if (from >= tile.rows) return;
     constexpr i32 all = 2 * c.stage_bytes(), threads = kMathGroups * kWarpgroup;
     const u32 place = staging + turns++ % 2 * c.stage_bytes();
-    turn<c, from, 0>(sums[0], place + math_group * all);
-    turn<c, from, 1>(sums[1], place + math_group * all);
-    meet(1 + kMathGroups, threads);
+    turn<c, from, 0>(accum[0], place + math_group * all);
+    turn<c, from, 1>(accum[1], place + math_group * all);
+    sync_threads(1 + kMathGroups, threads);
     const i32 thread = threadIdx.x - kWarpgroup, chunk = thread % kCastLanes, column = block * kScaleGroup + chunk * 8;
     static_assert(T::rows * kCastLanes % threads == 0, "whole warps cast");
 #pragma unroll
@@ -39,7 +39,7 @@ MOECOMM_FN void store_cast(const float (&sums)[c.parts()][size], const Tile& til
         if (column < columns) values = load_shared(place + chunk / T::chunks * all + T::offset(row, chunk % T::chunks));
         store_eight(values, tile.row + from + row, column, from + row < tile.rows && column < columns, out);
     }
-    if constexpr (from + T::rows < c.most_rows) store_cast<c, from + T::rows>(sums, tile, block, columns, staging, math_group, turns, out);
+    if constexpr (from + T::rows < c.most_rows) store_cast<c, from + T::rows>(accum, tile, block, columns, staging, math_group, turns, out);
 }
 
 }  // namespace moecomm

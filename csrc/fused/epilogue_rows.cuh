@@ -40,13 +40,13 @@ MOECOMM_FN void for_staged(u32 staging, const Store& store) {
 
 // Two neighbouring columns of the product, of a lane's first or second row, of the eight-th 8 columns of a part.
 template <GemmConfig c, i32 size>
-MOECOMM_FN u32 made_of(const float (&sums)[size], i32 eight, i32 second) {
+MOECOMM_FN u32 made_of(const float (&accum)[size], i32 eight, i32 second) {
     constexpr Type type = c.out == Type::e4m3 ? Type::bf16 : c.out;
     if constexpr (c.swiglu) {
-        const float* const gate = sums + 8 * eight + 2 * second;
+        const float* const gate = accum + 8 * eight + 2 * second;
         return narrow_pair<type>(swiglu(gate[0], gate[4]), swiglu(gate[1], gate[5]));
     } else {
-        const float* const at = sums + 4 * eight + 2 * second;
+        const float* const at = accum + 4 * eight + 2 * second;
         return narrow_pair<type>(at[0], at[1]);
     }
 }
@@ -57,13 +57,13 @@ struct Placed {
 };
 
 template <GemmConfig c, i32 parts, i32 size, class Out>
-MOECOMM_FN void store_as_made(const float (&sums)[c.parts()][size], const Placed& at, u32 staging, const Out& out) {
+MOECOMM_FN void store_as_made(const float (&accum)[c.parts()][size], const Placed& at, u32 staging, const Out& out) {
     constexpr i32 each = (c.swiglu ? kRowsPart / 2 : kRowsPart) / 64;  // pieces, in a part
 #pragma unroll
     for (i32 piece = 0; piece < parts * each; ++piece) {
         u32 words[8][2];
 #pragma unroll
-        for (i32 i = 0; i < 16; ++i) words[i / 2][i % 2] = made_of<c>(sums[piece / each], piece % each * 8 + i / 2, i % 2);
+        for (i32 i = 0; i < 16; ++i) words[i / 2][i % 2] = made_of<c>(accum[piece / each], piece % each * 8 + i / 2, i % 2);
         stage_rows(staging, words);
         for_staged<8>(staging, [&](i32 row, i32 chunk, const uint4& values) {
             const i32 column = at.column + piece * 64 + chunk * 8;
@@ -80,16 +80,16 @@ MOECOMM_FN void store_shared_words(u32 address, u32 first, u32 second) {
 MOECOMM_FN void share_largest(u32 (&largest)[2], u32 mine, u32 other) {
     __syncwarp();  // what was there has been read
     store_shared_words(mine + lane_id() * 8, largest[0], largest[1]);
-    meet(1 + kMathGroups, kMathGroups * kWarpgroup);
+    sync_threads(1 + kMathGroups, kMathGroups * kWarpgroup);
     const float2 seen = load_shared_pair(other + lane_id() * 8);
     largest[0] = larger<Type::bf16>(largest[0], __float_as_uint(seen.x));
     largest[1] = larger<Type::bf16>(largest[1], __float_as_uint(seen.y));
-    meet(1 + kMathGroups, kMathGroups * kWarpgroup);  // then there is room again
+    sync_threads(1 + kMathGroups, kMathGroups * kWarpgroup);  // then there is room again
 }
 
 // The bits of epilogue_cast.cuh's.  `other`: staging of the warp that has other columns of these rows, if one does.
 template <GemmConfig c, i32 parts, i32 size, class Out>
-MOECOMM_FN void store_as_cast(const float (&sums)[c.parts()][size], const Placed& at, u32 staging, u32 other, const Out& out) {
+MOECOMM_FN void store_as_cast(const float (&accum)[c.parts()][size], const Placed& at, u32 staging, u32 other, const Out& out) {
     static_assert(c.swiglu && c.parts() * size == kScaleGroup, "all parts are a group of columns");
     constexpr i32 of_part = size / 8, eights = parts * of_part;
     u32 values[eights][2], largest[2] = {};
@@ -97,7 +97,7 @@ MOECOMM_FN void store_as_cast(const float (&sums)[c.parts()][size], const Placed
     for (i32 i = 0; i < 2 * eights; ++i) {
         const i32 eight = i / 2;
         u32& value = values[eight][i % 2];
-        value = at.column + eight * 8 < at.columns ? made_of<c>(sums[eight / of_part], eight % of_part, i % 2) : 0;
+        value = at.column + eight * 8 < at.columns ? made_of<c>(accum[eight / of_part], eight % of_part, i % 2) : 0;
         largest[i % 2] = larger<Type::bf16>(largest[i % 2], magnitudes<Type::bf16>(value));
     }
     if constexpr (parts < c.parts()) share_largest(largest, staging, other);
@@ -134,16 +134,16 @@ MOECOMM_FN void store_as_cast(const float (&sums)[c.parts()][size], const Placed
 }
 
 template <GemmConfig c, i32 parts, i32 size, class Out>
-MOECOMM_FN void store_share(const float (&sums)[c.parts()][size], const Placed& at, u32 staging, u32 other, const Out& out) {
+MOECOMM_FN void store_share(const float (&accum)[c.parts()][size], const Placed& at, u32 staging, u32 other, const Out& out) {
     if constexpr (c.out == Type::e4m3) {
-        store_as_cast<c, parts>(sums, at, staging, other, out);
+        store_as_cast<c, parts>(accum, at, staging, other, out);
     } else {
-        store_as_made<c, parts>(sums, at, staging, out);
+        store_as_made<c, parts>(accum, at, staging, out);
     }
 }
 // By all threads of a warpgroup: what it has of the block-th columns of the tile.  `staging`: of all warps.
 template <GemmConfig c, i32 size, class Out>
-MOECOMM_FN void store_rows(const float (&sums)[c.parts()][size], const Tile& tile, i32 block, i32 columns, u32 staging, i32 math_group,
+MOECOMM_FN void store_rows(const float (&accum)[c.parts()][size], const Tile& tile, i32 block, i32 columns, u32 staging, i32 math_group,
                            const Out& out) {
     constexpr i32 room = kWarpRows * kStagedRowBytes, part_columns = c.swiglu ? kRowsPart / 2 : kRowsPart;
     static_assert(2 * c.stage_bytes() == 4 * room, "what a warp has of a warpgroup's");
@@ -152,9 +152,9 @@ MOECOMM_FN void store_rows(const float (&sums)[c.parts()][size], const Tile& til
     const Placed at{tile.row + from, tile.rows - from, (block * c.parts() + share.first_part) * part_columns, columns};
     const u32 mine = staging + (math_group * 4 + warp) * room;
     if (!share.all_parts) {
-        store_share<c, 1>(sums, at, mine, staging + ((1 - math_group) * 4 + warp) * room, out);
+        store_share<c, 1>(accum, at, mine, staging + ((1 - math_group) * 4 + warp) * room, out);
     } else if (at.rows > 0) {
-        store_share<c, c.parts()>(sums, at, mine, mine, out);
+        store_share<c, c.parts()>(accum, at, mine, mine, out);
     }
 }
 

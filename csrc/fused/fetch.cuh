@@ -1,7 +1,7 @@
 // Rows for the first GEMM: some of the blocks fetch them from their homes before they multiply, in the order in which the tiles want them,
 // while the others have begun.  The first rows, which all wait for, all may fetch: a multiprocessor takes in a fraction of what links give.
 //
-// Every expert has a copy of its own of a row.  One that is here already is copied from there, and not over the links (Slip::same), if the
+// Every expert has a copy of its own of a row.  One that is here already is copied from there, and not over the links (RowDescriptor::same), if the
 // rows of its counter, and all before them, are known to have come: nobody waits for that.  Fetching waits for nobody at all: the dispatch
 // has ended, and homes keep their rows until all of this round have landed there.  So every tile that waits for rows is made in the end.
 #pragma once
@@ -79,10 +79,10 @@ struct Fetcher {
     FetchShared& shared;
     u8* const memory;
     const i32 warp = warp_id();
-    i32 loaded = 0, stored = 0, told = 0;  // pieces; rows
+    i32 loaded = 0, stored = 0, signaled = 0;  // pieces; rows
     u64 from = 0;                          // the row whose pieces are loading
     i32 next_row = 0;                      // after it
-    Slip next{};
+    RowDescriptor next{};
 
     // The n-th row of a warp.
     MOECOMM_FN static i32& nth_row(u8* memory, i32 n) { return reinterpret_cast<i32*>(memory + kSlots * kPiece)[n % kRowsOpen]; }
@@ -90,7 +90,7 @@ struct Fetcher {
 
     MOECOMM_FN void look_ahead(Wanted& wanted) {
         next_row = wanted.next([&] { return atomicAdd(reinterpret_cast<i32*>(a.fetching), 1); });
-        if (next_row < wanted.rows) next = reinterpret_cast<const Slip*>(a.slips)[next_row];
+        if (next_row < wanted.rows) next = reinterpret_cast<const RowDescriptor*>(a.descriptors)[next_row];
     }
     // The next piece; false where that is of another row, and there is none.
     MOECOMM_FN bool load(Wanted& wanted) {
@@ -98,11 +98,11 @@ struct Fetcher {
         if (part == 0) {
             if (next_row >= wanted.rows) return false;
             const i32 row = next_row;
-            const u64 home = a.ctx.peers[next.home()];
+            const u64 source_rank = a.ctx.peers[next.source_rank()];
             const i32 same = next.same();
             const bool here = same >= 0 && same < load_acquire_shared(shared.known);
-            from = here ? a.rows + static_cast<i64>(same) * r.pitch() : home + next.row();
-            reinterpret_cast<u64*>(a.homes)[row] = home + next.landing();
+            from = here ? a.rows + static_cast<i64>(same) * r.pitch() : source_rank + next.row();
+            reinterpret_cast<u64*>(a.source_ranks)[row] = source_rank + next.receive_buffer();
             look_ahead(wanted);
             while (load_acquire_shared(shared.counted[warp]) <= loaded / kPieces - kRowsOpen) {
             }
@@ -123,7 +123,7 @@ struct Fetcher {
     }
     // All pieces before `end` have been written: bulk_wait.
     MOECOMM_FN void tell(i32 end) {
-        if (end / kPieces > told) store_release_shared(shared.come[warp], told = end / kPieces);
+        if (end / kPieces > signaled) store_release_shared(shared.come[warp], signaled = end / kPieces);
     }
 
     MOECOMM_FN void run(Wanted wanted) {
@@ -138,8 +138,8 @@ struct Fetcher {
             if (loaded - stored < kSlots - 1) load(wanted);
         }
         bulk_wait<0>();
-        told = stored / kPieces;
-        store_release_shared(shared.come[warp], told | FetchShared::kEnded);
+        signaled = stored / kPieces;
+        store_release_shared(shared.come[warp], signaled | FetchShared::kEnded);
     }
 
     // By a warp beside those that fetch, a lane for each: until these have ended, counts their rows, those of all with one fence.  It takes

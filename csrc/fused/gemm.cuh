@@ -138,7 +138,7 @@ MOECOMM_FN void load_scales(GemmShared<c>& s, const GemmArgs& args, const Rows& 
 
 // 64 rows of w times n rows of x, over all columns of both.
 template <GemmConfig c, i32 n, i32 size>
-MOECOMM_FN void multiply(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, i32 steps, float (&sums)[size]) {
+MOECOMM_FN void multiply(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, i32 steps, float (&accum)[size]) {
     const u32 w = operand_at(shared_address(s.ring.w[0]) + math_group * (c.weight_bytes() / kMathGroups));
     const u32 x = operand_at(shared_address(s.ring.x[0]));
     i32 before = 0;
@@ -148,7 +148,7 @@ MOECOMM_FN void multiply(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, 
         wgmma_begin();
         const u32 w_slot = w + place.slot * (c.weight_bytes() / 16), x_slot = x + place.slot * (c.row_bytes() / 16);
 #pragma unroll
-        for (i32 k = 0; k < c.depth() / 16; ++k) wgmma<c.type, n>(sums, operand(w_slot + 2 * k), operand(x_slot + 2 * k), k > 0 ? 1 : step);
+        for (i32 k = 0; k < c.depth() / 16; ++k) wgmma<c.type, n>(accum, operand(w_slot + 2 * k), operand(x_slot + 2 * k), k > 0 ? 1 : step);
         wgmma_commit();
         if (step > 0) {
             wgmma_wait<1>();
@@ -163,29 +163,29 @@ MOECOMM_FN void multiply(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, 
 // All parts, for the n of this tile.
 template <GemmConfig c, i32 n = c.most_rows, i32 size>
 MOECOMM_FN void multiply_padded(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, i32 steps, i32 padded,
-                                float (&sums)[c.parts()][size]) {
+                                float (&accum)[c.parts()][size]) {
     if constexpr (!c.swapped) {
-        multiply_rows<c>(s.ring, s.barriers, s.scales, place, math_group, steps, padded, sums);
+        multiply_rows<c>(s.ring, s.barriers, s.scales, place, math_group, steps, padded, accum);
     } else if (n > c.row_unit && padded != n) {
-        if constexpr (n > c.row_unit) multiply_padded<c, n - c.row_unit>(s, place, math_group, steps, padded, sums);
+        if constexpr (n > c.row_unit) multiply_padded<c, n - c.row_unit>(s, place, math_group, steps, padded, accum);
     } else if constexpr (c.scaled()) {
-        multiply_scaled<c, n>(s.ring, s.barriers, s.scales, place, math_group, steps, sums);
+        multiply_scaled<c, n>(s.ring, s.barriers, s.scales, place, math_group, steps, accum);
     } else {
-        multiply<c, n>(s, place, math_group, steps, sums[0]);
+        multiply<c, n>(s, place, math_group, steps, accum[0]);
     }
 }
 
 // A warpgroup: what it has of a tile, to where its product goes.  `staging`: that of the first warpgroup, the other's behind it.
 template <GemmConfig product, class Out, i32 size>
-MOECOMM_FN void store_sums(const float (&sums)[product.parts()][size], const Tile& tile, i32 math_group, i32 columns, u32 staging,
+MOECOMM_FN void store_accum(const float (&accum)[product.parts()][size], const Tile& tile, i32 math_group, i32 columns, u32 staging,
                            u32& turns, const Out& out) {
     const i32 block = block_of<product>(tile, place_in_cluster<product>());
     if constexpr (!product.swapped) {
-        store_rows<product>(sums, tile, block, columns, staging, math_group, out);
+        store_rows<product>(accum, tile, block, columns, staging, math_group, out);
     } else if constexpr (product.out == Type::e4m3) {
-        store_cast<product>(sums, tile, block, columns, staging, math_group, turns, out);
+        store_cast<product>(accum, tile, block, columns, staging, math_group, turns, out);
     } else {
-        store_parts<product>(sums, tile, block * kMathGroups + math_group, columns, staging + math_group * (2 * product.stage_bytes()),
+        store_parts<product>(accum, tile, block * kMathGroups + math_group, columns, staging + math_group * (2 * product.stage_bytes()),
                              1 + math_group, turns, out);
     }
 }
@@ -197,11 +197,11 @@ MOECOMM_FN void make_tiles(GemmShared<c>& s, const GemmArgs& args, const Out& ou
     const i32 steps = ceil_div(args.depth, c.depth()), columns = c.swiglu ? args.columns / 2 : args.columns;
     RingPlace<c> place;
     u32 turns = 0;
-    float sums[c.parts()][c.most_rows / 2] = {};
+    float accum[c.parts()][c.most_rows / 2] = {};
     MyTiles<c> tiles(args, s);
     for (Tile tile; tiles.take(tile);) {
-        multiply_padded<c>(s, place, math_group, steps, tile.padded, sums);
-        store_sums<c>(sums, tile, math_group, columns, shared_address(s.staging), turns, out);
+        multiply_padded<c>(s, place, math_group, steps, tile.padded, accum);
+        store_accum<c>(accum, tile, math_group, columns, shared_address(s.staging), turns, out);
     }
 }
 
@@ -227,7 +227,7 @@ MOECOMM_FN void run_gemm(const GemmArgs& args, const Rows& rows, const Out& out)
             s.early = static_cast<i32>(all * args.early >> 10);
         }
     }
-    meet_cluster<c.cluster>();
+    sync_cluster<c.cluster>();
     if (threadIdx.x < kWarpgroup) {
         leave_registers<kLoaderRegisters>();
         if (threadIdx.x == 0) load_tiles(s, args, rows);
@@ -240,7 +240,7 @@ MOECOMM_FN void run_gemm(const GemmArgs& args, const Rows& rows, const Out& out)
         make_tiles(s, args, out);
         out.end();
     }
-    if constexpr (c.cluster > 1) meet_cluster<c.cluster>();  // what others load for us, and their arrivals, must find us here
+    if constexpr (c.cluster > 1) sync_cluster<c.cluster>();  // what others load for us, and their arrivals, must find us here
 }
 
 // Where a product goes that stays here.

@@ -12,7 +12,7 @@
 
 namespace moecomm {
 
-struct HomeConfig {
+struct ReduceConfig {
     Type type;  // of rows, bias and out
     i32 hidden, topk;
     i32 warps, slots;  // of a block, and of each of them
@@ -25,8 +25,8 @@ struct HomeConfig {
 };
 
 // What is added up for a piece.
-template <HomeConfig h>
-struct HomeSlot {
+template <ReduceConfig h>
+struct ReduceSlot {
     struct Entry {
         i32 k, owner;
         float weight;
@@ -38,19 +38,19 @@ struct HomeSlot {
     u64 full;
 };
 
-template <HomeConfig h>
-struct HomeShared {
-    HomeSlot<h> slots[h.warps][h.slots];
+template <ReduceConfig h>
+struct ReduceShared {
+    ReduceSlot<h> slots[h.warps][h.slots];
 };
 
 // A warp: every `step`-th item from the first on, a piece of a token each.
-template <HomeConfig h>
-struct HomeWarp {
+template <ReduceConfig h>
+struct ReduceWarp {
     static constexpr i32 kColumns = 8, kVectors = h.piece_bytes / (16 * kWarp);  // of 16 bytes, a lane
     static_assert(h.topk <= kWarp && h.hidden % kColumns == 0 && h.piece_bytes % (16 * kWarp) == 0, "an entry a lane, whole vectors");
 
     const LayerArgs& a;
-    HomeSlot<h> (&slots)[h.slots];
+    ReduceSlot<h> (&slots)[h.slots];
     const i32 step, items;
     i32 next;        // that is loaded
     i32 owner = -1;  // of this lane's entry of its token
@@ -67,7 +67,7 @@ struct HomeWarp {
         if (a.weights != 0) weight = reinterpret_cast<const float*>(a.weights)[entry];
     }
 
-    MOECOMM_FN void load(HomeSlot<h>& slot) {
+    MOECOMM_FN void load(ReduceSlot<h>& slot) {
         if (next >= items) return;
         const i32 token = next / h.pieces(), at = next % h.pieces() * h.piece_bytes, lane = lane_id(), bytes = bytes_from(at);
         i32 before = 0;
@@ -79,7 +79,7 @@ struct HomeWarp {
         const u32 named = __ballot_sync(kAllLanes, owner >= 0);
         if (owner >= 0) {
             slot.entries[before] = {lane, owner, weight, 0};
-            const u64 landed = a.ctx.peers[a.ctx.rank] + a.landing + (static_cast<u64>(token) * h.topk + lane) * h.row_bytes();
+            const u64 landed = a.ctx.peers[a.ctx.rank] + a.receive_buffer + (static_cast<u64>(token) * h.topk + lane) * h.row_bytes();
             bulk_load(slot.rows[lane], reinterpret_cast<const u8*>(landed) + at, bytes, &slot.full);
         } else {
             arrive(&slot.full);
@@ -99,7 +99,7 @@ struct HomeWarp {
     MOECOMM_FN static void columns_of(const u8* row, i32 v, float (&columns)[kColumns]) {
         widen<h.type>(reinterpret_cast<const uint4*>(row)[v * kWarp + lane_id()], columns);
     }
-    MOECOMM_FN void add_up(const HomeSlot<h>& slot, i32 item) const {
+    MOECOMM_FN void add_up(const ReduceSlot<h>& slot, i32 item) const {
         float sum[kVectors][kColumns] = {}, part[kVectors][kColumns] = {};
         const auto end_part = [&] {
 #pragma unroll
@@ -143,7 +143,7 @@ struct HomeWarp {
         i32 item = next;
         for (i32 i = 0; i < h.slots; ++i) load(slots[i]);
         for (i32 nth = 0; item < items; item += step, ++nth) {
-            HomeSlot<h>& slot = slots[nth % h.slots];
+            ReduceSlot<h>& slot = slots[nth % h.slots];
             copy_wait(&slot.full, nth / h.slots & 1);
             __syncwarp();  // all lanes know the entries
             add_up(slot, item);
@@ -171,15 +171,15 @@ MOECOMM_FN bool await_landed(const LayerArgs& a, const Round& r) {
     return !__any_sync(kAllLanes, missing);
 }
 
-template <HomeConfig h>
+template <ReduceConfig h>
 MOECOMM_FN void bring_landed(const LayerArgs& a) {
     extern __shared__ __align__(128) u8 memory[];
-    auto& shared = *reinterpret_cast<HomeShared<h>*>(memory);
+    auto& shared = *reinterpret_cast<ReduceShared<h>*>(memory);
     static_assert(sizeof(shared) <= h.shared_bytes, "two_launches.py bounds it");
     for (i32 i = threadIdx.x; i < h.warps * h.slots; i += h.threads()) barrier_init(&(&shared.slots[0][0])[i].full, kWarp + 1);
     barrier_init_done();
     const i32 first = blockIdx.x * h.warps + warp_id();
-    HomeWarp<h> warp{a, shared.slots[warp_id()], static_cast<i32>(gridDim.x) * h.warps, a.num_tokens * h.pieces(), first};
+    ReduceWarp<h> warp{a, shared.slots[warp_id()], static_cast<i32>(gridDim.x) * h.warps, a.num_tokens * h.pieces(), first};
     warp.look_ahead();
     const Round round{a.ctx, Op::combine, layer_round(a)};
     bool ok = true;
@@ -191,8 +191,8 @@ MOECOMM_FN void bring_landed(const LayerArgs& a) {
 
 // Any number of blocks.  The kernel before this one has waited for all before it, and what it sends home is told by flags, its own as
 // well: only the kernel after this one has to wait until it has ended.
-template <HomeConfig h>
-MOECOMM_FN void bring_home(const LayerArgs& a) {
+template <ReduceConfig h>
+MOECOMM_FN void reduce_rows(const LayerArgs& a) {
     bring_landed<h>(a);
     await_earlier_kernels();
 }

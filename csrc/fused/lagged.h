@@ -38,15 +38,15 @@ class LaggedWalk {
     MOECOMM_BOTH i32 place(i32 position, bool& is_second) const {
         is_second = false;
         if (position < lead_) return position;
-        const i32 in_turns = position - lead_, of_first = lead_ + before(in_turns);
-        is_second = of_first >= all_ || before(in_turns + 1) == before(in_turns);
+        const i32 alternately = position - lead_, of_first = lead_ + before(alternately);
+        is_second = of_first >= all_ || before(alternately + 1) == before(alternately);
         if (!is_second) return of_first;
         return of_first >= all_ ? position - all_ : position - of_first;
     }
     // Of so many that take turns, those of the first product.
-    MOECOMM_BOTH i32 before(i32 in_turns) const {
-        const i32 mine = turn_ * columns_[0], both = mine + turn_ * columns_[1], rest = in_turns % both;
-        return in_turns / both * mine + (rest < mine ? rest : mine);
+    MOECOMM_BOTH i32 before(i32 alternately) const {
+        const i32 mine = turn_ * columns_[0], both = mine + turn_ * columns_[1], rest = alternately % both;
+        return alternately / both * mine + (rest < mine ? rest : mine);
     }
 
     TileWalk first_, second_;

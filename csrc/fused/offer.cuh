@@ -6,7 +6,7 @@
 
 namespace moecomm {
 
-constexpr i32 kOfferThreads = 512;
+constexpr i32 kPublishThreads = 512;
 
 // As they are.
 template <RowConfig r>
@@ -43,18 +43,18 @@ MOECOMM_FN void cast_rows(const LayerArgs& a, u8* to, i32 warp, i32 warps) {
 
 // Rows of type `given`, by any number of blocks.
 template <RowConfig r, Type given>
-MOECOMM_FN void offer_rows(const LayerArgs& a) {
-    const i32 thread = blockIdx.x * kOfferThreads + threadIdx.x, threads = gridDim.x * kOfferThreads;
+MOECOMM_FN void publish_rows(const LayerArgs& a) {
+    const i32 thread = blockIdx.x * kPublishThreads + threadIdx.x, threads = gridDim.x * kPublishThreads;
     await_earlier_kernels();
     let_next_kernel_launch();
     for (i32 i = thread; i < ceil_div(a.max_rows, kLeastCounted); i += threads) reinterpret_cast<u32*>(a.fetched)[i] = 0;
     for (i32 i = thread; i < a.row_tiles; i += threads) reinterpret_cast<u32*>(a.made)[i] = 0;
     if (thread == 0) *reinterpret_cast<u32*>(a.late) = *reinterpret_cast<u32*>(a.taken) = *reinterpret_cast<u32*>(a.fetching) = 0;
-    u8* const offered = reinterpret_cast<u8*>(a.ctx.peers[a.ctx.rank] + a.offered);
+    u8* const published = reinterpret_cast<u8*>(a.ctx.peers[a.ctx.rank] + a.published);
     if constexpr (r.scaled()) {
-        cast_rows<r, given>(a, offered, thread / kWarp, threads / kWarp);
+        cast_rows<r, given>(a, published, thread / kWarp, threads / kWarp);
     } else {
-        copy_rows<r>(a, offered, thread, threads);
+        copy_rows<r>(a, published, thread, threads);
     }
     fence_system();  // peers read it when they know of it
 }

@@ -169,20 +169,20 @@ MOECOMM_FN void make_dealt(OneShared<c>& s, const OneLaunchArgs& args) {
     const u32 staging = shared_address(s.gemm.staging);
     RingPlace<c> place;
     u32 turns = 0;
-    float sums[c.parts()][c.most_rows / 2] = {};
+    float accum[c.parts()][c.most_rows / 2] = {};
     for_dealt(s.dealt, [&](const Dealt& now, const DealtPlace& at) {
         const i32 depth = now.product == Dealt::first ? args.first.depth : args.second.depth;
-        multiply_padded<c>(s.gemm, place, math_group, ceil_div(depth, c.depth()), now.tile.padded, sums);
+        multiply_padded<c>(s.gemm, place, math_group, ceil_div(depth, c.depth()), now.tile.padded, accum);
         const Tile tile = now.tile;  // once: nothing is kept in registers across a store
         if (now.product == Dealt::first) {
-            store_sums<c>(sums, tile, math_group, args.second.depth, staging, turns, store_between<c>(args));
+            store_accum<c>(accum, tile, math_group, args.second.depth, staging, turns, store_between<c>(args));
             // Both warpgroups cast what either has turned; the second product they turn each for itself, and in the same places.
-            if constexpr (c.swapped && c.out == Type::e4m3) meet(1 + kMathGroups, kMathGroups * kWarpgroup);
+            if constexpr (c.swapped && c.out == Type::e4m3) sync_threads(1 + kMathGroups, kMathGroups * kWarpgroup);
         } else if (!now.lost) {
             // Where a row goes is read through the first-level cache as well.  A line of that belongs to rows of one counter, all of which
             // had been fetched before any of them was multiplied.
             static_assert(r.counted * sizeof(u64) % 128 == 0, "whole lines");
-            store_sums<product>(sums, tile, math_group, args.second.columns, staging, turns, StoreAtHome{args.layer});
+            store_accum<product>(accum, tile, math_group, args.second.columns, staging, turns, StoreAtSourceRank{args.layer});
         }
         __syncwarp();
         if (lane_id() == 0) arrive(&s.dealt.stored[at.slot]);
@@ -215,7 +215,7 @@ MOECOMM_FN void fetch_multiply_and_send(const OneLaunchArgs& args) {
     fetch_rows<r, GemmShared<c>::room()>(args.layer, s.fetch, memory, args.fetchers, args.together);
     if (blockIdx.x == 0 && threadIdx.x == 0) note_failure(args.layer);
     let_next_kernel_launch();
-    if constexpr (c.cluster > 1) meet_cluster<c.cluster>();
+    if constexpr (c.cluster > 1) sync_cluster<c.cluster>();
     constexpr GemmConfig product = second_of(c, out);
     if (threadIdx.x < kWarpgroup) {
         leave_registers<kLoaderRegisters>();
@@ -228,9 +228,9 @@ MOECOMM_FN void fetch_multiply_and_send(const OneLaunchArgs& args) {
     } else {
         take_registers<kMathRegisters>();
         make_dealt<c, r, product>(s, args);
-        StoreAtHome{args.layer}.end();
+        StoreAtSourceRank{args.layer}.end();
     }
-    if constexpr (c.cluster > 1) meet_cluster<c.cluster>();  // what others load for us, and their arrivals, must find us here
+    if constexpr (c.cluster > 1) sync_cluster<c.cluster>();  // what others load for us, and their arrivals, must find us here
 }
 
 }  // namespace moecomm

@@ -13,14 +13,14 @@ MOECOMM_FN float2 load_shared_pair(u32 address) {
 }
 // What a product has left in registers is not touched before this.
 template <i32 size>
-MOECOMM_FN void settle(float (&sums)[size]) {
+MOECOMM_FN void apply_scales(float (&accum)[size]) {
 #pragma unroll
-    for (i32 i = 0; i < size; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+    for (i32 i = 0; i < size; ++i) asm volatile("" : "+f"(accum[i])::"memory");
 }
 
 // sums += products, each times the scales of its rows; part: of all parts of the block.
 template <GemmConfig c, i32 n, i32 size>
-MOECOMM_FN void add_scaled(float (&sums)[size], const float (&products)[n / 2], const SlotScales& scales, i32 part) {
+MOECOMM_FN void add_scaled(float (&accum)[size], const float (&products)[n / 2], const SlotScales& scales, i32 part) {
     const float2 of_w = load_shared_pair(scales.of_w(2 * part));
     const u32 of_x = scales.of_x(lane_id() % 4 * 2);
 #pragma unroll
@@ -29,7 +29,7 @@ MOECOMM_FN void add_scaled(float (&sums)[size], const float (&products)[n / 2], 
 #pragma unroll
         for (i32 half = 0; half < 2; ++half) {  // gate and up rows, if they lie apart
             const float other = c.apart && half == 1 ? of_w.y : of_w.x;
-            float* const to = sums + 4 * j + 2 * half;
+            float* const to = accum + 4 * j + 2 * half;
             to[0] = __fmaf_rn(products[4 * j + 2 * half], of_rows.x * other, to[0]);
             to[1] = __fmaf_rn(products[4 * j + 2 * half + 1], of_rows.y * other, to[1]);
         }
@@ -42,14 +42,14 @@ MOECOMM_FN void add_scaled(float (&sums)[size], const float (&products)[n / 2], 
 // Meanwhile the tensor cores have the other warpgroup's.
 template <GemmConfig c, i32 n, i32 size>
 MOECOMM_FN void multiply_scaled(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place, i32 math_group,
-                                i32 steps, float (&sums)[c.parts()][size]) {
+                                i32 steps, float (&accum)[c.parts()][size]) {
     const u32 w = operand_at(shared_address(ring.w[0]) + math_group * (c.weight_bytes() / kMathGroups));
     const u32 x = operand_at(shared_address(ring.x[0]));
     float products[n / 2] = {};
 #pragma unroll
     for (i32 part = 0; part < c.parts(); ++part)
 #pragma unroll
-        for (i32 i = 0; i < n / 2; ++i) sums[part][i] = 0.0f;
+        for (i32 i = 0; i < n / 2; ++i) accum[part][i] = 0.0f;
 #pragma unroll 1
     for (i32 step = 0; step < steps; ++step) {
         copy_wait(&barriers.full[place.slot], place.phase);
@@ -64,8 +64,8 @@ MOECOMM_FN void multiply_scaled(Ring<c>& ring, RingBarriers<c>& barriers, const 
             }
             wgmma_commit();
             wgmma_wait<0>();
-            settle(products);
-            add_scaled<c, n>(sums[part], products, scales.slot(place.slot), math_group * c.parts() + part);
+            apply_scales(products);
+            add_scaled<c, n>(accum[part], products, scales.slot(place.slot), math_group * c.parts() + part);
         }
         __syncwarp();  // no lane reads a scale any more
         release_slot(barriers, place.slot);

@@ -44,9 +44,9 @@ struct PartScales {
 
 // sums += products, each times the scales of its row and its column.
 template <GemmConfig c, i32 size>
-MOECOMM_FN void add_rows(float (&sums)[size], const float (&products)[size], const RowScales& of_x, const PartScales<c>& of_w) {
+MOECOMM_FN void add_rows(float (&accum)[size], const float (&products)[size], const RowScales& of_x, const PartScales<c>& of_w) {
 #pragma unroll
-    for (i32 i = 0; i < size; ++i) sums[i] = __fmaf_rn(products[i], of_x.of[i / 2 % 2] * of_w.at(i / 4), sums[i]);
+    for (i32 i = 0; i < size; ++i) accum[i] = __fmaf_rn(products[i], of_x.of[i / 2 % 2] * of_w.at(i / 4), accum[i]);
 }
 
 // What a warpgroup has of a tile: 64 rows times all parts; of a tile of no more rows both warpgroups have those, times a part each.
@@ -70,7 +70,7 @@ struct Share {
 // work, all that is wanted next is loaded.
 template <GemmConfig c, i32 parts, i32 size>
 MOECOMM_FN void multiply_share(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place,
-                               const Share<c>& share, i32 steps, float (&sums)[c.parts()][size]) {
+                               const Share<c>& share, i32 steps, float (&accum)[c.parts()][size]) {
     static_assert(c.parts() * kRowsPart == c.block_columns() && 2 * size == kRowsPart, "parts of 128 rows of w");
     const i32 first_part = parts == c.parts() ? 0 : share.first_part;  // known to be the same in all threads
     const u32 w = operand_at(shared_address(ring.w[0]) + first_part * (kRowsPart * kSlotRowBytes));
@@ -82,7 +82,7 @@ MOECOMM_FN void multiply_share(Ring<c>& ring, RingBarriers<c>& barriers, const R
 #pragma unroll
     for (i32 part = 0; part < parts; ++part)
 #pragma unroll
-        for (i32 i = 0; i < size; ++i) sums[part][i] = 0.0f;
+        for (i32 i = 0; i < size; ++i) accum[part][i] = 0.0f;
     copy_wait(&barriers.full[place.slot], place.phase);
     of_x.load(scales.slot(place.slot), row);
 #pragma unroll 1
@@ -108,12 +108,12 @@ MOECOMM_FN void multiply_share(Ring<c>& ring, RingBarriers<c>& barriers, const R
                 }
             }
             wgmma_wait<0>();
-            settle(products);
+            apply_scales(products);
             if (part + 1 == parts) {
                 __syncwarp();  // no lane reads a scale any more
                 release_slot(barriers, slot);
             }
-            add_rows<c>(sums[part], products, of_x, of_w);
+            add_rows<c>(accum[part], products, of_x, of_w);
         }
         of_x = next;
     }
@@ -122,12 +122,12 @@ MOECOMM_FN void multiply_share(Ring<c>& ring, RingBarriers<c>& barriers, const R
 // All that a warpgroup has of a tile.
 template <GemmConfig c, i32 size>
 MOECOMM_FN void multiply_rows(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place, i32 math_group,
-                              i32 steps, i32 padded, float (&sums)[c.parts()][size]) {
+                              i32 steps, i32 padded, float (&accum)[c.parts()][size]) {
     const Share<c> share(padded, math_group);
     if (share.all_parts) {
-        multiply_share<c, c.parts()>(ring, barriers, scales, place, share, steps, sums);
+        multiply_share<c, c.parts()>(ring, barriers, scales, place, share, steps, accum);
     } else {
-        multiply_share<c, 1>(ring, barriers, scales, place, share, steps, sums);
+        multiply_share<c, 1>(ring, barriers, scales, place, share, steps, accum);
     }
 }
 

@@ -7,18 +7,18 @@
 namespace moecomm {
 
 // Rows of the product, each to its place at its home; the last block says so to everybody.
-struct StoreAtHome {
+struct StoreAtSourceRank {
     const LayerArgs& a;
 
     MOECOMM_FN void store(i32 row, i32 column, const uint4& values) const {
-        const u64 to = reinterpret_cast<const u64*>(a.homes)[row] + static_cast<u64>(column) * 2;
+        const u64 to = reinterpret_cast<const u64*>(a.source_ranks)[row] + static_cast<u64>(column) * 2;
         asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(values.x), "r"(values.y), "r"(values.z), "r"(values.w)
                      : "memory");
     }
     // The threads that load have other registers, and no part in this.
     MOECOMM_FN void end() const {
         fence_system();
-        meet(1 + kMathGroups, kMathGroups * kWarpgroup);
+        sync_threads(1 + kMathGroups, kMathGroups * kWarpgroup);
         if (threadIdx.x != kWarpgroup || !arrive_last(&own_state(a.ctx)->finished)) return;
         const u32 round = round_that_goes_on(a);
         if (round == 0) return;

@@ -75,7 +75,7 @@ MOECOMM_FN void arrive_at(u64* barrier, i32 rank) {
 MOECOMM_FN void arrive(u64* barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory"); }
 // All threads of all blocks of the cluster meet.
 template <i32 cluster>
-MOECOMM_FN void meet_cluster() {
+MOECOMM_FN void sync_cluster() {
     if constexpr (cluster == 1) {
         __syncthreads();
     } else {

@@ -43,7 +43,7 @@ template <GemmConfig c>
 MOECOMM_FN void multiply_and_send(const LayerGemmArgs& args) {
     await_earlier_kernels();
     if (round_that_goes_on(args.layer) == 0) return;  // all blocks alike; homes of a void round wait for nothing
-    run_gemm<c>(args.gemm, RowsAreHere{}, StoreAtHome{args.layer});
+    run_gemm<c>(args.gemm, RowsAreHere{}, StoreAtSourceRank{args.layer});
 }
 
 }  // namespace moecomm

@@ -27,8 +27,8 @@ MOECOMM_FN void wgmma_wait() {
 
 // clang-format off
 #define MOECOMM_SUMS(i) \
-    "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3]), \
-    "+f"(sums[i + 4]), "+f"(sums[i + 5]), "+f"(sums[i + 6]), "+f"(sums[i + 7])
+    "+f"(accum[i]), "+f"(accum[i + 1]), "+f"(accum[i + 2]), "+f"(accum[i + 3]), \
+    "+f"(accum[i + 4]), "+f"(accum[i + 5]), "+f"(accum[i + 6]), "+f"(accum[i + 7])
 #define MOECOMM_REGISTERS_1 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define MOECOMM_SUMS_1 MOECOMM_SUMS(0)
 #define MOECOMM_REGISTERS_2 MOECOMM_REGISTERS_1 ", %8, %9, %10, %11, %12, %13, %14, %15"
@@ -75,7 +75,7 @@ MOECOMM_FN void wgmma_wait() {
 
 // keep: 0 forgets what sums held.
 template <Type type, i32 n, i32 size>
-MOECOMM_FN void wgmma(float (&sums)[size], u64 a, u64 b, i32 keep) {
+MOECOMM_FN void wgmma(float (&accum)[size], u64 a, u64 b, i32 keep) {
     static_assert(2 * size >= n && n % 16 == 0 && n <= 256, "registers for the sums");
     static_assert(type == Type::bf16 || type == Type::fp16 || type == Type::e4m3, "types that are multiplied so");
     if constexpr (n == 16) MOECOMM_WGMMA(16, 1, 8, 9, 10);

@@ -16,7 +16,7 @@ namespace moecomm::host {
 namespace {
 
 void announce(Combine& c, bool intact) {
-    Notice n{};
+    RoundHeader n{};
     n.status = static_cast<u32>(intact ? Argument::none : Argument::handle);
     n.call = c.a.call;
     n.value = round_of(c.a.route, c.r.ranks);
@@ -42,8 +42,8 @@ void post_weights(const Combine& c) {
         if (owners[entry] >= 0 && c.r.reaches(owners[entry]))
             store_relaxed(c.weight(owners[entry], c.r.me, entry / c.topk, entry % c.topk), words[entry]);
     }
-    for (i32 turn = 0; turn < c.r.ranks && !words.empty(); ++turn) {
-        if (const i32 to = c.r.peer(turn); !c.r.reaches(to))
+    for (i32 step = 0; step < c.r.ranks && !words.empty(); ++step) {
+        if (const i32 to = c.r.peer(step); !c.r.reaches(to))
             c.r.link().put(to, weight_at(c.a.ctx.window, c.shape, c.r.tag, c.r.me, 0), words.data(), words.size() * sizeof(u64));
     }
 }
@@ -52,9 +52,9 @@ void post_weights(const Combine& c) {
 class Pulls {
   public:
     Pulls(Combine& c, i32 worker, i32 stride, float* scratch) : c_(c) {
-        all_.push_back(std::make_unique<Home>(c, worker, stride, scratch));
+        all_.push_back(std::make_unique<SourceReduce>(c, worker, stride, scratch));
         for (i32 domain = 0; domain < c.r.domains(); ++domain)
-            if (domain != c.r.domain()) all_.push_back(std::make_unique<Returns>(c, domain, worker, stride, scratch));
+            if (domain != c.r.domain()) all_.push_back(std::make_unique<ReturnForward>(c, domain, worker, stride, scratch));
     }
 
     void pull_in_order() {
@@ -86,7 +86,7 @@ class Pulls {
 // Every rank of our domain, and nobody else reads it, has read what we offered in the combine of tag `wanted`.  A rank that wants none of
 // our rows may be through with this combine already, and so its flag.
 bool await_drained(Combine& c, u32 wanted) {
-    for (i32 p = c.r.first; p < c.r.first + c.r.near; ++p) {
+    for (i32 p = c.r.first; p < c.r.first + c.r.scaleup_ranks; ++p) {
         const u64* flag = at<u64>(c.a.ctx, c.r.me, drained_at(c.a.ctx.window, p));
         const auto drained = [&] { return has_reached(signal_tag(load_acquire(flag)), wanted, c.r.tag); };
         if (!c.r.watch.until(Phase::drained, drained, [&] { return Missing{p, flag, wanted}; })) return false;
@@ -94,25 +94,25 @@ bool await_drained(Combine& c, u32 wanted) {
     return true;
 }
 
-const u64* credit_of(const Combine& c, i32 home, i32 chunk) {
-    return at<u64>(c.a.ctx, c.r.me, credit_at(c.a.ctx.window, c.shape, home, chunk, c.sent[home].chunk_tokens));
+const u64* credit_of(const Combine& c, i32 source_rank, i32 chunk) {
+    return at<u64>(c.a.ctx, c.r.me, credit_at(c.a.ctx.window, c.shape, source_rank, chunk, c.sent[source_rank].chunk_tokens));
 }
 
 // Is the place of the chunk's rows in staging free?  Not before the chunk that lies there is pulled.
-bool has_place(const Combine& c, i32 home, i32 chunk) {
-    const i32 before = chunk - ring_chunks(c.shape, c.sent[home].chunk_tokens);
-    if (before < 0 || !rows_here(c, home, chunk)) return true;
-    return load_acquire(credit_of(c, home, chunk)) == word_signal(c.r.tag, static_cast<u32>(before));
+bool has_place(const Combine& c, i32 source_rank, i32 chunk) {
+    const i32 before = chunk - ring_chunks(c.shape, c.sent[source_rank].chunk_tokens);
+    if (before < 0 || !rows_here(c, source_rank, chunk)) return true;
+    return load_acquire(credit_of(c, source_rank, chunk)) == word_signal(c.r.tag, static_cast<u32>(before));
 }
 
 // Puts what goes straight home.  Before anything else, because it waits for nothing but, where homes give weights, for mail, which nobody
 // sends late: who is in the middle of it keeps its home from pulling, and so from giving the credits that others wait for.
-void put_straight(Combine& c, StraightSent& sent, i32 worker, i32 stride, float* scratch) {
-    for (i32 turn = 0; turn < c.r.ranks; ++turn) {
-        const i32 home = c.r.peer(turn);
-        if (c.own_weights && c.straight_to(home) && !c.await_agreement()) return;
-        for (i32 chunk = worker; c.straight_to(home) && chunk < c.chunks_of(home); chunk += stride)
-            put_chunk(c, sent, home, chunk, scratch);
+void put_direct(Combine& c, DirectSends& sent, i32 worker, i32 stride, float* scratch) {
+    for (i32 step = 0; step < c.r.ranks; ++step) {
+        const i32 source_rank = c.r.peer(step);
+        if (c.own_weights && c.direct_to(source_rank) && !c.await_agreement()) return;
+        for (i32 chunk = worker; c.direct_to(source_rank) && chunk < c.chunks_of(source_rank); chunk += stride)
+            put_chunk(c, sent, source_rank, chunk, scratch);
     }
 }
 
@@ -120,9 +120,9 @@ void put_straight(Combine& c, StraightSent& sent, i32 worker, i32 stride, float*
 // False: the round is lost or void.
 bool stage_for_all(Combine& c, Pulls& pulls, i32 chunk, float* scratch) {
     i32 waiting[kMaxRanks], count = 0;  // homes
-    for (i32 turn = 0; turn < c.r.ranks; ++turn)
-        if (const i32 home = c.r.peer(turn); chunk < c.chunks_of(home) && !c.straight_to(home)) waiting[count++] = home;
-    const auto can_stage = [&](i32 home) { return has_place(c, home, chunk) && missing_weight(c, home, chunk) == nullptr; };
+    for (i32 step = 0; step < c.r.ranks; ++step)
+        if (const i32 source_rank = c.r.peer(step); chunk < c.chunks_of(source_rank) && !c.direct_to(source_rank)) waiting[count++] = source_rank;
+    const auto can_stage = [&](i32 source_rank) { return has_place(c, source_rank, chunk) && missing_weight(c, source_rank, chunk) == nullptr; };
     const auto find = [&] {
         const u64* weight = missing_weight(c, waiting[0], chunk);
         if (weight != nullptr) return Missing{waiting[0], weight, c.r.tag};
@@ -148,12 +148,12 @@ bool stage_for_all(Combine& c, Pulls& pulls, i32 chunk, float* scratch) {
 
 // Stages the rows here chunk by chunk, the same chunk of every home before the next: the tokens whose rows are all staged come home in
 // between, while those rows are still in the cache.
-void stage_and_pull(Combine& c, StraightSent& sent, i32 worker, i32 stride) {
+void stage_and_pull(Combine& c, DirectSends& sent, i32 worker, i32 stride) {
     Sums scratch;
     Pulls pulls(c, worker, stride, scratch.of);
     i32 chunks = 0;
-    for (i32 home = 0; home < c.r.ranks; ++home) chunks = std::max(chunks, c.chunks_of(home));
-    put_straight(c, sent, worker, stride, scratch.of);
+    for (i32 source_rank = 0; source_rank < c.r.ranks; ++source_rank) chunks = std::max(chunks, c.chunks_of(source_rank));
+    put_direct(c, sent, worker, stride, scratch.of);
     for (i32 chunk = worker; chunk < chunks && !c.in_place; chunk += stride) {
         if (!stage_for_all(c, pulls, chunk, scratch.of)) return;
         if (c.agreed()) pulls.pull_in_order();
@@ -162,23 +162,23 @@ void stage_and_pull(Combine& c, StraightSent& sent, i32 worker, i32 stride) {
 }
 
 // By home: chunks of which we put straight what we have.
-std::vector<i32> straight_chunks(const Combine& c) {
+std::vector<i32> direct_chunks(const Combine& c) {
     std::vector<i32> chunks;
-    for (i32 home = 0; home < c.r.ranks && c.r.domains() > 1; ++home) chunks.push_back(c.straight_to(home) ? c.chunks_of(home) : 0);
+    for (i32 source_rank = 0; source_rank < c.r.ranks && c.r.domains() > 1; ++source_rank) chunks.push_back(c.direct_to(source_rank) ? c.chunks_of(source_rank) : 0);
     return chunks;
 }
 
 // Our staged rows of the next combine may overwrite theirs once everybody has said so.
-void tell_drained(Combine& c) {
-    for (i32 turn = 0; turn < c.r.near; ++turn)
-        store_release(at<u64>(c.a.ctx, c.r.neighbour(turn), drained_at(c.a.ctx.window, c.r.me)), tag_signal(c.r.tag));
+void signal_drained(Combine& c) {
+    for (i32 step = 0; step < c.r.scaleup_ranks; ++step)
+        store_release(at<u64>(c.a.ctx, c.r.neighbour(step), drained_at(c.a.ctx.window, c.r.me)), tag_signal(c.r.tag));
     c.r.state.last_combine = c.r.tag;
 }
 
 // Of a rank that has nothing to combine, because its handle is none.
-void end_void(Combine& c) {
-    if (!c.r.await_notices()) return;
-    c.r.leave_verdict(c.r.judge());
+void end_invalid(Combine& c) {
+    if (!c.r.await_headers()) return;
+    c.r.leave_validation_result(c.r.judge());
     c.r.finish();
 }
 
@@ -191,18 +191,18 @@ void combine(const CombineArgs& args) {
     const bool intact = is_intact(tables_of(args));
     if (intact) post_weights(c);
     announce(c, intact);
-    if (!intact) return end_void(c);
+    if (!intact) return end_invalid(c);
     // Our staging may still hold the rows of our last combine.
     if (const u32 last = c.r.state.last_combine; last != 0 && !await_drained(c, last)) return;
-    StraightSent sent(straight_chunks(c));
+    DirectSends sent(direct_chunks(c));
     team.run([&](i32 worker) { stage_and_pull(c, sent, worker, team.size()); });
     if (c.r.watch.failed()) return;
-    const Verdict verdict = c.r.judge();
-    if (verdict.failure == Failure::none) {
-        tell_drained(c);
+    const ValidationResult validation = c.r.judge();
+    if (validation.failure == Failure::none) {
+        signal_drained(c);
         if (c.in_place && !await_drained(c, c.r.tag)) return;  // the caller may do with its rows what it likes when we return
     } else {
-        c.r.leave_verdict(verdict);
+        c.r.leave_validation_result(validation);
     }
     c.r.finish();
 }

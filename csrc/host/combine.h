@@ -25,7 +25,7 @@ struct Combine {
     const bool flat = a.layout == static_cast<i32>(Layout::flat);
     const Type type = static_cast<Type>(a.type);
     const Type staged_type = flat ? type : static_cast<Type>(a.wire);  // of the numbers in a staged row
-    const Type crossing_type = static_cast<Type>(a.wire);              // of the numbers in the sum of a domain that crosses to another
+    const Type scaleout_type = static_cast<Type>(a.wire);              // of the numbers in the sum of a domain that crosses to another
     const bool own_weights = a.topk_weights != 0;                      // homes give them, and not the dispatch
     const bool past_cache = a.num_tokens * a.y_stride >= kPastCache;
     // The experts' rows lie in our window: peers read them there, and nothing is staged.
@@ -34,26 +34,26 @@ struct Combine {
     const Sent* const sent = memory<const Sent>(a.route.sent);
 
     // Chunks of the tokens that `home` sent.
-    i32 chunks_of(i32 home) const { return ceil_div(sent[home].num_tokens, sent[home].chunk_tokens); }
+    i32 chunks_of(i32 source_rank) const { return ceil_div(sent[source_rank].num_tokens, sent[source_rank].chunk_tokens); }
     // What we have of them goes straight to `home`, in another domain.
-    bool straight_to(i32 home) const { return !r.reaches(home) && goes_straight(shape, sent[home].num_tokens); }
-    u8* put_by(i32 owner, i32 token) const { return at<u8>(a.ctx, r.me, straight_row_at(a.ctx.window, shape, r.tag, owner, token)); }
+    bool direct_to(i32 source_rank) const { return !r.reaches(source_rank) && goes_direct(shape, sent[source_rank].num_tokens); }
+    u8* put_by(i32 owner, i32 token) const { return at<u8>(a.ctx, r.me, direct_row_at(a.ctx.window, shape, r.tag, owner, token)); }
     // In the window of `owner`: the weight that `home` gives its token's k-th expert.
-    u64* weight(i32 owner, i32 home, i32 token, i32 k) const {
-        return at<u64>(a.ctx, owner, weight_at(a.ctx.window, shape, r.tag, home, token * topk + k));
+    u64* weight(i32 owner, i32 source_rank, i32 token, i32 k) const {
+        return at<u64>(a.ctx, owner, weight_at(a.ctx.window, shape, r.tag, source_rank, token * topk + k));
     }
     // What `home` gives, once it is in our window (missing_weight); what we give ourselves always is at hand.
-    float own_weight(i32 home, i32 token, i32 k) const {
-        if (home == r.me) return memory<const float>(a.topk_weights)[static_cast<i64>(token) * topk + k];
-        const u32 bits = signal_word(load_relaxed(weight(r.me, home, token, k)));
+    float own_weight(i32 source_rank, i32 token, i32 k) const {
+        if (source_rank == r.me) return memory<const float>(a.topk_weights)[static_cast<i64>(token) * topk + k];
+        const u32 bits = signal_word(load_relaxed(weight(r.me, source_rank, token, k)));
         float number;
         std::memcpy(&number, &bits, sizeof(number));
         return number;
     }
-    u8* staged(i32 rank, i32 home, i32 token) const { return at<u8>(a.ctx, rank, staged_at(a.ctx.window, shape, home, token)); }
+    u8* staged(i32 rank, i32 source_rank, i32 token) const { return at<u8>(a.ctx, rank, staged_at(a.ctx.window, shape, source_rank, token)); }
     // Do all ranks make this combine?  Without waiting: as far as we know.
-    bool agreed() { return r.notices_in() && r.judge().failure == Failure::none; }
-    bool await_agreement() { return r.await_notices() && r.judge().failure == Failure::none; }
+    bool agreed() { return r.headers_in() && r.judge().failure == Failure::none; }
+    bool await_agreement() { return r.await_headers() && r.judge().failure == Failure::none; }
 
   private:
     u64 heap() const { return a.ctx.peers[r.me] + a.ctx.window.heap; }

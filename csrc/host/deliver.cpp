@@ -16,8 +16,8 @@ i32 payload_row(const Token& token, i32 rank) {
 }  // namespace
 
 void Delivery::deliver(const Token& token, const Payload& payload) {
-    for (i32 turn = first_turn_; turn < d_.r.near; ++turn) {
-        const i32 rank = d_.r.neighbour(turn), here = rank - d_.r.first;
+    for (i32 step = first_step_; step < d_.r.scaleup_ranks; ++step) {
+        const i32 rank = d_.r.neighbour(step), here = rank - d_.r.first;
         const i32 slot = token.slots[here];
         if (slot < 0) continue;
         store_payload(token, rank, slot, payload);
@@ -28,8 +28,8 @@ void Delivery::deliver(const Token& token, const Payload& payload) {
 
 void Delivery::raise_flags() const {
     order_copied_rows();
-    for (i32 turn = first_turn_; turn < d_.r.near; ++turn) {
-        const i32 rank = d_.r.neighbour(turn), here = rank - d_.r.first;
+    for (i32 step = first_step_; step < d_.r.scaleup_ranks; ++step) {
+        const i32 rank = d_.r.neighbour(step), here = rank - d_.r.first;
         u64* arrived = at<u64>(d_.a.ctx, rank, arrived_at(d_.a.ctx.window, d_.a.ctx.shape, source_, chunk_));
         store_release(arrived, chunk_signal(d_.r.tag, first_[here], count_[here]));
     }
@@ -37,7 +37,7 @@ void Delivery::raise_flags() const {
 
 // Scales lie beside the row, or where they wait to become columns: by flat row.
 void Delivery::store_payload(const Token& token, i32 rank, i32 slot, const Payload& payload) const {
-    const Notice& to = d_.r.notice(rank);
+    const RoundHeader& to = d_.r.header(rank);
     const i64 row = d_.flat ? slot : payload_row(token, rank);
     copy_row(at<u8>(d_.a.ctx, rank, to.x) + row * d_.a.row_bytes, payload.row, d_.a.row_bytes, d_.past_cache);
     if (d_.a.scale_bytes == 0) return;
@@ -48,7 +48,7 @@ void Delivery::store_payload(const Token& token, i32 rank, i32 slot, const Paylo
 // Beside the row at `rank`: whose it is, which experts, which weights.
 void Delivery::store_metadata(const Token& token, i32 rank, i32 slot) const {
     const DispatchArgs& a = d_.a;
-    const Notice& to = d_.r.notice(rank);
+    const RoundHeader& to = d_.r.header(rank);
     const i64 there = static_cast<i64>(slot) * d_.topk;
     i32* src = to.src != 0 ? at<i32>(a.ctx, rank, to.src) : nullptr;
     float* weights = to.weights != 0 ? at<float>(a.ctx, rank, to.weights) : nullptr;

@@ -21,7 +21,7 @@ struct Payload {
 class Delivery {
   public:
     Delivery(const Dispatch& d, i32 source, i32 chunk, bool to_us_alone = false)
-        : d_(d), source_(source), chunk_(chunk), first_turn_(to_us_alone ? d.r.near - 1 : 0) {}
+        : d_(d), source_(source), chunk_(chunk), first_step_(to_us_alone ? d.r.scaleup_ranks - 1 : 0) {}
     void deliver(const Token& token, const Payload& payload);
     // All are delivered.  Ourselves last: so a relay can tell what it has relayed.
     void raise_flags() const;
@@ -31,7 +31,7 @@ class Delivery {
     void store_metadata(const Token& token, i32 rank, i32 slot) const;
 
     const Dispatch& d_;
-    const i32 source_, chunk_, first_turn_;
+    const i32 source_, chunk_, first_step_;
     i32 first_[kMaxRanks] = {}, count_[kMaxRanks] = {};  // by rank of our domain: its flat rows
 };
 

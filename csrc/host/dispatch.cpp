@@ -28,7 +28,7 @@ BadEntry count(Dispatch& d, Team& team) {
 
 void announce(Dispatch& d, const BadEntry& bad) {
     const DispatchArgs& a = d.a;
-    Notice n{};
+    RoundHeader n{};
     n.status = static_cast<u32>(bad.argument);
     n.call = a.call;
     n.value = d.repeat ? round_of(a.route, d.r.ranks) : bad.value;
@@ -45,10 +45,10 @@ void announce(Dispatch& d, const BadEntry& bad) {
 }
 
 // What the mail of all ranks comes to; nothing if it did not come.
-std::optional<Verdict> agree(Dispatch& d) {
-    if (!d.r.await_notices()) return std::nullopt;
-    const Verdict verdict = d.r.judge();
-    if (verdict.failure != Failure::none || d.repeat) return verdict;
+std::optional<ValidationResult> agree(Dispatch& d) {
+    if (!d.r.await_headers()) return std::nullopt;
+    const ValidationResult validation = d.r.judge();
+    if (validation.failure != Failure::none || d.repeat) return validation;
     if (!d.r.await_counts()) return std::nullopt;
     d.plan.gather();
     return d.plan.judge_capacity();
@@ -56,11 +56,11 @@ std::optional<Verdict> agree(Dispatch& d) {
 
 // Relays, and receives if this dispatch does, while the next chunk has no place at its relays: those may wait for us.  False: the round is
 // lost.
-bool await_place(Dispatch& d, const Sender& sender, Relay& relay, Inbox* inbox) {
+bool await_place(Dispatch& d, const Sender& sender, Forward& forwarder, Inbox* inbox) {
     while (!sender.has_place()) {
-        relay.relay_landed();
+        forwarder.forward_landed();
         if (inbox != nullptr) inbox->take_arrived();
-        const auto go_on = [&] { return sender.has_place() || relay.any_landed() || (inbox != nullptr && inbox->any_arrived()); };
+        const auto go_on = [&] { return sender.has_place() || forwarder.any_landed() || (inbox != nullptr && inbox->any_arrived()); };
         if (!d.r.watch.until(Phase::drained, go_on, [&] { return sender.missing(); })) return false;
     }
     return true;
@@ -69,25 +69,25 @@ bool await_place(Dispatch& d, const Sender& sender, Relay& relay, Inbox* inbox) 
 // Sends, and relays no more than others need to do the same: the rest belongs to the second half.
 void send(Dispatch& d, i32 worker, i32 stride) {
     Sender sender(d, worker, stride);
-    Relay relay(d, worker, stride);
+    Forward forwarder(d, worker, stride);
     while (!sender.done()) {
-        if (!await_place(d, sender, relay, nullptr)) return;
+        if (!await_place(d, sender, forwarder, nullptr)) return;
         sender.send();
-        relay.relay_landed();
+        forwarder.forward_landed();
     }
-    for (; relay.owes_credit(); relay.relay_landed())
-        if (!d.r.watch.until(Phase::payload, [&] { return relay.any_landed(); }, [&] { return relay.missing(); })) return;
+    for (; forwarder.owes_credit(); forwarder.forward_landed())
+        if (!d.r.watch.until(Phase::payload, [&] { return forwarder.any_landed(); }, [&] { return forwarder.missing(); })) return;
 }
 
 // Everything that is not here yet.
-void receive(Dispatch& d, Relay& relay, StraightCome& straight, Inbox& inbox) {
-    const auto any = [&] { return relay.any_landed() || straight.any_come() || inbox.any_arrived(); };
-    const auto find = [&] { return relay.open() ? relay.missing() : straight.open() ? straight.missing() : inbox.missing(); };
+void receive(Dispatch& d, Forward& forwarder, DirectArrivals& direct, Inbox& inbox) {
+    const auto any = [&] { return forwarder.any_landed() || direct.any_come() || inbox.any_arrived(); };
+    const auto find = [&] { return forwarder.open() ? forwarder.missing() : direct.open() ? direct.missing() : inbox.missing(); };
     for (;;) {
-        relay.relay_landed();
-        straight.take_come();
+        forwarder.forward_landed();
+        direct.take_come();
         inbox.take_arrived();
-        if (!relay.open() && !straight.open() && !inbox.open()) return;
+        if (!forwarder.open() && !direct.open() && !inbox.open()) return;
         if (!d.r.watch.until(Phase::payload, any, find)) return;
     }
 }
@@ -96,19 +96,19 @@ void receive(Dispatch& d, Relay& relay, StraightCome& straight, Inbox& inbox) {
 // is ahead lets the others catch up.
 void send_and_receive(Dispatch& d, i32 worker, i32 stride) {
     Sender sender(d, worker, stride);
-    Relay relay(d, worker, stride);
-    StraightCome straight(d, worker, stride);
+    Forward forwarder(d, worker, stride);
+    DirectArrivals direct(d, worker, stride);
     Inbox inbox(d, worker, stride);
     while (!sender.done()) {
-        if (!await_place(d, sender, relay, &inbox)) return;
+        if (!await_place(d, sender, forwarder, &inbox)) return;
         const i32 chunk = sender.chunk();
         sender.send();
-        relay.relay_landed();
-        straight.take_come();
+        forwarder.forward_landed();
+        direct.take_come();
         inbox.take_arrived();
         if (inbox.behind(chunk)) std::this_thread::yield();
     }
-    receive(d, relay, straight, inbox);
+    receive(d, forwarder, direct, inbox);
 }
 
 // The second half of a dispatch that was begun.
@@ -117,12 +117,12 @@ void end(const DispatchArgs& args) {
     Dispatch d(args);
     if (d.r.watch.aborted()) return;
     Team team(args.workers);
-    d.r.recall_notices();
+    d.r.load_headers();
     team.run([&](i32 worker) {
-        Relay relay(d, worker, team.size());
-        StraightCome straight(d, worker, team.size());
+        Forward forwarder(d, worker, team.size());
+        DirectArrivals direct(d, worker, team.size());
         Inbox inbox(d, worker, team.size());
-        receive(d, relay, straight, inbox);
+        receive(d, forwarder, direct, inbox);
     });
     if (!d.repeat && !d.r.watch.failed()) seal(tables_of(args));
 }
@@ -135,9 +135,9 @@ void dispatch(const DispatchArgs& args) {
     if (d.r.watch.aborted()) return;
     Team team(args.workers);
     announce(d, count(d, team));
-    const std::optional<Verdict> verdict = agree(d);
-    if (!verdict) return;
-    const bool good = verdict->failure == Failure::none;
+    const std::optional<ValidationResult> validation = agree(d);
+    if (!validation) return;
+    const bool good = validation->failure == Failure::none;
     d.r.state.last_dispatch = good ? d.r.tag : 0;
     if (!d.repeat) round_of(args.route, d.r.ranks) = d.r.tag;
     if (!good) {
@@ -146,7 +146,7 @@ void dispatch(const DispatchArgs& args) {
             clear_unused(d);
             seal(tables_of(args));
         }
-        d.r.leave_verdict(*verdict);
+        d.r.leave_validation_result(*validation);
         return d.r.finish();
     }
     if (!d.repeat) {
@@ -154,7 +154,7 @@ void dispatch(const DispatchArgs& args) {
         clear_padding(d);
         clear_unused(d);
     }
-    if (args.part == static_cast<i32>(Part::begin)) d.r.keep_notices();
+    if (args.part == static_cast<i32>(Part::begin)) d.r.save_headers();
     const auto work = args.part == static_cast<i32>(Part::begin) ? send : send_and_receive;
     team.run([&](i32 worker) { work(d, worker, team.size()); });
     if (d.r.watch.failed()) return;

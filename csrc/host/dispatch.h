@@ -18,7 +18,7 @@ struct Dispatch {
     const bool repeat = a.repeat != 0;
     const bool scale_columns = a.scale_columns != 0;
     // Our rows go straight to the ranks of other domains.
-    const bool straight = goes_straight(a.ctx.shape, a.num_tokens) && a.part == static_cast<i32>(Part::whole);
+    const bool direct = goes_direct(a.ctx.shape, a.num_tokens) && a.part == static_cast<i32>(Part::whole);
     const bool past_cache = static_cast<i64>(a.num_tokens) * a.row_bytes >= kPastCache;
     // Where our tokens go: written by place_token, or by an earlier dispatch that we repeat.
     i32* const token_rows = memory<i32>(a.route.token_rows);
@@ -26,11 +26,11 @@ struct Dispatch {
     i32* const token_slot = memory<i32>(a.route.token_slot);
 
     // And those of `source`, of another domain.
-    bool straight_from(i32 source) const {
-        return goes_straight(a.ctx.shape, sent(source).num_tokens) && a.part == static_cast<i32>(Part::whole);
+    bool direct_from(i32 source) const {
+        return goes_direct(a.ctx.shape, sent(source).num_tokens) && a.part == static_cast<i32>(Part::whole);
     }
     const Sent& sent(i32 source) const { return memory<const Sent>(a.route.sent)[source]; }
-    StraightSent sent_straight{std::vector<i32>(straight ? r.ranks : 0, plan.own_chunks())};
+    DirectSends sent_direct{std::vector<i32>(direct ? r.ranks : 0, plan.own_chunks())};
 
   private:
     // The second half belongs to the round of the first.

@@ -15,32 +15,32 @@ Tokens own_tokens(const Combine& c) {
             c.topk};
 }
 
-Tokens relayed_tokens(const Combine& c, i32 domain) {
-    const i64 pitch = relayed_words(c.shape);
-    const i32* kept = memory<const i32>(c.a.route.relayed) + domain * c.shape.max_tokens * pitch;
-    const i32 home = c.r.counterpart(domain);
-    const i32 count = c.straight_to(home) ? 0 : c.sent[home].num_tokens;
-    return {home, count, c.sent[home].chunk_tokens, kept + 2 * c.topk, kept, kept + c.topk, pitch, pitch};
+Tokens forwarded_tokens(const Combine& c, i32 domain) {
+    const i64 pitch = forwarded_words(c.shape);
+    const i32* kept = memory<const i32>(c.a.route.forwarded) + domain * c.shape.max_tokens * pitch;
+    const i32 source_rank = c.r.counterpart(domain);
+    const i32 count = c.direct_to(source_rank) ? 0 : c.sent[source_rank].num_tokens;
+    return {source_rank, count, c.sent[source_rank].chunk_tokens, kept + 2 * c.topk, kept, kept + c.topk, pitch, pitch};
 }
 
 // What `rank` holds of the token, where it has one row for it: a reduced one or, in place, the caller's own.  Null: several, in place.
 const u8* Gather::single_row(i32 rank, i32 slot, i32 token) const {
-    const Notice& from = c_.r.notice(rank);
-    if (from.x == 0) return c_.staged(rank, tokens_.home, token);
+    const RoundHeader& from = c_.r.header(rank);
+    if (from.x == 0) return c_.staged(rank, tokens_.source_rank, token);
     return c_.flat ? at<const u8>(c_.a.ctx, rank, from.x) + slot * static_cast<i64>(from.pitch) : nullptr;
 }
 
 // The rows of the token at `rank`, in place, added up and rounded as that rank would have staged them.
 void Gather::add_in_place(float* sum, i32 token, i32 rank, i64 column, i64 n) const {
     const CombineArgs& a = c_.a;
-    const Notice& from = c_.r.notice(rank);
+    const RoundHeader& from = c_.r.header(rank);
     Addends rows;
     rows.type = c_.type;
     for (i32 k = 0; k < c_.topk; ++k) {
         if (tokens_.owners_of(token)[k] != rank) continue;
         const i64 row = tokens_.rows_of(token)[k];
         float weight = from.weights != 0 ? at<const float>(a.ctx, rank, from.weights)[row] : 1.0f;
-        if (c_.own_weights) weight = c_.own_weight(tokens_.home, token, k);
+        if (c_.own_weights) weight = c_.own_weight(tokens_.source_rank, token, k);
         rows.add(at<const u8>(a.ctx, rank, from.x) + row * static_cast<i64>(from.pitch), weight);
     }
     Sums partial;
@@ -56,7 +56,7 @@ void Gather::add_up(float* sum, i32 token, i64 column, i64 n) const {
     Addends rows;
     rows.type = c_.staged_type;
     bool several = false;
-    for (i32 p = 0; p < c_.r.near && !several; ++p) {
+    for (i32 p = 0; p < c_.r.scaleup_ranks && !several; ++p) {
         if (slot[p] < 0) continue;
         const u8* row = single_row(c_.r.first + p, slot[p], token);
         several = row == nullptr;
@@ -64,7 +64,7 @@ void Gather::add_up(float* sum, i32 token, i64 column, i64 n) const {
     }
     if (!several) return sum_rows(sum, rows, column, n);
     std::fill_n(sum, n, 0.0f);
-    for (i32 p = 0; p < c_.r.near; ++p) {
+    for (i32 p = 0; p < c_.r.scaleup_ranks; ++p) {
         if (slot[p] < 0) continue;
         const u8* row = single_row(c_.r.first + p, slot[p], token);
         if (row == nullptr) {

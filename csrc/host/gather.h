@@ -6,7 +6,7 @@ namespace moecomm::host {
 
 // Where the tokens of a home went, as far as they went to our domain.
 struct Tokens {
-    i32 home;
+    i32 source_rank;
     i32 count, chunk_tokens;
     const i32* slots;  // of a token: the flat row at each rank of our domain, -1 where none
     const i32* rows;   // of a token: the row of each of its k experts
@@ -19,7 +19,7 @@ struct Tokens {
 };
 // Ours, and those of the rank with our index in another domain.
 Tokens own_tokens(const Combine& c);
-Tokens relayed_tokens(const Combine& c, i32 domain);
+Tokens forwarded_tokens(const Combine& c, i32 domain);
 
 class Gather {
   public:
@@ -29,7 +29,7 @@ class Gather {
     void add_up(float* sum, i32 token, i64 column, i64 n) const;
     // The gradient of the weight of the k-th expert, which `owner`, of our domain, has staged.
     float grad(i32 token, i32 k, i32 owner) const {
-        return reinterpret_cast<const float*>(c_.staged(owner, tokens_.home, token) + c_.grads_at)[k];
+        return reinterpret_cast<const float*>(c_.staged(owner, tokens_.source_rank, token) + c_.grads_at)[k];
     }
 
   private:

@@ -5,13 +5,13 @@
 
 namespace moecomm::host {
 
-class Home final : public Pull {
+class SourceReduce final : public Pull {
   public:
-    Home(Combine& c, i32 worker, i32 stride, float* scratch) : Pull(c, own_tokens(c), worker, stride, scratch) {}
+    SourceReduce(Combine& c, i32 worker, i32 stride, float* scratch) : Pull(c, own_tokens(c), worker, stride, scratch) {}
 
   private:
-    bool crossing_ready(i32 chunk) const override { return missing_rank(chunk) < 0; }
-    Missing crossing_missing(i32 chunk) const override;
+    bool scaleout_ready(i32 chunk) const override { return missing_rank(chunk) < 0; }
+    Missing scaleout_missing(i32 chunk) const override;
     void pull_token(i32 token) override;
     void pass_on(i32 chunk) override;
 
@@ -19,18 +19,18 @@ class Home final : public Pull {
     // The first rank of another domain whose sums, or rows, of the chunk are missing, -1: none.
     i32 missing_rank(i32 chunk) const;
     i32 missing_owner(i32 chunk) const;
-    const u64* straight_from(i32 rank) const { return c_.r.signal(straight_signal(c_.shape, c_.r.tag, rank)); }
+    const u64* direct_from(i32 rank) const { return c_.r.signal(direct_signal(c_.shape, c_.r.tag, rank)); }
     const u64* signal(i32 domain, i32 chunk) const { return c_.r.signal(returned_signal(c_.shape, domain, chunk, tokens_.chunk_tokens)); }
     const u8* returned(i32 domain, i32 token) const {
         return at<const u8>(c_.a.ctx, c_.r.me, returned_at(c_.a.ctx.window, c_.shape, domain, token));
     }
-    void add_straight(float* sum, i32 domain, i32 token, i64 column, i64 n) const;
+    void add_direct(float* sum, i32 domain, i32 token, i64 column, i64 n) const;
     void add_domains(float* sum, i32 token, i64 column, i64 n) const;
     void bring_grads(i32 token) const;
     const float* grads_of(i32 rank, i32 token) const;
     void sum_grads(i32 token, float* grads) const;
 
-    const bool straight_ = goes_straight(c_.shape, tokens_.count);  // to us, from other domains
+    const bool direct_ = goes_direct(c_.shape, tokens_.count);  // to us, from other domains
 };
 
 }  // namespace moecomm::host

@@ -24,30 +24,30 @@ u64 next(u64& state) {
 }  // namespace
 
 Link::Link(const Shape& shape, std::vector<u64> windows, u64 disorder)
-    : owner_(getpid()), layout_(window_layout(shape)), windows_(std::move(windows)), disorder_(disorder), told_(windows_.size()) {
+    : owner_(getpid()), layout_(window_layout(shape)), windows_(std::move(windows)), disorder_(disorder), signal_values_(windows_.size()) {
     for (size_t p = 0; p < windows_.size(); ++p)
-        if (windows_[p] != 0) told_[p].assign(signals(shape), 0);
-    thread_ = runtime::quiet_thread([this] { serve(); });
+        if (windows_[p] != 0) signal_values_[p].assign(signals(shape), 0);
+    thread_ = runtime::background_thread([this] { serve(); });
 }
 
 void Link::close() {
     if (!thread_.joinable()) return;
     if (getpid() != owner_) {
         thread_.detach();
-        static_cast<void>(meeting_.release());
+        static_cast<void>(shared_.release());
         return;
     }
     {
-        std::lock_guard<std::mutex> lock(meeting_->mutex);
+        std::lock_guard<std::mutex> lock(shared_->mutex);
         closing_ = true;
     }
-    meeting_->work.notify_one();
+    shared_->work.notify_one();
     thread_.join();
 }
 
 void Link::put(i32 peer, u64 offset, const void* bytes, u64 n) {
-    std::unique_lock<std::mutex> lock(meeting_->mutex);
-    meeting_->room.wait(lock, [&] { return waiting_.bytes.empty() || waiting_.bytes.size() + n <= kMostWaiting; });
+    std::unique_lock<std::mutex> lock(shared_->mutex);
+    shared_->room.wait(lock, [&] { return waiting_.bytes.empty() || waiting_.bytes.size() + n <= kMostWaiting; });
     const u64 first = waiting_.bytes.size();
     waiting_.bytes.resize(first + n);
     std::memcpy(waiting_.bytes.data() + first, bytes, n);
@@ -55,16 +55,16 @@ void Link::put(i32 peer, u64 offset, const void* bytes, u64 n) {
 }
 
 void Link::signal(i32 peer, u64 which, u64 value) {
-    std::lock_guard<std::mutex> lock(meeting_->mutex);
-    u64& told = told_[peer][which];
-    append({peer, true, signal_at(layout_, which), 0, 0, value - told});
-    told = value;
+    std::lock_guard<std::mutex> lock(shared_->mutex);
+    u64& signaled = signal_values_[peer][which];
+    append({peer, true, signal_at(layout_, which), 0, 0, value - signaled});
+    signaled = value;
 }
 
 // The thread sleeps only while nothing waits.
 void Link::append(const Order& order) {
     waiting_.orders.push_back(order);
-    if (waiting_.orders.size() == 1) meeting_->work.notify_one();
+    if (waiting_.orders.size() == 1) shared_->work.notify_one();
 }
 
 void Link::abort(i32 peer, u32 word) { compare_exchange(reinterpret_cast<u32*>(windows_[peer] + layout_.abort), 0, word); }
@@ -75,12 +75,12 @@ void Link::serve() {
         batch.orders.clear();
         batch.bytes.clear();
         {
-            std::unique_lock<std::mutex> lock(meeting_->mutex);
-            meeting_->work.wait(lock, [this] { return closing_ || !waiting_.orders.empty(); });
+            std::unique_lock<std::mutex> lock(shared_->mutex);
+            shared_->work.wait(lock, [this] { return closing_ || !waiting_.orders.empty(); });
             if (waiting_.orders.empty()) return;
             std::swap(batch, waiting_);
         }
-        meeting_->room.notify_all();
+        shared_->room.notify_all();
         disorder_ != 0 ? move_disorderly(batch) : move(batch);
     }
 }

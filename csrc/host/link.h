@@ -52,13 +52,13 @@ class Link {
     const WindowLayout layout_;
     const std::vector<u64> windows_;
     u64 disorder_;
-    std::vector<std::vector<u64>> told_;  // by peer and signal: its value
+    std::vector<std::vector<u64>> signal_values_;  // by peer and signal: its value
     // Apart, because a forked child, which has no such thread, must not end what the thread waits for.
-    struct Meeting {
+    struct Shared {
         std::mutex mutex;
         std::condition_variable work, room;
     };
-    std::unique_ptr<Meeting> meeting_ = std::make_unique<Meeting>();
+    std::unique_ptr<Shared> shared_ = std::make_unique<Shared>();
     Batch waiting_;
     bool closing_ = false;
     std::thread thread_;

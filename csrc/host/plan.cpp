@@ -84,14 +84,14 @@ i64 Plan::rows_needed(i32 rank) const {
     return rows;
 }
 
-Verdict Plan::judge_capacity() const {
+ValidationResult Plan::judge_capacity() const {
     for (i32 p = 0; p < r_.ranks; ++p) {
         if (a_.layout == static_cast<i32>(Layout::batched)) {
-            const i64 group = batched_group(r_.notice(p).max_rows, experts_here_);
+            const i64 group = batched_group(r_.header(p).max_rows, experts_here_);
             for (i32 e = p * experts_here_; e < (p + 1) * experts_here_; ++e)
-                if (total_[e] > group) return {Failure::bad_input, batched_objection(shape_, group), p, group, total_[e]};
-        } else if (rows_needed(p) > r_.notice(p).max_rows) {
-            return {Failure::bad_input, Argument::max_rows, p, r_.notice(p).max_rows, rows_needed(p)};
+                if (total_[e] > group) return {Failure::bad_input, batched_error(shape_, group), p, group, total_[e]};
+        } else if (rows_needed(p) > r_.header(p).max_rows) {
+            return {Failure::bad_input, Argument::max_rows, p, r_.header(p).max_rows, rows_needed(p)};
         }
     }
     return {Failure::none, Argument::none, -1, 0, 0};
@@ -108,7 +108,7 @@ void Plan::place_experts() {
     for (i32 e = 0; e < shape_.experts; ++e) {
         const i32 local_expert = e % experts_here_;
         if (a_.layout == static_cast<i32>(Layout::batched)) {
-            start = local_expert * batched_group(r_.notice(e / experts_here_).max_rows, experts_here_);
+            start = local_expert * batched_group(r_.header(e / experts_here_).max_rows, experts_here_);
         } else if (local_expert == 0) {
             start = 0;
         }
@@ -119,7 +119,7 @@ void Plan::place_experts() {
 
 void Plan::store_outputs() {
     Sent* sent = memory<Sent>(a_.route.sent);
-    for (i32 source = 0; source < r_.ranks; ++source) sent[source] = {r_.notice(source).num_tokens, r_.notice(source).chunk_tokens};
+    for (i32 source = 0; source < r_.ranks; ++source) sent[source] = {r_.header(source).num_tokens, r_.header(source).chunk_tokens};
     const i32* counts = &total_[r_.me * experts_here_];
     std::copy_n(counts, experts_here_, memory<i32>(a_.tokens_per_expert));
     const i32 alignment = a_.layout == static_cast<i32>(Layout::expert) ? a_.alignment : 1;

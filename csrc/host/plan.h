@@ -28,13 +28,13 @@ class Plan {
     i32 own_chunks() const { return ceil_div(a_.num_tokens, a_.chunk_tokens); }
     // Counts one chunk of our tokens: tokens per expert, then flat rows per rank.  Returns what is wrong with it.
     BadEntry count(i32 chunk);
-    // Turns the counts of our chunks into what lies before each of them, and returns our totals, i32[columns]; all 0 if `bad`.
+    // StepCounters the counts of our chunks into what lies before each of them, and returns our totals, i32[columns]; all 0 if `bad`.
     const i32* total_up(bool bad);
 
     // With everybody's counts here: adds them up.
     void gather();
     // Does everything fit?  Every rank comes to the same end.
-    Verdict judge_capacity() const;
+    ValidationResult judge_capacity() const;
     // The rows our tokens get, and the small outputs of dispatch.
     void place();
     // What `place` fills, for a round in which nothing arrives.

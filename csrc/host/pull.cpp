@@ -16,13 +16,13 @@ Pull::Pull(Combine& c, const Tokens& tokens, i32 worker, i32 stride, float* scra
 u64 Pull::owners(i32 chunk) const {
     u64 ranks = 0;
     for (i32 token = first_token(chunk); token < end_token(chunk); ++token)
-        for (i32 p = 0; p < c_.r.near; ++p) ranks |= static_cast<u64>(tokens_.slots_of(token)[p] >= 0) << p;
+        for (i32 p = 0; p < c_.r.scaleup_ranks; ++p) ranks |= static_cast<u64>(tokens_.slots_of(token)[p] >= 0) << p;
     return ranks;
 }
 
 // The chunks of one place in the ring are pulled in order, also those that nobody stages and that could be pulled at any time: else an
 // older credit would come after a later one, and who waits for that would wait forever.
-bool Pull::has_turn(i32 chunk) const {
+bool Pull::has_step(i32 chunk) const {
     if (chunk < ring_) return true;
     return load_acquire(at<const u64>(c_.a.ctx, c_.r.me, credit_of(chunk))) == word_signal(c_.r.tag, static_cast<u32>(chunk - ring_));
 }
@@ -30,9 +30,9 @@ bool Pull::has_turn(i32 chunk) const {
 bool Pull::ready(Chunk& chunk) {
     for (; chunk.awaited != 0; chunk.awaited &= chunk.awaited - 1) {
         const i32 p = c_.r.first + __builtin_ctzll(chunk.awaited);
-        if (c_.r.notice(p).x == 0 && !has_tag(flag(p, chunk.number), c_.r.tag)) return false;
+        if (c_.r.header(p).x == 0 && !has_tag(flag(p, chunk.number), c_.r.tag)) return false;
     }
-    return has_turn(chunk.number) && crossing_ready(chunk.number);
+    return has_step(chunk.number) && scaleout_ready(chunk.number);
 }
 
 bool Pull::any_ready() {
@@ -43,9 +43,9 @@ bool Pull::any_ready() {
 
 Missing Pull::missing() const {
     const Chunk& chunk = chunks_[first_];
-    if (chunk.awaited == 0 && !has_turn(chunk.number))
+    if (chunk.awaited == 0 && !has_step(chunk.number))
         return {c_.r.me, at<const u64>(c_.a.ctx, c_.r.me, credit_of(chunk.number)), c_.r.tag};
-    if (chunk.awaited == 0) return crossing_missing(chunk.number);
+    if (chunk.awaited == 0) return scaleout_missing(chunk.number);
     const i32 p = c_.r.first + __builtin_ctzll(chunk.awaited);
     return {p, flag(p, chunk.number), c_.r.tag};
 }
@@ -75,8 +75,8 @@ void Pull::pull(Chunk& chunk) {
 
 // To everybody in our domain, ourselves last: the chunk that comes next in the place of this one may be staged.
 void Pull::grant_credit(i32 chunk) const {
-    for (i32 turn = 0; turn < c_.r.near; ++turn)
-        store_release(at<u64>(c_.a.ctx, c_.r.neighbour(turn), credit_of(chunk)), word_signal(c_.r.tag, static_cast<u32>(chunk)));
+    for (i32 step = 0; step < c_.r.scaleup_ranks; ++step)
+        store_release(at<u64>(c_.a.ctx, c_.r.neighbour(step), credit_of(chunk)), word_signal(c_.r.tag, static_cast<u32>(chunk)));
 }
 
 }  // namespace moecomm::host

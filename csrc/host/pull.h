@@ -46,20 +46,20 @@ class Pull {
 
   private:
     // Other domains: what must be here, or have a place, before a chunk is pulled; and what is still missing then, if anything.
-    virtual bool crossing_ready(i32 chunk) const = 0;
-    virtual Missing crossing_missing(i32 chunk) const = 0;
+    virtual bool scaleout_ready(i32 chunk) const = 0;
+    virtual Missing scaleout_missing(i32 chunk) const = 0;
     virtual void pull_token(i32 token) = 0;
     // All tokens of the chunk are pulled.
     virtual void pass_on(i32 chunk) = 0;
 
     u64 owners(i32 chunk) const;
-    u64 credit_of(i32 chunk) const { return credit_at(c_.a.ctx.window, c_.shape, tokens_.home, chunk, tokens_.chunk_tokens); }
-    bool has_turn(i32 chunk) const;
+    u64 credit_of(i32 chunk) const { return credit_at(c_.a.ctx.window, c_.shape, tokens_.source_rank, chunk, tokens_.chunk_tokens); }
+    bool has_step(i32 chunk) const;
     bool ready(Chunk& chunk);
     // Where to look for chunks that are ready: further on are none, or none that peers wait for.
     size_t horizon() const { return std::min(chunks_.size(), first_ + static_cast<size_t>(ring_)); }
     const u64* flag(i32 rank, i32 chunk) const {
-        return at<const u64>(c_.a.ctx, c_.r.me, reduced_for(c_.a.ctx.window, c_.shape, tokens_.home, rank, chunk));
+        return at<const u64>(c_.a.ctx, c_.r.me, reduced_for(c_.a.ctx.window, c_.shape, tokens_.source_rank, rank, chunk));
     }
     void pull(Chunk& chunk);
     void grant_credit(i32 chunk) const;

@@ -6,8 +6,8 @@
 namespace moecomm::host {
 
 void Inbox::take_arrived() {
-    for (i32 turn = 0; turn < d_.r.ranks; ++turn)
-        for (const i32 source = d_.r.peer(turn); arrived(source); next_[source] += stride_) take(source, next_[source]);
+    for (i32 step = 0; step < d_.r.ranks; ++step)
+        for (const i32 source = d_.r.peer(step); arrived(source); next_[source] += stride_) take(source, next_[source]);
 }
 
 bool Inbox::behind(i32 chunk) const {

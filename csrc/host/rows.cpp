@@ -109,9 +109,9 @@ MOECOMM_CLONES void quantize_group(u8* __restrict out, u8* __restrict scale, Sca
 
 void copy_row(u8* to, const u8* from, i64 bytes, bool past_cache) {
 #if MOECOMM_STREAMS
-    const i64 unit = sizeof(__m128i);
-    if (past_cache && bytes % unit == 0 && reinterpret_cast<u64>(to) % unit == 0) {
-        for (i64 i = 0; i < bytes; i += unit) {
+    const i64 work = sizeof(__m128i);
+    if (past_cache && bytes % work == 0 && reinterpret_cast<u64>(to) % work == 0) {
+        for (i64 i = 0; i < bytes; i += work) {
             _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
         }
         return;

@@ -49,7 +49,7 @@ class Reader {
         digest_.add(memory<const i32>(t_.route.token_slot), static_cast<i64>(t_.num_tokens) * s_.ranks);
         for (i32 source = 0; source < s_.ranks; ++source)
             if (!read_arrived(source)) return false;
-        read_relayed();
+        read_forwarded();
         return true;
     }
     u64 digest() const { return digest_.value(); }
@@ -98,13 +98,13 @@ class Reader {
 
     void read_source(i64 row, i64 count) { digest_.add(memory<const i32>(t_.route.src) + 2 * row, 2 * count); }
 
-    void read_relayed() {
-        const i32 near = domain_ranks(s_), me = t_.ctx.rank;
+    void read_forwarded() {
+        const i32 scaleup_ranks = domain_ranks(s_), me = t_.ctx.rank;
         for (i32 domain = 0; domain < domains(s_); ++domain) {
-            const i32 tokens = sent_[domain * near + me % near].num_tokens;
-            if (domain == domain_of(s_, me) || goes_straight(s_, tokens)) continue;
-            const i64 words = relayed_words(s_);
-            digest_.add(memory<const i32>(t_.route.relayed) + domain * s_.max_tokens * words, tokens * words);
+            const i32 tokens = sent_[domain * scaleup_ranks + me % scaleup_ranks].num_tokens;
+            if (domain == domain_of(s_, me) || goes_direct(s_, tokens)) continue;
+            const i64 words = forwarded_words(s_);
+            digest_.add(memory<const i32>(t_.route.forwarded) + domain * s_.max_tokens * words, tokens * words);
         }
     }
 

@@ -33,7 +33,7 @@ void place_token(const Dispatch& d, i32 token, i32* cursors) {
 }
 
 // What the owners are told of a placed token.
-void describe(const Dispatch& d, i32 token, Entry* entries) {
+void write_metadata(const Dispatch& d, i32 token, Entry* entries) {
     const float* weight = memory<const float>(d.a.topk_weights);
     for (i32 k = 0; k < d.topk; ++k) {
         const i64 entry = static_cast<i64>(token) * d.topk + k;
@@ -66,33 +66,33 @@ void Sender::send() {
     const i32 first = next_ * d_.a.chunk_tokens;
     const i32 end = std::min(first + d_.a.chunk_tokens, d_.a.num_tokens);
     i32* cursors = d_.repeat ? nullptr : d_.plan.cursors(next_);
-    Delivery near(d_, d_.r.me, next_);
+    Delivery scaleup_ranks(d_, d_.r.me, next_);
     Entry entries[kMaxTopk];
     for (i32 number = first; number < end; ++number) {
         if (!d_.repeat) place_token(d_, number, cursors);
         const i32* slots = d_.token_slot + static_cast<i64>(number) * d_.r.ranks;
         if (!any(slots, d_.r.ranks)) continue;
-        describe(d_, number, entries);
+        write_metadata(d_, number, entries);
         const Payload payload = pack(d_.a, number, packed_);
-        near.deliver({d_.r.me, number, entries, slots + d_.r.first}, payload);
+        scaleup_ranks.deliver({d_.r.me, number, entries, slots + d_.r.first}, payload);
         for (i32 domain = 0; domain < d_.r.domains(); ++domain) {
-            const Token there{d_.r.me, number, entries, slots + domain * d_.r.near};
-            if (domain == d_.r.domain() || !any(there.slots, d_.r.near)) continue;
-            write_letter(there, payload);
-            d_.straight ? put_straight(domain, there) : put(domain, there);
+            const Token there{d_.r.me, number, entries, slots + domain * d_.r.scaleup_ranks};
+            if (domain == d_.r.domain() || !any(there.slots, d_.r.scaleup_ranks)) continue;
+            write_send_slot(there, payload);
+            d_.direct ? put_direct(domain, there) : put(domain, there);
         }
     }
-    near.raise_flags();
-    d_.straight ? tell_owners() : tell_relays();
+    scaleup_ranks.raise_flags();
+    d_.direct ? signal_owners() : signal_forwarders();
     next_ += stride_;
 }
 
-void Sender::tell_owners() const {
+void Sender::signal_owners() const {
     for (i32 rank = 0; rank < d_.r.ranks; ++rank)
-        if (!d_.r.reaches(rank)) d_.sent_straight.end_part(d_.r, rank, true);
+        if (!d_.r.reaches(rank)) d_.sent_direct.end_part(d_.r, rank, true);
 }
 
-void Sender::tell_relays() const {
+void Sender::signal_forwarders() const {
     for (i32 domain = 0; domain < d_.r.domains(); ++domain) {
         if (domain == d_.r.domain()) continue;
         const u64 landed = landed_signal(d_.a.ctx.shape, d_.r.domain(), next_, d_.a.chunk_tokens);
@@ -101,30 +101,30 @@ void Sender::tell_relays() const {
 }
 
 // A token as it crosses.
-void Sender::write_letter(const Token& token, const Payload& payload) {
+void Sender::write_send_slot(const Token& token, const Payload& payload) {
     const DispatchArgs& a = d_.a;
     const Shape& shape = a.ctx.shape;
-    letter_.resize(landed_bytes(shape, a.row_bytes, a.scale_bytes));
+    send_slot_.resize(landed_bytes(shape, a.row_bytes, a.scale_bytes));
     const Landed head{d_.r.tag, token.number, {}};
     const i64 slots_at = sizeof(Landed) + d_.topk * sizeof(Entry);
-    std::memcpy(letter_.data(), &head, sizeof(head));
-    std::memcpy(letter_.data() + sizeof(Landed), token.entries, d_.topk * sizeof(Entry));
-    std::memcpy(letter_.data() + slots_at, token.slots, d_.r.near * sizeof(i32));
-    std::memcpy(letter_.data() + landed_row(shape), payload.row, a.row_bytes);
-    if (a.scale_bytes > 0) std::memcpy(letter_.data() + landed_scales(shape, a.row_bytes), payload.scales, a.scale_bytes);
+    std::memcpy(send_slot_.data(), &head, sizeof(head));
+    std::memcpy(send_slot_.data() + sizeof(Landed), token.entries, d_.topk * sizeof(Entry));
+    std::memcpy(send_slot_.data() + slots_at, token.slots, d_.r.scaleup_ranks * sizeof(i32));
+    std::memcpy(send_slot_.data() + landed_row(shape), payload.row, a.row_bytes);
+    if (a.scale_bytes > 0) std::memcpy(send_slot_.data() + landed_scales(shape, a.row_bytes), payload.scales, a.scale_bytes);
 }
 
 // To the relay of another domain, once for all of its ranks.
 void Sender::put(i32 domain, const Token& token) {
-    const u64 there = landing_at(d_.a.ctx.window, d_.a.ctx.shape, d_.r.domain(), token.number);
-    d_.r.link().put(d_.r.counterpart(domain), there, letter_.data(), letter_.size());
+    const u64 there = receive_at(d_.a.ctx.window, d_.a.ctx.shape, d_.r.domain(), token.number);
+    d_.r.link().put(d_.r.counterpart(domain), there, send_slot_.data(), send_slot_.size());
 }
 
 // To each of its ranks that wants it.
-void Sender::put_straight(i32 domain, const Token& token) {
-    const u64 there = straight_at(d_.a.ctx.window, d_.a.ctx.shape, d_.r.tag, d_.r.me, token.number);
-    for (i32 i = 0; i < d_.r.near; ++i)
-        if (token.slots[i] >= 0) d_.r.link().put(domain * d_.r.near + i, there, letter_.data(), letter_.size());
+void Sender::put_direct(i32 domain, const Token& token) {
+    const u64 there = direct_at(d_.a.ctx.window, d_.a.ctx.shape, d_.r.tag, d_.r.me, token.number);
+    for (i32 i = 0; i < d_.r.scaleup_ranks; ++i)
+        if (token.slots[i] >= 0) d_.r.link().put(domain * d_.r.scaleup_ranks + i, there, send_slot_.data(), send_slot_.size());
 }
 
 }  // namespace moecomm::host

@@ -14,26 +14,26 @@ class Sender {
     bool done() const { return next_ >= d_.plan.own_chunks(); }
     i32 chunk() const { return next_; }
     // Have all relays stored what lies in the places of the next chunk?
-    bool has_place() const { return d_.straight || missing_credit() < 0; }
+    bool has_place() const { return d_.direct || missing_credit() < 0; }
     Missing missing() const;
     // Places (unless the dispatch is a repeat) and sends the tokens of the next chunk, then its flag to every rank.
     void send();
 
   private:
     i32 chunk_before() const { return next_ - ring_chunks(d_.a.ctx.shape, d_.a.chunk_tokens); }
-    const u64* credit(i32 domain) const { return d_.r.signal(landing_credit(d_.a.ctx.shape, domain, next_, d_.a.chunk_tokens)); }
+    const u64* credit(i32 domain) const { return d_.r.signal(receive_credit(d_.a.ctx.shape, domain, next_, d_.a.chunk_tokens)); }
     // The first domain whose credit is missing, -1: none.
     i32 missing_credit() const;
-    void write_letter(const Token& token, const Payload& payload);
+    void write_send_slot(const Token& token, const Payload& payload);
     void put(i32 domain, const Token& token);
-    void put_straight(i32 domain, const Token& token);
-    void tell_relays() const;
-    void tell_owners() const;
+    void put_direct(i32 domain, const Token& token);
+    void signal_forwarders() const;
+    void signal_owners() const;
 
     Dispatch& d_;
     const i32 stride_;
     i32 next_;
-    std::vector<u8> packed_, letter_;
+    std::vector<u8> packed_, send_slot_;
 };
 
 }  // namespace moecomm::host

@@ -7,8 +7,8 @@ namespace moecomm::host {
 
 namespace {
 
-u32 range_of(const Combine& c, i32 home, i32 chunk) {
-    return memory<const u32>(c.a.route.ranges)[static_cast<i64>(home) * c.shape.max_tokens + chunk];
+u32 range_of(const Combine& c, i32 source_rank, i32 chunk) {
+    return memory<const u32>(c.a.route.ranges)[static_cast<i64>(source_rank) * c.shape.max_tokens + chunk];
 }
 
 const i32* rows_of(const Combine& c, i32 slot) { return memory<const i32>(c.a.route.rows) + static_cast<i64>(slot) * c.topk; }
@@ -25,19 +25,19 @@ i32 token_of(const Combine& c, i32 slot) {
 }
 
 // Of the row of a token's k-th expert.
-float factor_of(const Combine& c, i32 home, i32 token, i32 k, i32 row) {
+float factor_of(const Combine& c, i32 source_rank, i32 token, i32 k, i32 row) {
     if (c.a.weighted == 0) return 1.0f;
-    return c.own_weights ? c.own_weight(home, token, k) : memory<const float>(c.a.route.row_weights)[row];
+    return c.own_weights ? c.own_weight(source_rank, token, k) : memory<const float>(c.a.route.row_weights)[row];
 }
 
 // The sum over the rows of flat row `slot` here, in the order of k.
-void reduce_row(const Combine& c, i32 home, i32 slot, u8* staged, float* scratch) {
+void reduce_row(const Combine& c, i32 source_rank, i32 slot, u8* staged, float* scratch) {
     const i32* rows = rows_of(c, slot);
     const i32 token = token_of(c, slot);
     Addends from;
     from.type = c.type;
     for (i32 k = 0; k < c.topk; ++k)
-        if (rows[k] >= 0) from.add(memory<const u8>(c.a.y) + rows[k] * c.a.y_stride, factor_of(c, home, token, k, rows[k]));
+        if (rows[k] >= 0) from.add(memory<const u8>(c.a.y) + rows[k] * c.a.y_stride, factor_of(c, source_rank, token, k, rows[k]));
     if (c.staged_type == Type::fp32) return sum_rows(reinterpret_cast<float*>(staged), from, 0, c.a.hidden);
     for (i64 column = 0; column < c.a.hidden; column += kColumns) {
         const i64 n = std::min<i64>(kColumns, c.a.hidden - column);
@@ -61,51 +61,51 @@ void stage_grads(const Combine& c, i32 slot, u8* staged) {
 }
 
 // All of flat row `slot` here, as it is staged.
-void stage_row(const Combine& c, i32 home, i32 slot, u8* staged, float* scratch) {
+void stage_row(const Combine& c, i32 source_rank, i32 slot, u8* staged, float* scratch) {
     if (c.flat) {
         copy_row(staged, memory<const u8>(c.a.y) + slot * c.a.y_stride, c.a.hidden * bytes_of(c.type), c.past_cache);
     } else {
-        reduce_row(c, home, slot, staged, scratch);
+        reduce_row(c, source_rank, slot, staged, scratch);
     }
     if (c.a.weight_grads != 0) stage_grads(c, slot, staged);
 }
 
 }  // namespace
 
-bool rows_here(const Combine& c, i32 home, i32 chunk) { return signal_count(range_of(c, home, chunk)) > 0; }
+bool rows_here(const Combine& c, i32 source_rank, i32 chunk) { return signal_count(range_of(c, source_rank, chunk)) > 0; }
 
-const u64* missing_weight(const Combine& c, i32 home, i32 chunk) {
-    const u32 range = range_of(c, home, chunk);
+const u64* missing_weight(const Combine& c, i32 source_rank, i32 chunk) {
+    const u32 range = range_of(c, source_rank, chunk);
     if (!c.own_weights || signal_count(range) == 0) return nullptr;
-    if (!c.r.mail_landed(home)) return c.r.signal(mail_signal(home));
+    if (!c.r.tagged_words_arrived(source_rank)) return c.r.signal(tagged_words_signal(source_rank));
     for (i32 slot = signal_first(range); slot < signal_first(range) + signal_count(range); ++slot) {
         for (i32 k = 0; k < c.topk; ++k) {
-            const u64* word = c.weight(c.r.me, home, token_of(c, slot), k);
+            const u64* word = c.weight(c.r.me, source_rank, token_of(c, slot), k);
             if (rows_of(c, slot)[k] >= 0 && signal_tag(load_relaxed(word)) != c.r.tag) return word;
         }
     }
     return nullptr;
 }
 
-void stage_chunk(const Combine& c, i32 home, i32 chunk, float* scratch) {
-    const u32 range = range_of(c, home, chunk);
+void stage_chunk(const Combine& c, i32 source_rank, i32 chunk, float* scratch) {
+    const u32 range = range_of(c, source_rank, chunk);
     for (i32 slot = signal_first(range); slot < signal_first(range) + signal_count(range); ++slot) {
-        stage_row(c, home, slot, c.staged(c.r.me, home, token_of(c, slot)), scratch);
+        stage_row(c, source_rank, slot, c.staged(c.r.me, source_rank, token_of(c, slot)), scratch);
     }
     order_copied_rows();
-    const i32 puller = c.r.local(home);
-    store_release(at<u64>(c.a.ctx, puller, reduced_for(c.a.ctx.window, c.shape, home, c.r.me, chunk)), tag_signal(c.r.tag));
+    const i32 puller = c.r.local(source_rank);
+    store_release(at<u64>(c.a.ctx, puller, reduced_for(c.a.ctx.window, c.shape, source_rank, c.r.me, chunk)), tag_signal(c.r.tag));
 }
 
-void put_chunk(const Combine& c, StraightSent& sent, i32 home, i32 chunk, float* scratch) {
-    const u32 range = range_of(c, home, chunk);
+void put_chunk(const Combine& c, DirectSends& sent, i32 source_rank, i32 chunk, float* scratch) {
+    const u32 range = range_of(c, source_rank, chunk);
     std::vector<u8> row(c.shape.staged_row_bytes);
     const u64 bytes = c.a.weight_grads != 0 ? row.size() : static_cast<u64>(c.a.hidden * bytes_of(c.staged_type));
     for (i32 slot = signal_first(range); slot < signal_first(range) + signal_count(range); ++slot) {
-        stage_row(c, home, slot, row.data(), scratch);
-        c.r.link().put(home, straight_row_at(c.a.ctx.window, c.shape, c.r.tag, c.r.me, token_of(c, slot)), row.data(), bytes);
+        stage_row(c, source_rank, slot, row.data(), scratch);
+        c.r.link().put(source_rank, direct_row_at(c.a.ctx.window, c.shape, c.r.tag, c.r.me, token_of(c, slot)), row.data(), bytes);
     }
-    sent.end_part(c.r, home, signal_count(range) > 0);
+    sent.end_part(c.r, source_rank, signal_count(range) > 0);
 }
 
 }  // namespace moecomm::host

@@ -12,10 +12,10 @@ struct Dispatch;
 struct Missing;
 
 // What we put in a round.  Used by all threads at once.
-class StraightSent {
+class DirectSends {
   public:
     // `parts`: by rank, how many are put there.
-    explicit StraightSent(std::vector<i32> parts) : left_(std::move(parts)), any_(left_.size(), 0) {}
+    explicit DirectSends(std::vector<i32> parts) : left_(std::move(parts)), any_(left_.size(), 0) {}
 
     // All of a part has been put to a rank.  After the last it is told so, if any of them has `something` for it.
     void end_part(const Round& r, i32 rank, bool something);
@@ -26,9 +26,9 @@ class StraightSent {
 };
 
 // The tokens that come straight here: every `stride`-th chunk of each of their sources is delivered by this thread, to this rank alone.
-class StraightCome {
+class DirectArrivals {
   public:
-    StraightCome(Dispatch& d, i32 worker, i32 stride);
+    DirectArrivals(Dispatch& d, i32 worker, i32 stride);
 
     // Everything that has come by now.
     void take_come();

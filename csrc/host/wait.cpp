@@ -12,7 +12,7 @@ Deadline deadline_of(const Context& ctx) {
     return {ctx.timeout_ns, here, ctx.abort_host != 0 ? memory<const u32>(ctx.abort_host) : here};
 }
 
-void tell_everybody(const Context& ctx, u32 word) {
+void abort_all_windows(const Context& ctx, u32 word) {
     for (i32 p = 0; p < ctx.shape.ranks; ++p) {
         if (ctx.peers[p] != 0) {
             compare_exchange(at<u32>(ctx, p, ctx.window.abort), 0, word);
@@ -49,8 +49,8 @@ u32 Watch::abort_seen() const {
 
 bool Watch::aborted() {
     if (abort_seen() == 0) return false;
-    const u64* own = at<u64>(ctx_, ctx_.rank, mail_at(ctx_.window, ctx_.shape.ranks, tag_, ctx_.rank));
-    fail(Waited::aborted, Phase::notice, {ctx_.rank, own, tag_}, 0);
+    const u64* own = at<u64>(ctx_, ctx_.rank, tagged_words_at(ctx_.window, ctx_.shape.ranks, tag_, ctx_.rank));
+    fail(Waited::aborted, Phase::header, {ctx_.rank, own, tag_}, 0);
     return true;
 }
 
@@ -68,7 +68,7 @@ void Watch::fail(Waited waited, Phase phase, const Missing& missing, u64 waited_
     record.seen = round_number(signal_tag(load_acquire(missing.flag)));
     record.waited_ns = waited_ns;
     leave_record(ctx_, record);
-    tell_everybody(ctx_, word);
+    abort_all_windows(ctx_, word);
 }
 
 }  // namespace moecomm::host

@@ -17,7 +17,7 @@
 // Weights that s gives a combine itself go to every rank of the other domains ahead of its mail: all of them in one put.  Whoever has
 // awaited that mail has them, the relays that add up rows where they lie among them.
 //
-// Few tokens (goes_straight) have no relay, and nobody waits for a place: where a row goes, only the parity of the round, its sender and
+// Few tokens (goes_direct) have no relay, and nobody waits for a place: where a row goes, only the parity of the round, its sender and
 // the token decide, as with packets.
 //
 //   dispatch   s -> owners           one put a (token, rank), into `packets`; when all are put, the signal, one a rank.  The owner stores
@@ -43,14 +43,14 @@ namespace moecomm {
 MOECOMM_BOTH constexpr i32 domain_of(const Shape& s, i32 rank) { return rank / domain_ranks(s); }
 MOECOMM_BOTH constexpr i32 index_of(const Shape& s, i32 rank) { return rank % domain_ranks(s); }
 // Who takes what `rank` sends to a domain, and what that domain sends to `rank`.
-MOECOMM_BOTH constexpr i32 relay_of(const Shape& s, i32 rank, i32 domain) { return domain * domain_ranks(s) + index_of(s, rank); }
+MOECOMM_BOTH constexpr i32 forwarder_of(const Shape& s, i32 rank, i32 domain) { return domain * domain_ranks(s) + index_of(s, rank); }
 
 // Words of `signals`.  Links add to them; each has one writer, who so can make it any value: those of word_signal and tag_signal.
-MOECOMM_BOTH constexpr u64 mail_signal(i32 from) { return from; }  // mail_value of the last mail
+MOECOMM_BOTH constexpr u64 tagged_words_signal(i32 from) { return from; }  // tagged_words_value of the last mail
 // One step a round from 0 on, so that kernels add the same each time.
-MOECOMM_BOTH constexpr u64 mail_value(u32 tag) { return tag_signal(tag - 1); }
-MOECOMM_BOTH constexpr bool mail_has_come(u64 signal, u32 tag) { return has_reached(signal_tag(signal) + 1, tag, tag); }
-constexpr u64 kLanded = 0, kLandingCredit = 1, kReturned = 2, kReturnedCredit = 3;
+MOECOMM_BOTH constexpr u64 tagged_words_value(u32 tag) { return tag_signal(tag - 1); }
+MOECOMM_BOTH constexpr bool have_tagged_words_arrived(u64 signal, u32 tag) { return has_reached(signal_tag(signal) + 1, tag, tag); }
+constexpr u64 kLanded = 0, kReceiveCredit = 1, kReturned = 2, kReturnCredit = 3;
 MOECOMM_BOTH constexpr u64 place_signal(const Shape& s, u64 kind, i32 domain, i32 chunk, i32 chunk_tokens) {
     const u64 place = static_cast<u64>(domain) * s.ring_tokens + chunk % ring_chunks(s, chunk_tokens);
     return s.ranks + kind * domains(s) * s.ring_tokens + place;
@@ -60,36 +60,36 @@ MOECOMM_BOTH constexpr u64 landed_signal(const Shape& s, i32 domain, i32 chunk, 
     return place_signal(s, kLanded, domain, chunk, chunk_tokens);
 }
 // At the source, by domain of the relay.
-MOECOMM_BOTH constexpr u64 landing_credit(const Shape& s, i32 domain, i32 chunk, i32 chunk_tokens) {
-    return place_signal(s, kLandingCredit, domain, chunk, chunk_tokens);
+MOECOMM_BOTH constexpr u64 receive_credit(const Shape& s, i32 domain, i32 chunk, i32 chunk_tokens) {
+    return place_signal(s, kReceiveCredit, domain, chunk, chunk_tokens);
 }
 // At the home, by domain of the relay.
 MOECOMM_BOTH constexpr u64 returned_signal(const Shape& s, i32 domain, i32 chunk, i32 chunk_tokens) {
     return place_signal(s, kReturned, domain, chunk, chunk_tokens);
 }
 // At the relay, by domain of the home.
-MOECOMM_BOTH constexpr u64 returned_credit(const Shape& s, i32 domain, i32 chunk, i32 chunk_tokens) {
-    return place_signal(s, kReturnedCredit, domain, chunk, chunk_tokens);
+MOECOMM_BOTH constexpr u64 return_credit(const Shape& s, i32 domain, i32 chunk, i32 chunk_tokens) {
+    return place_signal(s, kReturnCredit, domain, chunk, chunk_tokens);
 }
 // At whoever a rank has put something straight: the round of the last of it, by parity and sender.
-MOECOMM_BOTH constexpr u64 straight_signal(const Shape& s, u32 tag, i32 from) {
+MOECOMM_BOTH constexpr u64 direct_signal(const Shape& s, u32 tag, i32 from) {
     return s.ranks + kSignalsOfPlace * domains(s) * s.ring_tokens + round_parity(tag) * static_cast<u64>(s.ranks) + from;
 }
 MOECOMM_BOTH constexpr u64 signal_at(const WindowLayout& w, u64 which) { return w.signals + which * sizeof(u64); }
 
 // Kernels put from our own window: the places from which they do are free when those that they put to are.  And what a signal of
 // place_signal, with the domain of its reader, was made last.
-MOECOMM_BOTH constexpr u64 letter_at(const WindowLayout& w, const Shape& s, i32 domain, i32 token) {
-    return landing_at(w, s, domains(s) + domain, token);
+MOECOMM_BOTH constexpr u64 send_slot_at(const WindowLayout& w, const Shape& s, i32 domain, i32 token) {
+    return receive_at(w, s, domains(s) + domain, token);
 }
 MOECOMM_BOTH constexpr u64 sum_at(const WindowLayout& w, const Shape& s, i32 domain, i32 token) {
     return returned_at(w, s, domains(s) + domain, token);
 }
-MOECOMM_BOTH constexpr u64 told_at(const WindowLayout& w, const Shape& s, u64 which) { return signal_at(w, signals(s) + which); }
+MOECOMM_BOTH constexpr u64 signal_value_at(const WindowLayout& w, const Shape& s, u64 which) { return signal_at(w, signals(s) + which); }
 
 // `reduced` at whoever pulls the rows of `home`, by the rank that has reduced them.
-MOECOMM_BOTH constexpr u64 reduced_for(const WindowLayout& w, const Shape& s, i32 home, i32 from, i32 chunk) {
-    return reduced_at(w, s, relay_of(s, from, domain_of(s, home)), chunk);
+MOECOMM_BOTH constexpr u64 reduced_for(const WindowLayout& w, const Shape& s, i32 source_rank, i32 from, i32 chunk) {
+    return reduced_at(w, s, forwarder_of(s, from, domain_of(s, source_rank)), chunk);
 }
 
 // The k-th expert of a token on its way.
@@ -116,22 +116,22 @@ MOECOMM_BOTH constexpr i64 landed_bytes(const Shape& s, i64 row_bytes, i64 scale
 
 // Where a token comes to that goes straight, in `packets`: what lands at a relay, or, behind the place of the Landed, which so never looks
 // like one of this round, a staged row.  Kernels put all of a rank's tokens from places in its rings.
-MOECOMM_BOTH constexpr i64 straight_bytes(const Shape& s) {
+MOECOMM_BOTH constexpr i64 direct_bytes(const Shape& s) {
     const i64 row = sizeof(Landed) + s.staged_row_bytes;
-    return align_up<i64>(s.landing_bytes > row ? s.landing_bytes : row, 128);
+    return align_up<i64>(s.receive_bytes > row ? s.receive_bytes : row, 128);
 }
-MOECOMM_BOTH constexpr bool goes_straight(const Shape& s, i32 num_tokens) {
-    return domains(s) > 1 && num_tokens <= s.ring_tokens && num_tokens * straight_bytes(s) <= s.packet_bytes;
+MOECOMM_BOTH constexpr bool goes_direct(const Shape& s, i32 num_tokens) {
+    return domains(s) > 1 && num_tokens <= s.ring_tokens && num_tokens * direct_bytes(s) <= s.packet_bytes;
 }
-MOECOMM_BOTH constexpr u64 straight_at(const WindowLayout& w, const Shape& s, u32 tag, i32 from, i32 token) {
-    return packets_at(w, s, tag, from) + static_cast<u64>(token * straight_bytes(s));
+MOECOMM_BOTH constexpr u64 direct_at(const WindowLayout& w, const Shape& s, u32 tag, i32 from, i32 token) {
+    return packets_at(w, s, tag, from) + static_cast<u64>(token * direct_bytes(s));
 }
-MOECOMM_BOTH constexpr u64 straight_row_at(const WindowLayout& w, const Shape& s, u32 tag, i32 from, i32 token) {
-    return straight_at(w, s, tag, from, token) + sizeof(Landed);
+MOECOMM_BOTH constexpr u64 direct_row_at(const WindowLayout& w, const Shape& s, u32 tag, i32 from, i32 token) {
+    return direct_at(w, s, tag, from, token) + sizeof(Landed);
 }
 
 // What a relay keeps of a token of rank (domain, own index): the rows of its k experts, their owners, and the flat row at each rank of our
 // domain.
-MOECOMM_BOTH constexpr i64 relayed_words(const Shape& s) { return 2 * s.topk + domain_ranks(s); }
+MOECOMM_BOTH constexpr i64 forwarded_words(const Shape& s) { return 2 * s.topk + domain_ranks(s); }
 
 }  // namespace moecomm

@@ -9,7 +9,7 @@
 
 namespace moecomm {
 
-struct Notice {
+struct RoundHeader {
     u32 op : 4;         // Op
     u32 rejected : 28;  // State::rejected: ranks that differ in it are out of step, and would pair calls that do not belong together
     u32 status;         // Argument: not none if this rank's input was bad, and the round is void on every rank
@@ -29,11 +29,11 @@ struct Notice {
     u64 pitch;
 };
 
-constexpr i32 kNoticeWords = sizeof(Notice) / sizeof(u32);
+constexpr i32 kHeaderWords = sizeof(RoundHeader) / sizeof(u32);
 constexpr i32 kOpWord = 0, kCallWord = 2;  // where a reader looks first: op and rejected, call
-static_assert(sizeof(Notice) == 96, "no padding: every word of it travels");
+static_assert(sizeof(RoundHeader) == 96, "no padding: every word of it travels");
 #if !MOECOMM_DEVICE  // NVRTC has no offsetof
-static_assert(__builtin_offsetof(Notice, status) == (kOpWord + 1) * 4 && __builtin_offsetof(Notice, call) == kCallWord * 4,
+static_assert(__builtin_offsetof(RoundHeader, status) == (kOpWord + 1) * 4 && __builtin_offsetof(RoundHeader, call) == kCallWord * 4,
               "the words of these");
 #endif
 

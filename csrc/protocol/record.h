@@ -14,7 +14,7 @@ enum class Failure : u32 {
 };
 
 enum class Phase : u32 {
-    notice = 0,   // a peer's counts and addresses
+    header = 0,   // a peer's counts and addresses
     payload = 1,  // a peer's rows (dispatch)
     reduced = 2,  // a peer's reduced rows (combine)
     drained = 3,  // a peer's reading of rows that lie where our next ones go: in a ring, or staged by an earlier combine

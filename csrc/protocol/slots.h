@@ -11,14 +11,14 @@
 
 namespace moecomm {
 
-// Rows of each expert of a rank in the batched layout, out of Notice::max_rows; in `expert` groups begin at running sums of aligned_group.
+// Rows of each expert of a rank in the batched layout, out of RoundHeader::max_rows; in `expert` groups begin at running sums of aligned_group.
 MOECOMM_BOTH constexpr i32 batched_group(i32 max_rows, i32 experts_here) { return max_rows / experts_here; }
 MOECOMM_BOTH constexpr i32 aligned_group(i32 count, i32 alignment) { return ceil_div(count, alignment) * alignment; }
 MOECOMM_BOTH constexpr i32 owner_of(const Shape& s, i32 expert) { return expert / (s.experts / s.ranks); }
 MOECOMM_BOTH constexpr bool valid_id(i64 id, i32 experts) { return id >= -1 && id < experts; }
 
 // What all notices of a round say together.  Every rank sees the same notices and counts, so every rank decides alike.
-struct Verdict {
+struct ValidationResult {
     Failure failure;  // none: go on; bad_input: the round is void everywhere; mismatch: the ranks are out of step
     Argument argument;
     i32 peer;
@@ -26,12 +26,12 @@ struct Verdict {
 };
 
 // That an expert got more than the `group` rows a rank has for each.
-MOECOMM_BOTH constexpr Argument batched_objection(const Shape& s, i64 group) {
+MOECOMM_BOTH constexpr Argument batched_error(const Shape& s, i64 group) {
     return group < static_cast<i64>(s.ranks) * s.max_tokens ? Argument::max_rows : Argument::batched;
 }
 
 // One notice against ours.
-MOECOMM_BOTH Verdict judge_notice(const Notice& mine, const Notice& theirs, i32 from, i32 experts) {
+MOECOMM_BOTH ValidationResult validate_header(const RoundHeader& mine, const RoundHeader& theirs, i32 from, i32 experts) {
     if (theirs.op == static_cast<u32>(Op::leave)) return {Failure::peer_lost, Argument::none, from, 0, 0};
     if (theirs.rejected != mine.rejected) return {Failure::mismatch, Argument::rejected, from, mine.rejected, theirs.rejected};
     if (theirs.op != mine.op) return {Failure::mismatch, Argument::none, from, mine.op, theirs.op};

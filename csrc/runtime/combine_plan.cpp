@@ -82,7 +82,7 @@ bool CombinePlan::fits(const DispatchArgs& dispatch, const CombineTensors& t) co
            is_packed(*t.out_weight_grads, tokens, args_.ctx.shape.topk);
 }
 
-std::optional<CombineArgs> CombinePlan::bind(const DispatchArgs& dispatch, const CombineTensors& t, u64 sums) const {
+std::optional<CombineArgs> CombinePlan::bind(const DispatchArgs& dispatch, const CombineTensors& t, u64 reduced_rows) const {
     const auto schedule = schedules_.find(dispatch.num_tokens);
     if (schedule == schedules_.end() || !fits(dispatch, t)) return std::nullopt;
     std::optional<CombineArgs> args(args_);
@@ -92,7 +92,7 @@ std::optional<CombineArgs> CombinePlan::bind(const DispatchArgs& dispatch, const
     args->workers = schedule->second.workers;
     args->y = address_of(*t.y);
     args->y_stride = t.y->ndim == 3 ? args_.hidden * element_bytes(*t.y) : pitch_of(*t.y);
-    args->sums = sums;
+    args->reduced_rows = reduced_rows;
     args->out = address_of(*t.out);
     args->out_stride = pitch_of(*t.out);
     if (t.bias != nullptr) {

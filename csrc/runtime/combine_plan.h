@@ -25,7 +25,7 @@ class CombinePlan {
     Schedules& schedules() { return schedules_; }
     // Null unless the tensors are what the plan is for and as large as the dispatch says, and its number of tokens has a schedule.
     // `sums`: see CombineArgs.
-    std::optional<CombineArgs> bind(const DispatchArgs& dispatch, const CombineTensors& tensors, u64 sums = 0) const;
+    std::optional<CombineArgs> bind(const DispatchArgs& dispatch, const CombineTensors& tensors, u64 reduced_rows = 0) const;
 
   private:
     bool fits(const DispatchArgs& dispatch, const CombineTensors& tensors) const;

@@ -48,7 +48,7 @@ Payload payload_of(const DispatchArgs& args, i32 max_rows, bool scale_columns) {
 }
 
 struct Kept {
-    u64 src, topk_idx, weights, rows, token_rows, token_owner, token_slot, sent, ranges, relayed, tokens_per_expert, rows_per_expert,
+    u64 src, topk_idx, weights, rows, token_rows, token_owner, token_slot, sent, ranges, forwarded, tokens_per_expert, rows_per_expert,
         num_rows, bytes;
 };
 
@@ -67,7 +67,7 @@ Kept kept_of(const DispatchArgs& args, i32 max_rows) {
     k.token_slot = pieces.take(tokens, ranks * sizeof(i32));
     k.sent = pieces.take(1, ranks * sizeof(Sent) + kRouteTail);
     k.ranges = pieces.take(ranks * tokens, sizeof(u32));
-    k.relayed = pieces.take(domains(shape) > 1 ? domains(shape) * tokens : 0, relayed_words(shape) * sizeof(i32));
+    k.forwarded = pieces.take(domains(shape) > 1 ? domains(shape) * tokens : 0, forwarded_words(shape) * sizeof(i32));
     k.tokens_per_expert = pieces.take(shape.experts / shape.ranks, sizeof(i32));
     k.rows_per_expert = pieces.take(shape.experts / shape.ranks, sizeof(i64));
     k.num_rows = pieces.take(1, sizeof(i32));
@@ -147,7 +147,7 @@ void DispatchPlan::place_kept(DispatchArgs& args, const Block& kept) const {
     args.tokens_per_expert = base + k.tokens_per_expert;
     args.rows_per_expert = base + k.rows_per_expert;
     args.num_rows = base + k.num_rows;
-    const u64 relayed = domains(args.ctx.shape) > 1 ? base + k.relayed : 0;
+    const u64 forwarded = domains(args.ctx.shape) > 1 ? base + k.forwarded : 0;
     args.route = {base + k.token_rows,
                   base + k.token_owner,
                   base + k.token_slot,
@@ -156,7 +156,7 @@ void DispatchPlan::place_kept(DispatchArgs& args, const Block& kept) const {
                   flat ? 0 : base + k.rows,
                   flat ? 0 : base + k.weights,
                   base + k.src,
-                  relayed,
+                  forwarded,
                   key_of(args),
                   args.max_rows,
                   0};

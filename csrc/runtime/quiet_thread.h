@@ -9,7 +9,7 @@
 namespace moecomm::runtime {
 
 template <class Run>
-std::thread quiet_thread(Run run) {
+std::thread background_thread(Run run) {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);  // the new thread inherits the mask

@@ -23,7 +23,7 @@ struct Threads {
 
 }  // namespace
 
-void run_together(const std::vector<std::function<void()>>& jobs) {
+void run_on_threads(const std::vector<std::function<void()>>& jobs) {
     std::vector<std::exception_ptr> thrown(jobs.size());
     const auto run = [&](size_t i) {
         try {
@@ -41,7 +41,7 @@ void run_together(const std::vector<std::function<void()>>& jobs) {
             std::lock_guard lock(mutex);
             ++running;
         }
-        threads.all.push_back(quiet_thread([&, i] {
+        threads.all.push_back(background_thread([&, i] {
             run(i);
             std::lock_guard lock(mutex);
             --running;

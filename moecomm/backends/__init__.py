@@ -40,7 +40,7 @@ class Session(Protocol):
     arena: _native.Arena  # over the heap of our window; offsets are those of the window
     nbytes: int  # memory this rank holds for the Buffer
     owner: object  # what must outlive every tensor in the window
-    sums_in_heap: bool  # CombineArgs.sums: reduced rows may have a place each
+    reduced_rows_in_heap: bool  # CombineArgs.sums: reduced rows may have a place each
     alone: bool  # GPUs: no other rank is on ours, so kernels may be launched while those before them end
 
     @property
@@ -107,7 +107,7 @@ class Backend(Protocol):
         """`Shape.packet_bytes`: room for the packets that one rank sends another in one round."""
         ...
 
-    def straight_bytes(self, ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
+    def direct_bytes(self, ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
         """The same with several domains: room for what one rank puts straight to one of another domain in one round."""
         ...
 

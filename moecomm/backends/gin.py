@@ -38,7 +38,7 @@ _QUEUE, _POSTS, _WARPS = (
 _LINGER_S = 2.0
 _COMMUNICATOR = 256  # its place behind struct GinLink of csrc/device/gin.cuh
 
-ring_tokens, packet_bytes, straight_bytes = lsa.ring_tokens, lsa.packet_bytes, lsa.straight_bytes
+ring_tokens, packet_bytes, direct_bytes = lsa.ring_tokens, lsa.packet_bytes, lsa.direct_bytes
 
 
 def missing() -> str:

@@ -38,7 +38,7 @@ def packet_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
     return 0
 
 
-def straight_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
+def direct_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
     """What few tokens need."""
     return packets.room(ranks, max_tokens, staged_row_bytes)
 
@@ -48,7 +48,7 @@ class HostSession:
 
     name = "host"
     device = torch.device("cpu")
-    sums_in_heap = False
+    reduced_rows_in_heap = False
     alone = False
 
     def __init__(self, ranks: Rendezvous, shape: _native.Shape, timeout_s: float) -> None:

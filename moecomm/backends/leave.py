@@ -11,25 +11,25 @@ import torch
 
 from moecomm import _native, linking, plain_kernel
 
-_NOTICE = struct.Struct("<IIQqiiii7Q")  # struct Notice of csrc/protocol/notice.h
+_NOTICE = struct.Struct("<IIQqiiii7Q")  # struct RoundHeader of csrc/protocol/notice.h
 _LEAVE = 3  # Op::leave
 WORD = 8  # bytes of a word of mail, and of a signal
 
 
-def mail(last_round: int, words: int) -> bytes:
+def tagged_words(last_round: int, words: int) -> bytes:
     """What a peer finds when it waits for our mail of the round after `last_round`: all `words` of it
-    (WindowLayout.mail_words), whichever the peer waits for.
+    (WindowLayout.num_tagged_words), whichever the peer waits for.
 
     Each word is valid by itself, so they can be copied in one go.
     """
     tag = _tag(last_round).to_bytes(4, "little")
-    notice = _NOTICE.pack(_LEAVE, *(0,) * 14).ljust(4 * words, b"\0")
-    return b"".join(word + tag for (word,) in struct.iter_unpack("4s", notice))
+    header = _NOTICE.pack(_LEAVE, *(0,) * 14).ljust(4 * words, b"\0")
+    return b"".join(word + tag for (word,) in struct.iter_unpack("4s", header))
 
 
 def signal(last_round: int) -> bytes:
     """What the signal of that mail becomes in a window of another domain."""
-    return (_tag(last_round) - 1 << 32).to_bytes(WORD, "little")  # mail_value of csrc/protocol/domains.h
+    return (_tag(last_round) - 1 << 32).to_bytes(WORD, "little")  # tagged_words_value of csrc/protocol/domains.h
 
 
 def is_last(word: bytes, last_round: int) -> bool:
@@ -41,9 +41,9 @@ def _tag(last_round: int) -> int:
     return 2 * (last_round + 1) + 1 & 0xFFFFFFFF  # round_tag of csrc/protocol/signal.h
 
 
-def mail_offset(window: _native.WindowLayout, ranks: int, last_round: int, sender: int) -> int:
+def tagged_words_offset(window: _native.WindowLayout, ranks: int, last_round: int, sender: int) -> int:
     """Where in a peer's window it belongs."""
-    return window.mail + (((last_round + 1) & 1) * ranks + sender) * window.mail_words * WORD
+    return window.tagged_words + (((last_round + 1) & 1) * ranks + sender) * window.num_tagged_words * WORD
 
 
 def signal_offset(window: _native.WindowLayout, sender: int) -> int:
@@ -58,7 +58,7 @@ class PutArgs(ctypes.Structure):
     """LeaveArgs of csrc/device/leave.cuh."""
 
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("window", "link", "signals", "mail", "bytes")),
+        *((name, ctypes.c_uint64) for name in ("window", "link", "signals", "tagged_words", "bytes")),
         *((name, ctypes.c_uint64) for name in ("abort_here", "abort_host", "timeout_ns")),
         *((name, ctypes.c_int32) for name in ("rank", "ranks", "domain_ranks", "pad")),
     )
@@ -80,7 +80,7 @@ def put(transport: str, context: _native.Context, offset: int, nbytes: int) -> N
         window=own,
         link=context.link,
         signals=context.window.signals,
-        mail=offset,
+        tagged_words=offset,
         bytes=nbytes,
         abort_here=own + context.window.abort,
         abort_host=context.abort_host,

@@ -18,7 +18,7 @@ import torch
 from moecomm import _native, failures, packets, plain_kernel, tuning
 from moecomm.backends import Schedule, cuda_driver, leave, windows
 from moecomm.backends.collective import all_or_none
-from moecomm.backends.lsa_kernels import Kernels, crosses
+from moecomm.backends.lsa_kernels import Kernels, is_multi_domain
 from moecomm.backends.presence import Presence
 from moecomm.backends.reach import Reach
 from moecomm.errors import BadInput, Unsupported
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 _CAPABILITY = (9, 0)  # bulk copies (TMA) and mbarriers
 _INSTALL = "pip install moecomm[cu13] (or [cu12] for a driver of CUDA 12)"
 
-_RECORD, _ABORT, _ROUND, _SIGNAL, _MAIL = 0, 64, 128, 192, 256  # offsets in the pinned control memory
+_RECORD, _ABORT, _ROUND, _SIGNAL, _TAGGED_WORDS = 0, 64, 128, 192, 256  # offsets in the pinned control memory
 
 # Of a window, so that a Buffer of 4096 tokens of 7168 columns has less than 64 MiB besides its outputs.
 _STAGING_BYTES = 62 << 20
-_STRAIGHT_BYTES = 512 << 20  # with several domains what is put straight has room of its own, for 64 ranks so many
+_DIRECT_BYTES = 512 << 20  # with several domains what is put straight has room of its own, for 64 ranks so many
 _MOST_BLOCKS = 256  # of a launch: kMaxBlocks in csrc/protocol/compiler.h
 
 _SPIN_S, _NAP_S = 2e-3, 1e-4  # a wait for the device spins for a while, then looks now and then
@@ -104,9 +104,9 @@ def packet_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
     return packets.room(ranks, max_tokens, staged_row_bytes)
 
 
-def straight_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
+def direct_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
     """The same: 128 tokens of 7168 columns, or as many bytes, whatever the ranks."""
-    return packets.room(ranks, max_tokens, staged_row_bytes, of_all=_STRAIGHT_BYTES)
+    return packets.room(ranks, max_tokens, staged_row_bytes, of_all=_DIRECT_BYTES)
 
 
 @lru_cache(maxsize=64)
@@ -139,20 +139,20 @@ class LsaSession:
         self._last_stream = 0  # its cudaStream_t
         self._captured = False
         with all_or_none(ranks):
-            self._control = cuda_driver.PinnedMemory(_MAIL + _native.window_layout(shape).mail_words * 8)
+            self._control = cuda_driver.PinnedMemory(_TAGGED_WORDS + _native.window_layout(shape).num_tagged_words * 8)
             self._copies = cuda_driver.CopyStream()
         peers = windows.meet(ranks, device, near=reach.near)
         self.reach = reach(ranks, peers, device, timeout_s, shape.domain_ranks)
         shape.domain_ranks = self.reach.domain_ranks or shape.domain_ranks
         layout = _native.window_layout(shape)
         self._kernels = Kernels(device, self.reach.transport)
-        self.sums_in_heap = not crosses(shape)
+        self.reduced_rows_in_heap = not is_multi_domain(shape)
         self._window: windows.Window | None = self.reach.open_window(layout)
         try:
             with all_or_none(ranks):  # nobody writes to a window before it is zero
                 self._copies.zero(self._window.address, layout.staging)
-                if crosses(shape):  # nothing there looks like a token of ours
-                    self._copies.zero(self._window.address + layout.landing, layout.returned - layout.landing)
+                if is_multi_domain(shape):  # nothing there looks like a token of ours
+                    self._copies.zero(self._window.address + layout.receive_buffer, layout.returned - layout.receive_buffer)
                 self._copies.wait()
                 if self.reach.puts:
                     plain_kernel.load(leave.putter(self.reach.shim), device.index)
@@ -185,7 +185,7 @@ class LsaSession:
         peers = self._window.peers
         context.peers = [peer if other // near == rank // near else 0 for other, peer in enumerate(peers)]
         context.link = self.reach.link
-        if crosses(shape) and not self.reach.puts:
+        if is_multi_domain(shape) and not self.reach.puts:
             self._everybody = torch.tensor(peers, dtype=torch.int64, device=self.device)
             context.link = self._everybody.data_ptr()
         context.record = self._control.address + _RECORD
@@ -313,35 +313,35 @@ class LsaSession:
         copies.to_host(at + _ROUND, window.address + layout.state, 4)
         copies.wait()
         last_round = int.from_bytes(self._control.read(_ROUND, 4), "little")
-        mail = leave.mail(last_round, layout.mail_words)
-        self._control.write(_MAIL, mail)
+        tagged_words = leave.tagged_words(last_round, layout.num_tagged_words)
+        self._control.write(_TAGGED_WORDS, tagged_words)
         self._control.write(_SIGNAL, leave.signal(last_round))
-        offset = leave.mail_offset(layout, len(window.peers), last_round, rank)
+        offset = leave.tagged_words_offset(layout, len(window.peers), last_round, rank)
         for other, peer in enumerate(window.peers):
             if other == rank or peer == 0:
                 continue
-            copies.to_device(peer + offset, at + _MAIL, len(mail))
+            copies.to_device(peer + offset, at + _TAGGED_WORDS, len(tagged_words))
             if self.context.peers[other] == 0:
                 copies.to_device(peer + leave.signal_offset(layout, rank), at + _SIGNAL, leave.WORD)
         if self.reach.puts:
-            copies.to_device(window.address + offset, at + _MAIL, len(mail))
+            copies.to_device(window.address + offset, at + _TAGGED_WORDS, len(tagged_words))
         copies.wait()
         if self.reach.puts:
-            leave.put(self.reach.shim, self.context, offset, len(mail))
+            leave.put(self.reach.shim, self.context, offset, len(tagged_words))
         if self._presence is None:
             self._linger(last_round)
 
     def _linger(self, last_round: int) -> None:
         """Where processes can't see each other: until the last mail of all others has come, or for long enough."""
-        window, at = self._window, self._control.address + _MAIL
+        window, at = self._window, self._control.address + _TAGGED_WORDS
         assert window is not None
         deadline = time.monotonic() + self.reach.linger_s
         waiting = [rank for rank in range(len(window.peers)) if rank != self.context.rank]
         while waiting and time.monotonic() < deadline:
-            offset = leave.mail_offset(self.context.window, len(window.peers), last_round, waiting[-1])
+            offset = leave.tagged_words_offset(self.context.window, len(window.peers), last_round, waiting[-1])
             self._copies.to_host(at, window.address + offset, leave.WORD)
             self._copies.wait()
-            if leave.is_last(self._control.read(_MAIL, leave.WORD), last_round):
+            if leave.is_last(self._control.read(_TAGGED_WORDS, leave.WORD), last_round):
                 waiting.pop()
             else:
                 time.sleep(_NAP_S)

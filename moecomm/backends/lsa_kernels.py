@@ -58,7 +58,7 @@ def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
         quantize=bool(args.quantize),
         scale_format=args.scale_format,
         repeat=bool(args.repeat),
-        slips=bool(args.slips),
+        descriptors=bool(args.descriptors),
         part=args.part,
         **_domains(shape),
     )
@@ -83,7 +83,7 @@ def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
         hidden=args.hidden,
         layout=_FLAT if flat else _EXPERT,
         type=args.type,
-        wire=_FP32 if flat and not crosses(shape) else args.wire,
+        wire=_FP32 if flat and not is_multi_domain(shape) else args.wire,
         weighted=flat or bool(args.weighted),
         own_weights=args.topk_weights != 0,
         in_place=reads_in_place(args),
@@ -94,14 +94,14 @@ def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
     )
 
 
-def crosses(shape: _native.Shape) -> bool:
+def is_multi_domain(shape: _native.Shape) -> bool:
     """Whether there are several domains."""
     return shape.domain_ranks not in (0, shape.ranks)
 
 
 def _domains(shape: _native.Shape) -> dict[str, Any]:
     """With several domains, how kernels reach the others."""
-    return {"transport": "puts", "domain_ranks": shape.domain_ranks} if crosses(shape) else {}
+    return {"transport": "puts", "domain_ranks": shape.domain_ranks} if is_multi_domain(shape) else {}
 
 
 def comes_in_packets(args: _native.CombineArgs) -> bool:
@@ -111,8 +111,8 @@ def comes_in_packets(args: _native.CombineArgs) -> bool:
     """
     shape, staged = args.ctx.shape, args.type if args.layout == _FLAT else args.wire
     bytes_of_row = args.hidden * _BYTES[staged]
-    room = 0 if crosses(shape) else shape.packet_bytes
-    return args.weight_grads == 0 and packets.carry_home(bytes_of_row, args.num_tokens, shape.topk, room)
+    room = 0 if is_multi_domain(shape) else shape.packet_bytes
+    return args.weight_grads == 0 and packets.fit_return_packets(bytes_of_row, args.num_tokens, shape.topk, room)
 
 
 def reads_in_place(args: _native.CombineArgs) -> bool:

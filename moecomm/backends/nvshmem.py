@@ -11,7 +11,7 @@ from moecomm.backends.reach import Reach
 from moecomm.errors import Unsupported
 from moecomm.rendezvous import Rendezvous
 
-ring_tokens, packet_bytes, straight_bytes = lsa.ring_tokens, lsa.packet_bytes, lsa.straight_bytes
+ring_tokens, packet_bytes, direct_bytes = lsa.ring_tokens, lsa.packet_bytes, lsa.direct_bytes
 
 
 def missing() -> str:
@@ -45,8 +45,8 @@ class NvshmemReach(Reach):
                 raise Unsupported("ranks are threads of one process, which has one NVSHMEM; it wants a process a rank")
         nvshmem_runtime.start(ranks, self.device)
         with all_or_none(ranks):
-            near_ranks = nvshmem_runtime.near_ranks()
-        sizes = [data[0] for data in ranks.all_gather(bytes([near_ranks]))]
+            scaleup_ranks = nvshmem_runtime.scaleup_ranks()
+        sizes = [data[0] for data in ranks.all_gather(bytes([scaleup_ranks]))]
         with all_or_none(ranks):
             if len(set(sizes)) != 1 or ranks.ranks % sizes[0]:
                 raise Unsupported(f"ranks share memory with {sizes} ranks: domains must have the same size")

@@ -94,7 +94,7 @@ def start(ranks: Rendezvous, device: torch.device) -> None:
             here = Device(device.index)
             here.set_current()
             nvshmem.core.init(device=here, uid=identity, rank=ranks.rank, nranks=ranks.ranks, initializer_method="uid")
-            linking.tell_nvshmem_again()
+            linking.register_modules_again()
 
 
 def _variables() -> dict[str, str]:
@@ -102,7 +102,7 @@ def _variables() -> dict[str, str]:
     return {"NVSHMEM_DISABLE_NVLS": "1", **remote}
 
 
-def near_ranks() -> int:
+def scaleup_ranks() -> int:
     """How many ranks, ours among them, load from and store to each other."""
     import nvshmem.bindings as bindings
 

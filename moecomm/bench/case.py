@@ -149,7 +149,7 @@ class Traffic:
         by_rank, entries, relayed = torch.stack(everybody, dim=1)
         return Traffic(by_rank, entries, relayed, near)
 
-    def crossing(self, *, straight: bool) -> tuple[float, float]:
+    def crossing(self, *, direct: bool) -> tuple[float, float]:
         """Rows that leave a rank for others of its own domain, and for those of other domains, on average.
 
         `straight`: they cross one a (token, rank); else one a (token, domain), and relays pass them on to the others
@@ -160,7 +160,7 @@ class Traffic:
         near = domain.unsqueeze(1) == domain
         inside = int((self.rows * near).sum() - self.rows.diagonal().sum())
         far = self.rows * ~near
-        if straight:
+        if direct:
             return inside / ranks, int(far.sum()) / ranks
         passed_on = int(torch.where(self.relayed > 0, 0, far).sum())
         return (inside + passed_on) / ranks, int(self.relayed.sum()) / ranks

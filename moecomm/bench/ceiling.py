@@ -14,7 +14,7 @@ import torch.distributed as dist
 from moecomm.backends import cuda_driver
 from moecomm.bench import kernels
 from moecomm.bench.clock import Call, Clock, percentiles
-from moecomm.bench.landing import Landing
+from moecomm.bench.receive_buffer import ReceiveBuffer
 from moecomm.bench.ranks import Step, device_of, progress, together
 from moecomm.plain_kernel import launch
 
@@ -59,45 +59,45 @@ def measure(
     part = max(part // kernels.PIECE, 1) * kernels.PIECE
     clock = Clock(group, device, graph=False, cold=False, chain=_CHAIN, replays=_REPLAYS)
     rows = []
-    with Landing(group, part * group.size(), backend, device) as landing:
+    with ReceiveBuffer(group, part * group.size(), backend, device) as receive_buffer:
         local = torch.full((part * group.size(),), group.rank() + 1, dtype=torch.uint8, device=device)
-        for method, workers, call in ways(landing, local, part):
+        for method, workers, call in ways(receive_buffer, local, part):
             step(f"all-to-all: {method}, {workers}")
             if together(group, call)[1]:
                 continue  # not every driver copies to every kind of window
             row = {"method": method, "sms": workers, "bytes": part * (group.size() - 1)}
-            rows.append({**row, "us": clock(call, landing.meet)})
+            rows.append({**row, "us": clock(call, receive_buffer.meet)})
         dist.barrier(group)  # nobody closes while others still move
     return rows
 
 
-def ways(landing: Landing, local: torch.Tensor, part: int) -> Iterator[tuple[str, int, Call]]:
+def ways(receive_buffer: ReceiveBuffer, local: torch.Tensor, part: int) -> Iterator[tuple[str, int, Call]]:
     """(method, SMs or threads, call) of every way to move `part` bytes between any two ranks.
 
     Writing, part `peer` of `local` goes to part `rank` of that peer's block; reading, the other way round.
     """
-    return _on_gpu(landing, local, part) if local.is_cuda else _on_cpu(landing, local, part)
+    return _on_gpu(receive_buffer, local, part) if local.is_cuda else _on_cpu(receive_buffer, local, part)
 
 
-def _on_gpu(landing: Landing, local: torch.Tensor, part: int) -> Iterator[tuple[str, int, Call]]:
-    blocks = (ctypes.c_uint64 * _MOST_RANKS)(*landing.addresses)
-    args = _Args(blocks, local.data_ptr(), part, landing.rank, landing.ranks)
+def _on_gpu(receive_buffer: ReceiveBuffer, local: torch.Tensor, part: int) -> Iterator[tuple[str, int, Call]]:
+    blocks = (ctypes.c_uint64 * _MOST_RANKS)(*receive_buffer.addresses)
+    args = _Args(blocks, local.data_ptr(), part, receive_buffer.rank, receive_buffer.ranks)
     most = torch.cuda.get_device_properties(local.device).multi_processor_count
     for method, kernel in kernels.ALL_TO_ALL.items():
         for sms in SMS:
             yield method, min(sms, most), partial(launch, kernel, min(sms, most), args)
     moves = [
-        (landing.addresses[peer] + landing.rank * part, local.data_ptr() + peer * part, part)
-        for peer in _others(landing)
+        (receive_buffer.addresses[peer] + receive_buffer.rank * part, local.data_ptr() + peer * part, part)
+        for peer in _others(receive_buffer)
     ]
     streams = [torch.cuda.Stream() for _ in moves]  # type: ignore[no-untyped-call]
     yield "copy engines, a peer after the other", 0, partial(_copy, moves)
     yield "copy engines, all peers at once", 0, partial(_copy_beside, moves, streams)
 
 
-def _others(landing: Landing) -> list[int]:
+def _others(receive_buffer: ReceiveBuffer) -> list[int]:
     """The peers of this rank, first the one after it, so that not everybody moves to the same one."""
-    return [(landing.rank + turn) % landing.ranks for turn in range(1, landing.ranks)]
+    return [(receive_buffer.rank + turn) % receive_buffer.ranks for turn in range(1, receive_buffer.ranks)]
 
 
 def _copy(moves: list[Move]) -> None:
@@ -119,14 +119,14 @@ def _thread_counts(most: int) -> list[int]:
     return sorted({1, *(n for n in (2, 4, 8, 16, 32) if n <= most), max(1, most)})
 
 
-def _on_cpu(landing: Landing, local: torch.Tensor, part: int) -> Iterator[tuple[str, int, Call]]:
+def _on_cpu(receive_buffer: ReceiveBuffer, local: torch.Tensor, part: int) -> Iterator[tuple[str, int, Call]]:
     counts = _thread_counts(torch.get_num_threads())
     with ThreadPoolExecutor(counts[-1]) as pool:
         for method in ("memcpy write", "memcpy read"):
             for threads in counts:
                 each, moves = -(-part // threads), []
-                for peer in _others(landing):
-                    there, here = landing.addresses[peer] + landing.rank * part, local.data_ptr() + peer * part
+                for peer in _others(receive_buffer):
+                    there, here = receive_buffer.addresses[peer] + receive_buffer.rank * part, local.data_ptr() + peer * part
                     to, source = (there, here) if method == "memcpy write" else (here, there)
                     moves += [(to + at, source + at, min(each, part - at)) for at in range(0, part, each)]
                 yield method, threads, partial(_move_all, pool if threads > 1 else None, moves)

@@ -70,7 +70,7 @@ class Clock:
         beside = self._flush_us if self._cold else 0.0
         return [us - beside for us in self._on_gpu_times(call, flush, meet or call)]
 
-    def in_turns(self, calls: dict[str, Call], meet: Call) -> dict[str, list[float]]:
+    def alternately(self, calls: dict[str, Call], meet: Call) -> dict[str, list[float]]:
         """Microseconds of one operation of each of `calls` on this rank, by replay.
 
         They take turns, because a GPU that has been at work for a while runs at another clock than one that has not;

@@ -265,7 +265,7 @@ def _timed(clock: Clock, pair: Pair, layer: Layer) -> dict[str, Any]:
     """
     calls = {name: getattr(pair, name) for name in BY}
     try:
-        us = clock.in_turns(calls, layer.meet)
+        us = clock.alternately(calls, layer.meet)
         host: dict[str, list[float]] = {name: [] for name in BY}
         for order in (BY, BY[::-1]) if not clock.graph else ():
             for name, times in zip(order, clock.host_times(*(calls[name] for name in order)), strict=False):

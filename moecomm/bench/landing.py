@@ -19,7 +19,7 @@ from moecomm.rendezvous import rendezvous
 _ROOM = 1 << 20  # beside the block, for meet()
 
 
-class Landing:
+class ReceiveBuffer:
     """`nbytes` of each rank's window.  Collective; a context manager.
 
     Attributes:
@@ -76,7 +76,7 @@ class Landing:
         context = self.buffer.session.context
         return context.peers[self.rank] + context.window.abort, context.abort_host
 
-    def __enter__(self) -> Landing:
+    def __enter__(self) -> ReceiveBuffer:
         return self
 
     def __exit__(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from moecomm import _native, config, plain_kernel, rma_plugin
 from moecomm.bench import kernels, proxy_times
 from moecomm.bench.clock import percentiles
-from moecomm.bench.landing import Landing
+from moecomm.bench.receive_buffer import ReceiveBuffer
 from moecomm.bench.ranks import device_of, progress
 from moecomm.errors import Timeout
 from moecomm.rendezvous import rendezvous
@@ -64,10 +64,10 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> list[dict[str, Any]]:
     with (
         config.variables({"MOECOMM_RMA_TIMES": "1"}),
         progress(group, len(ways)) as step,
-        Landing(group, nbytes(max(sizes)), job["backend"], device) as landing,
+        ReceiveBuffer(group, nbytes(max(sizes)), job["backend"], device) as receive_buffer,
     ):
-        player = Player(landing, max(sizes), device) if group.rank() < 2 else None
-        proxied = landing.shim == "gin_proxy"
+        player = Player(receive_buffer, max(sizes), device) if group.rank() < 2 else None
+        proxied = receive_buffer.shim == "gin_proxy"
         for size, method, blocks in ways:
             step(f"put + signal: {size} bytes, {method}")
             rounds = _rounds(size)
@@ -121,49 +121,49 @@ class Player:
     Both make the same calls of play().
     """
 
-    def __init__(self, landing: Landing, most_bytes: int, device: torch.device) -> None:
-        self._landing, self._device = landing, device
-        self._source = landing.tensor[len(landing.tensor) // 2 :][:most_bytes]
+    def __init__(self, receive_buffer: ReceiveBuffer, most_bytes: int, device: torch.device) -> None:
+        self._receive_buffer, self._device = receive_buffer, device
+        self._source = receive_buffer.tensor[len(receive_buffer.tensor) // 2 :][:most_bytes]
         self._source.copy_(torch.arange(most_bytes, device=device).to(torch.uint8))
-        self._kernels = kernels.putting(landing.shim) if landing.shim else kernels.PING_PONG
+        self._kernels = kernels.putting(receive_buffer.shim) if receive_buffer.shim else kernels.PING_PONG
         self._result = torch.zeros(2, dtype=torch.int64, device=device)
         self._signals = 0
 
     def play(self, size: int, method: str, blocks: int, rounds: int) -> float:
         """Microseconds of half a round trip, over `rounds` of them.  Raises Timeout."""
-        landing, warmup = self._landing, _warmup(rounds)
+        receive_buffer, warmup = self._receive_buffer, _warmup(rounds)
         known = {
-            "here": landing.addresses[landing.rank],
-            "there": landing.addresses[1 - landing.rank],
+            "here": receive_buffer.addresses[receive_buffer.rank],
+            "there": receive_buffer.addresses[1 - receive_buffer.rank],
             "source": self._source.data_ptr(),
             "before": self._signals,
             "warmup": warmup,
             "rounds": rounds,
             "timeout_ns": _TIMEOUT_NS,
-            "abort_here": landing.abort_words[0],
-            "abort_host": landing.abort_words[1],
+            "abort_here": receive_buffer.abort_words[0],
+            "abort_host": receive_buffer.abort_words[1],
         }
         self._signals += (warmup + rounds) * blocks
         if self._device.type == "cpu":
-            nanoseconds = _native.host_ping_pong(nbytes=size, starts=landing.rank == 0, **known) or 0
+            nanoseconds = _native.host_ping_pong(nbytes=size, starts=receive_buffer.rank == 0, **known) or 0
         else:
             nanoseconds = self._on_gpu(self._kernels[method], blocks, size, known)
         if nanoseconds == 0:
-            peer, text = 1 - landing.rank, f"rank {landing.rank} waited for rank {1 - landing.rank}: its put"
-            raise Timeout(text, rank=landing.rank, peer=peer, phase="payload", op="put", round=0)
+            peer, text = 1 - receive_buffer.rank, f"rank {receive_buffer.rank} waited for rank {1 - receive_buffer.rank}: its put"
+            raise Timeout(text, rank=receive_buffer.rank, peer=peer, phase="payload", op="put", round=0)
         return nanoseconds / 1e3 / rounds / 2
 
     def _on_gpu(self, kernel: kernels.BenchKernel, blocks: int, size: int, known: dict[str, int]) -> int:
         self._result.zero_()
-        puts = self._landing.puts if self._landing.shim else {}
-        args = _Args(bytes=size, starts=self._landing.rank == 0, result=self._result.data_ptr(), **known, **puts)
+        puts = self._receive_buffer.puts if self._receive_buffer.shim else {}
+        args = _Args(bytes=size, starts=self._receive_buffer.rank == 0, result=self._result.data_ptr(), **known, **puts)
         plain_kernel.launch(kernel, blocks, args)
         nanoseconds, waited = self._result.tolist()
         return 0 if waited else int(nanoseconds)
 
     def arrived(self, size: int) -> bool:
         """Whether what the peer has put lies in our block."""
-        return torch.equal(self._landing.tensor[_SIGNAL_BYTES : _SIGNAL_BYTES + size], self._source[:size])
+        return torch.equal(self._receive_buffer.tensor[_SIGNAL_BYTES : _SIGNAL_BYTES + size], self._source[:size])
 
 
 def merge(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:

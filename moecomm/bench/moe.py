@@ -184,7 +184,7 @@ class Layers:
                 calls[key] = call
         meet = partial(self.buffer.dispatch, **self._routing, max_rows=self._room, sync=False)
         named = {"\n".join(key): call for key, call in calls.items()}
-        us = self._clock.in_turns(named, meet)
+        us = self._clock.alternately(named, meet)
         self.buffer.check()
         host = {key: self._clock.host_us(call) for key, call in calls.items() if key[1] == "layer"}
         timed = [

@@ -11,7 +11,7 @@ import typer
 
 from moecomm.checks import check_real
 from moecomm.errors import BadInput
-from moecomm.whole import check_whole
+from moecomm.whole import check_integer
 
 MOST = 1 << 20  # of a size; more than any model has
 
@@ -21,7 +21,7 @@ def whole(least: int, most: int = MOST) -> Callable[[typer.CallbackParam, int | 
 
     def check(param: typer.CallbackParam, value: int | None) -> int | None:
         if value is not None:
-            check_whole(str(param.name), value, least, most)
+            check_integer(str(param.name), value, least, most)
         return value
 
     return check

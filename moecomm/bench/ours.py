@@ -86,7 +86,7 @@ class Ours:
         mode = {"graph": case.mode == "graph", "cold": case.cold}
         self.clock = Clock(group, device, **mode, chain=case.chain_of(tokens), replays=case.replays)
         # Whether rows reach other domains without a relay: one domain has none.
-        self.straight = _native.goes_straight(self.buffer.session.context.shape, tokens)
+        self.direct = _native.goes_direct(self.buffer.session.context.shape, tokens)
         self._layout = ""
         self._handle: Handle | None = None
         self._y: dict[str, torch.Tensor] = {}
@@ -111,7 +111,7 @@ class Ours:
         row |= {"what": op.what, "layout": op.layout, "payload": op.payload, "variant": op.variant}
         try:
             call = self.call(op)
-            row |= {"straight": self.straight} | self._launched(op) | self._bytes(op)
+            row |= {"straight": self.direct} | self._launched(op) | self._bytes(op)
             row |= {"us": self.clock(call), "host_us": self.clock.host_us(call) if host else None}
             self.buffer.check()
         except BadInput as error:  # no room in the window, on all ranks alike
@@ -180,7 +180,7 @@ class Ours:
         those across; `beside_bytes` of them are neither columns nor scales.
         """
         found = dict.fromkeys(("wire", "inside", "across", "beside", "busiest", "logical"), 0.0)
-        near, far = self.traffic.crossing(straight=self.straight)
+        near, far = self.traffic.crossing(direct=self.direct)
         for part in ("dispatch", "combine") if op.what == "pair" else (op.what,):
             inside, across, logical = self._row_bytes(part, op)
             found["inside"] += near * inside
@@ -200,7 +200,7 @@ class Ours:
             return moved, moved, row
         row = 2 * self._case.hidden
         if op.layout == "flat":  # a relay's sum of flat rows is float32
-            return row, row if self.straight else 2 * row, row
+            return row, row if self.direct else 2 * row, row
         wire = (4 if op.variant == FP32_WIRE else 2) * self._case.hidden
         return wire, wire, row
 

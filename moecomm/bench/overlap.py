@@ -22,7 +22,7 @@ from moecomm.buffer import Buffer
 SIZE = 8192  # of a square bf16 matmul
 _MATMULS = 20  # timed together
 _OTHERS_BEGIN = 1_000_000  # cycles after which what was enqueued before is running
-_WARM_UP, _TURNS = 15, 5  # of so many matmuls: until the clock of a cold GPU has come down, and those that count
+_WARM_UP, _ROUNDS_TIMED = 15, 5  # of so many matmuls: until the clock of a cold GPU has come down, and those that count
 _COLUMNS, _TFLOPS = 4096, 400.0  # of the matmul between halves, and about how fast it is
 
 
@@ -55,7 +55,7 @@ def measure(group: dist.ProcessGroup, call: Callable[[], Any], sms: int, us: flo
         dist.all_reduce(rounds, dist.ReduceOp.MAX, group=group)
         replay, hold = _captured(call, int(rounds)), _captured(_holding(sms, us), int(rounds))
         time = partial(_milliseconds, group, a, b, out)
-        turns = [(time(None), time(hold), time(replay)) for _ in range(_TURNS)]
+        turns = [(time(None), time(hold), time(replay)) for _ in range(_ROUNDS_TIMED)]
     finally:
         limit(None)
         torch.backends.cuda.preferred_blas_library(library)
@@ -90,7 +90,7 @@ def halves(clock: Clock, buffer: Buffer, given: dict[str, Any], us: float) -> di
         buffer.dispatch_end(routed, sync=False)
 
     calls: dict[str, Call] = {"halves": split, "gemm": matmul, "together": partial(split, matmul)}
-    return clock.in_turns(calls, meet=split)
+    return clock.alternately(calls, meet=split)
 
 
 def _milliseconds(

@@ -81,7 +81,7 @@ def run(combining: Combining) -> None:
 
 def finish(buffer: Buffer, combining: Combining) -> Any:
     """Hands the result out; on CPUs after a look at how the round went."""
-    combining.inputs = combining.sums = None
+    combining.inputs = combining.reduced_rows = None
     if buffer.on_cpu:
         buffer.raise_failure()
     back, grads = combining.back, combining.out_weight_grads

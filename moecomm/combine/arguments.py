@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moecomm import _native
-from moecomm.arrays import adopt, adopt_written, check_apart, check_rows, check_tensor
+from moecomm.arrays import as_tensor, as_output_tensor, check_no_overlap, check_rows, check_tensor
 from moecomm.checks import check_flag
 from moecomm.dispatch.arguments import check_num_sms
 from moecomm.errors import BadInput, Unsupported
@@ -47,7 +47,7 @@ def check(
     topk_weights: Any,
 ) -> Tensors:
     """Raises BadInput for what can't be used, Unsupported for weights that combine can't take."""
-    y, back = adopt("y", y)
+    y, back = as_tensor("y", y)
     check_num_sms(num_sms)
     _check_y(buffer, y, handle)
     check_flag("weighted", weighted)
@@ -55,28 +55,28 @@ def check(
         raise BadInput("wire", wire, f"None or the dtype of y, {y.dtype}")
     shape = (handle.num_tokens, buffer.hidden)
     if out is not None:
-        out = adopt_written("out", out, device=buffer.device, dtypes=(y.dtype,), shape=shape)
+        out = as_output_tensor("out", out, device=buffer.device, dtypes=(y.dtype,), shape=shape)
     if bias is not None:
-        bias = adopt("bias", bias)[0]
+        bias = as_tensor("bias", bias)[0]
         one_row = bias.ndim == 1
         check_tensor(
             "bias", bias, device=buffer.device, dtypes=(y.dtype, torch.float32), shape=shape[1:] if one_row else shape
         )
         check_rows("bias", bias.unsqueeze(0) if one_row else bias)
     if weight_grads is not None:
-        weight_grads = adopt("weight_grads", weight_grads)[0]
+        weight_grads = as_tensor("weight_grads", weight_grads)[0]
         rows = handle.y_shape[:-1]
         grads_shape = (*rows, buffer.topk) if handle.layout == "flat" else rows
         check_tensor("weight_grads", weight_grads, device=buffer.device, dtypes=(torch.float32,), shape=grads_shape)
         weight_grads = weight_grads.contiguous()
     if topk_weights is not None:
         _check_supported(buffer, handle, weighted, weight_grads)
-        topk_weights = adopt("topk_weights", topk_weights)[0]
+        topk_weights = as_tensor("topk_weights", topk_weights)[0]
         entries = (handle.num_tokens, buffer.topk)
         check_tensor("topk_weights", topk_weights, device=buffer.device, dtypes=(torch.float32,), shape=entries)
         topk_weights = topk_weights.contiguous()
     if out is not None:
-        check_apart("out", out, y=y, bias=bias, weight_grads=weight_grads, topk_weights=topk_weights)
+        check_no_overlap("out", out, y=y, bias=bias, weight_grads=weight_grads, topk_weights=topk_weights)
         if _native.shares_tables(handle.args, out):
             raise BadInput("out", "memory of the handle, which is read meanwhile", "memory of its own")
     return Tensors(y, out, bias, weight_grads, topk_weights, back)

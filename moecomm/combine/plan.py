@@ -32,7 +32,7 @@ class Options(NamedTuple):
 class Combining:
     """A combine that is ready to run, and what it hands out."""
 
-    __slots__ = ("args", "back", "inputs", "out", "out_weight_grads", "plan", "sums")
+    __slots__ = ("args", "back", "inputs", "out", "out_weight_grads", "plan", "reduced_rows")
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class Combining:
         args: _native.CombineArgs,
         out: Any,
         out_weight_grads: torch.Tensor | None,
-        sums: _native.Block | None,
+        reduced_rows: _native.Block | None,
     ) -> None:
-        self.plan, self.args, self.sums = plan, args, sums
+        self.plan, self.args, self.reduced_rows = plan, args, reduced_rows
         self.out, self.out_weight_grads = out, out_weight_grads
         self.back: Any = None  # turns our tensors into the caller's kind of arrays; None: they are torch's
         self.inputs: Any = None  # alive until the executor has them
@@ -75,7 +75,7 @@ class Plan:
         self._staged_bytes = 0 if like.weight_grads is not None else row
         self._room = buffer.packet_room
         # Rows that are reduced have a place each, if the window has room, so that they wait for no place in a ring.
-        in_ring = not buffer.session.sums_in_heap or like.topk_weights is not None
+        in_ring = not buffer.session.reduced_rows_in_heap or like.topk_weights is not None
         grads = 0 if like.weight_grads is None else buffer.settings.grads_bytes
         self._pitch = 0 if in_ring or (flat and in_window) else row + grads
         self._most_rows, self._memory = buffer.num_ranks * buffer.max_tokens, buffer.memory
@@ -89,14 +89,14 @@ class Plan:
     def schedule(self, num_tokens: int) -> None:
         """Makes start() know how a round of so many tokens is run."""
         options = self._options
-        few = self._staged_bytes > 0 and packets.carry_home(self._staged_bytes, num_tokens, self._topk, self._room)
+        few = self._staged_bytes > 0 and packets.fit_return_packets(self._staged_bytes, num_tokens, self._topk, self._room)
         self._few[num_tokens] = few
         # Flat rows that are staged take as many blocks as rows that are added up first.
         layout = "expert" if self._stages_flat_rows and not few else options.layout
         schedule = self._session.schedule("combine", num_tokens=num_tokens, layout=layout, num_sms=options.num_sms)
         self._native.schedule(num_tokens, schedule.workers, schedule.chunk_tokens)
 
-    def _room_for_sums(self, handle: Handle) -> _native.Block | None:
+    def _room_for_reduced_rows(self, handle: Handle) -> _native.Block | None:
         """None: they go through the ring, as they do where our own tokens are few; or nothing fits so many tokens."""
         if self._pitch == 0 or self._few.get(handle.args.num_tokens, True):
             return None
@@ -117,14 +117,14 @@ class Plan:
         home = None
         if weight_grads is not None:
             home = self._none.new_empty(tokens, self._topk, dtype=torch.float32)
-        sums = self._room_for_sums(handle)
-        at = 0 if sums is None else handle.plan.base + sums.offset
+        reduced_rows = self._room_for_reduced_rows(handle)
+        at = 0 if reduced_rows is None else handle.plan.base + reduced_rows.offset
         args = self._native.bind(handle.args, y, out, bias, weight_grads, home, at, topk_weights)
         if args is None:
             return None
         if tokens not in self._runs:
             self._runs[tokens] = self._session.combiner(args)
-        return Combining(self, args, out, home, sums)
+        return Combining(self, args, out, home, reduced_rows)
 
     def run(self, args: _native.CombineArgs) -> None:
         """Hands a combine to the executor."""

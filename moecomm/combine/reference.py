@@ -39,7 +39,7 @@ def combine(
     out = []
     for source in range(len(ys)):
         tokens, topk = arrived[0].rows[source].shape
-        sums = torch.zeros(len(ys) // size, tokens, ys[0].shape[1])  # by domain
+        reduced_rows = torch.zeros(len(ys) // size, tokens, ys[0].shape[1])  # by domain
         for p, (y, here) in enumerate(zip(ys, arrived, strict=True)):
             rows = here.rows[source]
             on = rows >= 0
@@ -53,13 +53,13 @@ def combine(
                     assert here.row_weights is not None
                     carried = here.row_weights[rows.clamp(min=0)]
                     terms = (carried if topk_weights is None else topk_weights[source]).unsqueeze(2) * terms
-                partial = torch.zeros_like(sums[0])
+                partial = torch.zeros_like(reduced_rows[0])
                 for k in range(topk):
                     partial += torch.where(on[:, k : k + 1], terms[:, k], 0.0)
                 partial = partial.to(wire).float()
-            sums[p // size] += torch.where(on.any(dim=1, keepdim=True), partial, 0.0)
-        total = torch.zeros_like(sums[0])
-        for domain, part in enumerate(sums):
+            reduced_rows[p // size] += torch.where(on.any(dim=1, keepdim=True), partial, 0.0)
+        total = torch.zeros_like(reduced_rows[0])
+        for domain, part in enumerate(reduced_rows):
             total += part if domain == source // size else part.to(wire).float()
         added = None if bias is None else bias[source]
         if added is not None:

@@ -11,7 +11,7 @@ from moecomm.buffer_state import collective
 from moecomm.checks import check_flag
 from moecomm.dispatch import outputs
 from moecomm.dispatch.arguments import LAYOUTS, check, check_handle, check_hashable
-from moecomm.dispatch.plan import END, Options, Plan, Slips
+from moecomm.dispatch.plan import END, Options, Plan, PublishedRows
 from moecomm.errors import BadInput
 from moecomm.routed import Handle, Routed
 
@@ -39,7 +39,7 @@ def prepare(
     num_sms: int | None = None,
     check_weights: bool = False,
     begin: bool = False,
-    slips: Slips | None = None,
+    descriptors: PublishedRows | None = None,
 ) -> Routed:
     """Checks the arguments (see Buffer.dispatch) and makes room for the outputs.  `begin`: see dispatch_begin; `slips`:
     they travel in the place of rows, which the kernel before this one in the stream offers: it has waited for all
@@ -58,12 +58,12 @@ def prepare(
         check_weights,
         begin,
         handle is not None,
-        slips is not None,
+        descriptors is not None,
     )
     routed = _start(buffer, key, x, topk_idx, topk_weights, scales, max_rows, handle, sync)
-    if slips is not None:
+    if descriptors is not None:
         args = routed.args
-        args.x, args.x_stride, args.landing = slips
+        args.x, args.x_stride, args.receive_buffer = descriptors
     return routed
 
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moecomm import _native
-from moecomm.arrays import adopt, check_rows, check_tensor
+from moecomm.arrays import as_tensor, check_rows, check_tensor
 from moecomm.checks import check_flag, check_name
 from moecomm.errors import BadInput, Closed
 from moecomm.routed import Handle
-from moecomm.whole import check_alignment, check_whole, is_whole
+from moecomm.whole import check_alignment, check_integer, is_integer
 
 if TYPE_CHECKING:
     from moecomm.buffer import Buffer
@@ -48,9 +48,9 @@ def check(
     handle: Handle | None,
 ) -> Tensors:
     """Raises BadInput for what can't be used."""
-    x, back = adopt("x", x)
+    x, back = as_tensor("x", x)
     if scales is not None:
-        scales = adopt("scales", scales)[0]
+        scales = as_tensor("scales", scales)[0]
     _check_options(options, max_rows)
     _check_rows(buffer, options, x)
     _check_quantize(buffer, options, x, scales)
@@ -76,7 +76,7 @@ def check_handle(buffer: Buffer, handle: Any) -> None:
 
 def check_num_sms(num_sms: int | None) -> None:
     """Raises BadInput unless it is None or a sensible number."""
-    if num_sms is not None and not (is_whole(num_sms) and 1 <= num_sms <= 1024):
+    if num_sms is not None and not (is_integer(num_sms) and 1 <= num_sms <= 1024):
         raise BadInput("num_sms", repr(num_sms), "a whole number, 1 to 1024, or None")
 
 
@@ -92,7 +92,7 @@ def check_hashable(options: Any) -> None:
 def check_max_rows(max_rows: int | None) -> None:
     """The same."""
     if max_rows is not None:
-        check_whole("max_rows", max_rows, 0)
+        check_integer("max_rows", max_rows, 0)
 
 
 def scale_dtype(options: Options, like: Tensors) -> torch.dtype | None:
@@ -163,7 +163,7 @@ def _check_scales(buffer: Buffer, options: Options, x: torch.Tensor, scales: tor
         raise BadInput("scales", f"strides {scales.stride()}", "contiguous rows")
     if buffer.domain_ranks != buffer.num_ranks:
         shape, bytes_of_scales = buffer.session.context.shape, scales.shape[1] * scales.element_size()
-        room = shape.landing_bytes - _native.landed_bytes(shape, buffer.hidden * x.element_size(), 0)
+        room = shape.receive_bytes - _native.landed_bytes(shape, buffer.hidden * x.element_size(), 0)
         if bytes_of_scales > room:
             raise BadInput("scales", f"rows of {bytes_of_scales} bytes", f"at most {room} between domains")
     if options.scale_layout == "column" and scales.element_size() != 4:
@@ -177,10 +177,10 @@ def check_routing(
     shape = (tokens, buffer.topk)
     if topk_idx is None:
         raise BadInput("topk_idx", "None", "expert ids, or handle= to repeat a dispatch")
-    topk_idx = adopt("topk_idx", topk_idx)[0]
+    topk_idx = as_tensor("topk_idx", topk_idx)[0]
     check_tensor("topk_idx", topk_idx, device=buffer.device, dtypes=(torch.int64, torch.int32), shape=shape)
     if topk_weights is not None:
-        topk_weights = adopt("topk_weights", topk_weights)[0]
+        topk_weights = as_tensor("topk_weights", topk_weights)[0]
         check_tensor("topk_weights", topk_weights, device=buffer.device, dtypes=(torch.float32,), shape=shape)
         topk_weights = topk_weights.contiguous()
     return topk_idx.contiguous(), topk_weights

@@ -12,14 +12,14 @@ from moecomm import _native, call
 from moecomm.dispatch import outputs
 from moecomm.dispatch.arguments import LAYOUTS, SCALE_FORMATS, SCALE_LAYOUTS, Tensors, scale_columns, scale_dtype
 from moecomm.routed import Handle, Routed
-from moecomm.whole import is_whole
+from moecomm.whole import is_integer
 
 if TYPE_CHECKING:
     from moecomm.buffer import Buffer
 
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}  # Type in args.h
 WHOLE, BEGIN, END = 0, 1, 2  # Part in args.h
-SLIP_BYTES = 16  # Slip in slip.h
+DESCRIPTOR_BYTES = 16  # RowDescriptor in slip.h
 
 
 class Options(NamedTuple):
@@ -34,17 +34,17 @@ class Options(NamedTuple):
     check_weights: bool = False
     begin: bool = False
     repeat: bool = False
-    slips: bool = False  # they travel in the place of rows
+    descriptors: bool = False  # they travel in the place of rows
 
 
-class Slips(NamedTuple):
+class PublishedRows(NamedTuple):
     """What slips say (csrc/protocol/slip.h), by offsets in our window, of rows of x that are fetched, and of the rows
     that experts make of them.
     """
 
     rows: int
     pitch: int  # bytes from one of them to the next
-    landing: int  # room for `[T, K, H]` of x's dtype
+    receive_buffer: int  # room for `[T, K, H]` of x's dtype
 
 
 class Plan:
@@ -94,7 +94,7 @@ class Plan:
         else:
             rows = self._worst_rows
             if max_rows is not None:
-                if not is_whole(max_rows) or not 0 <= max_rows < 1 << 63:
+                if not is_integer(max_rows) or not 0 <= max_rows < 1 << 63:
                     return None
                 rows = min(max_rows * self._groups, rows)
             # `kept` lives longer: in front, it does not cut the range that `payload` gives back.
@@ -157,8 +157,8 @@ def _args(buffer: Buffer, options: Options, like: Tensors) -> _native.DispatchAr
     args.ctx = buffer.session.context
     args.hidden, args.in_type = buffer.hidden, TYPES[like.x.dtype]
     args.layout, args.alignment = LAYOUTS.index(options.layout), options.expert_alignment
-    args.row_bytes = SLIP_BYTES if options.slips else args.hidden * (1 if options.quantize else like.x.element_size())
-    args.slips = int(options.slips)
+    args.row_bytes = DESCRIPTOR_BYTES if options.descriptors else args.hidden * (1 if options.quantize else like.x.element_size())
+    args.descriptors = int(options.descriptors)
     args.quantize = int(options.quantize is not None)
     args.scale_format = SCALE_FORMATS.index(options.scale_format)
     args.check_weights, args.repeat = int(bool(options.check_weights)), int(options.repeat)
@@ -178,6 +178,6 @@ def _args(buffer: Buffer, options: Options, like: Tensors) -> _native.DispatchAr
         expert_alignment=args.alignment,
         handle_given=args.repeat,
         in_two_halves=int(options.begin),
-        rows_that_are_fetched=args.slips,
+        rows_that_are_fetched=args.descriptors,
     )
     return args

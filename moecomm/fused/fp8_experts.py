@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moecomm.arrays import adopt, check_tensor
+from moecomm.arrays import as_tensor, check_tensor
 from moecomm.dispatch.reference import GROUP
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import kernels
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from moecomm.buffer import Buffer
 
 
-def adopt_weights(argument: str, given: Any) -> torch.Tensor | Fp8:
+def as_weights(argument: str, given: Any) -> torch.Tensor | Fp8:
     """Weights as torch tensors over the same memory; of a pair, Fp8."""
     if not isinstance(given, tuple):
-        return adopt(argument, given)[0]
+        return as_tensor(argument, given)[0]
     if len(given) != 2:
         raise BadInput(argument, f"a tuple of {len(given)}", "weights, or a pair of e4m3 weights and their scales")
-    return Fp8(*(adopt(argument, tensor)[0] for tensor in given))
+    return Fp8(*(as_tensor(argument, tensor)[0] for tensor in given))
 
 
 def check_fp8(buffer: Buffer, w13: torch.Tensor | Fp8, w2: torch.Tensor | Fp8, interleaved: bool) -> tuple[Fp8, Fp8]:

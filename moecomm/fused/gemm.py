@@ -18,7 +18,7 @@ from moecomm.fused.operands import Operands, check_counts, check_operands, resul
 from moecomm.fused.schedules import BAND, FP8_BAND, Schedule, block_columns
 from moecomm.fused.weights import GRANULARITY
 from moecomm.plain_kernel import launch
-from moecomm.whole import check_whole
+from moecomm.whole import check_integer
 
 
 @overload
@@ -109,7 +109,7 @@ def grouped_gemm(
     """
     given = check_operands(x, w, tokens_per_expert, alignment, activation, interleaved)
     if expected_rows is not None:
-        check_whole("expected_rows", expected_rows, 0)
+        check_integer("expected_rows", expected_rows, 0)
     if schedule is not None:
         schedules.check_schedule(given.x.dtype, schedule)
     product, scales = result(given, activation, out, out_dtype, quantize)
@@ -214,13 +214,13 @@ def _told(
 
 def _weight_map(w: int, shape: tuple[int, ...], dtype: torch.dtype, apart: bool) -> Any:
     if apart:
-        matrix, strides, boxes = apart_map(shape, dtype)
+        matrix, strides, boxes = split_map(shape, dtype)
         return tensor_maps.encode(w, matrix, dtype, boxes, strides)
     box = (1, block_columns(dtype), kernels.SLOT_ROW_BYTES // dtype.itemsize)
     return tensor_maps.encode(w, tuple(shape), dtype, box)
 
 
-def apart_map(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def split_map(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Shape, strides and box of w13 `[E, 2 I, H]` as a matrix of pairs: 8 gate rows, their 8 up rows, and so on.
 
     Boxes are then in the ring what those of the interleaved matrix are.

@@ -12,14 +12,14 @@ import torch
 from torch.nn.functional import grouped_mm, pad, silu
 
 from moecomm import combine, dispatch
-from moecomm.arrays import adopt, check_tensor, note_written, warn_of_gradients
+from moecomm.arrays import as_tensor, check_tensor, note_written, warn_of_gradients
 from moecomm.buffer_state import collective
 from moecomm.checks import check_flags, check_name
 from moecomm.dispatch.arguments import check_max_rows
 from moecomm.errors import BadInput
 from moecomm.fused import kernels, one_launch, reference, two_launches
 from moecomm.fused.fp8 import Fp8
-from moecomm.fused.fp8_experts import adopt_weights, apply_fp8_experts, check_fp8
+from moecomm.fused.fp8_experts import as_weights, apply_fp8_experts, check_fp8
 from moecomm.fused.gemm import multiply
 from moecomm.fused.operands import Operands
 from moecomm.fused.weights import deinterleave
@@ -231,13 +231,13 @@ def prepare(
 ) -> Prepared:
     """Checks the arguments of moe(), weights before any rank sends a row."""
     buffer.require_usable()
-    (x, back), w13, w2 = adopt("x", x), adopt_weights("w13", w13), adopt_weights("w2", w2)
+    (x, back), w13, w2 = as_tensor("x", x), as_weights("w13", w13), as_weights("w2", w2)
     warn_of_gradients(x, topk_weights, bias, *(t for w in (w13, w2) for t in (w if isinstance(w, Fp8) else (w,))))
     check_name("activation", activation, ("swiglu",))
     check_flags(interleaved=interleaved, check_weights=check_weights)
     form = form_of(fused)
     check_tensor("x", x, device=buffer.device, dtypes=(buffer.dtype,), shape=(None, buffer.hidden))
-    if bias is not None and (given := adopt("bias", bias)[0]).dtype is not buffer.dtype:
+    if bias is not None and (given := as_tensor("bias", bias)[0]).dtype is not buffer.dtype:
         raise BadInput("bias", str(given.dtype), str(buffer.dtype))
     rows = max(1, len(x) * buffer.topk * buffer.num_ranks // buffer.num_experts)  # of an expert, if all are as we are
     routing = {"topk_idx": topk_idx, "topk_weights": topk_weights, "check_weights": check_weights}
@@ -250,7 +250,7 @@ def prepare(
     else:
         _check_experts(buffer, w13, w2, interleaved)
         values = w2
-    why_not = partial(_keeps_apart, buffer, x, values, back, wire, check_weights)
+    why_not = partial(_why_unfused, buffer, x, values, back, wire, check_weights)
     if form := _form_under(buffer, values, form, why_not):
         note_written("out", out)
         return FORMS[form](
@@ -287,7 +287,7 @@ def form_of(fused: bool | str | None) -> str | None:
     return fused
 
 
-def _form_under(buffer: Buffer, w2: torch.Tensor, asked: str | None, keeps_apart: Callable[[], str]) -> str:
+def _form_under(buffer: Buffer, w2: torch.Tensor, asked: str | None, why_unfused: Callable[[], str]) -> str:
     """How rows travel under the experts, one of FORMS, or "" if they do not.  The same on all ranks: by the Buffer, not
     by how many tokens one of them has.
     """
@@ -299,13 +299,13 @@ def _form_under(buffer: Buffer, w2: torch.Tensor, asked: str | None, keeps_apart
         form = FORM if rows >= of_rank and least <= of_expert <= most else APART
     if form is None or form == APART:
         return ""
-    why_not = keeps_apart()
+    why_not = why_unfused()
     if asked is not None and why_not:
         _say_once("rows travel before and after the experts, not under them: %s", why_not)
     return "" if why_not else form
 
 
-def _keeps_apart(
+def _why_unfused(
     buffer: Buffer, x: torch.Tensor, w2: torch.Tensor, back: Any, wire: torch.dtype | None, check_weights: bool
 ) -> str:
     """Empty if rows can travel under the experts; else why not.  The same on all ranks."""

@@ -59,7 +59,7 @@ def one_kernel(
     return kernels.gemm_kernel(dtype, True, apart, schedule, *one, more, beside=DEALT_BYTES)
 
 
-def turn_of(schedule: Schedule, row_bytes: int) -> int:
+def rotation_step_of(schedule: Schedule, row_bytes: int) -> int:
     """Row tiles of a turn of either GEMM; `row_bytes`: of a row between the two.
 
     With few, what is made at any time is of both GEMMs, whose weights and rows have the second-level cache to share.
@@ -106,6 +106,6 @@ class OneLaunch(Layer):
             # Of many rows those that fetch begin at once.
             together=min(rows_at_once(self._rows, first, clusters), _TOGETHER * blocks) if few else 0,
             lag=LAG * clusters,
-            turn=turn_of(schedule, inner * then.x.itemsize),
+            turn=rotation_step_of(schedule, inner * then.x.itemsize),
         )
         self._launch(one_kernel(self._dtype, apart, schedule, hidden, self._buffer.dtype, self._counted), blocks, args)

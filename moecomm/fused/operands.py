@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from moecomm.arrays import check_apart, check_memory, has_memory
-from moecomm.checks import check_dense, check_flag, check_name, check_together
+from moecomm.arrays import check_no_overlap, check_memory, has_memory
+from moecomm.checks import check_dense, check_flag, check_name, check_same_device
 from moecomm.dispatch.reference import GROUP
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import kernels
@@ -125,7 +125,7 @@ def _check_memory(like: torch.Tensor, **given: torch.Tensor | None) -> None:
     """Raises BadInput unless all that are there are dense tensors in memory, and of the kind of `like`."""
     for argument, tensor in given.items():
         if tensor is not None:
-            check_together(**{"x": like, argument: tensor})
+            check_same_device(**{"x": like, argument: tensor})
             if not has_memory(tensor):
                 raise BadInput(argument, "a tensor without memory", "one that has some")
 
@@ -168,5 +168,5 @@ def _made(
     if given.shape != shape or given.dtype != dtype or given.device != read.x.device or not given.is_contiguous():
         raise BadInput(argument, what(given), f"contiguous {shape} of {dtype} on {read.x.device}")
     check_memory(argument, given)
-    check_apart(argument, given, **read._asdict())
+    check_no_overlap(argument, given, **read._asdict())
     return given

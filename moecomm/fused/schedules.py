@@ -9,7 +9,7 @@ import torch
 
 from moecomm.checks import check_flag, check_sizes
 from moecomm.errors import BadInput
-from moecomm.whole import check_whole
+from moecomm.whole import check_integer
 
 BLOCK_COLUMNS = 128  # GemmConfig::block_columns of csrc/fused/config.cuh; twice as many of e4m3
 # Row tiles of a band (csrc/fused/tiles.h).  66 pairs of blocks on 132 multiprocessors work on 8 by 8.25 tiles of 256
@@ -104,7 +104,7 @@ def choose_fp8(expected_rows: int, groups: int, columns: int, multiprocessors: i
 
 
 def _check_shape(expected_rows: int, groups: int, columns: int, depth: int, multiprocessors: int) -> None:
-    check_whole("expected_rows", expected_rows, 0)
+    check_integer("expected_rows", expected_rows, 0)
     check_sizes(groups=groups, columns=columns, depth=depth, multiprocessors=multiprocessors)
 
 

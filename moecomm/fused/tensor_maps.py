@@ -35,8 +35,8 @@ def parameters(
     assert len(shape) == len(box) and box[-1] * dtype.itemsize == 128 and max(box) <= 256
     if strides is None:
         strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    dims, bytes_apart = list(reversed(shape)), [dtype.itemsize * step for step in reversed(strides)]
-    return _TYPES[dtype], len(dims), address, dims, bytes_apart[1:], list(reversed(box)), [1] * len(dims)
+    dims, stride_bytes = list(reversed(shape)), [dtype.itemsize * step for step in reversed(strides)]
+    return _TYPES[dtype], len(dims), address, dims, stride_bytes[1:], list(reversed(box)), [1] * len(dims)
 
 
 @lru_cache(maxsize=4096)
@@ -52,14 +52,14 @@ def encode(
     It says no more than its arguments, so that one of memory that has been freed does no harm.  Raises DriverError.
     """
     driver = cuda_driver.driver()
-    kind, rank, address, dims, bytes_apart, boxes, steps = parameters(address, shape, dtype, box, strides)
+    kind, rank, address, dims, stride_bytes, boxes, steps = parameters(address, shape, dtype, box, strides)
     encoded = cuda_driver.call(
         "cuTensorMapEncodeTiled",
         getattr(driver.CUtensorMapDataType, kind),
         rank,
         address,
         [driver.cuuint64_t(n) for n in dims],
-        [driver.cuuint64_t(n) for n in bytes_apart],
+        [driver.cuuint64_t(n) for n in stride_bytes],
         [driver.cuuint32_t(n) for n in boxes],
         [driver.cuuint32_t(n) for n in steps],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moecomm import _native
-from moecomm.arrays import adopt, adopt_written, check_apart, check_rows, check_tensor
+from moecomm.arrays import as_tensor, as_output_tensor, check_no_overlap, check_rows, check_tensor
 from moecomm.backends import cuda_driver
 from moecomm.dispatch.arguments import check_routing
-from moecomm.dispatch.plan import Slips
+from moecomm.dispatch.plan import PublishedRows
 from moecomm.dispatch.reference import GROUP
 from moecomm.fused import gemm, kernels, schedules
 from moecomm.fused.fp8 import Fp8
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 LEAST_COUNTED = 32  # kLeastCounted: rows of a counter
 _MORE_COUNTED, _FEW_ROWS = 128, 4096  # where there are more rows than the second
 FETCHERS = 16  # blocks that fetch: with fewer, short rows do not come in time (measured on 4 H200s)
-_OFFER_THREADS = 512
+_PUBLISH_THREADS = 512
 FETCH_BYTES = 448 + 64  # at least FetchShared of csrc/fused/fetch.cuh, and what aligns it
 # At home: bytes of a block's shared memory, slots of a warp, and, of a slot, bytes of all rows together.
-_HOME_BYTES, _HOME_SLOTS, _HOME_SLOT, _HOME_WARPS = 220 * 1024, 3, 9216, 8
+_REDUCE_BYTES, _REDUCE_SLOTS, _REDUCE_SLOT, _REDUCE_WARPS = 220 * 1024, 3, 9216, 8
 _STEP_BYTES = 512  # of a row: 16 a lane
 # What the split of the first GEMM's tiles assumes: bytes a second over the links, and of weights from memory, and, by
 # bytes of a column, products a second: 0.93 (bf16) and 0.90 (FP8) of what 8192 tokens of DeepSeek-V3 on 4 ranks reach,
@@ -49,10 +49,10 @@ class LayerArgs(ctypes.Structure):
 
     _fields_ = (
         ("ctx", ctypes.c_uint64 * (_native.Context().nbytes // 8)),
-        *((name, ctypes.c_uint64) for name in ("x", "offered", "landing", "owners", "weights")),
+        *((name, ctypes.c_uint64) for name in ("x", "published", "receive_buffer", "owners", "weights")),
         *((name, ctypes.c_uint64) for name in ("bias", "out")),
         *((name, ctypes.c_int64) for name in ("x_stride", "bias_stride", "out_stride")),
-        *((name, ctypes.c_uint64) for name in ("slips", "num_rows")),
+        *((name, ctypes.c_uint64) for name in ("descriptors", "num_rows")),
         *((name, ctypes.c_uint64) for name in ("rows", "homes", "fetched", "made", "taken", "fetching", "late")),
         *((name, ctypes.c_int32) for name in ("num_tokens", "max_rows", "row_tiles")),
     )
@@ -80,17 +80,17 @@ def row_config(dtype: torch.dtype, hidden: int, counted: int = LEAST_COUNTED) ->
     return f"RowConfig{{.type = Type::{kernels.NAMES[dtype]}, .hidden = {hidden}, .counted = {counted}}}"
 
 
-def counted_together(rows: int) -> int:
+def rows_per_counter(rows: int) -> int:
     """Rows of a counter, of so many in all: few, since tiles wait for whole counters, unless there are many counters,
     which are looked at one after the other.
     """
     return LEAST_COUNTED if rows <= _FEW_ROWS else _MORE_COUNTED
 
 
-def offer_kernel(given: torch.dtype, dtype: torch.dtype, hidden: int) -> PlainKernel:
+def publish_kernel(given: torch.dtype, dtype: torch.dtype, hidden: int) -> PlainKernel:
     """Our rows of dtype `given` to where peers read them, as `dtype`."""
-    entry = f"offer_rows<{row_config(dtype, hidden)}, Type::{kernels.NAMES[given]}>"
-    return PlainKernel("fused/offer", entry, "LayerArgs", _OFFER_THREADS)
+    entry = f"publish_rows<{row_config(dtype, hidden)}, Type::{kernels.NAMES[given]}>"
+    return PlainKernel("fused/offer", entry, "LayerArgs", _PUBLISH_THREADS)
 
 
 def fetch_kernel(
@@ -108,16 +108,16 @@ def send_kernel(dtype: torch.dtype, schedule: Schedule, out: torch.dtype | None 
     return kernels.gemm_kernel(dtype, False, False, schedule, *two, out=out)
 
 
-def home_kernel(dtype: torch.dtype, hidden: int, topk: int) -> kernels.SharedKernel:
+def reduce_kernel(dtype: torch.dtype, hidden: int, topk: int) -> kernels.SharedKernel:
     """What has come home, added up."""
     whole = -(-2 * hidden // _STEP_BYTES) * _STEP_BYTES
-    piece = min(whole, 4 * _STEP_BYTES, max(1, _HOME_SLOT // (topk + 1) // _STEP_BYTES) * _STEP_BYTES)
+    piece = min(whole, 4 * _STEP_BYTES, max(1, _REDUCE_SLOT // (topk + 1) // _STEP_BYTES) * _STEP_BYTES)
     slot = (topk + 1) * piece + 16 * topk + 128
-    warps = min(_HOME_WARPS, _HOME_BYTES // (_HOME_SLOTS * slot))
-    shared = warps * _HOME_SLOTS * slot
+    warps = min(_REDUCE_WARPS, _REDUCE_BYTES // (_REDUCE_SLOTS * slot))
+    shared = warps * _REDUCE_SLOTS * slot
     config = f".type = Type::{kernels.TYPES[dtype]}, .hidden = {hidden}, .topk = {topk}"
-    config += f", .warps = {warps}, .slots = {_HOME_SLOTS}, .piece_bytes = {piece}, .shared_bytes = {shared}"
-    entry = f"bring_home<HomeConfig{{{config}}}>"
+    config += f", .warps = {warps}, .slots = {_REDUCE_SLOTS}, .piece_bytes = {piece}, .shared_bytes = {shared}"
+    entry = f"reduce_rows<ReduceConfig{{{config}}}>"
     return kernels.SharedKernel("fused/home", entry, "LayerArgs", 32 * warps, shared=shared)
 
 
@@ -163,30 +163,30 @@ class Layer:
         self._sms = kernels.multiprocessors(buffer.device.index)
         self._w13, self._w2 = ((w, None) if isinstance(w, torch.Tensor) else w for w in (w13, w2))
         self._dtype = self._w2[0].dtype  # of rows as they travel, and of what the first GEMM makes of them
-        self._counted = counted_together(expected_rows * len(self._w2[0]))
+        self._counted = rows_per_counter(expected_rows * len(self._w2[0]))
         tokens, hidden, topk = len(x), buffer.hidden, buffer.topk
         check_rows("x", x)
         about: dict[str, Any] = {"device": buffer.device, "dtypes": (buffer.dtype,)}
         topk_idx, topk_weights = check_routing(buffer, tokens, topk_idx, topk_weights)
         shape = (tokens, hidden)
-        self.out = x.new_empty(shape) if out is None else adopt_written("out", out, **about, shape=shape)
+        self.out = x.new_empty(shape) if out is None else as_output_tensor("out", out, **about, shape=shape)
         args = self._args = LayerArgs(x=x.data_ptr(), x_stride=2 * x.stride(0), num_tokens=tokens)
         args.out, args.out_stride = self.out.data_ptr(), check_rows("out", self.out)
         if bias is not None:
-            bias = adopt("bias", bias)[0]
+            bias = as_tensor("bias", bias)[0]
             one_row = bias.ndim == 1
             check_tensor("bias", bias, **about, shape=(hidden,) if one_row else (tokens, hidden))
             stride = check_rows("bias", bias.unsqueeze(0) if one_row else bias)
             args.bias, args.bias_stride = bias.data_ptr(), 0 if one_row else stride
         if out is not None:
-            check_apart("out", self.out, bias=bias, topk_weights=topk_weights)
+            check_no_overlap("out", self.out, bias=bias, topk_weights=topk_weights)
         worst = buffer.settings.worst_rows("expert")
         args.max_rows = self._max_rows = max(1, worst if max_rows is None else min(max_rows, worst))
         context = buffer.session.context
         ctypes.memmove(args.ctx, context.address, context.nbytes)
-        offered, landing = row_pitch(self._dtype, hidden), topk * 2 * hidden  # a token
-        self._blocks = buffer.memory.allocate(max(1, tokens) * offered, max(1, tokens) * landing)
-        args.offered, args.landing = (block.offset for block in self._blocks)
+        published, receive_buffer = row_pitch(self._dtype, hidden), topk * 2 * hidden  # a token
+        self._blocks = buffer.memory.allocate(max(1, tokens) * published, max(1, tokens) * receive_buffer)
+        args.published, args.receive_buffer = (block.offset for block in self._blocks)
         fetched, args.row_tiles = -(-self._max_rows // LEAST_COUNTED), self._row_tiles()
         counters = torch.empty(3 + fetched + args.row_tiles, dtype=torch.int32, device=buffer.device)
         args.late = counters.data_ptr()
@@ -195,9 +195,9 @@ class Layer:
         if topk_weights is not None:
             args.weights = topk_weights.data_ptr()
         self._kept: list[Any] = [x, topk_idx, topk_weights, bias, counters]
-        self._home = home_kernel(buffer.dtype, hidden, topk)
+        self._home = reduce_kernel(buffer.dtype, hidden, topk)
         buffer.session.order()  # a round on another stream may still use what the memory of the window was before
-        self._launch(offer_kernel(buffer.dtype, self._dtype, hidden), self._sms, args)
+        self._launch(publish_kernel(buffer.dtype, self._dtype, hidden), self._sms, args)
         self.dispatch = {
             "x": x,
             "topk_idx": topk_idx,
@@ -205,7 +205,7 @@ class Layer:
             "max_rows": max_rows,
             "sync": False,
             "num_sms": num_sms,
-            "slips": Slips(args.offered, offered, args.landing),
+            "descriptors": PublishedRows(args.published, published, args.receive_buffer),
         }
 
     def compute(self, routed: Routed) -> None:
@@ -237,7 +237,7 @@ class Layer:
         """
         args, given, buffer = self._args, routed.args, self._buffer
         base = buffer.session.context.peers[buffer.rank]
-        args.owners, args.slips = given.route.token_owner, base + given.out_x
+        args.owners, args.descriptors = given.route.token_owner, base + given.out_x
         args.num_rows = given.num_rows
         _, hidden, inner = self._w2[0].shape
         pool = torch.empty(self._max_rows, row_pitch(self._dtype, hidden), dtype=torch.uint8, device=buffer.device)

@@ -9,7 +9,7 @@ import torch
 
 from moecomm import backends, ops
 from moecomm.buffer import Buffer
-from moecomm.checks import check_dense, check_drawn, check_dtype, check_flag, check_name, check_sizes, check_together
+from moecomm.checks import check_dense, check_drawn, check_dtype, check_flag, check_name, check_sizes, check_same_device
 from moecomm.dispatch.arguments import check_max_rows
 from moecomm.errors import BadInput
 from moecomm.nn.buffers import shared_buffer
@@ -159,7 +159,7 @@ class ExpertParallel(torch.nn.Module):
             if topk_weights is not None:
                 raise BadInput("topk_weights", "weights without topk_idx", "both, or neither: the gate says both")
             topk_idx, topk_weights = self.gate(tokens)
-        check_together(x=tokens, topk_idx=topk_idx, topk_weights=topk_weights)
+        check_same_device(x=tokens, topk_idx=topk_idx, topk_weights=topk_weights)
         rows = tokens.to(self.payload)
         if self._runs_fused(tokens):
             weights = None if topk_weights is None else topk_weights.float()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import silu
 
-from moecomm.checks import MOST_SIZE, check_dense, check_drawn, check_sizes, check_together
+from moecomm.checks import MOST_SIZE, check_dense, check_drawn, check_sizes, check_same_device
 from moecomm.errors import BadInput
 from moecomm.layer import expert_weights
 from moecomm.ops.grouped import grouped_linear
@@ -62,7 +62,7 @@ class Experts(torch.nn.Module):
         """
         check_dense("x", x)
         check_dense("tokens_per_expert", tokens_per_expert)
-        check_together(x=x, tokens_per_expert=tokens_per_expert, w13=self.w13)
+        check_same_device(x=x, tokens_per_expert=tokens_per_expert, w13=self.w13)
         if x.ndim != 2 or x.shape[1] != self.w13.shape[2] or not x.is_floating_point():
             raise BadInput("x", f"{x.dtype} {tuple(x.shape)}", f"floating [rows, {self.w13.shape[2]}]")
         if tokens_per_expert.shape != self.w13.shape[:1] or tokens_per_expert.dtype not in (torch.int32, torch.int64):

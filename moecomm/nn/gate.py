@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from moecomm.checks import check_dense, check_drawn, check_flag, check_together
+from moecomm.checks import check_dense, check_drawn, check_flag, check_same_device
 from moecomm.errors import BadInput
 from moecomm.router import Gating, gate_weight
 
@@ -50,7 +50,7 @@ class Gate(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See the class.  Raises BadInput for another shape."""
         check_dense("x", x)
-        check_together(x=x, weight=self.weight)
+        check_same_device(x=x, weight=self.weight)
         with torch.autocast(x.device.type, enabled=False):
             # A choice among near-equal scores must not depend on a dtype that a module's .to() gave the bias.
             bias = None if self.bias is None else self.bias.float()

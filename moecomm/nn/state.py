@@ -10,7 +10,7 @@ import torch
 from moecomm.checks import check_dense
 from moecomm.errors import BadInput
 from moecomm.rendezvous import rendezvous
-from moecomm.whole import check_whole, is_whole
+from moecomm.whole import check_integer, is_integer
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -38,8 +38,8 @@ def shard_state(state: Mapping[str, torch.Tensor], rank: int, num_ranks: int) ->
         BadInput: weights that can't be cut into R parts.
     """
     _check_state(state)
-    check_whole("num_ranks", num_ranks, 1)
-    if not is_whole(rank) or not 0 <= rank < num_ranks:
+    check_integer("num_ranks", num_ranks, 1)
+    if not is_integer(rank) or not 0 <= rank < num_ranks:
         raise BadInput("rank", repr(rank), f"0 to {num_ranks - 1}")
     cut = {}
     for name, tensor in state.items():

@@ -25,12 +25,12 @@ from typing import NamedTuple
 import torch
 
 from moecomm import tangents
-from moecomm.arrays import adopt
+from moecomm.arrays import as_tensor
 from moecomm.buffer import Buffer
-from moecomm.checks import check_flag, check_flags, check_name, check_together
+from moecomm.checks import check_flag, check_flags, check_name, check_same_device
 from moecomm.dispatch.arguments import LAYOUTS, check_max_rows, check_num_sms
 from moecomm.errors import BadInput
-from moecomm.fused.fp8_experts import adopt_weights
+from moecomm.fused.fp8_experts import as_weights
 from moecomm.fused.layer import form_of
 from moecomm.ops import gradients, layer, rounds
 from moecomm.ops.counted import counted
@@ -148,8 +148,8 @@ def dispatch_again(x: torch.Tensor, handle: Handle) -> torch.Tensor:
         As Buffer.dispatch; BadInput as well for a handle that is none.
     """
     _check_handle(handle)
-    x = adopt("x", x)[0]
-    check_together(x=x, handle=handle.memory)
+    x = as_tensor("x", x)[0]
+    check_same_device(x=x, handle=handle.memory)
     if x.ndim != 2:
         raise BadInput("x", f"shape {tuple(x.shape)}", "[tokens, hidden]")
     tangents.refuse("moecomm.ops.dispatch_again", x)
@@ -184,9 +184,9 @@ def combine(y: torch.Tensor, handle: Handle, *, weighted: bool = True, wire: tor
     """
     _check_handle(handle)
     check_flag("weighted", weighted)
-    y, row_weights = adopt("y", y)[0], handle.row_weights if weighted else None
+    y, row_weights = as_tensor("y", y)[0], handle.row_weights if weighted else None
     _check_wire(wire, y)
-    check_together(y=y, handle=handle.memory, row_weights=row_weights)
+    check_same_device(y=y, handle=handle.memory, row_weights=row_weights)
     tangents.refuse("moecomm.ops.combine", y, row_weights)
     out: torch.Tensor = rounds.combine(
         y,
@@ -253,12 +253,12 @@ def moe(
     check_num_sms(num_sms)
     (w13, w13_scales), (w2, w2_scales) = (
         weights if isinstance(weights, tuple) else (weights, None)
-        for weights in (adopt_weights("w13", w13), adopt_weights("w2", w2))
+        for weights in (as_weights("w13", w13), as_weights("w2", w2))
     )
-    bias = None if bias is None else adopt("bias", bias)[0]
-    check_together(x=x, w13=w13, w2=w2, bias=bias)
+    bias = None if bias is None else as_tensor("bias", bias)[0]
+    check_same_device(x=x, w13=w13, w2=w2, bias=bias)
     for argument, scales in (("w13", w13_scales), ("w2", w2_scales)):
-        check_together(x=x, **{argument: scales})
+        check_same_device(x=x, **{argument: scales})
     tangents.refuse("moecomm.ops.moe", x, topk_weights, w13, w2, bias)
     out: torch.Tensor = layer.moe(
         x,
@@ -291,9 +291,9 @@ def _routed(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Tokens and their routing, with weights in float32.  An operator of torch does not name what is no tensor."""
-    x, topk_idx = adopt("x", x)[0], adopt("topk_idx", topk_idx)[0]
-    weights = None if topk_weights is None else adopt("topk_weights", topk_weights)[0]
-    check_together(x=x, topk_idx=topk_idx, topk_weights=weights)
+    x, topk_idx = as_tensor("x", x)[0], as_tensor("topk_idx", topk_idx)[0]
+    weights = None if topk_weights is None else as_tensor("topk_weights", topk_weights)[0]
+    check_same_device(x=x, topk_idx=topk_idx, topk_weights=weights)
     if weights is None:
         return x, topk_idx, None
     if not weights.is_floating_point():

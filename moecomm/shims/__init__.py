@@ -30,13 +30,13 @@ class Shim:
 
 def find(name: str) -> Shim:
     """The shim of that name, one of NAMES, as this moecomm was built."""
-    path, told_by = DIRECTORY / f"{name}.fatbin", DIRECTORY / "built.json"
+    path, manifest = DIRECTORY / f"{name}.fatbin", DIRECTORY / "built.json"
     try:
-        told = json.loads(told_by.read_text())[name]
+        told = json.loads(manifest.read_text())[name]
     except FileNotFoundError:
         return Shim(name, path, f"The {name} shim was not built.  {recipe(name)}")
     except (KeyError, ValueError):
-        return Shim(name, path, f"The {name} shim was not built: {told_by} does not know it.  {recipe(name)}")
+        return Shim(name, path, f"The {name} shim was not built: {manifest} does not know it.  {recipe(name)}")
     if why := told.get("missing"):
         return Shim(name, path, f"The {name} shim was not built with this moecomm: {why}.  {recipe(name)}")
     if not path.is_file():

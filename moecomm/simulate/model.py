@@ -78,11 +78,11 @@ def cost(
     algorithm: str = AUTO,
     per_expert: bool = False,
     slow_row_bytes: int = 0,
-    most_straight: int = MOST_FEW,
+    most_direct: int = MOST_FEW,
 ) -> Cost:
     """Of `tokens` a rank whose rows have `row_bytes` on the wire.
 
-    `auto`: up to `most_straight` tokens the faster of the two, else HT.  `per_expert`: LL sends a row a (token,
+    `auto`: up to `most_direct` tokens the faster of the two, else HT.  `per_expert`: LL sends a row a (token,
     expert), as some libraries do, not one a (token, rank).  `slow_row_bytes`: of what crosses in HT where that is
     wider, a domain's sum of rows; 0: `row_bytes`.
     """
@@ -95,7 +95,7 @@ def cost(
     }
     if algorithm not in (*ways, AUTO):
         raise BadInput("algorithm", repr(algorithm), "auto, ht or ll")
-    if algorithm == AUTO and (len(spread.domains) == 1 or tokens > most_straight):
+    if algorithm == AUTO and (len(spread.domains) == 1 or tokens > most_direct):
         algorithm = HT
     tried = ways if algorithm == AUTO else {algorithm: ways[algorithm]}
     found = [way() for way in tried.values()]

@@ -94,9 +94,9 @@ def _rows(asked: Asked, machine: Machine) -> Iterator[dict[str, Any]]:
             yield _row(asked, machine, routed, tokens)
 
 
-def _most_straight(hidden: int) -> int:
+def _most_direct(hidden: int) -> int:
     """Tokens that a Buffer of several domains has room to put straight, whose sums travel in float32."""
-    return lsa.straight_bytes(2, MOST_FEW, 4 * hidden) // (4 * hidden)
+    return lsa.direct_bytes(2, MOST_FEW, 4 * hidden) // (4 * hidden)
 
 
 def _row(asked: Asked, machine: Machine, routed: Spread, tokens: int) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _row(asked: Asked, machine: Machine, routed: Spread, tokens: int) -> dict[st
             machine,
             algorithm=asked.algorithm,
             slow_row_bytes=slow_bytes_of(operation, asked.payload, asked.hidden, asked.wire),
-            most_straight=_most_straight(asked.hidden),
+            most_direct=_most_direct(asked.hidden),
         )
         for operation in asked.operations
     )

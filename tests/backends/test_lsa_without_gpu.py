@@ -141,10 +141,10 @@ def shape_of(ranks: int, **sizes: int) -> _native.Shape:
 def test_mail_is_as_long_as_in_the_window() -> None:
     # 2 * 64 pieces of mail are a multiple of the 256 bytes that parts of a window are aligned to: no padding hides.
     window = _native.window_layout(shape_of(64))
-    mail = leave.mail(3, window.mail_words)
-    assert window.arrived - window.mail == 2 * 64 * len(mail)
-    assert leave.mail_offset(window, 64, 3, 5) == window.mail + 5 * len(mail)
-    assert leave.mail_offset(window, 64, 4, 63) == window.arrived - len(mail)
+    tagged_words = leave.tagged_words(3, window.num_tagged_words)
+    assert window.arrived - window.tagged_words == 2 * 64 * len(tagged_words)
+    assert leave.tagged_words_offset(window, 64, 3, 5) == window.tagged_words + 5 * len(tagged_words)
+    assert leave.tagged_words_offset(window, 64, 4, 63) == window.arrived - len(tagged_words)
 
 
 @pytest.mark.parametrize("op", ["dispatch", "combine"])
@@ -159,8 +159,8 @@ def test_leaving_ends_a_peers_round(last_round: int, op: str) -> None:
         context = buffer.session.context
         window = context.window
         ctypes.c_uint32.from_address(context.peers[1] + window.state).value = last_round
-        mail = leave.mail(last_round, window.mail_words)
-        ctypes.memmove(context.peers[1] + leave.mail_offset(window, 2, last_round, 0), mail, len(mail))
+        tagged_words = leave.tagged_words(last_round, window.num_tagged_words)
+        ctypes.memmove(context.peers[1] + leave.tagged_words_offset(window, 2, last_round, 0), tagged_words, len(tagged_words))
         with pytest.raises(moecomm.PeerLost) as caught:
             buffer.dispatch(**call) if op == "dispatch" else buffer.combine(second.x, second.handle)
         assert (caught.value.rank, caught.value.peer, caught.value.op) == (1, 0, op)
@@ -176,8 +176,8 @@ def test_leaving_ends_a_round_in_another_domain(last_round: int) -> None:
         context = buffer.session.context
         window, base = context.window, context.peers[1]
         ctypes.c_uint32.from_address(base + window.state).value = last_round
-        mail = leave.mail(last_round, window.mail_words)
-        ctypes.memmove(base + leave.mail_offset(window, 2, last_round, 0), mail, len(mail))
+        tagged_words = leave.tagged_words(last_round, window.num_tagged_words)
+        ctypes.memmove(base + leave.tagged_words_offset(window, 2, last_round, 0), tagged_words, len(tagged_words))
         ctypes.memmove(base + leave.signal_offset(window, 0), leave.signal(last_round), leave.WORD)
         with pytest.raises(moecomm.PeerLost) as caught:
             buffer.dispatch(torch.ones(2, 8).bfloat16(), torch.tensor([[0], [1]]))
@@ -218,8 +218,8 @@ def test_who_can_not_see_the_others_waits_for_their_last_mail(last_round: int) -
     at = ctypes.addressof(window)
 
     def come(rank: int, number: int) -> None:
-        mail = leave.mail(number, layout.mail_words)
-        ctypes.memmove(at + leave.mail_offset(layout, 4, last_round, rank), mail, len(mail))
+        tagged_words = leave.tagged_words(number, layout.num_tagged_words)
+        ctypes.memmove(at + leave.tagged_words_offset(layout, 4, last_round, rank), tagged_words, len(tagged_words))
 
     for rank in range(4):
         come(rank, last_round - 2)

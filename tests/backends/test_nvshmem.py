@@ -208,10 +208,10 @@ def test_threads_are_refused_and_a_rank_alone_needs_no_nvshmem(monkeypatch: pyte
 
 def test_a_kernel_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     books = Books().install(monkeypatch)
-    linking.tell_nvshmem(5)
+    linking.register_module(5)
     books.fails = "cumodule_init"
     with pytest.raises(Unsupported, match="status 7"):
-        linking.tell_nvshmem(6)
+        linking.register_module(6)
     assert linking._told == [5]
 
 

@@ -26,7 +26,7 @@ SIZES = ["--hidden", str(HIDDEN), "--experts", str(EXPERTS), "--topk", "3", "--r
 CASE = Case("", HIDDEN, 3, EXPERTS, RANKS, "host", [5], ["flat"], ["bf16"], [0], "eager")
 
 
-def counted(tokens: int, *, straight: bool) -> tuple[float, float]:
+def counted(tokens: int, *, direct: bool) -> tuple[float, float]:
     """Rows inside and across domains of two, a token after the other, as they go to their owners."""
     inside = across = 0
     for rank in range(RANKS):
@@ -36,7 +36,7 @@ def counted(tokens: int, *, straight: bool) -> tuple[float, float]:
                 there = {owner for owner in owners if owner // NEAR == domain}
                 if domain == rank // NEAR:
                     inside += len(there - {rank})
-                elif straight:
+                elif direct:
                     across += len(there)
                 else:
                     across += 1
@@ -48,14 +48,14 @@ def _crossing(rank: int, group: Any) -> list[tuple[float, float]]:
     idx = CASE.routing(70, rank)[0]
     found = Traffic.of(group, idx, EXPERTS, NEAR)
     whole = Traffic.of(group, idx, EXPERTS)
-    return [found.crossing(straight=True), found.crossing(straight=False), whole.crossing(straight=False)]
+    return [found.crossing(direct=True), found.crossing(direct=False), whole.crossing(direct=False)]
 
 
 def test_rows_inside_and_across_domains_are_what_counting_finds(ranks: Ranks) -> None:
-    straight, relayed = counted(70, straight=True), counted(70, straight=False)
-    assert relayed[1] < straight[1]
+    direct, relayed = counted(70, direct=True), counted(70, direct=False)
+    assert relayed[1] < direct[1]
     for found in ranks.run(RANKS, _crossing):
-        assert found == [straight, relayed, (sum(straight), 0.0)]
+        assert found == [direct, relayed, (sum(direct), 0.0)]
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="gin may run here")
@@ -78,7 +78,7 @@ def test_backends_and_domains_stand_beside_the_first(tmp_path: Path) -> None:
     for row in rows:
         first = next(other for other in rows if same(other, row))
         assert row["of_first"] == pytest.approx(row["us"]["p50"] / first["us"]["p50"], abs=1e-3)
-        check_crossing(row, row["domain_ranks"], straight=False)
+        check_crossing(row, row["domain_ranks"], direct=False)
 
 
 @pytest.mark.parametrize("near", [0, NEAR])
@@ -87,18 +87,18 @@ def test_few_tokens_cross_straight(ranks: Ranks, near: int) -> None:
     found = measured(ranks, CASE, **about, domain_ranks=near, ceiling=False)
     assert len(found["rows"]) == 2 * 4
     for row in found["rows"]:
-        check_crossing(row, near, straight=near > 0)
+        check_crossing(row, near, direct=near > 0)
 
 
-def check_crossing(row: dict[str, Any], domain_ranks: int, *, straight: bool) -> None:
+def check_crossing(row: dict[str, Any], domain_ranks: int, *, direct: bool) -> None:
     """Its bytes inside and across domains, from the counts."""
-    assert row["straight"] == straight
-    near, far = counted(row["tokens"], straight=straight)
+    assert row["straight"] == direct
+    near, far = counted(row["tokens"], direct=direct)
     if domain_ranks == 0:
-        near, far = sum(counted(row["tokens"], straight=True)), 0.0
+        near, far = sum(counted(row["tokens"], direct=True)), 0.0
     beside = 12 * CASE.topk + 8 if row["layout"] == "flat" else 0  # ids, weights, source
     fp8, wire = HIDDEN + 4 + beside, (2 if row["layout"] == "flat" or row["variant"] == "bf16 wire" else 4) * HIDDEN
-    crossing = 2 * wire if row["layout"] == "flat" and not straight else wire  # a sum in float32
+    crossing = 2 * wire if row["layout"] == "flat" and not direct else wire  # a sum in float32
     inside = {"dispatch": fp8, "combine": wire, "pair": fp8 + wire}[row["what"]]
     across = {"dispatch": fp8, "combine": crossing, "pair": fp8 + crossing}[row["what"]]
     assert row["inside_bytes"] == pytest.approx(near * inside)

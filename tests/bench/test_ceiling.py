@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from moecomm.bench import ceiling
-from moecomm.bench.landing import Landing
+from moecomm.bench.receive_buffer import ReceiveBuffer
 
 from ..conftest import Ranks
 
@@ -24,14 +24,14 @@ def _move(rank: int, group: Any, backend: str) -> dict[str, bool]:
     torch.get_num_threads = lambda: 2  # a process of its own; OpenMP would not survive the fork with two
     found = {}
     size = group.size()
-    with Landing(group, PART * size, backend, device) as landing:
+    with ReceiveBuffer(group, PART * size, backend, device) as receive_buffer:
         local = torch.empty(PART * size, dtype=torch.uint8, device=device)
         sent = (16 * rank + torch.arange(1, size + 1, dtype=torch.uint8, device=device)).repeat_interleave(PART)
         arriving = [16 * peer + rank + 1 if peer != rank else 0 for peer in range(size)]
         want = torch.tensor(arriving, dtype=torch.uint8, device=device).repeat_interleave(PART)
-        for method, workers, call in ceiling.ways(landing, local, PART):
+        for method, workers, call in ceiling.ways(receive_buffer, local, PART):
             reads = "read" in method
-            source, target = (landing.tensor, local) if reads else (local, landing.tensor)
+            source, target = (receive_buffer.tensor, local) if reads else (local, receive_buffer.tensor)
             source.copy_(sent)
             target.zero_()
             _settle(group, device)

@@ -111,6 +111,6 @@ def _turns(rank: int, group: Any) -> list[str]:
         return len(order)
 
     timer._replay_us = replay_us
-    found = timer.in_turns({name: lambda name=name: name for name in "abc"}, lambda: None)
+    found = timer.alternately({name: lambda name=name: name for name in "abc"}, lambda: None)
     assert found == {"a": [6, 8, 10], "b": [4, 9, 11], "c": [5, 7, 12]}
     return order

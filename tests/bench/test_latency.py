@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from moecomm import _native, backends, nic, shims
 from moecomm.bench import latency
-from moecomm.bench.landing import Landing
+from moecomm.bench.receive_buffer import ReceiveBuffer
 
 from ..conftest import Ranks
 
@@ -25,13 +25,13 @@ def _play(rank: int, group: Any, backend: str) -> list[tuple[str, bool, float, f
     if device.type == "cuda":
         torch.cuda.set_device(device)
     found = []
-    with Landing(group, latency.nbytes(MOST), backend, device) as landing:
-        player = latency.Player(landing, MOST, device)
+    with ReceiveBuffer(group, latency.nbytes(MOST), backend, device) as receive_buffer:
+        player = latency.Player(receive_buffer, MOST, device)
         for size in SIZES:
             for method, blocks in latency._ways(size, backend):
                 if method == "TMA" and size % 16:
                     continue
-                landed = landing.tensor[latency._SIGNAL_BYTES :][:MOST]
+                landed = receive_buffer.tensor[latency._SIGNAL_BYTES :][:MOST]
                 landed.zero_()
                 if device.type == "cuda":
                     torch.cuda.synchronize()

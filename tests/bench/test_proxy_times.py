@@ -101,12 +101,12 @@ def test_each_replay_takes_its_own_times_and_slow_ways_have_few_rounds(
         events.append(f"take after {len(FakePlayer.rounds)}")
         return taken()
 
-    class FakeLanding:
+    class FakeReceiveBuffer:
         def __init__(self, *_: Any) -> None:
             self.shim = shim
             events.append(f"open, times {os.environ.get('MOECOMM_RMA_TIMES')}")
 
-        def __enter__(self) -> FakeLanding:
+        def __enter__(self) -> FakeReceiveBuffer:
             return self
 
         def __exit__(self, *_: object) -> None:
@@ -114,7 +114,7 @@ def test_each_replay_takes_its_own_times_and_slow_ways_have_few_rounds(
 
     FakePlayer.rounds = []
     gathered = SimpleNamespace(all_gather=lambda data: [data, (40).to_bytes(8, "little")])
-    for name, fake in (("Landing", FakeLanding), ("Player", FakePlayer), ("device_of", lambda *_: None)):
+    for name, fake in (("Landing", FakeReceiveBuffer), ("Player", FakePlayer), ("device_of", lambda *_: None)):
         monkeypatch.setattr(latency, name, fake)
     monkeypatch.setattr(latency, "rendezvous", lambda _: gathered)
     monkeypatch.setattr(latency.dist, "barrier", lambda _: None)

@@ -51,18 +51,18 @@ def test_the_bits_of_a_dispatch_that_carried_them_over_domains(
     topk: int,
     layout: str,
     in_window: bool,
-    straight: str,
+    direct: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What others have of their tokens goes straight home to all ranks, to some, or to none: then by relays, through
     several turns of their rings.
     """
     monkeypatch.setattr(host, "ring_tokens", lambda *_: 64)
-    monkeypatch.setattr(host, "straight_bytes", lambda *_: 16 << 10)  # of TOKENS tokens, and of fewer than 150
-    many = {"all": (), "some": (0, 3), "none": range(ranks)}[straight]
+    monkeypatch.setattr(host, "direct_bytes", lambda *_: 16 << 10)  # of TOKENS tokens, and of fewer than 150
+    many = {"all": (), "some": (0, 3), "none": range(ranks)}[direct]
     with LocalBuffers(ranks, **sizes(topk, max_tokens=300, domain_ranks=domain_ranks)) as buffers:
         shape = buffers.buffers[0].session.context.shape
-        one = max(shape.landing_bytes, shape.staged_row_bytes + 16) + 127  # straight_bytes of domains.h, at most
+        one = max(shape.receive_bytes, shape.staged_row_bytes + 16) + 127  # direct_bytes of domains.h, at most
         assert TOKENS * one <= shape.packet_bytes < 150 * shape.staged_row_bytes and shape.ring_tokens < 150
         compare_with_carried(buffers, topk, layout, in_window, [150 if r in many else TOKENS for r in range(ranks)])
 

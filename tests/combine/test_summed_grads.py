@@ -51,8 +51,8 @@ def check_sums(ranks: LocalBuffers, run_all: Callable[[list[Any]], None], monkey
 
 
 @pytest.mark.parametrize(("domain_ranks", "straight"), [(4, True), (2, True), (2, False), (1, True), (1, False)])
-def test_what_every_rank_gives_is_added(domain_ranks: int, straight: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not straight:
-        monkeypatch.setattr(host, "straight_bytes", lambda *_: 0)
+def test_what_every_rank_gives_is_added(domain_ranks: int, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not direct:
+        monkeypatch.setattr(host, "direct_bytes", lambda *_: 0)
     with LocalBuffers(RANKS, **SIZES, domain_ranks=domain_ranks, backend="host") as ranks:
         check_sums(ranks, _native.host_run_all, monkeypatch)

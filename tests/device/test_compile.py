@@ -56,8 +56,8 @@ SPECS = {
     "dispatch alone, 8 columns": dispatch(ranks=1, experts=1, topk=1, hidden=8),
     "dispatch top-32, 24 columns": dispatch(ranks=2, experts=64, topk=32, hidden=24, type=FP16),
     "dispatch 64 ranks, top-5 of 1024": dispatch(ranks=64, experts=1024, topk=5, hidden=4096),
-    "dispatch of slips": dispatch(slips=True, row_bytes=16),
-    "dispatch of slips, 64 ranks, top-32": dispatch(slips=True, row_bytes=16, ranks=64, topk=32, experts=4096),
+    "dispatch of slips": dispatch(descriptors=True, row_bytes=16),
+    "dispatch of slips, 64 ranks, top-32": dispatch(descriptors=True, row_bytes=16, ranks=64, topk=32, experts=4096),
     "dispatch few tokens": dispatch(packets=True),
     "dispatch few tokens, flat, casts": dispatch(packets=True, layout=FLAT, quantize=True),
     "dispatch few tokens, ue8m0 by column": dispatch(
@@ -128,7 +128,7 @@ def test_compiles_within_its_bounds(name: str) -> None:
     # Without a stack frame: a function that is called, and takes a reference to a part of what a kernel knows, puts all
     # of it into local memory; then every access to shared memory goes by a generic address, loaded from there first.
     check_compiled(compiled, jit.block_threads(fields))
-    if spec.slips:
+    if spec.descriptors:
         check_awaits(compiled, "last")
 
 

@@ -13,7 +13,7 @@ from moecomm.backends import cuda_driver
 from moecomm.errors import Unsupported
 
 SPEC = jit.KernelSpec(op="dispatch", ranks=1, experts=1, topk=1, hidden=8, layout=0, type=0, idx_bytes=8, row_bytes=16)
-PLAIN = plain_kernel.PlainKernel("fused/home", "home", "HomeArgs", 32)
+PLAIN = plain_kernel.PlainKernel("fused/home", "home", "ReduceArgs", 32)
 
 
 class Status(IntEnum):
@@ -94,7 +94,7 @@ def test_other_gpus_have_their_own_code(driver: Driver) -> None:
 
 
 def test_nvshmem_hears_of_a_module_before_its_functions(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linking, "tell_nvshmem", lambda module: driver.asked.append(("told", module)))
+    monkeypatch.setattr(linking, "register_module", lambda module: driver.asked.append(("told", module)))
     kernel_loader.load(3, str.encode, "entry", "nvshmem", 0)
     names = [name for name, *_ in driver.asked]
     assert names.index("cuModuleLoadData") + 1 == names.index("told") == names.index("cuModuleGetFunction") - 1

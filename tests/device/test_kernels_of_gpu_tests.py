@@ -93,7 +93,7 @@ def kernels_of(sizes: dict[str, Any], seeds: Sequence[int]) -> set[jit.KernelSpe
     room = test_virtual_ranks.packet_room(sizes) if virtual else packets.room
     with patch.object(host, "packet_bytes", room), LocalBuffers(**sizes, backend="host") as ranks:
         for buffer in ranks.buffers:
-            buffer.session.sums_in_heap = True  # type: ignore[misc]
+            buffer.session.reduced_rows_in_heap = True  # type: ignore[misc]
         specs = plain_round(ranks.buffers[0], sizes)
         for seed in seeds:
             case = random_case(seed, **test_virtual_ranks.of_cases(sizes), few_kernels=True)

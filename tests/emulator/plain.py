@@ -34,8 +34,8 @@ BODIES: dict[str, dict[str, str]] = {
     "device/grid.cuh": {
         "arrive_last": "if (++*counter != gridDim.x) return false; *counter = 0; return true;",
         "meet": "emulator::meet(barrier, threads, false);",
-        "be_met": "emulator::meet(barrier, threads, false, false);",
-        "meet_any": "return emulator::meet(barrier, threads, here);",
+        "arrive_at": "emulator::meet(barrier, threads, false, false);",
+        "sync_any": "return emulator::meet(barrier, threads, here);",
     },
     "device/packet.cuh": {
         "store_line_words": "ulonglong2 mine = words; emulator::exchange_line(to, mine, true);",

@@ -30,7 +30,7 @@ BODIES: dict[str, dict[str, str]] = {
         "arrive_at": "emulator::bring(*reinterpret_cast<u64*>(emulator::of_cluster(2, rank)->shared + "
         "emulator::offset_of(barrier)), 1, 0);",
         "arrive": "emulator::bring(*barrier, 1, 0);",
-        "meet_cluster": "emulator::meet_cluster(cluster);",
+        "sync_cluster": "emulator::sync_cluster(cluster);",
     },
     "fused/wgmma.cuh": {
         **dict.fromkeys(("wgmma_begin", "wgmma_commit"), ""),

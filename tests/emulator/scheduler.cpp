@@ -135,7 +135,7 @@ void* first_frame(char* stack) {
     return top;
 }
 
-void tell_stuck(const std::vector<Fiber>& fibers) {
+void report_stuck(const std::vector<Fiber>& fibers) {
     for (const Fiber& fiber : fibers)
         if (!fiber.ended && fiber.thread.thread.x % 32 == 0)
             std::printf("stuck: block %u warp %u\n", fiber.thread.block.x, fiber.thread.thread.x / 32);
@@ -246,7 +246,7 @@ int emulator_run(const Launch* launches, int count, std::uint64_t limit, unsigne
             }
         }
     }
-    if (left != 0) tell_stuck(fibers);
+    if (left != 0) report_stuck(fibers);
     munmap(stacks, threads * kStack);
     return left != 0;
 }

@@ -22,7 +22,7 @@ inline Block* of_cluster(int cluster, int rank) { return emulator_thread->of_blo
 inline unsigned char* shared_at(unsigned address) { return emulator_thread->of_block->shared + address; }
 inline unsigned offset_of(const void* p) { return static_cast<unsigned>(static_cast<const unsigned char*>(p) - shared_at(0)); }
 
-inline void meet_cluster(int cluster) {
+inline void sync_cluster(int cluster) {
     emulator::Barrier& b = of_cluster(cluster, 0)->barriers[15];
     const unsigned was = b.generation;
     if (++b.arrived == cluster * emulator_thread->of_block->threads) {

@@ -37,12 +37,12 @@ CASES = 10
 BEHIND = 1 << 16  # bytes that nobody may write
 
 
-def random_cases(machine: Machine, monkeypatch: pytest.MonkeyPatch, straight: str, cases: int) -> None:
+def random_cases(machine: Machine, monkeypatch: pytest.MonkeyPatch, direct: str, cases: int) -> None:
     """Rounds of CPU ranks by the machine; rows go straight to ranks of other domains, those of some do, or none."""
     monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
-    room = host.straight_bytes
-    if straight != "all":
-        monkeypatch.setattr(host, "straight_bytes", lambda *sizes: room(*sizes) // 256 * 64 * (straight == "some"))
+    room = host.direct_bytes
+    if direct != "all":
+        monkeypatch.setattr(host, "direct_bytes", lambda *sizes: room(*sizes) // 256 * 64 * (direct == "some"))
     with LocalBuffers(**DOMAINS, **SIZES, backend="host") as ranks:
         wrap_after(ranks, cases, kernels=True)
         try:
@@ -62,7 +62,7 @@ def combines(machine: Machine, monkeypatch: pytest.MonkeyPatch, layout: str, siz
         monkeypatch.setattr(host, "packet_bytes", lambda *_: 0)
     with LocalBuffers(**sizes, **SIZES, backend="host") as ranks:
         for buffer in ranks.buffers:
-            monkeypatch.setattr(buffer.session, "sums_in_heap", sizes != DOMAINS)
+            monkeypatch.setattr(buffer.session, "reduced_rows_in_heap", sizes != DOMAINS)
         wrap_after(ranks, 4, kernels=True)
         routed = ranks.dispatch([tokens(rank, layout) for rank in range(len(ranks.buffers))])
         rows = [[here.x * 2.0**power for here in routed] for power in range(8)]  # which scales sums to the bit
@@ -99,9 +99,9 @@ def tokens(rank: int, layout: str) -> dict[str, Any]:
     ("straight", "cases"), few([("some", 4), ("all", CASES), ("some", CASES), ("none", CASES)], ("some", 4))
 )
 def test_random_cases_across_domains(
-    straight: str, cases: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    direct: str, cases: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    random_cases(machine, monkeypatch, straight, cases)
+    random_cases(machine, monkeypatch, direct, cases)
 
 
 @pytest.mark.parametrize("sizes", [DOMAINS, {"ranks": 4}], ids=["domains", "sums in the heap"])
@@ -129,7 +129,7 @@ def test_random_cases_in_one_domain(
     with LocalBuffers(ranks=4, **SIZES, backend="host") as ranks:
         wrap_after(ranks, cases, kernels=True)
         for rank, buffer in enumerate(ranks.buffers):
-            monkeypatch.setattr(buffer.session, "sums_in_heap", str(rank) not in in_ring)
+            monkeypatch.setattr(buffer.session, "reduced_rows_in_heap", str(rank) not in in_ring)
         try:
             for seed in range(cases):
                 check_case(ranks, random_case(seed, ranks=4, **SIZES, few_kernels=True))
@@ -171,7 +171,7 @@ def test_rows_of_several_pieces(layout: str, machine: Machine, monkeypatch: pyte
     plain |= dict.fromkeys(("scales", "wire", "own_weights", "max_rows"))
     with LocalBuffers(ranks=2, **sizes, backend="host") as ranks:
         for buffer in ranks.buffers:
-            monkeypatch.setattr(buffer.session, "sums_in_heap", True)
+            monkeypatch.setattr(buffer.session, "reduced_rows_in_heap", True)
         try:
             for seed in range(6):
                 case = random_case(seed, ranks=2, **sizes, few_kernels=True)
@@ -226,7 +226,7 @@ def test_weights_of_the_homes(
     """
     monkeypatch.setattr(host, "packet_bytes", packets.room)
     if way == "relays":
-        monkeypatch.setattr(host, "straight_bytes", lambda *_: 0)
+        monkeypatch.setattr(host, "direct_bytes", lambda *_: 0)
     sizes = {"ranks": 4} if way == "packets" else DOMAINS
     with (
         LocalBuffers(**sizes, **SIZES, backend="host") as ranks,
@@ -272,11 +272,11 @@ def test_weights_of_the_homes(
 @pytest.mark.parametrize("way", ["ring", "sums in the heap", "straight", "relays"])
 def test_gradients_of_every_rank_are_added(way: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "relays":
-        monkeypatch.setattr(host, "straight_bytes", lambda *_: 0)
+        monkeypatch.setattr(host, "direct_bytes", lambda *_: 0)
     sizes = {"ranks": 4} if way in ("ring", "sums in the heap") else DOMAINS
     with LocalBuffers(**sizes, **SIZES, backend="host") as ranks:
         for buffer in ranks.buffers:
-            monkeypatch.setattr(buffer.session, "sums_in_heap", way == "sums in the heap")
+            monkeypatch.setattr(buffer.session, "reduced_rows_in_heap", way == "sums in the heap")
         try:
             check_sums(ranks, machine.run_all, monkeypatch)
         finally:
@@ -399,7 +399,7 @@ def test_ranks_with_handles_of_different_dispatches_are_told(
     sizes = DOMAINS if way == "domains" else {"ranks": 4}
     with LocalBuffers(**sizes, **SIZES, backend="host", timeout_s=5) as ranks:
         for buffer in ranks.buffers:
-            monkeypatch.setattr(buffer.session, "sums_in_heap", way == "sums in the heap")
+            monkeypatch.setattr(buffer.session, "reduced_rows_in_heap", way == "sums in the heap")
         calls = [tokens(rank, layout) for rank in range(4)]
         for c in calls:
             c["topk_idx"] = c["topk_idx"].contiguous()  # where the dispatch finds it again

@@ -13,7 +13,7 @@ import torch
 
 import moecomm
 from moecomm import dispatch as rounds
-from moecomm.dispatch.plan import SLIP_BYTES, Slips
+from moecomm.dispatch.plan import DESCRIPTOR_BYTES, PublishedRows
 from moecomm.routed import Routed
 from moecomm.testing import LocalBuffers
 from moecomm.testing import ranks as local
@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 RANKS, HIDDEN, EXPERTS, TOPK, MANY, FEW = 3, 64, 12, 3, 1500, 900  # tokens of a Buffer; of few ids are told
-HOME, SAME, UNIT = 48, 36, 16  # of Slip (csrc/protocol/slip.h)
+HOME, SAME, UNIT = 48, 36, 16  # of RowDescriptor (csrc/protocol/slip.h)
 
 
 @pytest.fixture(params=[FEW, MANY], ids=["few", "many"])
@@ -44,9 +44,9 @@ def ranks(most: int, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Itera
         machine.forget()
 
 
-def told(rank: int) -> Slips:
+def told(rank: int) -> PublishedRows:
     """Of a rank: nothing lies there, nothing looks there."""
-    return Slips(rows=1024 * (rank + 1), pitch=16 * (9 + rank), landing=(1 << 40) + (rank << 32))
+    return PublishedRows(rows=1024 * (rank + 1), pitch=16 * (9 + rank), receive_buffer=(1 << 40) + (rank << 32))
 
 
 def routing(tokens: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
@@ -66,25 +66,25 @@ def dispatch(ranks: LocalBuffers, ids: list[torch.Tensor]) -> list[Routed]:
 
 
 def check(ranks: LocalBuffers, ids: list[torch.Tensor], arrived: list[Routed]) -> None:
-    of_rank, ids_are_told = EXPERTS // RANKS, ranks.buffers[0].max_tokens == FEW
+    of_rank, ids_are_published = EXPERTS // RANKS, ranks.buffers[0].max_tokens == FEW
     for rank, (buffer, routed) in enumerate(zip(ranks.buffers, arrived, strict=True)):
         args, end = routed.handle.args, 0
         window = buffer.session.context.peers[rank]
-        rows = at(window + args.out_x, (args.max_rows, SLIP_BYTES // 8), torch.int64)
+        rows = at(window + args.out_x, (args.max_rows, DESCRIPTOR_BYTES // 8), torch.int64)
         first: dict[tuple[int, int], int] = {}  # row of a token, by its home
         for expert in range(of_rank):
             wanted = set()
-            for home, (of, slips) in enumerate((of, told(home)) for home, of in enumerate(ids)):
+            for home, (of, descriptors) in enumerate((of, told(home)) for home, of in enumerate(ids)):
                 for token, k in (of == rank * of_rank + expert).nonzero().tolist():
-                    landing = slips.landing + (token * TOPK + k) * 2 * HIDDEN
-                    wanted.add((slips.rows + token * slips.pitch, home << HOME | landing))
+                    receive_buffer = descriptors.receive_buffer + (token * TOPK + k) * 2 * HIDDEN
+                    wanted.add((descriptors.rows + token * descriptors.pitch, home << HOME | receive_buffer))
             begin, end = end, end + int(routed.tokens_per_expert[expert])
             assert end - begin == len(wanted)
             found = [(word % (1 << SAME) * UNIT, where, (word >> SAME) - 1) for word, where in rows[begin:end].tolist()]
             assert {row[:2] for row in found} == wanted, (rank, expert)
             for row, (offset, where, same) in enumerate(found, begin):
                 earlier = first.setdefault((where >> HOME, offset), row)
-                assert same == (earlier if earlier < row and not ids_are_told else -1), (rank, expert)
+                assert same == (earlier if earlier < row and not ids_are_published else -1), (rank, expert)
         assert int(at(args.num_rows, (1,), torch.int32)) == end
         owners = at(args.route.token_owner, (len(ids[rank]), TOPK), torch.int32)
         assert torch.equal(owners, torch.where(ids[rank] < 0, -1, ids[rank] // of_rank).int())
@@ -127,7 +127,7 @@ def test_slips_are_there_when_their_dispatch_ends(machine: Machine, ranks: Local
         first, then = [], []
         for rank, buffer in enumerate(ranks.buffers):
             x = torch.empty(len(ids[rank]), HIDDEN, dtype=torch.bfloat16)
-            first.append(rounds.prepare(buffer, x, ids[rank], sync=False, slips=told(rank)))
+            first.append(rounds.prepare(buffer, x, ids[rank], sync=False, descriptors=told(rank)))
             there = at(buffer.session.context.peers[rank] + first[-1].args.out_x, (tokens, HIDDEN), torch.bfloat16)
             there.fill_(turn)
             to_itself[rank][:, 0] = rank * of_rank

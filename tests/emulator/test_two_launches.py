@@ -65,7 +65,7 @@ class Emulated:
             (two_launches, "load", lambda kernel, device: 0),
             (two_launches.Layer, "_launch", lambda layer, *launch: self.launch(*launch)),
             (HostSession, "most_blocks", 4),
-            (layer, "_keeps_apart", lambda *about: ""),
+            (layer, "_why_unfused", lambda *about: ""),
             (reference, "grouped_gemm", self._grouped_gemm),
         ):
             monkeypatch.setattr(where, name, what)
@@ -261,10 +261,10 @@ def test_rows_are_offered_as_a_dispatch_casts_them(
         assert isinstance(given, two_launches.Layer)
         assert done == ["order", "offer"]
         pitch = two_launches.row_pitch(kernels.FP8, hidden)
-        slips = given.dispatch["slips"]
-        assert slips.pitch == pitch
-        offered = at(buffer.session.context.peers[0] + slips.rows, (tokens, pitch), torch.uint8)
+        descriptors = given.dispatch["slips"]
+        assert descriptors.pitch == pitch
+        published = at(buffer.session.context.peers[0] + descriptors.rows, (tokens, pitch), torch.uint8)
         data, scales = quantize(x)
-        assert torch.equal(offered[:, :hidden], data.view(torch.uint8))
-        found = offered[:, hidden : hidden + 4 * scales.shape[1]].view(torch.float32)
+        assert torch.equal(published[:, :hidden], data.view(torch.uint8))
+        found = published[:, hidden : hidden + 4 * scales.shape[1]].view(torch.float32)
         assert torch.equal(found, scales)

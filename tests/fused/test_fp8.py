@@ -19,7 +19,7 @@ from moecomm.fused import (
     interleave,
     quantize_weights,
 )
-from moecomm.fused.gemm import apart_map
+from moecomm.fused.gemm import split_map
 from moecomm.fused.schedules import check_schedule
 from moecomm.fused.tensor_maps import parameters
 from moecomm.testing import bounds
@@ -154,7 +154,7 @@ def test_batched_rows_are_those_of_each_expert() -> None:
 def test_the_map_of_rows_apart_finds_what_interleave_puts_there() -> None:
     groups, columns, depth = 2, 576, 272  # more than two boxes of 256 rows, and of 128 columns
     w13 = torch.arange(groups * columns * depth).view(groups, columns, depth)
-    shape, strides, box = apart_map((groups, columns, depth), torch.float8_e4m3fn)
+    shape, strides, box = split_map((groups, columns, depth), torch.float8_e4m3fn)
     kind, rank, _, dims, steps, boxes, _ = parameters(0, shape, torch.float8_e4m3fn, box, strides)
     assert kind.endswith("UINT8") and rank == 5 and all(step % 16 == 0 for step in steps)
     assert boxes == [128, 8, 2, 16, 1]

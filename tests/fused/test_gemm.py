@@ -10,7 +10,7 @@ import torch
 
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import FP8_SCHEDULES, SCHEDULES, deinterleave, gemm, grouped_gemm, interleave, tensor_maps
-from moecomm.fused.gemm import apart_map
+from moecomm.fused.gemm import split_map
 from moecomm.fused.operands import Operands
 from moecomm.fused.tensor_maps import TensorMap, parameters
 
@@ -70,7 +70,7 @@ def test_the_map_of_rows_apart_finds_what_interleave_puts_there() -> None:
     """Elements of each box, by the strides that the copy engine is told."""
     groups, columns, depth = 2, 304, 72  # more than two boxes of 128 rows, and of 64 columns
     w13 = torch.arange(groups * columns * depth).view(groups, columns, depth)
-    shape, strides, box = apart_map((groups, columns, depth), torch.bfloat16)
+    shape, strides, box = split_map((groups, columns, depth), torch.bfloat16)
     _, rank, _, dims, steps, boxes, _ = parameters(0, shape, torch.bfloat16, box, strides)
     assert rank == 5 and all(step % 16 == 0 for step in steps) and boxes == [64, 8, 2, 8, 1]
     seen = w13.flatten().as_strided(shape, strides)

@@ -14,7 +14,7 @@ import torch
 from moecomm import kernel_loader, plain_kernel
 from moecomm.fused import FP8_SCHEDULES, SCHEDULES
 from moecomm.fused.kernels import FP8
-from moecomm.fused.one_launch import OneLaunchArgs, one_kernel, turn_of
+from moecomm.fused.one_launch import OneLaunchArgs, one_kernel, rotation_step_of
 from moecomm.fused.schedules import schedule_of_both
 from moecomm.router import MODELS
 
@@ -54,7 +54,7 @@ def test_turns_are_about_the_best_that_were_measured(name: str) -> None:
     for model, took in found.items():
         sizes, dtype = MODELS[model], FP8 if "fp8" in name else BF16
         rows = 8192 * sizes.topk * 4 // sizes.num_experts
-        turn = turn_of(schedule_of_both(dtype, rows, sizes.intermediate), sizes.intermediate * dtype.itemsize)
+        turn = rotation_step_of(schedule_of_both(dtype, rows, sizes.intermediate), sizes.intermediate * dtype.itemsize)
         assert took[turn] <= 1.01 * min(took.values()), (model, took)
 
 

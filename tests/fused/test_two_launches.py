@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moecomm import _native, kernel_loader, plain_kernel
-from moecomm.dispatch.plan import SLIP_BYTES
+from moecomm.dispatch.plan import DESCRIPTOR_BYTES
 from moecomm.fused import FP8_SCHEDULES, SCHEDULES, layer, two_launches
 from moecomm.fused.kernels import FP8
 from moecomm.fused.two_launches import LEAST_COUNTED, LayerArgs, early_tiles, row_pitch
@@ -69,8 +69,8 @@ def test_slips_and_places_are_enough_and_the_bits_are_those_of_dispatch_and_comb
                 )
                 for row, (home, token) in enumerate(src.tolist()):
                     assert int(places[row]) // topk == token
-                    landing = peers[home] + blocks[home][1].offset + int(places[row]) * 2 * hidden
-                    at(landing, (hidden,), dtype).copy_(y[row])
+                    receive_buffer = peers[home] + blocks[home][1].offset + int(places[row]) * 2 * hidden
+                    at(receive_buffer, (hidden,), dtype).copy_(y[row])
             for rank, (routed, call) in enumerate(zip(arrived, calls, strict=True)):  # home.cuh
                 tokens = len(call["x"])
                 landed = at(peers[rank] + blocks[rank][1].offset, (tokens, topk, hidden), dtype)
@@ -107,7 +107,7 @@ def test_the_structs_are_packed_as_the_kernels_read_them() -> None:
     sizes = (ctypes.sizeof(LayerArgs), ctypes.sizeof(two_launches.LayerGemmArgs))
     checked = (
         f"static_assert(sizeof(LayerArgs) == {sizes[0]} && sizeof(LayerGemmArgs) == {sizes[1]});\n"
-        f"static_assert(kLeastCounted == {LEAST_COUNTED} && sizeof(Slip) == {SLIP_BYTES});\n"
+        f"static_assert(kLeastCounted == {LEAST_COUNTED} && sizeof(RowDescriptor) == {DESCRIPTOR_BYTES});\n"
         "__device__ void sizes(const LayerGemmArgs&) {}\n"
     )
     for dtype, hidden in itertools.product((torch.float16, FP8), (16, 272, 2880, 7168)):
@@ -124,11 +124,11 @@ def test_the_structs_are_packed_as_the_kernels_read_them() -> None:
 def kernels() -> dict[str, plain_kernel.PlainKernel]:
     bf16, fp16 = torch.bfloat16, torch.float16
     found: dict[str, plain_kernel.PlainKernel] = {
-        "offer": two_launches.offer_kernel(bf16, bf16, 7168),
-        "offer, cast": two_launches.offer_kernel(bf16, FP8, 7168),
-        "offer, cast, a last group of 48 columns": two_launches.offer_kernel(fp16, FP8, 176),
-        "home": two_launches.home_kernel(bf16, 7168, 8),
-        "home, many": two_launches.home_kernel(fp16, 8, 32),
+        "offer": two_launches.publish_kernel(bf16, bf16, 7168),
+        "offer, cast": two_launches.publish_kernel(bf16, FP8, 7168),
+        "offer, cast, a last group of 48 columns": two_launches.publish_kernel(fp16, FP8, 176),
+        "home": two_launches.reduce_kernel(bf16, 7168, 8),
+        "home, many": two_launches.reduce_kernel(fp16, 8, 32),
     }
     for name, schedule in SCHEDULES.items():
         found[f"fetch {name}"] = two_launches.fetch_kernel(bf16, True, schedule, 7168)

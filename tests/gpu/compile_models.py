@@ -21,7 +21,7 @@ from moecomm import combine, dispatch, jit, packets, plain_kernel
 from moecomm.backends import host
 from moecomm.backends.lsa_kernels import combine_spec
 from moecomm.buffer import Buffer
-from moecomm.dispatch.plan import Slips
+from moecomm.dispatch.plan import PublishedRows
 from moecomm.fused import one_launch, schedules, two_launches
 from moecomm.fused.kernels import FP8, gemm_kernel
 from moecomm.router import MODELS, Model
@@ -37,15 +37,15 @@ def of_layers(model: Model, ranks: int, tokens: int) -> Iterator[Kernel]:
     """GEMMs, and the layers whose rows travel."""
     hidden, inner, local = model.hidden, model.intermediate, model.num_experts // ranks
     evenly = tokens * model.topk * ranks // model.num_experts
-    yield two_launches.home_kernel(BF16, hidden, model.topk)
+    yield two_launches.reduce_kernel(BF16, hidden, model.topk)
     # The GEMMs alone expect as many rows as there are on the busiest rank.
     for dtype, rows in itertools.product((BF16, FP8), {max(1, evenly), max(1, evenly * 26 // 25)}):
         sizes = (2 * inner, hidden), (hidden, inner)
         first, second = (schedules.schedule_of(dtype, rows, local, *size, SMS) for size in sizes)
-        both, counted = schedules.schedule_of_both(dtype, rows, inner), two_launches.counted_together(rows * local)
+        both, counted = schedules.schedule_of_both(dtype, rows, inner), two_launches.rows_per_counter(rows * local)
         yield gemm_kernel(dtype, True, True, first, out=dtype)
         yield gemm_kernel(dtype, False, False, second, out=BF16)
-        yield two_launches.offer_kernel(BF16, dtype, hidden)
+        yield two_launches.publish_kernel(BF16, dtype, hidden)
         yield two_launches.fetch_kernel(dtype, True, first, hidden, counted)
         yield two_launches.send_kernel(dtype, second, BF16)
         yield one_launch.one_kernel(dtype, True, both, hidden, BF16, counted)
@@ -56,7 +56,7 @@ def of_rounds(model: Model, ranks: int, tokens: int) -> Iterator[Kernel]:
     with opened(model, ranks, tokens) as buffer:
         ids, weights = torch.full((tokens, model.topk), -1), torch.zeros(tokens, model.topk)
         x = torch.zeros(tokens, model.hidden, dtype=BF16)
-        kinds: list[dict[str, Any]] = [{}, {"quantize": "fp8"}, {"slips": Slips(0, 2 * model.hidden, 0)}]
+        kinds: list[dict[str, Any]] = [{}, {"quantize": "fp8"}, {"slips": PublishedRows(0, 2 * model.hidden, 0)}]
         for kind in kinds:
             routed = dispatch.prepare(buffer, x, ids, weights, layout="expert", max_rows=64, **kind)
             yield on_a_gpu(routed.args, "expert")
@@ -73,7 +73,7 @@ def opened(model: Model, ranks: int, tokens: int) -> Iterator[Buffer]:
         patch.object(host, "packet_bytes", packets.room),
         LocalBuffers(ranks=ranks, **sizes, dtype=BF16, backend="host") as buffers,
     ):
-        buffers.buffers[0].session.sums_in_heap = True  # type: ignore[misc]
+        buffers.buffers[0].session.reduced_rows_in_heap = True  # type: ignore[misc]
         yield buffers.buffers[0]
 
 

@@ -94,7 +94,7 @@ def compiled() -> None:
         for tokens in range(sizes["max_tokens"] + 1):
             rows = max(1, tokens * sizes["topk"] * sizes["ranks"] // sizes["num_experts"])
             first, second = (SCHEDULES[choose(rows, local, *w)] for w in ((2 * inner, hidden), (hidden, inner)))
-            counted = two_launches.counted_together(rows * local)
+            counted = two_launches.rows_per_counter(rows * local)
             for dtype, apart in itertools.product(DTYPES, (False, True)):
                 kernels |= {gemm_kernel(dtype, True, apart, first), gemm_kernel(dtype, False, False, second)}
                 kernels.add(two_launches.fetch_kernel(dtype, apart, first, hidden, counted))

@@ -58,14 +58,14 @@ def compiled() -> None:
     for sizes, rows in itertools.product((*SIZES, LARGE, *(sizes for sizes, _ in PROCESSES.values())), (1, 1000)):
         hidden, inner, local = sizes["hidden"], sizes["intermediate"], sizes["num_experts"] // sizes["ranks"]
         first, second = (FP8_SCHEDULES[choose_fp8(rows, local, columns)] for columns in (2 * inner, hidden))
-        both, counted = schedules.schedule_of_both(FP8, rows, inner), two_launches.counted_together(rows * local)
+        both, counted = schedules.schedule_of_both(FP8, rows, inner), two_launches.rows_per_counter(rows * local)
         kernels |= {gemm_kernel(FP8, True, apart, first, out=FP8) for apart in (False, True)}
         kernels |= {two_launches.fetch_kernel(FP8, apart, first, hidden, counted) for apart in (False, True)}
         for dtype in DTYPES:
             kernels.add(gemm_kernel(FP8, False, False, second, out=dtype))
             kernels.add(two_launches.send_kernel(FP8, second, dtype))
             kernels |= {one_launch.one_kernel(FP8, apart, both, hidden, dtype, counted) for apart in (False, True)}
-            kernels.add(two_launches.offer_kernel(dtype, FP8, hidden))
+            kernels.add(two_launches.publish_kernel(dtype, FP8, hidden))
     compile_all(kernels)
 
 

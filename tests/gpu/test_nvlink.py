@@ -17,7 +17,7 @@ from moecomm.backends import windows_nccl
 from moecomm.testing import check_case_on_rank, random_case
 
 from ..conftest import GPU_COUNTS, Ranks, share_cores
-from .test_virtual_ranks import straight_bytes
+from .test_virtual_ranks import direct_bytes
 
 # Windows of lsa, or a backend, with MOECOMM_RMA behind it; then so many domains, and the backend puts between them.
 # The kernels of two of SIZES are those of virtual ranks; those of several domains are compiled for these two.
@@ -80,7 +80,7 @@ def random_cases(rank: int, group: Any, kind: str, cases: int, seed: int) -> str
     share_cores(group.size())
     for sizes in SIZES[:2] if "domains" in kind else SIZES:
         if "domains" in kind and sizes is SIZES[1]:
-            moecomm.backends.load(_backend(kind)).straight_bytes = straight_bytes  # type: ignore[method-assign]
+            moecomm.backends.load(_backend(kind)).direct_bytes = direct_bytes  # type: ignore[method-assign]
         with open_kind(rank, group, kind, **sizes, timeout_s=60) as buffer:
             for done, number in enumerate(random_seeds(sizes, cases, seed * 1_000_000)):
                 if rank == 0 and done and done % 1000 == 0:  # pytest -s shows how far a long run has come

@@ -114,7 +114,7 @@ def packet_room(sizes: dict[str, Any]) -> Callable[[int, int, int], int]:
     return lambda ranks, max_tokens, row: _room(ranks, -(-max_tokens // 3), row)
 
 
-def straight_bytes(ranks: int, max_tokens: int, row: int) -> int:
+def direct_bytes(ranks: int, max_tokens: int, row: int) -> int:
     """In place of those of a backend: for half of the tokens."""
     return max_tokens // 2 * -(-(row + 16) // 128) * 128
 
@@ -138,7 +138,7 @@ def test_staging_goes_around_a_small_ring(monkeypatch: pytest.MonkeyPatch, reque
     with LocalBuffers(**LONG, backend="lsa", device=0, timeout_s=20) as ranks:
         assert ranks.buffers[0].session.context.shape.ring_tokens == 32
         for buffer in ranks.buffers:
-            monkeypatch.setattr(buffer.session, "sums_in_heap", False)
+            monkeypatch.setattr(buffer.session, "reduced_rows_in_heap", False)
         for number in random_seeds(LONG, request.config.getoption("--gpu-cases")):
             check_case(ranks, random_case(number, **LONG, few_kernels=True))
 
@@ -149,7 +149,7 @@ def test_random_cases_across_domains(
     sizes: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of some ranks go straight to those of other domains, of others by their relays."""
-    monkeypatch.setattr(lsa, "straight_bytes", straight_bytes)
+    monkeypatch.setattr(lsa, "direct_bytes", direct_bytes)
     seed = request.config.getoption("--seed") * 1_000_000
     with LocalBuffers(**sizes, backend="lsa", device=0, timeout_s=20) as ranks:
         for number in range(seed, seed + request.config.getoption("--gpu-cases") // len(DOMAINS)):
@@ -159,7 +159,7 @@ def test_random_cases_across_domains(
 @pytest.mark.timeout(300)
 def test_rings_across_domains(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.setattr(lsa, "_STAGING_BYTES", 1)
-    monkeypatch.setattr(lsa, "straight_bytes", lambda *sizes: 0)  # else a ring has room for what goes straight
+    monkeypatch.setattr(lsa, "direct_bytes", lambda *sizes: 0)  # else a ring has room for what goes straight
     with LocalBuffers(**LONG, domain_ranks=1, backend="lsa", device=0, timeout_s=20) as ranks:
         assert ranks.buffers[0].session.context.shape.ring_tokens == 32
         for number in random_seeds(LONG, request.config.getoption("--gpu-cases")):
@@ -344,11 +344,11 @@ def test_weights_of_the_homes(few: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         for seed in range(100):
             g = torch.Generator().manual_seed(seed)
             given = [torch.randn(c["topk_weights"].shape, generator=g).cuda() for c in mine]
-            by_home = ranks.combine([{**r, "topk_weights": w} for r, w in zip(rows, given, strict=True)])
+            by_source_rank = ranks.combine([{**r, "topk_weights": w} for r, w in zip(rows, given, strict=True)])
             by_dispatch = ranks.combine(rows)
             carried = ranks.dispatch([{**c, "topk_weights": w} for c, w in zip(mine, given, strict=True)])
             want = ranks.combine([{"y": r.x, "handle": c.handle} for r, c in zip(routed, carried, strict=True)])
-            for out, right, same, before in zip(by_home, want, by_dispatch, first, strict=True):
+            for out, right, same, before in zip(by_source_rank, want, by_dispatch, first, strict=True):
                 assert torch.equal(out, right) and torch.equal(same, before)
         ranks.check()
         ranks.buffers[0].combine(**rows[0], topk_weights=mine[0]["topk_weights"])

@@ -12,7 +12,7 @@ u64 address(const std::vector<T>& v) {
     return v.empty() ? 0 : reinterpret_cast<u64>(v.data());
 }
 
-Route route_of(const Cluster& cluster, const Landing& l, i32 rank) {
+Route route_of(const Cluster& cluster, const ReceiveBuffer& l, i32 rank) {
     const u64 base = reinterpret_cast<u64>(cluster.base(rank));
     return {reinterpret_cast<u64>(l.token_rows.data()),
             reinterpret_cast<u64>(l.token_owner.data()),
@@ -39,7 +39,7 @@ void place_outputs(const Scenario& scenario, Cluster& cluster) {
     const Shape& s = scenario.shape;
     for (const auto& d : scenario.dispatches) {
         for (i32 rank = 0; rank < s.ranks; ++rank) {
-            Landing& l = d->landing[rank];
+            ReceiveBuffer& l = d->receive_buffer[rank];
             const i64 rows = l.max_rows, tokens = d->input[rank].tokens;
             l.x = cluster.output(rank, rows * d->row_bytes);
             l.scales = cluster.output(rank, (d->scale_columns ? static_cast<i64>(s.ranks) * s.max_tokens : rows) * d->scale_bytes);
@@ -53,7 +53,7 @@ void place_outputs(const Scenario& scenario, Cluster& cluster) {
             l.token_rows.assign(tokens * s.topk, kUnset);
             l.token_owner.assign(tokens * s.topk, kUnset);
             l.token_slot.assign(tokens * s.ranks, kUnset);
-            l.relayed.assign(domains(s) > 1 ? domains(s) * s.max_tokens * relayed_words(s) : 0, kUnset);
+            l.relayed.assign(domains(s) > 1 ? domains(s) * s.max_tokens * forwarded_words(s) : 0, kUnset);
             l.sent.assign(s.ranks + kRouteTail / sizeof(Sent), {kUnset, kUnset});
             l.ranges.assign(static_cast<i64>(s.ranks) * s.max_tokens, kUnset);
             l.tokens_per_expert.assign(s.experts / s.ranks, kUnset);
@@ -77,8 +77,8 @@ void place_rows(const Cluster& cluster, const Combined& c, i32 rank) {
 
 DispatchArgs dispatch_args(const Cluster& cluster, Dispatched& d, i32 rank) {
     const Input& sent = d.input[rank];
-    const Landing& l = d.landing[rank];
-    const Landing& first = d.repeats != nullptr ? d.repeats->landing[rank] : l;
+    const ReceiveBuffer& l = d.receive_buffer[rank];
+    const ReceiveBuffer& first = d.repeats != nullptr ? d.repeats->receive_buffer[rank] : l;
     DispatchArgs a{};
     a.ctx = cluster.context(rank);
     a.route = route_of(cluster, first, rank);
@@ -122,7 +122,7 @@ DispatchArgs dispatch_args(const Cluster& cluster, Dispatched& d, i32 rank) {
 CombineArgs combine_args(const Cluster& cluster, Combined& c, i32 rank) {
     Combined::Part& part = c.parts[rank];
     const Dispatched& d = *c.routed;
-    const Landing& l = d.repeats != nullptr ? d.repeats->landing[rank] : d.landing[rank];
+    const ReceiveBuffer& l = d.repeats != nullptr ? d.repeats->receive_buffer[rank] : d.receive_buffer[rank];
     CombineArgs a{};
     a.ctx = cluster.context(rank);
     a.route = route_of(cluster, l, rank);

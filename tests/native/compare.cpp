@@ -56,7 +56,7 @@ std::string compare_ranges(const std::vector<u32>& got, const std::vector<u32>& 
 }
 
 // What the first half of a dispatch gives already.
-std::string check_route(const Landing& l, const Routed& want, i32 rank) {
+std::string check_route(const ReceiveBuffer& l, const Routed& want, i32 rank) {
     const Arrived& a = want.arrived[rank];
     return first_of({
         compare_values("tokens_per_expert", l.tokens_per_expert, a.tokens_per_expert),
@@ -70,7 +70,7 @@ std::string check_route(const Landing& l, const Routed& want, i32 rank) {
 }
 
 std::string check_dispatch(const Cluster& cluster, const Dispatched& d, const Routed& want, i32 rank) {
-    const Landing& l = d.landing[rank];
+    const ReceiveBuffer& l = d.receive_buffer[rank];
     const Arrived& a = want.arrived[rank];
     const u8* base = cluster.base(rank);
     const std::string payload = first_of({compare_bytes("x", base + l.x, a.x), compare_bytes("scales", base + l.scales, a.scales),
@@ -88,7 +88,7 @@ std::string check_dispatch(const Cluster& cluster, const Dispatched& d, const Ro
 }
 
 std::string check_combine(const Shape& shape, const Combined& c, const Routed& routed, i32 rank) {
-    const Home want = expect_combine(shape, c, routed, rank);
+    const SourceReduce want = expect_combine(shape, c, routed, rank);
     const Combined::Part& part = c.parts[rank];
     const std::string out = compare_floats(part.out, want.out, c.type, part.out_stride, c.routed->hidden);
     return first_of({out, compare_values("weight grads", part.out_grads, want.grads)});

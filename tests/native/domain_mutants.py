@@ -72,7 +72,7 @@ DOMAIN_MUTANTS = [
         "host/relay.cpp",
         "    Delivery near(d_, source(domain), chunk);\n",
         "    if (chunk + ring(domain) < chunks(domain))\n"
-        "        d_.r.link().signal(source(domain), landing_credit(shape, d_.r.domain(), chunk, "
+        "        d_.r.link().signal(source(domain), receive_credit(shape, d_.r.domain(), chunk, "
         "sent(domain).chunk_tokens), word_signal(d_.r.tag, static_cast<u32>(chunk)));\n"
         "    Delivery near(d_, source(domain), chunk);\n",
         "domains tsan",
@@ -87,7 +87,7 @@ DOMAIN_MUTANTS = [
     Mutant(
         "nothing relayed while a place is missing",
         "host/dispatch.cpp",
-        "        relay.relay_landed();\n        if (inbox != nullptr) inbox->take_arrived();\n"
+        "        relay.forward_landed();\n        if (inbox != nullptr) inbox->take_arrived();\n"
         "        const auto go_on = [&] { return sender.has_place() || relay.any_landed() || ",
         "        if (inbox != nullptr) inbox->take_arrived();\n"
         "        const auto go_on = [&] { return sender.has_place() || ",
@@ -110,7 +110,7 @@ DOMAIN_MUTANTS = [
     Mutant(
         "notices of a begun dispatch forgotten",
         "host/dispatch.cpp",
-        "    d.r.recall_notices();\n",
+        "    d.r.load_headers();\n",
         "",
         "domains plain",
     ),
@@ -118,7 +118,7 @@ DOMAIN_MUTANTS = [
     Mutant(
         "route of a token that did not land left",
         "host/relay.cpp",
-        "if (landed == nullptr) return static_cast<void>(std::fill_n(kept, relayed_words(shape), -1));",
+        "if (landed == nullptr) return static_cast<void>(std::fill_n(kept, forwarded_words(shape), -1));",
         "if (landed == nullptr) return;",
         "domains plain",
     ),
@@ -184,8 +184,8 @@ DOMAIN_MUTANTS = [
     Mutant(
         "straight rows read before their signal",
         "host/home.cpp",
-        "load_acquire(straight_from(rank)) == tag_signal(c_.r.tag)) continue;",
-        "load_acquire(straight_from(rank)) == tag_signal(c_.r.tag)) continue;\n        return -1;",
+        "load_acquire(direct_from(rank)) == tag_signal(c_.r.tag)) continue;",
+        "load_acquire(direct_from(rank)) == tag_signal(c_.r.tag)) continue;\n        return -1;",
         "domains plain",
     ),
     Mutant(
@@ -198,25 +198,25 @@ DOMAIN_MUTANTS = [
     Mutant(
         "a dispatch that begins goes straight",
         "host/dispatch.h",
-        "goes_straight(a.ctx.shape, a.num_tokens) && a.part == static_cast<i32>(Part::whole);",
-        "goes_straight(a.ctx.shape, a.num_tokens);",
+        "goes_direct(a.ctx.shape, a.num_tokens) && a.part == static_cast<i32>(Part::whole);",
+        "goes_direct(a.ctx.shape, a.num_tokens);",
         "domains plain",
     ),
     Mutant(
         "straight rows wait for places of others",
         "host/combine.cpp",
-        "    put_straight(c, sent, worker, stride, scratch.of);\n"
+        "    put_direct(c, sent, worker, stride, scratch.of);\n"
         "    for (i32 chunk = worker; chunk < chunks && !c.in_place; chunk += stride) {\n"
         "        if (!stage_for_all(c, pulls, chunk, scratch.of)) return;\n",
         "    for (i32 chunk = worker; chunk < chunks && !c.in_place; chunk += stride) {\n"
         "        if (!stage_for_all(c, pulls, chunk, scratch.of)) return;\n"
-        "        if (chunk + stride >= chunks) put_straight(c, sent, worker, stride, scratch.of);\n",
+        "        if (chunk + stride >= chunks) put_direct(c, sent, worker, stride, scratch.of);\n",
         "domains plain",
     ),
     Mutant(
         "straight rows not added by domain",
         "host/home.cpp",
-        "    add_row(sum, rounded, c_.crossing_type, n);\n}",
+        "    add_row(sum, rounded, c_.scaleout_type, n);\n}",
         "    for (i32 i = 0; i < rows.count; ++i)\n"
         "        add_row(sum, rows.row[i] + column * bytes_of(rows.type), rows.type, n);\n}",
         "domains plain",
@@ -232,14 +232,14 @@ DOMAIN_MUTANTS = [
     Mutant(
         "weights looked at before the mail is here",
         "host/stage.cpp",
-        "    if (!c.r.mail_landed(home)) return c.r.signal(mail_signal(home));\n",
+        "    if (!c.r.tagged_words_arrived(home)) return c.r.signal(tagged_words_signal(home));\n",
         "",
         "domains tsan",
     ),
     Mutant(
         "straight rows weighed before the weights are here",
         "host/combine.cpp",
-        "        if (c.own_weights && c.straight_to(home) && !c.await_agreement()) return;\n",
+        "        if (c.own_weights && c.direct_to(home) && !c.await_agreement()) return;\n",
         "",
         "domains plain",
     ),

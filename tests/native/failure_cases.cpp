@@ -22,7 +22,7 @@ std::string absent_from_dispatch() {
     std::string problem;
     for (i32 rank : {0, 2}) {
         const FailureRecord& r = f.cluster.record(rank);
-        if (problem.empty()) problem = check_record(r, {Failure::timeout, Op::dispatch, Phase::notice, 1, 1, Argument::none, 1, 0}, rank);
+        if (problem.empty()) problem = check_record(r, {Failure::timeout, Op::dispatch, Phase::header, 1, 1, Argument::none, 1, 0}, rank);
         if (problem.empty() && f.state(rank).round != 0) problem = "a lost round counts";
     }
     for (i32 rank = 0; rank < kRanks && problem.empty(); ++rank)
@@ -40,7 +40,7 @@ std::string absent_from_combine() {
         if (rank != 2) host::combine(f.combines[rank]);
     });
     for (i32 rank : {0, 1}) {
-        const std::string problem = check_record(f.cluster.record(rank), {Failure::timeout, Op::combine, Phase::notice, 2, 2}, rank);
+        const std::string problem = check_record(f.cluster.record(rank), {Failure::timeout, Op::combine, Phase::header, 2, 2}, rank);
         if (!problem.empty()) return problem;
     }
     return "";
@@ -48,19 +48,19 @@ std::string absent_from_combine() {
 
 // Rank `from` is played by hand from here: rank 0 gets its mail, and then nothing.  Returns the mail.
 u64* announce_as(Fixture& f, i32 from, Op op, u32 round, i32 tokens, u64 call) {
-    Notice n{};
+    RoundHeader n{};
     n.op = static_cast<u32>(op);
     n.call = call;
     n.value = op == Op::combine ? round_tag(1) : 0;  // of what was dispatched in round 1
     n.num_tokens = tokens;
     n.chunk_tokens = 8;
     n.max_rows = 1 << 20;
-    u32 words[kNoticeWords];
+    u32 words[kHeaderWords];
     std::memcpy(words, &n, sizeof(words));
-    u64* mail = &f.word(0, mail_at(f.cluster.window, kRanks, round_tag(round), from));
-    for (i32 w = 0; w < f.cluster.window.mail_words; ++w)
-        store_release(&mail[w], word_signal(round_tag(round), w < kNoticeWords ? words[w] : 0));
-    return mail;
+    u64* tagged_words = &f.word(0, tagged_words_at(f.cluster.window, kRanks, round_tag(round), from));
+    for (i32 w = 0; w < f.cluster.window.num_tagged_words; ++w)
+        store_release(&tagged_words[w], word_signal(round_tag(round), w < kHeaderWords ? words[w] : 0));
+    return tagged_words;
 }
 
 // Of one word of rank 1's mail only what it said two rounds ago is there.
@@ -68,17 +68,17 @@ std::string word_missing(i32 word) {
     Fixture f(Layout::expert, kShort);
     DispatchArgs alone = f.dispatches[0];
     alone.num_tokens = 0;
-    u64* mail = announce_as(f, 1, Op::dispatch, 1, 0, alone.call);
+    u64* tagged_words = announce_as(f, 1, Op::dispatch, 1, 0, alone.call);
     announce_as(f, 2, Op::dispatch, 1, 0, alone.call);
     const u32 earlier = static_cast<u32>(-1);
-    mail[word] = word_signal(earlier, signal_word(mail[word]));
+    tagged_words[word] = word_signal(earlier, signal_word(tagged_words[word]));
     host::dispatch(alone);
     const std::string problem = check_record(
-        f.cluster.record(0), {Failure::timeout, Op::dispatch, Phase::notice, 1, 1, Argument::none, 1, round_number(earlier)}, 0);
+        f.cluster.record(0), {Failure::timeout, Op::dispatch, Phase::header, 1, 1, Argument::none, 1, round_number(earlier)}, 0);
     return problem.empty() ? check_waited(f.cluster.record(0)) : problem;
 }
 
-std::string silent_after_notice() {
+std::string silent_after_header() {
     Fixture f(Layout::flat, kShort);
     DispatchArgs alone = f.dispatches[0];
     alone.num_tokens = 0;
@@ -95,7 +95,7 @@ std::string silent_reducer() {
     Fixture f(Layout::flat, kShort);
     f.dispatch_all();
     for (i32 from : {1, 2}) announce_as(f, from, Op::combine, 2, 0, f.combines[0].call);
-    Landing& l = f.scenario.steps[0].dispatch->landing[0];
+    ReceiveBuffer& l = f.scenario.steps[0].dispatch->receive_buffer[0];
     std::fill_n(l.sent.begin(), kRanks, Sent{0, 1});                                              // nothing to stage
     for (size_t i = 0; i < l.token_slot.size(); ++i) l.token_slot[i] = i % kRanks == 1 ? 0 : -1;  // all our tokens went to rank 1
     host::seal(host::tables_of(f.combines[0]));
@@ -104,11 +104,11 @@ std::string silent_reducer() {
 }
 
 // Rank 1 has more tokens here than a ring holds, and pulls none.
-std::string silent_home() {
+std::string silent_source_rank() {
     Fixture f(Layout::flat, kShort);
     f.dispatch_all();
     for (i32 from : {1, 2}) announce_as(f, from, Op::combine, 2, 0, f.combines[0].call);
-    Landing& l = f.scenario.steps[0].dispatch->landing[0];
+    ReceiveBuffer& l = f.scenario.steps[0].dispatch->receive_buffer[0];
     l.sent = {{0, 1}, {kTokens, 1}, {0, 1}, l.sent[kRanks], l.sent[kRanks + 1]};
     l.ranges.assign(kRanks * kTokens, static_cast<u32>(chunk_signal(0, 0, 1)));  // each of them a row here, whichever
     f.combines[0].num_tokens = 0;
@@ -142,11 +142,11 @@ std::string aborted_between_halves() {
     f.cluster.host_word(0) = abort_word(Failure::peer_lost, 2);
     f.dispatches[0].part = static_cast<i32>(Part::end);
     host::dispatch(f.dispatches[0]);
-    return check_record(f.cluster.record(0), {Failure::peer_lost, Op::dispatch, Phase::notice, 2, 1}, 0);
+    return check_record(f.cluster.record(0), {Failure::peer_lost, Op::dispatch, Phase::header, 2, 1}, 0);
 }
 
 // The rows of a dispatch are repeated, but rank 2 does so otherwise: the second half has nothing to wait for.
-std::string end_of_void() {
+std::string end_of_invalid() {
     Fixture f(Layout::batched, kShort);
     f.dispatch_all();
     for (i32 rank = 0; rank < kRanks; ++rank) {
@@ -157,7 +157,7 @@ std::string end_of_void() {
     f.dispatch_all();
     for (i32 rank = 0; rank < kRanks; ++rank) {
         const std::string problem =
-            check_record(f.cluster.record(rank), {Failure::mismatch, Op::dispatch, Phase::notice, rank == 2 ? 0 : 2, 2}, rank);
+            check_record(f.cluster.record(rank), {Failure::mismatch, Op::dispatch, Phase::header, rank == 2 ? 0 : 2, 2}, rank);
         if (!problem.empty()) return problem;
         if (f.state(rank).last_dispatch != 0) return "a void round counts as a dispatch";
         f.dispatches[rank].part = static_cast<i32>(Part::end);
@@ -190,12 +190,12 @@ std::string bad_id(Layout layout, i64 id) {
     f.dispatch_all();
     sent.ids[entry] = good;
     sent.ids32[entry] = static_cast<i32>(good);
-    return check_void_everywhere(f,
-                                 {Failure::bad_input, Op::dispatch, Phase::notice, 1, 1, Argument::topk_idx, f.scenario.shape.experts, id});
+    return check_invalid_everywhere(f,
+                                 {Failure::bad_input, Op::dispatch, Phase::header, 1, 1, Argument::topk_idx, f.scenario.shape.experts, id});
 }
 
 // Whoever does not know yet that a dispatch was void combines what it should have brought: nothing.
-std::string combine_of_void() {
+std::string combine_of_invalid() {
     Fixture f(Layout::expert);
     f.dispatches[2].call += 1;
     f.dispatch_all();
@@ -222,7 +222,7 @@ std::string nan_weight() {
     sent.weights.back() = NAN;
     f.dispatch_all();
     sent.weights.back() = good;
-    return check_void_everywhere(f, {Failure::bad_input, Op::dispatch, Phase::notice, 2, 1, Argument::topk_weights});
+    return check_invalid_everywhere(f, {Failure::bad_input, Op::dispatch, Phase::header, 2, 1, Argument::topk_weights});
 }
 
 std::string too_many_rows(Layout layout) {
@@ -231,8 +231,8 @@ std::string too_many_rows(Layout layout) {
     f.dispatches[1].max_rows = needed - 1;
     f.dispatch_all();
     const i32 groups = layout == Layout::batched ? f.scenario.shape.experts / kRanks : 1;
-    const Want want{Failure::bad_input, Op::dispatch, Phase::notice, 1, 1, Argument::max_rows, (needed - 1) / groups, needed / groups};
-    return check_void_everywhere(f, want);
+    const Want want{Failure::bad_input, Op::dispatch, Phase::header, 1, 1, Argument::max_rows, (needed - 1) / groups, needed / groups};
+    return check_invalid_everywhere(f, want);
 }
 
 // Every token names one expert with all its entries.
@@ -250,19 +250,19 @@ std::string too_many_of_one_expert() {
     i64 count = 0;
     for (const Input& sent : f.scenario.steps[0].dispatch->input) count += static_cast<i64>(sent.tokens) * s.topk;
     f.dispatch_all();
-    return check_void_everywhere(f,
-                                 {Failure::bad_input, Op::dispatch, Phase::notice, 0, 1, Argument::batched, s.ranks * s.max_tokens, count});
+    return check_invalid_everywhere(f,
+                                 {Failure::bad_input, Op::dispatch, Phase::header, 0, 1, Argument::batched, s.ranks * s.max_tokens, count});
 }
 
 std::string other_operation() {
     Fixture f(Layout::expert);
-    for (Landing& l : f.scenario.steps[0].dispatch->landing) std::fill_n(l.sent.begin(), kRanks, Sent{0, 1});
+    for (ReceiveBuffer& l : f.scenario.steps[0].dispatch->receive_buffer) std::fill_n(l.sent.begin(), kRanks, Sent{0, 1});
     host::seal(host::tables_of(f.combines[0]));
     f.cluster.run([&](i32 rank) { rank == 0 ? host::combine(f.combines[rank]) : host::dispatch(f.dispatches[rank]); });
-    std::string problem = check_record(f.cluster.record(0), {Failure::mismatch, Op::combine, Phase::notice, 1, 1}, 0);
+    std::string problem = check_record(f.cluster.record(0), {Failure::mismatch, Op::combine, Phase::header, 1, 1}, 0);
     for (i32 rank : {1, 2}) {
-        if (problem.empty()) problem = check_record(f.cluster.record(rank), {Failure::mismatch, Op::dispatch, Phase::notice, 0, 1}, rank);
-        if (problem.empty()) problem = check_void(f, rank);
+        if (problem.empty()) problem = check_record(f.cluster.record(rank), {Failure::mismatch, Op::dispatch, Phase::header, 0, 1}, rank);
+        if (problem.empty()) problem = check_invalid(f, rank);
     }
     return problem.empty() ? f.go_on() : problem;
 }
@@ -271,8 +271,8 @@ std::string other_settings() {
     Fixture f(Layout::expert);
     f.dispatches[2].call += 1;
     f.dispatch_all();
-    std::string problem = check_told(f, 2, {Failure::mismatch, Op::dispatch, Phase::notice, 2, 1});
-    for (i32 rank = 0; rank < kRanks && problem.empty(); ++rank) problem = check_void(f, rank);
+    std::string problem = check_failure(f, 2, {Failure::mismatch, Op::dispatch, Phase::header, 2, 1});
+    for (i32 rank = 0; rank < kRanks && problem.empty(); ++rank) problem = check_invalid(f, rank);
     return problem.empty() ? f.go_on() : problem;
 }
 
@@ -284,7 +284,7 @@ std::string other_dispatch(bool repeat) {
     for (DispatchArgs& a : f.dispatches) a.repeat = 1;
     f.cluster.run([&](i32 rank) { repeat ? host::dispatch(f.dispatches[rank]) : host::combine(f.combines[rank]); });
     const Op op = repeat ? Op::dispatch : Op::combine;
-    const std::string problem = check_told(f, 1, {Failure::mismatch, op, Phase::notice, 1, 2, Argument::handle, round_tag(1), 99});
+    const std::string problem = check_failure(f, 1, {Failure::mismatch, op, Phase::header, 1, 2, Argument::handle, round_tag(1), 99});
     return problem.empty() ? f.go_on() : problem;
 }
 
@@ -292,7 +292,7 @@ std::string other_dispatch(bool repeat) {
 std::string changed_tables(bool repeat, bool nothing) {
     Fixture f(Layout::expert);
     f.dispatch_all();
-    Landing& l = f.scenario.steps[0].dispatch->landing[1];
+    ReceiveBuffer& l = f.scenario.steps[0].dispatch->receive_buffer[1];
     if (nothing) std::fill_n(l.sent.begin(), l.sent.size(), Sent{0, 0});
     if (!nothing) l.token_rows[0] ^= 1;
     for (DispatchArgs& a : f.dispatches) a.repeat = 1;
@@ -302,7 +302,7 @@ std::string changed_tables(bool repeat, bool nothing) {
     for (i32 rank = 0; rank < kRanks && problem.empty(); ++rank)
         problem = check_record(
             f.cluster.record(rank),
-            {Failure::bad_input, op, Phase::notice, 1, 2, Argument::handle, f.scenario.shape.experts, nothing ? 0 : round_tag(1)}, rank);
+            {Failure::bad_input, op, Phase::header, 1, 2, Argument::handle, f.scenario.shape.experts, nothing ? 0 : round_tag(1)}, rank);
     return problem.empty() ? f.go_on() : problem;
 }
 
@@ -312,15 +312,15 @@ std::string abort_while_waiting(bool host_word) {
     f.cluster.run([&](i32 rank) {
         if (rank != 2) return host::dispatch(f.dispatches[rank]);
         const u64 words =
-            neighbours != 0 ? signal_at(f.cluster.window, mail_signal(0)) : mail_at(f.cluster.window, kRanks, round_tag(1), 0);
-        const u64* notice = &f.word(2, words);
+            neighbours != 0 ? signal_at(f.cluster.window, tagged_words_signal(0)) : tagged_words_at(f.cluster.window, kRanks, round_tag(1), 0);
+        const u64* header = &f.word(2, words);
         const u32 never = 0;
-        wait_until({patience, &never, &never}, [&] { return signal_tag(load_acquire(notice)) != 0; });
+        wait_until({patience, &never, &never}, [&] { return signal_tag(load_acquire(header)) != 0; });
         compare_exchange(host_word ? &f.cluster.host_word(0) : f.cluster.abort_word(0), 0, abort_word(Failure::peer_lost, 2));
     });
     for (i32 rank : {0, 1}) {
         const FailureRecord& r = f.cluster.record(rank);
-        const std::string problem = check_record(r, {Failure::peer_lost, Op::dispatch, Phase::notice, 2, 1}, rank);
+        const std::string problem = check_record(r, {Failure::peer_lost, Op::dispatch, Phase::header, 2, 1}, rank);
         if (!problem.empty()) return problem;
         if (r.waited_ns > patience / 2) return "the abort word did not end the wait";
     }
@@ -335,7 +335,7 @@ std::string aborted_before() {
     }
     f.dispatch_all();
     for (i32 rank = 0; rank < kRanks; ++rank) {
-        const std::string problem = check_record(f.cluster.record(rank), {Failure::aborted, Op::dispatch, Phase::notice, -1, 1}, rank);
+        const std::string problem = check_record(f.cluster.record(rank), {Failure::aborted, Op::dispatch, Phase::header, -1, 1}, rank);
         if (!problem.empty()) return problem;
     }
     return "";
@@ -354,11 +354,11 @@ std::string left_the_group() {
     Fixture f(Layout::expert);
     f.cluster.run([&](i32 rank) { rank == 1 ? host::leave(f.cluster.context(1)) : host::dispatch(f.dispatches[rank]); });
     for (i32 rank : {0, 2}) {
-        const std::string problem = check_record(f.cluster.record(rank), {Failure::peer_lost, Op::dispatch, Phase::notice, 1, 1}, rank);
+        const std::string problem = check_record(f.cluster.record(rank), {Failure::peer_lost, Op::dispatch, Phase::header, 1, 1}, rank);
         if (!problem.empty()) return problem;
         // Whatever word a peer on a CPU waits for.
-        for (i32 w = 0; w < kNoticeWords + f.cluster.window.columns; ++w)
-            if (signal_tag(f.word(rank, mail_at(f.cluster.window, kRanks, round_tag(1), 1) + w * sizeof(u64))) != round_tag(1))
+        for (i32 w = 0; w < kHeaderWords + f.cluster.window.columns; ++w)
+            if (signal_tag(f.word(rank, tagged_words_at(f.cluster.window, kRanks, round_tag(1), 1) + w * sizeof(u64))) != round_tag(1))
                 return "a word of mail is missing";
     }
     return "";
@@ -377,19 +377,19 @@ int run_failure_cases(u64 timeout_ns, bool until_one, bool several_domains) {
         {"a rank never calls dispatch", absent_from_dispatch, false},
         {"a rank never calls combine", absent_from_combine, false},
         {"the first word of mail is missing", [] { return word_missing(0); }, true},
-        {"a word of a notice is missing", [] { return word_missing(kNoticeWords - 1); }, true},
-        {"a count is missing", [] { return word_missing(kNoticeWords + 2); }, true},
-        {"a rank announces and sends nothing", silent_after_notice, true},
+        {"a word of a notice is missing", [] { return word_missing(kHeaderWords - 1); }, true},
+        {"a count is missing", [] { return word_missing(kHeaderWords + 2); }, true},
+        {"a rank announces and sends nothing", silent_after_header, true},
         {"a rank announces and reduces nothing", silent_reducer, true},
-        {"a rank announces and pulls nothing", silent_home, true},
+        {"a rank announces and pulls nothing", silent_source_rank, true},
         {"a rank begins and sends nothing", silent_after_begin, true},
         {"aborted between the halves", aborted_between_halves, false},
-        {"end of a void dispatch", end_of_void, false},
+        {"end of a void dispatch", end_of_invalid, false},
         {"a rank never finishes reading", slow_reader, true},
         {"id too large", [] { return bad_id(Layout::expert, 1000); }, false},
         {"id below -1", [] { return bad_id(Layout::flat, -2); }, false},
         {"id beyond the last", [] { return bad_id(Layout::batched, Fixture::find(Layout::batched).shape.experts); }, false},
-        {"combine of a void dispatch", combine_of_void, false},
+        {"combine of a void dispatch", combine_of_invalid, false},
         {"NaN weight", nan_weight, false},
         {"too many flat rows", [] { return too_many_rows(Layout::flat); }, false},
         {"too many expert rows", [] { return too_many_rows(Layout::expert); }, false},

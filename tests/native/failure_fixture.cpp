@@ -38,7 +38,7 @@ Scenario Fixture::find(Layout layout) {
         size_t entries = 0;
         for (const Input& sent : s.steps[0].dispatch->input) entries += sent.ids.size();
         good = good && entries > kRanks * kTokens;
-        for (const Landing& landing : s.steps[0].dispatch->landing) good = good && landing.max_rows > 1;
+        for (const ReceiveBuffer& receive_buffer : s.steps[0].dispatch->receive_buffer) good = good && receive_buffer.max_rows > 1;
         for (const Input& sent : s.steps[0].dispatch->input) good = good && !sent.weights.empty();
         if (good) return s;
     }
@@ -73,7 +73,7 @@ std::string check_record(const FailureRecord& r, const Want& w, i32 rank) {
     return same ? "" : "rank " + std::to_string(rank) + " has the record: " + text(r);
 }
 
-std::string check_told(Fixture& f, i32 other, const Want& want) {
+std::string check_failure(Fixture& f, i32 other, const Want& want) {
     for (i32 rank = 0; rank < kRanks; ++rank) {
         Want here = want;
         if (rank == other) {
@@ -90,9 +90,9 @@ std::string check_waited(const FailureRecord& r) {
     return r.waited_ns >= kShort && r.waited_ns < kShort + 2'000'000'000 ? "" : "waited " + std::to_string(r.waited_ns) + " ns";
 }
 
-std::string check_void(Fixture& f, i32 rank) {
+std::string check_invalid(Fixture& f, i32 rank) {
     const Dispatched& d = *f.scenario.steps[0].dispatch;
-    const Landing& l = d.landing[rank];
+    const ReceiveBuffer& l = d.receive_buffer[rank];
     for (i64 i = 0; i < static_cast<i64>(l.max_rows) * d.row_bytes; ++i)
         if (f.cluster.base(rank)[l.x + i] != kUntouched) return "payload moved in a void round";
     bool empty = all_are(l.token_rows, -1) && all_are(l.token_slot, -1) && all_are(l.tokens_per_expert, 0) &&
@@ -104,10 +104,10 @@ std::string check_void(Fixture& f, i32 rank) {
     return f.state(rank).round == 1 ? "" : "a void round does not count";
 }
 
-std::string check_void_everywhere(Fixture& f, const Want& want) {
+std::string check_invalid_everywhere(Fixture& f, const Want& want) {
     for (i32 rank = 0; rank < kRanks; ++rank) {
         std::string problem = check_record(f.cluster.record(rank), want, rank);
-        if (problem.empty()) problem = check_void(f, rank);
+        if (problem.empty()) problem = check_invalid(f, rank);
         if (!problem.empty()) return problem;
     }
     return f.go_on();

@@ -46,12 +46,12 @@ struct Want {
 // Each of these says what is wrong, or "".
 std::string check_record(const FailureRecord& record, const Want& want, i32 rank);
 // Every rank has been told that it and `other` differ: `want` is what those who are alike hear.
-std::string check_told(Fixture& f, i32 other, const Want& want);
+std::string check_failure(Fixture& f, i32 other, const Want& want);
 // A wait of kShort ended in time.
 std::string check_waited(const FailureRecord& record);
 // Nothing arrived, nothing was written, and the round counts.
-std::string check_void(Fixture& fixture, i32 rank);
+std::string check_invalid(Fixture& fixture, i32 rank);
 // Every rank has the record, the round was void, and the next one works.
-std::string check_void_everywhere(Fixture& fixture, const Want& want);
+std::string check_invalid_everywhere(Fixture& fixture, const Want& want);
 
 }  // namespace moecomm::test

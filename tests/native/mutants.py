@@ -171,7 +171,7 @@ MUTANTS = [
     Mutant(
         "an older credit after a later one",
         "host/pull.cpp",
-        "return has_turn(chunk.number) && ",
+        "return has_step(chunk.number) && ",
         "return ",
         "plain",
     ),
@@ -402,7 +402,7 @@ MUTANTS = [
         "        back_off(tries);\n        if (",
         "failures",
     ),
-    Mutant("peers not told", "host/wait.cpp", "    tell_everybody(ctx_, word);\n", "", "failures"),
+    Mutant("peers not told", "host/wait.cpp", "    abort_all_windows(ctx_, word);\n", "", "failures"),
     Mutant(
         "messenger named instead of the culprit", "host/wait.cpp", "abort_culprit(word);", "missing.peer;", "failures"
     ),

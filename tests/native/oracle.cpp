@@ -54,18 +54,18 @@ void put_payload(const Shape& s, const Dispatched& d, i32 source, i32 token, i32
     const i64 slot = out.slot[source][token * s.ranks + p];
     if (d.scale_bytes > 0) std::memcpy(&to.scales[(d.scale_columns ? slot : row) * d.scale_bytes], scales.data(), d.scale_bytes);
     if (!d.scale_columns) return;
-    const i64 places = d.landing[p].max_rows / scale_groups(s, d), words = d.scale_bytes / 4;
+    const i64 places = d.receive_buffer[p].max_rows / scale_groups(s, d), words = d.scale_bytes / 4;
     for (i64 w = 0; w < words; ++w)
-        std::memcpy(&to.scale_columns[(row / places * words + w) * d.landing[p].scale_stride + row % places], &scales[4 * w], 4);
+        std::memcpy(&to.scale_columns[(row / places * words + w) * d.receive_buffer[p].scale_stride + row % places], &scales[4 * w], 4);
 }
 
 Arrived untouched(const Shape& s, const Dispatched& d, i32 rank) {
-    const i64 rows = d.landing[rank].max_rows, flat_rows = static_cast<i64>(s.ranks) * s.max_tokens;
+    const i64 rows = d.receive_buffer[rank].max_rows, flat_rows = static_cast<i64>(s.ranks) * s.max_tokens;
     const bool flat = d.layout == Layout::flat;
     Arrived a;
     a.x.assign(rows * d.row_bytes, kUntouched);
     a.scales.assign((d.scale_columns ? flat_rows : rows) * d.scale_bytes, kUntouched);
-    a.scale_columns.assign(d.landing[rank].scale_columns.size(), kUnset);
+    a.scale_columns.assign(d.receive_buffer[rank].scale_columns.size(), kUnset);
     a.src.assign(rows * 8, kUntouched);
     a.weights.assign(rows * 4 * (flat ? s.topk : 1), kUntouched);
     if (flat) a.topk_idx.assign(rows * s.topk * d.idx_bytes, kUntouched);
@@ -152,7 +152,7 @@ void arrive_experts(const Shape& s, const Dispatched& d, i32 p, Routed& out) {
     Arrived& a = out.arrived[p];
     i64 start = 0;
     for (i32 local = 0; local < here; ++local) {
-        if (d.layout == Layout::batched) start = static_cast<i64>(local) * (d.landing[p].max_rows / here);
+        if (d.layout == Layout::batched) start = static_cast<i64>(local) * (d.receive_buffer[p].max_rows / here);
         const i64 end = arrive_expert(s, d, p * here + local, start, out);
         if (d.layout == Layout::batched) a.num_rows += a.tokens_per_expert[local];
         if (d.layout != Layout::expert) continue;
@@ -225,16 +225,16 @@ Routed expect_dispatch(const Shape& s, const Dispatched& d) {
     return out;
 }
 
-Home expect_combine(const Shape& s, const Combined& c, const Routed& routed, i32 rank) {
+SourceReduce expect_combine(const Shape& s, const Combined& c, const Routed& routed, i32 rank) {
     const Combined::Part& part = c.parts[rank];
     const Dispatched& d = *c.routed;
-    Home home;
-    home.out.assign(part.out.size(), kUntouched);
+    SourceReduce source_rank;
+    source_rank.out.assign(part.out.size(), kUntouched);
     for (i32 token = 0; token < d.input[rank].tokens; ++token) {
         for (i32 column = 0; column < d.hidden; ++column) {
             float sum = total(s, c, routed, rank, token, column);
             if (c.bias) sum = sum + value_at(&part.bias[token * part.bias_stride], c.bias_type, column);
-            store_nearest(&home.out[token * part.out_stride], c.type, column, sum);
+            store_nearest(&source_rank.out[token * part.out_stride], c.type, column, sum);
         }
         for (i32 k = 0; c.grads && k < s.topk; ++k) {
             const i64 entry = token * s.topk + k;
@@ -243,10 +243,10 @@ Home expect_combine(const Shape& s, const Combined& c, const Routed& routed, i32
             const i64 at = p < 0  ? 0
                            : flat ? static_cast<i64>(routed.slot[rank][token * s.ranks + p]) * s.topk + k
                                   : routed.row[rank][entry];
-            home.grads.push_back(p < 0 ? 0.0f : c.parts[p].grads[at]);
+            source_rank.grads.push_back(p < 0 ? 0.0f : c.parts[p].grads[at]);
         }
     }
-    return home;
+    return source_rank;
 }
 
 }  // namespace moecomm::test

@@ -24,11 +24,11 @@ struct Routed {
 
 Routed expect_dispatch(const Shape& shape, const Dispatched& d);
 
-struct Home {
+struct SourceReduce {
     std::vector<u8> out;  // laid out like Combined::Part::out
     std::vector<float> grads;
 };
 // The output of a combine on one rank.  `routed` is that of the dispatch.
-Home expect_combine(const Shape& shape, const Combined& c, const Routed& routed, i32 rank);
+SourceReduce expect_combine(const Shape& shape, const Combined& c, const Routed& routed, i32 rank);
 
 }  // namespace moecomm::test

@@ -20,7 +20,7 @@ void run_dispatch(const Cluster& cluster, const Step& step, i32 rank) {
     DispatchArgs args = dispatch_args(cluster, d, rank);
     args.part = static_cast<i32>(step.part);
     host::dispatch(args);
-    if (step.part == Part::begin) d.begun[rank] = d.landing[rank];
+    if (step.part == Part::begin) d.begun[rank] = d.receive_buffer[rank];
 }
 
 void run_rank(const Cluster& cluster, const Scenario& scenario, u64 seed, i32 rank) {

@@ -119,16 +119,16 @@ std::unique_ptr<Dispatched> random_dispatch(Random& random, const Shape& s, cons
     const i32 hot = random.once_in(5) ? random.between(0, s.experts - 1) : -1;
     for (i32 rank = 0; rank < s.ranks; ++rank) d->input.push_back(random_sent(random, s, *d, limits, hot));
     for (i32 rank = 0; rank < s.ranks; ++rank) {
-        Landing landing;
-        landing.max_rows = static_cast<i32>(rows_needed(s, *d, rank));
+        ReceiveBuffer receive_buffer;
+        receive_buffer.max_rows = static_cast<i32>(rows_needed(s, *d, rank));
         if (d->layout == Layout::batched) {
             const i32 here = s.experts / s.ranks, worst = s.ranks * s.max_tokens;
-            landing.max_rows = here * std::max(landing.max_rows / here, random.one_of({0, random.between(0, worst), worst}));
+            receive_buffer.max_rows = here * std::max(receive_buffer.max_rows / here, random.one_of({0, random.between(0, worst), worst}));
         } else {
-            landing.max_rows += random.one_of({0, 0, 3});
+            receive_buffer.max_rows += random.one_of({0, 0, 3});
         }
-        landing.scale_stride = align_up<i64>(landing.max_rows / scale_groups(s, *d), 4) + 4 * random.between(0, 1);
-        d->landing.push_back(landing);
+        receive_buffer.scale_stride = align_up<i64>(receive_buffer.max_rows / scale_groups(s, *d), 4) + 4 * random.between(0, 1);
+        d->receive_buffer.push_back(receive_buffer);
     }
     return d;
 }
@@ -165,7 +165,7 @@ std::unique_ptr<Combined> random_combine(Random& random, const Shape& s, const L
     const bool shared_bias = random.once_in(2);
     for (i32 rank = 0; rank < s.ranks; ++rank) {
         Combined::Part part;
-        const i32 tokens = routed.input[rank].tokens, rows = routed.landing[rank].max_rows;
+        const i32 tokens = routed.input[rank].tokens, rows = routed.receive_buffer[rank].max_rows;
         part.workers = random.once_in(4) ? random.between(1, limits.workers) : 1;
         part.y_stride = row + 16 * random.between(0, 2);
         part.y = random_rows(random, rows, part.y_stride, routed.hidden, c->type);
@@ -185,7 +185,7 @@ i64 heap_needed(const Shape& s, const Scenario& scenario) {
     i64 bytes = 0;
     for (const auto& d : scenario.dispatches) {
         i64 rows = 0;
-        for (const Landing& landing : d->landing) rows = std::max<i64>(rows, landing.max_rows);
+        for (const ReceiveBuffer& receive_buffer : d->receive_buffer) rows = std::max<i64>(rows, receive_buffer.max_rows);
         const i64 flat_rows = static_cast<i64>(s.ranks) * s.max_tokens;
         bytes += rows * (d->row_bytes + 8 + s.topk * 12) + std::max(rows, flat_rows) * d->scale_bytes + flat_rows * s.topk * 4;
         bytes += 6 * (Cluster::kGuard + 32);
@@ -270,9 +270,9 @@ Scenario random_scenario(Random& random, const Limits& limits) {
         }
     }
     s.staged_row_bytes = align_up(hidden * 4, 16) + align_up(s.topk * 4, 16);
-    for (const auto& d : scenario.dispatches) s.landing_bytes = std::max(s.landing_bytes, landed_bytes(s, d->row_bytes, d->scale_bytes));
+    for (const auto& d : scenario.dispatches) s.receive_bytes = std::max(s.receive_bytes, landed_bytes(s, d->row_bytes, d->scale_bytes));
     // Room for what goes straight: of none, of some ranks, of all.
-    if (domains(s) > 1) s.packet_bytes = random.one_of({0, 1, 2, 2}) * ((s.max_tokens + 1) / 2 * straight_bytes(s));
+    if (domains(s) > 1) s.packet_bytes = random.one_of({0, 1, 2, 2}) * ((s.max_tokens + 1) / 2 * direct_bytes(s));
     s.heap_bytes = heap_needed(s, scenario);
     return scenario;
 }

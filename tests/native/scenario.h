@@ -20,7 +20,7 @@ struct Input {
 };
 
 // The plain memory of a rank's route and small outputs, and offsets of the large ones in its window.
-struct Landing {
+struct ReceiveBuffer {
     std::vector<i32> token_rows, token_owner, token_slot, relayed, tokens_per_expert, num_rows;
     std::vector<i64> rows_per_expert;
     std::vector<Sent> sent;  // and two more, where round_of and seal_of lie
@@ -39,8 +39,8 @@ struct Dispatched {
     ScaleFormat scale_format;
     i32 hidden, row_bytes, scale_bytes, alignment, idx_bytes;
     std::vector<Input> input;  // by rank
-    std::vector<Landing> landing;
-    std::vector<Landing> begun;           // the plain memory as the first half left it, where the dispatch was made in two
+    std::vector<ReceiveBuffer> receive_buffer;
+    std::vector<ReceiveBuffer> begun;           // the plain memory as the first half left it, where the dispatch was made in two
     const Dispatched* repeats = nullptr;  // the dispatch whose route this one takes again
 
     Type row_type() const { return quantize ? Type::e4m3 : in_type; }

@@ -17,7 +17,7 @@ import threading
 import time
 from typing import Any
 
-_NOTICE_WORDS = 24  # kNoticeWords in csrc/protocol/notice.h
+_HEADER_WORDS = 24  # kHeaderWords in csrc/protocol/notice.h
 _FIRST_TAG = 3  # round_tag(1)
 
 
@@ -71,8 +71,8 @@ class EmptyRounds:
 
         This is the last word of the counts, which stand behind the notice.
         """
-        mail = self.layout.mail + (len(self.windows) + rank) * self.layout.mail_words * 8
-        words = _NOTICE_WORDS + self.layout.columns
+        mail = self.layout.mail + (len(self.windows) + rank) * self.layout.num_tagged_words * 8
+        words = _HEADER_WORDS + self.layout.columns
         return bool(self.native.read_word(self.windows[at].address + mail + words * 8 - 4) == _FIRST_TAG)
 
 

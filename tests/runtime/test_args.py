@@ -143,7 +143,7 @@ def test_shape_and_layout() -> None:
     names = ("ranks", "experts", "topk", "max_tokens", "ring_tokens", "staged_row_bytes", "heap_bytes", "packet_bytes")
     assert [getattr(shape, name) for name in names] == [4, 16, 2, 100, 64, 48, 1000, 512]
     layout = _native.window_layout(shape)
-    assert (layout.columns, layout.mail_words, layout.abort) == (20, 24 + 20 + 16, 0)
+    assert (layout.columns, layout.num_tagged_words, layout.abort) == (20, 24 + 20 + 16, 0)
     sizes = {
         "abort": 4,
         "state": 24,
@@ -164,7 +164,7 @@ def test_shape_and_layout() -> None:
         "heap": 1000,
     }
     check_parts(layout, sizes)
-    shape.domain_ranks, shape.landing_bytes = 2, 80
+    shape.domain_ranks, shape.receive_bytes = 2, 80
     crossing = {
         "begun": 2 * 96,
         "signals": (4 + 4 * 2 * 64) * 8,

@@ -7,7 +7,7 @@ using namespace moecomm;
 struct Args {
     Context ctx;
     u64 to, from, bytes, which, amount;
-    i32 near_peer, far_peer;
+    i32 scaleup_peer, scaleout_peer;
     u32 tag;
 };
 
@@ -20,26 +20,26 @@ extern "C" __global__ void __launch_bounds__(32, 1) transport(const __grid_const
     i32 room = 1;
     if (lane == 0)
         wait_for(
-            round, Phase::payload, args.far_peer, 1, [&] { return (room = t.has_room(args.far_peer, 1)) != 0; },
+            round, Phase::payload, args.scaleout_peer, 1, [&] { return (room = t.has_room(args.scaleout_peer, 1)) != 0; },
             [&] { return static_cast<i64>(room); });
     if (__shfl_sync(kAllLanes, room, 0) <= 0) return;
     t.local<u8>(args.from)[lane] = static_cast<u8>(lane);
     __syncwarp();
-    t.put(args.far_peer, args.to, args.from, args.bytes);
+    t.put(args.scaleout_peer, args.to, args.from, args.bytes);
     if (lane != 0) return;
     u64 ticket[2];
-    t.sent_begin(args.far_peer, ticket);
-    t.add(args.far_peer, args.which, args.amount);
-    if (t.peer_ptr<u8>(args.near_peer, args.to) != nullptr) t.signal(args.near_peer, args.to, args.tag);
+    t.sent_begin(args.scaleout_peer, ticket);
+    t.add(args.scaleout_peer, args.which, args.amount);
+    if (t.peer_ptr<u8>(args.scaleup_peer, args.to) != nullptr) t.signal(args.scaleup_peer, args.to, args.tag);
     t.fence();
-    t.post(args.near_peer, args.to, args.tag);
+    t.post(args.scaleup_peer, args.to, args.tag);
     u64 seen = 0;
     const bool came = wait_for(
-        round, Phase::payload, args.far_peer, args.tag, [&] { return (seen = t.signal_value(args.which)) >= args.tag; },
+        round, Phase::payload, args.scaleout_peer, args.tag, [&] { return (seen = t.signal_value(args.which)) >= args.tag; },
         [&] { return static_cast<i64>(seen); });
     i32 ended = 0;
     if (came)
         wait_for(
-            round, Phase::drained, args.far_peer, 1, [&] { return (ended = t.sent_ended(args.far_peer, ticket)) != 0; },
+            round, Phase::drained, args.scaleout_peer, 1, [&] { return (ended = t.sent_ended(args.scaleout_peer, ticket)) != 0; },
             [&] { return static_cast<i64>(ended); });
 }

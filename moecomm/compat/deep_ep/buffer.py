@@ -16,7 +16,7 @@ from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, c
 from moecomm.errors import BadInput, Unsupported
 from moecomm.rendezvous import MAX_RANKS
 from moecomm.settings import Settings
-from moecomm.whole import check_whole, is_whole
+from moecomm.whole import check_integer, is_integer
 
 _TOPK_HINT = 32  # of size hints, whose callers do not say it: the most there can be
 
@@ -50,8 +50,8 @@ class Buffer(LowLatency):
         normal.check_nothing(comm=comm)
         if group is None:
             raise BadInput("group", "None", "a process group")
-        check_whole("num_nvl_bytes", num_nvl_bytes, 0)
-        check_whole("num_rdma_bytes", num_rdma_bytes, 0)
+        check_integer("num_nvl_bytes", num_nvl_bytes, 0)
+        check_integer("num_rdma_bytes", num_rdma_bytes, 0)
         self._pool = Pool(group, num_nvl_bytes)
         self.group = group
         self.rank, self.group_size = self._pool.ranks.rank, self._pool.ranks.ranks
@@ -71,7 +71,7 @@ class Buffer(LowLatency):
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """How many SMs normal calls without a config may use; until it is called, moecomm's own table says."""
-        if not is_whole(new_num_sms) or not 2 <= new_num_sms <= 1024 or new_num_sms % 2:
+        if not is_integer(new_num_sms) or not 2 <= new_num_sms <= 1024 or new_num_sms % 2:
             raise BadInput("new_num_sms", repr(new_num_sms), "an even number, 2 to 1024")
         Buffer.num_sms, Buffer._num_sms_was_set = new_num_sms, True
 
@@ -87,7 +87,7 @@ class Buffer(LowLatency):
         """Bytes of a low-latency result of bfloat16 and what its handle keeps, at most; a window has three."""
         tokens = num_max_dispatch_tokens_per_rank
         check_sizes(num_max_dispatch_tokens_per_rank=tokens, hidden=hidden, num_experts=num_experts)
-        check_whole("num_ranks", num_ranks, 1, MAX_RANKS)
+        check_integer("num_ranks", num_ranks, 1, MAX_RANKS)
         sizes = Settings(num_ranks, hidden, num_experts, _TOPK_HINT, tokens, torch.bfloat16, "", None)
         return sizes.round_bytes("batched")
 

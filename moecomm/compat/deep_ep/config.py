@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moecomm.errors import BadInput
-from moecomm.whole import check_whole
+from moecomm.whole import check_integer
 
 _METADATA = 128 * (8 + 4 + 4) + 8  # bytes beside a row, as deep_ep plans: 128 ids, weights and scales, and its source
 _NVL_PEERS = 8
@@ -20,13 +20,13 @@ class Config:
         num_max_rdma_chunked_send_tokens: int = 6,
         num_max_rdma_chunked_recv_tokens: int = 256,
     ) -> None:
-        check_whole("num_sms", num_sms, 0)
+        check_integer("num_sms", num_sms, 0)
         for kind, send, receive in (
             ("nvl", num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens),
             ("rdma", num_max_rdma_chunked_send_tokens, num_max_rdma_chunked_recv_tokens),
         ):
-            check_whole(f"num_max_{kind}_chunked_send_tokens", send, 1)
-            check_whole(f"num_max_{kind}_chunked_recv_tokens", receive, 2)
+            check_integer(f"num_max_{kind}_chunked_send_tokens", send, 1)
+            check_integer(f"num_max_{kind}_chunked_recv_tokens", receive, 2)
             if send >= receive:
                 raise BadInput(f"num_max_{kind}_chunked_send_tokens", send, f"1 to {receive - 1}")
         self.num_sms = num_sms
@@ -37,8 +37,8 @@ class Config:
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """About what deep_ep's queues would take, for callers that compare sizes; moecomm sizes its windows itself."""
-        check_whole("hidden_bytes", hidden_bytes, 0)
-        check_whole("num_ranks", num_ranks, 1)
+        check_integer("hidden_bytes", hidden_bytes, 0)
+        check_integer("num_ranks", num_ranks, 1)
         slots = self.num_sms // 2 * min(num_ranks, _NVL_PEERS) * self.num_max_nvl_chunked_recv_tokens
         return -(-slots * (hidden_bytes + _METADATA) // 128) * 128
 

@@ -27,7 +27,7 @@ from moecomm.errors import BadInput, Unsupported
 from moecomm.rendezvous import rendezvous
 from moecomm.routed import Routed
 from moecomm.settings import Settings
-from moecomm.whole import check_whole
+from moecomm.whole import check_integer
 
 _TOPK_HINT = 32  # when a caller does not say it: the most there can be
 _FEW_SMS, _MANY_SMS = 16, 64  # measured to be enough beside computations, and alone
@@ -65,8 +65,8 @@ class ElasticBuffer:
         if group is None:
             raise BadInput("group", "None", "a process group")
         check_nothing(num_cpu_bytes=num_cpu_bytes)
-        check_whole("num_bytes", 0 if num_bytes is None else num_bytes, 0)
-        check_whole("num_allocated_qps", num_allocated_qps, 0)
+        check_integer("num_bytes", 0 if num_bytes is None else num_bytes, 0)
+        check_integer("num_allocated_qps", num_allocated_qps, 0)
         check_hint(num_max_tokens_per_rank, hidden, num_topk)
         check_flags(
             allow_multiple_reduction=allow_multiple_reduction, prefer_overlap_with_compute=prefer_overlap_with_compute
@@ -284,7 +284,7 @@ class ElasticBuffer:
         if async_with_compute_stream is not False:
             check_flag("async_with_compute_stream", async_with_compute_stream)
         check_dimensions("x", x, "rows", "hidden")
-        check_whole("num_sms", num_sms, 0)
+        check_integer("num_sms", num_sms, 0)
         self._check_handle(handle)
         out = handle.native.buffer.combine(
             x,

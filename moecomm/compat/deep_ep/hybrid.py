@@ -29,7 +29,7 @@ from moecomm.errors import BadInput, Mismatch, Unsupported
 from moecomm.routed import Handle, Routed
 from moecomm.routing_map import ids_of, weights_at
 from moecomm.settings import MAX_TOPK
-from moecomm.whole import check_whole
+from moecomm.whole import check_integer
 
 __all__ = ["HybridEPBuffer", "HybridEPHandle", "indices_to_map"]
 
@@ -74,10 +74,10 @@ class HybridEPBuffer:
         if group is None:
             raise BadInput("group", "None", "a process group")
         check_sizes(hidden_dim=hidden_dim, num_local_experts=num_local_experts)
-        check_whole("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, 0, MOST_SIZE)
+        check_integer("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, 0, MOST_SIZE)
         for name, sms in (("num_sms_dispatch_api", num_sms_dispatch_api), ("num_sms_combine_api", num_sms_combine_api)):
             if sms is not None:
-                check_whole(name, sms, 1, 1024)
+                check_integer(name, sms, 1, 1024)
         self._pool = Pool(group)
         self.group = group
         self.rank, self.group_size = self._pool.ranks.rank, self._pool.ranks.ranks
@@ -138,10 +138,10 @@ class HybridEPBuffer:
         if non_blocking is not False:
             check_flag("non_blocking", non_blocking)
         if pad_multiple is not None:
-            check_whole("pad_multiple", pad_multiple, 0)
+            check_integer("pad_multiple", pad_multiple, 0)
         num_permuted_tokens = as_number(num_permuted_tokens)
         if num_permuted_tokens is not None:
-            check_whole("num_permuted_tokens", num_permuted_tokens, 0, MOST_SIZE)
+            check_integer("num_permuted_tokens", num_permuted_tokens, 0, MOST_SIZE)
         if non_blocking and num_permuted_tokens is None:
             raise BadInput("num_permuted_tokens", "None", "rows to make room for, beside non_blocking")
         if handle is not None:
@@ -228,7 +228,7 @@ class HybridEPBuffer:
         check_experts(num_experts, self.group_size)
         if per_rank is None:
             return
-        check_whole("num_of_experts_per_rank", per_rank, 1)
+        check_integer("num_of_experts_per_rank", per_rank, 1)
         if per_rank != num_experts // self.group_size:
             raise BadInput("num_of_experts_per_rank", per_rank, f"{num_experts // self.group_size}, as the routing has")
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moecomm.arrays import check_tensor
-from moecomm.checks import check_together
+from moecomm.checks import check_same_device
 from moecomm.compat.deep_ep.lazy import LazyTuple, tokens_per_expert
 from moecomm.compat.deep_ep.pool import check_dimensions
 from moecomm.routed import Handle
@@ -86,7 +86,7 @@ def check_map(hidden: torch.Tensor, routing_map: Any, probs: Any) -> None:
         check_dimensions("routing_map", routing_map, "tokens", "experts")
         shape = (hidden.shape[0], routing_map.shape[1])
         check_tensor("routing_map", routing_map, device=hidden.device, dtypes=(torch.bool,), shape=shape)
-        check_together(hidden=hidden, routing_map=routing_map, probs=probs)
+        check_same_device(hidden=hidden, routing_map=routing_map, probs=probs)
         if probs is not None:
             check_dimensions("probs", probs, "tokens", "experts")
             check_tensor("probs", probs, device=hidden.device, dtypes=_PROBS, shape=shape)

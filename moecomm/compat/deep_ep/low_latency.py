@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from moecomm.arrays import adopt, check_tensor, has_memory
+from moecomm.arrays import as_tensor, check_tensor, has_memory
 from moecomm.buffer import Buffer
-from moecomm.checks import check_flag, check_flags, check_together
+from moecomm.checks import check_flag, check_flags, check_same_device
 from moecomm.combine.arguments import takes_weights
 from moecomm.compat.deep_ep.event import EventOverlap, finished
 from moecomm.compat.deep_ep.lazy import LazyTuple, kept, source, tokens_per_expert
@@ -18,7 +18,7 @@ from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, c
 from moecomm.dispatch import Options, outputs, with_options
 from moecomm.errors import BadInput, Unsupported
 from moecomm.routed import Handle, Routed
-from moecomm.whole import check_whole
+from moecomm.whole import check_integer
 
 # Of a dispatch: rows as they are, in FP8, with scales that are powers of two, and those as their exponents.
 _PLAIN = Options("batched")
@@ -101,7 +101,7 @@ class LowLatency:
             check_flags(async_finish=async_finish, return_recv_hook=return_recv_hook)
         if {type(num_max_dispatch_tokens_per_rank), type(num_experts)} != {int}:
             check_experts(num_experts, self.group_size)
-            check_whole("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
+            check_integer("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
         if async_finish and return_recv_hook:
             raise _two_waits()
         if use_ue8m0 and not (use_fp8 and round_scale):
@@ -212,7 +212,7 @@ class LowLatency:
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Masking a rank is Unsupported: a lost rank ends in PeerLost on every other.  Unmasking does nothing."""
-        check_whole("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
+        check_integer("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
         check_flag("mask", mask)
         if mask:
             raise Unsupported("low_latency_update_mask_buffer(mask=True): ranks can't be masked")
@@ -220,7 +220,7 @@ class LowLatency:
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Zeros: no rank is masked."""
         check_dimensions("mask_status", mask_status, "ranks")
-        check_together(mask_status=mask_status)
+        check_same_device(mask_status=mask_status)
         if not has_memory(mask_status):
             raise BadInput("mask_status", "a tensor without memory", "one that has some")
         if mask_status.shape != (self.group_size,) or mask_status.dtype is not torch.int32:
@@ -301,7 +301,7 @@ def _send_weights(pool: Pool, native: Handle, topk_idx: torch.Tensor, topk_weigh
 def _without_the_left_out(native: Handle, topk_idx: Any, topk_weights: Any) -> torch.Tensor:
     """The weights, 0 where the ids are -1."""
     device, shape = native.buffer.device, (native.num_tokens, native.buffer.topk)
-    topk_idx, topk_weights = adopt("topk_idx", topk_idx)[0], adopt("topk_weights", topk_weights)[0]
+    topk_idx, topk_weights = as_tensor("topk_idx", topk_idx)[0], as_tensor("topk_weights", topk_weights)[0]
     check_tensor("topk_idx", topk_idx, device=device, dtypes=(torch.int64, torch.int32), shape=shape)
     check_tensor("topk_weights", topk_weights, device=device, dtypes=(torch.float32,), shape=shape)
     weights: torch.Tensor = topk_weights.masked_fill(topk_idx < 0, 0.0)

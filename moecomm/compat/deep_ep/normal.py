@@ -11,13 +11,13 @@ from moecomm import combine as combining
 from moecomm.buffer import Buffer
 from moecomm.buffer_state import collective
 from moecomm.call_count import CountedCall
-from moecomm.checks import check_dense, check_together
+from moecomm.checks import check_dense, check_same_device
 from moecomm.compat.deep_ep.layout import NormalHandle, normal_handle
 from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_dimensions, check_experts, described
 from moecomm.dispatch import Options, outputs, with_options
 from moecomm.errors import BadInput, Mismatch, Unsupported
 from moecomm.routed import Handle, Routed
-from moecomm.whole import check_whole
+from moecomm.whole import check_integer
 
 _FLAT = Options("flat")
 _AGAIN = Options("flat", repeat=True)
@@ -39,8 +39,8 @@ def dispatch(
     rows, scales = unpack(x)
     if num_tokens_per_expert is None:
         raise BadInput("num_tokens_per_expert", "None", "what get_dispatch_layout returned, or handle=")
-    check_whole("expert_alignment", expert_alignment, 1)
-    check_whole("num_worst_tokens", num_worst_tokens, 0)
+    check_integer("expert_alignment", expert_alignment, 1)
+    check_integer("num_worst_tokens", num_worst_tokens, 0)
     check_dimensions("num_tokens_per_expert", num_tokens_per_expert, "experts")
     num_experts = num_tokens_per_expert.shape[0]
     ids = topk_idx
@@ -53,7 +53,7 @@ def dispatch(
         if num_tokens_per_expert.dtype not in (torch.int32, torch.int64):
             raise BadInput("num_tokens_per_expert", described(num_tokens_per_expert), "int32 [experts]")
         if is_token_in_rank is not None:
-            check_together(x=rows, is_token_in_rank=is_token_in_rank, num_tokens_per_expert=num_tokens_per_expert)
+            check_same_device(x=rows, is_token_in_rank=is_token_in_rank, num_tokens_per_expert=num_tokens_per_expert)
         ids = _an_expert_of_each_rank(is_token_in_rank, num_experts, pool.ranks.ranks)
     elif isinstance(ids, torch.Tensor):
         check_dimensions("topk_idx", ids, "tokens", "topk")
@@ -138,7 +138,7 @@ def one_bias(bias: Any) -> Any:
         raise BadInput("bias", f"{type(first).__name__} and {type(second).__name__}", "tensors or None")
     if first.shape != second.shape or first.dtype is not second.dtype or first.device != second.device:
         raise BadInput("bias", f"{described(first)} and {described(second)}", "two alike")
-    check_together(bias=first, **{"the second bias": second})
+    check_same_device(bias=first, **{"the second bias": second})
     return first.float() + second.float()
 
 

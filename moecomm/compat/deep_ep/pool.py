@@ -22,7 +22,7 @@ from moecomm.opening import gather
 from moecomm.rendezvous import Group, rendezvous
 from moecomm.routed import Handle
 from moecomm.settings import MAX_FLAT_ROWS, Settings
-from moecomm.whole import check_alignment, check_whole, is_whole
+from moecomm.whole import check_alignment, check_integer, is_integer
 
 # expert_alignment of a dispatch that says "my tokens do not fit, make room with me".  It differs from everybody else's,
 # so that every rank hears of it in the round that it was waiting for.
@@ -135,7 +135,7 @@ class Pool:
             return buffer
         self.require_open()
         check_experts(num_experts, self.ranks.ranks)
-        check_whole("num_max_dispatch_tokens_per_rank", tokens, 1)
+        check_integer("num_max_dispatch_tokens_per_rank", tokens, 1)
         settings = self._settings(hidden, num_experts, topk, tokens, dtype)
         window = _BATCHED_ROUNDS * settings.round_bytes("batched")
         return self.get(key, lambda: self.open(device, settings, window))
@@ -250,7 +250,7 @@ def limit_of(rows: torch.Tensor, num_sms: int | None) -> int | None:
     """What a call may use at most; None: moecomm's own choice, for 0 and always on CPUs.  Raises BadInput there, as the
     rounds of GPUs do.
     """
-    if num_sms is not None and not is_whole(num_sms):
+    if num_sms is not None and not is_integer(num_sms):
         check_num_sms(num_sms)
     if rows.is_cuda:
         return num_sms or None
@@ -260,7 +260,7 @@ def limit_of(rows: torch.Tensor, num_sms: int | None) -> int | None:
 
 def check_experts(num_experts: int, ranks: int) -> None:
     """Raises BadInput unless every rank has as many."""
-    if not is_whole(num_experts) or not 1 <= num_experts <= MOST_SIZE or num_experts % ranks:
+    if not is_integer(num_experts) or not 1 <= num_experts <= MOST_SIZE or num_experts % ranks:
         raise BadInput("num_experts", num_experts, f"a multiple of the number of ranks, {ranks}")
 
 
@@ -271,11 +271,11 @@ def check_hint(num_max_tokens_per_rank: int, hidden: int, num_topk: int) -> None
         ("hidden", hidden),
         ("num_topk", num_topk),
     ):
-        check_whole(name, value, 0, MOST_SIZE)
+        check_integer(name, value, 0, MOST_SIZE)
 
 
 def check_dispatch_sizes(num_experts: int, most: int, align: int, ranks: int) -> None:
     """Raises BadInput unless a Buffer can have these."""
     check_experts(num_experts, ranks)
-    check_whole("num_max_tokens_per_rank", most, 1, MOST_SIZE)  # here or of the buffer
+    check_integer("num_max_tokens_per_rank", most, 1, MOST_SIZE)  # here or of the buffer
     check_alignment("expert_alignment", align)
