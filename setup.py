@@ -19,7 +19,10 @@ ROOT = Path(__file__).parent
 
 # Headers that kernels are compiled from at run time.  They live in csrc/ and are installed as moecomm/csrc/.
 HEADERS = [
-    f"moecomm.csrc.{folder}" for folder in ("protocol", "device", "dispatch", "combine", "fused", "shims", "bench")
+    f"moecomm.csrc.{path.relative_to(ROOT / 'csrc').as_posix().replace('/', '.')}"
+    for path in sorted(
+        {header.parent for header in (ROOT / "csrc").rglob("*.cuh")} | {ROOT / "csrc/protocol", ROOT / "csrc/shims"}
+    )
 ]
 
 
@@ -37,7 +40,7 @@ def sources(*patterns: str) -> list[str]:
 
 native = Pybind11Extension(
     "moecomm._native",
-    sources("bindings*.cpp", "runtime/*.cpp", "host/*.cpp"),
+    sources("bindings/*.cpp", "runtime/*.cpp", "host/**/*.cpp"),
     include_dirs=["csrc"],
     cxx_std=17,
     # No contraction of a * b + c: sums must have the same bits on CPUs and GPUs.

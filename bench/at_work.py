@@ -1,6 +1,6 @@
 """Layers of experts (`Buffer.moe`), one by one and at work, and what the GPU draws meanwhile: what one launch gains by
 the order of its tiles (moecomm.fused.one_launch.rotation_step_of) and by how many blocks fetch (FETCHERS), and by being
-launched early (moecomm.plain_kernel.launch).
+launched early (moecomm.jit.plain_kernel.launch).
 
     python bench/at_work.py --ranks 2 --model deepseek-v3 --tokens 8192 --turns 1,16,64 --json at-work.json
 
@@ -30,15 +30,16 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from moecomm import Buffer, plain_kernel
+from moecomm import Buffer
 from moecomm.bench.case import Traffic
 from moecomm.bench.ranks import on_ranks
 from moecomm.bench.results import write
+from moecomm.core.settings import Settings
 from moecomm.fused import Fp8, one_launch, quantize_weights, two_launches
 from moecomm.fused.fp8_experts import apply_fp8_experts
 from moecomm.fused.layer import apply_experts
+from moecomm.jit import plain_kernel
 from moecomm.router import MODELS, Model, random_routing
-from moecomm.settings import Settings
 
 SECONDS, TIMES, REPLAYS, OF_RANKS, PROFILED = 0.5, 3, 11, 4, 5
 BF16 = torch.bfloat16
@@ -110,7 +111,10 @@ class Layers:
         found["one after the other"] = (partial(self.layer, fused=False), nullcontext())
         one = partial(self.layer, fused="one launch")
         for turn in turns:
-            found[f"turns of {turn}"] = (one, mock.patch.object(one_launch, "rotation_step_of", lambda *about, turn=turn: turn))
+            found[f"turns of {turn}"] = (
+                one,
+                mock.patch.object(one_launch, "rotation_step_of", lambda *about, turn=turn: turn),
+            )
         for blocks in fetchers:
             changed = mock.patch.object(one_launch, "FETCHERS", blocks)
             found[f"{blocks} fetch"] = (one, changed)

@@ -29,8 +29,8 @@ import torch.distributed as dist
 import moecomm
 from moecomm.bench import exchange
 from moecomm.bench.results import write
-from moecomm.launch import launch
 from moecomm.router import MODELS, random_routing
+from moecomm.tools.launch import launch
 
 LAYOUTS = ("flat", "expert", "batched")
 AGAINST = {"flat": "gloo_by_rank", "expert": "gloo_by_expert", "batched": "gloo_by_expert"}

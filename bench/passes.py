@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from moecomm import padding, routing_map
 from moecomm.bench.results import write
+from moecomm.kernels import padding, routing_map
 from moecomm.ops import combine_gradients, swiglu, tidy
 
 ROWS, HIDDEN, INNER, TOKENS, EXPERTS, TOPK = 65536, 7168, 2048, 4096, 256, 8

@@ -31,9 +31,9 @@ from launched import torchrun
 from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention
 from torch.nn.utils import parameters_to_vector
 
-from moecomm.launch import launch
 from moecomm.nn import ExpertParallel, Gate
 from moecomm.router import Gating
+from moecomm.tools.launch import launch
 
 SHARDS, SEQUENCES, LENGTH = 4, 4, 32  # of a batch, of a shard, of a sequence in bytes
 VOCABULARY, HIDDEN, INTERMEDIATE, HEADS = 256, 64, 64, 4

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from moecomm.buffer import Buffer
+from moecomm.core.rendezvous import local_ranks
 from moecomm.errors import (
     Aborted,
     BadInput,
@@ -19,11 +20,10 @@ from moecomm.errors import (
     Timeout,
     Unsupported,
 )
-from moecomm.rendezvous import local_ranks
 from moecomm.routed import Handle, Routed
 
 if TYPE_CHECKING:
-    from moecomm.checkup import Report
+    from moecomm.tools.doctor import Report
 
 __version__ = "0.1.0"
 __all__ = [
@@ -48,7 +48,7 @@ __all__ = [
 
 def doctor() -> Report:
     """What can run here, and what is missing for the rest."""
-    from moecomm.checkup import doctor as examine
+    from moecomm.tools.doctor import doctor as examine
 
     return examine()
 

@@ -1,5 +1,5 @@
 """python -m moecomm: the same as the command moecomm."""
 
-from moecomm.cli import main
+from moecomm.tools.cli import main
 
 main()

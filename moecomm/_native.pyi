@@ -331,7 +331,7 @@ class HostWindow:
 
 @final
 class Link:
-    """csrc/host/link.h: how a rank reaches ranks of other domains."""
+    """csrc/host/scaleout/link.h: how a rank reaches ranks of other domains."""
 
     def __init__(self, shape: Shape, windows: list[int], disorder: int = 0) -> None:
         """`windows`: by rank, addresses of those that loads and stores do not reach, 0 for the others."""

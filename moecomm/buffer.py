@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
-from moecomm import _native, backends, combine, config, dispatch, names
-from moecomm.buffer_state import BufferState, collective
+from moecomm import _native, backends, combine, config, dispatch
+from moecomm.core import names
+from moecomm.core.memory import WindowMemory
+from moecomm.core.opening import opening
+from moecomm.core.rendezvous import rendezvous
+from moecomm.core.settings import Settings, seconds, wanted_device
+from moecomm.core.state import BufferState, collective
 from moecomm.fused import layer
-from moecomm.memory import WindowMemory
-from moecomm.opening import opening
-from moecomm.rendezvous import rendezvous
 from moecomm.routed import Handle, Routed
-from moecomm.settings import Settings, seconds, wanted_device
 
 log = logging.getLogger("moecomm")
 

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 import torch
 
-from moecomm.checks import (
+from moecomm.core.integers import check_integer
+from moecomm.core.validation import (
     MOST_SIZE,
     check_dense,
     check_drawn,
     check_flag,
     check_name,
     check_real,
-    check_sizes,
     check_same_device,
+    check_sizes,
 )
 from moecomm.errors import BadInput
-from moecomm.whole import check_integer
 
 _MOST_SCALE = 1e30  # of float32
 

@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 import pytest
 
-from moecomm import jit, plain_kernel
-from moecomm.cubin import lacks_descriptor
-from moecomm.plain_kernel import PlainKernel
+from moecomm import jit
+from moecomm.jit import plain_kernel
+from moecomm.jit.cubin import lacks_descriptor
+from moecomm.jit.plain_kernel import PlainKernel
 
 Kernel = PlainKernel | jit.KernelSpec
 

@@ -16,7 +16,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from moecomm.cubin import executable_sections
+from moecomm.jit.cubin import executable_sections
 from tests import compiled
 
 MODULES = ("device.test_compile", "device.test_plain_kernels", "fused.test_one_launch", "fused.test_schedules")

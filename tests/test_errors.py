@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from moecomm import errors, failures
+from moecomm import errors
+from moecomm.core import failures
 
 KNOWN = {"rank": 2, "peer": 1, "phase": "payload", "op": "dispatch", "round": 7}
 ERRORS = [

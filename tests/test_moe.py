@@ -14,9 +14,9 @@ import moecomm
 from moecomm import combine
 from moecomm.errors import BadInput, Closed
 from moecomm.fused import interleave, layer, quantize_weights
-from moecomm.layer import MoELayer
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
 from moecomm.testing.layers import expected
+from moecomm.tools.demo_layer import MoELayer
 
 SIZES: list[dict[str, Any]] = [
     {"ranks": 1, "hidden": 32, "intermediate": 16, "num_experts": 4, "topk": 2, "max_tokens": 40},

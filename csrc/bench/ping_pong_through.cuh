@@ -1,6 +1,6 @@
 // The same through a library's put and signal, whether loads and stores reach the peer or not.
 #pragma once
-#include "../device/transport.cuh"
+#include "../transport/transport.cuh"
 #include "ping_pong.cuh"
 
 namespace moecomm::bench {

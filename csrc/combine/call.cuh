@@ -3,10 +3,10 @@
 #include "../device/bulk.cuh"
 #include "../device/cast.cuh"
 #include "../device/copy.cuh"
-#include "../device/crossing.cuh"
 #include "../device/launch.cuh"
-#include "../device/mail.cuh"
-#include "../device/turn.cuh"
+#include "../device/step_counters.cuh"
+#include "../device/tagged_words.cuh"
+#include "../transport/scaleout.cuh"
 
 namespace moecomm {
 
@@ -51,7 +51,7 @@ template <CombineConfig cfg>
 struct ScaleoutShared {
     RowRing<cfg.pull_slots, cfg.pull_bytes> rings[cfg.return_forward_warps > 0 ? cfg.return_forward_warps : 1];
     u64 owners[cfg.pull_warps][kItemsOpen];  // the ranks that have a part of the token of an open item, a bit each
-    u32 headers_seen;                               // everybody's mail has come
+    u32 headers_seen;                        // everybody's mail has come
 };
 
 template <CombineConfig cfg>
@@ -66,7 +66,7 @@ struct CombineShared {
     Sent sent[cfg.ranks];    // of the route
     Rows pushed[cfg.ranks];  // of homes that come in packets
     u32 missing;             // a notice did not come
-    i32 is_invalid;             // the ranks do not agree
+    i32 is_invalid;          // the ranks do not agree
 };
 
 template <CombineConfig cfg>
@@ -131,8 +131,8 @@ struct CombineCall {
         return in_packets(source_rank) ? 0 : count_chunks(shared.sent[source_rank].num_tokens, shared.sent[source_rank].chunk_tokens);
     }
 
-    // Whether the rows of a home's tokens go there in packets: the rule of Packets.carry in moecomm/packets.py, by which the home chooses
-    // its kernel.  It rests on what all ranks know alike: what each of them sent, and that nobody has gradients of weights.
+    // Whether the rows of a home's tokens go there in packets: the rule of Packets.carry in moecomm/core/packets.py, by which the home
+    // chooses its kernel.  It rests on what all ranks know alike: what each of them sent, and that nobody has gradients of weights.
     MOECOMM_FN bool in_packets(i32 source_rank) const {
         if (cfg.domains() > 1) return false;
         const i32 tokens = shared.sent[source_rank].num_tokens;

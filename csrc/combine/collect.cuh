@@ -12,7 +12,7 @@ struct Collect {
     using P = Packing<cfg>;
     static constexpr bool kAllInOneBatch = cfg.ranks <= 4;  // all packets of a piece fit registers; else sums are kept beside some
     static constexpr i32 kBatch = kAllInOneBatch ? cfg.ranks : cfg.ranks <= kWarp ? 2 : 1;  // packets that are loaded together
-    static constexpr i32 kPeers = ceil_div(cfg.ranks, kWarp);                                // that a lane looks up
+    static constexpr i32 kPeers = ceil_div(cfg.ranks, kWarp);                               // that a lane looks up
 
     const Call& c;
     const i32 items;
@@ -86,7 +86,8 @@ struct Collect {
     // Called where no packet is held: registers would have to be kept over the call.
     MOECOMM_FN void report() const {
         if (waited == Waited::ok) return;
-        report_failure(c.round, waited, Phase::reduced, missing_peer, c.round.tag, seen, waited == Waited::timeout ? c.a.ctx.timeout_ns : 0);
+        report_failure(c.round, waited, Phase::reduced, missing_peer, c.round.tag, seen,
+                       waited == Waited::timeout ? c.a.ctx.timeout_ns : 0);
     }
 
     // The packets of `owners`, at most kBatch.  False when one did not come.

@@ -8,7 +8,7 @@
 #include "pull.cuh"
 #include "push.cuh"
 #include "reduce.cuh"
-#include "returns.cuh"
+#include "scaleout/return_forward.cuh"
 
 namespace moecomm {
 
@@ -89,7 +89,8 @@ MOECOMM_FN bool reduce_or_pull(const Call& c) {
     constexpr CombineConfig cfg = Call::cfg;
     constexpr i32 return_forward_threads = cfg.reduce_warps + cfg.pull_warps;
     if constexpr (cfg.domains() > 1) {
-        if (warp_id() >= return_forward_threads && warp_id() < return_forward_threads + cfg.return_forward_warps) return give_back(c, warp_id() - return_forward_threads);
+        if (warp_id() >= return_forward_threads && warp_id() < return_forward_threads + cfg.return_forward_warps)
+            return give_back(c, warp_id() - return_forward_threads);
     } else {
         if ((cfg.reduce_warps == 0 || warp_id() < cfg.reduce_warps) && !push(c)) return false;
     }

@@ -5,7 +5,7 @@
 #pragma once
 #include "collect.cuh"
 #include "gather.cuh"
-#include "home.cuh"
+#include "scaleout/source_rank.cuh"
 
 namespace moecomm {
 
@@ -79,7 +79,7 @@ struct Pull {
     u32 taken = 0;            // in lane 0, that of all tokens that comes then; asked for long before it is wanted
     i32 ahead;                // this lane's slot of its token
     i32 seen = -1;            // the chunk whose flag this lane has acquired, of the rank `lane`
-    i32 signaled = 0;             // chunks of the block that this warp is done with
+    i32 signaled = 0;         // chunks of the block that this warp is done with
     bool failed = false;
     ScaleoutSums<Call> scaleout_ranks;
 
@@ -218,7 +218,8 @@ struct Pull {
         for (i32 rank = 0; rank < cfg.ranks; ++rank) {
             if (slots[rank] < 0) continue;
             sum = __fadd_rn(sum, __uint_as_float(load_relaxed(reinterpret_cast<const u32*>(c.grads_of(rank, token())) + lane_id())));
-            if (cfg.domains() > 1 && !c.domains().reaches(rank) && !c.direct()) rank = (rank / cfg.scaleup_ranks() + 1) * cfg.scaleup_ranks() - 1;
+            if (cfg.domains() > 1 && !c.domains().reaches(rank) && !c.direct())
+                rank = (rank / cfg.scaleup_ranks() + 1) * cfg.scaleup_ranks() - 1;
         }
         return sum;
     }

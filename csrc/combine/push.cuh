@@ -137,7 +137,8 @@ struct Push {
     // Called where no row is held, as in Collect.
     MOECOMM_FN bool report() const {
         if (waited != Waited::ok)
-            report_failure(c.round, waited, Phase::header, missing_peer, c.round.tag, 0, waited == Waited::timeout ? c.a.ctx.timeout_ns : 0);
+            report_failure(c.round, waited, Phase::header, missing_peer, c.round.tag, 0,
+                           waited == Waited::timeout ? c.a.ctx.timeout_ns : 0);
         return __all_sync(kAllLanes, waited == Waited::ok);
     }
 

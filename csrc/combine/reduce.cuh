@@ -1,9 +1,9 @@
 // Step 2: the rows of each token here become one, in fp32 and in the order of k (flat: the row that the caller has made of them), where
 // the token's home pulls it: in a place of its own (CombineArgs::sums), or staged in a ring.
 #pragma once
-#include "straight.cuh"
-#include "units.cuh"
+#include "scaleout/direct.cuh"
 #include "weights.cuh"
+#include "work_list.cuh"
 
 namespace moecomm {
 
@@ -52,7 +52,7 @@ struct Reduce {
     u32 left = 0;       // 0: nothing has
     u8* row = nullptr;  // that it becomes
     i32 placed = -1;    // the turn whose place in the ring is free
-    i32 signaled = 0;       // turns that this warp is through with
+    i32 signaled = 0;   // turns that this warp is through with
     bool failed = false;
     float sum[Step::kVectors][kColumns];
 
@@ -139,8 +139,8 @@ struct Reduce {
         const auto here = [&] { return is_weight_here(c, source_rank, token, word); };
         bool came = true;
         if (now.entry >= 0 && !here())
-            came =
-                may_wait && wait_for(c.round, Phase::header, source_rank, c.round.tag, here, [&] { return static_cast<i64>(signal_tag(word)); });
+            came = may_wait &&
+                   wait_for(c.round, Phase::header, source_rank, c.round.tag, here, [&] { return static_cast<i64>(signal_tag(word)); });
         now.weight = weight_in(word);
         return __all_sync(kAllLanes, came);
     }
@@ -153,7 +153,8 @@ struct Reduce {
             failed = may_wait;
             return false;
         }
-        row = c.has_reduced_rows() ? reinterpret_cast<u8*>(c.a.reduced_rows) + made() * c.sum_pitch() : c.staged_row(c.me(), work_list.source_rank(now.step), made());
+        row = c.has_reduced_rows() ? reinterpret_cast<u8*>(c.a.reduced_rows) + made() * c.sum_pitch()
+                                   : c.staged_row(c.me(), work_list.source_rank(now.step), made());
         if (c.a.weight_grads != 0) stage_grads(now.entry);
         return true;
     }

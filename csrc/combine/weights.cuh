@@ -48,7 +48,8 @@ MOECOMM_FN bool put_weights(const Call& c, i32 peer) {
 template <class Call>
 MOECOMM_FN bool is_weight_here(const Call& c, i32 source_rank, i32 token, u64& word) {
     const volatile i32& is_invalid = c.shared.is_invalid;
-    word = load_relaxed(own<const u64>(c.a.ctx, weight_at(c.window(), c.shape(), c.round.tag, source_rank, token * Call::cfg.topk + lane_id())));
+    word = load_relaxed(
+        own<const u64>(c.a.ctx, weight_at(c.window(), c.shape(), c.round.tag, source_rank, token * Call::cfg.topk + lane_id())));
     return signal_tag(word) == c.round.tag || is_invalid != 0;
 }
 MOECOMM_FN float weight_in(u64 word) { return __uint_as_float(signal_word(word)); }

@@ -1,4 +1,4 @@
-// What a kernel is compiled for.  moecomm/jit.py writes one of these structs, with named fields, in front of each kernel.
+// What a kernel is compiled for.  moecomm/jit/__init__.py writes one of these structs, with named fields, in front of each kernel.
 #pragma once
 #include "../protocol/slots.h"
 
@@ -35,28 +35,30 @@ struct DispatchConfig {
     bool repeat;
     bool descriptors;  // travel in the place of rows (slips.cuh)
     Part part;
-    // Packets of a row (moecomm/packets.py): bytes of it and of its scales in each, and lines; no lines: nobody sends any.
+    // Packets of a row (moecomm/core/packets.py): bytes of it and of its scales in each, and lines; no lines: nobody sends any.
     bool packets;  // this rank has few tokens, which it sends so
     i32 packet_bytes, packet_scale_bytes, packet_lines;
     // How the block is made up.
-    i32 send_warps;                  // 0 in the second half of a split dispatch
-    i32 receive_warps;               // 0 where nothing is left to do with a row that has arrived
-    i32 metadata_warps;              // 1 beside send warps: writes what stands beside the rows; 0 where they say nothing new
-    i32 flag_warps;                  // 1 beside send warps: raises their flags, so that none of them waits for the fence of a release
-    i32 put_warps, forward_warps;      // several domains: put what send warps have left for others; deliver what lands here
-    i32 piece_columns;               // of a row, that are loaded at once
-    i32 ring_slots;                  // pieces a send warp holds
+    i32 send_warps;                        // 0 in the second half of a split dispatch
+    i32 receive_warps;                     // 0 where nothing is left to do with a row that has arrived
+    i32 metadata_warps;                    // 1 beside send warps: writes what stands beside the rows; 0 where they say nothing new
+    i32 flag_warps;                        // 1 beside send warps: raises their flags, so that none of them waits for the fence of a release
+    i32 put_warps, forward_warps;          // several domains: put what send warps have left for others; deliver what lands here
+    i32 piece_columns;                     // of a row, that are loaded at once
+    i32 ring_slots;                        // pieces a send warp holds
     i32 replicate_bytes, replicate_slots;  // the same of a receive warp that copies rows
-    i32 forward_bytes, forward_slots;    // and of a relay warp
-    i32 count_warps;                 // send warps with counters for all columns, in places that are not in use yet
-    i32 count_bytes;                // bytes for the counters of all of them where there is no such place
+    i32 forward_bytes, forward_slots;      // and of a relay warp
+    i32 count_warps;                       // send warps with counters for all columns, in places that are not in use yet
+    i32 count_bytes;                       // bytes for the counters of all of them where there is no such place
     i32 shared_bytes;
 
     MOECOMM_BOTH constexpr i32 scaleup_ranks() const { return domain_ranks != 0 ? domain_ranks : ranks; }  // ranks of our domain
     MOECOMM_BOTH constexpr i32 domains() const { return ranks / scaleup_ranks(); }
     MOECOMM_BOTH constexpr i32 columns() const { return experts + ranks; }
     MOECOMM_BOTH constexpr i32 experts_here() const { return experts / ranks; }
-    MOECOMM_BOTH constexpr i32 warps() const { return send_warps + receive_warps + metadata_warps + flag_warps + put_warps + forward_warps; }
+    MOECOMM_BOTH constexpr i32 warps() const {
+        return send_warps + receive_warps + metadata_warps + flag_warps + put_warps + forward_warps;
+    }
     MOECOMM_BOTH constexpr i32 threads() const { return warps() * kWarp; }
     MOECOMM_BOTH constexpr bool replicates() const { return receive_warps > 0 && layout != Layout::flat; }  // a token has several rows here
     // Rows that have come still need a hand, so that receivers want to hear of each chunk.  Else of all of a block at once: to know of a
@@ -94,7 +96,7 @@ struct CombineConfig {
     i32 packet_bytes, packet_lines;  // of a staged row in each, and their lines
     // How the block is made up.
     i32 reduce_warps, pull_warps;  // no reduce warps in place
-    i32 return_forward_warps;              // several domains: add up what goes home to others
+    i32 return_forward_warps;      // several domains: add up what goes home to others
     i32 flag_warps;                // 1, or 0 where reduce warps raise flags themselves
     i32 pull_bytes;                // of a row, that a bulk copy moves
     i32 pull_slots;                // such pieces, that a warp holds

@@ -2,14 +2,14 @@
 #pragma once
 #include "../protocol/deadline.h"
 #include "../protocol/domains.h"
-#include "transport.cuh"
+#include "../transport/transport.cuh"
 
 namespace moecomm {
 
 struct LeaveArgs {
-    u64 window, link;  // ours
-    u64 signals;       // WindowLayout::signals
-    u64 tagged_words, bytes;   // in every window; in ours it lies there
+    u64 window, link;         // ours
+    u64 signals;              // WindowLayout::signals
+    u64 tagged_words, bytes;  // in every window; in ours it lies there
     u64 abort_here, abort_host, timeout_ns;
     i32 rank, ranks, domain_ranks, pad;
 };

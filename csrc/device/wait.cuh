@@ -1,7 +1,7 @@
 // Waiting for peers, and what is left behind when they do not come: csrc/protocol/deadline.h in a kernel.
 #pragma once
 #include "../protocol/deadline.h"
-#include "transport.cuh"
+#include "../transport/transport.cuh"
 
 namespace moecomm {
 

@@ -3,10 +3,10 @@
 #include "../device/bulk.cuh"
 #include "../device/cast.cuh"
 #include "../device/copy.cuh"
-#include "../device/crossing.cuh"
 #include "../device/launch.cuh"
-#include "../device/mail.cuh"
-#include "../device/turn.cuh"
+#include "../device/step_counters.cuh"
+#include "../device/tagged_words.cuh"
+#include "../transport/scaleout.cuh"
 
 namespace moecomm {
 
@@ -67,7 +67,7 @@ struct DispatchShared {
     i32 total[cfg.columns()];        // of all ranks
     i32 filled[cfg.experts_here()];  // end of the rows of each expert here, padding not included
     u32 bad;                         // the first bad entry of our input, 0 if none
-    i32 first_error;                   // the first rank that makes the round void: by its notice, or + ranks by its rows; else 2 * ranks
+    i32 first_error;                 // the first rank that makes the round void: by its notice, or + ranks by its rows; else 2 * ranks
     // Where rows come in packets, or slips do: by source and expert here, the rows of the sources before.  Packets: the same of flat rows,
     // and, a bit a token, what comes from a source, and what of ours is for a rank.
     i32 into[cfg.packet_lines > 0 || cfg.descriptors ? cfg.experts : 1];

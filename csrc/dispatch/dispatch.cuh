@@ -6,12 +6,12 @@
 #pragma once
 #include "agree.cuh"
 #include "announce.cuh"
+#include "descriptors.cuh"
 #include "outputs.cuh"
 #include "rank.cuh"
 #include "receive.cuh"
-#include "relay.cuh"
+#include "scaleout/forward.cuh"
 #include "send.cuh"
-#include "slips.cuh"
 #include "unpack.cuh"
 
 namespace moecomm {
@@ -44,7 +44,8 @@ MOECOMM_FN void prepare_block(Shared& shared, const Call& c) {
 template <class Call>
 MOECOMM_FN void move_rows(const Call& c, Sender<Call>& sender) {
     constexpr DispatchConfig cfg = Call::cfg;
-    constexpr i32 receivers = cfg.send_warps, metadata_threads = receivers + cfg.receive_warps, flaggers = metadata_threads + cfg.metadata_warps;
+    constexpr i32 receivers = cfg.send_warps, metadata_threads = receivers + cfg.receive_warps,
+                  flaggers = metadata_threads + cfg.metadata_warps;
     constexpr i32 putters = flaggers + cfg.flag_warps, forwarders = putters + cfg.put_warps;
     finalize_share(c);
     if constexpr (cfg.domains() > 1 && cfg.part == Part::begin) {

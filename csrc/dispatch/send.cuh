@@ -1,8 +1,8 @@
 // Step 4, second half: rows from x through shared memory to every rank that wants them, then the flag of each chunk.
 #pragma once
 #include "../device/quantize.cuh"
-#include "cross.cuh"
-#include "describe.cuh"
+#include "metadata.cuh"
+#include "scaleout/put.cuh"
 #include "token.cuh"
 
 namespace moecomm {
@@ -172,7 +172,8 @@ MOECOMM_FN void write_metadata(const Call& c) {
             write_heads(c, chunk);
         }
         const i32 nth = chunk - c.share.first_chunk;
-        if (lane_id() == 0 && (Call::cfg.signals_early() || chunk + 1 == c.share.end_chunk)) c.shared.sent.arrive(c.round, c.rotation_step_of(nth));
+        if (lane_id() == 0 && (Call::cfg.signals_early() || chunk + 1 == c.share.end_chunk))
+            c.shared.sent.arrive(c.round, c.rotation_step_of(nth));
     }
 }
 

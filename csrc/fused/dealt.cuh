@@ -1,8 +1,8 @@
 // Tiles on their way from the thread of a block that finds them to those that make them, and from the first block of a cluster to the
 // other.
 #pragma once
+#include "../gemm/ring.cuh"
 #include "lagged.h"
-#include "ring.cuh"
 
 namespace moecomm {
 

@@ -1,17 +1,19 @@
 // Rows for the first GEMM: some of the blocks fetch them from their homes before they multiply, in the order in which the tiles want them,
 // while the others have begun.  The first rows, which all wait for, all may fetch: a multiprocessor takes in a fraction of what links give.
 //
-// Every expert has a copy of its own of a row.  One that is here already is copied from there, and not over the links (RowDescriptor::same), if the
-// rows of its counter, and all before them, are known to have come: nobody waits for that.  Fetching waits for nobody at all: the dispatch
-// has ended, and homes keep their rows until all of this round have landed there.  So every tile that waits for rows is made in the end.
+// Every expert has a copy of its own of a row.  One that is here already is copied from there, and not over the links
+// (RowDescriptor::same), if the rows of its counter, and all before them, are known to have come: nobody waits for that.  Fetching waits
+// for nobody at all: the dispatch has ended, and homes keep their rows until all of this round have landed there.  So every tile that waits
+// for rows is made in the end.
 #pragma once
 #include "../device/bulk.cuh"
 #include "../device/copy.cuh"
+#include "../gemm/policies.cuh"
+#include "../gemm/ring.cuh"
 #include "layer.cuh"
-#include "policies.cuh"
-#include "ring.cuh"
 
-// Where the compiler would leave something out of a kernel that is all one function (moecomm/cubin.py), kernel_loader.py has this called.
+// Where the compiler would leave something out of a kernel that is all one function (moecomm/jit/cubin.py), kernel_loader.py has this
+// called.
 #ifdef MOECOMM_CALLS
 #define MOECOMM_FETCH __device__ __noinline__
 #else
@@ -80,8 +82,8 @@ struct Fetcher {
     u8* const memory;
     const i32 warp = warp_id();
     i32 loaded = 0, stored = 0, signaled = 0;  // pieces; rows
-    u64 from = 0;                          // the row whose pieces are loading
-    i32 next_row = 0;                      // after it
+    u64 from = 0;                              // the row whose pieces are loading
+    i32 next_row = 0;                          // after it
     RowDescriptor next{};
 
     // The n-th row of a warp.

@@ -7,8 +7,8 @@
 #include "../device/bulk.cuh"
 #include "../device/cast.cuh"
 #include "../device/copy.cuh"
+#include "../gemm/tensor.cuh"
 #include "layer.cuh"
-#include "tensor.cuh"
 
 namespace moecomm {
 

@@ -14,7 +14,7 @@
 // the next that nobody has, and makes what it has in that order.  Then the smallest position that is not made has been taken by somebody
 // who has made all it took before, and who waits for nothing but rows: it can go on, and so can the launch, however many blocks of it run.
 #pragma once
-#include "tiles.h"
+#include "../gemm/tiles.h"
 
 namespace moecomm {
 

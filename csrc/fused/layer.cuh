@@ -2,9 +2,9 @@
 // What its kernels are told besides (moecomm/fused/two_launches.py packs it), and what they have in common.
 #pragma once
 #include "../device/launch.cuh"
-#include "../protocol/slip.h"
+#include "../gemm/config.cuh"
+#include "../protocol/row_descriptor.h"
 #include "arrivals.h"
-#include "config.cuh"
 
 namespace moecomm {
 
@@ -27,24 +27,24 @@ struct RowConfig {
 struct LayerArgs {
     Context ctx;
     // Of our own tokens.
-    u64 x;        // [num_tokens][hidden], rows x_stride bytes apart, 16-byte aligned
-    u64 published;  // the same rows as they travel (RowConfig), for peers: an offset in our window
+    u64 x;               // [num_tokens][hidden], rows x_stride bytes apart, 16-byte aligned
+    u64 published;       // the same rows as they travel (RowConfig), for peers: an offset in our window
     u64 receive_buffer;  // [num_tokens][topk] rows, by peers: an offset in our window
-    u64 owners;   // i32[num_tokens][topk]: rank of the k-th expert, -1: none
-    u64 weights;  // f32[num_tokens][topk]; 0: every weight is 1
-    u64 bias;     // rows bias_stride bytes apart (0: one for all); 0: none
-    u64 out;      // [num_tokens][hidden], rows out_stride bytes apart
+    u64 owners;          // i32[num_tokens][topk]: rank of the k-th expert, -1: none
+    u64 weights;         // f32[num_tokens][topk]; 0: every weight is 1
+    u64 bias;            // rows bias_stride bytes apart (0: one for all); 0: none
+    u64 out;             // [num_tokens][hidden], rows out_stride bytes apart
     i64 x_stride, bias_stride, out_stride;
     // Of the rows that our experts get.
-    u64 descriptors;     // RowDescriptor[rows]
-    u64 num_rows;  // i32
-    u64 rows;      // [max_rows]: the rows themselves (RowConfig), once they are fetched
-    u64 source_ranks;     // u64[max_rows]: the address that each row that the experts make goes to
-    u64 fetched;   // u32[]: of every RowConfig::counted rows, how many are there; words for every kLeastCounted
-    u64 made;      // u32[]: of every row tile, how often a block has made columns of it in the first GEMM (one_launch.cuh)
-    u64 taken;     // u32: positions of tiles that somebody has (one_launch.cuh)
-    u64 fetching;  // u32: rows that somebody fetches, or has
-    u64 late;      // u32: 1 where rows did not come in time, or the dispatch has failed
+    u64 descriptors;   // RowDescriptor[rows]
+    u64 num_rows;      // i32
+    u64 rows;          // [max_rows]: the rows themselves (RowConfig), once they are fetched
+    u64 source_ranks;  // u64[max_rows]: the address that each row that the experts make goes to
+    u64 fetched;       // u32[]: of every RowConfig::counted rows, how many are there; words for every kLeastCounted
+    u64 made;          // u32[]: of every row tile, how often a block has made columns of it in the first GEMM (one_launch.cuh)
+    u64 taken;         // u32: positions of tiles that somebody has (one_launch.cuh)
+    u64 fetching;      // u32: rows that somebody fetches, or has
+    u64 late;          // u32: 1 where rows did not come in time, or the dispatch has failed
     i32 num_tokens, max_rows;
     i32 row_tiles;  // that there are words for
 };

@@ -1,5 +1,5 @@
 // Before the dispatch of a layer, and while it goes on: our rows to where peers can read them.  The dispatch begins when all before this
-// kernel has ended, reads nothing that is written here, and tells no peer of the rows before this has ended (dispatch/slips.cuh).
+// kernel has ended, reads nothing that is written here, and tells no peer of the rows before this has ended (dispatch/descriptors.cuh).
 #pragma once
 #include "../device/quantize.cuh"
 #include "layer.cuh"

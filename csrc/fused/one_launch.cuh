@@ -8,9 +8,9 @@
 //   the teller     a thread: counts, for all blocks, that the tile has been stored.
 // What somebody stores here and somebody else loads: see `deal` and `tell`.
 #pragma once
+#include "../gemm/gemm.cuh"
 #include "dealt.cuh"
 #include "fetch.cuh"
-#include "gemm.cuh"
 #include "send.cuh"
 
 namespace moecomm {

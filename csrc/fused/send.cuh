@@ -1,8 +1,8 @@
 // What experts have made, on its way home.
 #pragma once
 #include "../device/grid.cuh"
+#include "../gemm/policies.cuh"
 #include "layer.cuh"
-#include "policies.cuh"
 
 namespace moecomm {
 

@@ -1,7 +1,7 @@
 // The two launches of a layer: rows are fetched while the first GEMM has begun, and go home as the second makes them.
 #pragma once
+#include "../gemm/gemm.cuh"
 #include "fetch.cuh"
-#include "gemm.cuh"
 #include "send.cuh"
 
 namespace moecomm {

@@ -5,8 +5,8 @@
 #include <memory>
 
 #include "executor.h"
-#include "home.h"
-#include "returns.h"
+#include "scaleout/return_forward.h"
+#include "scaleout/source_rank.h"
 #include "seal.h"
 #include "stage.h"
 #include "team.h"
@@ -121,8 +121,11 @@ void put_direct(Combine& c, DirectSends& sent, i32 worker, i32 stride, float* sc
 bool stage_for_all(Combine& c, Pulls& pulls, i32 chunk, float* scratch) {
     i32 waiting[kMaxRanks], count = 0;  // homes
     for (i32 step = 0; step < c.r.ranks; ++step)
-        if (const i32 source_rank = c.r.peer(step); chunk < c.chunks_of(source_rank) && !c.direct_to(source_rank)) waiting[count++] = source_rank;
-    const auto can_stage = [&](i32 source_rank) { return has_place(c, source_rank, chunk) && missing_weight(c, source_rank, chunk) == nullptr; };
+        if (const i32 source_rank = c.r.peer(step); chunk < c.chunks_of(source_rank) && !c.direct_to(source_rank))
+            waiting[count++] = source_rank;
+    const auto can_stage = [&](i32 source_rank) {
+        return has_place(c, source_rank, chunk) && missing_weight(c, source_rank, chunk) == nullptr;
+    };
     const auto find = [&] {
         const u64* weight = missing_weight(c, waiting[0], chunk);
         if (weight != nullptr) return Missing{waiting[0], weight, c.r.tag};
@@ -164,7 +167,8 @@ void stage_and_pull(Combine& c, DirectSends& sent, i32 worker, i32 stride) {
 // By home: chunks of which we put straight what we have.
 std::vector<i32> direct_chunks(const Combine& c) {
     std::vector<i32> chunks;
-    for (i32 source_rank = 0; source_rank < c.r.ranks && c.r.domains() > 1; ++source_rank) chunks.push_back(c.direct_to(source_rank) ? c.chunks_of(source_rank) : 0);
+    for (i32 source_rank = 0; source_rank < c.r.ranks && c.r.domains() > 1; ++source_rank)
+        chunks.push_back(c.direct_to(source_rank) ? c.chunks_of(source_rank) : 0);
     return chunks;
 }
 

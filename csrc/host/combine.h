@@ -4,7 +4,7 @@
 
 #include "round.h"
 #include "rows.h"
-#include "straight.h"
+#include "scaleout/direct.h"
 
 namespace moecomm::host {
 
@@ -50,7 +50,9 @@ struct Combine {
         std::memcpy(&number, &bits, sizeof(number));
         return number;
     }
-    u8* staged(i32 rank, i32 source_rank, i32 token) const { return at<u8>(a.ctx, rank, staged_at(a.ctx.window, shape, source_rank, token)); }
+    u8* staged(i32 rank, i32 source_rank, i32 token) const {
+        return at<u8>(a.ctx, rank, staged_at(a.ctx.window, shape, source_rank, token));
+    }
     // Do all ranks make this combine?  Without waiting: as far as we know.
     bool agreed() { return r.headers_in() && r.judge().failure == Failure::none; }
     bool await_agreement() { return r.await_headers() && r.judge().failure == Failure::none; }

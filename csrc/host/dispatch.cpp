@@ -6,7 +6,7 @@
 
 #include "executor.h"
 #include "receive.h"
-#include "relay.h"
+#include "scaleout/forward.h"
 #include "seal.h"
 #include "send.h"
 #include "team.h"

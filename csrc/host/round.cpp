@@ -46,7 +46,9 @@ void Round::announce_scaleout(const u32* words, const i32* counts) {
 }
 
 // A rank may have sent the mail of the round after this one already.
-bool Round::tagged_words_arrived(i32 from) const { return reaches(from) || have_tagged_words_arrived(load_acquire(signal(tagged_words_signal(from))), tag); }
+bool Round::tagged_words_arrived(i32 from) const {
+    return reaches(from) || have_tagged_words_arrived(load_acquire(signal(tagged_words_signal(from))), tag);
+}
 
 bool Round::read_header(i32 from) {
     if (!tagged_words_arrived(from)) return false;

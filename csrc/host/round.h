@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "../protocol/domains.h"
-#include "link.h"
+#include "scaleout/link.h"
 #include "wait.h"
 #include "window.h"
 
@@ -20,10 +20,10 @@ class Round {
     const Op op;
     const i32 me;
     const i32 ranks;
-    const i32 scaleup_ranks;   // ranks of our domain
-    const i32 first;  // the first of them
-    State& state;     // ours alone
-    const u32 tag;    // of this round
+    const i32 scaleup_ranks;  // ranks of our domain
+    const i32 first;          // the first of them
+    State& state;             // ours alone
+    const u32 tag;            // of this round
     Watch watch;
 
     static State& state_of(const Context& ctx) { return *at<State>(ctx, ctx.rank, ctx.window.state); }

@@ -1,6 +1,6 @@
 #include "wait.h"
 
-#include "link.h"
+#include "scaleout/link.h"
 #include "window.h"
 
 namespace moecomm::host {

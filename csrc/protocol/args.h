@@ -38,7 +38,7 @@ struct Route {
     u64 rows;         // i32[flat rows][topk]: rows here of flat row f, -1 where the k-th expert is elsewhere (expert, batched)
     u64 row_weights;  // f32[rows]: the routing weight of each row (expert, batched)
     u64 src;          // i32[rows][2]: source rank, token; padding rows -1, -1
-    u64 forwarded;      // i32[domains][max_tokens][forwarded_words()]: what we relay of each other domain (domains.h); 0 with one domain
+    u64 forwarded;    // i32[domains][max_tokens][forwarded_words()]: what we relay of each other domain (domains.h); 0 with one domain
     u64 key;          // a hash of the window, the layout, max_rows and our tokens: which dispatches may have written tables like these
     i32 max_rows;     // rows that these tables are for
     i32 pad;
@@ -87,8 +87,9 @@ struct DispatchArgs {
     i32 max_rows;      // rows of `out_x`
     i32 chunk_tokens;  // a power of two up to kMaxChunk
     i32 repeat;        // 1: `route` is that of an earlier dispatch; no counting, no src, weights or indices
-    // Kernels, one domain.  1: a RowDescriptor (slip.h) travels in the place of a row, and of all that stands beside it; the rows themselves lie in
-    // our window, `x` is an offset there, and is read once the kernels before this one have ended.  Of the route, token_owner is written.
+    // Kernels, one domain.  1: a RowDescriptor (slip.h) travels in the place of a row, and of all that stands beside it; the rows
+    // themselves lie in our window, `x` is an offset there, and is read once the kernels before this one have ended.  Of the route,
+    // token_owner is written.
     i32 descriptors;
     u64 call;           // RoundHeader::call
     i32 check_weights;  // 1: NaN in topk_weights is bad input
@@ -137,7 +138,7 @@ struct CombineArgs {
     u64 out_weight_grads;  // f32[num_tokens][topk]
     i64 out_stride;
     u64 topk_weights;  // in: f32[num_tokens][topk], contiguous: in the place of those that the dispatch carried; 0: those
-    u64 reduced_rows;          // kernels, one domain: in our window, room for a reduced row of each flat row here, gradients behind it; 0: they
+    u64 reduced_rows;  // kernels, one domain: in our window, room for a reduced row of each flat row here, gradients behind it; 0: they
                        // go through `staging`, also where homes give topk_weights
 };
 

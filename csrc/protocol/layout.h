@@ -1,7 +1,7 @@
 // Every byte offset of a window.  All ranks of a Buffer have the same Shape (checked at open), so all windows have the same layout.
 #pragma once
-#include "notice.h"
 #include "packets.h"
+#include "round_header.h"
 
 namespace moecomm {
 
@@ -31,12 +31,12 @@ struct State {
 };
 
 struct WindowLayout {
-    u64 abort;  // u32, its own line: any rank may set it
-    u64 state;  // State
-    u64 tagged_words;   // u64[2][ranks][num_tagged_words]: word_signal, by round parity and sender: a RoundHeader, then i32[columns], the sender's tokens per
-                // expert and flat rows per rank (dispatch), then, where rows come in packets, a bit a token of the sender that comes.  Two
-                // are enough: a peer's mail of round n + 2 implies that it saw ours of round n + 1, which we sent after we had finished
-                // reading round n.
+    u64 abort;         // u32, its own line: any rank may set it
+    u64 state;         // State
+    u64 tagged_words;  // u64[2][ranks][num_tagged_words]: word_signal, by round parity and sender: a RoundHeader, then i32[columns], the
+                       // sender's tokens per expert and flat rows per rank (dispatch), then, where rows come in packets, a bit a token of
+                       // the sender that comes.  Two are enough: a peer's mail of round n + 2 implies that it saw ours of round n + 1,
+                       // which we sent after we had finished reading round n.
     u64 arrived;   // u64[ranks][max_tokens]: chunk_signal by source rank and chunk of its tokens
     u64 reduced;   // u64[ranks][max_tokens]: tag_signal by reducing rank and chunk of our tokens; several domains: by domain of the home,
                    // reducing rank of ours and chunk of the home's tokens, because we relay for homes
@@ -55,8 +55,8 @@ struct WindowLayout {
     u64 begun;     // RoundHeader[domain_ranks]: scratch: of our domain, in the dispatch that was begun last; several domains
     u64 signals;   // u64[2][signals()]: written by links alone (domains.h), then what ours at others were made last; several domains
     u64 staging;   // [ranks][ring_tokens] rows of staged_row_bytes, by home and token % ring_tokens
-    u64 receive_buffer;   // [2][domains][ring_tokens] tokens of receive_bytes, by domain of the source and token % ring_tokens, then as kernels
-                   // put them, by domain of the relay; several domains
+    u64 receive_buffer;  // [2][domains][ring_tokens] tokens of receive_bytes, by domain of the source and token % ring_tokens, then as
+                         // kernels put them, by domain of the relay; several domains
     u64 returned;  // [2][domains][ring_tokens] rows of staged_row_bytes, by domain that sums and our token % ring_tokens, then as kernels
                    // put them, by domain of the home; several domains
     u64 heap;      // outputs, handed out by runtime/arena

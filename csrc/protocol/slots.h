@@ -11,7 +11,8 @@
 
 namespace moecomm {
 
-// Rows of each expert of a rank in the batched layout, out of RoundHeader::max_rows; in `expert` groups begin at running sums of aligned_group.
+// Rows of each expert of a rank in the batched layout, out of RoundHeader::max_rows; in `expert` groups begin at running sums of
+// aligned_group.
 MOECOMM_BOTH constexpr i32 batched_group(i32 max_rows, i32 experts_here) { return max_rows / experts_here; }
 MOECOMM_BOTH constexpr i32 aligned_group(i32 count, i32 alignment) { return ceil_div(count, alignment) * alignment; }
 MOECOMM_BOTH constexpr i32 owner_of(const Shape& s, i32 expert) { return expert / (s.experts / s.ranks); }

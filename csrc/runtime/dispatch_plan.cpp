@@ -148,18 +148,9 @@ void DispatchPlan::place_kept(DispatchArgs& args, const Block& kept) const {
     args.rows_per_expert = base + k.rows_per_expert;
     args.num_rows = base + k.num_rows;
     const u64 forwarded = domains(args.ctx.shape) > 1 ? base + k.forwarded : 0;
-    args.route = {base + k.token_rows,
-                  base + k.token_owner,
-                  base + k.token_slot,
-                  base + k.sent,
-                  base + k.ranges,
-                  flat ? 0 : base + k.rows,
-                  flat ? 0 : base + k.weights,
-                  base + k.src,
-                  forwarded,
-                  key_of(args),
-                  args.max_rows,
-                  0};
+    args.route = {
+        base + k.token_rows,         base + k.token_owner, base + k.token_slot, base + k.sent, base + k.ranges, flat ? 0 : base + k.rows,
+        flat ? 0 : base + k.weights, base + k.src,         forwarded,           key_of(args),  args.max_rows,   0};
 }
 
 std::optional<DispatchArgs> DispatchPlan::bind(const Block& payload, const Block& kept, i32 max_rows, const DispatchInputs& inputs) const {

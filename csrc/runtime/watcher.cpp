@@ -12,8 +12,8 @@
 
 #include "../protocol/order.h"
 #include "../protocol/record.h"
+#include "background_thread.h"
 #include "error.h"
-#include "quiet_thread.h"
 
 namespace moecomm::runtime {
 namespace {

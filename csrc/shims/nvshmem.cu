@@ -1,5 +1,5 @@
 // NVSHMEM behind shims.h.  What goes over the network lies in the wheel's libnvshmem_device.a, which is linked beside this; the state that
-// both read is set when the kernel has been loaded (moecomm/linking.py).
+// both read is set when the kernel has been loaded (moecomm/jit/linking.py).
 #include <nvshmem.h>
 #include <nvshmemx.h>
 

@@ -1,6 +1,6 @@
 // What kernels call of NCCL's and NVSHMEM's device libraries, with none of their types: device communicators, windows and symmetric
 // addresses cross as plain pointers and numbers.  gin.cu and nvshmem.cu define these functions; they are compiled to LTO IR when the
-// wheel is built (build.py) and linked to the kernel when it is compiled (moecomm/linking.py), so that a kernel needs neither header.
+// wheel is built (build.py) and linked to the kernel when it is compiled (moecomm/jit/linking.py), so that a kernel needs neither header.
 //
 // Without a suffix: for one thread.  With `_warp`: by all lanes of a warp together, with the same arguments.
 //

@@ -16,8 +16,8 @@ import torch
 
 from moecomm import _native
 from moecomm.backends.collective import NoRoom, all_or_none
+from moecomm.core.rendezvous import Rendezvous
 from moecomm.errors import BadInput, Unsupported
-from moecomm.rendezvous import Rendezvous
 
 _ON_GPUS = ("lsa", "gin", "nvshmem")  # in the order that "auto" prefers
 NAMES = (*_ON_GPUS, "host")

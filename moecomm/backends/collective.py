@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from moecomm import _native
+from moecomm.core.opening import Opening
+from moecomm.core.rendezvous import Rendezvous
 from moecomm.errors import RoundFailed, Timeout, Unsupported
-from moecomm.opening import Opening
-from moecomm.rendezvous import Rendezvous
 
 _TEXT_BYTES = 512
 _FINE, _UNSUPPORTED, _NO_ROOM = range(3)

@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 
-from moecomm import _native, config, nic, rma_plugin, shims
-from moecomm.backends import cuda_driver, lsa, nccl_device, windows, windows_local, windows_nccl
+from moecomm import _native, config, rma_plugin, shims
+from moecomm.backends import cuda_driver, lsa, nccl_device, nic, windows
 from moecomm.backends.collective import all_or_none
 from moecomm.backends.reach import Reach
+from moecomm.backends.windows import local, nccl
+from moecomm.core.rendezvous import Rendezvous
 from moecomm.errors import Unsupported
-from moecomm.rendezvous import Rendezvous
 
 _TYPES = {2: "proxy", 3: "gdaki", 4: "gpi"}  # ncclGinType_t
 _CONTEXTS = 4  # asked for: each has queues of its own
@@ -36,14 +37,14 @@ _QUEUE, _POSTS, _WARPS = (
     16,
 )  # entries of a queue, those that moecomm_gin_has_room counts a post, warps of a block
 _LINGER_S = 2.0
-_COMMUNICATOR = 256  # its place behind struct GinLink of csrc/device/gin.cuh
+_COMMUNICATOR = 256  # its place behind struct GinLink of csrc/transport/gin.cuh
 
 ring_tokens, packet_bytes, direct_bytes = lsa.ring_tokens, lsa.packet_bytes, lsa.direct_bytes
 
 
 def missing() -> str:
     """Empty if NCCL can put from kernels here; else the first thing missing, as a sentence."""
-    return lsa.missing() or windows_nccl.missing() or _missing_gin()
+    return lsa.missing() or nccl.missing() or _missing_gin()
 
 
 def _missing_gin() -> str:
@@ -83,7 +84,7 @@ class GinWindow:
     def __init__(
         self,
         kind: str,
-        memory: windows_nccl.Memory,
+        memory: nccl.Memory,
         peers: list[int],
         communicator: Any,
         device: nccl_device.DeviceCommunicator,
@@ -101,7 +102,7 @@ class GinWindow:
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             _close(self._device)
-            windows_nccl.end(communicator)
+            nccl.end(communicator)
 
 
 def _close(device: nccl_device.DeviceCommunicator) -> None:
@@ -130,7 +131,7 @@ class GinReach(Reach):
         if domain_ranks not in (0, ranks.ranks):
             self._variables["NCCL_LSA_TEAM_SIZE"] = str(domain_ranks)
         with config.variables(self._variables):
-            self._communicator = windows_nccl.connect(ranks)
+            self._communicator = nccl.connect(ranks)
         try:
             with all_or_none(ranks):
                 found = nccl_device.properties(self._communicator)
@@ -141,7 +142,7 @@ class GinReach(Reach):
                         f"domain_ranks={domain_ranks}: NCCL's LSA team has {team}; see NCCL_LSA_TEAM_SIZE"
                     )
         except BaseException:
-            windows_nccl.end(self._communicator)
+            nccl.end(self._communicator)
             raise
         self._kind = _TYPES.get(found.gin_type, f"type {found.gin_type}")
         self.shim = "gin_proxy" if self._kind == "proxy" else "gin"
@@ -164,13 +165,13 @@ class GinReach(Reach):
     def open_window(self, layout: _native.WindowLayout) -> windows.Window:
         """See Reach.  There is a signal a word of `layout.signals`, and one more, which rounds do not use."""
         if self.ranks.ranks == 1:  # nobody to reach
-            return windows_local.open_window(self.ranks, layout.bytes, self.device)
+            return local.open_window(self.ranks, layout.bytes, self.device)
         ranks, communicator = self.ranks, self._communicator
         with ExitStack() as undo, config.variables(self._variables):
-            undo.callback(windows_nccl.end, communicator)
-            memory, window = windows_nccl.register(ranks, communicator, layout.bytes, self.device)
+            undo.callback(nccl.end, communicator)
+            memory, window = nccl.register(ranks, communicator, layout.bytes, self.device)
             undo.callback(memory.free)
-            undo.callback(windows_nccl.end, communicator)  # first: it still has the memory
+            undo.callback(nccl.end, communicator)  # first: it still has the memory
             with all_or_none(ranks):
                 version, signals = _version(shims.find(self.shim)), spare_signal(layout) + 1
                 device = nccl_device.DeviceCommunicator(communicator, version, signals=signals, contexts=_CONTEXTS)
@@ -187,7 +188,7 @@ class GinReach(Reach):
         peers = []
         for peer in range(self.ranks.ranks):
             near = peer // size == rank // size
-            peers.append(windows_nccl.peer_address(window, peer, rank, own_address) if near else 0)
+            peers.append(nccl.peer_address(window, peer, rank, own_address) if near else 0)
             if near and not peers[-1]:
                 raise Unsupported(
                     f"the GPU of rank {peer} is not in the LSA team of rank {rank}, which NCCL says it is"
@@ -201,7 +202,7 @@ def spare_signal(layout: _native.WindowLayout) -> int:
 
 
 def _link(window: int, communicator: bytes, device: torch.device) -> torch.Tensor:
-    """struct GinLink of csrc/device/gin.cuh, with the device communicator behind it, in memory of the GPU."""
+    """struct GinLink of csrc/transport/gin.cuh, with the device communicator behind it, in memory of the GPU."""
     link = torch.zeros(_COMMUNICATOR + len(communicator), dtype=torch.uint8, device=device)
     words = (link.data_ptr() + _COMMUNICATOR).to_bytes(8, "little") + window.to_bytes(8, "little")
     content = bytearray(words.ljust(_COMMUNICATOR, b"\0") + communicator)

@@ -9,9 +9,10 @@ import struct
 
 import torch
 
-from moecomm import _native, linking, plain_kernel
+from moecomm import _native
+from moecomm.jit import linking, plain_kernel
 
-_NOTICE = struct.Struct("<IIQqiiii7Q")  # struct RoundHeader of csrc/protocol/notice.h
+_NOTICE = struct.Struct("<IIQqiiii7Q")  # struct RoundHeader of csrc/protocol/round_header.h
 _LEAVE = 3  # Op::leave
 WORD = 8  # bytes of a word of mail, and of a signal
 

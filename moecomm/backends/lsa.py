@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moecomm import _native, failures, packets, plain_kernel, tuning
+from moecomm import _native, tuning
 from moecomm.backends import Schedule, cuda_driver, leave, windows
 from moecomm.backends.collective import all_or_none
 from moecomm.backends.lsa_kernels import Kernels, is_multi_domain
 from moecomm.backends.presence import Presence
 from moecomm.backends.reach import Reach
+from moecomm.core import failures, packets
+from moecomm.core.rendezvous import Rendezvous
+from moecomm.core.settings import MAX_CHUNK
 from moecomm.errors import BadInput, Unsupported
-from moecomm.rendezvous import Rendezvous
-from moecomm.settings import MAX_CHUNK
+from moecomm.jit import plain_kernel
 
 if TYPE_CHECKING:
     from moecomm import jit
@@ -152,7 +154,9 @@ class LsaSession:
             with all_or_none(ranks):  # nobody writes to a window before it is zero
                 self._copies.zero(self._window.address, layout.staging)
                 if is_multi_domain(shape):  # nothing there looks like a token of ours
-                    self._copies.zero(self._window.address + layout.receive_buffer, layout.returned - layout.receive_buffer)
+                    self._copies.zero(
+                        self._window.address + layout.receive_buffer, layout.returned - layout.receive_buffer
+                    )
                 self._copies.wait()
                 if self.reach.puts:
                     plain_kernel.load(leave.putter(self.reach.shim), device.index)

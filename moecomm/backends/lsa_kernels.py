@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moecomm import _native, packets
+from moecomm import _native
+from moecomm.core import packets
 
 if TYPE_CHECKING:
     from moecomm import jit

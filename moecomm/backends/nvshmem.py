@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from moecomm import _native
-from moecomm.backends import lsa, nvshmem_runtime, windows, windows_local
+from moecomm.backends import lsa, nvshmem_runtime, windows
 from moecomm.backends.collective import all_or_none
 from moecomm.backends.reach import Reach
+from moecomm.backends.windows import local
+from moecomm.core.rendezvous import Rendezvous
 from moecomm.errors import Unsupported
-from moecomm.rendezvous import Rendezvous
 
 ring_tokens, packet_bytes, direct_bytes = lsa.ring_tokens, lsa.packet_bytes, lsa.direct_bytes
 
@@ -59,7 +60,7 @@ class NvshmemReach(Reach):
         """See Reach."""
         ranks = self.ranks
         if ranks.ranks == 1:  # nobody to reach
-            return windows_local.open_window(ranks, layout.bytes, self.device)
+            return local.open_window(ranks, layout.bytes, self.device)
         block = nvshmem_runtime.take(ranks, layout.bytes, self.device)
         size = self.domain_ranks or ranks.ranks
         with all_or_none(ranks):

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
-from moecomm import config, linking, nic
+from moecomm import config
+from moecomm.backends import nic
 from moecomm.backends.collective import all_or_none
 from moecomm.backends.cuda_driver import no_room, wheel_suffix
+from moecomm.core.rendezvous import Rendezvous
 from moecomm.errors import Unsupported
-from moecomm.rendezvous import Rendezvous
+from moecomm.jit import linking
 
 _OLDEST = (3, 4, 5)
 _ALIGNMENT = 512

@@ -1,6 +1,6 @@
 """python -m moecomm.bench: the same as moecomm bench."""
 
 from moecomm.bench.cli import app
-from moecomm.cli import run
+from moecomm.tools.cli import run
 
 run(app)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from moecomm.core.rendezvous import rendezvous
+from moecomm.core.settings import Settings
 from moecomm.dispatch import LAYOUTS
 from moecomm.errors import BadInput
-from moecomm.rendezvous import rendezvous
 from moecomm.router import MODELS, random_routing
-from moecomm.settings import Settings
 
 QUANT_GROUP = 128
 PAYLOADS = ("bf16", "fp8", "fp8-column", "fp8-ue8m0", "fp8-ue8m0-column")  # fp8: cast inside dispatch

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from moecomm.backends import cuda_driver
 from moecomm.bench import kernels
 from moecomm.bench.clock import Call, Clock, percentiles
-from moecomm.bench.receive_buffer import ReceiveBuffer
 from moecomm.bench.ranks import Step, device_of, progress, together
-from moecomm.plain_kernel import launch
+from moecomm.bench.receive_buffer import ReceiveBuffer
+from moecomm.jit.plain_kernel import launch
 
 Move = tuple[int, int, int]  # to, from, bytes
 SMS = [4, 8, 16, 24, 32, 64, 132]
@@ -126,7 +126,10 @@ def _on_cpu(receive_buffer: ReceiveBuffer, local: torch.Tensor, part: int) -> It
             for threads in counts:
                 each, moves = -(-part // threads), []
                 for peer in _others(receive_buffer):
-                    there, here = receive_buffer.addresses[peer] + receive_buffer.rank * part, local.data_ptr() + peer * part
+                    there, here = (
+                        receive_buffer.addresses[peer] + receive_buffer.rank * part,
+                        local.data_ptr() + peer * part,
+                    )
                     to, source = (there, here) if method == "memcpy write" else (here, there)
                     moves += [(to + at, source + at, min(each, part - at)) for at in range(0, part, each)]
                 yield method, threads, partial(_move_all, pool if threads > 1 else None, moves)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moecomm.bench.options import Experts, Hidden, Intermediate, Json, Topk, real, whole, written
-from moecomm.settings import MAX_FLAT_ROWS
+from moecomm.core.settings import MAX_FLAT_ROWS
 
 if TYPE_CHECKING:
     from moecomm.bench.case import Case

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moecomm import padding, routing_map
 from moecomm.bench.case import Case
 from moecomm.bench.clock import Clock, percentiles
 from moecomm.bench.ranks import device_of, on_ranks, progress
 from moecomm.compat import deep_ep
+from moecomm.core.rendezvous import rendezvous
+from moecomm.core.settings import MAX_TOPK
 from moecomm.dispatch.reference import quantize
 from moecomm.errors import BadInput
-from moecomm.rendezvous import rendezvous
-from moecomm.settings import MAX_TOPK
+from moecomm.kernels import padding, routing_map
 
 MOST_LOW_LATENCY = 512  # tokens of a low-latency call: deep_ep's own take as many, and more would be most of the memory
 ALIGNMENT = 16  # of rows of an expert, as grouped GEMMs in FP8 want it

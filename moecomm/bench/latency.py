@@ -8,13 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moecomm import _native, config, plain_kernel, rma_plugin
+from moecomm import _native, config, rma_plugin
 from moecomm.bench import kernels, proxy_times
 from moecomm.bench.clock import percentiles
-from moecomm.bench.receive_buffer import ReceiveBuffer
 from moecomm.bench.ranks import device_of, progress
+from moecomm.bench.receive_buffer import ReceiveBuffer
+from moecomm.core.rendezvous import rendezvous
 from moecomm.errors import Timeout
-from moecomm.rendezvous import rendezvous
+from moecomm.jit import plain_kernel
 
 SIZES = [1 << power for power in range(27)]  # 1 B to 64 MB
 _SIGNAL_BYTES = 256  # kPayload
@@ -149,7 +150,10 @@ class Player:
         else:
             nanoseconds = self._on_gpu(self._kernels[method], blocks, size, known)
         if nanoseconds == 0:
-            peer, text = 1 - receive_buffer.rank, f"rank {receive_buffer.rank} waited for rank {1 - receive_buffer.rank}: its put"
+            peer, text = (
+                1 - receive_buffer.rank,
+                f"rank {receive_buffer.rank} waited for rank {1 - receive_buffer.rank}: its put",
+            )
             raise Timeout(text, rank=receive_buffer.rank, peer=peer, phase="payload", op="put", round=0)
         return nanoseconds / 1e3 / rounds / 2
 

@@ -18,12 +18,12 @@ from moecomm.bench.exchange import nccl_group
 from moecomm.bench.ranks import device_of, on_ranks, progress, together
 from moecomm.bench.torch_layer import TorchLayer
 from moecomm.buffer import Buffer
+from moecomm.core.settings import Settings
 from moecomm.errors import BadInput
 from moecomm.fused import Fp8, quantize_weights
 from moecomm.fused.fp8_experts import apply_fp8_experts
 from moecomm.fused.layer import FORMS, apply_experts
 from moecomm.router import Model, random_routing
-from moecomm.settings import Settings
 
 # Variants of our layer; FP8 also of its parts, and before the name of a form (FORMS).
 SEQUENTIAL, FP8 = "sequential", "fp8"

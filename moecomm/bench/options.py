@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from moecomm.checks import check_real
+from moecomm.core.integers import check_integer
+from moecomm.core.validation import check_real
 from moecomm.errors import BadInput
-from moecomm.whole import check_integer
 
 MOST = 1 << 20  # of a size; more than any model has
 

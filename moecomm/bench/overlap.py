@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moecomm import plain_kernel
 from moecomm.backends.lsa import cluster
 from moecomm.bench import kernels
 from moecomm.bench.clock import Call, Clock, device_us
 from moecomm.buffer import Buffer
+from moecomm.jit import plain_kernel
 
 SIZE = 8192  # of a square bf16 matmul
 _MATMULS = 20  # timed together

@@ -15,7 +15,7 @@ from moecomm.bench.clock import Clock, Timed
 from moecomm.bench.exchange import Collective
 from moecomm.bench.ours import Ours
 from moecomm.bench.ranks import Step, together
-from moecomm.rendezvous import rendezvous
+from moecomm.core.rendezvous import rendezvous
 
 
 class Peers:

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moecomm import backends, config
+from moecomm.core.rendezvous import rendezvous
 from moecomm.errors import BadInput
-from moecomm.launch import launch
-from moecomm.rendezvous import rendezvous
+from moecomm.tools.launch import launch
 
 Step = Callable[[str], None]  # says what comes next
 MOST_RANKS = 64

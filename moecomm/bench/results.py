@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import moecomm
-from moecomm import checkup
 from moecomm.bench import sources
 from moecomm.bench.ranks import starter
+from moecomm.tools import doctor
 
 _NCCL = "libnccl.so.2"
 _INSTALLED = {"nccl4py": "nccl4py", "nvshmem": "NVSHMEM", "nvshmem4py": "nvshmem4py", "cuda-core": "cuda.core"}
@@ -73,7 +73,7 @@ def _cuda() -> dict[str, str]:
         found["nccl torch was built with"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     if loaded := _loaded_nccl():
         found["nccl loaded"] = loaded
-    found |= {name: version for name, known in _INSTALLED.items() if (version := checkup.installed(known))}
+    found |= {name: version for name, known in _INSTALLED.items() if (version := doctor.installed(known))}
     proc = Path("/proc/driver/nvidia/version")
     if proc.exists() and (driver := re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", proc.read_text())):
         found["driver"] = driver[0]

@@ -12,19 +12,24 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-from moecomm import kernel_loader
+from moecomm.jit import loader
 
 # Files below csrc that a part is compiled from; a digest covers what these include, and name.cpp of each name.h.
 PARTS: dict[str, tuple[str, ...]] = {
     "dispatch": ("dispatch/dispatch.cuh",),
     "combine": ("combine/combine.cuh",),
-    "GEMM": ("fused/gemm.cuh",),
+    "GEMM": ("gemm/gemm.cuh",),
     "fused layer": ("fused/offer.cuh", "fused/one_launch.cuh", "fused/home.cuh"),
-    "passes": ("device/padding.cuh", "device/routing_map.cuh", "device/swiglu_gradients.cuh", "device/tidy.cuh"),
+    "passes": (
+        "elementwise/padding.cuh",
+        "elementwise/routing_map.cuh",
+        "elementwise/swiglu_gradients.cuh",
+        "elementwise/tidy.cuh",
+    ),
     "all-to-all": ("bench/all_to_all.cuh",),
     "put + signal": ("bench/ping_pong.cuh", "bench/ping_pong_through.cuh"),
-    "gin": ("device/gin.cuh", "shims/gin.cu"),
-    "nvshmem": ("device/nvshmem.cuh", "shims/nvshmem.cu"),
+    "gin": ("transport/gin.cuh", "shims/gin.cu"),
+    "nvshmem": ("transport/nvshmem.cuh", "shims/nvshmem.cu"),
     "RMA plugin": ("rma_plugin/plugin.cpp",),
     "host": ("host/dispatch.cpp", "host/combine.cpp"),
 }
@@ -37,7 +42,7 @@ def digests(csrc: Path | None = None) -> dict[str, str]:
 
     csrc: default: that of this package, which has no sources of the host in it if it was installed as a wheel.
     """
-    root = csrc or kernel_loader.headers()
+    root = csrc or loader.headers()
     return {part: _digest(files, root) for part, files in PARTS.items() if all((root / f).is_file() for f in files)}
 
 

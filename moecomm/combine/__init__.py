@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moecomm.arrays import note_written, warn_of_gradients, window_tensor
-from moecomm.checks import check_dtype
 from moecomm.combine.arguments import check
 from moecomm.combine.plan import Combining, Options, Plan, kind_of
+from moecomm.core.arrays import note_written, warn_of_gradients, window_tensor
+from moecomm.core.settings import DTYPES
+from moecomm.core.validation import check_dtype
 from moecomm.dispatch.arguments import check_handle, check_hashable
 from moecomm.errors import BadInput
 from moecomm.routed import Handle
-from moecomm.settings import DTYPES
 
 if TYPE_CHECKING:
     from moecomm.buffer import Buffer

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moecomm import _native
-from moecomm.arrays import as_tensor, as_output_tensor, check_no_overlap, check_rows, check_tensor
-from moecomm.checks import check_flag
+from moecomm.core.arrays import as_output_tensor, as_tensor, check_no_overlap, check_rows, check_tensor
+from moecomm.core.settings import DTYPES
+from moecomm.core.validation import check_flag
 from moecomm.dispatch.arguments import check_num_sms
 from moecomm.errors import BadInput, Unsupported
 from moecomm.routed import Handle
-from moecomm.settings import DTYPES
 
 if TYPE_CHECKING:
     from moecomm.buffer import Buffer

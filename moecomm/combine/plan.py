@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from moecomm import _native, call, packets
+from moecomm import _native
 from moecomm.combine.arguments import Tensors
+from moecomm.core import packets, signature
+from moecomm.core.settings import DTYPES
 from moecomm.dispatch.arguments import LAYOUTS
 from moecomm.errors import BadInput
 from moecomm.routed import Handle
-from moecomm.settings import DTYPES
 
 if TYPE_CHECKING:
     from moecomm.buffer import Buffer
@@ -89,7 +90,9 @@ class Plan:
     def schedule(self, num_tokens: int) -> None:
         """Makes start() know how a round of so many tokens is run."""
         options = self._options
-        few = self._staged_bytes > 0 and packets.fit_return_packets(self._staged_bytes, num_tokens, self._topk, self._room)
+        few = self._staged_bytes > 0 and packets.fit_return_packets(
+            self._staged_bytes, num_tokens, self._topk, self._room
+        )
         self._few[num_tokens] = few
         # Flat rows that are staged take as many blocks as rows that are added up first.
         layout = "expert" if self._stages_flat_rows and not few else options.layout
@@ -140,7 +143,7 @@ def _args(buffer: Buffer, options: Options, like: Tensors) -> _native.CombineArg
     args.wire = DTYPES.index(options.wire or torch.float32)
     args.layout, args.weighted = LAYOUTS.index(options.layout), int(bool(options.weighted))
     args.sum_grads = int(options.sum_grads)
-    args.call = call.pack(
+    args.call = signature.pack(
         layout=args.layout,
         dtype=args.type,
         wire=args.wire,

@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from types import ModuleType
 
-from moecomm.checks import check_flag
+from moecomm.core.validation import check_flag
 from moecomm.errors import Unsupported
 
 __all__ = ["install_as_deep_ep"]

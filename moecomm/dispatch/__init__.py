@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from moecomm.arrays import warn_of_gradients
-from moecomm.buffer_state import collective
-from moecomm.checks import check_flag
+from moecomm.core.arrays import warn_of_gradients
+from moecomm.core.state import collective
+from moecomm.core.validation import check_flag
 from moecomm.dispatch import outputs
 from moecomm.dispatch.arguments import LAYOUTS, check, check_handle, check_hashable
 from moecomm.dispatch.plan import END, Options, Plan, PublishedRows

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moecomm import _native
-from moecomm.arrays import as_tensor, check_rows, check_tensor
-from moecomm.checks import check_flag, check_name
+from moecomm.core.arrays import as_tensor, check_rows, check_tensor
+from moecomm.core.integers import check_alignment, check_integer, is_integer
+from moecomm.core.validation import check_flag, check_name
 from moecomm.errors import BadInput, Closed
 from moecomm.routed import Handle
-from moecomm.whole import check_alignment, check_integer, is_integer
 
 if TYPE_CHECKING:
     from moecomm.buffer import Buffer

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moecomm.arrays import window_tensor
+from moecomm.core.arrays import window_tensor
 
 if TYPE_CHECKING:
     from moecomm.routed import Routed

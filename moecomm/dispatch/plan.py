@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from moecomm import _native, call
+from moecomm import _native
+from moecomm.core import signature
+from moecomm.core.integers import is_integer
 from moecomm.dispatch import outputs
 from moecomm.dispatch.arguments import LAYOUTS, SCALE_FORMATS, SCALE_LAYOUTS, Tensors, scale_columns, scale_dtype
 from moecomm.routed import Handle, Routed
-from moecomm.whole import is_integer
 
 if TYPE_CHECKING:
     from moecomm.buffer import Buffer
@@ -38,7 +39,7 @@ class Options(NamedTuple):
 
 
 class PublishedRows(NamedTuple):
-    """What slips say (csrc/protocol/slip.h), by offsets in our window, of rows of x that are fetched, and of the rows
+    """What slips say (csrc/protocol/row_descriptor.h), by offsets in our window, of rows of x that are fetched, and of the rows
     that experts make of them.
     """
 
@@ -157,7 +158,9 @@ def _args(buffer: Buffer, options: Options, like: Tensors) -> _native.DispatchAr
     args.ctx = buffer.session.context
     args.hidden, args.in_type = buffer.hidden, TYPES[like.x.dtype]
     args.layout, args.alignment = LAYOUTS.index(options.layout), options.expert_alignment
-    args.row_bytes = DESCRIPTOR_BYTES if options.descriptors else args.hidden * (1 if options.quantize else like.x.element_size())
+    args.row_bytes = (
+        DESCRIPTOR_BYTES if options.descriptors else args.hidden * (1 if options.quantize else like.x.element_size())
+    )
     args.descriptors = int(options.descriptors)
     args.quantize = int(options.quantize is not None)
     args.scale_format = SCALE_FORMATS.index(options.scale_format)
@@ -167,7 +170,7 @@ def _args(buffer: Buffer, options: Options, like: Tensors) -> _native.DispatchAr
         args.idx_bytes = like.topk_idx.element_size()
     if (dtype := scale_dtype(options, like)) is not None:
         args.scale_bytes = scale_columns(options, like) * dtype.itemsize
-    args.call = call.pack(
+    args.call = signature.pack(
         layout=args.layout,
         dtype=args.in_type,
         topk_idx_dtype=int(args.idx_bytes == 8),

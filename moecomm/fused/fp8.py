@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from moecomm.checks import check_dense
+from moecomm.core.settings import DTYPES
+from moecomm.core.validation import check_dense
 from moecomm.dispatch.reference import E4M3_MAX, GROUP
 from moecomm.errors import BadInput
-from moecomm.settings import DTYPES
 
 
 class Fp8(NamedTuple):

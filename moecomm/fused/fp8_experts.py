@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moecomm.arrays import as_tensor, check_tensor
+from moecomm.core.arrays import as_tensor, check_tensor
 from moecomm.dispatch.reference import GROUP
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import kernels

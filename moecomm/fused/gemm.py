@@ -9,16 +9,16 @@ from typing import Any, Literal, overload
 import torch
 
 from moecomm import _native
-from moecomm.arrays import note_written
 from moecomm.backends import cuda_driver
+from moecomm.core.arrays import note_written
+from moecomm.core.integers import check_integer
 from moecomm.errors import Unsupported
 from moecomm.fused import kernels, reference, schedules, tensor_maps
 from moecomm.fused.fp8 import Fp8, Operand
 from moecomm.fused.operands import Operands, check_counts, check_operands, result
 from moecomm.fused.schedules import BAND, FP8_BAND, Schedule, block_columns
 from moecomm.fused.weights import GRANULARITY
-from moecomm.plain_kernel import launch
-from moecomm.whole import check_integer
+from moecomm.jit.plain_kernel import launch
 
 
 @overload

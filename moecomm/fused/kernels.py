@@ -11,7 +11,7 @@ import torch
 
 from moecomm.fused.schedules import Schedule, block_columns
 from moecomm.fused.tensor_maps import TensorMap
-from moecomm.plain_kernel import PlainKernel
+from moecomm.jit.plain_kernel import PlainKernel
 
 THREADS = 384  # kGemmThreads
 MOST_GROUPS = 512  # kMostGroups
@@ -24,7 +24,7 @@ NAMES = {**TYPES, FP8: "e4m3"}  # of Type
 
 @dataclass(frozen=True)
 class SharedKernel(PlainKernel):
-    """`shared`: dynamic shared memory, such as GemmShared of csrc/fused/gemm.cuh."""
+    """`shared`: dynamic shared memory, such as GemmShared of csrc/gemm/gemm.cuh."""
 
     shared: int = 0
 
@@ -40,7 +40,7 @@ def gemm_kernel(
     swiglu: bool,
     apart: bool,
     schedule: Schedule,
-    header: str = "gemm",
+    header: str = "gemm/gemm",
     function: str = "grouped_gemm",
     args: str = "GemmArgs",
     more: str = "",
@@ -48,7 +48,7 @@ def gemm_kernel(
     out: torch.dtype | None = None,
     beside: int = 0,
 ) -> SharedKernel:
-    """The grouped GEMM, or another function of such a GemmConfig (csrc/fused/config.cuh) and `more`.
+    """The grouped GEMM, or another function of such a GemmConfig (csrc/gemm/config.cuh) and `more`.
 
     `out`: of the product, if not `dtype`.  `beside`: bytes of shared memory that the function has besides.
     """
@@ -67,11 +67,11 @@ def gemm_kernel(
     config = f".type = Type::{NAMES[dtype]}, .out = Type::{NAMES[out or dtype]}, "
     config += ", ".join(f".{name} = {str(value).lower()}" for name, value in fields.items())
     entry = f"{function}<GemmConfig{{{config}}}{more}>"
-    return SharedKernel(f"fused/{header}", entry, args, THREADS, cluster=schedule.cluster, shared=shared)
+    return SharedKernel(header, entry, args, THREADS, cluster=schedule.cluster, shared=shared)
 
 
 class GemmArgs(ctypes.Structure):
-    """GemmArgs of csrc/fused/config.cuh."""
+    """GemmArgs of csrc/gemm/config.cuh."""
 
     _fields_ = (
         ("w", TensorMap),
@@ -80,7 +80,7 @@ class GemmArgs(ctypes.Structure):
         ("counts", ctypes.c_uint64),
         ("columns", ctypes.c_int32),
         ("depth", ctypes.c_int32),
-        # Grouping of csrc/fused/tiles.h
+        # Grouping of csrc/gemm/tiles.h
         ("groups", ctypes.c_int32),
         ("alignment", ctypes.c_int32),
         ("group_rows", ctypes.c_int32),

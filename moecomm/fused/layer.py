@@ -12,14 +12,14 @@ import torch
 from torch.nn.functional import grouped_mm, pad, silu
 
 from moecomm import combine, dispatch
-from moecomm.arrays import as_tensor, check_tensor, note_written, warn_of_gradients
-from moecomm.buffer_state import collective
-from moecomm.checks import check_flags, check_name
+from moecomm.core.arrays import as_tensor, check_tensor, note_written, warn_of_gradients
+from moecomm.core.state import collective
+from moecomm.core.validation import check_flags, check_name
 from moecomm.dispatch.arguments import check_max_rows
 from moecomm.errors import BadInput
 from moecomm.fused import kernels, one_launch, reference, two_launches
 from moecomm.fused.fp8 import Fp8
-from moecomm.fused.fp8_experts import as_weights, apply_fp8_experts, check_fp8
+from moecomm.fused.fp8_experts import apply_fp8_experts, as_weights, check_fp8
 from moecomm.fused.gemm import multiply
 from moecomm.fused.operands import Operands
 from moecomm.fused.weights import deinterleave

@@ -54,7 +54,7 @@ def one_kernel(
     """The launch; `dtype`: of rows as they travel, and of what the first GEMM makes of them; `out`: of what is sent, if
     not `dtype`.
     """
-    one = ("one_launch", "fetch_multiply_and_send", "OneLaunchArgs")
+    one = ("fused/one_launch", "fetch_multiply_and_send", "OneLaunchArgs")
     more = f", {row_config(dtype, hidden, counted)}, Type::{kernels.TYPES[out or dtype]}"
     return kernels.gemm_kernel(dtype, True, apart, schedule, *one, more, beside=DEALT_BYTES)
 

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import torch
 
-from moecomm.arrays import check_no_overlap, check_memory, has_memory
-from moecomm.checks import check_dense, check_flag, check_name, check_same_device
+from moecomm.core.arrays import check_memory, check_no_overlap, has_memory
+from moecomm.core.integers import check_alignment
+from moecomm.core.validation import check_dense, check_flag, check_name, check_same_device
 from moecomm.dispatch.reference import GROUP
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import kernels
 from moecomm.fused.fp8 import Operand
-from moecomm.whole import check_alignment
 
 _MOST_ROWS = 1 << 30
 

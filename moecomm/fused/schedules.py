@@ -7,12 +7,12 @@ from functools import lru_cache
 
 import torch
 
-from moecomm.checks import check_flag, check_sizes
+from moecomm.core.integers import check_integer
+from moecomm.core.validation import check_flag, check_sizes
 from moecomm.errors import BadInput
-from moecomm.whole import check_integer
 
-BLOCK_COLUMNS = 128  # GemmConfig::block_columns of csrc/fused/config.cuh; twice as many of e4m3
-# Row tiles of a band (csrc/fused/tiles.h).  66 pairs of blocks on 132 multiprocessors work on 8 by 8.25 tiles of 256
+BLOCK_COLUMNS = 128  # GemmConfig::block_columns of csrc/gemm/config.cuh; twice as many of e4m3
+# Row tiles of a band (csrc/gemm/tiles.h).  66 pairs of blocks on 132 multiprocessors work on 8 by 8.25 tiles of 256
 # rows and 256 columns at a time: as many bytes of x as of weights, which is the least of both together.
 BAND = 8
 
@@ -24,7 +24,7 @@ def block_columns(dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Fields of GemmConfig (csrc/fused/config.cuh).
+    """Fields of GemmConfig (csrc/gemm/config.cuh).
 
     Any schedule computes any shape, and every row has the same bits with all of them.
     """

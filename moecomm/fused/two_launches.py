@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moecomm import _native
-from moecomm.arrays import as_tensor, as_output_tensor, check_no_overlap, check_rows, check_tensor
 from moecomm.backends import cuda_driver
+from moecomm.core.arrays import as_output_tensor, as_tensor, check_no_overlap, check_rows, check_tensor
 from moecomm.dispatch.arguments import check_routing
 from moecomm.dispatch.plan import PublishedRows
 from moecomm.dispatch.reference import GROUP
@@ -23,7 +23,7 @@ from moecomm.fused.fp8 import Fp8
 from moecomm.fused.kernels import FP8
 from moecomm.fused.operands import Operands
 from moecomm.fused.schedules import Schedule
-from moecomm.plain_kernel import PlainKernel, launch, load
+from moecomm.jit.plain_kernel import PlainKernel, launch, load
 
 if TYPE_CHECKING:
     from moecomm.buffer import Buffer
@@ -97,14 +97,14 @@ def fetch_kernel(
     dtype: torch.dtype, apart: bool, schedule: Schedule, hidden: int, counted: int = LEAST_COUNTED
 ) -> kernels.SharedKernel:
     """The first launch; `dtype`: of rows as they travel, and of what it makes of them."""
-    two = ("two_launches", "fetch_and_multiply", "LayerGemmArgs")
+    two = ("fused/two_launches", "fetch_and_multiply", "LayerGemmArgs")
     more = f", {row_config(dtype, hidden, counted)}"
     return kernels.gemm_kernel(dtype, True, apart, schedule, *two, more, helped=True, beside=FETCH_BYTES)
 
 
 def send_kernel(dtype: torch.dtype, schedule: Schedule, out: torch.dtype | None = None) -> kernels.SharedKernel:
     """The second launch; `out`: of what it sends, if not `dtype`."""
-    two = ("two_launches", "multiply_and_send", "LayerGemmArgs")
+    two = ("fused/two_launches", "multiply_and_send", "LayerGemmArgs")
     return kernels.gemm_kernel(dtype, False, False, schedule, *two, out=out)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from moecomm.checks import check_dense
+from moecomm.core.validation import check_dense
 from moecomm.errors import BadInput
 
-GRANULARITY = 8  # rows: what lies 8 apart in a tile is in registers of the same lane (csrc/fused/wgmma.cuh)
+GRANULARITY = 8  # rows: what lies 8 apart in a tile is in registers of the same lane (csrc/gemm/wgmma.cuh)
 
 
 def interleave(w13: torch.Tensor) -> torch.Tensor:

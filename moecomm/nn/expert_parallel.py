@@ -9,7 +9,17 @@ import torch
 
 from moecomm import backends, ops
 from moecomm.buffer import Buffer
-from moecomm.checks import check_dense, check_drawn, check_dtype, check_flag, check_name, check_sizes, check_same_device
+from moecomm.core.rendezvous import rendezvous
+from moecomm.core.settings import DTYPES
+from moecomm.core.validation import (
+    check_dense,
+    check_drawn,
+    check_dtype,
+    check_flag,
+    check_name,
+    check_same_device,
+    check_sizes,
+)
 from moecomm.dispatch.arguments import check_max_rows
 from moecomm.errors import BadInput
 from moecomm.nn.buffers import shared_buffer
@@ -17,9 +27,7 @@ from moecomm.nn.experts import Experts
 from moecomm.nn.gate import Gate
 from moecomm.ops.counted import counted
 from moecomm.ops.rounds import rows_of
-from moecomm.rendezvous import rendezvous
 from moecomm.router import Gating
-from moecomm.settings import DTYPES
 
 
 class ExpertParallel(torch.nn.Module):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import silu
 
-from moecomm.checks import MOST_SIZE, check_dense, check_drawn, check_sizes, check_same_device
+from moecomm.core.validation import MOST_SIZE, check_dense, check_drawn, check_same_device, check_sizes
 from moecomm.errors import BadInput
-from moecomm.layer import expert_weights
 from moecomm.ops.grouped import grouped_linear
+from moecomm.tools.demo_layer import expert_weights
 
 
 class Experts(torch.nn.Module):

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moecomm.checks import check_dense
+from moecomm.core.integers import check_integer, is_integer
+from moecomm.core.rendezvous import rendezvous
+from moecomm.core.validation import check_dense
 from moecomm.errors import BadInput
-from moecomm.rendezvous import rendezvous
-from moecomm.whole import check_integer, is_integer
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -24,10 +24,11 @@ from typing import NamedTuple
 
 import torch
 
-from moecomm import tangents
-from moecomm.arrays import as_tensor
 from moecomm.buffer import Buffer
-from moecomm.checks import check_flag, check_flags, check_name, check_same_device
+from moecomm.core import tangents
+from moecomm.core.arrays import as_tensor
+from moecomm.core.integers import check_alignment
+from moecomm.core.validation import check_flag, check_flags, check_name, check_same_device
 from moecomm.dispatch.arguments import LAYOUTS, check_max_rows, check_num_sms
 from moecomm.errors import BadInput
 from moecomm.fused.fp8_experts import as_weights
@@ -35,7 +36,6 @@ from moecomm.fused.layer import form_of
 from moecomm.ops import gradients, layer, rounds
 from moecomm.ops.counted import counted
 from moecomm.ops.handles import Handle
-from moecomm.whole import check_alignment
 
 __all__ = ["Dispatched", "Handle", "combine", "dispatch", "dispatch_again", "moe"]
 

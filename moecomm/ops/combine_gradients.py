@@ -6,12 +6,14 @@ import ctypes
 
 import torch
 
-from moecomm import plain_kernel, row_pass, tangents
+from moecomm.core import tangents
+from moecomm.jit import plain_kernel
+from moecomm.kernels import row_pass
 from moecomm.ops.rounds import rows_of
 
 
 class _Args(ctypes.Structure):
-    """GradientArgs of csrc/device/combine_gradients.cuh."""
+    """GradientArgs of csrc/elementwise/combine_gradients.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("rows", "y", "weights", "to_y", "to_weights")),
@@ -22,7 +24,7 @@ class _Args(ctypes.Structure):
 def kernel(dtype: torch.dtype) -> plain_kernel.PlainKernel:
     """`dtype`: of rows, and of y."""
     entry = f"combine_gradients<Type::{row_pass.TYPES[dtype]}>"
-    return row_pass.kernel("device/combine_gradients", entry, "GradientArgs")
+    return row_pass.kernel("elementwise/combine_gradients", entry, "GradientArgs")
 
 
 @torch.library.custom_op("moecomm::combine_gradients", mutates_args=())

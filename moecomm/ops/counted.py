@@ -8,8 +8,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from moecomm import names
-from moecomm.buffer_state import BufferState, CollectiveCall
+from moecomm.core import names
+from moecomm.core.state import BufferState, CollectiveCall
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")

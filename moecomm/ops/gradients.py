@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from moecomm import names
+from moecomm.core import names
 from moecomm.errors import Unsupported
 from moecomm.ops import layer, rounds
 from moecomm.ops.combine_gradients import combine_gradients

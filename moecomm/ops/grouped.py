@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.functional import grouped_mm
 
-from moecomm import tangents
+from moecomm.core import tangents
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

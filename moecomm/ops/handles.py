@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
-from moecomm import _native, names
-from moecomm.arrays import check_memory, window_tensor
-from moecomm.buffer_state import CollectiveCall
+from moecomm import _native
+from moecomm.core import names
+from moecomm.core.arrays import check_memory, window_tensor
+from moecomm.core.state import CollectiveCall
 from moecomm.dispatch.arguments import LAYOUTS
 from moecomm.errors import BadInput
 from moecomm.routed import Handle as NativeHandle

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from moecomm import names, tangents
-from moecomm.buffer_state import CollectiveCall
+from moecomm.core import names, tangents
+from moecomm.core.state import CollectiveCall
 from moecomm.fused.weights import GRANULARITY
 from moecomm.ops import rounds, swiglu
 from moecomm.ops.grouped import grouped_linear, grouped_outer

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from moecomm import names, padding, tangents
-from moecomm.arrays import check_memory, window_tensor
 from moecomm.buffer import Buffer
-from moecomm.buffer_state import CollectiveCall
+from moecomm.core import names, tangents
+from moecomm.core.arrays import check_memory, window_tensor
+from moecomm.core.state import CollectiveCall
 from moecomm.errors import BadInput
+from moecomm.kernels import padding
 from moecomm.ops import handles
 from moecomm.ops.tidy import About, tidied
 from moecomm.routed import Handle as NativeHandle

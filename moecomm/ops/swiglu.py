@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from moecomm import plain_kernel, row_pass
+from moecomm.jit import plain_kernel
+from moecomm.kernels import row_pass
 from moecomm.ops.rounds import rows_of
 
 
 class _Args(ctypes.Structure):
-    """SwigluArgs of csrc/device/swiglu_gradients.cuh."""
+    """SwigluArgs of csrc/elementwise/swiglu_gradients.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("both", "inner", "weights", "to_both", "to_inner", "to_weights", "end")),
@@ -33,7 +34,7 @@ class Gradients(NamedTuple):
 def kernel(dtype: torch.dtype) -> plain_kernel.PlainKernel:
     """`dtype`: of rows."""
     entry = f"swiglu_gradients<Type::{row_pass.TYPES[dtype]}>"
-    return row_pass.kernel("device/swiglu_gradients", entry, "SwigluArgs")
+    return row_pass.kernel("elementwise/swiglu_gradients", entry, "SwigluArgs")
 
 
 def gradients(

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from moecomm import padding, plain_kernel, row_pass
+from moecomm.jit import plain_kernel
+from moecomm.kernels import padding, row_pass
 
 
 class About(NamedTuple):
@@ -21,7 +22,7 @@ class About(NamedTuple):
 
 
 class _Args(ctypes.Structure):
-    """TidyArgs of csrc/device/tidy.cuh."""
+    """TidyArgs of csrc/elementwise/tidy.cuh."""
 
     _fields_ = (
         ("of", padding.Args),
@@ -33,7 +34,7 @@ class _Args(ctypes.Structure):
 
 def kernel(ids: str) -> plain_kernel.PlainKernel:
     """`ids`: the type of ids."""
-    return row_pass.kernel("device/tidy", f"tidy<{ids}>", "TidyArgs")
+    return row_pass.kernel("elementwise/tidy", f"tidy<{ids}>", "TidyArgs")
 
 
 def tidied(layout: str, found: About) -> About:

@@ -1,7 +1,7 @@
 """Where the device shims of the gin and nvshmem backends are, or why they are not there.
 
 They are csrc/shims/*.cu, compiled to LTO IR by moecomm.shims.build, which building a wheel runs, and kept in this
-directory.  moecomm.linking links them to kernels.
+directory.  moecomm.jit.linking links them to kernels.
 """
 
 from __future__ import annotations

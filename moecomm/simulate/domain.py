@@ -11,7 +11,7 @@ from typing import Any
 from moecomm.errors import BadInput
 
 FEW, MANY = "few", "many"
-MOST_FEW = 512  # tokens of a rank that may go in packets: moecomm/packets.py
+MOST_FEW = 512  # tokens of a rank that may go in packets: moecomm/core/packets.py
 SHIPPED = "h200.json"
 
 

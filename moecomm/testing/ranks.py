@@ -12,8 +12,8 @@ import torch
 
 from moecomm import _native, combine, dispatch
 from moecomm.buffer import Buffer
+from moecomm.core.rendezvous import LocalRank, local_ranks
 from moecomm.fused import layer
-from moecomm.rendezvous import LocalRank, local_ranks
 from moecomm.routed import Routed
 
 

@@ -6,7 +6,7 @@ up to `tokens` tokens of a rank, the last of its kind for any number; `ranks` th
 `chunk_tokens` of a combine is that of the dispatch whose rows it brings home.
 
 Whether the rows of a rank go in packets, as few do, is not in a table: all ranks must see it alike, whichever tables
-their users have, so it rests on the number of tokens and on room alone (moecomm/packets.py).
+their users have, so it rests on the number of tokens and on room alone (moecomm/core/packets.py).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moecomm import trusted_files
 from moecomm.config import cache_dir
-from moecomm.trusted_files import Access
+from moecomm.jit import trusted_files
+from moecomm.jit.trusted_files import Access
 
 OPS, LAYOUTS = ("dispatch", "combine"), ("flat", "expert", "batched")
 CHUNKS = (1, 2, 4, 8, 16, 32)

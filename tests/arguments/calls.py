@@ -13,10 +13,11 @@ from unittest.mock import patch
 import torch
 
 import moecomm
-from moecomm import compat, fused, launch, nn, ops, router
+from moecomm import compat, fused, nn, ops, router
 from moecomm.compat import deep_ep
-from moecomm.launch import RanksFailed
-from moecomm.rendezvous import Alone
+from moecomm.core.rendezvous import Alone
+from moecomm.tools import launch
+from moecomm.tools.launch import RanksFailed
 
 H, E, K, T, I = 64, 4, 2, 4, 32  # noqa: E741 - as the docstrings have them
 SIZES: dict[str, Any] = {"hidden": H, "num_experts": E, "topk": K, "max_tokens": 8}

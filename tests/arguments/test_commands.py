@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import typer
 
-from moecomm import cli, demo
 from moecomm.bench import gemm, ranks
 from moecomm.errors import MoecommError
+from moecomm.tools import cli, demo
 
 HUGE = ("2147483648", "1180591620717411303424")
 WORDS = ("", "x")

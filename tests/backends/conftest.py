@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moecomm.backends import cuda_driver
-from moecomm.rendezvous import LocalRank, local_ranks
+from moecomm.core.rendezvous import LocalRank, local_ranks
 from tests.backends.fake_driver import FakeDriver
 
 

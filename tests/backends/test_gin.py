@@ -15,8 +15,9 @@ import pytest
 import torch
 from packaging.version import Version
 
-from moecomm import _native, nic, rma_plugin, shims
-from moecomm.backends import cuda_driver, gin, lsa, nccl_device, windows, windows_nccl
+from moecomm import _native, rma_plugin, shims
+from moecomm.backends import cuda_driver, gin, lsa, nccl_device, nic, windows
+from moecomm.backends.windows import nccl
 from moecomm.errors import Unsupported
 
 from .test_nvshmem import Echo
@@ -269,9 +270,9 @@ def test_ranks_that_nccl_can_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_missing_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lsa, "missing", lambda: "")
-    monkeypatch.setattr(windows_nccl, "missing", lambda: "nccl4py can't be imported (no); pip install nccl4py")
+    monkeypatch.setattr(nccl, "missing", lambda: "nccl4py can't be imported (no); pip install nccl4py")
     assert gin.missing() == "nccl4py can't be imported (no); pip install nccl4py"
-    monkeypatch.setattr(windows_nccl, "missing", lambda: "")
+    monkeypatch.setattr(nccl, "missing", lambda: "")
     Nccl(version="2.30.5").install(monkeypatch)
     assert gin.missing() == (
         "NCCL 2.30.5 is loaded (/lib/libnccl.so.2) and the shim was compiled for NCCL 2.30.7; "

@@ -19,9 +19,9 @@ import moecomm
 from moecomm import _native, backends, tuning
 from moecomm.backends import cuda_driver, leave, lsa
 from moecomm.backends.collective import NoRoom
+from moecomm.core.rendezvous import Alone, Rendezvous
+from moecomm.core.settings import Settings
 from moecomm.errors import Unsupported
-from moecomm.rendezvous import Alone, Rendezvous
-from moecomm.settings import Settings
 from moecomm.testing import LocalBuffers
 
 
@@ -160,7 +160,9 @@ def test_leaving_ends_a_peers_round(last_round: int, op: str) -> None:
         window = context.window
         ctypes.c_uint32.from_address(context.peers[1] + window.state).value = last_round
         tagged_words = leave.tagged_words(last_round, window.num_tagged_words)
-        ctypes.memmove(context.peers[1] + leave.tagged_words_offset(window, 2, last_round, 0), tagged_words, len(tagged_words))
+        ctypes.memmove(
+            context.peers[1] + leave.tagged_words_offset(window, 2, last_round, 0), tagged_words, len(tagged_words)
+        )
         with pytest.raises(moecomm.PeerLost) as caught:
             buffer.dispatch(**call) if op == "dispatch" else buffer.combine(second.x, second.handle)
         assert (caught.value.rank, caught.value.peer, caught.value.op) == (1, 0, op)

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm import _native, linking, nic
-from moecomm.backends import lsa, nvshmem, nvshmem_runtime, windows
+from moecomm import _native
+from moecomm.backends import lsa, nic, nvshmem, nvshmem_runtime, windows
 from moecomm.backends.collective import NoRoom
 from moecomm.backends.reach import Reach
 from moecomm.errors import Unsupported
+from moecomm.jit import linking
 
 DEVICE = torch.device("cuda", 0)
 LAYOUT = _native.window_layout(

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from moecomm import config
-from moecomm.backends import cuda_driver, windows, windows_local, windows_nccl, windows_vmm
+from moecomm.backends import cuda_driver, windows
 from moecomm.backends.collective import NoRoom, all_or_none
+from moecomm.backends.windows import local, nccl, vmm
+from moecomm.core.rendezvous import LocalRank
 from moecomm.errors import Mismatch, Unsupported
-from moecomm.rendezvous import LocalRank
 from tests.backends.conftest import run_ranks
 
 HERE, AWAY = b"h" * 32, b"a" * 32
@@ -31,10 +32,10 @@ def opened(kind: str, error: Exception | None = None) -> Callable[..., str]:
 @pytest.fixture
 def kinds(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Every kind of window works, and the GPU has no FABRIC handles."""
-    monkeypatch.setattr(windows_nccl, "missing", lambda: "")
-    monkeypatch.setattr(windows_nccl, "open_window", opened("nccl"))
-    monkeypatch.setattr(windows_vmm, "open_window", opened("vmm"))
-    monkeypatch.setattr(windows_local, "open_window", opened("local"))
+    monkeypatch.setattr(nccl, "missing", lambda: "")
+    monkeypatch.setattr(nccl, "open_window", opened("nccl"))
+    monkeypatch.setattr(vmm, "open_window", opened("vmm"))
+    monkeypatch.setattr(local, "open_window", opened("local"))
     monkeypatch.setattr(windows, "attribute", lambda name, device: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     return monkeypatch
@@ -56,20 +57,20 @@ def test_nccl_where_it_can_and_vmm_elsewhere(kinds: pytest.MonkeyPatch) -> None:
     assert choose() == ["nccl", "nccl"]
     assert choose("vmm") == ["vmm fabric=False"] * 2
     assert choose(gpus=(b"0", b"0")) == ["vmm fabric=False"] * 2, "NCCL refuses two ranks on one GPU"
-    kinds.setattr(windows_nccl, "open_window", opened("nccl", RuntimeError("no")))
+    kinds.setattr(nccl, "open_window", opened("nccl", RuntimeError("no")))
     assert choose() == ["vmm fabric=False"] * 2
-    kinds.setattr(windows_nccl, "missing", lambda: "nccl4py is too old")
+    kinds.setattr(nccl, "missing", lambda: "nccl4py is too old")
     assert choose() == ["vmm fabric=False"] * 2
 
 
 def test_what_was_asked_for_is_not_replaced(kinds: pytest.MonkeyPatch) -> None:
-    kinds.setattr(windows_nccl, "missing", lambda: "nccl4py is too old")
+    kinds.setattr(nccl, "missing", lambda: "nccl4py is too old")
     found = choose("nccl")
     assert [type(error) for error in found] == [Unsupported] * 2 and str(found[0]) == "nccl4py is too old"
 
 
 def test_no_other_kind_is_tried_when_memory_is_out(kinds: pytest.MonkeyPatch) -> None:
-    kinds.setattr(windows_nccl, "open_window", opened("nccl", NoRoom("full")))
+    kinds.setattr(nccl, "open_window", opened("nccl", NoRoom("full")))
     assert [type(error) for error in choose()] == [NoRoom] * 2
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from packaging.version import Version
 
-from moecomm.backends import windows_nccl
 from moecomm.backends.collective import NoRoom
+from moecomm.backends.windows import nccl
 from moecomm.errors import Unsupported
 from tests.backends.conftest import run_ranks
 
@@ -93,8 +93,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Books], Books]:
     return install
 
 
-def open_nccl(group: Any) -> windows_nccl.NcclWindow:
-    return windows_nccl.open_window(group, 3 << 20, torch.device("cuda", group.rank))
+def open_nccl(group: Any) -> nccl.NcclWindow:
+    return nccl.open_window(group, 3 << 20, torch.device("cuda", group.rank))
 
 
 def test_peers_are_resolved_once_and_memory_outlives_close(install: Callable[[Books], Books]) -> None:
@@ -166,12 +166,12 @@ def test_multicast_is_off_by_environment_before(
 
 def test_what_is_missing_is_a_sentence(install: Callable[[Books], Books], monkeypatch: pytest.MonkeyPatch) -> None:
     install(Books("2.28.9"))
-    assert windows_nccl.missing() == (
+    assert nccl.missing() == (
         "NCCL 2.28.9 is loaded (/lib/libnccl.so.2) and windows need 2.30; pip install 'nvidia-nccl-cu13>=2.30.7'"
     )
     install(Books("2.30.7"))
-    assert windows_nccl.missing() == ""
+    assert nccl.missing() == ""
     monkeypatch.setattr(sys.modules["nccl.core"], "get_version", lambda: SimpleNamespace(libnccl=None))
-    assert windows_nccl.missing() == "nccl4py finds no libnccl.so.2; pip install 'nvidia-nccl-cu13>=2.30.7'"
+    assert nccl.missing() == "nccl4py finds no libnccl.so.2; pip install 'nvidia-nccl-cu13>=2.30.7'"
     monkeypatch.setitem(sys.modules, "nccl.core", None)
-    assert windows_nccl.missing().startswith("nccl4py can't be imported (")
+    assert nccl.missing().startswith("nccl4py can't be imported (")

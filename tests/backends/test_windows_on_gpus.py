@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from moecomm import _native
-from moecomm.backends import cuda_driver, leave, lsa, windows_nccl
+from moecomm.backends import cuda_driver, leave, lsa
+from moecomm.backends.windows import nccl
+from moecomm.core.rendezvous import ProcessGroup, Rendezvous
 from moecomm.errors import Unsupported
-from moecomm.rendezvous import ProcessGroup, Rendezvous
 from tests.backends.conftest import run_ranks
 
 WORDS = 256  # int32 a rank writes to each of its peers
@@ -113,7 +114,7 @@ def test_processes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for process in processes:
         process.join(timeout=60)
         assert process.exitcode == 0
-    if kind == "nccl" and (reason := windows_nccl.missing()):
+    if kind == "nccl" and (reason := nccl.missing()):
         assert all(isinstance(found[rank], Unsupported) and reason in str(found[rank]) for rank in range(ranks))
     else:
         assert [found[rank] for rank in range(ranks)] == [f"lsa/{kind}"] * ranks

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm.backends import windows_local, windows_vmm
 from moecomm.backends.collective import NoRoom
+from moecomm.backends.windows import local, vmm
+from moecomm.core.rendezvous import LocalRank
 from moecomm.errors import Unsupported
-from moecomm.rendezvous import LocalRank
 from tests.backends.conftest import run_ranks
 from tests.backends.fake_driver import FakeDriver, Status
 
 Install = Callable[[FakeDriver], FakeDriver]
 
 
-def open_vmm(group: LocalRank, fabric: bool = False) -> windows_vmm.VmmWindow:
-    return windows_vmm.open_window(group, 3 << 20, torch.device("cuda", group.rank), 20.0, fabric=fabric)
+def open_vmm(group: LocalRank, fabric: bool = False) -> vmm.VmmWindow:
+    return vmm.open_window(group, 3 << 20, torch.device("cuda", group.rank), 20.0, fabric=fabric)
 
 
 def descriptors() -> int:
@@ -120,7 +120,7 @@ def test_ranks_of_a_process_share_addresses(install_driver: Install) -> None:
     driver = install_driver(FakeDriver())
     devices = [3, 5, 3]
     windows: list[Any] = run_ranks(
-        3, lambda group: windows_local.open_window(group, 100, torch.device("cuda", devices[group.rank]))
+        3, lambda group: local.open_window(group, 100, torch.device("cuda", devices[group.rank]))
     )
     assert windows[0].peers == windows[1].peers == windows[2].peers == [window.address for window in windows]
     assert [driver.mapped[window.address] for window in windows] == [driver.own[f"rank{rank}"] for rank in range(3)]
@@ -141,7 +141,7 @@ def test_ranks_of_a_process_share_addresses(install_driver: Install) -> None:
 
 def test_a_failure_among_ranks_of_a_process_leaves_nothing(install_driver: Install) -> None:
     driver = install_driver(refuse("cuMemSetAccess", 0))
-    found = run_ranks(2, lambda group: windows_local.open_window(group, 100, torch.device("cuda", group.rank)))
+    found = run_ranks(2, lambda group: local.open_window(group, 100, torch.device("cuda", group.rank)))
     assert [type(error) for error in found] == [Unsupported] * 2
     found.clear()
     gc.collect()

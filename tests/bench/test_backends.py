@@ -16,7 +16,7 @@ from moecomm.bench import backends, dispatch_combine, table
 from moecomm.bench.backends import Way
 from moecomm.bench.case import Case, Traffic
 from moecomm.errors import BadInput, Unsupported
-from moecomm.launch import Failure, RanksFailed
+from moecomm.tools.launch import Failure, RanksFailed
 
 from ..conftest import Ranks
 from .test_dispatch_combine import bench, measured

@@ -275,7 +275,7 @@ def test_what_cannot_be_measured_is_one_line(
     words: list[str], said: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from moecomm.bench.cli import app
-    from moecomm.cli import run
+    from moecomm.tools.cli import run
 
     monkeypatch.setattr(sys, "argv", ["moecomm.bench", *words])
     with pytest.raises(SystemExit) as ended:

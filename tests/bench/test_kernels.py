@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from moecomm import kernel_loader
 from moecomm.backends import leave
 from moecomm.bench import ceiling, kernels, latency, overlap
+from moecomm.jit import loader
 
 from ..compiled import check_kernel
 from ..few import few
@@ -28,9 +28,7 @@ def test_compiles_within_a_multiprocessor(name: str) -> None:
 
 def test_a_ring_is_what_the_kernels_count_on() -> None:
     """The names are those of csrc/bench; the blocks hold as many warps as there are rings."""
-    text = "".join(
-        (kernel_loader.headers() / "bench" / f"{name}.cuh").read_text() for name in ("all_to_all", "ping_pong")
-    )
+    text = "".join((loader.headers() / "bench" / f"{name}.cuh").read_text() for name in ("all_to_all", "ping_pong"))
     assert re.search(rf"kPiece = {kernels.PIECE}, kSlots = {kernels._SLOTS}, kMovers = 6;", text)
     assert re.search(rf"kPutPiece = {kernels.PIECE}, kPutSlots = {kernels._SLOTS};", text)
     for kernel in ALL.values():
@@ -46,7 +44,7 @@ def test_structs_are_packed_as_the_kernels_read_them() -> None:
         "device/leave": leave.PutArgs,
     }
     for header, packed in structs.items():
-        text = (kernel_loader.headers() / f"{header}.cuh").read_text()
+        text = (loader.headers() / f"{header}.cuh").read_text()
         body = re.search(r"struct \w+Args \{(.*?)\n\};", text, re.DOTALL)
         asserted = re.search(r"static_assert\(sizeof\(\w+Args\) == (.*?),", text)
         assert body and asserted
@@ -57,5 +55,5 @@ def test_structs_are_packed_as_the_kernels_read_them() -> None:
 
 
 def test_headers_are_those_of_this_repository_or_the_package() -> None:
-    assert (kernel_loader.headers() / "bench" / "all_to_all.cuh").is_file()
-    assert isinstance(kernel_loader.headers(), Path)
+    assert (loader.headers() / "bench" / "all_to_all.cuh").is_file()
+    assert isinstance(loader.headers(), Path)

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moecomm import _native, backends, nic, shims
+from moecomm import _native, backends, shims
+from moecomm.backends import nic
 from moecomm.bench import latency
 from moecomm.bench.receive_buffer import ReceiveBuffer
 

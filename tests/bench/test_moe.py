@@ -14,9 +14,9 @@ import moecomm
 from moecomm.bench import moe
 from moecomm.bench.cli import app
 from moecomm.bench.torch_layer import TorchLayer
+from moecomm.core.settings import Settings
 from moecomm.errors import BadInput
 from moecomm.router import MODELS, Model
-from moecomm.settings import Settings
 from moecomm.testing import random_layer
 
 from ..conftest import Ranks

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm import Routed, combine, packets
+from moecomm import Routed, combine
+from moecomm.core import packets
 from moecomm.testing import LocalBuffers
 
 TOKENS, HIDDEN, TOPK = 20, 64, 2

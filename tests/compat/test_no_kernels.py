@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moecomm import padding
 from moecomm.bench.case import Case
 from moecomm.bench.deep_ep_layer import Layer
 from moecomm.compat.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer, hybrid
+from moecomm.kernels import padding
 
 from .together import together
 

@@ -10,7 +10,7 @@ import torch
 
 import moecomm
 from moecomm.compat.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer
-from moecomm.rendezvous import Alone
+from moecomm.core.rendezvous import Alone
 
 from .together import together
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from moecomm import jit, kernel_loader
+from moecomm import jit
+from moecomm.jit import loader
 
 from ..compiled import check_awaits, check_compiled, compile_beside
 from ..few import few
@@ -176,4 +177,4 @@ def test_every_shape_has_room() -> None:
 
 
 def test_the_descriptor_of_memory_is_where_it_is_looked_for() -> None:
-    assert kernel_loader._descriptor_is_known()
+    assert loader._descriptor_is_known()

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moecomm import jit, kernel_cache, kernel_loader
+from moecomm import jit
+from moecomm.jit import cache, loader
 
 pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
 
@@ -20,7 +21,7 @@ KEY = "0" * 64
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MOECOMM_CACHE_DIR", str(tmp_path / "kernels"))
-    kernel_cache._warn_once.cache_clear()
+    cache._warn_once.cache_clear()
     return tmp_path / "kernels"
 
 
@@ -62,14 +63,14 @@ def test_a_changed_header_is_a_miss(
     directory: Path, built: list[jit.KernelSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     headers = tmp_path / "csrc"
-    shutil.copytree(kernel_loader.headers(), headers)
-    monkeypatch.setattr(kernel_loader, "headers", lambda: headers)
+    shutil.copytree(loader.headers(), headers)
+    monkeypatch.setattr(loader, "headers", lambda: headers)
     for text in ("", "// another comment\n"):
         with (headers / "protocol" / "slots.h").open("a") as file:
             file.write(text)
-        kernel_loader.toolchain.cache_clear()
+        loader.toolchain.cache_clear()
         jit.compile(SPEC)
-    kernel_loader.toolchain.cache_clear()
+    loader.toolchain.cache_clear()
     assert len(built) == len(entries(directory)) == 2
 
 
@@ -109,8 +110,8 @@ def test_an_entry_counts_under_its_own_key_alone(directory: Path, built: list[ji
 def test_a_huge_entry_is_not_read(directory: Path, built: list[jit.KernelSpec]) -> None:
     assert jit.compile(SPEC) == b"sm_90a 1"
     (entry,) = entries(directory)
-    os.truncate(entry, kernel_cache._MOST_BYTES + 1)
-    with pytest.warns(RuntimeWarning, match=f"has {kernel_cache._MOST_BYTES + 1} bytes"):
+    os.truncate(entry, cache._MOST_BYTES + 1)
+    with pytest.warns(RuntimeWarning, match=f"has {cache._MOST_BYTES + 1} bytes"):
         assert jit.compile(SPEC) == b"sm_90a 2"
     assert jit.compile(SPEC) == b"sm_90a 2"
 
@@ -153,6 +154,6 @@ def test_a_failed_write_leaves_nothing(directory: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "rename", full)
     with pytest.warns(RuntimeWarning, match="no space"):
-        kernel_cache.write(directory, KEY, b"cubin")
+        cache.write(directory, KEY, b"cubin")
     assert entries(directory) == []
-    assert kernel_cache.read(directory, KEY) is None
+    assert cache.read(directory, KEY) is None

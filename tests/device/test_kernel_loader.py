@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from moecomm import jit, kernel_loader, linking, plain_kernel
+from moecomm import jit
 from moecomm.backends import cuda_driver
 from moecomm.errors import Unsupported
+from moecomm.jit import linking, loader, plain_kernel
 
 SPEC = jit.KernelSpec(op="dispatch", ranks=1, experts=1, topk=1, hidden=8, layout=0, type=0, idx_bytes=8, row_bytes=16)
 PLAIN = plain_kernel.PlainKernel("fused/home", "home", "ReduceArgs", 32)
@@ -95,7 +96,7 @@ def test_other_gpus_have_their_own_code(driver: Driver) -> None:
 
 def test_nvshmem_hears_of_a_module_before_its_functions(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linking, "register_module", lambda module: driver.asked.append(("told", module)))
-    kernel_loader.load(3, str.encode, "entry", "nvshmem", 0)
+    loader.load(3, str.encode, "entry", "nvshmem", 0)
     names = [name for name, *_ in driver.asked]
     assert names.index("cuModuleLoadData") + 1 == names.index("told") == names.index("cuModuleGetFunction") - 1
 
@@ -116,7 +117,7 @@ class Compiler:
         self.good, self.sources, self.plain = good, list[str](), b"good"
 
     def __call__(self, core: Any, source: str, arch: str) -> tuple[bytes, str]:
-        if source == kernel_loader._PLAIN:
+        if source == loader._PLAIN:
             return self.plain, "log"
         self.sources.append(source)
         return (b"good" if len(self.sources) == self.good else b"bad"), "log"
@@ -124,31 +125,31 @@ class Compiler:
 
 @pytest.fixture
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_loader, "_core", lambda: None)
-    monkeypatch.setattr(kernel_loader, "lacks_descriptor", lambda cubin: cubin == b"bad")
-    monkeypatch.setattr(kernel_loader, "_descriptor_is_known", kernel_loader._descriptor_is_known.__wrapped__)
+    monkeypatch.setattr(loader, "_core", lambda: None)
+    monkeypatch.setattr(loader, "lacks_descriptor", lambda cubin: cubin == b"bad")
+    monkeypatch.setattr(loader, "_descriptor_is_known", loader._descriptor_is_known.__wrapped__)
 
 
 @pytest.mark.parametrize("good", [1, 2])
 def test_what_the_compiler_leaves_out_is_called(good: int, looked_at: None, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = Compiler(good)
-    monkeypatch.setattr(kernel_loader, "_compile", compiler)
-    assert kernel_loader.build("source", "lsa", "sm_90a") == (b"good", "log")
+    monkeypatch.setattr(loader, "_compile", compiler)
+    assert loader.build("source", "lsa", "sm_90a") == (b"good", "log")
     assert compiler.sources == ["source", "#define MOECOMM_CALLS\nsource"][:good]
 
 
 def test_a_kernel_that_can_not_reach_memory_is_not_loaded(looked_at: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_loader, "_compile", Compiler(3))
+    monkeypatch.setattr(loader, "_compile", Compiler(3))
     monkeypatch.setattr(linking, "nvrtc_version", lambda: (13, 0))  # of what need not be installed
     with pytest.raises(Unsupported, match=r"NVRTC 13\.0 makes a kernel that can't reach memory"):
-        kernel_loader.build("source", "lsa", "sm_90a")
-    assert kernel_loader.build("source", "lsa", "sm_100")[1] == "log"  # of which nobody knows
+        loader.build("source", "lsa", "sm_90a")
+    assert loader.build("source", "lsa", "sm_100")[1] == "log"  # of which nobody knows
 
 
 def test_code_that_nobody_knows_is_loaded(looked_at: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a compiler for which even a kernel that stores a word seems to lack what that takes."""
     compiler = Compiler(3)
     compiler.plain = b"bad"
-    monkeypatch.setattr(kernel_loader, "_compile", compiler)
-    assert kernel_loader.build("source", "lsa", "sm_90a") == (b"bad", "log")
+    monkeypatch.setattr(loader, "_compile", compiler)
+    assert loader.build("source", "lsa", "sm_90a") == (b"bad", "log")
     assert compiler.sources == ["source"]

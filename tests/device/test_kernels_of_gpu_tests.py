@@ -14,11 +14,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from moecomm import _native, combine, dispatch, jit, packets, tuning
+from moecomm import _native, combine, dispatch, jit, tuning
 from moecomm.backends import host
 from moecomm.backends.lsa_kernels import combine_spec, dispatch_spec
 from moecomm.buffer import Buffer
 from moecomm.combine.arguments import takes_weights
+from moecomm.core import packets
 from moecomm.dispatch.plan import END
 from moecomm.testing import Case, LocalBuffers, random_case
 from moecomm.testing.check import again_call, dispatch_call

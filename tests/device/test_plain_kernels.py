@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from moecomm import padding, routing_map
+from moecomm.core.settings import DTYPES
+from moecomm.kernels import padding, routing_map
 from moecomm.ops import combine_gradients, swiglu, tidy
-from moecomm.settings import DTYPES
 
 from ..compiled import check_kernel
 from ..few import few

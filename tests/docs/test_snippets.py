@@ -16,7 +16,7 @@ import torch.distributed as dist
 import typer
 
 import moecomm
-from moecomm.cli import app
+from moecomm.tools.cli import app
 
 from ..conftest import Ranks
 

@@ -46,7 +46,7 @@ BODIES: dict[str, dict[str, str]] = {
         "near_reciprocal": "return 1.0f / amax;",
     },
     # What crosses to other domains comes late, in as bad an order as it may: see scheduler.cpp.
-    "device/puts.cuh": {
+    "transport/puts.cuh": {
         "channels": "return 2;",
         "put": "if (lane_id() == 0) emulator::emulator_put(ctx.rank, peer, way, far(peer, to), local<u8>(from), "
         "bytes); __syncwarp();",
@@ -56,13 +56,13 @@ BODIES: dict[str, dict[str, str]] = {
 }
 SHARED = r"extern __shared__ .*? memory\[\];", "u8* memory = emulator::emulator_thread->of_block->shared;"
 TEXTS: dict[str, list[tuple[str, str]]] = {
-    "device/puts.cuh": [
+    "transport/puts.cuh": [
         (
             r"explicit Puts\(const Context& context, i32 = 0\) : Lsa\{context\} \{\}",
             "explicit Puts(const Context& context, i32 channel = 0) : Lsa{context}, way(channel) {} i32 way;",
         )
     ],
-    "device/turn.cuh": [
+    "device/step_counters.cuh": [
         (r'asm volatile\("atom\.acq_rel\.cta[^;]*?;[^;]*;', "before = (*counter)++;"),
         (r'asm volatile\("fence[^\n]*', ""),
     ],
@@ -81,7 +81,7 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
         ),
     ],
     "combine/pull.cuh": [(r'asm volatile\("fence[^\n]*', "")],
-    "combine/straight.cuh": [(r'asm volatile\("fence[^\n]*', "")],
+    "combine/scaleout/direct.cuh": [(r'asm volatile\("fence[^\n]*', "")],
     "protocol/order.h": [
         (
             r"inline void fence_system\(\)",
@@ -91,7 +91,7 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
     ],
     "dispatch/dispatch.cuh": [SHARED],
     # Those of some warps take longer.
-    "dispatch/slips.cuh": [
+    "dispatch/descriptors.cuh": [
         (
             r"(?=const i64 id = )",
             "for (u32 left = (threadIdx.x / kWarp + 3 * blockIdx.x + c.me()) % 7 * 100; left != 0; --left) "

@@ -19,7 +19,7 @@ BODIES: dict[str, dict[str, str]] = {
         "bulk_store": "emulator::store_later(to, from, bytes);",
         "bulk_wait": "emulator::finish_stores(groups);",
     },
-    "fused/tensor.cuh": {
+    "gemm/tensor.cuh": {
         "prefetch_map": "emulator::forget_lines();",  # when a block begins
         **dict.fromkeys(("take_registers", "leave_registers"), ""),
         "expect_bytes": "emulator::bring(*barrier, 1, -bytes);",
@@ -32,16 +32,16 @@ BODIES: dict[str, dict[str, str]] = {
         "arrive": "emulator::bring(*barrier, 1, 0);",
         "sync_cluster": "emulator::sync_cluster(cluster);",
     },
-    "fused/wgmma.cuh": {
+    "gemm/wgmma.cuh": {
         **dict.fromkeys(("wgmma_begin", "wgmma_commit"), ""),
         "wgmma_wait": "__syncwarp();",  # who releases a slot has waited for the products of all lanes
         "wgmma": "emulator::multiply<type == Type::e4m3, n>(sums, a, b, keep != 0);",
     },
-    "fused/scales.cuh": {
+    "gemm/scales.cuh": {
         "load_scale": "memcpy(emulator::shared_at(to), emulator::in_first_level(from), 4);",
         "arrive_when_loaded": "emulator::bring(*barrier, 1, 0);",
     },
-    "fused/scaled.cuh": {
+    "gemm/scaled.cuh": {
         "load_shared_pair": "float2 v; memcpy(&v, emulator::shared_at(address), 8); return v;",
         "settle": "",
     },
@@ -57,29 +57,29 @@ BODIES: dict[str, dict[str, str]] = {
         "memcpy(block.shared + emulator::offset_of(to), &value, 4); "
         "emulator::bring(*reinterpret_cast<u64*>(block.shared + emulator::offset_of(barrier)), 0, 4);",
     },
-    "fused/scaled_rows.cuh": {"load_shared_float": "float v; memcpy(&v, emulator::shared_at(address), 4); return v;"},
-    "fused/epilogue_rows.cuh": {
+    "gemm/scaled_rows.cuh": {"load_shared_float": "float v; memcpy(&v, emulator::shared_at(address), 4); return v;"},
+    "gemm/epilogue_rows.cuh": {
         "store_matrices": "emulator::store_matrices(address, {m0, m1, m2, m3});",
         "store_shared_words": "const u32 words[2] = {first, second}; memcpy(emulator::shared_at(address), words, 8);",
     },
-    "fused/epilogue.cuh": {
+    "gemm/epilogue.cuh": {
         "store_turned": "emulator::store_turned(address, {m0, m1, m2, m3});",
         "load_shared": "uint4 v; memcpy(&v, emulator::shared_at(address), 16); return v;",
     },
 }
 TEXTS: dict[str, list[tuple[str, str]]] = {
-    "fused/wgmma.cuh": [
+    "gemm/wgmma.cuh": [
         (r"#define MOECOMM_WGMMA_OF.*?(?=#define MOECOMM_WGMMA\()", ""),
         (r"#define MOECOMM_WGMMA\(.*?\n    \}\n", ""),
     ],
-    "fused/policies.cuh": [
+    "gemm/policies.cuh": [
         (
             rf'asm volatile\("st\.global\.v{words}.*?"l"\((.*?)\), "r"\(values.*?"memory"\);',
             rf"memcpy((void*)(\1), &values, {4 * words});",
         )
         for words in (2, 4)
     ],
-    "fused/gemm.cuh": [plain.SHARED],
+    "gemm/gemm.cuh": [plain.SHARED],
     "fused/home.cuh": [plain.SHARED],
     # Those of some warps take longer than a dispatch.
     "fused/offer.cuh": [

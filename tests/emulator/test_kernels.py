@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import moecomm
-from moecomm import combine, dispatch, packets
+from moecomm import combine, dispatch
 from moecomm.backends import host
 from moecomm.backends.lsa_kernels import dispatch_spec
+from moecomm.core import packets
 from moecomm.dispatch import reference as dispatch_reference
 from moecomm.ops import handles
 from moecomm.testing import LocalBuffers, check_case, random_case

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moecomm import padding, plain_kernel, routing_map
+from moecomm.core.settings import DTYPES
+from moecomm.jit import plain_kernel
+from moecomm.kernels import padding, routing_map
 from moecomm.ops import combine_gradients, swiglu, tidy
-from moecomm.settings import DTYPES
 from tests.gpu import test_plain_kernels as cases
 
 from .machine import LIMIT, Launch, Machine

@@ -1,4 +1,4 @@
-"""A dispatch of slips (csrc/dispatch/slips.cuh) on CPUs: one for every entry, among the rows of its expert."""
+"""A dispatch of slips (csrc/dispatch/descriptors.cuh) on CPUs: one for every entry, among the rows of its expert."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 RANKS, HIDDEN, EXPERTS, TOPK, MANY, FEW = 3, 64, 12, 3, 1500, 900  # tokens of a Buffer; of few ids are told
-HOME, SAME, UNIT = 48, 36, 16  # of RowDescriptor (csrc/protocol/slip.h)
+HOME, SAME, UNIT = 48, 36, 16  # of RowDescriptor (csrc/protocol/row_descriptor.h)
 
 
 @pytest.fixture(params=[FEW, MANY], ids=["few", "many"])

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "fused/arrivals.h"
-#include "fused/tiles.h"
+#include "gemm/tiles.h"
 
 namespace moecomm {
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from moecomm import kernel_loader, plain_kernel
 from moecomm.fused import FP8_SCHEDULES, SCHEDULES
 from moecomm.fused.kernels import FP8
 from moecomm.fused.one_launch import OneLaunchArgs, one_kernel, rotation_step_of
 from moecomm.fused.schedules import schedule_of_both
+from moecomm.jit import loader, plain_kernel
 from moecomm.router import MODELS
 
 from ..compiled import check_compiled, check_kernel, looked_at
@@ -25,7 +25,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 def test_the_struct_is_packed_as_the_kernel_reads_it() -> None:
-    text = (kernel_loader.headers() / "fused" / "one_launch.cuh").read_text()
+    text = (loader.headers() / "fused" / "one_launch.cuh").read_text()
     body = re.search(r"struct OneLaunchArgs \{(.*?)\n\};", text, re.DOTALL)
     assert body
     found = re.findall(r"(?:i32|GemmArgs|LayerArgs) ([^;]+);", re.sub(r"//.*", "", body[1]))
@@ -37,7 +37,7 @@ def test_the_struct_is_packed_as_the_kernel_reads_it() -> None:
         f"static_assert(sizeof(OneLaunchArgs) == {ctypes.sizeof(OneLaunchArgs)});\n"
         "__device__ void sizes(const OneLaunchArgs&) {}\n"
     )
-    options = core.ProgramOptions(std="c++20", arch="sm_90a", include_path=[str(kernel_loader.headers())])
+    options = core.ProgramOptions(std="c++20", arch="sm_90a", include_path=[str(loader.headers())])
     source = kernel.source.replace("using namespace moecomm;\n", f"using namespace moecomm;\n{checked}", 1)
     core.Program(source, "c++", options).compile("cubin")
 
@@ -86,7 +86,7 @@ def test_compiles_without_spills_and_fits(name: str) -> None:
 def test_fetching_may_be_called() -> None:
     """As it is where the compiler leaves something out otherwise."""
     pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
-    core = kernel_loader._core()
+    core = loader._core()
     kernel = one_kernel(BF16, True, SCHEDULES["64x8c1"], 7168)
-    made = kernel_loader._compile(core, kernel_loader._CALLS + kernel.source, "sm_90a")
+    made = loader._compile(core, loader._CALLS + kernel.source, "sm_90a")
     check_compiled(looked_at(*made), kernel.threads)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moecomm import kernel_loader
 from moecomm.fused import FP8_SCHEDULES, SCHEDULES, Schedule, choose, choose_fp8, kernels, one_launch
 from moecomm.fused.kernels import gemm_kernel
 from moecomm.fused.schedules import choose_both, choose_both_fp8
+from moecomm.jit import loader
 
 from ..compiled import check_kernel
 from ..few import few
@@ -119,7 +119,7 @@ def test_the_struct_is_packed_as_the_kernel_reads_it() -> None:
     """csrc asserts its size there; its fields come in the same order here, those of Grouping in its place."""
 
     def fields(name: str, header: str) -> list[str]:
-        text = (kernel_loader.headers() / "fused" / header).read_text()
+        text = (loader.headers() / "fused" / header).read_text()
         body = re.search(rf"struct {name} {{(.*?)\n}};", text, re.DOTALL)
         assert body
         lines = re.findall(r"(?:i32|i64|u64|TensorMap|Grouping) ([^;]+);", re.sub(r"//.*|\[\w+\]", "", body[1]))

@@ -1,4 +1,4 @@
-"""The tiles of a grouped GEMM: csrc/fused/tiles.h and lagged.h, compiled for the host."""
+"""The tiles of a grouped GEMM: csrc/gemm/tiles.h and lagged.h, compiled for the host."""
 
 from __future__ import annotations
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm import _native, kernel_loader, plain_kernel
+from moecomm import _native
 from moecomm.dispatch.plan import DESCRIPTOR_BYTES
 from moecomm.fused import FP8_SCHEDULES, SCHEDULES, layer, two_launches
 from moecomm.fused.kernels import FP8
 from moecomm.fused.two_launches import LEAST_COUNTED, LayerArgs, early_tiles, row_pitch
+from moecomm.jit import loader, plain_kernel
 from moecomm.testing import LocalBuffers, random_layer
 
 from ..compiled import check_kernel
@@ -97,7 +98,7 @@ def added_up(
 
 
 def test_the_structs_are_packed_as_the_kernels_read_them() -> None:
-    fused = kernel_loader.headers() / "fused"
+    fused = loader.headers() / "fused"
     body = re.search(r"struct LayerArgs \{(.*?)\n\};", (fused / "layer.cuh").read_text(), re.DOTALL)
     assert body
     found = re.findall(r"(?:i32|u64|i64|Context) ([^;]+);", re.sub(r"//.*", "", body[1]))
@@ -114,7 +115,7 @@ def test_the_structs_are_packed_as_the_kernels_read_them() -> None:
         config = two_launches.row_config(dtype, hidden)
         checked += f"static_assert({config}.pitch() == {row_pitch(dtype, hidden)});\n"
     core = pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
-    options = core.ProgramOptions(std="c++20", arch="sm_90a", include_path=[str(kernel_loader.headers())])
+    options = core.ProgramOptions(std="c++20", arch="sm_90a", include_path=[str(loader.headers())])
     source = kernel.source.replace("using namespace moecomm;\n", f"using namespace moecomm;\n{checked}", 1)
     core.Program(source, "c++", options).compile("cubin")
     assert two_launches.LayerGemmArgs.layer.offset == ctypes.sizeof(two_launches.kernels.GemmArgs)

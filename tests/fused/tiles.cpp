@@ -1,4 +1,4 @@
-// csrc/fused/tiles.h and lagged.h as a library that ctypes can call.
+// csrc/gemm/tiles.h and lagged.h as a library that ctypes can call.
 #include "fused/lagged.h"
 
 using namespace moecomm;

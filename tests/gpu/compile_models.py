@@ -17,13 +17,15 @@ from unittest.mock import patch
 
 import torch
 
-from moecomm import combine, dispatch, jit, packets, plain_kernel
+from moecomm import combine, dispatch, jit
 from moecomm.backends import host
 from moecomm.backends.lsa_kernels import combine_spec
 from moecomm.buffer import Buffer
+from moecomm.core import packets
 from moecomm.dispatch.plan import PublishedRows
 from moecomm.fused import one_launch, schedules, two_launches
 from moecomm.fused.kernels import FP8, gemm_kernel
+from moecomm.jit import plain_kernel
 from moecomm.router import MODELS, Model
 from moecomm.testing import LocalBuffers
 from tests.device.test_kernels_of_gpu_tests import on_a_gpu

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from moecomm import plain_kernel
 from moecomm.fused import Fp8
-from moecomm.plain_kernel import PlainKernel
+from moecomm.jit import plain_kernel
+from moecomm.jit.plain_kernel import PlainKernel
 from moecomm.testing import LayerCase, LocalBuffers
 
 

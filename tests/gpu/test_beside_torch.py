@@ -11,7 +11,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
 import moecomm.backends
-from moecomm import nic, rma_plugin
+from moecomm import rma_plugin
+from moecomm.backends import nic
 
 from ..conftest import Ranks
 from .test_nvlink import SMALL, open_kind, random_cases, routing

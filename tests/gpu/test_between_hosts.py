@@ -13,8 +13,7 @@ import torch
 
 import moecomm
 import moecomm.backends
-from moecomm import nic
-from moecomm.backends import lsa
+from moecomm.backends import lsa, nic
 
 from ..conftest import Ranks
 from .test_nvlink import SMALL, open_kind, routing

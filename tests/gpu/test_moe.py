@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import moecomm
-from moecomm import plain_kernel
 from moecomm.fused import SCHEDULES, choose, layer, one_launch, schedules, two_launches
 from moecomm.fused.kernels import gemm_kernel
+from moecomm.jit import plain_kernel
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
 
 from ..conftest import GPU_COUNTS, Ranks, share_cores
@@ -25,7 +25,7 @@ SIZES: list[dict[str, Any]] = [
     {"ranks": 1, "hidden": 64, "intermediate": 48, "num_experts": 4, "topk": 2, "max_tokens": 40},
     {"ranks": 2, "hidden": 8, "intermediate": 8, "num_experts": 2, "topk": 1, "max_tokens": 17},
     {"ranks": 3, "hidden": 200, "intermediate": 104, "num_experts": 12, "topk": 3, "max_tokens": 90},
-    # More entries than ids are told of: slips travel, which name rows that are here already (csrc/dispatch/slips.cuh).
+    # More entries than ids are told of: slips travel, which name rows that are here already (csrc/dispatch/descriptors.cuh).
     {"ranks": 4, "hidden": 512, "intermediate": 136, "num_experts": 16, "topk": 8, "max_tokens": 520},
     {"ranks": 8, "hidden": 136, "intermediate": 72, "num_experts": 32, "topk": 6, "max_tokens": 90},
 ]
@@ -239,7 +239,7 @@ def test_a_rank_that_does_not_come_is_a_timeout(fused: str, weights: str) -> Non
         with pytest.raises(moecomm.Timeout) as caught:
             buffer.check()
         assert time.monotonic() - begin < 6
-        assert (caught.value.rank, caught.value.peer, caught.value.phase) == (0, 1, "notice")
+        assert (caught.value.rank, caught.value.peer, caught.value.phase) == (0, 1, "header")
         assert torch.ones(5, device="cuda").sum().item() == 5
     with opened(ODD) as ranks:
         checked(ranks, case, one_or_other(calls_of(case), fused))

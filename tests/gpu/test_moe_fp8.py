@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import moecomm
-from moecomm import plain_kernel
 from moecomm.fused import FP8_SCHEDULES, Fp8, choose_fp8, grouped_gemm, one_launch, schedules, two_launches
 from moecomm.fused.kernels import FP8, gemm_kernel
+from moecomm.jit import plain_kernel
 from moecomm.testing import random_layer
 
 from ..conftest import GPU_COUNTS, Ranks

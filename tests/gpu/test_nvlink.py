@@ -12,8 +12,8 @@ import torch
 
 import moecomm
 import moecomm.backends
-from moecomm import nic
-from moecomm.backends import windows_nccl
+from moecomm.backends import nic
+from moecomm.backends.windows import nccl
 from moecomm.testing import check_case_on_rank, random_case
 
 from ..conftest import GPU_COUNTS, Ranks, share_cores
@@ -65,7 +65,7 @@ def open_kind(rank: int, group: Any, kind: str, **sizes: Any) -> moecomm.Buffer:
 def kind(request: pytest.FixtureRequest) -> str:
     """One that can run here."""
     how = _how(request.param)
-    reason = windows_nccl.missing() if how == "nccl" else ""
+    reason = nccl.missing() if how == "nccl" else ""
     if how in moecomm.backends.NAMES:
         reason = moecomm.backends.missing(how)
     if not reason and "tcp" in request.param and nic.has_rdma():

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm import padding, routing_map
+from moecomm.core.settings import DTYPES
+from moecomm.kernels import padding, routing_map
 from moecomm.ops import swiglu
 from moecomm.ops.combine_gradients import combine_gradients
 from moecomm.ops.tidy import About, tidied
-from moecomm.settings import DTYPES
 
 # 16 bytes at a time, 4 and 1
 COLUMNS = [(torch.bfloat16, 64), (torch.float32, 3), (torch.float8_e4m3fn, 56), (torch.float8_e4m3fn, 5)]

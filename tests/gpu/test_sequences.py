@@ -124,7 +124,9 @@ def wrap_after(ranks: LocalBuffers, rounds: int) -> None:
         context = buffer.session.context
         window = context.peers[buffer.rank]
         int32_at(window + context.window.state, buffer.device).fill_(begun)
-        if buffer.domain_ranks < buffer.num_ranks:  # tagged_words_value of the last round, by sender: the upper half of a word
+        if (
+            buffer.domain_ranks < buffer.num_ranks
+        ):  # tagged_words_value of the last round, by sender: the upper half of a word
             for sender in range(buffer.num_ranks):
                 word = int32_at(window + context.window.signals + 8 * sender + 4, buffer.device)
                 word.fill_((2 * begun + ROUNDS) % (2 * ROUNDS) - ROUNDS)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import moecomm
-from moecomm import packets
 from moecomm.backends import lsa
+from moecomm.core import packets
 from moecomm.testing import LocalBuffers, check_case, random_case
 
 pytestmark = pytest.mark.gpu1
@@ -104,7 +104,7 @@ _room = packets.room
 
 
 def packet_room(sizes: dict[str, Any]) -> Callable[[int, int, int], int]:
-    """In place of moecomm.packets.room: for a third of the tokens, so that some ranks send packets and others do not;
+    """In place of moecomm.core.packets.room: for a third of the tokens, so that some ranks send packets and others do not;
     with one or two ranks, for all, or for none.
     """
     if sizes["ranks"] == 1:
@@ -230,7 +230,7 @@ def test_a_rank_that_does_not_come_is_a_timeout_and_the_context_lives(pair: Loca
     with pytest.raises(moecomm.Timeout) as caught:
         pair.buffers[0].dispatch(**call(0), sync=True)
     assert time.monotonic() - start < 3, "timeout_s + 1 s"
-    assert (caught.value.rank, caught.value.peer, caught.value.phase, caught.value.op) == (0, 1, "notice", "dispatch")
+    assert (caught.value.rank, caught.value.peer, caught.value.phase, caught.value.op) == (0, 1, "header", "dispatch")
     with pytest.raises(moecomm.Timeout):
         pair.buffers[0].dispatch(**call(0))
     assert torch.ones(5, device="cuda").sum().item() == 5, "the CUDA context lives"
@@ -354,7 +354,7 @@ def test_weights_of_the_homes(few: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         ranks.buffers[0].combine(**rows[0], topk_weights=mine[0]["topk_weights"])
         with pytest.raises(moecomm.Timeout) as caught:
             ranks.buffers[0].check()
-        assert (caught.value.peer, caught.value.phase, caught.value.op) == (1, "notice", "combine")
+        assert (caught.value.peer, caught.value.phase, caught.value.op) == (1, "header", "combine")
 
 
 def test_cupy_arrays_come_back_as_cupy_arrays(pair: LocalBuffers) -> None:

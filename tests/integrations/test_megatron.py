@@ -19,8 +19,8 @@ from megatron.core.transformer.moe import moe_layer, token_dispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from moecomm.core.settings import Settings
 from moecomm.integrations.megatron import Limits, Manager, MoELayer, TokenDispatcher, install_as_deepep, use_moecomm
-from moecomm.settings import Settings
 from tests.integrations.megatron_on_cpu import EXPERTS, HIDDEN, built, config_of, parallel, spec, without_cuda
 
 TOKENS = (5, 1, 8, 3)  # sequence lengths, of a batch of two

@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "host/link.h"
+#include "host/scaleout/link.h"
 #include "protocol/args.h"
 
 namespace moecomm::test {

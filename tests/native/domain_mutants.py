@@ -8,21 +8,21 @@ DOMAIN_MUTANTS = [
     # The link.
     Mutant(
         "signal overtakes what was put before it",
-        "host/link.cpp",
+        "host/scaleout/link.cpp",
         "if (chosen->is_signal && std::any_of(",
         "if (left.empty() && std::any_of(",
         "domains plain",
     ),
     Mutant(
         "signal without release",
-        "host/link.cpp",
+        "host/scaleout/link.cpp",
         "order.added, __ATOMIC_RELEASE",
         "order.added, __ATOMIC_RELAXED",
         "domains tsan",
     ),
     Mutant(
         "signal made what it lacks of nothing",
-        "host/link.cpp",
+        "host/scaleout/link.cpp",
         "value - told}",
         "value}",
         "domains plain",
@@ -48,14 +48,14 @@ DOMAIN_MUTANTS = [
     ),
     Mutant(
         "a token of a chunk that lay there before",
-        "host/relay.cpp",
+        "host/scaleout/forward.cpp",
         "head.tag == d_.r.tag && head.token == number;",
         "head.tag == d_.r.tag;",
         "domains plain",
     ),
     Mutant(
         "a token of an earlier round",
-        "host/relay.cpp",
+        "host/scaleout/forward.cpp",
         "head.tag == d_.r.tag && head.token == number;",
         "head.token == number;",
         "domains plain",
@@ -69,7 +69,7 @@ DOMAIN_MUTANTS = [
     ),
     Mutant(
         "landing credit before the tokens are stored",
-        "host/relay.cpp",
+        "host/scaleout/forward.cpp",
         "    Delivery near(d_, source(domain), chunk);\n",
         "    if (chunk + ring(domain) < chunks(domain))\n"
         "        d_.r.link().signal(source(domain), receive_credit(shape, d_.r.domain(), chunk, "
@@ -79,7 +79,7 @@ DOMAIN_MUTANTS = [
     ),
     Mutant(
         "relay raises its flags before it stores",
-        "host/relay.cpp",
+        "host/scaleout/forward.cpp",
         "    Delivery near(d_, source(domain), chunk);\n",
         "    Delivery near(d_, source(domain), chunk);\n    near.raise_flags();\n",
         "domains plain",
@@ -102,7 +102,7 @@ DOMAIN_MUTANTS = [
     ),
     Mutant(
         "second half relays from the start",
-        "host/relay.cpp",
+        "host/scaleout/forward.cpp",
         "while (next_[domain] < chunks(domain) && relayed()) next_[domain] += stride_;",
         "if (next_[domain] < chunks(domain) && relayed()) next_[domain] += stride_;",
         "domains plain",
@@ -117,14 +117,14 @@ DOMAIN_MUTANTS = [
     # Combine.
     Mutant(
         "route of a token that did not land left",
-        "host/relay.cpp",
+        "host/scaleout/forward.cpp",
         "if (landed == nullptr) return static_cast<void>(std::fill_n(kept, forwarded_words(shape), -1));",
         "if (landed == nullptr) return;",
         "domains plain",
     ),
     Mutant(
         "domains summed from the last",
-        "host/home.cpp",
+        "host/scaleout/source_rank.cpp",
         "    for (i32 domain = 0; domain < c_.r.domains(); ++domain) {\n"
         "        if (!comes_from(domain, token)) continue;",
         "    for (i32 domain = c_.r.domains() - 1; domain >= 0; --domain) {\n"
@@ -133,7 +133,7 @@ DOMAIN_MUTANTS = [
     ),
     Mutant(
         "sums of other domains not awaited",
-        "host/home.cpp",
+        "host/scaleout/source_rank.cpp",
         "if (comes_from(domain, token)) return c_.r.counterpart(domain);",
         "if (comes_from(domain, token)) return -1;",
         "domains plain",
@@ -147,14 +147,14 @@ DOMAIN_MUTANTS = [
     ),
     Mutant(
         "credit for what was returned ignored",
-        "host/returns.cpp",
+        "host/scaleout/return_forward.cpp",
         "if (chunk < ring_ || !any_ours(chunk)) return true;",
         "if (chunk < (1 << 30)) return true;",
         "domains plain",
     ),
     Mutant(
         "gradients of another domain lost",
-        "host/returns.cpp",
+        "host/scaleout/return_forward.cpp",
         "owner >= 0 && c_.r.reaches(owner) ?",
         "owner >= 0 && owner == c_.r.me ?",
         "domains plain",
@@ -162,14 +162,14 @@ DOMAIN_MUTANTS = [
     # Straight.
     Mutant(
         "straight rows told before they are put",
-        "host/straight.cpp",
+        "host/scaleout/direct.cpp",
         "if (__atomic_sub_fetch(&left_[rank], 1, __ATOMIC_ACQ_REL) != 0 || ",
         "if (__atomic_sub_fetch(&left_[rank], 1, __ATOMIC_ACQ_REL) < 0 || ",
         "domains plain",
     ),
     Mutant(
         "a straight token of an earlier round",
-        "host/straight.cpp",
+        "host/scaleout/direct.cpp",
         "if (head.tag != d_.r.tag || head.token != number) continue;",
         "if (head.token != number) continue;",
         "domains plain",
@@ -183,14 +183,14 @@ DOMAIN_MUTANTS = [
     ),
     Mutant(
         "straight rows read before their signal",
-        "host/home.cpp",
+        "host/scaleout/source_rank.cpp",
         "load_acquire(direct_from(rank)) == tag_signal(c_.r.tag)) continue;",
         "load_acquire(direct_from(rank)) == tag_signal(c_.r.tag)) continue;\n        return -1;",
         "domains plain",
     ),
     Mutant(
         "straight rows raise the flags of neighbours",
-        "host/straight.cpp",
+        "host/scaleout/direct.cpp",
         "Delivery here(d_, source, chunk, true);",
         "Delivery here(d_, source, chunk, false);",
         "domains plain",
@@ -215,7 +215,7 @@ DOMAIN_MUTANTS = [
     ),
     Mutant(
         "straight rows not added by domain",
-        "host/home.cpp",
+        "host/scaleout/source_rank.cpp",
         "    add_row(sum, rounded, c_.scaleout_type, n);\n}",
         "    for (i32 i = 0; i < rows.count; ++i)\n"
         "        add_row(sum, rows.row[i] + column * bytes_of(rows.type), rows.type, n);\n}",

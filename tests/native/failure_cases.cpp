@@ -190,8 +190,8 @@ std::string bad_id(Layout layout, i64 id) {
     f.dispatch_all();
     sent.ids[entry] = good;
     sent.ids32[entry] = static_cast<i32>(good);
-    return check_invalid_everywhere(f,
-                                 {Failure::bad_input, Op::dispatch, Phase::header, 1, 1, Argument::topk_idx, f.scenario.shape.experts, id});
+    return check_invalid_everywhere(
+        f, {Failure::bad_input, Op::dispatch, Phase::header, 1, 1, Argument::topk_idx, f.scenario.shape.experts, id});
 }
 
 // Whoever does not know yet that a dispatch was void combines what it should have brought: nothing.
@@ -250,8 +250,8 @@ std::string too_many_of_one_expert() {
     i64 count = 0;
     for (const Input& sent : f.scenario.steps[0].dispatch->input) count += static_cast<i64>(sent.tokens) * s.topk;
     f.dispatch_all();
-    return check_invalid_everywhere(f,
-                                 {Failure::bad_input, Op::dispatch, Phase::header, 0, 1, Argument::batched, s.ranks * s.max_tokens, count});
+    return check_invalid_everywhere(
+        f, {Failure::bad_input, Op::dispatch, Phase::header, 0, 1, Argument::batched, s.ranks * s.max_tokens, count});
 }
 
 std::string other_operation() {
@@ -311,8 +311,8 @@ std::string abort_while_waiting(bool host_word) {
     Fixture f(Layout::flat);
     f.cluster.run([&](i32 rank) {
         if (rank != 2) return host::dispatch(f.dispatches[rank]);
-        const u64 words =
-            neighbours != 0 ? signal_at(f.cluster.window, tagged_words_signal(0)) : tagged_words_at(f.cluster.window, kRanks, round_tag(1), 0);
+        const u64 words = neighbours != 0 ? signal_at(f.cluster.window, tagged_words_signal(0))
+                                          : tagged_words_at(f.cluster.window, kRanks, round_tag(1), 0);
         const u64* header = &f.word(2, words);
         const u32 never = 0;
         wait_until({patience, &never, &never}, [&] { return signal_tag(load_acquire(header)) != 0; });

@@ -40,7 +40,7 @@ struct Dispatched {
     i32 hidden, row_bytes, scale_bytes, alignment, idx_bytes;
     std::vector<Input> input;  // by rank
     std::vector<ReceiveBuffer> receive_buffer;
-    std::vector<ReceiveBuffer> begun;           // the plain memory as the first half left it, where the dispatch was made in two
+    std::vector<ReceiveBuffer> begun;     // the plain memory as the first half left it, where the dispatch was made in two
     const Dispatched* repeats = nullptr;  // the dispatch whose route this one takes again
 
     Type row_type() const { return quantize ? Type::e4m3 : in_type; }

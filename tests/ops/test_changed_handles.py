@@ -10,7 +10,7 @@ import torch
 
 import moecomm
 from moecomm import ops
-from moecomm.arrays import window_tensor
+from moecomm.core.arrays import window_tensor
 from moecomm.dispatch import LAYOUTS
 from tests.ops.ranks import case, on_threads
 

@@ -17,7 +17,7 @@ import threading
 import time
 from typing import Any
 
-_HEADER_WORDS = 24  # kHeaderWords in csrc/protocol/notice.h
+_HEADER_WORDS = 24  # kHeaderWords in csrc/protocol/round_header.h
 _FIRST_TAG = 3  # round_tag(1)
 
 

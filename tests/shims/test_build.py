@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import moecomm
-from moecomm import backends, jit, kernel_loader, linking, shims
+from moecomm import backends, jit, shims
 from moecomm.backends import gin
 from moecomm.errors import Unsupported
+from moecomm.jit import linking, loader
 from moecomm.shims.build import build
 
 CSRC = Path(__file__).parent.parent.parent / "csrc"
@@ -134,7 +135,7 @@ class Library:
         monkeypatch.setattr(shims, "find", lambda _: self.shim)
         monkeypatch.setattr(linking, "nvjitlink_version", lambda: self.linker)
         monkeypatch.setattr(linking, "nvrtc_version", lambda: self.compiler)
-        monkeypatch.setattr(kernel_loader, "toolchain", lambda _: "NVRTC and headers")
+        monkeypatch.setattr(loader, "toolchain", lambda _: "NVRTC and headers")
 
 
 @pytest.fixture
@@ -209,4 +210,4 @@ def test_a_transport_is_one_of_five() -> None:
     with pytest.raises(ValueError, match="transport='tcp': want lsa, puts, gin, gin_proxy, nvshmem"):
         dataclasses.replace(SPEC, transport="tcp")
     source = jit.source(dataclasses.replace(SPEC, transport="gin_proxy", domain_ranks=2))
-    assert '#include "device/gin.cuh"' in source and "Gin>(args)" in source
+    assert '#include "transport/gin.cuh"' in source and "Gin>(args)" in source

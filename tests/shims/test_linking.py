@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from moecomm import jit, linking, shims
+from moecomm import jit, shims
 from moecomm.backends import leave
 from moecomm.bench import kernels
 from moecomm.errors import Unsupported
+from moecomm.jit import linking
 from tests.shims import cubin
 
 core = pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from moecomm.core.integers import check_integer
 from moecomm.errors import BadInput
-from moecomm.whole import check_integer
 
 _METADATA = 128 * (8 + 4 + 4) + 8  # bytes beside a row, as deep_ep plans: 128 ids, weights and scales, and its source
 _NVL_PEERS = 8

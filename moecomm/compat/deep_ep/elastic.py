@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from moecomm import padding
 from moecomm.buffer import Buffer
-from moecomm.checks import check_flag, check_flags, check_real
 from moecomm.compat.deep_ep.ep_handle import EPHandle, expanded_rows
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for
 from moecomm.compat.deep_ep.lazy import source
@@ -23,11 +21,13 @@ from moecomm.compat.deep_ep.pool import (
     counted_by_pool,
     limit_of,
 )
+from moecomm.core.integers import check_integer
+from moecomm.core.rendezvous import rendezvous
+from moecomm.core.settings import Settings
+from moecomm.core.validation import check_flag, check_flags, check_real
 from moecomm.errors import BadInput, Unsupported
-from moecomm.rendezvous import rendezvous
+from moecomm.kernels import padding
 from moecomm.routed import Routed
-from moecomm.settings import Settings
-from moecomm.whole import check_integer
 
 _TOPK_HINT = 32  # when a caller does not say it: the most there can be
 _FEW_SMS, _MANY_SMS = 16, 64  # measured to be enough beside computations, and alone

@@ -7,10 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moecomm import padding
-from moecomm.arrays import check_tensor
 from moecomm.buffer import Buffer
-from moecomm.checks import MOST_SIZE, check_flag, check_sizes
 from moecomm.compat.deep_ep.budget import drop_excess
 from moecomm.compat.deep_ep.hybrid_handle import HybridEPHandle, as_number, check_map, indices_to_map
 from moecomm.compat.deep_ep.lazy import source
@@ -24,12 +21,15 @@ from moecomm.compat.deep_ep.pool import (
     counted_by_pool,
     limit_of,
 )
+from moecomm.core.arrays import check_tensor
+from moecomm.core.integers import check_integer
+from moecomm.core.settings import MAX_TOPK
+from moecomm.core.validation import MOST_SIZE, check_flag, check_sizes
 from moecomm.dispatch import Options, with_options
 from moecomm.errors import BadInput, Mismatch, Unsupported
+from moecomm.kernels import padding
+from moecomm.kernels.routing_map import ids_of, weights_at
 from moecomm.routed import Handle, Routed
-from moecomm.routing_map import ids_of, weights_at
-from moecomm.settings import MAX_TOPK
-from moecomm.whole import check_integer
 
 __all__ = ["HybridEPBuffer", "HybridEPHandle", "indices_to_map"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moecomm.arrays import window_tensor
+from moecomm.core.arrays import window_tensor
 from moecomm.routed import Handle
 
 

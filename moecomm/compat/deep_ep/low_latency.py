@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from moecomm.arrays import as_tensor, check_tensor, has_memory
 from moecomm.buffer import Buffer
-from moecomm.checks import check_flag, check_flags, check_same_device
 from moecomm.combine.arguments import takes_weights
 from moecomm.compat.deep_ep.event import EventOverlap, finished
 from moecomm.compat.deep_ep.lazy import LazyTuple, kept, source, tokens_per_expert
 from moecomm.compat.deep_ep.normal import check_nothing
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, check_stats, counted_by_pool
+from moecomm.core.arrays import as_tensor, check_tensor, has_memory
+from moecomm.core.integers import check_integer
+from moecomm.core.validation import check_flag, check_flags, check_same_device
 from moecomm.dispatch import Options, outputs, with_options
 from moecomm.errors import BadInput, Unsupported
 from moecomm.routed import Handle, Routed
-from moecomm.whole import check_integer
 
 # Of a dispatch: rows as they are, in FP8, with scales that are powers of two, and those as their exponents.
 _PLAIN = Options("batched")

@@ -9,15 +9,15 @@ import torch
 
 from moecomm import combine as combining
 from moecomm.buffer import Buffer
-from moecomm.buffer_state import collective
-from moecomm.call_count import CountedCall
-from moecomm.checks import check_dense, check_same_device
 from moecomm.compat.deep_ep.layout import NormalHandle, normal_handle
 from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_dimensions, check_experts, described
+from moecomm.core.call_count import CountedCall
+from moecomm.core.integers import check_integer
+from moecomm.core.state import collective
+from moecomm.core.validation import check_dense, check_same_device
 from moecomm.dispatch import Options, outputs, with_options
 from moecomm.errors import BadInput, Mismatch, Unsupported
 from moecomm.routed import Handle, Routed
-from moecomm.whole import check_integer
 
 _FLAT = Options("flat")
 _AGAIN = Options("flat", repeat=True)

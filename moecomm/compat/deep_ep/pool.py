@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
-from moecomm.arrays import check_tensor
 from moecomm.buffer import Buffer
-from moecomm.call_count import CallCount, counted
-from moecomm.checks import MOST_SIZE
+from moecomm.core.arrays import check_tensor
+from moecomm.core.call_count import CallCount, counted
+from moecomm.core.integers import check_alignment, check_integer, is_integer
+from moecomm.core.opening import gather
+from moecomm.core.rendezvous import Group, rendezvous
+from moecomm.core.settings import MAX_FLAT_ROWS, Settings
+from moecomm.core.validation import MOST_SIZE
 from moecomm.dispatch.arguments import check_num_sms
 from moecomm.errors import BadInput, Closed, Mismatch
-from moecomm.opening import gather
-from moecomm.rendezvous import Group, rendezvous
 from moecomm.routed import Handle
-from moecomm.settings import MAX_FLAT_ROWS, Settings
-from moecomm.whole import check_alignment, check_integer, is_integer
 
 # expert_alignment of a dispatch that says "my tokens do not fit, make room with me".  It differs from everybody else's,
 # so that every rank hears of it in the round that it was waiting for.

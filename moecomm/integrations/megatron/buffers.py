@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from moecomm.buffer import Buffer
-from moecomm.call_count import CallCount
-from moecomm.opening import gather
-from moecomm.rendezvous import rendezvous
-from moecomm.settings import Settings
+from moecomm.core.call_count import CallCount
+from moecomm.core.opening import gather
+from moecomm.core.rendezvous import rendezvous
+from moecomm.core.settings import Settings
 
 Key = tuple[int, torch.dtype, torch.device]  # columns of a token, and what and where it is
 

@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from moecomm import padding
 from moecomm.buffer import Buffer
-from moecomm.buffer_state import CollectiveCall
 from moecomm.compat.deep_ep.pool import ask_to_grow, asks_to_grow
+from moecomm.core.settings import Settings
+from moecomm.core.state import CollectiveCall
 from moecomm.errors import Mismatch
 from moecomm.integrations.megatron.buffers import Buffers, Key, Limits
+from moecomm.kernels import padding
 from moecomm.ops import handles
 from moecomm.ops.rounds import rows_of, settled
 from moecomm.routed import Handle, Routed
-from moecomm.settings import Settings
 
 _ALIGNMENT = 128  # the largest that Settings.round_bytes has room for
 

@@ -21,8 +21,8 @@ from vllm.v1.worker.ubatching import (
     dbo_yield_and_switch_from_compute_to_comm,
 )
 
-from moecomm.call_count import CountedCall
 from moecomm.compat.deep_ep.normal import received, route
+from moecomm.core.call_count import CountedCall
 from moecomm.errors import BadInput
 from moecomm.integrations.vllm.managers import Rounds
 from moecomm.integrations.vllm.steps import PrepareAndFinalize, Sent, apart, weighted_input

@@ -10,7 +10,7 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled
 
 from moecomm import _native
-from moecomm.call_count import counted
+from moecomm.core.call_count import counted
 from moecomm.errors import BadInput, Unsupported
 from moecomm.integrations.vllm.managers import Rounds
 from moecomm.routed import Handle

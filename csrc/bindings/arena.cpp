@@ -1,0 +1,102 @@
+// Outputs: blocks of a window's heap, as tensors of any array library.
+#include <pybind11/stl.h>
+
+#include "../runtime/arena.h"
+#include "../runtime/dlpack.h"
+#include "../runtime/memory.h"
+#include "module.h"
+#include "torch.h"
+
+namespace py = pybind11;
+using namespace moecomm::runtime;
+
+namespace moecomm::bindings {
+namespace {
+
+constexpr const char* kCapsule = "dltensor";  // a consumer renames the capsule and calls the deleter itself
+
+bool finalizing() {
+#if PY_VERSION_HEX >= 0x030d0000
+    return Py_IsFinalizing() != 0;
+#else
+    return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// A tensor may die in any thread, with or without the GIL, and after Python itself.
+void drop(PyObject* owner) {
+    if (finalizing() || Py_IsInitialized() == 0) return;
+    const PyGILState_STATE state = PyGILState_Ensure();
+    Py_DECREF(owner);
+    PyGILState_Release(state);
+}
+
+void delete_unconsumed(PyObject* capsule) {
+    if (PyCapsule_IsValid(capsule, kCapsule) == 0) return;
+    py::error_scope keep;  // an exception may be on its way
+    auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, kCapsule));
+    managed->deleter(managed);
+}
+
+// `owner` lives until the deleter of what is made has been called.
+template <class Managed>
+Managed* managed_tensor(std::shared_ptr<Block> block, u64 address, std::vector<i64> shape, DLDataType type, DLDevice device,
+                        py::object owner) {
+    std::function<void()> released;
+    if (!owner.is_none()) released = [kept = owner.ptr()] { drop(kept); };
+    auto* managed = make_tensor<Managed>(std::move(block), address, std::move(shape), type, device, std::move(released));
+    owner.release();  // the deleter has it now
+    return managed;
+}
+
+py::object capsule(std::shared_ptr<Block> block, u64 address, std::vector<i64> shape, u8 code, u8 bits, i32 device_type, i32 device_id,
+                   py::object owner) {
+    auto* managed = managed_tensor<DLManagedTensor>(std::move(block), address, std::move(shape), {code, bits, 1}, {device_type, device_id},
+                                                    std::move(owner));
+    auto made = py::reinterpret_steal<py::object>(PyCapsule_New(managed, kCapsule, delete_unconsumed));
+    if (!made) {
+        managed->deleter(managed);
+        throw py::error_already_set();
+    }
+    return made;
+}
+
+}  // namespace
+
+py::object torch_tensor(std::shared_ptr<Block> block, u64 address, std::vector<i64> shape, DLDataType type, DLDevice device,
+                        py::object owner) {
+    const Torch& torch = Torch::instance();
+    auto* managed = managed_tensor<DLManagedTensorVersioned>(std::move(block), address, std::move(shape), type, device, std::move(owner));
+    void* made = nullptr;
+    if (torch.exchange->managed_to_object(managed, &made) != 0) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(static_cast<PyObject*>(made));
+}
+
+void bind_arena(py::module_& m) {
+    py::class_<Block, std::shared_ptr<Block>>(m, "Block")
+        .def_property_readonly("offset", &Block::offset)
+        .def_property_readonly("nbytes", &Block::bytes)
+        .def("shrink", &Block::shrink, py::arg("nbytes"))
+        .def("tensor", &capsule, py::arg("address"), py::arg("shape"), py::arg("code"), py::arg("bits"), py::arg("device_type"),
+             py::arg("device_id"), py::arg("owner") = py::none())
+        .def(
+            "torch_tensor",
+            [](std::shared_ptr<Block> block, u64 address, std::vector<i64> shape, u8 code, u8 bits, i32 device_type, i32 device_id,
+               py::object owner) {
+                return torch_tensor(std::move(block), address, std::move(shape), {code, bits, 1}, {device_type, device_id},
+                                    std::move(owner));
+            },
+            py::arg("address"), py::arg("shape"), py::arg("code"), py::arg("bits"), py::arg("device_type"), py::arg("device_id"),
+            py::arg("owner"));
+    py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
+        .def(py::init<u64, u64>(), py::arg("offset"), py::arg("nbytes"))
+        .def("allocate", &Arena::allocate, py::arg("nbytes"))
+        .def_property_readonly("used", &Arena::used)
+        .def_property_readonly("largest_free", &Arena::largest_free);
+    py::class_<HostMemory>(m, "HostMemory")
+        .def_property_readonly("address", &HostMemory::address)
+        .def_property_readonly("nbytes", &HostMemory::bytes);
+    m.def("host_alloc", [](u64 bytes) { return std::make_unique<HostMemory>(bytes); }, py::arg("nbytes"));
+}
+
+}  // namespace moecomm::bindings

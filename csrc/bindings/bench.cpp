@@ -1,0 +1,34 @@
+// What the benchmark measures between CPU ranks beside rounds.
+#include <pybind11/stl.h>
+
+#include <stdexcept>
+
+#include "../host/ping_pong.h"
+#include "module.h"
+
+namespace py = pybind11;
+
+namespace moecomm::bindings {
+namespace {
+
+std::optional<u64> host_ping_pong(u64 here, u64 there, u64 source, i64 nbytes, u64 before, i32 warmup, i32 rounds, bool starts,
+                                  u64 timeout_ns, u64 abort_here, u64 abort_host) {
+    for (const u64 word : {here, there})
+        if (word == 0 || word % alignof(u64) != 0) throw std::invalid_argument("here, there: not the address of a signal");
+    for (const u64 word : {abort_here, abort_host})
+        if (word == 0 || word % alignof(u32) != 0) throw std::invalid_argument("abort_here, abort_host: not the address of an abort word");
+    if (source == 0 || nbytes < 1 || warmup < 0 || rounds < 1) throw std::invalid_argument("nothing to put");
+    const Deadline deadline{timeout_ns, reinterpret_cast<const u32*>(abort_here), reinterpret_cast<const u32*>(abort_host)};
+    py::gil_scoped_release unlocked;
+    return host::ping_pong({here, there, source, nbytes, before, warmup, rounds, starts, deadline});
+}
+
+}  // namespace
+
+void bind_bench(py::module_& m) {
+    m.def("host_ping_pong", &host_ping_pong, py::kw_only(), py::arg("here"), py::arg("there"), py::arg("source"), py::arg("nbytes"),
+          py::arg("before"), py::arg("warmup"), py::arg("rounds"), py::arg("starts"), py::arg("timeout_ns"), py::arg("abort_here"),
+          py::arg("abort_host"));
+}
+
+}  // namespace moecomm::bindings

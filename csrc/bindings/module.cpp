@@ -1,0 +1,33 @@
+#include "module.h"
+
+#include "../runtime/error.h"
+
+namespace py = pybind11;
+using moecomm::runtime::OsError;
+
+namespace {
+
+// OSError's constructor picks the subclass that belongs to the number.
+void raise_os_error(const OsError& error) {
+    const auto raised = py::reinterpret_steal<py::object>(PyObject_CallFunction(PyExc_OSError, "is", error.number, error.what()));
+    if (raised) PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, m) {
+    m.doc() = "Windows, rounds of CPU ranks and kernel launches of moecomm.";
+    py::register_exception_translator([](std::exception_ptr thrown) {
+        try {
+            if (thrown) std::rethrow_exception(thrown);
+        } catch (const OsError& error) {
+            raise_os_error(error);
+        }
+    });
+    moecomm::bindings::bind_args(m);
+    moecomm::bindings::bind_arena(m);
+    moecomm::bindings::bind_bench(m);
+    moecomm::bindings::bind_peers(m);
+    moecomm::bindings::bind_plans(m);
+    moecomm::bindings::bind_rounds(m);
+}

@@ -1,0 +1,162 @@
+// Running a round, and what is left when it fails.
+#include <pybind11/stl.h>
+#include <unistd.h>
+
+#include <optional>
+#include <stdexcept>
+#include <variant>
+
+#include "../host/during_waits.h"
+#include "../host/executor.h"
+#include "../protocol/domains.h"
+#include "../protocol/order.h"
+#include "../runtime/driver.h"
+#include "../runtime/rank_threads.h"
+#include "module.h"
+
+namespace py = pybind11;
+using namespace moecomm::runtime;
+
+namespace moecomm::bindings {
+namespace {
+
+using Round = std::variant<DispatchArgs, CombineArgs>;
+
+template <class T>
+T* at(u64 address) {
+    if (address == 0 || address % alignof(T) != 0) throw std::invalid_argument("not the address of such a struct");
+    return reinterpret_cast<T*>(address);
+}
+
+const Context& context(const Round& round) {
+    return std::visit([](const auto& args) -> const Context& { return args.ctx; }, round);
+}
+
+void check_context(const Context& ctx) {
+    const i32 ranks = ctx.shape.ranks;
+    if (ranks < 1 || ranks > kMaxRanks || ctx.rank < 0 || ctx.rank >= ranks) throw std::invalid_argument("ctx: rank or shape is not set");
+    at<FailureRecord>(ctx.record);
+    for (i32 p = 0; p < ranks; ++p)
+        if (ctx.link == 0 || domain_of(ctx.shape, p) == domain_of(ctx.shape, ctx.rank)) at<u64>(ctx.peers[p]);
+}
+
+// Python runs the handlers of signals in its main thread, between instructions of its own.  A round in that thread runs them in its waits.
+// What a handler raises ends the round: it is aborted on all ranks, and the exception goes to the caller when it has ended.
+class Handlers {
+  public:
+    explicit Handlers(const std::vector<Round>& rounds) : rounds_(rounds) {}
+
+    // In a wait, without the GIL.
+    void run() {
+        if (::gettid() != ::getpid() || raised_) return;  // other threads have none to run, and need not wait for the GIL
+        py::gil_scoped_acquire locked;
+        if (PyErr_CheckSignals() == 0) return;
+        raised_.emplace();
+        for (const Round& round : rounds_) {
+            const Context& ctx = context(round);
+            const u64 word = ctx.abort_host != 0 ? ctx.abort_host : ctx.peers[ctx.rank] + ctx.window.abort;
+            compare_exchange(at<u32>(word), 0, abort_word(Failure::aborted, ctx.rank));
+        }
+    }
+    void rethrow() {
+        if (raised_) throw std::move(*raised_);
+    }
+
+  private:
+    const std::vector<Round>& rounds_;
+    std::optional<py::error_already_set> raised_;
+};
+
+void execute(const DispatchArgs& args) { host::dispatch(args); }
+void execute(const CombineArgs& args) { host::combine(args); }
+
+void run(const std::vector<Round>& rounds) {
+    for (const Round& round : rounds) check_context(context(round));
+    std::vector<std::function<void()>> jobs;
+    for (const Round& round : rounds) jobs.push_back([&round] { std::visit([](const auto& args) { execute(args); }, round); });
+    Handlers handlers(rounds);
+    {
+        py::gil_scoped_release unlocked;
+        const host::DuringWaits during_waits([&handlers] { handlers.run(); });
+        run_on_threads(jobs);
+    }
+    handlers.rethrow();
+}
+
+std::optional<FailureRecord> record(u64 address) {
+    const auto* left = at<FailureRecord>(address);
+    if (load_acquire(&left->code) == 0) return std::nullopt;
+    return *left;
+}
+
+void leave(const Context& ctx) {
+    check_context(ctx);
+    host::leave(ctx);
+}
+
+void count_rejected(const Context& ctx) {
+    check_context(ctx);
+    host::count_rejected(ctx);
+}
+
+template <class Args>
+void launch(u64 function, u32 block, u32 shared_bytes, u64 stream, const Args& args, bool overlap, u32 cluster) {
+    cuda_launch({function, static_cast<u32>(args.workers), block, shared_bytes, stream, overlap, cluster}, &args);
+}
+
+template <class Args>
+void bind_launch(py::module_& m) {
+    m.def("cuda_launch", &launch<Args>, py::arg("function"), py::arg("block"), py::arg("shared_bytes"), py::arg("stream"), py::arg("args"),
+          py::arg("overlap") = false, py::arg("cluster") = 1, py::call_guard<py::gil_scoped_release>());
+}
+
+// A struct that Python has packed.
+void launch_packed(u64 function, u32 grid, u32 block, u32 shared_bytes, u64 stream, const py::buffer& args, bool overlap) {
+    const py::buffer_info packed = args.request();
+    py::gil_scoped_release unlocked;
+    cuda_launch({function, grid, block, shared_bytes, stream, overlap, 1}, packed.ptr);
+}
+
+void bind_records(py::module_& m) {
+    py::class_<FailureRecord>(m, "FailureRecordView")
+        .def_readonly("code", &FailureRecord::code)
+        .def_readonly("op", &FailureRecord::op)
+        .def_readonly("phase", &FailureRecord::phase)
+        .def_readonly("argument", &FailureRecord::argument)
+        .def_readonly("rank", &FailureRecord::rank)
+        .def_readonly("peer", &FailureRecord::peer)
+        .def_readonly("round", &FailureRecord::round)
+        .def_readonly("expected", &FailureRecord::expected)
+        .def_readonly("seen", &FailureRecord::seen)
+        .def_readonly("waited_ns", &FailureRecord::waited_ns);
+    m.def("record", &record, py::arg("address"));
+    m.def("clear_record", [](u64 address) { *at<FailureRecord>(address) = FailureRecord{}; }, py::arg("address"));
+    m.def(
+        "set_abort",
+        [](u64 address, u32 cause, i32 culprit) {
+            return compare_exchange(at<u32>(address), 0, abort_word(static_cast<Failure>(cause), culprit)) == 0;
+        },
+        py::arg("address"), py::arg("cause"), py::arg("culprit"));
+    m.def("store_word", [](u64 address, u32 value) { store_release(at<u32>(address), value); }, py::arg("address"), py::arg("value"));
+    m.def("read_word", [](u64 address) { return load_acquire(at<const u32>(address)); }, py::arg("address"));
+}
+
+}  // namespace
+
+void bind_rounds(py::module_& m) {
+    bind_records(m);
+    m.def("host_dispatch", [](const DispatchArgs& args) { run({args}); }, py::arg("args"));
+    m.def("host_combine", [](const CombineArgs& args) { run({args}); }, py::arg("args"));
+    m.def("host_run_all", &run, py::arg("rounds"));
+    m.def("leave", &leave, py::arg("context"));
+    m.def("count_rejected", &count_rejected, py::arg("context"));
+    bind_launch<DispatchArgs>(m);
+    bind_launch<CombineArgs>(m);
+    m.def("cuda_launch_packed", &launch_packed, py::arg("function"), py::arg("grid"), py::arg("block"), py::arg("shared_bytes"),
+          py::arg("stream"), py::arg("args"), py::arg("overlap") = false);
+    m.def("cuda_context", &cuda_context);
+    m.def("cuda_capturing", &cuda_capturing, py::arg("stream"));
+    m.def("cuda_available", &cuda_missing, py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace moecomm::bindings

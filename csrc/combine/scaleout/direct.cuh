@@ -1,0 +1,85 @@
+// What we have of the few tokens of a home of another domain goes straight there (csrc/protocol/domains.h).
+#pragma once
+#include "../call.cuh"
+
+namespace moecomm {
+
+// By a reduce warp, before anything is staged that goes straight: what was put from its places in the combine before has come when
+// everybody has been heard in this one; and before weights that homes of other domains have put ahead of their mail are looked at.  Mail
+// waits for nobody.  Pull and return warps of the block hear it.
+template <class Call>
+MOECOMM_FN bool await_headers_seen(const Call& c) {
+    bool wanted = Call::cfg.own_weights;
+    for (i32 source_rank = 0; source_rank < Call::cfg.ranks; ++source_rank) wanted = wanted || c.direct_to(source_rank);
+    if (!wanted) return true;
+    const volatile u32& headers_seen = c.scaleout().headers_seen;
+    bool came = true;
+    if (lane_id() == 0) came = wait_for(c.round, Phase::grid, c.me(), 1, [&] { return headers_seen != 0; }, [] { return 0ll; });
+    came = __all_sync(kAllLanes, came);
+    asm volatile("fence.acq_rel.cta;" ::: "memory");  // whether the round is void, and what has come with the mail
+    return came;
+}
+
+// By a return warp: the rows here of a chunk of `home`, staged or, in place, as they are; and that they are put.
+template <class Call>
+MOECOMM_FN bool put_chunk(const Call& c, i32 source_rank, i32 chunk) {
+    constexpr CombineConfig cfg = Call::cfg;
+    const auto* ranges = reinterpret_cast<const u32*>(c.a.route.ranges) + static_cast<i64>(source_rank) * c.shape().max_tokens;
+    const u64 range = ranges[chunk];
+    if (signal_count(range) == 0) return true;
+    if constexpr (!cfg.in_place) {
+        const auto* flag = own<const u64>(c.a.ctx, c.staged_flag(source_rank, chunk));
+        const u64 staged = word_signal(c.round.tag, chunk);
+        bool came = true;
+        if (lane_id() == 0)
+            came = wait_for(
+                c.round, Phase::grid, c.me(), chunk, [&] { return load_acquire(flag) == staged; },
+                [&] { return static_cast<i64>(signal_word(load_acquire(flag))); });
+        if (!__all_sync(kAllLanes, came)) return false;
+    }
+    const auto channel = c.channel();
+    const i64 bytes = c.a.weight_grads != 0 ? c.shape().staged_row_bytes : align_up<i64>(cfg.staged_bytes(), 16);
+    for (i32 slot = signal_first(range); slot < signal_first(range) + signal_count(range); ++slot) {
+        i32 row = slot;
+        if constexpr (cfg.layout != Layout::flat) {  // the first of the token's rows here
+            const i32 mine =
+                lane_id() < cfg.topk ? reinterpret_cast<const i32*>(c.a.route.rows)[static_cast<i64>(slot) * cfg.topk + lane_id()] : -1;
+            row = __shfl_sync(kAllLanes, mine, __ffs(__ballot_sync(kAllLanes, mine >= 0)) - 1);
+        }
+        const i32 token = reinterpret_cast<const int2*>(c.a.route.src)[row].y;
+        u64 from = staged_at(c.window(), c.shape(), source_rank, token);
+        if constexpr (cfg.in_place) from = c.a.y - c.a.ctx.peers[c.me()] + slot * static_cast<u64>(c.a.y_stride);
+        if (!put(c, channel, Phase::reduced, source_rank, direct_row_at(c.window(), c.shape(), c.round.tag, c.me(), token), from, bytes))
+            return false;
+    }
+    // Each chunk with rows here speaks for itself, the first of them for the others as well.
+    i32 parts = 0, first = -1;
+    for (i32 base = 0; base < c.chunks_of(source_rank); base += kWarp) {
+        const i32 other = base + lane_id();
+        const u32 some = __ballot_sync(
+            kAllLanes, other < c.chunks_of(source_rank) && signal_count(ranges[min(other, c.chunks_of(source_rank) - 1)]) != 0);
+        if (first < 0 && some != 0) first = base + __ffs(some) - 1;
+        parts += __popc(some);
+    }
+    bool signaled = true;
+    if (lane_id() == 0) signaled = signal_direct(c, channel, Phase::reduced, source_rank, parts, chunk == first);
+    return __all_sync(kAllLanes, signaled);
+}
+
+// By each return warp, all of the grid together.
+template <class Call>
+MOECOMM_FN bool put_direct(const Call& c, i32 warp) {
+    constexpr CombineConfig cfg = Call::cfg;
+    constexpr i32 scaleout_ranks = cfg.ranks - cfg.scaleup_ranks();
+    const auto source_rank_of = [&](i32 n) { return (c.domains().first() + cfg.scaleup_ranks() + n) % cfg.ranks; };
+    i32 most = 0;
+    for (i32 n = 0; n < scaleout_ranks; ++n)
+        if (c.direct_to(source_rank_of(n))) most = max(most, c.chunks_of(source_rank_of(n)));
+    for (i32 item = blockIdx.x + gridDim.x * warp; item < most * scaleout_ranks; item += gridDim.x * cfg.return_forward_warps) {
+        const i32 source_rank = source_rank_of(item % scaleout_ranks), chunk = item / scaleout_ranks;
+        if (c.direct_to(source_rank) && chunk < c.chunks_of(source_rank) && !put_chunk(c, source_rank, chunk)) return false;
+    }
+    return true;
+}
+
+}  // namespace moecomm

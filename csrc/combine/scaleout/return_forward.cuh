@@ -1,0 +1,202 @@
+// Tokens of other domains go home: what our domain has of each is added up by a return warp and crosses once.
+#pragma once
+#include "../pull.cuh"
+#include "direct.cuh"
+
+namespace moecomm {
+
+// The role of a return warp: a chunk of a home of another domain after the other, of all that we relay for, in order.  All warps of the
+// grid take turns, and each has chunks of its own: it puts a token when it is added up, and tells the home after the last.
+template <class Call>
+struct ReturnForward {
+    static constexpr CombineConfig cfg = Call::cfg;
+    static constexpr Type kType = cfg.staged();
+    static constexpr i32 kRowBytes = cfg.staged_bytes();
+    static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.pull_bytes), kPieceColumns = cfg.pull_bytes / bytes_of(kType);
+    static constexpr i32 kOthers = cfg.domains() - 1;
+
+    const Call& c;
+    const i32 work_list;                 // of all return warps
+    i32 nth;                             // our next one
+    i32 at = 0;                          // its next piece, of the tokens that our domain has
+    u32 ours = 0;                        // those tokens that are left, a bit each
+    bool begun = false, placed = false;  // `ours` is known; the places of the unit's sums are free
+    i32 seen = -1;                       // the unit whose flag this lane has acquired, of the rank `lane`
+    bool failed = false;
+
+    MOECOMM_FN ReturnForward(const Call& call, i32 warp) : c(call), work_list(count(call)), nth(blockIdx.x + gridDim.x * warp) {}
+
+    MOECOMM_FN static i32 count(const Call& c) {
+        i32 most = 0;
+        for (i32 n = 0; n < kOthers; ++n) most = max(most, forwarded(c, c.domains().counterpart(c.domains().other(n))));
+        return most * kOthers;
+    }
+    // Chunks of a home that we relay.
+    MOECOMM_FN static i32 forwarded(const Call& c, i32 source_rank) { return c.direct_to(source_rank) ? 0 : c.chunks_of(source_rank); }
+    MOECOMM_FN i32 domain_of_work(i32 work) const { return c.domains().other(work % kOthers); }
+    MOECOMM_FN i32 source_rank_of(i32 work) const { return c.domains().counterpart(domain_of_work(work)); }
+    MOECOMM_FN static i32 chunk_of(i32 work) { return work / kOthers; }
+    MOECOMM_FN const Sent& sent_by(i32 work) const { return c.shared.sent[source_rank_of(work)]; }
+    MOECOMM_FN i32 ring_of(i32 work) const { return ring_chunks(c.shape(), sent_by(work).chunk_tokens); }
+
+    // What dispatch has kept of the token.
+    MOECOMM_FN const i32* kept(i32 domain, i32 token) const {
+        return reinterpret_cast<const i32*>(c.a.route.forwarded) +
+               (static_cast<i64>(domain) * c.shape().max_tokens + token) * forwarded_words(c.shape());
+    }
+    // By the chunk's tokens, a lane each: which of them our domain has.
+    MOECOMM_FN void begin_work() {
+        const Sent& sent = sent_by(nth);
+        const i32 token = chunk_of(nth) * sent.chunk_tokens + lane_id();
+        bool any = false;
+        if (lane_id() < sent.chunk_tokens && token < sent.num_tokens) {
+            const i32* slots = kept(domain_of_work(nth), token) + 2 * cfg.topk;
+            for (i32 i = 0; i < cfg.scaleup_ranks(); ++i) any = any || slots[i] >= 0;
+        }
+        ours = __ballot_sync(kAllLanes, any);
+        at = 0;
+        begun = true;
+        placed = ours == 0 || chunk_of(nth) < ring_of(nth);
+    }
+    MOECOMM_FN void end_work() {
+        nth += gridDim.x * cfg.return_forward_warps;
+        begun = false;
+    }
+
+    // Whether home has pulled the chunk in whose places the sums of this one go, from here and to there.
+    MOECOMM_FN bool await_place(bool may_wait) {
+        if (placed) return true;
+        const i32 before = chunk_of(nth) - ring_of(nth), domain = domain_of_work(nth), chunk_tokens = sent_by(nth).chunk_tokens;
+        bool free = true;
+        if (lane_id() == 0)
+            free = may_wait ? await_signal(c, c.transport, Phase::drained, kReturnCredit, domain, before, chunk_tokens)
+                            : is_signaled(c, c.transport, kReturnCredit, domain, before, chunk_tokens);
+        placed = __all_sync(kAllLanes, free);
+        return placed;
+    }
+    // As in Pull.
+    MOECOMM_FN bool await_row(i32 rank, bool may_wait) {
+        if (c.shared.headers[rank].x != 0 || seen == nth) return true;
+        const u64 flag = c.reduced_flag(source_rank_of(nth), rank, chunk_of(nth));
+        u64 tag = 0;
+        if (may_wait ? !wait_flag(c.round, Phase::reduced, rank, flag, c.round.tag, tag)
+                     : signal_tag(load_acquire(own<const u64>(c.a.ctx, flag))) != c.round.tag)
+            return false;
+        fence_async();  // reads of the row come after the flag
+        seen = nth;
+        return true;
+    }
+    MOECOMM_FN const u8* row_at(i32 rank, i32 slot, i32 token) const {
+        const RoundHeader& from = c.shared.headers[rank];
+        if (from.x == 0) return c.staged_row(rank, source_rank_of(nth), token);
+        return c.transport.template peer_ptr<u8>(rank, from.x) + slot * static_cast<i64>(from.pitch);
+    }
+    // Our sum of a token, as it crosses.
+    MOECOMM_FN u8* sum_of(i32 domain, i32 token) const {
+        return c.transport.template local<u8>(sum_at(c.window(), c.shape(), domain, token));
+    }
+
+    MOECOMM_FN Next open(const u8*& source, Item& out, bool may_wait) {
+        while (!failed && nth < work_list && chunk_of(nth) >= forwarded(c, source_rank_of(nth))) end_work();
+        if (failed || nth >= work_list) return Next::none;
+        if (!begun) begin_work();
+        out = {0, 0, -1, domain_of_work(nth), nth};
+        if (ours == 0) {  // nothing of it is here, but its places are in turn
+            end_work();
+            return Next::item;
+        }
+        const i32 token = chunk_of(nth) * sent_by(nth).chunk_tokens + __ffs(ours) - 1;
+        const i32 slot = lane_id() < cfg.scaleup_ranks() ? kept(out.domain, token)[2 * cfg.topk + lane_id()] : -1,
+                  rank = c.domains().first() + lane_id();
+        const bool missing = !await_place(may_wait) || (slot >= 0 && !await_row(rank, may_wait));
+        if (__any_sync(kAllLanes, missing)) {
+            failed = may_wait;
+            return may_wait ? Next::none : Next::later;
+        }
+        out.token = token;
+        out.column = at * kPieceColumns;
+        if (slot >= 0) source = row_at(rank, slot, token) + out.column * bytes_of(kType);
+        if (at == 0 && c.a.weight_grads != 0) bring_grads(out.domain, token);
+        if (++at == kPieces) {
+            at = 0;
+            ours &= ours - 1;
+        }
+        if (ours != 0) {
+            out.step = -1;
+        } else {
+            end_work();
+        }
+        return Next::item;
+    }
+
+    // A gradient a lane, from the owner of its expert, whose flag another lane has acquired.
+    MOECOMM_FN void bring_grads(i32 domain, i32 token) const {
+        __syncwarp();
+        if (lane_id() >= cfg.topk) return;
+        const auto staged = [&](i32 rank) {
+            return load_relaxed(reinterpret_cast<const u32*>(c.staged_row(rank, source_rank_of(nth), token) + c.grads_at()) + lane_id());
+        };
+        const i32 owner = kept(domain, token)[cfg.topk + lane_id()];
+        u32 grad = 0;
+        if constexpr (cfg.sum_grads) {
+            float sum = 0.0f;
+#pragma unroll 1
+            for (i32 n = 0; n < cfg.scaleup_ranks(); ++n)
+                if (kept(domain, token)[2 * cfg.topk + n] >= 0) sum = __fadd_rn(sum, __uint_as_float(staged(c.domains().first() + n)));
+            grad = __float_as_uint(sum);
+        } else if (owner >= 0 && c.domains().reaches(owner)) {
+            grad = staged(owner);
+        }
+        reinterpret_cast<u32*>(sum_of(domain, token) + c.grads_at())[lane_id()] = grad;
+    }
+
+    MOECOMM_FN u8* target(const Item& item) const { return item.token >= 0 ? sum_of(item.domain, item.token) : nullptr; }
+    template <i32 n>
+    MOECOMM_FN void store(u8* row, i32 column, const float (&sum)[n]) const {
+        store_columns<cfg.wire>(row + column * bytes_of(cfg.wire), sum);
+    }
+
+    MOECOMM_FN void close(const Item& out) {
+        if (failed) return;
+        const bool whole = out.token >= 0 && out.column + kPieceColumns >= cfg.hidden;
+        if (whole && !put_sum(out.domain, out.token)) failed = true;
+        if (!failed && out.step >= 0 && !finish_work(out.step, out.token >= 0)) failed = true;
+    }
+    MOECOMM_FN bool put_sum(i32 domain, i32 token) const {
+        __syncwarp();  // all lanes have stored their columns
+        const i64 bytes = c.a.weight_grads != 0 ? c.shape().staged_row_bytes : align_up<i64>(cfg.hidden * bytes_of(cfg.wire), 16);
+        const u64 there = returned_at(c.window(), c.shape(), c.domains().own(), token);
+        return put(c, c.channel(), Phase::reduced, c.domains().counterpart(domain), there, sum_at(c.window(), c.shape(), domain, token),
+                   bytes);
+    }
+    // The home hears of a chunk that we have something of; the owners here may stage what comes next in its places.
+    MOECOMM_FN bool finish_work(i32 work, bool return_forward) const {
+        const i32 domain = domain_of_work(work), source_rank = source_rank_of(work), chunk = chunk_of(work),
+                  chunk_tokens = sent_by(work).chunk_tokens;
+        bool signaled = true;
+        if (lane_id() == 0 && return_forward)
+            signaled = signal_chunk(c, c.channel(), Phase::reduced, kReturned, domain, chunk, chunk_tokens);
+        if (!__all_sync(kAllLanes, signaled)) return false;
+        if (chunk + ring_of(work) >= c.chunks_of(source_rank)) return true;
+        if (!await_earlier_credit(c, source_rank, chunk, chunk_tokens)) return false;
+        const u64 place = credit_at(c.window(), c.shape(), source_rank, chunk, chunk_tokens);
+        for (i32 step = lane_id(); step < cfg.scaleup_ranks() - 1; step += kWarp)
+            c.transport.signal(c.domains().neighbour(step), place, word_signal(c.round.tag, chunk));
+        __syncwarp();  // ours last, as in Pull
+        if (lane_id() == 0) c.transport.signal(c.me(), place, word_signal(c.round.tag, chunk));
+        return true;
+    }
+};
+
+// By each return warp, together with the pull warps.  False when something did not come.
+template <class Call>
+MOECOMM_FN bool give_back(const Call& c, i32 warp) {
+    if (!await_all_headers(c)) return false;
+    if (c.shared.is_invalid != 0) return true;
+    if (!put_direct(c, warp)) return false;
+    ReturnForward<Call> role(c, warp);
+    Gather<RowRing<Call::cfg.pull_slots, Call::cfg.pull_bytes>, ReturnForward<Call>>{c.scaleout().rings[warp], role}.run();
+    return !role.failed;
+}
+
+}  // namespace moecomm

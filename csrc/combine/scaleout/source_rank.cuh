@@ -1,0 +1,120 @@
+// What comes home from other domains: the sum of each of them, put into `returned` by its relay, is added where the rows of our own domain
+// have been added up.
+#pragma once
+#include "../call.cuh"
+
+namespace moecomm {
+
+// Of one pull warp.
+template <class Call>
+struct ScaleoutSums {
+    static constexpr CombineConfig cfg = Call::cfg;
+    static constexpr i32 kOthers = cfg.domains() - 1;
+    static constexpr u64 kOfDomain = cfg.scaleup_ranks() < 64 ? (1ull << cfg.scaleup_ranks() % 64) - 1 : ~0ull;
+
+    const Call& c;
+    const i32 warp;
+    const bool direct;           // rows come from their owners, and no sums from relays
+    u64 here = 0;                // of such owners those that this lane has heard of, a bit each
+    i32 opened = 0, closed = 0;  // items of the warp
+    i32 seen = -1;               // the chunk of which this lane has seen what its domain returns
+    u64 owners = 0;              // of the token that is looked at
+
+    MOECOMM_FN bool comes_from(i32 domain, u64 ranks) const { return (ranks >> domain * cfg.scaleup_ranks() & kOfDomain) != 0; }
+
+    MOECOMM_FN void look_up(i32 token) {
+        owners = 0;
+        for (i32 first = 0; first < cfg.ranks; first += kWarp) {
+            const i32 rank = first + lane_id();
+            const auto* slots = reinterpret_cast<const i32*>(c.a.route.token_slot) + static_cast<i64>(token) * cfg.ranks;
+            owners |= static_cast<u64>(__ballot_sync(kAllLanes, rank < cfg.ranks && slots[rank] >= 0)) << first;
+        }
+    }
+    // By all lanes, each for some domains: whether their sums of the token are here.  A relay tells of the chunks that its domain has rows
+    // of.
+    MOECOMM_FN bool await(i32 token, i32 chunk, bool may_wait) {
+        look_up(token);
+        if (direct) return await_owners(may_wait);
+        for (i32 n = lane_id(); n < kOthers; n += kWarp) {
+            const i32 domain = c.domains().other(n);
+            if (!comes_from(domain, owners) || seen == chunk) continue;
+            if (may_wait ? !await_signal(c, c.transport, Phase::reduced, kReturned, domain, chunk, c.a.chunk_tokens)
+                         : !is_signaled(c, c.transport, kReturned, domain, chunk, c.a.chunk_tokens))
+                return false;
+            if (kOthers <= kWarp) seen = chunk;
+        }
+        return true;
+    }
+    // By all lanes, each for some ranks: whether those of other domains that have a part of the token have put it here.
+    MOECOMM_FN bool await_owners(bool may_wait) {
+        for (i32 rank = lane_id(); rank < cfg.ranks; rank += kWarp) {
+            if (c.domains().reaches(rank) || ((owners & ~here) >> rank & 1) == 0) continue;
+            if (may_wait ? !await_direct(c, Phase::reduced, rank) : !has_direct_arrived(c, rank)) return false;
+            here |= 1ull << rank;
+        }
+        return true;
+    }
+    // The item of that token is open, and one is closed.
+    MOECOMM_FN void open() {
+        if (lane_id() == 0) c.scaleout().owners[warp][opened % kItemsOpen] = owners;
+        ++opened;
+    }
+    MOECOMM_FN void close() { ++closed; }
+
+    // `sum`, of our own domain, becomes that of all, in the order of the domains; how far it may be from that of one domain stands in
+    // protocol/domains.h.
+    template <i32 n>
+    MOECOMM_FN void add_to(i32 token, i32 column, float (&sum)[n]) const {
+        const u64 ranks = c.scaleout().owners[warp][closed % kItemsOpen];
+        float total[n] = {};
+#pragma unroll 1
+        for (i32 domain = 0; domain < cfg.domains(); ++domain) {
+            const bool here = domain == c.domains().own();
+            if (!here && !comes_from(domain, ranks)) continue;
+            float there[n] = {};
+            if (!here && direct) {
+                add_owners(ranks >> domain * cfg.scaleup_ranks() & kOfDomain, domain * cfg.scaleup_ranks(), token, column, there);
+            } else if (!here) {
+                const u64 row = returned_at(c.window(), c.shape(), domain, token) + column * bytes_of(cfg.wire);
+                add_words<cfg.wire>(c.transport.template local<const u32>(row), there);
+            }
+#pragma unroll
+            for (i32 i = 0; i < n; ++i) total[i] = __fadd_rn(total[i], here ? sum[i] : there[i]);
+        }
+#pragma unroll
+        for (i32 i = 0; i < n; ++i) sum[i] = total[i];
+    }
+    template <Type type, i32 n>
+    MOECOMM_FN static void add_words(const u32* from, float (&sum)[n]) {
+        constexpr i32 words = n * bytes_of(type) / 4, each = n / words;
+#pragma unroll
+        for (i32 i = 0; i < words; ++i) {
+            float part[each];
+            widen_word<type>(load_relaxed(from + i), part);
+#pragma unroll
+            for (i32 j = 0; j < each; ++j) sum[i * each + j] = __fadd_rn(sum[i * each + j], part[j]);
+        }
+    }
+    // What `owners`, a bit each from `first` on, have of the token, in the order of the ranks, and rounded as a relay would have.
+    template <i32 n>
+    MOECOMM_FN void add_owners(u64 owners, i32 first, i32 token, i32 column, float (&sum)[n]) const {
+        const u8* rows = c.transport.template local<const u8>(direct_row_at(c.window(), c.shape(), c.round.tag, first, token));
+#pragma unroll 1
+        for (; owners != 0; owners >>= 1, rows += c.shape().packet_bytes)
+            if ((owners & 1) != 0) add_words<cfg.staged()>(reinterpret_cast<const u32*>(rows + column * bytes_of(cfg.staged())), sum);
+        constexpr i32 each = 4 / bytes_of(cfg.wire);
+#pragma unroll
+        for (i32 i = 0; i < n / each; ++i) widen_word<cfg.wire>(narrow_word<cfg.wire>(sum + i * each), sum + i * each);
+    }
+
+    // By all lanes: our relays may return the chunk that comes next in the place of this one.
+    MOECOMM_FN bool signal_pulled(i32 chunk) const {
+        bool signaled = true;
+        const bool followed = chunk + ring_chunks(c.shape(), c.a.chunk_tokens) < c.chunks();
+        for (i32 n = lane_id(); followed && !direct && signaled && n < kOthers; n += kWarp)
+            signaled = signal_chunk(c, c.channel(), Phase::reduced, kReturnCredit, c.domains().other(n), chunk, c.a.chunk_tokens);
+        return __all_sync(kAllLanes, signaled);
+    }
+};
+
+}  // namespace moecomm

@@ -1,0 +1,82 @@
+// What stands beside the rows: whose they are, which experts want them, with which weights.  By the describe warp, a few tokens at once:
+// each store into a peer's memory costs its multiprocessor time, however small, and a chunk's rows at a rank lie together (flat).
+#pragma once
+#include "call.cuh"
+
+namespace moecomm {
+
+// A lane's entry: the k-th expert of a token.
+struct Metadata {
+    i32 token, k;  // token -1: none
+    i32 row, owner;
+    float weight;
+};
+
+// Of our own tokens: whose they are, and their flat rows at the ranks of our domain, -1 where there is none.
+template <class Call>
+struct Ours {
+    const Call& c;
+    MOECOMM_FN i32 source() const { return c.me(); }
+    MOECOMM_FN i32 slot_at(i32 token, i32 rank) const {
+        return reinterpret_cast<const i32*>(c.a.route.token_slot)[static_cast<i64>(token) * Call::cfg.ranks + rank];
+    }
+};
+
+// Flat: beside each row at the ranks of our domain, all experts of its rank.  From: Ours, or of tokens that we relay.
+template <class Call, class From>
+MOECOMM_FN void write_flat_metadata(const Call& c, const From& from, const Metadata& e, i32 local) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    for (i32 step = 0; step < cfg.scaleup_ranks(); ++step) {
+        const i32 rank = c.domains().neighbour(step);
+        const i32 slot = from.slot_at(e.token, rank);
+        if (slot < 0) continue;
+        const RoundHeader& to = c.shared.headers[rank];
+        const bool here = e.owner == rank;
+        const i64 at = static_cast<i64>(slot) * cfg.topk + e.k;
+        if (to.weights != 0) c.transport.template peer_ptr<float>(rank, to.weights)[at] = here ? e.weight : 0.0f;
+        if (to.topk_idx != 0) {
+            if constexpr (cfg.idx_bytes == 8) c.transport.template peer_ptr<i64>(rank, to.topk_idx)[at] = here ? local : -1;
+            if constexpr (cfg.idx_bytes == 4) c.transport.template peer_ptr<i32>(rank, to.topk_idx)[at] = here ? local : -1;
+        }
+        if (e.k == 0 && to.src != 0) c.transport.template peer_ptr<int2>(rank, to.src)[slot] = make_int2(from.source(), e.token);
+    }
+}
+
+// The same where every entry has a row of its own; and the rows of the token at each rank, by k.
+template <class Call, class From>
+MOECOMM_FN void write_row_metadata(const Call& c, const From& from, const Metadata& e) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    for (i32 step = 0; step < cfg.scaleup_ranks(); ++step) {
+        const i32 rank = c.domains().neighbour(step);
+        const i32 slot = from.slot_at(e.token, rank);
+        if (slot < 0) continue;
+        const i64 at = static_cast<i64>(slot) * cfg.topk + e.k;
+        c.transport.template peer_ptr<i32>(rank, c.shared.headers[rank].rows)[at] = e.owner == rank ? e.row : -1;
+    }
+    if (e.owner < 0 || !c.domains().reaches(e.owner)) return;
+    const RoundHeader& to = c.shared.headers[e.owner];
+    if (to.weights != 0) c.transport.template peer_ptr<float>(e.owner, to.weights)[e.row] = e.weight;
+    if (to.src != 0) c.transport.template peer_ptr<int2>(e.owner, to.src)[e.row] = make_int2(from.source(), e.token);
+}
+
+// By a warp: the tokens of a chunk.
+template <class Call>
+MOECOMM_FN void write_chunk_metadata(const Call& c, i32 chunk) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    const i32 nth = lane_id() / cfg.topk, k = lane_id() % cfg.topk, end = c.chunk_end(chunk);
+    for (i32 first = chunk * c.a.chunk_tokens; first < end; first += cfg.tokens_per_step()) {
+        const i32 token = first + nth;
+        if (nth >= cfg.tokens_per_step() || token >= end) continue;
+        const i64 entry = static_cast<i64>(token) * cfg.topk + k;
+        const Metadata e{token, k, reinterpret_cast<const i32*>(c.a.route.token_rows)[entry],
+                         reinterpret_cast<const i32*>(c.a.route.token_owner)[entry], c.weight_at(entry)};
+        if constexpr (cfg.layout == Layout::flat) {
+            write_flat_metadata(c, Ours<Call>{c}, e, e.owner >= 0 ? c.local_at(entry) : -1);
+        } else {
+            write_row_metadata(c, Ours<Call>{c}, e);
+        }
+    }
+    __syncwarp();
+}
+
+}  // namespace moecomm

@@ -1,0 +1,236 @@
+// Tokens of other domains land here, and go on to the ranks of ours: by the relay warps, which wait for what lands and for nothing else.
+#pragma once
+#include "../metadata.cuh"
+
+namespace moecomm {
+
+// One relay warp: a chunk of a source of another domain after the other.
+template <class Call>
+struct Forward {
+    static constexpr DispatchConfig cfg = Call::cfg;
+    static constexpr i32 kSlots = cfg.forward_slots, kBytes = cfg.forward_bytes, kPieces = ceil_div(cfg.row_bytes, kBytes);
+    static_assert(kSlots == 2, "a piece is loaded while the one before it is stored");
+
+    const Call& c;
+    ForwardRing<cfg>& ring;
+    i32 loaded = 0, stored = 0;  // pieces, of all tokens
+
+    // A token that has landed: in lane k its k-th expert, in lane i its flat row at the i-th rank of our domain and where its row goes
+    // there.
+    struct Token {
+        i32 number;
+        const u8* at;
+        bool comes;
+        Entry entry;
+        i32 slot;
+        u8* row;
+        u8* scales;
+    };
+
+    MOECOMM_FN const Source& source_of(i32 domain) const { return c.shared.sources[c.domains().counterpart(domain)]; }
+
+    // Whether this half of a dispatch relays the chunk: the first half does what others need to send all of theirs.
+    MOECOMM_FN bool has_part(i32 source, i32 chunk) const {
+        const Source& from = c.shared.sources[source];
+        if (chunk >= from.chunks() || c.direct_from(source)) return false;
+        const bool owed = chunk + ring_chunks(c.shape(), from.chunk_tokens) < from.chunks();
+        return cfg.part == Part::whole || owed == (cfg.part == Part::begin);
+    }
+
+    MOECOMM_FN Token read(u64 landed, i32 number) const {
+        Token t{number, c.transport.template local<const u8>(landed), false, {-1, -1, -1, 0.0f}, -1, nullptr, nullptr};
+        const auto* head = reinterpret_cast<const i32*>(t.at);
+        t.comes = load_fresh(head) == static_cast<i32>(c.round.tag) && load_fresh(head + 1) == number;
+        if (!t.comes) return t;
+        const auto* entries = head + sizeof(Landed) / 4;
+        if (lane_id() < cfg.topk) {
+            const auto* mine = entries + lane_id() * sizeof(Entry) / 4;
+            t.entry = {load_fresh(mine), load_fresh(mine + 1), load_fresh(mine + 2), __int_as_float(load_fresh(mine + 3))};
+        }
+        if (lane_id() < cfg.scaleup_ranks()) t.slot = load_fresh(entries + cfg.topk * sizeof(Entry) / 4 + lane_id());
+        return t;
+    }
+
+    MOECOMM_FN void find_places(Token& t) const {
+        for (u32 wanted = __ballot_sync(kAllLanes, t.slot >= 0); wanted != 0; wanted &= wanted - 1) {
+            const i32 lane = __ffs(wanted) - 1, rank = c.domains().first() + lane;
+            i32 row = t.slot;
+            if constexpr (cfg.layout != Layout::flat)  // the first of the token's rows there
+                row = __shfl_sync(kAllLanes, t.entry.row, __ffs(__ballot_sync(kAllLanes, t.entry.owner == rank)) - 1);
+            if (lane_id() != lane) continue;
+            const RoundHeader& to = c.shared.headers[rank];
+            t.row = c.transport.template peer_ptr<u8>(rank, to.x) + static_cast<i64>(row) * cfg.row_bytes;
+            const i64 of_scales = cfg.scale_columns ? t.slot : row;
+            t.scales = c.transport.template peer_ptr<u8>(rank, to.scales) + of_scales * cfg.scale_bytes;
+        }
+    }
+
+    MOECOMM_FN static i32 bytes_of_piece(i32 piece) { return min(kBytes, cfg.row_bytes - piece * kBytes); }
+    MOECOMM_FN void load(const u8* row, i32 piece) {
+        bulk_wait_read<0>();
+        __syncwarp();
+        if (lane_id() == 0) bulk_load(ring.data[loaded % kSlots], row + piece * kBytes, bytes_of_piece(piece), &ring.full[loaded % kSlots]);
+        ++loaded;
+    }
+    MOECOMM_FN void store_row(const Token& t) {
+        const u8* row = t.at + landed_row(c.shape());
+        load(row, 0);
+        for (i32 piece = 0; piece < kPieces; ++piece) {
+            if (piece + 1 < kPieces) load(row, piece + 1);
+            copy_wait(&ring.full[stored % kSlots], stored / kSlots & 1);
+            if (t.row != nullptr) bulk_store(t.row + piece * kBytes, ring.data[stored % kSlots], bytes_of_piece(piece));
+            __syncwarp();
+            bulk_commit();
+            ++stored;
+        }
+    }
+    MOECOMM_FN void store_scales(const Token& t) const {
+        for (u32 wanted = __ballot_sync(kAllLanes, t.row != nullptr); wanted != 0; wanted &= wanted - 1)
+            copy_small(reinterpret_cast<u8*>(__shfl_sync(kAllLanes, reinterpret_cast<u64>(t.scales), __ffs(wanted) - 1)),
+                       t.at + landed_scales(c.shape(), cfg.row_bytes), cfg.scale_bytes);
+    }
+
+    // What a combine has to know of the token: nothing of one that has not landed.
+    MOECOMM_FN void keep_route(i32 domain, const Token& t) const {
+        auto* kept = reinterpret_cast<i32*>(c.a.route.forwarded) +
+                     (static_cast<i64>(domain) * c.shape().max_tokens + t.number) * forwarded_words(c.shape());
+        if (lane_id() < cfg.topk) {
+            kept[lane_id()] = t.entry.row;
+            kept[cfg.topk + lane_id()] = t.entry.owner;
+        }
+        if (lane_id() < cfg.scaleup_ranks()) kept[2 * cfg.topk + lane_id()] = t.slot;
+    }
+
+    // As Ours in describe.cuh.
+    struct From {
+        i32 rank;
+        const i32* slots;  // by rank of our domain
+        i32 alone;         // the rank that is delivered to, -1: all of our domain
+        MOECOMM_FN i32 source() const { return rank; }
+        MOECOMM_FN i32 slot_at(i32, i32 of) const { return alone < 0 || of == alone ? load_fresh(slots + of) : -1; }
+    };
+    MOECOMM_FN void write_metadata(i32 source, const Token& t, i32 alone) const {
+        if (lane_id() >= cfg.topk) return;
+        const From from{source, reinterpret_cast<const i32*>(t.at + sizeof(Landed) + cfg.topk * sizeof(Entry)) - c.domains().first(),
+                        alone};
+        const Metadata e{t.number, lane_id(), t.entry.row, t.entry.owner, t.entry.weight};
+        if constexpr (cfg.layout == Layout::flat) {
+            write_flat_metadata(c, from, e, t.entry.local);
+        } else {
+            write_row_metadata(c, from, e);
+        }
+    }
+
+    // What has come straight to us, by a chunk of a source of any other domain.
+    MOECOMM_FN bool take_direct(i32 source, i32 chunk) {
+        const Source& from = c.shared.sources[source];
+        bool came = true;
+        if (lane_id() == 0) came = await_direct(c, Phase::payload, source);
+        if (!__all_sync(kAllLanes, came)) return false;
+        fence_async();  // reads of rows come after the signal
+        __syncwarp();
+        const bool ours = lane_id() == c.me() - c.domains().first();
+        i32 first = 0, count = 0;  // flat rows of the chunk here
+        for (i32 number = chunk * from.chunk_tokens; number < min((chunk + 1) * from.chunk_tokens, from.num_tokens); ++number) {
+            Token t = read(direct_at(c.window(), c.shape(), c.round.tag, source, number), number);
+            if (!t.comes) continue;
+            if (!ours) t.slot = -1;
+            if (t.entry.owner != c.me()) t.entry.owner = -1;
+            if (t.slot >= 0 && count++ == 0) first = t.slot;
+            find_places(t);
+            store_row(t);
+            if constexpr (cfg.scale_bytes > 0) store_scales(t);
+            if constexpr (!cfg.repeat) write_metadata(source, t, c.me());
+        }
+        bulk_wait<0>();
+        __syncwarp();
+        c.transport.fence();
+        if (ours) c.transport.post(c.me(), arrived_at(c.window(), c.shape(), source, chunk), chunk_signal(c.round.tag, first, count));
+        return true;
+    }
+
+    // The owners can't tell its flags from those of a source of our own domain.
+    MOECOMM_FN bool forwarder(i32 domain, i32 chunk) {
+        const Source& from = source_of(domain);
+        const i32 source = c.domains().counterpart(domain);
+        bool landed = true;
+        if (lane_id() == 0) landed = await_signal(c, c.transport, Phase::payload, kLanded, domain, chunk, from.chunk_tokens);
+        if (!__all_sync(kAllLanes, landed)) return false;
+        fence_async();  // reads of rows come after the signal
+        __syncwarp();
+        i32 first = 0, count = 0;  // flat rows of the chunk at this lane's rank
+        for (i32 number = chunk * from.chunk_tokens; number < min((chunk + 1) * from.chunk_tokens, from.num_tokens); ++number) {
+            Token t = read(receive_at(c.window(), c.shape(), domain, number), number);
+            if constexpr (!cfg.repeat) keep_route(domain, t);
+            if (!t.comes) continue;
+            if (t.slot >= 0 && count++ == 0) first = t.slot;
+            find_places(t);
+            store_row(t);
+            if constexpr (cfg.scale_bytes > 0) store_scales(t);
+            if constexpr (!cfg.repeat) write_metadata(source, t, -1);
+        }
+        bulk_wait<0>();
+        __syncwarp();
+        c.transport.fence();
+        if (lane_id() < cfg.scaleup_ranks())
+            c.transport.post(c.domains().first() + lane_id(), arrived_at(c.window(), c.shape(), source, chunk),
+                             chunk_signal(c.round.tag, first, count));
+        bool signaled = true;
+        if (lane_id() == 0 && chunk + ring_chunks(c.shape(), from.chunk_tokens) < from.chunks())
+            signaled = signal_chunk(c, c.channel(), Phase::payload, kReceiveCredit, domain, chunk, from.chunk_tokens);
+        return __all_sync(kAllLanes, signaled);
+    }
+};
+
+// By a relay warp: chunks of all sources of other domains whose rows come straight.
+template <class Call>
+MOECOMM_FN bool take_direct(Forward<Call>& role, i32 warp) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    constexpr i32 scaleout_ranks = cfg.ranks - cfg.scaleup_ranks();
+    const Call& c = role.c;
+    const auto source_of = [&](i32 n) { return (c.domains().first() + cfg.scaleup_ranks() + n) % cfg.ranks; };
+    i32 most = 0;
+    for (i32 n = 0; n < scaleout_ranks; ++n)
+        if (c.direct_from(source_of(n))) most = max(most, c.shared.sources[source_of(n)].chunks());
+    for (i32 item = blockIdx.x + gridDim.x * warp; item < most * scaleout_ranks; item += gridDim.x * cfg.forward_warps) {
+        const i32 source = source_of(item % scaleout_ranks), chunk = item / scaleout_ranks;
+        if (!c.direct_from(source) || chunk >= c.shared.sources[source].chunks()) continue;
+        if (!role.take_direct(source, chunk)) return false;
+    }
+    return true;
+}
+
+// By each relay warp: chunks of all sources that we relay for, in order, so that a chunk is waited for only when those that its source may
+// wait for are relayed; what comes straight before them, because nobody who sends so waits.  All warps of the grid take turns.
+template <class Call>
+MOECOMM_FN void forwarder(const Call& c, i32 warp) {
+    constexpr DispatchConfig cfg = Call::cfg;
+    constexpr i32 others = cfg.domains() - 1;
+    Forward<Call> role{c, c.forward_rings()[warp]};
+    if constexpr (cfg.part == Part::whole) {
+        if (!take_direct(role, warp)) return;
+    }
+    i32 most = 0;
+    for (i32 n = 0; n < others; ++n) most = max(most, role.source_of(c.domains().other(n)).chunks());
+    for (i32 item = blockIdx.x + gridDim.x * warp; item < most * others; item += gridDim.x * cfg.forward_warps) {
+        const i32 domain = c.domains().other(item % others), chunk = item / others;
+        if (role.has_part(c.domains().counterpart(domain), chunk) && !role.forwarder(domain, chunk)) return;
+    }
+}
+
+// The first half of a dispatch: where the ranks of our domain want their rows, for the second, which comes when mail may be that of later
+// rounds.  By all threads of a block.
+template <class Call>
+MOECOMM_FN void save_headers(const Call& c) {
+    auto* kept = c.transport.template local<u32>(c.window().begun);
+    const auto* words = reinterpret_cast<const u32*>(&c.shared.headers[c.domains().first()]);
+    for (i32 i = threadIdx.x; i < Call::cfg.scaleup_ranks() * kHeaderWords; i += Call::cfg.threads()) kept[i] = words[i];
+}
+template <class Call>
+MOECOMM_FN void load_headers(const Call& c) {
+    const auto* kept = c.transport.template local<const u32>(c.window().begun);
+    auto* words = reinterpret_cast<u32*>(&c.shared.headers[c.domains().first()]);
+    for (i32 i = threadIdx.x; i < Call::cfg.scaleup_ranks() * kHeaderWords; i += Call::cfg.threads()) words[i] = kept[i];
+}
+
+}  // namespace moecomm

@@ -1,0 +1,46 @@
+// The gradients of a combine with weights, in one pass over the rows: those of y, and of the weights.
+#pragma once
+#include "../device/cast.cuh"
+#include "row_pass.cuh"
+
+namespace moecomm {
+
+struct GradientArgs {
+    u64 rows, y;  // the gradient of each row's token, and y; no gradients of weights: y = 0
+    u64 weights;  // float, a row's
+    u64 to_y, to_weights;
+    i32 count, hidden;
+};
+static_assert(sizeof(GradientArgs) == 48, "as combine_gradients.py packs it");
+
+template <Type type>
+MOECOMM_FN void combine_gradients(const GradientArgs& a) {
+    constexpr i32 columns = columns_in_16(type);
+    each_row(a.count, [&](i32 row) {
+        const i64 first = static_cast<i64>(row) * a.hidden * bytes_of(type) / 16;
+        const uint4* const rows = reinterpret_cast<const uint4*>(a.rows) + first;
+        const uint4* const y = reinterpret_cast<const uint4*>(a.y) + first;
+        uint4* const to = reinterpret_cast<uint4*>(a.to_y) + first;
+        const float weight = reinterpret_cast<const float*>(a.weights)[row];
+        float sum = 0.0f;
+#pragma unroll 4
+        for (i32 i = lane_id(); i < a.hidden / columns; i += kWarp) {
+            float gradient[columns], scaled[columns];
+            widen<type>(rows[i], gradient);
+#pragma unroll
+            for (i32 c = 0; c < columns; ++c) scaled[c] = weight * gradient[c];
+            store_columns<type>(to + i, scaled);
+            if (a.y == 0) continue;
+            float made[columns];
+            widen<type>(y[i], made);
+#pragma unroll
+            for (i32 c = 0; c < columns; ++c) sum += made[c] * gradient[c];
+        }
+        if (a.y == 0) return;
+#pragma unroll
+        for (i32 lane = 1; lane < kWarp; lane *= 2) sum += __shfl_xor_sync(kAllLanes, sum, lane);
+        if (lane_id() == 0) reinterpret_cast<float*>(a.to_weights)[row] = sum;
+    });
+}
+
+}  // namespace moecomm

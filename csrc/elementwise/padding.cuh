@@ -1,0 +1,36 @@
+// Zeros in rows where no token arrived.  Only those are touched: torch's masked_fill_ reads and writes all rows.
+#pragma once
+#include "row_pass.cuh"
+
+namespace moecomm {
+
+struct PaddingArgs {
+    u64 rows;                   // contiguous, `bytes` each
+    u64 src, num_rows, counts;  // as in Routed; 0: they say nothing
+    i64 bytes;
+    i32 count, group;  // rows; those of a group, which has one of `counts`
+};
+static_assert(sizeof(PaddingArgs) == 48, "as padding.py packs it");
+
+MOECOMM_FN bool has_token(const PaddingArgs& a, i32 row, i32 end) {
+    if (row >= end) return false;
+    if (a.src != 0 && reinterpret_cast<const int2*>(a.src)[row].x < 0) return false;
+    return a.counts == 0 || row % a.group < reinterpret_cast<const i32*>(a.counts)[row / a.group];
+}
+
+// By warps, 32 rows at a time: a look at each by a lane, then those that are empty one after the other.  Empty rows lie together, so a warp
+// looks at rows that are far from each other.
+template <class Word>
+MOECOMM_FN void zero_padding(const PaddingArgs& a) {
+    const i32 warps = all_warps(), end = a.num_rows != 0 ? *reinterpret_cast<const i32*>(a.num_rows) : a.count;
+    const i64 words = a.bytes / static_cast<i64>(sizeof(Word));
+    for (i32 first = first_of_warp(); first < a.count; first += warps * kWarp) {
+        const i32 mine = first + lane_id() * warps;
+        for (u32 empty = __ballot_sync(kAllLanes, mine < a.count && !has_token(a, mine, end)); empty != 0; empty &= empty - 1) {
+            Word* const row = reinterpret_cast<Word*>(a.rows) + (first + static_cast<i64>(__ffs(empty) - 1) * warps) * words;
+            for (i64 i = lane_id(); i < words; i += kWarp) row[i] = Word{};
+        }
+    }
+}
+
+}  // namespace moecomm

@@ -1,0 +1,65 @@
+// A routing as frameworks for training have it, a map of tokens x experts, and as ids: from one to the other, a warp a token.
+#pragma once
+#include "row_pass.cuh"
+
+namespace moecomm {
+
+struct MapArgs {
+    u64 map;           // bool [tokens][experts]
+    u64 dense;         // float [tokens][experts]: the weights of all; 0: there are none
+    u64 ids, weights;  // [tokens][topk], of ids i64 where they are made; weights float, 0 as above
+    i32 tokens, experts, topk, pad;
+};
+static_assert(sizeof(MapArgs) == 48, "as routing_map.py packs it");
+
+// Ids ascending, then -1, with 0 beside it.  The first id of a token with more than topk experts is one that no expert has.
+MOECOMM_FN void ids_of_map(const MapArgs& a) {
+    each_row(a.tokens, [&](i64 token) {
+        const u8* const map = reinterpret_cast<const u8*>(a.map) + token * a.experts;
+        const float* const dense = reinterpret_cast<const float*>(a.dense) + token * a.experts;
+        i64* const ids = reinterpret_cast<i64*>(a.ids) + token * a.topk;
+        float* const weights = reinterpret_cast<float*>(a.weights) + token * a.topk;
+        i32 found = 0;
+#pragma unroll 4
+        for (i32 first = 0; first < a.experts; first += kWarp) {
+            const i32 expert = first + lane_id();
+            const bool chosen = expert < a.experts && map[expert] != 0;
+            const u32 all = __ballot_sync(kAllLanes, chosen);
+            const i32 at = found + __popc(all & lanes_below());
+            if (chosen && at < a.topk) {
+                ids[at] = expert;
+                if (a.dense != 0) weights[at] = dense[expert];
+            }
+            found += __popc(all);
+        }
+        for (i32 k = found + lane_id(); k < a.topk; k += kWarp) {
+            ids[k] = -1;
+            if (a.dense != 0) weights[k] = 0.0f;
+        }
+        __syncwarp();
+        if (found > a.topk && lane_id() == 0) ids[0] = a.experts;
+    });
+}
+
+// Back: the weights at their experts, zeros elsewhere; an id that no expert has is nobody's.  Those of an expert that a token has twice are
+// added, in the order of k.
+template <class Id>
+MOECOMM_FN void weights_at_experts(const MapArgs& a) {
+    each_row(a.tokens, [&](i64 token) {
+        float* const dense = reinterpret_cast<float*>(a.dense) + token * a.experts;
+        for (i32 expert = lane_id(); expert < a.experts; expert += kWarp) dense[expert] = 0.0f;
+        __syncwarp();
+        const bool has = lane_id() < a.topk;
+        const i64 given = has ? reinterpret_cast<const Id*>(a.ids)[token * a.topk + lane_id()] : -1;
+        const i32 id = given >= 0 && given < a.experts ? static_cast<i32>(given) : -1;
+        const float weight = has ? reinterpret_cast<const float*>(a.weights)[token * a.topk + lane_id()] : 0.0f;
+        float sum = 0.0f;
+        for (i32 k = 0; k < a.topk; ++k) {
+            const float other = __shfl_sync(kAllLanes, weight, k);
+            if (__shfl_sync(kAllLanes, id, k) == id) sum += other;
+        }
+        if (id >= 0) dense[id] = sum;
+    });
+}
+
+}  // namespace moecomm

@@ -1,0 +1,263 @@
+// A grouped GEMM: out[r] = w[g] x[r] for the rows r of each group g, on Hopper's tensor cores.
+//
+// The weights are what the instruction takes as rows, 128 of them a block, and the rows of x are its columns: 16 to 256 a tile, as many as
+// there are, so that a group of few rows costs few.  A block is a warp that loads, in a warpgroup of its own, and two warpgroups that
+// multiply 64 rows of w each.  Of e4m3, whose sums are in registers twice (scaled.cuh), a block has twice the weights, a warpgroup 64 rows
+// of them after 64 others, and tiles have up to 128 rows; or, where there are many, x is the instruction's rows (scaled_rows.cuh).  Blocks
+// stay for the whole launch; each takes every gridDim-th tile (tiles.h). The blocks of a cluster make the same tile of rows of neighbouring
+// columns: each loads its part of x into all of them.
+#pragma once
+#include "../device/launch.cuh"
+#include "epilogue.cuh"
+#include "epilogue_cast.cuh"
+#include "epilogue_rows.cuh"
+#include "scaled.cuh"
+
+namespace moecomm {
+
+constexpr i32 kLoaderRegisters = 40, kMathRegisters = 232;
+constexpr i32 kGemmThreads = (1 + kMathGroups) * kWarpgroup;
+static_assert((kLoaderRegisters + kMathGroups * kMathRegisters) * kWarpgroup <= 65536, "registers of a multiprocessor");
+
+template <GemmConfig c>
+struct GemmShared {
+    Ring<c> ring;
+    u8 staging[kMathGroups][2 * c.stage_bytes()];
+    RingBarriers<c> barriers;
+    i32 counts[kMostGroups];
+    i32 early;  // tiles that are not the helpers'
+    i32 there;  // rows that are
+    RingScales<c> scales;
+
+    // From the begin on: what only copies and warps that multiply fill.
+    MOECOMM_BOTH static constexpr i32 room() { return sizeof(ring) + sizeof(staging); }
+};
+
+template <GemmConfig c>
+MOECOMM_FN i32 place_in_cluster() {
+    return c.cluster == 1 ? 0 : cluster_rank();
+}
+
+// The tiles of this block's cluster.  What does not change is read where it is wanted: registers are short.
+template <GemmConfig c>
+struct MyTiles {
+    TileWalk walk;
+    const GemmArgs& args;
+    const i32& early;  // in shared memory
+    i32 next;
+
+    MOECOMM_FN MyTiles(const GemmArgs& gemm_args, const GemmShared<c>& s)
+        : walk(gemm_args.grouping, s.counts), args(gemm_args), early(s.early), next(c.helped ? deal().first(cluster()) : cluster()) {}
+    MOECOMM_FN static i32 cluster() { return blockIdx.x / c.cluster; }
+    MOECOMM_FN Deal deal() const { return {static_cast<i32>(gridDim.x) / c.cluster, args.helpers / c.cluster, early}; }
+    MOECOMM_FN bool take(Tile& tile) {
+        const bool found = walk.find(next, tile);
+        next = c.helped ? deal().next(cluster(), next) : next + static_cast<i32>(gridDim.x) / c.cluster;
+        return found;
+    }
+};
+
+// Which of the blocks of columns.
+template <GemmConfig c>
+MOECOMM_FN i32 block_of(const Tile& tile, i32 rank) {
+    return tile.column * c.cluster + rank;
+}
+
+// One thread: fills the ring with a tile.  `apart`: GemmConfig::apart of what it is a tile of.
+template <GemmConfig c, bool apart>
+MOECOMM_FN void load_tile(GemmShared<c>& s, const GemmArgs& args, const Tile& tile, i32 rank, RingPlace<c>& place) {
+    const i32 part = tile.padded / c.cluster, column = block_of<c>(tile, rank) * c.block_columns();
+    const i32 bytes = c.weight_bytes() + tile.padded * kSlotRowBytes;
+    const u64 keep = tile.alone ? kKeepLeast : kKeepNormal;
+    for (i32 k = 0; k < args.depth; k += c.depth(), place.step()) {
+        copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
+        u64* full = &s.barriers.full[place.slot];
+        expect_bytes(full, bytes);
+        const u32 w = shared_address(s.ring.w[place.slot]);
+        if constexpr (apart) {
+            load_pairs(w, args.w, k, column / (2 * kWoven), tile.group, full, keep);
+        } else {
+            load_box(w, args.w, k, column, tile.group, full, keep);
+        }
+        u32 to = shared_address(s.ring.x[place.slot]) + rank * part * kSlotRowBytes;
+        i32 row = tile.row + rank * part;
+#pragma unroll
+        for (i32 i = kRowMaps - 1; i >= 0; --i) {
+            const i32 box = c.least_box() << i;
+            if (box * c.cluster > c.most_rows || (part & box) == 0) continue;
+            load_box_for_all<c.cluster>(to, args.x[i], k, row, full, kKeepNormal);
+            to += box * kSlotRowBytes;
+            row += box;
+        }
+    }
+}
+
+// One thread: tile after tile.
+template <GemmConfig c, class Rows>
+MOECOMM_FN void load_tiles(GemmShared<c>& s, const GemmArgs& args, const Rows& rows) {
+    const i32 rank = place_in_cluster<c>();
+    RingPlace<c> place;
+    MyTiles<c> tiles(args, s);
+    for (Tile tile; tiles.take(tile);) {
+        rows.await(tile, s.there);
+        load_tile<c, c.apart>(s, args, tile, rank, place);
+    }
+}
+
+// A warp: scales of a tile, slot after slot beside what they are of.  Rows that are multiplied and not stored get somebody's of the tile:
+// others' may not be there yet.  `product`: what it is a tile of.
+template <GemmConfig c, GemmConfig product>
+MOECOMM_FN void load_scales_of(GemmShared<c>& s, const GemmArgs& args, const Tile& tile, i32 rank, RingPlace<c>& place) {
+    const i32 lane = lane_id();
+    const float* of_w = scales_of_w<product>(args, tile.group, block_of<c>(tile, rank), lane % kWeightScales);
+    const float* of_x = reinterpret_cast<const float*>(args.x_scales);
+    for (i32 k = 0; k < args.depth; k += c.depth(), place.step()) {
+        copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
+        const SlotScales slot = s.scales.slot(place.slot);
+        if (lane < kWeightScales) load_scale(slot.of_w(lane), of_w);
+#pragma unroll 1
+        for (i32 i = lane; i < tile.padded; i += kWarp)
+            load_scale(slot.of_x(i), of_x + (tile.row + min(i, tile.rows - 1)) * args.x_scale_row);
+        arrive_when_loaded(&s.barriers.full[place.slot]);
+        ++of_w;
+        of_x += args.x_scale_column;
+    }
+}
+
+// A warp: tile after tile.
+template <GemmConfig c, class Rows>
+MOECOMM_FN void load_scales(GemmShared<c>& s, const GemmArgs& args, const Rows& rows) {
+    const i32 rank = place_in_cluster<c>();
+    RingPlace<c> place;
+    MyTiles<c> tiles(args, s);
+    for (Tile tile; tiles.take(tile);) {
+        rows.await(tile, s.there);
+        load_scales_of<c, c>(s, args, tile, rank, place);
+    }
+}
+
+// 64 rows of w times n rows of x, over all columns of both.
+template <GemmConfig c, i32 n, i32 size>
+MOECOMM_FN void multiply(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, i32 steps, float (&accum)[size]) {
+    const u32 w = operand_at(shared_address(s.ring.w[0]) + math_group * (c.weight_bytes() / kMathGroups));
+    const u32 x = operand_at(shared_address(s.ring.x[0]));
+    i32 before = 0;
+#pragma unroll 1
+    for (i32 step = 0; step < steps; ++step) {
+        copy_wait(&s.barriers.full[place.slot], place.phase);
+        wgmma_begin();
+        const u32 w_slot = w + place.slot * (c.weight_bytes() / 16), x_slot = x + place.slot * (c.row_bytes() / 16);
+#pragma unroll
+        for (i32 k = 0; k < c.depth() / 16; ++k)
+            wgmma<c.type, n>(accum, operand(w_slot + 2 * k), operand(x_slot + 2 * k), k > 0 ? 1 : step);
+        wgmma_commit();
+        if (step > 0) {
+            wgmma_wait<1>();
+            release_slot<c>(s.barriers, before);
+        }
+        before = place.slot;
+        place.step();
+    }
+    wgmma_wait<0>();
+    release_slot<c>(s.barriers, before);
+}
+// All parts, for the n of this tile.
+template <GemmConfig c, i32 n = c.most_rows, i32 size>
+MOECOMM_FN void multiply_padded(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, i32 steps, i32 padded,
+                                float (&accum)[c.parts()][size]) {
+    if constexpr (!c.swapped) {
+        multiply_rows<c>(s.ring, s.barriers, s.scales, place, math_group, steps, padded, accum);
+    } else if (n > c.row_unit && padded != n) {
+        if constexpr (n > c.row_unit) multiply_padded<c, n - c.row_unit>(s, place, math_group, steps, padded, accum);
+    } else if constexpr (c.scaled()) {
+        multiply_scaled<c, n>(s.ring, s.barriers, s.scales, place, math_group, steps, accum);
+    } else {
+        multiply<c, n>(s, place, math_group, steps, accum[0]);
+    }
+}
+
+// A warpgroup: what it has of a tile, to where its product goes.  `staging`: that of the first warpgroup, the other's behind it.
+template <GemmConfig product, class Out, i32 size>
+MOECOMM_FN void store_accum(const float (&accum)[product.parts()][size], const Tile& tile, i32 math_group, i32 columns, u32 staging,
+                            u32& turns, const Out& out) {
+    const i32 block = block_of<product>(tile, place_in_cluster<product>());
+    if constexpr (!product.swapped) {
+        store_rows<product>(accum, tile, block, columns, staging, math_group, out);
+    } else if constexpr (product.out == Type::e4m3) {
+        store_cast<product>(accum, tile, block, columns, staging, math_group, turns, out);
+    } else {
+        store_parts<product>(accum, tile, block * kMathGroups + math_group, columns, staging + math_group * (2 * product.stage_bytes()),
+                             1 + math_group, turns, out);
+    }
+}
+
+// A warpgroup: empties the ring, and stores the tiles.
+template <GemmConfig c, class Out>
+MOECOMM_FN void make_tiles(GemmShared<c>& s, const GemmArgs& args, const Out& out) {
+    const i32 math_group = threadIdx.x / kWarpgroup - 1;
+    const i32 steps = ceil_div(args.depth, c.depth()), columns = c.swiglu ? args.columns / 2 : args.columns;
+    RingPlace<c> place;
+    u32 turns = 0;
+    float accum[c.parts()][c.most_rows / 2] = {};
+    MyTiles<c> tiles(args, s);
+    for (Tile tile; tiles.take(tile);) {
+        multiply_padded<c>(s, place, math_group, steps, tile.padded, accum);
+        store_accum<c>(accum, tile, math_group, columns, shared_address(s.staging), turns, out);
+    }
+}
+
+template <GemmConfig c, class Rows, class Out>
+MOECOMM_FN void run_gemm(const GemmArgs& args, const Rows& rows, const Out& out) {
+    extern __shared__ __align__(1024) u8 memory[];
+    auto& s = *reinterpret_cast<GemmShared<c>*>(memory);
+    static_assert(sizeof(GemmShared<c>) <= c.shared_bytes, "kernels.py bounds it");
+    if (threadIdx.x == 0) {
+        s.there = 0;
+        prefetch_map(args.w);
+        for (const TensorMap& map : args.x) prefetch_map(map);
+        s.barriers.init();
+        barrier_init_done();
+    }
+    await_earlier_kernels();
+    let_next_kernel_launch();
+    for (i32 g = threadIdx.x; g < args.grouping.groups; g += kGemmThreads) s.counts[g] = reinterpret_cast<const i32*>(args.counts)[g];
+    if constexpr (c.helped) {
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            const i64 all = TileWalk::count<c.most_rows>(args.grouping, s.counts);
+            s.early = static_cast<i32>(all * args.early >> 10);
+        }
+    }
+    sync_cluster<c.cluster>();
+    if (threadIdx.x < kWarpgroup) {
+        leave_registers<kLoaderRegisters>();
+        if (threadIdx.x == 0) load_tiles(s, args, rows);
+        if (threadIdx.x == kWarp) rows.watch(s.there);
+        if constexpr (c.scaled()) {
+            if (warp_id() == 2) load_scales(s, args, rows);
+        }
+    } else {
+        take_registers<kMathRegisters>();
+        make_tiles(s, args, out);
+        out.end();
+    }
+    if constexpr (c.cluster > 1) sync_cluster<c.cluster>();  // what others load for us, and their arrivals, must find us here
+}
+
+// Where a product goes that stays here.
+template <GemmConfig c>
+MOECOMM_FN auto store_here(const GemmArgs& args) {
+    const i32 columns = c.swiglu ? args.columns / 2 : args.columns;
+    if constexpr (c.out == Type::e4m3) {
+        return StoreCastRows{args.out, args.out_scales, columns, ceil_div(columns, kScaleGroup)};
+    } else {
+        return StoreRows{args.out, columns};
+    }
+}
+
+template <GemmConfig c>
+MOECOMM_FN void grouped_gemm(const GemmArgs& args) {
+    run_gemm<c>(args, RowsAreHere{}, store_here<c>(args));
+}
+
+}  // namespace moecomm

@@ -1,0 +1,45 @@
+// Tokens of other domains land here, and go on to the ranks of ours.
+#pragma once
+#include <vector>
+
+#include "../deliver.h"
+
+namespace moecomm::host {
+
+// The chunks that one thread relays: every `stride`-th of the rank with our index in each other domain, in order.
+class Forward {
+  public:
+    Forward(Dispatch& d, i32 worker, i32 stride);
+
+    // Everything that has landed by now.
+    void forward_landed();
+    bool any_landed() const;
+    // Is there a chunk that has yet to land here?
+    bool open() const { return first_open(0) >= 0; }
+    // One whose credit its source may wait for?  A dispatch that is begun ends later, but not before these.
+    bool owes_credit() const { return first_open(1) >= 0; }
+    Missing missing() const;
+
+  private:
+    i32 source(i32 domain) const { return d_.r.counterpart(domain); }
+    const Sent& sent(i32 domain) const { return d_.sent(source(domain)); }
+    i32 chunks(i32 domain) const {
+        return d_.direct_from(source(domain)) ? 0 : ceil_div(sent(domain).num_tokens, sent(domain).chunk_tokens);
+    }
+    i32 ring(i32 domain) const { return ring_chunks(d_.a.ctx.shape, sent(domain).chunk_tokens); }
+    const u64* signal(i32 domain) const {
+        return d_.r.signal(landed_signal(d_.a.ctx.shape, domain, next_[domain], sent(domain).chunk_tokens));
+    }
+    bool landed(i32 domain) const;
+    // The first domain with an open chunk that `rings` rings of chunks follow, -1: none.
+    i32 first_open(i32 rings) const;
+    void skip_forwarded(i32 domain);
+    void forwarder(i32 domain, i32 chunk) const;
+    void keep_route(i32 domain, i32 token, const Token* landed) const;
+
+    Dispatch& d_;
+    const i32 stride_;
+    std::vector<i32> next_;  // by domain
+};
+
+}  // namespace moecomm::host

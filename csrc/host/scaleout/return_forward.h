@@ -1,0 +1,27 @@
+// Tokens of other domains go home: what our domain has of each is added up here and crosses once.
+#pragma once
+#include "../pull.h"
+
+namespace moecomm::host {
+
+// Those of the rank with our index in one other domain.
+class ReturnForward final : public Pull {
+  public:
+    ReturnForward(Combine& c, i32 domain, i32 worker, i32 stride, float* scratch)
+        : Pull(c, forwarded_tokens(c, domain), worker, stride, scratch), domain_(domain), row_(c.shape.staged_row_bytes) {}
+
+  private:
+    bool scaleout_ready(i32 chunk) const override;
+    Missing scaleout_missing(i32 chunk) const override { return {tokens_.source_rank, credit(chunk), c_.r.tag}; }
+    void pull_token(i32 token) override;
+    void pass_on(i32 chunk) override;
+
+    bool ours(i32 token) const;
+    bool any_ours(i32 chunk) const;
+    const u64* credit(i32 chunk) const { return c_.r.signal(return_credit(c_.shape, domain_, chunk, tokens_.chunk_tokens)); }
+
+    const i32 domain_;
+    std::vector<u8> row_;  // as it crosses
+};
+
+}  // namespace moecomm::host

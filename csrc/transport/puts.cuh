@@ -1,0 +1,55 @@
+// A transport that puts, over NVLink: domains that are cut out of one, so that what crosses them runs where there is no network.
+#pragma once
+#include "../device/packet.cuh"
+#include "../protocol/domains.h"
+#include "transport.cuh"
+
+namespace moecomm {
+
+// `ctx.link` is the address of u64[ranks]: everybody's window, those of other domains as well, for what is done here alone.
+struct Puts : Lsa {
+    static constexpr bool all_reachable = false;
+
+    MOECOMM_FN explicit Puts(const Context& context, i32 = 0) : Lsa{context} {}
+
+    MOECOMM_FN static i32 channels() { return 1; }
+    MOECOMM_FN u8* scaleout_ranks(i32 rank, u64 offset) const {
+        return reinterpret_cast<u8*>(reinterpret_cast<const u64*>(ctx.link)[rank] + offset);
+    }
+
+    // The bytes are there, but for who has not seen a later `add`.
+    MOECOMM_FN void put(i32 peer, u64 to, u64 from, u64 bytes) const {
+        u8* there = scaleout_ranks(peer, to);
+        i32 lane;  // asked for anew, so that what depends on it is not kept in registers from one put to the next
+        asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+        const u8* here = local<const u8>(from);
+        if ((reinterpret_cast<u64>(there) | reinterpret_cast<u64>(here) | bytes) % 16 != 0) {
+            for (u64 i = lane * 8; i < bytes; i += kWarp * 8)
+                store_relaxed(reinterpret_cast<u64*>(there + i), load_relaxed(reinterpret_cast<const u64*>(here + i)));
+        } else {
+            copy_lines(there, here, bytes, lane);
+        }
+        __syncwarp();  // what any lane signals from now on comes after it
+    }
+    MOECOMM_FN static void copy_lines(u8* there, const u8* here, u64 bytes, i32 lane) {
+        constexpr i32 kBatch = 4;
+        for (u64 first = lane * 16; first < bytes; first += kBatch * kWarp * 16) {
+            ulonglong2 words[kBatch];
+#pragma unroll
+            for (i32 i = 0; i < kBatch; ++i)
+                if (first + i * kWarp * 16 < bytes) words[i] = load_line_words(here + first + i * kWarp * 16);
+#pragma unroll
+            for (i32 i = 0; i < kBatch; ++i)
+                if (first + i * kWarp * 16 < bytes) store_line_words(there + first + i * kWarp * 16, words[i]);
+        }
+    }
+    MOECOMM_FN void add(i32 peer, u64 which, u64 amount) const {
+        add_release(reinterpret_cast<u64*>(scaleout_ranks(peer, signal_at(ctx.window, which))), amount);
+    }
+    MOECOMM_FN u64 signal_value(u64 which) const { return load_acquire(local<const u64>(signal_at(ctx.window, which))); }
+    MOECOMM_FN i32 has_room(i32, i32) const { return 1; }
+    MOECOMM_FN void sent_begin(i32, u64*) const {}
+    MOECOMM_FN i32 sent_ended(i32, const u64*) const { return 1; }  // put has read it
+};
+
+}  // namespace moecomm

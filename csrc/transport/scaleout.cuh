@@ -1,0 +1,131 @@
+// What kernels do with a transport that puts: waits for room, signals that are made a value, and mail.
+#pragma once
+#include "../device/tagged_words.cuh"
+#include "domains.cuh"
+
+namespace moecomm {
+
+// The way to a peer is broken: as if the peer were lost.
+__device__ __noinline__ void report_broken(Round r, Phase phase, i32 peer) {
+    if (!claim_record(r)) return;
+    const u32 word = abort_word(Failure::peer_lost, peer);
+    write_record(r, phase, {Failure::peer_lost, Argument::none, peer, 0, 0}, 0);
+    for (i32 p = 0; p < r.ctx.shape.ranks; ++p)
+        if (r.ctx.peers[p] != 0) compare_exchange(reinterpret_cast<u32*>(r.ctx.peers[p] + r.ctx.window.abort), 0, word);
+}
+
+// By one thread, before a put or an add: until `posts` of them, of whoever posts on this channel, do not wait elsewhere.
+template <class Transport>
+MOECOMM_FN bool await_room(const Round& r, const Transport& transport, Phase phase, i32 peer, i32 posts) {
+    i32 room = 0;
+    const auto settled = [&] {
+        room = transport.has_room(peer, posts);
+        return room != 0;
+    };
+    if (!wait_for(r, phase, peer, posts, settled, [] { return 0ll; })) return false;
+    if (room < 0) report_broken(r, phase, peer);
+    return room > 0;
+}
+
+// By all lanes of a warp: Transport::put, once there is room.  False, reported, when there was none.
+template <class Call, class Transport>
+MOECOMM_FN bool put(const Call& c, const Transport& transport, Phase phase, i32 peer, u64 to, u64 from, u64 bytes) {
+    bool room = true;
+    if (lane_id() == 0) room = await_room(c.round, transport, phase, peer, c.posters());
+    if (!__all_sync(kAllLanes, room)) return false;
+    transport.put(peer, to, from, bytes);
+    return true;
+}
+
+// By one thread: a signal of a kind (domains.h) at our counterpart in `domain`, whose only writer we are, says `chunk` of this round.  What
+// it said before we have noted; who makes it another chunk has seen a credit for that one.  False, reported, when there was no room.
+template <class Call, class Transport>
+MOECOMM_FN bool signal_chunk(const Call& c, const Transport& transport, Phase phase, u64 kind, i32 domain, i32 chunk, i32 chunk_tokens) {
+    const i32 peer = c.domains().counterpart(domain);
+    if (!await_room(c.round, transport, phase, peer, c.posters())) return false;
+    auto* signaled = own<u64>(c.a.ctx, signal_value_at(c.window(), c.shape(), place_signal(c.shape(), kind, domain, chunk, chunk_tokens)));
+    const u64 value = word_signal(c.round.tag, chunk), before = load_relaxed(signaled);
+    store_relaxed(signaled, value);
+    transport.add(peer, place_signal(c.shape(), kind, c.domains().own(), chunk, chunk_tokens), value - before);
+    return true;
+}
+// By one thread: whether our counterpart in `domain` has told us `said`, the number of a chunk; and until it has.
+template <class Call, class Transport>
+MOECOMM_FN bool is_signaled(const Call& c, const Transport& transport, u64 kind, i32 domain, i32 said, i32 chunk_tokens) {
+    return transport.signal_value(place_signal(c.shape(), kind, domain, said, chunk_tokens)) == word_signal(c.round.tag, said);
+}
+template <class Call, class Transport>
+MOECOMM_FN bool await_signal(const Call& c, const Transport& transport, Phase phase, u64 kind, i32 domain, i32 said, i32 chunk_tokens) {
+    return wait_for(
+        c.round, phase, c.domains().counterpart(domain), said, [&] { return is_signaled(c, transport, kind, domain, said, chunk_tokens); },
+        [&] { return static_cast<i64>(signal_word(transport.signal_value(place_signal(c.shape(), kind, domain, said, chunk_tokens)))); });
+}
+
+// By one thread of each of `parts` warps, after all that the warp puts straight to a peer in this round: the peer hears when all of them
+// have said so, because no fewer of their adds make its signal that of the round.  `first`: exactly one of them.
+template <class Call, class Transport>
+MOECOMM_FN bool signal_direct(const Call& c, const Transport& transport, Phase phase, i32 peer, i32 parts, bool first) {
+    if (!await_room(c.round, transport, phase, peer, c.posters())) return false;
+    u64 amount = 1;
+    if (first) {
+        auto* signaled = own<u64>(c.a.ctx, signal_value_at(c.window(), c.shape(), direct_signal(c.shape(), c.round.tag, peer)));
+        amount = tag_signal(c.round.tag) - load_relaxed(signaled) - static_cast<u64>(parts - 1);
+        store_relaxed(signaled, tag_signal(c.round.tag));
+    }
+    transport.add(peer, direct_signal(c.shape(), c.round.tag, c.me()), amount);
+    return true;
+}
+// By one thread: whether `from` has said so, and until it has.
+template <class Call>
+MOECOMM_FN bool has_direct_arrived(const Call& c, i32 from) {
+    return c.transport.signal_value(direct_signal(c.shape(), c.round.tag, from)) == tag_signal(c.round.tag);
+}
+template <class Call>
+MOECOMM_FN bool await_direct(const Call& c, Phase phase, i32 from) {
+    return wait_for(
+        c.round, phase, from, c.round.tag, [&] { return has_direct_arrived(c, from); },
+        [&] { return static_cast<i64>(signal_tag(c.transport.signal_value(direct_signal(c.shape(), c.round.tag, from)))); });
+}
+
+// By all warps of the grid: the first `words` of our mail to ranks of other domains, a warp a peer, from where it lies for ourselves.  What
+// is put from there has come when the place is used again: two rounds later, for which everybody has heard of the round between.
+// put_ahead(peer), by all lanes: what the peer has when it has heard the mail, because it is put by the same channel; false: it is not.
+template <class Call, class PutAhead>
+MOECOMM_FN void send_tagged_words(const Call& c, i32 words, PutAhead put_ahead) {
+    constexpr auto cfg = Call::cfg;
+    const u64 tagged_words = tagged_word(c.round, c.me(), 0);
+    for (i32 step = blockIdx.x + gridDim.x * warp_id(); step < cfg.ranks; step += gridDim.x * cfg.warps()) {
+        const i32 peer = rotated<cfg.ranks>(c.me(), step);
+        if (c.domains().reaches(peer)) continue;
+        bool came = true;
+        u64 seen = 0;
+        for (i32 i = lane_id(); came && i < words; i += kWarp)
+            came = wait_word(c.round, Phase::grid, c.me(), tagged_word(c.round, c.me(), i), c.round.tag, seen);
+        c.transport.fence();  // other blocks may have written it
+        if (!__all_sync(kAllLanes, came) || !put_ahead(peer)) return;
+        if (!put(c, c.transport, Phase::header, peer, tagged_words, tagged_words, words * sizeof(u64))) return;
+        if (lane_id() == 0 && await_room(c.round, c.transport, Phase::header, peer, c.posters()))
+            c.transport.add(peer, tagged_words_signal(c.me()), tag_signal(kTagStep));  // tagged_words_value
+        __syncwarp();
+    }
+}
+template <class Call>
+MOECOMM_FN void send_tagged_words(const Call& c, i32 words) {
+    send_tagged_words(c, words, [](i32) { return true; });
+}
+
+// By the threads of a block, or of a part of it, before a barrier of them: until the mail of all ranks of other domains is here.  A peer
+// may have sent that of the next round already.
+template <class Call>
+MOECOMM_FN bool await_tagged_words(const Call& c, i32 thread, i32 stride) {
+    for (i32 from = thread; from < Call::cfg.ranks; from += stride) {
+        if (c.domains().reaches(from)) continue;
+        const auto signal = [&] { return c.transport.signal_value(tagged_words_signal(from)); };
+        const auto came = [&] { return have_tagged_words_arrived(signal(), c.round.tag); };
+        if (!wait_for(c.round, Phase::header, from, c.round.tag, came, [&] { return static_cast<i64>(signal_tag(signal())); }))
+            return false;
+    }
+    return true;
+}
+
+}  // namespace moecomm

@@ -1,0 +1,110 @@
+"""Windows of the lsa backend: memory of every rank's GPU that all of them load from and store to, and who makes it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from moecomm import config
+from moecomm.backends.collective import NoRoom, all_or_none, host_identity
+from moecomm.backends.cuda_driver import attribute, unreachable, uuid
+from moecomm.backends.windows import local, nccl, vmm
+from moecomm.core.rendezvous import Rendezvous
+from moecomm.errors import Mismatch, Unsupported
+
+log = logging.getLogger("moecomm")
+_KINDS = (None, "nccl", "vmm")
+
+
+class Window(Protocol):
+    """Memory of this rank that its peers have mapped, and theirs that we have mapped; as many bytes on every rank."""
+
+    kind: str
+    address: int  # of our own memory
+    peers: list[int]  # addresses of every rank's memory as our GPU sees them, our own among them; 0: it does not
+    nbytes: int  # device memory held, at least what was asked for
+    owner: object  # keeps our own memory mapped as long as it lives: tensors in the window refer to it
+
+    def close(self) -> None:
+        """Local, idempotent: drops the peers' memory.  Our own goes with the last reference to `owner`.
+
+        No kernel of ours may be running.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Where a rank runs."""
+
+    host: bytes  # equal for ranks that can pass file descriptors to each other
+    gpu: bytes  # the GPU's UUID
+    window: str | None  # its MOECOMM_WINDOW
+
+
+def meet(ranks: Rendezvous, device: torch.device, *, near: bool = True) -> list[Peer]:
+    """Where every rank runs, by rank.  Collective.  `near`: all of them must load from and store to each other.
+
+    Raises:
+        Mismatch: MOECOMM_WINDOW is not the same everywhere.
+        Unsupported: a GPU can't load from and store to another.
+    """
+    with all_or_none(ranks):
+        kind = config.window_kind()
+        mine = host_identity() + uuid(device.index) + bytes([_KINDS.index(kind)])
+    peers = [Peer(data[:32], data[32:48], _KINDS[data[48]]) for data in ranks.all_gather(mine)]
+    for rank, peer in enumerate(peers):
+        if peer.window != kind:
+            raise Mismatch("MOECOMM_WINDOW", kind or "unset", peer.window or "unset", rank)
+    with all_or_none(ranks):
+        if near and (reason := unreachable(device.index, [peer.gpu for peer in peers])):
+            raise Unsupported(reason)
+    return peers
+
+
+def open_window(ranks: Rendezvous, peers: list[Peer], nbytes: int, device: torch.device, timeout_s: float) -> Window:
+    """A window of at least `nbytes` on every rank.  Collective.
+
+    Ranks of one process share addresses.  Otherwise MOECOMM_WINDOW decides, and without it NCCL makes the window where
+    it can, and CUDA VMM elsewhere.
+
+    Raises:
+        NoRoom: out of device memory on some rank.
+        Unsupported: no kind of window works, or the one asked for does not.
+    """
+    if ranks.in_process or ranks.ranks == 1:
+        return local.open_window(ranks, nbytes, device)
+    wanted = peers[ranks.rank].window
+    if wanted != "vmm":
+        try:
+            with all_or_none(ranks):
+                if reason := nccl_missing(peers):
+                    raise Unsupported(reason)
+            return nccl.open_window(ranks, nbytes, device)
+        except NoRoom:
+            raise
+        except Unsupported as error:
+            if wanted == "nccl":
+                raise
+            log.info("rank %d: windows from CUDA VMM, because NCCL can't make them: %s", ranks.rank, error)
+    one_host = len({peer.host for peer in peers}) == 1
+    with all_or_none(ranks):
+        if not one_host and not attribute("HANDLE_TYPE_FABRIC_SUPPORTED", device.index):
+            away = next(rank for rank, peer in enumerate(peers) if peer.host != peers[ranks.rank].host)
+            raise Unsupported(
+                f"rank {away} runs on another host or in another container, where file descriptors can't be passed, "
+                f"and the driver has no FABRIC memory handles for {torch.cuda.get_device_name(device)}"
+            )
+    return vmm.open_window(ranks, nbytes, device, timeout_s, fabric=not one_host)
+
+
+def nccl_missing(peers: list[Peer]) -> str:
+    """Why NCCL can't make a communicator of these ranks, or its windows, as a sentence; empty if it can."""
+    for rank, peer in enumerate(peers):
+        first = next(other for other in range(rank + 1) if peers[other].gpu == peer.gpu)
+        if first != rank:
+            return f"ranks {first} and {rank} share a GPU, which NCCL refuses"
+    return nccl.missing()

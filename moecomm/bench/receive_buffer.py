@@ -1,0 +1,85 @@
+"""A block of memory that every rank can reach, at the same place of every rank's window: what the raw measurements
+move bytes into.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from moecomm.backends.gin import spare_signal
+from moecomm.backends.lsa import LsaSession
+from moecomm.buffer import Buffer
+from moecomm.core.arrays import window_tensor
+from moecomm.core.rendezvous import rendezvous
+from moecomm.errors import Mismatch
+
+_ROOM = 1 << 20  # beside the block, for meet()
+
+
+class ReceiveBuffer:
+    """`nbytes` of each rank's window.  Collective; a context manager.
+
+    Attributes:
+        addresses: by rank, as this rank reaches them.
+        tensor: our own block, uint8 [nbytes].
+        shim: what puts go through where loads and stores are not meant: see moecomm.jit.linking.  Empty: nothing does.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, nbytes: int, backend: str, device: torch.device) -> None:
+        ranks = rendezvous(group)
+        self.buffer = Buffer(
+            group,
+            hidden=64,
+            num_experts=ranks.ranks,
+            topk=1,
+            max_tokens=1,
+            backend=backend,
+            device=device,
+            window_bytes=nbytes + _ROOM,
+        )
+        session = self.buffer.session
+        context = session.context
+        self.shim = session.reach.shim if isinstance(session, LsaSession) else ""
+        block = self.buffer.session.arena.allocate(nbytes)
+        assert block is not None, "the window has just been made for it"
+        for rank, data in enumerate(ranks.all_gather(block.offset.to_bytes(8, "little"))):
+            if (theirs := int.from_bytes(data, "little")) != block.offset:
+                raise Mismatch("block", block.offset, theirs, rank)
+        self.rank, self.ranks = ranks.rank, ranks.ranks
+        self.addresses = [peer + block.offset for peer in context.peers[: ranks.ranks]]
+        here = self.addresses[self.rank]
+        self.tensor = window_tensor(block, here, (nbytes,), torch.uint8, device, self.buffer.session.owner)
+        self.tensor.zero_()
+        self._row = torch.zeros(1, 64, dtype=torch.bfloat16, device=device)
+        self._expert = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        dist.barrier(group)
+
+    def meet(self) -> None:
+        """The ranks wait for each other: on CPUs at once, on GPUs on the current stream."""
+        self.buffer.dispatch(self._row, self._expert, layout="flat")
+
+    @property
+    def puts(self) -> dict[str, int]:
+        """What puts through a library want besides addresses: see PingPongArgs in csrc/bench/ping_pong.cuh."""
+        context = self.buffer.session.context
+        which = 0 if self.shim == "nvshmem" else spare_signal(context.window)  # nvshmem: a word of the block itself
+        return {"window": context.peers[self.rank], "link": context.link, "which": which}
+
+    @property
+    def abort_words(self) -> tuple[int, int]:
+        """Addresses that are not 0 once the Buffer is called off: in our window, and in memory of the host."""
+        context = self.buffer.session.context
+        return context.peers[self.rank] + context.window.abort, context.abort_host
+
+    def __enter__(self) -> ReceiveBuffer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.buffer.close()

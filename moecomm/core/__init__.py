@@ -1,0 +1,1 @@
+"""State, argument checks, window memory and rendezvous: all that rounds need of a Buffer."""

@@ -1,0 +1,303 @@
+"""The opening of a Buffer: it ends in success on every rank, or in a named error on every rank, within the deadline.
+
+Ranks leave each other bytes on a board.  A rank that fails writes why into the outcome of the opening, which is decided
+once: by the first rank that fails, or by the first that sees that all ranks are ready.  Ranks that wait look at it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from moecomm import errors
+from moecomm.core import strays
+from moecomm.core.board import Board
+from moecomm.core.processes import Deaths, pid_namespace
+from moecomm.core.rendezvous import Group
+from moecomm.core.settings import seconds
+from moecomm.errors import Aborted, BadInput, MoecommError, PeerLost, RoundFailed, Timeout, Unsupported
+
+_OPEN = b"open"
+_GRACE_S = 0.25  # for the store to answer after the deadline
+_IDENTITY = 36  # bytes
+_TEXT = 2000  # characters of an error that peers repeat
+
+
+@contextmanager
+def opening(ranks: Group, timeout_s: Any) -> Iterator[Opening]:
+    """Collective: what ranks do together until a Buffer is open.
+
+    The block ends with Opening.settle().  An error that leaves the block is announced to the other ranks.
+
+    Args:
+        ranks: of the Buffer.
+        timeout_s: how long to wait for a rank; checked here, so that peers learn of a bad one.
+
+    Raises:
+        BadInput, Mismatch, Timeout, PeerLost, Aborted, Unsupported: what happened to this rank, or what another one
+            announced.  An interrupt, or any other exception that is no Exception, passes as it is.
+    """
+    opened = Opening(ranks)
+    try:
+        opened.begin()
+        opened.timeout_s = seconds(timeout_s)
+        yield opened
+    except MoecommError as error:
+        opened.announce(error)
+        raise
+    except Exception as error:
+        named = Unsupported(str(error) or type(error).__name__)
+        opened.announce(named)
+        raise named from error
+    except BaseException as error:
+        opened.announce(
+            opened.failed(Aborted, ranks.rank, f"rank {ranks.rank} was ended by {type(error).__name__} while it opened")
+        )
+        raise
+    finally:
+        opened.close()
+
+
+def gather(ranks: Group, data: bytes, timeout_s: float) -> list[bytes]:
+    """Everybody's data, by rank, within `timeout_s`.  Collective; any number of bytes.
+
+    Raises:
+        As opening().
+    """
+    with opening(ranks, timeout_s) as opened:
+        everybody = opened.all_gather(data)
+        opened.settle()
+    return everybody
+
+
+class Opening:
+    """The ranks of a Buffer that opens: a Rendezvous whose waits end in named errors.  See opening()."""
+
+    def __init__(self, ranks: Group) -> None:
+        self.rank, self.ranks, self.in_process = ranks.rank, ranks.ranks, ranks.in_process
+        self.timeout_s = _GRACE_S
+        self._board: Board | None = ranks.board() if ranks.ranks > 1 else None
+        self._attempt = self._step = 0
+        self._decided = True  # there is no outcome yet that could be decided
+        self._deaths = Deaths()
+        self._lookout = strays.Lookout(ranks.global_ranks())
+
+    def begin(self) -> None:
+        """Finds out which opening of these ranks this is."""
+        if self._board is None:
+            return
+        if not self.in_process and strays.withdraw():
+            self._lookout = strays.Lookout([])
+        while True:
+            # What one rank gave up, the next call of a rank that comes late ends, too: attempts are counted by rank.
+            self._attempt = self._ask(lambda board: board.count(f"begun/{self.rank}"))
+            if not self._is_over_for_us(self._outcome()):
+                break
+            # The others gave that one up for a call of this process with a bad group, which has raised its error.
+        self._decided = False
+
+    def _is_over_for_us(self, stands: bytes | None) -> bool:
+        if stands in (None, _OPEN):
+            return False
+        said = json.loads(stands)
+        return said["rank"] == self.rank and "stray" in said
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Everybody's data, by rank.  The ranks may pass different numbers of bytes.
+
+        Raises:
+            Timeout: a rank did not come within `timeout_s`.
+            PeerLost: the process of a rank has ended, or the store of the process group is gone.
+            BadInput, Mismatch, Aborted, Unsupported: what another rank announced.
+        """
+        if self._board is None:
+            return [data]
+        first = self._step == 0
+        everybody = self._exchange(str(self._step), (_identity() if first else b"") + data)
+        if self._step > 0:  # all ranks are in this step, so all have read the one before
+            self._ask(lambda board: board.erase([self._key(f"{self._step - 1}/{self.rank}")]))
+        self._step += 1
+        if not first:
+            return everybody
+        if not self.in_process:
+            self._watch([record[:_IDENTITY] for record in everybody])
+        return [record[_IDENTITY:] for record in everybody]
+
+    def settle(self) -> None:
+        """The end of the block: returns if the Buffer is open on all ranks, raises on all ranks if it is not.
+
+        Raises:
+            As all_gather().
+        """
+        if self._board is None:
+            return
+        try:
+            self._exchange("ready", b"")
+        except RoundFailed as error:  # a peer may have seen all ranks ready, which counts
+            if self._decide(error) != _OPEN:
+                raise
+        if (stands := self._ask(lambda board: board.decide(self._key("outcome"), _OPEN))) != _OPEN:
+            raise self._announced(stands)
+        self._decided = True
+        # All ranks are in this opening, so all have left the one before.
+        done = [self._key(f"{self._step - 1}/{self.rank}"), f"{self._attempt - 1}/ready/{self.rank}"]
+        if self.rank == 0:
+            done.append(f"{self._attempt - 1}/outcome")
+        with suppress(MoecommError):  # the Buffer is open; a peer that has the store may be gone already
+            self._ask(lambda board: board.erase(done))
+
+    def check(self) -> None:
+        """Raises what another rank announced, or PeerLost for a process that has ended."""
+        if self._board is None:
+            return
+        if (stands := self._outcome()) not in (None, _OPEN):
+            raise self._announced(stands)
+        if (gone := self._deaths.first()) is not None:
+            raise self._lost(gone)
+
+    def posted(self) -> list[bytes]:
+        """What other ranks have passed to the all-gather that is next here."""
+        if self._board is None:
+            return []
+        keys = [self._key(f"{self._step}/{rank}") for rank in range(self.ranks) if rank != self.rank]
+        found = [self._ask(lambda board, key=key: board.read([key])) for key in keys]
+        return [data[0][0 if self._step else _IDENTITY :] for data in found if data is not None]
+
+    def announce(self, error: MoecommError) -> None:
+        """Makes the opening fail on all ranks that have not failed yet."""
+        if self._board is not None and not self._decided:
+            self._decide(error)
+
+    def failed(self, kind: type[RoundFailed], peer: int, text: str) -> RoundFailed:
+        """An error of this opening; `peer`: the rank it is about, -1: it is not known which."""
+        return kind(text, rank=self.rank, peer=peer, phase="opening", op="open", round=0)
+
+    def close(self) -> None:
+        """Ends what waits needed."""
+        self._deaths.close()
+        if self._board is not None:
+            self._board.close()
+
+    def _key(self, name: str) -> str:
+        return f"{self._attempt}/{name}"
+
+    def _exchange(self, step: str, mine: bytes) -> list[bytes]:
+        """Data first, then what failed: a rank that has all data goes on with it, as those that are ahead did."""
+        keys = [self._key(f"{step}/{rank}") for rank in range(self.ranks)]
+        self._ask(lambda board: board.write(keys[self.rank], mine))
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            stands, gone = self._outcome(deadline), self._deaths.first()
+            everybody: list[bytes] | None = self._ask(lambda board: board.read(keys), deadline)
+            if everybody is not None:
+                return everybody
+            if stands == _OPEN:
+                return []
+            if stands is not None:
+                raise self._announced(stands)
+            if gone is not None:
+                raise self._lost(gone)
+            if step == "0":
+                self._look_for_strays(keys, deadline)
+            if (left := deadline - time.monotonic()) <= 0:
+                raise self._late(keys, deadline)
+            self._ask(lambda board, left=left: board.wait(left), deadline)
+
+    def _late(self, keys: list[str], deadline: float) -> RoundFailed:
+        missing = self._missing(keys, deadline)
+        names = ", ".join(map(str, missing))
+        what = "begun to open its Buffer" if self._step == 0 else "come so far"
+        text = f"rank {self.rank} waited {self.timeout_s:g} s for rank {names}, which has not {what} (opening)"
+        return self.failed(Timeout, missing[0] if missing else -1, text)
+
+    def _missing(self, keys: list[str], deadline: float) -> list[int]:
+        there = [self._ask(lambda board, key=key: board.read([key]), deadline) is not None for key in keys]
+        return [rank for rank, is_there in enumerate(there) if not is_there]
+
+    def _look_for_strays(self, keys: list[str], deadline: float) -> None:
+        """Raises for a rank that has not come because its group is bad."""
+        if not self._lookout.is_due():
+            return
+        if (found := self._lookout.find(self._missing(keys, deadline))) is not None:
+            rank, said = found
+            fields = {"argument": "group", "got": said["got"], "want": said["want"], "rank": rank}
+            record = {"kind": "BadInput", "rank": rank, "stray": True, "text": "", "fields": fields}
+            raise self._announced(self._set_outcome(json.dumps(record).encode()))
+
+    def _lost(self, rank: int) -> RoundFailed:
+        return self.failed(PeerLost, rank, f"rank {rank} is gone: its process has ended while the Buffer was opened")
+
+    def _watch(self, identities: list[bytes]) -> None:
+        here = _identity()[:32]
+        pids = [int.from_bytes(data[32:], "little") if data[:32] == here else 0 for data in identities]
+        pids[self.rank] = 0
+        self._deaths.watch(pids)
+
+    def _outcome(self, deadline: float | None = None) -> bytes | None:
+        found = self._ask(lambda board: board.read([self._key("outcome")]), deadline)
+        return None if found is None else bytes(found[0])
+
+    def _decide(self, error: MoecommError) -> bytes:
+        """What stands as the outcome."""
+        return self._set_outcome(json.dumps(_record(error, self.rank)).encode())
+
+    def _set_outcome(self, record: bytes) -> bytes:
+        """Best effort where the store itself has failed."""
+        self._decided = True
+        deadline = time.monotonic() + _GRACE_S
+        try:
+            return bytes(self._ask(lambda board: board.decide(self._key("outcome"), record), deadline))
+        except MoecommError:
+            return record
+
+    def _ask(self, call: Any, deadline: float | None = None) -> Any:
+        assert self._board is not None
+        left = self.timeout_s if deadline is None else deadline - time.monotonic()
+        self._board.limit_s = max(left, 0.0) + _GRACE_S / 2
+        try:
+            return call(self._board)
+        except TimeoutError as error:
+            raise self.failed(
+                Timeout, -1, f"rank {self.rank} waited {self.timeout_s:g} s: {error} (opening)"
+            ) from error
+        except ConnectionError as error:
+            # A process that ends closes its connections first.
+            if (gone := self._deaths.first(_GRACE_S)) is not None:
+                raise self._lost(gone) from error
+            text = f"the process that has the store of the process group is gone, as rank {self.rank} found ({error})"
+            raise self.failed(PeerLost, -1, text) from error
+        except RuntimeError as error:
+            raise Unsupported(f"the store of the process group fails: {error}") from error
+
+    def _announced(self, record: bytes) -> MoecommError:
+        """The error that another rank has announced, as this rank raises it."""
+        self._decided = True
+        said = json.loads(record)
+        rank, fields = said["rank"], said["fields"]
+        if said["kind"] == "BadInput":
+            named = fields["rank"] if fields["rank"] is not None else rank
+            return BadInput(fields["argument"], fields["got"], fields["want"], named)
+        kind = getattr(errors, said["kind"], Unsupported)
+        text = said["text"] if said["text"].startswith(f"rank {rank}") else f"rank {rank}: {said['text']}"
+        if issubclass(kind, RoundFailed):
+            return self.failed(kind, fields["peer"], text)  # type: ignore[arg-type]
+        error: MoecommError = kind.__new__(kind, text)
+        error.__dict__.update(fields)
+        return error
+
+
+def _record(error: MoecommError, rank: int) -> dict[str, Any]:
+    fields = {
+        name: value if value is None or isinstance(value, int) else str(value)[:_TEXT]
+        for name, value in vars(error).items()
+    }
+    return {"kind": type(error).__name__, "rank": rank, "text": str(error)[:_TEXT], "fields": fields}
+
+
+def _identity() -> bytes:
+    """36 bytes: where our process id means something, and that."""
+    return pid_namespace() + os.getpid().to_bytes(4, "little")

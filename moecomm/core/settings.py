@@ -1,0 +1,178 @@
+"""What all ranks of a Buffer must agree on, compared once when it opens."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moecomm.core.integers import is_integer
+from moecomm.core.rendezvous import MAX_RANKS
+from moecomm.core.validation import check_dtype
+from moecomm.errors import BadInput, Mismatch
+
+if TYPE_CHECKING:
+    from moecomm.backends import Backend
+    from moecomm.core.rendezvous import Rendezvous
+
+VERSION = 7  # of the protocol in csrc/protocol
+MAX_TOPK, MAX_FLAT_ROWS = 32, 1 << 23
+MAX_CHUNK = 32  # tokens; kMaxChunk
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MOST = 1 << 31
+_MAGIC = 0x6D6F65636F6D6D
+
+
+def _dtype_name(index: int) -> str:
+    return str(DTYPES[index]) if 0 <= index < len(DTYPES) else "another"
+
+
+def wanted_device(device: Any) -> torch.device | None:
+    """A device as callers name it, an int that of a GPU; None: none.  Raises BadInput."""
+    try:
+        if isinstance(device, int):
+            return torch.device("cuda", device)
+        return None if device is None else torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise BadInput("device", repr(device), "a device of torch") from error
+
+
+def seconds(timeout_s: Any) -> float:
+    """How long a wait may take.  Raises BadInput."""
+    if not (isinstance(timeout_s, Real) and 0 < float(timeout_s) < 1e6):
+        raise BadInput("timeout_s", repr(timeout_s), "seconds, more than 0")
+    return float(timeout_s)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The sizes of a Buffer."""
+
+    ranks: int
+    hidden: int
+    num_experts: int
+    topk: int
+    max_tokens: int
+    dtype: torch.dtype
+    backend: str
+    window_bytes: int | None
+    domain_ranks: int | None = None  # all
+
+    _NAMES = (
+        "magic",
+        "version",
+        "hidden",
+        "num_experts",
+        "topk",
+        "max_tokens",
+        "dtype",
+        "window_bytes",
+        "domain_ranks",
+    )
+
+    def agree(self, group: Rendezvous) -> None:
+        """Collective.  Raises Mismatch naming the first field in which ranks differ, on every rank; BadInput at once
+        for what is no number.
+        """
+        dtype = DTYPES.index(self.dtype) if isinstance(self.dtype, torch.dtype) and self.dtype in DTYPES else -1
+        window = -1 if self.window_bytes is None else self.window_bytes
+        sizes = (self.hidden, self.num_experts, self.topk, self.max_tokens)
+        domain = self.ranks if self.domain_ranks is None else self.domain_ranks
+        mine = (_MAGIC, VERSION, *sizes, dtype, window, domain)
+        for name, value in zip(self._NAMES, mine, strict=True):
+            if not (is_integer(value) and -(1 << 63) <= value < 1 << 63):
+                raise BadInput(name, repr(value), "a whole number, of at most 64 bits")
+        packed = struct.pack("<9q16s", *mine, self.backend.encode())
+        for rank, theirs in enumerate(group.all_gather(packed)):
+            *numbers, backend = struct.unpack("<9q16s", theirs)
+            for name, ours, other in zip(self._NAMES, mine, numbers, strict=True):
+                if ours != other:
+                    show = _dtype_name if name == "dtype" else str
+                    raise Mismatch(name, show(ours), show(other), rank)
+            if (name := backend.rstrip(b"\0").decode(errors="replace")) != self.backend:
+                raise Mismatch("backend", self.backend, name, rank)
+
+    def check(self) -> None:
+        """Raises BadInput for a value that can't be used.  After agree(), so that all ranks raise alike."""
+        check_dtype("dtype", self.dtype, DTYPES)
+        if self.hidden < 1 or self.hidden * self.dtype.itemsize % 16:
+            raise BadInput(
+                "hidden", self.hidden, f"rows of a multiple of 16 bytes: a multiple of {16 // self.dtype.itemsize}"
+            )
+        if not 1 <= self.topk <= MAX_TOPK:
+            raise BadInput("topk", self.topk, f"1 to {MAX_TOPK}")
+        if not 1 <= self.ranks <= MAX_RANKS:
+            raise BadInput("group", f"{self.ranks} ranks", f"1 to {MAX_RANKS}")
+        if self.num_experts < 1 or self.num_experts % self.ranks:
+            raise BadInput("num_experts", self.num_experts, f"a multiple of the number of ranks, {self.ranks}")
+        if self.max_tokens < 1 or self.ranks * self.max_tokens >= MAX_FLAT_ROWS:
+            raise BadInput("max_tokens", self.max_tokens, f"1 to {(MAX_FLAT_ROWS - 1) // self.ranks}")
+        for name, size in (("hidden", self.staged_row_bytes), ("num_experts", self.num_experts)):
+            if size >= _MOST:
+                raise BadInput(name, getattr(self, name), "a smaller number: sizes have 32 bits")
+        if self.window_bytes is not None and self.window_bytes < 1:
+            raise BadInput("window_bytes", self.window_bytes, "at least 1, or None")
+        if self.domain_ranks is None:
+            return
+        if self.domain_ranks < 1 or self.ranks % self.domain_ranks:
+            raise BadInput("domain_ranks", self.domain_ranks, f"a divisor of the number of ranks, {self.ranks}")
+
+    @property
+    def is_multi_domain(self) -> bool:
+        """Whether there are several domains: then few tokens go straight, and not in packets."""
+        return self.domain_ranks not in (None, self.ranks)
+
+    def packet_bytes(self, backend: Backend) -> int:
+        """`Shape.packet_bytes`, by the rules of a backend."""
+        room = backend.direct_bytes if self.is_multi_domain else backend.packet_bytes
+        return room(self.ranks, self.max_tokens, self.staged_row_bytes)
+
+    def ring_tokens(self, backend: Backend) -> int:
+        """`Shape.ring_tokens`, by the rules of a backend; what goes straight is put from there, so that fits, too."""
+        ring = backend.ring_tokens(self.ranks, self.max_tokens, self.staged_row_bytes)
+        if not self.is_multi_domain:
+            return ring
+        few = min(self.max_tokens, self.packet_bytes(backend) // self.staged_row_bytes)
+        return max(ring, -(-few // MAX_CHUNK) * MAX_CHUNK)
+
+    @property
+    def staged_row_bytes(self) -> int:
+        """The widest row that combine stages: a partial sum in float32, and gradients of weights."""
+        return self.hidden * 4 + self.grads_bytes
+
+    @property
+    def grads_bytes(self) -> int:
+        """Gradients of weights behind a row: `CombineConfig::grads_bytes`."""
+        return -(-self.topk * 4 // 16) * 16
+
+    @property
+    def receive_payload_bytes(self) -> tuple[int, int]:
+        """The widest row that crosses to another domain, and room for scales; those of narrower rows have what is left
+        of it, too.
+        """
+        return self.hidden * self.dtype.itemsize, max(self.hidden // 4, 256)
+
+    def worst_rows(self, layout: str, alignment: int = 1, max_rows: int | None = None) -> int:
+        """The most rows a rank can receive in a dispatch of this layout; `max_rows`: see Buffer.dispatch."""
+        rows, local = self.ranks * self.max_tokens, self.num_experts // self.ranks
+        if layout == "expert":
+            rows = rows * self.topk + (alignment - 1) * local
+        if max_rows is not None:
+            rows = min(max_rows, rows)
+        return local * rows if layout == "batched" else rows
+
+    def round_bytes(self, layout: str, max_rows: int | None = None) -> int:
+        """Window memory of one round's outputs in the worst case: rows, and what the handle keeps."""
+        row = self.hidden * self.dtype.itemsize + self.hidden // 32 + 64  # with scales, src and weights
+        tokens, local = self.ranks * self.max_tokens, self.num_experts // self.ranks
+        return self.worst_rows(layout, 128, max_rows) * row + tokens * (16 * self.topk + 16) + 4 * local + (1 << 16)
+
+    def default_heap(self) -> int:
+        """Window memory for outputs where nobody has asked for more or less: of four rounds, on GPUs of two."""
+        expert, batched = self.round_bytes("expert"), self.round_bytes("batched")
+        if self.backend == "host":
+            return 4 * max(expert, batched)
+        return 2 * max(expert, batched if batched <= 2 << 30 else 0)

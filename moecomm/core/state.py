@@ -1,0 +1,212 @@
+"""The state of a Buffer that decides whether it can make another round."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NoReturn, TypeVar, cast
+
+from moecomm import _native, backends
+from moecomm.core import failures, forks
+from moecomm.errors import Closed, ConcurrentCall, MoecommError, OutOfStep, RoundFailed
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+class BufferState:
+    """Base of Buffer: its failure, and how many calls have reached the other ranks."""
+
+    def __init__(self, session: backends.Session) -> None:
+        self._session, self._record = session, session.context.record
+        self._failure: MoecommError | None = None  # has ended this Buffer
+        self._close: weakref.finalize[..., BufferState] = forks.closer(self, session)
+        self._what = "Buffer"
+        self.made, self.rejected = 0, 0  # dispatches and combines, and calls that count_rejected has counted
+        self._turn = threading.RLock()  # held by the thread that is in a collective call
+        self._depth = 0  # of the CollectiveCalls of that thread
+        self._running = False  # a call that is not made up of others
+        self._closing = False  # when that call ends
+        self._refused: list[None] = []  # an entry for each call that was refused and is not counted yet
+
+    def _begin_call(self, rounds: int = 1, *, outer: bool = False) -> None:
+        """Raises ConcurrentCall while another call is under way: in another thread, or, in a signal handler, in ours.
+
+        The next call counts the refused one, unless it has no `rounds`: the call under way, whose notices may not be
+        sent yet, is not disturbed.  `outer`: the call is made up of others of the same thread.
+        """
+        if not self._turn.acquire(blocking=False):
+            self._refuse(rounds)
+        if self._running:
+            self._turn.release()
+            self._refuse(rounds)
+        if self._refused and self._depth == 0:
+            self._count_refused()
+        if outer:
+            self._depth += 1
+        else:
+            self._running = True
+
+    def _end_call(self, *, outer: bool = False) -> None:
+        """The end of what _begin_call began."""
+        if outer:
+            self._depth -= 1
+        else:
+            self._running = False
+            if self._closing:
+                self._release()
+        self._turn.release()
+
+    def close(self) -> None:
+        """Gives the memory back.  Idempotent; outputs that are still referenced stay valid.
+
+        A call in another thread is aborted, and awaited.  In a signal handler the call that it has interrupted is
+        aborted, and closes when it ends.
+        """
+        if not self._turn.acquire(blocking=False):
+            self.abort()
+            self._turn.acquire()
+        try:
+            if self._running:
+                self._closing = True
+                self.abort()
+            else:
+                self._release()
+        finally:
+            self._turn.release()
+
+    def abort(self) -> None:
+        """Makes every wait of this rank end at once, from any thread; the Buffer can then only be closed."""
+        if self._close.alive:
+            self._session.abort(failures.ABORTED, self._session.context.rank)
+
+    def _release(self) -> None:
+        self._close()
+
+    def _refuse(self, rounds: int) -> NoReturn:
+        if rounds:
+            self._refused.append(None)
+        raise ConcurrentCall
+
+    def _count_refused(self) -> None:
+        while self._refused:
+            self._refused.pop()
+            if self._close.alive and self._failure is None:
+                self._session.count_rejected()
+
+    def count_rejected(self) -> None:
+        """Counts a collective call that fails on this rank before all its rounds are made.
+
+        The notices of later rounds carry the count: where it differs, every rank raises OutOfStep.
+        """
+        if self._close.alive and self._failure is None:
+            self.rejected += 1
+            self._session.count_rejected()
+
+    def count_failed(self) -> None:
+        """count_rejected() from outside of a call; while one is under way, in the next one."""
+        if not self._turn.acquire(blocking=False):
+            self._refused.append(None)
+            return
+        try:
+            if self._running:
+                self._refused.append(None)
+            else:
+                self.count_rejected()
+        finally:
+            self._turn.release()
+
+    def require_usable(self) -> None:
+        """Raises Closed, or what earlier rounds left behind; does not wait for the device."""
+        self.require_open()
+        self.raise_failure()
+
+    def require_open(self) -> None:
+        """Raises Closed, or the failure that has ended the Buffer."""
+        if not self._close.alive:
+            raise Closed(self._what)
+        if self._failure is not None:
+            raise self._failure
+
+    def raise_failure(self) -> None:
+        """Raises what the last rounds left behind: once, unless a failed round has ended the Buffer."""
+        if self._failure is not None:
+            raise self._failure
+        record = _native.record(self._record)
+        if record is None:
+            return
+        error: MoecommError = failures.error_of(record, self._session.dead_peers())
+        if isinstance(error, (RoundFailed, OutOfStep)):
+            self._failure = error
+        else:
+            _native.clear_record(self._record)
+        try:
+            raise error
+        finally:
+            del error  # else it is in a cycle with its traceback, whose frames hold on to the window
+
+    @property
+    def session(self) -> backends.Session:
+        """What the backend opened; for the modules of moecomm."""
+        return self._session
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() has been called."""
+        return not self._close.alive
+
+    def disown(self) -> None:
+        """In a forked child: closes it there, unheard by peers, and not where it was opened."""
+        if self._close.detach() is not None:
+            self._what = "Buffer, opened before this process was forked,"
+
+
+def collective(rounds: int = 1) -> Callable[[_Call], _Call]:
+    """Decorates a call of a Buffer, its first argument, that makes `rounds` dispatches and combines: raises
+    ConcurrentCall while another is under way, and counts the call if it fails before the last round is made.
+    """
+
+    def decorate(function: _Call) -> _Call:
+        @functools.wraps(function)
+        def call(buffer: BufferState, *args: Any, **kwargs: Any) -> Any:
+            buffer._begin_call(rounds)
+            made = buffer.made + rounds
+            try:
+                return function(buffer, *args, **kwargs)
+            except BaseException:
+                if buffer.made < made:
+                    buffer.count_rejected()
+                raise
+            finally:
+                buffer._end_call()
+
+        return cast("_Call", call)
+
+    return decorate
+
+
+class CollectiveCall:
+    """Context of a call that is made up of others, of `rounds` dispatches and combines: as collective() does for those.
+
+    A call inside that fails counts itself.
+    """
+
+    __slots__ = ("_buffer", "_made", "_rejected", "_rounds")
+
+    def __init__(self, buffer: BufferState, rounds: int = 1) -> None:
+        self._buffer, self._rounds = buffer, rounds
+
+    def __enter__(self) -> None:
+        buffer = self._buffer
+        buffer._begin_call(self._rounds, outer=True)
+        self._made, self._rejected = buffer.made + self._rounds, buffer.rejected
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        buffer = self._buffer
+        if kind is not None and buffer.rejected == self._rejected and buffer.made < self._made:
+            buffer.count_rejected()
+        buffer._end_call(outer=True)

@@ -1,0 +1,352 @@
+"""Kernels compiled for the shape at hand: NVRTC through cuda.core, once, then from a disk cache of this user.
+
+    kernel = jit.load(jit.KernelSpec(op="dispatch", ranks=4, experts=256, topk=8, hidden=7168, ...), device)
+    launch(kernel.function, blocks, kernel.block, kernel.shared_bytes)
+
+Nothing of the CUDA packages is imported before the first kernel is wanted.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from moecomm.core import packets
+from moecomm.jit import linking, loader
+
+_FLAT = 0
+_BEGIN, _END = 1, 2
+_BYTES = (2, 2, 4, 1)  # of a Type of csrc/protocol/args.h
+_LAYOUTS, _TYPES = ("flat", "expert", "batched"), ("bf16", "fp16", "fp32", "e4m3")
+_FORMATS, _PARTS = ("fp32", "ue8m0"), ("whole", "begin", "end")
+_SHARED_LIMIT = 227 * 1024  # of a block on sm_90
+_LINE = 128  # of memory: a piece that begins within one touches one more of them
+_MOST_SLOTS = 8
+_WANTED_WORDS = 16  # kWantedWords
+_DESCRIPTOR_WARPS, _DESCRIPTOR_COUNTERS = (
+    16,
+    64 * 1024,
+)  # of a block of a dispatch of slips, and bytes of their counters at most
+_FOLDERS = ("protocol", "device", "dispatch", "combine", "shims")
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """What a kernel is compiled for.  Names and codes are those of csrc/protocol/args.h.
+
+    A field that only the other `op` needs keeps its default.
+    """
+
+    op: str  # "dispatch" or "combine"
+    ranks: int
+    experts: int
+    topk: int
+    hidden: int
+    layout: int
+    type: int  # of x, or of y
+    idx_bytes: int = 8
+    row_bytes: int = 0
+    scale_bytes: int = 0
+    scale_columns: bool = False
+    quantize: bool = False
+    scale_format: int = 0
+    repeat: bool = False
+    descriptors: bool = False
+    part: int = 0
+    packets: bool = False  # of few tokens: see packets_of
+    wire: int = 2
+    weighted: bool = True
+    own_weights: bool = False  # weighted by what each home gives the combine
+    in_place: bool = False
+    sum_grads: bool = False  # CombineArgs.sum_grads
+    wide_bias: bool = False  # the bias is float32, and not of `type`
+    transport: str = "lsa"  # one of linking.TRANSPORTS: how the kernel reaches its peers
+    domain_ranks: int = 0  # Shape.domain_ranks; 0, all, with "lsa" and no other
+
+    def __post_init__(self) -> None:
+        row = self.hidden * _BYTES[self.type]
+        _want(self.op in ("dispatch", "combine"), f"op={self.op!r}: want dispatch or combine")
+        _want(
+            self.transport in linking.TRANSPORTS, f"transport={self.transport!r}: want {', '.join(linking.TRANSPORTS)}"
+        )
+        _want(1 <= self.ranks <= 64, f"{self.ranks} ranks: want 1 to 64")
+        near = self.domain_ranks or self.ranks
+        _want(
+            self.ranks % near == 0 and (near < self.ranks) == (self.transport != "lsa"),
+            f"domain_ranks={self.domain_ranks}, {self.ranks} ranks: want several domains where a transport puts",
+        )
+        _want(not self.packets or self.transport == "lsa", "packets do not cross to other domains")
+        _want(1 <= self.topk <= 32, f"topk={self.topk}: want 1 to 32")
+        _want(self.experts % self.ranks == 0, f"{self.experts} experts: want a multiple of {self.ranks} ranks")
+        _want(row > 0 and row % 16 == 0, f"hidden={self.hidden}: rows of {row} bytes; want a multiple of 16 bytes")
+        if self.op == "dispatch":
+            sent = self.hidden if self.quantize else row
+            _want(sent % 16 == 0, f"hidden={self.hidden}: e4m3 rows of {sent} bytes; want a multiple of 16 bytes")
+            _want(self.descriptors or self.row_bytes == sent, f"row_bytes={self.row_bytes}: want {sent}")
+            scales = -(-self.hidden // 128) * (4 if self.scale_format == 0 else 1)
+            scales = _align(scales, 4) if self.scale_columns else scales
+            _want(not self.quantize or self.scale_bytes == scales, f"scale_bytes={self.scale_bytes}: want {scales}")
+            _want(not self.scale_columns or self.scale_bytes % 4 == 0, f"scale_bytes={self.scale_bytes}: want words")
+            _want(self.idx_bytes in (4, 8), f"idx_bytes={self.idx_bytes}: want 4 or 8")
+            _want(not self.packets or packets_of(self) is not None, "packets of a row that can't be cut into them")
+        else:
+            _want(
+                not self.own_weights or (self.weighted and self.layout != _FLAT),
+                "own_weights: want weighted rows of experts",
+            )
+            staged = self.hidden * _BYTES[self.type if self.layout == _FLAT else self.wire]
+            _want(self.type < 3 and self.wire < 3, "combine of e4m3: want bf16, fp16 or fp32")
+            _want(
+                staged % 16 == 0, f"hidden={self.hidden}: reduced rows of {staged} bytes; want a multiple of 16 bytes"
+            )
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A loaded kernel, `function` a CUfunction, and how it is launched: `block` threads, `shared_bytes` dynamic."""
+
+    function: int
+    block: int
+    shared_bytes: int
+
+
+def _want(holds: bool, why: str) -> None:
+    if not holds:
+        raise ValueError(why)
+
+
+def _bool(value: bool) -> str:
+    return str(value).lower()
+
+
+def _align(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def _piece(row_bytes: int, most: int, unit: int) -> int:
+    """Bytes of the pieces that a row is moved in: as even as they can be, multiples of `unit`, at most `most`."""
+    pieces = -(-row_bytes // most)
+    return _align(-(-row_bytes // pieces), unit)
+
+
+def packets_of(spec: KernelSpec) -> packets.Packets | None:
+    """How rows of few tokens travel between kernels like this one, whichever rank they are of; None if they can't."""
+    if spec.domain_ranks:
+        return None
+    if spec.op == "combine":
+        return packets.of_combine(spec.hidden * _BYTES[spec.type if spec.layout == _FLAT else spec.wire])
+    if spec.part != 0 or spec.repeat or spec.descriptors:
+        return None
+    scale_size = (4, 1)[spec.scale_format] if spec.quantize else 0
+    return packets.of_dispatch(spec.row_bytes, spec.scale_bytes, spec.topk, scale_size=scale_size)
+
+
+def _tables(spec: KernelSpec) -> int:
+    """Bytes of the arguments, of a word a column or more in several tables, of a notice and what comes of a rank."""
+    words = 4 * (spec.experts + spec.ranks) + spec.experts // spec.ranks
+    return 1920 + 4 * words + spec.ranks * (8 + 104 + 8 + 4 + 4 + 2 * 4 * _WANTED_WORDS) + 104 + 512
+
+
+def _descriptor_fields(spec: KernelSpec) -> dict[str, int]:
+    """Where slips travel all warps count, with counters of their own as far as there is room, and all store."""
+    columns = 4 * (spec.experts + spec.ranks)
+    count_warps = max(1, min(_DESCRIPTOR_WARPS, _DESCRIPTOR_COUNTERS // columns))
+    beside = count_warps * columns
+    no_packets = dict.fromkeys(("packet_bytes", "packet_scale_bytes", "packet_lines"), 0)
+    no_others = dict.fromkeys(("receive_warps", "metadata_warps", "flag_warps", "put_warps", "forward_warps"), 0)
+    no_ring = {"piece_columns": spec.hidden, "ring_slots": 1, "replicate_bytes": 16, "replicate_slots": 1}
+    return {
+        **no_packets,
+        "send_warps": _DESCRIPTOR_WARPS,
+        **no_others,
+        **no_ring,
+        "forward_bytes": 0,
+        "forward_slots": 0,
+        "count_warps": count_warps,
+        "count_bytes": beside,
+        "shared_bytes": _align(_tables(spec) + 4 * spec.experts + beside + 1024, 128),
+    }
+
+
+def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
+    """How the block of a dispatch kernel is made up; shared_bytes bounds DispatchShared from above."""
+    if spec.descriptors:
+        return _descriptor_fields(spec)
+    size, columns, ends = _BYTES[spec.type], spec.experts + spec.ranks, spec.part == _END
+    replicates = spec.layout != _FLAT and spec.part != _BEGIN
+    several = spec.domain_ranks != 0
+    receive_warps = 8 if replicates or ends or (spec.scale_columns and spec.part != _BEGIN) else 0
+    if several and not ends:
+        receive_warps //= 2
+    if spec.packets:
+        receive_warps = 16 if replicates else 12
+    packet = packets_of(spec)
+    if spec.quantize:  # whole steps of the cast, kStepColumns of quantize.cuh
+        piece = 4096 if spec.hidden * size > 4096 else _align(spec.hidden * size, 128 * size)
+    else:
+        piece = _piece(spec.hidden * size, 7168, 16)
+    cast = spec.hidden if spec.quantize else 16
+    replicate = _piece(spec.row_bytes, 3584, 16) if replicates else 16
+    tables = _tables(spec)
+    if packet:
+        tables += 4 * spec.experts
+    replicate_slots = 2
+    # a ring of each receive warp, and the rows of a chunk's tokens
+    spreading = (
+        receive_warps * (_align(replicate_slots * (replicate + 8) + 4 * 32 * spec.topk, 128) + 128)
+        if replicates
+        else 256
+    )
+    forward_warps, forward = (4, _piece(spec.row_bytes, 3584, 16)) if several else (0, 0)
+    relaying = forward_warps * _align(2 * (forward + 8) + 128, 128) + 128 * several
+    few = ((8, 2), (6, 2), (4, 2), (2, 2), (1, 2))[2 * several :]
+    many = () if spec.packets or replicates or several else ((8, 3), (7, 3), (6, 3))
+    for send_warps, slots in ((0, 2),) if ends else (*many, *few):
+        of_scales = 2 * (4 * -(-spec.hidden // 128) + 16)
+        warp, count_warps = slots * (max(piece, 16) + 8) + 2 * cast + of_scales, 0
+        if spec.packets and packet is not None:
+            raw = packet.row_bytes * size if spec.quantize else 16
+            warp = slots * (_align(raw, 128) + _align(packet.lines * 120, 128) + 8) + 128
+        elif spec.quantize:  # their counters lie where nothing is under way to at first, if there is room
+            count_warps = send_warps if cast >= 4 * columns else 0
+        else:
+            count_warps = min(send_warps, send_warps * (slots - slots // 2) * piece // (4 * columns))
+        fixed = tables + spreading + relaying + max(send_warps, 1) * warp + 256
+        beside = 4 * columns if count_warps == 0 and not ends else 0
+        count_warps, fixed = max(count_warps, int(not ends)), fixed + beside
+        if fixed <= _SHARED_LIMIT:
+            return {
+                "packet_bytes": packet.row_bytes if packet else 0,
+                "packet_scale_bytes": packet.scale_bytes if packet else 0,
+                "packet_lines": packet.lines if packet else 0,
+                "send_warps": send_warps,
+                "receive_warps": receive_warps,
+                "metadata_warps": int(not ends and (several or not spec.repeat) and not spec.packets),
+                "flag_warps": int(not ends and not spec.packets),
+                "put_warps": int(several and not ends),
+                "forward_warps": forward_warps,
+                "piece_columns": piece // size,
+                "ring_slots": slots,
+                "replicate_bytes": replicate,
+                "replicate_slots": replicate_slots,
+                "forward_bytes": forward,
+                "forward_slots": 2 * several,
+                "count_warps": count_warps,
+                "count_bytes": beside,
+                "shared_bytes": _align(fixed, 128),
+            }
+    raise ValueError(f"{spec.experts} experts: their counters do not fit {_SHARED_LIMIT} bytes of shared memory")
+
+
+def _combine_fields(spec: KernelSpec) -> dict[str, int]:
+    """How the block of a combine kernel is made up; shared_bytes bounds CombineShared from above."""
+    if spec.packets:
+        reduce_warps, pull_warps, return_forward_warps = 8, 8, 0
+    elif spec.domain_ranks:
+        reduce_warps, pull_warps, return_forward_warps = (0, 8, 4) if spec.in_place else (6, 5, 4)
+    elif spec.in_place:
+        reduce_warps, pull_warps, return_forward_warps = 0, 12, 0
+    else:  # of flat rows, which are copied, as many bytes are pulled as made; of others fewer (csrc/README.md)
+        reduce_warps, pull_warps, return_forward_warps = (7, 8, 0) if spec.layout == _FLAT else (12, 3, 0)
+    # A piece is summed in registers: 56 fp32 columns a lane, or 32 where a block has more warps.
+    summed = {2: 3584, 4: 4096} if spec.in_place else {2: 2048, 4: 3584}
+    staged = spec.type if spec.layout == _FLAT else spec.wire
+    if spec.domain_ranks and not spec.in_place:
+        summed = {2: 1536, 4: 3072}  # beside the sum of the domains
+    pull_bytes = _piece(spec.hidden * _BYTES[staged], summed[_BYTES[staged]], _LINE)
+    beside = _align(8 * _MOST_SLOTS + 8 * 24, 128) + 128  # barriers and items of a ring, and alignment
+    fixed = (pull_warps + return_forward_warps) * beside + spec.ranks * 120 + 104 + 512 + 1920
+    fixed += (8 * 8 * pull_warps + 256) * bool(spec.domain_ranks)
+    left = _SHARED_LIMIT - fixed
+    if spec.packets:  # what comes home does not pass through a ring
+        pull_bytes = 16
+    pull_slots = 1 if spec.packets else min(_MOST_SLOTS, left // ((pull_warps + return_forward_warps) * pull_bytes))
+    used = pull_slots * (pull_warps + return_forward_warps) * pull_bytes
+    packet = packets.of_combine(spec.hidden * _BYTES[staged])
+    return {
+        "packet_bytes": packet.row_bytes,
+        "packet_lines": packet.lines,
+        "reduce_warps": reduce_warps,
+        "pull_warps": pull_warps,
+        "return_forward_warps": return_forward_warps,
+        "flag_warps": int(reduce_warps > 0 and not spec.packets),
+        "pull_bytes": pull_bytes,
+        "pull_slots": pull_slots,
+        "shared_bytes": _align(used + fixed, 128),
+    }
+
+
+def block_fields(spec: KernelSpec) -> dict[str, int]:
+    """How the block of a kernel is made up, by the names of config.cuh.  ValueError where it does not fit."""
+    return _dispatch_fields(spec) if spec.op == "dispatch" else _combine_fields(spec)
+
+
+def block_threads(fields: dict[str, int]) -> int:
+    """Threads of a block made up of these fields."""
+    return 32 * sum(n for name, n in fields.items() if name.endswith("_warps") and name != "count_warps")
+
+
+def source(spec: KernelSpec) -> str:
+    """The translation unit of a kernel: its configuration, by named fields, and an entry without a mangled name."""
+    shape = f".ranks = {spec.ranks}, .experts = {spec.experts}, .topk = {spec.topk}, .hidden = {spec.hidden}"
+    if spec.domain_ranks:
+        shape += f", .domain_ranks = {spec.domain_ranks}"
+    kind = f".layout = Layout::{_LAYOUTS[spec.layout]}, .type = Type::{_TYPES[spec.type]}"
+    if spec.op == "dispatch":
+        kind += f", .idx_bytes = {spec.idx_bytes}, .row_bytes = {spec.row_bytes}, .scale_bytes = {spec.scale_bytes}"
+        kind += f", .scale_columns = {_bool(spec.scale_columns)}, .quantize = {_bool(spec.quantize)}"
+        kind += f", .scale_format = ScaleFormat::{_FORMATS[spec.scale_format]}, .repeat = {_bool(spec.repeat)}"
+        kind += f", .descriptors = {_bool(spec.descriptors)}"
+        kind += f", .part = Part::{_PARTS[spec.part]}, .packets = {_bool(spec.packets)}"
+    else:
+        kind += f", .wide_bias = {_bool(spec.wide_bias)}"
+        kind += f", .wire = Type::{_TYPES[spec.wire]}, .weighted = {_bool(spec.weighted)}"
+        kind += f", .own_weights = {_bool(spec.own_weights)}, .in_place = {_bool(spec.in_place)}"
+        kind += f", .sum_grads = {_bool(spec.sum_grads)}, .packets = {_bool(spec.packets)}"
+    fields = block_fields(spec)
+    block = ", ".join(f".{name} = {value}" for name, value in fields.items())
+    name, function = spec.op.capitalize(), "dispatch_end" if spec.part == _END else spec.op
+    transport = linking.TRANSPORTS[spec.transport]
+    more = "" if spec.transport == "lsa" else f'#include "transport/{transport.lower()}.cuh"\n'
+    return (
+        f'#include "{spec.op}/{spec.op}.cuh"\n{more}'
+        "using namespace moecomm;\n"
+        f"constexpr {name}Config config{{{shape}, {kind}, {block}}};\n"
+        f'extern "C" __global__ void __launch_bounds__({block_threads(fields)}, 1)\n'
+        f"moecomm_{spec.op}(const __grid_constant__ {name}Args args) {{ {function}<config, {transport}>(args); }}\n"
+    )
+
+
+def build(spec: KernelSpec, arch: str = "sm_90a") -> tuple[bytes, str]:
+    """Compiles, and links if its transport has a shim, without the cache: the cubin, and what ptxas says about it."""
+    return loader.build(source(spec), spec.transport, arch)
+
+
+def compile(spec: KernelSpec, arch: str = "sm_90a") -> bytes:  # noqa: A001
+    """The cubin of a kernel, from the cache or compiled.  Needs no GPU.  ValueError names a limit it exceeds.
+
+    Unsupported, with a transport other than "lsa", says what it can't be linked with.
+    """
+    return loader.cubin_of(source(spec), spec.transport, arch, _FOLDERS, lambda: build(spec, arch))
+
+
+_loaded: dict[tuple[KernelSpec, int], Kernel] = {}
+_loading = threading.Lock()
+
+
+def load(spec: KernelSpec, device: Any) -> Kernel:
+    """The kernel on a CUDA device (a torch.device with an index, or the index), compiled and loaded if need be."""
+    index = int(getattr(device, "index", device))
+    if (kernel := _loaded.get((spec, index))) is None:
+        with _loading:
+            if (kernel := _loaded.get((spec, index))) is None:
+                kernel = _loaded[spec, index] = _load(spec, index)
+    return kernel
+
+
+def _load(spec: KernelSpec, index: int) -> Kernel:
+    fields = block_fields(spec)
+    entry, shared_bytes = f"moecomm_{spec.op}", fields["shared_bytes"]
+    function = loader.load(index, lambda arch: compile(spec, arch), entry, spec.transport, shared_bytes)
+    return Kernel(function, block_threads(fields), shared_bytes)

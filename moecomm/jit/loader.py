@@ -1,0 +1,135 @@
+"""How a source becomes a kernel on a GPU: compiled by NVRTC through cuda.core or read from the cache, then loaded.
+
+moecomm.jit and moecomm.jit.plain_kernel write the sources.  Nothing of the CUDA packages is imported before it is wanted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.resources
+import io
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from moecomm.backends import cuda_driver
+from moecomm.config import cache_dir
+from moecomm.errors import Unsupported
+from moecomm.jit import cache, linking
+from moecomm.jit.cubin import lacks_descriptor
+
+_CALLS = "#define MOECOMM_CALLS\n"  # csrc/fused/fetch.cuh
+_PLAIN = 'extern "C" __global__ void plain(int* to) { *to = 1; }'
+
+
+@lru_cache(maxsize=1)
+def headers() -> Path:
+    """csrc as it was installed beside the package, else as it lies in the repository."""
+    packaged = Path(str(importlib.resources.files("moecomm"))) / "csrc"
+    return packaged if packaged.is_dir() else Path(__file__).resolve().parents[2] / "csrc"
+
+
+@lru_cache(maxsize=8)
+def toolchain(folders: tuple[str, ...]) -> str:
+    """Everything but the source and the architecture that a cubin depends on: NVRTC and all headers of `folders`."""
+    major, minor = linking.nvrtc_version()
+    digest = hashlib.sha256(f"nvrtc {major}.{minor}\n".encode())
+    for path in sorted(p for folder in folders for p in (headers() / folder).iterdir() if p.suffix in (".h", ".cuh")):
+        digest.update(f"{path.parent.name}/{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _core() -> Any:
+    try:
+        core = importlib.import_module("cuda.core")
+        return core if hasattr(core, "Program") else importlib.import_module("cuda.core.experimental")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"kernels are compiled through the Python package cuda-core, which is not installed ({error})"
+        ) from error
+
+
+def build(source: str, transport: str, arch: str) -> tuple[bytes, str]:
+    """Compiles, and links if the transport has a shim, without the cache: the cubin, and what ptxas says about it.
+
+    Unsupported where what the compiler makes would not run.
+    """
+    core = _core()
+    if transport not in linking.ALONE:
+        return linking.build(source, transport, arch, headers(), core)
+    for more in ("", _CALLS):
+        built = _compile(core, more + source, arch)
+        if arch != "sm_90a" or not lacks_descriptor(built[0]) or not _descriptor_is_known():
+            return built
+    version = ".".join(map(str, linking.nvrtc_version()))
+    raise Unsupported(
+        f"NVRTC {version} makes a kernel that can't reach memory of this source; another may not: {source}"
+    )
+
+
+@lru_cache(maxsize=1)
+def _descriptor_is_known() -> bool:
+    """Whether this compiler's code is such as moecomm.jit.cubin expects: that of a kernel in which nothing can go wrong."""
+    return not lacks_descriptor(_compile(_core(), _PLAIN, "sm_90a")[0])
+
+
+def _compile(core: Any, source: str, arch: str) -> tuple[bytes, str]:
+    log = io.StringIO()
+    known = core.ProgramOptions.__dataclass_fields__
+    verbose = {"ptxas_options": ["-v"]} if "ptxas_options" in known else {}
+    options = core.ProgramOptions(std="c++20", arch=arch, include_path=[str(headers())], **verbose)
+    program = core.Program(source, "c++", options)
+    return bytes(program.compile("cubin", logs=log).code), log.getvalue()
+
+
+def cubin_of(
+    source: str, transport: str, arch: str, folders: tuple[str, ...], build: Callable[[], tuple[bytes, str]]
+) -> bytes:
+    """The cubin of a source that includes headers of `folders`: from the cache, or what `build` gives, then kept there.
+
+    Unsupported, with a transport that is linked, says what it can't be linked with.
+    """
+    parts = [source, arch, "c++20", toolchain(folders)]
+    if transport not in linking.ALONE:
+        parts.append(linking.digest(transport, arch))
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    if (cubin := cache.read(cache_dir(), key)) is None:
+        cubin, _ = build()
+        cache.write(cache_dir(), key, cubin)
+    return cubin
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    """What kernels for a GPU of this compute capability are compiled for."""
+    major, minor = capability
+    return "sm_90a" if capability == (9, 0) else f"sm_{major}{minor}"
+
+
+def load(index: int, compiled: Callable[[str], bytes], entry: str, transport: str, shared_bytes: int) -> int:
+    """The function `entry`, a CUfunction, on CUDA device `index`, of the cubin that `compiled` gives for its
+    architecture; it may be launched with so much dynamic shared memory.
+    """
+    driver, call = cuda_driver.driver(), cuda_driver.call
+    call("cuInit", 0)
+    device = call("cuDeviceGet", index)
+    attribute = driver.CUdevice_attribute
+    major = call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
+    minor = call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
+    cubin = compiled(architecture((major, minor)))
+    # The primary context, which torch uses as well; kept, like the module, until the process ends.
+    call("cuCtxPushCurrent", call("cuDevicePrimaryCtxRetain", device))
+    try:
+        module = call("cuModuleLoadData", cubin)
+        if transport == "nvshmem":
+            linking.register_module(int(module))
+        function = call("cuModuleGetFunction", module, entry.encode())
+        most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        call("cuFuncSetAttribute", function, most, shared_bytes)
+        # Now, and not at the first launch, which may be captured, or when a round of a peer may be waiting for us.
+        if hasattr(driver, "cuFuncLoad"):
+            call("cuFuncLoad", function)
+    finally:
+        call("cuCtxPopCurrent")
+    return int(function)

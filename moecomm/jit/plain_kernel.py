@@ -1,0 +1,100 @@
+"""Kernels for one job each, from a header of csrc: compiled through cuda.core, kept in the cache of kernels, launched
+with one struct.  Those of rounds, which know the shape at hand, are moecomm.jit's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from moecomm import _native
+from moecomm.backends import cuda_driver
+from moecomm.jit import linking, loader
+
+_FOLDERS = ("protocol", "device", "fused", "shims", "bench")
+
+
+@dataclass(frozen=True)
+class PlainKernel:
+    """`entry(args)` of a header below csrc, names as in `namespace`, and the threads of a block.
+
+    `transport`: one of moecomm.jit.linking.TRANSPORTS.  `cluster`: so many blocks, which divide them, lie together.
+    """
+
+    namespace: ClassVar[str] = "moecomm"
+    header: str
+    entry: str
+    args: str
+    threads: int
+    transport: str = "lsa"
+    cluster: int = 1
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory."""
+        return 0
+
+    @property
+    def source(self) -> str:
+        """The translation unit."""
+        name = linking.TRANSPORTS[self.transport].lower()
+        more = "" if self.transport == "lsa" else f'#include "transport/{name}.cuh"\n'
+        clusters = f"__cluster_dims__({self.cluster}) " if self.cluster > 1 else ""
+        return (
+            f'#include "{self.header}.cuh"\n{more}'
+            f"using namespace moecomm;\nusing namespace {self.namespace};\n"
+            f'extern "C" __global__ void {clusters}__launch_bounds__({self.threads}, 1)\n'
+            f"moecomm_plain(const __grid_constant__ {self.args} args) {{ {self.entry}(args); }}\n"
+        )
+
+
+def build(kernel: PlainKernel, arch: str = "sm_90a") -> tuple[bytes, str]:
+    """Compiles, without the cache: the cubin, and what ptxas says about it.  Needs no GPU."""
+    return loader.build(kernel.source, kernel.transport, arch)
+
+
+def compile(kernel: PlainKernel, arch: str) -> bytes:  # noqa: A001
+    """The cubin, from the cache or compiled.  Needs no GPU."""
+    return loader.cubin_of(kernel.source, kernel.transport, arch, _FOLDERS, lambda: build(kernel, arch))
+
+
+_functions: dict[tuple[PlainKernel, int], int] = {}
+
+
+def load(kernel: PlainKernel, device: int) -> int:
+    """The kernel on a CUDA device, a CUfunction, compiled and loaded if need be.  Unsupported, with a transport that is
+    linked, says what it can't be linked with.
+    """
+    function = _functions.get((kernel, device))
+    if function is None:
+        cuda_driver.bind_thread(device)  # for launches
+        function = loader.load(
+            device, lambda arch: compile(kernel, arch), "moecomm_plain", kernel.transport, kernel.shared_bytes
+        )
+        _functions[kernel, device] = function
+    return function
+
+
+def launch(kernel: PlainKernel, blocks: int, args: ctypes.Structure, overlap: bool = False) -> None:
+    """Enqueues the kernel on the current stream of the current device.
+
+    `overlap`: it may be launched while the kernel before it ends, which it awaits before it touches memory.
+    """
+    device = torch.cuda.current_device()
+    function = load(kernel, device)
+    stream = _native.current_stream(device)
+    _native.cuda_launch_packed(function, blocks, kernel.threads, kernel.shared_bytes, stream, args, overlap)
+
+
+def launch_on(device: torch.device, kernel: PlainKernel, blocks: int, args: ctypes.Structure) -> None:
+    """The same on the current stream of a device, by any thread."""
+    if _native.cuda_context() == 0:  # autograd's threads may have none yet
+        cuda_driver.bind_thread(device.index)
+    if torch.cuda.current_device() == device.index:
+        launch(kernel, blocks, args)
+        return
+    with torch.cuda.device(device):
+        launch(kernel, blocks, args)

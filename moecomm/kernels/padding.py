@@ -1,0 +1,99 @@
+"""Zeros in rows where no token arrived: experts that go through all rows find them, and so do gradients of weights."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from moecomm.jit import plain_kernel
+from moecomm.kernels import row_pass
+
+_WORDS = {"uint4": 16, "u32": 4, "u8": 1}
+
+
+class Args(ctypes.Structure):
+    """PaddingArgs of csrc/elementwise/padding.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("rows", "src", "num_rows", "counts")),
+        ("bytes", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("count", "group")),
+    )
+
+
+def kernel(word: str) -> plain_kernel.PlainKernel:
+    """`word`: what rows are written in, uint4 where they allow it."""
+    return row_pass.kernel("elementwise/padding", f"zero_padding<{word}>", "PaddingArgs")
+
+
+def zero(
+    rows: torch.Tensor,
+    *,
+    src: torch.Tensor | None = None,
+    num_rows: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+) -> None:
+    """Writes zeros into empty rows, and reads and writes no others.  On the current stream.
+
+    Args:
+        rows: contiguous, `[rows, n]`, or `[groups, rows of each, n]`.
+        src: int32 `[rows, 2]`, Routed.src of rows of experts: one without a source is empty.
+        num_rows: int32 `[1]`: so is every row from this one on.
+        counts: int32 `[groups]`: and those of a group behind so many.
+    """
+    if rows.is_cuda:
+        _by_kernel(rows, src=src, num_rows=num_rows, counts=counts)
+    else:
+        none = empty(rows.shape[:-1], src=src, num_rows=num_rows, counts=counts)
+        (rows.view(torch.uint8) if rows.itemsize == 1 else rows)[none] = 0
+
+
+def told(
+    layout: str, src: torch.Tensor, tokens_per_expert: torch.Tensor, num_rows: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """What says that rows of a dispatch are empty, as `zero` takes it."""
+    if layout == "batched":
+        return {"counts": tokens_per_expert}
+    return {"num_rows": num_rows} if layout == "flat" else {"num_rows": num_rows, "src": src}
+
+
+def empty(
+    shape: torch.Size,
+    *,
+    src: torch.Tensor | None = None,
+    num_rows: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Which rows are, bool of this shape; on a CPU."""
+    row = torch.arange(shape[-1])
+    none = torch.zeros(shape, dtype=torch.bool)
+    if src is not None:
+        none |= src[..., 0] < 0
+    if num_rows is not None:
+        none |= row >= num_rows
+    if counts is not None:
+        none |= row >= counts.unsqueeze(1)
+    return none
+
+
+def args_of(
+    rows: int,
+    nbytes: int,
+    shape: torch.Size,
+    *,
+    src: torch.Tensor | None = None,
+    num_rows: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+) -> Args:
+    """Of `shape` rows of `nbytes` each at the address `rows`."""
+    return Args(rows, *map(row_pass.address, (src, num_rows, counts)), nbytes, shape.numel(), shape[-1])
+
+
+def _by_kernel(rows: torch.Tensor, **told: torch.Tensor | None) -> None:
+    count, nbytes = rows.shape[:-1].numel(), rows.shape[-1] * rows.itemsize
+    if count == 0:
+        return
+    word = next(name for name, size in _WORDS.items() if (rows.data_ptr() | nbytes) % size == 0)
+    args = args_of(rows.data_ptr(), nbytes, rows.shape[:-1], **told)
+    row_pass.launch(kernel(word), rows.device, count * row_pass.ROW, args)

@@ -1,0 +1,1 @@
+"""The command line: demo, doctor, tune, and the launch of local ranks."""

@@ -1,0 +1,187 @@
+"""The command moecomm."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moecomm import __version__
+from moecomm.bench.cli import app as bench
+from moecomm.bench.options import whole, written
+from moecomm.simulate.cli import app as simulate
+
+if TYPE_CHECKING:
+    from moecomm.tools.demo import Result
+    from moecomm.tools.doctor import Report
+
+app = typer.Typer(
+    invoke_without_command=True,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    """Dispatch and combine for mixture-of-experts layers."""
+    if version:
+        typer.echo(f"moecomm {__version__}")
+        raise typer.Exit
+
+
+app.add_typer(bench, name="bench")
+app.add_typer(simulate, name="simulate")
+
+
+@app.command()
+def demo(
+    ranks: Annotated[int | None, typer.Option(help="Processes; default: 4 on CPUs, one a GPU.")] = None,
+    tokens: Annotated[int, typer.Option(callback=whole(1), help="Tokens of each rank.")] = 512,
+    model: Annotated[
+        str, typer.Option(help="Whose routing and hidden size: a name of moecomm.router.MODELS.")
+    ] = "deepseek-v3",
+    intermediate: Annotated[
+        int, typer.Option(callback=whole(1), help="Columns of an expert; the model's own would not fit a laptop.")
+    ] = 64,
+    backend: Annotated[str, typer.Option(help="auto, host, lsa, gin or nvshmem.")] = "auto",
+) -> None:
+    """An MoE layer over several ranks, in every layout, checked against a single rank."""
+    from moecomm.tools.demo import demo as run
+
+    result = run(model=model, ranks=ranks, tokens=tokens, intermediate=intermediate, backend=backend)
+    show_demo(result, Console())
+    if not result.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False) -> None:
+    """What can run here, and the first thing missing for the rest."""
+    from moecomm.tools.doctor import doctor as examine
+
+    report = examine()
+    if json:
+        typer.echo(report.json())
+    else:
+        show_doctor(report, Console())
+
+
+@app.command()
+def tune(
+    model: Annotated[str, typer.Option(help="Whose sizes: a name of moecomm.router.MODELS.")] = "deepseek-v3",
+    tokens: Annotated[str, typer.Option(help="Sizes: each entry holds up to one of them.")] = "4,16,132,512,2048,16384",
+    layout: Annotated[str, typer.Option(help="flat, expert, batched.")] = "flat,expert,batched",
+    payload: Annotated[str, typer.Option(help="Of dispatch: bf16 or fp8.")] = "fp8",
+    sms: Annotated[str, typer.Option(help="Numbers of blocks to try.")] = "8,16,24,32,48,64,96,128",
+    chunks: Annotated[str, typer.Option(help="Chunk sizes to try, in tokens.")] = "1,2,4,8,16,32",
+    replays: Annotated[int, typer.Option(callback=whole(1), help="Times that each is timed.")] = 5,
+    ranks: Annotated[int | None, typer.Option(help="Processes; default: one a GPU.")] = None,
+    backend: Annotated[str, typer.Option(help="auto, host, lsa, gin or nvshmem.")] = "auto",
+    out: Annotated[
+        Path | None, typer.Option(callback=written, help="Default: where rounds of this user look for it.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", dir_okay=False, callback=written, help="Write every time measured there.")
+    ] = None,
+) -> None:
+    """Finds the blocks and chunks that are fastest here, and keeps them for rounds on GPUs to use.
+
+    A table that is there already keeps what is not measured anew.
+    """
+    from moecomm.bench.case import Case, model_sizes
+    from moecomm.bench.cli import numbers, say_on_cpu
+    from moecomm.bench.ranks import plan
+    from moecomm.tools.tune import Candidates
+    from moecomm.tools.tune import tune as run_all
+
+    name, count = plan(backend, ranks)
+    case = Case(
+        *model_sizes(model, None, None, None),
+        ranks=count,
+        backend=name,
+        tokens=numbers("tokens", tokens),
+        layouts=layout.split(","),
+        payloads=[payload],
+        sms=numbers("sms", sms),
+        mode="eager" if name == "host" else "graph",
+        replays=replays,
+    )
+    if name == "host":
+        say_on_cpu("what is found is for CPU ranks, whose rounds use no table; with the default sizes it takes minutes")
+    path = run_all(Candidates(case, numbers("chunks", chunks)), out, json)
+    if path is not None:
+        Console().print(str(path), highlight=False)
+
+
+def show_demo(result: Result, console: Console) -> None:
+    """The demo's table."""
+    from moecomm.router import MODELS
+
+    case, shape = result.case, MODELS[result.case.model]
+    console.print(
+        f"[bold]{case.model}[/] routing: hidden {shape.hidden}, top-{shape.topk} of {shape.num_experts} experts, "
+        f"{shape.gate} gate\n"
+        f"{case.ranks} ranks x {case.tokens} tokens, bfloat16; experts of {case.intermediate} columns\n"
+        f"backend [bold]{result.backend}[/]: {result.why}\n",
+        highlight=False,
+    )
+    table = Table("layout", box=None, pad_edge=False, header_style="dim")
+    for column in ("rows", "MB out", "MB back", "dispatch", "combine", "largest error", "of bound"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in result.layouts:
+        table.add_row(
+            row.layout,
+            f"{row.rows}",
+            f"{row.dispatched_bytes / 1e6:.1f}",
+            f"{row.combined_bytes / 1e6:.1f}",
+            f"{row.dispatch_s * 1e3:.2f} ms",
+            f"{row.combine_s * 1e3:.2f} ms",
+            f"{row.error:.2g}",
+            f"[{'green' if row.of_bound <= 1 else 'red'}]{row.of_bound:.0%}[/]",
+        )
+    console.print(table)
+    console.print(
+        "MB: rows between ranks, all ranks together.  Times: median, slowest rank.\n", style="dim", highlight=False
+    )
+    if result.ok:
+        console.print("[green]Every output equals the single-rank layer[/] to within the rounding of bfloat16.")
+    else:
+        console.print("[red]An output differs from the single-rank layer by more than rounding explains.[/]")
+
+
+def show_doctor(report: Report, console: Console) -> None:
+    """The doctor's findings."""
+    for backend in report.backends:
+        can = ("can run", "green") if backend.can_run else ("can't run", "red")
+        console.print(Text.assemble(f"{backend.name:<8} ", can, backend.verdict), soft_wrap=True)
+    console.print()
+    console.print(report.details(), highlight=False, markup=False, soft_wrap=True)
+
+
+def main() -> None:
+    """Entry point of the command moecomm."""
+    run(app)
+
+
+def run(commands: typer.Typer) -> None:
+    """Runs what the command line asks for.  An error of moecomm is told in its own words, not by a traceback; bad input
+    ends in exit code 2.
+    """
+    from moecomm.errors import BadInput, MoecommError
+
+    try:
+        commands()
+    except MoecommError as error:
+        console = Console(stderr=True)
+        console.print(f"[red]{type(error).__name__}[/]:", end=" ")
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2 if isinstance(error, BadInput) else 1)

@@ -1,0 +1,246 @@
+"""The main job: an MoE layer with a model's routing over several ranks, in every layout, checked against one rank."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moecomm import backends, config
+from moecomm.buffer import Buffer
+from moecomm.core.settings import Settings
+from moecomm.dispatch import LAYOUTS
+from moecomm.errors import BadInput
+from moecomm.router import MODELS, router
+from moecomm.tools.demo_layer import MoELayer, error_bound, expert_weights, reference
+from moecomm.tools.launch import launch
+
+CONTEXT = 8  # bytes of text that make one hidden state
+REPEATS = 5  # timed rounds, after the layer's own, which is not
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to run: `tokens` on each of `ranks`, bfloat16, with experts of `intermediate` columns drawn from `seed`."""
+
+    model: str
+    ranks: int
+    tokens: int
+    intermediate: int
+    backend: str
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class LayoutResult:
+    """One layout.  Bytes: of rows that cross to another rank, all ranks together; times: of the slowest rank."""
+
+    layout: str
+    rows: int
+    dispatched_bytes: int
+    combined_bytes: int
+    dispatch_s: float
+    combine_s: float
+    error: float  # the largest |output - reference|
+    of_bound: float  # the largest error as a part of its bound: at most 1 is right
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the demo found."""
+
+    case: Case
+    backend: str
+    why: str
+    layouts: list[LayoutResult]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every element of every layout's output is within its bound."""
+        return all(layout.of_bound <= 1 for layout in self.layouts)
+
+
+def demo(
+    *,
+    model: str = "deepseek-v3",
+    ranks: int | None = None,
+    tokens: int = 512,
+    intermediate: int = 64,
+    backend: str = "auto",
+) -> Result:
+    """Runs the layer on `ranks` processes: 4 on CPUs, one a GPU where a GPU backend can run.
+
+    Raises RanksFailed, BadInput, Unsupported.
+    """
+    if model not in MODELS:
+        raise BadInput("model", repr(model), f"one of {', '.join(MODELS)}")
+    if tokens < 1 or intermediate < 1:
+        raise BadInput("tokens, intermediate", (tokens, intermediate), "at least 1 each")
+    name, why = backends.choose(config.asked_backend(backend), None)
+    case = Case(model, _ranks(ranks, name, MODELS[model].num_experts), tokens, intermediate, name)
+    shape = MODELS[model]
+    Settings(case.ranks, shape.hidden, shape.num_experts, shape.topk, tokens, torch.bfloat16, name, None).check()
+    by_rank = launch("moecomm.tools.demo:run_rank", asdict(case), case.ranks)
+    layouts = []
+    for layout in LAYOUTS:
+        parts = [result["layouts"][layout] for result in by_rank]
+        layouts.append(
+            LayoutResult(
+                layout,
+                *(sum(part[key] for part in parts) for key in ("rows", "dispatched_bytes", "combined_bytes")),
+                *(_median_of_slowest([part[key] for part in parts]) for key in ("dispatch_s", "combine_s")),
+                *by_rank[0]["errors"][layout],
+            )
+        )
+    return Result(case, by_rank[0]["backend"], why, layouts)
+
+
+def _ranks(wanted: int | None, backend: str, num_experts: int) -> int:
+    """How many ranks to start."""
+    most = 64 if backend == "host" else torch.cuda.device_count()
+    if wanted is None:
+        wanted = 4 if backend == "host" else max(n for n in range(1, min(most, 8) + 1) if num_experts % n == 0)
+    if not 1 <= wanted <= most or num_experts % wanted:
+        raise BadInput("ranks", wanted, f"a divisor of {num_experts} experts, at most {most}")
+    return wanted
+
+
+def _median_of_slowest(times: list[list[float]]) -> float:
+    slowest: list[float] = [max(round_) for round_ in zip(*times, strict=True)]
+    return statistics.median(slowest)
+
+
+def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
+    """One rank of the demo; rank 0 also computes the reference, for all ranks."""
+    case = Case(**job)
+    model, rank = MODELS[case.model], group.rank()
+    device = torch.device("cpu" if case.backend == "host" else f"cuda:{rank}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    x = hidden_states(case.tokens, model.hidden, first=rank * case.tokens, seed=case.seed).to(device)
+    gate = router(case.model, device=device, seed=case.seed)
+    topk_idx, topk_weights = gate(x)
+    local = model.num_experts // case.ranks
+    mine = [_expert(case, expert, device) for expert in range(rank * local, (rank + 1) * local)]
+    w13, w2 = (torch.stack(weights) for weights in zip(*mine, strict=True))
+    del mine
+
+    layouts, outputs = {}, {}
+    with Buffer(
+        group,
+        hidden=model.hidden,
+        num_experts=model.num_experts,
+        topk=model.topk,
+        max_tokens=case.tokens,
+        backend=case.backend,
+        device=device,
+    ) as buffer:
+        backend = buffer.backend
+        for layout in LAYOUTS:
+            layer = MoELayer(gate, buffer, w13, w2, layout=layout)
+            outputs[layout] = layer(x)
+            layouts[layout] = _time_rounds(layer, x, topk_idx, topk_weights, group)
+            layouts[layout] |= _traffic(case, rank, layout, topk_idx)
+        buffer.check()
+    del w13, w2
+    whole = [_gather(t, group) for t in (x, topk_idx, topk_weights, *outputs.values())]
+    errors = (
+        {} if rank else _errors(case, device, whole[0], whole[1], whole[2], dict(zip(outputs, whole[3:], strict=True)))
+    )
+    return {"backend": backend, "layouts": layouts, "errors": errors}
+
+
+def hidden_states(tokens: int, hidden: int, *, first: int = 0, seed: int = 0) -> torch.Tensor:
+    """bfloat16 [tokens, hidden] of real text, the source of moecomm: token t stands for its byte `first + t` (cyclic).
+
+    A state is the sum of a random vector for each of the last CONTEXT bytes, weighted 0.8^distance, and RMS-normalised.
+    Random vectors of thousands of columns are all but orthogonal, so equal contexts have equal states, similar ones
+    similar states, and common bytes come often, as in a model.
+    """
+    source = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    text = torch.frombuffer(bytearray(source), dtype=torch.uint8).long()
+    at = torch.arange(first, first + tokens)
+    states = torch.zeros(tokens, hidden)
+    generator = torch.Generator().manual_seed(seed)
+    for distance in range(CONTEXT):
+        vectors = torch.randn(256, hidden, generator=generator)
+        states += 0.8**distance * vectors[text[(at - distance) % len(text)]]
+    return torch.nn.functional.rms_norm(states, (hidden,)).to(torch.bfloat16)
+
+
+def _expert(case: Case, expert: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return expert_weights(expert, MODELS[case.model].hidden, case.intermediate, seed=case.seed, device=device)
+
+
+def _time_rounds(
+    layer: MoELayer, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, group: dist.ProcessGroup
+) -> dict[str, Any]:
+    """Seconds of each dispatch and combine, as the caller sees them; combine brings the rows home as they came."""
+
+    def timed(call: Callable[[], Any]) -> tuple[Any, float]:
+        dist.barrier(group)
+        begin = time.perf_counter()
+        result = call()
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        return result, time.perf_counter() - begin
+
+    times: dict[str, Any] = {"dispatch_s": [], "combine_s": []}
+    for _ in range(REPEATS):
+        routed, seconds = timed(
+            lambda: layer.buffer.dispatch(x, topk_idx, topk_weights, layout=layer.layout, sync=True)
+        )
+        times["dispatch_s"].append(seconds)
+        times["combine_s"].append(timed(partial(layer.buffer.combine, routed.x, routed.handle))[1])
+        times["rows"] = int(routed.num_rows)
+        del routed  # its memory is free for the next round
+    return times
+
+
+def _traffic(case: Case, rank: int, layout: str, topk_idx: torch.Tensor) -> dict[str, int]:
+    """Bytes of this rank's tokens that cross to another rank and back: a token once for each rank it has an expert on.
+
+    Dispatch carries bfloat16; combine carries the rows of `flat` as they are and the sums of the others in float32.
+    """
+    model = MODELS[case.model]
+    owner = topk_idx // (model.num_experts // case.ranks)
+    tokens = [int((owner == peer).any(dim=1).sum()) for peer in range(case.ranks)]
+    remote = (sum(tokens) - tokens[rank]) * model.hidden
+    return {"dispatched_bytes": remote * 2, "combined_bytes": remote * (2 if layout == "flat" else 4)}
+
+
+def _gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Everybody's rows one after the other, at rank 0 (elsewhere nothing of use)."""
+    mine = tensor.cpu().contiguous()
+    parts = [torch.empty_like(mine) for _ in range(group.size())] if group.rank() == 0 else None
+    sent = [p.view(torch.uint8) for p in parts] if parts else None
+    dist.gather(mine.view(torch.uint8), sent, group_dst=0, group=group)
+    return torch.cat(parts) if parts else mine
+
+
+def _errors(
+    case: Case,
+    device: torch.device,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    outputs: dict[str, torch.Tensor],
+) -> dict[str, tuple[float, float]]:
+    """For each layout the largest error against the single rank, and the largest as a part of its bound."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # the other ranks are done
+    experts = (_expert(case, expert, device) for expert in range(MODELS[case.model].num_experts))
+    expected = reference(x.to(device), topk_idx.to(device), topk_weights.to(device), experts)
+    bound = error_bound(expected, x.dtype)
+    errors = {}
+    for layout, out in outputs.items():
+        error = (out.to(device).float() - expected.out).abs().nan_to_num(nan=float("inf"))
+        errors[layout] = (float(error.max()), float((error / bound).max()))
+    return errors

@@ -1,0 +1,362 @@
+"""Opening a Buffer ends in success on all ranks or in a named error on all ranks, in time, with nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import moecomm
+from moecomm.core.board import StoreBoard
+from moecomm.core.opening import gather, opening
+from moecomm.core.rendezvous import local_ranks, rendezvous
+
+from ..backends.conftest import run_ranks
+from ..conftest import Ranks
+from ..few import few
+
+SIZES: dict[str, Any] = {"hidden": 128, "num_experts": 12, "topk": 3, "max_tokens": 32, "backend": "host"}
+TIMEOUT_S = 1.0
+
+
+def left_behind() -> tuple[list[str], int, int]:
+    """What an opening could leave in this process: descriptors (a Watcher's thread has one), threads, windows."""
+    targets = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            targets.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:  # the one that lists them
+            continue
+    windows = Path("/proc/self/maps").read_text().count("memfd:moecomm")
+    ours = sorted(target for target in targets if any(kind in target for kind in ("memfd:", "pidfd", "eventfd")))
+    return ours, threading.active_count(), windows
+
+
+def attempt(group: Any, settings: dict[str, Any]) -> tuple[str, str, int | None, float]:
+    """(name of the error or "open", its text, the rank it is about, seconds); an error leaves nothing behind."""
+    before, start = left_behind(), time.monotonic()
+    try:
+        buffer = moecomm.Buffer(group, **{**SIZES, "timeout_s": TIMEOUT_S, **settings})
+    except moecomm.MoecommError as error:
+        took = time.monotonic() - start
+        peer = error.peer if isinstance(error, moecomm.RoundFailed) else getattr(error, "rank", None)
+        found = type(error).__name__, str(error), peer, took
+    else:
+        buffer.close()
+        return "open", "", None, time.monotonic() - start
+    assert left_behind() == before
+    return found
+
+
+def absent(rank: int, group: Any) -> tuple[Any, Any]:
+    """Rank 2 comes when the others have given up; then all try again."""
+    if rank == 2:
+        time.sleep(TIMEOUT_S + 0.7)
+    first = attempt(group, {})
+    return first, attempt(group, {"timeout_s": 20.0})
+
+
+def test_an_absent_rank_is_a_timeout_for_all_and_for_itself(ranks: Ranks) -> None:
+    for rank, (first, again) in enumerate(ranks.run(4, absent)):
+        name, text, peer, seconds = first
+        assert (name, peer) == ("Timeout", 2), (rank, first)
+        assert "for rank 2, which has not begun to open its Buffer" in text
+        assert seconds < (TIMEOUT_S + 1 if rank != 2 else 0.5), "the late rank is not kept waiting"
+        assert again[0] == "open", again
+
+
+BAD: dict[str, tuple[dict[str, Any], str, str]] = {
+    "hidden": ({"hidden": -1}, "Mismatch", "hidden"),
+    "hidden text": ({"hidden": "many"}, "BadInput", "hidden"),
+    "topk": ({"topk": 0}, "Mismatch", "topk"),
+    "num_experts": ({"num_experts": 13}, "Mismatch", "num_experts"),
+    "dtype": ({"dtype": torch.int8}, "Mismatch", "dtype"),
+    "max_tokens": ({"max_tokens": 2.5}, "BadInput", "max_tokens"),
+    "backend": ({"backend": "tcp"}, "BadInput", "backend"),
+    "device": ({"device": "nowhere"}, "BadInput", "device"),
+    "timeout_s": ({"timeout_s": -1}, "BadInput", "timeout_s"),
+    "timeout_s text": ({"timeout_s": "soon"}, "BadInput", "timeout_s"),
+    "window_bytes": ({"window_bytes": 1 << 70}, "BadInput", "window_bytes"),
+    "unsupported": ({"backend": "lsa"}, "Unsupported", "backend 'lsa' can't run here"),
+}
+
+
+def all_bad(rank: int, group: Any) -> dict[str, Any]:
+    found = {name: attempt(group, bad if rank == 1 else {"timeout_s": 20.0}) for name, (bad, _, _) in BAD.items()}
+    return {**found, "good": attempt(group, {"timeout_s": 20.0})}
+
+
+def test_a_bad_argument_of_one_rank_is_named_by_all_at_once(ranks: Ranks) -> None:
+    for rank, found in enumerate(ranks.run(4, all_bad)):
+        assert found.pop("good")[0] == "open"
+        for name, (kind, text, about, seconds) in found.items():
+            assert (kind, BAD[name][2] in text, seconds < 5) == (BAD[name][1], True, True), (rank, name, kind, text)
+            if kind == "BadInput" and rank != 1:
+                assert about == 1 and "(rank 1)" in text
+
+
+def with_a_bad_group(rank: int, group: Any) -> tuple[Any, ...]:
+    """Rank 1 of four passes what is no group; then all do; and ranks 1 and 2 have a group of their own."""
+    sub = dist.new_group([1, 2])
+    found = []
+    for bad in ("world", None, 7, object()):
+        found.append(attempt(bad if rank == 1 else group, {"timeout_s": 20.0}))
+        group.barrier().wait()
+    good = attempt(group, {"timeout_s": 20.0})
+    if rank in (1, 2):
+        found.append(attempt("world" if rank == 1 else sub, {"timeout_s": 20.0}))
+    group.barrier().wait()
+    all_bad = attempt("world", {})
+    if rank == 1:
+        time.sleep(0.3)  # the others look for it meanwhile
+    again = attempt(group, {"timeout_s": 20.0})
+    return found, good, all_bad, again
+
+
+def test_a_bad_group_of_one_rank_is_named_by_all_at_once(ranks: Ranks) -> None:
+    with pytest.raises(moecomm.BadInput, match="group"):
+        moecomm.Buffer("world", **SIZES)  # nobody waits for this process, and its forks know nothing of it
+    for rank, (found, good, all_bad, again) in enumerate(ranks.run(4, with_a_bad_group)):
+        for kind, text, about, seconds in found:
+            assert kind == "BadInput" and text.startswith("group") and seconds < 5, (rank, found)
+            if rank != 1:
+                assert "(rank 1)" in text or "(rank 0)" in text
+                assert about in (0, 1)
+        assert (good[0], all_bad[0], again[0]) == ("open", "BadInput", "open"), (rank, good, all_bad, again)
+
+
+def with_a_late_answer(rank: int, group: Any) -> list[tuple[Any, ...]]:
+    """Rank 1 passes what is no group, twice; the store answers rank 0 too late when it takes the first notice down."""
+    replace = StoreBoard.replace
+
+    def late(self: StoreBoard, key: str, old: bytes, new: bytes) -> bool:
+        replace(self, key, old, new)
+        StoreBoard.replace = replace  # type: ignore[method-assign]
+        raise TimeoutError
+
+    if rank == 0:
+        StoreBoard.replace = late  # type: ignore[method-assign]
+    found = []
+    for _ in range(2):
+        found.append(attempt("world" if rank == 1 else group, {"timeout_s": 20.0}))
+        group.barrier().wait()
+    return [*found, attempt(group, {"timeout_s": 20.0})]
+
+
+def test_a_notice_that_is_taken_down_too_late_is_not_lost(ranks: Ranks) -> None:
+    for found in ranks.run(2, with_a_late_answer):
+        assert [kind for kind, *_ in found] == ["BadInput", "BadInput", "open"]
+        assert all(seconds < 10 for *_, seconds in found)
+
+
+def killed(rank: int, group: Any, after_s: float, victim: int) -> Any:
+    group.barrier().wait()
+    if rank == victim:
+        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        for _ in range(1000):
+            moecomm.Buffer(group, **SIZES, timeout_s=20.0).close()
+        return None
+    start = time.monotonic()
+    while (found := attempt(group, {"timeout_s": TIMEOUT_S}))[0] == "open":
+        assert time.monotonic() - start < 20
+    return found
+
+
+@pytest.mark.long
+def test_a_rank_killed_at_any_moment_of_its_openings(ranks: Ranks) -> None:
+    draw = random.Random(0)
+    for _ in range(6):
+        victim = draw.randrange(4)
+        ranks.start(4, killed, draw.uniform(0, 0.2), victim)
+        for rank, found in ranks.results(3).items():
+            assert not isinstance(found, BaseException), found
+            name, _, peer, seconds = found
+            assert rank != victim and name in ("PeerLost", "Timeout") and peer == victim, (victim, found)
+            assert seconds < TIMEOUT_S + 1
+
+
+def group_of_a_tcp_store(rank: int, ranks: int, port_file: str) -> dist.ProcessGroup:
+    """A group whose store is served by rank 0, on the loopback interface."""
+    port = Path(port_file)
+    if rank == 0:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            number = listener.getsockname()[1]
+            store = dist.TCPStore(
+                "127.0.0.1", number, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+        port.with_suffix(".new").write_text(str(number))
+        port.with_suffix(".new").rename(port)
+    else:
+        while not port.exists():
+            time.sleep(0.01)
+        store = dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
+    return dist.ProcessGroup(dist.PrefixStore("other", store), rank, ranks)
+
+
+def without_descriptors(rank: int, barrier: Any, port_file: str, spare: int) -> Any:
+    group = group_of_a_tcp_store(rank, 3, port_file)
+    attempt(group, {"timeout_s": 20.0})  # torch opens some at the first use
+    if rank == 1:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        held = [os.open("/dev/null", os.O_RDONLY) for _ in range(8)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(held) + 1, limits[1]))
+        for fd in held[:spare]:
+            os.close(fd)
+    barrier.barrier().wait()
+    found = attempt_without_proc(group) if rank == 1 else attempt(group, {"timeout_s": 20.0})
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    barrier.barrier().wait()
+    again = attempt(group, {"timeout_s": 20.0})
+    barrier.barrier().wait()  # rank 0 has the store
+    return found, again
+
+
+def attempt_without_proc(group: Any) -> tuple[str, str, int | None, float]:
+    """attempt() without looking into /proc, which takes descriptors."""
+    start = time.monotonic()
+    try:
+        moecomm.Buffer(group, **SIZES, timeout_s=20.0).close()
+    except moecomm.MoecommError as error:
+        return type(error).__name__, str(error), None, time.monotonic() - start
+    return "open", "", None, 0.0
+
+
+@pytest.mark.parametrize("spare", [0, 1, 2, 3, 4, 5, 6, 7])
+def test_a_rank_without_descriptors(ranks: Ranks, tmp_path: Path, spare: int) -> None:
+    results = ranks.run(3, without_descriptors, str(tmp_path / "port"), spare)
+    assert {found[0] for found, _ in results} in ({"open"}, {"Unsupported"}), results
+    for found, again in results:
+        assert found[3] < 5, "no rank waits for the deadline of 20 s"
+        assert again[0] == "open", again
+
+
+def stopped(rank: int, group: Any) -> Any:
+    group.barrier().wait()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return attempt(group, {})
+
+
+def test_a_stopped_rank_is_a_timeout(ranks: Ranks) -> None:
+    ranks.start(3, stopped)
+    for name, _, peer, seconds in ranks.results(2).values():
+        assert (name, peer) == ("Timeout", 1) and seconds < TIMEOUT_S + 1
+
+
+def interrupted(rank: int, group: Any) -> Any:
+    if rank != 1:
+        return attempt(group, {"timeout_s": 20.0})
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt), opening(rendezvous(group), 20.0):
+        time.sleep(20)
+    return "interrupted"
+
+
+def test_an_interrupt_of_one_rank_ends_the_opening_of_all(ranks: Ranks) -> None:
+    first, second, third = ranks.run(3, interrupted)
+    assert second == "interrupted"
+    for name, text, peer, seconds in (first, third):
+        assert (name, peer) == ("Aborted", 1) and "KeyboardInterrupt" in text and seconds < 5
+
+
+def _store_of_rank_0(rank: int, group: Any, port_file: str, how: str) -> Any:
+    """The process that has the store dies, or stops, while the others open."""
+    other = group_of_a_tcp_store(rank, 3, port_file)
+    start = time.monotonic()
+    try:
+        with opening(rendezvous(other), TIMEOUT_S) as opened:
+            opened.all_gather(b"")
+            group.barrier().wait()  # all know the process of rank 0
+            start = time.monotonic()
+            if rank == 0:
+                os.kill(os.getpid(), how)
+            opened.all_gather(b"")
+    except moecomm.RoundFailed as error:
+        return type(error).__name__, error.peer, time.monotonic() - start
+    return "open"
+
+
+@pytest.mark.parametrize("how", few((signal.SIGKILL, signal.SIGSTOP), signal.SIGKILL))
+def test_the_rank_that_has_the_store(ranks: Ranks, tmp_path: Path, how: int) -> None:
+    ranks.start(3, _store_of_rank_0, str(tmp_path / "port"), how)
+    for name, peer, seconds in ranks.results(2).values():
+        assert (name, peer) == (("PeerLost", 0) if how == signal.SIGKILL else ("Timeout", -1))
+        assert seconds < TIMEOUT_S + 1
+
+
+def test_a_thread_that_comes_late_learns_that_it_did() -> None:
+    groups = local_ranks(2)
+    with pytest.raises(moecomm.Timeout, match=r"rank 0 waited 0\.1 s for rank 1"):
+        moecomm.Buffer(groups[0], **SIZES, timeout_s=0.1)
+    with pytest.raises(moecomm.Timeout, match=r"rank 0 waited 0\.1 s for rank 1"):
+        moecomm.Buffer(groups[1], **SIZES, timeout_s=20)
+
+
+def test_gathers_keep_apart_and_leave_nothing() -> None:
+    groups = local_ranks(3)
+
+    def body(group: Any) -> list[list[bytes]]:
+        return [gather(groups[group.rank], b"%d of %d" % (turn, group.rank), 20.0) for turn in range(50)]
+
+    found = run_ranks(3, body)
+    assert found == [[[b"%d of %d" % (turn, rank) for rank in range(3)] for turn in range(50)]] * 3
+    assert {key.split("/")[0] for key in groups[0]._shared.values} == {"begun", "49"}
+
+
+OF_LAYER: dict[str, Any] = {"hidden": 64, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 4}
+
+
+def without_a_group() -> list[str]:
+    """What a Buffer, a layer and a gathered state say of group=None."""
+    calls = (
+        lambda: moecomm.Buffer(None, **SIZES),
+        lambda: moecomm.Buffer(**SIZES),
+        lambda: moecomm.nn.ExpertParallel(None, **OF_LAYER),
+        lambda: moecomm.nn.shared_buffer(None, **SIZES),
+        lambda: moecomm.nn.gather_state({}),
+    )
+    said = []
+    for call in calls:
+        with pytest.raises(moecomm.BadInput, match="group: got None") as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def test_no_group_among_launched_processes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for text in without_a_group():
+        assert "a job of 4 processes" in text and "init_process_group()" in text and '"self"' in text
+    with moecomm.Buffer("self", **SIZES) as buffer:
+        assert buffer.num_ranks == 1
+    assert moecomm.nn.shared_buffer("self", **SIZES).num_ranks == 1
+    layer = moecomm.nn.ExpertParallel("self", **OF_LAYER)
+    assert set(moecomm.nn.gather_state(layer.state_dict(), "self")) == set(layer.state_dict())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with moecomm.Buffer(**SIZES) as buffer:
+        assert buffer.num_ranks == 1
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(moecomm.BadInput, match="WORLD_SIZE"):
+        moecomm.Buffer(**SIZES)
+
+
+def _without_a_group(rank: int, group: Any) -> list[str]:
+    return without_a_group()
+
+
+def test_no_group_beside_the_default_group_is_an_error(ranks: Ranks) -> None:
+    for said in ranks.run(2, _without_a_group):
+        assert all("a job of 2 processes" in text and "group.WORLD" in text for text in said)
