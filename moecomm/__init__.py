@@ -23,6 +23,10 @@ from moecomm.errors import (
 from moecomm.routed import Handle, Routed
 
 if TYPE_CHECKING:
+    from moecomm import fused as fused
+    from moecomm import nn as nn
+    from moecomm import ops as ops
+    from moecomm.router import Router as Router
     from moecomm.tools.doctor import Report
 
 __version__ = "0.1.0"

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from moecomm import _native, backends, combine, config, dispatch
+from moecomm import _native, backends, combine, config, dispatch, shown, signatures
+from moecomm.choices import BackendName, Layout, Quantize, ScaleFormat, ScaleLayout
 from moecomm.core import names
 from moecomm.core.memory import WindowMemory
 from moecomm.core.opening import opening
@@ -66,7 +67,7 @@ class Buffer(BufferState):
         topk: int,
         max_tokens: int,
         dtype: torch.dtype = torch.bfloat16,
-        backend: str = "auto",
+        backend: BackendName = "auto",
         timeout_s: float = 30.0,
         device: torch.device | str | int | None = None,
         window_bytes: int | None = None,
@@ -115,6 +116,7 @@ class Buffer(BufferState):
             "rank %d of %d: %s (%s), %.1f MiB", self.rank, self.num_ranks, self.backend, self.why, self.nbytes / 2**20
         )
 
+    @signatures.typed(signatures.Dispatch)
     @collective()
     def dispatch(
         self,
@@ -122,11 +124,11 @@ class Buffer(BufferState):
         topk_idx: Any = None,
         topk_weights: Any = None,
         *,
-        layout: str = "expert",
+        layout: Layout = "expert",
         expert_alignment: int = 1,
-        quantize: str | None = None,
-        scale_format: str = "fp32",
-        scale_layout: str = "row",
+        quantize: Quantize | None = None,
+        scale_format: ScaleFormat = "fp32",
+        scale_layout: ScaleLayout = "row",
         scales: Any = None,
         max_rows: int | None = None,
         sync: bool | None = None,
@@ -182,6 +184,7 @@ class Buffer(BufferState):
         self.made += 1
         return dispatch.finish(self, routed)
 
+    @signatures.typed(signatures.DispatchBegin)
     @collective()
     def dispatch_begin(
         self,
@@ -189,11 +192,11 @@ class Buffer(BufferState):
         topk_idx: Any = None,
         topk_weights: Any = None,
         *,
-        layout: str = "expert",
+        layout: Layout = "expert",
         expert_alignment: int = 1,
-        quantize: str | None = None,
-        scale_format: str = "fp32",
-        scale_layout: str = "row",
+        quantize: Quantize | None = None,
+        scale_format: ScaleFormat = "fp32",
+        scale_layout: ScaleLayout = "row",
         scales: Any = None,
         max_rows: int | None = None,
         handle: Handle | None = None,
@@ -258,6 +261,7 @@ class Buffer(BufferState):
         dispatch.run(routed)
         return dispatch.finish(self, routed)
 
+    @signatures.typed(signatures.Combine)
     @collective()
     def combine(
         self,
@@ -317,7 +321,7 @@ class Buffer(BufferState):
         """
         return combine.empty(self, handle, self.dtype if dtype is None else dtype)
 
-    moe = layer.moe  # dispatch, experts, combine
+    moe = signatures.typed(signatures.Moe)(layer.moe)  # dispatch, experts, combine
 
     @collective(rounds=0)
     def check(self) -> None:
@@ -346,6 +350,9 @@ class Buffer(BufferState):
     def nbytes(self) -> int:
         """Memory of this rank's window, outputs included, in bytes."""
         return self._session.nbytes
+
+    def __repr__(self) -> str:
+        return shown.of_buffer(self)
 
     def __enter__(self) -> Buffer:
         return self

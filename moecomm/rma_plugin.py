@@ -6,6 +6,7 @@ import ctypes
 import secrets
 from pathlib import Path
 
+from .choices import PluginWay
 from .config import check_secret
 from .errors import Unsupported
 
@@ -38,7 +39,7 @@ def new_secret() -> str:
 
 
 def environment(
-    secret: str | None = None, *, way: str = "auto", address: str | None = None, timeout_s: float | None = None
+    secret: str | None = None, *, way: PluginWay = "auto", address: str | None = None, timeout_s: float | None = None
 ) -> dict[str, str]:
     """What NCCL, 2.30.7 or later, must find in the environment of every rank before its first call.
 

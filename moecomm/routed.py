@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
+import torch
+from typing_extensions import TypeVar
+
+from moecomm import shown
+from moecomm.choices import Layout
 from moecomm.errors import BadInput
 
 if TYPE_CHECKING:
     from moecomm import _native
     from moecomm.buffer import Buffer
     from moecomm.dispatch.plan import Plan
+
+# Types of the arrays of a Routed, by the options of its dispatch; see moecomm/signatures.py.
+X_co = TypeVar("X_co", covariant=True, default=torch.Tensor)
+Scales_co = TypeVar("Scales_co", covariant=True, default=torch.Tensor | None)
+Flat_co = TypeVar("Flat_co", covariant=True, default=torch.Tensor | None)
+ByExpert_co = TypeVar("ByExpert_co", covariant=True, default=torch.Tensor | None)
 
 
 class Handle:
@@ -26,8 +37,11 @@ class Handle:
         self.buffer, self.plan, self.args, self.block = buffer, plan, args, block
         self.ended = ended  # False from dispatch_begin to dispatch_end
 
+    def __repr__(self) -> str:
+        return shown.of_handle(self)
+
     @property
-    def layout(self) -> str:
+    def layout(self) -> Layout:
         """The layout of the dispatch."""
         return self.plan.layout
 
@@ -42,7 +56,7 @@ class Handle:
         return (*self.plan.rows_shape(self.args), self.args.hidden)
 
 
-class Routed:
+class Routed(Generic[X_co, Scales_co, Flat_co, ByExpert_co]):
     """The tokens that arrived at this rank's experts.  R ranks, K = topk, H = hidden, E = num_experts.
 
     Attributes:
@@ -80,50 +94,62 @@ class Routed:
         self.inputs: Any = None  # alive until the executor has them
         self._tensors: dict[str, Any] = {}
 
-    @property
-    def x(self) -> Any:
-        """See the class."""
-        return self._read("x")
+    def __repr__(self) -> str:
+        return shown.of_routed(self)
 
     @property
-    def scales(self) -> Any | None:
+    def x(self) -> X_co:
         """See the class."""
-        return self._read("scales")
+        found: X_co = self._read("x")
+        return found
 
     @property
-    def tokens_per_expert(self) -> Any:
+    def scales(self) -> Scales_co:
         """See the class."""
-        return self._read("tokens_per_expert")
+        found: Scales_co = self._read("scales")
+        return found
 
     @property
-    def rows_per_expert(self) -> Any:
+    def tokens_per_expert(self) -> X_co:
         """See the class."""
-        return self._read("rows_per_expert")
+        found: X_co = self._read("tokens_per_expert")
+        return found
 
     @property
-    def num_rows(self) -> Any:
+    def rows_per_expert(self) -> X_co:
         """See the class."""
-        return self._read("num_rows")
+        found: X_co = self._read("rows_per_expert")
+        return found
 
     @property
-    def src(self) -> Any:
+    def num_rows(self) -> X_co:
         """See the class."""
-        return self._read("src")
+        found: X_co = self._read("num_rows")
+        return found
 
     @property
-    def topk_idx(self) -> Any | None:
+    def src(self) -> X_co:
         """See the class."""
-        return self._read("topk_idx")
+        found: X_co = self._read("src")
+        return found
 
     @property
-    def topk_weights(self) -> Any | None:
+    def topk_idx(self) -> Flat_co:
         """See the class."""
-        return self._read("topk_weights")
+        found: Flat_co = self._read("topk_idx")
+        return found
 
     @property
-    def row_weights(self) -> Any | None:
+    def topk_weights(self) -> Flat_co:
         """See the class."""
-        return self._read("row_weights")
+        found: Flat_co = self._read("topk_weights")
+        return found
+
+    @property
+    def row_weights(self) -> ByExpert_co:
+        """See the class."""
+        found: ByExpert_co = self._read("row_weights")
+        return found
 
     def _read(self, name: str) -> Any:
         if name not in self._tensors:

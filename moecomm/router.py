@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from moecomm.choices import GateKind
 from moecomm.core.integers import check_integer
 from moecomm.core.validation import (
     MOST_SIZE,
@@ -31,7 +32,7 @@ class Model:
     intermediate: int
     num_experts: int
     topk: int
-    gate: str = "softmax"
+    gate: GateKind = "softmax"
     num_groups: int = 1
     topk_groups: int = 1
     scale: float = 1.0
@@ -64,7 +65,7 @@ class Gating:
     hidden: int
     num_experts: int
     topk: int
-    gate: str = "softmax"
+    gate: GateKind = "softmax"
     num_groups: int = 1
     topk_groups: int = 1
     scale: float = 1.0
@@ -135,7 +136,7 @@ class Router:
         num_experts: int,
         topk: int,
         *,
-        gate: str = "softmax",
+        gate: GateKind = "softmax",
         num_groups: int = 1,
         topk_groups: int = 1,
         bias: torch.Tensor | None = None,

@@ -89,6 +89,7 @@ def test_the_wheel_holds_the_package_and_the_headers_of_its_kernels(built: tuple
     assert {name for name in names if re.search(r"(^|/)(tests|results)/|\.cpp$", name)} == set()
     python = {str(path.relative_to(tree)) for path in (tree / "moecomm").rglob("*") if path.suffix in (".py", ".json")}
     assert python - names == set()
+    assert {"moecomm/py.typed", "moecomm/_native.pyi"} <= names  # type checkers then use the package's types
     # Every kernel there is, and every header that a kernel includes, to the last.
     kernels = {f"moecomm/{path.relative_to(tree)}" for path in (tree / "csrc").rglob("*.cu*")}
     assert kernels - set(held) == set()

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 
 from moecomm import _native
 from moecomm.backends.collective import NoRoom, all_or_none
+from moecomm.choices import BackendName
 from moecomm.core.rendezvous import Rendezvous
 from moecomm.errors import BadInput, Unsupported
 
@@ -128,7 +129,7 @@ def missing(name: str) -> str:
     return load(name).missing()
 
 
-def choose(name: str, device: torch.device | None) -> tuple[str, str]:
+def choose(name: str, device: torch.device | None) -> tuple[BackendName, str]:
     """The backend for `name` ("auto" or one of NAMES) and why.  Raises Unsupported when a backend asked for by name
     can't run.
 
@@ -138,7 +139,7 @@ def choose(name: str, device: torch.device | None) -> tuple[str, str]:
     if name != "auto":
         if reason := missing(name):
             raise Unsupported(f"backend {name!r} can't run here: {reason}")
-        return name, _ASKED_FOR
+        return cast("BackendName", name), _ASKED_FOR
     if device is not None and device.type == "cpu":
         return "host", "device is the CPU"
     if not (reason := missing("lsa")):  # what it wants of a machine all GPU backends want

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from moecomm.choices import BackendName
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.settings import Settings
 from moecomm.dispatch import LAYOUTS
@@ -27,7 +28,7 @@ class Case:
     topk: int
     experts: int
     ranks: int
-    backend: str
+    backend: BackendName
     tokens: list[int]  # of a rank
     layouts: list[str]
     payloads: list[str]  # of dispatch: names of PAYLOADS

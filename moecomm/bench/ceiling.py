@@ -16,6 +16,7 @@ from moecomm.bench import kernels
 from moecomm.bench.clock import Call, Clock, percentiles
 from moecomm.bench.ranks import Step, device_of, progress, together
 from moecomm.bench.receive_buffer import ReceiveBuffer
+from moecomm.choices import BackendName
 from moecomm.jit.plain_kernel import launch
 
 Move = tuple[int, int, int]  # to, from, bytes
@@ -50,7 +51,7 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> list[dict[str, Any]]:
 
 
 def measure(
-    group: dist.ProcessGroup, backend: str, device: torch.device, step: Step, part_bytes: int | None = None
+    group: dist.ProcessGroup, backend: BackendName, device: torch.device, step: Step, part_bytes: int | None = None
 ) -> list[dict[str, Any]]:
     """Rows {method, sms, bytes, us}: `bytes` that leave a rank (or reach it) in `us` microseconds, by replay."""
     if group.size() == 1:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from moecomm.bench.case import Case
 from moecomm.bench.clock import Clock, percentiles
 from moecomm.bench.ranks import device_of, on_ranks, progress
+from moecomm.choices import Layout
 from moecomm.compat import deep_ep
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.settings import MAX_TOPK
@@ -145,7 +146,8 @@ class Layer:
         buffer, native = handle.native.buffer, handle.native
         rows, y = native.args.max_rows, recv_x.clone()
         del recv_x
-        layout, variant = ("expert", "expanded") if expand else ("flat", "")
+        layout: Layout = "expert" if expand else "flat"
+        variant = "expanded" if expand else ""
 
         def dispatch() -> Tensors:
             routed = buffer.dispatch(x, idx, weights, layout=layout, max_rows=rows, sync=False)

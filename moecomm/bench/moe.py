@@ -18,6 +18,7 @@ from moecomm.bench.exchange import nccl_group
 from moecomm.bench.ranks import device_of, on_ranks, progress, together
 from moecomm.bench.torch_layer import TorchLayer
 from moecomm.buffer import Buffer
+from moecomm.choices import BackendName
 from moecomm.core.settings import Settings
 from moecomm.errors import BadInput
 from moecomm.fused import Fp8, quantize_weights
@@ -40,7 +41,7 @@ class Case:
     models: list[Model]
     tokens: list[int]  # of a rank
     ranks: int
-    backend: str
+    backend: BackendName
     mode: str  # graph or eager
     replays: int = 10
     peers: bool = True

@@ -6,18 +6,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moecomm.bench import plot_gemms, plot_layers
 from moecomm.bench.plot_axes import over_tokens, save
+from moecomm.bench.plot_looks import ROW_INCHES, finish
 from moecomm.errors import BadInput, Unsupported
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
+DRAWN = ("dispatch-combine", "moe", "gemm")  # benchmarks
 _COLOURS = {"dispatch": "tab:blue", "combine": "tab:orange", "pair": "tab:green"}
 _LINES = ("-", "--", ":", "-.")
 _MARKERS = "osv^Dx"
@@ -30,19 +33,28 @@ def draw(results: Iterable[Path], out: Path) -> None:
     """
     try:
         import matplotlib
-        from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise Unsupported(f"plots need matplotlib ({error}); pip install 'moecomm[bench]'") from None
     paths = list(results)
     found = [_read(path) for path in paths]
     # The same picture for the same numbers: no date, no random names.
-    with matplotlib.rc_context({"svg.hashsalt": "moecomm", "font.size": 9}):
-        panels = [panel for result in found for panel in _panels(result)]
-        figure = Figure(figsize=(11, 4.2 * len(panels)), layout="constrained")
-        for pair, draw_them in zip(figure.subplots(len(panels), 2, squeeze=False), panels, strict=True):
-            for axes, draw_one in zip(pair, draw_them, strict=True):
-                draw_one(axes)
-        save(figure, out, digest(paths))
+    with matplotlib.rc_context({"svg.hashsalt": "moecomm", "font.size": 8}):
+        save(figure_of(found), out, digest(paths))
+
+
+def figure_of(results: Sequence[dict[str, Any]]) -> Figure:
+    """The picture of results that can be drawn: a row of the size of half a page for each pair of panels."""
+    from matplotlib.figure import Figure
+
+    panels = [panel for result in results for panel in _panels(result)]
+    width, height = ROW_INCHES
+    figure = Figure(figsize=(width, height * len(panels)), layout="constrained")
+    for row, draw_them in zip(figure.subfigures(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
+        pair = row.subplots(1, 2)
+        for axes, draw_one in zip(pair, draw_them, strict=True):
+            draw_one(axes)
+        finish(row, pair)
+    return figure
 
 
 def digest(results: Iterable[Path]) -> str:
@@ -111,7 +123,6 @@ def _draw_bandwidths(axes: Axes, result: dict[str, Any]) -> None:
         axes.axhline(best["gbs"], color="black", linewidth=0.8, label=f"all-to-all ceiling ({best['method']})")
     axes.set_ylim(bottom=0)
     _label(axes, result, "GB/s that leave a rank for others")
-    axes.legend(fontsize=7)
 
 
 def _label(axes: Axes, result: dict[str, Any], y: str) -> None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_MOST_LEVEL = 6  # sizes whose names have room beside each other
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -20,7 +21,8 @@ def over_tokens(axes: Axes, title: str, tokens: Iterable[int], y: str) -> None:
     sizes = list(tokens)
     axes.set_title(title, fontsize=9)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes], fontsize=7, minor=False)
+    crowded = {"rotation": 90, "fontsize": 6} if len(sizes) > _MOST_LEVEL else {"fontsize": 7}
+    axes.set_xticks(sizes, [str(size) for size in sizes], minor=False, **crowded)
     axes.minorticks_off()
     axes.set_xlabel("tokens a rank")
     axes.set_ylabel(y)

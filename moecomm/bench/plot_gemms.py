@@ -46,7 +46,6 @@ def draw_speeds(axes: Axes, result: dict[str, Any], part: Part) -> None:
     """TFLOP/s of what is asked for."""
     _draw(axes, result, part, 2, "TFLOP/s")
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=7)
 
 
 def _draw(axes: Axes, result: dict[str, Any], part: Part, column: int, y: str) -> None:

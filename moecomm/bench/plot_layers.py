@@ -42,7 +42,6 @@ def draw_times(axes: Axes, result: dict[str, Any], model: str) -> None:
     for key, rows in lines(result, model):
         axes.plot([row["tokens"] for row in rows], [row["us"]["p50"] for row in rows], **_style(key))
     _label(axes, result, model, "us")
-    axes.legend(fontsize=7)
 
 
 def draw_ratios(axes: Axes, result: dict[str, Any], model: str) -> None:

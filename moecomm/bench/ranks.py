@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moecomm import backends, config
+from moecomm.choices import BackendName
 from moecomm.core.rendezvous import rendezvous
 from moecomm.errors import BadInput
 from moecomm.tools.launch import launch
@@ -24,7 +25,7 @@ MOST_RANKS = 64
 _TEXT_BYTES = 200
 
 
-def plan(backend: str, ranks: int | None) -> tuple[str, int]:
+def plan(backend: str, ranks: int | None) -> tuple[BackendName, int]:
     """The backend that is taken for `backend`, and how many ranks there will be: one a GPU, or 4 on CPUs.
 
     Raises BadInput, Unsupported.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from moecomm.backends.gin import spare_signal
 from moecomm.backends.lsa import LsaSession
 from moecomm.buffer import Buffer
+from moecomm.choices import BackendName
 from moecomm.core.arrays import window_tensor
 from moecomm.core.rendezvous import rendezvous
 from moecomm.errors import Mismatch
@@ -28,7 +29,7 @@ class ReceiveBuffer:
         shim: what puts go through where loads and stores are not meant: see moecomm.jit.linking.  Empty: nothing does.
     """
 
-    def __init__(self, group: dist.ProcessGroup, nbytes: int, backend: str, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, nbytes: int, backend: BackendName, device: torch.device) -> None:
         ranks = rendezvous(group)
         self.buffer = Buffer(
             group,

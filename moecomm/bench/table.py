@@ -9,13 +9,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from moecomm.bench import proxy_times
+from moecomm.bench.fitted import show_table
 
-_WIDE = 132  # columns that a table may take: figures are worth more than lines that fit
+_WIDE = 132  # columns of a table in a file or a pipe
 
 
 def console() -> Console:
-    """Standard output, wide enough for a table."""
-    return Console(width=max(Console().width, _WIDE))
+    """Standard output: as wide as the terminal, or, where there is none, wide enough for a table."""
+    out = Console()
+    return out if out.is_terminal else Console(width=max(out.width, _WIDE))
 
 
 def show_dispatch_combine(result: dict[str, Any], out: Console) -> None:
@@ -45,7 +47,7 @@ def show_dispatch_combine(result: dict[str, Any], out: Console) -> None:
     for row in result["rows"]:
         what = " ".join(filter(None, (row[key] for key in ("layout", "what", "payload", "variant"))))
         table.add_row(str(row["tokens"]), row["who"], what, *(["-"] * 8 if "why" in row else _figures(row)))
-    out.print(table)
+    show_table(table, out)
     for row in result["rows"]:
         if "why" in row:
             out.print(f"{row['tokens']} tokens, {row['who']} {row['what']}: {row['why']}", style="dim", markup=False)
@@ -91,7 +93,7 @@ def show_latency(result: dict[str, Any], out: Console) -> None:
     for row in result["rows"]:
         us = [f"{row['us'][part]:.2f}" for part in ("p50", "p90", "p99")]
         table.add_row(str(row["bytes"]), row["method"], str(row["sms"]), *us, f"{row['gbs']:.2f}")
-    out.print(table)
+    show_table(table, out)
     _show_proxy(result["rows"], out)
 
 
@@ -105,7 +107,7 @@ def _show_proxy(rows: list[dict[str, Any]], out: Console) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     for line in cells[1:]:
         table.add_row(*line)
-    out.print(table)
+    show_table(table, out)
 
 
 def show_backends(result: dict[str, Any], out: Console) -> None:
@@ -137,7 +139,7 @@ def show_backends(result: dict[str, Any], out: Console) -> None:
             *(f"{row[f'{where}_{unit}'] / by:.1f}" for where in ("inside", "across") for unit, by in _MB_AND_GBS),
             "" if row["host_us"] is None else f"{row['host_us']:.1f}",
         )
-    out.print(table)
+    show_table(table, out, names=4)
     _say_why(result, out)
 
 
@@ -164,7 +166,7 @@ def show_latency_backends(result: dict[str, Any], out: Console) -> None:
         table.add_row(
             str(size), *("" if row is None else f"{row['us']['p50']:.2f} ({row['gbs']:.2f})" for row in cells)
         )
-    out.print(table)
+    show_table(table, out)
     _show_proxy(result["rows"], out)
     _say_why(result, out)
 
@@ -181,7 +183,7 @@ def show_all_to_all(result: dict[str, Any], out: Console) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     for row in result["rows"]:
         table.add_row(row["method"], str(row["sms"] or ""), f"{row['us']['p50']:.1f}", f"{row['gbs']:.1f}")
-    out.print(table)
+    show_table(table, out)
 
 
 def show_gemm(result: dict[str, Any], out: Console) -> None:
@@ -207,7 +209,7 @@ def show_gemm(result: dict[str, Any], out: Console) -> None:
             *((f"{us['torch']:.1f}", f"x{row['of_torch']:.2f}") if "torch" in us else ("", "")),
             f"{host[row['chosen']]:.1f}" if host else "",
         )
-    out.print(table)
+    show_table(table, out, names=4)
 
 
 def show_moe(result: dict[str, Any], out: Console) -> None:
@@ -234,7 +236,7 @@ def show_moe(result: dict[str, Any], out: Console) -> None:
             f"x{row['of_torch']:.2f}" if "of_torch" in row else "",
             "" if row["host_us"] is None else f"{row['host_us']:.1f}",
         )
-    out.print(table)
+    show_table(table, out, names=4)
     for row in result["rows"]:
         if "why" in row:
             out.print(f"{row['tokens']} tokens, {row['who']} {row['what']}: {row['why']}", style="dim", markup=False)
@@ -261,7 +263,7 @@ def show_deep_ep_layer(result: dict[str, Any], out: Console) -> None:
         if row["host_more_us"] is not None:
             host = [*(f"{row['host_us'][name]:.1f}" for name in ("native", "compat")), f"{row['host_more_us']:+.1f}"]
         table.add_row(*about, *times, f"x{row['of_native']:.3f}", *host)
-    out.print(table)
+    show_table(table, out)
     for row in result["rows"]:
         if "why" in row:
             out.print(f"{row['tokens']} tokens, {row['what']}: {row['why']}", style="dim", markup=False)
@@ -276,7 +278,7 @@ def show_rows(rows: list[dict[str, Any]], out: Console) -> None:
         table.add_column(column, justify="right" if figures else "left", no_wrap=figures)
     for row in rows:
         table.add_row(*(escape(str(row.get(column, ""))) for column in columns))
-    out.print(table)
+    show_table(table, out)
 
 
 def _table(*columns: str) -> Table:

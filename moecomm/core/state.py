@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar, cast
 
 from moecomm import _native, backends
+from moecomm.compiling import not_traced
 from moecomm.core import failures, forks
 from moecomm.errors import Closed, ConcurrentCall, MoecommError, OutOfStep, RoundFailed
 
@@ -157,6 +158,11 @@ class BufferState:
         """Whether close() has been called."""
         return not self._close.alive
 
+    @property
+    def failed(self) -> bool:
+        """Whether a failed round is known to have ended the Buffer.  Does not look for a new one."""
+        return self._failure is not None
+
     def disown(self) -> None:
         """In a forked child: closes it there, unheard by peers, and not where it was opened."""
         if self._close.detach() is not None:
@@ -182,6 +188,7 @@ def collective(rounds: int = 1) -> Callable[[_Call], _Call]:
             finally:
                 buffer._end_call()
 
+        not_traced(call)
         return cast("_Call", call)
 
     return decorate

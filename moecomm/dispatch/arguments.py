@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
 from moecomm import _native
+from moecomm.choices import Layout, ScaleFormat, ScaleLayout
 from moecomm.core.arrays import as_tensor, check_rows, check_tensor
 from moecomm.core.integers import check_alignment, check_integer, is_integer
 from moecomm.core.validation import check_flag, check_name
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from moecomm.buffer import Buffer
     from moecomm.dispatch.plan import Options
 
-LAYOUTS = ("flat", "expert", "batched")  # by Layout in csrc/protocol/args.h
-SCALE_FORMATS = ("fp32", "ue8m0")  # by ScaleFormat there
-SCALE_LAYOUTS = ("row", "column")
+LAYOUTS = get_args(Layout)
+SCALE_FORMATS = get_args(ScaleFormat)
+SCALE_LAYOUTS = get_args(ScaleLayout)
 SCALE_TYPES = (torch.float32, torch.int32, torch.uint8, torch.int16, torch.float8_e8m0fnu)
 QUANT_GROUP = 128
 

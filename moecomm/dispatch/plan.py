@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from moecomm import _native
+from moecomm.choices import Layout
 from moecomm.core import signature
 from moecomm.core.integers import is_integer
 from moecomm.dispatch import outputs
@@ -26,7 +27,7 @@ DESCRIPTOR_BYTES = 16  # RowDescriptor in slip.h
 class Options(NamedTuple):
     """What a caller chooses, but for the tensors and max_rows; a repeat has the layout of its handle."""
 
-    layout: str
+    layout: Layout
     expert_alignment: int = 1
     quantize: str | None = None
     scale_format: str = "fp32"
@@ -130,7 +131,7 @@ class Plan:
         if payload.nbytes > 0:
             payload.shrink(max(1, args.out_x - payload.offset + rows * args.row_bytes))
 
-    def tensor(self, name: str, routed: Routed) -> torch.Tensor | None:
+    def tensor(self, name: str, routed: Routed[Any, Any, Any, Any]) -> torch.Tensor | None:
         """A tensor of Routed, by its name there."""
         return outputs.MAKE[name](routed)
 

@@ -10,6 +10,7 @@ import torch
 
 from moecomm import _native
 from moecomm.backends import cuda_driver
+from moecomm.choices import Activation, Quantize
 from moecomm.core.arrays import note_written
 from moecomm.core.integers import check_integer
 from moecomm.errors import Unsupported
@@ -28,7 +29,7 @@ def grouped_gemm(
     tokens_per_expert: torch.Tensor,
     *,
     alignment: int = 1,
-    activation: str | None = None,
+    activation: Activation | None = None,
     interleaved: bool = True,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -43,7 +44,7 @@ def grouped_gemm(
     tokens_per_expert: torch.Tensor,
     *,
     alignment: int = 1,
-    activation: str | None = None,
+    activation: Activation | None = None,
     interleaved: bool = True,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
@@ -57,11 +58,11 @@ def grouped_gemm(
     tokens_per_expert: torch.Tensor,
     *,
     alignment: int = 1,
-    activation: str | None = None,
+    activation: Activation | None = None,
     interleaved: bool = True,
     out: Operand | None = None,
     out_dtype: torch.dtype | None = None,
-    quantize: str | None = None,
+    quantize: Quantize | None = None,
     expected_rows: int | None = None,
     schedule: Schedule | None = None,
 ) -> torch.Tensor | Fp8:

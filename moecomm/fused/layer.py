@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import grouped_mm, pad, silu
 
 from moecomm import combine, dispatch
+from moecomm.choices import Activation, Fused
 from moecomm.core.arrays import as_tensor, check_tensor, note_written, warn_of_gradients
 from moecomm.core.state import collective
 from moecomm.core.validation import check_flags, check_name
@@ -62,7 +63,7 @@ def moe(
     w13: Any,
     w2: Any,
     *,
-    activation: str = "swiglu",
+    activation: Activation = "swiglu",
     interleaved: bool = False,
     out: Any = None,
     bias: Any = None,
@@ -70,7 +71,7 @@ def moe(
     wire: torch.dtype | None = None,
     num_sms: int | None = None,
     check_weights: bool = False,
-    fused: bool | str | None = None,
+    fused: bool | Fused | None = None,
 ) -> Any:
     """Every token through its experts: dispatch, their two GEMMs, combine.  Collective; on the current stream.
 
@@ -219,7 +220,7 @@ def prepare(
     w13: Any,
     w2: Any,
     *,
-    activation: str = "swiglu",
+    activation: Activation = "swiglu",
     interleaved: bool = False,
     out: Any = None,
     bias: Any = None,
@@ -227,7 +228,7 @@ def prepare(
     wire: torch.dtype | None = None,
     num_sms: int | None = None,
     check_weights: bool = False,
-    fused: bool | str | None = None,
+    fused: bool | Fused | None = None,
 ) -> Prepared:
     """Checks the arguments of moe(), weights before any rank sends a row."""
     buffer.require_usable()

@@ -16,6 +16,7 @@ import flashinfer
 import torch
 
 from moecomm.buffer import Buffer
+from moecomm.choices import BackendName
 from moecomm.errors import BadInput, Closed, Unsupported
 from moecomm.ops.counted import counted
 from moecomm.routed import Handle
@@ -49,7 +50,7 @@ class Communication(MoEEpCommunication):  # type: ignore[misc]
         bootstrap: Any,
         params: Any,
         *,
-        moecomm_backend: str = "auto",
+        moecomm_backend: BackendName = "auto",
         timeout_s: float = _TIMEOUT_S,
         window_bytes: int | None = None,
     ) -> None:

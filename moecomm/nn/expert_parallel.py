@@ -9,6 +9,7 @@ import torch
 
 from moecomm import backends, ops
 from moecomm.buffer import Buffer
+from moecomm.choices import BackendName, GateKind
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.settings import DTYPES
 from moecomm.core.validation import (
@@ -71,7 +72,7 @@ class ExpertParallel(torch.nn.Module):
         num_experts: int,
         topk: int,
         max_tokens: int,
-        gate: str | None = "softmax",
+        gate: GateKind | None = "softmax",
         num_groups: int = 1,
         topk_groups: int = 1,
         scale: float = 1.0,
@@ -81,7 +82,7 @@ class ExpertParallel(torch.nn.Module):
         payload: torch.dtype | None = None,
         wire: torch.dtype | None = None,
         buffer: Buffer | None = None,
-        backend: str = "auto",
+        backend: BackendName = "auto",
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,

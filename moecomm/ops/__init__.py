@@ -24,7 +24,9 @@ from typing import NamedTuple
 
 import torch
 
+from moecomm import shown
 from moecomm.buffer import Buffer
+from moecomm.choices import Activation, Fused, Layout
 from moecomm.core import tangents
 from moecomm.core.arrays import as_tensor
 from moecomm.core.integers import check_alignment
@@ -66,6 +68,9 @@ class Dispatched(NamedTuple):
     topk_weights: torch.Tensor | None
     handle: Handle
 
+    def __repr__(self) -> str:
+        return shown.of_tensors("moecomm.ops.Dispatched", self._asdict())
+
 
 @counted("buffer", 0)
 def dispatch(
@@ -74,7 +79,7 @@ def dispatch(
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor | None = None,
     *,
-    layout: str = "expert",
+    layout: Layout = "expert",
     expert_alignment: int = 1,
     max_rows: int | None = None,
     zero_padding: bool = True,
@@ -212,14 +217,14 @@ def moe(
     w13: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     w2: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     *,
-    activation: str = "swiglu",
+    activation: Activation = "swiglu",
     interleaved: bool = False,
     bias: torch.Tensor | None = None,
     max_rows: int | None = None,
     wire: torch.dtype | None = None,
     num_sms: int | None = None,
     check_weights: bool = False,
-    fused: bool | str | None = None,
+    fused: bool | Fused | None = None,
 ) -> torch.Tensor:
     """Buffer.moe as an operator: its bits, and gradients.  Collective.  Gradients: x, topk_weights, w13, w2, bias.
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
-from moecomm import _native
+from moecomm import _native, shown
+from moecomm.choices import Layout
 from moecomm.core import names
 from moecomm.core.arrays import check_memory, window_tensor
 from moecomm.core.state import CollectiveCall
@@ -50,11 +51,14 @@ class Handle(NamedTuple):
     memory: torch.Tensor
     row_weights: torch.Tensor | None
     buffer: str
-    layout: str
+    layout: Layout
     num_tokens: int
     max_rows: int
     zero_padding: bool
     num_sms: int | None = None
+
+    def __repr__(self) -> str:
+        return shown.of_tensors("moecomm.ops.Handle", self._asdict())
 
 
 class Route(NamedTuple):

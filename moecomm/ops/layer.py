@@ -8,8 +8,11 @@ three rounds, whichever gradients a rank wants.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
+from moecomm.choices import Activation, Fused
 from moecomm.core import names, tangents
 from moecomm.core.state import CollectiveCall
 from moecomm.fused.weights import GRANULARITY
@@ -46,14 +49,14 @@ def moe(
         None if topk_weights is None else topk_weights.contiguous(),
         w13 if w13_scales is None else (w13, w13_scales),
         w2 if w2_scales is None else (w2, w2_scales),
-        activation=activation,
+        activation=cast("Activation", activation),
         interleaved=interleaved,
         bias=None if bias is None else rounds.rows_of(bias),
         max_rows=max_rows,
         wire=wire,
         num_sms=num_sms,
         check_weights=check_weights,
-        fused=fused,
+        fused=cast("Fused | None", fused),
     )
     return out
 

@@ -6,6 +6,8 @@ here waits for a GPU, and a graph, of torch.compile or of CUDA, can hold all of 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from moecomm.buffer import Buffer
@@ -209,9 +211,10 @@ def _(
     return grad, x.new_empty((0,) if weights is None else (num_tokens, topk), dtype=torch.float32)
 
 
-def _run_dispatch(buffer: Buffer, *tensors: torch.Tensor | None, **options: object) -> Routed:
+def _run_dispatch(buffer: Buffer, *tensors: Any, **options: Any) -> Routed:
     """Buffer.dispatch with a static shape."""
-    return buffer.dispatch(*tensors, sync=False, **options)  # type: ignore[arg-type]
+    routed: Routed = buffer.dispatch(*tensors, sync=False, **options)
+    return routed
 
 
 def rows_shape(buffer: Buffer, layout: str, rows: int) -> tuple[int, ...]:

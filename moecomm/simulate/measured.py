@@ -169,7 +169,7 @@ def bytes_of(operation: Operation, payload: str, hidden: int) -> int:
     """Of a row on the wire, scales included; not what goes beside it (Case.beside_bytes)."""
     if operation.what == "combine":
         return (4 if operation.variant == FP32_WIRE else 2) * hidden
-    sizes = Case("", hidden, 1, 1, 1, "", [], [], [], [], "")
+    sizes = Case("", hidden, 1, 1, 1, "host", [], [], [], [], "")
     return sizes.row_bytes(payload)
 
 

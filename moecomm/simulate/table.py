@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from moecomm.bench.fitted import show_table
+
 
 def show_predictions(result: dict[str, Any], out: Console) -> None:
     """The table of moecomm simulate."""
@@ -30,7 +32,7 @@ def show_predictions(result: dict[str, Any], out: Console) -> None:
         layer = [f"{row['layer'][part]:.1f}" for part in ("gemm_us", "serial_us", "overlapped_us")]
         where = f"{row['domains']} x {row['ranks']}", str(row["gpus"]), str(row["tokens"])
         table.add_row(*where, f"{row['ranks_wanted']:.2f}", *rounds[0], *rounds[1], *layer)
-    out.print(table)
+    show_table(table, out, names=3)
 
 
 def show_check(result: dict[str, Any], out: Console) -> None:
@@ -40,9 +42,10 @@ def show_check(result: dict[str, Any], out: Console) -> None:
         what = " ".join(filter(None, (row["layout"], row["what"], row["payload"], row["variant"])))
         where = row["file"] if row["domains"] == 1 else f"{row['file']} ({row['domains']} domains)"
         table.add_row(where, what, str(row["tokens"]), *_compared(row), row["kind"].partition(": ")[2])
-    out.print(
-        table if result["measured"] else "No measured rows: name JSON of moecomm bench, or have it in bench/results."
-    )
+    if result["measured"]:
+        show_table(table, out, names=3)
+    else:
+        out.print("No measured rows: name JSON of moecomm bench, or have it in bench/results.")
     if result["left_out"]:
         out.print(f"{result['left_out']} rows of operations that nothing was fitted to are left out", style="dim")
     table = _table("published", "operation", "domains", "as us", "predicted us", "error", "bound by")
@@ -50,13 +53,13 @@ def show_check(result: dict[str, Any], out: Console) -> None:
         what = " ".join(filter(None, (row["what"], row["payload"])))
         name = row["kind"].partition(": ")[2]
         table.add_row(name, what, f"{row['domains']} x {row['ranks']}", *_compared(row), row["bound"])
-    out.print(table)
+    show_table(table, out)
     for source in dict.fromkeys((row["source"], row["note"]) for row in result["published"]):
         out.print("; ".join(filter(None, source)), style="dim", markup=False, highlight=False)
     table = _table("kind", "rows", "median error", "worst")
     for error in result["errors"]:
         table.add_row(error["kind"], str(error["rows"]), f"{error['median']:.1%}", f"{error['worst']:+.1%}")
-    out.print(table)
+    show_table(table, out)
 
 
 def show_fit(result: dict[str, Any], out: Console) -> None:
@@ -68,7 +71,7 @@ def show_fit(result: dict[str, Any], out: Console) -> None:
         errors = f"{line['median_error']:.1%}", f"{line['worst_error']:.1%}"
         given = f"not from its rows: {', '.join(line['borrowed'])}" if line["borrowed"] else ""
         table.add_row(what, line["regime"], *terms, str(line["rows"]), *errors, given)
-    out.print(table)
+    show_table(table, out, names=2)
 
 
 def _compared(row: dict[str, Any]) -> tuple[str, str, str]:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from moecomm import __version__
 from moecomm.bench.cli import app as bench
+from moecomm.bench.fitted import show_table
 from moecomm.bench.options import whole, written
 from moecomm.simulate.cli import app as simulate
 
@@ -116,7 +117,10 @@ def tune(
         replays=replays,
     )
     if name == "host":
-        say_on_cpu("what is found is for CPU ranks, whose rounds use no table; with the default sizes it takes minutes")
+        say_on_cpu(
+            "times are those of the host transport between CPU ranks and do not carry over to GPUs; rounds on CPUs use "
+            "no table; with the default sizes it takes minutes"
+        )
     path = run_all(Candidates(case, numbers("chunks", chunks)), out, json)
     if path is not None:
         Console().print(str(path), highlight=False)
@@ -148,7 +152,7 @@ def show_demo(result: Result, console: Console) -> None:
             f"{row.error:.2g}",
             f"[{'green' if row.of_bound <= 1 else 'red'}]{row.of_bound:.0%}[/]",
         )
-    console.print(table)
+    show_table(table, console)
     console.print(
         "MB: rows between ranks, all ranks together.  Times: median, slowest rank.\n", style="dim", highlight=False
     )

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from moecomm import backends, config
 from moecomm.buffer import Buffer
+from moecomm.choices import BackendName
 from moecomm.core.settings import Settings
 from moecomm.dispatch import LAYOUTS
 from moecomm.errors import BadInput
@@ -35,7 +36,7 @@ class Case:
     ranks: int
     tokens: int
     intermediate: int
-    backend: str
+    backend: BackendName
     seed: int = 0
 
 

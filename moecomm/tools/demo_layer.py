@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from moecomm.buffer import Buffer
+from moecomm.choices import Layout
 from moecomm.routed import Routed
 from moecomm.router import Router, drawn
 
@@ -24,7 +25,7 @@ class MoELayer(torch.nn.Module):
     w2: torch.Tensor
 
     def __init__(
-        self, router: Router, buffer: Buffer, w13: torch.Tensor, w2: torch.Tensor, *, layout: str = "expert"
+        self, router: Router, buffer: Buffer, w13: torch.Tensor, w2: torch.Tensor, *, layout: Layout = "expert"
     ) -> None:
         super().__init__()
         self.router, self.buffer, self.layout = router, buffer, layout
@@ -75,7 +76,7 @@ def grouped_experts(routed: Routed, w13: torch.Tensor, w2: torch.Tensor) -> torc
 def batched_experts(routed: Routed, w13: torch.Tensor, w2: torch.Tensor, at_once: int = 8) -> torch.Tensor:
     """`batched`: [E/R, rows, H], valid rows first: a product for `at_once` experts, as long as the fullest of them."""
     y = torch.empty_like(routed.x)
-    parts = zip(*(t.split(at_once) for t in (routed.x, y, w13, w2, routed.tokens_per_expert)), strict=True)
+    parts = zip(*(torch.split(t, at_once) for t in (routed.x, y, w13, w2, routed.tokens_per_expert)), strict=True)
     for x, out, some_w13, some_w2, counts in parts:
         n = int(counts.max())
         gate, up = torch.bmm(x[:, :n].to(w13.dtype), some_w13.transpose(1, 2)).chunk(2, dim=2)

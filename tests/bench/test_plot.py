@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moecomm.bench import plot, plot_gemms, plot_layers
+from moecomm.bench import plot, plot_gemms, plot_layers, plot_looks
 from moecomm.errors import BadInput
 
 
@@ -128,3 +128,32 @@ def test_gemms_are_drawn_by_model_and_ranks(tmp_path: Path) -> None:
     source.write_text(json.dumps(gemms()))
     plot.draw([source], tmp_path / "a.svg")
     assert plot.digest([source]) in (tmp_path / "a.svg").read_text()
+
+
+RESULTS = Path(__file__).parent.parent.parent / "bench" / "results"
+BENCHMARKS = {path: json.loads(path.read_text()).get("benchmark") for path in sorted(RESULTS.glob("*.json"))}
+DRAWN = [path for path, benchmark in BENCHMARKS.items() if benchmark in plot.DRAWN]
+
+
+def test_there_are_results_of_each_kind_that_is_drawn() -> None:
+    assert {BENCHMARKS[path] for path in DRAWN} == set(plot.DRAWN)
+
+
+@pytest.mark.parametrize("path", DRAWN, ids=lambda path: path.stem)
+def test_lines_of_a_row_differ_in_color_or_marker_and_nothing_covers_them(path: Path) -> None:
+    figure = plot.figure_of([json.loads(path.read_text())])
+    figure.draw_without_rendering()
+    for row in figure.subfigs:
+        looks: dict[tuple[Any, str], set[str]] = {}
+        lines = plot_looks.labelled(row.axes)
+        assert lines
+        for line in lines:
+            looks.setdefault((line.get_color(), str(line.get_marker())), set()).add(str(line.get_label()))
+        assert all(len(labels) == 1 for labels in looks.values()), looks
+        (legend,) = row.legends
+        box = legend.get_window_extent()
+        assert not any(box.overlaps(axes.get_tightbbox()) for axes in row.axes)
+        outer = row.bbox
+        assert outer.x0 <= box.x0 and box.x1 <= outer.x1 and outer.y0 <= box.y0, "the legend is cut"
+        assert (figure.get_figwidth(), figure.get_figheight()) == (7, 4.5 * len(figure.subfigs))
+        assert all(axes.get_window_extent().height > 0.4 * outer.height for axes in row.axes)

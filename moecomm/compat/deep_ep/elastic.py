@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from moecomm.buffer import Buffer
+from moecomm.choices import ScaleLayout
 from moecomm.compat.deep_ep.ep_handle import EPHandle, expanded_rows
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for
 from moecomm.compat.deep_ep.lazy import source
@@ -202,7 +203,7 @@ class ElasticBuffer:
             rows = rows.view(torch.float8_e4m3fn)  # bytes are bytes
         limit = limit_of(rows, num_sms)
         recv_x = recv_sf = None
-        scale_layout = "column" if use_tma_aligned_col_major_sf and scales is not None else "row"
+        scale_layout: ScaleLayout = "column" if use_tma_aligned_col_major_sf and scales is not None else "row"
         if handle is not None:
             given = (num_experts, num_max_tokens_per_rank, expert_alignment)
             if cumulative_local_expert_recv_stats is not None:
@@ -295,7 +296,7 @@ class ElasticBuffer:
             wire=x.dtype if handle.do_expand and self.allow_multiple_reduction else None,
             num_sms=limit_of(x, num_sms or handle.num_sms),
         )
-        combined, weights = (out, None) if topk_weights is None else out
+        combined, weights = out if isinstance(out, tuple) else (out, None)
         return combined, weights, finished(async_with_compute_stream)
 
     def _make_room(self, device: torch.device, sizes: tuple[Any, ...]) -> tuple[Buffer, int]:

@@ -206,7 +206,7 @@ class HybridEPBuffer:
             wire=hidden.dtype,  # a rank's rows are added and rounded first there, too
             num_sms=limit_of(hidden, self.num_sms_combine_api),
         )
-        if probs is None:
+        if isinstance(out, torch.Tensor):  # no probs
             return out, None
         combined, weights = out
         return combined, weights_at(handle.ids, weights, handle.num_experts)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from moecomm.buffer import Buffer
+from moecomm.choices import Layout
 from moecomm.core.arrays import check_tensor
 from moecomm.core.call_count import CallCount, counted
 from moecomm.core.integers import check_alignment, check_integer, is_integer
@@ -206,7 +207,7 @@ counted_by_pool = counted(lambda self: self._pool.calls)  # decorates collective
 
 
 def ask_to_grow(
-    buffer: Buffer, x: torch.Tensor, topk_idx: torch.Tensor, scales: torch.Tensor | None, layout: str = "flat"
+    buffer: Buffer, x: torch.Tensor, topk_idx: torch.Tensor, scales: torch.Tensor | None, layout: Layout = "flat"
 ) -> None:
     """Tells the ranks that wait in a dispatch that ours has more tokens than the Buffer takes."""
     none = None if scales is None else scales[:0]

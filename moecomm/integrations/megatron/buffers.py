@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from moecomm.buffer import Buffer
+from moecomm.choices import BackendName
 from moecomm.core.call_count import CallCount
 from moecomm.core.opening import gather
 from moecomm.core.rendezvous import rendezvous
@@ -39,7 +40,7 @@ class Limits(NamedTuple):
     window_bytes: int | None = None
     num_sms: int | None = None
     timeout_s: float = 600.0
-    backend: str | None = None
+    backend: BackendName | None = None
 
 
 class Buffers:

@@ -1,0 +1,70 @@
+"""Tables that fit the console: one that is too wide is printed in parts, each with the columns that name its rows."""
+
+from __future__ import annotations
+
+from copy import copy
+
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+_GAP = 2  # between columns
+_LEAST = 24  # columns of the console that figures have beside names
+
+
+def show_table(table: Table, out: Console, names: int | None = None) -> None:
+    """Prints a table.
+
+    Args:
+        table: without a box.
+        out: where to.
+        names: leading columns that name a row; default: those before the first that is set to the right.
+    """
+    widths = [max(map(_width, (column.header, *column.cells)), default=0) for column in table.columns]
+    if sum(widths) + _GAP * (len(widths) - 1) <= out.width:
+        out.print(table)
+        return
+    if names is None:
+        names = next((n for n, column in enumerate(table.columns) if column.justify == "right"), 1) or 1
+    named = _narrowed(widths[:names], out.width - _LEAST)
+    room = out.width - sum(named) - _GAP * names
+    parts: list[list[int]] = [[]]
+    used = 0
+    for number in range(names, len(widths)):
+        widths[number] = min(widths[number], room)
+        if parts[-1] and used + widths[number] > room:
+            parts.append([])
+            used = 0
+        parts[-1].append(number)
+        used += widths[number] + _GAP
+    widths[:names] = named
+    for number, part in enumerate(parts):
+        if number:
+            out.print()
+        out.print(_part(table, [*range(names), *part], widths))
+
+
+def _width(cell: object) -> int:
+    """Of a cell, in columns of the console; of several lines the widest."""
+    text = cell if isinstance(cell, Text) else Text.from_markup(str(cell))
+    return max((line.cell_len for line in text.split("\n")), default=0)
+
+
+def _narrowed(widths: list[int], room: int) -> list[int]:
+    """The widths, the widest of them less by what is too much together."""
+    found = list(widths)
+    while sum(found) + _GAP * (len(found) - 1) > room:
+        found[found.index(max(found))] -= 1
+    return found
+
+
+def _part(table: Table, chosen: list[int], widths: list[int]) -> Table:
+    """Some of the columns, of these widths.  What is wider goes on in the next line."""
+    part = Table(box=None, pad_edge=False, header_style=table.header_style)
+    cells = [list(table.columns[number].cells) for number in chosen]
+    for number in chosen:
+        column: Column = copy(table.columns[number])
+        part.add_column(column.header, justify=column.justify, width=widths[number], overflow="fold")
+    for row in zip(*cells, strict=True):
+        part.add_row(*row)
+    return part

@@ -1,0 +1,16 @@
+"""The words that arguments of the public API take, as types: a type checker refuses any other word."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+Layout: TypeAlias = Literal["flat", "expert", "batched"]  # by Layout in csrc/protocol/args.h
+ByExpert: TypeAlias = Literal["expert", "batched"]  # layouts with one row for each token and expert
+BackendName: TypeAlias = Literal["auto", "lsa", "gin", "nvshmem", "host"]
+Quantize: TypeAlias = Literal["fp8"]
+ScaleFormat: TypeAlias = Literal["fp32", "ue8m0"]  # by ScaleFormat in csrc/protocol/args.h
+ScaleLayout: TypeAlias = Literal["row", "column"]
+Activation: TypeAlias = Literal["swiglu"]
+Fused: TypeAlias = Literal["one after the other", "two launches", "one launch"]
+GateKind: TypeAlias = Literal["softmax", "sigmoid"]
+PluginWay: TypeAlias = Literal["auto", "loopback", "tcp"]

@@ -1,0 +1,72 @@
+"""What mypy --strict says of programs that use moecomm."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+
+import moecomm
+from moecomm import Buffer, backends, choices, signatures
+from moecomm.dispatch import arguments
+from moecomm.fused import layer
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.long
+def test_mypy_refuses_what_is_marked_and_nothing_else(tmp_path: Path) -> None:
+    """The snippets, and the examples of README, which are whole programs."""
+    checked = [tmp_path / "snippets.py"]
+    checked[0].write_text((Path(__file__).parent / "snippets.py").read_text())
+    examples = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    for number, example in enumerate(examples):
+        checked.append(tmp_path / f"example{number}.py")
+        # mypy does not know that a layer without gate=None has one.
+        checked[-1].write_text(example.replace("\nbuffer = layer", "\nassert layer.gate is not None\nbuffer = layer"))
+    assert len(checked) == 3
+    packages = Path(moecomm.__file__).parent.parent
+    # Installed packages are found by themselves.  Of others mypy would report their own errors.
+    where = {} if packages.name == "site-packages" else {"MYPYPATH": str(packages)}
+    strict = ["--strict", "--follow-imports=silent", "--config-file="]
+    ran = subprocess.run(
+        [sys.executable, "-m", "mypy", *strict, *map(str, checked)],
+        cwd=tmp_path,
+        env={**os.environ, **where},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_the_types_name_what_is_accepted() -> None:
+    assert set(typing.get_args(choices.BackendName)) == {"auto", *backends.NAMES}
+    assert set(typing.get_args(choices.Fused)) == {layer.APART, *layer.FORMS}
+    assert set(typing.get_args(choices.ByExpert)) == set(arguments.LAYOUTS) - {"flat"}
+
+
+@pytest.mark.parametrize(
+    ("signature", "options", "method"),
+    [
+        (signatures.Dispatch, signatures.DispatchOptions, Buffer.dispatch),
+        (signatures.DispatchBegin, signatures.BeginOptions, Buffer.dispatch_begin),
+        (signatures.Combine, signatures.CombineOptions, Buffer.combine),
+        (signatures.Moe, signatures.MoeOptions, Buffer.moe),
+    ],
+)
+def test_signatures_have_the_arguments_of_the_methods(signature: type, options: type, method: object) -> None:
+    assert callable(method)
+    of_method = [name for name in inspect.signature(method).parameters if name not in ("self", "buffer")]
+    overloads = re.findall(r"def __call__\((.*?)\) ->", inspect.getsource(signature), re.DOTALL)
+    assert overloads
+    for overload in overloads:
+        named = [name for name in re.findall(r"(\w+): ", overload) if name != "options"]
+        assert set(named) | set(options.__annotations__ | typing.get_type_hints(options)) == set(of_method)
