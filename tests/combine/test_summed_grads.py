@@ -50,7 +50,7 @@ def check_sums(ranks: LocalBuffers, run_all: Callable[[list[Any]], None], monkey
         assert torch.equal(out, (xs[source].float() * copies + biases[source]).bfloat16())
 
 
-@pytest.mark.parametrize(("domain_ranks", "straight"), [(4, True), (2, True), (2, False), (1, True), (1, False)])
+@pytest.mark.parametrize(("domain_ranks", "direct"), [(4, True), (2, True), (2, False), (1, True), (1, False)])
 def test_what_every_rank_gives_is_added(domain_ranks: int, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not direct:
         monkeypatch.setattr(host, "direct_bytes", lambda *_: 0)

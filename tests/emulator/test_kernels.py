@@ -97,7 +97,7 @@ def tokens(rank: int, layout: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("straight", "cases"), few([("some", 4), ("all", CASES), ("some", CASES), ("none", CASES)], ("some", 4))
+    ("direct", "cases"), few([("some", 4), ("all", CASES), ("some", CASES), ("none", CASES)], ("some", 4))
 )
 def test_random_cases_across_domains(
     direct: str, cases: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
@@ -216,7 +216,7 @@ def test_a_handle_that_is_none(sizes: dict[str, int], machine: Machine, monkeypa
             machine.forget()
 
 
-@pytest.mark.parametrize("way", ["packets", "straight", "relays"])
+@pytest.mark.parametrize("way", ["packets", "direct", "relays"])
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["expert", "batched"])
 def test_weights_of_the_homes(
@@ -270,7 +270,7 @@ def test_weights_of_the_homes(
                 assert torch.equal(out, right)
 
 
-@pytest.mark.parametrize("way", ["ring", "sums in the heap", "straight", "relays"])
+@pytest.mark.parametrize("way", ["ring", "sums in the heap", "direct", "relays"])
 def test_gradients_of_every_rank_are_added(way: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "relays":
         monkeypatch.setattr(host, "direct_bytes", lambda *_: 0)
