@@ -32,7 +32,7 @@ from moecomm.core.validation import check_flag, check_flags, check_name, check_s
 from moecomm.dispatch.arguments import LAYOUTS, check_max_rows, check_num_sms
 from moecomm.errors import BadInput
 from moecomm.fused.fp8_experts import as_weights
-from moecomm.fused.layer import form_of
+from moecomm.fused.layer import fused_or_not
 from moecomm.ops import gradients, layer, rounds
 from moecomm.ops.counted import counted
 from moecomm.ops.handles import Handle
@@ -276,7 +276,7 @@ def moe(
         wire,
         num_sms,
         bool(check_weights),
-        form_of(fused),
+        fused_or_not(fused),
     )
     return out
 

@@ -36,9 +36,9 @@ def moe(
     wire: torch.dtype | None,
     num_sms: int | None,
     check_weights: bool,
-    fused: str | None,
+    fused: bool | None,
 ) -> torch.Tensor:
-    """See moecomm.ops.moe.  Scales: of weights in FP8; fused: as moecomm.fused.layer.form_of names it."""
+    """See moecomm.ops.moe.  Scales: of weights in FP8."""
     tangents.refuse("moecomm::moe", x, topk_weights, w13, w2, bias)
     out: torch.Tensor = names.find(buffer).moe(
         rounds.rows_of(x),
