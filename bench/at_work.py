@@ -1,5 +1,5 @@
 """Layers of experts (`Buffer.moe`), one by one and at work, and what the GPU draws meanwhile: what one launch gains by
-the order of its tiles (moecomm.fused.one_launch.rotation_step_of) and by how many blocks fetch (FETCHERS), and by being
+the order of its tiles (moecomm.fused.compute.rotation_step) and by how many blocks fetch (FETCHERS), and by being
 launched early (moecomm.jit.plain_kernel.launch).
 
     python bench/at_work.py --ranks 2 --model deepseek-v3 --tokens 8192 --turns 1,16,64 --json at-work.json
@@ -35,7 +35,7 @@ from moecomm.bench.case import Traffic
 from moecomm.bench.ranks import on_ranks
 from moecomm.bench.results import write
 from moecomm.core.settings import Settings
-from moecomm.fused import Fp8, one_launch, quantize_weights, two_launches
+from moecomm.fused import Fp8, compute, pipeline, quantize_weights
 from moecomm.fused.fp8_experts import apply_fp8_experts
 from moecomm.fused.layer import apply_experts
 from moecomm.jit import plain_kernel
@@ -109,17 +109,15 @@ class Layers:
         """By what they are."""
         found: dict[str, Way] = {"GEMMs": (self.gemms, nullcontext())}
         found["one after the other"] = (partial(self.layer, fused=False), nullcontext())
-        one = partial(self.layer, fused="one launch")
+        fused = partial(self.layer, fused=True)
         for turn in turns:
-            found[f"turns of {turn}"] = (
-                one,
-                mock.patch.object(one_launch, "rotation_step_of", lambda *about, turn=turn: turn),
-            )
+            changed = mock.patch.object(compute, "rotation_step", lambda *about, turn=turn: turn)
+            found[f"turns of {turn}"] = (fused, changed)
         for blocks in fetchers:
-            changed = mock.patch.object(one_launch, "FETCHERS", blocks)
-            found[f"{blocks} fetch"] = (one, changed)
+            changed = mock.patch.object(compute, "FETCHERS", blocks)
+            found[f"{blocks} fetch"] = (fused, changed)
         if late:
-            found["launched late"] = (one, mock.patch.object(two_launches, "launch", _launch_late))
+            found["launched late"] = (fused, mock.patch.object(pipeline, "launch", _launch_late))
         return found
 
     def measure(self, ways: dict[str, Way], kernels: bool) -> list[dict[str, Any]]:

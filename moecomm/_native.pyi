@@ -97,6 +97,16 @@ def landed_bytes(shape: Shape, row_bytes: int, scale_bytes: int) -> int:
     """What a token takes that lands in another domain."""
 
 def window_layout(shape: Shape) -> WindowLayout: ...
+def fused_structs() -> dict[str, tuple[int, list[tuple[str, str, int, int, int]]]]:
+    """The argument structs of csrc/fused: size, and of each field name, type, offset, size, and length of an array.
+
+    A type is the name of a struct (`Context` is in no table), or a scalar as Python's struct module writes it.
+    """
+
+def fused_constants() -> dict[str, int]: ...
+def gemm_shared_bytes(scaled: bool, most_rows: int, stages: int) -> int: ...
+def expert_layer_shared_bytes(scaled: bool, most_rows: int, stages: int) -> int: ...
+def reduce_slot_bytes(topk: int, piece_bytes: int) -> int: ...
 
 class _Struct:
     """A struct of csrc/protocol/args.h.  Starts as zeros; copy.copy() copies it."""

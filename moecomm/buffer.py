@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from moecomm import _native, backends, combine, config, dispatch, shown, signatures
-from moecomm.choices import BackendName, Layout, Quantize, ScaleFormat, ScaleLayout
-from moecomm.core import names
+from moecomm import _native, backends, combine, config, dispatch
+from moecomm.core import names, overloads, shown
+from moecomm.core.choices import BackendName, Layout, Quantize, ScaleFormat, ScaleLayout
 from moecomm.core.memory import WindowMemory
 from moecomm.core.opening import opening
 from moecomm.core.rendezvous import rendezvous
@@ -116,7 +116,7 @@ class Buffer(BufferState):
             "rank %d of %d: %s (%s), %.1f MiB", self.rank, self.num_ranks, self.backend, self.why, self.nbytes / 2**20
         )
 
-    @signatures.typed(signatures.Dispatch)
+    @overloads.typed(signatures.Dispatch)
     @collective()
     def dispatch(
         self,
@@ -184,7 +184,7 @@ class Buffer(BufferState):
         self.made += 1
         return dispatch.finish(self, routed)
 
-    @signatures.typed(signatures.DispatchBegin)
+    @overloads.typed(signatures.DispatchBegin)
     @collective()
     def dispatch_begin(
         self,
@@ -261,7 +261,7 @@ class Buffer(BufferState):
         dispatch.run(routed)
         return dispatch.finish(self, routed)
 
-    @signatures.typed(signatures.Combine)
+    @overloads.typed(signatures.Combine)
     @collective()
     def combine(
         self,
@@ -321,7 +321,7 @@ class Buffer(BufferState):
         """
         return combine.empty(self, handle, self.dtype if dtype is None else dtype)
 
-    moe = signatures.typed(signatures.Moe)(layer.moe)  # dispatch, experts, combine
+    moe = overloads.typed(signatures.Moe)(layer.moe)  # dispatch, experts, combine
 
     @collective(rounds=0)
     def check(self) -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Generic
 import torch
 from typing_extensions import TypeVar
 
-from moecomm import shown
-from moecomm.choices import Layout
+from moecomm.core import shown
+from moecomm.core.choices import Layout
 from moecomm.errors import BadInput
 
 if TYPE_CHECKING:

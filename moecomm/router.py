@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moecomm.choices import GateKind
+from moecomm.core.choices import GateKind
 from moecomm.core.integers import check_integer
 from moecomm.core.validation import (
     MOST_SIZE,

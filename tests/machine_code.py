@@ -19,7 +19,7 @@ from pathlib import Path
 from moecomm.jit.cubin import executable_sections
 from tests import compiled
 
-MODULES = ("device.test_compile", "device.test_plain_kernels", "fused.test_one_launch", "fused.test_schedules")
+MODULES = ("device.test_compile", "device.test_plain_kernels", "fused.test_compute", "fused.test_schedules")
 
 
 def digest(kernel: compiled.Kernel) -> str:

@@ -240,13 +240,13 @@ def test_what_the_dispatch_left_behind_keeps_no_rank_from_the_combine(monkeypatc
     with opened(PAIR | {"ranks": 1}, torch.float32) as ranks:
         (buffer,) = ranks.buffers
         given, looked = layer.prepare(buffer, **case.call(0)), []
-        routed = buffer.dispatch(**given.dispatch)
+        routed = buffer.dispatch(**given.dispatch_arguments())
         given.compute(routed)
         with monkeypatch.context() as context:
             context.setattr(type(buffer), "raise_failure", lambda self: looked.append(self))
-            given.prepare_end(buffer)
+            given.prepare_reduce()
             assert not looked
             combine.prepare(buffer, routed.x, routed.handle)
             assert looked
-        given.run_end()
-        case.check(0, given.finish_end(buffer))
+        given.run_reduce()
+        case.check(0, given.finish_reduce())

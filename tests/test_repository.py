@@ -101,6 +101,59 @@ def test_only_one_header_spins() -> None:
     """Every wait of the protocol has the deadline of protocol/deadline.h."""
     others = [path for path in NATIVE if path.name != "deadline.h"]
     assert those_with(r"while \((true|1)\) *;|while \([^)]*(load|acquire)[^;{]*\) *;", others) == []
+    kernels = [
+        path
+        for path in others
+        if path.suffix == ".cuh" and path.parent.name in ("device", "dispatch", "combine", "fused")
+    ]
+    found = [f"{path.name}: {loop}" for path in kernels for loop in unbounded_loops(path.read_text())]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("while (load_acquire(word) < 3) {\n}", True),
+        ("while (there(load_shared(word)) < tile.row) ;", True),
+        ("for (;;) { if (load_fresh(word) != 0) break; }", True),
+        ("for (i32 tries = 0;; ++tries) { seen = look(load_relaxed(word)); if (seen) break; }", True),
+        ("while (!ready()) {\n}", True),
+        ("for (Polls polls(d);;) { if (load_fresh(word) != 0 || polls.pause() != Waited::ok) break; }", False),
+        ("for (Place at;; at.step()) { copy_wait(&full[at.slot], at.phase); if (load_relaxed(last)) return; }", False),
+        ("while (left > 0) { left -= load_relaxed(word); }", False),
+        ("for (i32 i = 0; i < n; ++i) load_acquire(words + i);", False),
+    ],
+)
+def test_a_loop_that_polls_without_a_deadline_is_found(text: str, found: bool) -> None:
+    assert bool(unbounded_loops(text)) == found
+
+
+def unbounded_loops(text: str) -> list[str]:
+    """Heads of loops that look at memory until it changes: in their condition, or endlessly in their body, unless that
+    has a wait with a deadline or one for a copy.  Loops with neither an end of their own nor a body are such, too.
+    """
+    found, code = [], re.sub(r"//[^\n]*", "", text)
+    for loop in re.finditer(r"(?<!\} )\b(while|for) \(", code):
+        end = closing(code, loop.end(), "()")
+        head, rest = code[loop.end() : end - 1], code[end:].lstrip()
+        body = rest[: closing(rest, 1, "{}")] if rest.startswith("{") else rest[: rest.index(";") + 1]
+        condition = head if loop[1] == "while" else [*head.split(";"), ""][1]
+        endless = not condition.strip() if loop[1] == "for" else condition in ("true", "1")
+        looks = condition + body if endless else condition
+        empty = loop[1] == "while" and body.strip("{}; \n") == ""
+        waits = re.search(r"\bpause\(|\bcopy_wait\(|\bwait_\w+\(", body)
+        if (empty or re.search(r"\bload_\w+\(", looks)) and not waits:
+            found.append(f"{loop[1]} ({head})")
+    return found
+
+
+def closing(text: str, at: int, pair: str) -> int:
+    """Behind what closes the bracket that is open before `at`."""
+    depth = 1
+    while depth:
+        depth += {pair[0]: 1, pair[1]: -1}.get(text[at], 0)
+        at += 1
+    return at
 
 
 def test_text_speaks_of_moecomm_alone() -> None:

@@ -15,7 +15,7 @@ MOECOMM_FN void copy_args(Args& to, const Args& from, i32 threads) {
 
 // A kernel may be launched while the one before it in the stream is still running (programmatic dependent launch).  Until this returns it
 // touches nothing but its arguments and its shared memory.  Two kernels do, since the one before has waited for all others before it let
-// them be launched, and await it last: a dispatch of slips, behind what offers their rows, and the end of a layer (fused/home.cuh).
+// them be launched, and await it last: a dispatch of slips, behind what publishes their rows, and the end of a layer (fused/reduce.cuh).
 MOECOMM_FN void await_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // The kernel after this one may be launched once all blocks have come here, where all of them are resident.  Rounds of few tokens do that.
 // Others are a while yet: the next round's blocks would take multiprocessors that a GEMM beside them wants.  Kernels of a layer of experts

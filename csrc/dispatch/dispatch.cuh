@@ -164,7 +164,7 @@ MOECOMM_FN DispatchCall<cfg, Transport> begin_call(const DispatchArgs& args) {
     copy_args(shared.args, args, cfg.threads());
     const DispatchCall<cfg, Transport> c{a, Transport{a.ctx}, {a.ctx, Op::dispatch, 0}, shared, {}, false, static_cast<i32>(gridDim.x)};
     prepare_block(shared, c);
-    // PublishedRows: the kernel before this one has waited for all before it, and made nothing that is read here (fused/offer.cuh).
+    // PublishedRows: the kernel before this one has waited for all before it, and made nothing that is read here (fused/publish.cuh).
     if constexpr (!cfg.descriptors) await_earlier_kernels();
     __syncthreads();
     return c;

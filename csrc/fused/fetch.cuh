@@ -1,10 +1,11 @@
-// Rows for the first GEMM: some of the blocks fetch them from their homes before they multiply, in the order in which the tiles want them,
-// while the others have begun.  The first rows, which all wait for, all may fetch: a multiprocessor takes in a fraction of what links give.
+// Rows for the first GEMM: some of the blocks fetch them from their source ranks before they multiply, in the order in which the tiles want
+// them, while the others have begun.  The first rows, which all wait for, all may fetch: a multiprocessor takes in a fraction of what links
+// give.
 //
 // Every expert has a copy of its own of a row.  One that is here already is copied from there, and not over the links
 // (RowDescriptor::same), if the rows of its counter, and all before them, are known to have come: nobody waits for that.  Fetching waits
-// for nobody at all: the dispatch has ended, and homes keep their rows until all of this round have landed there.  So every tile that waits
-// for rows is made in the end.
+// for no other block: the dispatch has ended, and source ranks keep their rows until all of this round have been received there.  So every
+// tile that waits for rows is made in the end.
 #pragma once
 #include "../device/bulk.cuh"
 #include "../device/copy.cuh"
@@ -70,7 +71,7 @@ struct Pieces {
     }
 };
 
-// One lane of a warp.  The slip of a row is on its way while the row before is.
+// One lane of a warp.  The descriptor of a row is on its way while the row before is.
 template <RowConfig r, i32 room>
 struct Fetcher {
     static constexpr i32 kRoom = room / kFetchWarps / 128 * 128;
@@ -91,8 +92,16 @@ struct Fetcher {
     MOECOMM_FN static i32 bytes_of_piece(i32 piece) { return min(kPiece, r.bytes() - piece % kPieces * kPiece); }
 
     MOECOMM_FN void look_ahead(Wanted& wanted) {
-        next_row = wanted.next([&] { return atomicAdd(reinterpret_cast<i32*>(a.fetching), 1); });
+        next_row = wanted.next([&] { return atomicAdd(reinterpret_cast<i32*>(a.next_row), 1); });
         if (next_row < wanted.rows) next = reinterpret_cast<const RowDescriptor*>(a.descriptors)[next_row];
+    }
+    // Until there is a place for the number of one more row.  If that does not come in time, this lane fetches no more.
+    MOECOMM_FN bool await_counted(const Wanted& wanted) {
+        const auto counted = [&] { return load_acquire_shared(shared.counted[warp]) > loaded / kPieces - kRowsOpen; };
+        if (wait_until(deadline_of(a.ctx), counted) == Waited::ok) return true;
+        store_relaxed(reinterpret_cast<u32*>(a.failed), 1);
+        next_row = wanted.rows;
+        return false;
     }
     // The next piece; false where that is of another row, and there is none.
     MOECOMM_FN bool load(Wanted& wanted) {
@@ -100,14 +109,13 @@ struct Fetcher {
         if (part == 0) {
             if (next_row >= wanted.rows) return false;
             const i32 row = next_row;
-            const u64 source_rank = a.ctx.peers[next.source_rank()];
+            const u64 source = a.ctx.peers[next.source_rank()];
             const i32 same = next.same();
             const bool here = same >= 0 && same < load_acquire_shared(shared.known);
-            from = here ? a.rows + static_cast<i64>(same) * r.pitch() : source_rank + next.row();
-            reinterpret_cast<u64*>(a.source_ranks)[row] = source_rank + next.receive_buffer();
+            from = here ? a.rows + static_cast<i64>(same) * r.pitch() : source + next.row();
+            reinterpret_cast<u64*>(a.destinations)[row] = source + next.receive_buffer();
             look_ahead(wanted);
-            while (load_acquire_shared(shared.counted[warp]) <= loaded / kPieces - kRowsOpen) {
-            }
+            if (!await_counted(wanted)) return false;
             nth_row(memory, loaded / kPieces) = row;
         }
         bulk_load(memory + slot * kPiece, reinterpret_cast<const u8*>(from) + part * kPiece, bytes_of_piece(loaded),
@@ -129,10 +137,9 @@ struct Fetcher {
     }
 
     MOECOMM_FN void run(Wanted wanted) {
-        fence_async();  // the homes' rows were written before the dispatch
+        fence_async();  // the source ranks' rows were written before the dispatch
         look_ahead(wanted);
-        while (loaded - stored < kSlots && load(wanted)) {
-        }
+        for (i32 slot = 0; slot < kSlots && load(wanted); ++slot) continue;
         while (stored < loaded) {
             store();
             bulk_wait<1>();  // the slots of those before are free
@@ -152,7 +159,8 @@ struct Fetcher {
         auto* const fetched = reinterpret_cast<i32*>(a.fetched);
         Arrivals::Seen seen{};
         i32 counted = shared.counted[warp];
-        for (;;) {
+        const Deadline deadline = deadline_of(a.ctx);
+        for (Polls polls(deadline);;) {
             const i32 word = load_acquire_shared(shared.come[warp]), come = mine ? word & ~FetchShared::kEnded : counted;
             if (__any_sync(kAllLanes, come > counted)) {
                 const i32 full = arrivals.full_by(seen);
@@ -167,7 +175,11 @@ struct Fetcher {
                     store_release_shared(shared.known, full * r.counted);
                 }
                 seen = arrivals.ask(full, [&](i32 counter) { return load_fresh(fetched + counter); });
+                polls = Polls(deadline);
             } else if (__all_sync(kAllLanes, word >= FetchShared::kEnded)) {
+                break;
+            } else if (__any_sync(kAllLanes, polls.pause() != Waited::ok)) {
+                store_relaxed(reinterpret_cast<u32*>(a.failed), 1);
                 break;
             }
         }
@@ -208,7 +220,7 @@ MOECOMM_FN bool await_more(const LayerArgs& a, const Arrivals& arrivals, i32& fu
         return full > before;
     };
     if (wait_until(deadline_of(a.ctx), more) != Waited::ok) {
-        store_relaxed(reinterpret_cast<u32*>(a.late), 1);
+        store_relaxed(reinterpret_cast<u32*>(a.failed), 1);
         full = arrivals.counters();
         return false;
     }
@@ -218,34 +230,5 @@ template <RowConfig r>
 MOECOMM_FN Arrivals arrivals_of(const LayerArgs& a) {
     return {min(*reinterpret_cast<const i32*>(a.num_rows), a.max_rows), r.counted};
 }
-
-// For tiles: rows that are being fetched.  One thread of a block watches their counters, in order, and says in shared memory how many of
-// all rows are there.  Rows that do not come in time are noted, and nobody gets what is made of them: the tiles are made all the same,
-// since others wait for them.
-//
-// Of rows that are cast, scales are read by ordinary loads (scales.cuh): who loads them awaits the tile as well, and is behind the bulk
-// stores that brought them by way of their completion (bulk_wait, which ends in a fence between the proxies), the release that counts them,
-// the watcher's acquire and its release in shared memory.  They come through the first-level cache, which nobody empties for the thread
-// that loads: no line of it may be there from before.  So rows have lines of their own (RowConfig::pitch), and nobody loads scales of a row
-// that is not in a tile that is there.
-template <RowConfig r>
-struct RowsAreFetched {
-    const LayerArgs& a;
-
-    MOECOMM_FN void watch(i32& there) const {
-        const Arrivals arrivals = arrivals_of<r>(a);
-        for (i32 full = 0; full < arrivals.counters();) {
-            await_more(a, arrivals, full);
-            // Not an acquire of each counter: ptxas 13.0 then loads through a descriptor that nobody has loaded (tests/compiled.py).
-            fence_gpu();
-            fence_async();  // they are loaded by copies
-            store_release_shared(there, full * arrivals.counted);
-        }
-    }
-    MOECOMM_FN void await(const Tile& tile, const i32& there) const {
-        while (load_acquire_shared(there) < tile.row + tile.rows) {
-        }
-    }
-};
 
 }  // namespace moecomm

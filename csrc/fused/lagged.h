@@ -2,8 +2,8 @@
 // C++: tests run it on the host.
 //
 // Both cut the same rows into the same row tiles; each has columns of its own, and its tiles in its own order (TileWalk).  First come
-// `lead` tiles of the first product alone.  Then the two take turns, as many tiles each as `turn` row tiles have, until the first has none
-// left, and the rest of the second follows.
+// `lead` tiles of the first product alone.  Then the two take turns, as many tiles each as `rotation_step` row tiles have, until the first
+// has none left, and the rest of the second follows.
 //
 // The rule: a tile of the second product comes after all tiles of the first that make its rows, by at least `lag` tiles of the first.  For
 // where the second has j tiles, the first, whose turns come before the second's, has lead + j * first / second at least.  Let j be in a
@@ -21,8 +21,8 @@ namespace moecomm {
 class LaggedWalk {
   public:
     // Groupings that differ in their columns alone, and what TileWalk counts of them.
-    MOECOMM_BOTH LaggedWalk(const Grouping& first, const Grouping& second, const i32* counts, RowTiles rows, i32 lag, i32 turn)
-        : first_(first, counts), second_(second, counts), columns_{first.column_tiles, second.column_tiles}, turn_(turn) {
+    MOECOMM_BOTH LaggedWalk(const Grouping& first, const Grouping& second, const i32* counts, RowTiles rows, i32 lag, i32 rotation_step)
+        : first_(first, counts), second_(second, counts), columns_{first.column_tiles, second.column_tiles}, rotation_step_(rotation_step) {
         all_ = rows.all * columns_[0];
         lead_ = all_ - rows.widest * columns_[0] <= lag ? all_ : rows.widest * columns_[0] + lag;
     }
@@ -45,13 +45,13 @@ class LaggedWalk {
     }
     // Of so many that take turns, those of the first product.
     MOECOMM_BOTH i32 before(i32 alternately) const {
-        const i32 mine = turn_ * columns_[0], both = mine + turn_ * columns_[1], rest = alternately % both;
+        const i32 mine = rotation_step_ * columns_[0], both = mine + rotation_step_ * columns_[1], rest = alternately % both;
         return alternately / both * mine + (rest < mine ? rest : mine);
     }
 
     TileWalk first_, second_;
     i32 columns_[2];  // tiles of them
-    i32 turn_;
+    i32 rotation_step_;
     i32 all_, lead_;  // tiles of the first product; those before any of the second
 };
 

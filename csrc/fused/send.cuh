@@ -1,4 +1,4 @@
-// What experts have made, on its way home.
+// What experts have made, on its way to the source ranks.
 #pragma once
 #include "../device/grid.cuh"
 #include "../gemm/policies.cuh"
@@ -6,12 +6,12 @@
 
 namespace moecomm {
 
-// Rows of the product, each to its place at its home; the last block says so to everybody.
-struct StoreAtSourceRank {
+// Rows of the product, each to its place in the receive buffer of its source rank; the last block says so to everybody.
+struct SendRows {
     const LayerArgs& a;
 
     MOECOMM_FN void store(i32 row, i32 column, const uint4& values) const {
-        const u64 to = reinterpret_cast<const u64*>(a.source_ranks)[row] + static_cast<u64>(column) * 2;
+        const u64 to = reinterpret_cast<const u64*>(a.destinations)[row] + static_cast<u64>(column) * 2;
         asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(values.x), "r"(values.y), "r"(values.z), "r"(values.w)
                      : "memory");
     }
@@ -24,7 +24,7 @@ struct StoreAtSourceRank {
         if (round == 0) return;
         fence_system();  // once: a release to each rank takes as long as this
         for (i32 p = 0; p < a.ctx.shape.ranks; ++p)
-            store_relaxed(reinterpret_cast<u64*>(a.ctx.peers[p] + landed_at(a.ctx, a.ctx.rank)), tag_signal(round));
+            store_relaxed(reinterpret_cast<u64*>(a.ctx.peers[p] + received_at(a.ctx, a.ctx.rank)), tag_signal(round));
     }
 };
 

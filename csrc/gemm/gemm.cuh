@@ -16,7 +16,6 @@
 namespace moecomm {
 
 constexpr i32 kLoaderRegisters = 40, kMathRegisters = 232;
-constexpr i32 kGemmThreads = (1 + kMathGroups) * kWarpgroup;
 static_assert((kLoaderRegisters + kMathGroups * kMathRegisters) * kWarpgroup <= 65536, "registers of a multiprocessor");
 
 template <GemmConfig c>
@@ -25,8 +24,6 @@ struct GemmShared {
     u8 staging[kMathGroups][2 * c.stage_bytes()];
     RingBarriers<c> barriers;
     i32 counts[kMostGroups];
-    i32 early;  // tiles that are not the helpers'
-    i32 there;  // rows that are
     RingScales<c> scales;
 
     // From the begin on: what only copies and warps that multiply fill.
@@ -42,17 +39,12 @@ MOECOMM_FN i32 place_in_cluster() {
 template <GemmConfig c>
 struct MyTiles {
     TileWalk walk;
-    const GemmArgs& args;
-    const i32& early;  // in shared memory
     i32 next;
 
-    MOECOMM_FN MyTiles(const GemmArgs& gemm_args, const GemmShared<c>& s)
-        : walk(gemm_args.grouping, s.counts), args(gemm_args), early(s.early), next(c.helped ? deal().first(cluster()) : cluster()) {}
-    MOECOMM_FN static i32 cluster() { return blockIdx.x / c.cluster; }
-    MOECOMM_FN Deal deal() const { return {static_cast<i32>(gridDim.x) / c.cluster, args.helpers / c.cluster, early}; }
+    MOECOMM_FN MyTiles(const GemmArgs& args, const GemmShared<c>& s) : walk(args.grouping, s.counts), next(blockIdx.x / c.cluster) {}
     MOECOMM_FN bool take(Tile& tile) {
         const bool found = walk.find(next, tile);
-        next = c.helped ? deal().next(cluster(), next) : next + static_cast<i32>(gridDim.x) / c.cluster;
+        next += static_cast<i32>(gridDim.x) / c.cluster;
         return found;
     }
 };
@@ -93,13 +85,12 @@ MOECOMM_FN void load_tile(GemmShared<c>& s, const GemmArgs& args, const Tile& ti
 }
 
 // One thread: tile after tile.
-template <GemmConfig c, class Rows>
-MOECOMM_FN void load_tiles(GemmShared<c>& s, const GemmArgs& args, const Rows& rows) {
+template <GemmConfig c>
+MOECOMM_FN void load_tiles(GemmShared<c>& s, const GemmArgs& args) {
     const i32 rank = place_in_cluster<c>();
     RingPlace<c> place;
     MyTiles<c> tiles(args, s);
     for (Tile tile; tiles.take(tile);) {
-        rows.await(tile, s.there);
         load_tile<c, c.apart>(s, args, tile, rank, place);
     }
 }
@@ -125,13 +116,12 @@ MOECOMM_FN void load_scales_of(GemmShared<c>& s, const GemmArgs& args, const Til
 }
 
 // A warp: tile after tile.
-template <GemmConfig c, class Rows>
-MOECOMM_FN void load_scales(GemmShared<c>& s, const GemmArgs& args, const Rows& rows) {
+template <GemmConfig c>
+MOECOMM_FN void load_scales(GemmShared<c>& s, const GemmArgs& args) {
     const i32 rank = place_in_cluster<c>();
     RingPlace<c> place;
     MyTiles<c> tiles(args, s);
     for (Tile tile; tiles.take(tile);) {
-        rows.await(tile, s.there);
         load_scales_of<c, c>(s, args, tile, rank, place);
     }
 }
@@ -206,44 +196,6 @@ MOECOMM_FN void make_tiles(GemmShared<c>& s, const GemmArgs& args, const Out& ou
     }
 }
 
-template <GemmConfig c, class Rows, class Out>
-MOECOMM_FN void run_gemm(const GemmArgs& args, const Rows& rows, const Out& out) {
-    extern __shared__ __align__(1024) u8 memory[];
-    auto& s = *reinterpret_cast<GemmShared<c>*>(memory);
-    static_assert(sizeof(GemmShared<c>) <= c.shared_bytes, "kernels.py bounds it");
-    if (threadIdx.x == 0) {
-        s.there = 0;
-        prefetch_map(args.w);
-        for (const TensorMap& map : args.x) prefetch_map(map);
-        s.barriers.init();
-        barrier_init_done();
-    }
-    await_earlier_kernels();
-    let_next_kernel_launch();
-    for (i32 g = threadIdx.x; g < args.grouping.groups; g += kGemmThreads) s.counts[g] = reinterpret_cast<const i32*>(args.counts)[g];
-    if constexpr (c.helped) {
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            const i64 all = TileWalk::count<c.most_rows>(args.grouping, s.counts);
-            s.early = static_cast<i32>(all * args.early >> 10);
-        }
-    }
-    sync_cluster<c.cluster>();
-    if (threadIdx.x < kWarpgroup) {
-        leave_registers<kLoaderRegisters>();
-        if (threadIdx.x == 0) load_tiles(s, args, rows);
-        if (threadIdx.x == kWarp) rows.watch(s.there);
-        if constexpr (c.scaled()) {
-            if (warp_id() == 2) load_scales(s, args, rows);
-        }
-    } else {
-        take_registers<kMathRegisters>();
-        make_tiles(s, args, out);
-        out.end();
-    }
-    if constexpr (c.cluster > 1) sync_cluster<c.cluster>();  // what others load for us, and their arrivals, must find us here
-}
-
 // Where a product goes that stays here.
 template <GemmConfig c>
 MOECOMM_FN auto store_here(const GemmArgs& args) {
@@ -257,7 +209,30 @@ MOECOMM_FN auto store_here(const GemmArgs& args) {
 
 template <GemmConfig c>
 MOECOMM_FN void grouped_gemm(const GemmArgs& args) {
-    run_gemm<c>(args, RowsAreHere{}, store_here<c>(args));
+    extern __shared__ __align__(1024) u8 memory[];
+    auto& s = *reinterpret_cast<GemmShared<c>*>(memory);
+    static_assert(sizeof(GemmShared<c>) <= c.shared_bytes(), "gemm_shared_bytes bounds it");
+    if (threadIdx.x == 0) {
+        prefetch_map(args.w);
+        for (const TensorMap& map : args.x) prefetch_map(map);
+        s.barriers.init();
+        barrier_init_done();
+    }
+    await_earlier_kernels();
+    let_next_kernel_launch();
+    for (i32 g = threadIdx.x; g < args.grouping.groups; g += kGemmThreads) s.counts[g] = reinterpret_cast<const i32*>(args.counts)[g];
+    sync_cluster<c.cluster>();
+    if (threadIdx.x < kWarpgroup) {
+        leave_registers<kLoaderRegisters>();
+        if (threadIdx.x == 0) load_tiles(s, args);
+        if constexpr (c.scaled()) {
+            if (warp_id() == 2) load_scales(s, args);
+        }
+    } else {
+        take_registers<kMathRegisters>();
+        make_tiles(s, args, store_here<c>(args));
+    }
+    if constexpr (c.cluster > 1) sync_cluster<c.cluster>();  // what others load for us, and their arrivals, must find us here
 }
 
 }  // namespace moecomm

@@ -1,8 +1,5 @@
-// Where the rows of a grouped GEMM come from, and where its tiles go.
+// Where the tiles of a grouped GEMM go.
 //
-// Rows::await(tile, there)              by the loader of each block, before it loads rows of this tile
-// Rows::watch(there)                    by another of its threads, all the while: `there`, in shared memory and 0 at first, is theirs
-// Out::end()                            by all threads that multiply, once nothing is left to store
 // Out::store(row, column, values)       by any thread: 8 values from `column` on, a multiple of 8, of a row of the product
 // Out::store_scale(row, column, scale)  where the product is cast: the scale of its columns from this one on
 #pragma once
@@ -10,18 +7,11 @@
 
 namespace moecomm {
 
-// All rows are there before the kernel begins.
-struct RowsAreHere {
-    MOECOMM_FN void await(const Tile&, const i32&) const {}
-    MOECOMM_FN void watch(i32&) const {}
-};
-
 // A matrix in our own memory, rows of `columns` values of 2 bytes.
 struct StoreRows {
     u64 out;
     i32 columns;
 
-    MOECOMM_FN void end() const {}
     MOECOMM_FN void store(i32 row, i32 column, const uint4& values) const {
         asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(out + (static_cast<u64>(row) * columns + column) * 2), "r"(values.x),
                      "r"(values.y), "r"(values.z), "r"(values.w)
@@ -35,7 +25,6 @@ struct StoreCastRows {
     i32 columns;
     i64 pitch;  // scales from row to row
 
-    MOECOMM_FN void end() const {}
     MOECOMM_FN void store(i32 row, i32 column, const uint2& values) const {
         asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(out + static_cast<u64>(row) * columns + column), "r"(values.x), "r"(values.y)
                      : "memory");

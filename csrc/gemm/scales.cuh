@@ -8,8 +8,6 @@
 
 namespace moecomm {
 
-constexpr i32 kWeightScales = kMathGroups * 2 * 2;  // of a slot: of each warpgroup, each part, gate rows and up rows
-
 struct SlotScales {
     u32 address;  // in shared memory
 

@@ -1,13 +1,9 @@
 // Tensor copies (TMA) of a box into shared memory, for one block or for several of a cluster, and barriers across the cluster.
 #pragma once
 #include "../device/bulk.cuh"
+#include "args.h"
 
 namespace moecomm {
-
-// CUtensorMap, as cuTensorMapEncodeTiled makes it.
-struct alignas(64) TensorMap {
-    u64 words[16];
-};
 
 // How long what is loaded shall stay in the second-level cache: the constants that CUTLASS uses (TMA::CacheHintSm90).
 constexpr u64 kKeepNormal = 0x1000000000000000ull, kKeepLeast = 0x12f0000000000000ull;

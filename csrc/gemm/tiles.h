@@ -32,21 +32,6 @@ struct Grouping {
     i32 unit, most_rows;  // of rows; the second is a multiple of the first
 };
 
-// Who makes which tiles.  Of the clusters of a launch the first `helpers` do something else before; of all tiles the first `early` are the
-// others', dealt out in turn, and the rest everybody's.
-struct Deal {
-    i32 clusters, helpers, early;
-
-    // The first tile of a cluster, and the one after `tile`.
-    MOECOMM_BOTH i32 first(i32 cluster) const { return cluster < helpers ? late(cluster) : from(cluster, cluster - helpers); }
-    MOECOMM_BOTH i32 next(i32 cluster, i32 tile) const { return tile < early ? from(cluster, tile + clusters - helpers) : tile + clusters; }
-
-  private:
-    MOECOMM_BOTH i32 from(i32 cluster, i32 tile) const { return tile < early ? tile : late(cluster); }
-    // Helpers last: they may be late.
-    MOECOMM_BOTH i32 late(i32 cluster) const { return early + (cluster < helpers ? clusters - helpers + cluster : cluster - helpers); }
-};
-
 struct RowTiles {
     i32 all;
     i32 widest;  // of a band

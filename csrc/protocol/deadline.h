@@ -1,4 +1,5 @@
-// The only loop of moecomm that may spin.  Every wait ends: the condition holds, the deadline has passed, or somebody set an abort word.
+// The pace of every loop that may spin, and the loop that most waits are.  Every wait ends: the condition holds, the deadline has passed,
+// or somebody set an abort word.
 #pragma once
 #include "order.h"
 
@@ -40,35 +41,63 @@ MOECOMM_FN u32 cycles() {
     return c;
 }
 
+// Between the looks of one wait.
+class Polls {
+  public:
+    MOECOMM_FN explicit Polls(const Deadline& d) : deadline_(&d), since_(cycles()) {}
+
+    // After a look that has found nothing: whether to look again.
+    MOECOMM_FN Waited pause() {
+        if (++polls_ > kEagerPolls) nap();
+        if (cycles() - since_ < kLookCycles) return Waited::ok;
+        since_ = cycles();
+        if (load_relaxed(deadline_->abort_here) != 0 || load_relaxed(deadline_->abort_host) != 0) return Waited::aborted;
+        const u64 now = now_ns();
+        if (start_ == 0) start_ = now;
+        return now - start_ > deadline_->timeout_ns ? Waited::timeout : Waited::ok;
+    }
+
+  private:
+    const Deadline* deadline_;
+    u64 start_ = 0;
+    u32 polls_ = 0, since_;
+};
+
 // Polls `ready()` until it is true.
 template <class Ready>
 MOECOMM_FN Waited wait_until(const Deadline& d, Ready ready) {
-    u64 start = 0;
-    u32 polls = 0;
-    for (u32 since = cycles();;) {
+    for (Polls polls(d);;) {
         if (ready()) return Waited::ok;
-        if (++polls > kEagerPolls) nap();
-        if (cycles() - since < kLookCycles) continue;
-        since = cycles();
-        if (load_relaxed(d.abort_here) != 0 || load_relaxed(d.abort_host) != 0) return Waited::aborted;
-        const u64 now = now_ns();
-        if (start == 0) start = now;
-        if (now - start > d.timeout_ns) return Waited::timeout;
+        if (const Waited waited = polls.pause(); waited != Waited::ok) return waited;
     }
 }
 
 #else
 
+class Polls {
+  public:
+    explicit Polls(const Deadline& d) : deadline_(&d), start_(now_ns()) {}
+
+    Waited pause() {
+        const Deadline& d = *deadline_;
+        back_off(++tries_);
+        if (load_relaxed(d.abort_here) != 0 || load_relaxed(d.abort_host) != 0) return Waited::aborted;
+        return now_ns() - start_ > d.timeout_ns ? Waited::timeout : Waited::ok;
+    }
+
+  private:
+    const Deadline* deadline_;
+    u64 start_;
+    u32 tries_ = 0;
+};
+
 // Polls `ready()` until it is true.
 template <class Ready>
 Waited wait_until(const Deadline& d, Ready ready) {
     if (ready()) return Waited::ok;
-    const u64 start = now_ns();
-    for (u32 tries = 1;; ++tries) {
+    for (Polls polls(d);;) {
         if (ready()) return Waited::ok;
-        back_off(tries);
-        if (load_relaxed(d.abort_here) != 0 || load_relaxed(d.abort_host) != 0) return Waited::aborted;
-        if (now_ns() - start > d.timeout_ns) return Waited::timeout;
+        if (const Waited waited = polls.pause(); waited != Waited::ok) return waited;
     }
 }
 

@@ -16,7 +16,7 @@ import torch
 
 from moecomm import _native
 from moecomm.backends.collective import NoRoom, all_or_none
-from moecomm.choices import BackendName
+from moecomm.core.choices import BackendName
 from moecomm.core.rendezvous import Rendezvous
 from moecomm.errors import BadInput, Unsupported
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from moecomm.choices import BackendName
+from moecomm.core.choices import BackendName
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.settings import Settings
 from moecomm.dispatch import LAYOUTS

@@ -16,7 +16,7 @@ from moecomm.bench import kernels
 from moecomm.bench.clock import Call, Clock, percentiles
 from moecomm.bench.ranks import Step, device_of, progress, together
 from moecomm.bench.receive_buffer import ReceiveBuffer
-from moecomm.choices import BackendName
+from moecomm.core.choices import BackendName
 from moecomm.jit.plain_kernel import launch
 
 Move = tuple[int, int, int]  # to, from, bytes

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from moecomm.bench.case import Case
 from moecomm.bench.clock import Clock, percentiles
 from moecomm.bench.ranks import device_of, on_ranks, progress
-from moecomm.choices import Layout
 from moecomm.compat import deep_ep
+from moecomm.core.choices import Layout
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.settings import MAX_TOPK
 from moecomm.dispatch.reference import quantize

@@ -18,16 +18,16 @@ from moecomm.bench.exchange import nccl_group
 from moecomm.bench.ranks import device_of, on_ranks, progress, together
 from moecomm.bench.torch_layer import TorchLayer
 from moecomm.buffer import Buffer
-from moecomm.choices import BackendName
+from moecomm.core.choices import BackendName
 from moecomm.core.settings import Settings
 from moecomm.errors import BadInput
 from moecomm.fused import Fp8, quantize_weights
 from moecomm.fused.fp8_experts import apply_fp8_experts
-from moecomm.fused.layer import FORMS, apply_experts
+from moecomm.fused.layer import apply_experts
 from moecomm.router import Model, random_routing
 
-# Variants of our layer; FP8 also of its parts, and before the name of a form (FORMS).
-SEQUENTIAL, FP8 = "sequential", "fp8"
+# Variants of our layer, as results name them; FP8 also of its parts, and before FUSED.
+SEQUENTIAL, FUSED, FP8 = "sequential", "one launch", "fp8"
 _CHAINED_TOKENS, _MOST_CHAINED = 16384, 20
 
 Call = Callable[[], Any]
@@ -111,8 +111,8 @@ def _weights(case: Case, model: Model, rank: int, device: torch.device) -> dict[
 
 
 def _window_bytes(case: Case, model: Model, tokens: int) -> int | None:
-    """As many bytes as of four ranks: graphs of all forms keep their outputs side by side, a rank has as many rows of
-    as many ranks, and the worst case of few ranks, which a window has room for twice, is not much more than they.
+    """As many bytes as of four ranks: graphs of all variants keep their outputs side by side, a rank has as many rows
+    of as many ranks, and the worst case of few ranks, which a window has room for twice, is not much more than they.
     """
     if case.ranks >= 4:
         return None
@@ -199,7 +199,8 @@ class Layers:
         w13, w2 = self._weights["w13"], self._weights["w2"]
         layer = partial(self.buffer.moe, **self._routing, w13=w13, w2=w2, **ours)
         yield ("moecomm", "layer", SEQUENTIAL), lambda: partial(layer, fused=False)
-        yield from self._forms(layer, "")
+        if self.buffer.device.type == "cuda":
+            yield ("moecomm", "layer", FUSED), lambda: partial(layer, fused=True)
         yield ("moecomm", "dispatch", ""), lambda: partial(self.buffer.dispatch, **self._routing, **ours, sync=False)
         rows, counts = arrived.x, arrived.tokens_per_expert
         expected = max(1, len(rows) // len(w2))
@@ -224,18 +225,14 @@ class Layers:
         dispatch = partial(self.buffer.dispatch, **self._routing, **ours, quantize="fp8")
         layer = partial(self.buffer.moe, **self._routing, w13=w13, w2=w2, **ours)
         yield ("moecomm", "layer", FP8), lambda: partial(layer, fused=False)
-        yield from self._forms(layer, f"{FP8}, ")
+        if self.buffer.device.type == "cuda":
+            yield ("moecomm", "layer", f"{FP8}, {FUSED}"), lambda: partial(layer, fused=True)
         yield ("moecomm", "dispatch", FP8), lambda: partial(dispatch, sync=False)
         arrived: Any = dispatch(sync=True)
         rows, counts = Fp8(arrived.x, arrived.scales), arrived.tokens_per_expert
         expected = max(1, len(arrived.x) // len(w2.data))
         gemms = partial(apply_fp8_experts, rows, w13, w2, counts, torch.bfloat16, expected_rows=expected)
         yield ("moecomm", "GEMMs", FP8), lambda: gemms
-
-    def _forms(self, layer: Callable[..., Any], prefix: str) -> Iterator[tuple[Key, Callable[[], Call]]]:
-        if self.buffer.device.type == "cuda":
-            for form in FORMS:
-                yield ("moecomm", "layer", f"{prefix}{form}"), partial(partial, layer, fused=form)
 
     def _tried(self, make: Callable[[], Call]) -> Call:
         """Once before it is timed: one that fails here does so before other ranks wait for it in the Clock."""

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moecomm import backends, config
-from moecomm.choices import BackendName
+from moecomm.core.choices import BackendName
 from moecomm.core.rendezvous import rendezvous
 from moecomm.errors import BadInput
 from moecomm.tools.launch import launch

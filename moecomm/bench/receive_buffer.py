@@ -12,8 +12,8 @@ import torch.distributed as dist
 from moecomm.backends.gin import spare_signal
 from moecomm.backends.lsa import LsaSession
 from moecomm.buffer import Buffer
-from moecomm.choices import BackendName
 from moecomm.core.arrays import window_tensor
+from moecomm.core.choices import BackendName
 from moecomm.core.rendezvous import rendezvous
 from moecomm.errors import Mismatch
 

@@ -19,7 +19,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "dispatch": ("dispatch/dispatch.cuh",),
     "combine": ("combine/combine.cuh",),
     "GEMM": ("gemm/gemm.cuh",),
-    "fused layer": ("fused/offer.cuh", "fused/one_launch.cuh", "fused/home.cuh"),
+    "fused layer": ("fused/publish.cuh", "fused/expert_layer.cuh", "fused/reduce.cuh"),
     "passes": (
         "elementwise/padding.cuh",
         "elementwise/routing_map.cuh",

@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar, cast
 
 from moecomm import _native, backends
-from moecomm.compiling import not_traced
 from moecomm.core import failures, forks
+from moecomm.core.compiling import not_traced
 from moecomm.errors import Closed, ConcurrentCall, MoecommError, OutOfStep, RoundFailed
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 
 from moecomm import _native
-from moecomm.choices import Layout, ScaleFormat, ScaleLayout
 from moecomm.core.arrays import as_tensor, check_rows, check_tensor
+from moecomm.core.choices import Layout, ScaleFormat, ScaleLayout
 from moecomm.core.integers import check_alignment, check_integer, is_integer
 from moecomm.core.validation import check_flag, check_name
 from moecomm.errors import BadInput, Closed

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from moecomm import _native
-from moecomm.choices import Layout
 from moecomm.core import signature
+from moecomm.core.choices import Layout
 from moecomm.core.integers import is_integer
 from moecomm.dispatch import outputs
 from moecomm.dispatch.arguments import LAYOUTS, SCALE_FORMATS, SCALE_LAYOUTS, Tensors, scale_columns, scale_dtype

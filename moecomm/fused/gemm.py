@@ -10,14 +10,15 @@ import torch
 
 from moecomm import _native
 from moecomm.backends import cuda_driver
-from moecomm.choices import Activation, Quantize
 from moecomm.core.arrays import note_written
+from moecomm.core.choices import Activation, Quantize
 from moecomm.core.integers import check_integer
 from moecomm.errors import Unsupported
 from moecomm.fused import kernels, reference, schedules, tensor_maps
 from moecomm.fused.fp8 import Fp8, Operand
 from moecomm.fused.operands import Operands, check_counts, check_operands, result
 from moecomm.fused.schedules import BAND, FP8_BAND, Schedule, block_columns
+from moecomm.fused.structs import GemmArgs, Grouping
 from moecomm.fused.weights import GRANULARITY
 from moecomm.jit.plain_kernel import launch
 
@@ -159,7 +160,7 @@ def multiply(
 
 def arguments(
     given: Operands, apart: bool, out: int, out_scales: torch.Tensor | None, schedule: Schedule, alignment: int = 1
-) -> kernels.GemmArgs:
+) -> GemmArgs:
     """What a launch is told; `out`: an address.  Rows of x may lie apart.  Shared by launches with the same addresses:
     not to be written to.
     """
@@ -184,24 +185,26 @@ def _told(
     alignment: int,
     apart: bool,
     schedule: Schedule,
-) -> kernels.GemmArgs:
+) -> GemmArgs:
     """Worked out once: ten maps or so take longer to look up than all else of a call."""
     x, w, counts, out = at
     (groups, columns, depth), rows = w_shape, math.prod(x_shape[:-1])
-    args = kernels.GemmArgs(
+    args = GemmArgs(
         w=_weight_map(w, w_shape, dtype, apart),
         out=out,
         counts=counts,
         columns=columns,
         depth=depth,
-        groups=groups,
-        alignment=alignment,
-        group_rows=x_shape[1] if len(x_shape) == 3 else 0,
-        rows=rows,
-        column_tiles=-(-columns // (block_columns(dtype) * schedule.cluster)),
-        band=FP8_BAND if dtype == kernels.FP8 else BAND,
-        unit=schedule.row_unit,
-        most_rows=schedule.most_rows,
+        grouping=Grouping(
+            groups=groups,
+            alignment=alignment,
+            group_rows=x_shape[1] if len(x_shape) == 3 else 0,
+            rows=rows,
+            column_tiles=-(-columns // (block_columns(dtype) * schedule.cluster)),
+            band=FP8_BAND if dtype == kernels.FP8 else BAND,
+            unit=schedule.row_unit,
+            most_rows=schedule.most_rows,
+        ),
     )
     step = kernels.SLOT_ROW_BYTES // dtype.itemsize
     box, index = schedule.row_unit // schedule.cluster, 0

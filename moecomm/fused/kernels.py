@@ -1,22 +1,21 @@
-"""The kernels of csrc/fused: what they are compiled for, and the struct that they are launched with."""
+"""The kernels of csrc/fused, and what they are compiled for."""
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
-from moecomm.fused.schedules import Schedule, block_columns
-from moecomm.fused.tensor_maps import TensorMap
+from moecomm import _native
+from moecomm.fused.schedules import Schedule
 from moecomm.jit.plain_kernel import PlainKernel
 
-THREADS = 384  # kGemmThreads
-MOST_GROUPS = 512  # kMostGroups
-SLOT_ROW_BYTES = 128  # kSlotRowBytes
-ROW_MAPS = 5  # kRowMaps
+_CONSTANTS = _native.fused_constants()
+THREADS, MOST_GROUPS = _CONSTANTS["gemm_threads"], _CONSTANTS["most_groups"]
+SLOT_ROW_BYTES = _CONSTANTS["slot_row_bytes"]
+LEAST_COUNTED, PUBLISH_THREADS = _CONSTANTS["least_counted"], _CONSTANTS["publish_threads"]
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # of products
 FP8 = torch.float8_e4m3fn
 NAMES = {**TYPES, FP8: "e4m3"}  # of Type
@@ -34,70 +33,23 @@ class SharedKernel(PlainKernel):
         return self.shared
 
 
+def gemm_config(
+    dtype: torch.dtype, swiglu: bool, apart: bool, schedule: Schedule, out: torch.dtype | None = None
+) -> str:
+    """GemmConfig of csrc/gemm/config.cuh; `out`: of the product, if not `dtype`."""
+    fields = {"swiglu": swiglu, "apart": apart, **dataclasses.asdict(schedule)}
+    config = f".type = Type::{NAMES[dtype]}, .out = Type::{NAMES[out or dtype]}, "
+    return f"GemmConfig{{{config}{', '.join(f'.{name} = {str(value).lower()}' for name, value in fields.items())}}}"
+
+
 @lru_cache(maxsize=64)
 def gemm_kernel(
-    dtype: torch.dtype,
-    swiglu: bool,
-    apart: bool,
-    schedule: Schedule,
-    header: str = "gemm/gemm",
-    function: str = "grouped_gemm",
-    args: str = "GemmArgs",
-    more: str = "",
-    helped: bool = False,
-    out: torch.dtype | None = None,
-    beside: int = 0,
+    dtype: torch.dtype, swiglu: bool, apart: bool, schedule: Schedule, out: torch.dtype | None = None
 ) -> SharedKernel:
-    """The grouped GEMM, or another function of such a GemmConfig (csrc/gemm/config.cuh) and `more`.
-
-    `out`: of the product, if not `dtype`.  `beside`: bytes of shared memory that the function has besides.
-    """
-    scaled = dtype == FP8
-    slot = (block_columns(dtype) + schedule.most_rows) * SLOT_ROW_BYTES + 16  # and two barriers
-    if scaled:
-        slot += 4 * (schedule.most_rows + 8)  # kWeightScales
-    shared = schedule.stages * slot + 2 * 2 * (4096 if scaled else 8192) + MOST_GROUPS * 4 + 16 + beside
-    fields = {
-        "swiglu": swiglu,
-        "apart": apart,
-        **dataclasses.asdict(schedule),
-        "shared_bytes": shared,
-        "helped": helped,
-    }
-    config = f".type = Type::{NAMES[dtype]}, .out = Type::{NAMES[out or dtype]}, "
-    config += ", ".join(f".{name} = {str(value).lower()}" for name, value in fields.items())
-    entry = f"{function}<GemmConfig{{{config}}}{more}>"
-    return SharedKernel(header, entry, args, THREADS, cluster=schedule.cluster, shared=shared)
-
-
-class GemmArgs(ctypes.Structure):
-    """GemmArgs of csrc/gemm/config.cuh."""
-
-    _fields_ = (
-        ("w", TensorMap),
-        ("x", TensorMap * ROW_MAPS),
-        ("out", ctypes.c_uint64),
-        ("counts", ctypes.c_uint64),
-        ("columns", ctypes.c_int32),
-        ("depth", ctypes.c_int32),
-        # Grouping of csrc/gemm/tiles.h
-        ("groups", ctypes.c_int32),
-        ("alignment", ctypes.c_int32),
-        ("group_rows", ctypes.c_int32),
-        ("rows", ctypes.c_int32),
-        ("column_tiles", ctypes.c_int32),
-        ("band", ctypes.c_int32),
-        ("unit", ctypes.c_int32),
-        ("most_rows", ctypes.c_int32),
-        ("helpers", ctypes.c_int32),
-        ("early", ctypes.c_int32),
-        ("x_scales", ctypes.c_uint64),
-        ("w_scales", ctypes.c_uint64),
-        ("out_scales", ctypes.c_uint64),
-        ("x_scale_row", ctypes.c_int64),
-        ("x_scale_column", ctypes.c_int64),
-        ("unused", ctypes.c_uint64 * 3),
-    )
+    """The grouped GEMM; `out`: of the product, if not `dtype`."""
+    entry = f"grouped_gemm<{gemm_config(dtype, swiglu, apart, schedule, out)}>"
+    shared = _native.gemm_shared_bytes(dtype == FP8, schedule.most_rows, schedule.stages)
+    return SharedKernel("gemm/gemm", entry, "GemmArgs", THREADS, cluster=schedule.cluster, shared=shared)
 
 
 @lru_cache

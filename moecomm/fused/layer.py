@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import grouped_mm, pad, silu
 
-from moecomm import combine, dispatch
-from moecomm.choices import Activation, Fused
 from moecomm.core.arrays import as_tensor, check_tensor, note_written, warn_of_gradients
+from moecomm.core.choices import Activation
 from moecomm.core.state import collective
 from moecomm.core.validation import check_flags, check_name
 from moecomm.dispatch.arguments import check_max_rows
 from moecomm.errors import BadInput
-from moecomm.fused import kernels, one_launch, reference, two_launches
+from moecomm.fused import kernels, pipeline, reference
 from moecomm.fused.fp8 import Fp8
 from moecomm.fused.fp8_experts import apply_fp8_experts, as_weights, check_fp8
 from moecomm.fused.gemm import multiply
 from moecomm.fused.operands import Operands
+from moecomm.fused.pipeline import Fused, Pipeline, Unfused
 from moecomm.fused.weights import deinterleave
 
 if TYPE_CHECKING:
@@ -49,9 +50,7 @@ FUSED_FROM = {
     (torch.float16, 8): (64, 1024, math.inf),
     (kernels.FP8, 8): (64, 2048, math.inf),
 }
-APART = "one after the other"
-FORMS = {"two launches": two_launches.Layer, "one launch": one_launch.OneLaunch}
-FORM = "one launch"  # what fused=True means: of nearly all sizes the faster (bench/results/moe-*-h200-4.json)
+_ALIASES = {"one launch": True, "one after the other": False}
 
 
 @collective(rounds=2)
@@ -71,7 +70,7 @@ def moe(
     wire: torch.dtype | None = None,
     num_sms: int | None = None,
     check_weights: bool = False,
-    fused: bool | Fused | None = None,
+    fused: bool | None = None,
 ) -> Any:
     """Every token through its experts: dispatch, their two GEMMs, combine.  Collective; on the current stream.
 
@@ -105,11 +104,11 @@ def moe(
         wire, num_sms: see Buffer.combine; num_sms also of the dispatch.
         check_weights: see Buffer.dispatch.
         fused: True: rows travel while the experts compute, which wants our own GEMMs and one domain, without `wire` and
-            `check_weights`, else a warning says so once.  "two launches", "one launch": the same, in a form that is
-            chosen (moecomm.fused.two_launches, .one_launch); True is the latter.  False, or "one after the other".
+            `check_weights`, else a warning says so once.  False: before and after.
             None: True or False, as was faster (of 8 ranks: should be) with such weights, so many ranks and so many rows
             in a Buffer that is full (FUSED_FROM), if it can be; few tokens in a large Buffer were no slower so, either.
-            The same on all ranks; the bits are the same.
+            The same on all ranks; the bits are the same.  "one launch" and "one after the other" are deprecated names
+            of True and False.
 
     Returns:
         `[T, H]`: sum over k of w_k * w2 (silu(w1 x) * w3 x), plus bias; zeros (plus bias) for a token with no expert.
@@ -137,79 +136,9 @@ def moe(
         check_weights=check_weights,
         fused=fused,
     )
-    routed = dispatch.prepare(buffer, **given.dispatch)
-    dispatch.run(routed)
-    given.compute(dispatch.finish(buffer, routed))
-    given.prepare_end(buffer)
-    given.run_end()
+    out = pipeline.run(buffer, given)
     buffer.made += 2  # a dispatch and a combine, or what stands for them
-    return given.finish_end(buffer)
-
-
-class Prepared(Protocol):
-    """A layer whose arguments are in order, in the parts in which ranks of one process call it together."""
-
-    dispatch: dict[str, Any]  # arguments of the dispatch
-
-    def compute(self, routed: Routed) -> None:
-        """The experts, when the dispatch has been run."""
-        ...
-
-    def prepare_end(self, buffer: Buffer) -> Prepared:
-        """All of the end that is not run_end(), which launches, and nothing else."""
-        ...
-
-    def run_end(self) -> None:
-        """Waits for other ranks."""
-        ...
-
-    def finish_end(self, buffer: Buffer) -> Any:
-        """What moe() returns."""
-        ...
-
-
-class Sequential:
-    """Prepared: dispatch, experts, combine, one after the other."""
-
-    def __init__(
-        self,
-        dispatching: dict[str, Any],
-        combining: dict[str, Any],
-        experts: Callable[[Routed], torch.Tensor],
-        back: Callable[[torch.Tensor], Any] | None,
-    ) -> None:
-        self.dispatch = dispatching
-        self._with, self._experts, self._back = combining, experts, back
-        self._routed: Routed | None = None
-        self._y: torch.Tensor | None = None
-        self._combining: combine.Combining | None = None
-
-    def compute(self, routed: Routed) -> None:
-        """See Prepared."""
-        self._y, self._routed = self._experts(routed), routed
-
-    def prepare_end(self, buffer: Buffer) -> Sequential:
-        """See Prepared."""
-        assert self._routed is not None
-        self._combining = combine.prepare(buffer, self._y, self._routed.handle, **self._with, goes_on=True)
-        return self
-
-    @property
-    def args(self) -> Any:
-        """Of the combine."""
-        assert self._combining is not None
-        return self._combining.args
-
-    def run_end(self) -> None:
-        """See Prepared."""
-        assert self._combining is not None
-        combine.run(self._combining)
-
-    def finish_end(self, buffer: Buffer) -> Any:
-        """See Prepared."""
-        assert self._combining is not None
-        out = combine.finish(buffer, self._combining)
-        return out if self._back is None or self._with["out"] is not None else self._back(out)
+    return out
 
 
 def prepare(
@@ -228,15 +157,15 @@ def prepare(
     wire: torch.dtype | None = None,
     num_sms: int | None = None,
     check_weights: bool = False,
-    fused: bool | Fused | None = None,
-) -> Prepared:
+    fused: bool | None = None,
+) -> Pipeline:
     """Checks the arguments of moe(), weights before any rank sends a row."""
     buffer.require_usable()
     (x, back), w13, w2 = as_tensor("x", x), as_weights("w13", w13), as_weights("w2", w2)
     warn_of_gradients(x, topk_weights, bias, *(t for w in (w13, w2) for t in (w if isinstance(w, Fp8) else (w,))))
     check_name("activation", activation, ("swiglu",))
     check_flags(interleaved=interleaved, check_weights=check_weights)
-    form = form_of(fused)
+    asked = fused_or_not(fused)
     check_tensor("x", x, device=buffer.device, dtypes=(buffer.dtype,), shape=(None, buffer.hidden))
     if bias is not None and (given := as_tensor("bias", bias)[0]).dtype is not buffer.dtype:
         raise BadInput("bias", str(given.dtype), str(buffer.dtype))
@@ -252,9 +181,9 @@ def prepare(
         _check_experts(buffer, w13, w2, interleaved)
         values = w2
     why_not = partial(_why_unfused, buffer, x, values, back, wire, check_weights)
-    if form := _form_under(buffer, values, form, why_not):
+    if _runs_fused(buffer, values, asked, why_not):
         note_written("out", out)
-        return FORMS[form](
+        return Fused(
             buffer,
             x,
             topk_idx,
@@ -276,34 +205,38 @@ def prepare(
             return apply_experts(routed.x, w13, w2, counts, **how)
         return apply_fp8_experts(Fp8(routed.x, routed.scales), w13, w2, counts, buffer.dtype, **how)
 
-    return Sequential(dispatching, combining, experts, back)
+    return Unfused(buffer, dispatching, combining, experts, back)
 
 
-def form_of(fused: bool | str | None) -> str | None:
-    """The name of what `fused` asks for: APART, or one of FORMS.  BadInput names what it may be."""
+def fused_or_not(fused: bool | str | None) -> bool | None:
+    """What `fused` asks for.  BadInput says what it may be."""
     if fused is None or isinstance(fused, bool):
-        return {None: None, False: APART, True: FORM}[fused]
-    if not isinstance(fused, str) or fused not in (APART, *FORMS):
-        raise BadInput("fused", repr(fused), f"None, True, False, or one of {', '.join(map(repr, (APART, *FORMS)))}")
-    return fused
+        return fused
+    name = fused if isinstance(fused, str) else ""
+    if name in _ALIASES:
+        warnings.warn(f"fused={name!r} is deprecated: use {_ALIASES[name]}", DeprecationWarning, stacklevel=2)
+        return _ALIASES[name]
+    raise BadInput(
+        "fused", repr(fused), "True: it went in favor of that" if name == "two launches" else "None, True or False"
+    )
 
 
-def _form_under(buffer: Buffer, w2: torch.Tensor, asked: str | None, why_unfused: Callable[[], str]) -> str:
-    """How rows travel under the experts, one of FORMS, or "" if they do not.  The same on all ranks: by the Buffer, not
-    by how many tokens one of them has.
+def _runs_fused(buffer: Buffer, w2: torch.Tensor, asked: bool | None, why_unfused: Callable[[], str]) -> bool:
+    """Whether rows travel under the experts.  The same on all ranks: by the Buffer, not by how many tokens one of them
+    has.
     """
-    form = asked
-    if asked is None:
+    fused = asked
+    if fused is None:
         least, of_rank, most = FUSED_FROM.get((w2.dtype, buffer.num_ranks), (math.inf, math.inf, 0))
         rows = buffer.max_tokens * buffer.topk
         of_expert = rows * buffer.num_ranks / buffer.num_experts
-        form = FORM if rows >= of_rank and least <= of_expert <= most else APART
-    if form is None or form == APART:
-        return ""
+        fused = rows >= of_rank and least <= of_expert <= most
+    if not fused:
+        return False
     why_not = why_unfused()
     if asked is not None and why_not:
         _say_once("rows travel before and after the experts, not under them: %s", why_not)
-    return "" if why_not else form
+    return not why_not
 
 
 def _why_unfused(

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from moecomm.backends import cuda_driver
+from moecomm.fused.structs import TensorMap
 
-TensorMap = ctypes.c_ubyte * 128  # CUtensorMap
 _TYPES = {
     torch.bfloat16: "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16",
     torch.float16: "CU_TENSOR_MAP_DATA_TYPE_FLOAT16",
@@ -67,4 +67,4 @@ def encode(
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
-    return TensorMap.from_buffer_copy(ctypes.string_at(int(encoded.getPtr()), 128))
+    return TensorMap.from_buffer_copy(ctypes.string_at(int(encoded.getPtr()), ctypes.sizeof(TensorMap)))

@@ -16,7 +16,7 @@ import flashinfer
 import torch
 
 from moecomm.buffer import Buffer
-from moecomm.choices import BackendName
+from moecomm.core.choices import BackendName
 from moecomm.errors import BadInput, Closed, Unsupported
 from moecomm.ops.counted import counted
 from moecomm.routed import Handle

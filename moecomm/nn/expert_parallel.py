@@ -9,7 +9,7 @@ import torch
 
 from moecomm import backends, ops
 from moecomm.buffer import Buffer
-from moecomm.choices import BackendName, GateKind
+from moecomm.core.choices import BackendName, GateKind
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.settings import DTYPES
 from moecomm.core.validation import (

@@ -24,17 +24,16 @@ from typing import NamedTuple
 
 import torch
 
-from moecomm import shown
 from moecomm.buffer import Buffer
-from moecomm.choices import Activation, Fused, Layout
-from moecomm.core import tangents
+from moecomm.core import shown, tangents
 from moecomm.core.arrays import as_tensor
+from moecomm.core.choices import Activation, Layout
 from moecomm.core.integers import check_alignment
 from moecomm.core.validation import check_flag, check_flags, check_name, check_same_device
 from moecomm.dispatch.arguments import LAYOUTS, check_max_rows, check_num_sms
 from moecomm.errors import BadInput
 from moecomm.fused.fp8_experts import as_weights
-from moecomm.fused.layer import form_of
+from moecomm.fused.layer import fused_or_not
 from moecomm.ops import gradients, layer, rounds
 from moecomm.ops.counted import counted
 from moecomm.ops.handles import Handle
@@ -224,7 +223,7 @@ def moe(
     wire: torch.dtype | None = None,
     num_sms: int | None = None,
     check_weights: bool = False,
-    fused: bool | Fused | None = None,
+    fused: bool | None = None,
 ) -> torch.Tensor:
     """Buffer.moe as an operator: its bits, and gradients.  Collective.  Gradients: x, topk_weights, w13, w2, bias.
 
@@ -281,7 +280,7 @@ def moe(
         wire,
         num_sms,
         bool(check_weights),
-        form_of(fused),
+        fused_or_not(fused),
     )
     return out
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
-from moecomm import _native, shown
-from moecomm.choices import Layout
-from moecomm.core import names
+from moecomm import _native
+from moecomm.core import names, shown
 from moecomm.core.arrays import check_memory, window_tensor
+from moecomm.core.choices import Layout
 from moecomm.core.state import CollectiveCall
 from moecomm.dispatch.arguments import LAYOUTS
 from moecomm.errors import BadInput

@@ -12,8 +12,8 @@ from typing import cast
 
 import torch
 
-from moecomm.choices import Activation, Fused
 from moecomm.core import names, tangents
+from moecomm.core.choices import Activation
 from moecomm.core.state import CollectiveCall
 from moecomm.fused.weights import GRANULARITY
 from moecomm.ops import rounds, swiglu
@@ -39,9 +39,9 @@ def moe(
     wire: torch.dtype | None,
     num_sms: int | None,
     check_weights: bool,
-    fused: str | None,
+    fused: bool | None,
 ) -> torch.Tensor:
-    """See moecomm.ops.moe.  Scales: of weights in FP8; fused: as moecomm.fused.layer.form_of names it."""
+    """See moecomm.ops.moe.  Scales: of weights in FP8."""
     tangents.refuse("moecomm::moe", x, topk_weights, w13, w2, bias)
     out: torch.Tensor = names.find(buffer).moe(
         rounds.rows_of(x),
@@ -56,7 +56,7 @@ def moe(
         wire=wire,
         num_sms=num_sms,
         check_weights=check_weights,
-        fused=cast("Fused | None", fused),
+        fused=fused,
     )
     return out
 

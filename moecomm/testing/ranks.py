@@ -14,6 +14,7 @@ from moecomm import _native, combine, dispatch
 from moecomm.buffer import Buffer
 from moecomm.core.rendezvous import LocalRank, local_ranks
 from moecomm.fused import layer
+from moecomm.fused.pipeline import Pipeline
 from moecomm.routed import Routed
 
 
@@ -99,10 +100,17 @@ class LocalBuffers:
     def moe(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
         """Buffer.moe(**calls[rank]) on every rank."""
         given = [layer.prepare(buffer, **c) for buffer, c in zip(self.buffers, calls, strict=True)]
-        for g, routed in zip(given, self.dispatch([g.dispatch for g in given]), strict=True):
+        for g in given:
+            g.publish()
+        for g, routed in zip(given, self.dispatch([g.dispatch_arguments() for g in given]), strict=True):
             g.compute(routed)
-        ends = [g.prepare_end for g in given]
-        return self._run(ends, lambda g: g.run_end(), lambda buffer, g: g.finish_end(buffer))
+
+        def prepared(g: Pipeline, buffer: Buffer) -> Pipeline:
+            g.prepare_reduce()
+            return g
+
+        ends = [partial(prepared, g) for g in given]
+        return self._run(ends, lambda g: g.run_reduce(), lambda buffer, g: g.finish_reduce())
 
     def check(self) -> None:
         """Buffer.check() on every rank."""

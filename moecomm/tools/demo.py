@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from moecomm import backends, config
 from moecomm.buffer import Buffer
-from moecomm.choices import BackendName
+from moecomm.core.choices import BackendName
 from moecomm.core.settings import Settings
 from moecomm.dispatch import LAYOUTS
 from moecomm.errors import BadInput

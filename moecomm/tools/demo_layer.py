@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from moecomm.buffer import Buffer
-from moecomm.choices import Layout
+from moecomm.core.choices import Layout
 from moecomm.routed import Routed
 from moecomm.router import Router, drawn
 

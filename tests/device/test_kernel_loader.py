@@ -14,7 +14,7 @@ from moecomm.errors import Unsupported
 from moecomm.jit import linking, loader, plain_kernel
 
 SPEC = jit.KernelSpec(op="dispatch", ranks=1, experts=1, topk=1, hidden=8, layout=0, type=0, idx_bytes=8, row_bytes=16)
-PLAIN = plain_kernel.PlainKernel("fused/home", "home", "ReduceArgs", 32)
+PLAIN = plain_kernel.PlainKernel("fused/reduce", "reduce_layer", "LayerArgs", 32)
 
 
 class Status(IntEnum):

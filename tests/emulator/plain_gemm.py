@@ -51,7 +51,7 @@ BODIES: dict[str, dict[str, str]] = {
         "emulator::emulator_yield(); return v;",
         "store_release_shared": "word = v;",
     },
-    "fused/dealt.cuh": {
+    "fused/tile_queue.cuh": {
         "next_of": "return static_cast<i32>((*counter)++);",
         "send_word": "const emulator::Block& block = *emulator::of_cluster(2, rank); "
         "memcpy(block.shared + emulator::offset_of(to), &value, 4); "
@@ -80,17 +80,16 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
         for words in (2, 4)
     ],
     "gemm/gemm.cuh": [plain.SHARED],
-    "fused/home.cuh": [plain.SHARED],
+    "fused/reduce.cuh": [plain.SHARED],
     # Those of some warps take longer than a dispatch.
-    "fused/offer.cuh": [
+    "fused/publish.cuh": [
         (
-            r"(?=u8\* const offered)",
+            r"(?=u8\* const published)",
             "for (u32 left = threadIdx.x / kWarp % 3 * 1000; left != 0; --left) emulator::emulator_yield(); ",
         )
     ],
-    "fused/two_launches.cuh": [plain.SHARED],
     "fused/fetch.cuh": [(r'asm volatile\("red\.relaxed.*?"memory"\);', "++*counter;")],
-    "fused/one_launch.cuh": [
+    "fused/expert_layer.cuh": [
         plain.SHARED,
         (r'asm volatile\("red\.release.*?"memory"\);', "++*counter;"),
     ],

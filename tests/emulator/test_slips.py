@@ -18,7 +18,7 @@ from moecomm.routed import Routed
 from moecomm.testing import LocalBuffers
 from moecomm.testing import ranks as local
 
-from ..fused.test_two_launches import at
+from ..fused.test_pipeline import at
 from .machine import Call, Machine
 
 pytestmark = [

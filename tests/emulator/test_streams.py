@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from moecomm import jit
-from moecomm.fused import layer, two_launches
+from moecomm.fused import layer, pipeline
 from moecomm.testing import LocalBuffers, random_layer
 from moecomm.testing import ranks as local
 
 from ..wrap import wrap_after
 from .gemm_machine import compiled
 from .machine import LIMIT, Arguments, Call, Launch, Machine
-from .test_two_launches import SIZES, Emulated, nothing_is_left_of_earlier_layers
+from .test_expert_layer import SIZES, Emulated, nothing_is_left_of_earlier_layers
 
 __all__ = ["nothing_is_left_of_earlier_layers"]  # a fixture
 
@@ -47,7 +47,7 @@ class Streams:
         entry = ctypes.cast(library.kernel, ctypes.c_void_p).value
         self._of_rank[rank].append(Launch(entry, ctypes.addressof(content), *sizes))
 
-    def launch(self, of: two_launches.Layer, kernel: Any, blocks: int, args: ctypes.Structure) -> None:
+    def launch(self, of: pipeline.Fused, kernel: Any, blocks: int, args: ctypes.Structure) -> None:
         sizes = blocks, kernel.threads, kernel.shared_bytes
         self._add(of._buffer.rank, compiled(kernel), bytes(args), *sizes)
 
@@ -69,12 +69,11 @@ class Streams:
         assert ended == 0, "it does not end"
 
 
-@pytest.mark.parametrize("form", layer.FORMS)
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("most", [30, 1400], ids=["ids are told", "slips are"])
 @pytest.mark.long
 def test_layers_whose_kernels_begin_early(
-    most: int, fp8: bool, form: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    most: int, fp8: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One after the other, in the same memory of the window, of which the second and the third take more than the one
     before: what they write there first is what others may still read.  In a Buffer of `most` tokens.
@@ -91,20 +90,23 @@ def test_layers_whose_kernels_begin_early(
         for case, mine in zip(cases, calls, strict=True):
             case.wire = None
             wants.append(ranks.moe([{**call, "wire": None, "fused": False} for call in mine]))
-        monkeypatch.setattr(two_launches.Layer, "_launch", lambda of, *launch: streams.launch(of, *launch))
+        monkeypatch.setattr(pipeline.Fused, "_launch", lambda of, *launch: streams.launch(of, *launch))
         monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=streams.dispatch))
         for mine in calls:
             given = [
-                layer.prepare(buffer, **{**call, "wire": None, "fused": form})
+                layer.prepare(buffer, **{**call, "wire": None, "fused": True})
                 for buffer, call in zip(ranks.buffers, mine, strict=True)
             ]
-            for one, routed in zip(given, ranks.dispatch([one.dispatch for one in given]), strict=True):
+            for one in given:
+                one.publish()
+            for one, routed in zip(given, ranks.dispatch([one.dispatch_arguments() for one in given]), strict=True):
                 one.compute(routed)
-            for one, buffer in zip(given, ranks.buffers, strict=True):
-                one.prepare_end(buffer).run_end()
-            assert all(isinstance(one, two_launches.Layer) for one in given)
+            for one in given:
+                one.prepare_reduce()
+                one.run_reduce()
+            assert all(isinstance(one, pipeline.Fused) for one in given)
             kept += [one._kept for one in given]  # the ranks' memory is one here
-            outs.append([one.finish_end(buffer) for one, buffer in zip(given, ranks.buffers, strict=True)])
+            outs.append([one.finish_reduce() for one in given])
         streams.run(seed=1)
         ranks.check()
         for case, out, want in zip(cases, outs, wants, strict=True):

@@ -1,4 +1,4 @@
-// Who waits for whom in the one launch of a layer (csrc/fused/one_launch.cuh), with a thread a cluster: the order of its tiles, and what
+// Who waits for whom in the one launch of a layer (csrc/fused/expert_layer.cuh), with a thread a cluster: the order of its tiles, and what
 // counts them, are those of csrc/fused.  Clusters begin in order, and no more than `resident` run at once.
 #include <atomic>
 #include <chrono>
@@ -12,7 +12,7 @@ using namespace moecomm;
 
 namespace {
 
-constexpr i32 kDealt = 2;  // tiles that a cluster has taken: one is made meanwhile
+constexpr i32 kQueued = 2;  // tiles that a cluster has taken: one is made meanwhile
 
 struct Launch {
     const Grouping &first, &second;
@@ -75,7 +75,7 @@ struct Launch {
         std::vector<Taken> mine;
         i32 full = 0;
         for (bool more = true; more || !mine.empty();) {
-            while (more && static_cast<i32>(mine.size()) < kDealt) {
+            while (more && static_cast<i32>(mine.size()) < kQueued) {
                 Taken one{{}, false, taken.fetch_add(1)};
                 more = walk.find(one.position, one.tile, one.is_second);
                 if (more) mine.push_back(one);

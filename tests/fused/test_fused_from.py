@@ -1,4 +1,4 @@
-"""What `fused` means: None beside what was measured, and the names of forms."""
+"""What `fused` means: None beside what was measured, and the deprecated names."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any, cast
 import pytest
 import torch
 
+from moecomm.bench import moe
 from moecomm.errors import BadInput
 from moecomm.fused import layer
 from moecomm.fused.kernels import FP8
 from moecomm.router import MODELS, Model
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-VARIANTS = {BF16: ("sequential", layer.FORM), FP8: ("fp8", f"fp8, {layer.FORM}")}
+VARIANTS = {BF16: ("sequential", moe.FUSED), FP8: ("fp8", f"fp8, {moe.FUSED}")}
 RESULTS = sorted((Path(__file__).parents[2] / "bench" / "results").glob("moe-*-h200-[24].json"))
 
 
@@ -33,7 +34,7 @@ def test_none_is_what_was_faster(path: Path) -> None:
         chosen = set()
         for tokens in (tokens for tokens, variant in found if variant == fused):
             buffer = cast(Any, buffer_of(model, result["case"]["ranks"], tokens))
-            under = layer._form_under(buffer, w2_of(model, weights), None, str) != ""
+            under = layer._runs_fused(buffer, w2_of(model, weights), None, str)
             ratio = found[tokens, apart] / found[tokens, fused]  # how much faster under the experts
             assert ratio >= 0.999 if under else ratio <= 1.02, tokens
             chosen.add(under)
@@ -77,8 +78,7 @@ def test_by_the_buffer_and_its_weights(
 ) -> None:
     buffer = cast(Any, buffer_of(MODELS["deepseek-v3"], ranks, tokens))
     w2 = w2_of(MODELS["deepseek-v3"], weights)
-    form = layer._form_under(buffer, w2, layer.form_of(fused), lambda: why_not)
-    assert form == (layer.FORM if under else "")
+    assert layer._runs_fused(buffer, w2, fused, lambda: why_not) == under
 
 
 def test_by_the_rows_of_a_rank() -> None:
@@ -87,17 +87,16 @@ def test_by_the_rows_of_a_rank() -> None:
         for tokens in (least, least - 1):
             buffer = cast(Any, buffer_of(MODELS["mixtral-8x7b"], 4, tokens))
             w2 = w2_of(MODELS["mixtral-8x7b"], weights)
-            assert (layer._form_under(buffer, w2, None, str) != "") == (tokens == least)
+            assert layer._runs_fused(buffer, w2, None, str) == (tokens == least)
 
 
-def test_a_form_is_chosen_by_its_name() -> None:
-    buffer, w2 = cast(Any, buffer_of(MODELS["deepseek-v3"], 4, 1)), w2_of(MODELS["deepseek-v3"], BF16)
-    for form in ("two launches", "one launch"):
-        assert layer.form_of(form) == form
-        assert layer._form_under(buffer, w2, form, str) == form
-        assert layer._form_under(buffer, w2, form, lambda: "no GPU") == ""
-    assert layer._form_under(buffer, w2, layer.form_of("one after the other"), str) == ""
-    assert layer.form_of(False) == "one after the other" and layer.form_of(None) is None
+def test_names_of_forms_are_deprecated() -> None:
+    for name, value in (("one launch", True), ("one after the other", False)):
+        with pytest.warns(DeprecationWarning, match=f"use {value}"):
+            assert layer.fused_or_not(name) is value
+    assert [layer.fused_or_not(given) for given in (None, False, True)] == [None, False, True]
+    with pytest.raises(BadInput, match="True: it went in favor of that"):
+        layer.fused_or_not("two launches")
     for wrong in ("three launches", 1, ["one launch"]):
-        with pytest.raises(BadInput, match="'two launches', 'one launch'"):
-            layer.form_of(cast(Any, wrong))
+        with pytest.raises(BadInput, match="None, True or False"):
+            layer.fused_or_not(cast(Any, wrong))

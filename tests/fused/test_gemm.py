@@ -92,12 +92,12 @@ def test_what_a_launch_is_told_is_worked_out_once(monkeypatch: pytest.MonkeyPatc
     told = gemm.arguments(given, False, 64, None, some)
     maps = 1 + 4  # of weights; of 16, 32, 64 and 128 rows
     assert len(asked) == maps and gemm.arguments(given, False, 64, None, some) is told and len(asked) == maps
-    assert (told.out, told.rows, told.group_rows, told.alignment) == (64, EXPERTS * 8, 0, 1)
+    assert (told.out, told.grouping.rows, told.grouping.group_rows, told.grouping.alignment) == (64, EXPERTS * 8, 0, 1)
     batched = gemm.arguments(given._replace(x=x.view(EXPERTS, 8, K)), False, 64, None, some)
-    assert (batched.rows, batched.group_rows) == (EXPERTS * 8, 8)
+    assert (batched.grouping.rows, batched.grouping.group_rows) == (EXPERTS * 8, 8)
     assert gemm.arguments(given, False, 128, None, some).out == 128
-    assert gemm.arguments(given, False, 64, None, some, 16).alignment == 16
-    assert gemm.arguments(given, False, 64, None, SCHEDULES["64x8c1"]).most_rows == 64
+    assert gemm.arguments(given, False, 64, None, some, 16).grouping.alignment == 16
+    assert gemm.arguments(given, False, 64, None, SCHEDULES["64x8c1"]).grouping.most_rows == 64
     counts = given.counts.clone()
     assert gemm.arguments(given._replace(counts=counts), False, 64, None, some).counts == counts.data_ptr()
     fewer = gemm.arguments(given._replace(x=x[:, : K // 2]), False, 64, None, some)  # rows that lie apart

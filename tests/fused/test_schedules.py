@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import json
-import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from moecomm.fused import FP8_SCHEDULES, SCHEDULES, Schedule, choose, choose_fp8, kernels, one_launch
+from moecomm.fused import FP8_SCHEDULES, SCHEDULES, Schedule, choose, choose_fp8, kernels
+from moecomm.fused.compute import layer_kernel
 from moecomm.fused.kernels import gemm_kernel
 from moecomm.fused.schedules import choose_both, choose_both_fp8
-from moecomm.jit import loader
+from moecomm.fused.structs import GemmArgs
 
 from ..compiled import check_kernel
 from ..few import few
@@ -115,34 +114,17 @@ def test_any_shape_gets_a_schedule_that_there_is() -> None:
     assert chosen == set(SCHEDULES)  # and none is there for nothing
 
 
-def test_the_struct_is_packed_as_the_kernel_reads_it() -> None:
-    """csrc asserts its size there; its fields come in the same order here, those of Grouping in its place."""
-
-    def fields(name: str, header: str) -> list[str]:
-        text = (loader.headers() / "fused" / header).read_text()
-        body = re.search(rf"struct {name} {{(.*?)\n}};", text, re.DOTALL)
-        assert body
-        lines = re.findall(r"(?:i32|i64|u64|TensorMap|Grouping) ([^;]+);", re.sub(r"//.*|\[\w+\]", "", body[1]))
-        return [field.strip() for line in lines for field in line.split(",")]
-
-    names = fields("GemmArgs", "config.cuh")
-    at = names.index("grouping")
-    names[at : at + 1] = fields("Grouping", "tiles.h")
-    assert [name for name, *_ in kernels.GemmArgs._fields_] == names
-    assert ctypes.sizeof(kernels.GemmArgs) == 7 * 128
-
-
 @pytest.mark.parametrize(
     ("dtype", "schedule"),
     [(torch.bfloat16, s) for s in SCHEDULES.values()] + [(kernels.FP8, s) for s in FP8_SCHEDULES.values()],
     ids=str,
 )
 def test_a_block_fits_a_multiprocessor(dtype: torch.dtype, schedule: Schedule) -> None:
-    one = one_launch.one_kernel(dtype, True, schedule, 4096, torch.bfloat16)  # with most beside it
+    one = layer_kernel(dtype, True, schedule, 4096, torch.bfloat16)  # with most beside it
     assert gemm_kernel(dtype, True, False, schedule).shared_bytes < one.shared_bytes <= 227 * 1024
     boxes = [
         schedule.row_unit // schedule.cluster << i
-        for i in range(kernels.ROW_MAPS)
+        for i in range(len(GemmArgs().x))
         if schedule.row_unit << i <= schedule.most_rows
     ]
     assert sum(boxes) * schedule.cluster >= schedule.most_rows  # any height is a sum of some of them

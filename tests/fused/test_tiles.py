@@ -14,16 +14,10 @@ import pytest
 import torch
 
 from moecomm.fused.reference import groups_of
+from moecomm.fused.structs import Grouping
 
 ROOT = Path(__file__).parents[2]
 ROOM = 1 << 14
-
-
-class Grouping(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_int32)
-        for name in ("groups", "alignment", "group_rows", "rows", "column_tiles", "band", "unit", "most_rows")
-    )
 
 
 class Tile(NamedTuple):
@@ -36,10 +30,6 @@ class Tile(NamedTuple):
     nth: int
 
 
-class Deal(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_int32) for name in ("clusters", "helpers", "early"))
-
-
 Walk = Callable[[Grouping, list[int], int, int], list[Tile]]
 
 
@@ -47,7 +37,7 @@ Walk = Callable[[Grouping, list[int], int, int], list[Tile]]
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = tmp_path_factory.mktemp("tiles") / "tiles.so"
     flags = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread", f"-I{ROOT / 'csrc'}")
-    sources = [str(Path(__file__).with_name(name)) for name in ("tiles.cpp", "waits.cpp", "lagged_waits.cpp")]
+    sources = [str(Path(__file__).with_name(name)) for name in ("tiles.cpp", "lagged_waits.cpp")]
     subprocess.run(["g++", *flags, *sources, "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
 
@@ -117,47 +107,6 @@ def test_row_tiles_of_a_band_are_innermost_and_groups_follow_each_other(walk: Wa
     assert [tile.group for tile in tiles] == [0] * 9 + [1] * 12
 
 
-def test_every_tile_is_dealt_once_in_growing_order_and_the_early_ones_not_to_helpers(
-    library: ctypes.CDLL, walk: Walk
-) -> None:
-    rng = random.Random(2)
-    for _ in range(300):
-        grouping, counts = drawn(rng)
-        tiles = len(walk(grouping, counts, 0, 1))
-        clusters = rng.choice((1, 4, 66, 132))
-        helpers = rng.randint(0, clusters - 1)
-        deal = Deal(clusters, helpers, rng.choice((0, tiles, rng.randint(0, tiles))) if helpers else 0)
-        room, by_cluster = (ctypes.c_int32 * (tiles + 1))(), []
-        for cluster in range(clusters):
-            numbers = (ctypes.c_int32 * len(counts))(*counts)
-            found = library.dealt(ctypes.byref(grouping), numbers, ctypes.byref(deal), cluster, room, tiles + 1)
-            by_cluster.append(list(room[:found]))
-        assert sorted(tile for mine in by_cluster for tile in mine) == list(range(tiles))
-        assert all(mine == sorted(mine) for mine in by_cluster)
-        assert all(tile >= deal.early for mine in by_cluster[:helpers] for tile in mine)
-        others = [len([tile for tile in mine if tile < deal.early]) for mine in by_cluster[helpers:]]
-        late = [len([tile for tile in mine if tile >= deal.early]) for mine in by_cluster]
-        assert max(others) - min(others) <= 1 and max(late) - min(late) <= 1
-
-
-def test_tiles_that_wait_for_rows_are_all_made_and_none_too_early(library: ctypes.CDLL) -> None:
-    """Also where fewer clusters run at once than there are, as long as those that fetch begin first."""
-    rng = random.Random(3)
-    for _ in range(60):
-        counts = [rng.choice((0, 1, rng.randint(0, 40), rng.randint(0, 900))) for _ in range(rng.randint(1, 12))]
-        unit, rows = rng.choice((16, 32)), sum(counts)
-        grouping = Grouping(
-            len(counts), 1, 0, rows + rng.choice((0, 500)), rng.randint(1, 9), 8, unit, rng.choice((4, 8)) * unit
-        )
-        numbers = (ctypes.c_int32 * len(counts))(*counts)
-        clusters = rng.randint(2, 24)
-        helpers = rng.randint(1, clusters - 1)
-        deal = Deal(clusters, helpers, rng.choice((0, 3, 40, 1 << 20)))
-        resident = rng.randint(helpers, clusters)
-        launch = (rows, ctypes.byref(deal), rng.randint(1, 12), rng.choice((32, 128)), resident)
-        assert library.launched(ctypes.byref(grouping), numbers, *launch) == 0
-
-
 def drawn_pair(rng: random.Random) -> tuple[Grouping, Grouping, list[int]]:
     """Groupings of two products of the same rows."""
     first, counts = drawn(rng)
@@ -175,8 +124,8 @@ def test_two_products_take_turns_and_the_second_lags(library: ctypes.CDLL, walk:
     mixed = 0
     for _ in range(300):
         first, second, counts = drawn_pair(rng)
-        lag, turn, room = rng.choice((0, 1, 8, 132)), rng.choice((1, 2, 7, 64)), (ctypes.c_int32 * (8 * ROOM))()
-        found = library.lagged(*pairs(first, second, counts), lag, turn, room, ROOM)
+        lag, step, room = rng.choice((0, 1, 8, 132)), rng.choice((1, 2, 7, 64)), (ctypes.c_int32 * (8 * ROOM))()
+        found = library.lagged(*pairs(first, second, counts), lag, step, room, ROOM)
         assert found < ROOM
         order = [(room[8 * i], Tile(*room[8 * i + 1 : 8 * i + 8])) for i in range(found)]
         # Each once, and each product in its own order.
@@ -194,11 +143,11 @@ def test_two_products_take_turns_and_the_second_lags(library: ctypes.CDLL, walk:
         # But not by much more: what makes two bands of rows, and what is taken in one turn.
         row_tiles = Counter(tile.group for tile in mine[0] if tile.column == 0)
         widest = min(first.band, max(row_tiles.values(), default=0))
-        assert max(behind, default=0) <= lag + (2 * widest + turn) * first.column_tiles
+        assert max(behind, default=0) <= lag + (2 * widest + step) * first.column_tiles
         # Whole turns, from the first tile of the second product to the last of the first.
         turns = [which for which, _ in order]
         begin, end = (turns.index(1), len(turns) - turns[::-1].index(0)) if 1 in turns else (0, 0)
-        one = [1] * (turn * second.column_tiles) + [0] * (turn * first.column_tiles)
+        one = [1] * (step * second.column_tiles) + [0] * (step * first.column_tiles)
         for at in range(begin, end):
             assert turns[at] == one[(at - begin) % len(one)]
             mixed += 1
@@ -217,7 +166,7 @@ def test_tiles_that_wait_for_tiles_are_all_made_and_none_too_early(library: ctyp
         first.rows = second.rows = rows + rng.choice((0, 500))
         clusters = rng.randint(2, 24)
         fetchers = rng.randint(1, clusters)
-        resident, lag, turn = rng.randint(fetchers, clusters), rng.choice((0, 1, 2 * clusters)), rng.choice((1, 3, 64))
+        resident, lag, step = rng.randint(fetchers, clusters), rng.choice((0, 1, 2 * clusters)), rng.choice((1, 3, 64))
         together, counted = rng.choice((0, 1, 40, 700)), rng.choice((32, 128))
-        launch = (rows, lag, turn, clusters, fetchers, together, rng.randint(1, 12), counted, resident)
+        launch = (rows, lag, step, clusters, fetchers, together, rng.randint(1, 12), counted, resident)
         assert library.launched_at_once(*pairs(first, second, counts), *launch) == 0

@@ -3,14 +3,6 @@
 
 using namespace moecomm;
 
-// The numbers of the tiles that `cluster` makes, at most `room`; returns how many.
-extern "C" i32 dealt(const Grouping* grouping, const i32* counts, const Deal* deal, i32 cluster, i32* out, i32 room) {
-    const i32 all = TileWalk::count(*grouping, counts);
-    i32 found = 0;
-    for (i32 tile = deal->first(cluster); tile < all && found < room; tile = deal->next(cluster, tile)) out[found++] = tile;
-    return found;
-}
-
 namespace {
 
 constexpr i32 kNumbers = 7;

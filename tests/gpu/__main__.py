@@ -38,7 +38,7 @@ ENVIRONMENT = {
 }
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--seed", SEED)
 SANITIZER = ("compute-sanitizer", "--report-api-errors", "no", "--tool")
-FUSED = "launch"  # of test_moe.py
+FUSED = "fused"  # in names of tests of test_moe.py, and of their parameters
 NVLINK, MOE = "tests/gpu/test_nvlink.py::test", "tests/gpu/test_moe.py"
 TORCH = "tests/gpu/test_beside_torch.py::test"
 MODELS = {

@@ -23,8 +23,11 @@ from moecomm.backends.lsa_kernels import combine_spec
 from moecomm.buffer import Buffer
 from moecomm.core import packets
 from moecomm.dispatch.plan import PublishedRows
-from moecomm.fused import one_launch, schedules, two_launches
+from moecomm.fused import schedules
+from moecomm.fused.compute import layer_kernel, rows_per_counter
 from moecomm.fused.kernels import FP8, gemm_kernel
+from moecomm.fused.publish import publish_kernel
+from moecomm.fused.reduce import reduce_kernel
 from moecomm.jit import plain_kernel
 from moecomm.router import MODELS, Model
 from moecomm.testing import LocalBuffers
@@ -39,18 +42,16 @@ def of_layers(model: Model, ranks: int, tokens: int) -> Iterator[Kernel]:
     """GEMMs, and the layers whose rows travel."""
     hidden, inner, local = model.hidden, model.intermediate, model.num_experts // ranks
     evenly = tokens * model.topk * ranks // model.num_experts
-    yield two_launches.reduce_kernel(BF16, hidden, model.topk)
+    yield reduce_kernel(BF16, hidden, model.topk)
     # The GEMMs alone expect as many rows as there are on the busiest rank.
     for dtype, rows in itertools.product((BF16, FP8), {max(1, evenly), max(1, evenly * 26 // 25)}):
         sizes = (2 * inner, hidden), (hidden, inner)
         first, second = (schedules.schedule_of(dtype, rows, local, *size, SMS) for size in sizes)
-        both, counted = schedules.schedule_of_both(dtype, rows, inner), two_launches.rows_per_counter(rows * local)
+        both, counted = schedules.schedule_of_both(dtype, rows, inner), rows_per_counter(rows * local)
         yield gemm_kernel(dtype, True, True, first, out=dtype)
         yield gemm_kernel(dtype, False, False, second, out=BF16)
-        yield two_launches.publish_kernel(BF16, dtype, hidden)
-        yield two_launches.fetch_kernel(dtype, True, first, hidden, counted)
-        yield two_launches.send_kernel(dtype, second, BF16)
-        yield one_launch.one_kernel(dtype, True, both, hidden, BF16, counted)
+        yield publish_kernel(BF16, dtype, hidden)
+        yield layer_kernel(dtype, True, both, hidden, BF16, counted)
 
 
 def of_rounds(model: Model, ranks: int, tokens: int) -> Iterator[Kernel]:

@@ -36,7 +36,7 @@ def calls_of(model: Model, tokens: int) -> list[dict[str, Any]]:
 @pytest.mark.gpu1
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", TOKENS)
-def test_one_launch_has_the_bits_of_dispatch_and_combine(name: str) -> None:
+def test_a_fused_layer_has_the_bits_of_dispatch_and_combine(name: str) -> None:
     model, tokens = MODELS[name], TOKENS[name]
     sizes = {"hidden": model.hidden, "num_experts": model.num_experts, "topk": model.topk, "max_tokens": tokens}
     with LocalBuffers(RANKS, **sizes, dtype=torch.bfloat16, backend="lsa", device=0, timeout_s=60) as ranks:
@@ -47,7 +47,7 @@ def test_one_launch_has_the_bits_of_dispatch_and_combine(name: str) -> None:
             ranks.check()
             assert all(bool(out.isfinite().all()) and bool(out.any()) for out in apart)
             for _ in range(5):
-                one = ranks.moe([call | {"fused": "one launch"} for call in given])
+                one = ranks.moe([call | {"fused": True} for call in given])
                 ranks.check()
                 for rank, (out, other) in enumerate(zip(one, apart, strict=True)):
                     assert torch.equal(out, other), rank

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.fused import SCHEDULES, choose, layer, one_launch, schedules, two_launches
+from moecomm.fused import SCHEDULES, choose, layer, schedules
+from moecomm.fused.compute import layer_kernel, rows_per_counter
 from moecomm.fused.kernels import gemm_kernel
 from moecomm.jit import plain_kernel
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
@@ -51,9 +52,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 ODD = {"ranks": 2, "hidden": 64, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 40}
 
 
-Fused = bool | str
-TRAVELLING: tuple[str, ...] = tuple(layer.FORMS)
-FUSED: tuple[Fused, ...] = (False, *TRAVELLING)
+FUSED, NAMES = (False, True), {False: "sequential", True: "fused"}
 
 
 def of_buffer(sizes: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +68,7 @@ def calls_of(case: LayerCase) -> list[dict[str, Any]]:
     return [case.call(rank, "cuda") for rank in range(len(case.x))]
 
 
-def one_or_other(given: list[dict[str, Any]], fused: Fused) -> list[dict[str, Any]]:
+def one_or_other(given: list[dict[str, Any]], fused: bool) -> list[dict[str, Any]]:
     """The same calls, rows travelling under the experts or not; sums of ranks travel in float32 in all of them."""
     return [{**call, "fused": fused, "wire": None} for call in given]
 
@@ -94,13 +93,11 @@ def compiled() -> None:
         for tokens in range(sizes["max_tokens"] + 1):
             rows = max(1, tokens * sizes["topk"] * sizes["ranks"] // sizes["num_experts"])
             first, second = (SCHEDULES[choose(rows, local, *w)] for w in ((2 * inner, hidden), (hidden, inner)))
-            counted = two_launches.rows_per_counter(rows * local)
+            counted = rows_per_counter(rows * local)
             for dtype, apart in itertools.product(DTYPES, (False, True)):
                 kernels |= {gemm_kernel(dtype, True, apart, first), gemm_kernel(dtype, False, False, second)}
-                kernels.add(two_launches.fetch_kernel(dtype, apart, first, hidden, counted))
-                kernels.add(two_launches.send_kernel(dtype, second))
                 both = schedules.schedule_of_both(dtype, rows, inner)
-                kernels.add(one_launch.one_kernel(dtype, apart, both, hidden, counted=counted))
+                kernels.add(layer_kernel(dtype, apart, both, hidden, counted=counted))
     compile_all(kernels)
 
 
@@ -123,16 +120,15 @@ def test_random_layers_of_virtual_ranks(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"R{s['ranks']}-H{s['hidden']}-E{s['num_experts']}-K{s['topk']}")
-@pytest.mark.parametrize("fused", TRAVELLING)
-def test_rows_that_travel_under_experts_have_the_bits_of_dispatch_and_combine(
-    fused: str, sizes: dict[str, Any], dtype: torch.dtype, request: pytest.FixtureRequest
+def test_fused_layers_have_the_bits_of_dispatch_and_combine(
+    sizes: dict[str, Any], dtype: torch.dtype, request: pytest.FixtureRequest
 ) -> None:
     with opened(sizes, dtype) as ranks:
         for seed in seeds(request, 20):
             case = random_layer(seed, **sizes, dtype=dtype)
             case.wire = None
             calls = calls_of(case)
-            outs = ranks.moe(one_or_other(calls, fused))
+            outs = ranks.moe(one_or_other(calls, fused=True))
             ranks.check()
             for rank, (out, other) in enumerate(zip(outs, ranks.moe(one_or_other(calls, fused=False)), strict=True)):
                 case.check(rank, out)
@@ -141,8 +137,8 @@ def test_rows_that_travel_under_experts_have_the_bits_of_dispatch_and_combine(
 
 @pytest.mark.gpu1
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("fused", FUSED)
-def test_large_tiles(fused: Fused) -> None:
+@pytest.mark.parametrize("fused", FUSED, ids=NAMES.get)
+def test_large_tiles(fused: bool) -> None:
     with opened(LARGE) as ranks:
         for seed in range(6):
             case = random_layer(seed, **LARGE, dtype=torch.bfloat16)
@@ -151,8 +147,8 @@ def test_large_tiles(fused: Fused) -> None:
 
 
 @pytest.mark.gpu1
-@pytest.mark.parametrize("fused", FUSED)
-def test_a_graph_replays_with_other_routing(fused: Fused) -> None:
+@pytest.mark.parametrize("fused", FUSED, ids=NAMES.get)
+def test_a_graph_replays_with_other_routing(fused: bool) -> None:
     sizes = SIZES[3] | {"ranks": 2}
     cases = [full_layer(seed, sizes) for seed in range(12)]
     with opened(sizes) as ranks:
@@ -208,8 +204,8 @@ def ours_of(sizes: dict[str, Any], case: LayerCase, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.gpu1
-@pytest.mark.parametrize("fused", FUSED)
-def test_a_bad_id_is_told_and_the_next_layer_is_right(fused: Fused) -> None:
+@pytest.mark.parametrize("fused", FUSED, ids=NAMES.get)
+def test_a_bad_id_is_told_and_the_next_layer_is_right(fused: bool) -> None:
     case = full_layer(1, ODD)
     with opened(ODD) as ranks:
         calls = one_or_other(calls_of(case), fused)
@@ -226,13 +222,12 @@ def test_a_bad_id_is_told_and_the_next_layer_is_right(fused: Fused) -> None:
 
 @pytest.mark.gpu1
 @pytest.mark.parametrize("weights", ["bf16", "fp8"])
-@pytest.mark.parametrize("fused", TRAVELLING)
-def test_a_rank_that_does_not_come_is_a_timeout(fused: str, weights: str) -> None:
+def test_a_rank_that_does_not_come_to_a_fused_layer_is_a_timeout(weights: str) -> None:
     """One rank alone goes through all of its launches: none of them hangs, and the context lives."""
     case = full_layer(1, ODD)
     case.fp8 = weights == "fp8"
     with LocalBuffers(2, **of_buffer(ODD), backend="lsa", device=0, timeout_s=2) as ranks:
-        call = one_or_other(calls_of(case), fused)[0]
+        call = one_or_other(calls_of(case), fused=True)[0]
         buffer = ranks.buffers[0]
         begin = time.monotonic()
         buffer.moe(**call)
@@ -242,23 +237,24 @@ def test_a_rank_that_does_not_come_is_a_timeout(fused: str, weights: str) -> Non
         assert (caught.value.rank, caught.value.peer, caught.value.phase) == (0, 1, "header")
         assert torch.ones(5, device="cuda").sum().item() == 5
     with opened(ODD) as ranks:
-        checked(ranks, case, one_or_other(calls_of(case), fused))
+        checked(ranks, case, one_or_other(calls_of(case), fused=True))
 
 
 @pytest.mark.gpu1
 @pytest.mark.parametrize("weights", ["bf16", "fp8"])
-@pytest.mark.parametrize("fused", TRAVELLING)
-def test_a_rank_whose_experts_do_not_come_is_a_timeout(fused: str, weights: str) -> None:
+def test_a_rank_whose_experts_do_not_come_to_a_fused_layer_is_a_timeout(weights: str) -> None:
     case = full_layer(1, ODD)
     case.fp8 = weights == "fp8"
     with LocalBuffers(2, **of_buffer(ODD), backend="lsa", device=0, timeout_s=2) as ranks:
-        calls = one_or_other(calls_of(case), fused)
+        calls = one_or_other(calls_of(case), fused=True)
         given = [layer.prepare(buffer, **call) for buffer, call in zip(ranks.buffers, calls, strict=True)]
-        routed = ranks.dispatch([g.dispatch for g in given])
+        for one in given:
+            one.publish()
+        routed = ranks.dispatch([g.dispatch_arguments() for g in given])
         with torch.cuda.stream(ranks.streams[0]):  # that of its rounds, which check() waits for
             given[0].compute(routed[0])
-            given[0].prepare_end(ranks.buffers[0])
-            given[0].run_end()
+            given[0].prepare_reduce()
+            given[0].run_reduce()
         with pytest.raises(moecomm.Timeout) as caught:
             ranks.buffers[0].check()
         assert (caught.value.rank, caught.value.peer, caught.value.phase) == (0, 1, "reduced")
@@ -272,7 +268,7 @@ def called(buffer: moecomm.Buffer, call: dict[str, Any]) -> None:
 
 
 def layers_of_a_process(
-    rank: int, group: Any, sizes: dict[str, Any], dtype: torch.dtype, numbers: range, fused: Fused, fp8: bool
+    rank: int, group: Any, sizes: dict[str, Any], dtype: torch.dtype, numbers: range, fused: bool, fp8: bool
 ) -> str:
     torch.cuda.set_device(rank)
     share_cores(group.size())
@@ -294,11 +290,11 @@ def layers_of_a_process(
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("count", GPU_COUNTS)
-@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("fused", FUSED, ids=NAMES.get)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("which", PROCESSES)
 def test_random_layers_of_processes(
-    which: str, dtype: torch.dtype, fused: Fused, count: int, request: pytest.FixtureRequest, gpu_ranks: Ranks
+    which: str, dtype: torch.dtype, fused: bool, count: int, request: pytest.FixtureRequest, gpu_ranks: Ranks
 ) -> None:
     sizes, share = PROCESSES[which]
     gpu_ranks.start(count, layers_of_a_process, sizes | {"ranks": count}, dtype, seeds(request, share), fused, False)
@@ -306,7 +302,7 @@ def test_random_layers_of_processes(
     assert list(found.values()) == ["right"] * count, found
 
 
-def replayed(rank: int, group: Any, sizes: dict[str, Any], fused: Fused, fp8: bool = False) -> str:
+def replayed(rank: int, group: Any, sizes: dict[str, Any], fused: bool, fp8: bool = False) -> str:
     torch.cuda.set_device(rank)
     cases = [full_layer(seed, sizes) for seed in range(20)]
     for case in cases:
@@ -327,6 +323,6 @@ def replayed(rank: int, group: Any, sizes: dict[str, Any], fused: Fused, fp8: bo
 
 
 @pytest.mark.parametrize("count", GPU_COUNTS)
-@pytest.mark.parametrize("fused", FUSED)
-def test_a_graph_replays_with_other_routing_on_gpus(gpu_ranks: Ranks, fused: Fused, count: int) -> None:
+@pytest.mark.parametrize("fused", FUSED, ids=NAMES.get)
+def test_a_graph_replays_with_other_routing_on_gpus(gpu_ranks: Ranks, fused: bool, count: int) -> None:
     assert gpu_ranks.run(count, replayed, SIZES[3] | {"ranks": count}, fused) == ["right"] * count

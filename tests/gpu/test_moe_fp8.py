@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.fused import FP8_SCHEDULES, Fp8, choose_fp8, grouped_gemm, one_launch, schedules, two_launches
+from moecomm.fused import FP8_SCHEDULES, Fp8, choose_fp8, grouped_gemm, schedules
+from moecomm.fused.compute import layer_kernel, rows_per_counter
 from moecomm.fused.kernels import FP8, gemm_kernel
+from moecomm.fused.publish import publish_kernel
 from moecomm.jit import plain_kernel
 from moecomm.testing import random_layer
 
@@ -18,8 +20,7 @@ from ..conftest import GPU_COUNTS, Ranks
 from .layers import check_replays, checked, compile_all
 from .test_moe import (
     FUSED,
-    TRAVELLING,
-    Fused,
+    NAMES,
     calls_of,
     full_layer,
     layers_of_a_process,
@@ -58,14 +59,12 @@ def compiled() -> None:
     for sizes, rows in itertools.product((*SIZES, LARGE, *(sizes for sizes, _ in PROCESSES.values())), (1, 1000)):
         hidden, inner, local = sizes["hidden"], sizes["intermediate"], sizes["num_experts"] // sizes["ranks"]
         first, second = (FP8_SCHEDULES[choose_fp8(rows, local, columns)] for columns in (2 * inner, hidden))
-        both, counted = schedules.schedule_of_both(FP8, rows, inner), two_launches.rows_per_counter(rows * local)
+        both, counted = schedules.schedule_of_both(FP8, rows, inner), rows_per_counter(rows * local)
         kernels |= {gemm_kernel(FP8, True, apart, first, out=FP8) for apart in (False, True)}
-        kernels |= {two_launches.fetch_kernel(FP8, apart, first, hidden, counted) for apart in (False, True)}
         for dtype in DTYPES:
             kernels.add(gemm_kernel(FP8, False, False, second, out=dtype))
-            kernels.add(two_launches.send_kernel(FP8, second, dtype))
-            kernels |= {one_launch.one_kernel(FP8, apart, both, hidden, dtype, counted) for apart in (False, True)}
-            kernels.add(two_launches.publish_kernel(dtype, FP8, hidden))
+            kernels |= {layer_kernel(FP8, apart, both, hidden, dtype, counted) for apart in (False, True)}
+            kernels.add(publish_kernel(dtype, FP8, hidden))
     compile_all(kernels)
 
 
@@ -90,16 +89,15 @@ def test_random_layers_of_virtual_ranks(
 @pytest.mark.parametrize(
     "sizes", [*SIZES, LARGE], ids=lambda s: f"R{s['ranks']}-H{s['hidden']}-E{s['num_experts']}-K{s['topk']}"
 )
-@pytest.mark.parametrize("fused", TRAVELLING)
-def test_rows_that_travel_under_experts_have_the_bits_of_dispatch_and_combine(
-    fused: str, sizes: dict[str, Any], dtype: torch.dtype, request: pytest.FixtureRequest
+def test_fused_layers_have_the_bits_of_dispatch_and_combine(
+    sizes: dict[str, Any], dtype: torch.dtype, request: pytest.FixtureRequest
 ) -> None:
     with opened(sizes, dtype) as ranks:
         for seed in seeds(request, 75 if sizes is LARGE else 40):
             case = random_layer(seed, **sizes, dtype=dtype, fp8=True)
             case.wire = None
             calls = calls_of(case)
-            outs = checked(ranks, case, one_or_other(calls, fused))
+            outs = checked(ranks, case, one_or_other(calls, fused=True))
             for rank, (out, other) in enumerate(zip(outs, ranks.moe(one_or_other(calls, fused=False)), strict=True)):
                 assert same_bits(out, other), f"layer of seed {seed}, rank {rank}"
 
@@ -134,8 +132,8 @@ def test_the_method_has_the_bits_of_its_parts(layout: str) -> None:
 
 
 @pytest.mark.gpu1
-@pytest.mark.parametrize("fused", FUSED)
-def test_a_graph_replays_with_other_routing(fused: Fused) -> None:
+@pytest.mark.parametrize("fused", FUSED, ids=NAMES.get)
+def test_a_graph_replays_with_other_routing(fused: bool) -> None:
     sizes = SIZES[3] | {"ranks": 2}
     cases = [full_layer(seed, sizes) for seed in range(8)]
     with opened(sizes) as ranks:
@@ -145,8 +143,8 @@ def test_a_graph_replays_with_other_routing(fused: Fused) -> None:
 
 
 @pytest.mark.gpu1
-@pytest.mark.parametrize("fused", FUSED)
-def test_a_bad_id_is_told_and_the_next_layer_is_right(fused: Fused) -> None:
+@pytest.mark.parametrize("fused", FUSED, ids=NAMES.get)
+def test_a_bad_id_is_told_and_the_next_layer_is_right(fused: bool) -> None:
     sizes = SIZES[0] | {"ranks": 2}
     case = full_layer(1, sizes)
     case.fp8 = True
@@ -164,10 +162,10 @@ def test_a_bad_id_is_told_and_the_next_layer_is_right(fused: Fused) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("count", GPU_COUNTS)
-@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("fused", FUSED, ids=NAMES.get)
 @pytest.mark.parametrize("which", PROCESSES)
 def test_random_layers_of_processes(
-    which: str, fused: Fused, count: int, request: pytest.FixtureRequest, gpu_ranks: Ranks
+    which: str, fused: bool, count: int, request: pytest.FixtureRequest, gpu_ranks: Ranks
 ) -> None:
     sizes, share = PROCESSES[which]
     gpu_ranks.start(
@@ -178,6 +176,6 @@ def test_random_layers_of_processes(
 
 
 @pytest.mark.parametrize("count", GPU_COUNTS)
-@pytest.mark.parametrize("fused", FUSED)
-def test_a_graph_replays_with_other_routing_on_gpus(gpu_ranks: Ranks, fused: Fused, count: int) -> None:
+@pytest.mark.parametrize("fused", FUSED, ids=NAMES.get)
+def test_a_graph_replays_with_other_routing_on_gpus(gpu_ranks: Ranks, fused: bool, count: int) -> None:
     assert gpu_ranks.run(count, replayed, SIZES[3] | {"ranks": count}, fused, True) == ["right"] * count

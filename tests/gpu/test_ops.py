@@ -21,7 +21,7 @@ from .layers import copy_into
 from .test_moe import full_layer, of_buffer, same_bits
 
 LAYER: dict[str, Any] = {"hidden": 64, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 40}
-KINDS = [{"fused": False}, {"fused": True}, {"fused": "one launch"}, {"fp8": True}]
+KINDS = [{"fused": False}, {"fused": True}, {"fp8": True}]
 
 pytestmark = pytest.mark.gpu1
 

@@ -398,8 +398,8 @@ MUTANTS = [
     Mutant(
         "abort word not looked at",
         "protocol/deadline.h",
-        "        back_off(tries);\n        if (load_relaxed(d.abort_here) != 0 || ",
-        "        back_off(tries);\n        if (",
+        "        back_off(++tries_);\n        if (load_relaxed(d.abort_here) != 0 || ",
+        "        back_off(++tries_);\n        if (",
         "failures",
     ),
     Mutant("peers not told", "host/wait.cpp", "    abort_all_windows(ctx_, word);\n", "", "failures"),

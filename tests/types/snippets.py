@@ -68,7 +68,7 @@ def of_any_layout(routed: Routed) -> T:
     return routed.x + 1
 
 
-def chosen_later(buffer: Buffer, x: T, idx: T, layout: moecomm.choices.Layout, quantize: bool) -> None:
+def chosen_later(buffer: Buffer, x: T, idx: T, layout: moecomm.core.choices.Layout, quantize: bool) -> None:
     routed = buffer.dispatch(x, idx, layout=layout, quantize="fp8" if quantize else None)
     assert_type(routed, Routed)
 
@@ -81,5 +81,5 @@ def back(buffer: Buffer, y: T, handle: Handle, grads: T) -> None:
     assert_type(buffer.combine(y, handle), T)
     assert_type(buffer.combine(y, handle, weight_grads=grads), tuple[T, T])
     assert_type(buffer.combine(y, handle, wire=torch.bfloat16, weighted=False), T)
-    assert_type(buffer.moe(y, y, None, y, y, fused="one launch"), T)
+    assert_type(buffer.moe(y, y, None, y, y, fused=True), T)
     assert_type(moecomm.ops.dispatch(buffer, y, y, layout="flat").x, T)

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import moecomm
-from moecomm import Buffer, backends, choices, signatures
+from moecomm import Buffer, backends
+from moecomm.core import choices, overloads
 from moecomm.dispatch import arguments
-from moecomm.fused import layer
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -49,17 +49,16 @@ def test_mypy_refuses_what_is_marked_and_nothing_else(tmp_path: Path) -> None:
 
 def test_the_types_name_what_is_accepted() -> None:
     assert set(typing.get_args(choices.BackendName)) == {"auto", *backends.NAMES}
-    assert set(typing.get_args(choices.Fused)) == {layer.APART, *layer.FORMS}
     assert set(typing.get_args(choices.ByExpert)) == set(arguments.LAYOUTS) - {"flat"}
 
 
 @pytest.mark.parametrize(
     ("signature", "options", "method"),
     [
-        (signatures.Dispatch, signatures.DispatchOptions, Buffer.dispatch),
-        (signatures.DispatchBegin, signatures.BeginOptions, Buffer.dispatch_begin),
-        (signatures.Combine, signatures.CombineOptions, Buffer.combine),
-        (signatures.Moe, signatures.MoeOptions, Buffer.moe),
+        (overloads.Dispatch, overloads.DispatchOptions, Buffer.dispatch),
+        (overloads.DispatchBegin, overloads.BeginOptions, Buffer.dispatch_begin),
+        (overloads.Combine, overloads.CombineOptions, Buffer.combine),
+        (overloads.Moe, overloads.MoeOptions, Buffer.moe),
     ],
 )
 def test_signatures_have_the_arguments_of_the_methods(signature: type, options: type, method: object) -> None:

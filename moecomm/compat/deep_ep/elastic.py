@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from moecomm.buffer import Buffer
-from moecomm.choices import ScaleLayout
 from moecomm.compat.deep_ep.ep_handle import EPHandle, expanded_rows
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for
 from moecomm.compat.deep_ep.lazy import source
@@ -22,6 +21,7 @@ from moecomm.compat.deep_ep.pool import (
     counted_by_pool,
     limit_of,
 )
+from moecomm.core.choices import ScaleLayout
 from moecomm.core.integers import check_integer
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.settings import Settings

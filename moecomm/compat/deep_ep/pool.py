@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from moecomm.buffer import Buffer
-from moecomm.choices import Layout
 from moecomm.core.arrays import check_tensor
 from moecomm.core.call_count import CallCount, counted
+from moecomm.core.choices import Layout
 from moecomm.core.integers import check_alignment, check_integer, is_integer
 from moecomm.core.opening import gather
 from moecomm.core.rendezvous import Group, rendezvous

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from moecomm.buffer import Buffer
-from moecomm.choices import BackendName
 from moecomm.core.call_count import CallCount
+from moecomm.core.choices import BackendName
 from moecomm.core.opening import gather
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.settings import Settings

@@ -1,8 +1,8 @@
-// The end of a layer at a token's home: what its experts have made is weighted and added up, in the order of the ranks and, of a rank, of
-// k, each rank's part by itself: the bits of a combine whose parts travel in fp32.
+// The end of a layer at a token's source rank: what its experts have made is weighted and added up, in the order of the ranks and, of a
+// rank, of k, each rank's part by itself: the bits of a combine whose parts travel in fp32.
 //
-// A warp makes a piece of a token's row at a time, out of the same piece of the rows that have landed.  Those of the pieces after it are
-// on their way to its slots meanwhile: nearly all of the shared memory is, which is what it takes to read as fast as memory gives.
+// A warp makes a piece of a token's row at a time, out of the same piece of the rows that have been received.  Those of the pieces after it
+// are on their way to its slots meanwhile: nearly all of the shared memory is, which is what it takes to read as fast as memory gives.
 #pragma once
 #include "../device/bulk.cuh"
 #include "../device/cast.cuh"
@@ -17,7 +17,6 @@ struct ReduceConfig {
     i32 hidden, topk;
     i32 warps, slots;  // of a block, and of each of them
     i32 piece_bytes;   // of a row, whole steps of a warp
-    i32 shared_bytes;
 
     MOECOMM_BOTH constexpr i32 threads() const { return warps * kWarp; }
     MOECOMM_BOTH constexpr i32 row_bytes() const { return hidden * 2; }
@@ -79,8 +78,8 @@ struct ReduceWarp {
         const u32 named = __ballot_sync(kAllLanes, owner >= 0);
         if (owner >= 0) {
             slot.entries[before] = {lane, owner, weight, 0};
-            const u64 landed = a.ctx.peers[a.ctx.rank] + a.receive_buffer + (static_cast<u64>(token) * h.topk + lane) * h.row_bytes();
-            bulk_load(slot.rows[lane], reinterpret_cast<const u8*>(landed) + at, bytes, &slot.full);
+            const u64 row = a.ctx.peers[a.ctx.rank] + a.received + (static_cast<u64>(token) * h.topk + lane) * h.row_bytes();
+            bulk_load(slot.rows[lane], reinterpret_cast<const u8*>(row) + at, bytes, &slot.full);
         } else {
             arrive(&slot.full);
         }
@@ -139,7 +138,7 @@ struct ReduceWarp {
     }
 
     MOECOMM_FN void run() {
-        fence_async();  // what has landed was acquired by ordinary loads
+        fence_async();  // what has been received was acquired by ordinary loads
         i32 item = next;
         for (i32 i = 0; i < h.slots; ++i) load(slots[i]);
         for (i32 nth = 0; item < items; item += step, ++nth) {
@@ -154,28 +153,28 @@ struct ReduceWarp {
 };
 
 // By the first warp of a block: all ranks, we too, have sent what their experts have made of ours.  Or ours have noted that they can't go
-// on (`late`), and tell nobody.
-MOECOMM_FN bool await_landed(const LayerArgs& a, const Round& r) {
+// on (`failed`), and tell nobody.
+MOECOMM_FN bool await_received(const LayerArgs& a, const Round& r) {
     bool missing = false;
     for (i32 p = lane_id(); p < a.ctx.shape.ranks && !missing; p += kWarp) {
-        const u64* flag = own<const u64>(a.ctx, landed_at(a.ctx, p));
-        u32 tag = 0, late = 0;
-        const auto landed = [&] {
+        const u64* flag = own<const u64>(a.ctx, received_at(a.ctx, p));
+        u32 tag = 0, failed = 0;
+        const auto received = [&] {
             tag = signal_tag(load_acquire(flag));
-            late = load_relaxed(reinterpret_cast<const u32*>(a.late));
-            return has_reached(tag, r.tag, r.tag) || late != 0;  // a later tag says so as well
+            failed = load_relaxed(reinterpret_cast<const u32*>(a.failed));
+            return has_reached(tag, r.tag, r.tag) || failed != 0;  // a later tag says so as well
         };
-        missing = !wait_for(r, Phase::reduced, p, r.tag, landed, [&] { return static_cast<i64>(tag); }) || late != 0;
-        if (late != 0) report_failure(r, Waited::timeout, Phase::grid, a.ctx.rank, 0, 0, a.ctx.timeout_ns);
+        missing = !wait_for(r, Phase::reduced, p, r.tag, received, [&] { return static_cast<i64>(tag); }) || failed != 0;
+        if (failed != 0) report_failure(r, Waited::timeout, Phase::grid, a.ctx.rank, 0, 0, a.ctx.timeout_ns);
     }
     return !__any_sync(kAllLanes, missing);
 }
 
 template <ReduceConfig h>
-MOECOMM_FN void bring_landed(const LayerArgs& a) {
+MOECOMM_FN void reduce_received(const LayerArgs& a) {
     extern __shared__ __align__(128) u8 memory[];
     auto& shared = *reinterpret_cast<ReduceShared<h>*>(memory);
-    static_assert(sizeof(shared) <= h.shared_bytes, "two_launches.py bounds it");
+    static_assert(sizeof(ReduceSlot<h>) <= reduce_slot_bytes(h.topk, h.piece_bytes), "what is launched");
     for (i32 i = threadIdx.x; i < h.warps * h.slots; i += h.threads()) barrier_init(&(&shared.slots[0][0])[i].full, kWarp + 1);
     barrier_init_done();
     const i32 first = blockIdx.x * h.warps + warp_id();
@@ -183,17 +182,17 @@ MOECOMM_FN void bring_landed(const LayerArgs& a) {
     warp.look_ahead();
     const Round round{a.ctx, Op::combine, layer_round(a)};
     bool ok = true;
-    if (round.tag != 0 && warp_id() == 0) ok = await_landed(a, round);
+    if (round.tag != 0 && warp_id() == 0) ok = await_received(a, round);
     if (!__syncthreads_and(ok)) return;
     let_next_kernel_launch();
     warp.run();
 }
 
-// Any number of blocks.  The kernel before this one has waited for all before it, and what it sends home is told by flags, its own as
+// Any number of blocks.  The kernel before this one has waited for all before it, and what it sends is told by flags, its own as
 // well: only the kernel after this one has to wait until it has ended.
 template <ReduceConfig h>
-MOECOMM_FN void reduce_rows(const LayerArgs& a) {
-    bring_landed<h>(a);
+MOECOMM_FN void reduce_layer(const LayerArgs& a) {
+    reduce_received<h>(a);
     await_earlier_kernels();
 }
 

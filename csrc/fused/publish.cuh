@@ -6,8 +6,6 @@
 
 namespace moecomm {
 
-constexpr i32 kPublishThreads = 512;
-
 // As they are.
 template <RowConfig r>
 MOECOMM_FN void copy_rows(const LayerArgs& a, u8* to, i32 thread, i32 threads) {
@@ -48,8 +46,8 @@ MOECOMM_FN void publish_rows(const LayerArgs& a) {
     await_earlier_kernels();
     let_next_kernel_launch();
     for (i32 i = thread; i < ceil_div(a.max_rows, kLeastCounted); i += threads) reinterpret_cast<u32*>(a.fetched)[i] = 0;
-    for (i32 i = thread; i < a.row_tiles; i += threads) reinterpret_cast<u32*>(a.made)[i] = 0;
-    if (thread == 0) *reinterpret_cast<u32*>(a.late) = *reinterpret_cast<u32*>(a.taken) = *reinterpret_cast<u32*>(a.fetching) = 0;
+    for (i32 i = thread; i < a.row_tiles; i += threads) reinterpret_cast<u32*>(a.tile_done)[i] = 0;
+    if (thread == 0) *reinterpret_cast<u32*>(a.failed) = *reinterpret_cast<u32*>(a.next_tile) = *reinterpret_cast<u32*>(a.next_row) = 0;
     u8* const published = reinterpret_cast<u8*>(a.ctx.peers[a.ctx.rank] + a.published);
     if constexpr (r.scaled()) {
         cast_rows<r, given>(a, published, thread / kWarp, threads / kWarp);

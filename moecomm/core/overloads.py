@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TypedDict, TypeVar, overload
 import torch
 from typing_extensions import Unpack
 
-from moecomm.choices import Activation, ByExpert, Fused, Layout, Quantize, ScaleFormat, ScaleLayout
+from moecomm.core.choices import Activation, ByExpert, Layout, Quantize, ScaleFormat, ScaleLayout
 from moecomm.routed import Handle, Routed
 
 T = torch.Tensor
@@ -66,7 +66,7 @@ class MoeOptions(TypedDict, total=False):
     wire: torch.dtype | None
     num_sms: int | None
     check_weights: bool
-    fused: bool | Fused | None
+    fused: bool | None
 
 
 class Dispatch(Protocol):

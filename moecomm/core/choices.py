@@ -11,6 +11,5 @@ Quantize: TypeAlias = Literal["fp8"]
 ScaleFormat: TypeAlias = Literal["fp32", "ue8m0"]  # by ScaleFormat in csrc/protocol/args.h
 ScaleLayout: TypeAlias = Literal["row", "column"]
 Activation: TypeAlias = Literal["swiglu"]
-Fused: TypeAlias = Literal["one after the other", "two launches", "one launch"]
 GateKind: TypeAlias = Literal["softmax", "sigmoid"]
 PluginWay: TypeAlias = Literal["auto", "loopback", "tcp"]

@@ -1,8 +1,7 @@
-"""A layer in one launch, without a GPU: what its kernel is told, that it compiles."""
+"""The launch of a fused layer, without a GPU: the order of its tiles, that its kernel compiles."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import re
 from collections import defaultdict
@@ -12,10 +11,10 @@ import pytest
 import torch
 
 from moecomm.fused import FP8_SCHEDULES, SCHEDULES
+from moecomm.fused.compute import layer_kernel, rotation_step
 from moecomm.fused.kernels import FP8
-from moecomm.fused.one_launch import OneLaunchArgs, one_kernel, rotation_step_of
 from moecomm.fused.schedules import schedule_of_both
-from moecomm.jit import loader, plain_kernel
+from moecomm.jit import loader
 from moecomm.router import MODELS
 
 from ..compiled import check_compiled, check_kernel, looked_at
@@ -24,26 +23,8 @@ from ..few import few
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-def test_the_struct_is_packed_as_the_kernel_reads_it() -> None:
-    text = (loader.headers() / "fused" / "one_launch.cuh").read_text()
-    body = re.search(r"struct OneLaunchArgs \{(.*?)\n\};", text, re.DOTALL)
-    assert body
-    found = re.findall(r"(?:i32|GemmArgs|LayerArgs) ([^;]+);", re.sub(r"//.*", "", body[1]))
-    names = [name.strip() for line in found for name in line.split(",")]
-    assert names == [name for name, *_ in OneLaunchArgs._fields_[:-1]]  # and what aligns it
-    core = pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
-    kernel = plain_kernel.PlainKernel("fused/one_launch", "sizes", "OneLaunchArgs", 32)
-    checked = (
-        f"static_assert(sizeof(OneLaunchArgs) == {ctypes.sizeof(OneLaunchArgs)});\n"
-        "__device__ void sizes(const OneLaunchArgs&) {}\n"
-    )
-    options = core.ProgramOptions(std="c++20", arch="sm_90a", include_path=[str(loader.headers())])
-    source = kernel.source.replace("using namespace moecomm;\n", f"using namespace moecomm;\n{checked}", 1)
-    core.Program(source, "c++", options).compile("cubin")
-
-
 @pytest.mark.parametrize("name", ["at-work-h200-4", "at-work-fp8-h200-4"])
-def test_turns_are_about_the_best_that_were_measured(name: str) -> None:
+def test_rotation_steps_are_about_the_best_that_were_measured(name: str) -> None:
     """Of 8192 tokens on 4 GPUs: one by one and at work, together."""
     text = (Path(__file__).parents[2] / "bench" / "results" / f"{name}.json").read_text()
     found: dict[str, dict[int, float]] = defaultdict(dict)
@@ -54,8 +35,8 @@ def test_turns_are_about_the_best_that_were_measured(name: str) -> None:
     for model, took in found.items():
         sizes, dtype = MODELS[model], FP8 if "fp8" in name else BF16
         rows = 8192 * sizes.topk * 4 // sizes.num_experts
-        turn = rotation_step_of(schedule_of_both(dtype, rows, sizes.intermediate), sizes.intermediate * dtype.itemsize)
-        assert took[turn] <= 1.01 * min(took.values()), (model, took)
+        step = rotation_step(schedule_of_both(dtype, rows, sizes.intermediate), sizes.intermediate * dtype.itemsize)
+        assert took[step] <= 1.01 * min(took.values()), (model, took)
 
 
 # Large and small tiles, with some type, activation and length of rows.
@@ -70,9 +51,9 @@ KINDS = {
     "64x5c2": (FP8, False, 16, BF16),
 }
 # Of which the compiler has left something out.
-LACKED = {f"64x8c1, {hidden} columns": one_kernel(BF16, True, SCHEDULES["64x8c1"], hidden) for hidden in (2880, 7168)}
+LACKED = {f"64x8c1, {hidden} columns": layer_kernel(BF16, True, SCHEDULES["64x8c1"], hidden) for hidden in (2880, 7168)}
 KERNELS = {
-    name: one_kernel(dtype, apart, (SCHEDULES | FP8_SCHEDULES)[name], hidden, out)
+    name: layer_kernel(dtype, apart, (SCHEDULES | FP8_SCHEDULES)[name], hidden, out)
     for name, (dtype, apart, hidden, out) in KINDS.items()
 } | LACKED
 
@@ -87,6 +68,6 @@ def test_fetching_may_be_called() -> None:
     """As it is where the compiler leaves something out otherwise."""
     pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
     core = loader._core()
-    kernel = one_kernel(BF16, True, SCHEDULES["64x8c1"], 7168)
+    kernel = layer_kernel(BF16, True, SCHEDULES["64x8c1"], 7168)
     made = loader._compile(core, loader._CALLS + kernel.source, "sm_90a")
     check_compiled(looked_at(*made), kernel.threads)

@@ -6,54 +6,54 @@
 
 namespace moecomm {
 
-constexpr i32 kDealt = 2;  // tiles: one is multiplied, the next one loaded
+constexpr i32 kQueued = 2;  // tiles: one is multiplied, the next one loaded
 
-struct Dealt {
+struct QueuedTile {
     enum Product : i32 { none, first, second };
 
     Tile tile;
     Product product;  // none: there are no more
-    bool lost;        // of the second: not to be sent
+    bool failed;      // of the second: not to be sent
 };
 
-// `full` completes a phase when a tile has been dealt, `stored` when the warps that multiply are through with it, `empty` when all others
-// are, too, and its place is free.  Where the cluster has two blocks, the first takes a position for both, and `told` of the second
+// `full` completes a phase when a tile has been queued, `stored` when the warps that multiply are through with it, `empty` when all others
+// are, too, and its place is free.  Where the cluster has two blocks, the first takes a position for both, and `positioned` of the second
 // completes with it.  The place of that is then free as well: a tile that the first is through with was loaded by both.
 template <GemmConfig c>
-struct DealtShared {
-    Dealt tiles[kDealt];
-    u64 full[kDealt], stored[kDealt], empty[kDealt], signaled[kDealt];
-    i32 positions[kDealt];
-    LaggedWalk walk;  // of the thread that deals: its registers are short
+struct TileQueue {
+    QueuedTile tiles[kQueued];
+    u64 full[kQueued], stored[kQueued], empty[kQueued], positioned[kQueued];
+    i32 positions[kQueued];
+    LaggedWalk walk;  // of the tile scheduler: its registers are short
 
     MOECOMM_FN void init() {
-        for (i32 i = 0; i < kDealt; ++i) {
+        for (i32 i = 0; i < kQueued; ++i) {
             barrier_init(&full[i], 1);
             barrier_init(&stored[i], kMathGroups * kWarpgroup / kWarp);
-            barrier_init(&empty[i], c.scaled() ? 3 : 2);  // the loader, the teller, the warp that loads scales
-            barrier_init(&signaled[i], 1);
+            barrier_init(&empty[i], c.scaled() ? 3 : 2);  // the loader, the thread that completes tiles, the warp that loads scales
+            barrier_init(&positioned[i], 1);
         }
     }
 };
 
-struct DealtPlace {
+struct QueuePlace {
     i32 slot = 0;
     u32 phase = 0;
 
     MOECOMM_FN void step() {
-        if (++slot == kDealt) {
+        if (++slot == kQueued) {
             slot = 0;
             phase ^= 1;
         }
     }
 };
 
-// Does body(tile, its place) with all that is dealt in this block.
+// Does body(tile, its place) with all tiles of this block.
 template <GemmConfig c, class Body>
-MOECOMM_FN void for_dealt(DealtShared<c>& s, const Body& body) {
-    for (DealtPlace at;; at.step()) {
+MOECOMM_FN void for_each_tile(TileQueue<c>& s, const Body& body) {
+    for (QueuePlace at;; at.step()) {
         copy_wait(&s.full[at.slot], at.phase);
-        if (s.tiles[at.slot].product == Dealt::none) return;
+        if (s.tiles[at.slot].product == QueuedTile::none) return;
         body(s.tiles[at.slot], at);
     }
 }
@@ -78,18 +78,18 @@ MOECOMM_FN void send_word(i32* to, i32 value, u64* barrier, i32 rank) {
 
 // The cluster's next position, by one thread of each of its blocks, once this place is free.
 template <GemmConfig c>
-MOECOMM_FN i32 take_position(DealtShared<c>& s, u32* taken, const DealtPlace& place) {
+MOECOMM_FN i32 take_next_tile(TileQueue<c>& s, u32* next_tile, const QueuePlace& place) {
     if constexpr (c.cluster == 1) {
-        return next_of(taken);
+        return next_of(next_tile);
     } else {
-        static_assert(c.cluster == 2, "one block to tell");
+        static_assert(c.cluster == 2, "one block to send it to");
         if (cluster_rank() == 0) {
-            const i32 position = next_of(taken);
-            send_word(&s.positions[place.slot], position, &s.signaled[place.slot], 1);
+            const i32 position = next_of(next_tile);
+            send_word(&s.positions[place.slot], position, &s.positioned[place.slot], 1);
             return position;
         }
-        expect_bytes(&s.signaled[place.slot], sizeof(i32));
-        copy_wait(&s.signaled[place.slot], place.phase);
+        expect_bytes(&s.positioned[place.slot], sizeof(i32));
+        copy_wait(&s.positioned[place.slot], place.phase);
         return s.positions[place.slot];
     }
 }

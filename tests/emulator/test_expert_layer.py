@@ -1,11 +1,11 @@
-"""A layer in two launches, and in one, on CPUs: its kernels, against dispatch, GEMMs and combine, bit for bit."""
+"""A fused layer on CPUs: its kernels, against dispatch, GEMMs and combine, bit for bit."""
 
 from __future__ import annotations
 
 import platform
 import random
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,24 +17,26 @@ from moecomm.backends.host import HostSession
 from moecomm.dispatch.reference import quantize
 from moecomm.fused import (
     Fp8,
+    compute,
     gemm,
     kernels,
     layer,
-    one_launch,
+    pipeline,
     quantize_weights,
     reference,
     schedules,
+    structs,
     tensor_maps,
-    two_launches,
 )
 from moecomm.fused.operands import check_operands
+from moecomm.fused.publish import row_pitch
 from moecomm.fused.schedules import FP8_SCHEDULES, SCHEDULES
 from moecomm.routed import Routed
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
 from moecomm.testing import ranks as local
 
 from ..few import few
-from ..fused.test_two_launches import at
+from ..fused.test_pipeline import at
 from .gemm_machine import encode, run
 from .machine import Machine
 
@@ -52,7 +54,7 @@ CASES = 2
 
 
 class Emulated:
-    """What a GPU runs, on CPUs: layers whose rows travel launch there, and the experts of Sequential."""
+    """What a GPU runs, on CPUs: layers whose rows travel launch there, and the experts of Unfused."""
 
     def __init__(self, rounds: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
         self._rounds = rounds
@@ -60,10 +62,9 @@ class Emulated:
         for where, name, what in (
             (tensor_maps, "encode", encode),
             (kernels, "multiprocessors", lambda device: 4),
-            (two_launches, "FETCHERS", 2),
-            (one_launch, "FETCHERS", 2),
-            (two_launches, "load", lambda kernel, device: 0),
-            (two_launches.Layer, "_launch", lambda layer, *launch: self.launch(*launch)),
+            (compute, "FETCHERS", 2),
+            (pipeline, "load", lambda kernel, device: 0),
+            (pipeline.Fused, "_launch", lambda layer, *launch: self.launch(*launch)),
             (HostSession, "most_blocks", 4),
             (layer, "_why_unfused", lambda *about: ""),
             (reference, "grouped_gemm", self._grouped_gemm),
@@ -84,16 +85,24 @@ class Emulated:
         args = gemm.arguments(given, apart, product.data_ptr(), scales, schedule, alignment)
         self.launch(kernels.gemm_kernel(dtype, swiglu, apart, schedule, out=product.dtype), 2, args)
 
-    def travelling(self, form: str, ranks: LocalBuffers, calls: list[dict[str, Any]]) -> list[torch.Tensor]:
-        given = [layer.prepare(b, **call, fused=form) for b, call in zip(ranks.buffers, calls, strict=True)]
-        for mine, routed in zip(given, self.dispatch(ranks, [mine.dispatch for mine in given]), strict=True):
+    def fused(self, ranks: LocalBuffers, calls: list[dict[str, Any]]) -> list[torch.Tensor]:
+        given = [layer.prepare(b, **call, fused=True) for b, call in zip(ranks.buffers, calls, strict=True)]
+        self.run(ranks, given)
+        return [mine.finish_reduce() for mine in given]
+
+    def run(self, ranks: LocalBuffers, given: list[pipeline.Pipeline]) -> None:
+        """All steps but the last."""
+        for mine in given:
+            mine.publish()
+        arguments = [mine.dispatch_arguments() for mine in given]
+        for mine, routed in zip(given, self.dispatch(ranks, arguments), strict=True):
             mine.compute(routed)
-        for mine, buffer in zip(given, ranks.buffers, strict=True):
-            mine.prepare_end(buffer).run_end()
-        return [mine.finish_end(buffer) for mine, buffer in zip(given, ranks.buffers, strict=True)]
+        for mine in given:
+            mine.prepare_reduce()
+            mine.run_reduce()
 
     def dispatch(self, ranks: LocalBuffers, calls: list[dict[str, Any]]) -> list[Routed]:
-        """Of slips, which only kernels know."""
+        """Of row descriptors, which only kernels know."""
         with self._monkeypatch.context() as patched:
             patched.setattr(local, "_native", SimpleNamespace(host_run_all=self._rounds.run_all))
             try:
@@ -101,15 +110,14 @@ class Emulated:
             finally:
                 self._rounds.forget()
 
-    def check(self, ranks: LocalBuffers, case: LayerCase, forms: Iterable[str] = layer.FORMS) -> None:
+    def check(self, ranks: LocalBuffers, case: LayerCase) -> None:
         calls = [case.call(rank) for rank in range(len(ranks.buffers))]
         others = ranks.moe([{**call, "fused": False} for call in calls])
-        for form in forms:
-            outs = self.travelling(form, ranks, calls)
-            ranks.check()
-            for rank, (out, other) in enumerate(zip(outs, others, strict=True)):
-                case.check(rank, out)
-                assert torch.equal(out.view(torch.int16), other.view(torch.int16)), (form, case.seed, rank)
+        outs = self.fused(ranks, calls)
+        ranks.check()
+        for rank, (out, other) in enumerate(zip(outs, others, strict=True)):
+            case.check(rank, out)
+            assert torch.equal(out.view(torch.int16), other.view(torch.int16)), (case.seed, rank)
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +130,7 @@ def nothing_is_left_of_earlier_layers() -> Iterator[None]:
 
 @pytest.mark.parametrize("sizes", few(SIZES, SIZES[0]), ids=lambda s: f"R{s['ranks']}")
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-def test_bits_are_those_of_one_after_the_other(
+def test_bits_are_those_of_an_unfused_layer(
     fp8: bool, sizes: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emulated = Emulated(machine, monkeypatch)
@@ -133,8 +141,7 @@ def test_bits_are_those_of_one_after_the_other(
         for seed in range(CASES):
             case = random_layer(seed, **sizes, dtype=torch.bfloat16, fp8=fp8)
             case.wire = None
-            # The first is the largest, and takes long.
-            emulated.check(ranks, case, layer.FORMS if seed else ["two launches"])
+            emulated.check(ranks, case)
 
 
 @pytest.mark.long
@@ -166,7 +173,7 @@ def test_the_last_columns_of_a_cluster_may_be_those_of_one_block(
     with LocalBuffers(**of_buffer, backend="host", timeout_s=20) as ranks:
         case = random_layer(1, **sizes, dtype=torch.bfloat16, fp8=True)
         case.wire = None
-        emulated.check(ranks, case, ["one launch"])
+        emulated.check(ranks, case)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +197,7 @@ def test_rows_that_are_not_there_end_a_launch_and_nothing_is_made_of_it(
 
     def without_some(kernel: Any, blocks: int, args: Any) -> None:
         nonlocal launched
-        if isinstance(args, one_launch.OneLaunchArgs):
+        if isinstance(args, structs.ExpertLayerArgs):
             launched += 1
             if launched == 1 and why == "they do not come":
                 args.fetchers = args.together = 0
@@ -203,16 +210,10 @@ def test_rows_that_are_not_there_end_a_launch_and_nothing_is_made_of_it(
     for _ in range(2):
         launched = 0
         with LocalBuffers(**of_buffer, backend="host", timeout_s=20) as ranks:
-            given = [
-                layer.prepare(buffer, **case.call(rank), fused="one launch")
-                for rank, buffer in enumerate(ranks.buffers)
-            ]
-            for mine, routed in zip(given, emulated.dispatch(ranks, [mine.dispatch for mine in given]), strict=True):
-                mine.compute(routed)
+            given = [layer.prepare(buffer, **case.call(rank), fused=True) for rank, buffer in enumerate(ranks.buffers)]
+            emulated.run(ranks, given)
             for mine, buffer in zip(given, ranks.buffers, strict=True):
-                mine.prepare_end(buffer).run_end()
-            for mine, buffer in zip(given, ranks.buffers, strict=True):
-                assert bool(mine.finish_end(buffer).isnan().all())
+                assert bool(mine.finish_reduce().isnan().all())
                 with pytest.raises(moecomm.Timeout):
                     buffer.check()
 
@@ -227,7 +228,7 @@ def test_scales_of_rows_that_are_not_there_yet_are_not_looked_at(
     emulated = Emulated(machine, monkeypatch)
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: 3)
     counts = torch.tensor([5, 120, 150, 3])
-    assert counts[:2].sum() < 4 * two_launches.LEAST_COUNTED < 5 + 128
+    assert counts[:2].sum() < 4 * kernels.LEAST_COUNTED < 5 + 128
     sizes = SIZES[0] | {"topk": 1, "max_tokens": int(counts.sum())}
     case = random_layer(0, **sizes, dtype=torch.bfloat16, fp8=True)
     g = torch.Generator().manual_seed(0)
@@ -241,12 +242,12 @@ def test_scales_of_rows_that_are_not_there_yet_are_not_looked_at(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rows_are_offered_as_a_dispatch_casts_them(
+def test_rows_are_published_as_a_dispatch_casts_them(
     dtype: torch.dtype, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of several pieces, whose last group of columns is not full, with gaps between them."""
     emulated, done = Emulated(machine, monkeypatch), []
-    monkeypatch.setattr(emulated, "launch", lambda *given, run=emulated.launch: (done.append("offer"), run(*given)))
+    monkeypatch.setattr(emulated, "launch", lambda *given, run=emulated.launch: (done.append("publish"), run(*given)))
     monkeypatch.setattr(HostSession, "order", lambda session: done.append("order"))  # of streams, on GPUs
     tokens, hidden, g = 37, 4240, torch.Generator().manual_seed(0)
     wide = torch.randn(tokens, hidden + 8, generator=g) * torch.exp2(torch.randint(-20, 5, (tokens, 1), generator=g))
@@ -258,10 +259,11 @@ def test_rows_are_offered_as_a_dispatch_casts_them(
     with LocalBuffers(1, **sizes, backend="host", timeout_s=20) as ranks:
         (buffer,) = ranks.buffers
         given = layer.prepare(buffer, x=x, **routing, **weights, fused=True)
-        assert isinstance(given, two_launches.Layer)
-        assert done == ["order", "offer"]
-        pitch = two_launches.row_pitch(kernels.FP8, hidden)
-        descriptors = given.dispatch["slips"]
+        assert isinstance(given, pipeline.Fused) and done == []
+        given.publish()
+        assert done == ["order", "publish"]
+        pitch = row_pitch(kernels.FP8, hidden)
+        descriptors = given.dispatch_arguments()["slips"]
         assert descriptors.pitch == pitch
         published = at(buffer.session.context.peers[0] + descriptors.rows, (tokens, pitch), torch.uint8)
         data, scales = quantize(x)

@@ -1,20 +1,19 @@
-"""A layer in two launches, without a GPU: what travels in the place of rows is enough for it; its kernels compile."""
+"""The steps of a fused layer, without a GPU: row descriptors are enough; kernels that publish and reduce compile."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-import re
 from typing import Any
 
 import pytest
 import torch
 
-from moecomm import _native
-from moecomm.dispatch.plan import DESCRIPTOR_BYTES
-from moecomm.fused import FP8_SCHEDULES, SCHEDULES, layer, two_launches
+from moecomm.fused import kernels as fused_kernels
+from moecomm.fused import layer, pipeline
 from moecomm.fused.kernels import FP8
-from moecomm.fused.two_launches import LEAST_COUNTED, LayerArgs, early_tiles, row_pitch
+from moecomm.fused.publish import publish_kernel, row_config, row_pitch
+from moecomm.fused.reduce import reduce_kernel
 from moecomm.jit import loader, plain_kernel
 from moecomm.testing import LocalBuffers, random_layer
 
@@ -37,10 +36,10 @@ def at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"R{s['ranks']}-K{s['topk']}")
-def test_slips_and_places_are_enough_and_the_bits_are_those_of_dispatch_and_combine(
+def test_row_descriptors_are_enough_and_the_bits_are_those_of_dispatch_and_combine(
     sizes: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    """The steps of csrc/fused/offer.cuh, fetch.cuh and home.cuh in torch, over windows that all ranks can read."""
+    """The steps of csrc/fused/publish.cuh, fetch.cuh and reduce.cuh in torch, over windows that all ranks can read."""
     of_buffer = {name: size for name, size in sizes.items() if name != "intermediate"}
     hidden, topk, ranks = sizes["hidden"], sizes["topk"], sizes["ranks"]
     with LocalBuffers(**of_buffer, dtype=dtype, backend="host", timeout_s=20) as buffers:
@@ -51,7 +50,7 @@ def test_slips_and_places_are_enough_and_the_bits_are_those_of_dispatch_and_comb
             want = buffers.moe(calls)
             peers = [buffer.session.context.peers[buffer.rank] for buffer in buffers.buffers]
             blocks, dispatches = [], []
-            for buffer, call, window in zip(buffers.buffers, calls, peers, strict=True):  # offer.cuh
+            for buffer, call, window in zip(buffers.buffers, calls, peers, strict=True):  # publish.cuh
                 tokens = len(call["x"])
                 mine = buffer.memory.allocate(max(1, tokens) * 2 * hidden, max(1, tokens * topk) * 2 * hidden)
                 at(window + mine[0].offset, (tokens, hidden), dtype).copy_(call["x"])
@@ -72,7 +71,7 @@ def test_slips_and_places_are_enough_and_the_bits_are_those_of_dispatch_and_comb
                     assert int(places[row]) // topk == token
                     receive_buffer = peers[home] + blocks[home][1].offset + int(places[row]) * 2 * hidden
                     at(receive_buffer, (hidden,), dtype).copy_(y[row])
-            for rank, (routed, call) in enumerate(zip(arrived, calls, strict=True)):  # home.cuh
+            for rank, (routed, call) in enumerate(zip(arrived, calls, strict=True)):  # reduce.cuh
                 tokens = len(call["x"])
                 landed = at(peers[rank] + blocks[rank][1].offset, (tokens, topk, hidden), dtype)
                 owners = at(routed.handle.args.route.token_owner, (tokens, topk), torch.int32)
@@ -97,53 +96,15 @@ def added_up(
     return total.to(landed.dtype)
 
 
-def test_the_structs_are_packed_as_the_kernels_read_them() -> None:
-    fused = loader.headers() / "fused"
-    body = re.search(r"struct LayerArgs \{(.*?)\n\};", (fused / "layer.cuh").read_text(), re.DOTALL)
-    assert body
-    found = re.findall(r"(?:i32|u64|i64|Context) ([^;]+);", re.sub(r"//.*", "", body[1]))
-    names = [name.strip() for line in found for name in line.split(",")]
-    assert names == [name for name, *_ in LayerArgs._fields_]
-    kernel = plain_kernel.PlainKernel("fused/two_launches", "sizes", "LayerGemmArgs", 32)
-    sizes = (ctypes.sizeof(LayerArgs), ctypes.sizeof(two_launches.LayerGemmArgs))
-    checked = (
-        f"static_assert(sizeof(LayerArgs) == {sizes[0]} && sizeof(LayerGemmArgs) == {sizes[1]});\n"
-        f"static_assert(kLeastCounted == {LEAST_COUNTED} && sizeof(RowDescriptor) == {DESCRIPTOR_BYTES});\n"
-        "__device__ void sizes(const LayerGemmArgs&) {}\n"
-    )
-    for dtype, hidden in itertools.product((torch.float16, FP8), (16, 272, 2880, 7168)):
-        config = two_launches.row_config(dtype, hidden)
-        checked += f"static_assert({config}.pitch() == {row_pitch(dtype, hidden)});\n"
-    core = pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
-    options = core.ProgramOptions(std="c++20", arch="sm_90a", include_path=[str(loader.headers())])
-    source = kernel.source.replace("using namespace moecomm;\n", f"using namespace moecomm;\n{checked}", 1)
-    core.Program(source, "c++", options).compile("cubin")
-    assert two_launches.LayerGemmArgs.layer.offset == ctypes.sizeof(two_launches.kernels.GemmArgs)
-    assert ctypes.sizeof(LayerArgs) % 8 == 0 and LayerArgs.x.offset == _native.Context().nbytes
-
-
 def kernels() -> dict[str, plain_kernel.PlainKernel]:
     bf16, fp16 = torch.bfloat16, torch.float16
     found: dict[str, plain_kernel.PlainKernel] = {
-        "offer": two_launches.publish_kernel(bf16, bf16, 7168),
-        "offer, cast": two_launches.publish_kernel(bf16, FP8, 7168),
-        "offer, cast, a last group of 48 columns": two_launches.publish_kernel(fp16, FP8, 176),
-        "home": two_launches.reduce_kernel(bf16, 7168, 8),
-        "home, many": two_launches.reduce_kernel(fp16, 8, 32),
+        "publish": publish_kernel(bf16, bf16, 7168),
+        "publish, cast": publish_kernel(bf16, FP8, 7168),
+        "publish, cast, a last group of 48 columns": publish_kernel(fp16, FP8, 176),
+        "reduce": reduce_kernel(bf16, 7168, 8),
+        "reduce, many": reduce_kernel(fp16, 8, 32),
     }
-    for name, schedule in SCHEDULES.items():
-        found[f"fetch {name}"] = two_launches.fetch_kernel(bf16, True, schedule, 7168)
-        found[f"send {name}"] = two_launches.send_kernel(fp16, schedule)
-    for name, schedule in FP8_SCHEDULES.items():
-        found[f"fetch FP8 {name}"] = two_launches.fetch_kernel(FP8, True, schedule, 7168)
-        found[f"send FP8 {name}"] = two_launches.send_kernel(FP8, schedule, bf16)
-    found["fetch, interleaved"] = two_launches.fetch_kernel(fp16, False, SCHEDULES["256x4c2u16"], 2880)
-    found["fetch, small"] = two_launches.fetch_kernel(fp16, True, SCHEDULES["64x8c1"], 8)
-    found["fetch, large"] = two_launches.fetch_kernel(bf16, True, SCHEDULES["64x8c2"], 16384)
-    found["fetch FP8, interleaved"] = two_launches.fetch_kernel(FP8, False, FP8_SCHEDULES["128x4c1"], 2880)
-    found["fetch FP8, small"] = two_launches.fetch_kernel(FP8, True, FP8_SCHEDULES["64x5c1"], 16)
-    found["fetch FP8, large"] = two_launches.fetch_kernel(FP8, True, FP8_SCHEDULES["128x4c1"], 16384)
-    found["send FP8, fp16"] = two_launches.send_kernel(FP8, FP8_SCHEDULES["128x4c1"], fp16)
     return found
 
 
@@ -153,13 +114,38 @@ KERNELS = kernels()
 @pytest.mark.compiled(KERNELS)
 @pytest.mark.parametrize("name", few(KERNELS, "offer, cast", "home", "fetch 64x8c1"))
 def test_compiles_without_spills(name: str) -> None:
-    check_kernel(KERNELS[name], calls="home" in name, awaits="last" if "home" in name else "first")  # report_failure
+    check_kernel(
+        KERNELS[name], calls="reduce" in name, awaits="last" if "reduce" in name else "first"
+    )  # report_failure
 
 
-def test_tiles_are_split_by_what_fetching_takes() -> None:
-    many, fp8 = early_tiles(1024, 7168, 2048, 4, 132), early_tiles(1024, 7168, 2048, 4, 132, FP8)
-    assert 0.25 < many / 1024 < 0.5
-    assert 0.6 < fp8 / many < 0.7  # about half of the bytes, and products a quarter faster
-    assert early_tiles(1024, 7168, 2048, 8, 132) > many > early_tiles(1024, 4096, 14336, 4, 132)
-    assert early_tiles(16, 7168, 2048, 4, 132) < many  # weights come from memory meanwhile
-    assert early_tiles(4096, 2048, 768, 8, 132) == 1024  # links take longer than all products
+def test_rows_are_as_far_apart_as_kernels_have_them() -> None:
+    core = pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
+    kernel = plain_kernel.PlainKernel("fused/expert_layer", "sizes", "ExpertLayerArgs", 32)
+    checked = "__device__ void sizes(const ExpertLayerArgs&) {}\n"
+    for dtype, hidden in itertools.product((torch.float16, FP8), (16, 272, 2880, 7168)):
+        checked += f"static_assert({row_config(dtype, hidden)}.pitch() == {row_pitch(dtype, hidden)});\n"
+    options = core.ProgramOptions(std="c++20", arch="sm_90a", include_path=[str(loader.headers())])
+    source = kernel.source.replace("using namespace moecomm;\n", f"using namespace moecomm;\n{checked}", 1)
+    core.Program(source, "c++", options).compile("cubin")
+
+
+def test_a_pipeline_takes_no_memory_and_launches_nothing_before_it_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(fused_kernels, "multiprocessors", lambda device: 4)
+    monkeypatch.setattr(layer, "_why_unfused", lambda *about: "")
+    monkeypatch.setattr(pipeline.Fused, "_launch", lambda self, kernel, *rest: done.append(kernel.header))
+    sizes = SIZES[0] | {"ranks": 1}
+    case = random_layer(1, **sizes, dtype=torch.bfloat16)
+    case.wire = None
+    with LocalBuffers(
+        **{name: size for name, size in sizes.items() if name != "intermediate"}, backend="host"
+    ) as ranks:
+        (buffer,) = ranks.buffers
+        with monkeypatch.context() as context:
+            context.setattr(type(buffer.memory), "allocate", lambda *about: pytest.fail("memory of the window"))
+            context.setattr(type(buffer.session), "order", lambda self: done.append("order"))
+            made = layer.prepare(buffer, **case.call(0), fused=True)
+        assert isinstance(made, pipeline.Fused) and done == []
+        made.publish()
+        assert done == ["fused/publish"]

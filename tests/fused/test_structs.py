@@ -1,0 +1,44 @@
+"""The argument structs of csrc/fused: ctypes, g++ and NVRTC lay them out alike."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import re
+
+import pytest
+
+from moecomm import _native
+from moecomm.dispatch.plan import DESCRIPTOR_BYTES
+from moecomm.fused import structs
+from moecomm.jit import loader, plain_kernel
+
+TABLE = _native.fused_structs()
+
+
+def test_every_struct_is_laid_out_as_the_native_module_says() -> None:
+    found = {
+        name: one for name, one in inspect.getmembers(structs, inspect.isclass) if one.__module__ == structs.__name__
+    }
+    assert set(found) == set(TABLE)
+    for name, (size, fields) in TABLE.items():
+        assert ctypes.sizeof(found[name]) == size
+        for field, _, offset, nbytes, _ in fields:
+            placed = getattr(found[name], field)
+            assert (placed.offset, placed.size) == (offset, nbytes), (name, field)
+    assert structs.LayerArgs.x.offset == _native.Context().nbytes
+
+
+def test_kernels_lay_them_out_so_too() -> None:
+    core = pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
+    checked = f"static_assert(sizeof(RowDescriptor) == {DESCRIPTOR_BYTES});\n"
+    for name, (size, fields) in TABLE.items():
+        checked += f"static_assert(sizeof({name}) == {size});\n"
+        for field, _, offset, nbytes, _ in fields:
+            member = f"__INTADDR__(&((({name}*)0)->{field})) == {offset} && sizeof({name}::{field}) == {nbytes}"
+            checked += f'static_assert({member}, "{name}::{field}");\n'
+    kernel = plain_kernel.PlainKernel("fused/expert_layer", "sizes", "ExpertLayerArgs", 32)
+    checked += "__device__ void sizes(const ExpertLayerArgs&) {}\n"
+    options = core.ProgramOptions(std="c++20", arch="sm_90a", include_path=[str(loader.headers())])
+    source = re.sub(r"(?<=using namespace moecomm;\n)", lambda _: checked, kernel.source, count=1)
+    core.Program(source, "c++", options).compile("cubin")
