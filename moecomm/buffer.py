@@ -116,7 +116,7 @@ class Buffer(BufferState):
             "rank %d of %d: %s (%s), %.1f MiB", self.rank, self.num_ranks, self.backend, self.why, self.nbytes / 2**20
         )
 
-    @overloads.typed(signatures.Dispatch)
+    @overloads.typed(overloads.Dispatch)
     @collective()
     def dispatch(
         self,
@@ -184,7 +184,7 @@ class Buffer(BufferState):
         self.made += 1
         return dispatch.finish(self, routed)
 
-    @overloads.typed(signatures.DispatchBegin)
+    @overloads.typed(overloads.DispatchBegin)
     @collective()
     def dispatch_begin(
         self,
@@ -261,7 +261,7 @@ class Buffer(BufferState):
         dispatch.run(routed)
         return dispatch.finish(self, routed)
 
-    @overloads.typed(signatures.Combine)
+    @overloads.typed(overloads.Combine)
     @collective()
     def combine(
         self,
@@ -321,7 +321,7 @@ class Buffer(BufferState):
         """
         return combine.empty(self, handle, self.dtype if dtype is None else dtype)
 
-    moe = overloads.typed(signatures.Moe)(layer.moe)  # dispatch, experts, combine
+    moe = overloads.typed(overloads.Moe)(layer.moe)  # dispatch, experts, combine
 
     @collective(rounds=0)
     def check(self) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from moecomm.buffer import Buffer
     from moecomm.dispatch.plan import Plan
 
-# Types of the arrays of a Routed, by the options of its dispatch; see moecomm/signatures.py.
+# Types of the arrays of a Routed, by the options of its dispatch; see moecomm/core/overloads.py.
 X_co = TypeVar("X_co", covariant=True, default=torch.Tensor)
 Scales_co = TypeVar("Scales_co", covariant=True, default=torch.Tensor | None)
 Flat_co = TypeVar("Flat_co", covariant=True, default=torch.Tensor | None)

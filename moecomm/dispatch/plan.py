@@ -40,8 +40,9 @@ class Options(NamedTuple):
 
 
 class PublishedRows(NamedTuple):
-    """What slips say (csrc/protocol/row_descriptor.h), by offsets in our window, of rows of x that are fetched, and of the rows
-    that experts make of them.
+    """Offsets in our window of the rows of x that owners fetch and of the rows that experts return.
+
+    csrc/protocol/row_descriptor.h has the descriptor that carries them.
     """
 
     rows: int

@@ -1,6 +1,6 @@
 """How a source becomes a kernel on a GPU: compiled by NVRTC through cuda.core or read from the cache, then loaded.
 
-moecomm.jit and moecomm.jit.plain_kernel write the sources.  Nothing of the CUDA packages is imported before it is wanted.
+moecomm.jit and moecomm.jit.plain_kernel write the sources.  CUDA packages are imported on first use.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def build(source: str, transport: str, arch: str) -> tuple[bytes, str]:
 
 @lru_cache(maxsize=1)
 def _descriptor_is_known() -> bool:
-    """Whether this compiler's code is such as moecomm.jit.cubin expects: that of a kernel in which nothing can go wrong."""
+    """True if moecomm.jit.cubin understands this compiler's code: tried on a kernel in which nothing can be missing."""
     return not lacks_descriptor(_compile(_core(), _PLAIN, "sm_90a")[0])
 
 

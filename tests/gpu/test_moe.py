@@ -26,7 +26,7 @@ SIZES: list[dict[str, Any]] = [
     {"ranks": 1, "hidden": 64, "intermediate": 48, "num_experts": 4, "topk": 2, "max_tokens": 40},
     {"ranks": 2, "hidden": 8, "intermediate": 8, "num_experts": 2, "topk": 1, "max_tokens": 17},
     {"ranks": 3, "hidden": 200, "intermediate": 104, "num_experts": 12, "topk": 3, "max_tokens": 90},
-    # More entries than ids are told of: slips travel, which name rows that are here already (csrc/dispatch/descriptors.cuh).
+    # More entries than ranks publish ids for: row descriptors travel, which name rows that are already here.
     {"ranks": 4, "hidden": 512, "intermediate": 136, "num_experts": 16, "topk": 8, "max_tokens": 520},
     {"ranks": 8, "hidden": 136, "intermediate": 72, "num_experts": 32, "topk": 6, "max_tokens": 90},
 ]

@@ -104,8 +104,9 @@ _room = packets.room
 
 
 def packet_room(sizes: dict[str, Any]) -> Callable[[int, int, int], int]:
-    """In place of moecomm.core.packets.room: for a third of the tokens, so that some ranks send packets and others do not;
-    with one or two ranks, for all, or for none.
+    """Stand in for moecomm.core.packets.room: room for a third of the tokens, so that only some ranks send packets.
+
+    With one or two ranks: room for all, or for none.
     """
     if sizes["ranks"] == 1:
         return _room
