@@ -6,8 +6,8 @@ import ctypes
 import secrets
 from pathlib import Path
 
-from .choices import PluginWay
 from .config import check_secret
+from .core.choices import PluginWay
 from .errors import Unsupported
 
 # Of csrc/rma_plugin/times.h.
