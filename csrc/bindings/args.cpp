@@ -69,7 +69,7 @@ void bind_layout(py::module_& m) {
         .def_readonly("abort", &WindowLayout::abort)
         .def_readonly("state", &WindowLayout::state)
         .def_property_readonly("rejected", [](const WindowLayout& w) { return w.state + offsetof(State, rejected); })
-        .def_readonly("mail", &WindowLayout::tagged_words)
+        .def_readonly("tagged_words", &WindowLayout::tagged_words)
         .def_readonly("arrived", &WindowLayout::arrived)
         .def_readonly("reduced", &WindowLayout::reduced)
         .def_readonly("credits", &WindowLayout::credits)
@@ -81,7 +81,7 @@ void bind_layout(py::module_& m) {
         .def_readonly("begun", &WindowLayout::begun)
         .def_readonly("signals", &WindowLayout::signals)
         .def_readonly("staging", &WindowLayout::staging)
-        .def_readonly("landing", &WindowLayout::receive_buffer)
+        .def_readonly("receive_buffer", &WindowLayout::receive_buffer)
         .def_readonly("returned", &WindowLayout::returned)
         .def_readonly("heap", &WindowLayout::heap)
         .def_readonly("bytes", &WindowLayout::bytes)
@@ -143,7 +143,7 @@ void bind_dispatch(py::module_& m) {
         .def_readwrite("clear_rows", &DispatchArgs::clear_rows)
         .def_readwrite("chunk_tokens", &DispatchArgs::chunk_tokens)
         .def_readwrite("repeat", &DispatchArgs::repeat)
-        .def_readwrite("slips", &DispatchArgs::descriptors)
+        .def_readwrite("descriptors", &DispatchArgs::descriptors)
         .def_readwrite("call", &DispatchArgs::call)
         .def_readwrite("check_weights", &DispatchArgs::check_weights)
         .def_readwrite("workers", &DispatchArgs::workers)
@@ -159,7 +159,7 @@ void bind_dispatch(py::module_& m) {
         .def_readwrite("num_rows", &DispatchArgs::num_rows)
         .def_readwrite("scale_columns", &DispatchArgs::scale_columns)
         .def_readwrite("scale_stride", &DispatchArgs::scale_stride)
-        .def_readwrite("landing", &DispatchArgs::receive_buffer);
+        .def_readwrite("receive_buffer", &DispatchArgs::receive_buffer);
 }
 
 void bind_combine(py::module_& m) {
@@ -170,7 +170,7 @@ void bind_combine(py::module_& m) {
         .def_readwrite("bias", &CombineArgs::bias)
         .def_readwrite("weight_grads", &CombineArgs::weight_grads)
         .def_readwrite("y_stride", &CombineArgs::y_stride)
-        .def_readwrite("sums", &CombineArgs::reduced_rows)
+        .def_readwrite("reduced_rows", &CombineArgs::reduced_rows)
         .def_readwrite("bias_stride", &CombineArgs::bias_stride)
         .def_readwrite("num_tokens", &CombineArgs::num_tokens)
         .def_readwrite("hidden", &CombineArgs::hidden)

@@ -176,7 +176,7 @@ void bind_combine_plan(py::module_& m) {
                 return plan.bind(dispatch, tensors.get(), reduced_rows);
             },
             py::arg("dispatch"), py::arg("y"), py::arg("out"), py::arg("bias"), py::arg("weight_grads"), py::arg("out_weight_grads"),
-            py::arg("sums") = 0, py::arg("topk_weights") = py::none());
+            py::arg("reduced_rows") = 0, py::arg("topk_weights") = py::none());
 }
 
 // torch's current stream of a GPU, in a tenth of the time of torch.cuda.current_stream.

@@ -114,7 +114,7 @@ def test_each_replay_takes_its_own_times_and_slow_ways_have_few_rounds(
 
     FakePlayer.rounds = []
     gathered = SimpleNamespace(all_gather=lambda data: [data, (40).to_bytes(8, "little")])
-    for name, fake in (("Landing", FakeReceiveBuffer), ("Player", FakePlayer), ("device_of", lambda *_: None)):
+    for name, fake in (("ReceiveBuffer", FakeReceiveBuffer), ("Player", FakePlayer), ("device_of", lambda *_: None)):
         monkeypatch.setattr(latency, name, fake)
     monkeypatch.setattr(latency, "rendezvous", lambda _: gathered)
     monkeypatch.setattr(latency.dist, "barrier", lambda _: None)
