@@ -298,7 +298,7 @@ class CombinePlan:
     ) -> CombineArgs | None:
         """None unless these are tensors that the plan is for and that fit the dispatch.
 
-        `sums`: CombineArgs.sums.
+        `reduced_rows`: see CombineArgs.
         """
 
 def current_stream(device: int) -> int:

@@ -114,7 +114,7 @@ void bind_context(py::module_& m) {
         .def_readwrite("rows", &Route::rows)
         .def_readwrite("row_weights", &Route::row_weights)
         .def_readwrite("src", &Route::src)
-        .def_readwrite("relayed", &Route::forwarded)
+        .def_readwrite("forwarded", &Route::forwarded)
         .def_readwrite("key", &Route::key)
         .def_readwrite("max_rows", &Route::max_rows);
 }

@@ -17,11 +17,11 @@ MOECOMM_FN bool await_all_headers(const Call& c) {
     constexpr i32 threads = (cfg.pull_warps + cfg.return_forward_warps) * kWarp;
     const i32 thread = threadIdx.x - cfg.reduce_warps * kWarp;
     if constexpr (cfg.domains() > 1) {
-        if (sync_any(1, threads, !await_tagged_words(c, thread, threads))) return false;
+        if (barrier_sync_any(1, threads, !await_tagged_words(c, thread, threads))) return false;
     }
     if (!await_headers(c.round, c.shared.headers, thread, threads)) c.shared.missing = 1;
     if (!cfg.packets) fence_system();  // rows that peers offer were written before their notices
-    sync_threads(1, threads);
+    barrier_sync(1, threads);
     if (c.shared.missing != 0) return false;
     if (thread < cfg.ranks) {
         const ValidationResult validation = validate_header(c.shared.mine, c.shared.headers[thread], thread, cfg.experts);
@@ -30,7 +30,7 @@ MOECOMM_FN bool await_all_headers(const Call& c) {
             c.shared.is_invalid = 1;
         }
     }
-    sync_threads(1, threads);
+    barrier_sync(1, threads);
     if constexpr (cfg.domains() > 1) {
         if (thread == 0) {
             asm volatile("fence.acq_rel.cta;" ::: "memory");  // is_invalid, and what has come with the mail

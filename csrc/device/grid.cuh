@@ -31,13 +31,13 @@ MOECOMM_FN bool last_block(u32* counter) {
 }
 
 // Some warps of a block meet: `barrier` 1 to 15, `threads` of them in all.
-MOECOMM_FN void sync_threads(i32 barrier, i32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+MOECOMM_FN void barrier_sync(i32 barrier, i32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 // The same by those of them who do not wait for the others; who meets them there sees what they have written.
-MOECOMM_FN void arrive_at(i32 barrier, i32 threads) {
+MOECOMM_FN void barrier_arrive(i32 barrier, i32 threads) {
     asm volatile("fence.acq_rel.cta;\n\tbar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 // Who meets learns whether `here` holds for anybody.
-MOECOMM_FN bool sync_any(i32 barrier, i32 threads, bool here) {
+MOECOMM_FN bool barrier_sync_any(i32 barrier, i32 threads, bool here) {
     u32 any;
     asm volatile(
         "{\n\t"

@@ -106,7 +106,7 @@ struct DispatchCall {
     static constexpr i32 kTeamWarps = kTeam / kWarp;
     MOECOMM_FN static i32 team_thread() { return threadIdx.x - kTeamFirst; }
     MOECOMM_FN static i32 team_warp() { return warp_id() - kTeamFirst / kWarp; }
-    MOECOMM_FN static bool team_any(bool here) { return cfg.packets ? sync_any(1, kTeam, here) : __syncthreads_or(here); }
+    MOECOMM_FN static bool team_any(bool here) { return cfg.packets ? barrier_sync_any(1, kTeam, here) : __syncthreads_or(here); }
 
     MOECOMM_FN i32 first_unpacker() const { return senders < static_cast<i32>(gridDim.x) ? senders : 0; }
     MOECOMM_FN i32 unpackers() const { return gridDim.x - first_unpacker(); }

@@ -98,13 +98,13 @@ MOECOMM_FN void run(const Call& c, Packets<Call>& packets) {
     bool agreed;
     if (sends) {
         packets.send_all();
-        sync_threads(2, cfg.threads());
+        barrier_sync(2, cfg.threads());
         agreed = c.shared.agreed;
     } else {
         announce(c);
         agreed = agree(c);
         if (c.team_thread() == 0) c.shared.agreed = agreed;
-        arrive_at(2, cfg.threads());
+        barrier_arrive(2, cfg.threads());
     }
     let_next_kernel_launch();
     if (!agreed) return;

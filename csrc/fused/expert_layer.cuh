@@ -171,7 +171,7 @@ MOECOMM_FN void make_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& args)
         if (now.product == QueuedTile::first) {
             store_accum<c>(accum, tile, math_group, args.second.depth, staging, turns, store_between<c>(args));
             // Both warpgroups cast what either has turned; the second product they turn each for itself, and in the same places.
-            if constexpr (c.swapped && c.out == Type::e4m3) sync_threads(1 + kMathGroups, kMathGroups * kWarpgroup);
+            if constexpr (c.swapped && c.out == Type::e4m3) barrier_sync(1 + kMathGroups, kMathGroups * kWarpgroup);
         } else if (!now.failed) {
             // Where a row goes is read through the first-level cache as well.  A line of that belongs to rows of one counter, all of which
             // had been fetched before any of them was multiplied.

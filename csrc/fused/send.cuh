@@ -18,7 +18,7 @@ struct SendRows {
     // The threads that load have other registers, and no part in this.
     MOECOMM_FN void end() const {
         fence_system();
-        sync_threads(1 + kMathGroups, kMathGroups * kWarpgroup);
+        barrier_sync(1 + kMathGroups, kMathGroups * kWarpgroup);
         if (threadIdx.x != kWarpgroup || !arrive_last(&own_state(a.ctx)->finished)) return;
         const u32 round = round_that_goes_on(a);
         if (round == 0) return;

@@ -82,7 +82,7 @@ MOECOMM_FN void store_tile(const float (&accum)[size], const Tile& tile, i32 col
     if (from >= tile.rows) return;
     const u32 place = staging + turns++ % 2 * c.stage_bytes();
     turn<c, from>(accum, place);
-    sync_threads(barrier, kWarpgroup);
+    barrier_sync(barrier, kWarpgroup);
     const i32 thread = threadIdx.x % kWarpgroup;
 #pragma unroll
     for (i32 i = thread; i < T::rows * T::chunks; i += kWarpgroup) {

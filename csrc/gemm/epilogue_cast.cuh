@@ -30,7 +30,7 @@ MOECOMM_FN void store_cast(const float (&accum)[c.parts()][size], const Tile& ti
     const u32 place = staging + turns++ % 2 * c.stage_bytes();
     turn<c, from, 0>(accum[0], place + math_group * all);
     turn<c, from, 1>(accum[1], place + math_group * all);
-    sync_threads(1 + kMathGroups, threads);
+    barrier_sync(1 + kMathGroups, threads);
     const i32 thread = threadIdx.x - kWarpgroup, chunk = thread % kCastLanes, column = block * kScaleGroup + chunk * 8;
     static_assert(T::rows * kCastLanes % threads == 0, "whole warps cast");
 #pragma unroll

@@ -80,11 +80,11 @@ MOECOMM_FN void store_shared_words(u32 address, u32 first, u32 second) {
 MOECOMM_FN void share_largest(u32 (&largest)[2], u32 mine, u32 other) {
     __syncwarp();  // what was there has been read
     store_shared_words(mine + lane_id() * 8, largest[0], largest[1]);
-    sync_threads(1 + kMathGroups, kMathGroups * kWarpgroup);
+    barrier_sync(1 + kMathGroups, kMathGroups * kWarpgroup);
     const float2 seen = load_shared_pair(other + lane_id() * 8);
     largest[0] = larger<Type::bf16>(largest[0], __float_as_uint(seen.x));
     largest[1] = larger<Type::bf16>(largest[1], __float_as_uint(seen.y));
-    sync_threads(1 + kMathGroups, kMathGroups * kWarpgroup);  // then there is room again
+    barrier_sync(1 + kMathGroups, kMathGroups * kWarpgroup);  // then there is room again
 }
 
 // The bits of epilogue_cast.cuh's.  `other`: staging of the warp that has other columns of these rows, if one does.

@@ -13,7 +13,7 @@ MOECOMM_FN float2 load_shared_pair(u32 address) {
 }
 // What a product has left in registers is not touched before this.
 template <i32 size>
-MOECOMM_FN void apply_scales(float (&accum)[size]) {
+MOECOMM_FN void pin_registers(float (&accum)[size]) {
 #pragma unroll
     for (i32 i = 0; i < size; ++i) asm volatile("" : "+f"(accum[i])::"memory");
 }
@@ -64,7 +64,7 @@ MOECOMM_FN void multiply_scaled(Ring<c>& ring, RingBarriers<c>& barriers, const 
             }
             wgmma_commit();
             wgmma_wait<0>();
-            apply_scales(products);
+            pin_registers(products);
             add_scaled<c, n>(accum[part], products, scales.slot(place.slot), math_group * c.parts() + part);
         }
         __syncwarp();  // no lane reads a scale any more

@@ -108,7 +108,7 @@ MOECOMM_FN void multiply_share(Ring<c>& ring, RingBarriers<c>& barriers, const R
                 }
             }
             wgmma_wait<0>();
-            apply_scales(products);
+            pin_registers(products);
             if (part + 1 == parts) {
                 __syncwarp();  // no lane reads a scale any more
                 release_slot(barriers, slot);

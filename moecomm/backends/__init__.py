@@ -41,7 +41,7 @@ class Session(Protocol):
     arena: _native.Arena  # over the heap of our window; offsets are those of the window
     nbytes: int  # memory this rank holds for the Buffer
     owner: object  # what must outlive every tensor in the window
-    reduced_rows_in_heap: bool  # CombineArgs.sums: reduced rows may have a place each
+    reduced_rows_in_heap: bool  # CombineArgs.reduced_rows: reduced rows may have a place each
     alone: bool  # GPUs: no other rank is on ours, so kernels may be launched while those before them end
 
     @property

@@ -166,7 +166,7 @@ def hidden_states(tokens: int, hidden: int, *, first: int = 0, seed: int = 0) ->
     Random vectors of thousands of columns are all but orthogonal, so equal contexts have equal states, similar ones
     similar states, and common bytes come often, as in a model.
     """
-    source = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    source = b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].glob("*/*.py")))
     text = torch.frombuffer(bytearray(source), dtype=torch.uint8).long()
     at = torch.arange(first, first + tokens)
     states = torch.zeros(tokens, hidden)

@@ -203,7 +203,7 @@ def test_threads_are_refused_and_a_rank_alone_needs_no_nvshmem(monkeypatch: pyte
     group.in_process = True
     with pytest.raises(Unsupported, match="a process a rank"):
         reach(group)
-    monkeypatch.setattr(nvshmem.windows_local, "open_window", lambda ranks, nbytes, device: nbytes)
+    monkeypatch.setattr(nvshmem.local, "open_window", lambda ranks, nbytes, device: nbytes)
     assert reach(Echo(1)).open_window(LAYOUT) == LAYOUT.bytes and books.here is None
 
 

@@ -55,7 +55,7 @@ def test_a_place_for_each_flat_row(
         options = options | {"weight_grads": torch.ones(*y.shape[:-1], *((TOPK,) if layout == "flat" else ()))}
     for _ in range(2):  # the first makes a plan, the other finds it
         made = combine.prepare(buffer, y, here.handle, **options)
-        assert made.args.y == y.data_ptr() and buffer.session.context.in_heap(made.args.sums)
+        assert made.args.y == y.data_ptr() and buffer.session.context.in_heap(made.args.reduced_rows)
         rows = min(y.shape[:-1].numel(), SIZES["ranks"] * SIZES["max_tokens"])
         assert buffer.memory.used - used >= rows * (row + 16 * grads)
         del made
@@ -64,18 +64,20 @@ def test_a_place_for_each_flat_row(
 
 def test_none_where_rows_are_read_or_sent_as_they_are(pair: LocalBuffers) -> None:
     here, buffer = arrived(pair, "flat"), pair.buffers[0]
-    assert combine.prepare(buffer, here.x, here.handle).args.sums == 0, "y is in the window"
+    assert combine.prepare(buffer, here.x, here.handle).args.reduced_rows == 0, "y is in the window"
     grads = torch.ones(len(here.x), TOPK)
-    assert combine.prepare(buffer, here.x, here.handle, weight_grads=grads).args.sums != 0, "gradients travel beside"
+    assert combine.prepare(buffer, here.x, here.handle, weight_grads=grads).args.reduced_rows != 0, (
+        "gradients travel beside"
+    )
     few = pair.dispatch([call(TOKENS - 1, "flat"), call(TOKENS - 1, "flat")])[0]
-    assert combine.prepare(buffer, few.x.clone(), few.handle).args.sums == 0, "our tokens come in packets"
+    assert combine.prepare(buffer, few.x.clone(), few.handle).args.reduced_rows == 0, "our tokens come in packets"
 
 
 def test_none_where_rows_go_through_the_ring(pair: LocalBuffers) -> None:
     here, buffer = arrived(pair, "expert"), pair.buffers[0]
     given = combine.prepare(buffer, here.x, here.handle, topk_weights=torch.rand(TOKENS, TOPK))
-    assert given.args.sums == 0, "homes give the weights"
+    assert given.args.reduced_rows == 0, "homes give the weights"
     kept = []
     while (block := buffer.session.arena.allocate(here.x.nbytes)) is not None:
         kept.append(block)
-    assert combine.prepare(buffer, here.x, here.handle).args.sums == 0, "no room"
+    assert combine.prepare(buffer, here.x, here.handle).args.reduced_rows == 0, "no room"

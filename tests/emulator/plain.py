@@ -6,7 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
-FOLDERS = ("protocol", "device", "dispatch", "combine", "host")
+FOLDERS = ("protocol", "device", "transport", "dispatch", "combine", "elementwise", "host")
 # Bulk copies are made when they are asked for.
 COPY = (
     "if (bytes % 16 != 0 || (reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from)) % 16 != 0) __builtin_trap(); "
@@ -33,9 +33,9 @@ BODIES: dict[str, dict[str, str]] = {
     },
     "device/grid.cuh": {
         "arrive_last": "if (++*counter != gridDim.x) return false; *counter = 0; return true;",
-        "meet": "emulator::meet(barrier, threads, false);",
-        "arrive_at": "emulator::meet(barrier, threads, false, false);",
-        "sync_any": "return emulator::meet(barrier, threads, here);",
+        "barrier_sync": "emulator::meet(barrier, threads, false);",
+        "barrier_arrive": "emulator::meet(barrier, threads, false, false);",
+        "barrier_sync_any": "return emulator::meet(barrier, threads, here);",
     },
     "device/packet.cuh": {
         "store_line_words": "ulonglong2 mine = words; emulator::exchange_line(to, mine, true);",

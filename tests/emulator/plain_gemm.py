@@ -35,7 +35,7 @@ BODIES: dict[str, dict[str, str]] = {
     "gemm/wgmma.cuh": {
         **dict.fromkeys(("wgmma_begin", "wgmma_commit"), ""),
         "wgmma_wait": "__syncwarp();",  # who releases a slot has waited for the products of all lanes
-        "wgmma": "emulator::multiply<type == Type::e4m3, n>(sums, a, b, keep != 0);",
+        "wgmma": "emulator::multiply<type == Type::e4m3, n>(accum, a, b, keep != 0);",
     },
     "gemm/scales.cuh": {
         "load_scale": "memcpy(emulator::shared_at(to), emulator::in_first_level(from), 4);",
@@ -43,7 +43,7 @@ BODIES: dict[str, dict[str, str]] = {
     },
     "gemm/scaled.cuh": {
         "load_shared_pair": "float2 v; memcpy(&v, emulator::shared_at(address), 8); return v;",
-        "settle": "",
+        "pin_registers": "",
     },
     "fused/fetch.cuh": {
         "fence_gpu": "",
@@ -102,5 +102,6 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
 def write(csrc: Path, into: Path) -> None:
     """A copy of csrc without PTX: that of plain.write, and the experts."""
     plain.write(csrc, into)
-    shutil.copytree(csrc / "fused", into / "fused")
+    for folder in ("gemm", "fused"):
+        shutil.copytree(csrc / folder, into / folder)
     plain.replace(into, BODIES, TEXTS)

@@ -74,7 +74,7 @@ def combines(machine: Machine, monkeypatch: pytest.MonkeyPatch, layout: str, siz
                 combine.prepare(buffer, y=y, handle=here.handle)
                 for buffer, y, here in zip(ranks.buffers, ys, routed, strict=True)
             ]
-            places |= {p.args.sums for p in pending}
+            places |= {p.args.reduced_rows for p in pending}
             rounds += [Call(p.args, machine.sizes) for p in pending]
             outs.append([combine.finish(buffer, p) for buffer, p in zip(ranks.buffers, pending, strict=True)])
         assert places == {0} if sizes == DOMAINS else len(places) == len(routed), "the same in every round"

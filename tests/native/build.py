@@ -63,7 +63,7 @@ class Workshop:
 
     def __init__(self, directory: Path, flags: tuple[str, ...]) -> None:
         self.directory, self.flags = directory, flags
-        self.sources = {path.stem: path for path in sorted((CSRC / "host").glob("*.cpp"))}
+        self.sources = {path.stem: path for path in sorted((CSRC / "host").rglob("*.cpp"))}
         tests = sorted(NATIVE.glob("*.cpp"))
         self.standard = standard_headers(directory, flags)
         objects = compile_units([*self.sources.values(), *tests], CSRC, directory, self.standard, (*flags, *STRICT))
@@ -80,7 +80,7 @@ class Workshop:
         edited.write_text(edited.read_text().replace(mutant.old, mutant.new))
         header = CSRC / mutant.file
         changed = [edited.stem] if edited.suffix == ".cpp" else self._users_of(header)
-        units = [csrc / "host" / f"{stem}.cpp" for stem in changed]
+        units = [csrc / self.sources[stem].relative_to(CSRC) for stem in changed]
         objects = compile_units(units, csrc, here, self.standard, self.flags)
         return self._link(self.objects | {path.stem: path for path in objects}, here)
 

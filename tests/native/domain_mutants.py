@@ -23,7 +23,7 @@ DOMAIN_MUTANTS = [
     Mutant(
         "signal made what it lacks of nothing",
         "host/scaleout/link.cpp",
-        "value - told}",
+        "value - signaled}",
         "value}",
         "domains plain",
     ),
@@ -38,12 +38,12 @@ DOMAIN_MUTANTS = [
     Mutant(
         "landed before the tokens are put",
         "host/send.cpp",
-        "    Delivery near(d_, d_.r.me, next_);\n",
+        "    Delivery scaleup_ranks(d_, d_.r.me, next_);\n",
         "    for (i32 domain = 0; domain < d_.r.domains(); ++domain)\n"
         "        if (domain != d_.r.domain())\n"
         "            d_.r.link().signal(d_.r.counterpart(domain), landed_signal(d_.a.ctx.shape, d_.r.domain(), next_, "
         "d_.a.chunk_tokens), word_signal(d_.r.tag, static_cast<u32>(next_)));\n"
-        "    Delivery near(d_, d_.r.me, next_);\n",
+        "    Delivery scaleup_ranks(d_, d_.r.me, next_);\n",
         "domains plain",
     ),
     Mutant(
@@ -70,25 +70,25 @@ DOMAIN_MUTANTS = [
     Mutant(
         "landing credit before the tokens are stored",
         "host/scaleout/forward.cpp",
-        "    Delivery near(d_, source(domain), chunk);\n",
+        "    Delivery scaleup_ranks(d_, source(domain), chunk);\n",
         "    if (chunk + ring(domain) < chunks(domain))\n"
         "        d_.r.link().signal(source(domain), receive_credit(shape, d_.r.domain(), chunk, "
         "sent(domain).chunk_tokens), word_signal(d_.r.tag, static_cast<u32>(chunk)));\n"
-        "    Delivery near(d_, source(domain), chunk);\n",
+        "    Delivery scaleup_ranks(d_, source(domain), chunk);\n",
         "domains tsan",
     ),
     Mutant(
         "relay raises its flags before it stores",
         "host/scaleout/forward.cpp",
-        "    Delivery near(d_, source(domain), chunk);\n",
-        "    Delivery near(d_, source(domain), chunk);\n    near.raise_flags();\n",
+        "    Delivery scaleup_ranks(d_, source(domain), chunk);\n",
+        "    Delivery scaleup_ranks(d_, source(domain), chunk);\n    scaleup_ranks.raise_flags();\n",
         "domains plain",
     ),
     Mutant(
         "nothing relayed while a place is missing",
         "host/dispatch.cpp",
-        "        relay.forward_landed();\n        if (inbox != nullptr) inbox->take_arrived();\n"
-        "        const auto go_on = [&] { return sender.has_place() || relay.any_landed() || ",
+        "        forwarder.forward_landed();\n        if (inbox != nullptr) inbox->take_arrived();\n"
+        "        const auto go_on = [&] { return sender.has_place() || forwarder.any_landed() || ",
         "        if (inbox != nullptr) inbox->take_arrived();\n"
         "        const auto go_on = [&] { return sender.has_place() || ",
         "domains plain",
@@ -96,15 +96,15 @@ DOMAIN_MUTANTS = [
     Mutant(
         "first half ends while others wait for credits",
         "host/dispatch.cpp",
-        "for (; relay.owes_credit(); ",
+        "for (; forwarder.owes_credit(); ",
         "for (; false; ",
         "domains plain",
     ),
     Mutant(
         "second half relays from the start",
         "host/scaleout/forward.cpp",
-        "while (next_[domain] < chunks(domain) && relayed()) next_[domain] += stride_;",
-        "if (next_[domain] < chunks(domain) && relayed()) next_[domain] += stride_;",
+        "while (next_[domain] < chunks(domain) && forwarded()) next_[domain] += stride_;",
+        "if (next_[domain] < chunks(domain) && forwarded()) next_[domain] += stride_;",
         "domains plain",
     ),
     Mutant(
@@ -232,14 +232,14 @@ DOMAIN_MUTANTS = [
     Mutant(
         "weights looked at before the mail is here",
         "host/stage.cpp",
-        "    if (!c.r.tagged_words_arrived(home)) return c.r.signal(tagged_words_signal(home));\n",
+        "    if (!c.r.tagged_words_arrived(source_rank)) return c.r.signal(tagged_words_signal(source_rank));\n",
         "",
         "domains tsan",
     ),
     Mutant(
         "straight rows weighed before the weights are here",
         "host/combine.cpp",
-        "        if (c.own_weights && c.direct_to(home) && !c.await_agreement()) return;\n",
+        "        if (c.own_weights && c.direct_to(source_rank) && !c.await_agreement()) return;\n",
         "",
         "domains plain",
     ),
@@ -247,7 +247,7 @@ DOMAIN_MUTANTS = [
         "a relay weighs by what the dispatch carried",
         "host/gather.cpp",
         "if (c_.own_weights) weight =",
-        "if (c_.own_weights && tokens_.home == c_.r.me) weight =",
+        "if (c_.own_weights && tokens_.source_rank == c_.r.me) weight =",
         "domains plain",
     ),
     Mutant(

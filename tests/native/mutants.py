@@ -43,15 +43,15 @@ MUTANTS = [
     Mutant(
         "drained flag without release",
         "host/combine.cpp",
-        "store_release(at<u64>(c.a.ctx, c.r.neighbour(turn), drained_at",
-        f"{RELAXED}(at<u64>(c.a.ctx, c.r.neighbour(turn), drained_at",
+        "store_release(at<u64>(c.a.ctx, c.r.neighbour(step), drained_at",
+        f"{RELAXED}(at<u64>(c.a.ctx, c.r.neighbour(step), drained_at",
         "tsan",
     ),
     Mutant(
         "credit without release",
         "host/pull.cpp",
-        "store_release(at<u64>(c_.a.ctx, c_.r.neighbour(turn), credit_of",
-        f"{RELAXED}(at<u64>(c_.a.ctx, c_.r.neighbour(turn), credit_of",
+        "store_release(at<u64>(c_.a.ctx, c_.r.neighbour(step), credit_of",
+        f"{RELAXED}(at<u64>(c_.a.ctx, c_.r.neighbour(step), credit_of",
         "tsan",
     ),
     Mutant(
@@ -71,8 +71,8 @@ MUTANTS = [
     Mutant(
         "credit read without acquire",
         "host/combine.cpp",
-        "load_acquire(credit_of(c, home, chunk)) ==",
-        "__atomic_load_n(credit_of(c, home, chunk), __ATOMIC_RELAXED) ==",
+        "load_acquire(credit_of(c, source_rank, chunk)) ==",
+        "__atomic_load_n(credit_of(c, source_rank, chunk), __ATOMIC_RELAXED) ==",
         "tsan",
     ),
     # Rounds that run into each other.
@@ -100,8 +100,8 @@ MUTANTS = [
     Mutant(
         "one notice instead of two by parity",
         "protocol/layout.h",
-        "return w.mail + (round_parity(tag) *",
-        "return w.mail + (0 *",
+        "return w.tagged_words + (round_parity(tag) *",
+        "return w.tagged_words + (0 *",
         "plain",
     ),
     Mutant(
@@ -143,7 +143,7 @@ MUTANTS = [
     Mutant(
         "credit ignored",
         "host/combine.cpp",
-        "if (before < 0 || !rows_here(c, home, chunk)) return true;",
+        "if (before < 0 || !rows_here(c, source_rank, chunk)) return true;",
         "if (before < c.shape.max_tokens) return true;",
         "plain",
     ),
@@ -187,8 +187,8 @@ MUTANTS = [
     Mutant(
         "ranges of another source",
         "host/stage.cpp",
-        "[static_cast<i64>(home) * c.shape.max_tokens + chunk]",
-        "[static_cast<i64>((home + 1) % c.r.ranks) * c.shape.max_tokens + chunk]",
+        "[static_cast<i64>(source_rank) * c.shape.max_tokens + chunk]",
+        "[static_cast<i64>((source_rank + 1) % c.r.ranks) * c.shape.max_tokens + chunk]",
         "plain",
     ),
     # Places.
@@ -259,8 +259,8 @@ MUTANTS = [
     Mutant(
         "ranks summed from the last",
         "host/gather.cpp",
-        "for (i32 p = 0; p < c_.r.near && !several; ++p) {",
-        "for (i32 p = c_.r.near - 1; p >= 0 && !several; --p) {",
+        "for (i32 p = 0; p < c_.r.scaleup_ranks && !several; ++p) {",
+        "for (i32 p = c_.r.scaleup_ranks - 1; p >= 0 && !several; --p) {",
         "plain",
     ),
     Mutant(
@@ -323,8 +323,8 @@ MUTANTS = [
     Mutant(
         "counts of a leaving rank believed",
         "host/dispatch.cpp",
-        "if (verdict.failure != Failure::none || d.repeat) return verdict;",
-        "if ((verdict.failure != Failure::none && verdict.failure != Failure::peer_lost) || d.repeat) return verdict;",
+        "if (validation.failure != Failure::none || d.repeat) return validation;",
+        "if ((validation.failure != Failure::none && validation.failure != Failure::peer_lost) || d.repeat) return validation;",
         "failures",
     ),
     Mutant(
@@ -380,7 +380,7 @@ MUTANTS = [
     Mutant(
         "capacity not checked",
         "host/plan.cpp",
-        "rows_needed(p) > r_.notice(p).max_rows",
+        "rows_needed(p) > r_.header(p).max_rows",
         "rows_needed(p) > (1ll << 40)",
         "failures",
     ),
@@ -390,7 +390,7 @@ MUTANTS = [
     Mutant(
         "every rank has as many rows of an expert as we have",
         "host/plan.cpp",
-        "batched_group(r_.notice(e / experts_here_).max_rows",
+        "batched_group(r_.header(e / experts_here_).max_rows",
         "batched_group(a_.max_rows",
         "plain",
     ),

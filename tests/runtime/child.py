@@ -71,7 +71,7 @@ class EmptyRounds:
 
         This is the last word of the counts, which stand behind the notice.
         """
-        mail = self.layout.mail + (len(self.windows) + rank) * self.layout.num_tagged_words * 8
+        mail = self.layout.tagged_words + (len(self.windows) + rank) * self.layout.num_tagged_words * 8
         words = _HEADER_WORDS + self.layout.columns
         return bool(self.native.read_word(self.windows[at].address + mail + words * 8 - 4) == _FIRST_TAG)
 

@@ -147,7 +147,7 @@ def test_shape_and_layout() -> None:
     sizes = {
         "abort": 4,
         "state": 24,
-        "mail": 2 * 4 * 60 * 8,
+        "tagged_words": 2 * 4 * 60 * 8,
         "arrived": 4 * 100 * 8,
         "reduced": 4 * 100 * 8,
         "credits": 4 * 64 * 8,
@@ -159,7 +159,7 @@ def test_shape_and_layout() -> None:
         "begun": 0,
         "signals": 0,
         "staging": 4 * 64 * 48,
-        "landing": 0,
+        "receive_buffer": 0,
         "returned": 0,
         "heap": 1000,
     }
@@ -168,7 +168,7 @@ def test_shape_and_layout() -> None:
     crossing = {
         "begun": 2 * 96,
         "signals": (4 + 4 * 2 * 64) * 8,
-        "landing": 2 * 64 * 80,
+        "receive_buffer": 2 * 64 * 80,
         "returned": 2 * 64 * 48,
     }
     check_parts(_native.window_layout(shape), sizes | crossing)

@@ -271,4 +271,4 @@ def test_rows_in_the_window_are_a_plan_of_their_own() -> None:
         assert plan.bind(dispatched(EXPERT), like, out, None, None, None) is not None
         assert plan.bind(dispatched(EXPERT), other, out, None, None, None) is None
         room = plan.bind(dispatched(EXPERT), like, out, None, None, None, window.address + heap + 256)
-        assert room is not None and (room.y, room.sums) == (like.data_ptr(), window.address + heap + 256)
+        assert room is not None and (room.y, room.reduced_rows) == (like.data_ptr(), window.address + heap + 256)
