@@ -144,7 +144,7 @@ class Route(_Struct):
     rows: int
     row_weights: int
     src: int
-    relayed: int
+    forwarded: int
     key: int
     max_rows: int
 

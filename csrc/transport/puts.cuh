@@ -13,13 +13,13 @@ struct Puts : Lsa {
     MOECOMM_FN explicit Puts(const Context& context, i32 = 0) : Lsa{context} {}
 
     MOECOMM_FN static i32 channels() { return 1; }
-    MOECOMM_FN u8* scaleout_ranks(i32 rank, u64 offset) const {
+    MOECOMM_FN u8* remote(i32 rank, u64 offset) const {
         return reinterpret_cast<u8*>(reinterpret_cast<const u64*>(ctx.link)[rank] + offset);
     }
 
     // The bytes are there, but for who has not seen a later `add`.
     MOECOMM_FN void put(i32 peer, u64 to, u64 from, u64 bytes) const {
-        u8* there = scaleout_ranks(peer, to);
+        u8* there = remote(peer, to);
         i32 lane;  // asked for anew, so that what depends on it is not kept in registers from one put to the next
         asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
         const u8* here = local<const u8>(from);
@@ -44,7 +44,7 @@ struct Puts : Lsa {
         }
     }
     MOECOMM_FN void add(i32 peer, u64 which, u64 amount) const {
-        add_release(reinterpret_cast<u64*>(scaleout_ranks(peer, signal_at(ctx.window, which))), amount);
+        add_release(reinterpret_cast<u64*>(remote(peer, signal_at(ctx.window, which))), amount);
     }
     MOECOMM_FN u64 signal_value(u64 which) const { return load_acquire(local<const u64>(signal_at(ctx.window, which))); }
     MOECOMM_FN i32 has_room(i32, i32) const { return 1; }

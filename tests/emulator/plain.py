@@ -48,10 +48,10 @@ BODIES: dict[str, dict[str, str]] = {
     # What crosses to other domains comes late, in as bad an order as it may: see scheduler.cpp.
     "transport/puts.cuh": {
         "channels": "return 2;",
-        "put": "if (lane_id() == 0) emulator::emulator_put(ctx.rank, peer, way, far(peer, to), local<u8>(from), "
+        "put": "if (lane_id() == 0) emulator::emulator_put(ctx.rank, peer, way, remote(peer, to), local<u8>(from), "
         "bytes); __syncwarp();",
         "add": "emulator::emulator_add(ctx.rank, peer, way, reinterpret_cast<unsigned long long*>("
-        "far(peer, signal_at(ctx.window, which))), amount);",
+        "remote(peer, signal_at(ctx.window, which))), amount);",
     },
 }
 SHARED = r"extern __shared__ .*? memory\[\];", "u8* memory = emulator::emulator_thread->of_block->shared;"

@@ -263,7 +263,7 @@ def test_rows_are_published_as_a_dispatch_casts_them(
         given.publish()
         assert done == ["order", "publish"]
         pitch = row_pitch(kernels.FP8, hidden)
-        descriptors = given.dispatch_arguments()["slips"]
+        descriptors = given.dispatch_arguments()["descriptors"]
         assert descriptors.pitch == pitch
         published = at(buffer.session.context.peers[0] + descriptors.rows, (tokens, pitch), torch.uint8)
         data, scales = quantize(x)

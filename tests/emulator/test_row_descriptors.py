@@ -58,7 +58,8 @@ def routing(tokens: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 def calls_of(ids: list[torch.Tensor]) -> list[dict[str, Any]]:
     x = [torch.empty(len(of), HIDDEN, dtype=torch.bfloat16) for of in ids]
-    return [{"x": x[r], "topk_idx": ids[r], "layout": "expert", "sync": False, "slips": told(r)} for r in range(RANKS)]
+    fixed = {"layout": "expert", "sync": False}
+    return [{"x": x[r], "topk_idx": ids[r], "descriptors": told(r), **fixed} for r in range(RANKS)]
 
 
 def dispatch(ranks: LocalBuffers, ids: list[torch.Tensor]) -> list[Routed]:

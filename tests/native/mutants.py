@@ -324,7 +324,8 @@ MUTANTS = [
         "counts of a leaving rank believed",
         "host/dispatch.cpp",
         "if (validation.failure != Failure::none || d.repeat) return validation;",
-        "if ((validation.failure != Failure::none && validation.failure != Failure::peer_lost) || d.repeat) return validation;",
+        "if ((validation.failure != Failure::none && validation.failure != Failure::peer_lost) || d.repeat) "
+        "return validation;",
         "failures",
     ),
     Mutant(
@@ -345,8 +346,8 @@ MUTANTS = [
     Mutant(
         "abort between the halves not seen",
         "host/dispatch.cpp",
-        "    if (d.r.watch.aborted()) return;\n    Team team(args.workers);\n    d.r.recall",
-        "    Team team(args.workers);\n    d.r.recall",
+        "    if (d.r.watch.aborted()) return;\n    Team team(args.workers);\n    d.r.load_headers",
+        "    Team team(args.workers);\n    d.r.load_headers",
         "failures",
     ),
     Mutant(

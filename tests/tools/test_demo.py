@@ -105,7 +105,7 @@ def test_hidden_states_follow_the_text() -> None:
     states = demo.hidden_states(3000, 512, first=10).float()
     assert torch.equal(states[5:].to(torch.bfloat16), demo.hidden_states(2995, 512, first=15))
     assert torch.allclose(states.pow(2).mean(dim=1), torch.ones(3000), atol=0.02)
-    text = b"".join(path.read_bytes() for path in sorted(Path(moecomm.__file__).parent.glob("*.py")))
+    text = b"".join(path.read_bytes() for path in sorted(Path(moecomm.__file__).parent.glob("*/*.py")))
     contexts = [text[10 + t - demo.CONTEXT + 1 : 11 + t] for t in range(3000)]
     first = {}
     for token, context in enumerate(contexts):
