@@ -37,7 +37,7 @@ struct WindowLayout {
                        // sender's tokens per expert and flat rows per rank (dispatch), then, where rows come in packets, a bit a token of
                        // the sender that comes.  Two are enough: a peer's mail of round n + 2 implies that it saw ours of round n + 1,
                        // which we sent after we had finished reading round n.
-    u64 arrived;   // u64[ranks][max_tokens]: chunk_signal by source rank and chunk of its tokens
+    u64 arrived;       // u64[ranks][max_tokens]: chunk_signal by source rank and chunk of its tokens
     u64 reduced;   // u64[ranks][max_tokens]: tag_signal by reducing rank and chunk of our tokens; several domains: by domain of the home,
                    // reducing rank of ours and chunk of the home's tokens, because we relay for homes
     u64 credits;   // u64[ranks][ring_tokens]: word_signal with the number of the chunk that this home has pulled, by home and place in the
