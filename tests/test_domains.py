@@ -26,7 +26,7 @@ KILLED = [(0, "between"), (0, "any time"), (3, "between"), (3, "any time")]
 CASES = 10  # of each set of sizes
 
 
-@pytest.mark.parametrize("straight", ["all", "some", "none"])
+@pytest.mark.parametrize("direct", ["all", "some", "none"])
 @pytest.mark.parametrize(("count", "domain_ranks"), few(DOMAINS, (4, 2), (3, 1)))
 def test_random_cases_match_the_reference(
     count: int, domain_ranks: int, direct: str, monkeypatch: pytest.MonkeyPatch
@@ -183,7 +183,7 @@ def test_the_sum_over_domains_is_within_the_bound(wire: torch.dtype) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(one, several, strict=True))
 
 
-@pytest.mark.parametrize("straight", [True, False])
+@pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("layout", ["flat", "expert", "batched"])
 def test_tokens_with_experts_in_one_domain_have_the_bits_of_one_domain(
     layout: str, direct: bool, monkeypatch: pytest.MonkeyPatch

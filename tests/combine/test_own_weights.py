@@ -41,7 +41,7 @@ def test_the_bits_of_a_dispatch_that_carried_them(ranks: int, topk: int, layout:
         compare_with_carried(buffers, topk, layout, in_window, [TOKENS] * ranks)
 
 
-@pytest.mark.parametrize("straight", ["all", "some", "none"])
+@pytest.mark.parametrize("direct", ["all", "some", "none"])
 @pytest.mark.parametrize("in_window", [False, True])
 @pytest.mark.parametrize("layout", ["expert", "batched"])
 @pytest.mark.parametrize(("ranks", "domain_ranks", "topk"), [(2, 1, 3), (4, 2, 3), (3, 1, 8), (6, 2, 13)])
