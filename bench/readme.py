@@ -75,57 +75,101 @@ def figure(found: dict[str, Any], **wanted: Any) -> str:
     return ""
 
 
-HEADLINES = {"1": ("ll", 1), "128": ("ll", 128), "4096": ("ht", 4096), "8192": ("ht", 8192)}
-WAYS = ("sequential", "one launch", "fp8, one launch")  # of a layer
-COLUMNS: tuple[dict[str, str], ...] = (
-    {"what": "dispatch", "payload": "fp8"},
-    {"what": "dispatch", "payload": "bf16"},
-    {"what": "combine", "variant": "y in the window"},
+SPEEDS = (  # of the README: a result and a layout
+    (128, (("ll-h200-4", "flat"), ("ll-h200-4", "expert"), ("ll-h200-8", "flat"), ("ll-h200-8", "expert"))),
+    (4096, (("ht-h200-4", "flat"), ("layouts-h200-4", "expert"), ("ht-h200-8", "flat"), ("ht-h200-8", "expert"))),
 )
+PEERS = "peers-alone-h200"
+WAYS = ("sequential", "one launch", "fp8, one launch")  # of a layer
+LAYER_COLUMNS = "model | tokens a rank | unfused | fused | of GEMMs | torch's | FP8, fused"
+README_LAYERS = {"moe-deepseek-v3-h200-4": (128, 4096), "moe-qwen3-235b-h200-4": (128, 4096)}
 
 
 def headlines() -> str:
-    """The first figures of README: flat rows, blocks as the table of moecomm.tuning says."""
+    """The figures of README: rounds beside those of other libraries, and a few expert layers."""
+    return "\n\n".join([*speeds(), *layers()])
+
+
+def speeds() -> list[str]:
+    """Dispatch and combine of DeepSeek-V3 on 4 and 8 GPUs, of moecomm and of other libraries."""
     rows, used = [], []
     for gpus in (4, 8):
-        for tokens, (stem, number) in HEADLINES.items():
-            name = f"{stem}-h200-{gpus}"
-            if name not in names():
-                continue
-            cells = [figure(load(name), tokens=number, **column) for column in COLUMNS]
-            if all(cells):
-                rows.append(line(load(name), ROUNDS, str(gpus), tokens, *cells))
-                used.append(name)
+        for tokens, ways in SPEEDS:
+            for name, layout in ways:
+                if name in names() and name.endswith(f"-{gpus}") and (row := round_row(name, layout, tokens)):
+                    rows.append(row)
+                    used.append(name)
+            if PEERS in names():
+                rows += peer_rows(gpus, tokens)
     head = (
-        "DeepSeek-V3 (hidden 7168, top-8 of 256 experts), `flat` layout, `y` in the window, whole operations in a "
-        "captured graph, median of the slowest rank; in brackets the time that the bytes alone take at the all-to-all "
-        f"ceiling of the same run, over it.  {LEGEND}"
+        "DeepSeek-V3: hidden 7168, top-8 of 256 experts; FP8 dispatch and bf16 combine. moecomm: whole operations in a "
+        "captured graph, median of the slowest rank; the dispatch takes bf16 and casts. With `flat`, `y` lies in the "
+        "window (first figure) or outside, and the wire is bf16. With `expert`, `y` lies outside, and the reduced rows "
+        f"travel in float32 (default, first figure) or bf16 (`wire=torch.bfloat16`). {LEGEND}"
     )
-    columns = "H200s | tokens a rank | dispatch, bf16 in, FP8 out | dispatch, bf16 | combine, bf16"
-    pictures = [f"![time and bandwidth over tokens](bench/results/{path.name})" for path in drawn()]
-    return "\n\n".join([head, table(columns, rows), source(used), *layers(), *pictures])
+    columns = "H200s | tokens a rank | library, layout | dispatch | combine"
+    found = [head, table(columns, rows), source(used)]
+    if PEERS in names():
+        result = load(PEERS)
+        found.append(
+            f"Other libraries: [`{PEERS}.json`](bench/results/{PEERS}.json), measured {result['date']} on the same "
+            f"kind of machine in separate runs, {result['note']}: launches and gaps between kernels come on top. "
+            "DeepEP V1 normal and V2 take rows that are FP8 already; NCCL EP 0.1 dispatches bf16. "
+            "A size that is missing was not measured."
+        )
+    return found
+
+
+def round_row(name: str, layout: str, tokens: int) -> str:
+    """Our dispatch and combine of one layout, if the result has them."""
+    found = load(name)
+    dispatch = figure(found, tokens=tokens, layout=layout, what="dispatch", payload="fp8").partition(" (")[0]
+    variants = ("y in the window", "y outside") if layout == "flat" else ("fp32 wire", "bf16 wire")
+    times = [
+        figure(found, tokens=tokens, layout=layout, what="combine", variant=v).partition(" (")[0] for v in variants
+    ]
+    if not dispatch or not all(times):
+        return ""
+    labels = ("in the window", "outside") if layout == "flat" else ("fp32 wire", "bf16 wire")
+    combine = "; ".join(f"{time} {label}" for time, label in zip(times, labels, strict=True))
+    return line(found, ROUNDS, name.rpartition("-")[2], str(tokens), f"moecomm, `{layout}`", dispatch, combine)
+
+
+def peer_rows(gpus: int, tokens: int) -> list[str]:
+    """Other libraries at one size: FP8 dispatches, or bf16 where there is no other."""
+    times: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
+    for row in load(PEERS)["rows"]:
+        if (row["gpus"], row["tokens"]) == (gpus, tokens):
+            of_kernels = "-".join(f"{us:g}" for us in row["us"])
+            epilogue = f" + {row['epilogue_us']:g}" if "epilogue_us" in row else ""
+            times.setdefault((row["who"], row["layout"]), {})[row["what"], row["dtype"]] = f"{of_kernels}{epilogue} us"
+    found = []
+    for (who, layout), of_way in times.items():
+        dispatch = of_way.get(("dispatch", "fp8")) or f"{of_way['dispatch', 'bf16']}, bf16"
+        found.append(f"| {gpus} | {tokens} | {who}, {layout} | {dispatch} | {of_way['combine', 'bf16']} |")
+    return found
 
 
 def layers() -> list[str]:
-    """Whole expert layers on 4 GPUs, if there are results of them: a table and its sources."""
-    used = [name for name in names() if re.fullmatch(r"moe-.*-h200-4", name)]
+    """A few whole expert layers on 4 GPUs, if there are results of them: a table and its sources."""
+    used = [name for name in names() if name in README_LAYERS]
     if not used:
         return []
     head = (
-        "Whole expert layers (`buffer.moe`) on 4 H200s in bfloat16, in a captured graph, of the slowest rank: "
-        "dispatch, experts and combine one after the other, and with rows that travel under the experts "
-        "(`fused=True`); the faster of the two over our GEMMs alone, and the time of torch's all_to_all and grouped "
-        "GEMMs over it, in the same run; and the fused layer with weights in FP8:"
+        "Whole expert layers (`buffer.moe`) on 4 H200s in bfloat16, in a captured graph, of the slowest rank: unfused "
+        "(dispatch, experts and combine as separate launches) and fused (rows travel while the GEMMs run); the faster "
+        "of the two over our GEMMs alone; the time of torch's all_to_all and grouped GEMMs over it, in the same run; "
+        "and the fused layer with weights in FP8:"
     )
-    columns = "model | tokens a rank | one after the other | fused | of GEMMs | torch's | FP8"
-    return [head, table(columns, (row for name in used for row in layer_rows(name))), source(used)]
+    rows = [row for name in used for row in layer_rows(name, README_LAYERS[name])]
+    return [head, table(LAYER_COLUMNS, rows), source(used)]
 
 
-def layer_rows(name: str) -> list[str]:
-    """The layers of one result of `moecomm bench moe`."""
+def layer_rows(name: str, sizes: Iterable[int] = ()) -> list[str]:
+    """The layers of one result of `moecomm bench moe`, of these numbers of tokens or of all."""
     found, lines = load(name), []
     rows = [row for row in found["rows"] if row["who"] == "moecomm" and row["what"] == "layer"]
-    for tokens in dict.fromkeys(row["tokens"] for row in rows):
+    for tokens in sizes or dict.fromkeys(row["tokens"] for row in rows):
         apart, fused, fp8 = (next(r for r in rows if (r["tokens"], r["variant"]) == (tokens, way)) for way in WAYS)
         best = min(apart, fused, key=lambda row: row["us"]["p50"])
         ratios = [f"{best[key]:.2f}" if best.get(key) else "" for key in ("of_gemms", "of_torch")]
@@ -149,7 +193,7 @@ def is_sweep(found: dict[str, Any]) -> bool:
 
 
 def drawn() -> dict[Path, Path]:
-    """The pictures that README shows, and the result that each is drawn from."""
+    """The pictures that bench/README.md shows, and the result that each is drawn from."""
     folder = ROOT / "bench" / "results"
     return {folder / f"{name}.svg": folder / f"{name}.json" for name in names() if is_sweep(load(name))}
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from readme import LAYER, LEGEND, ROUNDS, figure, layer_rows, line, load, table, time_of
+from readme import LAYER, LAYER_COLUMNS, LEGEND, PEERS, ROUNDS, figure, layer_rows, line, load, table, time_of
 
 from moecomm.bench import sources
 
@@ -90,7 +90,7 @@ def few_sms() -> str:
     """Rounds by few blocks."""
     found, fast = load("few-sms-h200-4"), load("ht-h200-4")
     rows = []
-    for sms in (16, 24, 64, 0):
+    for sms in (16, 64, 0):
         bf16 = figure(found, tokens=4096, what="dispatch", payload="bf16", sms_asked=sms)
         cast = figure(fast, tokens=4096, what="dispatch", payload="fp8", sms_asked=sms)
         ways = ("y in the window", "y outside")
@@ -114,10 +114,16 @@ def skew() -> str:
 TWO = ("moe-gpt-oss-120b-h200-2", "moe-mixtral-8x7b-h200-2", "moe-qwen3-235b-h200-2")
 
 
+FOUR = tuple(
+    f"moe-{model}-h200-4" for model in ("deepseek-v3", "gpt-oss-120b", "mixtral-8x7b", "qwen3-235b", "qwen3-30b-a3b")
+)
+
+LAYER_SIZES = dict(zip(FOUR, ((1024, 8192), (128, 4096), (128, 4096), (1024, 8192), (128, 8192)), strict=True))
+
+
 def expert_layers() -> str:
-    """Whole layers of 2 ranks, and layers that follow each other without a pause."""
-    heads = "model, 2 H200s | tokens a rank | one after the other | fused | of GEMMs | torch's | FP8"
-    alone = table(heads, (row for name in TWO for row in layer_rows(name)))
+    """Whole layers of 4 ranks, and layers that follow each other without a pause."""
+    four = table(LAYER_COLUMNS, (row for name in FOUR for row in layer_rows(name, LAYER_SIZES[name])))
     rows = []
     for name in ("at-work-h200-4", "at-work-fp8-h200-4"):
         found = load(name)
@@ -129,7 +135,7 @@ def expert_layers() -> str:
             power = f"{turns['mhz']} MHz, {turns['watts']} W"
             rows.append(line(found, LAYER, model, turns["dtype"], *cells, power))
     heads = "model, 4 H200s, 8192 tokens | weights | GEMMs | one after the other | fused, best order | clock, power"
-    return f"{alone}\n\n{table(heads, rows)}"
+    return f"{four}\n\n{table(heads, rows)}"
 
 
 def backends() -> str:
@@ -184,7 +190,7 @@ def peers() -> str:
     """NCCL in the same run, the interface of deep_ep beside our own, and torch's passes."""
     found, rows = load("peers-h200-2"), []
     for layout, variant in (("flat", "y in the window"), ("expert", "bf16 wire")):
-        for tokens in (1, 128, 4096):
+        for tokens in (128, 4096):
             same = {"tokens": tokens, "layout": layout}
             cells = [
                 figure(found, **same, what="dispatch", payload="bf16"),
@@ -321,10 +327,10 @@ TOPICS = (
     Topic("Skew", "4096 tokens a rank, `flat`.", ("skew-h200-4", "ht-h200-4"), skew),
     Topic(
         "Expert layers",
-        "README has layers of 4 H200s, beside torch's.  `of GEMMs`: the faster of the two over our GEMMs alone.  The "
+        "`of GEMMs`: the faster of the two over our GEMMs alone; `torch's`: all_to_all and grouped GEMMs over it.  The "
         "second table: replays without a pause, at the limit of power.  `layers-h200-2` has 2 ranks again, later; "
         "`one-launch-schedules-h200-4` is what the schedules of fused layers are fitted to.",
-        (*TWO, "at-work-h200-4", "at-work-fp8-h200-4", "layers-h200-2", "one-launch-schedules-h200-4"),
+        (*FOUR, *TWO, "at-work-h200-4", "at-work-fp8-h200-4", "layers-h200-2", "one-launch-schedules-h200-4"),
         expert_layers,
     ),
     Topic(
@@ -343,8 +349,8 @@ TOPICS = (
     ),
     Topic(
         "Against peers",
-        "NCCL: the same rows by all_to_all_single, in the same run.  DeepEP itself has not been measured here.",
-        ("peers-h200-2", "deep-ep-layer-h200-4", "deep-ep-layer-eager-h200-2", "passes-h200"),
+        "NCCL: the same rows by all_to_all_single, in the same run.  `peers-alone-h200`: the table of the main README.",
+        ("peers-h200-2", "deep-ep-layer-h200-4", "deep-ep-layer-eager-h200-2", "passes-h200", PEERS),
         peers,
     ),
     Topic(

@@ -200,6 +200,9 @@ def test_what_is_public_is_documented() -> None:
 def test_a_result_says_where_it_comes_from(path: Path) -> None:
     found = json.loads(path.read_text())
     assert found["what"] == path.stem
+    if found.get("benchmark") == "peers-alone":  # none of moecomm was measured: no commit, kernels or command of ours
+        assert found["machine"]["gpus"] and found["versions"] and found["note"] and found["date"] == "2026-11-20"
+        return
     assert found["machine"]["cores"] >= 1 and found["machine"]["cpu"]
     assert {"python", "torch", "moecomm"} <= set(found["versions"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"])

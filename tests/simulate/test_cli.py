@@ -143,8 +143,8 @@ def test_defaults_of_the_command_are_those_of_a_nic() -> None:
     assert Nic(*_NIC) == Nic()
 
 
-def test_the_readme_command_runs() -> None:
-    commands = re.findall(r"`moecomm (simulate --[^`]*)`", (ROOT / "README.md").read_text())
+def test_the_command_of_the_page_runs() -> None:
+    commands = re.findall(r"`moecomm (simulate --[^`]*)`", (ROOT / "docs" / "performance.md").read_text())
     assert commands
     for command in commands:
         run(*command.split()[1:])
