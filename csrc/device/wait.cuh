@@ -65,12 +65,18 @@ __device__ __noinline__ void report_failure(Round r, Waited waited, Phase phase,
         if (r.ctx.peers[p] != 0) compare_exchange(reinterpret_cast<u32*>(r.ctx.peers[p] + r.ctx.window.abort), 0, word);
 }
 
+// A wait for other threads of this rank may outlast a wait for a peer by this much.  Those threads wait for peers themselves, and the
+// thread whose peer does not come must be the one that reports.  Both look at the clock every kLookCycles.
+constexpr u64 kOwnThreadsNs = 100'000'000;
+
 // Polls `ready()`; when it gives up it reports whom() in `phase`, `expected` and what `seen()` says then, and returns false.
 template <class Whom, class Ready, class Seen>
 MOECOMM_FN bool wait_for_any(const Round& r, Phase phase, Whom whom, i64 expected, Ready ready, Seen seen) {
-    const Waited waited = wait_until(deadline_of(r.ctx), ready);
+    Deadline deadline = deadline_of(r.ctx);
+    if (phase == Phase::grid) deadline.timeout_ns += kOwnThreadsNs;
+    const Waited waited = wait_until(deadline, ready);
     if (waited == Waited::ok) return true;
-    report_failure(r, waited, phase, whom(), expected, seen(), waited == Waited::timeout ? r.ctx.timeout_ns : 0);
+    report_failure(r, waited, phase, whom(), expected, seen(), waited == Waited::timeout ? deadline.timeout_ns : 0);
     return false;
 }
 template <class Ready, class Seen>
