@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from moecomm import _native
+from moecomm.core.group import Rendezvous
 from moecomm.core.opening import Opening
-from moecomm.core.rendezvous import Rendezvous
 from moecomm.errors import RoundFailed, Timeout, Unsupported
 
 _TEXT_BYTES = 512

@@ -26,7 +26,7 @@ from moecomm.backends import cuda_driver, lsa, nccl_device, nic, windows
 from moecomm.backends.collective import all_or_none
 from moecomm.backends.reach import Reach
 from moecomm.backends.windows import local, nccl
-from moecomm.core.rendezvous import Rendezvous
+from moecomm.core.group import Rendezvous
 from moecomm.errors import Unsupported
 
 _TYPES = {2: "proxy", 3: "gdaki", 4: "gpi"}  # ncclGinType_t

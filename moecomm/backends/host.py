@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from moecomm import _native
-from moecomm.backends import Schedule
 from moecomm.backends.collective import all_or_none, map_windows
 from moecomm.backends.presence import Presence
 from moecomm.core import failures, packets
-from moecomm.core.rendezvous import Rendezvous
+from moecomm.core.group import Rendezvous
+from moecomm.core.session import Schedule
 from moecomm.core.settings import MAX_CHUNK
 from moecomm.errors import BadInput, Closed
 

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from moecomm import _native, tuning
-from moecomm.backends import Schedule, cuda_driver, leave, windows
+from moecomm.backends import cuda_driver, leave, windows
 from moecomm.backends.collective import all_or_none
 from moecomm.backends.lsa_kernels import Kernels, is_multi_domain
 from moecomm.backends.presence import Presence
 from moecomm.backends.reach import Reach
 from moecomm.core import failures, packets
-from moecomm.core.rendezvous import Rendezvous
+from moecomm.core.group import Rendezvous
+from moecomm.core.session import Schedule
 from moecomm.core.settings import MAX_CHUNK
 from moecomm.errors import BadInput, Unsupported
 from moecomm.jit import plain_kernel

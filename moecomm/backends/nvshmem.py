@@ -9,7 +9,7 @@ from moecomm.backends import lsa, nvshmem_runtime, windows
 from moecomm.backends.collective import all_or_none
 from moecomm.backends.reach import Reach
 from moecomm.backends.windows import local
-from moecomm.core.rendezvous import Rendezvous
+from moecomm.core.group import Rendezvous
 from moecomm.errors import Unsupported
 
 ring_tokens, packet_bytes, direct_bytes = lsa.ring_tokens, lsa.packet_bytes, lsa.direct_bytes

@@ -18,7 +18,7 @@ from moecomm import config
 from moecomm.backends import nic
 from moecomm.backends.collective import all_or_none
 from moecomm.backends.cuda_driver import no_room, wheel_suffix
-from moecomm.core.rendezvous import Rendezvous
+from moecomm.core.group import Rendezvous
 from moecomm.errors import Unsupported
 from moecomm.jit import linking
 

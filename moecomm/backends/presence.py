@@ -9,8 +9,8 @@ from contextlib import ExitStack
 
 from moecomm import _native
 from moecomm.backends.collective import all_or_none, map_windows, share_descriptor
+from moecomm.core.group import Rendezvous
 from moecomm.core.processes import pid_namespace, pidfd
-from moecomm.core.rendezvous import Rendezvous
 
 log = logging.getLogger("moecomm")
 _NAP_S = 1e-3

@@ -6,7 +6,7 @@ import torch
 
 from moecomm import _native
 from moecomm.backends import windows
-from moecomm.core.rendezvous import Rendezvous
+from moecomm.core.group import Rendezvous
 
 
 class Reach:

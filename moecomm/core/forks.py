@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from moecomm.core import names
 
 if TYPE_CHECKING:
-    from moecomm.backends import Session
+    from moecomm.core.session import Session
     from moecomm.core.state import BufferState
 
 

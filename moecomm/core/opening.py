@@ -16,8 +16,8 @@ from typing import Any
 from moecomm import errors
 from moecomm.core import strays
 from moecomm.core.board import Board
+from moecomm.core.group import Group
 from moecomm.core.processes import Deaths, pid_namespace
-from moecomm.core.rendezvous import Group
 from moecomm.core.settings import seconds
 from moecomm.errors import Aborted, BadInput, MoecommError, PeerLost, RoundFailed, Timeout, Unsupported
 

@@ -4,46 +4,20 @@ caller has.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import torch
 
 from moecomm import config
 from moecomm.core import strays
 from moecomm.core.board import Board, LocalBoard, SharedValues, StoreBoard
+from moecomm.core.group import MAX_RANKS, Group
 from moecomm.core.integers import check_integer
+from moecomm.core.opening import gather
 from moecomm.errors import BadInput
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-MAX_RANKS = 64  # of a Buffer
-
-
-@runtime_checkable
-class Rendezvous(Protocol):
-    """The ranks of one Buffer.  `in_process`: all ranks are threads of this process."""
-
-    rank: int
-    ranks: int
-    in_process: bool
-
-    def all_gather(self, data: bytes) -> list[bytes]:
-        """Everybody's data, by rank.  All ranks must pass the same number of bytes."""
-        ...
-
-
-@runtime_checkable
-class Group(Rendezvous, Protocol):
-    """A Rendezvous over which Buffers open."""
-
-    def board(self) -> Board:
-        """Where its ranks leave each other what they need to open a Buffer.  The caller closes it."""
-        ...
-
-    def global_ranks(self) -> list[int]:
-        """Its ranks in the default group, by rank; empty where they are not known."""
-        ...
 
 
 class Alone:
@@ -124,8 +98,6 @@ class LocalRank:
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Gathers over the threads; all of them must be in this call."""
-        from moecomm.core.opening import gather
-
         return gather(self, data, _LOCAL_TIMEOUT_S)
 
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moecomm.core.group import MAX_RANKS
 from moecomm.core.integers import is_integer
-from moecomm.core.rendezvous import MAX_RANKS
 from moecomm.core.validation import check_dtype
 from moecomm.errors import BadInput, Mismatch
 
 if TYPE_CHECKING:
-    from moecomm.backends import Backend
-    from moecomm.core.rendezvous import Rendezvous
+    from moecomm.core.group import Rendezvous
+    from moecomm.core.session import Backend
 
 VERSION = 7  # of the protocol in csrc/protocol
 MAX_TOPK, MAX_FLAT_ROWS = 32, 1 << 23

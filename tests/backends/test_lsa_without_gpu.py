@@ -19,7 +19,8 @@ import moecomm
 from moecomm import _native, backends, tuning
 from moecomm.backends import cuda_driver, leave, lsa
 from moecomm.backends.collective import NoRoom
-from moecomm.core.rendezvous import Alone, Rendezvous
+from moecomm.core.group import Rendezvous
+from moecomm.core.rendezvous import Alone
 from moecomm.core.settings import Settings
 from moecomm.errors import Unsupported
 from moecomm.testing import LocalBuffers

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from moecomm import _native
 from moecomm.backends import cuda_driver, leave, lsa
 from moecomm.backends.windows import nccl
-from moecomm.core.rendezvous import ProcessGroup, Rendezvous
+from moecomm.core.group import Rendezvous
+from moecomm.core.rendezvous import ProcessGroup
 from moecomm.errors import Unsupported
 from tests.backends.conftest import run_ranks
 

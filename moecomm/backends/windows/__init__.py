@@ -12,7 +12,7 @@ from moecomm import config
 from moecomm.backends.collective import NoRoom, all_or_none, host_identity
 from moecomm.backends.cuda_driver import attribute, unreachable, uuid
 from moecomm.backends.windows import local, nccl, vmm
-from moecomm.core.rendezvous import Rendezvous
+from moecomm.core.group import Rendezvous
 from moecomm.errors import Mismatch, Unsupported
 
 log = logging.getLogger("moecomm")

@@ -10,7 +10,7 @@ import torch
 from moecomm.backends.collective import all_or_none
 from moecomm.backends.cuda_driver import driver
 from moecomm.backends.windows.vmm import Mapping, create
-from moecomm.core.rendezvous import Rendezvous
+from moecomm.core.group import Rendezvous
 
 _mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()  # by address
 

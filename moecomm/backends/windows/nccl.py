@@ -15,7 +15,7 @@ import torch
 from moecomm import config
 from moecomm.backends.collective import all_or_none
 from moecomm.backends.cuda_driver import no_room, wheel_suffix
-from moecomm.core.rendezvous import Rendezvous
+from moecomm.core.group import Rendezvous
 from moecomm.errors import Unsupported
 
 _MINIMUM = (2, 30)  # ncclGetPeerDevicePointer

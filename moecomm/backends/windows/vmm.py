@@ -12,7 +12,7 @@ import torch
 
 from moecomm.backends.collective import all_or_none, share_descriptor
 from moecomm.backends.cuda_driver import DriverError, call, driver, no_room
-from moecomm.core.rendezvous import Rendezvous
+from moecomm.core.group import Rendezvous
 
 
 class Mapping:

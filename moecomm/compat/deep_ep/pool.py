@@ -16,9 +16,10 @@ from moecomm.buffer import Buffer
 from moecomm.core.arrays import check_tensor
 from moecomm.core.call_count import CallCount, counted
 from moecomm.core.choices import Layout
+from moecomm.core.group import Group
 from moecomm.core.integers import check_alignment, check_integer, is_integer
 from moecomm.core.opening import gather
-from moecomm.core.rendezvous import Group, rendezvous
+from moecomm.core.rendezvous import rendezvous
 from moecomm.core.settings import MAX_FLAT_ROWS, Settings
 from moecomm.core.validation import MOST_SIZE
 from moecomm.dispatch.arguments import check_num_sms

@@ -1,0 +1,33 @@
+"""The ranks of a Buffer, as the code that opens one sees them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from moecomm.core.board import Board
+
+MAX_RANKS = 64  # of a Buffer
+
+
+class Rendezvous(Protocol):
+    """The ranks of one Buffer.  `in_process`: all ranks are threads of this process."""
+
+    rank: int
+    ranks: int
+    in_process: bool
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Everybody's data, by rank.  All ranks must pass the same number of bytes."""
+        ...
+
+
+class Group(Rendezvous, Protocol):
+    """A Rendezvous over which Buffers open."""
+
+    def board(self) -> Board:
+        """Where its ranks leave each other what they need to open a Buffer.  The caller closes it."""
+        ...
+
+    def global_ranks(self) -> list[int]:
+        """Its ranks in the default group, by rank; empty where they are not known."""
+        ...
