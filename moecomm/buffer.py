@@ -1,4 +1,4 @@
-"""Buffer: the one object a user holds.  It owns the peer-visible memory and runs rounds over it."""
+"""Buffer: the object that users hold.  It owns peer-visible memory and runs dispatch and combine over it."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ from typing import Any
 
 import torch
 
-from moecomm import _native, backends, combine, config, dispatch
-from moecomm.core import names, overloads, shown
-from moecomm.core.choices import BackendName, Layout, Quantize, ScaleFormat, ScaleLayout
-from moecomm.core.memory import WindowMemory
+from moecomm import _native, backends, combine, config, dispatch, overloads
+from moecomm.combine import options as combine_options
+from moecomm.core import names
+from moecomm.core.choices import BackendName
 from moecomm.core.opening import opening
 from moecomm.core.rendezvous import rendezvous
+from moecomm.core.rounds import Rounds
 from moecomm.core.settings import Settings, seconds, wanted_device
-from moecomm.core.state import BufferState, collective
+from moecomm.dispatch import options as dispatch_options
 from moecomm.fused import layer
+from moecomm.fused import options as layer_options
 from moecomm.routed import Handle, Routed
 
 log = logging.getLogger("moecomm")
 
+_DISPATCH, _COMBINE = dispatch_options.Options(), combine_options.Options()  # made once: they are most calls' options
 
-class Buffer(BufferState):
+
+class Buffer:
     """Peer-visible memory of an expert-parallel group, and the dispatch and combine over it.
 
     Opening is collective.  Rounds (a dispatch or a combine) are collective too: every rank makes the same calls in
@@ -76,193 +80,137 @@ class Buffer(BufferState):
         with opening(rendezvous(group), timeout_s) as ranks:
             wanted, timeout_s = wanted_device(device), seconds(timeout_s)
             name, self.why = backends.choose(config.asked_backend(backend), wanted)
-            self.settings = Settings(
+            settings = Settings(
                 ranks.ranks, hidden, num_experts, topk, max_tokens, dtype, name, window_bytes, domain_ranks
             )
-            self.settings.agree(ranks)
-            self.settings.check()
+            settings.agree(ranks)
+            settings.check()
             backend_module = backends.load(name)
             shape = _native.Shape(
                 ranks=ranks.ranks,
                 experts=num_experts,
                 topk=topk,
                 max_tokens=max_tokens,
-                ring_tokens=self.settings.ring_tokens(backend_module),
-                packet_bytes=self.settings.packet_bytes(backend_module),
-                staged_row_bytes=self.settings.staged_row_bytes,
-                heap_bytes=window_bytes or self.settings.default_heap(),
+                ring_tokens=settings.ring_tokens(backend_module),
+                packet_bytes=settings.packet_bytes(backend_module),
+                staged_row_bytes=settings.staged_row_bytes,
+                heap_bytes=window_bytes or settings.default_heap(),
                 domain_ranks=domain_ranks or 0,
             )
-            shape.receive_bytes = _native.landed_bytes(shape, *self.settings.receive_payload_bytes)
+            shape.receive_bytes = _native.landed_bytes(shape, *settings.receive_payload_bytes)
             session, self.why = backends.open_session(name, self.why, ranks, shape, wanted, timeout_s)
             with ExitStack() as undo:
                 undo.callback(session.close)
                 ranks.settle()
                 undo.pop_all()
         session.context.timeout_ns = int(timeout_s * 1e9)
-        super().__init__(session)
-        self.packet_room = shape.packet_bytes if shape.domain_ranks in (0, ranks.ranks) else 0
-        self.memory = WindowMemory(self._session.arena, self._session.capturing)
-        self.dispatch_plans: dict[tuple[Any, ...], list[dispatch.Plan]] = {}
-        self.combine_plans: dict[tuple[Any, ...], list[combine.Plan]] = {}
-        self.routes: dict[tuple[str, int, int], Any] = {}  # of the dispatches of operators, see moecomm.ops.handles
-        self.begun: Routed | None = None  # by dispatch_begin, and not ended yet
-        self.on_cpu = self._session.device.type == "cpu"
+        self.rounds = rounds = Rounds(session, settings)
         self.rank, self.num_ranks, self.dtype, self.timeout_s = ranks.rank, ranks.ranks, dtype, timeout_s
         self.hidden, self.num_experts, self.topk, self.max_tokens = hidden, num_experts, topk, max_tokens
-        self.domain_ranks = self._session.context.shape.domain_ranks or ranks.ranks
-        self.name = names.give(self)  # what operators call it
+        self.domain_ranks = rounds.domain_ranks
+        self.name = names.give(rounds)  # by which operators find it
         log.info(
             "rank %d of %d: %s (%s), %.1f MiB", self.rank, self.num_ranks, self.backend, self.why, self.nbytes / 2**20
         )
 
-    @overloads.typed(overloads.Dispatch)
-    @collective()
+    @overloads.typed(overloads.Dispatch, dispatch_options.Options)
     def dispatch(
         self,
         x: Any,
         topk_idx: Any = None,
         topk_weights: Any = None,
         *,
-        layout: Layout = "expert",
-        expert_alignment: int = 1,
-        quantize: Quantize | None = None,
-        scale_format: ScaleFormat = "fp32",
-        scale_layout: ScaleLayout = "row",
         scales: Any = None,
         max_rows: int | None = None,
-        sync: bool | None = None,
         handle: Handle | None = None,
-        num_sms: int | None = None,
-        check_weights: bool = False,
+        sync: bool | None = None,
+        **options: Any,
     ) -> Routed:
-        """Moves tokens to the ranks that own their experts.  Collective; on the current stream.
+        """Move tokens to the ranks that own their experts.  Collective; on the current stream.
 
         Args:
             x: `[T, H]`, T <= max_tokens, of the Buffer's dtype, or float8_e4m3fn with `scales`.
             topk_idx: int64 or int32 `[T, K]`: expert ids; -1 picks none; the same id twice counts twice.
             topk_weights: float32 `[T, K]`; None: every weight is 1.
-            layout: "expert": one row a (token, expert here), by (expert, source rank, token, k), each expert's group
-                starting at a multiple of `expert_alignment`; "flat": one row a (token, this rank), by (source rank,
-                token); "batched": `[E/R, max_rows, H]`, each expert's rows first, in the order of "expert".
-            quantize: "fp8": rows travel and arrive as float8_e4m3fn with a scale for every 128 columns.
-            scale_format: of "fp8": "fp32": amax / 448; "ue8m0": the power of two that is not below it.
-            scale_layout: "row": a row of scales beside each row of x; "column": column-major and padded as grouped
-                GEMMs load them by TMA, see Routed; scales that are given then have elements of 4 bytes.
-            scales: `[T, n]` of 1-, 2- or 4-byte elements, travelling beside the rows.
-            max_rows: rows to make room for, batched: of each expert, at most R * max_tokens; default: the worst case.
-            sync: True: wait, and return exactly the rows that arrived; False: never wait for the device, tensors
-                have `max_rows` rows and the device counts say how many are valid.  None: True on CPUs, False on GPUs.
+            scales: `[T, n]` of 1-, 2- or 4-byte elements, which travel with the rows.
+            max_rows: rows to make room for; batched: of each expert, at most R * max_tokens; default: the worst case.
             handle: repeats an earlier dispatch with new rows, without routing; `topk_idx` and `topk_weights` are
                 then not given.
+            sync: True: wait, and return exactly the rows that arrived.  False: never wait for the device; tensors have
+                `max_rows` rows, and counts on the device say how many are valid.  None: True on CPUs, False on GPUs.
+            layout: "expert": a row for each (token, expert of this rank), ordered by (expert, source rank, token, k);
+                each expert's group starts at a multiple of `expert_alignment`.  "flat": a row for each token that
+                picked an expert of this rank, ordered by (source rank, token).  "batched": `[E/R, max_rows, H]`, each
+                expert's rows first, in the order of "expert".
+            expert_alignment: rows, a power of two.
+            quantize: "fp8": rows travel and arrive as float8_e4m3fn with a scale for every 128 columns.
+            scale_format: of "fp8": "fp32": amax / 448; "ue8m0": the smallest power of two that is not below it.
+            scale_layout: "row": a row of scales for each row of x; "column": column-major and padded as grouped GEMMs
+                load them by TMA, see Routed; scales that are given then have elements of 4 bytes.
             num_sms: blocks (GPUs: one an SM) or threads (CPUs) to use; default: the table of the backend.
             check_weights: NaN in `topk_weights` is bad input.
 
         Raises:
-            BadInput, Closed, ConcurrentCall: at once; what only the device can see at the next host-visible point, on
-                every rank.
-            Timeout, PeerLost, Aborted, Mismatch: the round failed; likewise.
+            BadInput, Closed, ConcurrentCall: at once; an error that only the device can see is raised at the next
+                host-visible point, on every rank.
+            Timeout, PeerLost, Aborted, Mismatch: the round failed; raised likewise.
         """
-        routed = dispatch.prepare(
-            self,
-            x,
-            topk_idx,
-            topk_weights,
-            layout=layout,
-            expert_alignment=expert_alignment,
-            quantize=quantize,
-            scale_format=scale_format,
-            scale_layout=scale_layout,
-            scales=scales,
-            max_rows=max_rows,
-            sync=sync,
-            handle=handle,
-            num_sms=num_sms,
-            check_weights=check_weights,
-        )
-        dispatch.run(routed)
-        self.made += 1
-        return dispatch.finish(self, routed)
+        given = dispatch_options.Options(**options) if options else _DISPATCH
+        return dispatch.dispatch(self.rounds, given, x, topk_idx, topk_weights, scales, max_rows, handle, sync)
 
-    @overloads.typed(overloads.DispatchBegin)
-    @collective()
+    @overloads.typed(overloads.DispatchBegin, dispatch_options.Options)
     def dispatch_begin(
         self,
         x: Any,
         topk_idx: Any = None,
         topk_weights: Any = None,
         *,
-        layout: Layout = "expert",
-        expert_alignment: int = 1,
-        quantize: Quantize | None = None,
-        scale_format: ScaleFormat = "fp32",
-        scale_layout: ScaleLayout = "row",
         scales: Any = None,
         max_rows: int | None = None,
         handle: Handle | None = None,
-        num_sms: int | None = None,
-        check_weights: bool = False,
+        **options: Any,
     ) -> Routed:
-        """The first half of dispatch(): sends, and does not wait for the rows of the others.  Collective.
+        """Run the first half of dispatch(): send, and do not wait for the rows of other ranks.  Collective.
 
-        No SM is held from here to dispatch_end(), so that computations on the stream run while rows travel:
+        No SM is held from here to dispatch_end(), so computations on the stream run while rows travel:
 
             routed = buffer.dispatch_begin(x, topk_idx, topk_weights)
             shared = shared_expert(x)
             buffer.dispatch_end(routed)
 
-        Who wants a hook to call makes one: `hook = functools.partial(buffer.dispatch_end, routed)`.  In between,
-        handles of earlier dispatches may be combined; the next dispatch comes after the end.
+        Where ranks keep step, this hides nothing: the rows have arrived when the sends are done ("halves" in
+        bench/results).  It pays where a rank lags.
+
+        `functools.partial(buffer.dispatch_end, routed)` is a hook, for code that calls one.  In between, handles of
+        earlier dispatches may be combined; the next dispatch comes after the end.
 
         Args: those of dispatch(), without `sync`.
 
         Returns:
-            What dispatch() returns; its tensors can be read after dispatch_end(), and its handle used.
+            What dispatch() returns.  Its tensors and its handle can be used after dispatch_end().
 
         Raises:
             As dispatch(); BadInput as well when one has begun and has not ended.
         """
-        routed = dispatch.prepare(
-            self,
-            x,
-            topk_idx,
-            topk_weights,
-            layout=layout,
-            expert_alignment=expert_alignment,
-            quantize=quantize,
-            scale_format=scale_format,
-            scale_layout=scale_layout,
-            scales=scales,
-            max_rows=max_rows,
-            handle=handle,
-            num_sms=num_sms,
-            check_weights=check_weights,
-            begin=True,
-        )
-        dispatch.run(routed)
-        self.made += 1
-        return dispatch.finish(self, routed)
+        given = dispatch_options.Options(**options) if options else _DISPATCH
+        return dispatch.dispatch_begin(self.rounds, given, x, topk_idx, topk_weights, scales, max_rows, handle)
 
-    @collective(rounds=0)
     def dispatch_end(self, routed: Routed, *, sync: bool | None = None) -> Routed:
-        """The second half: waits, on the current stream, for the rows of the dispatch that has begun.  Collective.
+        """Wait, on the current stream, for the rows of the dispatch that has begun.  Collective.
 
         Args:
-            routed: what dispatch_begin() returned.
+            routed: the result of dispatch_begin().
             sync: see dispatch().
 
         Returns:
             `routed`, whose tensors can be read from now on.
 
         Raises:
-            As dispatch(); BadInput as well when `routed` is not what has begun.
+            As dispatch(); BadInput as well when `routed` is not the dispatch that has begun.
         """
-        dispatch.prepare_end(self, routed, sync=sync)
-        dispatch.run(routed)
-        return dispatch.finish(self, routed)
+        return dispatch.dispatch_end(self.rounds, routed, sync=sync)
 
-    @overloads.typed(overloads.Combine)
-    @collective()
+    @overloads.typed(overloads.Combine, combine_options.Options)
     def combine(
         self,
         y: Any,
@@ -270,89 +218,159 @@ class Buffer(BufferState):
         *,
         out: Any = None,
         bias: Any = None,
-        weighted: bool = True,
         weight_grads: Any = None,
-        wire: torch.dtype | None = None,
-        num_sms: int | None = None,
         topk_weights: Any = None,
+        **options: Any,
     ) -> Any:
-        """Brings the experts' rows home.  Collective; on the current stream.
+        """Return the experts' rows to the ranks of their tokens, and add them up.  Collective; on the current stream.
 
         Args:
             y: rows as in `Routed.x` of the dispatch, in bfloat16, float16 or float32.
             handle: of that dispatch.
             out: `[T, H]` of the dtype of `y`, written in place; default: a new tensor.
             bias: `[T, H]` or `[H]` of the dtype of `y`, or float32, added before the rounding.
+            weight_grads: float32, a number for each row (`[rows]`, batched `[E/R, rows]`; flat `[rows, K]`), returned
+                to the ranks of the tokens as well.
+            topk_weights: float32 `[T, K]` of this rank's tokens, used in the place of those that dispatch carried; on
+                all ranks or none.  Unsupported: flat rows, `weight_grads`, max_tokens * topk above 4096.
             weighted: expert, batched: multiply each row by the routing weight that dispatch carried.
-            weight_grads: float32, a number a row (`[rows]`, batched `[E/R, rows]`; flat `[rows, K]`):
-                brought home as well.
             wire: None: rows of "expert" and "batched" are added in float32 and travel so, and the result is rounded
                 once.  The dtype of `y`: each rank's sum is rounded before it travels: half the bytes, one more
                 rounding of 2^-8 (bfloat16) or 2^-11 (float16) relative to each rank's sum.
-            topk_weights: float32 `[T, K]` of our own tokens, in the place of those that dispatch carried; on all ranks
-                or none.  Unsupported: flat rows, `weight_grads`, max_tokens * topk above 4096.
+            num_sms: see dispatch().
 
         Returns:
             `[T, H]`: sum over k of w_k * y_k (flat: the plain sum over ranks), in float32 in a fixed order, plus
-            bias, rounded once; zeros (plus bias) for a token with no expert.  With `weight_grads`: that and float32
-            `[T, K]`.  Over several domains the sums of the domains are added, and cross in `wire`, flat ones too:
-            moecomm/combine/reference.py says how far that may be from the order of one domain.
+            bias, rounded once; zeros (plus bias) for a token without an expert.  With `weight_grads`: a tuple of that
+            and float32 `[T, K]`.  Over several domains, the sums of the domains are added, and travel in `wire`, flat
+            ones too: moecomm/combine/reference.py bounds the difference from the order of one domain.
+
+        Raises:
+            As dispatch(); Unsupported for `topk_weights` as above.
         """
-        combining = combine.prepare(
-            self,
-            y,
-            handle,
-            out=out,
-            bias=bias,
-            weighted=weighted,
-            weight_grads=weight_grads,
-            wire=wire,
-            num_sms=num_sms,
-            topk_weights=topk_weights,
-        )
-        combine.run(combining)
-        self.made += 1
-        return combine.finish(self, combining)
+        given = combine_options.Options(**options) if options else _COMBINE
+        return combine.combine(self.rounds, given, y, handle, out, bias, weight_grads, topk_weights)
 
     def empty(self, handle: Handle, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """An uninitialised `y` for combine(y, handle), in the window, of `dtype` (default: the Buffer's).
+        """Return an uninitialized `y` for combine(y, handle), in the window, of `dtype` (default: the Buffer's).
 
-        Such rows are read where they are, without a copy: flat on GPUs (without `weight_grads`), all layouts on CPUs.
+        Combine reads such rows in place, without a copy: flat on GPUs (without `weight_grads`), all layouts on CPUs.
         """
-        return combine.empty(self, handle, self.dtype if dtype is None else dtype)
+        return combine.empty(self.rounds, handle, self.dtype if dtype is None else dtype)
 
-    moe = overloads.typed(overloads.Moe)(layer.moe)  # dispatch, experts, combine
+    @overloads.typed(overloads.Moe, layer_options.Options)
+    def moe(
+        self,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        w13: Any,
+        w2: Any,
+        *,
+        out: Any = None,
+        bias: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Run every token through its experts: dispatch, two GEMMs, combine.  Collective; on the current stream.
 
-    @collective(rounds=0)
+        On GPUs nothing waits for the host.  Counts stay on the device, and a captured graph replays with any routing.
+        The first call of a kind compiles its kernels, so it can't be captured.
+
+        Both GEMMs add in float32, in an order that depends on nothing but their sizes.  SwiGLU is computed on the
+        float32 sums.  Its result and each expert's row are rounded once to the Buffer's dtype.  Combine multiplies rows
+        by the routing weights in float32 as it adds them up.  The same inputs give the same bits.  There are no
+        gradients: moecomm.ops.moe has them.
+
+        On a Hopper GPU the GEMMs are moecomm.fused.grouped_gemm.  What that does not take (another GPU, float32, I that
+        is no multiple of 8, more than 512 experts a rank) goes through torch's grouped GEMM; a warning says so once.
+
+        Weights in FP8 make an FP8 layer: dispatch casts tokens to e4m3 (`quantize="fp8"`), both GEMMs multiply e4m3,
+        the result of SwiGLU is cast between them, and the experts' rows return in the Buffer's dtype.
+
+        Args:
+            x: `[T, H]`, T <= max_tokens, of the Buffer's dtype.
+            topk_idx: int64 or int32 `[T, K]`: expert ids; -1 picks none.
+            topk_weights: float32 `[T, K]`; None: every weight is 1.
+            w13: `[E/R, 2 I, H]` of the Buffer's dtype: I gate rows, then I up rows, of each expert of this rank.
+            w2: `[E/R, H, I]`: the down projections.  Both in FP8: pairs of float8_e4m3fn values and float32 scales, one
+                for 128 rows and 128 columns, as moecomm.fused.quantize_weights returns them.
+            out: `[T, H]` of the Buffer's dtype, written in place; default: a new tensor.
+            bias: `[T, H]` or `[H]` of the Buffer's dtype, added before the rounding: a shared expert, say.
+            activation: "swiglu": silu(gate) * up.
+            interleaved: w13 is `moecomm.fused.interleave(w13)`; in FP8, quantized after that.
+            max_rows: rows of tokens to make room for; default: the worst case.  More is bad input on every rank.
+            wire: see combine().
+            num_sms: see dispatch(); of both rounds.
+            check_weights: see dispatch().
+            fused: True: rows travel while the experts compute.  It needs a Hopper GPU, one domain, and neither `wire`
+                nor `check_weights`; else a warning says so once, and the layer runs unfused.  False: rows travel before
+                and after.  None: the faster of the two for such weights, ranks and rows in a Buffer that is full, as
+                measured (of 8 ranks: as expected; moecomm/fused/layer.py, FUSED_FROM).  The same on all ranks; the bits
+                are the same.  "one launch" and "one after the other" are deprecated names of True and False.
+
+        Returns:
+            `[T, H]`: sum over k of w_k * w2 (silu(w1 x) * w3 x), plus bias; zeros (plus bias) for a token without an
+            expert.
+
+        Raises:
+            BadInput: at once for what does not fit; errors that only the device can see as in dispatch().
+            Unsupported: FP8 on another GPU, with H no multiple of 16 or I of 32 (interleaved: 16), with more than 512
+                experts a rank, or where the Buffer's dtype is float32.
+            Closed, Timeout, PeerLost, Aborted, Mismatch: as in dispatch().
+        """
+        given = layer_options.Options(**options)
+        return layer.moe(self.rounds, given, x, topk_idx, topk_weights, w13, w2, out=out, bias=bias)
+
     def check(self) -> None:
-        """Waits for every round so far and raises what went wrong in them, if anything."""
-        self.require_usable()
-        self._session.synchronize()
-        self.raise_failure()
+        """Wait for every round so far, and raise the error of the first that went wrong, if any."""
+        self.rounds.check()
 
-    def _release(self) -> None:
-        super()._release()
-        self.dispatch_plans.clear()  # they refer to the window
-        self.combine_plans.clear()
-        self.routes.clear()
+    def close(self) -> None:
+        """Give the memory back.  Idempotent; outputs that are still referenced stay valid.
+
+        A call in another thread is aborted and awaited.  In a signal handler, the interrupted call is aborted, and
+        closes the Buffer when it ends.
+        """
+        self.rounds.close()
+
+    def abort(self) -> None:
+        """End every wait of this rank at once, from any thread.  The Buffer can then only be closed."""
+        self.rounds.abort()
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() has been called."""
+        return self.rounds.closed
+
+    @property
+    def failed(self) -> bool:
+        """Whether a failed round is known to have ended the Buffer.  Does not look for a new failure."""
+        return self.rounds.failed
 
     @property
     def backend(self) -> str:
         """How peers are reached, with the kind of window where there are several: "host", "lsa/vmm"."""
-        return self._session.name
+        return self.rounds.session.name
 
     @property
     def device(self) -> torch.device:
-        """Where tensors must be."""
-        return self._session.device
+        """Device of all tensors."""
+        return self.rounds.device
 
     @property
     def nbytes(self) -> int:
         """Memory of this rank's window, outputs included, in bytes."""
-        return self._session.nbytes
+        return self.rounds.session.nbytes
 
     def __repr__(self) -> str:
-        return shown.of_buffer(self)
+        if "name" not in vars(self):  # the last attribute that the constructor sets
+            return "<moecomm.Buffer, not open yet>"
+        state = "closed" if self.closed else "failed" if self.failed else "open"
+        return (
+            f"<moecomm.Buffer {state}, backend={self.backend!r}, rank {self.rank} of {self.num_ranks}, "
+            f"hidden={self.hidden}, num_experts={self.num_experts}, topk={self.topk}, "
+            f"max_tokens={self.max_tokens}, {self.dtype}, {self.device}, {self.nbytes / 2**20:.1f} MiB>"
+        )
 
     def __enter__(self) -> Buffer:
         return self

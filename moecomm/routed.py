@@ -1,44 +1,83 @@
-"""What a dispatch hands out."""
+"""The tensors that a dispatch returns, and the handle that combine takes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic
+from collections.abc import Callable
+from typing import Any, Generic, Protocol
 
 import torch
 from typing_extensions import TypeVar
 
-from moecomm.core import shown
+from moecomm import _native
 from moecomm.core.choices import Layout
+from moecomm.core.rounds import Rounds
 from moecomm.errors import BadInput
 
-if TYPE_CHECKING:
-    from moecomm import _native
-    from moecomm.buffer import Buffer
-    from moecomm.dispatch.plan import Plan
-
-# Types of the arrays of a Routed, by the options of its dispatch; see moecomm/core/overloads.py.
+# Types of the arrays of a Routed, by the options of its dispatch; see moecomm/overloads.py.
 X_co = TypeVar("X_co", covariant=True, default=torch.Tensor)
 Scales_co = TypeVar("Scales_co", covariant=True, default=torch.Tensor | None)
 Flat_co = TypeVar("Flat_co", covariant=True, default=torch.Tensor | None)
 ByExpert_co = TypeVar("ByExpert_co", covariant=True, default=torch.Tensor | None)
 
 
-class Handle:
-    """Where the tokens of one dispatch went: what combine, and a dispatch that repeats it, need.  Opaque.
+WHOLE, BEGIN, END = 0, 1, 2  # Part in csrc/protocol/args.h
 
-    It holds on to window memory until it is gone; one handle serves any number of combines and repeats.
+
+class DispatchPlan(Protocol):
+    """moecomm.dispatch.plan.Plan, as its outputs see it."""
+
+    layout: Layout
+    base: int  # address of this rank's window
+    topk: int
+    local_experts: int
+    x_dtype: torch.dtype
+    scales_dtype: torch.dtype | None
+    device: torch.device
+    owner: object  # of the window's memory
+
+    def rows_shape(self, args: _native.DispatchArgs) -> tuple[int, ...]:
+        """`[rows]`, or `[E/R, rows of each]` (batched)."""
+        ...
+
+    def run(self, args: _native.DispatchArgs) -> None:
+        """Run a dispatch, or half of one, on the executor."""
+        ...
+
+    def trim(self, routed: Any, rows: int) -> None:
+        """Free the memory of rows that did not arrive."""
+        ...
+
+    def tensor(self, name: str, routed: Any) -> torch.Tensor | None:
+        """A tensor of Routed, by its name there."""
+        ...
+
+    def flat_tensors(self, routed: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """x, scales, topk_idx and topk_weights of a flat dispatch in one step.  Scales were given, by row."""
+        ...
+
+    def expert_tensors(self, routed: Any, *, counted: bool = False) -> tuple[Any, ...]:
+        """x, scales and row_weights of an expert dispatch in one step; `counted`: and rows_per_expert."""
+        ...
+
+    def batched_tensors(self, routed: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and tokens_per_expert of a batched dispatch in one step, before or after it has arrived."""
+        ...
+
+
+class Handle:
+    """Where the tokens of one dispatch went: the input of combine, and of a dispatch that repeats it.  Opaque.
+
+    It keeps its part of the window until it is gone.  One handle serves any number of combines and repeats.
     """
 
-    __slots__ = ("__weakref__", "args", "block", "buffer", "ended", "plan")
+    __slots__ = ("__weakref__", "args", "block", "plan", "rounds")
 
-    def __init__(
-        self, buffer: Buffer, plan: Plan, args: _native.DispatchArgs, block: _native.Block, ended: bool
-    ) -> None:
-        self.buffer, self.plan, self.args, self.block = buffer, plan, args, block
-        self.ended = ended  # False from dispatch_begin to dispatch_end
+    def __init__(self, rounds: Rounds, plan: DispatchPlan, args: _native.DispatchArgs, block: _native.Block) -> None:
+        self.rounds, self.plan, self.args, self.block = rounds, plan, args, block
 
     def __repr__(self) -> str:
-        return shown.of_handle(self)
+        rows = f"{self.num_tokens} tokens, y {list(self.y_shape)}"
+        return f"<moecomm.Handle layout={self.layout!r}, {rows}, {_state(self.rounds, self.args)}>"
 
     @property
     def layout(self) -> Layout:
@@ -47,13 +86,21 @@ class Handle:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens this rank passed to the dispatch."""
+        """Number of tokens that this rank passed to the dispatch."""
         return self.args.num_tokens
 
     @property
     def y_shape(self) -> tuple[int, ...]:
-        """What combine's y must be."""
+        """Shape of the `y` that combine takes."""
         return (*self.plan.rows_shape(self.args), self.args.hidden)
+
+
+def has_arrived(args: _native.DispatchArgs) -> bool:
+    """Whether a dispatch is complete: False from dispatch_begin() until dispatch_end() has succeeded.
+
+    `DispatchArgs::part` is the only place that says so.
+    """
+    return args.part != BEGIN
 
 
 class Routed(Generic[X_co, Scales_co, Flat_co, ByExpert_co]):
@@ -82,79 +129,81 @@ class Routed(Generic[X_co, Scales_co, Flat_co, ByExpert_co]):
     A tensor is made when it is first read.  What dispatch_begin returns can't be read before dispatch_end: BadInput.
     """
 
-    __slots__ = ("__weakref__", "_tensors", "args", "back", "ended", "handle", "inputs", "payload", "plan", "sync")
+    __slots__ = ("__weakref__", "_tensors", "args", "back", "handle", "inputs", "payload", "plan", "sync")
 
-    def __init__(
-        self, handle: Handle, plan: Plan, args: _native.DispatchArgs, payload: _native.Block, ended: bool
-    ) -> None:
+    def __init__(self, handle: Handle, plan: DispatchPlan, args: _native.DispatchArgs, payload: _native.Block) -> None:
         self.handle, self.plan, self.args, self.payload = handle, plan, args, payload
-        self.ended = ended  # False from dispatch_begin to dispatch_end
         self.sync = False
-        self.back: Any = None  # turns our tensors into the caller's kind of arrays; None: they are torch's
-        self.inputs: Any = None  # alive until the executor has them
+        self.back: Callable[[torch.Tensor], Any] | None = None  # to the caller's kind of arrays; None: torch's
+        self.inputs: Any = None  # kept until the executor has read them
         self._tensors: dict[str, Any] = {}
 
     def __repr__(self) -> str:
-        return shown.of_routed(self)
+        plan, args = self.plan, self.args
+        scales = "" if plan.scales_dtype is None else f", scales {plan.scales_dtype}"
+        shape = [*plan.rows_shape(args), args.hidden]
+        return (
+            f"<moecomm.Routed layout={plan.layout!r}, x {shape} {plan.x_dtype}{scales}, {plan.device}, "
+            f"{_state(self.handle.rounds, args)}>"
+        )
 
     @property
     def x(self) -> X_co:
-        """See the class."""
         found: X_co = self._read("x")
         return found
 
     @property
     def scales(self) -> Scales_co:
-        """See the class."""
         found: Scales_co = self._read("scales")
         return found
 
     @property
     def tokens_per_expert(self) -> X_co:
-        """See the class."""
         found: X_co = self._read("tokens_per_expert")
         return found
 
     @property
     def rows_per_expert(self) -> X_co:
-        """See the class."""
         found: X_co = self._read("rows_per_expert")
         return found
 
     @property
     def num_rows(self) -> X_co:
-        """See the class."""
         found: X_co = self._read("num_rows")
         return found
 
     @property
     def src(self) -> X_co:
-        """See the class."""
         found: X_co = self._read("src")
         return found
 
     @property
     def topk_idx(self) -> Flat_co:
-        """See the class."""
         found: Flat_co = self._read("topk_idx")
         return found
 
     @property
     def topk_weights(self) -> Flat_co:
-        """See the class."""
         found: Flat_co = self._read("topk_weights")
         return found
 
     @property
     def row_weights(self) -> ByExpert_co:
-        """See the class."""
         found: ByExpert_co = self._read("row_weights")
         return found
 
     def _read(self, name: str) -> Any:
         if name not in self._tensors:
-            if not self.ended:
-                raise BadInput("routed", "what has only begun", "dispatch_end(routed) before a tensor of it is read")
+            if not has_arrived(self.args):
+                raise BadInput(
+                    "routed", "a dispatch that has only begun", "dispatch_end(routed) before its tensors are read"
+                )
             tensor = self.plan.tensor(name, self)
             self._tensors[name] = tensor if tensor is None or self.back is None else self.back(tensor)
         return self._tensors[name]
+
+
+def _state(rounds: Rounds, args: _native.DispatchArgs) -> str:
+    state = "closed" if rounds.closed else "open"
+    begun = "" if has_arrived(args) else ", begun and not ended"
+    return f"rank {rounds.rank} of {rounds.num_ranks}, Buffer {state}{begun}"

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from moecomm.bench.case import Case
 from moecomm.bench.clock import Clock, percentiles
 from moecomm.bench.ranks import device_of, on_ranks, progress
+from moecomm.buffer import Buffer
 from moecomm.compat import deep_ep
 from moecomm.core.choices import Layout
 from moecomm.core.rendezvous import rendezvous
@@ -22,6 +23,7 @@ from moecomm.core.settings import MAX_TOPK
 from moecomm.dispatch.reference import quantize
 from moecomm.errors import BadInput
 from moecomm.kernels import padding, routing_map
+from moecomm.routed import Handle
 
 MOST_LOW_LATENCY = 512  # tokens of a low-latency call: deep_ep's own take as many, and more would be most of the memory
 ALIGNMENT = 16  # of rows of an expert, as grouped GEMMs in FP8 want it
@@ -96,10 +98,15 @@ class Layer:
             num_worst_tokens=self._worst,
         )
 
+    def _owner(self, native: Handle) -> Buffer:
+        """The Buffer of the handle, over which the same round can be timed without deep_ep's interface."""
+        pools = (self._deep._pool, self._elastic._pool, self._hybrid._pool)
+        return next(buffer for pool in pools if (buffer := pool.owner(native)) is not None)
+
     def _normal_pairs(self) -> Iterator[Pair]:
         x, deep = self._x, self._deep
         recv_x, _, recv_weights, _, handle, _ = self._normal(x)
-        buffer, native = handle.native.buffer, handle.native
+        buffer, native = self._owner(handle.native), handle.native
         y, recv_weights = recv_x.clone(), recv_weights.clone()
         del recv_x  # what is held of the window has no room in it for the rounds that are timed
         given: dict[str, Any] = {
@@ -143,7 +150,7 @@ class Layer:
         options: dict[str, Any] = {"num_experts": self._experts, "do_cpu_sync": False, "do_expand": expand}
         call = partial(elastic.dispatch, x, idx, weights, **options)
         recv_x, _, _, handle, _ = call()
-        buffer, native = handle.native.buffer, handle.native
+        buffer, native = self._owner(handle.native), handle.native
         rows, y = native.args.max_rows, recv_x.clone()
         del recv_x
         layout: Layout = "expert" if expand else "flat"
@@ -176,7 +183,7 @@ class Layer:
             call = partial(self._hybrid.dispatch_with_permute, **named, num_permuted_tokens=rows, pad_multiple=align)
             recv_x, of_rows, _, _, handle = call()
             assert of_rows is not None
-            buffer, native = handle.native.buffer, handle.native
+            buffer, native = self._owner(handle.native), handle.native
             y, recv_weights = recv_x.clone(), of_rows.clone()
             del recv_x, of_rows
             given: dict[str, Any] = {"layout": "expert", "expert_alignment": align, "max_rows": rows, "sync": False}
@@ -203,7 +210,7 @@ class Layer:
         x, idx, weights, deep = self._x, self._idx, self._weights, self._deep
         call = partial(deep.low_latency_dispatch, x, idx, self.tokens, self._experts, topk_weights=weights)
         recv_x, _, handle, *_ = call(use_fp8=False)
-        buffer, native = handle.native.buffer, handle.native
+        buffer, native = self._owner(handle.native), handle.native
         y = recv_x.clone()
         del recv_x
 

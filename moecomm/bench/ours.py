@@ -11,13 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moecomm import _native, combine, dispatch
+from moecomm import _native
 from moecomm.bench import overlap
 from moecomm.bench.case import Case, Traffic
 from moecomm.bench.clock import Clock
 from moecomm.buffer import Buffer
 from moecomm.errors import BadInput
 from moecomm.routed import Handle
+from moecomm.testing.prepare import prepare_combine, prepare_dispatch
 
 IN_WINDOW, OUTSIDE = "y in the window", "y outside"  # combine of flat rows
 FP32_WIRE, BF16_WIRE = "fp32 wire", "bf16 wire"  # combine of the others
@@ -86,7 +87,7 @@ class Ours:
         mode = {"graph": case.mode == "graph", "cold": case.cold}
         self.clock = Clock(group, device, **mode, chain=case.chain_of(tokens), replays=case.replays)
         # Whether rows reach other domains without a relay: one domain has none.
-        self.direct = _native.goes_direct(self.buffer.session.context.shape, tokens)
+        self.direct = _native.goes_direct(self.buffer.rounds.session.context.shape, tokens)
         self._layout = ""
         self._handle: Handle | None = None
         self._y: dict[str, torch.Tensor] = {}
@@ -102,7 +103,7 @@ class Ours:
 
     def memory(self) -> dict[str, int]:
         """Bytes of this rank's window: all of it, and what is not room for outputs."""
-        outputs = self.buffer.session.context.shape.heap_bytes
+        outputs = self.buffer.rounds.session.context.shape.heap_bytes
         return {"tokens": self.tokens, "window": self.buffer.nbytes, "beyond_outputs": self.buffer.nbytes - outputs}
 
     def row(self, op: Operation, *, host: bool = True) -> dict[str, Any]:
@@ -171,8 +172,8 @@ class Ours:
     def _launched(self, op: Operation) -> dict[str, int]:
         """Blocks (CPUs: threads) and, of a dispatch, tokens of a chunk, as they will be; of a pair: of its dispatch."""
         if op.what == "combine":
-            return {"sms": combine.prepare(self.buffer, **self._combine_arguments(op)).args.workers}
-        args = dispatch.prepare(self.buffer, **self._dispatch_arguments(op)).args
+            return {"sms": prepare_combine(self.buffer, **self._combine_arguments(op)).args.workers}
+        args = prepare_dispatch(self.buffer, **self._dispatch_arguments(op)).args
         return {"sms": args.workers, "chunk_tokens": args.chunk_tokens}
 
     def _bytes(self, op: Operation) -> dict[str, float]:

@@ -41,10 +41,10 @@ class ReceiveBuffer:
             device=device,
             window_bytes=nbytes + _ROOM,
         )
-        session = self.buffer.session
+        session = self.buffer.rounds.session
         context = session.context
         self.shim = session.reach.shim if isinstance(session, LsaSession) else ""
-        block = self.buffer.session.arena.allocate(nbytes)
+        block = self.buffer.rounds.session.arena.allocate(nbytes)
         assert block is not None, "the window has just been made for it"
         for rank, data in enumerate(ranks.all_gather(block.offset.to_bytes(8, "little"))):
             if (theirs := int.from_bytes(data, "little")) != block.offset:
@@ -52,7 +52,7 @@ class ReceiveBuffer:
         self.rank, self.ranks = ranks.rank, ranks.ranks
         self.addresses = [peer + block.offset for peer in context.peers[: ranks.ranks]]
         here = self.addresses[self.rank]
-        self.tensor = window_tensor(block, here, (nbytes,), torch.uint8, device, self.buffer.session.owner)
+        self.tensor = window_tensor(block, here, (nbytes,), torch.uint8, device, self.buffer.rounds.session.owner)
         self.tensor.zero_()
         self._row = torch.zeros(1, 64, dtype=torch.bfloat16, device=device)
         self._expert = torch.zeros(1, 1, dtype=torch.int64, device=device)
@@ -67,14 +67,14 @@ class ReceiveBuffer:
     @property
     def puts(self) -> dict[str, int]:
         """What puts through a library want besides addresses: see PingPongArgs in csrc/bench/ping_pong.cuh."""
-        context = self.buffer.session.context
+        context = self.buffer.rounds.session.context
         which = 0 if self.shim == "nvshmem" else spare_signal(context.window)  # nvshmem: a word of the block itself
         return {"window": context.peers[self.rank], "link": context.link, "which": which}
 
     @property
     def abort_words(self) -> tuple[int, int]:
         """Addresses that are not 0 once the Buffer is called off: in our window, and in memory of the host."""
-        context = self.buffer.session.context
+        context = self.buffer.rounds.session.context
         return context.peers[self.rank] + context.window.abort, context.abort_host
 
     def __enter__(self) -> ReceiveBuffer:

@@ -1,140 +1,136 @@
-"""combine: check what the caller passed, say it in one struct; the backend's executor does the rest."""
+"""Combine: check the arguments, find a plan, bind the tensors to it, run it on the session, return the result."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from moecomm.combine.arguments import check
-from moecomm.combine.plan import Combining, Options, Plan, kind_of
+from moecomm.combine.options import Key, Options
+from moecomm.combine.plan import Combining, Plan
 from moecomm.core.arrays import note_written, warn_of_gradients, window_tensor
+from moecomm.core.plans import check_hashable
+from moecomm.core.rounds import Rounds
 from moecomm.core.settings import DTYPES
+from moecomm.core.state import collective
 from moecomm.core.validation import check_dtype
-from moecomm.dispatch.arguments import check_handle, check_hashable
+from moecomm.dispatch.arguments import check_handle
 from moecomm.errors import BadInput
-from moecomm.routed import Handle
+from moecomm.routed import Handle, has_arrived
 
-if TYPE_CHECKING:
-    from moecomm.buffer import Buffer
+__all__ = ["Combining", "Options", "Plan", "combine", "empty", "finish", "prepare", "run"]
 
-__all__ = ["Combining", "Plan", "empty", "finish", "prepare", "run"]
+
+@collective()
+def combine(
+    rounds: Rounds,
+    options: Options,
+    y: Any,
+    handle: Handle,
+    out: Any = None,
+    bias: Any = None,
+    weight_grads: Any = None,
+    topk_weights: Any = None,
+    sum_grads: bool = False,
+) -> Any:
+    """Buffer.combine.  `sum_grads`: see prepare()."""
+    combining = prepare(rounds, options, y, handle, out, bias, weight_grads, topk_weights, sum_grads)
+    run(combining)
+    rounds.made += 1
+    return finish(rounds, combining)
 
 
 def prepare(
-    buffer: Buffer,
+    rounds: Rounds,
+    options: Options,
     y: Any,
     handle: Handle,
-    *,
     out: Any = None,
     bias: Any = None,
-    weighted: bool = True,
     weight_grads: Any = None,
-    wire: torch.dtype | None = None,
-    num_sms: int | None = None,
     topk_weights: Any = None,
     sum_grads: bool = False,
-    goes_on: bool = False,
+    same_call: bool = False,
 ) -> Combining:
-    """Checks the arguments; see Buffer.combine.
+    """Check the arguments of Buffer.combine and make room for the reduced rows.
 
-    `sum_grads`: see Options.  `goes_on`: the dispatch is of the same call.  What it has left behind is not looked at:
-    some ranks would see it already, and others wait for them in vain.
+    Args:
+        rounds, options, y, handle, out, bias, weight_grads, topk_weights: see Buffer.combine.
+        sum_grads: see Key.
+        same_call: the dispatch belongs to the same call of the user.  The error that it may have left behind is not
+            raised yet: ranks that see it early would leave, and the others would wait for them.
     """
-    if goes_on:
-        buffer.require_open()
+    if same_call:
+        rounds.require_open()
     else:
-        buffer.require_usable()
-    _check_ended(buffer, handle)
+        rounds.require_usable()
+    _check_arrived(rounds, handle)
     if getattr(y, "requires_grad", False) or bias is not None or weight_grads is not None or topk_weights is not None:
         warn_of_gradients(y, bias, weight_grads, topk_weights)
-    combining = None
+    combining: Combining | None = None
     if isinstance(y, torch.Tensor):
-        key = (handle.layout, y.dtype, weighted, wire, num_sms, sum_grads)
-        try:
-            plans = buffer.combine_plans.get(key, ())
-        except TypeError:
-            check_hashable(Options(*key))
-            raise
-        # One that does not fit costs as much as one that does.
-        kind = kind_of(buffer, y, bias, weight_grads, topk_weights) if len(plans) > 1 else None
-        for plan in plans:
-            if kind is not None and plan.kind != kind:
-                continue
-            combining = plan.start(handle, y, out, bias, weight_grads, topk_weights)
-            if combining is not None:
-                break
+        key = (handle.layout, y.dtype, options, sum_grads)  # Key, which takes longer to make
+        combining = rounds.plans.start(key, (handle, y, out, bias, weight_grads, topk_weights))
     if combining is None:
-        combining = _start_anew(
-            buffer, y, handle, out, bias, weighted, weight_grads, wire, num_sms, topk_weights, sum_grads
-        )
+        combining = _start_checked(rounds, options, handle, y, out, bias, weight_grads, topk_weights, sum_grads)
     if out is not None:
         note_written("out", out)
     return combining
 
 
 def run(combining: Combining) -> None:
-    """Hands what was prepared to the executor."""
+    """Run a prepared combine on the executor."""
     combining.plan.run(combining.args)
 
 
-def finish(buffer: Buffer, combining: Combining) -> Any:
-    """Hands the result out; on CPUs after a look at how the round went."""
+def finish(rounds: Rounds, combining: Combining) -> Any:
+    """Return the result; on CPUs, after raising the error of a failed round."""
     combining.inputs = combining.reduced_rows = None
-    if buffer.on_cpu:
-        buffer.raise_failure()
+    if rounds.on_cpu:
+        rounds.raise_failure()
     back, grads = combining.back, combining.out_weight_grads
     if grads is None:
         return combining.out
     return combining.out, grads if back is None else back(grads)
 
 
-def empty(buffer: Buffer, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
-    """See Buffer.empty."""
-    buffer.require_usable()
-    _check_ended(buffer, handle)
+def empty(rounds: Rounds, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
+    """Buffer.empty."""
+    rounds.require_usable()
+    _check_arrived(rounds, handle)
     check_dtype("dtype", dtype, DTYPES)
-    (block,) = buffer.memory.allocate(math.prod(handle.y_shape) * dtype.itemsize)
+    (block,) = rounds.memory.allocate(math.prod(handle.y_shape) * dtype.itemsize)
     address = handle.plan.base + block.offset
-    return window_tensor(block, address, handle.y_shape, dtype, buffer.device, buffer.session.owner)
+    return window_tensor(block, address, handle.y_shape, dtype, rounds.device, rounds.session.owner)
 
 
-def _check_ended(buffer: Buffer, handle: Handle) -> None:
-    check_handle(buffer, handle)
-    if not handle.ended:
+def _check_arrived(rounds: Rounds, handle: Handle) -> None:
+    check_handle(rounds, handle)
+    if not has_arrived(handle.args):
         raise BadInput("handle", "one of a dispatch that has only begun", "dispatch_end(routed) first")
 
 
-def _start_anew(
-    buffer: Buffer,
-    y: Any,
+def _start_checked(
+    rounds: Rounds,
+    options: Options,
     handle: Handle,
+    y: Any,
     out: Any,
     bias: Any,
-    weighted: bool,
     weight_grads: Any,
-    wire: torch.dtype | None,
-    num_sms: int | None,
     topk_weights: Any,
     sum_grads: bool,
 ) -> Combining:
-    """The first combine of its kind, or with so many tokens; or one with arguments that have to be made usable."""
-    given = check(buffer, y, handle, out, bias, weighted, weight_grads, wire, num_sms, topk_weights)
-    options = Options(handle.layout, given.y.dtype, weighted, wire, num_sms, sum_grads)
-    check_hashable(options)  # y may be another library's
-    plans = buffer.combine_plans.setdefault(options, [])
-    for plan in plans:
-        plan.schedule(handle.num_tokens)
-        combining = plan.start(handle, given.y, given.out, given.bias, given.weight_grads, given.topk_weights)
-        if combining is not None:
-            break
-    else:
-        plan = Plan(buffer, options, given)
-        plan.schedule(handle.num_tokens)
-        combining = plan.start(handle, given.y, given.out, given.bias, given.weight_grads, given.topk_weights)
-        assert combining is not None, "what was checked fits a plan made for it"
-        plans.append(plan)
+    """The first combine of its kind or with so many tokens, or one whose arguments have to be converted."""
+    given = check(rounds, options, handle, y, out, bias, weight_grads, topk_weights)
+    key = Key(handle.layout, given.y.dtype, options, sum_grads)
+    check_hashable(key)  # y may be another library's
+    tensors = (handle, given.y, given.out, given.bias, given.weight_grads, given.topk_weights)
+    combining: Combining = rounds.plans.start_checked(
+        key, handle.num_tokens, tensors, lambda: Plan(rounds, key, handle, given)
+    )
     if out is not None:
         combining.out = out
     elif given.back is not None:

@@ -1,30 +1,27 @@
-"""The arguments of a combine, checked one by one: what can't be used is named."""
+"""Checks of the tensors of a combine.  The first argument that can't be used is named."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from moecomm import _native
+from moecomm.combine.options import Options, check_options
 from moecomm.core.arrays import as_output_tensor, as_tensor, check_no_overlap, check_rows, check_tensor
+from moecomm.core.rounds import Rounds
 from moecomm.core.settings import DTYPES
-from moecomm.core.validation import check_flag
-from moecomm.dispatch.arguments import check_num_sms
 from moecomm.errors import BadInput, Unsupported
 from moecomm.routed import Handle
-
-if TYPE_CHECKING:
-    from moecomm.buffer import Buffer
 
 _MOST_WEIGHTS = 4096  # kMostWeights: the rule is that of takes_weights in csrc/protocol/layout.h
 
 
 @dataclass
 class Tensors:
-    """The tensors of a combine, as torch tensors that can be used, and what turns ours into the caller's arrays."""
+    """The tensors of a combine, checked, and a function that turns torch tensors into the caller's kind of arrays."""
 
     y: torch.Tensor
     out: torch.Tensor | None
@@ -35,45 +32,40 @@ class Tensors:
 
 
 def check(
-    buffer: Buffer,
-    y: Any,
+    rounds: Rounds,
+    options: Options,
     handle: Handle,
+    y: Any,
     out: Any,
     bias: Any,
-    weighted: bool,
     weight_grads: Any,
-    wire: torch.dtype | None,
-    num_sms: int | None,
     topk_weights: Any,
 ) -> Tensors:
-    """Raises BadInput for what can't be used, Unsupported for weights that combine can't take."""
+    """Raise BadInput that names the first argument that can't be used, Unsupported for weights combine can't take."""
     y, back = as_tensor("y", y)
-    check_num_sms(num_sms)
-    _check_y(buffer, y, handle)
-    check_flag("weighted", weighted)
-    if wire is not None and wire is not torch.float32 and wire is not y.dtype:
-        raise BadInput("wire", wire, f"None or the dtype of y, {y.dtype}")
-    shape = (handle.num_tokens, buffer.hidden)
+    _check_y(rounds, y, handle)
+    check_options(options, y.dtype)
+    shape = (handle.num_tokens, rounds.hidden)
     if out is not None:
-        out = as_output_tensor("out", out, device=buffer.device, dtypes=(y.dtype,), shape=shape)
+        out = as_output_tensor("out", out, device=rounds.device, dtypes=(y.dtype,), shape=shape)
     if bias is not None:
         bias = as_tensor("bias", bias)[0]
         one_row = bias.ndim == 1
         check_tensor(
-            "bias", bias, device=buffer.device, dtypes=(y.dtype, torch.float32), shape=shape[1:] if one_row else shape
+            "bias", bias, device=rounds.device, dtypes=(y.dtype, torch.float32), shape=shape[1:] if one_row else shape
         )
         check_rows("bias", bias.unsqueeze(0) if one_row else bias)
     if weight_grads is not None:
         weight_grads = as_tensor("weight_grads", weight_grads)[0]
         rows = handle.y_shape[:-1]
-        grads_shape = (*rows, buffer.topk) if handle.layout == "flat" else rows
-        check_tensor("weight_grads", weight_grads, device=buffer.device, dtypes=(torch.float32,), shape=grads_shape)
+        grads_shape = (*rows, rounds.topk) if handle.layout == "flat" else rows
+        check_tensor("weight_grads", weight_grads, device=rounds.device, dtypes=(torch.float32,), shape=grads_shape)
         weight_grads = weight_grads.contiguous()
     if topk_weights is not None:
-        _check_supported(buffer, handle, weighted, weight_grads)
+        _check_supported(rounds, handle, options, weight_grads)
         topk_weights = as_tensor("topk_weights", topk_weights)[0]
-        entries = (handle.num_tokens, buffer.topk)
-        check_tensor("topk_weights", topk_weights, device=buffer.device, dtypes=(torch.float32,), shape=entries)
+        entries = (handle.num_tokens, rounds.topk)
+        check_tensor("topk_weights", topk_weights, device=rounds.device, dtypes=(torch.float32,), shape=entries)
         topk_weights = topk_weights.contiguous()
     if out is not None:
         check_no_overlap("out", out, y=y, bias=bias, weight_grads=weight_grads, topk_weights=topk_weights)
@@ -82,30 +74,30 @@ def check(
     return Tensors(y, out, bias, weight_grads, topk_weights, back)
 
 
-def takes_weights(buffer: Buffer) -> bool:
-    """Whether combine(topk_weights=) can be had of a Buffer: the same on all its ranks."""
-    return buffer.max_tokens * buffer.topk <= _MOST_WEIGHTS
+def takes_weights(rounds: Rounds) -> bool:
+    """Whether a Buffer takes combine(topk_weights=).  The same on all its ranks."""
+    return rounds.max_tokens * rounds.topk <= _MOST_WEIGHTS
 
 
-def _check_supported(buffer: Buffer, handle: Handle, weighted: bool, weight_grads: Any) -> None:
-    """All of it is the same on all ranks, so that none is left waiting."""
-    if not weighted:
+def _check_supported(rounds: Rounds, handle: Handle, options: Options, weight_grads: Any) -> None:
+    """Raise alike on all ranks, so that none waits for another."""
+    if not options.weighted:
         raise BadInput("topk_weights", "given with weighted=False", "None")
     what = None
     if handle.layout == "flat":
         what = "flat rows, which have no weights"
     elif weight_grads is not None:
         what = "weight_grads"
-    elif not takes_weights(buffer):
-        what = f"max_tokens * topk = {buffer.max_tokens * buffer.topk}, more than {_MOST_WEIGHTS}"
+    elif not takes_weights(rounds):
+        what = f"max_tokens * topk = {rounds.max_tokens * rounds.topk}, more than {_MOST_WEIGHTS}"
     if what is not None:
         raise Unsupported(f"combine(topk_weights=) with {what}")
 
 
-def _check_y(buffer: Buffer, y: torch.Tensor, handle: Handle) -> None:
-    check_tensor("y", y, device=buffer.device, dtypes=DTYPES, shape=handle.y_shape)
-    if buffer.hidden * y.element_size() % 16:
-        raise BadInput("y", f"rows of {buffer.hidden * y.element_size()} bytes", "a multiple of 16 bytes")
+def _check_y(rounds: Rounds, y: torch.Tensor, handle: Handle) -> None:
+    check_tensor("y", y, device=rounds.device, dtypes=DTYPES, shape=handle.y_shape)
+    if rounds.hidden * y.element_size() % 16:
+        raise BadInput("y", f"rows of {rounds.hidden * y.element_size()} bytes", "a multiple of 16 bytes")
     if handle.layout == "batched":
         if not y.is_contiguous():
             raise BadInput("y", f"strides {y.stride()}", "a contiguous [E/R, rows, H]")

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
-from moecomm.core.state import BufferState
+from moecomm.core.state import RoundState
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-Marks = tuple[int, dict[BufferState, int]]  # calls that failed, and how many rounds each Buffer has made or counted
+Marks = tuple[int, dict[RoundState, int]]  # calls that failed, and how many rounds each Buffer has made or counted
 
 
 class CallCount:
@@ -23,18 +23,18 @@ class CallCount:
     """
 
     def __init__(self) -> None:
-        self._buffers: list[weakref.ref[BufferState]] = []
+        self._states: list[weakref.ref[RoundState]] = []
         self.failed = 0
 
-    def add(self, buffer: BufferState) -> None:
+    def add(self, state: RoundState) -> None:
         """Takes one that has just been opened."""
         for _ in range(self.failed):
-            buffer.count_rejected()
-        self._buffers = [weakref.ref(buffer), *(ref for ref in self._buffers if ref() is not None)]
+            state.count_rejected()
+        self._states = [weakref.ref(state), *(ref for ref in self._states if ref() is not None)]
 
     def marks(self) -> Marks:
         """How far the calls are."""
-        return self.failed, {b: b.made + b.rejected for ref in self._buffers if (b := ref()) is not None}
+        return self.failed, {b: b.made + b.rejected for ref in self._states if (b := ref()) is not None}
 
     def count_failure(self, marks: Marks) -> None:
         """Counts a call that has failed, unless it has made a round since, or a call of a Buffer in it has counted."""

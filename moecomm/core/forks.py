@@ -1,32 +1,42 @@
-"""A forked child has its parent's Buffers, and no part in their rounds: they are closed there, unheard by peers."""
+"""Buffers in a forked child.
+
+The child has no part in the rounds of its parent's Buffers: they are closed there without a word to peers.
+"""
 
 from __future__ import annotations
 
 import os
 import weakref
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
-from moecomm.core import names
-
-if TYPE_CHECKING:
-    from moecomm.core.session import Session
-    from moecomm.core.state import BufferState
+from moecomm.core.session import Session
 
 
-def closer(buffer: BufferState, session: Session) -> weakref.finalize[..., BufferState]:
-    """Closes the session: when it is called, or when the Buffer is gone, or its process ends."""
-    return weakref.finalize(buffer, _close_where_opened, os.getpid(), session)
+class _Opened(Protocol):
+    def disown(self) -> None: ...
+
+
+_opened: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def closer(owner: _Opened, session: Session) -> weakref.finalize[..., Any]:
+    """A finalizer that closes the session: when it is called, when `owner` is gone, or when its process ends.
+
+    After a fork the child calls `owner.disown()`.
+    """
+    _opened.add(owner)
+    return weakref.finalize(owner, _close_where_opened, os.getpid(), session)
 
 
 def _close_where_opened(process: int, session: Session) -> None:
-    """Not in a child of a fork that Python has not seen: peers must not hear from it that its parent left."""
+    """Close, but not in the child of a fork that Python has not seen: peers would take its parent for gone."""
     if os.getpid() == process:
         session.close()
 
 
-def _disown() -> None:
-    for buffer in names.every():
-        buffer.disown()
+def _disown_all() -> None:
+    for owner in list(_opened):
+        owner.disown()
 
 
-os.register_at_fork(after_in_child=_disown)
+os.register_at_fork(after_in_child=_disown_all)

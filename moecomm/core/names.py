@@ -1,50 +1,42 @@
-"""A name for every Buffer of the process: what stands for it where only tensors, numbers and strings can go."""
+"""Names of the Buffers of this process, for operators, whose arguments are tensors, numbers and strings."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING
 
+from moecomm.core.rounds import Rounds
 from moecomm.errors import BadInput, Closed
-
-if TYPE_CHECKING:
-    from moecomm.buffer import Buffer
 
 _PREFIX = "moecomm_buffer_"
 _numbers = itertools.count()
-_buffers: weakref.WeakValueDictionary[str, Buffer] = weakref.WeakValueDictionary()
+_named: weakref.WeakValueDictionary[str, Rounds] = weakref.WeakValueDictionary()
 
 
-def give(buffer: Buffer) -> str:
-    """A name that no other Buffer of this process has, had or will have."""
+def give(rounds: Rounds) -> str:
+    """Register the rounds of a Buffer under a name that is never used again in this process."""
     name = f"{_PREFIX}{next(_numbers)}"
-    _buffers[name] = buffer
+    _named[name] = rounds
     return name
 
 
-def find(name: str) -> Buffer:
-    """The Buffer of that name.
+def find(name: str) -> Rounds:
+    """The rounds of the Buffer of that name.
 
     Raises:
-        Closed: it has been closed, or is gone.
+        Closed: the Buffer has been closed, or is gone.
         BadInput: no Buffer's name.
     """
-    buffer = get(name)
-    if buffer is None:
+    rounds = get(name)
+    if rounds is None:
         if not name.startswith(_PREFIX):
             raise BadInput("buffer", repr(name), "the .name of a Buffer of this process")
         raise Closed()
-    if buffer.closed:
-        buffer.require_open()  # says so
-    return buffer
+    if rounds.closed:
+        rounds.require_open()  # says so
+    return rounds
 
 
-def get(name: str) -> Buffer | None:
-    """The Buffer of that name, open or closed, if it is there."""
-    return _buffers.get(name)
-
-
-def every() -> list[Buffer]:
-    """All there are, closed ones among them."""
-    return list(_buffers.values())
+def get(name: str) -> Rounds | None:
+    """The rounds of that name, of an open or a closed Buffer, if they are there."""
+    return _named.get(name)

@@ -1,9 +1,11 @@
-"""What all ranks must pass alike in one call, packed into the 63 bits that travel with the notice: a difference is
-named, not guessed.
+"""The options that all ranks must pass alike in one call, packed into the 63 bits that travel in the round header.
+
+Where two ranks differ, the error names the first field in which they do.
 """
 
 from __future__ import annotations
 
+GROW = "asks for a larger buffer"
 _FIELDS = (  # name, bits
     ("layout", 2),
     ("dtype", 3),
@@ -20,6 +22,7 @@ _FIELDS = (  # name, bits
     ("weighted", 1),
     ("rows that are fetched", 1),
     ("topk_weights given", 1),
+    (GROW, 1),
 )
 
 

@@ -1,4 +1,4 @@
-"""The state of a Buffer that decides whether it can make another round."""
+"""Whether a Buffer can run another round: its failure, the call under way, and calls that failed on this rank alone."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar, cast
 
-from moecomm import _native, backends
+from moecomm import _native
 from moecomm.core import failures, forks
 from moecomm.core.compiling import not_traced
+from moecomm.core.session import Session
 from moecomm.errors import Closed, ConcurrentCall, MoecommError, OutOfStep, RoundFailed
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
-class BufferState:
-    """Base of Buffer: its failure, and how many calls have reached the other ranks."""
+class RoundState:
+    """Base of Rounds: the failure that ended a Buffer, and how many of its calls have reached the other ranks."""
 
-    def __init__(self, session: backends.Session) -> None:
+    def __init__(self, session: Session) -> None:
         self._session, self._record = session, session.context.record
         self._failure: MoecommError | None = None  # has ended this Buffer
-        self._close: weakref.finalize[..., BufferState] = forks.closer(self, session)
+        self._close: weakref.finalize[..., Any] = forks.closer(self, session)
         self._what = "Buffer"
         self.made, self.rejected = 0, 0  # dispatches and combines, and calls that count_rejected has counted
         self._turn = threading.RLock()  # held by the thread that is in a collective call
@@ -33,10 +34,10 @@ class BufferState:
         self._refused: list[None] = []  # an entry for each call that was refused and is not counted yet
 
     def _begin_call(self, rounds: int = 1, *, outer: bool = False) -> None:
-        """Raises ConcurrentCall while another call is under way: in another thread, or, in a signal handler, in ours.
+        """Raise ConcurrentCall while another call is under way: in another thread, or below a signal handler.
 
-        The next call counts the refused one, unless it has no `rounds`: the call under way, whose notices may not be
-        sent yet, is not disturbed.  `outer`: the call is made up of others of the same thread.
+        The next call counts the refused one, unless that has no `rounds`.  The call under way, whose round headers may
+        not be sent yet, is not disturbed.  `outer`: the call consists of other calls of the same thread.
         """
         if not self._turn.acquire(blocking=False):
             self._refuse(rounds)
@@ -51,7 +52,7 @@ class BufferState:
             self._running = True
 
     def _end_call(self, *, outer: bool = False) -> None:
-        """The end of what _begin_call began."""
+        """End what _begin_call began."""
         if outer:
             self._depth -= 1
         else:
@@ -61,10 +62,10 @@ class BufferState:
         self._turn.release()
 
     def close(self) -> None:
-        """Gives the memory back.  Idempotent; outputs that are still referenced stay valid.
+        """Give the memory back.  Idempotent; outputs that are still referenced stay valid.
 
-        A call in another thread is aborted, and awaited.  In a signal handler the call that it has interrupted is
-        aborted, and closes when it ends.
+        A call in another thread is aborted and awaited.  In a signal handler, the interrupted call is aborted, and
+        closes the Buffer when it ends.
         """
         if not self._turn.acquire(blocking=False):
             self.abort()
@@ -79,7 +80,7 @@ class BufferState:
             self._turn.release()
 
     def abort(self) -> None:
-        """Makes every wait of this rank end at once, from any thread; the Buffer can then only be closed."""
+        """End every wait of this rank at once, from any thread.  The Buffer can then only be closed."""
         if self._close.alive:
             self._session.abort(failures.ABORTED, self._session.context.rank)
 
@@ -98,16 +99,16 @@ class BufferState:
                 self._session.count_rejected()
 
     def count_rejected(self) -> None:
-        """Counts a collective call that fails on this rank before all its rounds are made.
+        """Count a collective call that fails on this rank before all its rounds are made.
 
-        The notices of later rounds carry the count: where it differs, every rank raises OutOfStep.
+        The round headers of later rounds carry the count.  Where counts differ, every rank raises OutOfStep.
         """
         if self._close.alive and self._failure is None:
             self.rejected += 1
             self._session.count_rejected()
 
     def count_failed(self) -> None:
-        """count_rejected() from outside of a call; while one is under way, in the next one."""
+        """Count a rejected call from outside of a call; while one is under way, in the next one."""
         if not self._turn.acquire(blocking=False):
             self._refused.append(None)
             return
@@ -120,19 +121,19 @@ class BufferState:
             self._turn.release()
 
     def require_usable(self) -> None:
-        """Raises Closed, or what earlier rounds left behind; does not wait for the device."""
+        """Raise Closed, or the error that earlier rounds left behind.  Does not wait for the device."""
         self.require_open()
         self.raise_failure()
 
     def require_open(self) -> None:
-        """Raises Closed, or the failure that has ended the Buffer."""
+        """Raise Closed, or the failure that has ended the Buffer."""
         if not self._close.alive:
             raise Closed(self._what)
         if self._failure is not None:
             raise self._failure
 
     def raise_failure(self) -> None:
-        """Raises what the last rounds left behind: once, unless a failed round has ended the Buffer."""
+        """Raise the error that the last rounds left behind: once, unless a failed round has ended the Buffer."""
         if self._failure is not None:
             raise self._failure
         record = _native.record(self._record)
@@ -149,8 +150,8 @@ class BufferState:
             del error  # else it is in a cycle with its traceback, whose frames hold on to the window
 
     @property
-    def session(self) -> backends.Session:
-        """What the backend opened; for the modules of moecomm."""
+    def session(self) -> Session:
+        """The session that the backend has opened."""
         return self._session
 
     @property
@@ -160,33 +161,34 @@ class BufferState:
 
     @property
     def failed(self) -> bool:
-        """Whether a failed round is known to have ended the Buffer.  Does not look for a new one."""
+        """Whether a failed round is known to have ended the Buffer.  Does not look for a new failure."""
         return self._failure is not None
 
     def disown(self) -> None:
-        """In a forked child: closes it there, unheard by peers, and not where it was opened."""
+        """Close a parent's Buffer in a forked child, without a word to peers."""
         if self._close.detach() is not None:
             self._what = "Buffer, opened before this process was forked,"
 
 
 def collective(rounds: int = 1) -> Callable[[_Call], _Call]:
-    """Decorates a call of a Buffer, its first argument, that makes `rounds` dispatches and combines: raises
-    ConcurrentCall while another is under way, and counts the call if it fails before the last round is made.
+    """Decorate a function of Rounds, its first argument, that makes `rounds` dispatches and combines.
+
+    It raises ConcurrentCall while another call is under way, and is counted if it fails before its last round.
     """
 
     def decorate(function: _Call) -> _Call:
         @functools.wraps(function)
-        def call(buffer: BufferState, *args: Any, **kwargs: Any) -> Any:
-            buffer._begin_call(rounds)
-            made = buffer.made + rounds
+        def call(state: RoundState, *args: Any, **kwargs: Any) -> Any:
+            state._begin_call(rounds)
+            made = state.made + rounds
             try:
-                return function(buffer, *args, **kwargs)
+                return function(state, *args, **kwargs)
             except BaseException:
-                if buffer.made < made:
-                    buffer.count_rejected()
+                if state.made < made:
+                    state.count_rejected()
                 raise
             finally:
-                buffer._end_call()
+                state._end_call()
 
         not_traced(call)
         return cast("_Call", call)
@@ -195,25 +197,25 @@ def collective(rounds: int = 1) -> Callable[[_Call], _Call]:
 
 
 class CollectiveCall:
-    """Context of a call that is made up of others, of `rounds` dispatches and combines: as collective() does for those.
+    """Context of a call that consists of others, with `rounds` dispatches and combines in all: see collective().
 
     A call inside that fails counts itself.
     """
 
-    __slots__ = ("_buffer", "_made", "_rejected", "_rounds")
+    __slots__ = ("_made", "_rejected", "_rounds", "_state")
 
-    def __init__(self, buffer: BufferState, rounds: int = 1) -> None:
-        self._buffer, self._rounds = buffer, rounds
+    def __init__(self, state: RoundState, rounds: int = 1) -> None:
+        self._state, self._rounds = state, rounds
 
     def __enter__(self) -> None:
-        buffer = self._buffer
-        buffer._begin_call(self._rounds, outer=True)
-        self._made, self._rejected = buffer.made + self._rounds, buffer.rejected
+        state = self._state
+        state._begin_call(self._rounds, outer=True)
+        self._made, self._rejected = state.made + self._rounds, state.rejected
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        buffer = self._buffer
-        if kind is not None and buffer.rejected == self._rejected and buffer.made < self._made:
-            buffer.count_rejected()
-        buffer._end_call(outer=True)
+        state = self._state
+        if kind is not None and state.rejected == self._rejected and state.made < self._made:
+            state.count_rejected()
+        state._end_call(outer=True)

@@ -1,183 +1,187 @@
-"""dispatch: check what the caller passed, lay out what will arrive, say both in one struct; the backend's executor
-does the rest.
-"""
+"""Dispatch: check the arguments, find a plan, bind the tensors to it, run it on the session, hand out tensors."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import copy
+from typing import Any, NamedTuple
 
+from moecomm import _native
 from moecomm.core.arrays import warn_of_gradients
+from moecomm.core.rounds import Rounds
 from moecomm.core.state import collective
 from moecomm.core.validation import check_flag
 from moecomm.dispatch import outputs
-from moecomm.dispatch.arguments import LAYOUTS, check, check_handle, check_hashable
-from moecomm.dispatch.plan import END, Options, Plan, PublishedRows
+from moecomm.dispatch.arguments import check, check_handle
+from moecomm.dispatch.options import Key, Options
+from moecomm.dispatch.plan import Plan
 from moecomm.errors import BadInput
-from moecomm.routed import Handle, Routed
+from moecomm.routed import BEGIN, END, Handle, Routed
 
-if TYPE_CHECKING:
-    from moecomm.buffer import Buffer
-
-__all__ = ["LAYOUTS", "Options", "Plan", "finish", "prepare", "prepare_end", "run", "with_options"]
+__all__ = ["Options", "Plan", "dispatch", "dispatch_begin", "dispatch_end", "finish", "prepare", "prepare_end", "run"]
 
 
-def prepare(
-    buffer: Buffer,
+class PublishedRows(NamedTuple):
+    """Offsets in this rank's window of the rows of x that owners fetch and of the rows that experts return.
+
+    csrc/protocol/row_descriptor.h has the descriptor that carries them.
+    """
+
+    rows: int
+    pitch: int  # bytes from one row to the next
+    receive_buffer: int  # room for `[T, K, H]` of x's dtype
+
+
+class Ending(NamedTuple):
+    """The second half of a split dispatch, ready to run."""
+
+    routed: Routed[Any, Any, Any, Any]
+    plan: Any
+    args: _native.DispatchArgs  # those of `routed`, with the part END
+
+
+@collective()
+def dispatch(
+    rounds: Rounds,
+    options: Options,
     x: Any,
     topk_idx: Any = None,
     topk_weights: Any = None,
-    *,
-    layout: str = "expert",
-    expert_alignment: int = 1,
-    quantize: str | None = None,
-    scale_format: str = "fp32",
-    scale_layout: str = "row",
     scales: Any = None,
     max_rows: int | None = None,
-    sync: bool | None = None,
     handle: Handle | None = None,
-    num_sms: int | None = None,
-    check_weights: bool = False,
+    sync: bool | None = None,
+    grow: bool = False,
+) -> Routed:
+    """Buffer.dispatch.  `grow`: see prepare()."""
+    routed = prepare(rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync, False, grow)
+    run(routed)
+    rounds.made += 1
+    return finish(rounds, routed)
+
+
+@collective()
+def dispatch_begin(
+    rounds: Rounds,
+    options: Options,
+    x: Any,
+    topk_idx: Any = None,
+    topk_weights: Any = None,
+    scales: Any = None,
+    max_rows: int | None = None,
+    handle: Handle | None = None,
+) -> Routed:
+    """Buffer.dispatch_begin."""
+    routed = prepare(rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, begin=True)
+    run(routed)
+    rounds.made += 1
+    return finish(rounds, routed)
+
+
+@collective(rounds=0)
+def dispatch_end(rounds: Rounds, routed: Routed, *, sync: bool | None = None) -> Routed:
+    """Buffer.dispatch_end."""
+    ending = prepare_end(rounds, routed, sync=sync)
+    run(ending)
+    return finish(rounds, ending)
+
+
+def prepare(
+    rounds: Rounds,
+    options: Options,
+    x: Any,
+    topk_idx: Any = None,
+    topk_weights: Any = None,
+    scales: Any = None,
+    max_rows: int | None = None,
+    handle: Handle | None = None,
+    sync: bool | None = None,
     begin: bool = False,
+    grow: bool = False,
     descriptors: PublishedRows | None = None,
 ) -> Routed:
-    """Checks the arguments (see Buffer.dispatch) and makes room for the outputs.  `begin`: see dispatch_begin; `slips`:
-    they travel in the place of rows, which the kernel before this one in the stream offers: it has waited for all
-    before it, and nothing else that it makes is read here.
+    """Check the arguments of Buffer.dispatch and make room for the outputs.
+
+    Args:
+        rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync: see Buffer.dispatch.
+        begin: prepare the first half of a split dispatch.
+        grow: ask for a larger Buffer: the round ends in a Mismatch of the field signature.GROW on every rank, unless
+            all ask.
+        descriptors: row descriptors travel in the place of rows.  The previous kernel in the stream publishes the rows.
+            It has waited for all kernels before it, and dispatch reads nothing else that it writes.
     """
+    rounds.require_usable()
+    if sync is not None:
+        check_flag("sync", sync)
+    if rounds.begun is not None:
+        raise BadInput("dispatch", "another one while one has only begun", "dispatch_end(routed) of that first")
+    if getattr(x, "requires_grad", False) or getattr(topk_weights, "requires_grad", False):
+        warn_of_gradients(x, topk_weights)
+    layout = options.layout
     if handle is not None:
-        check_handle(buffer, handle)
+        check_handle(rounds, handle)
         layout = handle.layout
-    key = (  # Options, which takes longer to make
-        layout,
-        expert_alignment,
-        quantize,
-        scale_format,
-        scale_layout,
-        num_sms,
-        check_weights,
-        begin,
-        handle is not None,
-        descriptors is not None,
-    )
-    routed = _start(buffer, key, x, topk_idx, topk_weights, scales, max_rows, handle, sync)
+        if topk_idx is not None or topk_weights is not None:
+            raise BadInput(
+                "handle", "topk_idx or topk_weights beside it", "rows only: a handle repeats an earlier routing"
+            )
+    key = (layout, options, handle is not None, begin, descriptors is not None, grow)  # Key, which takes longer to make
+    routed: Routed | None = rounds.plans.start(key, (rounds, x, topk_idx, topk_weights, scales, max_rows, handle))
+    if routed is None:
+        routed = _start_checked(rounds, Key(*key), x, topk_idx, topk_weights, scales, max_rows, handle)
+    routed.sync = rounds.on_cpu if sync is None else sync
+    if max_rows is not None and not routed.sync and handle is None and layout == "flat":
+        routed.args.clear_rows = routed.args.max_rows
     if descriptors is not None:
         args = routed.args
         args.x, args.x_stride, args.receive_buffer = descriptors
     return routed
 
 
-@collective()
-def with_options(
-    buffer: Buffer,
-    options: Options,
-    x: Any,
-    topk_idx: Any = None,
-    topk_weights: Any = None,
-    scales: Any = None,
-    max_rows: int | None = None,
-    handle: Handle | None = None,
-    sync: bool | None = None,
-) -> Routed:
-    """Buffer.dispatch, or dispatch_begin, for callers that keep their options from call to call.  `handle`: one of this
-    Buffer, and options of its layout that say `repeat`.
-    """
-    routed = _start(buffer, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync)
-    run(routed)
-    buffer.made += 1
-    return finish(buffer, routed)
+def run(pending: Routed | Ending) -> None:
+    """Run a prepared dispatch, or the end of one, on the executor."""
+    pending.plan.run(pending.args)
 
 
-def run(routed: Routed) -> None:
-    """Hands what was prepared to the executor."""
-    routed.plan.run(routed.args)
-
-
-def prepare_end(buffer: Buffer, routed: Routed, *, sync: bool | None = None) -> Routed:
-    """Checks the arguments; see Buffer.dispatch_end."""
-    buffer.require_open()
+def prepare_end(rounds: Rounds, routed: Routed, *, sync: bool | None = None) -> Ending:
+    """Check the arguments of Buffer.dispatch_end."""
+    rounds.require_open()
     if sync is not None:
         check_flag("sync", sync)
-    if not isinstance(routed, Routed) or routed is not buffer.begun:
-        raise BadInput("routed", "what has not begun, or has ended", "what dispatch_begin returned, once")
-    routed.args.part = END
-    routed.sync = buffer.on_cpu if sync is None else sync
-    return routed
+    if not isinstance(routed, Routed) or routed is not rounds.begun:
+        raise BadInput("routed", "no dispatch that has begun and has not ended", "what dispatch_begin returned, once")
+    args = copy.copy(routed.args)  # those of `routed` say END when the dispatch has ended without an error
+    args.part = END
+    routed.sync = rounds.on_cpu if sync is None else sync
+    return Ending(routed, routed.plan, args)
 
 
-def finish(buffer: Buffer, routed: Routed) -> Routed:
-    """Hands out what arrived; with `sync` exactly that, after waiting for it."""
-    routed.inputs = None
-    if not routed.ended:
-        _note_half(buffer, routed)
-        if not routed.ended:
+def finish(rounds: Rounds, pending: Routed | Ending) -> Routed:
+    """Return the outputs; with `sync`, wait for the rows and return exactly those that arrived."""
+    if isinstance(pending, Ending):
+        routed = pending.routed
+        rounds.begun = None
+        rounds.raise_failure()
+        routed.args.part = END
+    else:
+        routed = pending
+        routed.inputs = None
+        if routed.args.part == BEGIN:
+            if rounds.on_cpu:
+                rounds.raise_failure()  # the round is invalid on every rank: there is nothing to end
+            rounds.begun = routed  # keeps the memory that peers write to
             return routed
     if routed.sync:
-        buffer.session.synchronize()
-    if routed.sync or buffer.on_cpu:  # there the round is over when the call is
-        buffer.raise_failure()
+        rounds.session.synchronize()
+    if routed.sync or rounds.on_cpu:  # there the round is over when the call is
+        rounds.raise_failure()
     if routed.sync and routed.plan.layout != "batched" and not routed.args.repeat:
         routed.plan.trim(routed, int(outputs.num_rows(routed)))
     return routed
 
 
-def _note_half(buffer: Buffer, routed: Routed) -> None:
-    """Keeps a dispatch that has begun, with the memory that peers write to, until it has ended."""
-    if routed.args.part != END:
-        if buffer.on_cpu:
-            buffer.raise_failure()  # void on every rank: there is nothing to end
-        buffer.begun = routed
-        return
-    buffer.begun = None
-    buffer.raise_failure()  # then nothing of it can be read
-    routed.ended = routed.handle.ended = True
-
-
-def _start(
-    buffer: Buffer,
-    key: tuple[Any, ...],
-    x: Any,
-    topk_idx: Any,
-    topk_weights: Any,
-    scales: Any,
-    max_rows: int | None,
-    handle: Handle | None,
-    sync: bool | None,
-) -> Routed:
-    """By a plan that is there already, if one fits.  `key`: what Options are made of."""
-    buffer.require_usable()
-    if sync is not None:
-        check_flag("sync", sync)
-    if buffer.begun is not None:
-        raise BadInput("dispatch", "another one while one has only begun", "dispatch_end(routed) of that first")
-    if getattr(x, "requires_grad", False) or getattr(topk_weights, "requires_grad", False):
-        warn_of_gradients(x, topk_weights)
-    if handle is not None and (topk_idx is not None or topk_weights is not None):
-        raise BadInput("handle", "topk_idx or topk_weights beside it", "rows only: a handle repeats an earlier routing")
-    try:
-        plans = buffer.dispatch_plans.get(key, ())
-    except TypeError:
-        check_hashable(Options(*key))
-        raise
-    # One that does not fit costs nearly as much as one that does.
-    type_of_x = getattr(x, "dtype", None) if len(plans) > 1 else None
-    for plan in plans:
-        if type_of_x is not None and plan.type_given != type_of_x:
-            continue
-        routed = plan.start(buffer, x, topk_idx, topk_weights, scales, max_rows, handle)
-        if routed is not None:
-            break
-    else:
-        routed = _start_anew(buffer, Options(*key), x, topk_idx, topk_weights, scales, max_rows, handle)
-    routed.sync = buffer.on_cpu if sync is None else sync
-    if max_rows is not None and not routed.sync and handle is None and key[0] == "flat":
-        routed.args.clear_rows = routed.args.max_rows
-    return routed
-
-
-def _start_anew(
-    buffer: Buffer,
-    options: Options,
+def _start_checked(
+    rounds: Rounds,
+    key: Key,
     x: Any,
     topk_idx: Any,
     topk_weights: Any,
@@ -185,19 +189,9 @@ def _start_anew(
     max_rows: int | None,
     handle: Handle | None,
 ) -> Routed:
-    """The first dispatch of its kind, or with so many tokens; or one with arguments that have to be made usable."""
-    given = check(buffer, options, x, topk_idx, topk_weights, scales, max_rows, handle)
-    plans = buffer.dispatch_plans.setdefault(options, [])
-    for plan in plans:
-        plan.schedule(len(given.x))
-        routed = plan.start(buffer, given.x, given.topk_idx, given.topk_weights, given.scales, max_rows, handle)
-        if routed is not None:
-            break
-    else:
-        plan = Plan(buffer, options, given)
-        plan.schedule(len(given.x))
-        routed = plan.start(buffer, given.x, given.topk_idx, given.topk_weights, given.scales, max_rows, handle)
-        assert routed is not None, "what was checked fits a plan made for it"
-        plans.append(plan)
+    """The first dispatch of its kind or with so many tokens, or one whose arguments have to be converted."""
+    given = check(rounds, key.options._replace(layout=key.layout), x, topk_idx, topk_weights, scales, max_rows, handle)
+    tensors = (rounds, given.x, given.topk_idx, given.topk_weights, given.scales, max_rows, handle)
+    routed: Routed = rounds.plans.start_checked(key, len(given.x), tensors, lambda: Plan(rounds, key, given))
     routed.back, routed.inputs = given.back, given
     return routed

@@ -1,15 +1,11 @@
-"""The tensors of a Routed, over the window memory that a dispatch has filled."""
+"""The tensors of a Routed: views of the window memory that a dispatch has filled."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 
 from moecomm.core.arrays import window_tensor
-
-if TYPE_CHECKING:
-    from moecomm.routed import Routed
+from moecomm.routed import Routed
 
 
 def x(routed: Routed) -> torch.Tensor:

@@ -1,87 +1,63 @@
-"""What dispatches with the same options have in common: worked out for the first one, looked up for the others."""
+"""Plan: dispatches with the same options, for tensors of the same types."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 
 from moecomm import _native
 from moecomm.core import signature
-from moecomm.core.choices import Layout
 from moecomm.core.integers import is_integer
+from moecomm.core.rounds import Rounds
 from moecomm.dispatch import outputs
-from moecomm.dispatch.arguments import LAYOUTS, SCALE_FORMATS, SCALE_LAYOUTS, Tensors, scale_columns, scale_dtype
-from moecomm.routed import Handle, Routed
-
-if TYPE_CHECKING:
-    from moecomm.buffer import Buffer
+from moecomm.dispatch.arguments import Tensors, scale_columns, scale_dtype
+from moecomm.dispatch.options import LAYOUTS, SCALE_FORMATS, SCALE_LAYOUTS, Key
+from moecomm.routed import BEGIN, END, WHOLE, Handle, Routed
 
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}  # Type in args.h
-WHOLE, BEGIN, END = 0, 1, 2  # Part in args.h
-DESCRIPTOR_BYTES = 16  # RowDescriptor in slip.h
-
-
-class Options(NamedTuple):
-    """What a caller chooses, but for the tensors and max_rows; a repeat has the layout of its handle."""
-
-    layout: Layout
-    expert_alignment: int = 1
-    quantize: str | None = None
-    scale_format: str = "fp32"
-    scale_layout: str = "row"
-    num_sms: int | None = None
-    check_weights: bool = False
-    begin: bool = False
-    repeat: bool = False
-    descriptors: bool = False  # they travel in the place of rows
-
-
-class PublishedRows(NamedTuple):
-    """Offsets in our window of the rows of x that owners fetch and of the rows that experts return.
-
-    csrc/protocol/row_descriptor.h has the descriptor that carries them.
-    """
-
-    rows: int
-    pitch: int  # bytes from one of them to the next
-    receive_buffer: int  # room for `[T, K, H]` of x's dtype
+DESCRIPTOR_BYTES = 16  # RowDescriptor in csrc/protocol/row_descriptor.h
 
 
 class Plan:
-    """Dispatches with one set of options, for tensors of the types that `like` has."""
+    """Dispatches of one Key, for tensors of the types that `like` has."""
 
-    def __init__(self, buffer: Buffer, options: Options, like: Tensors) -> None:
-        self._session = session = buffer.session
-        self.layout, self._options = options.layout, options
+    def __init__(self, rounds: Rounds, key: Key, like: Tensors) -> None:
+        self._session = session = rounds.session
+        self.layout, self._key = key.layout, key
         self.device, self.owner = session.device, session.owner
-        self.base = session.context.peers[buffer.rank]
-        self.topk, self.local_experts = buffer.topk, buffer.num_experts // buffer.num_ranks
-        self._groups = self.local_experts if options.layout == "batched" else 1  # with as many rows each
-        self._worst_rows = buffer.settings.worst_rows(options.layout, options.expert_alignment)
-        self._memory = buffer.memory
-        self.type_given = like.x.dtype
-        self.x_dtype = torch.float8_e4m3fn if options.quantize else like.x.dtype
-        self.scales_dtype = scale_dtype(options, like)
-        args = _args(buffer, options, like)
-        by_column = options.scale_layout == "column"
+        self.base = session.context.peers[rounds.rank]
+        self.topk, self.local_experts = rounds.topk, rounds.num_experts // rounds.num_ranks
+        self._groups = self.local_experts if key.layout == "batched" else 1  # with as many rows each
+        self._worst_rows = rounds.settings.worst_rows(key.layout, key.options.expert_alignment)
+        self._memory = rounds.memory
+        self.kind = like.x.dtype
+        self.x_dtype = torch.float8_e4m3fn if key.options.quantize else like.x.dtype
+        self.scales_dtype = scale_dtype(key.options, like)
+        args = _args(rounds, key, like)
+        by_column = key.options.scale_layout == "column"
         self._native = _native.DispatchPlan(args, by_column, like.x, like.scales, like.topk_idx, like.topk_weights)
-        # What runs a dispatch, by its tokens: GPUs have other kernels for few.
+        # Functions that run a dispatch, by its number of tokens: GPUs have other kernels for few.
         self._runs: dict[int, Callable[[_native.DispatchArgs], None]] = {}
         self._run_end: Callable[[_native.DispatchArgs], None] | None = None
 
+    @staticmethod
+    def kind_of(rounds: Rounds, x: Any, *others: Any) -> object:
+        """See core.plans.Plan."""
+        return getattr(x, "dtype", None)
+
     def schedule(self, num_tokens: int) -> None:
-        """Makes start() know how a round of so many tokens is run."""
+        """See core.plans.Plan."""
         schedule = self._session.schedule(
-            "dispatch", num_tokens=num_tokens, layout=self.layout, num_sms=self._options.num_sms
+            "dispatch", num_tokens=num_tokens, layout=self.layout, num_sms=self._key.options.num_sms
         )
         self._native.schedule(num_tokens, schedule.workers, schedule.chunk_tokens)
 
     def start(
         self,
-        buffer: Buffer,
+        rounds: Rounds,
         x: Any,
         topk_idx: Any,
         topk_weights: Any,
@@ -89,8 +65,7 @@ class Plan:
         max_rows: int | None,
         handle: Handle | None,
     ) -> Routed | None:
-        """A dispatch that is ready to run; None unless these are tensors that the plan is for, and in order."""
-        ended = not self._options.begin
+        """A dispatch that is ready to run, or None if the plan is not for these tensors, or one can't be used."""
         if handle is not None:
             (payload,) = self._memory.allocate(self._native.payload_bytes(handle.args.max_rows))
             args = self._native.repeat(payload, handle.args, x, scales)
@@ -108,66 +83,63 @@ class Plan:
         if args.num_tokens not in self._runs:
             self._load(args)
         if handle is None:
-            handle = Handle(buffer, self, args, kept, ended)
-        return Routed(handle, self, args, payload, ended)
+            handle = Handle(rounds, self, args, kept)
+        return Routed(handle, self, args, payload)
 
     def run(self, args: _native.DispatchArgs) -> None:
-        """Hands a dispatch, or the half of one, to the executor."""
+        """Run a dispatch, or half of one, on the executor."""
         run = self._run_end if args.part == END else self._runs[args.num_tokens]
         assert run is not None, "start() was there first"
         run(args)
 
     def _load(self, args: _native.DispatchArgs) -> None:
-        """Finds what runs the dispatches of this plan that are like this one."""
+        """Ask the session for the function that runs dispatches with as many tokens."""
         self._runs[args.num_tokens] = self._session.dispatcher(args)
-        if self._options.begin:
+        if self._key.begin:
             end = copy.copy(args)
             end.part = END
             self._run_end = self._session.dispatcher(end)
 
     def trim(self, routed: Routed, rows: int) -> None:
-        """Gives back the memory of the rows that did not come.  Before the first tensor of rows is made."""
+        """Free the memory of rows that did not arrive.  Before the first tensor of rows is made."""
         args, payload = routed.args, routed.payload
         args.max_rows = rows
         if payload.nbytes > 0:
             payload.shrink(max(1, args.out_x - payload.offset + rows * args.row_bytes))
 
     def tensor(self, name: str, routed: Routed[Any, Any, Any, Any]) -> torch.Tensor | None:
-        """A tensor of Routed, by its name there."""
+        """See routed.DispatchPlan, here and below."""
         return outputs.MAKE[name](routed)
 
     def flat_tensors(self, routed: Routed) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """x, scales, topk_idx and topk_weights of a flat dispatch, in one step.  Scales were given, and go by row."""
         return self._native.flat_outputs(routed.args, routed.payload, routed.handle.block, self.owner)
 
     def expert_tensors(self, routed: Routed, *, counted: bool = False) -> tuple[Any, ...]:
-        """x, scales and row_weights of rows of experts, likewise; `counted`: and rows_per_expert."""
         return self._native.expert_outputs(routed.args, routed.payload, routed.handle.block, self.owner, counted)
 
     def batched_tensors(self, routed: Routed) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and tokens_per_expert of a batched dispatch, in one step, before or after it has arrived."""
         return self._native.batched_outputs(routed.args, routed.payload, routed.handle.block, self.owner)
 
     def rows_shape(self, args: _native.DispatchArgs) -> tuple[int, ...]:
-        """`[rows]`, or `[E/R, rows of each]` (batched): what the shapes of outputs begin with."""
         rows = args.max_rows // self._groups
         return (self._groups, rows) if self.layout == "batched" else (rows,)
 
 
-def _args(buffer: Buffer, options: Options, like: Tensors) -> _native.DispatchArgs:
-    """All that is the same in every dispatch of a plan."""
+def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.DispatchArgs:
+    """The arguments that all dispatches of a plan share."""
+    options = key.options
     args = _native.DispatchArgs()
-    args.ctx = buffer.session.context
-    args.hidden, args.in_type = buffer.hidden, TYPES[like.x.dtype]
-    args.layout, args.alignment = LAYOUTS.index(options.layout), options.expert_alignment
+    args.ctx = rounds.session.context
+    args.hidden, args.in_type = rounds.hidden, TYPES[like.x.dtype]
+    args.layout, args.alignment = LAYOUTS.index(key.layout), options.expert_alignment
     args.row_bytes = (
-        DESCRIPTOR_BYTES if options.descriptors else args.hidden * (1 if options.quantize else like.x.element_size())
+        DESCRIPTOR_BYTES if key.descriptors else args.hidden * (1 if options.quantize else like.x.element_size())
     )
-    args.descriptors = int(options.descriptors)
+    args.descriptors = int(key.descriptors)
     args.quantize = int(options.quantize is not None)
     args.scale_format = SCALE_FORMATS.index(options.scale_format)
-    args.check_weights, args.repeat = int(bool(options.check_weights)), int(options.repeat)
-    args.part = BEGIN if options.begin else WHOLE
+    args.check_weights, args.repeat = int(bool(options.check_weights)), int(key.repeat)
+    args.part = BEGIN if key.begin else WHOLE
     if like.topk_idx is not None:
         args.idx_bytes = like.topk_idx.element_size()
     if (dtype := scale_dtype(options, like)) is not None:
@@ -182,7 +154,8 @@ def _args(buffer: Buffer, options: Options, like: Tensors) -> _native.DispatchAr
         bytes_of_a_row_of_scales=args.scale_bytes,
         expert_alignment=args.alignment,
         handle_given=args.repeat,
-        in_two_halves=int(options.begin),
+        in_two_halves=int(key.begin),
         rows_that_are_fetched=args.descriptors,
+        asks_for_a_larger_buffer=int(key.grow),
     )
     return args

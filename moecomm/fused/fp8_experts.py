@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moecomm.core.arrays import as_tensor, check_tensor
+from moecomm.core.rounds import Rounds
 from moecomm.dispatch.reference import GROUP
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import kernels
@@ -15,7 +16,7 @@ from moecomm.fused.gemm import grouped_gemm, multiply
 from moecomm.fused.operands import Operands, unfit
 
 if TYPE_CHECKING:
-    from moecomm.buffer import Buffer
+    pass
 
 
 def as_weights(argument: str, given: Any) -> torch.Tensor | Fp8:
@@ -27,22 +28,22 @@ def as_weights(argument: str, given: Any) -> torch.Tensor | Fp8:
     return Fp8(*(as_tensor(argument, tensor)[0] for tensor in given))
 
 
-def check_fp8(buffer: Buffer, w13: torch.Tensor | Fp8, w2: torch.Tensor | Fp8, interleaved: bool) -> tuple[Fp8, Fp8]:
+def check_fp8(rounds: Rounds, w13: torch.Tensor | Fp8, w2: torch.Tensor | Fp8, interleaved: bool) -> tuple[Fp8, Fp8]:
     """Raises BadInput, or Unsupported: the same on all ranks, before any of them sends a row."""
     if not isinstance(w13, Fp8) or not isinstance(w2, Fp8):
         argument = "w13" if isinstance(w2, Fp8) else "w2"
         raise BadInput(argument, "no pair of e4m3 weights and scales", "one, as the other weights are")
-    local, hidden = buffer.num_experts // buffer.num_ranks, buffer.hidden
-    about: dict[str, Any] = {"device": buffer.device, "dtypes": (kernels.FP8,)}
+    local, hidden = rounds.num_experts // rounds.num_ranks, rounds.hidden
+    about: dict[str, Any] = {"device": rounds.device, "dtypes": (kernels.FP8,)}
     check_tensor("w2", w2.data, **about, shape=(local, hidden, None))
     intermediate = w2.data.shape[2]
     check_tensor("w13", w13.data, **about, shape=(local, 2 * intermediate, hidden))
     for argument, w in (("w13", w13), ("w2", w2)):
         wanted = (local, -(-w.data.shape[1] // GROUP), -(-w.data.shape[2] // GROUP))
-        check_tensor(argument, w.scales, device=buffer.device, dtypes=(torch.float32,), shape=wanted)
+        check_tensor(argument, w.scales, device=rounds.device, dtypes=(torch.float32,), shape=wanted)
         if not w.data.is_contiguous() or w.data.data_ptr() % 16 or not w.scales.is_contiguous():
             raise BadInput(argument, f"strides {w.data.stride()}", "contiguous weights that begin at multiples of 16")
-    if why := _lacks(buffer, local, hidden, intermediate, interleaved):
+    if why := _lacks(rounds, local, hidden, intermediate, interleaved):
         raise Unsupported(f"experts with weights in FP8: {why}")
     return w13, w2
 
@@ -70,17 +71,17 @@ def apply_fp8_experts(
     return y
 
 
-def _lacks(buffer: Buffer, local: int, hidden: int, intermediate: int, interleaved: bool) -> str:
+def _lacks(rounds: Rounds, local: int, hidden: int, intermediate: int, interleaved: bool) -> str:
     """Empty if grouped_gemm takes such experts on this device; else why not."""
-    if buffer.dtype not in kernels.TYPES:
-        return f"the Buffer's {buffer.dtype} is neither bfloat16 nor float16"
+    if rounds.dtype not in kernels.TYPES:
+        return f"the Buffer's {rounds.dtype} is neither bfloat16 nor float16"
     if hidden % 16:
         return f"H = {hidden} is no multiple of 16"
     if intermediate == 0 or unfit(2 * intermediate, hidden, True, True, interleaved) or intermediate % 16:
         return f"I = {intermediate} is no multiple of {16 if interleaved else 32}"
     if local > kernels.MOST_GROUPS:
         return f"a rank has {local} experts, more than {kernels.MOST_GROUPS}"
-    if not buffer.on_cpu and torch.cuda.get_device_capability(buffer.device.index) != (9, 0):
-        name = torch.cuda.get_device_name(buffer.device.index)
+    if not rounds.on_cpu and torch.cuda.get_device_capability(rounds.device.index) != (9, 0):
+        name = torch.cuda.get_device_name(rounds.device.index)
         return f"{name} is no GPU of compute capability 9.0 (Hopper)"
     return ""

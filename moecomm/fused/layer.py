@@ -1,4 +1,4 @@
-"""An expert layer in one call: dispatch, this rank's experts, combine.  Buffer.moe is `moe` here."""
+"""An expert layer in one call: dispatch, the experts of this rank, combine.  See Buffer.moe."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import math
 import warnings
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.functional import grouped_mm, pad, silu
 
+from moecomm import combine, dispatch
 from moecomm.core.arrays import as_tensor, check_tensor, note_written, warn_of_gradients
-from moecomm.core.choices import Activation
+from moecomm.core.choices import Quantize
+from moecomm.core.rounds import Rounds
 from moecomm.core.state import collective
 from moecomm.core.validation import check_flags, check_name
 from moecomm.dispatch.arguments import check_max_rows
@@ -23,12 +25,10 @@ from moecomm.fused.fp8 import Fp8
 from moecomm.fused.fp8_experts import apply_fp8_experts, as_weights, check_fp8
 from moecomm.fused.gemm import multiply
 from moecomm.fused.operands import Operands
-from moecomm.fused.pipeline import Fused, Pipeline, Unfused
+from moecomm.fused.options import Options
+from moecomm.fused.pipeline import DispatchCall, Fused, Pipeline, Unfused
 from moecomm.fused.weights import deinterleave
-
-if TYPE_CHECKING:
-    from moecomm.buffer import Buffer
-    from moecomm.routed import Routed
+from moecomm.routed import Routed
 
 log = logging.getLogger("moecomm")
 
@@ -55,136 +55,60 @@ _ALIASES = {"one launch": True, "one after the other": False}
 
 @collective(rounds=2)
 def moe(
-    buffer: Buffer,
+    rounds: Rounds,
+    options: Options,
     x: Any,
     topk_idx: Any,
     topk_weights: Any,
     w13: Any,
     w2: Any,
     *,
-    activation: Activation = "swiglu",
-    interleaved: bool = False,
     out: Any = None,
     bias: Any = None,
-    max_rows: int | None = None,
-    wire: torch.dtype | None = None,
-    num_sms: int | None = None,
-    check_weights: bool = False,
-    fused: bool | None = None,
 ) -> Any:
-    """Every token through its experts: dispatch, their two GEMMs, combine.  Collective; on the current stream.
-
-    Nothing waits for the host on GPUs: counts stay on the device, and a captured graph replays with whatever routing it
-    then finds; the first call of a kind, which compiles its kernels, is not for a capture.  GEMMs add in float32 in an
-    order that depends on nothing but their sizes; SwiGLU is computed on their sums, and its result, like each expert's
-    row, is rounded once to the Buffer's dtype.  Routing weights multiply those rows where combine adds them up, in
-    float32: no pass of their own.  The same inputs give the same bits.  No gradients: moecomm.ops.moe
-    has them.
-
-    On a Hopper GPU the GEMMs are moecomm.fused.grouped_gemm; what that does not take (another GPU, float32, I that is
-    no multiple of 8, more than 512 experts here) goes through torch's, and a warning says so once.
-
-    Weights in FP8 make an FP8 layer: tokens are cast to e4m3 on their way (Buffer.dispatch, quantize="fp8"), both GEMMs
-    multiply e4m3, SwiGLU's result is cast between them, and experts' rows come home in the Buffer's dtype.
-
-    Args:
-        buffer: the Buffer; with as many experts and columns as the weights.
-        x: `[T, H]`, T <= max_tokens, of the Buffer's dtype.
-        topk_idx: int64 or int32 `[T, K]`: expert ids; -1 picks none.
-        topk_weights: float32 `[T, K]`; None: every weight is 1.
-        w13: `[E/R, 2 I, H]` of the Buffer's dtype: I gate rows, then I up rows, of each expert here.
-        w2: `[E/R, H, I]`: their down projections.  Both in FP8: pairs of float8_e4m3fn and float32 scales, as
-            moecomm.fused.quantize_weights makes them, one for 128 rows, as they lie here, and 128 columns.
-        activation: "swiglu": silu(gate) * up.
-        interleaved: w13 is `moecomm.fused.interleave(w13)`; in FP8 cast after that.
-        out: `[T, H]` of the Buffer's dtype, written in place; default: a new tensor.
-        bias: `[T, H]` or `[H]` of the Buffer's dtype, added before the rounding: a shared expert's output costs no
-            pass of its own so.
-        max_rows: rows of tokens to make room for; default: the worst case.  More is bad input on every rank.
-        wire, num_sms: see Buffer.combine; num_sms also of the dispatch.
-        check_weights: see Buffer.dispatch.
-        fused: True: rows travel while the experts compute, which wants our own GEMMs and one domain, without `wire` and
-            `check_weights`, else a warning says so once.  False: before and after.
-            None: True or False, as was faster (of 8 ranks: should be) with such weights, so many ranks and so many rows
-            in a Buffer that is full (FUSED_FROM), if it can be; few tokens in a large Buffer were no slower so, either.
-            The same on all ranks; the bits are the same.  "one launch" and "one after the other" are deprecated names
-            of True and False.
-
-    Returns:
-        `[T, H]`: sum over k of w_k * w2 (silu(w1 x) * w3 x), plus bias; zeros (plus bias) for a token with no expert.
-
-    Raises:
-        BadInput: at once for what does not fit; what only the device can see as Buffer.dispatch says.
-        Unsupported: FP8 on another GPU, with H no multiple of 16 or I of 32 (interleaved: 16), with more than 512
-            experts here, or where the Buffer's dtype is float32.
-        Closed, Timeout, PeerLost, Aborted, Mismatch: as Buffer.dispatch.
-    """
-    given = prepare(
-        buffer,
-        x,
-        topk_idx,
-        topk_weights,
-        w13,
-        w2,
-        activation=activation,
-        interleaved=interleaved,
-        out=out,
-        bias=bias,
-        max_rows=max_rows,
-        wire=wire,
-        num_sms=num_sms,
-        check_weights=check_weights,
-        fused=fused,
-    )
-    out = pipeline.run(buffer, given)
-    buffer.made += 2  # a dispatch and a combine, or what stands for them
+    """Buffer.moe."""
+    given = prepare(rounds, options, x, topk_idx, topk_weights, w13, w2, out=out, bias=bias)
+    out = pipeline.run(rounds, given)
+    rounds.made += 2  # a dispatch and a combine, or what stands for them
     return out
 
 
 def prepare(
-    buffer: Buffer,
+    rounds: Rounds,
+    options: Options,
     x: Any,
     topk_idx: Any,
     topk_weights: Any,
     w13: Any,
     w2: Any,
     *,
-    activation: Activation = "swiglu",
-    interleaved: bool = False,
     out: Any = None,
     bias: Any = None,
-    max_rows: int | None = None,
-    wire: torch.dtype | None = None,
-    num_sms: int | None = None,
-    check_weights: bool = False,
-    fused: bool | None = None,
 ) -> Pipeline:
-    """Checks the arguments of moe(), weights before any rank sends a row."""
-    buffer.require_usable()
+    """Check the arguments of Buffer.moe, weights before any rank sends a row."""
+    rounds.require_usable()
     (x, back), w13, w2 = as_tensor("x", x), as_weights("w13", w13), as_weights("w2", w2)
     warn_of_gradients(x, topk_weights, bias, *(t for w in (w13, w2) for t in (w if isinstance(w, Fp8) else (w,))))
-    check_name("activation", activation, ("swiglu",))
-    check_flags(interleaved=interleaved, check_weights=check_weights)
-    asked = fused_or_not(fused)
-    check_tensor("x", x, device=buffer.device, dtypes=(buffer.dtype,), shape=(None, buffer.hidden))
-    if bias is not None and (given := as_tensor("bias", bias)[0]).dtype is not buffer.dtype:
-        raise BadInput("bias", str(given.dtype), str(buffer.dtype))
-    rows = max(1, len(x) * buffer.topk * buffer.num_ranks // buffer.num_experts)  # of an expert, if all are as we are
-    routing = {"topk_idx": topk_idx, "topk_weights": topk_weights, "check_weights": check_weights}
+    check_name("activation", options.activation, ("swiglu",))
+    interleaved, max_rows = options.interleaved, options.max_rows
+    check_flags(interleaved=interleaved, check_weights=options.check_weights)
+    asked = fused_or_not(options.fused)
+    check_tensor("x", x, device=rounds.device, dtypes=(rounds.dtype,), shape=(None, rounds.hidden))
+    if bias is not None and (given := as_tensor("bias", bias)[0]).dtype is not rounds.dtype:
+        raise BadInput("bias", str(given.dtype), str(rounds.dtype))
+    rows = max(1, len(x) * rounds.topk * rounds.num_ranks // rounds.num_experts)  # of an expert, if all are as we are
     check_max_rows(max_rows)
-    dispatching = {"x": x, **routing, "layout": "expert", "max_rows": max_rows, "num_sms": num_sms}
-    combining = {"out": out, "bias": bias, "wire": wire, "num_sms": num_sms}
     if isinstance(w13, Fp8) or isinstance(w2, Fp8):
-        w13, w2 = check_fp8(buffer, w13, w2, interleaved)
-        values, dispatching["quantize"] = w2.data, "fp8"
+        w13, w2 = check_fp8(rounds, w13, w2, interleaved)
+        values, fp8 = w2.data, True
     else:
-        _check_experts(buffer, w13, w2, interleaved)
-        values = w2
-    why_not = partial(_why_unfused, buffer, x, values, back, wire, check_weights)
-    if _runs_fused(buffer, values, asked, why_not):
+        _check_experts(rounds, w13, w2, interleaved)
+        values, fp8 = w2, False
+    why_not = partial(_why_unfused, rounds, x, values, back, options)
+    if _runs_fused(rounds, values, asked, why_not):
         note_written("out", out)
         return Fused(
-            buffer,
+            rounds,
             x,
             topk_idx,
             topk_weights,
@@ -194,7 +118,7 @@ def prepare(
             out=out,
             bias=bias,
             max_rows=max_rows,
-            num_sms=num_sms,
+            num_sms=options.num_sms,
             expected_rows=rows,
         )
 
@@ -203,9 +127,16 @@ def prepare(
         how: dict[str, Any] = {"interleaved": interleaved, "expected_rows": rows}
         if routed.scales is None:
             return apply_experts(routed.x, w13, w2, counts, **how)
-        return apply_fp8_experts(Fp8(routed.x, routed.scales), w13, w2, counts, buffer.dtype, **how)
+        return apply_fp8_experts(Fp8(routed.x, routed.scales), w13, w2, counts, rounds.dtype, **how)
 
-    return Unfused(buffer, dispatching, combining, experts, back)
+    quantize: Quantize | None = "fp8" if fp8 else None
+    dispatching = DispatchCall(
+        dispatch.Options(quantize=quantize, num_sms=options.num_sms, check_weights=options.check_weights),
+        (x, topk_idx, topk_weights),
+        {"max_rows": max_rows},
+    )
+    combining = combine.Options(wire=options.wire, num_sms=options.num_sms)
+    return Unfused(rounds, dispatching, combining, {"out": out, "bias": bias}, experts, back)
 
 
 def fused_or_not(fused: bool | str | None) -> bool | None:
@@ -221,15 +152,15 @@ def fused_or_not(fused: bool | str | None) -> bool | None:
     )
 
 
-def _runs_fused(buffer: Buffer, w2: torch.Tensor, asked: bool | None, why_unfused: Callable[[], str]) -> bool:
+def _runs_fused(rounds: Rounds, w2: torch.Tensor, asked: bool | None, why_unfused: Callable[[], str]) -> bool:
     """Whether rows travel under the experts.  The same on all ranks: by the Buffer, not by how many tokens one of them
     has.
     """
     fused = asked
     if fused is None:
-        least, of_rank, most = FUSED_FROM.get((w2.dtype, buffer.num_ranks), (math.inf, math.inf, 0))
-        rows = buffer.max_tokens * buffer.topk
-        of_expert = rows * buffer.num_ranks / buffer.num_experts
+        least, of_rank, most = FUSED_FROM.get((w2.dtype, rounds.num_ranks), (math.inf, math.inf, 0))
+        rows = rounds.max_tokens * rounds.topk
+        of_expert = rows * rounds.num_ranks / rounds.num_experts
         fused = rows >= of_rank and least <= of_expert <= most
     if not fused:
         return False
@@ -239,15 +170,13 @@ def _runs_fused(buffer: Buffer, w2: torch.Tensor, asked: bool | None, why_unfuse
     return not why_not
 
 
-def _why_unfused(
-    buffer: Buffer, x: torch.Tensor, w2: torch.Tensor, back: Any, wire: torch.dtype | None, check_weights: bool
-) -> str:
+def _why_unfused(rounds: Rounds, x: torch.Tensor, w2: torch.Tensor, back: Any, options: Options) -> str:
     """Empty if rows can travel under the experts; else why not.  The same on all ranks."""
     if not x.is_cuda:
-        return f"{buffer.device} is no GPU"
-    if buffer.domain_ranks != buffer.num_ranks:
+        return f"{rounds.device} is no GPU"
+    if rounds.domain_ranks != rounds.num_ranks:
         return "the ranks are in several domains"
-    if wire is not None or check_weights or back is not None:
+    if options.wire is not None or options.check_weights or back is not None:
         return "wire, check_weights, or arrays that are not torch's"
     return ours_lacks(x.device.index, x.dtype, *w2.shape)
 
@@ -309,9 +238,9 @@ def _by_torch(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, counts: torc
     return grouped_mm(silu(gate) * up, w2.transpose(1, 2), offs=ends)
 
 
-def _check_experts(buffer: Buffer, w13: torch.Tensor, w2: torch.Tensor, interleaved: bool) -> None:
-    local, hidden = buffer.num_experts // buffer.num_ranks, buffer.hidden
-    about: dict[str, Any] = {"device": buffer.device, "dtypes": (buffer.dtype,)}
+def _check_experts(rounds: Rounds, w13: torch.Tensor, w2: torch.Tensor, interleaved: bool) -> None:
+    local, hidden = rounds.num_experts // rounds.num_ranks, rounds.hidden
+    about: dict[str, Any] = {"device": rounds.device, "dtypes": (rounds.dtype,)}
     check_tensor("w2", w2, **about, shape=(local, hidden, None))
     intermediate = w2.shape[2]
     if not 1 <= intermediate < _MOST_DIMENSION:

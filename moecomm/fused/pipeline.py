@@ -10,15 +10,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from moecomm import _native, combine, dispatch
 from moecomm.backends import cuda_driver
 from moecomm.core.arrays import as_output_tensor, as_tensor, check_no_overlap, check_rows, check_tensor
+from moecomm.core.rounds import Rounds
+from moecomm.dispatch import PublishedRows
 from moecomm.dispatch.arguments import check_routing
-from moecomm.dispatch.plan import PublishedRows
 from moecomm.dispatch.reference import GROUP
 from moecomm.fused import compute, kernels, schedules
 from moecomm.fused.fp8 import Fp8
@@ -28,12 +29,21 @@ from moecomm.fused.reduce import reduce_kernel
 from moecomm.fused.schedules import Schedule
 from moecomm.fused.structs import LayerArgs
 from moecomm.jit.plain_kernel import PlainKernel, launch, load
-
-if TYPE_CHECKING:
-    from moecomm.buffer import Buffer
-    from moecomm.routed import Routed
+from moecomm.routed import Routed
 
 _LINE = 128 // 4  # scales
+
+
+class DispatchCall(NamedTuple):
+    """A dispatch of a layer."""
+
+    options: dispatch.Options
+    tensors: tuple[Any, ...]  # x, topk_idx, topk_weights
+    others: dict[str, Any]
+
+    def prepare(self, rounds: Rounds) -> Routed:
+        """See moecomm.dispatch.prepare."""
+        return dispatch.prepare(rounds, self.options, *self.tensors, **self.others)
 
 
 class Pipeline(Protocol):
@@ -46,7 +56,7 @@ class Pipeline(Protocol):
         """Put our rows where peers read them."""
         ...
 
-    def dispatch_arguments(self) -> dict[str, Any]:
+    def dispatch_call(self) -> DispatchCall:
         """Arguments of the dispatch, once rows are published."""
         ...
 
@@ -67,12 +77,12 @@ class Pipeline(Protocol):
         ...
 
 
-def run(buffer: Buffer, layer: Pipeline) -> Any:
+def run(rounds: Rounds, layer: Pipeline) -> Any:
     """All steps on this rank."""
     layer.publish()
-    routed = dispatch.prepare(buffer, **layer.dispatch_arguments())
+    routed = layer.dispatch_call().prepare(rounds)
     dispatch.run(routed)
-    layer.compute(dispatch.finish(buffer, routed))
+    layer.compute(dispatch.finish(rounds, routed))
     layer.prepare_reduce()
     layer.run_reduce()
     return layer.finish_reduce()
@@ -83,14 +93,15 @@ class Unfused:
 
     def __init__(
         self,
-        buffer: Buffer,
-        dispatching: dict[str, Any],
-        combining: dict[str, Any],
+        rounds: Rounds,
+        dispatching: DispatchCall,
+        combining: combine.Options,
+        outputs: dict[str, Any],
         experts: Callable[[Routed], torch.Tensor],
         back: Callable[[torch.Tensor], Any] | None,
     ) -> None:
-        self._buffer, self._dispatching = buffer, dispatching
-        self._with, self._experts, self._back = combining, experts, back
+        self._rounds, self._dispatching = rounds, dispatching
+        self._options, self._outputs, self._experts, self._back = combining, outputs, experts, back
         self._routed: Routed | None = None
         self._y: torch.Tensor | None = None
         self._combining: combine.Combining | None = None
@@ -98,7 +109,7 @@ class Unfused:
     def publish(self) -> None:
         """Nothing: the rows travel with the dispatch."""
 
-    def dispatch_arguments(self) -> dict[str, Any]:
+    def dispatch_call(self) -> DispatchCall:
         """See Pipeline."""
         return self._dispatching
 
@@ -109,7 +120,9 @@ class Unfused:
     def prepare_reduce(self) -> None:
         """See Pipeline."""
         assert self._routed is not None
-        self._combining = combine.prepare(self._buffer, self._y, self._routed.handle, **self._with, goes_on=True)
+        self._combining = combine.prepare(
+            self._rounds, self._options, self._y, self._routed.handle, **self._outputs, same_call=True
+        )
 
     @property
     def args(self) -> Any:
@@ -125,8 +138,8 @@ class Unfused:
     def finish_reduce(self) -> Any:
         """See Pipeline."""
         assert self._combining is not None
-        out = combine.finish(self._buffer, self._combining)
-        return out if self._back is None or self._with["out"] is not None else self._back(out)
+        out = combine.finish(self._rounds, self._combining)
+        return out if self._back is None or self._outputs["out"] is not None else self._back(out)
 
 
 class Fused:
@@ -134,7 +147,7 @@ class Fused:
 
     def __init__(
         self,
-        buffer: Buffer,
+        rounds: Rounds,
         x: torch.Tensor,
         topk_idx: Any,
         topk_weights: Any,
@@ -149,15 +162,15 @@ class Fused:
         expected_rows: int,
     ) -> None:
         self._rows = expected_rows  # of an expert
-        self._buffer, self._apart = buffer, not interleaved
-        self._sms = kernels.multiprocessors(buffer.device.index)
+        self._rounds, self._apart = rounds, not interleaved
+        self._sms = kernels.multiprocessors(rounds.device.index)
         self._w13, self._w2 = ((w, None) if isinstance(w, torch.Tensor) else w for w in (w13, w2))
         self._dtype = self._w2[0].dtype  # of rows as they travel, and of what the first GEMM makes of them
         self._counted = compute.rows_per_counter(expected_rows * len(self._w2[0]))
-        tokens, hidden = len(x), buffer.hidden
+        tokens, hidden = len(x), rounds.hidden
         check_rows("x", x)
-        about: dict[str, Any] = {"device": buffer.device, "dtypes": (buffer.dtype,)}
-        topk_idx, topk_weights = check_routing(buffer, tokens, topk_idx, topk_weights)
+        about: dict[str, Any] = {"device": rounds.device, "dtypes": (rounds.dtype,)}
+        topk_idx, topk_weights = check_routing(rounds, tokens, topk_idx, topk_weights)
         shape = (tokens, hidden)
         self.out = x.new_empty(shape) if out is None else as_output_tensor("out", out, **about, shape=shape)
         args = self._args = LayerArgs(x=x.data_ptr(), x_stride=2 * x.stride(0), num_tokens=tokens)
@@ -172,12 +185,12 @@ class Fused:
             check_no_overlap("out", self.out, bias=bias, topk_weights=topk_weights)
         if topk_weights is not None:
             args.weights = topk_weights.data_ptr()
-        worst = buffer.settings.worst_rows("expert")
+        worst = rounds.settings.worst_rows("expert")
         args.max_rows = self._max_rows = max(1, worst if max_rows is None else min(max_rows, worst))
         args.row_tiles = len(self._w2[0]) + self._max_rows // self._schedule.most_rows
         self._x, self._topk_idx, self._asked_rows, self._num_sms = x, topk_idx, max_rows, num_sms
         self._kept: list[Any] = [x, topk_idx, topk_weights, bias]
-        self._reduce = reduce_kernel(buffer.dtype, hidden, buffer.topk)
+        self._reduce = reduce_kernel(rounds.dtype, hidden, rounds.topk)
 
     @cached_property
     def _schedule(self) -> Schedule:
@@ -185,62 +198,59 @@ class Fused:
 
     def publish(self) -> None:
         """See Pipeline.  Takes memory of the window for our rows, and for what is received for them."""
-        buffer, args, tokens = self._buffer, self._args, max(1, len(self._x))
-        context, hidden = buffer.session.context, buffer.hidden
+        rounds, args, tokens = self._rounds, self._args, max(1, len(self._x))
+        context, hidden = rounds.session.context, rounds.hidden
         ctypes.memmove(args.ctx, context.address, context.nbytes)
-        pitch, received = row_pitch(self._dtype, hidden), buffer.topk * 2 * hidden  # of a token
-        blocks = buffer.memory.allocate(tokens * pitch, tokens * received)
+        pitch, received = row_pitch(self._dtype, hidden), rounds.topk * 2 * hidden  # of a token
+        blocks = rounds.memory.allocate(tokens * pitch, tokens * received)
         args.published, args.received = (block.offset for block in blocks)
         fetched = -(-self._max_rows // kernels.LEAST_COUNTED)
-        counters = torch.empty(3 + fetched + args.row_tiles, dtype=torch.int32, device=buffer.device)
+        counters = torch.empty(3 + fetched + args.row_tiles, dtype=torch.int32, device=rounds.device)
         args.failed = counters.data_ptr()
         args.next_tile, args.next_row, args.fetched = (args.failed + 4 * place for place in (1, 2, 3))
         args.tile_done = args.fetched + 4 * fetched
         self._kept += [blocks, counters]
-        buffer.session.order()  # a round on another stream may still use what the memory of the window was before
-        self._launch(publish_kernel(buffer.dtype, self._dtype, hidden), self._sms, args)
+        rounds.session.order()  # a round on another stream may still use what the memory of the window was before
+        self._launch(publish_kernel(rounds.dtype, self._dtype, hidden), self._sms, args)
 
-    def dispatch_arguments(self) -> dict[str, Any]:
-        """See Pipeline.  Row descriptors travel in place of rows."""
-        return {
-            "x": self._x,
-            "topk_idx": self._topk_idx,
-            "layout": "expert",
-            "max_rows": self._asked_rows,
-            "sync": False,
-            "num_sms": self._num_sms,
-            "descriptors": PublishedRows(
-                self._args.published, row_pitch(self._dtype, self._buffer.hidden), self._args.received
-            ),
-        }
+    def dispatch_call(self) -> DispatchCall:
+        """See Pipeline.  Row descriptors travel in the place of rows."""
+        published = PublishedRows(
+            self._args.published, row_pitch(self._dtype, self._rounds.hidden), self._args.received
+        )
+        return DispatchCall(
+            dispatch.Options("expert", num_sms=self._num_sms),
+            (self._x, self._topk_idx),
+            {"max_rows": self._asked_rows, "sync": False, "descriptors": published},
+        )
 
     def compute(self, routed: Routed) -> None:
         """See Pipeline: one launch fetches, multiplies and sends."""
-        schedule, hidden = self._schedule, self._buffer.hidden
+        schedule, hidden = self._schedule, self._rounds.hidden
         clusters, how = self._sms // schedule.cluster, (self._rows, self._counted)
         given, then = self._operands(routed)
         args = compute.layer_args(self._args, given, then, self._apart, schedule, *how, clusters)
-        kernel = compute.layer_kernel(self._dtype, self._apart, schedule, hidden, self._buffer.dtype, self._counted)
+        kernel = compute.layer_kernel(self._dtype, self._apart, schedule, hidden, self._rounds.dtype, self._counted)
         self._launch(kernel, clusters * schedule.cluster, args)
 
     def _operands(self, routed: Routed) -> tuple[Operands, Operands]:
         """Of the two GEMMs: rows to be fetched, and memory for what the first makes, in FP8 with whole lines of scales
         from row to row.
         """
-        args, given, buffer = self._args, routed.args, self._buffer
-        base = buffer.session.context.peers[buffer.rank]
+        args, given, rounds = self._args, routed.args, self._rounds
+        base = rounds.session.context.peers[rounds.rank]
         args.owners, args.descriptors = given.route.token_owner, base + given.out_x
         args.num_rows = given.num_rows
         _, hidden, inner = self._w2[0].shape
-        pool = torch.empty(self._max_rows, row_pitch(self._dtype, hidden), dtype=torch.uint8, device=buffer.device)
+        pool = torch.empty(self._max_rows, row_pitch(self._dtype, hidden), dtype=torch.uint8, device=rounds.device)
         x, x_scales = pool[:, : self._dtype.itemsize * hidden].view(self._dtype), None
-        h, h_scales = torch.empty(self._max_rows, inner, dtype=self._dtype, device=buffer.device), None
+        h, h_scales = torch.empty(self._max_rows, inner, dtype=self._dtype, device=rounds.device), None
         if self._dtype == kernels.FP8:
             x_scales = pool[:, hidden : hidden + 4 * -(-hidden // GROUP)].view(torch.float32)
             of_row = -(-inner // GROUP)
             pitch = -(-of_row // _LINE) * _LINE
-            h_scales = torch.empty(self._max_rows, pitch, dtype=torch.float32, device=buffer.device)[:, :of_row]
-        destinations = torch.empty(self._max_rows, dtype=torch.int64, device=buffer.device)
+            h_scales = torch.empty(self._max_rows, pitch, dtype=torch.float32, device=rounds.device)[:, :of_row]
+        destinations = torch.empty(self._max_rows, dtype=torch.int64, device=rounds.device)
         args.rows, args.destinations = pool.data_ptr(), destinations.data_ptr()
         self._kept += [routed, pool, h, h_scales, destinations]
         counts = routed.tokens_per_expert
@@ -251,11 +261,11 @@ class Fused:
 
     def prepare_reduce(self) -> None:
         """See Pipeline: loads the kernel."""
-        load(self._reduce, self._buffer.device.index)
+        load(self._reduce, self._rounds.device.index)
 
     def run_reduce(self) -> None:
         """See Pipeline."""
-        sharing = max(1, self._sms // self._buffer.session.most_blocks)
+        sharing = max(1, self._sms // self._rounds.session.most_blocks)
         # Blocks wait: where ranks share a GPU, some multiprocessors are left to the others' experts.
         blocks = self._sms if sharing == 1 else max(1, self._sms // (2 * sharing))
         self._launch(self._reduce, blocks, self._args)
@@ -266,7 +276,7 @@ class Fused:
         return self.out
 
     def _launch(self, kernel: PlainKernel, blocks: int, args: ctypes.Structure) -> None:
-        index, overlap = self._buffer.device.index, self._buffer.session.alone
+        index, overlap = self._rounds.device.index, self._rounds.session.alone
         if torch.cuda.current_device() == index and _native.cuda_context() != 0:
             launch(kernel, blocks, args, overlap)
             return

@@ -30,7 +30,8 @@ from moecomm.core.arrays import as_tensor
 from moecomm.core.choices import Activation, Layout
 from moecomm.core.integers import check_alignment
 from moecomm.core.validation import check_flag, check_flags, check_name, check_same_device
-from moecomm.dispatch.arguments import LAYOUTS, check_max_rows, check_num_sms
+from moecomm.dispatch.arguments import check_max_rows
+from moecomm.dispatch.options import LAYOUTS, check_num_sms
 from moecomm.errors import BadInput
 from moecomm.fused.fp8_experts import as_weights
 from moecomm.fused.layer import fused_or_not

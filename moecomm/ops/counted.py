@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from moecomm.core import names
-from moecomm.core.state import BufferState, CollectiveCall
+from moecomm.core.state import CollectiveCall, RoundState
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -39,10 +39,11 @@ def counted(
     return decorate
 
 
-def _buffer_of(value: Any) -> BufferState | None:
+def _buffer_of(value: Any) -> RoundState | None:
     """None if there is none, which the function says, or opens one."""
     for attribute in ("buffer", "_buffer"):
         value = getattr(value, attribute, value)
+    value = getattr(value, "rounds", value)
     if isinstance(value, str):
         return names.get(value)
-    return value if isinstance(value, BufferState) else None
+    return value if isinstance(value, RoundState) else None

@@ -18,14 +18,13 @@ from moecomm.core import names, shown
 from moecomm.core.arrays import check_memory, window_tensor
 from moecomm.core.choices import Layout
 from moecomm.core.state import CollectiveCall
-from moecomm.dispatch.arguments import LAYOUTS
+from moecomm.dispatch.options import LAYOUTS
 from moecomm.errors import BadInput
 from moecomm.routed import Handle as NativeHandle
 
 if TYPE_CHECKING:
-    from moecomm.buffer import Buffer
-    from moecomm.dispatch.plan import Plan
-    from moecomm.routed import Routed
+    from moecomm.core.rounds import Rounds
+    from moecomm.routed import DispatchPlan, Routed
 
 ROUTE = ("token_rows", "token_owner", "token_slot", "sent", "ranges", "rows", "row_weights", "src")
 _MOST_MOVED = 16
@@ -64,22 +63,22 @@ class Handle(NamedTuple):
 class Route(NamedTuple):
     """One dispatch of a kind: those with as many rows and tokens have their tables at the same distances."""
 
-    plan: Plan
+    plan: DispatchPlan
     args: _native.DispatchArgs
     address: int  # of the memory that `args` speaks of
     memory_bytes: int
     moved: dict[int, _native.DispatchArgs]  # the same for memory elsewhere, by its address
 
 
-def remember(buffer: Buffer, routed: Routed) -> Route:
+def remember(rounds: Rounds, routed: Routed) -> Route:
     """Makes restore() know dispatches like this one."""
     args = routed.handle.args
     key = (routed.plan.layout, args.max_rows, args.num_tokens)
-    route = buffer.routes.get(key)
+    route = rounds.routes.get(key)
     if route is None:
         address = routed.plan.base + routed.handle.block.offset
-        size = memory_bytes(buffer, routed.plan.layout, args.max_rows)
-        route = buffer.routes[key] = Route(routed.plan, copy.copy(args), address, size, {})
+        size = memory_bytes(rounds, routed.plan.layout, args.max_rows)
+        route = rounds.routes[key] = Route(routed.plan, copy.copy(args), address, size, {})
     return route
 
 
@@ -91,14 +90,14 @@ def restore(memory: torch.Tensor, name: str, layout: str, max_rows: int, num_tok
         BadInput: no dispatch of this Buffer made such a handle.  What its tables say is looked at in the round, on
             every rank (csrc/host/seal.h).
     """
-    buffer = names.find(name)
-    with CollectiveCall(buffer):  # every caller makes a round with the handle
-        return _restore(memory, buffer, layout, max_rows, num_tokens)
+    rounds = names.find(name)
+    with CollectiveCall(rounds):  # every caller makes a round with the handle
+        return _restore(memory, rounds, layout, max_rows, num_tokens)
 
 
-def _restore(memory: torch.Tensor, buffer: Buffer, layout: str, max_rows: int, num_tokens: int) -> NativeHandle:
-    route = buffer.routes.get((layout, max_rows, num_tokens))
-    right = memory.dtype is torch.uint8 and memory.is_contiguous() and memory.device == buffer.device
+def _restore(memory: torch.Tensor, rounds: Rounds, layout: str, max_rows: int, num_tokens: int) -> NativeHandle:
+    route = rounds.routes.get((layout, max_rows, num_tokens))
+    right = memory.dtype is torch.uint8 and memory.is_contiguous() and memory.device == rounds.device
     if route is None or not right or memory.numel() != route.memory_bytes:
         got = f"one of layout {layout!r} for {num_tokens} tokens and {max_rows} rows on {memory.device}"
         raise BadInput("handle", got, "one that moecomm.ops.dispatch returned, over this Buffer")
@@ -112,7 +111,7 @@ def _restore(memory: torch.Tensor, buffer: Buffer, layout: str, max_rows: int, n
             route.moved.clear()
         args = route.moved[address] = _moved(route, address - route.address)
     # In the place of a block of the window: rounds ask nothing of it but to keep the tables alive.
-    return NativeHandle(buffer, route.plan, args, cast("_native.Block", memory), True)
+    return NativeHandle(rounds, route.plan, args, cast("_native.Block", memory))
 
 
 def over(memory: torch.Tensor, routed: Routed) -> NativeHandle:
@@ -121,7 +120,7 @@ def over(memory: torch.Tensor, routed: Routed) -> NativeHandle:
     address = routed.plan.base + made.block.offset
     route = Route(routed.plan, copy.copy(made.args), address, memory.nbytes, {})
     args = _moved(route, memory.data_ptr() - address)
-    return NativeHandle(made.buffer, routed.plan, args, cast("_native.Block", memory), True)
+    return NativeHandle(made.rounds, routed.plan, args, cast("_native.Block", memory))
 
 
 def tables(routed: Routed) -> torch.Tensor:
@@ -159,10 +158,10 @@ def row_weights(handle: NativeHandle) -> torch.Tensor:
     return weights.view(torch.float32)
 
 
-def memory_bytes(buffer: Buffer, layout: str, max_rows: int) -> int:
+def memory_bytes(rounds: Rounds, layout: str, max_rows: int) -> int:
     """Bytes of the tables of a dispatch with room for so many rows."""
     args = _native.DispatchArgs()
-    args.ctx = buffer.session.context
+    args.ctx = rounds.session.context
     args.layout, args.idx_bytes = LAYOUTS.index(layout), 8
     return _native.DispatchPlan(args, False, None, None, None, None).kept_bytes(max_rows)
 

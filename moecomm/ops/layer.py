@@ -15,6 +15,8 @@ import torch
 from moecomm.core import names, tangents
 from moecomm.core.choices import Activation
 from moecomm.core.state import CollectiveCall
+from moecomm.fused import layer
+from moecomm.fused.options import Options
 from moecomm.fused.weights import GRANULARITY
 from moecomm.ops import rounds, swiglu
 from moecomm.ops.grouped import grouped_linear, grouped_outer
@@ -43,20 +45,24 @@ def moe(
 ) -> torch.Tensor:
     """See moecomm.ops.moe.  Scales: of weights in FP8."""
     tangents.refuse("moecomm::moe", x, topk_weights, w13, w2, bias)
-    out: torch.Tensor = names.find(buffer).moe(
-        rounds.rows_of(x),
-        topk_idx.contiguous(),
-        None if topk_weights is None else topk_weights.contiguous(),
-        w13 if w13_scales is None else (w13, w13_scales),
-        w2 if w2_scales is None else (w2, w2_scales),
+    options = Options(
         activation=cast("Activation", activation),
         interleaved=interleaved,
-        bias=None if bias is None else rounds.rows_of(bias),
         max_rows=max_rows,
         wire=wire,
         num_sms=num_sms,
         check_weights=check_weights,
         fused=fused,
+    )
+    out: torch.Tensor = layer.moe(
+        names.find(buffer),
+        options,
+        rounds.rows_of(x),
+        topk_idx.contiguous(),
+        None if topk_weights is None else topk_weights.contiguous(),
+        w13 if w13_scales is None else (w13, w13_scales),
+        w2 if w2_scales is None else (w2, w2_scales),
+        bias=None if bias is None else rounds.rows_of(bias),
     )
     return out
 

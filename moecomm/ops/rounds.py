@@ -6,20 +6,24 @@ here waits for a GPU, and a graph, of torch.compile or of CUDA, can hold all of 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import torch
 
-from moecomm.buffer import Buffer
+from moecomm.combine import combine as run_combine
+from moecomm.combine import options as combine_options
 from moecomm.core import names, tangents
 from moecomm.core.arrays import check_memory, window_tensor
+from moecomm.core.choices import Layout
+from moecomm.core.rounds import Rounds
 from moecomm.core.state import CollectiveCall
+from moecomm.dispatch import dispatch as run_dispatch
+from moecomm.dispatch import options as dispatch_options
 from moecomm.errors import BadInput
 from moecomm.kernels import padding
 from moecomm.ops import handles
 from moecomm.ops.tidy import About, tidied
 from moecomm.routed import Handle as NativeHandle
-from moecomm.routed import Routed
 
 
 @torch.library.custom_op("moecomm::dispatch", mutates_args=())
@@ -39,15 +43,14 @@ def dispatch(
     """See moecomm.ops.dispatch.  `max_rows` -1: the worst case."""
     tangents.refuse("moecomm::dispatch", x, topk_weights)
     owner = names.find(buffer)
-    routed = _run_dispatch(
+    routed = run_dispatch(
         owner,
+        dispatch_options.Options(cast("Layout", layout), expert_alignment, num_sms=num_sms),
         rows_of(x),
         topk_idx.contiguous(),
         None if topk_weights is None else topk_weights.contiguous(),
-        layout=layout,
-        expert_alignment=expert_alignment,
         max_rows=None if max_rows < 0 else max_rows,
-        num_sms=num_sms,
+        sync=False,
     )
     block = routed.handle.block
     memory = window_tensor(
@@ -110,7 +113,8 @@ def dispatch_again(
     tangents.refuse("moecomm::dispatch_again", x)
     owner = names.find(buffer)
     handle = handles.restore(memory, buffer, layout, max_rows, len(x))
-    rows: torch.Tensor = _run_dispatch(owner, rows_of(x), handle=handle, num_sms=num_sms).x
+    options = dispatch_options.Options(num_sms=num_sms)
+    rows: torch.Tensor = run_dispatch(owner, options, rows_of(x), handle=handle, sync=False).x
     if zero_padding:
         padding.zero(rows, **padding.told(layout, handles.sources(handle), *handles.counts(handle)))
     return settled(owner, rows)[0]
@@ -146,12 +150,13 @@ def combine(
     """See moecomm.ops.combine: rows -> [T, H].  `zero_padding`: of the gradient of y."""
     tangents.refuse("moecomm::combine", y, row_weights)
     handle = handles.restore(memory, buffer, layout, max_rows, num_tokens)
-    owner, weights = handle.buffer, None
+    owner, weights = handle.rounds, None
     if row_weights is not None:
         with CollectiveCall(owner):
             weights = _where_peers_read(owner, handle, row_weights)
         handle.args.route.row_weights = weights.data_ptr()
-    out: torch.Tensor = owner.combine(rows_of(y), handle, weighted=weights is not None, wire=wire, num_sms=num_sms)
+    options = combine_options.Options(weights is not None, wire, num_sms)
+    out: torch.Tensor = run_combine(owner, options, rows_of(y), handle)
     return out
 
 
@@ -185,12 +190,12 @@ def dispatch_backward(
     """Gradients of rows and of their weights -> gradients of x [T, H] and of topk_weights [T, K] ([0] without)."""
     tangents.refuse("moecomm::dispatch_backward", x, weights)
     handle = handles.restore(memory, buffer, layout, max_rows, num_tokens)
-    owner: Buffer = handle.buffer
+    owner, options = handle.rounds, combine_options.Options(weighted=False, num_sms=num_sms)
     if weights is None:
-        grad = owner.combine(rows_of(x), handle, weighted=False, num_sms=num_sms)
+        grad = run_combine(owner, options, rows_of(x), handle)
         return grad, x.new_empty(0, dtype=torch.float32)
-    grads: tuple[torch.Tensor, torch.Tensor] = owner.combine(
-        rows_of(x), handle, weighted=False, weight_grads=weights.contiguous(), num_sms=num_sms
+    grads: tuple[torch.Tensor, torch.Tensor] = run_combine(
+        owner, options, rows_of(x), handle, weight_grads=weights.contiguous()
     )
     return grads
 
@@ -211,15 +216,9 @@ def _(
     return grad, x.new_empty((0,) if weights is None else (num_tokens, topk), dtype=torch.float32)
 
 
-def _run_dispatch(buffer: Buffer, *tensors: Any, **options: Any) -> Routed:
-    """Buffer.dispatch with a static shape."""
-    routed: Routed = buffer.dispatch(*tensors, sync=False, **options)
-    return routed
-
-
-def rows_shape(buffer: Buffer, layout: str, rows: int) -> tuple[int, ...]:
+def rows_shape(rounds: Rounds, layout: str, rows: int) -> tuple[int, ...]:
     """What the shapes of rows begin with."""
-    local = buffer.num_experts // buffer.num_ranks
+    local = rounds.num_experts // rounds.num_ranks
     return (local, rows // local) if layout == "batched" else (rows,)
 
 
@@ -229,29 +228,29 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def _where_peers_read(buffer: Buffer, handle: NativeHandle, weights: torch.Tensor) -> torch.Tensor:
+def _where_peers_read(rounds: Rounds, handle: NativeHandle, weights: torch.Tensor) -> torch.Tensor:
     """CPU ranks that find rows in our window read the weights of the rows there as well."""
     shape = handle.plan.rows_shape(handle.args)
-    if weights.shape != shape or weights.dtype is not torch.float32 or weights.device != buffer.device:
+    if weights.shape != shape or weights.dtype is not torch.float32 or weights.device != rounds.device:
         got = f"{weights.dtype} {tuple(weights.shape)} on {weights.device}"
-        raise BadInput("row_weights", got, f"torch.float32 {shape} on {buffer.device}, and none for layout='flat'")
+        raise BadInput("row_weights", got, f"torch.float32 {shape} on {rounds.device}, and none for layout='flat'")
     check_memory("row_weights", weights)
     weights = weights.contiguous()
-    if not buffer.on_cpu:
+    if not rounds.on_cpu:
         return weights
-    (block,) = buffer.memory.allocate(weights.nbytes)
-    address = buffer.session.context.peers[buffer.rank] + block.offset
-    here = window_tensor(block, address, shape, torch.float32, buffer.device, buffer.session.owner)
+    (block,) = rounds.memory.allocate(weights.nbytes)
+    address = rounds.session.context.peers[rounds.rank] + block.offset
+    here = window_tensor(block, address, shape, torch.float32, rounds.device, rounds.session.owner)
     return here.copy_(weights)
 
 
-def settled(buffer: Buffer, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def settled(rounds: Rounds, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The outputs of a round, or copies outside the window when less than half of that is free in one piece.
 
     Autograd keeps what a layer got until its backward pass.  The window is not made for all layers of a model, torch's
     memory is.  A rank decides for itself: peers have no interest in memory that a round has left behind.
     """
-    session = buffer.session
+    session = rounds.session
     if 2 * session.arena.largest_free >= session.context.shape.heap_bytes:
         return outputs
     return tuple(output.clone() for output in outputs)

@@ -113,7 +113,7 @@ class Wanted:
         self.again = self._arrived(_flipped(case.x), case.scales and _flipped(case.scales)) if case.again else []
         self.y = [_experts(here, 0.5 + rank).to(buffer.dtype) for rank, here in enumerate(self.arrived)]
         self.grads = _weight_grads(case, self.arrived) if case.weight_grads else None
-        self.own_weights = case.own_weights if takes_weights(buffer) else None
+        self.own_weights = case.own_weights if takes_weights(buffer.rounds) else None
         wire = torch.float32 if case.wire is None else case.wire
         self.out = combine_reference.combine(
             self.y,
@@ -156,8 +156,7 @@ class Wanted:
             "num_sms": case.workers,
         }
         if case.in_window:
-            handle = routed.handle
-            call["y"] = handle.buffer.empty(handle).copy_(call["y"])
+            call["y"] = self.buffer.empty(routed.handle).copy_(call["y"])
         if (bias := case.bias[rank]) is not None:
             call["bias"] = bias.to(device)
         if self.own_weights is not None:

@@ -13,9 +13,10 @@ import torch
 from moecomm import _native, combine, dispatch
 from moecomm.buffer import Buffer
 from moecomm.core.rendezvous import LocalRank, local_ranks
-from moecomm.fused import layer
+from moecomm.core.rounds import Rounds
 from moecomm.fused.pipeline import Pipeline
 from moecomm.routed import Routed
+from moecomm.testing.prepare import prepare_combine, prepare_dispatch, prepare_moe
 
 
 class LocalBuffers:
@@ -54,31 +55,35 @@ class LocalBuffers:
 
     def dispatch(self, calls: Sequence[dict[str, Any]]) -> list[Routed]:
         """Buffer.dispatch(**calls[rank]) on every rank; raises what rank 0 raises first."""
-        return self._run([partial(dispatch.prepare, **c) for c in calls], dispatch.run, dispatch.finish)
+        return self._run([partial(prepare_dispatch, **c) for c in calls], dispatch.run, dispatch.finish)
 
     def dispatch_begin(self, calls: Sequence[dict[str, Any]]) -> list[Routed]:
         """Buffer.dispatch_begin(**calls[rank]) on every rank."""
-        return self._run([partial(dispatch.prepare, **c, begin=True) for c in calls], dispatch.run, dispatch.finish)
+        return self._run([partial(prepare_dispatch, **c, begin=True) for c in calls], dispatch.run, dispatch.finish)
 
     def dispatch_end(self, routed: Sequence[Routed], *, sync: bool | None = None) -> list[Routed]:
         """Buffer.dispatch_end(routed[rank]) on every rank."""
-        ends = [partial(dispatch.prepare_end, routed=here, sync=sync) for here in routed]
+
+        def end(here: Routed, buffer: Buffer) -> dispatch.Ending:
+            return dispatch.prepare_end(buffer.rounds, here, sync=sync)
+
+        ends = [partial(end, here) for here in routed]
         return self._run(ends, dispatch.run, dispatch.finish)
 
     def combine(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
         """Buffer.combine(**calls[rank]) on every rank."""
-        return self._run([partial(combine.prepare, **c) for c in calls], combine.run, combine.finish)
+        return self._run([partial(prepare_combine, **c) for c in calls], combine.run, combine.finish)
 
     def _run(
         self,
         prepare: Sequence[Callable[[Buffer], Any]],
         run: Callable[[Any], None],
-        finish: Callable[[Buffer, Any], Any],
+        finish: Callable[[Rounds, Any], Any],
     ) -> list[Any]:
         if not self.streams:
             pending = [make(b) for make, b in zip(prepare, self.buffers, strict=True)]
             _native.host_run_all([p.args for p in pending])
-            return [finish(b, p) for b, p in zip(self.buffers, pending, strict=True)]
+            return [finish(b.rounds, p) for b, p in zip(self.buffers, pending, strict=True)]
         current = torch.cuda.current_stream(self.device)
         pending = []
         for make, buffer, stream in zip(prepare, self.buffers, self.streams, strict=True):
@@ -93,16 +98,21 @@ class LocalBuffers:
         results = []
         for buffer, p, stream in zip(self.buffers, pending, self.streams, strict=True):
             with torch.cuda.stream(stream):
-                results.append(finish(buffer, p))
+                results.append(finish(buffer.rounds, p))
             current.wait_stream(stream)
         return results
 
     def moe(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
         """Buffer.moe(**calls[rank]) on every rank."""
-        given = [layer.prepare(buffer, **c) for buffer, c in zip(self.buffers, calls, strict=True)]
+        given = [prepare_moe(buffer, **c) for buffer, c in zip(self.buffers, calls, strict=True)]
         for g in given:
             g.publish()
-        for g, routed in zip(given, self.dispatch([g.dispatch_arguments() for g in given]), strict=True):
+
+        def dispatched(g: Pipeline, buffer: Buffer) -> Routed:
+            return g.dispatch_call().prepare(buffer.rounds)
+
+        starts = [partial(dispatched, g) for g in given]
+        for g, routed in zip(given, self._run(starts, dispatch.run, dispatch.finish), strict=True):
             g.compute(routed)
 
         def prepared(g: Pipeline, buffer: Buffer) -> Pipeline:
@@ -110,7 +120,7 @@ class LocalBuffers:
             return g
 
         ends = [partial(prepared, g) for g in given]
-        return self._run(ends, lambda g: g.run_reduce(), lambda buffer, g: g.finish_reduce())
+        return self._run(ends, lambda g: g.run_reduce(), lambda rounds, g: g.finish_reduce())
 
     def check(self) -> None:
         """Buffer.check() on every rank."""

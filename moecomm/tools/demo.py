@@ -18,7 +18,7 @@ from moecomm import backends, config
 from moecomm.buffer import Buffer
 from moecomm.core.choices import BackendName
 from moecomm.core.settings import Settings
-from moecomm.dispatch import LAYOUTS
+from moecomm.dispatch.options import LAYOUTS
 from moecomm.errors import BadInput
 from moecomm.router import MODELS, router
 from moecomm.tools.demo_layer import MoELayer, error_bound, expert_weights, reference

@@ -6,7 +6,7 @@ import torch
 
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.pool import Pool
-from moecomm.dispatch import Options, outputs, with_options
+from moecomm.dispatch import Options, dispatch, outputs
 
 _FLAT = Options("flat")
 
@@ -53,5 +53,5 @@ def _exchange(pool: Pool, counts: torch.Tensor, budget: int) -> torch.Tensor:
     rows = row.view(torch.float32).expand(ranks, -1).contiguous()  # rows travel as bits
     ids = torch.arange(ranks, device=counts.device).unsqueeze(1)
     buffer: Buffer = pool.flat(rows, ids, ranks, ranks)
-    routed = with_options(buffer, _FLAT, rows, ids, None, None, ranks, sync=False)
+    routed = dispatch(buffer.rounds, _FLAT, rows, ids, max_rows=ranks, sync=False)
     return outputs.x(routed).view(torch.int32)[:, :columns].long()

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from moecomm import combine as combining
+from moecomm import dispatch
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.ep_handle import EPHandle, expanded_rows
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for
@@ -209,8 +211,9 @@ class ElasticBuffer:
             if cumulative_local_expert_recv_stats is not None:
                 raise BadInput("cumulative_local_expert_recv_stats", "a tensor", "None beside handle")
             self._check_repeat(handle, given, topk_idx, do_cpu_sync, do_expand)
-            routed = handle.native.buffer.dispatch(
-                rows, handle=handle.native, scales=scales, scale_layout=scale_layout, sync=False, num_sms=limit
+            options = dispatch.Options(scale_layout=scale_layout, num_sms=limit)
+            routed = dispatch.dispatch(
+                handle.native.rounds, options, rows, handle=handle.native, scales=scales, sync=False
             )
             recv_topk_idx = None if do_expand else handle.recv_topk_idx
             recv_topk_weights = None if topk_weights is None else self._send_weights(handle, topk_weights)
@@ -287,14 +290,13 @@ class ElasticBuffer:
         check_dimensions("x", x, "rows", "hidden")
         check_integer("num_sms", num_sms, 0)
         self._check_handle(handle)
-        out = handle.native.buffer.combine(
-            x,
-            handle.native,
-            bias=one_bias(bias),
+        options = combining.Options(
             weighted=False,
-            weight_grads=topk_weights,
             wire=x.dtype if handle.do_expand and self.allow_multiple_reduction else None,
             num_sms=limit_of(x, num_sms or handle.num_sms),
+        )
+        out = combining.combine(
+            handle.native.rounds, options, x, handle.native, bias=one_bias(bias), weight_grads=topk_weights
         )
         combined, weights = out if isinstance(out, tuple) else (out, None)
         return combined, weights, finished(async_with_compute_stream)
@@ -322,7 +324,7 @@ class ElasticBuffer:
                 padding.zero(scales, src=src)
             elif scales is not None:
                 scales.masked_fill_(src[:, :1] < 0, 0)
-        if self._pool.is_filling(routed.handle.buffer):
+        if self._pool.is_filling(routed.handle.rounds):
             # torch keeps the strides of column-major scales, but not the gap after a column
             wide = scales is not None and scales.stride(0) == 1 and scales.shape[0] % 4
             x, scales = x.clone(), scales if scales is None or wide else scales.clone()
@@ -331,13 +333,13 @@ class ElasticBuffer:
     def _send_weights(self, handle: EPHandle, topk_weights: torch.Tensor) -> torch.Tensor:
         """New routing weights for an old dispatch, beside 16-byte rows; they land in the order of its rows."""
         native = handle.native
-        device, buffer = native.plan.device, native.buffer
+        device = native.plan.device
         rows = torch.empty((native.num_tokens, _WEIGHTS_HIDDEN), dtype=torch.bfloat16, device=device)
         small: Buffer = self._pool.elastic(
             device,
             _WEIGHTS_HIDDEN,
             handle.num_experts,
-            buffer.topk,
+            native.rounds.topk,
             handle.num_max_tokens_per_rank,
             torch.bfloat16,
             handle.do_expand,
@@ -353,7 +355,7 @@ class ElasticBuffer:
         )
         weights: torch.Tensor | None = routed.row_weights if handle.do_expand else routed.topk_weights
         assert weights is not None
-        return weights.clone() if self._pool.is_filling(small) else weights
+        return weights.clone() if self._pool.is_filling(small.rounds) else weights
 
     def _check_handle(self, handle: Any) -> None:
         if not isinstance(handle, EPHandle):

@@ -49,7 +49,7 @@ class EPHandle:
     def num_recv_tokens(self) -> int:
         """Tokens that came, each counted once; without a CPU sync as many as there could be."""
         if not self.synced:
-            return self.native.buffer.num_ranks * self.num_max_tokens_per_rank
+            return self.native.rounds.num_ranks * self.num_max_tokens_per_rank
         return int(self.psum_num_recv_tokens_per_scaleup_rank[-1])
 
     @cached_property
@@ -122,7 +122,7 @@ class EPHandle:
 
     def _came(self) -> torch.Tensor:
         """With do_expand: bool `[R, num_max_tokens_per_rank]`: whether a token has a row here."""
-        src, ranks, tokens = source(self.native), self.native.buffer.num_ranks, self.num_max_tokens_per_rank
+        src, ranks, tokens = source(self.native), self.native.rounds.num_ranks, self.num_max_tokens_per_rank
         row = torch.arange(len(src), dtype=torch.int32, device=src.device)
         valid = (row < num_rows(self.native)) & (src[:, 0] >= 0)
         at = torch.where(valid, src[:, 0] * tokens + src[:, 1], ranks * tokens)  # the last place: no token
@@ -132,8 +132,7 @@ class EPHandle:
 
 def most_expanded_rows(native: Handle, tokens: int, alignment: int) -> int:
     """As many rows as do_expand makes room for without a CPU sync: see expanded_rows."""
-    buffer = native.buffer
-    return expanded_rows(buffer.num_ranks, tokens, native.plan.topk, native.plan.local_experts, alignment)
+    return expanded_rows(native.rounds.num_ranks, tokens, native.plan.topk, native.plan.local_experts, alignment)
 
 
 def expanded_rows(ranks: int, tokens: int, topk: int, local_experts: int, alignment: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moecomm import combine as combining
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.budget import drop_excess
 from moecomm.compat.deep_ep.hybrid_handle import HybridEPHandle, as_number, check_map, indices_to_map
@@ -25,7 +26,7 @@ from moecomm.core.arrays import check_tensor
 from moecomm.core.integers import check_integer
 from moecomm.core.settings import MAX_TOPK
 from moecomm.core.validation import MOST_SIZE, check_flag, check_sizes
-from moecomm.dispatch import Options, with_options
+from moecomm.dispatch import Options, dispatch
 from moecomm.errors import BadInput, Mismatch, Unsupported
 from moecomm.kernels import padding
 from moecomm.kernels.routing_map import ids_of, weights_at
@@ -149,9 +150,9 @@ class HybridEPBuffer:
             check_nothing(topk_weights=topk_weights, probs=probs)  # beside a handle
             if num_permuted_tokens not in (None, handle.rows):
                 raise BadInput("num_permuted_tokens", num_permuted_tokens, f"{handle.rows}: the handle's")
-            options = self._options_of(hidden, 1, repeat=True)
+            options = self._options_of(hidden, 1)
             hidden, as_given = _values(hidden)
-            routed = with_options(native.buffer, options, hidden, scales=scaling_factor, handle=native, sync=False)
+            routed = dispatch(native.rounds, options, hidden, scales=scaling_factor, handle=native, sync=False)
             received = self._received(routed, (routed.x, None, routed.scales), handle.rows, pad_multiple, as_given)
             return (*received, handle.tokens_per_expert, handle)
         options = self._options_of(hidden, pad_multiple or 1)
@@ -198,14 +199,12 @@ class HybridEPBuffer:
             raise BadInput("hidden", f"{len(hidden)} rows", f"the {rows} of the dispatch")
         if most < rows:  # more room was asked for than all tokens of all ranks can fill
             hidden, probs = hidden[:most], None if probs is None else probs[:most]
-        out = native.buffer.combine(
-            hidden,
-            native,
+        options = combining.Options(
             weighted=False,
-            weight_grads=probs,
-            wire=hidden.dtype,  # a rank's rows are added and rounded first there, too
+            wire=hidden.dtype,  # deep_ep, too, rounds the sum of a rank's rows before it travels
             num_sms=limit_of(hidden, self.num_sms_combine_api),
         )
+        out = combining.combine(native.rounds, options, hidden, native, weight_grads=probs)
         if isinstance(out, torch.Tensor):  # no probs
             return out, None
         combined, weights = out
@@ -304,17 +303,17 @@ class HybridEPBuffer:
         if buffer is None:
             buffer = self._buffers[key] = self._buffer(hidden, routing, rows, grow=False)
         if rows is not None:
-            return with_options(buffer, options, hidden, ids, weights, scales, rows, sync=False)
+            return dispatch(buffer.rounds, options, hidden, ids, weights, scales=scales, max_rows=rows, sync=False)
         if len(hidden) > buffer.max_tokens:
             ask_to_grow(buffer, hidden, ids, scales, layout="expert")
         else:
             try:
-                return with_options(buffer, options, hidden, ids, weights, scales, sync=True)
+                return dispatch(buffer.rounds, options, hidden, ids, weights, scales=scales, sync=True)
             except Mismatch as error:
                 if not asks_to_grow(error):
                     raise
         buffer = self._buffer(hidden, routing, rows, grow=True)
-        return with_options(buffer, options, hidden, ids, weights, scales, sync=True)
+        return dispatch(buffer.rounds, options, hidden, ids, weights, scales=scales, sync=True)
 
     def _buffer(self, hidden: torch.Tensor, routing: _Routing, rows: int | None, *, grow: bool) -> Buffer:
         dtype = torch.bfloat16 if hidden.dtype is torch.float8_e4m3fn else hidden.dtype
@@ -333,15 +332,15 @@ class HybridEPBuffer:
             rows=rows if routing.few else None,
         )
 
-    def _options_of(self, hidden: torch.Tensor, align: int, *, repeat: bool = False) -> Options:
+    def _options_of(self, hidden: torch.Tensor, align: int) -> Options:
         """Raises BadInput unless these can be rows."""
         kind = getattr(hidden, "is_cuda", None), getattr(hidden, "layout", None), getattr(hidden, "ndim", 0)
-        key = (*kind, align, self.num_sms_dispatch_api, repeat)
+        key = (*kind, align, self.num_sms_dispatch_api)
         options = self._options.get(key)
         if options is None:
             check_dimensions("hidden", hidden, "rows", "columns")
             limit = limit_of(hidden, self.num_sms_dispatch_api)
-            options = self._options[key] = Options("expert", align, num_sms=limit, repeat=repeat)
+            options = self._options[key] = Options("expert", align, num_sms=limit)
         return options
 
     def _received(
@@ -358,7 +357,7 @@ class HybridEPBuffer:
             x = x.view(as_given)
         if x.shape[0] < rows:  # more room was asked for than all tokens of all ranks can fill
             return _longer(x, rows), _longer(weights, rows), _longer(scales, rows)
-        if self._pool.is_filling(routed.handle.buffer):
+        if self._pool.is_filling(routed.handle.rounds):
             x, scales = x.clone(), None if scales is None else scales.clone()
         return x, weights, scales
 

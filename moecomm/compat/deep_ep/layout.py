@@ -63,15 +63,15 @@ def normal_handle(native: Handle, num_sms: int) -> NormalHandle:
 
 def rank_prefix_matrix(handle: Handle) -> torch.Tensor:
     """`[:, rank]`: where the rows from each rank end here; -1 elsewhere."""
-    ranks = handle.buffer.num_ranks
+    ranks = handle.rounds.num_ranks
     matrix = torch.full((ranks, ranks), -1, dtype=torch.int32, device=handle.plan.device)
-    matrix[:, handle.buffer.rank] = rows_up_to_rank(handle)
+    matrix[:, handle.rounds.rank] = rows_up_to_rank(handle)
     return matrix
 
 
 def rows_up_to_rank(handle: Handle) -> torch.Tensor:
     """int32 `[R]`: flat: rows from ranks 0 to r."""
-    ids = torch.arange(handle.buffer.num_ranks, dtype=torch.int32, device=handle.plan.device)
+    ids = torch.arange(handle.rounds.num_ranks, dtype=torch.int32, device=handle.plan.device)
     return ((source(handle)[:, :1] <= ids) & _valid(handle)).sum(dim=0, dtype=torch.int32)
 
 
@@ -90,14 +90,14 @@ def recv_channel_prefix_matrix(handle: Handle, channels: int) -> torch.Tensor:
     size = ((tokens_of_ranks(handle) + channels - 1) // channels).clamp(min=1)  # [R], tokens of a channel
     rank = torch.where(_valid(handle)[:, 0], src[:, 0], 0).long()
     channel = (src[:, 1] // size[rank]).clamp(0, channels - 1).long()
-    per_channel = torch.zeros((handle.buffer.num_ranks, channels), dtype=torch.int32, device=device)
+    per_channel = torch.zeros((handle.rounds.num_ranks, channels), dtype=torch.int32, device=device)
     per_channel.index_put_((rank, channel), _valid(handle)[:, 0].int(), accumulate=True)
     return per_channel.cumsum(dim=1, dtype=torch.int32) - per_channel
 
 
 def is_token_in_rank(handle: Handle) -> torch.Tensor:
     """bool `[T, R]`: whether a token of ours has an expert there."""
-    shape = (handle.num_tokens, handle.buffer.num_ranks)
+    shape = (handle.num_tokens, handle.rounds.num_ranks)
     if handle.num_tokens == 0:
         return torch.zeros(shape, dtype=torch.bool, device=handle.plan.device)
     return kept(handle, handle.args.route.token_slot, shape, torch.int32) >= 0

@@ -72,4 +72,4 @@ def tokens_per_expert(handle: Handle) -> torch.Tensor:
 
 def tokens_of_ranks(handle: Handle) -> torch.Tensor:
     """int32 `[R]`: how many tokens each rank passed to the dispatch."""
-    return kept(handle, handle.args.route.sent, (handle.buffer.num_ranks, 2), torch.int32)[:, 0]
+    return kept(handle, handle.args.route.sent, (handle.rounds.num_ranks, 2), torch.int32)[:, 0]

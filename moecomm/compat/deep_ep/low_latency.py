@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from moecomm import combine as combining
 from moecomm.buffer import Buffer
 from moecomm.combine.arguments import takes_weights
 from moecomm.compat.deep_ep.event import EventOverlap, finished
@@ -16,7 +17,7 @@ from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, c
 from moecomm.core.arrays import as_tensor, check_tensor, has_memory
 from moecomm.core.integers import check_integer
 from moecomm.core.validation import check_flag, check_flags, check_same_device
-from moecomm.dispatch import Options, outputs, with_options
+from moecomm.dispatch import Options, dispatch, dispatch_begin, outputs
 from moecomm.errors import BadInput, Unsupported
 from moecomm.routed import Handle, Routed
 
@@ -25,7 +26,7 @@ _PLAIN = Options("batched")
 _FP8 = Options("batched", quantize="fp8", scale_layout="column")
 _ROUNDED = Options("batched", quantize="fp8", scale_format="ue8m0")
 _UE8M0 = _ROUNDED._replace(scale_layout="column")
-_BEGUN = {options: options._replace(begin=True) for options in (_PLAIN, _FP8, _ROUNDED, _UE8M0)}
+_WEIGHTED = combining.Options()
 _WEIGHTS_HIDDEN = 8  # columns of the rows that routing weights travel beside: 16 bytes, the least there is
 
 
@@ -39,9 +40,9 @@ class LowLatencyHandle(LazyTuple):
     makers = (
         lambda self: source(self.native)[..., 1].contiguous(),
         lambda self: layout_range(self.native),
-        lambda self: self.native.buffer.max_tokens,
-        lambda self: self.native.buffer.hidden,
-        lambda self: self.native.buffer.num_experts,
+        lambda self: self.native.rounds.max_tokens,
+        lambda self: self.native.rounds.hidden,
+        lambda self: self.native.rounds.num_experts,
     )
 
     native: Handle
@@ -118,8 +119,8 @@ class LowLatency:
         if pool.receiving:
             pool.receive(buffer)
         options = _PLAIN if not use_fp8 else _UE8M0 if use_ue8m0 else _ROUNDED if round_scale else _FP8
-        begun = _BEGUN[options] if return_recv_hook else options
-        routed = with_options(buffer, begun, x, topk_idx, topk_weights, sync=False)
+        start = dispatch_begin if return_recv_hook else dispatch
+        routed = start(buffer.rounds, options, x, topk_idx, topk_weights, sync=False)
         handle = LowLatencyHandle(LowLatencyHandle.makers)  # quicker than through a __new__ of its own
         handle.native, handle.topk_idx, handle.topk_weights = routed.handle, topk_idx, topk_weights
         rows, counts = routed.plan.batched_tensors(routed)
@@ -194,19 +195,19 @@ class LowLatency:
         if topk_idx is not handle.topk_idx:
             topk_weights = _without_the_left_out(native, topk_idx, topk_weights)
         if topk_weights is not handle.topk_weights:
-            if takes_weights(native.buffer):
+            if takes_weights(native.rounds):
                 own = topk_weights
             else:
                 _send_weights(pool, native, handle.topk_idx, topk_weights)
                 handle.topk_weights = None
-        combined = native.buffer.combine(x, native, out=out, topk_weights=own)
+        combined = combining.combine(native.rounds, _WEIGHTED, x, native, out=out, topk_weights=own)
         return combined, finished(async_finish), _nothing if return_recv_hook else None
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
         """`[E/R, R * Tmax, H]` in the window, for low_latency_combine(zero_copy=True); the same one for one handle."""
         native = _native_of(self._pool, handle)
         if handle.combine_rows is None:
-            handle.combine_rows = native.buffer.empty(native)
+            handle.combine_rows = combining.empty(native.rounds, native, native.rounds.dtype)
         rows: torch.Tensor = handle.combine_rows
         return rows
 
@@ -268,7 +269,7 @@ class Receive:
 def layout_range(handle: Handle) -> torch.Tensor:
     """int64 `[E/R, R]`: begin << 32 | count of the rows that each expert has from each rank."""
     src = source(handle)[..., 0]
-    ids = torch.arange(handle.buffer.num_ranks, dtype=torch.int32, device=src.device)
+    ids = torch.arange(handle.rounds.num_ranks, dtype=torch.int32, device=src.device)
     valid = torch.arange(src.shape[1], device=src.device) < tokens_per_expert(handle).unsqueeze(1)
     count = ((src.unsqueeze(2) == ids) & valid.unsqueeze(2)).sum(dim=1)
     return (count.cumsum(dim=1) - count) << 32 | count
@@ -288,11 +289,11 @@ def _arriving(routed: Routed, x: torch.Tensor, options: Options) -> tuple[Any, t
 
 def _send_weights(pool: Pool, native: Handle, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> None:
     """A round of 16-byte rows: its weights land in the rows' order, and become those of the handle."""
-    buffer = native.buffer
+    rounds = native.rounds
     small = pool.batched(
-        buffer.device, _WEIGHTS_HIDDEN, buffer.num_experts, buffer.topk, buffer.max_tokens, torch.bfloat16
+        rounds.device, _WEIGHTS_HIDDEN, rounds.num_experts, rounds.topk, rounds.max_tokens, torch.bfloat16
     )
-    rows = torch.empty((native.num_tokens, _WEIGHTS_HIDDEN), dtype=torch.bfloat16, device=buffer.device)
+    rows = torch.empty((native.num_tokens, _WEIGHTS_HIDDEN), dtype=torch.bfloat16, device=rounds.device)
     weights = small.dispatch(rows, topk_idx, topk_weights, layout="batched", sync=False).row_weights
     assert weights is not None
     kept(native, native.args.route.row_weights, native.y_shape[:-1], torch.float32).copy_(weights)
@@ -300,7 +301,7 @@ def _send_weights(pool: Pool, native: Handle, topk_idx: torch.Tensor, topk_weigh
 
 def _without_the_left_out(native: Handle, topk_idx: Any, topk_weights: Any) -> torch.Tensor:
     """The weights, 0 where the ids are -1."""
-    device, shape = native.buffer.device, (native.num_tokens, native.buffer.topk)
+    device, shape = native.rounds.device, (native.num_tokens, native.rounds.topk)
     topk_idx, topk_weights = as_tensor("topk_idx", topk_idx)[0], as_tensor("topk_weights", topk_weights)[0]
     check_tensor("topk_idx", topk_idx, device=device, dtypes=(torch.int64, torch.int32), shape=shape)
     check_tensor("topk_weights", topk_weights, device=device, dtypes=(torch.float32,), shape=shape)

@@ -13,14 +13,13 @@ from moecomm.compat.deep_ep.layout import NormalHandle, normal_handle
 from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_dimensions, check_experts, described
 from moecomm.core.call_count import CountedCall
 from moecomm.core.integers import check_integer
-from moecomm.core.state import collective
 from moecomm.core.validation import check_dense, check_same_device
-from moecomm.dispatch import Options, outputs, with_options
+from moecomm.dispatch import Options, outputs
+from moecomm.dispatch import dispatch as run_dispatch
 from moecomm.errors import BadInput, Mismatch, Unsupported
 from moecomm.routed import Handle, Routed
 
 _FLAT = Options("flat")
-_AGAIN = Options("flat", repeat=True)
 
 
 def dispatch(
@@ -73,8 +72,8 @@ def repeat(pool: Pool, x: Any, handle: Any, num_sms: int | None) -> Any:
     """recv_x of rows that go where those of an earlier dispatch went."""
     rows, scales = unpack(x)
     native = native_of(pool, handle)
-    options = _AGAIN if num_sms is None else _limited(_AGAIN, num_sms)
-    routed = with_options(native.buffer, options, rows, scales=scales, handle=native, sync=False)
+    options = _FLAT if num_sms is None else _limited(num_sms)
+    routed = run_dispatch(native.rounds, options, rows, scales=scales, handle=native, sync=False)
     return received(pool, routed, scales is not None)
 
 
@@ -83,21 +82,13 @@ def combine(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The plain sums over ranks: of rows, plus bias, and of top-k weights."""
     native = native_of(pool, handle)
-    buffer, total = native.buffer, None if bias is None else one_bias(bias)
-    out = _summed(buffer, x, native, bias=total, weight_grads=topk_weights, num_sms=num_sms)
+    total = None if bias is None else one_bias(bias)
+    options = combining.Options(num_sms=num_sms)
+    out = combining.combine(native.rounds, options, x, native, bias=total, weight_grads=topk_weights, sum_grads=True)
     if topk_weights is None:
         return out, None
     both: tuple[torch.Tensor, torch.Tensor] = out
     return both
-
-
-@collective()
-def _summed(buffer: Buffer, x: torch.Tensor, native: Any, **options: Any) -> Any:
-    """Buffer.combine, which adds up the weights that every rank gives for a token."""
-    ready = combining.prepare(buffer, x, native, sum_grads=True, **options)
-    combining.run(ready)
-    buffer.made += 1
-    return combining.finish(buffer, ready)
 
 
 def unpack(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -154,19 +145,19 @@ def route(
 ) -> Routed:
     """A flat dispatch; where a rank has more tokens than the Buffer takes, again with a larger one."""
     buffer = pool.flat(rows, ids, num_experts, worst)
-    options = _FLAT if num_sms is None else _limited(_FLAT, num_sms)
+    options = _FLAT if num_sms is None else _limited(num_sms)
     if worst:
-        return with_options(buffer, options, rows, ids, weights, scales, worst, sync=False)
+        return run_dispatch(buffer.rounds, options, rows, ids, weights, scales=scales, max_rows=worst, sync=False)
     if rows.shape[0] > buffer.max_tokens:
         ask_to_grow(buffer, rows, ids, scales)
     else:
         try:
-            return with_options(buffer, options, rows, ids, weights, scales, sync=True)
+            return run_dispatch(buffer.rounds, options, rows, ids, weights, scales=scales, sync=True)
         except Mismatch as error:
             if not asks_to_grow(error):
                 raise
     buffer = pool.flat(rows, ids, num_experts, worst, grow=True)
-    return with_options(buffer, options, rows, ids, weights, scales, sync=True)
+    return run_dispatch(buffer.rounds, options, rows, ids, weights, scales=scales, sync=True)
 
 
 def received(pool: Pool, routed: Routed, with_scales: bool) -> Any:
@@ -175,14 +166,14 @@ def received(pool: Pool, routed: Routed, with_scales: bool) -> Any:
 
 
 def _out_of_a_full_window(pool: Pool, routed: Routed, x: torch.Tensor, scales: torch.Tensor | None) -> Any:
-    if pool.is_filling(routed.handle.buffer):
+    if pool.is_filling(routed.handle.rounds):
         x, scales = x.clone(), None if scales is None else scales.clone()
     return x if scales is None else (x, scales)
 
 
 @lru_cache(maxsize=64)
-def _limited(options: Options, num_sms: int) -> Options:
-    return options._replace(num_sms=num_sms)
+def _limited(num_sms: int) -> Options:
+    return _FLAT._replace(num_sms=num_sms)
 
 
 def _an_expert_of_each_rank(is_token_in_rank: torch.Tensor | None, num_experts: int, ranks: int) -> torch.Tensor:

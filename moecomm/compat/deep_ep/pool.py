@@ -20,15 +20,17 @@ from moecomm.core.group import Group
 from moecomm.core.integers import check_alignment, check_integer, is_integer
 from moecomm.core.opening import gather
 from moecomm.core.rendezvous import rendezvous
+from moecomm.core.rounds import Rounds
 from moecomm.core.settings import MAX_FLAT_ROWS, Settings
+from moecomm.core.signature import GROW
 from moecomm.core.validation import MOST_SIZE
-from moecomm.dispatch.arguments import check_num_sms
+from moecomm.dispatch import dispatch
+from moecomm.dispatch.options import Options, check_num_sms
 from moecomm.errors import BadInput, Closed, Mismatch
 from moecomm.routed import Handle
 
 # expert_alignment of a dispatch that says "my tokens do not fit, make room with me".  It differs from everybody else's,
 # so that every rank hears of it in the round that it was waiting for.
-_GROW = (1 << 20) - 1
 _LEAST_TOKENS = 128
 _FLAT_ROUNDS = 4  # worst cases with room in a window: two micro-batches, what a combine copies, and what arrives next
 _BATCHED_ROUNDS = 3  # two in flight, and rows for a combine without a copy
@@ -83,18 +85,22 @@ class Pool:
         """Raises BadInput or Closed unless one of our Buffers made the handle, and none has been closed."""
         if self.closed:
             raise Closed("deep_ep buffer")
-        if handle.buffer not in self._opened:
-            if handle.buffer.closed:
+        if self.owner(handle) is None:
+            if handle.rounds.closed:
                 raise Closed("handle's buffer")
             raise BadInput("handle", "one of another buffer", "one of this buffer")
 
-    def is_filling(self, buffer: Buffer) -> bool:
+    def owner(self, handle: Handle) -> Buffer | None:
+        """The Buffer of this pool that made the handle, if there is one."""
+        return next((buffer for buffer in self._opened if buffer.rounds is handle.rounds), None)
+
+    def is_filling(self, rounds: Rounds) -> bool:
         """Whether no free piece of the window is as large as the reserve: the caller then copies what arrived.
 
         A dispatch takes memory for its handle first and for its rows behind that.  A copy of the rows hence gives back
         the largest piece but for one handle, however the outputs that callers keep have cut up the window.
         """
-        return buffer.session.arena.largest_free < self._reserve[id(buffer)]
+        return rounds.session.arena.largest_free < self._reserve[id(rounds)]
 
     def flat(self, x: torch.Tensor, topk_idx: torch.Tensor, num_experts: int, worst: int, grow: bool = False) -> Buffer:
         """For normal rounds.  `worst`: rows that the caller always receives into, 0: as many as come.  `grow`: a new
@@ -124,7 +130,7 @@ class Pool:
         handles = min(_HANDLES * self._handle_bytes(settings), 4 * round_bytes)
         window = max(self._num_bytes, _FLAT_ROUNDS * round_bytes + handles)
         buffer = self.get(key, lambda: self.open(x.device, settings, window))
-        self._reserve[id(buffer)] = (_FLAT_ROUNDS - _FLAT_KEPT) * round_bytes + handles
+        self._reserve[id(buffer.rounds)] = (_FLAT_ROUNDS - _FLAT_KEPT) * round_bytes + handles
         return buffer
 
     def batched(
@@ -168,7 +174,7 @@ class Pool:
         rounds, kept = (_EXPANDED_ROUNDS, _EXPANDED_KEPT) if expand else (_FLAT_ROUNDS, _FLAT_KEPT)
         window = max(self._num_bytes, rounds * round_bytes + handles)
         buffer = self.get(key, lambda: self.open(device, settings, window))
-        self._reserve[id(buffer)] = (rounds - kept) * round_bytes + handles
+        self._reserve[id(buffer.rounds)] = (rounds - kept) * round_bytes + handles
         return buffer
 
     def open(self, device: torch.device, settings: Settings, window_bytes: int) -> Buffer:
@@ -188,7 +194,7 @@ class Pool:
             window_bytes=-(-window_bytes // 4096) * 4096,
         )
         self._opened.append(buffer)
-        self.calls.add(buffer)
+        self.calls.add(buffer.rounds)
         return buffer
 
     def _settings(self, hidden: int, num_experts: int, topk: int, tokens: int, dtype: torch.dtype) -> Settings:
@@ -210,18 +216,18 @@ counted_by_pool = counted(lambda self: self._pool.calls)  # decorates collective
 def ask_to_grow(
     buffer: Buffer, x: torch.Tensor, topk_idx: torch.Tensor, scales: torch.Tensor | None, layout: Layout = "flat"
 ) -> None:
-    """Tells the ranks that wait in a dispatch that ours has more tokens than the Buffer takes."""
+    """Tell the ranks that wait in a dispatch that this rank has more tokens than the Buffer takes."""
     none = None if scales is None else scales[:0]
     try:
-        buffer.dispatch(x[:0], topk_idx[:0], layout=layout, scales=none, expert_alignment=_GROW, max_rows=1, sync=True)
-    except Mismatch as error:  # unless everybody asked
+        dispatch(buffer.rounds, Options(layout), x[:0], topk_idx[:0], scales=none, max_rows=1, sync=True, grow=True)
+    except Mismatch as error:  # unless all ranks asked
         if not asks_to_grow(error):
             raise
 
 
 def asks_to_grow(error: Mismatch) -> bool:
-    """Whether a rank, this one or another, has asked."""
-    return error.field == "expert_alignment" and _GROW in (error.mine, error.theirs)
+    """Whether a rank, this one or another, has asked for a larger Buffer."""
+    return error.field == GROW
 
 
 def described(value: Any) -> str:

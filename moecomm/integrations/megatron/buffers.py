@@ -83,7 +83,7 @@ class Buffers:
             timeout_s=self.limits.timeout_s,
             window_bytes=window(settings) if chosen is None else chosen,
         )
-        self.calls.add(buffer)
+        self.calls.add(buffer.rounds)
         return buffer
 
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from moecomm import combine as combining
+from moecomm import dispatch
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.pool import ask_to_grow, asks_to_grow
 from moecomm.core.settings import Settings
@@ -138,7 +140,7 @@ class _Dispatch(torch.autograd.Function):
         rows: torch.Tensor = routed.x
         if alignment > 1:
             padding.zero(rows, src=routed.src)
-        rows, tables = settled(routed.handle.buffer, rows, handles.tables(routed))
+        rows, tables = settled(routed.handle.rounds, rows, handles.tables(routed))
         ctx.way, ctx.weights_dtype = Way(handles.over(tables, routed), exchange.limits.num_sms), weights.dtype
         counts = routed.rows_per_expert.to("cpu", copy=True)
         ctx.mark_non_differentiable(counts)
@@ -149,7 +151,7 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, grad_x: torch.Tensor, grad_weights: torch.Tensor, *_: Any) -> tuple[Any, ...]:
         if not ctx.needs_input_grad[1]:  # alike on all ranks, as their models are
             return _home(grad_x, ctx.way), None, None, None, None
-        with CollectiveCall(ctx.way.handle.buffer):
+        with CollectiveCall(ctx.way.handle.rounds):
             x, weights = _home(grad_x, ctx.way, weight_grads=grad_weights.float().contiguous())
         return x, weights.to(ctx.weights_dtype), None, None, None
 
@@ -165,15 +167,17 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         handle, num_sms = ctx.way
-        with CollectiveCall(handle.buffer):
-            rows = handle.buffer.dispatch(rows_of(grad.to(handle.buffer.dtype)), handle=handle, num_sms=num_sms).x
+        with CollectiveCall(handle.rounds):
+            grad, options = rows_of(grad.to(handle.rounds.dtype)), dispatch.Options(num_sms=num_sms)
+            rows = dispatch.dispatch(handle.rounds, options, grad, handle=handle).x
         if handle.args.alignment > 1:
             padding.zero(rows, src=handles.sources(handle))
-        return settled(handle.buffer, rows)[0].to(ctx.dtype), None
+        return settled(handle.rounds, rows)[0].to(ctx.dtype), None
 
 
-def _home(rows: torch.Tensor, way: Way, **options: Any) -> Any:
+def _home(rows: torch.Tensor, way: Way, **tensors: Any) -> Any:
     """A rank's rows of a token are added in float32 and rounded before they travel: half the bytes of `wire=None`."""
     handle, num_sms = way
-    with CollectiveCall(handle.buffer):
-        return handle.buffer.combine(rows_of(rows), handle, weighted=False, wire=rows.dtype, num_sms=num_sms, **options)
+    with CollectiveCall(handle.rounds):
+        options = combining.Options(weighted=False, wire=rows.dtype, num_sms=num_sms)
+        return combining.combine(handle.rounds, options, rows_of(rows), handle, **tensors)

@@ -74,7 +74,7 @@ class PaddedExchange(Buffers):
         elif tokens > buffer.max_tokens or rows > room:
             most = max(tokens, buffer.max_tokens + buffer.max_tokens // 4)
         else:
-            if buffer.session.capturing() and buffer not in self._captured:
+            if buffer.rounds.session.capturing() and buffer not in self._captured:
                 self._captured.append(buffer)
             return buffer
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -87,5 +87,5 @@ class PaddedExchange(Buffers):
             return -(-_ROUNDS * settings.round_bytes("batched", room_of(settings)) // 4096) * 4096
 
         buffer = self._open(key, most, window)
-        self._buffers[key] = buffer, room_of(buffer.settings)
+        self._buffers[key] = buffer, room_of(buffer.rounds.settings)
         return buffer

@@ -11,6 +11,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input, normalize_batched_scales_shape
 from vllm.v1.worker.ubatching import dbo_maybe_run_recv_hook
 
+from moecomm import combine as combining
 from moecomm.buffer import Buffer
 from moecomm.errors import Unsupported
 from moecomm.integrations.vllm.managers import Rounds
@@ -160,10 +161,10 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
             raise Unsupported("experts that add rows up: batched rows are weighted and added on their way home")
         handle, y = self._slots.get(), apart(fused_expert_output, output)
         dbo_maybe_run_recv_hook()
-        num_sms, weighted = self._rounds.num_sms, not apply_router_weight_on_input
+        options = combining.Options(weighted=not apply_router_weight_on_input, num_sms=self._rounds.num_sms)
 
         def run() -> None:
-            handle.buffer.combine(y, handle, out=output, weighted=weighted, num_sms=num_sms)
+            combining.combine(handle.rounds, options, y, handle, out=output)
 
         return self._beside.start(y.device, run), nothing
 
@@ -191,5 +192,5 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
 
 def _end(buffer: Buffer, routed: Routed) -> None:
     """Once; a second call does nothing."""
-    if buffer.begun is routed:
+    if buffer.rounds.begun is routed:
         buffer.dispatch_end(routed, sync=False)

@@ -21,6 +21,7 @@ from vllm.v1.worker.ubatching import (
     dbo_yield_and_switch_from_compute_to_comm,
 )
 
+from moecomm import combine as combining
 from moecomm.compat.deep_ep.normal import received, route
 from moecomm.core.call_count import CountedCall
 from moecomm.errors import BadInput
@@ -169,8 +170,10 @@ class StandardPrepareAndFinalize(PrepareAndFinalize):
                 )
             held = [apart(y, output)]
         dbo_yield_and_switch_from_compute_to_comm()
-        num_sms = self._rounds.num_sms
-        wait = self._beside.start(y.device, lambda: handle.buffer.combine(held[0], handle, out=output, num_sms=num_sms))
+        options = combining.Options(num_sms=self._rounds.num_sms)
+        wait = self._beside.start(
+            y.device, lambda: combining.combine(handle.rounds, options, held[0], handle, out=output)
+        )
         dbo_switch_to_compute()
 
         def receive() -> None:
@@ -213,6 +216,6 @@ def _quantized(rows: torch.Tensor, quant_config: Any) -> tuple[torch.Tensor, tor
 
 def _in_window(handle: Handle, dtype: torch.dtype) -> torch.Tensor | None:
     try:
-        return handle.buffer.empty(handle, dtype)
+        return combining.empty(handle.rounds, handle, dtype)
     except BadInput:  # no room: combine copies what it can't read in place
         return None

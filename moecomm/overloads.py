@@ -1,72 +1,61 @@
-"""The types of a Buffer's calls whose results depend on their options.  For type checkers alone.
+"""Types of the calls of a Buffer whose results depend on their options, for type checkers.
 
-The methods of Buffer have the docstrings.  A tensor in means tensors out; any other array means Any.
+The methods of Buffer have the docstrings.  Tensors in mean tensors out; any other array means Any.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any, Literal, Protocol, TypedDict, TypeVar, overload
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
 
 import torch
 from typing_extensions import Unpack
 
-from moecomm.core.choices import Activation, ByExpert, Layout, Quantize, ScaleFormat, ScaleLayout
+from moecomm.combine.options import OptionsDict as CombineOptions
+from moecomm.core.choices import ByExpert, Layout, Quantize
+from moecomm.dispatch.options import OptionsDict
+from moecomm.fused.options import OptionsDict as MoeOptions
 from moecomm.routed import Handle, Routed
 
 T = torch.Tensor
 _Signature = TypeVar("_Signature")
 
 
-def typed(signature: Callable[..., _Signature]) -> Callable[[Callable[..., Any]], _Signature]:
-    """Decorates a method that type checkers see with another signature.  Returns the method as it is."""
+def typed(
+    signature: Callable[..., _Signature], options: type[NamedTuple] | None = None
+) -> Callable[[Callable[..., Any]], _Signature]:
+    """Decorate a method that type checkers see with another signature.
+
+    `options`: the fields that inspect.signature() and help() show in the place of `**options`, with their defaults.
+    """
 
     def decorate(function: Callable[..., Any]) -> Any:
+        if options is not None:
+            shown = inspect.signature(function)
+            own = [p for p in shown.parameters.values() if p.kind is not p.VAR_KEYWORD]
+            more = [
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+                for (name, default), annotation in zip(
+                    options._field_defaults.items(), options.__annotations__.values(), strict=True
+                )
+            ]
+            function.__signature__ = shown.replace(parameters=own + more)  # type: ignore[attr-defined]
         return function
 
     return decorate
 
 
-class BeginOptions(TypedDict, total=False):
+class BeginOptions(OptionsDict, total=False):
     """Options of dispatch_begin() on which the types of its result do not depend."""
 
-    expert_alignment: int
-    scale_format: ScaleFormat
-    scale_layout: ScaleLayout
     max_rows: int | None
-    num_sms: int | None
-    check_weights: bool
 
 
 class DispatchOptions(BeginOptions, total=False):
     """Likewise of dispatch()."""
 
     sync: bool | None
-
-
-class CombineOptions(TypedDict, total=False):
-    """Likewise of combine()."""
-
-    out: Any
-    bias: Any
-    weighted: bool
-    wire: torch.dtype | None
-    num_sms: int | None
-    topk_weights: Any
-
-
-class MoeOptions(TypedDict, total=False):
-    """Likewise of moe()."""
-
-    activation: Activation
-    interleaved: bool
-    out: Any
-    bias: Any
-    max_rows: int | None
-    wire: torch.dtype | None
-    num_sms: int | None
-    check_weights: bool
-    fused: bool | None
 
 
 class Dispatch(Protocol):

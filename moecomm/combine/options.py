@@ -1,0 +1,48 @@
+"""Options of a combine.  docs/adding-an-option.md lists what a new one takes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+
+from moecomm.core.choices import Layout
+from moecomm.core.validation import check_flag
+from moecomm.dispatch.options import check_num_sms
+from moecomm.errors import BadInput
+
+
+class Options(NamedTuple):
+    """Options of Buffer.combine, which documents them, except tensors."""
+
+    weighted: bool = True
+    wire: torch.dtype | None = None
+    num_sms: int | None = None
+
+
+class OptionsDict(TypedDict, total=False):
+    """The same for type checkers, with the tensors on which the types of the result do not depend."""
+
+    out: Any
+    bias: Any
+    topk_weights: Any
+    weighted: bool
+    wire: torch.dtype | None
+    num_sms: int | None
+
+
+class Key(NamedTuple):
+    """Everything that combines of one plan have in common, except the types of their other tensors."""
+
+    layout: Layout  # of the dispatch
+    dtype: torch.dtype  # of y
+    options: Options
+    sum_grads: bool  # flat: add up the weight_grads of every rank for a token, not those of its experts' owners
+
+
+def check_options(options: Options, dtype: torch.dtype) -> None:
+    """Raise BadInput that names the first option that can't be used with `y` of this dtype."""
+    check_num_sms(options.num_sms)
+    check_flag("weighted", options.weighted)
+    if options.wire not in (None, torch.float32, dtype):
+        raise BadInput("wire", options.wire, f"None or the dtype of y, {dtype}")

@@ -1,0 +1,46 @@
+"""Rounds: the state of a Buffer that dispatch, combine and fused layers work with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moecomm.core.memory import WindowMemory
+from moecomm.core.plans import PlanCache
+from moecomm.core.session import Session
+from moecomm.core.settings import Settings
+from moecomm.core.state import RoundState, collective
+
+
+class Rounds(RoundState):
+    """Sizes, session, window memory and plans of a Buffer, and what its last rounds left behind.
+
+    A Handle refers to it, and so keeps the session open when the Buffer itself is gone.
+    """
+
+    def __init__(self, session: Session, settings: Settings) -> None:
+        super().__init__(session)
+        shape = session.context.shape
+        self.settings = settings
+        self.rank, self.num_ranks, self.dtype = session.context.rank, settings.ranks, settings.dtype
+        self.hidden, self.num_experts = settings.hidden, settings.num_experts
+        self.topk, self.max_tokens = settings.topk, settings.max_tokens
+        self.domain_ranks = shape.domain_ranks or settings.ranks
+        self.packet_room = shape.packet_bytes if self.domain_ranks == settings.ranks else 0
+        self.device = session.device
+        self.on_cpu = session.device.type == "cpu"
+        self.memory = WindowMemory(session.arena, session.capturing)
+        self.plans = PlanCache()
+        self.routes: dict[tuple[str, int, int], Any] = {}  # of the dispatches of operators, see moecomm.ops.handles
+        self.begun: object = None  # the Routed of a dispatch_begin() whose dispatch_end() is yet to come
+
+    @collective(rounds=0)
+    def check(self) -> None:
+        """Wait for every round so far, and raise the error of the first that went wrong, if any."""
+        self.require_usable()
+        self.session.synchronize()
+        self.raise_failure()
+
+    def _release(self) -> None:
+        super()._release()
+        self.plans.clear()
+        self.routes.clear()

@@ -1,0 +1,67 @@
+"""Options of a dispatch.  docs/adding-an-option.md lists what a new one takes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypedDict, get_args
+
+from moecomm.core.choices import Layout, Quantize, ScaleFormat, ScaleLayout
+from moecomm.core.integers import check_alignment, is_integer
+from moecomm.core.validation import check_flag, check_name
+from moecomm.errors import BadInput
+
+LAYOUTS = get_args(Layout)
+SCALE_FORMATS = get_args(ScaleFormat)
+SCALE_LAYOUTS = get_args(ScaleLayout)
+
+
+class Options(NamedTuple):
+    """Options of Buffer.dispatch, which documents them, except tensors, `max_rows`, `handle` and `sync`."""
+
+    layout: Layout = "expert"
+    expert_alignment: int = 1
+    quantize: Quantize | None = None
+    scale_format: ScaleFormat = "fp32"
+    scale_layout: ScaleLayout = "row"
+    num_sms: int | None = None
+    check_weights: bool = False
+
+
+class OptionsDict(TypedDict, total=False):
+    """The same for type checkers, without `layout` and `quantize`, on which the types of the result depend."""
+
+    expert_alignment: int
+    scale_format: ScaleFormat
+    scale_layout: ScaleLayout
+    num_sms: int | None
+    check_weights: bool
+
+
+class Key(NamedTuple):
+    """Everything that dispatches of one plan have in common, except the types of their tensors."""
+
+    layout: Layout  # a repeat has that of its handle
+    options: Options
+    repeat: bool = False  # by a handle, without routing
+    begin: bool = False  # the first half of a split dispatch
+    descriptors: bool = False  # row descriptors travel in the place of rows
+    grow: bool = False  # this rank asks for a larger Buffer, and has no tokens
+
+
+def check_options(options: Options) -> None:
+    """Raise BadInput that names the first option that can't be used."""
+    check_name("layout", options.layout, LAYOUTS)
+    check_alignment("expert_alignment", options.expert_alignment)
+    check_name("scale_format", options.scale_format, SCALE_FORMATS)
+    check_name("scale_layout", options.scale_layout, SCALE_LAYOUTS)
+    if options.quantize not in (None, "fp8"):
+        raise BadInput("quantize", repr(options.quantize), "None or 'fp8'")
+    if options.quantize is None and options.scale_format != "fp32":
+        raise BadInput("scale_format", repr(options.scale_format), "quantize='fp8' beside it, whose scales it is of")
+    check_flag("check_weights", options.check_weights)
+    check_num_sms(options.num_sms)
+
+
+def check_num_sms(num_sms: int | None) -> None:
+    """Raise BadInput unless it is None or 1 to 1024."""
+    if num_sms is not None and not (is_integer(num_sms) and 1 <= num_sms <= 1024):
+        raise BadInput("num_sms", repr(num_sms), "a whole number, 1 to 1024, or None")

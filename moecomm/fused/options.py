@@ -1,0 +1,35 @@
+"""Options of an expert layer."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+
+from moecomm.core.choices import Activation
+
+
+class Options(NamedTuple):
+    """Options of Buffer.moe, which documents them, except tensors."""
+
+    activation: Activation = "swiglu"
+    interleaved: bool = False
+    max_rows: int | None = None
+    wire: torch.dtype | None = None
+    num_sms: int | None = None
+    check_weights: bool = False
+    fused: bool | None = None
+
+
+class OptionsDict(TypedDict, total=False):
+    """The same for type checkers, with the tensors on which the type of the result does not depend."""
+
+    out: Any
+    bias: Any
+    activation: Activation
+    interleaved: bool
+    max_rows: int | None
+    wire: torch.dtype | None
+    num_sms: int | None
+    check_weights: bool
+    fused: bool | None

@@ -1,0 +1,32 @@
+"""Rounds that are prepared and not run, from the arguments of the calls of a Buffer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moecomm import combine, dispatch
+from moecomm.buffer import Buffer
+from moecomm.fused import layer
+from moecomm.fused import options as layer_options
+from moecomm.fused.pipeline import Pipeline
+from moecomm.routed import Handle, Routed
+
+
+def prepare_dispatch(buffer: Buffer, *tensors: Any, **call: Any) -> Routed:
+    """A dispatch with the arguments of Buffer.dispatch; `begin=True`: the first half of one."""
+    return dispatch.prepare(buffer.rounds, _options(dispatch.Options, call), *tensors, **call)
+
+
+def prepare_combine(buffer: Buffer, y: Any, handle: Handle, **call: Any) -> combine.Combining:
+    """A combine with the arguments of Buffer.combine."""
+    return combine.prepare(buffer.rounds, _options(combine.Options, call), y, handle, **call)
+
+
+def prepare_moe(buffer: Buffer, *tensors: Any, **call: Any) -> Pipeline:
+    """A layer with the arguments of Buffer.moe."""
+    return layer.prepare(buffer.rounds, _options(layer_options.Options, call), *tensors, **call)
+
+
+def _options(kind: Any, call: dict[str, Any]) -> Any:
+    """Move the fields of `kind` out of the arguments."""
+    return kind(**{name: call.pop(name) for name in kind._fields if name in call})
