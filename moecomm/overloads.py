@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 
 from moecomm.combine.options import OptionsDict as CombineOptions
 from moecomm.core.choices import ByExpert, Layout, Quantize
+from moecomm.core.compiling import not_traced
 from moecomm.dispatch.options import OptionsDict
 from moecomm.fused.options import OptionsDict as MoeOptions
 from moecomm.routed import Handle, Routed
@@ -31,6 +32,7 @@ def typed(
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
+        not_traced(function)
         if options is not None:
             shown = inspect.signature(function)
             own = [p for p in shown.parameters.values() if p.kind is not p.VAR_KEYWORD]

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import moecomm
-from moecomm import _native, combine, dispatch
+from moecomm import _native
 from moecomm.testing import LocalBuffers, check_case, random_case
+from moecomm.testing.prepare import prepare_combine, prepare_dispatch
 
 SIZES = {"ranks": 3, "hidden": 64, "num_experts": 12, "topk": 4, "max_tokens": 16, "dtype": torch.bfloat16}
 T = 8
@@ -84,7 +85,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_dispatch_refuses(ranks: LocalBuffers, name: str) -> None:
     argument, wrong = REFUSED[name]
-    dispatch.prepare(ranks.buffers[0], **good_call())  # a good call is known, and must not stand in for a bad one
+    prepare_dispatch(ranks.buffers[0], **good_call())  # a good call is known, and must not stand in for a bad one
     for buffer in ranks.buffers:  # a call that fails on some ranks alone leaves them out of step
         with pytest.raises(moecomm.BadInput) as caught:
             buffer.dispatch(**{**good_call(), **wrong})
@@ -97,7 +98,7 @@ def test_combine_refuses(ranks: LocalBuffers) -> None:
     routed = ranks.dispatch([good_call() for _ in range(3)])
     first, y = ranks.buffers[0], torch.zeros_like(routed[0].x)
     for bias in (None, y[0]):
-        combine.prepare(
+        prepare_combine(
             first, y, routed[0].handle, bias=bias
         )  # good calls are known, and must not stand in for bad ones
     read_only = np.zeros((T, 64), np.float16)
@@ -106,7 +107,7 @@ def test_combine_refuses(ranks: LocalBuffers) -> None:
 
     def refuses(match: str | None = None, /, **call: Any) -> moecomm.BadInput:
         for other in ranks.buffers[1:]:
-            other.count_rejected()  # as if the call failed there as well: the ranks stay in step
+            other.rounds.count_rejected()  # as if the call failed there as well: the ranks stay in step
         with pytest.raises(moecomm.BadInput, match=match) as caught:
             first.combine(**call)
         return caught.value
@@ -171,7 +172,7 @@ def test_too_many_rows_void_the_round_on_every_rank(ranks: LocalBuffers) -> None
 
 def test_rows_of_a_void_round_have_no_expert(ranks: LocalBuffers) -> None:
     calls = [{**good_call(), "layout": "flat", "max_rows": 3, "sync": False} for _ in range(3)]
-    routed = [dispatch.prepare(buffer, **call) for buffer, call in zip(ranks.buffers, calls, strict=True)]
+    routed = [prepare_dispatch(buffer, **call) for buffer, call in zip(ranks.buffers, calls, strict=True)]
     _native.host_run_all([here.args for here in routed])  # without its end, which raises
     for buffer in ranks.buffers:
         assert isinstance(_left_behind(buffer), moecomm.BadInput)

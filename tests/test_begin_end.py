@@ -141,12 +141,12 @@ def test_what_is_refused_in_between(buffer: moecomm.Buffer) -> None:
 def test_memory_that_peers_write_to_is_kept_until_the_end(buffer: moecomm.Buffer) -> None:
     buffer.dispatch_begin(**call(0))  # and dropped
     gc.collect()
-    used = buffer.memory.used
+    used = buffer.rounds.memory.used
     assert used > 0
-    assert buffer.begun is not None
-    buffer.dispatch_end(buffer.begun)
+    assert buffer.rounds.begun is not None
+    buffer.dispatch_end(buffer.rounds.begun)
     gc.collect()
-    assert buffer.memory.used == 0
+    assert buffer.rounds.memory.used == 0
 
 
 def test_bad_input_begins_nothing(ranks: LocalBuffers) -> None:
@@ -158,7 +158,7 @@ def test_bad_input_begins_nothing(ranks: LocalBuffers) -> None:
     for other in ranks.buffers[1:]:
         with pytest.raises(moecomm.BadInput):
             other.check()
-    assert all(b.begun is None for b in ranks.buffers)
+    assert all(b.rounds.begun is None for b in ranks.buffers)
     ended = ranks.dispatch_end(ranks.dispatch_begin([call(r) for r in range(3)]))
     assert sum(len(r.x) for r in ended) == 60
 

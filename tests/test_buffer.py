@@ -71,7 +71,7 @@ def test_memory_of_dropped_outputs_is_used_again() -> None:
             ranks.combine([{"y": r.x, "handle": r.handle} for r in routed])
         del routed
         gc.collect()
-        assert all(b.memory.used == 0 for b in ranks.buffers)
+        assert all(b.rounds.memory.used == 0 for b in ranks.buffers)
 
 
 @pytest.mark.parametrize("quantize", [None, "fp8"])
@@ -79,11 +79,11 @@ def test_rows_that_did_not_come_give_their_memory_back(quantize: str | None) -> 
     with moecomm.Buffer(hidden=1024, num_experts=2, topk=2, max_tokens=512, backend="host") as buffer:
         x, idx = torch.randn(8, 1024).bfloat16(), torch.zeros(8, 2, dtype=torch.int64)
         loose = buffer.dispatch(x, idx, quantize=quantize, sync=False)
-        worst = buffer.memory.used
+        worst = buffer.rounds.memory.used
         del loose
         exact = buffer.dispatch(x, idx, quantize=quantize, sync=True)
         assert len(exact.x) == 16
-        assert worst - buffer.memory.used == (512 * 2 - 16) * 1024 * exact.x.element_size()
+        assert worst - buffer.rounds.memory.used == (512 * 2 - 16) * 1024 * exact.x.element_size()
         other = buffer.dispatch(x, idx, quantize=quantize)  # takes what was given back
         assert torch.equal(exact.x.view(torch.uint8), other.x.view(torch.uint8))
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import moecomm
-from moecomm import combine
 from moecomm.errors import BadInput, Closed
 from moecomm.fused import interleave, layer, quantize_weights
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
 from moecomm.testing.layers import expected
+from moecomm.testing.prepare import prepare_combine, prepare_moe
 from moecomm.tools.demo_layer import MoELayer
 
 SIZES: list[dict[str, Any]] = [
@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_named_before_a_row_is_sent() -> None:
             with pytest.raises(BadInput) as caught:
                 ranks.buffers[0].moe(**good[0] | change)
             assert caught.value.argument in change, change
-            ranks.buffers[1].count_rejected()  # as if the call had failed there as well: the ranks stay in step
+            ranks.buffers[1].rounds.count_rejected()  # as if the call had failed there as well: the ranks stay in step
         with pytest.raises(BadInput, match="bias"):  # seen by combine, by all ranks alike
             ranks.moe([call | refused[-1] for call in good])
         for rank, out in enumerate(ranks.moe(good)):
@@ -239,14 +239,14 @@ def test_what_the_dispatch_left_behind_keeps_no_rank_from_the_combine(monkeypatc
     case = random_layer(4, **PAIR | {"ranks": 1}, dtype=torch.float32)
     with opened(PAIR | {"ranks": 1}, torch.float32) as ranks:
         (buffer,) = ranks.buffers
-        given, looked = layer.prepare(buffer, **case.call(0)), []
-        routed = buffer.dispatch(**given.dispatch_arguments())
+        given, looked = prepare_moe(buffer, **case.call(0)), []
+        (routed,) = ranks.dispatch_layers([given])
         given.compute(routed)
         with monkeypatch.context() as context:
-            context.setattr(type(buffer), "raise_failure", lambda self: looked.append(self))
+            context.setattr(type(buffer.rounds), "raise_failure", lambda self: looked.append(self))
             given.prepare_reduce()
             assert not looked
-            combine.prepare(buffer, routed.x, routed.handle)
+            prepare_combine(buffer, routed.x, routed.handle)
             assert looked
         given.run_reduce()
         case.check(0, given.finish_reduce())

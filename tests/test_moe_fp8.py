@@ -126,10 +126,10 @@ def test_what_does_not_fit_is_named_before_a_row_is_sent() -> None:
             with pytest.raises(BadInput) as caught:
                 ranks.buffers[0].moe(**good[0] | change)
             assert caught.value.argument in change, change
-            ranks.buffers[1].count_rejected()  # as if the call had failed there as well: the ranks stay in step
+            ranks.buffers[1].rounds.count_rejected()  # as if the call had failed there as well: the ranks stay in step
         with pytest.raises(Unsupported, match="multiple of 32"):
             ranks.buffers[0].moe(**good[0] | narrow)
-        ranks.buffers[1].count_rejected()
+        ranks.buffers[1].rounds.count_rejected()
         for rank, out in enumerate(ranks.moe(good)):
             case.check(rank, out)
     with opened(PAIR, torch.float32) as ranks, pytest.raises(Unsupported, match="float32"):

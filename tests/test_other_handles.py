@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import moecomm
-from moecomm import _native, dispatch
+from moecomm import _native
 from moecomm.dispatch import LAYOUTS
 from moecomm.testing import LocalBuffers
+from moecomm.testing.prepare import prepare_dispatch
 
 from .conftest import Ranks
 
@@ -83,7 +84,7 @@ def test_a_void_dispatch_is_another_one() -> None:
     with LocalBuffers(2, **SIZES, backend="host") as buffers:
         calls = [call(rank, layout="flat", sync=False) for rank in range(2)]
         good = buffers.dispatch(calls)
-        void = [dispatch.prepare(b, **c, max_rows=1) for b, c in zip(buffers.buffers, calls, strict=True)]
+        void = [prepare_dispatch(b, **c, max_rows=1) for b, c in zip(buffers.buffers, calls, strict=True)]
         _native.host_run_all([here.args for here in void])  # without its end, which raises
         for buffer in buffers.buffers:
             with pytest.raises(moecomm.BadInput, match="max_rows"):

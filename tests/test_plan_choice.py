@@ -9,6 +9,7 @@ import torch
 
 from moecomm import combine, dispatch
 from moecomm.testing import LocalBuffers
+from moecomm.testing.prepare import prepare_combine, prepare_dispatch
 
 TOKENS, HIDDEN = 6, 256
 
@@ -36,11 +37,12 @@ def test_by_where_rows_are_and_what_is_given(tried: list[Any]) -> None:
             (outside, {"weight_grads": torch.ones(len(outside), 2)}),
         ]
         for y, options in kinds:
-            combine.prepare(buffer, y, here.handle, **options)
-        assert len({plan.kind for plans in buffer.combine_plans.values() for plan in plans}) == len(kinds)
+            prepare_combine(buffer, y, here.handle, **options)
+        plans = [plan for of_key in buffer.rounds.plans._plans.values() for plan in of_key]
+        assert len({plan.kind for plan in plans if isinstance(plan, combine.Plan)}) == len(kinds)
         for y, options in kinds:
             tried.clear()
-            made = combine.prepare(buffer, y, here.handle, **options)
+            made = prepare_combine(buffer, y, here.handle, **options)
             assert tried == [made.plan]
 
 
@@ -51,5 +53,5 @@ def test_by_the_type_of_x(tried: list[Any]) -> None:
         kinds = [(x, None), (x.to(torch.float8_e4m3fn), torch.ones(TOKENS, HIDDEN // 128))]
         for _ in range(2):
             tried.clear()
-            made = [dispatch.prepare(buffer, rows, ids, scales=scales, layout="flat") for rows, scales in kinds]
+            made = [prepare_dispatch(buffer, rows, ids, scales=scales, layout="flat") for rows, scales in kinds]
         assert tried == [routed.plan for routed in made] and tried[0] is not tried[1]

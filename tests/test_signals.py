@@ -46,7 +46,7 @@ def at_a_round(buffer: moecomm.Buffer, number: int, handler: Callable[[], None])
         handler()
 
     def send() -> None:
-        while not buffer._running:
+        while not buffer.rounds._running:
             time.sleep(0.001)
         time.sleep(0.1)  # it waits, and has for longer than a wait spins
         sent.append(time.monotonic())
@@ -144,7 +144,7 @@ def _calling(rank: int, group: Any) -> str:
         routed = buffer.dispatch(**call())
         assert len(refused) == (1 if rank == 0 else 0)
         if rank == 1:
-            buffer.count_rejected()  # as if the call had failed here as well: the ranks stay in step
+            buffer.rounds.count_rejected()  # as if the call had failed here as well: the ranks stay in step
         assert torch.equal(buffer.combine(routed.x, routed.handle), 2 * call()["x"])
     return "refused"
 

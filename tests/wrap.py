@@ -16,7 +16,7 @@ def wrap_after(ranks: LocalBuffers, rounds: int, *, kernels: bool = False) -> No
     """
     begun = ROUNDS - 1 - rounds
     for buffer in ranks.buffers:
-        context = buffer.session.context
+        context = buffer.rounds.session.context
         window = context.peers[buffer.rank]
         ctypes.c_uint32.from_address(window + context.window.state).value = begun
         if kernels and buffer.domain_ranks < buffer.num_ranks:  # tagged_words_value of the last round, by sender
@@ -26,6 +26,6 @@ def wrap_after(ranks: LocalBuffers, rounds: int, *, kernels: bool = False) -> No
 
 def rounds_since_wrap(ranks: LocalBuffers) -> list[int]:
     """How many rounds each rank has begun after the one whose tag was the last; less than 0 before that."""
-    contexts = [buffer.session.context for buffer in ranks.buffers]
+    contexts = [buffer.rounds.session.context for buffer in ranks.buffers]
     begun = [ctypes.c_uint32.from_address(c.peers[c.rank] + c.window.state).value for c in contexts]
     return [(number + ROUNDS // 2) % ROUNDS - ROUNDS // 2 for number in begun]

@@ -25,6 +25,7 @@ class RoundState:
         self._session, self._record = session, session.context.record
         self._failure: MoecommError | None = None  # has ended this Buffer
         self._close: weakref.finalize[..., Any] = forks.closer(self, session)
+        self._open = True
         self._what = "Buffer"
         self.made, self.rejected = 0, 0  # dispatches and combines, and calls that count_rejected has counted
         self._turn = threading.RLock()  # held by the thread that is in a collective call
@@ -81,10 +82,11 @@ class RoundState:
 
     def abort(self) -> None:
         """End every wait of this rank at once, from any thread.  The Buffer can then only be closed."""
-        if self._close.alive:
+        if self._open:
             self._session.abort(failures.ABORTED, self._session.context.rank)
 
     def _release(self) -> None:
+        self._open = False
         self._close()
 
     def _refuse(self, rounds: int) -> NoReturn:
@@ -95,7 +97,7 @@ class RoundState:
     def _count_refused(self) -> None:
         while self._refused:
             self._refused.pop()
-            if self._close.alive and self._failure is None:
+            if self._open and self._failure is None:
                 self._session.count_rejected()
 
     def count_rejected(self) -> None:
@@ -103,7 +105,7 @@ class RoundState:
 
         The round headers of later rounds carry the count.  Where counts differ, every rank raises OutOfStep.
         """
-        if self._close.alive and self._failure is None:
+        if self._open and self._failure is None:
             self.rejected += 1
             self._session.count_rejected()
 
@@ -127,7 +129,7 @@ class RoundState:
 
     def require_open(self) -> None:
         """Raise Closed, or the failure that has ended the Buffer."""
-        if not self._close.alive:
+        if not self._open:
             raise Closed(self._what)
         if self._failure is not None:
             raise self._failure
@@ -157,7 +159,7 @@ class RoundState:
     @property
     def closed(self) -> bool:
         """Whether close() has been called."""
-        return not self._close.alive
+        return not self._open
 
     @property
     def failed(self) -> bool:
@@ -166,6 +168,7 @@ class RoundState:
 
     def disown(self) -> None:
         """Close a parent's Buffer in a forked child, without a word to peers."""
+        self._open = False
         if self._close.detach() is not None:
             self._what = "Buffer, opened before this process was forked,"
 

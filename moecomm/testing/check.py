@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from moecomm import combine
 from moecomm.buffer import Buffer
 from moecomm.combine import reference as combine_reference
 from moecomm.combine.arguments import takes_weights
@@ -156,7 +157,8 @@ class Wanted:
             "num_sms": case.workers,
         }
         if case.in_window:
-            call["y"] = self.buffer.empty(routed.handle).copy_(call["y"])
+            rounds = routed.handle.rounds
+            call["y"] = combine.empty(rounds, routed.handle, rounds.dtype).copy_(call["y"])
         if (bias := case.bias[rank]) is not None:
             call["bias"] = bias.to(device)
         if self.own_weights is not None:

@@ -107,12 +107,7 @@ class LocalBuffers:
         given = [prepare_moe(buffer, **c) for buffer, c in zip(self.buffers, calls, strict=True)]
         for g in given:
             g.publish()
-
-        def dispatched(g: Pipeline, buffer: Buffer) -> Routed:
-            return g.dispatch_call().prepare(buffer.rounds)
-
-        starts = [partial(dispatched, g) for g in given]
-        for g, routed in zip(given, self._run(starts, dispatch.run, dispatch.finish), strict=True):
+        for g, routed in zip(given, self.dispatch_layers(given), strict=True):
             g.compute(routed)
 
         def prepared(g: Pipeline, buffer: Buffer) -> Pipeline:
@@ -121,6 +116,14 @@ class LocalBuffers:
 
         ends = [partial(prepared, g) for g in given]
         return self._run(ends, lambda g: g.run_reduce(), lambda rounds, g: g.finish_reduce())
+
+    def dispatch_layers(self, layers: Sequence[Pipeline]) -> list[Routed]:
+        """The dispatches of prepared layers, whose rows have been published."""
+
+        def start(layer: Pipeline, buffer: Buffer) -> Routed:
+            return layer.dispatch_call().prepare(buffer.rounds)
+
+        return self._run([partial(start, layer) for layer in layers], dispatch.run, dispatch.finish)
 
     def check(self) -> None:
         """Buffer.check() on every rank."""

@@ -157,7 +157,7 @@ def test_leaving_ends_a_peers_round(last_round: int, op: str) -> None:
         call = {"x": torch.ones(2, 8).bfloat16(), "topk_idx": torch.tensor([[0], [1]])}
         _, second = ranks.dispatch([call, call])
         buffer = ranks.buffers[1]
-        context = buffer.session.context
+        context = buffer.rounds.session.context
         window = context.window
         ctypes.c_uint32.from_address(context.peers[1] + window.state).value = last_round
         tagged_words = leave.tagged_words(last_round, window.num_tagged_words)
@@ -176,7 +176,7 @@ def test_leaving_ends_a_round_in_another_domain(last_round: int) -> None:
     sizes = {"hidden": 8, "num_experts": 2, "topk": 1, "max_tokens": 4}
     with LocalBuffers(2, **sizes, backend="host", domain_ranks=1, timeout_s=5) as ranks:
         buffer = ranks.buffers[1]
-        context = buffer.session.context
+        context = buffer.rounds.session.context
         window, base = context.window, context.peers[1]
         ctypes.c_uint32.from_address(base + window.state).value = last_round
         tagged_words = leave.tagged_words(last_round, window.num_tagged_words)

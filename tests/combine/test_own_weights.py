@@ -61,7 +61,7 @@ def test_the_bits_of_a_dispatch_that_carried_them_over_domains(
     monkeypatch.setattr(host, "direct_bytes", lambda *_: 16 << 10)  # of TOKENS tokens, and of fewer than 150
     many = {"all": (), "some": (0, 3), "none": range(ranks)}[direct]
     with LocalBuffers(ranks, **sizes(topk, max_tokens=300, domain_ranks=domain_ranks)) as buffers:
-        shape = buffers.buffers[0].session.context.shape
+        shape = buffers.buffers[0].rounds.session.context.shape
         one = max(shape.receive_bytes, shape.staged_row_bytes + 16) + 127  # direct_bytes of domains.h, at most
         assert TOKENS * one <= shape.packet_bytes < 150 * shape.staged_row_bytes and shape.ring_tokens < 150
         compare_with_carried(buffers, topk, layout, in_window, [150 if r in many else TOKENS for r in range(ranks)])
@@ -152,7 +152,7 @@ def test_many_tokens_are_refused_by_the_most_there_may_be() -> None:
 def test_all_know_the_same_rule(most: int, domain_ranks: int | None) -> None:
     with LocalBuffers(2, **sizes(3, max_tokens=most, domain_ranks=domain_ranks)) as buffers:
         for buffer in buffers.buffers:
-            assert takes_weights(buffer) == _native.takes_weights(buffer.session.context.shape)
+            assert takes_weights(buffer) == _native.takes_weights(buffer.rounds.session.context.shape)
 
 
 @pytest.mark.parametrize(("most", "layout", "why"), [(20, "flat", "flat"), (1366, "expert", "4098")])

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm import Routed, combine
+from moecomm import Routed
 from moecomm.core import packets
 from moecomm.testing import LocalBuffers
+from moecomm.testing.prepare import prepare_combine
 
 TOKENS, HIDDEN, TOPK = 20, 64, 2
 SIZES: dict[str, Any] = {"ranks": 2, "hidden": HIDDEN, "num_experts": 8, "topk": TOPK, "max_tokens": 24}
@@ -22,7 +23,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBuffers]:
     monkeypatch.setattr(packets, "fit_return_packets", lambda bytes_of_row, tokens, topk, room: tokens < TOKENS)
     with LocalBuffers(**SIZES, backend="host") as ranks:
         for buffer in ranks.buffers:
-            monkeypatch.setattr(buffer.session, "reduced_rows_in_heap", True)
+            monkeypatch.setattr(buffer.rounds.session, "reduced_rows_in_heap", True)
         yield ranks
 
 
@@ -50,34 +51,34 @@ def test_a_place_for_each_flat_row(
     pair: LocalBuffers, layout: str, more: dict[str, Any], options: dict[str, Any], row: int, grads: bool
 ) -> None:
     here, buffer = arrived(pair, layout, **more), pair.buffers[0]
-    used, y = buffer.memory.used, here.x.clone()
+    used, y = buffer.rounds.memory.used, here.x.clone()
     if grads:
         options = options | {"weight_grads": torch.ones(*y.shape[:-1], *((TOPK,) if layout == "flat" else ()))}
     for _ in range(2):  # the first makes a plan, the other finds it
-        made = combine.prepare(buffer, y, here.handle, **options)
-        assert made.args.y == y.data_ptr() and buffer.session.context.in_heap(made.args.reduced_rows)
+        made = prepare_combine(buffer, y, here.handle, **options)
+        assert made.args.y == y.data_ptr() and buffer.rounds.session.context.in_heap(made.args.reduced_rows)
         rows = min(y.shape[:-1].numel(), SIZES["ranks"] * SIZES["max_tokens"])
-        assert buffer.memory.used - used >= rows * (row + 16 * grads)
+        assert buffer.rounds.memory.used - used >= rows * (row + 16 * grads)
         del made
-        assert buffer.memory.used == used, "it is kept for the round alone"
+        assert buffer.rounds.memory.used == used, "it is kept for the round alone"
 
 
 def test_none_where_rows_are_read_or_sent_as_they_are(pair: LocalBuffers) -> None:
     here, buffer = arrived(pair, "flat"), pair.buffers[0]
-    assert combine.prepare(buffer, here.x, here.handle).args.reduced_rows == 0, "y is in the window"
+    assert prepare_combine(buffer, here.x, here.handle).args.reduced_rows == 0, "y is in the window"
     grads = torch.ones(len(here.x), TOPK)
-    assert combine.prepare(buffer, here.x, here.handle, weight_grads=grads).args.reduced_rows != 0, (
+    assert prepare_combine(buffer, here.x, here.handle, weight_grads=grads).args.reduced_rows != 0, (
         "gradients travel beside"
     )
     few = pair.dispatch([call(TOKENS - 1, "flat"), call(TOKENS - 1, "flat")])[0]
-    assert combine.prepare(buffer, few.x.clone(), few.handle).args.reduced_rows == 0, "our tokens come in packets"
+    assert prepare_combine(buffer, few.x.clone(), few.handle).args.reduced_rows == 0, "our tokens come in packets"
 
 
 def test_none_where_rows_go_through_the_ring(pair: LocalBuffers) -> None:
     here, buffer = arrived(pair, "expert"), pair.buffers[0]
-    given = combine.prepare(buffer, here.x, here.handle, topk_weights=torch.rand(TOKENS, TOPK))
+    given = prepare_combine(buffer, here.x, here.handle, topk_weights=torch.rand(TOKENS, TOPK))
     assert given.args.reduced_rows == 0, "homes give the weights"
     kept = []
-    while (block := buffer.session.arena.allocate(here.x.nbytes)) is not None:
+    while (block := buffer.rounds.session.arena.allocate(here.x.nbytes)) is not None:
         kept.append(block)
-    assert combine.prepare(buffer, here.x, here.handle).args.reduced_rows == 0, "no room"
+    assert prepare_combine(buffer, here.x, here.handle).args.reduced_rows == 0, "no room"

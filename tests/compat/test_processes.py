@@ -111,7 +111,7 @@ def test_a_buffer_that_is_forgotten_gives_its_memory_back() -> None:
     recv_x, *_, handle, _ = buffer.dispatch(
         torch.ones(2, 8), topk_idx=torch.zeros(2, 1).long(), num_tokens_per_expert=torch.zeros(1, dtype=torch.int32)
     )
-    native = weakref.ref(handle.native.buffer)
+    native = weakref.ref(handle.native.rounds)
     del buffer, handle
     gc.collect()
     assert len(kept) == 0 and native() is None

@@ -41,7 +41,7 @@ def test_a_failed_call_counts_in_every_buffer(later: bool, failing: tuple[int, .
             if later and which == 1 and group.rank in failing:
                 fails(calls)
             buffers.append(opened(group))
-            calls.add(buffers[-1])
+            calls.add(buffers[-1].rounds)
         if not later and group.rank in failing:
             fails(calls)
         for buffer in buffers:
@@ -61,14 +61,14 @@ def test_a_failed_call_counts_in_every_buffer(later: bool, failing: tuple[int, .
 def test_a_round_or_a_call_that_has_counted_is_not_counted_again() -> None:
     calls = CallCount()
     with opened("self") as buffer:
-        calls.add(buffer)
+        calls.add(buffer.rounds)
         fails(calls, after=lambda: buffer.dispatch(X, IDS))
-        assert (calls.failed, buffer.rejected) == (0, 0)
+        assert (calls.failed, buffer.rounds.rejected) == (0, 0)
         with pytest.raises(moecomm.BadInput), CountedCall(calls):
             buffer.dispatch(X.double(), IDS)
-        assert (calls.failed, buffer.rejected) == (0, 1)
+        assert (calls.failed, buffer.rounds.rejected) == (0, 1)
         fails(calls, after=lambda: fails(calls))
-        assert (calls.failed, buffer.rejected) == (1, 2)
+        assert (calls.failed, buffer.rounds.rejected) == (1, 2)
 
 
 def test_a_failure_beside_a_call_of_another_thread_counts_after_it() -> None:
@@ -77,14 +77,14 @@ def test_a_failure_beside_a_call_of_another_thread_counts_after_it() -> None:
     def body(group: Any) -> None:
         calls = CallCount()
         with opened(group) as buffer:
-            calls.add(buffer)
+            calls.add(buffer.rounds)
             if group.rank == 1:
-                buffer._begin_call()
+                buffer.rounds._begin_call()
                 other = Thread(target=fails, args=(calls,))
                 other.start()
                 other.join()
-                assert buffer.rejected == 0
-                buffer._end_call()
+                assert buffer.rounds.rejected == 0
+                buffer.rounds._end_call()
             with pytest.raises(moecomm.OutOfStep):
                 buffer.dispatch(X, IDS)
             done.wait(30)

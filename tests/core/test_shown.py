@@ -23,7 +23,7 @@ def test_repr_says_sizes_and_state_without_touching_the_device(monkeypatch: pyte
         raise AssertionError("repr() waits, or makes a tensor")
 
     with monkeypatch.context() as watched:
-        watched.setattr(type(buffer.session), "synchronize", touched)
+        watched.setattr(type(buffer.rounds.session), "synchronize", touched)
         watched.setattr(moecomm.Routed, "_read", touched)
         assert repr(routed) == (
             f"<moecomm.Routed layout='batched', x [8, {T}, {H}] torch.float8_e4m3fn, scales torch.float32, cpu, "

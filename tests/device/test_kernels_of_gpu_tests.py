@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from moecomm import _native, combine, dispatch, jit, tuning
+from moecomm import _native, jit, tuning
 from moecomm.backends import host
 from moecomm.backends.lsa_kernels import combine_spec, dispatch_spec
 from moecomm.buffer import Buffer
@@ -23,6 +23,7 @@ from moecomm.core import packets
 from moecomm.dispatch.plan import END
 from moecomm.testing import Case, LocalBuffers, random_case
 from moecomm.testing.check import again_call, dispatch_call
+from moecomm.testing.prepare import prepare_combine, prepare_dispatch
 
 from ..compiled import Compiled, check_memory_descriptor, compile_beside
 from ..gpu import test_nvlink, test_virtual_ranks
@@ -60,31 +61,31 @@ def on_a_gpu(args: _native.DispatchArgs, layout: str) -> jit.KernelSpec:
 def plain_round(buffer: Buffer, sizes: dict[str, Any]) -> set[jit.KernelSpec]:
     """What a dispatch and a combine without options launch."""
     x = torch.zeros(buffer.max_tokens, sizes["hidden"], dtype=buffer.dtype)
-    routed = dispatch.prepare(buffer, x, torch.full((buffer.max_tokens, buffer.topk), -1))
+    routed = prepare_dispatch(buffer, x, torch.full((buffer.max_tokens, buffer.topk), -1))
     y = torch.empty(routed.handle.y_shape, dtype=buffer.dtype)
-    brought = combine.prepare(buffer, y, routed.handle)
+    brought = prepare_combine(buffer, y, routed.handle)
     return {on_a_gpu(routed.args, routed.handle.layout), combine_spec(brought.args)}
 
 
 def kernels_of_rank(case: Case, rank: int, buffer: Buffer) -> set[jit.KernelSpec]:
     """What one rank launches in a case."""
     call = dispatch_call(case, rank, buffer.device)
-    handle = (routed := dispatch.prepare(buffer, **call)).handle
+    handle = (routed := prepare_dispatch(buffer, **call)).handle
     specs = {on_a_gpu(routed.args, case.layout)}
     if case.begin:
-        half = dispatch.prepare(buffer, **call, begin=True).args
+        half = prepare_dispatch(buffer, **call, begin=True).args
         specs.add(on_a_gpu(half, case.layout))
         half.part = END
         specs.add(on_a_gpu(half, case.layout))
     if case.again:
-        specs.add(on_a_gpu(dispatch.prepare(buffer, **again_call(call, routed)).args, case.layout))
+        specs.add(on_a_gpu(prepare_dispatch(buffer, **again_call(call, routed)).args, case.layout))
     y = buffer.empty(handle) if case.in_window else torch.empty(handle.y_shape, dtype=buffer.dtype)
     grads = None
     if case.weight_grads:
         grads = torch.empty(*handle.y_shape[:-1], *((buffer.topk,) if case.layout == "flat" else ()))
     given = case.own_weights[rank] if case.own_weights is not None and takes_weights(buffer) else None
     options = {"weighted": case.weighted, "wire": case.wire, "weight_grads": grads, "topk_weights": given}
-    brought = combine.prepare(buffer, y, handle, **options)
+    brought = prepare_combine(buffer, y, handle, **options)
     return specs | {combine_spec(brought.args)}
 
 
@@ -94,7 +95,7 @@ def kernels_of(sizes: dict[str, Any], seeds: Sequence[int]) -> set[jit.KernelSpe
     room = test_virtual_ranks.packet_room(sizes) if virtual else packets.room
     with patch.object(host, "packet_bytes", room), LocalBuffers(**sizes, backend="host") as ranks:
         for buffer in ranks.buffers:
-            buffer.session.reduced_rows_in_heap = True  # type: ignore[misc]
+            buffer.rounds.session.reduced_rows_in_heap = True  # type: ignore[misc]
         specs = plain_round(ranks.buffers[0], sizes)
         for seed in seeds:
             case = random_case(seed, **test_virtual_ranks.of_cases(sizes), few_kernels=True)

@@ -41,7 +41,7 @@ def check_same(made: tuple[Any, ...], alone: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("scales", [None, SCALES, SCALES.to(torch.float8_e8m0fnu), SCALES.view(torch.int32)])
 @pytest.mark.parametrize("ids", [IDX, IDX.int()])
 def test_flat(buffer: moecomm.Buffer, ids: torch.Tensor, scales: torch.Tensor | None, sync: bool) -> None:
-    before = buffer.memory.used
+    before = buffer.rounds.memory.used
     x = X if scales is None else F8
     routed = buffer.dispatch(x, ids, WEIGHTS, layout="flat", scales=scales, sync=sync)
     made = routed.plan.flat_tensors(routed)
@@ -52,15 +52,15 @@ def test_flat(buffer: moecomm.Buffer, ids: torch.Tensor, scales: torch.Tensor | 
     assert torch.equal(made[0].float()[: len(arrive)], x[list(arrive)].float())
     assert torch.equal(made[2][: len(arrive)], ids[list(arrive)])
     del routed, alone
-    assert buffer.memory.used > before
+    assert buffer.rounds.memory.used > before
     del made
-    assert buffer.memory.used == before
+    assert buffer.rounds.memory.used == before
 
 
 @pytest.mark.parametrize("sync", [False, True])
 @pytest.mark.parametrize("scales", [None, SCALES, SCALES.view(torch.int32)])
 def test_rows_of_experts(buffer: moecomm.Buffer, scales: torch.Tensor | None, sync: bool) -> None:
-    before = buffer.memory.used
+    before = buffer.rounds.memory.used
     x = X if scales is None else F8
     routed = buffer.dispatch(x, IDX, WEIGHTS, layout="expert", expert_alignment=4, scales=scales, sync=sync)
     made = routed.plan.expert_tensors(routed)
@@ -77,15 +77,15 @@ def test_rows_of_experts(buffer: moecomm.Buffer, scales: torch.Tensor | None, sy
     if scales is not None:
         assert torch.equal(made[1][came], scales[tokens])
     del routed
-    assert buffer.memory.used > before
+    assert buffer.rounds.memory.used > before
     del made
-    assert buffer.memory.used == before
+    assert buffer.rounds.memory.used == before
 
 
 @pytest.mark.parametrize("begin", [False, True])
 @pytest.mark.parametrize("quantized", [None, "fp8"])
 def test_batched(buffer: moecomm.Buffer, quantized: str | None, begin: bool) -> None:
-    before = buffer.memory.used
+    before = buffer.rounds.memory.used
     call = buffer.dispatch_begin if begin else buffer.dispatch
     routed = call(X, IDX, WEIGHTS, layout="batched", quantize=quantized)
     made = routed.plan.batched_tensors(routed)
@@ -96,9 +96,9 @@ def test_batched(buffer: moecomm.Buffer, quantized: str | None, begin: bool) -> 
     assert made[1].tolist() == [2, 2, 2, 1]
     assert torch.equal(made[0][2, :2].float(), rows[[1, 4]].float())
     del routed
-    assert buffer.memory.used > before
+    assert buffer.rounds.memory.used > before
     del made
-    assert buffer.memory.used == before
+    assert buffer.rounds.memory.used == before
 
 
 def test_others_are_not_made_so(buffer: moecomm.Buffer) -> None:

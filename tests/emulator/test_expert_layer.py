@@ -34,6 +34,7 @@ from moecomm.fused.schedules import FP8_SCHEDULES, SCHEDULES
 from moecomm.routed import Routed
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
 from moecomm.testing import ranks as local
+from moecomm.testing.prepare import prepare_moe
 
 from ..few import few
 from ..fused.test_pipeline import at
@@ -86,7 +87,7 @@ class Emulated:
         self.launch(kernels.gemm_kernel(dtype, swiglu, apart, schedule, out=product.dtype), 2, args)
 
     def fused(self, ranks: LocalBuffers, calls: list[dict[str, Any]]) -> list[torch.Tensor]:
-        given = [layer.prepare(b, **call, fused=True) for b, call in zip(ranks.buffers, calls, strict=True)]
+        given = [prepare_moe(b, **call, fused=True) for b, call in zip(ranks.buffers, calls, strict=True)]
         self.run(ranks, given)
         return [mine.finish_reduce() for mine in given]
 
@@ -94,19 +95,18 @@ class Emulated:
         """All steps but the last."""
         for mine in given:
             mine.publish()
-        arguments = [mine.dispatch_arguments() for mine in given]
-        for mine, routed in zip(given, self.dispatch(ranks, arguments), strict=True):
+        for mine, routed in zip(given, self.dispatch(ranks, given), strict=True):
             mine.compute(routed)
         for mine in given:
             mine.prepare_reduce()
             mine.run_reduce()
 
-    def dispatch(self, ranks: LocalBuffers, calls: list[dict[str, Any]]) -> list[Routed]:
+    def dispatch(self, ranks: LocalBuffers, given: list[pipeline.Pipeline]) -> list[Routed]:
         """Of row descriptors, which only kernels know."""
         with self._monkeypatch.context() as patched:
             patched.setattr(local, "_native", SimpleNamespace(host_run_all=self._rounds.run_all))
             try:
-                return ranks.dispatch(calls)
+                return ranks.dispatch_layers(given)
             finally:
                 self._rounds.forget()
 
@@ -210,7 +210,7 @@ def test_rows_that_are_not_there_end_a_launch_and_nothing_is_made_of_it(
     for _ in range(2):
         launched = 0
         with LocalBuffers(**of_buffer, backend="host", timeout_s=20) as ranks:
-            given = [layer.prepare(buffer, **case.call(rank), fused=True) for rank, buffer in enumerate(ranks.buffers)]
+            given = [prepare_moe(buffer, **case.call(rank), fused=True) for rank, buffer in enumerate(ranks.buffers)]
             emulated.run(ranks, given)
             for mine, buffer in zip(given, ranks.buffers, strict=True):
                 assert bool(mine.finish_reduce().isnan().all())
@@ -258,14 +258,14 @@ def test_rows_are_published_as_a_dispatch_casts_them(
     sizes: dict[str, Any] = {"hidden": hidden, "num_experts": 2, "topk": 1, "max_tokens": tokens, "dtype": dtype}
     with LocalBuffers(1, **sizes, backend="host", timeout_s=20) as ranks:
         (buffer,) = ranks.buffers
-        given = layer.prepare(buffer, x=x, **routing, **weights, fused=True)
+        given = prepare_moe(buffer, x=x, **routing, **weights, fused=True)
         assert isinstance(given, pipeline.Fused) and done == []
         given.publish()
         assert done == ["order", "publish"]
         pitch = row_pitch(kernels.FP8, hidden)
-        descriptors = given.dispatch_arguments()["descriptors"]
+        descriptors = given.dispatch_call().others["descriptors"]
         assert descriptors.pitch == pitch
-        published = at(buffer.session.context.peers[0] + descriptors.rows, (tokens, pitch), torch.uint8)
+        published = at(buffer.rounds.session.context.peers[0] + descriptors.rows, (tokens, pitch), torch.uint8)
         data, scales = quantize(x)
         assert torch.equal(published[:, :hidden], data.view(torch.uint8))
         found = published[:, hidden : hidden + 4 * scales.shape[1]].view(torch.float32)

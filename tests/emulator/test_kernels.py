@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import moecomm
-from moecomm import combine, dispatch
+from moecomm import combine
 from moecomm.backends import host
 from moecomm.backends.lsa_kernels import dispatch_spec
 from moecomm.core import packets
@@ -22,6 +22,7 @@ from moecomm.dispatch import reference as dispatch_reference
 from moecomm.ops import handles
 from moecomm.testing import LocalBuffers, check_case, random_case
 from moecomm.testing import ranks as local
+from moecomm.testing.prepare import prepare_combine, prepare_dispatch
 
 from ..combine.test_summed_grads import check_sums
 from ..few import few
@@ -63,7 +64,7 @@ def combines(machine: Machine, monkeypatch: pytest.MonkeyPatch, layout: str, siz
         monkeypatch.setattr(host, "packet_bytes", lambda *_: 0)
     with LocalBuffers(**sizes, **SIZES, backend="host") as ranks:
         for buffer in ranks.buffers:
-            monkeypatch.setattr(buffer.session, "reduced_rows_in_heap", sizes != DOMAINS)
+            monkeypatch.setattr(buffer.rounds.session, "reduced_rows_in_heap", sizes != DOMAINS)
         wrap_after(ranks, 4, kernels=True)
         routed = ranks.dispatch([tokens(rank, layout) for rank in range(len(ranks.buffers))])
         rows = [[here.x * 2.0**power for here in routed] for power in range(8)]  # which scales sums to the bit
@@ -71,12 +72,12 @@ def combines(machine: Machine, monkeypatch: pytest.MonkeyPatch, layout: str, siz
         rounds, outs = [], []
         for ys in rows:
             pending = [
-                combine.prepare(buffer, y=y, handle=here.handle)
+                prepare_combine(buffer, y=y, handle=here.handle)
                 for buffer, y, here in zip(ranks.buffers, ys, routed, strict=True)
             ]
             places |= {p.args.reduced_rows for p in pending}
             rounds += [Call(p.args, machine.sizes) for p in pending]
-            outs.append([combine.finish(buffer, p) for buffer, p in zip(ranks.buffers, pending, strict=True)])
+            outs.append([combine.finish(buffer.rounds, p) for buffer, p in zip(ranks.buffers, pending, strict=True)])
         assert places == {0} if sizes == DOMAINS else len(places) == len(routed), "the same in every round"
         try:
             machine.run(rounds, len(routed))
@@ -130,7 +131,7 @@ def test_random_cases_in_one_domain(
     with LocalBuffers(ranks=4, **SIZES, backend="host") as ranks:
         wrap_after(ranks, cases, kernels=True)
         for rank, buffer in enumerate(ranks.buffers):
-            monkeypatch.setattr(buffer.session, "reduced_rows_in_heap", str(rank) not in in_ring)
+            monkeypatch.setattr(buffer.rounds.session, "reduced_rows_in_heap", str(rank) not in in_ring)
         try:
             for seed in range(cases):
                 check_case(ranks, random_case(seed, ranks=4, **SIZES, few_kernels=True))
@@ -172,7 +173,7 @@ def test_rows_of_several_pieces(layout: str, machine: Machine, monkeypatch: pyte
     plain |= dict.fromkeys(("scales", "wire", "own_weights", "max_rows"))
     with LocalBuffers(ranks=2, **sizes, backend="host") as ranks:
         for buffer in ranks.buffers:
-            monkeypatch.setattr(buffer.session, "reduced_rows_in_heap", True)
+            monkeypatch.setattr(buffer.rounds.session, "reduced_rows_in_heap", True)
         try:
             for seed in range(6):
                 case = random_case(seed, ranks=2, **sizes, few_kernels=True)
@@ -246,13 +247,13 @@ def test_weights_of_the_homes(
         rounds, outs = [], []
         for weights in given:
             pending = [
-                combine.prepare(b, here.x, here.handle, wire=wire, topk_weights=None if weights is None else weights[r])
+                prepare_combine(b, here.x, here.handle, wire=wire, topk_weights=None if weights is None else weights[r])
                 for r, (b, here) in enumerate(zip(ranks.buffers, routed, strict=True))
             ]
             rounds += [Call(p.args, machine.sizes) for p in pending]
             assert all(c.spec.own_weights == (weights is not None) for c in rounds[-4:])
             assert all(c.spec.packets == (way == "packets") for c in rounds[-4:])
-            outs.append([combine.finish(b, p) for b, p in zip(ranks.buffers, pending, strict=True)])
+            outs.append([combine.finish(b.rounds, p) for b, p in zip(ranks.buffers, pending, strict=True)])
         try:
             machine.run(rounds, 4)
         finally:
@@ -277,7 +278,7 @@ def test_gradients_of_every_rank_are_added(way: str, machine: Machine, monkeypat
     sizes = {"ranks": 4} if way in ("ring", "sums in the heap") else DOMAINS
     with LocalBuffers(**sizes, **SIZES, backend="host") as ranks:
         for buffer in ranks.buffers:
-            monkeypatch.setattr(buffer.session, "reduced_rows_in_heap", way == "sums in the heap")
+            monkeypatch.setattr(buffer.rounds.session, "reduced_rows_in_heap", way == "sums in the heap")
         try:
             check_sums(ranks, machine.run_all, monkeypatch)
         finally:
@@ -332,12 +333,12 @@ def test_ids_that_change_meanwhile_reach_no_other_memory(
         for _ in range(8):
             with LocalBuffers(**sizes, **SIZES, backend="host") as ranks:
                 for buffer in ranks.buffers:  # a round of which not all comes ends before the machine gives up
-                    buffer.session.context.timeout_ns = 20_000_000
+                    buffer.rounds.session.context.timeout_ns = 20_000_000
                 routed = [
-                    dispatch.prepare(b, torch.ones(20, 64).bfloat16(), ids, layout=layout, max_rows=80, sync=False)
+                    prepare_dispatch(b, torch.ones(20, 64).bfloat16(), ids, layout=layout, max_rows=80, sync=False)
                     for b, ids in zip(ranks.buffers, given, strict=True)
                 ]
-                behind = [b.memory.allocate(BEHIND)[0] for b in ranks.buffers]
+                behind = [b.rounds.memory.allocate(BEHIND)[0] for b in ranks.buffers]
                 memory = [
                     (ctypes.c_uint8 * BEHIND).from_address(here.plan.base + block.offset)
                     for here, block in zip(routed, behind, strict=True)
@@ -400,12 +401,12 @@ def test_ranks_with_handles_of_different_dispatches_are_told(
     sizes = DOMAINS if way == "domains" else {"ranks": 4}
     with LocalBuffers(**sizes, **SIZES, backend="host", timeout_s=5) as ranks:
         for buffer in ranks.buffers:
-            monkeypatch.setattr(buffer.session, "reduced_rows_in_heap", way == "sums in the heap")
+            monkeypatch.setattr(buffer.rounds.session, "reduced_rows_in_heap", way == "sums in the heap")
         calls = [tokens(rank, layout) for rank in range(4)]
         for c in calls:
             c["topk_idx"] = c["topk_idx"].contiguous()  # where the dispatch finds it again
         first, second = (ranks.dispatch(calls) for _ in range(2))
-        void = [dispatch.prepare(b, **c, max_rows=1, sync=False) for b, c in zip(ranks.buffers, calls, strict=True)]
+        void = [prepare_dispatch(b, **c, max_rows=1, sync=False) for b, c in zip(ranks.buffers, calls, strict=True)]
         machine.run_all([here.args for here in void])  # without its end, which raises
         for buffer in ranks.buffers:
             with pytest.raises(moecomm.BadInput, match="max_rows"):
@@ -443,7 +444,7 @@ def test_rows_not_in_use_of_few_tokens_and_of_many(machine: Machine, monkeypatch
         with LocalBuffers(ranks=2, **SIZES, backend="host") as ranks:
             calls = [{**tokens(rank, "flat"), "max_rows": 30, "sync": False} for rank in range(2)]
             assert all(
-                dispatch_spec(dispatch.prepare(b, **c).args).packets == small
+                dispatch_spec(prepare_dispatch(b, **c).args).packets == small
                 for b, c in zip(ranks.buffers, calls, strict=True)
             )
             routed = ranks.dispatch(calls)
@@ -457,7 +458,7 @@ def test_rows_not_in_use_of_few_tokens_and_of_many(machine: Machine, monkeypatch
                 idx, weights = dispatch_reference.unused(want, 30)
                 assert torch.equal(here.topk_idx, idx) and torch.equal(here.topk_weights, weights)
             void = [
-                dispatch.prepare(b, **{**call, "max_rows": 7}) for b, call in zip(ranks.buffers, calls, strict=True)
+                prepare_dispatch(b, **{**call, "max_rows": 7}) for b, call in zip(ranks.buffers, calls, strict=True)
             ]
             machine.run_all([here.args for here in void])  # without its end, which raises
             with pytest.raises(moecomm.BadInput, match="max_rows"):

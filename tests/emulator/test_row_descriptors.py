@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import moecomm
-from moecomm import dispatch as rounds
 from moecomm.dispatch.plan import DESCRIPTOR_BYTES, PublishedRows
 from moecomm.routed import Routed
 from moecomm.testing import LocalBuffers
 from moecomm.testing import ranks as local
+from moecomm.testing.prepare import prepare_dispatch
 
 from ..fused.test_pipeline import at
 from .machine import Call, Machine
@@ -70,7 +70,7 @@ def check(ranks: LocalBuffers, ids: list[torch.Tensor], arrived: list[Routed]) -
     of_rank, ids_are_published = EXPERTS // RANKS, ranks.buffers[0].max_tokens == FEW
     for rank, (buffer, routed) in enumerate(zip(ranks.buffers, arrived, strict=True)):
         args, end = routed.handle.args, 0
-        window = buffer.session.context.peers[rank]
+        window = buffer.rounds.session.context.peers[rank]
         rows = at(window + args.out_x, (args.max_rows, DESCRIPTOR_BYTES // 8), torch.int64)
         first: dict[tuple[int, int], int] = {}  # row of a token, by its home
         for expert in range(of_rank):
@@ -109,7 +109,7 @@ def test_a_bad_id_is_told_and_the_next_round_is_right(all_of_them: bool, most: i
     ids: list[Any] = [routing(tokens, rank, torch.int64) for rank in range(RANKS)]
     bad = [of.clone() for of in ids]
     bad[1][tokens // 2, 1] = EXPERTS
-    arrived = [moecomm.dispatch.prepare(b, **call) for b, call in zip(ranks.buffers, calls_of(bad), strict=True)]
+    arrived = [prepare_dispatch(b, **call) for b, call in zip(ranks.buffers, calls_of(bad), strict=True)]
     local._native.host_run_all([routed.args for routed in arrived])  # without its end, which raises
     for buffer, routed in zip(ranks.buffers, arrived, strict=True):
         with pytest.raises(moecomm.BadInput, match="topk_idx"):
@@ -128,15 +128,17 @@ def test_slips_are_there_when_their_dispatch_ends(machine: Machine, ranks: Local
         first, then = [], []
         for rank, buffer in enumerate(ranks.buffers):
             x = torch.empty(len(ids[rank]), HIDDEN, dtype=torch.bfloat16)
-            first.append(rounds.prepare(buffer, x, ids[rank], sync=False, descriptors=told(rank)))
-            there = at(buffer.session.context.peers[rank] + first[-1].args.out_x, (tokens, HIDDEN), torch.bfloat16)
+            first.append(prepare_dispatch(buffer, x, ids[rank], sync=False, descriptors=told(rank)))
+            there = at(
+                buffer.rounds.session.context.peers[rank] + first[-1].args.out_x, (tokens, HIDDEN), torch.bfloat16
+            )
             there.fill_(turn)
             to_itself[rank][:, 0] = rank * of_rank
-            then.append(rounds.prepare(buffer, there, to_itself[rank], layout="flat", sync=False))
+            then.append(prepare_dispatch(buffer, there, to_itself[rank], layout="flat", sync=False))
         machine.run([Call(routed.args, machine.sizes) for routed in (*first, *then)], RANKS)
         ranks.check()
         for rank, buffer in enumerate(ranks.buffers):
-            window = buffer.session.context.peers[rank]
+            window = buffer.rounds.session.context.peers[rank]
             there, sent = (
                 at(window + routed.args.out_x, (tokens, HIDDEN), torch.int16) for routed in (first[rank], then[rank])
             )

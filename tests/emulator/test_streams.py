@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from moecomm import jit
-from moecomm.fused import layer, pipeline
+from moecomm.fused import pipeline
 from moecomm.testing import LocalBuffers, random_layer
 from moecomm.testing import ranks as local
+from moecomm.testing.prepare import prepare_moe
 
 from ..wrap import wrap_after
 from .gemm_machine import compiled
@@ -94,12 +95,12 @@ def test_layers_whose_kernels_begin_early(
         monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=streams.dispatch))
         for mine in calls:
             given = [
-                layer.prepare(buffer, **{**call, "wire": None, "fused": True})
+                prepare_moe(buffer, **{**call, "wire": None, "fused": True})
                 for buffer, call in zip(ranks.buffers, mine, strict=True)
             ]
             for one in given:
                 one.publish()
-            for one, routed in zip(given, ranks.dispatch([one.dispatch_arguments() for one in given]), strict=True):
+            for one, routed in zip(given, ranks.dispatch_layers(given), strict=True):
                 one.compute(routed)
             for one in given:
                 one.prepare_reduce()

@@ -16,6 +16,7 @@ from moecomm.fused.publish import publish_kernel, row_config, row_pitch
 from moecomm.fused.reduce import reduce_kernel
 from moecomm.jit import loader, plain_kernel
 from moecomm.testing import LocalBuffers, random_layer
+from moecomm.testing.prepare import prepare_moe
 
 from ..compiled import check_kernel
 from ..few import few
@@ -48,11 +49,11 @@ def test_row_descriptors_are_enough_and_the_bits_are_those_of_dispatch_and_combi
             case.wire = None
             calls = [case.call(rank) for rank in range(ranks)]
             want = buffers.moe(calls)
-            peers = [buffer.session.context.peers[buffer.rank] for buffer in buffers.buffers]
+            peers = [buffer.rounds.session.context.peers[buffer.rank] for buffer in buffers.buffers]
             blocks, dispatches = [], []
             for buffer, call, window in zip(buffers.buffers, calls, peers, strict=True):  # publish.cuh
                 tokens = len(call["x"])
-                mine = buffer.memory.allocate(max(1, tokens) * 2 * hidden, max(1, tokens * topk) * 2 * hidden)
+                mine = buffer.rounds.memory.allocate(max(1, tokens) * 2 * hidden, max(1, tokens * topk) * 2 * hidden)
                 at(window + mine[0].offset, (tokens, hidden), dtype).copy_(call["x"])
                 places = torch.arange(tokens * topk, dtype=torch.int32).view(tokens, topk)
                 blocks.append(mine)
@@ -143,9 +144,9 @@ def test_a_pipeline_takes_no_memory_and_launches_nothing_before_it_publishes(mon
     ) as ranks:
         (buffer,) = ranks.buffers
         with monkeypatch.context() as context:
-            context.setattr(type(buffer.memory), "allocate", lambda *about: pytest.fail("memory of the window"))
-            context.setattr(type(buffer.session), "order", lambda self: done.append("order"))
-            made = layer.prepare(buffer, **case.call(0), fused=True)
+            context.setattr(type(buffer.rounds.memory), "allocate", lambda *about: pytest.fail("memory of the window"))
+            context.setattr(type(buffer.rounds.session), "order", lambda self: done.append("order"))
+            made = prepare_moe(buffer, **case.call(0), fused=True)
         assert isinstance(made, pipeline.Fused) and done == []
         made.publish()
         assert done == ["fused/publish"]

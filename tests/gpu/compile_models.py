@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 
-from moecomm import combine, dispatch, jit
+from moecomm import jit
 from moecomm.backends import host
 from moecomm.backends.lsa_kernels import combine_spec
 from moecomm.buffer import Buffer
@@ -31,6 +31,7 @@ from moecomm.fused.reduce import reduce_kernel
 from moecomm.jit import plain_kernel
 from moecomm.router import MODELS, Model
 from moecomm.testing import LocalBuffers
+from moecomm.testing.prepare import prepare_combine, prepare_dispatch
 from tests.device.test_kernels_of_gpu_tests import on_a_gpu
 
 TOKENS = (16, 128, 512, 1024, 2048, 4096, 8192)
@@ -61,11 +62,11 @@ def of_rounds(model: Model, ranks: int, tokens: int) -> Iterator[Kernel]:
         x = torch.zeros(tokens, model.hidden, dtype=BF16)
         kinds: list[dict[str, Any]] = [{}, {"quantize": "fp8"}, {"descriptors": PublishedRows(0, 2 * model.hidden, 0)}]
         for kind in kinds:
-            routed = dispatch.prepare(buffer, x, ids, weights, layout="expert", max_rows=64, **kind)
+            routed = prepare_dispatch(buffer, x, ids, weights, layout="expert", max_rows=64, **kind)
             yield on_a_gpu(routed.args, "expert")
             if not kind:
                 y = torch.empty(routed.handle.y_shape, dtype=BF16)
-                yield combine_spec(combine.prepare(buffer, y, routed.handle).args)
+                yield combine_spec(prepare_combine(buffer, y, routed.handle).args)
 
 
 @contextmanager
@@ -76,7 +77,7 @@ def opened(model: Model, ranks: int, tokens: int) -> Iterator[Buffer]:
         patch.object(host, "packet_bytes", packets.room),
         LocalBuffers(ranks=ranks, **sizes, dtype=BF16, backend="host") as buffers,
     ):
-        buffers.buffers[0].session.reduced_rows_in_heap = True  # type: ignore[misc]
+        buffers.buffers[0].rounds.session.reduced_rows_in_heap = True  # type: ignore[misc]
         yield buffers.buffers[0]
 
 

@@ -18,6 +18,7 @@ from moecomm.fused.compute import layer_kernel, rows_per_counter
 from moecomm.fused.kernels import gemm_kernel
 from moecomm.jit import plain_kernel
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
+from moecomm.testing.prepare import prepare_moe
 
 from ..conftest import GPU_COUNTS, Ranks, share_cores
 from .layers import check_replays, checked, compile_all, copy_into
@@ -247,10 +248,10 @@ def test_a_rank_whose_experts_do_not_come_to_a_fused_layer_is_a_timeout(weights:
     case.fp8 = weights == "fp8"
     with LocalBuffers(2, **of_buffer(ODD), backend="lsa", device=0, timeout_s=2) as ranks:
         calls = one_or_other(calls_of(case), fused=True)
-        given = [layer.prepare(buffer, **call) for buffer, call in zip(ranks.buffers, calls, strict=True)]
+        given = [prepare_moe(buffer, **call) for buffer, call in zip(ranks.buffers, calls, strict=True)]
         for one in given:
             one.publish()
-        routed = ranks.dispatch([g.dispatch_arguments() for g in given])
+        routed = ranks.dispatch_layers(given)
         with torch.cuda.stream(ranks.streams[0]):  # that of its rounds, which check() waits for
             given[0].compute(routed[0])
             given[0].prepare_reduce()

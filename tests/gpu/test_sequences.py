@@ -121,7 +121,7 @@ def wrap_after(ranks: LocalBuffers, rounds: int) -> None:
     begun = ROUNDS - 1 - rounds
     torch.cuda.synchronize()
     for buffer in ranks.buffers:
-        context = buffer.session.context
+        context = buffer.rounds.session.context
         window = context.peers[buffer.rank]
         int32_at(window + context.window.state, buffer.device).fill_(begun)
         if (
@@ -138,6 +138,6 @@ def test_random_cases_across_the_wrap_of_tags(pair: LocalBuffers, rounds: int) -
     wrap_after(pair, rounds)
     for seed in range(6):
         check_case(pair, random_case(100 * rounds + seed, **SIZES, few_kernels=True))
-    context = pair.buffers[0].session.context
+    context = pair.buffers[0].rounds.session.context
     begun = int(int32_at(context.peers[0] + context.window.state, pair.buffers[0].device))
     assert begun < 1000, "the wrap lies behind"

@@ -128,7 +128,9 @@ def _deep(rank: int, group: Any) -> list[bool]:
     outs = [mine(x)[0] for x in given]
     ((buffer, _),) = mine.token_dispatcher._comm_manager._exchange._buffers.values()
     rows = 2 * capacity_of(mine.config, 1000)
-    same = [buffer.session.context.shape.heap_bytes < 3 * buffer.settings.round_bytes("batched", rows) + 4096]
+    same = [
+        buffer.rounds.session.context.shape.heap_bytes < 3 * buffer.rounds.settings.round_bytes("batched", rows) + 4096
+    ]
     for x, out in zip(given, outs, strict=True):
         mine.zero_grad()
         (out * seen).sum().backward()
@@ -148,9 +150,9 @@ def _in_a_capture(rank: int, group: Any) -> tuple[str, list[bool]]:
     exchange = mine.token_dispatcher._comm_manager._exchange
     results(mine, rank, 4, torch.float32)
     ((first, _),) = exchange._buffers.values()
-    type(first.session).capturing = lambda self: True
+    type(first.rounds.session).capturing = lambda self: True
     results(mine, rank, 4, torch.float32)
-    type(first.session).capturing = lambda self: False
+    type(first.rounds.session).capturing = lambda self: False
     results(mine, rank, 40, torch.float32)
     ((second, _),) = exchange._buffers.values()
     stays = [second is not first, exchange._captured == [first], not first.closed]

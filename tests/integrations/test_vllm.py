@@ -316,7 +316,7 @@ def test_experts_may_write_reduced_rows_where_peers_read_them(batches: Any) -> N
         out = torch.empty_like(rank.x)
         rank.standard.finalize(out, y, weights, ids, False, reduce)
         buffer = rank.standard._slots.get().buffer
-        return [torch.equal(out, rank.wanted()), buffer.session.context.in_heap(y.data_ptr())]
+        return [torch.equal(out, rank.wanted()), buffer.rounds.session.context.in_heap(y.data_ptr())]
 
     assert on_ranks(body) == [[True, True]] * 4
 

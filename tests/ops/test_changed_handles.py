@@ -59,9 +59,9 @@ CALLS: dict[str, Callable[[Any, ops.Handle, torch.Tensor, torch.Tensor], torch.T
 
 
 def _in_window(buffer: moecomm.Buffer, rows: torch.Tensor) -> torch.Tensor:
-    (block,) = buffer.memory.allocate(rows.nbytes)
-    address = buffer.session.context.peers[buffer.rank] + block.offset
-    here = window_tensor(block, address, tuple(rows.shape), rows.dtype, rows.device, buffer.session.owner)
+    (block,) = buffer.rounds.memory.allocate(rows.nbytes)
+    address = buffer.rounds.session.context.peers[buffer.rank] + block.offset
+    here = window_tensor(block, address, tuple(rows.shape), rows.dtype, rows.device, buffer.rounds.session.owner)
     return here.copy_(rows)
 
 
@@ -75,7 +75,7 @@ def test_every_rank_hears_of_it_and_goes_on(layout: str, domain_ranks: int | Non
         with c.buffer(group, domain_ranks=domain_ranks, timeout_s=10) as buffer:
             routed = ops.dispatch(buffer, c.x[rank], c.topk_idx[rank], c.topk_weights[rank], layout=layout)
             handle, x = routed.handle, c.x[rank]
-            route = next(iter(buffer.routes.values())).args.route
+            route = next(iter(buffer.rounds.routes.values())).args.route
             assert 0 <= route.sent - handle.memory.data_ptr() < len(handle.memory)
             want = {name: call(buffer, handle, routed.x, x) for name, call in CALLS.items()}
             for what, memory in changes(handle.memory, route, layout, seed=3):

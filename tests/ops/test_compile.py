@@ -127,7 +127,7 @@ def test_a_compiled_layer_has_no_break_and_the_same_bits(layout: str, backend: s
             ):
                 assert torch.equal(got, want), f"{tokens} tokens"
         gc.collect()
-        assert buffer.memory.used == 0
+        assert buffer.rounds.memory.used == 0
 
 
 def test_room_for_rows_may_follow_from_the_number_of_tokens() -> None:

@@ -152,7 +152,7 @@ def test_nothing_is_freed_before_the_backward_pass_and_everything_after_it() -> 
             in_window: list[bool] = []
 
             def note(_: Any, args: tuple[torch.Tensor, ...]) -> None:
-                in_window.append(buffer.session.context.in_heap(args[0].data_ptr()))
+                in_window.append(buffer.rounds.session.context.in_heap(args[0].data_ptr()))
 
             experts = torch.nn.Tanh()
             experts.register_forward_pre_hook(note)
@@ -166,7 +166,7 @@ def test_nothing_is_freed_before_the_backward_pass_and_everything_after_it() -> 
                 result = (out.detach(), *torch.autograd.grad(out.sum(), (x, weights)))
                 del out
             gc.collect()
-            return result, in_window, buffer.memory.used
+            return result, in_window, buffer.rounds.memory.used
 
     for rank, (result, in_window, used) in enumerate(on_threads(2, body)):
         assert_close(result, expected(c, rank, layers=layers))
@@ -187,7 +187,7 @@ def test_outputs_outlive_the_buffer_and_its_handle_says_closed() -> None:
     for call in (
         lambda: ops.combine(routed.x, routed.handle),
         lambda: ops.dispatch_again(x, routed.handle),
-        lambda: ops.dispatch(routed.handle.buffer, x, idx),
+        lambda: ops.dispatch(routed.handle.rounds, x, idx),
         lambda: out.sum().backward(),
     ):
         with pytest.raises(moecomm.Closed):

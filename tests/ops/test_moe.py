@@ -74,10 +74,10 @@ def test_gradients_are_those_of_one_rank(ranks: int, domain_ranks: int, dtype: t
             for case in cases:
                 call = wanting(case.call(group.rank))
                 out = ops.moe(buffer, **call)
-                assert buffer.memory.used == 0, "something of the forward pass is kept"
+                assert buffer.rounds.memory.used == 0, "something of the forward pass is kept"
                 found.append(grads_of(out, call, seen_by(case)[group.rank]))
             gc.collect()
-            assert buffer.memory.used == 0
+            assert buffer.rounds.memory.used == 0
         return found
 
     for got in zip(cases, *on_threads(ranks, body), strict=True):
@@ -229,7 +229,7 @@ def test_a_compiled_layer_has_no_break_and_the_same_bits(backend: str) -> None:
             for got, want in zip(*results, strict=True):
                 assert torch.equal(got, want), f"{tokens} tokens"
         gc.collect()
-        assert buffer.memory.used == 0
+        assert buffer.rounds.memory.used == 0
     torch.compiler.reset()
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import moecomm
-from moecomm import Buffer, backends
-from moecomm.core import choices, overloads
-from moecomm.dispatch import arguments
+from moecomm import Buffer, backends, overloads
+from moecomm.core import choices
+from moecomm.dispatch import options as dispatch_options
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -49,7 +49,7 @@ def test_mypy_refuses_what_is_marked_and_nothing_else(tmp_path: Path) -> None:
 
 def test_the_types_name_what_is_accepted() -> None:
     assert set(typing.get_args(choices.BackendName)) == {"auto", *backends.NAMES}
-    assert set(typing.get_args(choices.ByExpert)) == set(arguments.LAYOUTS) - {"flat"}
+    assert set(typing.get_args(choices.ByExpert)) == set(dispatch_options.LAYOUTS) - {"flat"}
 
 
 @pytest.mark.parametrize(

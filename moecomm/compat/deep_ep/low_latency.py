@@ -119,8 +119,10 @@ class LowLatency:
         if pool.receiving:
             pool.receive(buffer)
         options = _PLAIN if not use_fp8 else _UE8M0 if use_ue8m0 else _ROUNDED if round_scale else _FP8
-        start = dispatch_begin if return_recv_hook else dispatch
-        routed = start(buffer.rounds, options, x, topk_idx, topk_weights, sync=False)
+        if return_recv_hook:
+            routed = dispatch_begin(buffer.rounds, options, x, topk_idx, topk_weights)
+        else:
+            routed = dispatch(buffer.rounds, options, x, topk_idx, topk_weights, sync=False)
         handle = LowLatencyHandle(LowLatencyHandle.makers)  # quicker than through a __new__ of its own
         handle.native, handle.topk_idx, handle.topk_weights = routed.handle, topk_idx, topk_weights
         rows, counts = routed.plan.batched_tensors(routed)
