@@ -45,11 +45,6 @@ class Line:
         """Of a load."""
         return max(self.floor_us, self.alpha_us + load.sent / self.gbs / 1e3 + load.rows * self.row_ns / 1e3)
 
-    @property
-    def least_us(self) -> float:
-        """Of no load at all."""
-        return max(self.floor_us, self.alpha_us)
-
 
 @dataclass(frozen=True)
 class Operation:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.dispatch.plan import DESCRIPTOR_BYTES, PublishedRows
+from moecomm.dispatch import PublishedRows
+from moecomm.dispatch.plan import DESCRIPTOR_BYTES
 from moecomm.routed import Routed
 from moecomm.testing import LocalBuffers
 from moecomm.testing import ranks as local

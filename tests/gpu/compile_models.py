@@ -22,7 +22,7 @@ from moecomm.backends import host
 from moecomm.backends.lsa_kernels import combine_spec
 from moecomm.buffer import Buffer
 from moecomm.core import packets
-from moecomm.dispatch.plan import PublishedRows
+from moecomm.dispatch import PublishedRows
 from moecomm.fused import schedules
 from moecomm.fused.compute import layer_kernel, rows_per_counter
 from moecomm.fused.kernels import FP8, gemm_kernel

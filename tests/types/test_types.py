@@ -14,8 +14,10 @@ import pytest
 
 import moecomm
 from moecomm import Buffer, backends, overloads
+from moecomm.combine import options as combine_options
 from moecomm.core import choices
 from moecomm.dispatch import options as dispatch_options
+from moecomm.fused import options as layer_options
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -69,3 +71,18 @@ def test_signatures_have_the_arguments_of_the_methods(signature: type, options: 
     for overload in overloads:
         named = [name for name in re.findall(r"(\w+): ", overload) if name != "options"]
         assert set(named) | set(options.__annotations__ | typing.get_type_hints(options)) == set(of_method)
+
+
+@pytest.mark.parametrize(
+    ("options", "typed", "apart"),
+    [
+        (dispatch_options.Options, dispatch_options.OptionsDict, {"layout", "quantize"}),
+        (combine_options.Options, combine_options.OptionsDict, {"out", "bias", "topk_weights"}),
+        (layer_options.Options, layer_options.OptionsDict, {"out", "bias"}),
+    ],
+)
+def test_type_checkers_see_the_options_of_a_call(options: typing.Any, typed: type, apart: set[str]) -> None:
+    """`apart`: options on which types depend, and tensors on which they do not."""
+    fields, keys = typing.get_type_hints(options), typing.get_type_hints(typed)
+    assert set(fields) ^ set(keys) == apart
+    assert all(fields[name] == keys[name] for name in set(fields) & set(keys))

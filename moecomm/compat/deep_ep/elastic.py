@@ -290,11 +290,8 @@ class ElasticBuffer:
         check_dimensions("x", x, "rows", "hidden")
         check_integer("num_sms", num_sms, 0)
         self._check_handle(handle)
-        options = combining.Options(
-            weighted=False,
-            wire=x.dtype if handle.do_expand and self.allow_multiple_reduction else None,
-            num_sms=limit_of(x, num_sms or handle.num_sms),
-        )
+        wire = x.dtype if handle.do_expand and self.allow_multiple_reduction else None
+        options = combining.Options(False, wire, limit_of(x, num_sms or handle.num_sms))
         out = combining.combine(
             handle.native.rounds, options, x, handle.native, bias=one_bias(bias), weight_grads=topk_weights
         )
