@@ -32,8 +32,8 @@ struct Packets {
     MOECOMM_FN static i32 columns_from(i32 column) { return min(kColumns, cfg.hidden - column); }
     MOECOMM_FN PacketRing<cfg>& ring() const { return c.shared.packets[warp_id()]; }
     MOECOMM_FN u8* content() const { return reinterpret_cast<u8*>(ring().content[sent % kSlots]); }
-    // Starts the bulk load of this warp's next piece, if there is one.
 
+    // Starts the bulk load of this warp's next piece, if there is one.
     MOECOMM_FN void load_next() {
         if (!has(loaded)) return;
         if (lane_id() == 0) {
@@ -48,8 +48,8 @@ struct Packets {
     MOECOMM_FN void drop_loads() {
         for (; sent < loaded; ++sent) copy_wait(&ring().full[sent % kSlots], sent / kSlots & 1);
     }
-    // Loads the experts and weights of the next token, an entry in each lane.
 
+    // Loads the experts and weights of the next token, an entry in each lane.
     MOECOMM_FN void look_ahead() {
         expert = -1;
         if (!has(sent) || lane_id() >= cfg.topk) return;
@@ -120,8 +120,8 @@ struct Packets {
             for (i32 step = 0; step < kPacketSteps; ++step) store_step<cfg.packet_lines>(packet, step, lines[step], c.round.tag);
         }
     }
-    // Sends all remaining packets. Cannot fail.
 
+    // Sends all remaining packets. Cannot fail.
     MOECOMM_FN void send_all() {
         while (has(sent)) {
             load_next();

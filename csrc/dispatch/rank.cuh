@@ -16,13 +16,13 @@ MOECOMM_FN i32 row_inside(const Call& c, i32 rank, i32 row) {
     return min(row, c.shared.headers[rank].max_rows - 1);
 }
 
-// Keeps the flat rows [first, end) that a chunk has at a rank, for the chunk's signal.
+// Called by one thread. Stores the range of flat rows that a chunk has at a rank, for the chunk's signal.
 template <class Call>
 MOECOMM_FN void keep_range(const Call& c, i32 chunk, i32 rank, i32 first, i32 end) {
     *c.range(rank, chunk) = signal_word(chunk_signal(0, first, end - first));
 }
 
-// Keeps a range after clamping its rows; called when offsets are final.
+// Called by one thread when offsets are final. Stores a range after clamping its rows.
 template <class Call>
 MOECOMM_FN void keep_final_range(const Call& c, i32 chunk, i32 rank, i32 first, i32 end) {
     end = row_inside(c, rank, end - 1) + 1;

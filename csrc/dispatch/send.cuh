@@ -152,8 +152,8 @@ struct Sender {
         return false;
     }
 
-    // Counts this warp as done with each chunk whose rows have reached their places, when at most `open` rows may still be in flight.
-    // `all`: with all its chunks. bulk_wait sees the stores complete, __syncwarp orders all lanes' stores before lane 0's arrival.
+    // Arrives at the step of each chunk whose rows are stored, while at most `open` rows of this warp may be in flight. `all`: every row of
+    // the warp was sent, so all its chunks qualify. bulk_wait sees the stores complete; the arrival of lane 0 releases them.
     template <i32 open, bool all = open == 0>
     MOECOMM_FN void finish_chunks() {
         while (flagged < c.turns()) {

@@ -55,6 +55,7 @@ struct Unpacker {
         return mine;
     }
 
+    // Stores this piece in every row that the token has here; the first piece also brings metadata. Cannot fail.
     MOECOMM_FN void put() const {
         if (cfg.layout == Layout::flat && piece != 0) {  // the flat row needs no entry
             put_row(slot);
