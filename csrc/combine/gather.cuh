@@ -12,7 +12,7 @@ namespace moecomm {
 //                                    it has none. Next::none: no further item, or a wait failed. A role blocks only when may_wait, that is
 //                                    when this warp holds no open item; this rules out circular waits.
 //       auto target(const Item&)    Destination of the sum, looked up once for all columns; false: nothing to store.
-//       void store(target, i32 column, float (&)[n])   Stores n columns of the sum; called by one lane.
+//       void store(target, i32 column, float (&)[n])   Stores this lane's n columns of the sum; not all lanes call it.
 //       void close(const Item&)     Called by all lanes after the sum is stored.
 //       kType, kRowBytes            Type and bytes of a source row.
 template <class Ring, class Role>
@@ -28,7 +28,7 @@ struct Gather {
     bool more = true;
     // The item whose loads are being issued.
     const u8* source = nullptr;
-    i32 left = 0, order = 0, bytes = 0;  // sources not issued yet; position of this lane's source among them
+    i32 left = 0, order = 0, bytes = 0;  // sources not issued yet; this lane's position among them; bytes of the piece
 
     MOECOMM_FN static i32 bytes_from(i32 column) { return min(Ring::kBytes, Role::kRowBytes - column * bytes_of(kType)); }
 

@@ -48,7 +48,7 @@ struct Reduce {
     u32 ranges;
     Row now, next;      // `now` is being loaded
     i32 piece = 0;      // piece of `now`
-    u32 left = 0;       // lanes whose entries of the piece have not been loaded; 0: none has
+    u32 left = 0;       // lanes whose entries of the piece are still to be loaded; 0: the piece has not begun
     u8* row = nullptr;  // destination of `now`, null before begin_row
     i32 placed = -1;    // the work item whose place in the ring is free
     i32 signaled = 0;   // work items at whose steps this warp has arrived
@@ -132,8 +132,8 @@ struct Reduce {
     // Row::of of the current row, in all lanes.
     MOECOMM_FN i32 made() const { return __shfl_sync(kAllLanes, now.of, __ffs(__ballot_sync(kAllLanes, now.entry >= 0)) - 1); }
 
-    // Returns whether the weights of the row have arrived. A source rank posts them before it waits for anything; one in another domain
-    // puts them before its tagged words, which have arrived (await_headers_seen).
+    // Loads the weights of the row's entries; returns whether they have arrived. A source rank posts them before it waits for anything; one
+    // in another domain puts them before its tagged words, which have arrived (await_headers_seen).
     MOECOMM_FN bool await_weights(bool may_wait) {
         const i32 token = made(), source_rank = work_list.source_rank(now.step);
         u64 word = 0;

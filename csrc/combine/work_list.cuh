@@ -11,7 +11,7 @@ struct Work {
 
 // The work items of a block, by step. The first chunks of all source ranks come before the second chunk of any. With several domains there
 // are two passes: first the chunks of direct source ranks, then all other chunks. Direct rows need no free place in a ring, and their
-// source rank waits for all of them, so they come before anything is staged.
+// source rank waits for all of them, so they come before rows of other chunks are staged.
 template <class Call>
 struct WorkList {
     static constexpr CombineConfig cfg = Call::cfg;

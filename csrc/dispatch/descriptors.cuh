@@ -58,7 +58,8 @@ MOECOMM_FN void store_descriptors(const Call& c) {
     }
 }
 
-// Small Buffers publish ids through the words in which combines receive weights; these are rounds of their own.
+// A Buffer of few tokens publishes ids through the words in which combines receive weights. A dispatch and a combine are separate rounds,
+// so the words do not collide.
 static_assert(kMostWeights <= kAloneEntries, "every block counts all tokens");
 template <class Call>
 MOECOMM_FN bool publishes_ids(const Call& c) {

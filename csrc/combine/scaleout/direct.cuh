@@ -4,9 +4,10 @@
 
 namespace moecomm {
 
-// Called by each reduce warp. Waits until pull and return-forward warps of the block have received all tagged words, which wait for
-// nothing. Needed before direct rows are staged, because puts of the previous combine from the same places have then completed, and before
-// weights are read that other domains put ahead of their tagged words. Returns false in all lanes on failure; the failure record is filled.
+// Called by each reduce warp. Waits until pull and return-forward warps of the block have received all tagged words; no rank waits for
+// a peer before it sends these. Needed before direct rows are staged, because puts of the previous combine from the same places have then
+// completed, and before weights are read that other domains put ahead of their tagged words. Returns false in all lanes on failure; the
+// failure record is filled.
 template <class Call>
 MOECOMM_FN bool await_headers_seen(const Call& c) {
     bool wanted = Call::cfg.own_weights;
