@@ -1,4 +1,4 @@
-// What the parts of one combine share: arguments, transport, the round, and the block's shared memory.
+// State that all steps of a combine share: arguments, transport, the round, and the block's shared memory.
 #pragma once
 #include "../device/bulk.cuh"
 #include "../device/cast.cuh"
@@ -10,16 +10,16 @@
 
 namespace moecomm {
 
-// A piece of a row that a warp makes out of the same piece of others.
+// A piece of a row, the sum of the same piece of several source rows (gather.cuh).
 struct Item {
-    i32 sources;  // pieces it is made of
-    i32 column;   // first
-    i32 token;    // at its home; -1: nothing to store
-    i32 domain;   // return: of the home
-    i32 step;     // return: the unit that ends so, -1 if none does
+    i32 sources;  // pieces that are added
+    i32 column;   // first column of the piece
+    i32 token;    // number at its source rank; -1: nothing to store
+    i32 domain;   // return-forward: of the source rank
+    i32 step;     // return-forward: the work item of which this is the last piece, else -1
 };
 
-// The sum of a token, and what is added to it.
+// Destination of a token's sum, and the bias to add (null: none).
 struct Out {
     u8* row;
     const u8* bias;
@@ -27,17 +27,17 @@ struct Out {
     MOECOMM_FN explicit operator bool() const { return row != nullptr; }
 };
 
-// Flat rows here.
+// A range of flat rows on this rank.
 struct Rows {
     i32 first, count;
 };
 
-constexpr i32 kItemsOpen = 8;  // whose sources are loading
+constexpr i32 kItemsOpen = 8;  // items of a warp whose sources are loading
 
-// What a role says when it is asked for its next item.
-enum class Next { item, later, none };  // later: it would have to wait
+// Result of Role::open in gather.cuh.
+enum class Next { item, later, none };  // later: it would block
 
-// A warp's own: pieces on their way in, and whose they are.
+// Shared memory of one warp: pieces in flight, and the items that they belong to.
 template <i32 slots, i32 bytes>
 struct RowRing {
     static constexpr i32 kSlots = slots, kBytes = bytes;
@@ -46,27 +46,27 @@ struct RowRing {
     Item items[kItemsOpen];
 };
 
-// What several domains need besides, behind CombineShared.
+// Shared memory for several domains, stored behind CombineShared.
 template <CombineConfig cfg>
 struct ScaleoutShared {
     RowRing<cfg.pull_slots, cfg.pull_bytes> rings[cfg.return_forward_warps > 0 ? cfg.return_forward_warps : 1];
-    u64 owners[cfg.pull_warps][kItemsOpen];  // the ranks that have a part of the token of an open item, a bit each
-    u32 headers_seen;                        // everybody's mail has come
+    u64 owners[cfg.pull_warps][kItemsOpen];  // by open item: one bit for each rank that has a part of its token
+    u32 headers_seen;                        // 1: the tagged words of all ranks have arrived
 };
 
 template <CombineConfig cfg>
 struct CombineShared {
     RowRing<cfg.pull_slots, cfg.pull_bytes> pull[cfg.pull_warps];
-    StepCounters<cfg.in_place ? 1 : cfg.reduce_warps> staged;  // units of this block
+    StepCounters<cfg.in_place ? 1 : cfg.reduce_warps> staged;  // work items of this block
     StepCounters<cfg.pull_warps> pulled;                       // chunks of this block
     CombineArgs args;
     Begin begin;
     RoundHeader mine;
     RoundHeader headers[cfg.ranks];
-    Sent sent[cfg.ranks];    // of the route
-    Rows pushed[cfg.ranks];  // of homes that come in packets
-    u32 missing;             // a notice did not come
-    i32 is_invalid;          // the ranks do not agree
+    Sent sent[cfg.ranks];    // by source rank, from the route
+    Rows pushed[cfg.ranks];  // by source rank: its rows here, if they travel in packets
+    u32 missing;             // 1: a round header did not arrive
+    i32 is_invalid;          // 1: the round is invalid
 };
 
 template <CombineConfig cfg>
@@ -84,11 +84,11 @@ struct CombineCall {
     Transport transport;
     Round round;
     CombineShared<config>& shared;
-    bool all_in_packets;  // every home comes so
+    bool all_in_packets;  // the rows of every source rank travel in packets
 
     MOECOMM_FN i32 me() const { return a.ctx.rank; }
     MOECOMM_FN auto domains() const { return Domains<cfg.ranks, cfg.scaleup_ranks()>{me()}; }
-    // As in DispatchCall.
+    // The transport for other domains, as in DispatchCall.
     MOECOMM_FN Transport channel() const { return Transport{a.ctx, static_cast<i32>(blockIdx.x) % transport.channels()}; }
     MOECOMM_FN i32 posters() const { return ceil_div(static_cast<i32>(gridDim.x), transport.channels()) * cfg.warps(); }
     MOECOMM_FN auto& scaleout() const { return scaleout_shared<cfg>(shared); }
@@ -98,10 +98,11 @@ struct CombineCall {
     MOECOMM_FN u8* staged_row(i32 rank, i32 source_rank, i32 token) const {
         return transport.template peer_ptr<u8>(rank, staged_at(window(), shape(), source_rank, token));
     }
-    // Whether rows reduced here have a place each, and how far apart: a row and, where there are any, gradients behind it.
+    // Whether each row reduced here has a place of its own (CombineArgs::reduced_rows), and the bytes from one to the next: a row and its
+    // gradients, if any.
     MOECOMM_FN bool has_reduced_rows() const { return cfg.domains() == 1 && !cfg.own_weights && a.reduced_rows != 0; }
     MOECOMM_FN i64 sum_pitch() const { return cfg.staged_bytes() + (a.weight_grads != 0 ? cfg.grads_bytes() : 0); }
-    // Where `rank`, which may be of another domain, has left the gradients of our token.
+    // Address of the gradients that `rank`, possibly in another domain, has for a token of this rank.
     MOECOMM_FN const u8* grads_of(i32 rank, i32 token) const {
         if (const RoundHeader& from = shared.headers[rank]; from.x != 0) {
             const i32 slot = reinterpret_cast<const i32*>(a.route.token_slot)[static_cast<i64>(token) * cfg.ranks + rank];
@@ -111,35 +112,36 @@ struct CombineCall {
         if (direct()) return transport.template local<u8>(direct_row_at(window(), shape(), round.tag, rank, token)) + grads_at();
         return transport.template local<u8>(returned_at(window(), shape(), rank / cfg.scaleup_ranks(), token)) + grads_at();
     }
-    // The flag of `from` at whoever pulls the rows of `home` in our domain.
+    // Offset of the flag of `from` at the rank of this domain that pulls the rows of `source_rank`.
     MOECOMM_FN u64 reduced_flag(i32 source_rank, i32 from, i32 chunk) const {
         if constexpr (cfg.domains() == 1) return reduced_at(window(), shape(), from, chunk);
         return reduced_for(window(), shape(), source_rank, from, chunk);
     }
-    // In our window: a chunk of a home that rows go straight to is staged.  Such a home gives no credits, whose place this is.
+    // Offset in this rank's window of the flag that a chunk of a direct source rank is staged. Such a source rank gives no credits, so the
+    // flag uses the place of a credit.
     MOECOMM_FN u64 staged_flag(i32 source_rank, i32 chunk) const {
         return credit_at(window(), shape(), source_rank, chunk, shared.sent[source_rank].chunk_tokens);
     }
     MOECOMM_FN i32 chunks() const { return count_chunks(a.num_tokens, a.chunk_tokens); }
-    // Whether what other domains have of our tokens comes straight, and whether what we have of those of `home`, in another, goes so.
+    // Whether other domains send rows of this rank's tokens direct, and whether this rank sends to `source_rank` in another domain direct.
     MOECOMM_FN bool direct() const { return goes_direct(shape(), a.num_tokens); }
     MOECOMM_FN bool direct_to(i32 source_rank) const {
         return cfg.domains() > 1 && !domains().reaches(source_rank) && goes_direct(shape(), shared.sent[source_rank].num_tokens);
     }
-    // Chunks that are staged for a home.
+    // Number of chunks that are staged for a source rank.
     MOECOMM_FN i32 chunks_of(i32 source_rank) const {
         return in_packets(source_rank) ? 0 : count_chunks(shared.sent[source_rank].num_tokens, shared.sent[source_rank].chunk_tokens);
     }
 
-    // Whether the rows of a home's tokens go there in packets: the rule of Packets.carry in moecomm/core/packets.py, by which the home
-    // chooses its kernel.  It rests on what all ranks know alike: what each of them sent, and that nobody has gradients of weights.
+    // Whether rows go to a source rank in packets. The same rule as Packets.carry in moecomm/core/packets.py, by which the source rank
+    // chooses its kernel. All ranks know its inputs: how many tokens each rank sent, and that no rank passes gradients of weights.
     MOECOMM_FN bool in_packets(i32 source_rank) const {
         if (cfg.domains() > 1) return false;
         const i32 tokens = shared.sent[source_rank].num_tokens;
         const bool few = tokens <= kPacketTokens && tokens * cfg.topk <= kMostPacketEntries;
         return a.weight_grads == 0 && few && shape().packet_bytes > 0 && static_cast<i64>(tokens) * kTokenBytes <= shape().packet_bytes;
     }
-    // In the home's window: a piece of the row that `owner` has for a token.
+    // Offset, in the source rank's window, of a piece of the row that `owner` has for a token.
     MOECOMM_FN u64 packet_at(i32 owner, i32 token, i32 piece) const {
         return packets_at(window(), shape(), round.tag, owner) + static_cast<u64>(token * kTokenBytes + piece * kPacketBytes);
     }
@@ -148,7 +150,7 @@ struct CombineCall {
         return {reinterpret_cast<u8*>(a.out) + token * a.out_stride,
                 a.bias != 0 ? reinterpret_cast<const u8*>(a.bias) + token * a.bias_stride : nullptr, token};
     }
-    // The sum of a token's columns, to the caller.
+    // Adds the bias to n columns of a token's sum, rounds once, and stores the columns for the caller.
     template <i32 n>
     MOECOMM_FN void store_out(const Out& out, i32 column, float (&sum)[n]) const {
         if (out.bias != nullptr) {

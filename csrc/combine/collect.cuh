@@ -1,23 +1,23 @@
-// Step 3 for a home that comes in packets: polls for the packets themselves, and adds them in the order of the ranks.
+// Step 3 at a source rank with few tokens: polls for packets and adds them in rank order.
 #pragma once
 #include "push.cuh"
 
 namespace moecomm {
 
-// The role of a pull warp: of the pieces of all tokens those of one warp in the grid.
+// The role of a pull warp. The pull warps of the grid divide the pieces of all tokens. All lanes call all methods together.
 template <class Call>
 struct Collect {
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr Type kType = cfg.staged();
     using P = Packing<cfg>;
-    static constexpr bool kAllInOneBatch = cfg.ranks <= 4;  // all packets of a piece fit registers; else sums are kept beside some
-    static constexpr i32 kBatch = kAllInOneBatch ? cfg.ranks : cfg.ranks <= kWarp ? 2 : 1;  // packets that are loaded together
-    static constexpr i32 kPeers = ceil_div(cfg.ranks, kWarp);                               // that a lane looks up
+    static constexpr bool kAllInOneBatch = cfg.ranks <= 4;  // registers hold all packets of a piece; else kBatch, next to the sums
+    static constexpr i32 kBatch = kAllInOneBatch ? cfg.ranks : cfg.ranks <= kWarp ? 2 : 1;  // packets that are loaded at once
+    static constexpr i32 kPeers = ceil_div(cfg.ranks, kWarp);                               // that a lane looks up in the route
 
     const Call& c;
     const i32 items;
-    // Looks at all of the packets before it waits for their tags alone.  Polls for whole packets find them a load earlier, but keep a
-    // multiprocessor's other warps from their rows: only where few warps do so.
+    // Polls of complete packets before the warp polls their tags alone. Polling complete packets finds them one load earlier, but delays
+    // the loads of the multiprocessor's other warps, so it pays only where few warps do it.
     const i32 looks;
     i32 nth;
     i32 ahead[kPeers];           // this lane's slots of the next token
@@ -42,7 +42,7 @@ struct Collect {
                 ahead[i] = reinterpret_cast<const i32*>(c.a.route.token_slot)[static_cast<i64>(nth / P::kPieces) * cfg.ranks + rank];
         }
     }
-    // The ranks that hold a part of the next token, a bit each.
+    // Returns one bit for each rank that holds a part of the next token.
     MOECOMM_FN u64 owners() const {
         u64 all = 0;
 #pragma unroll
@@ -50,7 +50,7 @@ struct Collect {
         return all;
     }
 
-    // Loads those of the packets that are not here yet, all of them together, and takes those that now are out of `missing`.
+    // Loads all packets in `missing` at once, and clears the bits of those that are complete: each line carries the round's tag.
     MOECOMM_FN void look(const u8* const (&packets)[kBatch], PacketWords (&words)[kBatch], u32& missing) const {
 #pragma unroll
         for (i32 i = 0; i < kBatch; ++i) {
@@ -71,7 +71,8 @@ struct Collect {
         }
     }
 
-    // A lane a line: until its tag is there, of each of the packets.  A tag says no more than that it is time to look again.
+    // Waits until each line of each packet has its tag, one line in each lane. This orders nothing: the packets must be loaded again.
+    // Returns false in all lanes if a tag did not come; report() then fills the failure record.
     MOECOMM_FN bool await_tags(u64 owners, i32 token, i32 piece) {
         for (; owners != 0 && waited == Waited::ok && lane_id() < cfg.packet_lines; owners &= owners - 1) {
             missing_peer = __ffsll(static_cast<i64>(owners)) - 1;
@@ -83,14 +84,15 @@ struct Collect {
         }
         return __all_sync(kAllLanes, waited == Waited::ok);
     }
-    // Called where no packet is held: registers would have to be kept over the call.
+    // Fills the failure record if this lane's wait failed. Called when no packet is held, because the call would have to save its
+    // registers.
     MOECOMM_FN void report() const {
         if (waited == Waited::ok) return;
         report_failure(c.round, waited, Phase::reduced, missing_peer, c.round.tag, seen,
                        waited == Waited::timeout ? c.a.ctx.timeout_ns : 0);
     }
 
-    // The packets of `owners`, at most kBatch.  False when one did not come.
+    // Loads the packets of `owners`, at most kBatch. Returns false in all lanes if one did not arrive.
     MOECOMM_FN bool bring(u64 owners, i32 token, i32 piece, PacketWords (&words)[kBatch]) {
         const u8* packets[kBatch];
         u32 all = 0;
@@ -111,7 +113,7 @@ struct Collect {
         }
     }
 
-    // The first kBatch of `owners`, which are taken out of it.
+    // Removes the first kBatch ranks from `owners` and returns them.
     MOECOMM_FN static u64 take(u64& owners) {
         const u64 all = owners;
 #pragma unroll
@@ -119,6 +121,8 @@ struct Collect {
         return all & ~owners;
     }
 
+    // Adds the packets of `owners` for a piece in float32 and in rank order, and stores the sum. Returns false in all lanes if a packet did
+    // not arrive.
     MOECOMM_FN bool collect(u64 owners, i32 token, i32 piece) {
         float sum[P::kSteps][2][P::kColumns] = {};
         do {
@@ -160,7 +164,7 @@ struct Collect {
             if (P::has(step, i, words)) c.store_out(token, P::column(piece) + (packet_word(step) + i) * P::kColumns, sum[i]);
     }
 
-    // False when a packet did not come.
+    // Runs the role. Returns false in all lanes if a packet did not arrive; the failure record is filled.
     MOECOMM_FN bool run() {
         while (nth < items) {
             const u64 from = owners();

@@ -1,9 +1,9 @@
-// Combine: one kernel from the experts' rows to the sum at each token's home.  Its steps are those of csrc/host/combine.cpp.
+// Combine: one kernel from the experts' rows to the sum at each token's source rank. The steps are those of csrc/host/combine.cpp.
 //
-// In each block some warps reduce and stage the rows here while the others pull reduced rows home; or, where peers read our rows in place,
-// all warps pull.  A unit is staged once the home has pulled what was in its place: csrc/protocol/layout.h says why that ends.  The rows of
-// a home with few tokens are neither staged nor pulled: the warps that reduce push them in packets, and the home's pull warps collect
-// these.
+// In each block, reduce warps reduce and stage this rank's rows, while pull warps pull reduced rows of this rank's tokens. Where peers read
+// rows in place, all warps pull. A chunk is staged once the source rank has pulled the chunk that held its place before;
+// csrc/protocol/layout.h proves that this cannot deadlock. Rows for a source rank with few tokens are neither staged nor pulled: reduce
+// warps push them in packets, which the pull warps of the source rank collect.
 #pragma once
 #include "pull.cuh"
 #include "push.cuh"
@@ -12,9 +12,10 @@
 
 namespace moecomm {
 
+// Called by one thread of each block, before a __syncthreads. Fills the round header. Cannot fail.
 template <class Call>
 MOECOMM_FN void fill_header(const Call& c, RoundHeader& n) {
-    // On their way while the rest is written.
+    // loads in flight while other fields are written
     const u32 round = round_of(c.a.route, Call::cfg.ranks), rejected = load_relaxed(&own_state(c.a.ctx)->rejected);
     const bool intact = is_sealed_by_kernel(c.a.route, Call::cfg.ranks);
     n = RoundHeader{};
@@ -35,7 +36,7 @@ MOECOMM_FN void fill_header(const Call& c, RoundHeader& n) {
     n.status = static_cast<u32>(intact ? Argument::none : Argument::handle);
 }
 
-// By all threads: what a block needs before the first __syncthreads, while its arguments are on their way.
+// Called by all threads before the block's first __syncthreads, while arguments load. Initializes mbarriers and shared counters.
 template <CombineConfig cfg>
 MOECOMM_FN void prepare_block(CombineShared<cfg>& shared) {
     if constexpr (cfg.domains() > 1) {
@@ -55,7 +56,8 @@ MOECOMM_FN void prepare_block(CombineShared<cfg>& shared) {
     barrier_init_done();
 }
 
-// A block a peer.
+// Called by all threads of all blocks. Sends the round header to each peer of the domain, one block for each peer. The header is tagged
+// words, so nothing is ordered. Cannot fail.
 template <class Call>
 MOECOMM_FN void announce(const Call& c) {
     constexpr CombineConfig cfg = Call::cfg;
@@ -66,8 +68,9 @@ MOECOMM_FN void announce(const Call& c) {
     }
 }
 
-// A warp: until every rank has read what we offered in the combine of tag `wanted`.  A rank that wants none of our rows may be through with
-// this one already, so a later tag will do.
+// Called by all lanes of a warp. Waits until every rank of the domain has read the rows that this rank staged or published in the combine
+// of tag `wanted` (acquire). A later tag counts, too: a rank that needs no row of this rank may already have finished this combine. Returns
+// false in all lanes if a signal did not come; the failure record is filled.
 template <class Call>
 MOECOMM_FN bool await_drained(const Call& c, u32 wanted) {
     bool missing = false;
@@ -84,6 +87,8 @@ MOECOMM_FN bool await_drained(const Call& c, u32 wanted) {
     return !__any_sync(kAllLanes, missing);
 }
 
+// Called by all threads of all blocks. Gives each warp its role: push and reduce, pull, return-forward or flag. Returns false in a warp
+// whose wait failed; the failure record is filled.
 template <class Call>
 MOECOMM_FN bool reduce_or_pull(const Call& c) {
     constexpr CombineConfig cfg = Call::cfg;
@@ -103,17 +108,19 @@ MOECOMM_FN bool reduce_or_pull(const Call& c) {
     return true;
 }
 
-// The last block of the launch: we have read all we wanted, so our peers may overwrite it.  The caller may overwrite rows that were read
-// in place when the kernel ends, so it ends when everybody has read them.  Packets are read before we send the next notice, and nobody
-// overwrites them before it has heard that: where there is nothing else, there is nothing to say.  Else every rank says so, because those
-// that staged or offered rows wait for all, one that took packets alone included.
+// Called by all threads of all blocks. The last block to arrive signals every rank of the domain (release) that this rank has read their
+// rows, so that they may be overwritten. Where peers read this rank's rows in place or at reduced_rows, it then waits until all have read
+// them, because that memory may be reused when the kernel ends; if the wait fails, the failure record is filled.
+//
+// Packet-only rounds need no drain signal: a rank reads packets before it sends its next round header, and peers overwrite them only after
+// that header. In other rounds every rank signals, even one that received packets alone, because ranks that staged rows wait for all.
 template <class Call>
 MOECOMM_FN void finish(const Call& c) {
     constexpr CombineConfig cfg = Call::cfg;
     State* state = own_state(c.a.ctx);
     if (c.all_in_packets) return;
     if (!last_block(&state->finished) || c.shared.is_invalid != 0) return;
-    if (threadIdx.x >= kWarp) return;  // warp_id() would be kept in a register from the begin of the kernel on
+    if (threadIdx.x >= kWarp) return;  // warp_id() would occupy a register from the start of the kernel
     if (lane_id() == 0) state->taken = 0;
     for (i32 step = lane_id(); step < cfg.scaleup_ranks(); step += kWarp)
         c.transport.signal(c.domains().neighbour(step), drained_at(c.window(), c.me()), tag_signal(c.round.tag));
@@ -124,7 +131,7 @@ MOECOMM_FN void finish(const Call& c) {
     }
 }
 
-// A launch of `workers` blocks of cfg.threads() threads with cfg.shared_bytes of dynamic shared memory.
+// The kernel's body, for a launch of `workers` blocks of cfg.threads() threads with cfg.shared_bytes of dynamic shared memory.
 template <CombineConfig cfg, class Transport>
 MOECOMM_FN void combine(const CombineArgs& args) {
     constexpr i32 beside = cfg.return_forward_warps > 0 ? sizeof(ScaleoutShared<cfg>) + 128 : 0;
@@ -136,16 +143,16 @@ MOECOMM_FN void combine(const CombineArgs& args) {
     copy_args(shared.args, args, cfg.threads());
     prepare_block(shared);
     await_earlier_kernels();
-    const auto publish_rows = [&] {  // which earlier kernels have written, before the notice
+    const auto publish_rows = [&] {  // orders rows that earlier kernels wrote before the round header
         if (cfg.in_place && blockIdx.x < cfg.ranks && threadIdx.x < kHeaderWords) fence_system();
     };
     if constexpr (!cfg.packets) publish_rows();
     __syncthreads();
     CombineCall<cfg, Transport> c{a, Transport{a.ctx}, {a.ctx, Op::combine, 0}, shared, false};
-    bool others = false;  // homes that do not come in packets
+    bool others = false;  // some source rank's rows do not travel in packets
     for (i32 p = threadIdx.x; p < cfg.ranks; p += cfg.threads()) others = !look_up_source_rank(c, p) || others;
     if (threadIdx.x == cfg.threads() - 1) look_up_round(a.ctx, shared.begin);
-    if (threadIdx.x == cfg.threads() - 2 * kWarp) fill_header(c, shared.mine);  // whose warp loads nothing else
+    if (threadIdx.x == cfg.threads() - 2 * kWarp) fill_header(c, shared.mine);  // its warp loads nothing else
     c.all_in_packets = !__syncthreads_or(others);
     c.round.tag = shared.begin.tag;
     if (!begin_round(c.round, shared.begin, cfg.threads())) return;

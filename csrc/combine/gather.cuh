@@ -1,32 +1,34 @@
-// Adds up rows: what pull and return have in common.  A warp makes one piece of a row after the other out of the same piece of up to 32
-// source rows, in fp32 and in the order of the lanes that name them.  Pieces flow through the warp's ring in that order, those of the next
-// items behind them.
+// Adds up rows, for pull and return-forward. A warp computes pieces of rows (items), one after another. An item is the sum of the same
+// piece of up to 32 source rows, in float32 and in the order of the lanes that name them. Source pieces pass through the warp's ring in
+// that order, followed by the pieces of the next items.
 #pragma once
 #include "call.cuh"
 
 namespace moecomm {
 
-// Role: Next open(const u8*& source, Item&, bool may_wait)   the next item, by all lanes, and this lane's piece, null: none; no item when
-//                                    there is no other, or a wait has failed.  What a role waits for may depend on items of ours that are
-//                                    open, so it waits only when none is
-//       auto target(const Item&)    where the sum goes: looked up once for all of its columns; false: nowhere
-//       void store(target, i32 column, float (&)[n])   by a lane: n columns of the sum
-//       void close(const Item&)     by all lanes, after it is stored
-//       kType, kRowBytes            of a source row
+// Called by all lanes of a warp together. run() ends when the role has no further item or a wait of the role has failed.
+//
+// Role: Next open(const u8*& source, Item&, bool may_wait)   Opens the next item; called by all lanes. `source`: this lane's piece, null if
+//                                    it has none. Next::none: no further item, or a wait failed. A role blocks only when may_wait, that is
+//                                    when this warp holds no open item; this rules out circular waits.
+//       auto target(const Item&)    Destination of the sum, looked up once for all columns; false: nothing to store.
+//       void store(target, i32 column, float (&)[n])   Stores this lane's n columns of the sum; not all lanes call it.
+//       void close(const Item&)     Called by all lanes after the sum is stored.
+//       kType, kRowBytes            Type and bytes of a source row.
 template <class Ring, class Role>
 struct Gather {
     static constexpr Type kType = Role::kType;
     static constexpr i32 kColumns = columns_in_16(kType);
-    static constexpr i32 kVectors = ceil_div(Ring::kBytes / 16, kWarp);  // of 16 bytes, of a lane
+    static constexpr i32 kVectors = ceil_div(Ring::kBytes / 16, kWarp);  // vectors of 16 bytes for each lane
 
     Ring& ring;
     Role& role;
-    u32 issued = 0, used = 0;    // pieces of sources
+    u32 issued = 0, used = 0;    // source pieces
     i32 opened = 0, closed = 0;  // items
     bool more = true;
-    // The item whose sources are being issued.
+    // The item whose loads are being issued.
     const u8* source = nullptr;
-    i32 left = 0, order = 0, bytes = 0;  // sources not issued yet; ours among those that are left, from 0
+    i32 left = 0, order = 0, bytes = 0;  // sources not issued yet; this lane's position among them; bytes of the piece
 
     MOECOMM_FN static i32 bytes_from(i32 column) { return min(Ring::kBytes, Role::kRowBytes - column * bytes_of(kType)); }
 
@@ -47,7 +49,7 @@ struct Gather {
         return true;
     }
 
-    // Issues loads until the ring is full or nothing is left.
+    // Issues bulk loads until the ring is full or no item can be opened.
     MOECOMM_FN void fill() {
         for (;;) {
             if (left == 0) {
@@ -61,12 +63,12 @@ struct Gather {
                 bulk_load(ring.data[slot], source, bytes, &ring.full[slot]);
             }
             issued += fit;
-            order -= fit;  // negative: ours is on its way, or there is none
+            order -= fit;  // negative: this lane's load is issued, or it has none
             left -= fit;
         }
     }
 
-    // Adds the oldest piece in the ring.
+    // Waits for the oldest piece in the ring and adds it.
     MOECOMM_FN void add(float (&sum)[kVectors][kColumns], i32 vectors) {
         const i32 slot = used % Ring::kSlots;
         copy_wait(&ring.full[slot], used / Ring::kSlots & 1);

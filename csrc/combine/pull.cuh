@@ -1,7 +1,8 @@
-// Step 3: the rows of our tokens come home, at most one from each rank, and are added in the order of the ranks.
+// Step 3: the source rank pulls the rows of its tokens, at most one from each rank, and adds them in rank order.
 //
-// Pulled, not pushed: rows in the window are read where they are, at 0.97 of the wire by 16 blocks, and need no place at home; more blocks
-// read no faster, 0.93 with 24 and 0.89 with 64 (bench/results/few-sms-h200-4.json; reads alone: all-to-all-h200-4.json).
+// Rows are pulled, not pushed: rows in the window are read in place and need no receive buffer at the source rank. 16 blocks read at 0.97
+// of the wire; more blocks are slower: 24 read at 0.93, 64 at 0.89 (bench/results/few-sms-h200-4.json; reads alone:
+// all-to-all-h200-4.json).
 #pragma once
 #include "collect.cuh"
 #include "gather.cuh"
@@ -9,8 +10,9 @@
 
 namespace moecomm {
 
-// By each pull and return warp, all of them together: every rank's notice, compared with ours.  False when one did not come; else
-// shared.is_invalid.
+// Called by all pull and return-forward warps of a block together. Waits for every rank's round header and validates it; sets
+// shared.is_invalid and reports the error if one differs. A fence and barriers order later reads of peers' rows after the headers. Returns
+// false to all these threads if a header did not arrive; the failure record is filled.
 template <class Call>
 MOECOMM_FN bool await_all_headers(const Call& c) {
     constexpr CombineConfig cfg = Call::cfg;
@@ -20,7 +22,7 @@ MOECOMM_FN bool await_all_headers(const Call& c) {
         if (barrier_sync_any(1, threads, !await_tagged_words(c, thread, threads))) return false;
     }
     if (!await_headers(c.round, c.shared.headers, thread, threads)) c.shared.missing = 1;
-    if (!cfg.packets) fence_system();  // rows that peers offer were written before their notices
+    if (!cfg.packets) fence_system();  // rows that peers publish were written before their headers
     barrier_sync(1, threads);
     if (c.shared.missing != 0) return false;
     if (thread < cfg.ranks) {
@@ -33,17 +35,18 @@ MOECOMM_FN bool await_all_headers(const Call& c) {
     barrier_sync(1, threads);
     if constexpr (cfg.domains() > 1) {
         if (thread == 0) {
-            asm volatile("fence.acq_rel.cta;" ::: "memory");  // is_invalid, and what has come with the mail
+            asm volatile("fence.acq_rel.cta;" ::: "memory");  // release is_invalid, and what arrived before the tagged words
             *const_cast<volatile u32*>(&c.scaleout().headers_seen) = 1;
         }
     }
     if (cfg.packets) let_next_kernel_launch();
-    fence_async();  // reads of rows come after the notices that say where they are
+    fence_async();  // bulk reads of rows come after the headers
     return true;
 }
 
-// By a warp, before it gives the places of a chunk of `home` back: the chunk that was in them may be another warp's, and a chunk that
-// nobody has rows for is pulled at once.  Places are given back in order, so that a credit stands for all before it.
+// Called by all lanes of a warp before it gives the credit for a chunk of `source_rank`. Waits (acquire) for the earlier credit of the same
+// place in the ring, which another warp may give: a chunk without rows is pulled at once. In order, a credit covers all credits before it.
+// Returns false in all lanes if the wait failed; the failure record is filled.
 template <class Call>
 MOECOMM_FN bool await_earlier_credit(const Call& c, i32 source_rank, i32 chunk, i32 chunk_tokens) {
     const i32 earlier = chunk - ring_chunks(c.shape(), chunk_tokens);
@@ -58,10 +61,12 @@ MOECOMM_FN bool await_earlier_credit(const Call& c, i32 source_rank, i32 chunk, 
     return __all_sync(kAllLanes, came);  // before any lane leaves the next credit there
 }
 
-// The role of a pull warp.  Where places are given back, a chunk is a block's, which tells when all of it is pulled: of the chunks of its
-// block a warp pulls every pull_warps-th piece.  (So, too, where there are several domains.)  Else warps take the pieces of all tokens as
-// they get to them, or, where flags have to be looked at, whole tokens: blocks with as many tokens each have unequally many rows to bring,
-// and few blocks fill the links only while all of them pull.  Lane i serves the i-th rank that holds a part of the token.
+// The role of a pull warp. Lane i serves the i-th rank that holds a part of the token. All lanes call all methods together. Warps divide
+// the work in one of two ways:
+// - Where credits are needed, and with several domains, a chunk belongs to a block, which gives the credit; each warp of the block pulls
+//   every pull_warps-th piece.
+// - Otherwise warps claim pieces of all tokens from a counter, or complete tokens where flags have to be checked. Blocks with equally many
+//   tokens have unequally many rows, and few blocks fill the links only while all of them pull.
 template <class Call>
 struct Pull {
     static constexpr CombineConfig cfg = Call::cfg;
@@ -72,14 +77,14 @@ struct Pull {
     const Call& c;
     const i32 warp;
     const i32 shift;          // a chunk is 1 << shift tokens
-    const bool gives_credit;  // peers stage rows, and ours do not all fit their rings
-    const i32 together;       // pieces that a warp takes at once
-    const i32 chunks_here;    // of the block, where places are given back
-    i32 nth;                  // the next piece: of the block, or of all tokens
-    u32 taken = 0;            // in lane 0, that of all tokens that comes then; asked for long before it is wanted
-    i32 ahead;                // this lane's slot of its token
-    i32 seen = -1;            // the chunk whose flag this lane has acquired, of the rank `lane`
-    i32 signaled = 0;         // chunks of the block that this warp is done with
+    const bool gives_credit;  // peers stage rows, and not all of this rank's tokens fit their rings
+    const i32 together;       // pieces that a warp claims at once
+    const i32 chunks_here;    // chunks of the block, where chunks belong to blocks
+    i32 nth;                  // the next piece: of the block's, or of all tokens'
+    u32 taken = 0;            // in lane 0: the claim after that, made early to hide its latency
+    i32 ahead;                // this lane's slot of the next piece's token
+    i32 seen = -1;            // the chunk for which this lane has acquired the flag of its rank
+    i32 signaled = 0;         // chunks of the block at whose steps this warp has arrived
     bool failed = false;
     ScaleoutSums<Call> scaleout_ranks;
 
@@ -106,7 +111,7 @@ struct Pull {
     }
 
     MOECOMM_FN bool by_chunks() const { return cfg.domains() > 1 || gives_credit; }
-    // Whose piece is next: the chunk of the block, the token, its chunk.
+    // Position of the next piece: the block's n-th chunk, the token, the token's chunk.
     MOECOMM_FN i32 nth_chunk() const { return nth / kPieces >> shift; }
     MOECOMM_FN i32 token() const {
         if (!by_chunks()) return nth / kPieces;
@@ -114,11 +119,11 @@ struct Pull {
     }
     MOECOMM_FN i32 chunk() const { return token() >> shift; }
     MOECOMM_FN bool at_end() const { return by_chunks() ? nth_chunk() >= chunks_here : token() >= c.a.num_tokens; }
-    // The last chunk may have fewer tokens.
+    // Skips tokens that the last, shorter chunk does not have.
     MOECOMM_FN void skip_ends() {
         while (by_chunks() && !at_end() && token() >= c.a.num_tokens) nth += cfg.pull_warps;
     }
-    // The warps of the grid begin with a piece or a token each, and take the others in their order.
+    // Claims the next piece or token. The first one of each warp of the grid is fixed.
     MOECOMM_FN void take() {
         if (lane_id() == 0) taken = gridDim.x * cfg.pull_warps + atomicAdd(&own_state(c.a.ctx)->taken, 1);
     }
@@ -136,13 +141,13 @@ struct Pull {
         ahead = slot_of(token(), lane_id());
     }
 
-    // Of the n-th rank of our domain.
+    // Slot of token `t` at the n-th rank of this domain, -1 if none.
     MOECOMM_FN i32 slot_of(i32 t, i32 n) const {
         if (t >= c.a.num_tokens || n >= cfg.scaleup_ranks()) return -1;
         return reinterpret_cast<const i32*>(c.a.route.token_slot)[static_cast<i64>(t) * cfg.ranks + c.domains().first() + n];
     }
 
-    // The rank that this lane serves, and its slot, -1 if none.  At most topk of them, so 32 lanes are enough for all ranks.
+    // Returns the slot of the rank that this lane serves, -1 if none. At most topk ranks hold a token, so 32 lanes are enough.
     MOECOMM_FN i32 slot_of_lane(i32& rank) const {
         rank = lane_id();
         if constexpr (cfg.domains() > 1) rank += c.domains().first();
@@ -154,7 +159,7 @@ struct Pull {
         return rank >= 0 ? slot_of(token(), rank) : -1;
     }
 
-    // Whether this lane may read the row of `rank`: the lane that has acquired its flag is the one that loads it.
+    // Returns whether this lane may read the row of `rank`. The lane that acquires the flag is the lane that loads the row.
     MOECOMM_FN bool await_row(i32 rank, bool may_wait) {
         const RoundHeader& from = c.shared.headers[rank];
         if ((from.x != 0 && from.rows == 0) || seen == chunk()) return true;
@@ -174,6 +179,7 @@ struct Pull {
         return c.transport.template peer_ptr<u8>(rank, from.x) + slot * static_cast<i64>(from.pitch);
     }
 
+    // See gather.cuh. Sets `failed` if a wait failed.
     MOECOMM_FN Next open(const u8*& source, Item& out, bool may_wait) {
         if (may_wait && gives_credit) signal_pulled(min(nth_chunk(), chunks_here));
         if (failed) return Next::none;
@@ -195,7 +201,8 @@ struct Pull {
         return Next::item;
     }
 
-    // A gradient a lane, from the owner of its expert, whose flag another lane has acquired.
+    // Copies the token's gradients of weights, one in each lane, from the owner of its expert. Another lane acquired that owner's flag;
+    // __syncwarp passes this on.
     MOECOMM_FN void bring_grads() const {
         __syncwarp();
         if (lane_id() >= cfg.topk) return;
@@ -210,7 +217,7 @@ struct Pull {
         }
     }
 
-    // The same over all ranks with a row of the token, in their order.  What a domain returns is the sum of its ranks.
+    // Returns the sum of a gradient over all ranks with a row of the token, in rank order. A forwarder returns one sum for its domain.
     MOECOMM_FN float summed_grad() const {
         const auto* slots = reinterpret_cast<const i32*>(c.a.route.token_slot) + static_cast<i64>(token()) * cfg.ranks;
         float sum = 0.0f;
@@ -235,7 +242,8 @@ struct Pull {
         if constexpr (cfg.domains() > 1) scaleout_ranks.close();
     }
 
-    // This warp has nothing left to read of the first `chunks` of its block; the last warp to say so gives their places back.
+    // Arrives at the steps of the block's first `chunks` chunks, of which this warp has nothing left to read. The last warp to arrive gives
+    // the credits (release).
     MOECOMM_FN void signal_pulled(i32 chunks) {
         for (; signaled < chunks; ++signaled) {
             const i32 chunk = blockIdx.x + gridDim.x * signaled;
@@ -246,19 +254,19 @@ struct Pull {
             const u64 place = credit_at(c.window(), c.shape(), c.me(), chunk, c.a.chunk_tokens);
             for (i32 step = lane_id(); step < cfg.scaleup_ranks() - 1; step += kWarp)
                 c.transport.signal(c.domains().neighbour(step), place, word_signal(c.round.tag, chunk));
-            __syncwarp();  // ours last: who sees it may give the next credit in this place, which must not overtake these
+            __syncwarp();  // own credit last: a warp that sees it may give this place's next credit, which must not overtake these
             if (lane_id() == 0) c.transport.signal(c.me(), place, word_signal(c.round.tag, chunk));
         }
     }
 };
 
-// By each pull warp.  False when something did not come.
+// Called by each pull warp. Pulls or collects the rows of this rank's tokens. Returns false if a wait failed; the failure record is filled.
 template <class Call>
 MOECOMM_FN bool pull(const Call& c) {
     const i32 warp = warp_id() - Call::cfg.reduce_warps;
     if constexpr (Call::cfg.packets) {
         Collect<Call> role(c, warp);
-        if (!await_all_headers(c)) return false;  // a packet may be here before the notice that makes the round void
+        if (!await_all_headers(c)) return false;  // packets may arrive before a header that makes the round invalid
         return c.shared.is_invalid != 0 || role.run();
     } else {
         if (!await_all_headers(c)) return false;

@@ -1,28 +1,29 @@
-// Step 2 for homes that come in packets (csrc/protocol/packets.h): what is staged for other homes is pushed to these, piece by piece, made
-// in registers.  The place of a packet depends on nothing but the round, us, the token and the piece, so nobody is waited for: a combine of
-// 128 tokens takes 21.7 us, and took 26.6 pulled (bench/results/ll-h200-4.json, and before packets).
+// Step 2 for source ranks with few tokens: reduced rows are computed in registers and pushed in packets (csrc/protocol/packets.h), piece by
+// piece. The place of a packet depends only on the round's parity, this rank, the token and the piece, so nothing has to be awaited. A
+// combine of 128 tokens takes 21.6 us (bench/results/ll-h200-4.json); before packets, when rows were pulled, it took 26.6 us.
 #pragma once
 #include "../device/packet.cuh"
 #include "weights.cuh"
 
 namespace moecomm {
 
-// How a staged row lies in packets.
+// Layout of a staged row in packets.
 template <CombineConfig cfg>
 struct Packing {
     static constexpr i32 kWord = sizeof(u64), kPieces = cfg.packets_of_row();
     static constexpr i32 kSteps = ceil_div(cfg.packet_lines, kStepLines);
-    static constexpr i32 kColumns = kWord / bytes_of(cfg.staged());  // in a word
+    static constexpr i32 kColumns = kWord / bytes_of(cfg.staged());  // columns in a word
 
-    // The first column of a piece, and its words: the last one may have fewer.
+    // First column and number of words of a piece; the last piece may have fewer words.
     MOECOMM_FN static i32 column(i32 piece) { return piece * (cfg.packet_bytes / bytes_of(cfg.staged())); }
     MOECOMM_FN static i32 words(i32 piece) { return min(cfg.packet_bytes, cfg.staged_bytes() - piece * cfg.packet_bytes) / kWord; }
-    // Of the two words of this lane in a step: whether there is such a word in the first `words`.
+    // Whether the nth of this lane's two words in a step is among the first `words`.
     MOECOMM_FN static bool has(i32 step, i32 nth, i32 words) { return packet_word(step) + nth < words && !(nth == 1 && ends_line()); }
 };
 
-// By a thread: what `home` sent, and its flat rows here.  False when they do not go in packets.  A home has its last chunk most often where
-// we have ours, so that one is loaded before it is known.
+// Called by one thread for each source rank, before a __syncthreads. Reads from the route what the rank sent and its flat rows here.
+// Returns whether its rows travel in packets. The index of its last chunk is usually that of this rank, so that range is loaded
+// speculatively.
 template <class Call>
 MOECOMM_FN bool look_up_source_rank(const Call& c, i32 source_rank) {
     const auto* ranges = reinterpret_cast<const u32*>(c.a.route.ranges) + static_cast<i64>(source_rank) * c.shape().max_tokens;
@@ -42,30 +43,31 @@ MOECOMM_FN bool look_up_source_rank(const Call& c, i32 source_rank) {
     return true;
 }
 
-// The role of a warp that pushes: of the pieces of the rows of all such homes, of each home in turn, those of one warp in the grid.
+// The role of a warp that pushes. The warps of the grid divide the pieces of the rows of all such source ranks, which alternate. All lanes
+// call all methods together.
 template <class Call>
 struct Push {
     static constexpr CombineConfig cfg = Call::cfg;
     using P = Packing<cfg>;
     static constexpr bool kFlat = cfg.layout == Layout::flat, kWeighted = cfg.weighted && !kFlat;
     static constexpr i32 kWarps = cfg.reduce_warps > 0 ? cfg.reduce_warps : cfg.pull_warps;
-    static constexpr i32 kHeldBytes = P::kColumns * bytes_of(cfg.type);  // of a row of y, for a word
+    static constexpr i32 kHeldBytes = P::kColumns * bytes_of(cfg.type);  // bytes of a row of y that become one word
     static constexpr i32 kHeldWords = kHeldBytes / 4;
-    static constexpr i32 kBatch = 16 / kHeldBytes;  // rows that are loaded together: what 32 registers hold
+    static constexpr i32 kBatch = 16 / kHeldBytes;  // rows that are loaded at once, into 32 registers
 
-    // An item whose loads are under way.
+    // An item whose loads are in flight.
     struct Flight {
-        i32 source_rank;  // -1: there is none
+        i32 source_rank;  // -1: no item
         i32 flat_row, piece;
-        i32 token;          // flat
-        PacketWords words;  // flat
-        i32 entry;          // else: the row of this lane's k, -1: none
+        i32 token;          // flat layout
+        PacketWords words;  // flat layout
+        i32 entry;          // other layouts: the row of this lane's k, -1 if none
     };
 
     const Call& c;
     const i32 items;
     i32 nth;
-    Waited waited = Waited::ok;  // how this lane's wait for a weight ended, for whose
+    Waited waited = Waited::ok;  // how this lane's wait for a weight of missing_peer ended
     i32 missing_peer = 0;
 
     MOECOMM_FN explicit Push(const Call& call)
@@ -114,7 +116,8 @@ struct Push {
         return c.transport.template peer_ptr<u8>(f.source_rank, c.packet_at(c.me(), token, f.piece));
     }
 
-    // False when a weight did not come.
+    // Stores the item's packet at the source rank; reduces its rows first unless the layout is flat. Returns false in all lanes if a weight
+    // did not arrive; report() then fills the failure record.
     MOECOMM_FN bool finish(const Flight& f) {
         if constexpr (kFlat) {
             u8* const to = packet(f, f.token);
@@ -126,7 +129,8 @@ struct Push {
         }
     }
 
-    // While the rows of an item are on their way: this lane's weight, if `word` is not it yet.
+    // Called while the rows of an item are in flight. Waits for this lane's weight unless `word` holds it. Returns false in all lanes if a
+    // weight did not arrive.
     MOECOMM_FN bool weigh(const Flight& f, i32 token, u64& word) {
         if (f.entry >= 0 && signal_tag(word) != c.round.tag) {
             missing_peer = f.source_rank;
@@ -134,7 +138,7 @@ struct Push {
         }
         return __all_sync(kAllLanes, waited == Waited::ok);
     }
-    // Called where no row is held, as in Collect.
+    // Fills the failure record if this lane's wait failed. Called when no row is held, as in Collect.
     MOECOMM_FN bool report() const {
         if (waited != Waited::ok)
             report_failure(c.round, waited, Phase::header, missing_peer, c.round.tag, 0,
@@ -142,7 +146,7 @@ struct Push {
         return __all_sync(kAllLanes, waited == Waited::ok);
     }
 
-    // In fp32 and in the order of k, as Gather adds: multiply, then add, each rounded.
+    // Reduces the rows of an item in float32 and in the order of k, multiply then add, each rounded, and stores the packet.
     MOECOMM_FN bool reduce(const Flight& f) {
         u32 named = __ballot_sync(kAllLanes, f.entry >= 0);
         const i32 token = reinterpret_cast<const int2*>(c.a.route.src)[__shfl_sync(kAllLanes, f.entry, __ffs(named) - 1)].y;
@@ -216,8 +220,8 @@ struct Push {
         return static_cast<u64>(high) << 32 | low;
     }
 
-    // An item is loaded before the one ahead of it is stored.  Words have registers of their own in both: to be moved, they would have to
-    // be here.
+    // Loads an item before the previous one is stored. In the flat layout both have registers of their own, because a move between them
+    // would wait for the loads.
     MOECOMM_FN bool run() {
         Flight one, other;
         begin(one);
@@ -237,7 +241,7 @@ struct Push {
     }
 };
 
-// By each warp that pushes: cfg.reduce_warps, or all where there are none.  False when a weight did not come.
+// Called by each reduce warp, or by all warps where there are none. Returns false if a weight did not arrive; the failure record is filled.
 template <class Call>
 MOECOMM_FN bool push(const Call& c) {
     return Push<Call>(c).run();

@@ -1,5 +1,5 @@
-// Step 2: the rows of each token here become one, in fp32 and in the order of k (flat: the row that the caller has made of them), where
-// the token's home pulls it: in a place of its own (CombineArgs::sums), or staged in a ring.
+// Step 2: reduces this rank's rows of each token to one, in float32 and in the order of k; a flat row is copied, because the caller has
+// already reduced it. The source rank pulls the reduced row from a place of its own (CombineArgs::reduced_rows) or from the staging ring.
 #pragma once
 #include "scaleout/direct.cuh"
 #include "weights.cuh"
@@ -7,25 +7,25 @@
 
 namespace moecomm {
 
-// A part of a row that is made: the same columns of one or two of its entries, on their way into registers.
+// A part of a reduced row: the same columns of one or two of its entries, on their way into registers.
 template <class Call>
 struct Step {
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr i32 kEntries = cfg.layout == Layout::flat ? 1 : 2;  // a flat row is copied
-    // Vectors of 16 bytes, of a lane, of each: one where rows are short, or hardly any come this way.
+    // Vectors of 16 bytes in each lane, of each entry. One where rows are short, or where most rows travel in packets instead.
     static constexpr i32 kVectors = cfg.packets || cfg.row_bytes() <= 16 * kWarp ? 1 : 4 / kEntries;
     uint4 held[kEntries][kVectors];
     float weight[kEntries];
-    u8* to;       // where this lane's sum goes; null: there is no such step
-    u32 has;      // of this lane's vectors, a bit each, those that are columns of the row
+    u8* to;       // where this lane stores its sum; null: no step
+    u32 has;      // one bit for each of this lane's vectors that lies within the row
     bool both;    // there is a second entry
-    bool last;    // of these columns
-    i32 through;  // the last turn that this warp is through with then; -1: none
+    bool last;    // these are the last entries of these columns
+    i32 through;  // the last work-list step that this warp completes with it; -1: none
 };
 
-// A reduce warp: of all rows in the units of the block every reduce_warps-th, whole, piece by piece.  Two steps are on their way at a
-// time.  What a row is made of is looked up while the one before it is made, its entries first and what depends on them a piece later: each
-// lookup waits for memory.
+// The role of a reduce warp: reduces every reduce_warps-th row in the work items of the block, piece by piece, with two steps in flight.
+// The entries of a row are looked up during the row before it, and what depends on them one piece later, because each lookup waits for
+// memory. All lanes call all methods together.
 template <class Call>
 struct Reduce {
     static constexpr CombineConfig cfg = Call::cfg;
@@ -35,24 +35,23 @@ struct Reduce {
     static constexpr i32 kPieces = ceil_div(cfg.hidden, kPieceColumns);
 
     struct Row {
-        i32 step;      // of the block, in which its unit comes; that of `units`: there is no such row
+        i32 step;      // position of its work item in the work list; work_list.turns: no row
         i32 entry;     // this lane's row of y, -1: none
-        i32 of;        // in the lane of its first entry: which row is made: the token at its home, or, where rows are flat, which of them
-        float weight;  // of the entry
+        i32 of;        // in the lane of its first entry: the token at its source rank; with reduced_rows, the flat row
+        float weight;  // weight of the entry
     };
 
     const Call& c;
     const WorkList<Call> work_list;
-    // Where the last row that has been found lies: before the row `at` of the unit of `turn`.  Lane i holds the range of the i-th unit
-    // of 32.
+    // The search for rows continues at row `at` of the work item `step`. Lane i holds the range of flat rows of the i-th of 32 work items.
     i32 step = 0, at = warp_id();
     u32 ranges;
-    Row now, next;      // of `now`, a part has been loaded, or nothing yet
-    i32 piece = 0;      // of `now`, whose entries `left`, a bit a lane, have not been loaded
-    u32 left = 0;       // 0: nothing has
-    u8* row = nullptr;  // that it becomes
-    i32 placed = -1;    // the turn whose place in the ring is free
-    i32 signaled = 0;   // turns that this warp is through with
+    Row now, next;      // `now` is being loaded
+    i32 piece = 0;      // piece of `now`
+    u32 left = 0;       // lanes whose entries of the piece are still to be loaded; 0: the piece has not begun
+    u8* row = nullptr;  // destination of `now`, null before begin_row
+    i32 placed = -1;    // the work item whose place in the ring is free
+    i32 signaled = 0;   // work items at whose steps this warp has arrived
     bool failed = false;
     float sum[Step::kVectors][kColumns];
 
@@ -63,7 +62,7 @@ struct Reduce {
         next = find();
     }
 
-    // The flat rows of the unit of a turn: the low word of a signal.
+    // Returns the flat rows of a work item as the low word of a chunk signal; 0 if it has none.
     MOECOMM_FN u32 range_of(i32 nth_step) const {
         if (nth_step >= work_list.turns) return 0;
         const Work work = work_list[nth_step];
@@ -71,7 +70,7 @@ struct Reduce {
         return reinterpret_cast<const u32*>(c.a.route.ranges)[static_cast<i64>(work.source_rank) * c.shape().max_tokens + work.chunk];
     }
 
-    // This warp's next row, its entries on their way.
+    // Finds this warp's next row and starts to load its entries.
     MOECOMM_FN Row find() {
         u32 range = 0;
         for (; step < work_list.turns; next_step()) {
@@ -95,6 +94,7 @@ struct Reduce {
         if (++step % kWarp != 0) return;
         ranges = range_of(step + lane_id());
     }
+    // Loads the token and weights of a row, which depend on its entries.
     MOECOMM_FN void look_up(Row& row) const {
         if (row.entry < 0) return;
         if (!c.has_reduced_rows()) row.of = reinterpret_cast<const int2*>(c.a.route.src)[row.entry].y;
@@ -106,8 +106,8 @@ struct Reduce {
         next = find();
     }
 
-    // Whether the home has pulled the chunk whose place in the ring the unit takes.  Asked only where we have rows for it: the home can't
-    // be further, because it will want them.
+    // Returns whether the place of the work item in the ring is free: the source rank has pulled the chunk that held it before (acquire).
+    // Asked only where this rank has rows of the work item, so the source rank, which needs these rows, cannot be further ahead.
     MOECOMM_FN bool await_place(bool may_wait) {
         if (placed == now.step || c.has_reduced_rows()) return true;
         const Work work = work_list[now.step];
@@ -116,7 +116,7 @@ struct Reduce {
             const u64 credit = word_signal(c.round.tag, before);
             const auto* place =
                 c.transport.template local<const u64>(credit_at(c.window(), c.shape(), work.source_rank, before, work.chunk_tokens));
-            const volatile i32& is_invalid = c.shared.is_invalid;  // in a void round nobody pulls
+            const volatile i32& is_invalid = c.shared.is_invalid;  // in an invalid round nobody pulls
             const auto given = [&] { return load_acquire(place) == credit || is_invalid != 0; };
             bool came = true;
             if (lane_id() == 0 && !given()) {
@@ -129,10 +129,11 @@ struct Reduce {
         return true;
     }
 
+    // Row::of of the current row, in all lanes.
     MOECOMM_FN i32 made() const { return __shfl_sync(kAllLanes, now.of, __ffs(__ballot_sync(kAllLanes, now.entry >= 0)) - 1); }
 
-    // The home has posted the weights of the row before it waits for anybody; one of another domain has put them ahead of its mail, which
-    // is here.
+    // Loads the weights of the row's entries; returns whether they have arrived. A source rank posts them before it waits for anything; one
+    // in another domain puts them before its tagged words, which have arrived (await_headers_seen).
     MOECOMM_FN bool await_weights(bool may_wait) {
         const i32 token = made(), source_rank = work_list.source_rank(now.step);
         u64 word = 0;
@@ -145,7 +146,7 @@ struct Reduce {
         return __all_sync(kAllLanes, came);
     }
 
-    // What others wait for may depend on steps of ours that are open, so we wait only when none is.
+    // Starts the row `now`. Blocks only if `may_wait`, when this warp holds no open step; this rules out circular waits.
     MOECOMM_FN bool begin_row(bool may_wait) {
         bool here = await_place(may_wait);
         if constexpr (cfg.own_weights) here = here && await_weights(may_wait);
@@ -159,6 +160,7 @@ struct Reduce {
         return true;
     }
 
+    // Starts to load the next step; `s.to` is null if there is none, or if it would block.
     MOECOMM_FN void load(Step& s, bool may_wait) {
         s.to = nullptr;
         if (failed || now.step == work_list.turns) return;
@@ -200,7 +202,7 @@ struct Reduce {
             if (has(v)) s.held[i][v] = reinterpret_cast<const uint4*>(from)[v * kWarp];
     }
 
-    // Multiply, then add, each rounded: not one fused operation.
+    // Multiplies, then adds, each rounded: not a fused multiply-add.
     MOECOMM_FN void add(const Step& s, i32 i) {
 #pragma unroll
         for (i32 v = 0; v < Step::kVectors; ++v) {
@@ -236,7 +238,7 @@ struct Reduce {
             for (i32 k = 0; k < kColumns; ++k) sum[v][k] = 0.0f;
     }
 
-    // False when a place in the ring did not become free, or a weight did not come.
+    // Runs the role. Returns false if a place did not become free or a weight did not arrive; the failure record is filled.
     MOECOMM_FN bool run() {
         pass(now.step - 1);
         clear();
@@ -265,7 +267,7 @@ struct Reduce {
         reinterpret_cast<float*>(row + (c.has_reduced_rows() ? c.sum_pitch() - cfg.grads_bytes() : c.grads_at()))[lane_id()] = grad;
     }
 
-    // This warp is through with all turns up to `last`.
+    // Arrives at the steps of all work items up to `last`. Without a flag warp, the warp that arrives last signals the work item.
     MOECOMM_FN void pass(i32 last) {
         for (; signaled <= last; ++signaled) {
             if constexpr (cfg.flag_warps > 0) {
@@ -278,7 +280,7 @@ struct Reduce {
     }
 };
 
-// By each reduce warp.  False when something did not come.
+// Called by each reduce warp. Returns false if a wait failed; the failure record is filled.
 template <class Call>
 MOECOMM_FN bool reduce(const Call& c) {
     if constexpr (Call::cfg.domains() > 1) {

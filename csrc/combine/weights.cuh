@@ -1,10 +1,11 @@
-// Routing weights that homes give the combine itself (WindowLayout::packets), not those that the dispatch has left beside the rows.
+// Routing weights that source ranks pass to combine itself (stored behind WindowLayout::packets), instead of those that dispatch stored.
 #pragma once
 #include "call.cuh"
 
 namespace moecomm {
 
-// By all threads of the grid: ours, to the owners of our experts in our domain, before anybody is waited for.
+// Called by all threads of all blocks, before any wait for a peer. Posts this rank's weights to the owners of the experts in this domain,
+// as tagged words, so nothing is ordered. Cannot fail.
 template <class Call>
 MOECOMM_FN void post_weights(const Call& c) {
     constexpr CombineConfig cfg = Call::cfg;
@@ -20,8 +21,9 @@ MOECOMM_FN void post_weights(const Call& c) {
     }
 }
 
-// By a warp: all of them, to a rank of another domain, which reads none before it has heard the mail that we put after them.  They are put
-// from where they lie for ourselves.  Every warp writes all there, each the same words, so that none waits for what others write.
+// Called by all lanes of a warp. Puts all weights to a rank of another domain, which reads them only after the tagged words that follow on
+// the same channel. The source of the put is this rank's own copy; every warp writes all of it, the same words, so that no warp waits for
+// another. Returns false in all lanes if the transport had no room in time; the failure record is filled.
 template <class Call>
 MOECOMM_FN bool put_weights(const Call& c, i32 peer) {
     constexpr i32 kBatch = 8;
@@ -43,8 +45,8 @@ MOECOMM_FN bool put_weights(const Call& c, i32 peer) {
     return entries == 0 || put(c, c.transport, Phase::header, peer, first, first, entries * sizeof(u64));
 }
 
-// By lane k: whether the weight of the k-th expert of a token of `home` is here, in `word` then.  In a void round, where it may never come,
-// any will do: what is made with it goes nowhere.
+// Called by lane k. Returns whether `word` now holds the weight of the k-th expert of a token of `source_rank`. Also true in an invalid
+// round, where the weight may never arrive and nobody uses the result.
 template <class Call>
 MOECOMM_FN bool is_weight_here(const Call& c, i32 source_rank, i32 token, u64& word) {
     const volatile i32& is_invalid = c.shared.is_invalid;

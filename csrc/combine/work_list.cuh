@@ -1,17 +1,17 @@
-// What is reduced and staged: chunks of all homes, shared out among the blocks.
+// The work list of a block: chunks of all source ranks, which the blocks divide, to be reduced and staged.
 #pragma once
 #include "call.cuh"
 
 namespace moecomm {
 
-// A chunk of a home's tokens.
+// A work item: a chunk of a source rank's tokens.
 struct Work {
-    i32 source_rank, chunk, chunk_tokens;  // chunk -1: there is no such chunk
+    i32 source_rank, chunk, chunk_tokens;  // chunk -1: no such chunk
 };
 
-// Units that a block comes to, turn after turn.  The first chunks of all homes come before the second of any; and twice, where there are
-// several domains: first those of homes that what we have goes straight to, then the others'.  What goes straight is put before anything
-// is staged for others, because it waits for no place, and its home for all of it.
+// The work items of a block, by step. The first chunks of all source ranks come before the second chunk of any. With several domains there
+// are two passes: first the chunks of direct source ranks, then all other chunks. Direct rows need no free place in a ring, and their
+// source rank waits for all of them, so they come before rows of other chunks are staged.
 template <class Call>
 struct WorkList {
     static constexpr CombineConfig cfg = Call::cfg;
@@ -36,13 +36,14 @@ struct WorkList {
         return {of, here ? chunk : -1, c.shared.sent[of].chunk_tokens};
     }
 
-    // By one thread, after what it has seen of the turn: its home hears that the rows are there, or who relays for it.
+    // Called by one thread that has acquired all arrivals at the step. Signals the chunk's rows (after a fence) to the source rank or to
+    // its forwarder in this domain; direct chunks, to this rank's return-forward warps. Cannot fail.
     MOECOMM_FN void tell(i32 step) const {
         const Work work = (*this)[step];
         if (work.chunk < 0) return;
-        fence_async();  // the home reads with bulk copies
+        fence_async();  // the reader uses bulk copies
         c.transport.fence();
-        if (is_first_pass(step)) {  // return warps put it straight
+        if (is_first_pass(step)) {  // return-forward warps put it
             c.transport.post(c.me(), c.staged_flag(work.source_rank, work.chunk), word_signal(c.round.tag, work.chunk));
         } else {
             c.transport.post(c.domains().local(work.source_rank), c.reduced_flag(work.source_rank, c.me(), work.chunk),
@@ -55,8 +56,9 @@ struct WorkList {
     MOECOMM_FN i32 in_pass(i32 step) const { return nth(step) - (cfg.domains() > 1 && !is_first_pass(step) ? all : 0); }
 };
 
-// By the flag warp: homes hear of their chunks once all reduce warps are through with them, of as many at once as are complete by then.
-// The fence takes microseconds while links are full, which those that reduce have better use for, and one is enough for all.
+// Called by the flag warp. Signals each work item of the block once all reduce warps have arrived at its step. The fence takes microseconds
+// while links are full, so reduce warps leave it to this warp, and one fence covers all items complete by then. Returns false in all lanes
+// if a wait failed; the failure record is filled.
 template <class Call>
 MOECOMM_FN bool raise_flags(const Call& c) {
     const WorkList<Call> work_list(c);

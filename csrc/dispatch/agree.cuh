@@ -1,11 +1,13 @@
-// Step 3: with everybody's notice and counts each rank decides, alone and alike, whether the round goes on and where every row goes.
+// Step 3: with all ranks' round headers and counts, each rank decides for itself, with the same result, whether the round goes on and where
+// every row goes.
 #pragma once
 #include "call.cuh"
 
 namespace moecomm {
 
-// Of each column: the sum over all ranks, and over the ranks before us; behind them, a bit a token, what comes in packets.  False in a
-// thread whose words did not come.
+// Called by the team. For each column, adds up the counts of all ranks and of the ranks before this one; with packets, also reads the bits
+// of the tokens that arrive. Tagged words need no acquire. Returns false in a thread whose words did not arrive; the failure record is
+// filled.
 template <class Call>
 MOECOMM_FN bool sum_counts(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -38,8 +40,8 @@ MOECOMM_FN bool sum_counts(const Call& c) {
     return true;
 }
 
-// A warp: where the groups of one rank begin, and how many rows it needs.  A lane has several groups, one behind the other, so that sums go
-// from lane to lane once: every block does so before a row can be put where it belongs.
+// Called by a warp. Computes where the groups of one rank begin and how many rows the rank needs. A lane handles several neighboring
+// groups, so that one scan over the lanes is enough: every block does this before any row can be placed. Cannot fail.
 template <class Call>
 MOECOMM_FN void place_groups(const Call& c, i32 rank) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -82,6 +84,7 @@ MOECOMM_FN void place_groups(const Call& c, i32 rank) {
     if (lane_id() == 0) c.shared.needed[rank] = rows;
 }
 
+// Called by one thread. Checks that `rank` has room for its rows.
 template <class Call>
 MOECOMM_FN ValidationResult judge_rows(const Call& c, i32 rank) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -92,7 +95,7 @@ MOECOMM_FN ValidationResult judge_rows(const Call& c, i32 rank) {
     return {Failure::bad_input, batched ? batched_error(c.shape(), limit) : Argument::max_rows, rank, limit, needed};
 }
 
-// Objections in the order of the ranks, notices before rows: the n-th of 2 * ranks.
+// Called by one thread. Returns the n-th of 2 * ranks checks: first the header of each rank, then the rows of each rank.
 template <class Call>
 MOECOMM_FN ValidationResult judge(const Call& c, i32 nth) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -100,13 +103,15 @@ MOECOMM_FN ValidationResult judge(const Call& c, i32 nth) {
                            : judge_rows(c, nth - cfg.ranks);
 }
 
-// After agree(): nobody objects, so rows move.
+// Returns whether agree() found no error, so that rows move.
 template <class Call>
 MOECOMM_FN bool goes_on(const Call& c) {
     return c.shared.first_error == 2 * Call::cfg.ranks;
 }
 
-// The team of every block.  False when the round has failed.
+// Called by the team of every block. Waits for all headers and counts, validates the round, and computes final offsets; barriers of the
+// team order them in shared memory. Returns false to all threads if a wait failed (the failure record is filled); goes_on() tells whether
+// the round is valid.
 template <class Call>
 MOECOMM_FN bool agree(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;

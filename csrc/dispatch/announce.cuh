@@ -1,10 +1,10 @@
-// Step 2: everybody learns our counts, where our output lies, and how we called.
+// Step 2: every peer learns how this rank called, where its output lies, and its counts.
 #pragma once
 #include "count.cuh"
 
 namespace moecomm {
 
-// By one thread: what is known before counting.
+// Called by one thread of each block. Fills the parts of the round header that are known before counting. Cannot fail.
 template <class Call>
 MOECOMM_FN void fill_header(const Call& c, RoundHeader& n) {
     n.op = static_cast<u32>(Op::dispatch);
@@ -23,7 +23,7 @@ MOECOMM_FN void fill_header(const Call& c, RoundHeader& n) {
     n.topk_idx = c.a.out_topk_idx;
     n.weights = c.a.out_weights;
     n.rows = c.a.out_rows;
-    if constexpr (Call::cfg.descriptors) {  // for who makes them
+    if constexpr (Call::cfg.descriptors) {  // fused layers: the owner that makes row descriptors needs these addresses
         n.src = c.a.x;
         n.topk_idx = c.a.x_stride;
         n.weights = c.a.receive_buffer;
@@ -31,7 +31,9 @@ MOECOMM_FN void fill_header(const Call& c, RoundHeader& n) {
     n.pitch = Call::cfg.packets ? Call::cfg.packets_of_row() * Call::cfg.packet_lines * kLineBytes : 0;
 }
 
-// The team of every block: a block a peer.  Where blocks have counted their shares, the sums of all are with the peers already.
+// Called by the team of every block. Posts the round header to every peer of the domain, one block for each peer, and with few tokens also
+// the counts and, with packets, the bits of wanted tokens. These are tagged words, so nothing is ordered. Where each block counted its
+// share, sum_column has posted the counts already. Cannot fail.
 template <class Call>
 MOECOMM_FN void announce(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -46,7 +48,7 @@ MOECOMM_FN void announce(const Call& c) {
     const i32 columns = cfg.repeat || !c.alone ? 0 : cfg.columns(), bits = cfg.packet_lines > 0 ? kWantedWords : 0;
     for (i32 step = c.nth_unpacker(); step >= 0 && step < cfg.ranks; step += c.unpackers()) {
         const i32 peer = rotated<cfg.ranks>(c.me(), step);
-        if (!c.domains().reaches(peer)) continue;  // send_tagged_words
+        if (!c.domains().reaches(peer)) continue;  // send_tagged_words puts to these
         send_header(c.round, c.transport, peer, c.shared.mine, c.team_thread(), c.kTeam);
         for (i32 i = c.team_thread(); i < columns + bits; i += c.kTeam) {
             const i32 bit = i - columns;

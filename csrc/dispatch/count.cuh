@@ -1,18 +1,19 @@
-// Step 1: how many entries of each expert, and tokens for each rank, we have: in all, and before the tokens of this block.
+// Step 1: count this rank's entries by expert and its tokens by rank: in all, and before the tokens of this block.
 #pragma once
 #include "call.cuh"
 
 namespace moecomm {
 
-// The first bad entry as one word that grows with its rank among the bad: ids before weights, then by position.
+// Encodes the first bad entry as one word, for atomicMax: bad ids rank before bad weights, and earlier positions before later ones; 0 means
+// none.
 constexpr u32 kBadId = 0xffffffffu, kBadWeight = 0x7fffffffu;
 MOECOMM_BOTH constexpr bool is_bad_id(u32 bad) { return bad > kBadWeight; }
 MOECOMM_BOTH constexpr u32 bad_position(u32 bad) { return (is_bad_id(bad) ? kBadId : kBadWeight) - bad; }
 
-// Up to so many entries every block counts all of them by itself: less than it takes to hear of other blocks.
+// Up to this many entries every block counts all of them by itself, which takes less time than exchanging counts between blocks.
 constexpr i32 kAloneEntries = kMostPacketEntries;
 
-// By all threads, before anything is counted.
+// Called by all threads of the block before counting; a __syncthreads must follow. Cannot fail.
 template <class Shared, class Call>
 MOECOMM_FN void clear_counters(Shared& shared, const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -24,8 +25,8 @@ MOECOMM_FN void clear_counters(Shared& shared, const Call& c) {
     for (i32 i = threadIdx.x; cfg.packets && i < cfg.ranks * kWantedWords; i += cfg.threads()) (&shared.wanted[0][0])[i] = 0;
 }
 
-// By a warp: body(entry's token, its column) for each expert, and each rank once a token, among the tokens [first, end): every `stride`-th
-// part of them.
+// Called by all lanes of a warp. Calls body(token, column) for each expert, and once a token for each rank, among the tokens [first, end):
+// for every `stride`-th part of them. Records a bad id or weight in shared.bad and never follows it.
 template <class Call, class Body>
 MOECOMM_FN void for_columns(const Call& c, i32 first, i32 end, i32 part, i32 stride, Body body) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -40,15 +41,16 @@ MOECOMM_FN void for_columns(const Call& c, i32 first, i32 end, i32 part, i32 str
             if (w != w) atomicMax(&c.shared.bad, kBadWeight - static_cast<u32>(entry));
         }
         const i32 owner = id >= 0 ? static_cast<i32>(id) / cfg.experts_here() : -1;
-        const bool first_there = (lanes_of_rank<cfg.ranks>(owner) & lanes_of_token<cfg.topk>() & lanes_below()) == 0;  // of the token's
+        const bool first_there =
+            (lanes_of_rank<cfg.ranks>(owner) & lanes_of_token<cfg.topk>() & lanes_below()) == 0;  // the token's first entry for that rank
         if (id < 0) return;
         body(token, static_cast<i32>(id));
         if (first_there) body(token, cfg.experts + owner);
     });
 }
 
-// Every thread of the block; a __syncthreads must follow.  Alone: all tokens, and those before our share.  Else our share, by the warps
-// that count.
+// Called by every thread of the block; a __syncthreads must follow. If `alone`, counts all tokens, and separately those before the block's
+// share. Otherwise the warps that count (count_warps) count the block's share. Cannot fail; bad input goes to shared.bad.
 template <class Call>
 MOECOMM_FN void count(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -65,7 +67,7 @@ MOECOMM_FN void count(const Call& c) {
     }
 }
 
-// A column: leaves with each warp what the warps before it have counted, and returns what all have.
+// Called by one thread for a column. Replaces each warp's count by the sum of the warps before it, and returns the sum of all warps.
 template <class Call>
 MOECOMM_FN i32 sum_warps(const Call& c, i32 column) {
     i32 sum = 0;
@@ -79,11 +81,13 @@ MOECOMM_FN i32 sum_warps(const Call& c, i32 column) {
     return sum;
 }
 
-// A warp, for a column: adds up what all blocks have counted, tells each what those before it have, and every rank the sum.
+// Called by a warp for one column. Adds up the counts of all blocks, posts to each block the sum of the blocks before it, and to every rank
+// of the domain the total. The words are tagged, so nothing is ordered. Returns false if a block did not post in time; the failure record
+// is filled.
 template <class Call>
 MOECOMM_FN bool sum_column(const Call& c, i32 column) {
     constexpr DispatchConfig cfg = Call::cfg;
-    const bool counts = column < cfg.columns();  // the last column has the first bad entry
+    const bool counts = column < cfg.columns();  // the last column holds the first bad entry
     const auto place = [&](i32 block) { return counting_at(c.window(), block) + column * sizeof(u64); };
     const u64 to_summed = c.window().summed - c.window().counting;
     const i32 blocks = gridDim.x;
@@ -114,8 +118,9 @@ MOECOMM_FN bool sum_column(const Call& c, i32 column) {
     return true;
 }
 
-// Every thread of every block, where blocks have counted their shares.  Words through memory, two short ways: with the columns shared out
-// over the warps of the grid a block does not have to read what all others have counted.  False when a block did not come.
+// Called by every thread of every block where each block has counted its share. Blocks exchange counts through this rank's window. The
+// warps of the grid divide the columns among themselves, so that no block has to read the counts of all others. Calls meanwhile() between
+// posting and waiting. Returns false to all threads of the block if a wait failed; the failure record is filled.
 template <class Call, class Meanwhile>
 MOECOMM_FN bool sum_blocks(const Call& c, Meanwhile meanwhile) {
     constexpr DispatchConfig cfg = Call::cfg;

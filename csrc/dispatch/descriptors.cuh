@@ -1,14 +1,16 @@
-// Step 5 where rows are fetched later (csrc/fused/fetch.cuh): a slip for every entry among the rows of its expert, and one flag a rank.
+// Step 5 where rows are fetched later (csrc/fused/fetch.cuh): a row descriptor for every entry, among the rows of its expert, and one
+// signal for each rank.
 //
-// In a Buffer of many tokens slips go straight to their rows at the owner, once counts are known, and the flag follows them.  In one of few
-// every rank tells all others its ids, with its counts: a flight over the links, and not two.  Who has the expert makes the slip.
+// In a Buffer of many tokens, the source rank stores row descriptors directly at their rows at the owner, once counts are known; the signal
+// follows. In a Buffer of few tokens, every rank sends its ids to all peers together with its counts, which takes one link latency instead
+// of two; the owner of the expert then makes the row descriptor.
 #pragma once
 #include "../protocol/row_descriptor.h"
 #include "rank.cuh"
 
 namespace moecomm {
 
-// In the place of a Sender: nothing is loaded ahead.
+// Takes the place of a Sender; loads nothing ahead.
 template <class Call>
 struct PublishedRows {
     const Call& c;
@@ -18,13 +20,15 @@ struct PublishedRows {
     MOECOMM_FN void drop_loads() const {}
 };
 
+// Returns the owner of an expert id, -1 if the id is -1 or out of range.
 template <class Call>
 MOECOMM_FN i32 owner_of(i64 id) {
     return id >= 0 && valid_id(id, Call::cfg.experts) ? static_cast<i32>(id) / Call::cfg.experts_here() : -1;
 }
 
-// By all threads, of the block's tokens, those that a warp has a lane for each entry of together.  Of an expert they take rows as they
-// come: what is made of a row does not depend on which it is.
+// Called by all threads, after agree(). Stores the row descriptors of the block's tokens at their owners; a warp handles as many tokens as
+// it has lanes for their entries. Rows of an expert are assigned in any order (atomicAdd): the values of a row do not depend on its index.
+// Cannot fail.
 template <class Call>
 MOECOMM_FN void store_descriptors(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -32,7 +36,7 @@ MOECOMM_FN void store_descriptors(const Call& c) {
                   "rows of experts");
     constexpr i32 kTokens = kWarp / cfg.topk, kWarps = cfg.threads() / kWarp;
     const u64 product_bytes = cfg.hidden * bytes_of(cfg.type);
-    const i32 lane = lane_id(), first = lane / cfg.topk * cfg.topk;  // lane of its token
+    const i32 lane = lane_id(), first = lane / cfg.topk * cfg.topk;  // first lane of this lane's token
     auto* owners = reinterpret_cast<i32*>(c.a.route.token_owner);
 #pragma unroll 2
     for (i32 token = c.share.first + warp_id() * kTokens; token < c.share.end; token += kWarps * kTokens) {
@@ -54,7 +58,8 @@ MOECOMM_FN void store_descriptors(const Call& c) {
     }
 }
 
-// Where ids are told: words that combines have for weights, in rounds of their own.
+// A Buffer of few tokens publishes ids through the words in which combines receive weights. A dispatch and a combine are separate rounds,
+// so the words do not collide.
 static_assert(kMostWeights <= kAloneEntries, "every block counts all tokens");
 template <class Call>
 MOECOMM_FN bool publishes_ids(const Call& c) {
@@ -64,7 +69,7 @@ template <class Call>
 MOECOMM_FN u64 id_place(const Call& c, i32 source, i32 entry) {
     return weight_at(c.window(), c.shape(), c.round.tag, source, entry);
 }
-// By all threads, of the block's tokens.
+// Called by all threads. Posts the ids of the block's tokens to every rank, as tagged words. Cannot fail.
 template <class Call>
 MOECOMM_FN void publish_ids(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -76,14 +81,15 @@ MOECOMM_FN void publish_ids(const Call& c) {
             c.transport.post(rotated<cfg.ranks>(c.me(), step), id_place(c, c.me(), entry), word_signal(c.round.tag, static_cast<u32>(id)));
     }
 }
-// By one block: of the tokens of `source`.  False where some did not come.
+// Called by all threads of a block, after agree(). Waits for the ids of `source` and makes the row descriptors of this rank's experts.
+// Returns false to all threads if some ids did not arrive; the failure record is filled.
 template <class Call>
 MOECOMM_FN bool take_ids(const Call& c, i32 source) {
     constexpr DispatchConfig cfg = Call::cfg;
     constexpr i32 here = cfg.experts_here();
     const RoundHeader& from = c.shared.headers[source];
     const u64 product_bytes = cfg.hidden * bytes_of(cfg.type);
-    i32* const next = c.shared.base + c.me() * here;  // row, of each expert here
+    i32* const next = c.shared.base + c.me() * here;  // the next row of each expert here
     for (i32 i = threadIdx.x; i < here; i += cfg.threads())
         next[i] = c.shared.filled[i] - c.shared.total[c.me() * here + i] + c.shared.into[source * here + i];
     __syncthreads();
@@ -94,14 +100,14 @@ MOECOMM_FN bool take_ids(const Call& c, i32 source) {
         [&](i32 nth, u32 id) {
             const i32 entry = thread + nth * cfg.threads(), expert = static_cast<i32>(id) - c.me() * here;
             if (expert < 0 || expert >= here) return;
-            const i32 row = min(atomicAdd(&next[expert], 1), c.a.max_rows - 1);  // see row_inside
+            const i32 row = min(atomicAdd(&next[expert], 1), c.a.max_rows - 1);  // as in row_inside
             descriptors[row] =
                 RowDescriptor::of(from.src + entry / cfg.topk * from.topk_idx, -1, from.weights + entry * product_bytes, source);
         });
     return !__syncthreads_or(!came);
 }
 
-// By the threads of a block: a flag to every rank.
+// Called by all threads of a block. Signals every rank.
 template <class Call>
 MOECOMM_FN void signal_all(const Call& c) {
     for (i32 step = threadIdx.x; step < Call::cfg.ranks; step += Call::cfg.threads()) {
@@ -109,14 +115,16 @@ MOECOMM_FN void signal_all(const Call& c) {
         c.transport.signal(peer, arrived_at(c.window(), c.shape(), c.me(), 0), chunk_signal(c.round.tag, 0, 0));
     }
 }
-// By those of one block: our rows are where they are fetched from.
+// Called by all threads of one block. Signals every rank that this rank's rows can be fetched, after earlier kernels of the stream have
+// written them; the fence makes them visible to peers.
 template <class Call>
 MOECOMM_FN void signal_published(const Call& c) {
     await_earlier_kernels();
     fence_system();
     signal_all(c);
 }
-// By all threads of all blocks: once everybody has stored here, and our rows are where they are fetched from, every rank hears of it.
+// Called by all threads of all blocks. Signals every rank once all blocks have stored their row descriptors and earlier kernels have
+// written this rank's rows; the fences and last_block order these stores before the signal.
 template <class Call>
 MOECOMM_FN void signal_descriptors(const Call& c) {
     await_earlier_kernels();
@@ -124,7 +132,8 @@ MOECOMM_FN void signal_descriptors(const Call& c) {
     if (last_block(&own_state(c.a.ctx)->finished)) signal_all(c);
 }
 
-// By one block: those of all ranks are here.
+// Called by all threads of one block. Waits for the signals of all ranks (acquire). A thread whose signal did not arrive returns; the
+// failure record is filled.
 template <class Call>
 MOECOMM_FN void await_descriptors(const Call& c) {
     for (i32 source = threadIdx.x; source < Call::cfg.ranks; source += Call::cfg.threads()) {

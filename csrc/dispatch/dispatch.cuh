@@ -1,8 +1,8 @@
-// Dispatch: one kernel from routing to rows at the ranks that own their experts, or two: one that sends, and one that takes in.  Its steps
-// are those of csrc/host/dispatch.cpp.
+// Dispatch: one kernel from routing ids to rows at the owners of the experts; a split dispatch has a second kernel that waits for rows. The
+// steps are those of csrc/host/dispatch.cpp.
 //
-// A grid of at most as many blocks as there are multiprocessors, so that all are resident.  Blocks share our chunks of tokens out.  Where
-// rows that have come still need a hand, some warps of each block receive while the others send.
+// The grid has at most as many blocks as there are multiprocessors, so that all blocks are resident. Blocks divide this rank's chunks of
+// tokens. Where arrived rows need more work (replication, scales by column), some warps of each block receive while others send.
 #pragma once
 #include "agree.cuh"
 #include "announce.cuh"
@@ -16,8 +16,8 @@
 
 namespace moecomm {
 
-// By all threads: what a block needs before the first __syncthreads, while its arguments are on their way.  Its loops run once or twice:
-// unrolled they were a quarter of the code of a kernel of few tokens, and code that is cold is slow, too.
+// Called by all threads before the block's first __syncthreads, while arguments load. Initializes mbarriers and shared counters. The loops
+// run once or twice; unrolled they were a quarter of the code of a kernel for few tokens, and instruction fetches cost time, too.
 template <class Shared, class Call>
 MOECOMM_FN void prepare_block(Shared& shared, const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -41,6 +41,8 @@ MOECOMM_FN void prepare_block(Shared& shared, const Call& c) {
     barrier_init_done();
 }
 
+// Called by all threads of all blocks after the round was found valid. Gives each warp its role: send, receive, metadata, flag, put or
+// forward. A role whose wait fails returns early; the failure record is filled.
 template <class Call>
 MOECOMM_FN void move_rows(const Call& c, Sender<Call>& sender) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -59,7 +61,7 @@ MOECOMM_FN void move_rows(const Call& c, Sender<Call>& sender) {
         receive(c);
     } else if (warp_id() < flaggers) {
         if constexpr (cfg.metadata_warps > 0) write_metadata(c);
-        clear_unused(c, c.shared.needed[c.me()], blockIdx.x * kWarp + lane_id(), gridDim.x * kWarp);  // our rows are still on their way
+        clear_unused(c, c.shared.needed[c.me()], blockIdx.x * kWarp + lane_id(), gridDim.x * kWarp);  // rows are still in flight
     } else if (cfg.domains() == 1 || warp_id() < putters) {
         raise_flags(c);
     } else if constexpr (cfg.domains() > 1) {
@@ -68,7 +70,8 @@ MOECOMM_FN void move_rows(const Call& c, Sender<Call>& sender) {
     if constexpr (cfg.receive_warps == 0 && cfg.part == Part::whole) await_all(c);
 }
 
-// Every thread of every block.  Whatever does not come is in the record, and the next round of this rank will not begin.
+// Called by every thread of every block. If a wait fails, the failure record is filled, all blocks return, and this rank begins no further
+// round. The overloads below have the same contract.
 template <class Call>
 MOECOMM_FN void run(const Call& c, Sender<Call>& sender) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -89,7 +92,7 @@ MOECOMM_FN void run(const Call& c, Sender<Call>& sender) {
     if constexpr (cfg.packet_lines > 0) unpack_apart(c);
 }
 
-// The same with few tokens.  Send warps send at once, while the others agree.
+// Few tokens: send warps send packets at once, while the team (all other warps) agrees. Named barrier 2 then joins both.
 template <class Call>
 MOECOMM_FN void run(const Call& c, Packets<Call>& packets) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -120,12 +123,12 @@ MOECOMM_FN void run(const Call& c, Packets<Call>& packets) {
         return;
     }
     unpack(c);
-    // By the blocks that have sent, and do not unpack.
+    // by the blocks that sent and do not unpack
     const i32 threads = c.senders * cfg.threads(), thread = blockIdx.x * cfg.threads() + threadIdx.x;
     if (thread < threads) clear_unused(c, c.shared.needed[c.me()], thread, threads);
 }
 
-// The same where slips travel: what is before us in the stream goes on meanwhile.
+// Fused layers: row descriptors travel in place of rows. Earlier kernels of the stream may still be running.
 template <class Call>
 MOECOMM_FN void run(const Call& c, const PublishedRows<Call>&) {
     if (!begin_round(c.round, c.shared.begin, Call::cfg.threads())) return;
@@ -153,7 +156,8 @@ MOECOMM_FN void run(const Call& c, const PublishedRows<Call>&) {
     if (blockIdx.x == 0) await_descriptors(c);
 }
 
-// How both kernels begin.  The round is not known yet, nor is our share.
+// Called first by all threads of either kernel. Copies arguments, initializes shared memory, and ends in a __syncthreads. The result has no
+// round tag and no share yet.
 template <DispatchConfig cfg, class Transport>
 MOECOMM_FN DispatchCall<cfg, Transport> begin_call(const DispatchArgs& args) {
     constexpr i32 beside = cfg.forward_warps > 0 ? cfg.forward_warps * sizeof(ForwardRing<cfg>) + 128 : 0;
@@ -164,13 +168,14 @@ MOECOMM_FN DispatchCall<cfg, Transport> begin_call(const DispatchArgs& args) {
     copy_args(shared.args, args, cfg.threads());
     const DispatchCall<cfg, Transport> c{a, Transport{a.ctx}, {a.ctx, Op::dispatch, 0}, shared, {}, false, static_cast<i32>(gridDim.x)};
     prepare_block(shared, c);
-    // PublishedRows: the kernel before this one has waited for all before it, and made nothing that is read here (fused/publish.cuh).
+    // PublishedRows needs no wait: the previous kernel waited for all kernels before it, and writes nothing that is read here
+    // (fused/publish.cuh).
     if constexpr (!cfg.descriptors) await_earlier_kernels();
     __syncthreads();
     return c;
 }
 
-// How rows go.
+// How rows travel: Sender, Packets or PublishedRows.
 template <class Call, bool packets, bool descriptors>
 struct ChooseMoves {
     using Type = Sender<Call>;
@@ -186,11 +191,11 @@ struct ChooseMoves<Call, false, true> {
 template <class Call>
 using Moves = typename ChooseMoves<Call, Call::cfg.packets, Call::cfg.descriptors>::Type;
 
-// Where a token has several rows here, at most as many blocks send: enough to fill the links, and few enough rows under way that chunks
-// are soon complete; fewer of rows that are cast, which are half as long.  All blocks receive.
+// The most blocks that send where a token may have several rows at a rank. They fill the links, yet keep so few rows in flight that chunks
+// are complete soon. Cast rows are half as long, so fewer blocks send them. All blocks receive.
 MOECOMM_BOTH constexpr i32 replicate_senders(bool quantize) { return quantize ? 48 : 64; }
 
-// A launch of `workers` blocks of cfg.threads() threads with cfg.shared_bytes of dynamic shared memory.
+// The kernel's body, for a launch of `workers` blocks of cfg.threads() threads with cfg.shared_bytes of dynamic shared memory.
 template <DispatchConfig cfg, class Transport>
 MOECOMM_FN void dispatch(const DispatchArgs& args) {
     static_assert(Transport::all_reachable == (cfg.domains() == 1), "ranks of other domains are put to, and only they");
@@ -207,16 +212,17 @@ MOECOMM_FN void dispatch(const DispatchArgs& args) {
     Moves<DispatchCall<cfg, Transport>> moves(c);
     for (i32 i = 0; i < cfg.slots_ahead() && warp_id() < cfg.send_warps; ++i) moves.load_next();
     if (threadIdx.x == cfg.threads() - 1) look_up_round(a.ctx, shared.begin);
-    if (threadIdx.x == cfg.threads() - (cfg.repeat ? 2 : 1) * kWarp) fill_header(c, shared.mine);  // a repeat's loads, too
+    if (threadIdx.x == cfg.threads() - (cfg.repeat ? 2 : 1) * kWarp) fill_header(c, shared.mine);  // a repeat loads here
     if constexpr (!cfg.repeat) count(c);
     __syncthreads();
     c.round.tag = shared.begin.tag;
     run(c, moves);
     if (warp_id() < cfg.send_warps) moves.drop_loads();
-    if constexpr (cfg.descriptors) await_earlier_kernels();  // nor does the kernel after this one begin before they have ended
+    if constexpr (cfg.descriptors) await_earlier_kernels();  // or the next kernel in the stream could begin before they end
 }
 
-// The second half of a split dispatch: what the first has not waited for.
+// The body of the second kernel of a split dispatch. Waits for the rows for which the first has not waited; forwards, replicates or places
+// them. Called by all threads of all blocks; if a wait fails, the failure record is filled.
 template <DispatchConfig cfg, class Transport>
 MOECOMM_FN void dispatch_end(const DispatchArgs& args) {
     auto c = begin_call<cfg, Transport>(args);
@@ -228,12 +234,12 @@ MOECOMM_FN void dispatch_end(const DispatchArgs& args) {
     }
     for (i32 p = threadIdx.x; p < cfg.ranks; p += cfg.threads()) {
         const auto* sent = reinterpret_cast<const Sent*>(a.route.sent) + p;
-        shared.sources[p] = {sent->num_tokens, sent->chunk_tokens, 1, false};  // all is here, or will be soon: in any order
+        shared.sources[p] = {sent->num_tokens, sent->chunk_tokens, 1, false};  // 1 block: the order of arrival does not matter any more
     }
     if constexpr (cfg.domains() > 1) load_headers(c);
     __syncthreads();
     c.round.tag = shared.begin.tag;
-    if (c.round.tag == 0) return;  // it was void
+    if (c.round.tag == 0) return;  // the dispatch was invalid
     if (!not_aborted(c.round, shared.begin, Phase::payload)) return;
     if constexpr (cfg.domains() > 1) {
         constexpr i32 forwarders = cfg.warps() - cfg.forward_warps;

@@ -1,18 +1,18 @@
-// What stands beside the rows: whose they are, which experts want them, with which weights.  By the describe warp, a few tokens at once:
-// each store into a peer's memory costs its multiprocessor time, however small, and a chunk's rows at a rank lie together (flat).
+// Metadata of rows: source rank and token, expert ids, weights. The metadata warp writes it for a few tokens at once: each store into a
+// peer's memory costs its multiprocessor time, however small, and a chunk's flat rows at a rank are neighbors.
 #pragma once
 #include "call.cuh"
 
 namespace moecomm {
 
-// A lane's entry: the k-th expert of a token.
+// One lane's entry: the k-th expert of a token.
 struct Metadata {
-    i32 token, k;  // token -1: none
+    i32 token, k;  // token -1: no entry
     i32 row, owner;
     float weight;
 };
 
-// Of our own tokens: whose they are, and their flat rows at the ranks of our domain, -1 where there is none.
+// A source of metadata for this rank's own tokens: their source rank, and their flat rows at the ranks of the domain (-1: none).
 template <class Call>
 struct Ours {
     const Call& c;
@@ -22,7 +22,8 @@ struct Ours {
     }
 };
 
-// Flat: beside each row at the ranks of our domain, all experts of its rank.  From: Ours, or of tokens that we relay.
+// Called by a lane with an entry. Flat layout: writes the metadata of the token's row at each rank of the domain; ids and weights of
+// experts at other ranks become -1 and 0. `from` is Ours, or Forward::From for tokens that this rank forwards. Cannot fail.
 template <class Call, class From>
 MOECOMM_FN void write_flat_metadata(const Call& c, const From& from, const Metadata& e, i32 local) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -42,7 +43,8 @@ MOECOMM_FN void write_flat_metadata(const Call& c, const From& from, const Metad
     }
 }
 
-// The same where every entry has a row of its own; and the rows of the token at each rank, by k.
+// Called by a lane with an entry. Other layouts: writes the metadata of the entry's row at its owner, and at each rank of the domain the
+// rows of the token there, by k. Cannot fail.
 template <class Call, class From>
 MOECOMM_FN void write_row_metadata(const Call& c, const From& from, const Metadata& e) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -59,7 +61,8 @@ MOECOMM_FN void write_row_metadata(const Call& c, const From& from, const Metada
     if (to.src != 0) c.transport.template peer_ptr<int2>(e.owner, to.src)[e.row] = make_int2(from.source(), e.token);
 }
 
-// By a warp: the tokens of a chunk.
+// Called by all lanes of a warp. Writes the metadata of a chunk's tokens at the ranks of the domain. The last __syncwarp orders the stores
+// for a release by any lane. Cannot fail.
 template <class Call>
 MOECOMM_FN void write_chunk_metadata(const Call& c, i32 chunk) {
     constexpr DispatchConfig cfg = Call::cfg;

@@ -1,10 +1,11 @@
-// The small outputs that are known before any row has moved.
+// Small outputs that are known before any row has moved.
 #pragma once
 #include "call.cuh"
 
 namespace moecomm {
 
-// One block: counts for the caller, who sent how much, and what the second half of a split dispatch waits for.
+// Called by the send warps of one block after the round was found valid. Writes the counts for the caller, the tokens that each source
+// sent, and what the second kernel of a split dispatch waits for; seals the route. Cannot fail.
 template <class Call>
 MOECOMM_FN void write_counts(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -38,7 +39,8 @@ MOECOMM_FN void write_counts(const Call& c) {
     if (threadIdx.x == 0) *reinterpret_cast<i32*>(c.a.num_rows) = rows;
 }
 
-// Rows between the last of a group and the next group belong to nobody.  By the send warps of all blocks, a group a warp.
+// Called by the send warps of all blocks, a warp for each group. Clears the metadata of padding: the rows between the last row of a group
+// and the next group. Cannot fail.
 template <class Call>
 MOECOMM_FN void clear_padding(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -56,8 +58,8 @@ MOECOMM_FN void clear_padding(const Call& c) {
     }
 }
 
-// Flat rows from `first` on, past those that come, if they are to say so: no expert, no weight.  By the `thread`-th of `threads` that have
-// nothing better to do: there may be as many bytes as peers write.
+// Called by `threads` threads that have no other work, as the `thread`-th of them. Marks unused flat rows from `first` on with expert -1
+// and weight 0, where the caller asked for it (clear_rows). This may be as many bytes as peers write. Cannot fail.
 template <class Call>
 MOECOMM_FN void clear_unused(const Call& c, i64 first, i32 thread, i32 threads) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -71,8 +73,8 @@ MOECOMM_FN void clear_unused(const Call& c, i64 first, i32 thread, i32 threads) 
     }
 }
 
-// A void round: nothing has gone anywhere.  A repeat leaves the route, which is that of an earlier dispatch.  Each block clears its own
-// share, which it has written already.
+// Called by all threads of all blocks in an invalid round, in which no row has moved. Clears counts and route; each block clears its own
+// share, which it has already written. A repeat keeps the route, which belongs to an earlier dispatch. Cannot fail.
 template <class Call>
 MOECOMM_FN void clear_route(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;

@@ -1,5 +1,6 @@
-// Few tokens: rows go in packets (csrc/protocol/packets.h), at once: to where a packet goes only its token decides, so nothing is awaited,
-// and what everybody counts travels beside them.  Unpacking is unpack.cuh.
+// Few tokens: rows travel in packets (csrc/protocol/packets.h), right after counting. The destination of a packet depends only on the
+// round's parity, the source rank and the token, so nothing has to be awaited; headers and counts travel concurrently. unpack.cuh is the
+// other end.
 #pragma once
 #include "../device/packet.cuh"
 #include "../device/quantize.cuh"
@@ -7,18 +8,19 @@
 
 namespace moecomm {
 
-// A send warp: every send_warps-th packet of this block.  The pieces of rows for its first packets are loaded while entries are counted.
+// A send warp: sends every send_warps-th packet of this block. The pieces of rows of its first packets are loaded while entries are
+// counted. All lanes call all methods together.
 template <class Call>
 struct Packets {
     static constexpr DispatchConfig cfg = Call::cfg;
     static constexpr i32 kSlots = cfg.ring_slots, kOfRow = cfg.packets_of_row() > 0 ? cfg.packets_of_row() : 1;
-    static constexpr i32 kColumns = cfg.packet_bytes / bytes_of(cfg.quantize ? Type::e4m3 : cfg.type);  // of a row, in a packet
+    static constexpr i32 kColumns = cfg.packet_bytes / bytes_of(cfg.quantize ? Type::e4m3 : cfg.type);  // columns of a row in a packet
     static constexpr i32 kScaleWord = cfg.packet_bytes / 8, kEntryWord = kScaleWord + cfg.packet_scale_bytes / 8;
 
     const Call& c;
-    const i32 packets;         // of the block
-    i32 loaded = 0, sent = 0;  // of this warp
-    i32 expert;                // of this lane's entry of the token that is next, -1 if none
+    const i32 packets;         // packets of this block
+    i32 loaded = 0, sent = 0;  // packets of this warp
+    i32 expert;                // expert of this lane's entry of the next token, -1 if none
     float weight;
 
     MOECOMM_FN explicit Packets(const Call& call) : c(call), packets((call.share.end - call.share.first) * kOfRow) { look_ahead(); }
@@ -31,6 +33,7 @@ struct Packets {
     MOECOMM_FN PacketRing<cfg>& ring() const { return c.shared.packets[warp_id()]; }
     MOECOMM_FN u8* content() const { return reinterpret_cast<u8*>(ring().content[sent % kSlots]); }
 
+    // Starts the bulk load of this warp's next piece, if there is one.
     MOECOMM_FN void load_next() {
         if (!has(loaded)) return;
         if (lane_id() == 0) {
@@ -41,11 +44,12 @@ struct Packets {
         }
         ++loaded;
     }
-    // A block must not end while a load writes to its memory.
+    // Waits for loads in flight: a block must not end while a load writes to its shared memory.
     MOECOMM_FN void drop_loads() {
         for (; sent < loaded; ++sent) copy_wait(&ring().full[sent % kSlots], sent / kSlots & 1);
     }
 
+    // Loads the experts and weights of the next token, an entry in each lane.
     MOECOMM_FN void look_ahead() {
         expert = -1;
         if (!has(sent) || lane_id() >= cfg.topk) return;
@@ -53,9 +57,9 @@ struct Packets {
         if (id >= 0 && valid_id(id, cfg.experts)) expert = static_cast<i32>(id);
         weight = c.weight_at(entry);
     }
-    // The place of the entry among ours of its expert.
+    // Returns the place of this lane's entry among this rank's entries of the same expert.
     MOECOMM_FN i32 place_of(i32 token) const {
-        // Ours of this token, and those of the block's tokens before it.
+        // Earlier entries of this token, plus entries before this block; the loop adds those of the block's earlier tokens.
         i32 place = (expert >= 0 ? c.shared.before[expert] : 0) + __popc(__match_any_sync(kAllLanes, expert) & lanes_below());
 #pragma unroll 1
         for (i32 earlier = c.share.first; earlier < token; ++earlier) {
@@ -67,7 +71,7 @@ struct Packets {
         return place;
     }
 
-    // The scales of the columns; zeros up to the end of the row.
+    // Writes the scales of the columns behind them, with zeros up to the end of the row; casts first if rows are cast.
     MOECOMM_FN void fill_content(i32 token, i32 column) const {
         u8* scales = content() + cfg.packet_bytes;
         if constexpr (cfg.quantize) {
@@ -92,12 +96,13 @@ struct Packets {
         const u64 offset = packets_at(c.window(), c.shape(), c.round.tag, c.me()) +
                            static_cast<u64>(token * kOfRow + column / kColumns) * cfg.packet_lines * kLineBytes;
         store(offset, expert >= 0 ? expert / cfg.experts_here() : -1);
-        __syncwarp();  // the place is free
+        __syncwarp();  // the slot is free
         ++sent;
         look_ahead();
     }
 
-    // To every rank that owns an expert of the token; `owner`: of this lane's.
+    // Stores the packet at every rank that owns an expert of the token. `owner` is the owner of this lane's entry. Each line ends in the
+    // round's tag, and a warp stores a line at once, so no fence or signal follows.
     MOECOMM_FN void store(u64 offset, i32 owner) const {
         const auto* words = reinterpret_cast<const u64*>(content());
         ulonglong2 lines[kPacketSteps];
@@ -116,6 +121,7 @@ struct Packets {
         }
     }
 
+    // Sends all remaining packets. Cannot fail.
     MOECOMM_FN void send_all() {
         while (has(sent)) {
             load_next();

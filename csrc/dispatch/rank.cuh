@@ -1,33 +1,35 @@
-// Step 4, first half: the row of every entry of our tokens (csrc/protocol/slots.h), into the route, where the send warps read it.  In two
-// goes: the place among the block's own while others are waited for, then, when it is known where these begin, the row.
+// Step 4, first half: the final row of every entry of this rank's tokens (csrc/protocol/slots.h), written to the route, where the send
+// warps read it. There are two passes: while round headers are in flight, the place among this block's entries; then, when the offsets of
+// all ranks are known, the row.
 #pragma once
 #include "call.cuh"
 
 namespace moecomm {
 
-// Lanes with the same key as ours; -1 is alone.
+// Called by all lanes of a warp. Returns the lanes with the same key as the calling lane; a lane with key -1 is alone.
 MOECOMM_FN u32 lanes_with(i32 key) { return __match_any_sync(kAllLanes, key >= 0 ? key : -1 - lane_id()); }
 
-// Ids are read once to be counted and again to be placed.  If another stream changes them in between, what is placed does not fit what all
-// ranks have agreed on: rows are then wrong, but stay inside the memory that the rank has for them.  After the agreement.
+// Called after agree(). Clamps a row to the memory that `rank` has for it. Ids are read once for counting and again for placing. If another
+// stream changes them in between, the places do not fit the counts that all ranks agreed on; rows are then wrong, but stay in bounds.
 template <class Call>
 MOECOMM_FN i32 row_inside(const Call& c, i32 rank, i32 row) {
     return min(row, c.shared.headers[rank].max_rows - 1);
 }
 
-// The chunk's flat rows at a rank, as they go into its flag.
+// Called by one thread. Stores the range of flat rows that a chunk has at a rank, for the chunk's signal.
 template <class Call>
 MOECOMM_FN void keep_range(const Call& c, i32 chunk, i32 rank, i32 first, i32 end) {
     *c.range(rank, chunk) = signal_word(chunk_signal(0, first, end - first));
 }
 
+// Called by one thread when offsets are final. Stores a range after clamping its rows.
 template <class Call>
 MOECOMM_FN void keep_final_range(const Call& c, i32 chunk, i32 rank, i32 first, i32 end) {
     end = row_inside(c, rank, end - 1) + 1;
     keep_range(c, chunk, rank, min(first, end), end);
 }
 
-// The same at each rank, while they are given out: a lane a rank.
+// The ranges of a chunk while its places are assigned: a lane for each rank. All lanes of a warp call both methods together.
 template <class Call>
 struct Range {
     static constexpr DispatchConfig cfg = Call::cfg;
@@ -53,23 +55,23 @@ struct Range {
     }
 };
 
-// A warp: the places of the tokens [first, end), whole chunks.  Entries of one expert, and tokens for one rank, take consecutive places:
-// `cursors` of all columns stand at the next of each.  `is_final`: these are the rows.
+// Called by all lanes of a warp. Assigns places to the tokens [first, end), which are complete chunks. Entries of one expert, and tokens
+// for one rank, take consecutive places; `cursors` hold the next place of each column. With `is_final` the places are rows. Cannot fail.
 template <bool is_final, class Call>
 MOECOMM_FN void place_tokens(const Call& c, i32 first, i32 end, i32* cursors) {
     constexpr DispatchConfig cfg = Call::cfg;
     auto* token_rows = reinterpret_cast<i32*>(c.a.route.token_rows);
     auto* token_owner = reinterpret_cast<i32*>(c.a.route.token_owner);
     auto* token_slot = reinterpret_cast<i32*>(c.a.route.token_slot);
-    const i32 chunk_tokens = c.a.chunk_tokens, per_step = min(cfg.even_step(), chunk_tokens);  // no step is of two chunks
+    const i32 chunk_tokens = c.a.chunk_tokens, per_step = min(cfg.even_step(), chunk_tokens);  // a step never spans two chunks
     const u32 below = lanes_below();
     Range<Call> range;
     for_entries(c, first, end, 0, 1, per_step, [&](i32 at, i32 token, i32 k, i64 id) {
         if (at % chunk_tokens == 0) range.begin(cursors);
-        if (!valid_id(id, cfg.experts)) id = -1;  // and the round will be void
+        if (!valid_id(id, cfg.experts)) id = -1;  // the round will be invalid
         const i32 expert = static_cast<i32>(id), owner = id >= 0 ? expert / cfg.experts_here() : -1;
         const u32 same = lanes_with(expert);
-        const u32 mates = lanes_of_rank<cfg.ranks>(owner) & lanes_of_token<cfg.topk>();  // at our owner
+        const u32 mates = lanes_of_rank<cfg.ranks>(owner) & lanes_of_token<cfg.topk>();  // lanes of this token's entries at the same owner
         const bool leads = id >= 0 && (mates & below) == 0;
         const u32 leaders = lanes_of_rank<cfg.ranks>(leads ? owner : -1);
         i32 row = id >= 0 ? cursors[expert] + __popc(same & below) : -1;
@@ -81,7 +83,7 @@ MOECOMM_FN void place_tokens(const Call& c, i32 first, i32 end, i32* cursors) {
         slot = __shfl_sync(kAllLanes, slot, mates != 0 ? __ffs(mates) - 1 : lane_id());
         i32* slots = token_slot + static_cast<i64>(at) * cfg.ranks;
         for (i32 i = lane_id(); i < min(per_step, end - at) * cfg.ranks; i += kWarp) slots[i] = -1;
-        __syncwarp();  // no -1 comes after a slot
+        __syncwarp();  // the -1 stores come before the slots
         if (id >= 0 && (same & below) == 0) cursors[expert] += __popc(same);
         if (leads && (leaders & below) == 0) cursors[cfg.experts + owner] += __popc(leaders);
         __syncwarp();
@@ -95,7 +97,7 @@ MOECOMM_FN void place_tokens(const Call& c, i32 first, i32 end, i32* cursors) {
     });
 }
 
-// A warp, when the round goes on: the rows of all tokens of the block at once.
+// Called by one warp after the round was found valid. Assigns the rows of all tokens of the block in one pass.
 template <class Call>
 MOECOMM_FN void rank_tokens(const Call& c) {
     i32* cursors = c.counters(0);
@@ -104,7 +106,8 @@ MOECOMM_FN void rank_tokens(const Call& c) {
     place_tokens<true>(c, c.share.first, c.share.end, cursors);
 }
 
-// A repeat knows the rows; only the ranges are missing, because chunks may be of another size than then.
+// Called by a warp. In a repeat, the rows are known and only the ranges are missing, because the chunk size may differ from that of the
+// earlier dispatch.
 template <class Call>
 MOECOMM_FN void range_chunk(const Call& c, i32 chunk) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -120,7 +123,8 @@ MOECOMM_FN void range_chunk(const Call& c, i32 chunk) {
     }
 }
 
-// All threads: places in this block's share, by the warps that have counted it, whose counters stand at what comes before.
+// Called by all threads. Assigns places within this block's share. Each warp that counted places its own tokens; its counters hold what
+// comes before. Cannot fail.
 template <class Call>
 MOECOMM_FN void place_share(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -132,8 +136,8 @@ MOECOMM_FN void place_share(const Call& c) {
     }
 }
 
-// By `warps` warps from `from` on: store(i, load(i)) for each i of [first, end); several are loaded together before the first of them is
-// stored.
+// Called by `warps` warps, from warp `from` on. Calls store(i, load(i)) for each i in [first, end). Several words are loaded together
+// before the first is stored.
 template <class Load, class Store>
 MOECOMM_FN void map_words(i32 from, i32 warps, i32 first, i32 end, Load load, Store store) {
     constexpr i32 kBatch = 12;
@@ -150,8 +154,9 @@ MOECOMM_FN void map_words(i32 from, i32 warps, i32 first, i32 end, Load load, St
     }
 }
 
-// All threads, when the round goes on: places become rows.  Entries, slots and ranges at once, by warps of their own: nothing moves before
-// all of them are through, and each takes a load that nobody hides.
+// Called by all threads after the round was found valid. Turns places into rows by adding the final offsets. Entries, slots and ranges are
+// processed at once by separate warps: no row moves before all of them are done, and nothing hides their loads. Ends in a __syncthreads.
+// Cannot fail.
 template <class Call>
 MOECOMM_FN void finalize_share(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -186,7 +191,7 @@ MOECOMM_FN void finalize_share(const Call& c) {
                 keep_final_range(c, chunk_of(i), rank, first, first + signal_count(placed));
             });
     }
-    fence_async_shared();  // bulk loads write where the counters were
+    fence_async_shared();  // bulk loads overwrite the counters
     __syncthreads();
 }
 

@@ -1,11 +1,12 @@
-// Step 5: every chunk of every rank is awaited; where a token has several rows here, the one that came is copied to the others, and
-// scales that are wanted by columns are put there.
+// Step 5: wait for every chunk of every rank. Where a token has several rows here, replicate the one that arrived; where scales are wanted
+// by column, place them.
 #pragma once
 #include "call.cuh"
 
 namespace moecomm {
 
-// Chunks of all ranks, in the order in which they come: the first of the share of every block, of all ranks, before the second of any.
+// Returns the number of items (source, chunk) to go through in order of arrival: the first chunk of every block of every rank, then the
+// second, and so on. Some items have no chunk.
 template <class Call>
 MOECOMM_FN i32 incoming_items(const Call& c) {
     i32 most = 0;
@@ -16,7 +17,7 @@ MOECOMM_FN i32 incoming_items(const Call& c) {
     return most * Call::cfg.ranks;
 }
 
-// Whether anybody's rows come in chunks.
+// Called by all lanes of a warp. Returns whether any rank's rows arrive in chunks.
 template <class Call>
 MOECOMM_FN bool some_chunks(const Call& c) {
     bool some = false;
@@ -24,7 +25,8 @@ MOECOMM_FN bool some_chunks(const Call& c) {
     return __any_sync(kAllLanes, some);
 }
 
-// False when it did not come.  `range` is 0 for an item that does not exist.
+// Called by one thread. Waits (acquire) for the signal of an item's chunk and keeps its range in the route. `range` is 0 if the item has no
+// chunk. Returns false if the chunk did not arrive; the failure record is filled.
 template <class Call>
 MOECOMM_FN bool await_chunk(const Call& c, i32 item, u64& range) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -39,7 +41,8 @@ MOECOMM_FN bool await_chunk(const Call& c, i32 item, u64& range) {
     return true;
 }
 
-// Copies rows of a chunk to the other rows of their tokens here, through the warp's ring: loads run ahead of stores, as in Sender.
+// Replicates rows of a chunk to the other rows of their tokens on this rank, through the warp's ring. Loads run ahead of stores, as in
+// Sender. All lanes of a receive warp call all methods together.
 template <class Call>
 struct Replicator {
     static constexpr DispatchConfig cfg = Call::cfg;
@@ -50,7 +53,7 @@ struct Replicator {
     ReplicateRing<cfg>& ring;
     i32 loaded = 0, stored = 0;  // pieces, of all chunks
 
-    // A token of the chunk and a piece of its row; this lane's row of the token, and the lanes that have one.
+    // Position in a chunk: a token and a piece of its row. `row`: this lane's row of the token; `present`: the lanes that have a row.
     struct Cursor {
         i32 token = -1, piece = kPieces, row = -1;
         u32 present = 0;
@@ -58,7 +61,7 @@ struct Replicator {
 
     MOECOMM_FN i64 row_of(i32 row, i32 lane) const { return __shfl_sync(kAllLanes, row, lane); }
 
-    // The next piece that has anywhere else to go; false at the end.
+    // Advances to the next piece of a token with more than one row; returns false at the end.
     MOECOMM_FN bool next(Cursor& at, i32 count) const {
         if (++at.piece < kPieces) return true;
         for (++at.token; at.token < count; ++at.token) {
@@ -91,11 +94,11 @@ struct Replicator {
         ++stored;
     }
 
-    // The flat rows [first, first + count), whose flag lane 0 has acquired.
+    // Replicates the flat rows [first, first + count). Lane 0 has acquired their signal, and a barrier of the warp has followed.
     MOECOMM_FN void replicate(i32 first, i32 count) {
         const auto* rows = reinterpret_cast<const i32*>(c.a.route.rows) + static_cast<i64>(first) * cfg.topk;
         for (i32 i = lane_id(); i < count * cfg.topk; i += kWarp) ring.rows[i] = load_fresh(rows + i);
-        fence_async();  // reads of the rows come after their flag
+        fence_async();  // reads of the rows come after the signal
         __syncwarp();
         Cursor loading, storing;
         bool more = true;
@@ -109,7 +112,7 @@ struct Replicator {
             store(storing);
         }
         if constexpr (cfg.scale_bytes > 0 && !cfg.scale_columns) replicate_scales(count);
-        __syncwarp();  // all lanes have read the rows
+        __syncwarp();  // all lanes have read ring.rows
     }
 
     MOECOMM_FN void replicate_scales(i32 count) const {
@@ -124,7 +127,8 @@ struct Replicator {
     }
 };
 
-// The scales of the flat rows [first, first + count), from where they landed to a place in each column, for each of a token's rows here.
+// Called by all lanes of a receive warp, after the signal. Copies the scales of the flat rows [first, first + count) from the receive
+// buffer to each column, for each of a token's rows here.
 template <class Call>
 MOECOMM_FN void place_scales(const Call& c, i32 first, i32 count) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -145,8 +149,8 @@ MOECOMM_FN void place_scales(const Call& c, i32 first, i32 count) {
     }
 }
 
-// By each receive warp, while the send warps of the block send.  The warps of the grid share the chunks out, neighbours to different
-// blocks.
+// Called by each receive warp, while the send warps of the block send. The receive warps of the grid divide the chunks; neighboring items
+// go to different blocks. Returns false in all lanes if a chunk did not arrive; the failure record is filled.
 template <class Call>
 MOECOMM_FN bool receive(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -156,7 +160,7 @@ MOECOMM_FN bool receive(const Call& c) {
     for (i32 item = blockIdx.x + gridDim.x * warp; item < items; item += gridDim.x * cfg.receive_warps) {
         u64 range = 0;
         missing = __any_sync(kAllLanes, lane_id() == 0 && !await_chunk(c, item, range));
-        if (missing) break;  // after this barrier the other lanes too may read what the flag covers
+        if (missing) break;  // this barrier lets the other lanes read what the signal covers
         range = __shfl_sync(kAllLanes, range, 0);
         const i32 first = signal_first(range), count = signal_count(range);
         if constexpr (cfg.replicates()) replicator.replicate(first, count);
@@ -166,7 +170,8 @@ MOECOMM_FN bool receive(const Call& c) {
     return !missing;
 }
 
-// Where rows are where they belong when they arrive.  By all threads.
+// Called by all threads, where rows arrive at their final place. Waits for all chunks. Returns false in a thread whose chunk did not
+// arrive; the failure record is filled.
 template <class Call>
 MOECOMM_FN bool await_all(const Call& c) {
     const i32 items = incoming_items(c), threads = gridDim.x * Call::cfg.threads();

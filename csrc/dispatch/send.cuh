@@ -1,4 +1,4 @@
-// Step 4, second half: rows from x through shared memory to every rank that wants them, then the flag of each chunk.
+// Step 4, second half: rows travel from x through shared memory to every rank that wants them; then each chunk is signaled.
 #pragma once
 #include "../device/quantize.cuh"
 #include "metadata.cuh"
@@ -7,37 +7,39 @@
 
 namespace moecomm {
 
-// The token's row and scales at this lane's peers; null where it is not wanted.
+// Addresses of the token's row and scales at the peers that this lane serves; null where the peer does not want the token.
 template <class Call>
 struct Places {
     u8* row[Call::cfg.peers_per_lane()];
     u8* scales[Call::cfg.peers_per_lane()];
 };
 
-// A send warp moves every send_warps-th row of this block, piece by piece, through a ring: loads run ahead of stores.
+// A send warp: moves every send_warps-th row of this block, piece by piece, through a ring of bulk copies. Loads run ahead of stores. All
+// lanes call all methods together.
 //
-// A bulk store into a peer's memory costs a multiprocessor about the same time whether it is of 1792 or of 3584 bytes, which is what bounds
-// few blocks.  So pieces are large; and a row that has been cast, piece by piece, is stored as a whole.
+// A bulk store into a peer's memory costs a multiprocessor about the same time for 1792 bytes as for 3584, and this bounds few blocks. So
+// pieces are large, and a cast row is cast piece by piece but stored at once.
 //
-// Every lane commits a group of stores a piece (cast: a row), empty or not, so that groups and pieces count alike in all lanes.
+// Every lane commits one group of stores for each piece (cast: each row), even an empty one, so that groups and pieces count alike in all
+// lanes.
 template <class Call>
 struct Sender {
     static constexpr DispatchConfig cfg = Call::cfg;
     static constexpr i32 kSlots = cfg.ring_slots, kAhead = cfg.slots_ahead();
     static constexpr i32 kRowBytes = cfg.hidden * bytes_of(cfg.type);
-    static constexpr i32 kPieces = cfg.pieces();                // of a row
-    static constexpr i32 kGroups = cfg.quantize ? 1 : kPieces;  // of a row
-    // Rows of a warp whose stores are under way when it looks whether a chunk is through.  A row of every warp fills the links for long:
-    // with more of them open receivers, who may have to copy what comes, hear of chunks late and of the last ones all at once.
+    static constexpr i32 kPieces = cfg.pieces();                // in a row
+    static constexpr i32 kGroups = cfg.quantize ? 1 : kPieces;  // in a row
+    // Rows of a warp that may be in flight when the warp checks whether a chunk is finished. One row of every warp keeps the links full for
+    // long. With more, receivers that have to copy rows would learn of chunks late, and of the last chunks all at once.
     static constexpr i32 kOpen = 1;
 
     const Call& c;
     i32 loaded = 0, used = 0;   // pieces of this warp
-    i32 done = 0, flagged = 0;  // rows of this warp; chunks it is through with
+    i32 done = 0, flagged = 0;  // rows of this warp; chunks that this warp has finished
 
     MOECOMM_FN explicit Sender(const Call& call) : c(call) {}
 
-    // The n-th token of this warp, and how many of its tokens come before token `end` of the block.
+    // The n-th token of this warp, and the number of its tokens before token `end` of the block.
     MOECOMM_FN i32 token_of(i32 n) const { return c.share.first + warp_id() + n * cfg.send_warps; }
     MOECOMM_FN static i32 tokens_before(i32 end) { return end > warp_id() ? ceil_div(end - warp_id(), cfg.send_warps) : 0; }
     MOECOMM_FN bool has(i32 n) const { return token_of(n) < c.share.end; }
@@ -45,7 +47,8 @@ struct Sender {
     MOECOMM_FN u8* held(i32 piece) const { return c.shared.ring[piece % kSlots][warp_id()]; }
     MOECOMM_FN u64* full(i32 piece) const { return &c.shared.full[piece % kSlots][warp_id()]; }
 
-    // The place was read by stores that are kSlots - kAhead - 1 groups back; or by the cast, which is through with it.
+    // Starts the bulk load of this warp's next piece, if there is one. The ring slot is free: the stores that read it are complete (see
+    // bulk_wait_read), or the cast has finished with it.
     MOECOMM_FN void load_next() {
         const i32 n = loaded / kPieces;
         if (!has(n)) return;
@@ -59,7 +62,7 @@ struct Sender {
         ++loaded;
     }
     MOECOMM_FN void await_piece() const { copy_wait(full(used), used / kSlots & 1); }
-    // A block must not end while a load writes to its memory.
+    // Waits for loads in flight: a block must not end while a load writes to its shared memory.
     MOECOMM_FN void drop_loads() {
         for (; used < loaded; ++used) await_piece();
     }
@@ -86,15 +89,15 @@ struct Sender {
     }
     MOECOMM_FN u8* cast() const { return c.shared.cast[warp_id()][done % kCasts]; }
     MOECOMM_FN u8* scales() const { return reinterpret_cast<u8*>(c.shared.scales[warp_id()][done % kCasts]); }
-    // The next piece of the row that is next.
+    // Casts the next piece of the current row.
     MOECOMM_FN void cast_piece() {
         await_piece();
         const i32 at = used % kPieces * cfg.piece_columns;
         quantize_piece<cfg, cfg.piece_columns>(at, cast() + at, held(used), scales() + at / kQuantGroup * cfg.scale_size());
-        __syncwarp();  // the place is free
+        __syncwarp();  // the ring slot is free
         ++used;
     }
-    // Some pieces of the first row, while it is not known yet where it goes.
+    // Casts up to `pieces` pieces of the first row, while its destination is not known yet.
     MOECOMM_FN void cast_ahead(i32 pieces) {
         if constexpr (cfg.quantize) {
             for (; warp_id() < cfg.send_warps && pieces > 0 && used < min(loaded, kPieces); --pieces) {
@@ -117,8 +120,8 @@ struct Sender {
         commit();
         ++done;
     }
-    // By ordinary stores, with zeros up to the end of the row: a bulk store of so few bytes holds a multiprocessor up as one of a quarter
-    // of a row does.
+    // Copies scales with ordinary stores, and zeros up to the end of the row. A bulk store of so few bytes would cost a multiprocessor as
+    // much as one of a quarter of a row.
     MOECOMM_FN void store_scales(const Places<Call>& to, const u8* scales) const {
         constexpr i32 filled = cfg.row_scales() * cfg.scale_size();
 #pragma unroll
@@ -136,33 +139,36 @@ struct Sender {
         }
     }
 
-    // Several domains: chunks whose letters have places.
+    // Several domains: number of chunks of this block whose send slots are free.
     i32 placed = 0;
+    // Waits until the send slots of `chunk` are free. Returns false if the wait failed; the failure record is filled.
     MOECOMM_FN bool await_send_slots(i32 chunk) {
         if (chunk - c.share.first_chunk < placed) return true;
         placed = chunk - c.share.first_chunk + 1;
         if (chunk < ring_chunks(c.shape(), c.a.chunk_tokens)) return true;
-        finish_chunks<0, false>();  // those before it in its places must go first
+        finish_chunks<0, false>();  // chunks that hold the slots now must be sent first
         if (moecomm::await_send_slots(c, chunk)) return true;
-        bulk_wait<0>();  // a block must not end while a store reads its memory
+        bulk_wait<0>();  // a block must not end while a store reads its shared memory
         return false;
     }
 
-    // Says so of the chunks whose rows of this warp are at their places when all but the last `open` are; without open ones, of all.
+    // Arrives at the step of each chunk whose rows are stored, while at most `open` rows of this warp may be in flight. `all`: every row of
+    // the warp was sent, so all its chunks qualify. bulk_wait sees the stores complete; the arrival of lane 0 releases them.
     template <i32 open, bool all = open == 0>
     MOECOMM_FN void finish_chunks() {
         while (flagged < c.turns()) {
             const i32 end = min((flagged + 1) * c.a.chunk_tokens, c.share.end - c.share.first);
             if (!all && tokens_before(end) + open > done) return;
             bulk_wait<open * kGroups>();
-            __syncwarp();  // what follows is the release of all lanes' stores
+            __syncwarp();  // all lanes' stores come before lane 0's release
             if (lane_id() == 0) c.shared.sent.arrive(c.round, flagged);
             ++flagged;
         }
     }
 };
 
-// By the describe warp: what stands beside the rows, for each chunk of the block.
+// Called by the metadata warp. Writes the metadata of each chunk of the block, and for several domains the heads of send slots. Stops if a
+// wait for send slots fails; the failure record is filled.
 template <class Call>
 MOECOMM_FN void write_metadata(const Call& c) {
     for (i32 chunk = c.share.first_chunk; chunk < c.share.end_chunk; ++chunk) {
@@ -177,9 +183,9 @@ MOECOMM_FN void write_metadata(const Call& c) {
     }
 }
 
-// By the flag warp: the flags of each chunk of the block, once all others are through with it.  The fence waits until what they have
-// written has reached the peers, which takes its time while the links are busy; a send warp that waited would not send.  One fence does for
-// all chunks that are through by then.
+// Called by the flag warp. Signals each chunk of the block to all ranks of the domain once all other warps have finished it. The fence
+// waits until their stores have reached the peers, which takes long while links are busy; a send warp that waited would not send. One fence
+// covers all chunks finished by then. Returns early if a wait fails; the failure record is filled.
 template <class Call>
 MOECOMM_FN void raise_flags(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -197,7 +203,7 @@ MOECOMM_FN void raise_flags(const Call& c) {
     }
 }
 
-// Scales that were given: any number of bytes.
+// Called by a send warp. Copies scales that the caller passed (any number of bytes) to every rank that wants the token.
 template <class Call>
 MOECOMM_FN void send_scales(const Call& c, const Token<Call>& token, const Places<Call>& to) {
     const u8* scales = reinterpret_cast<const u8*>(c.a.in_scales) + token.index * c.a.in_scales_stride;
@@ -208,14 +214,15 @@ MOECOMM_FN void send_scales(const Call& c, const Token<Call>& token, const Place
                        Call::cfg.scale_bytes);
 }
 
+// Called by a send warp. Returns the addresses at which the token's row and scales are written.
 template <class Call>
 MOECOMM_FN Places<Call> places_of(const Call& c, const Token<Call>& token) {
     constexpr DispatchConfig cfg = Call::cfg;
     Places<Call> to{};
-    u64 scaleout = 0;  // domains, a bit each
+    u64 scaleout = 0;  // one bit for each domain
     for_ranks(c, token, [&](i32 rank, i32 slot, i32 row, i32 lane, i32 place) {
         if constexpr (Call::cfg.domains() > 1) {
-            if (!c.domains().reaches(rank)) {  // a letter for the domain, by the lane of the first rank there
+            if (!c.domains().reaches(rank)) {  // one send slot for each domain, written by the lane of the first rank there
                 const u64 bit = 1ull << rank / cfg.scaleup_ranks();
                 if ((scaleout & bit) == 0 && lane_id() == lane) {
                     to.row[place] = send_slot(c, rank / cfg.scaleup_ranks(), token.index) + landed_row(c.shape());
@@ -237,7 +244,7 @@ MOECOMM_FN Places<Call> places_of(const Call& c, const Token<Call>& token) {
     return to;
 }
 
-// The next row, and the scales that were given with it.
+// Called by a send warp. Sends the next row and the scales that were passed with it.
 template <class Call>
 MOECOMM_FN void send_row(const Call& c, Sender<Call>& sender, const Token<Call>& token) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -250,11 +257,11 @@ MOECOMM_FN void send_row(const Call& c, Sender<Call>& sender, const Token<Call>&
     }
 }
 
-// By each send warp, which has begun to load.
+// Called by each send warp after its first load_next calls. Stops if a wait for send slots fails; the failure record is filled.
 template <class Call>
 MOECOMM_FN void send(const Call& c, Sender<Call>& sender) {
     const auto load = [&](i32 n) { return load_token(c, sender.token_of(n)); };
-    Token<Call> next{};  // what the lanes need for the next row is loaded while this one travels
+    Token<Call> next{};  // loaded while the current row travels
     if (sender.has(0)) next = load(0);
     for (i32 n = 0; sender.has(n); ++n) {
         const Token<Call> token = next;

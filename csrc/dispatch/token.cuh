@@ -1,17 +1,18 @@
-// One token on its way: what the lanes of its warp know of it.
+// One token to be sent: what each lane of its warp knows about it.
 #pragma once
 #include "call.cuh"
 
 namespace moecomm {
 
-// Lane l knows the flat rows of the token at the ranks l, l + 32 places after ours (rotated), and its entry k = l.
+// Lane l holds the token's flat rows at the ranks l, l + 32, ... steps after this rank (rotated), and its entry k = l.
 template <class Call>
 struct Token {
     i32 index;
     i32 slot[Call::cfg.peers_per_lane()];
-    i32 row, owner;  // of the entry; owner -1: none
+    i32 row, owner;  // of this lane's entry; owner -1: none
 };
 
+// Called by all lanes of a warp. Loads a token of this rank from the route.
 template <class Call>
 MOECOMM_FN Token<Call> load_token(const Call& c, i32 index) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -29,7 +30,8 @@ MOECOMM_FN Token<Call> load_token(const Call& c, i32 index) {
     return token;
 }
 
-// By all lanes, for each rank that wants the token: body(rank, its flat row, the row of its payload, the lane and place of its slot).
+// Called by all lanes of a warp. Calls body(rank, flat row, row of the payload, lane, i) with all lanes for each rank that wants the token;
+// token.slot[i] of `lane` is the flat row.
 template <class Call, class Body>
 MOECOMM_FN void for_ranks(const Call& c, const Token<Call>& token, Body body) {
     constexpr DispatchConfig cfg = Call::cfg;

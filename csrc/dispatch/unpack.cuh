@@ -1,10 +1,11 @@
-// Rows that come in packets (packets.cuh): each is put where it belongs, with what stands beside it.
+// Unpacking: puts each row that arrived in packets (packets.cuh) at its final place, with its metadata.
 #pragma once
 #include "packets.cuh"
 
 namespace moecomm {
 
-// Of the tokens of a source that come, the n-th; -1 if fewer do than it has counted, which takes ids that change meanwhile (row_inside).
+// Called by all lanes of a warp. Returns the n-th of a source's tokens that arrive here; -1 if fewer arrive than the source counted, which
+// happens only if ids change meanwhile (row_inside).
 template <class Call>
 MOECOMM_FN i32 nth_coming(const Call& c, i32 source, i32 n) {
 #pragma unroll 1
@@ -20,7 +21,7 @@ MOECOMM_FN i32 nth_coming(const Call& c, i32 source, i32 n) {
     return -1;
 }
 
-// A packet that has come: where its row goes, and its words.
+// A packet that arrived: its source, token and piece, the place of its row, and its words. All lanes of a warp call all methods together.
 template <class Call>
 struct Unpacker {
     static constexpr DispatchConfig cfg = Call::cfg;
@@ -30,7 +31,7 @@ struct Unpacker {
     const i32 source, token, slot, piece;
     PacketWords words;
 
-    // Of every lane's words those of the packet [first, end), two at a time: body(word, its 64 bits).
+    // Calls body(word, its 64 bits) for those words of the packet in [first, end) that this lane holds, two at a time.
     template <class Body>
     MOECOMM_FN void for_words(i32 first, i32 end, Body body) const {
 #pragma unroll
@@ -41,7 +42,7 @@ struct Unpacker {
         }
     }
 
-    // The k-th entry, in lane k.
+    // Returns the k-th entry to lane k.
     MOECOMM_FN u64 entry() const {
         u64 mine = static_cast<u64>(kNoEntry) << 32;
 #pragma unroll
@@ -54,8 +55,9 @@ struct Unpacker {
         return mine;
     }
 
+    // Stores this piece in every row that the token has here; the first piece also brings metadata. Cannot fail.
     MOECOMM_FN void put() const {
-        if (cfg.layout == Layout::flat && piece != 0) {  // the row says all
+        if (cfg.layout == Layout::flat && piece != 0) {  // the flat row needs no entry
             put_row(slot);
             return;
         }
@@ -85,7 +87,7 @@ struct Unpacker {
                       [&](i32 word, u64 bits) { put_scales(row, at + word * 8, bits); });
         }
     }
-    // Eight bytes of a row of scales; of the last eight of some rows the first four.
+    // Stores eight bytes of a row of scales; at the end of some rows, only the first four are valid.
     MOECOMM_FN void put_scales(i64 row, i32 at, u64 bits) const {
         const bool both = cfg.scale_bytes % 8 == 0 || at + 4 < cfg.scale_bytes;
         if constexpr (cfg.scale_columns) {
@@ -105,7 +107,7 @@ struct Unpacker {
         }
     }
 
-    // By the lanes of the entries: whose row it is, which experts want it, with which weights.
+    // Writes the source token, the experts and the weights of a row. Lane k < topk handles entry k.
     MOECOMM_FN void write_metadata(i32 row, i32 local, u32 weight) const {
         const i32 k = lane_id();
         const i64 at = static_cast<i64>(slot) * cfg.topk + k;
@@ -128,7 +130,8 @@ struct Unpacker {
     }
 };
 
-// By the blocks that unpack: of each source that sends packets, which flat rows its chunks have here, as flags tell of others.
+// Called by the blocks that unpack. Keeps in the route which flat rows each chunk has here, for each source that sends packets; for other
+// sources these ranges arrive with the signals. Cannot fail.
 template <class Call>
 MOECOMM_FN void keep_ranges(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -138,7 +141,7 @@ MOECOMM_FN void keep_ranges(const Call& c) {
         if (!from.packets) continue;
         auto* ranges = reinterpret_cast<u32*>(c.a.route.ranges) + static_cast<i64>(s) * c.shape().max_tokens;
         for (i32 chunk = thread; chunk < count_chunks(from.num_tokens, from.chunk_tokens); chunk += threads) {
-            const i32 word = chunk * from.chunk_tokens / 32, bit = chunk * from.chunk_tokens % 32;  // a chunk lies in one word
+            const i32 word = chunk * from.chunk_tokens / 32, bit = chunk * from.chunk_tokens % 32;  // a chunk never spans two words
             i32 first = c.shared.slots_before[s];
             for (i32 i = 0; i < word; ++i) first += __popc(c.shared.coming[s][i]);
             const u32 coming = c.shared.coming[s][word];
@@ -149,7 +152,8 @@ MOECOMM_FN void keep_ranges(const Call& c) {
     }
 }
 
-// By all warps, once the round goes on; the team first, because the others may still be sending.
+// Called by all warps after the round was found valid. Waits for packets by polling their lines and unpacks them. The team takes the first
+// items, because the send warps may still be sending. Returns early if a packet does not arrive; the failure record is filled.
 template <class Call>
 MOECOMM_FN void unpack(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -175,7 +179,7 @@ MOECOMM_FN void unpack(const Call& c) {
     keep_ranges(c);
 }
 
-// The same where few have packets: its registers are no business of what comes before.
+// unpack() for kernels in which few rows arrive in packets. It is not inlined, so that its registers do not burden the code before it.
 template <class Call>
 __device__ __noinline__ void unpack_apart(Call c) {
     unpack(c);

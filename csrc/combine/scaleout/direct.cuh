@@ -1,12 +1,13 @@
-// What we have of the few tokens of a home of another domain goes straight there (csrc/protocol/domains.h).
+// Direct rows: rows for a source rank of another domain that has few tokens are put there without a forwarder (csrc/protocol/domains.h).
 #pragma once
 #include "../call.cuh"
 
 namespace moecomm {
 
-// By a reduce warp, before anything is staged that goes straight: what was put from its places in the combine before has come when
-// everybody has been heard in this one; and before weights that homes of other domains have put ahead of their mail are looked at.  Mail
-// waits for nobody.  Pull and return warps of the block hear it.
+// Called by each reduce warp. Waits until pull and return-forward warps of the block have received all tagged words; no rank waits for
+// a peer before it sends these. Needed before direct rows are staged, because puts of the previous combine from the same places have then
+// completed, and before weights are read that other domains put ahead of their tagged words. Returns false in all lanes on failure; the
+// failure record is filled.
 template <class Call>
 MOECOMM_FN bool await_headers_seen(const Call& c) {
     bool wanted = Call::cfg.own_weights;
@@ -16,11 +17,12 @@ MOECOMM_FN bool await_headers_seen(const Call& c) {
     bool came = true;
     if (lane_id() == 0) came = wait_for(c.round, Phase::grid, c.me(), 1, [&] { return headers_seen != 0; }, [] { return 0ll; });
     came = __all_sync(kAllLanes, came);
-    asm volatile("fence.acq_rel.cta;" ::: "memory");  // whether the round is void, and what has come with the mail
+    asm volatile("fence.acq_rel.cta;" ::: "memory");  // acquire is_invalid, and what arrived before the tagged words
     return came;
 }
 
-// By a return warp: the rows here of a chunk of `home`, staged or, in place, as they are; and that they are put.
+// Called by all lanes of a return-forward warp. Waits until a chunk is staged (acquire) unless rows are read in place, puts its rows to
+// `source_rank`, then signals. Returns false in all lanes if a wait failed; the failure record is filled.
 template <class Call>
 MOECOMM_FN bool put_chunk(const Call& c, i32 source_rank, i32 chunk) {
     constexpr CombineConfig cfg = Call::cfg;
@@ -52,7 +54,8 @@ MOECOMM_FN bool put_chunk(const Call& c, i32 source_rank, i32 chunk) {
         if (!put(c, channel, Phase::reduced, source_rank, direct_row_at(c.window(), c.shape(), c.round.tag, c.me(), token), from, bytes))
             return false;
     }
-    // Each chunk with rows here speaks for itself, the first of them for the others as well.
+    // Each chunk with rows here adds 1 to the signal; the first adds the rest, so that the signal is complete when all have
+    // (signal_direct).
     i32 parts = 0, first = -1;
     for (i32 base = 0; base < c.chunks_of(source_rank); base += kWarp) {
         const i32 other = base + lane_id();
@@ -66,7 +69,8 @@ MOECOMM_FN bool put_chunk(const Call& c, i32 source_rank, i32 chunk) {
     return __all_sync(kAllLanes, signaled);
 }
 
-// By each return warp, all of the grid together.
+// Called by each return-forward warp; the warps of the grid divide all direct chunks. Returns false if a wait failed; the failure record is
+// filled.
 template <class Call>
 MOECOMM_FN bool put_direct(const Call& c, i32 warp) {
     constexpr CombineConfig cfg = Call::cfg;

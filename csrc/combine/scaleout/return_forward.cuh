@@ -1,12 +1,12 @@
-// Tokens of other domains go home: what our domain has of each is added up by a return warp and crosses once.
+// Return-forward: for each token of another domain, adds up the rows of this domain and puts one sum to the source rank.
 #pragma once
 #include "../pull.cuh"
 #include "direct.cuh"
 
 namespace moecomm {
 
-// The role of a return warp: a chunk of a home of another domain after the other, of all that we relay for, in order.  All warps of the
-// grid take turns, and each has chunks of its own: it puts a token when it is added up, and tells the home after the last.
+// The role of a return-forward warp. The warps of the grid divide the chunks of all source ranks that this rank forwards for, in order. A
+// warp puts each sum when it is complete, and signals the source rank after the chunk's last. All lanes call all methods together.
 template <class Call>
 struct ReturnForward {
     static constexpr CombineConfig cfg = Call::cfg;
@@ -16,12 +16,12 @@ struct ReturnForward {
     static constexpr i32 kOthers = cfg.domains() - 1;
 
     const Call& c;
-    const i32 work_list;                 // of all return warps
-    i32 nth;                             // our next one
-    i32 at = 0;                          // its next piece, of the tokens that our domain has
-    u32 ours = 0;                        // those tokens that are left, a bit each
-    bool begun = false, placed = false;  // `ours` is known; the places of the unit's sums are free
-    i32 seen = -1;                       // the unit whose flag this lane has acquired, of the rank `lane`
+    const i32 work_list;                 // number of work items of all return-forward warps
+    i32 nth;                             // this warp's next work item
+    i32 at = 0;                          // next piece of the row of its next token
+    u32 ours = 0;                        // one bit for each of its remaining tokens that this domain has rows of
+    bool begun = false, placed = false;  // `ours` is known; the places of its sums are free
+    i32 seen = -1;                       // the work item for which this lane has acquired the flag of its rank
     bool failed = false;
 
     MOECOMM_FN ReturnForward(const Call& call, i32 warp) : c(call), work_list(count(call)), nth(blockIdx.x + gridDim.x * warp) {}
@@ -31,7 +31,7 @@ struct ReturnForward {
         for (i32 n = 0; n < kOthers; ++n) most = max(most, forwarded(c, c.domains().counterpart(c.domains().other(n))));
         return most * kOthers;
     }
-    // Chunks of a home that we relay.
+    // Number of chunks of a source rank that this rank forwards.
     MOECOMM_FN static i32 forwarded(const Call& c, i32 source_rank) { return c.direct_to(source_rank) ? 0 : c.chunks_of(source_rank); }
     MOECOMM_FN i32 domain_of_work(i32 work) const { return c.domains().other(work % kOthers); }
     MOECOMM_FN i32 source_rank_of(i32 work) const { return c.domains().counterpart(domain_of_work(work)); }
@@ -39,12 +39,12 @@ struct ReturnForward {
     MOECOMM_FN const Sent& sent_by(i32 work) const { return c.shared.sent[source_rank_of(work)]; }
     MOECOMM_FN i32 ring_of(i32 work) const { return ring_chunks(c.shape(), sent_by(work).chunk_tokens); }
 
-    // What dispatch has kept of the token.
+    // What dispatch recorded in the route for a forwarded token.
     MOECOMM_FN const i32* kept(i32 domain, i32 token) const {
         return reinterpret_cast<const i32*>(c.a.route.forwarded) +
                (static_cast<i64>(domain) * c.shape().max_tokens + token) * forwarded_words(c.shape());
     }
-    // By the chunk's tokens, a lane each: which of them our domain has.
+    // Finds the tokens of the chunk that this domain has rows of, one token in each lane.
     MOECOMM_FN void begin_work() {
         const Sent& sent = sent_by(nth);
         const i32 token = chunk_of(nth) * sent.chunk_tokens + lane_id();
@@ -63,7 +63,7 @@ struct ReturnForward {
         begun = false;
     }
 
-    // Whether home has pulled the chunk in whose places the sums of this one go, from here and to there.
+    // Returns whether the source rank has pulled the chunk that held the places of this chunk's sums before, here and at the source rank.
     MOECOMM_FN bool await_place(bool may_wait) {
         if (placed) return true;
         const i32 before = chunk_of(nth) - ring_of(nth), domain = domain_of_work(nth), chunk_tokens = sent_by(nth).chunk_tokens;
@@ -74,7 +74,7 @@ struct ReturnForward {
         placed = __all_sync(kAllLanes, free);
         return placed;
     }
-    // As in Pull.
+    // Returns whether this lane may read the row of `rank`, as in Pull.
     MOECOMM_FN bool await_row(i32 rank, bool may_wait) {
         if (c.shared.headers[rank].x != 0 || seen == nth) return true;
         const u64 flag = c.reduced_flag(source_rank_of(nth), rank, chunk_of(nth));
@@ -91,17 +91,18 @@ struct ReturnForward {
         if (from.x == 0) return c.staged_row(rank, source_rank_of(nth), token);
         return c.transport.template peer_ptr<u8>(rank, from.x) + slot * static_cast<i64>(from.pitch);
     }
-    // Our sum of a token, as it crosses.
+    // Address of this domain's sum of a token, from which it is put.
     MOECOMM_FN u8* sum_of(i32 domain, i32 token) const {
         return c.transport.template local<u8>(sum_at(c.window(), c.shape(), domain, token));
     }
 
+    // See gather.cuh. Sets `failed` if a wait failed.
     MOECOMM_FN Next open(const u8*& source, Item& out, bool may_wait) {
         while (!failed && nth < work_list && chunk_of(nth) >= forwarded(c, source_rank_of(nth))) end_work();
         if (failed || nth >= work_list) return Next::none;
         if (!begun) begin_work();
         out = {0, 0, -1, domain_of_work(nth), nth};
-        if (ours == 0) {  // nothing of it is here, but its places are in turn
+        if (ours == 0) {  // no rows here, but its credits must be given in order
             end_work();
             return Next::item;
         }
@@ -129,7 +130,8 @@ struct ReturnForward {
         return Next::item;
     }
 
-    // A gradient a lane, from the owner of its expert, whose flag another lane has acquired.
+    // Copies the token's gradients of weights, one in each lane, from the owner of its expert in this domain. Another lane acquired that
+    // owner's flag; __syncwarp passes this on.
     MOECOMM_FN void bring_grads(i32 domain, i32 token) const {
         __syncwarp();
         if (lane_id() >= cfg.topk) return;
@@ -169,7 +171,8 @@ struct ReturnForward {
         return put(c, c.channel(), Phase::reduced, c.domains().counterpart(domain), there, sum_at(c.window(), c.shape(), domain, token),
                    bytes);
     }
-    // The home hears of a chunk that we have something of; the owners here may stage what comes next in its places.
+    // Ends a work item: signals the source rank if this domain has rows of the chunk, then gives the owners of this domain the credit for
+    // its places. Returns false in all lanes if a wait failed.
     MOECOMM_FN bool finish_work(i32 work, bool return_forward) const {
         const i32 domain = domain_of_work(work), source_rank = source_rank_of(work), chunk = chunk_of(work),
                   chunk_tokens = sent_by(work).chunk_tokens;
@@ -182,13 +185,14 @@ struct ReturnForward {
         const u64 place = credit_at(c.window(), c.shape(), source_rank, chunk, chunk_tokens);
         for (i32 step = lane_id(); step < cfg.scaleup_ranks() - 1; step += kWarp)
             c.transport.signal(c.domains().neighbour(step), place, word_signal(c.round.tag, chunk));
-        __syncwarp();  // ours last, as in Pull
+        __syncwarp();  // own credit last, as in Pull
         if (lane_id() == 0) c.transport.signal(c.me(), place, word_signal(c.round.tag, chunk));
         return true;
     }
 };
 
-// By each return warp, together with the pull warps.  False when something did not come.
+// Called by each return-forward warp; await_all_headers runs together with the pull warps. Returns false if a wait failed; the failure
+// record is filled.
 template <class Call>
 MOECOMM_FN bool give_back(const Call& c, i32 warp) {
     if (!await_all_headers(c)) return false;

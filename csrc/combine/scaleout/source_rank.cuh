@@ -1,11 +1,12 @@
-// What comes home from other domains: the sum of each of them, put into `returned` by its relay, is added where the rows of our own domain
-// have been added up.
+// The source rank's part of a combine across domains: adds the sum of each other domain, which its forwarder put into
+// WindowLayout::returned, to the sum of this domain.
 #pragma once
 #include "../call.cuh"
 
 namespace moecomm {
 
-// Of one pull warp.
+// State of one pull warp. All lanes call all methods together; a method that waits returns false in a lane whose wait failed or would
+// block.
 template <class Call>
 struct ScaleoutSums {
     static constexpr CombineConfig cfg = Call::cfg;
@@ -14,11 +15,11 @@ struct ScaleoutSums {
 
     const Call& c;
     const i32 warp;
-    const bool direct;           // rows come from their owners, and no sums from relays
-    u64 here = 0;                // of such owners those that this lane has heard of, a bit each
-    i32 opened = 0, closed = 0;  // items of the warp
-    i32 seen = -1;               // the chunk of which this lane has seen what its domain returns
-    u64 owners = 0;              // of the token that is looked at
+    const bool direct;           // owners send rows direct; no sums arrive from forwarders
+    u64 here = 0;                // one bit for each direct owner whose signal this lane has acquired
+    i32 opened = 0, closed = 0;  // items of this warp
+    i32 seen = -1;               // the chunk for which this lane has acquired its domain's signal
+    u64 owners = 0;              // one bit for each rank that has a row of the token being opened
 
     MOECOMM_FN bool comes_from(i32 domain, u64 ranks) const { return (ranks >> domain * cfg.scaleup_ranks() & kOfDomain) != 0; }
 
@@ -30,8 +31,8 @@ struct ScaleoutSums {
             owners |= static_cast<u64>(__ballot_sync(kAllLanes, rank < cfg.ranks && slots[rank] >= 0)) << first;
         }
     }
-    // By all lanes, each for some domains: whether their sums of the token are here.  A relay tells of the chunks that its domain has rows
-    // of.
+    // Returns whether other domains' sums of the token have arrived; each lane checks some domains. A forwarder signals only the chunks of
+    // which its domain has rows.
     MOECOMM_FN bool await(i32 token, i32 chunk, bool may_wait) {
         look_up(token);
         if (direct) return await_owners(may_wait);
@@ -45,7 +46,7 @@ struct ScaleoutSums {
         }
         return true;
     }
-    // By all lanes, each for some ranks: whether those of other domains that have a part of the token have put it here.
+    // Returns whether direct rows of the token have arrived; each lane checks some ranks of other domains.
     MOECOMM_FN bool await_owners(bool may_wait) {
         for (i32 rank = lane_id(); rank < cfg.ranks; rank += kWarp) {
             if (c.domains().reaches(rank) || ((owners & ~here) >> rank & 1) == 0) continue;
@@ -54,15 +55,15 @@ struct ScaleoutSums {
         }
         return true;
     }
-    // The item of that token is open, and one is closed.
+    // Called when the item of that token is opened, and when the oldest open item is closed.
     MOECOMM_FN void open() {
         if (lane_id() == 0) c.scaleout().owners[warp][opened % kItemsOpen] = owners;
         ++opened;
     }
     MOECOMM_FN void close() { ++closed; }
 
-    // `sum`, of our own domain, becomes that of all, in the order of the domains; how far it may be from that of one domain stands in
-    // protocol/domains.h.
+    // Turns `sum`, of this domain, into the sum of all domains, added in domain order. csrc/protocol/domains.h bounds its distance from the
+    // sum that a single domain would compute.
     template <i32 n>
     MOECOMM_FN void add_to(i32 token, i32 column, float (&sum)[n]) const {
         const u64 ranks = c.scaleout().owners[warp][closed % kItemsOpen];
@@ -95,7 +96,7 @@ struct ScaleoutSums {
             for (i32 j = 0; j < each; ++j) sum[i * each + j] = __fadd_rn(sum[i * each + j], part[j]);
         }
     }
-    // What `owners`, a bit each from `first` on, have of the token, in the order of the ranks, and rounded as a relay would have.
+    // Adds the direct rows of `owners` (one bit for each rank from `first` on) in rank order, then rounds to the wire as a forwarder would.
     template <i32 n>
     MOECOMM_FN void add_owners(u64 owners, i32 first, i32 token, i32 column, float (&sum)[n]) const {
         const u8* rows = c.transport.template local<const u8>(direct_row_at(c.window(), c.shape(), c.round.tag, first, token));
@@ -107,7 +108,8 @@ struct ScaleoutSums {
         for (i32 i = 0; i < n / each; ++i) widen_word<cfg.wire>(narrow_word<cfg.wire>(sum + i * each), sum + i * each);
     }
 
-    // By all lanes: our relays may return the chunk that comes next in the place of this one.
+    // Gives each forwarder the credit for a chunk, if a later chunk uses its places. Returns false in all lanes if there was no room for
+    // the signal; the failure record is filled.
     MOECOMM_FN bool signal_pulled(i32 chunk) const {
         bool signaled = true;
         const bool followed = chunk + ring_chunks(c.shape(), c.a.chunk_tokens) < c.chunks();

@@ -1,10 +1,12 @@
-// Tokens of other domains land here, and go on to the ranks of ours: by the relay warps, which wait for what lands and for nothing else.
+// The forwarder: tokens of other domains arrive in the receive buffer, and forward warps store them at the ranks of this domain. A forward
+// warp waits only for arrivals and for room in the transport, never for credits, which rules out circular waits (csrc/protocol/layout.h).
 #pragma once
 #include "../metadata.cuh"
 
 namespace moecomm {
 
-// One relay warp: a chunk of a source of another domain after the other.
+// The role of a forward warp: forwards chunks of source ranks in other domains. All lanes call all methods together; methods that wait
+// return false in all lanes if the wait failed, and the failure record is filled.
 template <class Call>
 struct Forward {
     static constexpr DispatchConfig cfg = Call::cfg;
@@ -15,21 +17,22 @@ struct Forward {
     ForwardRing<cfg>& ring;
     i32 loaded = 0, stored = 0;  // pieces, of all tokens
 
-    // A token that has landed: in lane k its k-th expert, in lane i its flat row at the i-th rank of our domain and where its row goes
-    // there.
+    // A token in the receive buffer. Lane k holds its k-th entry; lane i its flat row at the i-th rank of this domain, and the addresses
+    // of its row and scales there.
     struct Token {
         i32 number;
         const u8* at;
-        bool comes;
+        bool comes;  // the receive buffer holds this token of this round: an expert of this domain wants it
         Entry entry;
-        i32 slot;
-        u8* row;
+        i32 slot;  // -1: not wanted
+        u8* row;   // null: not wanted
         u8* scales;
     };
 
     MOECOMM_FN const Source& source_of(i32 domain) const { return c.shared.sources[c.domains().counterpart(domain)]; }
 
-    // Whether this half of a dispatch relays the chunk: the first half does what others need to send all of theirs.
+    // Whether this kernel forwards the chunk. The first kernel of a split dispatch forwards those chunks whose credits their sources wait
+    // for; the second forwards the rest.
     MOECOMM_FN bool has_part(i32 source, i32 chunk) const {
         const Source& from = c.shared.sources[source];
         if (chunk >= from.chunks() || c.direct_from(source)) return false;
@@ -37,6 +40,7 @@ struct Forward {
         return cfg.part == Part::whole || owed == (cfg.part == Part::begin);
     }
 
+    // Reads a token's head from `landed`, an offset in the window. An acquire of the source's signal must come before.
     MOECOMM_FN Token read(u64 landed, i32 number) const {
         Token t{number, c.transport.template local<const u8>(landed), false, {-1, -1, -1, 0.0f}, -1, nullptr, nullptr};
         const auto* head = reinterpret_cast<const i32*>(t.at);
@@ -51,6 +55,7 @@ struct Forward {
         return t;
     }
 
+    // Finds the addresses of a token's row and scales at the ranks of this domain.
     MOECOMM_FN void find_places(Token& t) const {
         for (u32 wanted = __ballot_sync(kAllLanes, t.slot >= 0); wanted != 0; wanted &= wanted - 1) {
             const i32 lane = __ffs(wanted) - 1, rank = c.domains().first() + lane;
@@ -72,6 +77,7 @@ struct Forward {
         if (lane_id() == 0) bulk_load(ring.data[loaded % kSlots], row + piece * kBytes, bytes_of_piece(piece), &ring.full[loaded % kSlots]);
         ++loaded;
     }
+    // Copies the row through the warp's ring to each rank of this domain that wants it. bulk_wait must follow before a signal.
     MOECOMM_FN void store_row(const Token& t) {
         const u8* row = t.at + landed_row(c.shape());
         load(row, 0);
@@ -90,7 +96,7 @@ struct Forward {
                        t.at + landed_scales(c.shape(), cfg.row_bytes), cfg.scale_bytes);
     }
 
-    // What a combine has to know of the token: nothing of one that has not landed.
+    // Writes to the route what a combine needs to know of the token; slots are -1 if the token did not arrive.
     MOECOMM_FN void keep_route(i32 domain, const Token& t) const {
         auto* kept = reinterpret_cast<i32*>(c.a.route.forwarded) +
                      (static_cast<i64>(domain) * c.shape().max_tokens + t.number) * forwarded_words(c.shape());
@@ -101,11 +107,11 @@ struct Forward {
         if (lane_id() < cfg.scaleup_ranks()) kept[2 * cfg.topk + lane_id()] = t.slot;
     }
 
-    // As Ours in describe.cuh.
+    // A source of metadata, like Ours in metadata.cuh, for a token in the receive buffer.
     struct From {
         i32 rank;
-        const i32* slots;  // by rank of our domain
-        i32 alone;         // the rank that is delivered to, -1: all of our domain
+        const i32* slots;  // by rank of this domain
+        i32 alone;         // deliver to this rank only; -1: to all of the domain
         MOECOMM_FN i32 source() const { return rank; }
         MOECOMM_FN i32 slot_at(i32, i32 of) const { return alone < 0 || of == alone ? load_fresh(slots + of) : -1; }
     };
@@ -121,7 +127,8 @@ struct Forward {
         }
     }
 
-    // What has come straight to us, by a chunk of a source of any other domain.
+    // Delivers to this rank a chunk that came direct from any source of another domain. Acquires the source's signal; a fence orders the
+    // stores before this rank's own chunk signal.
     MOECOMM_FN bool take_direct(i32 source, i32 chunk) {
         const Source& from = c.shared.sources[source];
         bool came = true;
@@ -149,7 +156,8 @@ struct Forward {
         return true;
     }
 
-    // The owners can't tell its flags from those of a source of our own domain.
+    // Forwards a chunk to the ranks of this domain. Acquires the source's signal; a fence orders the stores before the chunk signals, which
+    // are posted as if the source rank had sent them. Then gives the source its credit, if a later chunk needs it.
     MOECOMM_FN bool forwarder(i32 domain, i32 chunk) {
         const Source& from = source_of(domain);
         const i32 source = c.domains().counterpart(domain);
@@ -182,7 +190,8 @@ struct Forward {
     }
 };
 
-// By a relay warp: chunks of all sources of other domains whose rows come straight.
+// Called by each forward warp. Delivers chunks of all sources of other domains that send direct; the forward warps of the grid divide the
+// chunks. Returns false if a wait failed; the failure record is filled.
 template <class Call>
 MOECOMM_FN bool take_direct(Forward<Call>& role, i32 warp) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -200,8 +209,9 @@ MOECOMM_FN bool take_direct(Forward<Call>& role, i32 warp) {
     return true;
 }
 
-// By each relay warp: chunks of all sources that we relay for, in order, so that a chunk is waited for only when those that its source may
-// wait for are relayed; what comes straight before them, because nobody who sends so waits.  All warps of the grid take turns.
+// Called by each forward warp. Delivers direct chunks, whose senders wait for nobody, then forwards chunks of all sources with this rank's
+// index, in order: a chunk is awaited only after the chunks whose credits its source may wait for. The forward warps of the grid divide the
+// chunks. Returns early if a wait failed; the failure record is filled.
 template <class Call>
 MOECOMM_FN void forwarder(const Call& c, i32 warp) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -218,8 +228,8 @@ MOECOMM_FN void forwarder(const Call& c, i32 warp) {
     }
 }
 
-// The first half of a dispatch: where the ranks of our domain want their rows, for the second, which comes when mail may be that of later
-// rounds.  By all threads of a block.
+// Called by all threads of a block in the first kernel of a split dispatch. Saves the round headers of this domain for the second kernel
+// (load_headers): by then, the tagged words may belong to later rounds. Cannot fail.
 template <class Call>
 MOECOMM_FN void save_headers(const Call& c) {
     auto* kept = c.transport.template local<u32>(c.window().begun);

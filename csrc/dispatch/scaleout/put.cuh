@@ -1,17 +1,18 @@
-// Tokens for other domains: one letter a token and domain, made in our own window by the send warps (the row and its scales) and the
-// describe warp (what stands before them), and put to its relay by the put warps.
+// Tokens for other domains. Each token has one send slot for each domain that wants it, in this rank's window: send warps write the row and
+// its scales, the metadata warp writes the head, and put warps put the slot to the forwarder there.
 #pragma once
 #include "../call.cuh"
 
 namespace moecomm {
 
-// The letter to a domain: Landed, entries, slots, row, scales, as it will lie at the relay.
+// Address of the send slot of a token for a domain: Landed, entries, flat rows, row, scales, as they will be stored at the forwarder.
 template <class Call>
 MOECOMM_FN u8* send_slot(const Call& c, i32 domain, i32 token) {
     return c.transport.template local<u8>(send_slot_at(c.window(), c.shape(), domain, token));
 }
 
-// By a warp, before it writes a letter of the chunk: until all relays have stored what was in its places.  False when one has not.
+// Called by a warp before it writes to a send slot of the chunk. Waits for the credits of all forwarders for the chunk that held the slots
+// before. Returns false in all lanes if a credit did not come; the failure record is filled.
 template <class Call>
 MOECOMM_FN bool await_send_slots(const Call& c, i32 chunk) {
     const i32 before = chunk - ring_chunks(c.shape(), c.a.chunk_tokens);
@@ -21,7 +22,7 @@ MOECOMM_FN bool await_send_slots(const Call& c, i32 chunk) {
     return __all_sync(kAllLanes, free);
 }
 
-// By a warp: the tokens of a chunk, a bit each, of which a domain has a rank.
+// Called by all lanes of a warp. Returns one bit for each token of a chunk that some rank of the domain wants.
 template <class Call>
 MOECOMM_FN u32 scaleout_tokens(const Call& c, i32 domain, i32 chunk) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -35,7 +36,8 @@ MOECOMM_FN u32 scaleout_tokens(const Call& c, i32 domain, i32 chunk) {
     return __ballot_sync(kAllLanes, any);
 }
 
-// By the describe warp: what stands before the rows in the letters of a chunk.
+// Called by the metadata warp. Writes the heads (all that precedes the row) of a chunk's send slots. The last __syncwarp orders the stores
+// for a release by any lane. Cannot fail.
 template <class Call>
 MOECOMM_FN void write_heads(const Call& c, i32 chunk) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -61,7 +63,8 @@ MOECOMM_FN void write_heads(const Call& c, i32 chunk) {
     __syncwarp();
 }
 
-// By a warp: each token of a chunk to each rank of a domain that wants it.
+// Called by a put warp. Puts each token of a chunk to each rank of a domain that wants it. Returns false in all lanes if a put found no
+// room in time; the failure record is filled.
 template <class Call, class Transport>
 MOECOMM_FN bool put_direct(const Call& c, const Transport& channel, i32 domain, i32 chunk, u64 bytes) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -77,7 +80,8 @@ MOECOMM_FN bool put_direct(const Call& c, const Transport& channel, i32 domain, 
     return true;
 }
 
-// By a put warp, which has put all letters of its block: to all ranks of other domains.
+// Called by a put warp after the puts of its block, direct. Adds the block's part to the signal of every rank of other domains. Returns
+// early if there is no room for an add; the failure record is filled.
 template <class Call, class Transport>
 MOECOMM_FN void signal_owners(const Call& c, const Transport& channel) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -89,8 +93,8 @@ MOECOMM_FN void signal_owners(const Call& c, const Transport& channel) {
     }
 }
 
-// By the put warps, each of which has every put_warps-th chunk of the block: once the letters of a chunk are written, they go, and then the
-// signal that all of them have landed.
+// Called by each put warp, which handles every put_warps-th chunk of the block. Waits until all warps have written the chunk's send slots
+// (acquire), puts the slots, then signals the chunk to the forwarders. Returns early if a wait failed; the failure record is filled.
 template <class Call>
 MOECOMM_FN void put_send_slots(const Call& c, i32 warp) {
     constexpr DispatchConfig cfg = Call::cfg;
