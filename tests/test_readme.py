@@ -76,7 +76,7 @@ def test_names_of_ours_on_the_pages_exist() -> None:
 
 def test_follow_one_token_goes_from_buffer_to_output() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
-    walk = page.split("## The way of a token")[1].split("\n## ")[0]
+    walk = page.split("## The route of a token")[1].split("\n## ")[0]
     stations = ["moecomm/buffer.py", "moecomm/dispatch/__init__.py", "csrc/protocol/slots.h", "csrc/host/dispatch.cpp"]
     stations += ["moecomm/combine/__init__.py", "csrc/host/combine.cpp"]
     places = [walk.index(f"(../{station})") for station in stations]

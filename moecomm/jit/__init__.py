@@ -28,7 +28,6 @@ _DESCRIPTOR_WARPS, _DESCRIPTOR_COUNTERS = (
     16,
     64 * 1024,
 )  # of a block of a dispatch of slips, and bytes of their counters at most
-_FOLDERS = ("protocol", "device", "dispatch", "combine", "shims")
 
 
 @dataclass(frozen=True)
@@ -328,7 +327,7 @@ def compile(spec: KernelSpec, arch: str = "sm_90a") -> bytes:  # noqa: A001
 
     Unsupported, with a transport other than "lsa", says what it can't be linked with.
     """
-    return loader.cubin_of(source(spec), spec.transport, arch, _FOLDERS, lambda: build(spec, arch))
+    return loader.cubin_of(source(spec), spec.transport, arch, lambda: build(spec, arch))
 
 
 _loaded: dict[tuple[KernelSpec, int], Kernel] = {}

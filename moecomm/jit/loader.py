@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import importlib.resources
 import io
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from moecomm.jit import cache, linking
 from moecomm.jit.cubin import lacks_descriptor
 
 _CALLS = "#define MOECOMM_CALLS\n"  # csrc/fused/fetch.cuh
+_INCLUDED = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _PLAIN = 'extern "C" __global__ void plain(int* to) { *to = 1; }'
 
 
@@ -31,13 +33,32 @@ def headers() -> Path:
     return packaged if packaged.is_dir() else Path(__file__).resolve().parents[2] / "csrc"
 
 
-@lru_cache(maxsize=8)
-def toolchain(folders: tuple[str, ...]) -> str:
-    """Everything but the source and the architecture that a cubin depends on: NVRTC and all headers of `folders`."""
+def included(source: str) -> frozenset[Path]:
+    """All headers that a source includes, directly or through others."""
+    root = headers()
+    found: set[Path] = set()
+    waiting = [(root, name) for name in _INCLUDED.findall(source)]
+    while waiting:
+        folder, name = waiting.pop()
+        # As compilers look: in the folder of the file that includes, then in csrc.
+        beside = (folder / name).resolve()
+        path = beside if beside.is_file() else (root / name).resolve()
+        if path not in found:
+            found.add(path)
+            waiting += [(path.parent, more) for more in _INCLUDED.findall(path.read_text())]
+    return frozenset(found)
+
+
+@lru_cache(maxsize=64)
+def toolchain(includes: tuple[str, ...]) -> str:
+    """Everything but the source and the architecture that a cubin depends on: NVRTC, and all headers that the source
+    gets by its own `includes`.
+    """
     major, minor = linking.nvrtc_version()
     digest = hashlib.sha256(f"nvrtc {major}.{minor}\n".encode())
-    for path in sorted(p for folder in folders for p in (headers() / folder).iterdir() if p.suffix in (".h", ".cuh")):
-        digest.update(f"{path.parent.name}/{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
+    root = headers().resolve()
+    for path in sorted(included("".join(f'#include "{name}"\n' for name in includes))):
+        digest.update(f"{path.relative_to(root)} {path.stat().st_size}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 
 
@@ -84,14 +105,12 @@ def _compile(core: Any, source: str, arch: str) -> tuple[bytes, str]:
     return bytes(program.compile("cubin", logs=log).code), log.getvalue()
 
 
-def cubin_of(
-    source: str, transport: str, arch: str, folders: tuple[str, ...], build: Callable[[], tuple[bytes, str]]
-) -> bytes:
-    """The cubin of a source that includes headers of `folders`: from the cache, or what `build` gives, then kept there.
+def cubin_of(source: str, transport: str, arch: str, build: Callable[[], tuple[bytes, str]]) -> bytes:
+    """The cubin of a source: from the cache, or what `build` gives, then kept there.
 
     Unsupported, with a transport that is linked, says what it can't be linked with.
     """
-    parts = [source, arch, "c++20", toolchain(folders)]
+    parts = [source, arch, "c++20", toolchain(tuple(_INCLUDED.findall(source)))]
     if transport not in linking.ALONE:
         parts.append(linking.digest(transport, arch))
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -14,8 +14,6 @@ from moecomm import _native
 from moecomm.backends import cuda_driver
 from moecomm.jit import linking, loader
 
-_FOLDERS = ("protocol", "device", "fused", "shims", "bench")
-
 
 @dataclass(frozen=True)
 class PlainKernel:
@@ -58,7 +56,7 @@ def build(kernel: PlainKernel, arch: str = "sm_90a") -> tuple[bytes, str]:
 
 def compile(kernel: PlainKernel, arch: str) -> bytes:  # noqa: A001
     """The cubin, from the cache or compiled.  Needs no GPU."""
-    return loader.cubin_of(kernel.source, kernel.transport, arch, _FOLDERS, lambda: build(kernel, arch))
+    return loader.cubin_of(kernel.source, kernel.transport, arch, lambda: build(kernel, arch))
 
 
 _functions: dict[tuple[PlainKernel, int], int] = {}

@@ -18,6 +18,7 @@ import moecomm
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+DECISIONS = DOCS / "decisions.md"
 FIGURES = sorted(DOCS.glob("figures/*.svg"))
 # Written elsewhere: mkdocs shows files of the repository under these names.
 SHOWN = {"measurements.md", "contributing.md", "changelog.md"}
@@ -117,9 +118,13 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert loaded == [], "a page loads something from another host"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page != DECISIONS], ids=lambda page: str(page.relative_to(DOCS))
+)
 def test_figures_of_measurements_are_not_typed_into_pages(page: Path) -> None:
-    """They are in README.md and bench/README.md, which are written from JSON."""
+    """They are in README.md and bench/README.md, which are written from JSON.  decisions.md keeps those of experiments
+    that are over, and that no JSON has any more.
+    """
     figures = r"\d+(?:\.\d+)? ?(?:[mnuµ]s|GB/s|TFLOP/s|times|x as fast)\b"
     assert re.findall(figures, page.read_text()) == []
 
@@ -136,3 +141,9 @@ def test_the_navigation_has_every_framework() -> None:
     assert {file for entry in frameworks for file in entry.values()} == {
         f"{name}.md" for name in ("deepep", "megatron", "vllm", "sglang", "flashinfer")
     }
+
+
+def test_results_that_decisions_name_are_there() -> None:
+    named = set(re.findall(r"`(?:bench/results/)?([\w*-]+\.json)`", DECISIONS.read_text()))
+    assert len(named) > 10
+    assert [name for name in sorted(named) if not any((ROOT / "bench" / "results").glob(name))] == []
