@@ -51,7 +51,7 @@ __all__ = [
 
 
 def doctor() -> Report:
-    """What can run here, and what is missing for the rest."""
+    """Report which backends can run here, and what is missing for the others."""
     from moecomm.tools.doctor import doctor as examine
 
     return examine()

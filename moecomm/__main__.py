@@ -1,4 +1,4 @@
-"""python -m moecomm: the same as the command moecomm."""
+"""Run the command `moecomm` as `python -m moecomm`."""
 
 from moecomm.tools.cli import main
 

@@ -43,7 +43,7 @@ _KNOWN = {
 
 
 def check_environment() -> None:
-    """Raises ValueError for an unknown MOECOMM_ variable or a value outside the known ones."""
+    """Raise ValueError for an unknown MOECOMM_ variable or a value that it can't have."""
     for name, value in os.environ.items():
         if not name.startswith("MOECOMM_"):
             continue
@@ -57,13 +57,13 @@ def check_environment() -> None:
 
 
 def check_secret(argument: str, secret: str) -> None:
-    """Raises BadInput, which does not show it, for a job secret that is too short."""
+    """Raise BadInput, which does not show it, for a job secret that is too short."""
     if (length := len(os.fsencode(secret))) < SHORTEST_SECRET:
         raise BadInput(argument, f"{length} bytes", f"at least {SHORTEST_SECRET} bytes, as random as can be")
 
 
 def asked_backend(name: object) -> str:
-    """The backend of a name: "auto" stands for what the environment says, itself "auto" unless it says otherwise."""
+    """Return the backend of a name.  For "auto" the environment decides, which may say "auto" itself."""
     if not isinstance(name, str):
         raise BadInput("backend", repr(name), "a name")
     if name != "auto":
@@ -73,31 +73,31 @@ def asked_backend(name: object) -> str:
 
 
 def window_kind() -> str | None:
-    """How the lsa backend shall make its windows; None: its own choice."""
+    """Return how the lsa backend makes its windows; None: its own choice."""
     check_environment()
     return os.environ.get("MOECOMM_WINDOW")
 
 
 def in_vllm() -> str | None:
-    """Whether moecomm shall take the place of DeepEP in vLLM; None: where that is free."""
+    """Whether moecomm takes the place of DeepEP in vLLM; None: where that is not installed."""
     check_environment()
     return os.environ.get("MOECOMM_VLLM")
 
 
 def in_sglang() -> str | None:
-    """Likewise in SGLang."""
+    """Whether moecomm takes the place of DeepEP in SGLang; None: where that is not installed."""
     check_environment()
     return os.environ.get("MOECOMM_SGLANG")
 
 
 def job_secret() -> str | None:
-    """The user's own, for the RMA plugin of every communicator; None: each has a new one."""
+    """Return the secret that the user set for the RMA plugin; None: each communicator makes its own."""
     check_environment()
     return os.environ.get("MOECOMM_JOB_SECRET")
 
 
 def launched_ranks() -> int:
-    """How many processes a launcher has started, as it says in the environment; 1 without one."""
+    """Return how many processes a launcher has started, according to the environment; 1 without one."""
     words = os.environ.get("WORLD_SIZE", "1")
     if not words.isdecimal():
         raise BadInput("WORLD_SIZE", repr(words), "a number of processes")
@@ -106,9 +106,9 @@ def launched_ranks() -> int:
 
 @contextmanager
 def variables(wanted: Mapping[str, str], *, insist: bool = False) -> Iterator[None]:
-    """A library finds `wanted` in the environment meanwhile, beside what the user has set, which comes first.
+    """Set the variables `wanted` while a library reads the environment.  Variables set by the user take precedence.
 
-    Afterwards the environment is as it was.  `insist`: what the user has set is hidden instead.
+    Afterwards the environment is as it was.  `insist`: the user's variables are hidden instead.
     """
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update({name: value for name, value in wanted.items() if insist or before[name] is None})
@@ -123,9 +123,9 @@ def variables(wanted: Mapping[str, str], *, insist: bool = False) -> Iterator[No
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept; made private to the user by whoever writes there.
+    """Return the folder of compiled kernels.  Code that writes there makes it private to the user.
 
-    Raises BadInput where that is below a home directory that there is not.
+    Raises BadInput where it is below a home directory that does not exist.
     """
     check_environment()
     chosen = os.environ.get("MOECOMM_CACHE_DIR") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/moecomm"

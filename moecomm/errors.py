@@ -1,4 +1,4 @@
-"""Every error of moecomm: named, and saying what to do."""
+"""The errors of moecomm, with the action that each asks for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class MoecommError(RuntimeError):
-    """Base of all errors of moecomm.  They travel between processes: pickle keeps their text and their fields."""
+    """Base of all errors of moecomm.  pickle keeps their text and fields, so they can travel between processes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args), self.__dict__
@@ -17,10 +17,10 @@ def _rebuild(kind: type[MoecommError], args: tuple[Any, ...]) -> MoecommError:
 
 
 class BadInput(MoecommError, ValueError):
-    """An argument can't be used.  Names the argument, what it got and what it wants.
+    """An argument can't be used.  Names the argument, the value, and the values that can be used.
 
-    Raised where it is found: at once for what the host can see, at the next host-visible point for what only the
-    device can see (expert ids, rows that do not fit).  The Buffer stays usable.
+    Raised where it is found: at once for errors that the host can see, at the next host-visible point for errors that
+    only the device can see (expert ids, rows that do not fit).  The Buffer stays usable.
     """
 
     def __init__(self, argument: str, got: object, want: object, rank: int | None = None) -> None:
@@ -38,8 +38,9 @@ class Mismatch(MoecommError):
 
 
 class OutOfStep(Mismatch):
-    """A call failed on some ranks and not on others, so that later rounds would pair calls that do not belong
-    together.  No output of such a round is handed out, and the Buffer can only be closed.
+    """A call failed on some ranks and not on others, so that later rounds would pair calls that do not belong together.
+
+    No output of such a round is returned, and the Buffer can only be closed.
     """
 
     def __init__(self, mine: int, theirs: int, rank: int) -> None:
@@ -53,8 +54,8 @@ class OutOfStep(Mismatch):
 class ConcurrentCall(MoecommError):
     """A Buffer is for one thread at a time, and another call of it is under way, which goes on.
 
-    The call that is refused counts as one that failed on this rank: unless it was refused on every rank, the next round
-    raises OutOfStep.  check() and dispatch_end() do not count, and can be called again.
+    The refused call counts as one that failed on this rank: unless it was refused on every rank, the next round raises
+    OutOfStep.  check() and dispatch_end() do not count, and can be called again.
     """
 
     def __init__(self) -> None:
@@ -64,7 +65,7 @@ class ConcurrentCall(MoecommError):
 
 
 class RoundFailed(MoecommError):
-    """A round did not finish.  No output of it is handed out, and the Buffer can only be closed."""
+    """A round did not finish.  No output of it is returned, and the Buffer can only be closed."""
 
     def __init__(self, text: str, *, rank: int, peer: int, phase: str, op: str, round: int) -> None:  # noqa: A002
         super().__init__(text)
@@ -80,7 +81,7 @@ class PeerLost(RoundFailed):
 
 
 class Aborted(RoundFailed):
-    """Somebody called abort(), or pressed Ctrl-C."""
+    """abort() was called, or Ctrl-C pressed, on this rank or a peer."""
 
 
 class Closed(MoecommError):
@@ -91,4 +92,4 @@ class Closed(MoecommError):
 
 
 class Unsupported(MoecommError):
-    """What was asked for can't run here.  Names the first thing that is missing."""
+    """The request can't run here.  Names the first thing that is missing."""

@@ -108,25 +108,25 @@ class Routed(Generic[X_co, Scales_co, Flat_co, ByExpert_co]):
 
     Attributes:
         x: rows of the payload's dtype: `[rows, H]` (flat, expert) or `[E/R, rows, H]` (batched).
-        scales: a row of scales beside each row of `x`, or None: `[rows, n]` (batched `[E/R, rows, n]`), of
-            the dtype of the scales given; of `quantize="fp8"`: n = ceil(H / 128) of float32, or float8_e8m0fnu for
-            "ue8m0".  With `scale_layout="column"` a column is contiguous, and the next begins `rows` rounded up to 4
-            later; "ue8m0" is then int32 of four exponents each, the first in the lowest byte: n = ceil(H / 512).
+        scales: a row of scales for each row of `x`, or None: `[rows, n]` (batched `[E/R, rows, n]`), of the dtype of
+            the
+            scales given; of `quantize="fp8"`: n = ceil(H / 128) of float32, or float8_e8m0fnu for "ue8m0".  With
+            `scale_layout="column"` a column is contiguous, and the next begins `rows` rounded up to 4 later; "ue8m0" is
+            then int32 of four exponents each, the first in the lowest byte: n = ceil(H / 512).
         tokens_per_expert: int32 `[E/R]`, without padding, on the device.
-        rows_per_expert: int64 `[E/R]`: the same, expert: rounded up to `expert_alignment`.
+        rows_per_expert: int64 `[E/R]`: the same; expert: rounded up to `expert_alignment`.
         num_rows: int32 `[1]`, on the device: flat: rows in use; expert: the end of the last group, padding included;
-            batched: the sum of `tokens_per_expert`.  Rows past it are not initialised, but for
-            `topk_idx` and `topk_weights`.
-        src: int32 `[rows, 2]` (batched `[E/R, rows, 2]`): source rank and token of each row; -1, -1 in
-            padding.
-        topk_idx: flat: `[rows, K]` in the dtype of the ids given: this rank's expert, 0 to E/R - 1, or -1 where it
-            is elsewhere.  With `max_rows` given and no `sync`, -1 in rows past `num_rows`, too.
+            batched: the sum of `tokens_per_expert`.  Rows past it are not initialized, except `topk_idx` and
+            `topk_weights`.
+        src: int32 `[rows, 2]` (batched `[E/R, rows, 2]`): source rank and token of each row; -1, -1 in padding.
+        topk_idx: flat: `[rows, K]` in the dtype of the ids given: this rank's expert, 0 to E/R - 1, or -1 for an expert
+            of another rank.  With `max_rows` given and no `sync`, -1 in rows past `num_rows`, too.
         topk_weights: flat: float32 `[rows, K]`, 0 beside -1.
-        row_weights: expert, batched: float32 `[rows]` (`[E/R, rows]`), the routing weight of each row, 0
-            in padding.
+        row_weights: expert, batched: float32 `[rows]` (`[E/R, rows]`), the routing weight of each row, 0 in padding.
         handle: for combine, and to repeat the dispatch.
 
-    A tensor is made when it is first read.  What dispatch_begin returns can't be read before dispatch_end: BadInput.
+    A tensor is made when it is first read.  The tensors of dispatch_begin() can't be read before dispatch_end():
+    BadInput.
     """
 
     __slots__ = ("__weakref__", "_tensors", "args", "back", "handle", "inputs", "payload", "plan", "sync")

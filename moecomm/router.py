@@ -1,4 +1,4 @@
-"""Routers of the models people run, and random routing: topk_idx and topk_weights for demo, tests and benchmarks."""
+"""Routers of published models, and random routing: topk_idx and topk_weights for demo, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_SCALE = 1e30  # of float32
 
 @dataclass(frozen=True)
 class Model:
-    """The MoE layer of a published model: columns of a token, of an expert inside, and how its gate chooses."""
+    """The MoE layer of a published model: columns of a token, columns inside an expert, and its gate."""
 
     name: str
     hidden: int
@@ -54,12 +54,12 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Gating:
-    """How experts are chosen and weighted: what of a Router is no tensor.
+    """Rules by which experts are chosen and weighted: a Router without its tensors.
 
-    scores = gate(x @ weight.T) in float32.  Experts are chosen by scores + bias: with several groups only inside the
-    `topk_groups` best ones, a group's score being the sum of its two best experts.  Their weights are the scores
-    without the bias, divided by their sum if `normalize`, times `scale`.  Ties go to the lower expert id, on every
-    device.
+    scores = gate(x @ weight.T) in float32.  Experts are chosen by scores + bias; with several groups, only inside the
+    `topk_groups` best groups, whose score is the sum of their two best experts.  Their weights are the scores without
+    the
+    bias, divided by their sum if `normalize`, times `scale`.  Ties go to the lower expert id, on every device.
     """
 
     hidden: int
@@ -127,7 +127,7 @@ class Router:
     """Hidden states [T, H] -> (topk_idx int64 [T, K], topk_weights float32 [T, K]), highest score first; see Gating.
 
     `weight` [E, H] is drawn from `seed`, the same on every device; `bias` float32 [E] is DeepSeek-V3's
-    e_score_correction_bias. Both are plain tensors: copy a model's own into them.
+    e_score_correction_bias.  Both are plain tensors: copy a model's own into them.
     """
 
     def __init__(
@@ -165,17 +165,20 @@ def _check_bias(bias: torch.Tensor, num_experts: int) -> None:
 
 
 def gate_weight(num_experts: int, hidden: int, *, seed: int = 0) -> torch.Tensor:
-    """float32 [E, H] on the CPU, drawn from `seed`: the same on whichever rank asks."""
+    """Draw float32 [E, H] on the CPU from `seed`.  All ranks draw the same."""
     return drawn(torch.Generator().manual_seed(int(seed)), num_experts, hidden) / float(hidden**0.5)
 
 
 def drawn(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    """float32 on the CPU, whatever torch's default device and dtype are."""
+    """Draw float32 on the CPU, whatever torch's default device and dtype are."""
     return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32)
 
 
 def best(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Columns of the `count` largest scores of a row, largest first, ties by column (torch.topk leaves them open)."""
+    """Return the columns of the `count` largest scores of a row, largest first, ties by column.
+
+    torch.topk leaves the order of ties open.
+    """
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
@@ -186,10 +189,11 @@ def router(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> Router:
-    """The router of a published model (a name of MODELS) with weights drawn from `seed`.
+    """Make the router of a published model (a name of MODELS) with weights drawn from `seed`.
 
-    A score-correction bias is drawn too, small beside the scores, as load balancing leaves it.  gpt-oss's gate also
-    has a linear bias, which is left out.
+    A score-correction bias is drawn too, small beside the scores, as load balancing leaves it.  gpt-oss's gate also has
+    a
+    linear bias, which is left out.
     """
     check_name("model", model, tuple(MODELS))
     check_drawn(seed, dtype, device)
@@ -221,11 +225,12 @@ def random_routing(
     duplicates: bool = False,
     generator: torch.Generator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Routing without hidden states: (topk_idx int64 [T, K], topk_weights float32 [T, K] that sum to 1).
+    """Draw a routing without hidden states: (topk_idx int64 [T, K], topk_weights float32 [T, K] that sum to 1).
 
-    A fraction `skew` of the tokens wants the experts of one rank of `ranks`, the same for all of them (and others only
-    where that rank has too few); a fraction `drop` of the entries is -1, whose weights are left in place and must not
-    matter.  `duplicates`: a token may pick an expert more than once.  On the generator's device.
+    A fraction `skew` of the tokens picks experts of one rank of `ranks`, the same rank for all (and others only where
+    that
+    rank has too few).  A fraction `drop` of the entries is -1; their weights are left in place and must not matter.
+    `duplicates`: a token may pick an expert more than once.  On the generator's device.
     """
     check_integer("tokens", tokens, 0, MOST_SIZE)
     check_sizes(num_experts=num_experts, topk=topk, ranks=ranks)

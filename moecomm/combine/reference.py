@@ -1,6 +1,4 @@
-"""The specification of combine, for all ranks at once, in plain torch: what is added to what, in which order, and
-rounded when.
-"""
+"""The specification of combine, for all ranks at once, in plain torch: the order of sums, and their roundings."""
 
 from __future__ import annotations
 
@@ -20,18 +18,22 @@ def combine(
     domain_ranks: int | None = None,
     topk_weights: list[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """Experts' outputs `ys[p]` (rows as in `arrived[p].x`, [rows, H]) -> every rank's [T_r, H], in the dtype of `ys`.
+    """Combine experts' outputs `ys[p]` (rows as in `arrived[p].x`, [rows, H]) to [T_r, H] of every rank r.
 
     expert, batched: partial_p = sum over k ascending of w_k * y_k, each product and each sum rounded to float32,
-    then to `wire`;
-    w_k is that of `topk_weights`, [T_r, K] of each rank, or else what the dispatch carried;
-    flat: partial_p = the row of rank p.  out = sum over p ascending of partial_p in float32, plus bias, rounded once.
+    then to `wire`; w_k is that of `topk_weights`, [T_r, K] of each rank, or else the weight that dispatch carried.
+    flat: partial_p = the row of rank p.
+    out = sum over p ascending of partial_p in float32, plus bias, rounded once to the dtype of `ys`.
 
-    domain_ranks: with several domains the sum over p is that over the ranks of each domain, rounded to `wire` where the
-    domain is not the token's own, and then over the domains ascending.  So it differs from the sum in the order of one
-    domain, before the rounding of the result, by at most (g(n - 1) + g(min(n - 1, L + D' - 2))) A: with n ranks that
-    have the token, in D' domains of L, u = 2^-24, g(n) = n u / (1 - n u), A = the sum of |partial_p|.  With a `wire` of
-    16 bits by another w (1 + g(L - 1)) (1 + g(D' - 1)) A, w = 2^-8 (bfloat16) or, above underflow, 2^-11 (float16).
+    domain_ranks: with several domains, the partial sums of the ranks of each domain are added; the sum of a domain that
+    is
+    not the token's own is rounded to `wire`; then the sums of the domains are added, ascending.  Before the rounding of
+    the
+    result, this differs from the order of one domain by at most (g(n - 1) + g(min(n - 1, L + D' - 2))) A: with n ranks
+    that
+    have the token, in D' domains of L ranks, u = 2^-24, g(n) = n u / (1 - n u), A = the sum of |partial_p|.  A `wire`
+    of 16
+    bits adds w (1 + g(L - 1)) (1 + g(D' - 1)) A, w = 2^-8 (bfloat16) or, above underflow, 2^-11 (float16).
     csrc/protocol/domains.h derives it.
     """
     size = domain_ranks or len(ys)
@@ -71,9 +73,7 @@ def combine(
 def combine_weight_grads(
     grads: list[torch.Tensor], arrived: list[Arrived], *, layout: str = "expert"
 ) -> list[torch.Tensor]:
-    """Gradients of the rows' weights ([rows]; flat: [rows, K]) -> gradients of every rank's topk_weights, [T_r, K],
-    0 beside -1.
-    """
+    """Return gradients of the rows' weights ([rows]; flat: [rows, K]) to every rank: [T_r, K], 0 beside -1."""
     out = []
     for source in range(len(grads)):
         home = torch.zeros(arrived[0].rows[source].shape)

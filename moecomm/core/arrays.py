@@ -1,6 +1,4 @@
-"""Tensors in, tensors out: torch tensors as they are, anything else with DLPack (CuPy, NumPy, JAX ...) by reference
-and back.
-"""
+"""Tensors in, tensors out: torch tensors as they are, other arrays with DLPack (CuPy, NumPy, JAX) without a copy."""
 
 from __future__ import annotations
 
@@ -32,16 +30,17 @@ _DLPACK = {
 
 
 def as_tensor(argument: str, value: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any] | None]:
-    """`value` as a torch tensor over the same memory, and what turns our tensors back into the caller's kind; None for
-    torch's own, and where its library takes none.
+    """Return `value` as a torch tensor over the same memory, and a function that converts torch tensors to its kind.
+
+    The function is None for torch's own tensors, and for libraries that take no DLPack.
     """
     if isinstance(value, torch.Tensor):
-        # A view with the negative bit has its numbers with the other sign in memory.  In a graph, torch sees to it.
+        # A view with the negative bit has numbers of the other sign in memory.  In a graph, torch resolves it.
         return value if torch.compiler.is_compiling() else value.resolve_neg(), None
     if not hasattr(value, "__dlpack__"):
         raise BadInput(argument, type(value).__name__, "a torch tensor or an array with __dlpack__")
     strides = getattr(value, "strides", None)
-    if isinstance(strides, tuple) and any(stride < 0 for stride in strides):  # torch ends the process
+    if isinstance(strides, tuple) and any(stride < 0 for stride in strides):  # torch would end the process
         raise BadInput(argument, f"strides {strides} bytes", "none below 0")
     try:
         tensor = from_dlpack(value)
@@ -51,7 +50,7 @@ def as_tensor(argument: str, value: Any) -> tuple[torch.Tensor, Callable[[torch.
 
 
 def _maker(value: Any) -> Callable[[torch.Tensor], Any] | None:
-    """from_dlpack of the library that an array, or what its class derives from, is of."""
+    """Find from_dlpack of the library that an array, or a base of its class, comes from."""
     packages: list[Any] = [sys.modules.get(kind.__module__.partition(".")[0]) for kind in type(value).__mro__]
     if hasattr(value, "__array_namespace__"):  # JAX: its arrays come from jaxlib, their functions do not
         packages.append(value.__array_namespace__())
@@ -61,8 +60,8 @@ def _maker(value: Any) -> Callable[[torch.Tensor], Any] | None:
 def window_tensor(
     block: _native.Block, address: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, owner: object
 ) -> torch.Tensor:
-    """A contiguous tensor at `address` inside `block`; it keeps the block, and `owner`, alive."""
-    index = device.index  # a Buffer's GPU has one, its CPU has none
+    """Make a contiguous tensor at `address` inside `block`.  It keeps the block, and `owner`, alive."""
+    index = device.index  # None for the CPU
     kind, index = (1, 0) if index is None else (2, index)
     code, bits = _DLPACK[dtype]
     return block.torch_tensor(address, shape, code, bits, kind, index, owner)
@@ -76,7 +75,7 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...],
     shape: tuple[int | None, ...],
 ) -> None:
-    """Raises BadInput unless device, dtype and shape (None: any length) are as wanted, and it is plain memory."""
+    """Raise BadInput unless device, dtype and shape (None: any length) are as wanted, and the memory is plain."""
     if tensor.device != device:
         raise BadInput(argument, f"a tensor on {tensor.device}", f"one on {device}")
     if tensor.layout is not torch.strided or tensor.is_nested or not has_memory(tensor):
@@ -92,8 +91,9 @@ def check_tensor(
 
 
 def check_memory(argument: str, tensor: torch.Tensor) -> None:
-    """Raises BadInput if the tensor's storage, which may have been resized since, has less than its shape asks for, or
-    if its numbers have another sign in memory.
+    """Raise BadInput if the storage is smaller than the shape asks for, or holds the numbers with another sign.
+
+    A storage may have been resized after the tensor was made.
     """
     if tensor.is_neg():
         raise BadInput(argument, "a view with the negative bit", "its resolve_neg()")
@@ -106,8 +106,9 @@ def check_memory(argument: str, tensor: torch.Tensor) -> None:
 
 
 def check_no_overlap(argument: str, written: torch.Tensor, **read: torch.Tensor | None) -> None:
-    """Raises BadInput if a tensor that is written has memory of one that is read meanwhile.  A bias may lie exactly
-    where the sums go: each is written where its bias has been read.
+    """Raise BadInput if an output shares memory with a tensor that is read during the round.
+
+    A bias may be in the same place as the output: each element is written after its bias has been read.
     """
     bias = read.get("bias")
     if bias is not None and _place(bias) == _place(written):
@@ -122,8 +123,9 @@ def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype]:
 
 
 def note_written(argument: str, *written: Any) -> None:
-    """Tells autograd of tensors of the caller's that are written by address, so that a backward pass which has saved
-    what was in them says so.  BadInput for one that has a gradient, which would be wrong.
+    """Tell autograd about caller's tensors that are written by address, so that a backward pass that saved them fails.
+
+    Raises BadInput for a tensor that requires a gradient, which would be wrong.
     """
     for tensor in written:
         if not isinstance(tensor, torch.Tensor):
@@ -136,7 +138,7 @@ def note_written(argument: str, *written: Any) -> None:
 
 
 def warn_of_gradients(*tensors: Any) -> None:
-    """Says, once, that what a Buffer's own rounds return has no gradient, if one of the tensors asks for it."""
+    """Warn once that results of a Buffer have no gradient, if one of the tensors requires one."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if getattr(tensor, "requires_grad", False):
@@ -153,7 +155,7 @@ def _say_that_gradients_end() -> None:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether its elements have addresses: none, or those of a transformation of torch, have not."""
+    """Whether the elements have addresses.  Those of fake tensors and of transformations of torch have none."""
     if isinstance(tensor, FakeTensor):
         return False
     try:
@@ -163,8 +165,9 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def check_rows(argument: str, tensor: torch.Tensor) -> int:
-    """The bytes from row to row of a [rows, columns] tensor; BadInput unless rows are contiguous and 16-byte
-    aligned.
+    """Return the bytes from row to row of `[rows, columns]`.
+
+    Raises BadInput unless rows are contiguous and 16-byte aligned.
     """
     size = tensor.element_size()
     stride = tensor.stride(0) * size
@@ -184,12 +187,13 @@ def check_rows(argument: str, tensor: torch.Tensor) -> int:
 def as_output_tensor(
     argument: str, value: Any, *, device: torch.device, dtypes: tuple[torch.dtype, ...], shape: tuple[int, int]
 ) -> torch.Tensor:
-    """adopt() of [rows, columns] that will be written, with its checks: check_tensor, check_rows, and that it may be
-    written, and no two rows share memory.
+    """Return `value` as a `[rows, columns]` tensor that will be written, without a copy.
+
+    Raises BadInput as check_tensor() and check_rows() do, and for read-only memory or rows that share memory.
     """
     if getattr(getattr(value, "flags", None), "writeable", True) is False:
         raise BadInput(argument, "a read-only array", "one that can be written")
-    tensor = value if isinstance(value, torch.Tensor) else as_tensor(argument, value)[0]  # not a copy, see adopt
+    tensor = value if isinstance(value, torch.Tensor) else as_tensor(argument, value)[0]  # not a copy: see as_tensor
     check_tensor(argument, tensor, device=device, dtypes=dtypes, shape=shape)
     check_rows(argument, tensor)
     if len(tensor) > 1 and tensor.stride(0) < tensor.shape[1]:

@@ -1,6 +1,6 @@
-"""Where the ranks of a Buffer leave each other a few bytes while it opens: a store of torch, or memory of one process.
+"""Boards: the few bytes that ranks leave each other while a Buffer opens, in a store of torch or in this process.
 
-Nothing here waits for a peer, and no call takes longer than it may: a group's collectives have timeouts of their own.
+No call waits for a peer, and every call has a time limit: collectives of the group have timeouts of their own.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ class Board(Protocol):
     limit_s: float
 
     def write(self, key: str, value: bytes) -> None:
-        """Sets a value."""
+        """Set a value."""
         ...
 
     def read(self, keys: Sequence[str]) -> list[bytes] | None:
-        """The values; None while one of them has not been written."""
+        """Return the values; None while one of them has not been written."""
         ...
 
     def decide(self, key: str, value: bytes) -> bytes:
-        """Sets a value unless it has been set; returns the value that stands."""
+        """Set a value unless it has been set; return the value that is set now."""
         ...
 
     def count(self, key: str) -> int:
-        """How often this has been called for `key`, this call not counted."""
+        """Return how often this has been called for `key` before."""
         ...
 
     def erase(self, keys: Sequence[str]) -> None:
-        """Removes values; those that have not been written are ignored."""
+        """Remove values; ignore those that have not been written."""
         ...
 
     def wait(self, limit_s: float) -> None:
-        """Returns when something may have changed since the last read, at the latest after `limit_s` seconds."""
+        """Return when something may have changed since the last read, at the latest after `limit_s` seconds."""
         ...
 
     def close(self) -> None:
-        """Ends what this rank needed to reach the board.  Values stay."""
+        """Free what this rank needs to reach the board.  Values stay."""
         ...
 
 
@@ -69,7 +69,7 @@ class SharedValues:
 
 
 class LocalBoard:
-    """See Board.  One for each rank, over the same SharedValues."""
+    """A Board of threads: one for each rank, over the same SharedValues."""
 
     limit_s = float("inf")
 
@@ -77,39 +77,33 @@ class LocalBoard:
         self._shared, self._seen = shared, -1
 
     def write(self, key: str, value: bytes) -> None:
-        """See Board."""
         with self._shared.changed:
             self._shared.values[key] = value
             self._notify()
 
     def read(self, keys: Sequence[str]) -> list[bytes] | None:
-        """See Board."""
         with self._shared.changed:
             self._seen = self._shared.version
             found = [self._shared.values.get(key) for key in keys]
         return None if None in found else found  # type: ignore[return-value]
 
     def decide(self, key: str, value: bytes) -> bytes:
-        """See Board."""
         with self._shared.changed:
             self._notify()
             return self._shared.values.setdefault(key, value)
 
     def count(self, key: str) -> int:
-        """See Board."""
         with self._shared.changed:
             before = int(self._shared.values.get(key, b"0"))
             self._shared.values[key] = b"%d" % (before + 1)
         return before
 
     def erase(self, keys: Sequence[str]) -> None:
-        """See Board."""
         with self._shared.changed:
             for key in keys:
                 self._shared.values.pop(key, None)
 
     def wait(self, limit_s: float) -> None:
-        """See Board."""
         with self._shared.changed:
             self._shared.changed.wait_for(lambda: self._shared.version != self._seen, limit_s)
 
@@ -122,10 +116,10 @@ class LocalBoard:
 
 
 class StoreBoard:
-    """See Board.  Over the store of a process group, which every kind of group has.
+    """A Board over the store of a process group, which every kind of group has.
 
-    A store may be another process, which may be stopped.  So a thread of our own makes the calls, and a call that does
-    not return in time is left behind with it: the thread ends when the store answers or breaks.
+    A store may be another process, which may be stopped.  So an own thread makes the calls.  A call that does not
+    return in time is left behind with its thread, which ends when the store answers or breaks.
     """
 
     def __init__(self, store: Store, prefix: str) -> None:
@@ -139,40 +133,34 @@ class StoreBoard:
         self._thread.start()
 
     def write(self, key: str, value: bytes) -> None:
-        """See Board."""
         self._call(self._store.set, self._prefix + key, value)
 
     def read(self, keys: Sequence[str]) -> list[bytes] | None:
-        """See Board."""
         found: list[bytes] | None = self._call(_read, self._store, [self._prefix + key for key in keys])
         self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S) if found is None else _SHORTEST_NAP_S
         return found
 
     def decide(self, key: str, value: bytes) -> bytes:
-        """See Board."""
         stands = self._call(self._store.compare_set, self._prefix + key, "", value.decode())
         return bytes(stands)
 
     def count(self, key: str) -> int:
-        """See Board."""
         return int(self._call(self._store.add, self._prefix + key, 1)) - 1
 
     def erase(self, keys: Sequence[str]) -> None:
-        """See Board."""
         for key in keys:
             self._call(self._store.delete_key, self._prefix + key)
 
     def replace(self, key: str, old: bytes, new: bytes) -> bool:
-        """Sets a value if it is `old`; whether it was.  `new` must differ between callers."""
+        """Set a value if it is `old`; return whether it was.  `new` must differ between callers."""
         stands = self._call(self._store.compare_set, self._prefix + key, old.decode(), new.decode())
         return bytes(stands) == new
 
     def wait(self, limit_s: float) -> None:
-        """See Board.  A store's own waits can't be ended early, and keep other threads of ours from it."""
+        """Nap.  A store's own waits can't be ended early, and block its other callers in this process."""
         time.sleep(max(0.0, min(limit_s, self._nap_s)))
 
     def close(self) -> None:
-        """See Board."""
         self._calls.put(None)
         if not self._stuck:
             self._thread.join()
@@ -207,7 +195,7 @@ def _serve(calls: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], _
 def _read(store: Store, keys: list[str]) -> list[bytes] | None:
     if not store.check(keys):
         return None
-    # A store's get() waits for a key that is missing.  None is: a peer erases only what all ranks have read.
+    # get() of a store waits for a missing key.  No key is missing: a peer erases only values that all ranks have read.
     return [bytes(value) for value in (store.multi_get(keys) if _has_multi_get(store) else map(store.get, keys))]
 
 

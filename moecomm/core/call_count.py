@@ -1,4 +1,4 @@
-"""Calls over several Buffers, one of which each call chooses or opens: those that fail before that are counted too."""
+"""Counts of failed calls that choose, or open, one of several Buffers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CallCount:
     """The Buffers of calls that all ranks make in the same order.
 
     A call that fails on this rank before its round counts in every Buffer, also in those opened later, because it is
-    not known in which one the other ranks wait.  Then the next round in any of them ends in OutOfStep on every rank,
+    not known in which one its peers wait.  Then the next round in any of them ends in OutOfStep on every rank,
     unless the call failed on all.
     """
 
@@ -27,17 +27,17 @@ class CallCount:
         self.failed = 0
 
     def add(self, state: RoundState) -> None:
-        """Takes one that has just been opened."""
+        """Add a Buffer that has just been opened."""
         for _ in range(self.failed):
             state.count_rejected()
         self._states = [weakref.ref(state), *(ref for ref in self._states if ref() is not None)]
 
     def marks(self) -> Marks:
-        """How far the calls are."""
+        """Return the progress of all Buffers, for count_failure()."""
         return self.failed, {b: b.made + b.rejected for ref in self._states if (b := ref()) is not None}
 
     def count_failure(self, marks: Marks) -> None:
-        """Counts a call that has failed, unless it has made a round since, or a call of a Buffer in it has counted."""
+        """Count a call that has failed, unless it has made a round since, or a call of a Buffer in it has counted."""
         failed, before = marks
         _, now = self.marks()
         if self.failed != failed or any(now[buffer] != before.get(buffer, failed) for buffer in now):
@@ -48,7 +48,7 @@ class CallCount:
 
 
 class CountedCall:
-    """Context of a call that makes one round: counts it if it fails before that."""
+    """Context of a call that makes one round.  Counts the call if it fails before that."""
 
     __slots__ = ("_count", "_marks")
 
@@ -66,7 +66,7 @@ class CountedCall:
 
 
 def counted(of: Callable[[Any], CallCount]) -> Callable[[_Method], _Method]:
-    """Decorates a collective method of one round, as CountedCall does; `of` finds the CallCount of its object."""
+    """Decorate a collective method of one round, as CountedCall does; `of` finds the CallCount of its object."""
 
     def decorate(method: _Method) -> _Method:
         @functools.wraps(method)

@@ -1,4 +1,4 @@
-"""The words that arguments of the public API take, as types: a type checker refuses any other word."""
+"""The words that arguments of the public API take, as types.  A type checker refuses any other word."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch.compile says of calls that it cannot trace."""
+"""The message of torch.compile for calls that it cannot trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOT_TRACED = (
 
 
 def not_traced(function: Callable[..., Any]) -> None:
-    """Marks a function as one that torch.compile breaks the graph at, for a reason that names moecomm.ops.
+    """Mark a function at which torch.compile breaks the graph, with a reason that names moecomm.ops.
 
     torch.compiler.disable sets these attributes on a wrapper, whose time every call would pay.
     """

@@ -1,4 +1,4 @@
-"""From the 64-byte record that a failed round leaves behind to a named error."""
+"""Failure records: from the 64 bytes that a failed round leaves behind to a named error."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _ARGUMENTS = ("", "topk_idx", "max_rows", "topk_idx", "topk_weights", "handle")
 
 
 def round_failed(context: _native.Context) -> bool:
-    """Whether a round of this rank has failed or was called off, so that none can follow; a void round has not."""
+    """Whether a round of this rank has failed or was aborted, so that none can follow.  Not for an invalid round."""
     record = _native.record(context.record)
     fatal = record is not None and record.code in (TIMEOUT, PEER_LOST, ABORTED)
     return fatal or _native.read_word(context.abort_host) != 0
 
 
 def error_of(record: _native.FailureRecordView, dead: Mapping[int, str]) -> MoecommError:
-    """The error a record stands for; a timeout on a rank that is known to be gone is PeerLost.
+    """Make the error of a record.  A timeout on a rank that is known to be gone becomes PeerLost.
 
     `dead`: see Session.dead_peers.
     """
@@ -58,7 +58,7 @@ def error_of(record: _native.FailureRecordView, dead: Mapping[int, str]) -> Moec
     if record.code == PEER_LOST or (why and record.peer != record.rank):
         return PeerLost(f"rank {record.peer} is gone (noticed by rank {record.rank} in {where}){why}", **known)
     if record.code == TIMEOUT:
-        if record.peer == record.rank and known["phase"] != "grid":  # the rank that gave up has told us
+        if record.peer == record.rank and known["phase"] != "grid":  # the peer that gave up has aborted this rank
             return Timeout(f"rank {record.rank} kept another one waiting, which gave up (noticed in {where})", **known)
         waited = f"after {record.waited_ns / 1e9:.1f} s" if record.waited_ns else "as another rank found"
         return Timeout(

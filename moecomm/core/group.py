@@ -17,7 +17,7 @@ class Rendezvous(Protocol):
     in_process: bool
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Everybody's data, by rank.  All ranks must pass the same number of bytes."""
+        """Return the data of every rank, by rank.  All ranks must pass the same number of bytes."""
         ...
 
 
@@ -25,9 +25,9 @@ class Group(Rendezvous, Protocol):
     """A Rendezvous over which Buffers open."""
 
     def board(self) -> Board:
-        """Where its ranks leave each other what they need to open a Buffer.  The caller closes it."""
+        """Make the board on which its ranks exchange data to open a Buffer.  The caller closes it."""
         ...
 
     def global_ranks(self) -> list[int]:
-        """Its ranks in the default group, by rank; empty where they are not known."""
+        """Return its ranks in the default group, by rank; empty where they are not known."""
         ...

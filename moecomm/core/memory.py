@@ -1,4 +1,4 @@
-"""Window memory for outputs: ordinary lifetimes, and graphs kept apart."""
+"""Window memory for outputs, with blocks of captured graphs kept apart."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from collections.abc import Callable
 from moecomm import _native
 from moecomm.errors import BadInput
 
-_UNIT = 256  # an arena has whole units of so many bytes
+_UNIT = 256  # bytes; an arena hands out multiples of it
 
 
 class WindowMemory:
-    """Hands out blocks of a window's heap; a block comes back when the last tensor over it is gone.
+    """Allocator of blocks in the heap of a window.  A block is freed when the last tensor over it is gone.
 
-    A captured graph writes to its blocks at every replay, also after the tensors made during the capture are gone.  So
-    blocks taken while a stream is captured come from pieces of the heap that only captures use: one capture's dropped
-    outputs serve the next, as rounds of one Buffer never run at the same time, and no eager round is ever given memory
-    that a replay writes to.
+    A captured graph writes to its blocks at every replay, also after the tensors of the capture are gone.  So blocks
+    allocated during a capture come from pieces of the heap that only captures use.  Captures share them, because
+    rounds of one Buffer never run at the same time.  No eager round is ever given memory that a replay writes to.
     """
 
     def __init__(self, arena: _native.Arena, capturing: Callable[[], bool]) -> None:
@@ -26,11 +25,11 @@ class WindowMemory:
 
     @property
     def used(self) -> int:
-        """Bytes handed out, those set apart for graphs included."""
+        """Bytes allocated, with the pieces reserved for graphs."""
         return self._arena.used
 
     def allocate(self, *sizes: int) -> list[_native.Block]:
-        """A block of at least so many bytes each, 256-byte aligned.  Raises BadInput when the heap has no room."""
+        """Allocate a block of at least so many bytes each, 256-byte aligned.  Raises BadInput when there is no room."""
         take = self._allocate_for_graph if self._capturing() else self._arena.allocate
         blocks = []
         for nbytes in sizes:

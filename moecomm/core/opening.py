@@ -1,7 +1,7 @@
-"""The opening of a Buffer: it ends in success on every rank, or in a named error on every rank, within the deadline.
+"""Opening a Buffer: it ends in success on every rank, or in a named error on every rank, within the deadline.
 
-Ranks leave each other bytes on a board.  A rank that fails writes why into the outcome of the opening, which is decided
-once: by the first rank that fails, or by the first that sees that all ranks are ready.  Ranks that wait look at it.
+Ranks leave each other bytes on a board.  A failing rank writes its error into the outcome of the opening, which is
+decided once: by the first rank that fails, or by the first rank that sees all ranks ready.  Waiting ranks read it.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _TEXT = 2000  # characters of an error that peers repeat
 
 @contextmanager
 def opening(ranks: Group, timeout_s: Any) -> Iterator[Opening]:
-    """Collective: what ranks do together until a Buffer is open.
+    """Collective: exchange data between ranks until a Buffer is open.
 
     The block ends with Opening.settle().  An error that leaves the block is announced to the other ranks.
 
     Args:
         ranks: of the Buffer.
-        timeout_s: how long to wait for a rank; checked here, so that peers learn of a bad one.
+        timeout_s: how long to wait for a rank; checked here, so that peers learn of a bad value.
 
     Raises:
-        BadInput, Mismatch, Timeout, PeerLost, Aborted, Unsupported: what happened to this rank, or what another one
-            announced.  An interrupt, or any other exception that is no Exception, passes as it is.
+        BadInput, Mismatch, Timeout, PeerLost, Aborted, Unsupported: the error of this rank, or one that another rank
+            announced.  KeyboardInterrupt and other exceptions that are no Exception pass unchanged.
     """
     opened = Opening(ranks)
     try:
@@ -63,7 +63,7 @@ def opening(ranks: Group, timeout_s: Any) -> Iterator[Opening]:
 
 
 def gather(ranks: Group, data: bytes, timeout_s: float) -> list[bytes]:
-    """Everybody's data, by rank, within `timeout_s`.  Collective; any number of bytes.
+    """Return the data of every rank, by rank, within `timeout_s`.  Collective; any number of bytes.
 
     Raises:
         As opening().
@@ -87,17 +87,17 @@ class Opening:
         self._lookout = strays.Lookout(ranks.global_ranks())
 
     def begin(self) -> None:
-        """Finds out which opening of these ranks this is."""
+        """Find out which opening of these ranks this is."""
         if self._board is None:
             return
         if not self.in_process and strays.withdraw():
             self._lookout = strays.Lookout([])
         while True:
-            # What one rank gave up, the next call of a rank that comes late ends, too: attempts are counted by rank.
+            # Attempts are counted by rank: a late rank joins the attempt that its peers gave up, and fails too.
             self._attempt = self._ask(lambda board: board.count(f"begun/{self.rank}"))
             if not self._is_over_for_us(self._outcome()):
                 break
-            # The others gave that one up for a call of this process with a bad group, which has raised its error.
+            # Peers gave that attempt up because of a call of this process with a bad group, which has raised its error.
         self._decided = False
 
     def _is_over_for_us(self, stands: bytes | None) -> bool:
@@ -107,18 +107,18 @@ class Opening:
         return said["rank"] == self.rank and "stray" in said
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Everybody's data, by rank.  The ranks may pass different numbers of bytes.
+        """Return the data of every rank, by rank.  The ranks may pass different numbers of bytes.
 
         Raises:
             Timeout: a rank did not come within `timeout_s`.
             PeerLost: the process of a rank has ended, or the store of the process group is gone.
-            BadInput, Mismatch, Aborted, Unsupported: what another rank announced.
+            BadInput, Mismatch, Aborted, Unsupported: announced by another rank.
         """
         if self._board is None:
             return [data]
         first = self._step == 0
         everybody = self._exchange(str(self._step), (_identity() if first else b"") + data)
-        if self._step > 0:  # all ranks are in this step, so all have read the one before
+        if self._step > 0:  # all ranks are in this step, so all have read the previous one
             self._ask(lambda board: board.erase([self._key(f"{self._step - 1}/{self.rank}")]))
         self._step += 1
         if not first:
@@ -128,7 +128,7 @@ class Opening:
         return [record[_IDENTITY:] for record in everybody]
 
     def settle(self) -> None:
-        """The end of the block: returns if the Buffer is open on all ranks, raises on all ranks if it is not.
+        """End the block: return if the Buffer is open on all ranks, raise on all ranks if it is not.
 
         Raises:
             As all_gather().
@@ -137,13 +137,13 @@ class Opening:
             return
         try:
             self._exchange("ready", b"")
-        except RoundFailed as error:  # a peer may have seen all ranks ready, which counts
+        except RoundFailed as error:  # if a peer saw all ranks ready first, the Buffer is open
             if self._decide(error) != _OPEN:
                 raise
         if (stands := self._ask(lambda board: board.decide(self._key("outcome"), _OPEN))) != _OPEN:
             raise self._announced(stands)
         self._decided = True
-        # All ranks are in this opening, so all have left the one before.
+        # All ranks are in this opening, so all have left the previous one.
         done = [self._key(f"{self._step - 1}/{self.rank}"), f"{self._attempt - 1}/ready/{self.rank}"]
         if self.rank == 0:
             done.append(f"{self._attempt - 1}/outcome")
@@ -151,7 +151,7 @@ class Opening:
             self._ask(lambda board: board.erase(done))
 
     def check(self) -> None:
-        """Raises what another rank announced, or PeerLost for a process that has ended."""
+        """Raise the error that another rank announced, or PeerLost for a process that has ended."""
         if self._board is None:
             return
         if (stands := self._outcome()) not in (None, _OPEN):
@@ -160,7 +160,7 @@ class Opening:
             raise self._lost(gone)
 
     def posted(self) -> list[bytes]:
-        """What other ranks have passed to the all-gather that is next here."""
+        """Return the data that other ranks have passed to the next all-gather."""
         if self._board is None:
             return []
         keys = [self._key(f"{self._step}/{rank}") for rank in range(self.ranks) if rank != self.rank]
@@ -168,16 +168,16 @@ class Opening:
         return [data[0][0 if self._step else _IDENTITY :] for data in found if data is not None]
 
     def announce(self, error: MoecommError) -> None:
-        """Makes the opening fail on all ranks that have not failed yet."""
+        """Make the opening fail on all ranks that have not failed yet."""
         if self._board is not None and not self._decided:
             self._decide(error)
 
     def failed(self, kind: type[RoundFailed], peer: int, text: str) -> RoundFailed:
-        """An error of this opening; `peer`: the rank it is about, -1: it is not known which."""
+        """Make an error of this opening; `peer`: the rank it is about, -1: not known."""
         return kind(text, rank=self.rank, peer=peer, phase="opening", op="open", round=0)
 
     def close(self) -> None:
-        """Ends what waits needed."""
+        """Free the board and the process descriptors."""
         self._deaths.close()
         if self._board is not None:
             self._board.close()
@@ -186,7 +186,7 @@ class Opening:
         return f"{self._attempt}/{name}"
 
     def _exchange(self, step: str, mine: bytes) -> list[bytes]:
-        """Data first, then what failed: a rank that has all data goes on with it, as those that are ahead did."""
+        """Wait for data first and for failures second: a rank with all data goes on, as ranks ahead of it did."""
         keys = [self._key(f"{step}/{rank}") for rank in range(self.ranks)]
         self._ask(lambda board: board.write(keys[self.rank], mine))
         deadline = time.monotonic() + self.timeout_s
@@ -219,7 +219,7 @@ class Opening:
         return [rank for rank, is_there in enumerate(there) if not is_there]
 
     def _look_for_strays(self, keys: list[str], deadline: float) -> None:
-        """Raises for a rank that has not come because its group is bad."""
+        """Raise for a rank that has not come because its group is bad."""
         if not self._lookout.is_due():
             return
         if (found := self._lookout.find(self._missing(keys, deadline))) is not None:
@@ -242,11 +242,11 @@ class Opening:
         return None if found is None else bytes(found[0])
 
     def _decide(self, error: MoecommError) -> bytes:
-        """What stands as the outcome."""
+        """Decide the outcome, unless a peer has; return the outcome."""
         return self._set_outcome(json.dumps(_record(error, self.rank)).encode())
 
     def _set_outcome(self, record: bytes) -> bytes:
-        """Best effort where the store itself has failed."""
+        """Write the outcome, if the store can still be reached."""
         self._decided = True
         deadline = time.monotonic() + _GRACE_S
         try:
@@ -274,7 +274,7 @@ class Opening:
             raise Unsupported(f"the store of the process group fails: {error}") from error
 
     def _announced(self, record: bytes) -> MoecommError:
-        """The error that another rank has announced, as this rank raises it."""
+        """Make the error that another rank has announced, as this rank raises it."""
         self._decided = True
         said = json.loads(record)
         rank, fields = said["rank"], said["fields"]

@@ -1,4 +1,4 @@
-"""How rows of few tokens are cut into packets: csrc/protocol/packets.h says what a packet is."""
+"""Packets: how rows of few tokens are cut.  csrc/protocol/packets.h defines a packet."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ _ROOM_OF_ALL = 32 << 20  # for all ranks and both parities
 
 
 class Packets(NamedTuple):
-    """What a token's row is cut into: `number` packets of `lines` lines, each with so many bytes of the row and of its
-    scales.
-    """
+    """Packets of a token's row: `number` packets of `lines` lines, each with so many bytes of the row and its scales."""
 
     row_bytes: int
     scale_bytes: int
@@ -25,18 +23,20 @@ class Packets(NamedTuple):
 
     @property
     def token_bytes(self) -> int:
-        """Of a window, for a token."""
+        """Bytes of a window for a token."""
         return self.number * self.lines * _LINE_BYTES
 
     def carry(self, num_tokens: int, topk: int, room: int) -> bool:
-        """Whether a rank with so many tokens sends them so: `room` is Shape.packet_bytes."""
+        """Whether a rank with so many tokens sends them as packets.  `room` is Shape.packet_bytes."""
         few = num_tokens <= _MOST_TOKENS and num_tokens * topk <= _MOST_ENTRIES
         return few and room > 0 and num_tokens * self.token_bytes <= room
 
 
 def of_dispatch(row_bytes: int, scale_bytes: int, topk: int, *, scale_size: int = 0) -> Packets | None:
-    """Packets of a row as it travels, its scales, and a word an expert; `scale_size`: bytes of a scale that dispatch
-    makes of 128 columns on the way, 0 if it makes none.  None where they can't be cut: a row of scales is half words.
+    """Cut a row as it travels, its scales, and a word for each expert.
+
+    `scale_size`: bytes of a scale that dispatch makes of 128 columns on the way, 0 without.  Returns None where a row
+    can't be cut: a row of scales is no multiple of a word.
     """
     if scale_bytes % (_WORD // 2) or row_bytes % 16:
         return None
@@ -54,7 +54,7 @@ def of_dispatch(row_bytes: int, scale_bytes: int, topk: int, *, scale_size: int 
 
 
 def of_combine(staged_bytes: int) -> Packets:
-    """Packets of a row that goes home: its columns alone."""
+    """Cut a row that returns: its columns alone."""
     count = -(-staged_bytes // (_MOST_WORDS * _WORD))
     piece = _align(-(-staged_bytes // count), 16)
     return Packets(piece, 0, -(-piece // _WORD // _LINE_WORDS), -(-staged_bytes // piece))
@@ -62,12 +62,12 @@ def of_combine(staged_bytes: int) -> Packets:
 
 @lru_cache(maxsize=256)  # a combine asks every time
 def fit_return_packets(staged_bytes: int, num_tokens: int, topk: int, room: int) -> bool:
-    """Whether the rows of so many tokens come home in packets: `staged_bytes` each, `room` is Shape.packet_bytes."""
+    """Whether the rows of so many tokens return in packets: `staged_bytes` each; `room` is Shape.packet_bytes."""
     return of_combine(staged_bytes).carry(num_tokens, topk, room)
 
 
 def room(ranks: int, max_tokens: int, staged_row_bytes: int, of_all: int = _ROOM_OF_ALL) -> int:
-    """Bytes of a window for the packets of one rank and one round: what few tokens need, and no more than all do.
+    """Bytes of a window for the packets of one rank and one round: enough for few tokens, no more than all need.
 
     `of_all`: the most for all ranks and both parities.
     """

@@ -1,4 +1,4 @@
-"""Processes of other ranks on this machine: whether their ids mean something here, and whether they have ended."""
+"""Processes of other ranks on this machine: whether their ids are valid here, and whether they have ended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pid_namespace() -> bytes:
 
 
 def pidfd(pid: int) -> int | None:
-    """A descriptor of a process, which is readable once that has ended.  None where the kernel gives none.
+    """Open a descriptor of a process, which is readable once that has ended.  None where the kernel gives none.
 
     Raises:
         ProcessLookupError: there is no such process.
@@ -45,7 +45,7 @@ class Deaths:
         self._gone: list[int] = []
 
     def watch(self, pids: Sequence[int]) -> None:
-        """Watches the process of each rank from now on; 0: not that one."""
+        """Watch the process of each rank from now on; 0: not that rank's."""
         for rank, pid in enumerate(pids):
             if pid == 0:
                 continue
@@ -59,13 +59,13 @@ class Deaths:
                 self._poll.register(descriptor, select.POLLIN)
 
     def first(self, wait_s: float = 0) -> int | None:
-        """A rank whose process has ended, or None if there is none within `wait_s`."""
+        """Return a rank whose process has ended, or None if there is none within `wait_s`."""
         if not self._gone and self._pidfds:
             self._gone += [self._pidfds[descriptor] for descriptor, _ in self._poll.poll(1000 * wait_s)]
         return self._gone[0] if self._gone else None
 
     def close(self) -> None:
-        """Watches no longer."""
+        """Close the descriptors."""
         for descriptor in self._pidfds:
             os.close(descriptor)
         self._pidfds = {}

@@ -1,6 +1,4 @@
-"""How the ranks of a Buffer find each other once, when it opens: an all-gather of bytes, over whatever group the
-caller has.
-"""
+"""Groups: the ranks of a Buffer, made from the group that the caller has."""
 
 from __future__ import annotations
 
@@ -26,15 +24,12 @@ class Alone:
     rank, ranks, in_process = 0, 1, True
 
     def board(self) -> Board:
-        """See Group."""
         return LocalBoard(SharedValues())
 
     def global_ranks(self) -> list[int]:
-        """See Group."""
         return []
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Our own data."""
         return [data]
 
 
@@ -48,7 +43,7 @@ class ProcessGroup:
         self.rank, self.ranks = group.rank(), group.size()
 
     def board(self) -> Board:
-        """See Group.  The group's own collectives have its timeout, and end in its errors."""
+        """Make a board over the store.  Collectives of the group have its timeout, and end in its errors."""
         try:
             store = self._group.get_group_store()
         except (AttributeError, RuntimeError) as error:
@@ -56,16 +51,15 @@ class ProcessGroup:
         return StoreBoard(store, "moecomm/")
 
     def global_ranks(self) -> list[int]:
-        """See Group."""
         import torch.distributed as dist
 
         try:
             return list(dist.get_process_group_ranks(self._group))
-        except (KeyError, ValueError):  # a group that the default group knows nothing of
+        except (KeyError, ValueError):  # a group that is not registered with the default group
             return []
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Gathers over the group, as uint8 tensors of one length; no pickle."""
+        """Gather over the group, as uint8 tensors of one length; no pickle."""
         import torch.distributed as dist
 
         # NCCL groups move device tensors only; every other backend moves CPU tensors.
@@ -81,7 +75,7 @@ _LOCAL_TIMEOUT_S = 60.0
 
 
 class LocalRank:
-    """One of several ranks that are threads of this process: see local_ranks()."""
+    """One of several ranks that are threads of this process; see local_ranks()."""
 
     in_process = True
 
@@ -89,23 +83,20 @@ class LocalRank:
         self.rank, self.ranks, self._shared = rank, ranks, shared
 
     def board(self) -> Board:
-        """See Group."""
         return LocalBoard(self._shared)
 
     def global_ranks(self) -> list[int]:
-        """See Group."""
         return []
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Gathers over the threads; all of them must be in this call."""
+        """Gather over the threads; all of them must be in this call."""
         return gather(self, data, _LOCAL_TIMEOUT_S)
 
 
 def local_ranks(ranks: int) -> list[LocalRank]:
-    """`ranks` groups for Buffers of one process, one a thread: ranks on CPU threads, or several virtual ranks on one
-    GPU.
+    """Make `ranks` groups for Buffers of one process: ranks on CPU threads, or several virtual ranks on one GPU.
 
-    Buffers must be opened at the same time, each from its own thread: opening is collective.
+    Opening is collective: the Buffers must be opened at the same time, each from its own thread.
     """
     check_integer("ranks", ranks, 1, MAX_RANKS)
     shared = SharedValues()
@@ -113,8 +104,10 @@ def local_ranks(ranks: int) -> list[LocalRank]:
 
 
 def rendezvous(group: object) -> Group:
-    """The Group of what a caller passed as `group`: a ProcessGroup, a one-dimensional DeviceMesh, a LocalRank, "self",
-    or None, which is "self" in a program of one process.
+    """Make the Group of the `group` that a caller passed.
+
+    That is a ProcessGroup, a one-dimensional DeviceMesh, a LocalRank, "self", or None, which is "self" in a program of
+    one process.
 
     Raises:
         BadInput: anything else.  Ranks that wait for this process to open a Buffer raise it, too.
@@ -145,7 +138,7 @@ def _group_of(group: object) -> Group:
 
 
 def _check_alone() -> None:
-    """Raises BadInput where None may be the default group before there is one, so that each process would run alone."""
+    """Raise BadInput where None may be the default group before init_process_group(): each process would run alone."""
     import torch.distributed as dist
 
     alone = 'or "self" if each process is to run alone'

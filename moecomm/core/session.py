@@ -20,7 +20,7 @@ class Schedule(NamedTuple):
     """How a round is run."""
 
     workers: int  # threads (host) or blocks (GPU: one an SM)
-    chunk_tokens: int  # tokens that a flag speaks of: 1, 2, 4, 8, 16 or 32.  A combine has that of its dispatch
+    chunk_tokens: int  # tokens of a signal: 1, 2, 4, 8, 16 or 32.  A combine has that of its dispatch
 
 
 class Session(Protocol):
@@ -29,58 +29,64 @@ class Session(Protocol):
     name: str  # of the backend, with the kind of window where there are several: "host", "lsa/vmm"
     device: torch.device
     context: _native.Context  # peers, shape, window, rank, record, abort_host: filled; timeout_ns is the Buffer's
-    arena: _native.Arena  # over the heap of our window; offsets are those of the window
+    arena: _native.Arena  # over the heap of this rank's window; offsets are those of the window
     nbytes: int  # memory this rank holds for the Buffer
-    owner: object  # what must outlive every tensor in the window
+    owner: object  # outlives every tensor in the window
     reduced_rows_in_heap: bool  # CombineArgs.reduced_rows: reduced rows may have a place each
-    alone: bool  # GPUs: no other rank is on ours, so kernels may be launched while those before them end
+    alone: bool  # GPUs: no other rank shares this GPU, so a kernel may be launched while its predecessor ends
 
     @property
     def most_blocks(self) -> int:
-        """GPUs: blocks that wait for others, of this rank at once."""
+        """GPUs: the most blocks of this rank that wait for peers at once."""
         ...
 
     def dispatcher(self, args: _native.DispatchArgs) -> Callable[[_native.DispatchArgs], None]:
-        """What runs (host), or enqueues on the current stream (GPUs), dispatches like this one, of as many tokens:
-        addresses, room, chunks and workers may differ.  Whatever has to be compiled or loaded is."""
+        """Return the function that runs (host) or enqueues (GPUs) dispatches like this one, of as many tokens.
+
+        Addresses, room, chunks and workers may differ.  Compiles and loads the kernels.
+        """
         ...
 
     def combiner(self, args: _native.CombineArgs) -> Callable[[_native.CombineArgs], None]:
-        """The same for combines.  All their `y` lie in our window if this one does, and else none."""
+        """Return the function that runs combines like this one.  `y` is in our window in all of them, or in none."""
         ...
 
     def count_rejected(self) -> None:
-        """Adds 1 to State::rejected of this rank's window, in the order of the rounds; GPUs: enqueues that on the
-        current stream, in a capture as part of the graph."""
+        """Add 1 to State::rejected of this rank's window, in the order of the rounds.
+
+        GPUs: enqueue that on the current stream; in a capture, as part of the graph.
+        """
         ...
 
     def order(self) -> None:
-        """GPUs: what is enqueued on the current stream from now on starts after the last round, as rounds do."""
+        """GPUs: let work enqueued on the current stream from now on start after the last round, as rounds do."""
         ...
 
     def synchronize(self) -> None:
-        """Waits for every round enqueued so far; returns in time even when one fails, because rounds have deadlines."""
+        """Wait for every round enqueued so far.  Returns in time even when one fails, because rounds have deadlines."""
         ...
 
     def capturing(self) -> bool:
-        """Whether what is enqueued now becomes part of a graph."""
+        """Whether the current stream is being captured into a graph."""
         ...
 
     def schedule(self, op: str, *, num_tokens: int, layout: str, num_sms: int | None) -> Schedule:
-        """How a "dispatch" or "combine" of so many tokens is run; `num_sms` is the caller's choice of workers."""
+        """Choose workers and chunks of a "dispatch" or "combine" of so many tokens; `num_sms`: the caller's choice."""
         ...
 
     def abort(self, cause: int, culprit: int) -> None:
-        """Makes every wait of this rank end."""
+        """End every wait of this rank."""
         ...
 
     def dead_peers(self) -> dict[int, str]:
-        """Ranks that are known to be gone, and why; our own: something that rounds need is broken here."""
+        """Return the ranks known to be gone, and why; with this rank's number, why its own rounds can't run."""
         ...
 
     def close(self) -> None:
-        """Local and idempotent: peers that still wait for this rank learn that it left.  Outputs that are still
-        referenced keep their memory until they are gone."""
+        """Close.  Local and idempotent.  Peers that still wait for this rank learn that it left.
+
+        Outputs that are still referenced keep their memory until they are gone.
+        """
         ...
 
 
@@ -88,11 +94,11 @@ class Backend(Protocol):
     """A module `moecomm.backends.<name>` with these functions."""
 
     def missing(self) -> str:
-        """Empty if this backend can run here; else the first thing that is missing, as a sentence a user can act on."""
+        """Return "" if this backend can run here; else the first thing missing, as a sentence a user can act on."""
         ...
 
     def ring_tokens(self, ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
-        """`Shape.ring_tokens`: how many rows of each rank wait in a window at a time to be brought home."""
+        """`Shape.ring_tokens`: rows of each rank that wait at a time in a window for combine to read them."""
         ...
 
     def packet_bytes(self, ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
@@ -100,9 +106,9 @@ class Backend(Protocol):
         ...
 
     def direct_bytes(self, ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
-        """The same with several domains: room for what one rank puts straight to one of another domain in one round."""
+        """`Shape.packet_bytes` with several domains: room for rows put directly to one rank of another domain."""
         ...
 
     def open(self, ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float) -> Session:
-        """Collective.  Raises Unsupported if it can't run here."""
+        """Open a session.  Collective.  Raises Unsupported if the backend can't run here."""
         ...

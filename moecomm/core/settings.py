@@ -1,4 +1,4 @@
-"""What all ranks of a Buffer must agree on, compared once when it opens."""
+"""Settings: the sizes that all ranks of a Buffer must agree on, compared once when it opens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _dtype_name(index: int) -> str:
 
 
 def wanted_device(device: Any) -> torch.device | None:
-    """A device as callers name it, an int that of a GPU; None: none.  Raises BadInput."""
+    """Return the device that a caller names; an int is a GPU, None is none.  Raises BadInput."""
     try:
         if isinstance(device, int):
             return torch.device("cuda", device)
@@ -41,7 +41,7 @@ def wanted_device(device: Any) -> torch.device | None:
 
 
 def seconds(timeout_s: Any) -> float:
-    """How long a wait may take.  Raises BadInput."""
+    """Return a timeout in seconds.  Raises BadInput."""
     if not (isinstance(timeout_s, Real) and 0 < float(timeout_s) < 1e6):
         raise BadInput("timeout_s", repr(timeout_s), "seconds, more than 0")
     return float(timeout_s)
@@ -74,8 +74,11 @@ class Settings:
     )
 
     def agree(self, group: Rendezvous) -> None:
-        """Collective.  Raises Mismatch naming the first field in which ranks differ, on every rank; BadInput at once
-        for what is no number.
+        """Compare with the other ranks.  Collective.
+
+        Raises:
+            Mismatch: on every rank, with the first field in which ranks differ.
+            BadInput: at once, for a field that is no number.
         """
         dtype = DTYPES.index(self.dtype) if isinstance(self.dtype, torch.dtype) and self.dtype in DTYPES else -1
         window = -1 if self.window_bytes is None else self.window_bytes
@@ -96,7 +99,7 @@ class Settings:
                 raise Mismatch("backend", self.backend, name, rank)
 
     def check(self) -> None:
-        """Raises BadInput for a value that can't be used.  After agree(), so that all ranks raise alike."""
+        """Raise BadInput for a value that can't be used.  Called after agree(), so that all ranks raise alike."""
         check_dtype("dtype", self.dtype, DTYPES)
         if self.hidden < 1 or self.hidden * self.dtype.itemsize % 16:
             raise BadInput(
@@ -122,7 +125,7 @@ class Settings:
 
     @property
     def is_multi_domain(self) -> bool:
-        """Whether there are several domains: then few tokens go straight, and not in packets."""
+        """Whether there are several domains, in which few tokens travel directly and not in packets."""
         return self.domain_ranks not in (None, self.ranks)
 
     def packet_bytes(self, backend: Backend) -> int:
@@ -131,7 +134,7 @@ class Settings:
         return room(self.ranks, self.max_tokens, self.staged_row_bytes)
 
     def ring_tokens(self, backend: Backend) -> int:
-        """`Shape.ring_tokens`, by the rules of a backend; what goes straight is put from there, so that fits, too."""
+        """`Shape.ring_tokens`, by the rules of a backend, with room for the few tokens that are put directly."""
         ring = backend.ring_tokens(self.ranks, self.max_tokens, self.staged_row_bytes)
         if not self.is_multi_domain:
             return ring
@@ -140,18 +143,19 @@ class Settings:
 
     @property
     def staged_row_bytes(self) -> int:
-        """The widest row that combine stages: a partial sum in float32, and gradients of weights."""
+        """The widest row that combine stages: a reduced row in float32, and gradients of weights."""
         return self.hidden * 4 + self.grads_bytes
 
     @property
     def grads_bytes(self) -> int:
-        """Gradients of weights behind a row: `CombineConfig::grads_bytes`."""
+        """Bytes of the gradients of weights behind a row: `CombineConfig::grads_bytes`."""
         return -(-self.topk * 4 // 16) * 16
 
     @property
     def receive_payload_bytes(self) -> tuple[int, int]:
-        """The widest row that crosses to another domain, and room for scales; those of narrower rows have what is left
-        of it, too.
+        """The widest row that travels to another domain, and the room for its scales.
+
+        Scales of narrower rows may use the rest of the row's room, too.
         """
         return self.hidden * self.dtype.itemsize, max(self.hidden // 4, 256)
 
@@ -165,13 +169,13 @@ class Settings:
         return local * rows if layout == "batched" else rows
 
     def round_bytes(self, layout: str, max_rows: int | None = None) -> int:
-        """Window memory of one round's outputs in the worst case: rows, and what the handle keeps."""
+        """Window memory for the outputs of one round in the worst case: rows, and the tables of the handle."""
         row = self.hidden * self.dtype.itemsize + self.hidden // 32 + 64  # with scales, src and weights
         tokens, local = self.ranks * self.max_tokens, self.num_experts // self.ranks
         return self.worst_rows(layout, 128, max_rows) * row + tokens * (16 * self.topk + 16) + 4 * local + (1 << 16)
 
     def default_heap(self) -> int:
-        """Window memory for outputs where nobody has asked for more or less: of four rounds, on GPUs of two."""
+        """Window memory for outputs by default: two rounds, on CPUs four, where memory is taken when touched."""
         expert, batched = self.round_bytes("expert"), self.round_bytes("batched")
         if self.backend == "host":
             return 4 * max(expert, batched)

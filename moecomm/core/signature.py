@@ -27,7 +27,7 @@ _FIELDS = (  # name, bits
 
 
 def pack(**fields: int) -> int:
-    """The fields of a call (names with underscores) as one integer."""
+    """Pack the fields of a call (names with underscores) into one integer."""
     word, at = 0, 0
     for name, bits in _FIELDS:
         value = fields.get(name.replace(" ", "_"), 0)
@@ -38,7 +38,7 @@ def pack(**fields: int) -> int:
 
 
 def difference(mine: int, theirs: int) -> tuple[str, int, int]:
-    """The first field in which two calls differ: name, mine, theirs."""
+    """Return the first field in which two calls differ: name, mine, theirs."""
     for name, bits in _FIELDS:
         mask = (1 << bits) - 1
         if mine & mask != theirs & mask:

@@ -1,8 +1,8 @@
-"""Calls whose `group` is no group: the caller can't know which ranks wait for it, so it says so to the whole job.
+"""Stray calls: calls whose `group` is no group.
 
-A process that makes such a call leaves a notice at the default group.  A rank that waits for that process takes the
-notice down and fails the opening.  A process whose next call is good takes its own notice down; it looks for none in
-that call, because the others may have made the same bad call, and be slower.
+The caller can't know which ranks wait for it, so it tells the whole job: it leaves a note in the store of the default
+group.  A rank that waits for that process removes the note and fails the opening.  A process whose next call is good
+removes its own note; it looks for none in that call, because peers may have made the same bad call, and be slower.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 from moecomm.core.board import StoreBoard
 from moecomm.errors import BadInput
 
-# For the store to answer.  Without a notice peers wait for their deadline, so a busy store has time to take it; a rank
-# that looks for notices has a deadline of its own.
+# For the store to answer.  Without a note peers wait for their deadline, so a busy store has time to take it; a rank
+# that looks for notes has a deadline of its own.
 _LEAVE_S, _LOOK_S = 2.0, 0.5
 _INTERVAL_S = 0.05
 _TAKEN = b"taken by "
 _lock = threading.Lock()
-_notice = b""  # the one of this process's last call, if that was bad
-_found: dict[int, str] = {}  # by process: the id of its last notice that has ended an opening here
+_notice = b""  # of this process's last call, if that was bad
+_found: dict[int, str] = {}  # by process: the id of its last note that has ended an opening here
 
 
 def announce(error: BadInput) -> None:
-    """Leaves a notice of a call with a bad group, if there is a default group."""
+    """Leave a note of a call with a bad group, if there is a default group."""
     global _notice
     notice = json.dumps({"id": uuid.uuid4().hex, "got": str(error.got), "want": str(error.want)}).encode()
     with suppress(OSError, RuntimeError), _notices(_LEAVE_S) as board:
@@ -39,7 +39,7 @@ def announce(error: BadInput) -> None:
 
 
 def withdraw() -> bool:
-    """Takes our own notice down, if nobody has: this process makes a good call.  Returns whether its last was bad."""
+    """Remove this process's own note, if no peer has: this call is good.  Return whether the last call was bad."""
     global _notice
     with _lock:
         last, _notice = _notice, b""
@@ -50,7 +50,7 @@ def withdraw() -> bool:
 
 
 class Lookout:
-    """Looks for notices of ranks that an opening waits for.  `global_ranks`: of its ranks, empty: unknown."""
+    """Look for notes of the ranks that an opening waits for.  `global_ranks`: of its ranks; empty: unknown."""
 
     def __init__(self, global_ranks: Sequence[int]) -> None:
         self._global_ranks = global_ranks
@@ -61,7 +61,7 @@ class Lookout:
         return bool(self._global_ranks) and time.monotonic() >= self._next
 
     def find(self, missing: Sequence[int]) -> tuple[int, dict[str, Any]] | None:
-        """A missing rank that has left a notice, which is taken down, and what it says."""
+        """Return a missing rank that has left a note, and the note, which is removed."""
         self._next = time.monotonic() + _INTERVAL_S
         with suppress(OSError, RuntimeError), _notices(_LOOK_S) as board:
             for rank in missing:
@@ -73,9 +73,7 @@ class Lookout:
 
 
 def _claimed(board: StoreBoard, process: int, found: bytes) -> dict[str, Any] | None:
-    """What a notice says if it is ours to act on.  It may have been taken down for us by a call whose answer came too
-    late.
-    """
+    """Return a note if this rank may act on it.  An earlier call of ours may have removed it and answered too late."""
     for_us = _taken(b"")
     if found.startswith(for_us):
         said: dict[str, Any] = json.loads(found[len(for_us) :])
@@ -90,7 +88,7 @@ def _claimed(board: StoreBoard, process: int, found: bytes) -> dict[str, Any] | 
 
 @contextmanager
 def _notices(limit_s: float) -> Iterator[StoreBoard]:
-    """The board of notices.  Raises OSError or RuntimeError where there is no default group, or its store fails."""
+    """The board of notes.  Raises OSError or RuntimeError where there is no default group, or its store fails."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
@@ -111,7 +109,7 @@ def _own_rank() -> int:
 
 
 def _take(board: StoreBoard, process: int, notice: bytes) -> bool:
-    """Takes down a notice of that process; False: somebody else has."""
+    """Remove the note of that process; False: another rank has."""
     return board.replace(str(process), notice, _taken(notice))
 
 

@@ -12,9 +12,9 @@ from moecomm.errors import Unsupported
 
 
 def refuse(operator: str, *tensors: Any) -> None:
-    """Raises Unsupported for a tensor with a tangent of forward-mode AD, or one of torch.func.grad, jvp and the like.
+    """Raise Unsupported for a tensor with a tangent of forward-mode AD, or one of torch.func.grad, jvp and the like.
 
-    On every rank alike, as their models are, and before anything is sent.
+    All ranks raise alike, as their models are alike, before any of them sends.
     """
     if torch.compiler.is_compiling():
         if forward_ad._current_level >= 0:
@@ -39,8 +39,9 @@ def _unsupported(operator: str) -> Unsupported:
 
 
 def _is_differentiated(tensor: torch.Tensor) -> bool:
-    """Whether it has a tangent, or a transformation of torch.func wants its gradient, at any level of them.  Under one,
-    all that is made is wrapped.
+    """Whether the tensor has a tangent, or a transformation of torch.func wants its gradient, at any level.
+
+    Under a transformation, all tensors made are wrapped.
     """
     while True:
         wrapped = _functorch.is_functorch_wrapped_tensor(tensor)

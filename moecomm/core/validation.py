@@ -1,4 +1,4 @@
-"""Plain arguments that callers give: flags, numbers, names, dtypes, devices, and tensors to compute with."""
+"""Checks of flags, numbers, names, dtypes, devices, and of tensors to compute with."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ _MOST_SEED = 1 << 40  # seeds are multiplied with 10^6 at most, and torch's have
 
 
 def check_flag(argument: str, value: object) -> None:
-    """Raises BadInput unless it is True or False, or stands for one: 1, 0, numpy's."""
+    """Raise BadInput unless it is True or False, or 1, 0 or numpy's booleans."""
     one = isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")  # numpy has both names
     if not (one or (is_integer(value) and value in (0, 1))):
         raise BadInput(argument, repr(value), "True or False")
 
 
 def check_flags(**values: object) -> None:
-    """check_flag for each."""
+    """Run check_flag() for each."""
     for argument, value in values.items():
         check_flag(argument, value)
 
 
 def check_name(argument: str, value: object, known: Sequence[str]) -> None:
-    """Raises BadInput unless it is one of the words."""
+    """Raise BadInput unless it is one of the words."""
     if not isinstance(value, str) or value not in known:
         raise BadInput(argument, repr(value), " or ".join(map(repr, known)))
 
 
 def check_real(argument: str, value: object, least: float, most: float) -> None:
-    """Raises BadInput unless it is a number in the range."""
+    """Raise BadInput unless it is a number in the range."""
     if not (isinstance(value, Real) and least <= float(value) <= most):
         raise BadInput(argument, repr(value), f"a number, {least:g} to {most:g}")
 
 
 def check_sizes(**values: object) -> None:
-    """Raises BadInput unless each can be a dimension."""
+    """Raise BadInput unless each can be a dimension."""
     for argument, value in values.items():
         check_integer(argument, value, 1, MOST_SIZE)
 
 
 def check_dtype(argument: str, value: object, known: Sequence[torch.dtype]) -> None:
-    """Raises BadInput unless it is one of the dtypes."""
+    """Raise BadInput unless it is one of the dtypes."""
     if not isinstance(value, torch.dtype) or value not in known:
         raise BadInput(argument, repr(value), " or ".join(map(str, known)))
 
 
 def check_drawn(seed: object, dtype: object, device: object) -> None:
-    """Raises BadInput unless weights can be drawn from the seed, of the dtype, on the device, or torch's default."""
+    """Raise BadInput unless weights of the dtype can be drawn from the seed on the device (None: torch's default)."""
     check_integer("seed", seed, -_MOST_SEED, _MOST_SEED)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
         raise BadInput("dtype", repr(dtype), "a floating dtype of 16 bits or more")
@@ -71,7 +71,7 @@ def check_drawn(seed: object, dtype: object, device: object) -> None:
 
 
 def check_dense(argument: str, value: Any) -> None:
-    """Raises BadInput unless it is a dense tensor; Unsupported if torch.func differentiates by it or maps over it."""
+    """Raise BadInput unless it is a dense tensor, Unsupported if torch.func differentiates by it or maps over it."""
     if not isinstance(value, torch.Tensor):
         raise BadInput(argument, type(value).__name__, "a tensor")
     if value.layout is not torch.strided or value.is_nested or value.is_quantized:
@@ -82,8 +82,9 @@ def check_dense(argument: str, value: Any) -> None:
 
 
 def check_same_device(**values: Any) -> None:
-    """check_dense for each but None; BadInput as well for those that are elsewhere than the first, and for a FakeTensor
-    beside real ones, or real ones without memory.
+    """Run check_dense() for each tensor that is not None.
+
+    Raises BadInput as well for tensors on another device than the first, and for a FakeTensor beside real ones.
     """
     given = {argument: value for argument, value in values.items() if value is not None}
     for argument, value in given.items():

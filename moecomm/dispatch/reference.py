@@ -1,6 +1,4 @@
-"""The specification of dispatch, for all ranks at once, in plain torch.  Every executor is tested against it, bit
-for bit.
-"""
+"""The specification of dispatch, for all ranks at once, in plain torch.  Every executor leaves the same bits."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ E4M3_MAX = 448.0
 
 @dataclass
 class Arrived:
-    """What one rank holds after a dispatch: the fields of Routed, exact sizes; and where each source's tokens are
-    (for combine).
-    """
+    """The rows of a rank after a dispatch: the fields of Routed in exact sizes, and where each source's tokens are."""
 
     x: torch.Tensor
     scales: torch.Tensor | None
@@ -32,12 +28,12 @@ class Arrived:
 
 
 def quantize(x: torch.Tensor, scale_format: str = "fp32") -> tuple[torch.Tensor, torch.Tensor]:
-    """Casts [T, H] to float8_e4m3fn with one scale per 128 columns, [T, ceil(H / 128)].  amax is at least 1e-4.
+    """Cast [T, H] to float8_e4m3fn with one scale per 128 columns, [T, ceil(H / 128)].  amax is at least 1e-4.
 
     "fp32": scale = amax / 448 and q = e4m3(x * (448.0 / amax)), as DeepEP's per-token cast writes it; torch computes
-    that quotient as (1 / amax) * 448, in float32, and so do we.
+    that quotient as (1 / amax) * 448, in float32, and so does moecomm.
     "ue8m0": the scale is the smallest power of two that is not below the float32 amax / 448, as float8_e8m0fnu, and
-    q = e4m3(x / scale), exact but for the cast.  Infinity and NaN in x make it NaN, and finite values beside them 0.
+    q = e4m3(x / scale), exact but for the cast.  Infinity and NaN in x make it NaN, and finite values of its group 0.
     """
     tokens, hidden = x.shape
     groups = -(-hidden // GROUP)
@@ -58,8 +54,7 @@ def quantize(x: torch.Tensor, scale_format: str = "fp32") -> tuple[torch.Tensor,
 
 
 def by_column(scales: torch.Tensor) -> torch.Tensor:
-    """Scales [rows, n] as grouped GEMMs load them by TMA: the same values, but a column is contiguous, and the next
-    begins `rows` rounded up to 4 later.
+    """Return scales [rows, n] as grouped GEMMs load them by TMA: columns are contiguous, `rows` rounded up to 4 apart.
 
     Scales of one byte become int32 [rows, ceil(n / 4)], four in each, the first in the lowest byte, 0 after the last.
     """
@@ -85,9 +80,10 @@ def dispatch(
     max_rows: list[int] | None = None,
     scales: list[torch.Tensor] | None = None,
 ) -> list[Arrived]:
-    """Every rank's tokens `xs[r]` [T_r, H], `topk_idx[r]` [T_r, K], `topk_weights[r]` [T_r, K] or None (ones) ->
-    every rank's Arrived.  Scales `scales[r]` [T_r, n] come out as rows; see by_column() for the other layout.  batched:
-    rank r has `max_rows[r]` rows for each expert, or as many as all ranks with `max_tokens` tokens can send.
+    """Dispatch `xs[r]` [T_r, H], `topk_idx[r]` [T_r, K], `topk_weights[r]` [T_r, K] or None (ones) of every rank r.
+
+    Returns every rank's Arrived.  Scales `scales[r]` [T_r, n] arrive as rows; by_column() makes the other layout.
+    batched: rank r has `max_rows[r]` rows for each expert, or as many as all ranks with `max_tokens` tokens can send.
     """
     ranks, local = len(xs), num_experts // len(xs)
     topk = topk_idx[0].shape[1]
@@ -165,7 +161,7 @@ def dispatch(
 
 
 def unused(arrived: Arrived, max_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flat: topk_idx and topk_weights with room for `max_rows` rows: those past num_rows have no expert, -1 and 0."""
+    """Fill flat topk_idx and topk_weights up to `max_rows` rows: rows past num_rows have no expert, -1 and 0."""
     idx, weights = arrived.topk_idx, arrived.topk_weights
     assert idx is not None and weights is not None, "flat rows have them"
     spare = (max_rows - arrived.num_rows, idx.shape[1])
