@@ -14,7 +14,7 @@ _ROOM_OF_ALL = 32 << 20  # for all ranks and both parities
 
 
 class Packets(NamedTuple):
-    """Packets of a token's row: `number` packets of `lines` lines, each with so many bytes of the row and its scales."""
+    """Packets of a token's row: `number` of `lines` lines, each with so many bytes of the row and of its scales."""
 
     row_bytes: int
     scale_bytes: int

@@ -166,7 +166,7 @@ def of_moecomm() -> dict[str, list[Call]]:
         try:
             return made.dispatch_end(begun if routed is BEGUN else routed, **more)
         finally:
-            if made.begun is not None:
+            if made.rounds.begun is not None:
                 made.dispatch_end(begun)
 
     def end_of_none(routed: Any) -> Any:

@@ -13,6 +13,7 @@ import moecomm
 pytest.importorskip("tests.integrations.megatron_core", reason="needs megatron-core: pip install megatron-core")
 
 from moecomm.integrations.megatron import Limits
+from moecomm.ops import rounds as operators
 from tests.integrations.megatron_on_cpu import HIDDEN, parallel, without_cuda
 from tests.integrations.test_megatron import EXACT, pair, results
 
@@ -56,13 +57,13 @@ def _against_theirs(rank: int, group: Any, name: str) -> list[float]:
     seen: list[list[torch.Tensor]] = []  # by experts
     for layer in (theirs, mine):
         layer.experts.register_forward_pre_hook(lambda _, args: seen.append([a.detach().clone() for a in args]))
-    rounds, dispatch = [], moecomm.Buffer.dispatch
+    rounds, dispatch = [], operators.run_dispatch
 
-    def dispatched(self: moecomm.Buffer, *args: Any, **options: Any) -> Any:
-        rounds.append((options["sync"], options["num_sms"]))
-        return dispatch(self, *args, **options)
+    def dispatched(state: Any, options: Any, *tensors: Any, sync: bool, **others: Any) -> Any:
+        rounds.append((sync, options.num_sms))
+        return dispatch(state, options, *tensors, sync=sync, **others)
 
-    moecomm.Buffer.dispatch = dispatched  # type: ignore[method-assign]
+    operators.run_dispatch = dispatched
     manager, errors = mine.token_dispatcher._comm_manager, []
     for tokens in (6, 40, 9):  # of two sequences: the second time there is no room for them
         want, got = (results(layer, rank, tokens, dtype) for layer in (theirs, mine))
@@ -85,7 +86,7 @@ def _against_theirs(rank: int, group: Any, name: str) -> list[float]:
         nan = torch.full((buffer.max_tokens, HIDDEN), torch.nan, dtype=dtype)
         ids = torch.full((len(nan), buffer.topk), -1)
         ids[:, 0] = torch.arange(len(nan)) % buffer.num_experts
-        dispatch(buffer, nan, ids, torch.full(ids.shape, torch.nan), layout="batched")
+        buffer.dispatch(nan, ids, torch.full(ids.shape, torch.nan), layout="batched")
     assert rounds == [(False, 2)] * 6, "three forward and three back, none of which waits"
     return errors
 

@@ -315,8 +315,8 @@ def test_experts_may_write_reduced_rows_where_peers_read_them(batches: Any) -> N
         y.copy_((rank.standard_experts(x, ids) * weights.unsqueeze(2)).sum(dim=1))
         out = torch.empty_like(rank.x)
         rank.standard.finalize(out, y, weights, ids, False, reduce)
-        buffer = rank.standard._slots.get().buffer
-        return [torch.equal(out, rank.wanted()), buffer.rounds.session.context.in_heap(y.data_ptr())]
+        handle = rank.standard._slots.get()
+        return [torch.equal(out, rank.wanted()), handle.rounds.session.context.in_heap(y.data_ptr())]
 
     assert on_ranks(body) == [[True, True]] * 4
 

@@ -42,7 +42,7 @@ def _clean_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def init(self: moecomm.Buffer, *args: Any, **settings: Any) -> None:
         opened(self, *args, **settings)
-        windows["base"] = self.session.context.peers[self.rank]
+        windows["base"] = self.rounds.session.context.peers[self.rank]
 
     monkeypatch.setattr(moecomm.Buffer, "__init__", init)
 
@@ -50,15 +50,15 @@ def _clean_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _same_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor may handles differ by the round that their dispatch was."""
-    dispatch = moecomm.Buffer.dispatch
+    dispatch = ops.rounds.run_dispatch
 
-    def forgets(self: moecomm.Buffer, *tensors: Any, **options: Any) -> Any:
-        routed = dispatch(self, *tensors, **options)
+    def forgets(rounds: Any, *given: Any, **others: Any) -> Any:
+        routed = dispatch(rounds, *given, **others)
         sent = routed.handle.args.route.sent
-        ctypes.c_uint32.from_address(sent + 8 * self.num_ranks).value = 0  # round_of in csrc/protocol/args.h
+        ctypes.c_uint32.from_address(sent + 8 * rounds.num_ranks).value = 0  # round_of in csrc/protocol/args.h
         return routed
 
-    monkeypatch.setattr(moecomm.Buffer, "dispatch", forgets)
+    monkeypatch.setattr(ops.rounds, "run_dispatch", forgets)
 
 
 @pytest.mark.usefixtures("_clean_memory", "_same_round")

@@ -187,7 +187,7 @@ def test_outputs_outlive_the_buffer_and_its_handle_says_closed() -> None:
     for call in (
         lambda: ops.combine(routed.x, routed.handle),
         lambda: ops.dispatch_again(x, routed.handle),
-        lambda: ops.dispatch(routed.handle.rounds, x, idx),
+        lambda: ops.dispatch(routed.handle.buffer, x, idx),
         lambda: out.sum().backward(),
     ):
         with pytest.raises(moecomm.Closed):

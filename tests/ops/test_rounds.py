@@ -264,14 +264,14 @@ def test_gradcheck(layout: str, ranks: int) -> None:
 
 def test_all_rounds_have_the_multiprocessors_of_the_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     c, given = case(1, seed=1), []
-    for name in ("dispatch", "combine"):
-        round_of = getattr(moecomm.Buffer, name)
+    for name in ("run_dispatch", "run_combine"):
+        round_of = getattr(ops.rounds, name)
 
-        def noted(self: moecomm.Buffer, *args: Any, round_of: Any = round_of, **options: Any) -> Any:
-            given.append(options["num_sms"])
-            return round_of(self, *args, **options)
+        def noted(state: Any, options: Any, *tensors: Any, round_of: Any = round_of, **others: Any) -> Any:
+            given.append(options.num_sms)
+            return round_of(state, options, *tensors, **others)
 
-        monkeypatch.setattr(moecomm.Buffer, name, noted)
+        monkeypatch.setattr(ops.rounds, name, noted)
     with c.buffer(None) as buffer:
         x, weights = c.x[0].clone().requires_grad_(), c.topk_weights[0].clone().requires_grad_()
         routed = ops.dispatch(buffer, x, c.topk_idx[0], weights, num_sms=2)
