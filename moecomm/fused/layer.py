@@ -1,4 +1,4 @@
-"""An expert layer in one call: dispatch, this rank's experts, combine.  Buffer.moe is `moe` here."""
+"""An expert layer in one call: dispatch, this rank's experts, combine.  `Buffer.moe` is `moe` of this module."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("moecomm")
 
 _MOST_DIMENSION = 1 << 31
-# By dtype of weights and ranks, where all ranks have as many tokens as the Buffer is for: rows of an expert and of a
-# rank from which on fused=None means True, and rows of an expert up to which it does.
-# bench/results/moe-*-h200-[24].json: in there 1.02 to 1.70 times as fast as one after the other, outside 0.88 to 1.01;
-# layers-h200-2.json, later: in there 1.02 to 1.55, outside 0.93 to 1.06 (few tokens in FP8).  Layers of 8 ranks have
-# not been measured: from four times the rows of 4 on, where those gain 1.03 to 1.70, and dispatch and combine, which
-# one launch hides, take 1.7 times as long with 8 (ht-h200-[48].json).  Of other numbers of ranks nothing is known.
+# Rows in a full Buffer for which fused=None means True, by dtype of weights and number of ranks: (least rows of an
+# expert, least rows of a rank, most rows of an expert).
+# Measured: fused layers are 1.02 to 1.70 times as fast as unfused ones inside these bounds and 0.88 to 1.01 outside
+# (bench/results/moe-*-h200-[24].json); later code, 1.02 to 1.55 inside and 0.93 to 1.06 outside, few tokens in FP8
+# (layers-h200-2.json).  Not measured: 8 ranks.  Their bounds are four times those of 4 ranks, where 4 ranks gain 1.03
+# to 1.70; dispatch and combine, which a fused layer hides, take 1.7 times as long with 8 ranks (ht-h200-[48].json).
+# Other numbers of ranks are not measured, and unfused.
 FUSED_FROM = {
     (torch.bfloat16, 2): (32, 1024, 1024),
     (torch.float16, 2): (32, 1024, 1024),
@@ -72,51 +73,55 @@ def moe(
     check_weights: bool = False,
     fused: bool | None = None,
 ) -> Any:
-    """Every token through its experts: dispatch, their two GEMMs, combine.  Collective; on the current stream.
+    """Send every token through its experts: dispatch, two GEMMs, combine.  Collective; runs on the current stream.
 
-    Nothing waits for the host on GPUs: counts stay on the device, and a captured graph replays with whatever routing it
-    then finds; the first call of a kind, which compiles its kernels, is not for a capture.  GEMMs add in float32 in an
-    order that depends on nothing but their sizes; SwiGLU is computed on their sums, and its result, like each expert's
-    row, is rounded once to the Buffer's dtype.  Routing weights multiply those rows where combine adds them up, in
-    float32: no pass of their own.  The same inputs give the same bits.  No gradients: moecomm.ops.moe
-    has them.
+    On GPUs nothing waits for the host.  Counts stay on the device, so a captured graph replays with the routing that it
+    finds then; make the first call of a kind outside of a capture, because it compiles kernels.
 
-    On a Hopper GPU the GEMMs are moecomm.fused.grouped_gemm; what that does not take (another GPU, float32, I that is
-    no multiple of 8, more than 512 experts here) goes through torch's, and a warning says so once.
+    GEMMs accumulate in float32, in an order that depends on their sizes alone.  SwiGLU is computed on the accumulators;
+    its result and each expert's row are rounded once to the Buffer's dtype.  Combine multiplies these rows by their
+    routing weights while it adds them up in float32.  The same inputs give the same bits.  No gradients: use
+    moecomm.ops.moe for them.
 
-    Weights in FP8 make an FP8 layer: tokens are cast to e4m3 on their way (Buffer.dispatch, quantize="fp8"), both GEMMs
-    multiply e4m3, SwiGLU's result is cast between them, and experts' rows come home in the Buffer's dtype.
+    On a Hopper GPU the GEMMs are moecomm.fused.grouped_gemm.  Layers that it does not support (another GPU, float32, I
+    not a multiple of 8, more than 512 experts on a rank) use torch's grouped GEMM, with one warning.
+
+    With FP8 weights the layer computes in FP8: tokens are cast to e4m3 before they are sent (Buffer.dispatch,
+    quantize="fp8"), both GEMMs multiply e4m3, SwiGLU's result is cast between them, and experts' rows return in the
+    Buffer's dtype.
 
     Args:
-        buffer: the Buffer; with as many experts and columns as the weights.
+        buffer: the Buffer, opened with the weights' number of experts and columns.
         x: `[T, H]`, T <= max_tokens, of the Buffer's dtype.
         topk_idx: int64 or int32 `[T, K]`: expert ids; -1 picks none.
         topk_weights: float32 `[T, K]`; None: every weight is 1.
-        w13: `[E/R, 2 I, H]` of the Buffer's dtype: I gate rows, then I up rows, of each expert here.
-        w2: `[E/R, H, I]`: their down projections.  Both in FP8: pairs of float8_e4m3fn and float32 scales, as
-            moecomm.fused.quantize_weights makes them, one for 128 rows, as they lie here, and 128 columns.
+        w13: `[E/R, 2 I, H]` of the Buffer's dtype: I gate rows, then I up rows, of each expert of this rank.
+        w2: `[E/R, H, I]`: down projections.  In FP8, w13 and w2 are pairs of float8_e4m3fn data and float32 scales,
+            one scale for 128 rows (in the row order of the data) and 128 columns; see moecomm.fused.quantize_weights.
         activation: "swiglu": silu(gate) * up.
-        interleaved: w13 is `moecomm.fused.interleave(w13)`; in FP8 cast after that.
+        interleaved: w13 is `moecomm.fused.interleave(w13)`; in FP8, cast after interleaving.
         out: `[T, H]` of the Buffer's dtype, written in place; default: a new tensor.
-        bias: `[T, H]` or `[H]` of the Buffer's dtype, added before the rounding: a shared expert's output costs no
-            pass of its own so.
-        max_rows: rows of tokens to make room for; default: the worst case.  More is bad input on every rank.
-        wire, num_sms: see Buffer.combine; num_sms also of the dispatch.
+        bias: `[T, H]` or `[H]` of the Buffer's dtype, added before the rounding, for example a shared expert's output.
+        max_rows: received rows to make room for; default: the worst case.  More rows are bad input on every rank.
+        wire: see Buffer.combine.
+        num_sms: multiprocessors of dispatch and combine; see Buffer.combine.
         check_weights: see Buffer.dispatch.
-        fused: True: rows travel while the experts compute, which wants our own GEMMs and one domain, without `wire` and
-            `check_weights`, else a warning says so once.  False: before and after.
-            None: True or False, as was faster (of 8 ranks: should be) with such weights, so many ranks and so many rows
-            in a Buffer that is full (FUSED_FROM), if it can be; few tokens in a large Buffer were no slower so, either.
-            The same on all ranks; the bits are the same.  "one launch" and "one after the other" are deprecated names
-            of True and False.
+        fused: same value on all ranks; the bits are the same either way.
+            True: rows travel while the experts compute.  Needs moecomm's GEMMs, one domain, and neither `wire` nor
+            `check_weights`; otherwise the layer runs unfused, with one warning.
+            False: dispatch, GEMMs and combine run in sequence.
+            None: the faster of the two (expected, for 8 ranks) for the weights' dtype, the number of ranks and the rows
+            of a full Buffer (FUSED_FROM), if the layer can be fused.  Few tokens in a large Buffer were no slower
+            fused.
+            "one launch" and "one after the other" are deprecated names of True and False.
 
     Returns:
-        `[T, H]`: sum over k of w_k * w2 (silu(w1 x) * w3 x), plus bias; zeros (plus bias) for a token with no expert.
+        `[T, H]`: sum over k of w_k * w2 (silu(w1 x) * w3 x), plus bias; zeros (plus bias) for a token without experts.
 
     Raises:
-        BadInput: at once for what does not fit; what only the device can see as Buffer.dispatch says.
-        Unsupported: FP8 on another GPU, with H no multiple of 16 or I of 32 (interleaved: 16), with more than 512
-            experts here, or where the Buffer's dtype is float32.
+        BadInput: at once for arguments that do not fit; for faults that only the device sees, as Buffer.dispatch.
+        Unsupported: FP8 on a GPU that is not Hopper, with H not a multiple of 16 or I not a multiple of 32
+            (interleaved: 16), with more than 512 experts on a rank, or in a Buffer of float32.
         Closed, Timeout, PeerLost, Aborted, Mismatch: as Buffer.dispatch.
     """
     given = prepare(
@@ -137,7 +142,7 @@ def moe(
         fused=fused,
     )
     out = pipeline.run(buffer, given)
-    buffer.made += 2  # a dispatch and a combine, or what stands for them
+    buffer.made += 2  # rounds: a dispatch and a combine, or their fused forms
     return out
 
 
@@ -159,7 +164,7 @@ def prepare(
     check_weights: bool = False,
     fused: bool | None = None,
 ) -> Pipeline:
-    """Checks the arguments of moe(), weights before any rank sends a row."""
+    """Check the arguments of moe() and return the pipeline to run.  Weights are checked before any rank sends a row."""
     buffer.require_usable()
     (x, back), w13, w2 = as_tensor("x", x), as_weights("w13", w13), as_weights("w2", w2)
     warn_of_gradients(x, topk_weights, bias, *(t for w in (w13, w2) for t in (w if isinstance(w, Fp8) else (w,))))
@@ -169,7 +174,7 @@ def prepare(
     check_tensor("x", x, device=buffer.device, dtypes=(buffer.dtype,), shape=(None, buffer.hidden))
     if bias is not None and (given := as_tensor("bias", bias)[0]).dtype is not buffer.dtype:
         raise BadInput("bias", str(given.dtype), str(buffer.dtype))
-    rows = max(1, len(x) * buffer.topk * buffer.num_ranks // buffer.num_experts)  # of an expert, if all are as we are
+    rows = max(1, len(x) * buffer.topk * buffer.num_ranks // buffer.num_experts)  # of an expert, if ranks are alike
     routing = {"topk_idx": topk_idx, "topk_weights": topk_weights, "check_weights": check_weights}
     check_max_rows(max_rows)
     dispatching = {"x": x, **routing, "layout": "expert", "max_rows": max_rows, "num_sms": num_sms}
@@ -209,7 +214,7 @@ def prepare(
 
 
 def fused_or_not(fused: bool | str | None) -> bool | None:
-    """What `fused` asks for.  BadInput says what it may be."""
+    """Return the argument `fused` without deprecated names.  Raises BadInput."""
     if fused is None or isinstance(fused, bool):
         return fused
     name = fused if isinstance(fused, str) else ""
@@ -222,9 +227,7 @@ def fused_or_not(fused: bool | str | None) -> bool | None:
 
 
 def _runs_fused(buffer: Buffer, w2: torch.Tensor, asked: bool | None, why_unfused: Callable[[], str]) -> bool:
-    """Whether rows travel under the experts.  The same on all ranks: by the Buffer, not by how many tokens one of them
-    has.
-    """
+    """Return whether the layer runs fused.  Depends on the Buffer, not on a rank's tokens, so all ranks agree."""
     fused = asked
     if fused is None:
         least, of_rank, most = FUSED_FROM.get((w2.dtype, buffer.num_ranks), (math.inf, math.inf, 0))
@@ -242,7 +245,7 @@ def _runs_fused(buffer: Buffer, w2: torch.Tensor, asked: bool | None, why_unfuse
 def _why_unfused(
     buffer: Buffer, x: torch.Tensor, w2: torch.Tensor, back: Any, wire: torch.dtype | None, check_weights: bool
 ) -> str:
-    """Empty if rows can travel under the experts; else why not.  The same on all ranks."""
+    """Return why the layer cannot run fused; empty if it can.  The same on all ranks."""
     if not x.is_cuda:
         return f"{buffer.device} is no GPU"
     if buffer.domain_ranks != buffer.num_ranks:
@@ -261,9 +264,15 @@ def apply_experts(
     interleaved: bool = False,
     expected_rows: int | None = None,
 ) -> torch.Tensor:
-    """SwiGLU experts over rows of one expert after the other, `[rows, H]` to `[rows, H]`; arguments as moe() has them.
+    """Apply SwiGLU experts to rows `[rows, H]`, grouped by expert; return `[rows, H]`.
 
-    Rows past the last group are not defined.  `expected_rows`: see grouped_gemm.
+    Rows after the last group are undefined.
+
+    Args:
+        x: `[rows, H]`, rows of expert 0 first, then of expert 1, and so on.
+        w13, w2, interleaved: as in moe().
+        tokens_per_expert: int32 `[E/R]`, rows of each expert.
+        expected_rows: see grouped_gemm.
     """
     if not x.is_cuda:
         how: dict[str, Any] = {"alignment": 1, "interleaved": interleaved}
@@ -283,7 +292,7 @@ def apply_experts(
 
 @lru_cache(maxsize=256)
 def ours_lacks(device: int, dtype: torch.dtype, groups: int, hidden: int, intermediate: int) -> str:
-    """Empty if grouped_gemm takes such experts on this GPU; else why not."""
+    """Return why grouped_gemm cannot compute such experts on this GPU; empty if it can."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         return f"{torch.cuda.get_device_name(device)} is no GPU of compute capability 9.0 (Hopper)"
     if dtype not in kernels.TYPES:
@@ -301,7 +310,7 @@ def _say_once(what: str, why: str) -> None:
 
 
 def _by_torch(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    if short := -w2.shape[2] % 8:  # it wants rows of whole 16 bytes: columns of zeros add nothing
+    if short := -w2.shape[2] % 8:  # torch needs rows of a multiple of 16 bytes; pad with zeros
         w13 = torch.cat([pad(half, (0, 0, 0, short)) for half in w13.chunk(2, dim=1)], dim=1)
         w2 = pad(w2, (0, short))
     ends = counts.cumsum(0, dtype=torch.int32)
