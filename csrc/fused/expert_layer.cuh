@@ -1,12 +1,13 @@
-// Both GEMMs of a layer in one launch: rows are fetched while the first has begun, and sent back while either is under way.
+// Both GEMMs of an expert layer in one launch.  Some blocks fetch rows while others already multiply; results are sent to the source ranks
+// while either GEMM runs.
 //
-// Positions of tiles (lagged.h) are taken from a counter, by whole clusters, as they get to them: those that fetch before they multiply
-// take none meanwhile.  So are the first rows that are fetched.  In a block
-//   the tile scheduler  a thread: finds the next tile, waits for what it is made of, and puts it into the queue of the others,
-//   the loader          a thread, of e4m3 and a warp for scales: fill the ring (gemm.cuh),
-//   warpgroups          empty it, and store the tile: of the first product here, of the second at its source rank,
-//   completion          a thread: counts, for all blocks, that the tile has been stored.
-// What somebody stores here and somebody else loads: see `schedule_tiles` and `complete_tiles`.
+// Clusters take tile positions (lagged.h) from a counter, one at a time, so clusters that fetch first take none meanwhile.  Roles in a
+// block:
+//   tile scheduler   a thread: takes the next position, waits for the tile's inputs, queues the tile,
+//   loader           a thread, with e4m3 also a warp for scales: fills the ring (gemm.cuh),
+//   math warpgroups  multiply, and store the tile: of the first product in local memory, of the second at the source ranks,
+//   completion warp  a thread of it: counts stored tiles of the first product, for all blocks.
+// `schedule_tiles` and `complete_tiles` state the memory order between a block that stores a tile and a block that loads it.
 #pragma once
 #include "../gemm/gemm.cuh"
 #include "fetch.cuh"
@@ -15,7 +16,7 @@
 
 namespace moecomm {
 
-// The second GEMM of a layer whose first is `c`.  All but the epilogue, and how weights lie in memory, is the same.
+// Configuration of the second GEMM of a layer whose first is `c`: only the epilogue and the row order of the weights differ.
 MOECOMM_BOTH constexpr GemmConfig second_of(GemmConfig c, Type out) {
     c.swiglu = c.apart = false;
     c.out = out;
@@ -29,33 +30,36 @@ struct ExpertLayerShared {
     FetchShared fetch;
 };
 
-// By the tile scheduler: what a tile is made of.  Where that does not come in time, tiles are queued all the same, since others wait for
-// them, but none of the second product is sent: where its rows go is not known before they have been fetched.  Who gives up sets `failed`
-// before it queues a tile, and so before the tile counts as done: who waits for it can't miss it.
+// The tile scheduler's waits for a tile's inputs, under the deadline.  On timeout tiles are queued all the same, because other blocks wait
+// for them, but no tile of the second product is sent: destinations are unknown until rows have been fetched.  The scheduler that gives up
+// sets `failed` before it queues the tile, and so before the tile counts as done; waiters for that tile cannot miss it.
 template <RowConfig r>
 struct Awaited {
     const ExpertLayerArgs& args;
-    i32 full = 0;  // of the counters of fetched rows
+    i32 full = 0;  // full counters of fetched rows, from the first on
     bool failed = false;
 
+    // Waits for the fetched rows of a tile of the first product, and acquires them.
     MOECOMM_FN void fetched(const Tile& tile) {
         const Arrivals arrivals = arrivals_of<r>(args.layer);
         const i32 wanted = tile.row + tile.rows, before = full;
         while (!failed && full * arrivals.counted < wanted) {
             if (full < arrivals.counters()) {
                 failed = !await_more(args.layer, arrivals, full);
-            } else {  // a dispatch that has failed may have left any counts
+            } else {  // a failed dispatch may have left any counts
                 store_relaxed(reinterpret_cast<u32*>(args.layer.failed), 1);
                 failed = true;
             }
         }
-        // Those of the first tile, which nothing hides, together.  Later a fence would be one for rows on their way back as well.
+        // Nothing hides the first tile's latency, so one fence acquires all its counters.  Later a fence would also wait for results that
+        // this block is sending; acquiring loads do not.
         if (before == 0) {
             fence_gpu();
         } else {
             for (i32 i = before; i < full; ++i) load_acquire(reinterpret_cast<const u32*>(args.layer.fetched) + i);
         }
     }
+    // Waits for all column tiles of the first product that a tile of the second reads, and acquires them.
     template <GemmConfig c>
     MOECOMM_FN void tile_done(const Tile& tile) {
         const LayerArgs& a = args.layer;
@@ -67,9 +71,11 @@ struct Awaited {
     }
 };
 
-// One thread: the tile scheduler.  It has seen complete, with acquires, what a tile is made of, and its arrival at `full` is a release: so
-// have the others of the block, through their wait.  Copies of theirs take a fence between the proxies as well, which is one for all that
-// is on its way, and takes as long: the scheduler's, which is a tile ahead, and neither theirs nor that of the threads that stored.
+// The tile scheduler role: one thread.
+//
+// Order: it acquires a tile's inputs and then arrives at `full`, a release, so roles that wait for `full` see the inputs too.  Tensor
+// copies also need a fence between the proxies.  That fence waits for all accesses in flight, so the scheduler executes it, a tile ahead,
+// and neither the loader nor the threads that stored the inputs do.
 template <GemmConfig c, RowConfig r>
 MOECOMM_FN void schedule_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& args) {
     const RowTiles rows = TileWalk::count_rows<c.most_rows>(args.first.grouping, s.gemm.counts);
@@ -94,13 +100,13 @@ MOECOMM_FN void schedule_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& a
     }
 }
 
-// One thread: the loader.
+// The loader role: one thread.
 template <GemmConfig c>
 MOECOMM_FN void load_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& args) {
     const i32 rank = place_in_cluster<c>();
     RingPlace<c> place;
     for_each_tile(s.queue, [&](const QueuedTile& now, const QueuePlace& at) {
-        const Tile tile = now.tile;  // once: not again for every step
+        const Tile tile = now.tile;  // a copy in registers: shared memory is not read again for every step
         if (now.product == QueuedTile::first) {
             load_tile<c, c.apart>(s.gemm, args.first, tile, rank, place);
         } else {
@@ -110,11 +116,13 @@ MOECOMM_FN void load_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& args)
     });
 }
 
-// A warp.  Scales of fetched rows are behind the bulk stores that brought them by way of their completion (bulk_wait, which ends in a fence
-// between the proxies), the release that counts them, the scheduler's acquire and its release at `full`.  They come through the first-level
-// cache, which nobody empties for the thread that loads: no line of it may be there from before.  So fetched rows have lines of their own
-// (RowConfig::pitch), and nobody loads scales of a row that is not in a tile that is there.  Those of the first product have lines of their
-// own for every row as well, and nobody loads any of a row before all columns of its row tile are done.
+// The scale loader role: a warp.
+//
+// Order: the bulk stores that wrote a fetched row's scales complete (bulk_wait, which implies a fence between the proxies), the counting
+// warp releases the count, the scheduler acquires it and releases `full`.  This warp then reads through L1, which no acquire of its own has
+// invalidated, so L1 must not hold a stale line.  Fetched rows therefore have cache lines of their own (RowConfig::pitch), and scales are
+// loaded only for rows of a tile whose rows have all been fetched.  Scales of the first product have lines of their own for each row too,
+// and are loaded only after all columns of their row tile are done.
 template <GemmConfig c, GemmConfig product>
 MOECOMM_FN void load_scales_of_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& args) {
     const i32 rank = place_in_cluster<c>();
@@ -131,8 +139,8 @@ MOECOMM_FN void load_scales_of_tiles(ExpertLayerShared<c>& s, const ExpertLayerA
     });
 }
 
-// One thread: completion.  What the warpgroups have stored it has seen complete through their arrivals at `stored`; its own release covers
-// that.  They need not wait for it.
+// The completion role: one thread of the completion warp.  The math warps' arrivals at `stored` order their stores before this thread,
+// whose release at gpu scope (red.release) then covers them.  So the math warps need not wait for their stores.
 template <GemmConfig c>
 MOECOMM_FN void complete_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& args) {
     for_each_tile(s.queue, [&](const QueuedTile& now, const QueuePlace& at) {
@@ -145,7 +153,7 @@ MOECOMM_FN void complete_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& a
     });
 }
 
-// Where the first product goes: scales of its rows as far apart as the second GEMM wants them.
+// Store policy of the first product; its scales have the strides that the second GEMM reads.
 template <GemmConfig c>
 MOECOMM_FN auto store_between(const ExpertLayerArgs& args) {
     const i32 columns = args.second.depth;
@@ -156,7 +164,7 @@ MOECOMM_FN auto store_between(const ExpertLayerArgs& args) {
     }
 }
 
-// A warpgroup: empties the ring, and stores the tiles.
+// The math role: a warpgroup multiplies queued tiles from the ring and stores them.
 template <GemmConfig c, RowConfig r, GemmConfig product>
 MOECOMM_FN void make_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& args) {
     const i32 math_group = threadIdx.x / kWarpgroup - 1;
@@ -167,14 +175,15 @@ MOECOMM_FN void make_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& args)
     for_each_tile(s.queue, [&](const QueuedTile& now, const QueuePlace& at) {
         const i32 depth = now.product == QueuedTile::first ? args.first.depth : args.second.depth;
         multiply_padded<c>(s.gemm, place, math_group, ceil_div(depth, c.depth()), now.tile.padded, accum);
-        const Tile tile = now.tile;  // once: nothing is kept in registers across a store
+        const Tile tile = now.tile;  // a copy: the compiler would read shared memory again after every store
         if (now.product == QueuedTile::first) {
             store_accum<c>(accum, tile, math_group, args.second.depth, staging, turns, store_between<c>(args));
-            // Both warpgroups cast what either has turned; the second product they turn each for itself, and in the same places.
+            // store_cast reads the staging of both warpgroups; the second product's epilogue overwrites each with a barrier of its own
+            // warpgroup alone.
             if constexpr (c.swapped && c.out == Type::e4m3) barrier_sync(1 + kMathGroups, kMathGroups * kWarpgroup);
         } else if (!now.failed) {
-            // Where a row goes is read through the first-level cache as well.  A line of that belongs to rows of one counter, all of which
-            // had been fetched before any of them was multiplied.
+            // Destinations are read through L1, too.  A cache line of them belongs to rows of one counter, all of which were fetched before
+            // any of them was multiplied, so L1 holds no stale line.
             static_assert(r.counted * sizeof(u64) % 128 == 0, "whole lines");
             store_accum<product>(accum, tile, math_group, args.second.columns, staging, turns, SendRows{args.layer});
         }
@@ -183,7 +192,8 @@ MOECOMM_FN void make_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& args)
     });
 }
 
-// A launch of whole clusters: what our experts make of the rows that they get, of c.type, sent to their source ranks as `out`.
+// The kernel, launched with whole clusters: computes both GEMMs of this rank's experts on rows of c.type and sends results of type `out` to
+// the source ranks.  All waits have the deadline; on failure no source rank is signaled, and reduce_layer reports the error.
 template <GemmConfig c, RowConfig r, Type out>
 MOECOMM_FN void expert_layer(const ExpertLayerArgs& args) {
     static_assert(r.type == c.type, "rows are multiplied as they come");
@@ -202,7 +212,7 @@ MOECOMM_FN void expert_layer(const ExpertLayerArgs& args) {
     }
     __syncthreads();
     await_earlier_kernels();
-    // By warps that do not fetch in most blocks.
+    // Read by the math warpgroups, whose warps fetch nothing in most blocks.
     const auto* counts = reinterpret_cast<const i32*>(args.first.counts);
     for (i32 g = threadIdx.x - kWarpgroup; g >= 0 && g < args.first.grouping.groups; g += kMathGroups * kWarpgroup)
         s.gemm.counts[g] = counts[g];
@@ -224,7 +234,7 @@ MOECOMM_FN void expert_layer(const ExpertLayerArgs& args) {
         make_tiles<c, r, product>(s, args);
         SendRows{args.layer}.end();
     }
-    if constexpr (c.cluster > 1) sync_cluster<c.cluster>();  // what others load for us, and their arrivals, must find us here
+    if constexpr (c.cluster > 1) sync_cluster<c.cluster>();  // a block must not exit while peers load or arrive in its shared memory
 }
 
 }  // namespace moecomm

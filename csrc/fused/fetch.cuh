@@ -1,11 +1,11 @@
-// Rows for the first GEMM: some of the blocks fetch them from their source ranks before they multiply, in the order in which the tiles want
-// them, while the others have begun.  The first rows, which all wait for, all may fetch: a multiprocessor takes in a fraction of what links
-// give.
+// Fetching of rows for the first GEMM.  Some blocks fetch rows from their source ranks before they multiply, in the order in which tiles
+// need them; the rest begin with GEMM tiles.  All blocks may fetch the first rows, because every block waits for these and one
+// multiprocessor loads only a fraction of what the links can carry.
 //
-// Every expert has a copy of its own of a row.  One that is here already is copied from there, and not over the links
-// (RowDescriptor::same), if the rows of its counter, and all before them, are known to have come: nobody waits for that.  Fetching waits
-// for no other block: the dispatch has ended, and source ranks keep their rows until all of this round have been received there.  So every
-// tile that waits for rows is made in the end.
+// Every expert gets its own copy of a row.  If the token's first row is already on this rank (RowDescriptor::same), and it and all rows up
+// to the end of its counter are known to have arrived, it is copied from there and not over the links; fetching never waits for that.
+// Fetching waits for no other block: the dispatch has ended, and source ranks keep their published rows until they have received all
+// results of this round.  So every tile that waits for rows is computed eventually.
 #pragma once
 #include "../device/bulk.cuh"
 #include "../device/copy.cuh"
@@ -13,8 +13,8 @@
 #include "../gemm/ring.cuh"
 #include "layer.cuh"
 
-// Where the compiler would leave something out of a kernel that is all one function (moecomm/jit/cubin.py), kernel_loader.py has this
-// called.
+// ptxas of CUDA 13.0 may omit the load of the memory descriptor in a kernel that is inlined into one function (moecomm/jit/cubin.py).
+// moecomm/jit/loader.py then defines MOECOMM_CALLS, which makes fetching a function call.
 #ifdef MOECOMM_CALLS
 #define MOECOMM_FETCH __device__ __noinline__
 #else
@@ -25,7 +25,7 @@ namespace moecomm {
 
 MOECOMM_FN void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// Within a block.
+// Acquire and release of a word in shared memory, at block scope.
 MOECOMM_FN i32 load_acquire_shared(const i32& word) {
     i32 v;
     asm volatile("ld.acquire.cta.shared::cta.s32 %0, [%1];" : "=r"(v) : "r"(shared_address(&word)) : "memory");
@@ -35,17 +35,19 @@ MOECOMM_FN void store_release_shared(i32& word, i32 v) {
     asm volatile("st.release.cta.shared::cta.s32 [%0], %1;" ::"r"(shared_address(&word)), "r"(v) : "memory");
 }
 
-// Of a block that fetches: warps that do, and one that counts for them.  Copies of a warp, at most, and rows that have not been counted.
+// In a block that fetches, kFetchWarps warps fetch and one more counts their rows.  A warp has at most kFetchSlots copies in flight and
+// kRowsOpen fetched rows that are not counted yet.
 constexpr i32 kFetchWarps = (1 + kMathGroups) * kWarpgroup / kWarp - 1, kFetchSlots = 4, kRowsOpen = 32;
 
-// In memory of its own: what copies bring later to where a barrier has been may be lost (seen on an H200; PTX: mbarrier.inval).
+// Not in the memory of the ring: bytes that a copy writes where an mbarrier has been may be lost (seen on an H200; see PTX,
+// mbarrier.inval).
 struct FetchShared {
     static constexpr i32 kEnded = 1 << 30;
 
     u64 full[kFetchWarps][kFetchSlots];
-    i32 come[kFetchWarps];     // rows of a warp that have been written; and kEnded, when there are no more
-    i32 counted[kFetchWarps];  // of these, rows that have been counted
-    i32 known;                 // rows, from the first on, that may be copied from here
+    i32 come[kFetchWarps];     // rows that a warp has written; kEnded is set when it has no more
+    i32 counted[kFetchWarps];  // rows of these that have been counted
+    i32 known;                 // rows, from the first on, that have arrived on this rank and may be copied
 
     MOECOMM_FN void init() {
         for (i32 i = 0; i < kFetchWarps * kFetchSlots; ++i) barrier_init(&full[0][0] + i, 1);
@@ -54,15 +56,15 @@ struct FetchShared {
     }
 };
 
-// How a warp brings rows, by way of `room` bytes of shared memory: piece by piece, those of all slots but one loading.
+// Partition of a row into pieces, which pass through `room` bytes of a warp's shared memory; all slots but one load at a time.
 struct Pieces {
-    i32 slots, bytes;  // of a piece; a row's last may have less
+    i32 slots, bytes;  // bytes of a piece; the last piece of a row may have fewer
 
     MOECOMM_BOTH static constexpr Pieces of(i32 slots, i32 row, i32 room) {
         return {slots, align_up(ceil_div(row, ceil_div(row, room / slots / 128 * 128)), 128)};
     }
     MOECOMM_BOTH constexpr i32 loading() const { return (slots - 1) * bytes; }
-    // As long as most bytes are loading.
+    // Chooses the number of slots that keeps most bytes in flight.
     MOECOMM_BOTH static constexpr Pieces of(i32 row, i32 room) {
         Pieces best = of(2, row, room);
         for (i32 slots = 3; slots <= kFetchSlots; ++slots)
@@ -71,7 +73,7 @@ struct Pieces {
     }
 };
 
-// One lane of a warp.  The descriptor of a row is on its way while the row before is.
+// Fetches rows: one lane of a fetching warp.  It loads the descriptor of the next row while the current row is in flight.
 template <RowConfig r, i32 room>
 struct Fetcher {
     static constexpr i32 kRoom = room / kFetchWarps / 128 * 128;
@@ -82,12 +84,12 @@ struct Fetcher {
     FetchShared& shared;
     u8* const memory;
     const i32 warp = warp_id();
-    i32 loaded = 0, stored = 0, signaled = 0;  // pieces; rows
-    u64 from = 0;                              // the row whose pieces are loading
-    i32 next_row = 0;                          // after it
+    i32 loaded = 0, stored = 0, signaled = 0;  // loaded and stored pieces; signaled rows
+    u64 from = 0;                              // address of the row whose pieces are loading
+    i32 next_row = 0;                          // the row after it
     RowDescriptor next{};
 
-    // The n-th row of a warp.
+    // The row number of the n-th row of a warp; there is room for kRowsOpen of them.
     MOECOMM_FN static i32& nth_row(u8* memory, i32 n) { return reinterpret_cast<i32*>(memory + kSlots * kPiece)[n % kRowsOpen]; }
     MOECOMM_FN static i32 bytes_of_piece(i32 piece) { return min(kPiece, r.bytes() - piece % kPieces * kPiece); }
 
@@ -95,7 +97,8 @@ struct Fetcher {
         next_row = wanted.next([&] { return atomicAdd(reinterpret_cast<i32*>(a.next_row), 1); });
         if (next_row < wanted.rows) next = reinterpret_cast<const RowDescriptor*>(a.descriptors)[next_row];
     }
-    // Until there is a place for the number of one more row.  If that does not come in time, this lane fetches no more.
+    // Waits until the counting warp has freed a place for one more row number.  On timeout sets `failed` and returns false; this lane then
+    // fetches no more rows.
     MOECOMM_FN bool await_counted(const Wanted& wanted) {
         const auto counted = [&] { return load_acquire_shared(shared.counted[warp]) > loaded / kPieces - kRowsOpen; };
         if (wait_until(deadline_of(a.ctx), counted) == Waited::ok) return true;
@@ -103,7 +106,7 @@ struct Fetcher {
         next_row = wanted.rows;
         return false;
     }
-    // The next piece; false where that is of another row, and there is none.
+    // Starts to load the next piece, with its row's destination if it is the first of the row.  Returns false if there is none.
     MOECOMM_FN bool load(Wanted& wanted) {
         const i32 part = loaded % kPieces, slot = loaded % kSlots;
         if (part == 0) {
@@ -123,6 +126,7 @@ struct Fetcher {
         ++loaded;
         return true;
     }
+    // Waits for the oldest loaded piece and starts its bulk store to the row's place.
     MOECOMM_FN void store() {
         const i32 part = stored % kPieces, slot = stored % kSlots;
         copy_wait(&shared.full[warp][slot], stored / kSlots & 1);
@@ -131,18 +135,18 @@ struct Fetcher {
         bulk_commit();
         ++stored;
     }
-    // All pieces before `end` have been written: bulk_wait.
+    // Signals complete rows to the counting warp.  The caller has waited (bulk_wait) until all pieces before `end` were written.
     MOECOMM_FN void tell(i32 end) {
         if (end / kPieces > signaled) store_release_shared(shared.come[warp], signaled = end / kPieces);
     }
 
     MOECOMM_FN void run(Wanted wanted) {
-        fence_async();  // the source ranks' rows were written before the dispatch
+        fence_async();  // orders the source ranks' rows, seen through the dispatch, before bulk loads
         look_ahead(wanted);
         for (i32 slot = 0; slot < kSlots && load(wanted); ++slot) continue;
         while (stored < loaded) {
             store();
-            bulk_wait<1>();  // the slots of those before are free
+            bulk_wait<1>();  // frees the slots of earlier pieces
             tell(stored - 1);
             if (loaded - stored < kSlots - 1) load(wanted);
         }
@@ -151,8 +155,8 @@ struct Fetcher {
         store_release_shared(shared.come[warp], signaled | FetchShared::kEnded);
     }
 
-    // By a warp beside those that fetch, a lane for each: until these have ended, counts their rows, those of all with one fence.  It takes
-    // 2 us while copies are under way, which who fetches does not have (2 H200s).
+    // Counts rows for the fetching warps, until these have ended: a whole warp, one lane for each.  One fence releases the rows of all
+    // warps.  It takes 2 us while copies are in flight, time that a fetching warp cannot spare (2 H200s).  On timeout sets `failed`.
     MOECOMM_FN static void count(const LayerArgs& a, FetchShared& shared, u8* memory, const Arrivals& arrivals) {
         const i32 lane = lane_id(), warp = min(lane, kFetchWarps - 1);
         const bool mine = lane < kFetchWarps;
@@ -164,14 +168,14 @@ struct Fetcher {
             const i32 word = load_acquire_shared(shared.come[warp]), come = mine ? word & ~FetchShared::kEnded : counted;
             if (__any_sync(kAllLanes, come > counted)) {
                 const i32 full = arrivals.full_by(seen);
-                fence_gpu();  // a release of these rows, and an acquire of those that have been seen
+                fence_gpu();  // releases these rows, and acquires the rows of counters that were seen full
                 for (; counted < come; ++counted) {
                     i32* const counter = fetched + nth_row(memory + warp * kRoom, counted) / r.counted;
                     asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
                 }
                 if (mine) store_release_shared(shared.counted[warp], counted);
                 if (lane == 0 && full > seen.first) {
-                    fence_async();  // they are loaded by copies
+                    fence_async();  // bulk loads will read them
                     store_release_shared(shared.known, full * r.counted);
                 }
                 seen = arrivals.ask(full, [&](i32 counter) { return load_fresh(fetched + counter); });
@@ -187,9 +191,9 @@ struct Fetcher {
     }
 };
 
-// By all threads of a block, once earlier kernels have been awaited.  The first `together` rows are claimed by all blocks, a warp one, as
-// they get to them, so that those which run have the first.  The first `fetchers` blocks then fetch what nobody has claimed, and the rest.
-// Rows come by way of `room` bytes of shared memory.  No copy is under way when it returns.
+// Fetches a block's share of the rows.  Called by all threads of all blocks, after await_earlier_kernels().  Warps of all blocks claim the
+// first `together` rows, one each, so that blocks that run have them; then the first `fetchers` blocks fetch unclaimed first rows and all
+// others, through `room` bytes of shared memory.  No copy is in flight on return.  On timeout `failed` is set.
 template <RowConfig r, i32 room>
 MOECOMM_FETCH void fetch_rows(const LayerArgs& a, FetchShared& shared, u8* memory, i32 fetchers, i32 together) {
     static_assert(r.columns_bytes() % 16 == 0, "what the GEMM has does");
@@ -204,15 +208,15 @@ MOECOMM_FETCH void fetch_rows(const LayerArgs& a, FetchShared& shared, u8* memor
             fetcher.run(wanted);
         }
         if (!all || block >= fetchers) break;
-        __syncthreads();  // those that all wait for are not on their way any more
+        __syncthreads();  // the first rows, which every block waits for, have arrived
         wanted = Wanted::of_fetcher(rows, first, block, fetchers, warp, kFetchWarps);
     }
-    fence_async_shared();  // the ring comes where our pieces were
+    fence_async_shared();  // the ring reuses this memory
     __syncthreads();
 }
 
-// By one thread: until more of the counters are full, in order, than `full`; no acquire.  False, and noted, if they do not come in time:
-// all are then said to be full, and nobody gets what is made of them.
+// Waits until more than `full` counters, from the first on, are full, and raises `full`.  One thread; relaxed loads, so the caller
+// acquires. On timeout returns false, sets `failed`, and sets `full` to all counters; results of the layer are then not sent.
 MOECOMM_FN bool await_more(const LayerArgs& a, const Arrivals& arrivals, i32& full) {
     const i32 before = full;
     const auto more = [&] {

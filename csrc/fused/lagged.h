@@ -1,18 +1,20 @@
-// In what order the tiles of two products are made in one launch, where rows of the second are multiplied that the first makes.  Plain
-// C++: tests run it on the host.
+// Order of the tiles of two products in one launch, where the second product multiplies the first one's result.  Plain C++: tests run it on
+// the host.
 //
-// Both cut the same rows into the same row tiles; each has columns of its own, and its tiles in its own order (TileWalk).  First come
-// `lead` tiles of the first product alone.  Then the two take turns, as many tiles each as `rotation_step` row tiles have, until the first
-// has none left, and the rest of the second follows.
+// Both products cut the same rows into the same row tiles.  Each has its own column tiles and its own order of tiles (TileWalk).  The
+// launch begins with `lead` tiles of the first product.  Then the products alternate, each with the tiles of `rotation_step` row tiles a
+// step, until the first has no tiles left; the rest of the second follows.
 //
-// The rule: a tile of the second product comes after all tiles of the first that make its rows, by at least `lag` tiles of the first.  For
-// where the second has j tiles, the first, whose turns come before the second's, has lead + j * first / second at least.  Let j be in a
-// band before which there are R row tiles.  Then j >= R * second, so the first has lead + R * first, and the band ends at
-// (R + widest) * first at most: lead = widest * first + lag is enough, whatever the groups are.  (Or the first has none left.)
+// Invariant: a tile of the second product comes after all tiles of the first product that write its rows, by at least `lag` tiles of the
+// first.  Proof: let first and second be the products' numbers of column tiles.  Before tile j of the second product there are at least
+// lead + j * first / second tiles of the first, because the first product's steps come first.  Let R be the number of row tiles before the
+// band of tile j.  Then j >= R * second, so there are at least lead + R * first tiles of the first.  The band's tiles of the first product
+// end at (R + widest) * first or before.  So lead = widest * first + lag is enough, whatever the groups are.  (Or the first has no tiles
+// left.)
 //
-// So a tile waits for fetched rows, or for tiles at smaller positions alone.  Whoever makes tiles takes positions one after the other, each
-// the next that nobody has, and makes what it has in that order.  Then the smallest position that is not made has been taken by somebody
-// who has made all it took before, and who waits for nothing but rows: it can go on, and so can the launch, however many blocks of it run.
+// Hence a tile waits only for fetched rows or for tiles at smaller positions.  Every cluster takes the next free position and processes its
+// positions in that order.  So the cluster that took the smallest unfinished position has finished all earlier ones and waits for nothing
+// but fetched rows: it can proceed, and so can the launch, however many blocks of it are resident.
 #pragma once
 #include "../gemm/tiles.h"
 
@@ -20,21 +22,22 @@ namespace moecomm {
 
 class LaggedWalk {
   public:
-    // Groupings that differ in their columns alone, and what TileWalk counts of them.
+    // `first` and `second` differ in their columns only; `rows`: TileWalk::count_rows of either.
     MOECOMM_BOTH LaggedWalk(const Grouping& first, const Grouping& second, const i32* counts, RowTiles rows, i32 lag, i32 rotation_step)
         : first_(first, counts), second_(second, counts), columns_{first.column_tiles, second.column_tiles}, rotation_step_(rotation_step) {
         all_ = rows.all * columns_[0];
         lead_ = all_ - rows.widest * columns_[0] <= lag ? all_ : rows.widest * columns_[0] + lag;
     }
 
-    // What is made at a position; false if there are not that many.  Asked for growing ones.
+    // Sets `tile` and `is_second` to the tile at `position`.  Returns false if there are not that many.  Each call must pass a larger
+    // position than the one before.
     MOECOMM_BOTH bool find(i32 position, Tile& tile, bool& is_second) {
         const i32 index = place(position, is_second);
         return is_second ? second_.find(index, tile) : first_.find(index, tile);
     }
 
   private:
-    // The number of the tile there, in the order of its product.
+    // Returns the index of the tile at `position` in the order of its own product.
     MOECOMM_BOTH i32 place(i32 position, bool& is_second) const {
         is_second = false;
         if (position < lead_) return position;
@@ -43,16 +46,16 @@ class LaggedWalk {
         if (!is_second) return of_first;
         return of_first >= all_ ? position - all_ : position - of_first;
     }
-    // Of so many that take turns, those of the first product.
+    // Returns how many of the first `alternately` tiles after the lead belong to the first product.
     MOECOMM_BOTH i32 before(i32 alternately) const {
         const i32 mine = rotation_step_ * columns_[0], both = mine + rotation_step_ * columns_[1], rest = alternately % both;
         return alternately / both * mine + (rest < mine ? rest : mine);
     }
 
     TileWalk first_, second_;
-    i32 columns_[2];  // tiles of them
+    i32 columns_[2];  // column tiles
     i32 rotation_step_;
-    i32 all_, lead_;  // tiles of the first product; those before any of the second
+    i32 all_, lead_;  // tiles of the first product: all, and those before any tile of the second
 };
 
 }  // namespace moecomm

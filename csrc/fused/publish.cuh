@@ -1,12 +1,12 @@
-// Before the dispatch of a layer, and while it goes on: our rows to where peers can read them.  The dispatch begins when all before this
-// kernel has ended, reads nothing that is written here, and tells no peer of the rows before this has ended (dispatch/descriptors.cuh).
+// Publishes this rank's rows, before and concurrently with the dispatch of a fused layer.  The dispatch may be launched while this kernel
+// runs: it reads nothing that is written here, and signals no peer before this kernel has ended (dispatch/descriptors.cuh).
 #pragma once
 #include "../device/quantize.cuh"
 #include "layer.cuh"
 
 namespace moecomm {
 
-// As they are.
+// Copies rows without a cast.  Called by all threads of the grid.
 template <RowConfig r>
 MOECOMM_FN void copy_rows(const LayerArgs& a, u8* to, i32 thread, i32 threads) {
     constexpr i32 vectors = r.bytes() / 16, together = 4;
@@ -26,7 +26,7 @@ MOECOMM_FN void copy_rows(const LayerArgs& a, u8* to, i32 thread, i32 threads) {
     }
 }
 
-// Cast as a dispatch casts them, by warps, a piece each.
+// Casts rows as a dispatch does.  Called by all warps of the grid; a warp casts a piece of 2 * kStepColumns columns at a time.
 template <RowConfig r, Type given>
 MOECOMM_FN void cast_rows(const LayerArgs& a, u8* to, i32 warp, i32 warps) {
     constexpr i32 most = 2 * kStepColumns, pieces = ceil_div(r.hidden, most);
@@ -39,7 +39,8 @@ MOECOMM_FN void cast_rows(const LayerArgs& a, u8* to, i32 warp, i32 warps) {
     }
 }
 
-// Rows of type `given`, by any number of blocks.
+// The kernel, with any number of blocks of kPublishThreads threads: resets the layer's counters and `failed`, and publishes rows of type
+// `given`.  Waits for no peer and cannot fail.
 template <RowConfig r, Type given>
 MOECOMM_FN void publish_rows(const LayerArgs& a) {
     const i32 thread = blockIdx.x * kPublishThreads + threadIdx.x, threads = gridDim.x * kPublishThreads;
@@ -54,7 +55,7 @@ MOECOMM_FN void publish_rows(const LayerArgs& a) {
     } else {
         copy_rows<r>(a, published, thread, threads);
     }
-    fence_system();  // peers read it when they know of it
+    fence_system();  // orders the rows before the dispatch's signals to peers
 }
 
 }  // namespace moecomm

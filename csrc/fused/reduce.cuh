@@ -1,8 +1,8 @@
-// The end of a layer at a token's source rank: what its experts have made is weighted and added up, in the order of the ranks and, of a
-// rank, of k, each rank's part by itself: the bits of a combine whose parts travel in fp32.
+// The end of a fused layer at the source rank: weights and adds up the received rows of each token.  The order is that of the ranks and,
+// inside a rank, of k, with a separate sum for each rank: the bits of a combine whose wire dtype is fp32.
 //
-// A warp makes a piece of a token's row at a time, out of the same piece of the rows that have been received.  Those of the pieces after it
-// are on their way to its slots meanwhile: nearly all of the shared memory is, which is what it takes to read as fast as memory gives.
+// A warp computes a piece of a token's row at a time, out of the same piece of the received rows.  Meanwhile the inputs of later pieces
+// load into its slots.  The slots take nearly all of the shared memory, which is what it takes to read at the bandwidth of memory.
 #pragma once
 #include "../device/bulk.cuh"
 #include "../device/cast.cuh"
@@ -15,15 +15,15 @@ namespace moecomm {
 struct ReduceConfig {
     Type type;  // of rows, bias and out
     i32 hidden, topk;
-    i32 warps, slots;  // of a block, and of each of them
-    i32 piece_bytes;   // of a row, whole steps of a warp
+    i32 warps, slots;  // warps of a block, slots of a warp
+    i32 piece_bytes;   // of a row; a multiple of 16 bytes a lane
 
     MOECOMM_BOTH constexpr i32 threads() const { return warps * kWarp; }
     MOECOMM_BOTH constexpr i32 row_bytes() const { return hidden * 2; }
     MOECOMM_BOTH constexpr i32 pieces() const { return ceil_div(row_bytes(), piece_bytes); }
 };
 
-// What is added up for a piece.
+// The inputs of a piece.
 template <ReduceConfig h>
 struct ReduceSlot {
     struct Entry {
@@ -33,7 +33,7 @@ struct ReduceSlot {
     };
     alignas(128) u8 rows[h.topk + 1][h.piece_bytes];  // by k; the last is the bias
     Entry entries[h.topk];                            // in the order in which they are added
-    i32 count;                                        // of them
+    i32 count;                                        // of entries
     u64 full;
 };
 
@@ -42,7 +42,7 @@ struct ReduceShared {
     ReduceSlot<h> slots[h.warps][h.slots];
 };
 
-// A warp: every `step`-th item from the first on, a piece of a token each.
+// The work of a warp: every `step`-th item from `next` on; an item is a piece of a token.  All methods are called by the whole warp.
 template <ReduceConfig h>
 struct ReduceWarp {
     static constexpr i32 kColumns = 8, kVectors = h.piece_bytes / (16 * kWarp);  // of 16 bytes, a lane
@@ -51,13 +51,13 @@ struct ReduceWarp {
     const LayerArgs& a;
     ReduceSlot<h> (&slots)[h.slots];
     const i32 step, items;
-    i32 next;        // that is loaded
-    i32 owner = -1;  // of this lane's entry of its token
+    i32 next;        // item to load next
+    i32 owner = -1;  // of this lane's entry of that item's token
     float weight = 1.0f;
 
     MOECOMM_FN static i32 bytes_from(i32 at) { return min(h.piece_bytes, h.row_bytes() - at); }
 
-    // The entries of the next item, before run() those of the first, which are wanted when a slot is free.
+    // Loads this lane's entry of the next item early, so that it is in registers when a slot is free.  Called once before run().
     MOECOMM_FN void look_ahead() {
         owner = -1;
         if (next >= items || lane_id() >= h.topk) return;
@@ -66,6 +66,7 @@ struct ReduceWarp {
         if (a.weights != 0) weight = reinterpret_cast<const float*>(a.weights)[entry];
     }
 
+    // Starts the loads of the next item into a free slot; `full` completes with them.
     MOECOMM_FN void load(ReduceSlot<h>& slot) {
         if (next >= items) return;
         const i32 token = next / h.pieces(), at = next % h.pieces() * h.piece_bytes, lane = lane_id(), bytes = bytes_from(at);
@@ -107,7 +108,7 @@ struct ReduceWarp {
                 (&part[0][0])[i] = 0.0f;
             }
         };
-        i32 of = -1;  // whose part it is
+        i32 of = -1;  // owner of the current part
         for (i32 n = 0; n < slot.count; ++n) {
             const auto entry = slot.entries[n];
             if (entry.owner != of && of >= 0) end_part();
@@ -138,22 +139,23 @@ struct ReduceWarp {
     }
 
     MOECOMM_FN void run() {
-        fence_async();  // what has been received was acquired by ordinary loads
+        fence_async();  // received rows were acquired by ordinary loads; bulk loads read them
         i32 item = next;
         for (i32 i = 0; i < h.slots; ++i) load(slots[i]);
         for (i32 nth = 0; item < items; item += step, ++nth) {
             ReduceSlot<h>& slot = slots[nth % h.slots];
             copy_wait(&slot.full, nth / h.slots & 1);
-            __syncwarp();  // all lanes know the entries
+            __syncwarp();  // the entries are visible to all lanes
             add_up(slot, item);
-            __syncwarp();  // the slot is free
+            __syncwarp();  // all lanes have read the slot
             load(slot);
         }
     }
 };
 
-// By the first warp of a block: all ranks, we too, have sent what their experts have made of ours.  Or ours have noted that they can't go
-// on (`failed`), and tell nobody.
+// Waits until all ranks, this one included, have sent their rows of this rank's tokens, and acquires them.  Called by the first warp of
+// each block, a lane a peer.  Returns false in all lanes, with the failure record filled, on a timeout or abort, or if this rank's own
+// expert layer has set `failed` (it then signals no rank).
 MOECOMM_FN bool await_received(const LayerArgs& a, const Round& r) {
     bool missing = false;
     for (i32 p = lane_id(); p < a.ctx.shape.ranks && !missing; p += kWarp) {
@@ -170,6 +172,7 @@ MOECOMM_FN bool await_received(const LayerArgs& a, const Round& r) {
     return !__any_sync(kAllLanes, missing);
 }
 
+// The body of the kernel: all threads of any number of blocks.  An invalid round (tag 0) waits for nothing.
 template <ReduceConfig h>
 MOECOMM_FN void reduce_received(const LayerArgs& a) {
     extern __shared__ __align__(128) u8 memory[];
@@ -188,8 +191,9 @@ MOECOMM_FN void reduce_received(const LayerArgs& a) {
     warp.run();
 }
 
-// Any number of blocks.  The kernel before this one has waited for all before it, and what it sends is told by flags, its own as
-// well: only the kernel after this one has to wait until it has ended.
+// The kernel, with any number of blocks.  It need not wait for the expert layer's launch to end: that launch has itself waited for all
+// earlier kernels, and signals its results, also to this rank.  Waiting at the end keeps the next kernel from starting before the launch
+// has ended.
 template <ReduceConfig h>
 MOECOMM_FN void reduce_layer(const LayerArgs& a) {
     reduce_received<h>(a);

@@ -1,38 +1,39 @@
-// What a grouped GEMM is told when it is launched, and its sizes.  Plain C++: moecomm._native describes it to Python (bindings/fused.cpp).
+// Launch arguments and sizes of a grouped GEMM.  Plain C++: moecomm._native describes the structs to Python (bindings/fused.cpp).
 #pragma once
 #include "tiles.h"
 
 namespace moecomm {
 
-constexpr i32 kSlotRowBytes = 128;  // of x and w, in a slot of the ring: the widest swizzle
+constexpr i32 kSlotRowBytes = 128;  // bytes of a row of x or w in a slot of the ring: the widest swizzle
 constexpr i32 kWarpgroup = 128, kMathGroups = 2;
 constexpr i32 kGemmThreads = (1 + kMathGroups) * kWarpgroup;
 constexpr i32 kPartColumns = 64;                    // rows of w that a warpgroup multiplies at once
-constexpr i32 kMostGroups = 512;                    // their counts lie in shared memory
-constexpr i32 kRowMaps = 5;                         // heights of boxes of x
-constexpr i32 kWeightScales = kMathGroups * 2 * 2;  // of a slot: of each warpgroup, each part, gate rows and up rows
+constexpr i32 kMostGroups = 512;                    // shared memory holds a count for each group
+constexpr i32 kRowMaps = 5;                         // tensor maps of x, one for each box height
+constexpr i32 kWeightScales = kMathGroups * 2 * 2;  // scales of w in a slot: warpgroups x parts x (gate, up)
 
-// CUtensorMap, as cuTensorMapEncodeTiled makes it.
+// A CUtensorMap, encoded by cuTensorMapEncodeTiled.
 struct alignas(64) TensorMap {
     u64 words[16];
 };
 
 struct GemmArgs {
-    TensorMap w;            // [groups][columns][depth], boxes of block_columns(); apart: [groups][columns / 16][gate, up][8][depth],
-                            // as many rows, which the strides of the map put where the interleaved ones would be
+    TensorMap w;            // [groups][columns][depth], boxes of block_columns() rows; with GemmConfig::apart the map has five dimensions,
+                            // [groups][columns / 16][gate, up][8][depth], and its strides interleave the rows as they are loaded
     TensorMap x[kRowMaps];  // [rows][depth], boxes of least_box() rows, twice as many, and so on
     u64 out;                // [rows][columns], or half the columns with swiglu
     u64 counts;             // i32[groups]: rows of each group
     i32 columns, depth;
     Grouping grouping;
-    // Of e4m3: f32[rows][ceil(depth / 128)], so many elements from row to row and from column to column; f32[groups][ceil(columns / 128)]
-    // [ceil(depth / 128)], of w as it lies in memory; f32[rows][ceil(columns / 2 / 128)], where the product is cast.
+    // e4m3 only.  x_scales: f32[rows][ceil(depth / 128)].  w_scales: f32[groups][ceil(columns / 128)][ceil(depth / 128)], in the row order
+    // of w in memory.  out_scales: f32[rows][ceil(columns / 2 / 128)], where the product is cast.
     u64 x_scales, w_scales, out_scales;
-    i64 x_scale_row, x_scale_column;
+    i64 x_scale_row, x_scale_column;  // strides of x_scales, in elements
 };
 
-// Columns that a block multiplies, and columns of product that a warpgroup turns at once, in bytes.
+// Rows of w that a block multiplies (columns of the product).
 MOECOMM_BOTH constexpr i32 gemm_block_columns(bool scaled) { return kMathGroups * (scaled ? 2 : 1) * kPartColumns; }
+// Bytes of the product that a warpgroup transposes in one step of the epilogue.
 MOECOMM_BOTH constexpr i32 gemm_stage_bytes(bool scaled) { return scaled ? 4096 : 8192; }
 // Dynamic shared memory of a block; gemm.cuh asserts that GemmShared fits.
 MOECOMM_BOTH constexpr i32 gemm_shared_bytes(bool scaled, i32 most_rows, i32 stages) {

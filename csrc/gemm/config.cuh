@@ -1,4 +1,4 @@
-// What a grouped GEMM is compiled for: moecomm/fused/kernels.py writes it.
+// Compile-time configuration of a grouped GEMM; moecomm/fused/kernels.py writes the instance.
 #pragma once
 #include "../device/config.cuh"
 #include "args.h"
@@ -6,32 +6,32 @@
 
 namespace moecomm {
 
-constexpr i32 kWoven = 8;         // gate rows before their up rows
-constexpr i32 kScaleGroup = 128;  // columns of x, rows and columns of w, that share a scale
+constexpr i32 kWoven = 8;         // rows of an interleaved group: 8 gate rows, then their 8 up rows
+constexpr i32 kScaleGroup = 128;  // columns of x, or rows and columns of w, that share a scale
 
 struct GemmConfig {
     Type type;      // of x and w; e4m3 has scales
-    Type out;       // e4m3: what bf16 would be, cast, with scales
-    bool swiglu;    // out = silu(gate) * up, of rows of w that lie interleaved by kWoven in the ring ...
-    bool apart;     // ... and, in memory, all gate rows before all up rows
-    i32 row_unit;   // of the rows of a tile: 16 or a multiple of it
-    i32 most_rows;  // of a tile, a multiple of row_unit
+    Type out;       // of the product; e4m3: the bf16 product, cast, with scales
+    bool swiglu;    // out = silu(gate) * up; gate and up rows of w are interleaved by kWoven in the ring
+    bool apart;     // in memory, all gate rows of w come before all up rows
+    i32 row_unit;   // tile heights are multiples of it; itself a multiple of 16
+    i32 most_rows;  // largest tile height
     i32 stages;     // slots of the ring
-    i32 cluster;    // blocks that multiply the same rows with neighbouring columns: each loads its part of the rows for all
-    bool swapped;   // w is what the instruction takes as rows, x as columns; or, of e4m3, as they are named (scaled_rows.cuh)
+    i32 cluster;    // blocks that multiply the same rows with neighboring columns; each loads its part of the rows for all
+    bool swapped;   // w is operand A of wgmma (its rows are M) and x operand B; false (e4m3 only): x is A (scaled_rows.cuh)
 
     MOECOMM_BOTH constexpr bool scaled() const { return type == Type::e4m3; }
-    // Times kPartColumns that a warpgroup multiplies with, one after the other.  Of e4m3 two: the 128 columns of a product that share a
-    // scale are then those of one block, also after SwiGLU.
+    // Groups of kPartColumns rows of w that a warpgroup multiplies in sequence.  Two for e4m3, so that the 128 product columns that share
+    // a scale belong to one block, also after SwiGLU.
     MOECOMM_BOTH constexpr i32 parts() const { return scaled() ? 2 : 1; }
     MOECOMM_BOTH constexpr i32 block_columns() const { return gemm_block_columns(scaled()); }    // rows of w
-    MOECOMM_BOTH constexpr i32 depth() const { return kSlotRowBytes / bytes_of(type); }          // columns of x and w, in a slot
-    MOECOMM_BOTH constexpr i32 weight_bytes() const { return block_columns() * kSlotRowBytes; }  // of w, in a slot
-    MOECOMM_BOTH constexpr i32 row_bytes() const { return most_rows * kSlotRowBytes; }           // of x, in a slot
-    // Of product that a warpgroup turns at once; two places, so that each is met for once.
+    MOECOMM_BOTH constexpr i32 depth() const { return kSlotRowBytes / bytes_of(type); }          // columns of x and w in a slot
+    MOECOMM_BOTH constexpr i32 weight_bytes() const { return block_columns() * kSlotRowBytes; }  // bytes of w in a slot
+    MOECOMM_BOTH constexpr i32 row_bytes() const { return most_rows * kSlotRowBytes; }           // bytes of x in a slot
+    // Bytes of the product that a warpgroup transposes at once.  There are two such buffers, so that one barrier a step is enough.
     MOECOMM_BOTH constexpr i32 stage_bytes() const { return gemm_stage_bytes(scaled()); }
     MOECOMM_BOTH constexpr i32 shared_bytes() const { return gemm_shared_bytes(scaled(), most_rows, stages); }
-    MOECOMM_BOTH constexpr i32 least_box() const { return row_unit / cluster; }  // rows that the first of the maps loads
+    MOECOMM_BOTH constexpr i32 least_box() const { return row_unit / cluster; }  // box height of the first map of x
 };
 
 }  // namespace moecomm

@@ -1,8 +1,8 @@
-// What becomes of the sums of a warpgroup: activation, rounding, and through shared memory to rows of the product.
+// The epilogue of swapped operands: activation, rounding, transposition in shared memory, stores by rows of the product.
 //
-// A warpgroup has 64 columns of the product, or 32 after SwiGLU, of all rows of the tile; of e4m3 twice, one after the other.  A lane's
-// registers lie across rows (wgmma.cuh); stmatrix.trans turns them, so that a row's columns lie side by side, and then 8 or 4 lanes store a
-// row of 128 or 64 bytes.
+// A warpgroup holds 64 columns of the product, or 32 after SwiGLU, of all rows of the tile; with e4m3 it holds two such parts.  A lane's
+// registers run across rows (wgmma.cuh).  stmatrix.trans transposes them, so that the columns of a row are contiguous; 8 or 4 lanes then
+// store a row of 128 or 64 bytes.
 #pragma once
 #include "../device/cast.cuh"
 #include "../device/copy.cuh"
@@ -15,15 +15,15 @@ namespace moecomm {
 template <GemmConfig c>
 struct Turned {
     static constexpr i32 columns = c.swiglu ? 32 : 64;                                    // of the warpgroup, in a part
-    static constexpr i32 together = c.out == Type::e4m3 ? c.parts() * columns : columns;  // that are turned side by side
-    static constexpr i32 chunks = together / 8;                                           // of 16 bytes, in a row
-    static constexpr i32 room = c.stage_bytes() / (together * 2), rows = room < c.most_rows ? room : c.most_rows;  // turned at once
+    static constexpr i32 together = c.out == Type::e4m3 ? c.parts() * columns : columns;  // columns in a staging buffer
+    static constexpr i32 chunks = together / 8;                                           // chunks of 16 bytes in a row
+    static constexpr i32 room = c.stage_bytes() / (together * 2), rows = room < c.most_rows ? room : c.most_rows;  // in a staging buffer
 
-    // Chunks are permuted so that neither 8 rows that a matrix goes to nor 8 lanes that read meet in a bank.
+    // Chunks are permuted, so that neither the 8 rows of a matrix that is stored nor 8 lanes that load have bank conflicts.
     MOECOMM_FN static i32 offset(i32 row, i32 chunk) { return (row * chunks + (chunk ^ (chunks == 4 ? row / 2 % 4 : row % 8))) * 16; }
 };
 
-// Four 8 x 8 matrices of 2-byte values, turned: lane l gives the address of row l % 8 of matrix l / 8.
+// Stores four 8 x 8 matrices of 2-byte values, transposed.  A whole warp: lane l passes the address of row l % 8 of matrix l / 8.
 MOECOMM_FN void store_turned(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0), "r"(m1), "r"(m2),
                  "r"(m3)
@@ -42,11 +42,12 @@ MOECOMM_FN u32 narrow_pair(float first, float second) {
 }
 MOECOMM_FN float swiglu(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
 
-// Rows `from` .. of the tile, as many as are turned at once, of a part.
+// Activates, rounds and transposes rows `from` to `from + Turned::rows` of a part into `staging`.  Called by a whole warpgroup; a barrier
+// must follow before the rows are loaded.
 template <GemmConfig c, i32 from, i32 part = 0, i32 size>
 MOECOMM_FN void turn(const float (&accum)[size], u32 staging) {
     using T = Turned<c>;
-    // What the product is, or is before it is cast.
+    // Type of the product before a cast.
     constexpr Type type = c.out == Type::e4m3 ? Type::bf16 : c.out;
     const i32 lane = lane_id(), warp = warp_id() % 4;
     if constexpr (c.swiglu) {
@@ -74,7 +75,8 @@ MOECOMM_FN void turn(const float (&accum)[size], u32 staging) {
     }
 }
 
-// By all threads of a warpgroup, `barrier` its own.  `turns` counts over all tiles.
+// Stores a part of a tile through `out`.  Called by a whole warpgroup; `barrier` is its named barrier.  `turns` counts staging steps over
+// all tiles: buffers alternate, so that one barrier a step orders both the loads of this step and the next overwrite.
 template <GemmConfig c, i32 from = 0, class Out, i32 size>
 MOECOMM_FN void store_tile(const float (&accum)[size], const Tile& tile, i32 column, i32 columns, u32 staging, i32 barrier, u32& turns,
                            const Out& out) {
@@ -93,7 +95,7 @@ MOECOMM_FN void store_tile(const float (&accum)[size], const Tile& tile, i32 col
     if constexpr (from + T::rows < c.most_rows) store_tile<c, from + T::rows>(accum, tile, column, columns, staging, barrier, turns, out);
 }
 
-// All that a warpgroup, the `group`-th of the row of tiles, has of it.
+// Stores all parts that a warpgroup holds of a tile.  `group`: index of the warpgroup over all column tiles.
 template <GemmConfig c, i32 part = 0, class Out, i32 size>
 MOECOMM_FN void store_parts(const float (&accum)[c.parts()][size], const Tile& tile, i32 group, i32 columns, u32 staging, i32 barrier,
                             u32& turns, const Out& out) {

@@ -1,14 +1,17 @@
-// A product that is cast to e4m3 on its way to memory, one scale for 128 columns of a row: the bits of the cast of a dispatch, of what
-// the product is in bf16.
+// The epilogue of a product that is cast to e4m3, with a scale for 128 columns of a row.  It leaves the same bits as a dispatch that casts
+// the bf16 product.
 //
-// Those 128 columns are the block's, 64 a warpgroup: both turn the same rows, meet, and 16 lanes cast a row.
+// The 128 columns belong to one block, 64 to each warpgroup.  Both warpgroups transpose the same rows and meet at a barrier; then 16 lanes
+// cast a row.
 #pragma once
 #include "epilogue.cuh"
 
 namespace moecomm {
 
-constexpr i32 kCastLanes = kScaleGroup / 8;  // that share a row, 8 columns each
+constexpr i32 kCastLanes = kScaleGroup / 8;  // lanes of a row, 8 columns each
 
+// Casts 8 columns and stores them and, in the first lane of the row, the scale.  Called by a whole warp (it reduces over kCastLanes lanes);
+// only lanes with `there` store.
 template <class Out>
 MOECOMM_FN void store_eight(const uint4& values, i32 row, i32 column, bool there, const Out& out) {
     const float seen[1] = {largest_in_group<Type::bf16, kCastLanes>(largest_magnitudes<Type::bf16>(values))};
@@ -19,7 +22,8 @@ MOECOMM_FN void store_eight(const uint4& values, i32 row, i32 column, bool there
     if (column % kScaleGroup == 0) out.store_scale(row, column, __uint_as_float(scale[0].bits));
 }
 
-// By all threads of both warpgroups.  `staging`: that of the first, the other's behind it.
+// Casts and stores a tile.  Called by all threads of both math warpgroups, which meet at named barrier 1 + kMathGroups at each step.
+// `staging`: the first warpgroup's buffers; the second's follow.
 template <GemmConfig c, i32 from = 0, class Out, i32 size>
 MOECOMM_FN void store_cast(const float (&accum)[c.parts()][size], const Tile& tile, i32 block, i32 columns, u32 staging, i32 math_group,
                            u32& turns, const Out& out) {

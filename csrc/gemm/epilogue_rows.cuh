@@ -1,8 +1,8 @@
-// What becomes of the sums of a warpgroup whose rows are rows of x (scaled_rows.cuh).
+// The epilogue of products whose operand A is x (scaled_rows.cuh).
 //
-// A warp has all columns of the block of 16 rows: nobody else has a part in what it stores.  stmatrix puts 128 bytes of each row into
-// shared memory, as they lie in it, and 8 lanes store a row's.  The 128 columns that share a scale, where the product is cast, are in
-// registers of four lanes.
+// A warp holds all columns of the block of 16 rows, so it stores them without other warps.  stmatrix writes 128 bytes of each row to shared
+// memory in row order, and 8 lanes store the row's.  Where the product is cast, the 128 columns that share a scale are in registers of four
+// lanes; for a tile of at most 64 rows, half of them are in the other warpgroup (share_largest).
 #pragma once
 #include "epilogue.cuh"
 #include "scaled_rows.cuh"
@@ -11,26 +11,27 @@ namespace moecomm {
 
 constexpr i32 kWarpRows = 16, kStagedRowBytes = 128;
 
-// Chunks of 16 bytes are permuted so that neither 8 rows that a matrix goes to nor 8 lanes that read meet in a bank.
+// Chunks of 16 bytes are permuted, so that neither the 8 rows of a matrix that is stored nor 8 lanes that load have bank conflicts.
 MOECOMM_FN u32 staged_at(u32 staging, i32 row, i32 chunk) { return staging + (row * 8 + (chunk ^ row % 8)) * 16; }
 
-// Four 8 x 8 matrices of 2-byte values: lane l gives the address of row l % 8 of matrix l / 8.
+// Stores four 8 x 8 matrices of 2-byte values.  A whole warp: lane l passes the address of row l % 8 of matrix l / 8.
 MOECOMM_FN void store_matrices(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0), "r"(m1), "r"(m2), "r"(m3)
                  : "memory");
 }
-// So many times 16 bytes of each row, of each a word of a lane's first row and of its second.
+// Stages `chunks` chunks of 16 bytes of each of the warp's 16 rows.  A whole warp; `words`: of each chunk, a word of the lane's first row
+// and one of its second.  Staged words are visible to the warp on return.
 template <i32 chunks>
 MOECOMM_FN void stage_rows(u32 staging, const u32 (&words)[chunks][2]) {
     const i32 lane = lane_id();
-    __syncwarp();  // what was there has been read
+    __syncwarp();  // earlier contents have been read
 #pragma unroll
     for (i32 chunk = 0; chunk < chunks; chunk += 2)
         store_matrices(staged_at(staging, lane % 16, chunk + lane / 16), words[chunk][0], words[chunk][1], words[chunk + 1][0],
                        words[chunk + 1][1]);
     __syncwarp();
 }
-// Does store(row, chunk, values) with all that is staged.
+// Calls store(row, chunk, values) for every staged chunk.  A whole warp.
 template <i32 chunks, class Store>
 MOECOMM_FN void for_staged(u32 staging, const Store& store) {
 #pragma unroll
@@ -38,7 +39,8 @@ MOECOMM_FN void for_staged(u32 staging, const Store& store) {
         store(i / chunks, i % chunks, load_shared(staged_at(staging, i / chunks, i % chunks)));
 }
 
-// Two neighbouring columns of the product, of a lane's first or second row, of the eight-th 8 columns of a part.
+// Returns two neighboring columns of the product, activated and rounded: of the lane's first or second row, in the `eight`-th group of 8
+// columns of a part.
 template <GemmConfig c, i32 size>
 MOECOMM_FN u32 made_of(const float (&accum)[size], i32 eight, i32 second) {
     constexpr Type type = c.out == Type::e4m3 ? Type::bf16 : c.out;
@@ -51,11 +53,12 @@ MOECOMM_FN u32 made_of(const float (&accum)[size], i32 eight, i32 second) {
     }
 }
 
-// Rows that a warp has, of the product, and columns from `column` on, of `columns`.
+// A warp's share of the product: `rows` rows from `first` on, columns from `column` on (`columns` in the whole product).
 struct Placed {
     i32 first, rows, column, columns;
 };
 
+// Stores a warp's share without a cast, 64 columns at a time.  A whole warp.
 template <GemmConfig c, i32 parts, i32 size, class Out>
 MOECOMM_FN void store_as_made(const float (&accum)[c.parts()][size], const Placed& at, u32 staging, const Out& out) {
     constexpr i32 each = (c.swiglu ? kRowsPart / 2 : kRowsPart) / 64;  // pieces, in a part
@@ -75,19 +78,20 @@ MOECOMM_FN void store_as_made(const float (&accum)[c.parts()][size], const Place
 MOECOMM_FN void store_shared_words(u32 address, u32 first, u32 second) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(first), "r"(second) : "memory");
 }
-// The largest that a lane has seen of each of its rows, and that the same lane of the other warpgroup has, where it has the other part of
-// their columns.  By all threads of both.
+// Replaces the largest magnitude of each of a lane's two rows by the maximum over both warpgroups, where each holds half of the columns of
+// these rows.  Called by all threads of both math warpgroups, which meet at a named barrier twice.
 MOECOMM_FN void share_largest(u32 (&largest)[2], u32 mine, u32 other) {
-    __syncwarp();  // what was there has been read
+    __syncwarp();  // earlier contents have been read
     store_shared_words(mine + lane_id() * 8, largest[0], largest[1]);
     barrier_sync(1 + kMathGroups, kMathGroups * kWarpgroup);
     const float2 seen = load_shared_pair(other + lane_id() * 8);
     largest[0] = larger<Type::bf16>(largest[0], __float_as_uint(seen.x));
     largest[1] = larger<Type::bf16>(largest[1], __float_as_uint(seen.y));
-    barrier_sync(1 + kMathGroups, kMathGroups * kWarpgroup);  // then there is room again
+    barrier_sync(1 + kMathGroups, kMathGroups * kWarpgroup);  // the staging may be overwritten again
 }
 
-// The bits of epilogue_cast.cuh's.  `other`: staging of the warp that has other columns of these rows, if one does.
+// Casts a warp's share to e4m3 and stores it with its scales: the same bits as epilogue_cast.cuh.  A whole warp, or, with half of the
+// parts, all warps of both math warpgroups.  `other`: staging of the warp that holds the other columns of these rows, if there is one.
 template <GemmConfig c, i32 parts, i32 size, class Out>
 MOECOMM_FN void store_as_cast(const float (&accum)[c.parts()][size], const Placed& at, u32 staging, u32 other, const Out& out) {
     static_assert(c.swiglu && c.parts() * size == kScaleGroup, "all parts are a group of columns");
@@ -104,7 +108,7 @@ MOECOMM_FN void store_as_cast(const float (&accum)[c.parts()][size], const Place
     const float seen[2] = {largest_in_group<Type::bf16, 4>(largest[0]), largest_in_group<Type::bf16, 4>(largest[1])};
     GroupScale scale[2];
     group_scales<ScaleFormat::fp32>(seen, scale);
-    // A word has a lane's two columns of 8 and of the next 8: of 16 columns, words of four lanes.
+    // A word holds a lane's two columns of 8 and its two of the next 8; the words of four lanes hold 16 columns.
     u32 words[eights / 2][2];
 #pragma unroll
     for (i32 i = 0; i < eights; ++i) {
@@ -141,7 +145,8 @@ MOECOMM_FN void store_share(const float (&accum)[c.parts()][size], const Placed&
         store_as_made<c, parts>(accum, at, staging, out);
     }
 }
-// By all threads of a warpgroup: what it has of the block-th columns of the tile.  `staging`: of all warps.
+// Stores a warpgroup's share of a tile in column block `block`.  Called by both math warpgroups; they meet at a named barrier only where
+// the product is cast and the tile has at most 64 rows.  `staging`: of all warps of both warpgroups.
 template <GemmConfig c, i32 size, class Out>
 MOECOMM_FN void store_rows(const float (&accum)[c.parts()][size], const Tile& tile, i32 block, i32 columns, u32 staging, i32 math_group,
                            const Out& out) {

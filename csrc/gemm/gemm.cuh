@@ -1,11 +1,12 @@
 // A grouped GEMM: out[r] = w[g] x[r] for the rows r of each group g, on Hopper's tensor cores.
 //
-// The weights are what the instruction takes as rows, 128 of them a block, and the rows of x are its columns: 16 to 256 a tile, as many as
-// there are, so that a group of few rows costs few.  A block is a warp that loads, in a warpgroup of its own, and two warpgroups that
-// multiply 64 rows of w each.  Of e4m3, whose sums are in registers twice (scaled.cuh), a block has twice the weights, a warpgroup 64 rows
-// of them after 64 others, and tiles have up to 128 rows; or, where there are many, x is the instruction's rows (scaled_rows.cuh).  Blocks
-// stay for the whole launch; each takes every gridDim-th tile (tiles.h). The blocks of a cluster make the same tile of rows of neighbouring
-// columns: each loads its part of x into all of them.
+// Operands are swapped: the weights are operand A of wgmma, 128 rows a block, and the rows of x are its N dimension, 16 to 256 a tile, so
+// that a group of few rows costs little.  A block has a loader warpgroup (one thread of it loads) and two math warpgroups, which multiply
+// 64 rows of w each.  FP8 keeps two accumulators (scaled.cuh): a block then has 256 rows of w, a warpgroup multiplies two times 64 of them
+// in sequence, and tiles have at most 128 rows.  FP8 tiles of many rows use x as operand A instead (scaled_rows.cuh).
+//
+// The kernel is persistent: each cluster takes every (gridDim / cluster)-th tile (tiles.h).  The blocks of a cluster multiply the same row
+// tile with neighboring columns; each loads its part of x into all of them.
 #pragma once
 #include "../device/launch.cuh"
 #include "epilogue.cuh"
@@ -26,7 +27,7 @@ struct GemmShared {
     i32 counts[kMostGroups];
     RingScales<c> scales;
 
-    // From the begin on: what only copies and warps that multiply fill.
+    // Bytes from the beginning that are unused until the first tile is loaded: the fused kernel fetches rows through them.
     MOECOMM_BOTH static constexpr i32 room() { return sizeof(ring) + sizeof(staging); }
 };
 
@@ -35,7 +36,7 @@ MOECOMM_FN i32 place_in_cluster() {
     return c.cluster == 1 ? 0 : cluster_rank();
 }
 
-// The tiles of this block's cluster.  What does not change is read where it is wanted: registers are short.
+// The tiles of this block's cluster, for one role.  Constants are read again where they are needed: registers are scarce.
 template <GemmConfig c>
 struct MyTiles {
     TileWalk walk;
@@ -49,13 +50,14 @@ struct MyTiles {
     }
 };
 
-// Which of the blocks of columns.
+// Index of this block's columns, in units of block_columns().
 template <GemmConfig c>
 MOECOMM_FN i32 block_of(const Tile& tile, i32 rank) {
     return tile.column * c.cluster + rank;
 }
 
-// One thread: fills the ring with a tile.  `apart`: GemmConfig::apart of what it is a tile of.
+// Loads a tile into the ring, slot after slot.  Called by the loader thread.  Each slot is loaded after its `empty` barrier completes (all
+// warps of the cluster have released it) and completes `full`.  Cannot fail.  `apart`: GemmConfig::apart of the tile's product.
 template <GemmConfig c, bool apart>
 MOECOMM_FN void load_tile(GemmShared<c>& s, const GemmArgs& args, const Tile& tile, i32 rank, RingPlace<c>& place) {
     const i32 part = tile.padded / c.cluster, column = block_of<c>(tile, rank) * c.block_columns();
@@ -84,7 +86,7 @@ MOECOMM_FN void load_tile(GemmShared<c>& s, const GemmArgs& args, const Tile& ti
     }
 }
 
-// One thread: tile after tile.
+// The loader role: one thread.
 template <GemmConfig c>
 MOECOMM_FN void load_tiles(GemmShared<c>& s, const GemmArgs& args) {
     const i32 rank = place_in_cluster<c>();
@@ -95,8 +97,9 @@ MOECOMM_FN void load_tiles(GemmShared<c>& s, const GemmArgs& args) {
     }
 }
 
-// A warp: scales of a tile, slot after slot beside what they are of.  Rows that are multiplied and not stored get somebody's of the tile:
-// others' may not be there yet.  `product`: what it is a tile of.
+// Loads the scales of a tile into the ring.  Called by a whole warp, which waits for `empty` as the loader does; each lane arrives at
+// `full` once its copies are written.  Cannot fail.  Padding rows, which are multiplied and not stored, take the scale of the tile's last
+// row: scales of rows outside of the tile may not have arrived yet.  `product`: configuration of the tile's product.
 template <GemmConfig c, GemmConfig product>
 MOECOMM_FN void load_scales_of(GemmShared<c>& s, const GemmArgs& args, const Tile& tile, i32 rank, RingPlace<c>& place) {
     const i32 lane = lane_id();
@@ -115,7 +118,7 @@ MOECOMM_FN void load_scales_of(GemmShared<c>& s, const GemmArgs& args, const Til
     }
 }
 
-// A warp: tile after tile.
+// The scale loader role: a warp.
 template <GemmConfig c>
 MOECOMM_FN void load_scales(GemmShared<c>& s, const GemmArgs& args) {
     const i32 rank = place_in_cluster<c>();
@@ -126,7 +129,8 @@ MOECOMM_FN void load_scales(GemmShared<c>& s, const GemmArgs& args) {
     }
 }
 
-// 64 rows of w times n rows of x, over all columns of both.
+// Multiplies 64 rows of w by n rows of x over the whole depth.  Called by a math warpgroup.  Each step waits for `full`; one step's wgmma
+// stays in flight while the slot of the step before is released.  Cannot fail.
 template <GemmConfig c, i32 n, i32 size>
 MOECOMM_FN void multiply(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, i32 steps, float (&accum)[size]) {
     const u32 w = operand_at(shared_address(s.ring.w[0]) + math_group * (c.weight_bytes() / kMathGroups));
@@ -151,7 +155,7 @@ MOECOMM_FN void multiply(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, 
     wgmma_wait<0>();
     release_slot<c>(s.barriers, before);
 }
-// All parts, for the n of this tile.
+// Multiplies all parts of a tile, with the instance whose n is `padded`.  Called by a math warpgroup; `accum` is complete on return.
 template <GemmConfig c, i32 n = c.most_rows, i32 size>
 MOECOMM_FN void multiply_padded(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, i32 steps, i32 padded,
                                 float (&accum)[c.parts()][size]) {
@@ -166,7 +170,8 @@ MOECOMM_FN void multiply_padded(GemmShared<c>& s, RingPlace<c>& place, i32 math_
     }
 }
 
-// A warpgroup: what it has of a tile, to where its product goes.  `staging`: that of the first warpgroup, the other's behind it.
+// Stores a math warpgroup's share of a tile through `out`.  Both math warpgroups call it; they meet at named barriers where they share
+// rows. Orders nothing beyond the block.  `staging`: the first warpgroup's buffers; the second's follow.
 template <GemmConfig product, class Out, i32 size>
 MOECOMM_FN void store_accum(const float (&accum)[product.parts()][size], const Tile& tile, i32 math_group, i32 columns, u32 staging,
                             u32& turns, const Out& out) {
@@ -181,7 +186,7 @@ MOECOMM_FN void store_accum(const float (&accum)[product.parts()][size], const T
     }
 }
 
-// A warpgroup: empties the ring, and stores the tiles.
+// The math role: a warpgroup multiplies tiles from the ring and stores them.
 template <GemmConfig c, class Out>
 MOECOMM_FN void make_tiles(GemmShared<c>& s, const GemmArgs& args, const Out& out) {
     const i32 math_group = threadIdx.x / kWarpgroup - 1;
@@ -196,7 +201,7 @@ MOECOMM_FN void make_tiles(GemmShared<c>& s, const GemmArgs& args, const Out& ou
     }
 }
 
-// Where a product goes that stays here.
+// The store policy of a product that stays on this rank.
 template <GemmConfig c>
 MOECOMM_FN auto store_here(const GemmArgs& args) {
     const i32 columns = c.swiglu ? args.columns / 2 : args.columns;
@@ -207,6 +212,7 @@ MOECOMM_FN auto store_here(const GemmArgs& args) {
     }
 }
 
+// The kernel: all threads of all blocks, in whole clusters.  Waits for no peer and cannot fail.
 template <GemmConfig c>
 MOECOMM_FN void grouped_gemm(const GemmArgs& args) {
     extern __shared__ __align__(1024) u8 memory[];
@@ -232,7 +238,7 @@ MOECOMM_FN void grouped_gemm(const GemmArgs& args) {
         take_registers<kMathRegisters>();
         make_tiles(s, args, store_here<c>(args));
     }
-    if constexpr (c.cluster > 1) sync_cluster<c.cluster>();  // what others load for us, and their arrivals, must find us here
+    if constexpr (c.cluster > 1) sync_cluster<c.cluster>();  // a block must not exit while peers load or arrive in its shared memory
 }
 
 }  // namespace moecomm

@@ -1,13 +1,14 @@
-// Where the tiles of a grouped GEMM go.
+// Store policies of the epilogue: destinations of a product's tiles.  Any single thread may call them; stores are ordinary (unordered),
+// and the caller fences before it signals.
 //
-// Out::store(row, column, values)       by any thread: 8 values from `column` on, a multiple of 8, of a row of the product
-// Out::store_scale(row, column, scale)  where the product is cast: the scale of its columns from this one on
+// Out::store(row, column, values)       stores 8 values of a row, from `column` on, a multiple of 8
+// Out::store_scale(row, column, scale)  where the product is cast: the scale of kScaleGroup columns from `column` on
 #pragma once
 #include "config.cuh"
 
 namespace moecomm {
 
-// A matrix in our own memory, rows of `columns` values of 2 bytes.
+// A matrix in local memory, rows of `columns` values of 2 bytes.
 struct StoreRows {
     u64 out;
     i32 columns;
@@ -19,11 +20,11 @@ struct StoreRows {
     }
 };
 
-// The same of values of 1 byte, and their scales.
+// A matrix in local memory, rows of `columns` values of 1 byte, with fp32 scales.
 struct StoreCastRows {
     u64 out, scales;
     i32 columns;
-    i64 pitch;  // scales from row to row
+    i64 pitch;  // of scales, in elements
 
     MOECOMM_FN void store(i32 row, i32 column, const uint2& values) const {
         asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(out + static_cast<u64>(row) * columns + column), "r"(values.x), "r"(values.y)

@@ -1,4 +1,4 @@
-// The ring of slots between the thread that loads and the warpgroups that multiply: a step of 128 bytes of their rows each.
+// The ring of slots between the loader thread and the warpgroups that multiply.  A slot holds 128 bytes of each row of the tile of w and x.
 #pragma once
 #include "../device/copy.cuh"
 #include "config.cuh"
@@ -12,12 +12,13 @@ struct Ring {
     static_assert(c.weight_bytes() % 1024 == 0, "atoms of the swizzle");
 };
 
-// A barrier completes a phase when a slot has been filled, another when it has been emptied.
 template <GemmConfig c>
 struct RingBarriers {
-    u64 full[c.stages];   // an arrival of the loader, and bytes; one of each lane that loads scales
-    u64 empty[c.stages];  // of each warp that multiplies, in all blocks of the cluster: any of them loads into this slot
+    u64 full[c.stages];   // completes when the slot is filled: bytes and one arrival of the loader, one of each lane that loads scales
+    u64 empty[c.stages];  // completes when the slot is free: one arrival of each multiplying warp of all blocks of the cluster,
+                          // because every block of the cluster loads into this slot
 
+    // One thread; barrier_init_done() and a block or cluster barrier must follow.
     MOECOMM_FN void init() {
         for (i32 s = 0; s < c.stages; ++s) {
             barrier_init(&full[s], c.scaled() ? 1 + kWarp : 1);
@@ -26,7 +27,8 @@ struct RingBarriers {
     }
 };
 
-// This warp is through with a slot: any block of the cluster may fill its part of it.
+// Releases a slot to the loaders of all blocks of the cluster.  Called by a whole warp that multiplies, after its reads of the slot
+// (wgmma_wait for tensor cores, __syncwarp for loads by lanes).  Cannot fail.
 template <GemmConfig c>
 MOECOMM_FN void release_slot(RingBarriers<c>& barriers, i32 slot) {
     if constexpr (c.cluster == 1) {
@@ -36,7 +38,7 @@ MOECOMM_FN void release_slot(RingBarriers<c>& barriers, i32 slot) {
     }
 }
 
-// Where somebody is in the ring.
+// A role's position in the ring: slot and barrier parity.
 template <GemmConfig c>
 struct RingPlace {
     i32 slot = 0;

@@ -1,5 +1,5 @@
-// Products of e4m3 with scales, summed up in two levels: 128 columns on the tensor cores, which keep few bits of a sum; these sums, each
-// times its scales, in fp32.
+// Scaled e4m3 products with two levels of accumulation.  Tensor cores keep few bits of a sum of e4m3 products, so they add up 128 columns
+// only; each such product, times its scales, is added to a second accumulator in fp32 registers.
 #pragma once
 #include "scales.cuh"
 #include "wgmma.cuh"
@@ -11,14 +11,15 @@ MOECOMM_FN float2 load_shared_pair(u32 address) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
     return v;
 }
-// What a product has left in registers is not touched before this.
+// Keeps the compiler from reading accumulator registers before this point.  Call it after wgmma_wait().
 template <i32 size>
 MOECOMM_FN void pin_registers(float (&accum)[size]) {
 #pragma unroll
     for (i32 i = 0; i < size; ++i) asm volatile("" : "+f"(accum[i])::"memory");
 }
 
-// sums += products, each times the scales of its rows; part: of all parts of the block.
+// accum += products, each times the scales of its row of x and its row of w.  Called by each lane for its registers, after `full` of the
+// slot completed.  `part`: index over all parts of the block.
 template <GemmConfig c, i32 n, i32 size>
 MOECOMM_FN void add_scaled(float (&accum)[size], const float (&products)[n / 2], const SlotScales& scales, i32 part) {
     const float2 of_w = load_shared_pair(scales.of_w(2 * part));
@@ -27,7 +28,7 @@ MOECOMM_FN void add_scaled(float (&accum)[size], const float (&products)[n / 2],
     for (i32 j = 0; j < n / 8; ++j) {
         const float2 of_rows = load_shared_pair(of_x + 8 * j * 4);
 #pragma unroll
-        for (i32 half = 0; half < 2; ++half) {  // gate and up rows, if they lie apart
+        for (i32 half = 0; half < 2; ++half) {  // with `apart`, gate rows, then up rows
             const float other = c.apart && half == 1 ? of_w.y : of_w.x;
             float* const to = accum + 4 * j + 2 * half;
             to[0] = __fmaf_rn(products[4 * j + 2 * half], of_rows.x * other, to[0]);
@@ -36,10 +37,11 @@ MOECOMM_FN void add_scaled(float (&accum)[size], const float (&products)[n / 2],
     }
 }
 
-// The rows of w of a warpgroup times n rows of x, over all columns of both.
+// Multiplies a warpgroup's rows of w by n rows of x over the whole depth.  Called by a math warpgroup.  Waits for `full` of each slot and
+// releases the slot when its operands and scales have been read.  Cannot fail.
 //
-// A part's products are added up before those of the next part are begun: registers hold the sums of all parts, and products of one.
-// Meanwhile the tensor cores have the other warpgroup's.
+// The products of a part are added up before the next part begins, so registers hold the accumulators of all parts and the products of one.
+// Meanwhile the tensor cores work for the other warpgroup.
 template <GemmConfig c, i32 n, i32 size>
 MOECOMM_FN void multiply_scaled(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place, i32 math_group,
                                 i32 steps, float (&accum)[c.parts()][size]) {
@@ -67,7 +69,7 @@ MOECOMM_FN void multiply_scaled(Ring<c>& ring, RingBarriers<c>& barriers, const 
             pin_registers(products);
             add_scaled<c, n>(accum[part], products, scales.slot(place.slot), math_group * c.parts() + part);
         }
-        __syncwarp();  // no lane reads a scale any more
+        __syncwarp();  // all lanes have read their scales
         release_slot(barriers, place.slot);
         place.step();
     }

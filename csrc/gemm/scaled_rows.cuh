@@ -1,14 +1,14 @@
-// Products of e4m3 with scales, of many rows: x is what the instruction takes as rows, 64 a warpgroup, and the weights are its columns.
+// Scaled e4m3 products of many rows: x is operand A, 64 rows a warpgroup, and w is operand B.
 //
-// A lane then has sums of two rows of x, and few scales: what is left to do for 128 columns of products is an fma each.  The bits are those
-// of swapped operands: the same products in the same order, the same two scales multiplied first.
+// A lane then has accumulators of two rows of x, and few scales: adding a product of 128 columns costs one fma per accumulator.  The bits
+// are those of swapped operands: the same products in the same order, with the same product of the two scales.
 #pragma once
 #include "scaled.cuh"
 
 namespace moecomm {
 
-constexpr i32 kGroupRows = 64;  // of x, that a warpgroup multiplies
-constexpr i32 kPartUnits = 2;   // times kPartColumns: rows of w of a part
+constexpr i32 kGroupRows = 64;  // rows of x of a warpgroup
+constexpr i32 kPartUnits = 2;   // a part has kPartUnits * kPartColumns rows of w
 constexpr i32 kRowsPart = kPartUnits * kPartColumns;
 
 MOECOMM_FN float load_shared_float(u32 address) {
@@ -17,7 +17,7 @@ MOECOMM_FN float load_shared_float(u32 address) {
     return v;
 }
 
-// Of a lane's rows of x, 8 apart.
+// Scales of a lane's two rows of x, which are 8 rows from each other.
 struct RowScales {
     float of[2];
 
@@ -26,7 +26,7 @@ struct RowScales {
         of[1] = load_shared_float(slot.of_x(row + 8));
     }
 };
-// Of a part's rows of w: a block's, or, where gate and up rows lie apart, of each unit both blocks'.
+// Scales of a part's rows of w: one, or with GemmConfig::apart two a unit, of its gate rows and of its up rows.
 template <GemmConfig c>
 struct PartScales {
     float of[kPartUnits][2];
@@ -42,20 +42,20 @@ struct PartScales {
     MOECOMM_FN float at(i32 eight) const { return c.apart ? of[eight * kWoven / kPartColumns][eight % 2] : of[0][0]; }
 };
 
-// sums += products, each times the scales of its row and its column.
+// accum += products, each times the scales of its row of x and its row of w.  Called by each lane for its registers.
 template <GemmConfig c, i32 size>
 MOECOMM_FN void add_rows(float (&accum)[size], const float (&products)[size], const RowScales& of_x, const PartScales<c>& of_w) {
 #pragma unroll
     for (i32 i = 0; i < size; ++i) accum[i] = __fmaf_rn(products[i], of_x.of[i / 2 % 2] * of_w.at(i / 4), accum[i]);
 }
 
-// What a warpgroup has of a tile: 64 rows times all parts; of a tile of no more rows both warpgroups have those, times a part each.
+// A warpgroup's share of a tile: 64 rows and all parts; or, of a tile of at most 64 rows, all rows and one of the two parts.
 template <GemmConfig c>
 struct Share {
     i32 first_row, first_part;
     bool all_parts;
 
-    // rows: of the tile, or the same in whole units.
+    // rows: of the tile, rounded up to units or not.
     MOECOMM_FN Share(i32 rows, i32 math_group)
         : first_row(rows > kGroupRows ? math_group * kGroupRows : 0),
           first_part(rows > kGroupRows ? 0 : math_group),
@@ -64,15 +64,16 @@ struct Share {
     }
 };
 
-// 64 rows of x times so many parts of the rows of w, over all columns of both.
+// Multiplies 64 rows of x by `parts` parts of w over the whole depth.  Called by a math warpgroup.  Waits for `full` of each slot; a slot
+// is released before its last products are added up.  Cannot fail.
 //
-// Registers hold the sums of both parts, and products of one; meanwhile the tensor cores have the other warpgroup's.  While they are at
-// work, all that is wanted next is loaded.
+// Registers hold the accumulators of both parts and the products of one.  While the tensor cores work, the warpgroup loads the next scales
+// and waits for the next slot; while it adds up, the tensor cores work for the other warpgroup.
 template <GemmConfig c, i32 parts, i32 size>
 MOECOMM_FN void multiply_share(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place,
                                const Share<c>& share, i32 steps, float (&accum)[c.parts()][size]) {
     static_assert(c.parts() * kRowsPart == c.block_columns() && 2 * size == kRowsPart, "parts of 128 rows of w");
-    const i32 first_part = parts == c.parts() ? 0 : share.first_part;  // known to be the same in all threads
+    const i32 first_part = parts == c.parts() ? 0 : share.first_part;  // where constant, the compiler knows it to be uniform
     const u32 w = operand_at(shared_address(ring.w[0]) + first_part * (kRowsPart * kSlotRowBytes));
     const u32 x = operand_at(shared_address(ring.x[0]) + share.first_row * kSlotRowBytes);
     const i32 row = share.first_row + warp_id() % 4 * 16 + lane_id() / 4;
@@ -110,7 +111,7 @@ MOECOMM_FN void multiply_share(Ring<c>& ring, RingBarriers<c>& barriers, const R
             wgmma_wait<0>();
             pin_registers(products);
             if (part + 1 == parts) {
-                __syncwarp();  // no lane reads a scale any more
+                __syncwarp();  // all lanes have read their scales
                 release_slot(barriers, slot);
             }
             add_rows<c>(accum[part], products, of_x, of_w);
@@ -119,7 +120,7 @@ MOECOMM_FN void multiply_share(Ring<c>& ring, RingBarriers<c>& barriers, const R
     }
 }
 
-// All that a warpgroup has of a tile.
+// Multiplies a math warpgroup's share of a tile; `accum` is complete on return.
 template <GemmConfig c, i32 size>
 MOECOMM_FN void multiply_rows(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place, i32 math_group,
                               i32 steps, i32 padded, float (&accum)[c.parts()][size]) {

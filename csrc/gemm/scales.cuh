@@ -1,6 +1,7 @@
-// Scales of e4m3, on their way into the ring.
+// Loads of e4m3 scales into the ring.
 //
-// A sum over 128 columns has one scale of x, its row's, and one of w, its block's.  Both lie in the slot beside what they are of, a step.
+// A product over 128 columns has one scale of x (its row's) and one of w (its 128 x 128 block's).  A slot of the ring, 128 columns deep,
+// holds the scales of its rows beside the operands.
 #pragma once
 #include "../device/bulk.cuh"
 #include "../device/copy.cuh"
@@ -11,11 +12,12 @@ namespace moecomm {
 struct SlotScales {
     u32 address;  // in shared memory
 
+    // Addresses in shared memory.
     MOECOMM_FN u32 of_x(i32 row) const { return address + (kWeightScales + row) * 4; }
     MOECOMM_FN u32 of_w(i32 index) const { return address + index * 4; }
 };
 
-// Nothing for other types.
+// Empty for types without scales.
 template <GemmConfig c, bool = c.scaled()>
 struct RingScales {};
 template <GemmConfig c>
@@ -25,16 +27,17 @@ struct RingScales<c, true> {
     MOECOMM_FN SlotScales slot(i32 slot) const { return {shared_address(slots[0]) + slot * static_cast<i32>(sizeof(slots[0]))}; }
 };
 
-// 4 bytes into shared memory, of any address; and an arrival, for this thread, when all of those are there.
+// Starts a copy of 4 bytes into shared memory (cp.async).  One thread; its next arrive_when_loaded() orders the copy.
 MOECOMM_FN void load_scale(u32 to, const float* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
+// Arrives at `barrier`, for this thread, once all its earlier load_scale() copies have been written.
 MOECOMM_FN void arrive_when_loaded(u64* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// The first of those of w that a lane, below kWeightScales, loads for a block: blocks of w are counted as w lies in memory.  Rows of w
-// that are not there are multiplied as well, with somebody's scale.
+// Returns the address of the first scale of w that `lane` (< kWeightScales) loads for a block.  Scales follow the row order of w in memory.
+// Rows beyond the end of w are multiplied too, with the last row block's scale; their products are not stored.
 template <GemmConfig c>
 MOECOMM_FN const float* scales_of_w(const GemmArgs& args, i32 group, i32 block, i32 lane) {
     const i32 row = block * c.block_columns() + lane / 2 * kPartColumns;  // as they lie in the ring

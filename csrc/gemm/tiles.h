@@ -1,12 +1,13 @@
-// Which tiles of a grouped product there are, and in what order they are made.  Plain C++: tests run it on the host.
+// Tiles of a grouped product and their order.  Plain C++: tests run it on the host.
 //
-// Rows come in groups, one an expert; their counts are only known on the device.  A group's rows are cut into pieces of `unit` rows, and
-// these are spread as evenly as they go over the fewest tiles that hold at most `most_rows`: a group of 260 rows becomes tiles of 144 and
-// 128 rows (units of 16) and not of 256 and 16, whose weights would take as long to load.  Columns are cut into `column_tiles`.
+// Rows form groups, one per expert; only the device knows their counts.  A group's rows are cut into units of `unit` rows, and the units
+// are distributed as evenly as possible over the fewest tiles of at most `most_rows` rows: a group of 260 rows becomes tiles of 144 and 128
+// rows (units of 16).  Tiles of 256 and 16 rows would load as many weights for the 16 rows as for the 256.  Columns are cut into
+// `column_tiles`.
 //
-// A group's tiles follow each other, so that all blocks read the weights of one expert at a time.  Inside a group, bands of `band` row
-// tiles: all columns of a band come before the next band, and the row tiles of the band are innermost.  What the blocks work on at one time
-// is then a rectangle of rows and columns, whose rows stay in the second-level cache.
+// The tiles of a group are consecutive, so that all blocks read the weights of one expert at a time.  Inside a group, tiles are ordered in
+// bands of `band` row tiles: all columns of a band come before the next band, and the row tiles of the band are innermost.  At any time the
+// blocks then work on a rectangle of rows and columns, whose rows stay in the L2 cache.
 #pragma once
 #include "../protocol/compiler.h"
 
@@ -14,35 +15,35 @@ namespace moecomm {
 
 struct Tile {
     i32 group;
-    i32 row;     // first, of all rows
-    i32 rows;    // that belong to the group
-    i32 padded;  // the same in whole units
-    i32 column;  // tile of columns
-    bool alone;  // no other row tile of the group reads these weights
-    i32 nth;     // of all row tiles
+    i32 row;     // first row, counted over all groups
+    i32 rows;    // rows of the group in this tile
+    i32 padded;  // `rows`, rounded up to units
+    i32 column;  // column tile
+    bool alone;  // the only row tile of its group: no other reads these weights
+    i32 nth;     // index of its row tile, counted over all groups
 };
 
 struct Grouping {
     i32 groups;
-    i32 alignment;   // each group begins at a multiple of it ...
-    i32 group_rows;  // ... unless this is not 0: group g then begins at g * group_rows
+    i32 alignment;   // each group begins at a multiple of it, if group_rows is 0
+    i32 group_rows;  // not 0: group g begins at g * group_rows
     i32 rows;        // of all groups together; whatever the counts say, no tile reaches beyond them
     i32 column_tiles;
-    i32 band;
-    i32 unit, most_rows;  // of rows; the second is a multiple of the first
+    i32 band;             // row tiles
+    i32 unit, most_rows;  // rows; most_rows is a multiple of unit
 };
 
 struct RowTiles {
     i32 all;
-    i32 widest;  // of a band
+    i32 widest;  // most row tiles in a band
 };
 
-// Walks all tiles in order; `find` is asked for growing numbers.
+// Iterates over all tiles in order.  Each call of `find` must pass a larger index than the one before.
 class TileWalk {
   public:
     MOECOMM_BOTH TileWalk(const Grouping& grouping, const i32* counts) : grouping_(&grouping), counts_(counts) { enter(0, 0); }
 
-    // Tile number `index`; false if there are not that many.
+    // Sets `tile` to tile number `index`.  Returns false if there are not that many.
     MOECOMM_BOTH bool find(i32 index, Tile& tile) {
         while (group_ < grouping_->groups && index - first_ >= row_tiles_ * grouping_->column_tiles) {
             first_ += row_tiles_ * grouping_->column_tiles;
@@ -58,13 +59,14 @@ class TileWalk {
         return true;
     }
 
-    // All there are.  `most_rows`: see count_rows.
+    // Number of tiles.  `most_rows`: see count_rows.
     template <i32 most_rows = 0>
     MOECOMM_BOTH static i32 count(const Grouping& grouping, const i32* counts) {
         return count_rows<most_rows>(grouping, counts).all * grouping.column_tiles;
     }
-    // By one thread, before a block can begin with any of them.  `most_rows`: grouping.most_rows, where the compiler knows it: divisions
-    // for every group took as long as a dispatch: 7 us for 32 experts, 13 for 64.
+    // Counts row tiles.  One thread calls it before its block can begin.  `most_rows`: grouping.most_rows where it is a constant, so that
+    // the compiler removes the division for each group; with divisions this took 7 us for 32 experts and 13 us for 64, as long as a
+    // dispatch.
     template <i32 most_rows = 0>
     MOECOMM_BOTH static RowTiles count_rows(const Grouping& grouping, const i32* counts) {
         RowTiles found{0, 0};
@@ -82,12 +84,12 @@ class TileWalk {
 
   private:
     MOECOMM_BOTH static i32 smaller(i32 a, i32 b) { return a < b ? a : b; }
-    // Rows of a group with such a count; `begin`: end_of the one before.
+    // Rows of a group, `count` clamped to the room that is left.  `begin`: end_of the group before.
     MOECOMM_BOTH static i32 rows_of(const Grouping& grouping, i32 count, i32 begin) {
         const i32 room = grouping.group_rows != 0 ? grouping.group_rows : grouping.rows - smaller(begin, grouping.rows);
         return count < 0 ? 0 : smaller(count, room);
     }
-    // Where the next group begins.
+    // First row of the next group.
     MOECOMM_BOTH static i32 end_of(const Grouping& grouping, i32 rows) {
         return grouping.alignment == 1 ? rows : align_up(rows, grouping.alignment);
     }
@@ -100,7 +102,7 @@ class TileWalk {
         units_ = ceil_div(rows_, grouping_->unit);
         row_tiles_ = ceil_div(rows_, grouping_->most_rows);
     }
-    // The first units_ % row_tiles_ tiles have one unit more than the others.
+    // The first units_ % row_tiles_ tiles have one unit more than the rest.
     MOECOMM_BOTH void place(i32 row_tile, Tile& tile) const {
         const i32 units = units_ / row_tiles_, larger = units_ % row_tiles_;
         const i32 from = (row_tile * units + smaller(row_tile, larger)) * grouping_->unit;
@@ -114,8 +116,8 @@ class TileWalk {
 
     const Grouping* grouping_;
     const i32* counts_;
-    i32 first_ = 0;   // number of the group's first tile
-    i32 before_ = 0;  // row tiles of the groups before
+    i32 first_ = 0;   // index of the group's first tile
+    i32 before_ = 0;  // row tiles of earlier groups
     i32 group_, begin_ = 0, rows_ = 0, units_ = 0, row_tiles_ = 0;
 };
 

@@ -1,9 +1,11 @@
-// Matrix products of a warpgroup (sm_90a), 64 rows of a by n rows of b, 32 bytes of each: sums[64][n] += a b^T, in fp32.
+// wgmma (sm_90a): a warpgroup multiplies 64 rows of a by n rows of b, 32 bytes of each: accum[64][n] += a b^T, in fp32.
 //
-// Both operands lie in shared memory as a tensor load with 128-byte swizzle leaves them: rows of 128 bytes, 8 rows an atom of 1024 bytes,
-// which begins at a multiple of that.  Lane l of warp w of the warpgroup holds, for each 8 rows j of b,
-//     sums[4 j + {0, 1}]: row 16 w + l / 4 of a, rows 8 j + 2 (l % 4) + {0, 1} of b,   sums[4 j + {2, 3}]: the same of row 16 w + l / 4
-//     + 8.
+// Both operands are in shared memory with the layout of a tensor load with 128-byte swizzle: rows of 128 bytes, 8 rows an atom of 1024
+// bytes, aligned to 1024 bytes.  Lane l of warp w of the warpgroup holds, for the j-th 8 rows of b,
+//     accum[4 j + {0, 1}]: row 16 w + l / 4 of a,      rows 8 j + 2 (l % 4) + {0, 1} of b,
+//     accum[4 j + {2, 3}]: row 16 w + l / 4 + 8 of a,  the same rows of b.
+//
+// All functions are called by the whole warpgroup and cannot fail.
 #pragma once
 #include "../device/bulk.cuh"
 
@@ -11,15 +13,15 @@ namespace moecomm {
 
 constexpr i32 kAtomBytes = 1024;
 
-// What the instruction is told of an operand.  Bits 0-13: its address, 16-29: not used with this swizzle, 32-45: bytes from 8 rows to the
-// next 8, all in units of 16; 62-63: 1, swizzle of 128 bytes.  The low word, which alone changes: 16 columns on are 2 more.
+// The matrix descriptor of an operand.  Bits 0-13: address, 16-29: not used with this swizzle, 32-45: stride between atoms, all in units of
+// 16 bytes; 62-63: 1, swizzle of 128 bytes.  operand_at() makes the low word, which alone changes: 32 bytes further on is 2 more.
 MOECOMM_FN u32 operand_at(u32 address) { return (address & 0x3ffffu) >> 4 | 1u << 16; }
 MOECOMM_FN u64 operand(u32 low) { return static_cast<u64>(1u << 30 | kAtomBytes >> 4) << 32 | low; }
 
-// Before the first product, and after the registers of sums were touched.
+// wgmma.fence: call it before the first product, and after accumulator registers were read or written.
 MOECOMM_FN void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 MOECOMM_FN void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until all but the last `groups` committed groups are done.
+// Waits until all but the last `groups` committed groups are complete.
 template <i32 groups>
 MOECOMM_FN void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
@@ -73,7 +75,7 @@ MOECOMM_FN void wgmma_wait() {
         else MOECOMM_WGMMA_OF("k32.f32.e4m3.e4m3", "", n, registers, a_at, b_at, keep_at); \
     }
 
-// keep: 0 forgets what sums held.
+// Issues one product, asynchronously; wgmma_commit() and wgmma_wait() complete it.  keep = 0 overwrites `accum` instead of adding to it.
 template <Type type, i32 n, i32 size>
 MOECOMM_FN void wgmma(float (&accum)[size], u64 a, u64 b, i32 keep) {
     static_assert(2 * size >= n && n % 16 == 0 && n <= 256, "registers for the sums");

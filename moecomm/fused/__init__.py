@@ -1,4 +1,4 @@
-"""Experts in kernels of our own: the grouped GEMM."""
+"""Expert kernels of moecomm: the grouped GEMM, its weights and its schedules."""
 
 from moecomm.fused.fp8 import Fp8, quantize_weights
 from moecomm.fused.gemm import grouped_gemm

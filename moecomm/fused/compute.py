@@ -1,8 +1,8 @@
-"""The one launch of a fused layer: rows are fetched, and sent back, while both GEMMs are under way.
+"""The compute step of a fused layer: one launch fetches rows, computes both GEMMs and sends the results.
 
-csrc/README.md, "The fused layer", says how.  There was a form in two launches, a GEMM each: it was faster than this one
-by more than noise (2 %) in three rows of measured layers, 16 and 4096 tokens of Mixtral, where the unfused layer was
-faster than both (bench/results/layers-h200-2.json, moe-mixtral-8x7b-h200-2.json, moe-mixtral-8x7b-h200-4.json).
+csrc/README.md, "The fused layer", explains the kernel.  A variant with one launch for each GEMM was faster by more than
+noise (2 %) only in three measured layers, 16 and 4096 tokens of Mixtral, where the unfused layer was faster than both
+(bench/results/layers-h200-2.json, moe-mixtral-8x7b-h200-2.json, moe-mixtral-8x7b-h200-4.json).
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from moecomm.fused.publish import row_config
 from moecomm.fused.schedules import Schedule
 from moecomm.fused.structs import ExpertLayerArgs, GemmArgs, LayerArgs
 
-_MORE_COUNTED, _FEW_ROWS = 128, 4096  # where there are more rows than the second
-FETCHERS = 16  # blocks that fetch: with fewer, short rows do not come in time (measured on 4 H200s)
-# Tiles of the first GEMM, for every cluster of the launch, that are taken between the last that makes a band of rows
-# and the first that multiplies it: with two, one that each has begun and one that it has before it.
+_MORE_COUNTED, _FEW_ROWS = 128, 4096  # rows of a counter where there are more than _FEW_ROWS rows in all
+FETCHERS = 16  # blocks that fetch: with fewer, short rows do not arrive in time (measured on 4 H200s)
+# Tiles of the first GEMM, for each cluster of the launch, between the last tile that writes a band of rows and the
+# first tile that reads it.  With two, each cluster has one tile in progress and one queued in between.
 LAG = 2
-_LONG_STEP, _SHORT_STEP_ROWS, _LONG_ROW = 64, 1024, 2048
-_TOGETHER = 2  # rows of a block that all fetch, at most
-_MORE_WANTED = 16  # rows that the first experts may have more than others
+_LONG_STEP, _SHORT_STEP_ROWS, _LONG_ROW = 64, 1024, 2048  # row tiles, rows, bytes; see rotation_step
+_TOGETHER = 2  # most rows a block that all blocks fetch first
+_MORE_WANTED = 16  # rows that the first experts may have beyond the average
 
 
 def rows_per_counter(rows: int) -> int:
-    """Rows of a counter, of so many in all: few, since tiles wait for whole counters, unless there are many counters,
-    which are looked at one after the other.
+    """Return how many of `rows` fetched rows share a counter.
+
+    Few, because tiles wait for full counters; more where there would be many counters, which are polled in sequence.
     """
     return LEAST_COUNTED if rows <= _FEW_ROWS else _MORE_COUNTED
 
@@ -42,8 +43,15 @@ def layer_kernel(
     out: torch.dtype | None = None,
     counted: int = LEAST_COUNTED,
 ) -> SharedKernel:
-    """The launch; `dtype`: of rows as they travel, and of what the first GEMM makes of them; `out`: of what is sent, if
-    not `dtype`.
+    """Return the kernel of the launch.
+
+    Args:
+        dtype: of published rows and of the first product.
+        apart: gate and up rows of w13 are not interleaved in memory.
+        schedule: of both GEMMs.
+        hidden: columns of a row.
+        out: dtype of the results that are sent; default: `dtype`.
+        counted: fetched rows that share a counter.
     """
     first = gemm_config(dtype, True, apart, schedule)
     entry = f"expert_layer<{first}, {row_config(dtype, hidden, counted)}, Type::{NAMES[out or dtype]}>"
@@ -63,7 +71,7 @@ def layer_args(
     counted: int,
     clusters: int,
 ) -> ExpertLayerArgs:
-    """Arguments of the launch; `rows`: of an expert; `clusters`: of the launch."""
+    """Return the arguments of a launch of `clusters` clusters; `rows`: expected rows of an expert."""
     first = gemm.arguments(given, apart, then.x.data_ptr(), then.x_scales, schedule)
     blocks, few = clusters * schedule.cluster, counted == LEAST_COUNTED
     return ExpertLayerArgs(
@@ -71,7 +79,7 @@ def layer_args(
         second=gemm.arguments(then, False, 0, None, schedule),
         layer=layer,
         fetchers=min(FETCHERS, blocks),
-        # Of many rows those that fetch begin at once.
+        # With many rows, fetching blocks begin with their own share at once.
         together=min(rows_at_once(rows, first, clusters), _TOGETHER * blocks) if few else 0,
         lag=LAG * clusters,
         rotation_step=rotation_step(schedule, then.x.shape[1] * then.x.itemsize),
@@ -79,20 +87,18 @@ def layer_args(
 
 
 def rotation_step(schedule: Schedule, row_bytes: int) -> int:
-    """Row tiles of either GEMM that are made before the other goes on; `row_bytes`: of a row between the two.
+    """Return the row tiles of one GEMM that are computed before the other continues; `row_bytes`: of the first product.
 
-    With few, what is made at any time is of both GEMMs, whose weights and rows have the second-level cache to share.
-    With many, rows are sent while the second is on, and the links idle while the first is: where rows between the two
-    are short, what is sent is much for the products that it takes, and steps are of 1024 rows.
-    bench/results/at-work-*.json has both, and what lies between.
+    With short steps, tiles of both GEMMs run at any time, and their weights and rows share the L2 cache.  With long
+    steps, results are sent during the second GEMM's steps only, and the links idle during the first one's.  Where rows
+    of the first product are short, there are many bytes to send for the second GEMM's work, so steps have 1024 rows
+    there, else 64 row tiles.  bench/results/at-work-*.json has these and step sizes between.
     """
     return _LONG_STEP if row_bytes > _LONG_ROW else _SHORT_STEP_ROWS // schedule.most_rows
 
 
 def rows_at_once(rows: int, tiles: GemmArgs, clusters: int) -> int:
-    """What the first tiles of all clusters are made of, where every expert has about so many rows: of all counters that
-    they wait for.
-    """
+    """Return how many rows the first tiles of all clusters wait for, in full counters; `rows`: of each expert."""
     most_rows, column_tiles = int(tiles.grouping.most_rows), int(tiles.grouping.column_tiles)
     row_tiles = min(int(tiles.grouping.band), -(-max(1, rows) // most_rows))
     wanted = -(-clusters // (row_tiles * column_tiles)) * min(rows, row_tiles * most_rows)

@@ -1,4 +1,4 @@
-"""e4m3 with scales: what grouped GEMMs take in FP8, and the cast of weights."""
+"""FP8 operands of grouped GEMMs (e4m3 values with float32 scales), and the cast of weights."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from moecomm.errors import BadInput
 
 
 class Fp8(NamedTuple):
-    """Values and their scales: each value counts for data * scale.
+    """e4m3 values with scales; a pair stands for the values data * scale.
 
     Attributes:
         data: float8_e4m3fn, `[rows, K]` or `[experts, rows, K]`; of weights `[experts, N, K]`.
-        scales: float32.  Of rows, one for 128 columns: `[..., ceil(K / 128)]`, by row or by column, as a dispatch
-            with `quantize="fp8"` hands them out.  Of weights, one for 128 rows and 128 columns:
+        scales: float32.  Of rows, one for 128 columns: `[..., ceil(K / 128)]`, row-major or column-major, as a dispatch
+            with `quantize="fp8"` returns them.  Of weights, one for 128 rows and 128 columns:
             `[experts, ceil(N / 128), ceil(K / 128)]`.
     """
 
@@ -26,23 +26,23 @@ class Fp8(NamedTuple):
     scales: torch.Tensor
 
 
-Operand = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # values, or values and scales: an Fp8
+Operand = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # values, or values and scales (an Fp8)
 
 
 def quantize_weights(w: torch.Tensor) -> Fp8:
-    """Casts weights to e4m3, one scale for each block of 128 rows and 128 columns.
+    """Cast weights to e4m3, with one scale for each block of 128 rows and 128 columns.
 
-    amax, the largest magnitude of a block, is at least 1e-4; scale = amax / 448, and a value becomes
-    e4m3(value * (448 / amax)), in float32: the arithmetic of the dispatch's cast of rows.  No gradients.
+    With amax = max(largest magnitude of the block, 1e-4), scale = amax / 448 and data = e4m3(value * (448 / amax)), in
+    float32.  This is the arithmetic of the dispatch's cast of rows.  No gradients.
 
     Args:
-        w: `[..., N, K]`, bfloat16, float16 or float32; blocks at the lower and right edge may be smaller.
+        w: `[..., N, K]`, bfloat16, float16 or float32; blocks at the lower and right edges may be smaller.
 
     Returns:
         data `[..., N, K]`, scales `[..., ceil(N / 128), ceil(K / 128)]`.
 
     Raises:
-        BadInput: weights of other dtypes, or no matrices.
+        BadInput: weights of another dtype, or with fewer than two dimensions.
     """
     check_dense("w", w)
     if w.dim() < 2 or w.dtype not in DTYPES:
@@ -54,7 +54,7 @@ def quantize_weights(w: torch.Tensor) -> Fp8:
     if w.numel() == 0:
         return Fp8(data, scales.fill_(1e-4 / E4M3_MAX))
     wide = w.new_zeros((down * GROUP, across * GROUP), dtype=torch.float32)
-    # One matrix after the other: in float32, all of them may not fit.
+    # Cast one matrix at a time: all of them in float32 may not fit.
     for matrix, to, scale in zip(
         *(tensor.view(-1, *tensor.shape[-2:]) for tensor in (w.detach().contiguous(), data, scales)), strict=True
     ):
@@ -63,12 +63,12 @@ def quantize_weights(w: torch.Tensor) -> Fp8:
         amax = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-4)
         blocks *= (amax.reciprocal() * E4M3_MAX)[:, None, :, None]
         to.copy_(wide[:rows, :columns])
-        scale.copy_(amax / torch.full_like(amax, E4M3_MAX))  # by a number, torch would multiply with 1 / 448 on GPUs
+        scale.copy_(amax / torch.full_like(amax, E4M3_MAX))  # for a scalar, torch multiplies by 1 / 448 on GPUs
     return Fp8(data, scales)
 
 
 def widen(data: torch.Tensor, scales: torch.Tensor, rows: int) -> torch.Tensor:
-    """data * scale, in the dtype of scales; `rows` share a scale: 1, of weights 128."""
+    """Return data * scale in the dtype of scales; `rows` rows share a scale: 1, or 128 for weights."""
     scales = scales.repeat_interleave(GROUP, dim=-1)[..., : data.shape[-1]]
     if rows > 1:
         scales = scales.repeat_interleave(rows, dim=-2)[..., : data.shape[-2], :]

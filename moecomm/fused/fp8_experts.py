@@ -1,4 +1,4 @@
-"""SwiGLU experts with weights in FP8: what Buffer.moe does between a dispatch that casts and a combine."""
+"""SwiGLU experts with FP8 weights: the compute step of the unfused Buffer.moe, after a dispatch that casts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def as_weights(argument: str, given: Any) -> torch.Tensor | Fp8:
-    """Weights as torch tensors over the same memory; of a pair, Fp8."""
+    """Convert weights to a torch tensor over the same memory, or a pair of arrays to an Fp8.  Raises BadInput."""
     if not isinstance(given, tuple):
         return as_tensor(argument, given)[0]
     if len(given) != 2:
@@ -29,7 +29,7 @@ def as_weights(argument: str, given: Any) -> torch.Tensor | Fp8:
 
 
 def check_fp8(rounds: Rounds, w13: torch.Tensor | Fp8, w2: torch.Tensor | Fp8, interleaved: bool) -> tuple[Fp8, Fp8]:
-    """Raises BadInput, or Unsupported: the same on all ranks, before any of them sends a row."""
+    """Check FP8 weights before any rank sends a row.  Raises BadInput or Unsupported, the same on all ranks."""
     if not isinstance(w13, Fp8) or not isinstance(w2, Fp8):
         argument = "w13" if isinstance(w2, Fp8) else "w2"
         raise BadInput(argument, "no pair of e4m3 weights and scales", "one, as the other weights are")
@@ -58,7 +58,10 @@ def apply_fp8_experts(
     interleaved: bool = False,
     expected_rows: int | None = None,
 ) -> torch.Tensor:
-    """`[rows, H]` of `dtype`, of rows as a dispatch hands them out; see moecomm.fused.layer.apply_experts."""
+    """Apply SwiGLU experts to dispatched e4m3 rows `[rows, H]`; return `[rows, H]` of `dtype`.
+
+    Rows and counts are as in moecomm.fused.layer.apply_experts.
+    """
     x, counts, intermediate = rows.data, tokens_per_expert, w2.data.shape[2]
     if not x.is_cuda:
         how: dict[str, Any] = {"activation": "swiglu", "interleaved": interleaved}
@@ -72,7 +75,7 @@ def apply_fp8_experts(
 
 
 def _lacks(rounds: Rounds, local: int, hidden: int, intermediate: int, interleaved: bool) -> str:
-    """Empty if grouped_gemm takes such experts on this device; else why not."""
+    """Return why grouped_gemm cannot compute such experts on this device; empty if it can."""
     if rounds.dtype not in kernels.TYPES:
         return f"the Buffer's {rounds.dtype} is neither bfloat16 nor float16"
     if hidden % 16:

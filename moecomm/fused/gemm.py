@@ -1,4 +1,4 @@
-"""The grouped GEMM: rows of each expert times the expert's matrix."""
+"""The grouped GEMM: multiplies the rows of each expert by the expert's matrix."""
 
 from __future__ import annotations
 
@@ -67,47 +67,50 @@ def grouped_gemm(
     expected_rows: int | None = None,
     schedule: Schedule | None = None,
 ) -> torch.Tensor | Fp8:
-    """`out[r] = x[r] @ w[e].T` for the rows r of each expert e, as dispatch hands them out.
+    """Compute `out[r] = x[r] @ w[e].T` for the rows r of each expert e, in the layouts of dispatch.
 
-    Sums are float32, in an order that depends on nothing but K; a row has the same bits wherever it lies.  Nothing
-    waits for the host, and a captured graph replays with whatever counts it then finds; the first call of a kind, which
-    compiles and loads its kernel, is not for a capture.  No gradients.  On CPUs torch multiplies expert by expert.
+    Accumulation is in float32, in an order that depends on K alone: a row has the same bits at any position.  Nothing
+    waits for the host, and a captured graph replays with the counts that it finds then; make the first call of a kind
+    outside of a capture, because it compiles and loads the kernel.  No gradients.  On CPUs torch multiplies expert by
+    expert.
 
-    FP8: x and w are pairs of float8_e4m3fn and float32 scales.  Products of 128 columns are summed by the tensor cores,
-    which keep 14 bits or so of a sum: off by at most 2^-5 of the sum of these products' absolute values.  Each such sum
-    is multiplied with its scales and added in float32.  On CPUs x and w are widened to float32, exactly but for the
-    rounding of data * scale, and all is added in float32: off by at most 2 (K + 2) units of 2^-23 of the sum of all
+    FP8: x and w are pairs of float8_e4m3fn data and float32 scales.  Tensor cores add up the products of 128 columns
+    and keep about 14 bits of such a sum: the error is at most 2^-5 of the sum of these products' absolute values.  Each
+    sum is multiplied by its scales and added in float32.  On CPUs x and w are widened to float32, exact except for the
+    rounding of data * scale, and added in float32: the error is at most 2 (K + 2) * 2^-23 of the sum of all products'
     absolute values.
 
     Args:
         x: `[rows, K]` (layout "expert") or `[E, rows of an expert, K]` (layout "batched"), bfloat16 or float16; or
-            `moecomm.fused.Fp8` (any pair): such rows in float8_e4m3fn, and scales `[..., ceil(K / 128)]`, one for 128
-            columns, contiguous, of layout "expert" also by column: `Routed.x` and `Routed.scales` of a dispatch with
+            `moecomm.fused.Fp8` (or any pair): such rows in float8_e4m3fn and scales `[..., ceil(K / 128)]`, one for 128
+            columns, contiguous, in layout "expert" also column-major: `Routed.x` and `Routed.scales` of a dispatch with
             `quantize="fp8"`.
-        w: `[E, N, K]` of the same dtype.  With "swiglu" N = 2 I: gate and up rows.  Of FP8, an `Fp8` as well:
-            scales `[E, ceil(N / 128), ceil(K / 128)]`, one for 128 rows, as they lie here, and 128 columns;
-            `moecomm.fused.quantize_weights` makes one.
-        tokens_per_expert: int32 `[E]`, on the device of x, read there: rows of each expert, valid ones first.  Counts
-            that are negative or do not fit are bad input on CPUs; on GPUs, where nothing waits for them, such groups
-            are cut to the rows there are.
+        w: `[E, N, K]` of the same dtype.  With "swiglu" N = 2 I: gate and up rows.  In FP8, an `Fp8` with scales
+            `[E, ceil(N / 128), ceil(K / 128)]`, one for 128 rows (in the row order of w) and 128 columns; see
+            `moecomm.fused.quantize_weights`.
+        tokens_per_expert: int32 `[E]`, on the device of x and read there: rows of each expert, valid ones first.  On
+            CPUs, counts that are negative or exceed the rows are bad input; on GPUs such groups are cut.
         alignment: layout "expert": each expert's rows begin at a multiple of it, `expert_alignment` of the dispatch.
         activation: None, or "swiglu": out = silu(gate) * up, computed in float32 and rounded once.
-        interleaved: with "swiglu": w is `moecomm.fused.interleave(w13)`; False: w13 itself, all gate rows and then all
-            up rows.  The bits are the same, in FP8 where the scales are: there they are of w as it lies.
-        out: `[rows, N]`, with "swiglu" `[rows, N / 2]` (batched: a dimension more), of out_dtype; made if None.
-            Rows that belong to no expert are left as they are.  With `quantize` a pair, as it is returned.
-        out_dtype: default: the dtype of x or, of FP8, of `out`, else bfloat16; FP8: bfloat16 or float16.
-        quantize: "fp8", with FP8 and "swiglu": the result is cast to float8_e4m3fn, one scale for 128 columns of a row,
-            and returned as Fp8, what a second GEMM takes: data `[rows, I]`, scales `[rows, ceil(I / 128)]`.  The bits
-            are those that the cast of a dispatch makes of the result in bfloat16.
-        expected_rows: rows of an expert to be fast for; default: rows of x over E.  No result depends on it.
-        schedule: how the work is cut (moecomm.fused.SCHEDULES, of FP8 FP8_SCHEDULES); default: by the shape.
+        interleaved: with "swiglu": w is `moecomm.fused.interleave(w13)`; False: w13 itself, all gate rows, then all up
+            rows.  The bits are the same (in FP8, for the same scales: scales follow the row order of w).
+        out: `[rows, N]`, with "swiglu" `[rows, N / 2]` (batched: one more dimension), of out_dtype; None: allocated.
+            Rows that belong to no expert are left unchanged.  With `quantize`, a pair, as it is returned.
+        out_dtype: default: the dtype of x; for FP8, that of `out`, else bfloat16.  FP8: bfloat16 or float16.
+        quantize: "fp8", for FP8 with "swiglu": cast the result to float8_e4m3fn, with one scale for 128 columns of a
+            row, and return an Fp8 for a second GEMM: data `[rows, I]`, scales `[rows, ceil(I / 128)]`.  The bits are
+            those of the dispatch's cast of the bfloat16 result.
+        expected_rows: rows of an expert to optimize for; default: rows of x over E.  No result depends on it.
+        schedule: tile sizes and pipeline depth, from moecomm.fused.SCHEDULES (FP8: FP8_SCHEDULES); default: by shape.
+
+    Returns:
+        `out`, or a new tensor; with `quantize`, an Fp8.
 
     Raises:
-        BadInput: shapes, dtypes or devices that do not go together; a schedule that there is not for them.
-        Unsupported: a dtype besides bfloat16, float16 and FP8; K or N that is no multiple of 8 ("swiglu": N of 16);
-            FP8: K that is no multiple of 16, or, not interleaved, I of 32; more than 512 experts; `quantize` without
-            FP8 or "swiglu"; a GPU that is no Hopper (compute capability 9.0).
+        BadInput: shapes, dtypes or devices that do not fit together; a schedule for other dtypes.
+        Unsupported: a dtype other than bfloat16, float16 and FP8; K or N not a multiple of 8 ("swiglu": N of 16); FP8
+            with K not a multiple of 16 or, not interleaved, I not a multiple of 32; more than 512 experts; `quantize`
+            without FP8 or "swiglu"; a GPU that is not Hopper (compute capability 9.0).
     """
     given = check_operands(x, w, tokens_per_expert, alignment, activation, interleaved)
     if expected_rows is not None:
@@ -139,7 +142,7 @@ def multiply(
     alignment: int = 1,
     schedule: Schedule | None = None,
 ) -> None:
-    """What grouped_gemm launches, of arguments that have been checked."""
+    """Launch the kernel of grouped_gemm, with checked arguments, on the current stream."""
     if out.numel() == 0:
         return
     device, dtype, apart = out.device.index, given.x.dtype, swiglu and not interleaved
@@ -152,7 +155,7 @@ def multiply(
     call = (kernels.gemm_kernel(dtype, swiglu, apart, schedule, out=out.dtype), blocks, args)
     if torch.cuda.current_device() == device and _native.cuda_context() != 0:
         launch(*call)
-    else:  # another GPU is current, or none is yet in this thread
+    else:  # another GPU is current, or this thread has no CUDA context yet
         with torch.cuda.device(device):
             cuda_driver.bind_thread(device)
             launch(*call)
@@ -161,8 +164,9 @@ def multiply(
 def arguments(
     given: Operands, apart: bool, out: int, out_scales: torch.Tensor | None, schedule: Schedule, alignment: int = 1
 ) -> GemmArgs:
-    """What a launch is told; `out`: an address.  Rows of x may lie apart.  Shared by launches with the same addresses:
-    not to be written to.
+    """Return the arguments of a launch; `out`: an address.  Rows of x may have any stride.
+
+    The struct is cached and shared by launches with the same addresses: do not write to it.
     """
     x, w, x_scales, w_scales = given.x, given.w, given.x_scales, given.w_scales
     scales = None
@@ -186,7 +190,7 @@ def _told(
     apart: bool,
     schedule: Schedule,
 ) -> GemmArgs:
-    """Worked out once: ten maps or so take longer to look up than all else of a call."""
+    """Build the struct; cached, because looking up some ten tensor maps takes longer than the rest of a call."""
     x, w, counts, out = at
     (groups, columns, depth), rows = w_shape, math.prod(x_shape[:-1])
     args = GemmArgs(
@@ -225,9 +229,9 @@ def _weight_map(w: int, shape: tuple[int, ...], dtype: torch.dtype, apart: bool)
 
 
 def split_map(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Shape, strides and box of w13 `[E, 2 I, H]` as a matrix of pairs: 8 gate rows, their 8 up rows, and so on.
+    """Return shape, strides and box of w13 `[E, 2 I, H]` as groups of 8 gate rows and their 8 up rows.
 
-    Boxes are then in the ring what those of the interleaved matrix are.
+    A box then has the same layout in the ring as a box of the interleaved matrix.
     """
     groups, columns, depth = shape
     half, pair = columns // 2 * depth, 2 * GRANULARITY

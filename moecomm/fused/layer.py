@@ -33,12 +33,13 @@ from moecomm.routed import Routed
 log = logging.getLogger("moecomm")
 
 _MOST_DIMENSION = 1 << 31
-# By dtype of weights and ranks, where all ranks have as many tokens as the Buffer is for: rows of an expert and of a
-# rank from which on fused=None means True, and rows of an expert up to which it does.
-# bench/results/moe-*-h200-[24].json: in there 1.02 to 1.70 times as fast as one after the other, outside 0.88 to 1.01;
-# layers-h200-2.json, later: in there 1.02 to 1.55, outside 0.93 to 1.06 (few tokens in FP8).  Layers of 8 ranks have
-# not been measured: from four times the rows of 4 on, where those gain 1.03 to 1.70, and dispatch and combine, which
-# one launch hides, take 1.7 times as long with 8 (ht-h200-[48].json).  Of other numbers of ranks nothing is known.
+# Rows in a full Buffer for which fused=None means True, by dtype of weights and number of ranks: (least rows of an
+# expert, least rows of a rank, most rows of an expert).
+# Measured: fused layers are 1.02 to 1.70 times as fast as unfused ones inside these bounds and 0.88 to 1.01 outside
+# (bench/results/moe-*-h200-[24].json); later code, 1.02 to 1.55 inside and 0.93 to 1.06 outside, few tokens in FP8
+# (layers-h200-2.json).  Not measured: 8 ranks.  Their bounds are four times those of 4 ranks, where 4 ranks gain 1.03
+# to 1.70; dispatch and combine, which a fused layer hides, take 1.7 times as long with 8 ranks (ht-h200-[48].json).
+# Other numbers of ranks are not measured, and unfused.
 FUSED_FROM = {
     (torch.bfloat16, 2): (32, 1024, 1024),
     (torch.float16, 2): (32, 1024, 1024),
@@ -85,7 +86,7 @@ def prepare(
     out: Any = None,
     bias: Any = None,
 ) -> Pipeline:
-    """Check the arguments of Buffer.moe, weights before any rank sends a row."""
+    """Check the arguments of moe() and return the pipeline to run.  Weights are checked before any rank sends a row."""
     rounds.require_usable()
     (x, back), w13, w2 = as_tensor("x", x), as_weights("w13", w13), as_weights("w2", w2)
     warn_of_gradients(x, topk_weights, bias, *(t for w in (w13, w2) for t in (w if isinstance(w, Fp8) else (w,))))
@@ -96,7 +97,7 @@ def prepare(
     check_tensor("x", x, device=rounds.device, dtypes=(rounds.dtype,), shape=(None, rounds.hidden))
     if bias is not None and (given := as_tensor("bias", bias)[0]).dtype is not rounds.dtype:
         raise BadInput("bias", str(given.dtype), str(rounds.dtype))
-    rows = max(1, len(x) * rounds.topk * rounds.num_ranks // rounds.num_experts)  # of an expert, if all are as we are
+    rows = max(1, len(x) * rounds.topk * rounds.num_ranks // rounds.num_experts)  # of an expert, if ranks are alike
     check_max_rows(max_rows)
     if isinstance(w13, Fp8) or isinstance(w2, Fp8):
         w13, w2 = check_fp8(rounds, w13, w2, interleaved)
@@ -140,7 +141,7 @@ def prepare(
 
 
 def fused_or_not(fused: bool | str | None) -> bool | None:
-    """What `fused` asks for.  BadInput says what it may be."""
+    """Return the argument `fused` without deprecated names.  Raises BadInput."""
     if fused is None or isinstance(fused, bool):
         return fused
     name = fused if isinstance(fused, str) else ""
@@ -153,9 +154,7 @@ def fused_or_not(fused: bool | str | None) -> bool | None:
 
 
 def _runs_fused(rounds: Rounds, w2: torch.Tensor, asked: bool | None, why_unfused: Callable[[], str]) -> bool:
-    """Whether rows travel under the experts.  The same on all ranks: by the Buffer, not by how many tokens one of them
-    has.
-    """
+    """Return whether the layer runs fused.  Depends on the Buffer, not on a rank's tokens, so all ranks agree."""
     fused = asked
     if fused is None:
         least, of_rank, most = FUSED_FROM.get((w2.dtype, rounds.num_ranks), (math.inf, math.inf, 0))
@@ -171,7 +170,7 @@ def _runs_fused(rounds: Rounds, w2: torch.Tensor, asked: bool | None, why_unfuse
 
 
 def _why_unfused(rounds: Rounds, x: torch.Tensor, w2: torch.Tensor, back: Any, options: Options) -> str:
-    """Empty if rows can travel under the experts; else why not.  The same on all ranks."""
+    """Return why the layer cannot run fused; empty if it can.  The same on all ranks."""
     if not x.is_cuda:
         return f"{rounds.device} is no GPU"
     if rounds.domain_ranks != rounds.num_ranks:
@@ -190,9 +189,15 @@ def apply_experts(
     interleaved: bool = False,
     expected_rows: int | None = None,
 ) -> torch.Tensor:
-    """SwiGLU experts over rows of one expert after the other, `[rows, H]` to `[rows, H]`; arguments as moe() has them.
+    """Apply SwiGLU experts to rows `[rows, H]`, grouped by expert; return `[rows, H]`.
 
-    Rows past the last group are not defined.  `expected_rows`: see grouped_gemm.
+    Rows after the last group are undefined.
+
+    Args:
+        x: `[rows, H]`, rows of expert 0 first, then of expert 1, and so on.
+        w13, w2, interleaved: as in moe().
+        tokens_per_expert: int32 `[E/R]`, rows of each expert.
+        expected_rows: see grouped_gemm.
     """
     if not x.is_cuda:
         how: dict[str, Any] = {"alignment": 1, "interleaved": interleaved}
@@ -212,7 +217,7 @@ def apply_experts(
 
 @lru_cache(maxsize=256)
 def ours_lacks(device: int, dtype: torch.dtype, groups: int, hidden: int, intermediate: int) -> str:
-    """Empty if grouped_gemm takes such experts on this GPU; else why not."""
+    """Return why grouped_gemm cannot compute such experts on this GPU; empty if it can."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         return f"{torch.cuda.get_device_name(device)} is no GPU of compute capability 9.0 (Hopper)"
     if dtype not in kernels.TYPES:
@@ -230,7 +235,7 @@ def _say_once(what: str, why: str) -> None:
 
 
 def _by_torch(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    if short := -w2.shape[2] % 8:  # it wants rows of whole 16 bytes: columns of zeros add nothing
+    if short := -w2.shape[2] % 8:  # torch needs rows of a multiple of 16 bytes; pad with zeros
         w13 = torch.cat([pad(half, (0, 0, 0, short)) for half in w13.chunk(2, dim=1)], dim=1)
         w2 = pad(w2, (0, short))
     ends = counts.cumsum(0, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""The operands of a grouped GEMM, checked one by one: what can't be used is named."""
+"""Checks of a grouped GEMM's operands.  Errors name the operand that does not fit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_ROWS = 1 << 30
 
 
 class Operands(NamedTuple):
-    """What goes together; scales of FP8, else None."""
+    """Tensors of a grouped GEMM; the scales are None unless x and w are FP8."""
 
     x: torch.Tensor
     w: torch.Tensor
@@ -30,7 +30,7 @@ class Operands(NamedTuple):
 def check_operands(
     x: Operand, w: Operand, counts: torch.Tensor, alignment: int, activation: str | None, interleaved: bool
 ) -> Operands:
-    """Raises BadInput or Unsupported; see moecomm.fused.grouped_gemm."""
+    """Check the arguments of moecomm.fused.grouped_gemm and return the tensors.  Raises BadInput or Unsupported."""
     if activation is not None:
         check_name("activation", activation, ("swiglu",))
     check_flag("interleaved", interleaved)
@@ -67,9 +67,10 @@ def check_operands(
 
 
 def unfit(columns: int, depth: int, fp8: bool, swiglu: bool, interleaved: bool) -> str:
-    """Empty if matrices [columns, depth] can be multiplied; else why not.
+    """Return why matrices `[columns, depth]` cannot be multiplied; empty if they can.
 
-    The copy engine wants rows of whole 16 bytes; 16 rows are 8 of gate and 8 of up; 32 of each share a scale.
+    TMA needs rows of a multiple of 16 bytes.  Interleaved groups are 8 gate and 8 up rows.  With FP8 and gate and up
+    rows stored separately, 32 gate rows and their 32 up rows share a pair of scales.
     """
     unit = 64 if fp8 and swiglu and not interleaved else 16 if swiglu else 8
     step = 16 if fp8 else 8
@@ -79,7 +80,10 @@ def unfit(columns: int, depth: int, fp8: bool, swiglu: bool, interleaved: bool) 
 def result(
     given: Operands, activation: str | None, out: Operand | None, out_dtype: torch.dtype | None, quantize: str | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Where the product goes, and its scales, if it has some; made where the caller has not."""
+    """Return the tensors for the product and its scales (None without `quantize`), allocated unless `out` has them.
+
+    Raises BadInput or Unsupported.
+    """
     fp8 = given.x.dtype == kernels.FP8
     if quantize is not None:
         check_name("quantize", quantize, ("fp8",))
@@ -108,7 +112,7 @@ def result(
 
 
 def what(tensor: torch.Tensor) -> str:
-    """A tensor in words."""
+    """Return a description of a tensor for error messages."""
     gaps = "" if tensor.is_contiguous() else " with gaps"
     return f"{tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}{gaps}"
 
@@ -122,7 +126,7 @@ def _pair(argument: str, given: Operand) -> tuple[torch.Tensor, torch.Tensor | N
 
 
 def _check_memory(like: torch.Tensor, **given: torch.Tensor | None) -> None:
-    """Raises BadInput unless all that are there are dense tensors in memory, and of the kind of `like`."""
+    """Raise BadInput unless all given tensors are dense, have memory and are on the device of `like`."""
     for argument, tensor in given.items():
         if tensor is not None:
             check_same_device(**{"x": like, argument: tensor})
@@ -131,7 +135,10 @@ def _check_memory(like: torch.Tensor, **given: torch.Tensor | None) -> None:
 
 
 def check_counts(counts: torch.Tensor, rows: torch.Size, alignment: int) -> None:
-    """Raises BadInput for groups that are negative or do not fit into `[rows]` or `[groups, rows of each]`; on CPUs."""
+    """Raise BadInput for counts that are negative or exceed `rows`, `[rows]` or `[groups, rows of a group]`.
+
+    For tensors on CPUs.
+    """
     begin = 0
     for group, count in enumerate(counts.tolist()):
         if count < 0 or begin + count > rows[-1]:

@@ -1,8 +1,10 @@
 """The steps of an expert layer: publish, dispatch, compute, reduce.
 
-`Fused`: rows are published, a dispatch of row descriptors says who gets them, one launch fetches them, computes and
-sends the results, and each source rank adds up what it has received.  `Unfused`: a dispatch of rows, the experts, a
-combine.  Constructors launch nothing, take no memory of the window and talk to nobody.
+- `Fused`: rows are published, a dispatch sends row descriptors to the owners, one launch fetches the rows, computes
+  both GEMMs and sends the results, and each source rank reduces the rows that it received.
+- `Unfused`: a dispatch of rows, the experts, a combine.
+
+Constructors launch nothing, allocate no memory of the window and do not communicate.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from moecomm.fused.structs import LayerArgs
 from moecomm.jit.plain_kernel import PlainKernel, launch, load
 from moecomm.routed import Routed
 
-_LINE = 128 // 4  # scales
+_LINE = 128 // 4  # scales in a cache line
 
 
 class DispatchCall(NamedTuple):
@@ -47,17 +49,18 @@ class DispatchCall(NamedTuple):
 
 
 class Pipeline(Protocol):
-    """A layer whose arguments have been checked.  Its steps, in their order; ranks of one process do each together.
+    """An expert layer with checked arguments; methods are its steps, in order.
 
-    Steps that wait for other ranks are in parts, of which `run_reduce` and the run of the dispatch alone wait.
+    Ranks of one process run each step for all of them before the next one.  Only `run_reduce` and the run of the
+    dispatch may wait for other ranks.
     """
 
     def publish(self) -> None:
-        """Put our rows where peers read them."""
+        """Copy this rank's rows to where peers read them."""
         ...
 
     def dispatch_call(self) -> DispatchCall:
-        """Arguments of the dispatch, once rows are published."""
+        """Return the arguments of the dispatch, once rows are published."""
         ...
 
     def compute(self, routed: Routed) -> None:
@@ -65,11 +68,11 @@ class Pipeline(Protocol):
         ...
 
     def prepare_reduce(self) -> None:
-        """Do all of the reduction that neither launches nor waits."""
+        """Do the part of the reduction that neither launches nor waits."""
         ...
 
     def run_reduce(self) -> None:
-        """Add up what the experts of our tokens have made; waits for other ranks."""
+        """Add up the expert rows of this rank's tokens; waits for other ranks."""
         ...
 
     def finish_reduce(self) -> Any:
@@ -78,7 +81,7 @@ class Pipeline(Protocol):
 
 
 def run(rounds: Rounds, layer: Pipeline) -> Any:
-    """All steps on this rank."""
+    """Run all steps on this rank and return the layer's output."""
     layer.publish()
     routed = layer.dispatch_call().prepare(rounds)
     dispatch.run(routed)
@@ -107,18 +110,18 @@ class Unfused:
         self._combining: combine.Combining | None = None
 
     def publish(self) -> None:
-        """Nothing: the rows travel with the dispatch."""
+        """Do nothing: the rows travel with the dispatch."""
 
     def dispatch_call(self) -> DispatchCall:
-        """See Pipeline."""
+        """Return the arguments of a dispatch of rows."""
         return self._dispatching
 
     def compute(self, routed: Routed) -> None:
-        """See Pipeline."""
+        """Enqueue the expert GEMMs on the dispatched rows."""
         self._y, self._routed = self._experts(routed), routed
 
     def prepare_reduce(self) -> None:
-        """See Pipeline."""
+        """Prepare the combine."""
         assert self._routed is not None
         self._combining = combine.prepare(
             self._rounds, self._options, self._y, self._routed.handle, **self._outputs, same_call=True
@@ -126,17 +129,17 @@ class Unfused:
 
     @property
     def args(self) -> Any:
-        """Of the combine."""
+        """Arguments of the combine."""
         assert self._combining is not None
         return self._combining.args
 
     def run_reduce(self) -> None:
-        """See Pipeline."""
+        """Run the combine."""
         assert self._combining is not None
         combine.run(self._combining)
 
     def finish_reduce(self) -> Any:
-        """See Pipeline."""
+        """Return the output of the combine."""
         assert self._combining is not None
         out = combine.finish(self._rounds, self._combining)
         return out if self._back is None or self._outputs["out"] is not None else self._back(out)
@@ -165,7 +168,7 @@ class Fused:
         self._rounds, self._apart = rounds, not interleaved
         self._sms = kernels.multiprocessors(rounds.device.index)
         self._w13, self._w2 = ((w, None) if isinstance(w, torch.Tensor) else w for w in (w13, w2))
-        self._dtype = self._w2[0].dtype  # of rows as they travel, and of what the first GEMM makes of them
+        self._dtype = self._w2[0].dtype  # of published rows and of the first product
         self._counted = compute.rows_per_counter(expected_rows * len(self._w2[0]))
         tokens, hidden = len(x), rounds.hidden
         check_rows("x", x)
@@ -197,7 +200,7 @@ class Fused:
         return schedules.schedule_of_both(self._dtype, self._rows, self._w2[0].shape[2])
 
     def publish(self) -> None:
-        """See Pipeline.  Takes memory of the window for our rows, and for what is received for them."""
+        """Allocate window memory for published rows and the receive buffer, and launch the publish kernel."""
         rounds, args, tokens = self._rounds, self._args, max(1, len(self._x))
         context, hidden = rounds.session.context, rounds.hidden
         ctypes.memmove(args.ctx, context.address, context.nbytes)
@@ -210,11 +213,11 @@ class Fused:
         args.next_tile, args.next_row, args.fetched = (args.failed + 4 * place for place in (1, 2, 3))
         args.tile_done = args.fetched + 4 * fetched
         self._kept += [blocks, counters]
-        rounds.session.order()  # a round on another stream may still use what the memory of the window was before
+        rounds.session.order()  # a round on another stream may still use this memory of the window
         self._launch(publish_kernel(rounds.dtype, self._dtype, hidden), self._sms, args)
 
     def dispatch_call(self) -> DispatchCall:
-        """See Pipeline.  Row descriptors travel in the place of rows."""
+        """Return the arguments of a dispatch of row descriptors."""
         published = PublishedRows(
             self._args.published, row_pitch(self._dtype, self._rounds.hidden), self._args.received
         )
@@ -225,7 +228,7 @@ class Fused:
         )
 
     def compute(self, routed: Routed) -> None:
-        """See Pipeline: one launch fetches, multiplies and sends."""
+        """Enqueue the launch that fetches rows, computes both GEMMs and sends the results."""
         schedule, hidden = self._schedule, self._rounds.hidden
         clusters, how = self._sms // schedule.cluster, (self._rows, self._counted)
         given, then = self._operands(routed)
@@ -234,8 +237,9 @@ class Fused:
         self._launch(kernel, clusters * schedule.cluster, args)
 
     def _operands(self, routed: Routed) -> tuple[Operands, Operands]:
-        """Of the two GEMMs: rows to be fetched, and memory for what the first makes, in FP8 with whole lines of scales
-        from row to row.
+        """Return the operands of the two GEMMs: room for fetched rows, and for the first product.
+
+        In FP8, each row's scales of the first product begin at a cache line.
         """
         args, given, rounds = self._args, routed.args, self._rounds
         base = rounds.session.context.peers[rounds.rank]
@@ -260,18 +264,18 @@ class Fused:
         )
 
     def prepare_reduce(self) -> None:
-        """See Pipeline: loads the kernel."""
+        """Load the kernel of the reduction."""
         load(self._reduce, self._rounds.device.index)
 
     def run_reduce(self) -> None:
-        """See Pipeline."""
+        """Launch the reduction."""
         sharing = max(1, self._sms // self._rounds.session.most_blocks)
-        # Blocks wait: where ranks share a GPU, some multiprocessors are left to the others' experts.
+        # Blocks wait for peers: where ranks share a GPU, leave multiprocessors to the experts of the other ranks.
         blocks = self._sms if sharing == 1 else max(1, self._sms // (2 * sharing))
         self._launch(self._reduce, blocks, self._args)
 
     def finish_reduce(self) -> torch.Tensor:
-        """See Pipeline."""
+        """Return the layer's output; frees memory that the kernels used, for later work on the stream."""
         self._kept = []
         return self.out
 

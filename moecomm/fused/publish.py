@@ -1,4 +1,4 @@
-"""Publishing: the rows of a layer to where peers read them, with weights in FP8 cast and with their scales."""
+"""The publish step: copies a layer's rows to where peers read them; with FP8 weights it casts them and adds scales."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from moecomm.jit.plain_kernel import PlainKernel
 
 
 def row_pitch(dtype: torch.dtype, hidden: int) -> int:
-    """RowConfig::pitch: bytes from row to row, of what travels for a row of x: of FP8 the scales, too."""
+    """Return RowConfig::pitch: the stride in bytes of published rows; with FP8 a row includes its scales."""
     if dtype != FP8:
         return dtype.itemsize * hidden
     return -(-(hidden + 4 * -(-hidden // GROUP)) // 128) * 128
 
 
 def row_config(dtype: torch.dtype, hidden: int, counted: int = LEAST_COUNTED) -> str:
-    """RowConfig of csrc/fused/layer.cuh."""
+    """Return a RowConfig (csrc/fused/layer.cuh) as C++ source."""
     return f"RowConfig{{.type = Type::{NAMES[dtype]}, .hidden = {hidden}, .counted = {counted}}}"
 
 
 def publish_kernel(given: torch.dtype, dtype: torch.dtype, hidden: int) -> PlainKernel:
-    """Our rows of dtype `given` to where peers read them, as `dtype`."""
+    """Return the kernel that publishes rows of dtype `given` as `dtype`."""
     entry = f"publish_rows<{row_config(dtype, hidden)}, Type::{NAMES[given]}>"
     return PlainKernel("fused/publish", entry, "LayerArgs", PUBLISH_THREADS)

@@ -1,4 +1,4 @@
-"""The reduction of a layer: what the experts of a token have sent, weighted and added up at its source rank."""
+"""The reduce step of a fused layer: weights and adds up, at the source rank, the rows that a token's experts sent."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 from moecomm import _native
 from moecomm.fused.kernels import TYPES, SharedKernel
 
-# Bytes of a block's shared memory, slots of a warp, and, of a slot, bytes of all rows together.
+# Shared memory of a block, slots of a warp, bytes of all rows in a slot, most warps of a block.
 _BYTES, _SLOTS, _SLOT, _WARPS = 220 * 1024, 3, 9216, 8
-_STEP_BYTES = 512  # of a row: 16 a lane
+_STEP_BYTES = 512  # bytes of a row that a warp reads at once: 16 a lane
 
 
 def reduce_kernel(dtype: torch.dtype, hidden: int, topk: int) -> SharedKernel:
-    """Adds up what has been received."""
+    """Return the kernel that reduces received rows of `dtype`, `topk` a token."""
     whole = -(-2 * hidden // _STEP_BYTES) * _STEP_BYTES
     piece = min(whole, 4 * _STEP_BYTES, max(1, _SLOT // (topk + 1) // _STEP_BYTES) * _STEP_BYTES)
     slot = _native.reduce_slot_bytes(topk, piece)

@@ -1,4 +1,4 @@
-"""What a grouped GEMM computes, in a few lines of torch.  CPUs run this."""
+"""Reference of the grouped GEMM in plain torch; also its CPU implementation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moecomm.fused.weights import deinterleave
 
 
 def groups_of(x: torch.Tensor, counts: list[int], alignment: int) -> list[slice]:
-    """Where the rows of each group lie in x, seen as `[rows, K]`; a group with no room left for it is cut or empty."""
+    """Return the rows of each group in x, viewed as `[rows, K]`.  Groups that exceed the room are cut, or empty."""
     rows, begin, found = x.shape[:-1].numel(), 0, []
     for group, count in enumerate(counts):
         room = rows
@@ -34,8 +34,9 @@ def grouped_gemm(
     interleaved: bool,
     out: torch.Tensor | Fp8,
 ) -> None:
-    """See moecomm.fused.grouped_gemm: sums and activation in float32, rounded once; FP8 is widened before.  Whatever
-    autocast says, which would round what is multiplied.
+    """Compute moecomm.fused.grouped_gemm on CPUs: products, sums and activation in float32, one rounding at the end.
+
+    FP8 operands are widened to float32 first.  Autocast is disabled, because it would round the operands.
     """
     wide = x if isinstance(x, torch.Tensor) else widen(*x, 1)
     result = out if isinstance(out, torch.Tensor) else out.data

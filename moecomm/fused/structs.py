@@ -1,4 +1,4 @@
-"""The argument structs of csrc/fused, as ctypes structs that are made from what the native module says of them."""
+"""Argument structs of csrc/gemm and csrc/fused as ctypes structs, built from the native module's description."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SCALARS = {"Q": ctypes.c_uint64, "q": ctypes.c_int64, "i": ctypes.c_int32}
 
 
 def _fields(name: str, **structs: type[ctypes.Structure]) -> list[tuple[str, Any]]:
-    """`_fields_` of a struct whose fields are scalars, of `structs`, or a Context; padding where C++ has it."""
+    """Return the `_fields_` of a struct: scalars, members of `structs`, a Context, and padding where C++ has it."""
     size, rows = _TABLE[name]
     fields: list[tuple[str, Any]] = []
     end = 0

@@ -1,4 +1,4 @@
-"""Tensor maps: what the copy engine of a multiprocessor is told of a matrix in memory.  Encoded once a matrix."""
+"""Tensor maps (CUtensorMap): descriptions of matrices in memory for TMA, encoded once for each matrix and cached."""
 
 from __future__ import annotations
 
@@ -26,11 +26,16 @@ def parameters(
     box: tuple[int, ...],
     strides: tuple[int, ...] | None = None,
 ) -> tuple[str, int, int, list[int], list[int], list[int], list[int]]:
-    """Arguments of cuTensorMapEncodeTiled: fastest dimension first, strides in bytes.
+    """Return the arguments of cuTensorMapEncodeTiled: fastest dimension first, strides in bytes.
 
-    `strides`: elements from one to the next in each dimension, the last of them 1; default: those of contiguous ones.
+    Boxes have the 128-byte swizzle; elements outside of the matrix read as 0.
 
-    Boxes are laid out with the swizzle of 128 bytes; what lies outside of the matrix reads as 0.
+    Args:
+        address: device address of the matrix.
+        shape: sizes of the dimensions, slowest first.
+        dtype: of the elements.
+        box: sizes of a box, at most 256 each; its fastest dimension has 128 bytes.
+        strides: in elements, the last of them 1; default: contiguous.
     """
     assert len(shape) == len(box) and box[-1] * dtype.itemsize == 128 and max(box) <= 256
     if strides is None:
@@ -47,9 +52,9 @@ def encode(
     box: tuple[int, ...],
     strides: tuple[int, ...] | None = None,
 ) -> Any:
-    """The map of a matrix at a device address, for boxes of this shape; `strides`: see parameters().
+    """Return the TensorMap of a matrix; arguments as in parameters().  Raises DriverError.
 
-    It says no more than its arguments, so that one of memory that has been freed does no harm.  Raises DriverError.
+    A map depends on its arguments alone, so a cached map of freed memory does no harm.
     """
     driver = cuda_driver.driver()
     kind, rank, address, dims, stride_bytes, boxes, steps = parameters(address, shape, dtype, box, strides)

@@ -1,4 +1,4 @@
-"""The order of the rows of w13 in which a fused SwiGLU wants them."""
+"""The interleaved row order of w13, which lets the GEMM's epilogue compute SwiGLU in registers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch
 from moecomm.core.validation import check_dense
 from moecomm.errors import BadInput
 
-GRANULARITY = 8  # rows: what lies 8 apart in a tile is in registers of the same lane (csrc/gemm/wgmma.cuh)
+GRANULARITY = 8  # rows: columns of the product that are 8 apart are in registers of the same lane (csrc/gemm/wgmma.cuh)
 
 
 def interleave(w13: torch.Tensor) -> torch.Tensor:
-    """w13 with 8 gate rows, then the 8 up rows that belong to them, and so on: done once, when weights are loaded.
+    """Interleave the rows of w13 by 8: 8 gate rows, their 8 up rows, and so on.  Do it once, when weights are loaded.
 
     Args:
         w13: `[..., 2 I, H]`, any dtype: I gate rows, then I up rows; I a multiple of 8.
@@ -20,13 +20,17 @@ def interleave(w13: torch.Tensor) -> torch.Tensor:
         The same shape, contiguous: row 16 b + i is gate row 8 b + i, row 16 b + 8 + i is up row 8 b + i, i < 8.
 
     Raises:
-        BadInput: I is no multiple of 8.
+        BadInput: I is not a multiple of 8.
     """
     return _swapped(w13, (2, _blocks(w13)))
 
 
 def deinterleave(w13: torch.Tensor) -> torch.Tensor:
-    """The inverse of `interleave`: all gate rows, then all up rows."""
+    """Invert `interleave`: return `[..., 2 I, H]` with all gate rows, then all up rows.
+
+    Raises:
+        BadInput: I is not a multiple of 8.
+    """
     return _swapped(w13, (_blocks(w13), 2))
 
 

@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer over several ranks, as a module of torch."""
+"""torch modules of a mixture-of-experts layer over several ranks."""
 
 from moecomm.nn.buffers import shared_buffer
 from moecomm.nn.expert_parallel import ExpertParallel

@@ -1,4 +1,4 @@
-"""One Buffer for all layers of the same sizes over the same ranks."""
+"""Buffers that layers of the same sizes over the same ranks share."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from moecomm.errors import BadInput
 
 _lock = threading.Lock()
 _shared: weakref.WeakValueDictionary[tuple[Any, ...], Buffer] = weakref.WeakValueDictionary()
-# A group is told by its identity, which must not become another group's while its Buffer lives.
+# Keys contain the id() of a group.  Keeping the group alive as long as its Buffer prevents another from getting its id.
 _groups: weakref.WeakKeyDictionary[Buffer, Any] = weakref.WeakKeyDictionary()
 
 
 def shared_buffer(group: Any, **settings: Any) -> Buffer:
-    """The Buffer of this process for `group` with these settings: opened, collectively, if there is none open.
+    """Return this process's Buffer for `group` with these settings; open one, collectively, if there is none.
 
-    It lives as long as somebody refers to it.
+    The Buffer lives as long as it is referenced.
 
     Args:
         group: see Buffer.
-        settings: the other arguments of Buffer.
+        settings: the other arguments of Buffer; hashable.
 
     Raises:
-        As Buffer.
+        BadInput: a setting that is not hashable.
+        As Buffer, when one is opened.
     """
-    if hasattr(group, "get_group") and getattr(group, "ndim", 0) == 1:  # DeviceMesh: another object at each mesh["ep"]
+    if hasattr(group, "get_group") and getattr(group, "ndim", 0) == 1:  # DeviceMesh: a new object at each mesh["ep"]
         group = group.get_group()
     for name, value in settings.items():
         if not isinstance(value, Hashable):
@@ -38,7 +39,7 @@ def shared_buffer(group: Any, **settings: Any) -> Buffer:
         buffer = _shared.get(key)
     if buffer is not None and not buffer.closed:
         return buffer
-    buffer = Buffer(group, **settings)  # outside of the lock: ranks that are threads open theirs together
+    buffer = Buffer(group, **settings)  # not under the lock: opening waits for peers, which may be threads
     with _lock:
         _shared[key] = buffer
         _groups[buffer] = group

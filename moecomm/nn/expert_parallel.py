@@ -1,4 +1,4 @@
-"""The layer: a gate, experts that are spread over ranks, and the Buffer between them."""
+"""The expert-parallel layer: a gate, experts that are distributed over ranks, and the Buffer between them."""
 
 from __future__ import annotations
 
@@ -32,35 +32,38 @@ from moecomm.router import Gating
 
 
 class ExpertParallel(torch.nn.Module):
-    """A mixture-of-experts layer whose experts are spread over the ranks of a group.
+    """A mixture-of-experts layer whose experts are distributed over the ranks of a group.
 
-    Rank r has experts `[r * E/R, (r + 1) * E/R)`, and its own tokens.  The forward pass is collective, and so is the
-    backward pass: every rank runs both, with as many tokens as it has (none is fine), and layers in the same order.
+    Rank r owns experts `r * E/R` to `(r + 1) * E/R - 1` and has its own tokens.  Forward and backward passes are
+    collective: every rank runs both, with any number of tokens up to `max_tokens` (also none), and all ranks run their
+    layers in the same order.
 
     State: `gate.weight` [E, H] (and `gate.bias` [E]) on every rank, `experts.w13` [E/R, 2 I, H] and `experts.w2`
-    [E/R, H, I]; see shard_state and gather_state.  Gradients of the gate are those of this rank's tokens, to be
-    summed over ranks as other replicated parameters' are; gradients of the experts are those of all tokens.
+    [E/R, H, I]; see shard_state and gather_state.  Gradients of the gate are those of this rank's tokens: sum them over
+    ranks like those of other replicated parameters.  Gradients of the experts are those of all ranks' tokens.
 
     Args:
         group: the ranks; see Buffer.
         hidden: H, columns of a token.
         intermediate: I, columns inside an expert.
         num_experts: E, of all ranks together.
-        topk: experts a token picks.
-        max_tokens: the most tokens that a rank passes; with `buffer` what that has.
+        topk: K, experts of a token.
+        max_tokens: most tokens that a rank passes; a given `buffer` has its own limit.
         gate: "softmax" or "sigmoid"; with `num_groups`, `topk_groups`, `scale` and `normalize`: see Gating.  None:
-            the layer has no gate, and forward() is given the routing.
+            the layer has no gate, and the caller passes the routing to forward().
         corrected: the gate has DeepSeek-V3's score correction.
-        max_rows: rows that this rank has room for, a (token, expert) each; default: the worst case, all tokens of all
-            ranks.  More is bad input on every rank.
-        payload: the dtype in which rows travel; default: `dtype`.
+        max_rows: received rows, one a (token, expert), to make room for on this rank; default: the worst case, all
+            tokens of all ranks.  More rows are bad input on every rank.
+        payload: dtype in which rows travel; default: `dtype`.
         wire: see Buffer.combine.
-        buffer: used by this layer; default: shared_buffer(), opened at the first forward pass or by open().
+        buffer: Buffer of this layer; default: shared_buffer(), opened at the first forward pass or by open().
         backend: of the default Buffer.
-        seed, dtype, device: of the weights, drawn the same on whichever rank has them; device: default: torch's.
+        seed: of the weights; an expert's weights do not depend on the rank that owns it.
+        dtype: of the weights.
+        device: of the weights; default: torch's.
 
     Raises:
-        BadInput: sizes that can't be used, or others than those of `buffer`.
+        BadInput: invalid sizes, or sizes that differ from those of `buffer`.
     """
 
     def __init__(
@@ -115,9 +118,9 @@ class ExpertParallel(torch.nn.Module):
             self._use(buffer)
 
     def open(self) -> Buffer:
-        """The layer's Buffer, opened, collectively, if it has not been or has been closed; one that was given stays.
+        """Return the layer's Buffer.  Opens the default Buffer, collectively, if it is not open.
 
-        A graph can't open one: to be called before the first call of a compiled layer.
+        Call it before the first call of a compiled layer: a graph cannot open a Buffer.
 
         Raises:
             As Buffer.
@@ -143,18 +146,19 @@ class ExpertParallel(torch.nn.Module):
     def forward(
         self, x: torch.Tensor, topk_idx: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Every token through its experts.
+        """Send every token through its experts.
 
         Args:
-            x: `[..., H]`, in any floating dtype.
-            topk_idx, topk_weights: `[T, K]` each, instead of what the gate says: int64 or int32, -1 picks none; and
-                floating, None: every weight is 1.
+            x: `[..., H]`, any floating dtype; T tokens in all.
+            topk_idx: int64 or int32 `[T, K]`, in place of the gate's choice; -1 picks none.
+            topk_weights: floating `[T, K]`, with `topk_idx`; None: every weight is 1.
 
         Returns:
-            As x, in its dtype: sum over k of w_k * expert_k(x).  Where gradients and autocast are off, this is
-            Buffer.moe if the experts have the dtype of the payload: SwiGLU is then not rounded in between.
+            Shape and dtype of x: sum over k of w_k * expert_k(x).  With gradients and autocast off, and experts in the
+            payload's dtype, the pass is Buffer.moe, which computes SwiGLU in float32 and rounds it once.
 
         Raises:
+            BadInput: arguments that do not fit; no open Buffer in a compiled layer.
             As Buffer.dispatch and Buffer.combine.
         """
         if not self._buffer_name:
@@ -175,11 +179,11 @@ class ExpertParallel(torch.nn.Module):
             given = (rows, topk_idx, weights, self.experts.w13, self.experts.w2)
             if torch.compiler.is_compiling():
                 out = ops.moe(self._buffer_name, *given, max_rows=self.max_rows, wire=self.wire)
-            else:  # the same, without torch's way to an operator
+            else:  # the same, without the overhead of torch's operator dispatch
                 assert self._buffer is not None
                 out = self._buffer.moe(rows_of(rows), *given[1:], max_rows=self.max_rows, wire=self.wire)
             return out.to(x.dtype).view(x.shape)
-        # The experts go by the counts, and so nothing reads rows that did not come.
+        # No padding is needed: the experts read only rows that tokens_per_expert counts.
         routed = ops.dispatch(
             self._buffer_name, rows, topk_idx, topk_weights, max_rows=self.max_rows, zero_padding=False
         )
@@ -188,22 +192,23 @@ class ExpertParallel(torch.nn.Module):
         return out.to(x.dtype).view(x.shape)
 
     def _runs_fused(self, tokens: torch.Tensor) -> bool:
-        """Whether the pass is Buffer.moe: no gradients, one dtype for rows and experts, and experts that are nothing
-        but their weights.  With gradients it is not: what its backward pass computes again is kept here.
+        """Return whether the pass is Buffer.moe: no gradients, one dtype, and plain Experts without hooks.
+
+        With gradients, separate operators keep activations that the backward pass of moecomm.ops.moe would recompute.
         """
         if torch.is_grad_enabled() or torch.is_autocast_enabled(tokens.device.type):
             return False
         experts = self.experts
-        hooks = (*experts._forward_hooks, *experts._forward_pre_hooks)  # they may bring the weights, or count calls
+        hooks = (*experts._forward_hooks, *experts._forward_pre_hooks)  # hooks may gather weights or count calls
         return type(experts) is Experts and not hooks and experts.w13.dtype == experts.w2.dtype == self.payload
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the Buffer, for torch.save: as one that has not been opened yet.  One that was given stays."""
+        """Return the state for pickling, without a default Buffer: the copy opens its own.  A given Buffer stays."""
         unopened = {} if self._buffer_given else {"_buffer": None, "_buffer_name": ""}
         return {**self.__dict__, **unopened}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
-        """A layer with weights of its own, over the same ranks and the same Buffer."""
+        """Copy the weights; the copy uses the same group and the same Buffer."""
         for shared in (self._group, self._buffer):
             memo[id(shared)] = shared
         copied = self.__class__.__new__(self.__class__)
@@ -213,7 +218,7 @@ class ExpertParallel(torch.nn.Module):
 
 
 def _tokens_of(x: Any) -> torch.Tensor:
-    """`[T, H]`.  Of whole numbers, the output could not be whole."""
+    """Return x as `[T, H]`.  Raises BadInput for integers, whose dtype the output could not have."""
     check_dense("x", x)
     if not x.is_floating_point() or x.ndim == 0:
         raise BadInput("x", f"{x.dtype} {tuple(x.shape)}", "a floating tensor [..., hidden]")
@@ -222,7 +227,7 @@ def _tokens_of(x: Any) -> torch.Tensor:
 
 
 def _place(group: Any, buffer: Buffer | None) -> tuple[int, int]:
-    """This rank, and how many there are."""
+    """Return this rank and the number of ranks."""
     if buffer is not None:
         if not isinstance(buffer, Buffer):
             raise BadInput("buffer", type(buffer).__name__, "a Buffer, or None")

@@ -1,4 +1,4 @@
-"""The experts of one rank."""
+"""SwiGLU experts of one rank."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from moecomm.tools.demo_layer import expert_weights
 
 
 class Experts(torch.nn.Module):
-    """SwiGLU experts: w2 (silu(w1 x) * w3 x), for rows that are grouped by expert.
+    """SwiGLU experts, w2 (silu(w1 x) * w3 x), for rows that are grouped by expert.
 
     `w13` [experts, 2 I, H] (gate and up projections) and `w2` [experts, H, I] are drawn from `seed` and the expert's
-    number: the same on whichever rank has it.
+    number, so they do not depend on the rank that owns it.
 
     Args:
-        experts: their numbers, among those of all ranks.
+        experts: numbers of the experts, among those of all ranks.
         hidden: H, columns of a row.
-        intermediate: I, columns inside an expert; 16 bytes or a multiple of it.
-        seed, dtype, device: of the weights; device: default: torch's.
+        intermediate: I, columns inside an expert; a multiple of 16 bytes.
+        seed: of the weights.
+        dtype: of the weights.
+        device: of the weights; default: torch's.
 
     Raises:
-        BadInput: sizes that grouped products can't take.
+        BadInput: sizes that grouped GEMMs do not support.
     """
 
     def __init__(
@@ -50,15 +52,18 @@ class Experts(torch.nn.Module):
         self.w13, self.w2 = torch.nn.Parameter(w13), torch.nn.Parameter(w2)
 
     def forward(self, x: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        """Rows of one expert after the other through their experts.
+        """Apply each expert to its group of rows.
 
         Args:
-            x: `[rows, H]`; rows after the last group may hold anything.
-            tokens_per_expert: int32 `[experts]`, on the device of x: rows of each group.
+            x: `[rows, H]`, rows of the first expert first, and so on; rows after the last group may hold anything.
+            tokens_per_expert: int32 or int64 `[experts]`, on the device of x: rows of each group.
 
         Returns:
-            `[rows, H]` in the dtype that the weights, or autocast, have; rows after the last group are not defined.
-            Gradients of the weights are sums over the rows of the groups alone.
+            `[rows, H]` in the dtype of the weights or of autocast; rows after the last group are undefined.  Gradients
+            of the weights are sums over the rows of the groups alone.
+
+        Raises:
+            BadInput: another shape, dtype or device.
         """
         check_dense("x", x)
         check_dense("tokens_per_expert", tokens_per_expert)

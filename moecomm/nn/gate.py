@@ -12,16 +12,22 @@ from moecomm.router import Gating, gate_weight
 
 
 class Gate(torch.nn.Module):
-    """Hidden states [T, H] -> (topk_idx int64 [T, K], topk_weights float32 [T, K]); see moecomm.router.Gating.
+    """The gate: hidden states [T, H] -> (topk_idx int64 [T, K], topk_weights float32 [T, K]).
 
-    `weight` [E, H] is drawn from `seed`; every rank has all of it.  `bias` float32 [E], with `corrected=True`, is
-    DeepSeek-V3's score correction, zeros at first: it chooses experts, has no gradient and is in the state.
-    Computes in the dtype of `weight` and, from the logits on, in float32, whatever autocast says.
+    See moecomm.router.Gating for the arithmetic.  `weight` [E, H] is drawn from `seed`; every rank has all of it.
+    `bias` float32 [E], with `corrected=True`, is DeepSeek-V3's score correction, initially zeros.  It takes part in the
+    choice of experts only, has no gradient and is part of the state.  The logits are computed in the dtype of `weight`,
+    everything after them in float32; autocast has no effect.
 
     Args:
-        gating: how experts are chosen.
-        corrected: there is a bias.
-        seed, dtype, device: of the weight; device: default: torch's.
+        gating: sizes and the rule by which experts are chosen.
+        corrected: the gate has a `bias`.
+        seed: of the weight.
+        dtype: of the weight.
+        device: of the weight; default: torch's.
+
+    Raises:
+        BadInput: arguments of other types.
     """
 
     bias: torch.Tensor | None
@@ -48,19 +54,19 @@ class Gate(torch.nn.Module):
         self.register_buffer("bias", bias)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See the class.  Raises BadInput for another shape."""
+        """Return topk_idx int64 `[T, K]` and topk_weights float32 `[T, K]` of x `[T, H]`.  Raises BadInput."""
         check_dense("x", x)
         check_same_device(x=x, weight=self.weight)
         with torch.autocast(x.device.type, enabled=False):
-            # A choice among near-equal scores must not depend on a dtype that a module's .to() gave the bias.
+            # Module.to() may have changed the bias's dtype; a choice among near-equal scores must not depend on that.
             bias = None if self.bias is None else self.bias.float()
             return self.gating(x, self.weight, bias)
 
     def extra_repr(self) -> str:
-        """For print."""
+        """Return the gating, for repr()."""
         return repr(self.gating)
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """forward(), with hooks."""
+        """Call forward() with hooks; overridden for its return type."""
         routing: tuple[torch.Tensor, torch.Tensor] = super().__call__(*args, **kwargs)
         return routing

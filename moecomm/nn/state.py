@@ -1,4 +1,4 @@
-"""States of models with ExpertParallel layers: one rank's with all experts, cut into those of several, and back."""
+"""State dicts of models with ExpertParallel layers: split one with all experts over ranks, and gather it again."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from moecomm.errors import BadInput
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-SHARDED = ("experts.w13", "experts.w2")  # ends of the names of what is cut, along the experts
+SHARDED = ("experts.w13", "experts.w2")  # suffixes of the names of tensors that are sharded along the experts
 
 
 def is_sharded(name: str) -> bool:
-    """Whether a tensor of that name has a part on every rank; the others are the same on all."""
+    """Return whether a tensor of that name is sharded over ranks; other tensors are replicated."""
     return any(name == end or name.endswith(f".{end}") for end in SHARDED)
 
 
 def shard_state(state: Mapping[str, torch.Tensor], rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
-    """The state of one rank, out of one with the weights of all experts.
+    """Extract the state of one rank from a state with the weights of all experts.
 
     Args:
-        state: a state_dict of a model, all of whose ExpertParallel layers have `[E, ...]` weights.
-        rank: whose state.
-        num_ranks: R, of the group.
+        state: state_dict of a model whose ExpertParallel layers all have `[E, ...]` weights.
+        rank: the rank.
+        num_ranks: R, ranks of the group.
 
     Returns:
-        The same names; weights of experts are views of `[E/R, ...]`.
+        The same names; weights of experts are views of shape `[E/R, ...]`.
 
     Raises:
-        BadInput: weights that can't be cut into R parts.
+        BadInput: E is not a multiple of R; a rank out of range; not a state_dict.
     """
     _check_state(state)
     check_integer("num_ranks", num_ranks, 1)
@@ -56,15 +56,18 @@ def shard_state(state: Mapping[str, torch.Tensor], rank: int, num_ranks: int) ->
 def gather_state(
     state: Mapping[str, torch.Tensor], group: dist.ProcessGroup | str | None = None
 ) -> dict[str, torch.Tensor]:
-    """The state with the weights of all experts, out of every rank's.  Collective.
+    """Gather the weights of all experts from all ranks.  Collective.
 
     Args:
         state: this rank's state_dict.
-        group: of the ExpertParallel layers, with a backend that moves the tensors' kind; "self": one rank; None:
+        group: the group of the ExpertParallel layers, with a backend for the tensors' device; "self": one rank; None:
             see Buffer.
 
     Returns:
-        The same names; weights of experts are `[E, ...]`, on every rank.
+        The same names, on every rank; weights of experts are `[E, ...]`.
+
+    Raises:
+        BadInput: another group; not a state_dict.
     """
     _check_state(state)
     if group is None or isinstance(group, str):
@@ -76,7 +79,7 @@ def gather_state(
         raise BadInput("group", type(group).__name__, "a torch.distributed ProcessGroup, or None")
 
     whole = {}
-    for name in sorted(state):  # in one order on all ranks
+    for name in sorted(state):  # the same order of collectives on all ranks
         tensor = state[name].detach()
         if is_sharded(name):
             parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
@@ -87,7 +90,7 @@ def gather_state(
 
 
 def _check_state(state: Any) -> None:
-    """Raises BadInput unless it is tensors by name; what modules keep besides, as bytes, is left alone."""
+    """Raise BadInput unless `state` is a mapping whose sharded entries are tensors; other entries may be anything."""
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise BadInput("state", type(state).__name__, "tensors by name, as a state_dict has them")
     for name, tensor in state.items():

@@ -1,21 +1,22 @@
-"""dispatch, combine and the whole layer as operators of torch: with gradients, and in graphs of torch.compile.
+"""dispatch, combine and the whole layer as torch operators, with gradients and support for torch.compile.
 
     routed = moecomm.ops.dispatch(buffer, x, topk_idx, topk_weights)
     y = experts(routed.x, routed.tokens_per_expert)
     out = moecomm.ops.combine(y, routed.handle)
 
-    out = moecomm.ops.moe(buffer, x, topk_idx, topk_weights, w13, w2)  # with SwiGLU experts, in one
+    out = moecomm.ops.moe(buffer, x, topk_idx, topk_weights, w13, w2)  # all of it, with SwiGLU experts
 
-They differ from Buffer's own in three things.  Shapes never depend on what arrives: there are `max_rows` rows, and
-counts on the device.  x, y and the routing weights have gradients, whose rounds are collective too: every rank that
-took part in the forward pass runs the backward pass, and in the same order.  And a handle is plain: a tensor, strings
-and numbers.
+Differences from the methods of Buffer:
 
-A compiler may change the order of rounds that do not depend on each other, and not alike on ranks whose tensors have
-other sizes.  Layers one after the other do depend on each other; what stands side by side should share a dispatch, or
-be compiled apart.
+- Shapes never depend on what arrives: outputs have `max_rows` rows, and counts stay on the device.
+- x, y and the routing weights have gradients.  The rounds of backward passes are collective, too: every rank that took
+  part in the forward pass runs the backward pass, in the same order.
+- A handle consists of tensors, strings and numbers.
 
-A gradient of a dispatch or of a layer can't be differentiated again, and there is no forward-mode AD: Unsupported.
+A compiler may reorder rounds that do not depend on each other, and differently on ranks whose tensors have other sizes.
+Consecutive layers do depend on each other; parallel branches should share a dispatch, or be compiled separately.
+
+Second-order gradients of rounds and forward-mode AD raise Unsupported.
 """
 
 from __future__ import annotations
@@ -45,17 +46,17 @@ gradients.register()
 
 
 class Dispatched(NamedTuple):
-    """The tokens that arrived, as moecomm.Routed has them, in tensors of `max_rows` rows.
+    """The received tokens, like moecomm.Routed, in tensors of `max_rows` rows.
 
     Attributes:
-        x: `[rows, H]` (batched `[E/R, rows, H]`, and so on) of the Buffer's dtype.  Rows where no token arrived are
-            zeros, or not initialised with `zero_padding=False`.
+        x: `[rows, H]` (batched: `[E/R, rows, H]`, and so for other attributes) of the Buffer's dtype.  Rows without a
+            token are zeros, or not initialized with `zero_padding=False`.
         tokens_per_expert: int32 `[E/R]`.
         num_rows: int32 `[1]`: rows in use, as in moecomm.Routed.
         src: int32 `[rows, 2]`: source rank and token of each row, or -1, -1.
         row_weights: expert, batched: float32 `[rows]`: the routing weight of each row, or 0.
-        topk_idx: flat: int64 `[rows, K]`: this rank's expert, or -1.
-        topk_weights: flat: float32 `[rows, K]`, 0 beside -1: the caller's experts apply them.
+        topk_idx: flat: int64 `[rows, K]`: local expert ids, or -1.
+        topk_weights: flat: float32 `[rows, K]`, 0 where topk_idx is -1; the caller's experts apply them.
         handle: for combine() and dispatch_again().
     """
 
@@ -85,7 +86,7 @@ def dispatch(
     zero_padding: bool = True,
     num_sms: int | None = None,
 ) -> Dispatched:
-    """Buffer.dispatch as an operator.  Collective.  Gradients: x, topk_weights.
+    """Dispatch tokens like Buffer.dispatch.  Collective.  Gradients: x, topk_weights.
 
     Args:
         buffer: a Buffer, or its `name`.
@@ -93,12 +94,15 @@ def dispatch(
         topk_idx: int64 or int32 `[T, K]`; -1 picks none.
         topk_weights: floating `[T, K]`, used in float32; None: every weight is 1.
         layout: "expert", "flat" or "batched".
-        expert_alignment: expert: groups start at multiples of this.
-        max_rows: rows to make room for, batched: of each expert; default: the worst case.  More is bad input on every
-            rank.
-        zero_padding: rows where no token arrived are zeros, and so are those of the gradient of y: sums over all
-            rows are then right.  False saves a pass over the rows where experts go by the counts.
-        num_sms: see Buffer.dispatch; of all rounds with the handle, and of backward passes.
+        expert_alignment: layout "expert": groups start at multiples of it.
+        max_rows: rows to make room for (batched: for each expert); default: the worst case.  More rows are bad input on
+            every rank.
+        zero_padding: write zeros to rows without a token, also in the gradient of y, so that sums over all rows are
+            right.  False saves a pass over the rows; use it if the experts read only rows that the counts cover.
+        num_sms: see Buffer.dispatch; also used by all rounds with the handle and by backward passes.
+
+    Returns:
+        A Dispatched.
 
     Raises:
         As Buffer.dispatch.
@@ -108,7 +112,7 @@ def dispatch(
     check_name("layout", layout, LAYOUTS)
     check_alignment("expert_alignment", expert_alignment)
     check_flag("zero_padding", zero_padding)
-    check_max_rows(max_rows)  # -1 is the operator's word for the worst case
+    check_max_rows(max_rows)  # users must not pass -1, which means the worst case to the operator
     check_num_sms(num_sms)
     tangents.refuse("moecomm.ops.dispatch", x, weights)
     rows, weights, local_idx, src, tokens_per_expert, num_rows, memory = rounds.dispatch(
@@ -140,17 +144,17 @@ def dispatch(
 
 @counted("handle", 1)
 def dispatch_again(x: torch.Tensor, handle: Handle) -> torch.Tensor:
-    """Sends other rows the way of an earlier dispatch, without routing.  Collective.  Gradient: x.
+    """Send other rows along the route of an earlier dispatch.  Collective.  Gradient: x.
 
     Args:
-        x: `[T, H]`, as many tokens as that dispatch had.
-        handle: of it.
+        x: `[T, H]` of the Buffer's dtype, with the T of that dispatch.
+        handle: of that dispatch.
 
     Returns:
-        Rows as `Dispatched.x` of that dispatch.
+        Rows in the shape and order of that dispatch's `Dispatched.x`.
 
     Raises:
-        As Buffer.dispatch; BadInput as well for a handle that is none.
+        As Buffer.dispatch; also BadInput for a handle that is not a moecomm.ops.Handle.
     """
     _check_handle(handle)
     x = as_tensor("x", x)[0]
@@ -172,20 +176,22 @@ def dispatch_again(x: torch.Tensor, handle: Handle) -> torch.Tensor:
 
 @counted("handle", 1)
 def combine(y: torch.Tensor, handle: Handle, *, weighted: bool = True, wire: torch.dtype | None = None) -> torch.Tensor:
-    """Buffer.combine as an operator.  Collective.  Gradients: y, and the weights in the handle, whose way home to
-    topk_weights is that of the gradient of the dispatch.
+    """Combine rows like Buffer.combine.  Collective.  Gradients: y and the handle's row_weights.
+
+    The gradient of row_weights reaches topk_weights through the backward pass of the dispatch.
 
     Args:
-        y: rows as in `Dispatched.x`.  The gradient is computed in the Buffer's dtype and returned in that of y.
+        y: rows in the shape and order of `Dispatched.x`.  The gradient is computed in the Buffer's dtype and returned
+            in the dtype of y.
         handle: of the dispatch.
-        weighted: expert, batched: multiply each row by `handle.row_weights`.
+        weighted: layouts "expert" and "batched": multiply each row by `handle.row_weights`.
         wire: see Buffer.combine.
 
     Returns:
-        `[T, H]` of the dtype of y: see Buffer.combine.
+        `[T, H]` of the dtype of y; see Buffer.combine.
 
     Raises:
-        As Buffer.combine; BadInput as well for a handle that is none.
+        As Buffer.combine; also BadInput for a handle that is not a moecomm.ops.Handle.
     """
     _check_handle(handle)
     check_flag("weighted", weighted)
@@ -226,13 +232,13 @@ def moe(
     check_weights: bool = False,
     fused: bool | None = None,
 ) -> torch.Tensor:
-    """Buffer.moe as an operator: its bits, and gradients.  Collective.  Gradients: x, topk_weights, w13, w2, bias.
+    """Run an expert layer like Buffer.moe, with the same bits.  Collective.  Gradients: x, topk_weights, w13, w2, bias.
 
-    The backward pass keeps the inputs alone and computes the rest again, in three rounds: x and the gradient are
-    dispatched, their gradients combined.  Its grouped products are torch's, in the Buffer's dtype (on GPUs bfloat16,
-    or what torch.nn.functional.grouped_mm takes besides), with SwiGLU in float32 between them; it takes room for
-    `max_rows` rows, and neither `wire`, `num_sms` nor `fused` matter to it.  Gradients of w13, w2 are those of all
-    ranks' tokens, that of a bias `[H]` of this rank's.
+    The backward pass keeps the inputs only and recomputes the rest, in three rounds: it dispatches x and the gradient,
+    and combines gradients of rows.  It uses torch's grouped GEMMs in the Buffer's dtype (on GPUs bfloat16, and other
+    dtypes that torch.nn.functional.grouped_mm supports) with SwiGLU in float32, makes room for `max_rows` rows, and
+    ignores `wire`, `num_sms` and `fused`.  Gradients of w13 and w2 are those of all ranks' tokens; that of a bias `[H]`
+    is of this rank's.
 
     Args:
         buffer: a Buffer, or its `name`.
@@ -240,14 +246,14 @@ def moe(
         topk_idx: int64 or int32 `[T, K]`; -1 picks none.
         topk_weights: floating `[T, K]`, used in float32; None: every weight is 1.
         w13: `[E/R, 2 I, H]` of the Buffer's dtype.
-        w2: `[E/R, H, I]`.  Both in FP8: pairs of float8_e4m3fn and float32 scales.
+        w2: `[E/R, H, I]`.  In FP8, w13 and w2 are pairs of float8_e4m3fn data and float32 scales.
         activation, interleaved, bias, max_rows, wire, num_sms, check_weights, fused: see Buffer.moe.
 
     Returns:
-        `[T, H]` of the dtype of x: see Buffer.moe.
+        `[T, H]` of the dtype of x; see Buffer.moe.
 
     Raises:
-        As Buffer.moe; Unsupported as well, at once, where a gradient of a layer with weights in FP8 is wanted.
+        As Buffer.moe; also Unsupported, in the forward pass, if a gradient of a layer with FP8 weights is required.
     """
     name = _name_of(buffer)
     x, topk_idx, topk_weights = _routed(x, topk_idx, topk_weights)
@@ -295,7 +301,10 @@ def _name_of(buffer: Buffer | str) -> str:
 def _routed(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Tokens and their routing, with weights in float32.  An operator of torch does not name what is no tensor."""
+    """Convert tokens and routing to tensors, weights in float32.
+
+    Raises BadInput by argument name; torch's own operator errors would not name the argument.
+    """
     x, topk_idx = as_tensor("x", x)[0], as_tensor("topk_idx", topk_idx)[0]
     weights = None if topk_weights is None else as_tensor("topk_weights", topk_weights)[0]
     check_same_device(x=x, topk_idx=topk_idx, topk_weights=weights)
@@ -307,12 +316,12 @@ def _routed(
 
 
 def _check_wire(wire: torch.dtype | None, y: torch.Tensor) -> None:
-    """Rounds see to the rest."""
+    """Raise BadInput unless `wire` is None or a dtype; the round checks which dtype."""
     if wire is not None and not isinstance(wire, torch.dtype):
         raise BadInput("wire", wire, f"None or the dtype of y, {y.dtype}")
 
 
 def _check_handle(handle: Handle) -> None:
-    """Buffer's own have other fields."""
+    """Raise BadInput for other handles, for example those of Buffer.dispatch, which have other fields."""
     if not isinstance(handle, Handle):
         raise BadInput("handle", type(handle).__name__, "the .handle of what moecomm.ops.dispatch returned")

@@ -1,4 +1,4 @@
-"""The gradients of a combine with weights, of y and of the weights: one pass over the rows on a GPU."""
+"""Gradients of a weighted combine with respect to y and to the weights; on a GPU one pass over the rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Args(ctypes.Structure):
 
 
 def kernel(dtype: torch.dtype) -> plain_kernel.PlainKernel:
-    """`dtype`: of rows, and of y."""
+    """Return the kernel for rows and y of `dtype`."""
     entry = f"combine_gradients<Type::{row_pass.TYPES[dtype]}>"
     return row_pass.kernel("elementwise/combine_gradients", entry, "GradientArgs")
 
@@ -31,12 +31,16 @@ def kernel(dtype: torch.dtype) -> plain_kernel.PlainKernel:
 def combine_gradients(
     rows: torch.Tensor, row_weights: torch.Tensor, y: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """That of y, of `dtype`; and of the weights, float32, [0] without y.
+    """Compute the gradients of y and of the weights of a combine.
 
     Args:
-        rows: `[..., H]`, for each row of y the gradient of its token.
+        rows: `[..., H]`, the gradient of the token of each row of y.
         row_weights: float32 `[...]`.
-        y: as rows, of `dtype`; None: nobody wants the gradient of the weights.
+        y: `[..., H]` of `dtype`; None: do not compute the gradient of the weights.
+        dtype: of the gradient of y.
+
+    Returns:
+        The gradient of y, `[..., H]` of `dtype`, and of the weights, float32 `[...]`, or `[0]` without y.
     """
     tangents.refuse("moecomm::combine_gradients", rows, row_weights, y)
     if rows.is_cuda and rows.dtype is dtype:
@@ -55,7 +59,7 @@ def _(
 def by_kernel(
     rows: torch.Tensor, row_weights: torch.Tensor, y: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same where all have one dtype."""
+    """Compute combine_gradients with the kernel, on a GPU, for rows and y of one dtype."""
     rows, row_weights = rows_of(rows), row_weights.contiguous()
     grad, grad_weights = torch.empty_like(rows), row_weights.new_empty((0,) if y is None else row_weights.shape)
     if (count := row_weights.numel()) == 0:

@@ -1,4 +1,4 @@
-"""Calls of operators that fail before they reach the Buffer are counted, as its own are."""
+"""Counting of calls of moecomm.ops that fail before they reach the Buffer, so that ranks notice a missing round."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _Result = TypeVar("_Result")
 def counted(
     argument: str, position: int, rounds: int = 1
 ) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
-    """Decorates a collective function of `rounds` rounds, whose `argument` is a Buffer, its name, or has one.
+    """Decorate a collective function of `rounds` rounds, whose `argument` is a Buffer, its name, or an object with one.
 
-    A graph that torch.compile traces has the operators alone, which count themselves.
+    While torch.compile traces, the function is called directly: graphs contain only the operators, which count their
+    own calls.
     """
 
     def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -40,7 +41,7 @@ def counted(
 
 
 def _buffer_of(value: Any) -> RoundState | None:
-    """None if there is none, which the function says, or opens one."""
+    """Return the Buffer of an argument, or None; the decorated function then raises or opens one."""
     for attribute in ("buffer", "_buffer"):
         value = getattr(value, attribute, value)
     value = getattr(value, "rounds", value)

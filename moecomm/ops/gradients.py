@@ -1,8 +1,8 @@
-"""What autograd does with the operators.
+"""Autograd formulas of the operators.
 
-Rows go back the way they came: the gradient of a dispatch is a combine without weights, which brings the gradients of
-the weights home beside the rows; the gradient of a combine is a dispatch with the same handle, and a product.  The
-gradient of a whole layer is all of that in one operator, moecomm.ops.layer.
+- The gradient of a dispatch is a combine without weights, which also returns the gradients of the weights.
+- The gradient of a combine is a dispatch with the same handle, and a product (combine_gradients).
+- The gradient of a whole layer is one operator with all of these, moecomm.ops.layer.moe_backward.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 def _dispatch_backward(ctx: Any, grad_x: torch.Tensor, grad_weights: torch.Tensor, *_: Any) -> tuple[Any, ...]:
     (memory,) = ctx.saved_tensors
-    weighted = ctx.needs_input_grad[2]  # alike on all ranks, as their models are
+    weighted = ctx.needs_input_grad[2]  # the same on all ranks, which have the same model
     x, weights = rounds.dispatch_backward(
         grad_x, grad_weights if weighted else None, memory, *_of_round(ctx), ctx.num_tokens, ctx.num_sms
     )
@@ -53,7 +53,7 @@ def _dispatch_again_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     y, row_weights, memory, ctx.buffer, ctx.layout, ctx.max_rows, _, _, ctx.zero_padding, ctx.num_sms = inputs
     ctx.dtype = y.dtype
-    # y is wanted for the gradient of the weights alone.
+    # Only the gradient of the weights needs y.
     weights_alone = ctx.needs_input_grad[1]
     ctx.save_for_backward(memory, row_weights, y if weights_alone else None)
 
@@ -84,7 +84,7 @@ def _keep_moe(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         ctx.max_rows,
         *_,
     ) = inputs
-    if w13_scales is not None or w2_scales is not None:  # said when the round is over: no rank waits in vain
+    if w13_scales is not None or w2_scales is not None:  # raised after the forward rounds, so no peer waits
         raise Unsupported("gradients of a layer with weights in FP8: call it under torch.no_grad()")
     ctx.one_bias = bias is not None and bias.ndim == 1
     ctx.save_for_backward(x, topk_idx, topk_weights, w13, w2)
@@ -120,7 +120,7 @@ def _no_second_order(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
 
 
 def register() -> None:
-    """Tells autograd."""
+    """Register the gradients of all operators with autograd."""
     rounds.dispatch.register_autograd(_dispatch_backward, setup_context=_keep_dispatch)
     rounds.dispatch_again.register_autograd(_dispatch_again_backward, setup_context=_keep_dispatch_again)
     rounds.combine.register_autograd(_combine_backward, setup_context=_keep_combine)

@@ -1,4 +1,4 @@
-"""Rows of one expert after the other, each group times a matrix of its own."""
+"""Differentiable grouped GEMMs: rows are grouped by expert, and each group has its own matrix."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ from moecomm.core import tangents
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """`x @ weight[g].T` for the rows of each group g.
+    """Compute `x @ weight[g].T` for the rows of each group g.
 
     Args:
         x: `[rows, n]`.
-        weight: `[groups, m, n]` of the same dtype; on GPUs bfloat16, or what torch's grouped_mm takes besides.
-        ends: int32 `[groups]`: where each group ends, and the next begins.
+        weight: `[groups, m, n]` of the same dtype; on GPUs bfloat16 or another dtype that torch's grouped_mm supports.
+        ends: int32 `[groups]`: end of each group and begin of the next.
 
     Returns:
-        `[rows, m]`; rows after the last group are not defined, have no gradient and are in nobody's.
+        `[rows, m]`; rows after the last group are undefined, have no gradient and contribute to none.
     """
     if x.is_cuda:
         return grouped_mm(x, weight.transpose(1, 2), offs=ends)
     tangents.refuse("moecomm::grouped_linear", x, weight)
-    # torch's own takes every dtype here, but no graph holds it with another than bfloat16.
+    # torch's grouped_mm takes every dtype on CPUs, but only bfloat16 in graphs.
     out: torch.Tensor = _linear(x, weight, ends)
     return out
 
 
 def grouped_outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """`left.T @ right` over the rows of each group: of grouped_linear, the gradient of the weight.
+    """Compute `left.T @ right` over the rows of each group: the gradient of grouped_linear's weight.
 
     Args:
-        left, right: `[rows, m]` and `[rows, n]`, of what dtypes grouped_linear takes.
-        ends: int32 `[groups]`, likewise.
+        left: `[rows, m]`, of a dtype that grouped_linear supports.
+        right: `[rows, n]`, of the same dtype.
+        ends: int32 `[groups]`, as in grouped_linear.
 
     Returns:
-        `[groups, m, n]`; rows after the last group are in none of them.
+        `[groups, m, n]`; rows after the last group contribute to none.
     """
     if left.is_cuda:
         return grouped_mm(left.T, right, offs=ends)

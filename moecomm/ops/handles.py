@@ -1,8 +1,8 @@
-"""A handle that is nothing but a tensor, strings and numbers, and what a round needs, made from it again.
+"""Handles made of tensors, strings and numbers, and their conversion to the native handles that rounds take.
 
-What a dispatch leaves for combines and repeats lies in one block of memory: tables of rows, and counts.  A handle is
-that block as a tensor, so it lives as long as something refers to it, a graph of autograd for example; and as the
-tables hold no addresses, a copy of it at another place serves as well (offloaded and brought back, say).
+A dispatch leaves its route and counts, for combines and repeats, in one block of memory.  A handle holds that block as
+a tensor, so the block lives as long as a reference, for example from an autograd graph.  The tables contain no
+addresses, so a copy at another address, for example one that was offloaded and loaded again, works as well.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ COUNTS = ("tokens_per_expert", "rows_per_expert", "num_rows")
 
 
 class Handle(NamedTuple):
-    """Where the tokens of one dispatch went.  Serves any number of combines and repeats, in any order.
+    """The route of one dispatch, for any number of combines and repeats in any order.
 
     Attributes:
-        memory: uint8 `[n]`: the tables of the dispatch.  May be copied, and must not be changed.
-        row_weights: float32 `[rows]` (batched `[E/R, rows]`): what combine multiplies rows with, and what
-            the gradient of the routing weights flows through; None in "flat".
+        memory: uint8 `[n]`: the tables of the dispatch.  May be copied, must not be changed.
+        row_weights: float32 `[rows]` (batched `[E/R, rows]`): factors of the rows in combine, through which the
+            gradient of the routing weights flows; None in "flat".
         buffer: the Buffer's name.
         layout: of the dispatch.
-        num_tokens: tokens of this rank.
-        max_rows: rows that there is room for.
-        zero_padding: rows that did not come are zeros, in gradients too.
-        num_sms: of rounds with it.
+        num_tokens: tokens that this rank dispatched.
+        max_rows: rows that the dispatch made room for.
+        zero_padding: rows without a token are zeros, also in gradients.
+        num_sms: of rounds with this handle.
     """
 
     memory: torch.Tensor
@@ -61,17 +61,17 @@ class Handle(NamedTuple):
 
 
 class Route(NamedTuple):
-    """One dispatch of a kind: those with as many rows and tokens have their tables at the same distances."""
+    """A dispatch whose table offsets hold for all dispatches with the same layout, max_rows and number of tokens."""
 
     plan: DispatchPlan
     args: _native.DispatchArgs
-    address: int  # of the memory that `args` speaks of
+    address: int  # of the tables that `args` points to
     memory_bytes: int
-    moved: dict[int, _native.DispatchArgs]  # the same for memory elsewhere, by its address
+    moved: dict[int, _native.DispatchArgs]  # args for tables at other addresses, by address
 
 
 def remember(rounds: Rounds, routed: Routed) -> Route:
-    """Makes restore() know dispatches like this one."""
+    """Record the route of a dispatch, so that restore() accepts handles of dispatches like it."""
     args = routed.handle.args
     key = (routed.plan.layout, args.max_rows, args.num_tokens)
     route = rounds.routes.get(key)
@@ -83,15 +83,15 @@ def remember(rounds: Rounds, routed: Routed) -> Route:
 
 
 def restore(memory: torch.Tensor, name: str, layout: str, max_rows: int, num_tokens: int) -> NativeHandle:
-    """The handle that Buffer's rounds take, over the tables in `memory`.
+    """Return a native handle for Buffer's rounds over the tables in `memory`.
 
     Raises:
-        Closed: the Buffer is.
-        BadInput: no dispatch of this Buffer made such a handle.  What its tables say is looked at in the round, on
-            every rank (csrc/host/seal.h).
+        Closed: the Buffer is closed.
+        BadInput: no dispatch of this Buffer made such a handle.  The contents of the tables are checked in the round,
+            on every rank (csrc/host/seal.h).
     """
     rounds = names.find(name)
-    with CollectiveCall(rounds):  # every caller makes a round with the handle
+    with CollectiveCall(rounds):  # every caller runs a round with the handle
         return _restore(memory, rounds, layout, max_rows, num_tokens)
 
 
@@ -107,15 +107,15 @@ def _restore(memory: torch.Tensor, rounds: Rounds, layout: str, max_rows: int, n
         raise BadInput("handle", f"a copy at 0x{address:x}", f"one at a multiple of {_ALIGNMENT} bytes")
     args = route.moved.get(address)
     if args is None:
-        if len(route.moved) >= _MOST_MOVED:  # they come and go; mostly the same places come again
+        if len(route.moved) >= _MOST_MOVED:  # allocators reuse addresses, so few are needed
             route.moved.clear()
         args = route.moved[address] = _moved(route, address - route.address)
-    # In the place of a block of the window: rounds ask nothing of it but to keep the tables alive.
+    # The tensor stands in for a block of the window: rounds only need it to keep the tables alive.
     return NativeHandle(rounds, route.plan, args, cast("_native.Block", memory))
 
 
 def over(memory: torch.Tensor, routed: Routed) -> NativeHandle:
-    """The handle of a dispatch, over its tables: `memory` is those in the window, or a copy of them."""
+    """Return a native handle of a dispatch over `memory`: its tables in the window, or a copy of them."""
     made = routed.handle
     address = routed.plan.base + made.block.offset
     route = Route(routed.plan, copy.copy(made.args), address, memory.nbytes, {})
@@ -124,7 +124,7 @@ def over(memory: torch.Tensor, routed: Routed) -> NativeHandle:
 
 
 def tables(routed: Routed) -> torch.Tensor:
-    """uint8: what a dispatch keeps for rounds with its handle, in the window."""
+    """Return the tables that a dispatch keeps in the window for rounds with its handle, as a uint8 tensor."""
     block = routed.handle.block
     address = routed.plan.base + block.offset
     return window_tensor(block, address, (block.nbytes,), torch.uint8, routed.plan.device, routed.plan.owner)
@@ -141,25 +141,25 @@ def _moved(route: Route, distance: int) -> _native.DispatchArgs:
 
 
 def counts(handle: NativeHandle) -> tuple[torch.Tensor, torch.Tensor]:
-    """tokens_per_expert int32 [E/R] and num_rows int32 [1], views into the memory of a handle from restore()."""
+    """Return tokens_per_expert int32 [E/R] and num_rows int32 [1], views of the tables of a handle from restore()."""
     args = handle.args
     experts = _view(handle, args.tokens_per_expert, (handle.plan.local_experts,))
     return experts, _view(handle, args.num_rows, (1,))
 
 
 def sources(handle: NativeHandle) -> torch.Tensor:
-    """src int32 [rows, 2] (batched [E/R, rows, 2]), likewise; rows past num_rows are not initialised."""
+    """Return src int32 [rows, 2] (batched [E/R, rows, 2]), a view; rows from num_rows on are not initialized."""
     return _view(handle, handle.args.route.src, (*handle.plan.rows_shape(handle.args), 2))
 
 
 def row_weights(handle: NativeHandle) -> torch.Tensor:
-    """float32 [rows] (batched [E/R, rows]), likewise: the routing weight of each row."""
+    """Return the routing weight of each row, float32 [rows] (batched [E/R, rows]), a view."""
     weights = _view(handle, handle.args.route.row_weights, handle.plan.rows_shape(handle.args))
     return weights.view(torch.float32)
 
 
 def memory_bytes(rounds: Rounds, layout: str, max_rows: int) -> int:
-    """Bytes of the tables of a dispatch with room for so many rows."""
+    """Return the bytes of the tables of a dispatch with room for `max_rows` rows."""
     args = _native.DispatchArgs()
     args.ctx = rounds.session.context
     args.layout, args.idx_bytes = LAYOUTS.index(layout), 8

@@ -1,9 +1,9 @@
-"""The whole layer as an operator, and its gradients as another.
+"""An operator for a whole expert layer, and an operator for its gradients.
 
-The backward pass is one operator, so that no compiler puts rounds of other layers between its own, or moves the
-dispatch of x, which does not depend on the gradient, away from them.  It keeps nothing of the forward pass but the
-inputs: x and the gradient are sent the way of the tokens, and one combine brings both gradients home.  Always these
-three rounds, whichever gradients a rank wants.
+The backward pass is one operator, so that no compiler places rounds of other layers between its rounds or moves the
+dispatch of x, which does not depend on the gradient, away from them.  It keeps only the inputs of the forward pass: it
+dispatches x and the gradient, and one combine returns the gradients of x and of the weights.  All ranks run these three
+rounds, whichever gradients a rank needs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moecomm.fused.weights import GRANULARITY
 from moecomm.ops import rounds, swiglu
 from moecomm.ops.grouped import grouped_linear, grouped_outer
 
-_ROWS = ("expert", 1)  # the layout, and its alignment
+_ROWS = ("expert", 1)  # layout, expert_alignment
 
 
 @torch.library.custom_op("moecomm::moe", mutates_args=())
@@ -43,7 +43,7 @@ def moe(
     check_weights: bool,
     fused: bool | None,
 ) -> torch.Tensor:
-    """See moecomm.ops.moe.  Scales: of weights in FP8."""
+    """Operator of moecomm.ops.moe; scales only for FP8 weights."""
     tangents.refuse("moecomm::moe", x, topk_weights, w13, w2, bias)
     options = Options(
         activation=cast("Activation", activation),
@@ -86,7 +86,7 @@ def moe_backward(
     wants_w13: bool,
     wants_w2: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradient of the output -> those of x [T, H], topk_weights [T, K], w13 and w2 ([0] where not wanted)."""
+    """Map the gradient of the output to those of x [T, H], topk_weights [T, K], w13 and w2 ([0] if not wanted)."""
     with CollectiveCall(names.find(buffer), 3):
         tangents.refuse("moecomm::moe_backward", grad, x, topk_weights, w13, w2)
         room = -1 if max_rows is None else max_rows
@@ -96,10 +96,9 @@ def moe_backward(
         seen = rounds.dispatch_again(grad, *back, False)
         ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
         width = GRANULARITY if interleaved else w2.shape[2]  # so many gate rows, then as many up rows
-        # Without the routing weight: what that is multiplied with, and so its gradient, is the product with
-        # silu(gate) up.
+        # Without the routing weight: the weight's gradient is the dot product of this with silu(gate) * up.
         grad_inner = grouped_linear(seen, w2.transpose(1, 2), ends)
-        # Rows after the last group hold anything from here on, and are in no product.
+        # From here on, rows after the last group hold anything; no product reads them.
         found = swiglu.gradients(grouped_linear(rows, w13, ends), grad_inner, row_weights, width, ends[-1:])
         grad_rows = grouped_linear(found.both, w13.transpose(1, 2), ends)
         grad_x, grad_topk_weights = rounds.dispatch_backward(grad_rows, found.weights, *back, len(x))

@@ -1,7 +1,7 @@
-"""The operators: rounds of a Buffer that take and give tensors, numbers and strings, and what shapes they give.
+"""Operators for the rounds of a Buffer, with tensors, numbers and strings as arguments, and their fake implementations.
 
-Outputs have shapes that depend on the inputs' shapes alone; what arrived is told by counts on the device.  So nothing
-here waits for a GPU, and a graph, of torch.compile or of CUDA, can hold all of it.
+Shapes of outputs depend on shapes of inputs alone; counts on the device say what arrived.  So no operator waits for a
+GPU, and graphs of torch.compile or CUDA can capture them all.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def dispatch(
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # x, weights, topk_idx, src, tokens_per_expert, num_rows, memory
-    """See moecomm.ops.dispatch.  `max_rows` -1: the worst case."""
+    """Operator of moecomm.ops.dispatch.  `max_rows` -1: the worst case."""
     tangents.refuse("moecomm::dispatch", x, topk_weights)
     owner = names.find(buffer)
     routed = run_dispatch(
@@ -109,7 +109,7 @@ def dispatch_again(
     zero_padding: bool,
     num_sms: int | None = None,
 ) -> torch.Tensor:
-    """Other rows the way of an earlier dispatch: [T, H] -> rows as `x` of that."""
+    """Operator of moecomm.ops.dispatch_again: [T, H] -> rows in the shape of the earlier dispatch's x."""
     tangents.refuse("moecomm::dispatch_again", x)
     owner = names.find(buffer)
     handle = handles.restore(memory, buffer, layout, max_rows, len(x))
@@ -147,7 +147,7 @@ def combine(
     zero_padding: bool,
     num_sms: int | None = None,
 ) -> torch.Tensor:
-    """See moecomm.ops.combine: rows -> [T, H].  `zero_padding`: of the gradient of y."""
+    """Operator of moecomm.ops.combine: rows -> [T, H].  `zero_padding`: for the gradient of y."""
     tangents.refuse("moecomm::combine", y, row_weights)
     handle = handles.restore(memory, buffer, layout, max_rows, num_tokens)
     owner, weights = handle.rounds, None
@@ -187,7 +187,7 @@ def dispatch_backward(
     num_tokens: int,
     num_sms: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of rows and of their weights -> gradients of x [T, H] and of topk_weights [T, K] ([0] without)."""
+    """Map gradients of rows and of their weights to those of x [T, H] and topk_weights [T, K] ([0] without weights)."""
     tangents.refuse("moecomm::dispatch_backward", x, weights)
     handle = handles.restore(memory, buffer, layout, max_rows, num_tokens)
     owner, options = handle.rounds, combine_options.Options(weighted=False, num_sms=num_sms)
@@ -223,13 +223,16 @@ def rows_shape(rounds: Rounds, layout: str, rows: int) -> tuple[int, ...]:
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a copy whose rows lie as rounds want them: gradients come expanded or transposed at times."""
+    """Return x, or a contiguous, 16-byte aligned copy as rounds need it: gradients may be expanded or transposed."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _where_peers_read(rounds: Rounds, handle: NativeHandle, weights: torch.Tensor) -> torch.Tensor:
-    """CPU ranks that find rows in our window read the weights of the rows there as well."""
+    """Return the weights of rows at a place that peers can read, after checks.  Raises BadInput.
+
+    CPU ranks that read rows from this rank's window read the rows' weights from it as well; on GPUs no copy is needed.
+    """
     shape = handle.plan.rows_shape(handle.args)
     if weights.shape != shape or weights.dtype is not torch.float32 or weights.device != rounds.device:
         got = f"{weights.dtype} {tuple(weights.shape)} on {weights.device}"
@@ -247,8 +250,8 @@ def _where_peers_read(rounds: Rounds, handle: NativeHandle, weights: torch.Tenso
 def settled(rounds: Rounds, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The outputs of a round, or copies outside the window when less than half of that is free in one piece.
 
-    Autograd keeps what a layer got until its backward pass.  The window is not made for all layers of a model, torch's
-    memory is.  A rank decides for itself: peers have no interest in memory that a round has left behind.
+    Autograd keeps a layer's inputs until the backward pass, and the window has no room for all layers of a model.  Each
+    rank decides alone: peers do not access the outputs of a round that has ended.
     """
     session = rounds.session
     if 2 * session.arena.largest_free >= session.context.shape.heap_bytes:

@@ -1,4 +1,4 @@
-"""What the backward pass of SwiGLU experts has between its products: one pass over the rows on a GPU."""
+"""Elementwise gradients of SwiGLU experts, between the grouped GEMMs of the backward pass; on a GPU one pass."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ class _Args(ctypes.Structure):
 
 
 class Gradients(NamedTuple):
-    """Of `both` `[rows, 2 I]`, and of the weights, float32 `[rows]`; beside them silu(gate) * up times the weight,
-    `[rows, I]`.
+    """Results of `gradients`.
+
+    Attributes:
+        both: gradient of `both`, `[rows, 2 I]`.
+        weights: gradient of the weights, float32 `[rows]`.
+        inner: weight * silu(gate) * up, `[rows, I]`, which the gradient of w2 needs.
     """
 
     both: torch.Tensor
@@ -32,7 +36,7 @@ class Gradients(NamedTuple):
 
 
 def kernel(dtype: torch.dtype) -> plain_kernel.PlainKernel:
-    """`dtype`: of rows."""
+    """Return the kernel for rows of `dtype`."""
     entry = f"swiglu_gradients<Type::{row_pass.TYPES[dtype]}>"
     return row_pass.kernel("elementwise/swiglu_gradients", entry, "SwigluArgs")
 
@@ -40,13 +44,15 @@ def kernel(dtype: torch.dtype) -> plain_kernel.PlainKernel:
 def gradients(
     both: torch.Tensor, grad_inner: torch.Tensor, weights: torch.Tensor, width: int, end: torch.Tensor
 ) -> Gradients:
-    """Of out = sum of weight * w2 (silu(gate) * up).  Rounded once.
+    """Compute gradients of out = sum of weight * w2 (silu(gate) * up), in float32 and rounded once.
 
     Args:
-        both: `[rows, 2 I]`: `width` gate columns, then as many up columns, and so on; I and width in 16 bytes.
-        grad_inner: `[rows, I]` of the same dtype: of silu(gate) * up, but for the weight.
+        both: `[rows, 2 I]`: `width` gate columns, then `width` up columns, and so on; I and width columns are multiples
+            of 16 bytes.
+        grad_inner: `[rows, I]` of the same dtype: gradient of silu(gate) * up, not multiplied by the weight.
         weights: float32 `[rows]`.
-        end: int32 `[1]`: rows from this one on may hold anything, before and after.
+        width: I, or the granularity of interleaved weights.
+        end: int32 `[1]`: rows from this one on may hold anything, in inputs and outputs.
     """
     if both.is_cuda:
         return by_kernel(both, grad_inner, weights, width, end)
@@ -63,7 +69,7 @@ def gradients(
 def by_kernel(
     both: torch.Tensor, grad_inner: torch.Tensor, weights: torch.Tensor, width: int, end: torch.Tensor
 ) -> Gradients:
-    """The same by a kernel."""
+    """Compute `gradients` with the kernel, on a GPU."""
     both, grad_inner, weights = rows_of(both), rows_of(grad_inner), weights.contiguous()
     made = Gradients(torch.empty_like(both), torch.empty_like(weights), torch.empty_like(grad_inner))
     count, columns = grad_inner.shape

@@ -1,4 +1,4 @@
-"""What a dispatch says of its rows, as tensors of their own: nothing but zeros and -1 where no token arrived."""
+"""Copies of a dispatch's metadata with defined values, 0 and -1, in rows without a token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moecomm.kernels import padding, row_pass
 
 
 class About(NamedTuple):
-    """See Routed: weights are `topk_weights` `[rows, K]` (flat), or `row_weights`; ids are `topk_idx`, or None."""
+    """Metadata of rows, as in Routed; weights: `topk_weights` `[rows, K]` (flat) or `row_weights`; ids: `topk_idx`."""
 
     weights: torch.Tensor
     ids: torch.Tensor | None
@@ -33,12 +33,12 @@ class _Args(ctypes.Structure):
 
 
 def kernel(ids: str) -> plain_kernel.PlainKernel:
-    """`ids`: the type of ids."""
+    """Return the kernel for ids of C++ type `ids`."""
     return row_pass.kernel("elementwise/tidy", f"tidy<{ids}>", "TidyArgs")
 
 
 def tidied(layout: str, found: About) -> About:
-    """Copies, which stay as they are when the window's memory is used again.  On the current stream."""
+    """Copy metadata out of the window, on the current stream; rows without a token get weight 0 and ids and src -1."""
     told = padding.told(layout, found.src, found.tokens_per_expert, found.num_rows)
     if found.src.is_cuda:
         return _by_kernel(found, told)
