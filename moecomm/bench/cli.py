@@ -338,7 +338,7 @@ def plot(
     results: Results,
     out: Annotated[Path, typer.Option(callback=written, help="A .png, .svg or .pdf.")] = Path("moecomm.png"),
 ) -> None:
-    """Over tokens: dispatch-combine and sweep, layers of moe, or GEMMs, from JSON.  Wants matplotlib (extra bench)."""
+    """Plot JSON of dispatch-combine, sweep, moe, gemm, latency, all-to-all or backends; needs the extra bench."""
     from rich.console import Console
 
     from moecomm.bench.plot import draw

@@ -1,6 +1,4 @@
-"""Pictures of results: time and bandwidth over tokens of dispatch-combine and sweep, ours, peers and the ceiling;
-layers, of moe; and grouped GEMMs.
-"""
+"""Plots of results: dispatch and combine over tokens, layers, grouped GEMMs, and links (plot_links.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moecomm.bench import plot_gemms, plot_layers
+from moecomm.bench import plot_gemms, plot_layers, plot_links
 from moecomm.bench.plot_axes import over_tokens, save
 from moecomm.bench.plot_looks import ROW_INCHES, finish
 from moecomm.errors import BadInput, Unsupported
@@ -20,16 +18,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-DRAWN = ("dispatch-combine", "moe", "gemm")  # benchmarks
-_COLOURS = {"dispatch": "tab:blue", "combine": "tab:orange", "pair": "tab:green"}
+DRAWN = ("dispatch-combine", "moe", "gemm", *plot_links.KINDS)  # benchmarks
+_COLORS = {"dispatch": "tab:blue", "combine": "tab:orange", "pair": "tab:green"}
 _LINES = ("-", "--", ":", "-.")
 _MARKERS = "osv^Dx"
 
 
 def draw(results: Iterable[Path], out: Path) -> None:
-    """Draws all results into one picture, a row of panels for each; of moe and gemm, for each of its models.
+    """Draw all results into one plot, a row of panels for each; of moe and gemm, for each of its models.
 
-    Raises BadInput for a file that is not such a result or no picture, Unsupported where matplotlib is missing.
+    Raises BadInput for a file that is no such result, or a name that is no picture's; Unsupported without matplotlib.
     """
     try:
         import matplotlib
@@ -43,7 +41,7 @@ def draw(results: Iterable[Path], out: Path) -> None:
 
 
 def figure_of(results: Sequence[dict[str, Any]]) -> Figure:
-    """The picture of results that can be drawn: a row of the size of half a page for each pair of panels."""
+    """Make the figure of results that can be drawn: a row of half a page for each pair of panels."""
     from matplotlib.figure import Figure
 
     panels = [panel for result in results for panel in _panels(result)]
@@ -58,7 +56,7 @@ def figure_of(results: Sequence[dict[str, Any]]) -> Figure:
 
 
 def digest(results: Iterable[Path]) -> str:
-    """What an SVG says it was drawn from."""
+    """Return the digest by which an SVG names its sources."""
     return "sha256 " + hashlib.sha256(b"".join(path.read_bytes() for path in results)).hexdigest()
 
 
@@ -74,9 +72,11 @@ def series(result: dict[str, Any]) -> dict[tuple[str, str], list[dict[str, Any]]
 
 
 def _panels(result: dict[str, Any]) -> list[tuple[Callable[[Axes], None], ...]]:
-    """What draws the left and the right of each row."""
+    """Return the functions that draw the left and the right panel of each row."""
     if result["benchmark"] == "dispatch-combine":
         return [tuple(partial(draw_one, result=result) for draw_one in (_draw_times, _draw_bandwidths))]
+    if result["benchmark"] in plot_links.KINDS:
+        return [tuple(partial(draw_one, result=result) for draw_one in (plot_links.draw_times, plot_links.draw_speeds))]
     if result["benchmark"] == "gemm":
         of_gemms = (plot_gemms.draw_times, plot_gemms.draw_speeds)
         return [
@@ -93,13 +93,13 @@ def _panels(result: dict[str, Any]) -> list[tuple[Callable[[Axes], None], ...]]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-        if found["benchmark"] in ("dispatch-combine", "moe") or (
-            found["benchmark"] == "gemm" and all("chosen" in row for row in found["rows"])
+        if found["benchmark"] in DRAWN and (
+            found["benchmark"] != "gemm" or all("chosen" in row for row in found["rows"])
         ):
             return dict(found)
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    raise BadInput("results", str(path), "JSON that dispatch-combine, sweep, moe or gemm has written")
+    raise BadInput("results", str(path), f"JSON of moecomm bench: {', '.join(DRAWN)}")
 
 
 def _draw_times(axes: Axes, result: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ def _label(axes: Axes, result: dict[str, Any], y: str) -> None:
 
 
 def _styled(result: dict[str, Any]) -> Iterable[tuple[dict[str, Any], tuple[str, str], list[dict[str, Any]]]]:
-    """Lines with their looks: colour by operation, dashes by who, markers by how."""
+    """Yield lines with their styles: color by operation, dashes by library, markers by variant."""
     lines = series(result)
     whos = list(dict.fromkeys(rows[0]["who"] for rows in lines.values()))
     counts: dict[tuple[str, str], int] = {}
@@ -143,7 +143,7 @@ def _styled(result: dict[str, Any]) -> Iterable[tuple[dict[str, Any], tuple[str,
         number = counts[who, what] = counts.get((who, what), -1) + 1
         yield (
             {
-                "color": _COLOURS.get(what, "tab:gray"),
+                "color": _COLORS.get(what, "tab:gray"),
                 "linestyle": _LINES[whos.index(who) % len(_LINES)],
                 "marker": _MARKERS[number % len(_MARKERS)],
                 "markersize": 3,

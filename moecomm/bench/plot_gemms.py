@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Part = tuple[str, int]  # model, ranks
 Key = tuple[str, int, str, str]  # whose, which GEMM, activation, dtype
 _OURS = {*SCHEDULES, *FP8_SCHEDULES, "apart"}
-_COLOURS = {(1, "bf16"): "tab:blue", (2, "bf16"): "tab:green", (1, "fp8"): "tab:red", (2, "fp8"): "tab:purple"}
+_COLORS = {(1, "bf16"): "tab:blue", (2, "bf16"): "tab:green", (1, "fp8"): "tab:red", (2, "fp8"): "tab:purple"}
 _STYLES = {"moecomm": "-", "torch": "--"}
 
 
@@ -57,7 +57,7 @@ def _draw(axes: Axes, result: dict[str, Any], part: Part, column: int, y: str) -
             [point[0] for point in points],
             [point[column] for point in points],
             label=" ".join(filter(None, (who, f"GEMM {gemm}", activation, dtype))),
-            color=_COLOURS.get((gemm, dtype), "tab:gray"),
+            color=_COLORS.get((gemm, dtype), "tab:gray"),
             linestyle=_STYLES.get(who, ":"),
             marker="o" if activation else "s",
             markersize=3,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 Line = tuple[tuple[str, str, str], list[dict[str, Any]]]  # (who, what, variant), its rows by tokens
 _DRAWN = ("layer", "GEMMs")
 _STYLES = {"layer": "-", "GEMMs": ":"}
-_COLOURS = {"moecomm": "tab:blue", "torch": "tab:orange"}
+_COLORS = {"moecomm": "tab:blue", "torch": "tab:orange"}
 _OF_VARIANTS = {
     "two launches": "tab:green",
     "one launch": "tab:olive",
@@ -59,7 +59,7 @@ def _style(key: tuple[str, str, str]) -> dict[str, Any]:
     who, what, variant = key
     return {
         "label": " ".join(filter(None, key)),
-        "color": _OF_VARIANTS.get(variant) or _COLOURS.get(who, "tab:gray"),
+        "color": _OF_VARIANTS.get(variant) or _COLORS.get(who, "tab:gray"),
         "linestyle": _STYLES[what],
         "marker": "o",
         "markersize": 3,

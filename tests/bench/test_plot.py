@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from moecomm.bench import plot, plot_gemms, plot_layers, plot_looks
+from moecomm.bench import plot, plot_gemms, plot_layers, plot_links, plot_looks
 from moecomm.errors import BadInput
+
+from ..few import few
 
 
 def result() -> dict[str, Any]:
@@ -66,7 +68,7 @@ def test_an_svg_says_what_it_was_drawn_from_and_is_the_same_each_time(tmp_path: 
     assert plot.digest([source]) not in (tmp_path / "a.svg").read_text()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"benchmark": "latency"}', '{"benchmark": "gemm", "rows": [{}]}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"benchmark": "simulate"}', '{"benchmark": "gemm", "rows": [{}]}'])
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     source = tmp_path / "other.json"
     source.write_text(text)
@@ -130,6 +132,26 @@ def test_gemms_are_drawn_by_model_and_ranks(tmp_path: Path) -> None:
     assert plot.digest([source]) in (tmp_path / "a.svg").read_text()
 
 
+def test_links_are_drawn_over_bytes_by_backend_and_method() -> None:
+    about = {"backend": "gin", "domain_ranks": 0}
+    rows = [
+        {**about, "bytes": size, "method": method, "us": {"p50": us}, "gbs": size / us / 1e3}
+        for method, us in (("put", 2.0), ("put, a warp", 1.0))
+        for size in (64, 4)
+    ]
+    measured = {"benchmark": "latency", "machine": {"gpus": [], "cpu": "a CPU"}, "rows": [*rows, {"method": "put"}]}
+    found = plot_links.lines(measured)
+    assert {label: [row["bytes"] for row in line] for label, line in found.items()} == {
+        "put": [4, 64],
+        "put, a warp": [4, 64],
+    }
+    (row,) = plot.figure_of([measured]).subfigs
+    times, speeds = ({str(line.get_label()): list(line.get_ydata()) for line in axes.get_lines()} for axes in row.axes)
+    assert times == {"put": [2, 2], "put, a warp": [1, 1]}
+    assert speeds["put, a warp"] == [pytest.approx(4e-3), pytest.approx(64e-3)]
+    assert row.get_suptitle() == "puts, gin, a CPU"
+
+
 RESULTS = Path(__file__).parent.parent.parent / "bench" / "results"
 BENCHMARKS = {path: json.loads(path.read_text()).get("benchmark") for path in sorted(RESULTS.glob("*.json"))}
 DRAWN = [path for path, benchmark in BENCHMARKS.items() if benchmark in plot.DRAWN]
@@ -139,7 +161,10 @@ def test_there_are_results_of_each_kind_that_is_drawn() -> None:
     assert {BENCHMARKS[path] for path in DRAWN} == set(plot.DRAWN)
 
 
-@pytest.mark.parametrize("path", DRAWN, ids=lambda path: path.stem)
+ONE_OF_EACH = {BENCHMARKS[path]: path for path in DRAWN}.values()
+
+
+@pytest.mark.parametrize("path", few(DRAWN, *ONE_OF_EACH), ids=lambda path: path.stem)
 def test_lines_of_a_row_differ_in_color_or_marker_and_nothing_covers_them(path: Path) -> None:
     figure = plot.figure_of([json.loads(path.read_text())])
     figure.draw_without_rendering()
