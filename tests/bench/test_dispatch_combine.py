@@ -85,6 +85,7 @@ def check_row(row: dict[str, Any], ceiling: float) -> None:
     assert row["of_wire"] == pytest.approx(row["wire_bytes"] / ceiling / 1e3 / us["p50"], abs=1e-3)
 
 
+@pytest.mark.long
 def test_every_operation_has_a_row_whose_figures_agree(tmp_path: Path) -> None:
     layouts, words = "flat,expert,batched", ["--tokens", "5,24", "--sms", "1", "--replays", "4", "--ranks", "2"]
     said, found = bench(tmp_path, "dispatch-combine", *SIZES, *words, "--layout", layouts)

@@ -35,6 +35,7 @@ KEYS = [
 ]
 
 
+@pytest.mark.long
 def test_the_command_measures_layers_and_their_parts(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     words = ["--ranks", "2", "--backend", "host", "--tokens", "5,24", "--replays", "2", "--fp8", "--json", str(out)]

@@ -10,19 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from ..few import few
 from .build import CSRC, PARALLEL, Workshop
 from .domain_mutants import DOMAIN_MUTANTS
 from .mutants import MUTANTS, Mutant
 
 # No more than those that the intact driver passes, from the same seed on (test_round_driver.py).
 CASES = {"plain": "400", "tsan": "200", "domains plain": "600", "domains tsan": "60"}
+pytestmark = pytest.mark.long
+
 ALL = MUTANTS + DOMAIN_MUTANTS
-PLAIN_RUN = [
-    mutant
-    for mutant in ALL
-    if mutant.name in ("only the last four rows count", "weights not checked", "signal made what it lacks of nothing")
-]  # caught by random rounds, by rounds that fail, and in domains
 TRIES = 3  # of a mutant: what only some order of events shows may be missed once, by a busy machine above all
 Result = subprocess.CompletedProcess[str]
 
@@ -98,7 +94,7 @@ def test_intact_passes(caught_by: str, trials: Trials) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("mutant", few(ALL, *PLAIN_RUN), ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
 def test_mutant_is_caught(mutant: Mutant, trials: Trials) -> None:
     result = trials.result(mutant.name)
     assert result.returncode != 0, f"nobody noticed: {result.stdout}"

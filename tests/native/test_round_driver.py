@@ -65,6 +65,7 @@ def test_failing_rounds_in_domains(plain: Workshop) -> None:
     run(plain.intact, ("--failures", "--domains"))
 
 
+@pytest.mark.long
 def test_failing_rounds(plain: Workshop) -> None:
     run(plain.intact, ("--failures",))
 

@@ -121,6 +121,7 @@ def test_a_row_alone_has_nothing_fitted(tmp_path: Path) -> None:
     assert row["kind"] == "2 domains: gin HT" and abs(row["error"]) < 1
 
 
+@pytest.mark.long
 def test_few_tokens_are_left_out_where_no_line_is_of_few() -> None:
     known = load()
     of_many = replace(known, lines={key: line for key, line in known.lines.items() if key[1] == "many"})
@@ -180,6 +181,7 @@ def test_results_of_two_domains_are_read(tmp_path: Path) -> None:
     assert all(a["predicted_us"] > b["predicted_us"] for a, b in zip(told["measured"], one["measured"], strict=True))
 
 
+@pytest.mark.long
 def test_backends_of_one_result_have_the_links_that_were_measured_beside_it(tmp_path: Path) -> None:
     source = json.loads((RESULTS / "ht-h200-4.json").read_text())
     ours = [row for row in source["rows"] if row["who"] == "moecomm" and row["what"] != "pair"]

@@ -72,6 +72,7 @@ def test_a_misspelt_setting_is_named(
     assert capfd.readouterr().err.startswith(f"BadInput: {name}: got '{value}'; want ")
 
 
+@pytest.mark.long
 def test_a_plot_without_matplotlib_says_how_to_get_it(
     python: Callable[[str], subprocess.CompletedProcess[str]],
 ) -> None:

@@ -19,6 +19,7 @@ from moecomm.tools import cli, demo
 from moecomm.tools.demo_layer import expert_weights, reference
 
 
+@pytest.mark.long
 def test_deepseek_v3_over_four_ranks_equals_the_single_rank() -> None:
     result = demo.demo(ranks=4, tokens=48, intermediate=16, backend="host")
     assert result.ok and result.backend == "host"
