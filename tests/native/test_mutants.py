@@ -16,8 +16,6 @@ from .mutants import MUTANTS, Mutant
 
 # No more than those that the intact driver passes, from the same seed on (test_round_driver.py).
 CASES = {"plain": "400", "tsan": "200", "domains plain": "600", "domains tsan": "60"}
-pytestmark = pytest.mark.long
-
 ALL = MUTANTS + DOMAIN_MUTANTS
 TRIES = 3  # of a mutant: what only some order of events shows may be missed once, by a busy machine above all
 Result = subprocess.CompletedProcess[str]
@@ -94,6 +92,7 @@ def test_intact_passes(caught_by: str, trials: Trials) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
 def test_mutant_is_caught(mutant: Mutant, trials: Trials) -> None:
     result = trials.result(mutant.name)
