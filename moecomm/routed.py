@@ -20,7 +20,7 @@ Flat_co = TypeVar("Flat_co", covariant=True, default=torch.Tensor | None)
 ByExpert_co = TypeVar("ByExpert_co", covariant=True, default=torch.Tensor | None)
 
 
-WHOLE, BEGIN, END = 0, 1, 2  # Part in csrc/protocol/args.h
+WHOLE, BEGIN, END = (int(part) for part in (_native.Part.whole, _native.Part.begin, _native.Part.end))
 
 
 class DispatchPlan(Protocol):

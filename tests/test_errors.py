@@ -38,18 +38,18 @@ def record(code: int, peer: int) -> Any:
 
 def test_a_peer_that_is_known_to_be_gone_is_named_with_the_reason() -> None:
     why = "PeerLost: the connection to rank 1 was closed"
-    for code in (failures.TIMEOUT, failures.PEER_LOST, failures.ABORTED):
+    for code in (failures.Failure.timeout, failures.Failure.peer_lost, failures.Failure.aborted):
         error = failures.error_of(record(code, 1), {1: why})
         assert type(error) is errors.PeerLost and error.peer == 1
         assert str(error) == f"rank 1 is gone (noticed by rank 2 in combine, round 7, phase payload): {why}"
-    assert type(failures.error_of(record(failures.TIMEOUT, 1), {3: why})) is errors.Timeout
-    assert str(failures.error_of(record(failures.PEER_LOST, 1), {})).endswith("phase payload)")
-    broken = failures.error_of(record(failures.ABORTED, 2), {2: "Cuda: cuMemcpyAsync: 700"})
+    assert type(failures.error_of(record(failures.Failure.timeout, 1), {3: why})) is errors.Timeout
+    assert str(failures.error_of(record(failures.Failure.peer_lost, 1), {})).endswith("phase payload)")
+    broken = failures.error_of(record(failures.Failure.aborted, 2), {2: "Cuda: cuMemcpyAsync: 700"})
     assert type(broken) is errors.Aborted and str(broken).endswith(": Cuda: cuMemcpyAsync: 700")
 
 
 def test_a_rank_that_others_have_given_up_did_not_wait_for_itself() -> None:
-    error = failures.error_of(record(failures.TIMEOUT, 2), {})
+    error = failures.error_of(record(failures.Failure.timeout, 2), {})
     assert type(error) is errors.Timeout
     want = "rank 2 kept another one waiting, which gave up (noticed in combine, round 7, phase payload)"
     assert str(error) == want

@@ -1,6 +1,8 @@
 // Outputs: blocks of a window's heap, as tensors of any array library.
 #include <pybind11/stl.h>
 
+#include <optional>
+
 #include "../runtime/arena.h"
 #include "../runtime/dlpack.h"
 #include "../runtime/memory.h"
@@ -63,22 +65,31 @@ py::object capsule(std::shared_ptr<Block> block, u64 address, std::vector<i64> s
 
 }  // namespace
 
-py::object torch_tensor(std::shared_ptr<Block> block, u64 address, std::vector<i64> shape, DLDataType type, DLDevice device,
-                        py::object owner) {
+Tensor torch_tensor(std::shared_ptr<Block> block, u64 address, std::vector<i64> shape, DLDataType type, DLDevice device, py::object owner) {
     const Torch& torch = Torch::instance();
     auto* managed = managed_tensor<DLManagedTensorVersioned>(std::move(block), address, std::move(shape), type, device, std::move(owner));
     void* made = nullptr;
     if (torch.exchange->managed_to_object(managed, &made) != 0) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(static_cast<PyObject*>(made));
+    return Tensor(py::reinterpret_steal<py::object>(static_cast<PyObject*>(made)));
 }
 
 void bind_arena(py::module_& m) {
-    py::class_<Block, std::shared_ptr<Block>>(m, "Block")
+    py::class_<Block, std::shared_ptr<Block>>(
+        m, "Block", "A range of an Arena.  It goes back when the object and everything made by tensor() are gone.")
         .def_property_readonly("offset", &Block::offset)
         .def_property_readonly("nbytes", &Block::bytes)
-        .def("shrink", &Block::shrink, py::arg("nbytes"))
+        .def("shrink", &Block::shrink, py::arg("nbytes"), R"(Give the tail back.  No tensor may reach past `nbytes`.
+
+Raises:
+    ValueError: the block is smaller than that.)")
         .def("tensor", &capsule, py::arg("address"), py::arg("shape"), py::arg("code"), py::arg("bits"), py::arg("device_type"),
-             py::arg("device_id"), py::arg("owner") = py::none())
+             py::arg("device_id"), py::arg("owner") = py::none(),
+             R"(A DLPack capsule ("dltensor") of a C-contiguous tensor at `address`; keeps the block and `owner`.
+
+`code`, `bits`, `device_type` are DLPack's.
+
+Raises:
+    ValueError: a bad shape, or more bytes than the block has.)")
         .def(
             "torch_tensor",
             [](std::shared_ptr<Block> block, u64 address, std::vector<i64> shape, u8 code, u8 bits, i32 device_type, i32 device_id,
@@ -87,16 +98,24 @@ void bind_arena(py::module_& m) {
                                     std::move(owner));
             },
             py::arg("address"), py::arg("shape"), py::arg("code"), py::arg("bits"), py::arg("device_type"), py::arg("device_id"),
-            py::arg("owner"));
-    py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
+            py::arg("owner"), "As tensor(), a torch tensor.");
+    py::class_<Arena, std::shared_ptr<Arena>>(
+        m, "Arena", "Allocator of ranges of [offset, offset + nbytes): first fit, 256-byte aligned, from any thread.")
         .def(py::init<u64, u64>(), py::arg("offset"), py::arg("nbytes"))
-        .def("allocate", &Arena::allocate, py::arg("nbytes"))
-        .def_property_readonly("used", &Arena::used)
+        .def(
+            "allocate",
+            [](Arena& arena, u64 nbytes) -> std::optional<std::shared_ptr<Block>> {
+                auto block = arena.allocate(nbytes);
+                if (block == nullptr) return std::nullopt;
+                return block;
+            },
+            py::arg("nbytes"), "None if no free range is long enough.")
+        .def_property_readonly("used", &Arena::used, "Bytes allocated, in multiples of 256.")
         .def_property_readonly("largest_free", &Arena::largest_free);
-    py::class_<HostMemory>(m, "HostMemory")
+    py::class_<HostMemory>(m, "HostMemory", "Zeroed memory at a multiple of 256, freed with the object.")
         .def_property_readonly("address", &HostMemory::address)
         .def_property_readonly("nbytes", &HostMemory::bytes);
-    m.def("host_alloc", [](u64 bytes) { return std::make_unique<HostMemory>(bytes); }, py::arg("nbytes"));
+    m.def("host_alloc", [](u64 bytes) { return std::make_unique<HostMemory>(bytes); }, py::arg("nbytes"), "Allocate zeroed memory.");
 }
 
 }  // namespace moecomm::bindings

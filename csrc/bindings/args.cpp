@@ -1,5 +1,6 @@
 // The argument structs of protocol/, field by field.
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -32,17 +33,19 @@ bool in_heap(const Context& ctx, u64 address) {
 
 // A struct that starts as zeros, can be copied, and can be handed on by address.
 template <class Struct>
-py::class_<Struct> bind_struct(py::module_& m, const char* name) {
-    return py::class_<Struct>(m, name)
+py::class_<Struct> bind_struct(py::module_& m, const char* name, const char* doc) {
+    return py::class_<Struct>(m, name, doc)
         .def(py::init([] { return Struct{}; }))
         .def("__copy__", [](const Struct& self) { return Struct(self); })
-        .def("__deepcopy__", [](const Struct& self, const py::dict&) { return Struct(self); })
+        .def("__deepcopy__", [](const Struct& self, const py::typing::Dict<py::int_, py::object>&) { return Struct(self); })
         .def_property_readonly("address", [](const Struct& self) { return reinterpret_cast<u64>(&self); })
         .def_property_readonly("nbytes", [](const Struct&) { return sizeof(Struct); });
 }
 
 void bind_layout(py::module_& m) {
-    py::class_<Shape>(m, "Shape")
+    py::class_<Shape>(m, "Shape", R"(Sizes that all ranks of a Buffer have alike: Shape of csrc/protocol/layout.h.
+
+ValueError unless `ring_tokens` is a positive multiple of 32 (kMaxChunk) and `domain_ranks` is 0 or divides `ranks`.)")
         .def(py::init([](i32 ranks, i32 experts, i32 topk, i32 max_tokens, i32 ring_tokens, i64 staged_row_bytes, i64 heap_bytes,
                          i64 packet_bytes, i32 domain_ranks, i64 receive_bytes) {
                  if (ring_tokens < kMaxChunk || ring_tokens % kMaxChunk != 0)
@@ -65,10 +68,11 @@ void bind_layout(py::module_& m) {
         .def_readwrite("heap_bytes", &Shape::heap_bytes)
         .def_readwrite("domain_ranks", &Shape::domain_ranks)
         .def_readwrite("receive_bytes", &Shape::receive_bytes);
-    py::class_<WindowLayout>(m, "WindowLayout")
+    py::class_<WindowLayout>(m, "WindowLayout", "Byte offsets in a window: WindowLayout of csrc/protocol/layout.h.")
         .def_readonly("abort", &WindowLayout::abort)
         .def_readonly("state", &WindowLayout::state)
-        .def_property_readonly("rejected", [](const WindowLayout& w) { return w.state + offsetof(State, rejected); })
+        .def_property_readonly(
+            "rejected", [](const WindowLayout& w) { return w.state + offsetof(State, rejected); }, "Offset of State::rejected.")
         .def_readonly("tagged_words", &WindowLayout::tagged_words)
         .def_readonly("arrived", &WindowLayout::arrived)
         .def_readonly("reduced", &WindowLayout::reduced)
@@ -87,15 +91,18 @@ void bind_layout(py::module_& m) {
         .def_readonly("bytes", &WindowLayout::bytes)
         .def_readonly("columns", &WindowLayout::columns)
         .def_readonly("num_tagged_words", &WindowLayout::num_tagged_words);
-    m.def("window_layout", &window_layout, py::arg("shape"));
-    m.def("takes_weights", &takes_weights, py::arg("shape"));
-    m.def("goes_direct", &goes_direct, py::arg("shape"), py::arg("num_tokens"));
-    m.def("landed_bytes", &landed_bytes, py::arg("shape"), py::arg("row_bytes"), py::arg("scale_bytes"));
+    m.def("window_layout", &window_layout, py::arg("shape"), "The layout of a window of this shape.");
+    m.def("takes_weights", &takes_weights, py::arg("shape"), "Whether source ranks may give a combine routing weights of their own.");
+    m.def("goes_direct", &goes_direct, py::arg("shape"), py::arg("num_tokens"),
+          "Whether rows of a rank with so many tokens reach other domains without a forwarder.");
+    m.def("landed_bytes", &landed_bytes, py::arg("shape"), py::arg("row_bytes"), py::arg("scale_bytes"),
+          "Bytes of a token in the receive buffer of another domain.");
 }
 
 void bind_context(py::module_& m) {
-    bind_struct<Context>(m, "Context")
-        .def_property("peers", &peers, &set_peers)
+    bind_struct<Context>(m, "Context", "Context of csrc/protocol/args.h.  Starts as zeros; copy.copy() copies it.")
+        .def_property("peers", &peers, &set_peers,
+                      "64 addresses.  A copy: assign a list (shorter ones are filled up with zeros), do not change it in place.")
         .def_readwrite("record", &Context::record)
         .def_readwrite("abort_host", &Context::abort_host)
         .def_readwrite("timeout_ns", &Context::timeout_ns)
@@ -103,9 +110,9 @@ void bind_context(py::module_& m) {
         .def_readwrite("shape", &Context::shape)
         .def_readwrite("window", &Context::window)
         .def_readwrite("rank", &Context::rank)
-        .def("set_shape", &set_shape, py::arg("shape"))
-        .def("in_heap", &in_heap, py::arg("address"));
-    bind_struct<Route>(m, "Route")
+        .def("set_shape", &set_shape, py::arg("shape"), "Set `shape`, and `window` to its layout.")
+        .def("in_heap", &in_heap, py::arg("address"), "Whether the address is in the heap of this rank's window.");
+    bind_struct<Route>(m, "Route", "Route of csrc/protocol/args.h.")
         .def_readwrite("token_rows", &Route::token_rows)
         .def_readwrite("token_owner", &Route::token_owner)
         .def_readwrite("token_slot", &Route::token_slot)
@@ -120,7 +127,9 @@ void bind_context(py::module_& m) {
 }
 
 void bind_dispatch(py::module_& m) {
-    bind_struct<DispatchArgs>(m, "DispatchArgs")
+    bind_struct<DispatchArgs>(m, "DispatchArgs", R"(DispatchArgs of csrc/protocol/args.h.
+
+`ctx` and `route` are parts of the struct, not copies: args.ctx.rank = 1 changes args; assigning copies.)")
         .def_readwrite("ctx", &DispatchArgs::ctx)
         .def_readwrite("route", &DispatchArgs::route)
         .def_readwrite("x", &DispatchArgs::x)
@@ -163,7 +172,7 @@ void bind_dispatch(py::module_& m) {
 }
 
 void bind_combine(py::module_& m) {
-    bind_struct<CombineArgs>(m, "CombineArgs")
+    bind_struct<CombineArgs>(m, "CombineArgs", "CombineArgs of csrc/protocol/args.h.")
         .def_readwrite("ctx", &CombineArgs::ctx)
         .def_readwrite("route", &CombineArgs::route)
         .def_readwrite("y", &CombineArgs::y)

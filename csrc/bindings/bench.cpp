@@ -28,7 +28,14 @@ std::optional<u64> host_ping_pong(u64 here, u64 there, u64 source, i64 nbytes, u
 void bind_bench(py::module_& m) {
     m.def("host_ping_pong", &host_ping_pong, py::kw_only(), py::arg("here"), py::arg("there"), py::arg("source"), py::arg("nbytes"),
           py::arg("before"), py::arg("warmup"), py::arg("rounds"), py::arg("starts"), py::arg("timeout_ns"), py::arg("abort_here"),
-          py::arg("abort_host"));
+          py::arg("abort_host"), R"(Put `nbytes` from `source` behind the signal (u64) of the peer's block `there`, in turn with the peer.
+
+`before`: the count of both signals at the start.  The payload begins 256 bytes into a block.  Returns the
+nanoseconds of `rounds` round trips after `warmup` others; None if the peer did not come in time, or an abort word
+was set.
+
+Raises:
+    ValueError: addresses or numbers that can't be.)");
 }
 
 }  // namespace moecomm::bindings

@@ -1,5 +1,6 @@
 // The argument structs of fused/, as tables that moecomm.fused.structs makes ctypes structs from, and the sizes that both sides know.
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
 #include <array>
 #include <cstddef>
@@ -65,8 +66,11 @@ constexpr bool covers(const std::array<Field, n>& fields, size_t size, size_t al
         found[#Struct] = py::make_tuple(sizeof(S), rows);                                                     \
     }
 
-py::dict structs() {
-    py::dict found;
+using Row = py::typing::Tuple<py::str, py::str, py::int_, py::int_, py::int_>;
+using Structs = py::typing::Dict<py::str, py::typing::Tuple<py::int_, py::typing::List<Row>>>;
+
+Structs structs() {
+    Structs found;
     STRUCT(TensorMap, FIELD(words))
     STRUCT(Grouping, FIELD(groups), FIELD(alignment), FIELD(group_rows), FIELD(rows), FIELD(column_tiles), FIELD(band), FIELD(unit),
            FIELD(most_rows))
@@ -83,17 +87,26 @@ py::dict structs() {
 }  // namespace
 
 void bind_fused(py::module_& m) {
-    m.def("fused_structs", &structs);
-    m.def("fused_constants", [] {
-        return std::map<std::string, i32>{{"gemm_threads", kGemmThreads},
-                                          {"most_groups", kMostGroups},
-                                          {"slot_row_bytes", kSlotRowBytes},
-                                          {"least_counted", kLeastCounted},
-                                          {"publish_threads", kPublishThreads}};
-    });
-    m.def("gemm_shared_bytes", &gemm_shared_bytes, py::arg("scaled"), py::arg("most_rows"), py::arg("stages"));
-    m.def("expert_layer_shared_bytes", &expert_layer_shared_bytes, py::arg("scaled"), py::arg("most_rows"), py::arg("stages"));
-    m.def("reduce_slot_bytes", &reduce_slot_bytes, py::arg("topk"), py::arg("piece_bytes"));
+    m.def("fused_structs", &structs,
+          R"(The argument structs of csrc/fused: size, and name, type, offset, size and array length (0: none) of each field.
+
+A type is the name of a struct (`Context` is in no table), or a scalar as Python's struct module writes it.)");
+    m.def(
+        "fused_constants",
+        [] {
+            return std::map<std::string, i32>{{"gemm_threads", kGemmThreads},
+                                              {"most_groups", kMostGroups},
+                                              {"slot_row_bytes", kSlotRowBytes},
+                                              {"least_counted", kLeastCounted},
+                                              {"publish_threads", kPublishThreads}};
+        },
+        "Constants of csrc/gemm and csrc/fused by name.");
+    m.def("gemm_shared_bytes", &gemm_shared_bytes, py::arg("scaled"), py::arg("most_rows"), py::arg("stages"),
+          "Dynamic shared memory of a block of the grouped GEMM.");
+    m.def("expert_layer_shared_bytes", &expert_layer_shared_bytes, py::arg("scaled"), py::arg("most_rows"), py::arg("stages"),
+          "Dynamic shared memory of a block of the fused layer.");
+    m.def("reduce_slot_bytes", &reduce_slot_bytes, py::arg("topk"), py::arg("piece_bytes"),
+          "Shared memory of a slot of the fused layer's reduction.");
 }
 
 }  // namespace moecomm::bindings

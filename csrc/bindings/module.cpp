@@ -24,6 +24,7 @@ PYBIND11_MODULE(_native, m) {
             raise_os_error(error);
         }
     });
+    moecomm::bindings::bind_constants(m);
     moecomm::bindings::bind_args(m);
     moecomm::bindings::bind_arena(m);
     moecomm::bindings::bind_bench(m);

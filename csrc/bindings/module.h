@@ -7,6 +7,7 @@ namespace moecomm::bindings {
 void bind_args(pybind11::module_& m);
 void bind_arena(pybind11::module_& m);
 void bind_bench(pybind11::module_& m);
+void bind_constants(pybind11::module_& m);
 void bind_fused(pybind11::module_& m);
 void bind_peers(pybind11::module_& m);
 void bind_plans(pybind11::module_& m);

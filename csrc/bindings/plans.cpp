@@ -1,5 +1,6 @@
 // Rounds prepared in one call: torch's tensors are read through their C functions, where Python would look up each attribute.
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
 #include <optional>
 #include <stdexcept>
@@ -86,8 +87,9 @@ class Tensors {
 };
 
 // x, scales or None, topk_idx and topk_weights.
-py::tuple flat_outputs(const DispatchPlan& plan, const DispatchArgs& args, const std::shared_ptr<Block>& payload,
-                       const std::shared_ptr<Block>& kept, const py::object& owner) {
+py::typing::Tuple<Tensor, std::optional<Tensor>, Tensor, Tensor> flat_outputs(const DispatchPlan& plan, const DispatchArgs& args,
+                                                                              const std::shared_ptr<Block>& payload,
+                                                                              const std::shared_ptr<Block>& kept, const py::object& owner) {
     const FlatOutputs out = plan.flat_outputs(args);
     const Tensors arriving(plan, payload, owner), staying(plan, kept, owner);
     const py::object scales = out.scales ? arriving(*out.scales) : py::none();
@@ -95,8 +97,10 @@ py::tuple flat_outputs(const DispatchPlan& plan, const DispatchArgs& args, const
 }
 
 // x, scales or None, and row_weights; `counted`: and rows_per_expert.
-py::tuple expert_outputs(const DispatchPlan& plan, const DispatchArgs& args, const std::shared_ptr<Block>& payload,
-                         const std::shared_ptr<Block>& kept, const py::object& owner, bool counted) {
+py::typing::Tuple<std::optional<Tensor>, py::ellipsis> expert_outputs(const DispatchPlan& plan, const DispatchArgs& args,
+                                                                      const std::shared_ptr<Block>& payload,
+                                                                      const std::shared_ptr<Block>& kept, const py::object& owner,
+                                                                      bool counted) {
     const ExpertOutputs out = plan.expert_outputs(args);
     const Tensors arriving(plan, payload, owner), staying(plan, kept, owner);
     const py::object scales = out.scales ? arriving(*out.scales) : py::none();
@@ -105,14 +109,19 @@ py::tuple expert_outputs(const DispatchPlan& plan, const DispatchArgs& args, con
 }
 
 // x and tokens_per_expert.
-py::tuple batched_outputs(const DispatchPlan& plan, const DispatchArgs& args, const std::shared_ptr<Block>& payload,
-                          const std::shared_ptr<Block>& kept, const py::object& owner) {
+py::typing::Tuple<Tensor, Tensor> batched_outputs(const DispatchPlan& plan, const DispatchArgs& args, const std::shared_ptr<Block>& payload,
+                                                  const std::shared_ptr<Block>& kept, const py::object& owner) {
     const BatchedOutputs out = plan.batched_outputs(args);
     return py::make_tuple(Tensors(plan, payload, owner)(out.x), Tensors(plan, kept, owner)(out.tokens_per_expert));
 }
 
 void bind_dispatch_plan(py::module_& m) {
-    py::class_<DispatchPlan>(m, "DispatchPlan")
+    py::class_<DispatchPlan>(m, "DispatchPlan", R"(Dispatches of one kind, prepared.  `args` has everything but tensors and outputs.
+
+x, scales, topk_idx and topk_weights have the types, and are on the devices, of those of later calls.
+
+Raises:
+    ValueError: an argument in the place of a tensor is none of torch's.)")
         .def(py::init([](const DispatchArgs& args, bool scale_columns, py::handle x, py::handle scales, py::handle topk_idx,
                          py::handle topk_weights) {
                  const DispatchTensors like(x, scales, topk_idx, topk_weights);
@@ -125,9 +134,9 @@ void bind_dispatch_plan(py::module_& m) {
             [](DispatchPlan& plan, i32 num_tokens, i32 workers, i32 chunk_tokens) {
                 plan.schedules()[num_tokens] = {workers, chunk_tokens};
             },
-            py::arg("num_tokens"), py::arg("workers"), py::arg("chunk_tokens"))
-        .def("kept_bytes", &DispatchPlan::kept_bytes, py::arg("max_rows"))
-        .def("payload_bytes", &DispatchPlan::payload_bytes, py::arg("max_rows"))
+            py::arg("num_tokens"), py::arg("workers"), py::arg("chunk_tokens"), "Set workers and chunks of rounds of so many tokens.")
+        .def("kept_bytes", &DispatchPlan::kept_bytes, py::arg("max_rows"), "Bytes of the block that combine and repeats need as well.")
+        .def("payload_bytes", &DispatchPlan::payload_bytes, py::arg("max_rows"), "Bytes of the block for the rows that arrive.")
         .def(
             "bind",
             [](const DispatchPlan& plan, const Block& payload, const Block& kept, i32 max_rows, py::handle x, py::handle scales,
@@ -137,7 +146,9 @@ void bind_dispatch_plan(py::module_& m) {
                 return plan.bind(payload, kept, max_rows, inputs.get());
             },
             py::arg("payload"), py::arg("kept"), py::arg("max_rows"), py::arg("x"), py::arg("scales"), py::arg("topk_idx"),
-            py::arg("topk_weights"))
+            py::arg("topk_weights"), R"(The arguments of a dispatch of these tensors.
+
+None unless the plan is for such tensors, they can be used, and their number of tokens has a schedule.)")
         .def(
             "repeat",
             [](const DispatchPlan& plan, const Block& payload, const DispatchArgs& earlier, py::handle x,
@@ -146,14 +157,21 @@ void bind_dispatch_plan(py::module_& m) {
                 if (!inputs.readable()) return std::nullopt;
                 return plan.repeat(payload, earlier, inputs.get());
             },
-            py::arg("payload"), py::arg("earlier"), py::arg("x"), py::arg("scales"))
-        .def("flat_outputs", &flat_outputs, py::arg("args"), py::arg("payload"), py::arg("kept"), py::arg("owner"))
-        .def("expert_outputs", &expert_outputs, py::arg("args"), py::arg("payload"), py::arg("kept"), py::arg("owner"), py::arg("counted"))
-        .def("batched_outputs", &batched_outputs, py::arg("args"), py::arg("payload"), py::arg("kept"), py::arg("owner"));
+            py::arg("payload"), py::arg("earlier"), py::arg("x"), py::arg("scales"),
+            "bind() with the route and the room of an earlier dispatch.")
+        .def("flat_outputs", &flat_outputs, py::arg("args"), py::arg("payload"), py::arg("kept"), py::arg("owner"),
+             R"(x, scales, topk_idx and topk_weights of a bound flat dispatch.  Each keeps its block and `owner`.
+
+Raises:
+    ValueError: another layout, or scales that dispatch makes or that go by column.)")
+        .def("expert_outputs", &expert_outputs, py::arg("args"), py::arg("payload"), py::arg("kept"), py::arg("owner"), py::arg("counted"),
+             "x, scales and row_weights of a bound expert dispatch; `counted`: and rows_per_expert.  See flat_outputs.")
+        .def("batched_outputs", &batched_outputs, py::arg("args"), py::arg("payload"), py::arg("kept"), py::arg("owner"),
+             "x and tokens_per_expert of a bound batched dispatch.  See flat_outputs.");
 }
 
 void bind_combine_plan(py::module_& m) {
-    py::class_<CombinePlan>(m, "CombinePlan")
+    py::class_<CombinePlan>(m, "CombinePlan", "Combines of one kind, prepared; see DispatchPlan.")
         .def(py::init([](const CombineArgs& args, py::handle y, py::handle bias, py::handle weight_grads, py::handle topk_weights) {
                  const CombineArguments like(y, y, bias, weight_grads, py::none(), topk_weights);
                  require(like.readable());
@@ -165,7 +183,7 @@ void bind_combine_plan(py::module_& m) {
             [](CombinePlan& plan, i32 num_tokens, i32 workers, i32 chunk_tokens) {
                 plan.schedules()[num_tokens] = {workers, chunk_tokens};
             },
-            py::arg("num_tokens"), py::arg("workers"), py::arg("chunk_tokens"))
+            py::arg("num_tokens"), py::arg("workers"), py::arg("chunk_tokens"), "Set workers and chunks of rounds of so many tokens.")
         .def(
             "bind",
             [](const CombinePlan& plan, const DispatchArgs& dispatch, py::handle y, py::handle out, py::handle bias,
@@ -176,7 +194,8 @@ void bind_combine_plan(py::module_& m) {
                 return plan.bind(dispatch, tensors.get(), reduced_rows);
             },
             py::arg("dispatch"), py::arg("y"), py::arg("out"), py::arg("bias"), py::arg("weight_grads"), py::arg("out_weight_grads"),
-            py::arg("reduced_rows") = 0, py::arg("topk_weights") = py::none());
+            py::arg("reduced_rows") = 0, py::arg("topk_weights") = py::none(),
+            "The arguments of a combine, or None: see DispatchPlan.bind.  `reduced_rows` is of CombineArgs.");
 }
 
 // torch's current stream of a GPU, in a tenth of the time of torch.cuda.current_stream.
@@ -191,7 +210,7 @@ u64 current_stream(i32 device) {
 void bind_plans(py::module_& m) {
     bind_dispatch_plan(m);
     bind_combine_plan(m);
-    m.def("current_stream", &current_stream, py::arg("device"));
+    m.def("current_stream", &current_stream, py::arg("device"), "torch's current stream of a GPU: a cudaStream_t.");
     m.def(
         "share_memory",
         [](py::handle a, py::handle b) {
@@ -199,7 +218,7 @@ void bind_plans(py::module_& m) {
             require(first.get() != nullptr && second.get() != nullptr && first.readable() && second.readable());
             return share_memory(*first.get(), *second.get());
         },
-        py::arg("a"), py::arg("b"));
+        py::arg("a"), py::arg("b"), "Whether two tensors of contiguous rows have bytes in common.");
     m.def(
         "shares_tables",
         [](const DispatchArgs& dispatch, py::handle tensor) {
@@ -207,7 +226,8 @@ void bind_plans(py::module_& m) {
             require(argument.get() != nullptr && argument.readable());
             return shares_tables(dispatch, *argument.get());
         },
-        py::arg("dispatch"), py::arg("tensor"));
+        py::arg("dispatch"), py::arg("tensor"),
+        "Whether a tensor of contiguous rows has bytes in common with the tables or row weights of a dispatch.");
 }
 
 }  // namespace moecomm::bindings

@@ -107,7 +107,15 @@ void launch(u64 function, u32 block, u32 shared_bytes, u64 stream, const Args& a
 template <class Args>
 void bind_launch(py::module_& m) {
     m.def("cuda_launch", &launch<Args>, py::arg("function"), py::arg("block"), py::arg("shared_bytes"), py::arg("stream"), py::arg("args"),
-          py::arg("overlap") = false, py::arg("cluster") = 1, py::call_guard<py::gil_scoped_release>());
+          py::arg("overlap") = false, py::arg("cluster") = 1, py::call_guard<py::gil_scoped_release>(),
+          R"(Launch a CUfunction that takes the struct by value, in the current context: `args.workers` blocks.
+
+`overlap`: the kernel may begin while its predecessor on the stream ends (programmatic stream serialization); both
+use griddepcontrol.  `cluster`: blocks of a cluster, a divisor of the blocks; they run on neighboring
+multiprocessors.  A driver that supports neither launches the same blocks without.
+
+Raises:
+    RuntimeError: with the driver's name of the error, or there is no driver.)");
 }
 
 // A struct that Python has packed.
@@ -118,7 +126,7 @@ void launch_packed(u64 function, u32 grid, u32 block, u32 shared_bytes, u64 stre
 }
 
 void bind_records(py::module_& m) {
-    py::class_<FailureRecord>(m, "FailureRecordView")
+    py::class_<FailureRecord>(m, "FailureRecordView", "FailureRecord of csrc/protocol/record.h, as it was when it was read.")
         .def_readonly("code", &FailureRecord::code)
         .def_readonly("op", &FailureRecord::op)
         .def_readonly("phase", &FailureRecord::phase)
@@ -129,34 +137,57 @@ void bind_records(py::module_& m) {
         .def_readonly("expected", &FailureRecord::expected)
         .def_readonly("seen", &FailureRecord::seen)
         .def_readonly("waited_ns", &FailureRecord::waited_ns);
-    m.def("record", &record, py::arg("address"));
-    m.def("clear_record", [](u64 address) { *at<FailureRecord>(address) = FailureRecord{}; }, py::arg("address"));
+    m.def("record", &record, py::arg("address"), "The record of a failed round; None while nothing has failed.");
+    m.def(
+        "clear_record", [](u64 address) { *at<FailureRecord>(address) = FailureRecord{}; }, py::arg("address"),
+        "Make the record that of no failure.");
     m.def(
         "set_abort",
         [](u64 address, u32 cause, i32 culprit) {
             return compare_exchange(at<u32>(address), 0, abort_word(static_cast<Failure>(cause), culprit)) == 0;
         },
-        py::arg("address"), py::arg("cause"), py::arg("culprit"));
-    m.def("store_word", [](u64 address, u32 value) { store_release(at<u32>(address), value); }, py::arg("address"), py::arg("value"));
-    m.def("read_word", [](u64 address) { return load_acquire(at<const u32>(address)); }, py::arg("address"));
+        py::arg("address"), py::arg("cause"), py::arg("culprit"), "Set an abort word unless it is set already; return whether it was set.");
+    m.def(
+        "store_word", [](u64 address, u32 value) { store_release(at<u32>(address), value); }, py::arg("address"), py::arg("value"),
+        "Store a u32, after all earlier writes of this thread.");
+    m.def("read_word", [](u64 address) { return load_acquire(at<const u32>(address)); }, py::arg("address"), "Load a u32.");
 }
 
 }  // namespace
 
 void bind_rounds(py::module_& m) {
     bind_records(m);
-    m.def("host_dispatch", [](const DispatchArgs& args) { run({args}); }, py::arg("args"));
-    m.def("host_combine", [](const CombineArgs& args) { run({args}); }, py::arg("args"));
-    m.def("host_run_all", &run, py::arg("rounds"));
-    m.def("leave", &leave, py::arg("context"));
-    m.def("count_rejected", &count_rejected, py::arg("context"));
+    m.def(
+        "host_dispatch", [](const DispatchArgs& args) { run({args}); }, py::arg("args"),
+        R"(Run this rank's part of a dispatch.  Blocks until it is over; after a failure, record() returns the record.
+
+In the main thread, signal handlers run while it waits.  An exception of a handler, as Ctrl-C raises, aborts the
+round on every rank and is raised here.
+
+Raises:
+    ValueError: rank, shape, record or peers of `args.ctx` are not set.)");
+    m.def("host_combine", [](const CombineArgs& args) { run({args}); }, py::arg("args"), "As host_dispatch.");
+    m.def("host_run_all", &run, py::arg("rounds"),
+          "Run the rounds of several ranks of this process at once, each in a thread of its own.  Else as host_dispatch.");
+    m.def("leave", &leave, py::arg("context"), "Announce to the peers that this rank takes part in no further host round.  Never waits.");
+    m.def("count_rejected", &count_rejected, py::arg("context"),
+          "Count a host call that failed before its rounds were made, in State::rejected of this rank's window.");
     bind_launch<DispatchArgs>(m);
     bind_launch<CombineArgs>(m);
     m.def("cuda_launch_packed", &launch_packed, py::arg("function"), py::arg("grid"), py::arg("block"), py::arg("shared_bytes"),
-          py::arg("stream"), py::arg("args"), py::arg("overlap") = false);
-    m.def("cuda_context", &cuda_context);
-    m.def("cuda_capturing", &cuda_capturing, py::arg("stream"));
-    m.def("cuda_available", &cuda_missing, py::call_guard<py::gil_scoped_release>());
+          py::arg("stream"), py::arg("args"), py::arg("overlap") = false,
+          R"(Launch a CUfunction that takes a struct by value, in the current context.
+
+`args`: the bytes of the struct, such as a ctypes.Structure: as many as the function reads.
+`overlap`: see cuda_launch.
+
+Raises:
+    RuntimeError: with the driver's name of the error, or there is no driver.)");
+    m.def("cuda_context", &cuda_context, "The calling thread's current CUcontext; 0: none.  RuntimeError as cuda_launch.");
+    m.def("cuda_capturing", &cuda_capturing, py::arg("stream"),
+          "Whether the stream is being captured into a graph.  RuntimeError as cuda_launch.");
+    m.def("cuda_available", &cuda_missing, py::call_guard<py::gil_scoped_release>(),
+          "Empty if there is a GPU to use, else a sentence that names the first thing missing.  Initializes the driver.");
 }
 
 }  // namespace moecomm::bindings

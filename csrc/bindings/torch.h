@@ -10,6 +10,13 @@
 
 namespace moecomm::bindings {
 
+// An object that is a torch.Tensor, in signatures.
+class Tensor : public pybind11::object {
+  public:
+    Tensor() = default;
+    explicit Tensor(pybind11::object made) : object(std::move(made)) {}
+};
+
 // torch's tensors; looked up once and never dropped.
 struct Torch {
     pybind11::object tensor = pybind11::module_::import("torch").attr("Tensor");
@@ -44,7 +51,12 @@ inline bool is_as_it_says(pybind11::handle object, const runtime::DLTensor& tens
 }
 
 // A C-contiguous tensor at `address` in `block`, which keeps the block and `owner`.
-pybind11::object torch_tensor(std::shared_ptr<runtime::Block> block, u64 address, std::vector<i64> shape, runtime::DLDataType type,
-                              runtime::DLDevice device, pybind11::object owner);
+Tensor torch_tensor(std::shared_ptr<runtime::Block> block, u64 address, std::vector<i64> shape, runtime::DLDataType type,
+                    runtime::DLDevice device, pybind11::object owner);
 
 }  // namespace moecomm::bindings
+
+template <>
+struct pybind11::detail::handle_type_name<moecomm::bindings::Tensor> {
+    static constexpr auto name = const_name("torch.Tensor");
+};

@@ -1,10 +1,11 @@
 // Kernels by themselves that pass over rows once, by any number of blocks (moecomm/kernels/row_pass.py).
 #pragma once
 #include "../device/copy.cuh"
+#include "pass_threads.h"
 
 namespace moecomm {
 
-constexpr i32 kPassThreads = 256, kPassWarps = kPassThreads / kWarp;
+constexpr i32 kPassWarps = kPassThreads / kWarp;
 
 MOECOMM_FN i32 first_of_warp() { return blockIdx.x * kPassWarps + warp_id(); }
 MOECOMM_FN i32 all_warps() { return gridDim.x * kPassWarps; }

@@ -19,8 +19,8 @@ from moecomm.backends.collective import all_or_none, map_windows
 from moecomm.backends.presence import Presence
 from moecomm.core import failures, packets
 from moecomm.core.group import Rendezvous
+from moecomm.core.protocol import MAX_CHUNK
 from moecomm.core.session import Schedule
-from moecomm.core.settings import MAX_CHUNK
 from moecomm.errors import BadInput, Closed
 
 
@@ -152,7 +152,7 @@ class HostSession:
         A round that another thread is in is aborted.
         """
         if not self._round.acquire(blocking=False):
-            self.abort(failures.ABORTED, self.context.rank)
+            self.abort(failures.Failure.aborted, self.context.rank)
             self._round.acquire()
         try:
             self._close()

@@ -23,8 +23,8 @@ from moecomm.backends.presence import Presence
 from moecomm.backends.reach import Reach
 from moecomm.core import failures, packets
 from moecomm.core.group import Rendezvous
+from moecomm.core.protocol import MAX_BLOCKS, MAX_CHUNK
 from moecomm.core.session import Schedule
-from moecomm.core.settings import MAX_CHUNK
 from moecomm.errors import BadInput, Unsupported
 from moecomm.jit import plain_kernel
 
@@ -39,7 +39,6 @@ _RECORD, _ABORT, _ROUND, _SIGNAL, _TAGGED_WORDS = 0, 64, 128, 192, 256  # offset
 # Of a window, so that a Buffer of 4096 tokens of 7168 columns has less than 64 MiB besides its outputs.
 _STAGING_BYTES = 62 << 20
 _DIRECT_BYTES = 512 << 20  # with several domains what is put straight has room of its own, for 64 ranks so many
-_MOST_BLOCKS = 256  # of a launch: kMaxBlocks in csrc/protocol/compiler.h
 
 _SPIN_S, _NAP_S = 2e-3, 1e-4  # a wait for the device spins for a while, then looks now and then
 
@@ -174,7 +173,7 @@ class LsaSession:
         # Kernels wait for each other, so those of all ranks of a GPU must be resident at once.
         sharing = sum(peer.gpu == peers[ranks.rank].gpu for peer in peers)
         self._sms = sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self._most_blocks = max(1, min(sms // sharing, _MOST_BLOCKS, self.reach.most_blocks))
+        self._most_blocks = max(1, min(sms // sharing, MAX_BLOCKS, self.reach.most_blocks))
         # A round may be launched while the one before it ends, and in clusters, unless its blocks would then take the
         # places of another rank's: of 132 multiprocessors two times 64 may find room, and two times 16 clusters not.
         self.alone = sharing == 1
@@ -229,7 +228,7 @@ class LsaSession:
                 if time.perf_counter() - begin > _SPIN_S:
                     time.sleep(_NAP_S)
         except BaseException:
-            self.abort(failures.ABORTED, self.context.rank)
+            self.abort(failures.Failure.aborted, self.context.rank)
             raise
 
     def abort(self, cause: int, culprit: int) -> None:

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from moecomm.core.choices import BackendName
+from moecomm.core.protocol import LAYOUTS
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.settings import Settings
-from moecomm.dispatch.options import LAYOUTS
 from moecomm.errors import BadInput
 from moecomm.router import MODELS, random_routing
 

@@ -17,20 +17,20 @@ from moecomm.bench.clock import Call, Clock, percentiles
 from moecomm.bench.ranks import Step, device_of, progress, together
 from moecomm.bench.receive_buffer import ReceiveBuffer
 from moecomm.core.choices import BackendName
+from moecomm.core.protocol import MAX_RANKS
 from moecomm.jit.plain_kernel import launch
 
 Move = tuple[int, int, int]  # to, from, bytes
 SMS = [4, 8, 16, 24, 32, 64, 132]
 PART_BYTES = {"cuda": 64 << 20, "cpu": 8 << 20}  # to each peer
 _CHAIN, _REPLAYS = 4, 7
-_MOST_RANKS = 64  # kMaxRanks
 
 
 class _Args(ctypes.Structure):
     """AllToAllArgs of csrc/bench/all_to_all.cuh."""
 
     _fields_ = (
-        ("blocks", ctypes.c_uint64 * _MOST_RANKS),
+        ("blocks", ctypes.c_uint64 * MAX_RANKS),
         ("local", ctypes.c_uint64),
         ("bytes", ctypes.c_int64),
         ("rank", ctypes.c_int32),
@@ -81,7 +81,7 @@ def ways(receive_buffer: ReceiveBuffer, local: torch.Tensor, part: int) -> Itera
 
 
 def _on_gpu(receive_buffer: ReceiveBuffer, local: torch.Tensor, part: int) -> Iterator[tuple[str, int, Call]]:
-    blocks = (ctypes.c_uint64 * _MOST_RANKS)(*receive_buffer.addresses)
+    blocks = (ctypes.c_uint64 * MAX_RANKS)(*receive_buffer.addresses)
     args = _Args(blocks, local.data_ptr(), part, receive_buffer.rank, receive_buffer.ranks)
     most = torch.cuda.get_device_properties(local.device).multi_processor_count
     for method, kernel in kernels.ALL_TO_ALL.items():

@@ -18,8 +18,8 @@ from moecomm.bench.ranks import device_of, on_ranks, progress
 from moecomm.buffer import Buffer
 from moecomm.compat import deep_ep
 from moecomm.core.choices import Layout
+from moecomm.core.protocol import MAX_TOPK
 from moecomm.core.rendezvous import rendezvous
-from moecomm.core.settings import MAX_TOPK
 from moecomm.dispatch.reference import quantize
 from moecomm.errors import BadInput
 from moecomm.kernels import padding, routing_map

@@ -12,8 +12,8 @@ from moecomm.combine.options import Key, Options
 from moecomm.combine.plan import Combining, Plan
 from moecomm.core.arrays import note_written, warn_of_gradients, window_tensor
 from moecomm.core.plans import check_hashable
+from moecomm.core.protocol import DTYPES
 from moecomm.core.rounds import Rounds
-from moecomm.core.settings import DTYPES
 from moecomm.core.state import collective
 from moecomm.core.validation import check_dtype
 from moecomm.dispatch.arguments import check_handle

@@ -11,12 +11,10 @@ import torch
 from moecomm import _native
 from moecomm.combine.options import Options, check_options
 from moecomm.core.arrays import as_output_tensor, as_tensor, check_no_overlap, check_rows, check_tensor
+from moecomm.core.protocol import DTYPES, MOST_WEIGHTS
 from moecomm.core.rounds import Rounds
-from moecomm.core.settings import DTYPES
 from moecomm.errors import BadInput, Unsupported
 from moecomm.routed import Handle
-
-_MOST_WEIGHTS = 4096  # kMostWeights: the rule is that of takes_weights in csrc/protocol/layout.h
 
 
 @dataclass
@@ -76,7 +74,7 @@ def check(
 
 def takes_weights(rounds: Rounds) -> bool:
     """Whether a Buffer takes combine(topk_weights=).  The same on all its ranks."""
-    return rounds.max_tokens * rounds.topk <= _MOST_WEIGHTS
+    return _native.takes_weights(rounds.session.context.shape)
 
 
 def _check_supported(rounds: Rounds, handle: Handle, options: Options, weight_grads: Any) -> None:
@@ -89,7 +87,7 @@ def _check_supported(rounds: Rounds, handle: Handle, options: Options, weight_gr
     elif weight_grads is not None:
         what = "weight_grads"
     elif not takes_weights(rounds):
-        what = f"max_tokens * topk = {rounds.max_tokens * rounds.topk}, more than {_MOST_WEIGHTS}"
+        what = f"max_tokens * topk = {rounds.max_tokens * rounds.topk}, more than {MOST_WEIGHTS}"
     if what is not None:
         raise Unsupported(f"combine(topk_weights=) with {what}")
 

@@ -11,9 +11,8 @@ from moecomm import _native
 from moecomm.combine.arguments import Tensors
 from moecomm.combine.options import Key
 from moecomm.core import packets, signature
+from moecomm.core.protocol import DTYPES, LAYOUTS
 from moecomm.core.rounds import Rounds
-from moecomm.core.settings import DTYPES
-from moecomm.dispatch.options import LAYOUTS
 from moecomm.errors import BadInput
 from moecomm.routed import Handle
 

@@ -9,24 +9,21 @@ from moecomm import _native
 from moecomm.core import signature
 from moecomm.errors import Aborted, BadInput, Mismatch, MoecommError, OutOfStep, PeerLost, Timeout
 
-TIMEOUT, PEER_LOST, ABORTED, BAD_INPUT, MISMATCH = 1, 2, 3, 4, 5
-HANDLE, REJECTED = 5, 6  # Argument::handle, ::rejected
+Failure, Argument, Phase = _native.Failure, _native.Argument, _native.Phase
 _OPS = ("no operation", "dispatch", "combine", "close")
 _PHASES = {
-    0: "its counts",
-    1: "its rows",
-    2: "its reduced rows",
-    3: "it to finish reading what lies where the next rows go",
-    4: "the other blocks of this rank",
+    Phase.header: "its counts",
+    Phase.payload: "its rows",
+    Phase.reduced: "its reduced rows",
+    Phase.drained: "it to finish reading what lies where the next rows go",
+    Phase.grid: "the other blocks of this rank",
 }
-_PHASE_NAMES = ("header", "payload", "reduced", "drained", "grid")
-_ARGUMENTS = ("", "topk_idx", "max_rows", "topk_idx", "topk_weights", "handle")
 
 
 def round_failed(context: _native.Context) -> bool:
     """Whether a round of this rank has failed or was aborted, so that none can follow.  Not for an invalid round."""
     record = _native.record(context.record)
-    fatal = record is not None and record.code in (TIMEOUT, PEER_LOST, ABORTED)
+    fatal = record is not None and record.code in (Failure.timeout, Failure.peer_lost, Failure.aborted)
     return fatal or _native.read_word(context.abort_host) != 0
 
 
@@ -35,13 +32,13 @@ def error_of(record: _native.FailureRecordView, dead: Mapping[int, str]) -> Moec
 
     `dead`: see Session.dead_peers.
     """
-    if record.code == BAD_INPUT:
+    if record.code == Failure.bad_input:
         return _bad_input(record)
-    if record.code == MISMATCH:
-        if record.argument == HANDLE:
+    if record.code == Failure.mismatch:
+        if record.argument == Argument.handle:
             mine, theirs = (f"that of the dispatch of round {tag // 2}" for tag in (record.expected, record.seen))
             return Mismatch("handle", mine, theirs, record.peer)
-        if record.argument == REJECTED:
+        if record.argument == Argument.rejected:
             return OutOfStep(record.expected, record.seen, record.peer)
         if record.op != record.seen and record.expected == record.op:
             return Mismatch("operation", _OPS[record.expected], _OPS[record.seen], record.peer)
@@ -51,34 +48,36 @@ def error_of(record: _native.FailureRecordView, dead: Mapping[int, str]) -> Moec
         "peer": record.peer,
         "op": _OPS[record.op],
         "round": record.round,
-        "phase": _PHASE_NAMES[record.phase],
+        "phase": Phase(record.phase).name,
     }
-    where = f"{_OPS[record.op]}, round {record.round}, phase {_PHASE_NAMES[record.phase]}"
+    where = f"{_OPS[record.op]}, round {record.round}, phase {Phase(record.phase).name}"
     why = f": {dead[record.peer]}" if record.peer in dead else ""
-    if record.code == PEER_LOST or (why and record.peer != record.rank):
+    if record.code == Failure.peer_lost or (why and record.peer != record.rank):
         return PeerLost(f"rank {record.peer} is gone (noticed by rank {record.rank} in {where}){why}", **known)
-    if record.code == TIMEOUT:
+    if record.code == Failure.timeout:
         if record.peer == record.rank and known["phase"] != "grid":  # the peer that gave up has aborted this rank
             return Timeout(f"rank {record.rank} kept another one waiting, which gave up (noticed in {where})", **known)
         waited = f"after {record.waited_ns / 1e9:.1f} s" if record.waited_ns else "as another rank found"
+        what = _PHASES[Phase(record.phase)]
         return Timeout(
-            f"rank {record.rank} waited for rank {record.peer}: {_PHASES[record.phase]} ({where}); gave up {waited}",
+            f"rank {record.rank} waited for rank {record.peer}: {what} ({where}); gave up {waited}",
             **known,
         )
     return Aborted(f"rank {record.rank} was told to stop by rank {record.peer} ({where}){why}", **known)
 
 
 def _bad_input(record: _native.FailureRecordView) -> BadInput:
-    argument = _ARGUMENTS[record.argument]
-    if record.argument == 1:
+    batched = record.argument == Argument.batched
+    argument = "topk_idx" if batched else Argument(record.argument).name
+    if record.argument == Argument.topk_idx:
         return BadInput(argument, f"expert {record.seen}", f"-1 to {record.expected - 1}", record.peer)
-    if record.argument == HANDLE:
+    if record.argument == Argument.handle:
         return BadInput(
             "handle", "tables that no dispatch of this Buffer has left so", "the handle, unchanged", record.peer
         )
-    if record.argument == 2:
+    if record.argument == Argument.max_rows:
         return BadInput(argument, f"{record.seen} rows arriving", f"at most the {record.expected} given", record.peer)
-    if record.argument == 3:
+    if batched:
         return BadInput(
             argument,
             f"{record.seen} rows for one expert",

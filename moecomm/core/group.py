@@ -6,8 +6,6 @@ from typing import Protocol
 
 from moecomm.core.board import Board
 
-MAX_RANKS = 64  # of a Buffer
-
 
 class Rendezvous(Protocol):
     """The ranks of one Buffer.  `in_process`: all ranks are threads of this process."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-_LINE_BYTES, _LINE_WORDS, _MOST_LINES, _WORD = 128, 15, 16, 8
-_MOST_WORDS = _LINE_WORDS * _MOST_LINES
-_MOST_TOKENS, _MOST_ENTRIES = 512, 4096  # kPacketTokens, kMostPacketEntries
-_QUANT_GROUP = 128
+from moecomm.core.protocol import LINE_BYTES, LINE_WORDS, PACKET_ENTRIES, PACKET_LINES, PACKET_TOKENS, QUANT_GROUP
+
+_WORD = 8  # bytes
+_MOST_WORDS = LINE_WORDS * PACKET_LINES
 _ROOM = 4 << 20  # of a window, for one rank and one round: 128 tokens of 7168 fp32 columns
 _ROOM_OF_ALL = 32 << 20  # for all ranks and both parities
 
@@ -24,11 +24,11 @@ class Packets(NamedTuple):
     @property
     def token_bytes(self) -> int:
         """Bytes of a window for a token."""
-        return self.number * self.lines * _LINE_BYTES
+        return self.number * self.lines * LINE_BYTES
 
     def carry(self, num_tokens: int, topk: int, room: int) -> bool:
         """Whether a rank with so many tokens sends them as packets.  `room` is Shape.packet_bytes."""
-        few = num_tokens <= _MOST_TOKENS and num_tokens * topk <= _MOST_ENTRIES
+        few = num_tokens <= PACKET_TOKENS and num_tokens * topk <= PACKET_ENTRIES
         return few and room > 0 and num_tokens * self.token_bytes <= room
 
 
@@ -40,14 +40,14 @@ def of_dispatch(row_bytes: int, scale_bytes: int, topk: int, *, scale_size: int 
     """
     if scale_bytes % (_WORD // 2) or row_bytes % 16:
         return None
-    unit = _QUANT_GROUP * _WORD // scale_size if scale_size else 16
+    unit = QUANT_GROUP * _WORD // scale_size if scale_size else 16
     for count in range(1, row_bytes // 16 + 1):
         piece = _align(-(-row_bytes // count), unit)
-        scales = piece // _QUANT_GROUP * scale_size if scale_size else _align(-(-scale_bytes // count), _WORD)
+        scales = piece // QUANT_GROUP * scale_size if scale_size else _align(-(-scale_bytes // count), _WORD)
         words = (piece + scales) // _WORD + topk
         if words <= _MOST_WORDS:
             count = -(-row_bytes // piece)
-            return Packets(piece, scales, -(-words // _LINE_WORDS), count) if count * scales >= scale_bytes else None
+            return Packets(piece, scales, -(-words // LINE_WORDS), count) if count * scales >= scale_bytes else None
         if piece == unit:
             return None
     return None
@@ -57,7 +57,7 @@ def of_combine(staged_bytes: int) -> Packets:
     """Cut a row that returns: its columns alone."""
     count = -(-staged_bytes // (_MOST_WORDS * _WORD))
     piece = _align(-(-staged_bytes // count), 16)
-    return Packets(piece, 0, -(-piece // _WORD // _LINE_WORDS), -(-staged_bytes // piece))
+    return Packets(piece, 0, -(-piece // _WORD // LINE_WORDS), -(-staged_bytes // piece))
 
 
 @lru_cache(maxsize=256)  # a combine asks every time
@@ -71,8 +71,8 @@ def room(ranks: int, max_tokens: int, staged_row_bytes: int, of_all: int = _ROOM
 
     `of_all`: the most for all ranks and both parities.
     """
-    most = min(max_tokens, _MOST_TOKENS) * (staged_row_bytes * 5 // 4 + _MOST_LINES * _LINE_BYTES)
-    return _align(min(_ROOM, of_all // (2 * ranks), most), _LINE_BYTES * 2)
+    most = min(max_tokens, PACKET_TOKENS) * (staged_row_bytes * 5 // 4 + PACKET_LINES * LINE_BYTES)
+    return _align(min(_ROOM, of_all // (2 * ranks), most), LINE_BYTES * 2)
 
 
 def _align(n: int, to: int) -> int:

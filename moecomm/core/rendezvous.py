@@ -9,9 +9,10 @@ import torch
 from moecomm import config
 from moecomm.core import strays
 from moecomm.core.board import Board, LocalBoard, SharedValues, StoreBoard
-from moecomm.core.group import MAX_RANKS, Group
+from moecomm.core.group import Group
 from moecomm.core.integers import check_integer
 from moecomm.core.opening import gather
+from moecomm.core.protocol import MAX_RANKS
 from moecomm.errors import BadInput
 
 if TYPE_CHECKING:

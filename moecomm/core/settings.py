@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moecomm.core.group import MAX_RANKS
 from moecomm.core.integers import is_integer
+from moecomm.core.protocol import DTYPES, MAX_CHUNK, MAX_RANKS, MAX_TOPK
 from moecomm.core.validation import check_dtype
 from moecomm.errors import BadInput, Mismatch
 
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from moecomm.core.session import Backend
 
 VERSION = 7  # of the protocol in csrc/protocol
-MAX_TOPK, MAX_FLAT_ROWS = 32, 1 << 23
-MAX_CHUNK = 32  # tokens; kMaxChunk
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_FLAT_ROWS = 1 << 23
 _MOST = 1 << 31
 _MAGIC = 0x6D6F65636F6D6D
 

@@ -83,7 +83,7 @@ class RoundState:
     def abort(self) -> None:
         """End every wait of this rank at once, from any thread.  The Buffer can then only be closed."""
         if self._open:
-            self._session.abort(failures.ABORTED, self._session.context.rank)
+            self._session.abort(failures.Failure.aborted, self._session.context.rank)
 
     def _release(self) -> None:
         self._open = False

@@ -6,11 +6,10 @@ from typing import NamedTuple, TypedDict, get_args
 
 from moecomm.core.choices import Layout, Quantize, ScaleFormat, ScaleLayout
 from moecomm.core.integers import check_alignment, is_integer
+from moecomm.core.protocol import LAYOUTS, SCALE_FORMATS
 from moecomm.core.validation import check_flag, check_name
 from moecomm.errors import BadInput
 
-LAYOUTS = get_args(Layout)
-SCALE_FORMATS = get_args(ScaleFormat)
 SCALE_LAYOUTS = get_args(ScaleLayout)
 
 

@@ -11,14 +11,12 @@ import torch
 from moecomm import _native
 from moecomm.core import signature
 from moecomm.core.integers import is_integer
+from moecomm.core.protocol import DESCRIPTOR_BYTES, LAYOUTS, SCALE_FORMATS, TYPES
 from moecomm.core.rounds import Rounds
 from moecomm.dispatch import outputs
 from moecomm.dispatch.arguments import Tensors, scale_columns, scale_dtype
-from moecomm.dispatch.options import LAYOUTS, SCALE_FORMATS, SCALE_LAYOUTS, Key
+from moecomm.dispatch.options import SCALE_LAYOUTS, Key
 from moecomm.routed import BEGIN, END, WHOLE, Handle, Routed
-
-TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}  # Type in args.h
-DESCRIPTOR_BYTES = 16  # RowDescriptor in csrc/protocol/row_descriptor.h
 
 
 class Plan:

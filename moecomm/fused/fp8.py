@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from moecomm.core.settings import DTYPES
+from moecomm.core.protocol import DTYPES
 from moecomm.core.validation import check_dense
 from moecomm.dispatch.reference import E4M3_MAX, GROUP
 from moecomm.errors import BadInput

@@ -12,18 +12,19 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+from moecomm import _native
 from moecomm.core import packets
+from moecomm.core.protocol import MAX_RANKS, MAX_TOPK, ROUND_HEADER_BYTES, TYPE_BYTES, WANTED_WORDS
 from moecomm.jit import linking, loader
 
-_FLAT = 0
-_BEGIN, _END = 1, 2
-_BYTES = (2, 2, 4, 1)  # of a Type of csrc/protocol/args.h
-_LAYOUTS, _TYPES = ("flat", "expert", "batched"), ("bf16", "fp16", "fp32", "e4m3")
-_FORMATS, _PARTS = ("fp32", "ue8m0"), ("whole", "begin", "end")
+_FLAT, _BEGIN, _END = _native.Layout.flat, _native.Part.begin, _native.Part.end
+# Room for DispatchArgs or CombineArgs, and for a RoundHeader, in shared memory.
+_ARGS_BYTES, _HEADER_BYTES = 1920, 104
+assert max(_native.DispatchArgs().nbytes, _native.CombineArgs().nbytes) <= _ARGS_BYTES
+assert ROUND_HEADER_BYTES <= _HEADER_BYTES
 _SHARED_LIMIT = 227 * 1024  # of a block on sm_90
 _LINE = 128  # of memory: a piece that begins within one touches one more of them
 _MOST_SLOTS = 8
-_WANTED_WORDS = 16  # kWantedWords
 _DESCRIPTOR_WARPS, _DESCRIPTOR_COUNTERS = (
     16,
     64 * 1024,
@@ -64,19 +65,19 @@ class KernelSpec:
     domain_ranks: int = 0  # Shape.domain_ranks; 0, all, with "lsa" and no other
 
     def __post_init__(self) -> None:
-        row = self.hidden * _BYTES[self.type]
+        row = self.hidden * TYPE_BYTES[self.type]
         _want(self.op in ("dispatch", "combine"), f"op={self.op!r}: want dispatch or combine")
         _want(
             self.transport in linking.TRANSPORTS, f"transport={self.transport!r}: want {', '.join(linking.TRANSPORTS)}"
         )
-        _want(1 <= self.ranks <= 64, f"{self.ranks} ranks: want 1 to 64")
+        _want(1 <= self.ranks <= MAX_RANKS, f"{self.ranks} ranks: want 1 to {MAX_RANKS}")
         near = self.domain_ranks or self.ranks
         _want(
             self.ranks % near == 0 and (near < self.ranks) == (self.transport != "lsa"),
             f"domain_ranks={self.domain_ranks}, {self.ranks} ranks: want several domains where a transport puts",
         )
         _want(not self.packets or self.transport == "lsa", "packets do not cross to other domains")
-        _want(1 <= self.topk <= 32, f"topk={self.topk}: want 1 to 32")
+        _want(1 <= self.topk <= MAX_TOPK, f"topk={self.topk}: want 1 to {MAX_TOPK}")
         _want(self.experts % self.ranks == 0, f"{self.experts} experts: want a multiple of {self.ranks} ranks")
         _want(row > 0 and row % 16 == 0, f"hidden={self.hidden}: rows of {row} bytes; want a multiple of 16 bytes")
         if self.op == "dispatch":
@@ -94,7 +95,7 @@ class KernelSpec:
                 not self.own_weights or (self.weighted and self.layout != _FLAT),
                 "own_weights: want weighted rows of experts",
             )
-            staged = self.hidden * _BYTES[self.type if self.layout == _FLAT else self.wire]
+            staged = self.hidden * TYPE_BYTES[self.type if self.layout == _FLAT else self.wire]
             _want(self.type < 3 and self.wire < 3, "combine of e4m3: want bf16, fp16 or fp32")
             _want(
                 staged % 16 == 0, f"hidden={self.hidden}: reduced rows of {staged} bytes; want a multiple of 16 bytes"
@@ -134,7 +135,7 @@ def packets_of(spec: KernelSpec) -> packets.Packets | None:
     if spec.domain_ranks:
         return None
     if spec.op == "combine":
-        return packets.of_combine(spec.hidden * _BYTES[spec.type if spec.layout == _FLAT else spec.wire])
+        return packets.of_combine(spec.hidden * TYPE_BYTES[spec.type if spec.layout == _FLAT else spec.wire])
     if spec.part != 0 or spec.repeat or spec.descriptors:
         return None
     scale_size = (4, 1)[spec.scale_format] if spec.quantize else 0
@@ -142,9 +143,10 @@ def packets_of(spec: KernelSpec) -> packets.Packets | None:
 
 
 def _tables(spec: KernelSpec) -> int:
-    """Bytes of the arguments, of a word a column or more in several tables, of a notice and what comes of a rank."""
+    """A bound of the shared memory of the arguments, of several words a column, and of what each rank sends."""
     words = 4 * (spec.experts + spec.ranks) + spec.experts // spec.ranks
-    return 1920 + 4 * words + spec.ranks * (8 + 104 + 8 + 4 + 4 + 2 * 4 * _WANTED_WORDS) + 104 + 512
+    of_rank = 8 + _HEADER_BYTES + 8 + 4 + 4 + 2 * 4 * WANTED_WORDS
+    return _ARGS_BYTES + 4 * words + spec.ranks * of_rank + _HEADER_BYTES + 512
 
 
 def _descriptor_fields(spec: KernelSpec) -> dict[str, int]:
@@ -172,7 +174,7 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
     """How the block of a dispatch kernel is made up; shared_bytes bounds DispatchShared from above."""
     if spec.descriptors:
         return _descriptor_fields(spec)
-    size, columns, ends = _BYTES[spec.type], spec.experts + spec.ranks, spec.part == _END
+    size, columns, ends = TYPE_BYTES[spec.type], spec.experts + spec.ranks, spec.part == _END
     replicates = spec.layout != _FLAT and spec.part != _BEGIN
     several = spec.domain_ranks != 0
     receive_warps = 8 if replicates or ends or (spec.scale_columns and spec.part != _BEGIN) else 0
@@ -253,16 +255,17 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     staged = spec.type if spec.layout == _FLAT else spec.wire
     if spec.domain_ranks and not spec.in_place:
         summed = {2: 1536, 4: 3072}  # beside the sum of the domains
-    pull_bytes = _piece(spec.hidden * _BYTES[staged], summed[_BYTES[staged]], _LINE)
+    pull_bytes = _piece(spec.hidden * TYPE_BYTES[staged], summed[TYPE_BYTES[staged]], _LINE)
     beside = _align(8 * _MOST_SLOTS + 8 * 24, 128) + 128  # barriers and items of a ring, and alignment
-    fixed = (pull_warps + return_forward_warps) * beside + spec.ranks * 120 + 104 + 512 + 1920
+    fixed = (pull_warps + return_forward_warps) * beside + spec.ranks * (_HEADER_BYTES + 16)
+    fixed += _HEADER_BYTES + 512 + _ARGS_BYTES
     fixed += (8 * 8 * pull_warps + 256) * bool(spec.domain_ranks)
     left = _SHARED_LIMIT - fixed
     if spec.packets:  # what comes home does not pass through a ring
         pull_bytes = 16
     pull_slots = 1 if spec.packets else min(_MOST_SLOTS, left // ((pull_warps + return_forward_warps) * pull_bytes))
     used = pull_slots * (pull_warps + return_forward_warps) * pull_bytes
-    packet = packets.of_combine(spec.hidden * _BYTES[staged])
+    packet = packets.of_combine(spec.hidden * TYPE_BYTES[staged])
     return {
         "packet_bytes": packet.row_bytes,
         "packet_lines": packet.lines,
@@ -291,16 +294,17 @@ def source(spec: KernelSpec) -> str:
     shape = f".ranks = {spec.ranks}, .experts = {spec.experts}, .topk = {spec.topk}, .hidden = {spec.hidden}"
     if spec.domain_ranks:
         shape += f", .domain_ranks = {spec.domain_ranks}"
-    kind = f".layout = Layout::{_LAYOUTS[spec.layout]}, .type = Type::{_TYPES[spec.type]}"
+    kind = f".layout = Layout::{_native.Layout(spec.layout).name}, .type = Type::{_native.Type(spec.type).name}"
     if spec.op == "dispatch":
         kind += f", .idx_bytes = {spec.idx_bytes}, .row_bytes = {spec.row_bytes}, .scale_bytes = {spec.scale_bytes}"
         kind += f", .scale_columns = {_bool(spec.scale_columns)}, .quantize = {_bool(spec.quantize)}"
-        kind += f", .scale_format = ScaleFormat::{_FORMATS[spec.scale_format]}, .repeat = {_bool(spec.repeat)}"
+        kind += f", .scale_format = ScaleFormat::{_native.ScaleFormat(spec.scale_format).name}"
+        kind += f", .repeat = {_bool(spec.repeat)}"
         kind += f", .descriptors = {_bool(spec.descriptors)}"
-        kind += f", .part = Part::{_PARTS[spec.part]}, .packets = {_bool(spec.packets)}"
+        kind += f", .part = Part::{_native.Part(spec.part).name}, .packets = {_bool(spec.packets)}"
     else:
         kind += f", .wide_bias = {_bool(spec.wide_bias)}"
-        kind += f", .wire = Type::{_TYPES[spec.wire]}, .weighted = {_bool(spec.weighted)}"
+        kind += f", .wire = Type::{_native.Type(spec.wire).name}, .weighted = {_bool(spec.weighted)}"
         kind += f", .own_weights = {_bool(spec.own_weights)}, .in_place = {_bool(spec.in_place)}"
         kind += f", .sum_grads = {_bool(spec.sum_grads)}, .packets = {_bool(spec.packets)}"
     fields = block_fields(spec)

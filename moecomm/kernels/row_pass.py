@@ -6,9 +6,9 @@ import ctypes
 
 import torch
 
+from moecomm.core.protocol import PASS_THREADS
 from moecomm.jit import plain_kernel
 
-_THREADS = 256  # kPassThreads of csrc/elementwise/row_pass.cuh
 _MOST_BLOCKS = 528  # four a multiprocessor of an H200
 ROW = 32  # threads of a row that is a warp's
 IDS = {torch.int64: "i64", torch.int32: "i32"}  # as kernels name the types of ids
@@ -17,7 +17,7 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  
 
 def kernel(header: str, entry: str, args: str) -> plain_kernel.PlainKernel:
     """`entry(args)` of a header below csrc."""
-    return plain_kernel.PlainKernel(header, entry, args, _THREADS)
+    return plain_kernel.PlainKernel(header, entry, args, PASS_THREADS)
 
 
 def address(tensor: torch.Tensor | None) -> int:
@@ -27,4 +27,4 @@ def address(tensor: torch.Tensor | None) -> int:
 
 def launch(kernel: plain_kernel.PlainKernel, device: torch.device, threads: int, args: ctypes.Structure) -> None:
     """On the current stream of the device, with so many threads, or fewer that take turns."""
-    plain_kernel.launch_on(device, kernel, max(1, min(_MOST_BLOCKS, -(-threads // _THREADS))), args)
+    plain_kernel.launch_on(device, kernel, max(1, min(_MOST_BLOCKS, -(-threads // PASS_THREADS))), args)

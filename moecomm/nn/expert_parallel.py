@@ -10,8 +10,8 @@ import torch
 from moecomm import backends, ops
 from moecomm.buffer import Buffer
 from moecomm.core.choices import BackendName, GateKind
+from moecomm.core.protocol import DTYPES
 from moecomm.core.rendezvous import rendezvous
-from moecomm.core.settings import DTYPES
 from moecomm.core.validation import (
     check_dense,
     check_drawn,

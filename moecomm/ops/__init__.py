@@ -30,9 +30,10 @@ from moecomm.core import shown, tangents
 from moecomm.core.arrays import as_tensor
 from moecomm.core.choices import Activation, Layout
 from moecomm.core.integers import check_alignment
+from moecomm.core.protocol import LAYOUTS
 from moecomm.core.validation import check_flag, check_flags, check_name, check_same_device
 from moecomm.dispatch.arguments import check_max_rows
-from moecomm.dispatch.options import LAYOUTS, check_num_sms
+from moecomm.dispatch.options import check_num_sms
 from moecomm.errors import BadInput
 from moecomm.fused.fp8_experts import as_weights
 from moecomm.fused.layer import fused_or_not

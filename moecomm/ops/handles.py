@@ -17,8 +17,8 @@ from moecomm import _native
 from moecomm.core import names, shown
 from moecomm.core.arrays import check_memory, window_tensor
 from moecomm.core.choices import Layout
+from moecomm.core.protocol import LAYOUTS
 from moecomm.core.state import CollectiveCall
-from moecomm.dispatch.options import LAYOUTS
 from moecomm.errors import BadInput
 from moecomm.routed import Handle as NativeHandle
 

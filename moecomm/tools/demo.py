@@ -17,8 +17,8 @@ import torch.distributed as dist
 from moecomm import backends, config
 from moecomm.buffer import Buffer
 from moecomm.core.choices import BackendName
+from moecomm.core.protocol import LAYOUTS
 from moecomm.core.settings import Settings
-from moecomm.dispatch.options import LAYOUTS
 from moecomm.errors import BadInput
 from moecomm.router import MODELS, router
 from moecomm.tools.demo_layer import MoELayer, error_bound, expert_weights, reference

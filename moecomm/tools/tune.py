@@ -16,6 +16,7 @@ from moecomm.bench.clock import percentiles
 from moecomm.bench.ours import BF16_WIRE, IN_WINDOW, Operation, Ours
 from moecomm.bench.ranks import device_of, on_ranks, progress
 from moecomm.config import cache_dir
+from moecomm.core.protocol import MAX_BLOCKS
 from moecomm.errors import BadInput
 from moecomm.jit import trusted_files
 from moecomm.jit.trusted_files import Access
@@ -34,8 +35,8 @@ class Candidates:
         self.case.check()
         if not self.chunks or any(chunk not in tuning.CHUNKS for chunk in self.chunks):
             raise BadInput("chunks", self.chunks, f"some of {tuning.CHUNKS}")
-        if not 1 <= min(self.case.sms) <= max(self.case.sms) <= tuning.MOST_BLOCKS:
-            raise BadInput("sms", self.case.sms, f"1 to {tuning.MOST_BLOCKS}")
+        if not 1 <= min(self.case.sms) <= max(self.case.sms) <= MAX_BLOCKS:
+            raise BadInput("sms", self.case.sms, f"1 to {MAX_BLOCKS}")
 
     def chunks_at(self, tokens: int) -> list[int]:
         """Not so large that a rank has but a few chunks, as long as there are smaller ones."""

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from moecomm.config import cache_dir
+from moecomm.core.protocol import MAX_BLOCKS
 from moecomm.jit import trusted_files
 from moecomm.jit.trusted_files import Access
 
 OPS, LAYOUTS = ("dispatch", "combine"), ("flat", "expert", "batched")
 CHUNKS = (1, 2, 4, 8, 16, 32)
-MOST_BLOCKS = 256  # kMaxBlocks
 _DEFAULT = "h200"  # for a GPU that nobody has measured
 _MOST_BYTES = 1 << 20  # of a user's table; those shipped have a few thousand
 
@@ -58,9 +58,9 @@ class Entry:
         numbers = (self.ranks, self.tokens, self.blocks, self.chunk_tokens)
         if not all(type(n) is int and n >= 1 for n in numbers):
             raise ValueError(f"ranks, tokens, blocks, chunk_tokens = {numbers}: want whole numbers, at least 1")
-        if self.blocks > MOST_BLOCKS or self.chunk_tokens not in CHUNKS:
+        if self.blocks > MAX_BLOCKS or self.chunk_tokens not in CHUNKS:
             raise ValueError(
-                f"blocks={self.blocks}, chunk_tokens={self.chunk_tokens}: want at most {MOST_BLOCKS}, one of {CHUNKS}"
+                f"blocks={self.blocks}, chunk_tokens={self.chunk_tokens}: want at most {MAX_BLOCKS}, one of {CHUNKS}"
             )
 
 

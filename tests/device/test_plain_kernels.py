@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moecomm.core.settings import DTYPES
+from moecomm.core.protocol import DTYPES
 from moecomm.kernels import padding, routing_map
 from moecomm.ops import combine_gradients, swiglu, tidy
 

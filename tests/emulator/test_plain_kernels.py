@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moecomm.core.settings import DTYPES
+from moecomm.core.protocol import DTYPES
 from moecomm.jit import plain_kernel
 from moecomm.kernels import padding, routing_map
 from moecomm.ops import combine_gradients, swiglu, tidy

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm.core.settings import DTYPES
+from moecomm.core.protocol import DTYPES
 from moecomm.kernels import padding, routing_map
 from moecomm.ops import swiglu
 from moecomm.ops.combine_gradients import combine_gradients

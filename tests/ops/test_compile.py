@@ -13,7 +13,7 @@ import torch
 import moecomm
 from moecomm import ops
 from moecomm.core.memory import WindowMemory
-from moecomm.dispatch.options import LAYOUTS
+from moecomm.core.protocol import LAYOUTS
 from tests.ops.ranks import case, on_threads
 
 from ..few import few

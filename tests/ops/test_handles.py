@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moecomm
 from moecomm import ops
-from moecomm.dispatch.options import LAYOUTS
+from moecomm.core.protocol import LAYOUTS
 from tests.ops.ranks import Case, case, on_threads
 
 

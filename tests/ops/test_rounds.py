@@ -10,8 +10,8 @@ import torch
 import moecomm
 from moecomm import ops
 from moecomm.combine import reference as combine_reference
+from moecomm.core.protocol import LAYOUTS
 from moecomm.dispatch import reference as dispatch_reference
-from moecomm.dispatch.options import LAYOUTS
 from tests.ops.ranks import Case, case, on_threads
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.dispatch.options import LAYOUTS
+from moecomm.core.protocol import LAYOUTS
 from moecomm.router import Router
 from moecomm.tools.demo_layer import MoELayer, batched_experts, error_bound, expert_weights, reference
 

@@ -15,7 +15,7 @@ import pytest
 import moecomm
 from moecomm import Buffer, backends, overloads
 from moecomm.combine import options as combine_options
-from moecomm.core import choices
+from moecomm.core import choices, protocol
 from moecomm.dispatch import options as dispatch_options
 from moecomm.fused import options as layer_options
 
@@ -51,7 +51,7 @@ def test_mypy_refuses_what_is_marked_and_nothing_else(tmp_path: Path) -> None:
 
 def test_the_types_name_what_is_accepted() -> None:
     assert set(typing.get_args(choices.BackendName)) == {"auto", *backends.NAMES}
-    assert set(typing.get_args(choices.ByExpert)) == set(dispatch_options.LAYOUTS) - {"flat"}
+    assert set(typing.get_args(choices.ByExpert)) == set(protocol.LAYOUTS) - {"flat"}
 
 
 @pytest.mark.parametrize(

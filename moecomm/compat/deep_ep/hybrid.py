@@ -24,7 +24,7 @@ from moecomm.compat.deep_ep.pool import (
 )
 from moecomm.core.arrays import check_tensor
 from moecomm.core.integers import check_integer
-from moecomm.core.settings import MAX_TOPK
+from moecomm.core.protocol import MAX_TOPK
 from moecomm.core.validation import MOST_SIZE, check_flag, check_sizes
 from moecomm.dispatch import Options, dispatch
 from moecomm.errors import BadInput, Mismatch, Unsupported
