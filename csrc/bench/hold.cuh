@@ -1,10 +1,10 @@
-// Blocks that hold their multiprocessors and do nothing: what a GEMM beside rounds is held against.
+// Blocks that hold their SMs and do nothing: the baseline for a GEMM that runs concurrently with rounds.
 #pragma once
 #include "../protocol/deadline.h"
 
 namespace moecomm::bench {
 
-// moecomm/bench/overlap.py fills it in.
+// moecomm/bench/overlap.py fills it.
 struct HoldArgs {
     u64 ns;
 };
