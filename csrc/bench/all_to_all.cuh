@@ -93,6 +93,7 @@ MOECOMM_FN void move_bulk(const AllToAllArgs& a) {
     bulk_wait<0>();
 }
 
+// Kernel body, called by all threads. Stores are complete when the kernel ends; nothing else is ordered.
 template <Method method>
 MOECOMM_FN void all_to_all(const AllToAllArgs& a) {
     if constexpr (method == Method::store || method == Method::load) {

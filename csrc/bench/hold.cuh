@@ -10,6 +10,7 @@ struct HoldArgs {
 };
 static_assert(sizeof(HoldArgs) == 8, "as overlap.py packs it");
 
+// Kernel body, called by all threads: sleep for `ns`.
 MOECOMM_FN void hold(const HoldArgs& a) {
     const u64 end = now_ns() + a.ns;
     while (now_ns() < end) __nanosleep(1000);

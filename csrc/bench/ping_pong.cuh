@@ -108,6 +108,8 @@ MOECOMM_FN bool await_peer(const PingPongArgs& a, const Way& way, i64 round) {
     return !__syncthreads_or(failed);
 }
 
+// Run the round trips. Called by all threads of the grid. `way.put` moves the payload and `way.signal` releases it after a block barrier.
+// Returns early if a wait fails; `result` then has the reason.
 template <class Way>
 MOECOMM_FN void alternate(const PingPongArgs& a, Way way) {
     u64 start = 0;
@@ -127,6 +129,7 @@ MOECOMM_FN void alternate_loads(const PingPongArgs& a, Bytes bytes) {
     alternate(a, Near<Bytes>{a, bytes});
 }
 
+// Kernel body, called by all threads.
 template <bool bulk>
 MOECOMM_FN void ping_pong(const PingPongArgs& a) {
     extern __shared__ __align__(128) u8 shared[];

@@ -38,6 +38,7 @@ struct Through {
     MOECOMM_FN u64 signals() const { return transport.signal_value(a.which); }
 };
 
+// Kernel body, called by all threads.
 template <class Transport>
 MOECOMM_FN void ping_pong_through(const PingPongArgs& a) {
     __shared__ Context ctx;

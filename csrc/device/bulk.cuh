@@ -15,6 +15,7 @@ namespace moecomm {
 
 MOECOMM_FN u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
+// Initialize an mbarrier that completes a phase after `arrivals` arrivals. barrier_init_done follows.
 MOECOMM_FN void barrier_init(u64* barrier, i32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
@@ -41,6 +42,7 @@ MOECOMM_FN void copy_wait(u64* barrier, u32 parity) {
         : "memory");
 }
 
+// Issue a store to the current group. `from` may be overwritten after bulk_wait_read; the bytes are written after bulk_wait.
 MOECOMM_FN void bulk_store(void* to, const void* from, i32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
 }

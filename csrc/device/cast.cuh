@@ -7,6 +7,7 @@ namespace moecomm {
 
 MOECOMM_BOTH constexpr i32 columns_in_16(Type type) { return 16 / bytes_of(type); }
 
+// Convert 4 bytes of a row to fp32; widen converts 16 bytes. Exact.
 template <Type type>
 MOECOMM_FN void widen_word(u32 word, float* out) {
     if constexpr (type == Type::fp32) {
@@ -145,11 +146,12 @@ MOECOMM_FN float reciprocal(float amax) {
     const float near = near_reciprocal(amax);
     return __fmaf_rn(__fmaf_rn(near, -amax, 1.0f), near, near);
 }
+// Scale of a group with maximum magnitude `seen` below 2^126; less than 1e-4 counts as 1e-4. group_scales also takes larger values and NaN.
 template <ScaleFormat format>
 MOECOMM_FN GroupScale group_scale(float seen) {
     const float amax = seen < 1e-4f ? 1e-4f : seen, scale = over_448(amax);
     if constexpr (format == ScaleFormat::fp32) {
-        return {__fmul_rn(reciprocal(amax), 448.0f), __float_as_uint(scale)};  // `up`: what torch makes of 448.0 / amax
+        return {__fmul_rn(reciprocal(amax), 448.0f), __float_as_uint(scale)};  // `up` has the bits of torch's 448.0 / amax
     } else {
         const u32 bits = __float_as_uint(scale);  // rounded up to the next power of two; 255 stands for infinity and NaN
         const u32 exponent = min((bits >> 23) + ((bits & 0x7fffffu) != 0 ? 1u : 0u), 255u);

@@ -22,6 +22,7 @@ struct PacketWords {
     ulonglong2 step[kPacketSteps];
 };
 
+// One lane's 16 bytes of a line, in one volatile access. Orders nothing by itself.
 MOECOMM_FN void store_line_words(u8* to, const ulonglong2& words) {
     asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(words.x), "l"(words.y) : "memory");
 }

@@ -61,6 +61,7 @@ MOECOMM_FN void quantize_steps(u8* to, const u8* from, u8* scales) {
     }
 }
 
+// quantize_steps for any number of columns, `steps` steps at a time.
 template <Type type, ScaleFormat format, i32 columns, i32 steps>
 MOECOMM_FN void quantize_columns(u8* to, const u8* from, u8* scales) {
     constexpr i32 abreast = steps * kStepColumns, rest = columns % abreast;

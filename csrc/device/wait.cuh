@@ -82,6 +82,7 @@ MOECOMM_FN bool wait_for_any(const Round& r, Phase phase, Whom whom, i64 expecte
     report_failure(r, waited, phase, whom(), expected, seen(), waited == Waited::timeout ? deadline.timeout_ns : 0);
     return false;
 }
+// wait_for_any for a known peer.
 template <class Ready, class Seen>
 MOECOMM_FN bool wait_for(const Round& r, Phase phase, i32 peer, i64 expected, Ready ready, Seen seen) {
     return wait_for_any(r, phase, [&] { return peer; }, expected, ready, seen);

@@ -12,6 +12,7 @@ struct PaddingArgs {
 };
 static_assert(sizeof(PaddingArgs) == 48, "as padding.py packs it");
 
+// True if `row` holds a token. Called by any thread.
 MOECOMM_FN bool has_token(const PaddingArgs& a, i32 row, i32 end) {
     if (row >= end) return false;
     if (a.src != 0 && reinterpret_cast<const int2*>(a.src)[row].x < 0) return false;

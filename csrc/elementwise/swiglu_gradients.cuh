@@ -15,6 +15,7 @@ struct SwigluArgs {
 };
 static_assert(sizeof(SwigluArgs) == 72, "as swiglu.py packs it");
 
+// Called by all threads of the grid; one warp a row.
 template <Type type>
 MOECOMM_FN void swiglu_gradients(const SwigluArgs& a) {
     constexpr i32 n = columns_in_16(type);

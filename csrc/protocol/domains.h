@@ -108,6 +108,7 @@ struct Landed {
     i32 token;
     i32 pad[2];
 };
+// Offsets of the row and of its scales in a token of a receive buffer, and the token's size.
 MOECOMM_BOTH constexpr i64 landed_row(const Shape& s) {
     return align_up<i64>(sizeof(Landed) + s.topk * sizeof(Entry) + domain_ranks(s) * sizeof(i32), 16);
 }

@@ -24,11 +24,11 @@ enum class Phase : u32 {
 enum class Op : u32 { none = 0, dispatch = 1, combine = 2, leave = 3 };  // leave: the last header of a rank that closes its Buffer
 
 enum class Argument : u32 {  // the argument that a bad_input or mismatch record is about
-    none = 0,
-    topk_idx = 1,      // `expected` = num_experts, `seen` = the id
-    max_rows = 2,      // `expected` = rows for which `peer` has room (batched: for each expert), `seen` = rows it needs
-    batched = 3,       // likewise, but the room is ranks * max_tokens rows, which is enough for ids without duplicates
-    topk_weights = 4,  // not a number, when asked to check
+    none = 0,                // mismatch: `expected` and `seen` are the Op, or RoundHeader::call, of this rank and of `peer`
+    topk_idx = 1,            // `expected` = num_experts, `seen` = the id
+    max_rows = 2,            // `expected` = rows for which `peer` has room (batched: for each expert), `seen` = rows it needs
+    batched = 3,             // likewise, but the room is ranks * max_tokens rows, which is enough for ids without duplicates
+    topk_weights = 4,        // not a number, when asked to check
     handle = 5,  // bad_input: changed since its dispatch; mismatch: `expected` and `seen` are round_of this rank's and `peer`'s routes (0:
                  // no route)
     rejected = 6,  // mismatch: `expected` and `seen` are State::rejected of this rank and of `peer`; no later round can be paired

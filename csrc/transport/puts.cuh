@@ -32,6 +32,7 @@ struct Puts : Lsa {
         }
         __syncwarp();  // orders all lanes' stores before any lane's later signal
     }
+    // Copy 16-byte vectors, kBatch of a lane in flight. Called by all lanes of a warp.
     MOECOMM_FN static void copy_lines(u8* there, const u8* here, u64 bytes, i32 lane) {
         constexpr i32 kBatch = 4;
         for (u64 first = lane * 16; first < bytes; first += kBatch * kWarp * 16) {
