@@ -98,12 +98,12 @@ struct DispatchArgs {
     i32 workers;        // host: threads of this rank; GPU: blocks of the launch
     i32 part;           // Part
     i32 clear_rows;     // flat: unused rows before this one get ids -1 and weights 0; 0: unused rows are left as they are
-    // out, all in our window: offsets, 0 where not wanted
+    // out, all offsets in this rank's window; 0: not wanted
     u64 out_x;
     u64 out_scales;    // bytes[rows][scale_bytes]; with `scale_columns`: a receive buffer [flat rows][scale_bytes]
     u64 out_src;       // Route::src as an offset
     u64 out_topk_idx;  // flat: idx_bytes integers [rows][topk], local expert or -1
-    u64 out_weights;   // flat: f32[rows][topk], 0 beside -1; expert, batched: f32[rows], 0 in padding
+    u64 out_weights;   // flat: f32[rows][topk], 0 for id -1; expert, batched: f32[rows], 0 in padding
     u64 out_rows;      // Route::rows as an offset
     // out, plain addresses
     u64 tokens_per_expert;  // i32[experts / ranks]

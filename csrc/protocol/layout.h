@@ -35,35 +35,35 @@ struct WindowLayout {
     u64 state;  // State
     // u64[2][ranks][num_tagged_words]: word_signal, by round parity and sender: a RoundHeader; i32[columns], the sender's tokens per expert
     // and flat rows per rank (dispatch); then, where rows travel in packets, one bit for each token of the sender that has a row here. Two
-    // parities are enough: a peer's words of round n + 2 imply that it saw ours of round n + 1, which we sent after we had finished reading
-    // round n.
+    // parities are enough: a peer's words of round n + 2 imply that it saw this rank's words of round n + 1, which this rank sent after it
+    // had finished reading round n.
     u64 tagged_words;
     u64 arrived;  // u64[ranks][max_tokens]: chunk_signal by source rank and chunk of its tokens
-    // u64[ranks][max_tokens]: tag_signal by reducing rank and chunk of our tokens; several domains: by the source rank's domain, reducing
-    // rank of our domain and chunk of the source rank's tokens, because this rank return-forwards for source ranks
+    // u64[ranks][max_tokens]: tag_signal by reducing rank and chunk of this rank's tokens; several domains: by the source rank's domain,
+    // reducing rank of this domain and chunk of the source rank's tokens, because this rank return-forwards for source ranks
     u64 reduced;
     u64 credits;   // u64[ranks][ring_tokens]: word_signal with the number of the chunk that the source rank has pulled, by source rank and
                    // place in the ring
     u64 drained;   // u64[ranks]: tag_signal of the last combine whose rows here that rank has read
-    u64 ranges;    // u32[ranks][max_tokens]: scratch: the low word of the chunk_signal of each of our chunks, by receiver
+    u64 ranges;    // u32[ranks][max_tokens]: scratch: the low word of the chunk_signal of each chunk of this rank's tokens, by receiver
     u64 counting;  // u64[kMaxBlocks][columns + 1]: scratch of kernels: word_signal with each block's counts, then its first bad entry
     u64 summed;    // u64[kMaxBlocks][columns + 1]: likewise, with the counts of all earlier blocks, then the first bad entry of all blocks
     // [2][ranks] times packet_bytes, by round parity and sender: rows of few tokens (packets.h); several domains: direct rows (domains.h).
     // Then, if takes_weights, u64[2][ranks][max_tokens][topk]: word_signal with the bits of a float, by round parity, source rank, its
     // token and k: the weights that a source rank gives to a combine. Words of a source rank in another domain are valid once its tagged
     // words have arrived. A dispatch of row descriptors stores expert ids there instead. Two parities are enough, as for `tagged_words`: a
-    // source rank sends the words of round n + 2 after it has received our tagged words of round n + 1, which we sent after we had finished
-    // reading round n.
+    // source rank sends the words of round n + 2 after it has received this rank's tagged words of round n + 1, which this rank sent after
+    // it had finished reading round n.
     u64 packets;
-    u64 begun;    // RoundHeader[domain_ranks]: scratch: headers of our domain in the dispatch that was begun last; several domains
+    u64 begun;    // RoundHeader[domain_ranks]: scratch: headers of this domain in the dispatch that was begun last; several domains
     u64 signals;  // u64[2][signals()]: signals that only links write (domains.h), then the last values of this rank's signals at other
                   // ranks; several domains
     u64 staging;  // [ranks][ring_tokens] rows of staged_row_bytes, by source rank and token % ring_tokens
     u64 receive_buffer;  // [2][domains][ring_tokens] tokens of receive_bytes, by the source's domain and token % ring_tokens; the second
                          // half holds the send slots of kernels, by the forwarder's domain; several domains
-    u64 returned;  // [2][domains][ring_tokens] rows of staged_row_bytes, by the reducing domain and our token % ring_tokens; the second
-                   // half holds the send slots of kernels, by the source rank's domain; several domains
-    u64 heap;      // outputs, allocated by runtime/arena
+    u64 returned;  // [2][domains][ring_tokens] rows of staged_row_bytes, by the reducing domain and this rank's token % ring_tokens; the
+                   // second half holds the send slots of kernels, by the source rank's domain; several domains
+    u64 heap;  // outputs, allocated by runtime/arena
     u64 bytes;
     i32 columns;  // experts + ranks
     i32 num_tagged_words;

@@ -82,8 +82,7 @@ void* Comm::add_memory(void* data, size_t bytes, bool on_gpu, uint64_t flags) {
     region->remote[me_].bytes = bytes;
     region->remote[me_].at = region->base;
     {
-        // Before any peer is told: a peer that has heard from all ranks writes to the region at once, while this rank may still wait for a
-        // slow one.
+        // Register before the exchange: a peer that has all ranks' cards may write at once, while this rank still waits for a slow peer.
         const std::lock_guard<std::mutex> lock(mutex_);
         region->id = registry_.next_id();
         registry_.add(region);

@@ -19,7 +19,7 @@ struct Nvshmem : Lsa {
     MOECOMM_FN u64* word(u64 which) const { return local<u64>(signal_at(ctx.window, which)); }
 
     MOECOMM_FN i32 channels() const { return 1; }
-    // Where stores reach the peer, NVSHMEM loads the source through L1, which the fence invalidates.
+    // If stores reach the peer, NVSHMEM loads the source through L1, which the fence invalidates.
     MOECOMM_FN void put(i32 peer, u64 to, u64 from, u64 bytes) const {
         fence();
         moecomm_nvshmem_put_warp(local<u8>(to), local<u8>(from), bytes, peer);
