@@ -1,4 +1,4 @@
-// Every rank moves bytes to, or from, all others at once, in long streams and with nothing else to do: what the links carry at most.
+// Link ceiling: every rank moves bytes to or from all others at once, in long streams, with no other work.
 #pragma once
 #include "../device/bulk.cuh"
 
@@ -8,18 +8,19 @@ enum class Method { store, load, bulk_write, bulk_read };
 
 MOECOMM_BOTH constexpr bool writes(Method method) { return method == Method::store || method == Method::bulk_write; }
 
-// moecomm/bench/ceiling.py fills it in.
+// moecomm/bench/ceiling.py fills it.
 struct AllToAllArgs {
-    u64 blocks[kMaxRanks];  // by rank: memory of `ranks` parts, in its window
-    u64 local;              // as many parts of our own
+    u64 blocks[kMaxRanks];  // by rank: memory of `ranks` parts in its window
+    u64 local;              // memory of `ranks` parts on this rank
     i64 bytes;              // of a part: a multiple of kPiece
     i32 rank, ranks;
 };
 static_assert(sizeof(AllToAllArgs) == 8 * kMaxRanks + 24, "as ceiling.py packs it");
 
-constexpr i32 kPiece = 8192, kSlots = 4, kMovers = 6;  // bytes of a bulk copy, pieces a warp holds, warps of a block
+constexpr i32 kPiece = 8192, kSlots = 4, kMovers = 6;  // bytes of a bulk copy, pieces in a warp's ring, warps of a block
 
-// Writing: our part for `peer` to part `rank` of its block.  Reading: part `rank` of its block to our part for it.
+// Writing copies the local part for `peer` to part `rank` of the peer's block; reading copies part `rank` of the peer's block to the local
+// part for `peer`.
 template <Method method>
 MOECOMM_FN const u8* source(const AllToAllArgs& a, i32 peer, i64 offset) {
     const u64 at = writes(method) ? a.local + peer * a.bytes : a.blocks[peer] + a.rank * a.bytes;
@@ -38,7 +39,7 @@ MOECOMM_FN uint4 load_once(const uint4* from) {
     return v;
 }
 
-// By all threads: 16-byte loads and stores, several of a thread in flight, a peer after the other.
+// Called by all threads: 16-byte loads and stores, `depth` of a thread in flight, one peer after the other.
 template <Method method>
 MOECOMM_FN void move_vectors(const AllToAllArgs& a) {
     constexpr i32 depth = 8;
@@ -59,7 +60,7 @@ MOECOMM_FN void move_vectors(const AllToAllArgs& a) {
     }
 }
 
-// By one lane of each warp: pieces through a ring in shared memory, to all peers in turn.
+// Called by all threads; one lane of each warp moves pieces through a ring in shared memory, rotating over the peers.
 template <Method method>
 MOECOMM_FN void move_bulk(const AllToAllArgs& a) {
     extern __shared__ __align__(128) u8 shared[];
@@ -92,6 +93,7 @@ MOECOMM_FN void move_bulk(const AllToAllArgs& a) {
     bulk_wait<0>();
 }
 
+// Kernel body, called by all threads. Stores are complete when the kernel ends; nothing else is ordered.
 template <Method method>
 MOECOMM_FN void all_to_all(const AllToAllArgs& a) {
     if constexpr (method == Method::store || method == Method::load) {

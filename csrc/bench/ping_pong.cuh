@@ -1,23 +1,24 @@
-// Two ranks put bytes into each other's windows in turn, each time with a signal behind them: half a round trip is the latency.
+// Ping-pong latency: two ranks take turns to put bytes into each other's window, with a signal after them. Half a round trip is the
+// latency.
 #pragma once
 #include "../device/bulk.cuh"
 #include "../protocol/deadline.h"
 
 namespace moecomm::bench {
 
-// moecomm/bench/latency.py fills it in.
+// moecomm/bench/latency.py fills it.
 struct PingPongArgs {
-    u64 here, there;  // the blocks in our window and in the peer's: the signal, and kPayload bytes on what is put
-    u64 source;       // what we put: `bytes` in our own memory, 16-byte aligned
+    u64 here, there;  // block in this rank's window and in the peer's: the signal, and the payload from kPayload bytes on
+    u64 source;       // the payload: `bytes` in this rank's memory, 16-byte aligned
     u64 abort_here, abort_host;
     u64 timeout_ns;
-    u64 result;  // u64[2]: nanoseconds of the timed round trips, and how it went (Waited)
-    u64 before;  // what the signal counts already
+    u64 result;  // u64[2]: nanoseconds of the timed round trips, and the outcome (Waited)
+    u64 before;  // initial value of the signal
     i64 bytes;
     i32 warmup, rounds;  // round trips
     i32 starts;
     i32 pad;
-    // For puts through a library: our window, in which `here` and `source` lie, Context::link, and the signal that is added to.
+    // For puts through a library: this rank's window, which holds `here` and `source`; Context::link; the signal to add to.
     u64 window, link, which;
 };
 static_assert(sizeof(PingPongArgs) == 112, "as latency.py packs it");
@@ -27,7 +28,7 @@ constexpr i32 kPutPiece = 8192, kPutSlots = 4;  // of a warp's ring
 
 MOECOMM_FN void count_release(u64* counter) { asm volatile("red.release.sys.global.add.u64 [%0], 1;" ::"l"(counter) : "memory"); }
 
-// Few bytes, by all threads of the grid.
+// Copy few bytes. Called by all threads of the grid.
 MOECOMM_FN void put_vectors(const PingPongArgs& a) {
     const i64 threads = gridDim.x * blockDim.x, thread = blockIdx.x * blockDim.x + threadIdx.x, vectors = a.bytes / 16;
     const auto* from = reinterpret_cast<const u8*>(a.source);
@@ -36,14 +37,14 @@ MOECOMM_FN void put_vectors(const PingPongArgs& a) {
     for (i64 i = vectors * 16 + thread; i < a.bytes; i += threads) to[i] = from[i];
 }
 
-// A warp's place among those that move by bulk copies.  `loads`: how often it has loaded into its ring, over all rounds.
+// Ring of a warp that moves bulk copies. `loads`: loads into the ring so far, over all rounds.
 struct Mover {
     u8* ring;
     u64* loaded;
     i64 loads;
 };
 
-// Many bytes, a multiple of 16, by one lane of each warp; they are there when it returns.
+// Copy many bytes (a multiple of 16). Called by one lane of each warp; returns when the bytes are written.
 MOECOMM_FN void put_bulk(const PingPongArgs& a, Mover& m) {
     const i64 movers = gridDim.x * (blockDim.x / kWarp), mover = blockIdx.x * (blockDim.x / kWarp) + threadIdx.x / kWarp;
     const i64 pieces = ceil_div<i64>(a.bytes, kPutPiece), steps = mover < pieces ? ceil_div(pieces - mover, movers) : 0;
@@ -67,7 +68,7 @@ MOECOMM_FN void put_bulk(const PingPongArgs& a, Mover& m) {
     bulk_wait<0>();
 }
 
-// Loads and stores, as what is put with: `Bytes` moves them, by every thread.
+// Put by loads and stores. Every thread calls `Bytes`, which moves the payload.
 template <class Bytes>
 struct Near {
     const PingPongArgs& a;
@@ -77,11 +78,11 @@ struct Near {
         bytes();
         return true;
     }
-    // By one thread of a block, all bytes of which are on their way; the peer waits for the signals of all blocks.
+    // Called by one thread of a block after all of its bytes are issued; the peer waits for the signals of all blocks. A release.
     MOECOMM_FN void signal(i64 round) const {
         auto* flag = reinterpret_cast<u64*>(a.there);
         if (gridDim.x == 1) {
-            store_release(flag, a.before + round + 1);  // a store is on its way sooner than an addition
+            store_release(flag, a.before + round + 1);  // a store is faster than an addition
         } else {
             count_release(flag);
         }
@@ -94,7 +95,7 @@ MOECOMM_FN Deadline deadline_of(const PingPongArgs& a) {
 }
 MOECOMM_FN void give_up(const PingPongArgs& a, Waited why) { reinterpret_cast<u64*>(a.result)[1] = static_cast<u64>(why); }
 
-// By every thread: until the peer has put for this round.  False when it is called off.
+// Wait for the peer's put of this round. Called by all threads of a block. False on timeout or abort; `result` then has the reason.
 template <class Way>
 MOECOMM_FN bool await_peer(const PingPongArgs& a, const Way& way, i64 round) {
     bool failed = false;
@@ -107,6 +108,8 @@ MOECOMM_FN bool await_peer(const PingPongArgs& a, const Way& way, i64 round) {
     return !__syncthreads_or(failed);
 }
 
+// Run the round trips. Called by all threads of the grid. `way.put` moves the payload and `way.signal` releases it after a block barrier.
+// Returns early if a wait fails; `result` then has the reason.
 template <class Way>
 MOECOMM_FN void alternate(const PingPongArgs& a, Way way) {
     u64 start = 0;
@@ -126,6 +129,7 @@ MOECOMM_FN void alternate_loads(const PingPongArgs& a, Bytes bytes) {
     alternate(a, Near<Bytes>{a, bytes});
 }
 
+// Kernel body, called by all threads.
 template <bool bulk>
 MOECOMM_FN void ping_pong(const PingPongArgs& a) {
     extern __shared__ __align__(128) u8 shared[];

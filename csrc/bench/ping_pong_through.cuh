@@ -1,17 +1,17 @@
-// The same through a library's put and signal, whether loads and stores reach the peer or not.
+// Ping-pong through a library's put and signal, whether loads and stores reach the peer or not.
 #pragma once
 #include "../transport/transport.cuh"
 #include "ping_pong.cuh"
 
 namespace moecomm::bench {
 
-// Every warp puts its part; a block's signal speaks for all of them.
+// Every warp puts its part; the signal of a block covers all of its parts.
 template <class Transport>
 struct Through {
     const PingPongArgs& a;
     const Transport& transport;
     i32 peer;
-    i32 posts;  // at a time, by the blocks that share our channel
+    i32 posts;  // at a time, by all blocks that share this channel
 
     MOECOMM_FN bool put() const {
         const i64 movers = gridDim.x * (blockDim.x / kWarp), mover = blockIdx.x * (blockDim.x / kWarp) + threadIdx.x / kWarp;
@@ -21,7 +21,8 @@ struct Through {
         transport.put(peer, a.here + kPayload + first - a.window, a.source + first - a.window, size);
         return true;
     }
-    // By a warp: the library's queue has room, so that it does not wait for any.
+    // Wait until the library's queue has room, so that the put does not block. Called by a whole warp. False on timeout, abort or a broken
+    // path.
     MOECOMM_FN bool room() const {
         i32 found = 1;
         if (threadIdx.x % kWarp == 0) {
@@ -37,10 +38,11 @@ struct Through {
     MOECOMM_FN u64 signals() const { return transport.signal_value(a.which); }
 };
 
+// Kernel body, called by all threads.
 template <class Transport>
 MOECOMM_FN void ping_pong_through(const PingPongArgs& a) {
     __shared__ Context ctx;
-    if (threadIdx.x == 0) {  // ranks 0 and 1 play, and 0 starts
+    if (threadIdx.x == 0) {  // ranks 0 and 1 take part; rank 0 starts
         ctx.rank = a.starts ? 0 : 1;
         ctx.peers[ctx.rank] = a.window;
         ctx.link = a.link;

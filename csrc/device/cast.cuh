@@ -1,12 +1,13 @@
-// Casts between the types of rows and fp32, 16 bytes of a row at a time; the same bits as csrc/host/casts.h.
+// Cast between row types and fp32, 16 bytes of a row at a time, with the same bits as csrc/host/casts.h. One thread calls each function,
+// except where a comment says otherwise; none orders memory or can fail.
 #pragma once
 #include "config.cuh"
 
 namespace moecomm {
 
-// Columns in 16 bytes of a row.
 MOECOMM_BOTH constexpr i32 columns_in_16(Type type) { return 16 / bytes_of(type); }
 
+// Convert 4 bytes of a row to fp32; widen converts 16 bytes. Exact.
 template <Type type>
 MOECOMM_FN void widen_word(u32 word, float* out) {
     if constexpr (type == Type::fp32) {
@@ -29,7 +30,7 @@ MOECOMM_FN void widen(const uint4& words, float* out) {
     widen_word<type>(words.w, out + 3 * each);
 }
 
-// Rounds to nearest even; `in` holds as many columns as 4 bytes do.
+// Round to nearest even. `in` holds 4 bytes' worth of columns.
 template <Type type>
 MOECOMM_FN u32 narrow_word(const float* in) {
     u32 word;
@@ -43,7 +44,7 @@ MOECOMM_FN u32 narrow_word(const float* in) {
     return word;
 }
 
-// n columns at `to`, which is aligned to their bytes, or to 16 where they are more.
+// Store n columns at `to`, which is aligned to min(their bytes, 16).
 template <Type type, i32 n>
 MOECOMM_FN void store_columns(void* to, const float (&in)[n]) {
     constexpr i32 words = n * bytes_of(type) / 4, each = n / words;
@@ -59,7 +60,7 @@ MOECOMM_FN void store_columns(void* to, const float (&in)[n]) {
         for (i32 i = 0; i < words; i += 4) static_cast<uint4*>(to)[i / 4] = make_uint4(out[i], out[i + 1], out[i + 2], out[i + 3]);
     }
 }
-// n columns at `from`, which is aligned to 4 bytes.
+// Load n columns from `from`, which is aligned to 4 bytes.
 template <Type type, i32 n>
 MOECOMM_FN void load_columns(const void* from, float (&out)[n]) {
     constexpr i32 words = n * bytes_of(type) / 4, each = n / words;
@@ -67,14 +68,14 @@ MOECOMM_FN void load_columns(const void* from, float (&out)[n]) {
     for (i32 i = 0; i < words; ++i) widen_word<type>(static_cast<const u32*>(from)[i], out + i * each);
 }
 
-// Two columns to e4m3, nearest even; the low byte is the first.
+// Cast two columns to e4m3, rounded to nearest even; the low byte is the first column.
 MOECOMM_FN u32 narrow_e4m3(float first, float second) {
     u16 both;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(both) : "f"(first), "f"(second));
     return both;
 }
 
-// Largest magnitudes as bits, two 16-bit columns a word, or one of 32 bits.  A NaN is the largest of all.
+// Maximum of magnitudes as bits: two 16-bit columns a word, or one 32-bit column. A NaN is the largest value.
 template <Type type>
 MOECOMM_FN u32 larger(u32 a, u32 b) {
     if constexpr (type == Type::fp32) {
@@ -94,7 +95,7 @@ MOECOMM_FN u32 largest_magnitudes(const uint4& w) {
     return larger<type>(larger<type>(magnitudes<type>(w.x), magnitudes<type>(w.y)),
                         larger<type>(magnitudes<type>(w.z), magnitudes<type>(w.w)));
 }
-// Of all columns of a group, which so many neighbouring lanes share, as fp32.
+// Maximum magnitude, as fp32, of a column group that `lanes` neighboring lanes share. All lanes of the warp call it.
 template <Type type, i32 lanes>
 MOECOMM_FN float largest_in_group(u32 largest) {
     if constexpr (type != Type::fp32) largest = larger<type>(largest, largest >> 16);
@@ -109,7 +110,7 @@ MOECOMM_FN float largest_in_group(u32 largest) {
     }
 }
 
-// Eight columns, each times `up`, to e4m3.
+// Multiply eight columns by `up` and cast them to e4m3.
 template <Type type>
 MOECOMM_FN uint2 narrow_eight(const uint4* words, float up) {
     constexpr i32 each = columns_in_16(type);
@@ -122,19 +123,20 @@ MOECOMM_FN uint2 narrow_eight(const uint4* words, float up) {
     return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
 }
 
-// What a group of columns is multiplied with, and its scale as it travels, from the largest magnitude in it.
+// Factor by which a column group is multiplied, and its scale as it travels.
 struct GroupScale {
     float up;
     u32 bits;
 };
 
-// amax / 448, rounded to nearest, of amax from 1e-4 on: a quotient by the rounded reciprocal, then what it lacks.  Without branches.
+// Return amax / 448, rounded to nearest, for amax >= 1e-4: a product with the rounded reciprocal, then a correction. Branch-free.
 MOECOMM_FN float over_448(float amax) {
     constexpr float part = 1.0f / 448.0f;
     const float near = __fmul_rn(amax, part);
     return __float_as_uint(amax) >= 0x7f800000u ? near : __fmaf_rn(__fmaf_rn(near, -448.0f, amax), part, near);
 }
-// 1 / amax, rounded to nearest, of amax from 1e-4 to 2^126: the hardware's, to within a bit, and what that lacks.
+// Return 1 / amax, rounded to nearest, for amax from 1e-4 to 2^126: reciprocal() corrects the hardware's approximation, which is within one
+// bit.
 MOECOMM_FN float near_reciprocal(float amax) {
     float near;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(amax));
@@ -144,19 +146,19 @@ MOECOMM_FN float reciprocal(float amax) {
     const float near = near_reciprocal(amax);
     return __fmaf_rn(__fmaf_rn(near, -amax, 1.0f), near, near);
 }
+// Scale of a group with maximum magnitude `seen` below 2^126; less than 1e-4 counts as 1e-4. group_scales also takes larger values and NaN.
 template <ScaleFormat format>
 MOECOMM_FN GroupScale group_scale(float seen) {
     const float amax = seen < 1e-4f ? 1e-4f : seen, scale = over_448(amax);
     if constexpr (format == ScaleFormat::fp32) {
-        return {__fmul_rn(reciprocal(amax), 448.0f), __float_as_uint(scale)};  // `up`: what torch makes of 448.0 / amax
+        return {__fmul_rn(reciprocal(amax), 448.0f), __float_as_uint(scale)};  // `up` has the bits of torch's 448.0 / amax
     } else {
-        const u32 bits = __float_as_uint(scale);  // to the next power of two; 255 stands for infinity and NaN
+        const u32 bits = __float_as_uint(scale);  // rounded up to the next power of two; 255 stands for infinity and NaN
         const u32 exponent = min((bits >> 23) + ((bits & 0x7fffffu) != 0 ? 1u : 0u), 255u);
         const u32 up = exponent < 254 ? (254 - exponent) << 23 : exponent == 254 ? 1u << 22 : 0;
         return {__uint_as_float(up), exponent};
     }
 }
-// Of several groups at once.
 template <ScaleFormat format, i32 n>
 MOECOMM_FN void group_scales(const float (&seen)[n], GroupScale (&scale)[n]) {
     bool huge = false;
@@ -165,7 +167,7 @@ MOECOMM_FN void group_scales(const float (&seen)[n], GroupScale (&scale)[n]) {
         scale[i] = group_scale<format>(seen[i]);
         huge |= !(seen[i] < 0x1p126f);
     }
-    if (format == ScaleFormat::fp32 && huge) {  // what is multiplied with may be subnormal, or nothing at all
+    if (format == ScaleFormat::fp32 && huge) {  // `up` may be subnormal or 0
 #pragma unroll
         for (i32 i = 0; i < n; ++i)
             if (!(seen[i] < 0x1p126f)) scale[i].up = __fmul_rn(__fdiv_rn(1.0f, seen[i]), 448.0f);

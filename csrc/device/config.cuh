@@ -1,4 +1,4 @@
-// What a kernel is compiled for.  moecomm/jit/__init__.py writes one of these structs, with named fields, in front of each kernel.
+// Compile-time configuration of a kernel. moecomm/jit/__init__.py writes one of these structs, with named fields, before each kernel.
 #pragma once
 #include "../protocol/slots.h"
 
@@ -7,7 +7,7 @@ namespace moecomm {
 constexpr i32 kWarp = 32;
 constexpr u32 kAllLanes = 0xffffffffu;
 
-// A chunk is a power of two: a division by a number that is known late would be twenty instructions.
+// A chunk is a power of two: a division by a number known only at run time would take twenty instructions.
 MOECOMM_FN i32 count_chunks(i32 tokens, i32 chunk_tokens) { return (tokens + chunk_tokens - 1) >> (__ffs(chunk_tokens) - 1); }
 
 MOECOMM_BOTH constexpr i32 bytes_of(Type type) {
@@ -31,28 +31,29 @@ struct DispatchConfig {
     i32 scale_bytes;  // of a row of scales, 0 without
     bool scale_columns;
     bool quantize;
-    ScaleFormat scale_format;  // of what it quantizes with
+    ScaleFormat scale_format;  // of the scales that `quantize` makes
     bool repeat;
-    bool descriptors;  // travel in the place of rows (slips.cuh)
+    bool descriptors;  // travel in place of rows (descriptors.cuh)
     Part part;
-    // Packets of a row (moecomm/core/packets.py): bytes of it and of its scales in each, and lines; no lines: nobody sends any.
-    bool packets;  // this rank has few tokens, which it sends so
+    // Packets of a row (moecomm/core/packets.py): bytes of the row and of its scales in each packet, and lines; no lines: no rank sends
+    // packets.
+    bool packets;  // this rank has few tokens and sends them in packets
     i32 packet_bytes, packet_scale_bytes, packet_lines;
-    // How the block is made up.
-    i32 send_warps;                        // 0 in the second half of a split dispatch
-    i32 receive_warps;                     // 0 where nothing is left to do with a row that has arrived
-    i32 metadata_warps;                    // 1 beside send warps: writes what stands beside the rows; 0 where they say nothing new
-    i32 flag_warps;                        // 1 beside send warps: raises their flags, so that none of them waits for the fence of a release
-    i32 put_warps, forward_warps;          // several domains: put what send warps have left for others; deliver what lands here
-    i32 piece_columns;                     // of a row, that are loaded at once
-    i32 ring_slots;                        // pieces a send warp holds
-    i32 replicate_bytes, replicate_slots;  // the same of a receive warp that copies rows
-    i32 forward_bytes, forward_slots;      // and of a relay warp
-    i32 count_warps;                       // send warps with counters for all columns, in places that are not in use yet
-    i32 count_bytes;                       // bytes for the counters of all of them where there is no such place
+    // Warp roles and shared memory of a block.
+    i32 send_warps;                // 0 in the second half of a split dispatch
+    i32 receive_warps;             // 0 if arrived rows need no further work
+    i32 metadata_warps;            // 1 with send warps: writes the rows' metadata; 0 if the send warps' rows need none
+    i32 flag_warps;                // 1 with send warps: signals chunks for them, so that no send warp waits for the fence of a release
+    i32 put_warps, forward_warps;  // several domains: put what send warps have left in send slots; deliver tokens from the receive buffer
+    i32 piece_columns;             // columns of a row that are loaded at once
+    i32 ring_slots;                // pieces a send warp holds
+    i32 replicate_bytes, replicate_slots;  // likewise, of a receive warp that replicates rows
+    i32 forward_bytes, forward_slots;      // likewise, of a forward warp
+    i32 count_warps;                       // send warps whose counters for all columns fit in shared memory that is not yet in use
+    i32 count_bytes;                       // bytes for the counters of all send warps if no such memory exists
     i32 shared_bytes;
 
-    MOECOMM_BOTH constexpr i32 scaleup_ranks() const { return domain_ranks != 0 ? domain_ranks : ranks; }  // ranks of our domain
+    MOECOMM_BOTH constexpr i32 scaleup_ranks() const { return domain_ranks != 0 ? domain_ranks : ranks; }  // ranks of this domain
     MOECOMM_BOTH constexpr i32 domains() const { return ranks / scaleup_ranks(); }
     MOECOMM_BOTH constexpr i32 columns() const { return experts + ranks; }
     MOECOMM_BOTH constexpr i32 experts_here() const { return experts / ranks; }
@@ -61,16 +62,18 @@ struct DispatchConfig {
     }
     MOECOMM_BOTH constexpr i32 threads() const { return warps() * kWarp; }
     MOECOMM_BOTH constexpr bool replicates() const { return receive_warps > 0 && layout != Layout::flat; }  // a token has several rows here
-    // Rows that have come still need a hand, so that receivers want to hear of each chunk.  Else of all of a block at once: to know of a
-    // chunk, a send warp must wait until its stores have reached the peers, and each fence holds up the block.  So do relays, whose credits
-    // are wanted.
+    // True if receivers still work on arrived rows, or several domains need the forwarders' credits: each chunk is then signaled on its
+    // own. Otherwise a block signals all its chunks at once: to signal a chunk, a send warp must wait until its stores have reached the
+    // peers, and each such fence stalls the block.
     MOECOMM_BOTH constexpr bool signals_early() const { return layout != Layout::flat || scale_columns || domains() > 1; }
     MOECOMM_BOTH constexpr i32 pieces() const { return ceil_div(hidden, piece_columns); }
     MOECOMM_BOTH constexpr i32 piece_bytes() const { return piece_columns * bytes_of(type); }
     MOECOMM_BOTH constexpr i32 slots_ahead() const { return quantize ? ring_slots - 1 : ring_slots / 2; }  // loads that run ahead
     MOECOMM_BOTH constexpr i32 packets_of_row() const { return packet_lines > 0 ? ceil_div(row_bytes, packet_bytes) : 0; }
-    MOECOMM_BOTH constexpr i32 tokens_per_step() const { return kWarp / topk; }  // whole tokens that a warp looks at, an entry a lane
-    // The same, a power of two, so that it divides chunks.
+    MOECOMM_BOTH constexpr i32 tokens_per_step() const {
+        return kWarp / topk;
+    }  // complete tokens that a warp handles at once, one entry a lane
+    // tokens_per_step rounded down to a power of two, so that it divides chunks.
     MOECOMM_BOTH constexpr i32 even_step() const {
         i32 tokens = kWarp;
         while (tokens * topk > kWarp) tokens /= 2;
@@ -78,7 +81,9 @@ struct DispatchConfig {
     }
     MOECOMM_BOTH constexpr i32 peers_per_lane() const { return ceil_div(ranks, kWarp); }
     MOECOMM_BOTH constexpr i32 row_scales() const { return ceil_div(hidden, kQuantGroup); }
-    MOECOMM_BOTH constexpr i32 scale_size() const { return scale_format == ScaleFormat::fp32 ? 4 : 1; }  // of a scale it quantizes with
+    MOECOMM_BOTH constexpr i32 scale_size() const {
+        return scale_format == ScaleFormat::fp32 ? 4 : 1;
+    }  // bytes of a scale that `quantize` makes
 };
 
 struct CombineConfig {
@@ -86,23 +91,23 @@ struct CombineConfig {
     i32 domain_ranks;  // as in Shape
     Layout layout;
     Type type;       // of y and out
-    bool wide_bias;  // the bias is float32, and not of `type`
+    bool wide_bias;  // the bias is float32 and y is not
     Type wire;       // of a reduced row
     bool weighted;
-    bool own_weights;                // by those that each home gives, not those that the dispatch carried
-    bool in_place;                   // peers read our rows of y where they are: nothing is staged
+    bool own_weights;                // the source ranks give the weights, in place of those that the dispatch carried
+    bool in_place;                   // peers read this rank's rows of y in place: nothing is staged
     bool sum_grads;                  // CombineArgs::sum_grads
-    bool packets;                    // this rank has few tokens, which come home in packets
-    i32 packet_bytes, packet_lines;  // of a staged row in each, and their lines
-    // How the block is made up.
-    i32 reduce_warps, pull_warps;  // no reduce warps in place
-    i32 return_forward_warps;      // several domains: add up what goes home to others
-    i32 flag_warps;                // 1, or 0 where reduce warps raise flags themselves
-    i32 pull_bytes;                // of a row, that a bulk copy moves
-    i32 pull_slots;                // such pieces, that a warp holds
+    bool packets;                    // this rank has few tokens and receives its reduced rows in packets
+    i32 packet_bytes, packet_lines;  // bytes of a staged row in each packet, and lines of a packet
+    // Warp roles and shared memory of a block.
+    i32 reduce_warps, pull_warps;  // no reduce warps if in_place
+    i32 return_forward_warps;      // several domains: reduce rows for source ranks of other domains
+    i32 flag_warps;                // 1, or 0 if reduce warps signal chunks themselves
+    i32 pull_bytes;                // bytes of a row that one bulk copy moves
+    i32 pull_slots;                // such pieces in a warp's ring
     i32 shared_bytes;
 
-    MOECOMM_BOTH constexpr i32 scaleup_ranks() const { return domain_ranks != 0 ? domain_ranks : ranks; }  // ranks of our domain
+    MOECOMM_BOTH constexpr i32 scaleup_ranks() const { return domain_ranks != 0 ? domain_ranks : ranks; }  // ranks of this domain
     MOECOMM_BOTH constexpr i32 domains() const { return ranks / scaleup_ranks(); }
     MOECOMM_BOTH constexpr i32 warps() const { return reduce_warps + pull_warps + return_forward_warps + flag_warps; }
     MOECOMM_BOTH constexpr i32 threads() const { return warps() * kWarp; }

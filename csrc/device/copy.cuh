@@ -1,11 +1,11 @@
-// Lanes and warps, and copies by a warp through registers: the few bytes beside a row.
+// Lane and warp ids, and copies of small data by a warp through registers.
 #pragma once
 #include "config.cuh"
 
 namespace moecomm {
 
-// What peers or other blocks write during this launch is read past the first-level cache: a line there may have been filled before the
-// flag was seen, on account of a neighbour in the same line.
+// Load data that peers or other blocks write during this launch. Called by one thread; relaxed, so the caller has acquired a flag before.
+// Bypasses L1: a line there may have been filled before the flag was seen, because of a neighbor in the same line.
 MOECOMM_FN i32 load_fresh(const i32* from) {
     i32 v;
     asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
@@ -20,7 +20,8 @@ MOECOMM_FN u32 lanes_below() {
 MOECOMM_FN i32 lane_id() { return threadIdx.x % kWarp; }
 MOECOMM_FN i32 warp_id() { return threadIdx.x / kWarp; }
 
-// A row of scales, or a part of it: any number of bytes, by words where both ends allow it.  Volatile: like load_fresh, from any memory.
+// Copy a row of scales, or a part of it: any number of bytes, by words if both ends are aligned. Called by all lanes of a warp; orders
+// nothing and cannot fail. Volatile, so that, like load_fresh, it bypasses L1; the source may be any memory.
 MOECOMM_FN void copy_small(u8* to, const volatile u8* from, i32 bytes) {
     const bool words = (reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | static_cast<u64>(bytes)) % 4 == 0;
     if (words) {

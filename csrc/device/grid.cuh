@@ -1,12 +1,12 @@
-// The blocks of one launch.  Their counters are in State and are 0 again afterwards, so that the next launch, or the next replay of a
-// graph, finds them clean; after a failure no round follows.
+// Barriers among the blocks of one launch and the warps of a block. The grid's counters are in State and are 0 again after the launch, so
+// that the next launch, or the next replay of a graph, starts clean; after a failure no round follows.
 #pragma once
 #include "wait.cuh"
 
 namespace moecomm {
 
-// Counts this block in; true for the last.  A release of what this thread has written or seen written, and an acquire of what earlier
-// blocks have.
+// Count this block as arrived; true for the last one. Called by one thread of each block; cannot fail. Releases all that this thread has
+// written or acquired, and acquires what earlier blocks released (acq_rel, gpu scope).
 MOECOMM_FN bool arrive_last(u32* counter) {
     u32 before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
@@ -15,14 +15,15 @@ MOECOMM_FN bool arrive_last(u32* counter) {
     return true;
 }
 
-// By one thread of each block, after the block has read `tag` from State::round: the last block counts the round.  At the beginning, so
-// that nothing has to be counted when rows are through.
+// Count the round: the last block to call it stores its number. Called by one thread of each block, after the block has read State::round.
+// At the start of the kernel, so that nothing is left to count when rows are done.
 MOECOMM_FN void count_round(const Context& ctx, u32 tag) {
     State* state = own_state(ctx);
     if (arrive_last(&state->begun)) store_relaxed(&state->round, round_number(tag));
 }
 
-// Every thread of every block calls it, with a counter of State; true in the block that comes last, which sees what all others wrote.
+// Called by all threads of all blocks, with a counter of State; contains __syncthreads and cannot fail. True in all threads of the block
+// that arrives last, which sees the writes of all other blocks.
 MOECOMM_FN bool last_block(u32* counter) {
     __syncthreads();
     bool last = false;
@@ -30,13 +31,14 @@ MOECOMM_FN bool last_block(u32* counter) {
     return __syncthreads_or(last);
 }
 
-// Some warps of a block meet: `barrier` 1 to 15, `threads` of them in all.
+// Barrier among some warps of a block: `barrier` is 1 to 15, `threads` the number of participants. Called by complete warps; orders their
+// writes for each other; cannot fail.
 MOECOMM_FN void barrier_sync(i32 barrier, i32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
-// The same by those of them who do not wait for the others; who meets them there sees what they have written.
+// Arrive at such a barrier without waiting. Threads that wait there see this thread's earlier writes (fence.acq_rel.cta).
 MOECOMM_FN void barrier_arrive(i32 barrier, i32 threads) {
     asm volatile("fence.acq_rel.cta;\n\tbar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-// Who meets learns whether `here` holds for anybody.
+// barrier_sync that also returns true if `here` is true in any participating thread. Called by complete warps.
 MOECOMM_FN bool barrier_sync_any(i32 barrier, i32 threads, bool here) {
     u32 any;
     asm volatile(

@@ -1,11 +1,11 @@
-// How a kernel begins.
+// First steps of a kernel: arguments, programmatic dependent launch, the round's tag, the abort word.
 #pragma once
 #include "grid.cuh"
 
 namespace moecomm {
 
-// By all threads, before a __syncthreads: the arguments into shared memory.  Constants come a line at a time, when they are first touched,
-// one after the other; this way all come at once.
+// Copy the arguments to shared memory. Called by all threads; a __syncthreads follows. Constant memory is fetched one line at a time, on
+// first touch; this copy fetches all lines at once.
 template <class Args>
 MOECOMM_FN void copy_args(Args& to, const Args& from, i32 threads) {
     static_assert(sizeof(Args) % sizeof(u64) == 0, "whole words");
@@ -13,34 +13,38 @@ MOECOMM_FN void copy_args(Args& to, const Args& from, i32 threads) {
         reinterpret_cast<u64*>(&to)[i] = reinterpret_cast<const u64*>(&from)[i];
 }
 
-// A kernel may be launched while the one before it in the stream is still running (programmatic dependent launch).  Until this returns it
-// touches nothing but its arguments and its shared memory.  Two kernels do, since the one before has waited for all others before it let
-// them be launched, and await it last: a dispatch of slips, behind what publishes their rows, and the end of a layer (fused/reduce.cuh).
+// Wait until the earlier kernels of the stream have ended and their writes are visible. Called by any thread; has no deadline.
+// A kernel may be launched while the kernel before it still runs (programmatic dependent launch). Until this returns it may touch only its
+// arguments and its shared memory. Two kernels work before they call it, because the kernel before them allowed their launch only after it
+// had waited for all earlier ones: a dispatch of row descriptors, which follows the kernel that publishes rows, and the last kernel of a
+// layer (fused/reduce.cuh).
 MOECOMM_FN void await_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// The kernel after this one may be launched once all blocks have come here, where all of them are resident.  Rounds of few tokens do that.
-// Others are a while yet: the next round's blocks would take multiprocessors that a GEMM beside them wants.  Kernels of a layer of experts
-// do it as they begin, or when they have heard of all ranks: nobody else's kernel is then what they still need.
+// Allow the launch of the next kernel once all blocks of this one have called this, so that all are resident. Called by any thread of each
+// block. Rounds of few tokens call it. Rounds of many tokens do not, as they run on: the next round's blocks would take SMs that a
+// concurrent GEMM wants. Kernels of an expert layer call it as they begin, or when they have received from all ranks: they then need no
+// other rank's kernel.
 MOECOMM_FN void let_next_kernel_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// What the threads of a block have to know before they speak to anybody.
+// State of the round that a block reads before it communicates.
 struct Begin {
-    u32 tag;      // of this round
-    u32 aborted;  // somebody has called the Buffer off
+    u32 tag;
+    u32 aborted;  // not 0: the Buffer was aborted
 };
-// By one thread of each block, whose others read it after a __syncthreads.
+// Read the round. Called by one thread of each block; a __syncthreads makes `begin` visible to the others. Relaxed loads; cannot fail.
 MOECOMM_FN void look_up_round(const Context& ctx, Begin& begin) {
     const u32 last = load_relaxed(&own_state(ctx)->round), aborted = load_relaxed(deadline_of(ctx).abort_here);
     begin.tag = round_tag(last + 1);
     begin.aborted = aborted;
 }
 
-// Every thread, after that __syncthreads.  False, and reported, when somebody has called the Buffer off before `phase`.
+// Called by all threads of a block after that __syncthreads. False if the Buffer was aborted before `phase`; the failure record is then
+// filled.
 MOECOMM_FN bool not_aborted(const Round& r, const Begin& begin, Phase phase) {
     if (begin.aborted == 0) return true;
     if (threadIdx.x == 0) report_failure(r, Waited::aborted, phase, r.ctx.rank, r.tag, r.tag, 0);
     return false;
 }
-// The same for a kernel that is a round; it counts.
+// not_aborted for a kernel that is a round of its own; the last thread also counts the round.
 MOECOMM_FN bool begin_round(const Round& r, const Begin& begin, i32 threads) {
     if (!not_aborted(r, begin, Phase::header)) return false;
     if (static_cast<i32>(threadIdx.x) == threads - 1) count_round(r.ctx, r.tag);

@@ -1,4 +1,4 @@
-// The last mail of a rank that closes its Buffer (moecomm/backends/leave.py), to ranks of other domains: the host can't copy it there.
+// Last tagged words of a rank that closes its Buffer (moecomm/backends/leave.py), for ranks of other domains, which the host cannot reach.
 #pragma once
 #include "../protocol/deadline.h"
 #include "../protocol/domains.h"
@@ -7,15 +7,15 @@
 namespace moecomm {
 
 struct LeaveArgs {
-    u64 window, link;         // ours
+    u64 window, link;         // of this rank
     u64 signals;              // WindowLayout::signals
-    u64 tagged_words, bytes;  // in every window; in ours it lies there
+    u64 tagged_words, bytes;  // at this offset in every window; this rank's window holds the words to send
     u64 abort_here, abort_host, timeout_ns;
     i32 rank, ranks, domain_ranks, pad;
 };
 static_assert(sizeof(LeaveArgs) == 80, "as leave.py packs it");
 
-// poll() is 1 when it has come, 0 not yet, -1 never.
+// Poll until poll() returns 1 (done), as opposed to 0 (not yet) or -1 (failed). Called by one thread; false on failure, timeout or abort.
 template <class Poll>
 MOECOMM_FN bool await_poll(const Deadline& deadline, Poll poll) {
     i32 found = 0;
@@ -23,7 +23,8 @@ MOECOMM_FN bool await_poll(const Deadline& deadline, Poll poll) {
     return ended && found > 0;
 }
 
-// By one warp.  What does not get away in time does not: who waits for it has a deadline.
+// Put the words to each rank of other domains. Called by one warp. Best effort: words still unsent at the deadline are dropped; their
+// receivers have deadlines of their own. The signal follows the put in the transport's order.
 template <class Transport>
 MOECOMM_FN void leave(const LeaveArgs& a) {
     __shared__ Context ctx;

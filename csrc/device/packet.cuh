@@ -1,5 +1,5 @@
-// A packet (csrc/protocol/packets.h) in a kernel: a warp stores its lines, another polls for them.  Of each line lane 8 * i + j of a step
-// has the words 2 * j and 2 * j + 1, the last of them its tag.
+// Packets (csrc/protocol/packets.h) in kernels: a warp stores the lines, another warp polls for them. In each step, lane 8 * i + j holds
+// words 2 * j and 2 * j + 1 of line i of the step; the last word of a line is its tag.
 #pragma once
 #include "../protocol/packets.h"
 #include "copy.cuh"
@@ -11,17 +11,18 @@ constexpr i32 kLineLanes = kLineBytes / 16, kStepLines = kWarp / kLineLanes, kPa
 
 MOECOMM_FN i32 packet_line(i32 step) { return step * kStepLines + lane_id() / kLineLanes; }
 MOECOMM_FN bool ends_line() { return lane_id() % kLineLanes == kLineLanes - 1; }
-// The first word of content that this lane has in a step; it has the next as well, unless it ends the line.
+// Index of this lane's first content word in a step. The lane also has the next word, unless it ends the line.
 MOECOMM_FN i32 packet_word(i32 step) { return packet_line(step) * kLineWords + 2 * (lane_id() % kLineLanes); }
-// The lane that has a word, and its step.
+// The step and the lane that hold a content word.
 MOECOMM_BOTH constexpr i32 step_of(i32 word) { return word / kLineWords / kStepLines; }
 MOECOMM_BOTH constexpr i32 lane_of(i32 word) { return word / kLineWords % kStepLines * kLineLanes + word % kLineWords / 2; }
 
-// The 16 bytes of this lane in each step of a packet.
+// This lane's 16 bytes in each step of a packet.
 struct PacketWords {
     ulonglong2 step[kPacketSteps];
 };
 
+// One lane's 16 bytes of a line, in one volatile access. Orders nothing by itself.
 MOECOMM_FN void store_line_words(u8* to, const ulonglong2& words) {
     asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(words.x), "l"(words.y) : "memory");
 }
@@ -31,14 +32,16 @@ MOECOMM_FN ulonglong2 load_line_words(const u8* from) {
     return words;
 }
 
-// By all lanes of a warp: a step of a packet, to one receiver.
+// Store one step of a packet, tags included, to one receiver. Called by all lanes of a warp. Needs no fence: each line carries its tag.
+// Cannot fail.
 template <i32 lines>
 MOECOMM_FN void store_step(u8* packet, i32 step, ulonglong2 words, u32 tag) {
     if (ends_line()) words.y = line_tag(tag);
     if (packet_line(step) < lines) store_line_words(packet + step * kWarp * 16 + lane_id() * 16, words);
 }
 
-// By all lanes of a warp: looks at a packet; true when all of it is here.
+// Load a packet once. Called by all lanes of a warp; true in all lanes if the packet is complete. Volatile loads, nothing to order: data
+// and tag of a line arrive together.
 template <i32 lines>
 MOECOMM_FN bool look_at_packet(const u8* packet, u32 tag, PacketWords& words) {
     bool here = true;
@@ -51,14 +54,14 @@ MOECOMM_FN bool look_at_packet(const u8* packet, u32 tag, PacketWords& words) {
     return __all_sync(kAllLanes, here);
 }
 
-constexpr i32 kLooks = 64;  // at all of a packet, before a warp waits for its tags alone
+constexpr i32 kLooks = 64;  // loads of the complete packet before a warp polls the tags alone
 
-// By all lanes of a warp: until the packet of `from` is here.  False, reported, when it did not come.
+// Wait for the packet of `from`. Called by all lanes of a warp. False in all lanes on timeout or abort; the failure record is then filled.
 template <i32 lines>
 MOECOMM_FN bool await_packet(const Round& r, Phase phase, i32 from, const u8* packet, PacketWords& words) {
     for (i32 look = 0; look < kLooks; ++look)
         if (look_at_packet<lines>(packet, r.tag, words)) return true;
-    // Each lane waits for the tags of its lines, as for any flag; then content that is read anew is there.
+    // Each lane waits for the tags of its own lines. The reload after that finds the content.
     do {
         bool came = true;
         for (i32 step = 0; step < kPacketSteps && came; ++step) {

@@ -1,4 +1,5 @@
-// The cast of a row to e4m3 by warps: one scale for 128 columns.
+// Cast of rows to e4m3 by warps, one scale for 128 columns. All lanes of one warp call each function, on shared memory that the warp may
+// read; no function orders memory or can fail.
 #pragma once
 #include "cast.cuh"
 #include "copy.cuh"
@@ -6,14 +7,14 @@
 namespace moecomm {
 
 constexpr i32 kQuad = 4;                                   // lanes that share a group of 128 columns and its scale
-constexpr i32 kEights = kQuantGroup / 8 / kQuad;           // times 8 columns that a lane has of it
-constexpr i32 kStepColumns = kWarp / kQuad * kQuantGroup;  // of a warp at once
+constexpr i32 kEights = kQuantGroup / 8 / kQuad;           // vectors of 8 columns of a group that a lane casts
+constexpr i32 kStepColumns = kWarp / kQuad * kQuantGroup;  // columns that a warp casts in a step
 
-// A warp casts `columns`, a multiple of 8, at `from` to e4m3 at `to`.  Of the scales, each of their bytes go to `scales`.
+// Cast `columns` columns (a multiple of 8) at `from` to e4m3 at `to`, and store one scale for each group at `scales`.
 //
-// Four lanes share a group: fewer shuffles and divisions a column than with more.  The eights of neighbouring groups are read in another
-// order, so that lanes do not meet in a bank of shared memory.  A step is a chain of instructions that wait for each other, and few warps
-// of a multiprocessor cast: two steps go abreast.
+// Four lanes share a group, which needs fewer shuffles and divisions a column than more lanes would. Neighboring groups read their vectors
+// in different orders, which avoids bank conflicts in shared memory. A step is a chain of dependent instructions, and few warps of an SM
+// cast, so the steps of one call are interleaved.
 template <Type type, ScaleFormat format, i32 columns>
 MOECOMM_FN void quantize_steps(u8* to, const u8* from, u8* scales) {
     constexpr i32 steps = ceil_div(columns, kStepColumns), vectors = 8 / columns_in_16(type);
@@ -60,6 +61,7 @@ MOECOMM_FN void quantize_steps(u8* to, const u8* from, u8* scales) {
     }
 }
 
+// quantize_steps for any number of columns, `steps` steps at a time.
 template <Type type, ScaleFormat format, i32 columns, i32 steps>
 MOECOMM_FN void quantize_columns(u8* to, const u8* from, u8* scales) {
     constexpr i32 abreast = steps * kStepColumns, rest = columns % abreast;
@@ -71,7 +73,7 @@ MOECOMM_FN void quantize_columns(u8* to, const u8* from, u8* scales) {
     if constexpr (rest > 0) quantize_steps<type, format, rest>(to + n * abreast, from + n * abreast * bytes_of(type), scales + n * groups);
 }
 
-// The piece of a row of `hidden` columns that begins at `column`: `most` of them, or the rest.
+// Cast the piece of a row of `hidden` columns that begins at `column`: `most` columns, or the rest. `steps` steps are interleaved.
 template <Type type, ScaleFormat format, i32 hidden, i32 most, i32 steps>
 MOECOMM_FN void quantize_piece(i32 column, u8* to, const u8* from, u8* scales) {
     constexpr i32 rest = hidden % most;
@@ -81,10 +83,10 @@ MOECOMM_FN void quantize_piece(i32 column, u8* to, const u8* from, u8* scales) {
         quantize_columns<type, format, rest, steps>(to, from, scales);
     }
 }
-// The same on a row's way through a dispatch.
+// quantize_piece for a dispatch.
 template <DispatchConfig cfg, i32 most>
 MOECOMM_FN void quantize_piece(i32 column, u8* to, const u8* from, u8* scales) {
-    // As many steps abreast as there are registers for.
+    // Interleave as many steps as registers allow.
     constexpr i32 steps = cfg.type == Type::fp32 || (cfg.warps() > 16 && !cfg.packets) ? 1 : 2;
     quantize_piece<cfg.type, cfg.scale_format, cfg.hidden, most, steps>(column, to, from, scales);
 }

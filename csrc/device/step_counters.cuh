@@ -1,18 +1,19 @@
-// Warps of a block that do a chunk of work together, each at its own pace, and find out which of them was last.
+// Counters of warps that do the same sequence of steps, each at its own pace. The last warp of a step learns that it is the last.
 #pragma once
 #include "bulk.cuh"
 #include "wait.cuh"
 
 namespace moecomm {
 
-constexpr i32 kOpenSteps = 16;  // that the warps may be apart
+constexpr i32 kOpenSteps = 16;  // steps by which the warps may be apart
 
 template <i32 warps>
 struct StepCounters {
-    u32 done[kOpenSteps];  // 0 at first; every kOpenSteps-th turn counts on in the same place
+    u32 done[kOpenSteps];  // 0 at first; every kOpenSteps-th step counts on in the same place
 
-    // By one thread of each warp, once for each turn, in the order of the turns: true for the last.  What the others have written
-    // before is then seen by this thread, and by others after a barrier with it.  A warp that is far ahead waits for the earlier turn.
+    // Count this warp's part of a step as done; true for the last warp. Called by one thread of each warp, once for each step, in order.
+    // Releases this thread's writes and acquires the earlier arrivals' (acq_rel, cta). A warp far ahead first waits for the earlier step;
+    // false on failure (record filled).
     MOECOMM_FN bool arrive(const Round& r, i32 step) {
         u32* counter = &done[step % kOpenSteps];
         const u32 earlier = step / kOpenSteps * warps;
@@ -21,13 +22,14 @@ struct StepCounters {
         asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], 1;" : "=r"(before) : "r"(shared_address(counter)) : "memory");
         return before + 1 == earlier + warps;
     }
-    // By another thread: until all warps have come to the turn; then it may release what they have written before.
+    // Wait until all warps have done the step. Called by one thread of another warp. Acquires their writes, so that the thread may release
+    // them to the system. False on timeout or abort; the failure record is then filled.
     MOECOMM_FN bool await(const Round& r, i32 step) const {
         const bool came = reach(r, &done[step % kOpenSteps], (step / kOpenSteps + 1) * warps);
         asm volatile("fence.acq_rel.cta;" ::: "memory");
         return came;
     }
-    // The same where it need not wait; else false.
+    // True if all warps have done the step. Called like `await`, with its order, but does not wait and cannot fail.
     MOECOMM_FN bool await_no_longer(i32 step) const {
         const bool came = *const_cast<const volatile u32*>(&done[step % kOpenSteps]) >= static_cast<u32>((step / kOpenSteps + 1) * warps);
         asm volatile("fence.acq_rel.cta;" ::: "memory");
@@ -40,15 +42,16 @@ struct StepCounters {
     }
 };
 
-// A whole warp has done its part of a turn, with ordinary stores and with bulk stores that bulk_wait has seen complete.  True in all lanes
-// of the warp that completes the turn: each of them may release what all warps of the turn have written.
+// Count a warp's part of a step as done, written with ordinary stores and with bulk stores that bulk_wait has completed. Called by a whole
+// warp. True in all lanes of the warp that completes the step; each lane may then release the writes of all warps. False also on failure
+// (record filled).
 template <i32 warps>
 MOECOMM_FN bool complete_step(StepCounters<warps>& turns, const Round& r, i32 step) {
-    __syncwarp();  // what follows is the release of all lanes' stores, and at last, to the system, of all warps'
+    __syncwarp();  // orders all lanes' stores before lane 0's release
     bool last = false;
     if (threadIdx.x % kWarp == 0) last = turns.arrive(r, step);
     last = __shfl_sync(kAllLanes, last, 0);
-    __syncwarp();  // what lane 0 has acquired is acquired by all
+    __syncwarp();  // passes lane 0's acquire on to all lanes
     return last;
 }
 

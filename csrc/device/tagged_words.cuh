@@ -1,4 +1,5 @@
-// Mail (csrc/protocol/round_header.h): 32 bits and the tag of the round in one store, so that a word is whole when it is there.
+// Tagged words (csrc/protocol/round_header.h) in kernels: one store writes 32 bits and the tag of the round, so that a word with the tag is
+// complete.
 #pragma once
 #include "copy.cuh"
 #include "wait.cuh"
@@ -9,15 +10,16 @@ MOECOMM_FN u64 tagged_word(const Round& r, i32 from, i32 word) {
     return tagged_words_at(r.ctx.window, r.ctx.shape.ranks, r.tag, from) + word * sizeof(u64);
 }
 
-// By the threads [thread, thread + stride, ...) of a block: the words of `notice`, to a peer.
+// Send the words of `header` to a peer. Called by threads [thread, thread + stride, ...) of a block. Unordered stores; cannot fail.
 template <class Transport>
 MOECOMM_FN void send_header(const Round& r, const Transport& transport, i32 peer, const RoundHeader& header, i32 thread, i32 stride) {
     const auto* words = reinterpret_cast<const u32*>(&header);
     for (i32 i = thread; i < kHeaderWords; i += stride) transport.post(peer, tagged_word(r, r.ctx.rank, i), word_signal(r.tag, words[i]));
 }
 
-// `n` words of mail, `stride` bytes apart, loaded together: take(nth, word) in order.  False when one did not come, of rank from(nth);
-// stop(which is late) true: nobody waits any more, and nothing is taken.  Words say all by themselves, so nothing is acquired with them.
+// Wait for `n` tagged words, `stride` bytes apart, and call take(nth, word) for each, in order. Called by one thread. Relaxed loads: a word
+// acquires nothing beyond itself. False on timeout or abort, with rank from(nth) in the failure record; true without the rest if stop(nth
+// missing) is true.
 template <class From, class Stop, class Take>
 MOECOMM_FN bool await_words(const Round& r, u64 first, i64 stride, i32 n, From from, Stop stop, Take take) {
     constexpr i32 kBatch = 8;
@@ -45,8 +47,8 @@ MOECOMM_FN bool await_words(const Round& r, u64 first, i64 stride, i32 n, From f
     return true;
 }
 
-// By the threads of a block, or of a part of it: all words of everybody's notice into `notices`.  False in a thread whose word did not
-// come.
+// Copy the headers of all ranks into `headers`. Called by threads [thread, thread + stride, ...) of a block; relaxed loads, so a block
+// barrier follows. False in a thread whose word did not arrive; the failure record is then filled.
 MOECOMM_FN bool await_headers(const Round& r, RoundHeader* headers, i32 thread, i32 stride) {
     bool came = true;
     for (i32 i = thread; came && i < r.ctx.shape.ranks * kHeaderWords; i += stride) {
@@ -58,7 +60,8 @@ MOECOMM_FN bool await_headers(const Round& r, RoundHeader* headers, i32 thread, 
     return came;
 }
 
-// Has `from` sent a notice of another call than ours?  Then the rest of its mail may never come.
+// True if `from` has sent the header of another call than this rank's; the rest of its tagged words may then never come. Called by one
+// thread; relaxed.
 MOECOMM_FN bool calls_otherwise(const Round& r, i32 from, const RoundHeader& mine) {
     const auto* words = own<const u64>(r.ctx, tagged_word(r, from, 0));
     const u64 op = load_relaxed(words + kOpWord), low = load_relaxed(words + kCallWord), high = load_relaxed(words + kCallWord + 1);

@@ -1,4 +1,4 @@
-// Waiting for peers, and what is left behind when they do not come: csrc/protocol/deadline.h in a kernel.
+// Bounded waits for peers, and the failure record they leave (csrc/protocol/deadline.h in kernels).
 #pragma once
 #include "../protocol/deadline.h"
 #include "../transport/transport.cuh"
@@ -23,7 +23,8 @@ MOECOMM_FN Deadline deadline_of(const Context& ctx) {
     return {ctx.timeout_ns, here, ctx.abort_host != 0 ? reinterpret_cast<const u32*>(ctx.abort_host) : here};
 }
 
-// Fills the record unless it still holds an earlier failure; the code last, so that the host reads a whole record or none.
+// Fill the record unless it holds an earlier failure. Called by the one thread that claim_record has chosen. The code is stored last, with
+// release, so that the host reads a complete record or none.
 MOECOMM_FN void write_record(const Round& r, Phase phase, const ValidationResult& v, u64 waited_ns) {
     auto* record = reinterpret_cast<FailureRecord*>(r.ctx.record);
     if (load_relaxed(&record->code) != 0) return;
@@ -39,19 +40,20 @@ MOECOMM_FN void write_record(const Round& r, Phase phase, const ValidationResult
     store_release(&record->code, static_cast<u32>(v.failure));
 }
 
-// True for one thread of the whole grid in this round: the one that speaks for the rank.
+// True in exactly one thread of the grid in this round, which then reports. Called by any thread; relaxed compare-and-swap.
 MOECOMM_FN bool claim_record(const Round& r) {
     u32* claim = &own_state(r.ctx)->claim;
     const u32 held = load_relaxed(claim);
     return held != r.tag && compare_exchange(claim, held, r.tag) == held;
 }
 
-// The ranks disagree, or one of them had bad input: said once, and the Buffer goes on.
+// Report an invalid round: the ranks disagree, or one of them had bad input. Called by any thread; reported once. The Buffer can go on.
 MOECOMM_FN void report_invalid(const Round& r, const ValidationResult& v) {
     if (claim_record(r)) write_record(r, Phase::header, v, 0);
 }
 
-// A wait has ended without what it waited for: leaves the record, and makes all our other waits and those of every peer end.
+// Report a failed wait: fill the record and set the abort words of this rank and of all reachable peers, which ends all other waits. Called
+// by any thread; only the first of a round has an effect.
 __device__ __noinline__ void report_failure(Round r, Waited waited, Phase phase, i32 peer, i64 expected, i64 seen, u64 waited_ns) {
     if (!claim_record(r)) return;
     const Deadline d = deadline_of(r.ctx);
@@ -65,11 +67,12 @@ __device__ __noinline__ void report_failure(Round r, Waited waited, Phase phase,
         if (r.ctx.peers[p] != 0) compare_exchange(reinterpret_cast<u32*>(r.ctx.peers[p] + r.ctx.window.abort), 0, word);
 }
 
-// A wait for other threads of this rank may outlast a wait for a peer by this much.  Those threads wait for peers themselves, and the
-// thread whose peer does not come must be the one that reports.  Both look at the clock every kLookCycles.
+// Extra time of a wait for other threads of this rank. Those threads wait for peers themselves, and the thread whose peer is missing must
+// report first. Both check the clock every kLookCycles.
 constexpr u64 kOwnThreadsNs = 100'000'000;
 
-// Polls `ready()`; when it gives up it reports whom() in `phase`, `expected` and what `seen()` says then, and returns false.
+// One thread polls `ready()`; the order is that of its loads. On timeout or abort, report whom(), `phase`, `expected` and seen(), and
+// return false.
 template <class Whom, class Ready, class Seen>
 MOECOMM_FN bool wait_for_any(const Round& r, Phase phase, Whom whom, i64 expected, Ready ready, Seen seen) {
     Deadline deadline = deadline_of(r.ctx);
@@ -79,13 +82,14 @@ MOECOMM_FN bool wait_for_any(const Round& r, Phase phase, Whom whom, i64 expecte
     report_failure(r, waited, phase, whom(), expected, seen(), waited == Waited::timeout ? deadline.timeout_ns : 0);
     return false;
 }
+// wait_for_any for a known peer.
 template <class Ready, class Seen>
 MOECOMM_FN bool wait_for(const Round& r, Phase phase, i32 peer, i64 expected, Ready ready, Seen seen) {
     return wait_for_any(r, phase, [&] { return peer; }, expected, ready, seen);
 }
 
-// Until the word at `offset` of our window carries `tag`; `value` is what it carries then.  It says all by itself: nothing that was written
-// before it may be read on account of it.
+// Wait until the word at `offset` of this rank's window carries `tag`; `value` is the word. Called by one thread. Relaxed: nothing written
+// before the word may be read on account of it. False on timeout or abort; the failure record is then filled.
 MOECOMM_FN bool wait_word(const Round& r, Phase phase, i32 peer, u64 offset, u32 tag, u64& value) {
     const u64* word = own<const u64>(r.ctx, offset);
     return wait_for(
@@ -96,8 +100,8 @@ MOECOMM_FN bool wait_word(const Round& r, Phase phase, i32 peer, u64 offset, u32
         },
         [&] { return static_cast<i64>(signal_tag(value)); });
 }
-// The same of a flag: what the peer wrote before it may be read by this thread afterwards, and by others after a barrier with it.  It is
-// acquired when it is there: each load that acquires empties the first-level cache, where other warps move rows.
+// wait_word with acquire: this thread, and others after a barrier with it, may read what the peer wrote before the flag. The acquiring load
+// follows once the flag is there, because each one invalidates L1, through which other warps move rows.
 MOECOMM_FN bool wait_flag(const Round& r, Phase phase, i32 peer, u64 offset, u32 tag, u64& value) {
     const u64* flag = own<const u64>(r.ctx, offset);
     value = load_acquire(flag);

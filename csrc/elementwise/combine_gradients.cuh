@@ -1,4 +1,4 @@
-// The gradients of a combine with weights, in one pass over the rows: those of y, and of the weights.
+// Gradients of a weighted combine, in one pass over the rows: those of y and those of the weights.
 #pragma once
 #include "../device/cast.cuh"
 #include "row_pass.cuh"
@@ -6,13 +6,14 @@
 namespace moecomm {
 
 struct GradientArgs {
-    u64 rows, y;  // the gradient of each row's token, and y; no gradients of weights: y = 0
-    u64 weights;  // float, a row's
+    u64 rows, y;  // gradients of each row's token; y (0: no gradients of weights)
+    u64 weights;  // float, one for each row
     u64 to_y, to_weights;
     i32 count, hidden;
 };
 static_assert(sizeof(GradientArgs) == 48, "as combine_gradients.py packs it");
 
+// Called by all threads of the grid; one warp a row.
 template <Type type>
 MOECOMM_FN void combine_gradients(const GradientArgs& a) {
     constexpr i32 columns = columns_in_16(type);

@@ -1,4 +1,4 @@
-// Zeros in rows where no token arrived.  Only those are touched: torch's masked_fill_ reads and writes all rows.
+// Zero the rows without a token. Only these rows are touched; torch's masked_fill_ reads and writes all rows.
 #pragma once
 #include "row_pass.cuh"
 
@@ -6,20 +6,21 @@ namespace moecomm {
 
 struct PaddingArgs {
     u64 rows;                   // contiguous, `bytes` each
-    u64 src, num_rows, counts;  // as in Routed; 0: they say nothing
+    u64 src, num_rows, counts;  // as in Routed; 0: not given
     i64 bytes;
-    i32 count, group;  // rows; those of a group, which has one of `counts`
+    i32 count, group;  // rows; rows of a group (each group has one of `counts`)
 };
 static_assert(sizeof(PaddingArgs) == 48, "as padding.py packs it");
 
+// True if `row` holds a token. Called by any thread.
 MOECOMM_FN bool has_token(const PaddingArgs& a, i32 row, i32 end) {
     if (row >= end) return false;
     if (a.src != 0 && reinterpret_cast<const int2*>(a.src)[row].x < 0) return false;
     return a.counts == 0 || row % a.group < reinterpret_cast<const i32*>(a.counts)[row / a.group];
 }
 
-// By warps, 32 rows at a time: a look at each by a lane, then those that are empty one after the other.  Empty rows lie together, so a warp
-// looks at rows that are far from each other.
+// Called by all threads of the grid, in units of 32 rows a warp: each lane checks one row, then the warp zeros the empty rows one by one.
+// Empty rows are adjacent, so the rows of a warp are far from each other, which balances the load.
 template <class Word>
 MOECOMM_FN void zero_padding(const PaddingArgs& a) {
     const i32 warps = all_warps(), end = a.num_rows != 0 ? *reinterpret_cast<const i32*>(a.num_rows) : a.count;

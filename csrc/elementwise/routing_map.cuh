@@ -1,4 +1,4 @@
-// A routing as frameworks for training have it, a map of tokens x experts, and as ids: from one to the other, a warp a token.
+// Conversion between a routing map of tokens x experts, as training frameworks have it, and expert ids. One warp a token.
 #pragma once
 #include "row_pass.cuh"
 
@@ -6,13 +6,14 @@ namespace moecomm {
 
 struct MapArgs {
     u64 map;           // bool [tokens][experts]
-    u64 dense;         // float [tokens][experts]: the weights of all; 0: there are none
-    u64 ids, weights;  // [tokens][topk], of ids i64 where they are made; weights float, 0 as above
+    u64 dense;         // float [tokens][experts]: weight of each expert; 0: no weights
+    u64 ids, weights;  // [tokens][topk]: ids, i64 as output; weights float, 0: none
     i32 tokens, experts, topk, pad;
 };
 static_assert(sizeof(MapArgs) == 48, "as routing_map.py packs it");
 
-// Ids ascending, then -1, with 0 beside it.  The first id of a token with more than topk experts is one that no expert has.
+// Write the ids of each token in ascending order, then -1 with weight 0. For a token with more than topk experts, the first id is
+// `experts`, which is invalid.
 MOECOMM_FN void ids_of_map(const MapArgs& a) {
     each_row(a.tokens, [&](i64 token) {
         const u8* const map = reinterpret_cast<const u8*>(a.map) + token * a.experts;
@@ -41,8 +42,8 @@ MOECOMM_FN void ids_of_map(const MapArgs& a) {
     });
 }
 
-// Back: the weights at their experts, zeros elsewhere; an id that no expert has is nobody's.  Those of an expert that a token has twice are
-// added, in the order of k.
+// The inverse: write weights at their experts and zeros elsewhere; ids out of range are ignored. Weights of an expert that a token has
+// twice are added, in order of k.
 template <class Id>
 MOECOMM_FN void weights_at_experts(const MapArgs& a) {
     each_row(a.tokens, [&](i64 token) {

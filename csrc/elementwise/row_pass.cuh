@@ -1,4 +1,5 @@
-// Kernels by themselves that pass over rows once, by any number of blocks (moecomm/kernels/row_pass.py).
+// Helpers of stand-alone kernels that pass over rows once, with any number of blocks (moecomm/kernels/row_pass.py). These kernels order
+// nothing and cannot fail.
 #pragma once
 #include "../device/copy.cuh"
 #include "pass_threads.h"
@@ -10,7 +11,7 @@ constexpr i32 kPassWarps = kPassThreads / kWarp;
 MOECOMM_FN i32 first_of_warp() { return blockIdx.x * kPassWarps + warp_id(); }
 MOECOMM_FN i32 all_warps() { return gridDim.x * kPassWarps; }
 
-// A row a warp.
+// Call body(row) for each row, by all lanes of one warp. Called by all threads of the grid.
 template <class Body>
 MOECOMM_FN void each_row(i32 count, const Body& body) {
     for (i32 row = first_of_warp(); row < count; row += all_warps()) body(row);

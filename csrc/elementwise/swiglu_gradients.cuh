@@ -1,4 +1,4 @@
-// What the backward pass of SwiGLU experts has between its products, in one pass over the rows.
+// Elementwise part of the backward pass of SwiGLU experts, between its GEMMs, in one pass over the rows.
 #pragma once
 #include "../device/cast.cuh"
 #include "row_pass.cuh"
@@ -6,15 +6,16 @@
 namespace moecomm {
 
 struct SwigluArgs {
-    u64 both;                           // [rows][2 I]: `width` gate columns, then as many up columns, and so on
-    u64 inner;                          // [rows][I]: the gradient of silu(gate) * up, the routing weight left out
+    u64 both;                           // [rows][2 I]: `width` gate columns, then `width` up columns, and so on
+    u64 inner;                          // [rows][I]: gradient of silu(gate) * up, without the routing weight
     u64 weights;                        // float [rows], the routing weights
     u64 to_both, to_inner, to_weights;  // gradients of `both`; silu(gate) * up times the weight; gradients of weights
-    u64 end;                            // i32: rows from here on are nobody's, and stay as they are
-    i32 count, columns, width, pad;     // rows; I
+    u64 end;                            // i32: rows from here on are unused and stay as they are
+    i32 count, columns, width, pad;     // rows; I; see `both`
 };
 static_assert(sizeof(SwigluArgs) == 72, "as swiglu.py packs it");
 
+// Called by all threads of the grid; one warp a row.
 template <Type type>
 MOECOMM_FN void swiglu_gradients(const SwigluArgs& a) {
     constexpr i32 n = columns_in_16(type);

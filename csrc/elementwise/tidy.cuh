@@ -1,18 +1,18 @@
-// What a dispatch says of its rows, copied out of the window for a tensor each, with nothing but zeros and -1 where no token arrived.
+// Copy a dispatch's metadata out of the window into tensors, with zeros and -1 in rows without a token.
 #pragma once
 #include "padding.cuh"
 
 namespace moecomm {
 
 struct TidyArgs {
-    PaddingArgs of;                           // which rows are empty; of.rows and of.bytes are nothing
+    PaddingArgs of;                           // which rows are empty; of.rows and of.bytes are unused
     u64 weights, ids, src, counts, num_rows;  // as in Routed; no ids: 0
     u64 to_weights, to_ids, to_src, to_counts, to_num_rows;
-    i32 each, experts;  // weights, and ids, of a row; of `counts`
+    i32 each, experts;  // weights (and ids) of a row; length of `counts`
 };
 static_assert(sizeof(TidyArgs) == 136, "as tidy.py packs it");
 
-// A weight a thread, with the id beside it.
+// Called by all threads of the grid: one weight, and its id, a thread.
 template <class Id>
 MOECOMM_FN void tidy(const TidyArgs& a) {
     const i32 thread = blockIdx.x * kPassThreads + threadIdx.x, threads = gridDim.x * kPassThreads;

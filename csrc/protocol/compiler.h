@@ -1,4 +1,4 @@
-// What differs between the compilers of this folder: NVRTC, nvcc and g++.  No CUDA or std header is included from here.
+// Differences between the compilers of this folder (NVRTC, nvcc and g++). No CUDA or std header is included from here.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -22,9 +22,9 @@ using u64 = unsigned long long;
 static_assert(sizeof(u32) == 4 && sizeof(u64) == 8, "the window layout counts on these widths");
 
 constexpr i32 kMaxRanks = 64;    // peer addresses travel inside the argument structs
-constexpr i32 kMaxTopk = 32;     // one lane of a warp an entry
-constexpr i32 kMaxChunk = 32;    // tokens; a chunk is a power of two, so that chunks divide what a multiple of this divides
-constexpr i32 kMaxBlocks = 256;  // of a launch
+constexpr i32 kMaxTopk = 32;     // one lane of a warp for each entry
+constexpr i32 kMaxChunk = 32;    // tokens; chunks are powers of two, so that any chunk size divides every multiple of this
+constexpr i32 kMaxBlocks = 256;  // blocks of a launch
 
 template <class T>
 MOECOMM_BOTH constexpr T ceil_div(T a, T b) {

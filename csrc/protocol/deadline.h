@@ -1,5 +1,4 @@
-// The pace of every loop that may spin, and the loop that most waits are.  Every wait ends: the condition holds, the deadline has passed,
-// or somebody set an abort word.
+// Bounded waits. A wait ends when its condition holds, when the deadline has passed, or when an abort word is set.
 #pragma once
 #include "order.h"
 
@@ -13,25 +12,25 @@ MOECOMM_FN u64 now_ns() {
 }
 #else
 u64 now_ns();              // CLOCK_MONOTONIC; csrc/host/clock.cpp
-void back_off(u32 tries);  // spins, then yields, then sleeps: ranks may outnumber cores
+void back_off(u32 tries);  // spins, then yields, then sleeps, because ranks may outnumber cores
 #endif
 
 enum class Waited : u32 { ok = 0, timeout = 1, aborted = 2 };
 
 struct Deadline {
     u64 timeout_ns;
-    const u32* abort_here;  // in our window: set by peers and by ourselves
-    const u32* abort_host;  // in memory that the host writes: set by the watcher and by Buffer.abort(); may equal abort_here
+    const u32* abort_here;  // in this rank's window; set by peers and by this rank
+    const u32* abort_host;  // in host-written memory; set by the watcher and by Buffer.abort(); may equal abort_here
 };
 
 #if MOECOMM_DEVICE
 
-// Multiprocessor cycles between two looks at the time and the abort words: some 4 ms.  globaltimer is one for the whole GPU, and its
-// readers queue; the host's word is behind PCIe.  Read at the start of every wait and every 64 polls, they made a combine of 4096 tokens
-// take 107 ms on 4 H200, instead of 0.6.
+// SM cycles between two checks of the clock and the abort words, about 4 ms. globaltimer is one for the whole GPU, and its readers queue;
+// the host's word is behind PCIe. Checked at the start of every wait and every 64 polls, they made a combine of 4096 tokens take 107 ms on
+// 4 H200 instead of 0.6 ms.
 constexpr u32 kLookCycles = 1u << 23;
 
-// Polls of a wait before it naps between two: what is near is polled for without pause, what takes longer now and then.
+// Polls before a wait begins to nap between polls: short waits spin, long waits poll now and then.
 constexpr u32 kEagerPolls = 64, kNapNs = 100;
 
 MOECOMM_FN void nap() { asm volatile("nanosleep.u32 %0;" ::"n"(kNapNs)); }
@@ -41,12 +40,12 @@ MOECOMM_FN u32 cycles() {
     return c;
 }
 
-// Between the looks of one wait.
+// Paces the polls of one wait by one thread. Orders nothing: the caller's `ready()` acquires what it needs.
 class Polls {
   public:
     MOECOMM_FN explicit Polls(const Deadline& d) : deadline_(&d), since_(cycles()) {}
 
-    // After a look that has found nothing: whether to look again.
+    // Called after a failed poll. Returns ok to poll again, or the reason to give up.
     MOECOMM_FN Waited pause() {
         if (++polls_ > kEagerPolls) nap();
         if (cycles() - since_ < kLookCycles) return Waited::ok;
@@ -63,7 +62,8 @@ class Polls {
     u32 polls_ = 0, since_;
 };
 
-// Polls `ready()` until it is true.
+// One thread polls `ready()` until it is true. Orders nothing beyond what `ready` does. On timeout or abort returns the reason; the caller
+// reports it.
 template <class Ready>
 MOECOMM_FN Waited wait_until(const Deadline& d, Ready ready) {
     for (Polls polls(d);;) {
@@ -91,7 +91,7 @@ class Polls {
     u32 tries_ = 0;
 };
 
-// Polls `ready()` until it is true.
+// As on the device, but tries `ready()` before it reads the clock.
 template <class Ready>
 Waited wait_until(const Deadline& d, Ready ready) {
     if (ready()) return Waited::ok;

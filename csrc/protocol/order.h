@@ -1,7 +1,9 @@
-// Memory orders, one spelling for both executors.  "System" reaches every rank that maps the window.
+// Memory orders, spelled alike for both executors. "System" scope reaches every rank that maps the window.
 //
-// The rule of the protocol: payload with ordinary stores, then store_release of a flag; the reader load_acquires the flag, then reads
-// the payload with ordinary loads.  Nothing in a window is read before the flag that covers it.
+// Publication rule: write the payload with ordinary stores, then store_release a flag. The reader load_acquires the flag, then reads the
+// payload with ordinary loads. Nothing in a window is read before the flag that covers it.
+//
+// Every function is called by one thread and cannot fail; its name states its order, and its scope is the system.
 #pragma once
 #include "compiler.h"
 

@@ -1,4 +1,4 @@
-// What is left behind when a round fails: who waited, for whom, in which phase of which round.  64 bytes in memory the host can read.
+// Failure record of a round: which rank waited for which peer, in which phase of which round. 64 bytes in host-readable memory.
 #pragma once
 #include "compiler.h"
 
@@ -7,31 +7,31 @@ namespace moecomm {
 enum class Failure : u32 {
     none = 0,
     timeout = 1,    // `peer` did not do `phase` in time
-    peer_lost = 2,  // `peer` is known to be dead (put into the abort word by the watcher of a survivor)
-    aborted = 3,    // somebody asked for it
-    bad_input = 4,  // `peer` passed a bad `argument`; the round was void on every rank, the Buffer goes on
-    mismatch = 5,   // `peer` called another operation, or the same with other settings
+    peer_lost = 2,  // `peer` is known to be dead (a survivor's watcher wrote it to the abort word)
+    aborted = 3,    // Buffer.abort() was called
+    bad_input = 4,  // `peer` passed a bad `argument`; the round was invalid on every rank; the Buffer can go on
+    mismatch = 5,   // `peer` called another operation, or this one with other settings
 };
 
 enum class Phase : u32 {
     header = 0,   // a peer's counts and addresses
     payload = 1,  // a peer's rows (dispatch)
     reduced = 2,  // a peer's reduced rows (combine)
-    drained = 3,  // a peer's reading of rows that lie where our next ones go: in a ring, or staged by an earlier combine
-    grid = 4,     // our own other blocks or threads
+    drained = 3,  // a peer has read the rows whose places the next ones take: in a ring, or staged by an earlier combine
+    grid = 4,     // other blocks or threads of this rank
 };
 
-enum class Op : u32 { none = 0, dispatch = 1, combine = 2, leave = 3 };  // leave: the last notice of a rank that closes its Buffer
+enum class Op : u32 { none = 0, dispatch = 1, combine = 2, leave = 3 };  // leave: the last header of a rank that closes its Buffer
 
-enum class Argument : u32 {  // what a bad_input or mismatch record speaks of
-    none = 0,
-    topk_idx = 1,      // `expected` = num_experts, `seen` = the id
-    max_rows = 2,      // `expected` = rows offered by `peer` (batched: for an expert), `seen` = rows it needs
-    batched = 3,       // the same, with the ranks * max_tokens rows offered that ids without duplicates need at most
-    topk_weights = 4,  // not a number, when asked to check
-    handle = 5,  // bad_input: not as its dispatch left it; mismatch: `expected` and `seen` are round_of the routes that we and `peer` have;
-                 // none: what else they are
-    rejected = 6,  // mismatch: `expected` and `seen` are State::rejected of this rank and of `peer`: no later round can be paired
+enum class Argument : u32 {  // the argument that a bad_input or mismatch record is about
+    none = 0,                // mismatch: `expected` and `seen` are the Op, or RoundHeader::call, of this rank and of `peer`
+    topk_idx = 1,            // `expected` = num_experts, `seen` = the id
+    max_rows = 2,            // `expected` = rows for which `peer` has room (batched: for each expert), `seen` = rows it needs
+    batched = 3,             // likewise, but the room is ranks * max_tokens rows, which is enough for ids without duplicates
+    topk_weights = 4,        // not a number, when asked to check
+    handle = 5,  // bad_input: changed since its dispatch; mismatch: `expected` and `seen` are round_of this rank's and `peer`'s routes (0:
+                 // no route)
+    rejected = 6,  // mismatch: `expected` and `seen` are State::rejected of this rank and of `peer`; no later round can be paired
 };
 
 struct alignas(64) FailureRecord {
@@ -39,8 +39,8 @@ struct alignas(64) FailureRecord {
     u32 op;        // Op
     u32 phase;     // Phase
     u32 argument;  // Argument
-    i32 rank;      // who writes this
-    i32 peer;      // whom it is about, -1 if nobody
+    i32 rank;      // the rank that writes the record
+    i32 peer;      // the rank it is about, -1 for none
     u32 round;     // round_number
     u32 pad;
     i64 expected;
@@ -50,7 +50,7 @@ struct alignas(64) FailureRecord {
 };
 static_assert(sizeof(FailureRecord) == 64, "one cache line");
 
-// The abort word holds 0 or the cause, so that every survivor names the culprit and not the messenger.
+// The abort word holds 0 or the cause and the culprit, so that every survivor names the culprit, not the rank that passed the word on.
 MOECOMM_BOTH constexpr u32 abort_word(Failure cause, i32 culprit) {
     return (static_cast<u32>(cause) << 16) | static_cast<u32>(culprit + 1);
 }

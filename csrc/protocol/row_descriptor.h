@@ -1,17 +1,17 @@
-// What travels, in a dispatch of a layer whose rows are fetched later, in the place of a token's row.
+// Row descriptor: travels in place of a token's row if the owner fetches the row later (fused layers).
 #pragma once
 #include "compiler.h"
 
 namespace moecomm {
 
-// Where the row lies and where what the expert makes of it goes, offsets in the window of the token's home, and the home; and the first row
-// at the owner that is of the same token, where that is an earlier one.  16 bytes, one store.
+// Offsets of the row and of the receive buffer for its result in the source rank's window, and the source rank; `same` is an earlier row of
+// the same token at this owner, if there is one. 16 bytes, so that one store writes it.
 struct alignas(16) RowDescriptor {
-    static constexpr i32 kSourceRankShift = 48, kSameShift = 36, kUnit = 16;  // rows begin at multiples of 16 bytes, before 1 TiB
+    static constexpr i32 kSourceRankShift = 48, kSameShift = 36, kUnit = 16;  // rows begin at multiples of 16 bytes, below 1 TiB
 
     u64 row_and_same, receive_and_source_rank;
 
-    // `same`: -1: none.
+    // `same`: -1 for none.
     MOECOMM_BOTH static RowDescriptor of(u64 row, i32 same, u64 receive_buffer, i32 source_rank) {
         const u64 first = same < (1 << (64 - kSameShift)) - 1 ? static_cast<u64>(same + 1) : 0;
         return {row / kUnit | first << kSameShift, receive_buffer | static_cast<u64>(source_rank) << kSourceRankShift};

@@ -1,37 +1,37 @@
-// From counts to rows.  With everybody's counts every rank computes, alone, the final row of each token it sends:
+// Final rows from counts. From the counts of all ranks, every rank computes, alone, the final row of each token it sends:
 //
 //   row of (token t of rank r, its k-th expert e at rank p)  =  group_start(p, e)                 where e's rows begin there
 //                                                             + sum over s < r of counts[s][e]     rows of earlier ranks
 //                                                             + entries (t', k') before (t, k) of r that chose e
 //   flat row of (t of r, rank p)                             =  sum over s < r of slots[s][p]  +  earlier tokens of r with an expert on p
 //
-// so row order is by (expert, source rank, source token, k), whatever the timing.
+// Row order is by (expert, source rank, source token, k), whatever the timing.
 #pragma once
 #include "args.h"
 
 namespace moecomm {
 
-// Rows of each expert of a rank in the batched layout, out of RoundHeader::max_rows; in `expert` groups begin at running sums of
+// Rows of each expert of a rank in the batched layout, from RoundHeader::max_rows. In the expert layout, groups begin at running sums of
 // aligned_group.
 MOECOMM_BOTH constexpr i32 batched_group(i32 max_rows, i32 experts_here) { return max_rows / experts_here; }
 MOECOMM_BOTH constexpr i32 aligned_group(i32 count, i32 alignment) { return ceil_div(count, alignment) * alignment; }
 MOECOMM_BOTH constexpr i32 owner_of(const Shape& s, i32 expert) { return expert / (s.experts / s.ranks); }
 MOECOMM_BOTH constexpr bool valid_id(i64 id, i32 experts) { return id >= -1 && id < experts; }
 
-// What all notices of a round say together.  Every rank sees the same notices and counts, so every rank decides alike.
+// Joint result of all headers of a round. Every rank sees the same headers and counts, so all ranks agree.
 struct ValidationResult {
-    Failure failure;  // none: go on; bad_input: the round is void everywhere; mismatch: the ranks are out of step
+    Failure failure;  // none: go on; bad_input: the round is invalid on every rank; mismatch: the ranks are out of step
     Argument argument;
     i32 peer;
     i64 expected, seen;
 };
 
-// That an expert got more than the `group` rows a rank has for each.
+// Error for an expert with more rows than the `group` rows that a rank has for each expert.
 MOECOMM_BOTH constexpr Argument batched_error(const Shape& s, i64 group) {
     return group < static_cast<i64>(s.ranks) * s.max_tokens ? Argument::max_rows : Argument::batched;
 }
 
-// One notice against ours.
+// Validates a peer's header against this rank's.
 MOECOMM_BOTH ValidationResult validate_header(const RoundHeader& mine, const RoundHeader& theirs, i32 from, i32 experts) {
     if (theirs.op == static_cast<u32>(Op::leave)) return {Failure::peer_lost, Argument::none, from, 0, 0};
     if (theirs.rejected != mine.rejected) return {Failure::mismatch, Argument::rejected, from, mine.rejected, theirs.rejected};

@@ -17,7 +17,7 @@ constexpr uint32_t kMagic = 0x6d72616d;
 void read_boot_id(char* to, size_t bytes) {
     const Descriptor file(::open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC));
     const ssize_t got = file.open() ? ::read(file.get(), to, bytes - 1) : -1;
-    if (got <= 0) fill_random(to, bytes - 1);  // unknown: the same as nobody else's
+    if (got <= 0) fill_random(to, bytes - 1);  // unknown: equal to no other rank's
     to[bytes - 1] = 0;
 }
 
@@ -38,7 +38,7 @@ Listener listen_everywhere(const Settings& settings) {
         listener.local = listen_local(address.name);
         address.local = 1;
     }
-    // Without a secret anybody could write to our memory: then nobody is listened to.
+    // Without a secret, any process could write to this rank's memory, so tcp does not listen.
     if (settings.way != Way::kLoopback && !settings.secret.empty()) {
         TcpPlace place;
         listener.tcp = listen_tcp(settings.address, place);

@@ -1,4 +1,4 @@
-// What a rank publishes through NCCL, and what two ranks conclude from each other's: how they reach each other.
+// Address that a rank publishes through NCCL, and the route that two ranks derive from their addresses.
 #pragma once
 #include <cstdint>
 
@@ -10,11 +10,11 @@ namespace moecomm::rma {
 struct Address {
     uint32_t magic;
     uint32_t version;
-    char boot[40];           // the kernel's boot id: the same on one host
-    uint64_t net_namespace;  // abstract names are known within one
+    char boot[40];           // the kernel's boot id, which identifies the host
+    uint64_t net_namespace;  // abstract socket names are local to a namespace
     uint32_t tcp_address;
-    uint16_t tcp_port;  // 0: does not listen there
-    uint8_t local;      // 1: listens at `name`
+    uint16_t tcp_port;  // 0: not listening
+    uint8_t local;      // 1: listening at `name`
     uint8_t pad;
     char name[33];  // 32 hexadecimal digits
     char rest[31];
@@ -29,6 +29,6 @@ struct Listener {
 Listener listen_everywhere(const Settings& settings);
 
 enum class Route { kLocal, kTcp };
-Route route_between(const Address& mine, const Address& theirs, int their_rank);  // throws Failure(kNotReachable), saying why
+Route route_between(const Address& mine, const Address& theirs, int their_rank);  // throws Failure(kNotReachable) with the reason
 
 }  // namespace moecomm::rma

@@ -10,7 +10,7 @@
 namespace moecomm::rma {
 namespace {
 
-constexpr auto kLongestCopy = std::chrono::seconds(2);  // that is waited for before memory is given back
+constexpr auto kLongestCopy = std::chrono::seconds(2);  // wait for open copies before memory is given back
 constexpr auto kLongestBye = std::chrono::milliseconds(200);
 constexpr uint64_t kMostShadow = 64 * 1024 * 1024;
 
@@ -27,8 +27,8 @@ Comm::Comm(std::vector<Channel> channels, int me, const Settings& settings, std:
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
       readable_(channels_.size(), 0) {
     if (!epoll_.open()) throw Failure(Fault::kSystem, "epoll_create1");
-    // All streams, events and pinned memory are made here: later a kernel may be running that waits for us, and making them may wait for
-    // it.
+    // Create all streams, events and pinned memory here. Later, a kernel may run that waits for this plugin, and creating them may wait for
+    // the kernel.
     for (int rank = 0; rank < static_cast<int>(peers_.size()); ++rank) {
         Peer& peer = peers_[rank];
         Channel& channel = channels_[rank];
@@ -45,7 +45,7 @@ Comm::Comm(std::vector<Channel> channels, int me, const Settings& settings, std:
     }
 }
 
-// Peers may be gone, or going: nothing here depends on them.
+// Peers may be gone or closing: nothing here depends on them.
 Comm::~Comm() {
     try {
         const InContext in_context(gpu_.get());
@@ -54,7 +54,7 @@ Comm::~Comm() {
             if (peer.link == nullptr || peer.failure.has_value()) continue;
             try {
                 peer.link->say_bye(deadline);
-            } catch (const Failure&) {  // it has left before us
+            } catch (const Failure&) {  // the peer has left first
             }
         }
         wait_for_copies();
@@ -82,7 +82,7 @@ void* Comm::add_memory(void* data, size_t bytes, bool on_gpu, uint64_t flags) {
     region->remote[me_].bytes = bytes;
     region->remote[me_].at = region->base;
     {
-        // Before anybody is told: a peer that has heard of it from all ranks writes to it at once, while we still wait for a slow one.
+        // Register before the exchange: a peer that has all ranks' cards may write at once, while this rank still waits for a slow peer.
         const std::lock_guard<std::mutex> lock(mutex_);
         region->id = registry_.next_id();
         registry_.add(region);
@@ -94,7 +94,7 @@ void* Comm::add_memory(void* data, size_t bytes, bool on_gpu, uint64_t flags) {
             const std::lock_guard<std::mutex> lock(mutex_);
             registry_.remove(*region);
         }
-        // Not under the lock, because it may wait.  NCCL never had the handle: no request names what was mapped by now.
+        // Not under the lock, because unmapping may wait. NCCL never had the handle, so no request names the mappings.
         unmap(*region, gpu_.get());
         throw;
     }
@@ -119,7 +119,7 @@ void Comm::remove_memory(void* handle) {
             return;
         }
     }
-    unmap(*region, gpu_.get());  // nobody finds it any more; not under the lock, because it may wait
+    unmap(*region, gpu_.get());  // no longer reachable; not under the lock, because unmapping may wait
 }
 
 Context* Comm::add_context(int count) {
@@ -155,7 +155,7 @@ std::vector<std::pair<CopyStream*, Ticket>> Comm::open_copies() {
     return open;
 }
 
-// Those under way, so that memory which they touch can be given back; throws if they do not end.
+// Wait for the copies under way, so that memory they touch can be given back; throw if they do not end.
 void Comm::wait_for_copies() {
     std::vector<std::pair<CopyStream*, Ticket>> open;
     {

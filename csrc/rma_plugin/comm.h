@@ -1,6 +1,6 @@
-// One communicator of NCCL's: what its ranks have registered, how each is reached, and the operations under way.
-// What may wait for other ranks runs on threads of NCCL's callers and holds control_.  What NCCL's progress thread calls never waits: it
-// holds mutex_ for its own data, and nobody holds mutex_ while waiting for anything.
+// Comm: one NCCL communicator: its registered memory, its paths to the other ranks, and the operations under way.
+// Calls that may wait for other ranks run on NCCL callers' threads and hold control_. Calls of NCCL's progress thread never wait: they hold
+// mutex_ for their own data, and no thread holds mutex_ while it waits.
 #pragma once
 #include <deque>
 #include <memory>
@@ -16,7 +16,7 @@ namespace moecomm::rma {
 
 class Comm;
 
-// The operations of one GIN context to one peer, in their order: a signal leaves when all before it have ended.
+// Operations of one GIN context to one peer, in order: a signal leaves when all operations before it have ended.
 struct Lane {
     int peer = 0;
     bool active = false;
@@ -29,14 +29,14 @@ struct Context {
     std::vector<Lane> lanes;  // by context, then by peer
 };
 
-struct Move {  // what a put or a get moves, in NCCL's words
+struct Move {  // operands of a put or get, in NCCL's terms
     void* local;
     uint64_t local_at;
     void* remote;
     uint64_t remote_at;
     uint64_t bytes;
 };
-struct Raise {  // and the signal behind it
+struct Raise {  // the signal that follows a put
     void* region;
     uint64_t at, value;
 };
@@ -46,13 +46,13 @@ class Comm {
     Comm(std::vector<Channel> channels, int me, const Settings& settings, std::shared_ptr<Gpu> gpu);
     ~Comm();
 
-    // On threads of NCCL's callers.
-    void* add_memory(void* data, size_t bytes, bool on_gpu, uint64_t flags);  // together with all ranks
+    // Called on threads of NCCL's callers.
+    void* add_memory(void* data, size_t bytes, bool on_gpu, uint64_t flags);  // collective
     void remove_memory(void* handle);
     Context* add_context(int count);
     void remove_context(Context* context);
 
-    // On NCCL's progress thread.
+    // Called on NCCL's progress thread.
     Request* put(Context& context, int number, int peer, const Move& move, const Raise* raise);
     Request* get(Context& context, int number, int peer, const Move& move);
     Request* flush();
@@ -64,13 +64,13 @@ class Comm {
 
   private:
     struct Peer {
-        std::unique_ptr<Link> link;          // null: ourselves
+        std::unique_ptr<Link> link;          // null: this rank
         std::unique_ptr<DirectPath> direct;  // null: another host
         std::unique_ptr<Mailbox> to, from;
-        std::vector<Lane*> lanes;  // with requests in them
+        std::vector<Lane*> lanes;  // those with requests
         std::optional<Failure> failure;
-        std::optional<Clock::time_point> full_since;  // its mailbox
-        size_t open = 0;                              // requests
+        std::optional<Clock::time_point> full_since;  // since when the mailbox `to` is full
+        size_t open = 0;                              // open requests
         bool watched = false;                         // by epoll_
     };
 
@@ -78,7 +78,7 @@ class Comm {
     Request& open_request(Context& context, int number, int peer, Request::Kind kind, const Move& move);
     void submit(Request& request, Context& context, int number);
     void close_request(Request& request);
-    bool progress_all();  // with mutex_; whether a signal was written here, or an operation that is timed ended
+    bool progress_all();  // with mutex_ held; true if a signal was written here or a timed operation ended
     void progress_peer(int rank, bool readable, Clock::time_point now);
     void progress_lane(Peer& peer, Lane& lane, Clock::time_point now);
     bool raise(Peer& peer, Request& request, Clock::time_point now);
@@ -102,10 +102,10 @@ class Comm {
     Descriptor epoll_;
     std::vector<char> readable_;
     std::vector<std::unique_ptr<Context>> contexts_, retired_contexts_;
-    std::vector<std::shared_ptr<Region>> retired_regions_;  // whose mappings may be in use
+    std::vector<std::shared_ptr<Region>> retired_regions_;  // mappings that may still be in use
     std::deque<Request> requests_;
     std::vector<Request*> free_, released_;
-    std::deque<Request*> gets_;  // in their order, until they have ended
+    std::deque<Request*> gets_;  // in order, until they have ended
     uint64_t gets_issued_ = 0, gets_ended_ = 0;
     std::optional<Failure> first_failure_;
     times::Open timed_;

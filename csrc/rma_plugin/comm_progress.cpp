@@ -8,7 +8,7 @@ namespace moecomm::rma {
 namespace {
 
 constexpr size_t kMostOpen = 1 << 16;                       // requests to one peer; NCCL's own queues are far shorter
-constexpr auto kTestAlone = std::chrono::microseconds(20);  // after which test makes progress itself
+constexpr auto kTestAlone = std::chrono::microseconds(20);  // if progress() was not called for this long, test() makes progress itself
 constexpr int kMailATurn = 256;
 
 }  // namespace
@@ -95,10 +95,10 @@ Request* Comm::flush() {
     return &request;
 }
 
-// Errors of the peer are kept with it and come out of test: the request exists.
+// Errors of the peer are kept with the peer and reported by test(), because the request exists.
 void Comm::submit(Request& request, Context& context, int number) try {
     Peer& peer = peers_[request.peer];
-    const bool own_signals = peer.direct != nullptr;  // else they travel behind the bytes
+    const bool own_signals = peer.direct != nullptr;  // otherwise signals travel after the bytes on the link
     if (peer.direct != nullptr && peer.direct->carries(request)) {
         peer.direct->push(request);
     } else {

@@ -11,7 +11,7 @@ namespace moecomm::rma {
 CopyStream::CopyStream(std::shared_ptr<Gpu> gpu) : gpu_(std::move(gpu)) {
     if (gpu_ == nullptr) return;
     stream_ = gpu_->create_stream();
-    // All that will ever be open at once: NCCL's thread makes none, because that may wait.
+    // Create all events that will ever be open at once: NCCL's thread must not create any, because that may block.
     for (size_t i = 0; i < kRoom; ++i) events_.push_back(gpu_->create_event());
 }
 

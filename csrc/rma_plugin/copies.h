@@ -1,4 +1,4 @@
-// Copies in order, without waiting for them: on a stream of a GPU, or at once where only host memory is concerned.
+// In-order asynchronous copies: on a stream of a GPU, or immediate if only host memory is involved.
 #pragma once
 #include <deque>
 #include <memory>
@@ -8,24 +8,23 @@
 
 namespace moecomm::rma {
 
-using Ticket = uint64_t;  // the place of a copy in its stream; 0 has always ended
+using Ticket = uint64_t;  // position of a copy in its stream; 0 has always ended
 
 class CopyStream {
   public:
-    static constexpr size_t kRoom = 64;  // far below what a driver queues before a launch has to wait
+    static constexpr size_t kRoom = 64;  // far below the driver's queue depth, beyond which a launch blocks
 
     explicit CopyStream(std::shared_ptr<Gpu> gpu);
     ~CopyStream();
     CopyStream(const CopyStream&) = delete;
     CopyStream& operator=(const CopyStream&) = delete;
 
-    bool room(size_t copies = 1) const { return open_.size() + copies <= kRoom; }  // who copies has asked
-    // `on_gpu`: either side is memory of a GPU.  Host memory that a GPU copies from or to is pinned, and stays as it is until the copy
-    // ended.
+    bool room(size_t copies = 1) const { return open_.size() + copies <= kRoom; }  // the caller of a copy must check it first
+    // `on_gpu`: at least one side is GPU memory. Host memory on the other side must be pinned and unchanged until the copy has ended.
     Ticket copy(void* to, const void* from, size_t bytes, bool on_gpu);
     Ticket upload(void* to, const void* from, size_t bytes, bool on_gpu);  // `from` is host memory
-    Ticket write_word(void* to, uint64_t value);                           // to memory of the GPU
-    Ticket last() const { return issued_; }                                // ends when all copies so far have
+    Ticket write_word(void* to, uint64_t value);                           // `to` is GPU memory
+    Ticket last() const { return issued_; }                                // ends when all copies so far have ended
     bool ended(Ticket ticket);
     bool idle() { return ended(issued_); }
 
@@ -39,11 +38,11 @@ class CopyStream {
         void* event;
     };
     std::deque<Open> open_;
-    std::vector<void*> events_;  // at hand
+    std::vector<void*> events_;  // free
     Ticket issued_ = 0, ended_ = 0;
 };
 
-// Host memory that copies to and from a GPU go through: pinned where there is one.
+// Host memory for copies to and from a GPU; pinned if there is a GPU.
 class Staging {
   public:
     Staging(std::shared_ptr<Gpu> gpu, size_t bytes);

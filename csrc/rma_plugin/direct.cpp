@@ -7,7 +7,7 @@ namespace moecomm::rma {
 namespace {
 
 constexpr size_t kBounceBytes = 256 * 1024;
-constexpr uint64_t kHostBytesATurn = 1024 * 1024;  // of a copy that this thread does itself
+constexpr uint64_t kHostBytesATurn = 1024 * 1024;  // per call, of a copy that this thread does itself
 
 }  // namespace
 
@@ -17,8 +17,8 @@ DirectPath::DirectPath(std::shared_ptr<Gpu> gpu, bool to_ourselves)
       bounce_(gpu, to_ourselves ? kBounceBytes : 1),
       to_ourselves_(to_ourselves) {}
 
-// A GPU copies asynchronously between its own memory and mapped memory.  Of pageable host memory it can't: only an inline value, through
-// pinned memory, goes this way.
+// True if this path carries the request. A GPU copies asynchronously between its own memory and mapped memory, but not from pageable host
+// memory: of that, only an inline value goes this way, through pinned memory.
 bool DirectPath::carries(const Request& request) const {
     if (to_ourselves_ || request.bytes == 0) return true;
     if (request.remote->remote[request.peer].at == nullptr) return false;
@@ -73,7 +73,8 @@ bool DirectPath::start(Request& request) {
         stream_.copy(to, from, request.bytes, true);
         return true;
     }
-    // Within one GPU: a copy may be a kernel, which would wait for a place beside the kernel that waits for it.  Through the host it isn't.
+    // Within one GPU, a copy may be a kernel, which could wait for SMs behind the kernel that waits for it. A bounce through host memory
+    // avoids that.
     while (request.started < request.bytes) {
         stream_.idle();
         if (!stream_.room(2)) return false;

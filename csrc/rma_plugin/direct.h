@@ -1,4 +1,4 @@
-// Copies straight to and from a peer's memory, where we have it mapped, by the copy engines; and those within this rank.
+// DirectPath: asynchronous copies to and from a peer's mapped memory by the copy engines, and copies within this rank.
 #pragma once
 #include <deque>
 
@@ -9,7 +9,7 @@ namespace moecomm::rma {
 
 class DirectPath {
   public:
-    static constexpr uint64_t kInlineBytes = 16;  // from host memory; NCCL's inline values have up to 8
+    static constexpr uint64_t kInlineBytes = 16;  // largest put from host memory; NCCL's inline values have up to 8 bytes
 
     explicit DirectPath(std::shared_ptr<Gpu> gpu, bool to_ourselves);
 
@@ -20,11 +20,11 @@ class DirectPath {
     CopyStream& stream() { return stream_; }
 
   private:
-    bool start(Request& request);  // false: there is more of it to start later
+    bool start(Request& request);  // false: the rest has to start later
     char* reach(const Region& region, uint64_t at, int rank) const { return region.remote[rank].at + at; }
 
     CopyStream stream_;
-    Staging inline_;  // a slot for each copy that the stream has room for
+    Staging inline_;  // one slot for each copy that the stream has room for
     Staging bounce_;
     bool to_ourselves_;
     std::deque<Request*> waiting_, copying_;

@@ -1,4 +1,4 @@
-// The functions of the CUDA driver that the plugin uses, looked up when they are first needed: it is built, and runs, without CUDA.
+// CUDA driver functions of the plugin, looked up at first use: the plugin builds and runs without CUDA.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -37,7 +37,7 @@ struct Access {  // CUmemAccessDesc
     Location location;
     int flags;
 };
-constexpr int kUnified = 4;  // CU_MEMORYTYPE_UNIFIED: memory is what it is
+constexpr int kUnified = 4;  // CU_MEMORYTYPE_UNIFIED: the driver infers the type from the address
 struct Side {
     size_t x = 0, y = 0;
     int type = kUnified;
@@ -86,7 +86,7 @@ struct Driver {
     int (*release)(Handle handle);
 };
 
-const Driver* driver();                        // null: none here, or one that is too old
+const Driver* driver();                        // null: no driver, or one that is too old
 std::string error_name(int result);            // CUDA_ERROR_...
 void check(int result, const char* function);  // throws Failure(kCuda)
 

@@ -12,7 +12,7 @@ struct Card {
     uint32_t magic;
     uint32_t id;
     uint64_t bytes;
-    uint64_t allocated;  // 0: no descriptor goes with this card
+    uint64_t allocated;  // 0: no descriptor accompanies this card
     uint64_t offset;     // of the region in the allocation
     uint32_t pad;
     uint32_t check;

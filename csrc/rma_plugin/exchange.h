@@ -1,4 +1,4 @@
-// Registering memory together: every rank tells every other what it registers, and gives it to those of its host.
+// Collective registration of memory: every rank announces its region to all others and exports it to the ranks of its host.
 #pragma once
 #include <vector>
 
@@ -7,9 +7,9 @@
 
 namespace moecomm::rma {
 
-// Fills region.remote, for all ranks but `me`.  Waits for the others on the control connections.  Throws Failure.
+// Fill region.remote for all ranks but `me`. Waits for the other ranks on the control connections. Throws Failure.
 void exchange(Region& region, std::vector<Channel>& channels, int me, Gpu* gpu, Deadline deadline);
 
-void unmap(Region& region, Gpu* gpu);  // what exchange has mapped
+void unmap(Region& region, Gpu* gpu);  // undo the mappings of exchange
 
 }  // namespace moecomm::rma

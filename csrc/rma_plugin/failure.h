@@ -1,4 +1,4 @@
-// What can go wrong, by name.  Thrown inside the plugin; NCCL gets a result code and, through its logger, the text.
+// Named errors of the plugin. Thrown inside; NCCL gets a result code and, through its logger, the text.
 #pragma once
 #include <stdexcept>
 #include <string>
@@ -8,17 +8,17 @@
 namespace moecomm::rma {
 
 enum class Fault {
-    kPeerLost,       // its connection broke
-    kPeerSilent,     // it took nothing and said nothing for longer than the timeout
-    kPeerClosed,     // it has closed the communicator, and something was still wanted from it
-    kPeerLied,       // what it sent breaks the protocol
-    kBadChecksum,    // what it sent is not what came
-    kWrongSecret,    // it does not know the job's secret
-    kNotReachable,   // there is no way to it
-    kConnectFailed,  // it did not come, or did not take us, in time
+    kPeerLost,       // the connection to the peer broke
+    kPeerSilent,     // the peer took and sent nothing for longer than the timeout
+    kPeerClosed,     // the peer closed the communicator with operations open
+    kPeerLied,       // the peer broke the protocol
+    kBadChecksum,    // data from the peer arrived damaged
+    kWrongSecret,    // the peer does not know the job's secret
+    kNotReachable,   // no route to the peer
+    kConnectFailed,  // the peer did not connect, or did not accept, in time
     kOutOfRange,     // an offset or a length beyond a registered region
-    kBadHandle,      // not something that this communicator has registered
-    kQueueFull,      // more operations at once than were agreed
+    kBadHandle,      // a handle that this communicator has not registered
+    kQueueFull,      // too many operations at once
     kUnsupported,
     kSystem,
     kCuda,
@@ -82,9 +82,9 @@ class Failure : public std::runtime_error {
     Failure(Fault fault, const std::string& text)
         : std::runtime_error(std::string(name_of(fault)) + ": " + text), fault_(fault), text_(text) {}
     Fault fault() const { return fault_; }
-    const std::string& text() const { return text_; }  // without the name
+    const std::string& text() const { return text_; }  // without the fault's name
     abi::Result result() const { return result_of(fault_); }
-    bool told = false;  // in NCCL's log already
+    bool told = false;  // already in NCCL's log
 
   private:
     Fault fault_;

@@ -10,7 +10,7 @@
 namespace moecomm::rma {
 namespace {
 
-constexpr size_t kNeverInline = 64 * 1024;  // twice of what was seen, with driver 580
+constexpr size_t kNeverInline = 64 * 1024;  // twice the size that driver 580 was seen to inline
 
 }  // namespace
 
@@ -64,8 +64,8 @@ void Gpu::copy(void* to, const void* from, size_t bytes, void* stream) {
     cuda::check(cuda_.copy(reinterpret_cast<cuda::Pointer>(to), reinterpret_cast<cuda::Pointer>(from), bytes, stream), "cuMemcpyAsync");
 }
 
-// What few bytes the driver puts among the commands of a copy, the engine of kernels takes from there: while one of another context runs,
-// and waits for these bytes, this context has to wait for its turn, a millisecond or two.  Copies of two rows go to a copy engine.
+// The driver embeds a few bytes of a small copy among its commands, and the compute engine then copies them. While a kernel of another
+// context runs and waits for these bytes, this context waits a millisecond or two for its time slice. Two-row copies go to a copy engine.
 void Gpu::upload(void* to, const void* from, size_t bytes, void* stream) {
     if (bytes >= kNeverInline || bytes < 2) return copy(to, from, bytes, stream);
     copy_in_two(to, from, bytes / 2, stream);
@@ -99,9 +99,9 @@ Gpu::Exported Gpu::export_window(void* at, size_t bytes) {
     size_t allocated = 0;
     cuda::check(cuda_.address_range(&base, &allocated, reinterpret_cast<cuda::Pointer>(at)), "cuMemGetAddressRange");
     const size_t offset = reinterpret_cast<cuda::Pointer>(at) - base;
-    if (bytes > allocated || offset > allocated - bytes) return window;  // it spans several allocations
+    if (bytes > allocated || offset > allocated - bytes) return window;  // the range spans several allocations
     cuda::Handle handle = 0;
-    if (cuda_.retain(&handle, at) != 0) return window;  // cudaMalloc'ed, not mapped by handle
+    if (cuda_.retain(&handle, at) != 0) return window;  // from cudaMalloc: no handle to export
     cuda::Properties properties{};
     int fd = -1;
     const bool can = cuda_.properties(&properties, handle) == 0 && (properties.handle_types & cuda::kPosixFd) != 0;
@@ -127,7 +127,7 @@ char* Gpu::map_window(int fd, size_t bytes) {
         }
         if (!mapped) cuda_.unreserve(at, bytes);
     }
-    cuda_.release(handle);  // the mapping keeps the memory
+    cuda_.release(handle);  // the mapping keeps the memory alive
     return mapped ? reinterpret_cast<char*>(at) : nullptr;
 }
 

@@ -1,6 +1,6 @@
-// One GPU: streams, events, pinned memory, and windows that travel between processes as file descriptors.
-// In a context of our own.  Who waits inside the driver, in a copy to pageable memory or to load a kernel, keeps all other threads out of
-// the context he waits in: were it ours, a kernel that he waits for would never get the bytes that it waits for.
+// Gpu: streams, events, pinned memory, and windows that travel between processes as file descriptors.
+// All in a context of its own. A thread that waits inside the driver (a copy to pageable memory, loading a kernel) keeps all other threads
+// out of its context. In a shared context, a kernel that such a thread waits for would never get the bytes that the kernel waits for.
 #pragma once
 #include <memory>
 
@@ -13,7 +13,7 @@ using runtime::Descriptor;
 
 class Gpu {
   public:
-    // That of the calling thread's current context, the same for all communicators; null without one, or without a driver.
+    // The GPU of the calling thread's current context, shared by all communicators; null without a context or a driver.
     static std::shared_ptr<Gpu> current();
     ~Gpu() { cuda_.destroy_context(context_); }
     Gpu(const Gpu&) = delete;
@@ -26,21 +26,21 @@ class Gpu {
     void record(void* event, void* stream);
     bool ended(void* event);
     void copy(void* to, const void* from, size_t bytes, void* stream);
-    void upload(void* to, const void* from, size_t bytes, void* stream);  // from pinned memory to that of a GPU
-    // By the stream itself: no multiprocessor is needed, so a kernel that waits for this word can't hold it up.
+    void upload(void* to, const void* from, size_t bytes, void* stream);  // from pinned memory to GPU memory
+    // Done by the stream itself, without an SM, so a kernel that waits for this word cannot delay it.
     void write_word(void* to, uint64_t value, void* stream);
 
     void* pin(size_t bytes);
     void unpin(void* memory) { cuda_.unpin(memory); }
 
-    // The allocation that [at, at + bytes) lies in, if it can be given to another process: else the descriptor is closed.
+    // Export the allocation that contains [at, at + bytes); `fd` stays closed if the allocation cannot be exported.
     struct Exported {
         Descriptor fd;
         size_t offset = 0;  // of `at` in the allocation
         size_t bytes = 0;   // of the allocation
     };
     Exported export_window(void* at, size_t bytes);
-    char* map_window(int fd, size_t bytes);  // null if this GPU can't reach it
+    char* map_window(int fd, size_t bytes);  // null if this GPU cannot map it
     void unmap_window(char* at, size_t bytes);
 
   private:
@@ -53,7 +53,7 @@ class Gpu {
     int device_;
 };
 
-// The GPU's context is the calling thread's while this lives, and what it does is no part of a graph that somebody captures.
+// Makes the GPU's context current in the calling thread while it lives, and excludes the thread's calls from any stream capture.
 class InContext {
   public:
     explicit InContext(Gpu* gpu);

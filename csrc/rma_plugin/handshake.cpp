@@ -51,7 +51,7 @@ Reception::State Reception::refuse(const char* reason, Answer answer) {
     const Verdict verdict{kMagic, answer, {}};
     try {
         if (challenged_) send_some(socket.get(), &verdict, sizeof verdict, nullptr, 0);
-    } catch (const Failure&) {  // it is gone: nobody to tell
+    } catch (const Failure&) {  // the peer is gone
     }
     socket.reset();
     return State::kRefused;

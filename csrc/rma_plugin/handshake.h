@@ -1,9 +1,9 @@
-// Two ends of a connection prove to each other that they know the job's secret, and say who they are.
-//   connecting: Hello(rank, purpose, nonce)          accepting: Challenge(nonce)
-//   connecting: Proof over both nonces               accepting: Verdict(answer, proof over both nonces)
-// Anybody can connect, so the accepting side proves nothing before it has checked the other's proof: nobody without the secret gets a
-// digest to try secrets against.  The connecting side comes to an address that the job itself has handed out.
-// It keeps strangers out.  It does not hide or protect what follows from somebody who can change packets on their way.
+// Handshake: both ends of a connection prove that they know the job's secret, and state their ranks.
+//   connecting side: Hello(rank, purpose, nonce)      accepting side: Challenge(nonce)
+//   connecting side: Proof over both nonces           accepting side: Verdict(answer, proof over both nonces)
+// Anyone can connect, so the accepting side proves nothing before it has checked the other side's proof: without the secret, nobody gets a
+// digest to test guesses against. The connecting side connects to an address that the job itself has published. The handshake keeps
+// strangers out. It does not encrypt or authenticate the frames that follow.
 #pragma once
 #include <string>
 
@@ -12,14 +12,14 @@
 
 namespace moecomm::rma {
 
-constexpr uint32_t kProtocolVersion = 2;  // of the handshake, and of what follows it
+constexpr uint32_t kProtocolVersion = 2;  // version of the handshake and of the frames
 
 enum class Purpose : uint32_t { kControl = 0, kData = 1 };
 
 struct Hello {
     uint32_t magic;
     uint32_t purpose;
-    uint64_t comm;  // NCCL's number of the communicator
+    uint64_t comm;  // NCCL's communicator id
     uint32_t ranks;
     uint32_t from, to;
     uint32_t version;
@@ -38,7 +38,7 @@ struct Verdict {
 };
 static_assert(sizeof(Hello) == 64 && sizeof(Challenge) == 40 && sizeof(Verdict) == 40, "sent as they are");
 
-// Of both sides: "rank `me` of `ranks` in communicator `comm`".
+// One side's identity: rank `me` of `ranks` in communicator `comm`.
 struct Identity {
     std::string secret;
     uint64_t comm;
@@ -46,15 +46,14 @@ struct Identity {
     int me;
 };
 
-// The side that connects: waits for the other, until the deadline.  Throws Failure.
+// The connecting side. Waits for the accepting side until the deadline. Throws Failure.
 void introduce(int socket, const Identity& identity, int to, Purpose purpose, Deadline deadline);
 
-// A rank speaks as soon as it has connected, and once more when it is answered: this is one round trip, with room for packets that are
-// lost and for hosts that are busy.  Who takes longer is no rank, and has to make room for one.
+// Time limit of a reception. A rank sends its Hello when it has connected, and its Proof when it is challenged: one round trip, with margin
+// for packet loss and busy hosts. A connection that takes longer is no rank and gives up its place.
 constexpr auto kLongestReception = std::chrono::seconds(5);
 
-// The side that accepts: never waits, and refuses who has not proved himself in time, so that a stranger who connects and stays silent
-// holds nobody up.
+// The accepting side. Never waits, and refuses a connection without proof at the time limit, so that a silent stranger delays no rank.
 class Reception {
   public:
     explicit Reception(Descriptor socket) : socket(std::move(socket)), deadline_(Clock::now() + kLongestReception) {}
@@ -63,7 +62,7 @@ class Reception {
 
     Descriptor socket;
     Hello hello{};         // valid once accepted
-    const char* why = "";  // it was refused
+    const char* why = "";  // reason of the refusal
 
   private:
     State refuse(const char* reason, Answer answer = Answer::kRefused);

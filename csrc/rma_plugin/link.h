@@ -1,5 +1,5 @@
-// A data connection to one peer: puts, gets and signals in frames, in order, with bounded memory, and without ever waiting.
-// Memory of a GPU goes through staging slots; a slot is free again when the copy to or from it has ended.
+// Link: the data connection to one peer. Carries puts, gets and signals in frames, in order, with bounded memory; no call blocks except
+// say_bye. GPU memory passes through staging slots; a slot is free again when its copy has ended.
 #pragma once
 #include <deque>
 #include <memory>
@@ -15,11 +15,11 @@ namespace moecomm::rma {
 
 class Link {
   public:
-    static constexpr size_t kSlots = 4;           // each way
-    static constexpr size_t kMostGets = 64;       // that a side may have asked for and not received
-    static constexpr size_t kMostArrived = 1024;  // frames that wait for copies before them
+    static constexpr size_t kSlots = 4;           // in each direction
+    static constexpr size_t kMostGets = 64;       // gets that a side may have requested and not yet received
+    static constexpr size_t kMostArrived = 1024;  // received frames that wait for earlier copies
 
-    struct Shared {  // by all links of a communicator
+    struct Shared {  // shared by all links of a communicator
         explicit Shared(const std::shared_ptr<Gpu>& gpu) : out(gpu), in(gpu) {}
         CopyStream out, in;
     };
@@ -27,15 +27,15 @@ class Link {
     Link(Descriptor socket, int peer, const std::shared_ptr<Gpu>& gpu, Shared& copies, const Registry& registry, Signals& signals,
          std::chrono::milliseconds patience);
 
-    // The request is done, or its bytes are moved if its signal goes another way, when the peer says so.
+    // Queue an operation. The request is done when the peer acknowledges it; without the signal, its bytes are then in place.
     void push(Request& request, bool with_signal);
-    // Both do what can be done now, and return; they throw Failure if the link is of no use any more.
+    // Make progress without blocking. Both throw Failure if the link can no longer be used.
     void receive();
     void send();
     void check_patience(Clock::time_point now);
-    void say_bye(Deadline deadline);  // waits until then at most
+    void say_bye(Deadline deadline);  // waits until the deadline at most
 
-    void shut() { socket_.reset(); }  // after a failure: nothing else may be called but the destructor
+    void shut() { socket_.reset(); }  // after a failure: only the destructor may be called afterwards
     int socket() const { return socket_.get(); }
     bool has_to_send() const {
         return writing_ || acked_ != applied_ || !slots_out_.empty() || !outbox_.empty() || !answers_.empty() || bye_due_;
@@ -45,12 +45,12 @@ class Link {
     size_t unfinished() const { return outbox_.size() + puts_.size() + gets_.size(); }
 
   private:
-    struct Outgoing {  // an operation of ours
+    struct Outgoing {  // an operation of this rank
         Request* request;
         bool with_signal;
         uint64_t sent;
     };
-    struct Answer {  // to a get of the peer's
+    struct Answer {  // to a get of the peer
         std::shared_ptr<Region> region;
         uint64_t offset, bytes, number;
         uint64_t sent;
@@ -67,10 +67,10 @@ class Link {
     };
 
     void stage();         // link_send.cpp
-    bool stage_answer();  // false: there is none
+    bool stage_answer();  // false: nothing to stage
     bool stage_operation();
     void fill_slot(const Frame& frame, const char* from, bool on_gpu);
-    bool choose();       // what to write next
+    bool choose();       // the next frame to write
     bool write();        // false: the socket is full
     void take_header();  // link_receive.cpp
     bool take_payload();
@@ -92,7 +92,7 @@ class Link {
     CopyStream& copies_out_;
     Staging staging_out_;
     std::deque<Outgoing> outbox_;
-    // They overtake what waits in the outbox: two ranks that wait for each other's answers before they ask for more can't block.
+    // Answers overtake the outbox, so that two ranks that wait for each other's answers before they send more cannot deadlock.
     std::deque<Answer> answers_;
     std::deque<SlotOut> slots_out_;
     size_t next_slot_out_ = 0;
@@ -102,10 +102,10 @@ class Link {
     size_t written_ = 0;
     uint64_t frames_out_ = 0;
     std::deque<Request*> puts_;  // sent, or being sent, and not yet acknowledged
-    uint64_t puts_sent_ = 0;     // whose last frame has been written; puts_ may be longer
+    uint64_t puts_sent_ = 0;     // operations whose last frame has been written; puts_ may be longer
     uint64_t puts_done_ = 0;
     std::deque<Request*> gets_;
-    uint64_t gets_asked_ = 0, gets_answered_ = 0, gets_done_ = 0;  // asked for; all data has come; all data is in place
+    uint64_t gets_asked_ = 0, gets_answered_ = 0, gets_done_ = 0;  // requested; all data received; all data in place
 
     // in
     CopyStream& copies_in_;

@@ -28,7 +28,7 @@ void Link::receive() {
     }
 }
 
-// Everything that the frame claims is checked before a byte of its payload is read.
+// Validate all that the frame claims before any byte of its payload is read.
 void Link::take_header() {
     const Frame& frame = incoming_;
     check_header(frame, frames_in_++, peer_);
@@ -92,7 +92,7 @@ bool Link::take_payload() {
     return true;
 }
 
-// What must not be seen before the copies of earlier frames have ended waits in arrived_.
+// Frames whose effect must not be visible before the copies of earlier frames have ended wait in arrived_.
 void Link::accept_frame() {
     if (incoming_.type == FrameType::kAck) return take_ack(incoming_.value);
     if (incoming_.type == FrameType::kBye) {

@@ -7,7 +7,7 @@
 namespace moecomm::rma {
 namespace {
 
-constexpr int kFramesATurn = 16;  // so that one peer does not hold up the others
+constexpr int kFramesATurn = 16;  // per call of send(), so that one peer does not delay the others
 
 }  // namespace
 
@@ -77,7 +77,7 @@ bool Link::stage_answer() {
     return true;
 }
 
-// The next frame of the first operation; with its last one it leaves the outbox.
+// Stage the next frame of the first operation; the operation leaves the outbox with its last frame.
 bool Link::stage_operation() {
     if (outbox_.empty()) return false;
     Outgoing& next = outbox_.front();
@@ -158,7 +158,7 @@ bool Link::write() {
         const long sent = send_some(socket_.get(), reinterpret_cast<const char*>(&writing_frame_) + (header - head), head,
                                     writing_payload_ + body, writing_frame_.payload - body);
         if (sent < 0) return false;
-        heard_ = Clock::now();  // it takes what we send: it is there
+        heard_ = Clock::now();  // the peer accepts data, so it is alive
         written_ += static_cast<size_t>(sent);
     }
     writing_ = false;
@@ -187,7 +187,7 @@ void Link::say_bye(Deadline deadline) {
     while (has_to_send()) {
         if (!writing_ && !choose()) {
             if (slots_out_.empty() || Clock::now() >= deadline) return;
-            continue;  // a copy into a slot is on its way
+            continue;  // a copy into a slot is under way
         }
         if (!write() && !wait_for(socket_.get(), POLLOUT, deadline)) return;
     }

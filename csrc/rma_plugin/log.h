@@ -1,4 +1,4 @@
-// NCCL's own logger: what the plugin has to say stands among NCCL's lines, under the same NCCL_DEBUG.
+// Messages through NCCL's logger, subject to NCCL_DEBUG.
 #pragma once
 #include <string>
 

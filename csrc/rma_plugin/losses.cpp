@@ -19,7 +19,7 @@ struct Job {
 std::mutex mutex;
 
 std::map<std::string, Job>& jobs() {
-    static auto* const all = new std::map<std::string, Job>;  // threads of NCCL's may outlive what is destroyed at exit
+    static auto* const all = new std::map<std::string, Job>;  // never destroyed: NCCL's threads may outlive static destructors
     return *all;
 }
 

@@ -1,4 +1,4 @@
-// Peers that can't be reached any more, told to kernels that wait for them: NCCL has no way to.
+// Report lost peers to kernels that wait for them, which NCCL cannot do.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -6,12 +6,12 @@
 
 namespace moecomm::rma::losses {
 
-// The first loss of a communicator with this secret becomes abort_word (csrc/protocol/record.h) in `word`, unless that holds something;
-// null: nobody waits any more.  It lives until then.
+// Watch communicators with this secret: the first loss stores its abort_word (csrc/protocol/record.h) in `word`, unless `word` is not 0.
+// `word` must live until watch(secret, nullptr), which ends the watch.
 void watch(const std::string& secret, uint32_t* word);
-// On NCCL's thread: takes a lock that nobody holds while waiting.  `rank`: ours where something here is broken.
+// Called on NCCL's thread; takes a lock that no thread holds while it waits. `rank` is `own_rank` if the fault is on this rank.
 void tell(const std::string& secret, int own_rank, int rank, const std::string& what);
-// What was told first since watch(), cut to `bytes`; -1: nothing, else the rank.
+// The first loss since watch(): returns the rank, or -1 for none; `text` gets its description, cut to `bytes`.
 int first(const std::string& secret, char* text, size_t bytes);
 
 }  // namespace moecomm::rma::losses

@@ -1,5 +1,5 @@
-// Signals to another process of this host: a ring in shared memory, written by one rank and read by one.
-// The reader makes it and trusts nothing in it; the writer checks that its size can't be changed any more before it maps it.
+// Mailbox: signals to another process of this host, in a ring in shared memory with one writer and one reader.
+// The reader creates the ring and validates everything it reads. The writer checks that the ring's size is sealed before mapping it.
 #pragma once
 #include <cstdint>
 
@@ -12,7 +12,7 @@ using runtime::Descriptor;
 struct Mail {
     uint64_t at, value;
     uint32_t region;
-    uint32_t place;  // the low bits of its place in the stream of mail
+    uint32_t place;  // low bits of its index in the stream of signals
 };
 static_assert(sizeof(Mail) == 24, "shared between processes");
 
@@ -25,19 +25,19 @@ class Mailbox {
     Mailbox(const Mailbox&) = delete;
     Mailbox& operator=(const Mailbox&) = delete;
 
-    Descriptor create();  // to be given to the writer
+    Descriptor create();  // returns the descriptor for the writer
     void open(int fd);    // throws Failure(kPeerLied)
 
+    // Both throw Failure(kPeerLied) if the other side's count is impossible.
     bool post(const Mail& mail, int reader);  // false: full
     bool take(Mail& mail, int writer);        // false: empty
-                                              // Both throw Failure(kPeerLied) if the other side's count is impossible.
 
   private:
     struct Shared;
     void map(int fd);
 
     Shared* shared_ = nullptr;
-    uint64_t place_ = 0;  // how many we have posted, or taken
+    uint64_t place_ = 0;  // signals posted or taken by this side
 };
 
 }  // namespace moecomm::rma

@@ -12,7 +12,7 @@
 namespace moecomm::rma {
 namespace {
 
-constexpr size_t kMostReceptions = 4096;  // at once; the others wait until one of these is accepted, or refused for its silence
+constexpr size_t kMostReceptions = 4096;  // at once; further connections wait until one of these is accepted or refused
 
 std::string text_of(const char* name, size_t bytes) { return std::string(name, ::strnlen(name, bytes)); }
 
@@ -31,7 +31,7 @@ void connect_out(Channel& channel, const Address& address, const Identity& ident
     }
 }
 
-// Higher ranks connect to us, in any order, and strangers may try to.
+// Accept connections of higher ranks, which come in any order, and refuse strangers.
 class Door {
   public:
     Door(const Listener& listener, const Identity& identity, std::vector<Channel>& channels, std::chrono::milliseconds timeout)
@@ -81,7 +81,7 @@ class Door {
                 last_refusal_ = guests_[i].reception.why;
                 warn(std::string("a connection was refused: ") + last_refusal_);
             }
-            if (i + 1 < guests_.size()) guests_[i] = std::move(guests_.back());  // in no order: thousands may be refused at once
+            if (i + 1 < guests_.size()) guests_[i] = std::move(guests_.back());  // unordered, because thousands may be refused at once
             guests_.pop_back();
         }
     }
@@ -97,7 +97,7 @@ class Door {
 
     void sleep() {
         std::vector<pollfd> all;
-        // Without room, connections that wait to be accepted would wake us at once, for nothing.
+        // Without room, a connection that waits to be accepted would wake poll at once, for nothing.
         const bool room = guests_.size() < kMostReceptions && no_room_.empty();
         if (room && listener_.local.open()) all.push_back({listener_.local.get(), POLLIN, 0});
         if (room && listener_.tcp.open()) all.push_back({listener_.tcp.get(), POLLIN, 0});
@@ -123,11 +123,11 @@ class Door {
     std::chrono::milliseconds timeout_;
     std::vector<Guest> guests_;
     int missing_ = 0, refused_ = 0;
-    std::string no_room_;  // why nobody more could be accepted, in the last turn
+    std::string no_room_;  // why the last pass could accept no more
     const char* last_refusal_ = "";
 };
 
-// Each makes the box that it reads, and gives it to its writer.
+// Each rank creates the mailbox that it reads, and gives it to the writer.
 void exchange_mailboxes(std::vector<Channel>& channels, Deadline deadline) {
     const char greeting = 'm';
     for (Channel& channel : channels) {

@@ -1,5 +1,5 @@
-// Every rank connected to every other: a control connection, which threads of NCCL's callers wait on, and a data connection, which
-// nobody ever waits on.
+// Connections of every rank to every other: a control connection, on which threads of NCCL's callers wait, and a data connection, on which
+// no thread waits.
 #pragma once
 #include <memory>
 #include <vector>
@@ -16,7 +16,7 @@ struct Channel {
     std::unique_ptr<Mailbox> to, from;  // kLocal only
 };
 
-// By rank; our own place stays empty.  Throws Failure, naming the rank that did not come.
+// Connect all ranks. Return the channels by rank; this rank's own stays empty. Throws Failure, naming the rank that did not connect.
 std::vector<Channel> connect_all(const Listener& listener, const std::vector<Address>& addresses, const Identity& identity,
                                  std::chrono::milliseconds timeout);
 

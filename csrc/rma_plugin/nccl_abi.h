@@ -1,5 +1,5 @@
-// NCCL's interface for RMA plugins, versions 14 and 16, as far as its binary layout goes: neither NCCL nor CUDA is needed to build this.
-// Names follow NCCL's; the layouts were checked against its sources (2.30.7 and 2.32.3).
+// Binary interface of NCCL's RMA plugins, versions 14 and 16, so that the build needs neither NCCL nor CUDA. Names follow NCCL's; the
+// layouts were checked against its sources (2.30.7 and 2.32.3).
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -23,7 +23,7 @@ using Logger = void (*)(int level, unsigned long flags, const char* file, int li
 constexpr int kHandleBytes = 128;                          // NCCL_NET_HANDLE_MAXSIZE
 constexpr int kPtrHost = 1, kPtrCuda = 2, kPtrDmaBuf = 4;  // NCCL_PTR_*
 constexpr int kMaxRequests = 32;                           // NCCL_NET_MAX_REQUESTS
-constexpr int kGinProxy = 2;                               // NCCL_NET_DEVICE_GIN_PROXY: what makes NCCL's GIN type "proxy"
+constexpr int kGinProxy = 2;                               // NCCL_NET_DEVICE_GIN_PROXY: makes NCCL's GIN type "proxy"
 constexpr uint64_t kSignalNeverReset = 1 << 1;             // NCCL_NET_MR_FLAG_SIGNAL_NEVER_RESET
 constexpr uint32_t kSignalInc = 1, kSignalAdd = 2;         // NCCL_NET_SIGNAL_OP_*
 
@@ -54,7 +54,7 @@ static_assert(sizeof(Properties) == 128 && offsetof(Properties, maxRecvs) == 52 
                   offsetof(Properties, vProps) == 64 && offsetof(Properties, maxP2pBytes) == 104 && offsetof(Properties, railId) == 124,
               "ncclNetProperties_v12_t on 64 bits");
 
-struct Config {  // ncclRmaConfig_v14_t; rankStride is not in every NCCL of this version: never read it
+struct Config {  // ncclRmaConfig_v14_t; never read rankStride, which some NCCLs of this version lack
     int nContexts;
     int trafficClass;
     int rankStride;
@@ -94,7 +94,7 @@ static_assert(sizeof(RmaV14) == 168 && offsetof(RmaV14, regMrSym) == 56 && offse
                   offsetof(RmaV14, iputSignal) == 112 && offsetof(RmaV14, rmaProgress) == 144 && offsetof(RmaV14, finalize) == 160,
               "ncclRma_v14_t on 64 bits");
 
-struct RmaV16 {  // ncclRma_v16_t: getRmaProperties is new, and what puts and gets have a word of hints
+struct RmaV16 {  // ncclRma_v16_t: adds getRmaProperties, and a word of hints to puts and gets
     const char* name;
     Result (*init)(void** context, uint64_t comm_id, Logger logger);
     Result (*devices)(int* count);

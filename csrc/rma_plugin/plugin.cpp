@@ -1,4 +1,4 @@
-// What NCCL finds when it opens the library: two tables of functions.  No exception leaves them.
+// Entry points of the library: NCCL's two tables of functions. No exception leaves them.
 #include <cstring>
 #include <new>
 
@@ -10,7 +10,7 @@
 namespace moecomm::rma {
 namespace {
 
-struct Instance {  // of a communicator; NCCL makes one for RMA and one for GIN
+struct Instance {  // one communicator; NCCL creates one for RMA and one for GIN
     uint64_t comm_id;
     Settings settings;
 };
@@ -49,12 +49,12 @@ abi::Result devices(int* count) {
 
 abi::Result properties(int device, abi::Properties* to) {
     *to = {};
-    to->name = "moecomm";  // no PCI path: the same for every GPU of the host
+    to->name = "moecomm";  // no PCI path, so every GPU of the host has the same distance
     to->guid = 0x6d6f65636f6d6d;
     to->ptrSupport = abi::kPtrHost | abi::kPtrCuda;
     to->speed = 100000;
     to->maxComms = 1 << 20;
-    to->maxRecvs = 8;  // a queue of 256 operations to a peer; a power of two, or NCCL does not take it
+    to->maxRecvs = 8;  // queues of 256 operations to a peer; NCCL requires a power of two
     to->netDeviceType = abi::kGinProxy;
     to->vProps.ndevs = 1;
     to->vProps.devs[0] = device;
@@ -64,7 +64,7 @@ abi::Result properties(int device, abi::Properties* to) {
 }
 
 abi::Result rma_properties(void*, abi::RmaProperties* to) {
-    to->flushesAllPutsOnAnySignal = false;  // a signal of one peer says nothing of another's puts
+    to->flushesAllPutsOnAnySignal = false;  // a signal of one peer does not cover another peer's puts
     return abi::kSuccess;
 }
 
@@ -87,7 +87,7 @@ abi::Result connect(void* context, void** handles, int ranks, int rank, void* li
         std::vector<Address> addresses(static_cast<size_t>(ranks));
         for (int i = 0; i < ranks; ++i) std::memcpy(&addresses[i], handles[i], sizeof(Address));
         const Identity identity{instance.settings.secret, instance.comm_id, ranks, rank};
-        const std::shared_ptr<Gpu> gpu = Gpu::current();  // until our use of its context has ended
+        const std::shared_ptr<Gpu> gpu = Gpu::current();  // outlives in_context
         const InContext in_context(gpu.get());
         auto channels = connect_all(*static_cast<Listener*>(listener), addresses, identity, instance.settings.timeout);
         *comm = new Comm(std::move(channels), rank, instance.settings, gpu);
@@ -135,7 +135,7 @@ abi::Result iput_signal(void* rma, int number, uint64_t from, void* from_region,
     auto& context = *static_cast<Context*>(rma);
     return guarded([&] {
         if (op != abi::kSignalInc && op != abi::kSignalAdd) throw Failure(Fault::kUnsupported, "a signal is added to, or counts up");
-        // Weak signals are strong ones here: what comes before them is there.
+        // Weak signals are treated as strong ones: they cover all earlier puts.
         const Raise raise{signal_region, signal, op == abi::kSignalInc ? 1 : value};
         *request = context.comm->put(context, number, static_cast<int>(rank), {from_region, from, to_region, to, bytes}, &raise);
     });
@@ -198,7 +198,7 @@ int moecomm_rma_watch(const char* secret, uint32_t* word) {
 MOECOMM_EXPORT int moecomm_rma_first_loss(const char* secret, char* text, size_t bytes);
 int moecomm_rma_first_loss(const char* secret, char* text, size_t bytes) { return moecomm::rma::losses::first(secret, text, bytes); }
 
-// A multi-segment window would come with a dma-buf, which properties() does not offer: regMrSymDmaBuf is never called.
+// regMrSymDmaBuf is null: NCCL calls it only for multi-segment windows with a dma-buf, which properties() does not offer.
 MOECOMM_EXPORT const moecomm::rma::abi::RmaV14 ncclRmaPlugin_v14;
 const moecomm::rma::abi::RmaV14 ncclRmaPlugin_v14 = {
     "moecomm",

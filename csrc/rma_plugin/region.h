@@ -1,4 +1,4 @@
-// Registered memory: ours, and what we know of the same registration on every other rank.
+// Registered memory of this rank, and the matching registration of every other rank.
 #pragma once
 #include <memory>
 #include <unordered_map>
@@ -11,26 +11,26 @@ namespace moecomm::rma {
 
 struct Remote {
     uint64_t bytes = 0;
-    char* at = nullptr;      // where we reach it; null: only through its link
-    char* mapped = nullptr;  // the whole allocation, if we have mapped it
+    char* at = nullptr;      // its address in this process; null: reachable only through the link
+    char* mapped = nullptr;  // the mapped allocation, if there is one
     size_t mapped_bytes = 0;
 };
 
 struct Region {
-    uint32_t id = 0;  // the same on all ranks: memory is registered by all of them together
+    uint32_t id = 0;  // the same on all ranks, because registration is collective
     char* base = nullptr;
     uint64_t bytes = 0;
     bool on_gpu = false;
     bool registered = true;
-    bool never_reset = false;      // its words are signals that only we write
+    bool never_reset = false;      // its words are signals that only this plugin writes
     std::vector<Remote> remote;    // by rank
-    std::vector<uint64_t> shadow;  // what its words are, if never reset: GPU memory need not be read
+    std::vector<uint64_t> shadow;  // current values of its words, if never_reset: GPU memory need not be read
 };
 
-// [at, at + bytes) lies in `size` bytes
+// True if [at, at + bytes) is inside `size` bytes.
 inline bool fits(uint64_t at, uint64_t bytes, uint64_t size) { return bytes <= size && at <= size - bytes; }
 
-// By handle, for NCCL, and by number, for peers.
+// Regions by handle, for NCCL, and by id, for peers.
 class Registry {
   public:
     uint32_t next_id() const { return static_cast<uint32_t>(by_id_.size()); }
@@ -38,7 +38,7 @@ class Registry {
         by_handle_[region.get()] = region;
         by_id_.push_back(std::move(region));
     }
-    // Its number is not used again: a late put for it is an error, a late signal is dropped, and neither lands in other memory.
+    // The id is not used again: a late put to it is an error, a late signal is dropped, and neither can reach other memory.
     void remove(const Region& region) {
         const uint32_t id = region.id;
         by_id_[id]->registered = false;

@@ -1,4 +1,4 @@
-// One operation that NCCL asked for, until it has been told that it is done.
+// One operation of NCCL's, until NCCL has learned that it is done.
 #pragma once
 #include <memory>
 
@@ -16,13 +16,13 @@ struct Request {
     std::shared_ptr<Region> local, remote;
     uint64_t local_at = 0, remote_at = 0, bytes = 0;
 
-    std::shared_ptr<Region> signal;  // to be raised when the bytes are there; null: none
+    std::shared_ptr<Region> signal;  // to signal once the bytes are in place; null: none
     uint64_t signal_at = 0, signal_value = 0;
 
-    uint64_t gets_before = 0;  // kFlush: this many gets must have ended
+    uint64_t gets_before = 0;  // kFlush: number of gets that must have ended
 
-    bool moved = false;      // the bytes are where they belong
-    bool signalled = false;  // the signal is on its way, behind them
+    bool moved = false;      // the bytes are in place
+    bool signalled = false;  // the signal is under way
     bool done() const { return moved && (signal == nullptr || signalled); }
     void has_moved() {
         moved = true;
@@ -34,9 +34,9 @@ struct Request {
     }
 
     uint64_t started = 0;   // bytes whose copy has begun
-    Ticket ticket = 0;      // of the last of them
-    int held = 0;           // queues of ours that point here
-    bool released = false;  // NCCL has forgotten it
+    Ticket ticket = 0;      // of the last copy
+    int held = 0;           // number of the plugin's queues that point here
+    bool released = false;  // NCCL no longer refers to it
     times::Mark mark;
 };
 

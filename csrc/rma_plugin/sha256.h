@@ -1,4 +1,4 @@
-// SHA-256 (FIPS 180-4) and HMAC-SHA-256 (RFC 2104): what two ends of a connection prove the job's secret with.
+// SHA-256 (FIPS 180-4) and HMAC-SHA-256 (RFC 2104), for the handshake.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -12,7 +12,7 @@ using Digest = std::array<uint8_t, 32>;
 class Sha256 {
   public:
     void add(const void* data, size_t bytes);
-    Digest end();  // once
+    Digest end();  // call once
 
   private:
     void block(const uint8_t* data);
@@ -23,6 +23,6 @@ class Sha256 {
 };
 
 Digest hmac_sha256(const std::string& key, const void* data, size_t bytes);
-bool same_digest(const Digest& a, const Digest& b);  // takes as long for any difference
+bool same_digest(const Digest& a, const Digest& b);  // constant time
 
 }  // namespace moecomm::rma

@@ -38,7 +38,7 @@ bool Signals::write(Signal& signal) {
         now += signal.value;
         return true;
     }
-    // A word of the user's own, which kernels may write between signals: read it, add, write it.
+    // A word of the user's window, which kernels may write between signals: read, add, write.
     if (!reading_) {
         read_ = stream_.copy(word_.get(), word, sizeof(uint64_t), true);
         reading_ = true;

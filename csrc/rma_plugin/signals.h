@@ -1,4 +1,4 @@
-// Signals are added where they are received: NCCL's signal memory can't be given to another process, and no copy engine adds.
+// Signals: the receiving process adds them, because NCCL's signal memory cannot be exported and no copy engine adds.
 #pragma once
 #include <deque>
 #include <memory>
@@ -10,16 +10,16 @@ namespace moecomm::rma {
 
 class Signals {
   public:
-    static constexpr size_t kMost = 4096;  // that wait to be written
+    static constexpr size_t kMost = 4096;  // signals that wait to be written
 
     Signals(std::shared_ptr<Gpu> gpu, const Registry& registry) : registry_(registry), stream_(gpu), word_(gpu, sizeof(uint64_t)) {}
 
     bool room() const { return waiting_.size() < kMost; }
-    // From `peer`, or from ourselves.  A signal may wait for the copies before it, and longer than its memory is registered: then it is
-    // dropped here.  Throws Failure(kPeerLied) if there never was such a word.
+    // Queue a signal of `peer` or of this rank. Signals wait for earlier copies; one that outlives the registration of its memory is
+    // dropped. Throws Failure(kPeerLied) if there never was such a word.
     void add(uint32_t id, uint64_t at, uint64_t value, int peer);
-    bool progress();                    // whether it wrote any
-    void forget(const Region& region);  // it is no longer registered
+    bool progress();                    // true if it wrote any
+    void forget(const Region& region);  // drop signals for a deregistered region
     CopyStream& stream() { return stream_; }
 
   private:
@@ -27,7 +27,7 @@ class Signals {
         std::shared_ptr<Region> region;
         uint64_t at, value;
     };
-    bool write(Signal& signal);  // false: not yet
+    bool write(Signal& signal);  // false: not yet possible
 
     const Registry& registry_;
     CopyStream stream_;

@@ -70,7 +70,7 @@ Descriptor connect_to(int family, const sockaddr* address, socklen_t bytes, Dead
             errno = error;
         }
         if (errno != EAGAIN) fail(Fault::kConnectFailed, "connect");
-        // Too many wait there to be accepted: try again.
+        // The listener's queue is full: try again.
         if (Clock::now() >= deadline) throw Failure(Fault::kConnectFailed, "nobody answers");
         ::poll(nullptr, 0, 5);
     }
@@ -118,7 +118,7 @@ Accepted accept_from(int listener) {
         case ENOTSOCK:
         case EOPNOTSUPP:
             fail(Fault::kSystem, "accept");
-        default:  // nobody, or somebody who has gone again, with the error of that connection
+        default:  // no connection, or one that has ended already, with its error
             break;
     }
     return accepted;
@@ -156,7 +156,7 @@ void send_all(int socket, const void* data, size_t bytes, Deadline deadline, int
     const auto* from = static_cast<const char*>(data);
     if (fd >= 0) {
         if (!runtime::send_descriptor(socket, data, bytes, fd)) fail(Fault::kPeerLost, "sendmsg");
-        return;  // a record is far smaller than what a new socket has room for
+        return;  // the record is far smaller than the buffer of a new socket
     }
     while (bytes > 0) {
         const ssize_t sent = ::send(socket, from, bytes, MSG_NOSIGNAL);

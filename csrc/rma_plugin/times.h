@@ -1,5 +1,5 @@
-// Where the time of operations goes: sums over all communicators of this process, off unless MOECOMM_RMA_TIMES=1.
-// Nothing here allocates, locks or waits; off, each of it is one branch, and no clock is read.
+// Time accounting of operations: sums over all communicators of this process, off unless MOECOMM_RMA_TIMES=1.
+// Nothing here allocates, locks or waits. When off, each function costs one branch and reads no clock.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -7,30 +7,30 @@
 
 namespace moecomm::rma::times {
 
-// moecomm/rma_plugin.py has their names in this order.  Times are nanoseconds of CLOCK_MONOTONIC.
+// moecomm/rma_plugin.py names the sums in this order. Times are nanoseconds of CLOCK_MONOTONIC.
 enum Sum {
-    kClockReads,  // for all of this: what it costs
+    kClockReads,  // clock reads of this accounting: its overhead
     kOperations,  // puts and gets posted
-    kSignals,     // those with a signal behind them
-    kBytes,       // what they move
-    kEnded,       // those that a poll has seen done, and their signals on their way
-    kUntilEnded,  // by these: from the begin of the call that posted one until then
-    kBusy,        // while at least one of a communicator was between the two
-    kPosting,     // inside the calls that post
-    kDriver,      // and of that inside the CUDA driver
+    kSignals,     // operations with a signal
+    kBytes,       // bytes of these operations
+    kEnded,       // operations that a poll has seen done, with their signals under way
+    kUntilEnded,  // sum over them of the time from the start of the posting call until then
+    kBusy,        // time with at least one such operation of a communicator open
+    kPosting,     // time in posting calls
+    kDriver,      // part of kPosting inside the CUDA driver
     kPolls,       // calls of test and progress
-    kEmptyPolls,  // those that found nothing
-    kPolling,     // inside all of them
-    kWords,       // signals written here: of others, and our own to ourselves
-    kWriting,     // while they were
+    kEmptyPolls,  // calls that found nothing
+    kPolling,     // time in these calls
+    kWords,       // signals written here, from peers and from this rank to itself
+    kWriting,     // time spent writing them
     kSums,
 };
 
 constexpr uint64_t kVersion = 1;
-struct Taken {         // by moecomm_rma_take_times
-    uint64_t version;  // set by the caller: what it knows
+struct Taken {         // filled by moecomm_rma_take_times
+    uint64_t version;  // set by the caller: the version that it knows
     uint64_t on;
-    uint64_t since;  // nanoseconds for which these have been added up
+    uint64_t since;  // nanoseconds covered by the sums
     uint64_t sums[kSums];
 };
 
@@ -39,20 +39,20 @@ inline bool enabled() { return on.load(std::memory_order_relaxed); }
 void enable();
 uint64_t now();
 void add(Sum sum, uint64_t value);
-int take(Taken* to);  // and begins anew; not 0: a version that is not known
+int take(Taken* to);  // reads and resets the sums; not 0: unknown version
 
-struct Open {  // operations of a communicator that are under way, under its mutex
+struct Open {  // open operations of a communicator, under its mutex
     size_t count = 0;
     uint64_t since = 0;
     uint64_t ended = 0;
 };
-struct Mark {  // of an operation; open is null if it is not timed, or not any more
+struct Mark {  // of an operation; open is null if it is not timed or has ended
     Open* open = nullptr;
     uint64_t begin = 0;
     void end();
 };
 
-class Post {  // lives as long as a call that posts
+class Post {  // scope of a posting call
   public:
     Post() {
         if (enabled()) begin();
@@ -72,7 +72,7 @@ class Post {  // lives as long as a call that posts
     bool accepted_ = false;
 };
 
-class Driver {  // lives as long as a step inside the driver; counts within a Post
+class Driver {  // scope of a driver call; counted within a Post
   public:
     Driver() {
         if (enabled()) begin();
@@ -89,7 +89,7 @@ class Driver {  // lives as long as a step inside the driver; counts within a Po
     uint64_t begin_ = 0;
 };
 
-class Poll {  // lives as long as a call of test or progress
+class Poll {  // scope of a call of test or progress
   public:
     Poll() : begin_(enabled() ? now() : 0) {}
     ~Poll() {
@@ -105,7 +105,7 @@ class Poll {  // lives as long as a call of test or progress
     bool found_ = false;
 };
 
-class Writing {  // lives as long as signals that came are written
+class Writing {  // scope in which received signals are written
   public:
     Writing() : begin_(enabled() ? now() : 0) {}
     ~Writing() {

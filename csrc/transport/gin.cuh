@@ -1,15 +1,16 @@
-// NCCL GIN: loads and stores inside our domain, which is NCCL's LSA team; puts and indexed signals to ranks of others.
+// Gin: loads and stores inside this domain, which is NCCL's LSA team; GIN puts and indexed signals to ranks of other domains. transport.cuh
+// states who calls each method and what it orders.
 //
-// A channel is a context of GIN, with queues and signals of its own.  Nothing orders two of them, and nobody knows by which one a signal
-// comes: what a signal stands at is the sum over all contexts.  Each word has one writer, who adds to it again only by the same channel, or
-// after we have answered what it said before; so the sum is never one that it did not mean.
+// A channel is a GIN context, with queues and signals of its own. Contexts are not ordered among each other, and the reader does not know
+// through which one a signal arrives, so the value of a signal is the sum over all contexts. Each signal has one writer, which adds to it
+// again only through the same channel, or after the reader has answered the previous value; so the sum never takes an unintended value.
 #pragma once
 #include "../shims/shims.h"
 #include "transport.cuh"
 
 namespace moecomm {
 
-// What Context::link points to; moecomm/backends/gin.py fills it in.
+// Target of Context::link. moecomm/backends/gin.py fills it.
 struct GinLink {
     u64 comm;    // ncclDevComm*, in memory of this GPU
     u64 window;  // ncclWindow_t
@@ -36,7 +37,7 @@ struct Gin : Lsa {
         for (i32 c = channels(); c-- > 0;) value += moecomm_gin_read_signal(comm(), c, static_cast<u32>(which));
         return value;
     }
-    // The shim counts two entries of the queue a post, a put and its signal.  Ours are one or the other.
+    // The shim counts two queue entries for a post (a put and its signal). Here a post is only one of them.
     MOECOMM_FN i32 has_room(i32 peer, i32 posts) const { return moecomm_gin_has_room(comm(), context, peer, (posts + 1) / 2); }
     MOECOMM_FN void sent_begin(i32 peer, u64* ticket) const { moecomm_gin_flush_begin(comm(), context, peer, ticket); }
     MOECOMM_FN i32 sent_ended(i32, const u64* ticket) const { return moecomm_gin_flush_ended(comm(), context, ticket); }

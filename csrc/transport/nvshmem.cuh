@@ -1,8 +1,8 @@
-// NVSHMEM: loads and stores inside our domain; puts and signals to ranks of others.  Windows are symmetric, so that our own address stands
-// for a peer's.
+// Nvshmem: loads and stores inside this domain; NVSHMEM puts and signals to ranks of other domains. Windows are symmetric, so this rank's
+// address names the same place at a peer. transport.cuh states who calls each method and what it orders.
 //
-// It can't be asked whether a put would wait for room, nor a put be waited for step by step: both are its own waits, which the network
-// ends.
+// NVSHMEM offers no query for queue room and no completion test for a put. Both are waits inside NVSHMEM, without a deadline; the network
+// ends them.
 #pragma once
 #include "../protocol/domains.h"
 #include "../shims/shims.h"
@@ -13,13 +13,13 @@ namespace moecomm {
 struct Nvshmem : Lsa {
     static constexpr bool all_reachable = false;
 
-    // A fence covers what this GPU has put by any queue, so there is one channel.
+    // A fence covers this GPU's puts in all queues, so one channel is enough.
     MOECOMM_FN explicit Nvshmem(const Context& c, i32 = 0) : Lsa{c} {}
 
     MOECOMM_FN u64* word(u64 which) const { return local<u64>(signal_at(ctx.window, which)); }
 
     MOECOMM_FN i32 channels() const { return 1; }
-    // Where stores reach the peer, NVSHMEM loads the source through the first-level cache, which a fence empties.
+    // If stores reach the peer, NVSHMEM loads the source through L1, which the fence invalidates.
     MOECOMM_FN void put(i32 peer, u64 to, u64 from, u64 bytes) const {
         fence();
         moecomm_nvshmem_put_warp(local<u8>(to), local<u8>(from), bytes, peer);
@@ -28,7 +28,7 @@ struct Nvshmem : Lsa {
         moecomm_nvshmem_fence();
         moecomm_nvshmem_signal_add(word(which), amount, peer);
     }
-    // NVSHMEM is asked as well because it tells the GPU of what a NIC has written.
+    // The call into NVSHMEM makes a NIC's writes visible to the GPU.
     MOECOMM_FN u64 signal_value(u64 which) const {
         const u64 value = load_acquire(word(which));
         moecomm_nvshmem_acquire_signal(word(which), value);

@@ -1,4 +1,4 @@
-// A transport that puts, over NVLink: domains that are cut out of one, so that what crosses them runs where there is no network.
+// Puts: a put-and-signal transport over NVLink. It splits one NVLink domain into several, so that scale-out code runs without a network.
 #pragma once
 #include "../device/packet.cuh"
 #include "../protocol/domains.h"
@@ -6,7 +6,8 @@
 
 namespace moecomm {
 
-// `ctx.link` is the address of u64[ranks]: everybody's window, those of other domains as well, for what is done here alone.
+// `ctx.link` is the address of u64[ranks]: the windows of all ranks, other domains included. Only this struct uses it. transport.cuh states
+// who calls each method and what it orders.
 struct Puts : Lsa {
     static constexpr bool all_reachable = false;
 
@@ -17,10 +18,10 @@ struct Puts : Lsa {
         return reinterpret_cast<u8*>(reinterpret_cast<const u64*>(ctx.link)[rank] + offset);
     }
 
-    // The bytes are there, but for who has not seen a later `add`.
+    // Relaxed stores: the bytes are visible to a reader once it sees a later `add`.
     MOECOMM_FN void put(i32 peer, u64 to, u64 from, u64 bytes) const {
         u8* there = remote(peer, to);
-        i32 lane;  // asked for anew, so that what depends on it is not kept in registers from one put to the next
+        i32 lane;  // re-read here, so that values derived from it are not kept in registers between puts
         asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
         const u8* here = local<const u8>(from);
         if ((reinterpret_cast<u64>(there) | reinterpret_cast<u64>(here) | bytes) % 16 != 0) {
@@ -29,8 +30,9 @@ struct Puts : Lsa {
         } else {
             copy_lines(there, here, bytes, lane);
         }
-        __syncwarp();  // what any lane signals from now on comes after it
+        __syncwarp();  // orders all lanes' stores before any lane's later signal
     }
+    // Copy 16-byte vectors, kBatch of a lane in flight. Called by all lanes of a warp.
     MOECOMM_FN static void copy_lines(u8* there, const u8* here, u64 bytes, i32 lane) {
         constexpr i32 kBatch = 4;
         for (u64 first = lane * 16; first < bytes; first += kBatch * kWarp * 16) {
@@ -49,7 +51,7 @@ struct Puts : Lsa {
     MOECOMM_FN u64 signal_value(u64 which) const { return load_acquire(local<const u64>(signal_at(ctx.window, which))); }
     MOECOMM_FN i32 has_room(i32, i32) const { return 1; }
     MOECOMM_FN void sent_begin(i32, u64*) const {}
-    MOECOMM_FN i32 sent_ended(i32, const u64*) const { return 1; }  // put has read it
+    MOECOMM_FN i32 sent_ended(i32, const u64*) const { return 1; }  // put has read the source
 };
 
 }  // namespace moecomm

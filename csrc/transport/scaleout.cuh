@@ -1,11 +1,12 @@
-// What kernels do with a transport that puts: waits for room, signals that are made a value, and mail.
+// Scale-out operations of kernels on a transport that puts: bounded waits for room, signals that are set to a value, tagged words.
 #pragma once
 #include "../device/tagged_words.cuh"
 #include "domains.cuh"
 
 namespace moecomm {
 
-// The way to a peer is broken: as if the peer were lost.
+// Report a broken path to a peer as a lost peer: fill the record and set the abort words in this domain. Called by any thread; once a
+// round.
 __device__ __noinline__ void report_broken(Round r, Phase phase, i32 peer) {
     if (!claim_record(r)) return;
     const u32 word = abort_word(Failure::peer_lost, peer);
@@ -14,7 +15,8 @@ __device__ __noinline__ void report_broken(Round r, Phase phase, i32 peer) {
         if (r.ctx.peers[p] != 0) compare_exchange(reinterpret_cast<u32*>(r.ctx.peers[p] + r.ctx.window.abort), 0, word);
 }
 
-// By one thread, before a put or an add: until `posts` of them, of whoever posts on this channel, do not wait elsewhere.
+// Wait until `posts` puts or adds on this channel, counting those of all threads that post on it, will not block. Called by one thread
+// before a put or an add. False on timeout, abort or a broken path; the failure record is then filled.
 template <class Transport>
 MOECOMM_FN bool await_room(const Round& r, const Transport& transport, Phase phase, i32 peer, i32 posts) {
     i32 room = 0;
@@ -27,7 +29,8 @@ MOECOMM_FN bool await_room(const Round& r, const Transport& transport, Phase pha
     return room > 0;
 }
 
-// By all lanes of a warp: Transport::put, once there is room.  False, reported, when there was none.
+// Transport::put once there is room. Called by all lanes of a warp; orders what the put orders. False in all lanes on failure (record
+// filled).
 template <class Call, class Transport>
 MOECOMM_FN bool put(const Call& c, const Transport& transport, Phase phase, i32 peer, u64 to, u64 from, u64 bytes) {
     bool room = true;
@@ -37,8 +40,9 @@ MOECOMM_FN bool put(const Call& c, const Transport& transport, Phase phase, i32 
     return true;
 }
 
-// By one thread: a signal of a kind (domains.h) at our counterpart in `domain`, whose only writer we are, says `chunk` of this round.  What
-// it said before we have noted; who makes it another chunk has seen a credit for that one.  False, reported, when there was no room.
+// Set a signal of `kind` (domains.h) at this rank's counterpart in `domain` to `chunk` of this round. Called by one thread; ordered like
+// Transport::add. This rank is the signal's only writer and keeps its last value; a thread that sets another chunk has acquired a credit
+// for the last one. False if there is no room (record filled).
 template <class Call, class Transport>
 MOECOMM_FN bool signal_chunk(const Call& c, const Transport& transport, Phase phase, u64 kind, i32 domain, i32 chunk, i32 chunk_tokens) {
     const i32 peer = c.domains().counterpart(domain);
@@ -49,7 +53,8 @@ MOECOMM_FN bool signal_chunk(const Call& c, const Transport& transport, Phase ph
     transport.add(peer, place_signal(c.shape(), kind, c.domains().own(), chunk, chunk_tokens), value - before);
     return true;
 }
-// By one thread: whether our counterpart in `domain` has told us `said`, the number of a chunk; and until it has.
+// True if the counterpart in `domain` has signaled chunk `said`; await_signal waits for it. Called by one thread; both acquire.
+// await_signal is false on timeout or abort; the failure record is then filled.
 template <class Call, class Transport>
 MOECOMM_FN bool is_signaled(const Call& c, const Transport& transport, u64 kind, i32 domain, i32 said, i32 chunk_tokens) {
     return transport.signal_value(place_signal(c.shape(), kind, domain, said, chunk_tokens)) == word_signal(c.round.tag, said);
@@ -61,8 +66,9 @@ MOECOMM_FN bool await_signal(const Call& c, const Transport& transport, Phase ph
         [&] { return static_cast<i64>(signal_word(transport.signal_value(place_signal(c.shape(), kind, domain, said, chunk_tokens)))); });
 }
 
-// By one thread of each of `parts` warps, after all that the warp puts straight to a peer in this round: the peer hears when all of them
-// have said so, because no fewer of their adds make its signal that of the round.  `first`: exactly one of them.
+// Signal to `peer` that all direct puts of this round are issued. Called by one thread of each of `parts` warps after the warp's last put;
+// exactly one passes `first`. The adds sum up to the round's value only when all parts have added. Ordered like Transport::add. False if no
+// room (record filled).
 template <class Call, class Transport>
 MOECOMM_FN bool signal_direct(const Call& c, const Transport& transport, Phase phase, i32 peer, i32 parts, bool first) {
     if (!await_room(c.round, transport, phase, peer, c.posters())) return false;
@@ -75,7 +81,8 @@ MOECOMM_FN bool signal_direct(const Call& c, const Transport& transport, Phase p
     transport.add(peer, direct_signal(c.shape(), c.round.tag, c.me()), amount);
     return true;
 }
-// By one thread: whether `from` has said so, and until it has.
+// True if `from` has signaled its direct puts; await_direct waits for it. Called by one thread; both acquire. await_direct is false on
+// timeout or abort; the failure record is then filled.
 template <class Call>
 MOECOMM_FN bool has_direct_arrived(const Call& c, i32 from) {
     return c.transport.signal_value(direct_signal(c.shape(), c.round.tag, from)) == tag_signal(c.round.tag);
@@ -87,9 +94,10 @@ MOECOMM_FN bool await_direct(const Call& c, Phase phase, i32 from) {
         [&] { return static_cast<i64>(signal_tag(c.transport.signal_value(direct_signal(c.shape(), c.round.tag, from)))); });
 }
 
-// By all warps of the grid: the first `words` of our mail to ranks of other domains, a warp a peer, from where it lies for ourselves.  What
-// is put from there has come when the place is used again: two rounds later, for which everybody has heard of the round between.
-// put_ahead(peer), by all lanes: what the peer has when it has heard the mail, because it is put by the same channel; false: it is not.
+// Put the first `words` tagged words of this rank to the ranks of other domains, from their place in this rank's window, then signal.
+// Called by all warps of the grid, one warp a peer. put_ahead(peer), called by all lanes, puts data before the words on the same channel,
+// so that a peer with the words has the data; false: it failed. On failure the warp returns early; the failure record is filled. The source
+// is reused two rounds later, when the peers' tagged words of the round between have shown that the put has arrived.
 template <class Call, class PutAhead>
 MOECOMM_FN void send_tagged_words(const Call& c, i32 words, PutAhead put_ahead) {
     constexpr auto cfg = Call::cfg;
@@ -101,7 +109,7 @@ MOECOMM_FN void send_tagged_words(const Call& c, i32 words, PutAhead put_ahead) 
         u64 seen = 0;
         for (i32 i = lane_id(); came && i < words; i += kWarp)
             came = wait_word(c.round, Phase::grid, c.me(), tagged_word(c.round, c.me(), i), c.round.tag, seen);
-        c.transport.fence();  // other blocks may have written it
+        c.transport.fence();  // other blocks may have written the words
         if (!__all_sync(kAllLanes, came) || !put_ahead(peer)) return;
         if (!put(c, c.transport, Phase::header, peer, tagged_words, tagged_words, words * sizeof(u64))) return;
         if (lane_id() == 0 && await_room(c.round, c.transport, Phase::header, peer, c.posters()))
@@ -114,8 +122,8 @@ MOECOMM_FN void send_tagged_words(const Call& c, i32 words) {
     send_tagged_words(c, words, [](i32) { return true; });
 }
 
-// By the threads of a block, or of a part of it, before a barrier of them: until the mail of all ranks of other domains is here.  A peer
-// may have sent that of the next round already.
+// Wait for the tagged words of all ranks of other domains. Called by threads [thread, thread + stride, ...) of a block, before a barrier of
+// them; acquires. A peer may already have sent those of the next round. False on timeout or abort; the failure record is then filled.
 template <class Call>
 MOECOMM_FN bool await_tagged_words(const Call& c, i32 thread, i32 stride) {
     for (i32 from = thread; from < Call::cfg.ranks; from += stride) {
