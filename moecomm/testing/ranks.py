@@ -19,11 +19,20 @@ from moecomm.routed import Routed
 
 
 class LocalBuffers:
-    """One Buffer for each of `ranks` ranks of this process, and rounds over all of them at once.
+    """One Buffer for each of `ranks` ranks of this process, driven together from one thread.
 
-    On a GPU each rank has a stream of its own, `streams[rank]`: kernels of all ranks must run at the same time.  For
-    more than four ranks set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts, else streams share a queue and wait for
-    each other.
+    On a GPU each rank has its own stream, `streams[rank]`, because kernels of all ranks must run at the same time. For
+    more than four ranks set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts; otherwise streams share a hardware queue
+    and wait for each other.
+
+    Args:
+        ranks: number of ranks.
+        **settings: arguments of every Buffer but its group.
+
+    Attributes:
+        buffers: the Buffer of each rank.
+        device: the device that all ranks share.
+        streams: the stream of each rank; empty on CPUs.
     """
 
     def __init__(self, ranks: int, **settings: Any) -> None:
@@ -53,20 +62,20 @@ class LocalBuffers:
         return made
 
     def dispatch(self, calls: Sequence[dict[str, Any]]) -> list[Routed]:
-        """Buffer.dispatch(**calls[rank]) on every rank; raises what rank 0 raises first."""
+        """Call Buffer.dispatch(**calls[rank]) on every rank; raises the first error in rank order."""
         return self._run([partial(dispatch.prepare, **c) for c in calls], dispatch.run, dispatch.finish)
 
     def dispatch_begin(self, calls: Sequence[dict[str, Any]]) -> list[Routed]:
-        """Buffer.dispatch_begin(**calls[rank]) on every rank."""
+        """Call Buffer.dispatch_begin(**calls[rank]) on every rank."""
         return self._run([partial(dispatch.prepare, **c, begin=True) for c in calls], dispatch.run, dispatch.finish)
 
     def dispatch_end(self, routed: Sequence[Routed], *, sync: bool | None = None) -> list[Routed]:
-        """Buffer.dispatch_end(routed[rank]) on every rank."""
+        """Call Buffer.dispatch_end(routed[rank]) on every rank."""
         ends = [partial(dispatch.prepare_end, routed=here, sync=sync) for here in routed]
         return self._run(ends, dispatch.run, dispatch.finish)
 
     def combine(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
-        """Buffer.combine(**calls[rank]) on every rank."""
+        """Call Buffer.combine(**calls[rank]) on every rank."""
         return self._run([partial(combine.prepare, **c) for c in calls], combine.run, combine.finish)
 
     def _run(
@@ -85,8 +94,8 @@ class LocalBuffers:
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 pending.append(make(buffer))
-        # Nothing but launches from here on: what allocates or loads may wait for kernels that wait for a rank that has
-        # not been launched yet.
+        # Only launches follow: an allocation or a module load may wait for running kernels, and these may wait for a
+        # rank that has not been launched yet.
         for p, stream in zip(pending, self.streams, strict=True):
             with torch.cuda.stream(stream):
                 run(p)
@@ -98,7 +107,7 @@ class LocalBuffers:
         return results
 
     def moe(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
-        """Buffer.moe(**calls[rank]) on every rank."""
+        """Call Buffer.moe(**calls[rank]) on every rank."""
         given = [layer.prepare(buffer, **c) for buffer, c in zip(self.buffers, calls, strict=True)]
         for g in given:
             g.publish()
@@ -113,12 +122,12 @@ class LocalBuffers:
         return self._run(ends, lambda g: g.run_reduce(), lambda buffer, g: g.finish_reduce())
 
     def check(self) -> None:
-        """Buffer.check() on every rank."""
+        """Call Buffer.check() on every rank."""
         for buffer in self.buffers:
             buffer.check()
 
     def close(self) -> None:
-        """Closes every Buffer."""
+        """Close every Buffer."""
         for buffer in self.buffers:
             buffer.close()
 
