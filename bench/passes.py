@@ -87,9 +87,7 @@ def passes() -> list[Pass]:
 
 
 def microseconds(call: Callable[[], Any]) -> float:
-    """Return the median microseconds on the device, behind a kernel that keeps it busy until the host has enqueued all
-    work.
-    """
+    """Return the median microseconds on the device, which first waits until the host has enqueued the call."""
     times = []
     for _ in range(20):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

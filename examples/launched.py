@@ -17,9 +17,7 @@ def torchrun() -> bool:
 
 @contextmanager
 def group() -> Iterator[Any]:
-    """Yield the group for moecomm.Buffer: the world of torchrun, or "self". Selects the GPU of the local rank, if there
-    is one.
-    """
+    """Yield the group for moecomm.Buffer: the world of torchrun, with the GPU of the local rank, or "self"."""
     if not torchrun():
         yield "self"
         return

@@ -155,9 +155,7 @@ def random_case(
 
 
 def _draw_rows(idx: list[torch.Tensor], num_experts: int, worst: int, rng: random.Random) -> list[int] | None:
-    """Draw max_rows of each rank: as many rows of an expert as are needed, or more, up to the worst case; None at
-    times.
-    """
+    """Draw max_rows of each rank (batched: rows of an expert), from what is needed up to the worst case, or None."""
     if rng.random() < 0.4:
         return None
     counts = torch.bincount(torch.cat(idx).flatten() + 1, minlength=num_experts + 1)[1:]

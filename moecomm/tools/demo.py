@@ -202,9 +202,7 @@ def _expert(case: Case, expert: int, device: torch.device) -> tuple[torch.Tensor
 def _time_rounds(
     layer: MoELayer, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, group: dist.ProcessGroup
 ) -> dict[str, Any]:
-    """Time REPEATS rounds on this rank, in seconds as the caller sees them; combine takes the rows as dispatch left
-    them.
-    """
+    """Time REPEATS rounds on this rank, in seconds as the caller sees them; combine takes the rows of dispatch."""
 
     def timed(call: Callable[[], Any]) -> tuple[Any, float]:
         dist.barrier(group)

@@ -59,9 +59,7 @@ def swiglu(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor
 
 
 def flat_experts(routed: Routed, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
-    """Experts for layout `flat`: for each row, the weighted sum over the token's local experts; combine adds over
-    ranks.
-    """
+    """Experts for layout `flat`: each row becomes the weighted sum over its local experts; combine adds over ranks."""
     assert routed.topk_idx is not None and routed.topk_weights is not None
     y = torch.zeros(routed.x.shape, dtype=w2.dtype, device=w2.device)
     for expert in range(len(w13)):
@@ -96,9 +94,7 @@ def batched_experts(routed: Routed, w13: torch.Tensor, w2: torch.Tensor, at_once
 
 
 class Reference(NamedTuple):
-    """Output of the single-rank layer in float32 [T, H], never rounded to a payload dtype, and the sum of absolute
-    terms.
-    """
+    """Output of the single-rank layer in float32 [T, H], without rounding to the payload, and the sum of |terms|."""
 
     out: torch.Tensor
     magnitude: torch.Tensor

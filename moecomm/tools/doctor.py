@@ -169,9 +169,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def installed(name: str) -> str | None:
-    """Return the version of a package in the report, by the name that the report uses; None if it is missing. Imports
-    nothing.
-    """
+    """Return the version of a package, by its name in the report; None if it is missing. Imports nothing."""
     for package in _PACKAGES[name]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(package)

@@ -154,9 +154,7 @@ def _with_chunk(chunk: int) -> list[tuning.Entry]:
 
 
 def merge(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Merge the rows of all ranks; `us` becomes the median over replays of the slowest rank. Drops rows that had no
-    room.
-    """
+    """Merge the rows of all ranks: `us` is the median of the slowest rank; rows that had no room are dropped."""
     found = []
     for parts in zip(*by_rank, strict=True):
         if all(part["us"] is not None for part in parts):
