@@ -1,6 +1,4 @@
-"""Pictures of results: time and bandwidth over tokens of dispatch-combine and sweep, ours, peers and the ceiling;
-layers, of moe; and grouped GEMMs.
-"""
+"""Plots of results over tokens: time and bandwidth of dispatch-combine and sweep, expert layers, and grouped GEMMs."""
 
 from __future__ import annotations
 
@@ -27,9 +25,11 @@ _MARKERS = "osv^Dx"
 
 
 def draw(results: Iterable[Path], out: Path) -> None:
-    """Draws all results into one picture, a row of panels for each; of moe and gemm, for each of its models.
+    """Draw all results into one picture, with a row of panels for each; for moe and gemm, for each model.
 
-    Raises BadInput for a file that is not such a result or no picture, Unsupported where matplotlib is missing.
+    Raises:
+        BadInput: a file is no such result, or the suffix of `out` names no picture format.
+        Unsupported: matplotlib is missing.
     """
     try:
         import matplotlib
@@ -37,13 +37,13 @@ def draw(results: Iterable[Path], out: Path) -> None:
         raise Unsupported(f"plots need matplotlib ({error}); pip install 'moecomm[bench]'") from None
     paths = list(results)
     found = [_read(path) for path in paths]
-    # The same picture for the same numbers: no date, no random names.
+    # Equal numbers give an equal file: no date, no random names.
     with matplotlib.rc_context({"svg.hashsalt": "moecomm", "font.size": 8}):
         save(figure_of(found), out, digest(paths))
 
 
 def figure_of(results: Sequence[dict[str, Any]]) -> Figure:
-    """The picture of results that can be drawn: a row of the size of half a page for each pair of panels."""
+    """Return the figure of results, with half a page for each pair of panels."""
     from matplotlib.figure import Figure
 
     panels = [panel for result in results for panel in _panels(result)]
@@ -58,12 +58,12 @@ def figure_of(results: Sequence[dict[str, Any]]) -> Figure:
 
 
 def digest(results: Iterable[Path]) -> str:
-    """What an SVG says it was drawn from."""
+    """Return the description in an SVG: a hash of its sources."""
     return "sha256 " + hashlib.sha256(b"".join(path.read_bytes() for path in results)).hexdigest()
 
 
 def series(result: dict[str, Any]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Rows with figures, by (what, who and how), over tokens.  With several SM counts only the first of them."""
+    """Return rows with figures by (what, label), sorted by tokens. Of several SM counts only the first is used."""
     sms = result["case"]["sms"][0]
     lines: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in result["rows"]:
@@ -74,7 +74,7 @@ def series(result: dict[str, Any]) -> dict[tuple[str, str], list[dict[str, Any]]
 
 
 def _panels(result: dict[str, Any]) -> list[tuple[Callable[[Axes], None], ...]]:
-    """What draws the left and the right of each row."""
+    """Return the functions that draw the left and the right panel of each row."""
     if result["benchmark"] == "dispatch-combine":
         return [tuple(partial(draw_one, result=result) for draw_one in (_draw_times, _draw_bandwidths))]
     if result["benchmark"] == "gemm":
@@ -134,7 +134,7 @@ def _label(axes: Axes, result: dict[str, Any], y: str) -> None:
 
 
 def _styled(result: dict[str, Any]) -> Iterable[tuple[dict[str, Any], tuple[str, str], list[dict[str, Any]]]]:
-    """Lines with their looks: colour by operation, dashes by who, markers by how."""
+    """Yield lines with their style: color by operation, dashes by library, markers by variant."""
     lines = series(result)
     whos = list(dict.fromkeys(rows[0]["who"] for rows in lines.values()))
     counts: dict[tuple[str, str], int] = {}

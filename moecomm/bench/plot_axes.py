@@ -1,4 +1,4 @@
-"""What all pictures have in common: tokens from left to right, and how they are kept."""
+"""Common parts of all plots: the axis of tokens, and saving."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MOST_LEVEL = 6  # sizes whose names have room beside each other
+_MOST_LEVEL = 6  # most labels that fit horizontally
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def over_tokens(axes: Axes, title: str, tokens: Iterable[int], y: str) -> None:
-    """Names the axes, and marks the sizes on a logarithmic one."""
+    """Label the axes, with tokens on a logarithmic x axis."""
     sizes = list(tokens)
     axes.set_title(title, fontsize=9)
     axes.set_xscale("log", base=2)
@@ -30,7 +30,7 @@ def over_tokens(axes: Axes, title: str, tokens: Iterable[int], y: str) -> None:
 
 
 def save(figure: Figure, out: Path, digest: str) -> None:
-    """Keeps a picture; an SVG says by `digest` what it was drawn from.  Raises BadInput for a name of none."""
+    """Save a figure; an SVG keeps `digest` as its description. Raises BadInput for an unknown suffix."""
     if out.suffix not in _SUFFIXES:
         raise BadInput("the picture", str(out), f"a name with one of {', '.join(_SUFFIXES)}")
     out.parent.mkdir(parents=True, exist_ok=True)
