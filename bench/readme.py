@@ -81,7 +81,7 @@ SPEEDS = (  # of the README: tokens, then results and layouts
     (4096, (("ht-h200-4", "flat"), ("layouts-h200-4", "expert"), ("ht-h200-8", "flat"), ("ht-h200-8", "expert"))),
 )
 PEERS = "peers-alone-h200"
-WAYS = ("sequential", "one launch", "fp8, one launch")  # of a layer
+WAYS = ("sequential", "one launch", "fp8, one launch")  # variants of a layer
 LAYER_COLUMNS = "model | tokens a rank | unfused | fused | of GEMMs | torch's | FP8, fused"
 README_LAYERS = {"moe-deepseek-v3-h200-4": (128, 4096), "moe-qwen3-235b-h200-4": (128, 4096)}
 

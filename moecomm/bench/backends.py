@@ -107,7 +107,7 @@ def _measure(
                 found = measure(way, size)
             except BadInput:
                 raise
-            except Exception as error:  # noqa: BLE001 - whatever a library raises is told
+            except Exception as error:  # noqa: BLE001 - any exception becomes a row
                 why = str(error).split("\n")[0] or type(error).__name__
                 found = [{"tokens": size, "why": why}]
             rows += [{**asdict(way), **row} for row in found]

@@ -264,7 +264,7 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
 def _timed(clock: Clock, pair: Pair, layer: Layer) -> dict[str, Any]:
     """Time a pair: `us` by caller and replay; `host_us` by caller, empty for graphs; or `why` it has no times.
 
-    Each of both calls comes first in half of the host's measurements.
+    On the host each call is first in half of the measurements.
     """
     calls = {name: getattr(pair, name) for name in BY}
     try:

@@ -1,4 +1,4 @@
-"""The same rows through torch.distributed: all_to_all_single, over NCCL between GPUs, over gloo between CPUs."""
+"""Dispatch and combine by torch.distributed: all_to_all_single, over NCCL between GPUs, over gloo between CPUs."""
 
 from __future__ import annotations
 

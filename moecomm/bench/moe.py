@@ -111,10 +111,10 @@ def _weights(case: Case, model: Model, rank: int, device: torch.device) -> dict[
 
 
 def _window_bytes(case: Case, model: Model, tokens: int) -> int | None:
-    """Return the window bytes for fewer than four ranks: those of four; None for the default.
+    """Return the window bytes: those of four ranks for fewer than four, else None (the default).
 
     Graphs of all variants keep their outputs at the same time, and a rank has about as many rows with any number of
-    ranks. The worst case of few ranks, for which a default window has room twice, is not much more than these outputs.
+    ranks. The worst case of few ranks, for which a default window has room twice, is not much more than these rows.
     """
     if case.ranks >= 4:
         return None

@@ -118,7 +118,7 @@ def together(group: dist.ProcessGroup, work: Callable[[], Any]) -> tuple[Any, st
     result, why = None, ""
     try:
         result = work()
-    except Exception as error:  # noqa: BLE001 - whatever another library raises is told
+    except Exception as error:  # noqa: BLE001 - any exception becomes the reason
         why = f"{type(error).__name__}: {error}".splitlines()[0]
     everybody = rendezvous(group).all_gather(why.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"))
     whys = [text for data in everybody if (text := data.rstrip(b"\0").decode(errors="replace"))]

@@ -23,7 +23,8 @@ _TRIED = [10 ** (step / 20) for step in range(-60, 61)]
 def check(paths: Iterable[Path], domain: Domain, nic: Nic) -> dict[str, Any]:
     """Compare the model with measured and published rows.
 
-    An error is predicted / measured - 1. The `kind` of a measured row is "fitted to", or names what sets it apart.
+    An error is predicted / measured - 1. The `kind` of a measured row is "fitted to", or names the difference from the
+    fitted rows.
 
     Between domains, the bandwidth and latency of the NIC are those of put + signal on the same machine, if `paths`
     include them. One more number is fitted to the rows between domains, because no benchmark measures it: the message
@@ -37,9 +38,9 @@ def check(paths: Iterable[Path], domain: Domain, nic: Nic) -> dict[str, Any]:
         nic: the NIC where `paths` have no put + signal of the machine.
 
     Returns:
-        {measured, left_out, published, joined, errors}: rows with predicted_us and error; the number of rows whose
-        operation, or number of tokens, has no line; the same for published rows; the fitted NICs; and the median and
-        worst error of each kind.
+        {measured, left_out, published, joined, errors}: measured rows with predicted_us and error; the number of rows
+        whose operation or number of tokens has no line; published rows; the fitted NICs; the median and worst error of
+        each kind.
     """
     paths = list(paths)
     measured_links, measured, joined = links(paths), [], []

@@ -1,10 +1,10 @@
 """Cost of dispatch and combine over D domains of L ranks, by stages.
 
-HT. A token crosses the slow link once per domain, to the forwarder with the source rank's index, which sends it on over
-NVLink; on the way back the ranks of a domain are added up first. Both stages run concurrently, pipelined by chunks:
-start + latencies + max(slow, NVLink) + min(slow, NVLink) / chunks. Dispatch pays two latencies: one for the counts from
-which positions follow, one for the last row. Combine pays one. The final sum over domains at the source rank is left
-out: it reads at the speed of HBM what arrived at the speed of a NIC.
+HT. A token crosses the slow link once per domain, to the forwarder with the source rank's index. The forwarder sends
+the token on over NVLink. On the way back the ranks of a domain are added up first. Both stages run concurrently,
+pipelined by chunks: start + latencies + max(slow, NVLink) + min(slow, NVLink) / chunks. Dispatch pays two latencies:
+one for the counts that determine positions, one for the last row. Combine pays one. The final sum over domains at the
+source rank is left out, because HBM is much faster than the NIC through which its input arrived.
 
 LL. Every rank puts and signals directly to every rank: max(start + NVLink, start + latency + slow).
 

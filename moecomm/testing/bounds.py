@@ -56,8 +56,8 @@ def rounded(value: torch.Tensor, off: torch.Tensor, dtype: torch.dtype) -> torch
 def cast(value: torch.Tensor, off: torch.Tensor) -> torch.Tensor:
     """Return the error bound of rows after a cast to e4m3 with one scale for 128 columns.
 
-    The cast adds half a unit in the last of 4 bits. For values that are small beside the largest, it adds half of the
-    smallest step of e4m3.
+    The cast adds half of the last of 4 significant bits, or half of the smallest step of e4m3 for values that are small
+    against the largest.
     """
     rows, columns = value.shape
     largest = torch.zeros(rows, -(-columns // GROUP) * GROUP, dtype=value.dtype, device=value.device)

@@ -120,8 +120,8 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
     with progress(group, len(openings)) as step:
         for tokens, chunk in openings:
             step(f"{tokens} tokens, chunks of {chunk}")
-            # Block counts are passed with each call. Each chunk size gets its own Buffer, because plans keep what the
-            # table said.
+            # Each call gets its block count. Each chunk size gets its own Buffer, because plans keep the table's
+            # choice.
             with tuning.use(_with_chunk(chunk)), Ours(case, group, device, tokens) as ours:
                 for op in operations(case):
                     row = ours.row(op, host=False)
