@@ -54,14 +54,8 @@ def dispatch_combine(
 
     The result is {benchmark, case, ways, rows}. Rows are those of `dispatch_combine.merge`, without ceiling and peers,
     plus backend, domain_ranks, `through` (the full name of the opened backend), and `of_first` (the time over that of
-    the same operation through the first of `chosen`).
-
-    Args:
-        chosen: the backends.
-        tokens: sizes to measure.
-        case_of: returns the case of a backend; may raise Unsupported.
-        limit_s: seconds for one backend at one size.
-        keep: called after each part.
+    the same operation through the first of `chosen`). `case_of` may raise Unsupported. `limit_s` holds for one backend
+    at one size.
     """
     case: dict[str, Any] = {}
 

@@ -177,9 +177,7 @@ class Ours:
         return self._y[where]
 
     def _launched(self, op: Operation) -> dict[str, int]:
-        """Return the blocks (CPUs: threads) and, unless it is a combine, chunk_tokens; of a pair, those of its
-        dispatch.
-        """
+        """Return the blocks (CPUs: threads) and, except for combine, chunk_tokens; for a pair, of its dispatch."""
         if op.what == "combine":
             return {"sms": combine.prepare(self.buffer, **self._combine_arguments(op)).args.workers}
         args = dispatch.prepare(self.buffer, **self._dispatch_arguments(op)).args

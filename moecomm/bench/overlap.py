@@ -78,14 +78,8 @@ def measure(group: dist.ProcessGroup, call: Callable[[], Any], sms: int, us: flo
 def halves(clock: Clock, buffer: Buffer, given: dict[str, Any], us: float) -> dict[str, list[float]]:
     """Time a dispatch in halves with a matmul between them, in microseconds by replay.
 
-    Args:
-        clock: the clock.
-        buffer: the Buffer.
-        given: arguments of a dispatch.
-        us: microseconds of that dispatch; the matmul takes about as long on an H200.
-
-    Returns:
-        {halves, gemm, together}: dispatch_begin then dispatch_end; the matmul; the matmul between both halves.
+    `given` holds the arguments of a dispatch that takes `us` microseconds; on an H200 the matmul takes about as long.
+    Returns {halves, gemm, together}: dispatch_begin then dispatch_end; the matmul; the matmul between both halves.
     """
     given = {name: value for name, value in given.items() if name != "sync"}
     x = given["x"]

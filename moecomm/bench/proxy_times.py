@@ -41,8 +41,7 @@ def of_put(us: Sequence[Sequence[float]], taken: Sequence[Sequence[Taken | None]
         | rest_us | the remainder: the GPU's queue, NCCL's thread, the signal's way between both threads |
         | operations, bytes | operations and bytes of a put + signal |
         | until_done_us | one operation, from posting until a poll has seen it done |
-        | a_poll_us, polling, empty | time of a poll; fraction of all time in polls; fraction of polls that found
-        nothing |
+        | a_poll_us, polling, empty | time of a poll; fraction of time in polls; fraction of polls that found nothing |
         | clock_reads | clock reads for these figures, at both ends |
     """
     slowest = [max(replay) for replay in zip(*us, strict=True)]

@@ -23,11 +23,8 @@ class NotMeasured(BadInput):
 class Load:
     """The load of the busiest rank of a domain in one operation.
 
-    Attributes:
-        tokens: tokens of a rank.
-        sent: bytes over the busier direction of its NVLink.
-        rows: rows that it hands out, its own included: one for each (token, rank) with `flat`, one for each (token,
-            expert) with the other layouts.
+    `tokens` of a rank; `sent` bytes over its busier direction of NVLink; `rows` that it hands out, its own included:
+    one for each (token, rank) with `flat`, one for each (token, expert) with the other layouts.
     """
 
     tokens: float
@@ -68,14 +65,9 @@ Key = tuple[Operation, str]  # the second item is FEW or MANY
 
 @dataclass(frozen=True)
 class Domain:
-    """The fitted lines of one NVLink domain.
+    """The fitted lines of one NVLink domain, by operation and FEW or MANY tokens.
 
-    Attributes:
-        name: the machine.
-        lines: a line for each operation and for FEW or MANY tokens.
-        gemm_tflops: speed of a GEMM that runs alone.
-        gemm_kept: fraction of that speed next to rounds.
-        ranks: numbers of ranks that were measured.
+    `gemm_tflops` is the speed of a GEMM alone, `gemm_kept` the fraction of it next to rounds. `ranks` were measured.
     """
 
     name: str

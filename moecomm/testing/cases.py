@@ -66,18 +66,9 @@ def random_case(
 ) -> Case:
     """Draw the case of a seed, on the CPU.
 
-    Cases have ragged token counts (zero too), -1 entries, duplicates, all-to-one skew, and every option.
-
-    Args:
-        seed: the case depends on it and on the sizes alone.
-        ranks: number of ranks.
-        hidden: columns of a token.
-        num_experts: experts of all ranks.
-        topk: experts of a token.
-        max_tokens: most tokens of a rank.
-        dtype: of tokens.
-        few_kernels: draw int64 ids, scales of one width and fewer combinations of options, so that a GPU compiles about
-            thirty kernels for a set of sizes.
+    Cases have ragged token counts (zero too), -1 entries, duplicates, all-to-one skew, and every option. With
+    `few_kernels` they have int64 ids, scales of one width and fewer combinations of options, so that a GPU compiles
+    about thirty kernels for a set of sizes.
     """
     rng = random.Random(seed)
     g = torch.Generator().manual_seed(seed)
@@ -168,14 +159,7 @@ def draw_routing(
 ) -> list[torch.Tensor]:
     """Draw expert ids of each rank, int64 [T, K].
 
-    Args:
-        kind: "plain", "drop" (some ids are -1), "duplicates", "one rank", "one expert", or "nothing" (all ids are -1).
-        tokens: tokens of each rank.
-        ranks: number of ranks.
-        num_experts: experts of all ranks.
-        topk: experts of a token.
-        rng: source of choices.
-        g: source of ids.
+    `kind`: "plain", "drop" (some ids are -1), "duplicates", "one rank", "one expert", or "nothing" (all ids are -1).
     """
     low, high, idx = 0, num_experts, []
     if kind in ("one rank", "one expert"):
