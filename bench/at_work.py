@@ -1,14 +1,19 @@
-"""Layers of experts (`Buffer.moe`), one by one and at work, and what the GPU draws meanwhile: what one launch gains by
-the order of its tiles (moecomm.fused.compute.rotation_step) and by how many blocks fetch (FETCHERS), and by being
-launched early (moecomm.jit.plain_kernel.launch).
+"""Expert layers (`Buffer.moe`), single and sustained, with clock and power of the GPU.
 
     python bench/at_work.py --ranks 2 --model deepseek-v3 --tokens 8192 --turns 1,16,64 --json at-work.json
 
-A rank has as many experts as each of 4 ranks has, so that experts have the rows that they have there.  `us`: median of
-replays of a graph of 2 to 20 layers, in turns in random order.  `at_work_us`: of the same graph, replayed again and
-again for half a second, after an eighth of that, the median of three times; `mhz`, `watts`: what nvidia-smi says of the
-first GPU meanwhile.  All results are compared, bit for bit.  With --kernels, of each rank, `kernels_us`: when each
-kernel of a layer begins and ends, from the end of the layer before, the median over layers.
+The benchmark measures three choices of the fused layer: the order of its tiles (moecomm.fused.compute.rotation_step),
+the number of blocks that fetch (FETCHERS), and the early launch of its kernels (moecomm.jit.plain_kernel.launch).
+
+A rank has as many experts as each of 4 ranks has, so that an expert has as many rows as there. All results are compared
+bit for bit. Keys of a row:
+
+- `us`: median over replays of a graph of 2 to 20 layers; variants alternate in random order.
+- `at_work_us`: sustained time, of the same graph replayed for half a second, after a warm-up of an eighth of that;
+  median of three.
+- `mhz`, `watts`: clock and power of the rank's GPU during sustained replays, from nvidia-smi.
+- `kernels_us` (with --kernels): for each rank the begin and end of each kernel of a layer, from the end of the layer
+  before, as medians over layers.
 """
 
 from __future__ import annotations
@@ -44,11 +49,11 @@ from moecomm.router import MODELS, Model, random_routing
 SECONDS, TIMES, REPLAYS, OF_RANKS, PROFILED = 0.5, 3, 11, 4, 5
 BF16 = torch.bfloat16
 Call = Callable[[], Any]
-Way = tuple[Call, Any]  # a call, and the context that it is captured in
+Way = tuple[Call, Any]  # a call, and the context of its capture
 
 
 class Watch(threading.Thread):
-    """Clock and power of a GPU, all the while."""
+    """A thread that records clock and power of a GPU, from nvidia-smi."""
 
     def __init__(self, gpu: int) -> None:
         super().__init__(daemon=True)
@@ -59,17 +64,17 @@ class Watch(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Until it is ended."""
+        """Record samples until end() is called."""
         for line in self._process.stdout or ():
             self.seen.append([float(word) for word in line.split(",")])
 
     def end(self) -> None:
-        """No more."""
+        """Stop recording."""
         self._process.kill()
 
 
 class Layers:
-    """One size, on all ranks."""
+    """A Buffer, and its layers of one size. Collective."""
 
     def __init__(self, model: Model, tokens: int, fp8: bool, group: dist.ProcessGroup, watch: Watch) -> None:
         self._group, self._watch, ranks, rank = group, watch, group.size(), group.rank()
@@ -106,7 +111,7 @@ class Layers:
         self.chain = max(2, min(20, 16384 // tokens))
 
     def ways(self, turns: list[int], fetchers: list[int], late: bool) -> dict[str, Way]:
-        """By what they are."""
+        """Return the variants to measure, by name."""
         found: dict[str, Way] = {"GEMMs": (self.gemms, nullcontext())}
         found["one after the other"] = (partial(self.layer, fused=False), nullcontext())
         fused = partial(self.layer, fused=True)
@@ -121,7 +126,7 @@ class Layers:
         return found
 
     def measure(self, ways: dict[str, Way], kernels: bool) -> list[dict[str, Any]]:
-        """Rows of the result."""
+        """Measure all variants and return their rows."""
         graphs, want = {}, None
         for what, (call, changed) in ways.items():
             with changed:
@@ -159,7 +164,7 @@ class Layers:
         return rows
 
     def _kernels_us(self, graph: torch.cuda.CUDAGraph) -> list[tuple[float, float]]:
-        """Of this rank, in the order in which they begin."""
+        """Return begin and end of each kernel of a layer on this rank, in the order of their begin."""
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             for _ in range(PROFILED):
                 self._replay_us(graph, 1)
@@ -168,14 +173,14 @@ class Layers:
         of_replay = len(spans) // PROFILED
         of_layer, layers = of_replay // self.chain, []
         for replay, layer in itertools.product(range(PROFILED), range(1, self.chain)):
-            first = replay * of_replay + 1 + layer * of_layer  # behind a dispatch
+            first = replay * of_replay + 1 + layer * of_layer  # skips the dispatch before the replay
             before = spans[first - 1].end
             layers.append([t - before for s in spans[first : first + of_layer] for t in (s.start, s.end)])
         times = [round(statistics.median(column), 1) for column in zip(*layers, strict=True)]
         return list(zip(times[::2], times[1::2], strict=True))
 
     def _replay_us(self, graph: torch.cuda.CUDAGraph, times: int) -> float:
-        """Microseconds of a layer."""
+        """Return the microseconds of a layer."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         dist.barrier(self._group)
         if times == 1:
@@ -194,7 +199,7 @@ def _launch_late(kernel: Any, blocks: int, args: Any, overlap: bool = False) -> 
 
 
 def _orders(ways: dict[str, Way], times: int) -> list[list[str]]:
-    """The same on all ranks."""
+    """Return random orders of the variants, equal on all ranks."""
     return [random.Random(seed).sample(list(ways), len(ways)) for seed in range(times)]
 
 
@@ -208,7 +213,7 @@ def run_rank(
     late: bool,
     kernels: bool,
 ) -> list[dict[str, Any]]:
-    """One rank."""
+    """Run one rank of the benchmark."""
     torch.cuda.set_device(group.rank())
     watch, rows = Watch(group.rank()), []
     for model in (MODELS[name] for name in models):
@@ -233,7 +238,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def main() -> None:
-    """Measures, prints and writes."""
+    """Measure, print, and write the JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", dest="models", type=_words, required=True)
     parser.add_argument("--tokens", type=_numbers, required=True)

@@ -2,15 +2,17 @@
 
     python bench/host_vs_gloo.py [--tokens 512]
 
-Twice, each time with the same rows on both sides:
-`flat` against a row a (token, rank): a token once to each rank that owns one of its experts, one row home from each,
-added in float32; received rows and sums are compared bit for bit.
-`expert` and `batched` against a row a (token, expert), which is what they hand to the experts: topk rows a token there
-and back, weighted and added in float32.  (gloo's rows do not arrive grouped by expert; that would cost it more.)
-The rows that combine takes home are those that arrived: they lie in the window, as rows of Buffer.empty do, and are
-read there.  `copied` is the same combine of rows elsewhere, beside the same dispatch.
-gloo is given what it can't know, how many rows go where and which, untimed.  All take turns in one run; a time is that
-of the slowest rank, and the median over rounds.
+Both sides move the same rows, in two comparisons:
+
+- `flat` against gloo with one row for each (token, rank): dispatch sends a token once to each rank that owns one of its
+  experts; combine returns one row from each and adds in float32. Received rows and sums are compared bit for bit.
+- `expert` and `batched` against gloo with one row for each (token, expert), which is what both layouts give to experts:
+  topk rows of a token each way, weighted and added in float32. (gloo's rows do not arrive grouped by expert; grouping
+  would cost it more.)
+
+Combine takes the rows that arrived. They are in the window, like rows of Buffer.empty, and combine reads them in place.
+`copied` is the same combine of rows outside the window, next to the same dispatch. gloo gets the splits and the gather
+indices untimed. All variants alternate in one run. A time is that of the slowest rank, as the median over rounds.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ WARMUP = 3
 def run_rank(
     group: dist.ProcessGroup, tokens: int, hidden: int, experts: int, topk: int, rounds: int
 ) -> dict[str, Any]:
-    """One rank: seconds of (dispatch, combine) by round, for each way."""
+    """Run one rank; `times` holds seconds of (dispatch, combine) by variant and round."""
     generator = torch.Generator().manual_seed(group.rank())
     x = torch.randn(tokens, hidden, generator=generator).to(torch.bfloat16)
     topk_idx, weights = random_routing(tokens, experts, topk, generator=generator)
@@ -85,17 +87,17 @@ def run_rank(
 
 
 def check(rows: dict[str, Any], sums: dict[str, torch.Tensor]) -> None:
-    """That both sides did the same work."""
+    """Check that both sides delivered the same rows and sums."""
     assert torch.equal(rows["flat"].x, rows["gloo_by_rank"]), "the two did not deliver the same rows"
     assert torch.equal(sums["flat"], sums["gloo_by_rank"]), "the two did not compute the same sums"
     assert torch.equal(sums["batched"], sums["expert"])
-    # Another order of float32 sums, then a rounding to bfloat16.
+    # float32 sums in another order, then one rounding to bfloat16.
     apart = (sums["expert"].float() - sums["gloo_by_expert"].float()).abs()
     assert bool((apart <= 2**-7 * sums["expert"].float().abs() + 1e-5).all()), "the two did not compute the same sums"
 
 
 def median_ms(by_rank: list[dict[str, Any]], name: str) -> dict[str, float]:
-    """Of the slowest rank in each round: dispatch, combine, and the two together."""
+    """Return the medians of the slowest rank of each round: dispatch, combine, and their sum."""
     rounds = zip(*(result["times"][name] for result in by_rank), strict=True)
     slowest = [[max(parts) for parts in zip(*ranks, strict=True)] for ranks in rounds]
     dispatch, combine = (statistics.median(part) * 1e3 for part in zip(*slowest, strict=True))
@@ -107,7 +109,7 @@ def median_ms(by_rank: list[dict[str, Any]], name: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures, prints, writes bench/results/host_vs_gloo.json."""
+    """Measure, print, and write bench/results/host_vs_gloo.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=512, help="of each rank")

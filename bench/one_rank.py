@@ -1,9 +1,10 @@
-"""Rounds of one GPU with itself, which have no links to wait for: what the kernels' own work takes.
+"""Rounds of one GPU with itself: the kernels' own work, without links to wait for.
 
     python bench/one_rank.py --json one-rank.json
 
-DeepSeek-V3's sizes on 4 ranks: hidden 7168, top-8 of the 64 experts of a rank.  A time is the median of 15, each of
-graphs of 20 dispatches, or of as many with their combines.  To compare two commits, run it at each in turns.
+Sizes are those of DeepSeek-V3 on 4 ranks: hidden 7168, top-8 of the 64 experts of a rank. A time is the median of 15
+replays of a graph of 20 dispatches, or of 20 dispatches with their combines. To compare two commits, alternate between
+them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ HIDDEN, EXPERTS, TOPK, TOGETHER, TIMES = 7168, 64, 8, 20, 15
 
 
 def measure(tokens: int, layout: str) -> list[dict[str, Any]]:
-    """Microseconds of a dispatch, and of one with its combine."""
+    """Return rows with the microseconds of a dispatch, and of a dispatch with its combine."""
     rows = []
     sizes: dict[str, Any] = {"hidden": HIDDEN, "num_experts": EXPERTS, "topk": TOPK, "max_tokens": tokens}
     with moecomm.Buffer("self", **sizes, backend="lsa") as buffer:
@@ -52,7 +53,7 @@ def measure(tokens: int, layout: str) -> list[dict[str, Any]]:
 
 
 def time_of(graph: torch.cuda.CUDAGraph) -> float:
-    """Microseconds of a replay."""
+    """Return the microseconds of a replay."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     graph.replay()

@@ -1,10 +1,10 @@
-"""Passes over rows beside a layer's rounds and products: our kernels, and torch's operations that do the same.
+"""Elementwise passes next to a layer's rounds and GEMMs: our kernels, and torch operations with the same result.
 
     python bench/passes.py --json passes.json
 
-On one GPU, with as many rows as 8192 tokens a rank of DeepSeek-V3 are on each of 4: 65536 of 7168 columns, 2048 inside
-an expert; maps of 4096 tokens.  A time is the median of 20, on the device, each with a warm cache; before, both results
-are compared.
+Runs on one GPU, with the rows that 8192 tokens per rank of DeepSeek-V3 give each of 4 ranks: 65536 rows of 7168
+columns, 2048 columns inside an expert; routing maps have 4096 tokens. A time is the median of 20, on the device, with a
+warm cache. Results of both sides are compared first.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from moecomm.kernels import padding, routing_map
 from moecomm.ops import combine_gradients, swiglu, tidy
 
 ROWS, HIDDEN, INNER, TOKENS, EXPERTS, TOPK = 65536, 7168, 2048, 4096, 256, 8
-EMPTY = 17  # every 17th row
+EMPTY = 17  # every 17th row is padding
 BF16 = torch.bfloat16
 Pass = tuple[str, Callable[[], Any], Callable[[], Any]]
 
 
 def passes() -> list[Pass]:
-    """What each does, ours, and torch's."""
+    """Return (name, our call, torch's call) of each pass."""
     g = torch.Generator(device="cuda").manual_seed(0)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -87,7 +87,7 @@ def passes() -> list[Pass]:
 
 
 def microseconds(call: Callable[[], Any]) -> float:
-    """On the device, behind a kernel that keeps it busy until the host has enqueued the rest."""
+    """Return the median microseconds on the device, which first waits until the host has enqueued the call."""
     times = []
     for _ in range(20):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -101,7 +101,7 @@ def microseconds(call: Callable[[], Any]) -> float:
 
 
 def check(ours: Any, theirs: Any) -> None:
-    """Equal, but for the order of sums and one rounding."""
+    """Compare two results, up to the order of sums and one rounding."""
     pair = ((x,) if isinstance(x, torch.Tensor) else x for x in (ours, theirs))
     for mine, other in zip(*pair, strict=True):
         close = 2.0**-7 if other.dtype is BF16 else 1e-3
@@ -109,7 +109,7 @@ def check(ours: Any, theirs: Any) -> None:
 
 
 def main() -> None:
-    """Measures, prints and writes."""
+    """Measure, print, and write the JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args()

@@ -1,4 +1,4 @@
-"""python bench/readme.py: writes README's figures and bench/README.md from bench/results/*.json, and draws plots."""
+"""A generator of README's figures, bench/README.md and plots from bench/results/*.json: python bench/readme.py."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ LAYER = (*ROUNDS, "GEMM", "fused layer")
 
 
 def load(name: str) -> dict[str, Any]:
-    """One result of bench/results."""
+    """Load one result of bench/results."""
     return dict(json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text()))
 
 
 def names() -> list[str]:
-    """All results of this repository."""
+    """Return the names of all results."""
     return sorted(path.stem for path in (ROOT / "bench" / "results").glob("*.json"))
 
 
 def older(found: dict[str, Any], parts: Iterable[str]) -> bool:
-    """True if the source of any of these parts (moecomm.bench.sources) has changed since the measurement."""
+    """Return True if the source of any of these parts (moecomm.bench.sources) has changed since the measurement."""
     now = digests()
     return any(found["kernels"].get(part) != now[part] for part in parts)
 
 
 @lru_cache(maxsize=1)
 def digests() -> dict[str, str]:
-    """The digests of the kernels of this repository as they are."""
+    """Return the digests of the current kernels."""
     return sources.digests(CSRC)
 
 
 def line(found: dict[str, Any], parts: Iterable[str], *cells: str, beside: dict[str, Any] | None = None) -> str:
-    """One row of a table, marked if its figures are older than the kernels they measure.
+    """Return one row of a table, marked if its figures are older than the kernels they measure.
 
-    beside: a second result that the row has figures of.
+    `beside` is a second result with figures in the row.
     """
     first, *rest = cells
     marked = any(older(one, parts) for one in (found, beside) if one)
@@ -53,19 +53,20 @@ def line(found: dict[str, Any], parts: Iterable[str], *cells: str, beside: dict[
 
 
 def table(heads: str, rows: Iterable[str]) -> str:
-    """A table of lines; `heads` has | between columns."""
+    """Return a table of lines; `heads` has | between columns."""
     return "\n".join([f"| {heads} |", "| --- |" + " --- |" * heads.count("|"), *rows])
 
 
 def time_of(us: float) -> str:
-    """A time as people read it."""
+    """Format a time."""
     return f"{us / 1e3:.2f} ms" if us >= 1e4 else f"{us:.0f} us" if us >= 100 else f"{us:.1f} us"
 
 
 def figure(found: dict[str, Any], **wanted: Any) -> str:
-    """The time of the row that has these values, and the part of the wire that it reaches; empty if there is none.
+    """Return the time of the row with these values, and the fraction of the wire that it reaches; empty if there is
+    none.
 
-    Rows are moecomm's, of flat layout, with the blocks of the table of moecomm.tuning, unless said otherwise.
+    Rows are by default moecomm's, of flat layout, with the blocks of the tuning table.
     """
     wanted = {"who": "moecomm", "layout": "flat", "sms_asked": 0, "payload": "", "variant": "", **wanted}
     for row in found["rows"]:
@@ -75,23 +76,23 @@ def figure(found: dict[str, Any], **wanted: Any) -> str:
     return ""
 
 
-SPEEDS = (  # of the README: a result and a layout
+SPEEDS = (  # of the README: tokens, then results and layouts
     (128, (("ll-h200-4", "flat"), ("ll-h200-4", "expert"), ("ll-h200-8", "flat"), ("ll-h200-8", "expert"))),
     (4096, (("ht-h200-4", "flat"), ("layouts-h200-4", "expert"), ("ht-h200-8", "flat"), ("ht-h200-8", "expert"))),
 )
 PEERS = "peers-alone-h200"
-WAYS = ("sequential", "one launch", "fp8, one launch")  # of a layer
+WAYS = ("sequential", "one launch", "fp8, one launch")  # variants of a layer
 LAYER_COLUMNS = "model | tokens a rank | unfused | fused | of GEMMs | torch's | FP8, fused"
 README_LAYERS = {"moe-deepseek-v3-h200-4": (128, 4096), "moe-qwen3-235b-h200-4": (128, 4096)}
 
 
 def headlines() -> str:
-    """The figures of README: rounds beside those of other libraries, and a few expert layers."""
+    """Return the figures of README: rounds of moecomm and of other libraries, and a few expert layers."""
     return "\n\n".join([*speeds(), *layers()])
 
 
 def speeds() -> list[str]:
-    """Dispatch and combine of DeepSeek-V3 on 4 and 8 GPUs, of moecomm and of other libraries."""
+    """Return dispatch and combine of DeepSeek-V3 on 4 and 8 GPUs, of moecomm and other libraries, as paragraphs."""
     rows, used = [], []
     for gpus in (4, 8):
         for tokens, ways in SPEEDS:
@@ -121,7 +122,7 @@ def speeds() -> list[str]:
 
 
 def round_row(name: str, layout: str, tokens: int) -> str:
-    """Our dispatch and combine of one layout, if the result has them."""
+    """Return the row of our dispatch and combine in one layout, empty if the result lacks them."""
     found = load(name)
     dispatch = figure(found, tokens=tokens, layout=layout, what="dispatch", payload="fp8").partition(" (")[0]
     variants = ("y in the window", "y outside") if layout == "flat" else ("fp32 wire", "bf16 wire")
@@ -136,7 +137,7 @@ def round_row(name: str, layout: str, tokens: int) -> str:
 
 
 def peer_rows(gpus: int, tokens: int) -> list[str]:
-    """Other libraries at one size: FP8 dispatches, or bf16 where there is no other."""
+    """Return rows of other libraries at one size: FP8 dispatches, or bf16 where there is no FP8."""
     times: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
     for row in load(PEERS)["rows"]:
         if (row["gpus"], row["tokens"]) == (gpus, tokens):
@@ -151,7 +152,7 @@ def peer_rows(gpus: int, tokens: int) -> list[str]:
 
 
 def layers() -> list[str]:
-    """A few whole expert layers on 4 GPUs, if there are results of them: a table and its sources."""
+    """Return a few complete expert layers on 4 GPUs, if there are results: heading, table and sources."""
     used = [name for name in names() if name in README_LAYERS]
     if not used:
         return []
@@ -166,7 +167,7 @@ def layers() -> list[str]:
 
 
 def layer_rows(name: str, sizes: Iterable[int] = ()) -> list[str]:
-    """The layers of one result of `moecomm bench moe`, of these numbers of tokens or of all."""
+    """Return rows of the layers in one result of `moecomm bench moe`, for these numbers of tokens or for all."""
     found, lines = load(name), []
     rows = [row for row in found["rows"] if row["who"] == "moecomm" and row["what"] == "layer"]
     for tokens in sizes or dict.fromkeys(row["tokens"] for row in rows):
@@ -179,7 +180,7 @@ def layer_rows(name: str, sizes: Iterable[int] = ()) -> list[str]:
 
 
 def source(used: Iterable[str]) -> str:
-    """The files that a table is made of, each with its date and commit."""
+    """Return the files behind a table, each with its date and commit."""
     files = (
         f"[`{name}.json`](bench/results/{name}.json) ({load(name)['date']}, {load(name)['commit']})"
         for name in dict.fromkeys(used)
@@ -188,18 +189,18 @@ def source(used: Iterable[str]) -> str:
 
 
 def is_sweep(found: dict[str, Any]) -> bool:
-    """True if a result has enough sizes to be drawn."""
+    """Return True if a result has enough sizes to be drawn."""
     return found.get("benchmark") == "dispatch-combine" and len(found["case"]["tokens"]) > 4
 
 
 def drawn() -> dict[Path, Path]:
-    """The pictures that bench/README.md shows, and the result that each is drawn from."""
+    """Return the pictures of bench/README.md, and the result that each is drawn from."""
     folder = ROOT / "bench" / "results"
     return {folder / f"{name}.svg": folder / f"{name}.json" for name in names() if is_sweep(load(name))}
 
 
 def filled(readme: str) -> str:
-    """README with its figures as they are now."""
+    """Return README with its current figures."""
     pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
     assert len(pattern.findall(readme)) == 1, "the README has no place for figures, or several"
     return pattern.sub(lambda _: f"{BEGIN}\n{headlines()}\n{END}", readme)

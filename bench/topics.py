@@ -1,4 +1,4 @@
-"""The topics of bench/README.md: for each a short table, and a line for each kind of machine and conditions."""
+"""Topics of bench/README.md: for each a short table, and a line for each kind of machine and conditions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ kernel, with what it includes and without comments; rows whose kernels have othe
 
 
 class Topic(NamedTuple):
-    """A heading, what is measured, the results that the table is made of, and the table."""
+    """A section of the page: heading, description, names of the results, and the function that makes the table."""
 
     title: str
     about: str
@@ -100,7 +100,7 @@ def few_sms() -> str:
 
 
 def skew() -> str:
-    """Rounds where some rank gets more."""
+    """Rounds with skewed routing."""
     cells = []
     for name in ("skew-h200-4", "ht-h200-4"):
         found = load(name)
@@ -122,7 +122,7 @@ LAYER_SIZES = dict(zip(FOUR, ((1024, 8192), (128, 4096), (128, 4096), (1024, 819
 
 
 def expert_layers() -> str:
-    """Whole layers of 4 ranks, and layers that follow each other without a pause."""
+    """Complete layers on 4 ranks, and sustained layers."""
     four = table(LAYER_COLUMNS, (row for name in FOUR for row in layer_rows(name, LAYER_SIZES[name])))
     rows = []
     for name in ("at-work-h200-4", "at-work-fp8-h200-4"):
@@ -139,7 +139,7 @@ def expert_layers() -> str:
 
 
 def backends() -> str:
-    """The same rounds through all backends."""
+    """Rounds through all backends, and put + signal."""
     rows = []
     for name in ("backends-h200-4", "backends-domains-h200-4"):
         found = load(name)
@@ -173,7 +173,7 @@ def backends() -> str:
 
 
 def concurrent() -> str:
-    """A GEMM on the multiprocessors that 16 blocks leave."""
+    """A concurrent GEMM on the multiprocessors that 16 blocks leave free."""
     rows = []
     for name in ("beside-h200-4", "beside-h200-2"):
         found = load(name)
@@ -187,7 +187,7 @@ def concurrent() -> str:
 
 
 def peers() -> str:
-    """NCCL in the same run, the interface of deep_ep beside our own, and torch's passes."""
+    """NCCL in the same run, the interface of deep_ep over our own calls, and torch's passes."""
     found, rows = load("peers-h200-2"), []
     for layout, variant in (("flat", "y in the window"), ("expert", "bf16 wire")):
         for tokens in (128, 4096):
@@ -231,7 +231,7 @@ def cpu() -> str:
 
 
 def checks() -> str:
-    """One rank before and after."""
+    """One rank without and with the checks."""
     found, rows = load("checks-h200"), []
     for tokens in (1, 128):
         for layout in ("expert", "flat"):
@@ -262,7 +262,7 @@ def correctness() -> str:
 
 
 def predicted() -> str:
-    """The model beside measurements, and what it says of many domains."""
+    """The model against measurements, and its predictions for many domains."""
     check = load("simulate-check")
     errors: dict[str, list[float]] = {}
     for row in [*check["measured"], *check["published"]]:
@@ -391,7 +391,7 @@ TOPICS = (
 
 
 def conditions(name: str) -> str:
-    """Machine, backend, model, mode, date and commit of a result."""
+    """Return the machine, backend, model, mode, date and commit of a result."""
     found = load(name)
     case, machine = found.get("case", {}), found["machine"]
     on_gpus = machine["gpus"] and case.get("backend") != "host"
@@ -404,7 +404,7 @@ def conditions(name: str) -> str:
 
 
 def section(topic: Topic) -> str:
-    """One topic of the page."""
+    """Return the section of one topic."""
     alike: dict[str, list[str]] = {}
     for name in topic.names:
         alike.setdefault(conditions(name), []).append(f"[`{name}`](results/{name}.json)")
@@ -415,5 +415,5 @@ def section(topic: Topic) -> str:
 
 
 def page() -> str:
-    """bench/README.md."""
+    """Return the content of bench/README.md."""
     return "\n\n".join([HEAD, *map(section, TOPICS)]) + "\n"

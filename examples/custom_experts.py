@@ -1,9 +1,9 @@
-"""Experts of your own between dispatch and combine, with gradients.
+"""Custom experts between dispatch and combine, with gradients.
 
     python examples/custom_experts.py
     torchrun --nproc-per-node 4 examples/custom_experts.py
 
-Each expert here is a low-rank layer with a bias, which no fused layer of moecomm has.
+Each expert here is a low-rank layer with a bias, which moecomm's fused layers do not offer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class LowRankExperts(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.stack([drawn(e + 2000, HIDDEN) for e in experts]))
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """`rows` lie expert by expert, `counts` of each; rows behind the last group stay zeros."""
+        """Apply the experts to `rows`, which are grouped by expert with `counts` rows each.
+
+        Rows behind the last group give zeros.
+        """
         parts, start = [], 0
         for expert, count in enumerate(counts.tolist()):
             x = rows[start : start + count]
@@ -51,13 +54,13 @@ def layer(
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """`[T, H]`: sum over k of w_k * expert_k(x)."""
+    """Return the sum over k of w_k * expert_k(x), `[T, H]`."""
     routed = moecomm.ops.dispatch(buffer, x, topk_idx, topk_weights)
     return moecomm.ops.combine(experts(routed.x, routed.tokens_per_expert), routed.handle)
 
 
 def main(ranks: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """One forward and one backward pass; this rank's output and the gradient of its tokens."""
+    """Run one forward and one backward pass; return this rank's output and the gradient of its tokens."""
     sizes: dict[str, Any] = {"hidden": HIDDEN, "num_experts": EXPERTS, "topk": TOPK, "max_tokens": TOKENS}
     with moecomm.Buffer(ranks, **sizes, dtype=torch.float32) as buffer:
         local = EXPERTS // buffer.num_ranks

@@ -1,10 +1,10 @@
-"""Decodes with an expert layer in a captured CUDA graph.  Without a GPU the same loop runs eagerly, and says so.
+"""Decoding with an expert layer in a captured CUDA graph. Without a GPU the same loop runs eagerly, and prints so.
 
     python examples/decode_in_a_graph.py
     torchrun --nproc-per-node 4 examples/decode_in_a_graph.py
 
-Every step routes each sequence's state anew, sends it through its experts, and feeds the result to the next step.  A
-graph replays with whatever routing it finds, because counts stay on the device.
+Every step routes each sequence's state anew, sends it through its experts, and feeds the result to the next step. A
+graph replays with any routing, because counts stay on the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SEQUENCES, HIDDEN, INTERMEDIATE, EXPERTS, TOPK, STEPS = 4, 256, 128, 8, 2, 16
 
 
 def weights(buffer: moecomm.Buffer) -> tuple[torch.Tensor, torch.Tensor]:
-    """w13 and w2 of this rank's experts."""
+    """Return w13 and w2 of this rank's experts."""
     local = EXPERTS // buffer.num_ranks
     generator = torch.Generator().manual_seed(buffer.rank)
     w13 = torch.randn(local, 2 * INTERMEDIATE, HIDDEN, generator=generator) / HIDDEN**0.5
@@ -32,7 +32,7 @@ def weights(buffer: moecomm.Buffer) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def captured(step: Callable[[], None], buffer: moecomm.Buffer) -> Callable[[], Any]:
-    """The step as a graph; as it is where there is no GPU."""
+    """Return the step as a captured graph; without a GPU, the step itself."""
     if buffer.device.type != "cuda":
         print("no GPU: the loop runs without a graph")
         return step
@@ -44,7 +44,7 @@ def captured(step: Callable[[], None], buffer: moecomm.Buffer) -> Callable[[], A
 
 @torch.no_grad()
 def decode(ranks: Any, graph: bool = True) -> torch.Tensor:
-    """The states [SEQUENCES, HIDDEN] of this rank after STEPS steps."""
+    """Return the states [SEQUENCES, HIDDEN] of this rank after STEPS steps."""
     with moecomm.Buffer(ranks, hidden=HIDDEN, num_experts=EXPERTS, topk=TOPK, max_tokens=SEQUENCES) as buffer:
         gate = Gate(Gating(HIDDEN, EXPERTS, TOPK), device=buffer.device)
         w13, w2 = weights(buffer)
@@ -57,13 +57,13 @@ def decode(ranks: Any, graph: bool = True) -> torch.Tensor:
             out = buffer.moe(state, topk_idx, topk_weights, w13, w2)
             state.copy_(torch.nn.functional.rms_norm(state + out, (HIDDEN,)))
 
-        step()  # compiles kernels, which a capture cannot
+        step()  # compiles kernels, which is not possible during capture
         buffer.check()
         run = captured(step, buffer) if graph else step
         state.copy_(first)
         for _ in range(STEPS):
             run()
-        buffer.check()  # raises what a replay has found
+        buffer.check()  # raises an error that a replay has found
         return state.cpu()
 
 

@@ -1,4 +1,4 @@
-"""The ranks of the examples: those that torchrun has started, or one alone."""
+"""The ranks of the examples: those that torchrun has started, or a single rank."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 
 def torchrun() -> bool:
-    """Whether torchrun has started this process."""
+    """Return True if torchrun has started this process."""
     return dist.is_torchelastic_launched()
 
 
 @contextmanager
 def group() -> Iterator[Any]:
-    """What moecomm.Buffer takes as its group; each rank gets the GPU of its local rank, where there is one."""
+    """Yield the group for moecomm.Buffer: the world of torchrun, with the GPU of the local rank, or "self"."""
     if not torchrun():
         yield "self"
         return

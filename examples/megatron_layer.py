@@ -25,7 +25,7 @@ HIDDEN, EXPERTS = 64, 8
 
 
 def build(ranks: int, **settings: Any) -> torch.nn.Module:
-    """The layer, with EXPERTS over so many ranks."""
+    """Build the layer, with EXPERTS experts over `ranks` ranks."""
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HIDDEN,
@@ -46,7 +46,7 @@ def build(ranks: int, **settings: Any) -> torch.nn.Module:
 
 
 def step(layer: torch.nn.Module, device: str) -> torch.Tensor:
-    """A forward and a backward pass; the gradient of the input [sequence, batch, hidden]."""
+    """Run a forward and a backward pass; return the gradient of the input [sequence, batch, hidden]."""
     x = torch.randn(16, 2, HIDDEN, device=device, requires_grad=True)
     out, _ = layer(x)
     out.square().mean().backward()
@@ -55,7 +55,7 @@ def step(layer: torch.nn.Module, device: str) -> torch.Tensor:
 
 
 def main(world: dist.ProcessGroup) -> None:
-    """One step over the ranks of torchrun, a GPU each."""
+    """Run one step over the ranks of torchrun, one GPU each."""
     parallel_state.initialize_model_parallel(expert_model_parallel_size=world.size())
     model_parallel_cuda_manual_seed(0)
     gradient = step(build(world.size()).cuda(), "cuda")

@@ -1,4 +1,4 @@
-"""Times a dispatch and a combine: torchrun --nproc-per-node 4 examples/microbenchmark.py"""
+"""A timing of dispatch and combine: torchrun --nproc-per-node 4 examples/microbenchmark.py"""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import moecomm
 
 
 def median_us(ranks: Any, tokens: int = 128, hidden: int = 7168, experts: int = 256, topk: int = 8) -> float:
-    """Of a dispatch and its combine, on this rank, as the host sees them; `moecomm bench` also replays graphs."""
+    """Return the median microseconds of a dispatch and its combine on this rank, as the host sees them.
+
+    `moecomm bench` also replays graphs.
+    """
     with moecomm.Buffer(ranks, hidden=hidden, num_experts=experts, topk=topk, max_tokens=tokens) as buffer:
         x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device=buffer.device)
         topk_idx = torch.rand(tokens, experts, device=buffer.device).topk(topk).indices

@@ -1,19 +1,23 @@
-"""Trains a language model with mixture-of-experts layers on 4 ranks, and again on one: the loss curves are the same,
-bit for bit.
+"""Training of a language model with mixture-of-experts layers on 4 ranks, and again on one, with bit-identical losses.
 
     python examples/train_language_model.py
     torchrun --nproc-per-node 4 examples/train_language_model.py
 
-By itself the program starts its ranks; under torchrun (1, 2 or 4 processes) it uses those that torchrun has started,
-and rank 0 then trains alone.
+Started by itself, the program launches its ranks. Under torchrun (1, 2 or 4 processes) it uses those processes, and
+rank 0 then trains alone.
 
-Two layers, each with causal attention and 8 experts of which a token takes 2, over the bytes of the manual that comes
-with Python.  A step's batch is four shards.  Each of 4 ranks has one of them and two experts; a single rank has all.
+The model has two layers, each with causal attention and 8 experts of which a token takes 2. It trains on the bytes of
+the manual that comes with Python. A step's batch has four shards. Each of 4 ranks has one shard and two experts; a
+single rank has all of them.
 
-Why not a bit differs: embeddings, attention and gates work on one shard at a time in either run, and their gradients
-are added shard by shard, in one order.  An expert sees the same rows in the same order (by source rank, then token)
-wherever it is, and so computes the same sums.  What a combine adds for a token, with topk = 2, are two numbers, whose
-sum has no order.  So the bound on the difference is 0.
+Both runs give the same bits for three reasons:
+
+- Embeddings, attention and gates work on one shard at a time in either run, and their gradients are added shard by
+  shard, in one order.
+- An expert sees the same rows in the same order (by source rank, then token) on any rank, so it computes the same sums.
+- With topk = 2, combine adds two numbers for a token, and the sum of two numbers does not depend on their order.
+
+So the bound on the difference is 0.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ LAYERS, EXPERTS, TOPK = 2, 8, 2
 
 
 class Dense(torch.nn.Module):
-    """All but the experts.  Every shard has a replica."""
+    """All parameters but those of the experts. Every shard has a replica."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,24 +60,24 @@ class Dense(torch.nn.Module):
         self.gates = torch.nn.ModuleList([Gate(Gating(HIDDEN, EXPERTS, TOPK), seed=n) for n in range(LAYERS)])
 
     def embed(self, text: torch.Tensor) -> torch.Tensor:
-        """Bytes [sequences, length] -> states [sequences * length, HIDDEN]."""
+        """Embed bytes [sequences, length] as states [sequences * length, HIDDEN]."""
         return (self.embedding[text] + self.positions).flatten(0, 1)
 
     def attend(self, layer: int, states: torch.Tensor) -> torch.Tensor:
-        """States plus what attention makes of them."""
+        """Return the states plus the output of attention layer `layer`."""
         x = rms_norm(states, (HIDDEN,)) @ self.qkv[layer].T
         q, k, v = x.view(SEQUENCES, LENGTH, 3, HEADS, HIDDEN // HEADS).permute(2, 0, 3, 1, 4)
         mixed = scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(states.shape)
         return states + mixed @ self.out[layer].T
 
     def loss(self, states: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        """Sum over the bytes that follow, in nats."""
+        """Return the cross entropy of the next bytes, summed, in nats."""
         logits = rms_norm(states, (HIDDEN,)) @ self.embedding.T
         return cross_entropy(logits, text.flatten(), reduction="sum")
 
 
 def forward(replicas: list[Dense], layers: list[ExpertParallel], batch: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The loss of each shard that this rank has."""
+    """Return the loss of each shard of this rank."""
     states = [dense.embed(text[:, :-1]) for dense, text in zip(replicas, batch, strict=True)]
     for n, layer in enumerate(layers):
         states = [dense.attend(n, x) for dense, x in zip(replicas, states, strict=True)]
@@ -86,7 +90,7 @@ def forward(replicas: list[Dense], layers: list[ExpertParallel], batch: list[tor
 
 
 def sum_over_shards(parts: list[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of what all shards have, in their order: an all-reduce leaves the order open."""
+    """Add the parts of all shards in shard order; an all-reduce would leave the order open."""
     mine = torch.stack(parts)
     everybody = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(everybody, mine, group=group)
@@ -97,15 +101,15 @@ def sum_over_shards(parts: list[torch.Tensor], group: dist.ProcessGroup) -> torc
 
 
 def shard_of(text: torch.Tensor, step: int, shard: int) -> torch.Tensor:
-    """Sequences [SEQUENCES, LENGTH + 1] from anywhere in the text; the last byte is only foreseen."""
+    """Draw sequences [SEQUENCES, LENGTH + 1] from the text; their last byte is only a target."""
     generator = torch.Generator().manual_seed(step * SHARDS + shard)
     begin = torch.randint(len(text) - LENGTH, (SEQUENCES, 1), generator=generator)
     return text[begin + torch.arange(LENGTH + 1)]
 
 
 def train(group: dist.ProcessGroup, steps: int) -> list[float]:
-    """One rank's part; returns the loss of every step, in nats a byte."""
-    torch.set_num_threads(1)  # as many in either run: threads split sums
+    """Train on one rank; returns the loss of every step, in nats per byte."""
+    torch.set_num_threads(1)  # equal in both runs, because threads split sums
     text = torch.frombuffer(bytearray("\n".join(map(topics.get, sorted(topics))).encode()), dtype=torch.uint8).long()
     per_rank = SHARDS // group.size()
     mine = range(group.rank() * per_rank, (group.rank() + 1) * per_rank)
@@ -135,7 +139,7 @@ def train(group: dist.ProcessGroup, steps: int) -> list[float]:
 
 
 def compare(several: list[float], one: list[float], ranks: int) -> int:
-    """Prints both curves and the difference; 1 if there is one."""
+    """Print both curves and their largest difference; returns 1 if they differ, else 0."""
     print(f"step   {ranks} ranks    one rank   (nats a byte)")
     for step in [*range(0, len(one), max(1, len(one) // 10)), len(one) - 1]:
         print(f"{step:4d}  {several[step]:9.6f}  {one[step]:9.6f}")
@@ -144,7 +148,7 @@ def compare(several: list[float], one: list[float], ranks: int) -> int:
 
 
 def under_torchrun(steps: int) -> int:
-    """Both runs in the processes of torchrun: on all ranks, and on rank 0."""
+    """Train in the processes of torchrun: on all ranks, then on rank 0 alone."""
     with launched_group() as ranks:
         if SHARDS % ranks.size():
             raise SystemExit(f"torchrun: got {ranks.size()} processes; want 1, 2 or 4")
@@ -154,7 +158,7 @@ def under_torchrun(steps: int) -> int:
 
 
 def main() -> int:
-    """Both runs; the exit code."""
+    """Train on several ranks and on one; returns the exit code."""
     parser = argparse.ArgumentParser(description="Trains the same model on several ranks and on one.")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=4, choices=[1, 2, 4], help="Not under torchrun.")

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 examples/vllm_layer.py
 
-In vLLM itself nothing of this is written: a plugin puts these classes behind `--all2all-backend
-deepep_high_throughput`.  The example shows what happens there: prepare() dispatches tokens and returns rows with their
+A vLLM deployment needs none of this code: a plugin puts these classes behind `--all2all-backend
+deepep_high_throughput`. The example shows the steps inside: prepare() dispatches tokens and returns rows with their
 experts, kernels of vLLM compute, and finalize() applies the routing weights and combines.
 """
 
@@ -18,13 +18,16 @@ HIDDEN, EXPERTS, TOPK, TOKENS = 128, 8, 2, 12
 
 
 def experts(x: torch.Tensor, ids: torch.Tensor, first: int, local: int) -> torch.Tensor:
-    """`[rows, K, H]`, in the place of vLLM's kernels: expert e multiplies by e + 1; ids of other ranks give zeros."""
+    """Stand in for vLLM's kernels, `[rows, K, H]`: expert e multiplies by e + 1; ids of other ranks give zeros."""
     mine = (ids >= first) & (ids < first + local)
     return x.unsqueeze(1) * torch.where(mine, ids + 1, 0).unsqueeze(2).to(x.dtype)
 
 
 def layer(ranks: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, quantization: Any) -> torch.Tensor:
-    """`[T, H]`: sum over k of w_k * expert_k(x).  `ranks`: a process group, or a rank of moecomm.local_ranks()."""
+    """Return the sum over k of w_k * expert_k(x), `[T, H]`.
+
+    `ranks` is a process group, or a rank of moecomm.local_ranks().
+    """
     from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
 
     from moecomm.integrations.vllm.managers import StandardManager
@@ -45,7 +48,7 @@ def layer(ranks: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
 
 
 def main(ranks: Any) -> None:
-    """One layer over the ranks of torchrun."""
+    """Run and check one layer over the ranks of torchrun."""
     from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

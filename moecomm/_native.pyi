@@ -3,10 +3,12 @@ Windows, rounds of CPU ranks and kernel launches of moecomm.
 """
 
 from __future__ import annotations
+
 import collections.abc
 import enum
-import torch
 import typing
+
+import torch
 import typing_extensions
 
 class Layout(enum.IntEnum):

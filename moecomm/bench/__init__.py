@@ -1,4 +1,4 @@
-"""The benchmark: dispatch and combine, put-and-signal latency, and the all-to-all ceiling, on GPUs and on CPUs.
+"""The benchmark: dispatch and combine, put + signal latency, and the all-to-all ceiling, on GPUs and CPUs.
 
-python -m moecomm.bench, or moecomm bench.
+Run it with python -m moecomm.bench, or moecomm bench.
 """

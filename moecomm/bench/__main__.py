@@ -1,4 +1,4 @@
-"""python -m moecomm.bench: the same as moecomm bench."""
+"""python -m moecomm.bench, an alias of moecomm bench."""
 
 from moecomm.bench.cli import app
 from moecomm.tools.cli import run

@@ -1,6 +1,6 @@
-"""A benchmark through one backend after the other, in processes of their own and under a limit of their own.
+"""A benchmark through several backends, each in its own processes and under its own time limit.
 
-One that can't run here, fails or hangs has a row that says why; the others keep theirs.
+A backend that cannot run here, fails or hangs gets a row with the reason; the other backends keep their rows.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from moecomm.bench.ranks import on_ranks, plan, under_torchrun
 from moecomm.errors import BadInput
 
 Row = dict[str, Any]
-Keep = Callable[[dict[str, Any]], None]  # called after each part, with the result so far
+Keep = Callable[[dict[str, Any]], None]  # called after each part with the result so far
 
-_SAME = ("tokens", "what", "layout", "payload", "variant", "sms_asked")  # of one operation, whoever it goes through
+_SAME = ("tokens", "what", "layout", "payload", "variant", "sms_asked")  # identify an operation across backends
 
 
 @dataclass(frozen=True)
 class Way:
-    """A backend; `domain_ranks`: see Case."""
+    """A backend with a number of ranks per domain (see Case)."""
 
     backend: str
     domain_ranks: int = 0
@@ -36,9 +36,10 @@ class Way:
 
 
 def ways(backends: str, domain_ranks: Sequence[int] = (0,)) -> list[Way]:
-    """Each of the backends, with each number of ranks of a domain.
+    """Return every backend with every number of ranks per domain.
 
-    Raises BadInput: several want processes of their own, which torchrun does not start.
+    Raises:
+        BadInput: there are several under torchrun, which cannot start separate processes for each.
     """
     found = [Way(name, near) for near in domain_ranks for name in backends.split(",")]
     if len(found) > 1 and under_torchrun():
@@ -49,11 +50,12 @@ def ways(backends: str, domain_ranks: Sequence[int] = (0,)) -> list[Way]:
 def dispatch_combine(
     chosen: Sequence[Way], tokens: Sequence[int], case_of: Callable[[Way], Case], limit_s: float, keep: Keep
 ) -> None:
-    """Keeps {benchmark, case, ways, rows}: rows of `dispatch_combine.merge`, without a ceiling and peers, with backend,
-    domain_ranks and `through`, the whole name of what was opened.
+    """Measure dispatch-combine through several backends, and pass the growing result to `keep`.
 
-    `of_first`: time over that of the same operation through the first of `chosen`.  `case_of` may raise Unsupported.
-    `limit_s`: of one backend at one size.
+    The result is {benchmark, case, ways, rows}. Rows are those of `dispatch_combine.merge`, without ceiling and peers,
+    plus backend, domain_ranks, `through` (the full name of the opened backend), and `of_first` (the time over that of
+    the same operation through the first of `chosen`). `case_of` may raise Unsupported. `limit_s` holds for one backend
+    at one size.
     """
     case: dict[str, Any] = {}
 
@@ -71,9 +73,10 @@ def dispatch_combine(
 
 
 def latency(chosen: Sequence[Way], job: dict[str, Any], limit_s: float, keep: Keep) -> None:
-    """Keeps {benchmark, ways, rows}: rows of `latency.merge` with the backend.
+    """Measure put + signal through several backends, and pass the growing result to `keep`.
 
-    `job`: that of `latency.run_rank`, but for the backend.
+    The result is {benchmark, ways, rows}. Rows are those of `latency.merge` plus the backend. `job` holds the arguments
+    of `latency.run_rank` except the backend.
     """
 
     def measure(way: Way, _: int) -> list[Row]:
@@ -89,7 +92,7 @@ def latency(chosen: Sequence[Way], job: dict[str, Any], limit_s: float, keep: Ke
 def _measure(
     chosen: Sequence[Way], sizes: Sequence[int], measure: Callable[[Way, int], list[Row]]
 ) -> Iterator[list[Row]]:
-    """All rows so far, after each part.  A backend that has failed is not asked again."""
+    """Yield all rows so far after each part. A backend that has failed is not measured again."""
     rows: list[Row] = []
     for way in chosen:
         for size in sizes:
@@ -98,7 +101,7 @@ def _measure(
                 found = measure(way, size)
             except BadInput:
                 raise
-            except Exception as error:  # noqa: BLE001 - whatever a library raises is told
+            except Exception as error:  # noqa: BLE001 - any exception becomes a row
                 why = str(error).split("\n")[0] or type(error).__name__
                 found = [{"tokens": size, "why": why}]
             rows += [{**asdict(way), **row} for row in found]

@@ -1,4 +1,4 @@
-"""What is measured: sizes, routing, and the bytes that must move."""
+"""Sizes, routing, and the bytes that must move in a measurement."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from moecomm.errors import BadInput
 from moecomm.router import MODELS, random_routing
 
 QUANT_GROUP = 128
-PAYLOADS = ("bf16", "fp8", "fp8-column", "fp8-ue8m0", "fp8-ue8m0-column")  # fp8: cast inside dispatch
+PAYLOADS = ("bf16", "fp8", "fp8-column", "fp8-ue8m0", "fp8-ue8m0-column")  # fp8: the cast is part of dispatch
 MODES = ("graph", "eager")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run of dispatch-combine.  Lists are measured one after the other."""
+    """One run of dispatch-combine. Every combination of the listed values is measured."""
 
-    model: str  # a name of moecomm.router.MODELS, or "" where the numbers were given
+    model: str  # a name of moecomm.router.MODELS, or "" if numbers were given
     hidden: int
     topk: int
     experts: int
     ranks: int
     backend: BackendName
-    tokens: list[int]  # of a rank
+    tokens: list[int]  # of each rank
     layouts: list[str]
     payloads: list[str]  # of dispatch: names of PAYLOADS
-    sms: list[int]  # 0: as the table of moecomm.tuning says
+    sms: list[int]  # 0: from the table of moecomm.tuning
     mode: str  # graph or eager
     cold: bool = False  # caches flushed before each operation; else chained
-    skew: float = 0.0  # the part of the tokens that wants experts of rank 0 alone
-    chain: int = 0  # operations timed together; 0: by their size
+    skew: float = 0.0  # fraction of the tokens that want experts of rank 0 only
+    chain: int = 0  # operations timed together; 0: chosen by size
     replays: int = 30
     pairs: bool = True
     ceiling: bool = True
     peers: bool = True
     overlap_gemm: bool = False
-    domain_ranks: int = 0  # of Buffer; 0: all that load and store reach
+    domain_ranks: int = 0  # of Buffer; 0: all ranks that load and store reach
     seed: int = 0
 
     def check(self) -> None:
-        """Raises BadInput for a value that can't be measured."""
+        """Raise BadInput for a value that cannot be measured."""
         if self.ranks < 1 or self.experts % self.ranks:
             raise BadInput("ranks", self.ranks, f"a divisor of {self.experts} experts")
         if not self.tokens or min(self.tokens) < 1:
@@ -68,28 +68,29 @@ class Case:
             )
 
     def chain_of(self, tokens: int) -> int:
-        """Operations to time together: fewer of the larger ones, one on CPUs."""
+        """Return how many operations are timed together: fewer of the larger ones, one on CPUs."""
         if self.chain:
             return self.chain
         return 1 if self.backend == "host" else max(4, min(100, 65536 // tokens))
 
     def routing(self, tokens: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of a rank's tokens: expert ids [T, K] and weights [T, K], on the CPU; the same in every run."""
+        """Return expert ids [T, K] and weights [T, K] of a rank's tokens, on the CPU; equal in every run."""
         generator = torch.Generator().manual_seed((self.seed * 1000 + rank) * 1_000_003 + tokens)
         anywhere, weights = random_routing(tokens, self.experts, self.topk, generator=generator)
         if self.skew == 0:
             return anywhere, weights
         there, _ = random_routing(tokens, self.experts, self.topk, ranks=self.ranks, skew=1.0, generator=generator)
-        # It chose a rank of its own, that of every token's first expert: renumbered to rank 0, on all ranks alike.
+        # It chose a rank, that of every token's first expert; renumber that rank to 0, on all ranks alike.
         local = self.experts // self.ranks
         there = (there - there[0, 0] // local * local) % self.experts
         wants = torch.rand(tokens, 1, generator=generator) < self.skew
         return torch.where(wants, there, anywhere), weights
 
     def row_bytes(self, payload: str) -> int:
-        """A row of dispatch on the wire: columns of 2 bytes or 1, and a scale of 4 bytes or 1 for 128 columns of fp8.
+        """Return the bytes of a dispatched row on the wire.
 
-        Scales that arrive by column travel in words.
+        A column has 2 bytes, or 1 in fp8; each 128 columns of fp8 have a scale of 4 bytes, or 1 in ue8m0. Scales that
+        arrive by column travel in 4-byte words.
         """
         if payload == "bf16":
             return 2 * self.hidden
@@ -99,16 +100,19 @@ class Case:
         return self.hidden + (-(-scales // 4) * 4 if payload.endswith("-column") else scales)
 
     def beside_bytes(self, layout: str) -> int:
-        """What crosses the wire beside a row of dispatch, because Routed hands it out with the row.
+        """Return the bytes of metadata on the wire next to a dispatched row, which Routed hands out with the row.
 
-        flat: ids of 8 bytes and weights of 4 of its K experts, and 8 bytes of its source.  Of the other layouts, whose
-        12 bytes an expert are under 1 % of a row, nothing is counted.
+        flat: 8 bytes of id and 4 of weight for each of the K experts, and 8 bytes of source. The other layouts have 12
+        bytes per expert, under 1 % of a row, which are not counted.
         """
         return 12 * self.topk + 8 if layout == "flat" else 0
 
 
 def model_sizes(model: str, hidden: int | None, topk: int | None, experts: int | None) -> tuple[str, int, int, int]:
-    """(name, hidden, topk, experts) of a model, or of the numbers given in its place; a name is "" if any is."""
+    """Return (name, hidden, topk, experts) of a model, with given numbers in place of its own.
+
+    The name is "" if a given number differs from the model's. Raises BadInput for an unknown model.
+    """
     if model not in MODELS:
         raise BadInput("model", repr(model), f"one of {', '.join(MODELS)}")
     shape = MODELS[model]
@@ -119,10 +123,13 @@ def model_sizes(model: str, hidden: int | None, topk: int | None, experts: int |
 
 @dataclass(frozen=True)
 class Traffic:
-    """How many rows go from each rank (first index) to each (second): int64 [R, R].
+    """Rows from each rank (first index) to each rank (second index): int64 [R, R].
 
-    `rows`: one a (token, rank), as they cross the wire; `entries`: one a (token, expert); `relayed`: one a (token,
-    domain), to the rank of another domain that passes them on.  `domain_ranks`: neighbours that are a domain.
+    Attributes:
+        rows: one row for each (token, rank), as on the wire.
+        entries: one row for each (token, expert).
+        relayed: one row for each (token, domain), to the forwarder in another domain.
+        domain_ranks: consecutive ranks that form a domain.
     """
 
     rows: torch.Tensor
@@ -132,7 +139,7 @@ class Traffic:
 
     @staticmethod
     def of(group: dist.ProcessGroup, topk_idx: torch.Tensor, experts: int, domain_ranks: int = 0) -> Traffic:
-        """Collective.  `domain_ranks`: 0 for all."""
+        """Count the rows of all ranks. Collective. A `domain_ranks` of 0 means one domain."""
         ranks = rendezvous(group)
         near = domain_ranks or ranks.ranks
         owner = torch.where(topk_idx >= 0, topk_idx // (experts // ranks.ranks), -1)
@@ -151,10 +158,10 @@ class Traffic:
         return Traffic(by_rank, entries, relayed, near)
 
     def crossing(self, *, direct: bool) -> tuple[float, float]:
-        """Rows that leave a rank for others of its own domain, and for those of other domains, on average.
+        """Return the mean number of rows that leave a rank, as (inside its domain, to other domains).
 
-        `straight`: they cross one a (token, rank); else one a (token, domain), and relays pass them on to the others
-        of their own.
+        With `direct`, one row for each (token, rank) goes to other domains. Otherwise one row for each (token, domain)
+        goes to a forwarder, which sends rows to the other ranks of its domain; these count as rows inside a domain.
         """
         ranks = len(self.rows)
         domain = torch.arange(ranks) // self.domain_ranks
@@ -167,15 +174,15 @@ class Traffic:
         return (inside + passed_on) / ranks, int(self.relayed.sum()) / ranks
 
     def wire(self, *, by_expert: bool = False) -> float:
-        """Rows that leave a rank for others, on average: one a (token, rank), or one a (token, expert)."""
+        """Return the mean number of rows that leave a rank: one for each (token, rank), or for each (token, expert)."""
         sent = self.entries if by_expert else self.rows
         return float(sent.sum() - sent.diagonal().sum()) / len(sent)
 
     def busiest(self) -> int:
-        """Rows over the busiest link of all: out of, or into, one rank."""
+        """Return the rows over the busiest link: out of, or into, one rank."""
         remote = self.rows - self.rows.diagonal().diag()
         return int(max(remote.sum(dim=0).max(), remote.sum(dim=1).max()))
 
     def logical(self, layout: str) -> float:
-        """Rows that a rank receives, its own included, on average: what `layout` hands out."""
+        """Return the mean number of rows that a rank receives in `layout`, its own included."""
         return float((self.rows if layout == "flat" else self.entries).sum()) / len(self.rows)

@@ -1,4 +1,4 @@
-"""What the links carry at most: every rank moves bytes to, or from, all others at once, in every way there is."""
+"""The all-to-all ceiling: every rank moves bytes to, or from, all peers at once, by every available method."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moecomm.core.choices import BackendName
 from moecomm.core.protocol import MAX_RANKS
 from moecomm.jit.plain_kernel import launch
 
-Move = tuple[int, int, int]  # to, from, bytes
+Move = tuple[int, int, int]  # destination, source, bytes
 SMS = [4, 8, 16, 24, 32, 64, 132]
 PART_BYTES = {"cuda": 64 << 20, "cpu": 8 << 20}  # to each peer
 _CHAIN, _REPLAYS = 4, 7
@@ -39,12 +39,12 @@ class _Args(ctypes.Structure):
 
 
 def ways_count(backend: str, threads: int) -> int:
-    """How many ways `measure` tries."""
+    """Return how many methods `measure` tries."""
     return 2 * len(_thread_counts(threads)) if backend == "host" else len(kernels.ALL_TO_ALL) * len(SMS) + 2
 
 
 def run_rank(group: dist.ProcessGroup, **job: Any) -> list[dict[str, Any]]:
-    """One rank of the benchmark `all-to-all`."""
+    """Run one rank of the benchmark `all-to-all`."""
     device = device_of(group, job["backend"])
     with progress(group, ways_count(job["backend"], torch.get_num_threads())) as step:
         return measure(group, job["backend"], device, step, job["part_bytes"])
@@ -53,7 +53,11 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> list[dict[str, Any]]:
 def measure(
     group: dist.ProcessGroup, backend: BackendName, device: torch.device, step: Step, part_bytes: int | None = None
 ) -> list[dict[str, Any]]:
-    """Rows {method, sms, bytes, us}: `bytes` that leave a rank (or reach it) in `us` microseconds, by replay."""
+    """Measure all methods; returns rows {method, sms, bytes, us}.
+
+    `bytes` leave (or reach) a rank in `us` microseconds, a list by replay. `part_bytes` go to each peer, rounded down
+    to whole pieces.
+    """
     if group.size() == 1:
         return []
     part = part_bytes or PART_BYTES[device.type]
@@ -65,17 +69,17 @@ def measure(
         for method, workers, call in ways(receive_buffer, local, part):
             step(f"all-to-all: {method}, {workers}")
             if together(group, call)[1]:
-                continue  # not every driver copies to every kind of window
+                continue  # some drivers cannot copy to some kinds of windows
             row = {"method": method, "sms": workers, "bytes": part * (group.size() - 1)}
             rows.append({**row, "us": clock(call, receive_buffer.meet)})
-        dist.barrier(group)  # nobody closes while others still move
+        dist.barrier(group)  # no rank closes its window while peers still move bytes
     return rows
 
 
 def ways(receive_buffer: ReceiveBuffer, local: torch.Tensor, part: int) -> Iterator[tuple[str, int, Call]]:
-    """(method, SMs or threads, call) of every way to move `part` bytes between any two ranks.
+    """Yield (method, SMs or threads, call) for every method to move `part` bytes between any two ranks.
 
-    Writing, part `peer` of `local` goes to part `rank` of that peer's block; reading, the other way round.
+    A write moves part `peer` of `local` to part `rank` of that peer's buffer; a read moves in the opposite direction.
     """
     return _on_gpu(receive_buffer, local, part) if local.is_cuda else _on_cpu(receive_buffer, local, part)
 
@@ -97,7 +101,7 @@ def _on_gpu(receive_buffer: ReceiveBuffer, local: torch.Tensor, part: int) -> It
 
 
 def _others(receive_buffer: ReceiveBuffer) -> list[int]:
-    """The peers of this rank, first the one after it, so that not everybody moves to the same one."""
+    """Return the peers in rotation order, rank + 1 first, so that not all ranks move to the same peer."""
     return [(receive_buffer.rank + turn) % receive_buffer.ranks for turn in range(1, receive_buffer.ranks)]
 
 
@@ -141,11 +145,11 @@ def _move_all(pool: ThreadPoolExecutor | None, moves: list[Move]) -> None:
 
 
 def _move(move: Move) -> None:
-    ctypes.memmove(*move)  # without the GIL
+    ctypes.memmove(*move)  # releases the GIL
 
 
 def merge(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Rows {method, sms, us, gbs} of all ranks together: GB/s that leave each rank, by its slowest, best first."""
+    """Merge the rows of all ranks to {method, sms, us, gbs}: GB/s that leave a rank, by the slowest; best first."""
     rows = []
     for parts in zip(*by_rank, strict=True):
         us = percentiles([part["us"] for part in parts])

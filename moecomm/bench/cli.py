@@ -1,4 +1,4 @@
-"""The commands of the benchmark."""
+"""The commands of `moecomm bench`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def dispatch_combine(
     limit: Limit = 120.0,
     json: Json = None,
 ) -> None:
-    """Whole dispatches and combines, and the two after each other; of several backends beside those of the first."""
+    """Time complete dispatches, combines and pairs of both; with several backends, relative to the first."""
     from moecomm.bench import backends, table
 
     def case_of(way: backends.Way) -> Case:
@@ -115,7 +115,7 @@ def sweep(
     backend: Backend = "auto",
     json: Json = None,
 ) -> None:
-    """dispatch-combine over all sizes, for plots: no pairs."""
+    """Run dispatch-combine over all sizes without pairs, for plots."""
     case = _case(
         (model, hidden, topk, experts),
         (tokens, layout, payload, "0"),
@@ -184,7 +184,7 @@ def deep_ep_layer(
     backend: Backend = "auto",
     json: Json = None,
 ) -> None:
-    """What deep_ep's interface adds to moecomm's own calls, on the device and on the host: both in turns."""
+    """Measure the overhead of the deep_ep interface over moecomm's own calls, on the device and on the host."""
     from moecomm.bench import deep_ep_layer as measured
     from moecomm.bench import table
 
@@ -210,7 +210,7 @@ def latency(
     limit: Limit = 120.0,
     json: Json = None,
 ) -> None:
-    """put + signal between two ranks, 1 B to 64 MB: half a round trip; through one backend or several."""
+    """Measure put + signal between two ranks, 1 B to 64 MB: half a round trip, through one or several backends."""
     from moecomm.bench import backends, ranks, table
     from moecomm.bench import latency as measured
     from moecomm.errors import BadInput
@@ -245,7 +245,7 @@ def all_to_all(
     backend: Backend = "auto",
     json: Json = None,
 ) -> None:
-    """What the links carry at most, by method and SMs."""
+    """Measure the most that the links carry, by method and SMs."""
     from moecomm.bench import ceiling, table
     from moecomm.bench.ranks import on_ranks, plan
 
@@ -271,7 +271,7 @@ def gemm(
     replays: Replays = 5,
     json: Json = None,
 ) -> None:
-    """The grouped GEMMs of one rank's experts, in turn with torch's.  On one GPU; without one, on the CPU."""
+    """Time the grouped GEMMs of one rank's experts, alternating with torch's. On one GPU; without one, on the CPU."""
     import torch
 
     from moecomm.bench import gemm as measured
@@ -309,7 +309,7 @@ def moe(
     backend: Backend = "auto",
     json: Json = None,
 ) -> None:
-    """Whole expert layers: Buffer.moe, its parts, and torch's all_to_all and grouped GEMMs, in turns."""
+    """Time complete expert layers: Buffer.moe, its parts, and torch's all_to_all and grouped GEMMs, alternating."""
     from moecomm.bench import gemm as sizes
     from moecomm.bench import moe as measured
     from moecomm.bench import ranks as of_ranks
@@ -349,21 +349,21 @@ def plot(
 
 @app.command()
 def show(results: Results) -> None:
-    """Prints the long tables of results, from JSON of any benchmark."""
+    """Print the full tables of results, from JSON of any benchmark."""
     from moecomm.bench import show
 
     show.show(results)
 
 
 def say_on_cpu(what: str) -> None:
-    """Says at once what a command is worth here."""
+    """Print on standard error what a command measures without a GPU, before it begins."""
     from rich.console import Console
 
     Console(stderr=True).print(f"No GPU here: {what}.", highlight=False, markup=False, soft_wrap=True)
 
 
 def numbers(name: str, text: str) -> list[int]:
-    """The numbers of an option: one, or several with commas between.  Raises BadInput."""
+    """Parse an option of one number, or of several separated by commas. Raises BadInput."""
     from moecomm.errors import BadInput
 
     try:
@@ -376,7 +376,7 @@ def numbers(name: str, text: str) -> list[int]:
 
 
 class _Kept:
-    """The latest of a result that grows, in the JSON as well."""
+    """The latest state of a growing result, also written to the JSON file."""
 
     def __init__(self, json: Path | None) -> None:
         self.result: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Timing of operations that all ranks take part in."""
+"""A clock for operations that all ranks take part in."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Timed:
-    """An operation of a peer: what its row says of it, and the call; `graph`: it can be captured."""
+    """An operation of another library: the fields of its row, and the call. `graph` is true if it can be captured."""
 
     about: dict[str, Any]
     call: Call
     graph: bool = True
 
 
-_HEAD_START = 500_000  # cycles that the device waits, so that the host has enqueued all of a replay before it begins
-_FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # several times the last cache
+_HEAD_START = 500_000  # cycles of delay on the device, enough for the host to enqueue a whole replay first
+_FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # several times the last-level cache
 _HOST_BATCHES, _HOST_CALLS = 20, 10
-_HOST_S = 2.0  # after which no further batch begins: an operation may take milliseconds
+_HOST_S = 2.0  # seconds after which no further batch begins: an operation may take milliseconds
 
 
 def device_us(call: Call, head_start: int = _HEAD_START) -> float:
-    """Microseconds of what a call enqueues on the current stream, which waits for `head_start` cycles before."""
+    """Return the microseconds of a call's work on the current stream, behind a delay of `head_start` cycles."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda._sleep(head_start)  # type: ignore[no-untyped-call]
     begin.record()
@@ -43,14 +43,17 @@ def device_us(call: Call, head_start: int = _HEAD_START) -> float:
 
 
 class Clock:
-    """Times a call on every rank at once; all ranks make the same calls of the Clock.
+    """A timer of one call on every rank at once. All ranks make equal calls of the Clock.
 
-    On GPUs a time is that of one operation among `chain` of them in one captured graph (`graph`), or enqueued one by
-    one by the host.  Ranks meet on the device right before, and in graph replay the device waits until the host has
-    enqueued everything, so that neither is part of the time.
-    `cold`: 256 MB (CPUs: 64 MB) are written before every operation, so that it finds nothing of its own in the cache;
-    the time of a chain of such writes alone is subtracted.
-    On CPUs a time is that of one call (of `chain`), as the caller sees it.
+    On GPUs a time is that of one operation out of `chain`, either in one captured graph (`graph`) or enqueued one by
+    one by the host. Right before, ranks synchronize on the device. In graph replay the device also waits until the host
+    has enqueued everything. Neither wait is part of the time.
+
+    On CPUs a time is that of one call out of `chain`, as the caller sees it.
+
+    With `cold`, 256 MB (CPUs: 64 MB) are written before every operation, so that none of its data is in the cache. On
+    GPUs the time of a chain of such writes alone is subtracted; on CPUs the write is outside of the timed part and
+    precedes the whole chain.
     """
 
     def __init__(
@@ -60,9 +63,9 @@ class Clock:
         self.graph, self._cold, self.chain, self._replays = graph, cold, chain, replays
 
     def __call__(self, call: Call, meet: Call | None = None) -> list[float]:
-        """Microseconds of one operation on this rank, by replay.
+        """Return the microseconds of one operation on this rank, by replay.
 
-        `meet`: an operation in which ranks wait for each other on the device; default: `call` itself.
+        `meet` is an operation in which ranks wait for each other on the device; default: `call` itself.
         """
         if not self._on_gpu:
             return self._on_cpu(call)
@@ -71,10 +74,10 @@ class Clock:
         return [us - beside for us in self._on_gpu_times(call, flush, meet or call)]
 
     def alternately(self, calls: dict[str, Call], meet: Call) -> dict[str, list[float]]:
-        """Microseconds of one operation of each of `calls` on this rank, by replay.
+        """Return the microseconds of one operation of each of `calls` on this rank, by replay.
 
-        They take turns, because a GPU that has been at work for a while runs at another clock than one that has not;
-        and each turn another begins, because that is so within a turn as well.
+        Calls alternate, because a GPU under sustained load runs at another clock rate than one that was idle. Their
+        order rotates with each replay, because the clock rate also changes within a replay.
         """
         if not self._on_gpu:
             return {name: self._on_cpu(call) for name, call in calls.items()}
@@ -90,14 +93,14 @@ class Clock:
         return {name: found[1:] for name, found in times.items()}
 
     def host_us(self, call: Call) -> float | None:
-        """Median microseconds until a call returns to the host; None on CPUs, where it is the operation itself."""
+        """Return the median microseconds until a call returns to the host; None on CPUs, where both are the same."""
         times = self.host_times(call)
         return statistics.median(times[0]) if times else None
 
     def host_times(self, *calls: Call) -> list[list[float]]:
-        """Microseconds until each of the calls returns to the host, by repetition; empty on CPUs.
+        """Return the microseconds until each of the calls returns to the host, by repetition; empty on CPUs.
 
-        One is made after the other, and then all of them again, so that they find the host and its queue alike.
+        Calls alternate, so that they find the host and its queue in the same state.
         """
         if not self._on_gpu:
             return []
@@ -116,7 +119,7 @@ class Clock:
         return times
 
     def _on_any(self, here: bool) -> bool:
-        """Whether it is so on a rank.  Ranks meet."""
+        """Return True if `here` is true on any rank. Collective."""
         anywhere = torch.tensor([here], dtype=torch.int32)
         dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._group)
         return bool(anywhere)
@@ -138,8 +141,8 @@ class Clock:
         return [self._replay_us(run, meet) for _ in range(self._replays + 1)][1:]
 
     def _ready(self, call: Call, before: Call, meet: Call) -> Call:
-        """What runs the chain."""
-        for _ in range(2):  # compiles, and fills the allocators
+        """Warm up, and return a call that runs the chain."""
+        for _ in range(2):  # compiles kernels and fills the allocators
             call()
             meet()
         torch.cuda.synchronize()
@@ -159,7 +162,7 @@ class Clock:
 
     def _captured(self, call: Call, before: Call) -> Call:
         graph = torch.cuda.CUDAGraph()
-        # Of this thread alone: NCCL's own thread looks at its events meanwhile.
+        # thread_local, because NCCL's own thread queries events during the capture.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._chain(call, before)
         return graph.replay
@@ -186,7 +189,7 @@ def _nothing() -> None:
 
 
 def percentiles(by_rank: list[list[float]]) -> dict[str, float]:
-    """p50, p90 and p99 over replays, each as the slowest rank saw it.  The same number of replays on each rank."""
+    """Return p50, p90 and p99 over replays of the slowest rank. All ranks have equally many replays."""
     slowest: list[float] = [max(replay) for replay in zip(*by_rank, strict=True)]
     if len(slowest) == 1:
         return dict.fromkeys(("p50", "p90", "p99"), slowest[0])

@@ -1,6 +1,6 @@
-"""DeepEP on the same rows, where it is installed: its intranode and its low-latency kernels, and its ElasticBuffer.
+"""DeepEP on the same rows, where it is installed: its intranode kernels, low-latency kernels and ElasticBuffer.
 
-Written to its interface as of 2.1; whatever it raises becomes a row that says so.
+Written for its interface as of 2.1. An exception becomes a row with the reason.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from moecomm.bench.clock import Timed
 from moecomm.bench.exchange import nccl_group
 from moecomm.bench.ours import Ours
 
-_SMS = 24  # what its own tests use
+_SMS = 24  # as in DeepEP's own tests
 _LOW_LATENCY_TOKENS = 511
 
 
 def module() -> ModuleType | None:
-    """The package, or None where it is not installed or does not load."""
+    """Return the package, or None where it is not installed or does not load."""
     try:
         return importlib.import_module("deep_ep")
     except (ImportError, OSError):
@@ -32,7 +32,7 @@ def module() -> ModuleType | None:
 
 
 class DeepEP:
-    """Its Buffers, made for one size at a time.  Collective."""
+    """DeepEP's Buffers, created for one size at a time. Collective."""
 
     name = "deep_ep"
 
@@ -46,7 +46,7 @@ class DeepEP:
         return nccl_group()
 
     def ways(self) -> dict[str, Callable[[Ours], list[Timed]]]:
-        """Its interfaces that are there: each makes calls, and what their rows say, for the size of `ours`."""
+        """Return the available interfaces by name; each returns the timed calls for the size of `ours`."""
         found: dict[str, Callable[[Ours], list[Timed]]] = {}
         if hasattr(self._module, "Buffer"):
             found |= {"deep_ep": self._normal, "deep_ep low-latency": self._low_latency}
@@ -56,7 +56,7 @@ class DeepEP:
 
     def _about(self, ours: Ours, what: str, payload: str, layout: str, sms: int) -> dict[str, Any]:
         row = self._case.row_bytes(payload) if what == "dispatch" else 2 * self._case.hidden
-        by_expert = layout == "batched"  # its low-latency kernels send a row for every expert
+        by_expert = layout == "batched"  # DeepEP's low-latency kernels send one row for each expert
         moved = row + (self._case.beside_bytes(layout) if what == "dispatch" else 0)
         return {
             "what": what,
@@ -68,7 +68,7 @@ class DeepEP:
         }
 
     def _payloads(self, ours: Ours) -> dict[str, Any]:
-        """Its rows by payload: DeepEP's kernels for many tokens take float8 rows that are cast already."""
+        """Return rows by payload. DeepEP's kernels for many tokens take float8 rows that are already cast."""
         groups = ours.x.float().view(ours.tokens, -1, QUANT_GROUP)
         scales = groups.abs().amax(dim=2).clamp(min=1e-4) / 448.0
         cast = (groups / scales.unsqueeze(2)).to(torch.float8_e4m3fn).view(ours.tokens, -1)
@@ -76,7 +76,7 @@ class DeepEP:
         return {name: known[name] for name in self._case.payloads if name in known}
 
     def _normal(self, ours: Ours) -> list[Timed]:
-        """Layout and dispatch: both are part of a caller's dispatch."""
+        """Time layout plus dispatch, because a caller's dispatch needs both, and combine."""
         kind = self._module.Buffer
         kind.set_num_sms(_SMS)
         ranks, hidden_bytes = self._group.size(), 2 * self._case.hidden
@@ -94,7 +94,7 @@ class DeepEP:
             return buffer.dispatch(x, topk_idx=ours.topk_idx, topk_weights=ours.weights, **counts)
 
         arrived, *_, handle, _ = dispatch(ours.x)
-        # Its dispatch waits on the host for counts, which a captured one would never get.
+        # DeepEP's dispatch waits on the host for counts, which would never arrive during a capture.
         found = [
             Timed(self._about(ours, "dispatch", name, "flat", _SMS), partial(dispatch, x), graph=False)
             for name, x in self._payloads(ours).items()

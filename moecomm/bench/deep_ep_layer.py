@@ -1,4 +1,4 @@
-"""What moecomm.compat.deep_ep adds to moecomm's own calls: both in turns, over the same Buffers."""
+"""Overhead of moecomm.compat.deep_ep over moecomm's own calls: both alternate, over the same Buffers."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ from moecomm.errors import BadInput
 from moecomm.kernels import padding, routing_map
 from moecomm.routed import Handle
 
-MOST_LOW_LATENCY = 512  # tokens of a low-latency call: deep_ep's own take as many, and more would be most of the memory
-ALIGNMENT = 16  # of rows of an expert, as grouped GEMMs in FP8 want it
+MOST_LOW_LATENCY = 512  # tokens of a low-latency call: DeepEP's own limit; more would take most of the memory
+ALIGNMENT = 16  # rows of an expert, as grouped GEMMs in FP8 need
 BY = ("native", "compat")
 _COLUMNS: dict[str, Any] = {
     "quantize": "fp8",
     "scale_layout": "column",
-}  # what low_latency_dispatch hands out by default
+}  # the default of low_latency_dispatch
 
 Tensors = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One operation, by moecomm's own call and by deep_ep's; both return the tensors that their callers use."""
+    """One operation through moecomm's own call and through deep_ep's; both return the tensors that callers use."""
 
     what: str
-    payload: str  # of a dispatch
+    payload: str  # of dispatch
     variant: str
     native: Callable[[], Tensors]
     compat: Callable[[], Tensors]
 
     @property
     def about(self) -> dict[str, str]:
-        """What a row says of it."""
+        """The fields that identify the operation in a row."""
         return {"what": self.what, "payload": self.payload, "variant": self.variant}
 
 
 class Layer:
-    """deep_ep's Buffer for one size, and its calls beside those of the moecomm.Buffers behind it.  Collective."""
+    """deep_ep's Buffers for one size, and their calls paired with those of the moecomm.Buffers behind. Collective."""
 
     def __init__(self, case: Case, group: Any, device: torch.device, tokens: int) -> None:
         self.tokens, self._experts = tokens, case.experts
@@ -62,7 +62,7 @@ class Layer:
         generator = torch.Generator(device=device).manual_seed(case.seed * 1000 + ranks.rank)
         self._x = torch.randn(tokens, case.hidden, generator=generator, device=device).to(torch.bfloat16)
         self._idx, self._weights = idx.to(device), weights.to(device)
-        self._to_expert = self._idx.new_empty(case.experts)  # of which nothing but the shape is looked at
+        self._to_expert = self._idx.new_empty(case.experts)  # only its shape is used
         self._ranks, self._worst = ranks.ranks, ranks.ranks * tokens
         self._deep = deep_ep.Buffer(group)
         self._elastic = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=tokens, explicitly_destroy=True)
@@ -77,11 +77,11 @@ class Layer:
         self._hybrid._pool.close()
 
     def meet(self) -> Any:
-        """A round in which ranks wait for each other on the device."""
+        """Run a round in which ranks wait for each other on the device."""
         return self._normal(self._x)
 
     def pairs(self) -> Iterator[Pair]:
-        """All operations at this size; each is to be measured before the next is asked for."""
+        """Yield all operations at this size; measure each before taking the next."""
         yield from self._normal_pairs()
         for expand in (False, True):
             yield from self._elastic_pairs(expand)
@@ -108,7 +108,7 @@ class Layer:
         recv_x, _, recv_weights, _, handle, _ = self._normal(x)
         buffer, native = self._owner(handle.native), handle.native
         y, recv_weights = recv_x.clone(), recv_weights.clone()
-        del recv_x  # what is held of the window has no room in it for the rounds that are timed
+        del recv_x  # frees window memory for the timed rounds
         given: dict[str, Any] = {
             "topk_idx": self._idx,
             "topk_weights": self._weights,
@@ -145,7 +145,7 @@ class Layer:
         )
 
     def _elastic_pairs(self, expand: bool) -> Iterator[Pair]:
-        """Of deep_ep 2: a row a (token, rank), or, expanded, a (token, expert)."""
+        """Yield the operations of ElasticBuffer (DeepEP 2): a row for each (token, rank); expanded, (token, expert)."""
         x, idx, weights, elastic = self._x, self._idx, self._weights, self._elastic
         options: dict[str, Any] = {"num_experts": self._experts, "do_cpu_sync": False, "do_expand": expand}
         call = partial(elastic.dispatch, x, idx, weights, **options)
@@ -170,8 +170,9 @@ class Layer:
         yield Pair("elastic combine", "", variant, lambda: (combine(),), lambda: elastic.combine(y, handle)[:1])
 
     def _hybrid_pairs(self) -> Iterator[Pair]:
-        """Of HybridEPBuffer, as Megatron-core calls it: with a map, and room for all rows that can come, or for twice
-        as many as come in the mean, so that nothing waits.
+        """Yield the operations of HybridEPBuffer as Megatron-core calls it, with a routing map.
+
+        There is room for all rows that can arrive, or with many tokens for twice the mean, so that nothing waits.
         """
         x, some = self._x, self._idx.shape[1] * self.tokens
         room = some * (self._ranks if self.tokens <= MOST_LOW_LATENCY else 2)
@@ -226,7 +227,7 @@ class Layer:
         def combine(theirs: torch.Tensor) -> Tensors:
             return deep.low_latency_combine(y, idx, theirs, handle)[:1]
 
-        name = "low-latency "  # the larger first: what its graphs have taken of the window has room for the others'
+        name = "low-latency "  # the larger first: later graphs reuse the window memory that its graphs took
         yield Pair(name + "dispatch", "bf16", "", partial(dispatch, {}), lambda: call(use_fp8=False)[:2])
         yield Pair(name + "dispatch", "fp8", "", partial(dispatch, _COLUMNS), with_scales)
         alone = partial(buffer.combine, y, native)
@@ -242,9 +243,9 @@ def _rows_probs_and_counts(call: Callable[[], Tensors]) -> Tensors:
 
 
 def run(case: Case) -> dict[str, Any] | None:
-    """Measures a case on all ranks; None in a process that has nothing to report.
+    """Measure a case on all ranks; None in a process that has nothing to report.
 
-    Returns {benchmark, case, backend, rows}: see `merge`.  Raises BadInput, RanksFailed.
+    Returns {benchmark, case, backend, rows}: see `merge`. Raises BadInput, RanksFailed.
     """
     case.check()
     by_rank = on_ranks("moecomm.bench.deep_ep_layer:run_rank", asdict(case), case.ranks)
@@ -252,7 +253,7 @@ def run(case: Case) -> dict[str, Any] | None:
 
 
 def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
-    """One rank."""
+    """Run one rank of the benchmark."""
     case = Case(**job)
     device = device_of(group, case.backend)
     mode = {"graph": case.mode == "graph", "cold": case.cold}
@@ -268,9 +269,9 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
 
 
 def _timed(clock: Clock, pair: Pair, layer: Layer) -> dict[str, Any]:
-    """`us` by who calls, by replay; `host_us`, by call, where it is of eager ones; or `why` not.
+    """Time a pair: `us` by caller and replay; `host_us` by caller, empty for graphs; or `why` it has no times.
 
-    In half of the host's calls the one is first, in half the other.
+    On the host each call is first in half of the measurements.
     """
     calls = {name: getattr(pair, name) for name in BY}
     try:
@@ -285,13 +286,16 @@ def _timed(clock: Clock, pair: Pair, layer: Layer) -> dict[str, Any]:
 
 
 def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
-    """The result of all ranks together.
+    """Merge the results of all ranks.
 
-    rows: {tokens, what, payload, variant, us: {native, compat: {p50, p90, p99}}, of_native, host_us: {native, compat},
-    host_more_us}, or with `why` in the place of figures.  Times are of the slowest rank, `of_native` is deep_ep's call
-    over moecomm's.  Host times are medians of the rank in the middle, until an eager call returns, else None;
-    `host_more_us`: the median of what deep_ep's call takes longer than the one before or after it, on the rank where
-    that is most.
+    A row is {tokens, what, payload, variant, us: {native, compat: {p50, p90, p99}}, of_native, host_us: {native,
+    compat}, host_more_us}, or has `why` in place of figures.
+
+    - `us`: times of the slowest rank.
+    - `of_native`: time of deep_ep's call over that of moecomm's.
+    - `host_us`: median over ranks of the median time until an eager call returns; None for graphs.
+    - `host_more_us`: median of the extra host time of deep_ep's call over its neighbor, on the rank where that is
+      largest.
     """
     rows = [_merged(parts) for parts in zip(*(found["rows"] for found in by_rank), strict=True)]
     return {"benchmark": "deep-ep-layer", "case": asdict(case), "backend": case.backend, "rows": rows}

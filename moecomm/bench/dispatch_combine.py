@@ -1,4 +1,4 @@
-"""Whole dispatches and combines, as a caller sees them, against the bytes that must cross the wire."""
+"""Complete dispatches and combines, as a caller sees them, against the bytes that must cross the wire."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from moecomm.bench.ranks import Step, device_of, on_ranks, progress
 
 
 def run(case: Case, limit_s: float = float("inf")) -> dict[str, Any] | None:
-    """Measures a case on all ranks; None in a process that has nothing to report.  `limit_s`: see on_ranks.
+    """Measure a case on all ranks; None in a process that has nothing to report. `limit_s`: see on_ranks.
 
-    Returns {benchmark, case, backend, ceiling, memory, rows}: see `merge`.  Raises BadInput, RanksFailed.
+    Returns {benchmark, case, backend, ceiling, memory, rows}: see `merge`. Raises BadInput, RanksFailed.
     """
     case.check()
     by_rank = on_ranks("moecomm.bench.dispatch_combine:run_rank", asdict(case), case.ranks, limit_s)
@@ -28,7 +28,7 @@ def run(case: Case, limit_s: float = float("inf")) -> dict[str, Any] | None:
 
 
 def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
-    """One rank."""
+    """Run one rank of the benchmark."""
     case = Case(**job)
     device = device_of(group, case.backend)
     found: dict[str, Any] = {"ceiling": [], "memory": [], "rows": []}
@@ -67,17 +67,22 @@ def _beside(group: dist.ProcessGroup, ours: Ours, op: Operation, row: dict[str, 
 
 
 def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
-    """The result of all ranks together.
+    """Merge the results of all ranks.
 
-    rows: {who, what, layout, payload, variant, tokens, sms_asked, sms, us: {p50, p90, p99}, host_us, host_us_slowest,
-    wire_bytes, busiest_bytes, logical_bytes, wire_gbs, logical_gbs, of_wire}, or with `why` in the place of figures.
-    `wire_bytes`: what must leave a rank: columns, scales, and what is handed out beside flat rows, `beside_bytes`.
-    Ours have inside_bytes, across_bytes and GB/s of both, of what stays in a domain and of what leaves it, and
-    `straight`: whether it leaves without relays.  Bytes are means over ranks, times of the slowest; host times are
-    medians of a rank, of the rank in the middle and of the slowest.  `of_wire`: wire time at the ceiling / p50; with
-    skewed routing wire time is that of the busiest link.  A pair's `of_sum`: its time / that of its two parts alone;
-    `of_flat`: time / that of the same operation on flat rows.  `overlap` and `halves`, where a matmul is timed beside
-    and between: see moecomm.bench.overlap; `halves` has microseconds.
+    A row is {who, what, layout, payload, variant, tokens, sms_asked, sms, us: {p50, p90, p99}, host_us,
+    host_us_slowest, wire_bytes, busiest_bytes, logical_bytes, wire_gbs, logical_gbs, of_wire}, or has `why` in place of
+    figures. Bytes are means over ranks.
+
+    - `us`: times of the slowest rank.
+    - `host_us`, `host_us_slowest`: medians of a rank, for the median rank and for the slowest.
+    - `wire_bytes`: bytes that must leave a rank: columns, scales, and the metadata of flat rows (`beside_bytes`).
+    - `inside_bytes`, `across_bytes` and their GB/s (moecomm only): bytes that stay in a domain, and bytes that leave
+      it.
+    - `straight` (moecomm only): true if rows go to other domains without forwarders.
+    - `of_wire`: wire time at the ceiling / p50; with skewed routing, wire time is that of the busiest link.
+    - `of_sum` (pairs): time / sum of the times of its two parts alone.
+    - `of_flat`: time / time of the same operation on flat rows.
+    - `overlap`, `halves`: times with a concurrent matmul, see moecomm.bench.overlap; `halves` is in microseconds.
     """
     limits = ceiling.merge([found["ceiling"] for found in by_rank])
     gbs = limits[0]["gbs"] if limits else None
@@ -124,7 +129,7 @@ def _merged(case: Case, parts: tuple[dict[str, Any], ...], ceiling_gbs: float | 
 
 
 def _compare(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Adds of_sum and of_flat where there is what they compare with."""
+    """Add of_sum and of_flat where the rows to compare with exist."""
     if row["who"] != "moecomm" or "us" not in row:
         return
     if row["what"] == "pair":
@@ -141,7 +146,7 @@ def _compare(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 
 
 def _p50(rows: list[dict[str, Any]], like: dict[str, Any], **other: str) -> float | None:
-    """Of our row that is as `like` but for `other`."""
+    """Return the p50 of moecomm's row that equals `like` except for `other`; None if there is none."""
     keys = ("who", "what", "layout", "payload", "variant", "tokens", "sms_asked")
     wanted = {key: other.get(key, like[key]) for key in keys}
     found = [row["us"]["p50"] for row in rows if "us" in row and all(row[key] == wanted[key] for key in keys)]

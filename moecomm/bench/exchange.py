@@ -1,4 +1,4 @@
-"""What torch.distributed does for the same rows: all_to_all_single, over NCCL between GPUs, gloo between CPUs."""
+"""Dispatch and combine by torch.distributed: all_to_all_single, over NCCL between GPUs, over gloo between CPUs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from moecomm.bench.case import Case
 from moecomm.bench.clock import Timed
 from moecomm.bench.ours import Ours
 
-_CPU_BLOCK = 16  # tokens summed at once on CPUs: they stay in cache (measured: faster than index_add_ of whole tensors)
+_CPU_BLOCK = 16  # tokens added at once on CPUs, to stay in cache (measured: faster than index_add_ of full tensors)
 
 
 class Exchange:
-    """The best that all_to_all_single allows: rows gathered once, splits known beforehand, preallocated buffers.
+    """The fastest use of all_to_all_single: rows gathered once, splits known in advance, preallocated buffers.
 
-    `target` [T, S]: the rank that slot s of each token goes to, -1 for none; `weights` [T, S] or None (all 1).
+    Args:
+        x: tokens [T, H].
+        target: [T, S], the rank that slot s of each token goes to; -1 for none.
+        weights: [T, S], or None (all 1).
+        group: the ranks.
     """
 
     def __init__(
@@ -26,7 +30,7 @@ class Exchange:
     ) -> None:
         self.group, self.x, self.weights = group, x, weights
         ranks, (tokens, slots) = group.size(), target.shape
-        entry = target.flatten().argsort(stable=True)[int((target < 0).sum()) :]  # by (rank, token, slot)
+        entry = target.flatten().argsort(stable=True)[int((target < 0).sum()) :]  # ordered by (rank, token, slot)
         self.token = entry // slots
         sent = torch.bincount(target.flatten()[entry], minlength=ranks)
         arriving = torch.empty_like(sent)
@@ -34,19 +38,19 @@ class Exchange:
         self.sent, self.arriving = sent.tolist(), arriving.tolist()
         self.outgoing = x.new_empty(len(entry), x.shape[1])
         self.arrived = x.new_empty(sum(self.arriving), x.shape[1])
-        self.home = x.new_zeros(len(entry) + 1, x.shape[1])  # the last row is what an empty slot adds
+        self.home = x.new_zeros(len(entry) + 1, x.shape[1])  # empty slots add the last row, zeros
         self.row_of = torch.full((tokens * slots,), len(entry), device=x.device)
         self.row_of[entry] = torch.arange(len(entry), device=x.device)
         self.row_of = self.row_of.view(tokens, slots)
 
     def dispatch(self) -> torch.Tensor:
-        """The rows that arrive at this rank."""
+        """Return the rows that arrive at this rank."""
         torch.index_select(self.x, 0, self.token, out=self.outgoing)
         self._exchange(self.arrived, self.outgoing, self.arriving, self.sent)
         return self.arrived
 
     def combine(self, y: torch.Tensor) -> torch.Tensor:
-        """Rows brought home and added, weighted, in float32."""
+        """Return rows to their source ranks and add them, weighted, in float32."""
         self._exchange(self.home[:-1], y, self.sent, self.arriving)
         out = torch.empty_like(self.x)
         block = len(out) if out.is_cuda else _CPU_BLOCK
@@ -61,19 +65,19 @@ class Exchange:
         return out
 
     def _exchange(self, out: torch.Tensor, rows: torch.Tensor, out_splits: list[int], splits: list[int]) -> None:
-        # As float32, because gloo does not know bfloat16 everywhere; bytes are bytes.
+        # Moved as float32, because some versions of gloo lack bfloat16.
         wide = torch.float32
         dist.all_to_all_single(out.view(wide), rows.view(wide), out_splits, splits, group=self.group)
 
 
 def by_rank(topk_idx: torch.Tensor, experts: int, ranks: int) -> torch.Tensor:
-    """[T, R]: each rank that owns an expert of the token, once; -1 for the others."""
+    """Return [T, R]: every rank that owns an expert of the token, once, in its own column; -1 elsewhere."""
     owner, to = _owner(topk_idx, experts, ranks), torch.arange(ranks, device=topk_idx.device)
     return torch.where((owner.unsqueeze(1) == to.unsqueeze(1)).any(dim=2), to, -1)
 
 
 def by_expert(topk_idx: torch.Tensor, experts: int, ranks: int) -> torch.Tensor:
-    """[T, K]: the rank that owns each expert of the token."""
+    """Return [T, K]: the rank that owns each expert of the token."""
     return _owner(topk_idx, experts, ranks)
 
 
@@ -82,7 +86,7 @@ def _owner(topk_idx: torch.Tensor, experts: int, ranks: int) -> torch.Tensor:
 
 
 def nccl_group() -> dist.ProcessGroup:
-    """All ranks, over NCCL.  Collective."""
+    """Create an NCCL group of all ranks. Collective."""
     seconds = timedelta(seconds=60)  # the default is ten minutes
     made: dist.ProcessGroup | None = dist.new_group(backend="nccl", timeout=seconds)
     assert made is not None
@@ -90,7 +94,7 @@ def nccl_group() -> dist.ProcessGroup:
 
 
 class Collective:
-    """The rows of torch.distributed.  Collective; `name` is that of the library beneath."""
+    """The operations of torch.distributed. Collective. `name` is the name of its library."""
 
     def __init__(self, case: Case, group: dist.ProcessGroup, device: torch.device) -> None:
         self._case, self._ranks = case, group
@@ -101,11 +105,11 @@ class Collective:
         return nccl_group() if self.name == "nccl" else self._ranks
 
     def calls(self, ours: Ours) -> list[Timed]:
-        """What is timed at the size of `ours`."""
+        """Return the timed calls for the size of `ours`."""
         found = []
         for layout in self._case.layouts:
             if layout == "batched":
-                continue  # the same rows as expert, none of them in their places
+                continue  # sends the rows of expert, but does not place them
             exchange, row = self._exchange(ours, layout), 2 * self._case.hidden
             wire, logical = ours.traffic.wire(by_expert=layout != "flat"), ours.traffic.logical(layout)
             about = {"layout": layout, "wire_bytes": wire * row, "logical_bytes": logical * row, "sms": 0}

@@ -1,4 +1,4 @@
-"""Tables that fit the console: one that is too wide is printed in parts, each with the columns that name its rows."""
+"""Tables that fit the console: a table that is too wide is printed in parts, each with the columns that name rows."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from rich.table import Column, Table
 from rich.text import Text
 
 _GAP = 2  # between columns
-_LEAST = 24  # columns of the console that figures have beside names
+_LEAST = 24  # columns of the console reserved for figures next to names
 
 
 def show_table(table: Table, out: Console, names: int | None = None) -> None:
-    """Prints a table.
+    """Print a table.
 
     Args:
-        table: without a box.
-        out: where to.
-        names: leading columns that name a row; default: those before the first that is set to the right.
+        table: a table without a box.
+        out: the console.
+        names: number of leading columns that name a row; default: those before the first right-aligned column.
     """
     widths = [max(map(_width, (column.header, *column.cells)), default=0) for column in table.columns]
     if sum(widths) + _GAP * (len(widths) - 1) <= out.width:
@@ -45,13 +45,13 @@ def show_table(table: Table, out: Console, names: int | None = None) -> None:
 
 
 def _width(cell: object) -> int:
-    """Of a cell, in columns of the console; of several lines the widest."""
+    """Return the width of a cell in console columns; for several lines, that of the widest."""
     text = cell if isinstance(cell, Text) else Text.from_markup(str(cell))
     return max((line.cell_len for line in text.split("\n")), default=0)
 
 
 def _narrowed(widths: list[int], room: int) -> list[int]:
-    """The widths, the widest of them less by what is too much together."""
+    """Reduce the widest of the widths until all fit into `room`."""
     found = list(widths)
     while sum(found) + _GAP * (len(found) - 1) > room:
         found[found.index(max(found))] -= 1
@@ -59,7 +59,7 @@ def _narrowed(widths: list[int], room: int) -> list[int]:
 
 
 def _part(table: Table, chosen: list[int], widths: list[int]) -> Table:
-    """Some of the columns, of these widths.  What is wider goes on in the next line."""
+    """Return a table of some columns with given widths. Wider cells wrap."""
     part = Table(box=None, pad_edge=False, header_style=table.header_style)
     cells = [list(table.columns[number].cells) for number in chosen]
     for number in chosen:

@@ -1,4 +1,4 @@
-"""The grouped GEMMs of an expert layer on one GPU: ours, and torch's, whose turns alternate; in FP8 deep_gemm's."""
+"""The grouped GEMMs of an expert layer on one GPU: ours, alternating with torch's, or in FP8 with deep_gemm's."""
 
 from __future__ import annotations
 
@@ -32,17 +32,15 @@ from moecomm.fused.fp8 import Operand
 from moecomm.fused.kernels import multiprocessors
 from moecomm.router import MODELS, Model, random_routing
 
-TORCH, APART = "torch", "apart"  # beside schedules; apart: the chosen one, gate and up rows not interleaved
+TORCH, APART = "torch", "apart"  # next to schedules; APART: the chosen one, gate and up rows not interleaved
 DTYPES = ("bf16", "fp8")
-_LONG_US = 3000  # calls timed together take about as long, if they are no more than 20
+_LONG_US = 3000  # calls timed together take about this long, with at most _MOST_CALLS
 _MOST_CALLS = 20
-_WEIGHT_BYTES = (
-    256 << 20
-)  # several times the second-level cache: smaller weights are kept several times, and take turns
+_WEIGHT_BYTES = 256 << 20  # several times the L2 cache: smaller weights have several copies, used in rotation
 _HOST_CALLS = 10
-_MOST_BYTES = 128 << 30  # of the weights of a rank
+_MOST_BYTES = 128 << 30  # of a rank's weights
 
-Call = Callable[[int], Any]  # with the number of the call, which chooses a copy of the weights
+Call = Callable[[int], Any]  # takes the number of the call, which selects a copy of the weights
 
 
 @dataclass(frozen=True)
@@ -61,40 +59,40 @@ class Gemm:
 
     @property
     def schedules(self) -> dict[str, Schedule]:
-        """By name."""
+        """The schedules of the dtype, by name."""
         return FP8_SCHEDULES if self.dtype == "fp8" else SCHEDULES
 
     @property
     def casts(self) -> bool:
-        """Whether ours casts what it makes, for the second GEMM."""
+        """True if our kernel casts its result for the second GEMM."""
         return self.dtype == "fp8" and self.activation is not None
 
     def choose(self, rows: int, *units: int) -> str:
-        """The name of the schedule for so many rows of all experts; `units`: multiprocessors of the GPU."""
+        """Return the name of the schedule for `rows` rows of all experts; `units`: multiprocessors of the GPU."""
         if self.dtype == "fp8":
             return choose_fp8(rows // self.experts, self.experts, self.columns, *units)
         return choose(rows // self.experts, self.experts, self.columns, self.depth, *units)
 
     def counts(self, tokens: int) -> torch.Tensor:
-        """int32 [experts]: rows that a random choice by so many tokens of every rank gives those of the first rank."""
+        """Return int32 [experts]: rows of the first rank's experts after random routing of `tokens` tokens per rank."""
         return _rows_of_experts(tokens * self.ranks, self.experts * self.ranks, self.topk)[: self.experts]
 
     def figures(self, rows: int, us: float) -> dict[str, float]:
-        """TFLOP/s; TB/s of x, weights and product, each once; padding of tiles is no work, nor are scales."""
+        """Return TFLOP/s, and TB/s of x, weights and product, each counted once, without scales and tile padding."""
         out = self.columns // (1 if self.activation is None else 2)
         taken = (1 if self.dtype == "fp8" else 2) * (self.experts * self.columns + rows) * self.depth
         moved = taken + (1 if self.casts else 2) * rows * out
         return {"tflops": round(2 * rows * self.columns * self.depth / us / 1e6, 1), "tbs": round(moved / us / 1e6, 3)}
 
 
-@lru_cache(maxsize=64)  # every GEMM of a model wants the same, and most of the time of a case would be this
+@lru_cache(maxsize=64)  # all GEMMs of a model use the same counts, which would take most of a case's time
 def _rows_of_experts(tokens: int, experts: int, topk: int) -> torch.Tensor:
     picked, _ = random_routing(tokens, experts, topk)
     return torch.bincount(picked.flatten(), minlength=experts).int()
 
 
 def sizes(names: list[str], **given: int | None) -> list[Model]:
-    """The models of these names; fields that are given take the place of a model's, which then has no name."""
+    """Return the models with these names; given fields replace a model's own, which then has no name."""
     for name in names:
         if name not in MODELS:
             raise BadInput("model", repr(name), f"some of {', '.join(MODELS)}")
@@ -105,7 +103,7 @@ def sizes(names: list[str], **given: int | None) -> list[Model]:
 
 
 def gemms(models: list[Model], ranks: list[int], dtypes: Sequence[str] = ("bf16",)) -> list[Gemm]:
-    """Of each model, dealt to so many ranks: the first with SwiGLU and without, and the second; of each dtype."""
+    """Return the GEMMs for each model, number of ranks and dtype: the first with SwiGLU and without, the second."""
     if not dtypes or set(dtypes) - set(DTYPES):
         raise BadInput("dtype", dtypes, f"some of {', '.join(DTYPES)}")
     found = []
@@ -134,11 +132,14 @@ def run(
     replays: int,
     dtypes: Sequence[str] = ("bf16",),
 ) -> dict[str, Any]:
-    """The result: a row for each GEMM and number of tokens.  On the current GPU; else the reference, on the CPU.
+    """Measure a row for each GEMM and number of tokens, on the current GPU; without one, the reference on the CPU.
 
-    Times are medians over `replays`.  torch's GEMM has no activation, also where ours has; in FP8, with scales of 128
-    columns and of blocks, it has none.  There ours with SwiGLU casts what it makes, and deep_gemm's, where it can be
-    imported, has neither.
+    Times are medians over `replays`. torch's GEMM never has an activation. In FP8 (scales of 128 columns, and of
+    blocks) there is no GEMM of torch; our GEMM with SwiGLU casts its result, and that of deep_gemm, if it can be
+    imported, has neither activation nor cast.
+
+    Raises:
+        BadInput: an argument is out of range.
     """
     if not tokens or min(tokens) < 1 or replays < 1:
         raise BadInput("tokens, replays", (tokens, replays), "at least 1 each")
@@ -155,7 +156,7 @@ def run(
 
 
 def _weights(case: Gemm, device: torch.device) -> list[Operand]:
-    """Several copies of small ones, so that no call finds its own in the cache."""
+    """Return copies of the weights, several of small ones, so that no call finds its own in the cache."""
     nbytes = (1 if case.dtype == "fp8" else 2) * case.experts * case.columns * case.depth
     copies = -(-_WEIGHT_BYTES // nbytes) if device.type == "cuda" else 1
     return [_drawn(case, device) for _ in range(copies)]
@@ -203,10 +204,10 @@ def _of_torch(x: torch.Tensor, weights: list[Any], counts: torch.Tensor) -> dict
 
 
 def _alternating(calls: dict[str, Call], copies: int, replays: int) -> dict[str, float]:
-    """Median microseconds of each.
+    """Return the median microseconds of each call.
 
-    They take turns, because a GPU that has been at work for a while runs at another clock than one that has not.  What
-    is timed is a captured graph of several calls: no launch by the host is part of it.
+    Calls alternate, because a GPU under sustained load runs at another clock rate than one that was idle. Each time is
+    that of a captured graph of several calls, without launches by the host.
     """
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
     for name, call in calls.items():

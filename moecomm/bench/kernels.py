@@ -1,4 +1,4 @@
-"""The benchmark's own kernels (csrc/bench)."""
+"""Kernels of the benchmark itself (csrc/bench)."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import ClassVar
 from moecomm.jit import linking
 from moecomm.jit.plain_kernel import PlainKernel
 
-PIECE = 8192  # bytes that a bulk copy moves: kPiece, kPutPiece
+PIECE = 8192  # bytes of a bulk copy: kPiece, kPutPiece
 _SLOTS = 4  # of a ring: kSlots, kPutSlots
 
 
 @dataclass(frozen=True)
 class BenchKernel(PlainKernel):
-    """`rings`: warps that move bytes by bulk copies, each with a ring of its own in dynamic shared memory."""
+    """A kernel of the benchmark; `rings` warps do bulk copies, each through its own ring in dynamic shared memory."""
 
     namespace: ClassVar[str] = "moecomm::bench"
     rings: int = 0
 
     @property
     def shared_bytes(self) -> int:
-        """Rings, and a barrier for each of their slots."""
+        """Bytes of the rings and of a barrier for each slot."""
         return self.rings * _SLOTS * (PIECE + 8)
 
 
@@ -37,15 +37,15 @@ PING_PONG = {
     "st": BenchKernel("bench/ping_pong", "ping_pong<false>", "PingPongArgs", 512),
     "TMA": BenchKernel("bench/ping_pong", "ping_pong<true>", "PingPongArgs", 128, rings=4),
 }
-# Blocks with so much shared memory that nothing else fits beside one, by how many lie together.
+# By cluster size: blocks with so much shared memory that no other block fits on their multiprocessor.
 HOLD = {size: BenchKernel("bench/hold", "hold", "HoldArgs", 192, rings=6, cluster=size) for size in (1, 2, 4)}
 
 
 @lru_cache(maxsize=4)
 def putting(shim: str) -> dict[str, BenchKernel]:
-    """PING_PONG through a library, by its shim."""
+    """Return the ping-pong kernels through a library, by the name of its shim."""
     entry = f"ping_pong_through<{linking.TRANSPORTS[shim]}>"
-    # GIN's queue for a peer has 256 entries, which all warps of a channel share; stores want many warps.
+    # GIN's queue for a peer has 256 entries, shared by all warps of a channel; NVSHMEM's stores need many warps.
     threads = {"put, a warp": 32, "put": 512 if shim == "nvshmem" else 128}
     return {
         name: BenchKernel("bench/ping_pong_through", entry, "PingPongArgs", count, transport=shim)

@@ -1,4 +1,4 @@
-"""put + signal between two ranks: from the first byte on its way until the peer has seen the signal behind the last."""
+"""put + signal between two ranks: from the first byte until the peer has seen the signal behind the last byte."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from moecomm.jit import plain_kernel
 SIZES = [1 << power for power in range(27)]  # 1 B to 64 MB
 _SIGNAL_BYTES = 256  # kPayload
 _TIMEOUT_NS = 30_000_000_000
-_BUDGET_BYTES = 2 << 30  # moved for one size in one replay, at most
-_BUDGET_S = 0.1  # and what that takes, about: a proxy takes milliseconds where many blocks put
+_BUDGET_BYTES = 2 << 30  # bytes moved for one size in one replay, at most
+_BUDGET_S = 0.1  # approximate seconds of a replay, because a proxy takes milliseconds where many blocks put
 _MOST_ROUNDS, _FEWEST_ROUNDS = 500, 8
-# (kernel, blocks, smallest and largest size) to try; the fastest is what a size takes.
+# (kernel, blocks, smallest and largest size) to try; the result of a size is its fastest.
 _WAYS = (
     ("st, a warp", 1, 1, 1 << 12),
     ("st", 1, 1 << 10, 1 << 16),
@@ -32,7 +32,7 @@ _WAYS = (
     ("TMA", 8, 1 << 15, 1 << 23),
     ("TMA", 32, 1 << 17, 1 << 40),
 )
-# The same of the put and the signal of a library.
+# The same table for put and signal of a library.
 _PUTS = (
     ("put, a warp", 1, 1, 1 << 40),
     ("put", 1, 1 << 12, 1 << 40),
@@ -54,9 +54,10 @@ class _Args(ctypes.Structure):
 
 
 def run_rank(group: dist.ProcessGroup, **job: Any) -> list[dict[str, Any]]:
-    """One rank: rows {bytes, method, sms, us}, `us` by replay.  Ranks 0 and 1 play, others look on.
+    """Run one rank; returns rows {bytes, method, sms, us}, with `us` by replay. Ranks 0 and 1 move data, other ranks
+    wait.
 
-    Through GIN's proxy also `plugin`: what our RMA plugin added up, by replay (proxy_times.Taken, or None).
+    Through GIN's proxy also `plugin`: what our RMA plugin counted in each replay (proxy_times.Taken, or None).
     """
     device, sizes = device_of(group, job["backend"]), job["sizes"]
     ways = [(size, *way) for size in sizes for way in _ways(size, job["backend"])]
@@ -102,12 +103,12 @@ def _ways(size: int, backend: str) -> list[tuple[str, int]]:
 
 
 def nbytes(most_bytes: int) -> int:
-    """Of a Landing: the signal, what the peer puts, and what we put, which a library wants in the window as well."""
+    """Return the bytes of a ReceiveBuffer: the signal, the peer's data, and ours, which a library needs there too."""
     return 2 * (_SIGNAL_BYTES + -(-most_bytes // _SIGNAL_BYTES) * _SIGNAL_BYTES)
 
 
 def _rounds(size: int, us: float = 0.0) -> int:
-    """Timed round trips of a replay, if half of one takes so long."""
+    """Return the timed round trips of a replay, if half of one takes `us` microseconds."""
     most = min(_MOST_ROUNDS, _BUDGET_BYTES // size // 2)
     return max(_FEWEST_ROUNDS, min(most, int(_BUDGET_S * 1e6 / 2 / us)) if us > 0 else most)
 
@@ -117,10 +118,7 @@ def _warmup(rounds: int) -> int:
 
 
 class Player:
-    """One of the two ranks that play.
-
-    Both make the same calls of play().
-    """
+    """One side of the ping-pong. Both sides make equal calls of play()."""
 
     def __init__(self, receive_buffer: ReceiveBuffer, most_bytes: int, device: torch.device) -> None:
         self._receive_buffer, self._device = receive_buffer, device
@@ -131,7 +129,7 @@ class Player:
         self._signals = 0
 
     def play(self, size: int, method: str, blocks: int, rounds: int) -> float:
-        """Microseconds of half a round trip, over `rounds` of them.  Raises Timeout."""
+        """Return the microseconds of half a round trip, over `rounds` round trips. Raises Timeout."""
         receive_buffer, warmup = self._receive_buffer, _warmup(rounds)
         known = {
             "here": receive_buffer.addresses[receive_buffer.rank],
@@ -166,14 +164,14 @@ class Player:
         return 0 if waited else int(nanoseconds)
 
     def arrived(self, size: int) -> bool:
-        """Whether what the peer has put lies in our block."""
+        """Return True if the peer's `size` bytes are in our receive buffer."""
         return torch.equal(self._receive_buffer.tensor[_SIGNAL_BYTES : _SIGNAL_BYTES + size], self._source[:size])
 
 
 def merge(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Rows {bytes, method, sms, us, gbs}, one a size: the fastest way there, as the slower rank saw it.
+    """Merge both ranks to one row per size, {bytes, method, sms, us, gbs}: the fastest method, by the slower rank.
 
-    Through GIN's proxy also `plugin`, proxy_times.of_put of that way.
+    Through GIN's proxy also `plugin`, proxy_times.of_put of that method.
     """
     best: dict[int, dict[str, Any]] = {}
     for parts in zip(*by_rank[:2], strict=True):

@@ -1,4 +1,4 @@
-"""Whole expert layers: ours, torch's on the same input in the same run, and the GEMMs alone; in turns."""
+"""Complete expert layers: ours, torch's on the same input in the same run, and the GEMMs alone, alternating."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from moecomm.fused.fp8_experts import apply_fp8_experts
 from moecomm.fused.layer import apply_experts
 from moecomm.router import Model, random_routing
 
-# Variants of our layer, as results name them; FP8 also of its parts, and before FUSED.
+# Variants of our layer, as results name them. FP8 also names variants of its parts, and precedes FUSED.
 SEQUENTIAL, FUSED, FP8 = "sequential", "one launch", "fp8"
 _CHAINED_TOKENS, _MOST_CHAINED = 16384, 20
 
 Call = Callable[[], Any]
-Key = tuple[str, str, str]  # who, what, variant
+Key = tuple[str, str, str]  # (who, what, variant)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run.  Models and tokens are measured one after the other; rows are bfloat16, routing is random."""
+    """One run over models and sizes; rows are bfloat16, routing is random."""
 
     models: list[Model]
-    tokens: list[int]  # of a rank
+    tokens: list[int]  # of each rank
     ranks: int
     backend: BackendName
     mode: str  # graph or eager
     replays: int = 10
     peers: bool = True
-    fp8: bool = False  # ours with weights in FP8 as well
-    room: int = 0  # the least tokens of a rank that a Buffer is for; 0: as many as are measured
+    fp8: bool = False  # also our layer with weights in FP8
+    room: int = 0  # least max_tokens of a Buffer; 0: the measured size
     seed: int = 0
 
     def check(self) -> None:
-        """Raises BadInput for a value that can't be measured."""
+        """Raise BadInput for a value that cannot be measured."""
         if not self.tokens or min(self.tokens) < 1 or self.replays < 1:
             raise BadInput("tokens, replays", (self.tokens, self.replays), "at least 1 each")
         if self.room < 0:
@@ -67,14 +67,14 @@ class Case:
             raise BadInput("mode", self.mode, "eager on CPUs; graph or eager on GPUs")
 
     def chain_of(self, tokens: int) -> int:
-        """Layers timed together: fewer of the larger ones, one on CPUs."""
+        """Return how many layers are timed together: fewer of the larger ones, one on CPUs."""
         return 1 if self.backend == "host" else max(2, min(_MOST_CHAINED, _CHAINED_TOKENS // tokens))
 
 
 def run(case: Case) -> dict[str, Any] | None:
-    """Measures a case on all ranks; None in a process that has nothing to report.
+    """Measure a case on all ranks; None in a process that has nothing to report.
 
-    Returns {benchmark, case, backend, rows}: see `merge`.  Raises BadInput, RanksFailed.
+    Returns {benchmark, case, backend, rows}: see `merge`. Raises BadInput, RanksFailed.
     """
     case.check()
     by_rank = on_ranks("moecomm.bench.moe:run_rank", asdict(case), case.ranks)
@@ -82,7 +82,7 @@ def run(case: Case) -> dict[str, Any] | None:
 
 
 def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
-    """One rank."""
+    """Run one rank of the benchmark."""
     case = Case(**{**job, "models": [Model(**model) for model in job["models"]]})
     device = device_of(group, case.backend)
     found: dict[str, Any] = {"rows": []}
@@ -111,8 +111,10 @@ def _weights(case: Case, model: Model, rank: int, device: torch.device) -> dict[
 
 
 def _window_bytes(case: Case, model: Model, tokens: int) -> int | None:
-    """As many bytes as of four ranks: graphs of all variants keep their outputs side by side, a rank has as many rows
-    of as many ranks, and the worst case of few ranks, which a window has room for twice, is not much more than they.
+    """Return the window bytes: those of four ranks for fewer than four, else None (the default).
+
+    Graphs of all variants keep their outputs at the same time, and a rank has about as many rows with any number of
+    ranks. The worst case of few ranks, for which a default window has room twice, is not much more than these rows.
     """
     if case.ranks >= 4:
         return None
@@ -122,7 +124,7 @@ def _window_bytes(case: Case, model: Model, tokens: int) -> int | None:
 
 
 class Layers:
-    """A Buffer and the layers of one size.  Collective; a context manager."""
+    """A Buffer, and the layers and parts of one size. Collective; a context manager."""
 
     def __init__(
         self,
@@ -171,8 +173,8 @@ class Layers:
         self.buffer.close()
 
     def rows(self) -> list[dict[str, Any]]:
-        """What this rank found: `us` by replay, or `why` not."""
-        # Exactly as many as come: room for the worst case would be most of the memory.
+        """Measure everything on this rank; returns rows with `us` by replay, or with `why` there are none."""
+        # Room for exactly the rows that arrive; the worst case would take most of the memory.
         self._room = max(1, int(self._traffic.entries.sum(dim=0).max()))
         arrived = self.buffer.dispatch(**self._routing, max_rows=self._room, sync=True)
         calls: dict[Key, Call] = {}
@@ -235,7 +237,7 @@ class Layers:
         yield ("moecomm", "GEMMs", FP8), lambda: gemms
 
     def _tried(self, make: Callable[[], Call]) -> Call:
-        """Once before it is timed: one that fails here does so before other ranks wait for it in the Clock."""
+        """Make and run a call once before the Clock, so that a failure does not leave other ranks waiting there."""
         call = make()
         call()
         if self.buffer.device.type == "cuda":
@@ -247,17 +249,21 @@ class Layers:
         return {"model": self._model.name, "tokens": self._tokens, "who": who, "what": what, "variant": variant}
 
     def _flops(self, what: str) -> int:
-        """Of this rank's experts."""
+        """Return the floating-point operations of this rank's experts."""
         rows = int(self._traffic.entries.sum(dim=0)[self._group.rank()])
         return 6 * rows * self._model.hidden * self._model.intermediate if what in ("layer", "GEMMs") else 0
 
 
 def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
-    """The result of all ranks together.
+    """Merge the results of all ranks.
 
-    rows: {model, tokens, who, what, variant, us: {p50, p90, p99}, host_us, tflops, of_gemms, of_torch}, or with `why`
-    in the place of figures.  Times are of the slowest rank, `tflops` a rank on average; `of_gemms`: a layer's time /
-    that of our GEMMs alone, in FP8 of those; `of_torch`: torch's time for the same / this, not of what is in FP8.
+    A row is {model, tokens, who, what, variant, us: {p50, p90, p99}, host_us, tflops, of_gemms, of_torch}, or has `why`
+    in place of figures.
+
+    - `us`: times of the slowest rank.
+    - `tflops`: per rank, on average.
+    - `of_gemms`: time of a layer / time of our GEMMs alone, in FP8 of our FP8 GEMMs.
+    - `of_torch`: torch's time for the same / this time; not for FP8.
     """
     rows = [_merged(parts) for parts in zip(*(found["rows"] for found in by_rank), strict=True)]
     for row in rows:
@@ -278,7 +284,7 @@ def _merged(parts: tuple[dict[str, Any], ...]) -> dict[str, Any]:
 
 
 def _compare(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Adds of_gemms and of_torch where there is what they compare with."""
+    """Add of_gemms and of_torch where the rows to compare with exist."""
 
     def p50(who: str, what: str, variant: str) -> float | None:
         place = (row["model"], row["tokens"], who, what, variant)

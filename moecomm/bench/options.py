@@ -1,4 +1,4 @@
-"""Options of commands, checked before anything is measured."""
+"""Options of commands, checked before any measurement."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from moecomm.core.integers import check_integer
 from moecomm.core.validation import check_real
 from moecomm.errors import BadInput
 
-MOST = 1 << 20  # of a size; more than any model has
+MOST = 1 << 20  # of a size; larger than in any model
 
 
 def whole(least: int, most: int = MOST) -> Callable[[typer.CallbackParam, int | None], int | None]:
-    """A callback that raises BadInput for numbers out of the range."""
+    """Return a callback that raises BadInput for integers out of range."""
 
     def check(param: typer.CallbackParam, value: int | None) -> int | None:
         if value is not None:
@@ -28,7 +28,7 @@ def whole(least: int, most: int = MOST) -> Callable[[typer.CallbackParam, int | 
 
 
 def real(least: float, most: float = float("inf")) -> Callable[[typer.CallbackParam, float], float]:
-    """The same of numbers that need not be whole."""
+    """Return a callback that raises BadInput for real numbers out of range."""
 
     def check(param: typer.CallbackParam, value: float) -> float:
         check_real(str(param.name), value, least, most)
@@ -38,7 +38,7 @@ def real(least: float, most: float = float("inf")) -> Callable[[typer.CallbackPa
 
 
 def written(param: typer.CallbackParam, value: Path | None) -> Path | None:
-    """A callback that makes the folder of a file that will be written.  Raises BadInput where it can't be."""
+    """Create the folder of an output file; a callback. Raises BadInput if the file cannot be written."""
     if value is None:
         return None
     why = "it is a directory" if value.is_dir() else ""

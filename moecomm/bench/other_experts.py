@@ -1,6 +1,6 @@
-"""Experts of other libraries, where they can be imported, on the rows that one rank has; nothing is moved.
+"""Experts of other libraries, where they can be imported, on the rows of one rank; no rows move between ranks.
 
-Written to their interfaces as published (deep_gemm 2.x, flashinfer 0.7); what they raise becomes a row that says so.
+Written for their published interfaces (deep_gemm 2.x, flashinfer 0.7). An exception becomes a row with the reason.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch.nn.functional import silu
 
 Call = Callable[[], Any]
-_ALIGNMENT = 128  # rows that deep_gemm's groups begin at multiples of
+_ALIGNMENT = 128  # deep_gemm's groups begin at multiples of this many rows
 
 
 def ways() -> dict[str, Callable[..., Call]]:
-    """By the names of the libraries that can be imported: each makes a call of (rows, counts, w13, w2)."""
+    """Return for each library that can be imported a function that makes a call from (rows, counts, w13, w2)."""
     found: dict[str, Callable[..., Call]] = {}
     for name, make in (("deep_gemm", _deep_gemm), ("flashinfer", _flashinfer)):
         try:
@@ -29,7 +29,7 @@ def ways() -> dict[str, Callable[..., Call]]:
 
 
 def _deep_gemm(rows: torch.Tensor, counts: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> Call:
-    """Its two contiguous grouped GEMMs, and torch's SwiGLU between them; groups padded, which is no work of ours."""
+    """Return deep_gemm's two contiguous grouped GEMMs with torch's SwiGLU between; padding groups is not timed."""
     gemm = importlib.import_module("deep_gemm").m_grouped_bf16_gemm_nt_contiguous
     padded = (counts.long() + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
     total = int(padded.sum())
@@ -50,7 +50,10 @@ def _deep_gemm(rows: torch.Tensor, counts: torch.Tensor, w13: torch.Tensor, w2: 
 
 
 def _flashinfer(rows: torch.Tensor, counts: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> Call:
-    """Its CUTLASS experts, each row a token with one expert: it permutes as well.  It has up rows before gate rows."""
+    """Return flashinfer's CUTLASS experts, with each row as a token of one expert, so the call also permutes.
+
+    flashinfer stores up rows before gate rows.
+    """
     fused = importlib.import_module("flashinfer.fused_moe").cutlass_fused_moe
     experts = torch.arange(len(counts), device=rows.device).repeat_interleave(counts.long()).int().unsqueeze(1)
     scales = torch.ones(experts.shape, device=rows.device)

@@ -1,6 +1,6 @@
-"""Grouped GEMMs of FP8 of another library, where it can be imported.
+"""Grouped FP8 GEMMs of another library, where it can be imported.
 
-Written to its interface as published (deep_gemm 2.x); where it raises, it has no figure, and a warning says why.
+Written for its published interface (deep_gemm 2.x). If it raises, it has no figure, and a warning gives the reason.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import torch
 log = logging.getLogger("moecomm")
 
 Call = Callable[[int], Any]
-ALIGNMENT = 128  # rows that deep_gemm's groups begin at multiples of
+ALIGNMENT = 128  # deep_gemm's groups begin at multiples of this many rows
 
 
 def fp8(x: Any, weights: list[Any], counts: torch.Tensor) -> dict[str, Call]:
-    """By name: calls that multiply x, a pair of rows and scales, with one of the weights; x is laid out before."""
+    """Return calls by library that multiply x, a pair of rows and scales, with one of the weights.
+
+    The layout of x is converted in advance. Empty where no library can be imported.
+    """
     try:
         library = importlib.import_module("deep_gemm")
     except (ImportError, OSError):
@@ -34,7 +37,7 @@ def fp8(x: Any, weights: list[Any], counts: torch.Tensor) -> dict[str, Call]:
 
 
 def padded_rows(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """With groups that begin at multiples of ALIGNMENT: int64 [rows], the place of each; int32, a place's group."""
+    """Pad groups to multiples of ALIGNMENT: int64 [rows], the new place of each row; int32, the group of each place."""
     counts = counts.long()
     padded = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     group = torch.arange(len(counts), device=counts.device)

@@ -1,4 +1,4 @@
-"""moecomm's own operations, timed: dispatch, combine, and the two after each other."""
+"""moecomm's own timed operations: dispatch, combine, and pairs of both."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from moecomm.errors import BadInput
 from moecomm.routed import Handle
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch
 
-IN_WINDOW, OUTSIDE = "y in the window", "y outside"  # combine of flat rows
-FP32_WIRE, BF16_WIRE = "fp32 wire", "bf16 wire"  # combine of the others
+IN_WINDOW, OUTSIDE = "y in the window", "y outside"  # variants of combine with flat rows
+FP32_WIRE, BF16_WIRE = "fp32 wire", "bf16 wire"  # variants of combine in the other layouts
 _QUANTIZE: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8": {"quantize": "fp8"},
@@ -33,10 +33,15 @@ _QUANTIZE: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Operation:
-    """What is timed: `what` is dispatch, combine or pair (a dispatch, then a combine of the rows that came; of others
-    where those are fp8).
+    """A timed operation.
 
-    `payload`: of dispatch; `variant`: of combine; empty where there is none.  `sms`: 0 as the table says.
+    Attributes:
+        what: "dispatch", "combine" or "pair": a dispatch, then a combine of the rows that arrived (of bf16 rows if
+            these are fp8).
+        layout: layout of dispatch.
+        payload: payload of dispatch, else empty.
+        variant: variant of combine, else empty.
+        sms: blocks; 0: from the tuning table.
     """
 
     what: str
@@ -47,12 +52,12 @@ class Operation:
 
     @property
     def label(self) -> str:
-        """For the progress bar."""
+        """Text for the progress bar."""
         return " ".join(filter(None, ("moecomm", self.what, self.layout, self.payload, self.variant)))
 
 
 def operations(case: Case) -> list[Operation]:
-    """All operations of a case at one size, those of a layout together."""
+    """Return all operations of a case at one size, grouped by layout."""
     found = []
     for layout in case.layouts:
         variants = (IN_WINDOW, OUTSIDE) if layout == "flat" else (FP32_WIRE, BF16_WIRE)
@@ -65,7 +70,7 @@ def operations(case: Case) -> list[Operation]:
 
 
 class Ours:
-    """A Buffer for one size, and its operations.  Collective; a context manager."""
+    """A Buffer for one size, and its timed operations. Collective; a context manager."""
 
     def __init__(self, case: Case, group: dist.ProcessGroup, device: torch.device, tokens: int) -> None:
         self._case, self.tokens = case, tokens
@@ -86,7 +91,7 @@ class Ours:
         )
         mode = {"graph": case.mode == "graph", "cold": case.cold}
         self.clock = Clock(group, device, **mode, chain=case.chain_of(tokens), replays=case.replays)
-        # Whether rows reach other domains without a relay: one domain has none.
+        # True if rows go to other domains without a forwarder; unused with one domain.
         self.direct = _native.goes_direct(self.buffer.rounds.session.context.shape, tokens)
         self._layout = ""
         self._handle: Handle | None = None
@@ -102,12 +107,15 @@ class Ours:
         self.buffer.close()
 
     def memory(self) -> dict[str, int]:
-        """Bytes of this rank's window: all of it, and what is not room for outputs."""
+        """Return the bytes of this rank's window: all of them, and those that are not room for outputs."""
         outputs = self.buffer.rounds.session.context.shape.heap_bytes
         return {"tokens": self.tokens, "window": self.buffer.nbytes, "beyond_outputs": self.buffer.nbytes - outputs}
 
     def row(self, op: Operation, *, host: bool = True) -> dict[str, Any]:
-        """What this rank found: `us` by replay, bytes of all ranks, with `host` also `host_us`; or `why` not."""
+        """Measure an operation on this rank; returns its row, or one with `why` it has no figures.
+
+        `us` is by replay, bytes are of all ranks; with `host` the row also has `host_us`.
+        """
         row: dict[str, Any] = {"who": "moecomm", "tokens": self.tokens, "sms_asked": op.sms}
         row |= {"what": op.what, "layout": op.layout, "payload": op.payload, "variant": op.variant}
         try:
@@ -120,8 +128,8 @@ class Ours:
         return row
 
     def call(self, op: Operation) -> Callable[[], Any]:
-        """The operation as a caller writes it."""
-        if self._layout != op.layout:  # what an earlier layout holds of the window makes room
+        """Return the operation as a caller would write it."""
+        if self._layout != op.layout:  # frees the window memory of the earlier layout
             self._layout, self._handle, self._y = op.layout, None, {}
         if op.what == "dispatch":
             return partial(self.buffer.dispatch, **self._dispatch_arguments(op))
@@ -133,7 +141,7 @@ class Ours:
 
         def pair() -> None:
             arrived = self.buffer.dispatch(**given)
-            rows = arrived.x  # as warm as experts would have left them
+            rows = arrived.x  # in the cache, as experts would leave them
             if quantized:
                 rows = self.buffer.empty(arrived.handle) if y is None else y
             self.buffer.combine(rows, arrived.handle, wire=wire, num_sms=op.sms or None)
@@ -141,7 +149,7 @@ class Ours:
         return pair
 
     def halves(self, op: Operation, us: float) -> dict[str, list[float]]:
-        """Of a dispatch that takes so many microseconds: see overlap.halves."""
+        """Time the halves of a dispatch that takes `us` microseconds: see overlap.halves."""
         return overlap.halves(self.clock, self.buffer, self._dispatch_arguments(op), us)
 
     def _dispatch_arguments(self, op: Operation) -> dict[str, Any]:
@@ -150,7 +158,7 @@ class Ours:
         return {**routing, **sizes, "num_sms": op.sms or None, **_QUANTIZE[op.payload]}
 
     def _most_rows(self, layout: str) -> int:
-        """The most that a rank receives: room for exactly that leaves the largest sizes their place in memory."""
+        """Return the most rows that a rank receives; room for exactly these makes the largest sizes fit."""
         sent = self.traffic.rows if layout == "flat" else self.traffic.entries
         return max(1, int(sent.sum(dim=0).max()))
 
@@ -159,7 +167,7 @@ class Ours:
         return {"y": y, "handle": self._handle, "wire": _wire(op.variant), "num_sms": op.sms or None}
 
     def _rows(self, op: Operation) -> torch.Tensor:
-        """Rows to bring home, as they arrived, where the variant wants them; made when first asked for."""
+        """Return the input of combine, equal to the dispatched rows, in the window or not; created on first use."""
         if self._handle is None:
             arrival = Operation("dispatch", op.layout, "bf16", "", 0)
             arrived = self.buffer.dispatch(**self._dispatch_arguments(arrival))
@@ -170,15 +178,16 @@ class Ours:
         return self._y[where]
 
     def _launched(self, op: Operation) -> dict[str, int]:
-        """Blocks (CPUs: threads) and, of a dispatch, tokens of a chunk, as they will be; of a pair: of its dispatch."""
+        """Return the blocks (CPUs: threads) and, except for combine, chunk_tokens; for a pair, of its dispatch."""
         if op.what == "combine":
             return {"sms": prepare_combine(self.buffer, **self._combine_arguments(op)).args.workers}
         args = prepare_dispatch(self.buffer, **self._dispatch_arguments(op)).args
         return {"sms": args.workers, "chunk_tokens": args.chunk_tokens}
 
     def _bytes(self, op: Operation) -> dict[str, float]:
-        """Means over ranks, but for `busiest_bytes`: of the busiest link.  `wire_bytes` are those inside domains and
-        those across; `beside_bytes` of them are neither columns nor scales.
+        """Return the bytes of an operation as means over ranks, except `busiest_bytes` of the busiest link.
+
+        `wire_bytes` are the sum of bytes inside and across domains; `beside_bytes` of these are metadata.
         """
         found = dict.fromkeys(("wire", "inside", "across", "beside", "busiest", "logical"), 0.0)
         near, far = self.traffic.crossing(direct=self.direct)
@@ -194,13 +203,13 @@ class Ours:
         return {f"{name}_bytes": bytes_ for name, bytes_ in found.items()}
 
     def _row_bytes(self, part: str, op: Operation) -> tuple[int, int, int]:
-        """Of a row between ranks of a domain, of one between domains, and of one that is handed out (or in)."""
+        """Return the bytes of a row inside a domain, between domains, and as handed out (or in)."""
         if part == "dispatch":
             row = self._case.row_bytes(op.payload)
             moved = row + self._case.beside_bytes(op.layout)
             return moved, moved, row
         row = 2 * self._case.hidden
-        if op.layout == "flat":  # a relay's sum of flat rows is float32
+        if op.layout == "flat":  # a forwarder sends reduced rows of flat in float32
             return row, row if self.direct else 2 * row, row
         wire = (4 if op.variant == FP32_WIRE else 2) * self._case.hidden
         return wire, wire, row

@@ -1,6 +1,4 @@
-"""A matmul beside rounds: what of its speed is left on the multiprocessors that the rounds do not use; and one between
-the halves of a dispatch: what of the dispatch it hides.
-"""
+"""Overlap with a matmul: its speed on multiprocessors that rounds leave free, and the time it hides in a dispatch."""
 
 from __future__ import annotations
 
@@ -21,9 +19,9 @@ from moecomm.jit import plain_kernel
 
 SIZE = 8192  # of a square bf16 matmul
 _MATMULS = 20  # timed together
-_OTHERS_BEGIN = 1_000_000  # cycles after which what was enqueued before is running
-_WARM_UP, _ROUNDS_TIMED = 15, 5  # of so many matmuls: until the clock of a cold GPU has come down, and those that count
-_COLUMNS, _TFLOPS = 4096, 400.0  # of the matmul between halves, and about how fast it is
+_OTHERS_BEGIN = 1_000_000  # cycles after which work on another stream is running
+_WARM_UP, _ROUNDS_TIMED = 15, 5  # in groups of _MATMULS: until a cold GPU's clock has settled, and the timed ones
+_COLUMNS, _TFLOPS = 4096, 400.0  # of the matmul between halves, and its approximate speed
 
 
 class _HoldArgs(ctypes.Structure):
@@ -33,12 +31,22 @@ class _HoldArgs(ctypes.Structure):
 
 
 def measure(group: dist.ProcessGroup, call: Callable[[], Any], sms: int, us: float) -> dict[str, Any]:
-    """{gemm_tflops, kept, held}: matmuls on all multiprocessors but `sms`, and what of their speed is left.
+    """Measure matmuls on all multiprocessors but `sms`, alone and next to rounds.
 
-    `kept`: beside running rounds.  `held`: beside rounds of blocks that hold as many multiprocessors for as long, lie
-    as theirs and do nothing: the rest is lost because of where the matmuls run.  Alone and beside take turns, because
-    a GPU that has been at work for a while runs at another clock than one that has not: medians.  `call`: a round on
-    `sms` multiprocessors that takes `us` microseconds alone.  {why} where torch can't limit matmuls.
+    Measurements alternate, because a GPU under sustained load runs at another clock rate than one that was idle;
+    figures are medians.
+
+    Args:
+        group: the ranks.
+        call: a round on `sms` multiprocessors.
+        sms: multiprocessors of the round.
+        us: microseconds of the round alone.
+
+    Returns:
+        {gemm_tflops, kept, held}: `gemm_tflops` alone; `kept`, the fraction of speed next to running rounds; `held`,
+        the fraction next to blocks that occupy as many multiprocessors for as long, in equal clusters, and do nothing,
+        so 1 - held is lost to the placement of the matmul. {why} where torch cannot limit matmuls to some
+        multiprocessors.
     """
     limit = getattr(torch._C, "_set_sm_carveout_experimental", None)
     if limit is None:
@@ -46,11 +54,11 @@ def measure(group: dist.ProcessGroup, call: Callable[[], Any], sms: int, us: flo
     a, b = (torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
     library = torch.backends.cuda.preferred_blas_library()
-    torch.backends.cuda.preferred_blas_library("cublaslt")  # which heeds the limit
+    torch.backends.cuda.preferred_blas_library("cublaslt")  # respects the limit
     limit(sms)
     try:
         alone = [_milliseconds(group, a, b, out, None) for _ in range(_WARM_UP)][-1]
-        # Twice as long as the matmuls.  The same on every rank, or some would wait for others in vain.
+        # Twice as long as the matmuls. Equal on every rank, because each round waits for all ranks.
         rounds = torch.tensor(max(1, int(2 * alone * _MATMULS * 1e3 / us)))
         dist.all_reduce(rounds, dist.ReduceOp.MAX, group=group)
         replay, hold = _captured(call, int(rounds)), _captured(_holding(sms, us), int(rounds))
@@ -68,10 +76,10 @@ def measure(group: dist.ProcessGroup, call: Callable[[], Any], sms: int, us: flo
 
 
 def halves(clock: Clock, buffer: Buffer, given: dict[str, Any], us: float) -> dict[str, list[float]]:
-    """Microseconds by replay: {halves, gemm, together}: dispatch_begin and dispatch_end one after the other, a matmul,
-    and the matmul between the halves.
+    """Time a dispatch in halves with a matmul between them, in microseconds by replay.
 
-    `given`: arguments of a dispatch, which takes `us` microseconds, and so does the matmul, about, on an H200.
+    `given` holds the arguments of a dispatch that takes `us` microseconds; on an H200 the matmul takes about as long.
+    Returns {halves, gemm, together}: dispatch_begin then dispatch_end; the matmul; the matmul between both halves.
     """
     given = {name: value for name, value in given.items() if name != "sync"}
     x = given["x"]
@@ -100,7 +108,7 @@ def _milliseconds(
     out: torch.Tensor,
     begin_others: Callable[[], None] | None,
 ) -> float:
-    """Of one matmul, beside what `begin_others` enqueues on a stream of its own."""
+    """Return the milliseconds of one matmul, next to the work that `begin_others` enqueues on another stream."""
 
     def matmuls() -> None:
         for _ in range(_MATMULS):
@@ -114,7 +122,7 @@ def _milliseconds(
 
 
 def _holding(sms: int, us: float) -> Callable[[], None]:
-    """Holds so many multiprocessors for so long."""
+    """Return a call that occupies `sms` multiprocessors for `us` microseconds."""
     kernel = kernels.HOLD[cluster(sms, torch.cuda.get_device_properties().multi_processor_count)]
     return partial(plain_kernel.launch, kernel, sms, _HoldArgs(ns=int(us * 1e3)))
 
@@ -123,7 +131,7 @@ _ROUNDS_OF_A_GRAPH = 50
 
 
 def _captured(call: Callable[[], Any], rounds: int) -> Callable[[], None]:
-    """Enqueues about `rounds` of it on a stream that comes first."""
+    """Return a call that enqueues about `rounds` calls on a stream of high priority."""
     stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
     call()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Rows of others on the same input in the same run.  What fails becomes a row that says why."""
+"""Rows of other libraries on the same input in the same run. A failure becomes a row with the reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moecomm.core.rendezvous import rendezvous
 
 
 class Peers:
-    """Whoever can run here.  Collective, as is every call."""
+    """The libraries that can run here. Collective, as is every call."""
 
     def __init__(self, case: Case, group: dist.ProcessGroup, device: torch.device) -> None:
         self._case, self._group, self._device = case, group, device
@@ -31,11 +31,11 @@ class Peers:
 
     @property
     def count(self) -> int:
-        """How many there are, for the progress bar."""
+        """Number of interfaces, for the progress bar."""
         return len(self._ways)
 
     def rows(self, ours: Ours, step: Step) -> list[dict[str, Any]]:
-        """What this rank found of everybody at the size of `ours`; one that has failed is not asked again."""
+        """Measure all libraries at the size of `ours`; one that has failed is not measured again."""
         found = []
         for name, calls in self._ways.items():
             step(name)
@@ -48,7 +48,7 @@ class Peers:
         found: list[dict[str, Any]] = []
         calls_here, why = together(self._group, partial(calls, ours))
         for timed in calls_here or []:
-            # Once before it is timed: one that fails here does so before other ranks wait for it in the Clock.
+            # Run once before the Clock, so that a failure does not leave other ranks waiting there.
             _, why = together(self._group, partial(self._try, timed))
             if why:
                 break

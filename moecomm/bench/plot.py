@@ -35,7 +35,7 @@ def draw(results: Iterable[Path], out: Path) -> None:
         raise Unsupported(f"plots need matplotlib ({error}); pip install 'moecomm[bench]'") from None
     paths = list(results)
     found = [_read(path) for path in paths]
-    # The same picture for the same numbers: no date, no random names.
+    # Equal numbers give an equal file: no date, no random names.
     with matplotlib.rc_context({"svg.hashsalt": "moecomm", "font.size": 8}):
         save(figure_of(found), out, digest(paths))
 
@@ -61,7 +61,7 @@ def digest(results: Iterable[Path]) -> str:
 
 
 def series(result: dict[str, Any]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Rows with figures, by (what, who and how), over tokens.  With several SM counts only the first of them."""
+    """Return rows with figures by (what, label), sorted by tokens. Of several SM counts only the first is used."""
     sms = result["case"]["sms"][0]
     lines: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in result["rows"]:

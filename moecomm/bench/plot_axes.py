@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MOST_LEVEL = 6  # sizes whose names have room beside each other
+_MOST_LEVEL = 6  # most labels that fit horizontally
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 

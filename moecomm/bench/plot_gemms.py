@@ -1,4 +1,4 @@
-"""Grouped GEMMs over tokens, from the JSON of `moecomm bench gemm`: time, and products a second; ours and others'."""
+"""Plots of grouped GEMMs over tokens, from the JSON of `moecomm bench gemm`: time and TFLOP/s, ours and others'."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from moecomm.fused.schedules import FP8_SCHEDULES, SCHEDULES
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Part = tuple[str, int]  # model, ranks
-Key = tuple[str, int, str, str]  # whose, which GEMM, activation, dtype
+Part = tuple[str, int]  # (model, ranks)
+Key = tuple[str, int, str, str]  # (library, GEMM, activation, dtype)
 _OURS = {*SCHEDULES, *FP8_SCHEDULES, "apart"}
 _COLORS = {(1, "bf16"): "tab:blue", (2, "bf16"): "tab:green", (1, "fp8"): "tab:red", (2, "fp8"): "tab:purple"}
 _STYLES = {"moecomm": "-", "torch": "--"}
 
 
 def parts(result: dict[str, Any]) -> list[Part]:
-    """Models, and the ranks whose share of the experts is multiplied."""
+    """Return (model, ranks) of all rows."""
     return list(dict.fromkeys((row["model"], row["ranks"]) for row in result["rows"]))
 
 
 def lines(result: dict[str, Any], part: Part) -> dict[Key, list[tuple[int, float, float]]]:
-    """(tokens, us, TFLOP/s) of a model by whose and which GEMM it is: ours by the schedule that is chosen."""
+    """Return (tokens, us, TFLOP/s) of a model by library and GEMM; ours with the chosen schedule."""
     found: dict[Key, list[tuple[int, float, float]]] = {}
     for row in result["rows"]:
         if (row["model"], row["ranks"]) != part:
@@ -37,13 +37,13 @@ def lines(result: dict[str, Any], part: Part) -> dict[Key, list[tuple[int, float
 
 
 def draw_times(axes: Axes, result: dict[str, Any], part: Part) -> None:
-    """Microseconds, both axes logarithmic."""
+    """Draw microseconds, both axes logarithmic."""
     axes.set_yscale("log")
     _draw(axes, result, part, 1, "us")
 
 
 def draw_speeds(axes: Axes, result: dict[str, Any], part: Part) -> None:
-    """TFLOP/s of what is asked for."""
+    """Draw TFLOP/s, without tile padding."""
     _draw(axes, result, part, 2, "TFLOP/s")
     axes.set_ylim(bottom=0)
 

@@ -1,4 +1,4 @@
-"""Expert layers over tokens, from the JSON of `moecomm bench moe`: time, and time beside that of the GEMMs alone."""
+"""Plots of expert layers over tokens, from the JSON of `moecomm bench moe`: time, and time over the GEMMs alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moecomm.bench.plot_axes import over_tokens
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Line = tuple[tuple[str, str, str], list[dict[str, Any]]]  # (who, what, variant), its rows by tokens
+Line = tuple[tuple[str, str, str], list[dict[str, Any]]]  # (who, what, variant), and its rows by tokens
 _DRAWN = ("layer", "GEMMs")
 _STYLES = {"layer": "-", "GEMMs": ":"}
 _COLORS = {"moecomm": "tab:blue", "torch": "tab:orange"}
@@ -23,12 +23,12 @@ _OF_VARIANTS = {
 
 
 def models(result: dict[str, Any]) -> list[str]:
-    """Those it has rows of."""
+    """Return the models of a result."""
     return list(dict.fromkeys(row["model"] for row in result["rows"]))
 
 
 def lines(result: dict[str, Any], model: str) -> list[Line]:
-    """Layers and GEMMs of a model, with figures, over tokens."""
+    """Return the rows with figures of a model's layers and GEMMs, by line, sorted by tokens."""
     found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in result["rows"]:
         if row["model"] == model and row["what"] in _DRAWN and "us" in row:
@@ -37,7 +37,7 @@ def lines(result: dict[str, Any], model: str) -> list[Line]:
 
 
 def draw_times(axes: Axes, result: dict[str, Any], model: str) -> None:
-    """Microseconds, both axes logarithmic."""
+    """Draw microseconds, both axes logarithmic."""
     axes.set_yscale("log")
     for key, rows in lines(result, model):
         axes.plot([row["tokens"] for row in rows], [row["us"]["p50"] for row in rows], **_style(key))
@@ -45,7 +45,7 @@ def draw_times(axes: Axes, result: dict[str, Any], model: str) -> None:
 
 
 def draw_ratios(axes: Axes, result: dict[str, Any], model: str) -> None:
-    """Of each layer: its time, over that of our GEMMs alone."""
+    """Draw the time of each layer over that of our GEMMs alone."""
     for key, rows in lines(result, model):
         compared = [row for row in rows if "of_gemms" in row]
         if compared:

@@ -1,4 +1,4 @@
-"""The looks of a row of panels: one title, lines that color and marker tell apart, one legend below."""
+"""Style of a row of panels: one title, lines told apart by color and marker, one legend below."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import SubFigure
     from matplotlib.lines import Line2D
 
-ROW_INCHES = (7.0, 4.5)  # what fits a page
+ROW_INCHES = (7.0, 4.5)  # fits a page
 _MARKERS = "os^vDxP*<>hX+1234"
 _COLUMNS = 3  # of the legend
 
 
 def finish(figure: SubFigure, panels: Sequence[Axes]) -> None:
-    """Titles a row as its first panel is, gives lines their markers, and puts the legend outside of the panels."""
+    """Move the first panel's title to the row, assign markers, and put one legend outside of the panels."""
     figure.suptitle(panels[0].get_title(), fontsize=8)
     for axes in panels:
         axes.set_title("")
@@ -24,7 +24,7 @@ def finish(figure: SubFigure, panels: Sequence[Axes]) -> None:
         if axes.get_yscale() == "log":
             _number(axes)
         elif axes.get_ylim()[0] == 0:
-            axes.set_ylim(0, axes.dataLim.y1 * 1.05)  # no marker lies on the frame
+            axes.set_ylim(0, axes.dataLim.y1 * 1.05)  # keeps markers off the frame
     lines = labelled(panels)
     distinguish(lines)
     by_label = {str(line.get_label()): line for line in lines}
@@ -32,13 +32,14 @@ def finish(figure: SubFigure, panels: Sequence[Axes]) -> None:
 
 
 def labelled(panels: Sequence[Axes]) -> list[Line2D]:
-    """The lines that a legend names."""
+    """Return the lines that appear in a legend."""
     return [line for axes in panels for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
 
 
 def distinguish(lines: Sequence[Line2D]) -> None:
-    """Gives lines of different labels different pairs of color and marker, and those of one label the same marker.
-    A line that has a marker of its own keeps it if it can; one without, such as a limit, stays without.
+    """Give lines with different labels different pairs of color and marker, and equal labels equal markers.
+
+    A line keeps its own marker if possible; a line without one, such as a limit, stays without.
     """
     taken: dict[tuple[str, str], str] = {}
     for line in lines:
@@ -51,7 +52,7 @@ def distinguish(lines: Sequence[Line2D]) -> None:
 
 
 def _number(axes: Axes) -> None:
-    """Labels 1, 2 and 5 of each power of ten in plain numbers; a range within one power would have hardly any."""
+    """Label 1, 2 and 5 of each power of ten in plain numbers, so that a range within one power has labels."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

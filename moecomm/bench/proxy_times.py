@@ -1,11 +1,11 @@
-"""Where the time of a put + signal goes when a thread of the host carries it: NCCL's proxy, through our RMA plugin."""
+"""Breakdown of the time of a put + signal that NCCL's proxy thread carries, through our RMA plugin."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-Taken = dict[str, int]  # moecomm.rma_plugin.take_times(), and `puts`: how many put + signal of this rank that was
+Taken = dict[str, int]  # moecomm.rma_plugin.take_times(), and `puts`: the put + signal of this rank meanwhile
 
 _PARTS = ("posting_us", "driver_us", "copying_us", "word_us", "rest_us")
 _HEADS = (
@@ -23,21 +23,26 @@ EXPLAINED = (
 
 
 def of_put(us: Sequence[Sequence[float]], taken: Sequence[Sequence[Taken | None]]) -> dict[str, float] | None:
-    """Averages a put + signal, warm-up rounds among them, of the replay in the middle; None where nothing was taken.
+    """Return the averages of a put + signal in the median replay, warm-up rounds included; None without measurements.
 
-    `us`, `taken`: by rank and replay; the time of one way, and what its plugin added up meanwhile.  Keys:
+    Args:
+        us: microseconds of one way, by rank and replay.
+        taken: counters of the plugin meanwhile, by rank and replay.
 
-    | key | what |
-    | --- | --- |
-    | one_way_us | what the next five add up to |
-    | posting_us, driver_us | inside the calls that post its operations: outside the CUDA driver, and inside |
-    | copying_us | the rest of the time in which an operation is under way: until a poll has seen its copy done |
-    | word_us | the call that writes a signal's word, at the receiver |
-    | rest_us | what is left: the GPU's queue, NCCL's thread, the way of the signal from one to the other |
-    | operations, bytes | that it is made of |
-    | until_done_us | of one operation, from its posting until a poll has seen it done |
-    | a_poll_us, polling, empty | one poll; polls over all time; those that found nothing over all polls |
-    | clock_reads | for all of this, at both ends |
+    Returns:
+        The averages by key:
+
+        | key | meaning |
+        | --- | --- |
+        | one_way_us | sum of the next five |
+        | posting_us, driver_us | inside the calls that post operations: outside the CUDA driver, and inside |
+        | copying_us | rest of the time in which an operation is in flight: until a poll has seen its copy done |
+        | word_us | the call that writes a signal's word, at the receiver |
+        | rest_us | the remainder: the GPU's queue, NCCL's thread, the signal's way between both threads |
+        | operations, bytes | operations and bytes of a put + signal |
+        | until_done_us | one operation, from posting until a poll has seen it done |
+        | a_poll_us, polling, empty | time of a poll; fraction of time in polls; fraction of polls that found nothing |
+        | clock_reads | clock reads for these figures, at both ends |
     """
     slowest = [max(replay) for replay in zip(*us, strict=True)]
     middle = sorted(range(len(slowest)), key=slowest.__getitem__)[len(slowest) // 2]
@@ -66,7 +71,7 @@ def of_put(us: Sequence[Sequence[float]], taken: Sequence[Sequence[Taken | None]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Heads, then the cells of each row that has a `plugin`; empty if none has."""
+    """Return the header, then the cells of each row with a `plugin`; empty if there is none."""
     lines = []
     for row in (row for row in rows if "plugin" in row):
         part = row["plugin"]

@@ -1,4 +1,4 @@
-"""Ranks of a benchmark: processes of our own, or those that torchrun has started; and the device of each."""
+"""Ranks of a benchmark (local processes, or those that torchrun has started) and the device of each."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from moecomm.core.rendezvous import rendezvous
 from moecomm.errors import BadInput
 from moecomm.tools.launch import launch
 
-Step = Callable[[str], None]  # says what comes next
+Step = Callable[[str], None]  # announces the next measurement
 MOST_RANKS = 64
 _TEXT_BYTES = 200
 
 
 def plan(backend: str, ranks: int | None) -> tuple[BackendName, int]:
-    """The backend that is taken for `backend`, and how many ranks there will be: one a GPU, or 4 on CPUs.
+    """Resolve `backend` and choose the number of ranks: by default one per GPU, or 4 on CPUs.
 
     Raises BadInput, Unsupported.
     """
@@ -44,12 +44,12 @@ def plan(backend: str, ranks: int | None) -> tuple[BackendName, int]:
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun has started this process as one of several ranks."""
+    """Return True if torchrun has started this process as one of several ranks."""
     return dist.is_torchelastic_launched()
 
 
 def leads() -> bool:
-    """Whether what one process measures by itself is for this one: of torchrun's, the first."""
+    """Return True if this process runs the measurements of a single process: under torchrun, rank 0."""
     if not under_torchrun():
         return True
     _join()
@@ -57,11 +57,11 @@ def leads() -> bool:
 
 
 def starter() -> list[str]:
-    """The words that have started this process, before those that say what to run."""
+    """Return the start of the command line, before the name of the program."""
     return ["torchrun", "--nproc-per-node", str(_joined)] if _joined else ["python"]
 
 
-_joined = 0  # how many ranks torchrun has started, once we have met them
+_joined = 0  # number of ranks under torchrun, once joined
 
 
 def _join() -> None:
@@ -72,24 +72,32 @@ def _join() -> None:
 
 
 def on_ranks(target: str, job: dict[str, Any], ranks: int, limit_s: float = float("inf")) -> list[Any] | None:
-    """Calls `target` ("module:function") as function(group, **job) on every rank, in at most `limit_s` seconds where
-    the ranks are processes of our own.
+    """Call `target` on every rank as function(group, **job).
 
-    Returns what each rank returned (JSON), by rank; None in a process of torchrun that is not rank 0, which has nothing
-    to report.  Raises RanksFailed.
+    Args:
+        target: "module:function".
+        job: keyword arguments, as JSON values.
+        ranks: number of processes, if not under torchrun.
+        limit_s: seconds for local processes; has no effect under torchrun.
+
+    Returns:
+        The (JSON) return value of each rank, by rank; None under torchrun except on rank 0.
+
+    Raises:
+        RanksFailed: at least one rank failed.
     """
     if not under_torchrun():
         try:
             return launch(target, job, ranks, limit_s)
         finally:
-            Console(stderr=True).show_cursor(True)  # a rank that was ended may have left it hidden
+            Console(stderr=True).show_cursor(True)  # a killed rank may have left it hidden
     _join()
     group = dist.group.WORLD
     assert group is not None
     module, function = target.split(":")
     mine = json.dumps(getattr(importlib.import_module(module), function)(group, **job)).encode()
     found, rank = [json.loads(data) for data in _gather(mine, group)], group.rank()
-    # Together and now: threads of gloo that are left to the end of the process may bring it down.
+    # Destroy the group on all ranks now: gloo threads that run until exit may crash the process.
     dist.barrier(group)
     dist.destroy_process_group()
     return found if rank == 0 else None
@@ -103,11 +111,14 @@ def _gather(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
 
 
 def together(group: dist.ProcessGroup, work: Callable[[], Any]) -> tuple[Any, str]:
-    """Collective: (what it returns, "") if it succeeds on every rank, else (None, what the first that failed says)."""
+    """Run `work` on every rank. Collective.
+
+    Returns (result, "") if every rank succeeds, else (None, the first failed rank's error).
+    """
     result, why = None, ""
     try:
         result = work()
-    except Exception as error:  # noqa: BLE001 - whatever another library raises is told
+    except Exception as error:  # noqa: BLE001 - any exception becomes the reason
         why = f"{type(error).__name__}: {error}".splitlines()[0]
     everybody = rendezvous(group).all_gather(why.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"))
     whys = [text for data in everybody if (text := data.rstrip(b"\0").decode(errors="replace"))]
@@ -115,7 +126,7 @@ def together(group: dist.ProcessGroup, work: Callable[[], Any]) -> tuple[Any, st
 
 
 def device_of(group: dist.ProcessGroup, backend: str) -> torch.device:
-    """The device of this rank, made current: the CPU, or the GPU of its number on this host."""
+    """Return the device of this rank and make it current: the CPU, or the GPU of its local rank."""
     if backend == "host":
         return torch.device("cpu")
     index = dist.get_node_local_rank(fallback_rank=group.rank())
@@ -125,7 +136,7 @@ def device_of(group: dist.ProcessGroup, backend: str) -> torch.device:
 
 @contextmanager
 def progress(group: dist.ProcessGroup | None, total: int) -> Iterator[Step]:
-    """A bar on standard error, drawn by rank 0 if that is a terminal: each step says what is measured now.
+    """Show a progress bar on standard error, from rank 0 on a terminal; each step names the current measurement.
 
     Without a group this process is alone.
     """

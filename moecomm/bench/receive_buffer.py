@@ -1,6 +1,4 @@
-"""A block of memory that every rank can reach, at the same place of every rank's window: what the raw measurements
-move bytes into.
-"""
+"""Memory that every rank can reach, at equal offsets of all windows, for raw measurements."""
 
 from __future__ import annotations
 
@@ -17,16 +15,16 @@ from moecomm.core.choices import BackendName
 from moecomm.core.rendezvous import rendezvous
 from moecomm.errors import Mismatch
 
-_ROOM = 1 << 20  # beside the block, for meet()
+_ROOM = 1 << 20  # additional room, for meet()
 
 
 class ReceiveBuffer:
-    """`nbytes` of each rank's window.  Collective; a context manager.
+    """`nbytes` of each rank's window. Collective; a context manager.
 
     Attributes:
-        addresses: by rank, as this rank reaches them.
+        addresses: address of each rank's block, as mapped on this rank.
         tensor: our own block, uint8 [nbytes].
-        shim: what puts go through where loads and stores are not meant: see moecomm.jit.linking.  Empty: nothing does.
+        shim: the library for puts where load and store are not used: see moecomm.jit.linking. Otherwise empty.
     """
 
     def __init__(self, group: dist.ProcessGroup, nbytes: int, backend: BackendName, device: torch.device) -> None:
@@ -61,19 +59,19 @@ class ReceiveBuffer:
         dist.barrier(group)
 
     def meet(self) -> None:
-        """The ranks wait for each other: on CPUs at once, on GPUs on the current stream."""
+        """Make ranks wait for each other: on CPUs immediately, on GPUs on the current stream."""
         self.buffer.dispatch(self._row, self._expert, layout="flat")
 
     @property
     def puts(self) -> dict[str, int]:
-        """What puts through a library want besides addresses: see PingPongArgs in csrc/bench/ping_pong.cuh."""
+        """Arguments of puts through a library, besides addresses: see PingPongArgs in csrc/bench/ping_pong.cuh."""
         context = self.buffer.rounds.session.context
-        which = 0 if self.shim == "nvshmem" else spare_signal(context.window)  # nvshmem: a word of the block itself
+        which = 0 if self.shim == "nvshmem" else spare_signal(context.window)  # nvshmem: a word of the block
         return {"window": context.peers[self.rank], "link": context.link, "which": which}
 
     @property
     def abort_words(self) -> tuple[int, int]:
-        """Addresses that are not 0 once the Buffer is called off: in our window, and in memory of the host."""
+        """Addresses of the abort words, nonzero once the Buffer is aborted: in our window, and in host memory."""
         context = self.buffer.rounds.session.context
         return context.peers[self.rank] + context.window.abort, context.abort_host
 

@@ -1,4 +1,4 @@
-"""How a measurement is kept: a JSON file, with the machine, the versions and the command that made it."""
+"""JSON files of measurements, with the machine, the versions and the command."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _INSTALLED = {"nccl4py": "nccl4py", "nvshmem": "NVSHMEM", "nvshmem4py": "nvshmem
 
 
 def write(path: Path, measured: dict[str, Any]) -> Path:
-    """Writes what was measured, and where, when and how; `what` is the file's own name."""
+    """Write a measurement and its origin; returns the path. `what` in the file is the name of the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(document(path.stem, measured))
     return path
 
 
 def document(what: str, measured: dict[str, Any]) -> str:
-    """What write() puts into a file."""
+    """Return the content that write() puts into a file."""
     return json.dumps({"what": what, **origin(), **measured}, indent=1) + "\n"
 
 
 def origin() -> dict[str, Any]:
-    """When, where and how."""
+    """Return command, date, commit, kernel digests, machine and versions."""
     gpus = [torch.cuda.get_device_properties(gpu).name for gpu in range(torch.cuda.device_count())]
     return {
         "command": command(),
@@ -55,7 +55,7 @@ def origin() -> dict[str, Any]:
 
 
 def command() -> str:
-    """What was typed, near enough to be typed again."""
+    """Return a command line that repeats this run."""
     program, root = Path(sys.argv[0]).absolute(), Path(moecomm.__file__).parent.parent
     if program.name == "__main__.py" and program.is_relative_to(root):
         module = ".".join(program.parent.relative_to(root).parts)
@@ -81,12 +81,12 @@ def _cuda() -> dict[str, str]:
 
 
 def _loaded_nccl() -> str:
-    """Of the NCCL in this process, whoever has loaded it: often not the one that torch was built with."""
+    """Return the version of the NCCL loaded in this process, often not the one that torch was built with."""
     code = ctypes.c_int()
-    try:  # ncclGetVersion is a constant: it initialises nothing
+    try:  # ncclGetVersion returns a constant and initializes nothing
         if ctypes.CDLL(_NCCL, mode=os.RTLD_NOW | os.RTLD_NOLOAD).ncclGetVersion(ctypes.byref(code)) != 0:
             return ""
-    except (OSError, AttributeError):  # it is not loaded, or is none
+    except (OSError, AttributeError):  # not loaded, or not NCCL
         return ""
     return f"{code.value // 10000}.{code.value // 100 % 100}.{code.value % 100}"
 

@@ -1,4 +1,4 @@
-"""The long table of a result that a benchmark has written."""
+"""The full table of a result of any benchmark."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TABLES: dict[str, Callable[[dict[str, Any], Console], None]] = {
 
 
 def show(paths: Iterable[Path]) -> None:
-    """Prints where each result comes from, and its table.  Raises BadInput for a file that is no result."""
+    """Print the origin of each result, and its table. Raises BadInput for a file that is no result."""
     out = table.console()
     for path in paths:
         _show(path, out)

@@ -1,6 +1,6 @@
-"""Digests of the source of kernels, by what is measured of them.
+"""Digests of the kernel sources behind each measurement.
 
-A result keeps the digests of its day, so that a page of results can mark figures that later kernels may not reach.
+A result stores the digests of its day, so that a page of results can mark figures of older kernels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 
 from moecomm.jit import loader
 
-# Files below csrc that a part is compiled from; a digest covers what these include, and name.cpp of each name.h.
+# Files in csrc that a part is compiled from. A digest also covers the files that these include, and name.cpp of each
+# name.h.
 PARTS: dict[str, tuple[str, ...]] = {
     "dispatch": ("dispatch/dispatch.cuh",),
     "combine": ("combine/combine.cuh",),
@@ -38,16 +39,16 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
 def digests(csrc: Path | None = None) -> dict[str, str]:
-    """A digest for each part whose files are in csrc; comments and white space do not count.
+    """Return a digest for each part whose files exist in csrc; comments and white space do not count.
 
-    csrc: default: that of this package, which has no sources of the host in it if it was installed as a wheel.
+    `csrc` is by default that of this package. A wheel has no sources of the host executor.
     """
     root = csrc or loader.headers()
     return {part: _digest(files, root) for part, files in PARTS.items() if all((root / f).is_file() for f in files)}
 
 
 def commit() -> str:
-    """The commit that the package's repository has checked out; empty where there is no repository or no git."""
+    """Return the commit of the package's repository; empty without a repository or git."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=8", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -64,7 +65,7 @@ def _digest(files: Iterable[str], root: Path) -> str:
             continue
         text = (root / name).read_text()
         found[name] = "".join(_COMMENT.sub("", text).split())
-        # As compilers look: in the folder of the file that includes, then in csrc.
+        # The search order of compilers: the folder of the including file, then csrc.
         for included in _INCLUDED.findall(text):
             beside = posixpath.normpath(posixpath.join(posixpath.dirname(name), included))
             waiting += [near for near in (beside, included) if (root / near).is_file()][:1]

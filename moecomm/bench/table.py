@@ -1,4 +1,4 @@
-"""What a benchmark found, for people."""
+"""Tables of benchmark results for the console."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _WIDE = 132  # columns of a table in a file or a pipe
 
 
 def console() -> Console:
-    """Standard output: as wide as the terminal, or, where there is none, wide enough for a table."""
+    """Return standard output, as wide as the terminal; without one, wide enough for a table."""
     out = Console()
     return out if out.is_terminal else Console(width=max(out.width, _WIDE))
 
 
 def show_dispatch_combine(result: dict[str, Any], out: Console) -> None:
-    """The tables of dispatch-combine and sweep."""
+    """Print the tables of dispatch-combine and sweep."""
     case, limits = result["case"], result["ceiling"]
     name = f"[bold]{case['model']}[/]: " if case["model"] else ""
     out.print(
@@ -85,7 +85,7 @@ def _figures(row: dict[str, Any]) -> list[str]:
 
 
 def show_latency(result: dict[str, Any], out: Console) -> None:
-    """The table of latency."""
+    """Print the table of latency."""
     out.print(f"put + signal between two ranks, {result['backend']}: half a round trip", highlight=False)
     table = _table("bytes", "by")
     for column in ("SMs", "p50", "p90", "p99 us", "GB/s"):
@@ -111,7 +111,7 @@ def _show_proxy(rows: list[dict[str, Any]], out: Console) -> None:
 
 
 def show_backends(result: dict[str, Any], out: Console) -> None:
-    """The table of dispatch-combine through several backends."""
+    """Print the table of dispatch-combine through several backends."""
     case, first = result["case"], result["ways"][0]["backend"]
     if case:
         name = f"[bold]{case['model']}[/]: " if case["model"] else ""
@@ -156,7 +156,7 @@ def _say_why(result: dict[str, Any], out: Console) -> None:
 
 
 def show_latency_backends(result: dict[str, Any], out: Console) -> None:
-    """The table of latency through several backends."""
+    """Print the table of latency through several backends."""
     out.print("put + signal between two ranks: half a round trip, us (GB/s)", highlight=False)
     names = [way["backend"] for way in result["ways"]]
     found = {(row["bytes"], row["backend"]): row for row in result["rows"] if "us" in row}
@@ -172,7 +172,7 @@ def show_latency_backends(result: dict[str, Any], out: Console) -> None:
 
 
 def show_all_to_all(result: dict[str, Any], out: Console) -> None:
-    """The table of all-to-all."""
+    """Print the table of all-to-all."""
     out.print(
         f"all-to-all between {result['ranks']} ranks, {result['backend']}: bytes that leave a rank, over the time of "
         "the slowest",
@@ -187,7 +187,7 @@ def show_all_to_all(result: dict[str, Any], out: Console) -> None:
 
 
 def show_gemm(result: dict[str, Any], out: Console) -> None:
-    """The table of gemm."""
+    """Print the table of gemm."""
     out.print(
         f"grouped GEMMs of a rank's experts, {result['dtype']}, {result['device']}; median of {result['replays']}; "
         "torch's has no activation",
@@ -213,7 +213,7 @@ def show_gemm(result: dict[str, Any], out: Console) -> None:
 
 
 def show_moe(result: dict[str, Any], out: Console) -> None:
-    """The table of moe."""
+    """Print the table of moe."""
     case = result["case"]
     out.print(
         f"expert layers in bf16, {case['ranks']} ranks, {result['backend']}, {case['mode']}; median of "
@@ -243,7 +243,7 @@ def show_moe(result: dict[str, Any], out: Console) -> None:
 
 
 def show_deep_ep_layer(result: dict[str, Any], out: Console) -> None:
-    """The table of deep-ep-layer."""
+    """Print the table of deep-ep-layer."""
     case = result["case"]
     out.print(
         f"hidden {case['hidden']}, top-{case['topk']} of {case['experts']} experts; {case['ranks']} ranks, "
@@ -270,7 +270,7 @@ def show_deep_ep_layer(result: dict[str, Any], out: Console) -> None:
 
 
 def show_rows(rows: list[dict[str, Any]], out: Console) -> None:
-    """A table of rows without a table of their own: a column for each key."""
+    """Print rows that have no table of their own, with a column for each key."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in columns:

@@ -1,4 +1,4 @@
-"""An expert layer as one writes it in plain torch: all_to_all_single of a row a (token, expert), grouped GEMMs."""
+"""An expert layer in plain torch: all_to_all_single with one row for each (token, expert), and grouped GEMMs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from torch.nn.functional import grouped_mm, silu
 
 
 class TorchLayer:
-    """The layer for one routing, whose counts every rank knows beforehand: nothing waits for the host.  Collective.
+    """The layer for one routing. Counts are exchanged in advance, so that the device never waits for the host.
+    Collective.
 
     Args:
-        x: `[T, H]` of bfloat16.
-        topk_idx: int64 `[T, K]`, no -1.
+        x: bfloat16 `[T, H]`.
+        topk_idx: int64 `[T, K]`, without -1.
         topk_weights: float32 `[T, K]`.
-        w13: `[E/R, 2 I, H]`; w2: `[E/R, H, I]`.
-        group: NCCL's for GPUs, gloo's for CPUs.
+        w13: `[E/R, 2 I, H]`.
+        w2: `[E/R, H, I]`.
+        group: NCCL for GPUs, gloo for CPUs.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class TorchLayer:
         self._rows = x.new_empty(len(expert), x.shape[1])
 
     def layer(self) -> torch.Tensor:
-        """[T, H]."""
+        """Run the layer; returns [T, H]."""
         tokens, topk = self._weights.shape
         self._exchange(self._rows, self._x[self._order // topk], self._came, self._sent)
         y = self.experts(self._rows[self._by_expert])
@@ -55,11 +57,11 @@ class TorchLayer:
         return weighted.sum(dim=1).to(self._x.dtype)
 
     def experts(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows in the order of the experts through theirs."""
+        """Apply this rank's experts to rows that are grouped by expert."""
         gate, up = grouped_mm(rows, self._w13.transpose(1, 2), offs=self._ends).chunk(2, dim=-1)
         return grouped_mm(silu(gate) * up, self._w2.transpose(1, 2), offs=self._ends)
 
     def _exchange(self, out: torch.Tensor, rows: torch.Tensor, came: list[int], sent: list[int]) -> None:
-        # As float32, because gloo does not know bfloat16 everywhere; bytes are bytes.
+        # Moved as float32, because some versions of gloo lack bfloat16.
         wide = torch.float32
         dist.all_to_all_single(out.view(wide), rows.view(wide), came, sent, group=self._group)

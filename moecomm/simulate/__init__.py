@@ -1,5 +1,5 @@
-"""A cost model of dispatch and combine over any number of NVLink domains: moecomm simulate.
+"""`moecomm simulate`: a cost model of dispatch and combine over any number of NVLink domains.
 
-Inside a domain times are fitted to what was measured (`fit`, `h200.json`); between domains the NIC is given by numbers
-(`nic`).  `check` says how far off the model is, on measured and on published rows.
+Times inside a domain are fitted to measurements (`fit`, `h200.json`). Between domains three numbers describe the NIC
+(`nic`). `check` reports the errors of the model on measured and published rows.
 """

@@ -1,4 +1,4 @@
-"""How far off the model is: predicted beside measured, and beside what others have published."""
+"""Errors of the model against measured times and against figures that others have published."""
 
 from __future__ import annotations
 
@@ -16,20 +16,31 @@ from moecomm.simulate.model import AUTO, HT, LL, Machine, cost
 from moecomm.simulate.nic import Nic
 from moecomm.simulate.published import Published, compare, rows
 
-_LIMITS = {"mega_messages": "rate of messages", "gbs": "bandwidth"}  # of a NIC
+_LIMITS = {"mega_messages": "rate of messages", "gbs": "bandwidth"}  # the limits of a NIC that may be fitted
 _TRIED = [10 ** (step / 20) for step in range(-60, 61)]
 
 
 def check(paths: Iterable[Path], domain: Domain, nic: Nic) -> dict[str, Any]:
-    """{measured, left_out, published, joined, errors}: rows with predicted_us and error, the number of rows of
-    operations, or of few or many tokens, that have no line, what joined domains, and the median and worst error of
-    each kind.
+    """Compare the model with measured and published rows.
 
-    An error is predicted / measured - 1.  `kind` of a measured row: "fitted to", or what is else about it.  Between
-    domains of a machine a NIC has the bandwidth and latency of put + signal there, where `paths` have those, and one
-    number that is fitted to such rows: the rate of its messages, which nobody has measured by itself; or, if that comes
-    nearer, the bandwidth, because the warps that put in a round may be slower than the best of put + signal.  One for
-    LL and one for HT, in which other warps put (`joined`); what is predicted of a row has the one fitted to the others.
+    An error is predicted / measured - 1. The `kind` of a measured row is "fitted to", or names the difference from the
+    fitted rows.
+
+    Between domains, the bandwidth and latency of the NIC are those of put + signal on the same machine, if `paths`
+    include them. One more number is fitted to the rows between domains, because no benchmark measures it: the message
+    rate; or the bandwidth, if that gives smaller errors, because the warps that put in a round may be slower than the
+    best put + signal. LL and HT each have their own fit, because other warps put in HT (`joined`). The prediction of a
+    row uses the fit to all other rows.
+
+    Args:
+        paths: results of the benchmark.
+        domain: the fitted lines of one domain.
+        nic: the NIC where `paths` have no put + signal of the machine.
+
+    Returns:
+        {measured, left_out, published, joined, errors}: measured rows with predicted_us and error; the number of rows
+        whose operation or number of tokens has no line; published rows; the fitted NICs; the median and worst error of
+        each kind.
     """
     paths = list(paths)
     measured_links, measured, joined = links(paths), [], []
@@ -67,12 +78,12 @@ def _algorithm(row: Row, result: Result) -> str:
 
 
 def _with_one_fitted(some: list[Row], result: Result, machine: Machine) -> tuple[Machine, str]:
-    """With one limit of the NIC such that times are nearest to those of the rows, by the mean of ratios; and which."""
+    """Fit one limit of the NIC, by the mean of |log ratio| over the rows; returns the machine and the limit's name."""
 
     def off(told: Machine) -> float:
         found = [_measured(row, result, told) for row in some]
         ratios = [abs(math.log(row["predicted_us"] / row["measured_us"])) for row in found if row]
-        return statistics.fmean(ratios or [0.0])  # of operations that have no line there are none
+        return statistics.fmean(ratios or [0.0])  # no ratios if no operation has a line
 
     tried = {
         (name, value): replace(machine, nic=replace(machine.nic, **{name: round(value, 4)}))
@@ -118,7 +129,7 @@ def _kind(row: Row, result: Result, known: Domain, fitted: bool) -> str:
     about += ["caches flushed"] if case["cold"] else []
     about += ["eager"] if case["mode"] == "eager" else []
     about += ["blocks given"] if row.sms_asked else []
-    # Few blocks take longer to copy rows than peers to pull them, of which the model knows nothing.
+    # The model does not cover that few blocks take longer to copy rows than peers take to pull them.
     about += ["rows copied"] if row.sms_asked and row.variant == OUTSIDE else []
     return "one domain: " + ", ".join([*about, row.what if row.what == "pair" else "alone"])
 

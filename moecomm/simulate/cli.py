@@ -1,4 +1,4 @@
-"""The command simulate: predictions, how far off they are, and the fit they rest on."""
+"""The command `moecomm simulate`: predictions, their errors, and the fit behind them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NicLatency = Annotated[
     float, typer.Option(callback=real(0), help="Put and signal, one way.  Default: half of GIN's round trip.")
 ]
 NicMessages = Annotated[float, typer.Option(callback=real(0), help="Millions of puts and signals a second.")]
-_NIC = (50.0, 8.35, 215.0)  # Nic's own; tests see to it
+_NIC = (50.0, 8.35, 215.0)  # the defaults of Nic; a test compares them
 
 
 @app.callback()
@@ -69,7 +69,7 @@ def predict(
     json: Json = None,
     plot: Annotated[Path | None, typer.Option(callback=written, help="Draw there, a .png, .svg or .pdf.")] = None,
 ) -> None:
-    """Predicts dispatch, combine and layer time over any number of NVLink domains: a model, not a measurement."""
+    """Predict dispatch, combine and layer time over any number of NVLink domains: a model, not a measurement."""
     if context.invoked_subcommand is not None:
         return
     from moecomm.bench.cli import numbers
@@ -122,13 +122,13 @@ def check(
     parameters: Parameters = None,
     json: Json = None,
 ) -> None:
-    """Predicted beside measured and beside published figures, row by row, with the error of each."""
+    """Compare predictions with measured and published figures, row by row."""
     from moecomm.bench.table import console
     from moecomm.simulate.check import check as compared
     from moecomm.simulate.nic import Nic
     from moecomm.simulate.table import show_check
 
-    # Those of a checkout, wherever the command is run; a wheel has none.
+    # The results of a checkout, from any working directory; a wheel has none.
     kept = Path(__file__).parents[2] / "bench" / "results"
     paths = sorted(kept.glob("*.json")) if results is None else results
     nic = Nic(nic_gbs, nic_latency_us, nic_mega_messages)
@@ -145,7 +145,7 @@ def fit(
     ],
     out: Annotated[Path, typer.Option(callback=written, help="Where the parameters go.")],
 ) -> None:
-    """Fits the terms of one domain to results, and says by how much each row is missed."""
+    """Fit the terms of one domain to results, and show the error of each row."""
     from moecomm.bench.table import console
     from moecomm.simulate import fit as fitted
     from moecomm.simulate.table import show_fit
@@ -159,7 +159,7 @@ def fit(
 def _model(
     sizes: tuple[str, int | None, int | None, int | None, int | None], grouped: bool
 ) -> tuple[str, tuple[int, int], Gate]:
-    """(its name, or "" where numbers were given in place of its own; hidden and intermediate; its gate)."""
+    """Return (name, (hidden, intermediate), gate); the name is "" if a given number differs from the model's."""
     from moecomm.errors import BadInput
     from moecomm.router import MODELS
     from moecomm.simulate.routing import Gate

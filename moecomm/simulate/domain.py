@@ -1,4 +1,4 @@
-"""What a dispatch or combine takes inside one NVLink domain: lines fitted to measurements."""
+"""Time of dispatch and combine inside one NVLink domain: lines fitted to measurements."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ SHIPPED = "h200.json"
 
 
 class NotMeasured(BadInput):
-    """An operation, or a number of tokens, that no line was fitted to."""
+    """No line was fitted to this operation or number of tokens."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What the busiest rank of a domain has to do in one operation.
+    """The load of the busiest rank of a domain in one operation.
 
-    `tokens` of a rank; `sent`: bytes over its busier direction of NVLink; `rows`: that it hands out, one a (token,
-    rank) for `flat`, one a (token, expert) for the other layouts, its own included.
+    `tokens` of a rank; `sent` bytes over its busier direction of NVLink; `rows` that it hands out, its own included:
+    one for each (token, rank) with `flat`, one for each (token, expert) with the other layouts.
     """
 
     tokens: float
@@ -34,7 +34,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Line:
-    """max(floor_us, alpha_us + sent / gbs + rows * row_ns): microseconds of a whole operation."""
+    """A fitted cost: max(floor_us, alpha_us + sent / gbs + rows * row_ns), in microseconds of a whole operation."""
 
     floor_us: float
     alpha_us: float
@@ -42,26 +42,27 @@ class Line:
     row_ns: float
 
     def us(self, load: Load) -> float:
-        """Of a load."""
+        """Return the microseconds of a load."""
         return max(self.floor_us, self.alpha_us + load.sent / self.gbs / 1e3 + load.rows * self.row_ns / 1e3)
 
 
 @dataclass(frozen=True)
 class Operation:
-    """dispatch or combine, of a layout; `variant` as the benchmark names it, empty for dispatch."""
+    """Dispatch or combine in one layout; `variant` is named as in the benchmark, empty for dispatch."""
 
     what: str
     layout: str
     variant: str = ""
 
 
-Key = tuple[Operation, str]  # and FEW or MANY
+Key = tuple[Operation, str]  # the second item is FEW or MANY
 
 
 @dataclass(frozen=True)
 class Domain:
-    """Lines by operation and number of tokens; `gemm_tflops` alone, and the part `gemm_kept` of it beside rounds;
-    `ranks`: numbers of ranks that this was measured with.
+    """The fitted lines of one NVLink domain, by operation and FEW or MANY tokens.
+
+    `gemm_tflops` is the speed of a GEMM alone, `gemm_kept` the fraction of it next to rounds. `ranks` were measured.
     """
 
     name: str
@@ -71,23 +72,23 @@ class Domain:
     ranks: tuple[int, ...] = ()
 
     def us(self, operation: Operation, load: Load) -> float:
-        """Microseconds; few tokens take the faster of the two ways, many have one."""
+        """Return the microseconds of a load; few tokens take the faster of both lines, many tokens have one."""
         found = self.line(operation, MANY).us(load)
         return min(found, self.few_us(operation, load)) if load.tokens <= MOST_FEW else found
 
     def few_us(self, operation: Operation, load: Load) -> float:
-        """Microseconds the way that few tokens go, however many they are."""
+        """Return the microseconds on the path for few tokens, for any number of tokens."""
         return self.line(operation, FEW).us(load)
 
     def line(self, operation: Operation, regime: str) -> Line:
-        """Raises NotMeasured."""
+        """Return the line of an operation. Raises NotMeasured if there is none."""
         if (operation, regime) not in self.lines:
             known = sorted(_named(*key) for key in self.lines)
             raise NotMeasured("operation", _named(operation, regime), f"one that was measured: {', '.join(known)}")
         return self.lines[operation, regime]
 
     def with_nvlink(self, gbs: float) -> Domain:
-        """The same with NVLink of so many GB/s, where that is less than was measured; other terms as they were."""
+        """Return a copy with NVLink limited to `gbs` GB/s; lines that are slower already, and other terms, stay."""
         if not gbs > 0:
             raise BadInput("nvlink_gbs", gbs, "more than 0")
         slower = {key: replace(line, gbs=min(line.gbs, gbs)) for key, line in self.lines.items()}
@@ -100,7 +101,7 @@ def _named(operation: Operation, regime: str) -> str:
 
 
 def load(path: Path | None = None) -> Domain:
-    """What `moecomm simulate fit` has written; without a path what the package ships.  Raises BadInput."""
+    """Load the JSON of `moecomm simulate fit`, by default the one in the package. Raises BadInput."""
     file = path or importlib.resources.files(__package__) / SHIPPED
     try:
         return parse(json.loads(file.read_text()))
@@ -109,7 +110,7 @@ def load(path: Path | None = None) -> Domain:
 
 
 def parse(found: dict[str, Any]) -> Domain:
-    """The domain in such JSON."""
+    """Return the domain that the JSON of `moecomm simulate fit` describes."""
     lines = {
         (Operation(line["what"], line["layout"], line["variant"]), line["regime"]): Line(
             *(float(line[part]) for part in ("floor_us", "alpha_us", "gbs", "row_ns"))

@@ -1,4 +1,4 @@
-"""Fits the lines of one domain to results of the benchmark, and says by how much each row is missed."""
+"""A fit of the lines of one domain to results of the benchmark, with the error of each row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ALPHA, _BYTE, _ROW = range(3)
 
 @dataclass(frozen=True)
 class Point:
-    """A load, and the microseconds that were measured for it."""
+    """A load and its measured microseconds."""
 
     load: Load
     us: float
@@ -30,17 +30,18 @@ class Point:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A line; `borrowed`: what its points can't tell, and was taken from the line of `flat`, or left at 0."""
+    """A line. `borrowed` names the terms that its points cannot determine: from the line of `flat`, or left at 0."""
 
     line: Line
     borrowed: tuple[str, ...]
 
 
 def fit_line(points: list[Point], regime: str, flat: Line | None = None) -> Fitted:
-    """Least squares of relative errors, no term below 0.
+    """Fit a line by least squares of relative errors, with no term below 0.
 
-    The floor, of few tokens only, is the constant of the points with the fewest bytes, as many as fit best.  Where the
-    points can't tell terms apart, alpha_us and gbs are those of the `flat` line if there is one; else rows cost 0.
+    The floor exists for few tokens only. It is the constant of the points with the fewest bytes, as many points as fit
+    best. Where the points cannot separate the terms, alpha_us and gbs come from the `flat` line if there is one;
+    otherwise rows cost 0.
     """
     if not points:
         raise BadInput("points", 0, "at least one row")
@@ -55,7 +56,7 @@ def _with_floor(ordered: list[Point], low: int, flat: Line | None) -> Fitted:
 
 
 def _constant(points: list[Point]) -> float:
-    """Of least relative squares."""
+    """Return the constant with the least squares of relative errors."""
     return sum(1 / p.us for p in points) / sum(1 / p.us**2 for p in points)
 
 
@@ -77,7 +78,7 @@ def _linear(points: list[Point], flat: Line | None, floor: float) -> Fitted:
 
 
 def _to_fix(terms: Array, borrow: bool) -> list[int]:
-    """The fewest terms to fix so that the others can be told apart."""
+    """Return the fewest terms to fix so that the points determine the rest."""
     candidates = [(_ALPHA,), (_BYTE,), (_ALPHA, _BYTE)] if borrow else [(_ROW,), (_ALPHA, _ROW)]
     scaled = terms / np.maximum(np.linalg.norm(terms, axis=0), 1e-300)
     for fixed in [(), *candidates]:
@@ -88,7 +89,7 @@ def _to_fix(terms: Array, borrow: bool) -> list[int]:
 
 
 def _not_negative(terms: Array, values: Array) -> Array:
-    """Least squares with no term below 0: the best of all sets of terms, which are few."""
+    """Solve least squares with no term below 0, by trying all subsets of the (at most three) terms."""
     best, least = np.zeros(terms.shape[1]), float(values @ values)
     for size in range(1, terms.shape[1] + 1):
         for chosen in combinations(range(terms.shape[1]), size):
@@ -101,10 +102,10 @@ def _not_negative(terms: Array, values: Array) -> Array:
 
 
 def fit(paths: Iterable[Path]) -> dict[str, Any]:
-    """What `moecomm simulate fit` writes: lines, what they were fitted to, and the error of every row.
+    """Return the content of `moecomm simulate fit`: lines, the results they were fitted to, and the error of each row.
 
-    Taken are moecomm's own dispatches and combines on GPUs of one domain, by the tables of blocks, chained, in graphs,
-    without skew; pairs, other numbers of blocks, and skew are left for the check.
+    The fit uses moecomm's own dispatches and combines on GPUs of one domain, with the tuning table's blocks, chained,
+    in graphs, without skew. Pairs, other block counts and skewed routing remain for the check.
     """
     results = [result for path in paths for result in read(path)]
     rows = [row for result in results for row in rows_of(result) if row.fits]
@@ -130,7 +131,7 @@ def _lines(rows: list[Row]) -> Iterator[tuple[Key, Fitted]]:
     for row in rows:
         (part,) = row.parts
         of_key.setdefault((part.operation, _regime(row)), []).append(Point(part.load, row.us))
-    # flat first: the others borrow from it.
+    # flat first, because the other layouts borrow from its lines.
     for operation, regime in sorted(of_key, key=lambda k: (k[0].layout != "flat", k[0].what, k[0].variant, k[1])):
         base = None if operation.layout == "flat" else flat.get((operation.what, regime))
         fitted = fit_line(of_key[operation, regime], regime, base)
@@ -179,7 +180,7 @@ def _gemm(overlaps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def write(path: Path, fitted: dict[str, Any]) -> None:
-    """A line of JSON for each line and row."""
+    """Write the fit as JSON, with one text line for each line and row."""
     parts = []
     for name, value in fitted.items():
         listed = isinstance(value, list) and value and isinstance(value[0], dict)

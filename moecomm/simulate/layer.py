@@ -1,4 +1,4 @@
-"""The MoE layer: dispatch, the experts' GEMMs, combine; one after the other, or overlapped."""
+"""Model of the MoE layer: dispatch, the experts' GEMMs, combine; sequential or overlapped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WEIGHT_BYTES = 2  # bf16
 
 @dataclass(frozen=True)
 class Layer:
-    """Microseconds.  `overlapped_us` with parts behind each other, `serial_us` without."""
+    """Microseconds of a layer: its GEMMs, the sequential layer, and the overlapped layer."""
 
     gemm_us: float
     serial_us: float
@@ -34,11 +34,11 @@ def gemm_us(
     tflops: float | None = None,
     hbm_gbs: float = HBM_GBS,
 ) -> float:
-    """A roofline of the busiest rank's two grouped GEMMs in bf16: the slower of arithmetic and of reading weights.
+    """Return a roofline of the busiest rank's two grouped GEMMs in bf16: the slower of arithmetic and weight loads.
 
-    Arithmetic: 6 x hidden x intermediate a row (gate and up, down; a multiplication and an addition each), at `tflops`,
-    by default what a dense GEMM was measured at.  Weights: 3 x hidden x intermediate x 2 bytes of every expert there,
-    read once if any token of all ranks can want it, at `hbm_gbs`.
+    Arithmetic counts 6 x hidden x intermediate per row (gate, up and down; one multiplication and one addition each),
+    at `tflops`, by default the measured speed of a dense GEMM. Weights count 3 x hidden x intermediate x 2 bytes for
+    each local expert, weighted by the probability that some token of any rank wants the expert, at `hbm_gbs`.
     """
     speed = domain.gemm_tflops if tflops is None else tflops
     if not (speed > 0 and hbm_gbs > 0 and intermediate > 0):
@@ -46,7 +46,7 @@ def gemm_us(
     everywhere = tokens * len(spread.ranks)
     rows = everywhere * float(spread.entries.max())
     local = int((owned(experts, len(spread.ranks))[0] > 0).sum())
-    # Of experts that are alike: that none of all tokens wants one is (1 - entries / local) ^ tokens.
+    # For equally likely experts, the probability that no token wants a given one is (1 - entries / local) ^ tokens.
     part = float(np.clip(spread.entries.max() / local, 0, 1))
     read = local * (1 - (1 - part) ** everywhere)
     arithmetic_us = rows * 6 * hidden * intermediate / speed / 1e6
@@ -55,11 +55,12 @@ def gemm_us(
 
 
 def layer(domain: Domain, dispatch_us: float, combine_us: float, experts_us: float, parts: int = 2) -> Layer:
-    """Both ways: serial, and with the tokens in `parts` whose GEMMs run beside the rounds of others.
+    """Return the time of a layer, sequential and overlapped.
 
-    Overlapped: max(rounds, GEMMs) + min(rounds, GEMMs) / parts, as a pipeline of two stages; dispatch and combine share
-    the links and do not overlap each other.  Meanwhile GEMMs keep the part of their speed that was measured beside
-    rounds.  Each part pays for its bytes, not for its latencies again.  No overlap is taken where it would lose.
+    Overlapped, the tokens are cut into `parts`, and the GEMMs of one part run next to the rounds of another, as a
+    pipeline of two stages: max(rounds, GEMMs) + min(rounds, GEMMs) / parts. Dispatch and combine share the links and do
+    not overlap each other. GEMMs next to rounds keep the measured fraction of their speed. Each part pays for its
+    bytes, but not again for latencies. Where overlap would lose, the result is the sequential time.
     """
     if parts < 1 or experts_us < 0:
         raise BadInput("parts, gemm_us", (parts, experts_us), "at least 1; 0 or more")

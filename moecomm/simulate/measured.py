@@ -1,4 +1,4 @@
-"""Rows of the benchmark as the model sees them: the operation, the load it predicts for it, and the time it took."""
+"""Rows of the benchmark in terms of the model: the operation, its predicted load, and its measured time."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from moecomm.simulate.routing import Gate, Spread, spread
 
 @dataclass(frozen=True)
 class Result:
-    """A result of dispatch-combine or sweep, on GPUs; or what one of several backends has of a result.
+    """A result of dispatch-combine or sweep on GPUs, or the rows of one backend in a result of several.
 
-    `alone`: there is no other in it.
+    `alone` is False in the second case.
     """
 
     path: Path
@@ -32,42 +32,40 @@ class Result:
 
     @property
     def machine(self) -> str:
-        """What it was measured on."""
+        """Name of the GPU."""
         return str(self.found["machine"]["gpus"][0])
 
     @property
     def domains(self) -> int:
-        """Of the ranks; results of one domain need not say so."""
+        """Number of domains; results of one domain may omit it."""
         case = self.found["case"]
         return int(case["ranks"] // (case.get("domain_ranks") or case["ranks"]))
 
     @property
     def backend(self) -> str:
-        """By its first name."""
+        """Name of the backend."""
         return str(self.found["case"]["backend"])
 
     @property
     def ranks(self) -> int:
-        """Of a domain."""
+        """Number of ranks of a domain."""
         return int(self.found["case"]["ranks"]) // self.domains
 
     @property
     def spread(self) -> Spread:
-        """Of its tokens; the benchmark draws experts without groups."""
+        """The routing of its tokens; the benchmark draws experts without groups."""
         case = self.found["case"]
         return _spread(Gate(case["experts"], case["topk"]), self.domains, self.ranks, case["skew"])
 
     def overlaps(self) -> list[dict[str, float]]:
-        """Of rows with a GEMM beside them."""
+        """Return the `overlap` entries of rows with a concurrent GEMM."""
         beside = [row.get("overlap", {}) for row in self.found["rows"]]
         return [overlap for overlap in beside if "kept" in overlap]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A dispatch or a combine, its row on the wire and that of a relay, and what the model says its busiest rank has to
-    do.
-    """
+    """A dispatch or a combine, with the bytes of a row inside a domain and between domains, and its predicted load."""
 
     operation: Operation
     row_bytes: int
@@ -77,7 +75,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a result: one part, or the two of a pair.  `fits`: it is of the kind that lines are fitted to."""
+    """A row of a result: one part, or the two parts of a pair. `fits` marks rows that lines are fitted to."""
 
     file: str
     what: str
@@ -87,15 +85,18 @@ class Row:
     tokens: int
     sms_asked: int
     parts: tuple[Part, ...]
-    straight: bool  # it leaves its domain without relays
+    straight: bool  # rows go to other domains without a forwarder
     us: float
     fits: bool
 
 
 def read(path: Path) -> list[Result]:
-    """One of a file of one backend, one a backend and number of domains of a file of several; none of other JSON.
+    """Read the results in a file: one for a single backend, else one for each backend and number of domains.
 
-    Raises BadInput for what is no JSON.
+    Other JSON, and results of the host backend, give none.
+
+    Raises:
+        BadInput: the file is not JSON.
     """
     data = path.read_bytes()
     try:
@@ -120,9 +121,9 @@ def read(path: Path) -> list[Result]:
 
 
 def links(paths: Iterable[Path]) -> dict[tuple[str, str], tuple[float, float]]:
-    """(GB/s, microseconds) of put + signal by machine and backend: of the fastest size, and of the smallest.
+    """Return (GB/s, microseconds) of put + signal by (machine, backend), from results of latency over several backends.
 
-    From results of latency through several backends.
+    Bandwidth is that of the fastest size, latency that of the smallest.
     """
     found = {}
     for path in paths:
@@ -140,7 +141,7 @@ def links(paths: Iterable[Path]) -> dict[tuple[str, str], tuple[float, float]]:
 
 
 def rows_of(result: Result) -> Iterator[Row]:
-    """moecomm's own rows that have a time."""
+    """Yield moecomm's own rows that have a time."""
     case = result.found["case"]
     chained = case["mode"] == "graph" and not case["cold"] and not case["skew"] and result.domains == 1 and result.alone
     for row in result.found["rows"]:
@@ -166,7 +167,7 @@ def _parts(row: dict[str, Any], case: dict[str, Any], routed: Spread) -> Iterato
 
 
 def bytes_of(operation: Operation, payload: str, hidden: int) -> int:
-    """Of a row on the wire, scales included; not what goes beside it (Case.beside_bytes)."""
+    """Return the bytes of a row on the wire, scales included, without its metadata (Case.beside_bytes)."""
     if operation.what == "combine":
         return (4 if operation.variant == FP32_WIRE else 2) * hidden
     sizes = Case("", hidden, 1, 1, 1, "host", [], [], [], [], "")
@@ -174,7 +175,7 @@ def bytes_of(operation: Operation, payload: str, hidden: int) -> int:
 
 
 def slow_bytes_of(operation: Operation, payload: str, hidden: int, wire: str = "fp32") -> int:
-    """The same of what a relay sends to another domain: of combine a sum, of flat rows as well."""
+    """Return the bytes of a row that a forwarder puts to another domain; combine puts reduced rows, also for flat."""
     if operation == Operation("combine", "flat", operation.variant):
         return (4 if wire == "fp32" else 2) * hidden
     return bytes_of(operation, payload, hidden)

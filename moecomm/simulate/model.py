@@ -1,17 +1,17 @@
-"""Dispatch and combine over D domains of L ranks: which stages there are, and how long each takes.
+"""Cost of dispatch and combine over D domains of L ranks, by stages.
 
-HT.  A token crosses the slow link once a domain, to the rank with the sender's index there, which fans it out over
-NVLink; on the way home the ranks of a domain add up first.  Both stages run at once, a chunk behind each other:
-start + latencies + max(slow, NVLink) + min(slow, NVLink) / chunks.  Dispatch pays two latencies, one for the counts
-that say where rows go, one for the last row; combine pays one.  The home's own sum over domains reads at the speed of
-HBM what came at the speed of a NIC: it is left out.
+HT. A token crosses the slow link once per domain, to the forwarder with the source rank's index. The forwarder sends
+the token on over NVLink. On the way back the ranks of a domain are added up first. Both stages run concurrently,
+pipelined by chunks: start + latencies + max(slow, NVLink) + min(slow, NVLink) / chunks. Dispatch pays two latencies:
+one for the counts that determine positions, one for the last row. Combine pays one. The final sum over domains at the
+source rank is left out, because HBM is much faster than the NIC through which its input arrived.
 
-LL.  Every rank puts and signals straight to every rank: max(start + NVLink, start + latency + slow).
+LL. Every rank puts and signals directly to every rank: max(start + NVLink, start + latency + slow).
 
-`start` is what the line of `domain.py` says of no rows at all.
+`start` is the time of an empty load by the lines of `domain.py`.
 
-The slow stage is bytes or messages of the busiest NIC, whichever takes longer; the NVLink stage is the line of
-`domain.py` for the busiest rank.  One domain has no slow stage.
+The slow stage takes the larger of the byte time and the message time of the busiest NIC. The NVLink stage is the line
+of `domain.py` for the busiest rank. One domain has no slow stage.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from moecomm.simulate.nic import Nic
 from moecomm.simulate.routing import Array, Spread
 
 HT, LL, AUTO = "ht", "ll", "auto"
-_MESSAGES_OF_ROW = 2  # LL: a put, and the signal behind it
+_MESSAGES_OF_ROW = 2  # LL: a put and its signal
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What ranks run on."""
+    """The hardware of the ranks: one domain, and the NIC between domains."""
 
     domain: Domain
     nic: Nic
-    chunk_tokens: int = 32  # HT: tokens whose rows are signalled together
+    chunk_tokens: int = 32  # HT: tokens whose rows are signaled together
 
     def check(self) -> None:
-        """Raises BadInput."""
+        """Raise BadInput if a value is out of range."""
         self.nic.check()
         if self.chunk_tokens < 1:
             raise BadInput("chunk_tokens", self.chunk_tokens, "at least 1")
@@ -47,9 +47,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Cost:
-    """Microseconds of one operation, and of its parts; bytes of the busiest NIC and rank.
+    """Microseconds of one operation and its parts; bytes of the busiest NIC and rank.
 
-    `latency_us` has the start in it where there are several domains; `nvlink_us` always has.
+    With several domains `latency_us` includes the start; `nvlink_us` always does.
     """
 
     algorithm: str
@@ -63,7 +63,7 @@ class Cost:
 
     @property
     def bound(self) -> str:
-        """What takes most of it: nic, nvlink, or latency."""
+        """The largest part: "nic", "nvlink" or "latency"."""
         parts = {"nvlink": self.nvlink_us, "nic": self.slow_us, "latency": self.latency_us}
         return max(parts, key=parts.__getitem__)
 
@@ -80,11 +80,23 @@ def cost(
     slow_row_bytes: int = 0,
     most_direct: int = MOST_FEW,
 ) -> Cost:
-    """Of `tokens` a rank whose rows have `row_bytes` on the wire.
+    """Return the cost of an operation.
 
-    `auto`: up to `most_direct` tokens the faster of the two, else HT.  `per_expert`: LL sends a row a (token,
-    expert), as some libraries do, not one a (token, rank).  `slow_row_bytes`: of what crosses in HT where that is
-    wider, a domain's sum of rows; 0: `row_bytes`.
+    Args:
+        operation: dispatch or combine in one layout.
+        spread: expected routing of a token.
+        tokens: tokens of a rank.
+        row_bytes: bytes of a row on the wire.
+        machine: the hardware.
+        algorithm: "ht", "ll", or "auto": up to `most_direct` tokens the faster of both, else HT.
+        per_expert: LL sends one row for each (token, expert), as some libraries do, instead of one for each (token,
+            rank).
+        slow_row_bytes: bytes of a row between domains in HT, where a domain's reduced row is wider; 0: `row_bytes`.
+        most_direct: see `algorithm`.
+
+    Raises:
+        BadInput: an argument is out of range.
+        NotMeasured: no line was fitted to the operation.
     """
     machine.check()
     if tokens < 0 or row_bytes < 1 or slow_row_bytes < 0:
@@ -103,7 +115,7 @@ def cost(
 
 
 def fan_out(operation: Operation, spread: Spread, tokens: int, row_bytes: int) -> Load:
-    """Of the busiest rank inside a domain, in HT: tokens of all domains come through the ranks of each."""
+    """Return the load of the busiest rank inside a domain in HT, which forwards tokens of all domains."""
     everywhere = tokens * len(spread.domains)
     sent = everywhere * _busiest_nvlink(spread.by_domain) * row_bytes
     return Load(everywhere, sent, _handed_out(operation, spread, tokens))
@@ -145,9 +157,9 @@ def _ll(operation: Operation, spread: Spread, tokens: int, row_bytes: int, machi
 
 
 def _busiest_nvlink(wanted: Array) -> float:
-    """Rows over the busiest direction of a rank, for one token of every rank of a domain; `wanted` is [D, L].
+    """Return the rows over the busiest direction of a rank, for one token of every rank of a domain.
 
-    Out of a rank: to the others of its domain.  Into it: from the others.
+    `wanted` is [D, L]. Outgoing rows go to the peers of the domain; incoming rows arrive from them.
     """
     out = wanted.sum(axis=1, keepdims=True) - wanted
     into = (wanted.shape[1] - 1) * wanted
@@ -155,9 +167,10 @@ def _busiest_nvlink(wanted: Array) -> float:
 
 
 def _busiest_slow(wanted: Array) -> float:
-    """Rows over the busiest direction of a NIC, for one token of every rank.
+    """Return the rows over the busiest direction of a NIC, for one token of every rank.
 
-    `wanted`: [D, 1], of domains, where rows go to the sender's own index; or [D, L], of ranks, where they go to all.
+    `wanted` is [D, 1], by domain, where rows go to the forwarder with the source's index; or [D, L], by rank, where
+    rows go to every rank.
     """
     domains, ranks = wanted.shape
     out = wanted.sum() - wanted.sum(axis=1)

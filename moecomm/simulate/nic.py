@@ -1,4 +1,4 @@
-"""What joins domains: a NIC for each GPU, given by three numbers."""
+"""The NIC of each GPU, which connects domains, described by three numbers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class Nic:
-    """Of one GPU, in one direction.
+    """The NIC of one GPU, in one direction. SOURCES names the origin of the defaults.
 
-    `gbs`: 1e9 bytes a second.  `latency_us`: from a put with a signal in one kernel to the other that waits for it.
-    `mega_messages`: 1e6 puts and signals a second.  Infinite is allowed.  SOURCES says where the defaults are from.
+    Attributes:
+        gbs: 1e9 bytes per second; may be infinite.
+        latency_us: from a put with a signal in one kernel until the kernel that waits for it sees it.
+        mega_messages: 1e6 puts and signals per second; may be infinite.
     """
 
     gbs: float = 50.0
@@ -27,7 +29,7 @@ class Nic:
     mega_messages: float = 215.0
 
     def check(self) -> None:
-        """Raises BadInput for what no NIC is."""
+        """Raise BadInput if a value is out of range."""
         for name, value in (("nic_gbs", self.gbs), ("nic_mega_messages", self.mega_messages)):
             if isnan(value) or value <= 0:
                 raise BadInput(name, value, "more than 0")
@@ -35,5 +37,5 @@ class Nic:
             raise BadInput("nic_latency_us", self.latency_us, "0 or more")
 
     def us(self, sent: float, messages: float) -> float:
-        """Microseconds for so many bytes in so many messages, without latency: the slower limit of the two."""
+        """Return the microseconds of `sent` bytes in `messages` messages without latency: the slower of both limits."""
         return max(sent / self.gbs / 1e3, messages / self.mega_messages)

@@ -1,4 +1,4 @@
-"""Predicted times over the number of GPUs: a line for each number of tokens."""
+"""Plots of predicted times over the number of GPUs, with a line for each number of tokens."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ _LAYERS = {("layer", "serial_us"): ("-", "o"), ("layer", "overlapped_us"): ("--"
 
 
 def draw(result: dict[str, Any], out: Path) -> None:
-    """Dispatch and combine on the left, the layer on the right.
+    """Draw dispatch and combine on the left, the layer on the right.
 
-    Raises BadInput for what is no picture by its name, Unsupported where matplotlib is missing.
+    Raises:
+        BadInput: the suffix of `out` names no picture format.
+        Unsupported: matplotlib is missing.
     """
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise Unsupported(f"plots need matplotlib ({error}); pip install 'moecomm[bench]'") from None
-    # The same picture for the same numbers: no date, no random names.
+    # Equal numbers give an equal file: no date, no random names.
     with matplotlib.rc_context({"svg.hashsalt": "moecomm", "font.size": 9}):
         figure = Figure(figsize=(13, 4.2), layout="constrained")
         for axes, lines in zip(figure.subplots(1, 2), (_LINES, _LAYERS), strict=True):
@@ -42,7 +44,7 @@ def draw(result: dict[str, Any], out: Path) -> None:
 
 
 def digest(result: dict[str, Any]) -> str:
-    """What an SVG says it was drawn from: the rows of the result."""
+    """Return the description in an SVG: a hash of the rows of the result."""
     return "sha256 of rows " + hashlib.sha256(json.dumps(result["rows"]).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Predictions for every number of domains and tokens asked for."""
+"""Predictions for each number of domains and tokens."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ _MOST_GPUS = 1 << 16
 
 @dataclass(frozen=True)
 class Asked:
-    """What to predict.  Times given as 0 are those of the roofline; `hidden` and `intermediate`: columns of a token and
-    of an expert.
+    """The case to predict; `hidden` and `intermediate` are columns of a token and of an expert.
+
+    A `gemm_us` of 0 means the roofline, and a `gemm_tflops` of 0 the measured speed.
     """
 
     model: str
@@ -36,7 +37,7 @@ class Asked:
     tokens: list[int]  # of a rank
     layout: str = "flat"
     payload: str = "fp8"
-    wire: str = "fp32"  # of combine, where rows are added up before they travel: flat ones between domains
+    wire: str = "fp32"  # of reduced rows in combine; flat: between domains
     skew: float = 0.0
     algorithm: str = AUTO
     gemm_us: float = 0.0
@@ -45,7 +46,7 @@ class Asked:
     parts: int = 2
 
     def check(self) -> None:
-        """Raises BadInput for what has no time."""
+        """Raise BadInput if the case is out of range."""
         if not self.domains or not self.tokens:
             raise BadInput("domains, tokens", (self.domains, self.tokens), "at least one number each")
         if (most := max(self.domains) * self.ranks) > _MOST_GPUS or self.gate.experts > _MOST_GPUS:
@@ -63,13 +64,13 @@ class Asked:
 
     @property
     def operations(self) -> tuple[Operation, Operation]:
-        """Dispatch and combine."""
+        """Dispatch and combine, as operations of the model."""
         variant = IN_WINDOW if self.layout == "flat" else FP32_WIRE if self.wire == "fp32" else BF16_WIRE
         return Operation("dispatch", self.layout), Operation("combine", self.layout, variant)
 
 
 def predict(asked: Asked, machine: Machine) -> dict[str, Any]:
-    """{benchmark, prediction, case, machine_model, rows}: see `_row` for a row.  Raises BadInput."""
+    """Return {benchmark, prediction, case, inputs, rows}; `_row` describes a row. Raises BadInput."""
     asked.check()
     return {
         "benchmark": "simulate",
@@ -95,12 +96,16 @@ def _rows(asked: Asked, machine: Machine) -> Iterator[dict[str, Any]]:
 
 
 def _most_direct(hidden: int) -> int:
-    """Tokens that a Buffer of several domains has room to put straight, whose sums travel in float32."""
+    """Return the tokens that a multi-domain Buffer has room to put directly, with float32 reduced rows."""
     return lsa.direct_bytes(2, MOST_FEW, 4 * hidden) // (4 * hidden)
 
 
 def _row(asked: Asked, machine: Machine, routed: Spread, tokens: int) -> dict[str, Any]:
-    """{domains, ranks, gpus, tokens, dispatch, combine, layer}: the two as `Cost`, the last as `Layer`, in us."""
+    """Return one row: domains, ranks, gpus, tokens, expected ranks and domains of a token, dispatch, combine and layer.
+
+    Dispatch and combine have the fields of `Cost` and `bound`; the layer has those of `Layer`. Times are in
+    microseconds.
+    """
     dispatch, combine = (
         cost(
             operation,

@@ -1,4 +1,4 @@
-"""Published figures of other libraries between domains, whose inputs are known: published.json."""
+"""Published figures of other libraries between domains whose inputs are known: published.json."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from moecomm.simulate.routing import Gate, spread
 class Published:
     """A row of published.json.
 
-    `us`: as published, or `gbs`: its logical bandwidth, over rows a (token, domain) or, in LL, a (token, expert), those
-    that stay at home included.  `nvlink_gbs`: 0 where it is at least what was measured here.
+    Either `us` is published, or `gbs`, the logical bandwidth over one row for each (token, domain), in LL for each
+    (token, expert), rows that stay on the source rank included. `nvlink_gbs` is 0 if it is at least the bandwidth
+    measured here.
     """
 
     library: str
@@ -45,14 +46,14 @@ class Published:
 
 
 def rows() -> list[Published]:
-    """All of them."""
+    """Return all rows of published.json."""
     file = importlib.resources.files(__package__) / "published.json"
     groups: list[dict[str, Any]] = json.loads(file.read_text())["groups"]
     return [Published(**{**group["of_all"], **row}) for group in groups for row in group["rows"]]
 
 
 def compare(row: Published, domain: Domain, latency_us: float = Nic.latency_us) -> tuple[float, Cost]:
-    """(microseconds published, what the model says of the same operation)."""
+    """Return (published microseconds, the model's cost of the same operation)."""
     operation = Operation(row.what, "flat", IN_WINDOW if row.what == "combine" else "")
     routed = spread(Gate(row.experts, row.topk, row.groups, row.topk_groups), row.domains, row.ranks)
     row_bytes = bytes_of(operation, row.payload, row.hidden)

@@ -1,4 +1,4 @@
-"""How many ranks and domains a token wants, in expectation: closed forms for top-k routing."""
+"""Expected ranks and domains of a token: closed forms for top-k routing."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Gate:
-    """Each token picks `topk` of `experts`, without repeats; with `groups` > 1 only inside `topk_groups` of these.
+    """A gate: each token picks `topk` of `experts` without repeats; with `groups` > 1, only inside `topk_groups` of
+    these.
 
-    Every expert is as likely as every other.  Groups are drawn uniformly; experts uniformly inside those drawn, but at
-    least one of each: a gate draws a group because its best experts are good.  (How much better than others depends on
-    the distribution of scores, which a closed form does not know: tests/simulate/test_routing.py has by how much this
-    differs from moecomm.router.)
+    All experts are equally likely. Groups are drawn uniformly. Experts are drawn uniformly inside the drawn groups,
+    with at least one from each, because a gate picks a group for its best experts. (How much better these are depends
+    on the distribution of scores, which a closed form does not know. tests/simulate/test_routing.py states the
+    difference from moecomm.router.)
     """
 
     experts: int
@@ -30,7 +31,7 @@ class Gate:
     topk_groups: int = 1
 
     def check(self) -> None:
-        """Raises BadInput for a gate that can't choose."""
+        """Raise BadInput if a value is out of range."""
         if self.experts < 1 or self.groups < 1 or self.experts % self.groups:
             raise BadInput("groups", self.groups, f"a divisor of {self.experts} experts")
         if not 1 <= self.topk_groups <= self.groups:
@@ -41,10 +42,12 @@ class Gate:
 
 @dataclass(frozen=True)
 class Spread:
-    """Of one token, wherever it is from.
+    """The expected routing of one token of any rank.
 
-    `ranks` [R], `domains` [D]: the probability that it wants any expert there.  `entries` [R]: the experts it wants
-    there, in expectation; they add up to topk.
+    Attributes:
+        ranks: [R], the probability that the token wants any expert of a rank.
+        domains: [D], the probability that it wants any expert of a domain.
+        entries: [R], the expected number of its experts on a rank; the sum is topk.
     """
 
     ranks: Array
@@ -53,16 +56,19 @@ class Spread:
 
     @property
     def by_domain(self) -> Array:
-        """`ranks` as [D, L]."""
+        """`ranks` in the shape [D, L]."""
         return self.ranks.reshape(len(self.domains), -1)
 
 
 def spread(gate: Gate, domains: int, ranks: int, skew: float = 0.0) -> Spread:
-    """Of tokens over `domains` x `ranks`; rank r owns the r-th part of the experts.
+    """Return the routing of tokens over `domains` x `ranks`; rank r owns the r-th part of the experts.
 
-    With more ranks than experts each expert has a copy on several neighbouring ranks, and a token takes any of them.
-    A part `skew` of the tokens wants experts of rank 0 first, and others, of any group, only where rank 0 has too few:
-    as `moecomm.bench.case.Case.routing` draws them.
+    With more ranks than experts, each expert has a copy on several neighboring ranks, and a token takes any of them. A
+    fraction `skew` of the tokens wants experts of rank 0 first, and other experts, of any group, only where rank 0 has
+    too few, as in `moecomm.bench.case.Case.routing`.
+
+    Raises:
+        BadInput: an argument is out of range, or ranks and experts do not divide each other.
     """
     gate.check()
     if domains < 1 or ranks < 1:
@@ -85,7 +91,7 @@ def spread(gate: Gate, domains: int, ranks: int, skew: float = 0.0) -> Spread:
 
 
 def owned(experts: int, parts: int) -> Array:
-    """[parts, experts]: the share of each expert's copies that each of so many equal parts holds."""
+    """Return [parts, experts]: the fraction of each expert's copies that each of `parts` equal parts holds."""
     copies = max(1, parts // experts)
     slots = max(1, experts // parts) if parts <= experts else 1
     begin = np.arange(parts)[:, None] * slots - np.arange(experts)[None, :] * copies
@@ -94,10 +100,10 @@ def owned(experts: int, parts: int) -> Array:
 
 
 def wanted(gate: Gate, shares: Array) -> float:
-    """The probability that a token wants an expert of a place that holds `shares` [experts] of each.
+    """Return the probability that a token wants an expert of a place that holds `shares` [experts] of the experts.
 
-    1 - (sum over all choices of the product of 1 - share) / choices: without groups and copies this is
-    1 - C(experts - local, topk) / C(experts, topk).
+    The formula is 1 - (sum over all choices of the product of 1 - share) / choices. Without groups and copies this is 1
+    - C(experts - local, topk) / C(experts, topk).
     """
     return _wanted(gate, tuple(sorted(_counted(group) for group in shares.reshape(gate.groups, -1))))
 
@@ -107,7 +113,7 @@ def _counted(shares: Array) -> tuple[tuple[float, int], ...]:
     return tuple((float(value), int(count)) for value, count in zip(values, counts, strict=True))
 
 
-@lru_cache(maxsize=4096)  # ranks of a domain, and domains, are much alike
+@lru_cache(maxsize=4096)  # many ranks and domains hold equal shares
 def _wanted(gate: Gate, groups: tuple[tuple[tuple[float, int], ...], ...]) -> float:
     everything = tuple(((0.0, gate.experts // gate.groups),) for _ in groups)
     return 1 - _missed(gate, groups) / _missed(gate, everything)
@@ -115,8 +121,8 @@ def _wanted(gate: Gate, groups: tuple[tuple[tuple[float, int], ...], ...]) -> fl
 
 @lru_cache(maxsize=4096)
 def _missed(gate: Gate, groups: tuple[tuple[tuple[float, int], ...], ...]) -> float:
-    """Over all choices of groups and of experts in them: the sum of the products of 1 - share."""
-    # ways[j, k]: the same over choices of j groups and k experts.
+    """Return the sum, over all choices of groups and of experts in them, of the products of 1 - share."""
+    # ways[j, k]: the sum over choices of j groups and k experts.
     ways = np.zeros((gate.topk_groups + 1, gate.topk + 1))
     ways[0, 0] = 1
     for group in groups:
@@ -125,13 +131,13 @@ def _missed(gate: Gate, groups: tuple[tuple[tuple[float, int], ...], ...]) -> fl
             power = np.array([comb(count, k) * (1 - share) ** k for k in range(gate.topk + 1)])
             series = np.convolve(series, power)[: gate.topk + 1]
         if gate.groups > 1 and gate.topk >= gate.topk_groups:
-            series[0] = 0  # of each group drawn at least one expert is picked
+            series[0] = 0  # at least one expert of each drawn group is picked
         ways[1:] += np.array([np.convolve(row, series)[: gate.topk + 1] for row in ways[:-1]])
     return float(ways[-1, -1])
 
 
 def _to_rank_0(gate: Gate, of_ranks: Array, of_domains: Array) -> Spread:
-    """Of the tokens that want rank 0 first."""
+    """Return the routing of tokens that want rank 0 first."""
     own = of_ranks[0] > 0
     local = int(own.sum())
     here = min(local, gate.topk)

@@ -1,4 +1,4 @@
-"""What the model says, for people."""
+"""Tables of the model's results for the console."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moecomm.bench.fitted import show_table
 
 
 def show_predictions(result: dict[str, Any], out: Console) -> None:
-    """The table of moecomm simulate."""
+    """Print the table of `moecomm simulate`."""
     case, inputs, nic = result["case"], result["inputs"], result["inputs"]["nic"]
     gate = case["gate"]
     name = f"[bold]{case['model']}[/]: " if case["model"] else ""
@@ -36,7 +36,7 @@ def show_predictions(result: dict[str, Any], out: Console) -> None:
 
 
 def show_check(result: dict[str, Any], out: Console) -> None:
-    """The tables of moecomm simulate check."""
+    """Print the tables of `moecomm simulate check`."""
     table = _table("measured in", "operation", "tokens", "measured us", "predicted us", "error", "")
     for row in result["measured"]:
         what = " ".join(filter(None, (row["layout"], row["what"], row["payload"], row["variant"])))
@@ -63,7 +63,7 @@ def show_check(result: dict[str, Any], out: Console) -> None:
 
 
 def show_fit(result: dict[str, Any], out: Console) -> None:
-    """The table of moecomm simulate fit."""
+    """Print the table of `moecomm simulate fit`."""
     table = _table("operation", "tokens", "floor us", "alpha us", "GB/s", "row ns", "rows", "median error", "worst", "")
     for line in result["lines"]:
         what = " ".join(filter(None, (line["layout"], line["what"], line["variant"])))
@@ -83,6 +83,6 @@ def _table(*columns: str) -> Table:
     for column in columns:
         figures = column.endswith(("us", "error", "rows", "worst", "GB/s", "ns", "GPUs", "wanted"))
         figures = figures or column == "tokens"
-        # Where a table is too wide words take a second line: of a figure that is cut short nothing is left.
+        # In a table that is too wide, words may wrap to a second line, but figures must not be cut.
         table.add_column(column, no_wrap=figures, justify="right" if figures else "left")
     return table

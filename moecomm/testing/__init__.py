@@ -1,6 +1,4 @@
-"""For tests of moecomm and of what is built on it: several ranks in one process, random cases, and the check against
-the reference.
-"""
+"""Helpers for tests of moecomm and of code on top of it: local ranks, random cases, checks against the reference."""
 
 from moecomm.testing.cases import Case, random_case, random_sizes
 from moecomm.testing.check import check_case, check_case_on_rank

@@ -1,4 +1,4 @@
-"""How far off a right answer may be: bounds that follow values through a layer, all in float64."""
+"""Error bounds of correct answers, followed through a layer in float64."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from torch.nn.functional import silu
 
 GROUP = 128  # columns of e4m3 that share a scale
 UNIT = 2.0**-23
-# How far off a sum of 128 products of e4m3 is, over the sum of their absolute values.  Tensor cores add 32 products and
-# what is there by the largest exponent, and keep 13 bits below it: 33 values, 4 times, each off by up to 2^-13 of the
-# largest.
+# Largest error of a sum of 128 products of e4m3 over the sum of their absolute values. Tensor cores add 32 products to
+# the accumulator at once, aligned to the largest exponent, and keep 13 bits below it: 33 values, 4 times, each off by
+# up to 2^-13 of the largest.
 TENSOR_CORES = 4 * 33 * 2.0**-13
 
-Value = tuple[torch.Tensor, torch.Tensor]  # and how far off it is
+Value = tuple[torch.Tensor, torch.Tensor]  # a value, and the bound of its error
 
 
 def lost_by_sums(columns: int, fp8_on: torch.device | None = None) -> float:
-    """What a float32 sum of so many products is off by, over the sum of their absolute values.
+    """Return the error of a float32 sum of `columns` products, over the sum of their absolute values.
 
-    Tensor cores drop what is below the largest term's last place.  `fp8_on`: the device, where they are of e4m3: scales
-    are multiplied as well, and there is TENSOR_CORES.
+    Tensor cores drop bits below the last place of the largest term.
+
+    Args:
+        columns: number of products.
+        fp8_on: the device, if the products are of e4m3: a product with scales adds roundings, and GPUs add
+            TENSOR_CORES.
     """
     if fp8_on is None:
         return 2 * columns * UNIT
@@ -27,14 +31,14 @@ def lost_by_sums(columns: int, fp8_on: torch.device | None = None) -> float:
 
 
 def product(rows: torch.Tensor, off: torch.Tensor, w: torch.Tensor, lost: float) -> Value:
-    """rows `[T, K]` times w `[N, K]`; `lost`: see lost_by_sums."""
+    """Multiply rows `[T, K]`, with errors `off`, by w `[N, K]`; `lost` is the result of lost_by_sums."""
     return rows @ w.T, (off + lost * (rows.abs() + off)) @ w.abs().T
 
 
 def gated(both: torch.Tensor, off: torch.Tensor) -> Value:
-    """silu(gate) * up, of gate and up side by side.
+    """Return silu(gate) * up; `both` holds gate and up side by side.
 
-    silu changes at most 1.1 times as fast as what it is of; __expf is good to 2^-16, and __fdividef says 0 of a divisor
+    The slope of silu is at most 1.1. __expf has a relative error of up to 2^-16. __fdividef returns 0 for a divisor
     beyond 2^126 = exp(87.3).
     """
     (gate, up), (gate_off, up_off) = both.chunk(2, -1), off.chunk(2, -1)
@@ -44,15 +48,16 @@ def gated(both: torch.Tensor, off: torch.Tensor) -> Value:
 
 
 def rounded(value: torch.Tensor, off: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """How far off a value is once it has been rounded to nearest."""
+    """Return the error bound after rounding to nearest in `dtype`."""
     rounding = torch.finfo(dtype).eps / 2
     return off + rounding * (value.abs() + off) + torch.finfo(dtype).smallest_normal * rounding + 2.0**-126
 
 
 def cast(value: torch.Tensor, off: torch.Tensor) -> torch.Tensor:
-    """How far off rows are once they have been cast to e4m3, one scale for 128 columns.
+    """Return the error bound of rows after a cast to e4m3 with one scale for 128 columns.
 
-    Half a unit in the last of 4 bits; of what is small beside the largest, half of the least step there is.
+    The cast adds half of the last of 4 significant bits, or half of the smallest step of e4m3 for values that are small
+    against the largest.
     """
     rows, columns = value.shape
     largest = torch.zeros(rows, -(-columns // GROUP) * GROUP, dtype=value.dtype, device=value.device)

@@ -1,4 +1,4 @@
-"""Random cases from a seed: sizes, routings and options that a dispatch and a combine must survive."""
+"""Random cases from a seed: sizes, routings and options that dispatch and combine must handle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def random_sizes(seed: int, *, ranks: tuple[int, ...] = (1, 2, 2, 2, 3, 3, 4, 4, 8)) -> dict[str, Any]:
-    """Arguments of LocalBuffers: small, of every kind."""
+    """Return small random arguments of LocalBuffers, which cover ragged sizes and all dtypes."""
     rng = random.Random(seed)
     count = rng.choice(ranks)
     dtype = rng.choice(DTYPES)
@@ -29,7 +29,7 @@ def random_sizes(seed: int, *, ranks: tuple[int, ...] = (1, 2, 2, 2, 3, 3, 4, 4,
 
 @dataclass
 class Case:
-    """One dispatch and combine of all ranks."""
+    """The inputs and options of one dispatch and one combine on all ranks; lists are indexed by rank."""
 
     seed: int
     layout: str
@@ -41,16 +41,16 @@ class Case:
     scale_format: str
     scale_layout: str
     scales: list[torch.Tensor] | None
-    begin: bool  # in two halves, with a combine of another dispatch between them
+    begin: bool  # dispatch_begin and dispatch_end, with a combine of another dispatch between them
     weighted: bool
     wire: torch.dtype | None
     bias: list[torch.Tensor | None]
     weight_grads: bool
     workers: int | None
-    in_window: bool  # experts write into Buffer.empty
-    again: bool  # the dispatch is repeated with other rows
-    own_weights: list[torch.Tensor] | None  # given to the combine, where it takes them
-    max_rows: list[int] | None  # on each rank: batched, of an expert; flat, without sync; None: the worst case
+    in_window: bool  # `y` is a tensor from Buffer.empty
+    again: bool  # the dispatch is repeated with other rows, from its handle
+    own_weights: list[torch.Tensor] | None  # weights for combine, on backends that take them
+    max_rows: list[int] | None  # by rank; batched: rows of an expert; flat: without sync; None: the worst case
 
 
 def random_case(
@@ -64,11 +64,11 @@ def random_case(
     dtype: torch.dtype,
     few_kernels: bool = False,
 ) -> Case:
-    """The case of a seed, on the CPU.  Ragged token counts (zero too), -1 entries, duplicates, all-to-one skew,
-    every option.
+    """Draw the case of a seed, on the CPU.
 
-    few_kernels: int64 ids, scales of one width and fewer combinations of options, so that a GPU compiles some
-        thirty kernels for a set of sizes.
+    Cases have ragged token counts (zero too), -1 entries, duplicates, all-to-one skew, and every option. With
+    `few_kernels` they have int64 ids, scales of one width and fewer combinations of options, so that a GPU compiles
+    about thirty kernels for a set of sizes.
     """
     rng = random.Random(seed)
     g = torch.Generator().manual_seed(seed)
@@ -77,7 +77,7 @@ def random_case(
     kind = rng.choice(["plain", "plain", "drop", "duplicates", "one rank", "nothing"])
     idx = [ids.to(idx_dtype) for ids in draw_routing(kind, tokens, ranks, num_experts, topk, rng, g)]
     layouts = ["flat", "expert", "batched"]
-    if few_kernels:  # fewer still with few ranks
+    if few_kernels:  # even fewer with 1 or 3 ranks
         layouts = {1: ["expert"], 3: ["flat"]}.get(ranks, layouts)
     layout = rng.choice(layouts)
     if (
@@ -85,7 +85,7 @@ def random_case(
         and max((torch.bincount(torch.cat(idx).flatten() + 1, minlength=1)[1:].tolist() or [0]), default=0)
         > ranks * max_tokens
     ):
-        layout = "expert"  # more duplicates than batched has room for: that is bad input, tested elsewhere
+        layout = "expert"  # more duplicates than batched has room for would be bad input, which other tests cover
     x = [torch.randn(t, hidden, generator=g).to(dtype) for t in tokens]
     payload = rng.choice(["plain", "plain", "quantize", "scales", "fp8"])
     scales = None
@@ -105,7 +105,7 @@ def random_case(
     if few_kernels:
         begin = (layout, payload) == ("expert", "plain") or (layout, scale_layout) == ("flat", "column")
         begin = begin and rng.random() < 0.7
-        weighted, wire = (weighted, wire) if layout != "flat" else (True, None)  # of no consequence there
+        weighted, wire = (weighted, wire) if layout != "flat" else (True, None)  # flat ignores both
     bias_kind = rng.choice(["none", "none", "rows", "one"])
     case = Case(
         seed=seed,
@@ -129,7 +129,7 @@ def random_case(
         ],
         weight_grads=rng.random() < 0.3,
         workers=rng.choice([None, 1, 2, 3]),
-        in_window=rng.random() < 0.3 and not begin,  # a window of a GPU has room for two rounds
+        in_window=rng.random() < 0.3 and not begin,  # the window of a GPU has room for two rounds
         again=False,
         own_weights=None,
         max_rows=None,
@@ -146,7 +146,7 @@ def random_case(
 
 
 def _draw_rows(idx: list[torch.Tensor], num_experts: int, worst: int, rng: random.Random) -> list[int] | None:
-    """Rows of an expert on each rank: as many as are needed, or more, up to the worst case."""
+    """Draw max_rows of each rank (batched: rows of an expert), from what is needed up to the worst case, or None."""
     if rng.random() < 0.4:
         return None
     counts = torch.bincount(torch.cat(idx).flatten() + 1, minlength=num_experts + 1)[1:]
@@ -157,7 +157,10 @@ def _draw_rows(idx: list[torch.Tensor], num_experts: int, worst: int, rng: rando
 def draw_routing(
     kind: str, tokens: list[int], ranks: int, num_experts: int, topk: int, rng: random.Random, g: torch.Generator
 ) -> list[torch.Tensor]:
-    """Expert ids int64 [T, K] of each rank; `kind`: plain, drop (some -1), duplicates, one rank or expert, nothing."""
+    """Draw expert ids of each rank, int64 [T, K].
+
+    `kind`: "plain", "drop" (some ids are -1), "duplicates", "one rank", "one expert", or "nothing" (all ids are -1).
+    """
     low, high, idx = 0, num_experts, []
     if kind in ("one rank", "one expert"):
         width = num_experts // ranks if kind == "one rank" else 1
@@ -177,7 +180,7 @@ def draw_routing(
 
 
 def _few_scales(layout: str, quantize: bool, fp8: bool) -> tuple[list[str], list[str]]:
-    """Formats and layouts of scales for `few_kernels`: every pair of them in some layout of rows."""
+    """Return formats and layouts of scales for `few_kernels`; over all layouts of rows every pair occurs."""
     if quantize:
         return {
             "flat": (["fp32"], ["row", "column"]),

@@ -1,4 +1,4 @@
-"""One case through Buffers and through the reference: dispatch bit for bit, combine bit for bit as well."""
+"""A check of one case: dispatch and combine through Buffers must equal the reference bit for bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from moecomm.testing.ranks import LocalBuffers
 
 
 def check_case(ranks: LocalBuffers, case: Case) -> None:
-    """Runs a case on all ranks of this process.  Raises AssertionError, naming the seed, on the first difference."""
+    """Run a case on all ranks of this process and compare it with the reference.
+
+    Raises:
+        AssertionError: the first difference, with the seed of the case.
+    """
     wanted = Wanted(case, ranks.buffers[0])
     calls = [dispatch_call(case, rank, ranks.device) for rank in range(wanted.ranks)]
 
@@ -52,7 +56,12 @@ def check_case(ranks: LocalBuffers, case: Case) -> None:
 
 
 def check_case_on_rank(buffer: Buffer, case: Case) -> None:
-    """The same for one rank of a group of processes, each of which makes the same case."""
+    """Run a case on one rank of a group of processes and compare it with the reference. Every process makes the same
+    case.
+
+    Raises:
+        AssertionError: the first difference, with the seed of the case.
+    """
     wanted, rank = Wanted(case, buffer), buffer.rank
     call = dispatch_call(case, rank, buffer.device)
     try:
@@ -80,7 +89,7 @@ def check_case_on_rank(buffer: Buffer, case: Case) -> None:
 
 
 def dispatch_call(case: Case, rank: int, device: torch.device) -> dict[str, Any]:
-    """Arguments of Buffer.dispatch on this rank."""
+    """Return the arguments of Buffer.dispatch on this rank."""
     weights = case.topk_weights[rank]
     return {
         "x": case.x[rank].to(device),
@@ -99,14 +108,14 @@ def dispatch_call(case: Case, rank: int, device: torch.device) -> dict[str, Any]
 
 
 def again_call(call: dict[str, Any], routed: Routed) -> dict[str, Any]:
-    """Arguments of Buffer.dispatch that repeat `call` with its rows in another order."""
+    """Return arguments of Buffer.dispatch that repeat `call` through its handle, with the rows in reverse order."""
     kept = ("layout", "expert_alignment", "quantize", "scale_format", "scale_layout", "num_sms")
     again = {name: call[name] for name in kept} | {"x": _flipped([call["x"]])[0], "handle": routed.handle}
     return again if call["scales"] is None else again | {"scales": _flipped([call["scales"]])[0]}
 
 
 class Wanted:
-    """What a case must give, from the reference."""
+    """The results that the reference gives for a case."""
 
     def __init__(self, case: Case, buffer: Buffer) -> None:
         self.case, self.ranks, self.buffer = case, len(case.x), buffer
@@ -147,7 +156,7 @@ class Wanted:
         )
 
     def combine_call(self, rank: int, routed: Routed) -> dict[str, Any]:
-        """Arguments of Buffer.combine on this rank."""
+        """Return the arguments of Buffer.combine on this rank."""
         case, shape, device = self.case, routed.handle.y_shape, routed.x.device
         call: dict[str, Any] = {
             "y": _padded(self.y[rank], shape).to(device),
@@ -169,11 +178,11 @@ class Wanted:
         return call
 
     def check_routed(self, rank: int, got: Routed) -> None:
-        """Raises AssertionError unless `got` is what rank `rank` must get."""
+        """Raise AssertionError unless `got` equals the reference of rank `rank`."""
         self._check_rows(f"rank {rank}", got, self.arrived[rank])
 
     def check_again(self, rank: int, got: Routed) -> None:
-        """The same of the repeated dispatch."""
+        """Raise AssertionError unless `got` equals the reference of the repeated dispatch on rank `rank`."""
         self._check_rows(f"rank {rank}, again", got, self.again[rank])
 
     def _check_rows(self, where: str, got: Routed, want: dispatch_reference.Arrived) -> None:
@@ -207,7 +216,7 @@ class Wanted:
                 _same(f"{where}: {name}, all rows", getattr(got, name), rows)
 
     def check_combined(self, rank: int, result: Any) -> None:
-        """Raises AssertionError unless `result` is what combine must give on rank `rank`."""
+        """Raise AssertionError unless `result` equals the reference of combine on rank `rank`."""
         if self.out_grads is not None:
             result, grads = result
             _same(f"rank {rank}: weight_grads", grads, self.out_grads[rank])
@@ -215,12 +224,12 @@ class Wanted:
 
 
 def _flipped(rows: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The last row first."""
+    """Return each tensor with its rows in reverse order."""
     return [t[torch.arange(len(t) - 1, -1, -1, device=t.device)] for t in rows]
 
 
 def _check_closed(routed: Routed) -> None:
-    """What has only begun can't be read."""
+    """Raise AssertionError unless reading the rows of an unfinished dispatch raises BadInput."""
     try:
         _ = routed.x
     except BadInput:
@@ -230,7 +239,7 @@ def _check_closed(routed: Routed) -> None:
 
 def _check_columns(where: str, scales: Any) -> None:
     if scales is None or scales.numel() == 0:
-        return  # which is told, or has no strides
+        return  # another check reports missing scales; empty ones have no strides
     *groups, rows, columns = scales.shape
     step = -(-rows // 4) * 4
     want = (*((columns * step,) if groups else ()), 1, step)
@@ -238,7 +247,7 @@ def _check_columns(where: str, scales: Any) -> None:
 
 
 def _experts(arrived: dispatch_reference.Arrived, scale: float) -> torch.Tensor:
-    """What stands for the experts: rows that tell themselves apart; NaN in padding, which must not be read."""
+    """Return stand-ins for expert outputs: distinct rows, with NaN in padding, which combine must not read."""
     y = arrived.x.float() * scale
     y[arrived.src[:, 0] < 0] = torch.nan
     return y
@@ -251,7 +260,7 @@ def _weight_grads(case: Case, arrived: list[dispatch_reference.Arrived]) -> list
 
 
 def _padded(rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """`rows` as the first rows of a tensor of `shape`; the rest is NaN, so that a row that must not be read shows."""
+    """Return a tensor of `shape` that starts with `rows`; the rest is NaN, so that a wrong read shows in the result."""
     if rows.numel() == torch.Size(shape).numel():
         return rows.reshape(shape)
     full = torch.full(shape, torch.nan, dtype=rows.dtype)

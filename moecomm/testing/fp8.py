@@ -1,4 +1,4 @@
-"""FP8 for tests: what a grouped GEMM makes of e4m3 with scales, and how far off a right answer may be."""
+"""FP8 for tests: the float64 result of a grouped GEMM of e4m3 with scales, and its error bound."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moecomm.testing.bounds import GROUP, gated, lost_by_sums, product, rounded
 
 
 def in_float64(values: Fp8, rows: int) -> torch.Tensor:
-    """What they count for, exactly; `rows` share a scale."""
+    """Return the exact values; `rows` rows share a scale."""
     return widen(values.data.double(), values.scales.double(), rows)
 
 
@@ -28,7 +28,7 @@ def expected_gemm(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Of each expert's rows: where they lie, what they become, and how far from it what `device` makes may be."""
+    """Yield for each expert the slice of its rows, the float64 result, and the error bound of a result on `device`."""
     rows = in_float64(x, 1).flatten(0, -2)
     for group, place in enumerate(groups_of(x.data, list(counts), alignment)):
         matrix = in_float64(Fp8(w.data[group], w.scales[group]), GROUP)

@@ -1,4 +1,4 @@
-"""Whole expert layers for tests: random ones, what they are in float64, and how far off a right answer may be."""
+"""Complete expert layers for tests: random inputs, the float64 result, and its error bound."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from moecomm.testing.cases import draw_routing
 from moecomm.testing.fp8 import in_float64
 
 KINDS = ("plain", "plain", "drop", "duplicates", "one rank", "one expert", "nothing")
-_FEW_PRODUCTS = 2**24  # of a matrix: what takes a CPU less time than a GPU launches
+_FEW_PRODUCTS = 2**24  # products of one matrix, below which a CPU takes less time than the launches of a GPU
 
 
 @dataclass
 class LayerCase:
-    """One Buffer.moe of all ranks.  Weights are those of all experts, gate rows before up rows."""
+    """The inputs of one Buffer.moe on all ranks. Weights are those of all experts, gate rows before up rows."""
 
     seed: int
     x: list[torch.Tensor]
@@ -31,10 +31,10 @@ class LayerCase:
     w2: torch.Tensor
     interleaved: bool
     wire: torch.dtype | None
-    fp8: bool = False  # weights are cast: Buffer.moe gets them so
+    fp8: bool = False  # weights are cast to FP8 before Buffer.moe
 
     def call(self, rank: int, device: torch.device | str = "cpu") -> dict[str, Any]:
-        """Arguments of Buffer.moe on this rank."""
+        """Return the arguments of Buffer.moe on this rank."""
         local = len(self.w13) // len(self.x)
         mine = slice(rank * local, (rank + 1) * local)
         tensors = {
@@ -51,7 +51,7 @@ class LayerCase:
         return {**moved, **weights, "interleaved": self.interleaved, "wire": self.wire}
 
     def matrices(self, expert: int, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
-        """w13, gate rows before up rows, and w2 of an expert, as they count: float64."""
+        """Return w13 (gate rows before up rows) and w2 of an expert in float64; with `fp8`, as after the cast."""
         w13, w2 = self.w13[expert].to(device), self.w2[expert].to(device)
         if not self.fp8:
             return w13.double(), w2.double()
@@ -59,7 +59,7 @@ class LayerCase:
         return deinterleave(w13) if self.interleaved else w13, in_float64(quantize_weights(w2), bounds.GROUP)
 
     def check(self, rank: int, out: torch.Tensor) -> None:
-        """Raises AssertionError, naming the seed, unless `out` is what this rank must get."""
+        """Raise AssertionError, with the seed, unless `out` is within the bound of this rank's expected output."""
         few = self.topk_idx[rank].numel() * self.w2[0].numel() < _FEW_PRODUCTS
         want = expected(self, rank, "cpu" if few else out.device, made_on=out.device)
         assert out.shape == want.out.shape and out.dtype == self.x[rank].dtype, f"layer of seed {self.seed}"
@@ -82,7 +82,7 @@ def random_layer(
     dtype: torch.dtype,
     fp8: bool = False,
 ) -> LayerCase:
-    """The layer of a seed, on the CPU: ragged token counts (zero too), every kind of routing, every option."""
+    """Draw the layer of a seed, on the CPU: ragged token counts (zero too), every kind of routing, every option."""
     rng = random.Random(seed)
     g = torch.Generator().manual_seed(seed)
     tokens = [rng.choice([0, 1, max_tokens, rng.randint(0, max_tokens)]) for _ in range(ranks)]
@@ -108,7 +108,7 @@ def random_layer(
 
 
 class Expected(NamedTuple):
-    """float64 `[T, H]`: the layer's output, and how far from it each value may be."""
+    """The layer's output in float64 `[T, H]`, and the error bound of each value."""
 
     out: torch.Tensor
     bound: torch.Tensor
@@ -117,11 +117,17 @@ class Expected(NamedTuple):
 def expected(
     case: LayerCase, rank: int, device: torch.device | str = "cpu", made_on: torch.device | None = None
 ) -> Expected:
-    """What Buffer.moe is to return on this rank, computed on `device`; `made_on`: where it ran, if elsewhere.
+    """Compute the expected output of Buffer.moe on one rank.
 
-    The bound follows the values through the layer (moecomm.testing.bounds): sums and silu; SwiGLU's result, each
-    expert's row, with `wire` each rank's sum, and the output are rounded to the dtype.  In FP8 x and the weights are
-    what their casts are, SwiGLU's result is rounded to bfloat16 and then cast.
+    The bound follows the values through the layer (moecomm.testing.bounds): sums and silu; rounding to the dtype of
+    SwiGLU's result, of each expert's row, of each rank's reduced row if `wire` is given, and of the output. In FP8, x
+    and the weights are the values after their casts, and SwiGLU's result is rounded to bfloat16 and then cast.
+
+    Args:
+        case: the layer.
+        rank: the rank whose output is computed.
+        device: where the float64 result is computed.
+        made_on: the device that ran Buffer.moe; default: `device`.
     """
     x, ids, dtype = case.x[rank].to(device).double(), case.topk_idx[rank].to(device), case.x[rank].dtype
     weights = case.topk_weights[rank]
@@ -150,7 +156,7 @@ def expected(
     if (bias := case.bias[rank]) is not None:
         out += bias.to(device).double()
         magnitude += bias.to(device).double().abs()
-    off += (2 * ids.shape[1] + 2) * unit * magnitude  # a product and a sum an entry, and the bias
+    off += (2 * ids.shape[1] + 2) * unit * magnitude  # one product and one sum for each expert, and the bias
     if case.wire is not None:
         off += rounding * magnitude + ids.shape[1] * smallest
     return Expected(out, bounds.rounded(out, off, dtype))

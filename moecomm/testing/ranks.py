@@ -20,11 +20,20 @@ from moecomm.testing.prepare import prepare_combine, prepare_dispatch, prepare_m
 
 
 class LocalBuffers:
-    """One Buffer for each of `ranks` ranks of this process, and rounds over all of them at once.
+    """One Buffer for each of `ranks` ranks of this process, driven together from one thread.
 
-    On a GPU each rank has a stream of its own, `streams[rank]`: kernels of all ranks must run at the same time.  For
-    more than four ranks set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts, else streams share a queue and wait for
-    each other.
+    On a GPU each rank has its own stream, `streams[rank]`, because kernels of all ranks must run at the same time. For
+    more than four ranks set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts; otherwise streams share a hardware queue
+    and wait for each other.
+
+    Args:
+        ranks: number of ranks.
+        **settings: arguments of every Buffer but its group.
+
+    Attributes:
+        buffers: the Buffer of each rank.
+        device: the device that all ranks share.
+        streams: the stream of each rank; empty on CPUs.
     """
 
     def __init__(self, ranks: int, **settings: Any) -> None:
@@ -54,15 +63,15 @@ class LocalBuffers:
         return made
 
     def dispatch(self, calls: Sequence[dict[str, Any]]) -> list[Routed]:
-        """Buffer.dispatch(**calls[rank]) on every rank; raises what rank 0 raises first."""
+        """Call Buffer.dispatch(**calls[rank]) on every rank; raises the first error in rank order."""
         return self._run([partial(prepare_dispatch, **c) for c in calls], dispatch.run, dispatch.finish)
 
     def dispatch_begin(self, calls: Sequence[dict[str, Any]]) -> list[Routed]:
-        """Buffer.dispatch_begin(**calls[rank]) on every rank."""
+        """Call Buffer.dispatch_begin(**calls[rank]) on every rank."""
         return self._run([partial(prepare_dispatch, **c, begin=True) for c in calls], dispatch.run, dispatch.finish)
 
     def dispatch_end(self, routed: Sequence[Routed], *, sync: bool | None = None) -> list[Routed]:
-        """Buffer.dispatch_end(routed[rank]) on every rank."""
+        """Call Buffer.dispatch_end(routed[rank]) on every rank."""
 
         def end(here: Routed, buffer: Buffer) -> dispatch.Ending:
             return dispatch.prepare_end(buffer.rounds, here, sync=sync)
@@ -71,7 +80,7 @@ class LocalBuffers:
         return self._run(ends, dispatch.run, dispatch.finish)
 
     def combine(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
-        """Buffer.combine(**calls[rank]) on every rank."""
+        """Call Buffer.combine(**calls[rank]) on every rank."""
         return self._run([partial(prepare_combine, **c) for c in calls], combine.run, combine.finish)
 
     def _run(
@@ -90,8 +99,8 @@ class LocalBuffers:
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 pending.append(make(buffer))
-        # Nothing but launches from here on: what allocates or loads may wait for kernels that wait for a rank that has
-        # not been launched yet.
+        # Only launches follow: an allocation or a module load may wait for running kernels, and these may wait for a
+        # rank that has not been launched yet.
         for p, stream in zip(pending, self.streams, strict=True):
             with torch.cuda.stream(stream):
                 run(p)
@@ -103,7 +112,7 @@ class LocalBuffers:
         return results
 
     def moe(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
-        """Buffer.moe(**calls[rank]) on every rank."""
+        """Call Buffer.moe(**calls[rank]) on every rank."""
         given = [prepare_moe(buffer, **c) for buffer, c in zip(self.buffers, calls, strict=True)]
         for g in given:
             g.publish()
@@ -126,12 +135,12 @@ class LocalBuffers:
         return self._run([partial(start, layer) for layer in layers], dispatch.run, dispatch.finish)
 
     def check(self) -> None:
-        """Buffer.check() on every rank."""
+        """Call Buffer.check() on every rank."""
         for buffer in self.buffers:
             buffer.check()
 
     def close(self) -> None:
-        """Closes every Buffer."""
+        """Close every Buffer."""
         for buffer in self.buffers:
             buffer.close()
 

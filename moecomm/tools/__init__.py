@@ -1,1 +1,1 @@
-"""The command line: demo, doctor, tune, and the launch of local ranks."""
+"""The command line (demo, doctor, tune) and the launcher of local ranks."""

@@ -1,4 +1,4 @@
-"""The command moecomm."""
+"""The command `moecomm`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def demo(
     ] = 64,
     backend: Annotated[str, typer.Option(help="auto, host, lsa, gin or nvshmem.")] = "auto",
 ) -> None:
-    """An MoE layer over several ranks, in every layout, checked against a single rank."""
+    """Run an MoE layer over several ranks, in every layout, and check it against a single rank."""
     from moecomm.tools.demo import demo as run
 
     result = run(model=model, ranks=ranks, tokens=tokens, intermediate=intermediate, backend=backend)
@@ -66,7 +66,7 @@ def demo(
 
 @app.command()
 def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False) -> None:
-    """What can run here, and the first thing missing for the rest."""
+    """Show which backends can run here, and the first thing missing for each of the rest."""
     from moecomm.tools.doctor import doctor as examine
 
     report = examine()
@@ -94,9 +94,9 @@ def tune(
         Path | None, typer.Option("--json", dir_okay=False, callback=written, help="Write every time measured there.")
     ] = None,
 ) -> None:
-    """Finds the blocks and chunks that are fastest here, and keeps them for rounds on GPUs to use.
+    """Find the block counts and chunk sizes that are fastest here, and store them for rounds on GPUs to use.
 
-    A table that is there already keeps what is not measured anew.
+    Entries of an existing table that are not measured again are kept.
     """
     from moecomm.bench.case import Case, model_sizes
     from moecomm.bench.cli import numbers, say_on_cpu
@@ -127,7 +127,7 @@ def tune(
 
 
 def show_demo(result: Result, console: Console) -> None:
-    """The demo's table."""
+    """Print the result of the demo as a table."""
     from moecomm.router import MODELS
 
     case, shape = result.case, MODELS[result.case.model]
@@ -163,7 +163,7 @@ def show_demo(result: Result, console: Console) -> None:
 
 
 def show_doctor(report: Report, console: Console) -> None:
-    """The doctor's findings."""
+    """Print the report of the doctor."""
     for backend in report.backends:
         can = ("can run", "green") if backend.can_run else ("can't run", "red")
         console.print(Text.assemble(f"{backend.name:<8} ", can, backend.verdict), soft_wrap=True)
@@ -172,13 +172,15 @@ def show_doctor(report: Report, console: Console) -> None:
 
 
 def main() -> None:
-    """Entry point of the command moecomm."""
+    """Run the command `moecomm`."""
     run(app)
 
 
 def run(commands: typer.Typer) -> None:
-    """Runs what the command line asks for.  An error of moecomm is told in its own words, not by a traceback; bad input
-    ends in exit code 2.
+    """Run the command that the command line names.
+
+    An error of moecomm is printed as its message, without a traceback. Exit codes: 2 for BadInput, 1 for the other
+    errors.
     """
     from moecomm.errors import BadInput, MoecommError
 

@@ -1,4 +1,4 @@
-"""The main job: an MoE layer with a model's routing over several ranks, in every layout, checked against one rank."""
+"""The demo: an MoE layer with a model's routing over several ranks, in every layout, checked against one rank."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from moecomm.router import MODELS, router
 from moecomm.tools.demo_layer import MoELayer, error_bound, expert_weights, reference
 from moecomm.tools.launch import launch
 
-CONTEXT = 8  # bytes of text that make one hidden state
-REPEATS = 5  # timed rounds, after the layer's own, which is not
+CONTEXT = 8  # bytes of text that a hidden state is made from
+REPEATS = 5  # timed rounds; the layer's own call before them is the untimed warm-up
 
 
 @dataclass(frozen=True)
 class Case:
-    """What to run: `tokens` on each of `ranks`, bfloat16, with experts of `intermediate` columns drawn from `seed`."""
+    """Configuration of the demo: `tokens` per rank in bfloat16, experts of `intermediate` columns drawn from `seed`."""
 
     model: str
     ranks: int
@@ -42,7 +42,11 @@ class Case:
 
 @dataclass(frozen=True)
 class LayoutResult:
-    """One layout.  Bytes: of rows that cross to another rank, all ranks together; times: of the slowest rank."""
+    """The figures of one layout.
+
+    Bytes count the rows that go to another rank, summed over all ranks. Times are medians over rounds of the slowest
+    rank.
+    """
 
     layout: str
     rows: int
@@ -51,12 +55,12 @@ class LayoutResult:
     dispatch_s: float
     combine_s: float
     error: float  # the largest |output - reference|
-    of_bound: float  # the largest error as a part of its bound: at most 1 is right
+    of_bound: float  # the largest ratio of an error to its bound; at most 1 if the output is right
 
 
 @dataclass(frozen=True)
 class Result:
-    """What the demo found."""
+    """The result of the demo: the backend, why it was chosen, and the figures of each layout."""
 
     case: Case
     backend: str
@@ -65,7 +69,7 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether every element of every layout's output is within its bound."""
+        """True if every element of every layout's output is within its error bound."""
         return all(layout.of_bound <= 1 for layout in self.layouts)
 
 
@@ -77,9 +81,23 @@ def demo(
     intermediate: int = 64,
     backend: str = "auto",
 ) -> Result:
-    """Runs the layer on `ranks` processes: 4 on CPUs, one a GPU where a GPU backend can run.
+    """Run the layer on `ranks` local processes and compare every layout with a single-rank layer.
 
-    Raises RanksFailed, BadInput, Unsupported.
+    Args:
+        model: name in `moecomm.router.MODELS`; sets hidden size, number of experts, top-k and gate.
+        ranks: number of processes, a divisor of the number of experts. Default: 4 on CPUs; on GPUs the largest divisor
+            up to the number of GPUs, at most 8.
+        tokens: tokens of each rank.
+        intermediate: columns inside an expert.
+        backend: "auto", "host", "lsa", "gin" or "nvshmem".
+
+    Returns:
+        Times, traffic and errors of each layout.
+
+    Raises:
+        BadInput: an argument is out of range.
+        Unsupported: the backend cannot run here.
+        RanksFailed: at least one rank failed.
     """
     if model not in MODELS:
         raise BadInput("model", repr(model), f"one of {', '.join(MODELS)}")
@@ -105,7 +123,6 @@ def demo(
 
 
 def _ranks(wanted: int | None, backend: str, num_experts: int) -> int:
-    """How many ranks to start."""
     most = 64 if backend == "host" else torch.cuda.device_count()
     if wanted is None:
         wanted = 4 if backend == "host" else max(n for n in range(1, min(most, 8) + 1) if num_experts % n == 0)
@@ -120,7 +137,7 @@ def _median_of_slowest(times: list[list[float]]) -> float:
 
 
 def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
-    """One rank of the demo; rank 0 also computes the reference, for all ranks."""
+    """Run one rank of the demo; rank 0 also computes the reference for the tokens of all ranks."""
     case = Case(**job)
     model, rank = MODELS[case.model], group.rank()
     device = torch.device("cpu" if case.backend == "host" else f"cuda:{rank}")
@@ -160,11 +177,12 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
 
 
 def hidden_states(tokens: int, hidden: int, *, first: int = 0, seed: int = 0) -> torch.Tensor:
-    """bfloat16 [tokens, hidden] of real text, the source of moecomm: token t stands for its byte `first + t` (cyclic).
+    """Return bfloat16 [tokens, hidden] made from real text, the source code of moecomm.
 
-    A state is the sum of a random vector for each of the last CONTEXT bytes, weighted 0.8^distance, and RMS-normalised.
-    Random vectors of thousands of columns are all but orthogonal, so equal contexts have equal states, similar ones
-    similar states, and common bytes come often, as in a model.
+    Token t stands for byte `first + t` of that text (cyclic). Its state is the sum of one random vector for each of the
+    last CONTEXT bytes, weighted by 0.8^distance, then RMS-normalized. Random vectors of thousands of columns are nearly
+    orthogonal, so equal contexts have equal states, similar contexts have similar states, and common bytes appear
+    often, as in a model.
     """
     source = b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].glob("*/*.py")))
     text = torch.frombuffer(bytearray(source), dtype=torch.uint8).long()
@@ -184,7 +202,7 @@ def _expert(case: Case, expert: int, device: torch.device) -> tuple[torch.Tensor
 def _time_rounds(
     layer: MoELayer, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, group: dist.ProcessGroup
 ) -> dict[str, Any]:
-    """Seconds of each dispatch and combine, as the caller sees them; combine brings the rows home as they came."""
+    """Time REPEATS rounds on this rank, in seconds as the caller sees them; combine takes the rows of dispatch."""
 
     def timed(call: Callable[[], Any]) -> tuple[Any, float]:
         dist.barrier(group)
@@ -202,14 +220,14 @@ def _time_rounds(
         times["dispatch_s"].append(seconds)
         times["combine_s"].append(timed(partial(layer.buffer.combine, routed.x, routed.handle))[1])
         times["rows"] = int(routed.num_rows)
-        del routed  # its memory is free for the next round
+        del routed  # frees its rows in the window for the next round
     return times
 
 
 def _traffic(case: Case, rank: int, layout: str, topk_idx: torch.Tensor) -> dict[str, int]:
-    """Bytes of this rank's tokens that cross to another rank and back: a token once for each rank it has an expert on.
+    """Count the bytes of this rank's tokens that go to other ranks and back: one row for each token and owner rank.
 
-    Dispatch carries bfloat16; combine carries the rows of `flat` as they are and the sums of the others in float32.
+    Dispatch carries bfloat16. Combine carries bfloat16 rows for `flat`, and float32 reduced rows for the other layouts.
     """
     model = MODELS[case.model]
     owner = topk_idx // (model.num_experts // case.ranks)
@@ -219,7 +237,7 @@ def _traffic(case: Case, rank: int, layout: str, topk_idx: torch.Tensor) -> dict
 
 
 def _gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Everybody's rows one after the other, at rank 0 (elsewhere nothing of use)."""
+    """Concatenate the rows of all ranks at rank 0; the result on other ranks is unspecified."""
     mine = tensor.cpu().contiguous()
     parts = [torch.empty_like(mine) for _ in range(group.size())] if group.rank() == 0 else None
     sent = [p.view(torch.uint8) for p in parts] if parts else None
@@ -235,8 +253,8 @@ def _errors(
     topk_weights: torch.Tensor,
     outputs: dict[str, torch.Tensor],
 ) -> dict[str, tuple[float, float]]:
-    """For each layout the largest error against the single rank, and the largest as a part of its bound."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)))  # the other ranks are done
+    """Return for each layout the largest error against the single rank, and the largest ratio of error to bound."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # the other ranks have finished
     experts = (_expert(case, expert, device) for expert in range(MODELS[case.model].num_experts))
     expected = reference(x.to(device), topk_idx.to(device), topk_weights.to(device), experts)
     bound = error_bound(expected, x.dtype)

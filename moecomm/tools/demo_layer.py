@@ -1,4 +1,4 @@
-"""An MoE layer in plain torch over a Buffer, the example to copy; and the same layer on a single rank."""
+"""An MoE layer in plain torch over a Buffer, an example to copy; and the same layer on a single rank."""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ from moecomm.router import Router, drawn
 
 
 class MoELayer(torch.nn.Module):
-    """Router, Buffer and this rank's experts.  Collective: every rank calls forward, with the tokens it has.
+    """Router, Buffer and the experts of this rank. Collective: every rank calls forward, with its own tokens.
 
-    `w13` [E/R, 2 I, H] (gate and up projections) and `w2` [E/R, H, I]; experts compute in their dtype.  For
-    inference: moecomm's rounds have no gradients here.
+    For inference: dispatch and combine have no gradients here. Experts compute in the dtype of their weights.
+
+    Args:
+        router: returns top-k expert ids and weights for rows [T, H].
+        buffer: the Buffer of all ranks.
+        w13: gate and up projections [E/R, 2 I, H] of this rank's experts.
+        w2: down projections [E/R, H, I] of this rank's experts.
+        layout: layout of dispatch: "flat", "expert" or "batched".
     """
 
     w13: torch.Tensor
@@ -33,27 +39,27 @@ class MoELayer(torch.nn.Module):
         self.register_buffer("w2", w2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] -> [T, H]."""
+        """Return the output of the layer, [T, H], for the tokens [T, H] of this rank."""
         topk_idx, topk_weights = self.router(x)
-        # These experts loop on the host: wait for exactly the rows that arrived.
+        # These experts loop on the host, so dispatch waits until the exact number of rows is known.
         routed = self.buffer.dispatch(x, topk_idx, topk_weights, layout=self.layout, sync=True)
         out: torch.Tensor = self.buffer.combine(self.experts(routed), routed.handle)
         return out
 
     def experts(self, routed: Routed) -> torch.Tensor:
-        """The rows of `routed.x` through their experts, in the same shape and dtype."""
+        """Apply this rank's experts to the rows of `routed.x`; the result has the same shape and dtype."""
         compute = {"flat": flat_experts, "expert": grouped_experts, "batched": batched_experts}[self.layout]
         return compute(routed, self.w13, self.w2)
 
 
 def swiglu(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
-    """One expert, in the dtype of its weights: w2 (silu(w1 x) * w3 x).  Rows [n, H] -> [n, H]."""
+    """Apply one expert, w2 (silu(w1 x) * w3 x), in the dtype of its weights. Rows [n, H] -> [n, H]."""
     gate, up = linear(x.to(w13.dtype), w13).chunk(2, dim=-1)
     return linear(silu(gate) * up, w2)
 
 
 def flat_experts(routed: Routed, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
-    """`flat`: one row a token, whose experts here are weighted and added up; combine adds over ranks."""
+    """Experts for layout `flat`: each row becomes the weighted sum over its local experts; combine adds over ranks."""
     assert routed.topk_idx is not None and routed.topk_weights is not None
     y = torch.zeros(routed.x.shape, dtype=w2.dtype, device=w2.device)
     for expert in range(len(w13)):
@@ -63,7 +69,7 @@ def flat_experts(routed: Routed, w13: torch.Tensor, w2: torch.Tensor) -> torch.T
 
 
 def grouped_experts(routed: Routed, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
-    """`expert`: one group of rows an expert; combine applies the weights."""
+    """Experts for layout `expert`: one contiguous group of rows for each expert; combine applies the weights."""
     y = torch.empty_like(routed.x)
     start = 0
     for expert, count in enumerate(routed.tokens_per_expert.tolist()):
@@ -74,7 +80,10 @@ def grouped_experts(routed: Routed, w13: torch.Tensor, w2: torch.Tensor) -> torc
 
 
 def batched_experts(routed: Routed, w13: torch.Tensor, w2: torch.Tensor, at_once: int = 8) -> torch.Tensor:
-    """`batched`: [E/R, rows, H], valid rows first: a product for `at_once` experts, as long as the fullest of them."""
+    """Experts for layout `batched`: [E/R, rows, H], valid rows first.
+
+    Multiplies `at_once` experts in one batched product, which covers the rows of the fullest of these experts.
+    """
     y = torch.empty_like(routed.x)
     parts = zip(*(torch.split(t, at_once) for t in (routed.x, y, w13, w2, routed.tokens_per_expert)), strict=True)
     for x, out, some_w13, some_w2, counts in parts:
@@ -85,7 +94,7 @@ def batched_experts(routed: Routed, w13: torch.Tensor, w2: torch.Tensor, at_once
 
 
 class Reference(NamedTuple):
-    """float32 [T, H]: the layer's output, never rounded to a payload's dtype, and the sum of absolute values in it."""
+    """Output of the single-rank layer in float32 [T, H], without rounding to the payload, and the sum of |terms|."""
 
     out: torch.Tensor
     magnitude: torch.Tensor
@@ -97,7 +106,14 @@ def reference(
     topk_weights: torch.Tensor,
     experts: Iterable[tuple[torch.Tensor, torch.Tensor]],
 ) -> Reference:
-    """The layer on one rank: sum over k of w_k * expert_k(x).  `experts`: (w13, w2) of each expert, one at a time."""
+    """Compute the layer on one rank: the sum over k of w_k * expert_k(x).
+
+    Args:
+        x: tokens [T, H].
+        topk_idx: expert ids [T, K].
+        topk_weights: weights [T, K].
+        experts: (w13, w2) of each expert in order; an iterator holds one expert at a time in memory.
+    """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     magnitude = torch.zeros_like(out)
     for expert, (w13, w2) in enumerate(experts):
@@ -109,12 +125,12 @@ def reference(
 
 
 def error_bound(expected: Reference, dtype: torch.dtype) -> torch.Tensor:
-    """How far from `expected` the layer may be, element by element, with experts in float32 and rows in `dtype`.
+    """Return the largest allowed |output - expected| of each element, for experts in float32 and rows in `dtype`.
 
-    Two roundings to `dtype`, each of at most half its epsilon: every expert's (or rank's) row before it travels home,
-    together within `magnitude`, and the result.  Besides, float32 sums of H terms in another order: they differ by
-    some roundings of 2^-24 of terms sqrt(H) times as large as their sum, so 16 * 2^-24 * sqrt(H) of a row's largest
-    value.
+    Two roundings to `dtype` count, each of at most half its epsilon: the row of every expert (or rank) before combine,
+    in total within `magnitude`, and the result. In addition float32 sums of H terms may run in another order. They
+    differ by a few roundings of 2^-24 of terms that are sqrt(H) times as large as their sum: 16 * 2^-24 * sqrt(H) of a
+    row's largest value.
     """
     unit = float(torch.finfo(dtype).eps) / 2
     reordering = float(16 * 2**-24 * expected.out.shape[1] ** 0.5)
@@ -131,7 +147,7 @@ def expert_weights(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(w13 [2 I, H], w2 [H, I]) of one expert, drawn from `seed`: the same on whichever rank asks."""
+    """Return (w13 [2 I, H], w2 [H, I]) of one expert, drawn from `seed`; the values are equal on all ranks."""
     generator = torch.Generator().manual_seed(int(seed) * 1_000_003 + expert)
     w13 = drawn(generator, 2 * intermediate, hidden) / hidden**0.5
     w2 = drawn(generator, hidden, intermediate) / intermediate**0.5

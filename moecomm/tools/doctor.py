@@ -1,4 +1,4 @@
-"""What can run here and what is missing for the rest: moecomm.doctor() and the command `moecomm doctor`."""
+"""A report of the backends that can run here and of what the rest lack: moecomm.doctor() and `moecomm doctor`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moecomm.errors import Unsupported
 from moecomm.jit import linking, loader
 
 BACKENDS = ("host", "lsa", "gin", "nvshmem")
-_PACKAGES = {  # what a user calls it: distributions that bring it, the first one installed counts
+_PACKAGES = {  # name in the report: distributions that provide it; the first installed one counts
     "moecomm": ("moecomm",),
     "torch": ("torch",),
     "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
@@ -41,11 +41,12 @@ _PACKAGES = {  # what a user calls it: distributions that bring it, the first on
 
 @dataclass(frozen=True)
 class BackendReport:
-    """One backend.
+    """The state of one backend.
 
     Attributes:
-        missing: empty if it can run, else the first thing missing, as a sentence a user can act on.
-        note: if it can run, how it puts to ranks of other domains here, or why it can't; may be empty.
+        name: "host", "lsa", "gin" or "nvshmem".
+        missing: the first thing missing, as a sentence a user can act on; empty if the backend can run.
+        note: if the backend can run, how it puts to ranks of other domains here, or why it cannot; may be empty.
     """
 
     name: str
@@ -54,19 +55,22 @@ class BackendReport:
 
     @property
     def can_run(self) -> bool:
-        """Whether a Buffer can be opened with it here."""
+        """True if a Buffer can be opened with this backend here."""
         return not self.missing
 
     @property
     def verdict(self) -> str:
-        """What there is to say, after "can run" or "can't run"."""
+        """The text that follows "can run" or "can't run": the missing thing or the note."""
         said = self.missing or self.note
         return f": {said}" if said else ""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """`links[i][j]`: how GPU i reaches GPU j: "NV18" (18 NVLinks), "P2P", "-" (not by load and store), "X" (itself)."""
+    """Cores, NUMA nodes and GPUs of this machine.
+
+    `links[i][j]` says how GPU i reaches GPU j: "NV18" (18 NVLinks), "P2P", "-" (not by load and store), "X" (itself).
+    """
 
     cores: int
     numa_nodes: int
@@ -76,8 +80,13 @@ class Topology:
 
 @dataclass(frozen=True)
 class Cache:
-    """Where compiled kernels are kept.  `private`: nobody but us can reach into it; true before it exists.  `unusable`:
-    why nothing can be kept there, empty if it can.
+    """The cache of compiled kernels.
+
+    Attributes:
+        path: its folder.
+        nbytes: size of its files.
+        private: true if only this user can access it, also before it exists.
+        unusable: why no kernel can be kept there; empty if kernels can.
     """
 
     path: Path
@@ -88,15 +97,15 @@ class Cache:
 
 @dataclass(frozen=True)
 class Report:
-    """What doctor() found."""
+    """The result of doctor()."""
 
     backends: list[BackendReport]
-    versions: dict[str, str | None]  # None: not there
+    versions: dict[str, str | None]  # None: not installed
     topology: Topology
     cache: Cache
 
     def details(self) -> str:
-        """Versions, topology and kernel cache, for people."""
+        """Return versions, topology and kernel cache as text."""
         versions = [f"{name:<14} {version or 'not installed'}" for name, version in self.versions.items()]
         place, cache = self.topology, self.cache
         lines = [*versions, "", f"{place.cores} core(s), {place.numa_nodes} NUMA node(s), {len(place.gpus)} GPU(s)"]
@@ -110,7 +119,7 @@ class Report:
         return "\n".join(lines)
 
     def json(self) -> str:
-        """The report as a JSON object, for programs."""
+        """Return the report as a JSON object."""
         found = asdict(self)
         for entry, backend in zip(found["backends"], self.backends, strict=True):
             entry["can_run"] = backend.can_run
@@ -123,7 +132,7 @@ class Report:
 
 
 def doctor() -> Report:
-    """Looks and changes nothing; runs no kernel."""
+    """Report which backends can run here. Changes nothing and runs no kernel."""
     return Report([_backend(name) for name in BACKENDS], _versions(), _topology(), _cache(config.cache_dir()))
 
 
@@ -133,9 +142,10 @@ def _backend(name: str) -> BackendReport:
 
 
 def _between_domains(name: str) -> str:
-    """How a backend that can run here puts to ranks of other domains.
+    """Say how a backend that can run here puts to ranks of other domains.
 
-    Inside one domain it runs the kernels of lsa, which are linked with nothing: what can't be linked stops only this.
+    Inside one domain the backend runs the kernels of lsa, which need no linking. A link failure therefore rules out
+    only multi-domain Buffers.
     """
     arch = loader.architecture(torch.cuda.get_device_capability())
     try:
@@ -159,7 +169,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def installed(name: str) -> str | None:
-    """The version of what a user calls so, one of those that the report lists; None: not there.  Imports nothing."""
+    """Return the version of a package, by its name in the report; None if it is missing. Imports nothing."""
     for package in _PACKAGES[name]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(package)
@@ -167,7 +177,7 @@ def installed(name: str) -> str | None:
 
 
 def _driver() -> str | None:
-    """The version in /proc; machines without that file (WSL) have libcuda at most."""
+    """Read the driver version from /proc; without that file (WSL) only the presence of libcuda is known."""
     proc = Path("/proc/driver/nvidia/version")
     if proc.exists() and (match := re.search(r"\b(\d{3,}\.\d+(\.\d+)?)\b", proc.read_text())):
         return match[1]
@@ -195,7 +205,7 @@ def _links(count: int) -> list[list[str]]:
 
 
 def _nvlinks() -> dict[tuple[int, int], str]:
-    """NVLinks between GPUs, as nvidia-smi numbers them (CUDA_VISIBLE_DEVICES may not); none if it can't be asked."""
+    """Return the NVLinks between GPUs in nvidia-smi's numbering (ignores CUDA_VISIBLE_DEVICES); empty on failure."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}
@@ -207,12 +217,12 @@ def _nvlinks() -> dict[tuple[int, int], str]:
 
 
 def parse_nvlinks(matrix: str) -> dict[tuple[int, int], str]:
-    """{(0, 1): "NV18", ...} from what `nvidia-smi topo -m` prints."""
+    """Parse the output of `nvidia-smi topo -m` to {(0, 1): "NV18", ...}."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", matrix)
     links = {}
     for row in re.finditer(r"^\s*GPU(\d+)\s+(.*)$", plain, re.MULTILINE):
         if row[2].lstrip().startswith("GPU"):
-            continue  # the header
+            continue  # the header line
         for column, cell in enumerate(row[2].split()):
             if re.fullmatch(r"NV\d+", cell):
                 links[int(row[1]), column] = cell
@@ -230,7 +240,7 @@ def _cache(path: Path) -> Cache:
         return Cache(path, 0, True, unusable)
     states = []
     for file in [path, *path.rglob("*")]:
-        with contextlib.suppress(FileNotFoundError):  # another process compiles
+        with contextlib.suppress(FileNotFoundError):  # another process is compiling
             states.append(file.lstat())
     private = all(s.st_uid == os.geteuid() and not (stat.S_ISDIR(s.st_mode) and s.st_mode & 0o077) for s in states)
     return Cache(path, sum(s.st_size for s in states if stat.S_ISREG(s.st_mode)), private)

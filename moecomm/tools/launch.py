@@ -1,8 +1,8 @@
-"""Runs a function as several processes of this machine, one a rank: what the demo and the benchmarks stand on.
+"""A launcher that runs a function in one local process per rank; the demo and the benchmarks use it.
 
-Nothing is left behind: ranks find each other by a file without a name, which no other user can open, and connect over
-the loopback interface.  Results come back as JSON over pipes, and a rank whose parent is gone, however it went, ends
-itself.
+The launcher leaves nothing behind. Ranks find each other through an unnamed file that no other user can open, and
+connect over the loopback interface. Results return as JSON over pipes. A rank whose parent has exited, for any reason,
+exits too.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ sys.path[:] = json.loads(sys.argv[1])
 from moecomm.tools.launch import run_child
 run_child(*sys.argv[2:])
 """
-_GRACE_S = 3.0  # for the other ranks to tell their side after the first failure, and to end when told to
+_GRACE_S = 3.0  # time for peers to report after the first failure, and to exit when asked to
 
 
 @dataclass
 class Failure:
-    """How one rank failed: the name of its error and what it said."""
+    """The failure of one rank: the name of its error and the message."""
 
     rank: int
     error: str
     text: str
-    consequence: bool  # of what happened to another rank
+    consequence: bool  # true if another rank's failure caused it
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.error}: {self.text}"
 
 
 class RanksFailed(MoecommError):
-    """At least one rank failed.  `failures`: the cause first, then what the other ranks made of it."""
+    """At least one rank failed. `failures` lists the cause first, then the failures that followed from it."""
 
     def __init__(self, failures: list[Failure]) -> None:
         super().__init__("\n".join(map(str, failures)))
@@ -65,7 +65,7 @@ class RanksFailed(MoecommError):
 class _Child:
     rank: int
     process: subprocess.Popen[bytes]
-    results: int  # file descriptor
+    results: int  # file descriptor of the pipe
     said: bytearray = field(default_factory=bytearray)
     done: bool = False
 
@@ -82,11 +82,22 @@ class _Child:
 
 
 def launch(target: str, job: dict[str, Any], ranks: int, limit_s: float = float("inf")) -> list[Any]:
-    """Calls `target` ("module:function") as function(group, **job) in `ranks` processes, whose gloo group that is.
+    """Call `target` in `ranks` processes as function(group, **job), where `group` is the gloo group of these processes.
 
-    Returns what each rank returned (JSON), by rank.  Raises BadInput, RanksFailed; after `limit_s` seconds ranks
-    that have not ended are failures, called Timeout, and are ended.  Ctrl-C ends every rank, then raises
-    KeyboardInterrupt.
+    Ctrl-C ends every rank, then raises KeyboardInterrupt.
+
+    Args:
+        target: "module:function".
+        job: keyword arguments, as JSON values.
+        ranks: number of processes.
+        limit_s: seconds after which ranks that still run are ended and count as failures named Timeout.
+
+    Returns:
+        The (JSON) return value of each rank, by rank.
+
+    Raises:
+        BadInput: an argument is invalid.
+        RanksFailed: at least one rank failed.
     """
     if not isinstance(target, str) or len(target.split(":")) != 2:
         raise BadInput("target", repr(target), '"module:function"')
@@ -110,7 +121,7 @@ def launch(target: str, job: dict[str, Any], ranks: int, limit_s: float = float(
         _end(children)
     failures = [o for o in outcomes if isinstance(o, Failure)]
     late = [child.rank for child in children if not child.done]
-    if not failures:  # else the others were not waited for
+    if not failures:  # after a failure, the launcher does not wait for the remaining ranks
         failures = [Failure(rank, "Timeout", f"had not ended after {limit_s:g} s", consequence=False) for rank in late]
     if failures:
         raise RanksFailed(sorted(failures, key=lambda f: f.consequence))
@@ -120,21 +131,21 @@ def launch(target: str, job: dict[str, Any], ranks: int, limit_s: float = float(
 def _start(target: str, job: bytes, rank: int, ranks: int, store: int) -> _Child:
     results, theirs = os.pipe()
     arguments = [json.dumps(sys.path), target, rank, ranks, store, theirs]
-    # A session of their own: Ctrl-C reaches the parent alone, which then ends all of them.
+    # Children run in their own session: Ctrl-C reaches only the parent, which then ends all of them.
     command = [sys.executable, "-c", _CHILD, *map(str, arguments)]
     process = subprocess.Popen(
         command, bufsize=0, stdin=subprocess.PIPE, pass_fds=[store, theirs], start_new_session=True
     )
     os.close(theirs)
     assert process.stdin is not None
-    # The child reads one line; then its standard input stays open, and its end tells the child that we are gone.
-    with contextlib.suppress(BrokenPipeError):  # dead already: its outcome will say so
+    # The child reads one line. Its standard input then stays open; end of file tells the child that the parent is gone.
+    with contextlib.suppress(BrokenPipeError):  # the child is dead already; outcome() reports it
         process.stdin.write(job)
     return _Child(rank, process, results)
 
 
 def _collect(children: list[_Child], limit_s: float) -> None:
-    """Reads what the ranks say until all have ended, for `limit_s`, or for a short while after the first failure."""
+    """Read results until all ranks have ended, `limit_s` has passed, or _GRACE_S has passed after the first failure."""
     deadline = time.monotonic() + limit_s
     with selectors.DefaultSelector() as waiting:
         for child in children:
@@ -166,10 +177,10 @@ def _end(children: list[_Child]) -> None:
 
 
 def run_child(target: str, rank: str, ranks: str, store: str, results: str) -> None:
-    """What a child process runs: meets the others, calls the function, reports."""
+    """Run in a child process: join the group, call the function, report the result or the failure."""
     line = _read_line(0)
     if not line:
-        os._exit(1)  # the parent is gone already
+        os._exit(1)  # the parent is gone
     job = json.loads(line)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(ranks)))
@@ -177,21 +188,21 @@ def run_child(target: str, rank: str, ranks: str, store: str, results: str) -> N
         module, function = target.split(":")
         work = getattr(importlib.import_module(module), function)
         file = FileStore(f"/proc/self/fd/{store}", int(ranks))
-        with config.variables({"GLOO_SOCKET_IFNAME": "lo"}):  # in the work, too, which may make groups
+        with config.variables({"GLOO_SOCKET_IFNAME": "lo"}):  # also for groups that `work` creates
             dist.init_process_group("gloo", store=file, rank=int(rank), world_size=int(ranks))
             message = {"result": work(dist.group.WORLD, **job)}
             dist.destroy_process_group()
     except Exception as error:  # noqa: BLE001 - the parent raises it
         if not isinstance(error, MoecommError):
             traceback.print_exc()
-        # A RuntimeError of gloo is a peer that went away.
+        # A RuntimeError of gloo means that a peer went away.
         consequence = isinstance(error, RoundFailed) or (type(error) is RuntimeError and "gloo" in str(error).lower())
         message = {"failure": [type(error).__name__, str(error), consequence]}
     with os.fdopen(int(results), "wb") as pipe:
         pipe.write(json.dumps(message).encode())
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1 if "failure" in message else 0)  # not through destructors of a group that has lost a rank
+    os._exit(1 if "failure" in message else 0)  # skips destructors of a group that has lost a rank
 
 
 def _read_line(descriptor: int) -> bytes:

@@ -1,4 +1,4 @@
-"""moecomm tune: finds how many blocks and which chunks are fastest here, and writes the table that rounds then use."""
+"""`moecomm tune`: a search for the fastest block counts and chunk sizes, and the table that later rounds use."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from moecomm.jit.trusted_files import Access
 
 @dataclass(frozen=True)
 class Candidates:
-    """What is tried: every chunk with every number of blocks, at sizes up to each of `case.tokens`."""
+    """The search space: every chunk size with every block count, at sizes up to each of `case.tokens`."""
 
-    case: Case  # `sms` are the numbers of blocks
+    case: Case  # `case.sms` holds the block counts
     chunks: list[int]
-    tolerance: float = 0.02  # fewer blocks are taken where they are slower by no more than this part
+    tolerance: float = 0.02  # fewer blocks win if they are slower by at most this fraction
 
     def check(self) -> None:
-        """Raises BadInput."""
+        """Raise BadInput if a candidate is out of range."""
         self.case.check()
         if not self.chunks or any(chunk not in tuning.CHUNKS for chunk in self.chunks):
             raise BadInput("chunks", self.chunks, f"some of {tuning.CHUNKS}")
@@ -39,16 +39,27 @@ class Candidates:
             raise BadInput("sms", self.case.sms, f"1 to {MAX_BLOCKS}")
 
     def chunks_at(self, tokens: int) -> list[int]:
-        """Not so large that a rank has but a few chunks, as long as there are smaller ones."""
+        """Return the chunk sizes to try at `tokens`: the smallest, and those that give a rank at least 8 chunks."""
         smallest = min(self.chunks)
         return [chunk for chunk in self.chunks if chunk == smallest or chunk * 8 <= tokens]
 
 
 def tune(candidates: Candidates, path: Path | None = None, measurements: Path | None = None) -> Path | None:
-    """Measures on all ranks, and writes the table to `path` (default: where this user's is looked for); says where.
+    """Measure on all ranks and write the table.
 
-    A table that is there already keeps what has not been measured anew.  `measurements`: where every single time is
-    written as well.  None in a process that has nothing to report.  Raises BadInput, RanksFailed.
+    Entries of an existing table that are not measured again are kept.
+
+    Args:
+        candidates: what to try.
+        path: file of the table. Default: the file in which rounds of this user look for it.
+        measurements: file for every single time, as JSON. Default: not written.
+
+    Returns:
+        The path of the table; None in a process that has nothing to report.
+
+    Raises:
+        BadInput: a candidate is out of range, or the folder cannot be created.
+        RanksFailed: at least one rank failed.
     """
     candidates.check()
     _make_folder(path)
@@ -71,7 +82,7 @@ def tune(candidates: Candidates, path: Path | None = None, measurements: Path | 
 
 
 def _make_folder(path: Path | None) -> None:
-    """Of the table.  Before anything is measured: what can't be written would be lost."""
+    """Create the folder of the table before measuring, so that a result cannot be lost."""
     argument, folder = ("MOECOMM_CACHE_DIR", cache_dir()) if path is None else ("out", path.parent)
     try:
         if path is None:
@@ -83,7 +94,7 @@ def _make_folder(path: Path | None) -> None:
 
 
 def _table_in(path: Path) -> tuning.Table:
-    """The entries of a file that the caller has named; none if it holds no table."""
+    """Return the entries of a file that the caller named; none if it holds no table."""
     try:
         return tuning.parse(path.read_text())
     except (OSError, ValueError):
@@ -91,7 +102,7 @@ def _table_in(path: Path) -> tuning.Table:
 
 
 def _merged(older: tuning.Table, table: list[tuning.Entry]) -> list[tuning.Entry]:
-    """The entries, and those of an older table that speak of other rounds."""
+    """Return the new entries, and the entries of the older table for other rounds."""
 
     def key(entry: tuning.Entry) -> tuple[str, str, int, int]:
         return entry.op, entry.layout, entry.ranks, entry.tokens
@@ -101,7 +112,7 @@ def _merged(older: tuning.Table, table: list[tuning.Entry]) -> list[tuning.Entry
 
 
 def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
-    """One rank: rows {op, layout, tokens, blocks, chunk_tokens, us}, `us` by replay."""
+    """Measure on one rank: rows {op, layout, tokens, blocks, chunk_tokens, us}, where `us` is a list by replay."""
     candidates = Candidates(Case(**job.pop("case")), **job)
     case = candidates.case
     device = device_of(group, case.backend)
@@ -110,7 +121,8 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
     with progress(group, len(openings)) as step:
         for tokens, chunk in openings:
             step(f"{tokens} tokens, chunks of {chunk}")
-            # Blocks are asked for; a Buffer of its own for each chunk, as rounds remember what the table said.
+            # Each call gets its block count. Each chunk size gets its own Buffer, because plans keep the table's
+            # choice.
             with tuning.use(_with_chunk(chunk)), Ours(case, group, device, tokens) as ours:
                 for op in operations(case):
                     row = ours.row(op, host=False)
@@ -120,13 +132,15 @@ def run_rank(group: dist.ProcessGroup, **job: Any) -> dict[str, Any]:
 
 
 def gpu_name(device: torch.device) -> str:
-    """The name that tables are found by."""
+    """Return the name by which tables are found."""
     return torch.cuda.get_device_properties(device).name if device.type == "cuda" else "cpu"
 
 
 def operations(case: Case) -> list[Operation]:
-    """What is timed at each size: dispatch, and the combine of rows in the window or, of others, with bfloat16 on the
-    wire.  Flat rows outside, which are copied, take what is found for those that are added up (combine/plan.py).
+    """Return the operations to time at each size: dispatch, and combine.
+
+    Combine takes flat rows from the window, and rows of other layouts with bfloat16 on the wire. Flat rows outside the
+    window are copied first and use the entry of layouts whose rows are added up (combine/plan.py).
     """
     found = []
     for layout in case.layouts:
@@ -141,7 +155,7 @@ def _with_chunk(chunk: int) -> list[tuning.Entry]:
 
 
 def merge(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The rows of all ranks, `us` their median as the slowest saw it; without what had no room."""
+    """Merge the rows of all ranks: `us` is the median of the slowest rank; rows that had no room are dropped."""
     found = []
     for parts in zip(*by_rank, strict=True):
         if all(part["us"] is not None for part in parts):
@@ -150,9 +164,9 @@ def merge(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def choose(candidates: Candidates, measured: list[dict[str, Any]]) -> list[tuning.Entry]:
-    """The table: for each layout and size the chunk that is best for dispatch and combine together, then blocks.
+    """Choose the table: for each layout and size the chunk that is best for dispatch plus combine, then the blocks.
 
-    A layout that had no room at a size takes what `expert` takes there.
+    A layout that had no room at a size takes the entries of `expert` there.
     """
     ranks, found = candidates.case.ranks, []
     for layout in candidates.case.layouts:
@@ -167,7 +181,7 @@ def choose(candidates: Candidates, measured: list[dict[str, Any]]) -> list[tunin
 
 
 def _best(candidates: Candidates, rows: list[dict[str, Any]], ranks: int) -> list[tuning.Entry]:
-    """Of one layout and size."""
+    """Choose the entries of one layout and size."""
 
     def fastest(op: str, chunk: int) -> float:
         return min(float(row["us"]) for row in rows if (row["op"], row["chunk_tokens"]) == (op, chunk))

@@ -1,12 +1,12 @@
-"""How many blocks a round takes and how many tokens are a chunk: tables measured per GPU, shipped or made by `moecomm
-tune`.
+"""Block counts and chunk sizes of rounds: tables measured per GPU, shipped or written by `moecomm tune`.
 
-A table is JSON: {"gpu": name, "entries": [{op, layout, ranks, tokens, blocks, chunk_tokens}, ...]}.  An entry holds for
-up to `tokens` tokens of a rank, the last of its kind for any number; `ranks` that were not measured take the nearest.
-`chunk_tokens` of a combine is that of the dispatch whose rows it brings home.
+A table is JSON: {"gpu": name, "entries": [{op, layout, ranks, tokens, blocks, chunk_tokens}, ...]}. An entry holds for
+up to `tokens` tokens of a rank; the largest entry of its kind also holds for more. Numbers of ranks that were not
+measured use the nearest one that was. The `chunk_tokens` of a combine equals that of the dispatch whose rows it
+returns.
 
-Whether the rows of a rank go in packets, as few do, is not in a table: all ranks must see it alike, whichever tables
-their users have, so it rests on the number of tokens and on room alone (moecomm/core/packets.py).
+Tables do not decide which rounds use packets. All ranks must decide alike, whichever tables their users have, so that
+choice depends only on the number of tokens and on room (moecomm/core/packets.py).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from moecomm.jit.trusted_files import Access
 
 OPS, LAYOUTS = ("dispatch", "combine"), ("flat", "expert", "batched")
 CHUNKS = (1, 2, 4, 8, 16, 32)
-_DEFAULT = "h200"  # for a GPU that nobody has measured
-_MOST_BYTES = 1 << 20  # of a user's table; those shipped have a few thousand
+_DEFAULT = "h200"  # for a GPU without measurements
+_MOST_BYTES = 1 << 20  # of a user's table; shipped tables have a few thousand
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Of a round: blocks (one a multiprocessor), and tokens of a chunk, whose rows are signalled together."""
+    """The choice for a round: blocks (one per multiprocessor), and tokens of a chunk, which are signaled together."""
 
     blocks: int
     chunk_tokens: int
@@ -43,7 +43,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of a table.  Raises ValueError for what no round can take."""
+    """A line of a table. Raises ValueError for values that no round can take."""
 
     op: str
     layout: str
@@ -65,14 +65,26 @@ class Entry:
 
 
 Table = tuple[Entry, ...]
-_Steps = tuple[list[int], list[Choice]]  # bounds in tokens, and the choice up to each
+_Steps = tuple[list[int], list[Choice]]  # upper bounds in tokens, and the choice for each
 
-_steps: dict[tuple[str, int, str, str], _Steps] = {}  # what choose() has looked up: a round asks every time
+_steps: dict[tuple[str, int, str, str], _Steps] = {}  # cache of choose(), which every round calls
 _swapped_in: Table = ()
 
 
 def choose(gpu: str, ranks: int, op: str, layout: str, num_tokens: int) -> Choice:
-    """The choice for a round: of the table in use(), else of this user's for the GPU, else of the one shipped."""
+    """Return the choice for a round: from the table in use(), else from this user's table for the GPU, else from the
+    shipped one.
+
+    Args:
+        gpu: name of the GPU.
+        ranks: number of ranks.
+        op: "dispatch" or "combine".
+        layout: "flat", "expert" or "batched".
+        num_tokens: tokens of this rank.
+
+    Raises:
+        ValueError: unknown `op` or `layout`.
+    """
     steps = _steps.get((gpu, ranks, op, layout))
     if steps is None:
         steps = _steps[gpu, ranks, op, layout] = _look_up(gpu, ranks, op, layout)
@@ -91,7 +103,7 @@ def _look_up(gpu: str, ranks: int, op: str, layout: str) -> _Steps:
 
 @contextmanager
 def use(table: Iterable[Entry]) -> Iterator[None]:
-    """Puts a table before all others, in this process, for the rounds that begin meanwhile."""
+    """Prefer a table to all others in this process, for rounds that begin inside the `with` block."""
     global _swapped_in
     before, _swapped_in = _swapped_in, tuple(table)
     _steps.clear()
@@ -103,18 +115,21 @@ def use(table: Iterable[Entry]) -> Iterator[None]:
 
 
 def slug(gpu: str) -> str:
-    """The name of a GPU as a part of file names: "NVIDIA H200" is h200."""
+    """Return the name of a GPU as part of a file name: "NVIDIA H200" becomes h200."""
     words = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
     return words.removeprefix("nvidia-") or "gpu"
 
 
 def users_path(gpu: str) -> Path:
-    """Where this user's own table for a GPU is kept."""
+    """Return the path of this user's own table for a GPU."""
     return cache_dir() / f"tuning-{slug(gpu)}.json"
 
 
 def users(gpu: str) -> Table:
-    """This user's own table for a GPU; empty, with a warning, where another user could have written it."""
+    """Return this user's own table for a GPU.
+
+    Empty if there is none; empty, with a warning, if the file is invalid or another user could have written it.
+    """
     path = users_path(gpu)
     try:
         return parse(trusted_files.read(path, Access.READ_ONLY, _MOST_BYTES))
@@ -126,14 +141,14 @@ def users(gpu: str) -> Table:
 
 
 def shipped(gpu: str) -> Table:
-    """The table that comes with moecomm for this GPU, or else that of the H200."""
+    """Return the table shipped for this GPU, or else that of the H200."""
     folder = importlib.resources.files(__name__)
     file = folder / f"{slug(gpu)}.json"
     return parse((file if file.is_file() else folder / f"{_DEFAULT}.json").read_text())
 
 
 def parse(text: str | bytes) -> Table:
-    """The entries of a table.  Raises ValueError for what is none."""
+    """Parse the JSON of a table. Raises ValueError if the text is not a table."""
     try:
         return tuple(Entry(**entry) for entry in json.loads(text)["entries"])
     except (KeyError, TypeError, RecursionError) as error:
@@ -141,5 +156,5 @@ def parse(text: str | bytes) -> Table:
 
 
 def content(gpu: str, table: Iterable[Entry]) -> dict[str, Any]:
-    """A table as it is written."""
+    """Return the JSON content of a table."""
     return {"gpu": gpu, "entries": [asdict(entry) for entry in table]}
