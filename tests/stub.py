@@ -37,8 +37,10 @@ def generated() -> str:
     text = re.sub(r'(:\n +)"""\n +([^\n"]+)\n +"""', r'\1"""\2"""', text)  # docstrings of a line
     text = re.sub(r"(?:    @classmethod\n)?    def __(?:new|format)__\(\w+, [a-z_]+\): \.\.\.\n", "", text)  # of enums
     text = re.sub(r"^class (\w+)\(enum\.IntEnum\):\n(.*?)(?=^\w)", enumeration, text, flags=re.DOTALL | re.MULTILINE)
-    format_ = [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(STUB), "-"]
-    return subprocess.run(format_, check=True, capture_output=True, text=True, input=text).stdout
+    for command in (["check", "--fix-only", "--quiet"], ["format"]):
+        tidy = [sys.executable, "-m", "ruff", *command, "--stdin-filename", str(STUB), "-"]
+        text = subprocess.run(tidy, check=True, capture_output=True, text=True, input=text).stdout
+    return text
 
 
 def attribute(found: re.Match[str]) -> str:
