@@ -9,9 +9,7 @@ import pytest
 import torch
 
 import moecomm
-from moecomm import _native
 from moecomm.backends import host
-from moecomm.combine.arguments import takes_weights
 from moecomm.testing import LocalBuffers
 
 TOKENS, EXPERTS = 20, 12
@@ -146,13 +144,6 @@ def test_many_tokens_are_refused_by_the_most_there_may_be() -> None:
                 continue
             with pytest.raises(moecomm.Unsupported, match="4098"):
                 buffer.combine(routed.x, routed.handle, topk_weights=call["topk_weights"])
-
-
-@pytest.mark.parametrize(("most", "domain_ranks"), [(1365, None), (1366, None), (1365, 1), (1366, 1)])
-def test_all_know_the_same_rule(most: int, domain_ranks: int | None) -> None:
-    with LocalBuffers(2, **sizes(3, max_tokens=most, domain_ranks=domain_ranks)) as buffers:
-        for buffer in buffers.buffers:
-            assert takes_weights(buffer) == _native.takes_weights(buffer.rounds.session.context.shape)
 
 
 @pytest.mark.parametrize(("most", "layout", "why"), [(20, "flat", "flat"), (1366, "expert", "4098")])
