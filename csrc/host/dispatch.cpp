@@ -31,27 +31,30 @@ void announce(Dispatch& d, const BadEntry& bad) {
     RoundHeader n{};
     n.status = static_cast<u32>(bad.argument);
     n.call = a.call;
-    n.value = d.repeat ? round_of(a.route, d.r.ranks) : bad.value;
+    if (d.repeat)
+        n.route_round = round_of(a.route, d.r.ranks);
+    else
+        n.bad_value = bad.value;
     n.num_tokens = a.num_tokens;
     n.chunk_tokens = a.chunk_tokens;
     n.max_rows = a.max_rows;
-    n.x = a.out_x;
-    n.scales = a.out_scales;
-    n.src = a.out_src;
-    n.topk_idx = a.out_topk_idx;
-    n.weights = a.out_weights;
-    n.rows = a.out_rows;
+    n.dispatch.x = a.out_x;
+    n.dispatch.scales = a.out_scales;
+    n.dispatch.src = a.out_src;
+    n.dispatch.topk_idx = a.out_topk_idx;
+    n.dispatch.weights = a.out_weights;
+    n.dispatch.rows = a.out_rows;
     d.r.announce(n, d.repeat ? nullptr : d.plan.total_up(bad.argument != Argument::none));
 }
 
 // What the mail of all ranks comes to; nothing if it did not come.
 std::optional<ValidationResult> agree(Dispatch& d) {
     if (!d.r.await_headers()) return std::nullopt;
-    const ValidationResult validation = d.r.judge();
+    const ValidationResult validation = d.r.validate_rank();
     if (validation.failure != Failure::none || d.repeat) return validation;
     if (!d.r.await_counts()) return std::nullopt;
     d.plan.gather();
-    return d.plan.judge_capacity();
+    return d.plan.validate_capacity();
 }
 
 // Relays, and receives if this dispatch does, while the next chunk has no place at its relays: those may wait for us.  False: the round is

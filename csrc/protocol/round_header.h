@@ -10,26 +10,50 @@
 
 namespace moecomm {
 
+// Dispatch: where peers write.
+struct DispatchOffsets {
+    u64 x, scales, src, topk_idx, weights, rows;
+    u64 packet_bytes;  // of a token, if the sender's rows travel in packets, else 0
+};
+
+// Dispatch of row descriptors: where peers write them, and the fields with which a peer makes those of the sender's tokens from its ids.
+struct PublishedOffsets {
+    u64 descriptors, scales;
+    u64 rows, pitch;     // the published rows
+    u64 receive_buffer;  // of the results
+    u64 unused, packet_bytes;
+};
+
+// Combine: where peers read, unless rows are staged for them.
+struct CombineOffsets {
+    u64 rows;  // the experts' rows, or reduced rows; 0: staged
+    u64 unused[3];
+    u64 weights;     // of the experts' rows, 0: not weighted
+    u64 is_reduced;  // kernels: `rows` are reduced rows, by flat row, each valid once its chunk's `reduced` signal is there
+    u64 pitch;       // from one of `rows` to the next
+};
+
 struct RoundHeader {
     u32 op : 4;         // Op
     u32 rejected : 28;  // State::rejected: ranks that differ in it are out of step, and would pair calls that do not belong together
     u32 status;         // Argument: not none if this rank's input was bad, which makes the round invalid on every rank
-    u64 call;   // what all ranks must pass alike (layout, dtypes, alignment, row bytes), as named bit fields: moecomm/core/signature.py
-                // packs them
-    i64 value;  // the first bad value, if status is not none; else round_of the combined or repeated route, 0 without a route
+    u64 call;  // what all ranks must pass alike (layout, dtypes, alignment, row bytes), as named bit fields: moecomm/core/signature.py
+               // packs them
+    union {
+        i64 bad_value;    // status is not none: the first bad value
+        i64 route_round;  // else: round_of the route that is combined or repeated, 0 without one
+    };
     i32 num_tokens;
     i32 chunk_tokens;
     i32 max_rows;  // rows for which this rank's output has room; batched: the sum over its experts, which have equal room
     i32 blocks;    // dispatch (kernels): blocks that share this rank's chunks. Each takes consecutive chunks, so receivers expect the first
                    // chunk of every block first
-    // Offsets in the sender's window. Dispatch: where peers write. `pitch`: bytes of a token's packets if the sender's rows travel in
-    // packets, else 0. With row descriptors, for peers that make the descriptors from the sender's ids: `src` and `topk_idx` are the offset
-    // and the stride of the published rows, `weights` is the receive buffer of the results.
-    u64 x, scales, src, topk_idx, weights, rows;
-    // Combine: where peers read, unless rows are staged for them. `x` not 0: the experts' rows themselves, `pitch` bytes apart, with their
-    // weights at `weights` (0: not weighted). Kernels, `rows` not 0: reduced rows, by flat row, each valid once its chunk's `reduced`
-    // signal is there.
-    u64 pitch;
+    // Offsets in the sender's window, and distances in bytes, by operation.
+    union {
+        DispatchOffsets dispatch;
+        PublishedOffsets published;
+        CombineOffsets combine;
+    };
 };
 
 constexpr i32 kHeaderWords = sizeof(RoundHeader) / sizeof(u32);
