@@ -648,13 +648,6 @@ def expert_layer_shared_bytes(scaled: bool, most_rows: int, stages: int) -> int:
 def fused_constants() -> dict[str, int]:
     """Constants of csrc/gemm and csrc/fused by name."""
 
-def fused_structs() -> dict[str, tuple[int, list[tuple[str, str, int, int, int]]]]:
-    """
-    The argument structs of csrc/fused: size, and name, type, offset, size and array length (0: none) of each field.
-
-    A type is the name of a struct (`Context` is in no table), or a scalar as Python's struct module writes it.
-    """
-
 def gemm_shared_bytes(scaled: bool, most_rows: int, stages: int) -> int:
     """Dynamic shared memory of a block of the grouped GEMM."""
 
@@ -709,6 +702,15 @@ def host_run_all(rounds: collections.abc.Sequence[DispatchArgs | CombineArgs]) -
 def leave(context: Context) -> None:
     """Announce to the peers that this rank takes part in no further host round.  Never waits."""
 
+def leave_offset(window: WindowLayout, ranks: int, last_round: int, sender: int) -> int:
+    """Offset in a peer's window at which the words of `sender` belong."""
+
+def leave_signal(last_round: int) -> bytes:
+    """The value of the signal of these words in a window of another domain."""
+
+def leave_words(last_round: int, words: int) -> bytes:
+    """The tagged words of a rank that leaves after `last_round`: `words` of 8 bytes, each valid by itself."""
+
 def pidfd_open(pid: int) -> int:
     """
     A descriptor of a process, readable once it has ended.  The caller closes it.
@@ -741,6 +743,13 @@ def shares_tables(dispatch: DispatchArgs, tensor: typing.Any) -> bool:
 
 def store_word(address: int, value: int) -> None:
     """Store a u32, after all earlier writes of this thread."""
+
+def structs() -> dict[str, tuple[int, list[tuple[str, str, int, int, int]]]]:
+    """
+    The argument structs of kernels: size, and name, type, offset, size and array length (0: none) of each field.
+
+    A type is the name of a struct (`Context` is in no table), or a scalar as Python's struct module writes it.
+    """
 
 def takes_weights(shape: Shape) -> bool:
     """Whether source ranks may give a combine routing weights of their own."""

@@ -32,4 +32,6 @@ PYBIND11_MODULE(_native, m) {
     moecomm::bindings::bind_peers(m);
     moecomm::bindings::bind_plans(m);
     moecomm::bindings::bind_rounds(m);
+    moecomm::bindings::bind_structs(m);
+    moecomm::bindings::bind_leave(m);
 }

@@ -12,5 +12,7 @@ void bind_fused(pybind11::module_& m);
 void bind_peers(pybind11::module_& m);
 void bind_plans(pybind11::module_& m);
 void bind_rounds(pybind11::module_& m);
+void bind_structs(pybind11::module_& m);
+void bind_leave(pybind11::module_& m);
 
 }  // namespace moecomm::bindings

@@ -3,17 +3,9 @@
 #include "../protocol/deadline.h"
 #include "../protocol/domains.h"
 #include "../transport/transport.cuh"
+#include "leave_args.h"
 
 namespace moecomm {
-
-struct LeaveArgs {
-    u64 window, link;         // of this rank
-    u64 signals;              // WindowLayout::signals
-    u64 tagged_words, bytes;  // at this offset in every window; this rank's window holds the words to send
-    u64 abort_here, abort_host, timeout_ns;
-    i32 rank, ranks, domain_ranks, pad;
-};
-static_assert(sizeof(LeaveArgs) == 80, "as leave.py packs it");
 
 // Poll until poll() returns 1 (done), as opposed to 0 (not yet) or -1 (failed). Called by one thread; false on failure, timeout or abort.
 template <class Poll>

@@ -1,17 +1,10 @@
 // Gradients of a weighted combine, in one pass over the rows: those of y and those of the weights.
 #pragma once
 #include "../device/cast.cuh"
+#include "args.h"
 #include "row_pass.cuh"
 
 namespace moecomm {
-
-struct GradientArgs {
-    u64 rows, y;  // gradients of each row's token; y (0: no gradients of weights)
-    u64 weights;  // float, one for each row
-    u64 to_y, to_weights;
-    i32 count, hidden;
-};
-static_assert(sizeof(GradientArgs) == 48, "as combine_gradients.py packs it");
 
 // Called by all threads of the grid; one warp a row.
 template <Type type>

@@ -1,16 +1,9 @@
 // Zero the rows without a token. Only these rows are touched; torch's masked_fill_ reads and writes all rows.
 #pragma once
+#include "args.h"
 #include "row_pass.cuh"
 
 namespace moecomm {
-
-struct PaddingArgs {
-    u64 rows;                   // contiguous, `bytes` each
-    u64 src, num_rows, counts;  // as in Routed; 0: not given
-    i64 bytes;
-    i32 count, group;  // rows; rows of a group (each group has one of `counts`)
-};
-static_assert(sizeof(PaddingArgs) == 48, "as padding.py packs it");
 
 // True if `row` holds a token. Called by any thread.
 MOECOMM_FN bool has_token(const PaddingArgs& a, i32 row, i32 end) {

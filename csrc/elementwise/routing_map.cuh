@@ -1,16 +1,9 @@
 // Conversion between a routing map of tokens x experts, as training frameworks have it, and expert ids. One warp a token.
 #pragma once
+#include "args.h"
 #include "row_pass.cuh"
 
 namespace moecomm {
-
-struct MapArgs {
-    u64 map;           // bool [tokens][experts]
-    u64 dense;         // float [tokens][experts]: weight of each expert; 0: no weights
-    u64 ids, weights;  // [tokens][topk]: ids, i64 as output; weights float, 0: none
-    i32 tokens, experts, topk, pad;
-};
-static_assert(sizeof(MapArgs) == 48, "as routing_map.py packs it");
 
 // Write the ids of each token in ascending order, then -1 with weight 0. For a token with more than topk experts, the first id is
 // `experts`, which is invalid.

@@ -1,19 +1,10 @@
 // Elementwise part of the backward pass of SwiGLU experts, between its GEMMs, in one pass over the rows.
 #pragma once
 #include "../device/cast.cuh"
+#include "args.h"
 #include "row_pass.cuh"
 
 namespace moecomm {
-
-struct SwigluArgs {
-    u64 both;                           // [rows][2 I]: `width` gate columns, then `width` up columns, and so on
-    u64 inner;                          // [rows][I]: gradient of silu(gate) * up, without the routing weight
-    u64 weights;                        // float [rows], the routing weights
-    u64 to_both, to_inner, to_weights;  // gradients of `both`; silu(gate) * up times the weight; gradients of weights
-    u64 end;                            // i32: rows from here on are unused and stay as they are
-    i32 count, columns, width, pad;     // rows; I; see `both`
-};
-static_assert(sizeof(SwigluArgs) == 72, "as swiglu.py packs it");
 
 // Called by all threads of the grid; one warp a row.
 template <Type type>

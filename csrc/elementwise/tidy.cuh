@@ -1,16 +1,9 @@
 // Copy a dispatch's metadata out of the window into tensors, with zeros and -1 in rows without a token.
 #pragma once
+#include "args.h"
 #include "padding.cuh"
 
 namespace moecomm {
-
-struct TidyArgs {
-    PaddingArgs of;                           // which rows are empty; of.rows and of.bytes are unused
-    u64 weights, ids, src, counts, num_rows;  // as in Routed; no ids: 0
-    u64 to_weights, to_ids, to_src, to_counts, to_num_rows;
-    i32 each, experts;  // weights (and ids) of a row; length of `counts`
-};
-static_assert(sizeof(TidyArgs) == 136, "as tidy.py packs it");
 
 // Called by all threads of the grid: one weight, and its id, a thread.
 template <class Id>

@@ -319,8 +319,8 @@ class LsaSession:
         last_round = int.from_bytes(self._control.read(_ROUND, 4), "little")
         tagged_words = leave.tagged_words(last_round, layout.num_tagged_words)
         self._control.write(_TAGGED_WORDS, tagged_words)
-        self._control.write(_SIGNAL, leave.signal(last_round))
-        offset = leave.tagged_words_offset(layout, len(window.peers), last_round, rank)
+        self._control.write(_SIGNAL, _native.leave_signal(last_round))
+        offset = _native.leave_offset(layout, len(window.peers), last_round, rank)
         for other, peer in enumerate(window.peers):
             if other == rank or peer == 0:
                 continue
@@ -342,7 +342,7 @@ class LsaSession:
         deadline = time.monotonic() + self.reach.linger_s
         waiting = [rank for rank in range(len(window.peers)) if rank != self.context.rank]
         while waiting and time.monotonic() < deadline:
-            offset = leave.tagged_words_offset(self.context.window, len(window.peers), last_round, waiting[-1])
+            offset = _native.leave_offset(self.context.window, len(window.peers), last_round, waiting[-1])
             self._copies.to_host(at, window.address + offset, leave.WORD)
             self._copies.wait()
             if leave.is_last(self._control.read(_TAGGED_WORDS, leave.WORD), last_round):

@@ -7,19 +7,16 @@ import ctypes
 import torch
 
 from moecomm.jit import plain_kernel
+from moecomm.jit.structs import fields_of
 from moecomm.kernels import row_pass
 
 _WORDS = {"uint4": 16, "u32": 4, "u8": 1}
 
 
 class Args(ctypes.Structure):
-    """PaddingArgs of csrc/elementwise/padding.cuh."""
+    """PaddingArgs of csrc/elementwise/args.h."""
 
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("rows", "src", "num_rows", "counts")),
-        ("bytes", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("count", "group")),
-    )
+    _fields_ = fields_of("PaddingArgs")
 
 
 def kernel(word: str) -> plain_kernel.PlainKernel:

@@ -8,16 +8,14 @@ import torch
 
 from moecomm.core.arrays import check_memory
 from moecomm.jit import plain_kernel
+from moecomm.jit.structs import fields_of
 from moecomm.kernels import row_pass
 
 
 class _Args(ctypes.Structure):
-    """MapArgs of csrc/elementwise/routing_map.cuh."""
+    """MapArgs of csrc/elementwise/args.h."""
 
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("map", "dense", "ids", "weights")),
-        *((name, ctypes.c_int32) for name in ("tokens", "experts", "topk", "pad")),
-    )
+    _fields_ = fields_of("MapArgs")
 
 
 def kernel(entry: str) -> plain_kernel.PlainKernel:

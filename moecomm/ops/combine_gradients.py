@@ -8,17 +8,15 @@ import torch
 
 from moecomm.core import tangents
 from moecomm.jit import plain_kernel
+from moecomm.jit.structs import fields_of
 from moecomm.kernels import row_pass
 from moecomm.ops.rounds import rows_of
 
 
 class _Args(ctypes.Structure):
-    """GradientArgs of csrc/elementwise/combine_gradients.cuh."""
+    """GradientArgs of csrc/elementwise/args.h."""
 
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("rows", "y", "weights", "to_y", "to_weights")),
-        *((name, ctypes.c_int32) for name in ("count", "hidden")),
-    )
+    _fields_ = fields_of("GradientArgs")
 
 
 def kernel(dtype: torch.dtype) -> plain_kernel.PlainKernel:

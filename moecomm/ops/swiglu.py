@@ -8,17 +8,15 @@ from typing import NamedTuple
 import torch
 
 from moecomm.jit import plain_kernel
+from moecomm.jit.structs import fields_of
 from moecomm.kernels import row_pass
 from moecomm.ops.rounds import rows_of
 
 
 class _Args(ctypes.Structure):
-    """SwigluArgs of csrc/elementwise/swiglu_gradients.cuh."""
+    """SwigluArgs of csrc/elementwise/args.h."""
 
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("both", "inner", "weights", "to_both", "to_inner", "to_weights", "end")),
-        *((name, ctypes.c_int32) for name in ("count", "columns", "width", "pad")),
-    )
+    _fields_ = fields_of("SwigluArgs")
 
 
 class Gradients(NamedTuple):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from moecomm.jit import plain_kernel
+from moecomm.jit.structs import fields_of
 from moecomm.kernels import padding, row_pass
 
 
@@ -22,14 +23,9 @@ class About(NamedTuple):
 
 
 class _Args(ctypes.Structure):
-    """TidyArgs of csrc/elementwise/tidy.cuh."""
+    """TidyArgs of csrc/elementwise/args.h."""
 
-    _fields_ = (
-        ("of", padding.Args),
-        *((name, ctypes.c_uint64) for name in ("weights", "ids", "src", "counts", "num_rows")),
-        *((name, ctypes.c_uint64) for name in ("to_weights", "to_ids", "to_src", "to_counts", "to_num_rows")),
-        *((name, ctypes.c_int32) for name in ("each", "experts")),
-    )
+    _fields_ = fields_of("TidyArgs", PaddingArgs=padding.Args)
 
 
 def kernel(ids: str) -> plain_kernel.PlainKernel:

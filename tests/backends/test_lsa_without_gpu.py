@@ -144,8 +144,8 @@ def test_mail_is_as_long_as_in_the_window() -> None:
     window = _native.window_layout(shape_of(64))
     tagged_words = leave.tagged_words(3, window.num_tagged_words)
     assert window.arrived - window.tagged_words == 2 * 64 * len(tagged_words)
-    assert leave.tagged_words_offset(window, 64, 3, 5) == window.tagged_words + 5 * len(tagged_words)
-    assert leave.tagged_words_offset(window, 64, 4, 63) == window.arrived - len(tagged_words)
+    assert _native.leave_offset(window, 64, 3, 5) == window.tagged_words + 5 * len(tagged_words)
+    assert _native.leave_offset(window, 64, 4, 63) == window.arrived - len(tagged_words)
 
 
 @pytest.mark.parametrize("op", ["dispatch", "combine"])
@@ -162,7 +162,7 @@ def test_leaving_ends_a_peers_round(last_round: int, op: str) -> None:
         ctypes.c_uint32.from_address(context.peers[1] + window.state).value = last_round
         tagged_words = leave.tagged_words(last_round, window.num_tagged_words)
         ctypes.memmove(
-            context.peers[1] + leave.tagged_words_offset(window, 2, last_round, 0), tagged_words, len(tagged_words)
+            context.peers[1] + _native.leave_offset(window, 2, last_round, 0), tagged_words, len(tagged_words)
         )
         with pytest.raises(moecomm.PeerLost) as caught:
             buffer.dispatch(**call) if op == "dispatch" else buffer.combine(second.x, second.handle)
@@ -180,8 +180,8 @@ def test_leaving_ends_a_round_in_another_domain(last_round: int) -> None:
         window, base = context.window, context.peers[1]
         ctypes.c_uint32.from_address(base + window.state).value = last_round
         tagged_words = leave.tagged_words(last_round, window.num_tagged_words)
-        ctypes.memmove(base + leave.tagged_words_offset(window, 2, last_round, 0), tagged_words, len(tagged_words))
-        ctypes.memmove(base + leave.signal_offset(window, 0), leave.signal(last_round), leave.WORD)
+        ctypes.memmove(base + _native.leave_offset(window, 2, last_round, 0), tagged_words, len(tagged_words))
+        ctypes.memmove(base + leave.signal_offset(window, 0), _native.leave_signal(last_round), leave.WORD)
         with pytest.raises(moecomm.PeerLost) as caught:
             buffer.dispatch(torch.ones(2, 8).bfloat16(), torch.tensor([[0], [1]]))
         assert (caught.value.peer, caught.value.round) == (0, (last_round + 1) & 0x7FFFFFFF)
@@ -222,7 +222,7 @@ def test_who_can_not_see_the_others_waits_for_their_last_mail(last_round: int) -
 
     def come(rank: int, number: int) -> None:
         tagged_words = leave.tagged_words(number, layout.num_tagged_words)
-        ctypes.memmove(at + leave.tagged_words_offset(layout, 4, last_round, rank), tagged_words, len(tagged_words))
+        ctypes.memmove(at + _native.leave_offset(layout, 4, last_round, rank), tagged_words, len(tagged_words))
 
     for rank in range(4):
         come(rank, last_round - 2)

@@ -60,7 +60,7 @@ def exercise(group: Rendezvous, device: int) -> str:
             session.close()
         group.all_gather(b"\0")
         if leaving < group.rank:
-            copies.to_host(pinned.address, own + leave.tagged_words_offset(layout, group.ranks, 0, leaving), 64)
+            copies.to_host(pinned.address, own + _native.leave_offset(layout, group.ranks, 0, leaving), 64)
             copies.wait()
             tagged_words = leave.tagged_words(0, layout.num_tagged_words)
             assert pinned.read(0, 64) == tagged_words[:64], "the peer learns that this rank has left"

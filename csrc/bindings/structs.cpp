@@ -1,0 +1,106 @@
+// Argument structs of kernels, as tables that moecomm.jit.structs makes ctypes structs from.
+#include <pybind11/stl.h>
+#include <pybind11/typing.h>
+
+#include <array>
+#include <cstddef>
+#include <type_traits>
+
+#include "../device/leave_args.h"
+#include "../elementwise/args.h"
+#include "../fused/layer_args.h"
+#include "module.h"
+
+namespace py = pybind11;
+
+namespace moecomm::bindings {
+namespace {
+
+struct Field {
+    const char* name;
+    const char* type;  // a struct, or a scalar as Python's struct module writes it
+    size_t offset, size, alignment;
+    size_t count;  // of an array, else 0
+};
+
+template <class T>
+constexpr const char* type_name() {
+    if constexpr (std::is_array_v<T>) return type_name<std::remove_extent_t<T>>();
+    if constexpr (std::is_same_v<T, u64>) return "Q";
+    if constexpr (std::is_same_v<T, i64>) return "q";
+    if constexpr (std::is_same_v<T, i32>) return "i";
+    if constexpr (std::is_same_v<T, TensorMap>) return "TensorMap";
+    if constexpr (std::is_same_v<T, Grouping>) return "Grouping";
+    if constexpr (std::is_same_v<T, GemmArgs>) return "GemmArgs";
+    if constexpr (std::is_same_v<T, LayerArgs>) return "LayerArgs";
+    if constexpr (std::is_same_v<T, Context>) return "Context";
+    if constexpr (std::is_same_v<T, PaddingArgs>) return "PaddingArgs";
+    return "";
+}
+
+// No field has been left out: each begins where the one before it ends, but for its alignment.
+template <size_t n>
+constexpr bool covers(const std::array<Field, n>& fields, size_t size, size_t alignment) {
+    size_t end = 0;
+    for (const Field& field : fields) {
+        end = (end + field.alignment - 1) / field.alignment * field.alignment;
+        if (field.offset != end || field.type[0] == '\0') return false;
+        end += field.size;
+    }
+    return (end + alignment - 1) / alignment * alignment == size;
+}
+
+#define FIELD(name)                                                                                            \
+    Field {                                                                                                    \
+        #name, type_name<decltype(S::name)>(), offsetof(S, name), sizeof(S::name), alignof(decltype(S::name)), \
+            std::extent_v<decltype(S::name)>                                                                   \
+    }
+
+// (size, fields) of a struct S by its name.
+#define STRUCT(Struct, ...)                                                                                   \
+    {                                                                                                         \
+        using S = Struct;                                                                                     \
+        constexpr std::array fields{__VA_ARGS__};                                                             \
+        static_assert(covers(fields, sizeof(S), alignof(S)), "a field of " #Struct " is missing");            \
+        py::list rows;                                                                                        \
+        for (const Field& f : fields) rows.append(py::make_tuple(f.name, f.type, f.offset, f.size, f.count)); \
+        found[#Struct] = py::make_tuple(sizeof(S), rows);                                                     \
+    }
+
+using Row = py::typing::Tuple<py::str, py::str, py::int_, py::int_, py::int_>;
+using Structs = py::typing::Dict<py::str, py::typing::Tuple<py::int_, py::typing::List<Row>>>;
+
+Structs structs() {
+    Structs found;
+    STRUCT(TensorMap, FIELD(words))
+    STRUCT(Grouping, FIELD(groups), FIELD(alignment), FIELD(group_rows), FIELD(rows), FIELD(column_tiles), FIELD(band), FIELD(unit),
+           FIELD(most_rows))
+    STRUCT(GemmArgs, FIELD(w), FIELD(x), FIELD(out), FIELD(counts), FIELD(columns), FIELD(depth), FIELD(grouping), FIELD(x_scales),
+           FIELD(w_scales), FIELD(out_scales), FIELD(x_scale_row), FIELD(x_scale_column))
+    STRUCT(LayerArgs, FIELD(ctx), FIELD(x), FIELD(published), FIELD(received), FIELD(owners), FIELD(weights), FIELD(bias), FIELD(out),
+           FIELD(x_stride), FIELD(bias_stride), FIELD(out_stride), FIELD(descriptors), FIELD(num_rows), FIELD(rows), FIELD(destinations),
+           FIELD(fetched), FIELD(tile_done), FIELD(next_tile), FIELD(next_row), FIELD(failed), FIELD(num_tokens), FIELD(max_rows),
+           FIELD(row_tiles))
+    STRUCT(ExpertLayerArgs, FIELD(first), FIELD(second), FIELD(layer), FIELD(fetchers), FIELD(together), FIELD(lag), FIELD(rotation_step))
+    STRUCT(PaddingArgs, FIELD(rows), FIELD(src), FIELD(num_rows), FIELD(counts), FIELD(bytes), FIELD(count), FIELD(group))
+    STRUCT(MapArgs, FIELD(map), FIELD(dense), FIELD(ids), FIELD(weights), FIELD(tokens), FIELD(experts), FIELD(topk), FIELD(pad))
+    STRUCT(TidyArgs, FIELD(of), FIELD(weights), FIELD(ids), FIELD(src), FIELD(counts), FIELD(num_rows), FIELD(to_weights), FIELD(to_ids),
+           FIELD(to_src), FIELD(to_counts), FIELD(to_num_rows), FIELD(each), FIELD(experts))
+    STRUCT(SwigluArgs, FIELD(both), FIELD(inner), FIELD(weights), FIELD(to_both), FIELD(to_inner), FIELD(to_weights), FIELD(end),
+           FIELD(count), FIELD(columns), FIELD(width), FIELD(pad))
+    STRUCT(GradientArgs, FIELD(rows), FIELD(y), FIELD(weights), FIELD(to_y), FIELD(to_weights), FIELD(count), FIELD(hidden))
+    STRUCT(LeaveArgs, FIELD(window), FIELD(link), FIELD(signals), FIELD(tagged_words), FIELD(bytes), FIELD(abort_here), FIELD(abort_host),
+           FIELD(timeout_ns), FIELD(rank), FIELD(ranks), FIELD(domain_ranks), FIELD(pad))
+    return found;
+}
+
+}  // namespace
+
+void bind_structs(py::module_& m) {
+    m.def("structs", &structs,
+          R"(The argument structs of kernels: size, and name, type, offset, size and array length (0: none) of each field.
+
+A type is the name of a struct (`Context` is in no table), or a scalar as Python's struct module writes it.)");
+}
+
+}  // namespace moecomm::bindings

@@ -1,0 +1,49 @@
+// Argument structs of the kernels in elementwise/, for their launches as well.
+#pragma once
+#include "../protocol/compiler.h"
+
+namespace moecomm {
+
+// padding.cuh
+struct PaddingArgs {
+    u64 rows;                   // contiguous, `bytes` each
+    u64 src, num_rows, counts;  // as in Routed; 0: not given
+    i64 bytes;
+    i32 count, group;  // rows; rows of a group (each group has one of `counts`)
+};
+
+// routing_map.cuh
+struct MapArgs {
+    u64 map;           // bool [tokens][experts]
+    u64 dense;         // float [tokens][experts]: weight of each expert; 0: no weights
+    u64 ids, weights;  // [tokens][topk]: ids, i64 as output; weights float, 0: none
+    i32 tokens, experts, topk, pad;
+};
+
+// tidy.cuh
+struct TidyArgs {
+    PaddingArgs of;                           // which rows are empty; of.rows and of.bytes are unused
+    u64 weights, ids, src, counts, num_rows;  // as in Routed; no ids: 0
+    u64 to_weights, to_ids, to_src, to_counts, to_num_rows;
+    i32 each, experts;  // weights (and ids) of a row; length of `counts`
+};
+
+// swiglu_gradients.cuh
+struct SwigluArgs {
+    u64 both;                           // [rows][2 I]: `width` gate columns, then `width` up columns, and so on
+    u64 inner;                          // [rows][I]: gradient of silu(gate) * up, without the routing weight
+    u64 weights;                        // float [rows], the routing weights
+    u64 to_both, to_inner, to_weights;  // gradients of `both`; silu(gate) * up times the weight; gradients of weights
+    u64 end;                            // i32: rows from here on are unused and stay as they are
+    i32 count, columns, width, pad;     // rows; I; see `both`
+};
+
+// combine_gradients.cuh
+struct GradientArgs {
+    u64 rows, y;  // gradients of each row's token; y (0: no gradients of weights)
+    u64 weights;  // float, one for each row
+    u64 to_y, to_weights;
+    i32 count, hidden;
+};
+
+}  // namespace moecomm

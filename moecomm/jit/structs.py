@@ -1,0 +1,28 @@
+"""Argument structs of kernels as ctypes structs, built from the tables of the native module."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from moecomm import _native
+
+_TABLE = _native.structs()
+_SCALARS = {"Q": ctypes.c_uint64, "q": ctypes.c_int64, "i": ctypes.c_int32}
+
+
+def fields_of(name: str, **structs: type[ctypes.Structure]) -> list[tuple[str, Any]]:
+    """Return the `_fields_` of a struct: scalars, members of `structs`, a Context, and padding where C++ has it."""
+    size, rows = _TABLE[name]
+    fields: list[tuple[str, Any]] = []
+    end = 0
+    for field, kind, offset, nbytes, count in [*rows, ("end", "", size, 0, 0)]:
+        if offset > end:
+            fields.append((f"padding_{field}", ctypes.c_uint8 * (offset - end)))
+        if kind == "Context":
+            fields.append((field, ctypes.c_uint64 * (nbytes // 8)))
+        elif kind:
+            one: Any = _SCALARS.get(kind) or structs[kind]
+            fields.append((field, one * count if count else one))
+        end = offset + nbytes
+    return fields
