@@ -104,7 +104,7 @@ struct CombineCall {
     MOECOMM_FN i64 sum_pitch() const { return cfg.staged_bytes() + (a.weight_grads != 0 ? cfg.grads_bytes() : 0); }
     // Address of the gradients that `rank`, possibly in another domain, has for a token of this rank.
     MOECOMM_FN const u8* grads_of(i32 rank, i32 token) const {
-        if (const RoundHeader& from = shared.headers[rank]; from.x != 0) {
+        if (const CombineHeader& from = shared.headers[rank].combine; !from.staged()) {
             const i32 slot = reinterpret_cast<const i32*>(a.route.token_slot)[static_cast<i64>(token) * cfg.ranks + rank];
             return transport.template peer_ptr<u8>(rank, from.x) + (slot + 1) * static_cast<i64>(from.pitch) - cfg.grads_bytes();
         }

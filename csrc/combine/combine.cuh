@@ -25,14 +25,14 @@ MOECOMM_FN void fill_header(const Call& c, RoundHeader& n) {
     n.num_tokens = c.a.num_tokens;
     n.chunk_tokens = c.a.chunk_tokens;
     if constexpr (Call::cfg.in_place) {
-        n.x = c.a.y - c.a.ctx.peers[c.me()];
-        n.pitch = static_cast<u64>(c.a.y_stride);
+        n.combine.x = c.a.y - c.a.ctx.peers[c.me()];
+        n.combine.pitch = static_cast<u64>(c.a.y_stride);
     } else if (c.has_reduced_rows()) {
-        n.x = c.a.reduced_rows - c.a.ctx.peers[c.me()];
-        n.pitch = static_cast<u64>(c.sum_pitch());
-        n.rows = 1;
+        n.combine.x = c.a.reduced_rows - c.a.ctx.peers[c.me()];
+        n.combine.pitch = static_cast<u64>(c.sum_pitch());
+        n.combine.reduced = 1;
     }
-    n.value = round;
+    n.route_round = round;
     n.status = static_cast<u32>(intact ? Argument::none : Argument::handle);
 }
 

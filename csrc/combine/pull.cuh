@@ -92,9 +92,9 @@ struct Pull {
         : c(call),
           warp(this_warp),
           shift(__ffs(call.a.chunk_tokens) - 1),
-          gives_credit((cfg.domains() > 1 || some(call, [](const RoundHeader& n) { return n.x == 0; })) &&
+          gives_credit((cfg.domains() > 1 || some(call, [](const RoundHeader& n) { return n.combine.staged(); })) &&
                        call.chunks() > ring_chunks(call.shape(), call.a.chunk_tokens)),
-          together(some(call, [](const RoundHeader& n) { return n.x == 0 || n.rows != 0; }) ? kPieces : 1),
+          together(some(call, [](const RoundHeader& n) { return n.combine.staged() || n.combine.reduced != 0; }) ? kPieces : 1),
           chunks_here(ceil_div(max(call.chunks() - static_cast<i32>(blockIdx.x), 0), static_cast<i32>(gridDim.x))),
           nth(by_chunks() ? this_warp : (this_warp * gridDim.x + blockIdx.x) * together),
           scaleout_ranks{call, this_warp, cfg.domains() > 1 && call.direct()} {
@@ -161,8 +161,8 @@ struct Pull {
 
     // Returns whether this lane may read the row of `rank`. The lane that acquires the flag is the lane that loads the row.
     MOECOMM_FN bool await_row(i32 rank, bool may_wait) {
-        const RoundHeader& from = c.shared.headers[rank];
-        if ((from.x != 0 && from.rows == 0) || seen == chunk()) return true;
+        const CombineHeader& from = c.shared.headers[rank].combine;
+        if ((!from.staged() && from.reduced == 0) || seen == chunk()) return true;
         const u64 flag = reduced_at(c.window(), c.shape(), rank, chunk());
         u64 tag = 0;
         if (may_wait ? !wait_flag(c.round, Phase::reduced, rank, flag, c.round.tag, tag)
@@ -174,8 +174,8 @@ struct Pull {
     }
 
     MOECOMM_FN const u8* row_at(i32 rank, i32 slot) const {
-        const RoundHeader& from = c.shared.headers[rank];
-        if (from.x == 0) return c.staged_row(rank, c.me(), token());
+        const CombineHeader& from = c.shared.headers[rank].combine;
+        if (from.staged()) return c.staged_row(rank, c.me(), token());
         return c.transport.template peer_ptr<u8>(rank, from.x) + slot * static_cast<i64>(from.pitch);
     }
 

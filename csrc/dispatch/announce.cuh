@@ -12,23 +12,23 @@ MOECOMM_FN void fill_header(const Call& c, RoundHeader& n) {
     const bool intact = !Call::cfg.repeat || is_sealed_by_kernel(c.a.route, Call::cfg.ranks);
     n.status = static_cast<u32>(intact ? Argument::none : Argument::handle);
     n.call = c.a.call;
-    n.value = Call::cfg.repeat ? round_of(c.a.route, Call::cfg.ranks) : 0;
+    n.route_round = Call::cfg.repeat ? round_of(c.a.route, Call::cfg.ranks) : 0;
     n.num_tokens = c.a.num_tokens;
     n.chunk_tokens = c.a.chunk_tokens;
     n.max_rows = c.a.max_rows;
     n.blocks = c.senders;
-    n.x = c.a.out_x;
-    n.scales = c.a.out_scales;
-    n.src = c.a.out_src;
-    n.topk_idx = c.a.out_topk_idx;
-    n.weights = c.a.out_weights;
-    n.rows = c.a.out_rows;
+    n.dispatch.x = c.a.out_x;
+    n.dispatch.scales = c.a.out_scales;
+    n.dispatch.src = c.a.out_src;
+    n.dispatch.topk_idx = c.a.out_topk_idx;
+    n.dispatch.weights = c.a.out_weights;
+    n.dispatch.rows = c.a.out_rows;
     if constexpr (Call::cfg.descriptors) {  // fused layers: the owner that makes row descriptors needs these addresses
-        n.src = c.a.x;
-        n.topk_idx = c.a.x_stride;
-        n.weights = c.a.receive_buffer;
+        n.descriptors.published = c.a.x;
+        n.descriptors.published_stride = c.a.x_stride;
+        n.descriptors.receive_buffer = c.a.receive_buffer;
     }
-    n.pitch = Call::cfg.packets ? Call::cfg.packets_of_row() * Call::cfg.packet_lines * kLineBytes : 0;
+    n.dispatch.token_packet_bytes = Call::cfg.packets ? Call::cfg.packets_of_row() * Call::cfg.packet_lines * kLineBytes : 0;
 }
 
 // Called by the team of every block. Posts the round header to every peer of the domain, one block for each peer, and with few tokens also
@@ -41,7 +41,7 @@ MOECOMM_FN void announce(const Call& c) {
     if (bad != 0) {
         if (c.team_thread() == 0) {
             c.shared.mine.status = static_cast<u32>(is_bad_id(bad) ? Argument::topk_idx : Argument::topk_weights);
-            if (is_bad_id(bad)) c.shared.mine.value = c.id_at(bad_position(bad));
+            if (is_bad_id(bad)) c.shared.mine.bad_value = c.id_at(bad_position(bad));
         }
         c.team_any(false);
     }

@@ -31,7 +31,7 @@ MOECOMM_FN void write_flat_metadata(const Call& c, const From& from, const Metad
         const i32 rank = c.domains().neighbour(step);
         const i32 slot = from.slot_at(e.token, rank);
         if (slot < 0) continue;
-        const RoundHeader& to = c.shared.headers[rank];
+        const DispatchHeader& to = c.shared.headers[rank].dispatch;
         const bool here = e.owner == rank;
         const i64 at = static_cast<i64>(slot) * cfg.topk + e.k;
         if (to.weights != 0) c.transport.template peer_ptr<float>(rank, to.weights)[at] = here ? e.weight : 0.0f;
@@ -53,10 +53,10 @@ MOECOMM_FN void write_row_metadata(const Call& c, const From& from, const Metada
         const i32 slot = from.slot_at(e.token, rank);
         if (slot < 0) continue;
         const i64 at = static_cast<i64>(slot) * cfg.topk + e.k;
-        c.transport.template peer_ptr<i32>(rank, c.shared.headers[rank].rows)[at] = e.owner == rank ? e.row : -1;
+        c.transport.template peer_ptr<i32>(rank, c.shared.headers[rank].dispatch.rows)[at] = e.owner == rank ? e.row : -1;
     }
     if (e.owner < 0 || !c.domains().reaches(e.owner)) return;
-    const RoundHeader& to = c.shared.headers[e.owner];
+    const DispatchHeader& to = c.shared.headers[e.owner].dispatch;
     if (to.weights != 0) c.transport.template peer_ptr<float>(e.owner, to.weights)[e.row] = e.weight;
     if (to.src != 0) c.transport.template peer_ptr<int2>(e.owner, to.src)[e.row] = make_int2(from.source(), e.token);
 }

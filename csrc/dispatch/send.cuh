@@ -234,7 +234,7 @@ MOECOMM_FN Places<Call> places_of(const Call& c, const Token<Call>& token) {
             }
         }
         if (lane_id() != lane) return;
-        const RoundHeader& header = c.shared.headers[rank];
+        const DispatchHeader& header = c.shared.headers[rank].dispatch;
         to.row[place] = c.transport.template peer_ptr<u8>(rank, header.x) + static_cast<i64>(row) * cfg.row_bytes;
         if constexpr (Call::cfg.scale_bytes > 0) {
             const i64 of_scales = Call::cfg.scale_columns ? slot : row;

@@ -19,14 +19,14 @@ void announce(Combine& c, bool intact) {
     RoundHeader n{};
     n.status = static_cast<u32>(intact ? Argument::none : Argument::handle);
     n.call = c.a.call;
-    n.value = round_of(c.a.route, c.r.ranks);
+    n.route_round = round_of(c.a.route, c.r.ranks);
     n.num_tokens = c.a.num_tokens;
     n.chunk_tokens = c.a.chunk_tokens;
     if (c.in_place) {
         const u64 window = c.a.ctx.peers[c.r.me];
-        n.x = c.a.y - window;
-        n.pitch = static_cast<u64>(c.a.y_stride);
-        if (!c.flat && c.a.weighted != 0) n.weights = c.a.route.row_weights - window;
+        n.combine.x = c.a.y - window;
+        n.combine.pitch = static_cast<u64>(c.a.y_stride);
+        if (!c.flat && c.a.weighted != 0) n.combine.weights = c.a.route.row_weights - window;
     }
     c.r.announce(n, nullptr);
 }

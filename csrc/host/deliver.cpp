@@ -37,7 +37,7 @@ void Delivery::raise_flags() const {
 
 // Scales lie beside the row, or where they wait to become columns: by flat row.
 void Delivery::store_payload(const Token& token, i32 rank, i32 slot, const Payload& payload) const {
-    const RoundHeader& to = d_.r.header(rank);
+    const DispatchHeader& to = d_.r.header(rank).dispatch;
     const i64 row = d_.flat ? slot : payload_row(token, rank);
     copy_row(at<u8>(d_.a.ctx, rank, to.x) + row * d_.a.row_bytes, payload.row, d_.a.row_bytes, d_.past_cache);
     if (d_.a.scale_bytes == 0) return;
@@ -48,7 +48,7 @@ void Delivery::store_payload(const Token& token, i32 rank, i32 slot, const Paylo
 // Beside the row at `rank`: whose it is, which experts, which weights.
 void Delivery::store_metadata(const Token& token, i32 rank, i32 slot) const {
     const DispatchArgs& a = d_.a;
-    const RoundHeader& to = d_.r.header(rank);
+    const DispatchHeader& to = d_.r.header(rank).dispatch;
     const i64 there = static_cast<i64>(slot) * d_.topk;
     i32* src = to.src != 0 ? at<i32>(a.ctx, rank, to.src) : nullptr;
     float* weights = to.weights != 0 ? at<float>(a.ctx, rank, to.weights) : nullptr;

@@ -31,16 +31,20 @@ void announce(Dispatch& d, const BadEntry& bad) {
     RoundHeader n{};
     n.status = static_cast<u32>(bad.argument);
     n.call = a.call;
-    n.value = d.repeat ? round_of(a.route, d.r.ranks) : bad.value;
+    if (d.repeat) {
+        n.route_round = round_of(a.route, d.r.ranks);
+    } else {
+        n.bad_value = bad.value;
+    }
     n.num_tokens = a.num_tokens;
     n.chunk_tokens = a.chunk_tokens;
     n.max_rows = a.max_rows;
-    n.x = a.out_x;
-    n.scales = a.out_scales;
-    n.src = a.out_src;
-    n.topk_idx = a.out_topk_idx;
-    n.weights = a.out_weights;
-    n.rows = a.out_rows;
+    n.dispatch.x = a.out_x;
+    n.dispatch.scales = a.out_scales;
+    n.dispatch.src = a.out_src;
+    n.dispatch.topk_idx = a.out_topk_idx;
+    n.dispatch.weights = a.out_weights;
+    n.dispatch.rows = a.out_rows;
     d.r.announce(n, d.repeat ? nullptr : d.plan.total_up(bad.argument != Argument::none));
 }
 

@@ -25,15 +25,15 @@ Tokens forwarded_tokens(const Combine& c, i32 domain) {
 
 // What `rank` holds of the token, where it has one row for it: a reduced one or, in place, the caller's own.  Null: several, in place.
 const u8* Gather::single_row(i32 rank, i32 slot, i32 token) const {
-    const RoundHeader& from = c_.r.header(rank);
-    if (from.x == 0) return c_.staged(rank, tokens_.source_rank, token);
+    const CombineHeader& from = c_.r.header(rank).combine;
+    if (from.staged()) return c_.staged(rank, tokens_.source_rank, token);
     return c_.flat ? at<const u8>(c_.a.ctx, rank, from.x) + slot * static_cast<i64>(from.pitch) : nullptr;
 }
 
 // The rows of the token at `rank`, in place, added up and rounded as that rank would have staged them.
 void Gather::add_in_place(float* sum, i32 token, i32 rank, i64 column, i64 n) const {
     const CombineArgs& a = c_.a;
-    const RoundHeader& from = c_.r.header(rank);
+    const CombineHeader& from = c_.r.header(rank).combine;
     Addends rows;
     rows.type = c_.type;
     for (i32 k = 0; k < c_.topk; ++k) {

@@ -30,7 +30,7 @@ bool Pull::has_step(i32 chunk) const {
 bool Pull::ready(Chunk& chunk) {
     for (; chunk.awaited != 0; chunk.awaited &= chunk.awaited - 1) {
         const i32 p = c_.r.first + __builtin_ctzll(chunk.awaited);
-        if (c_.r.header(p).x == 0 && !has_tag(flag(p, chunk.number), c_.r.tag)) return false;
+        if (c_.r.header(p).combine.staged() && !has_tag(flag(p, chunk.number), c_.r.tag)) return false;
     }
     return has_step(chunk.number) && scaleout_ready(chunk.number);
 }

@@ -37,11 +37,11 @@ MOECOMM_BOTH ValidationResult validate_header(const RoundHeader& mine, const Rou
     if (theirs.rejected != mine.rejected) return {Failure::mismatch, Argument::rejected, from, mine.rejected, theirs.rejected};
     if (theirs.op != mine.op) return {Failure::mismatch, Argument::none, from, mine.op, theirs.op};
     if (theirs.status != static_cast<u32>(Argument::none))
-        return {Failure::bad_input, static_cast<Argument>(theirs.status), from, experts, theirs.value};
+        return {Failure::bad_input, static_cast<Argument>(theirs.status), from, experts, theirs.bad_value};
     if (theirs.call != mine.call)
         return {Failure::mismatch, Argument::none, from, static_cast<i64>(mine.call), static_cast<i64>(theirs.call)};
-    if (theirs.value != mine.value && mine.status == static_cast<u32>(Argument::none))
-        return {Failure::mismatch, Argument::handle, from, mine.value, theirs.value};
+    if (theirs.route_round != mine.route_round && mine.status == static_cast<u32>(Argument::none))
+        return {Failure::mismatch, Argument::handle, from, mine.route_round, theirs.route_round};
     return {Failure::none, Argument::none, -1, 0, 0};
 }
 

@@ -51,7 +51,7 @@ u64* announce_as(Fixture& f, i32 from, Op op, u32 round, i32 tokens, u64 call) {
     RoundHeader n{};
     n.op = static_cast<u32>(op);
     n.call = call;
-    n.value = op == Op::combine ? round_tag(1) : 0;  // of what was dispatched in round 1
+    n.route_round = op == Op::combine ? round_tag(1) : 0;  // of what was dispatched in round 1
     n.num_tokens = tokens;
     n.chunk_tokens = 8;
     n.max_rows = 1 << 20;

@@ -76,7 +76,7 @@ struct ReturnForward {
     }
     // Returns whether this lane may read the row of `rank`, as in Pull.
     MOECOMM_FN bool await_row(i32 rank, bool may_wait) {
-        if (c.shared.headers[rank].x != 0 || seen == nth) return true;
+        if (!c.shared.headers[rank].combine.staged() || seen == nth) return true;
         const u64 flag = c.reduced_flag(source_rank_of(nth), rank, chunk_of(nth));
         u64 tag = 0;
         if (may_wait ? !wait_flag(c.round, Phase::reduced, rank, flag, c.round.tag, tag)
@@ -87,8 +87,8 @@ struct ReturnForward {
         return true;
     }
     MOECOMM_FN const u8* row_at(i32 rank, i32 slot, i32 token) const {
-        const RoundHeader& from = c.shared.headers[rank];
-        if (from.x == 0) return c.staged_row(rank, source_rank_of(nth), token);
+        const CombineHeader& from = c.shared.headers[rank].combine;
+        if (from.staged()) return c.staged_row(rank, source_rank_of(nth), token);
         return c.transport.template peer_ptr<u8>(rank, from.x) + slot * static_cast<i64>(from.pitch);
     }
     // Address of this domain's sum of a token, from which it is put.

@@ -63,7 +63,7 @@ struct Forward {
             if constexpr (cfg.layout != Layout::flat)  // the first of the token's rows there
                 row = __shfl_sync(kAllLanes, t.entry.row, __ffs(__ballot_sync(kAllLanes, t.entry.owner == rank)) - 1);
             if (lane_id() != lane) continue;
-            const RoundHeader& to = c.shared.headers[rank];
+            const DispatchHeader& to = c.shared.headers[rank].dispatch;
             t.row = c.transport.template peer_ptr<u8>(rank, to.x) + static_cast<i64>(row) * cfg.row_bytes;
             const i64 of_scales = cfg.scale_columns ? t.slot : row;
             t.scales = c.transport.template peer_ptr<u8>(rank, to.scales) + of_scales * cfg.scale_bytes;
