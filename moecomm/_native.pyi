@@ -706,9 +706,6 @@ def host_ping_pong(
 def host_run_all(rounds: collections.abc.Sequence[DispatchArgs | CombineArgs]) -> None:
     """Run the rounds of several ranks of this process at once, each in a thread of its own.  Else as host_dispatch."""
 
-def landed_bytes(shape: Shape, row_bytes: int, scale_bytes: int) -> int:
-    """Bytes of a token in the receive buffer of another domain."""
-
 def leave(context: Context) -> None:
     """Announce to the peers that this rank takes part in no further host round.  Never waits."""
 
@@ -723,6 +720,9 @@ def pidfd_open(pid: int) -> int:
 
 def read_word(address: int) -> int:
     """Load a u32."""
+
+def received_token_bytes(shape: Shape, row_bytes: int, scale_bytes: int) -> int:
+    """Bytes of a token in the receive buffer of another domain."""
 
 def record(address: int) -> FailureRecordView | None:
     """The record of a failed round; None while nothing has failed."""

@@ -97,7 +97,7 @@ class Buffer:
                 heap_bytes=window_bytes or settings.default_heap(),
                 domain_ranks=domain_ranks or 0,
             )
-            shape.receive_bytes = _native.landed_bytes(shape, *settings.receive_payload_bytes)
+            shape.receive_bytes = _native.received_token_bytes(shape, *settings.receive_payload_bytes)
             session, self.why = backends.open_session(name, self.why, ranks, shape, wanted, timeout_s)
             with ExitStack() as undo:
                 undo.callback(session.close)

@@ -95,7 +95,7 @@ ValueError unless `ring_tokens` is a positive multiple of 32 (kMaxChunk) and `do
     m.def("takes_weights", &takes_weights, py::arg("shape"), "Whether source ranks may give a combine routing weights of their own.");
     m.def("goes_direct", &goes_direct, py::arg("shape"), py::arg("num_tokens"),
           "Whether rows of a rank with so many tokens reach other domains without a forwarder.");
-    m.def("landed_bytes", &landed_bytes, py::arg("shape"), py::arg("row_bytes"), py::arg("scale_bytes"),
+    m.def("received_token_bytes", &received_token_bytes, py::arg("shape"), py::arg("row_bytes"), py::arg("scale_bytes"),
           "Bytes of a token in the receive buffer of another domain.");
 }
 

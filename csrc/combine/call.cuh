@@ -20,7 +20,7 @@ struct Item {
 };
 
 // Destination of a token's sum, and the bias to add (null: none).
-struct Out {
+struct OutputRow {
     u8* row;
     const u8* bias;
     i32 token;
@@ -28,7 +28,7 @@ struct Out {
 };
 
 // A range of flat rows on this rank.
-struct Rows {
+struct RowRange {
     i32 first, count;
 };
 
@@ -63,10 +63,10 @@ struct CombineShared {
     Begin begin;
     RoundHeader mine;
     RoundHeader headers[cfg.ranks];
-    Sent sent[cfg.ranks];    // by source rank, from the route
-    Rows pushed[cfg.ranks];  // by source rank: its rows here, if they travel in packets
-    u32 missing;             // 1: a round header did not arrive
-    i32 is_invalid;          // 1: the round is invalid
+    SourceTokens sent[cfg.ranks];  // by source rank, from the route
+    RowRange pushed[cfg.ranks];    // by source rank: its rows here, if they travel in packets
+    u32 missing;                   // 1: a round header did not arrive
+    i32 is_invalid;                // 1: the round is invalid
 };
 
 template <CombineConfig cfg>
@@ -101,12 +101,13 @@ struct CombineCall {
     // Whether each row reduced here has a place of its own (CombineArgs::reduced_rows), and the bytes from one to the next: a row and its
     // gradients, if any.
     MOECOMM_FN bool has_reduced_rows() const { return cfg.domains() == 1 && !cfg.own_weights && a.reduced_rows != 0; }
-    MOECOMM_FN i64 sum_pitch() const { return cfg.staged_bytes() + (a.weight_grads != 0 ? cfg.grads_bytes() : 0); }
+    MOECOMM_FN i64 reduced_row_pitch() const { return cfg.staged_bytes() + (a.weight_grads != 0 ? cfg.grads_bytes() : 0); }
     // Address of the gradients that `rank`, possibly in another domain, has for a token of this rank.
     MOECOMM_FN const u8* grads_of(i32 rank, i32 token) const {
-        if (const CombineHeader& from = shared.headers[rank].combine; !from.staged()) {
+        if (const RoundHeader& from = shared.headers[rank]; from.combine.rows != 0) {
             const i32 slot = reinterpret_cast<const i32*>(a.route.token_slot)[static_cast<i64>(token) * cfg.ranks + rank];
-            return transport.template peer_ptr<u8>(rank, from.x) + (slot + 1) * static_cast<i64>(from.pitch) - cfg.grads_bytes();
+            return transport.template peer_ptr<u8>(rank, from.combine.rows) + (slot + 1) * static_cast<i64>(from.combine.pitch) -
+                   cfg.grads_bytes();
         }
         if (domains().reaches(rank)) return staged_row(rank, me(), token) + grads_at();
         if (direct()) return transport.template local<u8>(direct_row_at(window(), shape(), round.tag, rank, token)) + grads_at();
@@ -146,13 +147,13 @@ struct CombineCall {
         return packets_at(window(), shape(), round.tag, owner) + static_cast<u64>(token * kTokenBytes + piece * kPacketBytes);
     }
 
-    MOECOMM_FN Out out_of(i32 token) const {
+    MOECOMM_FN OutputRow out_of(i32 token) const {
         return {reinterpret_cast<u8*>(a.out) + token * a.out_stride,
                 a.bias != 0 ? reinterpret_cast<const u8*>(a.bias) + token * a.bias_stride : nullptr, token};
     }
     // Adds the bias to n columns of a token's sum, rounds once, and stores the columns for the caller.
     template <i32 n>
-    MOECOMM_FN void store_out(const Out& out, i32 column, float (&sum)[n]) const {
+    MOECOMM_FN void store_out(const OutputRow& out, i32 column, float (&sum)[n]) const {
         if (out.bias != nullptr) {
             float bias[n];
             constexpr Type type = cfg.wide_bias ? Type::fp32 : cfg.type;

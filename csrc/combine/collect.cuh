@@ -28,7 +28,7 @@ struct Collect {
     MOECOMM_FN Collect(const Call& call, i32 warp)
         : c(call),
           items(call.a.num_tokens * P::kPieces),
-          looks(items <= static_cast<i32>(gridDim.x) ? kLooks : 1),
+          looks(items <= static_cast<i32>(gridDim.x) ? kPacketPolls : 1),
           nth(blockIdx.x + gridDim.x * warp) {
         look_ahead();
     }
@@ -93,7 +93,7 @@ struct Collect {
     }
 
     // Loads the packets of `owners`, at most kBatch. Returns false in all lanes if one did not arrive.
-    MOECOMM_FN bool bring(u64 owners, i32 token, i32 piece, PacketWords (&words)[kBatch]) {
+    MOECOMM_FN bool load_packets(u64 owners, i32 token, i32 piece, PacketWords (&words)[kBatch]) {
         const u8* packets[kBatch];
         u32 all = 0;
         u64 left = owners;
@@ -129,7 +129,7 @@ struct Collect {
             const u64 now = take(owners);
             const i32 count = __popcll(now);
             PacketWords words[kBatch];
-            if (!bring(now, token, piece, words)) return false;
+            if (!load_packets(now, token, piece, words)) return false;
 #pragma unroll
             for (i32 step = 0; step < P::kSteps; ++step) {
 #pragma unroll

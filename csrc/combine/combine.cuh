@@ -25,12 +25,12 @@ MOECOMM_FN void fill_header(const Call& c, RoundHeader& n) {
     n.num_tokens = c.a.num_tokens;
     n.chunk_tokens = c.a.chunk_tokens;
     if constexpr (Call::cfg.in_place) {
-        n.combine.x = c.a.y - c.a.ctx.peers[c.me()];
+        n.combine.rows = c.a.y - c.a.ctx.peers[c.me()];
         n.combine.pitch = static_cast<u64>(c.a.y_stride);
     } else if (c.has_reduced_rows()) {
-        n.combine.x = c.a.reduced_rows - c.a.ctx.peers[c.me()];
-        n.combine.pitch = static_cast<u64>(c.sum_pitch());
-        n.combine.reduced = 1;
+        n.combine.rows = c.a.reduced_rows - c.a.ctx.peers[c.me()];
+        n.combine.pitch = static_cast<u64>(c.reduced_row_pitch());
+        n.combine.is_reduced = 1;
     }
     n.route_round = round;
     n.status = static_cast<u32>(intact ? Argument::none : Argument::handle);
@@ -95,7 +95,7 @@ MOECOMM_FN bool reduce_or_pull(const Call& c) {
     constexpr i32 return_forward_threads = cfg.reduce_warps + cfg.pull_warps;
     if constexpr (cfg.domains() > 1) {
         if (warp_id() >= return_forward_threads && warp_id() < return_forward_threads + cfg.return_forward_warps)
-            return give_back(c, warp_id() - return_forward_threads);
+            return return_forward_chunk(c, warp_id() - return_forward_threads);
     } else {
         if ((cfg.reduce_warps == 0 || warp_id() < cfg.reduce_warps) && !push(c)) return false;
     }
@@ -121,9 +121,9 @@ MOECOMM_FN void finish(const Call& c) {
     if (c.all_in_packets) return;
     if (!last_block(&state->finished) || c.shared.is_invalid != 0) return;
     if (threadIdx.x >= kWarp) return;  // warp_id() would occupy a register from the start of the kernel
-    if (lane_id() == 0) state->taken = 0;
+    if (lane_id() == 0) state->next_piece = 0;
     for (i32 step = lane_id(); step < cfg.scaleup_ranks(); step += kWarp)
-        c.transport.signal(c.domains().neighbour(step), drained_at(c.window(), c.me()), tag_signal(c.round.tag));
+        c.transport.signal(c.domains().neighbor(step), drained_at(c.window(), c.me()), tag_signal(c.round.tag));
     if (cfg.in_place || c.has_reduced_rows()) {
         await_drained(c, c.round.tag);
     } else if (lane_id() == 0) {
@@ -151,7 +151,7 @@ MOECOMM_FN void combine(const CombineArgs& args) {
     CombineCall<cfg, Transport> c{a, Transport{a.ctx}, {a.ctx, Op::combine, 0}, shared, false};
     bool others = false;  // some source rank's rows do not travel in packets
     for (i32 p = threadIdx.x; p < cfg.ranks; p += cfg.threads()) others = !look_up_source_rank(c, p) || others;
-    if (threadIdx.x == cfg.threads() - 1) look_up_round(a.ctx, shared.begin);
+    if (threadIdx.x == cfg.threads() - 1) read_round(a.ctx, shared.begin);
     if (threadIdx.x == cfg.threads() - 2 * kWarp) fill_header(c, shared.mine);  // its warp loads nothing else
     c.all_in_packets = !__syncthreads_or(others);
     c.round.tag = shared.begin.tag;

@@ -39,7 +39,7 @@ MOECOMM_FN bool await_all_headers(const Call& c) {
             *const_cast<volatile u32*>(&c.scaleout().headers_seen) = 1;
         }
     }
-    if (cfg.packets) let_next_kernel_launch();
+    if (cfg.packets) launch_dependents();
     fence_async();  // bulk reads of rows come after the headers
     return true;
 }
@@ -53,12 +53,12 @@ MOECOMM_FN bool await_earlier_credit(const Call& c, i32 source_rank, i32 chunk, 
     if (earlier < 0) return true;
     const auto* place = own<const u64>(c.a.ctx, credit_at(c.window(), c.shape(), source_rank, earlier, chunk_tokens));
     const u64 credit = word_signal(c.round.tag, earlier);
-    bool came = true;
+    bool in_time = true;
     if (lane_id() == 0)
-        came = wait_for(
+        in_time = wait_for(
             c.round, Phase::grid, c.me(), earlier, [&] { return load_acquire(place) == credit; },
             [&] { return static_cast<i64>(signal_word(load_acquire(place))); });
-    return __all_sync(kAllLanes, came);  // before any lane leaves the next credit there
+    return __all_sync(kAllLanes, in_time);  // before any lane leaves the next credit there
 }
 
 // The role of a pull warp. Lane i serves the i-th rank that holds a part of the token. All lanes call all methods together. Warps divide
@@ -76,30 +76,30 @@ struct Pull {
 
     const Call& c;
     const i32 warp;
-    const i32 shift;          // a chunk is 1 << shift tokens
-    const bool gives_credit;  // peers stage rows, and not all of this rank's tokens fit their rings
-    const i32 together;       // pieces that a warp claims at once
-    const i32 chunks_here;    // chunks of the block, where chunks belong to blocks
-    i32 nth;                  // the next piece: of the block's, or of all tokens'
-    u32 taken = 0;            // in lane 0: the claim after that, made early to hide its latency
-    i32 ahead;                // this lane's slot of the next piece's token
-    i32 seen = -1;            // the chunk for which this lane has acquired the flag of its rank
-    i32 signaled = 0;         // chunks of the block at whose steps this warp has arrived
+    const i32 shift;             // a chunk is 1 << shift tokens
+    const bool gives_credit;     // peers stage rows, and not all of this rank's tokens fit their rings
+    const i32 pieces_per_claim;  // pieces that a warp claims at once
+    const i32 chunks_here;       // chunks of the block, where chunks belong to blocks
+    i32 nth;                     // the next piece: of the block's, or of all tokens'
+    u32 claimed = 0;             // in lane 0: the claim after that, made early to hide its latency
+    i32 ahead;                   // this lane's slot of the next piece's token
+    i32 seen = -1;               // the chunk for which this lane has acquired the flag of its rank
+    i32 signaled = 0;            // chunks of the block at whose steps this warp has arrived
     bool failed = false;
-    ScaleoutSums<Call> scaleout_ranks;
+    ScaleoutSums<Call> scaleout_sums;
 
     MOECOMM_FN Pull(const Call& call, i32 this_warp)
         : c(call),
           warp(this_warp),
           shift(__ffs(call.a.chunk_tokens) - 1),
-          gives_credit((cfg.domains() > 1 || some(call, [](const RoundHeader& n) { return n.combine.staged(); })) &&
+          gives_credit((cfg.domains() > 1 || some(call, [](const RoundHeader& n) { return n.combine.rows == 0; })) &&
                        call.chunks() > ring_chunks(call.shape(), call.a.chunk_tokens)),
-          together(some(call, [](const RoundHeader& n) { return n.combine.staged() || n.combine.reduced != 0; }) ? kPieces : 1),
+          pieces_per_claim(some(call, [](const RoundHeader& n) { return n.combine.rows == 0 || n.combine.is_reduced != 0; }) ? kPieces : 1),
           chunks_here(ceil_div(max(call.chunks() - static_cast<i32>(blockIdx.x), 0), static_cast<i32>(gridDim.x))),
-          nth(by_chunks() ? this_warp : (this_warp * gridDim.x + blockIdx.x) * together),
-          scaleout_ranks{call, this_warp, cfg.domains() > 1 && call.direct()} {
+          nth(by_chunks() ? this_warp : (this_warp * gridDim.x + blockIdx.x) * pieces_per_claim),
+          scaleout_sums{call, this_warp, cfg.domains() > 1 && call.direct()} {
         skip_ends();
-        if (!by_chunks()) take();
+        if (!by_chunks()) claim();
         ahead = slot_of(token(), lane_id());
     }
 
@@ -124,19 +124,19 @@ struct Pull {
         while (by_chunks() && !at_end() && token() >= c.a.num_tokens) nth += cfg.pull_warps;
     }
     // Claims the next piece or token. The first one of each warp of the grid is fixed.
-    MOECOMM_FN void take() {
-        if (lane_id() == 0) taken = gridDim.x * cfg.pull_warps + atomicAdd(&own_state(c.a.ctx)->taken, 1);
+    MOECOMM_FN void claim() {
+        if (lane_id() == 0) claimed = gridDim.x * cfg.pull_warps + atomicAdd(&own_state(c.a.ctx)->next_piece, 1);
     }
-    MOECOMM_FN void go_on() {
+    MOECOMM_FN void advance() {
         if (by_chunks()) {
             nth += cfg.pull_warps;
             skip_ends();
-        } else if (together > 1 && (nth + 1) % kPieces != 0) {
+        } else if (pieces_per_claim > 1 && (nth + 1) % kPieces != 0) {
             ++nth;
             return;
         } else {
-            nth = static_cast<i32>(__shfl_sync(kAllLanes, taken, 0)) * together;
-            take();
+            nth = static_cast<i32>(__shfl_sync(kAllLanes, claimed, 0)) * pieces_per_claim;
+            claim();
         }
         ahead = slot_of(token(), lane_id());
     }
@@ -161,8 +161,8 @@ struct Pull {
 
     // Returns whether this lane may read the row of `rank`. The lane that acquires the flag is the lane that loads the row.
     MOECOMM_FN bool await_row(i32 rank, bool may_wait) {
-        const CombineHeader& from = c.shared.headers[rank].combine;
-        if ((!from.staged() && from.reduced == 0) || seen == chunk()) return true;
+        const RoundHeader& from = c.shared.headers[rank];
+        if ((from.combine.rows != 0 && from.combine.is_reduced == 0) || seen == chunk()) return true;
         const u64 flag = reduced_at(c.window(), c.shape(), rank, chunk());
         u64 tag = 0;
         if (may_wait ? !wait_flag(c.round, Phase::reduced, rank, flag, c.round.tag, tag)
@@ -174,9 +174,9 @@ struct Pull {
     }
 
     MOECOMM_FN const u8* row_at(i32 rank, i32 slot) const {
-        const CombineHeader& from = c.shared.headers[rank].combine;
-        if (from.staged()) return c.staged_row(rank, c.me(), token());
-        return c.transport.template peer_ptr<u8>(rank, from.x) + slot * static_cast<i64>(from.pitch);
+        const RoundHeader& from = c.shared.headers[rank];
+        if (from.combine.rows == 0) return c.staged_row(rank, c.me(), token());
+        return c.transport.template peer_ptr<u8>(rank, from.combine.rows) + slot * static_cast<i64>(from.combine.pitch);
     }
 
     // See gather.cuh. Sets `failed` if a wait failed.
@@ -187,23 +187,23 @@ struct Pull {
         i32 rank;
         const i32 slot = slot_of_lane(rank);
         bool missing = slot >= 0 && !await_row(rank, may_wait);
-        if constexpr (cfg.domains() > 1) missing = !scaleout_ranks.await(token(), chunk(), may_wait) || missing;
+        if constexpr (cfg.domains() > 1) missing = !scaleout_sums.await(token(), chunk(), may_wait) || missing;
         if (__any_sync(kAllLanes, missing)) {
             failed = may_wait;
             return may_wait ? Next::none : Next::later;
         }
         const i32 column = nth % kPieces * kPieceColumns;
         if (slot >= 0) source = row_at(rank, slot) + column * bytes_of(kType);
-        if (column == 0 && c.a.out_weight_grads != 0) bring_grads();
+        if (column == 0 && c.a.out_weight_grads != 0) load_grads();
         out = {0, column, token(), 0, -1};
-        if constexpr (cfg.domains() > 1) scaleout_ranks.open();
-        go_on();
+        if constexpr (cfg.domains() > 1) scaleout_sums.open();
+        advance();
         return Next::item;
     }
 
     // Copies the token's gradients of weights, one in each lane, from the owner of its expert. Another lane acquired that owner's flag;
     // __syncwarp passes this on.
-    MOECOMM_FN void bring_grads() const {
+    MOECOMM_FN void load_grads() const {
         __syncwarp();
         if (lane_id() >= cfg.topk) return;
         const i64 entry = static_cast<i64>(token()) * cfg.topk + lane_id();
@@ -231,15 +231,15 @@ struct Pull {
         return sum;
     }
 
-    MOECOMM_FN Out target(const Item& item) const { return c.out_of(item.token); }
+    MOECOMM_FN OutputRow target(const Item& item) const { return c.out_of(item.token); }
     template <i32 n>
-    MOECOMM_FN void store(const Out& out, i32 column, float (&sum)[n]) const {
-        if constexpr (cfg.domains() > 1) scaleout_ranks.add_to(out.token, column, sum);
+    MOECOMM_FN void store(const OutputRow& out, i32 column, float (&sum)[n]) const {
+        if constexpr (cfg.domains() > 1) scaleout_sums.add_to(out.token, column, sum);
         c.store_out(out, column, sum);
     }
 
     MOECOMM_FN void close(const Item&) {
-        if constexpr (cfg.domains() > 1) scaleout_ranks.close();
+        if constexpr (cfg.domains() > 1) scaleout_sums.close();
     }
 
     // Arrives at the steps of the block's first `chunks` chunks, of which this warp has nothing left to read. The last warp to arrive gives
@@ -249,11 +249,11 @@ struct Pull {
             const i32 chunk = blockIdx.x + gridDim.x * signaled;
             if (!complete_step(c.shared.pulled, c.round, signaled) || !await_earlier_credit(c, c.me(), chunk, c.a.chunk_tokens)) continue;
             if constexpr (cfg.domains() > 1) {
-                if (!scaleout_ranks.signal_pulled(chunk)) continue;
+                if (!scaleout_sums.signal_pulled(chunk)) continue;
             }
             const u64 place = credit_at(c.window(), c.shape(), c.me(), chunk, c.a.chunk_tokens);
             for (i32 step = lane_id(); step < cfg.scaleup_ranks() - 1; step += kWarp)
-                c.transport.signal(c.domains().neighbour(step), place, word_signal(c.round.tag, chunk));
+                c.transport.signal(c.domains().neighbor(step), place, word_signal(c.round.tag, chunk));
             __syncwarp();  // own credit last: a warp that sees it may give this place's next credit, which must not overtake these
             if (lane_id() == 0) c.transport.signal(c.me(), place, word_signal(c.round.tag, chunk));
         }

@@ -28,7 +28,7 @@ template <class Call>
 MOECOMM_FN bool look_up_source_rank(const Call& c, i32 source_rank) {
     const auto* ranges = reinterpret_cast<const u32*>(c.a.route.ranges) + static_cast<i64>(source_rank) * c.shape().max_tokens;
     const i32 guess = max(c.chunks() - 1, 0);
-    Sent sent = reinterpret_cast<const Sent*>(c.a.route.sent)[source_rank];
+    SourceTokens sent = reinterpret_cast<const SourceTokens*>(c.a.route.sent)[source_rank];
     const bool intact = is_sealed_by_kernel(c.a.route, Call::cfg.ranks);
     const u32 first = ranges[0];
     u32 last = ranges[guess];
@@ -56,7 +56,7 @@ struct Push {
     static constexpr i32 kBatch = 16 / kHeldBytes;  // rows that are loaded at once, into 32 registers
 
     // An item whose loads are in flight.
-    struct Flight {
+    struct PendingItem {
         i32 source_rank;  // -1: no item
         i32 flat_row, piece;
         i32 token;          // flat layout
@@ -79,10 +79,10 @@ struct Push {
         return most;
     }
 
-    MOECOMM_FN void begin(Flight& f) {
+    MOECOMM_FN void begin(PendingItem& f) {
         for (f.source_rank = -1; nth < items && f.source_rank < 0; nth += gridDim.x * kWarps) {
             const i32 source_rank = rotated<cfg.ranks>(c.me(), nth / P::kPieces % cfg.ranks), row = nth / P::kPieces / cfg.ranks;
-            const Rows rows = c.shared.pushed[source_rank];
+            const RowRange rows = c.shared.pushed[source_rank];
             if (row >= rows.count) continue;
             f.source_rank = source_rank;
             f.piece = nth % P::kPieces;
@@ -91,7 +91,7 @@ struct Push {
         if (f.source_rank >= 0) load(f);
     }
 
-    MOECOMM_FN void load(Flight& f) const {
+    MOECOMM_FN void load(PendingItem& f) const {
         if constexpr (kFlat) {
             f.token = reinterpret_cast<const int2*>(c.a.route.src)[f.flat_row].y;
             const auto* row = reinterpret_cast<const u64*>(y_row(f.flat_row) + f.piece * cfg.packet_bytes);
@@ -112,13 +112,13 @@ struct Push {
     }
 
     MOECOMM_FN const u8* y_row(i32 row) const { return reinterpret_cast<const u8*>(c.a.y) + row * c.a.y_stride; }
-    MOECOMM_FN u8* packet(const Flight& f, i32 token) const {
+    MOECOMM_FN u8* packet(const PendingItem& f, i32 token) const {
         return c.transport.template peer_ptr<u8>(f.source_rank, c.packet_at(c.me(), token, f.piece));
     }
 
     // Stores the item's packet at the source rank; reduces its rows first unless the layout is flat. Returns false in all lanes if a weight
     // did not arrive; report() then fills the failure record.
-    MOECOMM_FN bool finish(const Flight& f) {
+    MOECOMM_FN bool finish(const PendingItem& f) {
         if constexpr (kFlat) {
             u8* const to = packet(f, f.token);
 #pragma unroll
@@ -131,7 +131,7 @@ struct Push {
 
     // Called while the rows of an item are in flight. Waits for this lane's weight unless `word` holds it. Returns false in all lanes if a
     // weight did not arrive.
-    MOECOMM_FN bool weigh(const Flight& f, i32 token, u64& word) {
+    MOECOMM_FN bool await_weight(const PendingItem& f, i32 token, u64& word) {
         if (f.entry >= 0 && signal_tag(word) != c.round.tag) {
             missing_peer = f.source_rank;
             waited = wait_until(deadline_of(c.a.ctx), [&] { return is_weight_here(c, f.source_rank, token, word); });
@@ -147,7 +147,7 @@ struct Push {
     }
 
     // Reduces the rows of an item in float32 and in the order of k, multiply then add, each rounded, and stores the packet.
-    MOECOMM_FN bool reduce(const Flight& f) {
+    MOECOMM_FN bool reduce(const PendingItem& f) {
         u32 named = __ballot_sync(kAllLanes, f.entry >= 0);
         const i32 token = reinterpret_cast<const int2*>(c.a.route.src)[__shfl_sync(kAllLanes, f.entry, __ffs(named) - 1)].y;
         float weight = 0.0f;
@@ -165,7 +165,7 @@ struct Push {
                 left &= left - 1;
             }
             if constexpr (cfg.own_weights) {
-                if (!weigh(f, token, word)) return false;
+                if (!await_weight(f, token, word)) return false;
                 weight = weight_in(word);
             }
 #pragma unroll
@@ -181,7 +181,7 @@ struct Push {
         return true;
     }
 
-    MOECOMM_FN void load_row(const Flight& f, i32 row, u32 (&held)[P::kSteps][2][kHeldWords]) const {
+    MOECOMM_FN void load_row(const PendingItem& f, i32 row, u32 (&held)[P::kSteps][2][kHeldWords]) const {
         const u8* const piece = y_row(row) + P::column(f.piece) * bytes_of(cfg.type);
         const i32 words = P::words(f.piece);
 #pragma unroll
@@ -223,7 +223,7 @@ struct Push {
     // Loads an item before the previous one is stored. In the flat layout both have registers of their own, because a move between them
     // would wait for the loads.
     MOECOMM_FN bool run() {
-        Flight one, other;
+        PendingItem one, other;
         begin(one);
         while (one.source_rank >= 0) {
             begin(other);

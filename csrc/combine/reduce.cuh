@@ -64,7 +64,7 @@ struct Reduce {
 
     // Returns the flat rows of a work item as the low word of a chunk signal; 0 if it has none.
     MOECOMM_FN u32 range_of(i32 nth_step) const {
-        if (nth_step >= work_list.turns) return 0;
+        if (nth_step >= work_list.steps) return 0;
         const Work work = work_list[nth_step];
         if (work.chunk < 0) return 0;
         return reinterpret_cast<const u32*>(c.a.route.ranges)[static_cast<i64>(work.source_rank) * c.shape().max_tokens + work.chunk];
@@ -73,14 +73,14 @@ struct Reduce {
     // Finds this warp's next row and starts to load its entries.
     MOECOMM_FN Row find() {
         u32 range = 0;
-        for (; step < work_list.turns; next_step()) {
+        for (; step < work_list.steps; next_step()) {
             range = __shfl_sync(kAllLanes, ranges, step % kWarp);
             if (at < signal_count(range)) break;
             at -= signal_count(range);
         }
         const i32 slot = signal_first(range) + at;
         Row row{step, -1, slot, 0.0f};
-        if (step == work_list.turns) return row;
+        if (step == work_list.steps) return row;
         at += cfg.reduce_warps;
         if constexpr (cfg.layout == Layout::flat) {
             if (lane_id() == 0) row.entry = slot;
@@ -118,32 +118,32 @@ struct Reduce {
                 c.transport.template local<const u64>(credit_at(c.window(), c.shape(), work.source_rank, before, work.chunk_tokens));
             const volatile i32& is_invalid = c.shared.is_invalid;  // in an invalid round nobody pulls
             const auto given = [&] { return load_acquire(place) == credit || is_invalid != 0; };
-            bool came = true;
+            bool in_time = true;
             if (lane_id() == 0 && !given()) {
-                came = may_wait && wait_for(c.round, Phase::drained, c.domains().local(work.source_rank), before, given,
-                                            [&] { return static_cast<i64>(signal_word(load_acquire(place))); });
+                in_time = may_wait && wait_for(c.round, Phase::drained, c.domains().local(work.source_rank), before, given,
+                                               [&] { return static_cast<i64>(signal_word(load_acquire(place))); });
             }
-            if (!__all_sync(kAllLanes, came)) return false;
+            if (!__all_sync(kAllLanes, in_time)) return false;
         }
         placed = now.step;
         return true;
     }
 
     // Row::of of the current row, in all lanes.
-    MOECOMM_FN i32 made() const { return __shfl_sync(kAllLanes, now.of, __ffs(__ballot_sync(kAllLanes, now.entry >= 0)) - 1); }
+    MOECOMM_FN i32 row_index() const { return __shfl_sync(kAllLanes, now.of, __ffs(__ballot_sync(kAllLanes, now.entry >= 0)) - 1); }
 
     // Loads the weights of the row's entries; returns whether they have arrived. A source rank posts them before it waits for anything; one
     // in another domain puts them before its tagged words, which have arrived (await_headers_seen).
     MOECOMM_FN bool await_weights(bool may_wait) {
-        const i32 token = made(), source_rank = work_list.source_rank(now.step);
+        const i32 token = row_index(), source_rank = work_list.source_rank(now.step);
         u64 word = 0;
         const auto here = [&] { return is_weight_here(c, source_rank, token, word); };
-        bool came = true;
+        bool in_time = true;
         if (now.entry >= 0 && !here())
-            came = may_wait &&
-                   wait_for(c.round, Phase::header, source_rank, c.round.tag, here, [&] { return static_cast<i64>(signal_tag(word)); });
+            in_time = may_wait &&
+                      wait_for(c.round, Phase::header, source_rank, c.round.tag, here, [&] { return static_cast<i64>(signal_tag(word)); });
         now.weight = weight_in(word);
-        return __all_sync(kAllLanes, came);
+        return __all_sync(kAllLanes, in_time);
     }
 
     // Starts the row `now`. Blocks only if `may_wait`, when this warp holds no open step; this rules out circular waits.
@@ -154,8 +154,8 @@ struct Reduce {
             failed = may_wait;
             return false;
         }
-        row = c.has_reduced_rows() ? reinterpret_cast<u8*>(c.a.reduced_rows) + made() * c.sum_pitch()
-                                   : c.staged_row(c.me(), work_list.source_rank(now.step), made());
+        row = c.has_reduced_rows() ? reinterpret_cast<u8*>(c.a.reduced_rows) + row_index() * c.reduced_row_pitch()
+                                   : c.staged_row(c.me(), work_list.source_rank(now.step), row_index());
         if (c.a.weight_grads != 0) stage_grads(now.entry);
         return true;
     }
@@ -163,7 +163,7 @@ struct Reduce {
     // Starts to load the next step; `s.to` is null if there is none, or if it would block.
     MOECOMM_FN void load(Step& s, bool may_wait) {
         s.to = nullptr;
-        if (failed || now.step == work_list.turns) return;
+        if (failed || now.step == work_list.steps) return;
         const u32 named = __ballot_sync(kAllLanes, now.entry >= 0);
         if (left == 0) {
             if (row == nullptr && !begin_row(may_wait)) return;
@@ -264,7 +264,7 @@ struct Reduce {
         } else {
             grad = entry >= 0 ? grads[entry] : 0.0f;
         }
-        reinterpret_cast<float*>(row + (c.has_reduced_rows() ? c.sum_pitch() - cfg.grads_bytes() : c.grads_at()))[lane_id()] = grad;
+        reinterpret_cast<float*>(row + (c.has_reduced_rows() ? c.reduced_row_pitch() - cfg.grads_bytes() : c.grads_at()))[lane_id()] = grad;
     }
 
     // Arrives at the steps of all work items up to `last`. Without a flag warp, the warp that arrives last signals the work item.
@@ -274,7 +274,7 @@ struct Reduce {
                 __syncwarp();  // all lanes have stored
                 if (lane_id() == 0) c.shared.staged.arrive(c.round, signaled);
             } else if (complete_step(c.shared.staged, c.round, signaled) && lane_id() == 0) {
-                work_list.tell(signaled);
+                work_list.signal(signaled);
             }
         }
     }

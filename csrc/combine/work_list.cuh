@@ -16,12 +16,12 @@ template <class Call>
 struct WorkList {
     static constexpr CombineConfig cfg = Call::cfg;
     const Call& c;
-    const i32 all, turns;
+    const i32 all, steps;
 
     MOECOMM_FN explicit WorkList(const Call& call)
         : c(call),
           all(most_chunks(call) * cfg.ranks),
-          turns(ceil_div(max((cfg.domains() > 1 ? 2 : 1) * all - static_cast<i32>(blockIdx.x), 0), static_cast<i32>(gridDim.x))) {}
+          steps(ceil_div(max((cfg.domains() > 1 ? 2 : 1) * all - static_cast<i32>(blockIdx.x), 0), static_cast<i32>(gridDim.x))) {}
     MOECOMM_FN static i32 most_chunks(const Call& c) {
         i32 most = 0;
         for (i32 s = 0; s < cfg.ranks; ++s) most = max(most, c.chunks_of(s));
@@ -38,7 +38,7 @@ struct WorkList {
 
     // Called by one thread that has acquired all arrivals at the step. Signals the chunk's rows (after a fence) to the source rank or to
     // its forwarder in this domain; direct chunks, to this rank's return-forward warps. Cannot fail.
-    MOECOMM_FN void tell(i32 step) const {
+    MOECOMM_FN void signal(i32 step) const {
         const Work work = (*this)[step];
         if (work.chunk < 0) return;
         fence_async();  // the reader uses bulk copies
@@ -62,17 +62,17 @@ struct WorkList {
 template <class Call>
 MOECOMM_FN bool raise_flags(const Call& c) {
     const WorkList<Call> work_list(c);
-    for (i32 step = 0, end; step < work_list.turns; step = end) {
-        const i32 last = min(work_list.turns, step + kWarp);
-        bool came = true;
+    for (i32 step = 0, end; step < work_list.steps; step = end) {
+        const i32 last = min(work_list.steps, step + kWarp);
+        bool in_time = true;
         end = step + 1;
         if (lane_id() == 0) {
-            came = c.shared.staged.await(c.round, step);
-            while (came && end < last && c.shared.staged.await_no_longer(end)) ++end;
+            in_time = c.shared.staged.await(c.round, step);
+            while (in_time && end < last && c.shared.staged.is_done(end)) ++end;
         }
-        if (!__all_sync(kAllLanes, came)) return false;
+        if (!__all_sync(kAllLanes, in_time)) return false;
         end = __shfl_sync(kAllLanes, end, 0);
-        if (step + lane_id() < end) work_list.tell(step + lane_id());
+        if (step + lane_id() < end) work_list.signal(step + lane_id());
     }
     return true;
 }

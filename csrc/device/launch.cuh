@@ -23,7 +23,7 @@ MOECOMM_FN void await_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::
 // block. Rounds of few tokens call it. Rounds of many tokens do not, as they run on: the next round's blocks would take SMs that a
 // concurrent GEMM wants. Kernels of an expert layer call it as they begin, or when they have received from all ranks: they then need no
 // other rank's kernel.
-MOECOMM_FN void let_next_kernel_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+MOECOMM_FN void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // State of the round that a block reads before it communicates.
 struct Begin {
@@ -31,7 +31,7 @@ struct Begin {
     u32 aborted;  // not 0: the Buffer was aborted
 };
 // Read the round. Called by one thread of each block; a __syncthreads makes `begin` visible to the others. Relaxed loads; cannot fail.
-MOECOMM_FN void look_up_round(const Context& ctx, Begin& begin) {
+MOECOMM_FN void read_round(const Context& ctx, Begin& begin) {
     const u32 last = load_relaxed(&own_state(ctx)->round), aborted = load_relaxed(deadline_of(ctx).abort_here);
     begin.tag = round_tag(last + 1);
     begin.aborted = aborted;

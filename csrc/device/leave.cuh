@@ -28,8 +28,8 @@ MOECOMM_FN bool await_poll(const Deadline& deadline, Poll poll) {
 template <class Transport>
 MOECOMM_FN void leave(const LeaveArgs& a) {
     __shared__ Context ctx;
-    const bool speaks = threadIdx.x == 0;
-    if (speaks) {
+    const bool is_leader = threadIdx.x == 0;
+    if (is_leader) {
         ctx.rank = a.rank;
         ctx.peers[a.rank] = a.window;
         ctx.link = a.link;
@@ -41,10 +41,10 @@ MOECOMM_FN void leave(const LeaveArgs& a) {
     for (i32 peer = 0; peer < a.ranks; ++peer) {
         if (peer / a.domain_ranks == a.rank / a.domain_ranks) continue;
         bool goes = true;
-        if (speaks) goes = await_poll(deadline, [&] { return transport.has_room(peer, 2); });
+        if (is_leader) goes = await_poll(deadline, [&] { return transport.has_room(peer, 2); });
         if (!__all_sync(kAllLanes, goes)) return;
         transport.put(peer, a.tagged_words, a.tagged_words, a.bytes);
-        if (!speaks) continue;
+        if (!is_leader) continue;
         transport.add(peer, tagged_words_signal(a.rank), tag_signal(kTagStep));  // tagged_words_value
         u64 ticket[2];
         transport.sent_begin(peer, ticket);

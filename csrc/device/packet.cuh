@@ -43,7 +43,7 @@ MOECOMM_FN void store_step(u8* packet, i32 step, ulonglong2 words, u32 tag) {
 // Load a packet once. Called by all lanes of a warp; true in all lanes if the packet is complete. Volatile loads, nothing to order: data
 // and tag of a line arrive together.
 template <i32 lines>
-MOECOMM_FN bool look_at_packet(const u8* packet, u32 tag, PacketWords& words) {
+MOECOMM_FN bool poll_packet(const u8* packet, u32 tag, PacketWords& words) {
     bool here = true;
 #pragma unroll
     for (i32 step = 0; step < kPacketSteps; ++step)
@@ -54,25 +54,25 @@ MOECOMM_FN bool look_at_packet(const u8* packet, u32 tag, PacketWords& words) {
     return __all_sync(kAllLanes, here);
 }
 
-constexpr i32 kLooks = 64;  // loads of the complete packet before a warp polls the tags alone
+constexpr i32 kPacketPolls = 64;  // loads of the complete packet before a warp polls the tags alone
 
 // Wait for the packet of `from`. Called by all lanes of a warp. False in all lanes on timeout or abort; the failure record is then filled.
 template <i32 lines>
 MOECOMM_FN bool await_packet(const Round& r, Phase phase, i32 from, const u8* packet, PacketWords& words) {
-    for (i32 look = 0; look < kLooks; ++look)
-        if (look_at_packet<lines>(packet, r.tag, words)) return true;
+    for (i32 look = 0; look < kPacketPolls; ++look)
+        if (poll_packet<lines>(packet, r.tag, words)) return true;
     // Each lane waits for the tags of its own lines. The reload after that finds the content.
     do {
-        bool came = true;
-        for (i32 step = 0; step < kPacketSteps && came; ++step) {
+        bool in_time = true;
+        for (i32 step = 0; step < kPacketSteps && in_time; ++step) {
             const auto* tag = reinterpret_cast<const u64*>(packet + step * kWarp * 16 + lane_id() * 16 + 8);
             if (!ends_line() || packet_line(step) >= lines) continue;
-            came = wait_for(
+            in_time = wait_for(
                 r, phase, from, r.tag, [&] { return load_relaxed(tag) == line_tag(r.tag); },
                 [&] { return static_cast<i64>(signal_tag(load_relaxed(tag))); });
         }
-        if (!__all_sync(kAllLanes, came)) return false;
-    } while (!look_at_packet<lines>(packet, r.tag, words));
+        if (!__all_sync(kAllLanes, in_time)) return false;
+    } while (!poll_packet<lines>(packet, r.tag, words));
     return true;
 }
 

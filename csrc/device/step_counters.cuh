@@ -25,15 +25,16 @@ struct StepCounters {
     // Wait until all warps have done the step. Called by one thread of another warp. Acquires their writes, so that the thread may release
     // them to the system. False on timeout or abort; the failure record is then filled.
     MOECOMM_FN bool await(const Round& r, i32 step) const {
-        const bool came = reach(r, &done[step % kOpenSteps], (step / kOpenSteps + 1) * warps);
+        const bool in_time = reach(r, &done[step % kOpenSteps], (step / kOpenSteps + 1) * warps);
         asm volatile("fence.acq_rel.cta;" ::: "memory");
-        return came;
+        return in_time;
     }
     // True if all warps have done the step. Called like `await`, with its order, but does not wait and cannot fail.
-    MOECOMM_FN bool await_no_longer(i32 step) const {
-        const bool came = *const_cast<const volatile u32*>(&done[step % kOpenSteps]) >= static_cast<u32>((step / kOpenSteps + 1) * warps);
+    MOECOMM_FN bool is_done(i32 step) const {
+        const bool in_time =
+            *const_cast<const volatile u32*>(&done[step % kOpenSteps]) >= static_cast<u32>((step / kOpenSteps + 1) * warps);
         asm volatile("fence.acq_rel.cta;" ::: "memory");
-        return came;
+        return in_time;
     }
 
   private:
@@ -46,10 +47,10 @@ struct StepCounters {
 // warp. True in all lanes of the warp that completes the step; each lane may then release the writes of all warps. False also on failure
 // (record filled).
 template <i32 warps>
-MOECOMM_FN bool complete_step(StepCounters<warps>& turns, const Round& r, i32 step) {
+MOECOMM_FN bool complete_step(StepCounters<warps>& counters, const Round& r, i32 step) {
     __syncwarp();  // orders all lanes' stores before lane 0's release
     bool last = false;
-    if (threadIdx.x % kWarp == 0) last = turns.arrive(r, step);
+    if (threadIdx.x % kWarp == 0) last = counters.arrive(r, step);
     last = __shfl_sync(kAllLanes, last, 0);
     __syncwarp();  // passes lane 0's acquire on to all lanes
     return last;

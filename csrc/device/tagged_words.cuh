@@ -50,19 +50,19 @@ MOECOMM_FN bool await_words(const Round& r, u64 first, i64 stride, i32 n, From f
 // Copy the headers of all ranks into `headers`. Called by threads [thread, thread + stride, ...) of a block; relaxed loads, so a block
 // barrier follows. False in a thread whose word did not arrive; the failure record is then filled.
 MOECOMM_FN bool await_headers(const Round& r, RoundHeader* headers, i32 thread, i32 stride) {
-    bool came = true;
-    for (i32 i = thread; came && i < r.ctx.shape.ranks * kHeaderWords; i += stride) {
+    bool in_time = true;
+    for (i32 i = thread; in_time && i < r.ctx.shape.ranks * kHeaderWords; i += stride) {
         const i32 from = i / kHeaderWords, word = i % kHeaderWords;
         u64 seen = 0;
-        came = wait_word(r, Phase::header, from, tagged_word(r, from, word), r.tag, seen);
+        in_time = wait_word(r, Phase::header, from, tagged_word(r, from, word), r.tag, seen);
         reinterpret_cast<u32*>(headers + from)[word] = signal_word(seen);
     }
-    return came;
+    return in_time;
 }
 
 // True if `from` has sent the header of another call than this rank's; the rest of its tagged words may then never come. Called by one
 // thread; relaxed.
-MOECOMM_FN bool calls_otherwise(const Round& r, i32 from, const RoundHeader& mine) {
+MOECOMM_FN bool call_differs(const Round& r, i32 from, const RoundHeader& mine) {
     const auto* words = own<const u64>(r.ctx, tagged_word(r, from, 0));
     const u64 op = load_relaxed(words + kOpWord), low = load_relaxed(words + kCallWord), high = load_relaxed(words + kCallWord + 1);
     if (signal_tag(op) != r.tag || signal_tag(low) != r.tag || signal_tag(high) != r.tag) return false;

@@ -17,12 +17,12 @@ MOECOMM_FN bool sum_counts(const Call& c) {
         const i64 stride = static_cast<i64>(tagged_word(c.round, 1, 0) - tagged_word(c.round, 0, 0));
         i32 polls = 0, total = 0, before = 0;
         const i32 local = column - c.me() * cfg.experts_here();
-        const bool came = await_words(
+        const bool in_time = await_words(
             c.round, first, stride, cfg.ranks, [](i32 source) { return source; },
-            [&](i32 missing_peer) { return ++polls % 16 == 0 && calls_otherwise(c.round, missing_peer, c.shared.mine); },
+            [&](i32 missing_peer) { return ++polls % 16 == 0 && call_differs(c.round, missing_peer, c.shared.mine); },
             [&](i32 source, u32 word) {
                 if (column >= cfg.columns()) {
-                    c.shared.coming[source][column - cfg.columns()] = word;
+                    c.shared.arriving[source][column - cfg.columns()] = word;
                     return;
                 }
                 if ((cfg.packet_lines > 0 || cfg.descriptors) && local >= 0 && local < cfg.experts_here())
@@ -31,7 +31,7 @@ MOECOMM_FN bool sum_counts(const Call& c) {
                 total += static_cast<i32>(word);
                 if (source < c.me()) before += static_cast<i32>(word);
             });
-        if (!came) return false;
+        if (!in_time) return false;
         if (column >= cfg.columns()) continue;
         c.shared.total[column] = total;
         if (column == cfg.experts + c.me()) c.shared.slots_before[cfg.ranks] = total;
@@ -86,7 +86,7 @@ MOECOMM_FN void place_groups(const Call& c, i32 rank) {
 
 // Called by one thread. Checks that `rank` has room for its rows.
 template <class Call>
-MOECOMM_FN ValidationResult judge_rows(const Call& c, i32 rank) {
+MOECOMM_FN ValidationResult validate_rows(const Call& c, i32 rank) {
     constexpr DispatchConfig cfg = Call::cfg;
     const bool batched = cfg.layout == Layout::batched;
     const i32 published = c.shared.headers[rank].max_rows;
@@ -97,46 +97,46 @@ MOECOMM_FN ValidationResult judge_rows(const Call& c, i32 rank) {
 
 // Called by one thread. Returns the n-th of 2 * ranks checks: first the header of each rank, then the rows of each rank.
 template <class Call>
-MOECOMM_FN ValidationResult judge(const Call& c, i32 nth) {
+MOECOMM_FN ValidationResult validate_rank(const Call& c, i32 nth) {
     constexpr DispatchConfig cfg = Call::cfg;
     return nth < cfg.ranks ? validate_header(c.shared.headers[c.me()], c.shared.headers[nth], nth, cfg.experts)
-                           : judge_rows(c, nth - cfg.ranks);
+                           : validate_rows(c, nth - cfg.ranks);
 }
 
 // Returns whether agree() found no error, so that rows move.
 template <class Call>
-MOECOMM_FN bool goes_on(const Call& c) {
+MOECOMM_FN bool is_valid_round(const Call& c) {
     return c.shared.first_error == 2 * Call::cfg.ranks;
 }
 
 // Called by the team of every block. Waits for all headers and counts, validates the round, and computes final offsets; barriers of the
-// team order them in shared memory. Returns false to all threads if a wait failed (the failure record is filled); goes_on() tells whether
-// the round is valid.
+// team order them in shared memory. Returns false to all threads if a wait failed (the failure record is filled); is_valid_round() tells
+// whether the round is valid.
 template <class Call>
 MOECOMM_FN bool agree(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
-    bool came = true;
+    bool in_time = true;
     if constexpr (cfg.domains() > 1) {
-        came = await_tagged_words(c, c.team_thread(), c.kTeam);
-        if (c.team_any(!came)) return false;
+        in_time = await_tagged_words(c, c.team_thread(), c.kTeam);
+        if (c.team_any(!in_time)) return false;
     }
-    if constexpr (!cfg.repeat) came = sum_counts(c);
-    came = await_headers(c.round, c.shared.headers, c.kTeam - 1 - c.team_thread(), c.kTeam) && came;
-    if (c.team_any(!came)) return false;
-    const auto object = [&](i32 nth) {
-        if (judge(c, nth).failure != Failure::none) atomicMin(&c.shared.first_error, nth);
+    if constexpr (!cfg.repeat) in_time = sum_counts(c);
+    in_time = await_headers(c.round, c.shared.headers, c.kTeam - 1 - c.team_thread(), c.kTeam) && in_time;
+    if (c.team_any(!in_time)) return false;
+    const auto record_error = [&](i32 nth) {
+        if (validate_rank(c, nth).failure != Failure::none) atomicMin(&c.shared.first_error, nth);
     };
     for (i32 rank = c.team_warp(); rank < cfg.ranks; rank += c.kTeamWarps) {
         if constexpr (!cfg.repeat && cfg.layout == Layout::flat) c.shared.needed[rank] = c.shared.total[cfg.experts + rank];
         if constexpr (!cfg.repeat && cfg.layout != Layout::flat) place_groups(c, rank);
         if (lane_id() != 0) continue;
-        object(rank);
-        if constexpr (!cfg.repeat) object(cfg.ranks + rank);
+        record_error(rank);
+        if constexpr (!cfg.repeat) record_error(cfg.ranks + rank);
         const RoundHeader& from = c.shared.headers[rank];
-        c.shared.sources[rank] = {from.num_tokens, from.chunk_tokens, from.blocks, from.dispatch.token_packet_bytes != 0};
+        c.shared.sources[rank] = {from.num_tokens, from.chunk_tokens, from.blocks, from.dispatch.packet_bytes != 0};
     }
     c.team_any(false);
-    if (!goes_on(c) && blockIdx.x == 0 && c.team_thread() == 0) report_invalid(c.round, judge(c, c.shared.first_error));
+    if (!is_valid_round(c) && blockIdx.x == 0 && c.team_thread() == 0) report_invalid(c.round, validate_rank(c, c.shared.first_error));
     return true;
 }
 

@@ -24,11 +24,11 @@ MOECOMM_FN void fill_header(const Call& c, RoundHeader& n) {
     n.dispatch.weights = c.a.out_weights;
     n.dispatch.rows = c.a.out_rows;
     if constexpr (Call::cfg.descriptors) {  // fused layers: the owner that makes row descriptors needs these addresses
-        n.descriptors.published = c.a.x;
-        n.descriptors.published_stride = c.a.x_stride;
-        n.descriptors.receive_buffer = c.a.receive_buffer;
+        n.published.rows = c.a.x;
+        n.published.pitch = c.a.x_stride;
+        n.published.receive_buffer = c.a.receive_buffer;
     }
-    n.dispatch.token_packet_bytes = Call::cfg.packets ? Call::cfg.packets_of_row() * Call::cfg.packet_lines * kLineBytes : 0;
+    n.dispatch.packet_bytes = Call::cfg.packets ? Call::cfg.packets_of_row() * Call::cfg.packet_lines * kLineBytes : 0;
 }
 
 // Called by the team of every block. Posts the round header to every peer of the domain, one block for each peer, and with few tokens also
@@ -52,7 +52,7 @@ MOECOMM_FN void announce(const Call& c) {
         send_header(c.round, c.transport, peer, c.shared.mine, c.team_thread(), c.kTeam);
         for (i32 i = c.team_thread(); i < columns + bits; i += c.kTeam) {
             const i32 bit = i - columns;
-            const u32 word = i < columns ? c.shared.ours[i] : cfg.packets ? c.shared.wanted[peer][bit] : 0;
+            const u32 word = i < columns ? c.shared.own_counts[i] : cfg.packets ? c.shared.wanted[peer][bit] : 0;
             const u64 there = tagged_word(c.round, c.me(), kHeaderWords + (i < columns ? i : cfg.columns() + bit));
             c.transport.post(peer, there, word_signal(c.round.tag, word));
         }

@@ -62,7 +62,7 @@ struct DispatchShared {
     RoundHeader headers[cfg.ranks];
     Source sources[cfg.ranks];
     i32 before[cfg.columns()];       // by column: counts of this rank's tokens before this block's
-    i32 ours[cfg.columns()];         // counts of all tokens of this rank
+    i32 own_counts[cfg.columns()];   // counts of all tokens of this rank
     i32 base[cfg.columns()];         // row at the owner of this block's first entry; in the columns of ranks, the flat row
     i32 total[cfg.columns()];        // counts of all ranks
     i32 filled[cfg.experts_here()];  // end of the rows of each expert here, padding not included
@@ -70,10 +70,10 @@ struct DispatchShared {
     i32 first_error;                 // the first failed check (see judge), 2 * ranks if the round is valid
     // Packets and row descriptors: by source and local expert, the rows of earlier sources.
     i32 into[cfg.packet_lines > 0 || cfg.descriptors ? cfg.experts : 1];
-    i32 slots_before[cfg.ranks + 1];      // packets: flat rows of earlier sources
-    u32 coming[cfg.ranks][kWantedWords];  // packets: by source, one bit for each of its tokens that arrives here
-    u32 wanted[cfg.ranks][kWantedWords];  // packets: by rank, one bit for each token of this rank that goes there
-    bool agreed;                          // packets: all tagged words arrived
+    i32 slots_before[cfg.ranks + 1];        // packets: flat rows of earlier sources
+    u32 arriving[cfg.ranks][kWantedWords];  // packets: by source, one bit for each of its tokens that arrives here
+    u32 wanted[cfg.ranks][kWantedWords];    // packets: by rank, one bit for each token of this rank that goes there
+    bool agreed;                            // packets: all tagged words arrived
     Begin begin;
     StepCounters<kSendWarps + cfg.metadata_warps> sent;  // chunks of this block; not signals_early(): one step for all
     alignas(16) u32 scales[kSendWarps][kCasts][align_up(cfg.quantize ? ceil_div(cfg.hidden, kQuantGroup) : 1, 4)];
@@ -143,7 +143,7 @@ struct DispatchCall {
         return min((share.first_chunk + (share.end_chunk - share.first_chunk) * warp / count_warps()) * a.chunk_tokens, share.end);
     }
     // Number of steps of shared.sent, and the step of the block's n-th chunk.
-    MOECOMM_FN i32 turns() const {
+    MOECOMM_FN i32 steps() const {
         const i32 chunks = share.end_chunk - share.first_chunk;
         return cfg.signals_early() ? chunks : min(chunks, 1);
     }
@@ -181,13 +181,13 @@ MOECOMM_FN u32 lanes_of_rank(i32 rank) {
         const u32 same = __match_any_sync(kAllLanes, rank);
         return rank >= 0 ? same : 0;
     } else {
-        u32 ours = 0;
+        u32 same_rank = 0;
 #pragma unroll
         for (i32 r = 0; r < ranks; ++r) {
             const u32 same = __ballot_sync(kAllLanes, rank == r);
-            if (rank == r) ours = same;
+            if (rank == r) same_rank = same;
         }
-        return ours;
+        return same_rank;
     }
 }
 // Returns the lanes of the calling lane's token, where a warp holds the entries of several tokens.

@@ -18,7 +18,7 @@ template <class Shared, class Call>
 MOECOMM_FN void clear_counters(Shared& shared, const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
 #pragma unroll 1
-    for (i32 i = threadIdx.x; i < cfg.columns(); i += cfg.threads()) shared.before[i] = shared.ours[i] = 0;
+    for (i32 i = threadIdx.x; i < cfg.columns(); i += cfg.threads()) shared.before[i] = shared.own_counts[i] = 0;
 #pragma unroll 1
     for (i32 i = threadIdx.x; i < cfg.count_warps * cfg.columns(); i += cfg.threads()) c.counters(i / cfg.columns())[i % cfg.columns()] = 0;
 #pragma unroll 1
@@ -57,7 +57,7 @@ MOECOMM_FN void count(const Call& c) {
     const i32 warp = warp_id();
     if (c.alone) {
         for_columns(c, 0, c.a.num_tokens, warp, cfg.warps(), [&](i32 token, i32 column) {
-            atomicAdd(&c.shared.ours[column], 1);
+            atomicAdd(&c.shared.own_counts[column], 1);
             if (token < c.share.first) atomicAdd(&c.shared.before[column], 1);
             if (cfg.packets && column >= cfg.experts) atomicOr(&c.shared.wanted[column - cfg.experts][token / 32], 1u << token % 32);
         });
@@ -95,8 +95,8 @@ MOECOMM_FN bool sum_column(const Call& c, i32 column) {
     for (i32 first = 0; first < blocks; first += kWarp) {
         const i32 block = first + lane_id();
         u64 seen = 0;
-        const bool came = block >= blocks || wait_word(c.round, Phase::grid, c.me(), place(block), c.round.tag, seen);
-        if (!__all_sync(kAllLanes, came)) return false;
+        const bool in_time = block >= blocks || wait_word(c.round, Phase::grid, c.me(), place(block), c.round.tag, seen);
+        if (!__all_sync(kAllLanes, in_time)) return false;
         u32 up_to = signal_word(seen);
         worst = max(worst, __reduce_max_sync(kAllLanes, up_to));
 #pragma unroll
@@ -129,21 +129,21 @@ MOECOMM_FN bool sum_blocks(const Call& c, Meanwhile meanwhile) {
         const u32 word = column < cfg.columns() ? static_cast<u32>(sum_warps(c, column)) : c.shared.bad;
         c.transport.post(c.me(), mine + column * sizeof(u64), word_signal(c.round.tag, word));
     }
-    bool came = true;
-    for (i32 column = blockIdx.x + gridDim.x * warp_id(); came && column <= cfg.columns(); column += gridDim.x * cfg.warps())
-        came = sum_column(c, column);
+    bool in_time = true;
+    for (i32 column = blockIdx.x + gridDim.x * warp_id(); in_time && column <= cfg.columns(); column += gridDim.x * cfg.warps())
+        in_time = sum_column(c, column);
     __syncwarp();
     meanwhile();
-    for (i32 column = threadIdx.x; came && column <= cfg.columns(); column += cfg.threads()) {
+    for (i32 column = threadIdx.x; in_time && column <= cfg.columns(); column += cfg.threads()) {
         u64 word = 0;
-        came = wait_word(c.round, Phase::grid, c.me(), summed + column * sizeof(u64), c.round.tag, word);
+        in_time = wait_word(c.round, Phase::grid, c.me(), summed + column * sizeof(u64), c.round.tag, word);
         if (column == cfg.columns()) {
             c.shared.bad = signal_word(word);
         } else {
             c.shared.before[column] = static_cast<i32>(signal_word(word));
         }
     }
-    return !__syncthreads_or(!came);
+    return !__syncthreads_or(!in_time);
 }
 
 }  // namespace moecomm

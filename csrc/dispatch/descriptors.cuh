@@ -53,7 +53,7 @@ MOECOMM_FN void store_descriptors(const Call& c) {
             if (other == owner) same = min(same, there);
         }
         if (owner < 0) continue;
-        *(c.transport.template peer_ptr<RowDescriptor>(owner, c.shared.headers[owner].descriptors.out) + row) =
+        *(c.transport.template peer_ptr<RowDescriptor>(owner, c.shared.headers[owner].published.descriptors) + row) =
             RowDescriptor::of(c.a.x + of * c.a.x_stride, same < row ? same : -1, c.a.receive_buffer + entry * product_bytes, c.me());
     }
 }
@@ -84,27 +84,27 @@ MOECOMM_FN void publish_ids(const Call& c) {
 // Called by all threads of a block, after agree(). Waits for the ids of `source` and makes the row descriptors of this rank's experts.
 // Returns false to all threads if some ids did not arrive; the failure record is filled.
 template <class Call>
-MOECOMM_FN bool take_ids(const Call& c, i32 source) {
+MOECOMM_FN bool make_descriptors(const Call& c, i32 source) {
     constexpr DispatchConfig cfg = Call::cfg;
     constexpr i32 here = cfg.experts_here();
-    const DescriptorHeader& rows = c.shared.headers[source].descriptors;
+    const RoundHeader& from = c.shared.headers[source];
     const u64 product_bytes = cfg.hidden * bytes_of(cfg.type);
     i32* const next = c.shared.base + c.me() * here;  // the next row of each expert here
     for (i32 i = threadIdx.x; i < here; i += cfg.threads())
         next[i] = c.shared.filled[i] - c.shared.total[c.me() * here + i] + c.shared.into[source * here + i];
     __syncthreads();
     auto* const descriptors = reinterpret_cast<RowDescriptor*>(c.a.ctx.peers[c.me()] + c.a.out_x);
-    const i32 thread = threadIdx.x, mine = ceil_div(max(c.shared.headers[source].num_tokens * cfg.topk - thread, 0), cfg.threads());
-    const bool came = await_words(
+    const i32 thread = threadIdx.x, mine = ceil_div(max(from.num_tokens * cfg.topk - thread, 0), cfg.threads());
+    const bool in_time = await_words(
         c.round, id_place(c, source, thread), cfg.threads() * sizeof(u64), mine, [&](i32) { return source; }, [](i32) { return false; },
         [&](i32 nth, u32 id) {
             const i32 entry = thread + nth * cfg.threads(), expert = static_cast<i32>(id) - c.me() * here;
             if (expert < 0 || expert >= here) return;
             const i32 row = min(atomicAdd(&next[expert], 1), c.a.max_rows - 1);  // as in row_inside
-            descriptors[row] = RowDescriptor::of(rows.published + entry / cfg.topk * rows.published_stride, -1,
-                                                 rows.receive_buffer + entry * product_bytes, source);
+            descriptors[row] = RowDescriptor::of(from.published.rows + entry / cfg.topk * from.published.pitch, -1,
+                                                 from.published.receive_buffer + entry * product_bytes, source);
         });
-    return !__syncthreads_or(!came);
+    return !__syncthreads_or(!in_time);
 }
 
 // Called by all threads of a block. Signals every rank.

@@ -84,7 +84,7 @@ MOECOMM_FN void run(const Call& c, Sender<Call>& sender) {
     place_share(c);
     sender.cast_ahead(sender.kPieces);
     if (!agree(c)) return;
-    if (!goes_on(c)) {
+    if (!is_valid_round(c)) {
         clear_route(c);
         return;
     }
@@ -109,9 +109,9 @@ MOECOMM_FN void run(const Call& c, Packets<Call>& packets) {
         if (c.team_thread() == 0) c.shared.agreed = agreed;
         barrier_arrive(2, cfg.threads());
     }
-    let_next_kernel_launch();
+    launch_dependents();
     if (!agreed) return;
-    if (!goes_on(c)) {
+    if (!is_valid_round(c)) {
         clear_route(c);
         return;
     }
@@ -140,15 +140,15 @@ MOECOMM_FN void run(const Call& c, const PublishedRows<Call>&) {
         if (blockIdx.x == gridDim.x - 1) signal_published(c);
     }
     if (!agree(c)) return;
-    let_next_kernel_launch();
-    if (!goes_on(c)) {
+    launch_dependents();
+    if (!is_valid_round(c)) {
         clear_route(c);
         return;
     }
     if (blockIdx.x == gridDim.x - 1) write_counts(c);
     if (ids) {
         for (i32 source = blockIdx.x; source < Call::cfg.ranks; source += gridDim.x)
-            if (!take_ids(c, source)) return;
+            if (!make_descriptors(c, source)) return;
     } else {
         store_descriptors(c);
         signal_descriptors(c);
@@ -211,7 +211,7 @@ MOECOMM_FN void dispatch(const DispatchArgs& args) {
     c.alone = cfg.packets || gridDim.x == 1 || a.num_tokens * cfg.topk <= kAloneEntries;
     Moves<DispatchCall<cfg, Transport>> moves(c);
     for (i32 i = 0; i < cfg.slots_ahead() && warp_id() < cfg.send_warps; ++i) moves.load_next();
-    if (threadIdx.x == cfg.threads() - 1) look_up_round(a.ctx, shared.begin);
+    if (threadIdx.x == cfg.threads() - 1) read_round(a.ctx, shared.begin);
     if (threadIdx.x == cfg.threads() - (cfg.repeat ? 2 : 1) * kWarp) fill_header(c, shared.mine);  // a repeat loads here
     if constexpr (!cfg.repeat) count(c);
     __syncthreads();
@@ -229,11 +229,11 @@ MOECOMM_FN void dispatch_end(const DispatchArgs& args) {
     auto& shared = c.shared;
     const DispatchArgs& a = c.a;
     if (threadIdx.x == 0) {
-        look_up_round(a.ctx, shared.begin);
+        read_round(a.ctx, shared.begin);
         shared.begin.tag = load_relaxed(&own_state(a.ctx)->last_dispatch);
     }
     for (i32 p = threadIdx.x; p < cfg.ranks; p += cfg.threads()) {
-        const auto* sent = reinterpret_cast<const Sent*>(a.route.sent) + p;
+        const auto* sent = reinterpret_cast<const SourceTokens*>(a.route.sent) + p;
         shared.sources[p] = {sent->num_tokens, sent->chunk_tokens, 1, false};  // 1 block: the order of arrival does not matter any more
     }
     if constexpr (cfg.domains() > 1) load_headers(c);

@@ -28,18 +28,19 @@ template <class Call, class From>
 MOECOMM_FN void write_flat_metadata(const Call& c, const From& from, const Metadata& e, i32 local) {
     constexpr DispatchConfig cfg = Call::cfg;
     for (i32 step = 0; step < cfg.scaleup_ranks(); ++step) {
-        const i32 rank = c.domains().neighbour(step);
+        const i32 rank = c.domains().neighbor(step);
         const i32 slot = from.slot_at(e.token, rank);
         if (slot < 0) continue;
-        const DispatchHeader& to = c.shared.headers[rank].dispatch;
+        const RoundHeader& to = c.shared.headers[rank];
         const bool here = e.owner == rank;
         const i64 at = static_cast<i64>(slot) * cfg.topk + e.k;
-        if (to.weights != 0) c.transport.template peer_ptr<float>(rank, to.weights)[at] = here ? e.weight : 0.0f;
-        if (to.topk_idx != 0) {
-            if constexpr (cfg.idx_bytes == 8) c.transport.template peer_ptr<i64>(rank, to.topk_idx)[at] = here ? local : -1;
-            if constexpr (cfg.idx_bytes == 4) c.transport.template peer_ptr<i32>(rank, to.topk_idx)[at] = here ? local : -1;
+        if (to.dispatch.weights != 0) c.transport.template peer_ptr<float>(rank, to.dispatch.weights)[at] = here ? e.weight : 0.0f;
+        if (to.dispatch.topk_idx != 0) {
+            if constexpr (cfg.idx_bytes == 8) c.transport.template peer_ptr<i64>(rank, to.dispatch.topk_idx)[at] = here ? local : -1;
+            if constexpr (cfg.idx_bytes == 4) c.transport.template peer_ptr<i32>(rank, to.dispatch.topk_idx)[at] = here ? local : -1;
         }
-        if (e.k == 0 && to.src != 0) c.transport.template peer_ptr<int2>(rank, to.src)[slot] = make_int2(from.source(), e.token);
+        if (e.k == 0 && to.dispatch.src != 0)
+            c.transport.template peer_ptr<int2>(rank, to.dispatch.src)[slot] = make_int2(from.source(), e.token);
     }
 }
 
@@ -49,16 +50,16 @@ template <class Call, class From>
 MOECOMM_FN void write_row_metadata(const Call& c, const From& from, const Metadata& e) {
     constexpr DispatchConfig cfg = Call::cfg;
     for (i32 step = 0; step < cfg.scaleup_ranks(); ++step) {
-        const i32 rank = c.domains().neighbour(step);
+        const i32 rank = c.domains().neighbor(step);
         const i32 slot = from.slot_at(e.token, rank);
         if (slot < 0) continue;
         const i64 at = static_cast<i64>(slot) * cfg.topk + e.k;
         c.transport.template peer_ptr<i32>(rank, c.shared.headers[rank].dispatch.rows)[at] = e.owner == rank ? e.row : -1;
     }
     if (e.owner < 0 || !c.domains().reaches(e.owner)) return;
-    const DispatchHeader& to = c.shared.headers[e.owner].dispatch;
-    if (to.weights != 0) c.transport.template peer_ptr<float>(e.owner, to.weights)[e.row] = e.weight;
-    if (to.src != 0) c.transport.template peer_ptr<int2>(e.owner, to.src)[e.row] = make_int2(from.source(), e.token);
+    const RoundHeader& to = c.shared.headers[e.owner];
+    if (to.dispatch.weights != 0) c.transport.template peer_ptr<float>(e.owner, to.dispatch.weights)[e.row] = e.weight;
+    if (to.dispatch.src != 0) c.transport.template peer_ptr<int2>(e.owner, to.dispatch.src)[e.row] = make_int2(from.source(), e.token);
 }
 
 // Called by all lanes of a warp. Writes the metadata of a chunk's tokens at the ranks of the domain. The last __syncwarp orders the stores

@@ -20,7 +20,7 @@ MOECOMM_FN void write_counts(const Call& c) {
     const i32* total = c.shared.total + me * cfg.experts_here();
     auto* tokens = reinterpret_cast<i32*>(c.a.tokens_per_expert);
     auto* rows_of = reinterpret_cast<i64*>(c.a.rows_per_expert);
-    auto* sent = reinterpret_cast<Sent*>(c.a.route.sent);
+    auto* sent = reinterpret_cast<SourceTokens*>(c.a.route.sent);
 #pragma unroll 1
     for (i32 e = threadIdx.x; e < cfg.experts_here(); e += cfg.send_warps * kWarp) {
         tokens[e] = total[e];
@@ -102,7 +102,7 @@ MOECOMM_FN void clear_route(const Call& c) {
     }
     clear_unused(c, 0, thread, threads);
 #pragma unroll 1
-    for (i32 p = thread; p < cfg.ranks; p += threads) reinterpret_cast<Sent*>(route.sent)[p] = {0, 1};
+    for (i32 p = thread; p < cfg.ranks; p += threads) reinterpret_cast<SourceTokens*>(route.sent)[p] = {0, 1};
 }
 
 }  // namespace moecomm

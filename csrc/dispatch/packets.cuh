@@ -112,8 +112,8 @@ struct Packets {
             const bool inside = packet_line(step) < cfg.packet_lines;
             lines[step] = make_ulonglong2(inside ? words[word] : 0, inside && !ends_line() ? words[word + 1] : 0);
         }
-        for (i32 turn = 0; turn < cfg.ranks; ++turn) {
-            const i32 rank = rotated<cfg.ranks>(c.me(), turn);
+        for (i32 step = 0; step < cfg.ranks; ++step) {
+            const i32 rank = rotated<cfg.ranks>(c.me(), step);
             if (!__any_sync(kAllLanes, owner == rank)) continue;
             u8* packet = c.transport.template peer_ptr<u8>(rank, offset);
 #pragma unroll

@@ -140,11 +140,11 @@ MOECOMM_FN void place_scales(const Call& c, i32 first, i32 count) {
         i32 row = lane_id() == 0 ? slot : -1;
         if constexpr (cfg.layout != Layout::flat)
             row = lane_id() < cfg.topk ? load_fresh(rows + static_cast<i64>(slot) * cfg.topk + lane_id()) : -1;
-        const auto* landed = c.transport.template local<const i32>(c.a.out_scales + static_cast<i64>(slot) * cfg.scale_bytes);
+        const auto* received = c.transport.template local<const i32>(c.a.out_scales + static_cast<i64>(slot) * cfg.scale_bytes);
         for (u32 left = __ballot_sync(kAllLanes, row >= 0); left != 0; left &= left - 1) {
             const i64 to = __shfl_sync(kAllLanes, row, __ffs(left) - 1);
             i32* there = group == 0 ? columns + to : columns + to / group * words * c.a.scale_stride + to % group;
-            for (i32 i = lane_id(); i < words; i += kWarp) there[i * c.a.scale_stride] = load_fresh(landed + i);
+            for (i32 i = lane_id(); i < words; i += kWarp) there[i * c.a.scale_stride] = load_fresh(received + i);
         }
     }
 }

@@ -156,7 +156,7 @@ struct Sender {
     // the warp was sent, so all its chunks qualify. bulk_wait sees the stores complete; the arrival of lane 0 releases them.
     template <i32 open, bool all = open == 0>
     MOECOMM_FN void finish_chunks() {
-        while (flagged < c.turns()) {
+        while (flagged < c.steps()) {
             const i32 end = min((flagged + 1) * c.a.chunk_tokens, c.share.end - c.share.first);
             if (!all && tokens_before(end) + open > done) return;
             bulk_wait<open * kGroups>();
@@ -192,7 +192,7 @@ MOECOMM_FN void raise_flags(const Call& c) {
     for (i32 chunk = c.share.first_chunk, next; chunk < c.share.end_chunk; chunk = next) {
         if (__any_sync(kAllLanes, !c.shared.sent.await(c.round, c.rotation_step_of(chunk - c.share.first_chunk)))) return;
         for (next = chunk + 1; next < c.share.end_chunk; ++next)
-            if (!__all_sync(kAllLanes, c.shared.sent.await_no_longer(c.rotation_step_of(next - c.share.first_chunk)))) break;
+            if (!__all_sync(kAllLanes, c.shared.sent.is_done(c.rotation_step_of(next - c.share.first_chunk)))) break;
         c.transport.fence();
         for (i32 i = lane_id(); i < (next - chunk) * cfg.ranks; i += kWarp) {
             const i32 p = rotated<cfg.ranks>(c.me(), i % cfg.ranks), which = chunk + i / cfg.ranks;
@@ -225,20 +225,21 @@ MOECOMM_FN Places<Call> places_of(const Call& c, const Token<Call>& token) {
             if (!c.domains().reaches(rank)) {  // one send slot for each domain, written by the lane of the first rank there
                 const u64 bit = 1ull << rank / cfg.scaleup_ranks();
                 if ((scaleout & bit) == 0 && lane_id() == lane) {
-                    to.row[place] = send_slot(c, rank / cfg.scaleup_ranks(), token.index) + landed_row(c.shape());
+                    to.row[place] = send_slot(c, rank / cfg.scaleup_ranks(), token.index) + received_row(c.shape());
                     if constexpr (Call::cfg.scale_bytes > 0)
-                        to.scales[place] = send_slot(c, rank / cfg.scaleup_ranks(), token.index) + landed_scales(c.shape(), cfg.row_bytes);
+                        to.scales[place] =
+                            send_slot(c, rank / cfg.scaleup_ranks(), token.index) + received_scales(c.shape(), cfg.row_bytes);
                 }
                 scaleout |= bit;
                 return;
             }
         }
         if (lane_id() != lane) return;
-        const DispatchHeader& header = c.shared.headers[rank].dispatch;
-        to.row[place] = c.transport.template peer_ptr<u8>(rank, header.x) + static_cast<i64>(row) * cfg.row_bytes;
+        const RoundHeader& header = c.shared.headers[rank];
+        to.row[place] = c.transport.template peer_ptr<u8>(rank, header.dispatch.x) + static_cast<i64>(row) * cfg.row_bytes;
         if constexpr (Call::cfg.scale_bytes > 0) {
             const i64 of_scales = Call::cfg.scale_columns ? slot : row;
-            to.scales[place] = c.transport.template peer_ptr<u8>(rank, header.scales) + of_scales * cfg.scale_bytes;
+            to.scales[place] = c.transport.template peer_ptr<u8>(rank, header.dispatch.scales) + of_scales * cfg.scale_bytes;
         }
     });
     return to;

@@ -10,12 +10,12 @@ template <class Call>
 MOECOMM_FN i32 nth_coming(const Call& c, i32 source, i32 n) {
 #pragma unroll 1
     for (i32 word = 0; word < kWantedWords; ++word) {
-        const u32 coming = c.shared.coming[source][word];
-        if (n >= __popc(coming)) {
-            n -= __popc(coming);
+        const u32 arriving = c.shared.arriving[source][word];
+        if (n >= __popc(arriving)) {
+            n -= __popc(arriving);
             continue;
         }
-        const bool ours = (coming >> lane_id() & 1) != 0 && __popc(coming & lanes_below()) == n;
+        const bool ours = (arriving >> lane_id() & 1) != 0 && __popc(arriving & lanes_below()) == n;
         return word * kWarp + __ffs(__ballot_sync(kAllLanes, ours)) - 1;
     }
     return -1;
@@ -25,7 +25,7 @@ MOECOMM_FN i32 nth_coming(const Call& c, i32 source, i32 n) {
 template <class Call>
 struct Unpacker {
     static constexpr DispatchConfig cfg = Call::cfg;
-    using Sent = Packets<Call>;
+    using SentPackets = Packets<Call>;
 
     const Call& c;
     const i32 source, token, slot, piece;
@@ -47,7 +47,7 @@ struct Unpacker {
         u64 mine = static_cast<u64>(kNoEntry) << 32;
 #pragma unroll
         for (i32 k = 0; k < cfg.topk; ++k) {
-            const i32 word = Sent::kEntryWord + k;
+            const i32 word = SentPackets::kEntryWord + k;
             const ulonglong2& held = words.step[step_of(word)];
             const u64 value = __shfl_sync(kAllLanes, word % kLineWords % 2 == 0 ? held.x : held.y, lane_of(word));
             if (lane_id() == k) mine = value;
@@ -83,7 +83,7 @@ struct Unpacker {
         for_words(0, bytes / 8, [&](i32 word, u64 bits) { reinterpret_cast<u64*>(columns)[word] = bits; });
         if constexpr (cfg.scale_bytes > 0) {
             const i32 at = piece * cfg.packet_scale_bytes, left = min(cfg.packet_scale_bytes, cfg.scale_bytes - at);
-            for_words(Sent::kScaleWord, Sent::kScaleWord + ceil_div(max(left, 0), 8),
+            for_words(SentPackets::kScaleWord, SentPackets::kScaleWord + ceil_div(max(left, 0), 8),
                       [&](i32 word, u64 bits) { put_scales(row, at + word * 8, bits); });
         }
     }
@@ -143,11 +143,11 @@ MOECOMM_FN void keep_ranges(const Call& c) {
         for (i32 chunk = thread; chunk < count_chunks(from.num_tokens, from.chunk_tokens); chunk += threads) {
             const i32 word = chunk * from.chunk_tokens / 32, bit = chunk * from.chunk_tokens % 32;  // a chunk never spans two words
             i32 first = c.shared.slots_before[s];
-            for (i32 i = 0; i < word; ++i) first += __popc(c.shared.coming[s][i]);
-            const u32 coming = c.shared.coming[s][word];
-            first += __popc(coming & ((1u << bit) - 1));
+            for (i32 i = 0; i < word; ++i) first += __popc(c.shared.arriving[s][i]);
+            const u32 arriving = c.shared.arriving[s][word];
+            first += __popc(arriving & ((1u << bit) - 1));
             const u32 mask = from.chunk_tokens == 32 ? 0xffffffffu : (1u << from.chunk_tokens) - 1;
-            ranges[chunk] = signal_word(chunk_signal(0, first, __popc(coming >> bit & mask)));
+            ranges[chunk] = signal_word(chunk_signal(0, first, __popc(arriving >> bit & mask)));
         }
     }
 }

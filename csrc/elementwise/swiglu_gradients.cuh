@@ -28,7 +28,7 @@ MOECOMM_FN void swiglu_gradients(const SwigluArgs& a) {
         for (i32 column = lane_id() * n; column < a.columns; column += kWarp * n) {
             const i64 gate_at = at_both + (column / a.width * 2 * a.width + column % a.width) * bytes_of(type);
             const i64 up_at = gate_at + a.width * bytes_of(type), here = at_inner + column * bytes_of(type);
-            float gate[n], up[n], gradient[n], made[n], of_gate[n], of_up[n];
+            float gate[n], up[n], gradient[n], made[n], gate_grad[n], up_grad[n];
             widen<type>(*reinterpret_cast<const uint4*>(a.both + gate_at), gate);
             widen<type>(*reinterpret_cast<const uint4*>(a.both + up_at), up);
             widen<type>(*reinterpret_cast<const uint4*>(a.inner + here), gradient);
@@ -37,11 +37,11 @@ MOECOMM_FN void swiglu_gradients(const SwigluArgs& a) {
                 const float sigmoid = 1.0f / (1.0f + expf(-gate[i])), silu = gate[i] * sigmoid, weighted = gradient[i] * weight;
                 sum += silu * up[i] * gradient[i];
                 made[i] = silu * up[i] * weight;
-                of_gate[i] = weighted * up[i] * (sigmoid + silu * (1.0f - sigmoid));
-                of_up[i] = weighted * silu;
+                gate_grad[i] = weighted * up[i] * (sigmoid + silu * (1.0f - sigmoid));
+                up_grad[i] = weighted * silu;
             }
-            store_columns<type>(reinterpret_cast<void*>(a.to_both + gate_at), of_gate);
-            store_columns<type>(reinterpret_cast<void*>(a.to_both + up_at), of_up);
+            store_columns<type>(reinterpret_cast<void*>(a.to_both + gate_at), gate_grad);
+            store_columns<type>(reinterpret_cast<void*>(a.to_both + up_at), up_grad);
             store_columns<type>(reinterpret_cast<void*>(a.to_inner + here), made);
         }
 #pragma unroll

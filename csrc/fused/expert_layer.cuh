@@ -218,7 +218,7 @@ MOECOMM_FN void expert_layer(const ExpertLayerArgs& args) {
         s.gemm.counts[g] = counts[g];
     fetch_rows<r, GemmShared<c>::room()>(args.layer, s.fetch, memory, args.fetchers, args.together);
     if (blockIdx.x == 0 && threadIdx.x == 0) note_failure(args.layer);
-    let_next_kernel_launch();
+    launch_dependents();
     if constexpr (c.cluster > 1) sync_cluster<c.cluster>();
     constexpr GemmConfig product = second_of(c, out);
     if (threadIdx.x < kWarpgroup) {

@@ -31,7 +31,7 @@ MOECOMM_FN void note_failure(const LayerArgs& a) {
     if (aborted(a)) store_relaxed(reinterpret_cast<u32*>(a.failed), 1);
 }
 // Returns layer_round() if nothing has failed, else 0.  The caller has acquired what may have set `failed`.
-MOECOMM_FN u32 round_that_goes_on(const LayerArgs& a) {
+MOECOMM_FN u32 valid_round(const LayerArgs& a) {
     const u32 failed = load_relaxed(reinterpret_cast<const u32*>(a.failed)), round = layer_round(a);  // concurrent loads
     return failed == 0 ? round : 0;
 }

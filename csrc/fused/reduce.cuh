@@ -187,7 +187,7 @@ MOECOMM_FN void reduce_received(const LayerArgs& a) {
     bool ok = true;
     if (round.tag != 0 && warp_id() == 0) ok = await_received(a, round);
     if (!__syncthreads_and(ok)) return;
-    let_next_kernel_launch();
+    launch_dependents();
     warp.run();
 }
 

@@ -21,7 +21,7 @@ struct SendRows {
         fence_system();
         barrier_sync(1 + kMathGroups, kMathGroups * kWarpgroup);
         if (threadIdx.x != kWarpgroup || !arrive_last(&own_state(a.ctx)->finished)) return;
-        const u32 round = round_that_goes_on(a);
+        const u32 round = valid_round(a);
         if (round == 0) return;
         fence_system();  // one fence, then relaxed stores: a release store to each rank would take as long as the fence every time
         for (i32 p = 0; p < a.ctx.shape.ranks; ++p)

@@ -225,7 +225,7 @@ MOECOMM_FN void grouped_gemm(const GemmArgs& args) {
         barrier_init_done();
     }
     await_earlier_kernels();
-    let_next_kernel_launch();
+    launch_dependents();
     for (i32 g = threadIdx.x; g < args.grouping.groups; g += kGemmThreads) s.counts[g] = reinterpret_cast<const i32*>(args.counts)[g];
     sync_cluster<c.cluster>();
     if (threadIdx.x < kWarpgroup) {

@@ -24,7 +24,7 @@ void announce(Combine& c, bool intact) {
     n.chunk_tokens = c.a.chunk_tokens;
     if (c.in_place) {
         const u64 window = c.a.ctx.peers[c.r.me];
-        n.combine.x = c.a.y - window;
+        n.combine.rows = c.a.y - window;
         n.combine.pitch = static_cast<u64>(c.a.y_stride);
         if (!c.flat && c.a.weighted != 0) n.combine.weights = c.a.route.row_weights - window;
     }
@@ -175,14 +175,14 @@ std::vector<i32> direct_chunks(const Combine& c) {
 // Our staged rows of the next combine may overwrite theirs once everybody has said so.
 void signal_drained(Combine& c) {
     for (i32 step = 0; step < c.r.scaleup_ranks; ++step)
-        store_release(at<u64>(c.a.ctx, c.r.neighbour(step), drained_at(c.a.ctx.window, c.r.me)), tag_signal(c.r.tag));
+        store_release(at<u64>(c.a.ctx, c.r.neighbor(step), drained_at(c.a.ctx.window, c.r.me)), tag_signal(c.r.tag));
     c.r.state.last_combine = c.r.tag;
 }
 
 // Of a rank that has nothing to combine, because its handle is none.
 void end_invalid(Combine& c) {
     if (!c.r.await_headers()) return;
-    c.r.leave_validation_result(c.r.judge());
+    c.r.leave_validation_result(c.r.validate_rank());
     c.r.finish();
 }
 
@@ -201,7 +201,7 @@ void combine(const CombineArgs& args) {
     DirectSends sent(direct_chunks(c));
     team.run([&](i32 worker) { stage_and_pull(c, sent, worker, team.size()); });
     if (c.r.watch.failed()) return;
-    const ValidationResult validation = c.r.judge();
+    const ValidationResult validation = c.r.validate_rank();
     if (validation.failure == Failure::none) {
         signal_drained(c);
         if (c.in_place && !await_drained(c, c.r.tag)) return;  // the caller may do with its rows what it likes when we return

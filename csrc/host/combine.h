@@ -31,7 +31,7 @@ struct Combine {
     // The experts' rows lie in our window: peers read them there, and nothing is staged.
     const bool in_place = a.weight_grads == 0 && a.y >= heap() && a.y < a.ctx.peers[r.me] + a.ctx.window.bytes;
     const i64 grads_at = shape.staged_row_bytes - align_up<i64>(topk * sizeof(float), 16);  // in a staged row
-    const Sent* const sent = memory<const Sent>(a.route.sent);
+    const SourceTokens* const sent = memory<const SourceTokens>(a.route.sent);
 
     // Chunks of the tokens that `home` sent.
     i32 chunks_of(i32 source_rank) const { return ceil_div(sent[source_rank].num_tokens, sent[source_rank].chunk_tokens); }
@@ -54,8 +54,8 @@ struct Combine {
         return at<u8>(a.ctx, rank, staged_at(a.ctx.window, shape, source_rank, token));
     }
     // Do all ranks make this combine?  Without waiting: as far as we know.
-    bool agreed() { return r.headers_in() && r.judge().failure == Failure::none; }
-    bool await_agreement() { return r.await_headers() && r.judge().failure == Failure::none; }
+    bool agreed() { return r.headers_in() && r.validate_rank().failure == Failure::none; }
+    bool await_agreement() { return r.await_headers() && r.validate_rank().failure == Failure::none; }
 
   private:
     u64 heap() const { return a.ctx.peers[r.me] + a.ctx.window.heap; }

@@ -31,11 +31,10 @@ void announce(Dispatch& d, const BadEntry& bad) {
     RoundHeader n{};
     n.status = static_cast<u32>(bad.argument);
     n.call = a.call;
-    if (d.repeat) {
+    if (d.repeat)
         n.route_round = round_of(a.route, d.r.ranks);
-    } else {
+    else
         n.bad_value = bad.value;
-    }
     n.num_tokens = a.num_tokens;
     n.chunk_tokens = a.chunk_tokens;
     n.max_rows = a.max_rows;
@@ -51,11 +50,11 @@ void announce(Dispatch& d, const BadEntry& bad) {
 // What the mail of all ranks comes to; nothing if it did not come.
 std::optional<ValidationResult> agree(Dispatch& d) {
     if (!d.r.await_headers()) return std::nullopt;
-    const ValidationResult validation = d.r.judge();
+    const ValidationResult validation = d.r.validate_rank();
     if (validation.failure != Failure::none || d.repeat) return validation;
     if (!d.r.await_counts()) return std::nullopt;
     d.plan.gather();
-    return d.plan.judge_capacity();
+    return d.plan.validate_capacity();
 }
 
 // Relays, and receives if this dispatch does, while the next chunk has no place at its relays: those may wait for us.  False: the round is

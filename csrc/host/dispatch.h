@@ -29,7 +29,7 @@ struct Dispatch {
     bool direct_from(i32 source) const {
         return goes_direct(a.ctx.shape, sent(source).num_tokens) && a.part == static_cast<i32>(Part::whole);
     }
-    const Sent& sent(i32 source) const { return memory<const Sent>(a.route.sent)[source]; }
+    const SourceTokens& sent(i32 source) const { return memory<const SourceTokens>(a.route.sent)[source]; }
     DirectSends sent_direct{std::vector<i32>(direct ? r.ranks : 0, plan.own_chunks())};
 
   private:

@@ -25,23 +25,23 @@ Tokens forwarded_tokens(const Combine& c, i32 domain) {
 
 // What `rank` holds of the token, where it has one row for it: a reduced one or, in place, the caller's own.  Null: several, in place.
 const u8* Gather::single_row(i32 rank, i32 slot, i32 token) const {
-    const CombineHeader& from = c_.r.header(rank).combine;
-    if (from.staged()) return c_.staged(rank, tokens_.source_rank, token);
-    return c_.flat ? at<const u8>(c_.a.ctx, rank, from.x) + slot * static_cast<i64>(from.pitch) : nullptr;
+    const RoundHeader& from = c_.r.header(rank);
+    if (from.combine.rows == 0) return c_.staged(rank, tokens_.source_rank, token);
+    return c_.flat ? at<const u8>(c_.a.ctx, rank, from.combine.rows) + slot * static_cast<i64>(from.combine.pitch) : nullptr;
 }
 
 // The rows of the token at `rank`, in place, added up and rounded as that rank would have staged them.
 void Gather::add_in_place(float* sum, i32 token, i32 rank, i64 column, i64 n) const {
     const CombineArgs& a = c_.a;
-    const CombineHeader& from = c_.r.header(rank).combine;
+    const RoundHeader& from = c_.r.header(rank);
     Addends rows;
     rows.type = c_.type;
     for (i32 k = 0; k < c_.topk; ++k) {
         if (tokens_.owners_of(token)[k] != rank) continue;
         const i64 row = tokens_.rows_of(token)[k];
-        float weight = from.weights != 0 ? at<const float>(a.ctx, rank, from.weights)[row] : 1.0f;
+        float weight = from.combine.weights != 0 ? at<const float>(a.ctx, rank, from.combine.weights)[row] : 1.0f;
         if (c_.own_weights) weight = c_.own_weight(tokens_.source_rank, token, k);
-        rows.add(at<const u8>(a.ctx, rank, from.x) + row * static_cast<i64>(from.pitch), weight);
+        rows.add(at<const u8>(a.ctx, rank, from.combine.rows) + row * static_cast<i64>(from.combine.pitch), weight);
     }
     Sums partial;
     sum_rows(partial.of, rows, column, n);

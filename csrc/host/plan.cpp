@@ -84,7 +84,7 @@ i64 Plan::rows_needed(i32 rank) const {
     return rows;
 }
 
-ValidationResult Plan::judge_capacity() const {
+ValidationResult Plan::validate_capacity() const {
     for (i32 p = 0; p < r_.ranks; ++p) {
         if (a_.layout == static_cast<i32>(Layout::batched)) {
             const i64 group = batched_group(r_.header(p).max_rows, experts_here_);
@@ -118,7 +118,7 @@ void Plan::place_experts() {
 }
 
 void Plan::store_outputs() {
-    Sent* sent = memory<Sent>(a_.route.sent);
+    SourceTokens* sent = memory<SourceTokens>(a_.route.sent);
     for (i32 source = 0; source < r_.ranks; ++source) sent[source] = {r_.header(source).num_tokens, r_.header(source).chunk_tokens};
     const i32* counts = &total_[r_.me * experts_here_];
     std::copy_n(counts, experts_here_, memory<i32>(a_.tokens_per_expert));
@@ -135,7 +135,7 @@ void Plan::clear() {
     std::fill_n(memory<i32>(a_.route.token_rows), tokens * shape_.topk, -1);
     std::fill_n(memory<i32>(a_.route.token_owner), tokens * shape_.topk, -1);
     std::fill_n(memory<i32>(a_.route.token_slot), tokens * r_.ranks, -1);
-    std::fill_n(memory<Sent>(a_.route.sent), r_.ranks, Sent{0, 1});
+    std::fill_n(memory<SourceTokens>(a_.route.sent), r_.ranks, SourceTokens{0, 1});
     std::fill_n(memory<i32>(a_.tokens_per_expert), experts_here_, 0);
     std::fill_n(memory<i64>(a_.rows_per_expert), experts_here_, 0);
     *memory<i32>(a_.num_rows) = 0;

@@ -34,7 +34,7 @@ class Plan {
     // With everybody's counts here: adds them up.
     void gather();
     // Does everything fit?  Every rank comes to the same end.
-    ValidationResult judge_capacity() const;
+    ValidationResult validate_capacity() const;
     // The rows our tokens get, and the small outputs of dispatch.
     void place();
     // What `place` fills, for a round in which nothing arrives.

@@ -30,7 +30,7 @@ bool Pull::has_step(i32 chunk) const {
 bool Pull::ready(Chunk& chunk) {
     for (; chunk.awaited != 0; chunk.awaited &= chunk.awaited - 1) {
         const i32 p = c_.r.first + __builtin_ctzll(chunk.awaited);
-        if (c_.r.header(p).combine.staged() && !has_tag(flag(p, chunk.number), c_.r.tag)) return false;
+        if (c_.r.header(p).combine.rows == 0 && !has_tag(flag(p, chunk.number), c_.r.tag)) return false;
     }
     return has_step(chunk.number) && scaleout_ready(chunk.number);
 }
@@ -76,7 +76,7 @@ void Pull::pull(Chunk& chunk) {
 // To everybody in our domain, ourselves last: the chunk that comes next in the place of this one may be staged.
 void Pull::grant_credit(i32 chunk) const {
     for (i32 step = 0; step < c_.r.scaleup_ranks; ++step)
-        store_release(at<u64>(c_.a.ctx, c_.r.neighbour(step), credit_of(chunk)), word_signal(c_.r.tag, static_cast<u32>(chunk)));
+        store_release(at<u64>(c_.a.ctx, c_.r.neighbor(step), credit_of(chunk)), word_signal(c_.r.tag, static_cast<u32>(chunk)));
 }
 
 }  // namespace moecomm::host

@@ -25,7 +25,7 @@ class Inbox {
         return at<const u64>(d_.a.ctx, d_.r.me, arrived_at(d_.a.ctx.window, d_.a.ctx.shape, source, chunk));
     }
     bool open(i32 source) const {
-        const Sent& sent = memory<const Sent>(d_.a.route.sent)[source];
+        const SourceTokens& sent = memory<const SourceTokens>(d_.a.route.sent)[source];
         return next_[source] < ceil_div(sent.num_tokens, sent.chunk_tokens);
     }
     bool arrived(i32 source) const { return open(source) && has_tag(flag(source, next_[source]), d_.r.tag); }

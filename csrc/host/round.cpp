@@ -25,7 +25,7 @@ void Round::announce(RoundHeader mine, const i32* counts) {
     std::memcpy(words, &mine, sizeof(words));
     if (domains() > 1) announce_scaleout(words, counts);
     for (i32 step = 0; step < scaleup_ranks; ++step) {
-        u64* there = tagged_words(neighbour(step), me);
+        u64* there = tagged_words(neighbor(step), me);
         for (i32 w = 0; w < kHeaderWords; ++w) store_release(&there[w], word_signal(tag, words[w]));
         if (counts == nullptr) continue;
         for (i32 c = 0; c < ctx.window.columns; ++c) store_release(&there[kHeaderWords + c], word_signal(tag, static_cast<u32>(counts[c])));
@@ -94,7 +94,7 @@ void Round::load_headers() {
     if (domains() > 1) std::copy_n(at<const RoundHeader>(ctx, me, ctx.window.begun), scaleup_ranks, &headers_[first]);
 }
 
-ValidationResult Round::judge() const {
+ValidationResult Round::validate_rank() const {
     for (i32 p = 0; p < ranks; ++p) {
         const ValidationResult validation = validate_header(header(me), header(p), p, ctx.shape.experts);
         if (validation.failure != Failure::none) return validation;

@@ -30,7 +30,7 @@ class Round {
     // Peers in the order we turn to them: the next rank first, so that no rank is everybody's first; ourselves last.
     i32 peer(i32 step) const { return (me + 1 + step) % ranks; }
     // The same in our domain: those whose windows we load from and store to.
-    i32 neighbour(i32 step) const { return first + (me - first + 1 + step) % scaleup_ranks; }
+    i32 neighbor(i32 step) const { return first + (me - first + 1 + step) % scaleup_ranks; }
     bool reaches(i32 rank) const { return rank >= first && rank < first + scaleup_ranks; }
     i32 domain() const { return first / scaleup_ranks; }
     i32 domains() const { return ranks / scaleup_ranks; }
@@ -55,7 +55,7 @@ class Round {
     void save_headers() const;
     void load_headers();
     // All notices against ours, in rank order: every rank comes to the same end.
-    ValidationResult judge() const;
+    ValidationResult validate_rank() const;
 
     // The counts come with the notices of a dispatch that all ranks agree on; with others they never come.
     bool await_counts();

@@ -38,7 +38,7 @@ class Digest {
 class Reader {
   public:
     explicit Reader(const Sealed& tables)
-        : t_(tables), s_(tables.ctx.shape), sent_(memory<const Sent>(t_.route.sent)), digest_(t_.route.key) {}
+        : t_(tables), s_(tables.ctx.shape), sent_(memory<const SourceTokens>(t_.route.sent)), digest_(t_.route.key) {}
 
     // False if a number is none of its table.
     bool read() {
@@ -112,7 +112,7 @@ class Reader {
 
     const Sealed& t_;
     const Shape& s_;
-    const Sent* const sent_;
+    const SourceTokens* const sent_;
     Digest digest_;
 };
 

@@ -95,8 +95,8 @@ void Sender::signal_owners() const {
 void Sender::signal_forwarders() const {
     for (i32 domain = 0; domain < d_.r.domains(); ++domain) {
         if (domain == d_.r.domain()) continue;
-        const u64 landed = landed_signal(d_.a.ctx.shape, d_.r.domain(), next_, d_.a.chunk_tokens);
-        d_.r.link().signal(d_.r.counterpart(domain), landed, word_signal(d_.r.tag, static_cast<u32>(next_)));
+        const u64 received = received_signal(d_.a.ctx.shape, d_.r.domain(), next_, d_.a.chunk_tokens);
+        d_.r.link().signal(d_.r.counterpart(domain), received, word_signal(d_.r.tag, static_cast<u32>(next_)));
     }
 }
 
@@ -104,14 +104,14 @@ void Sender::signal_forwarders() const {
 void Sender::write_send_slot(const Token& token, const Payload& payload) {
     const DispatchArgs& a = d_.a;
     const Shape& shape = a.ctx.shape;
-    send_slot_.resize(landed_bytes(shape, a.row_bytes, a.scale_bytes));
-    const Landed head{d_.r.tag, token.number, {}};
-    const i64 slots_at = sizeof(Landed) + d_.topk * sizeof(Entry);
+    send_slot_.resize(received_token_bytes(shape, a.row_bytes, a.scale_bytes));
+    const ReceivedHead head{d_.r.tag, token.number, {}};
+    const i64 slots_at = sizeof(ReceivedHead) + d_.topk * sizeof(Entry);
     std::memcpy(send_slot_.data(), &head, sizeof(head));
-    std::memcpy(send_slot_.data() + sizeof(Landed), token.entries, d_.topk * sizeof(Entry));
+    std::memcpy(send_slot_.data() + sizeof(ReceivedHead), token.entries, d_.topk * sizeof(Entry));
     std::memcpy(send_slot_.data() + slots_at, token.slots, d_.r.scaleup_ranks * sizeof(i32));
-    std::memcpy(send_slot_.data() + landed_row(shape), payload.row, a.row_bytes);
-    if (a.scale_bytes > 0) std::memcpy(send_slot_.data() + landed_scales(shape, a.row_bytes), payload.scales, a.scale_bytes);
+    std::memcpy(send_slot_.data() + received_row(shape), payload.row, a.row_bytes);
+    if (a.scale_bytes > 0) std::memcpy(send_slot_.data() + received_scales(shape, a.row_bytes), payload.scales, a.scale_bytes);
 }
 
 // To the relay of another domain, once for all of its ranks.

@@ -23,7 +23,7 @@ struct Context {
 };
 
 // Tokens of a source rank and the chunk size it sent them in.
-struct Sent {
+struct SourceTokens {
     i32 num_tokens, chunk_tokens;
 };
 
@@ -49,11 +49,11 @@ struct Route {
 
 // Round of the dispatch that wrote the route, valid or not. All ranks of a combine or a repeat must hold routes of the same round. The word
 // is stored with the route, because no host knows it: graphs replay, and handles are copied.
-MOECOMM_BOTH u32& round_of(const Route& route, i32 ranks) { return *reinterpret_cast<u32*>(route.sent + ranks * sizeof(Sent)); }
+MOECOMM_BOTH u32& round_of(const Route& route, i32 ranks) { return *reinterpret_cast<u32*>(route.sent + ranks * sizeof(SourceTokens)); }
 
 // Seal of the tables, after them. The host executor stores a checksum of all tables (host/seal.h); kernels store kernel_seal.
 MOECOMM_BOTH u64& seal_of(const Route& route, i32 ranks) {
-    return *reinterpret_cast<u64*>(route.sent + ranks * sizeof(Sent) + sizeof(u64));
+    return *reinterpret_cast<u64*>(route.sent + ranks * sizeof(SourceTokens) + sizeof(u64));
 }
 // Kernels do not scan the tables, which would be a pass of its own. A route that bears this seal was written by a dispatch of this window,
 // for the same number of tokens and rows, and all its indices are inside the tables they index. As long as nobody edits single entries of a

@@ -28,7 +28,7 @@ struct Deadline {
 // SM cycles between two checks of the clock and the abort words, about 4 ms. globaltimer is one for the whole GPU, and its readers queue;
 // the host's word is behind PCIe. Checked at the start of every wait and every 64 polls, they made a combine of 4096 tokens take 107 ms on
 // 4 H200 instead of 0.6 ms.
-constexpr u32 kLookCycles = 1u << 23;
+constexpr u32 kCheckCycles = 1u << 23;
 
 // Polls before a wait begins to nap between polls: short waits spin, long waits poll now and then.
 constexpr u32 kEagerPolls = 64, kNapNs = 100;
@@ -48,7 +48,7 @@ class Polls {
     // Called after a failed poll. Returns ok to poll again, or the reason to give up.
     MOECOMM_FN Waited pause() {
         if (++polls_ > kEagerPolls) nap();
-        if (cycles() - since_ < kLookCycles) return Waited::ok;
+        if (cycles() - since_ < kCheckCycles) return Waited::ok;
         since_ = cycles();
         if (load_relaxed(deadline_->abort_here) != 0 || load_relaxed(deadline_->abort_host) != 0) return Waited::aborted;
         const u64 now = now_ns();

@@ -5,8 +5,9 @@
 // The route of a token from its source rank s in domain a to the owners of its experts in domain b, and back:
 //
 //   tagged words  s -> all ranks       round headers and counts; to other domains one put, then a signal
-//   dispatch      s -> forwarder       The forwarder is the rank of b with the index of s. One put for each token (Landed, row, scales)
-//                                      into `receive_buffer`, however many of its experts b has; after the chunk, `landed`.
+//   dispatch      s -> forwarder       The forwarder is the rank of b with the index of s. One put for each token (ReceivedHead, row,
+//   scales)
+//                                      into `receive_buffer`, however many of its experts b has; after the chunk, `received`.
 //                 forwarder -> owners  stores each row where s, which knows all counts, has specified, and signals `arrived` in the
 //                                      name of s, as a source in the owners' domain would. Then it grants s the chunk's credit.
 //   combine       owners -> forwarder  stage for s as for any source rank, but signal `reduced` to the forwarder, which pulls, adds in
@@ -52,14 +53,14 @@ MOECOMM_BOTH constexpr u64 tagged_words_signal(i32 from) { return from; }  // ta
 // Grows by one step a round, from 0, so that kernels add the same amount each time.
 MOECOMM_BOTH constexpr u64 tagged_words_value(u32 tag) { return tag_signal(tag - 1); }
 MOECOMM_BOTH constexpr bool have_tagged_words_arrived(u64 signal, u32 tag) { return has_reached(signal_tag(signal) + 1, tag, tag); }
-constexpr u64 kLanded = 0, kReceiveCredit = 1, kReturned = 2, kReturnCredit = 3;
+constexpr u64 kReceived = 0, kReceiveCredit = 1, kReturned = 2, kReturnCredit = 3;
 MOECOMM_BOTH constexpr u64 place_signal(const Shape& s, u64 kind, i32 domain, i32 chunk, i32 chunk_tokens) {
     const u64 place = static_cast<u64>(domain) * s.ring_tokens + chunk % ring_chunks(s, chunk_tokens);
     return s.ranks + kind * domains(s) * s.ring_tokens + place;
 }
 // At the forwarder, by domain of the source.
-MOECOMM_BOTH constexpr u64 landed_signal(const Shape& s, i32 domain, i32 chunk, i32 chunk_tokens) {
-    return place_signal(s, kLanded, domain, chunk, chunk_tokens);
+MOECOMM_BOTH constexpr u64 received_signal(const Shape& s, i32 domain, i32 chunk, i32 chunk_tokens) {
+    return place_signal(s, kReceived, domain, chunk, chunk_tokens);
 }
 // At the source, by domain of the forwarder.
 MOECOMM_BOTH constexpr u64 receive_credit(const Shape& s, i32 domain, i32 chunk, i32 chunk_tokens) {
@@ -84,7 +85,7 @@ MOECOMM_BOTH constexpr u64 signal_at(const WindowLayout& w, u64 which) { return 
 MOECOMM_BOTH constexpr u64 send_slot_at(const WindowLayout& w, const Shape& s, i32 domain, i32 token) {
     return receive_at(w, s, domains(s) + domain, token);
 }
-MOECOMM_BOTH constexpr u64 sum_at(const WindowLayout& w, const Shape& s, i32 domain, i32 token) {
+MOECOMM_BOTH constexpr u64 return_slot_at(const WindowLayout& w, const Shape& s, i32 domain, i32 token) {
     return returned_at(w, s, domains(s) + domain, token);
 }
 MOECOMM_BOTH constexpr u64 signal_value_at(const WindowLayout& w, const Shape& s, u64 which) { return signal_at(w, signals(s) + which); }
@@ -103,24 +104,24 @@ struct Entry {
 };
 // Header of a token in a receive buffer. Entry[topk] follows, then i32[domain_ranks]: the flat row at each rank of the domain, -1 for none.
 // A header with another round or token means that this token has no expert in the domain.
-struct Landed {
+struct ReceivedHead {
     u32 tag;
     i32 token;
     i32 pad[2];
 };
 // Offsets of the row and of its scales in a token of a receive buffer, and the token's size.
-MOECOMM_BOTH constexpr i64 landed_row(const Shape& s) {
-    return align_up<i64>(sizeof(Landed) + s.topk * sizeof(Entry) + domain_ranks(s) * sizeof(i32), 16);
+MOECOMM_BOTH constexpr i64 received_row(const Shape& s) {
+    return align_up<i64>(sizeof(ReceivedHead) + s.topk * sizeof(Entry) + domain_ranks(s) * sizeof(i32), 16);
 }
-MOECOMM_BOTH constexpr i64 landed_scales(const Shape& s, i64 row_bytes) { return landed_row(s) + align_up<i64>(row_bytes, 16); }
-MOECOMM_BOTH constexpr i64 landed_bytes(const Shape& s, i64 row_bytes, i64 scale_bytes) {
-    return landed_scales(s, row_bytes) + align_up<i64>(scale_bytes, 16);
+MOECOMM_BOTH constexpr i64 received_scales(const Shape& s, i64 row_bytes) { return received_row(s) + align_up<i64>(row_bytes, 16); }
+MOECOMM_BOTH constexpr i64 received_token_bytes(const Shape& s, i64 row_bytes, i64 scale_bytes) {
+    return received_scales(s, row_bytes) + align_up<i64>(scale_bytes, 16);
 }
 
-// Room for a direct token in `packets`: a token as a forwarder receives it, or, after an unused Landed (which thus never looks like one of
-// this round), a staged row. Kernels put all of a rank's tokens from send slots in its rings.
+// Room for a direct token in `packets`: a token as a forwarder receives it, or, after an unused ReceivedHead (which thus never looks like
+// one of this round), a staged row. Kernels put all of a rank's tokens from send slots in its rings.
 MOECOMM_BOTH constexpr i64 direct_bytes(const Shape& s) {
-    const i64 row = sizeof(Landed) + s.staged_row_bytes;
+    const i64 row = sizeof(ReceivedHead) + s.staged_row_bytes;
     return align_up<i64>(s.receive_bytes > row ? s.receive_bytes : row, 128);
 }
 MOECOMM_BOTH constexpr bool goes_direct(const Shape& s, i32 num_tokens) {
@@ -130,7 +131,7 @@ MOECOMM_BOTH constexpr u64 direct_at(const WindowLayout& w, const Shape& s, u32 
     return packets_at(w, s, tag, from) + static_cast<u64>(token * direct_bytes(s));
 }
 MOECOMM_BOTH constexpr u64 direct_row_at(const WindowLayout& w, const Shape& s, u32 tag, i32 from, i32 token) {
-    return direct_at(w, s, tag, from, token) + sizeof(Landed);
+    return direct_at(w, s, tag, from, token) + sizeof(ReceivedHead);
 }
 
 // Words that a forwarder keeps of a token of rank (domain, own index): the rows of its topk experts, their owners, and the flat row at each

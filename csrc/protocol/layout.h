@@ -27,7 +27,7 @@ struct State {
     u32 begun;          // kernels: blocks of this launch that have read `round`
     u32 finished;       // kernels: blocks of this launch that have finished
     u32 claim;          // kernels: the tag of the last round whose failure some thread has claimed to report
-    u32 taken;          // kernels: pieces of a combine that warps have claimed, 0 between launches
+    u32 next_piece;     // kernels: pieces of a combine that warps have claimed, 0 between launches
 };
 
 struct WindowLayout {
@@ -69,7 +69,7 @@ struct WindowLayout {
     i32 num_tagged_words;
 };
 
-// By rank: its tagged words. By domain and place in a ring: landed, its credit, returned, its credit. By parity and rank: direct rows.
+// By rank: its tagged words. By domain and place in a ring: received, its credit, returned, its credit. By parity and rank: direct rows.
 constexpr u64 kSignalsOfPlace = 4;
 MOECOMM_BOTH constexpr u64 signals(const Shape& s) {
     return domains(s) > 1 ? 3 * s.ranks + kSignalsOfPlace * domains(s) * s.ring_tokens : 0;
@@ -132,8 +132,8 @@ MOECOMM_BOTH constexpr u64 packets_at(const WindowLayout& w, const Shape& s, u32
 }
 MOECOMM_BOTH constexpr u64 weight_at(const WindowLayout& w, const Shape& s, u32 tag, i32 source_rank, i32 entry) {  // token * topk + k
     const u64 first = w.packets + 2 * s.ranks * static_cast<u64>(s.packet_bytes),
-              turn = round_parity(tag) * static_cast<u64>(s.ranks) + source_rank;
-    return first + (turn * s.max_tokens * s.topk + entry) * sizeof(u64);
+              slot = round_parity(tag) * static_cast<u64>(s.ranks) + source_rank;
+    return first + (slot * s.max_tokens * s.topk + entry) * sizeof(u64);
 }
 MOECOMM_BOTH constexpr u64 counting_at(const WindowLayout& w, i32 block) {
     return w.counting + static_cast<u64>(block) * (w.columns + 1) * sizeof(u64);

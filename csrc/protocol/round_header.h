@@ -10,35 +10,28 @@
 
 namespace moecomm {
 
-// Dispatch: offsets in the sender's window where peers write; 0: the sender does not want that output.
-struct DispatchHeader {
+// Dispatch: where peers write.
+struct DispatchOffsets {
     u64 x, scales, src, topk_idx, weights, rows;
-    u64 token_packet_bytes;  // bytes of a token's packets; 0: the sender's rows do not travel in packets
+    u64 packet_bytes;  // of a token, if the sender's rows travel in packets, else 0
 };
 
-// Dispatch of row descriptors, as offsets in the sender's window. Peers need the last three to make row descriptors from the sender's ids.
-struct DescriptorHeader {
-    u64 out;  // where peers store row descriptors
-    u64 pad;
-    u64 published, published_stride;  // the sender's rows, and the bytes from one row to the next
-    u64 receive_buffer;               // of the experts' result rows
-    u64 more_pad[2];
+// Dispatch of row descriptors: where peers write them, and the fields with which a peer makes those of the sender's tokens from its ids.
+struct PublishedOffsets {
+    u64 descriptors, scales;
+    u64 rows, pitch;     // the published rows
+    u64 receive_buffer;  // of the results
+    u64 unused, packet_bytes;
 };
 
-// Combine, as offsets in the sender's window.
-struct CombineHeader {
-    u64 x;  // where peers read the sender's rows; 0: the rows are staged for peers
-    u64 pad[3];
-    u64 weights;  // host: of the experts' rows at `x`; 0: not weighted
-    // Kernels. 1: `x` has reduced rows, by flat row, each valid once its chunk's `reduced` signal is there. 0: `x` has the experts' rows.
-    u64 reduced;
-    u64 pitch;  // bytes from one row at `x` to the next
-
-    MOECOMM_BOTH constexpr bool staged() const { return x == 0; }
+// Combine: where peers read, unless rows are staged for them.
+struct CombineOffsets {
+    u64 rows;  // the experts' rows, or reduced rows; 0: staged
+    u64 unused[3];
+    u64 weights;     // of the experts' rows, 0: not weighted
+    u64 is_reduced;  // kernels: `rows` are reduced rows, by flat row, each valid once its chunk's `reduced` signal is there
+    u64 pitch;       // from one of `rows` to the next
 };
-
-static_assert(sizeof(CombineHeader) == sizeof(DispatchHeader) && sizeof(DescriptorHeader) == sizeof(DispatchHeader),
-              "RoundHeader{} zeroes every word");
 
 struct RoundHeader {
     u32 op : 4;         // Op
@@ -47,18 +40,19 @@ struct RoundHeader {
     u64 call;  // what all ranks must pass alike (layout, dtypes, alignment, row bytes), as named bit fields: moecomm/core/signature.py
                // packs them
     union {
-        i64 route_round;  // round_of the combined or repeated route, 0 without a route; also if status is `handle`
-        i64 bad_value;    // the first bad value, if status is topk_idx
+        i64 bad_value;    // status is not none: the first bad value
+        i64 route_round;  // else: round_of the route that is combined or repeated, 0 without one
     };
     i32 num_tokens;
     i32 chunk_tokens;
-    i32 max_rows;  // dispatch: rows for which this rank's output has room; batched: the sum over its experts, which have equal room
+    i32 max_rows;  // rows for which this rank's output has room; batched: the sum over its experts, which have equal room
     i32 blocks;    // dispatch (kernels): blocks that share this rank's chunks. Each takes consecutive chunks, so receivers expect the first
                    // chunk of every block first
+    // Offsets in the sender's window, and distances in bytes, by operation.
     union {
-        DispatchHeader dispatch;
-        DescriptorHeader descriptors;
-        CombineHeader combine;
+        DispatchOffsets dispatch;
+        PublishedOffsets published;
+        CombineOffsets combine;
     };
 };
 

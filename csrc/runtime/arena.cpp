@@ -32,7 +32,7 @@ std::shared_ptr<Block> Arena::allocate(u64 bytes) {
     return block;
 }
 
-void Arena::give_back(u64 offset, u64 bytes) {
+void Arena::return_forward_chunk(u64 offset, u64 bytes) {
     std::lock_guard lock(mutex_);
     used_ -= bytes;
     auto next = free_.lower_bound(offset);
@@ -65,14 +65,14 @@ u64 Arena::largest_free() const {
 
 Block::Block(std::shared_ptr<Arena> arena, u64 offset, u64 bytes) : arena_(std::move(arena)), offset_(offset), bytes_(bytes) {}
 
-Block::~Block() { arena_->give_back(offset_, units(bytes_)); }
+Block::~Block() { arena_->return_forward_chunk(offset_, units(bytes_)); }
 
 void Block::shrink(u64 bytes) {
     if (bytes > bytes_)
         throw std::invalid_argument("a block of " + std::to_string(bytes_) + " bytes cannot shrink to " + std::to_string(bytes));
     const u64 keep = units(bytes), had = units(bytes_);
     bytes_ = bytes;
-    if (had > keep) arena_->give_back(offset_ + keep, had - keep);
+    if (had > keep) arena_->return_forward_chunk(offset_ + keep, had - keep);
 }
 
 }  // namespace moecomm::runtime

@@ -24,7 +24,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
   private:
     friend class Block;
-    void give_back(u64 offset, u64 bytes);
+    void return_forward_chunk(u64 offset, u64 bytes);
 
     mutable std::mutex mutex_;
     std::map<u64, u64> free_;  // bytes by offset; neighbours are always joined

@@ -22,7 +22,7 @@ struct Domains {
     // The rank of this domain that exchanges data with `rank`: `rank` itself, or its forwarder.
     MOECOMM_FN i32 local(i32 rank) const { return kCount == 1 ? rank : first() + rank % scaleup_ranks; }
     // `rotated` within this domain.
-    MOECOMM_FN i32 neighbour(i32 step) const { return kCount == 1 ? (me + 1 + step) % ranks : first() + (me + 1 + step) % scaleup_ranks; }
+    MOECOMM_FN i32 neighbor(i32 step) const { return kCount == 1 ? (me + 1 + step) % ranks : first() + (me + 1 + step) % scaleup_ranks; }
 };
 
 }  // namespace moecomm

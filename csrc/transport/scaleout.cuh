@@ -105,12 +105,12 @@ MOECOMM_FN void send_tagged_words(const Call& c, i32 words, PutAhead put_ahead) 
     for (i32 step = blockIdx.x + gridDim.x * warp_id(); step < cfg.ranks; step += gridDim.x * cfg.warps()) {
         const i32 peer = rotated<cfg.ranks>(c.me(), step);
         if (c.domains().reaches(peer)) continue;
-        bool came = true;
+        bool in_time = true;
         u64 seen = 0;
-        for (i32 i = lane_id(); came && i < words; i += kWarp)
-            came = wait_word(c.round, Phase::grid, c.me(), tagged_word(c.round, c.me(), i), c.round.tag, seen);
+        for (i32 i = lane_id(); in_time && i < words; i += kWarp)
+            in_time = wait_word(c.round, Phase::grid, c.me(), tagged_word(c.round, c.me(), i), c.round.tag, seen);
         c.transport.fence();  // other blocks may have written the words
-        if (!__all_sync(kAllLanes, came) || !put_ahead(peer)) return;
+        if (!__all_sync(kAllLanes, in_time) || !put_ahead(peer)) return;
         if (!put(c, c.transport, Phase::header, peer, tagged_words, tagged_words, words * sizeof(u64))) return;
         if (lane_id() == 0 && await_room(c.round, c.transport, Phase::header, peer, c.posters()))
             c.transport.add(peer, tagged_words_signal(c.me()), tag_signal(kTagStep));  // tagged_words_value
@@ -129,8 +129,8 @@ MOECOMM_FN bool await_tagged_words(const Call& c, i32 thread, i32 stride) {
     for (i32 from = thread; from < Call::cfg.ranks; from += stride) {
         if (c.domains().reaches(from)) continue;
         const auto signal = [&] { return c.transport.signal_value(tagged_words_signal(from)); };
-        const auto came = [&] { return have_tagged_words_arrived(signal(), c.round.tag); };
-        if (!wait_for(c.round, Phase::header, from, c.round.tag, came, [&] { return static_cast<i64>(signal_tag(signal())); }))
+        const auto in_time = [&] { return have_tagged_words_arrived(signal(), c.round.tag); };
+        if (!wait_for(c.round, Phase::header, from, c.round.tag, in_time, [&] { return static_cast<i64>(signal_tag(signal())); }))
             return false;
     }
     return true;

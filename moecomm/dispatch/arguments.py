@@ -124,7 +124,7 @@ def _check_scales(rounds: Rounds, options: Options, x: torch.Tensor, scales: tor
         raise BadInput("scales", f"strides {scales.stride()}", "contiguous rows")
     if rounds.domain_ranks != rounds.num_ranks:
         shape, bytes_of_scales = rounds.session.context.shape, scales.shape[1] * scales.element_size()
-        room = shape.receive_bytes - _native.landed_bytes(shape, rounds.hidden * x.element_size(), 0)
+        room = shape.receive_bytes - _native.received_token_bytes(shape, rounds.hidden * x.element_size(), 0)
         if bytes_of_scales > room:
             raise BadInput("scales", f"rows of {bytes_of_scales} bytes", f"at most {room} between domains")
     if options.scale_layout == "column" and scales.element_size() != 4:

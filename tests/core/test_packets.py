@@ -38,7 +38,7 @@ def test_128_tokens_of_deepseek_v3_go_straight_to_other_domains(ranks: int, most
         packet_bytes=settings.packet_bytes(lsa),  # type: ignore[arg-type]
         domain_ranks=ranks // 2,
     )
-    shape.receive_bytes = _native.landed_bytes(shape, *settings.receive_payload_bytes)
+    shape.receive_bytes = _native.received_token_bytes(shape, *settings.receive_payload_bytes)
     assert _native.goes_direct(shape, 128) and not _native.goes_direct(shape, 150)
     shape.domain_ranks = ranks
     assert not _native.goes_direct(shape, 128)

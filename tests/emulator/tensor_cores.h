@@ -43,7 +43,7 @@ inline void require_no_barriers(const Block& block, unsigned first, unsigned byt
     for (unsigned at = first / 8; at < (first + bytes) / 8; ++at)
         if (block.mbarriers[at] != 0) __builtin_trap();
 }
-inline void bring(unsigned long long& barrier, int arrivals, long long bytes) {
+inline void load_packets(unsigned long long& barrier, int arrivals, long long bytes) {
     barrier -= static_cast<std::uint64_t>(arrivals) << 24;
     barrier -= static_cast<std::uint64_t>(bytes) << 40;
     if (barrier >> 24 == 0) barrier = (barrier ^ 1) | (barrier >> 8 & 0xffff) << 24;
@@ -86,7 +86,7 @@ inline void load_box(unsigned to, const void* map, const int (&at)[5], const voi
                 std::memset(place + there, 0, 16 - there);
             }
         }
-        bring(*reinterpret_cast<unsigned long long*>(shared + offset_of(barrier)), 0, rows * 128);
+        load_packets(*reinterpret_cast<unsigned long long*>(shared + offset_of(barrier)), 0, rows * 128);
     }
 }
 

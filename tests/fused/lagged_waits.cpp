@@ -83,9 +83,10 @@ struct Launch {
             if (mine.empty()) return;
             const Taken now = mine.front();
             mine.erase(mine.begin());
-            const bool came = now.is_second ? wait([&] { return made[now.tile.nth].load(std::memory_order_acquire) >= first.column_tiles; })
-                                            : wait([&] { return fetching.all_there(now.tile, full); });
-            if (!came) return;
+            const bool in_time = now.is_second
+                                     ? wait([&] { return made[now.tile.nth].load(std::memory_order_acquire) >= first.column_tiles; })
+                                     : wait([&] { return fetching.all_there(now.tile, full); });
+            if (!in_time) return;
             make(now);
         }
     }

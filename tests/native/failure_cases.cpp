@@ -96,7 +96,7 @@ std::string silent_reducer() {
     f.dispatch_all();
     for (i32 from : {1, 2}) announce_as(f, from, Op::combine, 2, 0, f.combines[0].call);
     ReceiveBuffer& l = f.scenario.steps[0].dispatch->receive_buffer[0];
-    std::fill_n(l.sent.begin(), kRanks, Sent{0, 1});                                              // nothing to stage
+    std::fill_n(l.sent.begin(), kRanks, SourceTokens{0, 1});                                      // nothing to stage
     for (size_t i = 0; i < l.token_slot.size(); ++i) l.token_slot[i] = i % kRanks == 1 ? 0 : -1;  // all our tokens went to rank 1
     host::seal(host::tables_of(f.combines[0]));
     host::combine(f.combines[0]);
@@ -256,7 +256,7 @@ std::string too_many_of_one_expert() {
 
 std::string other_operation() {
     Fixture f(Layout::expert);
-    for (ReceiveBuffer& l : f.scenario.steps[0].dispatch->receive_buffer) std::fill_n(l.sent.begin(), kRanks, Sent{0, 1});
+    for (ReceiveBuffer& l : f.scenario.steps[0].dispatch->receive_buffer) std::fill_n(l.sent.begin(), kRanks, SourceTokens{0, 1});
     host::seal(host::tables_of(f.combines[0]));
     f.cluster.run([&](i32 rank) { rank == 0 ? host::combine(f.combines[rank]) : host::dispatch(f.dispatches[rank]); });
     std::string problem = check_record(f.cluster.record(0), {Failure::mismatch, Op::combine, Phase::header, 1, 1}, 0);
@@ -293,7 +293,7 @@ std::string changed_tables(bool repeat, bool nothing) {
     Fixture f(Layout::expert);
     f.dispatch_all();
     ReceiveBuffer& l = f.scenario.steps[0].dispatch->receive_buffer[1];
-    if (nothing) std::fill_n(l.sent.begin(), l.sent.size(), Sent{0, 0});
+    if (nothing) std::fill_n(l.sent.begin(), l.sent.size(), SourceTokens{0, 0});
     if (!nothing) l.token_rows[0] ^= 1;
     for (DispatchArgs& a : f.dispatches) a.repeat = 1;
     f.cluster.run([&](i32 rank) { repeat ? host::dispatch(f.dispatches[rank]) : host::combine(f.combines[rank]); });
@@ -311,8 +311,8 @@ std::string abort_while_waiting(bool host_word) {
     Fixture f(Layout::flat);
     f.cluster.run([&](i32 rank) {
         if (rank != 2) return host::dispatch(f.dispatches[rank]);
-        const u64 words = neighbours != 0 ? signal_at(f.cluster.window, tagged_words_signal(0))
-                                          : tagged_words_at(f.cluster.window, kRanks, round_tag(1), 0);
+        const u64 words = neighbors != 0 ? signal_at(f.cluster.window, tagged_words_signal(0))
+                                         : tagged_words_at(f.cluster.window, kRanks, round_tag(1), 0);
         const u64* header = &f.word(2, words);
         const u32 never = 0;
         wait_until({patience, &never, &never}, [&] { return signal_tag(load_acquire(header)) != 0; });
@@ -368,7 +368,7 @@ std::string left_the_group() {
 
 int run_failure_cases(u64 timeout_ns, bool until_one, bool several_domains) {
     patience = timeout_ns;
-    neighbours = several_domains ? 1 : 0;
+    neighbors = several_domains ? 1 : 0;
     const struct {
         const char* name;
         std::function<std::string()> run;
@@ -411,7 +411,7 @@ int run_failure_cases(u64 timeout_ns, bool until_one, bool several_domains) {
     };
     int failed = 0;
     for (const auto& c : cases) {
-        if (c.by_hand && neighbours != 0) continue;
+        if (c.by_hand && neighbors != 0) continue;
         const std::string problem = c.run();
         std::printf("%s: %s\n", c.name, problem.empty() ? "ok" : problem.c_str());
         failed += !problem.empty();

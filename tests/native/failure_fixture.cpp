@@ -7,7 +7,7 @@
 namespace moecomm::test {
 
 u64 patience = 0;
-i32 neighbours = 0;
+i32 neighbors = 0;
 
 namespace {
 
@@ -31,7 +31,7 @@ Fixture::Fixture(Layout layout, u64 timeout_ns) : scenario(find(layout)), cluste
 Scenario Fixture::find(Layout layout) {
     for (u64 seed = 1;; ++seed) {
         Random random(seed);
-        Scenario s = random_scenario(random, {kRanks, kRanks, 2, kTokens, false, neighbours});
+        Scenario s = random_scenario(random, {kRanks, kRanks, 2, kTokens, false, neighbors});
         bool good = s.steps.size() >= 2 && s.steps[0].dispatch->layout == layout && s.steps[0].part == Part::whole;
         good = good && s.steps[1].combine != nullptr && s.shape.ring_tokens < kTokens;
         for (const Input& sent : s.steps[0].dispatch->input) good = good && sent.tokens > 0 && sent.ids[0] >= 0;

@@ -12,7 +12,7 @@ constexpr i32 kRanks = 3;
 constexpr i32 kTokens = 40;          // at most, of a rank
 constexpr u64 kShort = 150'000'000;  // ns: of a wait that shall expire
 extern u64 patience;                 // ns: of one that shall not
-extern i32 neighbours;               // Shape::domain_ranks: 0, or 1, and each rank is a domain
+extern i32 neighbors;                // Shape::domain_ranks: 0, or 1, and each rank is a domain
 
 // A dispatch of `layout` with tokens on every rank, and a combine of it.
 struct Fixture {

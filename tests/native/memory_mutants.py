@@ -25,8 +25,8 @@ MEMORY_MUTANTS = [
     Mutant(
         "no room for scales in what crosses",
         "host/send.cpp",
-        "send_slot_.resize(landed_bytes(shape, a.row_bytes, a.scale_bytes))",
-        "send_slot_.resize(landed_bytes(shape, a.row_bytes, 0))",
+        "send_slot_.resize(received_token_bytes(shape, a.row_bytes, a.scale_bytes))",
+        "send_slot_.resize(received_token_bytes(shape, a.row_bytes, 0))",
         "domains asan",
     ),
 ]

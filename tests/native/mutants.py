@@ -43,15 +43,15 @@ MUTANTS = [
     Mutant(
         "drained flag without release",
         "host/combine.cpp",
-        "store_release(at<u64>(c.a.ctx, c.r.neighbour(step), drained_at",
-        f"{RELAXED}(at<u64>(c.a.ctx, c.r.neighbour(step), drained_at",
+        "store_release(at<u64>(c.a.ctx, c.r.neighbor(step), drained_at",
+        f"{RELAXED}(at<u64>(c.a.ctx, c.r.neighbor(step), drained_at",
         "tsan",
     ),
     Mutant(
         "credit without release",
         "host/pull.cpp",
-        "store_release(at<u64>(c_.a.ctx, c_.r.neighbour(step), credit_of",
-        f"{RELAXED}(at<u64>(c_.a.ctx, c_.r.neighbour(step), credit_of",
+        "store_release(at<u64>(c_.a.ctx, c_.r.neighbor(step), credit_of",
+        f"{RELAXED}(at<u64>(c_.a.ctx, c_.r.neighbor(step), credit_of",
         "tsan",
     ),
     Mutant(
@@ -273,7 +273,7 @@ MUTANTS = [
     Mutant(
         "rows in place not weighted",
         "host/gather.cpp",
-        "from.weights != 0 ? at<const float>(a.ctx, rank, from.weights)[row] : 1.0f;",
+        "from.combine.weights != 0 ? at<const float>(a.ctx, rank, from.combine.weights)[row] : 1.0f;",
         "1.0f;",
         "plain",
     ),
@@ -362,9 +362,7 @@ MUTANTS = [
     ),
     Mutant("sums of handles not compared", "host/seal.cpp", "== reader.digest()", "!= 0", "failures"),
     Mutant("who has sent what not looked at", "host/seal.cpp", "if (!read_sent()) return false;", "", "failures"),
-    Mutant(
-        "handles not compared", "protocol/slots.h", "theirs.route_round != mine.route_round &&", "false &&", "failures"
-    ),
+    Mutant("handles not compared", "protocol/slots.h", "theirs.route_round != mine.route_round &&", "false &&", "failures"),
     Mutant(
         "round of a dispatch not kept",
         "host/dispatch.cpp",
@@ -373,13 +371,9 @@ MUTANTS = [
         "failures",
     ),
     Mutant(
-        "a handle not told",
-        "host/combine.cpp",
-        "n.route_round = round_of(c.a.route, c.r.ranks);",
-        "n.route_round = 0;",
-        "failures",
+        "a handle not told", "host/combine.cpp", "n.route_round = round_of(c.a.route, c.r.ranks);", "n.route_round = 0;", "failures"
     ),
-    Mutant("a repeat like any other", "host/dispatch.cpp", "if (d.repeat) {", "if (false) {", "failures"),
+    Mutant("a repeat like any other", "host/dispatch.cpp", "if (d.repeat)\n        n.route_round", "if (false)\n        n.route_round", "failures"),
     Mutant("ids not checked", "host/plan.cpp", "valid_id(given, shape_.experts) ?", "given >= -1000 ?", "failures"),
     Mutant(
         "weights not checked", "host/plan.cpp", "BadEntry bad = bad_weight(first, end);", "BadEntry bad;", "failures"

@@ -12,7 +12,7 @@ struct Arrived {
     std::vector<u32> scale_columns;
     std::vector<i32> tokens_per_expert;
     std::vector<i64> rows_per_expert;
-    std::vector<Sent> sent;
+    std::vector<SourceTokens> sent;
     std::vector<u32> ranges;  // a chunk that brings nothing: only the count of 0 is sure
     i32 num_rows = 0;
 };

@@ -270,7 +270,8 @@ Scenario random_scenario(Random& random, const Limits& limits) {
         }
     }
     s.staged_row_bytes = align_up(hidden * 4, 16) + align_up(s.topk * 4, 16);
-    for (const auto& d : scenario.dispatches) s.receive_bytes = std::max(s.receive_bytes, landed_bytes(s, d->row_bytes, d->scale_bytes));
+    for (const auto& d : scenario.dispatches)
+        s.receive_bytes = std::max(s.receive_bytes, received_token_bytes(s, d->row_bytes, d->scale_bytes));
     // Room for what goes straight: of none, of some ranks, of all.
     if (domains(s) > 1) s.packet_bytes = random.one_of({0, 1, 2, 2}) * ((s.max_tokens + 1) / 2 * direct_bytes(s));
     s.heap_bytes = heap_needed(s, scenario);

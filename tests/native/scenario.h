@@ -23,7 +23,7 @@ struct Input {
 struct ReceiveBuffer {
     std::vector<i32> token_rows, token_owner, token_slot, relayed, tokens_per_expert, num_rows;
     std::vector<i64> rows_per_expert;
-    std::vector<Sent> sent;  // and two more, where round_of and seal_of lie
+    std::vector<SourceTokens> sent;  // and two more, where round_of and seal_of lie
     std::vector<u32> ranges, scale_columns;
     u64 x = 0, scales = 0, src = 0, topk_idx = 0, weights = 0, rows = 0;
     i32 max_rows = 0;

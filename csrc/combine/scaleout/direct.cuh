@@ -14,11 +14,11 @@ MOECOMM_FN bool await_headers_seen(const Call& c) {
     for (i32 source_rank = 0; source_rank < Call::cfg.ranks; ++source_rank) wanted = wanted || c.direct_to(source_rank);
     if (!wanted) return true;
     const volatile u32& headers_seen = c.scaleout().headers_seen;
-    bool came = true;
-    if (lane_id() == 0) came = wait_for(c.round, Phase::grid, c.me(), 1, [&] { return headers_seen != 0; }, [] { return 0ll; });
-    came = __all_sync(kAllLanes, came);
+    bool in_time = true;
+    if (lane_id() == 0) in_time = wait_for(c.round, Phase::grid, c.me(), 1, [&] { return headers_seen != 0; }, [] { return 0ll; });
+    in_time = __all_sync(kAllLanes, in_time);
     asm volatile("fence.acq_rel.cta;" ::: "memory");  // acquire is_invalid, and what arrived before the tagged words
-    return came;
+    return in_time;
 }
 
 // Called by all lanes of a return-forward warp. Waits until a chunk is staged (acquire) unless rows are read in place, puts its rows to
@@ -32,12 +32,12 @@ MOECOMM_FN bool put_chunk(const Call& c, i32 source_rank, i32 chunk) {
     if constexpr (!cfg.in_place) {
         const auto* flag = own<const u64>(c.a.ctx, c.staged_flag(source_rank, chunk));
         const u64 staged = word_signal(c.round.tag, chunk);
-        bool came = true;
+        bool in_time = true;
         if (lane_id() == 0)
-            came = wait_for(
+            in_time = wait_for(
                 c.round, Phase::grid, c.me(), chunk, [&] { return load_acquire(flag) == staged; },
                 [&] { return static_cast<i64>(signal_word(load_acquire(flag))); });
-        if (!__all_sync(kAllLanes, came)) return false;
+        if (!__all_sync(kAllLanes, in_time)) return false;
     }
     const auto channel = c.channel();
     const i64 bytes = c.a.weight_grads != 0 ? c.shape().staged_row_bytes : align_up<i64>(cfg.staged_bytes(), 16);

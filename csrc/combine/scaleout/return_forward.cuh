@@ -16,12 +16,12 @@ struct ReturnForward {
     static constexpr i32 kOthers = cfg.domains() - 1;
 
     const Call& c;
-    const i32 work_list;                 // number of work items of all return-forward warps
-    i32 nth;                             // this warp's next work item
-    i32 at = 0;                          // next piece of the row of its next token
-    u32 ours = 0;                        // one bit for each of its remaining tokens that this domain has rows of
-    bool begun = false, placed = false;  // `ours` is known; the places of its sums are free
-    i32 seen = -1;                       // the work item for which this lane has acquired the flag of its rank
+    const i32 work_list;                         // number of work items of all return-forward warps
+    i32 nth;                                     // this warp's next work item
+    i32 at = 0;                                  // next piece of the row of its next token
+    u32 tokens_left = 0;                         // one bit for each of its remaining tokens that this domain has rows of
+    bool item_open = false, place_free = false;  // `tokens_left` is known; the places of its sums are free
+    i32 seen = -1;                               // the work item for which this lane has acquired the flag of its rank
     bool failed = false;
 
     MOECOMM_FN ReturnForward(const Call& call, i32 warp) : c(call), work_list(count(call)), nth(blockIdx.x + gridDim.x * warp) {}
@@ -36,7 +36,7 @@ struct ReturnForward {
     MOECOMM_FN i32 domain_of_work(i32 work) const { return c.domains().other(work % kOthers); }
     MOECOMM_FN i32 source_rank_of(i32 work) const { return c.domains().counterpart(domain_of_work(work)); }
     MOECOMM_FN static i32 chunk_of(i32 work) { return work / kOthers; }
-    MOECOMM_FN const Sent& sent_by(i32 work) const { return c.shared.sent[source_rank_of(work)]; }
+    MOECOMM_FN const SourceTokens& sent_by(i32 work) const { return c.shared.sent[source_rank_of(work)]; }
     MOECOMM_FN i32 ring_of(i32 work) const { return ring_chunks(c.shape(), sent_by(work).chunk_tokens); }
 
     // What dispatch recorded in the route for a forwarded token.
@@ -46,37 +46,37 @@ struct ReturnForward {
     }
     // Finds the tokens of the chunk that this domain has rows of, one token in each lane.
     MOECOMM_FN void begin_work() {
-        const Sent& sent = sent_by(nth);
+        const SourceTokens& sent = sent_by(nth);
         const i32 token = chunk_of(nth) * sent.chunk_tokens + lane_id();
         bool any = false;
         if (lane_id() < sent.chunk_tokens && token < sent.num_tokens) {
             const i32* slots = kept(domain_of_work(nth), token) + 2 * cfg.topk;
             for (i32 i = 0; i < cfg.scaleup_ranks(); ++i) any = any || slots[i] >= 0;
         }
-        ours = __ballot_sync(kAllLanes, any);
+        tokens_left = __ballot_sync(kAllLanes, any);
         at = 0;
-        begun = true;
-        placed = ours == 0 || chunk_of(nth) < ring_of(nth);
+        item_open = true;
+        place_free = tokens_left == 0 || chunk_of(nth) < ring_of(nth);
     }
     MOECOMM_FN void end_work() {
         nth += gridDim.x * cfg.return_forward_warps;
-        begun = false;
+        item_open = false;
     }
 
     // Returns whether the source rank has pulled the chunk that held the places of this chunk's sums before, here and at the source rank.
     MOECOMM_FN bool await_place(bool may_wait) {
-        if (placed) return true;
+        if (place_free) return true;
         const i32 before = chunk_of(nth) - ring_of(nth), domain = domain_of_work(nth), chunk_tokens = sent_by(nth).chunk_tokens;
         bool free = true;
         if (lane_id() == 0)
             free = may_wait ? await_signal(c, c.transport, Phase::drained, kReturnCredit, domain, before, chunk_tokens)
                             : is_signaled(c, c.transport, kReturnCredit, domain, before, chunk_tokens);
-        placed = __all_sync(kAllLanes, free);
-        return placed;
+        place_free = __all_sync(kAllLanes, free);
+        return place_free;
     }
     // Returns whether this lane may read the row of `rank`, as in Pull.
     MOECOMM_FN bool await_row(i32 rank, bool may_wait) {
-        if (!c.shared.headers[rank].combine.staged() || seen == nth) return true;
+        if (c.shared.headers[rank].combine.rows != 0 || seen == nth) return true;
         const u64 flag = c.reduced_flag(source_rank_of(nth), rank, chunk_of(nth));
         u64 tag = 0;
         if (may_wait ? !wait_flag(c.round, Phase::reduced, rank, flag, c.round.tag, tag)
@@ -87,26 +87,26 @@ struct ReturnForward {
         return true;
     }
     MOECOMM_FN const u8* row_at(i32 rank, i32 slot, i32 token) const {
-        const CombineHeader& from = c.shared.headers[rank].combine;
-        if (from.staged()) return c.staged_row(rank, source_rank_of(nth), token);
-        return c.transport.template peer_ptr<u8>(rank, from.x) + slot * static_cast<i64>(from.pitch);
+        const RoundHeader& from = c.shared.headers[rank];
+        if (from.combine.rows == 0) return c.staged_row(rank, source_rank_of(nth), token);
+        return c.transport.template peer_ptr<u8>(rank, from.combine.rows) + slot * static_cast<i64>(from.combine.pitch);
     }
     // Address of this domain's sum of a token, from which it is put.
     MOECOMM_FN u8* sum_of(i32 domain, i32 token) const {
-        return c.transport.template local<u8>(sum_at(c.window(), c.shape(), domain, token));
+        return c.transport.template local<u8>(return_slot_at(c.window(), c.shape(), domain, token));
     }
 
     // See gather.cuh. Sets `failed` if a wait failed.
     MOECOMM_FN Next open(const u8*& source, Item& out, bool may_wait) {
         while (!failed && nth < work_list && chunk_of(nth) >= forwarded(c, source_rank_of(nth))) end_work();
         if (failed || nth >= work_list) return Next::none;
-        if (!begun) begin_work();
+        if (!item_open) begin_work();
         out = {0, 0, -1, domain_of_work(nth), nth};
-        if (ours == 0) {  // no rows here, but its credits must be given in order
+        if (tokens_left == 0) {  // no rows here, but its credits must be given in order
             end_work();
             return Next::item;
         }
-        const i32 token = chunk_of(nth) * sent_by(nth).chunk_tokens + __ffs(ours) - 1;
+        const i32 token = chunk_of(nth) * sent_by(nth).chunk_tokens + __ffs(tokens_left) - 1;
         const i32 slot = lane_id() < cfg.scaleup_ranks() ? kept(out.domain, token)[2 * cfg.topk + lane_id()] : -1,
                   rank = c.domains().first() + lane_id();
         const bool missing = !await_place(may_wait) || (slot >= 0 && !await_row(rank, may_wait));
@@ -117,12 +117,12 @@ struct ReturnForward {
         out.token = token;
         out.column = at * kPieceColumns;
         if (slot >= 0) source = row_at(rank, slot, token) + out.column * bytes_of(kType);
-        if (at == 0 && c.a.weight_grads != 0) bring_grads(out.domain, token);
+        if (at == 0 && c.a.weight_grads != 0) load_grads(out.domain, token);
         if (++at == kPieces) {
             at = 0;
-            ours &= ours - 1;
+            tokens_left &= tokens_left - 1;
         }
-        if (ours != 0) {
+        if (tokens_left != 0) {
             out.step = -1;
         } else {
             end_work();
@@ -132,7 +132,7 @@ struct ReturnForward {
 
     // Copies the token's gradients of weights, one in each lane, from the owner of its expert in this domain. Another lane acquired that
     // owner's flag; __syncwarp passes this on.
-    MOECOMM_FN void bring_grads(i32 domain, i32 token) const {
+    MOECOMM_FN void load_grads(i32 domain, i32 token) const {
         __syncwarp();
         if (lane_id() >= cfg.topk) return;
         const auto staged = [&](i32 rank) {
@@ -168,8 +168,8 @@ struct ReturnForward {
         __syncwarp();  // all lanes have stored their columns
         const i64 bytes = c.a.weight_grads != 0 ? c.shape().staged_row_bytes : align_up<i64>(cfg.hidden * bytes_of(cfg.wire), 16);
         const u64 there = returned_at(c.window(), c.shape(), c.domains().own(), token);
-        return put(c, c.channel(), Phase::reduced, c.domains().counterpart(domain), there, sum_at(c.window(), c.shape(), domain, token),
-                   bytes);
+        return put(c, c.channel(), Phase::reduced, c.domains().counterpart(domain), there,
+                   return_slot_at(c.window(), c.shape(), domain, token), bytes);
     }
     // Ends a work item: signals the source rank if this domain has rows of the chunk, then gives the owners of this domain the credit for
     // its places. Returns false in all lanes if a wait failed.
@@ -184,7 +184,7 @@ struct ReturnForward {
         if (!await_earlier_credit(c, source_rank, chunk, chunk_tokens)) return false;
         const u64 place = credit_at(c.window(), c.shape(), source_rank, chunk, chunk_tokens);
         for (i32 step = lane_id(); step < cfg.scaleup_ranks() - 1; step += kWarp)
-            c.transport.signal(c.domains().neighbour(step), place, word_signal(c.round.tag, chunk));
+            c.transport.signal(c.domains().neighbor(step), place, word_signal(c.round.tag, chunk));
         __syncwarp();  // own credit last, as in Pull
         if (lane_id() == 0) c.transport.signal(c.me(), place, word_signal(c.round.tag, chunk));
         return true;
@@ -194,7 +194,7 @@ struct ReturnForward {
 // Called by each return-forward warp; await_all_headers runs together with the pull warps. Returns false if a wait failed; the failure
 // record is filled.
 template <class Call>
-MOECOMM_FN bool give_back(const Call& c, i32 warp) {
+MOECOMM_FN bool return_forward_chunk(const Call& c, i32 warp) {
     if (!await_all_headers(c)) return false;
     if (c.shared.is_invalid != 0) return true;
     if (!put_direct(c, warp)) return false;

@@ -40,13 +40,13 @@ struct Forward {
         return cfg.part == Part::whole || owed == (cfg.part == Part::begin);
     }
 
-    // Reads a token's head from `landed`, an offset in the window. An acquire of the source's signal must come before.
-    MOECOMM_FN Token read(u64 landed, i32 number) const {
-        Token t{number, c.transport.template local<const u8>(landed), false, {-1, -1, -1, 0.0f}, -1, nullptr, nullptr};
+    // Reads a token's head from `arrived`, an offset in the window. An acquire of the source's signal must come before.
+    MOECOMM_FN Token read(u64 arrived, i32 number) const {
+        Token t{number, c.transport.template local<const u8>(arrived), false, {-1, -1, -1, 0.0f}, -1, nullptr, nullptr};
         const auto* head = reinterpret_cast<const i32*>(t.at);
         t.comes = load_fresh(head) == static_cast<i32>(c.round.tag) && load_fresh(head + 1) == number;
         if (!t.comes) return t;
-        const auto* entries = head + sizeof(Landed) / 4;
+        const auto* entries = head + sizeof(ReceivedHead) / 4;
         if (lane_id() < cfg.topk) {
             const auto* mine = entries + lane_id() * sizeof(Entry) / 4;
             t.entry = {load_fresh(mine), load_fresh(mine + 1), load_fresh(mine + 2), __int_as_float(load_fresh(mine + 3))};
@@ -63,10 +63,10 @@ struct Forward {
             if constexpr (cfg.layout != Layout::flat)  // the first of the token's rows there
                 row = __shfl_sync(kAllLanes, t.entry.row, __ffs(__ballot_sync(kAllLanes, t.entry.owner == rank)) - 1);
             if (lane_id() != lane) continue;
-            const DispatchHeader& to = c.shared.headers[rank].dispatch;
-            t.row = c.transport.template peer_ptr<u8>(rank, to.x) + static_cast<i64>(row) * cfg.row_bytes;
+            const RoundHeader& to = c.shared.headers[rank];
+            t.row = c.transport.template peer_ptr<u8>(rank, to.dispatch.x) + static_cast<i64>(row) * cfg.row_bytes;
             const i64 of_scales = cfg.scale_columns ? t.slot : row;
-            t.scales = c.transport.template peer_ptr<u8>(rank, to.scales) + of_scales * cfg.scale_bytes;
+            t.scales = c.transport.template peer_ptr<u8>(rank, to.dispatch.scales) + of_scales * cfg.scale_bytes;
         }
     }
 
@@ -79,7 +79,7 @@ struct Forward {
     }
     // Copies the row through the warp's ring to each rank of this domain that wants it. bulk_wait must follow before a signal.
     MOECOMM_FN void store_row(const Token& t) {
-        const u8* row = t.at + landed_row(c.shape());
+        const u8* row = t.at + received_row(c.shape());
         load(row, 0);
         for (i32 piece = 0; piece < kPieces; ++piece) {
             if (piece + 1 < kPieces) load(row, piece + 1);
@@ -93,11 +93,11 @@ struct Forward {
     MOECOMM_FN void store_scales(const Token& t) const {
         for (u32 wanted = __ballot_sync(kAllLanes, t.row != nullptr); wanted != 0; wanted &= wanted - 1)
             copy_small(reinterpret_cast<u8*>(__shfl_sync(kAllLanes, reinterpret_cast<u64>(t.scales), __ffs(wanted) - 1)),
-                       t.at + landed_scales(c.shape(), cfg.row_bytes), cfg.scale_bytes);
+                       t.at + received_scales(c.shape(), cfg.row_bytes), cfg.scale_bytes);
     }
 
     // Writes to the route what a combine needs to know of the token; slots are -1 if the token did not arrive.
-    MOECOMM_FN void keep_route(i32 domain, const Token& t) const {
+    MOECOMM_FN void record_route(i32 domain, const Token& t) const {
         auto* kept = reinterpret_cast<i32*>(c.a.route.forwarded) +
                      (static_cast<i64>(domain) * c.shape().max_tokens + t.number) * forwarded_words(c.shape());
         if (lane_id() < cfg.topk) {
@@ -117,7 +117,7 @@ struct Forward {
     };
     MOECOMM_FN void write_metadata(i32 source, const Token& t, i32 alone) const {
         if (lane_id() >= cfg.topk) return;
-        const From from{source, reinterpret_cast<const i32*>(t.at + sizeof(Landed) + cfg.topk * sizeof(Entry)) - c.domains().first(),
+        const From from{source, reinterpret_cast<const i32*>(t.at + sizeof(ReceivedHead) + cfg.topk * sizeof(Entry)) - c.domains().first(),
                         alone};
         const Metadata e{t.number, lane_id(), t.entry.row, t.entry.owner, t.entry.weight};
         if constexpr (cfg.layout == Layout::flat) {
@@ -129,11 +129,11 @@ struct Forward {
 
     // Delivers to this rank a chunk that came direct from any source of another domain. Acquires the source's signal; a fence orders the
     // stores before this rank's own chunk signal.
-    MOECOMM_FN bool take_direct(i32 source, i32 chunk) {
+    MOECOMM_FN bool deliver_direct(i32 source, i32 chunk) {
         const Source& from = c.shared.sources[source];
-        bool came = true;
-        if (lane_id() == 0) came = await_direct(c, Phase::payload, source);
-        if (!__all_sync(kAllLanes, came)) return false;
+        bool in_time = true;
+        if (lane_id() == 0) in_time = await_direct(c, Phase::payload, source);
+        if (!__all_sync(kAllLanes, in_time)) return false;
         fence_async();  // reads of rows come after the signal
         __syncwarp();
         const bool ours = lane_id() == c.me() - c.domains().first();
@@ -161,15 +161,15 @@ struct Forward {
     MOECOMM_FN bool forwarder(i32 domain, i32 chunk) {
         const Source& from = source_of(domain);
         const i32 source = c.domains().counterpart(domain);
-        bool landed = true;
-        if (lane_id() == 0) landed = await_signal(c, c.transport, Phase::payload, kLanded, domain, chunk, from.chunk_tokens);
-        if (!__all_sync(kAllLanes, landed)) return false;
+        bool arrived = true;
+        if (lane_id() == 0) arrived = await_signal(c, c.transport, Phase::payload, kReceived, domain, chunk, from.chunk_tokens);
+        if (!__all_sync(kAllLanes, arrived)) return false;
         fence_async();  // reads of rows come after the signal
         __syncwarp();
         i32 first = 0, count = 0;  // flat rows of the chunk at this lane's rank
         for (i32 number = chunk * from.chunk_tokens; number < min((chunk + 1) * from.chunk_tokens, from.num_tokens); ++number) {
             Token t = read(receive_at(c.window(), c.shape(), domain, number), number);
-            if constexpr (!cfg.repeat) keep_route(domain, t);
+            if constexpr (!cfg.repeat) record_route(domain, t);
             if (!t.comes) continue;
             if (t.slot >= 0 && count++ == 0) first = t.slot;
             find_places(t);
@@ -193,7 +193,7 @@ struct Forward {
 // Called by each forward warp. Delivers chunks of all sources of other domains that send direct; the forward warps of the grid divide the
 // chunks. Returns false if a wait failed; the failure record is filled.
 template <class Call>
-MOECOMM_FN bool take_direct(Forward<Call>& role, i32 warp) {
+MOECOMM_FN bool deliver_direct(Forward<Call>& role, i32 warp) {
     constexpr DispatchConfig cfg = Call::cfg;
     constexpr i32 scaleout_ranks = cfg.ranks - cfg.scaleup_ranks();
     const Call& c = role.c;
@@ -204,7 +204,7 @@ MOECOMM_FN bool take_direct(Forward<Call>& role, i32 warp) {
     for (i32 item = blockIdx.x + gridDim.x * warp; item < most * scaleout_ranks; item += gridDim.x * cfg.forward_warps) {
         const i32 source = source_of(item % scaleout_ranks), chunk = item / scaleout_ranks;
         if (!c.direct_from(source) || chunk >= c.shared.sources[source].chunks()) continue;
-        if (!role.take_direct(source, chunk)) return false;
+        if (!role.deliver_direct(source, chunk)) return false;
     }
     return true;
 }
@@ -218,7 +218,7 @@ MOECOMM_FN void forwarder(const Call& c, i32 warp) {
     constexpr i32 others = cfg.domains() - 1;
     Forward<Call> role{c, c.forward_rings()[warp]};
     if constexpr (cfg.part == Part::whole) {
-        if (!take_direct(role, warp)) return;
+        if (!deliver_direct(role, warp)) return;
     }
     i32 most = 0;
     for (i32 n = 0; n < others; ++n) most = max(most, role.source_of(c.domains().other(n)).chunks());

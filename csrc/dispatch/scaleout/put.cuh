@@ -5,7 +5,7 @@
 
 namespace moecomm {
 
-// Address of the send slot of a token for a domain: Landed, entries, flat rows, row, scales, as they will be stored at the forwarder.
+// Address of the send slot of a token for a domain: ReceivedHead, entries, flat rows, row, scales, as they will be stored at the forwarder.
 template <class Call>
 MOECOMM_FN u8* send_slot(const Call& c, i32 domain, i32 token) {
     return c.transport.template local<u8>(send_slot_at(c.window(), c.shape(), domain, token));
@@ -46,8 +46,8 @@ MOECOMM_FN void write_heads(const Call& c, i32 chunk) {
         for (u32 left = scaleout_tokens(c, domain, chunk); left != 0; left &= left - 1) {
             const i32 token = chunk * c.a.chunk_tokens + __ffs(left) - 1;
             u8* to = send_slot(c, domain, token);
-            if (lane_id() == 0) *reinterpret_cast<Landed*>(to) = Landed{c.round.tag, token, {}};
-            auto* entries = reinterpret_cast<Entry*>(to + sizeof(Landed));
+            if (lane_id() == 0) *reinterpret_cast<ReceivedHead*>(to) = ReceivedHead{c.round.tag, token, {}};
+            auto* entries = reinterpret_cast<Entry*>(to + sizeof(ReceivedHead));
             if (lane_id() < cfg.topk) {
                 const i64 entry = static_cast<i64>(token) * cfg.topk + lane_id();
                 const i32 owner = reinterpret_cast<const i32*>(c.a.route.token_owner)[entry];
@@ -100,7 +100,7 @@ MOECOMM_FN void put_send_slots(const Call& c, i32 warp) {
     constexpr DispatchConfig cfg = Call::cfg;
     const auto channel = c.channel();
     const bool direct = c.direct();
-    const u64 bytes = landed_bytes(c.shape(), cfg.row_bytes, cfg.scale_bytes);
+    const u64 bytes = received_token_bytes(c.shape(), cfg.row_bytes, cfg.scale_bytes);
     for (i32 chunk = c.share.first_chunk + warp; chunk < c.share.end_chunk; chunk += cfg.put_warps) {
         if (__any_sync(kAllLanes, !c.shared.sent.await(c.round, c.rotation_step_of(chunk - c.share.first_chunk)))) return;
         for (i32 n = 0; n < c.domains().kCount - 1; ++n) {
@@ -116,7 +116,7 @@ MOECOMM_FN void put_send_slots(const Call& c, i32 warp) {
                     return;
             }
             bool signaled = true;
-            if (lane_id() == 0) signaled = signal_chunk(c, channel, Phase::payload, kLanded, domain, chunk, c.a.chunk_tokens);
+            if (lane_id() == 0) signaled = signal_chunk(c, channel, Phase::payload, kReceived, domain, chunk, c.a.chunk_tokens);
             if (!__all_sync(kAllLanes, signaled)) return;
         }
     }

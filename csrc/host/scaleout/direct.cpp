@@ -30,7 +30,7 @@ Missing DirectArrivals::missing() const { return {waiting_.front(), signal(waiti
 void DirectArrivals::take_come() {
     const auto take_all = [this](i32 source) {
         if (!come(source)) return false;
-        const Sent& sent = d_.sent(source);
+        const SourceTokens& sent = d_.sent(source);
         for (i32 chunk = worker_; chunk < ceil_div(sent.num_tokens, sent.chunk_tokens); chunk += stride_) take(source, chunk);
         return true;
     };
@@ -45,11 +45,11 @@ void DirectArrivals::take(i32 source, i32 chunk) const {
     Delivery here(d_, source, chunk, true);
     for (i32 number = first; number < end; ++number) {
         const u8* send_slot = at<const u8>(a.ctx, d_.r.me, direct_at(a.ctx.window, shape, d_.r.tag, source, number));
-        const Landed& head = *reinterpret_cast<const Landed*>(send_slot);
+        const ReceivedHead& head = *reinterpret_cast<const ReceivedHead*>(send_slot);
         if (head.tag != d_.r.tag || head.token != number) continue;
-        const auto* entries = reinterpret_cast<const Entry*>(send_slot + sizeof(Landed));
+        const auto* entries = reinterpret_cast<const Entry*>(send_slot + sizeof(ReceivedHead));
         here.deliver({source, number, entries, reinterpret_cast<const i32*>(entries + d_.topk)},
-                     {send_slot + landed_row(shape), send_slot + landed_scales(shape, a.row_bytes)});
+                     {send_slot + received_row(shape), send_slot + received_scales(shape, a.row_bytes)});
     }
     here.raise_flags();
 }

@@ -53,12 +53,12 @@ void Forward::forwarder(i32 domain, i32 chunk) const {
     Delivery scaleup_ranks(d_, source(domain), chunk);
     for (i32 number = first; number < end; ++number) {
         const u8* here = at<const u8>(a.ctx, d_.r.me, receive_at(a.ctx.window, shape, domain, number));
-        const Landed& head = *reinterpret_cast<const Landed*>(here);
+        const ReceivedHead& head = *reinterpret_cast<const ReceivedHead*>(here);
         const bool comes = head.tag == d_.r.tag && head.token == number;
-        const Entry* entries = reinterpret_cast<const Entry*>(here + sizeof(Landed));
+        const Entry* entries = reinterpret_cast<const Entry*>(here + sizeof(ReceivedHead));
         const Token token{source(domain), number, entries, reinterpret_cast<const i32*>(entries + d_.topk)};
-        if (!d_.repeat) keep_route(domain, number, comes ? &token : nullptr);
-        if (comes) scaleup_ranks.deliver(token, {here + landed_row(shape), here + landed_scales(shape, a.row_bytes)});
+        if (!d_.repeat) record_route(domain, number, comes ? &token : nullptr);
+        if (comes) scaleup_ranks.deliver(token, {here + received_row(shape), here + received_scales(shape, a.row_bytes)});
     }
     scaleup_ranks.raise_flags();
     if (chunk + ring(domain) >= chunks(domain)) return;
@@ -67,7 +67,7 @@ void Forward::forwarder(i32 domain, i32 chunk) const {
 }
 
 // What a combine has to know of the token: nothing of one that did not land.
-void Forward::keep_route(i32 domain, i32 token, const Token* landed) const {
+void Forward::record_route(i32 domain, i32 token, const Token* landed) const {
     const Shape& shape = d_.a.ctx.shape;
     i32* kept = memory<i32>(d_.a.route.forwarded) + (static_cast<i64>(domain) * shape.max_tokens + token) * forwarded_words(shape);
     if (landed == nullptr) return static_cast<void>(std::fill_n(kept, forwarded_words(shape), -1));

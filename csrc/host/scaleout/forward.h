@@ -22,20 +22,20 @@ class Forward {
 
   private:
     i32 source(i32 domain) const { return d_.r.counterpart(domain); }
-    const Sent& sent(i32 domain) const { return d_.sent(source(domain)); }
+    const SourceTokens& sent(i32 domain) const { return d_.sent(source(domain)); }
     i32 chunks(i32 domain) const {
         return d_.direct_from(source(domain)) ? 0 : ceil_div(sent(domain).num_tokens, sent(domain).chunk_tokens);
     }
     i32 ring(i32 domain) const { return ring_chunks(d_.a.ctx.shape, sent(domain).chunk_tokens); }
     const u64* signal(i32 domain) const {
-        return d_.r.signal(landed_signal(d_.a.ctx.shape, domain, next_[domain], sent(domain).chunk_tokens));
+        return d_.r.signal(received_signal(d_.a.ctx.shape, domain, next_[domain], sent(domain).chunk_tokens));
     }
     bool landed(i32 domain) const;
     // The first domain with an open chunk that `rings` rings of chunks follow, -1: none.
     i32 first_open(i32 rings) const;
     void skip_forwarded(i32 domain);
     void forwarder(i32 domain, i32 chunk) const;
-    void keep_route(i32 domain, i32 token, const Token* landed) const;
+    void record_route(i32 domain, i32 token, const Token* landed) const;
 
     Dispatch& d_;
     const i32 stride_;

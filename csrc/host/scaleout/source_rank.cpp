@@ -65,7 +65,7 @@ void SourceReduce::add_domains(float* sum, i32 token, i64 column, i64 n) const {
     }
 }
 
-void SourceReduce::bring_grads(i32 token) const {
+void SourceReduce::load_grads(i32 token) const {
     float* grads = memory<float>(c_.a.out_weight_grads) + static_cast<i64>(token) * c_.topk;
     if (c_.a.sum_grads != 0) return sum_grads(token, grads);
     for (i32 k = 0; k < c_.topk; ++k) {
@@ -106,7 +106,7 @@ void SourceReduce::pull_token(i32 token) {
         if (bias != nullptr) add_row(scratch_, bias + column * bytes_of(bias_type), bias_type, n);
         round_row(out + column * bytes_of(c_.type), scratch_, c_.type, n);
     }
-    if (a.out_weight_grads != 0) bring_grads(token);
+    if (a.out_weight_grads != 0) load_grads(token);
 }
 
 // The chunk that comes next in the place of this one may be returned.

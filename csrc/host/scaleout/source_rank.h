@@ -26,7 +26,7 @@ class SourceReduce final : public Pull {
     }
     void add_direct(float* sum, i32 domain, i32 token, i64 column, i64 n) const;
     void add_domains(float* sum, i32 token, i64 column, i64 n) const;
-    void bring_grads(i32 token) const;
+    void load_grads(i32 token) const;
     const float* grads_of(i32 rank, i32 token) const;
     void sum_grads(i32 token, float* grads) const;
 
