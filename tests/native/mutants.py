@@ -362,7 +362,9 @@ MUTANTS = [
     ),
     Mutant("sums of handles not compared", "host/seal.cpp", "== reader.digest()", "!= 0", "failures"),
     Mutant("who has sent what not looked at", "host/seal.cpp", "if (!read_sent()) return false;", "", "failures"),
-    Mutant("handles not compared", "protocol/slots.h", "theirs.route_round != mine.route_round &&", "false &&", "failures"),
+    Mutant(
+        "handles not compared", "protocol/slots.h", "theirs.route_round != mine.route_round &&", "false &&", "failures"
+    ),
     Mutant(
         "round of a dispatch not kept",
         "host/dispatch.cpp",
@@ -371,9 +373,19 @@ MUTANTS = [
         "failures",
     ),
     Mutant(
-        "a handle not told", "host/combine.cpp", "n.route_round = round_of(c.a.route, c.r.ranks);", "n.route_round = 0;", "failures"
+        "a handle not told",
+        "host/combine.cpp",
+        "n.route_round = round_of(c.a.route, c.r.ranks);",
+        "n.route_round = 0;",
+        "failures",
     ),
-    Mutant("a repeat like any other", "host/dispatch.cpp", "if (d.repeat)\n        n.route_round", "if (false)\n        n.route_round", "failures"),
+    Mutant(
+        "a repeat like any other",
+        "host/dispatch.cpp",
+        "if (d.repeat)\n        n.route_round",
+        "if (false)\n        n.route_round",
+        "failures",
+    ),
     Mutant("ids not checked", "host/plan.cpp", "valid_id(given, shape_.experts) ?", "given >= -1000 ?", "failures"),
     Mutant(
         "weights not checked", "host/plan.cpp", "BadEntry bad = bad_weight(first, end);", "BadEntry bad;", "failures"
