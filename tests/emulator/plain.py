@@ -29,7 +29,7 @@ BODIES: dict[str, dict[str, str]] = {
     },
     "device/launch.cuh": {
         "await_earlier_kernels": "emulator::await_earlier_launch();",
-        "let_next_kernel_launch": "emulator::let_next_launch();",
+        "launch_dependents": "emulator::let_next_launch();",
     },
     "device/grid.cuh": {
         "arrive_last": "if (++*counter != gridDim.x) return false; *counter = 0; return true;",
