@@ -67,7 +67,7 @@ struct DispatchShared {
     i32 total[cfg.columns()];        // counts of all ranks
     i32 filled[cfg.experts_here()];  // end of the rows of each expert here, padding not included
     u32 bad;                         // the first bad entry of this rank's input (see count.cuh), 0 if none
-    i32 first_error;                 // the first failed check (see judge), 2 * ranks if the round is valid
+    i32 first_error;                 // the first failed check (see validate_rank), 2 * ranks if the round is valid
     // Packets and row descriptors: by source and local expert, the rows of earlier sources.
     i32 into[cfg.packet_lines > 0 || cfg.descriptors ? cfg.experts : 1];
     i32 slots_before[cfg.ranks + 1];        // packets: flat rows of earlier sources

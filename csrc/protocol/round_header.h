@@ -40,8 +40,8 @@ struct RoundHeader {
     u64 call;  // what all ranks must pass alike (layout, dtypes, alignment, row bytes), as named bit fields: moecomm/core/signature.py
                // packs them
     union {
-        i64 bad_value;    // status is not none: the first bad value
-        i64 route_round;  // else: round_of the route that is combined or repeated, 0 without one
+        i64 bad_value;    // status is topk_idx: the first bad id
+        i64 route_round;  // else: round_of the route that is combined or repeated, also if status is handle; 0 without one
     };
     i32 num_tokens;
     i32 chunk_tokens;
@@ -59,6 +59,8 @@ struct RoundHeader {
 constexpr i32 kHeaderWords = sizeof(RoundHeader) / sizeof(u32);
 constexpr i32 kOpWord = 0, kCallWord = 2;  // words that a reader checks first: op and rejected; call
 static_assert(sizeof(RoundHeader) == 96, "no padding: every word of it travels");
+static_assert(sizeof(DispatchOffsets) == sizeof(PublishedOffsets) && sizeof(DispatchOffsets) == sizeof(CombineOffsets),
+              "RoundHeader{} zeroes the first struct of the union, which must cover all");
 #if !MOECOMM_DEVICE  // NVRTC has no offsetof
 static_assert(__builtin_offsetof(RoundHeader, status) == (kOpWord + 1) * 4 && __builtin_offsetof(RoundHeader, call) == kCallWord * 4,
               "the words of these");

@@ -41,8 +41,8 @@ DOMAIN_MUTANTS = [
         "    Delivery scaleup_ranks(d_, d_.r.me, next_);\n",
         "    for (i32 domain = 0; domain < d_.r.domains(); ++domain)\n"
         "        if (domain != d_.r.domain())\n"
-        "            d_.r.link().signal(d_.r.counterpart(domain), landed_signal(d_.a.ctx.shape, d_.r.domain(), next_, "
-        "d_.a.chunk_tokens), word_signal(d_.r.tag, static_cast<u32>(next_)));\n"
+        "            d_.r.link().signal(d_.r.counterpart(domain), received_signal(d_.a.ctx.shape, d_.r.domain(), "
+        "next_, d_.a.chunk_tokens), word_signal(d_.r.tag, static_cast<u32>(next_)));\n"
         "    Delivery scaleup_ranks(d_, d_.r.me, next_);\n",
         "domains plain",
     ),
