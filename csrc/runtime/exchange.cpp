@@ -16,8 +16,8 @@ namespace moecomm::runtime {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr int kSliceMs = 50;  // between two looks at signals and close()
-constexpr int kRetryMs = 1;   // a peer's queue is full
+constexpr int kSliceMs = 50;  // time between two checks for signals and close()
+constexpr int kRetryMs = 1;   // retry interval while a peer's queue is full
 constexpr double kLongestTimeout = 1e6;
 constexpr u32 kMagic = 0x4d6f4566;
 constexpr u32 kVersion = 1;
@@ -76,7 +76,7 @@ class Exchange::Sharing {
     bool send_to(int peer);
     void accept_all();
     void receive(int connection);
-    const char* judge(const Message& message, const Received& received) const;  // why it is refused, null if it is not
+    const char* judge(const Message& message, const Received& received) const;  // reason for refusal, or null
 
     Exchange& exchange_;
     int fd_;
