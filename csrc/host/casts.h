@@ -1,4 +1,4 @@
-// Casts between fp32 and the narrow types, without branches so that loops over them become vector code.
+// Branch-free casts between fp32 and the narrow types, so that compilers vectorize loops over them.
 #pragma once
 #include <cstring>
 
@@ -32,7 +32,7 @@ struct Bf16 {
 struct Fp16 {
     using Stored = u16;
     static MOECOMM_INLINE float load(u16 v) {
-        // The bits, moved up, are the value times 2^-112, fp16 subnormals included; infinities and NaNs get their exponent back.
+        // The shifted bits are the value times 2^-112, fp16 subnormals included.  Infinities and NaNs get the fp32 exponent 255.
         const u32 magnitude = (v & 0x7fffu) << 13;
         const u32 finite = bits_of(float_of(magnitude) * 0x1p112f);
         const u32 special = magnitude | 0x7f800000u;
@@ -41,12 +41,11 @@ struct Fp16 {
     static MOECOMM_INLINE u16 round(float f) {
         const u32 bits = bits_of(f);
         const u32 magnitude = bits & 0x7fffffffu;
-        // Normal: move the exponent from bias 127 to 15 and round at bit 13.  Below 2^-14 an fp32 addition rounds: one unit of 0.5 is
-        // 2^-24.
+        // Normal: rebias the exponent from 127 to 15 and round at bit 13.  Below 2^-14, adding 0.5 rounds: the ulp of 0.5 is 2^-24.
         const u32 normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
         const u32 subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
         u32 half = magnitude < (113u << 23) ? subnormal : normal;
-        half = magnitude >= (143u << 23) ? 0x7c00u : half;  // 2^16 and above; what rounds up to it arrives there by itself
+        half = magnitude >= (143u << 23) ? 0x7c00u : half;  // 2^16 and above; smaller values that round up overflow to 0x7c00 by themselves
         return static_cast<u16>(magnitude > 0x7f800000u ? 0x7fffu : half | ((bits >> 16) & 0x8000u));
     }
 };
@@ -57,19 +56,19 @@ struct Fp32 {
     static MOECOMM_INLINE float round(float f) { return f; }
 };
 
-// e4m3fn: no infinities, 448 the largest; what rounds beyond it becomes NaN.
+// e4m3fn: no infinities; the largest value is 448, and larger rounded values become NaN.
 MOECOMM_INLINE u8 round_e4m3(float f) {
     const u32 bits = bits_of(f);
     const u32 magnitude = bits & 0x7fffffffu;
     const u32 normal = (magnitude - (120u << 23) + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
-    const u32 subnormal = bits_of(float_of(magnitude) + 0x1p14f) - bits_of(0x1p14f);  // one unit of 2^14 is 2^-9
+    const u32 subnormal = bits_of(float_of(magnitude) + 0x1p14f) - bits_of(0x1p14f);  // the ulp of 2^14 is 2^-9
     u32 narrow = magnitude < (121u << 23) ? subnormal : normal;
     narrow = magnitude >= (135u << 23) + (7u << 20) ? 0x7fu : narrow;  // 480 and above, and NaN
     return static_cast<u8>(narrow | ((bits >> 24) & 0x80u));
 }
 
-// ue8m0: the exponent of fp32 alone.  Of a positive number that is not subnormal: the smallest power of two that is not below it; infinity
-// and NaN give 255, which is NaN to whoever reads it as ue8m0 and infinity here.
+// ue8m0 is the exponent of fp32 alone.  Round a positive normal number up to a power of two.  Infinity and NaN give 255, which is NaN in
+// ue8m0 and which load_ue8m0() turns into infinity.
 MOECOMM_INLINE u8 round_up_ue8m0(float f) {
     const u32 exponent = (bits_of(f) + 0x7fffffu) >> 23;
     return static_cast<u8>(exponent > 0xffu ? 0xffu : exponent);

@@ -8,9 +8,9 @@ namespace moecomm {
 
 namespace {
 
-constexpr u32 kSpins = 64;         // about a microsecond: a peer on another core answers within it
+constexpr u32 kSpins = 64;         // about a microsecond, within which a peer on another core answers
 constexpr u32 kYields = 512;       // then hand the core to a rank that has work
-constexpr i64 kFirstSleep = 5000;  // ns; the kernel rounds up to its timer slack
+constexpr i64 kFirstSleep = 5000;  // ns; Linux adds its timer slack
 constexpr i64 kLongestSleep = 200000;
 
 void spin_once() {

@@ -1,4 +1,4 @@
-// Combine on the host: announce, await drained staging, stage, pull.
+// Combine on CPU ranks: announce, wait until the staging of the last combine is drained, stage, pull.
 #include "combine.h"
 
 #include <algorithm>
@@ -31,7 +31,8 @@ void announce(Combine& c, bool intact) {
     c.r.announce(n, nullptr);
 }
 
-// Our weights go to the owners of our experts, and all of them to every rank of another domain, ahead of our mail.
+// Send this rank's weights as tagged words: each to the owner of its expert in this domain, all of them to every rank of other domains.
+// The puts precede the round header, whose signal therefore covers them.
 void post_weights(const Combine& c) {
     if (!c.own_weights) return;
     const i32* owners = memory<const i32>(c.a.route.token_owner);
@@ -48,7 +49,7 @@ void post_weights(const Combine& c) {
     }
 }
 
-// What one thread pulls: chunks of our own tokens, and of those that we relay.
+// The chunks that one thread pulls: of this rank's own tokens, and of the tokens that this rank return-forwards.
 class Pulls {
   public:
     Pulls(Combine& c, i32 worker, i32 stride, float* scratch) : c_(c) {
@@ -68,7 +69,7 @@ class Pulls {
     bool any_ready() const {
         return std::any_of(all_.begin(), all_.end(), [](const auto& pull) { return pull->any_ready(); });
     }
-    // All the rest.
+    // Pull all remaining chunks, waiting for each; return early if the round fails.
     void pull_all() {
         const auto open = [](const auto& pull) { return !pull->done(); };
         const auto first_open = [&] { return std::find_if(all_.begin(), all_.end(), open); };
@@ -83,8 +84,9 @@ class Pulls {
     std::vector<std::unique_ptr<Pull>> all_;
 };
 
-// Every rank of our domain, and nobody else reads it, has read what we offered in the combine of tag `wanted`.  A rank that wants none of
-// our rows may be through with this combine already, and so its flag.
+// Wait until every rank of this domain has read the rows that this rank published in the combine of tag `wanted`; no other rank reads them.
+// A peer that wants no row of this rank may have finished the current combine already: its flag then carries a later tag.
+// False if the round has failed.
 bool await_drained(Combine& c, u32 wanted) {
     for (i32 p = c.r.first; p < c.r.first + c.r.scaleup_ranks; ++p) {
         const u64* flag = at<u64>(c.a.ctx, c.r.me, drained_at(c.a.ctx.window, p));
@@ -98,15 +100,15 @@ const u64* credit_of(const Combine& c, i32 source_rank, i32 chunk) {
     return at<u64>(c.a.ctx, c.r.me, credit_at(c.a.ctx.window, c.shape, source_rank, chunk, c.sent[source_rank].chunk_tokens));
 }
 
-// Is the place of the chunk's rows in staging free?  Not before the chunk that lies there is pulled.
+// True if the chunk's place in the staging ring is free, that is, if the chunk stored there before has been pulled.
 bool has_place(const Combine& c, i32 source_rank, i32 chunk) {
     const i32 before = chunk - ring_chunks(c.shape, c.sent[source_rank].chunk_tokens);
     if (before < 0 || !rows_here(c, source_rank, chunk)) return true;
     return load_acquire(credit_of(c, source_rank, chunk)) == word_signal(c.r.tag, static_cast<u32>(before));
 }
 
-// Puts what goes straight home.  Before anything else, because it waits for nothing but, where homes give weights, for mail, which nobody
-// sends late: who is in the middle of it keeps its home from pulling, and so from giving the credits that others wait for.
+// Put the rows that go direct.  This comes first because it waits at most for round headers (where callers pass weights), and every rank
+// sends those before it waits.  A source rank cannot pull, and so grants no credits, before all of its direct rows have been put.
 void put_direct(Combine& c, DirectSends& sent, i32 worker, i32 stride, float* scratch) {
     for (i32 step = 0; step < c.r.ranks; ++step) {
         const i32 source_rank = c.r.peer(step);
@@ -116,10 +118,10 @@ void put_direct(Combine& c, DirectSends& sent, i32 worker, i32 stride, float* sc
     }
 }
 
-// Stages the chunk of every home that has one.  While places, or weights, are missing we pull what can be pulled: others may wait for that.
-// False: the round is lost or void.
+// Stage this chunk for every source rank that has one.  While a place in the ring or a weight is missing, pull whatever is ready, because
+// peers may wait for those credits.  False if the round has failed or is invalid.
 bool stage_for_all(Combine& c, Pulls& pulls, i32 chunk, float* scratch) {
-    i32 waiting[kMaxRanks], count = 0;  // homes
+    i32 waiting[kMaxRanks], count = 0;  // source ranks
     for (i32 step = 0; step < c.r.ranks; ++step)
         if (const i32 source_rank = c.r.peer(step); chunk < c.chunks_of(source_rank) && !c.direct_to(source_rank))
             waiting[count++] = source_rank;
@@ -149,8 +151,8 @@ bool stage_for_all(Combine& c, Pulls& pulls, i32 chunk, float* scratch) {
     }
 }
 
-// Stages the rows here chunk by chunk, the same chunk of every home before the next: the tokens whose rows are all staged come home in
-// between, while those rows are still in the cache.
+// Stage this rank's rows, chunk i of every source rank before chunk i + 1 of any.  Tokens whose rows are all staged are pulled in between,
+// while those rows are still in the cache.
 void stage_and_pull(Combine& c, DirectSends& sent, i32 worker, i32 stride) {
     Sums scratch;
     Pulls pulls(c, worker, stride, scratch.of);
@@ -164,7 +166,7 @@ void stage_and_pull(Combine& c, DirectSends& sent, i32 worker, i32 stride) {
     if (c.await_agreement()) pulls.pull_all();
 }
 
-// By home: chunks of which we put straight what we have.
+// By source rank: the number of chunks whose rows this rank puts direct.
 std::vector<i32> direct_chunks(const Combine& c) {
     std::vector<i32> chunks;
     for (i32 source_rank = 0; source_rank < c.r.ranks && c.r.domains() > 1; ++source_rank)
@@ -172,17 +174,17 @@ std::vector<i32> direct_chunks(const Combine& c) {
     return chunks;
 }
 
-// Our staged rows of the next combine may overwrite theirs once everybody has said so.
+// Signal the ranks of this domain that this rank has read their rows.  A rank overwrites its staged rows once all have signaled.
 void signal_drained(Combine& c) {
     for (i32 step = 0; step < c.r.scaleup_ranks; ++step)
         store_release(at<u64>(c.a.ctx, c.r.neighbor(step), drained_at(c.a.ctx.window, c.r.me)), tag_signal(c.r.tag));
     c.r.state.last_combine = c.r.tag;
 }
 
-// Of a rank that has nothing to combine, because its handle is none.
+// End the round of a rank whose handle is damaged: its header makes the round invalid on every rank.
 void end_invalid(Combine& c) {
     if (!c.r.await_headers()) return;
-    c.r.leave_validation_result(c.r.validate_rank());
+    c.r.leave_validation_result(c.r.validate_headers());
     c.r.finish();
 }
 
@@ -196,15 +198,15 @@ void combine(const CombineArgs& args) {
     if (intact) post_weights(c);
     announce(c, intact);
     if (!intact) return end_invalid(c);
-    // Our staging may still hold the rows of our last combine.
+    // Peers may still read the rows that this rank staged in its last combine.
     if (const u32 last = c.r.state.last_combine; last != 0 && !await_drained(c, last)) return;
     DirectSends sent(direct_chunks(c));
     team.run([&](i32 worker) { stage_and_pull(c, sent, worker, team.size()); });
     if (c.r.watch.failed()) return;
-    const ValidationResult validation = c.r.validate_rank();
+    const ValidationResult validation = c.r.validate_headers();
     if (validation.failure == Failure::none) {
         signal_drained(c);
-        if (c.in_place && !await_drained(c, c.r.tag)) return;  // the caller may do with its rows what it likes when we return
+        if (c.in_place && !await_drained(c, c.r.tag)) return;  // after return the caller may overwrite `y`
     } else {
         c.r.leave_validation_result(validation);
     }

@@ -1,4 +1,4 @@
-// One combine of one rank: what its threads share.
+// State of one combine of this rank, shared by the threads of its team.
 #pragma once
 #include <cstring>
 
@@ -8,9 +8,9 @@
 
 namespace moecomm::host {
 
-constexpr i32 kColumns = 1024;  // summed and rounded at once: 4 KB of sums stay in the first-level cache
+constexpr i32 kColumns = 1024;  // summed and rounded per pass: 4 KB of float32 sums stay in the L1 cache
 
-// Sums on the stack.  Vectors of them that straddle cache lines take a fifth longer.
+// Float32 sums on the stack.  Aligned, because vector accesses that straddle cache lines take a fifth longer.
 struct alignas(64) Sums {
     float of[kColumns];
 };
@@ -24,25 +24,26 @@ struct Combine {
     const i32 topk = shape.topk;
     const bool flat = a.layout == static_cast<i32>(Layout::flat);
     const Type type = static_cast<Type>(a.type);
-    const Type staged_type = flat ? type : static_cast<Type>(a.wire);  // of the numbers in a staged row
-    const Type scaleout_type = static_cast<Type>(a.wire);              // of the numbers in the sum of a domain that crosses to another
-    const bool own_weights = a.topk_weights != 0;                      // homes give them, and not the dispatch
+    const Type staged_type = flat ? type : static_cast<Type>(a.wire);  // dtype of a staged row
+    const Type scaleout_type = static_cast<Type>(a.wire);              // dtype of a domain's sum on its way to another domain
+    const bool own_weights = a.topk_weights != 0;                      // combine's caller passes them; the dispatch's weights are not used
     const bool past_cache = a.num_tokens * a.y_stride >= kPastCache;
-    // The experts' rows lie in our window: peers read them there, and nothing is staged.
+    // The experts' rows are in this rank's window: peers read them there and nothing is staged.
     const bool in_place = a.weight_grads == 0 && a.y >= heap() && a.y < a.ctx.peers[r.me] + a.ctx.window.bytes;
-    const i64 grads_at = shape.staged_row_bytes - align_up<i64>(topk * sizeof(float), 16);  // in a staged row
+    const i64 grads_at =
+        shape.staged_row_bytes - align_up<i64>(topk * sizeof(float), 16);  // offset of the weight gradients in a staged row
     const SourceTokens* const sent = memory<const SourceTokens>(a.route.sent);
 
-    // Chunks of the tokens that `home` sent.
+    // Number of chunks in the dispatch of `source_rank`.
     i32 chunks_of(i32 source_rank) const { return ceil_div(sent[source_rank].num_tokens, sent[source_rank].chunk_tokens); }
-    // What we have of them goes straight to `home`, in another domain.
+    // True if rows of `source_rank`, in another domain, are put to it without a return-forwarder.
     bool direct_to(i32 source_rank) const { return !r.reaches(source_rank) && goes_direct(shape, sent[source_rank].num_tokens); }
     u8* put_by(i32 owner, i32 token) const { return at<u8>(a.ctx, r.me, direct_row_at(a.ctx.window, shape, r.tag, owner, token)); }
-    // In the window of `owner`: the weight that `home` gives its token's k-th expert.
+    // The tagged word in the window of `owner` with the weight that `source_rank` passed for its token's k-th expert.
     u64* weight(i32 owner, i32 source_rank, i32 token, i32 k) const {
         return at<u64>(a.ctx, owner, weight_at(a.ctx.window, shape, r.tag, source_rank, token * topk + k));
     }
-    // What `home` gives, once it is in our window (missing_weight); what we give ourselves always is at hand.
+    // The weight that `source_rank` passed.  Call only after missing_weight() has returned null; this rank's own weights are always valid.
     float own_weight(i32 source_rank, i32 token, i32 k) const {
         if (source_rank == r.me) return memory<const float>(a.topk_weights)[static_cast<i64>(token) * topk + k];
         const u32 bits = signal_word(load_relaxed(weight(r.me, source_rank, token, k)));
@@ -53,9 +54,9 @@ struct Combine {
     u8* staged(i32 rank, i32 source_rank, i32 token) const {
         return at<u8>(a.ctx, rank, staged_at(a.ctx.window, shape, source_rank, token));
     }
-    // Do all ranks make this combine?  Without waiting: as far as we know.
-    bool agreed() { return r.headers_in() && r.validate_rank().failure == Failure::none; }
-    bool await_agreement() { return r.await_headers() && r.validate_rank().failure == Failure::none; }
+    // True if all headers have arrived and the round is valid.  agreed() does not wait; await_agreement() waits for the headers.
+    bool agreed() { return r.headers_in() && r.validate_headers().failure == Failure::none; }
+    bool await_agreement() { return r.await_headers() && r.validate_headers().failure == Failure::none; }
 
   private:
     u64 heap() const { return a.ctx.peers[r.me] + a.ctx.window.heap; }

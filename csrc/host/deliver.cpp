@@ -6,7 +6,7 @@ namespace moecomm::host {
 
 namespace {
 
-// The row at `rank` that the payload is sent to: that of the first expert there.
+// The row at `rank` that receives the payload: that of the token's first expert there.  The owner replicates it.
 i32 payload_row(const Token& token, i32 rank) {
     const Entry* entry = token.entries;
     while (entry->owner != rank) ++entry;
@@ -35,7 +35,7 @@ void Delivery::raise_flags() const {
     }
 }
 
-// Scales lie beside the row, or where they wait to become columns: by flat row.
+// Scales are stored by output row, or by flat row where the owner transposes them into columns later.
 void Delivery::store_payload(const Token& token, i32 rank, i32 slot, const Payload& payload) const {
     const RoundHeader& to = d_.r.header(rank);
     const i64 row = d_.flat ? slot : payload_row(token, rank);
@@ -45,7 +45,7 @@ void Delivery::store_payload(const Token& token, i32 rank, i32 slot, const Paylo
     std::memcpy(at<u8>(d_.a.ctx, rank, to.dispatch.scales) + scale_row * d_.a.scale_bytes, payload.scales, d_.a.scale_bytes);
 }
 
-// Beside the row at `rank`: whose it is, which experts, which weights.
+// Store the metadata at `rank`: source rank and token number, experts, weights.
 void Delivery::store_metadata(const Token& token, i32 rank, i32 slot) const {
     const DispatchArgs& a = d_.a;
     const RoundHeader& to = d_.r.header(rank);

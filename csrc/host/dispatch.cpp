@@ -1,4 +1,4 @@
-// Dispatch on the host: count, announce, agree, send, relay, receive.
+// Dispatch on CPU ranks: count, announce, validate, send, forward, receive.
 #include "dispatch.h"
 
 #include <optional>
@@ -47,18 +47,18 @@ void announce(Dispatch& d, const BadEntry& bad) {
     d.r.announce(n, d.repeat ? nullptr : d.plan.total_up(bad.argument != Argument::none));
 }
 
-// What the mail of all ranks comes to; nothing if it did not come.
+// Validate the headers and counts of all ranks; nullopt if a wait has failed.
 std::optional<ValidationResult> agree(Dispatch& d) {
     if (!d.r.await_headers()) return std::nullopt;
-    const ValidationResult validation = d.r.validate_rank();
+    const ValidationResult validation = d.r.validate_headers();
     if (validation.failure != Failure::none || d.repeat) return validation;
     if (!d.r.await_counts()) return std::nullopt;
     d.plan.gather();
     return d.plan.validate_capacity();
 }
 
-// Relays, and receives if this dispatch does, while the next chunk has no place at its relays: those may wait for us.  False: the round is
-// lost.
+// Forward, and with `inbox` receive, until the next chunk has a place at its forwarders, which may themselves wait for this rank.
+// False if the round has failed.
 bool await_place(Dispatch& d, const Sender& sender, Forward& forwarder, Inbox* inbox) {
     while (!sender.has_place()) {
         forwarder.forward_landed();
@@ -69,7 +69,7 @@ bool await_place(Dispatch& d, const Sender& sender, Forward& forwarder, Inbox* i
     return true;
 }
 
-// Sends, and relays no more than others need to do the same: the rest belongs to the second half.
+// First half of a split dispatch: send all chunks, and forward only those whose credits peers need for sending theirs.
 void send(Dispatch& d, i32 worker, i32 stride) {
     Sender sender(d, worker, stride);
     Forward forwarder(d, worker, stride);
@@ -82,7 +82,7 @@ void send(Dispatch& d, i32 worker, i32 stride) {
         if (!d.r.watch.until(Phase::payload, [&] { return forwarder.any_landed(); }, [&] { return forwarder.missing(); })) return;
 }
 
-// Everything that is not here yet.
+// Forward and receive all remaining chunks; return early if the round fails.
 void receive(Dispatch& d, Forward& forwarder, DirectArrivals& direct, Inbox& inbox) {
     const auto any = [&] { return forwarder.any_landed() || direct.any_come() || inbox.any_arrived(); };
     const auto find = [&] { return forwarder.open() ? forwarder.missing() : direct.open() ? direct.missing() : inbox.missing(); };
@@ -95,8 +95,8 @@ void receive(Dispatch& d, Forward& forwarder, DirectArrivals& direct, Inbox& inb
     }
 }
 
-// Sends our chunks and takes in what has arrived between them: those rows are still in the cache.  Where ranks outnumber cores, one that
-// is ahead lets the others catch up.
+// Send this rank's chunks, and receive arrived chunks in between while their rows are still in the cache.  A rank that is ahead of a peer
+// yields, which helps where ranks outnumber cores.
 void send_and_receive(Dispatch& d, i32 worker, i32 stride) {
     Sender sender(d, worker, stride);
     Forward forwarder(d, worker, stride);
@@ -114,9 +114,9 @@ void send_and_receive(Dispatch& d, i32 worker, i32 stride) {
     receive(d, forwarder, direct, inbox);
 }
 
-// The second half of a dispatch that was begun.
+// The second half of a split dispatch.
 void end(const DispatchArgs& args) {
-    if (Round::state_of(args.ctx).last_dispatch == 0) return;  // it was void
+    if (Round::state_of(args.ctx).last_dispatch == 0) return;  // the first half was invalid
     Dispatch d(args);
     if (d.r.watch.aborted()) return;
     Team team(args.workers);

@@ -1,4 +1,4 @@
-// One dispatch of one rank: what its threads share.
+// State of one dispatch of this rank, shared by the threads of its team.
 #pragma once
 #include "../protocol/args.h"
 #include "plan.h"
@@ -17,15 +17,15 @@ struct Dispatch {
     const bool flat = a.layout == static_cast<i32>(Layout::flat);
     const bool repeat = a.repeat != 0;
     const bool scale_columns = a.scale_columns != 0;
-    // Our rows go straight to the ranks of other domains.
+    // This rank's rows are put to their owners in other domains without a forwarder.
     const bool direct = goes_direct(a.ctx.shape, a.num_tokens) && a.part == static_cast<i32>(Part::whole);
     const bool past_cache = static_cast<i64>(a.num_tokens) * a.row_bytes >= kPastCache;
-    // Where our tokens go: written by place_token, or by an earlier dispatch that we repeat.
+    // Destinations of this rank's tokens: written by place_token(), or by the earlier dispatch that this one repeats.
     i32* const token_rows = memory<i32>(a.route.token_rows);
     i32* const token_owner = memory<i32>(a.route.token_owner);
     i32* const token_slot = memory<i32>(a.route.token_slot);
 
-    // And those of `source`, of another domain.
+    // True if `source`, a rank of another domain, puts its rows direct.
     bool direct_from(i32 source) const {
         return goes_direct(a.ctx.shape, sent(source).num_tokens) && a.part == static_cast<i32>(Part::whole);
     }
@@ -33,7 +33,7 @@ struct Dispatch {
     DirectSends sent_direct{std::vector<i32>(direct ? r.ranks : 0, plan.own_chunks())};
 
   private:
-    // The second half belongs to the round of the first.
+    // The second half of a split dispatch has the tag of the first.
     static u32 tag_of(const DispatchArgs& args) {
         const State& state = Round::state_of(args.ctx);
         return args.part == static_cast<i32>(Part::end) ? state.last_dispatch : round_tag(state.round + 1);

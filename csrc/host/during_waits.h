@@ -1,4 +1,4 @@
-// What the calling thread of a round does now and then while it waits: Python's main thread runs the handlers of signals.
+// A callback that the calling thread of a round runs periodically while it waits, so that Python's main thread can run signal handlers.
 #pragma once
 #include <functional>
 
@@ -6,10 +6,10 @@
 
 namespace moecomm::host {
 
-// How long a wait may go on between two looks.  No shorter wait looks even once.
+// Time between two callbacks.  A shorter wait makes none.
 constexpr u64 kLookNs = 20'000'000;
 
-// From here to its end the waits of this thread call `look`, which must not throw.
+// While this object lives, waits of the thread that made it call `look`, which must not throw.
 class DuringWaits {
   public:
     explicit DuringWaits(std::function<void()> look);
@@ -17,15 +17,15 @@ class DuringWaits {
     DuringWaits(const DuringWaits&) = delete;
     DuringWaits& operator=(const DuringWaits&) = delete;
 
-    // Does this thread have something to call?
+    // True if this thread has a callback.
     static bool any();
-    // Calls it if it has, and kLookNs have passed.
+    // Run this thread's callback, if it has one and kLookNs have passed since the last.
     static void look();
 
   private:
     const std::function<void()> look_;
-    DuringWaits* const outer_;  // of a call whose handler makes this one
-    u64 last_ns_ = 0;           // 0: it has not waited long yet
+    DuringWaits* const outer_;  // that of an outer call, whose signal handler makes this call
+    u64 last_ns_ = 0;           // time of the last callback; 0: look() has not been called yet
 };
 
 }  // namespace moecomm::host

@@ -23,14 +23,14 @@ Tokens forwarded_tokens(const Combine& c, i32 domain) {
     return {source_rank, count, c.sent[source_rank].chunk_tokens, kept + 2 * c.topk, kept, kept + c.topk, pitch, pitch};
 }
 
-// What `rank` holds of the token, where it has one row for it: a reduced one or, in place, the caller's own.  Null: several, in place.
+// The only row of the token at `rank`: a staged row or, in place, the row of `y`.  Null if `rank` has several rows, in place.
 const u8* Gather::single_row(i32 rank, i32 slot, i32 token) const {
     const RoundHeader& from = c_.r.header(rank);
     if (from.combine.rows == 0) return c_.staged(rank, tokens_.source_rank, token);
     return c_.flat ? at<const u8>(c_.a.ctx, rank, from.combine.rows) + slot * static_cast<i64>(from.combine.pitch) : nullptr;
 }
 
-// The rows of the token at `rank`, in place, added up and rounded as that rank would have staged them.
+// Reduce the token's rows at `rank` in place and round as that rank would have staged them, so that both ways give the same bits.
 void Gather::add_in_place(float* sum, i32 token, i32 rank, i64 column, i64 n) const {
     const CombineArgs& a = c_.a;
     const RoundHeader& from = c_.r.header(rank);

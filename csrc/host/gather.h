@@ -1,23 +1,23 @@
-// The rows of one token, wherever they lie in our domain, and their sum.
+// Sum of a token's rows over the ranks of this domain.
 #pragma once
 #include "combine.h"
 
 namespace moecomm::host {
 
-// Where the tokens of a home went, as far as they went to our domain.
+// Routes of a source rank's tokens within this domain.
 struct Tokens {
     i32 source_rank;
     i32 count, chunk_tokens;
-    const i32* slots;  // of a token: the flat row at each rank of our domain, -1 where none
-    const i32* rows;   // of a token: the row of each of its k experts
-    const i32* owners;
-    i64 slot_pitch, entry_pitch;  // from token to token
+    const i32* slots;             // per token [domain_ranks]: flat row at each rank of this domain, -1 for none
+    const i32* rows;              // per token [topk]: row of each expert
+    const i32* owners;            // per token [topk]
+    i64 slot_pitch, entry_pitch;  // words from token to token
 
     const i32* slots_of(i32 token) const { return slots + token * slot_pitch; }
     const i32* rows_of(i32 token) const { return rows + token * entry_pitch; }
     const i32* owners_of(i32 token) const { return owners + token * entry_pitch; }
 };
-// Ours, and those of the rank with our index in another domain.
+// The tokens of this rank, and of the rank with this rank's index in another domain.
 Tokens own_tokens(const Combine& c);
 Tokens forwarded_tokens(const Combine& c, i32 domain);
 
@@ -25,9 +25,9 @@ class Gather {
   public:
     Gather(const Combine& c, const Tokens& tokens) : c_(c), tokens_(tokens) {}
 
-    // The sum over the ranks of our domain, in the order of the ranks, of n <= kColumns columns.
+    // Sum n <= kColumns columns of the token over the ranks of this domain, in rank order.
     void add_up(float* sum, i32 token, i64 column, i64 n) const;
-    // The gradient of the weight of the k-th expert, which `owner`, of our domain, has staged.
+    // The gradient of the k-th expert's weight, as staged by `owner`, a rank of this domain.
     float grad(i32 token, i32 k, i32 owner) const {
         return reinterpret_cast<const float*>(c_.staged(owner, tokens_.source_rank, token) + c_.grads_at)[k];
     }

@@ -1,4 +1,4 @@
-// What a rank says beside its rounds: that it could not make a call, and, last, that it will not take part in another round.
+// Announcements outside rounds: a failed call, and the end of this rank's participation.
 #include "executor.h"
 #include "round.h"
 
@@ -6,8 +6,8 @@ namespace moecomm::host {
 
 void count_rejected(const Context& ctx) { __atomic_fetch_add(&Round::state_of(ctx).rejected, 1, __ATOMIC_RELAXED); }
 
-// In place of the mail of the next round, so that whoever starts that round learns it at once instead of at its deadline.  All of it,
-// because we can't know which words that round's operation waits for.
+// Sent as the round header of the next round, so that a peer that starts that round learns of it at once and not at its deadline.  The
+// counts are sent too, because this rank cannot know whether that round is a dispatch, which waits for them.
 void leave(const Context& ctx) { Round(ctx, Op::leave).announce({}, std::vector<i32>(ctx.window.columns).data()); }
 
 }  // namespace moecomm::host

@@ -1,4 +1,4 @@
-// Two CPU ranks put bytes into each other's windows in turn, each time with a signal behind them; as csrc/bench/ping_pong.cuh on GPUs.
+// Ping-pong of two CPU ranks: each in turn stores bytes and then a signal in the other's window.  csrc/bench/ping_pong.cuh is the GPU form.
 #pragma once
 #include <optional>
 
@@ -7,18 +7,18 @@
 namespace moecomm::host {
 
 struct PingPong {
-    u64 here, there;  // the blocks in our window and in the peer's: the signal, and kPayload bytes on what is put
-    u64 source;       // what we put: `bytes` in our own memory
+    u64 here, there;  // addresses of the blocks in this rank's window and the peer's: the signal, and the payload at offset kPayload
+    u64 source;       // address of the `bytes` to store
     i64 bytes;
-    u64 before;          // what the signal counts already
+    u64 before;          // value of the signals at the start
     i32 warmup, rounds;  // round trips
-    bool starts;
-    Deadline deadline;  // of each wait
+    bool starts;         // this rank stores first
+    Deadline deadline;   // of each single wait
 };
 
 constexpr i32 kPayload = 256;
 
-// Nanoseconds that the timed round trips took; none if the peer did not come, or somebody called it off.
+// Return the nanoseconds of the timed round trips; nullopt on timeout or abort.
 std::optional<u64> ping_pong(const PingPong& p);
 
 }  // namespace moecomm::host

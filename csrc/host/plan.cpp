@@ -102,7 +102,7 @@ void Plan::place() {
     if (a_.layout != static_cast<i32>(Layout::flat)) place_experts();
 }
 
-// Earlier ranks' rows come first in a group; the group itself begins after those before it at the same rank.
+// Within a group, rows of lower source ranks come first; groups of one owner follow each other.
 void Plan::place_experts() {
     i32 start = 0;
     for (i32 e = 0; e < shape_.experts; ++e) {

@@ -12,7 +12,7 @@ Pull::Pull(Combine& c, const Tokens& tokens, i32 worker, i32 stride, float* scra
     for (i32 chunk = worker; chunk < all_; chunk += stride) chunks_.push_back({chunk, owners(chunk), false});
 }
 
-// The ranks of our domain that have rows of the chunk's tokens.
+// Bit mask of the ranks of this domain that have rows of the chunk's tokens.
 u64 Pull::owners(i32 chunk) const {
     u64 ranks = 0;
     for (i32 token = first_token(chunk); token < end_token(chunk); ++token)
@@ -20,8 +20,8 @@ u64 Pull::owners(i32 chunk) const {
     return ranks;
 }
 
-// The chunks of one place in the ring are pulled in order, also those that nobody stages and that could be pulled at any time: else an
-// older credit would come after a later one, and who waits for that would wait forever.
+// The chunks of one ring place are pulled in order, including chunks that no rank stages and that are always ready.  Otherwise an older
+// credit could overwrite a later one, and its waiter would wait forever.
 bool Pull::has_step(i32 chunk) const {
     if (chunk < ring_) return true;
     return load_acquire(at<const u64>(c_.a.ctx, c_.r.me, credit_of(chunk))) == word_signal(c_.r.tag, static_cast<u32>(chunk - ring_));
@@ -73,7 +73,7 @@ void Pull::pull(Chunk& chunk) {
     if (followed(chunk.number)) grant_credit(chunk.number);
 }
 
-// To everybody in our domain, ourselves last: the chunk that comes next in the place of this one may be staged.
+// Signal every rank of this domain, with release, that the chunk's place in the staging ring is free.
 void Pull::grant_credit(i32 chunk) const {
     for (i32 step = 0; step < c_.r.scaleup_ranks; ++step)
         store_release(at<u64>(c_.a.ctx, c_.r.neighbor(step), credit_of(chunk)), word_signal(c_.r.tag, static_cast<u32>(chunk)));

@@ -1,4 +1,4 @@
-// The tokens of a home are pulled from the ranks of our domain: by the home itself, or by us who relay for it.
+// Pull of a source rank's reduced rows from the ranks of this domain: by the source rank itself, or by its return-forwarder.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -7,7 +7,7 @@
 
 namespace moecomm::host {
 
-// The tokens of one thread: every `stride`-th chunk.  Nothing is pulled before all ranks agree on the combine.
+// Pulls every `stride`-th chunk from chunk `worker` on, in one thread.  Call only after the round has been validated.
 class Pull {
   public:
     // `scratch`: float[kColumns].
@@ -16,47 +16,47 @@ class Pull {
     Pull(const Pull&) = delete;
     Pull& operator=(const Pull&) = delete;
 
-    // The chunks whose rows are all here, up to the first that is not.
+    // Pull ready chunks in order, up to the first that is not ready.
     void pull_in_order();
-    // Those that are here now, in whatever order they became ready.  False: there was none.
+    // Pull all ready chunks within the ring, in any order.  False if there was none.
     bool pull_ready();
     bool any_ready();
     bool done() const { return first_ == chunks_.size(); }
-    // What the first chunk waits for.
+    // The flag that the first open chunk waits for.
     Missing missing() const;
 
   protected:
     struct Chunk {
         i32 number;
-        u64 awaited;  // a bit a rank of our domain whose rows are not known to be here
+        u64 awaited;  // bit p: rank p of this domain has not signaled its rows yet
         bool pulled;
     };
 
     i32 first_token(i32 chunk) const { return chunk * tokens_.chunk_tokens; }
     i32 end_token(i32 chunk) const { return std::min(first_token(chunk) + tokens_.chunk_tokens, tokens_.count); }
-    // Does a later chunk wait for the place of this one?
+    // True if a later chunk reuses the ring place of this one.
     bool followed(i32 chunk) const { return chunk + ring_ < all_; }
 
     Combine& c_;
     const Tokens tokens_;
     const Gather gather_;
     float* const scratch_;
-    const i32 all_;   // chunks of the tokens
-    const i32 ring_;  // how many of them a ring holds
+    const i32 all_;   // chunks of all threads
+    const i32 ring_;  // chunks that a ring holds
 
   private:
-    // Other domains: what must be here, or have a place, before a chunk is pulled; and what is still missing then, if anything.
+    // Conditions of other domains on pulling a chunk (rows have arrived, or room to return them), and the flag that is missing.
     virtual bool scaleout_ready(i32 chunk) const = 0;
     virtual Missing scaleout_missing(i32 chunk) const = 0;
     virtual void pull_token(i32 token) = 0;
-    // All tokens of the chunk are pulled.
+    // Called after all tokens of the chunk are pulled: signals other domains.
     virtual void pass_on(i32 chunk) = 0;
 
     u64 owners(i32 chunk) const;
     u64 credit_of(i32 chunk) const { return credit_at(c_.a.ctx.window, c_.shape, tokens_.source_rank, chunk, tokens_.chunk_tokens); }
     bool has_step(i32 chunk) const;
     bool ready(Chunk& chunk);
-    // Where to look for chunks that are ready: further on are none, or none that peers wait for.
+    // End of the search for ready chunks: no peer waits for a later one.
     size_t horizon() const { return std::min(chunks_.size(), first_ + static_cast<size_t>(ring_)); }
     const u64* flag(i32 rank, i32 chunk) const {
         return at<const u64>(c_.a.ctx, c_.r.me, reduced_for(c_.a.ctx.window, c_.shape, tokens_.source_rank, rank, chunk));
@@ -64,8 +64,8 @@ class Pull {
     void pull(Chunk& chunk);
     void grant_credit(i32 chunk) const;
 
-    std::vector<Chunk> chunks_;  // this thread's, in order
-    size_t first_ = 0;           // all before it are pulled
+    std::vector<Chunk> chunks_;  // of this thread, in order
+    size_t first_ = 0;           // chunks before it are pulled
 };
 
 }  // namespace moecomm::host

@@ -28,7 +28,7 @@ i32 Inbox::first_missing() const {
     return -1;
 }
 
-// The chunk has arrived: one row of each token, and where its other rows are.
+// Process an arrived chunk: one row of each token, and the list of its other rows on this rank.  The acquire orders the reads of both.
 void Inbox::take(i32 source, i32 chunk) const {
     const u64 signal = load_acquire(flag(source, chunk));
     if (!d_.repeat) memory<u32>(d_.a.route.ranges)[static_cast<i64>(source) * d_.a.ctx.shape.max_tokens + chunk] = signal_word(signal);
@@ -38,7 +38,7 @@ void Inbox::take(i32 source, i32 chunk) const {
     }
 }
 
-// The token's other rows here are copies of the one that came.
+// Replicate the arrived row to the token's other experts on this rank.
 void Inbox::copy_to_experts(i32 slot) const {
     const DispatchArgs& a = d_.a;
     u8* x = at<u8>(a.ctx, d_.r.me, a.out_x);
@@ -57,7 +57,7 @@ void Inbox::copy_to_experts(i32 slot) const {
     }
 }
 
-// From where they landed to the columns of every row of the token.
+// Copy the scales from the receive buffer to the columns of every row of the token.
 void Inbox::store_scales(i32 slot) const {
     const DispatchArgs& a = d_.a;
     const u8* scales = at<const u8>(a.ctx, d_.r.me, a.out_scales) + static_cast<i64>(slot) * a.scale_bytes;

@@ -1,4 +1,4 @@
-// The tokens that arrive here.
+// Receiving: chunks that have arrived in this rank's window.
 #pragma once
 #include <vector>
 
@@ -6,17 +6,17 @@
 
 namespace moecomm::host {
 
-// The chunks that one thread has yet to receive: every `stride`-th of each source, in order.
+// The chunks that one thread receives: every `stride`-th of each source rank, in order.
 class Inbox {
   public:
     Inbox(Dispatch& d, i32 worker, i32 stride) : d_(d), stride_(stride), next_(d.r.ranks, worker) {}
 
-    // Everything that is here by now.
+    // Take all chunks that have arrived; does not wait.
     void take_arrived();
-    // Is a chunk still missing that comes no later in its source than `chunk` in ours?
+    // True if some source rank's chunk with a number up to `chunk` is missing.
     bool behind(i32 chunk) const;
     bool any_arrived() const;
-    // Is anything missing?
+    // True if any chunk is missing.
     bool open() const { return first_missing() >= 0; }
     Missing missing() const { return {first_missing(), flag(first_missing(), next_[first_missing()]), d_.r.tag}; }
 
@@ -29,7 +29,7 @@ class Inbox {
         return next_[source] < ceil_div(sent.num_tokens, sent.chunk_tokens);
     }
     bool arrived(i32 source) const { return open(source) && has_tag(flag(source, next_[source]), d_.r.tag); }
-    // The first source that has not sent all, -1 if all have.
+    // The first source rank with a missing chunk, -1 for none.
     i32 first_missing() const;
     void take(i32 source, i32 chunk) const;
     void copy_to_experts(i32 slot) const;
@@ -41,9 +41,9 @@ class Inbox {
     std::vector<i32> next_;
 };
 
-// Flat rows past those that come, if they are to say so, belong to nobody.
+// Flat layout: mark rows from num_rows to clear_rows as unused (expert ids -1, weights 0).
 void clear_unused(const Dispatch& d);
-// Rows between a group's last token and the next group belong to nobody.
+// Expert layout: mark the padding rows of each group as unused (source -1, weights 0).
 void clear_padding(const Dispatch& d);
 
 }  // namespace moecomm::host

@@ -17,7 +17,7 @@ Round::Round(const Context& context, Op operation, u32 round_tag)
       watch(ctx, op, tag),
       headers_(ranks) {}
 
-// Every word with release: a peer that has them all may write to our output, which we are done with.
+// Each word is stored with release: a peer that has acquired all of them may overwrite this rank's output, which this rank no longer reads.
 void Round::announce(RoundHeader mine, const i32* counts) {
     mine.op = static_cast<u32>(op);
     mine.rejected = load_relaxed(&state.rejected);
@@ -32,7 +32,7 @@ void Round::announce(RoundHeader mine, const i32* counts) {
     }
 }
 
-// The same words in one put.
+// Put the tagged words to each rank of other domains with one put and one signal.
 void Round::announce_scaleout(const u32* words, const i32* counts) {
     std::vector<u64> send_slot;
     for (i32 w = 0; w < kHeaderWords; ++w) send_slot.push_back(word_signal(tag, words[w]));
@@ -45,7 +45,7 @@ void Round::announce_scaleout(const u32* words, const i32* counts) {
     }
 }
 
-// A rank may have sent the mail of the round after this one already.
+// The signal may be that of the next round already, which the peer may have begun.
 bool Round::tagged_words_arrived(i32 from) const {
     return reaches(from) || have_tagged_words_arrived(load_acquire(signal(tagged_words_signal(from))), tag);
 }
@@ -94,7 +94,7 @@ void Round::load_headers() {
     if (domains() > 1) std::copy_n(at<const RoundHeader>(ctx, me, ctx.window.begun), scaleup_ranks, &headers_[first]);
 }
 
-ValidationResult Round::validate_rank() const {
+ValidationResult Round::validate_headers() const {
     for (i32 p = 0; p < ranks; ++p) {
         const ValidationResult validation = validate_header(header(me), header(p), p, ctx.shape.experts);
         if (validation.failure != Failure::none) return validation;

@@ -1,4 +1,4 @@
-// What dispatch and combine share: the number of the round, the mail, and how a round ends.
+// The part common to dispatch and combine: the tag, the round headers and their validation, and the end of the round.
 #pragma once
 #include <mutex>
 #include <vector>
@@ -12,7 +12,7 @@ namespace moecomm::host {
 
 class Round {
   public:
-    // The round that comes next, or an earlier one that is not over yet.
+    // The next round; with `tag`, a round that has begun (the second half of a dispatch).
     Round(const Context& ctx, Op op) : Round(ctx, op, round_tag(state_of(ctx).round + 1)) {}
     Round(const Context& ctx, Op op, u32 tag);
 
@@ -20,49 +20,50 @@ class Round {
     const Op op;
     const i32 me;
     const i32 ranks;
-    const i32 scaleup_ranks;  // ranks of our domain
-    const i32 first;          // the first of them
-    State& state;             // ours alone
-    const u32 tag;            // of this round
+    const i32 scaleup_ranks;  // ranks in this domain
+    const i32 first;          // first rank of this domain
+    State& state;             // only this rank reads and writes it
+    const u32 tag;
     Watch watch;
 
     static State& state_of(const Context& ctx) { return *at<State>(ctx, ctx.rank, ctx.window.state); }
-    // Peers in the order we turn to them: the next rank first, so that no rank is everybody's first; ourselves last.
+    // The peer of a rotation step: the next rank first, so that ranks start with different peers; this rank last.
     i32 peer(i32 step) const { return (me + 1 + step) % ranks; }
-    // The same in our domain: those whose windows we load from and store to.
+    // The peer of a rotation step among the ranks of this domain, whose windows this rank loads from and stores to.
     i32 neighbor(i32 step) const { return first + (me - first + 1 + step) % scaleup_ranks; }
     bool reaches(i32 rank) const { return rank >= first && rank < first + scaleup_ranks; }
     i32 domain() const { return first / scaleup_ranks; }
     i32 domains() const { return ranks / scaleup_ranks; }
-    // The rank with our index in a domain: it relays for us there, and we for it here.
+    // The rank with this rank's index in another domain: it forwards this rank's tokens there, and this rank forwards its tokens here.
     i32 counterpart(i32 domain) const { return domain * scaleup_ranks + me - first; }
-    // Who deals with `rank` in our domain: itself, or its relay.
+    // The rank of this domain that pulls for `rank`: itself, or its forwarder here.
     i32 local(i32 rank) const { return first + rank % scaleup_ranks; }
-    // A signal of ours.
     const u64* signal(u64 which) const { return at<const u64>(ctx, me, signal_at(ctx.window, which)); }
     Link& link() const { return link_of(ctx); }
 
-    // Tells every rank, ourselves included; `counts`: i32[columns], or null. Fills `op` of `mine`.
+    // Send the header, and `counts` (i32[columns]) if not null, to every rank including this one.  Fills `op` and `rejected` of `mine`.
     void announce(RoundHeader mine, const i32* counts);
-    // Has a rank of another domain put its mail, and all before it?  Those of our own store theirs word by word.
+    // True once the tagged words of `from`, a rank of another domain, and all its earlier puts are visible.  Always true in this domain,
+    // whose ranks store word by word: check the tag of each word.
     bool tagged_words_arrived(i32 from) const;
-    // Are all notices here?  Any thread may ask.
+    // True if all headers have arrived.  Any thread may call; await_headers() waits, and returns false if the round has failed.
     bool headers_in();
     bool await_headers();
-    // What `from` told us in this round, ourselves included, once all notices are in.
+    // The header of `from`; valid once headers_in() has returned true.
     const RoundHeader& header(i32 from) const { return headers_[from]; }
-    // Keeps the notices of our domain for the second half of a dispatch, which comes when the mail may be that of later rounds.
+    // Keep the headers of this domain for the second half of a dispatch: by then later rounds may have overwritten the tagged words.
     void save_headers() const;
     void load_headers();
-    // All notices against ours, in rank order: every rank comes to the same end.
-    ValidationResult validate_rank() const;
+    // Validate all headers against this rank's, in rank order, so that every rank reaches the same result.
+    ValidationResult validate_headers() const;
 
-    // The counts come with the notices of a dispatch that all ranks agree on; with others they never come.
+    // Wait for the counts of all ranks; false if the round has failed.  Call only in a valid dispatch that is no repeat: ranks send counts
+    // in no other round.
     bool await_counts();
-    // sums[column] += the count of `from`.
+    // sums[column] += count of `from`, for every column.
     void add_counts(i32 from, i32* sums) const;
 
-    // Leaves the record of a round that is void on every rank.  The Buffer goes on.
+    // Fill the failure record of an invalid round.  The Buffer stays usable.
     void leave_validation_result(const ValidationResult& validation);
     void finish() { state.round = round_number(tag); }
 
@@ -72,7 +73,7 @@ class Round {
     bool read_header(i32 from);
     Missing missing_header() const;
 
-    std::vector<RoundHeader> headers_;  // by rank: the first `read_` of them
+    std::vector<RoundHeader> headers_;  // by rank; the first `read_` are valid
     u32 read_ = 0;
     std::mutex reading_;
 };

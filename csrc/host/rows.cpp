@@ -9,7 +9,8 @@
 #define MOECOMM_STREAMS 0
 #endif
 
-// The same loops for plain, AVX2 and AVX-512 machines, chosen when the library is loaded.  ThreadSanitizer is not up yet at that time.
+// Compile the loops for baseline x86-64, AVX2 and AVX-512 and choose when the library is loaded.  Not under ThreadSanitizer, whose runtime
+// is not initialized at that time.
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__)
 #define MOECOMM_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #else
@@ -20,7 +21,7 @@ namespace moecomm::host {
 
 namespace {
 
-// Adds N rows in one pass, to 0 if `Fresh`: the sums stay in registers.
+// Add N rows in one pass, so that sums stay in registers; start from 0 if `Fresh`.
 template <class Kind, i32 N, bool Fresh>
 MOECOMM_INLINE void add_n(float* __restrict sum, const u8* const* rows, const float* factors, i64 first, i64 n) {
     using Row = const typename Kind::Stored* __restrict;
@@ -77,7 +78,7 @@ MOECOMM_CLONES void widen_fp16(float* wide, const u16* row, i64 n) { widen_loop<
 MOECOMM_CLONES void round_bf16(u16* row, const float* sum, i64 n) { round_loop<Bf16>(row, sum, n); }
 MOECOMM_CLONES void round_fp16(u16* row, const float* sum, i64 n) { round_loop<Fp16>(row, sum, n); }
 
-// To fp32 as it is: a sum that starts at 0 would lose the sign of -0.
+// Convert to fp32.  Not by way of a sum, which starts at 0 and would lose the sign of -0.
 void widen(float* wide, const u8* row, Type type, i64 n) {
     if (type == Type::bf16) return widen_bf16(wide, reinterpret_cast<const u16*>(row), n);
     if (type == Type::fp16) return widen_fp16(wide, reinterpret_cast<const u16*>(row), n);
@@ -95,7 +96,7 @@ MOECOMM_CLONES void quantize_group(u8* __restrict out, u8* __restrict scale, Sca
     const float amax = seen < 1e-4f ? 1e-4f : seen;
     const float exact = amax / 448.0f;
     const u8 exponent = round_up_ue8m0(exact);
-    // For fp32 what torch makes of 448.0 / amax; a power of two has an exact reciprocal.
+    // fp32: computed as torch does 448.0 / amax.  ue8m0: a power of two has an exact reciprocal.
     const float up = format == ScaleFormat::ue8m0 ? 1.0f / load_ue8m0(exponent) : (1.0f / amax) * 448.0f;
     for (i64 i = 0; i < n; ++i) out[i] = round_e4m3(values[i] * up);
     if (format == ScaleFormat::ue8m0) {

@@ -33,14 +33,13 @@ class Digest {
     u64 state_;
 };
 
-// Looks through what a round reads of the tables, in the order in which it can be trusted: nothing is addressed by a number before that
-// number has been checked.
+// Reads everything that a round reads of the tables, in such an order that no number is used as an index before it has been checked.
 class Reader {
   public:
     explicit Reader(const Sealed& tables)
         : t_(tables), s_(tables.ctx.shape), sent_(memory<const SourceTokens>(t_.route.sent)), digest_(t_.route.key) {}
 
-    // False if a number is none of its table.
+    // Return false if a number is out of range.
     bool read() {
         if (!read_sent()) return false;
         const i64 entries = static_cast<i64>(t_.num_tokens) * s_.topk;
@@ -82,7 +81,7 @@ class Reader {
         return true;
     }
 
-    // The rows of a token here, of which there is one at least.
+    // Read the rows of a token on this rank; at least one must exist.
     bool read_rows(i64 slot) {
         const i32* rows = memory<const i32>(t_.route.rows) + slot * s_.topk;
         bool any = false;

@@ -1,23 +1,25 @@
-// Handles are bytes that a caller holds, and may have changed: tables of rows, from which addresses are made.  No round addresses anything
-// by them before they have been looked through, all that it will read of them: every number lies in the table it counts in, and the sum
-// over all of them is the one that the dispatch has left behind them (seal_of), so that rows of peers, of whose tables we know nothing, are
-// those that the dispatch has found.  A rank whose tables are others says so in its notice, and the round is void on every rank.
+// The seal of a route.  A handle is memory that the caller holds and may have changed, and rounds compute addresses from its tables.  A
+// round therefore first checks everything that it will read of them:
+//   - every number is in the range of the table that it indexes, and
+//   - the digest of all numbers is the one that the dispatch stored behind them (seal_of).  This covers rows at peers, whose ranges this
+//     rank does not know.
+// A rank with damaged tables announces that in its round header, and the round is invalid on every rank.
 #pragma once
 #include "../protocol/args.h"
 
 namespace moecomm::host {
 
-// What the tables of a dispatch are part of.
+// The route of a dispatch and the sizes of its tables.
 struct Sealed {
     const Context& ctx;
     const Route& route;
     i32 layout;
-    i32 num_tokens;  // ours
+    i32 num_tokens;  // of this rank
 };
 inline Sealed tables_of(const DispatchArgs& a) { return {a.ctx, a.route, a.layout, a.num_tokens}; }
 inline Sealed tables_of(const CombineArgs& a) { return {a.ctx, a.route, a.layout, a.num_tokens}; }
 
-// By the dispatch, when all of it has come, or is void.
+// Store the digest.  The dispatch calls it when all of its rows have arrived, or when its round is invalid.
 void seal(const Sealed& tables);
 bool is_intact(const Sealed& tables);
 

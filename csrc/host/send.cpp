@@ -11,13 +11,13 @@ Payload pack(const DispatchArgs& a, i32 token, std::vector<u8>& packed) {
     const u8* row = memory<const u8>(a.x) + token * a.x_stride;
     if (a.quantize == 0) return {row, memory<const u8>(a.in_scales) + token * a.in_scales_stride};
     const i64 scales_at = align_up<i64>(a.row_bytes, sizeof(float));
-    packed.resize(scales_at + a.scale_bytes);  // zeros, which is what stays behind the last scale
+    packed.resize(scales_at + a.scale_bytes);  // zeros, also in the padding after the last scale
     u8* scales = packed.data() + scales_at;
     quantize_row(packed.data(), scales, static_cast<ScaleFormat>(a.scale_format), row, static_cast<Type>(a.in_type), a.hidden);
     return {packed.data(), scales};
 }
 
-// Takes the next row of each expert of the token, in the order of k, and the next flat row of each rank that owns one of them.
+// Assign the token the next row of each of its experts, in the order of k, and the next flat row at each rank that owns one of them.
 void place_token(const Dispatch& d, i32 token, i32* cursors) {
     i32* slot = d.token_slot + static_cast<i64>(token) * d.r.ranks;
     std::fill_n(slot, d.r.ranks, -1);
@@ -32,7 +32,7 @@ void place_token(const Dispatch& d, i32 token, i32* cursors) {
     }
 }
 
-// What the owners are told of a placed token.
+// Write the entries of a placed token, from which forwarders and owners take its metadata.
 void write_metadata(const Dispatch& d, i32 token, Entry* entries) {
     const float* weight = memory<const float>(d.a.topk_weights);
     for (i32 k = 0; k < d.topk; ++k) {
@@ -100,7 +100,7 @@ void Sender::signal_forwarders() const {
     }
 }
 
-// A token as it crosses.
+// Assemble the send slot of a token for another domain: header, entries, flat rows, row, scales.
 void Sender::write_send_slot(const Token& token, const Payload& payload) {
     const DispatchArgs& a = d_.a;
     const Shape& shape = a.ctx.shape;
@@ -114,13 +114,13 @@ void Sender::write_send_slot(const Token& token, const Payload& payload) {
     if (a.scale_bytes > 0) std::memcpy(send_slot_.data() + received_scales(shape, a.row_bytes), payload.scales, a.scale_bytes);
 }
 
-// To the relay of another domain, once for all of its ranks.
+// Put the send slot to the forwarder of another domain, once for all ranks there.
 void Sender::put(i32 domain, const Token& token) {
     const u64 there = receive_at(d_.a.ctx.window, d_.a.ctx.shape, d_.r.domain(), token.number);
     d_.r.link().put(d_.r.counterpart(domain), there, send_slot_.data(), send_slot_.size());
 }
 
-// To each of its ranks that wants it.
+// Put the send slot to each rank of another domain that owns one of the token's experts.
 void Sender::put_direct(i32 domain, const Token& token) {
     const u64 there = direct_at(d_.a.ctx.window, d_.a.ctx.shape, d_.r.tag, d_.r.me, token.number);
     for (i32 i = 0; i < d_.r.scaleup_ranks; ++i)

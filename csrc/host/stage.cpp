@@ -13,7 +13,7 @@ u32 range_of(const Combine& c, i32 source_rank, i32 chunk) {
 
 const i32* rows_of(const Combine& c, i32 slot) { return memory<const i32>(c.a.route.rows) + static_cast<i64>(slot) * c.topk; }
 
-// Whose flat row it is: the token's number at its home.
+// The number, at its source rank, of the token in flat row `slot`.
 i32 token_of(const Combine& c, i32 slot) {
     i64 row = slot;
     if (!c.flat) {
@@ -24,13 +24,13 @@ i32 token_of(const Combine& c, i32 slot) {
     return memory<const i32>(c.a.route.src)[2 * row + 1];
 }
 
-// Of the row of a token's k-th expert.
+// The weight of the row of a token's k-th expert.
 float factor_of(const Combine& c, i32 source_rank, i32 token, i32 k, i32 row) {
     if (c.a.weighted == 0) return 1.0f;
     return c.own_weights ? c.own_weight(source_rank, token, k) : memory<const float>(c.a.route.row_weights)[row];
 }
 
-// The sum over the rows of flat row `slot` here, in the order of k.
+// Reduce this rank's rows of the token in flat row `slot`, in the order of k.
 void reduce_row(const Combine& c, i32 source_rank, i32 slot, u8* staged, float* scratch) {
     const i32* rows = rows_of(c, slot);
     const i32 token = token_of(c, slot);
@@ -60,7 +60,7 @@ void stage_grads(const Combine& c, i32 slot, u8* staged) {
     }
 }
 
-// All of flat row `slot` here, as it is staged.
+// Write the complete staged row of flat row `slot`: the (reduced) row, and the weight gradients.
 void stage_row(const Combine& c, i32 source_rank, i32 slot, u8* staged, float* scratch) {
     if (c.flat) {
         copy_row(staged, memory<const u8>(c.a.y) + slot * c.a.y_stride, c.a.hidden * bytes_of(c.type), c.past_cache);

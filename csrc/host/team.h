@@ -1,4 +1,4 @@
-// The threads of one rank in one round.  A team of one is the caller alone and costs nothing.
+// The threads of one rank in one round.  A team of one is the caller alone and starts no thread.
 #pragma once
 #include <condition_variable>
 #include <functional>
@@ -12,7 +12,7 @@ namespace moecomm::host {
 
 class Team {
   public:
-    // Starts workers - 1 threads, or as many as the system gives.
+    // Start workers - 1 threads, or fewer if the system refuses.
     explicit Team(i32 workers);
     ~Team();
     Team(const Team&) = delete;
@@ -20,8 +20,8 @@ class Team {
 
     i32 size() const { return static_cast<i32>(threads_.size()) + 1; }
 
-    // Calls work(worker) for every worker 0 .. size() - 1 at once, 0 on the caller; returns when all are done.
-    // What a worker wrote is visible to all workers of the next run.
+    // Call work(worker) for every worker 0 .. size() - 1 concurrently, 0 on the caller; return when all are done.
+    // All writes of a run are visible to all workers of the next.
     template <class Work>
     void run(const Work& work) {
         if (threads_.empty()) return work(0);
@@ -35,7 +35,7 @@ class Team {
     std::mutex mutex_;
     std::condition_variable changed_;
     const std::function<void(i32)>* work_ = nullptr;
-    u32 runs_ = 0;  // how many have been asked for
+    u32 runs_ = 0;  // number of run_all() calls
     i32 busy_ = 0;
     bool closing_ = false;
     std::vector<std::thread> threads_;

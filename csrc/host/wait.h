@@ -1,4 +1,4 @@
-// Waiting for peers, and what is left behind when a wait ends badly.
+// Waits for peers, and the failure record of a wait that fails.
 #pragma once
 #include "../protocol/args.h"
 #include "../protocol/deadline.h"
@@ -7,23 +7,24 @@ namespace moecomm::host {
 
 inline bool has_tag(const u64* flag, u32 tag) { return signal_tag(load_acquire(flag)) == tag; }
 
-// Leaves `record` for the host unless an earlier one is still there.  `code` is stored last, so a reader that sees it sees all.
+// Write `record` at `ctx.record` unless an earlier one is still there.  `code` is stored last, with release: a reader that acquires it
+// sees the whole record.
 void leave_record(const Context& ctx, const FailureRecord& record);
 
-// One flag that is not there yet: whose it is and which tag it should carry.
+// A flag that has not arrived: the peer that should set it, and the expected tag.
 struct Missing {
     i32 peer;
     const u64* flag;
     u32 tag;
 };
 
-// The waits of one round.  The first that fails leaves the record and sets the abort words, ours and the peers'; from then on every wait
-// of this rank ends.  Used by all threads of the rank at once.
+// The waits of one round.  The first one that fails writes the failure record and sets the abort words of this rank and its peers; from
+// then on every wait of this rank ends.  All threads of the rank may call concurrently.
 class Watch {
   public:
     Watch(const Context& ctx, Op op, u32 tag);
 
-    // Waits until `ready()`.  Only if that fails is `missing()` asked for what the record shall name.  False: the round is lost.
+    // Wait until `ready()` returns true; on timeout or abort, fail the round, call `missing()` for the record, and return false.
     template <class Ready, class Find>
     bool until(Phase phase, const Ready& ready, const Find& missing) {
         if (ready()) return true;
@@ -33,7 +34,7 @@ class Watch {
         fail(waited, phase, missing(), now_ns() - start);
         return false;
     }
-    // Fails the round if somebody has aborted it already: without waits, nobody would notice.
+    // Fail the round and return true if an abort word is set already.  A round that never waits would not notice otherwise.
     bool aborted();
     bool failed() const { return load_relaxed(&claimed_) != 0; }
 
@@ -45,7 +46,7 @@ class Watch {
     const Op op_;
     const u32 tag_;
     const Deadline deadline_;
-    u32 claimed_ = 0;  // 1 once a thread has failed: only that one writes the record
+    u32 claimed_ = 0;  // 1 once a wait has failed; the thread that set it writes the record
 };
 
 }  // namespace moecomm::host

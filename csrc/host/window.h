@@ -1,4 +1,4 @@
-// From addresses and offsets to pointers.
+// Pointers from addresses and window offsets.
 #pragma once
 #include "../protocol/args.h"
 
@@ -8,7 +8,7 @@ template <class T>
 T* memory(u64 address) {
     return reinterpret_cast<T*>(address);
 }
-// What lies `offset` bytes into the window of `rank`.
+// Pointer to byte `offset` of the window of `rank`.
 template <class T>
 T* at(const Context& ctx, i32 rank, u64 offset) {
     return reinterpret_cast<T*>(ctx.peers[rank] + offset);

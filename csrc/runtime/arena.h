@@ -1,4 +1,4 @@
-// Hands out ranges of a window's heap: outputs of dispatch, where peers write.  First fit, 256-byte aligned, thread-safe.
+// Allocator of a window's heap, for outputs of dispatch, which peers write.  First fit, 256-byte aligned, thread-safe.
 #pragma once
 #include <map>
 #include <memory>
@@ -14,10 +14,10 @@ class Arena : public std::enable_shared_from_this<Arena> {
   public:
     static constexpr u64 kAlignment = 256;
 
-    // The range [offset, offset + bytes), cut to whole units of kAlignment.
+    // Manage the range [offset, offset + bytes), rounded inward to multiples of kAlignment.
     Arena(u64 offset, u64 bytes);
 
-    // At least one unit, so that every Block has an offset of its own; null if no free range is long enough.
+    // Allocate at least kAlignment bytes, so that every Block has a distinct offset; null if no free range is long enough.
     std::shared_ptr<Block> allocate(u64 bytes);
     u64 used() const;
     u64 largest_free() const;
@@ -27,11 +27,11 @@ class Arena : public std::enable_shared_from_this<Arena> {
     void return_forward_chunk(u64 offset, u64 bytes);
 
     mutable std::mutex mutex_;
-    std::map<u64, u64> free_;  // bytes by offset; neighbours are always joined
+    std::map<u64, u64> free_;  // bytes by offset; adjacent ranges are always merged
     u64 used_ = 0;
 };
 
-// A range of the arena; goes back when the last owner drops it (the Python object, and every tensor made of it).
+// A range of the arena, freed when the last owner drops it (the Python object, and every tensor made from it).
 class Block {
   public:
     Block(std::shared_ptr<Arena> arena, u64 offset, u64 bytes);
@@ -40,8 +40,8 @@ class Block {
     ~Block();
 
     u64 offset() const { return offset_; }
-    u64 bytes() const { return bytes_; }  // as asked for
-    // Gives the tail back; tensors made of it before must not reach past `bytes`.  Throws std::invalid_argument if it would grow.
+    u64 bytes() const { return bytes_; }  // as requested, not rounded up
+    // Free the tail; existing tensors must not reach past `bytes`.  Throws std::invalid_argument if `bytes` is larger than before.
     void shrink(u64 bytes);
 
   private:

@@ -1,4 +1,4 @@
-// A thread that takes no signals: those belong to Python's main thread, whose waits they must interrupt.
+// A thread with all POSIX signals blocked: they must interrupt the waits of Python's main thread.
 #pragma once
 #include <pthread.h>
 #include <signal.h>

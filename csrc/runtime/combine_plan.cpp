@@ -5,7 +5,7 @@
 namespace moecomm::runtime {
 namespace {
 
-// [experts here][rows of each], and what follows.
+// True for a contiguous tensor [local experts, rows of each, ...].
 bool is_batch(const DispatchArgs& dispatch, const DLTensor& t, i32 ndim) {
     const i32 here = dispatch.ctx.shape.experts / dispatch.ctx.shape.ranks;
     return t.ndim == ndim && t.shape[0] == here && t.shape[1] == batched_group(dispatch.max_rows, here) && is_contiguous(t);
@@ -13,12 +13,12 @@ bool is_batch(const DispatchArgs& dispatch, const DLTensor& t, i32 ndim) {
 
 bool is_layout(const DispatchArgs& dispatch, Layout layout) { return dispatch.layout == static_cast<i32>(layout); }
 
-// The sum is written over the bias that has just been read: the same numbers, at the same places.
+// True if `out` is the bias itself: each element is read just before it is overwritten, which is safe.
 bool is_written_over(const DLTensor& out, const DLTensor& bias) {
     return bias.ndim == 2 && address_of(out) == address_of(bias) && pitch_of(out) == pitch_of(bias);
 }
 
-// Whether what is written has bytes in common with what this rank, or a peer, still reads meanwhile.
+// True if an output shares bytes with memory that this rank or a peer still reads meanwhile.
 bool overwrites(const DispatchArgs& dispatch, const CombineTensors& t) {
     const DLTensor& out = *t.out;
     if (share_memory(out, *t.y) || shares_tables(dispatch, out)) return true;
@@ -99,7 +99,7 @@ std::optional<CombineArgs> CombinePlan::bind(const DispatchArgs& dispatch, const
         args->bias = address_of(*t.bias);
         args->bias_stride = t.bias->ndim == 1 ? 0 : pitch_of(*t.bias);
     }
-    // An empty tensor has no address, but the executor must still know that it is given.
+    // An empty tensor has no address, but the executor must still know that it was passed.
     const auto given = [](const DLTensor& tensor) { return address_of(tensor) != 0 ? address_of(tensor) : kRowAlignment; };
     if (t.topk_weights != nullptr) args->topk_weights = given(*t.topk_weights);
     if (t.weight_grads != nullptr) {

@@ -1,4 +1,4 @@
-// What combines of one kind have in common, worked out once: a further one is a few comparisons and addresses.
+// The plan of combines with the same options and tensor types, made once; a further call costs a few comparisons and addresses.
 #pragma once
 #include <optional>
 
@@ -8,23 +8,24 @@
 
 namespace moecomm::runtime {
 
-struct CombineTensors {  // null: not given
+struct CombineTensors {  // null: not passed
     const DLTensor *y, *out, *bias, *weight_grads, *out_weight_grads, *topk_weights;
 };
 
-// Whether a tensor with strides has bytes in common with the tables of a dispatch, of which the first is `src` and the last `num_rows`
-// (dispatch_plan.cpp), or with its row weights, which a handle of an operator has elsewhere.
+// True if a tensor with strides shares bytes with the tables of a dispatch, which begin with `src` and end with `num_rows`
+// (dispatch_plan.cpp), or with its row weights, which an operator's handle stores elsewhere.
 bool shares_tables(const DispatchArgs& dispatch, const DLTensor& tensor);
 
 class CombinePlan {
   public:
-    // `args` has everything that is not a tensor's and not the dispatch's; `like` is checked already, and later tensors must be of the same
-    // types in the same places, y in our window if it is there: peers may read it in place then, which is another kernel.
+    // `args` holds everything that depends on neither the tensors nor the dispatch.  `like` must be validated already; later tensors must
+    // match its dtypes and devices, and `y` must be inside this rank's window if like.y is: peers then read it in place, which is another
+    // kernel.
     CombinePlan(const CombineArgs& args, const CombineTensors& like);
 
     Schedules& schedules() { return schedules_; }
-    // Null unless the tensors are what the plan is for and as large as the dispatch says, and its number of tokens has a schedule.
-    // `sums`: see CombineArgs.
+    // Return the arguments of a call; nullopt if the tensors do not match the plan or the sizes of the dispatch, or if its number of tokens
+    // has no schedule.  `reduced_rows`: see CombineArgs.
     std::optional<CombineArgs> bind(const DispatchArgs& dispatch, const CombineTensors& tensors, u64 reduced_rows = 0) const;
 
   private:

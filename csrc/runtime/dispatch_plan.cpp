@@ -9,7 +9,7 @@ namespace {
 
 constexpr DLDataType kInt32{0, 32, 1}, kInt64{0, 64, 1}, kFloat32{2, 32, 1}, kFloat8{10, 8, 1};
 
-// Pieces of a block, one after the other.
+// Carves consecutive pieces out of a block.
 class Pieces {
   public:
     u64 take(u64 count, u64 bytes) {
@@ -29,7 +29,7 @@ struct Payload {
     i64 stride;
 };
 
-// The rows lie last: what no row has arrived in can be given back.
+// The rows come last, so that the unused tail of the block can be freed.
 Payload payload_of(const DispatchArgs& args, i32 max_rows, bool scale_columns) {
     const Shape& shape = args.ctx.shape;
     const bool batched = args.layout == static_cast<i32>(Layout::batched);
@@ -75,7 +75,7 @@ Kept kept_of(const DispatchArgs& args, i32 max_rows) {
     return k;
 }
 
-// Route::key.  Tables of another window, or for other sizes, have another.
+// Route::key, which differs between windows and sizes.
 u64 key_of(const DispatchArgs& args) {
     u64 key = args.ctx.peers[args.ctx.rank];
     for (const i32 word : {args.ctx.rank, args.layout, args.max_rows, args.num_tokens}) {
@@ -209,7 +209,7 @@ std::optional<DispatchArgs> DispatchPlan::repeat(const Block& payload, const Dis
     if (!args || args->num_tokens != earlier.num_tokens) return std::nullopt;
     args->route = earlier.route;
     args->max_rows = earlier.max_rows;
-    args->chunk_tokens = earlier.chunk_tokens;  // route.sent speaks of these
+    args->chunk_tokens = earlier.chunk_tokens;  // route.sent counts chunks of this size
     place_payload(*args, payload);
     return args;
 }

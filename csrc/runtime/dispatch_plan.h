@@ -1,4 +1,4 @@
-// What dispatches of one kind have in common, worked out once: a further one is a few comparisons and addresses.
+// The plan of dispatches with the same options and tensor types, made once; a further call costs a few comparisons and addresses.
 #pragma once
 #include <optional>
 #include <vector>
@@ -10,7 +10,7 @@
 
 namespace moecomm::runtime {
 
-struct DispatchInputs {  // null: not given
+struct DispatchInputs {  // null: not passed
     const DLTensor *x, *scales, *topk_idx, *topk_weights;
 };
 
@@ -33,27 +33,28 @@ struct BatchedOutputs {
     Output x, tokens_per_expert;
 };
 
-// A dispatch takes two blocks of the window: what arrives (`payload`), and what combine and a repeat need as well (`kept`).
+// A dispatch uses two blocks of the window: `payload` for the rows, and `kept` for tables that combine and a repeat need as well.
 class DispatchPlan {
   public:
-    // `args` has everything that is not a tensor's and not an output's; `like` is checked already, and later tensors must be of the same
-    // types in the same places.
+    // `args` holds everything that depends on neither the tensors nor the outputs.  `like` must be validated already; later tensors must
+    // match its dtypes and devices.
     DispatchPlan(const DispatchArgs& args, bool scale_columns, const DispatchInputs& like);
 
     Schedules& schedules() { return schedules_; }
     u64 kept_bytes(i32 max_rows) const;
     u64 payload_bytes(i32 max_rows) const;
 
-    // Null unless the tensors are what the plan is for, and their number of tokens has a schedule.
+    // Return the arguments of a call; nullopt if the tensors do not match the plan, or if their number of tokens has no schedule.
     std::optional<DispatchArgs> bind(const Block& payload, const Block& kept, i32 max_rows, const DispatchInputs& inputs) const;
-    // The same with the route and the rows of an earlier dispatch.
+    // Return the arguments of a repeat, with the route and the rows of an earlier dispatch; nullopt as in bind().
     std::optional<DispatchArgs> repeat(const Block& payload, const DispatchArgs& earlier, const DispatchInputs& inputs) const;
 
-    // Of a flat dispatch, whose scales, if there are any, were given and stay beside their rows.  Throws std::invalid_argument for another.
+    // The outputs of a flat dispatch whose scales, if any, were passed by the caller and are stored by row.  Throws std::invalid_argument
+    // for any other dispatch.
     FlatOutputs flat_outputs(const DispatchArgs& args) const;
-    // The same of rows of experts.
+    // The outputs of a dispatch in expert layout, with the same conditions.
     ExpertOutputs expert_outputs(const DispatchArgs& args) const;
-    // Of a batched one.  Throws std::invalid_argument for another.
+    // The outputs of a batched dispatch.  Throws std::invalid_argument for any other dispatch.
     BatchedOutputs batched_outputs(const DispatchArgs& args) const;
     const DLDevice& device() const { return x_.device(); }
 

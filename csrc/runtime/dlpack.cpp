@@ -24,7 +24,7 @@ void delete_tensor(Managed* managed) {
     delete holder;
 }
 
-// Of a C-contiguous tensor; an empty one has the strides of one with dimensions of at least 1.
+// Strides of a C-contiguous tensor; a dimension of 0 counts as 1.
 std::vector<i64> contiguous_strides(const std::vector<i64>& shape) {
     std::vector<i64> strides(shape.size());
     i64 step = 1;

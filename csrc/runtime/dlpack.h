@@ -1,5 +1,5 @@
-// DLPack: the structs that array libraries take, that of 0.x from a capsule called "dltensor".  Declared here so that nothing else is
-// needed to build; the layout is fixed by the DLPack specification.
+// DLPack structs of versions 0.x (capsule "dltensor") and 1.x.  Declared here so that the build needs no DLPack header; the DLPack
+// specification fixes the layout.
 #pragma once
 #include <functional>
 #include <memory>
@@ -46,23 +46,23 @@ struct DLManagedTensorVersioned {  // of DLPack 1
 static_assert(sizeof(DLManagedTensorVersioned) == 80 && sizeof(DLDataType) == 4 && sizeof(DLTensor) == 48 && sizeof(DLManagedTensor) == 64,
               "the ABI of DLPack on 64 bits");
 
-// DLPack 1.3: what a type of tensors offers to C in the capsule kExchangeCapsule, its attribute kExchangeAttribute.  The functions need
-// the GIL; 0 is success, else a Python exception is set.
+// The C exchange API of DLPack 1.3: a tensor type's attribute kExchangeAttribute is a capsule kExchangeCapsule with this struct.  The
+// functions need the GIL; they return 0 on success, else a Python exception is set.
 constexpr const char* kExchangeAttribute = "__dlpack_c_exchange_api__";
 constexpr const char* kExchangeCapsule = "dlpack_exchange_api";
 struct DLPackExchange {
     DLPackVersion version;
     const DLPackExchange* older;  // null, or of an earlier major version
-    void (*allocate)();           // this and the next are not used here, and declared for their place alone
+    void (*allocate)();           // this and the next are unused and declared only for the layout
     void (*managed_from_object)();
-    int (*managed_to_object)(DLManagedTensorVersioned* managed, void** object);  // takes `managed`
-    int (*tensor_from_object)(void* object, DLTensor* tensor);                   // borrowed: valid as long as the object is
+    int (*managed_to_object)(DLManagedTensorVersioned* managed, void** object);  // takes ownership of `managed`
+    int (*tensor_from_object)(void* object, DLTensor* tensor);                   // borrowed: valid as long as the object lives
     int (*current_stream)(i32 device_type, i32 device_id, void** stream);
 };
 static_assert(sizeof(DLPackExchange) == 56, "the ABI of DLPack on 64 bits");
 
-// A C-contiguous tensor at `address` that keeps `block`; `released` is called once, by the deleter.  Whoever holds the result calls its
-// deleter.  Throws std::invalid_argument if the shape is not one or needs more bytes than the block has.
+// Make a C-contiguous tensor at `address` that keeps `block` alive; its deleter calls `released` once.  The caller owns the result and must
+// call its deleter.  Throws std::invalid_argument if the shape is invalid or needs more bytes than the block has.
 template <class Managed>  // DLManagedTensor or DLManagedTensorVersioned
 Managed* make_tensor(std::shared_ptr<Block> block, u64 address, std::vector<i64> shape, DLDataType type, DLDevice device,
                      std::function<void()> released);

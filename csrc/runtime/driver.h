@@ -1,4 +1,4 @@
-// The CUDA driver, looked up when it is first needed: one build runs with and without it.
+// The CUDA driver, loaded with dlopen on first use, so that one build runs with and without it.
 #pragma once
 #include <string>
 
@@ -6,13 +6,13 @@
 
 namespace moecomm::runtime {
 
-// Empty if a CUDA device can be used, else a sentence that names the first thing missing.  Initialises the driver.
+// Initialize the driver.  Return an empty string if a CUDA device is usable, else a sentence that names the first thing missing.
 std::string cuda_missing();
 
 // The calling thread's current context; 0: none.
 u64 cuda_context();
 
-// Whether what is enqueued on this stream becomes part of a graph.
+// True if the stream is being captured into a graph.
 bool cuda_capturing(u64 stream);
 
 struct Launch {
@@ -20,13 +20,12 @@ struct Launch {
     u32 grid, block;
     u32 shared_bytes;
     u64 stream;    // CUstream; 0 is the legacy default stream
-    bool overlap;  // may begin while the kernel before it on the stream ends; that kernel and this one say when (griddepcontrol)
-    u32 cluster;   // blocks that run on neighbouring multiprocessors; divides the grid
+    bool overlap;  // programmatic dependent launch: may begin before the previous kernel ends; both kernels use griddepcontrol
+    u32 cluster;   // blocks per thread block cluster; divides the grid
 };
 
-// Launches a kernel whose only parameter is the struct at `args`, in the calling thread's current context.  A driver from
-// before CUDA 11.8 does neither.
-// These four throw std::runtime_error with the driver's name of the error.
+// Launch a kernel whose only parameter is the struct at `args`, in the calling thread's current context.  Drivers before CUDA 11.8 support
+// neither `overlap` nor `cluster`.  Throws std::runtime_error with the driver's name of the error.
 void cuda_launch(const Launch& launch, const void* args);
 
 }  // namespace moecomm::runtime

@@ -16,8 +16,8 @@ namespace moecomm::runtime {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr int kSliceMs = 50;  // between two looks at signals and close()
-constexpr int kRetryMs = 1;   // a peer's queue is full
+constexpr int kSliceMs = 50;  // time between two checks for signals and close()
+constexpr int kRetryMs = 1;   // retry interval while a peer's queue is full
 constexpr double kLongestTimeout = 1e6;
 constexpr u32 kMagic = 0x4d6f4566;
 constexpr u32 kVersion = 1;
@@ -76,7 +76,7 @@ class Exchange::Sharing {
     bool send_to(int peer);
     void accept_all();
     void receive(int connection);
-    const char* validate_rank(const Message& message, const Received& received) const;  // why it is refused, null if it is not
+    const char* refusal(const Message& message, const Received& received) const;  // reason for refusal, or null
 
     Exchange& exchange_;
     int fd_;
@@ -136,7 +136,7 @@ void Exchange::Sharing::accept_all() {
 void Exchange::Sharing::receive(int connection) {
     Message message{};
     Received received = receive_descriptors(connection, &message, sizeof message);
-    if (const char* why = validate_rank(message, received)) {
+    if (const char* why = refusal(message, received)) {
         ++refused_;
         why_refused_ = why;
         return;
@@ -145,7 +145,7 @@ void Exchange::Sharing::receive(int connection) {
     place[message.from] = std::move(received.descriptors[0]);
 }
 
-const char* Exchange::Sharing::validate_rank(const Message& message, const Received& received) const {
+const char* Exchange::Sharing::refusal(const Message& message, const Received& received) const {
     if (received.bytes != static_cast<ssize_t>(sizeof message) || message.magic != kMagic) return "not a message of moecomm";
     if (message.nonce != exchange_.nonce_) return "wrong nonce";
     if (message.version != kVersion) return "another version of moecomm";

@@ -13,7 +13,7 @@ namespace moecomm::runtime {
 namespace {
 
 constexpr int kType = SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK;
-constexpr int kWaiting = 1024;  // connections that may wait to be accepted
+constexpr int kWaiting = 1024;  // backlog of listen()
 constexpr int kMaxReceived = 4;
 
 struct Address {

@@ -1,4 +1,4 @@
-// Zeroed memory of this process, for what tensors do not hold: failure records, abort words, routes.
+// Zeroed memory of this process for data outside tensors: failure records, abort words, routes.
 #pragma once
 #include <cstdlib>
 #include <cstring>

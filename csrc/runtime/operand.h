@@ -1,4 +1,4 @@
-// What rounds ask of a tensor that they are given.
+// Layout and overlap checks of tensors passed to rounds.
 #pragma once
 #include "dlpack.h"
 
@@ -34,16 +34,16 @@ inline bool is_matrix(const DLTensor& t, i64 rows, i64 columns) {
     return columns == 1 || is_empty(t) || t.strides == nullptr || t.strides[1] == 1;
 }
 
-// The same, and aligned as bulk copies need it.
+// A matrix whose first row and pitch have the alignment of bulk copies.
 inline bool is_rows(const DLTensor& t, i64 rows, i64 columns) {
     return is_matrix(t, rows, columns) &&
            (is_empty(t) || (pitch_of(t) % kRowAlignment == 0 && address_of(t) % static_cast<u64>(kRowAlignment) == 0));
 }
 
-// The rows of [rows][columns] have memory of their own, as what is written must.
+// True if the rows of [rows][columns] do not overlap, as outputs require.
 inline bool rows_apart(const DLTensor& t) { return t.shape[0] < 2 || pitch_of(t) >= t.shape[1] * element_bytes(t); }
 
-// Whether all of a tensor that has strides, none of them negative, lies in `bytes` bytes from `begin` on.
+// True if a tensor with explicit, non-negative strides is within [begin, begin + bytes).
 inline bool is_inside(const DLTensor& t, u64 begin, u64 bytes) {
     if (is_empty(t)) return true;
     u64 end = address_of(t) - begin + static_cast<u64>(element_bytes(t));
@@ -56,14 +56,14 @@ inline bool is_inside(const DLTensor& t, u64 begin, u64 bytes) {
     return !overflow && end <= bytes;
 }
 
-// Behind the last byte of a tensor that has elements, and strides of which none is negative.
+// Address past the last byte of a non-empty tensor with explicit, non-negative strides.
 inline u64 end_of(const DLTensor& t) {
     u64 last = address_of(t);
     for (i32 d = 0; d < t.ndim; ++d) last += static_cast<u64>((t.shape[d] - 1) * t.strides[d] * element_bytes(t));
     return last + static_cast<u64>(element_bytes(t));
 }
 
-// Whether two tensors that have strides may have bytes in common: matrices with contiguous rows, as many bytes apart, can lie side by side.
+// True if two tensors with explicit strides may share bytes.  Matrices with contiguous rows and equal pitches may be side by side.
 inline bool share_memory(const DLTensor& a, const DLTensor& b) {
     if (is_empty(a) || is_empty(b)) return false;
     if (end_of(a) <= address_of(b) || end_of(b) <= address_of(a)) return false;
@@ -71,13 +71,13 @@ inline bool share_memory(const DLTensor& a, const DLTensor& b) {
     const u64 pitch = static_cast<u64>(pitch_of(a));
     const auto is_wide = [](const DLTensor& t) { return t.ndim == 2 && (t.shape[1] == 1 || t.strides[1] == 1); };
     if (!is_wide(a) || !is_wide(b) || pitch == 0 || pitch != static_cast<u64>(pitch_of(b))) return true;
-    const u64 apart = (address_of(b) % pitch + pitch - address_of(a) % pitch) % pitch;  // side by side in wider rows?
+    const u64 apart = (address_of(b) % pitch + pitch - address_of(a) % pitch) % pitch;  // distance of the columns within a row
     return apart < width(a) || apart + width(b) > pitch;
 }
 
 inline bool is_packed(const DLTensor& t, i64 rows, i64 columns) { return is_matrix(t, rows, columns) && is_contiguous(t); }
 
-// Of what elements a tensor is, and where; or that none is given.
+// Dtype and device of an optional tensor argument.
 class Operand {
   public:
     explicit Operand(const DLTensor* like) : given_(like != nullptr) {

@@ -1,4 +1,4 @@
-// How a round of so many tokens is run.
+// Threads and chunk size of a round, by number of tokens.
 #pragma once
 #include <unordered_map>
 

@@ -21,7 +21,7 @@ namespace {
 constexpr int kLookEveryMs = 100;
 constexpr long kPidfdOpen = 434;  // SYS_pidfd_open, the same number on every architecture; older headers lack the name
 
-// The state letter of /proc/<pid>/stat, 0 if it cannot be read.  It follows the last ')': a command's name may hold any character.
+// The state letter of /proc/<pid>/stat, 0 if unreadable.  It follows the last ')', because a command's name may hold any character.
 char process_state(int pid) {
     char path[32], text[512];
     std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
@@ -34,7 +34,7 @@ char process_state(int pid) {
     return name_end != nullptr && name_end[1] == ' ' ? name_end[2] : 0;
 }
 
-// A process that has ended but whose parent has not asked for its status still takes signals: it counts as gone.
+// True if the process has ended.  A zombie, which still accepts signals, counts as ended.
 bool process_gone(int pid) {
     if (::kill(pid, 0) != 0 && errno == ESRCH) return true;
     const char state = process_state(pid);

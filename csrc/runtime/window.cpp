@@ -17,7 +17,7 @@ constexpr unsigned kNoExecSeal = 8;  // MFD_NOEXEC_SEAL, Linux 6.3
 
 Descriptor create_memory(u64 bytes) {
     const unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
-    // Hardened systems refuse memory that could be made executable; older ones do not know the flag.
+    // Hardened systems refuse memory that could be made executable; older kernels reject the flag.
     int fd = ::memfd_create("moecomm", flags | kNoExecSeal);
     if (fd < 0 && errno == EINVAL) fd = ::memfd_create("moecomm", flags);
     if (fd < 0) throw_errno("memfd_create");

@@ -1,5 +1,5 @@
-// NCCL GIN behind shims.h.  Compiled twice (build.py): for all of GIN's backends, chosen by the communicator when the kernel runs, and for
-// the proxy alone, which makes kernels about a third as large.  NDEBUG: DOCA's headers check an argument with a macro that traps.
+// The NCCL GIN functions of shims.h.  Compiled twice (build.py): for all GIN backends, selected at run time by the communicator, and for
+// the proxy alone, which makes kernels about a third as large.  NDEBUG is required because DOCA's headers otherwise contain a trap.
 #include <nccl.h>
 #include <nccl_device.h>
 
@@ -20,7 +20,7 @@ using Thread = ncclCoopThread;
 
 __device__ __forceinline__ const ncclDevComm& comm_of(const void* comm) { return *static_cast<const ncclDevComm*>(comm); }
 __device__ __forceinline__ ncclWindow_t window_of(const void* window) {
-    return static_cast<ncclWindow_t>(const_cast<void*>(window));  // NCCL's handle is a pointer to what it never writes
+    return static_cast<ncclWindow_t>(const_cast<void*>(window));  // NCCL's handle points to memory that it never writes
 }
 
 template <class Coop, class Action>
@@ -48,11 +48,11 @@ __device__ __forceinline__ ncclGin_StrongVASignalAdd onto(const void* window, u6
     return {window_of(window), offset, add};
 }
 
-// Entries that have to be free for `posts`, each of which may take two.  Of a queue that has fewer, all: else nobody would ever post.
+// Queue entries to require for `posts`, each of which may take two; at most the whole queue, else no post could ever start.
 __host__ __device__ constexpr u64 wanted_entries(u32 posts, u64 queue) { return 2ull * posts < queue ? 2ull * posts : queue; }
 static_assert(wanted_entries(3, 256) == 6 && wanted_entries(128, 256) == 256 && wanted_entries(200, 256) == 256);
 
-// What gin.h has only as a wait, as one look: it reads what NCCL's own waits poll.
+// Single polls of conditions for which gin.h offers only waits; they read the words that NCCL's own waits poll.
 template <ncclNetDeviceType backend>
 struct Look;
 
@@ -72,7 +72,7 @@ struct Look<NCCL_NET_DEVICE_GIN_PROXY> {
     // gin_proxy.h:77-81; a put with a flag in a window is two entries (262-270)
     __device__ static i32 room(ncclGinCtx ctx, int peer, u32 posts) {
         ncclGinProxyGpuCtx_t* proxy = of(ctx);
-        const u32 behind = consumed(proxy, peer);  // first: what is posted in between makes us see less room, not more
+        const u32 behind = consumed(proxy, peer);  // read first: posts in between then make the result too small, never too large
         const cuda::atomic_ref<u32, cuda::thread_scope_system> pi(proxy->pis[peer]);
         return pi.load(cuda::memory_order_relaxed) - behind + wanted_entries(posts, proxy->queueSize) <= proxy->queueSize ? 1 : 0;
     }

@@ -1,5 +1,5 @@
-// NVSHMEM behind shims.h.  What goes over the network lies in the wheel's libnvshmem_device.a, which is linked beside this; the state that
-// both read is set when the kernel has been loaded (moecomm/jit/linking.py).
+// The NVSHMEM functions of shims.h.  The network code is in the wheel's libnvshmem_device.a, which is linked in too; the state that both
+// read is set when the kernel has been loaded (moecomm/jit/linking.py).
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
@@ -66,7 +66,7 @@ __device__ void moecomm_nvshmem_get_warp(void* to, const void* from, u64 bytes, 
 __device__ void moecomm_nvshmem_fence() { nvshmem_quiet(); }
 __device__ void moecomm_nvshmem_quiet() { nvshmem_quiet(); }
 __device__ void moecomm_nvshmem_quiet_warp() {
-    nvshmemi_quiet<NVSHMEMI_THREADGROUP_WARP>();  // the API has it for one thread only
+    nvshmemi_quiet<NVSHMEMI_THREADGROUP_WARP>();  // the public API has only the single-thread form
 }
 
 }  // extern "C"

@@ -338,7 +338,7 @@ MUTANTS = [
     Mutant(
         "end of a void dispatch waits",
         "host/dispatch.cpp",
-        "    if (Round::state_of(args.ctx).last_dispatch == 0) return;  // it was void\n",
+        "    if (Round::state_of(args.ctx).last_dispatch == 0) return;  // the first half was invalid\n",
         "",
         "failures",
     ),

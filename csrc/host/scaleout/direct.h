@@ -1,4 +1,4 @@
-// What ranks of different domains put straight to each other: few tokens (protocol/domains.h).
+// Direct sends of few tokens between ranks of different domains, without a forwarder (protocol/domains.h).
 #pragma once
 #include <utility>
 #include <vector>
@@ -11,29 +11,29 @@ class Round;
 struct Dispatch;
 struct Missing;
 
-// What we put in a round.  Used by all threads at once.
+// The direct sends of this rank in one round.  All threads of the rank may call concurrently.
 class DirectSends {
   public:
-    // `parts`: by rank, how many are put there.
+    // `parts`: by rank, the number of parts (chunks) to end.
     explicit DirectSends(std::vector<i32> parts) : left_(std::move(parts)), any_(left_.size(), 0) {}
 
-    // All of a part has been put to a rank.  After the last it is told so, if any of them has `something` for it.
+    // End a part: all its puts to `rank` have been issued.  The last part signals `rank`, if any part put `something` there.
     void end_part(const Round& r, i32 rank, bool something);
 
   private:
-    std::vector<i32> left_;  // by rank: parts
-    std::vector<u8> any_;    // by rank
+    std::vector<i32> left_;  // by rank: open parts
+    std::vector<u8> any_;    // by rank: 1 if something was put there
 };
 
-// The tokens that come straight here: every `stride`-th chunk of each of their sources is delivered by this thread, to this rank alone.
+// Direct tokens of other domains.  This thread delivers every `stride`-th chunk of each of their source ranks, to this rank alone.
 class DirectArrivals {
   public:
     DirectArrivals(Dispatch& d, i32 worker, i32 stride);
 
-    // Everything that has come by now.
+    // Deliver the chunks of all source ranks that have signaled; does not wait.
     void take_come();
     bool any_come() const;
-    // Is there a source that has yet to say that all has come?
+    // True if a source rank has not signaled yet.
     bool open() const { return !waiting_.empty(); }
     Missing missing() const;
 
@@ -44,7 +44,7 @@ class DirectArrivals {
 
     Dispatch& d_;
     const i32 worker_, stride_;
-    std::vector<i32> waiting_;  // sources
+    std::vector<i32> waiting_;  // source ranks that have not signaled
 };
 
 }  // namespace moecomm::host

@@ -4,7 +4,7 @@
 
 namespace moecomm::host {
 
-// The second half of a dispatch goes on where the first has stopped.
+// The second half of a split dispatch resumes after the chunks that the first has forwarded.
 Forward::Forward(Dispatch& d, i32 worker, i32 stride) : d_(d), stride_(stride), next_(d.r.domains(), worker) {
     for (i32 domain = 0; domain < d_.r.domains(); ++domain)
         if (domain != d_.r.domain()) skip_forwarded(domain);
@@ -66,7 +66,7 @@ void Forward::forwarder(i32 domain, i32 chunk) const {
     d_.r.link().signal(source(domain), credit, word_signal(d_.r.tag, static_cast<u32>(chunk)));
 }
 
-// What a combine has to know of the token: nothing of one that did not land.
+// Keep the token's route for combine; -1 everywhere for a token that has no row in this domain.
 void Forward::record_route(i32 domain, i32 token, const Token* landed) const {
     const Shape& shape = d_.a.ctx.shape;
     i32* kept = memory<i32>(d_.a.route.forwarded) + (static_cast<i64>(domain) * shape.max_tokens + token) * forwarded_words(shape);

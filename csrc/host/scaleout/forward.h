@@ -1,4 +1,4 @@
-// Tokens of other domains land here, and go on to the ranks of ours.
+// Forwarding: tokens of other domains arrive in this rank's receive buffer, and go on to the ranks of this domain.
 #pragma once
 #include <vector>
 
@@ -6,17 +6,17 @@
 
 namespace moecomm::host {
 
-// The chunks that one thread relays: every `stride`-th of the rank with our index in each other domain, in order.
+// The chunks that one thread forwards: every `stride`-th of the rank with this rank's index in each other domain, in order.
 class Forward {
   public:
     Forward(Dispatch& d, i32 worker, i32 stride);
 
-    // Everything that has landed by now.
+    // Forward all chunks that have arrived; does not wait.
     void forward_landed();
     bool any_landed() const;
-    // Is there a chunk that has yet to land here?
+    // True if a chunk has not been forwarded yet.
     bool open() const { return first_open(0) >= 0; }
-    // One whose credit its source may wait for?  A dispatch that is begun ends later, but not before these.
+    // True if a source rank may still wait for a credit of this thread.  The first half of a split dispatch must grant these.
     bool owes_credit() const { return first_open(1) >= 0; }
     Missing missing() const;
 
@@ -31,7 +31,7 @@ class Forward {
         return d_.r.signal(received_signal(d_.a.ctx.shape, domain, next_[domain], sent(domain).chunk_tokens));
     }
     bool landed(i32 domain) const;
-    // The first domain with an open chunk that `rings` rings of chunks follow, -1: none.
+    // The first domain with an open chunk that `rings` ring lengths of chunks follow, -1 for none.
     i32 first_open(i32 rings) const;
     void skip_forwarded(i32 domain);
     void forwarder(i32 domain, i32 chunk) const;
@@ -39,7 +39,7 @@ class Forward {
 
     Dispatch& d_;
     const i32 stride_;
-    std::vector<i32> next_;  // by domain
+    std::vector<i32> next_;  // by domain: the next chunk to forward
 };
 
 }  // namespace moecomm::host

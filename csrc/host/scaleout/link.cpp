@@ -13,7 +13,7 @@ namespace moecomm::host {
 
 namespace {
 
-constexpr u64 kMostWaiting = 1 << 20;  // bytes; a put that is larger goes alone
+constexpr u64 kMostWaiting = 1 << 20;  // bytes queued at most; a larger put waits until the queue is empty
 
 // xorshift64*
 u64 next(u64& state) {
@@ -61,7 +61,7 @@ void Link::signal(i32 peer, u64 which, u64 value) {
     signaled = value;
 }
 
-// The thread sleeps only while nothing waits.
+// The thread sleeps only while the queue is empty, so only the first entry needs a wakeup.
 void Link::append(const Order& order) {
     waiting_.orders.push_back(order);
     if (waiting_.orders.size() == 1) shared_->work.notify_one();
@@ -89,11 +89,11 @@ void Link::move(const Batch& batch) {
     for (const Order& order : batch.orders) execute(batch, order);
 }
 
-// One after the other at random, of those that may be next.
+// Execute the batch in a random order, with random delays; a signal only after everything before it to the same peer.
 void Link::move_disorderly(Batch& batch) {
     std::vector<Order>& left = batch.orders;
     while (!left.empty()) {
-        if (next(disorder_) % 32 == 0) std::this_thread::yield();  // where cores are short that is a long time
+        if (next(disorder_) % 32 == 0) std::this_thread::yield();  // a long delay where ranks outnumber cores
         if (next(disorder_) % 64 == 0) std::this_thread::sleep_for(std::chrono::microseconds(next(disorder_) % 200));
         const auto chosen = left.begin() + static_cast<i64>(next(disorder_) % left.size());
         const auto same_peer = [&](const Order& earlier) { return earlier.peer == chosen->peer; };

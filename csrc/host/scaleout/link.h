@@ -1,4 +1,4 @@
-// How a rank reaches ranks of other domains: puts and signals, moved by a thread of its own.
+// Puts and signals to ranks of other domains, executed by a background thread.  Stands in for a network on CPU ranks.
 #pragma once
 #include <condition_variable>
 #include <memory>
@@ -10,23 +10,23 @@
 
 namespace moecomm::host {
 
-// Puts become visible in any order.  A signal becomes visible after all puts and signals to the same peer before it.
+// Puts become visible in any order.  A signal becomes visible after all earlier puts and signals to the same peer.
 class Link {
   public:
-    // Windows that loads and stores of this rank do not reach, by rank; 0: another way leads there.  `disorder`, if not 0, is the seed of
-    // delays and of an order as bad as it may be: for tests.
+    // `windows`: by rank, the address of a window of another domain; 0 for ranks of this domain.  `disorder`, for tests: if not 0, the seed
+    // of random delays and of a random order among those permitted.
     Link(const Shape& shape, std::vector<u64> windows, u64 disorder = 0);
     ~Link() { close(); }
     Link(const Link&) = delete;
     Link& operator=(const Link&) = delete;
 
-    // Copies: the bytes may change when this returns.  Waits for the link's thread at most, which waits for nobody.
+    // Copy `n` bytes for a put; the source may change after return.  Waits for room at most, which the link's thread makes without waiting.
     void put(i32 peer, u64 offset, const void* bytes, u64 n);
-    // Makes a signal of the peer, whose only writer this rank is, `value`: adds what it lacks.
+    // Set a signal of the peer to `value` by adding the difference to the last value; this rank must be its only writer.
     void signal(i32 peer, u64 which, u64 value);
-    // Moves what was given to it, and ends its thread.  Idempotent; nothing may be put afterwards.
+    // Execute everything queued and end the thread.  Idempotent; no put or signal may follow.
     void close();
-    // At once, ahead of what waits: sets the abort word of a peer, if it is not set.
+    // Set the abort word of a peer, if it is not set, at once and ahead of everything queued.
     void abort(i32 peer, u32 word);
 
   private:
@@ -34,8 +34,8 @@ class Link {
         i32 peer;
         bool is_signal;
         u64 to;        // offset in the peer's window
-        u64 first, n;  // of a put: its bytes in Batch::bytes
-        u64 added;     // of a signal
+        u64 first, n;  // put: its bytes in Batch::bytes
+        u64 added;     // signal: the summand
     };
     struct Batch {
         std::vector<Order> orders;
@@ -48,12 +48,12 @@ class Link {
     void move_disorderly(Batch& batch);
     void execute(const Batch& batch, const Order& order) const;
 
-    const int owner_;  // the process that has the thread
+    const int owner_;  // process id of the process that runs the thread
     const WindowLayout layout_;
     const std::vector<u64> windows_;
     u64 disorder_;
-    std::vector<std::vector<u64>> signal_values_;  // by peer and signal: its value
-    // Apart, because a forked child, which has no such thread, must not end what the thread waits for.
+    std::vector<std::vector<u64>> signal_values_;  // by peer and signal: the last value
+    // On the heap, because a forked child, which has no such thread, must leak these and not destroy them.
     struct Shared {
         std::mutex mutex;
         std::condition_variable work, room;

@@ -2,7 +2,7 @@
 
 namespace moecomm::host {
 
-// Has our domain a row of the token?
+// True if this domain has a row of the token.
 bool ReturnForward::ours(i32 token) const {
     const i32* slots = tokens_.slots_of(token);
     return std::any_of(slots, slots + c_.r.scaleup_ranks, [](i32 slot) { return slot >= 0; });
@@ -14,7 +14,7 @@ bool ReturnForward::any_ours(i32 chunk) const {
     return false;
 }
 
-// Its places at home are free: not before home has pulled the chunk that lies there.
+// True if the chunk's places at the source rank are free, that is, if the source rank has read the chunk stored there before.
 bool ReturnForward::scaleout_ready(i32 chunk) const {
     if (chunk < ring_ || !any_ours(chunk)) return true;
     return load_acquire(credit(chunk)) == word_signal(c_.r.tag, static_cast<u32>(chunk - ring_));

@@ -1,10 +1,10 @@
-// Tokens of other domains go home: what our domain has of each is added up here and crosses once.
+// Return-forwarding: this rank sums its domain's rows of another domain's tokens and puts one sum per token to the source rank.
 #pragma once
 #include "../pull.h"
 
 namespace moecomm::host {
 
-// Those of the rank with our index in one other domain.
+// Return-forwards the tokens of the rank with this rank's index in one other domain.
 class ReturnForward final : public Pull {
   public:
     ReturnForward(Combine& c, i32 domain, i32 worker, i32 stride, float* scratch)
@@ -21,7 +21,7 @@ class ReturnForward final : public Pull {
     const u64* credit(i32 chunk) const { return c_.r.signal(return_credit(c_.shape, domain_, chunk, tokens_.chunk_tokens)); }
 
     const i32 domain_;
-    std::vector<u8> row_;  // as it crosses
+    std::vector<u8> row_;  // the sum in the wire dtype, then the weight gradients
 };
 
 }  // namespace moecomm::host

@@ -7,7 +7,7 @@ bool SourceReduce::comes_from(i32 domain, i32 token) const {
     return std::any_of(slots, slots + c_.r.scaleup_ranks, [](i32 slot) { return slot >= 0; });
 }
 
-// Who has nothing for us does not say so.
+// The first owner of the chunk's tokens that has not signaled.  Ranks without rows of this rank's tokens send no signal.
 i32 SourceReduce::missing_owner(i32 chunk) const {
     for (i32 rank = 0; rank < c_.r.ranks; ++rank) {
         if (c_.r.reaches(rank) || load_acquire(direct_from(rank)) == tag_signal(c_.r.tag)) continue;
@@ -17,7 +17,7 @@ i32 SourceReduce::missing_owner(i32 chunk) const {
     return -1;
 }
 
-// A relay says so of chunks of which its domain has rows, and of no others.
+// A return-forwarder signals only chunks of which its domain has rows.
 i32 SourceReduce::missing_rank(i32 chunk) const {
     if (direct_) return missing_owner(chunk);
     for (i32 domain = 0; domain < c_.r.domains(); ++domain) {
@@ -33,7 +33,7 @@ Missing SourceReduce::scaleout_missing(i32 chunk) const {
     return {rank, direct_ ? direct_from(rank) : signal(domain_of(c_.shape, rank), chunk), c_.r.tag};
 }
 
-// What the ranks of a domain have put straight here, added up and rounded as its relay would have.
+// Sum the direct rows of a domain's ranks and round as a return-forwarder would, so that both ways give the same bits.
 void SourceReduce::add_direct(float* sum, i32 domain, i32 token, i64 column, i64 n) const {
     const i32* slots = memory<const i32>(c_.a.route.token_slot) + static_cast<i64>(token) * c_.r.ranks;
     Addends rows;
@@ -47,7 +47,7 @@ void SourceReduce::add_direct(float* sum, i32 domain, i32 token, i64 column, i64
     add_row(sum, rounded, c_.scaleout_type, n);
 }
 
-// The sum over the domains, in the order of the domains; how far it may be from that of one domain stands in protocol/domains.h.
+// Sum over the domains, in their order.  protocol/domains.h bounds the difference from a sum within a single domain.
 void SourceReduce::add_domains(float* sum, i32 token, i64 column, i64 n) const {
     if (c_.r.domains() == 1) return gather_.add_up(sum, token, column, n);
     std::fill_n(sum, n, 0.0f);
@@ -74,7 +74,7 @@ void SourceReduce::load_grads(i32 token) const {
     }
 }
 
-// What `rank` has left of the token, or its domain for all of its ranks.
+// The token's gradients from `rank`: its staged or direct row, or the row that its domain returned for all of its ranks.
 const float* SourceReduce::grads_of(i32 rank, i32 token) const {
     const u8* row = c_.r.reaches(rank) ? c_.staged(rank, c_.r.me, token)
                     : direct_          ? c_.put_by(rank, token)
@@ -82,7 +82,7 @@ const float* SourceReduce::grads_of(i32 rank, i32 token) const {
     return reinterpret_cast<const float*>(row + c_.grads_at);
 }
 
-// Of all ranks with a row of the token, in their order.  What a domain returns is the sum of its ranks.
+// Sum the gradients of all ranks with a row of the token, in rank order.  A domain returns the sum over its ranks, which counts once.
 void SourceReduce::sum_grads(i32 token, float* grads) const {
     const i32* slots = memory<const i32>(c_.a.route.token_slot) + static_cast<i64>(token) * c_.r.ranks;
     std::fill_n(grads, c_.topk, 0.0f);
@@ -94,7 +94,7 @@ void SourceReduce::sum_grads(i32 token, float* grads) const {
     }
 }
 
-// The sum, then the bias, then one rounding.
+// Write the token's row of `out`: add the bias to the sum, then round once.
 void SourceReduce::pull_token(i32 token) {
     const CombineArgs& a = c_.a;
     const Type bias_type = static_cast<Type>(a.bias_type);
@@ -109,7 +109,7 @@ void SourceReduce::pull_token(i32 token) {
     if (a.out_weight_grads != 0) load_grads(token);
 }
 
-// The chunk that comes next in the place of this one may be returned.
+// Grant the return-forwarders the credit for the next chunk in the places of this one.
 void SourceReduce::pass_on(i32 chunk) {
     if (direct_ || !followed(chunk)) return;
     for (i32 domain = 0; domain < c_.r.domains(); ++domain) {

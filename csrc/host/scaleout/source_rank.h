@@ -1,5 +1,5 @@
-// Our tokens come home: from every rank of our domain the sum over its experts, or those experts' rows themselves, and from every other
-// domain the sum over its ranks.
+// Final reduction at the source rank: one reduced row (or, in place, the experts' rows) from every rank of this domain, and from every
+// other domain the sum over its ranks (or, direct, one reduced row from each of its ranks).
 #pragma once
 #include "../pull.h"
 
@@ -16,7 +16,7 @@ class SourceReduce final : public Pull {
     void pass_on(i32 chunk) override;
 
     bool comes_from(i32 domain, i32 token) const;
-    // The first rank of another domain whose sums, or rows, of the chunk are missing, -1: none.
+    // The first rank of another domain whose sums, or direct rows, of the chunk are missing, -1 for none.
     i32 missing_rank(i32 chunk) const;
     i32 missing_owner(i32 chunk) const;
     const u64* direct_from(i32 rank) const { return c_.r.signal(direct_signal(c_.shape, c_.r.tag, rank)); }
@@ -30,7 +30,7 @@ class SourceReduce final : public Pull {
     const float* grads_of(i32 rank, i32 token) const;
     void sum_grads(i32 token, float* grads) const;
 
-    const bool direct_ = goes_direct(c_.shape, tokens_.count);  // to us, from other domains
+    const bool direct_ = goes_direct(c_.shape, tokens_.count);  // other domains put their rows without a return-forwarder
 };
 
 }  // namespace moecomm::host
