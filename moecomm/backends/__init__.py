@@ -20,23 +20,24 @@ _ASKED_FOR = "asked for"
 
 
 def load(name: str) -> Backend:
-    """The backend of that name."""
+    """Return the backend of that name."""
     if name not in NAMES:
         raise BadInput("backend", repr(name), f"auto, {', '.join(NAMES)}")
     return importlib.import_module(f"moecomm.backends.{name}")
 
 
 def missing(name: str) -> str:
-    """Empty if the backend of that name can run here; else the first thing missing, as a sentence."""
+    """Return "" if the backend of that name can run here; else the first thing missing, as a sentence."""
     return load(name).missing()
 
 
 def choose(name: str, device: torch.device | None) -> tuple[BackendName, str]:
-    """The backend for `name` ("auto" or one of NAMES) and why.  Raises Unsupported when a backend asked for by name
-    can't run.
+    """Return the backend for `name` ("auto" or one of NAMES) and why.
 
-    A device that is asked for decides: CPU tensors travel over `host`, CUDA tensors over the first GPU backend that
-    can run.
+    A device decides for "auto": CPU tensors travel over `host`, CUDA tensors over the first GPU backend that can run.
+
+    Raises:
+        Unsupported: a backend asked for by name can't run here.
     """
     if name != "auto":
         if reason := missing(name):
@@ -54,9 +55,9 @@ def choose(name: str, device: torch.device | None) -> tuple[BackendName, str]:
 def open_session(
     name: str, why: str, ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float
 ) -> tuple[Session, str]:
-    """Collective: a session of what choose() has found, and why it is of that backend.
+    """Open a session of the backend that choose() has found; return it and the reason for the backend.  Collective.
 
-    Where no rank has asked for it by name, and it can't reach between these ranks, the next one is tried.
+    If no rank has asked for the backend by name, and it can't connect these ranks, the next one is tried.
 
     Raises:
         NoRoom: out of device memory on some rank.

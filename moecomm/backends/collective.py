@@ -1,4 +1,4 @@
-"""What opening windows needs besides an all-gather: to fail on all ranks alike, and to pass file descriptors."""
+"""Collective steps of opening windows: failing on all ranks alike, and passing file descriptors."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class NoRoom(Unsupported):
 
 
 class _FailedElsewhere(Exception):
-    """The block of all_or_none() has failed on another rank, which says why at its end."""
+    """The block of all_or_none() has failed on another rank, whose text is read at its end."""
 
 
 @contextmanager
 def all_or_none(ranks: Rendezvous) -> Iterator[None]:
     """Collective: the block succeeds on every rank, or raises the same class of error on every rank.
 
-    Without it the ranks that succeed would go on to the next collective call and wait there for those that did not.
-    It ends with an all-gather, so that it is also a barrier: whoever leaves it knows that all ranks have finished.
+    Without it, the ranks that succeed would go on to the next collective call and wait there for those that did not.
+    It ends with an all-gather, so it is also a barrier: when it returns, all ranks have finished the block.
 
     Raises:
-        NoRoom, Unsupported: with the words of the lowest rank that failed, or our own.
+        NoRoom, Unsupported: with the text of the lowest rank that failed, or of this rank.
         Timeout, PeerLost, Aborted: the opening has failed on all ranks.
     """
     error: Exception | None = None
@@ -44,7 +44,7 @@ def all_or_none(ranks: Rendezvous) -> Iterator[None]:
         raise
     except _FailedElsewhere:
         pass
-    except Exception as raised:  # noqa: BLE001 (told to all ranks, then raised again)
+    except Exception as raised:  # noqa: BLE001 (reported to all ranks, then raised again)
         error = raised
     verdict = _FINE if error is None else _NO_ROOM if isinstance(error, NoRoom) else _UNSUPPORTED
     text = "" if error is None else str(error) or type(error).__name__
@@ -60,9 +60,9 @@ def all_or_none(ranks: Rendezvous) -> Iterator[None]:
 
 
 def share_descriptor(ranks: Rendezvous, descriptor: int, timeout_s: float) -> list[int]:
-    """Every rank's file descriptor, by rank; our own entry is -1.  Collective.  The caller closes them.
+    """Return every rank's file descriptor, by rank; the own entry is -1.  Collective.  The caller closes them.
 
-    They travel over a Unix socket between processes of one user, checked by credentials and a nonce; no name stays
+    They travel over a Unix socket between processes of one user, checked by credentials and a nonce.  No name is left
     behind.
 
     Raises:
@@ -92,7 +92,7 @@ def share_descriptor(ranks: Rendezvous, descriptor: int, timeout_s: float) -> li
 
 
 def _check(ranks: Rendezvous) -> None:
-    """Raises what ends a wait inside of all_or_none(): the opening has failed, or the block has on another rank."""
+    """Raise the error that ends a wait inside of all_or_none(): the opening or the block elsewhere has failed."""
     if not isinstance(ranks, Opening):
         return
     ranks.check()
@@ -101,7 +101,7 @@ def _check(ranks: Rendezvous) -> None:
 
 
 def map_windows(ranks: Rendezvous, mine: _native.HostWindow, timeout_s: float) -> list[_native.HostWindow]:
-    """Every rank's window, by rank; `mine` among them.  Collective.
+    """Return every rank's window, by rank, with `mine` among them.  Collective.
 
     Raises:
         Unsupported: some rank could not map them all.
@@ -123,14 +123,14 @@ def map_windows(ranks: Rendezvous, mine: _native.HostWindow, timeout_s: float) -
 
 
 def close_descriptors(descriptors: Sequence[int]) -> None:
-    """Closes those of share_descriptor(); -1: none."""
+    """Close the descriptors of share_descriptor(); -1: none."""
     for descriptor in descriptors:
         if descriptor >= 0:
             os.close(descriptor)
 
 
 def host_identity() -> bytes:
-    """32 bytes that are the same for two processes if and only if they can pass file descriptors to each other."""
+    """Return 32 bytes that are equal for two processes if and only if they can pass file descriptors."""
     parts = [socket.gethostname()]
     # Containers of one machine share the boot id, and may share the name, but abstract sockets end at the namespace.
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:

@@ -1,6 +1,6 @@
-"""CPU ranks of one host: memfd windows that every rank maps, and the C++ executor.  The embedded default.
+"""CPU ranks of one machine: memfd windows that every rank maps, and the host executor.  The default without GPUs.
 
-Several domains (`domain_ranks`) are as on GPUs: windows of other domains are written by a Link alone.
+Several domains (`domain_ranks`) are as on GPUs: only a Link writes to windows of other domains.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from moecomm.errors import BadInput, Closed
 
 
 def missing() -> str:
-    """Nothing: every Linux machine has what this needs."""
+    """Return "": every Linux machine can run it."""
     return "" if hasattr(os, "memfd_create") else "memfd_create; moecomm runs on Linux"
 
 
 def ring_tokens(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
-    """All rows at a time: memory that no row has touched costs nothing."""
+    """Return all rows at a time: memory that no row touches costs nothing."""
     return -(-max_tokens // MAX_CHUNK) * MAX_CHUNK
 
 
 def packet_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
-    """None: between CPUs a flag behind a row costs nothing."""
+    """Return 0: between CPUs a signal after a row costs nothing."""
     return 0
 
 
 def direct_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
-    """What few tokens need."""
+    """Return the room for few tokens."""
     return packets.room(ranks, max_tokens, staged_row_bytes)
 
 
 class HostSession:
-    """See moecomm.backends.Session."""
+    """A Session of CPU ranks; see moecomm.core.session.Session."""
 
     name = "host"
     device = torch.device("cpu")
@@ -96,20 +96,19 @@ class HostSession:
 
     @property
     def owner(self) -> object:
-        """What must outlive every tensor in the window."""
+        """The object that must outlive every tensor in the window."""
         return self._window
 
     @property
     def most_blocks(self) -> int:
-        """There are none."""
         return 0
 
     def dispatcher(self, args: _native.DispatchArgs) -> Callable[[_native.DispatchArgs], None]:
-        """Returns when the round is over."""
+        """Return the function that runs a dispatch; it returns when the round is over."""
         return partial(self._run, _native.host_dispatch)
 
     def combiner(self, args: _native.CombineArgs) -> Callable[[_native.CombineArgs], None]:
-        """Returns when the round is over."""
+        """Return the function that runs a combine; it returns when the round is over."""
         return partial(self._run, _native.host_combine)
 
     def _run(self, execute: Callable[[Any], None], args: object) -> None:
@@ -119,37 +118,35 @@ class HostSession:
             execute(args)
 
     def count_rejected(self) -> None:
-        """See Session."""
         if self._window is not None:
             _native.count_rejected(self.context)
 
     def order(self) -> None:
-        """No streams here."""
+        """Do nothing: there are no streams."""
 
     def synchronize(self) -> None:
-        """Rounds are over when they return."""
+        """Do nothing: rounds are over when they return."""
 
     def capturing(self) -> bool:
-        """No graphs here."""
         return False
 
     def schedule(self, op: str, *, num_tokens: int, layout: str, num_sms: int | None) -> Schedule:
-        """Threads: this rank's share of the cores, fewer for small rounds."""
+        """Choose threads: this rank's share of the cores, fewer for small rounds."""
         threads = num_sms or max(1, min(self._threads, num_tokens // 8))
         return Schedule(threads, 8 if num_tokens <= 1024 else 32)
 
     def abort(self, cause: int, culprit: int) -> None:
-        """Ends every wait of this rank."""
+        """End every wait of this rank."""
         _native.set_abort(self.context.abort_host, cause, culprit)
 
     def dead_peers(self) -> dict[int, str]:
-        """Ranks whose process has ended."""
+        """Return the ranks whose process has ended."""
         return {} if self._presence is None else self._presence.dead_peers()
 
     def close(self) -> None:
-        """Drops our mappings; the memory goes when the last tensor and the last peer have let go.
+        """Drop this rank's mappings; the memory goes with the last tensor and the last peer that uses it.
 
-        A round that another thread is in is aborted.
+        A round in another thread is aborted.
         """
         if not self._round.acquire(blocking=False):
             self.abort(failures.Failure.aborted, self.context.rank)
@@ -174,7 +171,7 @@ class HostSession:
 
 
 def open(ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float) -> HostSession:  # noqa: A001
-    """Collective: see moecomm.backends.Backend."""
+    """Open a session.  Collective: see moecomm.core.session.Backend."""
     if device is not None and device.type != "cpu":
         raise BadInput("device", device, "the CPU, which is where backend='host' runs")
     return HostSession(ranks, shape, timeout_s)

@@ -1,6 +1,6 @@
 """GPUs that load from and store to each other's memory (NVLink): one kernel an operation, on the current stream.
 
-Several domains (`domain_ranks`) are cut out of one: what crosses them is put, by a transport that stores.
+Several domains (`domain_ranks`) are parts of one: rows between them are put, by a transport that stores.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _RECORD, _ABORT, _ROUND, _SIGNAL, _TAGGED_WORDS = 0, 64, 128, 192, 256  # offset
 
 # Of a window, so that a Buffer of 4096 tokens of 7168 columns has less than 64 MiB besides its outputs.
 _STAGING_BYTES = 62 << 20
-_DIRECT_BYTES = 512 << 20  # with several domains what is put straight has room of its own, for 64 ranks so many
+_DIRECT_BYTES = 512 << 20  # with several domains: room for rows that are put directly, of 64 ranks
 
-_SPIN_S, _NAP_S = 2e-3, 1e-4  # a wait for the device spins for a while, then looks now and then
+_SPIN_S, _NAP_S = 2e-3, 1e-4  # a wait for the device polls for a while, then naps between polls
 
 
 def missing() -> str:
-    """Empty if a GPU that fits and what compiles the kernels are here; else the first thing missing, as a sentence."""
+    """Return "" if a suitable GPU and the packages that compile kernels are here; else the first thing missing."""
     if reason := _missing_gpu():
         return reason
     for module in ("cuda.bindings", "cuda.core", "cuda.pathfinder"):
@@ -56,7 +56,7 @@ def missing() -> str:
 def _missing_gpu() -> str:
     if torch.version.cuda is None:
         return "this torch is built without CUDA; install a CUDA build from https://pytorch.org"
-    with warnings.catch_warnings(record=True) as told:  # of a driver that is too old torch says why in a warning
+    with warnings.catch_warnings(record=True) as told:  # torch's warning says that a driver is too old
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
     if not available:
@@ -95,36 +95,36 @@ def _missing_compiler() -> str:
 
 
 def ring_tokens(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
-    """As many as fit _STAGING_BYTES, beside packets, in whole chunks: at least one, no more than there are tokens."""
+    """Return the rows that fit _STAGING_BYTES next to packets, in whole chunks: at least one, at most all tokens."""
     left = _STAGING_BYTES - 2 * ranks * packet_bytes(ranks, max_tokens, staged_row_bytes)
     fit = max(0, left) // (ranks * staged_row_bytes) // MAX_CHUNK
     return max(1, min(fit, -(-max_tokens // MAX_CHUNK))) * MAX_CHUNK
 
 
 def packet_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
-    """What few tokens need."""
+    """Return the room for few tokens."""
     return packets.room(ranks, max_tokens, staged_row_bytes)
 
 
 def direct_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
-    """The same: 128 tokens of 7168 columns, or as many bytes, whatever the ranks."""
+    """Return the room for 128 tokens of 7168 columns, or as many bytes, for any number of ranks."""
     return packets.room(ranks, max_tokens, staged_row_bytes, of_all=_DIRECT_BYTES)
 
 
 @lru_cache(maxsize=64)
 def cluster(blocks: int, sms: int) -> int:
-    """Of how many blocks that lie together a launch is made up.
+    """Return the number of blocks of a cluster of a launch.
 
-    A GEMM beside a round on few multiprocessors may want clusters of them, so the round leaves it whole ones.  And the
-    round is the faster for it: on 16 blocks a bf16 dispatch of 4096 tokens takes 480 us, and took 496 with each
-    block by itself (bench/results/ht-h200-4.json, and before).
+    A GEMM that runs concurrently with a round on few multiprocessors may need clusters of them, so the round occupies
+    complete ones.  The round gets faster by it, too: on 16 blocks a bf16 dispatch of 4096 tokens takes 480 us, and took
+    496 without clusters (bench/results/ht-h200-4.json, and before).
     """
     few = 2 * blocks <= sms  # more do not fit in clusters whatever the GPU's
     return next(size for size in (4, 2, 1) if blocks % size == 0) if few else 1
 
 
 class LsaSession:
-    """See moecomm.backends.Session."""
+    """A Session of GPUs; see moecomm.core.session.Session."""
 
     def __init__(
         self,
@@ -151,9 +151,9 @@ class LsaSession:
         self.reduced_rows_in_heap = not is_multi_domain(shape)
         self._window: windows.Window | None = self.reach.open_window(layout)
         try:
-            with all_or_none(ranks):  # nobody writes to a window before it is zero
+            with all_or_none(ranks):  # no peer writes to a window before it is zero
                 self._copies.zero(self._window.address, layout.staging)
-                if is_multi_domain(shape):  # nothing there looks like a token of ours
+                if is_multi_domain(shape):  # no word there looks like a token of this Buffer
                     self._copies.zero(
                         self._window.address + layout.receive_buffer, layout.returned - layout.receive_buffer
                     )
@@ -198,29 +198,30 @@ class LsaSession:
 
     @property
     def most_blocks(self) -> int:
-        """Of this rank's kernels that wait for others, at once."""
+        """The most blocks of this rank that wait for peers at once."""
         return self._most_blocks
 
     @property
     def owner(self) -> object:
-        """What must outlive every tensor in the window; None after close()."""
+        """The object that must outlive every tensor in the window; None after close()."""
         return None if self._window is None else self._window.owner
 
     def schedule(self, op: str, *, num_tokens: int, layout: str, num_sms: int | None) -> Schedule:
-        """By the table of this GPU; never more blocks than are resident at once."""
+        """Choose blocks by the table of this GPU, never more than are resident at once."""
         choice = tuning.choose(self._gpu, self._ranks, op, layout, num_tokens)
         return Schedule(max(1, min(num_sms or choice.blocks, self._most_blocks)), choice.chunk_tokens)
 
     def synchronize(self) -> None:
-        """Waits for every round enqueued so far."""
+        """Wait for every round enqueued so far."""
         if self._captured:  # a graph may have been replayed on any stream
             torch.cuda.synchronize(self.device)
         elif self._last is not None:
             self._await(self._last.record_event())
 
     def _await(self, event: torch.cuda.Event) -> None:
-        """Looks at the event instead of blocking in the driver, so that handlers of signals run meanwhile.  What one
-        raises, as Ctrl-C does, ends the rounds as well.
+        """Poll the event instead of blocking in the driver, so that signal handlers run.
+
+        An exception of a handler, as Ctrl-C raises, ends the rounds as well.
         """
         begin = time.perf_counter()
         try:
@@ -232,15 +233,18 @@ class LsaSession:
             raise
 
     def abort(self, cause: int, culprit: int) -> None:
-        """Makes every wait of this rank end."""
+        """End every wait of this rank."""
         _native.set_abort(self.context.abort_host, cause, culprit)
 
     def dead_peers(self) -> dict[int, str]:
-        """Ranks whose process has ended, or that can't be reached any more."""
+        """Return the ranks whose process has ended, or that can't be reached any more."""
         return self.reach.losses() | ({} if self._presence is None else self._presence.dead_peers())
 
     def close(self) -> None:
-        """Waits for our rounds, tells the peers that we left, drops their memory.  Ours goes with its last tensor."""
+        """Wait for this rank's rounds, announce to peers that it leaves, and unmap their windows.
+
+        This rank's window goes with its last tensor.
+        """
         if self._closed:
             return
         self._closed = True
@@ -253,31 +257,28 @@ class LsaSession:
             if self._window is not None:
                 self._window.close()
             self._window = None
-        finally:  # after Ctrl-C as well: the abort word goes with us
+        finally:  # after Ctrl-C as well: the abort word is freed here
             self.reach.watch(0)
 
     def dispatcher(self, args: _native.DispatchArgs) -> Callable[[_native.DispatchArgs], None]:
-        """Enqueues on the current stream."""
+        """Return the function that enqueues a dispatch on the current stream."""
         return partial(self._with_device, self._enqueue, self._kernels.dispatch(args))
 
     def combiner(self, args: _native.CombineArgs) -> Callable[[_native.CombineArgs], None]:
-        """Enqueues on the current stream."""
+        """Return the function that enqueues a combine on the current stream."""
         return partial(self._with_device, self._enqueue, self._kernels.combine(args))
 
     def capturing(self) -> bool:
-        """Whether the current stream is being captured."""
         if _native.cuda_context() == 0:
             cuda_driver.bind_thread(self.device.index)
         return _native.cuda_capturing(_native.current_stream(self.device.index))
 
     def count_rejected(self) -> None:
-        """See Session."""
         if self._window is not None:
             self.order()
             cuda_driver.int32_at(self._window.address + self.context.window.rejected, self.device).add_(1)
 
     def order(self) -> None:
-        """See Session."""
         self._with_device(lambda: self._order(_native.current_stream(self.device.index)))
 
     def _with_device(self, enqueue: Callable[..., None], *args: object) -> None:
@@ -295,7 +296,7 @@ class LsaSession:
         _native.cuda_launch(kernel.function, kernel.block, kernel.shared_bytes, stream, args, self.alone, size)
 
     def _order(self, stream: int) -> None:
-        """Makes this round start after the last one even if the caller has changed streams.
+        """Make this round start after the last one, even if the caller has changed streams.
 
         In a capture the order of streams is the caller's.
         """
@@ -308,7 +309,7 @@ class LsaSession:
             self._last, self._last_stream = current, stream
 
     def _leave(self) -> None:
-        """Writes our last notice into the peers' windows; not after a failed round, which is theirs as well."""
+        """Write the last round header into the peers' windows; not after a failed round, which failed there as well."""
         window, layout, rank = self._window, self.context.window, self.context.rank
         if window is None or failures.round_failed(self.context):
             return
@@ -336,7 +337,7 @@ class LsaSession:
             self._linger(last_round)
 
     def _linger(self, last_round: int) -> None:
-        """Where processes can't see each other: until the last mail of all others has come, or for long enough."""
+        """Where processes can't see each other: wait for the last headers of all peers, for a limited time."""
         window, at = self._window, self._control.address + _TAGGED_WORDS
         assert window is not None
         deadline = time.monotonic() + self.reach.linger_s
@@ -354,7 +355,7 @@ class LsaSession:
 def open(  # noqa: A001
     ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float
 ) -> LsaSession:
-    """Collective: see moecomm.backends.Backend."""
+    """Open a session.  Collective: see moecomm.core.session.Backend."""
     return open_session(ranks, shape, device, timeout_s, Reach, missing())
 
 
@@ -366,7 +367,7 @@ def open_session(
     reach: type[Reach],
     lacking: str,
 ) -> LsaSession:
-    """Collective: a session of a backend of GPUs, whose ranks reach each other so.  `lacking`: its missing()."""
+    """Open a session of a GPU backend whose ranks reach each other by `reach`.  Collective."""
     if device is not None and device.type != "cuda":
         raise BadInput("device", device, f"a CUDA device, which is where backend={reach.backend!r} runs")
     if lacking:

@@ -1,4 +1,4 @@
-"""The kernel for a round: found by the few arguments it is compiled for.  Plans ask once for each of their kinds."""
+"""The kernel of a round, found by the arguments that it is compiled for.  Plans ask once for each kind."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _BYTES = (2, 2, 4)  # of a Type of csrc/protocol/args.h that is combined
 
 
 class Kernels:
-    """The kernels of one GPU, compiled or read from the cache when first wanted (see jit.load)."""
+    """The kernels of one GPU, compiled or read from the cache when first used (see jit.load)."""
 
     def __init__(self, device: torch.device, transport: str = "lsa") -> None:
         self._device, self._transport = device, transport
 
     def dispatch(self, args: _native.DispatchArgs) -> jit.Kernel:
-        """The dispatch kernel for these arguments."""
+        """Return the dispatch kernel for these arguments."""
         return self._load(dispatch_spec(args))
 
     def combine(self, args: _native.CombineArgs) -> jit.Kernel:
-        """The combine kernel for these arguments."""
+        """Return the combine kernel for these arguments."""
         return self._load(combine_spec(args))
 
     def _load(self, spec: jit.KernelSpec) -> jit.Kernel:
@@ -40,7 +40,7 @@ class Kernels:
 
 
 def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
-    """What the dispatch kernel for these arguments is compiled for."""
+    """Return the configuration of the dispatch kernel for these arguments."""
     from moecomm import jit
 
     shape = args.ctx.shape
@@ -69,9 +69,9 @@ def dispatch_spec(args: _native.DispatchArgs) -> jit.KernelSpec:
 
 
 def combine_spec(args: _native.CombineArgs) -> jit.KernelSpec:
-    """What the combine kernel for these arguments is compiled for.
+    """Return the configuration of the combine kernel for these arguments.
 
-    Expert and batched rows are added up alike; flat rows have no weights and travel as they are inside a domain.
+    Expert and batched rows are added up alike.  Flat rows have no weights and travel unchanged inside a domain.
     """
     from moecomm import jit
 
@@ -101,12 +101,12 @@ def is_multi_domain(shape: _native.Shape) -> bool:
 
 
 def _domains(shape: _native.Shape) -> dict[str, Any]:
-    """With several domains, how kernels reach the others."""
+    """Return the fields that say how kernels reach other domains, if there are several."""
     return {"transport": "puts", "domain_ranks": shape.domain_ranks} if is_multi_domain(shape) else {}
 
 
 def comes_in_packets(args: _native.CombineArgs) -> bool:
-    """Whether the rows of our tokens come home in packets: of few, without gradients beside them.
+    """Whether the rows of this rank's tokens return in packets: rows of few tokens, without gradients.
 
     The ranks that send them decide by the same rule, CombineCall::in_packets in csrc/combine/call.cuh.
     """
@@ -117,9 +117,8 @@ def comes_in_packets(args: _native.CombineArgs) -> bool:
 
 
 def reads_in_place(args: _native.CombineArgs) -> bool:
-    """Whether peers with many tokens read the rows of y where they are: flat rows in our window, without gradients
-    beside them.
+    """Whether peers with many tokens read the rows of y in place: flat rows in this rank's window, without gradients.
 
-    Rows of other layouts are added up first: over NVLink a row a (token, expert) would be more bytes than a sum.
+    Rows of other layouts are added up first: over NVLink a row a (token, expert) is more bytes than a sum.
     """
     return args.layout == _FLAT and args.weight_grads == 0 and args.ctx.in_heap(args.y)

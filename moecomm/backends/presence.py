@@ -1,4 +1,4 @@
-"""Who is there: a peer's process that dies ends our waits for it, unless it had said that it leaves."""
+"""Presence of peers: a peer's process that dies ends the waits for it, unless the peer has announced that it leaves."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NAP_S = 1e-3
 
 
 class Presence:
-    """Watches the processes of the other ranks, all on this host.  Collective to make.
+    """Watch the processes of the other ranks, all on this host.  Making one is collective.
 
-    A rank that closes its Buffer and ends may be done with a round that others are still in, with all they need of it
-    in windows that outlive it.  So every rank has a page that all see, and says there that it leaves.
+    A rank that closes its Buffer and ends may have finished a round that peers are still in; all they need of it is in
+    windows that outlive it.  So every rank has a page that all see, and announces there that it leaves.
     """
 
     def __init__(self, ranks: Rendezvous, abort_address: int, timeout_s: float) -> None:
@@ -36,13 +36,13 @@ class Presence:
             undo.pop_all()
 
     def dead_peers(self) -> dict[int, str]:
-        """Ranks whose process has ended without a word, and that it has."""
+        """Return the ranks whose process has ended without announcing it, and the reason."""
         return dict.fromkeys(self._watcher.dead(), "its process has ended")
 
     def leave(self, linger_s: float = 0) -> None:
-        """Our process may end from now on, and we watch no longer.
+        """Announce that this process may end, and stop watching.
 
-        `linger_s`: how long to wait until all others have left, too, or died.
+        `linger_s`: how long to wait until all peers have left, too, or died.
         """
         _native.store_word(self._page.address, 1)
         deadline = time.monotonic() + linger_s
@@ -62,9 +62,9 @@ def _close_all(pages: list[_native.HostWindow]) -> None:
 
 
 def _processes(ranks: Rendezvous, timeout_s: float) -> tuple[list[int], list[int]]:
-    """Process ids by rank, 0: it means nothing here; and pidfds by rank, -1: none.  Collective.
+    """Return process ids by rank, 0: invalid here; and pidfds by rank, -1: none.  Collective.
 
-    Each rank passes a pidfd of itself, because its process id is another one in another PID namespace.
+    Each rank passes a pidfd of itself, because its process id is different in another PID namespace.
     """
     own = pidfd(os.getpid())
     with ExitStack() as undo:

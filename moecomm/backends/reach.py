@@ -1,4 +1,4 @@
-"""How the ranks of a session reach each other's windows: what the GPU backends differ in."""
+"""Reach: how the ranks of a session access each other's windows, the difference between the GPU backends."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ class Reach:
             self._connect(domain_ranks)
 
     def _connect(self, domain_ranks: int) -> None:
-        """Collective: what a backend wants before there is a window, where there is somebody to reach."""
+        """Prepare the backend before there is a window.  Collective."""
 
     @property
     def puts(self) -> bool:
-        """Whether rounds put, through a library: to ranks of other domains."""
+        """Whether rounds put rows to ranks of other domains through a library."""
         return self.transport != "lsa" and self.transport == self.shim
 
     def watch(self, abort_word: int) -> None:
-        """A peer that a library under this reports as lost ends the waits that look there; 0: nobody looks any more."""
+        """End the waits of a session when the library reports a peer as lost; 0: stop that."""
 
     def losses(self) -> dict[int, str]:
-        """Such peers, and what was reported; our own rank: something here."""
+        """Return the peers that the library has reported as lost, and why; this rank's number: a local failure."""
         return {}
 
     def open_window(self, layout: _native.WindowLayout) -> windows.Window:
-        """Collective, once: windows of this layout, not zeroed.  What fails leaves nothing behind.
+        """Open windows of this layout, not zeroed.  Collective, once.  A failure leaves nothing behind.
 
         Raises:
             NoRoom, Unsupported: on every rank alike.

@@ -23,17 +23,17 @@ _ARGS_BYTES, _HEADER_BYTES = 1920, 104
 assert max(_native.DispatchArgs().nbytes, _native.CombineArgs().nbytes) <= _ARGS_BYTES
 assert ROUND_HEADER_BYTES <= _HEADER_BYTES
 _SHARED_LIMIT = 227 * 1024  # of a block on sm_90
-_LINE = 128  # of memory: a piece that begins within one touches one more of them
+_LINE = 128  # bytes of a cache line: a piece that begins inside of a line touches one line more
 _MOST_SLOTS = 8
 _DESCRIPTOR_WARPS, _DESCRIPTOR_COUNTERS = (
     16,
     64 * 1024,
-)  # of a block of a dispatch of slips, and bytes of their counters at most
+)  # of a block that makes row descriptors, and the most bytes of their counters
 
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """What a kernel is compiled for.  Names and codes are those of csrc/protocol/args.h.
+    """The configuration that a kernel is compiled for.  Names and codes are those of csrc/protocol/args.h.
 
     A field that only the other `op` needs keeps its default.
     """
@@ -57,7 +57,7 @@ class KernelSpec:
     packets: bool = False  # of few tokens: see packets_of
     wire: int = 2
     weighted: bool = True
-    own_weights: bool = False  # weighted by what each home gives the combine
+    own_weights: bool = False  # by weights that each source rank passes to combine
     in_place: bool = False
     sum_grads: bool = False  # CombineArgs.sum_grads
     wide_bias: bool = False  # the bias is float32, and not of `type`
@@ -104,7 +104,7 @@ class KernelSpec:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A loaded kernel, `function` a CUfunction, and how it is launched: `block` threads, `shared_bytes` dynamic."""
+    """A loaded kernel: `function`, a CUfunction; `block`, its threads; `shared_bytes`, dynamic shared memory."""
 
     function: int
     block: int
@@ -125,13 +125,13 @@ def _align(n: int, to: int) -> int:
 
 
 def _piece(row_bytes: int, most: int, unit: int) -> int:
-    """Bytes of the pieces that a row is moved in: as even as they can be, multiples of `unit`, at most `most`."""
+    """Bytes of the pieces in which a row is moved: as even as possible, multiples of `unit`, at most `most`."""
     pieces = -(-row_bytes // most)
     return _align(-(-row_bytes // pieces), unit)
 
 
 def packets_of(spec: KernelSpec) -> packets.Packets | None:
-    """How rows of few tokens travel between kernels like this one, whichever rank they are of; None if they can't."""
+    """Packets in which rows of few tokens travel between kernels of this kind, on all ranks; None if they can't."""
     if spec.domain_ranks:
         return None
     if spec.op == "combine":
@@ -150,7 +150,7 @@ def _tables(spec: KernelSpec) -> int:
 
 
 def _descriptor_fields(spec: KernelSpec) -> dict[str, int]:
-    """Where slips travel all warps count, with counters of their own as far as there is room, and all store."""
+    """A block that makes row descriptors: all warps count and store, with counters of their own where there is room."""
     columns = 4 * (spec.experts + spec.ranks)
     count_warps = max(1, min(_DESCRIPTOR_WARPS, _DESCRIPTOR_COUNTERS // columns))
     beside = count_warps * columns
@@ -171,7 +171,7 @@ def _descriptor_fields(spec: KernelSpec) -> dict[str, int]:
 
 
 def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
-    """How the block of a dispatch kernel is made up; shared_bytes bounds DispatchShared from above."""
+    """The warps and buffers of a block of a dispatch kernel; shared_bytes bounds DispatchShared from above."""
     if spec.descriptors:
         return _descriptor_fields(spec)
     size, columns, ends = TYPE_BYTES[spec.type], spec.experts + spec.ranks, spec.part == _END
@@ -193,7 +193,7 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
     if packet:
         tables += 4 * spec.experts
     replicate_slots = 2
-    # a ring of each receive warp, and the rows of a chunk's tokens
+    # a ring for each receive warp, and the rows of a chunk's tokens
     spreading = (
         receive_warps * (_align(replicate_slots * (replicate + 8) + 4 * 32 * spec.topk, 128) + 128)
         if replicates
@@ -209,7 +209,7 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
         if spec.packets and packet is not None:
             raw = packet.row_bytes * size if spec.quantize else 16
             warp = slots * (_align(raw, 128) + _align(packet.lines * 120, 128) + 8) + 128
-        elif spec.quantize:  # their counters lie where nothing is under way to at first, if there is room
+        elif spec.quantize:  # their counters use memory that no copy uses at first, if there is room
             count_warps = send_warps if cast >= 4 * columns else 0
         else:
             count_warps = min(send_warps, send_warps * (slots - slots // 2) * piece // (4 * columns))
@@ -241,27 +241,27 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
 
 
 def _combine_fields(spec: KernelSpec) -> dict[str, int]:
-    """How the block of a combine kernel is made up; shared_bytes bounds CombineShared from above."""
+    """The warps and buffers of a block of a combine kernel; shared_bytes bounds CombineShared from above."""
     if spec.packets:
         reduce_warps, pull_warps, return_forward_warps = 8, 8, 0
     elif spec.domain_ranks:
         reduce_warps, pull_warps, return_forward_warps = (0, 8, 4) if spec.in_place else (6, 5, 4)
     elif spec.in_place:
         reduce_warps, pull_warps, return_forward_warps = 0, 12, 0
-    else:  # of flat rows, which are copied, as many bytes are pulled as made; of others fewer (csrc/README.md)
+    else:  # flat rows are copied: as many bytes are pulled as reduced; of others fewer (docs/decisions.md)
         reduce_warps, pull_warps, return_forward_warps = (7, 8, 0) if spec.layout == _FLAT else (12, 3, 0)
     # A piece is summed in registers: 56 fp32 columns a lane, or 32 where a block has more warps.
     summed = {2: 3584, 4: 4096} if spec.in_place else {2: 2048, 4: 3584}
     staged = spec.type if spec.layout == _FLAT else spec.wire
     if spec.domain_ranks and not spec.in_place:
-        summed = {2: 1536, 4: 3072}  # beside the sum of the domains
+        summed = {2: 1536, 4: 3072}  # next to the sum of the domains
     pull_bytes = _piece(spec.hidden * TYPE_BYTES[staged], summed[TYPE_BYTES[staged]], _LINE)
     beside = _align(8 * _MOST_SLOTS + 8 * 24, 128) + 128  # barriers and items of a ring, and alignment
     fixed = (pull_warps + return_forward_warps) * beside + spec.ranks * (_HEADER_BYTES + 16)
     fixed += _HEADER_BYTES + 512 + _ARGS_BYTES
     fixed += (8 * 8 * pull_warps + 256) * bool(spec.domain_ranks)
     left = _SHARED_LIMIT - fixed
-    if spec.packets:  # what comes home does not pass through a ring
+    if spec.packets:  # returned packets do not pass through a ring
         pull_bytes = 16
     pull_slots = 1 if spec.packets else min(_MOST_SLOTS, left // ((pull_warps + return_forward_warps) * pull_bytes))
     used = pull_slots * (pull_warps + return_forward_warps) * pull_bytes
@@ -280,17 +280,17 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
 
 
 def block_fields(spec: KernelSpec) -> dict[str, int]:
-    """How the block of a kernel is made up, by the names of config.cuh.  ValueError where it does not fit."""
+    """Return the warps and buffers of a kernel's block, by names of config.cuh.  ValueError where it does not fit."""
     return _dispatch_fields(spec) if spec.op == "dispatch" else _combine_fields(spec)
 
 
 def block_threads(fields: dict[str, int]) -> int:
-    """Threads of a block made up of these fields."""
+    """Return the threads of a block with these fields."""
     return 32 * sum(n for name, n in fields.items() if name.endswith("_warps") and name != "count_warps")
 
 
 def source(spec: KernelSpec) -> str:
-    """The translation unit of a kernel: its configuration, by named fields, and an entry without a mangled name."""
+    """Return the translation unit of a kernel: its configuration, by named fields, and an unmangled entry."""
     shape = f".ranks = {spec.ranks}, .experts = {spec.experts}, .topk = {spec.topk}, .hidden = {spec.hidden}"
     if spec.domain_ranks:
         shape += f", .domain_ranks = {spec.domain_ranks}"
@@ -322,14 +322,16 @@ def source(spec: KernelSpec) -> str:
 
 
 def build(spec: KernelSpec, arch: str = "sm_90a") -> tuple[bytes, str]:
-    """Compiles, and links if its transport has a shim, without the cache: the cubin, and what ptxas says about it."""
+    """Compile, and link if the transport has a shim, without the cache.  Return the cubin and ptxas's messages."""
     return loader.build(source(spec), spec.transport, arch)
 
 
 def compile(spec: KernelSpec, arch: str = "sm_90a") -> bytes:  # noqa: A001
-    """The cubin of a kernel, from the cache or compiled.  Needs no GPU.  ValueError names a limit it exceeds.
+    """Return the cubin of a kernel, from the cache or compiled.  Needs no GPU.
 
-    Unsupported, with a transport other than "lsa", says what it can't be linked with.
+    Raises:
+        ValueError: names a limit that the kernel exceeds.
+        Unsupported: the transport is not "lsa", and the library that it is linked with is missing.
     """
     return loader.cubin_of(source(spec), spec.transport, arch, lambda: build(spec, arch))
 
@@ -339,7 +341,7 @@ _loading = threading.Lock()
 
 
 def load(spec: KernelSpec, device: Any) -> Kernel:
-    """The kernel on a CUDA device (a torch.device with an index, or the index), compiled and loaded if need be."""
+    """Return the kernel on a CUDA device (a torch.device with an index, or the index), compiled if need be."""
     index = int(getattr(device, "index", device))
     if (kernel := _loaded.get((spec, index))) is None:
         with _loading:

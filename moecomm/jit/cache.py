@@ -1,8 +1,8 @@
-"""Compiled kernels on disk: in a directory that nobody but this user can enter, a file an entry, its digest first.
+"""Compiled kernels on disk: a file an entry, its digest first, in a folder that only this user can enter.
 
-The digest covers the key and the content, so an entry counts under its own name alone.  Any doubt about the directory
-or a file is said once, and kernels are then compiled anew.  An entry that is not whole, or not this user's own, is
-never returned.
+The digest covers the key and the content, so an entry is valid under its own name only.  Any doubt about the folder or
+a file is logged once, and kernels are then compiled again.  An incomplete entry, or one of another user, is never
+returned.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST_BYTES = 64 << 20  # of an entry; the largest cubins, linked with NVSHMEM, 
 
 
 def read(directory: Path, key: str) -> bytes | None:
-    """The entry, None if there is none that can be trusted."""
+    """Return the entry, or None if there is none that can be trusted."""
     try:
         entry = trusted_files.read(_path(directory, key), Access.PRIVATE, _MOST_BYTES)
     except FileNotFoundError:
@@ -33,7 +33,7 @@ def read(directory: Path, key: str) -> bytes | None:
 
 
 def write(directory: Path, key: str, content: bytes) -> None:
-    """Keeps the entry.  Readers see an earlier one or this one, whole."""
+    """Store the entry.  Readers see the previous one or this one, complete."""
     try:
         trusted_files.write(_path(directory, key), Access.PRIVATE, _digest(key, content) + content)
     except OSError as error:

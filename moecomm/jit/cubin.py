@@ -1,4 +1,4 @@
-"""What a compiled kernel must hold."""
+"""Checks of compiled kernels."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _EXECUTABLE = 4
 
 
 def lacks_descriptor(cubin: bytes) -> bool:
-    """Whether code of a cubin for sm_90 uses the descriptor that accesses to memory go through, and does not load it.
+    """Whether code of a cubin for sm_90 uses the descriptor of memory accesses without loading it.
 
-    ptxas of CUDA 13.0 has left that out of kernels whose warps share registers out anew: they then go through whatever
-    a register holds, which a GPU calls an illegal instruction.  Which kernels, hangs on every detail of them.
+    ptxas of CUDA 13.0 has left that load out of kernels whose warps reallocate registers.  They then use the content of
+    any register, which a GPU reports as an illegal instruction.  Which kernels are affected depends on every detail.
     """
     for section in executable_sections(cubin):
         code = struct.unpack(f"<{len(section) // 8}Q", section)[::2]  # the first half of every instruction
@@ -28,7 +28,7 @@ def lacks_descriptor(cubin: bytes) -> bool:
 
 
 def executable_sections(cubin: bytes) -> Iterator[bytes]:
-    """The machine code of each section of an ELF64 file, little endian."""
+    """Yield the machine code of each section of a little-endian ELF64 file."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     each, sections = struct.unpack_from("<2H", cubin, 0x3A)
     for section in range(sections):

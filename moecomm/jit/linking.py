@@ -52,9 +52,9 @@ ALONE = ("lsa", "puts")  # linked with nothing
 
 
 def build(source: str, transport: str, arch: str, include: Path, core: Any) -> tuple[bytes, str]:
-    """The cubin of `source` linked with what `transport` needs, and what ptxas says about it.  Needs no GPU.
+    """Link `source` with what `transport` needs; return the cubin and ptxas's messages.  Needs no GPU.
 
-    Unsupported says what is missing.  `core` is cuda.core.
+    Raises Unsupported that says what is missing.  `core` is cuda.core.
     """
     shim, library = inputs(transport, arch)
     options = core.ProgramOptions(
@@ -76,7 +76,7 @@ def build(source: str, transport: str, arch: str, include: Path, core: Any) -> t
 
 
 def digest(transport: str, arch: str) -> str:
-    """Of everything but the source and NVRTC that a linked kernel depends on."""
+    """Return a digest of everything but the source and NVRTC on which a linked kernel depends."""
     shim, library = inputs(transport, arch)
     return _digest((shim.path, *([library] if library else [])), nvjitlink_version())
 
@@ -91,9 +91,9 @@ def _digest(files: tuple[Path, ...], linker: tuple[int, int]) -> str:
 
 
 def inputs(transport: str, arch: str) -> tuple[shims.Shim, Path | None]:
-    """What a kernel is linked with: the shim and, for nvshmem, NVSHMEM's device library.
+    """Return the files that a kernel is linked with: the shim and, for nvshmem, NVSHMEM's device library.
 
-    Unsupported says what is missing, or can't be linked here.
+    Raises Unsupported that says what is missing, or can't be linked here.
     """
     shim = shims.find(transport)
     if shim.missing:
@@ -118,10 +118,10 @@ _told: list[int] = []  # modules that NVSHMEM knows
 
 
 def register_module(module: int) -> None:
-    """Fills NVSHMEM's state in a module that has been loaded, a CUmodule.  The device is synchronised.
+    """Fill NVSHMEM's state in a loaded module, a CUmodule.  Synchronizes the device.
 
     Raises:
-        Unsupported: the host library is of another version than the device library that the module is linked with.
+        Unsupported: the host library has another version than the device library that the module is linked with.
     """
     bindings = importlib.import_module("nvshmem.bindings")
     if status := bindings.cumodule_init(module):
@@ -130,7 +130,7 @@ def register_module(module: int) -> None:
 
 
 def register_modules_again() -> None:
-    """After NVSHMEM has been initialised: the modules that an earlier one in this process knew.  Raises as above."""
+    """Register the modules of this process again, after NVSHMEM has been initialized again.  May raise Unsupported."""
     modules = _told.copy()
     _told.clear()
     for module in modules:
@@ -140,7 +140,7 @@ def register_modules_again() -> None:
 
 
 def nvjitlink_version() -> tuple[int, int]:
-    """Of the linker in this process.  Unsupported if there is none."""
+    """Return the version of the linker in this process.  Raises Unsupported if there is none."""
     try:
         major, minor = importlib.import_module("cuda.bindings.nvjitlink").version()
     except Exception as error:  # whichever the loader of libraries has for a library that is not there
@@ -149,7 +149,7 @@ def nvjitlink_version() -> tuple[int, int]:
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """Of the compiler in this process."""
+    """Return the version of the compiler in this process."""
     _, major, minor = importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
     return int(major), int(minor)
 

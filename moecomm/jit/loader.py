@@ -1,4 +1,4 @@
-"""How a source becomes a kernel on a GPU: compiled by NVRTC through cuda.core or read from the cache, then loaded.
+"""From a source to a loaded kernel: compiled by NVRTC through cuda.core or read from the cache, then loaded.
 
 moecomm.jit and moecomm.jit.plain_kernel write the sources.  CUDA packages are imported on first use.
 """
@@ -28,7 +28,7 @@ _PLAIN = 'extern "C" __global__ void plain(int* to) { *to = 1; }'
 
 @lru_cache(maxsize=1)
 def headers() -> Path:
-    """csrc as it was installed beside the package, else as it lies in the repository."""
+    """Return the folder of csrc, as installed with the package, else as it is in the repository."""
     packaged = Path(str(importlib.resources.files("moecomm"))) / "csrc"
     return packaged if packaged.is_dir() else Path(__file__).resolve().parents[2] / "csrc"
 
@@ -73,9 +73,9 @@ def _core() -> Any:
 
 
 def build(source: str, transport: str, arch: str) -> tuple[bytes, str]:
-    """Compiles, and links if the transport has a shim, without the cache: the cubin, and what ptxas says about it.
+    """Compile, and link if the transport has a shim, without the cache.  Return the cubin and ptxas's messages.
 
-    Unsupported where what the compiler makes would not run.
+    Raises Unsupported where the compiler's output would not run.
     """
     core = _core()
     if transport not in linking.ALONE:
@@ -92,7 +92,7 @@ def build(source: str, transport: str, arch: str) -> tuple[bytes, str]:
 
 @lru_cache(maxsize=1)
 def _descriptor_is_known() -> bool:
-    """True if moecomm.jit.cubin understands this compiler's code: tried on a kernel in which nothing can be missing."""
+    """Whether moecomm.jit.cubin understands this compiler's code, tried on a kernel in which no load can be missing."""
     return not lacks_descriptor(_compile(_core(), _PLAIN, "sm_90a")[0])
 
 
@@ -106,9 +106,9 @@ def _compile(core: Any, source: str, arch: str) -> tuple[bytes, str]:
 
 
 def cubin_of(source: str, transport: str, arch: str, build: Callable[[], tuple[bytes, str]]) -> bytes:
-    """The cubin of a source: from the cache, or what `build` gives, then kept there.
+    """Return the cubin of a source: from the cache, or from `build`, and then stored.
 
-    Unsupported, with a transport that is linked, says what it can't be linked with.
+    Raises Unsupported if the transport needs a library that is missing.
     """
     parts = [source, arch, "c++20", toolchain(tuple(_INCLUDED.findall(source)))]
     if transport not in linking.ALONE:
@@ -121,14 +121,15 @@ def cubin_of(source: str, transport: str, arch: str, build: Callable[[], tuple[b
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """What kernels for a GPU of this compute capability are compiled for."""
+    """Return the architecture that kernels for a GPU of this compute capability are compiled for."""
     major, minor = capability
     return "sm_90a" if capability == (9, 0) else f"sm_{major}{minor}"
 
 
 def load(index: int, compiled: Callable[[str], bytes], entry: str, transport: str, shared_bytes: int) -> int:
-    """The function `entry`, a CUfunction, on CUDA device `index`, of the cubin that `compiled` gives for its
-    architecture; it may be launched with so much dynamic shared memory.
+    """Return the function `entry`, a CUfunction, of the cubin that `compiled` returns for device `index`.
+
+    It may be launched with `shared_bytes` of dynamic shared memory.
     """
     driver, call = cuda_driver.driver(), cuda_driver.call
     call("cuInit", 0)

@@ -1,5 +1,6 @@
-"""Kernels for one job each, from a header of csrc: compiled through cuda.core, kept in the cache of kernels, launched
-with one struct.  Those of rounds, which know the shape at hand, are moecomm.jit's.
+"""Kernels with one job each, from a header of csrc, launched with one struct.
+
+They are compiled through cuda.core and kept in the cache of kernels.  moecomm.jit has the kernels of rounds.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from moecomm.jit import linking, loader
 
 @dataclass(frozen=True)
 class PlainKernel:
-    """`entry(args)` of a header below csrc, names as in `namespace`, and the threads of a block.
+    """`entry(args)` of a header below csrc, with names of `namespace`, and the threads of a block.
 
-    `transport`: one of moecomm.jit.linking.TRANSPORTS.  `cluster`: so many blocks, which divide them, lie together.
+    `transport`: one of moecomm.jit.linking.TRANSPORTS.  `cluster`: blocks of a cluster, a divisor of the blocks.
     """
 
     namespace: ClassVar[str] = "moecomm"
@@ -32,7 +33,7 @@ class PlainKernel:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory."""
+        """Bytes of dynamic shared memory."""
         return 0
 
     @property
@@ -50,12 +51,12 @@ class PlainKernel:
 
 
 def build(kernel: PlainKernel, arch: str = "sm_90a") -> tuple[bytes, str]:
-    """Compiles, without the cache: the cubin, and what ptxas says about it.  Needs no GPU."""
+    """Compile without the cache; return the cubin and ptxas's messages.  Needs no GPU."""
     return loader.build(kernel.source, kernel.transport, arch)
 
 
 def compile(kernel: PlainKernel, arch: str) -> bytes:  # noqa: A001
-    """The cubin, from the cache or compiled.  Needs no GPU."""
+    """Return the cubin, from the cache or compiled.  Needs no GPU."""
     return loader.cubin_of(kernel.source, kernel.transport, arch, lambda: build(kernel, arch))
 
 
@@ -63,8 +64,9 @@ _functions: dict[tuple[PlainKernel, int], int] = {}
 
 
 def load(kernel: PlainKernel, device: int) -> int:
-    """The kernel on a CUDA device, a CUfunction, compiled and loaded if need be.  Unsupported, with a transport that is
-    linked, says what it can't be linked with.
+    """Return the kernel on a CUDA device, a CUfunction, compiled and loaded if need be.
+
+    Raises Unsupported if the transport needs a library that is missing.
     """
     function = _functions.get((kernel, device))
     if function is None:
@@ -77,9 +79,9 @@ def load(kernel: PlainKernel, device: int) -> int:
 
 
 def launch(kernel: PlainKernel, blocks: int, args: ctypes.Structure, overlap: bool = False) -> None:
-    """Enqueues the kernel on the current stream of the current device.
+    """Enqueue the kernel on the current stream of the current device.
 
-    `overlap`: it may be launched while the kernel before it ends, which it awaits before it touches memory.
+    `overlap`: it may be launched while its predecessor ends, for which it waits before it touches memory.
     """
     device = torch.cuda.current_device()
     function = load(kernel, device)
@@ -88,7 +90,7 @@ def launch(kernel: PlainKernel, blocks: int, args: ctypes.Structure, overlap: bo
 
 
 def launch_on(device: torch.device, kernel: PlainKernel, blocks: int, args: ctypes.Structure) -> None:
-    """The same on the current stream of a device, by any thread."""
+    """Enqueue the kernel on the current stream of a device, from any thread."""
     if _native.cuda_context() == 0:  # autograd's threads may have none yet
         cuda_driver.bind_thread(device.index)
     if torch.cuda.current_device() == device.index:

@@ -1,7 +1,7 @@
-"""Files that decide what moecomm runs: believed only where no other user can have written them, and bounded.
+"""Files that decide which code moecomm runs: trusted only where no other user can have written them, and bounded.
 
-Both a file and its directory are checked through their open descriptors, so a name that changes in between makes no
-difference.  OSError says what is wrong; FileNotFoundError: there is no such file.
+A file and its folder are checked through their open descriptors, so replacing a name in between has no effect.  An
+OSError says what is wrong; FileNotFoundError: there is no such file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Access(Enum):
 
 
 def read(path: Path, access: Access, most_bytes: int) -> bytes:
-    """Reads a whole file.  Raises OSError for one that is not regular, not safe, or larger than `most_bytes`."""
+    """Read a complete file.  Raises OSError for one that is not regular, not safe, or larger than `most_bytes`."""
     with _directory(path.parent, access) as directory:
         descriptor = os.open(path.name, _READ_FLAGS, dir_fd=directory)
         with os.fdopen(descriptor, "rb") as file:
@@ -42,9 +42,9 @@ def read(path: Path, access: Access, most_bytes: int) -> bytes:
 
 
 def write(path: Path, access: Access, content: bytes) -> None:
-    """Writes a file, mode 0600, and makes its directory if it is missing.
+    """Write a file, mode 0600, and make its folder if it is missing.
 
-    Readers see an earlier file or this one, whole.
+    Readers see the previous file or this one, complete.
     """
     make_directory(path.parent, access)
     with _directory(path.parent, access) as directory:
@@ -61,7 +61,7 @@ def write(path: Path, access: Access, content: bytes) -> None:
 
 
 def make_directory(path: Path, access: Access) -> None:
-    """Makes a directory, mode 0700, if it is missing.  Raises OSError for one that is not safe."""
+    """Make a folder, mode 0700, if it is missing.  Raises OSError for one that is not safe."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -71,7 +71,7 @@ def make_directory(path: Path, access: Access) -> None:
 
 @contextlib.contextmanager
 def _directory(path: Path, access: Access) -> Iterator[int]:
-    """The open directory; names are looked up in it, and not by path."""
+    """Open the folder.  Names are looked up in it, and not by path."""
     descriptor = os.open(path, _DIRECTORY_FLAGS)
     try:
         _check("the directory", os.fstat(descriptor), access)

@@ -1,4 +1,4 @@
-"""Zeros in rows where no token arrived: experts that go through all rows find them, and so do gradients of weights."""
+"""Zeros in rows without a token, for experts that read all rows and for gradients of weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Args(ctypes.Structure):
 
 
 def kernel(word: str) -> plain_kernel.PlainKernel:
-    """`word`: what rows are written in, uint4 where they allow it."""
+    """Return the kernel; `word`: the type in which rows are written, uint4 where they allow it."""
     return row_pass.kernel("elementwise/padding", f"zero_padding<{word}>", "PaddingArgs")
 
 
@@ -31,13 +31,13 @@ def zero(
     num_rows: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
 ) -> None:
-    """Writes zeros into empty rows, and reads and writes no others.  On the current stream.
+    """Write zeros into empty rows; read and write no others.  On the current stream.
 
     Args:
         rows: contiguous, `[rows, n]`, or `[groups, rows of each, n]`.
-        src: int32 `[rows, 2]`, Routed.src of rows of experts: one without a source is empty.
-        num_rows: int32 `[1]`: so is every row from this one on.
-        counts: int32 `[groups]`: and those of a group behind so many.
+        src: int32 `[rows, 2]`, Routed.src of expert or batched rows; a row without a source is empty.
+        num_rows: int32 `[1]`: every row from this one on is empty.
+        counts: int32 `[groups]`: in each group, the rows after so many are empty.
     """
     if rows.is_cuda:
         _by_kernel(rows, src=src, num_rows=num_rows, counts=counts)
@@ -49,7 +49,7 @@ def zero(
 def told(
     layout: str, src: torch.Tensor, tokens_per_expert: torch.Tensor, num_rows: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """What says that rows of a dispatch are empty, as `zero` takes it."""
+    """Return the arguments of `zero` that mark the empty rows of a dispatch."""
     if layout == "batched":
         return {"counts": tokens_per_expert}
     return {"num_rows": num_rows} if layout == "flat" else {"num_rows": num_rows, "src": src}
@@ -62,7 +62,7 @@ def empty(
     num_rows: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Which rows are, bool of this shape; on a CPU."""
+    """Return which rows are empty, as bool of this shape; on a CPU."""
     row = torch.arange(shape[-1])
     none = torch.zeros(shape, dtype=torch.bool)
     if src is not None:
@@ -83,7 +83,7 @@ def args_of(
     num_rows: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
 ) -> Args:
-    """Of `shape` rows of `nbytes` each at the address `rows`."""
+    """Return the arguments for `shape` rows of `nbytes` each at the address `rows`."""
     return Args(rows, *map(row_pass.address, (src, num_rows, counts)), nbytes, shape.numel(), shape[-1])
 
 

@@ -1,4 +1,4 @@
-"""A routing as frameworks for training have it, a map of tokens x experts, and as ids of experts: there and back."""
+"""Conversion of a routing between a map of tokens x experts, as training frameworks have it, and expert ids."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class _Args(ctypes.Structure):
 
 
 def kernel(entry: str) -> plain_kernel.PlainKernel:
-    """`ids_of_map`, or `weights_at_experts<type of ids>`."""
+    """Return the kernel `ids_of_map`, or `weights_at_experts<type of ids>`."""
     return row_pass.kernel("elementwise/routing_map", entry, "MapArgs")
 
 
 def ids_of(
     routing_map: torch.Tensor, probs: torch.Tensor | None, topk: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """int64 `[T, topk]`: the experts of each token, ascending, then -1; float32 `[T, topk]`: their probs, 0 beside -1.
+    """Return the experts of each token, int64 `[T, topk]`, ascending, then -1, and their probs, float32, 0 beside -1.
 
-    Of a token with more than `topk` experts the first id is E, which no expert has: a dispatch fails on all ranks.
+    For a token with more than `topk` experts the first id is E, which no expert has: a dispatch fails on all ranks.
 
     Args:
         routing_map: bool `[T, E]`.
@@ -59,7 +59,7 @@ def _ids_by_kernel(
 
 
 def weights_at(ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """float32 `[T, E]`: weights at their experts, zeros elsewhere; those of an expert that stands there twice add up.
+    """Return float32 `[T, E]`: weights at their experts, zeros elsewhere.  Weights of a repeated expert are added.
 
     Args:
         ids: int64 or int32 `[T, K]`, K <= 32; -1: none.

@@ -1,4 +1,4 @@
-"""What the kernels that pass over rows once, by themselves, have in common."""
+"""Launches of the kernels that pass over rows once."""
 
 from __future__ import annotations
 
