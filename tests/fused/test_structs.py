@@ -13,7 +13,7 @@ from moecomm.dispatch.plan import DESCRIPTOR_BYTES
 from moecomm.fused import structs
 from moecomm.jit import loader, plain_kernel
 
-TABLE = _native.fused_structs()
+TABLE = _native.structs()
 
 
 def test_every_struct_is_laid_out_as_the_native_module_says() -> None:
