@@ -14,38 +14,38 @@ if TYPE_CHECKING:
     from moecomm.bench.case import Case
 
 app = typer.Typer(
-    help="Measures dispatch, combine, layers, latency, the all-to-all ceiling, grouped GEMMs.  Also under torchrun.",
+    help="Measure dispatch, combine, layers, links and grouped GEMMs; also under torchrun.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-Ranks = Annotated[int | None, typer.Option(help="Processes; default: 4 on CPUs, one a GPU.")]
+Ranks = Annotated[int | None, typer.Option(help="Number of processes; default: 4 on CPUs, one per GPU.")]
 Backend = Annotated[str, typer.Option(help="auto, host, lsa, gin or nvshmem.")]
 Backends = Annotated[str, typer.Option("--backend", help="auto, host, lsa, gin or nvshmem; several: lsa,gin.")]
 DomainsRanks = Annotated[
-    str, typer.Option("--domain-ranks", help="Ranks of a domain; others are put to.  0: all that loads reach; 0,2.")
+    str, typer.Option("--domain-ranks", help="Ranks per domain, one or several; 0: all that load and store reach.")
 ]
 Limit = Annotated[
     float,
-    typer.Option("--limit", callback=real(1e-3), help="Seconds of a backend at one size, where there are several."),
+    typer.Option("--limit", callback=real(1e-3), help="Seconds per backend and size when several backends run."),
 ]
-Model = Annotated[str, typer.Option(help="Whose sizes: a name of moecomm.router.MODELS.")]
-Models = Annotated[str, typer.Option(help="Whose sizes: one or several names of moecomm.router.MODELS.")]
+Model = Annotated[str, typer.Option(help="Model that sets the sizes (a name in moecomm.router.MODELS).")]
+Models = Annotated[str, typer.Option(help="Models that set the sizes (names in moecomm.router.MODELS).")]
 Tokens = Annotated[str, typer.Option(help="Tokens of a rank: one number or several, 1,128,4096.")]
 Layouts = Annotated[str, typer.Option("--layout", help="flat, expert, batched; several: flat,expert.")]
 Payloads = Annotated[
-    str, typer.Option("--payload", help="Of dispatch: bf16, fp8, fp8-ue8m0, each fp8 also with -column.")
+    str, typer.Option("--payload", help="Payload of dispatch: bf16, fp8, fp8-ue8m0; each fp8 also with -column.")
 ]
-Sms = Annotated[str, typer.Option(help="SMs (CPUs: threads), one number or several; 0: as the table says.")]
+Sms = Annotated[str, typer.Option(help="SMs (CPUs: threads), one or several; 0: from the tuning table.")]
 Mode = Annotated[str | None, typer.Option(help="graph or eager; default: graph on GPUs.")]
 Cold = Annotated[bool, typer.Option("--cold", help="Flush the caches before each operation.")]
-Skew = Annotated[bool, typer.Option("--skew", help="A quarter of the tokens want one rank.")]
-Chain = Annotated[int, typer.Option(callback=whole(0), help="Operations timed together; 0: by their size.")]
-Replays = Annotated[int, typer.Option(callback=whole(1), help="Times that the chain is timed; for percentiles.")]
+Skew = Annotated[bool, typer.Option("--skew", help="Route a quarter of the tokens to one rank.")]
+Chain = Annotated[int, typer.Option(callback=whole(0), help="Operations timed together; 0: chosen by size.")]
+Replays = Annotated[int, typer.Option(callback=whole(1), help="Timed repetitions of the chain, for percentiles.")]
 Ceiling = Annotated[bool, typer.Option("--ceiling/--no-ceiling", help="Measure the all-to-all ceiling first.")]
 Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="NCCL (CPUs: gloo), and DeepEP where installed.")]
-Gemm = Annotated[bool, typer.Option("--overlap-gemm", help="Time a matmul beside each operation.")]
+Gemm = Annotated[bool, typer.Option("--overlap-gemm", help="Time a concurrent matmul with each operation.")]
 Results = Annotated[list[Path], typer.Argument(help="JSON of a benchmark.", exists=True, dir_okay=False)]
 
 SKEW = 0.25
@@ -239,7 +239,7 @@ def latency(
 @app.command()
 def all_to_all(
     part_bytes: Annotated[
-        int, typer.Option(callback=whole(0, 1 << 34), help="To each peer; 0: 64 MB, on CPUs 8 MB.")
+        int, typer.Option(callback=whole(0, 1 << 34), help="Bytes to each peer; 0: 64 MB, on CPUs 8 MB.")
     ] = 0,
     ranks: Ranks = None,
     backend: Backend = "auto",
@@ -265,9 +265,9 @@ def gemm(
     topk: Topk = None,
     experts: Experts = None,
     tokens: Tokens = "16,128,512,1024,2048,4096,8192",
-    ranks: Annotated[str, typer.Option(help="That experts are dealt to, of which one is measured: 4,8.")] = "4,8",
+    ranks: Annotated[str, typer.Option(help="Ranks that share the experts (one is measured): 4,8.")] = "4,8",
     dtype: Annotated[str, typer.Option(help="bf16, fp8 (e4m3 with scales), or both: bf16,fp8.")] = "bf16",
-    every_schedule: Annotated[bool, typer.Option("--every-schedule", help="Not only the one that is chosen.")] = False,
+    every_schedule: Annotated[bool, typer.Option("--every-schedule", help="Measure every schedule.")] = False,
     replays: Replays = 5,
     json: Json = None,
 ) -> None:
@@ -300,11 +300,11 @@ def moe(
     tokens: Tokens = "16,128,512,1024,2048,4096,8192",
     mode: Mode = None,
     replays: Replays = 10,
-    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="torch's, and other experts there are.")] = True,
-    fp8: Annotated[bool, typer.Option("--fp8", help="Ours with weights in FP8 as well.")] = False,
-    room: Annotated[
-        int, typer.Option(callback=whole(0), help="Tokens of a rank that Buffers are for; 0: as many as are measured.")
-    ] = 0,
+    peers: Annotated[
+        bool, typer.Option("--peers/--no-peers", help="Also measure torch's layer and other libraries' experts.")
+    ] = True,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Also measure our layer with FP8 weights.")] = False,
+    room: Annotated[int, typer.Option(callback=whole(0), help="max_tokens of Buffers; 0: the measured size.")] = 0,
     ranks: Ranks = None,
     backend: Backend = "auto",
     json: Json = None,

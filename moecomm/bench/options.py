@@ -53,10 +53,12 @@ def written(param: typer.CallbackParam, value: Path | None) -> Path | None:
     return value
 
 
-Hidden = Annotated[int | None, typer.Option(callback=whole(1), help="Columns of a token, in place of the model's.")]
+Hidden = Annotated[int | None, typer.Option(callback=whole(1), help="Columns of a token, replacing the model's.")]
 Intermediate = Annotated[
-    int | None, typer.Option(callback=whole(1), help="Columns inside an expert, in place of the model's.")
+    int | None, typer.Option(callback=whole(1), help="Columns inside an expert, replacing the model's.")
 ]
-Topk = Annotated[int | None, typer.Option(callback=whole(1), help="Experts a token picks, in place of the model's.")]
-Experts = Annotated[int | None, typer.Option(callback=whole(1), help="Experts of all ranks, in place of the model's.")]
-Json = Annotated[Path | None, typer.Option("--json", dir_okay=False, callback=written, help="Write the result there.")]
+Topk = Annotated[int | None, typer.Option(callback=whole(1), help="Experts a token picks, replacing the model's.")]
+Experts = Annotated[int | None, typer.Option(callback=whole(1), help="Experts of all ranks, replacing the model's.")]
+Json = Annotated[
+    Path | None, typer.Option("--json", dir_okay=False, callback=written, help="Write the result to this file.")
+]

@@ -14,15 +14,17 @@ if TYPE_CHECKING:
     from moecomm.simulate.routing import Gate
 
 app = typer.Typer(
-    help="Predicts dispatch, combine and layer time over any number of NVLink domains.",
+    help="Predict the times of dispatch, combine and layers over any number of NVLink domains.",
     invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-Parameters = Annotated[Path | None, typer.Option(help="What fit has written; default: what the package ships.")]
+Parameters = Annotated[
+    Path | None, typer.Option(help="Output of `simulate fit`; default: the parameters in the package.")
+]
 NicGbs = Annotated[
-    float, typer.Option(callback=real(0), help="Of a GPU's NIC, one direction, GB/s.  Default: 400 Gb/s.")
+    float, typer.Option(callback=real(0), help="Bandwidth of a GPU's NIC in one direction, GB/s (default: 400 Gb/s).")
 ]
 NicLatency = Annotated[
     float, typer.Option(callback=real(0), help="Put and signal, one way.  Default: half of GIN's round trip.")
@@ -37,37 +39,43 @@ def predict(
     domains: Annotated[str, typer.Option(help="Numbers of NVLink domains: one or several.")] = "1,2,4,8",
     ranks: Annotated[int, typer.Option(callback=whole(1, 1 << 16), help="GPUs of a domain.")] = 8,
     tokens: Annotated[str, typer.Option(help="Tokens of a rank: one number or several.")] = "1,128,4096",
-    model: Annotated[str, typer.Option(help="Whose sizes and gate: a name of moecomm.router.MODELS.")] = "deepseek-v3",
+    model: Annotated[
+        str, typer.Option(help="Model that sets sizes and gate (a name in moecomm.router.MODELS).")
+    ] = "deepseek-v3",
     hidden: Hidden = None,
     intermediate: Intermediate = None,
     topk: Topk = None,
     experts: Experts = None,
     grouped: Annotated[bool, typer.Option("--grouped/--ungrouped", help="Keep to the model's best groups.")] = True,
     layout: Annotated[str, typer.Option(help="flat or expert.")] = "flat",
-    payload: Annotated[str, typer.Option(help="Of dispatch: bf16, fp8, fp8-ue8m0.")] = "fp8",
+    payload: Annotated[str, typer.Option(help="Payload of dispatch: bf16, fp8, fp8-ue8m0.")] = "fp8",
     wire: Annotated[
-        str, typer.Option(help="Of sums that combine sends: fp32 or bf16.  Flat: between domains.")
+        str, typer.Option(help="dtype of reduced rows in combine: fp32 or bf16 (flat: between domains).")
     ] = "fp32",
-    skew: Annotated[float, typer.Option(callback=real(0, 1), help="The part of the tokens that wants rank 0.")] = 0.0,
+    skew: Annotated[float, typer.Option(callback=real(0, 1), help="Fraction of the tokens that picks rank 0.")] = 0.0,
     algorithm: Annotated[str, typer.Option(help="ht, ll, or auto: the faster of them for few tokens.")] = "auto",
     chunk_tokens: Annotated[
-        int, typer.Option(callback=whole(1, 1 << 16), help="HT: tokens signalled together between domains.")
+        int, typer.Option(callback=whole(1, 1 << 16), help="HT: tokens signaled together between domains.")
     ] = 32,
     nic_gbs: NicGbs = _NIC[0],
     nic_latency_us: NicLatency = _NIC[1],
     nic_mega_messages: NicMessages = _NIC[2],
     nvlink_gbs: Annotated[
-        float, typer.Option(callback=real(0), help="Where NVLink is slower than was measured; 0: as it was.")
+        float, typer.Option(callback=real(0), help="Limit NVLink to this bandwidth, GB/s; 0: as measured.")
     ] = 0.0,
-    gemm_us: Annotated[float, typer.Option(callback=real(0), help="Of the experts; 0: a roofline.")] = 0.0,
-    gemm_tflops: Annotated[float, typer.Option(callback=real(0), help="Of the roofline; 0: as it was measured.")] = 0.0,
-    hbm_gbs: Annotated[float, typer.Option(callback=real(0), help="Of the roofline.  Default: H200.")] = 4800.0,
+    gemm_us: Annotated[float, typer.Option(callback=real(0), help="Time of the experts' GEMMs; 0: roofline.")] = 0.0,
+    gemm_tflops: Annotated[float, typer.Option(callback=real(0), help="Speed for the roofline; 0: as measured.")] = 0.0,
+    hbm_gbs: Annotated[
+        float, typer.Option(callback=real(0), help="Memory bandwidth for the roofline (default: H200).")
+    ] = 4800.0,
     parts: Annotated[
-        int, typer.Option(callback=whole(1, 1 << 16), help="Overlapped layer: parts that the tokens are cut into.")
+        int, typer.Option(callback=whole(1, 1 << 16), help="Overlapped layer: number of parts of the tokens.")
     ] = 2,
     parameters: Parameters = None,
     json: Json = None,
-    plot: Annotated[Path | None, typer.Option(callback=written, help="Draw there, a .png, .svg or .pdf.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(callback=written, help="Plot to this file, a .png, .svg or .pdf.")
+    ] = None,
 ) -> None:
     """Predict dispatch, combine and layer time over any number of NVLink domains: a model, not a measurement."""
     if context.invoked_subcommand is not None:
@@ -143,7 +151,7 @@ def fit(
     results: Annotated[
         list[Path], typer.Argument(help="JSON of dispatch-combine or sweep.", exists=True, dir_okay=False)
     ],
-    out: Annotated[Path, typer.Option(callback=written, help="Where the parameters go.")],
+    out: Annotated[Path, typer.Option(callback=written, help="File for the parameters.")],
 ) -> None:
     """Fit the terms of one domain to results, and show the error of each row."""
     from moecomm.bench.table import console

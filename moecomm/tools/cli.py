@@ -45,10 +45,10 @@ app.add_typer(simulate, name="simulate")
 
 @app.command()
 def demo(
-    ranks: Annotated[int | None, typer.Option(help="Processes; default: 4 on CPUs, one a GPU.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Number of processes; default: 4 on CPUs, one per GPU.")] = None,
     tokens: Annotated[int, typer.Option(callback=whole(1), help="Tokens of each rank.")] = 512,
     model: Annotated[
-        str, typer.Option(help="Whose routing and hidden size: a name of moecomm.router.MODELS.")
+        str, typer.Option(help="Model that sets routing and hidden size (a name in moecomm.router.MODELS).")
     ] = "deepseek-v3",
     intermediate: Annotated[
         int, typer.Option(callback=whole(1), help="Columns of an expert; the model's own would not fit a laptop.")
@@ -78,20 +78,26 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON, for pr
 
 @app.command()
 def tune(
-    model: Annotated[str, typer.Option(help="Whose sizes: a name of moecomm.router.MODELS.")] = "deepseek-v3",
-    tokens: Annotated[str, typer.Option(help="Sizes: each entry holds up to one of them.")] = "4,16,132,512,2048,16384",
+    model: Annotated[
+        str, typer.Option(help="Model that sets the sizes (a name in moecomm.router.MODELS).")
+    ] = "deepseek-v3",
+    tokens: Annotated[
+        str, typer.Option(help="Sizes to measure; each entry holds up to its size.")
+    ] = "4,16,132,512,2048,16384",
     layout: Annotated[str, typer.Option(help="flat, expert, batched.")] = "flat,expert,batched",
-    payload: Annotated[str, typer.Option(help="Of dispatch: bf16 or fp8.")] = "fp8",
+    payload: Annotated[str, typer.Option(help="Payload of dispatch: bf16 or fp8.")] = "fp8",
     sms: Annotated[str, typer.Option(help="Numbers of blocks to try.")] = "8,16,24,32,48,64,96,128",
     chunks: Annotated[str, typer.Option(help="Chunk sizes to try, in tokens.")] = "1,2,4,8,16,32",
-    replays: Annotated[int, typer.Option(callback=whole(1), help="Times that each is timed.")] = 5,
-    ranks: Annotated[int | None, typer.Option(help="Processes; default: one a GPU.")] = None,
+    replays: Annotated[int, typer.Option(callback=whole(1), help="Timed repetitions of each candidate.")] = 5,
+    ranks: Annotated[int | None, typer.Option(help="Number of processes; default: one per GPU.")] = None,
     backend: Annotated[str, typer.Option(help="auto, host, lsa, gin or nvshmem.")] = "auto",
     out: Annotated[
-        Path | None, typer.Option(callback=written, help="Default: where rounds of this user look for it.")
+        Path | None,
+        typer.Option(callback=written, help="File of the table; default: the file that rounds of this user read."),
     ] = None,
     json: Annotated[
-        Path | None, typer.Option("--json", dir_okay=False, callback=written, help="Write every time measured there.")
+        Path | None,
+        typer.Option("--json", dir_okay=False, callback=written, help="Write all measured times to this file."),
     ] = None,
 ) -> None:
     """Find the block counts and chunk sizes that are fastest here, and store them for rounds on GPUs to use.

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from moecomm.backends import leave
 from moecomm.bench import ceiling, kernels, latency, overlap
 from moecomm.jit import loader
 
@@ -41,7 +40,6 @@ def test_structs_are_packed_as_the_kernels_read_them() -> None:
         "bench/all_to_all": ceiling._Args,
         "bench/ping_pong": latency._Args,
         "bench/hold": overlap._HoldArgs,
-        "device/leave": leave.PutArgs,
     }
     for header, packed in structs.items():
         text = (loader.headers() / f"{header}.cuh").read_text()

@@ -1,4 +1,4 @@
-"""The argument structs of csrc/fused: ctypes, g++ and NVRTC lay them out alike."""
+"""The argument structs of kernels: ctypes, g++ and NVRTC lay them out alike."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import re
 import pytest
 
 from moecomm import _native
-from moecomm.dispatch.plan import DESCRIPTOR_BYTES
+from moecomm.backends import leave
+from moecomm.core.protocol import DESCRIPTOR_BYTES
 from moecomm.fused import structs
 from moecomm.jit import loader, plain_kernel
+from moecomm.kernels import padding, routing_map
+from moecomm.ops import combine_gradients, swiglu, tidy
 
 TABLE = _native.structs()
 
@@ -20,6 +23,8 @@ def test_every_struct_is_laid_out_as_the_native_module_says() -> None:
     found = {
         name: one for name, one in inspect.getmembers(structs, inspect.isclass) if one.__module__ == structs.__name__
     }
+    found |= {"PaddingArgs": padding.Args, "MapArgs": routing_map._Args, "TidyArgs": tidy._Args}
+    found |= {"SwigluArgs": swiglu._Args, "GradientArgs": combine_gradients._Args, "LeaveArgs": leave.PutArgs}
     assert set(found) == set(TABLE)
     for name, (size, fields) in TABLE.items():
         assert ctypes.sizeof(found[name]) == size
@@ -31,7 +36,8 @@ def test_every_struct_is_laid_out_as_the_native_module_says() -> None:
 
 def test_kernels_lay_them_out_so_too() -> None:
     core = pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
-    checked = f"static_assert(sizeof(RowDescriptor) == {DESCRIPTOR_BYTES});\n"
+    checked = '#include "device/leave_args.h"\n#include "elementwise/args.h"\nusing namespace moecomm;\n'
+    checked += f"static_assert(sizeof(RowDescriptor) == {DESCRIPTOR_BYTES});\n"
     for name, (size, fields) in TABLE.items():
         checked += f"static_assert(sizeof({name}) == {size});\n"
         for field, _, offset, nbytes, _ in fields:
