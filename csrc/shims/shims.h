@@ -110,7 +110,7 @@ __device__ void moecomm_nvshmem_put_value(u64* to, u64 value, i32 peer);
 __device__ void moecomm_nvshmem_signal_add(u64* signal, u64 add, i32 peer);
 __device__ void moecomm_nvshmem_signal_set(u64* signal, u64 value, i32 peer);
 
-// Return this rank's own signal (nvshmem_defines.h:581-584).  No acquire: see acquire_signal.
+// Return this rank's own signal (nvshmem_defines.h:581-584).  Before reading the puts that it covers, call acquire_signal.
 __device__ u64 moecomm_nvshmem_read_signal(const u64* signal);
 // Return 1 if this rank's own signal, which must only grow, is at least `least`, else 0.  After 1, the puts that it covers may be read,
 // even those that a NIC wrote (nvshmem_defines.h:439-445, transfer_device.cuh:67-75).  Call it once read_signal has shown the value.
