@@ -23,7 +23,8 @@ def generated() -> str:
     """The text of the stub for the module that is installed."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", "pybind11_stubgen", "moecomm._native", "--output-dir", out]
-        subprocess.run([*command, "--exit-code"], check=True, capture_output=True, text=True)
+        # In a folder without a moecomm of its own: the one that is installed has a native module.
+        subprocess.run([*command, "--exit-code"], check=True, capture_output=True, text=True, cwd=out)
         text = (Path(out) / "moecomm" / "_native.pyi").read_text()
     # The module converts numbers strictly enough that callers should pass what comes back.
     text = text.replace("typing.SupportsInt | typing.SupportsIndex", "int")
