@@ -218,8 +218,8 @@ def test_a_handle_that_is_none(sizes: dict[str, int], machine: Machine, monkeypa
 
 
 @pytest.mark.parametrize("way", ["packets", "direct", "relays"])
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layout", ["expert", "batched"])
+@pytest.mark.parametrize("wire", few([torch.float32, torch.bfloat16], torch.bfloat16))
+@pytest.mark.parametrize("layout", few(["expert", "batched"], "expert"))
 def test_weights_of_the_homes(
     layout: str, wire: torch.dtype, way: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,7 +355,7 @@ def test_ids_that_change_meanwhile_reach_no_other_memory(
 
 
 @pytest.mark.parametrize("way", ["packets", "ring", "domains"])
-@pytest.mark.parametrize("op", ["dispatch", "combine", "dispatch again"])
+@pytest.mark.parametrize("op", few(["dispatch", "combine", "dispatch again"], "dispatch"))
 def test_ranks_that_are_out_of_step_are_told(
     op: str, way: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -436,6 +436,7 @@ def test_ranks_with_handles_of_different_dispatches_are_told(
         ranks.check()
 
 
+@pytest.mark.long
 def test_rows_not_in_use_of_few_tokens_and_of_many(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """One domain: of few tokens, which go in packets, of more, and a round that is void."""
     monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))

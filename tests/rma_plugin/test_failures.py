@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ..few import few
 from .conftest import Drive
 
 WAYS = ("loopback", "tcp")
@@ -40,7 +41,7 @@ LIES_IN_CARDS = {
 }
 
 
-@pytest.mark.parametrize("memory", ["host", "cuda"])
+@pytest.mark.parametrize("memory", few(["host", "cuda"], "host"))
 @pytest.mark.parametrize("way", WAYS)
 def test_a_peer_that_is_killed_is_lost(drive: Drive, way: str, memory: str) -> None:
     drive("killed", way=way, memory=memory)
@@ -50,7 +51,7 @@ def test_all_survivors_of_a_killed_peer_say_so(drive: Drive) -> None:
     drive("killed", way="tcp", ranks=4)
 
 
-@pytest.mark.parametrize("memory", ["host", "cuda"])
+@pytest.mark.parametrize("memory", few(["host", "cuda"], "host"))
 @pytest.mark.parametrize("way", WAYS)
 def test_a_peer_that_never_polls_is_silent(drive: Drive, way: str, memory: str) -> None:
     drive("silent", way=way, memory=memory, timeout_ms=700)
@@ -70,7 +71,7 @@ def test_another_secret_is_refused_on_both_sides(drive: Drive) -> None:
     drive("wrong_secret", way="tcp", timeout_ms=1000)
 
 
-@pytest.mark.parametrize("table", [14, 16])
+@pytest.mark.parametrize("table", few([14, 16], 16))
 @pytest.mark.parametrize("way", WAYS)
 def test_a_caller_who_asks_for_nonsense_is_refused(drive: Drive, way: str, table: int) -> None:
     drive("misuse", way=way, memory="cuda", table=table)
