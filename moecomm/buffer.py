@@ -349,7 +349,7 @@ class Buffer:
 
     @property
     def backend(self) -> str:
-        """How peers are reached, with the kind of window where there are several: "host", "lsa/vmm"."""
+        """Name of the backend, with the kind of window where there are several: "host", "lsa/vmm"."""
         return self.rounds.session.name
 
     @property

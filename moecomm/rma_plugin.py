@@ -41,7 +41,7 @@ def new_secret() -> str:
 def environment(
     secret: str | None = None, *, way: PluginWay = "auto", address: str | None = None, timeout_s: float | None = None
 ) -> dict[str, str]:
-    """What NCCL, 2.30.7 or later, must find in the environment of every rank before its first call.
+    """Return the variables that NCCL (2.30.7 or later) needs in the environment of every rank before its first call.
 
     | variable | why |
     | --- | --- |
@@ -81,8 +81,9 @@ def environment(
 
 
 def take_times() -> dict[str, int] | None:
-    """What the plugin has added up in this process since this was last called; None unless MOECOMM_RMA_TIMES=1 when a
-    communicator was made.
+    """Return the times that the plugin has added up in this process since the last call.
+
+    None unless MOECOMM_RMA_TIMES=1 when a communicator was made.
 
     Numbers over all communicators; times in nanoseconds:
 
@@ -112,12 +113,12 @@ def watch(secret: str, abort_word: int) -> None:
 
 
 def first_loss(secret: str) -> tuple[int, str] | None:
-    """That peer, and what happened; None: all are there, or nobody watches.  Our own rank: something broke here."""
+    """Return the lost peer, and the report; None: none is lost, or nobody watches.  This rank: a local failure."""
     text = ctypes.create_string_buffer(512)
     rank = int(_library().moecomm_rma_first_loss(secret.encode(), text, ctypes.c_size_t(len(text))))
     return None if rank < 0 else (rank, text.value.decode(errors="replace"))
 
 
 def _library() -> ctypes.CDLL:
-    """What NCCL has opened: the loader keeps one of each file in a process."""
+    """Return the library that NCCL has opened: the loader keeps one of each file in a process."""
     return ctypes.CDLL(str(path()))

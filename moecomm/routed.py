@@ -65,7 +65,7 @@ class DispatchPlan(Protocol):
 
 
 class Handle:
-    """Where the tokens of one dispatch went: the input of combine, and of a dispatch that repeats it.  Opaque.
+    """The routing of one dispatch: the input of combine, and of a dispatch that repeats it.  Opaque.
 
     It keeps its part of the window until it is gone.  One handle serves any number of combines and repeats.
     """

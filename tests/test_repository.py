@@ -199,6 +199,18 @@ def test_public_functions_and_classes_are_documented() -> None:
     assert {name: silent for name, silent in found.items() if silent} == {}
 
 
+def test_docstrings_open_with_an_imperative_or_a_noun() -> None:
+    riddle = re.compile(r"(What|Of|Who|Whose|The same|See the class|That|Those|These)\b")
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    found = {
+        f"{name}: {doc.splitlines()[0]}"
+        for name, path in zip(names(PACKAGE), PACKAGE, strict=True)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, documented) and riddle.match(doc := ast.get_docstring(node) or "")
+    }
+    assert found == set()
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "bench" / "results").glob("*.json")), ids=lambda p: p.name)
 def test_a_result_says_where_it_comes_from(path: Path) -> None:
     found = json.loads(path.read_text())

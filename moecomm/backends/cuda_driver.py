@@ -23,7 +23,7 @@ class DriverError(RuntimeError):
 
 
 def wheel_suffix() -> str:
-    """What the names of wheels end in that go with this torch: "cu12" or "cu13"."""
+    """Return the suffix of the wheels that go with this torch: "cu12" or "cu13"."""
     return "cu12" if (torch.version.cuda or "").startswith("12.") else "cu13"
 
 

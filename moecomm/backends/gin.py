@@ -43,7 +43,7 @@ ring_tokens, packet_bytes, direct_bytes = lsa.ring_tokens, lsa.packet_bytes, lsa
 
 
 def missing() -> str:
-    """Empty if NCCL can put from kernels here; else the first thing missing, as a sentence."""
+    """Return "" if NCCL can put from kernels here; else the first thing missing, as a sentence."""
     return lsa.missing() or nccl.missing() or _missing_gin()
 
 

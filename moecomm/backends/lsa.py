@@ -337,7 +337,7 @@ class LsaSession:
             self._linger(last_round)
 
     def _linger(self, last_round: int) -> None:
-        """Where processes can't see each other: wait for the last headers of all peers, for a limited time."""
+        """Wait for the last headers of all peers, for a limited time, if processes can't see each other."""
         window, at = self._window, self._control.address + _TAGGED_WORDS
         assert window is not None
         deadline = time.monotonic() + self.reach.linger_s

@@ -56,7 +56,7 @@ class _Requirements(ctypes.Structure):
 
 
 class Properties(NamedTuple):
-    """What NCCL says of a communicator."""
+    """The properties that NCCL reports of a communicator."""
 
     device_api: bool  # it has symmetric windows and device communicators
     gin_type: int  # 0: it has no GIN; 2: the proxy; others put without the host
@@ -70,7 +70,7 @@ def code(version: tuple[int, ...]) -> int:
 
 
 def properties(communicator: Any) -> Properties:
-    """What NCCL, 2.30.7 or later, says of a communicator of nccl4py.  Raises RuntimeError."""
+    """Return the properties of a communicator of nccl4py, with NCCL 2.30.7 or later.  Raises RuntimeError."""
     # Room for what a later library may write behind it.
     room = ctypes.create_string_buffer(_MOST_BYTES)
     found = _Properties.from_buffer(room)
@@ -96,7 +96,7 @@ class DeviceCommunicator:
         self.data = self._made.raw
 
     def close(self) -> None:
-        """To be called before its communicator ends.  Raises RuntimeError."""
+        """Close it before its communicator ends.  Raises RuntimeError."""
         _call("ncclDevCommDestroy", self._communicator, self._made)
 
 

@@ -16,7 +16,7 @@ ring_tokens, packet_bytes, direct_bytes = lsa.ring_tokens, lsa.packet_bytes, lsa
 
 
 def missing() -> str:
-    """Empty if NVSHMEM can be used here; else the first thing missing, as a sentence."""
+    """Return "" if NVSHMEM can be used here; else the first thing missing, as a sentence."""
     return lsa.missing() or nvshmem_runtime.missing()
 
 

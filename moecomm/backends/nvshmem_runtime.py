@@ -28,7 +28,7 @@ _NOT_INITIALIZED = 0
 
 
 def missing() -> str:
-    """Empty if NVSHMEM can be initialised in this process; else why not, as a sentence.  Loads it."""
+    """Return "" if NVSHMEM can be initialized in this process; else why not, as a sentence.  Loads it."""
     try:
         import nvshmem.core
     except ImportError as error:
@@ -105,7 +105,7 @@ def _variables() -> dict[str, str]:
 
 
 def scaleup_ranks() -> int:
-    """How many ranks, ours among them, load from and store to each other."""
+    """Return how many ranks, this one among them, load from and store to each other."""
     import nvshmem.bindings as bindings
 
     return int(bindings.team_n_pes(int(bindings.Team_id.TEAM_SHARED)))
@@ -153,7 +153,7 @@ def _give_back(ranks: Rendezvous, device: torch.device) -> None:
 
 
 def address_of(block: Block, rank: int) -> int:
-    """Of a rank's block as our GPU sees it; 0 where loads and stores do not reach it."""
+    """Return the address of a rank's block as this GPU sees it; 0 where loads and stores do not reach it."""
     import nvshmem.bindings as bindings
 
     found: Any = bindings.ptr(block.address, rank)

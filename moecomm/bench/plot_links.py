@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Kind(NamedTuple):
-    """How a benchmark is drawn."""
+    """The way a benchmark is drawn."""
 
     name: str  # in the title
     over: str  # the field on the x axis

@@ -21,7 +21,7 @@ class Options(NamedTuple):
 
 
 class OptionsDict(TypedDict, total=False):
-    """The same for type checkers, with the tensors on which the types of the result do not depend."""
+    """Options for type checkers, with the tensors on which the types of the result do not depend."""
 
     out: Any
     bias: Any

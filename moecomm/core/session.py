@@ -17,7 +17,7 @@ from moecomm.core.group import Rendezvous
 
 
 class Schedule(NamedTuple):
-    """How a round is run."""
+    """Workers and chunks of a round."""
 
     workers: int  # threads (host) or blocks (GPU: one an SM)
     chunk_tokens: int  # tokens of a signal: 1, 2, 4, 8, 16 or 32.  A combine has that of its dispatch

@@ -26,7 +26,7 @@ class Options(NamedTuple):
 
 
 class OptionsDict(TypedDict, total=False):
-    """The same for type checkers, without `layout` and `quantize`, on which the types of the result depend."""
+    """Options for type checkers, without `layout` and `quantize`, on which the types of the result depend."""
 
     expert_alignment: int
     scale_format: ScaleFormat

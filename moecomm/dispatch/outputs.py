@@ -55,7 +55,7 @@ def num_rows(routed: Routed) -> torch.Tensor:
 
 
 def src(routed: Routed) -> torch.Tensor:
-    """Where each row comes from."""
+    """Source rank and token of each row."""
     args, plan = routed.handle.args, routed.plan
     return _kept(routed, plan.base + args.out_src, (*plan.rows_shape(args), 2), torch.int32)
 

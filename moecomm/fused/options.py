@@ -22,7 +22,7 @@ class Options(NamedTuple):
 
 
 class OptionsDict(TypedDict, total=False):
-    """The same for type checkers, with the tensors on which the type of the result does not depend."""
+    """Options for type checkers, with the tensors on which the type of the result does not depend."""
 
     out: Any
     bias: Any

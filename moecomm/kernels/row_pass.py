@@ -21,7 +21,7 @@ def kernel(header: str, entry: str, args: str) -> plain_kernel.PlainKernel:
 
 
 def address(tensor: torch.Tensor | None) -> int:
-    """Of its first element; 0 of None."""
+    """Return the address of a tensor's first element; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 

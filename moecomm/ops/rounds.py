@@ -217,7 +217,7 @@ def _(
 
 
 def rows_shape(rounds: Rounds, layout: str, rows: int) -> tuple[int, ...]:
-    """What the shapes of rows begin with."""
+    """Return the shape of rows without their last dimension."""
     local = rounds.num_experts // rounds.num_ranks
     return (local, rows // local) if layout == "batched" else (rows,)
 

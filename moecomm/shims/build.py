@@ -63,7 +63,7 @@ def build(into: Path, sources: Path, homes: Mapping[str, str]) -> dict[str, str]
 
 
 def recipe(shim: str) -> str:
-    """How to build a shim in this environment, as a sentence.
+    """Return the command that builds a shim in this environment, as a sentence.
 
     nvcc is of the release of the nvJitLink that is installed, which reads no LTO IR of a later one.  The parts of the
     compiler come as one package: those of different releases do not compile together.
@@ -136,7 +136,7 @@ def _headers(library: str, home: str | None) -> Path:
 
 
 def version(library: str, include: Path) -> tuple[int, ...]:
-    """Of the library that these headers are of: "NCCL" or "NVSHMEM"."""
+    """Return the version of the library of these headers: "NCCL" or "NVSHMEM"."""
     header, name = _VERSIONS[library]
     text = (include / header).read_text(errors="replace")
     numbers = []
@@ -148,12 +148,12 @@ def version(library: str, include: Path) -> tuple[int, ...]:
 
 
 def dotted(numbers: tuple[int, ...]) -> str:
-    """As people write it: 2.30.7."""
+    """Return a version as people write it: 2.30.7."""
     return ".".join(map(str, numbers))
 
 
 def wheels(*names: str) -> list[Path]:
-    """Where wheels of NVIDIA have put the libraries of these names."""
+    """Return the folders in which wheels of NVIDIA have put the libraries of these names."""
     package = importlib.util.find_spec("nvidia")
     places = package.submodule_search_locations or () if package else ()
     return [Path(place) / name for place in places for name in names if (Path(place) / name).is_dir()]

@@ -38,7 +38,7 @@ class Window(Protocol):
 
 @dataclass(frozen=True)
 class Peer:
-    """Where a rank runs."""
+    """The place where a rank runs."""
 
     host: bytes  # equal for ranks that can pass file descriptors to each other
     gpu: bytes  # the GPU's UUID
@@ -46,7 +46,7 @@ class Peer:
 
 
 def meet(ranks: Rendezvous, device: torch.device, *, near: bool = True) -> list[Peer]:
-    """Where every rank runs, by rank.  Collective.  `near`: all of them must load from and store to each other.
+    """Return the place of every rank, by rank.  Collective.  `near`: all must load from and store to each other.
 
     Raises:
         Mismatch: MOECOMM_WINDOW is not the same everywhere.

@@ -23,7 +23,7 @@ _NVLS_FIELD = (2, 32)  # ncclConfig_t::nvlsHostMode
 
 
 def missing() -> str:
-    """Empty if NCCL can make windows in this process; else why not, as a sentence.  Loads NCCL."""
+    """Return "" if NCCL can make windows in this process; else why not, as a sentence.  Loads NCCL."""
     try:
         import nccl.core
     except ImportError as error:
@@ -156,7 +156,7 @@ def open_window(ranks: Rendezvous, nbytes: int, device: torch.device) -> NcclWin
 
 
 def peer_address(window: Any, rank: int, own_rank: int, own_address: int) -> int:
-    """Of a rank's memory as our GPU sees it; 0 where it does not."""
+    """Return the address of a rank's memory as this GPU sees it; 0 where it does not."""
     # Our own memory always under one address: a GPU does not order accesses to the same bytes through two mappings.
     return own_address if rank == own_rank else int(window.get_peer_device_pointer(rank) or 0)
 

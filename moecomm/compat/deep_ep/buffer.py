@@ -70,7 +70,7 @@ class Buffer(LowLatency):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """How many SMs normal calls without a config may use; until it is called, moecomm's own table says."""
+        """Limit the SMs of normal calls without a config; until it is called, moecomm's own table decides."""
         if not is_integer(new_num_sms) or not 2 <= new_num_sms <= 1024 or new_num_sms % 2:
             raise BadInput("new_num_sms", repr(new_num_sms), "an even number, 2 to 1024")
         Buffer.num_sms, Buffer._num_sms_was_set = new_num_sms, True

@@ -10,7 +10,7 @@ _NVL_PEERS = 8
 
 
 class Config:
-    """How many SMs a call may use, and the sizes of deep_ep's queues."""
+    """SMs that a call may use, and the sizes of deep_ep's queues."""
 
     def __init__(
         self,

@@ -148,7 +148,7 @@ class ElasticBuffer:
         sm_read_gbs: float = 200,
         sm_write_gbs: float = 50,
     ) -> int:
-        """What `prefer_overlap_with_compute` asks for, few or many; num_sms=0 lets moecomm's own table decide."""
+        """Return few or many SMs, as `prefer_overlap_with_compute` asks; num_sms=0 lets moecomm's own table decide."""
         return _FEW_SMS if self.prefer_overlap_with_compute else _MANY_SMS
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:

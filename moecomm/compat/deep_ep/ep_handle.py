@@ -12,7 +12,7 @@ from moecomm.routed import Handle
 
 
 class EPHandle:
-    """What ElasticBuffer.dispatch returns, and combine and a cached dispatch take.
+    """The handle that ElasticBuffer.dispatch returns, and combine and a cached dispatch take.
 
     `topk_idx` is a copy, or the caller's tensor with `do_handle_copy=False`.  `token_metadata_at_forward` and
     `channel_linked_list` are of deep_ep's hybrid mode, and None, as they are there within one NVLink domain.
@@ -131,7 +131,7 @@ class EPHandle:
 
 
 def most_expanded_rows(native: Handle, tokens: int, alignment: int) -> int:
-    """As many rows as do_expand makes room for without a CPU sync: see expanded_rows."""
+    """Return the rows that do_expand makes room for without a CPU sync: see expanded_rows."""
     return expanded_rows(native.rounds.num_ranks, tokens, native.plan.topk, native.plan.local_experts, alignment)
 
 

@@ -1,4 +1,4 @@
-"""What goes in and out of HybridEPBuffer's calls beside rows: deep_ep's handle, and maps of ids."""
+"""Arguments and results of HybridEPBuffer's calls besides rows: deep_ep's handle, and maps of ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROBS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class HybridEPHandle(LazyTuple):
-    """Where the tokens of a dispatch_with_permute went, for combine_with_unpermute and to repeat it.
+    """The routing of a dispatch_with_permute, for combine_with_unpermute and to repeat it.
 
     It has deep_ep's eleven items.  The last is `overflow_flag`, int32 `[1]` on the device: 1 if tokens were dropped
     here because num_permuted_tokens has no room for them.  Before it come tokens_per_expert int32 `[E/R]`,

@@ -50,12 +50,12 @@ class NormalHandle(LazyTuple):
 
     @property
     def channels(self) -> int:
-        """Of two SMs each."""
+        """Channels of two SMs each."""
         return max(1, self.num_sms // 2)
 
 
 def normal_handle(native: Handle, num_sms: int) -> NormalHandle:
-    """That of a dispatch which deep_ep would have run on so many SMs."""
+    """Return the handle of a dispatch that deep_ep would have run on so many SMs."""
     handle = NormalHandle(NormalHandle.makers)  # quicker than through a __new__ of its own
     handle.native, handle.num_sms = native, num_sms
     return handle

@@ -257,7 +257,7 @@ class Receive:
         self.account()
 
     def account(self) -> None:
-        """What is left to do once rows are here: float32 of power-of-two scales, and the statistics."""
+        """Finish a receive once rows are here: float32 of power-of-two scales, and the statistics."""
         if self._rounded is not None:
             scales = self._routed.scales
             assert scales is not None
@@ -278,7 +278,7 @@ def layout_range(handle: Handle) -> torch.Tensor:
 
 
 def _arriving(routed: Routed, x: torch.Tensor, options: Options) -> tuple[Any, torch.Tensor | None]:
-    """What the dispatch hands out, before or after it has arrived; and the float32 scales that are made afterwards."""
+    """Return the outputs of a dispatch, before or after it has arrived, and float32 scales that are computed later."""
     if options is _PLAIN:
         return x, None
     if options is not _ROUNDED:

@@ -103,8 +103,10 @@ class Pool:
         return rounds.session.arena.largest_free < self._reserve[id(rounds)]
 
     def flat(self, x: torch.Tensor, topk_idx: torch.Tensor, num_experts: int, worst: int, grow: bool = False) -> Buffer:
-        """For normal rounds.  `worst`: rows that the caller always receives into, 0: as many as come.  `grow`: a new
-        one, with room for what all ranks have now.
+        """Return the Buffer for normal rounds.
+
+        `worst`: rows that the caller always receives into; 0: as many as arrive.  `grow`: a new Buffer, with room
+        for the tokens that all ranks have now.
         """
         dtype = x.dtype
         if dtype is torch.float8_e4m3fn:
@@ -136,7 +138,7 @@ class Pool:
     def batched(
         self, device: torch.device, hidden: int, num_experts: int, topk: int, tokens: int, dtype: torch.dtype
     ) -> Buffer:
-        """For low-latency rounds."""
+        """Return the Buffer for low-latency rounds."""
         key = ("batched", hidden, num_experts, topk, tokens, dtype)
         buffer = self._by_sizes.get(key)
         if buffer is not None:
@@ -159,8 +161,10 @@ class Pool:
         expand: bool,
         rows: int | None = None,
     ) -> Buffer:
-        """For rounds of deep_ep 2, whose callers say how many tokens a rank has at most.  `rows`: what the first caller
-        asks for, where far fewer come than `topk` experts for every token would make; ranks may differ.
+        """Return the Buffer for rounds of deep_ep 2, whose callers say how many tokens a rank has at most.
+
+        `rows`: the rows that the first caller asks for, where far fewer arrive than `topk` experts for every
+        token would make; ranks may differ.
         """
         key = ("expand" if expand else "flat", hidden, num_experts, topk, tokens, dtype, rows is None)
         buffer = self._by_sizes.get(key)
@@ -231,7 +235,7 @@ def asks_to_grow(error: Mismatch) -> bool:
 
 
 def described(value: Any) -> str:
-    """What somebody passed in the place of a tensor, or of another one."""
+    """Describe a value that was passed in the place of a tensor."""
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     if value.layout is not torch.strided:
@@ -255,8 +259,9 @@ def check_stats(stats: Any, experts: int, device: torch.device) -> None:
 
 
 def limit_of(rows: torch.Tensor, num_sms: int | None) -> int | None:
-    """What a call may use at most; None: moecomm's own choice, for 0 and always on CPUs.  Raises BadInput there, as the
-    rounds of GPUs do.
+    """Return the SMs that a call may use; None for 0, and always on CPUs: moecomm's own choice.
+
+    Raises BadInput on CPUs, as the rounds of GPUs do.
     """
     if num_sms is not None and not is_integer(num_sms):
         check_num_sms(num_sms)

@@ -1,4 +1,4 @@
-"""What a user may choose, and the Buffers of a group, which all layers with the same sizes share."""
+"""Limits that a user chooses, and the Buffers of a group, which all layers with the same sizes share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Key = tuple[int, torch.dtype, torch.device]  # columns of a token, and what and 
 
 
 class Limits(NamedTuple):
-    """What a user may choose; all ranks alike.
+    """Limits that a user chooses; alike on all ranks.
 
     Attributes:
         max_tokens: room for so many tokens a rank from the start; None: what the first dispatch has.  A rank that has

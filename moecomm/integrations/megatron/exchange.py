@@ -113,16 +113,17 @@ class Exchange(Buffers):
 
 
 class Way(NamedTuple):
-    """Where the tokens of a dispatch went, for the rows to come home."""
+    """The routing of a dispatch, by which its rows return."""
 
     handle: Handle
     num_sms: int | None
 
 
 class Dispatched(NamedTuple):
-    """What Exchange.dispatch gives: x `[rows, H]` and weights float32 `[rows]` by expert, with zeros in padding;
-    tokens_per_expert int64 `[E/R]` on the CPU, padding included, which adds up to `rows`; and the way home, of the
-    kind that combine() takes.
+    """The result of Exchange.dispatch.
+
+    x `[rows, H]` and weights float32 `[rows]` by expert, with zeros in padding; tokens_per_expert int64 `[E/R]` on the
+    CPU, padding included, which adds up to `rows`; and the `way` that combine() takes.
     """
 
     x: torch.Tensor

@@ -1,4 +1,4 @@
-"""What moves the tokens of a MoEFlexTokenDispatcher: the interface that Megatron-core's own managers have."""
+"""Managers that move the tokens of a MoEFlexTokenDispatcher, with the interface of Megatron-core's own managers."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Manager(_DispatchManager):  # type: ignore[misc]
     def get_permuted_hidden_states_by_experts(
         self, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The same rows, and their probs."""
+        """Return the rows unchanged, and their probs."""
         probs = self.dispatched_probs
         if probs is not None and self.config.moe_router_dtype == "fp64":
             probs = probs.double()
@@ -111,7 +111,7 @@ class Manager(_DispatchManager):  # type: ignore[misc]
         return self.tokens_per_expert
 
     def get_restored_hidden_states_by_experts(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The same rows."""
+        """Return the rows unchanged."""
         return hidden_states
 
     @counted(lambda self: self._exchange.calls)

@@ -63,7 +63,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         return mk.FusedMoEActivationFormat.BatchedExperts
 
     def max_num_tokens_per_rank(self) -> int | None:
-        """What it was made for."""
+        """Return the number of tokens that it was made for."""
         return self._most_tokens
 
     @counted_by_pool

@@ -15,7 +15,7 @@ _TIMEOUT_S = 600.0
 
 
 class Rounds:
-    """What get_handle() gives: the Buffers of a manager, opened by the first layer with their sizes.
+    """The result of get_handle(): the Buffers of a manager, opened by the first layer with their sizes.
 
     Attributes:
         pool: of the Buffers.
@@ -33,7 +33,7 @@ class _Manager(All2AllManagerBase):  # type: ignore[misc]
         self._rounds = Rounds(cpu_group)
 
     def get_handle(self, kwargs: dict[str, Any]) -> Rounds:
-        """The same for every layer; sizes are those of what a layer passes to its first round."""
+        """Return one object for every layer; the first round of a layer sets the sizes."""
         return self._rounds
 
     def set_num_sms(self, num_sms: int) -> None:
@@ -66,8 +66,8 @@ def _multiprocessors() -> int:
 
 
 class StandardManager(_Manager):
-    """For the standard activation format."""
+    """Manager of the standard activation format."""
 
 
 class BatchedManager(_Manager):
-    """For the batched activation format."""
+    """Manager of the batched activation format."""

@@ -1,4 +1,4 @@
-"""What prepare and finalize of both formats have in common."""
+"""Common parts of prepare and finalize of both formats."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Slots:
         self._sent: list[Sent | None] = [None] * MICRO_BATCHES
 
     def put(self, sent: Sent) -> None:
-        """Of the micro-batch that runs."""
+        """Set the value of the micro-batch that runs."""
         self._sent[dbo_current_ubatch_id()] = sent
 
     def get(self) -> Handle:
@@ -53,7 +53,10 @@ class Beside:
         self._stream: torch.cuda.Stream | None = None
 
     def start(self, device: torch.device, run: Callable[[], object]) -> Callable[[], None]:
-        """What `run` reads must live until the function that is returned, which waits, has been called."""
+        """Start `run` next to other work and return a function that waits for it.
+
+        The tensors that `run` reads must live until that function has been called.
+        """
         if device.type != "cuda" or dbo_enabled():
             run()
             return nothing
@@ -74,7 +77,7 @@ counted_by_pool = counted(lambda self: self._rounds.pool.calls)  # decorates col
 
 
 class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
-    """What vLLM asks of either format and hears the same."""
+    """The answers to vLLM that both formats share."""
 
     def __init__(self, rounds: Rounds, num_dispatchers: int) -> None:
         super().__init__()
