@@ -61,9 +61,9 @@ std::optional<ValidationResult> agree(Dispatch& d) {
 // False if the round has failed.
 bool await_place(Dispatch& d, const Sender& sender, Forward& forwarder, Inbox* inbox) {
     while (!sender.has_place()) {
-        forwarder.forward_landed();
+        forwarder.forward_arrived();
         if (inbox != nullptr) inbox->take_arrived();
-        const auto go_on = [&] { return sender.has_place() || forwarder.any_landed() || (inbox != nullptr && inbox->any_arrived()); };
+        const auto go_on = [&] { return sender.has_place() || forwarder.any_arrived() || (inbox != nullptr && inbox->any_arrived()); };
         if (!d.r.watch.until(Phase::drained, go_on, [&] { return sender.missing(); })) return false;
     }
     return true;
@@ -76,18 +76,18 @@ void send(Dispatch& d, i32 worker, i32 stride) {
     while (!sender.done()) {
         if (!await_place(d, sender, forwarder, nullptr)) return;
         sender.send();
-        forwarder.forward_landed();
+        forwarder.forward_arrived();
     }
-    for (; forwarder.owes_credit(); forwarder.forward_landed())
-        if (!d.r.watch.until(Phase::payload, [&] { return forwarder.any_landed(); }, [&] { return forwarder.missing(); })) return;
+    for (; forwarder.owes_credit(); forwarder.forward_arrived())
+        if (!d.r.watch.until(Phase::payload, [&] { return forwarder.any_arrived(); }, [&] { return forwarder.missing(); })) return;
 }
 
 // Forward and receive all remaining chunks; return early if the round fails.
 void receive(Dispatch& d, Forward& forwarder, DirectArrivals& direct, Inbox& inbox) {
-    const auto any = [&] { return forwarder.any_landed() || direct.any_come() || inbox.any_arrived(); };
+    const auto any = [&] { return forwarder.any_arrived() || direct.any_come() || inbox.any_arrived(); };
     const auto find = [&] { return forwarder.open() ? forwarder.missing() : direct.open() ? direct.missing() : inbox.missing(); };
     for (;;) {
-        forwarder.forward_landed();
+        forwarder.forward_arrived();
         direct.take_come();
         inbox.take_arrived();
         if (!forwarder.open() && !direct.open() && !inbox.open()) return;
@@ -106,7 +106,7 @@ void send_and_receive(Dispatch& d, i32 worker, i32 stride) {
         if (!await_place(d, sender, forwarder, &inbox)) return;
         const i32 chunk = sender.chunk();
         sender.send();
-        forwarder.forward_landed();
+        forwarder.forward_arrived();
         direct.take_come();
         inbox.take_arrived();
         if (inbox.behind(chunk)) std::this_thread::yield();

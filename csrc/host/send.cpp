@@ -66,7 +66,7 @@ void Sender::send() {
     const i32 first = next_ * d_.a.chunk_tokens;
     const i32 end = std::min(first + d_.a.chunk_tokens, d_.a.num_tokens);
     i32* cursors = d_.repeat ? nullptr : d_.plan.cursors(next_);
-    Delivery scaleup_ranks(d_, d_.r.me, next_);
+    Delivery delivery(d_, d_.r.me, next_);
     Entry entries[kMaxTopk];
     for (i32 number = first; number < end; ++number) {
         if (!d_.repeat) place_token(d_, number, cursors);
@@ -74,7 +74,7 @@ void Sender::send() {
         if (!any(slots, d_.r.ranks)) continue;
         write_metadata(d_, number, entries);
         const Payload payload = pack(d_.a, number, packed_);
-        scaleup_ranks.deliver({d_.r.me, number, entries, slots + d_.r.first}, payload);
+        delivery.deliver({d_.r.me, number, entries, slots + d_.r.first}, payload);
         for (i32 domain = 0; domain < d_.r.domains(); ++domain) {
             const Token there{d_.r.me, number, entries, slots + domain * d_.r.scaleup_ranks};
             if (domain == d_.r.domain() || !any(there.slots, d_.r.scaleup_ranks)) continue;
@@ -82,7 +82,7 @@ void Sender::send() {
             d_.direct ? put_direct(domain, there) : put(domain, there);
         }
     }
-    scaleup_ranks.raise_flags();
+    delivery.raise_flags();
     d_.direct ? signal_owners() : signal_forwarders();
     next_ += stride_;
 }

@@ -38,12 +38,12 @@ DOMAIN_MUTANTS = [
     Mutant(
         "landed before the tokens are put",
         "host/send.cpp",
-        "    Delivery scaleup_ranks(d_, d_.r.me, next_);\n",
+        "    Delivery delivery(d_, d_.r.me, next_);\n",
         "    for (i32 domain = 0; domain < d_.r.domains(); ++domain)\n"
         "        if (domain != d_.r.domain())\n"
         "            d_.r.link().signal(d_.r.counterpart(domain), received_signal(d_.a.ctx.shape, d_.r.domain(), "
         "next_, d_.a.chunk_tokens), word_signal(d_.r.tag, static_cast<u32>(next_)));\n"
-        "    Delivery scaleup_ranks(d_, d_.r.me, next_);\n",
+        "    Delivery delivery(d_, d_.r.me, next_);\n",
         "domains plain",
     ),
     Mutant(
@@ -70,25 +70,25 @@ DOMAIN_MUTANTS = [
     Mutant(
         "landing credit before the tokens are stored",
         "host/scaleout/forward.cpp",
-        "    Delivery scaleup_ranks(d_, source(domain), chunk);\n",
+        "    Delivery delivery(d_, source(domain), chunk);\n",
         "    if (chunk + ring(domain) < chunks(domain))\n"
         "        d_.r.link().signal(source(domain), receive_credit(shape, d_.r.domain(), chunk, "
         "sent(domain).chunk_tokens), word_signal(d_.r.tag, static_cast<u32>(chunk)));\n"
-        "    Delivery scaleup_ranks(d_, source(domain), chunk);\n",
+        "    Delivery delivery(d_, source(domain), chunk);\n",
         "domains tsan",
     ),
     Mutant(
         "relay raises its flags before it stores",
         "host/scaleout/forward.cpp",
-        "    Delivery scaleup_ranks(d_, source(domain), chunk);\n",
-        "    Delivery scaleup_ranks(d_, source(domain), chunk);\n    scaleup_ranks.raise_flags();\n",
+        "    Delivery delivery(d_, source(domain), chunk);\n",
+        "    Delivery delivery(d_, source(domain), chunk);\n    delivery.raise_flags();\n",
         "domains plain",
     ),
     Mutant(
         "nothing relayed while a place is missing",
         "host/dispatch.cpp",
-        "        forwarder.forward_landed();\n        if (inbox != nullptr) inbox->take_arrived();\n"
-        "        const auto go_on = [&] { return sender.has_place() || forwarder.any_landed() || ",
+        "        forwarder.forward_arrived();\n        if (inbox != nullptr) inbox->take_arrived();\n"
+        "        const auto go_on = [&] { return sender.has_place() || forwarder.any_arrived() || ",
         "        if (inbox != nullptr) inbox->take_arrived();\n"
         "        const auto go_on = [&] { return sender.has_place() || ",
         "domains plain",
@@ -118,8 +118,8 @@ DOMAIN_MUTANTS = [
     Mutant(
         "route of a token that did not land left",
         "host/scaleout/forward.cpp",
-        "if (landed == nullptr) return static_cast<void>(std::fill_n(kept, forwarded_words(shape), -1));",
-        "if (landed == nullptr) return;",
+        "if (arrived == nullptr) return static_cast<void>(std::fill_n(kept, forwarded_words(shape), -1));",
+        "if (arrived == nullptr) return;",
         "domains plain",
     ),
     Mutant(

@@ -12,8 +12,8 @@ class Forward {
     Forward(Dispatch& d, i32 worker, i32 stride);
 
     // Forward all chunks that have arrived; does not wait.
-    void forward_landed();
-    bool any_landed() const;
+    void forward_arrived();
+    bool any_arrived() const;
     // True if a chunk has not been forwarded yet.
     bool open() const { return first_open(0) >= 0; }
     // True if a source rank may still wait for a credit of this thread.  The first half of a split dispatch must grant these.
@@ -30,12 +30,12 @@ class Forward {
     const u64* signal(i32 domain) const {
         return d_.r.signal(received_signal(d_.a.ctx.shape, domain, next_[domain], sent(domain).chunk_tokens));
     }
-    bool landed(i32 domain) const;
+    bool has_arrived(i32 domain) const;
     // The first domain with an open chunk that `rings` ring lengths of chunks follow, -1 for none.
     i32 first_open(i32 rings) const;
     void skip_forwarded(i32 domain);
-    void forwarder(i32 domain, i32 chunk) const;
-    void record_route(i32 domain, i32 token, const Token* landed) const;
+    void forward_chunk(i32 domain, i32 chunk) const;
+    void record_route(i32 domain, i32 token, const Token* arrived) const;
 
     Dispatch& d_;
     const i32 stride_;
