@@ -43,7 +43,7 @@ def driver() -> ModuleType:
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Calls a driver function; returns what it returns besides its status: nothing, one value or a tuple.
+    """Call a driver function; return its results besides its status: nothing, one value or a tuple.
 
     Raises:
         DriverError: the status was not CUDA_SUCCESS.
@@ -91,7 +91,7 @@ class PinnedMemory:
         weakref.finalize(self, bindings.cuMemFreeHost, self.address).atexit = False
 
     def write(self, offset: int, data: bytes) -> int:
-        """Puts bytes there; returns their address."""
+        """Put bytes there; return their address."""
         assert offset + len(data) <= self.nbytes
         ctypes.memmove(self.address + offset, data, len(data))
         return self.address + offset
@@ -114,24 +114,24 @@ class CopyStream:
         weakref.finalize(self, bindings.cuStreamDestroy, self._stream).atexit = False
 
     def zero(self, address: int, nbytes: int) -> None:
-        """Zeroes device memory."""
+        """Zero device memory."""
         call("cuMemsetD8Async", address, 0, nbytes, self._stream)
 
     def to_device(self, address: int, pinned: int, nbytes: int) -> None:
-        """Copies from pinned memory to a window."""
+        """Copy from pinned memory to a window."""
         call("cuMemcpyHtoDAsync", address, pinned, nbytes, self._stream)
 
     def to_host(self, pinned: int, address: int, nbytes: int) -> None:
-        """Copies from a window to pinned memory."""
+        """Copy from a window to pinned memory."""
         call("cuMemcpyDtoHAsync", pinned, address, nbytes, self._stream)
 
     def wait(self) -> None:
-        """Returns when everything above is done."""
+        """Return when everything above is done."""
         call("cuStreamSynchronize", self._stream)
 
 
 def bind_thread(device: int) -> None:
-    """Makes torch's context of the device current in this thread if none is; torch itself does so late."""
+    """Make torch's context of the device current in this thread if none is; torch itself does so late."""
     if int(call("cuCtxGetCurrent")) == 0:
         call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", device))
 

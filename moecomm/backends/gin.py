@@ -95,7 +95,7 @@ class GinWindow:
         self._communicator, self._device = communicator, device
 
     def close(self) -> None:
-        """Drops the peers' memory and ends the communicator.
+        """Drop the peers' memory and ends the communicator.
 
         It waits for no other rank.
         """

@@ -13,7 +13,7 @@ __all__ = ["install_as_deep_ep"]
 
 
 def install_as_deep_ep(*, replace: bool = False) -> ModuleType:
-    """Makes `import deep_ep`, `deep_ep.buffer` and `deep_ep.utils` find moecomm.compat.deep_ep, in this process.
+    """Make `import deep_ep`, `deep_ep.buffer` and `deep_ep.utils` find moecomm.compat.deep_ep, in this process.
 
     Call it before the frameworks that import deep_ep.  Idempotent.
 

@@ -153,7 +153,7 @@ class Communication(MoEEpCommunication):  # type: ignore[misc]
         return self._open().empty(self._handle, dtype)
 
     def destroy(self) -> None:
-        """Gives the memory back.  Idempotent."""
+        """Give the memory back.  Idempotent."""
         if self._buffer is not None:
             self._buffer.close()
         self._buffer = self._handle = None

@@ -19,7 +19,7 @@ _DISPATCHER = "sglang.srt.layers.moe.token_dispatcher.deepep"
 
 
 def register() -> None:
-    """Installs moecomm as deep_ep where there is none; where there is one, only with MOECOMM_SGLANG=always.
+    """Install moecomm as deep_ep where there is none; where there is one, only with MOECOMM_SGLANG=always.
 
     Idempotent.
     """

@@ -27,7 +27,7 @@ class LocalWindow:
         self._mappings = mappings
 
     def close(self) -> None:
-        """Drops the peers' memory."""
+        """Drop the peers' memory."""
         self._mappings = []
 
 

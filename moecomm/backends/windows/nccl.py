@@ -78,14 +78,14 @@ class NcclWindow:
         self.communicator = communicator
 
     def close(self) -> None:
-        """Drops the peers' memory."""
+        """Drop the peers' memory."""
         communicator, self.communicator = self.communicator, None
         if communicator is not None:
             end(communicator)
 
 
 def end(communicator: Any) -> None:
-    """Deregisters its windows and frees it.
+    """Deregister its windows and frees it.
 
     ncclCommDestroy may wait for the other ranks of the host; ncclCommAbort does not, and cuts nothing short here.
     """

@@ -93,7 +93,7 @@ class VmmWindow:
         self._theirs = [mapping for mapping in mappings if mapping is not own]
 
     def close(self) -> None:
-        """Drops the peers' memory."""
+        """Drop the peers' memory."""
         for mapping in self._theirs:
             mapping.close()
         self._theirs = []

@@ -60,7 +60,7 @@ class Buffer(LowLatency):
         self.enable_shrink = enable_shrink
 
     def destroy(self) -> None:
-        """Gives the memory back.  Idempotent, and allowed without `explicitly_destroy` too."""
+        """Give the memory back.  Idempotent, and allowed without `explicitly_destroy` too."""
         self._pool.close()
 
     @staticmethod

@@ -93,7 +93,7 @@ class ElasticBuffer:
         self.explicitly_destroy = explicitly_destroy
 
     def destroy(self) -> None:
-        """Gives the memory back.  Idempotent, and allowed without `explicitly_destroy` too."""
+        """Give the memory back.  Idempotent, and allowed without `explicitly_destroy` too."""
         self._pool.close()
 
     @staticmethod
@@ -118,7 +118,7 @@ class ElasticBuffer:
         return EventHandle()
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
-        """Returns when the work before it is done on every rank: the host waits, with or without `with_cpu_sync`."""
+        """Return when the work before it is done on every rank: the host waits, with or without `with_cpu_sync`."""
         self._pool.require_open()
         if uses_cuda():
             torch.cuda.synchronize()

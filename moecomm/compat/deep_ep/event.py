@@ -29,7 +29,7 @@ class EventHandle:
             self._event.record()
 
     def current_stream_wait(self) -> None:
-        """Makes the current stream wait for what was on the marked one."""
+        """Make the current stream wait for what was on the marked one."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
@@ -50,7 +50,7 @@ class EventOverlap:
         self.extra_tensors = extra_tensors
 
     def current_stream_wait(self, release_handle: bool = False) -> Any:
-        """Makes the current stream wait, then runs the registered hook, if any, and returns what that returns."""
+        """Make the current stream wait, then run the registered hook, if any, and return its result."""
         check_flag("release_handle", release_handle)
         if self.event is None:
             raise BadInput("event", "None: the call was not asynchronous", "async_finish=True, or no wait")
@@ -66,7 +66,7 @@ class EventOverlap:
         return self.current_stream_wait()
 
     def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
-        """Runs `hook_after_wait` once, after the next wait."""
+        """Run `hook_after_wait` once, after the next wait."""
         if not callable(hook_after_wait):
             raise BadInput("hook_after_wait", type(hook_after_wait).__name__, "a function")
         if self.hook_after_wait is not None:
@@ -90,7 +90,7 @@ class EventOverlap:
 
 
 def wait_for(previous_event: Any) -> None:
-    """Makes the current stream wait for an EventOverlap or EventHandle that a caller passed; None is none."""
+    """Make the current stream wait for an EventOverlap or EventHandle that a caller passed; None is none."""
     if previous_event is None:
         return
     if isinstance(previous_event, EventOverlap):

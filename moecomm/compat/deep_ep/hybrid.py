@@ -333,7 +333,7 @@ class HybridEPBuffer:
         )
 
     def _options_of(self, hidden: torch.Tensor, align: int) -> Options:
-        """Raises BadInput unless these can be rows."""
+        """Raise BadInput unless these can be rows."""
         kind = getattr(hidden, "is_cuda", None), getattr(hidden, "layout", None), getattr(hidden, "ndim", 0)
         key = (*kind, align, self.num_sms_dispatch_api)
         options = self._options.get(key)

@@ -70,7 +70,7 @@ def as_number(value: Any) -> Any:
 
 
 def check_map(hidden: torch.Tensor, routing_map: Any, probs: Any) -> None:
-    """Raises BadInput unless these are a map of the rows, and its probabilities or None."""
+    """Raise BadInput unless these are a map of the rows, and its probabilities or None."""
     try:
         device, (tokens, _) = hidden.device, routing_map.shape
         fine = type(routing_map) is torch.Tensor and routing_map.layout is torch.strided

@@ -204,7 +204,7 @@ def _aligned(counts: list[int], alignment: int) -> list[int]:
 
 
 def check_nothing(**options: object) -> None:
-    """Raises Unsupported for an option that is given (not None, False or 0) and that moecomm does not have."""
+    """Raise Unsupported for an option that is given (not None, False or 0) and that moecomm does not have."""
     for name, value in options.items():
         if value is not None and value is not False and not (isinstance(value, int) and value == 0):
             raise Unsupported(f"{name}: see moecomm.compat.deep_ep for what is not supported")

@@ -29,8 +29,6 @@ from moecomm.dispatch.options import Options, check_num_sms
 from moecomm.errors import BadInput, Closed, Mismatch
 from moecomm.routed import Handle
 
-# expert_alignment of a dispatch that says "my tokens do not fit, make room with me".  It differs from everybody else's,
-# so that every rank hears of it in the round that it was waiting for.
 _LEAST_TOKENS = 128
 _FLAT_ROUNDS = 4  # worst cases with room in a window: two micro-batches, what a combine copies, and what arrives next
 _BATCHED_ROUNDS = 3  # two in flight, and rows for a combine without a copy
@@ -55,12 +53,12 @@ class Pool:
         self._reserve: dict[int, int] = {}  # bytes that outputs leave free, in one piece, by id of the Buffer
 
     def require_open(self) -> None:
-        """Raises Closed after close()."""
+        """Raise Closed after close()."""
         if self.closed:
             raise Closed("deep_ep buffer")
 
     def close(self) -> None:
-        """Gives all memory back.  Idempotent."""
+        """Give all memory back.  Idempotent."""
         self.closed = True
         for buffer in self._opened:
             buffer.close()
@@ -76,13 +74,13 @@ class Pool:
         return buffer
 
     def receive(self, buffer: Buffer) -> None:
-        """Ends a dispatch of the Buffer that has begun and whose hook has not been called."""
+        """End a dispatch of the Buffer that has begun and whose hook has not been called."""
         hook = self.receiving.pop(id(buffer), None)
         if hook is not None:
             hook()
 
     def check_owner(self, handle: Handle) -> None:
-        """Raises BadInput or Closed unless one of our Buffers made the handle, and none has been closed."""
+        """Raise BadInput or Closed unless one of our Buffers made the handle, and none has been closed."""
         if self.closed:
             raise Closed("deep_ep buffer")
         if self.owner(handle) is None:
@@ -244,13 +242,13 @@ def described(value: Any) -> str:
 
 
 def check_dimensions(argument: str, value: Any, *dimensions: str) -> None:
-    """Raises BadInput unless it is a tensor that has so many."""
+    """Raise BadInput unless it is a tensor that has so many."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.ndim != len(dimensions):
         raise BadInput(argument, described(value), f"a tensor [{', '.join(dimensions)}]")
 
 
 def check_stats(stats: Any, experts: int, device: torch.device) -> None:
-    """Raises BadInput unless each local expert's tokens can be added to it."""
+    """Raise BadInput unless each local expert's tokens can be added to it."""
     name = "cumulative_local_expert_recv_stats"
     check_dimensions(name, stats, "local experts")
     check_tensor(name, stats, device=device, dtypes=(torch.int32,), shape=(experts,))
@@ -272,13 +270,13 @@ def limit_of(rows: torch.Tensor, num_sms: int | None) -> int | None:
 
 
 def check_experts(num_experts: int, ranks: int) -> None:
-    """Raises BadInput unless every rank has as many."""
+    """Raise BadInput unless every rank has as many."""
     if not is_integer(num_experts) or not 1 <= num_experts <= MOST_SIZE or num_experts % ranks:
         raise BadInput("num_experts", num_experts, f"a multiple of the number of ranks, {ranks}")
 
 
 def check_hint(num_max_tokens_per_rank: int, hidden: int, num_topk: int) -> None:
-    """Raises BadInput unless sizes can be told from these; 0: not known."""
+    """Raise BadInput unless sizes can be told from these; 0: not known."""
     for name, value in (
         ("num_max_tokens_per_rank", num_max_tokens_per_rank),
         ("hidden", hidden),
@@ -288,7 +286,7 @@ def check_hint(num_max_tokens_per_rank: int, hidden: int, num_topk: int) -> None
 
 
 def check_dispatch_sizes(num_experts: int, most: int, align: int, ranks: int) -> None:
-    """Raises BadInput unless a Buffer can have these."""
+    """Raise BadInput unless a Buffer can have these."""
     check_experts(num_experts, ranks)
     check_integer("num_max_tokens_per_rank", most, 1, MOST_SIZE)  # here or of the buffer
     check_alignment("expert_alignment", align)

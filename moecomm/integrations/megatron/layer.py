@@ -166,7 +166,7 @@ def use_moecomm(spec: Any, *, pg_collection: Any = None, limits: Limits | None =
 
 
 def install_as_deepep() -> None:
-    """Makes every flex dispatcher that is built from now on with `moe_flex_dispatcher_backend="deepep"` use moecomm.
+    """Make every flex dispatcher that is built from now on with `moe_flex_dispatcher_backend="deepep"` use moecomm.
 
     For models whose specs are out of reach.  Changes one name of Megatron-core's module; no file.
     """

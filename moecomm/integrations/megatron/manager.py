@@ -54,7 +54,7 @@ class Manager(_DispatchManager):  # type: ignore[misc]
         self._exchange = shared(kind, group, num_experts, router_topk, limits or Limits())
 
     def setup_metadata(self, routing_map: torch.Tensor, probs: torch.Tensor) -> None:
-        """Finds the experts of each token.
+        """Find the experts of each token.
 
         Args:
             routing_map: bool `[T, ranks, E/R]`: what was chosen, at most `router_topk` experts a token: more are bad

@@ -19,7 +19,7 @@ log = logging.getLogger("moecomm")
 
 
 def register() -> None:
-    """Takes DeepEP's place where there is no deep_ep; where there is one, only with MOECOMM_VLLM=always.
+    """Take DeepEP's place where there is no deep_ep; where there is one, only with MOECOMM_VLLM=always.
 
     Idempotent.  Changes names in two modules of vLLM, and no file.
 

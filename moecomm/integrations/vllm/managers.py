@@ -55,7 +55,7 @@ class _Manager(All2AllManagerBase):  # type: ignore[misc]
         raise Unsupported("all2all_manager.combine: layers of moecomm go through prepare and finalize")
 
     def destroy(self) -> None:
-        """Closes the Buffers.  Idempotent."""
+        """Close the Buffers.  Idempotent."""
         self._rounds.pool.close()
 
 

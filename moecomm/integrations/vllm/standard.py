@@ -152,7 +152,7 @@ class StandardPrepareAndFinalize(PrepareAndFinalize):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> Callable[[], None]:
-        """Adds up the rows of each token here and sends; the function that is returned waits for `output`."""
+        """Add up the rows of each token here and send; the returned function waits for `output`."""
         with CountedCall(self._rounds.pool.calls):
             handle = self._slots.get()
             y = fused_expert_output
