@@ -50,7 +50,7 @@ class Streams:
 
     def launch(self, of: pipeline.Fused, kernel: Any, blocks: int, args: ctypes.Structure) -> None:
         sizes = blocks, kernel.threads, kernel.shared_bytes
-        self._add(of._buffer.rank, compiled(kernel), bytes(args), *sizes)
+        self._add(of._rounds.rank, compiled(kernel), bytes(args), *sizes)
 
     def dispatch(self, args: Sequence[Arguments]) -> None:
         for rank, of in enumerate(args):
