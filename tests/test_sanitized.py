@@ -86,4 +86,6 @@ def test_calls_of_the_module(environment: dict[str, str], tmp_path: Path) -> Non
         timeout=1000,
     )
     assert done.returncode == 0, done.stdout[-20000:]
-    assert "1 deselected" in done.stdout.splitlines()[-1]
+    # A name that no longer exists would deselect nothing: every other test was deselected because it is long.
+    file, name = EXCEPT.split("::")
+    assert f"def {name}(" in (ROOT / "tests" / file).read_text()
