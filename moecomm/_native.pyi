@@ -569,9 +569,6 @@ def constants() -> dict[str, int]:
 def count_rejected(context: Context) -> None:
     """Count a host call that failed before its rounds were made, in State::rejected of this rank's window."""
 
-def cuda_available() -> str:
-    """Empty if there is a GPU to use, else a sentence that names the first thing missing.  Initializes the driver."""
-
 def cuda_capturing(stream: int) -> bool:
     """Whether the stream is being captured into a graph.  RuntimeError as cuda_launch."""
 
@@ -638,6 +635,9 @@ def cuda_launch_packed(
     Raises:
         RuntimeError: with the driver's name of the error, or there is no driver.
     """
+
+def cuda_missing() -> str:
+    """Empty if there is a GPU to use, else a sentence that names the first thing missing.  Initializes the driver."""
 
 def current_stream(device: int) -> int:
     """torch's current stream of a GPU: a cudaStream_t."""

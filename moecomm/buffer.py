@@ -142,7 +142,7 @@ class Buffer:
                 each expert's group starts at a multiple of `expert_alignment`.  "flat": a row for each token that
                 picked an expert of this rank, ordered by (source rank, token).  "batched": `[E/R, max_rows, H]`, each
                 expert's rows first, in the order of "expert".
-            expert_alignment: rows, a power of two.
+            expert_alignment: rows, 1 to 2^20 - 1.
             quantize: "fp8": rows travel and arrive as float8_e4m3fn with a scale for every 128 columns.
             scale_format: of "fp8": "fp32": amax / 448; "ue8m0": the smallest power of two that is not below it.
             scale_layout: "row": a row of scales for each row of x; "column": column-major and padded as grouped GEMMs

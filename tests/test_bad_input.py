@@ -214,12 +214,12 @@ def test_nan_weights_when_asked(ranks: LocalBuffers) -> None:
         assert isinstance(error, moecomm.BadInput) and (error.argument, error.rank) == ("topk_weights", 2)
 
 
-FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
+FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any], object, object]] = {
     "expert_alignment": ({"expert_alignment": 1}, {"expert_alignment": 2}, 1, 2),
-    "scale_format": ({"quantize": "fp8"}, {"quantize": "fp8", "scale_format": "ue8m0"}, 0, 1),
-    "scale_layout": ({"quantize": "fp8"}, {"quantize": "fp8", "scale_layout": "column"}, 0, 1),
-    "quantize": ({}, {"quantize": "fp8"}, 0, 1),
-    "layout": ({"layout": "flat"}, {"layout": "expert"}, 0, 1),
+    "scale_format": ({"quantize": "fp8"}, {"quantize": "fp8", "scale_format": "ue8m0"}, "fp32", "ue8m0"),
+    "scale_layout": ({"quantize": "fp8"}, {"quantize": "fp8", "scale_layout": "column"}, "row", "column"),
+    "quantize": ({}, {"quantize": "fp8"}, None, "fp8"),
+    "layout": ({"layout": "flat"}, {"layout": "expert"}, "flat", "expert"),
 }
 
 

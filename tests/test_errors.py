@@ -51,5 +51,5 @@ def test_a_peer_that_is_known_to_be_gone_is_named_with_the_reason() -> None:
 def test_a_rank_that_others_have_given_up_did_not_wait_for_itself() -> None:
     error = failures.error_of(record(failures.Failure.timeout, 2), {})
     assert type(error) is errors.Timeout
-    want = "rank 2 kept another one waiting, which gave up (noticed in combine, round 7, phase payload)"
+    want = "another rank timed out waiting for rank 2 (noticed in combine, round 7, phase payload)"
     assert str(error) == want

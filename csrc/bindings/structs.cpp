@@ -81,7 +81,8 @@ Structs structs() {
            FIELD(x_stride), FIELD(bias_stride), FIELD(out_stride), FIELD(descriptors), FIELD(num_rows), FIELD(rows), FIELD(destinations),
            FIELD(fetched), FIELD(tile_done), FIELD(next_tile), FIELD(next_row), FIELD(failed), FIELD(num_tokens), FIELD(max_rows),
            FIELD(row_tiles))
-    STRUCT(ExpertLayerArgs, FIELD(first), FIELD(second), FIELD(layer), FIELD(fetchers), FIELD(together), FIELD(lag), FIELD(rotation_step))
+    STRUCT(ExpertLayerArgs, FIELD(first), FIELD(second), FIELD(layer), FIELD(fetchers), FIELD(together), FIELD(lag),
+           FIELD(row_tiles_per_turn))
     STRUCT(PaddingArgs, FIELD(rows), FIELD(src), FIELD(num_rows), FIELD(counts), FIELD(bytes), FIELD(count), FIELD(group))
     STRUCT(MapArgs, FIELD(map), FIELD(dense), FIELD(ids), FIELD(weights), FIELD(tokens), FIELD(experts), FIELD(topk), FIELD(pad))
     STRUCT(TidyArgs, FIELD(of), FIELD(weights), FIELD(ids), FIELD(src), FIELD(counts), FIELD(num_rows), FIELD(to_weights), FIELD(to_ids),

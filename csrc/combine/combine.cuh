@@ -92,14 +92,14 @@ MOECOMM_FN bool await_drained(const Call& c, u32 wanted) {
 template <class Call>
 MOECOMM_FN bool reduce_or_pull(const Call& c) {
     constexpr CombineConfig cfg = Call::cfg;
-    constexpr i32 return_forward_threads = cfg.reduce_warps + cfg.pull_warps;
+    constexpr i32 first_return_forward_warp = cfg.reduce_warps + cfg.pull_warps;
     if constexpr (cfg.domains() > 1) {
-        if (warp_id() >= return_forward_threads && warp_id() < return_forward_threads + cfg.return_forward_warps)
-            return return_forward_chunk(c, warp_id() - return_forward_threads);
+        if (warp_id() >= first_return_forward_warp && warp_id() < first_return_forward_warp + cfg.return_forward_warps)
+            return return_forward_chunk(c, warp_id() - first_return_forward_warp);
     } else {
         if ((cfg.reduce_warps == 0 || warp_id() < cfg.reduce_warps) && !push(c)) return false;
     }
-    if (warp_id() >= cfg.reduce_warps && warp_id() < return_forward_threads) return pull(c);
+    if (warp_id() >= cfg.reduce_warps && warp_id() < first_return_forward_warp) return pull(c);
     if constexpr (!cfg.in_place) {
         if (c.all_in_packets) return true;
         if (warp_id() >= cfg.reduce_warps) return raise_flags(c);
@@ -135,7 +135,7 @@ MOECOMM_FN void finish(const Call& c) {
 template <CombineConfig cfg, class Transport>
 MOECOMM_FN void combine(const CombineArgs& args) {
     constexpr i32 beside = cfg.return_forward_warps > 0 ? sizeof(ScaleoutShared<cfg>) + 128 : 0;
-    static_assert(sizeof(CombineShared<cfg>) + beside <= cfg.shared_bytes, "jit.py and CombineShared disagree");
+    static_assert(sizeof(CombineShared<cfg>) + beside <= cfg.shared_bytes, "moecomm/jit/__init__.py and CombineShared disagree");
     static_assert(Transport::all_reachable == (cfg.domains() == 1), "ranks of other domains are put to, and only they");
     extern __shared__ __align__(128) u8 memory[];
     auto& shared = *reinterpret_cast<CombineShared<cfg>*>(memory);
@@ -143,10 +143,10 @@ MOECOMM_FN void combine(const CombineArgs& args) {
     copy_args(shared.args, args, cfg.threads());
     prepare_block(shared);
     await_earlier_kernels();
-    const auto publish_rows = [&] {  // orders rows that earlier kernels wrote before the round header
+    const auto fence_rows_before_header = [&] {  // orders rows that earlier kernels wrote before the round header
         if (cfg.in_place && blockIdx.x < cfg.ranks && threadIdx.x < kHeaderWords) fence_system();
     };
-    if constexpr (!cfg.packets) publish_rows();
+    if constexpr (!cfg.packets) fence_rows_before_header();
     __syncthreads();
     CombineCall<cfg, Transport> c{a, Transport{a.ctx}, {a.ctx, Op::combine, 0}, shared, false};
     bool others = false;  // some source rank's rows do not travel in packets
@@ -156,7 +156,7 @@ MOECOMM_FN void combine(const CombineArgs& args) {
     c.all_in_packets = !__syncthreads_or(others);
     c.round.tag = shared.begin.tag;
     if (!begin_round(c.round, shared.begin, cfg.threads())) return;
-    if (cfg.packets && !c.all_in_packets) publish_rows();
+    if (cfg.packets && !c.all_in_packets) fence_rows_before_header();
     announce(c);
     if constexpr (cfg.own_weights) {
         if (shared.mine.status == static_cast<u32>(Argument::none)) post_weights(c);

@@ -35,7 +35,7 @@ struct Reduce {
     static constexpr i32 kPieces = ceil_div(cfg.hidden, kPieceColumns);
 
     struct Row {
-        i32 step;      // position of its work item in the work list; work_list.turns: no row
+        i32 step;      // position of its work item in the work list; work_list.steps: no row
         i32 entry;     // this lane's row of y, -1: none
         i32 of;        // in the lane of its first entry: the token at its source rank; with reduced_rows, the flat row
         float weight;  // weight of the entry

@@ -18,27 +18,27 @@ MOECOMM_FN void send_header(const Round& r, const Transport& transport, i32 peer
 }
 
 // Wait for `n` tagged words, `stride` bytes apart, and call take(nth, word) for each, in order. Called by one thread. Relaxed loads: a word
-// acquires nothing beyond itself. False on timeout or abort, with rank from(nth) in the failure record; true without the rest if stop(nth
-// missing) is true.
+// acquires nothing beyond itself. False on timeout or abort, with rank from(nth) in the failure record; true without the rest if
+// stop(missing_word) is true.
 template <class From, class Stop, class Take>
 MOECOMM_FN bool await_words(const Round& r, u64 first, i64 stride, i32 n, From from, Stop stop, Take take) {
     constexpr i32 kBatch = 8;
     for (i32 base = 0; base < n; base += kBatch) {
         u64 seen[kBatch];
-        i32 missing_peer = 0;
+        i32 missing_word = 0;
         bool stopped = false;
         const auto ready = [&] {
-            missing_peer = -1;
+            missing_word = -1;
 #pragma unroll
             for (i32 i = 0; i < kBatch; ++i)
                 if (base + i < n) seen[i] = load_relaxed(own<const u64>(r.ctx, first + (base + i) * stride));
 #pragma unroll
             for (i32 i = kBatch - 1; i >= 0; --i)
-                if (base + i < n && signal_tag(seen[i]) != r.tag) missing_peer = base + i;
-            stopped = missing_peer >= 0 && stop(missing_peer);
-            return missing_peer < 0 || stopped;
+                if (base + i < n && signal_tag(seen[i]) != r.tag) missing_word = base + i;
+            stopped = missing_word >= 0 && stop(missing_word);
+            return missing_word < 0 || stopped;
         };
-        if (!wait_for_any(r, Phase::header, [&] { return from(missing_peer); }, r.tag, ready, [] { return 0ll; })) return false;
+        if (!wait_for_any(r, Phase::header, [&] { return from(missing_word); }, r.tag, ready, [] { return 0ll; })) return false;
         if (stopped) return true;
 #pragma unroll
         for (i32 i = 0; i < kBatch; ++i)

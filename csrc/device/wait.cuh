@@ -47,7 +47,8 @@ MOECOMM_FN bool claim_record(const Round& r) {
     return held != r.tag && compare_exchange(claim, held, r.tag) == held;
 }
 
-// Report an invalid round: the ranks disagree, or one of them had bad input. Called by any thread; reported once. The Buffer can go on.
+// Report why the headers make the round invalid. Called by any thread; reported once. Sets no abort word: every rank reaches the same
+// result. After peer_lost and Argument::rejected, Python ends the Buffer.
 MOECOMM_FN void report_invalid(const Round& r, const ValidationResult& v) {
     if (claim_record(r)) write_record(r, Phase::header, v, 0);
 }
@@ -68,7 +69,7 @@ __device__ __noinline__ void report_failure(Round r, Waited waited, Phase phase,
 }
 
 // Extra time of a wait for other threads of this rank. Those threads wait for peers themselves, and the thread whose peer is missing must
-// report first. Both check the clock every kLookCycles.
+// report first. Both check the clock every kCheckCycles.
 constexpr u64 kOwnThreadsNs = 100'000'000;
 
 // One thread polls `ready()`; the order is that of its loads. On timeout or abort, report whom(), `phase`, `expected` and seen(), and

@@ -142,12 +142,12 @@ struct DispatchCall {
     MOECOMM_FN i32 counted_from(i32 warp) const {  // first token of such a warp
         return min((share.first_chunk + (share.end_chunk - share.first_chunk) * warp / count_warps()) * a.chunk_tokens, share.end);
     }
-    // Number of steps of shared.sent, and the step of the block's n-th chunk.
+    // Number of steps of shared.sent, and the step to which the block's n-th chunk belongs.
     MOECOMM_FN i32 steps() const {
         const i32 chunks = share.end_chunk - share.first_chunk;
         return cfg.signals_early() ? chunks : min(chunks, 1);
     }
-    MOECOMM_FN static i32 rotation_step_of(i32 n) { return cfg.signals_early() ? n : 0; }
+    MOECOMM_FN static i32 step_of_chunk(i32 nth) { return cfg.signals_early() ? nth : 0; }
     MOECOMM_FN u32* range(i32 rank, i32 chunk) const { return transport.template local<u32>(range_at(window(), shape(), rank, chunk)); }
 
     MOECOMM_FN i64 id_at(i64 entry) const {

@@ -6,16 +6,16 @@
 // of two; the owner of the expert then makes the row descriptor.
 #pragma once
 #include "../protocol/row_descriptor.h"
-#include "rank.cuh"
+#include "place.cuh"
 
 namespace moecomm {
 
 // Takes the place of a Sender; loads nothing ahead.
 template <class Call>
-struct PublishedRows {
+struct DescriptorSender {
     const Call& c;
 
-    MOECOMM_FN explicit PublishedRows(const Call& call) : c(call) {}
+    MOECOMM_FN explicit DescriptorSender(const Call& call) : c(call) {}
     MOECOMM_FN void load_next() const {}
     MOECOMM_FN void drop_loads() const {}
 };

@@ -8,7 +8,7 @@
 #include "announce.cuh"
 #include "descriptors.cuh"
 #include "outputs.cuh"
-#include "rank.cuh"
+#include "place.cuh"
 #include "receive.cuh"
 #include "scaleout/forward.cuh"
 #include "send.cuh"
@@ -46,26 +46,26 @@ MOECOMM_FN void prepare_block(Shared& shared, const Call& c) {
 template <class Call>
 MOECOMM_FN void move_rows(const Call& c, Sender<Call>& sender) {
     constexpr DispatchConfig cfg = Call::cfg;
-    constexpr i32 receivers = cfg.send_warps, metadata_threads = receivers + cfg.receive_warps,
-                  flaggers = metadata_threads + cfg.metadata_warps;
-    constexpr i32 putters = flaggers + cfg.flag_warps, forwarders = putters + cfg.put_warps;
+    constexpr i32 first_receive_warp = cfg.send_warps, first_metadata_warp = first_receive_warp + cfg.receive_warps,
+                  first_flag_warp = first_metadata_warp + cfg.metadata_warps;
+    constexpr i32 first_put_warp = first_flag_warp + cfg.flag_warps, first_forward_warp = first_put_warp + cfg.put_warps;
     finalize_share(c);
     if constexpr (cfg.domains() > 1 && cfg.part == Part::begin) {
         if (blockIdx.x == 0) save_headers(c);
     }
-    if (warp_id() < receivers) {
+    if (warp_id() < first_receive_warp) {
         send(c, sender);
         if (blockIdx.x == 0) write_counts(c);
         clear_padding(c);
-    } else if (warp_id() < metadata_threads) {
+    } else if (warp_id() < first_metadata_warp) {
         receive(c);
-    } else if (warp_id() < flaggers) {
+    } else if (warp_id() < first_flag_warp) {
         if constexpr (cfg.metadata_warps > 0) write_metadata(c);
         clear_unused(c, c.shared.needed[c.me()], blockIdx.x * kWarp + lane_id(), gridDim.x * kWarp);  // rows are still in flight
-    } else if (cfg.domains() == 1 || warp_id() < putters) {
+    } else if (cfg.domains() == 1 || warp_id() < first_put_warp) {
         raise_flags(c);
     } else if constexpr (cfg.domains() > 1) {
-        warp_id() < forwarders ? put_send_slots(c, warp_id() - putters) : forwarder(c, warp_id() - forwarders);
+        warp_id() < first_forward_warp ? put_send_slots(c, warp_id() - first_put_warp) : forwarder(c, warp_id() - first_forward_warp);
     }
     if constexpr (cfg.receive_warps == 0 && cfg.part == Part::whole) await_all(c);
 }
@@ -116,7 +116,7 @@ MOECOMM_FN void run(const Call& c, Packets<Call>& packets) {
         return;
     }
     if (sends) {
-        if (warp_id() == 0) rank_tokens(c);
+        if (warp_id() == 0) place_all_tokens(c);
         if (blockIdx.x == gridDim.x - 1) write_counts(c);
         clear_padding(c);
     } else if (some_chunks(c) && !receive(c)) {
@@ -130,7 +130,7 @@ MOECOMM_FN void run(const Call& c, Packets<Call>& packets) {
 
 // Fused layers: row descriptors travel in place of rows. Earlier kernels of the stream may still be running.
 template <class Call>
-MOECOMM_FN void run(const Call& c, const PublishedRows<Call>&) {
+MOECOMM_FN void run(const Call& c, const DescriptorSender<Call>&) {
     if (!begin_round(c.round, c.shared.begin, Call::cfg.threads())) return;
     if (!c.alone && !sum_blocks(c, [] {})) return;
     announce(c);
@@ -161,21 +161,21 @@ MOECOMM_FN void run(const Call& c, const PublishedRows<Call>&) {
 template <DispatchConfig cfg, class Transport>
 MOECOMM_FN DispatchCall<cfg, Transport> begin_call(const DispatchArgs& args) {
     constexpr i32 beside = cfg.forward_warps > 0 ? cfg.forward_warps * sizeof(ForwardRing<cfg>) + 128 : 0;
-    static_assert(sizeof(DispatchShared<cfg>) + beside <= cfg.shared_bytes, "jit.py and DispatchShared disagree");
+    static_assert(sizeof(DispatchShared<cfg>) + beside <= cfg.shared_bytes, "moecomm/jit/__init__.py and DispatchShared disagree");
     extern __shared__ __align__(128) u8 memory[];
     auto& shared = *reinterpret_cast<DispatchShared<cfg>*>(memory);
     const DispatchArgs& a = shared.args;
     copy_args(shared.args, args, cfg.threads());
     const DispatchCall<cfg, Transport> c{a, Transport{a.ctx}, {a.ctx, Op::dispatch, 0}, shared, {}, false, static_cast<i32>(gridDim.x)};
     prepare_block(shared, c);
-    // PublishedRows needs no wait: the previous kernel waited for all kernels before it, and writes nothing that is read here
+    // DescriptorSender needs no wait: the previous kernel waited for all kernels before it, and writes nothing that is read here
     // (fused/publish.cuh).
     if constexpr (!cfg.descriptors) await_earlier_kernels();
     __syncthreads();
     return c;
 }
 
-// How rows travel: Sender, Packets or PublishedRows.
+// How rows travel: Sender, Packets or DescriptorSender.
 template <class Call, bool packets, bool descriptors>
 struct ChooseMoves {
     using Type = Sender<Call>;
@@ -186,7 +186,7 @@ struct ChooseMoves<Call, true, false> {
 };
 template <class Call>
 struct ChooseMoves<Call, false, true> {
-    using Type = PublishedRows<Call>;
+    using Type = DescriptorSender<Call>;
 };
 template <class Call>
 using Moves = typename ChooseMoves<Call, Call::cfg.packets, Call::cfg.descriptors>::Type;

@@ -79,7 +79,7 @@ struct Awaited {
 template <GemmConfig c, RowConfig r>
 MOECOMM_FN void schedule_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& args) {
     const RowTiles rows = TileWalk::count_rows<c.most_rows>(args.first.grouping, s.gemm.counts);
-    s.queue.walk = LaggedWalk(args.first.grouping, args.second.grouping, s.gemm.counts, rows, args.lag, args.rotation_step);
+    s.queue.walk = LaggedWalk(args.first.grouping, args.second.grouping, s.gemm.counts, rows, args.lag, args.row_tiles_per_turn);
     Awaited<r> awaited{args};
     for (QueuePlace place;; place.step()) {
         copy_wait(&s.queue.empty[place.slot], place.phase ^ 1);
@@ -222,7 +222,7 @@ MOECOMM_FN void expert_layer(const ExpertLayerArgs& args) {
     if constexpr (c.cluster > 1) sync_cluster<c.cluster>();
     constexpr GemmConfig product = second_of(c, out);
     if (threadIdx.x < kWarpgroup) {
-        leave_registers<kLoaderRegisters>();
+        reg_dealloc<kLoaderRegisters>();
         if (threadIdx.x == 0) load_tiles(s, args);
         if (threadIdx.x == kWarp) schedule_tiles<c, r>(s, args);
         if constexpr (c.scaled()) {
@@ -230,7 +230,7 @@ MOECOMM_FN void expert_layer(const ExpertLayerArgs& args) {
         }
         if (threadIdx.x == 3 * kWarp) complete_tiles(s, args);
     } else {
-        take_registers<kMathRegisters>();
+        reg_alloc<kMathRegisters>();
         make_tiles<c, r, product>(s, args);
         SendRows{args.layer}.end();
     }

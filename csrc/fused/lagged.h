@@ -2,8 +2,8 @@
 // the host.
 //
 // Both products cut the same rows into the same row tiles.  Each has its own column tiles and its own order of tiles (TileWalk).  The
-// launch begins with `lead` tiles of the first product.  Then the products alternate, each with the tiles of `rotation_step` row tiles a
-// step, until the first has no tiles left; the rest of the second follows.
+// launch begins with `lead` tiles of the first product.  Then the products alternate, each with the tiles of `row_tiles_per_turn` row tiles
+// a step, until the first has no tiles left; the rest of the second follows.
 //
 // Invariant: a tile of the second product comes after all tiles of the first product that write its rows, by at least `lag` tiles of the
 // first.  Proof: let first and second be the products' numbers of column tiles.  Before tile j of the second product there are at least
@@ -23,8 +23,12 @@ namespace moecomm {
 class LaggedWalk {
   public:
     // `first` and `second` differ in their columns only; `rows`: TileWalk::count_rows of either.
-    MOECOMM_BOTH LaggedWalk(const Grouping& first, const Grouping& second, const i32* counts, RowTiles rows, i32 lag, i32 rotation_step)
-        : first_(first, counts), second_(second, counts), columns_{first.column_tiles, second.column_tiles}, rotation_step_(rotation_step) {
+    MOECOMM_BOTH LaggedWalk(const Grouping& first, const Grouping& second, const i32* counts, RowTiles rows, i32 lag,
+                            i32 row_tiles_per_turn)
+        : first_(first, counts),
+          second_(second, counts),
+          columns_{first.column_tiles, second.column_tiles},
+          row_tiles_per_turn_(row_tiles_per_turn) {
         all_ = rows.all * columns_[0];
         lead_ = all_ - rows.widest * columns_[0] <= lag ? all_ : rows.widest * columns_[0] + lag;
     }
@@ -48,13 +52,13 @@ class LaggedWalk {
     }
     // Returns how many of the first `alternately` tiles after the lead belong to the first product.
     MOECOMM_BOTH i32 before(i32 alternately) const {
-        const i32 mine = rotation_step_ * columns_[0], both = mine + rotation_step_ * columns_[1], rest = alternately % both;
+        const i32 mine = row_tiles_per_turn_ * columns_[0], both = mine + row_tiles_per_turn_ * columns_[1], rest = alternately % both;
         return alternately / both * mine + (rest < mine ? rest : mine);
     }
 
     TileWalk first_, second_;
     i32 columns_[2];  // column tiles
-    i32 rotation_step_;
+    i32 row_tiles_per_turn_;
     i32 all_, lead_;  // tiles of the first product: all, and those before any tile of the second
 };
 

@@ -37,10 +37,10 @@ struct LayerArgs {
 struct ExpertLayerArgs {
     GemmArgs first, second;  // same rows, row tiles and bands; the second's x is the first's out
     LayerArgs layer;
-    i32 fetchers;       // blocks, the first of the grid, that fetch before they multiply
-    i32 together;       // rows that all blocks fetch first, one row a warp
-    i32 lag;            // see LaggedWalk
-    i32 rotation_step;  // see LaggedWalk
+    i32 fetchers;            // blocks, the first of the grid, that fetch before they multiply
+    i32 together;            // rows that all blocks fetch first, one row a warp
+    i32 lag;                 // see LaggedWalk
+    i32 row_tiles_per_turn;  // see LaggedWalk
 };
 static_assert(sizeof(ExpertLayerArgs) <= 4096 && sizeof(ExpertLayerArgs) % sizeof(u64) == 0, "what a kernel takes");
 

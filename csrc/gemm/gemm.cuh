@@ -229,13 +229,13 @@ MOECOMM_FN void grouped_gemm(const GemmArgs& args) {
     for (i32 g = threadIdx.x; g < args.grouping.groups; g += kGemmThreads) s.counts[g] = reinterpret_cast<const i32*>(args.counts)[g];
     sync_cluster<c.cluster>();
     if (threadIdx.x < kWarpgroup) {
-        leave_registers<kLoaderRegisters>();
+        reg_dealloc<kLoaderRegisters>();
         if (threadIdx.x == 0) load_tiles(s, args);
         if constexpr (c.scaled()) {
             if (warp_id() == 2) load_scales(s, args);
         }
     } else {
-        take_registers<kMathRegisters>();
+        reg_alloc<kMathRegisters>();
         make_tiles(s, args, store_here<c>(args));
     }
     if constexpr (c.cluster > 1) sync_cluster<c.cluster>();  // a block must not exit while peers load or arrive in its shared memory

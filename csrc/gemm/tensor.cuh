@@ -85,11 +85,11 @@ MOECOMM_FN void sync_cluster() {
 
 // Raise and lower the registers of each thread of a warpgroup (setmaxnreg).  All warps of the warpgroup call them.
 template <i32 registers>
-MOECOMM_FN void take_registers() {
+MOECOMM_FN void reg_alloc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
 }
 template <i32 registers>
-MOECOMM_FN void leave_registers() {
+MOECOMM_FN void reg_dealloc() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
 }
 

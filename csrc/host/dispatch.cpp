@@ -84,11 +84,11 @@ void send(Dispatch& d, i32 worker, i32 stride) {
 
 // Forward and receive all remaining chunks; return early if the round fails.
 void receive(Dispatch& d, Forward& forwarder, DirectArrivals& direct, Inbox& inbox) {
-    const auto any = [&] { return forwarder.any_arrived() || direct.any_come() || inbox.any_arrived(); };
+    const auto any = [&] { return forwarder.any_arrived() || direct.any_arrived() || inbox.any_arrived(); };
     const auto find = [&] { return forwarder.open() ? forwarder.missing() : direct.open() ? direct.missing() : inbox.missing(); };
     for (;;) {
         forwarder.forward_arrived();
-        direct.take_come();
+        direct.take_arrived();
         inbox.take_arrived();
         if (!forwarder.open() && !direct.open() && !inbox.open()) return;
         if (!d.r.watch.until(Phase::payload, any, find)) return;
@@ -107,7 +107,7 @@ void send_and_receive(Dispatch& d, i32 worker, i32 stride) {
         const i32 chunk = sender.chunk();
         sender.send();
         forwarder.forward_arrived();
-        direct.take_come();
+        direct.take_arrived();
         inbox.take_arrived();
         if (inbox.behind(chunk)) std::this_thread::yield();
     }

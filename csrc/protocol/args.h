@@ -138,14 +138,15 @@ struct CombineArgs {
     i32 workers;
     i32 chunk_tokens;  // of this rank's tokens, as in the dispatch
     i32 sum_grads;  // flat: 1: out_weight_grads sums over all ranks with a row of the token; 0: it takes the value of each expert's owner
+    // f32[num_tokens][topk], contiguous: replaces the weights that the dispatch carried; 0: the dispatched weights apply
+    u64 topk_weights;
+    // Scratch. Kernels, one domain: address, in this rank's window, of one reduced row for each flat row here, each followed by its
+    // gradients. 0: rows go through `staging`, as they do when source ranks give topk_weights.
+    u64 reduced_rows;
     // out, plain addresses
     u64 out;               // [num_tokens][hidden] of `type`, rows out_stride bytes apart
     u64 out_weight_grads;  // f32[num_tokens][topk]
     i64 out_stride;
-    u64 topk_weights;  // in: f32[num_tokens][topk], contiguous: replaces the weights that the dispatch carried; 0: the dispatched weights
-                       // apply
-    u64 reduced_rows;  // kernels, one domain: offset of one reduced row for each flat row here, then gradients; 0: rows go through
-                       // `staging`, as they do when source ranks give topk_weights
 };
 
 static_assert(sizeof(DispatchArgs) < 2048 && sizeof(CombineArgs) < 2048, "a kernel takes 4 KB of arguments");

@@ -20,7 +20,9 @@ MOECOMM_BOTH constexpr bool valid_id(i64 id, i32 experts) { return id >= -1 && i
 
 // Joint result of all headers of a round. Every rank sees the same headers and counts, so all ranks agree.
 struct ValidationResult {
-    Failure failure;  // none: go on; bad_input: the round is invalid on every rank; mismatch: the ranks are out of step
+    // none: go on. bad_input, mismatch: the round is invalid on every rank, and the Buffer stays usable, unless `argument` is `rejected`:
+    // the ranks are out of step, which ends the Buffer. peer_lost: the peer has closed its Buffer.
+    Failure failure;
     Argument argument;
     i32 peer;
     i64 expected, seen;

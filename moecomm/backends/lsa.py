@@ -61,8 +61,8 @@ def _missing_gpu() -> str:
         available = torch.cuda.is_available()
     if not available:
         no_gpu = "torch sees no GPU; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
-        return _native.cuda_available() or (str(told[0].message).split("\n")[0] if told else no_gpu)
-    if reason := _native.cuda_available():
+        return _native.cuda_missing() or (str(told[0].message).split("\n")[0] if told else no_gpu)
+    if reason := _native.cuda_missing():
         return reason
     if torch.cuda.get_device_capability() < _CAPABILITY:
         have = ".".join(map(str, torch.cuda.get_device_capability()))

@@ -89,7 +89,7 @@ def _check_supported(rounds: Rounds, handle: Handle, options: Options, weight_gr
     elif not takes_weights(rounds):
         what = f"max_tokens * topk = {rounds.max_tokens * rounds.topk}, more than {MOST_WEIGHTS}"
     if what is not None:
-        raise Unsupported(f"combine(topk_weights=) with {what}")
+        raise Unsupported(f"combine(topk_weights=) does not support {what}")
 
 
 def _check_y(rounds: Rounds, y: torch.Tensor, handle: Handle) -> None:

@@ -12,10 +12,10 @@ from moecomm.errors import Aborted, BadInput, Mismatch, MoecommError, OutOfStep,
 Failure, Argument, Phase = _native.Failure, _native.Argument, _native.Phase
 _OPS = ("no operation", "dispatch", "combine", "close")
 _PHASES = {
-    Phase.header: "its counts",
+    Phase.header: "its round header and counts",
     Phase.payload: "its rows",
     Phase.reduced: "its reduced rows",
-    Phase.drained: "it to finish reading what lies where the next rows go",
+    Phase.drained: "the signal that its reads of earlier rows have ended",
     Phase.grid: "the other blocks of this rank",
 }
 
@@ -56,14 +56,17 @@ def error_of(record: _native.FailureRecordView, dead: Mapping[int, str]) -> Moec
         return PeerLost(f"rank {record.peer} is gone (noticed by rank {record.rank} in {where}){why}", **known)
     if record.code == Failure.timeout:
         if record.peer == record.rank and known["phase"] != "grid":  # the peer that gave up has aborted this rank
-            return Timeout(f"rank {record.rank} kept another one waiting, which gave up (noticed in {where})", **known)
-        waited = f"after {record.waited_ns / 1e9:.1f} s" if record.waited_ns else "as another rank found"
+            return Timeout(f"another rank timed out waiting for rank {record.rank} (noticed in {where})", **known)
+        waited = (
+            f"after {record.waited_ns / 1e9:.1f} s" if record.waited_ns else "when another rank reported the timeout"
+        )
         what = _PHASES[Phase(record.phase)]
         return Timeout(
             f"rank {record.rank} waited for rank {record.peer}: {what} ({where}); gave up {waited}",
             **known,
         )
-    return Aborted(f"rank {record.rank} was told to stop by rank {record.peer} ({where}){why}", **known)
+    by = "abort() or an interrupt" if record.peer == record.rank else f"rank {record.peer}"
+    return Aborted(f"rank {record.rank} was stopped by {by} ({where}){why}", **known)
 
 
 def _bad_input(record: _native.FailureRecordView) -> BadInput:
@@ -72,9 +75,7 @@ def _bad_input(record: _native.FailureRecordView) -> BadInput:
     if record.argument == Argument.topk_idx:
         return BadInput(argument, f"expert {record.seen}", f"-1 to {record.expected - 1}", record.peer)
     if record.argument == Argument.handle:
-        return BadInput(
-            "handle", "tables that no dispatch of this Buffer has left so", "the handle, unchanged", record.peer
-        )
+        return BadInput("handle", "a handle whose tables were overwritten", "an unmodified handle", record.peer)
     if record.argument == Argument.max_rows:
         return BadInput(argument, f"{record.seen} rows arriving", f"at most the {record.expected} given", record.peer)
     if batched:

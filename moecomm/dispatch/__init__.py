@@ -20,7 +20,7 @@ from moecomm.routed import BEGIN, END, Handle, Routed
 __all__ = ["Options", "Plan", "dispatch", "dispatch_begin", "dispatch_end", "finish", "prepare", "prepare_end", "run"]
 
 
-class PublishedRows(NamedTuple):
+class PublishedOffsets(NamedTuple):
     """Offsets in this rank's window of the rows of x that owners fetch and of the rows that experts return.
 
     csrc/protocol/row_descriptor.h has the descriptor that carries them.
@@ -97,7 +97,7 @@ def prepare(
     sync: bool | None = None,
     begin: bool = False,
     grow: bool = False,
-    descriptors: PublishedRows | None = None,
+    descriptors: PublishedOffsets | None = None,
 ) -> Routed:
     """Check the arguments of Buffer.dispatch and make room for the outputs.
 
@@ -113,7 +113,7 @@ def prepare(
     if sync is not None:
         check_flag("sync", sync)
     if rounds.begun is not None:
-        raise BadInput("dispatch", "another one while one has only begun", "dispatch_end(routed) of that first")
+        raise BadInput("dispatch", "a second dispatch before dispatch_end()", "dispatch_end(routed) first")
     if getattr(x, "requires_grad", False) or getattr(topk_weights, "requires_grad", False):
         warn_of_gradients(x, topk_weights)
     layout = options.layout

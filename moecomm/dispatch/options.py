@@ -55,7 +55,7 @@ def check_options(options: Options) -> None:
     if options.quantize not in (None, "fp8"):
         raise BadInput("quantize", repr(options.quantize), "None or 'fp8'")
     if options.quantize is None and options.scale_format != "fp32":
-        raise BadInput("scale_format", repr(options.scale_format), "quantize='fp8' beside it, whose scales it is of")
+        raise BadInput("scale_format", repr(options.scale_format), "'fp32', or pass quantize='fp8'")
     check_flag("check_weights", options.check_weights)
     check_num_sms(options.num_sms)
 

@@ -149,11 +149,11 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.DispatchArgs:
         quantize=args.quantize,
         scale_format=args.scale_format,
         scale_layout=SCALE_LAYOUTS.index(options.scale_layout),
-        bytes_of_a_row_of_scales=args.scale_bytes,
+        scale_bytes=args.scale_bytes,
         expert_alignment=args.alignment,
         handle_given=args.repeat,
-        in_two_halves=int(key.begin),
-        rows_that_are_fetched=args.descriptors,
+        split=int(key.begin),
+        fused=args.descriptors,
         asks_for_a_larger_buffer=int(key.grow),
     )
     return args

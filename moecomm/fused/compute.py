@@ -1,8 +1,8 @@
 """The compute step of a fused layer: one launch fetches rows, computes both GEMMs and sends the results.
 
-csrc/README.md, "The fused layer", explains the kernel.  A variant with one launch for each GEMM was faster by more than
-noise (2 %) only in three measured layers, 16 and 4096 tokens of Mixtral, where the unfused layer was faster than both
-(bench/results/layers-h200-2.json, moe-mixtral-8x7b-h200-2.json, moe-mixtral-8x7b-h200-4.json).
+docs/fused_kernels.md, "Fused layer", explains the kernel.  A variant with one launch for each GEMM was faster by more
+than noise (2 %) only in three measured layers, 16 and 4096 tokens of Mixtral, where the unfused layer was faster than
+both (bench/results/layers-h200-2.json, moe-mixtral-8x7b-h200-2.json, moe-mixtral-8x7b-h200-4.json).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FETCHERS = 16  # blocks that fetch: with fewer, short rows do not arrive in time
 # Tiles of the first GEMM, for each cluster of the launch, between the last tile that writes a band of rows and the
 # first tile that reads it.  With two, each cluster has one tile in progress and one queued in between.
 LAG = 2
-_LONG_STEP, _SHORT_STEP_ROWS, _LONG_ROW = 64, 1024, 2048  # row tiles, rows, bytes; see rotation_step
+_LONG_STEP, _SHORT_STEP_ROWS, _LONG_ROW = 64, 1024, 2048  # row tiles, rows, bytes; see row_tiles_per_turn
 _TOGETHER = 2  # most rows a block that all blocks fetch first
 _MORE_WANTED = 16  # rows that the first experts may have beyond the average
 
@@ -82,11 +82,11 @@ def layer_args(
         # With many rows, fetching blocks begin with their own share at once.
         together=min(rows_at_once(rows, first, clusters), _TOGETHER * blocks) if few else 0,
         lag=LAG * clusters,
-        rotation_step=rotation_step(schedule, then.x.shape[1] * then.x.itemsize),
+        row_tiles_per_turn=row_tiles_per_turn(schedule, then.x.shape[1] * then.x.itemsize),
     )
 
 
-def rotation_step(schedule: Schedule, row_bytes: int) -> int:
+def row_tiles_per_turn(schedule: Schedule, row_bytes: int) -> int:
     """Return the row tiles of one GEMM that are computed before the other continues; `row_bytes`: of the first product.
 
     With short steps, tiles of both GEMMs run at any time, and their weights and rows share the L2 cache.  With long

@@ -149,7 +149,7 @@ def fused_or_not(fused: bool | str | None) -> bool | None:
         warnings.warn(f"fused={name!r} is deprecated: use {_ALIASES[name]}", DeprecationWarning, stacklevel=2)
         return _ALIASES[name]
     raise BadInput(
-        "fused", repr(fused), "True: it went in favor of that" if name == "two launches" else "None, True or False"
+        "fused", repr(fused), "True ('two launches' was removed)" if name == "two launches" else "None, True or False"
     )
 
 
@@ -165,7 +165,7 @@ def _runs_fused(rounds: Rounds, w2: torch.Tensor, asked: bool | None, why_unfuse
         return False
     why_not = why_unfused()
     if asked is not None and why_not:
-        _say_once("rows travel before and after the experts, not under them: %s", why_not)
+        _say_once("fused=True is not possible here, so the layer runs unfused: %s", why_not)
     return not why_not
 
 

@@ -20,7 +20,7 @@ from moecomm import _native, combine, dispatch
 from moecomm.backends import cuda_driver
 from moecomm.core.arrays import as_output_tensor, as_tensor, check_no_overlap, check_rows, check_tensor
 from moecomm.core.rounds import Rounds
-from moecomm.dispatch import PublishedRows
+from moecomm.dispatch import PublishedOffsets
 from moecomm.dispatch.arguments import check_routing
 from moecomm.dispatch.reference import GROUP
 from moecomm.fused import compute, kernels, schedules
@@ -146,7 +146,10 @@ class Unfused:
 
 
 class Fused:
-    """Pipeline: the rows travel while the experts compute.  Only run_reduce waits for other ranks."""
+    """Pipeline: rows travel while the experts compute.
+
+    The dispatch and the reduction wait for other ranks; the compute launch waits only for what they have announced.
+    """
 
     def __init__(
         self,
@@ -218,7 +221,7 @@ class Fused:
 
     def dispatch_call(self) -> DispatchCall:
         """Return the arguments of a dispatch of row descriptors."""
-        published = PublishedRows(
+        published = PublishedOffsets(
             self._args.published, row_pitch(self._dtype, self._rounds.hidden), self._args.received
         )
         return DispatchCall(
@@ -231,8 +234,8 @@ class Fused:
         """Enqueue the launch that fetches rows, computes both GEMMs and sends the results."""
         schedule, hidden = self._schedule, self._rounds.hidden
         clusters, how = self._sms // schedule.cluster, (self._rows, self._counted)
-        given, then = self._operands(routed)
-        args = compute.layer_args(self._args, given, then, self._apart, schedule, *how, clusters)
+        first, second = self._operands(routed)
+        args = compute.layer_args(self._args, first, second, self._apart, schedule, *how, clusters)
         kernel = compute.layer_kernel(self._dtype, self._apart, schedule, hidden, self._rounds.dtype, self._counted)
         self._launch(kernel, clusters * schedule.cluster, args)
 

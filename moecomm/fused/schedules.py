@@ -99,8 +99,8 @@ def choose_fp8(expected_rows: int, groups: int, columns: int, multiprocessors: i
     Fitted to bench/results/gemm-fp8-rows-h200.json, gemm-fp8-schedules-h200.json and gemm-fp8-clusters-h200.json;
     tests/fused/test_schedules.py checks how well.  Small tiles are best while one tile holds nearly every group.  From
     254 rows on, where units of 64 rows waste little, 128x4c1r was 9 to 46 % faster than 128x4c1; with 125 to 128 rows
-    it was not.  Clusters of two with tiles of 128 rows were faster in few cases, by little (csrc/README.md), and do not
-    exist.
+    it was not.  Clusters of two with tiles of 128 rows were faster in few cases, by little (docs/decisions.md), and
+    do not exist.
 
     Raises:
         BadInput: sizes that are not positive integers.

@@ -194,13 +194,13 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
         tables += 4 * spec.experts
     replicate_slots = 2
     # a ring for each receive warp, and the rows of a chunk's tokens
-    spreading = (
+    replicate_total = (
         receive_warps * (_align(replicate_slots * (replicate + 8) + 4 * 32 * spec.topk, 128) + 128)
         if replicates
         else 256
     )
     forward_warps, forward = (4, _piece(spec.row_bytes, 3584, 16)) if several else (0, 0)
-    relaying = forward_warps * _align(2 * (forward + 8) + 128, 128) + 128 * several
+    forward_total = forward_warps * _align(2 * (forward + 8) + 128, 128) + 128 * several
     few = ((8, 2), (6, 2), (4, 2), (2, 2), (1, 2))[2 * several :]
     many = () if spec.packets or replicates or several else ((8, 3), (7, 3), (6, 3))
     for send_warps, slots in ((0, 2),) if ends else (*many, *few):
@@ -213,7 +213,7 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
             count_warps = send_warps if cast >= 4 * columns else 0
         else:
             count_warps = min(send_warps, send_warps * (slots - slots // 2) * piece // (4 * columns))
-        fixed = tables + spreading + relaying + max(send_warps, 1) * warp + 256
+        fixed = tables + replicate_total + forward_total + max(send_warps, 1) * warp + 256
         beside = 4 * columns if count_warps == 0 and not ends else 0
         count_warps, fixed = max(count_warps, int(not ends)), fixed + beside
         if fixed <= _SHARED_LIMIT:

@@ -35,15 +35,15 @@ def test_missing_is_a_sentence_to_act_on(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.version, "cuda", None)
     assert lsa.missing() == "this torch is built without CUDA; install a CUDA build from https://pytorch.org"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(_native, "cuda_available", lambda: "libcuda.so.1 can't be loaded; install the NVIDIA driver")
+    monkeypatch.setattr(_native, "cuda_missing", lambda: "libcuda.so.1 can't be loaded; install the NVIDIA driver")
     assert lsa.missing() == "libcuda.so.1 can't be loaded; install the NVIDIA driver"
-    monkeypatch.setattr(_native, "cuda_available", lambda: "")
+    monkeypatch.setattr(_native, "cuda_missing", lambda: "")
     assert lsa.missing() == "torch sees no GPU; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
 def test_a_gpu_before_hopper_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(_native, "cuda_available", lambda: "")
+    monkeypatch.setattr(_native, "cuda_missing", lambda: "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")

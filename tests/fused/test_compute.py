@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moecomm.fused import FP8_SCHEDULES, SCHEDULES
-from moecomm.fused.compute import layer_kernel, rotation_step
+from moecomm.fused.compute import layer_kernel, row_tiles_per_turn
 from moecomm.fused.kernels import FP8
 from moecomm.fused.schedules import schedule_of_both
 from moecomm.jit import loader
@@ -24,7 +24,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 @pytest.mark.parametrize("name", ["at-work-h200-4", "at-work-fp8-h200-4"])
-def test_rotation_steps_are_about_the_best_that_were_measured(name: str) -> None:
+def test_row_tiles_per_turns_are_about_the_best_that_were_measured(name: str) -> None:
     """Of 8192 tokens on 4 GPUs: one by one and at work, together."""
     text = (Path(__file__).parents[2] / "bench" / "results" / f"{name}.json").read_text()
     found: dict[str, dict[int, float]] = defaultdict(dict)
@@ -35,7 +35,9 @@ def test_rotation_steps_are_about_the_best_that_were_measured(name: str) -> None
     for model, took in found.items():
         sizes, dtype = MODELS[model], FP8 if "fp8" in name else BF16
         rows = 8192 * sizes.topk * 4 // sizes.num_experts
-        step = rotation_step(schedule_of_both(dtype, rows, sizes.intermediate), sizes.intermediate * dtype.itemsize)
+        step = row_tiles_per_turn(
+            schedule_of_both(dtype, rows, sizes.intermediate), sizes.intermediate * dtype.itemsize
+        )
         assert took[step] <= 1.01 * min(took.values()), (model, took)
 
 

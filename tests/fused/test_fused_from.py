@@ -95,7 +95,7 @@ def test_names_of_forms_are_deprecated() -> None:
         with pytest.warns(DeprecationWarning, match=f"use {value}"):
             assert layer.fused_or_not(name) is value
     assert [layer.fused_or_not(given) for given in (None, False, True)] == [None, False, True]
-    with pytest.raises(BadInput, match="True: it went in favor of that"):
+    with pytest.raises(BadInput, match="was removed"):
         layer.fused_or_not("two launches")
     for wrong in ("three launches", 1, ["one launch"]):
         with pytest.raises(BadInput, match="None, True or False"):

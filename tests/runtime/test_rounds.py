@@ -118,7 +118,7 @@ def test_after_a_fork() -> None:
 
 
 def test_why_there_is_no_gpu() -> None:
-    missing = _native.cuda_available()
+    missing = _native.cuda_missing()
     assert (missing == "") == torch.cuda.is_available()
     if missing:
         assert missing.endswith(".")

@@ -19,17 +19,17 @@ DirectArrivals::DirectArrivals(Dispatch& d, i32 worker, i32 stride) : d_(d), wor
 
 const u64* DirectArrivals::signal(i32 source) const { return d_.r.signal(direct_signal(d_.a.ctx.shape, d_.r.tag, source)); }
 
-bool DirectArrivals::come(i32 source) const { return load_acquire(signal(source)) == tag_signal(d_.r.tag); }
+bool DirectArrivals::arrived(i32 source) const { return load_acquire(signal(source)) == tag_signal(d_.r.tag); }
 
-bool DirectArrivals::any_come() const {
-    return std::any_of(waiting_.begin(), waiting_.end(), [this](i32 source) { return come(source); });
+bool DirectArrivals::any_arrived() const {
+    return std::any_of(waiting_.begin(), waiting_.end(), [this](i32 source) { return arrived(source); });
 }
 
 Missing DirectArrivals::missing() const { return {waiting_.front(), signal(waiting_.front()), d_.r.tag}; }
 
-void DirectArrivals::take_come() {
+void DirectArrivals::take_arrived() {
     const auto take_all = [this](i32 source) {
-        if (!come(source)) return false;
+        if (!arrived(source)) return false;
         const SourceTokens& sent = d_.sent(source);
         for (i32 chunk = worker_; chunk < ceil_div(sent.num_tokens, sent.chunk_tokens); chunk += stride_) take(source, chunk);
         return true;

@@ -31,15 +31,15 @@ class DirectArrivals {
     DirectArrivals(Dispatch& d, i32 worker, i32 stride);
 
     // Deliver the chunks of all source ranks that have signaled; does not wait.
-    void take_come();
-    bool any_come() const;
+    void take_arrived();
+    bool any_arrived() const;
     // True if a source rank has not signaled yet.
     bool open() const { return !waiting_.empty(); }
     Missing missing() const;
 
   private:
     const u64* signal(i32 source) const;
-    bool come(i32 source) const;
+    bool arrived(i32 source) const;
     void take(i32 source, i32 chunk) const;
 
     Dispatch& d_;

@@ -99,7 +99,7 @@ MOECOMM_FN void place_tokens(const Call& c, i32 first, i32 end, i32* cursors) {
 
 // Called by one warp after the round was found valid. Assigns the rows of all tokens of the block in one pass.
 template <class Call>
-MOECOMM_FN void rank_tokens(const Call& c) {
+MOECOMM_FN void place_all_tokens(const Call& c) {
     i32* cursors = c.counters(0);
     for (i32 column = lane_id(); column < Call::cfg.columns(); column += kWarp) cursors[column] += c.shared.base[column];
     __syncwarp();
