@@ -3,7 +3,8 @@
     python bench/at_work.py --ranks 2 --model deepseek-v3 --tokens 8192 --turns 1,16,64 --json at-work.json
 
 The benchmark measures three choices of the fused layer: the order of its tiles
-(moecomm.fused.compute.row_tiles_per_turn), the number of blocks that fetch (FETCHERS), and the early launch of its kernels (moecomm.jit.plain_kernel.launch).
+(moecomm.fused.compute.row_tiles_per_turn), the number of blocks that fetch (FETCHERS), and the early launch of its
+kernels (moecomm.jit.plain_kernel.launch).
 
 A rank has as many experts as each of 4 ranks has, so that an expert has as many rows as there. All results are compared
 bit for bit. Keys of a row:

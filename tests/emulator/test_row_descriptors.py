@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.dispatch import PublishedRows
+from moecomm.dispatch import PublishedOffsets
 from moecomm.dispatch.plan import DESCRIPTOR_BYTES
 from moecomm.routed import Routed
 from moecomm.testing import LocalBuffers
@@ -45,9 +45,9 @@ def ranks(most: int, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Itera
         machine.forget()
 
 
-def told(rank: int) -> PublishedRows:
+def told(rank: int) -> PublishedOffsets:
     """Of a rank: nothing lies there, nothing looks there."""
-    return PublishedRows(rows=1024 * (rank + 1), pitch=16 * (9 + rank), receive_buffer=(1 << 40) + (rank << 32))
+    return PublishedOffsets(rows=1024 * (rank + 1), pitch=16 * (9 + rank), receive_buffer=(1 << 40) + (rank << 32))
 
 
 def routing(tokens: int, rank: int, dtype: torch.dtype) -> torch.Tensor:

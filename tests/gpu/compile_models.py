@@ -22,7 +22,7 @@ from moecomm.backends import host
 from moecomm.backends.lsa_kernels import combine_spec
 from moecomm.buffer import Buffer
 from moecomm.core import packets
-from moecomm.dispatch import PublishedRows
+from moecomm.dispatch import PublishedOffsets
 from moecomm.fused import schedules
 from moecomm.fused.compute import layer_kernel, rows_per_counter
 from moecomm.fused.kernels import FP8, gemm_kernel
@@ -60,7 +60,7 @@ def of_rounds(model: Model, ranks: int, tokens: int) -> Iterator[Kernel]:
     with opened(model, ranks, tokens) as buffer:
         ids, weights = torch.full((tokens, model.topk), -1), torch.zeros(tokens, model.topk)
         x = torch.zeros(tokens, model.hidden, dtype=BF16)
-        kinds: list[dict[str, Any]] = [{}, {"quantize": "fp8"}, {"descriptors": PublishedRows(0, 2 * model.hidden, 0)}]
+        kinds: list[dict[str, Any]] = [{}, {"quantize": "fp8"}, {"descriptors": PublishedOffsets(0, 2 * model.hidden, 0)}]
         for kind in kinds:
             routed = prepare_dispatch(buffer, x, ids, weights, layout="expert", max_rows=64, **kind)
             yield on_a_gpu(routed.args, "expert")
