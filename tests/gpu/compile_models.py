@@ -60,7 +60,11 @@ def of_rounds(model: Model, ranks: int, tokens: int) -> Iterator[Kernel]:
     with opened(model, ranks, tokens) as buffer:
         ids, weights = torch.full((tokens, model.topk), -1), torch.zeros(tokens, model.topk)
         x = torch.zeros(tokens, model.hidden, dtype=BF16)
-        kinds: list[dict[str, Any]] = [{}, {"quantize": "fp8"}, {"descriptors": PublishedOffsets(0, 2 * model.hidden, 0)}]
+        kinds: list[dict[str, Any]] = [
+            {},
+            {"quantize": "fp8"},
+            {"descriptors": PublishedOffsets(0, 2 * model.hidden, 0)},
+        ]
         for kind in kinds:
             routed = prepare_dispatch(buffer, x, ids, weights, layout="expert", max_rows=64, **kind)
             yield on_a_gpu(routed.args, "expert")
