@@ -82,7 +82,7 @@ ValueError unless `ring_tokens` is a positive multiple of 32 (kMaxChunk) and `do
         .def_readonly("counting", &WindowLayout::counting)
         .def_readonly("summed", &WindowLayout::summed)
         .def_readonly("packets", &WindowLayout::packets)
-        .def_readonly("begun", &WindowLayout::begun)
+        .def_readonly("split_headers", &WindowLayout::split_headers)
         .def_readonly("signals", &WindowLayout::signals)
         .def_readonly("staging", &WindowLayout::staging)
         .def_readonly("receive_buffer", &WindowLayout::receive_buffer)
@@ -168,7 +168,7 @@ void bind_dispatch(py::module_& m) {
         .def_readwrite("num_rows", &DispatchArgs::num_rows)
         .def_readwrite("scale_columns", &DispatchArgs::scale_columns)
         .def_readwrite("scale_stride", &DispatchArgs::scale_stride)
-        .def_readwrite("receive_buffer", &DispatchArgs::receive_buffer);
+        .def_readwrite("result_rows", &DispatchArgs::result_rows);
 }
 
 void bind_combine(py::module_& m) {

@@ -15,8 +15,8 @@ struct Packing {
     static constexpr i32 kColumns = kWord / bytes_of(cfg.staged());  // columns in a word
 
     // First column and number of words of a piece; the last piece may have fewer words.
-    MOECOMM_FN static i32 column(i32 piece) { return piece * (cfg.packet_bytes / bytes_of(cfg.staged())); }
-    MOECOMM_FN static i32 words(i32 piece) { return min(cfg.packet_bytes, cfg.staged_bytes() - piece * cfg.packet_bytes) / kWord; }
+    MOECOMM_FN static i32 column(i32 piece) { return piece * (cfg.packet_row_bytes / bytes_of(cfg.staged())); }
+    MOECOMM_FN static i32 words(i32 piece) { return min(cfg.packet_row_bytes, cfg.staged_bytes() - piece * cfg.packet_row_bytes) / kWord; }
     // Whether the nth of this lane's two words in a step is among the first `words`.
     MOECOMM_FN static bool has(i32 step, i32 nth, i32 words) { return packet_word(step) + nth < words && !(nth == 1 && ends_line()); }
 };
@@ -94,7 +94,7 @@ struct Push {
     MOECOMM_FN void load(PendingItem& f) const {
         if constexpr (kFlat) {
             f.token = reinterpret_cast<const int2*>(c.a.route.src)[f.flat_row].y;
-            const auto* row = reinterpret_cast<const u64*>(y_row(f.flat_row) + f.piece * cfg.packet_bytes);
+            const auto* row = reinterpret_cast<const u64*>(y_row(f.flat_row) + f.piece * cfg.packet_row_bytes);
             const i32 words = P::words(f.piece);
 #pragma unroll
             for (i32 step = 0; step < P::kSteps; ++step) {

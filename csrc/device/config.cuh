@@ -38,7 +38,7 @@ struct DispatchConfig {
     // Packets of a row (moecomm/core/packets.py): bytes of the row and of its scales in each packet, and lines; no lines: no rank sends
     // packets.
     bool packets;  // this rank has few tokens and sends them in packets
-    i32 packet_bytes, packet_scale_bytes, packet_lines;
+    i32 packet_row_bytes, packet_scale_bytes, packet_lines;
     // Warp roles and shared memory of a block.
     i32 send_warps;                // 0 in the second half of a split dispatch
     i32 receive_warps;             // 0 if arrived rows need no further work
@@ -69,7 +69,7 @@ struct DispatchConfig {
     MOECOMM_BOTH constexpr i32 pieces() const { return ceil_div(hidden, piece_columns); }
     MOECOMM_BOTH constexpr i32 piece_bytes() const { return piece_columns * bytes_of(type); }
     MOECOMM_BOTH constexpr i32 slots_ahead() const { return quantize ? ring_slots - 1 : ring_slots / 2; }  // loads that run ahead
-    MOECOMM_BOTH constexpr i32 packets_of_row() const { return packet_lines > 0 ? ceil_div(row_bytes, packet_bytes) : 0; }
+    MOECOMM_BOTH constexpr i32 packets_of_row() const { return packet_lines > 0 ? ceil_div(row_bytes, packet_row_bytes) : 0; }
     MOECOMM_BOTH constexpr i32 tokens_per_step() const {
         return kWarp / topk;
     }  // complete tokens that a warp handles at once, one entry a lane
@@ -94,11 +94,11 @@ struct CombineConfig {
     bool wide_bias;  // the bias is float32 and y is not
     Type wire;       // of a reduced row
     bool weighted;
-    bool own_weights;                // the source ranks give the weights, in place of those that the dispatch carried
-    bool in_place;                   // peers read this rank's rows of y in place: nothing is staged
-    bool sum_grads;                  // CombineArgs::sum_grads
-    bool packets;                    // this rank has few tokens and receives its reduced rows in packets
-    i32 packet_bytes, packet_lines;  // bytes of a staged row in each packet, and lines of a packet
+    bool own_weights;                    // the source ranks give the weights, in place of those that the dispatch carried
+    bool in_place;                       // peers read this rank's rows of y in place: nothing is staged
+    bool sum_grads;                      // CombineArgs::sum_grads
+    bool packets;                        // this rank has few tokens and receives its reduced rows in packets
+    i32 packet_row_bytes, packet_lines;  // bytes of a staged row in each packet, and lines of a packet
     // Warp roles and shared memory of a block.
     i32 reduce_warps, pull_warps;  // no reduce warps if in_place
     i32 return_forward_warps;      // several domains: reduce rows for source ranks of other domains
@@ -114,7 +114,7 @@ struct CombineConfig {
     MOECOMM_BOTH constexpr Type staged() const { return layout == Layout::flat ? type : wire; }
     MOECOMM_BOTH constexpr i32 row_bytes() const { return hidden * bytes_of(type); }
     MOECOMM_BOTH constexpr i32 staged_bytes() const { return hidden * bytes_of(staged()); }
-    MOECOMM_BOTH constexpr i32 packets_of_row() const { return ceil_div(staged_bytes(), packet_bytes); }
+    MOECOMM_BOTH constexpr i32 packets_of_row() const { return ceil_div(staged_bytes(), packet_row_bytes); }
     MOECOMM_BOTH constexpr i32 grads_bytes() const { return align_up<i32>(topk * 4, 16); }
 };
 

@@ -133,7 +133,7 @@ MOECOMM_FN bool agree(const Call& c) {
         record_error(rank);
         if constexpr (!cfg.repeat) record_error(cfg.ranks + rank);
         const RoundHeader& from = c.shared.headers[rank];
-        c.shared.sources[rank] = {from.num_tokens, from.chunk_tokens, from.blocks, from.dispatch.packet_bytes != 0};
+        c.shared.sources[rank] = {from.num_tokens, from.chunk_tokens, from.blocks, from.dispatch.token_packet_bytes != 0};
     }
     c.team_any(false);
     if (!is_valid_round(c) && blockIdx.x == 0 && c.team_thread() == 0) report_invalid(c.round, validate_rank(c, c.shared.first_error));

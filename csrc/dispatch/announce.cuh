@@ -26,9 +26,9 @@ MOECOMM_FN void fill_header(const Call& c, RoundHeader& n) {
     if constexpr (Call::cfg.descriptors) {  // fused layers: the owner that makes row descriptors needs these addresses
         n.published.rows = c.a.x;
         n.published.pitch = c.a.x_stride;
-        n.published.receive_buffer = c.a.receive_buffer;
+        n.published.result_rows = c.a.result_rows;
     }
-    n.dispatch.packet_bytes = Call::cfg.packets ? Call::cfg.packets_of_row() * Call::cfg.packet_lines * kLineBytes : 0;
+    n.dispatch.token_packet_bytes = Call::cfg.packets ? Call::cfg.packets_of_row() * Call::cfg.packet_lines * kLineBytes : 0;
 }
 
 // Called by the team of every block. Posts the round header to every peer of the domain, one block for each peer, and with few tokens also
@@ -45,7 +45,7 @@ MOECOMM_FN void announce(const Call& c) {
         }
         c.team_any(false);
     }
-    const i32 columns = cfg.repeat || !c.alone ? 0 : cfg.columns(), bits = cfg.packet_lines > 0 ? kWantedWords : 0;
+    const i32 columns = cfg.repeat || !c.counts_all ? 0 : cfg.columns(), bits = cfg.packet_lines > 0 ? kWantedWords : 0;
     for (i32 step = c.nth_unpacker(); step >= 0 && step < cfg.ranks; step += c.unpackers()) {
         const i32 peer = rotated<cfg.ranks>(c.me(), step);
         if (!c.domains().reaches(peer)) continue;  // send_tagged_words puts to these

@@ -36,7 +36,7 @@ struct Source {
 // Shared memory of one send warp, where rows travel in packets: loaded pieces of rows, and the contents of packets.
 template <DispatchConfig cfg>
 struct PacketRing {
-    alignas(128) u8 raw[cfg.ring_slots][cfg.packets && cfg.quantize ? cfg.packet_bytes * bytes_of(cfg.type) : 16];
+    alignas(128) u8 raw[cfg.ring_slots][cfg.packets && cfg.quantize ? cfg.packet_row_bytes * bytes_of(cfg.type) : 16];
     alignas(128) u64 content[cfg.ring_slots][cfg.packets ? align_up(cfg.packet_lines * kLineWords, 2) : 2];
     u64 full[cfg.ring_slots];
 };
@@ -75,7 +75,7 @@ struct DispatchShared {
     u32 wanted[cfg.ranks][kWantedWords];    // packets: by rank, one bit for each token of this rank that goes there
     bool agreed;                            // packets: all tagged words arrived
     Begin begin;
-    StepCounters<kSendWarps + cfg.metadata_warps> sent;  // chunks of this block; not signals_early(): one step for all
+    StepCounters<kSendWarps + cfg.metadata_warps> chunk_steps;  // chunks of this block; not signals_early(): one step for all
     alignas(16) u32 scales[kSendWarps][kCasts][align_up(cfg.quantize ? ceil_div(cfg.hidden, kQuantGroup) : 1, 4)];
 };
 
@@ -95,7 +95,7 @@ struct DispatchCall {
     DispatchShared<config>& shared;
     Share share;
     // Every block counts all tokens by itself. Tokens are then few, so one warp is enough for the block's share.
-    bool alone;
+    bool counts_all;
     // Number of blocks that send, from block 0 on. With packets, a third of the blocks sends and the rest unpacks: on a multiprocessor that
     // sends, full links delay loads as well as stores.
     i32 senders;
@@ -138,11 +138,11 @@ struct DispatchCall {
         if (cfg.quantize) return reinterpret_cast<i32*>(shared.cast[warp][kCasts - 1]);
         return reinterpret_cast<i32*>(shared.ring[cfg.slots_ahead()][0]) + warp * cfg.columns();
     }
-    MOECOMM_FN i32 count_warps() const { return alone ? 1 : cfg.count_warps; }
+    MOECOMM_FN i32 count_warps() const { return counts_all ? 1 : cfg.count_warps; }
     MOECOMM_FN i32 counted_from(i32 warp) const {  // first token of such a warp
         return min((share.first_chunk + (share.end_chunk - share.first_chunk) * warp / count_warps()) * a.chunk_tokens, share.end);
     }
-    // Number of steps of shared.sent, and the step to which the block's n-th chunk belongs.
+    // Number of steps of shared.chunk_steps, and the step to which the block's n-th chunk belongs.
     MOECOMM_FN i32 steps() const {
         const i32 chunks = share.end_chunk - share.first_chunk;
         return cfg.signals_early() ? chunks : min(chunks, 1);

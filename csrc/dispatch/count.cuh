@@ -11,7 +11,7 @@ MOECOMM_BOTH constexpr bool is_bad_id(u32 bad) { return bad > kBadWeight; }
 MOECOMM_BOTH constexpr u32 bad_position(u32 bad) { return (is_bad_id(bad) ? kBadId : kBadWeight) - bad; }
 
 // Up to this many entries every block counts all of them by itself, which takes less time than exchanging counts between blocks.
-constexpr i32 kAloneEntries = kMostPacketEntries;
+constexpr i32 kCountAllEntries = kMostPacketEntries;
 
 // Called by all threads of the block before counting; a __syncthreads must follow. Cannot fail.
 template <class Shared, class Call>
@@ -49,13 +49,13 @@ MOECOMM_FN void for_columns(const Call& c, i32 first, i32 end, i32 part, i32 str
     });
 }
 
-// Called by every thread of the block; a __syncthreads must follow. If `alone`, counts all tokens, and separately those before the block's
-// share. Otherwise the warps that count (count_warps) count the block's share. Cannot fail; bad input goes to shared.bad.
+// Called by every thread of the block; a __syncthreads must follow. If `counts_all`, counts all tokens, and separately those before the
+// block's share. Otherwise the warps that count (count_warps) count the block's share. Cannot fail; bad input goes to shared.bad.
 template <class Call>
 MOECOMM_FN void count(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     const i32 warp = warp_id();
-    if (c.alone) {
+    if (c.counts_all) {
         for_columns(c, 0, c.a.num_tokens, warp, cfg.warps(), [&](i32 token, i32 column) {
             atomicAdd(&c.shared.own_counts[column], 1);
             if (token < c.share.first) atomicAdd(&c.shared.before[column], 1);

@@ -54,13 +54,13 @@ MOECOMM_FN void store_descriptors(const Call& c) {
         }
         if (owner < 0) continue;
         *(c.transport.template peer_ptr<RowDescriptor>(owner, c.shared.headers[owner].published.descriptors) + row) =
-            RowDescriptor::of(c.a.x + of * c.a.x_stride, same < row ? same : -1, c.a.receive_buffer + entry * product_bytes, c.me());
+            RowDescriptor::of(c.a.x + of * c.a.x_stride, same < row ? same : -1, c.a.result_rows + entry * product_bytes, c.me());
     }
 }
 
 // A Buffer of few tokens publishes ids through the words in which combines receive weights. A dispatch and a combine are separate rounds,
 // so the words do not collide.
-static_assert(kMostWeights <= kAloneEntries, "every block counts all tokens");
+static_assert(kMostWeights <= kCountAllEntries, "every block counts all tokens");
 template <class Call>
 MOECOMM_FN bool publishes_ids(const Call& c) {
     return takes_weights(c.shape());
@@ -102,7 +102,7 @@ MOECOMM_FN bool make_descriptors(const Call& c, i32 source) {
             if (expert < 0 || expert >= here) return;
             const i32 row = min(atomicAdd(&next[expert], 1), c.a.max_rows - 1);  // as in row_inside
             descriptors[row] = RowDescriptor::of(from.published.rows + entry / cfg.topk * from.published.pitch, -1,
-                                                 from.published.receive_buffer + entry * product_bytes, source);
+                                                 from.published.result_rows + entry * product_bytes, source);
         });
     return !__syncthreads_or(!in_time);
 }

@@ -32,7 +32,7 @@ MOECOMM_FN void prepare_block(Shared& shared, const Call& c) {
             barrier_init(&c.forward_rings()[i / cfg.forward_slots].full[i % cfg.forward_slots], 1);
     }
 #pragma unroll 1
-    for (i32 i = threadIdx.x; i < kOpenSteps; i += cfg.threads()) shared.sent.done[i] = 0;
+    for (i32 i = threadIdx.x; i < kOpenSteps; i += cfg.threads()) shared.chunk_steps.done[i] = 0;
     if (threadIdx.x == 0) {
         shared.bad = 0;
         shared.first_error = 2 * cfg.ranks;
@@ -77,7 +77,7 @@ MOECOMM_FN void run(const Call& c, Sender<Call>& sender) {
     constexpr DispatchConfig cfg = Call::cfg;
     if (!begin_round(c.round, c.shared.begin, cfg.threads())) return;
     if constexpr (!cfg.repeat) {
-        if (!c.alone && !sum_blocks(c, [&] { sender.cast_ahead(1); })) return;
+        if (!c.counts_all && !sum_blocks(c, [&] { sender.cast_ahead(1); })) return;
     }
     announce(c);
     if constexpr (cfg.domains() > 1) send_tagged_words(c, kHeaderWords + (cfg.repeat ? 0 : cfg.columns()));
@@ -132,7 +132,7 @@ MOECOMM_FN void run(const Call& c, Packets<Call>& packets) {
 template <class Call>
 MOECOMM_FN void run(const Call& c, const DescriptorSender<Call>&) {
     if (!begin_round(c.round, c.shared.begin, Call::cfg.threads())) return;
-    if (!c.alone && !sum_blocks(c, [] {})) return;
+    if (!c.counts_all && !sum_blocks(c, [] {})) return;
     announce(c);
     const bool ids = publishes_ids(c);
     if (ids) {
@@ -208,7 +208,7 @@ MOECOMM_FN void dispatch(const DispatchArgs& args) {
         c.senders = min(c.senders, replicate_senders(cfg.quantize));
     }
     c.share = share_of_block(a.num_tokens, a.chunk_tokens, c.senders);
-    c.alone = cfg.packets || gridDim.x == 1 || a.num_tokens * cfg.topk <= kAloneEntries;
+    c.counts_all = cfg.packets || gridDim.x == 1 || a.num_tokens * cfg.topk <= kCountAllEntries;
     Moves<DispatchCall<cfg, Transport>> moves(c);
     for (i32 i = 0; i < cfg.slots_ahead() && warp_id() < cfg.send_warps; ++i) moves.load_next();
     if (threadIdx.x == cfg.threads() - 1) read_round(a.ctx, shared.begin);

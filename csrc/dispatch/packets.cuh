@@ -14,8 +14,8 @@ template <class Call>
 struct Packets {
     static constexpr DispatchConfig cfg = Call::cfg;
     static constexpr i32 kSlots = cfg.ring_slots, kOfRow = cfg.packets_of_row() > 0 ? cfg.packets_of_row() : 1;
-    static constexpr i32 kColumns = cfg.packet_bytes / bytes_of(cfg.quantize ? Type::e4m3 : cfg.type);  // columns of a row in a packet
-    static constexpr i32 kScaleWord = cfg.packet_bytes / 8, kEntryWord = kScaleWord + cfg.packet_scale_bytes / 8;
+    static constexpr i32 kColumns = cfg.packet_row_bytes / bytes_of(cfg.quantize ? Type::e4m3 : cfg.type);  // columns of a row in a packet
+    static constexpr i32 kScaleWord = cfg.packet_row_bytes / 8, kEntryWord = kScaleWord + cfg.packet_scale_bytes / 8;
 
     const Call& c;
     const i32 packets;         // packets of this block
@@ -73,7 +73,7 @@ struct Packets {
 
     // Writes the scales of the columns behind them, with zeros up to the end of the row; casts first if rows are cast.
     MOECOMM_FN void fill_content(i32 token, i32 column) const {
-        u8* scales = content() + cfg.packet_bytes;
+        u8* scales = content() + cfg.packet_row_bytes;
         if constexpr (cfg.quantize) {
             for (i32 i = lane_id(); i < cfg.packet_scale_bytes / 4; i += kWarp) reinterpret_cast<u32*>(scales)[i] = 0;
             __syncwarp();

@@ -161,7 +161,7 @@ struct Sender {
             if (!all && tokens_before(end) + open > done) return;
             bulk_wait<open * kGroups>();
             __syncwarp();  // all lanes' stores come before lane 0's release
-            if (lane_id() == 0) c.shared.sent.arrive(c.round, flagged);
+            if (lane_id() == 0) c.shared.chunk_steps.arrive(c.round, flagged);
             ++flagged;
         }
     }
@@ -179,7 +179,7 @@ MOECOMM_FN void write_metadata(const Call& c) {
         }
         const i32 nth = chunk - c.share.first_chunk;
         if (lane_id() == 0 && (Call::cfg.signals_early() || chunk + 1 == c.share.end_chunk))
-            c.shared.sent.arrive(c.round, c.step_of_chunk(nth));
+            c.shared.chunk_steps.arrive(c.round, c.step_of_chunk(nth));
     }
 }
 
@@ -190,9 +190,9 @@ template <class Call>
 MOECOMM_FN void raise_flags(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     for (i32 chunk = c.share.first_chunk, next; chunk < c.share.end_chunk; chunk = next) {
-        if (__any_sync(kAllLanes, !c.shared.sent.await(c.round, c.step_of_chunk(chunk - c.share.first_chunk)))) return;
+        if (__any_sync(kAllLanes, !c.shared.chunk_steps.await(c.round, c.step_of_chunk(chunk - c.share.first_chunk)))) return;
         for (next = chunk + 1; next < c.share.end_chunk; ++next)
-            if (!__all_sync(kAllLanes, c.shared.sent.is_done(c.step_of_chunk(next - c.share.first_chunk)))) break;
+            if (!__all_sync(kAllLanes, c.shared.chunk_steps.is_done(c.step_of_chunk(next - c.share.first_chunk)))) break;
         c.transport.fence();
         for (i32 i = lane_id(); i < (next - chunk) * cfg.ranks; i += kWarp) {
             const i32 p = rotated<cfg.ranks>(c.me(), i % cfg.ranks), which = chunk + i / cfg.ranks;

@@ -78,8 +78,8 @@ struct Unpacker {
     }
 
     MOECOMM_FN void put_row(i64 row) const {
-        u8* columns = c.transport.template local<u8>(c.a.out_x) + row * cfg.row_bytes + piece * cfg.packet_bytes;
-        const i32 bytes = min(cfg.packet_bytes, cfg.row_bytes - piece * cfg.packet_bytes);
+        u8* columns = c.transport.template local<u8>(c.a.out_x) + row * cfg.row_bytes + piece * cfg.packet_row_bytes;
+        const i32 bytes = min(cfg.packet_row_bytes, cfg.row_bytes - piece * cfg.packet_row_bytes);
         for_words(0, bytes / 8, [&](i32 word, u64 bits) { reinterpret_cast<u64*>(columns)[word] = bits; });
         if constexpr (cfg.scale_bytes > 0) {
             const i32 at = piece * cfg.packet_scale_bytes, left = min(cfg.packet_scale_bytes, cfg.scale_bytes - at);

@@ -62,7 +62,7 @@ template <GemmConfig c, bool apart>
 MOECOMM_FN void load_tile(GemmShared<c>& s, const GemmArgs& args, const Tile& tile, i32 rank, RingPlace<c>& place) {
     const i32 part = tile.padded / c.cluster, column = block_of<c>(tile, rank) * c.block_columns();
     const i32 bytes = c.weight_bytes() + tile.padded * kSlotRowBytes;
-    const u64 keep = tile.alone ? kKeepLeast : kKeepNormal;
+    const u64 keep = tile.only_row_tile ? kKeepLeast : kKeepNormal;
     for (i32 k = 0; k < args.depth; k += c.depth(), place.step()) {
         copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
         u64* full = &s.barriers.full[place.slot];

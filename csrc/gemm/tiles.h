@@ -15,12 +15,12 @@ namespace moecomm {
 
 struct Tile {
     i32 group;
-    i32 row;     // first row, counted over all groups
-    i32 rows;    // rows of the group in this tile
-    i32 padded;  // `rows`, rounded up to units
-    i32 column;  // column tile
-    bool alone;  // the only row tile of its group: no other reads these weights
-    i32 nth;     // index of its row tile, counted over all groups
+    i32 row;             // first row, counted over all groups
+    i32 rows;            // rows of the group in this tile
+    i32 padded;          // `rows`, rounded up to units
+    i32 column;          // column tile
+    bool only_row_tile;  // the only row tile of its group: no other reads these weights
+    i32 nth;             // index of its row tile, counted over all groups
 };
 
 struct Grouping {
@@ -110,7 +110,7 @@ class TileWalk {
         tile.row = begin_ + from;
         tile.padded = (units + (row_tile < larger ? 1 : 0)) * grouping_->unit;
         tile.rows = smaller(tile.padded, rows_ - from);
-        tile.alone = row_tiles_ == 1;
+        tile.only_row_tile = row_tiles_ == 1;
         tile.nth = before_ + row_tile;
     }
 

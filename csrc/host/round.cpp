@@ -87,11 +87,11 @@ bool Round::await_headers() {
 }
 
 void Round::save_headers() const {
-    if (domains() > 1) std::copy_n(&headers_[first], scaleup_ranks, at<RoundHeader>(ctx, me, ctx.window.begun));
+    if (domains() > 1) std::copy_n(&headers_[first], scaleup_ranks, at<RoundHeader>(ctx, me, ctx.window.split_headers));
 }
 
 void Round::load_headers() {
-    if (domains() > 1) std::copy_n(at<const RoundHeader>(ctx, me, ctx.window.begun), scaleup_ranks, &headers_[first]);
+    if (domains() > 1) std::copy_n(at<const RoundHeader>(ctx, me, ctx.window.split_headers), scaleup_ranks, &headers_[first]);
 }
 
 ValidationResult Round::validate_headers() const {

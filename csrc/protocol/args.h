@@ -114,8 +114,8 @@ struct DispatchArgs {
     // for each output row. One group holds all rows (flat, expert), or there is one group for each expert (batched). 0: row-major scales.
     u64 scale_columns;
     i64 scale_stride;
-    u64 receive_buffer;  // descriptors: receive buffer in this rank's window for the experts' result rows, [num_tokens][topk] rows of
-                         // in_type: an offset
+    u64 result_rows;  // descriptors: room in this rank's window for the experts' result rows, [num_tokens][topk] rows of
+                      // in_type: an offset
 };
 
 struct CombineArgs {

@@ -24,7 +24,7 @@ struct State {
     u32 rejected;       // calls of this rank that failed before their rounds began: RoundHeader::rejected
     u32 last_combine;   // the tag of the last combine that staged rows, 0 if none
     u32 last_dispatch;  // the tag of the last dispatch, 0 if it was invalid; the second half of a split dispatch continues that round
-    u32 begun;          // kernels: blocks of this launch that have read `round`
+    u32 blocks_begun;   // kernels: blocks of this launch that have read `round`
     u32 finished;       // kernels: blocks of this launch that have finished
     u32 claim;          // kernels: the tag of the last round whose failure some thread has claimed to report
     u32 next_piece;     // kernels: pieces of a combine that warps have claimed, 0 between launches
@@ -55,7 +55,7 @@ struct WindowLayout {
     // source rank sends the words of round n + 2 after it has received this rank's tagged words of round n + 1, which this rank sent after
     // it had finished reading round n.
     u64 packets;
-    u64 begun;    // RoundHeader[domain_ranks]: scratch: headers of this domain in the dispatch that was begun last; several domains
+    u64 split_headers;  // RoundHeader[domain_ranks]: scratch: headers of this domain in the dispatch that was begun last; several domains
     u64 signals;  // u64[2][signals()]: signals that only links write (domains.h), then the last values of this rank's signals at other
                   // ranks; several domains
     u64 staging;  // [ranks][ring_tokens] rows of staged_row_bytes, by source rank and token % ring_tokens
@@ -103,7 +103,7 @@ MOECOMM_BOTH WindowLayout window_layout(const Shape& s) {
     w.counting = take(kMaxBlocks * (columns + 1) * sizeof(u64));
     w.summed = take(kMaxBlocks * (columns + 1) * sizeof(u64));
     w.packets = take(2 * ranks * static_cast<u64>(s.packet_bytes) + (takes_weights(s) ? 2 * ranks * tokens * s.topk * sizeof(u64) : 0));
-    w.begun = take(domains(s) > 1 ? domain_ranks(s) * sizeof(RoundHeader) : 0);
+    w.split_headers = take(domains(s) > 1 ? domain_ranks(s) * sizeof(RoundHeader) : 0);
     w.signals = take(2 * signals(s) * sizeof(u64));
     w.staging = take(ranks * ring * static_cast<u64>(s.staged_row_bytes));
     const u64 scaleout = domains(s) > 1 ? 2 * domains(s) * ring : 0;

@@ -13,15 +13,15 @@ namespace moecomm {
 // Dispatch: where peers write.
 struct DispatchOffsets {
     u64 x, scales, src, topk_idx, weights, rows;
-    u64 packet_bytes;  // of a token, if the sender's rows travel in packets, else 0
+    u64 token_packet_bytes;  // of a token, if the sender's rows travel in packets, else 0
 };
 
 // Dispatch of row descriptors: where peers write them, and the fields with which a peer makes those of the sender's tokens from its ids.
 struct PublishedOffsets {
     u64 descriptors, scales;
-    u64 rows, pitch;     // the published rows
-    u64 receive_buffer;  // of the results
-    u64 unused, packet_bytes;
+    u64 rows, pitch;  // the published rows
+    u64 result_rows;  // of the results
+    u64 unused, token_packet_bytes;
 };
 
 // Combine: where peers read, unless rows are staged for them.

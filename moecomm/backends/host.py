@@ -50,7 +50,7 @@ class HostSession:
     name = "host"
     device = torch.device("cpu")
     reduced_rows_in_heap = False
-    alone = False
+    exclusive_gpu = False
 
     def __init__(self, ranks: Rendezvous, shape: _native.Shape, timeout_s: float) -> None:
         with ExitStack() as undo:

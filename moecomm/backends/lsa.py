@@ -176,7 +176,7 @@ class LsaSession:
         self._most_blocks = max(1, min(sms // sharing, MAX_BLOCKS, self.reach.most_blocks))
         # A round may be launched while the one before it ends, and in clusters, unless its blocks would then take the
         # places of another rank's: of 132 multiprocessors two times 64 may find room, and two times 16 clusters not.
-        self.alone = sharing == 1
+        self.exclusive_gpu = sharing == 1
         self._gpu, self._ranks = torch.cuda.get_device_name(device), shape.ranks
         self.reach.watch(self.context.abort_host)
 
@@ -292,8 +292,8 @@ class LsaSession:
     def _enqueue(self, kernel: jit.Kernel, args: _native.DispatchArgs | _native.CombineArgs) -> None:
         stream = _native.current_stream(self.device.index)
         self._order(stream)
-        size = cluster(args.workers, self._sms) if self.alone else 1
-        _native.cuda_launch(kernel.function, kernel.block, kernel.shared_bytes, stream, args, self.alone, size)
+        size = cluster(args.workers, self._sms) if self.exclusive_gpu else 1
+        _native.cuda_launch(kernel.function, kernel.block, kernel.shared_bytes, stream, args, self.exclusive_gpu, size)
 
     def _order(self, stream: int) -> None:
         """Make this round start after the last one, even if the caller has changed streams.

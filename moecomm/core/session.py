@@ -33,7 +33,7 @@ class Session(Protocol):
     nbytes: int  # memory this rank holds for the Buffer
     owner: object  # outlives every tensor in the window
     reduced_rows_in_heap: bool  # CombineArgs.reduced_rows: reduced rows may have a place each
-    alone: bool  # GPUs: no other rank shares this GPU, so a kernel may be launched while its predecessor ends
+    exclusive_gpu: bool  # GPUs: no other rank shares this GPU, so a kernel may be launched while its predecessor ends
 
     @property
     def most_blocks(self) -> int:

@@ -28,7 +28,7 @@ class PublishedOffsets(NamedTuple):
 
     rows: int
     pitch: int  # bytes from one row to the next
-    receive_buffer: int  # room for `[T, K, H]` of x's dtype
+    result_rows: int  # room for `[T, K, H]` of x's dtype
 
 
 class Ending(NamedTuple):
@@ -133,7 +133,7 @@ def prepare(
         routed.args.clear_rows = routed.args.max_rows
     if descriptors is not None:
         args = routed.args
-        args.x, args.x_stride, args.receive_buffer = descriptors
+        args.x, args.x_stride, args.result_rows = descriptors
     return routed
 
 

@@ -283,7 +283,7 @@ class Fused:
         return self.out
 
     def _launch(self, kernel: PlainKernel, blocks: int, args: ctypes.Structure) -> None:
-        index, overlap = self._rounds.device.index, self._rounds.session.alone
+        index, overlap = self._rounds.device.index, self._rounds.session.exclusive_gpu
         if torch.cuda.current_device() == index and _native.cuda_context() != 0:
             launch(kernel, blocks, args, overlap)
             return

@@ -154,7 +154,7 @@ def _descriptor_fields(spec: KernelSpec) -> dict[str, int]:
     columns = 4 * (spec.experts + spec.ranks)
     count_warps = max(1, min(_DESCRIPTOR_WARPS, _DESCRIPTOR_COUNTERS // columns))
     beside = count_warps * columns
-    no_packets = dict.fromkeys(("packet_bytes", "packet_scale_bytes", "packet_lines"), 0)
+    no_packets = dict.fromkeys(("packet_row_bytes", "packet_scale_bytes", "packet_lines"), 0)
     no_others = dict.fromkeys(("receive_warps", "metadata_warps", "flag_warps", "put_warps", "forward_warps"), 0)
     no_ring = {"piece_columns": spec.hidden, "ring_slots": 1, "replicate_bytes": 16, "replicate_slots": 1}
     return {
@@ -218,7 +218,7 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
         count_warps, fixed = max(count_warps, int(not ends)), fixed + beside
         if fixed <= _SHARED_LIMIT:
             return {
-                "packet_bytes": packet.row_bytes if packet else 0,
+                "packet_row_bytes": packet.row_bytes if packet else 0,
                 "packet_scale_bytes": packet.scale_bytes if packet else 0,
                 "packet_lines": packet.lines if packet else 0,
                 "send_warps": send_warps,
@@ -267,7 +267,7 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     used = pull_slots * (pull_warps + return_forward_warps) * pull_bytes
     packet = packets.of_combine(spec.hidden * TYPE_BYTES[staged])
     return {
-        "packet_bytes": packet.row_bytes,
+        "packet_row_bytes": packet.row_bytes,
         "packet_lines": packet.lines,
         "reduce_warps": reduce_warps,
         "pull_warps": pull_warps,

@@ -353,7 +353,7 @@ def session(cuda: Cuda) -> lsa.LsaSession:
         _captured=False,
         _cuda_context=cuda.context,
         _kernels=AnyKernel(),
-        alone=True,
+        exclusive_gpu=True,
         _sms=132,
     )
 
@@ -383,7 +383,7 @@ def test_rounds_are_launched_on_the_current_stream(session: lsa.LsaSession, cuda
 def test_ranks_that_share_a_gpu_leave_each_other_room(session: lsa.LsaSession, cuda: Cuda) -> None:
     """Neither early nor in clusters, of which fewer fit a GPU than blocks."""
     args = _native.CombineArgs()
-    args.workers, session.alone = 64, False
+    args.workers, session.exclusive_gpu = 64, False
     session.combiner(args)(args)
     assert cuda.launched == [(2000, 256, 8192, 1, args, False, 1)]
 

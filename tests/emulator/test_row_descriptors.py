@@ -47,7 +47,7 @@ def ranks(most: int, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 def told(rank: int) -> PublishedOffsets:
     """Of a rank: nothing lies there, nothing looks there."""
-    return PublishedOffsets(rows=1024 * (rank + 1), pitch=16 * (9 + rank), receive_buffer=(1 << 40) + (rank << 32))
+    return PublishedOffsets(rows=1024 * (rank + 1), pitch=16 * (9 + rank), result_rows=(1 << 40) + (rank << 32))
 
 
 def routing(tokens: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
@@ -78,8 +78,8 @@ def check(ranks: LocalBuffers, ids: list[torch.Tensor], arrived: list[Routed]) -
             wanted = set()
             for home, (of, descriptors) in enumerate((of, told(home)) for home, of in enumerate(ids)):
                 for token, k in (of == rank * of_rank + expert).nonzero().tolist():
-                    receive_buffer = descriptors.receive_buffer + (token * TOPK + k) * 2 * HIDDEN
-                    wanted.add((descriptors.rows + token * descriptors.pitch, home << HOME | receive_buffer))
+                    result_rows = descriptors.result_rows + (token * TOPK + k) * 2 * HIDDEN
+                    wanted.add((descriptors.rows + token * descriptors.pitch, home << HOME | result_rows))
             begin, end = end, end + int(routed.tokens_per_expert[expert])
             assert end - begin == len(wanted)
             found = [(word % (1 << SAME) * UNIT, where, (word >> SAME) - 1) for word, where in rows[begin:end].tolist()]

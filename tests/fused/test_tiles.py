@@ -26,7 +26,7 @@ class Tile(NamedTuple):
     rows: int
     padded: int
     column: int
-    alone: int
+    only_row_tile: int
     nth: int
 
 
@@ -85,7 +85,7 @@ def test_every_row_and_column_is_in_one_tile(walk: Walk) -> None:
             assert group.start <= tile.row and tile.row + tile.rows <= group.stop and tile.rows > 0
             assert tile.padded % grouping.unit == 0 and tile.padded - grouping.unit < tile.rows <= tile.padded
             assert tile.padded <= grouping.most_rows
-            assert tile.alone == (group.stop - group.start <= grouping.most_rows)
+            assert tile.only_row_tile == (group.stop - group.start <= grouping.most_rows)
 
         rows = sorted({(tile.nth, tile.row) for tile in tiles})
         assert [nth for nth, _ in rows] == list(range(len(rows))) and rows == sorted(rows, key=lambda pair: pair[1])

@@ -7,7 +7,7 @@ namespace {
 
 constexpr i32 kNumbers = 7;
 void write(const Tile& tile, i32* out) {
-    const i32 numbers[kNumbers] = {tile.group, tile.row, tile.rows, tile.padded, tile.column, tile.alone, tile.nth};
+    const i32 numbers[kNumbers] = {tile.group, tile.row, tile.rows, tile.padded, tile.column, tile.only_row_tile, tile.nth};
     for (i32 i = 0; i < kNumbers; ++i) out[i] = numbers[i];
 }
 

@@ -156,7 +156,7 @@ def test_shape_and_layout() -> None:
         "counting": 256 * 21 * 8,
         "summed": 256 * 21 * 8,
         "packets": 2 * 4 * 512,
-        "begun": 0,
+        "split_headers": 0,
         "signals": 0,
         "staging": 4 * 64 * 48,
         "receive_buffer": 0,
@@ -166,7 +166,7 @@ def test_shape_and_layout() -> None:
     check_parts(layout, sizes)
     shape.domain_ranks, shape.receive_bytes = 2, 80
     crossing = {
-        "begun": 2 * 96,
+        "split_headers": 2 * 96,
         "signals": (4 + 4 * 2 * 64) * 8,
         "receive_buffer": 2 * 64 * 80,
         "returned": 2 * 64 * 48,

@@ -111,14 +111,14 @@ struct Forward {
     struct From {
         i32 rank;
         const i32* slots;  // by rank of this domain
-        i32 alone;         // deliver to this rank only; -1: to all of the domain
+        i32 only_rank;     // deliver to this rank only; -1: to all of the domain
         MOECOMM_FN i32 source() const { return rank; }
-        MOECOMM_FN i32 slot_at(i32, i32 of) const { return alone < 0 || of == alone ? load_fresh(slots + of) : -1; }
+        MOECOMM_FN i32 slot_at(i32, i32 of) const { return only_rank < 0 || of == only_rank ? load_fresh(slots + of) : -1; }
     };
-    MOECOMM_FN void write_metadata(i32 source, const Token& t, i32 alone) const {
+    MOECOMM_FN void write_metadata(i32 source, const Token& t, i32 only_rank) const {
         if (lane_id() >= cfg.topk) return;
         const From from{source, reinterpret_cast<const i32*>(t.at + sizeof(ReceivedHead) + cfg.topk * sizeof(Entry)) - c.domains().first(),
-                        alone};
+                        only_rank};
         const Metadata e{t.number, lane_id(), t.entry.row, t.entry.owner, t.entry.weight};
         if constexpr (cfg.layout == Layout::flat) {
             write_flat_metadata(c, from, e, t.entry.local);
@@ -232,13 +232,13 @@ MOECOMM_FN void forwarder(const Call& c, i32 warp) {
 // (load_headers): by then, the tagged words may belong to later rounds. Cannot fail.
 template <class Call>
 MOECOMM_FN void save_headers(const Call& c) {
-    auto* kept = c.transport.template local<u32>(c.window().begun);
+    auto* kept = c.transport.template local<u32>(c.window().split_headers);
     const auto* words = reinterpret_cast<const u32*>(&c.shared.headers[c.domains().first()]);
     for (i32 i = threadIdx.x; i < Call::cfg.scaleup_ranks() * kHeaderWords; i += Call::cfg.threads()) kept[i] = words[i];
 }
 template <class Call>
 MOECOMM_FN void load_headers(const Call& c) {
-    const auto* kept = c.transport.template local<const u32>(c.window().begun);
+    const auto* kept = c.transport.template local<const u32>(c.window().split_headers);
     auto* words = reinterpret_cast<u32*>(&c.shared.headers[c.domains().first()]);
     for (i32 i = threadIdx.x; i < Call::cfg.scaleup_ranks() * kHeaderWords; i += Call::cfg.threads()) words[i] = kept[i];
 }

@@ -102,7 +102,7 @@ MOECOMM_FN void put_send_slots(const Call& c, i32 warp) {
     const bool direct = c.direct();
     const u64 bytes = received_token_bytes(c.shape(), cfg.row_bytes, cfg.scale_bytes);
     for (i32 chunk = c.share.first_chunk + warp; chunk < c.share.end_chunk; chunk += cfg.put_warps) {
-        if (__any_sync(kAllLanes, !c.shared.sent.await(c.round, c.step_of_chunk(chunk - c.share.first_chunk)))) return;
+        if (__any_sync(kAllLanes, !c.shared.chunk_steps.await(c.round, c.step_of_chunk(chunk - c.share.first_chunk)))) return;
         for (i32 n = 0; n < c.domains().kCount - 1; ++n) {
             const i32 domain = c.domains().other(n), forwarder = c.domains().counterpart(domain);
             if (direct) {
