@@ -116,7 +116,7 @@ struct Fetcher {
             const i32 same = next.same();
             const bool here = same >= 0 && same < load_acquire_shared(shared.known);
             from = here ? a.rows + static_cast<i64>(same) * r.pitch() : source + next.row();
-            reinterpret_cast<u64*>(a.destinations)[row] = source + next.result_rows();
+            reinterpret_cast<u64*>(a.destinations)[row] = source + next.result();
             look_ahead(wanted);
             if (!await_counted(wanted)) return false;
             nth_row(memory, loaded / kPieces) = row;

@@ -9,17 +9,17 @@ namespace moecomm {
 struct alignas(16) RowDescriptor {
     static constexpr i32 kSourceRankShift = 48, kSameShift = 36, kUnit = 16;  // rows begin at multiples of 16 bytes, below 1 TiB
 
-    u64 row_and_same, receive_and_source_rank;
+    u64 row_and_same, result_and_source_rank;
 
     // `same`: -1 for none.
-    MOECOMM_BOTH static RowDescriptor of(u64 row, i32 same, u64 result_rows, i32 source_rank) {
+    MOECOMM_BOTH static RowDescriptor of(u64 row, i32 same, u64 result, i32 source_rank) {
         const u64 first = same < (1 << (64 - kSameShift)) - 1 ? static_cast<u64>(same + 1) : 0;
-        return {row / kUnit | first << kSameShift, result_rows | static_cast<u64>(source_rank) << kSourceRankShift};
+        return {row / kUnit | first << kSameShift, result | static_cast<u64>(source_rank) << kSourceRankShift};
     }
     MOECOMM_BOTH u64 row() const { return (row_and_same & ((1ull << kSameShift) - 1)) * kUnit; }
     MOECOMM_BOTH i32 same() const { return static_cast<i32>(row_and_same >> kSameShift) - 1; }
-    MOECOMM_BOTH i32 source_rank() const { return static_cast<i32>(receive_and_source_rank >> kSourceRankShift); }
-    MOECOMM_BOTH u64 result_rows() const { return receive_and_source_rank & ((1ull << kSourceRankShift) - 1); }
+    MOECOMM_BOTH i32 source_rank() const { return static_cast<i32>(result_and_source_rank >> kSourceRankShift); }
+    MOECOMM_BOTH u64 result() const { return result_and_source_rank & ((1ull << kSourceRankShift) - 1); }
 };
 
 }  // namespace moecomm
