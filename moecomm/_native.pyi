@@ -114,8 +114,6 @@ class WindowLayout:
     @property
     def arrived(self) -> int: ...
     @property
-    def begun(self) -> int: ...
-    @property
     def bytes(self) -> int: ...
     @property
     def columns(self) -> int: ...
@@ -144,6 +142,8 @@ class WindowLayout:
     def returned(self) -> int: ...
     @property
     def signals(self) -> int: ...
+    @property
+    def split_headers(self) -> int: ...
     @property
     def staging(self) -> int: ...
     @property
@@ -239,8 +239,8 @@ class DispatchArgs:
     out_x: int
     part: int
     quantize: int
-    receive_buffer: int
     repeat: int
+    result_rows: int
     row_bytes: int
     rows_per_expert: int
     scale_bytes: int

@@ -4,7 +4,7 @@
 
 namespace moecomm {
 
-// Offsets of the row and of the receive buffer for its result in the source rank's window, and the source rank; `same` is an earlier row of
+// Offsets of the row and of the place for its result in the source rank's window, and the source rank; `same` is an earlier row of
 // the same token at this owner, if there is one. 16 bytes, so that one store writes it.
 struct alignas(16) RowDescriptor {
     static constexpr i32 kSourceRankShift = 48, kSameShift = 36, kUnit = 16;  // rows begin at multiples of 16 bytes, below 1 TiB

@@ -21,7 +21,7 @@ BODIES: dict[str, dict[str, str]] = {
     },
     "gemm/tensor.cuh": {
         "prefetch_map": "emulator::forget_lines();",  # when a block begins
-        **dict.fromkeys(("take_registers", "leave_registers"), ""),
+        **dict.fromkeys(("reg_alloc", "reg_dealloc"), ""),
         "expect_bytes": "emulator::bring(*barrier, 1, -bytes);",
         "load_box": "emulator::load_box(to, &map, {column, row, matrix}, barrier, 1, 0, 1);",
         "load_pairs": "emulator::load_box(to, &map, {column, 0, 0, pair, matrix}, barrier, 1, 0, 1);",
