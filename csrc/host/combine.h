@@ -26,6 +26,9 @@ struct Combine {
     const Type type = static_cast<Type>(a.type);
     const Type staged_type = flat ? type : static_cast<Type>(a.wire);  // dtype of a staged row
     const Type scaleout_type = static_cast<Type>(a.wire);              // dtype of a domain's sum on its way to another domain
+    // With one domain, the only row of 16-bit numbers that a rank has of a token travels as it is: never rounded, with its weight, by which
+    // the source rank multiplies it. A float32 row is multiplied before: the bits are the same.
+    const bool single_rows_travel = !flat && r.domains() == 1 && type != Type::fp32;
     const bool own_weights = a.topk_weights != 0;                      // combine's caller passes them; the dispatch's weights are not used
     const bool past_cache = a.num_tokens * a.y_stride >= kPastCache;
     // The experts' rows are in this rank's window: peers read them there and nothing is staged.
@@ -51,6 +54,14 @@ struct Combine {
         std::memcpy(&number, &bits, sizeof(number));
         return number;
     }
+    // The weight of a row that `owner` publishes in place, that of the token's k-th expert.
+    float weight_in_place(i32 owner, i64 row, i32 source_rank, i32 token, i32 k) const {
+        if (a.weighted == 0) return 1.0f;
+        if (own_weights) return own_weight(source_rank, token, k);
+        return at<const float>(a.ctx, owner, r.header(owner).combine.weights)[row];
+    }
+    // The weight of a staged row that travels as it is, behind its columns.
+    float& staged_weight(u8* staged) const { return *reinterpret_cast<float*>(staged + a.hidden * bytes_of(type)); }
     u8* staged(i32 rank, i32 source_rank, i32 token) const {
         return at<u8>(a.ctx, rank, staged_at(a.ctx.window, shape, source_rank, token));
     }

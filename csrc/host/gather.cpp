@@ -23,11 +23,24 @@ Tokens forwarded_tokens(const Combine& c, i32 domain) {
     return {source_rank, count, c.sent[source_rank].chunk_tokens, kept + 2 * c.topk, kept, kept + c.topk, pitch, pitch};
 }
 
-// The only row of the token at `rank`: a staged row or, in place, the row of `y`.  Null if `rank` has several rows, in place.
-const u8* Gather::single_row(i32 rank, i32 slot, i32 token) const {
+Gather::Contribution Gather::contribution(i32 rank, i32 slot, i32 token) const {
     const RoundHeader& from = c_.r.header(rank);
-    if (from.combine.rows == 0) return c_.staged(rank, tokens_.source_rank, token);
-    return c_.flat ? at<const u8>(c_.a.ctx, rank, from.combine.rows) + slot * static_cast<i64>(from.combine.pitch) : nullptr;
+    const auto published = [&](i64 row) {
+        return at<const u8>(c_.a.ctx, rank, from.combine.rows) + row * static_cast<i64>(from.combine.pitch);
+    };
+    const bool in_place = from.combine.rows != 0;
+    u8* const staged = c_.staged(rank, tokens_.source_rank, token);
+    if (c_.flat) return {in_place ? published(slot) : staged, c_.type, 1.0f};
+    if (c_.single_rows_travel) {
+        const i32 *owners = tokens_.owners_of(token), *end = owners + c_.topk, *first = std::find(owners, end, rank);
+        const i32 k = static_cast<i32>(first - owners);
+        if (std::find(first + 1, end, rank) == end) {
+            if (!in_place) return {staged, c_.type, c_.own_weights ? c_.own_weight(c_.r.me, token, k) : c_.staged_weight(staged)};
+            const i64 row = tokens_.rows_of(token)[k];
+            return {published(row), c_.type, c_.weight_in_place(rank, row, tokens_.source_rank, token, k)};
+        }
+    }
+    return {in_place ? nullptr : staged, c_.staged_type, 1.0f};
 }
 
 // Reduce the token's rows at `rank` in place and round as that rank would have staged them, so that both ways give the same bits.
@@ -35,42 +48,39 @@ void Gather::add_in_place(float* sum, i32 token, i32 rank, i64 column, i64 n) co
     const CombineArgs& a = c_.a;
     const RoundHeader& from = c_.r.header(rank);
     Addends rows;
-    rows.type = c_.type;
     for (i32 k = 0; k < c_.topk; ++k) {
         if (tokens_.owners_of(token)[k] != rank) continue;
         const i64 row = tokens_.rows_of(token)[k];
-        float weight = from.combine.weights != 0 ? at<const float>(a.ctx, rank, from.combine.weights)[row] : 1.0f;
-        if (c_.own_weights) weight = c_.own_weight(tokens_.source_rank, token, k);
-        rows.add(at<const u8>(a.ctx, rank, from.combine.rows) + row * static_cast<i64>(from.combine.pitch), weight);
+        const float weight = c_.weight_in_place(rank, row, tokens_.source_rank, token, k);
+        rows.add(at<const u8>(a.ctx, rank, from.combine.rows) + row * static_cast<i64>(from.combine.pitch), c_.type, weight);
     }
     Sums partial;
     sum_rows(partial.of, rows, column, n);
-    if (c_.staged_type == Type::fp32) return add_row(sum, reinterpret_cast<const u8*>(partial.of), Type::fp32, n);
+    if (c_.staged_type == Type::fp32) return add_row(sum, reinterpret_cast<const u8*>(partial.of), Type::fp32, 1.0f, n);
     u8 rounded[kColumns * sizeof(u16)];
     round_row(rounded, partial.of, c_.staged_type, n);
-    add_row(sum, rounded, c_.staged_type, n);
+    add_row(sum, rounded, c_.staged_type, 1.0f, n);
 }
 
 void Gather::add_up(float* sum, i32 token, i64 column, i64 n) const {
     const i32* slot = tokens_.slots_of(token);
     Addends rows;
-    rows.type = c_.staged_type;
     bool several = false;
     for (i32 p = 0; p < c_.r.scaleup_ranks && !several; ++p) {
         if (slot[p] < 0) continue;
-        const u8* row = single_row(c_.r.first + p, slot[p], token);
-        several = row == nullptr;
-        rows.add(row, 1.0f);
+        const Contribution part = contribution(c_.r.first + p, slot[p], token);
+        several = part.row == nullptr;
+        rows.add(part.row, part.type, part.factor);
     }
     if (!several) return sum_rows(sum, rows, column, n);
     std::fill_n(sum, n, 0.0f);
     for (i32 p = 0; p < c_.r.scaleup_ranks; ++p) {
         if (slot[p] < 0) continue;
-        const u8* row = single_row(c_.r.first + p, slot[p], token);
-        if (row == nullptr) {
+        const Contribution part = contribution(c_.r.first + p, slot[p], token);
+        if (part.row == nullptr) {
             add_in_place(sum, token, c_.r.first + p, column, n);
         } else {
-            add_row(sum, row + column * bytes_of(c_.staged_type), c_.staged_type, n);
+            add_row(sum, part.row + column * bytes_of(part.type), part.type, part.factor, n);
         }
     }
 }

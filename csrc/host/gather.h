@@ -33,7 +33,13 @@ class Gather {
     }
 
   private:
-    const u8* single_row(i32 rank, i32 slot, i32 token) const;
+    // What `rank` contributes to a token, if it is one row: a row of y or a staged row.
+    struct Contribution {
+        const u8* row;  // null: several rows, read in place
+        Type type;
+        float factor;
+    };
+    Contribution contribution(i32 rank, i32 slot, i32 token) const;
     void add_in_place(float* sum, i32 token, i32 rank, i64 column, i64 n) const;
 
     const Combine& c_;

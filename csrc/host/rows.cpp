@@ -129,15 +129,17 @@ void order_copied_rows() {
 }
 
 void sum_rows(float* sum, const Addends& rows, i64 first, i64 n) {
-    const auto add = rows.type == Type::bf16 ? add_bf16 : rows.type == Type::fp16 ? add_fp16 : add_fp32;
     if (rows.count == 0) std::memset(sum, 0, n * sizeof(float));
-    add(sum, true, rows.row, rows.factor, rows.count, first, n);
+    for (i32 i = 0, end; i < rows.count; i = end) {  // runs of one type
+        for (end = i + 1; end < rows.count && rows.type[end] == rows.type[i];) ++end;
+        const auto add = rows.type[i] == Type::bf16 ? add_bf16 : rows.type[i] == Type::fp16 ? add_fp16 : add_fp32;
+        add(sum, i == 0, rows.row + i, rows.factor + i, end - i, first, n);
+    }
 }
 
-void add_row(float* sum, const u8* row, Type type, i64 n) {
+void add_row(float* sum, const u8* row, Type type, float factor, i64 n) {
     const auto add = type == Type::bf16 ? add_bf16 : type == Type::fp16 ? add_fp16 : add_fp32;
-    const float one = 1.0f;
-    add(sum, false, &row, &one, 1, 0, n);
+    add(sum, false, &row, &factor, 1, 0, n);
 }
 
 void round_row(u8* row, const float* sum, Type type, i64 n) {

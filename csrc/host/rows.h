@@ -18,19 +18,20 @@ void order_copied_rows();
 struct Addends {
     const u8* row[kMaxRanks];
     float factor[kMaxRanks];
+    Type type[kMaxRanks];  // bf16, fp16, fp32
     i32 count = 0;
-    Type type;  // bf16, fp16, fp32
 
-    void add(const u8* r, float f) {
+    void add(const u8* r, Type t, float f) {
         row[count] = r;
+        type[count] = t;
         factor[count++] = f;
     }
 };
 static_assert(kMaxRanks >= kMaxTopk, "a token has a row a rank, or a row an expert");
 // sum[i] = ((0 + factor[0] * row[0][first + i]) + factor[1] * row[1][first + i]) + ..., for i < n.
 void sum_rows(float* sum, const Addends& rows, i64 first, i64 n);
-// sum[i] = sum[i] + row[i].
-void add_row(float* sum, const u8* row, Type type, i64 n);
+// sum[i] = sum[i] + factor * row[i].
+void add_row(float* sum, const u8* row, Type type, float factor, i64 n);
 // row[i] = sum[i] rounded to `type` (bf16, fp16, fp32).
 void round_row(u8* row, const float* sum, Type type, i64 n);
 // Quantize each group of kQuantGroup values with its own scale, from amax = max(max |row[i]|, 1e-4) over the group:

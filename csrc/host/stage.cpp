@@ -30,14 +30,29 @@ float factor_of(const Combine& c, i32 source_rank, i32 token, i32 k, i32 row) {
     return c.own_weights ? c.own_weight(source_rank, token, k) : memory<const float>(c.a.route.row_weights)[row];
 }
 
+// The k of the token's only row here, if that travels as it is; else -1.
+i32 single_row(const Combine& c, const i32* rows) {
+    i32 single = -1;
+    for (i32 k = 0; k < c.topk && c.single_rows_travel; ++k) {
+        if (rows[k] < 0) continue;
+        if (single >= 0) return -1;
+        single = k;
+    }
+    return single;
+}
+
 // Reduce this rank's rows of the token in flat row `slot`, in the order of k.
 void reduce_row(const Combine& c, i32 source_rank, i32 slot, u8* staged, float* scratch) {
     const i32* rows = rows_of(c, slot);
     const i32 token = token_of(c, slot);
     Addends from;
-    from.type = c.type;
+    if (const i32 k = single_row(c, rows); k >= 0) {
+        copy_row(staged, memory<const u8>(c.a.y) + rows[k] * c.a.y_stride, c.a.hidden * bytes_of(c.type), c.past_cache);
+        if (!c.own_weights) c.staged_weight(staged) = factor_of(c, source_rank, token, k, rows[k]);
+        return;
+    }
     for (i32 k = 0; k < c.topk; ++k)
-        if (rows[k] >= 0) from.add(memory<const u8>(c.a.y) + rows[k] * c.a.y_stride, factor_of(c, source_rank, token, k, rows[k]));
+        if (rows[k] >= 0) from.add(memory<const u8>(c.a.y) + rows[k] * c.a.y_stride, c.type, factor_of(c, source_rank, token, k, rows[k]));
     if (c.staged_type == Type::fp32) return sum_rows(reinterpret_cast<float*>(staged), from, 0, c.a.hidden);
     for (i64 column = 0; column < c.a.hidden; column += kColumns) {
         const i64 n = std::min<i64>(kColumns, c.a.hidden - column);
@@ -79,6 +94,7 @@ const u64* missing_weight(const Combine& c, i32 source_rank, i32 chunk) {
     if (!c.own_weights || signal_count(range) == 0) return nullptr;
     if (!c.r.tagged_words_arrived(source_rank)) return c.r.signal(tagged_words_signal(source_rank));
     for (i32 slot = signal_first(range); slot < signal_first(range) + signal_count(range); ++slot) {
+        if (single_row(c, rows_of(c, slot)) >= 0) continue;  // the source rank has its weight
         for (i32 k = 0; k < c.topk; ++k) {
             const u64* word = c.weight(c.r.me, source_rank, token_of(c, slot), k);
             if (rows_of(c, slot)[k] >= 0 && signal_tag(load_relaxed(word)) != c.r.tag) return word;

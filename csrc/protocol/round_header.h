@@ -28,7 +28,7 @@ struct PublishedOffsets {
 struct CombineOffsets {
     u64 rows;  // the experts' rows, or reduced rows; 0: staged
     u64 unused[3];
-    u64 weights;     // of the experts' rows, 0: not weighted
+    u64 weights;     // of the experts' rows, where those are read in place; 0: not weighted
     u64 is_reduced;  // kernels: `rows` are reduced rows, by flat row, each valid once its chunk's `reduced` signal is there
     u64 pitch;       // from one of `rows` to the next
 };

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 
-from moecomm.core.choices import Layout
+from moecomm.core.choices import Layout, Wire
 from moecomm.core.validation import check_flag
 from moecomm.dispatch.options import check_num_sms
 from moecomm.errors import BadInput
@@ -16,7 +16,7 @@ class Options(NamedTuple):
     """Options of Buffer.combine, which documents them, except tensors."""
 
     weighted: bool = True
-    wire: torch.dtype | None = None
+    wire: Wire | None = None
     num_sms: int | None = None
 
 
@@ -27,7 +27,7 @@ class OptionsDict(TypedDict, total=False):
     bias: Any
     topk_weights: Any
     weighted: bool
-    wire: torch.dtype | None
+    wire: Wire | None
     num_sms: int | None
 
 
@@ -44,5 +44,12 @@ def check_options(options: Options, dtype: torch.dtype) -> None:
     """Raise BadInput that names the first option that can't be used with `y` of this dtype."""
     check_num_sms(options.num_sms)
     check_flag("weighted", options.weighted)
-    if options.wire not in (None, torch.float32, dtype):
-        raise BadInput("wire", options.wire, f"None or the dtype of y, {dtype}")
+    if options.wire is not None and options.wire not in ("exact", torch.float32, dtype):
+        raise BadInput("wire", options.wire, f"None, 'exact' or the dtype of y, {dtype}")
+
+
+def wire_dtype(wire: Wire | None, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a reduced row on the wire, for a `y` of `dtype`."""
+    if wire is None:
+        return dtype
+    return torch.float32 if isinstance(wire, str) else wire

@@ -9,7 +9,7 @@ import torch
 
 from moecomm import _native
 from moecomm.combine.arguments import Tensors
-from moecomm.combine.options import Key
+from moecomm.combine.options import Key, wire_dtype
 from moecomm.core import packets, signature
 from moecomm.core.protocol import DTYPES, LAYOUTS
 from moecomm.core.rounds import Rounds
@@ -47,7 +47,7 @@ class Plan:
         in_window = like.weight_grads is None and self.kind[0]
         flat = key.layout == "flat"
         self._stages_flat_rows = flat and not in_window
-        row = rounds.hidden * (key.dtype if flat else options.wire or torch.float32).itemsize
+        row = rounds.hidden * (key.dtype if flat else wire_dtype(options.wire, key.dtype)).itemsize
         self._staged_bytes = 0 if like.weight_grads is not None else row
         self._room = rounds.packet_room
         # Rows that are reduced have a place each, if the window has room, so that they wait for no place in a ring.
@@ -127,7 +127,7 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.CombineArgs:
     args.ctx = rounds.session.context
     args.hidden, args.type = rounds.hidden, DTYPES.index(key.dtype)
     args.bias_type = args.type if like.bias is None else DTYPES.index(like.bias.dtype)
-    args.wire = DTYPES.index(options.wire or torch.float32)
+    args.wire = DTYPES.index(wire_dtype(options.wire, key.dtype))
     args.layout, args.weighted = LAYOUTS.index(key.layout), int(bool(options.weighted))
     args.sum_grads = int(key.sum_grads)
     args.call = signature.pack(

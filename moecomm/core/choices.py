@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
+import torch
+
 Layout: TypeAlias = Literal["flat", "expert", "batched"]  # by Layout in csrc/protocol/args.h
 ByExpert: TypeAlias = Literal["expert", "batched"]  # layouts with one row for each token and expert
 BackendName: TypeAlias = Literal["auto", "lsa", "gin", "nvshmem", "host"]
 Quantize: TypeAlias = Literal["fp8"]
 ScaleFormat: TypeAlias = Literal["fp32", "ue8m0"]  # by ScaleFormat in csrc/protocol/args.h
 ScaleLayout: TypeAlias = Literal["row", "column"]
+Wire: TypeAlias = Literal["exact"] | torch.dtype  # a dtype: that of y, or float32 for "exact"
 Activation: TypeAlias = Literal["swiglu"]
 GateKind: TypeAlias = Literal["softmax", "sigmoid"]
 PluginWay: TypeAlias = Literal["auto", "loopback", "tcp"]

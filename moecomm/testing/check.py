@@ -124,14 +124,13 @@ class Wanted:
         self.y = [_experts(here, 0.5 + rank).to(buffer.dtype) for rank, here in enumerate(self.arrived)]
         self.grads = _weight_grads(case, self.arrived) if case.weight_grads else None
         self.own_weights = case.own_weights if takes_weights(buffer.rounds) else None
-        wire = torch.float32 if case.wire is None else case.wire
         self.out = combine_reference.combine(
             self.y,
             self.arrived,
             layout=case.layout,
             weighted=case.weighted,
             bias=case.bias,
-            wire=wire,
+            wire=case.wire,
             domain_ranks=buffer.domain_ranks,
             topk_weights=self.own_weights,
         )

@@ -37,14 +37,13 @@ Missing SourceReduce::scaleout_missing(i32 chunk) const {
 void SourceReduce::add_direct(float* sum, i32 domain, i32 token, i64 column, i64 n) const {
     const i32* slots = memory<const i32>(c_.a.route.token_slot) + static_cast<i64>(token) * c_.r.ranks;
     Addends rows;
-    rows.type = c_.staged_type;
     for (i32 rank = domain * c_.r.scaleup_ranks; rank < (domain + 1) * c_.r.scaleup_ranks; ++rank)
-        if (slots[rank] >= 0) rows.add(c_.put_by(rank, token), 1.0f);
+        if (slots[rank] >= 0) rows.add(c_.put_by(rank, token), c_.staged_type, 1.0f);
     Sums there;
     u8 rounded[sizeof there];
     sum_rows(there.of, rows, column, n);
     round_row(rounded, there.of, c_.scaleout_type, n);
-    add_row(sum, rounded, c_.scaleout_type, n);
+    add_row(sum, rounded, c_.scaleout_type, 1.0f, n);
 }
 
 // Sum over the domains, in their order.  protocol/domains.h bounds the difference from a sum within a single domain.
@@ -56,11 +55,11 @@ void SourceReduce::add_domains(float* sum, i32 token, i64 column, i64 n) const {
         if (domain == c_.r.domain()) {
             Sums here;
             gather_.add_up(here.of, token, column, n);
-            add_row(sum, reinterpret_cast<const u8*>(here.of), Type::fp32, n);
+            add_row(sum, reinterpret_cast<const u8*>(here.of), Type::fp32, 1.0f, n);
         } else if (direct_) {
             add_direct(sum, domain, token, column, n);
         } else {
-            add_row(sum, returned(domain, token) + column * bytes_of(c_.scaleout_type), c_.scaleout_type, n);
+            add_row(sum, returned(domain, token) + column * bytes_of(c_.scaleout_type), c_.scaleout_type, 1.0f, n);
         }
     }
 }
@@ -103,7 +102,7 @@ void SourceReduce::pull_token(i32 token) {
     for (i64 column = 0; column < a.hidden; column += kColumns) {
         const i64 n = std::min<i64>(kColumns, a.hidden - column);
         add_domains(scratch_, token, column, n);
-        if (bias != nullptr) add_row(scratch_, bias + column * bytes_of(bias_type), bias_type, n);
+        if (bias != nullptr) add_row(scratch_, bias + column * bytes_of(bias_type), bias_type, 1.0f, n);
         round_row(out + column * bytes_of(c_.type), scratch_, c_.type, n);
     }
     if (a.out_weight_grads != 0) load_grads(token);
