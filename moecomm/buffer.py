@@ -11,7 +11,7 @@ import torch
 from moecomm import _native, backends, combine, config, dispatch, overloads
 from moecomm.combine import options as combine_options
 from moecomm.core import names
-from moecomm.core.choices import BackendName
+from moecomm.core.choices import BackendName, Wire
 from moecomm.core.opening import opening
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.rounds import Rounds
@@ -51,6 +51,8 @@ class Buffer:
         device: where the tensors live; default: the current GPU if a GPU backend can run, else the CPU.
         window_bytes: room for the outputs of rounds, in bytes; default: two rounds of the worst case (four on CPUs,
             where memory is taken when touched).  On GPUs combine is faster with room for a row of each token beside it.
+        wire: None: the sums that ranks return in combine travel in the dtype of `y`, each rounded once; "exact": in
+            float32.  See combine(), whose argument of that name is for one call.
         domain_ranks: how many neighbouring ranks load and store each other's memory; those of other domains are
             reached by put and signal: a token crosses once a domain, or, of a rank with few (about 4 MB as float32),
             once for each of its ranks.  Default: all that can.
@@ -76,12 +78,13 @@ class Buffer:
         device: torch.device | str | int | None = None,
         window_bytes: int | None = None,
         domain_ranks: int | None = None,
+        wire: Wire | None = None,
     ) -> None:
         with opening(rendezvous(group), timeout_s) as ranks:
             wanted, timeout_s = wanted_device(device), seconds(timeout_s)
             name, self.why = backends.choose(config.asked_backend(backend), wanted)
             settings = Settings(
-                ranks.ranks, hidden, num_experts, topk, max_tokens, dtype, name, window_bytes, domain_ranks
+                ranks.ranks, hidden, num_experts, topk, max_tokens, dtype, name, window_bytes, domain_ranks, wire
             )
             settings.agree(ranks)
             settings.check()
@@ -234,9 +237,10 @@ class Buffer:
             topk_weights: float32 `[T, K]` of this rank's tokens, used in the place of those that dispatch carried; on
                 all ranks or none.  Unsupported: flat rows, `weight_grads`, max_tokens * topk above 4096.
             weighted: expert, batched: multiply each row by the routing weight that dispatch carried.
-            wire: None: rows of "expert" and "batched" are added in float32 and travel so, and the result is rounded
-                once.  The dtype of `y`: each rank's sum is rounded before it travels: half the bytes, one more
-                rounding of 2^-8 (bfloat16) or 2^-11 (float16) relative to each rank's sum.
+            wire: of "expert" and "batched", where each rank adds up its rows of a token in float32.  The dtype of `y`:
+                this sum is rounded before it travels, as in DeepEP: an error of 2^-8 (bfloat16) or 2^-11 (float16)
+                relative to it.  "exact" (or torch.float32): nothing is rounded but the result, and a sum travels in
+                float32, in twice the bytes.  None: as the Buffer was opened; by default the dtype of `y`.
             num_sms: see dispatch().
 
         Returns:
@@ -299,7 +303,7 @@ class Buffer:
             activation: "swiglu": silu(gate) * up.
             interleaved: w13 is `moecomm.fused.interleave(w13)`; in FP8, quantized after that.
             max_rows: rows of tokens to make room for; default: the worst case.  More is bad input on every rank.
-            wire: see combine().
+            wire: see combine(); None: "exact".
             num_sms: see dispatch(); of both rounds.
             check_weights: see dispatch().
             fused: True: rows travel while the experts compute.  It needs a Hopper GPU, one domain, and neither `wire`

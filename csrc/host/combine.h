@@ -26,10 +26,10 @@ struct Combine {
     const Type type = static_cast<Type>(a.type);
     const Type staged_type = flat ? type : static_cast<Type>(a.wire);  // dtype of a staged row
     const Type scaleout_type = static_cast<Type>(a.wire);              // dtype of a domain's sum on its way to another domain
-    // With one domain, the only row of 16-bit numbers that a rank has of a token travels as it is: never rounded, with its weight, by which
-    // the source rank multiplies it. A float32 row is multiplied before: the bits are the same.
-    const bool single_rows_travel = !flat && r.domains() == 1 && type != Type::fp32;
-    const bool own_weights = a.topk_weights != 0;                      // combine's caller passes them; the dispatch's weights are not used
+    // With float32 on the wire and one domain, the only row that a rank has of a token travels as it is, in half the bytes, with its
+    // weight, by which the source rank multiplies it. The bits are those of a float32 sum.
+    const bool single_rows_travel = !flat && r.domains() == 1 && staged_type == Type::fp32 && type != Type::fp32;
+    const bool own_weights = a.topk_weights != 0;  // combine's caller passes them; the dispatch's weights are not used
     const bool past_cache = a.num_tokens * a.y_stride >= kPastCache;
     // The experts' rows are in this rank's window: peers read them there and nothing is staged.
     const bool in_place = a.weight_grads == 0 && a.y >= heap() && a.y < a.ctx.peers[r.me] + a.ctx.window.bytes;

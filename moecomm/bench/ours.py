@@ -16,6 +16,7 @@ from moecomm.bench import overlap
 from moecomm.bench.case import Case, Traffic
 from moecomm.bench.clock import Clock
 from moecomm.buffer import Buffer
+from moecomm.core.choices import Wire
 from moecomm.errors import BadInput
 from moecomm.routed import Handle
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch
@@ -215,5 +216,5 @@ class Ours:
         return wire, wire, row
 
 
-def _wire(variant: str) -> torch.dtype | None:
-    return torch.bfloat16 if variant == BF16_WIRE else None
+def _wire(variant: str) -> Wire | None:
+    return torch.bfloat16 if variant == BF16_WIRE else "exact" if variant == FP32_WIRE else None

@@ -40,14 +40,13 @@ class Plan:
     """Combines of one Key, for tensors of the types that `like` has."""
 
     def __init__(self, rounds: Rounds, key: Key, handle: Handle, like: Tensors) -> None:
-        options = key.options
         self._key, self._hidden, self._topk = key, rounds.hidden, rounds.topk
         self._none = torch.empty(0, dtype=key.dtype, device=rounds.device)  # new_empty() is quicker than empty()
         self.kind = self.kind_of(handle, like.y, like.out, like.bias, like.weight_grads, like.topk_weights)
         in_window = like.weight_grads is None and self.kind[0]
         flat = key.layout == "flat"
         self._stages_flat_rows = flat and not in_window
-        row = rounds.hidden * (key.dtype if flat else wire_dtype(options.wire, key.dtype)).itemsize
+        row = rounds.hidden * (key.dtype if flat else wire_of(rounds, key)).itemsize
         self._staged_bytes = 0 if like.weight_grads is not None else row
         self._room = rounds.packet_room
         # Rows that are reduced have a place each, if the window has room, so that they wait for no place in a ring.
@@ -120,6 +119,11 @@ class Plan:
         self._runs[args.num_tokens](args)
 
 
+def wire_of(rounds: Rounds, key: Key) -> torch.dtype:
+    """Return the dtype of a reduced row on the wire."""
+    return wire_dtype(key.options.wire or rounds.settings.wire, key.dtype)
+
+
 def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.CombineArgs:
     """The arguments that all combines of a plan share."""
     options = key.options
@@ -127,7 +131,7 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.CombineArgs:
     args.ctx = rounds.session.context
     args.hidden, args.type = rounds.hidden, DTYPES.index(key.dtype)
     args.bias_type = args.type if like.bias is None else DTYPES.index(like.bias.dtype)
-    args.wire = DTYPES.index(wire_dtype(options.wire, key.dtype))
+    args.wire = DTYPES.index(wire_of(rounds, key))
     args.layout, args.weighted = LAYOUTS.index(key.layout), int(bool(options.weighted))
     args.sum_grads = int(key.sum_grads)
     args.call = signature.pack(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from moecomm.combine.options import Wire, wire_dtype
+from moecomm.combine.options import wire_dtype
+from moecomm.core.choices import Wire
 from moecomm.dispatch.reference import Arrived
 
 
@@ -21,18 +22,18 @@ def combine(
 ) -> list[torch.Tensor]:
     """Combine experts' outputs `ys[p]` (rows as in `arrived[p].x`, [rows, H]) to [T_r, H] of every rank r.
 
-    expert, batched: partial_p = sum over k ascending of w_k * y_k, each product and each sum rounded to float32;
-    w_k is that of `topk_weights`, [T_r, K] of each rank, or else the weight that dispatch carried.  A sum of several
-    rows is then rounded to `wire`: None: the dtype of `ys`; "exact": float32.
+    expert, batched: partial_p = sum over k ascending of w_k * y_k, each product and each sum rounded to float32,
+    then to `wire` (None: the dtype of `ys`; "exact": float32); w_k is that of `topk_weights`, [T_r, K] of each rank,
+    or else the weight that dispatch carried.
     flat: partial_p = the row of rank p.
     out = sum over p ascending of partial_p in float32, plus bias, rounded once to the dtype of `ys`.
 
-    domain_ranks: with several domains, every partial sum is rounded to `wire`, also of one row; those of the ranks of
-    each domain are added; the sum of a domain that is not the token's own is rounded to `wire`; then the sums of the
-    domains are added, ascending.  Before the rounding of the result, this differs from the order of one domain by at
-    most (g(n - 1) + g(min(n - 1, L + D' - 2))) A: with n ranks that have the token, in D' domains of L ranks,
-    u = 2^-24, g(n) = n u / (1 - n u), A = the sum of |partial_p|.  A `wire` of 16 bits adds
-    w (1 + g(L - 1)) (1 + g(D' - 1)) A, w = 2^-8 (bfloat16) or, above underflow, 2^-11 (float16).
+    domain_ranks: with several domains, the partial sums of the ranks of each domain are added; the sum of a domain that
+    is not the token's own is rounded to `wire`; then the sums of the domains are added, ascending.  Before the rounding
+    of the result, this differs from the order of one domain by at most (g(n - 1) + g(min(n - 1, L + D' - 2))) A: with n
+    ranks that have the token, in D' domains of L ranks, u = 2^-24, g(n) = n u / (1 - n u), A = the sum of |partial_p|.
+    A `wire` of 16 bits adds w (1 + g(L - 1)) (1 + g(D' - 1)) A, w = 2^-8 (bfloat16) or, above underflow, 2^-11
+    (float16).
     csrc/protocol/domains.h derives it.
     """
     size = domain_ranks or len(ys)
@@ -58,8 +59,7 @@ def combine(
                 partial = torch.zeros_like(reduced_rows[0])
                 for k in range(topk):
                     partial += torch.where(on[:, k : k + 1], terms[:, k], 0.0)
-                rounded = on.sum(dim=1, keepdim=True) > (1 if size == len(ys) else 0)
-                partial = torch.where(rounded, partial.to(wire).float(), partial)
+                partial = partial.to(wire).float()
             reduced_rows[p // size] += torch.where(on.any(dim=1, keepdim=True), partial, 0.0)
         total = torch.zeros_like(reduced_rows[0])
         for domain, part in enumerate(reduced_rows):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moecomm.core.choices import Wire
 from moecomm.core.integers import is_integer
 from moecomm.core.protocol import DTYPES, MAX_CHUNK, MAX_RANKS, MAX_TOPK
 from moecomm.core.validation import check_dtype
@@ -18,14 +19,22 @@ if TYPE_CHECKING:
     from moecomm.core.group import Rendezvous
     from moecomm.core.session import Backend
 
-VERSION = 7  # of the protocol in csrc/protocol
+VERSION = 8  # of the protocol in csrc/protocol
 MAX_FLAT_ROWS = 1 << 23
 _MOST = 1 << 31
 _MAGIC = 0x6D6F65636F6D6D
+_WIRES = (None, "exact")
 
 
 def _dtype_name(index: int) -> str:
     return str(DTYPES[index]) if 0 <= index < len(DTYPES) else "another"
+
+
+def _shown(name: str, number: int) -> str:
+    """Return a number of agree() as the caller passed it."""
+    if name == "wire":
+        return str(_WIRES[number]) if 0 <= number < len(_WIRES) else "another"
+    return _dtype_name(number) if name == "dtype" else str(number)
 
 
 def wanted_device(device: Any) -> torch.device | None:
@@ -58,6 +67,7 @@ class Settings:
     backend: str
     window_bytes: int | None
     domain_ranks: int | None = None  # all
+    wire: Wire | None = None  # of combines that name none
 
     _NAMES = (
         "magic",
@@ -69,6 +79,7 @@ class Settings:
         "dtype",
         "window_bytes",
         "domain_ranks",
+        "wire",
     )
 
     def agree(self, group: Rendezvous) -> None:
@@ -82,23 +93,24 @@ class Settings:
         window = -1 if self.window_bytes is None else self.window_bytes
         sizes = (self.hidden, self.num_experts, self.topk, self.max_tokens)
         domain = self.ranks if self.domain_ranks is None else self.domain_ranks
-        mine = (_MAGIC, VERSION, *sizes, dtype, window, domain)
+        mine = (_MAGIC, VERSION, *sizes, dtype, window, domain, int(self.wire == "exact"))
         for name, value in zip(self._NAMES, mine, strict=True):
             if not (is_integer(value) and -(1 << 63) <= value < 1 << 63):
                 raise BadInput(name, repr(value), "a whole number, of at most 64 bits")
-        packed = struct.pack("<9q16s", *mine, self.backend.encode())
+        packed = struct.pack("<10q16s", *mine, self.backend.encode())
         for rank, theirs in enumerate(group.all_gather(packed)):
-            *numbers, backend = struct.unpack("<9q16s", theirs)
+            *numbers, backend = struct.unpack("<10q16s", theirs)
             for name, ours, other in zip(self._NAMES, mine, numbers, strict=True):
                 if ours != other:
-                    show = _dtype_name if name == "dtype" else str
-                    raise Mismatch(name, show(ours), show(other), rank)
+                    raise Mismatch(name, _shown(name, ours), _shown(name, other), rank)
             if (name := backend.rstrip(b"\0").decode(errors="replace")) != self.backend:
                 raise Mismatch("backend", self.backend, name, rank)
 
     def check(self) -> None:
         """Raise BadInput for a value that can't be used.  Called after agree(), so that all ranks raise alike."""
         check_dtype("dtype", self.dtype, DTYPES)
+        if self.wire not in _WIRES:
+            raise BadInput("wire", repr(self.wire), "None or 'exact'")
         if self.hidden < 1 or self.hidden * self.dtype.itemsize % 16:
             raise BadInput(
                 "hidden", self.hidden, f"rows of a multiple of 16 bytes: a multiple of {16 // self.dtype.itemsize}"

@@ -136,7 +136,7 @@ def prepare(
         (x, topk_idx, topk_weights),
         {"max_rows": max_rows},
     )
-    combining = combine.Options(wire=options.wire, num_sms=options.num_sms)
+    combining = combine.Options(wire=options.wire or "exact", num_sms=options.num_sms)  # the bits of a fused layer
     return Unfused(rounds, dispatching, combining, {"out": out, "bias": bias}, experts, back)
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TypedDict
 
-import torch
-
-from moecomm.core.choices import Activation
+from moecomm.core.choices import Activation, Wire
 
 
 class Options(NamedTuple):
@@ -15,7 +13,7 @@ class Options(NamedTuple):
     activation: Activation = "swiglu"
     interleaved: bool = False
     max_rows: int | None = None
-    wire: torch.dtype | None = None
+    wire: Wire | None = None
     num_sms: int | None = None
     check_weights: bool = False
     fused: bool | None = None
@@ -29,7 +27,7 @@ class OptionsDict(TypedDict, total=False):
     activation: Activation
     interleaved: bool
     max_rows: int | None
-    wire: torch.dtype | None
+    wire: Wire | None
     num_sms: int | None
     check_weights: bool
     fused: bool | None

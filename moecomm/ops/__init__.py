@@ -28,7 +28,7 @@ import torch
 from moecomm.buffer import Buffer
 from moecomm.core import shown, tangents
 from moecomm.core.arrays import as_tensor
-from moecomm.core.choices import Activation, Layout
+from moecomm.core.choices import Activation, Layout, Wire
 from moecomm.core.integers import check_alignment
 from moecomm.core.protocol import LAYOUTS
 from moecomm.core.validation import check_flag, check_flags, check_name, check_same_device
@@ -176,7 +176,7 @@ def dispatch_again(x: torch.Tensor, handle: Handle) -> torch.Tensor:
 
 
 @counted("handle", 1)
-def combine(y: torch.Tensor, handle: Handle, *, weighted: bool = True, wire: torch.dtype | None = None) -> torch.Tensor:
+def combine(y: torch.Tensor, handle: Handle, *, weighted: bool = True, wire: Wire | None = None) -> torch.Tensor:
     """Combine rows like Buffer.combine.  Collective.  Gradients: y and the handle's row_weights.
 
     The gradient of row_weights reaches topk_weights through the backward pass of the dispatch.
@@ -197,7 +197,7 @@ def combine(y: torch.Tensor, handle: Handle, *, weighted: bool = True, wire: tor
     _check_handle(handle)
     check_flag("weighted", weighted)
     y, row_weights = as_tensor("y", y)[0], handle.row_weights if weighted else None
-    _check_wire(wire, y)
+    wire = _wire_of(wire, y)
     check_same_device(y=y, handle=handle.memory, row_weights=row_weights)
     tangents.refuse("moecomm.ops.combine", y, row_weights)
     out: torch.Tensor = rounds.combine(
@@ -228,7 +228,7 @@ def moe(
     interleaved: bool = False,
     bias: torch.Tensor | None = None,
     max_rows: int | None = None,
-    wire: torch.dtype | None = None,
+    wire: Wire | None = None,
     num_sms: int | None = None,
     check_weights: bool = False,
     fused: bool | None = None,
@@ -261,7 +261,7 @@ def moe(
     check_name("activation", activation, ("swiglu",))
     check_flags(interleaved=interleaved, check_weights=check_weights)
     check_max_rows(max_rows)
-    _check_wire(wire, x)
+    wire = _wire_of(wire, x)
     check_num_sms(num_sms)
     (w13, w13_scales), (w2, w2_scales) = (
         weights if isinstance(weights, tuple) else (weights, None)
@@ -316,10 +316,13 @@ def _routed(
     return x, topk_idx, weights.float()
 
 
-def _check_wire(wire: torch.dtype | None, y: torch.Tensor) -> None:
-    """Raise BadInput unless `wire` is None or a dtype; the round checks which dtype."""
+def _wire_of(wire: Wire | None, y: torch.Tensor) -> torch.dtype | None:
+    """Return `wire` as operators take it.  Raises BadInput for no word or dtype; the round checks which dtype."""
+    if wire == "exact":
+        return torch.float32
     if wire is not None and not isinstance(wire, torch.dtype):
-        raise BadInput("wire", wire, f"None or the dtype of y, {y.dtype}")
+        raise BadInput("wire", wire, f"None, 'exact' or the dtype of y, {y.dtype}")
+    return wire
 
 
 def _check_handle(handle: Handle) -> None:

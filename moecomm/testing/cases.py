@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from moecomm.core.choices import Wire
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -43,7 +45,7 @@ class Case:
     scales: list[torch.Tensor] | None
     begin: bool  # dispatch_begin and dispatch_end, with a combine of another dispatch between them
     weighted: bool
-    wire: torch.dtype | None
+    wire: Wire | None
     bias: list[torch.Tensor | None]
     weight_grads: bool
     workers: int | None
@@ -101,7 +103,8 @@ def random_case(
     if few_kernels:
         formats, layouts = _few_scales(layout, quantize, payload == "fp8" and scales is not None)
     scale_format, scale_layout = rng.choice(formats), rng.choice(layouts)
-    begin, weighted, wire = rng.random() < 0.2, rng.random() < 0.8, rng.choice([None, None, dtype])
+    begin, weighted = rng.random() < 0.2, rng.random() < 0.8
+    wire: Wire | None = rng.choice([None, "exact"])
     if few_kernels:
         begin = (layout, payload) == ("expert", "plain") or (layout, scale_layout) == ("flat", "column")
         begin = begin and rng.random() < 0.7

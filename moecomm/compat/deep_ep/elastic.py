@@ -23,7 +23,7 @@ from moecomm.compat.deep_ep.pool import (
     counted_by_pool,
     limit_of,
 )
-from moecomm.core.choices import ScaleLayout
+from moecomm.core.choices import ScaleLayout, Wire
 from moecomm.core.integers import check_integer
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.settings import Settings
@@ -290,7 +290,7 @@ class ElasticBuffer:
         check_dimensions("x", x, "rows", "hidden")
         check_integer("num_sms", num_sms, 0)
         self._check_handle(handle)
-        wire = x.dtype if handle.do_expand and self.allow_multiple_reduction else None
+        wire: Wire = x.dtype if handle.do_expand and self.allow_multiple_reduction else "exact"
         options = combining.Options(False, wire, limit_of(x, num_sms or handle.num_sms))
         out = combining.combine(
             handle.native.rounds, options, x, handle.native, bias=one_bias(bias), weight_grads=topk_weights
