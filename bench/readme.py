@@ -106,7 +106,7 @@ def speeds() -> list[str]:
         "DeepSeek-V3: hidden 7168, top-8 of 256 experts; FP8 dispatch and bf16 combine. moecomm: whole operations in a "
         "captured graph, median of the slowest rank; the dispatch takes bf16 and casts. With `flat`, `y` lies in the "
         "window (first figure) or outside, and the wire is bf16. With `expert`, `y` lies outside, and the reduced rows "
-        f"travel in float32 (default, first figure) or bf16 (`wire=torch.bfloat16`). {LEGEND}"
+        f"travel in bf16 (default, first figure) or float32 (`wire='exact'`). {LEGEND}"
     )
     columns = "H200s | tokens a rank | library, layout | dispatch | combine"
     found = [head, table(columns, rows), source(used)]
@@ -125,13 +125,13 @@ def round_row(name: str, layout: str, tokens: int) -> str:
     """Return the row of our dispatch and combine in one layout, empty if the result lacks them."""
     found = load(name)
     dispatch = figure(found, tokens=tokens, layout=layout, what="dispatch", payload="fp8").partition(" (")[0]
-    variants = ("y in the window", "y outside") if layout == "flat" else ("fp32 wire", "bf16 wire")
+    variants = ("y in the window", "y outside") if layout == "flat" else ("bf16 wire", "fp32 wire")
     times = [
         figure(found, tokens=tokens, layout=layout, what="combine", variant=v).partition(" (")[0] for v in variants
     ]
     if not dispatch or not all(times):
         return ""
-    labels = ("in the window", "outside") if layout == "flat" else ("fp32 wire", "bf16 wire")
+    labels = ("in the window", "outside") if layout == "flat" else ("bf16 wire", "exact")
     combine = "; ".join(f"{time} {label}" for time, label in zip(times, labels, strict=True))
     return line(found, ROUNDS, name.rpartition("-")[2], str(tokens), f"moecomm, `{layout}`", dispatch, combine)
 
