@@ -41,9 +41,9 @@ def arrived(pair: LocalBuffers, layout: str, **more: Any) -> Routed:
     ("layout", "more", "options", "row"),
     [
         ("flat", {}, {}, 2 * HIDDEN),
-        ("expert", {}, {}, 4 * HIDDEN),
-        ("expert", {}, {"wire": torch.bfloat16}, 2 * HIDDEN),
-        ("batched", {"max_rows": 16}, {}, 4 * HIDDEN),
+        ("expert", {}, {"wire": "exact"}, 4 * HIDDEN),
+        ("expert", {}, {}, 2 * HIDDEN),
+        ("batched", {"max_rows": 16}, {"wire": "exact"}, 4 * HIDDEN),
     ],
 )
 @pytest.mark.parametrize("grads", [False, True])
