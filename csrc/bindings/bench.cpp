@@ -1,4 +1,4 @@
-// What the benchmark measures between CPU ranks beside rounds.
+// Measurements of the benchmark between CPU ranks, other than rounds.
 #include <pybind11/stl.h>
 
 #include <stdexcept>

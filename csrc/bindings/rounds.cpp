@@ -41,7 +41,7 @@ void check_context(const Context& ctx) {
 }
 
 // Python runs the handlers of signals in its main thread, between instructions of its own.  A round in that thread runs them in its waits.
-// What a handler raises ends the round: it is aborted on all ranks, and the exception goes to the caller when it has ended.
+// Runs signal handlers during a round. An exception of a handler aborts the round on all ranks, and goes to the caller when it has ended.
 class Handlers {
   public:
     explicit Handlers(const std::vector<Round>& rounds) : rounds_(rounds) {}

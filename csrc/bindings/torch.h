@@ -34,8 +34,8 @@ struct Torch {
     }
 };
 
-// Whether what a torch tensor says of itself is what its memory holds.  Its storage may have been resized since, and then has less than its
-// shape asks for; a view with the negative bit set holds the numbers with the other sign.
+// True if a torch tensor's memory holds what its shape and dtype promise.  A storage that was resized later may be too small, and a view
+// with the negative bit set stores its numbers with the other sign.
 inline bool is_as_it_says(pybind11::handle object, const runtime::DLTensor& tensor) {
     static PyObject* const untyped_storage = PyUnicode_InternFromString("untyped_storage");
     static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");

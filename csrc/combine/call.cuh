@@ -98,8 +98,7 @@ struct CombineCall {
     MOECOMM_FN u8* staged_row(i32 rank, i32 source_rank, i32 token) const {
         return transport.template peer_ptr<u8>(rank, staged_at(window(), shape(), source_rank, token));
     }
-    // Whether each row reduced here has a place of its own (CombineArgs::reduced_rows), and the bytes from one to the next: a row and its
-    // gradients, if any.
+    // True if each row reduced here has a place of its own (CombineArgs::reduced_rows).
     MOECOMM_FN bool has_reduced_rows() const { return cfg.domains() == 1 && !cfg.own_weights && a.reduced_rows != 0; }
     MOECOMM_FN i64 reduced_row_pitch() const { return cfg.staged_bytes() + (a.weight_grads != 0 ? cfg.grads_bytes() : 0); }
     // Address of the gradients that `rank`, possibly in another domain, has for a token of this rank.
@@ -124,7 +123,7 @@ struct CombineCall {
         return credit_at(window(), shape(), source_rank, chunk, shared.sent[source_rank].chunk_tokens);
     }
     MOECOMM_FN i32 chunks() const { return count_chunks(a.num_tokens, a.chunk_tokens); }
-    // Whether other domains send rows of this rank's tokens direct, and whether this rank sends to `source_rank` in another domain direct.
+    // True if other domains send rows of this rank's tokens direct; direct_to: if this rank sends those of `source_rank` direct.
     MOECOMM_FN bool direct() const { return goes_direct(shape(), a.num_tokens); }
     MOECOMM_FN bool direct_to(i32 source_rank) const {
         return cfg.domains() > 1 && !domains().reaches(source_rank) && goes_direct(shape(), shared.sent[source_rank].num_tokens);
@@ -134,7 +133,7 @@ struct CombineCall {
         return in_packets(source_rank) ? 0 : count_chunks(shared.sent[source_rank].num_tokens, shared.sent[source_rank].chunk_tokens);
     }
 
-    // Whether rows go to a source rank in packets. The same rule as Packets.carry in moecomm/core/packets.py, by which the source rank
+    // True if rows go to a source rank in packets. The same rule as Packets.carry in moecomm/core/packets.py, by which the source rank
     // chooses its kernel. All ranks know its inputs: how many tokens each rank sent, and that no rank passes gradients of weights.
     MOECOMM_FN bool in_packets(i32 source_rank) const {
         if (cfg.domains() > 1) return false;

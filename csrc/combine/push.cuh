@@ -17,7 +17,7 @@ struct Packing {
     // First column and number of words of a piece; the last piece may have fewer words.
     MOECOMM_FN static i32 column(i32 piece) { return piece * (cfg.packet_row_bytes / bytes_of(cfg.staged())); }
     MOECOMM_FN static i32 words(i32 piece) { return min(cfg.packet_row_bytes, cfg.staged_bytes() - piece * cfg.packet_row_bytes) / kWord; }
-    // Whether the nth of this lane's two words in a step is among the first `words`.
+    // True if the nth of this lane's two words in a step is among the first `words`.
     MOECOMM_FN static bool has(i32 step, i32 nth, i32 words) { return packet_word(step) + nth < words && !(nth == 1 && ends_line()); }
 };
 

@@ -189,7 +189,7 @@ struct Reduce {
         go_on();
     }
     MOECOMM_FN i32 column() const { return piece * kPieceColumns + lane_id() * kColumns; }  // this lane's first
-    // Whether this lane has columns in a vector of the piece.
+    // True if this lane has columns in a vector of the piece.
     MOECOMM_FN bool has(i32 v) const { return cfg.hidden % kPieceColumns == 0 || column() + v * kWarp * kColumns < cfg.hidden; }
     MOECOMM_FN void load_entry(Step& s, i32 i) {
         const i32 lane = __ffs(left) - 1;

@@ -26,7 +26,7 @@ struct ForwardRing {
     u64 full[kSlots];
 };
 
-// What a source rank sends, and in which order its chunks arrive (see RoundHeader::blocks).
+// Tokens of a source rank, and the blocks whose chunks arrive in turn (see RoundHeader::blocks).
 struct Source {
     i32 num_tokens, chunk_tokens, blocks;
     bool packets;  // its rows arrive in packets, not in chunks
@@ -120,7 +120,7 @@ struct DispatchCall {
     MOECOMM_FN i32 posters() const {
         return ceil_div(static_cast<i32>(gridDim.x), transport.channels()) * (cfg.put_warps + cfg.forward_warps);
     }
-    // Whether rows of this rank (of a source rank in another domain) go to owners in other domains directly, without a forwarder.
+    // True if rows of this rank (direct_from: of a source rank in another domain) go to owners in other domains without a forwarder.
     MOECOMM_FN bool direct() const { return cfg.part == Part::whole && goes_direct(shape(), a.num_tokens); }
     MOECOMM_FN bool direct_from(i32 source) const {
         return cfg.part == Part::whole && goes_direct(shape(), shared.sources[source].num_tokens);

@@ -33,7 +33,7 @@ class Gather {
     }
 
   private:
-    // What `rank` contributes to a token, if it is one row: a row of y or a staged row.
+    // The one row that `rank` contributes to a token: a row of y or a staged row.
     struct Contribution {
         const u8* row;  // null: several rows, read in place
         Type type;

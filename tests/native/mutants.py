@@ -272,9 +272,16 @@ MUTANTS = [
     ),
     Mutant(
         "rows in place not weighted",
-        "host/gather.cpp",
-        "from.combine.weights != 0 ? at<const float>(a.ctx, rank, from.combine.weights)[row] : 1.0f;",
-        "1.0f;",
+        "host/combine.h",
+        "return at<const float>(a.ctx, owner, r.header(owner).combine.weights)[row];",
+        "return 1.0f;",
+        "plain",
+    ),
+    Mutant(
+        "a token's only row staged without its weight",
+        "host/stage.cpp",
+        "if (!c.own_weights) c.staged_weight(staged) = factor_of(c, source_rank, token, k, rows[k]);",
+        "if (!c.own_weights) c.staged_weight(staged) = 1.0f;",
         "plain",
     ),
     Mutant(

@@ -39,7 +39,7 @@ struct ReturnForward {
     MOECOMM_FN const SourceTokens& sent_by(i32 work) const { return c.shared.sent[source_rank_of(work)]; }
     MOECOMM_FN i32 ring_of(i32 work) const { return ring_chunks(c.shape(), sent_by(work).chunk_tokens); }
 
-    // What dispatch recorded in the route for a forwarded token.
+    // The words that dispatch recorded in the route for a forwarded token.
     MOECOMM_FN const i32* kept(i32 domain, i32 token) const {
         return reinterpret_cast<const i32*>(c.a.route.forwarded) +
                (static_cast<i64>(domain) * c.shape().max_tokens + token) * forwarded_words(c.shape());

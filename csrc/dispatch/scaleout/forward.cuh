@@ -31,7 +31,7 @@ struct Forward {
 
     MOECOMM_FN const Source& source_of(i32 domain) const { return c.shared.sources[c.domains().counterpart(domain)]; }
 
-    // Whether this kernel forwards the chunk. The first kernel of a split dispatch forwards those chunks whose credits their sources wait
+    // True if this kernel forwards the chunk. The first kernel of a split dispatch forwards those chunks whose credits their sources wait
     // for; the second forwards the rest.
     MOECOMM_FN bool has_part(i32 source, i32 chunk) const {
         const Source& from = c.shared.sources[source];
