@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -16,3 +16,8 @@ Wire: TypeAlias = Literal["exact"] | torch.dtype  # a dtype: that of y, or float
 Activation: TypeAlias = Literal["swiglu"]
 GateKind: TypeAlias = Literal["softmax", "sigmoid"]
 PluginWay: TypeAlias = Literal["auto", "loopback", "tcp"]
+
+
+def is_exact(wire: Any) -> bool:
+    """Return whether a caller's `wire` is the word "exact".  Arrays, which compare by element, are not."""
+    return isinstance(wire, str) and wire == "exact"

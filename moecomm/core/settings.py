@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moecomm.core.choices import Wire
+from moecomm.core.choices import Wire, is_exact
 from moecomm.core.integers import is_integer
 from moecomm.core.protocol import DTYPES, MAX_CHUNK, MAX_RANKS, MAX_TOPK
 from moecomm.core.validation import check_dtype
@@ -93,7 +93,7 @@ class Settings:
         window = -1 if self.window_bytes is None else self.window_bytes
         sizes = (self.hidden, self.num_experts, self.topk, self.max_tokens)
         domain = self.ranks if self.domain_ranks is None else self.domain_ranks
-        mine = (_MAGIC, VERSION, *sizes, dtype, window, domain, int(self.wire == "exact"))
+        mine = (_MAGIC, VERSION, *sizes, dtype, window, domain, int(is_exact(self.wire)))
         for name, value in zip(self._NAMES, mine, strict=True):
             if not (is_integer(value) and -(1 << 63) <= value < 1 << 63):
                 raise BadInput(name, repr(value), "a whole number, of at most 64 bits")
@@ -109,7 +109,7 @@ class Settings:
     def check(self) -> None:
         """Raise BadInput for a value that can't be used.  Called after agree(), so that all ranks raise alike."""
         check_dtype("dtype", self.dtype, DTYPES)
-        if self.wire not in _WIRES:
+        if self.wire is not None and not is_exact(self.wire):
             raise BadInput("wire", repr(self.wire), "None or 'exact'")
         if self.hidden < 1 or self.hidden * self.dtype.itemsize % 16:
             raise BadInput(

@@ -136,7 +136,8 @@ def prepare(
         (x, topk_idx, topk_weights),
         {"max_rows": max_rows},
     )
-    combining = combine.Options(wire=options.wire or "exact", num_sms=options.num_sms)  # the bits of a fused layer
+    wire = "exact" if options.wire is None else options.wire  # the bits of a fused layer
+    combining = combine.Options(wire=wire, num_sms=options.num_sms)
     return Unfused(rounds, dispatching, combining, {"out": out, "bias": bias}, experts, back)
 
 

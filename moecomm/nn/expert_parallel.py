@@ -9,7 +9,7 @@ import torch
 
 from moecomm import backends, ops
 from moecomm.buffer import Buffer
-from moecomm.core.choices import BackendName, GateKind, Wire
+from moecomm.core.choices import BackendName, GateKind, Wire, is_exact
 from moecomm.core.protocol import DTYPES
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.validation import (
@@ -96,7 +96,7 @@ class ExpertParallel(torch.nn.Module):
         check_max_rows(max_rows)
         check_drawn(seed, dtype, device)
         check_dtype("dtype" if payload is None else "payload", dtype if payload is None else payload, DTYPES)
-        if wire not in (None, "exact"):
+        if wire is not None and not is_exact(wire):
             check_dtype("wire", wire, DTYPES)
         check_name("backend", backend, ("auto", *backends.NAMES))
         rank, num_ranks = _place(group, buffer)

@@ -28,7 +28,7 @@ import torch
 from moecomm.buffer import Buffer
 from moecomm.core import shown, tangents
 from moecomm.core.arrays import as_tensor
-from moecomm.core.choices import Activation, Layout, Wire
+from moecomm.core.choices import Activation, Layout, Wire, is_exact
 from moecomm.core.integers import check_alignment
 from moecomm.core.protocol import LAYOUTS
 from moecomm.core.validation import check_flag, check_flags, check_name, check_same_device
@@ -318,7 +318,7 @@ def _routed(
 
 def _wire_of(wire: Wire | None, y: torch.Tensor) -> torch.dtype | None:
     """Return `wire` as operators take it.  Raises BadInput for no word or dtype; the round checks which dtype."""
-    if wire == "exact":
+    if is_exact(wire):
         return torch.float32
     if wire is not None and not isinstance(wire, torch.dtype):
         raise BadInput("wire", wire, f"None, 'exact' or the dtype of y, {y.dtype}")

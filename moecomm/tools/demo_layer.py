@@ -127,15 +127,16 @@ def reference(
 def error_bound(expected: Reference, dtype: torch.dtype) -> torch.Tensor:
     """Return the largest allowed |output - expected| of each element, for experts in float32 and rows in `dtype`.
 
-    Two roundings to `dtype` count, each of at most half its epsilon: the row of every expert (or rank) before combine,
-    in total within `magnitude`, and the result. In addition float32 sums of H terms may run in another order. They
-    differ by a few roundings of 2^-24 of terms that are sqrt(H) times as large as their sum: 16 * 2^-24 * sqrt(H) of a
-    row's largest value.
+    Three roundings to `dtype` count, each of at most half its epsilon: the row of every expert before combine, each
+    rank's sum of them (both in total within `magnitude`), and the result. In addition float32 sums of H terms may run
+    in another order. They differ by a few roundings of 2^-24 of terms that are sqrt(H) times as large as their sum:
+    16 * 2^-24 * sqrt(H) of a row's largest value.
     """
     unit = float(torch.finfo(dtype).eps) / 2
     reordering = float(16 * 2**-24 * expected.out.shape[1] ** 0.5)
     order = reordering * expected.magnitude.amax(dim=1, keepdim=True)
-    return unit * (expected.magnitude * (1 + unit) + expected.out.abs()) + order
+    before = expected.magnitude * ((1 + unit) ** 2 - 1)
+    return before * (1 + unit) + unit * expected.out.abs() + order
 
 
 def expert_weights(

@@ -203,6 +203,7 @@ def of_moecomm() -> dict[str, list[Call]]:
                     "device": None,
                     "window_bytes": None,
                     "domain_ranks": None,
+                    "wire": None,
                 },
                 _close,
             )

@@ -216,9 +216,9 @@ DOMAIN_MUTANTS = [
     Mutant(
         "straight rows not added by domain",
         "host/scaleout/source_rank.cpp",
-        "    add_row(sum, rounded, c_.scaleout_type, n);\n}",
+        "    add_row(sum, rounded, c_.scaleout_type, 1.0f, n);\n}",
         "    for (i32 i = 0; i < rows.count; ++i)\n"
-        "        add_row(sum, rows.row[i] + column * bytes_of(rows.type), rows.type, n);\n}",
+        "        add_row(sum, rows.row[i] + column * bytes_of(rows.type[i]), rows.type[i], 1.0f, n);\n}",
         "domains plain",
     ),
     # Weights that homes give.
@@ -245,9 +245,9 @@ DOMAIN_MUTANTS = [
     ),
     Mutant(
         "a relay weighs by what the dispatch carried",
-        "host/gather.cpp",
-        "if (c_.own_weights) weight =",
-        "if (c_.own_weights && tokens_.source_rank == c_.r.me) weight =",
+        "host/combine.h",
+        "if (own_weights) return own_weight(",
+        "if (own_weights && source_rank == r.me) return own_weight(",
         "domains plain",
     ),
     Mutant(

@@ -26,7 +26,7 @@ _PLAIN = Options("batched")
 _FP8 = Options("batched", quantize="fp8", scale_layout="column")
 _ROUNDED = Options("batched", quantize="fp8", scale_format="ue8m0")
 _UE8M0 = _ROUNDED._replace(scale_layout="column")
-_WEIGHTED = combining.Options()
+_WEIGHTED = combining.Options(wire="exact")  # deep_ep adds up all rows of a token in float32 at its source rank
 _WEIGHTS_HIDDEN = 8  # columns of the rows that routing weights travel beside: 16 bytes, the least there is
 
 
