@@ -230,10 +230,10 @@ class Layer:
         name = "low-latency "  # the larger first: later graphs reuse the window memory that its graphs took
         yield Pair(name + "dispatch", "bf16", "", partial(dispatch, {}), lambda: call(use_fp8=False)[:2])
         yield Pair(name + "dispatch", "fp8", "", partial(dispatch, _COLUMNS), with_scales)
-        alone = partial(buffer.combine, y, native)
+        alone = partial(buffer.combine, y, native, wire="exact")
         yield Pair(name + "combine", "", "", lambda: (alone(),), partial(combine, weights))
         others = weights.clone()  # not the tensor that the dispatch was given
-        own = partial(buffer.combine, y, native, topk_weights=others)
+        own = partial(buffer.combine, y, native, wire="exact", topk_weights=others)
         yield Pair(name + "combine", "", "other weights", lambda: (own(),), partial(combine, others))
 
 
