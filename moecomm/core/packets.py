@@ -10,7 +10,7 @@ from moecomm.core.protocol import LINE_BYTES, LINE_WORDS, PACKET_ENTRIES, PACKET
 _WORD = 8  # bytes
 _MOST_WORDS = LINE_WORDS * PACKET_LINES
 _ROOM = 4 << 20  # of a window, for one rank and one round: 128 tokens of 7168 fp32 columns
-_ROOM_OF_ALL = 32 << 20  # for all ranks and both parities
+_ROOM_OF_ALL = 256 << 20  # for all ranks and both parities: 128 tokens of 7168 16-bit columns from each of 64 ranks
 
 
 class Packets(NamedTuple):
@@ -28,8 +28,11 @@ class Packets(NamedTuple):
 
     def carry(self, num_tokens: int, topk: int, room: int) -> bool:
         """Whether a rank with so many tokens sends them as packets.  `room` is Shape.packet_bytes."""
-        few = num_tokens <= PACKET_TOKENS and num_tokens * topk <= PACKET_ENTRIES
-        return few and room > 0 and num_tokens * self.token_bytes <= room
+        return room > 0 and num_tokens <= self.most_tokens(topk, room)
+
+    def most_tokens(self, topk: int, room: int) -> int:
+        """Return the most tokens that a rank sends as packets."""
+        return min(PACKET_TOKENS, PACKET_ENTRIES // topk, room // self.token_bytes)
 
 
 def of_dispatch(row_bytes: int, scale_bytes: int, topk: int, *, scale_size: int = 0) -> Packets | None:

@@ -22,6 +22,7 @@ from moecomm import backends, config, shims
 from moecomm.backends import gin, nic
 from moecomm.errors import Unsupported
 from moecomm.jit import linking, loader
+from moecomm.tools.few_tokens import FewTokens, few_tokens, lines
 
 BACKENDS = ("host", "lsa", "gin", "nvshmem")
 _PACKAGES = {  # name in the report: distributions that provide it; the first installed one counts
@@ -103,20 +104,21 @@ class Report:
     versions: dict[str, str | None]  # None: not installed
     topology: Topology
     cache: Cache
+    few_tokens: list[FewTokens]
 
     def details(self) -> str:
-        """Return versions, topology and kernel cache as text."""
+        """Return versions, topology, kernel cache and the limits of packets as text."""
         versions = [f"{name:<14} {version or 'not installed'}" for name, version in self.versions.items()]
         place, cache = self.topology, self.cache
-        lines = [*versions, "", f"{place.cores} core(s), {place.numa_nodes} NUMA node(s), {len(place.gpus)} GPU(s)"]
+        shown = [*versions, "", f"{place.cores} core(s), {place.numa_nodes} NUMA node(s), {len(place.gpus)} GPU(s)"]
         for index, gpu in enumerate(place.gpus):
-            lines.append(f"  GPU {index}  {gpu:<24} {' '.join(f'{link:>5}' for link in place.links[index])}")
+            shown.append(f"  GPU {index}  {gpu:<24} {' '.join(f'{link:>5}' for link in place.links[index])}")
         private = "private" if cache.private else f"NOT private: others can reach it; run: chmod -R go-rwx {cache.path}"
         what = f"{cache.nbytes / 2**20:.1f} MiB, {private}"
         if cache.unusable:
             what = f"NOT in use, every process compiles: {cache.unusable}"
-        lines += ["", f"kernel cache: {cache.path} ({what})"]
-        return "\n".join(lines)
+        shown += ["", f"kernel cache: {cache.path} ({what})", "", *lines(self.few_tokens)]
+        return "\n".join(shown)
 
     def json(self) -> str:
         """Return the report as a JSON object."""
@@ -133,7 +135,9 @@ class Report:
 
 def doctor() -> Report:
     """Report which backends can run here. Changes nothing and runs no kernel."""
-    return Report([_backend(name) for name in BACKENDS], _versions(), _topology(), _cache(config.cache_dir()))
+    return Report(
+        [_backend(name) for name in BACKENDS], _versions(), _topology(), _cache(config.cache_dir()), few_tokens()
+    )
 
 
 def _backend(name: str) -> BackendReport:

@@ -21,6 +21,7 @@ from moecomm import backends, rma_plugin, shims
 from moecomm.backends import cuda_driver, lsa, nic
 from moecomm.jit import linking
 from moecomm.tools import cli, doctor
+from moecomm.tools.few_tokens import FewTokens
 
 TOPOLOGY = """
 \x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
@@ -308,6 +309,7 @@ def test_the_command_says_the_same_without_swallowing_brackets(capfd: pytest.Cap
         {"torch": "2.13.0", "NCCL": None},
         doctor.Topology(2, 1, ["H200", "H200"], [["X", "NV18"], ["NV18", "X"]]),
         doctor.Cache(Path("/c"), 3 << 20, True),
+        [FewTokens(4, 32 << 20, {"dispatch bf16": 256, "combine bf16": 273})],
     )
     cli.show_doctor(report, Console())
     assert capfd.readouterr().out.splitlines() == [
@@ -322,6 +324,9 @@ def test_the_command_says_the_same_without_swallowing_brackets(capfd: pytest.Cap
         "  GPU 1  H200                      NV18     X",
         "",
         "kernel cache: /c (3.0 MiB, private)",
+        "",
+        "most tokens of a rank in packets (one NVLink domain, 7168 columns, 8 experts a token):",
+        "   4 ranks,  32 MiB: dispatch bf16 256; combine bf16 273",
     ]
 
 
@@ -331,10 +336,11 @@ def test_json_has_all_that_people_are_shown(capfd: pytest.CaptureFixture[str], m
         cli.main()
     found, report = json.loads(capfd.readouterr().out), doctor.doctor()
     assert ended.value.code == 0
-    assert list(found) == ["backends", "versions", "topology", "cache"]
+    assert list(found) == ["backends", "versions", "topology", "cache", "few_tokens"]
     assert found["backends"] == [
         {"name": b.name, "missing": b.missing, "note": b.note, "can_run": b.can_run} for b in report.backends
     ]
     assert found["versions"] == report.versions
     assert found["topology"] == vars(report.topology)
+    assert found["few_tokens"] == [vars(row) for row in report.few_tokens]
     assert found["cache"] == {**vars(report.cache), "path": str(report.cache.path)}
