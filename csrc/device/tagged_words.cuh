@@ -17,26 +17,29 @@ MOECOMM_FN void send_header(const Round& r, const Transport& transport, i32 peer
     for (i32 i = thread; i < kHeaderWords; i += stride) transport.post(peer, tagged_word(r, r.ctx.rank, i), word_signal(r.tag, words[i]));
 }
 
-// Wait for `n` tagged words, `stride` bytes apart, and call take(nth, word) for each, in order. Called by one thread. Relaxed loads: a word
-// acquires nothing beyond itself. False on timeout or abort, with rank from(nth) in the failure record; true without the rest if
-// stop(missing_word) is true.
-template <class From, class Stop, class Take>
-MOECOMM_FN bool await_words(const Round& r, u64 first, i64 stride, i32 n, From from, Stop stop, Take take) {
-    constexpr i32 kBatch = 8;
+// Wait for `n` tagged words, those at the offsets at(nth), and call take(nth, word) for each, in order. Called by one thread. Relaxed
+// loads: a word acquires nothing beyond itself. False on timeout or abort, with rank from(nth) in the failure record; true without the rest
+// if stop(missing_word) is true. Loads of a batch are in flight at the same time.
+template <i32 kBatch, class At, class From, class Stop, class Take>
+MOECOMM_FN bool await_words(const Round& r, i32 n, At at, From from, Stop stop, Take take) {
     for (i32 base = 0; base < n; base += kBatch) {
         u64 seen[kBatch];
         i32 missing_word = 0;
         bool stopped = false;
         const auto ready = [&] {
-            missing_word = -1;
+            u32 differ = 0;
 #pragma unroll
             for (i32 i = 0; i < kBatch; ++i)
-                if (base + i < n) seen[i] = load_relaxed(own<const u64>(r.ctx, first + (base + i) * stride));
+                if (base + i < n) seen[i] = load_relaxed(own<const u64>(r.ctx, at(base + i)));
+#pragma unroll
+            for (i32 i = 0; i < kBatch; ++i)
+                if (base + i < n) differ |= signal_tag(seen[i]) ^ r.tag;
+            if (differ == 0) return true;
 #pragma unroll
             for (i32 i = kBatch - 1; i >= 0; --i)
                 if (base + i < n && signal_tag(seen[i]) != r.tag) missing_word = base + i;
-            stopped = missing_word >= 0 && stop(missing_word);
-            return missing_word < 0 || stopped;
+            stopped = stop(missing_word);
+            return stopped;
         };
         if (!wait_for_any(r, Phase::header, [&] { return from(missing_word); }, r.tag, ready, [] { return 0ll; })) return false;
         if (stopped) return true;
@@ -50,14 +53,12 @@ MOECOMM_FN bool await_words(const Round& r, u64 first, i64 stride, i32 n, From f
 // Copy the headers of all ranks into `headers`. Called by threads [thread, thread + stride, ...) of a block; relaxed loads, so a block
 // barrier follows. False in a thread whose word did not arrive; the failure record is then filled.
 MOECOMM_FN bool await_headers(const Round& r, RoundHeader* headers, i32 thread, i32 stride) {
-    bool in_time = true;
-    for (i32 i = thread; in_time && i < r.ctx.shape.ranks * kHeaderWords; i += stride) {
-        const i32 from = i / kHeaderWords, word = i % kHeaderWords;
-        u64 seen = 0;
-        in_time = wait_word(r, Phase::header, from, tagged_word(r, from, word), r.tag, seen);
-        reinterpret_cast<u32*>(headers + from)[word] = signal_word(seen);
-    }
-    return in_time;
+    const i32 words = r.ctx.shape.ranks * kHeaderWords, n = thread < words ? ceil_div(words - thread, stride) : 0;
+    const auto from = [&](i32 nth) { return (thread + nth * stride) / kHeaderWords; };
+    const auto word = [&](i32 nth) { return (thread + nth * stride) % kHeaderWords; };
+    return await_words<4>(
+        r, n, [&](i32 nth) { return tagged_word(r, from(nth), word(nth)); }, from, [](i32) { return false; },
+        [&](i32 nth, u32 value) { reinterpret_cast<u32*>(headers + from(nth))[word(nth)] = value; });
 }
 
 // True if `from` has sent the header of another call than this rank's; the rest of its tagged words may then never come. Called by one

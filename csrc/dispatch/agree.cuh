@@ -7,7 +7,7 @@ namespace moecomm {
 
 // Called by the team. For each column, adds up the counts of all ranks and of the ranks before this one; with packets, also reads the bits
 // of the tokens that arrive. Tagged words need no acquire. Returns false in a thread whose words did not arrive; the failure record is
-// filled.
+// filled. The work of a word is a few instructions, because there are ranks * columns of them in every block.
 template <class Call>
 MOECOMM_FN bool sum_counts(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
@@ -15,24 +15,26 @@ MOECOMM_FN bool sum_counts(const Call& c) {
     for (i32 column = c.team_thread(); column < cfg.columns() + bits; column += c.kTeam) {
         const u64 first = tagged_word(c.round, 0, kHeaderWords + column);
         const i64 stride = static_cast<i64>(tagged_word(c.round, 1, 0) - tagged_word(c.round, 0, 0));
-        i32 polls = 0, total = 0, before = 0;
         const i32 local = column - c.me() * cfg.experts_here();
-        const bool in_time = await_words(
-            c.round, first, stride, cfg.ranks, [](i32 source) { return source; },
+        const bool is_bits = column >= cfg.columns();
+        const bool is_here = (cfg.packet_lines > 0 || cfg.descriptors) && local >= 0 && local < cfg.experts_here();
+        // Place of what is kept for each source: its bits, or the counts of earlier sources.
+        i32* const kept = is_bits                          ? reinterpret_cast<i32*>(c.shared.arriving[0]) + column - cfg.columns()
+                          : is_here                        ? c.shared.into + local
+                          : column == cfg.experts + c.me() ? c.shared.slots_before
+                                                           : nullptr;
+        const i32 pitch = is_bits ? kWantedWords : is_here ? cfg.experts_here() : 1;
+        i32 polls = 0, total = 0, before = 0;
+        const bool in_time = await_words<(cfg.ranks > 8 ? 16 : 8)>(
+            c.round, cfg.ranks, [&](i32 source) { return first + source * stride; }, [](i32 source) { return source; },
             [&](i32 missing_peer) { return ++polls % 16 == 0 && call_differs(c.round, missing_peer, c.shared.mine); },
             [&](i32 source, u32 word) {
-                if (column >= cfg.columns()) {
-                    c.shared.arriving[source][column - cfg.columns()] = word;
-                    return;
-                }
-                if ((cfg.packet_lines > 0 || cfg.descriptors) && local >= 0 && local < cfg.experts_here())
-                    c.shared.into[source * cfg.experts_here() + local] = total;
-                if (column == cfg.experts + c.me()) c.shared.slots_before[source] = total;
+                if (kept != nullptr) kept[source * pitch] = is_bits ? static_cast<i32>(word) : total;
                 total += static_cast<i32>(word);
                 if (source < c.me()) before += static_cast<i32>(word);
             });
         if (!in_time) return false;
-        if (column >= cfg.columns()) continue;
+        if (is_bits) continue;
         c.shared.total[column] = total;
         if (column == cfg.experts + c.me()) c.shared.slots_before[cfg.ranks] = total;
         c.shared.base[column] = before + c.shared.before[column];
@@ -126,10 +128,13 @@ MOECOMM_FN bool agree(const Call& c) {
     const auto record_error = [&](i32 nth) {
         if (validate_rank(c, nth).failure != Failure::none) atomicMin(&c.shared.first_error, nth);
     };
-    for (i32 rank = c.team_warp(); rank < cfg.ranks; rank += c.kTeamWarps) {
+    if constexpr (!cfg.repeat && cfg.layout != Layout::flat) {
+        for (i32 rank = c.team_warp(); rank < cfg.ranks; rank += c.kTeamWarps) place_groups(c, rank);
+        __syncwarp();
+    }
+    // A warp validates the ranks whose groups it placed, a lane for each.
+    for (i32 rank = c.team_warp() + lane_id() * c.kTeamWarps; rank < cfg.ranks; rank += kWarp * c.kTeamWarps) {
         if constexpr (!cfg.repeat && cfg.layout == Layout::flat) c.shared.needed[rank] = c.shared.total[cfg.experts + rank];
-        if constexpr (!cfg.repeat && cfg.layout != Layout::flat) place_groups(c, rank);
-        if (lane_id() != 0) continue;
         record_error(rank);
         if constexpr (!cfg.repeat) record_error(cfg.ranks + rank);
         const RoundHeader& from = c.shared.headers[rank];

@@ -46,15 +46,21 @@ MOECOMM_FN void announce(const Call& c) {
         c.team_any(false);
     }
     const i32 columns = cfg.repeat || !c.counts_all ? 0 : cfg.columns(), bits = cfg.packet_lines > 0 ? kWantedWords : 0;
-    for (i32 step = c.nth_unpacker(); step >= 0 && step < cfg.ranks; step += c.unpackers()) {
-        const i32 peer = rotated<cfg.ranks>(c.me(), step);
-        if (!c.domains().reaches(peer)) continue;  // send_tagged_words puts to these
-        send_header(c.round, c.transport, peer, c.shared.mine, c.team_thread(), c.kTeam);
-        for (i32 i = c.team_thread(); i < columns + bits; i += c.kTeam) {
-            const i32 bit = i - columns;
-            const u32 word = i < columns ? c.shared.own_counts[i] : cfg.packets ? c.shared.wanted[peer][bit] : 0;
-            const u64 there = tagged_word(c.round, c.me(), kHeaderWords + (i < columns ? i : cfg.columns() + bit));
-            c.transport.post(peer, there, word_signal(c.round.tag, word));
+    for (i32 word = c.team_thread(); word < kHeaderWords + columns + bits; word += c.kTeam) {
+        const i32 column = word - kHeaderWords, bit = column - columns;
+        u32 value = 0;
+        if (column < 0) {
+            value = reinterpret_cast<const u32*>(&c.shared.mine)[word];
+        } else if (bit < 0) {
+            value = c.shared.own_counts[column];
+        }
+        const u64 there = tagged_word(c.round, c.me(), bit < 0 ? word : kHeaderWords + cfg.columns() + bit);
+#pragma unroll 1
+        for (i32 step = c.nth_unpacker(); step >= 0 && step < cfg.ranks; step += c.unpackers()) {
+            const i32 peer = rotated<cfg.ranks>(c.me(), step);
+            if (!c.domains().reaches(peer)) continue;  // send_tagged_words puts to these
+            if (cfg.packets && bit >= 0) value = c.shared.wanted[peer][bit];
+            c.transport.post(peer, there, word_signal(c.round.tag, value));
         }
     }
 }
