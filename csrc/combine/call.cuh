@@ -101,6 +101,16 @@ struct CombineCall {
     // True if each row reduced here has a place of its own (CombineArgs::reduced_rows).
     MOECOMM_FN bool has_reduced_rows() const { return cfg.domains() == 1 && !cfg.own_weights && a.reduced_rows != 0; }
     MOECOMM_FN i64 reduced_row_pitch() const { return cfg.staged_bytes() + (a.weight_grads != 0 ? cfg.grads_bytes() : 0); }
+    // Several domains: the sums of a ring in `returned` lie close together, so that those of consecutive tokens leave in one put. All ranks
+    // agree on the wire and on whether there are gradients. A round that uses other sizes begins after all ranks have ended this one.
+    MOECOMM_FN i64 sum_bytes() const {
+        return a.weight_grads != 0 ? shape().staged_row_bytes : align_up<i64>(cfg.hidden * bytes_of(cfg.wire), 16);
+    }
+    // Offset, in the source rank's window, of the sum of a token from `domain`. return_sum_at: in the forwarder's, from which it is put.
+    MOECOMM_FN u64 returned_sum_at(i32 domain, i32 token) const {
+        return returned_at(window(), shape(), domain, 0) + token % shape().ring_tokens * sum_bytes();
+    }
+    MOECOMM_FN u64 return_sum_at(i32 domain, i32 token) const { return returned_sum_at(cfg.domains() + domain, token); }
     // Address of the gradients that `rank`, possibly in another domain, has for a token of this rank.
     MOECOMM_FN const u8* grads_of(i32 rank, i32 token) const {
         if (const RoundHeader& from = shared.headers[rank]; from.combine.rows != 0) {
@@ -110,7 +120,7 @@ struct CombineCall {
         }
         if (domains().reaches(rank)) return staged_row(rank, me(), token) + grads_at();
         if (direct()) return transport.template local<u8>(direct_row_at(window(), shape(), round.tag, rank, token)) + grads_at();
-        return transport.template local<u8>(returned_at(window(), shape(), rank / cfg.scaleup_ranks(), token)) + grads_at();
+        return transport.template local<u8>(returned_sum_at(rank / cfg.scaleup_ranks(), token)) + grads_at();
     }
     // Offset of the flag of `from` at the rank of this domain that pulls the rows of `source_rank`.
     MOECOMM_FN u64 reduced_flag(i32 source_rank, i32 from, i32 chunk) const {

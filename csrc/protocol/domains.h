@@ -5,14 +5,15 @@
 // The route of a token from its source rank s in domain a to the owners of its experts in domain b, and back:
 //
 //   tagged words  s -> all ranks       round headers and counts; to other domains one put, then a signal
-//   dispatch      s -> forwarder       The forwarder is the rank of b with the index of s. One put for each token (ReceivedHead, row,
-//   scales)
-//                                      into `receive_buffer`, however many of its experts b has; after the chunk, `received`.
+//   dispatch      s -> forwarder       The forwarder is the rank of b with the index of s. A token (ReceivedHead, row, scales) is put
+//                                      into `receive_buffer` once, however many of its experts b has; kernels put consecutive tokens
+//                                      of a chunk at once (joins_tokens). After the chunk, `received`.
 //                 forwarder -> owners  stores each row where s, which knows all counts, has specified, and signals `arrived` in the
 //                                      name of s, as a source in the owners' domain would. Then it grants s the chunk's credit.
 //   combine       owners -> forwarder  stage for s as for any source rank, but signal `reduced` to the forwarder, which pulls, adds in
 //                                      rank order, and grants the owners their credits.
-//                 forwarder -> s       one put of the sum (and gradients of weights) into `returned`; after a chunk, its signal
+//                 forwarder -> s       puts the sum (and gradients of weights) into `returned`, kernels those of consecutive tokens of
+//                                      a chunk at once; after a chunk, its signal
 //                 s                    adds the rows of its own domain, then the sums of all domains in domain order; rounds once,
 //                                      and grants the forwarders their credits.
 //
@@ -85,9 +86,6 @@ MOECOMM_BOTH constexpr u64 signal_at(const WindowLayout& w, u64 which) { return 
 MOECOMM_BOTH constexpr u64 send_slot_at(const WindowLayout& w, const Shape& s, i32 domain, i32 token) {
     return receive_at(w, s, domains(s) + domain, token);
 }
-MOECOMM_BOTH constexpr u64 return_slot_at(const WindowLayout& w, const Shape& s, i32 domain, i32 token) {
-    return returned_at(w, s, domains(s) + domain, token);
-}
 MOECOMM_BOTH constexpr u64 signal_value_at(const WindowLayout& w, const Shape& s, u64 which) { return signal_at(w, signals(s) + which); }
 
 // `reduced` at the rank that pulls the source rank's rows, by reducing rank.
@@ -117,6 +115,10 @@ MOECOMM_BOTH constexpr i64 received_scales(const Shape& s, i64 row_bytes) { retu
 MOECOMM_BOTH constexpr i64 received_token_bytes(const Shape& s, i64 row_bytes, i64 scale_bytes) {
     return received_scales(s, row_bytes) + align_up<i64>(scale_bytes, 16);
 }
+
+// True if one put carries consecutive tokens of a chunk, with the unused bytes between them: these are worth less than a put. Places have
+// the same size in every round, so the unused bytes never cover a ReceivedHead.
+MOECOMM_BOTH constexpr bool joins_tokens(const Shape& s, i64 token_bytes) { return s.receive_bytes - token_bytes <= token_bytes / 8 + 256; }
 
 // Room for a direct token in `packets`: a token as a forwarder receives it, or, after an unused ReceivedHead (which thus never looks like
 // one of this round), a staged row. Kernels put all of a rank's tokens from send slots in its rings.

@@ -40,6 +40,21 @@ MOECOMM_FN bool put(const Call& c, const Transport& transport, Phase phase, i32 
     return true;
 }
 
+// The runs of consecutive bits in a mask of tokens, from the lowest on. Each run leaves in one put.
+struct Runs {
+    u32 left;
+    i32 first = 0, count = 0;  // of the current run
+
+    MOECOMM_FN bool next() {
+        if (left == 0) return false;
+        first = __ffs(left) - 1;
+        const u32 after = ~(left >> first);
+        count = after != 0 ? __ffs(after) - 1 : kWarp - first;
+        left = first + count < kWarp ? left >> (first + count) << (first + count) : 0;
+        return true;
+    }
+};
+
 // Set a signal of `kind` (domains.h) at this rank's counterpart in `domain` to `chunk` of this round. Called by one thread; ordered like
 // Transport::add. This rank is the signal's only writer and keeps its last value; a thread that sets another chunk has acquired a credit
 // for the last one. False if there is no room (record filled).

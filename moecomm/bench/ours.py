@@ -210,8 +210,8 @@ class Ours:
             moved = row + self._case.beside_bytes(op.layout)
             return moved, moved, row
         row = 2 * self._case.hidden
-        if op.layout == "flat":  # a forwarder sends reduced rows of flat in float32
-            return row, row if self.direct else 2 * row, row
+        if op.layout == "flat":  # the default wire: sums cross in the dtype of y
+            return row, row, row
         wire = (4 if op.variant == FP32_WIRE else 2) * self._case.hidden
         return wire, wire, row
 

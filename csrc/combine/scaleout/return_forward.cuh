@@ -6,7 +6,8 @@
 namespace moecomm {
 
 // The role of a return-forward warp. The warps of the grid divide the chunks of all source ranks that this rank forwards for, in order. A
-// warp puts each sum when it is complete, and signals the source rank after the chunk's last. All lanes call all methods together.
+// warp puts the sums of a chunk when they are complete, those of consecutive tokens at once, and then signals the source rank. All lanes
+// call all methods together.
 template <class Call>
 struct ReturnForward {
     static constexpr CombineConfig cfg = Call::cfg;
@@ -44,16 +45,19 @@ struct ReturnForward {
         return reinterpret_cast<const i32*>(c.a.route.forwarded) +
                (static_cast<i64>(domain) * c.shape().max_tokens + token) * forwarded_words(c.shape());
     }
-    // Finds the tokens of the chunk that this domain has rows of, one token in each lane.
-    MOECOMM_FN void begin_work() {
-        const SourceTokens& sent = sent_by(nth);
-        const i32 token = chunk_of(nth) * sent.chunk_tokens + lane_id();
+    // Returns one bit for each token of the chunk that this domain has rows of.
+    MOECOMM_FN u32 tokens_of(i32 work) const {
+        const SourceTokens& sent = sent_by(work);
+        const i32 token = chunk_of(work) * sent.chunk_tokens + lane_id();
         bool any = false;
         if (lane_id() < sent.chunk_tokens && token < sent.num_tokens) {
-            const i32* slots = kept(domain_of_work(nth), token) + 2 * cfg.topk;
+            const i32* slots = kept(domain_of_work(work), token) + 2 * cfg.topk;
             for (i32 i = 0; i < cfg.scaleup_ranks(); ++i) any = any || slots[i] >= 0;
         }
-        tokens_left = __ballot_sync(kAllLanes, any);
+        return __ballot_sync(kAllLanes, any);
+    }
+    MOECOMM_FN void begin_work() {
+        tokens_left = tokens_of(nth);
         at = 0;
         item_open = true;
         place_free = tokens_left == 0 || chunk_of(nth) < ring_of(nth);
@@ -92,9 +96,7 @@ struct ReturnForward {
         return c.transport.template peer_ptr<u8>(rank, from.combine.rows) + slot * static_cast<i64>(from.combine.pitch);
     }
     // Address of this domain's sum of a token, from which it is put.
-    MOECOMM_FN u8* sum_of(i32 domain, i32 token) const {
-        return c.transport.template local<u8>(return_slot_at(c.window(), c.shape(), domain, token));
-    }
+    MOECOMM_FN u8* sum_of(i32 domain, i32 token) const { return c.transport.template local<u8>(c.return_sum_at(domain, token)); }
 
     // See gather.cuh. Sets `failed` if a wait failed.
     MOECOMM_FN Next open(const u8*& source, Item& out, bool may_wait) {
@@ -160,16 +162,20 @@ struct ReturnForward {
 
     MOECOMM_FN void close(const Item& out) {
         if (failed) return;
-        const bool whole = out.token >= 0 && out.column + kPieceColumns >= cfg.hidden;
-        if (whole && !put_sum(out.domain, out.token)) failed = true;
-        if (!failed && out.step >= 0 && !finish_work(out.step, out.token >= 0)) failed = true;
+        if (out.step >= 0 && !(put_sums(out.step) && finish_work(out.step, out.token >= 0))) failed = true;
     }
-    MOECOMM_FN bool put_sum(i32 domain, i32 token) const {
+    // Puts the chunk's sums, one put for each run of consecutive tokens. A chunk lies in one piece in a ring, whose length it divides.
+    // Returns false in all lanes if a put found no room in time; the failure record is filled.
+    MOECOMM_FN bool put_sums(i32 work) const {
         __syncwarp();  // all lanes have stored their columns
-        const i64 bytes = c.a.weight_grads != 0 ? c.shape().staged_row_bytes : align_up<i64>(cfg.hidden * bytes_of(cfg.wire), 16);
-        const u64 there = returned_at(c.window(), c.shape(), c.domains().own(), token);
-        return put(c, c.channel(), Phase::reduced, c.domains().counterpart(domain), there,
-                   return_slot_at(c.window(), c.shape(), domain, token), bytes);
+        const i32 domain = domain_of_work(work), first = chunk_of(work) * sent_by(work).chunk_tokens;
+        for (Runs runs{tokens_of(work)}; runs.next();) {
+            const i32 token = first + runs.first;
+            if (!put(c, c.channel(), Phase::reduced, c.domains().counterpart(domain), c.returned_sum_at(c.domains().own(), token),
+                     c.return_sum_at(domain, token), runs.count * c.sum_bytes()))
+                return false;
+        }
+        return true;
     }
     // Ends a work item: signals the source rank if this domain has rows of the chunk, then gives the owners of this domain the credit for
     // its places. Returns false in all lanes if a wait failed.

@@ -76,7 +76,7 @@ struct ScaleoutSums {
             if (!here && direct) {
                 add_owners(ranks >> domain * cfg.scaleup_ranks() & kOfDomain, domain * cfg.scaleup_ranks(), token, column, there);
             } else if (!here) {
-                const u64 row = returned_at(c.window(), c.shape(), domain, token) + column * bytes_of(cfg.wire);
+                const u64 row = c.returned_sum_at(domain, token) + column * bytes_of(cfg.wire);
                 add_words<cfg.wire>(c.transport.template local<const u32>(row), there);
             }
 #pragma unroll

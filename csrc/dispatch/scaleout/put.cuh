@@ -109,11 +109,14 @@ MOECOMM_FN void put_send_slots(const Call& c, i32 warp) {
                 if (!put_direct(c, channel, domain, chunk, bytes)) return;
                 continue;
             }
-            for (u32 left = scaleout_tokens(c, domain, chunk); left != 0; left &= left - 1) {
-                const i32 token = chunk * c.a.chunk_tokens + __ffs(left) - 1;
-                const u64 from = send_slot_at(c.window(), c.shape(), domain, token);
-                if (!put(c, channel, Phase::payload, forwarder, receive_at(c.window(), c.shape(), c.domains().own(), token), from, bytes))
-                    return;
+            for (Runs runs{scaleout_tokens(c, domain, chunk)}; runs.next();) {
+                const i32 step = joins_tokens(c.shape(), bytes) ? runs.count : 1;
+                for (i32 at = 0; at < runs.count; at += step) {
+                    const i32 token = chunk * c.a.chunk_tokens + runs.first + at;
+                    const u64 from = send_slot_at(c.window(), c.shape(), domain, token);
+                    const u64 to = receive_at(c.window(), c.shape(), c.domains().own(), token);
+                    if (!put(c, channel, Phase::payload, forwarder, to, from, (step - 1) * c.shape().receive_bytes + bytes)) return;
+                }
             }
             bool signaled = true;
             if (lane_id() == 0) signaled = signal_chunk(c, channel, Phase::payload, kReceived, domain, chunk, c.a.chunk_tokens);
