@@ -168,12 +168,16 @@ class Context:
     abort_host: int
     @property
     def address(self) -> int: ...
+    all_peers: int
+    """
+        Address of an address for each rank, for host rounds of more than 64; 0: none.
+        """
     link: int
     @property
     def nbytes(self) -> int: ...
     peers: list[int]
     """
-        64 addresses.  A copy: assign a list (shorter ones are filled up with zeros), do not change it in place.
+        64 addresses, or those at `all_peers`.  A copy: assign a list (shorter ones are filled up with zeros).
         """
     rank: int
     record: int
@@ -369,6 +373,16 @@ class HostWindow:
     def __init__(self, nbytes: int) -> None: ...
     def close(self) -> None:
         """Unmap.  No code of this process may still use the memory.  Dropping the object unmaps as well."""
+    def release(self, offset: int) -> int:
+        """
+        Give the memory from `offset` on, in whole pages, back to the system.  Returns the bytes that stay.
+
+        All mappings stay, those of peers as well.  They read zeros there, and take memory again where they are written.
+
+        Raises:
+            ValueError: no offset of the window, or it is closed.
+            OSError: the kernel refuses.
+        """
     @property
     def address(self) -> int:
         """0 once closed."""

@@ -10,7 +10,7 @@ import torch
 
 from moecomm import _native, backends, combine, config, dispatch, overloads
 from moecomm.combine import options as combine_options
-from moecomm.core import names
+from moecomm.core import names, suspension
 from moecomm.core.choices import BackendName, Wire
 from moecomm.core.opening import opening
 from moecomm.core.rendezvous import rendezvous
@@ -26,7 +26,7 @@ log = logging.getLogger("moecomm")
 _DISPATCH, _COMBINE = dispatch_options.Options(), combine_options.Options()  # made once: they are most calls' options
 
 
-class Buffer:
+class Buffer(suspension.ReleasableMemory):
     """Peer-visible memory of an expert-parallel group, and the dispatch and combine over it.
 
     Opening is collective.  Rounds (a dispatch or a combine) are collective too: every rank makes the same calls in
@@ -80,7 +80,8 @@ class Buffer:
         domain_ranks: int | None = None,
         wire: Wire | None = None,
     ) -> None:
-        with opening(rendezvous(group), timeout_s) as ranks:
+        group = rendezvous(group)
+        with opening(group, timeout_s) as ranks:
             wanted, timeout_s = wanted_device(device), seconds(timeout_s)
             name, self.why = backends.choose(config.asked_backend(backend), wanted)
             settings = Settings(
@@ -108,6 +109,7 @@ class Buffer:
                 undo.pop_all()
         session.context.timeout_ns = int(timeout_s * 1e9)
         self.rounds = rounds = Rounds(session, settings)
+        self._members = suspension.Members(group, ranks.number, timeout_s)
         self.rank, self.num_ranks, self.dtype, self.timeout_s = ranks.rank, ranks.ranks, dtype, timeout_s
         self.hidden, self.num_experts, self.topk, self.max_tokens = hidden, num_experts, topk, max_tokens
         self.domain_ranks = rounds.domain_ranks
@@ -363,13 +365,14 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        """Memory of this rank's window, outputs included, in bytes."""
+        """Memory of this rank's window in bytes, outputs included unless their memory is released."""
         return self.rounds.session.nbytes
 
     def __repr__(self) -> str:
         if "name" not in vars(self):  # the last attribute that the constructor sets
             return "<moecomm.Buffer, not open yet>"
-        state = "closed" if self.closed else "failed" if self.failed else "open"
+        states = {"closed": self.closed, "failed": self.failed, "released": self.released, "open": True}
+        state = next(name for name, holds in states.items() if holds)
         return (
             f"<moecomm.Buffer {state}, backend={self.backend!r}, rank {self.rank} of {self.num_ranks}, "
             f"hidden={self.hidden}, num_experts={self.num_experts}, topk={self.topk}, "

@@ -91,5 +91,12 @@ class Closed(MoecommError):
         super().__init__(f"this {what} is closed; open a new one")
 
 
+class MemoryReleased(MoecommError):
+    """release_memory() has given the Buffer's memory back, and restore() has not been called since."""
+
+    def __init__(self) -> None:
+        super().__init__("the memory of this Buffer is released; call restore() on every rank first")
+
+
 class Unsupported(MoecommError):
     """The request can't run here.  Names the first thing that is missing."""

@@ -19,6 +19,7 @@ ERRORS = [
     errors.PeerLost("rank 1 is gone", **KNOWN),
     errors.Aborted("told to stop", **KNOWN),
     errors.Closed(),
+    errors.MemoryReleased(),
     errors.Unsupported("no GPU"),
 ]
 

@@ -13,7 +13,11 @@ namespace py = pybind11;
 namespace moecomm::bindings {
 namespace {
 
-std::vector<u64> peers(const Context& ctx) { return {ctx.peers, ctx.peers + kMaxRanks}; }
+std::vector<u64> peers(const Context& ctx) {
+    if (ctx.all_peers == 0) return {ctx.peers, ctx.peers + kMaxRanks};
+    const u64* all = reinterpret_cast<const u64*>(ctx.all_peers);
+    return {all, all + ctx.shape.ranks};
+}
 
 void set_peers(Context& ctx, const std::vector<u64>& addresses) {
     if (addresses.size() > kMaxRanks) throw std::invalid_argument("at most " + std::to_string(kMaxRanks) + " peers");
@@ -27,7 +31,7 @@ void set_shape(Context& ctx, const Shape& shape) {
 
 // Is the address in the heap of our own window?
 bool in_heap(const Context& ctx, u64 address) {
-    const u64 window = ctx.peers[ctx.rank];
+    const u64 window = window_of(ctx, ctx.rank);
     return address >= window + ctx.window.heap && address < window + ctx.window.bytes;
 }
 
@@ -102,7 +106,8 @@ ValueError unless `ring_tokens` is a positive multiple of 32 (kMaxChunk) and `do
 void bind_context(py::module_& m) {
     bind_struct<Context>(m, "Context", "Context of csrc/protocol/args.h.  Starts as zeros; copy.copy() copies it.")
         .def_property("peers", &peers, &set_peers,
-                      "64 addresses.  A copy: assign a list (shorter ones are filled up with zeros), do not change it in place.")
+                      "64 addresses, or those at `all_peers`.  A copy: assign a list (shorter ones are filled up with zeros).")
+        .def_readwrite("all_peers", &Context::all_peers, "Address of an address for each rank, for host rounds of more than 64; 0: none.")
         .def_readwrite("record", &Context::record)
         .def_readwrite("abort_host", &Context::abort_host)
         .def_readwrite("timeout_ns", &Context::timeout_ns)

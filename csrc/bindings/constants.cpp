@@ -78,6 +78,7 @@ void bind_constants(py::module_& m) {
         "constants",
         [] {
             return std::map<std::string, i64>{{"max_ranks", kMaxRanks},
+                                              {"max_host_ranks", kMaxHostRanks},
                                               {"max_topk", kMaxTopk},
                                               {"max_chunk", kMaxChunk},
                                               {"max_blocks", kMaxBlocks},

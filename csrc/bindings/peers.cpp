@@ -79,6 +79,14 @@ Raises:
         .def_property_readonly("fd", &HostWindow::fd, "-1 once closed.")
         .def_property_readonly("address", &HostWindow::address, "0 once closed.")
         .def_property_readonly("nbytes", &HostWindow::bytes)
+        .def("release", &HostWindow::release, py::arg("offset"), Unlocked(),
+             R"(Give the memory from `offset` on, in whole pages, back to the system.  Returns the bytes that stay.
+
+All mappings stay, those of peers as well.  They read zeros there, and take memory again where they are written.
+
+Raises:
+    ValueError: no offset of the window, or it is closed.
+    OSError: the kernel refuses.)")
         .def("close", &HostWindow::close, "Unmap.  No code of this process may still use the memory.  Dropping the object unmaps as well.");
     py::class_<host::Link>(m, "Link", R"(How a rank reaches ranks of other domains (csrc/host/scaleout/link.h).
 

@@ -34,10 +34,11 @@ const Context& context(const Round& round) {
 
 void check_context(const Context& ctx) {
     const i32 ranks = ctx.shape.ranks;
-    if (ranks < 1 || ranks > kMaxRanks || ctx.rank < 0 || ctx.rank >= ranks) throw std::invalid_argument("ctx: rank or shape is not set");
+    if (ranks < 1 || ranks > (ctx.all_peers == 0 ? kMaxRanks : kMaxHostRanks) || ctx.rank < 0 || ctx.rank >= ranks)
+        throw std::invalid_argument("ctx: rank or shape is not set");
     at<FailureRecord>(ctx.record);
     for (i32 p = 0; p < ranks; ++p)
-        if (ctx.link == 0 || domain_of(ctx.shape, p) == domain_of(ctx.shape, ctx.rank)) at<u64>(ctx.peers[p]);
+        if (ctx.link == 0 || domain_of(ctx.shape, p) == domain_of(ctx.shape, ctx.rank)) at<u64>(window_of(ctx, p));
 }
 
 // Python runs the handlers of signals in its main thread, between instructions of its own.  A round in that thread runs them in its waits.
@@ -54,7 +55,7 @@ class Handlers {
         raised_.emplace();
         for (const Round& round : rounds_) {
             const Context& ctx = context(round);
-            const u64 word = ctx.abort_host != 0 ? ctx.abort_host : ctx.peers[ctx.rank] + ctx.window.abort;
+            const u64 word = ctx.abort_host != 0 ? ctx.abort_host : window_of(ctx, ctx.rank) + ctx.window.abort;
             compare_exchange(at<u32>(word), 0, abort_word(Failure::aborted, ctx.rank));
         }
     }

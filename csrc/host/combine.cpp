@@ -23,7 +23,7 @@ void announce(Combine& c, bool intact) {
     n.num_tokens = c.a.num_tokens;
     n.chunk_tokens = c.a.chunk_tokens;
     if (c.in_place) {
-        const u64 window = c.a.ctx.peers[c.r.me];
+        const u64 window = window_of(c.a.ctx, c.r.me);
         n.combine.rows = c.a.y - window;
         n.combine.pitch = static_cast<u64>(c.a.y_stride);
         if (!c.flat && c.a.weighted != 0) n.combine.weights = c.a.route.row_weights - window;
@@ -121,7 +121,7 @@ void put_direct(Combine& c, DirectSends& sent, i32 worker, i32 stride, float* sc
 // Stage this chunk for every source rank that has one.  While a place in the ring or a weight is missing, pull whatever is ready, because
 // peers may wait for those credits.  False if the round has failed or is invalid.
 bool stage_for_all(Combine& c, Pulls& pulls, i32 chunk, float* scratch) {
-    i32 waiting[kMaxRanks], count = 0;  // source ranks
+    i32 waiting[kMaxHostRanks], count = 0;  // source ranks
     for (i32 step = 0; step < c.r.ranks; ++step)
         if (const i32 source_rank = c.r.peer(step); chunk < c.chunks_of(source_rank) && !c.direct_to(source_rank))
             waiting[count++] = source_rank;

@@ -32,7 +32,7 @@ struct Combine {
     const bool own_weights = a.topk_weights != 0;  // combine's caller passes them; the dispatch's weights are not used
     const bool past_cache = a.num_tokens * a.y_stride >= kPastCache;
     // The experts' rows are in this rank's window: peers read them there and nothing is staged.
-    const bool in_place = a.weight_grads == 0 && a.y >= heap() && a.y < a.ctx.peers[r.me] + a.ctx.window.bytes;
+    const bool in_place = a.weight_grads == 0 && a.y >= heap() && a.y < window_of(a.ctx, r.me) + a.ctx.window.bytes;
     const i64 grads_at =
         shape.staged_row_bytes - align_up<i64>(topk * sizeof(float), 16);  // offset of the weight gradients in a staged row
     const SourceTokens* const sent = memory<const SourceTokens>(a.route.sent);
@@ -70,7 +70,7 @@ struct Combine {
     bool await_agreement() { return r.await_headers() && r.validate_headers().failure == Failure::none; }
 
   private:
-    u64 heap() const { return a.ctx.peers[r.me] + a.ctx.window.heap; }
+    u64 heap() const { return window_of(a.ctx, r.me) + a.ctx.window.heap; }
 };
 
 }  // namespace moecomm::host

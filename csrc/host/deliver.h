@@ -1,5 +1,7 @@
 // Delivery of tokens to their owners in this domain: this rank's own tokens, forwarded ones, and those that arrived direct.
 #pragma once
+#include <algorithm>
+
 #include "dispatch.h"
 
 namespace moecomm::host {
@@ -21,7 +23,10 @@ struct Payload {
 class Delivery {
   public:
     Delivery(const Dispatch& d, i32 source, i32 chunk, bool to_us_alone = false)
-        : d_(d), source_(source), chunk_(chunk), first_step_(to_us_alone ? d.r.scaleup_ranks - 1 : 0) {}
+        : d_(d), source_(source), chunk_(chunk), first_step_(to_us_alone ? d.r.scaleup_ranks - 1 : 0) {
+        std::fill_n(first_, d.r.scaleup_ranks, 0);
+        std::fill_n(count_, d.r.scaleup_ranks, 0);
+    }
     void deliver(const Token& token, const Payload& payload);
     // Signal the chunk to every destination, with release.  This rank's own flag comes last: a forwarder resumes by it (skip_forwarded).
     void raise_flags() const;
@@ -32,7 +37,7 @@ class Delivery {
 
     const Dispatch& d_;
     const i32 source_, chunk_, first_step_;
-    i32 first_[kMaxRanks] = {}, count_[kMaxRanks] = {};  // by rank of this domain: the flat rows delivered there
+    i32 first_[kMaxHostRanks], count_[kMaxHostRanks];  // by rank of this domain: the flat rows delivered there
 };
 
 }  // namespace moecomm::host

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "rank_set.h"
+
 namespace moecomm::host {
 
 BadEntry worse(const BadEntry& a, const BadEntry& b) {
@@ -31,7 +33,7 @@ BadEntry Plan::count(i32 chunk) {
     const i32 end = std::min(first + a_.chunk_tokens, a_.num_tokens);
     BadEntry bad = bad_weight(first, end);
     for (i32 token = first; token < end; ++token) {
-        u64 ranks_seen = 0;
+        RankSet seen;
         for (i64 entry = static_cast<i64>(token) * shape_.topk; entry < (token + 1ll) * shape_.topk; ++entry) {
             const i64 given = read_id(entry);
             const i32 id = ids_[entry] = valid_id(given, shape_.experts) ? static_cast<i32>(given) : -1;
@@ -39,10 +41,13 @@ BadEntry Plan::count(i32 chunk) {
                 bad = worse(bad, {Argument::topk_idx, entry, given});
             } else if (id >= 0) {
                 ++counts[id];
-                ranks_seen |= 1ull << owner(id);
+                seen.add(owner(id));
             }
         }
-        for (; ranks_seen != 0; ranks_seen &= ranks_seen - 1) ++counts[shape_.experts + __builtin_ctzll(ranks_seen)];
+        for (i32 rank = seen.first(); rank >= 0; rank = seen.first()) {
+            ++counts[shape_.experts + rank];
+            seen.remove(rank);
+        }
     }
     return bad;
 }

@@ -12,11 +12,12 @@ Pull::Pull(Combine& c, const Tokens& tokens, i32 worker, i32 stride, float* scra
     for (i32 chunk = worker; chunk < all_; chunk += stride) chunks_.push_back({chunk, owners(chunk), false});
 }
 
-// Bit mask of the ranks of this domain that have rows of the chunk's tokens.
-u64 Pull::owners(i32 chunk) const {
-    u64 ranks = 0;
+// The ranks of this domain that have rows of the chunk's tokens.
+RankSet Pull::owners(i32 chunk) const {
+    RankSet ranks;
     for (i32 token = first_token(chunk); token < end_token(chunk); ++token)
-        for (i32 p = 0; p < c_.r.scaleup_ranks; ++p) ranks |= static_cast<u64>(tokens_.slots_of(token)[p] >= 0) << p;
+        for (i32 p = 0; p < c_.r.scaleup_ranks; ++p)
+            if (tokens_.slots_of(token)[p] >= 0) ranks.add(p);
     return ranks;
 }
 
@@ -28,9 +29,10 @@ bool Pull::has_step(i32 chunk) const {
 }
 
 bool Pull::ready(Chunk& chunk) {
-    for (; chunk.awaited != 0; chunk.awaited &= chunk.awaited - 1) {
-        const i32 p = c_.r.first + __builtin_ctzll(chunk.awaited);
+    for (i32 index = chunk.awaited.first(); index >= 0; index = chunk.awaited.first()) {
+        const i32 p = c_.r.first + index;
         if (c_.r.header(p).combine.rows == 0 && !has_tag(flag(p, chunk.number), c_.r.tag)) return false;
+        chunk.awaited.remove(index);
     }
     return has_step(chunk.number) && scaleout_ready(chunk.number);
 }
@@ -43,10 +45,10 @@ bool Pull::any_ready() {
 
 Missing Pull::missing() const {
     const Chunk& chunk = chunks_[first_];
-    if (chunk.awaited == 0 && !has_step(chunk.number))
-        return {c_.r.me, at<const u64>(c_.a.ctx, c_.r.me, credit_of(chunk.number)), c_.r.tag};
-    if (chunk.awaited == 0) return scaleout_missing(chunk.number);
-    const i32 p = c_.r.first + __builtin_ctzll(chunk.awaited);
+    const i32 index = chunk.awaited.first();
+    if (index < 0 && !has_step(chunk.number)) return {c_.r.me, at<const u64>(c_.a.ctx, c_.r.me, credit_of(chunk.number)), c_.r.tag};
+    if (index < 0) return scaleout_missing(chunk.number);
+    const i32 p = c_.r.first + index;
     return {p, flag(p, chunk.number), c_.r.tag};
 }
 

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "gather.h"
+#include "rank_set.h"
 
 namespace moecomm::host {
 
@@ -28,7 +29,7 @@ class Pull {
   protected:
     struct Chunk {
         i32 number;
-        u64 awaited;  // bit p: rank p of this domain has not signaled its rows yet
+        RankSet awaited;  // ranks, by their index in this domain, that have not signaled their rows yet
         bool pulled;
     };
 
@@ -52,7 +53,7 @@ class Pull {
     // Called after all tokens of the chunk are pulled: signals other domains.
     virtual void pass_on(i32 chunk) = 0;
 
-    u64 owners(i32 chunk) const;
+    RankSet owners(i32 chunk) const;
     u64 credit_of(i32 chunk) const { return credit_at(c_.a.ctx.window, c_.shape, tokens_.source_rank, chunk, tokens_.chunk_tokens); }
     bool has_step(i32 chunk) const;
     bool ready(Chunk& chunk);

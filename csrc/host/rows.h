@@ -16,9 +16,9 @@ void order_copied_rows();
 
 // Rows to sum in this order, each times its factor; `count` may be 0.
 struct Addends {
-    const u8* row[kMaxRanks];
-    float factor[kMaxRanks];
-    Type type[kMaxRanks];  // bf16, fp16, fp32
+    const u8* row[kMaxHostRanks];
+    float factor[kMaxHostRanks];
+    Type type[kMaxHostRanks];  // bf16, fp16, fp32
     i32 count = 0;
 
     void add(const u8* r, Type t, float f) {
@@ -27,7 +27,7 @@ struct Addends {
         factor[count++] = f;
     }
 };
-static_assert(kMaxRanks >= kMaxTopk, "a token has a row a rank, or a row an expert");
+static_assert(kMaxHostRanks >= kMaxTopk, "a token has a row a rank, or a row an expert");
 // sum[i] = ((0 + factor[0] * row[0][first + i]) + factor[1] * row[1][first + i]) + ..., for i < n.
 void sum_rows(float* sum, const Addends& rows, i64 first, i64 n);
 // sum[i] = sum[i] + factor * row[i].

@@ -14,7 +14,7 @@ Deadline deadline_of(const Context& ctx) {
 
 void abort_all_windows(const Context& ctx, u32 word) {
     for (i32 p = 0; p < ctx.shape.ranks; ++p) {
-        if (ctx.peers[p] != 0) {
+        if (window_of(ctx, p) != 0) {
             compare_exchange(at<u32>(ctx, p, ctx.window.abort), 0, word);
         } else if (ctx.link != 0) {
             link_of(ctx).abort(p, word);

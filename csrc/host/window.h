@@ -11,7 +11,7 @@ T* memory(u64 address) {
 // Pointer to byte `offset` of the window of `rank`.
 template <class T>
 T* at(const Context& ctx, i32 rank, u64 offset) {
-    return reinterpret_cast<T*>(ctx.peers[rank] + offset);
+    return reinterpret_cast<T*>(window_of(ctx, rank) + offset);
 }
 
 }  // namespace moecomm::host

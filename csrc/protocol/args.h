@@ -12,6 +12,7 @@ constexpr i32 kQuantGroup = 128;  // columns that share a scale
 // This rank and how to reach its peers. Filled once, when the Buffer opens; only `timeout_ns` may change.
 struct Context {
     u64 peers[kMaxRanks];  // base address of every rank's window in this rank's address space; 0 where loads and stores do not reach
+    u64 all_peers;         // host, more than kMaxRanks ranks: address of u64[ranks], which stands in for `peers`; else 0
     u64 record;            // FailureRecord*, host-visible
     u64 abort_host;        // u32*, host-writable
     u64 timeout_ns;
@@ -21,6 +22,13 @@ struct Context {
     i32 rank;
     i32 pad;
 };
+
+#if !MOECOMM_DEVICE
+// The base address of a rank's window.
+inline u64 window_of(const Context& ctx, i32 rank) {
+    return ctx.all_peers == 0 ? ctx.peers[rank] : reinterpret_cast<const u64*>(ctx.all_peers)[rank];
+}
+#endif
 
 // Tokens of a source rank and the chunk size it sent them in.
 struct SourceTokens {

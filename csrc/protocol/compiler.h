@@ -21,10 +21,11 @@ using i64 = long long;
 using u64 = unsigned long long;
 static_assert(sizeof(u32) == 4 && sizeof(u64) == 8, "the window layout counts on these widths");
 
-constexpr i32 kMaxRanks = 64;    // peer addresses travel inside the argument structs
-constexpr i32 kMaxTopk = 32;     // one lane of a warp for each entry
-constexpr i32 kMaxChunk = 32;    // tokens; chunks are powers of two, so that any chunk size divides every multiple of this
-constexpr i32 kMaxBlocks = 256;  // blocks of a launch
+constexpr i32 kMaxRanks = 64;       // of kernels: peer addresses travel inside the argument structs, and sets of ranks are words
+constexpr i32 kMaxHostRanks = 256;  // of the host executor
+constexpr i32 kMaxTopk = 32;        // one lane of a warp for each entry
+constexpr i32 kMaxChunk = 32;       // tokens; chunks are powers of two, so that any chunk size divides every multiple of this
+constexpr i32 kMaxBlocks = 256;     // blocks of a launch
 
 template <class T>
 MOECOMM_BOTH constexpr T ceil_div(T a, T b) {

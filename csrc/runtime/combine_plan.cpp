@@ -48,7 +48,7 @@ CombinePlan::CombinePlan(const CombineArgs& args, const CombineTensors& like)
 
 bool CombinePlan::in_window(u64 at) const {
     const Context& ctx = args_.ctx;
-    const u64 first = ctx.peers[ctx.rank];
+    const u64 first = window_of(ctx, ctx.rank);
     return at >= first + ctx.window.heap && at < first + ctx.window.bytes;
 }
 

@@ -77,7 +77,7 @@ Kept kept_of(const DispatchArgs& args, i32 max_rows) {
 
 // Route::key, which differs between windows and sizes.
 u64 key_of(const DispatchArgs& args) {
-    u64 key = args.ctx.peers[args.ctx.rank];
+    u64 key = window_of(args.ctx, args.ctx.rank);
     for (const i32 word : {args.ctx.rank, args.layout, args.max_rows, args.num_tokens}) {
         key = (key ^ static_cast<u32>(word)) * 0x9e3779b97f4a7c15ull;
         key ^= key >> 29;
@@ -132,13 +132,13 @@ void DispatchPlan::place_payload(DispatchArgs& args, const Block& payload) const
     args.out_x = payload.offset() + p.x;
     if (args.scale_bytes != 0) args.out_scales = payload.offset() + p.scales;
     if (!scale_columns_) return;
-    args.scale_columns = args.ctx.peers[args.ctx.rank] + payload.offset() + p.columns;
+    args.scale_columns = window_of(args.ctx, args.ctx.rank) + payload.offset() + p.columns;
     args.scale_stride = p.stride;
 }
 
 void DispatchPlan::place_kept(DispatchArgs& args, const Block& kept) const {
     const Kept k = kept_of(args, args.max_rows);
-    const u64 at = kept.offset(), base = args.ctx.peers[args.ctx.rank] + at;
+    const u64 at = kept.offset(), base = window_of(args.ctx, args.ctx.rank) + at;
     const bool flat = args.layout == static_cast<i32>(Layout::flat);
     args.out_src = at + k.src;
     args.out_weights = at + k.weights;
@@ -168,18 +168,18 @@ void DispatchPlan::require_as_given(const DispatchArgs& args, Layout layout) con
 }
 
 Output DispatchPlan::rows_as_given(const DispatchArgs& args) const {
-    return {args.ctx.peers[args.ctx.rank] + args.out_x, {args.max_rows, args.hidden}, x_.type()};
+    return {window_of(args.ctx, args.ctx.rank) + args.out_x, {args.max_rows, args.hidden}, x_.type()};
 }
 
 std::optional<Output> DispatchPlan::scales_as_given(const DispatchArgs& args) const {
     if (args.scale_bytes == 0) return std::nullopt;
     const i64 columns = args.scale_bytes / (scales_.type().bits / 8);
-    return Output{args.ctx.peers[args.ctx.rank] + args.out_scales, {args.max_rows, columns}, scales_.type()};
+    return Output{window_of(args.ctx, args.ctx.rank) + args.out_scales, {args.max_rows, columns}, scales_.type()};
 }
 
 FlatOutputs DispatchPlan::flat_outputs(const DispatchArgs& args) const {
     require_as_given(args, Layout::flat);
-    const u64 base = args.ctx.peers[args.ctx.rank];
+    const u64 base = window_of(args.ctx, args.ctx.rank);
     const i64 rows = args.max_rows, topk = args.ctx.shape.topk;
     return {rows_as_given(args),
             scales_as_given(args),
@@ -192,7 +192,7 @@ ExpertOutputs DispatchPlan::expert_outputs(const DispatchArgs& args) const {
     const i64 experts = args.ctx.shape.experts / args.ctx.shape.ranks;
     return {rows_as_given(args),
             scales_as_given(args),
-            {args.ctx.peers[args.ctx.rank] + args.out_weights, {args.max_rows}, kFloat32},
+            {window_of(args.ctx, args.ctx.rank) + args.out_weights, {args.max_rows}, kFloat32},
             {args.rows_per_expert, {experts}, kInt64}};
 }
 
@@ -200,7 +200,7 @@ BatchedOutputs DispatchPlan::batched_outputs(const DispatchArgs& args) const {
     if (args.layout != static_cast<i32>(Layout::batched)) throw std::invalid_argument("not batched rows");
     const i64 experts = args.ctx.shape.experts / args.ctx.shape.ranks;
     const DLDataType type = args.quantize != 0 ? kFloat8 : x_.type();
-    return {{args.ctx.peers[args.ctx.rank] + args.out_x, {experts, args.max_rows / experts, args.hidden}, type},
+    return {{window_of(args.ctx, args.ctx.rank) + args.out_x, {experts, args.max_rows / experts, args.hidden}, type},
             {args.tokens_per_expert, {experts}, kInt32}};
 }
 

@@ -3,7 +3,9 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -55,6 +57,16 @@ void HostWindow::map() {
     void* at = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
     if (at == MAP_FAILED) throw_errno("mmap of a window of " + std::to_string(bytes_) + " bytes");
     address_ = reinterpret_cast<u64>(at);
+}
+
+u64 HostWindow::release(u64 from) {
+    if (from > bytes_ || address_ == 0) throw std::invalid_argument("the offset lies outside of the window, or the window is closed");
+    const u64 kept = std::min(bytes_, align_up(from, static_cast<u64>(::sysconf(_SC_PAGESIZE))));
+    // A hole leaves the size as it is, so the seals allow it; F_SEAL_WRITE, which would forbid it, no rank can add.
+    const auto begin = static_cast<off_t>(kept), size = static_cast<off_t>(bytes_ - kept);
+    if (size > 0 && ::fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, begin, size) != 0)
+        throw_errno("fallocate of a hole of " + std::to_string(size) + " bytes in a window");
+    return kept;
 }
 
 void HostWindow::close() {

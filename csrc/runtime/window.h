@@ -20,6 +20,9 @@ class HostWindow {
     int fd() const { return fd_.get(); }  // -1 once closed
     u64 address() const { return address_; }
     u64 bytes() const { return bytes_; }
+    // Give the memory from offset `from` on back to the system, in whole pages: it reads as zeros, for every process, and takes memory
+    // again where it is written.  All mappings stay.  Returns the bytes before it.  Throws std::invalid_argument, OsError.
+    u64 release(u64 from);
     // Unmap.  The caller ensures that no thread of this process still uses the memory.  Idempotent.
     void close();
 

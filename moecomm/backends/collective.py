@@ -6,8 +6,10 @@ import hashlib
 import os
 import secrets
 import socket
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from typing import Protocol
 
 from moecomm import _native
 from moecomm.core.group import Rendezvous
@@ -82,7 +84,7 @@ def share_descriptor(ranks: Rendezvous, descriptor: int, timeout_s: float) -> li
             except TimeoutError as error:
                 if not isinstance(ranks, Opening):
                     raise
-                raise ranks.failed(Timeout, -1, f"{error} (opening)") from error
+                raise ranks.failed(Timeout, -1, f"{error} ({ranks.where})") from error
     except BaseException:
         close_descriptors(received)
         raise
@@ -100,16 +102,57 @@ def _check(ranks: Rendezvous) -> None:
         raise _FailedElsewhere
 
 
-def map_windows(ranks: Rendezvous, mine: _native.HostWindow, timeout_s: float) -> list[_native.HostWindow]:
+class MappedWindow(Protocol):
+    """The window of a rank, as this rank reaches it."""
+
+    @property
+    def address(self) -> int:
+        """0 once closed."""
+        ...
+
+    def close(self) -> None:
+        """Drop it.  Idempotent."""
+        ...
+
+
+class _ThreadWindow:
+    """The window of a rank that is a thread of this process, which has it mapped.  It lives as long as one uses it."""
+
+    def __init__(self, window: _native.HostWindow) -> None:
+        self.address = window.address
+        self._window: _native.HostWindow | None = window
+
+    def close(self) -> None:
+        """See MappedWindow."""
+        self.address, self._window = 0, None
+
+
+_of_threads: weakref.WeakValueDictionary[int, _native.HostWindow] = weakref.WeakValueDictionary()  # by address
+
+
+def map_windows(ranks: Rendezvous, mine: _native.HostWindow, timeout_s: float) -> list[MappedWindow]:
     """Return every rank's window, by rank, with `mine` among them.  Collective.
 
     Raises:
         Unsupported: some rank could not map them all.
     """
+    return _find_windows(ranks, mine) if ranks.in_process else _map_windows(ranks, mine, timeout_s)
+
+
+def _find_windows(ranks: Rendezvous, mine: _native.HostWindow) -> list[MappedWindow]:
+    """Threads share addresses: a mapping for each pair of 256 ranks would be more than a process may have."""
+    _of_threads[mine.address] = mine
+    addresses = [int.from_bytes(data, "little") for data in ranks.all_gather(mine.address.to_bytes(8, "little"))]
+    with all_or_none(ranks):  # nobody closes its window before all have found it
+        found = [_of_threads[address] for address in addresses]
+        return [mine if window is mine else _ThreadWindow(window) for window in found]
+
+
+def _map_windows(ranks: Rendezvous, mine: _native.HostWindow, timeout_s: float) -> list[MappedWindow]:
     descriptors = share_descriptor(ranks, mine.fd, timeout_s)
     with ExitStack() as undo:
         undo.callback(close_descriptors, descriptors)
-        windows: list[_native.HostWindow] = []
+        windows: list[MappedWindow] = []
         with all_or_none(ranks):
             for rank in range(ranks.ranks):
                 if rank == ranks.rank:

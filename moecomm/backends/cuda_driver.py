@@ -115,7 +115,8 @@ class CopyStream:
 
     def zero(self, address: int, nbytes: int) -> None:
         """Zero device memory."""
-        call("cuMemsetD8Async", address, 0, nbytes, self._stream)
+        if nbytes > 0:
+            call("cuMemsetD8Async", address, 0, nbytes, self._stream)
 
     def to_device(self, address: int, pinned: int, nbytes: int) -> None:
         """Copy from pinned memory to a window."""
@@ -140,6 +141,6 @@ def no_room(nbytes: int, device: torch.device) -> NoRoom:
     """The error for a window that does not fit, with what makes it smaller."""
     free, total = torch.cuda.mem_get_info(device)
     return NoRoom(
-        f"a window of {nbytes} bytes does not fit on {device}: {free} of {total} bytes are free; "
+        f"{nbytes} bytes of a window do not fit on {device}: {free} of {total} bytes are free; "
         "a smaller window_bytes= or max_tokens= shrinks it, torch.cuda.empty_cache() gives back what torch holds unused"
     )

@@ -165,7 +165,7 @@ class GinReach(Reach):
     def open_window(self, layout: _native.WindowLayout) -> windows.Window:
         """See Reach.  There is a signal a word of `layout.signals`, and one more, which rounds do not use."""
         if self.ranks.ranks == 1:  # nobody to reach
-            return local.open_window(self.ranks, layout.bytes, self.device)
+            return local.open_window(self.ranks, layout.bytes, self.device, resident=layout.staging)
         ranks, communicator = self.ranks, self._communicator
         with ExitStack() as undo, config.variables(self._variables):
             undo.callback(nccl.end, communicator)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from array import array
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -19,7 +20,7 @@ from moecomm.backends.collective import all_or_none, map_windows
 from moecomm.backends.presence import Presence
 from moecomm.core import failures, packets
 from moecomm.core.group import Rendezvous
-from moecomm.core.protocol import MAX_CHUNK
+from moecomm.core.protocol import MAX_CHUNK, MAX_RANKS
 from moecomm.core.session import Schedule
 from moecomm.errors import BadInput, Closed
 
@@ -78,7 +79,12 @@ class HostSession:
         context.rank = ranks.rank
         size = shape.domain_ranks or ranks.ranks
         near = [rank // size == ranks.rank // size for rank in range(ranks.ranks)]
-        context.peers = [peer.address if here else 0 for peer, here in zip(self._peers, near, strict=True)]
+        addresses = [peer.address if here else 0 for peer, here in zip(self._peers, near, strict=True)]
+        if ranks.ranks <= MAX_RANKS:
+            context.peers = addresses
+        else:
+            self._addresses = array("Q", addresses)
+            context.all_peers = self._addresses.buffer_info()[0]
         self._link: _native.Link | None = None
         if not all(near):
             far = [0 if here else peer.address for peer, here in zip(self._peers, near, strict=True)]
@@ -142,6 +148,23 @@ class HostSession:
     def dead_peers(self) -> dict[int, str]:
         """Return the ranks whose process has ended."""
         return {} if self._presence is None else self._presence.dead_peers()
+
+    def require_releasable(self) -> None:
+        """Do nothing: memory of every window can be released."""
+
+    def release(self, ranks: Rendezvous) -> None:
+        """Give back the pages of this rank's window; see Session.
+
+        That is enough: peers map the same pages.  A Link may still have signals of the last round to move; these are
+        in the part that stays.
+        """
+        with all_or_none(ranks):
+            assert self._window is not None
+            self.nbytes = self._window.release(self.context.window.staging)
+
+    def restore(self, ranks: Rendezvous) -> None:
+        """Take no memory: rounds take it, zeroed, where they touch it."""
+        self.nbytes = self.context.window.bytes
 
     def close(self) -> None:
         """Drop this rank's mappings; the memory goes with the last tensor and the last peer that uses it.

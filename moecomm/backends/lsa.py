@@ -36,7 +36,7 @@ _INSTALL = "pip install moecomm[cu13] (or [cu12] for a driver of CUDA 12)"
 
 _RECORD, _ABORT, _ROUND, _SIGNAL, _TAGGED_WORDS = 0, 64, 128, 192, 256  # offsets in the pinned control memory
 
-# Of a window, so that a Buffer of 4096 tokens of 7168 columns has less than 64 MiB besides its outputs.
+# Of a window, for packets and the staging ring, which gets at least half.
 _STAGING_BYTES = 62 << 20
 _DIRECT_BYTES = 512 << 20  # with several domains: room for rows that are put directly, of 64 ranks
 
@@ -95,9 +95,9 @@ def _missing_compiler() -> str:
 
 
 def ring_tokens(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
-    """Return the rows that fit _STAGING_BYTES next to packets, in whole chunks: at least one, at most all tokens."""
+    """Return the rows that fit _STAGING_BYTES next to packets, or half of it, in whole chunks: at most all tokens."""
     left = _STAGING_BYTES - 2 * ranks * packet_bytes(ranks, max_tokens, staged_row_bytes)
-    fit = max(0, left) // (ranks * staged_row_bytes) // MAX_CHUNK
+    fit = max(_STAGING_BYTES // 2, left) // (ranks * staged_row_bytes) // MAX_CHUNK
     return max(1, min(fit, -(-max_tokens // MAX_CHUNK))) * MAX_CHUNK
 
 
@@ -162,7 +162,7 @@ class LsaSession:
                     plain_kernel.load(leave.putter(self.reach.shim), device.index)
             self.name = f"{self.reach.backend}/{self._window.kind}"
             self.nbytes = self._window.nbytes
-            self.context = self._make_context(ranks.rank, shape)
+            self.context = self._make_context(ranks.rank, shape, self._window.peers)
             self.arena = _native.Arena(layout.heap, shape.heap_bytes)
             one_host = all(peer.host == peers[0].host for peer in peers)
             watched = one_host and not ranks.in_process
@@ -180,13 +180,11 @@ class LsaSession:
         self._gpu, self._ranks = torch.cuda.get_device_name(device), shape.ranks
         self.reach.watch(self.context.abort_host)
 
-    def _make_context(self, rank: int, shape: _native.Shape) -> _native.Context:
-        assert self._window is not None
+    def _make_context(self, rank: int, shape: _native.Shape, peers: list[int]) -> _native.Context:
         context = _native.Context()
         context.set_shape(shape)
         context.rank = rank
         near = shape.domain_ranks or shape.ranks
-        peers = self._window.peers
         context.peers = [peer if other // near == rank // near else 0 for other, peer in enumerate(peers)]
         context.link = self.reach.link
         if is_multi_domain(shape) and not self.reach.puts:
@@ -239,6 +237,28 @@ class LsaSession:
     def dead_peers(self) -> dict[int, str]:
         """Return the ranks whose process has ended, or that can't be reached any more."""
         return self.reach.losses() | ({} if self._presence is None else self._presence.dead_peers())
+
+    def require_releasable(self) -> None:
+        windows.releasable(self._window)
+
+    def release(self, ranks: Rendezvous) -> None:
+        """Unmap the parts of all windows from `staging` on; see Session."""
+        window = windows.releasable(self._window)
+        with all_or_none(ranks), torch.cuda.device(self.device):
+            torch.cuda.synchronize(self.device)  # a graph may have been replayed on any stream
+            window.release()
+        self.nbytes = window.nbytes
+
+    def restore(self, ranks: Rendezvous) -> None:
+        """Map memory at the same addresses, and zero it: no word there may look like one of a round; see Session."""
+        window = windows.releasable(self._window)
+        with torch.cuda.device(self.device):
+            cuda_driver.bind_thread(self.device.index)
+            own = window.restore(ranks)
+            with all_or_none(ranks):
+                self._copies.zero(*own)
+                self._copies.wait()
+        self.nbytes = window.nbytes
 
     def close(self) -> None:
         """Wait for this rank's rounds, announce to peers that it leaves, and unmap their windows.

@@ -60,7 +60,7 @@ class NvshmemReach(Reach):
         """See Reach."""
         ranks = self.ranks
         if ranks.ranks == 1:  # nobody to reach
-            return local.open_window(ranks, layout.bytes, self.device)
+            return local.open_window(ranks, layout.bytes, self.device, resident=layout.staging)
         block = nvshmem_runtime.take(ranks, layout.bytes, self.device)
         size = self.domain_ranks or ranks.ranks
         with all_or_none(ranks):

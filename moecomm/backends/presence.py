@@ -8,7 +8,7 @@ import time
 from contextlib import ExitStack
 
 from moecomm import _native
-from moecomm.backends.collective import all_or_none, map_windows, share_descriptor
+from moecomm.backends.collective import MappedWindow, all_or_none, map_windows, share_descriptor
 from moecomm.core.group import Rendezvous
 from moecomm.core.processes import pid_namespace, pidfd
 
@@ -56,7 +56,7 @@ class Presence:
         return all(rank in dead or _native.read_word(page.address) != 0 for rank, page in enumerate(self._pages))
 
 
-def _close_all(pages: list[_native.HostWindow]) -> None:
+def _close_all(pages: list[MappedWindow]) -> None:
     for page in pages:
         page.close()
 

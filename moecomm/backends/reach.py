@@ -66,4 +66,6 @@ class Reach:
         Raises:
             NoRoom, Unsupported: on every rank alike.
         """
-        return windows.open_window(self.ranks, self.peers, layout.bytes, self.device, self.timeout_s)
+        return windows.open_window(
+            self.ranks, self.peers, layout.bytes, self.device, self.timeout_s, resident=layout.staging
+        )

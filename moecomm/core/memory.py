@@ -28,6 +28,11 @@ class WindowMemory:
         """Bytes allocated, with the pieces reserved for graphs."""
         return self._arena.used
 
+    @property
+    def held(self) -> int:
+        """Bytes in blocks of eager rounds, which tensors or handles still hold."""
+        return self._arena.used - sum(piece.nbytes for _, piece in self._for_graphs)
+
     def allocate(self, *sizes: int) -> list[_native.Block]:
         """Allocate a block of at least so many bytes each, 256-byte aligned.  Raises BadInput when there is no room."""
         take = self._allocate_for_graph if self._capturing() else self._arena.allocate

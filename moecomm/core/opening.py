@@ -1,5 +1,7 @@
 """Opening a Buffer: it ends in success on every rank, or in a named error on every rank, within the deadline.
 
+Releasing a Buffer's memory and restoring it end likewise (moecomm/core/suspension.py).
+
 Ranks leave each other bytes on a board.  A failing rank writes its error into the outcome of the opening, which is
 decided once: by the first rank that fails, or by the first rank that sees all ranks ready.  Waiting ranks read it.
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -19,16 +21,24 @@ from moecomm.core.board import Board
 from moecomm.core.group import Group
 from moecomm.core.processes import Deaths, pid_namespace
 from moecomm.core.settings import seconds
-from moecomm.errors import Aborted, BadInput, MoecommError, PeerLost, RoundFailed, Timeout, Unsupported
+from moecomm.errors import Aborted, BadInput, Mismatch, MoecommError, PeerLost, RoundFailed, Timeout, Unsupported
 
 _OPEN = b"open"
 _GRACE_S = 0.25  # for the store to answer after the deadline
-_IDENTITY = 36  # bytes
+_CALL = 64  # bytes
+_IDENTITY = 36 + _CALL  # bytes
+_LOOK_S = 0.05  # between two looks for an interruption
 _TEXT = 2000  # characters of an error that peers repeat
 
 
 @contextmanager
-def opening(ranks: Group, timeout_s: Any) -> Iterator[Opening]:
+def opening(
+    ranks: Group,
+    timeout_s: Any,
+    call: str = "open",
+    of: str = "",
+    interruption: Callable[[], RoundFailed | None] = lambda: None,
+) -> Iterator[Opening]:
     """Collective: exchange data between ranks until a Buffer is open.
 
     The block ends with Opening.settle().  An error that leaves the block is announced to the other ranks.
@@ -36,12 +46,15 @@ def opening(ranks: Group, timeout_s: Any) -> Iterator[Opening]:
     Args:
         ranks: of the Buffer.
         timeout_s: how long to wait for a rank; checked here, so that peers learn of a bad value.
+        call: "open", or the method of an open Buffer on which its ranks agree in this way.
+        of: the Buffer of that call, as all ranks name it.
+        interruption: returns the error that ends this rank's waits, if there is one.
 
     Raises:
         BadInput, Mismatch, Timeout, PeerLost, Aborted, Unsupported: the error of this rank, or one that another rank
             announced.  KeyboardInterrupt and other exceptions that are no Exception pass unchanged.
     """
-    opened = Opening(ranks)
+    opened = Opening(ranks, call, of, interruption)
     try:
         opened.begin()
         opened.timeout_s = seconds(timeout_s)
@@ -55,7 +68,7 @@ def opening(ranks: Group, timeout_s: Any) -> Iterator[Opening]:
         raise named from error
     except BaseException as error:
         opened.announce(
-            opened.failed(Aborted, ranks.rank, f"rank {ranks.rank} was ended by {type(error).__name__} while it opened")
+            opened.failed(Aborted, ranks.rank, f"rank {ranks.rank} was ended by {type(error).__name__} {opened.during}")
         )
         raise
     finally:
@@ -77,14 +90,31 @@ def gather(ranks: Group, data: bytes, timeout_s: float) -> list[bytes]:
 class Opening:
     """The ranks of a Buffer that opens: a Rendezvous whose waits end in named errors.  See opening()."""
 
-    def __init__(self, ranks: Group) -> None:
+    def __init__(
+        self,
+        ranks: Group,
+        call: str = "open",
+        of: str = "",
+        interruption: Callable[[], RoundFailed | None] = lambda: None,
+    ) -> None:
         self.rank, self.ranks, self.in_process = ranks.rank, ranks.ranks, ranks.in_process
+        self._call, self._of, self._interruption = call, of, interruption
         self.timeout_s = _GRACE_S
         self._board: Board | None = ranks.board() if ranks.ranks > 1 else None
         self._attempt = self._step = 0
         self._decided = True  # there is no outcome yet that could be decided
         self._deaths = Deaths()
         self._lookout = strays.Lookout(ranks.global_ranks())
+
+    @property
+    def number(self) -> int:
+        """Number of this opening of the group: the same on every rank."""
+        return self._attempt
+
+    @property
+    def during(self) -> str:
+        """When this happens, as the end of a sentence."""
+        return "while the Buffer was opened" if self._call == "open" else f"during {self._call}()"
 
     def begin(self) -> None:
         """Find out which opening of these ranks this is."""
@@ -117,14 +147,17 @@ class Opening:
         if self._board is None:
             return [data]
         first = self._step == 0
-        everybody = self._exchange(str(self._step), (_identity() if first else b"") + data)
+        everybody = self._exchange(str(self._step), (_identity() + self._label() if first else b"") + data)
         if self._step > 0:  # all ranks are in this step, so all have read the previous one
             self._ask(lambda board: board.erase([self._key(f"{self._step - 1}/{self.rank}")]))
         self._step += 1
         if not first:
             return everybody
         if not self.in_process:
-            self._watch([record[:_IDENTITY] for record in everybody])
+            self._watch([record[: _IDENTITY - _CALL] for record in everybody])
+        for rank, record in enumerate(everybody):
+            if (label := record[_IDENTITY - _CALL : _IDENTITY]) != self._label():
+                raise Mismatch("call", _shown(self._label()), _shown(label), rank)
         return [record[_IDENTITY:] for record in everybody]
 
     def settle(self) -> None:
@@ -158,6 +191,8 @@ class Opening:
             raise self._announced(stands)
         if (gone := self._deaths.first()) is not None:
             raise self._lost(gone)
+        if (interruption := self._interruption()) is not None:
+            raise interruption
 
     def posted(self) -> list[bytes]:
         """Return the data that other ranks have passed to the next all-gather."""
@@ -174,13 +209,18 @@ class Opening:
 
     def failed(self, kind: type[RoundFailed], peer: int, text: str) -> RoundFailed:
         """Make an error of this opening; `peer`: the rank it is about, -1: not known."""
-        return kind(text, rank=self.rank, peer=peer, phase="opening", op="open", round=0)
+        phase = "opening" if self._call == "open" else "agreement"
+        return kind(text, rank=self.rank, peer=peer, phase=phase, op=self._call, round=0)
 
     def close(self) -> None:
         """Free the board and the process descriptors."""
         self._deaths.close()
         if self._board is not None:
             self._board.close()
+
+    def _label(self) -> bytes:
+        """Name the call.  Openings of one group are counted together, so a rank may join one of another call."""
+        return f"{self._call}|{self._of}".encode()[:_CALL].ljust(_CALL, b"\0")
 
     def _key(self, name: str) -> str:
         return f"{self._attempt}/{name}"
@@ -201,17 +241,21 @@ class Opening:
                 raise self._announced(stands)
             if gone is not None:
                 raise self._lost(gone)
-            if step == "0":
+            if (interruption := self._interruption()) is not None:
+                raise interruption
+            if step == "0" and self._call == "open":
                 self._look_for_strays(keys, deadline)
             if (left := deadline - time.monotonic()) <= 0:
                 raise self._late(keys, deadline)
-            self._ask(lambda board, left=left: board.wait(left), deadline)
+            wait_s = left if self._call == "open" else min(left, _LOOK_S)
+            self._ask(lambda board, wait_s=wait_s: board.wait(wait_s), deadline)
 
     def _late(self, keys: list[str], deadline: float) -> RoundFailed:
         missing = self._missing(keys, deadline)
         names = ", ".join(map(str, missing))
-        what = "begun to open its Buffer" if self._step == 0 else "come so far"
-        text = f"rank {self.rank} waited {self.timeout_s:g} s for rank {names}, which has not {what} (opening)"
+        begun = "begun to open its Buffer" if self._call == "open" else f"called {self._call}()"
+        what = begun if self._step == 0 else "come so far"
+        text = f"rank {self.rank} waited {self.timeout_s:g} s for rank {names}, which has not {what} ({self.where})"
         return self.failed(Timeout, missing[0] if missing else -1, text)
 
     def _missing(self, keys: list[str], deadline: float) -> list[int]:
@@ -229,7 +273,12 @@ class Opening:
             raise self._announced(self._set_outcome(json.dumps(record).encode()))
 
     def _lost(self, rank: int) -> RoundFailed:
-        return self.failed(PeerLost, rank, f"rank {rank} is gone: its process has ended while the Buffer was opened")
+        return self.failed(PeerLost, rank, f"rank {rank} is gone: its process has ended {self.during}")
+
+    @property
+    def where(self) -> str:
+        """The end of the text of an error."""
+        return "opening" if self._call == "open" else self._call
 
     def _watch(self, identities: list[bytes]) -> None:
         here = _identity()[:32]
@@ -262,7 +311,7 @@ class Opening:
             return call(self._board)
         except TimeoutError as error:
             raise self.failed(
-                Timeout, -1, f"rank {self.rank} waited {self.timeout_s:g} s: {error} (opening)"
+                Timeout, -1, f"rank {self.rank} waited {self.timeout_s:g} s: {error} ({self.where})"
             ) from error
         except ConnectionError as error:
             # A process that ends closes its connections first.
@@ -296,6 +345,11 @@ def _record(error: MoecommError, rank: int) -> dict[str, Any]:
         for name, value in vars(error).items()
     }
     return {"kind": type(error).__name__, "rank": rank, "text": str(error)[:_TEXT], "fields": fields}
+
+
+def _shown(label: bytes) -> str:
+    call, of = label.rstrip(b"\0").decode(errors="replace").split("|")
+    return f"{call} of {of}" if of else call
 
 
 def _identity() -> bytes:

@@ -10,7 +10,8 @@ from moecomm import _native
 from moecomm.core.choices import Layout, ScaleFormat
 
 _CONSTANTS = _native.constants()
-MAX_RANKS, MAX_TOPK = _CONSTANTS["max_ranks"], _CONSTANTS["max_topk"]
+MAX_RANKS, MAX_TOPK = _CONSTANTS["max_ranks"], _CONSTANTS["max_topk"]  # ranks of GPUs
+MAX_HOST_RANKS = _CONSTANTS["max_host_ranks"]
 MAX_CHUNK = _CONSTANTS["max_chunk"]  # tokens
 MAX_BLOCKS = _CONSTANTS["max_blocks"]  # of a launch
 MOST_WEIGHTS = _CONSTANTS["most_weights"]  # routing weights of a source rank that combine takes

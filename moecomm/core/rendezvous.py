@@ -12,7 +12,7 @@ from moecomm.core.board import Board, LocalBoard, SharedValues, StoreBoard
 from moecomm.core.group import Group
 from moecomm.core.integers import check_integer
 from moecomm.core.opening import gather
-from moecomm.core.protocol import MAX_RANKS
+from moecomm.core.protocol import MAX_HOST_RANKS
 from moecomm.errors import BadInput
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def local_ranks(ranks: int) -> list[LocalRank]:
 
     Opening is collective: the Buffers must be opened at the same time, each from its own thread.
     """
-    check_integer("ranks", ranks, 1, MAX_RANKS)
+    check_integer("ranks", ranks, 1, MAX_HOST_RANKS)
     shared = SharedValues()
     return [LocalRank(rank, ranks, shared) for rank in range(ranks)]
 

@@ -36,7 +36,8 @@ class Rounds(RoundState):
     @collective(rounds=0)
     def check(self) -> None:
         """Wait for every round so far, and raise the error of the first that went wrong, if any."""
-        self.require_usable()
+        self.require_alive()
+        self.raise_failure()
         self.session.synchronize()
         self.raise_failure()
 

@@ -82,6 +82,26 @@ class Session(Protocol):
         """Return the ranks known to be gone, and why; with this rank's number, why its own rounds can't run."""
         ...
 
+    def require_releasable(self) -> None:
+        """Raise Unsupported, on every rank alike, where memory can't be released."""
+        ...
+
+    def release(self, ranks: Rendezvous) -> None:
+        """Give back this rank's window from WindowLayout::staging on, and drop the peers' there.  Collective.
+
+        Called when no rank is in a round.  Addresses stay.  What comes before stays as well: the counters and signals
+        of the rounds, which go on where they were, and the words with which a rank aborts or leaves.
+        """
+        ...
+
+    def restore(self, ranks: Rendezvous) -> None:
+        """Map zeroed memory at the addresses of what release() has given back.  Collective.
+
+        Raises:
+            NoRoom, Unsupported: on every rank alike; the memory is released as before.
+        """
+        ...
+
     def close(self) -> None:
         """Close.  Local and idempotent.  Peers that still wait for this rank learn that it left.
 

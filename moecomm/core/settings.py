@@ -11,7 +11,7 @@ import torch
 
 from moecomm.core.choices import Wire, is_exact
 from moecomm.core.integers import is_integer
-from moecomm.core.protocol import DTYPES, MAX_CHUNK, MAX_RANKS, MAX_TOPK
+from moecomm.core.protocol import DTYPES, MAX_CHUNK, MAX_HOST_RANKS, MAX_RANKS, MAX_TOPK, TYPES
 from moecomm.core.validation import check_dtype
 from moecomm.errors import BadInput, Mismatch
 
@@ -117,8 +117,9 @@ class Settings:
             )
         if not 1 <= self.topk <= MAX_TOPK:
             raise BadInput("topk", self.topk, f"1 to {MAX_TOPK}")
-        if not 1 <= self.ranks <= MAX_RANKS:
-            raise BadInput("group", f"{self.ranks} ranks", f"1 to {MAX_RANKS}")
+        most = MAX_HOST_RANKS if self.backend == "host" else MAX_RANKS
+        if not 1 <= self.ranks <= most:
+            raise BadInput("group", f"{self.ranks} ranks", f"1 to {most}, which backend {self.backend!r} connects")
         if self.num_experts < 1 or self.num_experts % self.ranks:
             raise BadInput("num_experts", self.num_experts, f"a multiple of the number of ranks, {self.ranks}")
         if self.max_tokens < 1 or self.ranks * self.max_tokens >= MAX_FLAT_ROWS:
@@ -128,10 +129,22 @@ class Settings:
                 raise BadInput(name, getattr(self, name), "a smaller number: sizes have 32 bits")
         if self.window_bytes is not None and self.window_bytes < 1:
             raise BadInput("window_bytes", self.window_bytes, "at least 1, or None")
-        if self.domain_ranks is None:
-            return
-        if self.domain_ranks < 1 or self.ranks % self.domain_ranks:
+        if self.domain_ranks is not None and (self.domain_ranks < 1 or self.ranks % self.domain_ranks):
             raise BadInput("domain_ranks", self.domain_ranks, f"a divisor of the number of ranks, {self.ranks}")
+        if self.backend != "host":
+            self._check_kernels()
+
+    def _check_kernels(self) -> None:
+        """Raise BadInput where a dispatch would find that its kernel can't be compiled."""
+        from moecomm.jit import limits
+
+        domain = self.domain_ranks if self.is_multi_domain else None
+        if domain is not None and domain > limits.MAX_DOMAIN_RANKS:
+            raise BadInput("domain_ranks", domain, f"at most {limits.MAX_DOMAIN_RANKS} where there are several domains")
+        most = limits.most_experts(self.ranks, self.topk, self.hidden, TYPES[self.dtype], domain or 0)
+        if self.num_experts > most:
+            want = f"at most {most} of {self.ranks} ranks, topk={self.topk}: their counters take shared memory"
+            raise BadInput("num_experts", self.num_experts, want)
 
     @property
     def is_multi_domain(self) -> bool:

@@ -13,7 +13,7 @@ from moecomm import _native
 from moecomm.core import failures, forks
 from moecomm.core.compiling import not_traced
 from moecomm.core.session import Session
-from moecomm.errors import Closed, ConcurrentCall, MoecommError, OutOfStep, RoundFailed
+from moecomm.errors import Closed, ConcurrentCall, MemoryReleased, MoecommError, OutOfStep, RoundFailed
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
@@ -26,6 +26,7 @@ class RoundState:
         self._failure: MoecommError | None = None  # has ended this Buffer
         self._close: weakref.finalize[..., Any] = forks.closer(self, session)
         self._open = True
+        self.released = False  # the memory of outputs, by release_memory()
         self._what = "Buffer"
         self.made, self.rejected = 0, 0  # dispatches and combines, and calls that count_rejected has counted
         self._turn = threading.RLock()  # held by the thread that is in a collective call
@@ -128,11 +129,21 @@ class RoundState:
         self.raise_failure()
 
     def require_open(self) -> None:
+        """Raise Closed, MemoryReleased, or the failure that has ended the Buffer."""
+        self.require_alive()
+        if self.released:
+            raise MemoryReleased
+
+    def require_alive(self) -> None:
         """Raise Closed, or the failure that has ended the Buffer."""
         if not self._open:
             raise Closed(self._what)
         if self._failure is not None:
             raise self._failure
+
+    def fail(self, error: MoecommError) -> None:
+        """End the Buffer: its ranks no longer agree on its state."""
+        self._failure = error
 
     def raise_failure(self) -> None:
         """Raise the error that the last rounds left behind: once, unless a failed round has ended the Buffer."""

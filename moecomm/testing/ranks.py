@@ -12,11 +12,13 @@ import torch
 
 from moecomm import _native, combine, dispatch
 from moecomm.buffer import Buffer
-from moecomm.core.rendezvous import LocalRank, local_ranks
+from moecomm.core.rendezvous import local_ranks
 from moecomm.core.rounds import Rounds
 from moecomm.fused.pipeline import Pipeline
 from moecomm.routed import Routed
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch, prepare_moe
+
+_STREAMS = 32
 
 
 class LocalBuffers:
@@ -37,22 +39,28 @@ class LocalBuffers:
     """
 
     def __init__(self, ranks: int, **settings: Any) -> None:
-        self.buffers: list[Buffer] = self._together(lambda group: Buffer(group, **settings), local_ranks(ranks))
+        opened = [partial(Buffer, group, **settings) for group in local_ranks(ranks)]
+        self.buffers: list[Buffer] = self._together(opened)
         self.device = self.buffers[0].device
         count = ranks if self.device.type == "cuda" else 0
-        self.streams = [torch.cuda.Stream(self.device) for _ in range(count)]  # type: ignore[no-untyped-call]
+        # torch has _STREAMS streams of each priority, and then hands them out again: ranks must not share one.
+        self.streams = [
+            torch.cuda.Stream(self.device, priority=-(rank // _STREAMS))  # type: ignore[no-untyped-call]
+            for rank in range(count)
+        ]
 
     @staticmethod
-    def _together(make: Callable[[LocalRank], Buffer], groups: list[LocalRank]) -> list[Buffer]:
-        made: list[Any] = [None] * len(groups)
+    def _together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Make a collective call of the host: each rank's in a thread of its own."""
+        made: list[Any] = [None] * len(calls)
 
-        def run(group: LocalRank) -> None:
+        def run(rank: int) -> None:
             try:
-                made[group.rank] = make(group)
+                made[rank] = calls[rank]()
             except Exception as error:  # noqa: BLE001 - raised by the caller's thread
-                made[group.rank] = error
+                made[rank] = error
 
-        threads = [threading.Thread(target=run, args=(group,)) for group in groups]
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(calls))]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -61,6 +69,14 @@ class LocalBuffers:
             if isinstance(result, Exception):
                 raise result
         return made
+
+    def release_memory(self) -> None:
+        """Call Buffer.release_memory() on every rank."""
+        self._together([buffer.release_memory for buffer in self.buffers])
+
+    def restore(self) -> None:
+        """Call Buffer.restore() on every rank."""
+        self._together([buffer.restore for buffer in self.buffers])
 
     def dispatch(self, calls: Sequence[dict[str, Any]]) -> list[Routed]:
         """Call Buffer.dispatch(**calls[rank]) on every rank; raises the first error in rank order."""

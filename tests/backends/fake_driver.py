@@ -56,7 +56,7 @@ class FakeDriver:
         self.reserved: dict[int, int] = {}  # address -> bytes
         self.mapped: dict[int, int] = {}  # address -> memory
         self.access: dict[int, list[int]] = {}  # address -> devices
-        self.own: dict[str, int] = {}  # memory by the thread that created it
+        self.own: dict[str, list[int]] = {}  # memory by the thread that created it
 
     @property
     def nothing_left(self) -> bool:
@@ -84,7 +84,7 @@ class FakeDriver:
             return status, None
         with self._lock:
             memory = next(self._numbers)
-            self.own[threading.current_thread().name] = memory
+            self.own.setdefault(threading.current_thread().name, []).append(memory)
             return Status.CUDA_SUCCESS, self._handle(memory)
 
     def cuMemExportToShareableHandle(self, handle: int, handle_type: HandleType, flags: int) -> tuple[Any, ...]:
@@ -119,7 +119,8 @@ class FakeDriver:
     def cuMemMap(self, address: int, nbytes: int, offset: int, handle: int, flags: int) -> tuple[Any, ...]:
         if status := self._call("cuMemMap"):
             return (status,)
-        assert self.reserved[address] == nbytes
+        assert any(begin <= address <= address + nbytes <= begin + size for begin, size in self.reserved.items())
+        assert nbytes > 0 and address not in self.mapped
         self.mapped[address] = self.handles[handle]
         return (Status.CUDA_SUCCESS,)
 
@@ -135,7 +136,8 @@ class FakeDriver:
         return (Status.CUDA_SUCCESS,)
 
     def cuMemAddressFree(self, address: int, nbytes: int) -> tuple[Any, ...]:
-        assert address not in self.mapped and self.reserved.pop(address) == nbytes
+        assert not any(address <= begin < address + nbytes for begin in self.mapped)
+        assert self.reserved.pop(address) == nbytes
         return (Status.CUDA_SUCCESS,)
 
     def cuMemRelease(self, handle: int) -> tuple[Any, ...]:

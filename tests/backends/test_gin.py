@@ -264,8 +264,9 @@ def test_ranks_that_nccl_can_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     peers = [windows.Peer(b"h" * 32, b"g" * 16, None)] * 4
     with pytest.raises(Unsupported, match="ranks 0 and 1 share a GPU, which NCCL refuses"):
         gin.GinReach(Echo(), peers, DEVICE, 20.0, 0)
-    monkeypatch.setattr(gin.local, "open_window", lambda ranks, nbytes, device: nbytes)
-    assert reach(Echo(1)).open_window(layout_of(0)) == layout_of(0).bytes
+    monkeypatch.setattr(gin.local, "open_window", lambda ranks, nbytes, device, *, resident: (nbytes, resident))
+    layout = layout_of(0)
+    assert reach(Echo(1)).open_window(layout) == (layout.bytes, layout.staging)
 
 
 def test_what_is_missing_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -272,14 +272,14 @@ def test_blocks_and_chunks_come_from_the_table(monkeypatch: pytest.MonkeyPatch) 
     assert session.schedule("dispatch", num_tokens=1, layout="flat", num_sms=None) == (16, 4)
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
-def test_the_memory_besides_outputs(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "most"), [(4, 64), (8, 96), (64, 320)])
+def test_the_memory_besides_outputs(ranks: int, most: int) -> None:
     settings = Settings(ranks, 7168, 256, 8, 4096, torch.bfloat16, "lsa", None)
     row = settings.staged_row_bytes
     ring = lsa.ring_tokens(ranks, 4096, row)
     sizes = {"experts": 256, "topk": 8, "max_tokens": 4096, "ring_tokens": ring, "staged_row_bytes": row}
     shape = shape_of(ranks, **sizes, packet_bytes=lsa.packet_bytes(ranks, 4096, row))
-    assert _native.window_layout(shape).heap <= 64 << 20
+    assert most - 3 << 20 <= _native.window_layout(shape).heap <= most << 20
     packets = 2 * ranks * shape.packet_bytes
     assert (ring + 32) * ranks * row + packets > 62 << 20, "what there is room for is used"
 

@@ -166,7 +166,7 @@ def test_a_block_is_given_back_when_all_ranks_have_given_it_up(monkeypatch: pyte
 def test_memory_that_is_not_there_is_no_room_before_nvshmem_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     books = Books().install(monkeypatch)
     first = nvshmem_runtime.take(Echo(), 1 << 20, DEVICE)
-    with pytest.raises(NoRoom, match="a window of 2097152 bytes does not fit on cuda:0"):
+    with pytest.raises(NoRoom, match="2097152 bytes of a window do not fit on cuda:0"):
         nvshmem_runtime.take(Echo(), 2 << 20, DEVICE)
     assert list(books.heap) == [first.address]
     del first
@@ -203,8 +203,8 @@ def test_threads_are_refused_and_a_rank_alone_needs_no_nvshmem(monkeypatch: pyte
     group.in_process = True
     with pytest.raises(Unsupported, match="a process a rank"):
         reach(group)
-    monkeypatch.setattr(nvshmem.local, "open_window", lambda ranks, nbytes, device: nbytes)
-    assert reach(Echo(1)).open_window(LAYOUT) == LAYOUT.bytes and books.here is None
+    monkeypatch.setattr(nvshmem.local, "open_window", lambda ranks, nbytes, device, *, resident: (nbytes, resident))
+    assert reach(Echo(1)).open_window(LAYOUT) == (LAYOUT.bytes, LAYOUT.staging) and books.here is None
 
 
 def test_a_kernel_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +239,7 @@ def test_what_is_missing_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lsa_reaches_by_its_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows, "open_window", lambda *arguments: arguments)
+    monkeypatch.setattr(windows, "open_window", lambda *arguments, resident: (*arguments, resident))
     group = Echo()
     found: Any = Reach(group, [], DEVICE, 3.0, 0).open_window(LAYOUT)
-    assert found == (group, [], LAYOUT.bytes, DEVICE, 3.0)
+    assert found == (group, [], LAYOUT.bytes, DEVICE, 3.0, LAYOUT.staging)

@@ -20,7 +20,7 @@ HERE, AWAY = b"h" * 32, b"a" * 32
 
 
 def opened(kind: str, error: Exception | None = None) -> Callable[..., str]:
-    def open_window(ranks: LocalRank, *_: Any, fabric: bool | None = None) -> str:
+    def open_window(ranks: LocalRank, *_: Any, resident: int = 0, fabric: bool | None = None) -> str:
         with all_or_none(ranks):
             if error is not None and ranks.rank == 1:
                 raise error
@@ -48,7 +48,7 @@ def choose(
 
     def body(group: LocalRank) -> Any:
         group.in_process = False  # type: ignore[misc]
-        return windows.open_window(group, peers, 100, torch.device("cuda", group.rank), 20.0)
+        return windows.open_window(group, peers, 100, torch.device("cuda", group.rank), 20.0, resident=1)
 
     return run_ranks(2, body)
 
@@ -88,7 +88,9 @@ def test_other_hosts_need_fabric_handles(kinds: pytest.MonkeyPatch) -> None:
 
 def test_ranks_of_one_process_share_addresses(kinds: pytest.MonkeyPatch) -> None:
     peers = [windows.Peer(HERE, b"0", "nccl")] * 2
-    found = run_ranks(2, lambda group: windows.open_window(group, peers, 100, torch.device("cuda", 0), 20.0))
+    found = run_ranks(
+        2, lambda group: windows.open_window(group, peers, 100, torch.device("cuda", 0), 20.0, resident=1)
+    )
     assert found == ["local", "local"]
 
 

@@ -143,7 +143,7 @@ def test_out_of_memory_is_told_apart(install: Callable[[Books], Books], monkeypa
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 40))
     found = run_ranks(2, open_nccl)
     assert [type(error) for error in found] == [NoRoom, NoRoom]
-    assert "a window of 4194304 bytes does not fit on cuda:0: 1048576 of" in str(found[1])
+    assert "4194304 bytes of a window do not fit on cuda:0: 1048576 of" in str(found[1])
 
 
 def test_multicast_is_off_by_config_where_nccl_has_one(install: Callable[[Books], Books]) -> None:

@@ -118,6 +118,7 @@ PARTS: dict[str, list[Step]] = {
     "virtual": [
         one("virtual", 300, "tests/gpu/test_virtual_ranks.py"),
         one("sequences", 100, "tests/gpu/test_sequences.py", random=False),
+        one("suspension", 200, "tests/gpu/test_suspension.py", random=False),
     ],
     "moe": [
         one("gemm", 200, "tests/gpu/test_grouped_gemm.py"),
@@ -144,7 +145,11 @@ PARTS: dict[str, list[Step]] = {
         Step("vllm", 300, ("tests/integrations/test_vllm_on_gpus.py",)),
         Step("megatron", 600, ("tests/integrations/test_megatron_on_gpus.py",)),
     ],
-    "nvlink": [*nvlink("vmm", "vmm"), *nvlink("nccl", "nccl")],
+    "nvlink": [
+        *nvlink("vmm", "vmm"),
+        *nvlink("nccl", "nccl"),
+        Step("suspension2", 200, ("tests/gpu/test_suspension.py", "-m", "gpu2"), gpus=2),
+    ],
     "stress": [Step("stress", 200, ("tests/gpu/test_stress.py",))],
     "domains": nvlink("domains", "vmm, 2 domains"),
     # Where nvcc or the headers of NCCL and NVSHMEM are missing these skip, as they do on most machines without a GPU.

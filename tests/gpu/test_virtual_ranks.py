@@ -132,6 +132,30 @@ def test_random_cases_match_the_reference(
             check_case(ranks, random_case(number, **sizes, few_kernels=True))
 
 
+# Kernels of all ranks are resident at once: of 132 multiprocessors, each of 64 ranks has two.
+MANY: list[dict[str, Any]] = [
+    {"ranks": ranks, "hidden": 64, "num_experts": 2 * ranks, "topk": 4, "max_tokens": 8, "dtype": torch.bfloat16}
+    for ranks in (16, 32, 64)
+]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("domains", [1, 4])
+@pytest.mark.parametrize("sizes", MANY, ids=lambda s: f"R{s['ranks']}")
+def test_many_ranks_match_the_reference(sizes: dict[str, Any], domains: int) -> None:
+    near = sizes["ranks"] // domains
+    with LocalBuffers(
+        **sizes, domain_ranks=near, window_bytes=16 << 20, backend="lsa", device=0, timeout_s=60
+    ) as ranks:
+        seen: set[str] = set()
+        for number in range(40):
+            case = random_case(number, **sizes, few_kernels=True)
+            if case.layout not in seen:
+                check_case(ranks, case)
+                seen.add(case.layout)
+        assert seen == {"flat", "expert", "batched"}
+
+
 @pytest.mark.timeout(300)
 def test_staging_goes_around_a_small_ring(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.setattr(lsa, "_STAGING_BYTES", 1)

@@ -109,6 +109,27 @@ def test_sizes() -> None:
     assert os.fstat(odd.fd).st_size == mmap.PAGESIZE + 1
 
 
+def test_released_memory_is_free_reads_as_zeros_and_can_be_written_again() -> None:
+    page = mmap.PAGESIZE
+    mine = _native.HostWindow(64 * page)
+    theirs = _native.HostWindow.attach(os.dup(mine.fd), mine.nbytes)
+    for at in range(0, mine.nbytes, page):
+        _native.store_word(mine.address + at, 7)
+    assert os.fstat(mine.fd).st_blocks * 512 == 64 * page
+    assert mine.release(page + 1) == 2 * page
+    assert os.fstat(mine.fd).st_blocks * 512 == 2 * page and os.fstat(mine.fd).st_size == mine.nbytes
+    assert [_native.read_word(theirs.address + at * page) for at in (0, 1, 2, 63)] == [7, 7, 0, 0]
+    _native.store_word(theirs.address + 63 * page, 9)
+    assert _native.read_word(mine.address + 63 * page) == 9
+    assert mine.release(mine.nbytes) == mine.nbytes
+    for offset in (mine.nbytes + 1, 1 << 63):
+        with pytest.raises(ValueError, match="outside of the window"):
+            mine.release(offset)
+    mine.close()
+    with pytest.raises(ValueError, match="closed"):
+        mine.release(0)
+
+
 def test_nothing_leaks() -> None:
     def maps() -> int:
         with open("/proc/self/maps") as file:

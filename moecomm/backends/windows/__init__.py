@@ -25,8 +25,12 @@ class Window(Protocol):
     kind: str
     address: int  # of our own memory
     peers: list[int]  # addresses of every rank's memory as our GPU sees them, our own among them; 0: it does not
-    nbytes: int  # device memory held, at least what was asked for
     owner: object  # keeps our own memory mapped as long as it lives: tensors in the window refer to it
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory held; at least what was asked for, unless a part of it is released."""
+        ...
 
     def close(self) -> None:
         """Local, idempotent: drops the peers' memory.  Our own goes with the last reference to `owner`.
@@ -34,6 +38,37 @@ class Window(Protocol):
         No kernel of ours may be running.
         """
         ...
+
+
+class ReleasableWindow(Window, Protocol):
+    """A Window that can give back the memory behind its resident part, on every rank, and keeps its addresses."""
+
+    def release(self) -> None:
+        """Give back our memory, and unmap the peers'.  No kernel of any rank may be running."""
+        ...
+
+    def restore(self, ranks: Rendezvous) -> tuple[int, int]:
+        """Map memory of every rank at the same addresses.  Collective.  Returns the address and the size of our own.
+
+        Raises:
+            NoRoom, Unsupported: on every rank alike; the window is released as before.
+        """
+        ...
+
+
+def releasable(window: Window | None) -> ReleasableWindow:
+    """Return a window that can be released.
+
+    Raises:
+        Unsupported: a library has registered the memory for as long as the window is open.
+    """
+    if isinstance(window, (vmm.VmmWindow, local.LocalWindow)):
+        return window
+    assert window is not None
+    raise Unsupported(
+        f"memory of a window of kind {window.kind!r} is registered with NCCL or NVSHMEM and can't be released; "
+        "backend 'lsa' with MOECOMM_WINDOW=vmm, which stands for windows of CUDA VMM, can release its memory"
+    )
 
 
 @dataclass(frozen=True)
@@ -65,8 +100,10 @@ def meet(ranks: Rendezvous, device: torch.device, *, near: bool = True) -> list[
     return peers
 
 
-def open_window(ranks: Rendezvous, peers: list[Peer], nbytes: int, device: torch.device, timeout_s: float) -> Window:
-    """A window of at least `nbytes` on every rank.  Collective.
+def open_window(
+    ranks: Rendezvous, peers: list[Peer], nbytes: int, device: torch.device, timeout_s: float, *, resident: int
+) -> Window:
+    """A window of at least `nbytes` on every rank, of which at least `resident` are never released.  Collective.
 
     Ranks of one process share addresses.  Otherwise MOECOMM_WINDOW decides, and without it NCCL makes the window where
     it can, and CUDA VMM elsewhere.
@@ -76,7 +113,7 @@ def open_window(ranks: Rendezvous, peers: list[Peer], nbytes: int, device: torch
         Unsupported: no kind of window works, or the one asked for does not.
     """
     if ranks.in_process or ranks.ranks == 1:
-        return local.open_window(ranks, nbytes, device)
+        return local.open_window(ranks, nbytes, device, resident=resident)
     wanted = peers[ranks.rank].window
     if wanted != "vmm":
         try:
@@ -98,7 +135,7 @@ def open_window(ranks: Rendezvous, peers: list[Peer], nbytes: int, device: torch
                 f"rank {away} runs on another host or in another container, where file descriptors can't be passed, "
                 f"and the driver has no FABRIC memory handles for {torch.cuda.get_device_name(device)}"
             )
-    return vmm.open_window(ranks, nbytes, device, timeout_s, fabric=not one_host)
+    return vmm.open_window(ranks, nbytes, device, timeout_s, resident=resident, fabric=not one_host)
 
 
 def nccl_missing(peers: list[Peer]) -> str:

@@ -4,34 +4,58 @@ from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 
 from moecomm.backends.collective import all_or_none
 from moecomm.backends.cuda_driver import driver
-from moecomm.backends.windows.vmm import Mapping, create
+from moecomm.backends.windows.vmm import Mapping, create, parts_of
 from moecomm.core.group import Rendezvous
 
 _mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()  # by address
 
 
 class LocalWindow:
-    """See moecomm.backends.windows.Window.  Every rank refers to the memory of all: the last one to close frees it."""
+    """See moecomm.backends.windows.ReleasableWindow.
+
+    Every rank refers to the memory of all: the last one to close frees it.
+    """
 
     kind = "local"
 
-    def __init__(self, rank: int, mappings: list[Mapping]) -> None:
-        self.owner: object = mappings[rank]
-        self.address, self.nbytes = mappings[rank].address, mappings[rank].nbytes
+    def __init__(self, rank: int, device: torch.device, mappings: list[Mapping]) -> None:
+        self._own, self._device = mappings[rank], device
+        self.owner: object = self._own
+        self.address = self._own.address
         self.peers = [mapping.address for mapping in mappings]
         self._mappings = mappings
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory held."""
+        return self._own.nbytes
+
+    def release(self) -> None:
+        """See ReleasableWindow."""
+        self._own.unmap_rest()
+
+    def restore(self, ranks: Rendezvous) -> tuple[int, int]:
+        """See ReleasableWindow."""
+        with ExitStack() as undo:
+            with all_or_none(ranks):
+                with ExitStack() as temporary:
+                    self._own.map_rest(_created(self._own.parts.rest, self._device, temporary))
+                undo.callback(self._own.unmap_rest)
+            undo.pop_all()
+        return self._own.rest, self._own.parts.rest
 
     def close(self) -> None:
         """Drop the peers' memory."""
         self._mappings = []
 
 
-def open_window(ranks: Rendezvous, nbytes: int, device: torch.device) -> LocalWindow:
+def open_window(ranks: Rendezvous, nbytes: int, device: torch.device, *, resident: int) -> LocalWindow:
     """Collective, among threads.
 
     Raises:
@@ -40,12 +64,21 @@ def open_window(ranks: Rendezvous, nbytes: int, device: torch.device) -> LocalWi
     """
     devices = sorted({int.from_bytes(data, "little") for data in ranks.all_gather(device.index.to_bytes(4, "little"))})
     with all_or_none(ranks):
-        handle, total = create(nbytes, device, "NONE")
-        with ExitStack() as release:
-            release.callback(driver().cuMemRelease, handle)
-            own = Mapping(handle, total, [device.index, *(other for other in devices if other != device.index)])
+        parts = parts_of(nbytes, resident, device, "NONE")
+        own = Mapping(parts, [device.index, *(other for other in devices if other != device.index)])
+        with ExitStack() as temporary:
+            own.map(*(_created(size, device, temporary) for size in parts))
         _mappings[own.address] = own
     addresses = [int.from_bytes(data, "little") for data in ranks.all_gather(own.address.to_bytes(8, "little"))]
     with all_or_none(ranks):  # nobody lets go of its memory before all have found it
         mappings = [_mappings[address] for address in addresses]
-    return LocalWindow(ranks.rank, mappings)
+    return LocalWindow(ranks.rank, device, mappings)
+
+
+def _created(nbytes: int, device: torch.device, temporary: ExitStack) -> Any:
+    """Create memory; return its handle, which is released with `temporary`, or None for no bytes."""
+    if nbytes == 0:
+        return None
+    handle = create(nbytes, device, "NONE")
+    temporary.callback(driver().cuMemRelease, handle)
+    return handle

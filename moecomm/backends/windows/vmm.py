@@ -1,4 +1,7 @@
-"""Windows from CUDA's virtual memory management: physical memory whose handle goes to the peers, who map it as well."""
+"""Windows from CUDA's virtual memory management: physical memory whose handle goes to the peers, who map it as well.
+
+A window is one range of addresses with two pieces of physical memory, so that one of them can be released.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +9,77 @@ import os
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from moecomm.backends.collective import all_or_none, share_descriptor
+from moecomm.backends.collective import all_or_none, close_descriptors, share_descriptor
 from moecomm.backends.cuda_driver import DriverError, call, driver, no_room
 from moecomm.core.group import Rendezvous
 
 
-class Mapping:
-    """Physical memory mapped into our address space for `devices` to use; unmapped by close() or with the object."""
+class Parts(NamedTuple):
+    """Bytes of the two parts of a window: the one that stays, and the one that can be released, which may be empty."""
 
-    def __init__(self, handle: Any, nbytes: int, devices: Sequence[int]) -> None:
-        bindings = driver()
-        self.nbytes = nbytes
-        address = call("cuMemAddressReserve", nbytes, 0, 0, 0)
+    resident: int
+    rest: int
+
+
+class Mapping:
+    """Addresses in our address space, and the physical memory that is mapped there for `devices` to use.
+
+    Everything is given back by close() or with the object.
+    """
+
+    def __init__(self, parts: Parts, devices: Sequence[int]) -> None:
+        self.parts, self._devices = parts, list(devices)
+        address = call("cuMemAddressReserve", sum(parts), 0, 0, 0)
         self.address = int(address)
-        with ExitStack() as undo:
-            undo.callback(bindings.cuMemAddressFree, address, nbytes)
-            call("cuMemMap", address, nbytes, 0, handle, 0)
-            undo.callback(bindings.cuMemUnmap, address, nbytes)
-            call("cuMemSetAccess", address, nbytes, [_access(device) for device in devices], len(devices))
-            undo.pop_all()
-        self.close = weakref.finalize(self, _unmap, address, nbytes, devices[0])
+        self.rest = self.address + parts.resident
+        self._mapped: dict[int, int] = {}  # address -> bytes
+        self.close = weakref.finalize(self, _give_back, address, sum(parts), self._mapped, devices[0])
         self.close.atexit = False  # the driver cleans up after a process; torch may be gone by then
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are mapped."""
+        return sum(self._mapped.values())
 
-def _unmap(address: Any, nbytes: int, device: int) -> None:
+    def map(self, resident: Any, rest: Any) -> None:
+        """Map both parts.  The mappings keep the memory, without the handles."""
+        self._map(self.address, self.parts.resident, resident)
+        self.map_rest(rest)
+
+    def map_rest(self, handle: Any) -> None:
+        """Map the part that can be released."""
+        self._map(self.rest, self.parts.rest, handle)
+
+    def unmap_rest(self) -> None:
+        """Undo map_rest().  No work that uses the part may be under way."""
+        self._unmap(self.rest)
+
+    def _map(self, address: int, nbytes: int, handle: Any) -> None:
+        if nbytes == 0:
+            return
+        call("cuMemMap", address, nbytes, 0, handle, 0)
+        self._mapped[address] = nbytes
+        try:
+            call("cuMemSetAccess", address, nbytes, [_access(device) for device in self._devices], len(self._devices))
+        except DriverError:
+            self._unmap(address)
+            raise
+
+    def _unmap(self, address: int) -> None:
+        if (nbytes := self._mapped.pop(address, None)) is not None:
+            call("cuMemUnmap", address, nbytes)
+
+
+def _give_back(address: Any, nbytes: int, mapped: dict[int, int], device: int) -> None:
     """Statuses are not looked at: there is nothing left to do about a failure."""
     with suppress(RuntimeError):  # work that still reads the memory may have been enqueued; a broken context has none
         torch.cuda.synchronize(device)
-    driver().cuMemUnmap(address, nbytes)
+    for begin, size in mapped.items():
+        driver().cuMemUnmap(begin, size)
     driver().cuMemAddressFree(address, nbytes)
 
 
@@ -50,31 +92,41 @@ def _access(device: int) -> Any:
     return access
 
 
-def create(nbytes: int, device: torch.device, handle_type: str) -> tuple[Any, int]:
-    """Physical memory of the device: its handle, for cuMemRelease, and its size, a multiple of the granularity.
+def parts_of(nbytes: int, resident: int, device: torch.device, handle_type: str) -> Parts:
+    """Cut `nbytes` of memory into parts whose sizes the driver can map; at least `resident` bytes stay."""
+    kind = driver().CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+    granularity = int(call("cuMemGetAllocationGranularity", _properties(device, handle_type), kind))
+    stays, all_of_it = (-(-size // granularity) * granularity for size in (resident, nbytes))
+    return Parts(stays, all_of_it - stays)
+
+
+def create(nbytes: int, device: torch.device, handle_type: str) -> Any:
+    """Physical memory of the device: its handle, for cuMemRelease.
 
     Args:
+        nbytes: those of a part of parts_of(), at least 1.
         handle_type: how it can be shared: "NONE", "POSIX_FILE_DESCRIPTOR" or "FABRIC".
 
     Raises:
         NoRoom: out of device memory.
         DriverError: any other failure; FABRIC needs a fabric manager and an IMEX channel, for instance.
     """
+    try:
+        return call("cuMemCreate", nbytes, _properties(device, handle_type), 0)
+    except DriverError as error:
+        if error.name == "CUDA_ERROR_OUT_OF_MEMORY":
+            raise no_room(nbytes, device) from error
+        raise
+
+
+def _properties(device: torch.device, handle_type: str) -> Any:
     bindings = driver()
     properties = bindings.CUmemAllocationProp()
     properties.type = bindings.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     properties.location.type = bindings.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     properties.location.id = device.index
     properties.requestedHandleTypes = _handle_type(handle_type)
-    recommended = bindings.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-    granularity = int(call("cuMemGetAllocationGranularity", properties, recommended))
-    total = -(-nbytes // granularity) * granularity
-    try:
-        return call("cuMemCreate", total, properties, 0), total
-    except DriverError as error:
-        if error.name == "CUDA_ERROR_OUT_OF_MEMORY":
-            raise no_room(total, device) from error
-        raise
+    return properties
 
 
 def _handle_type(name: str) -> Any:
@@ -82,72 +134,117 @@ def _handle_type(name: str) -> Any:
 
 
 class VmmWindow:
-    """See moecomm.backends.windows.Window."""
+    """See moecomm.backends.windows.ReleasableWindow."""
 
-    def __init__(self, kind: str, rank: int, mappings: list[Mapping]) -> None:
-        self.kind = kind
-        own = mappings[rank]
-        self.owner: object = own
-        self.address, self.nbytes = own.address, own.nbytes
-        self.peers = [mapping.address for mapping in mappings]
-        self._theirs = [mapping for mapping in mappings if mapping is not own]
+    def __init__(self, sharing: Sharing, mappings: list[Mapping]) -> None:
+        self.kind = "fabric" if sharing.fabric else "vmm"
+        self._sharing, self._mappings = sharing, mappings
+        self._own = mappings[sharing.rank]
+        self.owner: object = self._own
+        self.address, self.peers = self._own.address, [mapping.address for mapping in mappings]
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory held."""
+        return self._own.nbytes
+
+    def release(self) -> None:
+        """See ReleasableWindow.  Memory is free when the last rank has unmapped it."""
+        for mapping in self._mappings:
+            mapping.unmap_rest()
+
+    def restore(self, ranks: Rendezvous) -> tuple[int, int]:
+        """See ReleasableWindow."""
+        with ExitStack() as temporary, ExitStack() as undo:
+            handles = self._sharing.handles(ranks, self._own.parts.rest, temporary)
+            with all_or_none(ranks):
+                for mapping, handle in zip(self._mappings, handles, strict=True):
+                    mapping.map_rest(handle)
+                    undo.callback(mapping.unmap_rest)
+            undo.pop_all()
+        return self._own.rest, self._own.parts.rest
 
     def close(self) -> None:
         """Drop the peers' memory."""
-        for mapping in self._theirs:
-            mapping.close()
-        self._theirs = []
+        for mapping in self._mappings:
+            if mapping is not self._own:
+                mapping.close()
+        self._mappings = []
 
 
-def open_window(ranks: Rendezvous, nbytes: int, device: torch.device, timeout_s: float, *, fabric: bool) -> VmmWindow:
+def open_window(
+    ranks: Rendezvous, nbytes: int, device: torch.device, timeout_s: float, *, resident: int, fabric: bool
+) -> VmmWindow:
     """Collective.  Handles travel as file descriptors, on one host, or as FABRIC handles, which need an IMEX channel.
 
     Raises:
         NoRoom: out of device memory on some rank.
         Unsupported: the driver of some rank refuses; nothing is left mapped or open on any rank.
     """
-    handle_type = "FABRIC" if fabric else "POSIX_FILE_DESCRIPTOR"
+    sharing = Sharing(ranks.rank, device, timeout_s, fabric)
     with ExitStack() as temporary, ExitStack() as undo:
         with all_or_none(ranks):
-            handle, total = create(nbytes, device, handle_type)
-            temporary.callback(driver().cuMemRelease, handle)
-            own = Mapping(handle, total, [device.index])
-            undo.callback(own.close)
-            exported = call("cuMemExportToShareableHandle", handle, _handle_type(handle_type), 0)
-            if not fabric:
+            parts = parts_of(nbytes, resident, device, sharing.handle_type)
+        everybodys = [sharing.handles(ranks, size, temporary) for size in parts]
+        with all_or_none(ranks):
+            mappings = []
+            for handles in zip(*everybodys, strict=True):
+                mappings.append(Mapping(parts, [device.index]))
+                undo.callback(mappings[-1].close)
+                mappings[-1].map(*handles)
+        undo.pop_all()
+    return VmmWindow(sharing, mappings)
+
+
+class Sharing(NamedTuple):
+    """How the ranks of a window get each other's memory."""
+
+    rank: int
+    device: torch.device
+    timeout_s: float
+    fabric: bool
+
+    @property
+    def handle_type(self) -> str:
+        return "FABRIC" if self.fabric else "POSIX_FILE_DESCRIPTOR"
+
+    def handles(self, ranks: Rendezvous, nbytes: int, temporary: ExitStack) -> list[Any]:
+        """Create memory; return the handles of that of every rank, by rank.  Collective.
+
+        The handles, and all descriptors, are closed with `temporary`.
+        """
+        if nbytes == 0:
+            return [None] * ranks.ranks
+        with all_or_none(ranks):
+            own = create(nbytes, self.device, self.handle_type)
+            temporary.callback(driver().cuMemRelease, own)
+            exported = call("cuMemExportToShareableHandle", own, _handle_type(self.handle_type), 0)
+            if not self.fabric:
                 exported = int(exported)
                 temporary.callback(os.close, exported)
                 os.set_inheritable(exported, False)
-        received = _share(ranks, exported, timeout_s, fabric, temporary)
+        received = self._share(ranks, exported, temporary)
+        handles = []
         with all_or_none(ranks):
-            mappings = []
             for rank, theirs in enumerate(received):
-                mappings.append(own if rank == ranks.rank else _map_peer(theirs, total, device, handle_type))
-                undo.callback(mappings[-1].close)
-        undo.pop_all()
-    return VmmWindow("fabric" if fabric else "vmm", ranks.rank, mappings)
+                handles.append(own if rank == self.rank else self._import(theirs, temporary))
+        return handles
 
+    def _share(self, ranks: Rendezvous, exported: Any, temporary: ExitStack) -> list[Any]:
+        """Return every rank's handle as cuMemImportFromShareableHandle takes it."""
+        if not self.fabric:
+            received = share_descriptor(ranks, exported, self.timeout_s)
+            temporary.callback(close_descriptors, received)
+            return received
+        structs = []
+        for data in ranks.all_gather(bytes(exported.data)):
+            structs.append(driver().CUmemFabricHandle())
+            structs[-1].data = data
+        return structs
 
-def _share(ranks: Rendezvous, exported: Any, timeout_s: float, fabric: bool, temporary: ExitStack) -> list[Any]:
-    """Every rank's handle as cuMemImportFromShareableHandle takes it; file descriptors are closed with `temporary`."""
-    if not fabric:
-        received = share_descriptor(ranks, exported, timeout_s)
-        for descriptor in received:
-            if descriptor >= 0:
-                temporary.callback(os.close, descriptor)
-        return received
-    structs = []
-    for data in ranks.all_gather(bytes(exported.data)):
-        structs.append(driver().CUmemFabricHandle())
-        structs[-1].data = data
-    return structs
-
-
-def _map_peer(theirs: Any, nbytes: int, device: torch.device, handle_type: str) -> Mapping:
-    # A descriptor is passed by value, a fabric handle by its address.
-    shareable = theirs if isinstance(theirs, int) else int(theirs.getPtr())
-    handle = call("cuMemImportFromShareableHandle", shareable, _handle_type(handle_type))
-    try:
-        return Mapping(handle, nbytes, [device.index])
-    finally:
-        driver().cuMemRelease(handle)  # the mapping keeps the memory
+    def _import(self, theirs: Any, temporary: ExitStack) -> Any:
+        # A descriptor is passed by value, a fabric handle by its address.
+        shareable = theirs if isinstance(theirs, int) else int(theirs.getPtr())
+        handle = call("cuMemImportFromShareableHandle", shareable, _handle_type(self.handle_type))
+        temporary.callback(driver().cuMemRelease, handle)
+        return handle
