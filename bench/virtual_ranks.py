@@ -1,6 +1,6 @@
 """Rounds of many virtual ranks on one GPU: the growth of a round's fixed work with the number of ranks.
 
-    CUDA_DEVICE_MAX_CONNECTIONS=32 python bench/virtual_ranks.py --json virtual-ranks.json
+    CUDA_DEVICE_MAX_CONNECTIONS=32 python bench/virtual_ranks.py --json virtual-ranks-h200.json
 
 Every rank has two blocks, whatever the number of ranks, and one token, so that a block's work grows by agreement alone.
 A time is that of the kernel of the rank that begins last: all other ranks have sent their headers and counts before.

@@ -19,6 +19,7 @@ from moecomm.core.settings import Settings, seconds, wanted_device
 from moecomm.dispatch import options as dispatch_options
 from moecomm.fused import layer
 from moecomm.fused import options as layer_options
+from moecomm.jit import limits
 from moecomm.routed import Handle, Routed
 
 log = logging.getLogger("moecomm")
@@ -89,6 +90,8 @@ class Buffer(suspension.ReleasableMemory):
             )
             settings.agree(ranks)
             settings.check()
+            if name != "host":
+                limits.check(settings)
             backend_module = backends.load(name)
             shape = _native.Shape(
                 ranks=ranks.ranks,

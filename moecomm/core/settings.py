@@ -11,7 +11,7 @@ import torch
 
 from moecomm.core.choices import Wire, is_exact
 from moecomm.core.integers import is_integer
-from moecomm.core.protocol import DTYPES, MAX_CHUNK, MAX_HOST_RANKS, MAX_RANKS, MAX_TOPK, TYPES
+from moecomm.core.protocol import DTYPES, MAX_CHUNK, MAX_HOST_RANKS, MAX_RANKS, MAX_TOPK
 from moecomm.core.validation import check_dtype
 from moecomm.errors import BadInput, Mismatch
 
@@ -131,20 +131,6 @@ class Settings:
             raise BadInput("window_bytes", self.window_bytes, "at least 1, or None")
         if self.domain_ranks is not None and (self.domain_ranks < 1 or self.ranks % self.domain_ranks):
             raise BadInput("domain_ranks", self.domain_ranks, f"a divisor of the number of ranks, {self.ranks}")
-        if self.backend != "host":
-            self._check_kernels()
-
-    def _check_kernels(self) -> None:
-        """Raise BadInput where a dispatch would find that its kernel can't be compiled."""
-        from moecomm.jit import limits
-
-        domain = self.domain_ranks if self.is_multi_domain else None
-        if domain is not None and domain > limits.MAX_DOMAIN_RANKS:
-            raise BadInput("domain_ranks", domain, f"at most {limits.MAX_DOMAIN_RANKS} where there are several domains")
-        most = limits.most_experts(self.ranks, self.topk, self.hidden, TYPES[self.dtype], domain or 0)
-        if self.num_experts > most:
-            want = f"at most {most} of {self.ranks} ranks, topk={self.topk}: their counters take shared memory"
-            raise BadInput("num_experts", self.num_experts, want)
 
     @property
     def is_multi_domain(self) -> bool:

@@ -5,10 +5,23 @@ from __future__ import annotations
 import dataclasses
 
 from moecomm import _native
-from moecomm.core.protocol import TYPE_BYTES
+from moecomm.core.protocol import TYPE_BYTES, TYPES
+from moecomm.core.settings import Settings
+from moecomm.errors import BadInput
 from moecomm.jit import KernelSpec, block_fields, linking, packets_of
 
 MAX_DOMAIN_RANKS = 32  # of several domains: a lane of a warp for each; csrc/transport/domains.cuh asserts it
+
+
+def check(settings: Settings) -> None:
+    """Raise BadInput for sizes with which a dispatch kernel can't be compiled."""
+    domain = settings.domain_ranks if settings.is_multi_domain else None
+    if domain is not None and domain > MAX_DOMAIN_RANKS:
+        raise BadInput("domain_ranks", domain, f"at most {MAX_DOMAIN_RANKS} where there are several domains")
+    most = most_experts(settings.ranks, settings.topk, settings.hidden, TYPES[settings.dtype], domain or 0)
+    if settings.num_experts > most:
+        want = f"at most {most} of {settings.ranks} ranks, topk={settings.topk}: their counters take shared memory"
+        raise BadInput("num_experts", settings.num_experts, want)
 
 
 def most_experts(ranks: int, topk: int, hidden: int, kind: int, domain_ranks: int = 0) -> int:

@@ -43,11 +43,18 @@ BOUNDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+def check(settings: Settings) -> None:
+    """Check sizes as a Buffer that opens does."""
+    settings.check()
+    if settings.backend != "host":
+        limits.check(settings)
+
+
 @pytest.mark.parametrize(("argument", "good", "bad"), BOUNDS, ids=[name for name, _, _ in BOUNDS])
 def test_a_limit_is_bad_input_when_a_buffer_opens(argument: str, good: dict[str, Any], bad: dict[str, Any]) -> None:
-    Settings(**{**GPUS, **good}).check()
+    check(Settings(**{**GPUS, **good}))
     with pytest.raises(moecomm.BadInput) as caught:
-        Settings(**{**GPUS, **bad}).check()
+        check(Settings(**{**GPUS, **bad}))
     assert caught.value.argument == argument
 
 
@@ -55,7 +62,7 @@ def test_a_domain_of_more_ranks_than_a_warp_has_lanes_is_refused(monkeypatch: py
     """Half of 64 ranks is the most that several domains can have, so the limit can't be passed yet."""
     monkeypatch.setattr(limits, "MAX_DOMAIN_RANKS", 16)
     with pytest.raises(moecomm.BadInput, match="domain_ranks: got 32; want at most 16"):
-        Settings(**{**GPUS, "ranks": 64, "domain_ranks": 32}).check()
+        check(Settings(**{**GPUS, "ranks": 64, "domain_ranks": 32}))
 
 
 @pytest.mark.parametrize(("ranks", "topk", "hidden", "domain"), [(8, 8, 7168, 0), (64, 32, 16384, 0), (64, 8, 7168, 8)])
