@@ -19,6 +19,7 @@ from moecomm.errors import (
     PeerLost,
     RoundFailed,
     Timeout,
+    TooManyRows,
     Unsupported,
 )
 from moecomm.routed import Handle, Routed
@@ -46,6 +47,7 @@ __all__ = [
     "RoundFailed",
     "Routed",
     "Timeout",
+    "TooManyRows",
     "Unsupported",
     "doctor",
     "local_ranks",

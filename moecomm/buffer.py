@@ -50,8 +50,10 @@ class Buffer(suspension.ReleasableMemory):
         backend: "auto", "host" (CPU ranks), or for GPUs "lsa" (NVLink), "gin" (NCCL) or "nvshmem".
         timeout_s: how long any wait for a peer may take, in seconds.
         device: where the tensors live; default: the current GPU if a GPU backend can run, else the CPU.
-        window_bytes: room for the outputs of rounds, in bytes; default: two rounds of the worst case (four on CPUs,
-            where memory is taken when touched).  On GPUs combine is faster with room for a row of each token beside it.
+        capacity_factor: rows a round makes room for, as a multiple of those of even routing, `max_tokens * topk`;
+            math.inf: the worst case.  Default: 1.5, or as many as fit 512 MiB.  dispatch() says what becomes of more.
+        window_bytes: room for the outputs of rounds, in bytes; default: two such rounds.  On GPUs combine is faster
+            with room for a row of each token beside it.
         wire: None: the sums that ranks return in combine travel in the dtype of `y`, each rounded once; "exact": in
             float32.  See combine(), whose argument of that name is for one call.
         domain_ranks: how many neighbouring ranks load and store each other's memory; those of other domains are
@@ -80,14 +82,14 @@ class Buffer(suspension.ReleasableMemory):
         window_bytes: int | None = None,
         domain_ranks: int | None = None,
         wire: Wire | None = None,
+        capacity_factor: float | None = None,
     ) -> None:
         group = rendezvous(group)
         with opening(group, timeout_s) as ranks:
             wanted, timeout_s = wanted_device(device), seconds(timeout_s)
             name, self.why = backends.choose(config.asked_backend(backend), wanted)
-            settings = Settings(
-                ranks.ranks, hidden, num_experts, topk, max_tokens, dtype, name, window_bytes, domain_ranks, wire
-            )
+            sizes = (ranks.ranks, hidden, num_experts, topk, max_tokens, dtype)
+            settings = Settings(*sizes, name, window_bytes, domain_ranks, wire, capacity_factor)
             settings.agree(ranks)
             settings.check()
             if name != "host":

@@ -29,6 +29,21 @@ class BadInput(MoecommError, ValueError):
         self.argument, self.got, self.want, self.rank = argument, got, want, rank
 
 
+class TooManyRows(BadInput):
+    """More rows arrived at a rank than its output has room for.  No row has moved, and the Buffer stays usable.
+
+    Attributes:
+        rows: that would have arrived; batched: for one expert.
+        room: for rows.
+        round: number of the round.
+    """
+
+    def __init__(self, rows: int, room: int, round: int, rank: int) -> None:  # noqa: A002
+        want = f"at most the {room} there is room for: max_rows=, or capacity_factor= of the Buffer, makes more"
+        super().__init__("max_rows", f"{rows} rows arriving", want, rank)
+        self.rows, self.room, self.round = rows, room, round
+
+
 class Mismatch(MoecommError):
     """Ranks disagree on a setting or are out of step."""
 

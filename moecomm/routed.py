@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, Protocol
+from typing import Any, Generic, NamedTuple, Protocol
 
 import torch
 from typing_extensions import TypeVar
@@ -93,6 +93,28 @@ class Handle:
     def y_shape(self) -> tuple[int, ...]:
         """Shape of the `y` that combine takes."""
         return (*self.plan.rows_shape(self.args), self.args.hidden)
+
+
+class Chunk(NamedTuple):
+    """Tokens of a dispatch that went in a round of their own."""
+
+    first: int  # of this rank's tokens
+    end: int
+    handle: Handle  # whose tables lie outside of the window
+    rows: torch.Tensor  # int64: the rows of the round that hold a token
+    places: torch.Tensor  # int64: their rows in the whole
+
+
+class ChunkedHandle(Handle):
+    """The handle of a dispatch whose tokens went in chunks: see moecomm/dispatch/chunks.py."""
+
+    __slots__ = ("chunks",)
+
+    def __init__(
+        self, rounds: Rounds, plan: DispatchPlan, args: _native.DispatchArgs, block: Any, chunks: list[Chunk]
+    ) -> None:
+        super().__init__(rounds, plan, args, block)
+        self.chunks = chunks
 
 
 def has_arrived(args: _native.DispatchArgs) -> bool:

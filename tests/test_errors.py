@@ -14,6 +14,7 @@ from moecomm.core import failures
 KNOWN = {"rank": 2, "peer": 1, "phase": "payload", "op": "dispatch", "round": 7}
 ERRORS = [
     errors.BadInput("x", 3, "4", rank=1),
+    errors.TooManyRows(9, 8, 7, 1),
     errors.Mismatch("hidden", 64, 128, 3),
     errors.Timeout("rank 2 waited for rank 1", **KNOWN),
     errors.PeerLost("rank 1 is gone", **KNOWN),

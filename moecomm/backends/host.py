@@ -24,6 +24,8 @@ from moecomm.core.protocol import MAX_CHUNK, MAX_RANKS
 from moecomm.core.session import Schedule
 from moecomm.errors import BadInput, Closed
 
+_RING_BYTES = 64 << 20  # of a window, for the staging ring
+
 
 def missing() -> str:
     """Return "": every Linux machine can run it."""
@@ -31,8 +33,9 @@ def missing() -> str:
 
 
 def ring_tokens(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
-    """Return all rows at a time: memory that no row touches costs nothing."""
-    return -(-max_tokens // MAX_CHUNK) * MAX_CHUNK
+    """Return the rows that fit _RING_BYTES, in whole chunks: at most all tokens."""
+    fit = _RING_BYTES // (ranks * staged_row_bytes) // MAX_CHUNK
+    return max(1, min(fit, -(-max_tokens // MAX_CHUNK))) * MAX_CHUNK
 
 
 def packet_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:

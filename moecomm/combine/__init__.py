@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from moecomm.combine import chunks
 from moecomm.combine.arguments import check
 from moecomm.combine.options import Key, Options
 from moecomm.combine.plan import Combining, Plan
@@ -18,7 +19,7 @@ from moecomm.core.state import collective
 from moecomm.core.validation import check_dtype
 from moecomm.dispatch.arguments import check_handle
 from moecomm.errors import BadInput
-from moecomm.routed import Handle, has_arrived
+from moecomm.routed import ChunkedHandle, Handle, has_arrived
 
 __all__ = ["Combining", "Options", "Plan", "combine", "empty", "finish", "prepare", "run"]
 
@@ -36,10 +37,9 @@ def combine(
     sum_grads: bool = False,
 ) -> Any:
     """Buffer.combine.  `sum_grads`: see prepare()."""
-    combining = prepare(rounds, options, y, handle, out, bias, weight_grads, topk_weights, sum_grads)
-    run(combining)
-    rounds.made += 1
-    return finish(rounds, combining)
+    if isinstance(handle, ChunkedHandle):
+        return _combine_chunks(rounds, options, y, handle, out, bias, weight_grads, topk_weights, sum_grads)
+    return _round(rounds, prepare(rounds, options, y, handle, out, bias, weight_grads, topk_weights, sum_grads))
 
 
 def prepare(
@@ -101,9 +101,46 @@ def empty(rounds: Rounds, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
     rounds.require_usable()
     _check_arrived(rounds, handle)
     check_dtype("dtype", dtype, DTYPES)
+    if isinstance(handle, ChunkedHandle):
+        return torch.empty(handle.y_shape, dtype=dtype, device=rounds.device)
     (block,) = rounds.memory.allocate(math.prod(handle.y_shape) * dtype.itemsize)
     address = handle.plan.base + block.offset
     return window_tensor(block, address, handle.y_shape, dtype, rounds.device, rounds.session.owner)
+
+
+def _round(rounds: Rounds, combining: Combining) -> Any:
+    run(combining)
+    rounds.made += 1
+    return finish(rounds, combining)
+
+
+def _combine_chunks(
+    rounds: Rounds,
+    options: Options,
+    y: Any,
+    handle: ChunkedHandle,
+    out: Any,
+    bias: Any,
+    weight_grads: Any,
+    topk_weights: Any,
+    sum_grads: bool,
+) -> Any:
+    rounds.require_usable()
+    check_handle(rounds, handle)
+    warn_of_gradients(y, bias, weight_grads, topk_weights)
+    given = check(rounds, options, handle, y, out, bias, weight_grads, topk_weights)
+
+    def one(y: torch.Tensor, handle: Handle, bias: Any, weight_grads: Any, topk_weights: Any) -> Any:
+        return _round(rounds, prepare(rounds, options, y, handle, None, bias, weight_grads, topk_weights, sum_grads))
+
+    found = chunks.combine(given, handle, rounds.topk, one)
+    if out is not None:
+        note_written("out", out)
+    if given.back is None:
+        return found
+    if weight_grads is None:
+        return given.back(found) if out is None else out
+    return given.back(found[0]) if out is None else out, given.back(found[1])
 
 
 def _check_arrived(rounds: Rounds, handle: Handle) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from moecomm import _native
 from moecomm.core import signature
-from moecomm.errors import Aborted, BadInput, Mismatch, MoecommError, OutOfStep, PeerLost, Timeout
+from moecomm.errors import Aborted, BadInput, Mismatch, MoecommError, OutOfStep, PeerLost, Timeout, TooManyRows
 
 Failure, Argument, Phase = _native.Failure, _native.Argument, _native.Phase
 _OPS = ("no operation", "dispatch", "combine", "close")
@@ -77,7 +77,7 @@ def _bad_input(record: _native.FailureRecordView) -> BadInput:
     if record.argument == Argument.handle:
         return BadInput("handle", "a handle whose tables were overwritten", "an unmodified handle", record.peer)
     if record.argument == Argument.max_rows:
-        return BadInput(argument, f"{record.seen} rows arriving", f"at most the {record.expected} given", record.peer)
+        return TooManyRows(record.seen, record.expected, record.round, record.peer)
     if batched:
         return BadInput(
             argument,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from numbers import Real
@@ -19,11 +20,16 @@ if TYPE_CHECKING:
     from moecomm.core.group import Rendezvous
     from moecomm.core.session import Backend
 
-VERSION = 8  # of the protocol in csrc/protocol
+VERSION = 9  # of the protocol in csrc/protocol
 MAX_FLAT_ROWS = 1 << 23
 _MOST = 1 << 31
+_PACKED = "<11q16s"
 _MAGIC = 0x6D6F65636F6D6D
 _WIRES = (None, "exact")
+
+CAPACITY_FACTOR = 1.5
+# Of one round's rows.  So much is never too much: few tokens have room for the worst case whatever is expected.
+_ROOM = 512 << 20
 
 
 def _dtype_name(index: int) -> str:
@@ -32,6 +38,8 @@ def _dtype_name(index: int) -> str:
 
 def _shown(name: str, number: int) -> str:
     """Return a number of agree() as the caller passed it."""
+    if name == "capacity_factor":
+        return str(struct.unpack("<d", struct.pack("<q", number))[0]) if number else "None"
     if name == "wire":
         return str(_WIRES[number]) if 0 <= number < len(_WIRES) else "another"
     return _dtype_name(number) if name == "dtype" else str(number)
@@ -68,6 +76,7 @@ class Settings:
     window_bytes: int | None
     domain_ranks: int | None = None  # all
     wire: Wire | None = None  # of combines that name none
+    capacity_factor: float | None = None
 
     _NAMES = (
         "magic",
@@ -80,6 +89,7 @@ class Settings:
         "window_bytes",
         "domain_ranks",
         "wire",
+        "capacity_factor",
     )
 
     def agree(self, group: Rendezvous) -> None:
@@ -93,13 +103,13 @@ class Settings:
         window = -1 if self.window_bytes is None else self.window_bytes
         sizes = (self.hidden, self.num_experts, self.topk, self.max_tokens)
         domain = self.ranks if self.domain_ranks is None else self.domain_ranks
-        mine = (_MAGIC, VERSION, *sizes, dtype, window, domain, int(is_exact(self.wire)))
+        mine = (_MAGIC, VERSION, *sizes, dtype, window, domain, int(is_exact(self.wire)), self._factor_bits)
         for name, value in zip(self._NAMES, mine, strict=True):
             if not (is_integer(value) and -(1 << 63) <= value < 1 << 63):
                 raise BadInput(name, repr(value), "a whole number, of at most 64 bits")
-        packed = struct.pack("<10q16s", *mine, self.backend.encode())
+        packed = struct.pack(_PACKED, *mine, self.backend.encode())
         for rank, theirs in enumerate(group.all_gather(packed)):
-            *numbers, backend = struct.unpack("<10q16s", theirs)
+            *numbers, backend = struct.unpack(_PACKED, theirs)
             for name, ours, other in zip(self._NAMES, mine, numbers, strict=True):
                 if ours != other:
                     raise Mismatch(name, _shown(name, ours), _shown(name, other), rank)
@@ -111,6 +121,8 @@ class Settings:
         check_dtype("dtype", self.dtype, DTYPES)
         if self.wire is not None and not is_exact(self.wire):
             raise BadInput("wire", repr(self.wire), "None or 'exact'")
+        if self.capacity_factor is not None and self._factor_bits <= 0:
+            raise BadInput("capacity_factor", repr(self.capacity_factor), "a number greater than 0, or None")
         if self.hidden < 1 or self.hidden * self.dtype.itemsize % 16:
             raise BadInput(
                 "hidden", self.hidden, f"rows of a multiple of 16 bytes: a multiple of {16 // self.dtype.itemsize}"
@@ -183,9 +195,45 @@ class Settings:
         tokens, local = self.ranks * self.max_tokens, self.num_experts // self.ranks
         return self.worst_rows(layout, 128, max_rows) * row + tokens * (16 * self.topk + 16) + 4 * local + (1 << 16)
 
+    def capacity_rows(self, layout: str, alignment: int = 1) -> int:
+        """The rows that a dispatch makes room for if its caller does not say how many.
+
+        They are those of even routing times the capacity factor, at most those of the worst case, and at least those of
+        even routing with their padding.  Without a factor of the caller, as many as fit _ROOM are not too many either.
+        """
+        local = self.num_experts // self.ranks
+        groups = local if layout == "batched" else 1
+        even = self.max_tokens * (min(self.topk, self.ranks) if layout == "flat" else self.topk)
+        worst = self.worst_rows(layout, alignment)
+        factor = CAPACITY_FACTOR if self.capacity_factor is None else self.capacity_factor
+        if factor * even >= worst:
+            return worst
+        rows = max(math.ceil(factor * even), even + (alignment - 1) * local if layout == "expert" else 0)
+        if self.capacity_factor is None:
+            rows = max(rows, _ROOM // self._output_row_bytes)
+        return min(-(-rows // groups) * groups, worst)
+
     def default_heap(self) -> int:
-        """Window memory for outputs by default: two rounds, on CPUs four, where memory is taken when touched."""
-        expert, batched = self.round_bytes("expert"), self.round_bytes("batched")
-        if self.backend == "host":
-            return 4 * max(expert, batched)
-        return 2 * max(expert, batched if batched <= 2 << 30 else 0)
+        """Window memory for outputs by default: two rounds of the layout that takes the most."""
+        rows = max(self.capacity_rows(layout, 128) for layout in ("flat", "expert", "batched"))
+        tables = self.ranks * (4 * self.topk + 4) + 8 * self.topk + 4 * self.ranks  # a token's
+        if self.domain_ranks is not None and self.is_multi_domain:
+            tables += 4 * (self.ranks // self.domain_ranks) * (2 * self.topk + self.domain_ranks)
+        few = 16 * (self.num_experts // self.ranks) + (1 << 16)
+        return 2 * (rows * self._output_row_bytes + self.max_tokens * tables + few)
+
+    @property
+    def _output_row_bytes(self) -> int:
+        """A row as it arrives, or in FP8 with its scales, and its source, weights and ids."""
+        wide = self.hidden * self.dtype.itemsize
+        return max(wide, self.hidden + self.hidden // 16) + 12 + 12 * self.topk
+
+    @property
+    def _factor_bits(self) -> int:
+        """The capacity factor as ranks compare it: 0 for None, -1 for what is no number greater than 0."""
+        factor: Any = self.capacity_factor  # not checked yet
+        if factor is None:
+            return 0
+        if isinstance(factor, bool) or not isinstance(factor, Real) or not float(factor) > 0:
+            return -1
+        return int(struct.unpack("<q", struct.pack("<d", float(factor)))[0])

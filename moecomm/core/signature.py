@@ -29,6 +29,7 @@ _FIELDS: tuple[tuple[str, int, Sequence[object]], ...] = (  # name, bits, meanin
     ("fused", 1, _NO_YES),
     ("topk_weights given", 1, _NO_YES),
     (GROW, 1, _NO_YES),
+    ("in chunks", 1, _NO_YES),
 )
 
 

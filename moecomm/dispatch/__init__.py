@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 from typing import Any, NamedTuple
 
+import torch
+
 from moecomm import _native
-from moecomm.core.arrays import warn_of_gradients
+from moecomm.core.arrays import warn_of_gradients, window_tensor
 from moecomm.core.rounds import Rounds
 from moecomm.core.state import collective
 from moecomm.core.validation import check_flag
-from moecomm.dispatch import outputs
+from moecomm.dispatch import chunks, outputs
 from moecomm.dispatch.arguments import check, check_handle
 from moecomm.dispatch.options import Key, Options
 from moecomm.dispatch.plan import Plan
-from moecomm.errors import BadInput
-from moecomm.routed import BEGIN, END, Handle, Routed
+from moecomm.errors import BadInput, TooManyRows
+from moecomm.routed import BEGIN, END, ChunkedHandle, Handle, Routed
 
 __all__ = ["Options", "Plan", "dispatch", "dispatch_begin", "dispatch_end", "finish", "prepare", "prepare_end", "run"]
 
@@ -53,10 +55,18 @@ def dispatch(
     grow: bool = False,
 ) -> Routed:
     """Buffer.dispatch.  `grow`: see prepare()."""
+    if isinstance(handle, ChunkedHandle):
+        return _repeat_in_chunks(rounds, options, x, topk_idx, topk_weights, scales, handle, sync)
     routed = prepare(rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync, False, grow)
     run(routed)
     rounds.made += 1
-    return finish(rounds, routed)
+    try:
+        return finish(rounds, routed)
+    except TooManyRows as error:
+        if not routed.sync or max_rows is not None or not _is_of(routed, error):
+            raise
+    del routed  # frees its memory
+    return _dispatch_in_chunks(rounds, options, x, topk_idx, topk_weights, scales)
 
 
 @collective()
@@ -98,6 +108,7 @@ def prepare(
     begin: bool = False,
     grow: bool = False,
     descriptors: PublishedOffsets | None = None,
+    chunk: bool = False,
 ) -> Routed:
     """Check the arguments of Buffer.dispatch and make room for the outputs.
 
@@ -108,6 +119,7 @@ def prepare(
             all ask.
         descriptors: row descriptors travel in the place of rows.  The previous kernel in the stream publishes the rows.
             It has waited for all kernels before it, and dispatch reads nothing else that it writes.
+        chunk: see Key.
     """
     rounds.require_usable()
     if sync is not None:
@@ -119,12 +131,15 @@ def prepare(
     layout = options.layout
     if handle is not None:
         check_handle(rounds, handle)
+        if isinstance(handle, ChunkedHandle):
+            raise BadInput("handle", "one of a dispatch that took several rounds", "dispatch(handle=) or combine()")
         layout = handle.layout
         if topk_idx is not None or topk_weights is not None:
             raise BadInput(
                 "handle", "topk_idx or topk_weights beside it", "rows only: a handle repeats an earlier routing"
             )
-    key = (layout, options, handle is not None, begin, descriptors is not None, grow)  # Key, which takes longer to make
+    # Not a Key, which takes longer to make.
+    key = (layout, options, handle is not None, begin, descriptors is not None, grow, chunk)
     routed: Routed | None = rounds.plans.start(key, (rounds, x, topk_idx, topk_weights, scales, max_rows, handle))
     if routed is None:
         routed = _start_checked(rounds, Key(*key), x, topk_idx, topk_weights, scales, max_rows, handle)
@@ -177,6 +192,60 @@ def finish(rounds: Rounds, pending: Routed | Ending) -> Routed:
     if routed.sync and routed.plan.layout != "batched" and not routed.args.repeat:
         routed.plan.trim(routed, int(outputs.num_rows(routed)))
     return routed
+
+
+def _is_of(routed: Routed, error: TooManyRows) -> bool:
+    """Whether an error is of this dispatch, and not of an earlier one that nobody has waited for."""
+    args, plan = routed.handle.args, routed.plan
+    sent = args.route.sent + 8 * routed.handle.rounds.num_ranks
+    tag = window_tensor(routed.handle.block, sent, (1,), torch.int32, plan.device, plan.owner)
+    return (int(tag) & 0xFFFFFFFF) // 2 == error.round
+
+
+def _dispatch_in_chunks(
+    rounds: Rounds, options: Options, x: Any, topk_idx: Any, topk_weights: Any, scales: Any
+) -> Routed:
+    """A dispatch whose rows had no room, on every rank."""
+    given = check(rounds, options, x, topk_idx, topk_weights, scales, None, None)
+    small = options._replace(expert_alignment=1)
+
+    def one(tokens: slice) -> Routed:
+        tensors = (given.topk_idx, given.topk_weights, given.scales)
+        ids, weights, scales = (None if tensor is None else tensor[tokens] for tensor in tensors)
+        x = given.x.detach()[tokens]
+        return _round(rounds, prepare(rounds, small, x, ids, weights, scales, sync=True, chunk=True))
+
+    routed = chunks.dispatch(rounds, options, len(given.x), one)
+    routed.back = given.back
+    return routed
+
+
+def _repeat_in_chunks(
+    rounds: Rounds,
+    options: Options,
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    scales: Any,
+    handle: ChunkedHandle,
+    sync: bool | None,
+) -> Routed:
+    rounds.require_usable()
+    check_handle(rounds, handle)
+    given = check(rounds, options._replace(layout=handle.layout), x, topk_idx, topk_weights, scales, None, handle)
+
+    def one(x: torch.Tensor, scales: torch.Tensor | None, handle: Handle) -> Routed:
+        return _round(rounds, prepare(rounds, options, x, scales=scales, handle=handle, sync=sync))
+
+    routed = chunks.repeat(given.x, given.scales, handle, options.scale_layout == "column", one)
+    routed.back = given.back
+    return routed
+
+
+def _round(rounds: Rounds, routed: Routed) -> Routed:
+    run(routed)
+    rounds.made += 1
+    return finish(rounds, routed)
 
 
 def _start_checked(

@@ -44,6 +44,7 @@ class Key(NamedTuple):
     begin: bool = False  # the first half of a split dispatch
     descriptors: bool = False  # row descriptors travel in the place of rows
     grow: bool = False  # this rank asks for a larger Buffer, and has no tokens
+    chunk: bool = False  # a part of a dispatch whose rows had no room: see chunks.py
 
 
 def check_options(options: Options) -> None:

@@ -29,7 +29,8 @@ class Plan:
         self.base = session.context.peers[rounds.rank]
         self.topk, self.local_experts = rounds.topk, rounds.num_experts // rounds.num_ranks
         self._groups = self.local_experts if key.layout == "batched" else 1  # with as many rows each
-        self._worst_rows = rounds.settings.worst_rows(key.layout, key.options.expert_alignment)
+        sizes = (key.layout, key.options.expert_alignment)
+        self._worst_rows, self._rows = rounds.settings.worst_rows(*sizes), rounds.settings.capacity_rows(*sizes)
         self._memory = rounds.memory
         self.kind = like.x.dtype
         self.x_dtype = torch.float8_e4m3fn if key.options.quantize else like.x.dtype
@@ -68,11 +69,11 @@ class Plan:
             (payload,) = self._memory.allocate(self._native.payload_bytes(handle.args.max_rows))
             args = self._native.repeat(payload, handle.args, x, scales)
         else:
-            rows = self._worst_rows
+            rows = self._rows
             if max_rows is not None:
                 if not is_integer(max_rows) or not 0 <= max_rows < 1 << 63:
                     return None
-                rows = min(max_rows * self._groups, rows)
+                rows = min(max_rows * self._groups, self._worst_rows)
             # `kept` lives longer: in front, it does not cut the range that `payload` gives back.
             kept, payload = self._memory.allocate(self._native.kept_bytes(rows), self._native.payload_bytes(rows))
             args = self._native.bind(payload, kept, rows, x, scales, topk_idx, topk_weights)
@@ -155,5 +156,6 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.DispatchArgs:
         split=int(key.begin),
         fused=args.descriptors,
         asks_for_a_larger_buffer=int(key.grow),
+        in_chunks=int(key.chunk),
     )
     return args

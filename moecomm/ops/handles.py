@@ -15,10 +15,11 @@ import torch
 
 from moecomm import _native
 from moecomm.core import names, shown
-from moecomm.core.arrays import check_memory, window_tensor
+from moecomm.core.arrays import check_memory
 from moecomm.core.choices import Layout
 from moecomm.core.protocol import LAYOUTS
 from moecomm.core.state import CollectiveCall
+from moecomm.dispatch.tables import moved
 from moecomm.errors import BadInput
 from moecomm.routed import Handle as NativeHandle
 
@@ -26,10 +27,8 @@ if TYPE_CHECKING:
     from moecomm.core.rounds import Rounds
     from moecomm.routed import DispatchPlan, Routed
 
-ROUTE = ("token_rows", "token_owner", "token_slot", "sent", "ranges", "rows", "row_weights", "src")
 _MOST_MOVED = 16
 _ALIGNMENT = 16  # bytes, of the tables
-COUNTS = ("tokens_per_expert", "rows_per_expert", "num_rows")
 
 
 class Handle(NamedTuple):
@@ -109,35 +108,9 @@ def _restore(memory: torch.Tensor, rounds: Rounds, layout: str, max_rows: int, n
     if args is None:
         if len(route.moved) >= _MOST_MOVED:  # allocators reuse addresses, so few are needed
             route.moved.clear()
-        args = route.moved[address] = _moved(route, address - route.address)
+        args = route.moved[address] = moved(route.args, address - route.address)
     # The tensor stands in for a block of the window: rounds only need it to keep the tables alive.
     return NativeHandle(rounds, route.plan, args, cast("_native.Block", memory))
-
-
-def over(memory: torch.Tensor, routed: Routed) -> NativeHandle:
-    """Return a native handle of a dispatch over `memory`: its tables in the window, or a copy of them."""
-    made = routed.handle
-    address = routed.plan.base + made.block.offset
-    route = Route(routed.plan, copy.copy(made.args), address, memory.nbytes, {})
-    args = _moved(route, memory.data_ptr() - address)
-    return NativeHandle(made.rounds, routed.plan, args, cast("_native.Block", memory))
-
-
-def tables(routed: Routed) -> torch.Tensor:
-    """Return the tables that a dispatch keeps in the window for rounds with its handle, as a uint8 tensor."""
-    block = routed.handle.block
-    address = routed.plan.base + block.offset
-    return window_tensor(block, address, (block.nbytes,), torch.uint8, routed.plan.device, routed.plan.owner)
-
-
-def _moved(route: Route, distance: int) -> _native.DispatchArgs:
-    args = copy.copy(route.args)
-    for field in ROUTE:
-        if (address := getattr(args.route, field)) != 0:  # flat has neither rows nor row_weights
-            setattr(args.route, field, address + distance)
-    for field in COUNTS:
-        setattr(args, field, getattr(args, field) + distance)
-    return args
 
 
 def counts(handle: NativeHandle) -> tuple[torch.Tensor, torch.Tensor]:

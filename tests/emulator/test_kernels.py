@@ -19,7 +19,7 @@ from moecomm.backends import host
 from moecomm.backends.lsa_kernels import dispatch_spec
 from moecomm.core import packets
 from moecomm.dispatch import reference as dispatch_reference
-from moecomm.ops import handles
+from moecomm.dispatch.tables import tables_of
 from moecomm.testing import LocalBuffers, check_case, random_case
 from moecomm.testing import ranks as local
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch
@@ -200,7 +200,7 @@ def test_a_handle_that_is_none(sizes: dict[str, int], machine: Machine, monkeypa
                 "repeat": [{"x": given["x"], "handle": here.handle} for here, given in zip(routed, calls, strict=True)],
             }
             want = ranks.combine(ways["combine"])
-            tables = handles.tables(routed[1])
+            tables = tables_of(routed[1])
             intact = tables.clone()
             random = torch.randint(0, 256, tables.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
             for what in (torch.zeros_like(tables), random):

@@ -10,7 +10,7 @@ import torch
 
 import moecomm
 from moecomm.backends.cuda_driver import int32_at
-from moecomm.ops import handles
+from moecomm.dispatch.tables import tables_of
 from moecomm.testing import LocalBuffers, check_case, random_case
 
 from ..wrap import ROUNDS
@@ -98,7 +98,7 @@ def test_a_handle_that_is_none(pair: LocalBuffers, op: str) -> None:
     calls = [call(0), call(1)]
     routed = pair.dispatch(calls)
     want = pair.combine(combines(routed))
-    tables = handles.tables(routed[1])
+    tables = tables_of(routed[1])
     intact = tables.clone()
     g = torch.Generator().manual_seed(0)
     for what in (torch.zeros_like(tables), torch.randint(0, 256, tables.shape, dtype=torch.uint8, generator=g).cuda()):

@@ -18,6 +18,7 @@ from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.pool import ask_to_grow, asks_to_grow
 from moecomm.core.settings import Settings
 from moecomm.core.state import CollectiveCall
+from moecomm.dispatch.tables import over, tables_of
 from moecomm.errors import Mismatch
 from moecomm.integrations.megatron.buffers import Buffers, Key, Limits
 from moecomm.kernels import padding
@@ -141,8 +142,8 @@ class _Dispatch(torch.autograd.Function):
         rows: torch.Tensor = routed.x
         if alignment > 1:
             padding.zero(rows, src=routed.src)
-        rows, tables = settled(routed.handle.rounds, rows, handles.tables(routed))
-        ctx.way, ctx.weights_dtype = Way(handles.over(tables, routed), exchange.limits.num_sms), weights.dtype
+        rows, tables = settled(routed.handle.rounds, rows, tables_of(routed))
+        ctx.way, ctx.weights_dtype = Way(over(tables, routed.handle), exchange.limits.num_sms), weights.dtype
         counts = routed.rows_per_expert.to("cpu", copy=True)
         ctx.mark_non_differentiable(counts)
         return rows, handles.row_weights(ctx.way.handle), counts, ctx.way

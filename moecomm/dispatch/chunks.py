@@ -1,0 +1,246 @@
+"""Dispatches whose rows have no room in the window: tokens go in chunks, rows to their places outside of the window.
+
+All ranks see the same error when a rank has too little room.  They then split their tokens alike, by index, and split
+a chunk again that is still too large.  The rows, their order and their bits are those of one round.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from moecomm import _native
+from moecomm.core.arrays import window_tensor
+from moecomm.core.rounds import Rounds
+from moecomm.dispatch.options import Options
+from moecomm.dispatch.tables import in_window, over, tables_of
+from moecomm.errors import TooManyRows
+from moecomm.routed import Chunk, ChunkedHandle, DispatchPlan, Handle, Routed
+
+_BY_ROW = ("x", "scales", "topk_idx", "topk_weights", "row_weights")
+_NO_ROW = {"topk_idx": -1, "src": -1}  # in padding; else 0
+
+
+class Whole:
+    """The outputs of all chunks: the DispatchPlan of a Routed whose tensors are there already."""
+
+    def __init__(self, like: DispatchPlan, rows: tuple[int, ...], tensors: dict[str, torch.Tensor | None]) -> None:
+        self.layout, self.base, self.topk, self.local_experts = like.layout, like.base, like.topk, like.local_experts
+        self.x_dtype, self.scales_dtype = like.x_dtype, like.scales_dtype
+        self.device, self.owner = like.device, like.owner
+        self._rows, self._tensors = rows, tensors
+
+    def rows_shape(self, args: _native.DispatchArgs) -> tuple[int, ...]:
+        """See DispatchPlan, here and below."""
+        return self._rows
+
+    def run(self, args: _native.DispatchArgs) -> None:
+        raise AssertionError("the rounds of the chunks have run")
+
+    def trim(self, routed: Any, rows: int) -> None:
+        pass
+
+    def tensor(self, name: str, routed: Any) -> torch.Tensor | None:
+        return self._tensors[name]
+
+    def flat_tensors(self, routed: Any) -> tuple[Any, ...]:
+        return tuple(self._tensors[name] for name in ("x", "scales", "topk_idx", "topk_weights"))
+
+    def expert_tensors(self, routed: Any, *, counted: bool = False) -> tuple[Any, ...]:
+        names = ("x", "scales", "row_weights", *(("rows_per_expert",) if counted else ()))
+        return tuple(self._tensors[name] for name in names)
+
+    def batched_tensors(self, routed: Any) -> tuple[Any, ...]:
+        return self._tensors["x"], self._tensors["tokens_per_expert"]
+
+    def repeated(self, like: DispatchPlan, rows: dict[str, torch.Tensor | None]) -> Whole:
+        """Return the outputs of a repeat: x and scales are new."""
+        whole = Whole(self, self._rows, {**self._tensors, **_typed(rows, like)})
+        whole.x_dtype, whole.scales_dtype = like.x_dtype, like.scales_dtype
+        return whole
+
+
+def _typed(rows: dict[str, torch.Tensor | None], like: DispatchPlan) -> dict[str, torch.Tensor | None]:
+    """Give rows and scales, which may be bytes, their types."""
+    x, scales = rows["x"], rows["scales"]
+    assert x is not None
+    typed = None if scales is None or like.scales_dtype is None else scales.view(like.scales_dtype)
+    return {"x": x.view(like.x_dtype), "scales": typed}
+
+
+class _Arrived(NamedTuple):
+    """A chunk that has arrived, copied out of the window."""
+
+    first: int
+    end: int
+    handle: Handle
+    tensors: dict[str, torch.Tensor | None]  # of the rows that hold a token
+    per_expert: torch.Tensor  # int32 [E/R]
+    rows: torch.Tensor  # int64 [n]: these rows
+    group: torch.Tensor  # int64 [n]: expert, or 0
+    src: torch.Tensor  # int32 [n, 2]
+    tokens: torch.Tensor  # int32 [R]: tokens of each source rank
+
+
+def dispatch(
+    rounds: Rounds,
+    options: Options,
+    tokens: int,
+    one: Callable[[slice], Routed],
+) -> Routed:
+    """Dispatch in as many rounds as it takes.
+
+    Args:
+        rounds, options: of the dispatch.
+        tokens: of this rank.
+        one: dispatches some of them, and waits for their rows.
+
+    Raises:
+        TooManyRows: there is no room for one token of each rank.
+    """
+    arrived, waiting = [], [(1, 2), (0, 2)]  # (i, n): the i-th of n parts; the next is the last
+    while waiting:
+        part, parts = waiting.pop()
+        first, end = tokens * part // parts, tokens * (part + 1) // parts
+        try:
+            routed = one(slice(first, end))
+        except TooManyRows:
+            if parts > rounds.max_tokens:
+                raise
+            waiting += [(2 * part + 1, 2 * parts), (2 * part, 2 * parts)]
+            continue
+        arrived.append(_copied(routed, first, end))
+        del routed  # frees its memory for the next
+    return _whole(rounds, options, arrived, tokens)
+
+
+def repeat(
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    handle: ChunkedHandle,
+    by_column: bool,
+    one: Callable[..., Routed],
+) -> Routed:
+    """Dispatch other rows like an earlier dispatch in chunks.  `one` does so for one chunk."""
+    plan = handle.plan
+    assert isinstance(plan, Whole)
+    rows: dict[str, torch.Tensor | None] = {}
+    shape = plan.rows_shape(handle.args)
+    dims = len(shape)
+    for chunk in handle.chunks:
+        routed = one(
+            x.detach()[chunk.first : chunk.end],
+            None if scales is None else scales[chunk.first : chunk.end],
+            in_window(chunk.handle),
+        )
+        for name in ("x", "scales"):
+            taken = _take(getattr(routed, name), chunk.rows, dims)
+            output = rows.setdefault(name, _room(name, shape, taken, by_column))
+            _put(output, chunk.places, taken, dims)
+        like = routed.plan
+        del routed
+    return Routed(handle, plan.repeated(like, rows), handle.args, handle.block)
+
+
+def _copied(routed: Routed, first: int, end: int) -> _Arrived:
+    plan, made = routed.plan, routed.handle
+    counts, dims = routed.tokens_per_expert.long(), len(plan.rows_shape(routed.args))
+    if plan.layout == "batched":
+        each = routed.x.shape[1]
+        filled = torch.arange(each, device=counts.device) < counts[:, None]
+        rows = filled.flatten().nonzero().flatten()
+        group = rows // each
+    else:
+        rows = torch.arange(len(routed.x), device=counts.device)
+        by_expert = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        group = by_expert if plan.layout == "expert" else torch.zeros_like(rows)
+    ranks = made.rounds.num_ranks
+    sent = window_tensor(made.block, made.args.route.sent, (ranks, 2), torch.int32, plan.device, plan.owner)
+    tensors = {name: _take(getattr(routed, name), rows, dims) for name in _BY_ROW}
+    src = _take(routed.src, rows, dims)
+    assert src is not None
+    tables, per_expert = tables_of(routed).clone(), routed.tokens_per_expert.clone()
+    return _Arrived(first, end, over(tables, made), tensors, per_expert, rows, group, src, sent[:, 0].clone())
+
+
+def _whole(rounds: Rounds, options: Options, arrived: list[_Arrived], tokens: int) -> Routed:
+    plan = arrived[0].handle.plan
+    layout, ranks = options.layout, rounds.num_ranks
+    groups = 1 if layout == "flat" else plan.local_experts
+    keys = [chunk.group * ranks + chunk.src[:, 0] for chunk in arrived]
+    counts = torch.stack([key.bincount(minlength=groups * ranks) for key in keys], dim=-1)  # [groups * R, chunks]
+    sizes = counts.view(groups, -1).sum(dim=1)
+    if layout == "batched":
+        rooms = sizes.max().expand(groups)
+    else:
+        align = options.expert_alignment if layout == "expert" else 1
+        rooms = (sizes + align - 1) // align * align
+    begins = rooms.cumsum(0) - rooms - (sizes.cumsum(0) - sizes)  # of a group, beyond the rows before it
+    base = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
+    base += begins.repeat_interleave(ranks)[:, None]
+
+    total = int(rooms.sum())
+    shape = (groups, total // groups) if layout == "batched" else (total,)
+    tensors: dict[str, torch.Tensor | None] = {
+        name: _room(name, shape, arrived[0].tensors[name], name == "scales" and options.scale_layout == "column")
+        for name in _BY_ROW
+    }
+    src = _room("src", shape, arrived[0].src)
+    assert src is not None
+    chunks, before = [], torch.zeros(ranks, dtype=torch.int32, device=plan.device)
+    for at, (chunk, key) in enumerate(zip(arrived, keys, strict=True)):
+        starts = counts[:, at].cumsum(0) - counts[:, at]
+        places = base[key, at] + torch.arange(len(key), device=key.device) - starts[key]
+        for name in _BY_ROW:
+            _put(tensors[name], places, chunk.tensors[name], len(shape))
+        chunk.src[:, 1] += before[chunk.src[:, 0].long()]
+        _put(src, places, chunk.src, len(shape))
+        before += chunk.tokens
+        chunks.append(Chunk(chunk.first, chunk.end, chunk.handle, chunk.rows, places))
+    per_expert = torch.stack([chunk.per_expert for chunk in arrived]).sum(0, dtype=torch.int32)
+    tensors["src"], tensors["tokens_per_expert"] = src, per_expert
+    tensors["rows_per_expert"] = rooms.clone() if layout == "expert" else per_expert.long()
+    used = sizes.sum() if layout == "batched" else rooms.sum()
+    tensors["num_rows"] = used.to(torch.int32).reshape(1)
+    args = copy.copy(arrived[0].handle.args)
+    args.num_tokens, args.max_rows, args.alignment = tokens, math.prod(shape), options.expert_alignment
+    whole = Whole(plan, shape, {**tensors, **_typed(tensors, plan)})
+    handle = ChunkedHandle(rounds, whole, args, arrived[0].handle.block, chunks)
+    routed: Routed = Routed(handle, whole, args, handle.block)
+    routed.sync = True
+    return routed
+
+
+def _take(tensor: torch.Tensor | None, rows: torch.Tensor, dims: int) -> torch.Tensor | None:
+    """Copy rows of an output whose rows have `dims` dimensions."""
+    return None if tensor is None else _bytes(tensor)[_index(rows, tensor, dims)]
+
+
+def _put(output: torch.Tensor | None, places: torch.Tensor, rows: torch.Tensor | None, dims: int) -> None:
+    if output is not None and rows is not None:
+        _bytes(output)[_index(places, output, dims)] = rows
+
+
+def _index(rows: torch.Tensor, tensor: torch.Tensor, dims: int) -> tuple[torch.Tensor, ...]:
+    return (rows,) if dims == 1 else (rows // tensor.shape[1], rows % tensor.shape[1])
+
+
+def _room(name: str, shape: tuple[int, ...], like: torch.Tensor | None, by_column: bool = False) -> torch.Tensor | None:
+    """Make an output of rows like these, with what padding has.  `by_column`: see Routed.scales."""
+    if like is None:
+        return None
+    columns = like.shape[1:]
+    if not by_column:
+        return like.new_full((*shape, *columns), _NO_ROW.get(name, 0))
+    *groups, rows = shape
+    stored = like.new_zeros((*groups, *columns, -(-rows // 4) * 4))
+    return stored.transpose(-1, -2)[..., :rows, :]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return float8 as bytes: not every operation knows such types."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

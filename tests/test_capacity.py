@@ -1,0 +1,207 @@
+"""Rows that have no room in the window: rounds in chunks, the same bits as one round, and errors where nothing waits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from moecomm.errors import TooManyRows
+from moecomm.routed import ChunkedHandle
+
+from .backends.conftest import run_ranks
+from .few import few
+
+RANKS, EXPERTS, TOPK, TOKENS = 4, 16, 3, 40
+SIZES: dict[str, Any] = {
+    "hidden": 64,
+    "num_experts": EXPERTS,
+    "topk": TOPK,
+    "max_tokens": TOKENS,
+    "backend": "host",
+    "timeout_s": 20,
+}
+FEW = {"flat": 0.4, "expert": 0.8, "batched": 0.8}  # capacity factors with which even routing has no room
+FP8: dict[str, Any] = {"quantize": "fp8"}
+COLUMNS: dict[str, Any] = {**FP8, "scale_layout": "column"}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("expert", {}),
+    ("expert", {"expert_alignment": 4}),
+    ("expert", {**COLUMNS, "expert_alignment": 4}),
+    ("flat", {}),
+    ("flat", FP8),
+    ("flat", {**COLUMNS, "scale_format": "ue8m0"}),
+    ("batched", {}),
+    ("batched", {**FP8, "scale_format": "ue8m0"}),
+    ("batched", {**COLUMNS, "scale_format": "ue8m0"}),
+]
+TENSORS = (
+    *("x", "scales", "tokens_per_expert", "rows_per_expert", "num_rows"),
+    *("src", "topk_idx", "topk_weights", "row_weights"),
+)
+
+
+def call(rank: int, skew: float, experts: int = EXPERTS, tokens: int = TOKENS, topk: int = TOPK) -> dict[str, Any]:
+    """Make tokens of a rank: the more skew, the more of them want the experts of rank 0."""
+    g = torch.Generator().manual_seed(rank)
+    count = max(0, tokens - 3 * rank)
+    scores = torch.rand(count, experts, generator=g)
+    scores[:, : EXPERTS // RANKS] += skew
+    return {
+        "x": torch.randn(count, SIZES["hidden"], generator=g).bfloat16(),
+        "topk_idx": scores.topk(topk).indices,
+        "topk_weights": torch.rand(count, topk, generator=g),
+    }
+
+
+def contents(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor, float8 as bytes, which compare."""
+    copy = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+    return copy.clone(memory_format=torch.contiguous_format)
+
+
+def rounds(group: Any, factor: float, skew: float, layout: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Run a dispatch, a repeat and combines, and return all tensors, without the contents of padding."""
+    with moecomm.Buffer(group, **SIZES, capacity_factor=factor) as buffer:
+        given = call(group.rank, skew)
+        routed = buffer.dispatch(**given, layout=layout, **options)
+        y = (2 * routed.x.float()).bfloat16()
+        by_row = y.float().sum(-1)
+        if layout == "flat":
+            by_row = by_row[:, None] * torch.arange(1.0, TOPK + 1)
+        combined = buffer.combine(y, routed.handle)
+        found = {name: getattr(routed, name) for name in TENSORS}
+        found["combined"] = combined
+        found["exact"] = buffer.combine(y, routed.handle, wire="exact", bias=combined.float(), out=combined.clone())
+        found["grad"], found["weight_grads"] = buffer.combine(y, routed.handle, weight_grads=by_row)
+        if layout != "flat":
+            weights = given["topk_weights"].flip(1).contiguous()
+            found["reweighted"] = buffer.combine(y, routed.handle, topk_weights=weights)
+        repeat = {name: value for name, value in options.items() if name != "expert_alignment"}
+        again = buffer.dispatch(given["x"] * 2, handle=routed.handle, **repeat)
+        found["again"], found["scales again"] = again.x, again.scales
+        assert buffer.empty(routed.handle).shape == y.shape == routed.handle.y_shape
+        valid = routed.src[..., 0] >= 0
+        if layout == "batched":
+            valid = torch.arange(y.shape[1]) < routed.tokens_per_expert[:, None]
+        rows = {"x", "scales", "src", "row_weights", "again", "scales again"}
+        values = {
+            name: contents(tensor)[valid] if name in rows and layout != "flat" else contents(tensor)
+            for name, tensor in found.items()
+            if tensor is not None
+        }
+        strides = None if routed.scales is None or layout == "batched" else routed.scales.stride()
+        types = {name: tensor.dtype for name, tensor in found.items() if tensor is not None}
+        return {"values": values, "about": (types, strides), "chunked": isinstance(routed.handle, ChunkedHandle)}
+
+
+@pytest.mark.parametrize("skew", few([0.5, 2, 9], 0.5, 9))
+@pytest.mark.parametrize(("layout", "options"), CASES)
+def test_rounds_in_chunks_have_the_bits_of_one_round(layout: str, options: dict[str, Any], skew: float) -> None:
+    at_once = run_ranks(RANKS, lambda group: rounds(group, math.inf, skew, layout, options))
+    in_chunks = run_ranks(RANKS, lambda group: rounds(group, FEW[layout], skew, layout, options))
+    for want, got in zip(at_once, in_chunks, strict=True):
+        assert (want["chunked"], got["chunked"]) == (False, True)
+        assert want["about"] == got["about"]
+        assert want["values"].keys() == got["values"].keys()
+        for name, tensor in want["values"].items():
+            assert torch.equal(tensor, got["values"][name]), name
+
+
+@pytest.mark.parametrize("layout", ["expert", "flat", "batched"])
+def test_all_tokens_of_64_ranks_to_one(layout: str) -> None:
+    """The worst case: 64 times what is expected, and the result of a window that has room for it."""
+    ranks, tokens = 64, 8
+    sizes: dict[str, Any] = {**SIZES, "num_experts": 128, "topk": 2, "max_tokens": tokens, "timeout_s": 100}
+
+    def body(group: Any) -> tuple[torch.Tensor, int, bool]:
+        g = torch.Generator().manual_seed(group.rank)
+        x = torch.randn(tokens, SIZES["hidden"], generator=g).bfloat16()
+        ids = torch.tensor([[46, 47]]).expand(tokens, 2).contiguous()
+        weights = torch.rand(tokens, 2, generator=g)
+        with moecomm.Buffer(group, **sizes, capacity_factor=1.0) as buffer:
+            routed = buffer.dispatch(x, ids, weights, layout=layout)  # type: ignore[call-overload]
+            out = buffer.combine(routed.x, routed.handle, wire="exact")
+            scale = weights.sum(1, keepdim=True) if layout != "flat" else 1
+            torch.testing.assert_close(out.float(), x.float() * scale, rtol=0.01, atol=0.01)
+            return contents(routed.src), int(routed.num_rows), isinstance(routed.handle, ChunkedHandle)
+
+    found = run_ranks(ranks, body)
+    arriving = ranks * tokens * (1 if layout == "flat" else 2)
+    assert [number for _, number, _ in found] == [arriving if rank == 23 else 0 for rank in range(ranks)]
+    assert all(chunked for _, _, chunked in found)
+    want = [[source, token] for source in range(ranks) for token in range(tokens)]
+    src = found[23][0].view(-1, *([ranks * tokens] if layout != "flat" else [ranks * tokens]), 2)
+    assert all(experts.tolist() == want for experts in src)
+
+
+@pytest.mark.parametrize("times", [1, 4, 16])
+def test_skew_of_16_ranks(times: int) -> None:
+    """One rank gets so many times what the others get.  Rounds with and without room have the same results."""
+    ranks, experts, topk = 16, 32, 4
+    sizes = {**SIZES, "num_experts": experts, "topk": topk, "max_tokens": 16}
+
+    def body(group: Any, factor: float) -> tuple[torch.Tensor, bool]:
+        g = torch.Generator().manual_seed(group.rank)
+        x = torch.randn(16, SIZES["hidden"], generator=g).bfloat16()
+        likely = torch.ones(16, experts)
+        likely[:, :2] *= times
+        ids = torch.multinomial(likely, topk, generator=g)
+        with moecomm.Buffer(group, **sizes, capacity_factor=factor) as buffer:
+            routed = buffer.dispatch(x, ids, torch.rand(16, topk, generator=g))
+            return buffer.combine(routed.x, routed.handle), isinstance(routed.handle, ChunkedHandle)
+
+    want, got = (run_ranks(ranks, lambda group: body(group, factor)) for factor in (math.inf, 1.5))
+    assert all(torch.equal(w, g) for (w, _), (g, _) in zip(want, got, strict=True))
+    assert {chunked for _, chunked in got} == {times > 1}
+
+
+@pytest.mark.parametrize("how", [{"sync": False}, {"max_rows": 64}])
+def test_where_nothing_waits_every_rank_raises_and_goes_on(how: dict[str, Any]) -> None:
+    def body(group: Any) -> TooManyRows:
+        with moecomm.Buffer(group, **SIZES, capacity_factor=0.8) as buffer:
+            given = call(group.rank, 9)
+            with pytest.raises(TooManyRows) as caught:
+                buffer.dispatch(**given, **how)
+            buffer.check()
+            routed = buffer.dispatch(**given)
+            assert isinstance(routed.handle, ChunkedHandle)
+            return caught.value
+
+    for error in run_ranks(RANKS, body):
+        assert (error.argument, error.rank, error.room) == ("max_rows", 0, 64 if "max_rows" in how else 96)
+        assert error.rows > error.room
+
+
+def test_ranks_that_do_not_all_wait_get_a_named_error() -> None:
+    """A rank that does not wait leaves; what it calls next does not match the chunks of the others."""
+
+    def body(group: Any) -> type[Exception]:
+        with moecomm.Buffer(group, **SIZES, capacity_factor=0.8) as buffer:
+            given = call(group.rank, 9)
+            try:
+                buffer.dispatch(**given, sync=group.rank > 0)
+            except moecomm.MoecommError as error:
+                first = type(error)
+            else:
+                return type(None)
+            if group.rank == 0:
+                with pytest.raises(moecomm.Mismatch):
+                    buffer.dispatch(**given)
+            return first
+
+    assert run_ranks(RANKS, body) == [TooManyRows, *[moecomm.Mismatch] * (RANKS - 1)]
+
+
+def test_a_chunked_handle_does_not_begin() -> None:
+    def body(group: Any) -> None:
+        with moecomm.Buffer(group, **SIZES, capacity_factor=0.8) as buffer:
+            given = call(group.rank, 9)
+            routed = buffer.dispatch(**given)
+            with pytest.raises(moecomm.BadInput, match="handle"):
+                buffer.dispatch_begin(given["x"], handle=routed.handle)
+
+    run_ranks(RANKS, body)
