@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -198,17 +198,19 @@ class Settings:
     def capacity_rows(self, layout: str, alignment: int = 1) -> int:
         """The rows that a dispatch makes room for if its caller does not say how many.
 
-        They are those of even routing times the capacity factor, at most those of the worst case, and at least those of
-        even routing with their padding.  Without a factor of the caller, as many as fit _ROOM are not too many either.
+        They are those of even routing times the capacity factor, with room for padding and for a token of each rank,
+        at most those of the worst case.  Without a factor of the caller, as many as fit _ROOM are not too many either.
         """
         local = self.num_experts // self.ranks
         groups = local if layout == "batched" else 1
         even = self.max_tokens * (min(self.topk, self.ranks) if layout == "flat" else self.topk)
-        worst = self.worst_rows(layout, alignment)
         factor = CAPACITY_FACTOR if self.capacity_factor is None else self.capacity_factor
+        worst = self.worst_rows(layout, alignment)
         if factor * even >= worst:
             return worst
-        rows = max(math.ceil(factor * even), even + (alignment - 1) * local if layout == "expert" else 0)
+        rows = max(math.ceil(factor * even), replace(self, max_tokens=1).worst_rows(layout, alignment))
+        if layout == "expert" and alignment > 1:
+            rows = max(rows, even + (alignment - 1) * local)
         if self.capacity_factor is None:
             rows = max(rows, _ROOM // self._output_row_bytes)
         return min(-(-rows // groups) * groups, worst)
