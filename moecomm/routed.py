@@ -98,8 +98,7 @@ class Handle:
 class Chunk(NamedTuple):
     """Tokens of a dispatch that went in a round of their own."""
 
-    first: int  # of this rank's tokens
-    end: int
+    tokens: slice  # of this rank
     handle: Handle  # whose tables lie outside of the window
     rows: torch.Tensor  # int64: the rows of the round that hold a token
     places: torch.Tensor  # int64: their rows in the whole
@@ -145,17 +144,20 @@ class Routed(Generic[X_co, Scales_co, Flat_co, ByExpert_co]):
             of another rank.  With `max_rows` given and no `sync`, -1 in rows past `num_rows`, too.
         topk_weights: flat: float32 `[rows, K]`, 0 beside -1.
         row_weights: expert, batched: float32 `[rows]` (`[E/R, rows]`), the routing weight of each row, 0 in padding.
+        dropped: int32 `[1]`, on the device: entries of this rank's `topk_idx` that found no room; None unless
+            `overflow="drop"`.
         handle: for combine, and to repeat the dispatch.
 
     A tensor is made when it is first read.  The tensors of dispatch_begin() can't be read before dispatch_end():
     BadInput.
     """
 
-    __slots__ = ("__weakref__", "_tensors", "args", "back", "handle", "inputs", "payload", "plan", "sync")
+    __slots__ = ("__weakref__", "_tensors", "args", "back", "dropped", "handle", "inputs", "payload", "plan", "sync")
 
     def __init__(self, handle: Handle, plan: DispatchPlan, args: _native.DispatchArgs, payload: _native.Block) -> None:
         self.handle, self.plan, self.args, self.payload = handle, plan, args, payload
         self.sync = False
+        self.dropped: torch.Tensor | None = None
         self.back: Callable[[torch.Tensor], Any] | None = None  # to the caller's kind of arrays; None: torch's
         self.inputs: Any = None  # kept until the executor has read them
         self._tensors: dict[str, Any] = {}

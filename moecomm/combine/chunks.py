@@ -25,7 +25,7 @@ def combine(given: Tensors, handle: ChunkedHandle, topk: int, one: Callable[...,
     out = y.new_empty((handle.num_tokens, y.shape[-1])) if given.out is None else given.out
     grads = None if given.weight_grads is None else y.new_empty((handle.num_tokens, topk), dtype=torch.float32)
     for chunk in handle.chunks:
-        tokens, here = slice(chunk.first, chunk.end), in_window(chunk.handle)
+        tokens, here = chunk.tokens, in_window(chunk.handle)
         bias = given.bias if given.bias is None or given.bias.ndim == 1 else given.bias[tokens]
 
         def rows(tensor: torch.Tensor | None, chunk: Any = chunk, here: Any = here) -> torch.Tensor | None:

@@ -13,6 +13,7 @@ Quantize: TypeAlias = Literal["fp8"]
 ScaleFormat: TypeAlias = Literal["fp32", "ue8m0"]  # by ScaleFormat in csrc/protocol/args.h
 ScaleLayout: TypeAlias = Literal["row", "column"]
 Wire: TypeAlias = Literal["exact"] | torch.dtype  # a dtype: that of y, or float32 for "exact"
+Overflow: TypeAlias = Literal["chunks", "drop", "error"]  # what becomes of rows that have no room
 Activation: TypeAlias = Literal["swiglu"]
 GateKind: TypeAlias = Literal["softmax", "sigmoid"]
 PluginWay: TypeAlias = Literal["auto", "loopback", "tcp"]

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import torch
 
 from moecomm import _native
-from moecomm.core.arrays import warn_of_gradients, window_tensor
+from moecomm.core.arrays import as_tensor, warn_of_gradients, window_tensor
 from moecomm.core.rounds import Rounds
 from moecomm.core.state import collective
 from moecomm.core.validation import check_flag
 from moecomm.dispatch import chunks, outputs
-from moecomm.dispatch.arguments import check, check_handle
-from moecomm.dispatch.options import Key, Options
+from moecomm.dispatch.arguments import check, check_handle, check_max_rows, check_routing
+from moecomm.dispatch.drop import drop
+from moecomm.dispatch.options import Key, Options, check_options, check_overflow
 from moecomm.dispatch.plan import Plan
 from moecomm.errors import BadInput, TooManyRows
 from moecomm.routed import BEGIN, END, ChunkedHandle, Handle, Routed
@@ -53,17 +54,21 @@ def dispatch(
     handle: Handle | None = None,
     sync: bool | None = None,
     grow: bool = False,
+    chunk: bool = False,
 ) -> Routed:
-    """Buffer.dispatch.  `grow`: see prepare()."""
+    """Buffer.dispatch.  `grow`, `chunk`: see prepare()."""
     if isinstance(handle, ChunkedHandle):
         return _repeat_in_chunks(rounds, options, x, topk_idx, topk_weights, scales, handle, sync)
-    routed = prepare(rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync, False, grow)
+    routed = prepare(
+        rounds, options, x, topk_idx, topk_weights, scales, max_rows, handle, sync, False, grow, chunk=chunk
+    )
     run(routed)
     rounds.made += 1
     try:
         return finish(rounds, routed)
     except TooManyRows as error:
-        if not routed.sync or max_rows is not None or not _is_of(routed, error):
+        waits = routed.sync and max_rows is None and options.overflow in (None, "chunks")
+        if not (waits and _is_of(routed, error)):
             raise
     del routed  # frees its memory
     return _dispatch_in_chunks(rounds, options, x, topk_idx, topk_weights, scales)
@@ -128,7 +133,11 @@ def prepare(
         raise BadInput("dispatch", "a second dispatch before dispatch_end()", "dispatch_end(routed) first")
     if getattr(x, "requires_grad", False) or getattr(topk_weights, "requires_grad", False):
         warn_of_gradients(x, topk_weights)
-    layout = options.layout
+    layout, dropped = options.layout, None
+    if options.overflow is not None:
+        check_overflow(options.overflow)
+        if options.overflow == "drop":
+            topk_idx, dropped = _drop(rounds, options, topk_idx, topk_weights, max_rows, handle)
     if handle is not None:
         check_handle(rounds, handle)
         if isinstance(handle, ChunkedHandle):
@@ -144,6 +153,9 @@ def prepare(
     if routed is None:
         routed = _start_checked(rounds, Key(*key), x, topk_idx, topk_weights, scales, max_rows, handle)
     routed.sync = rounds.on_cpu if sync is None else sync
+    routed.dropped = dropped
+    if options.overflow == "chunks" and not routed.sync:
+        raise BadInput("overflow", "'chunks' without sync=True", "sync=True, or another word")
     if max_rows is not None and not routed.sync and handle is None and layout == "flat":
         routed.args.clear_rows = routed.args.max_rows
     if descriptors is not None:
@@ -194,6 +206,23 @@ def finish(rounds: Rounds, pending: Routed | Ending) -> Routed:
     return routed
 
 
+def _drop(
+    rounds: Rounds,
+    options: Options,
+    topk_idx: Any,
+    topk_weights: Any,
+    max_rows: int | None,
+    handle: Handle | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if handle is not None:
+        raise BadInput("overflow", "'drop' beside a handle", "None: a handle repeats an earlier routing")
+    check_options(options)
+    check_max_rows(max_rows)
+    given = as_tensor("topk_idx", topk_idx)[0] if topk_idx is not None else None
+    ids, weights = check_routing(rounds, 0 if given is None else len(given), given, topk_weights)
+    return drop(rounds.settings, options.layout, options.expert_alignment, max_rows, ids, weights)
+
+
 def _is_of(routed: Routed, error: TooManyRows) -> bool:
     """Whether an error is of this dispatch, and not of an earlier one that nobody has waited for."""
     args, plan = routed.handle.args, routed.plan
@@ -216,7 +245,7 @@ def _dispatch_in_chunks(
         return _round(rounds, prepare(rounds, small, x, ids, weights, scales, sync=True, chunk=True))
 
     routed = chunks.dispatch(rounds, options, len(given.x), one)
-    routed.back = given.back
+    routed.back, routed.sync = given.back, True
     return routed
 
 

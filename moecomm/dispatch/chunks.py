@@ -1,7 +1,6 @@
 """Dispatches whose rows have no room in the window: tokens go in chunks, rows to their places outside of the window.
 
-All ranks see the same error when a rank has too little room.  They then split their tokens alike, by index, and split
-a chunk again that is still too large.  The rows, their order and their bits are those of one round.
+The rows, their order and their bits are those of one round.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ import torch
 
 from moecomm import _native
 from moecomm.core.arrays import window_tensor
+from moecomm.core.choices import Layout
 from moecomm.core.rounds import Rounds
 from moecomm.dispatch.options import Options
+from moecomm.dispatch.parts import in_parts
 from moecomm.dispatch.tables import in_window, over, tables_of
-from moecomm.errors import TooManyRows
 from moecomm.routed import Chunk, ChunkedHandle, DispatchPlan, Handle, Routed
 
 _BY_ROW = ("x", "scales", "topk_idx", "topk_weights", "row_weights")
@@ -75,15 +75,14 @@ def _typed(rows: dict[str, torch.Tensor | None], like: DispatchPlan) -> dict[str
 class _Arrived(NamedTuple):
     """A chunk that has arrived, copied out of the window."""
 
-    first: int
-    end: int
+    tokens: slice  # of this rank
     handle: Handle
     tensors: dict[str, torch.Tensor | None]  # of the rows that hold a token
     per_expert: torch.Tensor  # int32 [E/R]
     rows: torch.Tensor  # int64 [n]: these rows
     group: torch.Tensor  # int64 [n]: expert, or 0
     src: torch.Tensor  # int32 [n, 2]
-    tokens: torch.Tensor  # int32 [R]: tokens of each source rank
+    sent: torch.Tensor  # int32 [R]: tokens of each source rank
 
 
 def dispatch(
@@ -102,20 +101,8 @@ def dispatch(
     Raises:
         TooManyRows: there is no room for one token of each rank.
     """
-    arrived, waiting = [], [(1, 2), (0, 2)]  # (i, n): the i-th of n parts; the next is the last
-    while waiting:
-        part, parts = waiting.pop()
-        first, end = tokens * part // parts, tokens * (part + 1) // parts
-        try:
-            routed = one(slice(first, end))
-        except TooManyRows:
-            if parts > rounds.max_tokens:
-                raise
-            waiting += [(2 * part + 1, 2 * parts), (2 * part, 2 * parts)]
-            continue
-        arrived.append(_copied(routed, first, end))
-        del routed  # frees its memory for the next
-    return _whole(rounds, options, arrived, tokens)
+    copied = in_parts(tokens, rounds.max_tokens, lambda span: _copied(one(span), span))
+    return _whole(rounds, options, [chunk for _, chunk in copied], tokens)
 
 
 def repeat(
@@ -133,8 +120,8 @@ def repeat(
     dims = len(shape)
     for chunk in handle.chunks:
         routed = one(
-            x.detach()[chunk.first : chunk.end],
-            None if scales is None else scales[chunk.first : chunk.end],
+            x.detach()[chunk.tokens],
+            None if scales is None else scales[chunk.tokens],
             in_window(chunk.handle),
         )
         for name in ("x", "scales"):
@@ -146,73 +133,108 @@ def repeat(
     return Routed(handle, plan.repeated(like, rows), handle.args, handle.block)
 
 
-def _copied(routed: Routed, first: int, end: int) -> _Arrived:
-    plan, made = routed.plan, routed.handle
-    counts, dims = routed.tokens_per_expert.long(), len(plan.rows_shape(routed.args))
-    if plan.layout == "batched":
-        each = routed.x.shape[1]
-        filled = torch.arange(each, device=counts.device) < counts[:, None]
-        rows = filled.flatten().nonzero().flatten()
-        group = rows // each
+class Placed(NamedTuple):
+    """Where rows that arrived in several rounds belong in one output."""
+
+    places: list[torch.Tensor]  # int64 [n] of each round
+    shape: tuple[int, ...]  # of the output, without its columns
+    rows_per_expert: torch.Tensor  # int64 [groups], with padding
+    num_rows: torch.Tensor  # int32 [1]
+
+
+def placed(
+    layout: Layout, groups: list[torch.Tensor], sources: list[torch.Tensor], count: int, ranks: int, alignment: int
+) -> Placed:
+    """Place rows as one round would.
+
+    Args:
+        layout, alignment: of the output.
+        groups: int64 `[n]`: the expert here of each row that arrived in a round; flat: zeros.
+        sources: int64 `[n]`: its source rank.  In each round, rows are in order of these, and then of tokens.
+        count: experts here; flat: 1.
+        ranks: of all.
+    """
+    keys = [group * ranks + source for group, source in zip(groups, sources, strict=True)]
+    counts = torch.stack([key.bincount(minlength=count * ranks) for key in keys], dim=-1)  # [groups * R, rounds]
+    sizes = counts.view(count, -1).sum(dim=1)
+    if layout == "batched":
+        rooms = sizes.max().expand(count)
     else:
-        rows = torch.arange(len(routed.x), device=counts.device)
-        by_expert = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-        group = by_expert if plan.layout == "expert" else torch.zeros_like(rows)
+        align = alignment if layout == "expert" else 1
+        rooms = (sizes + align - 1) // align * align
+    begins = rooms.cumsum(0) - rooms - (sizes.cumsum(0) - sizes)  # of a group, beyond the rows before it
+    base = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts) + begins.repeat_interleave(ranks)[:, None]
+    places = []
+    for at, key in enumerate(keys):
+        starts = counts[:, at].cumsum(0) - counts[:, at]
+        places.append(base[key, at] + torch.arange(len(key), device=key.device) - starts[key])
+    total = int(rooms.sum())
+    used = sizes.sum() if layout == "batched" else rooms.sum()
+    shape = (count, total // count) if layout == "batched" else (total,)
+    return Placed(places, shape, rooms.clone(), used.to(torch.int32).reshape(1))
+
+
+def group_of_rows(layout: Layout, counts: torch.Tensor, rows: int, each: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of a round that hold a token, and the expert here of each (flat: 0), int64 `[n]`.
+
+    Args:
+        layout: of the round, without alignment.
+        counts: tokens_per_expert.
+        rows: num_rows.
+        each: batched: rows of an expert.
+    """
+    counts = counts.long()
+    if layout == "batched":
+        filled = torch.arange(each, device=counts.device) < counts[:, None]
+        held = filled.flatten().nonzero().flatten()
+        return held, held // each
+    held = torch.arange(rows, device=counts.device)
+    if layout == "flat":
+        return held, torch.zeros_like(held)
+    return held, torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+
+
+def _copied(routed: Routed, tokens: slice) -> _Arrived:
+    plan, made = routed.plan, routed.handle
+    shape = plan.rows_shape(routed.args)
+    rows, group = group_of_rows(plan.layout, routed.tokens_per_expert, int(routed.num_rows), shape[-1])
     ranks = made.rounds.num_ranks
     sent = window_tensor(made.block, made.args.route.sent, (ranks, 2), torch.int32, plan.device, plan.owner)
-    tensors = {name: _take(getattr(routed, name), rows, dims) for name in _BY_ROW}
-    src = _take(routed.src, rows, dims)
+    tensors = {name: _take(getattr(routed, name), rows, len(shape)) for name in _BY_ROW}
+    src = _take(routed.src, rows, len(shape))
     assert src is not None
     tables, per_expert = tables_of(routed).clone(), routed.tokens_per_expert.clone()
-    return _Arrived(first, end, over(tables, made), tensors, per_expert, rows, group, src, sent[:, 0].clone())
+    return _Arrived(tokens, over(tables, made), tensors, per_expert, rows, group, src, sent[:, 0].clone())
 
 
 def _whole(rounds: Rounds, options: Options, arrived: list[_Arrived], tokens: int) -> Routed:
-    plan = arrived[0].handle.plan
-    layout, ranks = options.layout, rounds.num_ranks
+    plan, layout, ranks = arrived[0].handle.plan, options.layout, rounds.num_ranks
+    sources = [chunk.src[:, 0].long() for chunk in arrived]
     groups = 1 if layout == "flat" else plan.local_experts
-    keys = [chunk.group * ranks + chunk.src[:, 0] for chunk in arrived]
-    counts = torch.stack([key.bincount(minlength=groups * ranks) for key in keys], dim=-1)  # [groups * R, chunks]
-    sizes = counts.view(groups, -1).sum(dim=1)
-    if layout == "batched":
-        rooms = sizes.max().expand(groups)
-    else:
-        align = options.expert_alignment if layout == "expert" else 1
-        rooms = (sizes + align - 1) // align * align
-    begins = rooms.cumsum(0) - rooms - (sizes.cumsum(0) - sizes)  # of a group, beyond the rows before it
-    base = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
-    base += begins.repeat_interleave(ranks)[:, None]
-
-    total = int(rooms.sum())
-    shape = (groups, total // groups) if layout == "batched" else (total,)
-    tensors: dict[str, torch.Tensor | None] = {
-        name: _room(name, shape, arrived[0].tensors[name], name == "scales" and options.scale_layout == "column")
-        for name in _BY_ROW
-    }
+    where = placed(layout, [c.group for c in arrived], sources, groups, ranks, options.expert_alignment)
+    shape, by_column = where.shape, options.scale_layout == "column"
+    tensors = {name: _room(name, shape, arrived[0].tensors[name], name == "scales" and by_column) for name in _BY_ROW}
     src = _room("src", shape, arrived[0].src)
-    assert src is not None
     chunks, before = [], torch.zeros(ranks, dtype=torch.int32, device=plan.device)
-    for at, (chunk, key) in enumerate(zip(arrived, keys, strict=True)):
-        starts = counts[:, at].cumsum(0) - counts[:, at]
-        places = base[key, at] + torch.arange(len(key), device=key.device) - starts[key]
+    for chunk, places, source in zip(arrived, where.places, sources, strict=True):
         for name in _BY_ROW:
             _put(tensors[name], places, chunk.tensors[name], len(shape))
-        chunk.src[:, 1] += before[chunk.src[:, 0].long()]
+        chunk.src[:, 1] += before[source]
         _put(src, places, chunk.src, len(shape))
-        before += chunk.tokens
-        chunks.append(Chunk(chunk.first, chunk.end, chunk.handle, chunk.rows, places))
+        before += chunk.sent
+        chunks.append(Chunk(chunk.tokens, chunk.handle, chunk.rows, places))
     per_expert = torch.stack([chunk.per_expert for chunk in arrived]).sum(0, dtype=torch.int32)
-    tensors["src"], tensors["tokens_per_expert"] = src, per_expert
-    tensors["rows_per_expert"] = rooms.clone() if layout == "expert" else per_expert.long()
-    used = sizes.sum() if layout == "batched" else rooms.sum()
-    tensors["num_rows"] = used.to(torch.int32).reshape(1)
+    counts = {
+        "src": src,
+        "tokens_per_expert": per_expert,
+        "rows_per_expert": where.rows_per_expert if layout == "expert" else per_expert.long(),
+        "num_rows": where.num_rows,
+    }
     args = copy.copy(arrived[0].handle.args)
     args.num_tokens, args.max_rows, args.alignment = tokens, math.prod(shape), options.expert_alignment
-    whole = Whole(plan, shape, {**tensors, **_typed(tensors, plan)})
+    whole = Whole(plan, shape, {**tensors, **counts, **_typed(tensors, plan)})
     handle = ChunkedHandle(rounds, whole, args, arrived[0].handle.block, chunks)
-    routed: Routed = Routed(handle, whole, args, handle.block)
-    routed.sync = True
-    return routed
+    return Routed(handle, whole, args, handle.block)
 
 
 def _take(tensor: torch.Tensor | None, rows: torch.Tensor, dims: int) -> torch.Tensor | None:

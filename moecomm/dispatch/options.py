@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypedDict, get_args
 
-from moecomm.core.choices import Layout, Quantize, ScaleFormat, ScaleLayout
+from moecomm.core.choices import Layout, Overflow, Quantize, ScaleFormat, ScaleLayout
 from moecomm.core.integers import check_alignment, is_integer
 from moecomm.core.protocol import LAYOUTS, SCALE_FORMATS
 from moecomm.core.validation import check_flag, check_name
 from moecomm.errors import BadInput
 
 SCALE_LAYOUTS = get_args(ScaleLayout)
+OVERFLOWS = get_args(Overflow)
 
 
 class Options(NamedTuple):
@@ -23,6 +24,7 @@ class Options(NamedTuple):
     scale_layout: ScaleLayout = "row"
     num_sms: int | None = None
     check_weights: bool = False
+    overflow: Overflow | None = None
 
 
 class OptionsDict(TypedDict, total=False):
@@ -33,6 +35,7 @@ class OptionsDict(TypedDict, total=False):
     scale_layout: ScaleLayout
     num_sms: int | None
     check_weights: bool
+    overflow: Overflow | None
 
 
 class Key(NamedTuple):
@@ -59,6 +62,13 @@ def check_options(options: Options) -> None:
         raise BadInput("scale_format", repr(options.scale_format), "'fp32', or pass quantize='fp8'")
     check_flag("check_weights", options.check_weights)
     check_num_sms(options.num_sms)
+    check_overflow(options.overflow)
+
+
+def check_overflow(overflow: Overflow | None) -> None:
+    """Raise BadInput unless it is None or a word of OVERFLOWS."""
+    if overflow is not None:
+        check_name("overflow", overflow, OVERFLOWS)
 
 
 def check_num_sms(num_sms: int | None) -> None:

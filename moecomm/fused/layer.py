@@ -19,7 +19,8 @@ from moecomm.core.rounds import Rounds
 from moecomm.core.state import collective
 from moecomm.core.validation import check_flags, check_name
 from moecomm.dispatch.arguments import check_max_rows
-from moecomm.errors import BadInput
+from moecomm.dispatch.parts import in_parts
+from moecomm.errors import BadInput, TooManyRows
 from moecomm.fused import kernels, pipeline, reference
 from moecomm.fused.fp8 import Fp8
 from moecomm.fused.fp8_experts import apply_fp8_experts, as_weights, check_fp8
@@ -69,7 +70,39 @@ def moe(
 ) -> Any:
     """Buffer.moe."""
     given = prepare(rounds, options, x, topk_idx, topk_weights, w13, w2, out=out, bias=bias)
-    out = pipeline.run(rounds, given)
+    try:
+        return _run(rounds, given)
+    except TooManyRows:
+        if not rounds.on_cpu or options.max_rows is not None:
+            raise
+    x, back = as_tensor("x", x)
+    found = torch.empty_like(x) if out is None else as_tensor("out", out)[0]
+    for tokens, part in in_parts(
+        len(x),
+        rounds.max_tokens,
+        lambda tokens: _run(
+            rounds,
+            prepare(
+                rounds,
+                options,
+                x[tokens],
+                as_tensor("topk_idx", topk_idx)[0][tokens],
+                None if topk_weights is None else as_tensor("topk_weights", topk_weights)[0][tokens],
+                w13,
+                w2,
+                bias=bias if bias is None or bias.ndim == 1 else bias[tokens],
+                chunk=True,
+            ),
+        ),
+    ):
+        found[tokens] = part
+    if out is not None:
+        return out
+    return found if back is None else back(found)
+
+
+def _run(rounds: Rounds, layer: Pipeline) -> Any:
+    out = pipeline.run(rounds, layer)
     rounds.made += 2  # a dispatch and a combine, or what stands for them
     return out
 
@@ -85,8 +118,12 @@ def prepare(
     *,
     out: Any = None,
     bias: Any = None,
+    chunk: bool = False,
 ) -> Pipeline:
-    """Check the arguments of moe() and return the pipeline to run.  Weights are checked before any rank sends a row."""
+    """Check the arguments of moe() and return the pipeline to run.  Weights are checked before any rank sends a row.
+
+    `chunk`: the arguments are those of some tokens of a call.
+    """
     rounds.require_usable()
     (x, back), w13, w2 = as_tensor("x", x), as_weights("w13", w13), as_weights("w2", w2)
     warn_of_gradients(x, topk_weights, bias, *(t for w in (w13, w2) for t in (w if isinstance(w, Fp8) else (w,))))
@@ -134,7 +171,7 @@ def prepare(
     dispatching = DispatchCall(
         dispatch.Options(quantize=quantize, num_sms=options.num_sms, check_weights=options.check_weights),
         (x, topk_idx, topk_weights),
-        {"max_rows": max_rows},
+        {"max_rows": max_rows, "chunk": chunk},
     )
     wire = "exact" if options.wire is None else options.wire  # the bits of a fused layer
     combining = combine.Options(wire=wire, num_sms=options.num_sms)

@@ -21,27 +21,30 @@ Second-order gradients of rounds and forward-mode AD raise Unsupported.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from moecomm.buffer import Buffer
-from moecomm.core import shown, tangents
+from moecomm.core import names, shown, tangents
 from moecomm.core.arrays import as_tensor
-from moecomm.core.choices import Activation, Layout, Wire, is_exact
+from moecomm.core.choices import Activation, Layout, Overflow, Wire, is_exact
 from moecomm.core.integers import check_alignment
 from moecomm.core.protocol import LAYOUTS
 from moecomm.core.validation import check_flag, check_flags, check_name, check_same_device
 from moecomm.dispatch.arguments import check_max_rows
-from moecomm.dispatch.options import check_num_sms
-from moecomm.errors import BadInput
+from moecomm.dispatch.drop import drop
+from moecomm.dispatch.options import check_num_sms, check_overflow
+from moecomm.errors import BadInput, TooManyRows
 from moecomm.fused.fp8_experts import as_weights
 from moecomm.fused.layer import fused_or_not
-from moecomm.ops import gradients, layer, rounds
+from moecomm.ops import chunks, gradients, layer, rounds
+from moecomm.ops.chunks import ChunkedHandle
 from moecomm.ops.counted import counted
 from moecomm.ops.handles import Handle
 
-__all__ = ["Dispatched", "Handle", "combine", "dispatch", "dispatch_again", "moe"]
+__all__ = ["ChunkedHandle", "Dispatched", "Handle", "combine", "dispatch", "dispatch_again", "moe"]
 
 gradients.register()
 
@@ -59,6 +62,7 @@ class Dispatched(NamedTuple):
         topk_idx: flat: int64 `[rows, K]`: local expert ids, or -1.
         topk_weights: flat: float32 `[rows, K]`, 0 where topk_idx is -1; the caller's experts apply them.
         handle: for combine() and dispatch_again().
+        dropped: int32 `[1]`: entries of this rank's `topk_idx` that found no room; None unless `overflow="drop"`.
     """
 
     x: torch.Tensor
@@ -68,7 +72,8 @@ class Dispatched(NamedTuple):
     row_weights: torch.Tensor | None
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
-    handle: Handle
+    handle: Handle | ChunkedHandle
+    dropped: torch.Tensor | None = None
 
     def __repr__(self) -> str:
         return shown.of_tensors("moecomm.ops.Dispatched", self._asdict())
@@ -86,6 +91,7 @@ def dispatch(
     max_rows: int | None = None,
     zero_padding: bool = True,
     num_sms: int | None = None,
+    overflow: Overflow | None = None,
 ) -> Dispatched:
     """Dispatch tokens like Buffer.dispatch.  Collective.  Gradients: x, topk_weights.
 
@@ -96,11 +102,12 @@ def dispatch(
         topk_weights: floating `[T, K]`, used in float32; None: every weight is 1.
         layout: "expert", "flat" or "batched".
         expert_alignment: layout "expert": groups start at multiples of it.
-        max_rows: rows to make room for (batched: for each expert); default: the worst case.  More rows are bad input on
-            every rank.
+        max_rows: rows to make room for (batched: for each expert); default: by the Buffer's capacity_factor.
         zero_padding: write zeros to rows without a token, also in the gradient of y, so that sums over all rows are
             right.  False saves a pass over the rows; use it if the experts read only rows that the counts cover.
         num_sms: see Buffer.dispatch; also used by all rounds with the handle and by backward passes.
+        overflow: see Buffer.dispatch.  "chunks": the host waits for the rows, which no graph can; None: "chunks" on
+            CPUs, "error" on GPUs and in graphs.
 
     Returns:
         A Dispatched.
@@ -115,36 +122,40 @@ def dispatch(
     check_flag("zero_padding", zero_padding)
     check_max_rows(max_rows)  # users must not pass -1, which means the worst case to the operator
     check_num_sms(num_sms)
+    check_overflow(overflow)
     tangents.refuse("moecomm.ops.dispatch", x, weights)
-    rows, weights, local_idx, src, tokens_per_expert, num_rows, memory = rounds.dispatch(
-        x,
-        topk_idx.long() if topk_idx.dtype == torch.int32 else topk_idx,
-        weights,
-        name,
-        layout,
-        expert_alignment,
-        -1 if max_rows is None else max_rows,
-        bool(zero_padding),
-        num_sms,
-    )
-    room = rows.shape[0] * (rows.shape[1] if layout == "batched" else 1)
-    flat = layout == "flat"
-    row_weights = None if flat else weights
-    handle = Handle(memory, row_weights, name, layout, x.shape[0], room, bool(zero_padding), num_sms)
-    return Dispatched(
-        rows,
-        tokens_per_expert,
-        num_rows,
-        src,
-        row_weights,
-        local_idx if flat else None,
-        weights if flat else None,
-        handle,
-    )
+    topk_idx = topk_idx.long() if topk_idx.dtype == torch.int32 else topk_idx
+    dropped = None
+    if overflow == "drop":
+        settings = names.find(name).settings
+        topk_idx, dropped = drop(settings, layout, expert_alignment, max_rows, topk_idx, weights)
+
+    def one(tokens: slice, alignment: int = 1, chunk: bool = True) -> chunks.Arrived:
+        some = None if weights is None else weights[tokens]
+        room = -1 if max_rows is None else max_rows
+        about = (name, layout, alignment, room, bool(zero_padding), num_sms, chunk)
+        found = rounds.dispatch(x[tokens], topk_idx[tokens], some, *about)
+        rows, row_weights, local_idx, src, tokens_per_expert, num_rows, memory = found
+        room, flat = src[..., 0].numel(), layout == "flat"
+        route = (name, layout, x[tokens].shape[0], room, bool(zero_padding), num_sms)
+        handle = Handle(memory, None if flat else row_weights, *route)
+        return chunks.Arrived(rows, tokens_per_expert, num_rows, src, row_weights, local_idx if flat else None, handle)
+
+    whole = slice(None)
+    if max_rows is not None or overflow in ("drop", "error") or not _waits(name, overflow):
+        return _dispatched(one(whole, expert_alignment, False), dropped)
+    owner = names.find(name)
+    try:
+        owner.check()  # the error of an earlier round
+        arrived = one(whole, expert_alignment, False)
+        owner.check()
+    except TooManyRows:
+        return _dispatched(chunks.dispatch(name, layout, expert_alignment, len(x), topk_idx, one), None)
+    return _dispatched(arrived, None)
 
 
 @counted("handle", 1)
-def dispatch_again(x: torch.Tensor, handle: Handle) -> torch.Tensor:
+def dispatch_again(x: torch.Tensor, handle: Handle | ChunkedHandle) -> torch.Tensor:
     """Send other rows along the route of an earlier dispatch.  Collective.  Gradient: x.
 
     Args:
@@ -157,6 +168,8 @@ def dispatch_again(x: torch.Tensor, handle: Handle) -> torch.Tensor:
     Raises:
         As Buffer.dispatch; also BadInput for a handle that is not a moecomm.ops.Handle.
     """
+    if isinstance(handle, chunks.ChunkedHandle):
+        return chunks.dispatch_again(as_tensor("x", x)[0], handle, dispatch_again)
     _check_handle(handle)
     x = as_tensor("x", x)[0]
     check_same_device(x=x, handle=handle.memory)
@@ -176,7 +189,9 @@ def dispatch_again(x: torch.Tensor, handle: Handle) -> torch.Tensor:
 
 
 @counted("handle", 1)
-def combine(y: torch.Tensor, handle: Handle, *, weighted: bool = True, wire: Wire | None = None) -> torch.Tensor:
+def combine(
+    y: torch.Tensor, handle: Handle | ChunkedHandle, *, weighted: bool = True, wire: Wire | None = None
+) -> torch.Tensor:
     """Combine rows like Buffer.combine.  Collective.  Gradients: y and the handle's row_weights.
 
     The gradient of row_weights reaches topk_weights through the backward pass of the dispatch.
@@ -194,6 +209,8 @@ def combine(y: torch.Tensor, handle: Handle, *, weighted: bool = True, wire: Wir
     Raises:
         As Buffer.combine; also BadInput for a handle that is not a moecomm.ops.Handle.
     """
+    if isinstance(handle, chunks.ChunkedHandle):
+        return chunks.combine(as_tensor("y", y)[0], handle, partial(combine, weighted=weighted, wire=wire))
     _check_handle(handle)
     check_flag("weighted", weighted)
     y, row_weights = as_tensor("y", y)[0], handle.row_weights if weighted else None
@@ -291,6 +308,30 @@ def moe(
         fused_or_not(fused),
     )
     return out
+
+
+def _waits(name: str, overflow: Overflow | None) -> bool:
+    """Whether the host waits for the rows of a dispatch: None says so on CPUs, where the call waits anyway."""
+    if torch.compiler.is_compiling():
+        if overflow == "chunks":
+            raise BadInput("overflow", "'chunks' in a graph", "'drop' or 'error': a graph does not wait")
+        return False
+    return overflow == "chunks" or names.find(name).on_cpu
+
+
+def _dispatched(arrived: chunks.Arrived | chunks.Whole, dropped: torch.Tensor | None) -> Dispatched:
+    flat = arrived.topk_idx is not None
+    return Dispatched(
+        arrived.x,
+        arrived.tokens_per_expert,
+        arrived.num_rows,
+        arrived.src,
+        None if flat else arrived.weights,
+        arrived.topk_idx,
+        arrived.weights if flat else None,
+        arrived.handle,
+        dropped,
+    )
 
 
 def _name_of(buffer: Buffer | str) -> str:

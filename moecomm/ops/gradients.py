@@ -23,7 +23,7 @@ def _of_round(ctx: Any) -> tuple[str, str, int]:
 
 
 def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, _, _, ctx.buffer, ctx.layout, *_, ctx.num_sms = inputs
+    x, _, _, ctx.buffer, ctx.layout, *_, ctx.num_sms, _ = inputs
     rows, *_, memory = output
     ctx.num_tokens, ctx.max_rows = x.shape[0], math.prod(rows.shape[:-1])
     ctx.save_for_backward(memory)
@@ -35,7 +35,7 @@ def _dispatch_backward(ctx: Any, grad_x: torch.Tensor, grad_weights: torch.Tenso
     x, weights = rounds.dispatch_backward(
         grad_x, grad_weights if weighted else None, memory, *_of_round(ctx), ctx.num_tokens, ctx.num_sms
     )
-    return x, None, weights if weighted else None, None, None, None, None, None, None
+    return x, None, weights if weighted else None, *(None for _ in range(7))
 
 
 def _keep_dispatch_again(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

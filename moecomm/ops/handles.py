@@ -125,6 +125,12 @@ def sources(handle: NativeHandle) -> torch.Tensor:
     return _view(handle, handle.args.route.src, (*handle.plan.rows_shape(handle.args), 2))
 
 
+def tokens_sent(handle: Handle, ranks: int) -> torch.Tensor:
+    """Return the tokens that each source rank passed to a dispatch, int32 [R], a view."""
+    restored = restore(handle.memory, handle.buffer, handle.layout, handle.max_rows, handle.num_tokens)
+    return _view(restored, restored.args.route.sent, (ranks, 2))[:, 0]
+
+
 def row_weights(handle: NativeHandle) -> torch.Tensor:
     """Return the routing weight of each row, float32 [rows] (batched [E/R, rows]), a view."""
     weights = _view(handle, handle.args.route.row_weights, handle.plan.rows_shape(handle.args))

@@ -15,6 +15,8 @@ import torch
 from moecomm.core import names, tangents
 from moecomm.core.choices import Activation
 from moecomm.core.state import CollectiveCall
+from moecomm.dispatch.parts import in_parts
+from moecomm.errors import TooManyRows
 from moecomm.fused import layer
 from moecomm.fused.options import Options
 from moecomm.fused.weights import GRANULARITY
@@ -87,27 +89,60 @@ def moe_backward(
     wants_w2: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Map the gradient of the output to those of x [T, H], topk_weights [T, K], w13 and w2 ([0] if not wanted)."""
-    with CollectiveCall(names.find(buffer), 3):
+    owner = names.find(buffer)
+
+    def part(tokens: slice, chunk: bool = True) -> tuple[torch.Tensor, ...]:
+        weights = None if topk_weights is None else topk_weights[tokens]
+        given = (grad[tokens], x[tokens], topk_idx[tokens], weights, w13, w2)
+        return _backward(*given, buffer, interleaved, max_rows, wants_w13, wants_w2, chunk)
+
+    with CollectiveCall(owner, 3):
         tangents.refuse("moecomm::moe_backward", grad, x, topk_weights, w13, w2)
-        room = -1 if max_rows is None else max_rows
-        arrived = rounds.dispatch(x, topk_idx.long(), topk_weights, buffer, *_ROWS, room, False)
-        rows, row_weights, _, _, tokens_per_expert, _, memory = arrived
-        back = (memory, buffer, _ROWS[0], len(rows))
-        seen = rounds.dispatch_again(grad, *back, False)
-        ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
-        width = GRANULARITY if interleaved else w2.shape[2]  # so many gate rows, then as many up rows
-        # Without the routing weight: the weight's gradient is the dot product of this with silu(gate) * up.
-        grad_inner = grouped_linear(seen, w2.transpose(1, 2), ends)
-        # From here on, rows after the last group hold anything; no product reads them.
-        found = swiglu.gradients(grouped_linear(rows, w13, ends), grad_inner, row_weights, width, ends[-1:])
-        grad_rows = grouped_linear(found.both, w13.transpose(1, 2), ends)
-        grad_x, grad_topk_weights = rounds.dispatch_backward(grad_rows, found.weights, *back, len(x))
-        return (
-            grad_x,
-            grad_topk_weights,
-            grouped_outer(found.both, rows, ends) if wants_w13 else w13.new_empty(0),
-            grouped_outer(seen, found.inner, ends) if wants_w2 else w2.new_empty(0),
-        )
+        try:
+            grad_x, grad_weights, grad_w13, grad_w2 = part(slice(None), False)
+        except TooManyRows:
+            if not owner.on_cpu or max_rows is not None:
+                raise
+            parts = [found for _, found in in_parts(len(x), owner.max_tokens, part)]
+            of_x, of_weights, of_w13, of_w2 = zip(*parts, strict=True)
+            grad_x, grad_weights = torch.cat(of_x), torch.cat(of_weights)
+            grad_w13, grad_w2 = torch.stack(of_w13).sum(0), torch.stack(of_w2).sum(0)
+        return grad_x, grad_weights, grad_w13, grad_w2
+
+
+def _backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    buffer: str,
+    interleaved: bool,
+    max_rows: int | None,
+    wants_w13: bool,
+    wants_w2: bool,
+    chunk: bool,
+) -> tuple[torch.Tensor, ...]:
+    room = -1 if max_rows is None else max_rows
+    arrived = rounds.dispatch(x, topk_idx.long(), topk_weights, buffer, *_ROWS, room, False, None, chunk)
+    rows, row_weights, _, _, tokens_per_expert, _, memory = arrived
+    back = (memory, buffer, _ROWS[0], len(rows))
+    seen = rounds.dispatch_again(grad, *back, False)
+    ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
+    width = GRANULARITY if interleaved else w2.shape[2]  # so many gate rows, then as many up rows
+    # Without the routing weight: the weight's gradient is the dot product of this with silu(gate) * up.
+    grad_inner = grouped_linear(seen, w2.transpose(1, 2), ends)
+    # From here on, rows after the last group hold anything; no product reads them.
+    found = swiglu.gradients(grouped_linear(rows, w13, ends), grad_inner, row_weights, width, ends[-1:])
+    grad_rows = grouped_linear(found.both, w13.transpose(1, 2), ends)
+    grad_x, grad_topk_weights = rounds.dispatch_backward(grad_rows, found.weights, *back, len(x))
+    return (
+        grad_x,
+        grad_topk_weights,
+        grouped_outer(found.both, rows, ends) if wants_w13 else w13.new_empty(0),
+        grouped_outer(seen, found.inner, ends) if wants_w2 else w2.new_empty(0),
+    )
 
 
 @moe_backward.register_fake

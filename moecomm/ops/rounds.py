@@ -37,10 +37,11 @@ def dispatch(
     max_rows: int,
     zero_padding: bool,
     num_sms: int | None = None,
+    chunk: bool = False,
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # x, weights, topk_idx, src, tokens_per_expert, num_rows, memory
-    """Operator of moecomm.ops.dispatch.  `max_rows` -1: the worst case."""
+    """Operator of moecomm.ops.dispatch.  `max_rows` -1: as the Buffer says; `chunk`: of some tokens of a call."""
     tangents.refuse("moecomm::dispatch", x, topk_weights)
     owner = names.find(buffer)
     routed = run_dispatch(
@@ -51,6 +52,7 @@ def dispatch(
         None if topk_weights is None else topk_weights.contiguous(),
         max_rows=None if max_rows < 0 else max_rows,
         sync=False,
+        chunk=chunk,
     )
     block = routed.handle.block
     memory = window_tensor(
@@ -83,9 +85,13 @@ def _(
     max_rows: int,
     zero_padding: bool,
     num_sms: int | None = None,
+    chunk: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    owner = names.find(buffer)
-    rows = owner.settings.worst_rows(layout, expert_alignment, None if max_rows < 0 else max_rows)
+    settings = (owner := names.find(buffer)).settings
+    if max_rows < 0:
+        rows = settings.capacity_rows(layout, expert_alignment)
+    else:
+        rows = settings.worst_rows(layout, expert_alignment, max_rows)
     shape, local = rows_shape(owner, layout, rows), owner.num_experts // owner.num_ranks
     flat = layout == "flat"
     return (

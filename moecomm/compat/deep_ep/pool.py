@@ -6,6 +6,7 @@ so all of them are here with the same sizes at the same time; only the number of
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -194,6 +195,7 @@ class Pool:
             device=device,
             timeout_s=self._timeout_s,
             window_bytes=-(-window_bytes // 4096) * 4096,
+            capacity_factor=math.inf,  # callers size the window, by bytes that DeepEP asks for
         )
         self._opened.append(buffer)
         self.calls.add(buffer.rounds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import threading
 import weakref
@@ -82,6 +83,7 @@ class Buffers:
             device=device,
             timeout_s=self.limits.timeout_s,
             window_bytes=window(settings) if chosen is None else chosen,
+            capacity_factor=math.inf,  # `max_rows` of each call bounds its rows
         )
         self.calls.add(buffer.rounds)
         return buffer

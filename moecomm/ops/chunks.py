@@ -1,0 +1,135 @@
+"""Differentiable rounds whose rows have no room: one for each part of the tokens.  See moecomm/dispatch/chunks.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from moecomm.core import names, shown
+from moecomm.core.choices import Layout
+from moecomm.dispatch.chunks import group_of_rows, placed
+from moecomm.dispatch.parts import in_parts
+from moecomm.ops import handles
+from moecomm.ops.handles import Handle
+
+
+class Arrived(NamedTuple):
+    """What one round leaves: fields of moecomm.ops.Dispatched."""
+
+    x: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    num_rows: torch.Tensor
+    src: torch.Tensor
+    weights: torch.Tensor
+    topk_idx: torch.Tensor | None
+    handle: Handle
+
+
+class Chunk(NamedTuple):
+    """Tokens that went in a round of their own."""
+
+    tokens: slice  # of this rank
+    handle: Handle
+    room: tuple[int, ...]  # shape of its rows, without H
+    rows: torch.Tensor  # int64: the rows of the round that hold a token
+    places: torch.Tensor  # int64: their rows in the whole
+
+
+class ChunkedHandle(NamedTuple):
+    """The route of a dispatch that took several rounds: takes the place of a Handle."""
+
+    chunks: tuple[Chunk, ...]
+    buffer: str
+    layout: Layout
+    num_tokens: int
+    room: tuple[int, ...]  # shape of the rows, without H
+
+    def __repr__(self) -> str:
+        return shown.of_tensors("moecomm.ops.ChunkedHandle", self._replace(chunks=())._asdict())
+
+
+class Whole(NamedTuple):
+    """The rows of all rounds."""
+
+    x: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    num_rows: torch.Tensor
+    src: torch.Tensor
+    weights: torch.Tensor
+    topk_idx: torch.Tensor | None
+    handle: ChunkedHandle
+
+
+def dispatch(
+    buffer: str, layout: Layout, alignment: int, tokens: int, topk_idx: torch.Tensor, one: Callable[[slice], Arrived]
+) -> Whole:
+    """Dispatch `tokens` tokens in as many rounds as it takes.  `one` does so for some of them, without alignment."""
+    owner = names.find(buffer)
+    ranks = owner.num_ranks
+    done = list(in_parts(tokens, owner.max_tokens, one))
+    rows, groups, sources, src = [], [], [], []
+    before = torch.zeros(ranks, dtype=torch.int32, device=topk_idx.device)
+    for _, part in done:
+        room = part.src.shape[:-1]
+        held, group = group_of_rows(layout, part.tokens_per_expert, int(part.num_rows), room[-1])
+        found = part.src.view(-1, 2)[held]
+        groups.append(group)
+        rows.append(held)
+        sources.append(found[:, 0].long())
+        src.append(torch.stack([found[:, 0], found[:, 1] + before[sources[-1]]], dim=1))
+        before = before + handles.tokens_sent(part.handle, ranks)
+    local = owner.num_experts // ranks
+    where = placed(layout, groups, sources, 1 if layout == "flat" else local, ranks, alignment)
+    everywhere = torch.cat(where.places)
+
+    def whole(parts: list[torch.Tensor], fill: int) -> torch.Tensor:
+        values = torch.cat(parts)
+        room = values.new_full((math.prod(where.shape), *values.shape[1:]), fill)
+        return room.index_copy(0, everywhere, values).view(*where.shape, *values.shape[1:])
+
+    def of_rows(tensors: list[torch.Tensor], fill: int = 0) -> torch.Tensor:
+        dims = len(where.shape)
+        return whole([t.flatten(0, dims - 1)[held] for t, held in zip(tensors, rows, strict=True)], fill)
+
+    parts = [part for _, part in done]
+    ids = [part.topk_idx for part in parts if part.topk_idx is not None]
+    chunks = tuple(
+        Chunk(span, part.handle, tuple(part.src.shape[:-1]), held, places)
+        for (span, part), held, places in zip(done, rows, where.places, strict=True)
+    )
+    return Whole(
+        of_rows([part.x for part in parts]),
+        torch.stack([part.tokens_per_expert for part in parts]).sum(0, dtype=torch.int32),
+        where.num_rows,
+        whole(src, -1),
+        of_rows([part.weights for part in parts]),
+        of_rows(ids, -1) if ids else None,
+        ChunkedHandle(chunks, buffer, layout, tokens, where.shape),
+    )
+
+
+def dispatch_again(
+    x: torch.Tensor, handle: ChunkedHandle, one: Callable[[torch.Tensor, Handle], torch.Tensor]
+) -> torch.Tensor:
+    """Send other rows along the route of an earlier dispatch.  `one` does so for some tokens."""
+    dims = len(handle.room)
+    found = [one(x[chunk.tokens], chunk.handle).flatten(0, dims - 1)[chunk.rows] for chunk in handle.chunks]
+    values = torch.cat(found)
+    room = values.new_zeros((math.prod(handle.room), *values.shape[1:]))
+    places = torch.cat([chunk.places for chunk in handle.chunks])
+    return room.index_copy(0, places, values).view(*handle.room, *values.shape[1:])
+
+
+def combine(
+    y: torch.Tensor, handle: ChunkedHandle, one: Callable[[torch.Tensor, Handle], torch.Tensor]
+) -> torch.Tensor:
+    """Combine rows in the rounds of their dispatch.  `one` does so for some tokens."""
+    rows, outs = y.flatten(0, len(handle.room) - 1), []
+    for chunk in handle.chunks:
+        room = rows.new_zeros((math.prod(chunk.room), rows.shape[-1]))
+        part = room.index_copy(0, chunk.rows, rows[chunk.places]).view(*chunk.room, rows.shape[-1])
+        outs.append(one(part, chunk.handle))
+    return torch.cat(outs)
