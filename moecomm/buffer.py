@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moecomm import _native, backends, combine, config, dispatch, overloads
+from moecomm import backends, combine, config, dispatch, overloads
 from moecomm.combine import options as combine_options
 from moecomm.core import names, suspension
 from moecomm.core.choices import BackendName, Wire
@@ -94,19 +94,7 @@ class Buffer(suspension.ReleasableMemory):
             settings.check()
             if name != "host":
                 limits.check(settings)
-            backend_module = backends.load(name)
-            shape = _native.Shape(
-                ranks=ranks.ranks,
-                experts=num_experts,
-                topk=topk,
-                max_tokens=max_tokens,
-                ring_tokens=settings.ring_tokens(backend_module),
-                packet_bytes=settings.packet_bytes(backend_module),
-                staged_row_bytes=settings.staged_row_bytes,
-                heap_bytes=window_bytes or settings.default_heap(),
-                domain_ranks=domain_ranks or 0,
-            )
-            shape.receive_bytes = _native.received_token_bytes(shape, *settings.receive_payload_bytes)
+            shape = settings.shape(backends.load(name))
             session, self.why = backends.open_session(name, self.why, ranks, shape, wanted, timeout_s)
             with ExitStack() as undo:
                 undo.callback(session.close)
@@ -143,7 +131,8 @@ class Buffer(suspension.ReleasableMemory):
             topk_idx: int64 or int32 `[T, K]`: expert ids; -1 picks none; the same id twice counts twice.
             topk_weights: float32 `[T, K]`; None: every weight is 1.
             scales: `[T, n]` of 1-, 2- or 4-byte elements, which travel with the rows.
-            max_rows: rows to make room for; batched: of each expert, at most R * max_tokens; default: the worst case.
+            max_rows: rows to make room for; batched: of each expert, at most R * max_tokens; default: by the Buffer's
+                `capacity_factor`.
             handle: repeats an earlier dispatch with new rows, without routing; `topk_idx` and `topk_weights` are
                 then not given.
             sync: True: wait, and return exactly the rows that arrived.  False: never wait for the device; tensors have
@@ -159,6 +148,10 @@ class Buffer(suspension.ReleasableMemory):
                 load them by TMA, see Routed; scales that are given then have elements of 4 bytes.
             num_sms: blocks (GPUs: one an SM) or threads (CPUs) to use; default: the table of the backend.
             check_weights: NaN in `topk_weights` is bad input.
+            overflow: what becomes of rows that have no room.  "error": TooManyRows on every rank.  "chunks", which
+                takes `sync=True` and no `max_rows`: the tokens go in several rounds, and the rows to memory outside of
+                the window.  "drop": each rank keeps R-th parts of the room at other ranks (batched: at experts), for
+                the largest weights; `Routed.dropped` counts the rest.  None: "chunks" where it can be, else "error".
 
         Raises:
             BadInput, Closed, ConcurrentCall: at once; an error that only the device can see is raised at the next
@@ -309,7 +302,8 @@ class Buffer(suspension.ReleasableMemory):
             bias: `[T, H]` or `[H]` of the Buffer's dtype, added before the rounding: a shared expert, say.
             activation: "swiglu": silu(gate) * up.
             interleaved: w13 is `moecomm.fused.interleave(w13)`; in FP8, quantized after that.
-            max_rows: rows of tokens to make room for; default: the worst case.  More is bad input on every rank.
+            max_rows: rows of tokens to make room for; default: by the Buffer's `capacity_factor`.  More are TooManyRows
+                on every rank; on CPUs, by default, tokens then go in parts.
             wire: see combine(); None: "exact".
             num_sms: see dispatch(); of both rounds.
             check_weights: see dispatch().

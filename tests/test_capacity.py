@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import moecomm
+from moecomm import _native, backends
+from moecomm.core.settings import Settings
 from moecomm.errors import TooManyRows
 from moecomm.routed import ChunkedHandle
 
@@ -206,3 +210,136 @@ def test_a_chunked_handle_does_not_begin() -> None:
                 buffer.dispatch_begin(given["x"], handle=routed.handle)
 
     run_ranks(RANKS, body)
+
+
+def dropped_by_hand(
+    settings: Settings, layout: str, rows: int, ids: torch.Tensor, weights: torch.Tensor
+) -> list[list[int]]:
+    """Drop entry by entry: the largest weights first, flat: the tokens with the largest sums."""
+    local = EXPERTS // RANKS
+    quota = rows // RANKS // (local if layout == "batched" else 1)
+    kept = ids.tolist()
+    by_owner: dict[int, list[tuple[float, int, list[int]]]] = {}
+    for t, row in enumerate(ids.tolist()):
+        owners = [expert if layout == "batched" else expert // local for expert in row]
+        for owner in sorted(set(owners)):
+            ks = [k for k, other in enumerate(owners) if other == owner]
+            if layout == "flat":
+                by_owner.setdefault(owner, []).append((-float(weights[t, ks].sum()), t, ks))
+            else:
+                by_owner.setdefault(owner, []).extend((-float(weights[t, k]), t, [k]) for k in ks)
+    for entries in by_owner.values():
+        for _, t, ks in sorted(entries, key=lambda entry: entry[0])[quota:]:
+            for k in ks:
+                kept[t][k] = -1
+    return kept
+
+
+@pytest.mark.parametrize("max_rows", [None, 32])
+@pytest.mark.parametrize("layout", ["expert", "flat", "batched"])
+def test_drop_keeps_the_largest_weights(layout: str, max_rows: int | None) -> None:
+    def body(group: Any) -> tuple[int, int]:
+        given = call(group.rank, 2)
+        rows = None if max_rows is None else max_rows // (EXPERTS // RANKS if layout == "batched" else 1)
+        with moecomm.Buffer(group, **SIZES, capacity_factor=FEW[layout]) as buffer:
+            how: dict[str, Any] = {"layout": layout, "max_rows": rows}
+            routed = buffer.dispatch(**given, **how, overflow="drop", sync=False)
+            room = buffer.rounds.settings.capacity_rows(layout) if max_rows is None else max_rows
+            ids, weights = given["topk_idx"], given["topk_weights"]
+            want = torch.tensor(dropped_by_hand(buffer.rounds.settings, layout, room, ids, weights)).view_as(ids)
+            assert routed.dropped is not None and routed.dropped.dtype is torch.int32
+            assert int(routed.dropped) == int((want < 0).sum())
+            out = buffer.combine(routed.x, routed.handle, wire="exact")
+            same = buffer.dispatch(given["x"], want, weights, **how, sync=False)
+            assert same.dropped is None
+            assert torch.equal(same.num_rows, routed.num_rows)
+            assert torch.equal(buffer.combine(same.x, same.handle, wire="exact"), out)
+            return int(routed.dropped), int(routed.num_rows)
+
+    found = run_ranks(RANKS, body)
+    assert sum(dropped for dropped, _ in found) > 0
+
+
+def test_drop_and_handles_exclude_each_other() -> None:
+    with moecomm.Buffer("self", **SIZES) as buffer:
+        given = call(0, 0)
+        routed = buffer.dispatch(**given)
+        with pytest.raises(moecomm.BadInput, match="overflow"):
+            buffer.dispatch(given["x"], handle=routed.handle, overflow="drop")
+        with pytest.raises(moecomm.BadInput, match="overflow"):
+            buffer.dispatch(**given, overflow="chunks", sync=False)
+
+
+def settings_of(ranks: int, tokens: int, **more: Any) -> Settings:
+    """DeepSeek-V3's sizes."""
+    return Settings(ranks, 7168, 256, 8, tokens, torch.bfloat16, **{"backend": "lsa", "window_bytes": None, **more})
+
+
+def window_bytes(settings: Settings) -> int:
+    return int(_native.window_layout(settings.shape(backends.load(settings.backend))).bytes)
+
+
+@pytest.mark.parametrize("backend", ["lsa", "host"])
+@pytest.mark.parametrize(("ranks", "most"), [(8, 1.5), (64, 2.5)])
+def test_the_default_window_follows_what_is_expected(backend: str, ranks: int, most: float) -> None:
+    assert window_bytes(settings_of(ranks, 4096, backend=backend)) <= most * 2**30
+
+
+def test_the_table_in_the_documents() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "memory.md").read_text()
+    found = re.findall(r"^\| (\d+) \| ([\d.]+) GiB \| ([\d.]+) GiB \| ([\d.]+) GiB \|$", text, re.MULTILINE)
+    assert [int(row[0]) for row in found] == [4, 8, 16, 32, 64]
+    for ranks, *cells in found:
+        worst = settings_of(int(ranks), 4096, capacity_factor=math.inf)
+        sizes = [settings_of(int(ranks), 128), settings_of(int(ranks), 4096), worst]
+        assert cells == [f"{window_bytes(settings) / 2**30:.1f}" for settings in sizes], ranks
+
+
+@pytest.mark.parametrize("domain_ranks", [None, 2])
+@pytest.mark.parametrize("layout", ["flat", "expert", "batched"])
+def test_two_rounds_fit_the_default_window(layout: str, domain_ranks: int | None) -> None:
+    """Without a wait, so with room for all that a round may bring."""
+
+    def body(group: Any) -> None:
+        sizes = {**SIZES, "domain_ranks": domain_ranks, "dtype": torch.float32, "capacity_factor": 1.0}
+        with moecomm.Buffer(group, **sizes) as buffer:
+            x = torch.randn(TOKENS, SIZES["hidden"])
+            ids = torch.stack([torch.randperm(EXPERTS)[:TOPK] for _ in range(TOKENS)])
+            how: dict[str, Any] = {"layout": layout, "sync": False, "overflow": "drop"}
+            alignment = {"expert_alignment": 128} if layout == "expert" else {}
+            first = buffer.dispatch(x, ids, **how, **alignment)
+            second = buffer.dispatch(x, ids, **how, **alignment)
+            assert torch.equal(buffer.combine(first.x, first.handle), buffer.combine(second.x, second.handle))
+
+    run_ranks(RANKS, body)
+
+
+@pytest.mark.parametrize("factor", [-1, 0, True, math.nan, "2"])
+def test_a_factor_that_is_none(factor: Any) -> None:
+    with pytest.raises(moecomm.BadInput, match="capacity_factor"):
+        moecomm.Buffer("self", **SIZES, capacity_factor=factor)
+
+
+def test_ranks_agree_on_the_factor() -> None:
+    def body(group: Any) -> str:
+        with pytest.raises(moecomm.Mismatch) as caught:
+            moecomm.Buffer(group, **SIZES, capacity_factor=2.0 if group.rank else None)
+        return str(caught.value)
+
+    assert "capacity_factor: this rank has None, rank 1 has 2.0" in run_ranks(2, body)[0]
+
+
+@pytest.mark.parametrize("skew", [0, 9])
+def test_a_layer_in_parts(skew: float) -> None:
+    def body(group: Any, factor: float) -> torch.Tensor:
+        g = torch.Generator().manual_seed(group.rank)
+        w13 = torch.randn(EXPERTS // RANKS, 64, SIZES["hidden"], generator=g).bfloat16()
+        w2 = torch.randn(EXPERTS // RANKS, SIZES["hidden"], 32, generator=g).bfloat16()
+        given = call(group.rank, skew)
+        with moecomm.Buffer(group, **SIZES, capacity_factor=factor) as buffer:
+            return buffer.moe(**given, w13=w13, w2=w2, bias=given["x"])
+
+    want = run_ranks(RANKS, lambda group: body(group, math.inf))
+    got = run_ranks(RANKS, lambda group: body(group, 0.8))
+    for one, other in zip(want, got, strict=True):
+        torch.testing.assert_close(other, one)

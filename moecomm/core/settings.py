@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moecomm import _native
 from moecomm.core.choices import Wire, is_exact
 from moecomm.core.integers import is_integer
 from moecomm.core.protocol import DTYPES, MAX_CHUNK, MAX_HOST_RANKS, MAX_RANKS, MAX_TOPK
@@ -162,6 +163,22 @@ class Settings:
         few = min(self.max_tokens, self.packet_bytes(backend) // self.staged_row_bytes)
         return max(ring, -(-few // MAX_CHUNK) * MAX_CHUNK)
 
+    def shape(self, backend: Backend) -> _native.Shape:
+        """The sizes of a window, by the rules of a backend."""
+        shape = _native.Shape(
+            ranks=self.ranks,
+            experts=self.num_experts,
+            topk=self.topk,
+            max_tokens=self.max_tokens,
+            ring_tokens=self.ring_tokens(backend),
+            packet_bytes=self.packet_bytes(backend),
+            staged_row_bytes=self.staged_row_bytes,
+            heap_bytes=self.window_bytes or self.default_heap(),
+            domain_ranks=self.domain_ranks or 0,
+        )
+        shape.receive_bytes = _native.received_token_bytes(shape, *self.receive_payload_bytes)
+        return shape
+
     @property
     def staged_row_bytes(self) -> int:
         """The widest row that combine stages: a reduced row in float32, and gradients of weights."""
@@ -216,8 +233,16 @@ class Settings:
         return min(-(-rows // groups) * groups, worst)
 
     def default_heap(self) -> int:
-        """Window memory for outputs by default: two rounds of the layout that takes the most."""
-        rows = max(self.capacity_rows(layout, 128) for layout in ("flat", "expert", "batched"))
+        """Window memory for outputs by default: two rounds of the layout that takes the most.
+
+        The worst case of `batched`, for which a factor may ask, counts up to 2 GiB.
+        """
+        rows, batched = (
+            max(self.capacity_rows("flat"), self.capacity_rows("expert", 128)),
+            self.capacity_rows("batched"),
+        )
+        if batched * self._output_row_bytes <= 2 << 30:
+            rows = max(rows, batched)
         tables = self.ranks * (4 * self.topk + 4) + 8 * self.topk + 4 * self.ranks  # a token's
         if self.domain_ranks is not None and self.is_multi_domain:
             tables += 4 * (self.ranks // self.domain_ranks) * (2 * self.topk + self.domain_ranks)

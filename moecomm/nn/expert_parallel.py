@@ -9,7 +9,7 @@ import torch
 
 from moecomm import backends, ops
 from moecomm.buffer import Buffer
-from moecomm.core.choices import BackendName, GateKind, Wire, is_exact
+from moecomm.core.choices import BackendName, GateKind, Overflow, Wire, is_exact
 from moecomm.core.protocol import DTYPES
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.validation import (
@@ -22,6 +22,7 @@ from moecomm.core.validation import (
     check_sizes,
 )
 from moecomm.dispatch.arguments import check_max_rows
+from moecomm.dispatch.options import check_overflow
 from moecomm.errors import BadInput
 from moecomm.nn.buffers import shared_buffer
 from moecomm.nn.experts import Experts
@@ -52,8 +53,9 @@ class ExpertParallel(torch.nn.Module):
         gate: "softmax" or "sigmoid"; with `num_groups`, `topk_groups`, `scale` and `normalize`: see Gating.  None:
             the layer has no gate, and the caller passes the routing to forward().
         corrected: the gate has DeepSeek-V3's score correction.
-        max_rows: received rows, one a (token, expert), to make room for on this rank; default: the worst case, all
-            tokens of all ranks.  More rows are bad input on every rank.
+        max_rows: received rows, one a (token, expert), to make room for on this rank; default: by the Buffer's
+            capacity_factor.
+        overflow: see ops.dispatch: what becomes of more rows.
         payload: dtype in which rows travel; default: `dtype`.
         wire: see Buffer.combine.
         buffer: Buffer of this layer; default: shared_buffer(), opened at the first forward pass or by open().
@@ -82,6 +84,7 @@ class ExpertParallel(torch.nn.Module):
         normalize: bool = True,
         corrected: bool = False,
         max_rows: int | None = None,
+        overflow: Overflow | None = None,
         payload: torch.dtype | None = None,
         wire: Wire | None = None,
         buffer: Buffer | None = None,
@@ -94,6 +97,7 @@ class ExpertParallel(torch.nn.Module):
         check_sizes(hidden=hidden, intermediate=intermediate, num_experts=num_experts, topk=topk, max_tokens=max_tokens)
         check_flag("corrected", corrected)
         check_max_rows(max_rows)
+        check_overflow(overflow)
         check_drawn(seed, dtype, device)
         check_dtype("dtype" if payload is None else "payload", dtype if payload is None else payload, DTYPES)
         if wire is not None and not is_exact(wire):
@@ -109,7 +113,8 @@ class ExpertParallel(torch.nn.Module):
         local = num_experts // num_ranks
         mine = range(rank * local, (rank + 1) * local)
         self.experts = Experts(mine, hidden, intermediate, seed=seed, dtype=dtype, device=device)
-        self.payload, self.wire, self.max_rows = dtype if payload is None else payload, wire, max_rows
+        self.payload, self.wire = dtype if payload is None else payload, wire
+        self.max_rows, self.overflow = max_rows, overflow
         self._group, self._backend = group, backend
         self._sizes = {"hidden": hidden, "num_experts": num_experts, "topk": topk, "max_tokens": max_tokens}
         self._buffer: Buffer | None = None
@@ -184,9 +189,8 @@ class ExpertParallel(torch.nn.Module):
                 out = self._buffer.moe(rows_of(rows), *given[1:], max_rows=self.max_rows, wire=self.wire)
             return out.to(x.dtype).view(x.shape)
         # No padding is needed: the experts read only rows that tokens_per_expert counts.
-        routed = ops.dispatch(
-            self._buffer_name, rows, topk_idx, topk_weights, max_rows=self.max_rows, zero_padding=False
-        )
+        about: dict[str, Any] = {"max_rows": self.max_rows, "overflow": self.overflow, "zero_padding": False}
+        routed = ops.dispatch(self._buffer_name, rows, topk_idx, topk_weights, **about)
         y = self.experts(routed.x, routed.tokens_per_expert)
         out = ops.combine(y.to(self.payload), routed.handle, wire=self.wire)
         return out.to(x.dtype).view(x.shape)
@@ -198,6 +202,8 @@ class ExpertParallel(torch.nn.Module):
         """
         if torch.is_grad_enabled() or torch.is_autocast_enabled(tokens.device.type):
             return False
+        if self.overflow == "drop" or (self.overflow == "chunks" and tokens.device.type != "cpu"):
+            return False  # Buffer.moe neither drops nor waits for a GPU
         experts = self.experts
         hooks = (*experts._forward_hooks, *experts._forward_pre_hooks)  # hooks may gather weights or count calls
         return type(experts) is Experts and not hooks and experts.w13.dtype == experts.w2.dtype == self.payload

@@ -34,7 +34,6 @@ from moecomm.core.integers import check_alignment
 from moecomm.core.protocol import LAYOUTS
 from moecomm.core.validation import check_flag, check_flags, check_name, check_same_device
 from moecomm.dispatch.arguments import check_max_rows
-from moecomm.dispatch.drop import drop
 from moecomm.dispatch.options import check_num_sms, check_overflow
 from moecomm.errors import BadInput, TooManyRows
 from moecomm.fused.fp8_experts import as_weights
@@ -127,31 +126,35 @@ def dispatch(
     topk_idx = topk_idx.long() if topk_idx.dtype == torch.int32 else topk_idx
     dropped = None
     if overflow == "drop":
-        settings = names.find(name).settings
-        topk_idx, dropped = drop(settings, layout, expert_alignment, max_rows, topk_idx, weights)
+        priorities = None if weights is None else weights.detach()
+        topk_idx, dropped = rounds.drop(topk_idx, priorities, name, layout, expert_alignment, max_rows)
 
-    def one(tokens: slice, alignment: int = 1, chunk: bool = True) -> chunks.Arrived:
-        some = None if weights is None else weights[tokens]
+    def one(
+        x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor | None, alignment: int, chunk: bool
+    ) -> chunks.Arrived:
         room = -1 if max_rows is None else max_rows
         about = (name, layout, alignment, room, bool(zero_padding), num_sms, chunk)
-        found = rounds.dispatch(x[tokens], topk_idx[tokens], some, *about)
+        found = rounds.dispatch(x, topk_idx, weights, *about)
         rows, row_weights, local_idx, src, tokens_per_expert, num_rows, memory = found
-        room, flat = src[..., 0].numel(), layout == "flat"
-        route = (name, layout, x[tokens].shape[0], room, bool(zero_padding), num_sms)
+        room, flat = src.numel() // 2, layout == "flat"
+        route = (name, layout, x.shape[0], room, bool(zero_padding), num_sms)
         handle = Handle(memory, None if flat else row_weights, *route)
         return chunks.Arrived(rows, tokens_per_expert, num_rows, src, row_weights, local_idx if flat else None, handle)
 
-    whole = slice(None)
+    whole = (x, topk_idx, weights, expert_alignment, False)
     if max_rows is not None or overflow in ("drop", "error") or not _waits(name, overflow):
-        return _dispatched(one(whole, expert_alignment, False), dropped)
+        return _dispatched(one(*whole), dropped)
     owner = names.find(name)
     try:
         owner.check()  # the error of an earlier round
-        arrived = one(whole, expert_alignment, False)
+        arrived = one(*whole)
         owner.check()
     except TooManyRows:
-        return _dispatched(chunks.dispatch(name, layout, expert_alignment, len(x), topk_idx, one), None)
-    return _dispatched(arrived, None)
+        given = (x, topk_idx, weights)
+        return _dispatched(
+            chunks.dispatch(name, layout, expert_alignment, given, partial(one, alignment=1, chunk=True))
+        )
+    return _dispatched(arrived)
 
 
 @counted("handle", 1)
@@ -319,7 +322,7 @@ def _waits(name: str, overflow: Overflow | None) -> bool:
     return overflow == "chunks" or names.find(name).on_cpu
 
 
-def _dispatched(arrived: chunks.Arrived | chunks.Whole, dropped: torch.Tensor | None) -> Dispatched:
+def _dispatched(arrived: chunks.Arrived | chunks.Whole, dropped: torch.Tensor | None = None) -> Dispatched:
     flat = arrived.topk_idx is not None
     return Dispatched(
         arrived.x,

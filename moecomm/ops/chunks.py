@@ -17,7 +17,7 @@ from moecomm.ops.handles import Handle
 
 
 class Arrived(NamedTuple):
-    """What one round leaves: fields of moecomm.ops.Dispatched."""
+    """The outputs of one round: fields of moecomm.ops.Dispatched."""
 
     x: torch.Tensor
     tokens_per_expert: torch.Tensor
@@ -64,14 +64,28 @@ class Whole(NamedTuple):
 
 
 def dispatch(
-    buffer: str, layout: Layout, alignment: int, tokens: int, topk_idx: torch.Tensor, one: Callable[[slice], Arrived]
+    buffer: str,
+    layout: Layout,
+    alignment: int,
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    one: Callable[..., Arrived],
 ) -> Whole:
-    """Dispatch `tokens` tokens in as many rounds as it takes.  `one` does so for some of them, without alignment."""
-    owner = names.find(buffer)
+    """Dispatch tokens in as many rounds as it takes.
+
+    Args:
+        buffer, layout, alignment: of the dispatch.
+        given: x, topk_idx and topk_weights.
+        one: dispatches such tensors of some tokens, without alignment.
+    """
+    owner, tokens = names.find(buffer), len(given[0])
     ranks = owner.num_ranks
-    done = list(in_parts(tokens, owner.max_tokens, one))
+
+    def some(span: slice) -> Arrived:
+        return one(*(None if tensor is None else tensor[span] for tensor in given))
+
+    done = list(in_parts(tokens, owner.max_tokens, some))
     rows, groups, sources, src = [], [], [], []
-    before = torch.zeros(ranks, dtype=torch.int32, device=topk_idx.device)
+    before = torch.zeros(ranks, dtype=torch.int32, device=owner.device)
     for _, part in done:
         room = part.src.shape[:-1]
         held, group = group_of_rows(layout, part.tokens_per_expert, int(part.num_rows), room[-1])

@@ -91,15 +91,16 @@ def moe_backward(
     """Map the gradient of the output to those of x [T, H], topk_weights [T, K], w13 and w2 ([0] if not wanted)."""
     owner = names.find(buffer)
 
-    def part(tokens: slice, chunk: bool = True) -> tuple[torch.Tensor, ...]:
+    how = (w13, w2, buffer, interleaved, max_rows, wants_w13, wants_w2)
+
+    def part(tokens: slice) -> tuple[torch.Tensor, ...]:
         weights = None if topk_weights is None else topk_weights[tokens]
-        given = (grad[tokens], x[tokens], topk_idx[tokens], weights, w13, w2)
-        return _backward(*given, buffer, interleaved, max_rows, wants_w13, wants_w2, chunk)
+        return _backward(grad[tokens], x[tokens], topk_idx[tokens], weights, *how, True)
 
     with CollectiveCall(owner, 3):
         tangents.refuse("moecomm::moe_backward", grad, x, topk_weights, w13, w2)
         try:
-            grad_x, grad_weights, grad_w13, grad_w2 = part(slice(None), False)
+            grad_x, grad_weights, grad_w13, grad_w2 = _backward(grad, x, topk_idx, topk_weights, *how, False)
         except TooManyRows:
             if not owner.on_cpu or max_rows is not None:
                 raise

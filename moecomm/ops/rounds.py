@@ -19,11 +19,33 @@ from moecomm.core.rounds import Rounds
 from moecomm.core.state import CollectiveCall
 from moecomm.dispatch import dispatch as run_dispatch
 from moecomm.dispatch import options as dispatch_options
+from moecomm.dispatch.arguments import check_routing
+from moecomm.dispatch.drop import drop as drop_entries
 from moecomm.errors import BadInput
 from moecomm.kernels import padding
 from moecomm.ops import handles
 from moecomm.ops.tidy import About, tidied
 from moecomm.routed import Handle as NativeHandle
+
+
+@torch.library.custom_op("moecomm::drop", mutates_args=())
+def drop(
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    buffer: str,
+    layout: str,
+    expert_alignment: int,
+    max_rows: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Operator of overflow="drop": see moecomm.dispatch.drop."""
+    owner = names.find(buffer)
+    ids, weights = check_routing(owner, topk_idx.shape[0] if topk_idx.ndim else 0, topk_idx, topk_weights)
+    return drop_entries(owner.settings, cast("Layout", layout), expert_alignment, max_rows, ids, weights)
+
+
+@drop.register_fake
+def _(topk_idx: torch.Tensor, *others: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(topk_idx), topk_idx.new_empty((1,), dtype=torch.int32)
 
 
 @torch.library.custom_op("moecomm::dispatch", mutates_args=())

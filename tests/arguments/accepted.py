@@ -53,7 +53,7 @@ TABLE = (
             *("previous_event", "previous_event_before_epilogue", "quantize", "scales", "scaling_factor", "schedule"),
             *("sync", "topk_weights", "use_host_meta", "do_cpu_sync", "weight_grads", "window_bytes", "wire"),
             *("num_of_experts_per_rank", "num_permuted_tokens", "deep_ep.ElasticBuffer.dispatch(expert_alignment)"),
-            *("activation",),
+            *("activation", "capacity_factor", "overflow"),
         ),
     ),
     Row(
@@ -132,6 +132,11 @@ TABLE = (
         ),
     ),
     Row("seconds", ("0.5", "2.0", "True", "np.float64"), ("timeout_s", "num_gpu_timeout_secs", "limit_s")),
+    Row(
+        "as many rows as that, at most the worst case",
+        ("2**31", "2**63", "2**70", "inf", "0.5", "2.0", "np.float64"),
+        ("capacity_factor",),
+    ),
     Row("seconds, without an end", ("0", "False", "2**31", "2**63", "2**70", "inf"), ("limit_s",)),
     Row(
         "any finite factor",

@@ -47,6 +47,7 @@ NOT_CALLED = {
     "router.best",
     "ops.Dispatched",
     "ops.Handle",  # see tests/ops/test_handles.py
+    "ops.ChunkedHandle",  # see tests/ops/test_overflow.py
     "nn.Gate.__call__",  # forward()
     "fused.Fp8",
     "deep_ep.EPHandle",
@@ -141,7 +142,13 @@ def of_moecomm() -> dict[str, list[Call]]:
     flat = made.dispatch(x, idx, weights, layout="flat")
     y = routed.x.clone()
     scales = torch.rand(T, 1)
-    halves: dict[str, Any] = {"layout": "expert", "expert_alignment": 1, "num_sms": None, "check_weights": False}
+    halves: dict[str, Any] = {
+        "layout": "expert",
+        "expert_alignment": 1,
+        "num_sms": None,
+        "check_weights": False,
+        "overflow": None,
+    }
     given: dict[str, Any] = {
         "x": x,
         "topk_idx": idx,
@@ -204,6 +211,7 @@ def of_moecomm() -> dict[str, list[Call]]:
                     "window_bytes": None,
                     "domain_ranks": None,
                     "wire": None,
+                    "capacity_factor": None,
                 },
                 _close,
             )
@@ -280,6 +288,7 @@ def of_moecomm() -> dict[str, list[Call]]:
                     "max_rows": None,
                     "zero_padding": True,
                     "num_sms": None,
+                    "overflow": None,
                 },
             )
         ],
@@ -309,6 +318,7 @@ def of_moecomm() -> dict[str, list[Call]]:
                     **gate,
                     "corrected": False,
                     "max_rows": None,
+                    "overflow": None,
                     "payload": None,
                     "wire": None,
                     "buffer": None,
