@@ -21,12 +21,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import random
 import statistics
 import subprocess
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,14 +91,14 @@ class Layers:
         drawn = random_routing(tokens, experts, model.topk, generator=torch.Generator().manual_seed(tokens + rank))
         topk_idx, topk_weights = (tensor.to(device) for tensor in drawn)
         x = torch.randn(tokens, model.hidden, device=device, generator=g).to(BF16)
-        sizes = Settings(ranks, model.hidden, experts, model.topk, tokens, BF16, "auto", None)
+        sizes = Settings(OF_RANKS, model.hidden, model.num_experts, model.topk, tokens, BF16, "auto", None)
         self.buffer = Buffer(
             group,
             hidden=model.hidden,
             num_experts=experts,
             topk=model.topk,
             max_tokens=tokens,
-            window_bytes=-(-OF_RANKS // ranks) * sizes.default_heap(),
+            window_bytes=replace(sizes, capacity_factor=math.inf).default_heap(),  # as graphs of all variants need
         )
         room = int(Traffic.of(group, drawn[0], experts).entries.sum(dim=0).max())
         self.meet = partial(self.buffer.dispatch, x, topk_idx, topk_weights, max_rows=room)

@@ -44,7 +44,7 @@ def whole_operations() -> str:
         ("ht-h200-8", "flat", (4096,)),
         ("cold-h200-2", "flat", (4096,)),
     )
-    heads = "model | H200s | layout | tokens a rank | dispatch, bf16 | dispatch, FP8 | combine | combine"
+    heads = "model | H200s | layout | tokens a rank | dispatch, bf16 | dispatch, FP8 | combine | combine | window"
     picture = "![time and bandwidth over tokens](results/sweep-h200-4.svg)"
     return f"{table(heads, (row for way in ways for row in _rounds(*way)))}\n\n{picture}"
 
@@ -52,7 +52,7 @@ def whole_operations() -> str:
 def few_tokens() -> str:
     """Dispatch and combine of few tokens."""
     ways = (("ll-h200-4", "flat"), ("ll-h200-4", "expert"), ("ll-h200-8", "flat"), ("ll-h200-2", "flat"))
-    heads = "model | H200s | layout | tokens a rank | dispatch, bf16 | dispatch, FP8 | combine | combine"
+    heads = "model | H200s | layout | tokens a rank | dispatch, bf16 | dispatch, FP8 | combine | combine | window"
     rounds = table(heads, (row for way in ways for row in _rounds(*way, (1, 128))))
     found, rows = load("virtual-ranks-h200"), []
     for layout in ("flat", "expert"):
@@ -73,6 +73,8 @@ def _rounds(name: str, layout: str, sizes: Iterable[int]) -> list[str]:
             time = figure(found, tokens=tokens, what="combine", layout=layout, variant=variant)
             cells.append(f"{time}, {variant}" if time else "")
         how = f"{case['model']}, caches flushed" if case["cold"] else case["model"]
+        window = next(memory["window"] for memory in found["memory"] if memory["tokens"] == tokens)
+        cells.append(f"{window / 2**30:.1f} GiB")
         rows.append(line(found, ROUNDS, how, str(case["ranks"]), f"`{layout}`", str(tokens), *cells))
     return rows
 
@@ -299,7 +301,7 @@ TOPICS = (
     Topic(
         "Whole operations by layout",
         "Many tokens, blocks as the table of `moecomm.tuning` says.  Rows of `expert` are summed before they travel, "
-        "in the type of `wire`.  The picture is a sweep over tokens of `flat`.",
+        "in the type of `wire`.  `window`: memory of a rank.  The picture is a sweep over tokens of `flat`.",
         (
             "ht-h200-4",
             "layouts-h200-4",

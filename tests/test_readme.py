@@ -265,6 +265,7 @@ def test_failures_promised_are_errors_that_exist() -> None:
     promised = set(re.findall(r"^\| `([A-Z]\w+)`", page, re.MULTILINE))
     assert promised == {
         "BadInput",
+        "TooManyRows",
         "MemoryReleased",
         "Mismatch",
         "OutOfStep",

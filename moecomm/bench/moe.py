@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -110,17 +111,15 @@ def _weights(case: Case, model: Model, rank: int, device: torch.device) -> dict[
     return {"w13": w13, "w2": drawn(local, model.hidden, inner)}
 
 
-def _window_bytes(case: Case, model: Model, tokens: int) -> int | None:
-    """Return the window bytes: those of four ranks for fewer than four, else None (the default).
+def _window_bytes(case: Case, model: Model, tokens: int) -> int:
+    """Return the window bytes, for any number of ranks: room for all rows of four.
 
     Graphs of all variants keep their outputs at the same time, and a rank has about as many rows with any number of
-    ranks. The worst case of few ranks, for which a default window has room twice, is not much more than these rows.
+    ranks.
     """
-    if case.ranks >= 4:
-        return None
-    most, dtype = max(tokens, case.room), torch.bfloat16
-    sizes = Settings(case.ranks, model.hidden, model.num_experts, model.topk, most, dtype, case.backend, None)
-    return -(-4 // case.ranks) * sizes.default_heap()
+    experts, most = -(-model.num_experts // 4) * 4, max(tokens, case.room)
+    sizes = Settings(4, model.hidden, experts, model.topk, most, torch.bfloat16, case.backend, None)
+    return replace(sizes, capacity_factor=math.inf).default_heap()
 
 
 class Layers:
@@ -246,7 +245,9 @@ class Layers:
 
     def _about(self, key: Key) -> dict[str, Any]:
         who, what, variant = key
-        return {"model": self._model.name, "tokens": self._tokens, "who": who, "what": what, "variant": variant}
+        return {"model": self._model.name, "tokens": self._tokens, "who": who, "what": what, "variant": variant} | {
+            "window_bytes": self.buffer.nbytes
+        }
 
     def _flops(self, what: str) -> int:
         """Return the floating-point operations of this rank's experts."""
@@ -257,8 +258,8 @@ class Layers:
 def merge(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the results of all ranks.
 
-    A row is {model, tokens, who, what, variant, us: {p50, p90, p99}, host_us, tflops, of_gemms, of_torch}, or has `why`
-    in place of figures.
+    A row is {model, tokens, who, what, variant, window_bytes, us: {p50, p90, p99}, host_us, tflops, of_gemms,
+    of_torch}, or has `why` in place of figures.
 
     - `us`: times of the slowest rank.
     - `tflops`: per rank, on average.

@@ -138,6 +138,7 @@ def show_backends(result: dict[str, Any], out: Console) -> None:
             f"x{row['of_first']:.3f}" if "of_first" in row else "",
             *(f"{row[f'{where}_{unit}'] / by:.1f}" for where in ("inside", "across") for unit, by in _MB_AND_GBS),
             "" if row["host_us"] is None else f"{row['host_us']:.1f}",
+            f"{row['window_bytes'] / 2**20:.0f}" if "window_bytes" in row else "",
         )
     show_table(table, out, names=4)
     _say_why(result, out)
@@ -221,12 +222,12 @@ def show_moe(result: dict[str, Any], out: Console) -> None:
         highlight=False,
     )
     table = _table("model", "tokens", "by", "what")
-    for column in ("p50", "p90 us", "TFLOP/s", "of GEMMs", "of torch", "host us"):
+    for column in ("p50", "p90 us", "TFLOP/s", "of GEMMs", "of torch", "host us", "window MiB"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in result["rows"]:
         about = (row["model"], str(row["tokens"]), row["who"], " ".join(filter(None, (row["what"], row["variant"]))))
         if "why" in row:
-            table.add_row(*about, *["-"] * 6)
+            table.add_row(*about, *["-"] * 7)
             continue
         table.add_row(
             *about,
@@ -235,6 +236,7 @@ def show_moe(result: dict[str, Any], out: Console) -> None:
             f"{row['of_gemms']:.2f}" if "of_gemms" in row else "",
             f"x{row['of_torch']:.2f}" if "of_torch" in row else "",
             "" if row["host_us"] is None else f"{row['host_us']:.1f}",
+            f"{row['window_bytes'] / 2**20:.0f}" if "window_bytes" in row else "",
         )
     show_table(table, out, names=4)
     for row in result["rows"]:
@@ -256,7 +258,7 @@ def show_deep_ep_layer(result: dict[str, Any], out: Console) -> None:
     for row in result["rows"]:
         about = (str(row["tokens"]), " ".join(filter(None, (row[key] for key in ("what", "payload", "variant")))))
         if "why" in row:
-            table.add_row(*about, *["-"] * 6)
+            table.add_row(*about, *["-"] * 7)
             continue
         times = [f"{row['us'][name]['p50']:.1f}" for name in ("native", "compat")]
         host = ["", "", ""]
