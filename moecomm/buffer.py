@@ -41,8 +41,8 @@ class Buffer(suspension.ReleasableMemory):
             moecomm.local_ranks(), or "self" for one rank alone.  None is "self" in a program of one process; in one
             of several it is an error, because torch.distributed.group.WORLD is None before init_process_group().
         hidden: columns of a token; a row is a multiple of 16 bytes.
-        num_experts: experts of all ranks together, a multiple of the number of ranks; rank r owns
-            `[r * E/R, (r + 1) * E/R)`.
+        num_experts: experts of all ranks together, at least one a rank.  `local_experts` are those of this rank: E/R
+            in a row, in order of ranks.  Of a remainder, the first ranks have one more each.
         topk: experts a token picks, 1 to 32.
         max_tokens: the most tokens one rank passes to a dispatch.
         dtype: bfloat16, float16 or float32: what tokens are made of (float8_e4m3fn rows with scales may be passed as
@@ -105,7 +105,7 @@ class Buffer(suspension.ReleasableMemory):
         self._members = suspension.Members(group, ranks.number, timeout_s)
         self.rank, self.num_ranks, self.dtype, self.timeout_s = ranks.rank, ranks.ranks, dtype, timeout_s
         self.hidden, self.num_experts, self.topk, self.max_tokens = hidden, num_experts, topk, max_tokens
-        self.domain_ranks = rounds.domain_ranks
+        self.domain_ranks, self.local_experts = rounds.domain_ranks, rounds.local_experts
         self.name = names.give(rounds)  # by which operators find it
         log.info(
             "rank %d of %d: %s (%s), %.1f MiB", self.rank, self.num_ranks, self.backend, self.why, self.nbytes / 2**20

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from moecomm.core.choices import GateKind
+from moecomm.core.experts import experts_of
 from moecomm.core.integers import check_integer
 from moecomm.core.validation import (
     MOST_SIZE,
@@ -241,15 +242,16 @@ def random_routing(
         raise BadInput("generator", type(generator).__name__, "a torch.Generator, or None")
     if not duplicates and topk > num_experts:
         raise BadInput("topk", topk, f"at most num_experts = {num_experts} without duplicates")
-    if num_experts % ranks:
-        raise BadInput("ranks", ranks, f"a divisor of num_experts = {num_experts}")
+    if num_experts < ranks:
+        raise BadInput("ranks", ranks, f"at most num_experts = {num_experts}")
     generator = torch.Generator().manual_seed(0) if generator is None else generator
-    device, local = generator.device, num_experts // ranks
+    device = generator.device
 
     def uniform(*shape: int) -> torch.Tensor:
         return torch.rand(*shape, generator=generator, device=device)
 
-    first = int(uniform(1).mul(ranks).item()) * local
+    mine = experts_of(int(uniform(1).mul(ranks).item()), num_experts, ranks)
+    first, local = mine.start, len(mine)
     skewed = uniform(tokens, 1) < skew
     if duplicates:
         anywhere, there = (uniform(tokens, topk) * num_experts).long(), first + (uniform(tokens, topk) * local).long()

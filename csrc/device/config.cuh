@@ -56,7 +56,7 @@ struct DispatchConfig {
     MOECOMM_BOTH constexpr i32 scaleup_ranks() const { return domain_ranks != 0 ? domain_ranks : ranks; }  // ranks of this domain
     MOECOMM_BOTH constexpr i32 domains() const { return ranks / scaleup_ranks(); }
     MOECOMM_BOTH constexpr i32 columns() const { return experts + ranks; }
-    MOECOMM_BOTH constexpr i32 experts_here() const { return experts / ranks; }
+    MOECOMM_BOTH constexpr ExpertRanges ranges() const { return {experts, ranks}; }
     MOECOMM_BOTH constexpr i32 warps() const {
         return send_warps + receive_warps + metadata_warps + flag_warps + put_warps + forward_warps;
     }

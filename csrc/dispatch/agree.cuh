@@ -15,15 +15,15 @@ MOECOMM_FN bool sum_counts(const Call& c) {
     for (i32 column = c.team_thread(); column < cfg.columns() + bits; column += c.kTeam) {
         const u64 first = tagged_word(c.round, 0, kHeaderWords + column);
         const i64 stride = static_cast<i64>(tagged_word(c.round, 1, 0) - tagged_word(c.round, 0, 0));
-        const i32 local = column - c.me() * cfg.experts_here();
+        const i32 local = column - c.first_expert();
         const bool is_bits = column >= cfg.columns();
-        const bool is_here = (cfg.packet_lines > 0 || cfg.descriptors) && local >= 0 && local < cfg.experts_here();
+        const bool is_here = (cfg.packet_lines > 0 || cfg.descriptors) && local >= 0 && local < c.experts_here();
         // Place of what is kept for each source: its bits, or the counts of earlier sources.
         i32* const kept = is_bits                          ? reinterpret_cast<i32*>(c.shared.arriving[0]) + column - cfg.columns()
                           : is_here                        ? c.shared.into + local
                           : column == cfg.experts + c.me() ? c.shared.slots_before
                                                            : nullptr;
-        const i32 pitch = is_bits ? kWantedWords : is_here ? cfg.experts_here() : 1;
+        const i32 pitch = is_bits ? kWantedWords : is_here ? cfg.ranges().most() : 1;
         i32 polls = 0, total = 0, before = 0;
         const bool in_time = await_words<(cfg.ranks > 8 ? 16 : 8)>(
             c.round, cfg.ranks, [&](i32 source) { return first + source * stride; }, [](i32 source) { return source; },
@@ -48,16 +48,17 @@ template <class Call>
 MOECOMM_FN void place_groups(const Call& c, i32 rank) {
     constexpr DispatchConfig cfg = Call::cfg;
     constexpr bool batched = cfg.layout == Layout::batched;
-    constexpr i32 each = ceil_div(cfg.experts_here(), kWarp);
-    const i32 group = batched_group(c.shared.headers[rank].max_rows, cfg.experts_here());
-    const i32 first = lane_id() * each, groups = min(max(cfg.experts_here() - first, 0), each);
-    i32* const base = c.shared.base + rank * cfg.experts_here() + first;
+    constexpr ExpertRanges ranges = cfg.ranges();
+    constexpr i32 each = ceil_div(ranges.most(), kWarp);
+    const i32 group = batched_group(c.shared.headers[rank].max_rows, ranges.count(rank));
+    const i32 first = lane_id() * each, groups = min(max(ranges.count(rank) - first, 0), each);
+    i32* const base = c.shared.base + ranges.first(rank) + first;
     i32* const filled = rank == c.me() ? c.shared.filled + first : nullptr;
     i64 rows = 0, too_many = 0;
 #pragma unroll 4
     for (i32 i = 0; i < each; ++i) {
         if (i >= groups) continue;
-        const i32 count = c.shared.total[rank * cfg.experts_here() + first + i];
+        const i32 count = c.shared.total[ranges.first(rank) + first + i];
         const i32 start = batched ? (first + i) * group : static_cast<i32>(rows);
         base[i] += start;
         if (filled != nullptr) filled[i] = start + count;
@@ -92,7 +93,7 @@ MOECOMM_FN ValidationResult validate_rows(const Call& c, i32 rank) {
     constexpr DispatchConfig cfg = Call::cfg;
     const bool batched = cfg.layout == Layout::batched;
     const i32 published = c.shared.headers[rank].max_rows;
-    const i64 needed = c.shared.needed[rank], limit = batched ? batched_group(published, cfg.experts_here()) : published;
+    const i64 needed = c.shared.needed[rank], limit = batched ? batched_group(published, cfg.ranges().count(rank)) : published;
     if (needed <= limit) return {Failure::none, Argument::none, -1, 0, 0};
     return {Failure::bad_input, batched ? batched_error(c.shape(), limit) : Argument::max_rows, rank, limit, needed};
 }

@@ -65,11 +65,11 @@ struct DispatchShared {
     i32 own_counts[cfg.columns()];   // counts of all tokens of this rank
     i32 base[cfg.columns()];         // row at the owner of this block's first entry; in the columns of ranks, the flat row
     i32 total[cfg.columns()];        // counts of all ranks
-    i32 filled[cfg.experts_here()];  // end of the rows of each expert here, padding not included
+    i32 filled[cfg.ranges().most()];  // end of the rows of each expert here, padding not included
     u32 bad;                         // the first bad entry of this rank's input (see count.cuh), 0 if none
     i32 first_error;                 // the first failed check (see validate_rank), 2 * ranks if the round is valid
     // Packets and row descriptors: by source and local expert, the rows of earlier sources.
-    i32 into[cfg.packet_lines > 0 || cfg.descriptors ? cfg.experts : 1];
+    i32 into[cfg.packet_lines > 0 || cfg.descriptors ? cfg.ranks * cfg.ranges().most() : 1];
     i32 slots_before[cfg.ranks + 1];        // packets: flat rows of earlier sources
     u32 arriving[cfg.ranks][kWantedWords];  // packets: by source, one bit for each of its tokens that arrives here
     u32 wanted[cfg.ranks][kWantedWords];    // packets: by rank, one bit for each token of this rank that goes there
@@ -158,8 +158,15 @@ struct DispatchCall {
         if constexpr (cfg.idx_bytes == 8) return reinterpret_cast<const i64*>(a.topk_idx)[entry];
         return reinterpret_cast<const i32*>(a.topk_idx)[entry];
     }
+    // Experts of this rank.
+    MOECOMM_FN i32 first_expert() const { return cfg.ranges().first(me()); }
+    MOECOMM_FN i32 experts_here() const { return cfg.ranges().count(me()); }
     // Index of an entry's expert at its owner. In range even if the id has changed since it was checked.
-    MOECOMM_FN i32 local_at(i64 entry) const { return static_cast<i32>(static_cast<u32>(id_at(entry)) % cfg.experts_here()); }
+    MOECOMM_FN i32 local_at(i64 entry, i32 owner) const {
+        const u32 id = static_cast<u32>(id_at(entry));
+        if constexpr (cfg.ranges().longer() == 0) return static_cast<i32>(id % cfg.ranges().least());
+        return min(static_cast<i32>(id - cfg.ranges().first(owner)) & 0x7fffffff, cfg.ranges().count(owner) - 1);
+    }
     MOECOMM_FN float weight_at(i64 entry) const {
         return a.topk_weights != 0 ? reinterpret_cast<const float*>(a.topk_weights)[entry] : 1.0f;
     }

@@ -40,7 +40,7 @@ MOECOMM_FN void for_columns(const Call& c, i32 first, i32 end, i32 part, i32 str
             const float w = c.weight_at(entry);
             if (w != w) atomicMax(&c.shared.bad, kBadWeight - static_cast<u32>(entry));
         }
-        const i32 owner = id >= 0 ? static_cast<i32>(id) / cfg.experts_here() : -1;
+        const i32 owner = id >= 0 ? cfg.ranges().owner(static_cast<i32>(id)) : -1;
         const bool first_there =
             (lanes_of_rank<cfg.ranks>(owner) & lanes_of_token<cfg.topk>() & lanes_below()) == 0;  // the token's first entry for that rank
         if (id < 0) return;

@@ -23,7 +23,7 @@ struct DescriptorSender {
 // Returns the owner of an expert id, -1 if the id is -1 or out of range.
 template <class Call>
 MOECOMM_FN i32 owner_of(i64 id) {
-    return id >= 0 && valid_id(id, Call::cfg.experts) ? static_cast<i32>(id) / Call::cfg.experts_here() : -1;
+    return id >= 0 && valid_id(id, Call::cfg.experts) ? Call::cfg.ranges().owner(static_cast<i32>(id)) : -1;
 }
 
 // Called by all threads, after agree(). Stores the row descriptors of the block's tokens at their owners; a warp handles as many tokens as
@@ -86,12 +86,13 @@ MOECOMM_FN void publish_ids(const Call& c) {
 template <class Call>
 MOECOMM_FN bool make_descriptors(const Call& c, i32 source) {
     constexpr DispatchConfig cfg = Call::cfg;
-    constexpr i32 here = cfg.experts_here();
+    constexpr i32 most = cfg.ranges().most();
+    const i32 here = c.experts_here();
     const RoundHeader& from = c.shared.headers[source];
     const u64 product_bytes = cfg.hidden * bytes_of(cfg.type);
-    i32* const next = c.shared.base + c.me() * here;  // the next row of each expert here
+    i32* const next = c.shared.base + c.first_expert();  // the next row of each expert here
     for (i32 i = threadIdx.x; i < here; i += cfg.threads())
-        next[i] = c.shared.filled[i] - c.shared.total[c.me() * here + i] + c.shared.into[source * here + i];
+        next[i] = c.shared.filled[i] - c.shared.total[c.first_expert() + i] + c.shared.into[source * most + i];
     __syncthreads();
     auto* const descriptors = reinterpret_cast<RowDescriptor*>(c.a.ctx.peers[c.me()] + c.a.out_x);
     const i32 thread = threadIdx.x, mine = ceil_div(max(from.num_tokens * cfg.topk - thread, 0), cfg.threads());
@@ -99,7 +100,7 @@ MOECOMM_FN bool make_descriptors(const Call& c, i32 source) {
         c.round, mine, [&](i32 nth) { return id_place(c, source, thread) + nth * cfg.threads() * sizeof(u64); },
         [&](i32) { return source; }, [](i32) { return false; },
         [&](i32 nth, u32 id) {
-            const i32 entry = thread + nth * cfg.threads(), expert = static_cast<i32>(id) - c.me() * here;
+            const i32 entry = thread + nth * cfg.threads(), expert = static_cast<i32>(id) - c.first_expert();
             if (expert < 0 || expert >= here) return;
             const i32 row = min(atomicAdd(&next[expert], 1), c.a.max_rows - 1);  // as in row_inside
             descriptors[row] = RowDescriptor::of(from.published.rows + entry / cfg.topk * from.published.pitch, -1,

@@ -75,7 +75,7 @@ MOECOMM_FN void write_chunk_metadata(const Call& c, i32 chunk) {
         const Metadata e{token, k, reinterpret_cast<const i32*>(c.a.route.token_rows)[entry],
                          reinterpret_cast<const i32*>(c.a.route.token_owner)[entry], c.weight_at(entry)};
         if constexpr (cfg.layout == Layout::flat) {
-            write_flat_metadata(c, Ours<Call>{c}, e, e.owner >= 0 ? c.local_at(entry) : -1);
+            write_flat_metadata(c, Ours<Call>{c}, e, e.owner >= 0 ? c.local_at(entry, e.owner) : -1);
         } else {
             write_row_metadata(c, Ours<Call>{c}, e);
         }

@@ -16,13 +16,13 @@ MOECOMM_FN void write_counts(const Call& c) {
         round_of(c.a.route, cfg.ranks) = c.round.tag;
         seal_of(c.a.route, cfg.ranks) = kernel_seal(c.a.route);
     }
-    const i32 me = c.me();
-    const i32* total = c.shared.total + me * cfg.experts_here();
+    const i32 me = c.me(), here = c.experts_here();
+    const i32* total = c.shared.total + c.first_expert();
     auto* tokens = reinterpret_cast<i32*>(c.a.tokens_per_expert);
     auto* rows_of = reinterpret_cast<i64*>(c.a.rows_per_expert);
     auto* sent = reinterpret_cast<SourceTokens*>(c.a.route.sent);
 #pragma unroll 1
-    for (i32 e = threadIdx.x; e < cfg.experts_here(); e += cfg.send_warps * kWarp) {
+    for (i32 e = threadIdx.x; e < here; e += cfg.send_warps * kWarp) {
         tokens[e] = total[e];
         rows_of[e] = cfg.layout == Layout::expert ? aligned_group(total[e], c.a.alignment) : total[e];
     }
@@ -33,7 +33,7 @@ MOECOMM_FN void write_counts(const Call& c) {
     i32 rows = static_cast<i32>(c.shared.needed[me]);
     if constexpr (cfg.layout == Layout::batched) {
         rows = 0;
-        for (i32 e = lane_id(); e < cfg.experts_here(); e += kWarp) rows += total[e];
+        for (i32 e = lane_id(); e < here; e += kWarp) rows += total[e];
         rows = static_cast<i32>(__reduce_add_sync(kAllLanes, static_cast<u32>(rows)));
     }
     if (threadIdx.x == 0) *reinterpret_cast<i32*>(c.a.num_rows) = rows;
@@ -47,8 +47,8 @@ MOECOMM_FN void clear_padding(const Call& c) {
     if (cfg.repeat || cfg.layout != Layout::expert || c.a.alignment == 1) return;
     auto* src = c.transport.template local<int2>(c.a.out_src);
     auto* weights = c.transport.template local<float>(c.a.out_weights);
-    for (i32 e = blockIdx.x + gridDim.x * warp_id(); e < cfg.experts_here(); e += gridDim.x * cfg.send_warps) {
-        const i32 filled = c.shared.filled[e], count = c.shared.total[c.me() * cfg.experts_here() + e];
+    for (i32 e = blockIdx.x + gridDim.x * warp_id(); e < c.experts_here(); e += gridDim.x * cfg.send_warps) {
+        const i32 filled = c.shared.filled[e], count = c.shared.total[c.first_expert() + e];
         const i32 end = filled - count + aligned_group(count, c.a.alignment);
 #pragma unroll 1
         for (i32 row = filled + lane_id(); row < end; row += kWarp) {
@@ -91,7 +91,7 @@ MOECOMM_FN void clear_route(const Call& c) {
     forget(route.token_owner, cfg.topk);
     forget(route.token_slot, cfg.ranks);
 #pragma unroll 1
-    for (i32 e = thread; e < cfg.experts_here(); e += threads) {
+    for (i32 e = thread; e < c.experts_here(); e += threads) {
         reinterpret_cast<i32*>(c.a.tokens_per_expert)[e] = 0;
         reinterpret_cast<i64*>(c.a.rows_per_expert)[e] = 0;
     }

@@ -95,7 +95,7 @@ struct Packets {
         __syncwarp();
         const u64 offset = packets_at(c.window(), c.shape(), c.round.tag, c.me()) +
                            static_cast<u64>(token * kOfRow + column / kColumns) * cfg.packet_lines * kLineBytes;
-        store(offset, expert >= 0 ? expert / cfg.experts_here() : -1);
+        store(offset, expert >= 0 ? cfg.ranges().owner(expert) : -1);
         __syncwarp();  // the slot is free
         ++sent;
         look_ahead();

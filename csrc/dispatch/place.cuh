@@ -69,7 +69,7 @@ MOECOMM_FN void place_tokens(const Call& c, i32 first, i32 end, i32* cursors) {
     for_entries(c, first, end, 0, 1, per_step, [&](i32 at, i32 token, i32 k, i64 id) {
         if (at % chunk_tokens == 0) range.begin(cursors);
         if (!valid_id(id, cfg.experts)) id = -1;  // the round will be invalid
-        const i32 expert = static_cast<i32>(id), owner = id >= 0 ? expert / cfg.experts_here() : -1;
+        const i32 expert = static_cast<i32>(id), owner = id >= 0 ? cfg.ranges().owner(expert) : -1;
         const u32 same = lanes_with(expert);
         const u32 mates = lanes_of_rank<cfg.ranks>(owner) & lanes_of_token<cfg.topk>();  // lanes of this token's entries at the same owner
         const bool leads = id >= 0 && (mates & below) == 0;
@@ -170,10 +170,10 @@ MOECOMM_FN void finalize_share(const Call& c) {
         struct Entry {
             i32 place, owner, local;
         };
-        const auto entry = [&](i32 i) { return Entry{rows[i], owners[i], cfg.layout == Layout::flat ? 0 : c.local_at(i)}; };
+        const auto entry = [&](i32 i) { return Entry{rows[i], owners[i], cfg.layout == Layout::flat ? 0 : owners[i] < 0 ? 0 : c.local_at(i, owners[i])}; };
         map_words(0, of_entries, c.share.first * cfg.topk, c.share.end * cfg.topk, entry, [&](i32 i, Entry e) {
             if (e.place < 0) return;
-            const i32 column = cfg.layout == Layout::flat ? cfg.experts + e.owner : e.owner * cfg.experts_here() + e.local;
+            const i32 column = cfg.layout == Layout::flat ? cfg.experts + e.owner : cfg.ranges().first(e.owner) + e.local;
             rows[i] = row_inside(c, e.owner, e.place + base[column]);
         });
         map_words(

@@ -135,7 +135,7 @@ MOECOMM_FN void place_scales(const Call& c, i32 first, i32 count) {
     constexpr i32 words = cfg.scale_bytes / 4;
     const auto* rows = reinterpret_cast<const i32*>(c.a.route.rows);
     auto* columns = reinterpret_cast<i32*>(c.a.scale_columns);
-    const i64 group = cfg.layout == Layout::batched ? batched_group(c.a.max_rows, cfg.experts_here()) : 0;
+    const i64 group = cfg.layout == Layout::batched ? batched_group(c.a.max_rows, c.experts_here()) : 0;
     for (i32 slot = first; slot < first + count; ++slot) {
         i32 row = lane_id() == 0 ? slot : -1;
         if constexpr (cfg.layout != Layout::flat)

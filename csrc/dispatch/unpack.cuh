@@ -63,13 +63,13 @@ struct Unpacker {
         }
         const u64 packed = entry();
         const u32 upper = static_cast<u32>(packed >> 32);
-        const i32 local = static_cast<i32>(upper >> 16) - c.me() * cfg.experts_here();
-        const bool here = upper != kNoEntry && local >= 0 && local < cfg.experts_here();
+        const i32 local = static_cast<i32>(upper >> 16) - c.first_expert();
+        const bool here = upper != kNoEntry && local >= 0 && local < c.experts_here();
         i32 row = -1;
         if (cfg.layout == Layout::flat && lane_id() == 0) row = slot;
         if (cfg.layout != Layout::flat && here) {
-            const i32 start = c.shared.filled[local] - c.shared.total[c.me() * cfg.experts_here() + local];
-            const i32 first = start + c.shared.into[source * cfg.experts_here() + local];
+            const i32 start = c.shared.filled[local] - c.shared.total[c.first_expert() + local];
+            const i32 first = start + c.shared.into[source * cfg.ranges().most() + local];
             row = min(first + static_cast<i32>(upper & 0xffffu), c.a.max_rows - 1);  // see row_inside
         }
         if (piece == 0 && lane_id() < cfg.topk) write_metadata(row, here ? local : -1, here ? static_cast<u32>(packed) : 0);
@@ -91,7 +91,7 @@ struct Unpacker {
     MOECOMM_FN void put_scales(i64 row, i32 at, u64 bits) const {
         const bool both = cfg.scale_bytes % 8 == 0 || at + 4 < cfg.scale_bytes;
         if constexpr (cfg.scale_columns) {
-            const i64 group = cfg.layout == Layout::batched ? batched_group(c.a.max_rows, cfg.experts_here()) : 0;
+            const i64 group = cfg.layout == Layout::batched ? batched_group(c.a.max_rows, c.experts_here()) : 0;
             auto* there = reinterpret_cast<u32*>(c.a.scale_columns);
             there += group == 0 ? row : row / group * (cfg.scale_bytes / 4) * c.a.scale_stride + row % group;
             there[at / 4 * c.a.scale_stride] = static_cast<u32>(bits);

@@ -19,7 +19,7 @@ Plan::Plan(const DispatchArgs& args, const Round& round)
       r_(round),
       shape_(args.ctx.shape),
       columns_(args.ctx.window.columns),
-      experts_here_(args.ctx.shape.experts / args.ctx.shape.ranks) {
+      ranges_(expert_ranges(args.ctx.shape)) {
     if (a_.repeat != 0 || a_.part == static_cast<i32>(Part::end)) return;
     ids_.reset(new i32[static_cast<i64>(a_.num_tokens) * shape_.topk]);  // not initialized: count() writes all of them
     before_.assign(static_cast<i64>(own_chunks()) * columns_, 0);
@@ -82,18 +82,18 @@ void Plan::gather() {
 }
 
 i64 Plan::rows_needed(i32 rank) const {
-    const i32* counts = &total_[rank * experts_here_];
+    const i32* counts = &total_[ranges_.first(rank)];
     if (a_.layout == static_cast<i32>(Layout::flat)) return total_[shape_.experts + rank];
     i64 rows = 0;
-    for (i32 e = 0; e < experts_here_; ++e) rows += align_up<i64>(counts[e], a_.alignment);
+    for (i32 e = 0; e < ranges_.count(rank); ++e) rows += align_up<i64>(counts[e], a_.alignment);
     return rows;
 }
 
 ValidationResult Plan::validate_capacity() const {
     for (i32 p = 0; p < r_.ranks; ++p) {
         if (a_.layout == static_cast<i32>(Layout::batched)) {
-            const i64 group = batched_group(r_.header(p).max_rows, experts_here_);
-            for (i32 e = p * experts_here_; e < (p + 1) * experts_here_; ++e)
+            const i64 group = batched_group(r_.header(p).max_rows, ranges_.count(p));
+            for (i32 e = ranges_.first(p); e < ranges_.first(p + 1); ++e)
                 if (total_[e] > group) return {Failure::bad_input, batched_error(shape_, group), p, group, total_[e]};
         } else if (rows_needed(p) > r_.header(p).max_rows) {
             return {Failure::bad_input, Argument::max_rows, p, r_.header(p).max_rows, rows_needed(p)};
@@ -111,9 +111,9 @@ void Plan::place() {
 void Plan::place_experts() {
     i32 start = 0;
     for (i32 e = 0; e < shape_.experts; ++e) {
-        const i32 local_expert = e % experts_here_;
+        const i32 rank = owner(e), local_expert = local(e);
         if (a_.layout == static_cast<i32>(Layout::batched)) {
-            start = local_expert * batched_group(r_.header(e / experts_here_).max_rows, experts_here_);
+            start = local_expert * batched_group(r_.header(rank).max_rows, ranges_.count(rank));
         } else if (local_expert == 0) {
             start = 0;
         }
@@ -125,13 +125,14 @@ void Plan::place_experts() {
 void Plan::store_outputs() {
     SourceTokens* sent = memory<SourceTokens>(a_.route.sent);
     for (i32 source = 0; source < r_.ranks; ++source) sent[source] = {r_.header(source).num_tokens, r_.header(source).chunk_tokens};
-    const i32* counts = &total_[r_.me * experts_here_];
-    std::copy_n(counts, experts_here_, memory<i32>(a_.tokens_per_expert));
+    const i32 here = experts_here();
+    const i32* counts = &total_[ranges_.first(r_.me)];
+    std::copy_n(counts, here, memory<i32>(a_.tokens_per_expert));
     const i32 alignment = a_.layout == static_cast<i32>(Layout::expert) ? a_.alignment : 1;
-    std::transform(counts, counts + experts_here_, memory<i64>(a_.rows_per_expert),
+    std::transform(counts, counts + here, memory<i64>(a_.rows_per_expert),
                    [=](i32 count) { return aligned_group(count, alignment); });
     i64 rows = 0;
-    for (i32 e = 0; e < experts_here_; ++e) rows += counts[e];
+    for (i32 e = 0; e < here; ++e) rows += counts[e];
     *memory<i32>(a_.num_rows) = static_cast<i32>(a_.layout == static_cast<i32>(Layout::batched) ? rows : rows_needed(r_.me));
 }
 
@@ -141,8 +142,8 @@ void Plan::clear() {
     std::fill_n(memory<i32>(a_.route.token_owner), tokens * shape_.topk, -1);
     std::fill_n(memory<i32>(a_.route.token_slot), tokens * r_.ranks, -1);
     std::fill_n(memory<SourceTokens>(a_.route.sent), r_.ranks, SourceTokens{0, 1});
-    std::fill_n(memory<i32>(a_.tokens_per_expert), experts_here_, 0);
-    std::fill_n(memory<i64>(a_.rows_per_expert), experts_here_, 0);
+    std::fill_n(memory<i32>(a_.tokens_per_expert), experts_here(), 0);
+    std::fill_n(memory<i64>(a_.rows_per_expert), experts_here(), 0);
     *memory<i32>(a_.num_rows) = 0;
 }
 
@@ -153,7 +154,7 @@ i32* Plan::cursors(i32 chunk) {
 }
 
 Plan::Padding Plan::padding(i32 expert, i64 group_start) const {
-    const i32 count = total_[r_.me * experts_here_ + expert];
+    const i32 count = total_[ranges_.first(r_.me) + expert];
     return {group_start + count, group_start + aligned_group(count, a_.alignment)};
 }
 

@@ -22,8 +22,8 @@ class Plan {
 
     // Expert id of a counted entry, token * topk + k; -1 for none.
     i32 id_at(i64 entry) const { return ids_[entry]; }
-    i32 owner(i32 id) const { return id / experts_here_; }
-    i32 local(i32 id) const { return id % experts_here_; }
+    i32 owner(i32 id) const { return ranges_.owner(id); }
+    i32 local(i32 id) const { return ranges_.local(id); }
 
     i32 own_chunks() const { return ceil_div(a_.num_tokens, a_.chunk_tokens); }
     // Count one chunk of this rank's tokens: tokens per expert, then flat rows per rank.  Return the first error.  Chunks may be counted by
@@ -48,7 +48,7 @@ class Plan {
         i64 filled, end;
     };
     Padding padding(i32 expert, i64 group_start) const;
-    i32 experts_here() const { return experts_here_; }
+    i32 experts_here() const { return ranges_.count(r_.me); }
 
   private:
     // Chunk-major, because a sender uses all columns of one chunk.
@@ -67,7 +67,7 @@ class Plan {
     const Round& r_;
     const Shape& shape_;
     const i32 columns_;
-    const i32 experts_here_;
+    const ExpertRanges ranges_;
     std::unique_ptr<i32[]> ids_;  // by entry: the validated id; rows are assigned by the ids that were counted
     std::vector<i32> before_;     // by own chunk and column: its counts; after total_up() those of the chunks before it
     std::vector<i32> total_;      // by column: counts of this rank; after gather() of all ranks

@@ -7,7 +7,7 @@ namespace {
 
 // True for a contiguous tensor [local experts, rows of each, ...].
 bool is_batch(const DispatchArgs& dispatch, const DLTensor& t, i32 ndim) {
-    const i32 here = dispatch.ctx.shape.experts / dispatch.ctx.shape.ranks;
+    const i32 here = expert_ranges(dispatch.ctx.shape).count(dispatch.ctx.rank);
     return t.ndim == ndim && t.shape[0] == here && t.shape[1] == batched_group(dispatch.max_rows, here) && is_contiguous(t);
 }
 

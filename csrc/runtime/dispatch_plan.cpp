@@ -3,11 +3,14 @@
 #include <stdexcept>
 
 #include "../protocol/domains.h"
+#include "../protocol/slots.h"
 
 namespace moecomm::runtime {
 namespace {
 
 constexpr DLDataType kInt32{0, 32, 1}, kInt64{0, 64, 1}, kFloat32{2, 32, 1}, kFloat8{10, 8, 1};
+
+i32 experts_here(const DispatchArgs& args) { return expert_ranges(args.ctx.shape).count(args.ctx.rank); }
 
 // Carves consecutive pieces out of a block.
 class Pieces {
@@ -38,7 +41,7 @@ Payload payload_of(const DispatchArgs& args, i32 max_rows, bool scale_columns) {
     Pieces pieces;
     p.scales = pieces.take(scale_columns ? tokens : max_rows, args.scale_bytes);
     if (scale_columns) {
-        p.groups = batched ? shape.experts / shape.ranks : 1;
+        p.groups = batched ? experts_here(args) : 1;
         p.stride = align_up<i64>(max_rows / p.groups, 4);  // a column is a multiple of 16 bytes, for TMA
         p.columns = pieces.take(static_cast<u64>(p.groups) * p.stride, args.scale_bytes);
     }
@@ -68,8 +71,8 @@ Kept kept_of(const DispatchArgs& args, i32 max_rows) {
     k.sent = pieces.take(1, ranks * sizeof(SourceTokens) + kRouteTail);
     k.ranges = pieces.take(ranks * tokens, sizeof(u32));
     k.forwarded = pieces.take(domains(shape) > 1 ? domains(shape) * tokens : 0, forwarded_words(shape) * sizeof(i32));
-    k.tokens_per_expert = pieces.take(shape.experts / shape.ranks, sizeof(i32));
-    k.rows_per_expert = pieces.take(shape.experts / shape.ranks, sizeof(i64));
+    k.tokens_per_expert = pieces.take(experts_here(args), sizeof(i32));
+    k.rows_per_expert = pieces.take(experts_here(args), sizeof(i64));
     k.num_rows = pieces.take(1, sizeof(i32));
     k.bytes = pieces.end();
     return k;
@@ -189,7 +192,7 @@ FlatOutputs DispatchPlan::flat_outputs(const DispatchArgs& args) const {
 
 ExpertOutputs DispatchPlan::expert_outputs(const DispatchArgs& args) const {
     require_as_given(args, Layout::expert);
-    const i64 experts = args.ctx.shape.experts / args.ctx.shape.ranks;
+    const i64 experts = experts_here(args);
     return {rows_as_given(args),
             scales_as_given(args),
             {window_of(args.ctx, args.ctx.rank) + args.out_weights, {args.max_rows}, kFloat32},
@@ -198,7 +201,7 @@ ExpertOutputs DispatchPlan::expert_outputs(const DispatchArgs& args) const {
 
 BatchedOutputs DispatchPlan::batched_outputs(const DispatchArgs& args) const {
     if (args.layout != static_cast<i32>(Layout::batched)) throw std::invalid_argument("not batched rows");
-    const i64 experts = args.ctx.shape.experts / args.ctx.shape.ranks;
+    const i64 experts = experts_here(args);
     const DLDataType type = args.quantize != 0 ? kFloat8 : x_.type();
     return {{window_of(args.ctx, args.ctx.rank) + args.out_x, {experts, args.max_rows / experts, args.hidden}, type},
             {args.tokens_per_expert, {experts}, kInt32}};

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from moecomm.core.choices import BackendName
+from moecomm.core.experts import owners_of
 from moecomm.core.protocol import LAYOUTS
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.settings import Settings
@@ -142,7 +143,7 @@ class Traffic:
         """Count the rows of all ranks. Collective. A `domain_ranks` of 0 means one domain."""
         ranks = rendezvous(group)
         near = domain_ranks or ranks.ranks
-        owner = torch.where(topk_idx >= 0, topk_idx // (experts // ranks.ranks), -1)
+        owner = owners_of(topk_idx, experts, ranks.ranks)
         to = torch.arange(ranks.ranks)
         wanted = owner.unsqueeze(2) == to  # [T, K, R]
         by_rank = wanted.any(dim=1)  # [T, R]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from moecomm.core.experts import experts_of
 from moecomm.core.memory import WindowMemory
 from moecomm.core.plans import PlanCache
 from moecomm.core.session import Session
@@ -24,6 +25,7 @@ class Rounds(RoundState):
         self.rank, self.num_ranks, self.dtype = session.context.rank, settings.ranks, settings.dtype
         self.hidden, self.num_experts = settings.hidden, settings.num_experts
         self.topk, self.max_tokens = settings.topk, settings.max_tokens
+        self.local_experts = experts_of(self.rank, self.num_experts, self.num_ranks)
         self.domain_ranks = shape.domain_ranks or settings.ranks
         self.packet_room = shape.packet_bytes if self.domain_ranks == settings.ranks else 0
         self.device = session.device

@@ -12,6 +12,7 @@ import torch
 
 from moecomm import _native
 from moecomm.core.choices import Wire, is_exact
+from moecomm.core.experts import experts_of
 from moecomm.core.integers import is_integer
 from moecomm.core.protocol import DTYPES, MAX_CHUNK, MAX_HOST_RANKS, MAX_RANKS, MAX_TOPK
 from moecomm.core.validation import check_dtype
@@ -133,8 +134,8 @@ class Settings:
         most = MAX_HOST_RANKS if self.backend == "host" else MAX_RANKS
         if not 1 <= self.ranks <= most:
             raise BadInput("group", f"{self.ranks} ranks", f"1 to {most}, which backend {self.backend!r} connects")
-        if self.num_experts < 1 or self.num_experts % self.ranks:
-            raise BadInput("num_experts", self.num_experts, f"a multiple of the number of ranks, {self.ranks}")
+        if self.num_experts < self.ranks:
+            raise BadInput("num_experts", self.num_experts, f"at least {self.ranks}, the number of ranks")
         if self.max_tokens < 1 or self.ranks * self.max_tokens >= MAX_FLAT_ROWS:
             raise BadInput("max_tokens", self.max_tokens, f"1 to {(MAX_FLAT_ROWS - 1) // self.ranks}")
         for name, size in (("hidden", self.staged_row_bytes), ("num_experts", self.num_experts)):
@@ -197,9 +198,13 @@ class Settings:
         """
         return self.hidden * self.dtype.itemsize, max(self.hidden // 4, 256)
 
-    def worst_rows(self, layout: str, alignment: int = 1, max_rows: int | None = None) -> int:
+    def local_experts(self, rank: int = 0) -> int:
+        """How many experts a rank has.  Rank 0 has the most."""
+        return len(experts_of(rank, self.num_experts, self.ranks))
+
+    def worst_rows(self, layout: str, alignment: int = 1, max_rows: int | None = None, *, rank: int = 0) -> int:
         """The most rows a rank can receive in a dispatch of this layout; `max_rows`: see Buffer.dispatch."""
-        rows, local = self.ranks * self.max_tokens, self.num_experts // self.ranks
+        rows, local = self.ranks * self.max_tokens, self.local_experts(rank)
         if layout == "expert":
             rows = rows * self.topk + (alignment - 1) * local
         if max_rows is not None:
@@ -209,23 +214,24 @@ class Settings:
     def round_bytes(self, layout: str, max_rows: int | None = None) -> int:
         """Window memory for the outputs of one round in the worst case: rows, and the tables of the handle."""
         row = self.hidden * self.dtype.itemsize + self.hidden // 32 + 64  # with scales, src and weights
-        tokens, local = self.ranks * self.max_tokens, self.num_experts // self.ranks
+        tokens, local = self.ranks * self.max_tokens, self.local_experts()
         return self.worst_rows(layout, 128, max_rows) * row + tokens * (16 * self.topk + 16) + 4 * local + (1 << 16)
 
-    def capacity_rows(self, layout: str, alignment: int = 1) -> int:
+    def capacity_rows(self, layout: str, alignment: int = 1, *, rank: int = 0) -> int:
         """The rows that a dispatch makes room for if its caller does not say how many.
 
         They are those of even routing times the capacity factor, with room for padding and for a token of each rank,
         at most those of the worst case.  Without a factor of the caller, as many as fit _ROOM are not too many either.
         """
-        local = self.num_experts // self.ranks
+        local = self.local_experts(rank)
         groups = local if layout == "batched" else 1
         even = self.max_tokens * (min(self.topk, self.ranks) if layout == "flat" else self.topk)
+        even = -(-even * local * self.ranks // self.num_experts)  # a rank with more experts gets more rows
         factor = CAPACITY_FACTOR if self.capacity_factor is None else self.capacity_factor
-        worst = self.worst_rows(layout, alignment)
+        worst = self.worst_rows(layout, alignment, rank=rank)
         if factor * even >= worst:
             return worst
-        rows = max(math.ceil(factor * even), replace(self, max_tokens=1).worst_rows(layout, alignment))
+        rows = max(math.ceil(factor * even), replace(self, max_tokens=1).worst_rows(layout, alignment, rank=rank))
         if layout == "expert" and alignment > 1:
             rows = max(rows, even + (alignment - 1) * local)
         if self.capacity_factor is None:
@@ -246,7 +252,7 @@ class Settings:
         tables = self.ranks * (4 * self.topk + 4) + 8 * self.topk + 4 * self.ranks  # a token's
         if self.domain_ranks is not None and self.is_multi_domain:
             tables += 4 * (self.ranks // self.domain_ranks) * (2 * self.topk + self.domain_ranks)
-        few = 16 * (self.num_experts // self.ranks) + (1 << 16)
+        few = 16 * self.local_experts() + (1 << 16)
         return 2 * (rows * self._output_row_bytes + self.max_tokens * tables + few)
 
     @property

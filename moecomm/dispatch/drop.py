@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from moecomm.core.choices import Layout
+from moecomm.core.experts import owners_of
 from moecomm.core.settings import Settings
 
 
@@ -25,25 +26,31 @@ def drop(
 
     Runs on the device and does not wait for it.  Of equal weights, and without weights, the first tokens stay.
     """
-    local = settings.num_experts // settings.ranks
-    groups = local if layout == "batched" else 1
-    rows = settings.capacity_rows(layout, alignment)
-    if max_rows is not None:
-        rows = min(max_rows * groups, settings.worst_rows(layout, alignment))
-    if layout == "expert":
-        rows -= (alignment - 1) * local
-    quota = max(0, rows) // groups // settings.ranks
+    quota = min(_quota(settings, layout, alignment, max_rows, rank) for rank in (0, settings.ranks - 1))
     weights = torch.zeros(topk_idx.shape, device=topk_idx.device) if topk_weights is None else topk_weights
     ids = topk_idx.long()
     known = (ids >= 0) & (ids < settings.num_experts)  # the dispatch reports others
+    owners = owners_of(ids, settings.num_experts, settings.ranks)
     if layout == "flat":
-        kept = _of_tokens(torch.where(known, ids // local, settings.ranks), weights, settings.ranks, quota)
+        kept = _of_tokens(torch.where(known, owners, settings.ranks), weights, settings.ranks, quota)
     else:
-        owners = ids if layout == "batched" else ids // local
+        owners = ids if layout == "batched" else owners
         count = settings.num_experts if layout == "batched" else settings.ranks
         kept = _of_entries(torch.where(known, owners, count).flatten(), weights.flatten(), count, quota)
     kept = kept.view_as(known) | ~known
     return torch.where(kept, topk_idx, -1), (~kept).sum(dtype=torch.int32).reshape(1)
+
+
+def _quota(settings: Settings, layout: Layout, alignment: int, max_rows: int | None, rank: int) -> int:
+    """Return the rows that each rank may send to a rank (batched: to each of its experts)."""
+    local = settings.local_experts(rank)
+    groups = local if layout == "batched" else 1
+    rows = settings.capacity_rows(layout, alignment, rank=rank)
+    if max_rows is not None:
+        rows = min(max_rows * groups, settings.worst_rows(layout, alignment, rank=rank))
+    if layout == "expert":
+        rows -= (alignment - 1) * local
+    return max(0, rows) // groups // settings.ranks
 
 
 def _of_entries(group: torch.Tensor, weights: torch.Tensor, groups: int, quota: int) -> torch.Tensor:

@@ -27,10 +27,11 @@ class Plan:
         self.layout, self._key = key.layout, key
         self.device, self.owner = session.device, session.owner
         self.base = session.context.peers[rounds.rank]
-        self.topk, self.local_experts = rounds.topk, rounds.num_experts // rounds.num_ranks
+        self.topk, self.local_experts = rounds.topk, len(rounds.local_experts)
         self._groups = self.local_experts if key.layout == "batched" else 1  # with as many rows each
         sizes = (key.layout, key.options.expert_alignment)
-        self._worst_rows, self._rows = rounds.settings.worst_rows(*sizes), rounds.settings.capacity_rows(*sizes)
+        self._worst_rows = rounds.settings.worst_rows(*sizes, rank=rounds.rank)
+        self._rows = rounds.settings.capacity_rows(*sizes, rank=rounds.rank)
         self._memory = rounds.memory
         self.kind = like.x.dtype
         self.x_dtype = torch.float8_e4m3fn if key.options.quantize else like.x.dtype

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from moecomm.core.experts import experts_of
+
 GROUP = 128  # columns that share a scale
 E4M3_MAX = 448.0
 
@@ -85,7 +87,7 @@ def dispatch(
     Returns every rank's Arrived.  Scales `scales[r]` [T_r, n] arrive as rows; by_column() makes the other layout.
     batched: rank r has `max_rows[r]` rows for each expert, or as many as all ranks with `max_tokens` tokens can send.
     """
-    ranks, local = len(xs), num_experts // len(xs)
+    ranks = len(xs)
     topk = topk_idx[0].shape[1]
     source = torch.cat([torch.full((x.shape[0],), r) for r, x in enumerate(xs)])
     token = torch.cat([torch.arange(x.shape[0]) for x in xs])
@@ -99,8 +101,10 @@ def dispatch(
 
     arrived = []
     for rank in range(ranks):
-        here = (idx >= rank * local) & (idx < (rank + 1) * local)
-        local_idx = torch.where(here, idx - rank * local, -1)
+        experts = experts_of(rank, num_experts, ranks)
+        local = len(experts)
+        here = (idx >= experts.start) & (idx < experts.stop)
+        local_idx = torch.where(here, idx - experts.start, -1)
         counts = torch.bincount(local_idx[here], minlength=local)
         if layout == "flat":
             pick = here.any(dim=1).nonzero().flatten()  # already by (source, token)

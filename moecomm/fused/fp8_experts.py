@@ -33,7 +33,7 @@ def check_fp8(rounds: Rounds, w13: torch.Tensor | Fp8, w2: torch.Tensor | Fp8, i
     if not isinstance(w13, Fp8) or not isinstance(w2, Fp8):
         argument = "w13" if isinstance(w2, Fp8) else "w2"
         raise BadInput(argument, "no pair of e4m3 weights and scales", "one, as the other weights are")
-    local, hidden = rounds.num_experts // rounds.num_ranks, rounds.hidden
+    local, hidden = len(rounds.local_experts), rounds.hidden
     about: dict[str, Any] = {"device": rounds.device, "dtypes": (kernels.FP8,)}
     check_tensor("w2", w2.data, **about, shape=(local, hidden, None))
     intermediate = w2.data.shape[2]
@@ -43,7 +43,7 @@ def check_fp8(rounds: Rounds, w13: torch.Tensor | Fp8, w2: torch.Tensor | Fp8, i
         check_tensor(argument, w.scales, device=rounds.device, dtypes=(torch.float32,), shape=wanted)
         if not w.data.is_contiguous() or w.data.data_ptr() % 16 or not w.scales.is_contiguous():
             raise BadInput(argument, f"strides {w.data.stride()}", "contiguous weights that begin at multiples of 16")
-    if why := _lacks(rounds, local, hidden, intermediate, interleaved):
+    if why := _lacks(rounds, rounds.settings.local_experts(), hidden, intermediate, interleaved):
         raise Unsupported(f"experts with weights in FP8: {why}")
     return w13, w2
 

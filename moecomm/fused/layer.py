@@ -215,7 +215,7 @@ def _why_unfused(rounds: Rounds, x: torch.Tensor, w2: torch.Tensor, back: Any, o
         return "the ranks are in several domains"
     if options.wire is not None or options.check_weights or back is not None:
         return "wire, check_weights, or arrays that are not torch's"
-    return ours_lacks(x.device.index, x.dtype, *w2.shape)
+    return ours_lacks(x.device.index, x.dtype, rounds.settings.local_experts(), *w2.shape[1:])
 
 
 def apply_experts(
@@ -282,7 +282,7 @@ def _by_torch(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, counts: torc
 
 
 def _check_experts(rounds: Rounds, w13: torch.Tensor, w2: torch.Tensor, interleaved: bool) -> None:
-    local, hidden = rounds.num_experts // rounds.num_ranks, rounds.hidden
+    local, hidden = len(rounds.local_experts), rounds.hidden
     about: dict[str, Any] = {"device": rounds.device, "dtypes": (rounds.dtype,)}
     check_tensor("w2", w2, **about, shape=(local, hidden, None))
     intermediate = w2.shape[2]

@@ -191,8 +191,8 @@ class Fused:
             check_no_overlap("out", self.out, bias=bias, topk_weights=topk_weights)
         if topk_weights is not None:
             args.weights = topk_weights.data_ptr()
-        worst = rounds.settings.worst_rows("expert")
-        rows = rounds.settings.capacity_rows("expert") if max_rows is None else min(max_rows, worst)
+        worst = rounds.settings.worst_rows("expert", rank=rounds.rank)
+        rows = rounds.settings.capacity_rows("expert", rank=rounds.rank) if max_rows is None else min(max_rows, worst)
         args.max_rows = self._max_rows = max(1, rows)
         args.row_tiles = len(self._w2[0]) + self._max_rows // self._schedule.most_rows
         self._x, self._topk_idx, self._asked_rows, self._num_sms = x, topk_idx, max_rows, num_sms

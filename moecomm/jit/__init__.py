@@ -14,6 +14,7 @@ from typing import Any
 
 from moecomm import _native
 from moecomm.core import packets
+from moecomm.core.experts import most_experts
 from moecomm.core.protocol import MAX_RANKS, MAX_TOPK, ROUND_HEADER_BYTES, TYPE_BYTES, WANTED_WORDS
 from moecomm.jit import linking, loader
 
@@ -78,7 +79,7 @@ class KernelSpec:
         )
         _want(not self.packets or self.transport == "lsa", "packets do not cross to other domains")
         _want(1 <= self.topk <= MAX_TOPK, f"topk={self.topk}: want 1 to {MAX_TOPK}")
-        _want(self.experts % self.ranks == 0, f"{self.experts} experts: want a multiple of {self.ranks} ranks")
+        _want(self.experts >= self.ranks, f"{self.experts} experts: want at least {self.ranks}, the number of ranks")
         _want(row > 0 and row % 16 == 0, f"hidden={self.hidden}: rows of {row} bytes; want a multiple of 16 bytes")
         if self.op == "dispatch":
             sent = self.hidden if self.quantize else row
@@ -144,9 +145,14 @@ def packets_of(spec: KernelSpec) -> packets.Packets | None:
 
 def _tables(spec: KernelSpec) -> int:
     """A bound of the shared memory of the arguments, of several words a column, and of what each rank sends."""
-    words = 4 * (spec.experts + spec.ranks) + spec.experts // spec.ranks
+    words = 4 * (spec.experts + spec.ranks) + most_experts(spec.experts, spec.ranks)
     of_rank = 8 + _HEADER_BYTES + 8 + 4 + 4 + 2 * 4 * WANTED_WORDS
     return _ARGS_BYTES + 4 * words + spec.ranks * of_rank + _HEADER_BYTES + 512
+
+
+def _before_sources(spec: KernelSpec) -> int:
+    """Shared memory for the rows of earlier sources, by source and expert here."""
+    return 4 * spec.ranks * most_experts(spec.experts, spec.ranks)
 
 
 def _descriptor_fields(spec: KernelSpec) -> dict[str, int]:
@@ -166,7 +172,7 @@ def _descriptor_fields(spec: KernelSpec) -> dict[str, int]:
         "forward_slots": 0,
         "count_warps": count_warps,
         "count_bytes": beside,
-        "shared_bytes": _align(_tables(spec) + 4 * spec.experts + beside + 1024, 128),
+        "shared_bytes": _align(_tables(spec) + _before_sources(spec) + beside + 1024, 128),
     }
 
 
@@ -191,7 +197,7 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
     replicate = _piece(spec.row_bytes, 3584, 16) if replicates else 16
     tables = _tables(spec)
     if packet:
-        tables += 4 * spec.experts
+        tables += _before_sources(spec)
     replicate_slots = 2
     # a ring for each receive warp, and the rows of a chunk's tokens
     replicate_total = (

@@ -10,6 +10,7 @@ import torch
 from moecomm import backends, ops
 from moecomm.buffer import Buffer
 from moecomm.core.choices import BackendName, GateKind, Overflow, Wire, is_exact
+from moecomm.core.experts import experts_of
 from moecomm.core.protocol import DTYPES
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.validation import (
@@ -104,14 +105,13 @@ class ExpertParallel(torch.nn.Module):
             check_dtype("wire", wire, DTYPES)
         check_name("backend", backend, ("auto", *backends.NAMES))
         rank, num_ranks = _place(group, buffer)
-        if num_experts % num_ranks:
-            raise BadInput("num_experts", num_experts, f"a multiple of the number of ranks, {num_ranks}")
+        if num_experts < num_ranks:
+            raise BadInput("num_experts", num_experts, f"at least {num_ranks}, the number of ranks")
         self.gate: Gate | None = None
         if gate is not None:
             gating = Gating(hidden, num_experts, topk, gate, num_groups, topk_groups, scale, normalize)
             self.gate = Gate(gating, corrected=corrected, seed=seed, dtype=dtype, device=device)
-        local = num_experts // num_ranks
-        mine = range(rank * local, (rank + 1) * local)
+        mine = experts_of(rank, num_experts, num_ranks)
         self.experts = Experts(mine, hidden, intermediate, seed=seed, dtype=dtype, device=device)
         self.payload, self.wire = dtype if payload is None else payload, wire
         self.max_rows, self.overflow = max_rows, overflow

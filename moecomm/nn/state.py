@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moecomm.core.experts import experts_of
 from moecomm.core.integers import check_integer, is_integer
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.validation import check_dense
@@ -35,7 +36,7 @@ def shard_state(state: Mapping[str, torch.Tensor], rank: int, num_ranks: int) ->
         The same names; weights of experts are views of shape `[E/R, ...]`.
 
     Raises:
-        BadInput: E is not a multiple of R; a rank out of range; not a state_dict.
+        BadInput: E is smaller than R; a rank out of range; not a state_dict.
     """
     _check_state(state)
     check_integer("num_ranks", num_ranks, 1)
@@ -44,11 +45,10 @@ def shard_state(state: Mapping[str, torch.Tensor], rank: int, num_ranks: int) ->
     cut = {}
     for name, tensor in state.items():
         if is_sharded(name):
-            if tensor.ndim == 0 or tensor.shape[0] % num_ranks:
-                raise BadInput(
-                    "state", f"{tuple(tensor.shape)} in {name}", f"[E, ...], E a multiple of {num_ranks} ranks"
-                )
-            tensor = tensor.chunk(num_ranks)[rank]
+            if tensor.ndim == 0 or tensor.shape[0] < num_ranks:
+                raise BadInput("state", f"{tuple(tensor.shape)} in {name}", f"[E, ...], E at least {num_ranks} ranks")
+            mine = experts_of(rank, tensor.shape[0], num_ranks)
+            tensor = tensor[mine.start : mine.stop]
         cut[name] = tensor
     return cut
 
@@ -82,9 +82,7 @@ def gather_state(
     for name in sorted(state):  # the same order of collectives on all ranks
         tensor = state[name].detach()
         if is_sharded(name):
-            parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
-            dist.all_gather(parts, tensor.contiguous(), group=group)
-            tensor = torch.cat(parts)
+            tensor = _gathered(tensor, group)
         whole[name] = tensor
     return {name: whole[name] for name in state}
 
@@ -96,3 +94,17 @@ def _check_state(state: Any) -> None:
     for name, tensor in state.items():
         if is_sharded(name):
             check_dense(f"state[{name!r}]", tensor)
+
+
+def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Concatenate the experts of all ranks.  Ranks may have one more than others, which collectives can't."""
+    import torch.distributed as dist
+
+    counts = [torch.zeros(1, dtype=torch.int64, device=tensor.device) for _ in range(group.size())]
+    dist.all_gather(counts, torch.tensor([len(tensor)], device=tensor.device), group=group)
+    sizes = [int(count) for count in counts]
+    padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
+    padded[: len(tensor)] = tensor
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])

@@ -95,8 +95,8 @@ def dispatch(
         sources.append(found[:, 0].long())
         src.append(torch.stack([found[:, 0], found[:, 1] + before[sources[-1]]], dim=1))
         before = before + handles.tokens_sent(part.handle, ranks)
-    local = owner.num_experts // ranks
-    where = placed(layout, groups, sources, 1 if layout == "flat" else local, ranks, alignment)
+    count = 1 if layout == "flat" else len(owner.local_experts)
+    where = placed(layout, groups, sources, count, ranks, alignment)
     everywhere = torch.cat(where.places)
 
     def whole(parts: list[torch.Tensor], fill: int) -> torch.Tensor:

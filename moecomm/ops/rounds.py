@@ -111,10 +111,10 @@ def _(
 ) -> tuple[torch.Tensor, ...]:
     settings = (owner := names.find(buffer)).settings
     if max_rows < 0:
-        rows = settings.capacity_rows(layout, expert_alignment)
+        rows = settings.capacity_rows(layout, expert_alignment, rank=owner.rank)
     else:
-        rows = settings.worst_rows(layout, expert_alignment, max_rows)
-    shape, local = rows_shape(owner, layout, rows), owner.num_experts // owner.num_ranks
+        rows = settings.worst_rows(layout, expert_alignment, max_rows, rank=owner.rank)
+    shape, local = rows_shape(owner, layout, rows), len(owner.local_experts)
     flat = layout == "flat"
     return (
         x.new_empty((*shape, owner.hidden)),
@@ -246,7 +246,7 @@ def _(
 
 def rows_shape(rounds: Rounds, layout: str, rows: int) -> tuple[int, ...]:
     """Return the shape of rows without their last dimension."""
-    local = rounds.num_experts // rounds.num_ranks
+    local = len(rounds.local_experts)
     return (local, rows // local) if layout == "batched" else (rows,)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from moecomm.core.choices import Wire
+from moecomm.core.experts import experts_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -22,7 +23,7 @@ def random_sizes(seed: int, *, ranks: tuple[int, ...] = (1, 2, 2, 2, 3, 3, 4, 4,
     return {
         "ranks": count,
         "hidden": unit * rng.choice([1, 2, 3, 5, 8, 16, 17, 24, 40]),
-        "num_experts": count * rng.choice([1, 1, 2, 3, 4, 8]),
+        "num_experts": count * rng.choice([1, 1, 2, 3, 4, 8]) + rng.choice([0, 0, rng.randrange(count)]),
         "topk": rng.choice([1, 1, 2, 2, 2, 3, 3, 4, 4, 6, 8, 8, 13, 32]),
         "max_tokens": rng.choice([1, 3, 8, 9, 17, 40]),
         "dtype": dtype,
@@ -153,7 +154,7 @@ def _draw_rows(idx: list[torch.Tensor], num_experts: int, worst: int, rng: rando
     if rng.random() < 0.4:
         return None
     counts = torch.bincount(torch.cat(idx).flatten() + 1, minlength=num_experts + 1)[1:]
-    most = counts.view(len(idx), -1).amax(dim=1).tolist()
+    most = [int(counts[list(experts_of(rank, num_experts, len(idx)))].max()) for rank in range(len(idx))]
     return [rng.choice([rows, rng.randint(rows, worst)]) for rows in most]
 
 
@@ -166,9 +167,11 @@ def draw_routing(
     """
     low, high, idx = 0, num_experts, []
     if kind in ("one rank", "one expert"):
-        width = num_experts // ranks if kind == "one rank" else 1
-        low = rng.randrange(num_experts // width) * width
-        high = low + width
+        experts = experts_of(rng.randrange(ranks), num_experts, ranks)
+        low, high = experts.start, experts.stop
+        if kind == "one expert":
+            low = rng.randrange(num_experts)
+            high = low + 1
     for t in tokens:
         if kind in ("duplicates", "one rank", "one expert") or topk > num_experts:
             ids = torch.randint(low, high, (t, topk), generator=g)

@@ -44,7 +44,7 @@ void place_outputs(const Scenario& scenario, Cluster& cluster) {
             l.x = cluster.output(rank, rows * d->row_bytes);
             l.scales = cluster.output(rank, (d->scale_columns ? static_cast<i64>(s.ranks) * s.max_tokens : rows) * d->scale_bytes);
             // One more, so that it has an address and an end to look behind.
-            if (d->scale_columns) l.scale_columns.assign(scale_groups(s, *d) * (d->scale_bytes / 4) * l.scale_stride + 1, kUnset);
+            if (d->scale_columns) l.scale_columns.assign(scale_groups(s, *d, rank) * (d->scale_bytes / 4) * l.scale_stride + 1, kUnset);
             if (d->repeats != nullptr) continue;
             l.src = cluster.output(rank, rows * 8);
             l.topk_idx = d->layout == Layout::flat ? cluster.output(rank, rows * s.topk * d->idx_bytes) : 0;
@@ -56,8 +56,8 @@ void place_outputs(const Scenario& scenario, Cluster& cluster) {
             l.relayed.assign(domains(s) > 1 ? domains(s) * s.max_tokens * forwarded_words(s) : 0, kUnset);
             l.sent.assign(s.ranks + kRouteTail / sizeof(SourceTokens), {kUnset, kUnset});
             l.ranges.assign(static_cast<i64>(s.ranks) * s.max_tokens, kUnset);
-            l.tokens_per_expert.assign(s.experts / s.ranks, kUnset);
-            l.rows_per_expert.assign(s.experts / s.ranks, kUnset);
+            l.tokens_per_expert.assign(experts_of(s, rank).count, kUnset);
+            l.rows_per_expert.assign(experts_of(s, rank).count, kUnset);
             l.num_rows.assign(1, kUnset);
         }
     }

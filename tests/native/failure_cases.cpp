@@ -230,7 +230,7 @@ std::string too_many_rows(Layout layout) {
     const i32 needed = static_cast<i32>(rows_needed(f.scenario.shape, *f.scenario.steps[0].dispatch, 1));
     f.dispatches[1].max_rows = needed - 1;
     f.dispatch_all();
-    const i32 groups = layout == Layout::batched ? f.scenario.shape.experts / kRanks : 1;
+    const i32 groups = layout == Layout::batched ? experts_of(f.scenario.shape, 1).count : 1;
     const Want want{Failure::bad_input, Op::dispatch, Phase::header, 1, 1, Argument::max_rows, (needed - 1) / groups, needed / groups};
     return check_invalid_everywhere(f, want);
 }

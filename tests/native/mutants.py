@@ -410,7 +410,7 @@ MUTANTS = [
     Mutant(
         "every rank has as many rows of an expert as we have",
         "host/plan.cpp",
-        "batched_group(r_.header(e / experts_here_).max_rows",
+        "batched_group(r_.header(rank).max_rows",
         "batched_group(a_.max_rows",
         "plain",
     ),

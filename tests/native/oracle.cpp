@@ -54,7 +54,7 @@ void put_payload(const Shape& s, const Dispatched& d, i32 source, i32 token, i32
     const i64 slot = out.slot[source][token * s.ranks + p];
     if (d.scale_bytes > 0) std::memcpy(&to.scales[(d.scale_columns ? slot : row) * d.scale_bytes], scales.data(), d.scale_bytes);
     if (!d.scale_columns) return;
-    const i64 places = d.receive_buffer[p].max_rows / scale_groups(s, d), words = d.scale_bytes / 4;
+    const i64 places = d.receive_buffer[p].max_rows / scale_groups(s, d, p), words = d.scale_bytes / 4;
     for (i64 w = 0; w < words; ++w)
         std::memcpy(&to.scale_columns[(row / places * words + w) * d.receive_buffer[p].scale_stride + row % places], &scales[4 * w], 4);
 }
@@ -70,8 +70,8 @@ Arrived untouched(const Shape& s, const Dispatched& d, i32 rank) {
     a.weights.assign(rows * 4 * (flat ? s.topk : 1), kUntouched);
     if (flat) a.topk_idx.assign(rows * s.topk * d.idx_bytes, kUntouched);
     if (!flat) a.rows.assign(flat_rows * s.topk * 4, kUntouched);
-    a.tokens_per_expert.assign(s.experts / s.ranks, 0);
-    a.rows_per_expert.assign(s.experts / s.ranks, 0);
+    a.tokens_per_expert.assign(experts_of(s, rank).count, 0);
+    a.rows_per_expert.assign(experts_of(s, rank).count, 0);
     for (const Input& input : d.input) a.sent.push_back({input.tokens, input.chunk_tokens});
     a.ranges.assign(flat_rows, kUnset);
     return a;
@@ -81,26 +81,27 @@ float weight_of(const Dispatched& d, const Input& sent, i64 entry) { return d.we
 
 // The flat rows of a rank: tokens with an expert there, by source and token.
 void arrive_flat(const Shape& s, const Dispatched& d, i32 p, Routed& out) {
-    const i32 here = s.experts / s.ranks;
+    const OfRank of = experts_of(s, p);
+    const auto at_p = [&](i64 id) { return id >= of.first && id < of.first + of.count; };
     Arrived& a = out.arrived[p];
     i32 row = 0;
     for (i32 source = 0; source < s.ranks; ++source) {
         const Input& sent = d.input[source];
         for (i32 token = 0; token < sent.tokens; ++token) {
             bool any = false;
-            for (i32 k = 0; k < s.topk; ++k) any = any || (sent.ids[token * s.topk + k] >= 0 && sent.ids[token * s.topk + k] / here == p);
+            for (i32 k = 0; k < s.topk; ++k) any = any || at_p(sent.ids[token * s.topk + k]);
             out.slot[source][token * s.ranks + p] = any ? row : -1;
             if (!any) continue;
             for (i32 k = 0; k < s.topk; ++k) {
                 const i64 entry = token * s.topk + k, id = sent.ids[entry];
-                const bool mine = id >= 0 && id / here == p;
+                const bool mine = at_p(id);
                 if (mine) out.owner[source][entry] = p;
                 if (d.layout != Layout::flat) {
                     put<i32>(a.rows, row * s.topk + k, -1);
                     continue;
                 }
                 if (mine) out.row[source][entry] = row;
-                const i64 local = mine ? id - p * here : -1;
+                const i64 local = mine ? id - of.first : -1;
                 d.idx_bytes == 8 ? put<i64>(a.topk_idx, row * s.topk + k, local)
                                  : put<i32>(a.topk_idx, row * s.topk + k, static_cast<i32>(local));
                 put<float>(a.weights, row * s.topk + k, mine ? weight_of(d, sent, entry) : 0.0f);
@@ -123,7 +124,7 @@ void arrive_flat(const Shape& s, const Dispatched& d, i32 p, Routed& out) {
 
 // The rows of one expert: tokens that chose it, by source, token and k.
 i64 arrive_expert(const Shape& s, const Dispatched& d, i32 expert, i64 start, Routed& out) {
-    const i32 here = s.experts / s.ranks, p = expert / here;
+    const i32 p = owner_of(s, expert), local = expert - experts_of(s, p).first;
     Arrived& a = out.arrived[p];
     i64 row = start;
     for (i32 source = 0; source < s.ranks; ++source) {
@@ -132,8 +133,8 @@ i64 arrive_expert(const Shape& s, const Dispatched& d, i32 expert, i64 start, Ro
             for (i32 k = 0; k < s.topk; ++k) {
                 const i64 entry = token * s.topk + k;
                 if (sent.ids[entry] != expert) continue;
-                ++a.tokens_per_expert[expert % here];
-                ++a.rows_per_expert[expert % here];
+                ++a.tokens_per_expert[local];
+                ++a.rows_per_expert[local];
                 if (d.layout == Layout::flat) continue;
                 put_payload(s, d, source, token, p, out, row);
                 put<i32>(a.src, 2 * row, source);
@@ -148,12 +149,12 @@ i64 arrive_expert(const Shape& s, const Dispatched& d, i32 expert, i64 start, Ro
 }
 
 void arrive_experts(const Shape& s, const Dispatched& d, i32 p, Routed& out) {
-    const i32 here = s.experts / s.ranks;
+    const OfRank of = experts_of(s, p);
     Arrived& a = out.arrived[p];
     i64 start = 0;
-    for (i32 local = 0; local < here; ++local) {
-        if (d.layout == Layout::batched) start = static_cast<i64>(local) * (d.receive_buffer[p].max_rows / here);
-        const i64 end = arrive_expert(s, d, p * here + local, start, out);
+    for (i32 local = 0; local < of.count; ++local) {
+        if (d.layout == Layout::batched) start = static_cast<i64>(local) * (d.receive_buffer[p].max_rows / of.count);
+        const i64 end = arrive_expert(s, d, of.first + local, start, out);
         if (d.layout == Layout::batched) a.num_rows += a.tokens_per_expert[local];
         if (d.layout != Layout::expert) continue;
         for (start = end; start % d.alignment != 0; ++start) {

@@ -32,6 +32,7 @@ Shape random_shape(Random& random, const Limits& limits) {
         if (limits.fixed_ranks == 0 && !limits.several_domains) s.ranks = random.between(1, 4);
         s.experts = s.ranks * random.between(1, 2);
     }
+    if (random.once_in(3)) s.experts += random.between(0, s.ranks - 1);  // some ranks have one more
     if (limits.fixed_tokens != 0) s.max_tokens = limits.fixed_tokens;
     return s;
 }
@@ -122,12 +123,12 @@ std::unique_ptr<Dispatched> random_dispatch(Random& random, const Shape& s, cons
         ReceiveBuffer receive_buffer;
         receive_buffer.max_rows = static_cast<i32>(rows_needed(s, *d, rank));
         if (d->layout == Layout::batched) {
-            const i32 here = s.experts / s.ranks, worst = s.ranks * s.max_tokens;
+            const i32 here = experts_of(s, rank).count, worst = s.ranks * s.max_tokens;
             receive_buffer.max_rows = here * std::max(receive_buffer.max_rows / here, random.one_of({0, random.between(0, worst), worst}));
         } else {
             receive_buffer.max_rows += random.one_of({0, 0, 3});
         }
-        receive_buffer.scale_stride = align_up<i64>(receive_buffer.max_rows / scale_groups(s, *d), 4) + 4 * random.between(0, 1);
+        receive_buffer.scale_stride = align_up<i64>(receive_buffer.max_rows / scale_groups(s, *d, rank), 4) + 4 * random.between(0, 1);
         d->receive_buffer.push_back(receive_buffer);
     }
     return d;
@@ -227,7 +228,22 @@ void add_dispatch(Random& random, const Limits& limits, Scenario& scenario, std:
 
 }  // namespace
 
-i32 scale_groups(const Shape& s, const Dispatched& d) { return d.layout == Layout::batched ? s.experts / s.ranks : 1; }
+OfRank experts_of(const Shape& s, i32 rank) {
+    OfRank of{0, 0};
+    for (i32 r = 0; r <= rank; ++r) {
+        of.first += of.count;
+        of.count = (s.experts - of.first + s.ranks - r - 1) / (s.ranks - r);
+    }
+    return of;
+}
+
+i32 owner_of(const Shape& s, i64 expert) {
+    i32 rank = 0;
+    while (experts_of(s, rank).first + experts_of(s, rank).count <= expert) ++rank;
+    return rank;
+}
+
+i32 scale_groups(const Shape& s, const Dispatched& d, i32 rank) { return d.layout == Layout::batched ? experts_of(s, rank).count : 1; }
 
 i64 rows_needed(const Shape& s, const Dispatched& d, i32 rank) {
     std::vector<i64> count(s.experts, 0);
@@ -237,7 +253,7 @@ i64 rows_needed(const Shape& s, const Dispatched& d, i32 rank) {
             bool here = false;
             for (i32 k = 0; k < s.topk; ++k) {
                 const i64 id = sent.ids[token * s.topk + k];
-                if (id < 0 || id / (s.experts / s.ranks) != rank) continue;
+                if (id < 0 || owner_of(s, id) != rank) continue;
                 ++count[id];
                 here = true;
             }
@@ -245,7 +261,7 @@ i64 rows_needed(const Shape& s, const Dispatched& d, i32 rank) {
         }
     }
     if (d.layout == Layout::flat) return slots;
-    if (d.layout == Layout::batched) return s.experts / s.ranks * *std::max_element(count.begin(), count.end());
+    if (d.layout == Layout::batched) return experts_of(s, rank).count * *std::max_element(count.begin(), count.end());
     i64 rows = 0;
     for (i64 n : count) rows += (n + d.alignment - 1) / d.alignment * d.alignment;
     return rows;

@@ -86,7 +86,14 @@ struct Scenario {
 };
 
 // How many groups of rows have scale columns of their own.
-i32 scale_groups(const Shape& shape, const Dispatched& d);
+// The experts of a rank: each rank in turn takes its share of those that are left.
+struct OfRank {
+    i32 first, count;
+};
+OfRank experts_of(const Shape& s, i32 rank);
+i32 owner_of(const Shape& s, i64 expert);
+
+i32 scale_groups(const Shape& shape, const Dispatched& d, i32 rank);
 // Rows that `rank` needs to take what all ranks send it.
 i64 rows_needed(const Shape& shape, const Dispatched& d, i32 rank);
 

@@ -291,7 +291,7 @@ def test_what_is_cut_is_told_by_its_name() -> None:
     assert [name for name in names if is_sharded(name)] == ["experts.w13", "experts.w2"]
     assert not is_sharded("shared_experts.w2") and is_sharded("layers.3.moe.experts.w2")
     with pytest.raises(moecomm.BadInput, match="state"):
-        shard_state(names, 0, 3)
+        shard_state(names, 0, 9)
     for argument, rank, ranks in (("rank", 2, 2), ("rank", 0.0, 2), ("num_ranks", 0, 0), ("num_ranks", 0, 2.0)):
         with pytest.raises(moecomm.BadInput) as caught:
             shard_state(names, rank, ranks)
@@ -303,7 +303,7 @@ def test_what_is_cut_is_told_by_its_name() -> None:
     [
         ("intermediate", lambda: layer_of(None, intermediate=15)),
         ("topk", lambda: layer_of(None, topk=9)),
-        ("num_experts", lambda: layer_of(moecomm.local_ranks(3)[0])),
+        ("num_experts", lambda: layer_of(moecomm.local_ranks(9)[0])),
         ("x", lambda: layer_of(None)(draw(3, 16))),
         ("topk_idx", lambda: layer_of(None, gate=None)(draw(3, HIDDEN))),
         ("topk_weights", lambda: layer_of(None)(draw(3, HIDDEN), topk_weights=torch.ones(3, TOPK))),

@@ -52,7 +52,7 @@ MOECOMM_FN void write_heads(const Call& c, i32 chunk) {
                 const i64 entry = static_cast<i64>(token) * cfg.topk + lane_id();
                 const i32 owner = reinterpret_cast<const i32*>(c.a.route.token_owner)[entry];
                 i32 local = -1;
-                if (!cfg.repeat && owner >= 0) local = c.local_at(entry);
+                if (!cfg.repeat && owner >= 0) local = c.local_at(entry, owner);
                 entries[lane_id()] = {owner, reinterpret_cast<const i32*>(c.a.route.token_rows)[entry], local, c.weight_at(entry)};
             }
             const auto* slots = reinterpret_cast<const i32*>(c.a.route.token_slot) + static_cast<i64>(token) * cfg.ranks;
