@@ -61,13 +61,13 @@ struct DispatchShared {
     RoundHeader mine;
     RoundHeader headers[cfg.ranks];
     Source sources[cfg.ranks];
-    i32 before[cfg.columns()];       // by column: counts of this rank's tokens before this block's
-    i32 own_counts[cfg.columns()];   // counts of all tokens of this rank
-    i32 base[cfg.columns()];         // row at the owner of this block's first entry; in the columns of ranks, the flat row
-    i32 total[cfg.columns()];        // counts of all ranks
+    i32 before[cfg.columns()];        // by column: counts of this rank's tokens before this block's
+    i32 own_counts[cfg.columns()];    // counts of all tokens of this rank
+    i32 base[cfg.columns()];          // row at the owner of this block's first entry; in the columns of ranks, the flat row
+    i32 total[cfg.columns()];         // counts of all ranks
     i32 filled[cfg.ranges().most()];  // end of the rows of each expert here, padding not included
-    u32 bad;                         // the first bad entry of this rank's input (see count.cuh), 0 if none
-    i32 first_error;                 // the first failed check (see validate_rank), 2 * ranks if the round is valid
+    u32 bad;                          // the first bad entry of this rank's input (see count.cuh), 0 if none
+    i32 first_error;                  // the first failed check (see validate_rank), 2 * ranks if the round is valid
     // Packets and row descriptors: by source and local expert, the rows of earlier sources.
     i32 into[cfg.packet_lines > 0 || cfg.descriptors ? cfg.ranks * cfg.ranges().most() : 1];
     i32 slots_before[cfg.ranks + 1];        // packets: flat rows of earlier sources

@@ -170,7 +170,9 @@ MOECOMM_FN void finalize_share(const Call& c) {
         struct Entry {
             i32 place, owner, local;
         };
-        const auto entry = [&](i32 i) { return Entry{rows[i], owners[i], cfg.layout == Layout::flat ? 0 : owners[i] < 0 ? 0 : c.local_at(i, owners[i])}; };
+        const auto entry = [&](i32 i) {
+            return Entry{rows[i], owners[i], cfg.layout == Layout::flat ? 0 : owners[i] < 0 ? 0 : c.local_at(i, owners[i])};
+        };
         map_words(0, of_entries, c.share.first * cfg.topk, c.share.end * cfg.topk, entry, [&](i32 i, Entry e) {
             if (e.place < 0) return;
             const i32 column = cfg.layout == Layout::flat ? cfg.experts + e.owner : cfg.ranges().first(e.owner) + e.local;

@@ -15,11 +15,7 @@ BadEntry worse(const BadEntry& a, const BadEntry& b) {
 }
 
 Plan::Plan(const DispatchArgs& args, const Round& round)
-    : a_(args),
-      r_(round),
-      shape_(args.ctx.shape),
-      columns_(args.ctx.window.columns),
-      ranges_(expert_ranges(args.ctx.shape)) {
+    : a_(args), r_(round), shape_(args.ctx.shape), columns_(args.ctx.window.columns), ranges_(expert_ranges(args.ctx.shape)) {
     if (a_.repeat != 0 || a_.part == static_cast<i32>(Part::end)) return;
     ids_.reset(new i32[static_cast<i64>(a_.num_tokens) * shape_.topk]);  // not initialized: count() writes all of them
     before_.assign(static_cast<i64>(own_chunks()) * columns_, 0);
@@ -129,8 +125,7 @@ void Plan::store_outputs() {
     const i32* counts = &total_[ranges_.first(r_.me)];
     std::copy_n(counts, here, memory<i32>(a_.tokens_per_expert));
     const i32 alignment = a_.layout == static_cast<i32>(Layout::expert) ? a_.alignment : 1;
-    std::transform(counts, counts + here, memory<i64>(a_.rows_per_expert),
-                   [=](i32 count) { return aligned_group(count, alignment); });
+    std::transform(counts, counts + here, memory<i64>(a_.rows_per_expert), [=](i32 count) { return aligned_group(count, alignment); });
     i64 rows = 0;
     for (i32 e = 0; e < here; ++e) rows += counts[e];
     *memory<i32>(a_.num_rows) = static_cast<i32>(a_.layout == static_cast<i32>(Layout::batched) ? rows : rows_needed(r_.me));

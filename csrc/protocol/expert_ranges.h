@@ -16,9 +16,7 @@ struct ExpertRanges {
         const i32 begin = longer() * most();  // first expert of a rank that has not one more
         return expert < begin ? expert / most() : longer() + (expert - begin) / least();
     }
-    MOECOMM_BOTH constexpr i32 local(i32 expert) const {
-        return longer() == 0 ? expert % least() : expert - first(owner(expert));
-    }
+    MOECOMM_BOTH constexpr i32 local(i32 expert) const { return longer() == 0 ? expert % least() : expert - first(owner(expert)); }
 };
 
 }  // namespace moecomm

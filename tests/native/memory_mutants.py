@@ -14,12 +14,9 @@ MEMORY_MUTANTS = [
     ),
     Mutant(
         "trailing zeros of zero",
-        "host/plan.cpp",
-        "for (; ranks_seen != 0; ranks_seen &= ranks_seen - 1) ++counts[shape_.experts + __builtin_ctzll(ranks_seen)];",
-        """for (i32 rank = __builtin_ctzll(ranks_seen); ranks_seen != 0; rank = __builtin_ctzll(ranks_seen)) {
-            ++counts[shape_.experts + rank];
-            ranks_seen &= ranks_seen - 1;
-        }""",
+        "host/rank_set.h",
+        "if (words_[word] != 0) return",
+        "if (word == kMaxHostRanks / kBits - 1 || words_[word] != 0) return",
         "asan",
     ),
     Mutant(

@@ -32,7 +32,7 @@ Shape random_shape(Random& random, const Limits& limits) {
         if (limits.fixed_ranks == 0 && !limits.several_domains) s.ranks = random.between(1, 4);
         s.experts = s.ranks * random.between(1, 2);
     }
-    if (random.once_in(3)) s.experts += random.between(0, s.ranks - 1);  // some ranks have one more
+    if (limits.fixed_ranks == 0 && random.once_in(3)) s.experts += random.between(0, s.ranks - 1);  // some ranks have one more
     if (limits.fixed_tokens != 0) s.max_tokens = limits.fixed_tokens;
     return s;
 }
