@@ -123,7 +123,7 @@ class Communication(MoEEpCommunication):  # type: ignore[misc]
         assert local is not None and arrived is not None
         row = torch.arange(len(local), dtype=torch.int32, device=local.device)
         here = (row < routed.num_rows).unsqueeze(1) & (local >= 0)
-        ids = torch.where(here, local + self.ep_rank * self.num_local_experts, self.params.invalid_expert_id)
+        ids = torch.where(here, local + buffer.local_experts.start, self.params.invalid_expert_id)
         return MoEEpDispatchResult(
             hidden_states=routed.x,
             topk_ids=ids.to(topk_ids.dtype),

@@ -57,6 +57,8 @@ SPECS = {
     "dispatch alone, 8 columns": dispatch(ranks=1, experts=1, topk=1, hidden=8),
     "dispatch top-32, 24 columns": dispatch(ranks=2, experts=64, topk=32, hidden=24, type=FP16),
     "dispatch 64 ranks, top-5 of 1024": dispatch(ranks=64, experts=1024, topk=5, hidden=4096),
+    "dispatch batched, 67 experts of 6 ranks": dispatch(layout=BATCHED, ranks=6, experts=67),
+    "dispatch few tokens, 13 experts of 5 ranks": dispatch(packets=True, ranks=5, experts=13),
     "dispatch of slips": dispatch(descriptors=True, row_bytes=16),
     "dispatch of slips, 64 ranks, top-32": dispatch(descriptors=True, row_bytes=16, ranks=64, topk=32, experts=4096),
     "dispatch few tokens": dispatch(packets=True),

@@ -34,6 +34,7 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 SIZES: dict[str, Any] = {"hidden": 64, "num_experts": 8, "topk": 3, "max_tokens": 20, "dtype": torch.bfloat16}
+UNEVEN: dict[str, Any] = {**SIZES, "num_experts": 10}  # of 4 ranks two have one more
 DOMAINS = {"ranks": 4, "domain_ranks": 2}
 CASES = 10
 BEHIND = 1 << 16  # bytes that nobody may write
@@ -45,11 +46,11 @@ def random_cases(machine: Machine, monkeypatch: pytest.MonkeyPatch, direct: str,
     room = host.direct_bytes
     if direct != "all":
         monkeypatch.setattr(host, "direct_bytes", lambda *sizes: room(*sizes) // 256 * 64 * (direct == "some"))
-    with LocalBuffers(**DOMAINS, **SIZES, backend="host") as ranks:
+    with LocalBuffers(**DOMAINS, **UNEVEN, backend="host") as ranks:
         wrap_after(ranks, cases, kernels=True)
         try:
             for seed in range(cases):
-                check_case(ranks, random_case(seed, ranks=DOMAINS["ranks"], **SIZES, few_kernels=True))
+                check_case(ranks, random_case(seed, ranks=DOMAINS["ranks"], **UNEVEN, few_kernels=True))
             assert min(rounds_since_wrap(ranks)) >= 0
         finally:
             machine.forget()
@@ -128,13 +129,13 @@ def test_random_cases_in_one_domain(
     monkeypatch.setattr(
         host, "packet_bytes", lambda ranks, most, row: packets.room(ranks, -(-most // share), row) if share else 0
     )
-    with LocalBuffers(ranks=4, **SIZES, backend="host") as ranks:
+    with LocalBuffers(ranks=4, **UNEVEN, backend="host") as ranks:
         wrap_after(ranks, cases, kernels=True)
         for rank, buffer in enumerate(ranks.buffers):
             monkeypatch.setattr(buffer.rounds.session, "reduced_rows_in_heap", str(rank) not in in_ring)
         try:
             for seed in range(cases):
-                check_case(ranks, random_case(seed, ranks=4, **SIZES, few_kernels=True))
+                check_case(ranks, random_case(seed, ranks=4, **UNEVEN, few_kernels=True))
             assert min(rounds_since_wrap(ranks)) >= 0
         finally:
             machine.forget()
@@ -147,13 +148,13 @@ def test_more_experts_than_lanes(
     """A lane places several groups of a rank, the last of them fewer, or none."""
     monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
     monkeypatch.setattr(host, "packet_bytes", lambda *_: 0)
-    sizes: dict[str, Any] = {**SIZES, "ranks": 2, "num_experts": 140}
+    sizes: dict[str, Any] = {**SIZES, "ranks": 2, "num_experts": 141}
     plain: dict[str, Any] = {"layout": layout, "alignment": alignment, "begin": False, "again": False, "max_rows": None}
     plain |= {"quantize": False, "scale_format": "fp32", "scale_layout": "row", "scales": None}
     plain |= {"weight_grads": False, "own_weights": None}
     g = torch.Generator().manual_seed(1)
     x = [torch.randn(count, 64, generator=g).bfloat16() for count in (20, 13)]
-    ids = [torch.rand(len(rows), 140, generator=g).argsort(dim=1)[:, :3].contiguous() for rows in x]
+    ids = [torch.rand(len(rows), 141, generator=g).argsort(dim=1)[:, :3].contiguous() for rows in x]
     weights: list[Any] = [torch.rand(len(rows), 3, generator=g) for rows in x]
     case = replace(random_case(0, **sizes, few_kernels=True), **plain, x=x, topk_idx=ids, topk_weights=weights)
     with LocalBuffers(**sizes, backend="host") as ranks:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import moecomm
+from moecomm.core.experts import experts_of, owners_of
 from moecomm.dispatch import PublishedOffsets
 from moecomm.dispatch.plan import DESCRIPTOR_BYTES
 from moecomm.routed import Routed
@@ -26,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64 and g++"),
     pytest.mark.timeout(600),
 ]
-RANKS, HIDDEN, EXPERTS, TOPK, MANY, FEW = 3, 64, 12, 3, 1500, 900  # tokens of a Buffer; of few ids are told
+RANKS, HIDDEN, EXPERTS, TOPK, MANY, FEW = 3, 64, 13, 3, 1500, 900  # tokens of a Buffer; of few ids are told
 HOME, SAME, UNIT = 48, 36, 16  # of RowDescriptor (csrc/protocol/row_descriptor.h)
 
 
@@ -68,19 +69,19 @@ def dispatch(ranks: LocalBuffers, ids: list[torch.Tensor]) -> list[Routed]:
 
 
 def check(ranks: LocalBuffers, ids: list[torch.Tensor], arrived: list[Routed]) -> None:
-    of_rank, ids_are_published = EXPERTS // RANKS, ranks.buffers[0].max_tokens == FEW
+    ids_are_published = ranks.buffers[0].max_tokens == FEW
     for rank, (buffer, routed) in enumerate(zip(ranks.buffers, arrived, strict=True)):
         args, end = routed.handle.args, 0
         window = buffer.rounds.session.context.peers[rank]
         rows = at(window + args.out_x, (args.max_rows, DESCRIPTOR_BYTES // 8), torch.int64)
         first: dict[tuple[int, int], int] = {}  # row of a token, by its home
-        for expert in range(of_rank):
+        for nth, expert in enumerate(experts_of(rank, EXPERTS, RANKS)):
             wanted = set()
             for home, (of, descriptors) in enumerate((of, told(home)) for home, of in enumerate(ids)):
-                for token, k in (of == rank * of_rank + expert).nonzero().tolist():
+                for token, k in (of == expert).nonzero().tolist():
                     result_rows = descriptors.result_rows + (token * TOPK + k) * 2 * HIDDEN
                     wanted.add((descriptors.rows + token * descriptors.pitch, home << HOME | result_rows))
-            begin, end = end, end + int(routed.tokens_per_expert[expert])
+            begin, end = end, end + int(routed.tokens_per_expert[nth])
             assert end - begin == len(wanted)
             found = [(word % (1 << SAME) * UNIT, where, (word >> SAME) - 1) for word, where in rows[begin:end].tolist()]
             assert {row[:2] for row in found} == wanted, (rank, expert)
@@ -89,7 +90,7 @@ def check(ranks: LocalBuffers, ids: list[torch.Tensor], arrived: list[Routed]) -
                 assert same == (earlier if earlier < row and not ids_are_published else -1), (rank, expert)
         assert int(at(args.num_rows, (1,), torch.int32)) == end
         owners = at(args.route.token_owner, (len(ids[rank]), TOPK), torch.int32)
-        assert torch.equal(owners, torch.where(ids[rank] < 0, -1, ids[rank] // of_rank).int())
+        assert torch.equal(owners, owners_of(ids[rank], EXPERTS, RANKS).int())
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
@@ -122,7 +123,7 @@ def test_a_bad_id_is_told_and_the_next_round_is_right(all_of_them: bool, most: i
 
 def test_slips_are_there_when_their_dispatch_ends(machine: Machine, ranks: LocalBuffers) -> None:
     """A rank that is through with it dispatches, to itself, all that lies where they are to be, as rows of 8 slips."""
-    tokens, of_rank = 24, EXPERTS // RANKS
+    tokens = 24
     for turn in range(20):
         ids = [routing(5 + 7 * ((rank + turn) % RANKS), rank, torch.int64) for rank in range(RANKS)]
         to_itself = [torch.full((tokens, TOPK), -1) for _ in range(RANKS)]
@@ -134,7 +135,7 @@ def test_slips_are_there_when_their_dispatch_ends(machine: Machine, ranks: Local
                 buffer.rounds.session.context.peers[rank] + first[-1].args.out_x, (tokens, HIDDEN), torch.bfloat16
             )
             there.fill_(turn)
-            to_itself[rank][:, 0] = rank * of_rank
+            to_itself[rank][:, 0] = experts_of(rank, EXPERTS, RANKS).start
             then.append(prepare_dispatch(buffer, there, to_itself[rank], layout="flat", sync=False))
         machine.run([Call(routed.args, machine.sizes) for routed in (*first, *then)], RANKS)
         ranks.check()
