@@ -12,11 +12,13 @@ import pytest
 import torch
 
 import moecomm
+from moecomm import ops
 from moecomm.backends import host
 from moecomm.combine import reference
 from moecomm.dispatch import reference as dispatch_reference
 from moecomm.testing import LocalBuffers, check_case, check_case_on_rank, random_case, random_sizes
 
+from .backends.conftest import run_ranks
 from .conftest import Ranks
 from .few import few
 
@@ -209,3 +211,37 @@ def test_tokens_with_experts_in_one_domain_have_the_bits_of_one_domain(
     (one, others), (several, other_sums) = outs[None], outs[2]
     assert all(torch.equal(a, b) for a, b in zip(one, several, strict=True))
     assert any(not torch.equal(a, b) for a, b in zip(others, other_sums, strict=True))
+
+
+def _everything(group: Any, domain_ranks: int | None) -> list[torch.Tensor]:
+    """Gradients, weights of combine, both halves of a dispatch, and layers."""
+    g = torch.Generator().manual_seed(group.rank)
+    x = torch.randn(30, 64, generator=g).requires_grad_()
+    idx, weights = torch.rand(30, 8, generator=g).argsort(dim=1)[:, :4], torch.rand(30, 4, generator=g).requires_grad_()
+    w13, w2 = torch.randn(2, 32, 64, generator=g), torch.randn(2, 64, 16, generator=g)
+    found: list[torch.Tensor] = []
+    sizes = {**SIZES, "dtype": torch.float32}
+    with moecomm.Buffer(group, **sizes, domain_ranks=domain_ranks, timeout_s=20) as buffer:
+        for layout in ("flat", "expert", "batched"):
+            sent = ops.dispatch(buffer, x, idx, weights, layout=layout)
+            y = sent.x.sin() if sent.topk_weights is None else sent.x.sin() * sent.topk_weights.sum(1, keepdim=True)
+            out = ops.combine(y, sent.handle)
+            found += [out.detach(), *torch.autograd.grad(out.square().sum(), (x, weights))]
+        plain, fixed = x.detach(), weights.detach()
+        routed = buffer.dispatch(plain, idx, fixed)
+        found.append(buffer.combine(routed.x, routed.handle, topk_weights=fixed.flip(1).contiguous()))
+        begun = buffer.dispatch_begin(plain, idx, fixed)
+        routed = buffer.dispatch_end(begun)
+        found.append(buffer.combine(routed.x, routed.handle))
+        found += [buffer.moe(plain, idx, fixed, w13, w2, fused=fused) for fused in (None, True)]
+    return found
+
+
+def test_gradients_weights_halves_and_layers_over_domains() -> None:
+    """Sums are added in another order than in one domain, so bits differ."""
+    one = run_ranks(4, lambda group: _everything(group, None))
+    several = run_ranks(4, lambda group: _everything(group, 2))
+    for want, got in zip(one, several, strict=True):
+        assert len(want) == len(got) == 13
+        for first, second in zip(want, got, strict=True):
+            torch.testing.assert_close(second, first, rtol=1e-4, atol=1e-4)
