@@ -17,6 +17,7 @@ struct Item {
     i32 token;    // number at its source rank; -1: nothing to store
     i32 domain;   // return-forward: of the source rank
     i32 step;     // return-forward: the work item of which this is the last piece, else -1
+    u32 singles;  // one bit for each source, in order, that is a row of a token as the expert left it
 };
 
 // Destination of a token's sum, and the bias to add (null: none).
@@ -38,10 +39,11 @@ constexpr i32 kItemsOpen = 8;  // items of a warp whose sources are loading
 enum class Next { item, later, none };  // later: it would block
 
 // Shared memory of one warp: pieces in flight, and the items that they belong to.
-template <i32 slots, i32 bytes>
+template <i32 slots, i32 bytes, bool has_weights = false>
 struct RowRing {
     static constexpr i32 kSlots = slots, kBytes = bytes;
     alignas(128) u8 data[slots][bytes];
+    alignas(16) float weights[has_weights ? slots : 1][4];  // of single rows, in the first place
     u64 full[slots];
     Item items[kItemsOpen];
 };
@@ -56,7 +58,7 @@ struct ScaleoutShared {
 
 template <CombineConfig cfg>
 struct CombineShared {
-    RowRing<cfg.pull_slots, cfg.pull_bytes> pull[cfg.pull_warps];
+    RowRing<cfg.pull_slots, cfg.pull_bytes, cfg.single_rows_travel()> pull[cfg.pull_warps];
     StepCounters<cfg.in_place ? 1 : cfg.reduce_warps> staged;  // work items of this block
     StepCounters<cfg.pull_warps> pulled;                       // chunks of this block
     CombineArgs args;

@@ -15,6 +15,8 @@ namespace moecomm {
 //       void store(target, i32 column, float (&)[n])   Stores this lane's n columns of the sum; not all lanes call it.
 //       void close(const Item&)     Called by all lanes after the sum is stored.
 //       kType, kRowBytes            Type and bytes of a source row.
+//       kSingles, kSingleType       Some sources may be single rows of another type: half as many bytes.
+//       const u8* weight            kSingles: after open(), where the weight of this lane's single row lies; null if it is a sum.
 template <class Ring, class Role>
 struct Gather {
     static constexpr Type kType = Role::kType;
@@ -27,7 +29,7 @@ struct Gather {
     i32 opened = 0, closed = 0;  // items
     bool more = true;
     // The item whose loads are being issued.
-    const u8* source = nullptr;
+    const u8 *source = nullptr, *weight = nullptr;
     i32 left = 0, order = 0, bytes = 0;  // sources not issued yet; this lane's position among them; bytes of the piece
 
     MOECOMM_FN static i32 bytes_from(i32 column) { return min(Ring::kBytes, Role::kRowBytes - column * bytes_of(kType)); }
@@ -43,6 +45,10 @@ struct Gather {
         left = item.sources = __popc(named);
         order = source != nullptr ? __popc(named & lanes_below()) : -1;
         bytes = bytes_from(item.column);
+        if constexpr (Role::kSingles) {
+            weight = role.weight;
+            item.singles = __reduce_add_sync(kAllLanes, source != nullptr && weight != nullptr ? 1u << order : 0);
+        }
         if (lane_id() == 0) ring.items[opened % kItemsOpen] = item;
         __syncwarp();
         ++opened;
@@ -60,7 +66,11 @@ struct Gather {
             if (fit == 0) return;
             if (order >= 0 && order < fit) {
                 const i32 slot = (issued + order) % Ring::kSlots;
-                bulk_load(ring.data[slot], source, bytes, &ring.full[slot]);
+                if (Role::kSingles && weight != nullptr) {
+                    bulk_load_both(ring.data[slot], source, bytes / 2, ring.weights[slot], weight, 16, &ring.full[slot]);
+                } else {
+                    bulk_load(ring.data[slot], source, bytes, &ring.full[slot]);
+                }
             }
             issued += fit;
             order -= fit;  // negative: this lane's load is issued, or it has none
@@ -69,7 +79,7 @@ struct Gather {
     }
 
     // Waits for the oldest piece in the ring and adds it.
-    MOECOMM_FN void add(float (&sum)[kVectors][kColumns], i32 vectors) {
+    MOECOMM_FN void add(float (&sum)[kVectors][kColumns], i32 vectors, bool single) {
         const i32 slot = used % Ring::kSlots;
         copy_wait(&ring.full[slot], used / Ring::kSlots & 1);
         const auto* held = reinterpret_cast<const uint4*>(ring.data[slot]);
@@ -77,12 +87,27 @@ struct Gather {
         for (i32 v = 0; v < kVectors; ++v) {
             if (v * kWarp + lane_id() >= vectors) continue;
             float columns[kColumns];
-            widen<kType>(held[v * kWarp + lane_id()], columns);
+            if (Role::kSingles && single) {
+                load_single(columns, slot, v * kWarp + lane_id());
+            } else {
+                widen<kType>(held[v * kWarp + lane_id()], columns);
+            }
 #pragma unroll
             for (i32 i = 0; i < kColumns; ++i) sum[v][i] = __fadd_rn(sum[v][i], columns[i]);
         }
         __syncwarp();  // the slot is free
         ++used;
+    }
+
+    // Loads columns of a single row, as many as a vector of a sum has, and multiplies them by its weight.
+    MOECOMM_FN void load_single(float (&columns)[kColumns], i32 slot, i32 vector) const {
+        if constexpr (Role::kSingles) {
+            const uint2 held = reinterpret_cast<const uint2*>(ring.data[slot])[vector];
+            widen_word<Role::kSingleType>(held.x, columns);
+            widen_word<Role::kSingleType>(held.y, columns + kColumns / 2);
+#pragma unroll
+            for (i32 i = 0; i < kColumns; ++i) columns[i] = __fmul_rn(ring.weights[slot][0], columns[i]);
+        }
     }
 
     MOECOMM_FN void run() {
@@ -94,7 +119,7 @@ struct Gather {
             float sum[kVectors][kColumns] = {};
             for (i32 added = 0; added < item.sources; ++added) {
                 if (added > 0) fill();
-                add(sum, vectors);
+                add(sum, vectors, Role::kSingles && (item.singles >> added & 1) != 0);
             }
             if (const auto target = role.target(item)) {
 #pragma unroll

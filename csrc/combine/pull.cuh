@@ -72,6 +72,8 @@ struct Pull {
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr Type kType = cfg.staged();
     static constexpr i32 kRowBytes = cfg.staged_bytes();
+    static constexpr bool kSingles = cfg.single_rows_travel();
+    static constexpr Type kSingleType = cfg.type;
     static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.pull_bytes), kPieceColumns = cfg.pull_bytes / bytes_of(kType);
 
     const Call& c;
@@ -83,6 +85,8 @@ struct Pull {
     i32 nth;                     // the next piece: of the block's, or of all tokens'
     u32 claimed = 0;             // in lane 0: the claim after that, made early to hide its latency
     i32 ahead;                   // this lane's slot of the next piece's token
+    i32 owner = -1;              // single rows: the owner of that token's k-th expert, in lane k
+    const u8* weight = nullptr;  // see gather.cuh
     i32 seen = -1;               // the chunk for which this lane has acquired the flag of its rank
     i32 signaled = 0;            // chunks of the block at whose steps this warp has arrived
     bool failed = false;
@@ -100,7 +104,7 @@ struct Pull {
           scaleout_sums{call, this_warp, cfg.domains() > 1 && call.direct()} {
         skip_ends();
         if (!by_chunks()) claim();
-        ahead = slot_of(token(), lane_id());
+        look_ahead();
     }
 
     template <class Is>
@@ -138,7 +142,22 @@ struct Pull {
             nth = static_cast<i32>(__shfl_sync(kAllLanes, claimed, 0)) * pieces_per_claim;
             claim();
         }
+        look_ahead();
+    }
+    MOECOMM_FN void look_ahead() {
         ahead = slot_of(token(), lane_id());
+        if constexpr (kSingles) {
+            const bool has = token() < c.a.num_tokens && lane_id() < cfg.topk;
+            owner = has ? reinterpret_cast<const i32*>(c.a.route.token_owner)[static_cast<i64>(token()) * cfg.topk + lane_id()] : -1;
+        }
+    }
+
+    // True if `rank` has one row of the token. All lanes call it.
+    MOECOMM_FN bool is_single(i32 rank) const {
+        i32 rows = 0;
+#pragma unroll
+        for (i32 k = 0; k < cfg.topk; ++k) rows += __shfl_sync(kAllLanes, owner, k) == rank;
+        return rows == 1;
     }
 
     // Slot of token `t` at the n-th rank of this domain, -1 if none.
@@ -193,9 +212,15 @@ struct Pull {
             return may_wait ? Next::none : Next::later;
         }
         const i32 column = nth % kPieces * kPieceColumns;
-        if (slot >= 0) source = row_at(rank, slot) + column * bytes_of(kType);
+        bool single = false;
+        if constexpr (kSingles) single = is_single(rank);
+        if (slot >= 0) {
+            const u8* const row = row_at(rank, slot);
+            source = row + column * bytes_of(single ? cfg.type : kType);
+            if constexpr (kSingles) weight = single ? row + cfg.row_bytes() : nullptr;
+        }
         if (column == 0 && c.a.out_weight_grads != 0) load_grads();
-        out = {0, column, token(), 0, -1};
+        out = {0, column, token(), 0, -1, 0};
         if constexpr (cfg.domains() > 1) scaleout_sums.open();
         advance();
         return Next::item;
@@ -272,7 +297,8 @@ MOECOMM_FN bool pull(const Call& c) {
         if (!await_all_headers(c)) return false;
         if (c.shared.is_invalid != 0) return true;
         Pull<Call> role(c, warp);
-        Gather<RowRing<Call::cfg.pull_slots, Call::cfg.pull_bytes>, Pull<Call>>{c.shared.pull[warp], role}.run();
+        Gather<RowRing<Call::cfg.pull_slots, Call::cfg.pull_bytes, Call::cfg.single_rows_travel()>, Pull<Call>>{c.shared.pull[warp], role}
+            .run();
         return !role.failed;
     }
 }

@@ -19,6 +19,7 @@ struct Step {
     u8* to;       // where this lane stores its sum; null: no step
     u32 has;      // one bit for each of this lane's vectors that lies within the row
     bool both;    // there is a second entry
+    bool single;  // the row's only entry travels as it is
     bool last;    // these are the last entries of these columns
     i32 through;  // the last work-list step that this warp completes with it; -1: none
 };
@@ -30,7 +31,7 @@ template <class Call>
 struct Reduce {
     static constexpr CombineConfig cfg = Call::cfg;
     using Step = moecomm::Step<Call>;
-    static constexpr bool kWeighted = cfg.weighted && cfg.layout != Layout::flat;
+    static constexpr bool kWeighted = cfg.weighted && cfg.layout != Layout::flat, kSingles = cfg.single_rows_travel();
     static constexpr i32 kColumns = columns_in_16(cfg.type), kPieceColumns = Step::kVectors * kWarp * kColumns;
     static constexpr i32 kPieces = ceil_div(cfg.hidden, kPieceColumns);
 
@@ -156,6 +157,10 @@ struct Reduce {
         }
         row = c.has_reduced_rows() ? reinterpret_cast<u8*>(c.a.reduced_rows) + row_index() * c.reduced_row_pitch()
                                    : c.staged_row(c.me(), work_list.source_rank(now.step), row_index());
+        if constexpr (kSingles) {
+            const u32 named = __ballot_sync(kAllLanes, now.entry >= 0);
+            if (__popc(named) == 1 && now.entry >= 0) *reinterpret_cast<float*>(row + cfg.row_bytes()) = kWeighted ? now.weight : 1.0f;
+        }
         if (c.a.weight_grads != 0) stage_grads(now.entry);
         return true;
     }
@@ -169,7 +174,8 @@ struct Reduce {
             if (row == nullptr && !begin_row(may_wait)) return;
             left = named;
         }
-        s.to = row + column() * bytes_of(cfg.staged());
+        s.single = kSingles && __popc(named) == 1;
+        s.to = row + column() * bytes_of(s.single ? cfg.type : cfg.staged());
 #pragma unroll
         for (i32 i = 0; i < Step::kEntries; ++i) {
             if (i == 1) s.both = left != 0;
@@ -215,6 +221,8 @@ struct Reduce {
     }
     MOECOMM_FN void finish(const Step& s) {
         if constexpr (Step::kEntries == 1) {
+            store(s, [&](i32 v) { *reinterpret_cast<uint4*>(s.to + v * kWarp * 16) = s.held[0][v]; });
+        } else if (kSingles && s.single) {
             store(s, [&](i32 v) { *reinterpret_cast<uint4*>(s.to + v * kWarp * 16) = s.held[0][v]; });
         } else {
             add(s, 0);

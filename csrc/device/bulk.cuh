@@ -29,6 +29,17 @@ MOECOMM_FN void bulk_load(void* to, const void* from, i32 bytes, u64* barrier) {
                  "l"(from), "r"(bytes), "r"(shared_address(barrier))
                  : "memory");
 }
+// Likewise of two loads at once.
+MOECOMM_FN void bulk_load_both(void* to, const void* from, i32 bytes, void* to_too, const void* from_too, i32 bytes_too, u64* barrier) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes + bytes_too)
+                 : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to_too)),
+                 "l"(from_too), "r"(bytes_too), "r"(shared_address(barrier))
+                 : "memory");
+}
 // Wait until the load has completed. Needs no deadline: an issued copy ends, or the context has faulted.
 MOECOMM_FN void copy_wait(u64* barrier, u32 parity) {
     asm volatile(

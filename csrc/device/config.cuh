@@ -114,6 +114,11 @@ struct CombineConfig {
     MOECOMM_BOTH constexpr Type staged() const { return layout == Layout::flat ? type : wire; }
     MOECOMM_BOTH constexpr i32 row_bytes() const { return hidden * bytes_of(type); }
     MOECOMM_BOTH constexpr i32 staged_bytes() const { return hidden * bytes_of(staged()); }
+    // With float32 on the wire and one domain, the only row that a rank has of a token is pulled as it is, in half the bytes, and its
+    // weight behind it. The source rank multiplies, so the bits are those of a float32 sum. Packets bring float32 sums.
+    MOECOMM_BOTH constexpr bool single_rows_travel() const {
+        return layout != Layout::flat && domains() == 1 && wire == Type::fp32 && type != Type::fp32;
+    }
     MOECOMM_BOTH constexpr i32 packets_of_row() const { return ceil_div(staged_bytes(), packet_row_bytes); }
     MOECOMM_BOTH constexpr i32 grads_bytes() const { return align_up<i32>(topk * 4, 16); }
 };

@@ -263,6 +263,8 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
         summed = {2: 1536, 4: 3072}  # next to the sum of the domains
     pull_bytes = _piece(spec.hidden * TYPE_BYTES[staged], summed[TYPE_BYTES[staged]], _LINE)
     beside = _align(8 * _MOST_SLOTS + 8 * 24, 128) + 128  # barriers and items of a ring, and alignment
+    if TYPE_BYTES[staged] > TYPE_BYTES[spec.type] and not spec.domain_ranks:
+        beside += 16 * _MOST_SLOTS  # weights of single rows
     fixed = (pull_warps + return_forward_warps) * beside + spec.ranks * (_HEADER_BYTES + 16)
     fixed += _HEADER_BYTES + 512 + _ARGS_BYTES
     fixed += (8 * 8 * pull_warps + 256) * bool(spec.domain_ranks)

@@ -17,6 +17,7 @@ BODIES: dict[str, dict[str, str]] = {
         "shared_address": "return 0;",
         "barrier_init": "*barrier = 0;",
         "bulk_load": f"{COPY} ++*barrier;",
+        "bulk_load_both": f"{COPY} memcpy(to_too, from_too, bytes_too); ++*barrier;",
         "copy_wait": "while ((*const_cast<volatile u64*>(barrier) & 1) == parity) emulator::emulator_yield();",
         "bulk_store": COPY,
         **dict.fromkeys(
