@@ -9,6 +9,7 @@ template <class Call>
 struct Collect {
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr Type kType = cfg.staged();
+    static constexpr bool kSingles = cfg.single_rows_travel();
     using P = Packing<cfg>;
     static constexpr bool kAllInOneBatch = cfg.ranks <= 4;  // registers hold all packets of a piece; else kBatch, next to the sums
     static constexpr i32 kBatch = kAllInOneBatch ? cfg.ranks : cfg.ranks <= kWarp ? 2 : 1;  // packets that are loaded at once
@@ -21,6 +22,7 @@ struct Collect {
     const i32 looks;
     i32 nth;
     i32 ahead[kPeers];           // this lane's slots of the next token
+    i32 owner = -1;              // single rows: the owner of its k-th expert, in lane k
     Waited waited = Waited::ok;  // how this lane's wait ended, for which rank, and the last tag it saw
     i32 missing_peer = 0;
     u32 seen = 0;
@@ -41,6 +43,27 @@ struct Collect {
             if (nth < items && rank < cfg.ranks)
                 ahead[i] = reinterpret_cast<const i32*>(c.a.route.token_slot)[static_cast<i64>(nth / P::kPieces) * cfg.ranks + rank];
         }
+        if constexpr (kSingles) {
+            const bool has = nth < items && lane_id() < cfg.topk;
+            const i64 entry = static_cast<i64>(nth / P::kPieces) * cfg.topk + lane_id();
+            owner = has ? reinterpret_cast<const i32*>(c.a.route.token_owner)[entry] : -1;
+        }
+    }
+    // Returns one bit for each rank that has one row of the next token.
+    MOECOMM_FN u64 singles() const {
+        u64 all = 0;
+        if constexpr (kSingles) {
+            i32 rows[kPeers] = {};
+#pragma unroll
+            for (i32 k = 0; k < cfg.topk; ++k) {
+                const i32 rank = __shfl_sync(kAllLanes, owner, k);
+#pragma unroll
+                for (i32 i = 0; i < kPeers; ++i) rows[i] += rank == i * kWarp + lane_id();
+            }
+#pragma unroll
+            for (i32 i = 0; i < kPeers; ++i) all |= static_cast<u64>(__ballot_sync(kAllLanes, rows[i] == 1)) << i * kWarp;
+        }
+        return all;
     }
     // Returns one bit for each rank that holds a part of the next token.
     MOECOMM_FN u64 owners() const {
@@ -50,14 +73,20 @@ struct Collect {
         return all;
     }
 
-    // Loads all packets in `missing` at once, and clears the bits of those that are complete: each line carries the round's tag.
-    MOECOMM_FN void look(const u8* const (&packets)[kBatch], PacketWords (&words)[kBatch], u32& missing) const {
+    // True if a packet has this lane's line of a step.
+    MOECOMM_FN static bool has_line(i32 step, bool single) {
+        if (kSingles && single) return step < P::kSingleSteps && P::is_single_line(packet_line(step));
+        return packet_line(step) < cfg.packet_lines;
+    }
+    // Loads all packets in `missing` at once, and clears the bits of those that are complete: each line carries the round's tag. `single`:
+    // one bit for each packet of a single row.
+    MOECOMM_FN void look(const u8* const (&packets)[kBatch], PacketWords (&words)[kBatch], u32& missing, u32 single) const {
 #pragma unroll
         for (i32 i = 0; i < kBatch; ++i) {
             if ((missing >> i & 1) == 0) continue;
 #pragma unroll
             for (i32 step = 0; step < P::kSteps; ++step)
-                if (packet_line(step) < cfg.packet_lines)
+                if (has_line(step, (single >> i & 1) != 0))
                     words[i].step[step] = load_line_words(packets[i] + step * kWarp * 16 + lane_id() * 16);
         }
 #pragma unroll
@@ -66,15 +95,19 @@ struct Collect {
             bool here = true;
 #pragma unroll
             for (i32 step = 0; step < P::kSteps; ++step)
-                if (ends_line() && packet_line(step) < cfg.packet_lines) here = here && words[i].step[step].y == line_tag(c.round.tag);
+                if (ends_line() && has_line(step, (single >> i & 1) != 0)) here = here && is_tag(words[i].step[step].y);
             if (__all_sync(kAllLanes, here)) missing &= ~(1u << i);
         }
     }
 
+    MOECOMM_FN bool is_tag(u64 word) const { return kSingles ? signal_tag(word) == c.round.tag : word == line_tag(c.round.tag); }
+
     // Waits until each line of each packet has its tag, one line in each lane. This orders nothing: the packets must be loaded again.
     // Returns false in all lanes if a tag did not come; report() then fills the failure record.
-    MOECOMM_FN bool await_tags(u64 owners, i32 token, i32 piece) {
-        for (; owners != 0 && waited == Waited::ok && lane_id() < cfg.packet_lines; owners &= owners - 1) {
+    MOECOMM_FN bool await_tags(u64 owners, u64 singles, i32 token, i32 piece) {
+        for (; owners != 0 && waited == Waited::ok; owners &= owners - 1) {
+            const bool single = kSingles && (singles & owners & (~owners + 1)) != 0;
+            if (single ? !P::is_single_line(lane_id()) : lane_id() >= cfg.packet_lines) continue;
             missing_peer = __ffsll(static_cast<i64>(owners)) - 1;
             const auto* tag = own<const u64>(c.a.ctx, c.packet_at(missing_peer, token, piece) + (lane_id() + 1) * kLineBytes - sizeof(u64));
             waited = wait_until(deadline_of(c.a.ctx), [&] {
@@ -93,22 +126,24 @@ struct Collect {
     }
 
     // Loads the packets of `owners`, at most kBatch. Returns false in all lanes if one did not arrive.
-    MOECOMM_FN bool load_packets(u64 owners, i32 token, i32 piece, PacketWords (&words)[kBatch]) {
+    MOECOMM_FN bool load_packets(u64 owners, u64 singles, i32 token, i32 piece, PacketWords (&words)[kBatch], u32& single) {
         const u8* packets[kBatch];
         u32 all = 0;
         u64 left = owners;
+        single = 0;
 #pragma unroll
         for (i32 i = 0; i < kBatch; ++i) {
             packets[i] = own<const u8>(c.a.ctx, c.packet_at(max(__ffsll(static_cast<i64>(left)), 1) - 1, token, piece));
             if (left != 0) all |= 1u << i;
+            if (kSingles && (singles & left & (~left + 1)) != 0) single |= 1u << i;
             left &= left - 1;
         }
         u32 missing = all;
         for (i32 times = 1;; ++times) {
-            look(packets, words, missing);
+            look(packets, words, missing, single);
             if (missing == 0) return true;
             if (times < looks) continue;
-            if (!await_tags(owners, token, piece)) return false;
+            if (!await_tags(owners, singles, token, piece)) return false;
             missing = all;
         }
     }
@@ -123,18 +158,25 @@ struct Collect {
 
     // Adds the packets of `owners` for a piece in float32 and in rank order, and stores the sum. Returns false in all lanes if a packet did
     // not arrive.
-    MOECOMM_FN bool collect(u64 owners, i32 token, i32 piece) {
+    MOECOMM_FN bool collect(u64 owners, u64 singles, i32 token, i32 piece) {
         float sum[P::kSteps][2][P::kColumns] = {};
         do {
             const u64 now = take(owners);
             const i32 count = __popcll(now);
             PacketWords words[kBatch];
-            if (!load_packets(now, token, piece, words)) return false;
+            u32 single;
+            if (!load_packets(now, singles, token, piece, words, single)) return false;
 #pragma unroll
             for (i32 step = 0; step < P::kSteps; ++step) {
 #pragma unroll
-                for (i32 i = 0; i < kBatch; ++i)
-                    if (i < count) add(words[i].step[step], sum[step]);
+                for (i32 i = 0; i < kBatch; ++i) {
+                    if (i >= count) continue;
+                    if (kSingles && (single >> i & 1) != 0) {
+                        add_single(words[i], step, sum[step]);
+                    } else {
+                        add(words[i].step[step], sum[step]);
+                    }
+                }
                 if constexpr (kAllInOneBatch) store(token, piece, step, sum[step]);
             }
         } while (!kAllInOneBatch && owners != 0);
@@ -143,6 +185,19 @@ struct Collect {
             for (i32 step = 0; step < P::kSteps; ++step) store(token, piece, step, sum[step]);
         }
         return true;
+    }
+
+    MOECOMM_FN static void add_single(const PacketWords& words, i32 step, float (&sum)[2][P::kColumns]) {
+        if constexpr (kSingles) {
+            const float weight = __uint_as_float(__shfl_sync(kAllLanes, signal_word(words.step[0].y), kLineLanes - 1));
+#pragma unroll
+            for (i32 i = 0; i < 2; ++i) {
+                float columns[P::kColumns];
+                widen_word<cfg.type>(P::single_columns(words, step, i), columns);
+#pragma unroll
+                for (i32 k = 0; k < P::kColumns; ++k) sum[i][k] = __fadd_rn(sum[i][k], __fmul_rn(weight, columns[k]));
+            }
+        }
     }
 
     MOECOMM_FN static void add(const ulonglong2& words, float (&sum)[2][P::kColumns]) {
@@ -167,11 +222,11 @@ struct Collect {
     // Runs the role. Returns false in all lanes if a packet did not arrive; the failure record is filled.
     MOECOMM_FN bool run() {
         while (nth < items) {
-            const u64 from = owners();
+            const u64 from = owners(), alone = singles();
             const i32 token = nth / P::kPieces, piece = nth % P::kPieces;
             nth += gridDim.x * cfg.pull_warps;
             look_ahead();
-            if (!collect(from, token, piece)) break;
+            if (!collect(from, alone, token, piece)) break;
         }
         report();
         return __all_sync(kAllLanes, waited == Waited::ok);

@@ -17,6 +17,17 @@ struct Packing {
     // First column and number of words of a piece; the last piece may have fewer words.
     MOECOMM_FN static i32 column(i32 piece) { return piece * (cfg.packet_row_bytes / bytes_of(cfg.staged())); }
     MOECOMM_FN static i32 words(i32 piece) { return min(cfg.packet_row_bytes, cfg.staged_bytes() - piece * cfg.packet_row_bytes) / kWord; }
+    // A single row (CombineConfig::single_rows_travel) takes half as many steps. A lane holds in one of them what it would hold of the sum
+    // in two: first in the first word, then in the second; the lane that ends a line, in the halves of its only word. Each line's tag
+    // carries the weight.
+    static constexpr i32 kSingleSteps = ceil_div(kSteps, 2);
+    MOECOMM_FN static bool is_single_line(i32 line) { return line / kStepLines * 2 * kStepLines + line % kStepLines < cfg.packet_lines; }
+    // Columns of a single row that become the nth word of a step of the sum, in two places of 16 bits.
+    MOECOMM_FN static u32 single_columns(const PacketWords& words, i32 step, i32 nth) {
+        const ulonglong2& held = words.step[step / 2];
+        const u64 word = step % 2 != 0 && !ends_line() ? held.y : held.x;
+        return static_cast<u32>((ends_line() ? step % 2 : nth) != 0 ? word >> 32 : word);
+    }
     // True if the nth of this lane's two words in a step is among the first `words`.
     MOECOMM_FN static bool has(i32 step, i32 nth, i32 words) { return packet_word(step) + nth < words && !(nth == 1 && ends_line()); }
 };
@@ -155,6 +166,9 @@ struct Push {
         if constexpr (kWeighted && !cfg.own_weights) {
             if (f.entry >= 0) weight = reinterpret_cast<const float*>(c.a.route.row_weights)[f.entry];
         }
+        if constexpr (cfg.single_rows_travel()) {
+            if ((named & (named - 1)) == 0) return send_single(f, token, __ffs(named) - 1, weight);
+        }
         float sum[P::kSteps][2][P::kColumns] = {};
         while (named != 0) {
             u32 held[kBatch][P::kSteps][2][kHeldWords];
@@ -178,6 +192,29 @@ struct Push {
 #pragma unroll
         for (i32 step = 0; step < P::kSteps; ++step)
             store_step<cfg.packet_lines>(to, step, make_ulonglong2(narrow(sum[step][0]), narrow(sum[step][1])), c.round.tag);
+        return true;
+    }
+
+    // Stores a piece of the only row that this rank has of the token; `lane` has its entry and weight.
+    MOECOMM_FN bool send_single(const PendingItem& f, i32 token, i32 lane, float weight) {
+        u32 held[P::kSteps][2][kHeldWords];
+        load_row(f, __shfl_sync(kAllLanes, f.entry, lane), held);
+        if constexpr (cfg.own_weights) {
+            u64 word = 0;
+            if (!await_weight(f, token, word)) return false;
+            weight = weight_in(word);
+        }
+        const u32 bits = __float_as_uint(kWeighted ? __shfl_sync(kAllLanes, weight, lane) : 1.0f);
+        u8* const to = packet(f, token);
+#pragma unroll
+        for (i32 single = 0; single < P::kSingleSteps; ++single) {
+            const i32 first = 2 * single, then = min(first + 1, P::kSteps - 1);
+            const u32 high = ends_line() ? held[then][0][0] : held[first][1][0];
+            ulonglong2 words = make_ulonglong2(static_cast<u64>(high) << 32 | held[first][0][0],
+                                               static_cast<u64>(held[then][1][0]) << 32 | held[then][0][0]);
+            if (ends_line()) words.y = word_signal(c.round.tag, bits);
+            if (P::is_single_line(packet_line(single))) store_line_words(to + single * kWarp * 16 + lane_id() * 16, words);
+        }
         return true;
     }
 

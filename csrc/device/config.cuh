@@ -114,8 +114,8 @@ struct CombineConfig {
     MOECOMM_BOTH constexpr Type staged() const { return layout == Layout::flat ? type : wire; }
     MOECOMM_BOTH constexpr i32 row_bytes() const { return hidden * bytes_of(type); }
     MOECOMM_BOTH constexpr i32 staged_bytes() const { return hidden * bytes_of(staged()); }
-    // With float32 on the wire and one domain, the only row that a rank has of a token is pulled as it is, in half the bytes, and its
-    // weight behind it. The source rank multiplies, so the bits are those of a float32 sum. Packets bring float32 sums.
+    // With float32 on the wire and one domain, the only row that a rank has of a token travels as it is, in half the bytes, with its
+    // weight. The source rank multiplies, so the bits are those of a float32 sum.
     MOECOMM_BOTH constexpr bool single_rows_travel() const {
         return layout != Layout::flat && domains() == 1 && wire == Type::fp32 && type != Type::fp32;
     }

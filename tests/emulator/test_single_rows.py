@@ -11,6 +11,7 @@ import torch
 
 from moecomm import combine
 from moecomm.backends import host
+from moecomm.core import packets
 from moecomm.testing import LocalBuffers
 from moecomm.testing import ranks as local
 from moecomm.testing.prepare import prepare_combine
@@ -37,23 +38,24 @@ def memory(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(bytes_, dtype=torch.uint8).clone().view(dtype)
 
 
-@pytest.mark.parametrize("in_heap", [True, False], ids=["heap", "ring"])
+@pytest.mark.parametrize("place", ["heap", "ring", "packets"])
 @pytest.mark.parametrize(
     ("layout", "weighted", "hidden"),
     few([("expert", True, 1032), ("batched", False, 64), ("expert", False, 1032)], ("expert", True, 1032)),
 )
 def test_a_single_row_travels_as_it_is(
-    layout: str, weighted: bool, hidden: int, in_heap: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    layout: str, weighted: bool, hidden: int, place: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = [call(rank, hidden, layout) for rank in range(RANKS)]
     how: dict[str, Any] = {"wire": "exact", "weighted": weighted}
     with LocalBuffers(RANKS, hidden=hidden, **SIZES, backend="host") as ranks:
         want = ranks.combine([{"y": here.x, "handle": here.handle, **how} for here in ranks.dispatch(calls)])
     monkeypatch.setattr(local, "_native", SimpleNamespace(host_run_all=machine.run_all))
-    monkeypatch.setattr(host, "packet_bytes", lambda *_: 0)
+    room = packets.room if place == "packets" else lambda *_: 0
+    monkeypatch.setattr(host, "packet_bytes", room)
     with LocalBuffers(RANKS, hidden=hidden, **SIZES, backend="host") as ranks:
         for buffer in ranks.buffers:
-            monkeypatch.setattr(buffer.rounds.session, "reduced_rows_in_heap", in_heap)
+            monkeypatch.setattr(buffer.rounds.session, "reduced_rows_in_heap", place == "heap")
         routed = ranks.dispatch(calls)
         ys = [here.x.clone() for here in routed]
         pending = [
@@ -68,8 +70,8 @@ def test_a_single_row_travels_as_it_is(
         ranks.check()
         assert all(map(torch.equal, outs, want))
         for p, y, here in zip(pending, ys, routed, strict=True):
-            assert (p.args.reduced_rows != 0) == in_heap
-            if in_heap:
+            assert (p.args.reduced_rows != 0) == (place == "heap")
+            if place == "heap":
                 check_reduced_rows(p.args, y.flatten(0, -2), here, weighted)
 
 
