@@ -239,8 +239,9 @@ class Buffer(suspension.ReleasableMemory):
             weighted: expert, batched: multiply each row by the routing weight that dispatch carried.
             wire: of "expert" and "batched", where each rank adds up its rows of a token in float32.  The dtype of `y`:
                 this sum is rounded before it travels, as in DeepEP: an error of 2^-8 (bfloat16) or 2^-11 (float16)
-                relative to it.  "exact" (or torch.float32): nothing is rounded but the result, and a sum travels in
-                float32, in twice the bytes.  None: as the Buffer was opened; by default the dtype of `y`.
+                relative to it.  "exact" (or torch.float32): nothing is rounded but the result; a sum of several
+                rows travels in float32, a single row as it is (one domain).  None: as the Buffer was opened; by default
+                the dtype of `y`.
             num_sms: see dispatch().
 
         Returns:

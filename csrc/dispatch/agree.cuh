@@ -25,7 +25,7 @@ MOECOMM_FN bool sum_counts(const Call& c) {
                                                            : nullptr;
         const i32 pitch = is_bits ? kWantedWords : is_here ? cfg.ranges().most() : 1;
         i32 polls = 0, total = 0, before = 0;
-        const bool in_time = await_words<(cfg.ranks > 8 ? 16 : 8)>(
+        const bool in_time = await_words<(cfg.ranks > 8 && cfg.ranks <= 16 ? 16 : 8)>(
             c.round, cfg.ranks, [&](i32 source) { return first + source * stride; }, [](i32 source) { return source; },
             [&](i32 missing_peer) { return ++polls % 16 == 0 && call_differs(c.round, missing_peer, c.shared.mine); },
             [&](i32 source, u32 word) {

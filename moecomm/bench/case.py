@@ -129,12 +129,14 @@ class Traffic:
     Attributes:
         rows: one row for each (token, rank), as on the wire.
         entries: one row for each (token, expert).
+        singles: those of `rows` of which the rank has one expert.
         relayed: one row for each (token, domain), to the forwarder in another domain.
         domain_ranks: consecutive ranks that form a domain.
     """
 
     rows: torch.Tensor
     entries: torch.Tensor
+    singles: torch.Tensor
     relayed: torch.Tensor
     domain_ranks: int
 
@@ -150,13 +152,19 @@ class Traffic:
         by_domain = by_rank.view(len(by_rank), -1, near).any(dim=2).sum(dim=0)  # [D]
         passes_on = (to % near == ranks.rank % near) & (to // near != ranks.rank // near)
         relayed = torch.where(passes_on, by_domain[to // near], 0)
-        mine = torch.stack([by_rank.sum(dim=0), wanted.sum(dim=(0, 1)), relayed])  # [3, R]
+        singles = (wanted.sum(dim=1) == 1).sum(dim=0)
+        mine = torch.stack([by_rank.sum(dim=0), wanted.sum(dim=(0, 1)), singles, relayed])  # [4, R]
         everybody = [
-            torch.frombuffer(bytearray(data), dtype=torch.int64).view(3, ranks.ranks)
+            torch.frombuffer(bytearray(data), dtype=torch.int64).view(4, ranks.ranks)
             for data in ranks.all_gather(mine.contiguous().numpy().tobytes())
         ]
-        by_rank, entries, relayed = torch.stack(everybody, dim=1)
-        return Traffic(by_rank, entries, relayed, near)
+        by_rank, entries, singles, relayed = torch.stack(everybody, dim=1)
+        return Traffic(by_rank, entries, singles, relayed, near)
+
+    def single_share(self) -> float:
+        """Return the share of rows between ranks of which the rank has one expert."""
+        remote = self.rows.sum() - self.rows.diagonal().sum()
+        return float((self.singles.sum() - self.singles.diagonal().sum()) / remote.clamp(min=1))
 
     def crossing(self, *, direct: bool) -> tuple[float, float]:
         """Return the mean number of rows that leave a rank, as (inside its domain, to other domains).

@@ -203,7 +203,7 @@ class Ours:
         found["wire"] = found["inside"] + found["across"]
         return {f"{name}_bytes": bytes_ for name, bytes_ in found.items()}
 
-    def _row_bytes(self, part: str, op: Operation) -> tuple[int, int, int]:
+    def _row_bytes(self, part: str, op: Operation) -> tuple[float, int, int]:
         """Return the bytes of a row inside a domain, between domains, and as handed out (or in)."""
         if part == "dispatch":
             row = self._case.row_bytes(op.payload)
@@ -212,8 +212,10 @@ class Ours:
         row = 2 * self._case.hidden
         if op.layout == "flat":  # the default wire: sums cross in the dtype of y
             return row, row, row
-        wire = (4 if op.variant == FP32_WIRE else 2) * self._case.hidden
-        return wire, wire, row
+        if op.variant != FP32_WIRE:
+            return row, row, row
+        single = 0.0 if self._case.domain_ranks else self.traffic.single_share()  # such rows travel in the dtype of y
+        return (2 - single) * row, 2 * row, row
 
 
 def _wire(variant: str) -> Wire | None:

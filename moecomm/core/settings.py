@@ -239,7 +239,7 @@ class Settings:
         return min(-(-rows // groups) * groups, worst)
 
     def default_heap(self) -> int:
-        """Window memory for outputs by default: two rounds of the layout that takes the most.
+        """Window memory for outputs by default: two rounds of the layout that takes the most, small ones on CPUs four.
 
         The worst case of `batched`, for which a factor may ask, counts up to 2 GiB.
         """
@@ -253,7 +253,8 @@ class Settings:
         if self.domain_ranks is not None and self.is_multi_domain:
             tables += 4 * (self.ranks // self.domain_ranks) * (2 * self.topk + self.domain_ranks)
         few = 16 * self.local_experts() + (1 << 16)
-        return 2 * (rows * self._output_row_bytes + self.max_tokens * tables + few)
+        round_ = rows * self._output_row_bytes + self.max_tokens * tables + few
+        return max(2 * round_, min(4 * round_, _ROOM)) if self.backend == "host" else 2 * round_
 
     @property
     def _output_row_bytes(self) -> int:
