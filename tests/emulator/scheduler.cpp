@@ -4,6 +4,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <utility>
 #include <vector>
 
 #include "cuda.h"
@@ -142,6 +143,8 @@ void report_stuck(const std::vector<Fiber>& fibers) {
     std::fflush(stdout);
 }
 
+std::uint64_t puts = 0;
+
 }  // namespace
 
 extern "C" {
@@ -154,8 +157,11 @@ void emulator_wait_change(const unsigned* word, unsigned was) {
     while (*word == was) pause(Until::change, word, was);
 }
 void emulator_put(int rank, int peer, int channel, void* to, const void* from, std::uint64_t bytes) {
+    ++puts;
     push(rank, peer, channel, {false, to, from, bytes});
 }
+// The puts since the last call, without signals.
+std::uint64_t emulator_puts() { return std::exchange(puts, 0); }
 void emulator_add(int rank, int peer, int channel, unsigned long long* word, unsigned long long amount) {
     push(rank, peer, channel, {true, word, nullptr, amount});
 }
