@@ -17,10 +17,11 @@ import pytest
 import torch
 
 import moecomm
+from moecomm.core.experts import experts_of
 from moecomm.router import random_routing
 
 INSTALLED = importlib.util.find_spec("flashinfer")
-HIDDEN, EXPERTS, TOPK, MOST, RANKS = 128, 8, 3, 12, 4
+HIDDEN, EXPERTS, TOPK, MOST, RANKS = 128, 10, 3, 12, 4  # two ranks have three experts, and two have two
 TOKENS = (5, 0, 12, 3)
 
 
@@ -127,7 +128,7 @@ def moe_ep(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 class Rank:
     def __init__(self, group: Any, moe_ep: Any, dtype: torch.dtype = torch.float32) -> None:
-        self.rank, self.local = group.rank, EXPERTS // group.ranks
+        self.rank, self.mine = group.rank, experts_of(group.rank, EXPERTS, group.ranks)
         bootstrap = SimpleNamespace(rank=group.rank, world_size=group.ranks, process_group=group)
         params = moe_ep.MoEEpCommParams(EXPERTS, TOPK, MOST, HIDDEN, dtype=dtype, invalid_expert_id=EXPERTS + 5)
         self.comm = moe_ep.create_communication(bootstrap, params, "moecomm", moecomm_backend="host")
@@ -138,8 +139,8 @@ class Rank:
 
     def experts(self, got: Any) -> torch.Tensor:
         """Expert e multiplies by e + 1; rows without experts give nonsense, which nobody may read."""
-        first = self.rank * self.local
-        assert ((got.topk_ids == EXPERTS + 5) | ((got.topk_ids >= first) & (got.topk_ids < first + self.local))).all()
+        here = (got.topk_ids >= self.mine.start) & (got.topk_ids < self.mine.stop)
+        assert ((got.topk_ids == EXPERTS + 5) | here).all()
         mine = got.topk_ids < EXPERTS
         scale = torch.where(mine, got.topk_ids + 1, 0) * (1 if got.topk_weights is None else got.topk_weights)
         y = got.hidden_states.float() * scale.sum(dim=1, keepdim=True)
