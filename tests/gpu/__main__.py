@@ -119,6 +119,7 @@ PARTS: dict[str, list[Step]] = {
         one("virtual", 300, "tests/gpu/test_virtual_ranks.py"),
         one("sequences", 100, "tests/gpu/test_sequences.py", random=False),
         one("suspension", 200, "tests/gpu/test_suspension.py", random=False),
+        one("capacity", 200, "tests/gpu/test_capacity.py", random=False),
     ],
     "moe": [
         one("gemm", 200, "tests/gpu/test_grouped_gemm.py"),
@@ -149,6 +150,7 @@ PARTS: dict[str, list[Step]] = {
         *nvlink("vmm", "vmm"),
         *nvlink("nccl", "nccl"),
         Step("suspension2", 200, ("tests/gpu/test_suspension.py", "-m", "gpu2"), gpus=2),
+        Step("capacity2", 200, ("tests/gpu/test_capacity.py", "-m", "gpu2"), gpus=2),
     ],
     "stress": [Step("stress", 200, ("tests/gpu/test_stress.py",))],
     "domains": nvlink("domains", "vmm, 2 domains"),
