@@ -50,8 +50,8 @@ def predict(
     layout: Annotated[str, typer.Option(help="flat or expert.")] = "flat",
     payload: Annotated[str, typer.Option(help="Payload of dispatch: bf16, fp8, fp8-ue8m0.")] = "fp8",
     wire: Annotated[
-        str, typer.Option(help="dtype of reduced rows in combine: fp32 or bf16 (flat: between domains).")
-    ] = "fp32",
+        str, typer.Option(help="dtype of reduced rows in combine: bf16 or fp32 (flat: between domains).")
+    ] = "bf16",
     skew: Annotated[float, typer.Option(callback=real(0, 1), help="Fraction of the tokens that picks rank 0.")] = 0.0,
     algorithm: Annotated[str, typer.Option(help="ht, ll, or auto: the faster of them for few tokens.")] = "auto",
     chunk_tokens: Annotated[

@@ -37,7 +37,7 @@ class Asked:
     tokens: list[int]  # of a rank
     layout: str = "flat"
     payload: str = "fp8"
-    wire: str = "fp32"  # of reduced rows in combine; flat: between domains
+    wire: str = "bf16"  # of reduced rows in combine; flat: between domains.  The default of Buffer.combine
     skew: float = 0.0
     algorithm: str = AUTO
     gemm_us: float = 0.0
