@@ -12,6 +12,8 @@ template <class Call>
 MOECOMM_FN bool sum_counts(const Call& c) {
     constexpr DispatchConfig cfg = Call::cfg;
     constexpr i32 bits = cfg.packet_lines > 0 ? kWantedWords : 0;
+    // Loads at once, as many as registers hold without spilling (tests/device/test_compile.py).
+    constexpr i32 in_flight = cfg.ranks <= 8 ? 8 : cfg.threads() > 720 ? 4 : cfg.ranks <= 16 ? 16 : 8;
     for (i32 column = c.team_thread(); column < cfg.columns() + bits; column += c.kTeam) {
         const u64 first = tagged_word(c.round, 0, kHeaderWords + column);
         const i64 stride = static_cast<i64>(tagged_word(c.round, 1, 0) - tagged_word(c.round, 0, 0));
@@ -25,7 +27,7 @@ MOECOMM_FN bool sum_counts(const Call& c) {
                                                            : nullptr;
         const i32 pitch = is_bits ? kWantedWords : is_here ? cfg.ranges().most() : 1;
         i32 polls = 0, total = 0, before = 0;
-        const bool in_time = await_words<(cfg.ranks > 8 && cfg.ranks <= 16 ? 16 : 8)>(
+        const bool in_time = await_words<in_flight>(
             c.round, cfg.ranks, [&](i32 source) { return first + source * stride; }, [](i32 source) { return source; },
             [&](i32 missing_peer) { return ++polls % 16 == 0 && call_differs(c.round, missing_peer, c.shared.mine); },
             [&](i32 source, u32 word) {

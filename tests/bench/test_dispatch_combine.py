@@ -59,6 +59,7 @@ def bench(tmp_path: Path, *words: str, start: tuple[str, ...] = ("-m", "moecomm.
 def counted(tokens: int, ranks: int) -> dict[str, Any]:
     """Rows between ranks, counted one by one."""
     rows, entries = [[0] * ranks for _ in range(ranks)], [[0] * ranks for _ in range(ranks)]
+    singles = 0  # rows between ranks of which the rank has one expert
     for rank in range(ranks):
         for token in CASE.routing(tokens, rank)[0].tolist():
             owners = [expert // (EXPERTS // ranks) for expert in token]
@@ -66,11 +67,13 @@ def counted(tokens: int, ranks: int) -> dict[str, Any]:
                 entries[rank][owner] += 1
             for owner in set(owners):
                 rows[rank][owner] += 1
+                singles += owner != rank and owners.count(owner) == 1
     remote = [sum(rows[a][b] for b in range(ranks) if b != a) for a in range(ranks)]
     into = [sum(rows[a][b] for a in range(ranks) if b != a) for b in range(ranks)]
     return {
         "wire": statistics.mean(remote),
         "busiest": max(remote + into),
+        "exact": 2 - singles / sum(remote),
         "flat": sum(map(sum, rows)) / ranks,
         "expert": sum(map(sum, entries)) / ranks,
     }
@@ -158,7 +161,7 @@ def test_domains_of_one_rank_have_room_for_what_crosses(ranks: Ranks) -> None:
 def check_bytes(row: dict[str, Any], traffic: dict[str, Any]) -> None:
     """Bytes of a row of the table, from the counts."""
     payload = {"bf16": 2 * HIDDEN, "fp8": HIDDEN + 4, "": 0}[row["payload"]]
-    wire = {"fp32 wire": 4 * HIDDEN, "": 0}.get(row["variant"], 2 * HIDDEN)
+    wire = {"fp32 wire": 2 * HIDDEN * traffic["exact"], "": 0}.get(row["variant"], 2 * HIDDEN)
     handed_out = payload + (2 * HIDDEN if row["variant"] else 0)
     # Flat: ids of 8 bytes, weights of 4, the source's rank and token.
     beside = TOPK * (8 + 4) + 2 * 4 if row["layout"] == "flat" and payload else 0

@@ -67,6 +67,7 @@ SPECS = {
         packets=True, quantize=True, scale_format=UE8M0, scale_columns=True
     ),
     "dispatch few tokens, casts 22.5 groups of columns": dispatch(packets=True, quantize=True, hidden=2880),
+    "dispatch few tokens, 16 ranks": dispatch(packets=True, ranks=16),
     "dispatch few tokens, 32 ranks": dispatch(packets=True, ranks=32),
     "dispatch few tokens, 64 ranks, top-32": dispatch(packets=True, ranks=64, topk=32, type=FP32),
     "dispatch flat, ue8m0 by column": dispatch(layout=FLAT, quantize=True, scale_format=UE8M0, scale_columns=True),
