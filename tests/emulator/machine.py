@@ -110,6 +110,10 @@ class Machine:
         ended = self.scheduler.emulator_run(ctypes.addressof(launches), len(calls), LIMIT, self._runs)
         assert ended == 0, f"{calls[0].spec.op} of {[call.num_tokens for call in calls]} tokens does not end"
 
+    def puts(self, rank: int, peer: int) -> int:
+        """How often `rank` has put to `peer`, of another domain, so far."""
+        return int(self.scheduler.emulator_puts(rank, peer))
+
     def forget(self) -> None:
         """Before windows go away: nothing is put there any more."""
         self.scheduler.emulator_forget()

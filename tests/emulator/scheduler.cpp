@@ -47,6 +47,7 @@ struct Order {
 constexpr int kLanes = 64 * 64 * 4;  // by sender, receiver and channel
 std::vector<Order> orders[kLanes];
 std::uint64_t held_until[kLanes];
+std::uint64_t puts[64 * 64];  // by sender and receiver: how many there have been
 std::vector<int> busy;
 
 void push(int rank, int peer, int channel, const Order& order) {
@@ -154,11 +155,14 @@ void emulator_wait_change(const unsigned* word, unsigned was) {
     while (*word == was) pause(Until::change, word, was);
 }
 void emulator_put(int rank, int peer, int channel, void* to, const void* from, std::uint64_t bytes) {
+    ++puts[rank * 64 + peer];
     push(rank, peer, channel, {false, to, from, bytes});
 }
 void emulator_add(int rank, int peer, int channel, unsigned long long* word, unsigned long long amount) {
     push(rank, peer, channel, {true, word, nullptr, amount});
 }
+
+std::uint64_t emulator_puts(int rank, int peer) { return puts[rank * 64 + peer]; }
 
 struct Launch {
     void (*kernel)(const void*);
