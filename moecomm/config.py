@@ -5,6 +5,7 @@
 | MOECOMM_BACKEND | backend of every Buffer opened with backend="auto" |
 | MOECOMM_CACHE_DIR | where compiled kernels and tuned tables are kept (default: the user's cache directory) |
 | MOECOMM_WINDOW | how the lsa backend makes windows: "nccl" or "vmm" (default: nccl where it can, else vmm) |
+| MOECOMM_NIC | an emulated NIC between domains of lsa, for tests and benchmarks: GB/s, us, M messages/s, as "50,3,10" |
 | MOECOMM_VLLM | moecomm in the place of DeepEP in vLLM: "always" or "never" (default: where there is no deep_ep) |
 | MOECOMM_SGLANG | likewise in SGLang |
 | MOECOMM_RMA | how the RMA plugin, which reads these five itself, moves bytes: "auto", "loopback" or "tcp" |
@@ -32,6 +33,7 @@ _KNOWN = {
     "MOECOMM_BACKEND": ("auto", "host", "lsa", "gin", "nvshmem"),
     "MOECOMM_CACHE_DIR": None,
     "MOECOMM_WINDOW": ("nccl", "vmm"),
+    "MOECOMM_NIC": None,
     "MOECOMM_VLLM": ("always", "never"),
     "MOECOMM_SGLANG": ("always", "never"),
     "MOECOMM_RMA": ("auto", "loopback", "tcp"),
@@ -76,6 +78,12 @@ def window_kind() -> str | None:
     """Return how the lsa backend makes its windows; None: its own choice."""
     check_environment()
     return os.environ.get("MOECOMM_WINDOW")
+
+
+def emulated_nic() -> str | None:
+    """Return the figures of an emulated NIC between domains; None: there is none."""
+    check_environment()
+    return os.environ.get("MOECOMM_NIC")
 
 
 def in_vllm() -> str | None:

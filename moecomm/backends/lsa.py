@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moecomm import _native, tuning
-from moecomm.backends import cuda_driver, leave, windows
+from moecomm.backends import cuda_driver, emulated_nic, leave, windows
 from moecomm.backends.collective import all_or_none
 from moecomm.backends.lsa_kernels import Kernels, is_multi_domain
 from moecomm.backends.presence import Presence
@@ -147,7 +147,8 @@ class LsaSession:
         self.reach = reach(ranks, peers, device, timeout_s, shape.domain_ranks)
         shape.domain_ranks = self.reach.domain_ranks or shape.domain_ranks
         layout = _native.window_layout(shape)
-        self._kernels = Kernels(device, self.reach.transport)
+        self._nic = emulated_nic.asked() if is_multi_domain(shape) and not self.reach.puts else None
+        self._kernels = Kernels(device, "nic" if self._nic else self.reach.transport)
         self.reduced_rows_in_heap = not is_multi_domain(shape)
         self._window: windows.Window | None = self.reach.open_window(layout)
         try:
@@ -160,12 +161,11 @@ class LsaSession:
                 self._copies.wait()
                 if self.reach.puts:
                     plain_kernel.load(leave.putter(self.reach.shim), device.index)
-            self.name = f"{self.reach.backend}/{self._window.kind}"
+            self.name = f"{self.reach.backend}/{self._window.kind}" + (f", {self._nic}" if self._nic else "")
             self.nbytes = self._window.nbytes
             self.context = self._make_context(ranks.rank, shape, self._window.peers)
             self.arena = _native.Arena(layout.heap, shape.heap_bytes)
-            one_host = all(peer.host == peers[0].host for peer in peers)
-            watched = one_host and not ranks.in_process
+            watched = not ranks.in_process and all(peer.host == peers[0].host for peer in peers)
             self._presence = Presence(ranks, self.context.abort_host, timeout_s) if watched else None
         except BaseException:
             self._window.close()
@@ -188,7 +188,7 @@ class LsaSession:
         context.peers = [peer if other // near == rank // near else 0 for other, peer in enumerate(peers)]
         context.link = self.reach.link
         if is_multi_domain(shape) and not self.reach.puts:
-            self._everybody = torch.tensor(peers, dtype=torch.int64, device=self.device)
+            self._everybody = emulated_nic.link(self._nic, peers, self.device)
             context.link = self._everybody.data_ptr()
         context.record = self._control.address + _RECORD
         context.abort_host = self._control.address + _ABORT

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from moecomm.backends import emulated_nic
 from moecomm.core.choices import BackendName
 from moecomm.core.experts import owners_of
 from moecomm.core.protocol import LAYOUTS
@@ -44,6 +45,7 @@ class Case:
     peers: bool = True
     overlap_gemm: bool = False
     domain_ranks: int = 0  # of Buffer; 0: all ranks that load and store reach
+    nic: str = ""  # MOECOMM_NIC; empty: none is emulated
     seed: int = 0
 
     def check(self) -> None:
@@ -54,6 +56,10 @@ class Case:
             raise BadInput("tokens", self.tokens, "at least 1 each")
         if self.domain_ranks < 0 or (self.domain_ranks and self.ranks % self.domain_ranks):
             raise BadInput("domain_ranks", self.domain_ranks, f"a divisor of {self.ranks} ranks, or 0 for all")
+        if self.nic:
+            emulated_nic.parse("nic", self.nic)
+        if self.nic and (self.backend != "lsa" or self.domain_ranks in (0, self.ranks)):
+            raise BadInput("nic", self.nic, "no emulated NIC but between several domains of lsa")
         sizes = Settings(self.ranks, self.hidden, self.experts, self.topk, max(self.tokens), torch.bfloat16, "", None)
         sizes.check()
         for name, values, known in (("layout", self.layouts, LAYOUTS), ("payload", self.payloads, PAYLOADS)):

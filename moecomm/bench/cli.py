@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moecomm.bench.options import Experts, Hidden, Intermediate, Json, Topk, real, whole, written
+from moecomm.bench.options import DomainsRanks, Experts, Hidden, Intermediate, Json, Nic, Topk, real, whole, written
 from moecomm.core.settings import MAX_FLAT_ROWS
 
 if TYPE_CHECKING:
@@ -23,9 +23,6 @@ app = typer.Typer(
 Ranks = Annotated[int | None, typer.Option(help="Number of processes; default: 4 on CPUs, one per GPU.")]
 Backend = Annotated[str, typer.Option(help="auto, host, lsa, gin or nvshmem.")]
 Backends = Annotated[str, typer.Option("--backend", help="auto, host, lsa, gin or nvshmem; several: lsa,gin.")]
-DomainsRanks = Annotated[
-    str, typer.Option("--domain-ranks", help="Ranks per domain, one or several; 0: all that load and store reach.")
-]
 Limit = Annotated[
     float,
     typer.Option("--limit", callback=real(1e-3), help="Seconds per backend and size when several backends run."),
@@ -74,10 +71,12 @@ def dispatch_combine(
     ranks: Ranks = None,
     backend: Backends = "auto",
     domain_ranks: DomainsRanks = "0",
+    nic: Nic = "",
     limit: Limit = 120.0,
     json: Json = None,
 ) -> None:
     """Time complete dispatches, combines and pairs of both; with several backends, relative to the first."""
+    from moecomm import config
     from moecomm.bench import backends, table
 
     def case_of(way: backends.Way) -> Case:
@@ -85,16 +84,17 @@ def dispatch_combine(
             (model, hidden, topk, experts),
             (tokens, layout, payload, sms),
             (way.backend, ranks, mode),
-            {"cold": cold, "skew": SKEW * skew, "chain": chain, "replays": replays},
+            {"cold": cold, "skew": SKEW * skew, "chain": chain, "replays": replays, "nic": nic},
             {"ceiling": ceiling, "peers": peers, "overlap_gemm": overlap_gemm, "domain_ranks": way.domain_ranks},
         )
 
     ways = backends.ways(backend, numbers("domain_ranks", domain_ranks))
-    if len(ways) == 1:
-        _run_case(case_of(ways[0]), json)
-        return
-    kept = _Kept(json)
-    backends.dispatch_combine(ways, numbers("tokens", tokens), case_of, limit, kept)
+    with config.variables({"MOECOMM_NIC": nic} if nic else {}, insist=True):
+        if len(ways) == 1:
+            _run_case(case_of(ways[0]), json)
+            return
+        kept = _Kept(json)
+        backends.dispatch_combine(ways, numbers("tokens", tokens), case_of, limit, kept)
     table.show_backends(kept.result, table.console())
 
 

@@ -62,3 +62,9 @@ Experts = Annotated[int | None, typer.Option(callback=whole(1), help="Experts of
 Json = Annotated[
     Path | None, typer.Option("--json", dir_okay=False, callback=written, help="Write the result to this file.")
 ]
+Nic = Annotated[
+    str, typer.Option("--nic", help="Emulated NIC between domains of lsa: GB/s,us,M messages/s, such as 50,3,10.")
+]
+DomainsRanks = Annotated[
+    str, typer.Option("--domain-ranks", help="Ranks per domain, one or several; 0: all that load and store reach.")
+]

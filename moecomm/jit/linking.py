@@ -1,6 +1,6 @@
 """Kernels that reach peers through NCCL GIN or NVSHMEM: LTO IR of NVRTC, linked with a shim by nvJitLink.
 
-A kernel whose transport is "lsa" or "puts" is not linked with anything and does not come here.
+A kernel whose transport is "lsa", "puts" or "nic" is not linked with anything and does not come here.
 
 | transport | linked with |
 | --- | --- |
@@ -47,8 +47,8 @@ from moecomm.errors import Unsupported
 from moecomm.shims.build import CannotBuild, dotted, recipe, version, wheels
 
 # The Transport of csrc/device that a kernel is a template over.
-TRANSPORTS = {"lsa": "Lsa", "puts": "Puts", "gin": "Gin", "gin_proxy": "Gin", "nvshmem": "Nvshmem"}
-ALONE = ("lsa", "puts")  # linked with nothing
+TRANSPORTS = {"lsa": "Lsa", "puts": "Puts", "nic": "Nic", "gin": "Gin", "gin_proxy": "Gin", "nvshmem": "Nvshmem"}
+ALONE = ("lsa", "puts", "nic")  # linked with nothing
 
 
 def build(source: str, transport: str, arch: str, include: Path, core: Any) -> tuple[bytes, str]:

@@ -30,6 +30,7 @@ TABLE: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
     "bench dispatch-combine": {
         ("--tokens", *COUNTS): SIZES,
         ("--sms", "--chain", "--domain-ranks"): SIZES[1:],
+        ("--nic",): ("x", "0", "-1", "nan", "50,3,0", "50,3,10,1", "50,3,10"),
         ("--model", "--layout", "--payload", "--mode", "--backend"): NAMES,
         ("--limit",): ("0", *REALS),
         ("--json",): FILES,

@@ -27,7 +27,7 @@ def call(domain_ranks: int) -> _native.CombineArgs:
     return combine
 
 
-@pytest.mark.parametrize("transport", ["lsa", "gin_proxy", "nvshmem"])
+@pytest.mark.parametrize("transport", ["lsa", "nic", "gin_proxy", "nvshmem"])
 def test_kernels_of_several_domains_are_linked_with_what_the_session_puts_through(
     monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:

@@ -83,6 +83,8 @@ SPECS = {
     "dispatch across domains, 64 ranks, top-32": dispatch(
         ranks=64, domain_ranks=8, transport="puts", topk=32, experts=1024, repeat=True
     ),
+    "dispatch across an emulated NIC": dispatch(**ACROSS | {"transport": "nic"}),
+    "combine across an emulated NIC": combine(**ACROSS | {"transport": "nic"}),
     "combine across domains": combine(**ACROSS),
     "combine across domains, flat": combine(layout=FLAT, **ACROSS),
     "combine across domains, in place, bf16 on the wire": combine(layout=FLAT, in_place=True, wire=BF16, **ACROSS),

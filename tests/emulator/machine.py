@@ -9,12 +9,16 @@ import re
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from moecomm import _native, jit
+from moecomm.backends import emulated_nic
 from moecomm.backends.lsa_kernels import combine_spec, dispatch_spec
 
 from . import plain
@@ -78,6 +82,8 @@ class Machine:
         self.sizes = {"dispatch": dispatch, "combine": combine}
         self._kernels: dict[jit.KernelSpec, Any] = {}
         self._runs = 0
+        self.nic: emulated_nic.Nic | None = None  # between domains
+        self.links: list[torch.Tensor] = []  # by rank, of the last rounds: words at Context.link
 
     def run_all(self, args: Sequence[Arguments]) -> None:
         """In place of _native.host_run_all: a round of all ranks."""
@@ -90,14 +96,18 @@ class Machine:
         """
         self._runs += 1
         rng = random.Random(self._runs)
+        if self.nic is not None:
+            for call in calls:
+                call.spec = replace(call.spec, transport="nic")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             kernels = dict(zip(specs := {call.spec for call in calls}, pool.map(self._kernel, specs), strict=True))
-        windows = (ctypes.c_uint64 * ranks)(*(call.window for call in calls[:ranks]))
+        windows = [call.window for call in calls[:ranks]]
+        self.links = [emulated_nic.link(self.nic, windows, torch.device("cpu")) for _ in calls]
         launches, contents = (Launch * len(calls))(), []
         for nth, call in enumerate(calls):
             contents.append(content := ctypes.create_string_buffer(call.content, len(call.content)))
-            if call.spec.domain_ranks:  # what Puts wants
-                ctypes.c_uint64.from_buffer(content, self._link).value = ctypes.addressof(windows)
+            if call.spec.domain_ranks:
+                ctypes.c_uint64.from_buffer(content, self._link).value = self.links[nth].data_ptr()
             fields = jit.block_fields(call.spec)
             launches[nth] = Launch(
                 ctypes.cast(kernels[call.spec].kernel, ctypes.c_void_p).value,
@@ -110,9 +120,17 @@ class Machine:
         ended = self.scheduler.emulator_run(ctypes.addressof(launches), len(calls), LIMIT, self._runs)
         assert ended == 0, f"{calls[0].spec.op} of {[call.num_tokens for call in calls]} tokens does not end"
 
-    def puts(self) -> int:
-        """Puts to other domains since the last call, without signals."""
-        return int(self.scheduler.emulator_puts())
+    def puts(self, rank: int, peer: int) -> int:
+        """How often `rank` has put to `peer`, of another domain, so far."""
+        return int(self.scheduler.emulator_puts(rank, peer))
+
+    def put_bytes(self, rank: int) -> int:
+        """Bytes that `rank` has put so far."""
+        return int(self.scheduler.emulator_put_bytes(rank))
+
+    def now(self) -> int:
+        """The nanoseconds of the machine's clock."""
+        return 1000 * int(self.scheduler.emulator_passes())
 
     def forget(self) -> None:
         """Before windows go away: nothing is put there any more."""

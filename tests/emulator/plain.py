@@ -54,6 +54,7 @@ BODIES: dict[str, dict[str, str]] = {
         "add": "emulator::emulator_add(ctx.rank, peer, way, reinterpret_cast<unsigned long long*>("
         "remote(peer, signal_at(ctx.window, which))), amount);",
     },
+    "transport/nic.cuh": {"doze": "emulator::emulator_yield();"},
 }
 SHARED = r"extern __shared__ .*? memory\[\];", "u8* memory = emulator::emulator_thread->of_block->shared;"
 TEXTS: dict[str, list[tuple[str, str]]] = {
@@ -63,6 +64,7 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
             "explicit Puts(const Context& context, i32 channel = 0) : Lsa{context}, way(channel) {} i32 way;",
         )
     ],
+    "transport/nic.cuh": [(r"Puts\{context\}", "Puts{context, channel % 2}")],
     "device/step_counters.cuh": [
         (r'asm volatile\("atom\.acq_rel\.cta[^;]*?;[^;]*;', "before = (*counter)++;"),
         (r'asm volatile\("fence[^\n]*', ""),

@@ -4,7 +4,6 @@
 
 #include <cstdio>
 #include <cstdlib>
-#include <utility>
 #include <vector>
 
 #include "cuda.h"
@@ -48,6 +47,8 @@ struct Order {
 constexpr int kLanes = 64 * 64 * 4;  // by sender, receiver and channel
 std::vector<Order> orders[kLanes];
 std::uint64_t held_until[kLanes];
+std::uint64_t puts[64 * 64];  // by sender and receiver: how many there have been
+std::uint64_t put_bytes[64];  // by sender
 std::vector<int> busy;
 
 void push(int rank, int peer, int channel, const Order& order) {
@@ -143,8 +144,6 @@ void report_stuck(const std::vector<Fiber>& fibers) {
     std::fflush(stdout);
 }
 
-std::uint64_t puts = 0;
-
 }  // namespace
 
 extern "C" {
@@ -157,14 +156,17 @@ void emulator_wait_change(const unsigned* word, unsigned was) {
     while (*word == was) pause(Until::change, word, was);
 }
 void emulator_put(int rank, int peer, int channel, void* to, const void* from, std::uint64_t bytes) {
-    ++puts;
+    ++puts[rank * 64 + peer];
+    put_bytes[rank] += bytes;
     push(rank, peer, channel, {false, to, from, bytes});
 }
-// The puts since the last call, without signals.
-std::uint64_t emulator_puts() { return std::exchange(puts, 0); }
 void emulator_add(int rank, int peer, int channel, unsigned long long* word, unsigned long long amount) {
     push(rank, peer, channel, {true, word, nullptr, amount});
 }
+
+std::uint64_t emulator_put_bytes(int rank) { return put_bytes[rank]; }
+std::uint64_t emulator_passes() { return passes; }
+std::uint64_t emulator_puts(int rank, int peer) { return puts[rank * 64 + peer]; }
 
 struct Launch {
     void (*kernel)(const void*);

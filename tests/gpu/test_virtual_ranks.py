@@ -156,6 +156,19 @@ def test_many_ranks_match_the_reference(sizes: dict[str, Any], domains: int) -> 
         assert seen == {"flat", "expert", "batched"}
 
 
+@pytest.mark.timeout(900)
+def test_an_emulated_nic_delays_what_crosses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits are the reference's, and no round takes less than the latency, here 1 ms."""
+    monkeypatch.setenv("MOECOMM_NIC", "50,1000,10")
+    sizes = DOMAINS[0]
+    with LocalBuffers(**sizes, backend="lsa", device=0, timeout_s=60) as ranks:
+        assert "emulated NIC of 50 GB/s, 1000 us, 10 M messages/s" in ranks.buffers[0].backend
+        for number in range(10):
+            begin = time.perf_counter()
+            check_case(ranks, random_case(number, **of_cases(sizes), few_kernels=True))
+            assert time.perf_counter() - begin > 1e-3
+
+
 @pytest.mark.timeout(300)
 def test_staging_goes_around_a_small_ring(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.setattr(lsa, "_STAGING_BYTES", 1)

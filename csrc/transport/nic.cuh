@@ -1,0 +1,53 @@
+// Nic: Puts at the pace of an emulated NIC, for tests and benchmarks. A put takes the link for max(bytes / bandwidth, 1 / message rate); a
+// signal arrives a latency after itself and all earlier puts of its channel to the peer have left. transport.cuh states who calls each
+// method and what it orders.
+//
+// The thread that signals waits until then, because the clocks of two GPUs differ and no time can travel with a signal. So a warp that
+// signals stalls, and others go on; a NIC would stall neither. Data is stored early, but no reader looks at it before its signal. Several
+// senders to one receiver do not share its bandwidth, and queues have no end.
+#pragma once
+#include "../protocol/deadline.h"
+#include "puts.cuh"
+
+namespace moecomm {
+
+constexpr i32 kNicChannels = 16;
+
+// Follows the windows in Context::link. moecomm/backends/emulated_nic.py fills it. u64[kNicChannels][ranks] follows: when the last message
+// of the channel to the rank has left, in ns of this GPU's clock.
+struct NicLink {
+    u64 byte_ps, message_ps, latency_ns;
+    u64 free_ns;  // when the link is free
+};
+
+struct Nic : Puts {
+    i32 way;
+
+    MOECOMM_FN explicit Nic(const Context& context, i32 channel = 0) : Puts{context}, way(channel) {}
+
+    MOECOMM_FN static i32 channels() { return kNicChannels; }
+    MOECOMM_FN NicLink& link() const { return *reinterpret_cast<NicLink*>(ctx.link + ctx.shape.ranks * sizeof(u64)); }
+    MOECOMM_FN u64* sent(i32 peer) const { return reinterpret_cast<u64*>(&link() + 1) + way * ctx.shape.ranks + peer; }
+
+    // Called by one thread. Takes the link for a message and returns when the message has left. Cannot fail.
+    MOECOMM_FN u64 reserve(u64 bytes) const {
+        const u64 picoseconds = max(bytes * link().byte_ps, link().message_ps), taken = (picoseconds + 999) / 1000;
+        atomicMax(&link().free_ns, now_ns());
+        return atomicAdd(&link().free_ns, taken) + taken;
+    }
+    // Called by one thread. Sleeps for up to twice as long. Orders nothing.
+    MOECOMM_FN static void doze(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
+
+    MOECOMM_FN void put(i32 peer, u64 to, u64 from, u64 bytes) const {
+        if (threadIdx.x % kWarp == 0) atomicMax(sent(peer), reserve(bytes));
+        Puts::put(peer, to, from, bytes);
+    }
+    MOECOMM_FN void add(i32 peer, u64 which, u64 amount) const {
+        const u64 left = reserve(sizeof(u64)), before = atomicMax(sent(peer), left);
+        const u64 due = max(left, before) + link().latency_ns;
+        for (u64 now = now_ns(); now < due; now = now_ns()) doze(static_cast<u32>(min((due - now) / 2, u64{1} << 16)));
+        Puts::add(peer, which, amount);
+    }
+};
+
+}  // namespace moecomm
