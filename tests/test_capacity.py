@@ -268,6 +268,8 @@ def test_drop_and_handles_exclude_each_other() -> None:
             buffer.dispatch(given["x"], handle=routed.handle, overflow="drop")
         with pytest.raises(moecomm.BadInput, match="overflow"):
             buffer.dispatch(**given, overflow="chunks", sync=False)
+        with pytest.raises(moecomm.BadInput, match="overflow"):
+            buffer.dispatch(**given, overflow="chunks", max_rows=100)
 
 
 def settings_of(ranks: int, tokens: int, **more: Any) -> Settings:

@@ -135,7 +135,7 @@ def prepare(
         warn_of_gradients(x, topk_weights)
     layout, dropped = options.layout, None
     if options.overflow is not None:
-        check_overflow(options.overflow)
+        check_overflow(options.overflow, max_rows)
         if options.overflow == "drop":
             topk_idx, dropped = _drop(rounds, options, topk_idx, topk_weights, max_rows, handle)
     if handle is not None:

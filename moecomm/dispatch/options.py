@@ -65,10 +65,12 @@ def check_options(options: Options) -> None:
     check_overflow(options.overflow)
 
 
-def check_overflow(overflow: Overflow | None) -> None:
-    """Raise BadInput unless it is None or a word of OVERFLOWS."""
+def check_overflow(overflow: Overflow | None, max_rows: int | None = None) -> None:
+    """Raise BadInput unless it is None or a word of OVERFLOWS, and fits `max_rows`."""
     if overflow is not None:
         check_name("overflow", overflow, OVERFLOWS)
+    if overflow == "chunks" and max_rows is not None:
+        raise BadInput("overflow", "'chunks' beside max_rows", "one of them: chunks take the room that the Buffer has")
 
 
 def check_num_sms(num_sms: int | None) -> None:

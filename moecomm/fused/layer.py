@@ -75,30 +75,19 @@ def moe(
     except TooManyRows:
         if not rounds.on_cpu or options.max_rows is not None:
             raise
-    x, back = as_tensor("x", x)
+    (x, back), ids = as_tensor("x", x), as_tensor("topk_idx", topk_idx)[0]
+    weights = None if topk_weights is None else as_tensor("topk_weights", topk_weights)[0]
     found = torch.empty_like(x) if out is None else as_tensor("out", out)[0]
-    for tokens, part in in_parts(
-        len(x),
-        rounds.max_tokens,
-        lambda tokens: _run(
-            rounds,
-            prepare(
-                rounds,
-                options,
-                x[tokens],
-                as_tensor("topk_idx", topk_idx)[0][tokens],
-                None if topk_weights is None else as_tensor("topk_weights", topk_weights)[0][tokens],
-                w13,
-                w2,
-                bias=bias if bias is None or bias.ndim == 1 else bias[tokens],
-                chunk=True,
-            ),
-        ),
-    ):
+
+    def of(tokens: slice) -> Any:
+        some = None if weights is None else weights[tokens]
+        more = bias if bias is None or bias.ndim == 1 else bias[tokens]
+        given = (x[tokens], ids[tokens], some, w13, w2)
+        return _run(rounds, prepare(rounds, options, *given, bias=more, chunk=True))
+
+    for tokens, part in in_parts(len(x), rounds.max_tokens, of):
         found[tokens] = part
-    if out is not None:
-        return out
-    return found if back is None else back(found)
+    return out if out is not None else found if back is None else back(found)
 
 
 def _run(rounds: Rounds, layer: Pipeline) -> Any:

@@ -98,7 +98,7 @@ class ExpertParallel(torch.nn.Module):
         check_sizes(hidden=hidden, intermediate=intermediate, num_experts=num_experts, topk=topk, max_tokens=max_tokens)
         check_flag("corrected", corrected)
         check_max_rows(max_rows)
-        check_overflow(overflow)
+        check_overflow(overflow, max_rows)
         check_drawn(seed, dtype, device)
         check_dtype("dtype" if payload is None else "payload", dtype if payload is None else payload, DTYPES)
         if wire is not None and not is_exact(wire):

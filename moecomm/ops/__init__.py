@@ -119,9 +119,9 @@ def dispatch(
     check_name("layout", layout, LAYOUTS)
     check_alignment("expert_alignment", expert_alignment)
     check_flag("zero_padding", zero_padding)
-    check_max_rows(max_rows)  # users must not pass -1, which means the worst case to the operator
+    check_max_rows(max_rows)  # users must not pass -1, which leaves it to the Buffer
     check_num_sms(num_sms)
-    check_overflow(overflow)
+    check_overflow(overflow, max_rows)
     tangents.refuse("moecomm.ops.dispatch", x, weights)
     topk_idx = topk_idx.long() if topk_idx.dtype == torch.int32 else topk_idx
     dropped = None
@@ -145,15 +145,13 @@ def dispatch(
     if max_rows is not None or overflow in ("drop", "error") or not _waits(name, overflow):
         return _dispatched(one(*whole), dropped)
     owner = names.find(name)
+    owner.check()  # raises the error of an earlier round
     try:
-        owner.check()  # the error of an earlier round
         arrived = one(*whole)
         owner.check()
     except TooManyRows:
-        given = (x, topk_idx, weights)
-        return _dispatched(
-            chunks.dispatch(name, layout, expert_alignment, given, partial(one, alignment=1, chunk=True))
-        )
+        some = partial(one, alignment=1, chunk=True)
+        return _dispatched(chunks.dispatch(name, layout, expert_alignment, (x, topk_idx, weights), some))
     return _dispatched(arrived)
 
 
