@@ -206,8 +206,8 @@ def test_the_cache_tells_linked_kernels_apart(
     assert [kernel(lsa), kernel(gin)] == [b"0", b"3"]
 
 
-def test_a_transport_is_one_of_five() -> None:
-    with pytest.raises(ValueError, match="transport='tcp': want lsa, puts, gin, gin_proxy, nvshmem"):
+def test_a_transport_is_one_of_six() -> None:
+    with pytest.raises(ValueError, match="transport='tcp': want lsa, puts, nic, gin, gin_proxy, nvshmem"):
         dataclasses.replace(SPEC, transport="tcp")
     source = jit.source(dataclasses.replace(SPEC, transport="gin_proxy", domain_ranks=2))
     assert '#include "transport/gin.cuh"' in source and "Gin>(args)" in source
