@@ -92,7 +92,9 @@ struct CombineCall {
     MOECOMM_FN auto domains() const { return Domains<cfg.ranks, cfg.scaleup_ranks()>{me()}; }
     // The transport for other domains, as in DispatchCall.
     MOECOMM_FN Transport channel() const { return Transport{a.ctx, static_cast<i32>(blockIdx.x) % transport.channels()}; }
-    MOECOMM_FN i32 posters() const { return ceil_div(static_cast<i32>(gridDim.x), transport.channels()) * cfg.warps(); }
+    MOECOMM_FN i32 posters() const {
+        return ceil_div(static_cast<i32>(gridDim.x), transport.channels()) * (2 * cfg.return_forward_warps + cfg.pull_warps);
+    }
     MOECOMM_FN auto& scaleout() const { return scaleout_shared<cfg>(shared); }
     MOECOMM_FN const WindowLayout& window() const { return a.ctx.window; }
     MOECOMM_FN const Shape& shape() const { return a.ctx.shape; }

@@ -12,6 +12,8 @@ namespace moecomm {
 //                                    it has none. Next::none: no further item, or a wait failed. A role blocks only when may_wait, that is
 //                                    when this warp holds no open item; this rules out circular waits.
 //       auto target(const Item&)    Destination of the sum, looked up once for all columns; false: nothing to store.
+//       void add_domains(target, i32 column, float (&)[n])   kAddsDomains: adds the sums of other domains to this lane's n columns. Called
+//                                    for all columns before the first is stored, so that all its loads are in flight together.
 //       void store(target, i32 column, float (&)[n])   Stores this lane's n columns of the sum; not all lanes call it.
 //       void close(const Item&)     Called by all lanes after the sum is stored.
 //       kType, kRowBytes            Type and bytes of a source row.
@@ -122,6 +124,13 @@ struct Gather {
                 add(sum, vectors, Role::kSingles && (item.singles >> added & 1) != 0);
             }
             if (const auto target = role.target(item)) {
+                if constexpr (Role::kAddsDomains) {
+#pragma unroll
+                    for (i32 v = 0; v < kVectors; ++v) {
+                        const i32 vector = v * kWarp + lane_id();
+                        if (vector < vectors) role.add_domains(target, item.column + vector * kColumns, sum[v]);
+                    }
+                }
 #pragma unroll
                 for (i32 v = 0; v < kVectors; ++v) {
                     const i32 vector = v * kWarp + lane_id();

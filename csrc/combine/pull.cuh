@@ -73,6 +73,7 @@ struct Pull {
     static constexpr Type kType = cfg.staged();
     static constexpr i32 kRowBytes = cfg.staged_bytes();
     static constexpr bool kSingles = cfg.single_rows_travel();
+    static constexpr bool kAddsDomains = cfg.domains() > 1;
     static constexpr Type kSingleType = cfg.type;
     static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.pull_bytes), kPieceColumns = cfg.pull_bytes / bytes_of(kType);
 
@@ -259,8 +260,11 @@ struct Pull {
     MOECOMM_FN OutputRow target(const Item& item) const { return c.out_of(item.token); }
     template <i32 n>
     MOECOMM_FN void store(const OutputRow& out, i32 column, float (&sum)[n]) const {
-        if constexpr (cfg.domains() > 1) scaleout_sums.add_to(out.token, column, sum);
         c.store_out(out, column, sum);
+    }
+    template <i32 n>
+    MOECOMM_FN void add_domains(const OutputRow& out, i32 column, float (&sum)[n]) const {
+        scaleout_sums.add_to(out.token, column, sum);
     }
 
     MOECOMM_FN void close(const Item&) {

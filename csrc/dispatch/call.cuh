@@ -118,7 +118,7 @@ struct DispatchCall {
     // The transport for other domains: each block has a channel of its own while there are enough channels.
     MOECOMM_FN Transport channel() const { return Transport{a.ctx, static_cast<i32>(blockIdx.x) % transport.channels()}; }
     MOECOMM_FN i32 posters() const {
-        return ceil_div(static_cast<i32>(gridDim.x), transport.channels()) * (cfg.put_warps + cfg.forward_warps);
+        return ceil_div(static_cast<i32>(gridDim.x), transport.channels()) * (2 * cfg.put_warps + cfg.forward_warps);
     }
     // True if rows of this rank (direct_from: of a source rank in another domain) go to owners in other domains without a forwarder.
     MOECOMM_FN bool direct() const { return cfg.part == Part::whole && goes_direct(shape(), a.num_tokens); }

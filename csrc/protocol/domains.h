@@ -116,9 +116,11 @@ MOECOMM_BOTH constexpr i64 received_token_bytes(const Shape& s, i64 row_bytes, i
     return received_scales(s, row_bytes) + align_up<i64>(scale_bytes, 16);
 }
 
-// True if one put carries consecutive tokens of a chunk, with the unused bytes between them: these are worth less than a put. Places have
-// the same size in every round, so the unused bytes never cover a ReceivedHead.
-MOECOMM_BOTH constexpr bool joins_tokens(const Shape& s, i64 token_bytes) { return s.receive_bytes - token_bytes <= token_bytes / 8 + 256; }
+// True if one put carries consecutive tokens of a chunk, with the unused bytes between them: these cost less than a message, which costs as
+// much as `message_bytes`. Places have the same size in every round, so the unused bytes never cover a ReceivedHead.
+MOECOMM_BOTH constexpr bool joins_tokens(const Shape& s, i64 token_bytes, i64 message_bytes) {
+    return s.receive_bytes - token_bytes <= message_bytes;
+}
 
 // Room for a direct token in `packets`: a token as a forwarder receives it, or, after an unused ReceivedHead (which thus never looks like
 // one of this round), a staged row. Kernels put all of a rank's tokens from send slots in its rings.

@@ -42,9 +42,18 @@ struct Nic : Puts {
         if (threadIdx.x % kWarp == 0) atomicMax(sent(peer), reserve(bytes));
         Puts::put(peer, to, from, bytes);
     }
+    // A message like any put: its signal travels with it.
+    MOECOMM_FN void put_add(i32 peer, u64 to, u64 from, u64 bytes, u64 which, u64 amount) const {
+        put(peer, to, from, bytes);
+        if (threadIdx.x % kWarp == 0) arrive(peer, which, amount, *const_cast<volatile u64*>(sent(peer)));
+    }
     MOECOMM_FN void add(i32 peer, u64 which, u64 amount) const {
         const u64 left = reserve(sizeof(u64)), before = atomicMax(sent(peer), left);
-        const u64 due = max(left, before) + link().latency_ns;
+        arrive(peer, which, amount, max(left, before));
+    }
+    // Called by one thread. Adds to the signal when what has left by then has arrived. Cannot fail.
+    MOECOMM_FN void arrive(i32 peer, u64 which, u64 amount, u64 left) const {
+        const u64 due = left + link().latency_ns;
         for (u64 now = now_ns(); now < due; now = now_ns()) doze(static_cast<u32>(min((due - now) / 2, u64{1} << 16)));
         Puts::add(peer, which, amount);
     }

@@ -12,6 +12,7 @@ namespace moecomm {
 
 struct Nvshmem : Lsa {
     static constexpr bool all_reachable = false;
+    static constexpr i64 worth_a_message = 1024;
 
     // A fence covers this GPU's puts in all queues, so one channel is enough.
     MOECOMM_FN explicit Nvshmem(const Context& c, i32 = 0) : Lsa{c} {}
@@ -27,6 +28,12 @@ struct Nvshmem : Lsa {
     MOECOMM_FN void add(i32 peer, u64 which, u64 amount) const {
         moecomm_nvshmem_fence();
         moecomm_nvshmem_signal_add(word(which), amount, peer);
+    }
+    // Two calls: the signal of NVSHMEM's put + signal covers that put alone.
+    MOECOMM_FN void put_add(i32 peer, u64 to, u64 from, u64 bytes, u64 which, u64 amount) const {
+        put(peer, to, from, bytes);
+        __syncwarp();
+        if (threadIdx.x % kWarp == 0) add(peer, which, amount);
     }
     // The call into NVSHMEM makes a NIC's writes visible to the GPU.
     MOECOMM_FN u64 signal_value(u64 which) const {

@@ -10,6 +10,7 @@ namespace moecomm {
 // who calls each method and what it orders.
 struct Puts : Lsa {
     static constexpr bool all_reachable = false;
+    static constexpr i64 worth_a_message = 1024;
 
     MOECOMM_FN explicit Puts(const Context& context, i32 = 0) : Lsa{context} {}
 
@@ -34,7 +35,7 @@ struct Puts : Lsa {
     }
     // Copy 16-byte vectors, kBatch of a lane in flight. Called by all lanes of a warp.
     MOECOMM_FN static void copy_lines(u8* there, const u8* here, u64 bytes, i32 lane) {
-        constexpr i32 kBatch = 4;
+        constexpr i32 kBatch = 6;  // more spill registers
         for (u64 first = lane * 16; first < bytes; first += kBatch * kWarp * 16) {
             ulonglong2 words[kBatch];
 #pragma unroll
@@ -47,6 +48,10 @@ struct Puts : Lsa {
     }
     MOECOMM_FN void add(i32 peer, u64 which, u64 amount) const {
         add_release(reinterpret_cast<u64*>(remote(peer, signal_at(ctx.window, which))), amount);
+    }
+    MOECOMM_FN void put_add(i32 peer, u64 to, u64 from, u64 bytes, u64 which, u64 amount) const {
+        put(peer, to, from, bytes);
+        if (threadIdx.x % kWarp == 0) add(peer, which, amount);
     }
     MOECOMM_FN u64 signal_value(u64 which) const { return load_acquire(local<const u64>(signal_at(ctx.window, which))); }
     MOECOMM_FN i32 has_room(i32, i32) const { return 1; }

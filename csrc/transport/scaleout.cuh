@@ -55,17 +55,42 @@ struct Runs {
     }
 };
 
-// Set a signal of `kind` (domains.h) at this rank's counterpart in `domain` to `chunk` of this round. Called by one thread; ordered like
-// Transport::add. This rank is the signal's only writer and keeps its last value; a thread that sets another chunk has acquired a credit
-// for the last one. False if there is no room (record filled).
+// The add that sets a signal of `kind` (domains.h) at this rank's counterpart in `domain` to `chunk` of this round. This rank is the
+// signal's only writer and keeps its last value; a thread that sets another chunk has acquired a credit for the last one. Called by one
+// thread, which must then post the add.
+struct Add {
+    u64 which, amount;
+};
+template <class Call>
+MOECOMM_FN Add add_of_chunk(const Call& c, u64 kind, i32 domain, i32 chunk, i32 chunk_tokens) {
+    auto* signaled = own<u64>(c.a.ctx, signal_value_at(c.window(), c.shape(), place_signal(c.shape(), kind, domain, chunk, chunk_tokens)));
+    const u64 value = word_signal(c.round.tag, chunk), before = load_relaxed(signaled);
+    store_relaxed(signaled, value);
+    return {place_signal(c.shape(), kind, c.domains().own(), chunk, chunk_tokens), value - before};
+}
+// Signal a chunk without a put. Called by one thread; ordered like Transport::add. False if there is no room (record filled).
 template <class Call, class Transport>
 MOECOMM_FN bool signal_chunk(const Call& c, const Transport& transport, Phase phase, u64 kind, i32 domain, i32 chunk, i32 chunk_tokens) {
     const i32 peer = c.domains().counterpart(domain);
     if (!await_room(c.round, transport, phase, peer, c.posters())) return false;
-    auto* signaled = own<u64>(c.a.ctx, signal_value_at(c.window(), c.shape(), place_signal(c.shape(), kind, domain, chunk, chunk_tokens)));
-    const u64 value = word_signal(c.round.tag, chunk), before = load_relaxed(signaled);
-    store_relaxed(signaled, value);
-    transport.add(peer, place_signal(c.shape(), kind, c.domains().own(), chunk, chunk_tokens), value - before);
+    const Add add = add_of_chunk(c, kind, domain, chunk, chunk_tokens);
+    transport.add(peer, add.which, add.amount);
+    return true;
+}
+// Signal a chunk behind its last put, in one message where the library can. Called by all lanes of a warp; ordered like Transport::add.
+// False in all lanes if there is no room (record filled).
+template <class Call, class Transport>
+MOECOMM_FN bool put_and_signal_chunk(const Call& c, const Transport& transport, Phase phase, u64 kind, i32 domain, i32 chunk,
+                                     i32 chunk_tokens, u64 to, u64 from, u64 bytes) {
+    const i32 peer = c.domains().counterpart(domain);
+    bool room = true;
+    Add add{};
+    if (lane_id() == 0) {
+        room = await_room(c.round, transport, phase, peer, c.posters());
+        if (room) add = add_of_chunk(c, kind, domain, chunk, chunk_tokens);
+    }
+    if (!__all_sync(kAllLanes, room)) return false;
+    transport.put_add(peer, to, from, bytes, __shfl_sync(kAllLanes, add.which, 0), __shfl_sync(kAllLanes, add.amount, 0));
     return true;
 }
 // True if the counterpart in `domain` has signaled chunk `said`; await_signal waits for it. Called by one thread; both acquire.
@@ -126,9 +151,11 @@ MOECOMM_FN void send_tagged_words(const Call& c, i32 words, PutAhead put_ahead) 
             in_time = wait_word(c.round, Phase::grid, c.me(), tagged_word(c.round, c.me(), i), c.round.tag, seen);
         c.transport.fence();  // other blocks may have written the words
         if (!__all_sync(kAllLanes, in_time) || !put_ahead(peer)) return;
-        if (!put(c, c.transport, Phase::header, peer, tagged_words, tagged_words, words * sizeof(u64))) return;
-        if (lane_id() == 0 && await_room(c.round, c.transport, Phase::header, peer, c.posters()))
-            c.transport.add(peer, tagged_words_signal(c.me()), tag_signal(kTagStep));  // tagged_words_value
+        bool room = true;
+        if (lane_id() == 0) room = await_room(c.round, c.transport, Phase::header, peer, c.posters());
+        if (!__all_sync(kAllLanes, room)) return;
+        c.transport.put_add(peer, tagged_words, tagged_words, words * sizeof(u64), tagged_words_signal(c.me()),
+                            tag_signal(kTagStep));  // tagged_words_value
         __syncwarp();
     }
 }

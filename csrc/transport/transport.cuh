@@ -16,6 +16,9 @@
 //                                     peer's window; multiples of 8. Unordered among puts; needs room
 //   void add(peer, which, amount)     by one thread: add to a signal of the peer (csrc/protocol/domains.h). A reader that acquires the new
 //                                     value sees all earlier puts of the channel to the peer. Needs room
+//   void put_add(peer, to, from, bytes, which, amount)   by a whole warp: a put, then an add by its first lane; one message where the
+//                                     library has such. Needs room for both
+//   i64  worth_a_message              constexpr: so many unused bytes cost less than a message
 //   u64  signal_value(which)          by one thread: acquire a signal of this rank, whichever channel it came through
 //   i32  has_room(peer, posts)        by one thread: 1: the next `posts` puts and adds of the channel to the peer do not block;
 //                                     0: they would; -1: the path is broken

@@ -39,12 +39,20 @@ _QUEUE, _POSTS, _WARPS = (
 _LINGER_S = 2.0
 _COMMUNICATOR = 256  # its place behind struct GinLink of csrc/transport/gin.cuh
 
-ring_tokens, packet_bytes, direct_bytes = lsa.ring_tokens, lsa.packet_bytes, lsa.direct_bytes
+# (tokens, tokens of a chunk at least).  Without a NIC a thread of the host posts every put, which takes it 16 us.
+_PROXY_CHUNKS = ((1, 16), (512, 32))
+
+ring_tokens, packet_bytes = lsa.ring_tokens, lsa.packet_bytes
 
 
 def missing() -> str:
     """Return "" if NCCL can put from kernels here; else the first thing missing, as a sentence."""
     return lsa.missing() or nccl.missing() or _missing_gin()
+
+
+def direct_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
+    """Return the room of lsa; none without a NIC, where a put for each token would take longest."""
+    return lsa.direct_bytes(ranks, max_tokens, staged_row_bytes) if nic.has_rdma() else 0
 
 
 def _missing_gin() -> str:
@@ -151,6 +159,8 @@ class GinReach(Reach):
             # Others may still add to our signals when we are done with the last round; else they can put no more.
             self.linger_s = _LINGER_S
             self.most_blocks = _CONTEXTS * (_QUEUE // _POSTS // _WARPS)
+            if self._kind == "proxy":
+                self.least_chunks = _PROXY_CHUNKS
 
     def watch(self, abort_word: int) -> None:
         """See Reach."""

@@ -207,7 +207,9 @@ class LsaSession:
     def schedule(self, op: str, *, num_tokens: int, layout: str, num_sms: int | None) -> Schedule:
         """Choose blocks by the table of this GPU, never more than are resident at once."""
         choice = tuning.choose(self._gpu, self._ranks, op, layout, num_tokens)
-        return Schedule(max(1, min(num_sms or choice.blocks, self._most_blocks)), choice.chunk_tokens)
+        least = [chunk for tokens, chunk in self.reach.least_chunks if num_tokens >= tokens]
+        blocks = max(1, min(num_sms or choice.blocks, self._most_blocks))
+        return Schedule(blocks, max([choice.chunk_tokens, *least[-1:]]))
 
     def synchronize(self) -> None:
         """Wait for every round enqueued so far."""

@@ -21,6 +21,7 @@ class Reach:
         link: Context.link, once the window is open.
         linger_s: how long a session that closes waits for the others to close.
         most_blocks: of a launch, so that what its warps put at a time fits the queues.
+        least_chunks: (tokens, tokens of a chunk): a rank with so many tokens or more signals so many together at least.
     """
 
     backend = "lsa"
@@ -31,6 +32,7 @@ class Reach:
     link = 0
     linger_s = 0.0
     most_blocks = 1 << 30
+    least_chunks: tuple[tuple[int, int], ...] = ()
 
     def __init__(
         self,

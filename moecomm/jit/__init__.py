@@ -26,6 +26,7 @@ assert ROUND_HEADER_BYTES <= _HEADER_BYTES
 _SHARED_LIMIT = 227 * 1024  # of a block on sm_90
 _LINE = 128  # bytes of a cache line: a piece that begins inside of a line touches one line more
 _MOST_SLOTS = 8
+_PUT_WARPS = 3  # of a block, with several domains: one cannot fill its share of a link, and more would spill registers
 _DESCRIPTOR_WARPS, _DESCRIPTOR_COUNTERS = (
     16,
     64 * 1024,
@@ -231,7 +232,7 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
                 "receive_warps": receive_warps,
                 "metadata_warps": int(not ends and (several or not spec.repeat) and not spec.packets),
                 "flag_warps": int(not ends and not spec.packets),
-                "put_warps": int(several and not ends),
+                "put_warps": _PUT_WARPS if several and not ends else 0,
                 "forward_warps": forward_warps,
                 "piece_columns": piece // size,
                 "ring_slots": slots,

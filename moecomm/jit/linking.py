@@ -47,7 +47,14 @@ from moecomm.errors import Unsupported
 from moecomm.shims.build import CannotBuild, dotted, recipe, version, wheels
 
 # The Transport of csrc/device that a kernel is a template over.
-TRANSPORTS = {"lsa": "Lsa", "puts": "Puts", "nic": "Nic", "gin": "Gin", "gin_proxy": "Gin", "nvshmem": "Nvshmem"}
+TRANSPORTS = {
+    "lsa": "Lsa",
+    "puts": "Puts",
+    "nic": "Nic",
+    "gin": "Gin",
+    "gin_proxy": "GinProxy",
+    "nvshmem": "Nvshmem",
+}
 ALONE = ("lsa", "puts", "nic")  # linked with nothing
 
 

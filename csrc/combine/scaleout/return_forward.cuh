@@ -13,7 +13,7 @@ struct ReturnForward {
     static constexpr CombineConfig cfg = Call::cfg;
     static constexpr Type kType = cfg.staged();
     static constexpr i32 kRowBytes = cfg.staged_bytes();
-    static constexpr bool kSingles = false;
+    static constexpr bool kSingles = false, kAddsDomains = false;
     static constexpr i32 kPieces = ceil_div(kRowBytes, cfg.pull_bytes), kPieceColumns = cfg.pull_bytes / bytes_of(kType);
     static constexpr i32 kOthers = cfg.domains() - 1;
 
@@ -163,30 +163,28 @@ struct ReturnForward {
 
     MOECOMM_FN void close(const Item& out) {
         if (failed) return;
-        if (out.step >= 0 && !(put_sums(out.step) && finish_work(out.step, out.token >= 0))) failed = true;
+        if (out.step >= 0 && !(put_sums(out.step) && finish_work(out.step))) failed = true;
     }
-    // Puts the chunk's sums, one put for each run of consecutive tokens. A chunk lies in one piece in a ring, whose length it divides.
-    // Returns false in all lanes if a put found no room in time; the failure record is filled.
+    // Puts the chunk's sums, one put for each run of consecutive tokens; the last one carries the signal. A chunk of which this domain has
+    // no rows is not signaled. A chunk lies in one piece in a ring, whose length it divides. Returns false in all lanes if a put found no
+    // room in time; the failure record is filled.
     MOECOMM_FN bool put_sums(i32 work) const {
         __syncwarp();  // all lanes have stored their columns
         const i32 domain = domain_of_work(work), first = chunk_of(work) * sent_by(work).chunk_tokens;
         for (Runs runs{tokens_of(work)}; runs.next();) {
             const i32 token = first + runs.first;
-            if (!put(c, c.channel(), Phase::reduced, c.domains().counterpart(domain), c.returned_sum_at(c.domains().own(), token),
-                     c.return_sum_at(domain, token), runs.count * c.sum_bytes()))
-                return false;
+            const u64 to = c.returned_sum_at(c.domains().own(), token), from = c.return_sum_at(domain, token);
+            const u64 bytes = runs.count * c.sum_bytes();
+            const bool fine = runs.left == 0 ? put_and_signal_chunk(c, c.channel(), Phase::reduced, kReturned, domain, chunk_of(work),
+                                                                    sent_by(work).chunk_tokens, to, from, bytes)
+                                             : put(c, c.channel(), Phase::reduced, c.domains().counterpart(domain), to, from, bytes);
+            if (!fine) return false;
         }
         return true;
     }
-    // Ends a work item: signals the source rank if this domain has rows of the chunk, then gives the owners of this domain the credit for
-    // its places. Returns false in all lanes if a wait failed.
-    MOECOMM_FN bool finish_work(i32 work, bool return_forward) const {
-        const i32 domain = domain_of_work(work), source_rank = source_rank_of(work), chunk = chunk_of(work),
-                  chunk_tokens = sent_by(work).chunk_tokens;
-        bool signaled = true;
-        if (lane_id() == 0 && return_forward)
-            signaled = signal_chunk(c, c.channel(), Phase::reduced, kReturned, domain, chunk, chunk_tokens);
-        if (!__all_sync(kAllLanes, signaled)) return false;
+    // Ends a work item: gives the owners of this domain the credit for its places. Returns false in all lanes if a wait failed.
+    MOECOMM_FN bool finish_work(i32 work) const {
+        const i32 source_rank = source_rank_of(work), chunk = chunk_of(work), chunk_tokens = sent_by(work).chunk_tokens;
         if (chunk + ring_of(work) >= c.chunks_of(source_rank)) return true;
         if (!await_earlier_credit(c, source_rank, chunk, chunk_tokens)) return false;
         const u64 place = credit_at(c.window(), c.shape(), source_rank, chunk, chunk_tokens);

@@ -85,13 +85,26 @@ struct ScaleoutSums {
 #pragma unroll
         for (i32 i = 0; i < n; ++i) sum[i] = total[i];
     }
+    // Adds columns of a row in this window. In vectors of 16 bytes where it has such: words alone would fetch each sector several times.
     template <Type type, i32 n>
     MOECOMM_FN static void add_words(const u32* from, float (&sum)[n]) {
         constexpr i32 words = n * bytes_of(type) / 4, each = n / words;
+        u32 loaded[words];
+        if constexpr (words % 4 == 0) {
+#pragma unroll
+            for (i32 i = 0; i < words; i += 4) {
+                const ulonglong2 line = load_line_words(reinterpret_cast<const u8*>(from + i));
+                loaded[i] = static_cast<u32>(line.x), loaded[i + 1] = static_cast<u32>(line.x >> 32);
+                loaded[i + 2] = static_cast<u32>(line.y), loaded[i + 3] = static_cast<u32>(line.y >> 32);
+            }
+        } else {
+#pragma unroll
+            for (i32 i = 0; i < words; ++i) loaded[i] = load_relaxed(from + i);
+        }
 #pragma unroll
         for (i32 i = 0; i < words; ++i) {
             float part[each];
-            widen_word<type>(load_relaxed(from + i), part);
+            widen_word<type>(loaded[i], part);
 #pragma unroll
             for (i32 j = 0; j < each; ++j) sum[i * each + j] = __fadd_rn(sum[i * each + j], part[j]);
         }

@@ -80,12 +80,11 @@ MOECOMM_FN bool put_direct(const Call& c, const Transport& channel, i32 domain, 
     return true;
 }
 
-// Called by a put warp after the puts of its block, direct. Adds the block's part to the signal of every rank of other domains. Returns
-// early if there is no room for an add; the failure record is filled.
+// Called by the first put warp after the puts of its block, direct. Adds the block's part to the signal of every rank of other domains.
+// Returns early if there is no room for an add; the failure record is filled.
 template <class Call, class Transport>
 MOECOMM_FN void signal_owners(const Call& c, const Transport& channel) {
     constexpr DispatchConfig cfg = Call::cfg;
-    static_assert(cfg.put_warps <= 1, "a put warp speaks for its block");
     const i32 parts = min(c.senders, ceil_div(c.a.num_tokens, c.a.chunk_tokens));
     for (i32 n = lane_id(); n < cfg.ranks - cfg.scaleup_ranks(); n += kWarp) {
         const i32 rank = (c.domains().first() + cfg.scaleup_ranks() + n) % cfg.ranks;
@@ -94,14 +93,17 @@ MOECOMM_FN void signal_owners(const Call& c, const Transport& channel) {
 }
 
 // Called by each put warp, which handles every put_warps-th chunk of the block. Waits until all warps have written the chunk's send slots
-// (acquire), puts the slots, then signals the chunk to the forwarders. Returns early if a wait failed; the failure record is filled.
+// (acquire), puts the slots, then signals the chunk to the forwarders. Of few tokens the first put warp puts all, because one signal covers
+// the direct puts of a block. Returns early if a wait failed; the failure record is filled.
 template <class Call>
 MOECOMM_FN void put_send_slots(const Call& c, i32 warp) {
     constexpr DispatchConfig cfg = Call::cfg;
     const auto channel = c.channel();
+    using Transport = decltype(c.channel());
     const bool direct = c.direct();
+    if (direct && warp > 0) return;
     const u64 bytes = received_token_bytes(c.shape(), cfg.row_bytes, cfg.scale_bytes);
-    for (i32 chunk = c.share.first_chunk + warp; chunk < c.share.end_chunk; chunk += cfg.put_warps) {
+    for (i32 chunk = c.share.first_chunk + warp; chunk < c.share.end_chunk; chunk += direct ? 1 : cfg.put_warps) {
         if (__any_sync(kAllLanes, !c.shared.chunk_steps.await(c.round, c.step_of_chunk(chunk - c.share.first_chunk)))) return;
         for (i32 n = 0; n < c.domains().kCount - 1; ++n) {
             const i32 domain = c.domains().other(n), forwarder = c.domains().counterpart(domain);
@@ -109,18 +111,24 @@ MOECOMM_FN void put_send_slots(const Call& c, i32 warp) {
                 if (!put_direct(c, channel, domain, chunk, bytes)) return;
                 continue;
             }
+            bool signaled = false;
             for (Runs runs{scaleout_tokens(c, domain, chunk)}; runs.next();) {
-                const i32 step = joins_tokens(c.shape(), bytes) ? runs.count : 1;
+                const i32 step = joins_tokens(c.shape(), bytes, Transport::worth_a_message) ? runs.count : 1;
                 for (i32 at = 0; at < runs.count; at += step) {
                     const i32 token = chunk * c.a.chunk_tokens + runs.first + at;
                     const u64 from = send_slot_at(c.window(), c.shape(), domain, token);
                     const u64 to = receive_at(c.window(), c.shape(), c.domains().own(), token);
-                    if (!put(c, channel, Phase::payload, forwarder, to, from, (step - 1) * c.shape().receive_bytes + bytes)) return;
+                    const u64 sent = (step - 1) * c.shape().receive_bytes + bytes;
+                    signaled = runs.left == 0 && at + step >= runs.count;  // the last put of the chunk carries its signal
+                    if (!(signaled
+                              ? put_and_signal_chunk(c, channel, Phase::payload, kReceived, domain, chunk, c.a.chunk_tokens, to, from, sent)
+                              : put(c, channel, Phase::payload, forwarder, to, from, sent)))
+                        return;
                 }
             }
-            bool signaled = true;
-            if (lane_id() == 0) signaled = signal_chunk(c, channel, Phase::payload, kReceived, domain, chunk, c.a.chunk_tokens);
-            if (!__all_sync(kAllLanes, signaled)) return;
+            if (!signaled && lane_id() == 0)  // no token for this domain
+                signaled = signal_chunk(c, channel, Phase::payload, kReceived, domain, chunk, c.a.chunk_tokens);
+            if (__any_sync(kAllLanes, lane_id() == 0 && !signaled)) return;
         }
     }
     if (direct && c.share.first_chunk < c.share.end_chunk) signal_owners(c, channel);
