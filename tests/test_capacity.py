@@ -329,19 +329,3 @@ def test_ranks_agree_on_the_factor() -> None:
         return str(caught.value)
 
     assert "capacity_factor: this rank has None, rank 1 has 2.0" in run_ranks(2, body)[0]
-
-
-@pytest.mark.parametrize("skew", [0, 9])
-def test_a_layer_in_parts(skew: float) -> None:
-    def body(group: Any, factor: float) -> torch.Tensor:
-        g = torch.Generator().manual_seed(group.rank)
-        w13 = torch.randn(EXPERTS // RANKS, 64, SIZES["hidden"], generator=g).bfloat16()
-        w2 = torch.randn(EXPERTS // RANKS, SIZES["hidden"], 32, generator=g).bfloat16()
-        given = call(group.rank, skew)
-        with moecomm.Buffer(group, **SIZES, capacity_factor=factor) as buffer:
-            return buffer.moe(**given, w13=w13, w2=w2, bias=given["x"])
-
-    want = run_ranks(RANKS, lambda group: body(group, math.inf))
-    got = run_ranks(RANKS, lambda group: body(group, 0.8))
-    for one, other in zip(want, got, strict=True):
-        torch.testing.assert_close(other, one)

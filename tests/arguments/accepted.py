@@ -53,7 +53,7 @@ TABLE = (
             *("previous_event", "previous_event_before_epilogue", "quantize", "scales", "scaling_factor", "schedule"),
             *("sync", "topk_weights", "use_host_meta", "do_cpu_sync", "weight_grads", "window_bytes", "wire"),
             *("num_of_experts_per_rank", "num_permuted_tokens", "deep_ep.ElasticBuffer.dispatch(expert_alignment)"),
-            *("activation", "capacity_factor", "overflow"),
+            *("activation", "capacity_factor", "dropped", "overflow"),
         ),
     ),
     Row(
