@@ -250,10 +250,7 @@ class Settings:
         )
         if batched * self._output_row_bytes <= 2 << 30:
             rows = max(rows, batched)
-        tables = self.ranks * (4 * self.topk + 4) + 8 * self.topk + 4 * self.ranks  # a token's
-        if self.domain_ranks is not None and self.is_multi_domain:
-            tables += 4 * (self.ranks // self.domain_ranks) * (2 * self.topk + self.domain_ranks)
-        few = 16 * self.local_experts() + (1 << 16)
+        tables, few = self.tables_bytes, 16 * self.local_experts() + (1 << 16)
         round_ = rows * self._output_row_bytes + self.max_tokens * tables + few
         if self.backend == "host":
             return max(2 * round_, min(4 * round_, _ROOM))
@@ -261,6 +258,14 @@ class Settings:
         descriptors = rows * (self._output_row_bytes - self.hidden * self.dtype.itemsize + 16)
         published = self.max_tokens * (self.topk + 1) * self._output_row_bytes
         return max(2 * round_, published + descriptors + self.max_tokens * tables + few)
+
+    @property
+    def tables_bytes(self) -> int:
+        """Bytes of a handle's tables for each of `max_tokens`."""
+        tables = self.ranks * (4 * self.topk + 4) + 8 * self.topk + 4 * self.ranks
+        if self.domain_ranks is not None and self.is_multi_domain:
+            tables += 4 * (self.ranks // self.domain_ranks) * (2 * self.topk + self.domain_ranks)
+        return tables
 
     @property
     def _output_row_bytes(self) -> int:
