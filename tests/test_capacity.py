@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import torch
 
 import moecomm
 from moecomm import _native, backends
+from moecomm.compat.deep_ep.pool import _MORE_TOKENS
+from moecomm.compat.deep_ep.room import room_for
 from moecomm.core.settings import Settings
 from moecomm.errors import TooManyRows
+from moecomm.fused.publish import row_pitch
 from moecomm.routed import ChunkedHandle
 
 from .backends.conftest import run_ranks
@@ -295,6 +299,38 @@ def test_the_table_in_the_documents() -> None:
         worst = settings_of(int(ranks), 4096, capacity_factor=math.inf)
         sizes = [settings_of(int(ranks), 128), settings_of(int(ranks), 4096), worst]
         assert cells == [f"{window_bytes(settings) / 2**30:.1f}" for settings in sizes], ranks
+
+
+def adapter_bytes(adapter: str, ranks: int, factor: float | None) -> int:
+    """Window of an adapter for DeepSeek-V3; `factor` math.inf: with room for the worst case."""
+    tokens = 4096 if adapter in ("normal", "Megatron") else 4096 + _MORE_TOKENS
+    settings = settings_of(ranks, tokens, capacity_factor=factor)
+    if adapter != "Megatron":
+        layout: Any = "expert" if adapter == "expanding" else "flat"
+        settings = replace(settings, window_bytes=room_for(settings, layout).window)
+    return window_bytes(settings)
+
+
+def test_the_table_of_adapters_in_the_documents() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "memory.md").read_text()
+    names = {
+        "DeepEP's `Buffer`, normal; vLLM's standard format": "normal",
+        "DeepEP's `ElasticBuffer`": "elastic",
+        "DeepEP's `ElasticBuffer` with `do_expand`, `HybridEPBuffer`": "expanding",
+        "Megatron": "Megatron",
+    }
+    gib = r" ([\d.]+) GiB \|"
+    found = re.findall(r"^\| (.*?) \| [a-z, 0-9]+ \|" + 4 * gib + "$", text, re.MULTILINE)
+    assert [row[0] for row in found] == list(names)
+    for name, *cells in found:
+        sizes = [adapter_bytes(names[name], ranks, factor) for ranks in (8, 64) for factor in (None, math.inf)]
+        assert cells == [f"{size / 2**30:.1f}" for size in sizes], name
+
+
+def test_a_small_factor_leaves_room_for_a_fused_layer() -> None:
+    """It publishes rows and receives one for each entry."""
+    settings = settings_of(8, 4096, capacity_factor=0.1)
+    assert settings.default_heap() > 4096 * (row_pitch(torch.bfloat16, 7168) + 8 * 2 * 7168)
 
 
 @pytest.mark.parametrize("domain_ranks", [None, 2])
