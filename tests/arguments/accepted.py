@@ -153,6 +153,11 @@ TABLE = (
     Row("no weights, and no others", ("{}",), ("state", "job")),
     Row("what can be called", ("int", "a function"), ("hook_after_wait",)),
     Row("read and written as they lie", ("rows that are one", "requires_grad", "a parameter", "negated"), _TENSORS),
+    Row(
+        "likewise: one number, written by torch",
+        ("rows that are one", "a parameter", "negated", "by column", "with gaps", "an array"),
+        ("dropped",),
+    ),
     Row("likewise: a dimension of 1 has any stride", ("by column",), ("out", "handle", "w13", "w2", "x", "y")),
     Row(
         "copied first, or read by torch",

@@ -250,7 +250,8 @@ def of_moecomm() -> dict[str, list[Call]]:
         ],
         "moecomm.Buffer.empty": [Call(made.empty, {"handle": handle, "dtype": BF16})],
         "moecomm.Buffer.moe": [
-            Call(made.moe, {"x": x, **experts, **how, "out": out, "bias": bias, "fused": None, **dropping}),
+            Call(made.moe, {"x": x, **experts, **how, "out": out, "bias": bias, "fused": None, "overflow": None}),
+            Call(made.moe, {"x": x, **experts, **dropping}),
             Call(made.moe, {"x": x, **experts, "w13": fused.quantize_weights(w13), "w2": fused.quantize_weights(w2)}),
         ],
         "moecomm.local_ranks": [Call(moecomm.local_ranks, {"ranks": 2})],
@@ -298,7 +299,8 @@ def of_moecomm() -> dict[str, list[Call]]:
             Call(ops.combine, {"y": sent.x.clone(), "handle": sent.handle, "weighted": True, "wire": None})
         ],
         "ops.moe": [
-            Call(ops.moe, {"buffer": made, "x": x, **experts, **how, "bias": bias, "fused": None, **dropping}),
+            Call(ops.moe, {"buffer": made, "x": x, **experts, **how, "bias": bias, "fused": None, "overflow": None}),
+            Call(ops.moe, {"buffer": made, "x": x, **experts, **dropping}),
             Call(
                 ops.moe,
                 {
