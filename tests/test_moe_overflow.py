@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 
@@ -205,7 +206,8 @@ def test_a_module_counts_what_it_drops() -> None:
 
 
 def test_what_does_not_fit_together() -> None:
-    count = torch.zeros(1, dtype=torch.int32)
+    count, read_only = torch.zeros(1, dtype=torch.int32), numpy.zeros(1, dtype=numpy.int32)
+    read_only.flags.writeable = False
     with moecomm.Buffer("self", **SIZES) as buffer:
         given = {
             **call(0, 0),
@@ -219,6 +221,7 @@ def test_what_does_not_fit_together() -> None:
             ("dropped", {"dropped": count}),
             ("dropped", {"overflow": "drop", "dropped": torch.zeros(1)}),
             ("dropped", {"overflow": "drop", "dropped": torch.zeros(2, dtype=torch.int32)}),
+            ("dropped", {"overflow": "drop", "dropped": read_only}),
         ):
             for layer in (buffer.moe, lambda **named: ops.moe(buffer, **named)):
                 with pytest.raises(BadInput) as caught:

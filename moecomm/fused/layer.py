@@ -306,6 +306,8 @@ def check_dropped(overflow: Overflow | None, dropped: Any, device: torch.device)
         return None
     if dropped is None:
         raise BadInput("dropped", "None", "an int32 tensor [1] beside overflow='drop', for the number of entries")
+    if getattr(getattr(dropped, "flags", None), "writeable", True) is False:
+        raise BadInput("dropped", "a read-only array", "one that can be written")
     count = as_tensor("dropped", dropped)[0]
     if torch.compiler.is_compiling():  # a graph that is traced knows no addresses, which check_tensor looks at
         return count
