@@ -274,12 +274,13 @@ class Buffer(suspension.ReleasableMemory):
         *,
         out: Any = None,
         bias: Any = None,
+        dropped: Any = None,
         **options: Any,
     ) -> Any:
         """Run every token through its experts: dispatch, two GEMMs, combine.  Collective; on the current stream.
 
-        On GPUs nothing waits for the host.  Counts stay on the device, and a captured graph replays with any routing.
-        The first call of a kind compiles its kernels, so it can't be captured.
+        On GPUs nothing waits for the host, unless `overflow="chunks"`.  Counts stay on the device, and a captured graph
+        replays with any routing.  The first call of a kind compiles its kernels, so it can't be captured.
 
         Both GEMMs add in float32, in an order that depends on nothing but their sizes.  SwiGLU is computed on the
         float32 sums.  Its result and each expert's row are rounded once to the Buffer's dtype.  Combine multiplies rows
@@ -303,8 +304,9 @@ class Buffer(suspension.ReleasableMemory):
             bias: `[T, H]` or `[H]` of the Buffer's dtype, added before the rounding: a shared expert, say.
             activation: "swiglu": silu(gate) * up.
             interleaved: w13 is `moecomm.fused.interleave(w13)`; in FP8, quantized after that.
-            max_rows: rows of tokens to make room for; default: by the Buffer's `capacity_factor`.  More are TooManyRows
-                on every rank; on CPUs, by default, tokens then go in parts.
+            dropped: int32 `[1]` on the Buffer's device, written in place with `overflow="drop"`, and only given then:
+                how many entries of this rank's `topk_idx` found no room.
+            max_rows: rows of tokens to make room for; default: by the Buffer's `capacity_factor`.
             wire: see combine(); None: "exact".
             num_sms: see dispatch(); of both rounds.
             check_weights: see dispatch().
@@ -313,6 +315,11 @@ class Buffer(suspension.ReleasableMemory):
                 and after.  None: the faster of the two for such weights, ranks and rows in a Buffer that is full, as
                 measured (of 8 ranks: as expected; moecomm/fused/layer.py, FUSED_FROM).  The same on all ranks; the bits
                 are the same.  "one launch" and "one after the other" are deprecated names of True and False.
+            overflow: what becomes of rows that have no room.  "error": TooManyRows on every rank.  "chunks", which
+                takes no `max_rows`: the host waits for the dispatch of the layer, and tokens go in parts, with the bits
+                of one round of moecomm's GEMMs; not in the capture of a graph.  "drop": as in dispatch(), and `dropped`
+                counts; combine does not scale the remaining weights.  None: on CPUs without `max_rows` "chunks", else
+                "error".
 
         Returns:
             `[T, H]`: sum over k of w_k * w2 (silu(w1 x) * w3 x), plus bias; zeros (plus bias) for a token without an
@@ -325,7 +332,7 @@ class Buffer(suspension.ReleasableMemory):
             Closed, Timeout, PeerLost, Aborted, Mismatch: as in dispatch().
         """
         given = layer_options.Options(**options)
-        return layer.moe(self.rounds, given, x, topk_idx, topk_weights, w13, w2, out=out, bias=bias)
+        return layer.moe(self.rounds, given, x, topk_idx, topk_weights, w13, w2, out=out, bias=bias, dropped=dropped)
 
     def check(self) -> None:
         """Wait for every round so far, and raise the error of the first that went wrong, if any."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import torch
 
 import moecomm
 from moecomm import _native, backends
+from moecomm.compat.deep_ep.pool import _MORE_TOKENS
+from moecomm.compat.deep_ep.room import room_for
 from moecomm.core.settings import Settings
 from moecomm.errors import TooManyRows
+from moecomm.fused.publish import row_pitch
 from moecomm.routed import ChunkedHandle
 
 from .backends.conftest import run_ranks
@@ -297,6 +301,38 @@ def test_the_table_in_the_documents() -> None:
         assert cells == [f"{window_bytes(settings) / 2**30:.1f}" for settings in sizes], ranks
 
 
+def adapter_bytes(adapter: str, ranks: int, factor: float | None) -> int:
+    """Window of an adapter for DeepSeek-V3; `factor` math.inf: with room for the worst case."""
+    tokens = 4096 if adapter in ("normal", "Megatron") else 4096 + _MORE_TOKENS
+    settings = settings_of(ranks, tokens, capacity_factor=factor)
+    if adapter != "Megatron":
+        layout: Any = "expert" if adapter == "expanding" else "flat"
+        settings = replace(settings, window_bytes=room_for(settings, layout).window)
+    return window_bytes(settings)
+
+
+def test_the_table_of_adapters_in_the_documents() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "memory.md").read_text()
+    names = {
+        "DeepEP's `Buffer`, normal; vLLM's standard format": "normal",
+        "DeepEP's `ElasticBuffer`": "elastic",
+        "DeepEP's `ElasticBuffer` with `do_expand`, `HybridEPBuffer`": "expanding",
+        "Megatron": "Megatron",
+    }
+    gib = r" ([\d.]+) GiB \|"
+    found = re.findall(r"^\| (.*?) \| [a-z, 0-9]+ \|" + 4 * gib + "$", text, re.MULTILINE)
+    assert [row[0] for row in found] == list(names)
+    for name, *cells in found:
+        sizes = [adapter_bytes(names[name], ranks, factor) for ranks in (8, 64) for factor in (None, math.inf)]
+        assert cells == [f"{size / 2**30:.1f}" for size in sizes], name
+
+
+def test_a_small_factor_leaves_room_for_a_fused_layer() -> None:
+    """It publishes rows and receives one for each entry."""
+    settings = settings_of(8, 4096, capacity_factor=0.1)
+    assert settings.default_heap() > 4096 * (row_pitch(torch.bfloat16, 7168) + 8 * 2 * 7168)
+
+
 @pytest.mark.parametrize("domain_ranks", [None, 2])
 @pytest.mark.parametrize("layout", ["flat", "expert", "batched"])
 def test_two_rounds_fit_the_default_window(layout: str, domain_ranks: int | None) -> None:
@@ -329,19 +365,3 @@ def test_ranks_agree_on_the_factor() -> None:
         return str(caught.value)
 
     assert "capacity_factor: this rank has None, rank 1 has 2.0" in run_ranks(2, body)[0]
-
-
-@pytest.mark.parametrize("skew", [0, 9])
-def test_a_layer_in_parts(skew: float) -> None:
-    def body(group: Any, factor: float) -> torch.Tensor:
-        g = torch.Generator().manual_seed(group.rank)
-        w13 = torch.randn(EXPERTS // RANKS, 64, SIZES["hidden"], generator=g).bfloat16()
-        w2 = torch.randn(EXPERTS // RANKS, SIZES["hidden"], 32, generator=g).bfloat16()
-        given = call(group.rank, skew)
-        with moecomm.Buffer(group, **SIZES, capacity_factor=factor) as buffer:
-            return buffer.moe(**given, w13=w13, w2=w2, bias=given["x"])
-
-    want = run_ranks(RANKS, lambda group: body(group, math.inf))
-    got = run_ranks(RANKS, lambda group: body(group, 0.8))
-    for one, other in zip(want, got, strict=True):
-        torch.testing.assert_close(other, one)

@@ -241,7 +241,8 @@ class Settings:
     def default_heap(self) -> int:
         """Window memory for outputs by default: two rounds of the layout that takes the most, small ones on CPUs four.
 
-        The worst case of `batched`, for which a factor may ask, counts up to 2 GiB.
+        On GPUs there is room for a fused layer of `max_tokens`, too, also where a small factor of the caller's asks for
+        less.  The worst case of `batched`, for which a factor may ask, counts up to 2 GiB.
         """
         rows, batched = (
             max(self.capacity_rows("flat"), self.capacity_rows("expert", 128)),
@@ -249,12 +250,22 @@ class Settings:
         )
         if batched * self._output_row_bytes <= 2 << 30:
             rows = max(rows, batched)
-        tables = self.ranks * (4 * self.topk + 4) + 8 * self.topk + 4 * self.ranks  # a token's
+        tables, few = self.tables_bytes, 16 * self.local_experts() + (1 << 16)
+        round_ = rows * self._output_row_bytes + self.max_tokens * tables + few
+        if self.backend == "host":
+            return max(2 * round_, min(4 * round_, _ROOM))
+        # A fused layer publishes rows and receives one for each entry, beside row descriptors.
+        descriptors = rows * (self._output_row_bytes - self.hidden * self.dtype.itemsize + 16)
+        published = self.max_tokens * (self.topk + 1) * self._output_row_bytes
+        return max(2 * round_, published + descriptors + self.max_tokens * tables + few)
+
+    @property
+    def tables_bytes(self) -> int:
+        """Bytes of a handle's tables for each of `max_tokens`."""
+        tables = self.ranks * (4 * self.topk + 4) + 8 * self.topk + 4 * self.ranks
         if self.domain_ranks is not None and self.is_multi_domain:
             tables += 4 * (self.ranks // self.domain_ranks) * (2 * self.topk + self.domain_ranks)
-        few = 16 * self.local_experts() + (1 << 16)
-        round_ = rows * self._output_row_bytes + self.max_tokens * tables + few
-        return max(2 * round_, min(4 * round_, _ROOM)) if self.backend == "host" else 2 * round_
+        return tables
 
     @property
     def _output_row_bytes(self) -> int:

@@ -8,19 +8,30 @@ from typing import Any, NamedTuple
 import torch
 
 from moecomm import _native
-from moecomm.core.arrays import as_tensor, warn_of_gradients, window_tensor
+from moecomm.core.arrays import warn_of_gradients, window_tensor
 from moecomm.core.rounds import Rounds
 from moecomm.core.state import collective
 from moecomm.core.validation import check_flag
 from moecomm.dispatch import chunks, outputs
-from moecomm.dispatch.arguments import check, check_handle, check_max_rows, check_routing
-from moecomm.dispatch.drop import drop
+from moecomm.dispatch.arguments import check, check_handle, check_max_rows
+from moecomm.dispatch.drop import drop_checked
 from moecomm.dispatch.options import Key, Options, check_options, check_overflow
 from moecomm.dispatch.plan import Plan
 from moecomm.errors import BadInput, TooManyRows
 from moecomm.routed import BEGIN, END, ChunkedHandle, Handle, Routed
 
-__all__ = ["Options", "Plan", "dispatch", "dispatch_begin", "dispatch_end", "finish", "prepare", "prepare_end", "run"]
+__all__ = [
+    "Options",
+    "Plan",
+    "dispatch",
+    "dispatch_begin",
+    "dispatch_end",
+    "finish",
+    "is_of",
+    "prepare",
+    "prepare_end",
+    "run",
+]
 
 
 class PublishedOffsets(NamedTuple):
@@ -68,7 +79,7 @@ def dispatch(
         return finish(rounds, routed)
     except TooManyRows as error:
         waits = routed.sync and max_rows is None and options.overflow in (None, "chunks")
-        if not (waits and _is_of(routed, error)):
+        if not (waits and is_of(routed, error)):
             raise
     del routed  # frees its memory
     return _dispatch_in_chunks(rounds, options, x, topk_idx, topk_weights, scales)
@@ -218,12 +229,10 @@ def _drop(
         raise BadInput("overflow", "'drop' beside a handle", "None: a handle repeats an earlier routing")
     check_options(options)
     check_max_rows(max_rows)
-    given = as_tensor("topk_idx", topk_idx)[0] if topk_idx is not None else None
-    ids, weights = check_routing(rounds, 0 if given is None else len(given), given, topk_weights)
-    return drop(rounds.settings, options.layout, options.expert_alignment, max_rows, ids, weights)
+    return drop_checked(rounds, options.layout, options.expert_alignment, max_rows, topk_idx, topk_weights)
 
 
-def _is_of(routed: Routed, error: TooManyRows) -> bool:
+def is_of(routed: Routed, error: TooManyRows) -> bool:
     """Whether an error is of this dispatch, and not of an earlier one that nobody has waited for."""
     args, plan = routed.handle.args, routed.plan
     sent = args.route.sent + 8 * routed.handle.rounds.num_ranks

@@ -7,11 +7,26 @@ ranks: those with the largest weights.  So the rows of all ranks fit, as in laye
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from moecomm.core.arrays import as_tensor
 from moecomm.core.choices import Layout
 from moecomm.core.experts import owners_of
+from moecomm.core.rounds import Rounds
 from moecomm.core.settings import Settings
+from moecomm.dispatch.arguments import check_routing
+
+
+def drop_checked(
+    rounds: Rounds, layout: Layout, alignment: int, max_rows: int | None, topk_idx: Any, topk_weights: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check a caller's routing and return what drop() does.  Raises BadInput."""
+    given = None if topk_idx is None else as_tensor("topk_idx", topk_idx)[0]
+    tokens = 0 if given is None or given.ndim == 0 else len(given)
+    ids, weights = check_routing(rounds, tokens, given, topk_weights)
+    return drop(rounds.settings, layout, alignment, max_rows, ids, weights)
 
 
 def drop(

@@ -14,11 +14,13 @@ from torch.nn.functional import grouped_mm, pad, silu
 
 from moecomm import combine, dispatch
 from moecomm.core.arrays import as_tensor, check_tensor, note_written, warn_of_gradients
-from moecomm.core.choices import Quantize
+from moecomm.core.choices import Overflow, Quantize
 from moecomm.core.rounds import Rounds
 from moecomm.core.state import collective
 from moecomm.core.validation import check_flags, check_name
 from moecomm.dispatch.arguments import check_max_rows
+from moecomm.dispatch.drop import drop_checked
+from moecomm.dispatch.options import check_overflow
 from moecomm.dispatch.parts import in_parts
 from moecomm.errors import BadInput, TooManyRows
 from moecomm.fused import kernels, pipeline, reference
@@ -67,14 +69,18 @@ def moe(
     *,
     out: Any = None,
     bias: Any = None,
+    dropped: Any = None,
 ) -> Any:
     """Buffer.moe."""
-    given = prepare(rounds, options, x, topk_idx, topk_weights, w13, w2, out=out, bias=bias)
+    given = prepare(rounds, options, x, topk_idx, topk_weights, w13, w2, out=out, bias=bias, dropped=dropped)
+    waits = goes_in_parts(rounds, options.overflow, options.max_rows)
+    routed = pipeline.start(rounds, given)
     try:
-        return _run(rounds, given)
-    except TooManyRows:
-        if not rounds.on_cpu or options.max_rows is not None:
+        return _finish(rounds, given, routed, waits)
+    except TooManyRows as error:
+        if not (waits and dispatch.is_of(routed, error)):
             raise
+    del given, routed  # frees their memory in the window
     (x, back), ids = as_tensor("x", x), as_tensor("topk_idx", topk_idx)[0]
     weights = None if topk_weights is None else as_tensor("topk_weights", topk_weights)[0]
     found = torch.empty_like(x) if out is None else as_tensor("out", out)[0]
@@ -82,16 +88,21 @@ def moe(
     def of(tokens: slice) -> Any:
         some = None if weights is None else weights[tokens]
         more = bias if bias is None or bias.ndim == 1 else bias[tokens]
-        given = (x[tokens], ids[tokens], some, w13, w2)
-        return _run(rounds, prepare(rounds, options, *given, bias=more, chunk=True))
+        part = prepare(rounds, options, x[tokens], ids[tokens], some, w13, w2, bias=more, chunk=True)
+        return _finish(rounds, part, pipeline.start(rounds, part), waits)
 
     for tokens, part in in_parts(len(x), rounds.max_tokens, of):
         found[tokens] = part
     return out if out is not None else found if back is None else back(found)
 
 
-def _run(rounds: Rounds, layer: Pipeline) -> Any:
-    out = pipeline.run(rounds, layer)
+def goes_in_parts(rounds: Rounds, overflow: Overflow | None, max_rows: int | None) -> bool:
+    """Return whether tokens go in parts when their rows have no room.  The host then waits for every dispatch."""
+    return overflow == "chunks" or (overflow is None and max_rows is None and rounds.on_cpu)
+
+
+def _finish(rounds: Rounds, layer: Pipeline, routed: Routed, waits: bool) -> Any:
+    out = pipeline.finish(rounds, layer, routed, wait=waits)
     rounds.made += 2  # a dispatch and a combine, or what stands for them
     return out
 
@@ -107,6 +118,7 @@ def prepare(
     *,
     out: Any = None,
     bias: Any = None,
+    dropped: Any = None,
     chunk: bool = False,
 ) -> Pipeline:
     """Check the arguments of moe() and return the pipeline to run.  Weights are checked before any rank sends a row.
@@ -125,12 +137,16 @@ def prepare(
         raise BadInput("bias", str(given.dtype), str(rounds.dtype))
     rows = max(1, len(x) * rounds.topk * rounds.num_ranks // rounds.num_experts)  # of an expert, if ranks are alike
     check_max_rows(max_rows)
+    count = _check_overflow(rounds, options, dropped)
     if isinstance(w13, Fp8) or isinstance(w2, Fp8):
         w13, w2 = check_fp8(rounds, w13, w2, interleaved)
         values, fp8 = w2.data, True
     else:
         _check_experts(rounds, w13, w2, interleaved)
         values, fp8 = w2, False
+    if count is not None:
+        topk_idx, entries = drop_checked(rounds, "expert", 1, max_rows, topk_idx, topk_weights)
+        count.copy_(entries)
     why_not = partial(_why_unfused, rounds, x, values, back, options)
     if _runs_fused(rounds, values, asked, why_not):
         note_written("out", out)
@@ -147,6 +163,7 @@ def prepare(
             max_rows=max_rows,
             num_sms=options.num_sms,
             expected_rows=rows,
+            chunk=chunk,
         )
 
     def experts(routed: Routed) -> torch.Tensor:
@@ -268,6 +285,34 @@ def _by_torch(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, counts: torc
     ends = counts.cumsum(0, dtype=torch.int32)
     gate, up = grouped_mm(x, w13.transpose(1, 2), offs=ends).chunk(2, dim=-1)
     return grouped_mm(silu(gate) * up, w2.transpose(1, 2), offs=ends)
+
+
+def _check_overflow(rounds: Rounds, options: Options, dropped: Any) -> torch.Tensor | None:
+    """Check `overflow` and `dropped`, and return the latter as a tensor.  Raises BadInput."""
+    check_overflow(options.overflow, options.max_rows)
+    if options.overflow == "chunks" and not rounds.on_cpu and rounds.session.capturing():
+        raise BadInput("overflow", "'chunks' in the capture of a graph", "'drop' or 'error': a graph does not wait")
+    return check_dropped(options.overflow, dropped, rounds.device)
+
+
+def check_dropped(overflow: Overflow | None, dropped: Any, device: torch.device) -> torch.Tensor | None:
+    """Return the tensor that receives the number of dropped entries; None without overflow="drop".
+
+    Raises BadInput: there is one only where entries are dropped, and none is dropped without a count.
+    """
+    if overflow != "drop":
+        if dropped is not None:
+            raise BadInput("dropped", type(dropped).__name__, "None, or overflow='drop' beside it")
+        return None
+    if dropped is None:
+        raise BadInput("dropped", "None", "an int32 tensor [1] beside overflow='drop', for the number of entries")
+    if getattr(getattr(dropped, "flags", None), "writeable", True) is False:
+        raise BadInput("dropped", "a read-only array", "one that can be written")
+    count = as_tensor("dropped", dropped)[0]
+    if torch.compiler.is_compiling():  # a graph that is traced knows no addresses, which check_tensor looks at
+        return count
+    check_tensor("dropped", count, device=device, dtypes=(torch.int32,), shape=(1,))
+    return count
 
 
 def _check_experts(rounds: Rounds, w13: torch.Tensor, w2: torch.Tensor, interleaved: bool) -> None:

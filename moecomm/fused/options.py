@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TypedDict
 
-from moecomm.core.choices import Activation, Wire
+from moecomm.core.choices import Activation, Overflow, Wire
 
 
 class Options(NamedTuple):
@@ -17,6 +17,7 @@ class Options(NamedTuple):
     num_sms: int | None = None
     check_weights: bool = False
     fused: bool | None = None
+    overflow: Overflow | None = None
 
 
 class OptionsDict(TypedDict, total=False):
@@ -24,6 +25,7 @@ class OptionsDict(TypedDict, total=False):
 
     out: Any
     bias: Any
+    dropped: Any
     activation: Activation
     interleaved: bool
     max_rows: int | None
@@ -31,3 +33,4 @@ class OptionsDict(TypedDict, total=False):
     num_sms: int | None
     check_weights: bool
     fused: bool | None
+    overflow: Overflow | None

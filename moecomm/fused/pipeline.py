@@ -80,12 +80,24 @@ class Pipeline(Protocol):
         ...
 
 
-def run(rounds: Rounds, layer: Pipeline) -> Any:
-    """Run all steps on this rank and return the layer's output."""
+def start(rounds: Rounds, layer: Pipeline) -> Routed:
+    """Run the steps up to the dispatch, which may not have arrived when this returns."""
     layer.publish()
     routed = layer.dispatch_call().prepare(rounds)
     dispatch.run(routed)
-    layer.compute(dispatch.finish(rounds, routed))
+    return routed
+
+
+def finish(rounds: Rounds, layer: Pipeline, routed: Routed, *, wait: bool = False) -> Any:
+    """Run the other steps and return the layer's output.
+
+    `wait`: wait for the dispatch first, and raise its error before the experts run.  CPU ranks always do.
+    """
+    dispatch.finish(rounds, routed)
+    if wait and not rounds.on_cpu:
+        rounds.session.synchronize()
+        rounds.raise_failure()
+    layer.compute(routed)
     layer.prepare_reduce()
     layer.run_reduce()
     return layer.finish_reduce()
@@ -166,6 +178,7 @@ class Fused:
         max_rows: int | None,
         num_sms: int | None,
         expected_rows: int,
+        chunk: bool,
     ) -> None:
         self._rows = expected_rows  # of an expert
         self._rounds, self._apart = rounds, not interleaved
@@ -195,7 +208,8 @@ class Fused:
         rows = rounds.settings.capacity_rows("expert", rank=rounds.rank) if max_rows is None else min(max_rows, worst)
         args.max_rows = self._max_rows = max(1, rows)
         args.row_tiles = len(self._w2[0]) + self._max_rows // self._schedule.most_rows
-        self._x, self._topk_idx, self._asked_rows, self._num_sms = x, topk_idx, max_rows, num_sms
+        self._x, self._topk_idx, self._num_sms = x, topk_idx, num_sms
+        self._room: dict[str, Any] = {"max_rows": max_rows, "chunk": chunk}
         self._kept: list[Any] = [x, topk_idx, topk_weights, bias]
         self._reduce = reduce_kernel(rounds.dtype, hidden, rounds.topk)
 
@@ -228,7 +242,7 @@ class Fused:
         return DispatchCall(
             dispatch.Options("expert", num_sms=self._num_sms),
             (self._x, self._topk_idx),
-            {"max_rows": self._asked_rows, "sync": False, "descriptors": published},
+            {**self._room, "sync": False, "descriptors": published},
         )
 
     def compute(self, routed: Routed) -> None:

@@ -10,6 +10,7 @@ scales of any kind beside them; other quantized rows, and `eplb_local_stats`, ar
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import flashinfer
@@ -68,6 +69,7 @@ class Communication(MoEEpCommunication):  # type: ignore[misc]
             backend=moecomm_backend,
             timeout_s=timeout_s,
             window_bytes=window_bytes,
+            capacity_factor=math.inf,  # results have `ep_size * max_tokens_per_rank` rows, whatever the routing
         )
         self._handle: Handle | None = None
 

@@ -56,7 +56,8 @@ class ExpertParallel(torch.nn.Module):
         corrected: the gate has DeepSeek-V3's score correction.
         max_rows: received rows, one a (token, expert), to make room for on this rank; default: by the Buffer's
             capacity_factor.
-        overflow: see ops.dispatch: what becomes of more rows.
+        overflow: see ops.dispatch: what becomes of more rows.  "drop": the attribute `dropped`, int32 `[1]` on the
+            device, says how many entries of this rank the last forward pass dropped; else it is None.
         payload: dtype in which rows travel; default: `dtype`.
         wire: see Buffer.combine.
         buffer: Buffer of this layer; default: shared_buffer(), opened at the first forward pass or by open().
@@ -115,6 +116,9 @@ class ExpertParallel(torch.nn.Module):
         self.experts = Experts(mine, hidden, intermediate, seed=seed, dtype=dtype, device=device)
         self.payload, self.wire = dtype if payload is None else payload, wire
         self.max_rows, self.overflow = max_rows, overflow
+        self.dropped: torch.Tensor | None
+        count = torch.zeros(1, dtype=torch.int32, device=self.experts.w13.device) if overflow == "drop" else None
+        self.register_buffer("dropped", count, persistent=False)
         self._group, self._backend = group, backend
         self._sizes = {"hidden": hidden, "num_experts": num_experts, "topk": topk, "max_tokens": max_tokens}
         self._buffer: Buffer | None = None
@@ -182,15 +186,18 @@ class ExpertParallel(torch.nn.Module):
         if self._runs_fused(tokens):
             weights = None if topk_weights is None else topk_weights.float()
             given = (rows, topk_idx, weights, self.experts.w13, self.experts.w2)
+            room: dict[str, Any] = {"max_rows": self.max_rows, "overflow": self.overflow, "dropped": self.dropped}
             if torch.compiler.is_compiling():
-                out = ops.moe(self._buffer_name, *given, max_rows=self.max_rows, wire=self.wire)
+                out = ops.moe(self._buffer_name, *given, wire=self.wire, **room)
             else:  # the same, without the overhead of torch's operator dispatch
                 assert self._buffer is not None
-                out = self._buffer.moe(rows_of(rows), *given[1:], max_rows=self.max_rows, wire=self.wire)
+                out = self._buffer.moe(rows_of(rows), *given[1:], wire=self.wire, **room)
             return out.to(x.dtype).view(x.shape)
         # No padding is needed: the experts read only rows that tokens_per_expert counts.
         about: dict[str, Any] = {"max_rows": self.max_rows, "overflow": self.overflow, "zero_padding": False}
         routed = ops.dispatch(self._buffer_name, rows, topk_idx, topk_weights, **about)
+        if self.dropped is not None and routed.dropped is not None:
+            self.dropped.copy_(routed.dropped)
         y = self.experts(routed.x, routed.tokens_per_expert)
         out = ops.combine(y.to(self.payload), routed.handle, wire=self.wire)
         return out.to(x.dtype).view(x.shape)
@@ -202,8 +209,6 @@ class ExpertParallel(torch.nn.Module):
         """
         if torch.is_grad_enabled() or torch.is_autocast_enabled(tokens.device.type):
             return False
-        if self.overflow == "drop" or (self.overflow == "chunks" and tokens.device.type != "cpu"):
-            return False  # Buffer.moe neither drops nor waits for a GPU
         experts = self.experts
         hooks = (*experts._forward_hooks, *experts._forward_pre_hooks)  # hooks may gather weights or count calls
         return type(experts) is Experts and not hooks and experts.w13.dtype == experts.w2.dtype == self.payload

@@ -37,7 +37,7 @@ from moecomm.dispatch.arguments import check_max_rows
 from moecomm.dispatch.options import check_num_sms, check_overflow
 from moecomm.errors import BadInput, TooManyRows
 from moecomm.fused.fp8_experts import as_weights
-from moecomm.fused.layer import fused_or_not
+from moecomm.fused.layer import check_dropped, fused_or_not
 from moecomm.ops import chunks, gradients, layer, rounds
 from moecomm.ops.chunks import ChunkedHandle
 from moecomm.ops.counted import counted
@@ -250,14 +250,16 @@ def moe(
     num_sms: int | None = None,
     check_weights: bool = False,
     fused: bool | None = None,
+    overflow: Overflow | None = None,
+    dropped: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run an expert layer like Buffer.moe, with the same bits.  Collective.  Gradients: x, topk_weights, w13, w2, bias.
 
     The backward pass keeps the inputs only and recomputes the rest, in three rounds: it dispatches x and the gradient,
     and combines gradients of rows.  It uses torch's grouped GEMMs in the Buffer's dtype (on GPUs bfloat16, and other
-    dtypes that torch.nn.functional.grouped_mm supports) with SwiGLU in float32, makes room for `max_rows` rows, and
-    ignores `wire`, `num_sms` and `fused`.  Gradients of w13 and w2 are those of all ranks' tokens; that of a bias `[H]`
-    is of this rank's.
+    dtypes that torch.nn.functional.grouped_mm supports) with SwiGLU in float32, makes room for `max_rows` rows, goes in
+    parts where the forward pass may, and ignores `wire`, `num_sms` and `fused`.  Gradients of w13 and w2 are those of
+    all ranks' tokens; that of a bias `[H]` is of this rank's.
 
     Args:
         buffer: a Buffer, or its `name`.
@@ -266,7 +268,9 @@ def moe(
         topk_weights: floating `[T, K]`, used in float32; None: every weight is 1.
         w13: `[E/R, 2 I, H]` of the Buffer's dtype.
         w2: `[E/R, H, I]`.  In FP8, w13 and w2 are pairs of float8_e4m3fn data and float32 scales.
-        activation, interleaved, bias, max_rows, wire, num_sms, check_weights, fused: see Buffer.moe.
+        activation, interleaved, bias, max_rows, wire, num_sms, check_weights, fused, dropped: see Buffer.moe.
+        overflow: see Buffer.moe.  "chunks" waits in a graph of torch.compile, too, and in its backward pass.  Entries
+            that "drop" drops have no gradients.
 
     Returns:
         `[T, H]` of the dtype of x; see Buffer.moe.
@@ -290,6 +294,12 @@ def moe(
     for argument, scales in (("w13", w13_scales), ("w2", w2_scales)):
         check_same_device(x=x, **{argument: scales})
     tangents.refuse("moecomm.ops.moe", x, topk_weights, w13, w2, bias)
+    check_overflow(overflow, max_rows)
+    if (count := check_dropped(overflow, dropped, x.device)) is not None:
+        priorities = None if topk_weights is None else topk_weights.detach()
+        topk_idx, entries = rounds.drop(topk_idx, priorities, name, "expert", 1, max_rows)
+        count.copy_(entries)
+        overflow = "error"  # the rest has room
     out: torch.Tensor = layer.moe(
         x,
         topk_idx,
@@ -307,6 +317,7 @@ def moe(
         num_sms,
         bool(check_weights),
         fused_or_not(fused),
+        overflow,
     )
     return out
 

@@ -83,6 +83,7 @@ def _keep_moe(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         ctx.interleaved,
         ctx.max_rows,
         *_,
+        ctx.overflow,
     ) = inputs
     if w13_scales is not None or w2_scales is not None:  # raised after the forward rounds, so no peer waits
         raise Unsupported("gradients of a layer with weights in FP8: call it under torch.no_grad()")
@@ -94,7 +95,7 @@ def _moe_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     wants_x, _, wants_weights, wants_w13, _, wants_w2, _, wants_bias, *others = ctx.needs_input_grad
     x = weights = w13 = w2 = bias = None
     if wants_x or wants_weights or wants_w13 or wants_w2:
-        about = ctx.buffer, ctx.interleaved, ctx.max_rows
+        about = ctx.buffer, ctx.interleaved, ctx.max_rows, ctx.overflow
         x, weights, w13, w2 = layer.moe_backward(grad, *ctx.saved_tensors, *about, wants_w13, wants_w2)
     if wants_bias:
         bias = grad.sum(dim=0) if ctx.one_bias else grad

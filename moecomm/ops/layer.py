@@ -8,12 +8,13 @@ rounds, whichever gradients a rank needs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import cast
 
 import torch
 
 from moecomm.core import names, tangents
-from moecomm.core.choices import Activation
+from moecomm.core.choices import Activation, Overflow
 from moecomm.core.state import CollectiveCall
 from moecomm.dispatch.parts import in_parts
 from moecomm.errors import TooManyRows
@@ -24,6 +25,7 @@ from moecomm.ops import rounds, swiglu
 from moecomm.ops.grouped import grouped_linear, grouped_outer
 
 _ROWS = ("expert", 1)  # layout, expert_alignment
+_Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # of x, topk_weights, w13 and w2
 
 
 @torch.library.custom_op("moecomm::moe", mutates_args=())
@@ -44,6 +46,7 @@ def moe(
     num_sms: int | None,
     check_weights: bool,
     fused: bool | None,
+    overflow: str | None,
 ) -> torch.Tensor:
     """Operator of moecomm.ops.moe; scales only for FP8 weights."""
     tangents.refuse("moecomm::moe", x, topk_weights, w13, w2, bias)
@@ -55,6 +58,7 @@ def moe(
         num_sms=num_sms,
         check_weights=check_weights,
         fused=fused,
+        overflow=cast("Overflow | None", overflow),
     )
     out: torch.Tensor = layer.moe(
         names.find(buffer),
@@ -85,30 +89,47 @@ def moe_backward(
     buffer: str,
     interleaved: bool,
     max_rows: int | None,
+    overflow: str | None,
     wants_w13: bool,
     wants_w2: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Map the gradient of the output to those of x [T, H], topk_weights [T, K], w13 and w2 ([0] if not wanted)."""
     owner = names.find(buffer)
+    waits = layer.goes_in_parts(owner, cast("Overflow | None", overflow), max_rows)
+    on_gpu = waits and not owner.on_cpu  # CPU ranks wait by themselves
+    how = (w13, w2, buffer, interleaved, max_rows, wants_w13, wants_w2, on_gpu)
 
-    how = (w13, w2, buffer, interleaved, max_rows, wants_w13, wants_w2)
-
-    def part(tokens: slice) -> tuple[torch.Tensor, ...]:
+    def part(tokens: slice) -> _Gradients:
         weights = None if topk_weights is None else topk_weights[tokens]
         return _backward(grad[tokens], x[tokens], topk_idx[tokens], weights, *how, True)
 
     with CollectiveCall(owner, 3):
         tangents.refuse("moecomm::moe_backward", grad, x, topk_weights, w13, w2)
+        if on_gpu:
+            owner.check()  # raises the error of an earlier round
         try:
-            grad_x, grad_weights, grad_w13, grad_w2 = _backward(grad, x, topk_idx, topk_weights, *how, False)
+            return _backward(grad, x, topk_idx, topk_weights, *how, False)
         except TooManyRows:
-            if not owner.on_cpu or max_rows is not None:
+            if not waits:
                 raise
-            parts = [found for _, found in in_parts(len(x), owner.max_tokens, part)]
-            of_x, of_weights, of_w13, of_w2 = zip(*parts, strict=True)
-            grad_x, grad_weights = torch.cat(of_x), torch.cat(of_weights)
-            grad_w13, grad_w2 = torch.stack(of_w13).sum(0), torch.stack(of_w2).sum(0)
-        return grad_x, grad_weights, grad_w13, grad_w2
+        return _joined(found for _, found in in_parts(len(x), owner.max_tokens, part))
+
+
+def _joined(parts: Iterable[_Gradients]) -> _Gradients:
+    """Join the gradients of parts of the tokens.  Those of x and topk_weights are by token; the others are sums."""
+    of_tokens: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    sums: list[torch.Tensor] = []  # in float32
+    dtypes: list[torch.dtype] = []
+    for of_x, of_weights, *of_experts in parts:
+        of_tokens[0].append(of_x)
+        of_tokens[1].append(of_weights)
+        if not sums:
+            sums, dtypes = [t.float() for t in of_experts], [t.dtype for t in of_experts]
+            continue
+        for total, more in zip(sums, of_experts, strict=True):
+            total.add_(more)
+    w13, w2 = (total.to(dtype) for total, dtype in zip(sums, dtypes, strict=True))
+    return torch.cat(of_tokens[0]), torch.cat(of_tokens[1]), w13, w2
 
 
 def _backward(
@@ -123,10 +144,13 @@ def _backward(
     max_rows: int | None,
     wants_w13: bool,
     wants_w2: bool,
+    wait: bool,
     chunk: bool,
-) -> tuple[torch.Tensor, ...]:
+) -> _Gradients:
     room = -1 if max_rows is None else max_rows
     arrived = rounds.dispatch(x, topk_idx.long(), topk_weights, buffer, *_ROWS, room, False, None, chunk)
+    if wait:
+        names.find(buffer).check()
     rows, row_weights, _, _, tokens_per_expert, _, memory = arrived
     back = (memory, buffer, _ROWS[0], len(rows))
     seen = rounds.dispatch_again(grad, *back, False)

@@ -19,8 +19,7 @@ from moecomm.core.rounds import Rounds
 from moecomm.core.state import CollectiveCall
 from moecomm.dispatch import dispatch as run_dispatch
 from moecomm.dispatch import options as dispatch_options
-from moecomm.dispatch.arguments import check_routing
-from moecomm.dispatch.drop import drop as drop_entries
+from moecomm.dispatch.drop import drop_checked
 from moecomm.errors import BadInput
 from moecomm.kernels import padding
 from moecomm.ops import handles
@@ -38,9 +37,8 @@ def drop(
     max_rows: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Operator of overflow="drop": see moecomm.dispatch.drop."""
-    owner = names.find(buffer)
-    ids, weights = check_routing(owner, topk_idx.shape[0] if topk_idx.ndim else 0, topk_idx, topk_weights)
-    return drop_entries(owner.settings, cast("Layout", layout), expert_alignment, max_rows, ids, weights)
+    how = (cast("Layout", layout), expert_alignment, max_rows)
+    return drop_checked(names.find(buffer), *how, topk_idx, topk_weights)
 
 
 @drop.register_fake

@@ -53,7 +53,7 @@ TABLE = (
             *("previous_event", "previous_event_before_epilogue", "quantize", "scales", "scaling_factor", "schedule"),
             *("sync", "topk_weights", "use_host_meta", "do_cpu_sync", "weight_grads", "window_bytes", "wire"),
             *("num_of_experts_per_rank", "num_permuted_tokens", "deep_ep.ElasticBuffer.dispatch(expert_alignment)"),
-            *("activation", "capacity_factor", "overflow"),
+            *("activation", "capacity_factor", "dropped", "overflow"),
         ),
     ),
     Row(
@@ -153,6 +153,11 @@ TABLE = (
     Row("no weights, and no others", ("{}",), ("state", "job")),
     Row("what can be called", ("int", "a function"), ("hook_after_wait",)),
     Row("read and written as they lie", ("rows that are one", "requires_grad", "a parameter", "negated"), _TENSORS),
+    Row(
+        "likewise: one number, written by torch",
+        ("rows that are one", "a parameter", "negated", "by column", "with gaps", "an array"),
+        ("dropped",),
+    ),
     Row("likewise: a dimension of 1 has any stride", ("by column",), ("out", "handle", "w13", "w2", "x", "y")),
     Row(
         "copied first, or read by torch",

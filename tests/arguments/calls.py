@@ -163,6 +163,7 @@ def of_moecomm() -> dict[str, list[Call]]:
     experts = {"topk_idx": idx, "topk_weights": weights, "w13": w13, "w2": w2, "activation": "swiglu"}
     how = {"interleaved": False, "max_rows": None, "wire": None, "num_sms": None, "check_weights": False}
     out, bias = torch.empty(T, H, dtype=BF16), torch.randn(T, H).to(BF16)
+    dropping = {"overflow": "drop", "dropped": torch.zeros(1, dtype=torch.int32)}
 
     def half() -> Any:
         return made.dispatch_begin(x, idx, weights)
@@ -249,7 +250,8 @@ def of_moecomm() -> dict[str, list[Call]]:
         ],
         "moecomm.Buffer.empty": [Call(made.empty, {"handle": handle, "dtype": BF16})],
         "moecomm.Buffer.moe": [
-            Call(made.moe, {"x": x, **experts, **how, "out": out, "bias": bias, "fused": None}),
+            Call(made.moe, {"x": x, **experts, **how, "out": out, "bias": bias, "fused": None, "overflow": None}),
+            Call(made.moe, {"x": x, **experts, **dropping}),
             Call(made.moe, {"x": x, **experts, "w13": fused.quantize_weights(w13), "w2": fused.quantize_weights(w2)}),
         ],
         "moecomm.local_ranks": [Call(moecomm.local_ranks, {"ranks": 2})],
@@ -297,7 +299,8 @@ def of_moecomm() -> dict[str, list[Call]]:
             Call(ops.combine, {"y": sent.x.clone(), "handle": sent.handle, "weighted": True, "wire": None})
         ],
         "ops.moe": [
-            Call(ops.moe, {"buffer": made, "x": x, **experts, **how, "bias": bias, "fused": None}),
+            Call(ops.moe, {"buffer": made, "x": x, **experts, **how, "bias": bias, "fused": None, "overflow": None}),
+            Call(ops.moe, {"buffer": made, "x": x, **experts, **dropping}),
             Call(
                 ops.moe,
                 {

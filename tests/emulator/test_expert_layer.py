@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import random
 import shutil
@@ -142,6 +143,49 @@ def test_bits_are_those_of_an_unfused_layer(
             case = random_layer(seed, **sizes, dtype=torch.bfloat16, fp8=fp8)
             case.wire = None
             emulated.check(ranks, case)
+
+
+@pytest.mark.parametrize("fp8", few([False, True], False), ids=lambda fp8: "fp8" if fp8 else "bf16")
+def test_layers_whose_rows_have_no_room(fp8: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both forms drop alike; and tokens in parts, fused, have the bits of one launch with room for all."""
+    emulated = Emulated(machine, monkeypatch)
+    sizes = {"ranks": 2, "hidden": 32, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 40}
+    of_buffer = {name: size for name, size in sizes.items() if name != "intermediate"}
+    case = random_layer(0, **sizes, dtype=torch.bfloat16, fp8=fp8)
+    for rank in range(2):
+        g = torch.Generator().manual_seed(rank)
+        case.x[rank] = torch.randn(40, 32, generator=g).bfloat16()
+        case.topk_idx[rank] = torch.tensor([0, 1]).repeat(40, 1)
+        case.topk_weights[rank], case.bias[rank] = torch.rand(40, 2, generator=g), None
+    case.wire = None
+    calls = [case.call(rank) for rank in range(2)]
+    with LocalBuffers(**of_buffer, backend="host", timeout_s=20, capacity_factor=math.inf) as ranks:
+        whole = emulated.fused(ranks, calls)
+        ranks.check()
+    with LocalBuffers(**of_buffer, backend="host", timeout_s=20, capacity_factor=1.0) as ranks:
+        counts = [torch.zeros(1, dtype=torch.int32) for _ in range(4)]
+        with pytest.raises(moecomm.TooManyRows):
+            emulated.fused(ranks, calls)
+        for buffer in ranks.buffers[1:]:  # the first has raised its own
+            with pytest.raises(moecomm.TooManyRows):
+                buffer.check()
+
+        def dropping(some: list[torch.Tensor]) -> list[dict[str, Any]]:
+            return [{**call, "overflow": "drop", "dropped": n} for call, n in zip(calls, some, strict=True)]
+
+        outs = emulated.fused(ranks, dropping(counts[:2]))
+        others = ranks.moe([{**call, "fused": False} for call in dropping(counts[2:])])
+        assert [int(n) for n in counts] == 4 * [40]  # of 80 entries
+        assert all(torch.equal(out, other) for out, other in zip(outs, others, strict=True))
+        parts = []
+        for part in (slice(0, 20), slice(20, 40)):
+            by_token = ("x", "topk_idx", "topk_weights")
+            some = [{**call, **{name: call[name][part] for name in by_token}} for call in calls]
+            parts.append(emulated.fused(ranks, [{**call, "chunk": True} for call in some]))
+        ranks.check()
+    for rank, out in enumerate(whole):
+        case.check(rank, out)
+        assert torch.equal(torch.cat([part[rank] for part in parts]), out)
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ import torch
 import moecomm
 from moecomm import ops
 from moecomm.routed import ChunkedHandle
+from moecomm.testing import LocalBuffers
 
 from ..conftest import Ranks
 
@@ -93,6 +94,131 @@ def test_graphs_drop_and_late_errors_are_told() -> None:
             buffer.dispatch(**given, sync=True)
 
 
+INNER = 64  # I, of an expert
+Layers = tuple[bool, torch.Tensor, list[torch.Tensor]]
+
+
+def experts(rank: int, local: int) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(100 + rank)
+    shapes = {"w13": (local, 2 * INNER, 512), "w2": (local, 512, INNER)}
+    return {
+        name: torch.randn(shape, generator=g).mul(shape[2] ** -0.5).bfloat16().cuda() for name, shape in shapes.items()
+    }
+
+
+def layers(group: Any, rank: int, factor: float, fused: bool) -> Layers:
+    """Run layers that wait.  Return whether the first took several rounds, its output, and values with gradients."""
+    with moecomm.Buffer(group, **SIZES, backend="lsa", capacity_factor=factor) as buffer:
+        given = {**call(rank), **experts(rank, len(buffer.local_experts))}
+        free, made = buffer.rounds.session.arena.largest_free, buffer.rounds.made
+        out = buffer.moe(**given, bias=given["x"], fused=fused, overflow="chunks")
+        parts = buffer.rounds.made > made + 2
+        assert buffer.rounds.session.arena.largest_free == free
+        leaves = {name: given[name].clone().requires_grad_() for name in ("x", "topk_weights", "w13", "w2")}
+        again = ops.moe(buffer, topk_idx=given["topk_idx"], **leaves, fused=fused, overflow="chunks")
+        again.float().square().sum().backward()
+        buffer.check()
+        grads = [leaf.grad.cpu() for leaf in leaves.values() if leaf.grad is not None]
+        assert len(grads) == 4
+        return parts, out.cpu(), [again.detach().cpu(), *grads]
+
+
+def compare(want: Layers, got: Layers) -> None:
+    """Outputs have the bits of one round, where moecomm's GEMMs run; torch's, in backward passes, are close."""
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert torch.equal(want[1].view(torch.int16), got[1].view(torch.int16))
+        assert torch.equal(want[2][0].view(torch.int16), got[2][0].view(torch.int16))
+    for one, other in zip((want[1], *want[2]), (got[1], *got[2]), strict=True):
+        torch.testing.assert_close(other.float(), one.float(), rtol=2**-6, atol=2**-6 * float(one.float().abs().max()))
+
+
+@pytest.mark.gpu1
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_layer_in_parts(fused: bool) -> None:
+    want, got = layers("self", 0, math.inf, fused), layers("self", 0, 0.4, fused)
+    assert (want[0], got[0]) == (False, True)
+    compare(want, got)
+
+
+@pytest.mark.gpu1
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fused", [False, True])
+def test_layers_of_virtual_ranks_drop_and_raise(fused: bool) -> None:
+    """Two ranks: all tokens have two experts of the first.  Entries that are dropped are as if they had never been."""
+    with LocalBuffers(2, **SIZES, backend="lsa", device=0, capacity_factor=1.0) as ranks:
+        calls = [{**call(rank), **experts(rank, EXPERTS // 2), "fused": fused} for rank in range(2)]
+        for rank, given in enumerate(calls):
+            given["topk_idx"] = torch.tensor([0, 1, 6 + rank]).expand(TOKENS, 3).contiguous().cuda()
+        quota = TOKENS * TOPK // 2  # of the rows of a rank
+        kept = [given["topk_idx"].clone() for given in calls]
+        for given, ids in zip(calls, kept, strict=True):
+            order = given["topk_weights"][:, :2].flatten().argsort(descending=True, stable=True)[quota:]
+            ids[order // 2, order % 2] = -1
+        counts = [torch.zeros(1, dtype=torch.int32, device="cuda") for _ in range(2)]
+        room = [{**given, "overflow": "drop", "dropped": n} for given, n in zip(calls, counts, strict=True)]
+        outs = ranks.moe(room)
+        ranks.check()
+        assert [int(n) for n in counts] == 2 * [2 * TOKENS - quota]
+        wanted = ranks.moe([{**given, "topk_idx": ids} for given, ids in zip(calls, kept, strict=True)])
+        ranks.check()
+        assert all(torch.equal(out, want) for out, want in zip(outs, wanted, strict=True))
+        ranks.moe(calls)
+        for buffer in ranks.buffers:
+            with pytest.raises(moecomm.TooManyRows) as caught:
+                buffer.check()
+            assert (caught.value.rank, caught.value.rows, caught.value.room) == (0, 4 * TOKENS, TOKENS * TOPK)
+            buffer.check()
+        outs = ranks.moe(room)
+        ranks.check()
+        assert all(torch.equal(out, want) for out, want in zip(outs, wanted, strict=True))
+
+
+@pytest.mark.gpu1
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_graph_of_a_layer_drops_and_does_not_wait(fused: bool) -> None:
+    given = {**call(0), **experts(0, EXPERTS), "fused": fused}
+    count = torch.zeros(1, dtype=torch.int32, device="cuda")
+    with moecomm.Buffer("self", **SIZES, backend="lsa", capacity_factor=0.5) as buffer:
+        want = buffer.moe(**given, overflow="drop", dropped=count).clone()
+        buffer.check()
+        assert int(count) == TOKENS * TOPK // 2
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = buffer.moe(**given, overflow="drop", dropped=count)
+        for _ in range(2):
+            count.zero_()
+            out.zero_()
+            graph.replay()
+            buffer.check()
+            assert torch.equal(out, want) and int(count) == TOKENS * TOPK // 2
+        given["topk_idx"][:] = -1
+        graph.replay()
+        buffer.check()
+        assert int(count) == 0 and not bool(out.any())
+
+
+@pytest.mark.gpu1
+@pytest.mark.timeout(300)
+def test_a_layer_does_not_wait_in_a_capture() -> None:
+    given = {**call(0), **experts(0, EXPERTS)}
+    with moecomm.Buffer("self", **SIZES, backend="lsa", capacity_factor=0.5) as buffer:
+        want = buffer.moe(**given, overflow="chunks")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), pytest.raises(moecomm.BadInput) as caught:
+            buffer.moe(**given, overflow="chunks")
+        assert caught.value.argument == "overflow"
+        torch.testing.assert_close(buffer.moe(**given, overflow="chunks"), want, rtol=0, atol=0)
+        buffer.moe(**given)  # by default nothing waits
+        with pytest.raises(moecomm.TooManyRows):
+            buffer.check()
+        buffer.moe(**given)  # leaves an error that the next call, which waits, is not to take for its own
+        torch.cuda.synchronize()
+        with pytest.raises(moecomm.TooManyRows):
+            buffer.moe(**given, overflow="chunks")
+
+
 def _all_to_one(rank: int, group: Any) -> str:
     torch.cuda.set_device(rank)
     for layout, factor in (("expert", 1.0), ("flat", 0.7), ("batched", 1.0)):
@@ -100,11 +226,16 @@ def _all_to_one(rank: int, group: Any) -> str:
         chunked, got = rounds(group, rank, factor, layout, {})
         assert (at_once, chunked) == (False, True), layout
         assert all(torch.equal(first, second) for first, second in zip(want, got, strict=True)), layout
+    for fused in (False, True):
+        want = layers(group, rank, math.inf, fused)
+        got = layers(group, rank, 1.0, fused)
+        assert (want[0], got[0]) == (False, True), fused
+        compare(want, got)
     return "done"
 
 
 @pytest.mark.gpu2
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_chunks_of_several_ranks(gpu_ranks: Ranks) -> None:
     count = min(4, torch.cuda.device_count())
     assert gpu_ranks.run(count, _all_to_one) == ["done"] * count

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from moecomm.core.settings import Settings
 from moecomm.integrations.megatron import Limits, Manager, MoELayer, TokenDispatcher, install_as_deepep, use_moecomm
 from tests.integrations.megatron_on_cpu import EXPERTS, HIDDEN, built, config_of, parallel, spec, without_cuda
+from tests.little_room import little_room
 
 TOKENS = (5, 1, 8, 3)  # sequence lengths, of a batch of two
 
@@ -91,6 +94,16 @@ def test_the_layer_is_the_one_with_all_to_all_to_the_bit(ranks: Any) -> None:
     assert ranks.run(4, _exact) == [[]] * 4
 
 
+def _exact_in_chunks(rank: int, group: Any) -> tuple[list[str], bool]:
+    with little_room() as counted:
+        return _exact(rank, group), bool(counted)
+
+
+def test_rows_that_have_no_room_change_no_bit(ranks: Any) -> None:
+    """Nor those of gradients: all dispatches of more than a token of each rank go in several rounds."""
+    assert ranks.run(4, _exact_in_chunks) == [([], True)] * 4
+
+
 def _close(rank: int, group: Any, tensor_parallel: int, settings: dict[str, Any]) -> list[float]:
     without_cuda()
     parallel(4, tensor_parallel)
@@ -119,6 +132,23 @@ def test_the_layer_is_the_one_of_theirs_but_for_the_order_of_sums(
 ) -> None:
     for errors in ranks.run(4, _close, tensor_parallel, settings):
         assert errors and all(error <= 64 * 2.0**-24 for error in errors)
+
+
+def _close_in_chunks(rank: int, group: Any, *how: Any) -> tuple[list[float], bool]:
+    with little_room() as counted, patch.object(sys.modules[__name__], "TOKENS", (40, 1, 30, 3)):
+        return _close(rank, group, *how), bool(counted)
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "settings"),
+    [(1, {"moe_router_topk": 3}), (1, {"moe_router_padding_for_quantization": True})],
+    ids=["three terms", "padded"],
+)
+def test_rows_that_have_no_room_with_other_orders_of_sums(
+    ranks: Any, tensor_parallel: int, settings: dict[str, Any]
+) -> None:
+    for errors, chunked in ranks.run(4, _close_in_chunks, tensor_parallel, settings):
+        assert chunked and errors and all(error <= 64 * 2.0**-24 for error in errors)
 
 
 def _padded(rank: int, group: Any) -> tuple[Any, ...]:

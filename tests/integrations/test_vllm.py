@@ -11,6 +11,7 @@ import torch
 import moecomm
 from tests.integrations import vllm_stub as stub
 from tests.integrations.vllm_ranks import EXPERTS, HIDDEN, MOST, TOPK, Rank, everybody, home, on_ranks
+from tests.little_room import little_room
 
 
 @pytest.mark.parametrize("kind", ["standard", "batched"])
@@ -70,6 +71,23 @@ def test_batched_rows_are_those_of_each_expert(batches: Any) -> None:
             assert torch.equal(x[e, : len(want)], torch.stack(want))
 
     on_ranks(body)
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        lambda batches: test_tokens_come_home_weighted_and_added(batches, "standard", torch.float32),
+        lambda batches: test_standard_rows_are_those_of_each_rank_in_order_with_global_ids(batches),
+        lambda batches: test_two_micro_batches_are_on_the_way_at_a_time(batches, "standard"),
+        lambda batches: test_standard_rows_in_blocks_of_fp8_travel_with_their_scales(batches),
+        lambda batches: test_standard_takes_more_tokens_than_before(batches),
+    ],
+    ids=["weighted", "rows", "micro-batches", "scales", "more tokens"],
+)
+def test_standard_rows_that_have_no_room_go_in_several_rounds(batches: Any, test: Any) -> None:
+    with little_room() as counted:
+        test(batches)
+    assert counted
 
 
 @pytest.mark.parametrize("kind", ["standard", "batched"])

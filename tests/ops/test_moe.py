@@ -191,20 +191,20 @@ def test_torch_finds_nothing_wrong_with_the_operators() -> None:
     call = wanting(case.call(0))
     x, idx, weights, w13, w2, bias = (call[name] for name in ("x", "topk_idx", "topk_weights", "w13", "w2", "bias"))
     with opened(None) as buffer:
-        how = (buffer.name, "swiglu", case.interleaved, None, None, None, False, None)
+        how = (buffer.name, "swiglu", case.interleaved, None, None, None, False, None, None)
         moe, backward = torch.ops.moecomm.moe.default, torch.ops.moecomm.moe_backward.default
         torch.library.opcheck(moe, (x, idx, weights, w13, None, w2, None, bias, *how))
         torch.library.opcheck(moe, (x, idx, None, w13.detach(), None, w2, None, bias.detach()[0], *how))
         grad, plain_tensors = torch.randn(x.shape), (x.detach(), idx, weights.detach(), w13.detach(), w2.detach())
         for wants in ((True, True), (False, True), (False, False)):
-            torch.library.opcheck(backward, (grad, *plain_tensors, buffer.name, case.interleaved, None, *wants))
+            torch.library.opcheck(backward, (grad, *plain_tensors, buffer.name, case.interleaved, None, None, *wants))
 
 
 def test_torch_finds_nothing_wrong_in_fp8() -> None:
     case = full_layer(dtype=torch.bfloat16, intermediate=32, fp8=True)
     call = case.call(0)
     with opened(None, torch.bfloat16) as buffer:
-        how = (buffer.name, "swiglu", case.interleaved, None, None, None, False, None)
+        how = (buffer.name, "swiglu", case.interleaved, None, None, None, False, None, None)
         given = (call["x"], call["topk_idx"], call["topk_weights"], *call["w13"], *call["w2"], call["bias"])
         tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
         # Not its schema: torch looks there for what an operator changes by sums, which it has not of e4m3.

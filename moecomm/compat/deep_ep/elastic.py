@@ -76,7 +76,9 @@ class ElasticBuffer:
         )
         check_real("num_gpu_timeout_secs", num_gpu_timeout_secs, 1e-3, 1e5)
         self._pool = Pool(group, num_bytes or 0, timeout_s=float(num_gpu_timeout_secs))
-        self._rooms: dict[tuple[Any, ...], tuple[Buffer, int]] = {}  # by sizes of calls, so that one look-up finds them
+        self._rooms: dict[
+            tuple[Any, ...], tuple[Buffer, int | None]
+        ] = {}  # by sizes of calls, so that one look-up finds them
         self.group = group
         self.rank_idx, self.num_ranks = self._pool.ranks.rank, self._pool.ranks.ranks
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
@@ -226,7 +228,7 @@ class ElasticBuffer:
             align = 1 if expert_alignment is None else expert_alignment
             if {type(num_experts), type(most), type(align)} != {int}:
                 check_dispatch_sizes(num_experts, most, align, self.num_ranks)
-            sizes = (rows.shape[-1], rows.dtype, num_experts, topk_idx.shape[-1], most, align, do_expand)
+            sizes = (rows.shape[-1], rows.dtype, num_experts, topk_idx.shape[-1], most, align, do_expand, sync)
             buffer, room = self._rooms.get(sizes) or self._make_room(rows.device, sizes)
             if cumulative_local_expert_recv_stats is not None:
                 check_stats(cumulative_local_expert_recv_stats, num_experts // self.num_ranks, rows.device)
@@ -298,15 +300,16 @@ class ElasticBuffer:
         combined, weights = out if isinstance(out, tuple) else (out, None)
         return combined, weights, finished(async_with_compute_stream)
 
-    def _make_room(self, device: torch.device, sizes: tuple[Any, ...]) -> tuple[Buffer, int]:
-        """The Buffer for dispatches of these sizes, and the rows to make room for in each."""
-        hidden, dtype, num_experts, topk, most, align, expand = sizes
+    def _make_room(self, device: torch.device, sizes: tuple[Any, ...]) -> tuple[Buffer, int | None]:
+        """The Buffer for dispatches of these sizes, and the rows to make room for in each; None: as are expected."""
+        hidden, dtype, num_experts, topk, most, align, expand, waits = sizes
         self._pool.require_open()
         check_dispatch_sizes(num_experts, most, align, self.num_ranks)
         dtype = torch.bfloat16 if dtype is torch.float8_e4m3fn else dtype
-        buffer = self._pool.elastic(device, hidden, num_experts, topk, most, dtype, expand)
-        ranks = self.num_ranks
-        room = expanded_rows(ranks, most, topk, num_experts // ranks, align) if expand else ranks * most
+        buffer = self._pool.elastic(device, hidden, num_experts, topk, most, dtype, expand, waits=waits)
+        ranks, room = self.num_ranks, None
+        if not waits:
+            room = expanded_rows(ranks, most, topk, num_experts // ranks, align) if expand else ranks * most
         self._rooms[sizes] = buffer, room
         return buffer, room
 
@@ -330,10 +333,9 @@ class ElasticBuffer:
     def _send_weights(self, handle: EPHandle, topk_weights: torch.Tensor) -> torch.Tensor:
         """New routing weights for an old dispatch, beside 16-byte rows; they land in the order of its rows."""
         native = handle.native
-        device = native.plan.device
-        rows = torch.empty((native.num_tokens, _WEIGHTS_HIDDEN), dtype=torch.bfloat16, device=device)
+        rows = torch.empty((native.num_tokens, _WEIGHTS_HIDDEN), dtype=torch.bfloat16, device=native.plan.device)
         small: Buffer = self._pool.elastic(
-            device,
+            rows.device,
             _WEIGHTS_HIDDEN,
             handle.num_experts,
             native.rounds.topk,
@@ -373,8 +375,7 @@ class ElasticBuffer:
             raise BadInput("handle", "topk_idx beside it", "rows only: it repeats a routing")
         if do_cpu_sync:
             raise BadInput("do_cpu_sync", True, "None or False beside handle")
-        names = ("num_experts", "num_max_tokens_per_rank", "expert_alignment")
-        for name, given in zip(names, sizes, strict=True):
+        for name, given in zip(("num_experts", "num_max_tokens_per_rank", "expert_alignment"), sizes, strict=True):
             if given is not None and given != getattr(handle, name):
                 raise BadInput(name, given, f"{getattr(handle, name)}, which the handle has")
         if do_expand != handle.do_expand:

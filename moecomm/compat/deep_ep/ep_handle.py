@@ -7,8 +7,8 @@ from functools import cached_property
 import torch
 
 from moecomm.compat.deep_ep import layout
-from moecomm.compat.deep_ep.lazy import kept, num_rows, source, tokens_per_expert
-from moecomm.routed import Handle
+from moecomm.compat.deep_ep.lazy import by_token, kept, num_rows, of_chunks, source, tokens_per_expert
+from moecomm.routed import ChunkedHandle, Handle
 
 
 class EPHandle:
@@ -93,7 +93,7 @@ class EPHandle:
             slots = torch.full_like(idx, -1, dtype=torch.int32)
             here = idx >= 0
         else:
-            slots = kept(self.native, self.native.args.route.rows, (rows, topk), torch.int32)
+            slots = expert_rows(self.native, rows)
             most = max(1, self.native.args.max_rows)
             src = source(self.native)[slots.amax(dim=1).clamp(0, most - 1).long()] if rows else slots.new_zeros(0, 2)
             here = slots >= 0
@@ -104,10 +104,9 @@ class EPHandle:
     @cached_property
     def dst_buffer_slot_idx(self) -> torch.Tensor:
         """int32 `[T, K]`: how many of our tokens go to the rank of the k-th expert before this one; -1 beside -1."""
-        shape = (self.native.num_tokens, self.native.plan.topk)
+        owner = by_token(self.native, "token_owner", self.native.plan.topk)
         if self.native.num_tokens == 0:
-            return torch.empty(shape, dtype=torch.int32, device=self.native.plan.device)
-        owner = kept(self.native, self.native.args.route.token_owner, shape, torch.int32)
+            return owner
         sent = layout.is_token_in_rank(self.native).int()
         before = sent.cumsum(dim=0, dtype=torch.int32) - sent
         return torch.where(owner >= 0, before.gather(1, owner.clamp(min=0).long()), -1)
@@ -116,6 +115,8 @@ class EPHandle:
     def recv_topk_idx(self) -> torch.Tensor:
         """Without do_expand: `[rows, K]`: local experts, -1 elsewhere."""
         args = self.native.args
+        if isinstance(self.native, ChunkedHandle):
+            return of_chunks(self.native, "topk_idx")
         dtype = torch.int64 if args.idx_bytes == 8 else torch.int32
         shape = (args.max_rows, self.native.plan.topk)
         return kept(self.native, self.native.plan.base + args.out_topk_idx, shape, dtype)
@@ -128,6 +129,23 @@ class EPHandle:
         at = torch.where(valid, src[:, 0] * tokens + src[:, 1], ranks * tokens)  # the last place: no token
         came = torch.zeros(ranks * tokens + 1, dtype=torch.bool, device=src.device)
         return came.index_fill_(0, at.long(), True)[:-1].view(ranks, tokens)
+
+
+def expert_rows(native: Handle, tokens: int) -> torch.Tensor:
+    """int32 `[tokens, K]`, with do_expand: the row of each k of a token that came, or -1; by source rank and token."""
+    topk = native.plan.topk
+    if not isinstance(native, ChunkedHandle):
+        return kept(native, native.args.route.rows, (tokens, topk), torch.int32)
+    src, found, keys = source(native).long(), [], []
+    key = src[:, 0] * native.rounds.num_ranks * native.rounds.max_tokens + src[:, 1]
+    for chunk in native.chunks:
+        here = key[chunk.places].unique()  # type: ignore[no-untyped-call]
+        slots = kept(chunk.handle, chunk.handle.args.route.rows, (len(here), topk), torch.int32).long()
+        whole = torch.full((chunk.handle.args.max_rows + 1,), -1, device=src.device)  # the last place: no row
+        whole[chunk.rows] = chunk.places
+        found.append(whole[slots])
+        keys.append(here)
+    return torch.cat(found)[torch.cat(keys).argsort()].int()
 
 
 def most_expanded_rows(native: Handle, tokens: int, alignment: int) -> int:

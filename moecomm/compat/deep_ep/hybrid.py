@@ -298,7 +298,7 @@ class HybridEPBuffer:
         """A dispatch by expert; where a rank has more tokens than the Buffer takes, again with a larger one."""
         ids, weights, num_experts, _, few = routing
         most = self.config.max_num_of_tokens_per_rank  # another one once they grow
-        key = (hidden.shape[1], hidden.dtype, num_experts, ids.shape[1], few, most)
+        key = (hidden.shape[1], hidden.dtype, num_experts, ids.shape[1], few, most, rows is None)
         buffer = self._buffers.get(key)
         if buffer is None:
             buffer = self._buffers[key] = self._buffer(hidden, routing, rows, grow=False)
@@ -330,6 +330,7 @@ class HybridEPBuffer:
             dtype,
             expand=True,
             rows=rows if routing.few else None,
+            waits=rows is None,
         )
 
     def _options_of(self, hidden: torch.Tensor, align: int) -> Options:

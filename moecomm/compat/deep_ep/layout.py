@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from moecomm.compat.deep_ep.lazy import LazyTuple, kept, num_rows, source, tokens_of_ranks
+from moecomm.compat.deep_ep.lazy import LazyTuple, by_token, num_rows, source, tokens_of_ranks
 from moecomm.routed import Handle
 
 
@@ -97,10 +97,9 @@ def recv_channel_prefix_matrix(handle: Handle, channels: int) -> torch.Tensor:
 
 def is_token_in_rank(handle: Handle) -> torch.Tensor:
     """bool `[T, R]`: whether a token of ours has an expert there."""
-    shape = (handle.num_tokens, handle.rounds.num_ranks)
     if handle.num_tokens == 0:
-        return torch.zeros(shape, dtype=torch.bool, device=handle.plan.device)
-    return kept(handle, handle.args.route.token_slot, shape, torch.int32) >= 0
+        return torch.zeros((0, handle.rounds.num_ranks), dtype=torch.bool, device=handle.plan.device)
+    return by_token(handle, "token_slot", handle.rounds.num_ranks) >= 0
 
 
 def send_head(handle: Handle, channels: int) -> torch.Tensor:

@@ -14,10 +14,10 @@ from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_d
 from moecomm.core.call_count import CountedCall
 from moecomm.core.integers import check_integer
 from moecomm.core.validation import check_dense, check_same_device
-from moecomm.dispatch import Options, outputs
+from moecomm.dispatch import Options
 from moecomm.dispatch import dispatch as run_dispatch
 from moecomm.errors import BadInput, Mismatch, Unsupported
-from moecomm.routed import Handle, Routed
+from moecomm.routed import ChunkedHandle, Handle, Routed
 
 _FLAT = Options("flat")
 
@@ -64,7 +64,7 @@ def dispatch(
         with CountedCall(pool.calls):  # another round
             counts = _aligned(_exchange_counts(pool, num_tokens_per_expert), expert_alignment)
         return recv_x, None, None, counts, handle
-    counts = [] if num_worst_tokens else _aligned(outputs.tokens_per_expert(routed).tolist(), expert_alignment)
+    counts = [] if num_worst_tokens else _aligned(routed.tokens_per_expert.tolist(), expert_alignment)
     return recv_x, recv_topk_idx, None if topk_weights is None else recv_topk_weights, counts, handle
 
 
@@ -162,11 +162,11 @@ def route(
 
 def received(pool: Pool, routed: Routed, with_scales: bool) -> Any:
     """x, or x and scales; copied out of a window that would have no room for another round."""
-    return _out_of_a_full_window(pool, routed, outputs.x(routed), outputs.scales(routed) if with_scales else None)
+    return _out_of_a_full_window(pool, routed, routed.x, routed.scales if with_scales else None)
 
 
 def _out_of_a_full_window(pool: Pool, routed: Routed, x: torch.Tensor, scales: torch.Tensor | None) -> Any:
-    if pool.is_filling(routed.handle.rounds):
+    if not isinstance(routed.handle, ChunkedHandle) and pool.is_filling(routed.handle.rounds):
         x, scales = x.clone(), None if scales is None else scales.clone()
     return x if scales is None else (x, scales)
 

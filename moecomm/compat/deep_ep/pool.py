@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from moecomm.buffer import Buffer
+from moecomm.compat.deep_ep.room import BATCHED_ROUNDS, Room, room_for
 from moecomm.core.arrays import check_tensor
 from moecomm.core.call_count import CallCount, counted
 from moecomm.core.choices import Layout
@@ -31,13 +32,8 @@ from moecomm.errors import BadInput, Closed, Mismatch
 from moecomm.routed import Handle
 
 _LEAST_TOKENS = 128
-_FLAT_ROUNDS = 4  # worst cases with room in a window: two micro-batches, what a combine copies, and what arrives next
-_BATCHED_ROUNDS = 3  # two in flight, and rows for a combine without a copy
-_EXPANDED_ROUNDS = 2
-_FLAT_KEPT, _EXPANDED_KEPT = 2, 1  # of those, rounds whose outputs stay in the window
 _MORE_TOKENS = 128  # than a rank has: padding to any expert_alignment then fits what moecomm takes for the worst case
 _MORE_ROWS = 4  # times those that the first caller asks for
-_HANDLES = 64  # that may be alive at a time, of rounds of the worst case
 
 
 class Pool:
@@ -104,8 +100,8 @@ class Pool:
     def flat(self, x: torch.Tensor, topk_idx: torch.Tensor, num_experts: int, worst: int, grow: bool = False) -> Buffer:
         """Return the Buffer for normal rounds.
 
-        `worst`: rows that the caller always receives into; 0: as many as arrive.  `grow`: a new Buffer, with room
-        for the tokens that all ranks have now.
+        `worst`: rows that the caller always receives into; 0: as many as arrive, for which the host waits.  `grow`: a
+        new Buffer, with room for the tokens that all ranks have now.
         """
         dtype = x.dtype
         if dtype is torch.float8_e4m3fn:
@@ -126,13 +122,9 @@ class Pool:
             tokens = max(tokens, -(-worst // self.ranks.ranks))
         most = (MAX_FLAT_ROWS - 1) // self.ranks.ranks
         tokens = max(tokens, min(most, max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length() if tokens else 0)))
-        settings = self._settings(x.shape[1], num_experts, topk_idx.shape[1], tokens, dtype)
-        round_bytes = settings.round_bytes("flat")
-        handles = min(_HANDLES * self._handle_bytes(settings), 4 * round_bytes)
-        window = max(self._num_bytes, _FLAT_ROUNDS * round_bytes + handles)
-        buffer = self.get(key, lambda: self.open(x.device, settings, window))
-        self._reserve[id(buffer.rounds)] = (_FLAT_ROUNDS - _FLAT_KEPT) * round_bytes + handles
-        return buffer
+        factor = math.inf if worst else None
+        settings = self._settings(x.shape[1], num_experts, topk_idx.shape[1], tokens, dtype, factor)
+        return self._opened_with(key, x.device, settings, room_for(settings, "flat"))
 
     def batched(
         self, device: torch.device, hidden: int, num_experts: int, topk: int, tokens: int, dtype: torch.dtype
@@ -146,7 +138,7 @@ class Pool:
         check_experts(num_experts, self.ranks.ranks)
         check_integer("num_max_dispatch_tokens_per_rank", tokens, 1)
         settings = self._settings(hidden, num_experts, topk, tokens, dtype)
-        window = _BATCHED_ROUNDS * settings.round_bytes("batched")
+        window = BATCHED_ROUNDS * settings.round_bytes("batched")
         return self.get(key, lambda: self.open(device, settings, window))
 
     def elastic(
@@ -159,25 +151,26 @@ class Pool:
         dtype: torch.dtype,
         expand: bool,
         rows: int | None = None,
+        waits: bool = False,
     ) -> Buffer:
         """Return the Buffer for rounds of deep_ep 2, whose callers say how many tokens a rank has at most.
 
         `rows`: the rows that the first caller asks for, where far fewer arrive than `topk` experts for every
-        token would make; ranks may differ.
+        token would make; ranks may differ.  `waits`: the host waits for the rows.
         """
-        key = ("expand" if expand else "flat", hidden, num_experts, topk, tokens, dtype, rows is None)
+        key = ("expand" if expand else "flat", hidden, num_experts, topk, tokens, dtype, rows is None, waits)
         buffer = self._by_sizes.get(key)
         if buffer is not None:
             return buffer
         self.require_open()
-        settings = self._settings(hidden, num_experts, topk, tokens + _MORE_TOKENS, dtype)
+        factor = None if waits else math.inf
+        settings = self._settings(hidden, num_experts, topk, tokens + _MORE_TOKENS, dtype, factor)
         room = None if rows is None else max(_MORE_ROWS * self.most(rows), self.ranks.ranks * settings.max_tokens)
-        round_bytes = settings.round_bytes("expert" if expand else "flat", room)
-        handles = min(_HANDLES * self._handle_bytes(settings), 4 * round_bytes)
-        rounds, kept = (_EXPANDED_ROUNDS, _EXPANDED_KEPT) if expand else (_FLAT_ROUNDS, _FLAT_KEPT)
-        window = max(self._num_bytes, rounds * round_bytes + handles)
-        buffer = self.get(key, lambda: self.open(device, settings, window))
-        self._reserve[id(buffer.rounds)] = (rounds - kept) * round_bytes + handles
+        return self._opened_with(key, device, settings, room_for(settings, "expert" if expand else "flat", room))
+
+    def _opened_with(self, key: tuple[Any, ...], device: torch.device, settings: Settings, room: Room) -> Buffer:
+        buffer = self.get(key, lambda: self.open(device, settings, max(self._num_bytes, room.window)))
+        self._reserve[id(buffer.rounds)] = room.reserve
         return buffer
 
     def open(self, device: torch.device, settings: Settings, window_bytes: int) -> Buffer:
@@ -195,18 +188,23 @@ class Pool:
             device=device,
             timeout_s=self._timeout_s,
             window_bytes=-(-window_bytes // 4096) * 4096,
-            capacity_factor=math.inf,  # callers size the window, by bytes that DeepEP asks for
+            capacity_factor=settings.capacity_factor,
         )
         self._opened.append(buffer)
         self.calls.add(buffer.rounds)
         return buffer
 
-    def _settings(self, hidden: int, num_experts: int, topk: int, tokens: int, dtype: torch.dtype) -> Settings:
-        return Settings(self.ranks.ranks, hidden, num_experts, topk, tokens, dtype, "", None)
-
-    @staticmethod
-    def _handle_bytes(settings: Settings) -> int:
-        return settings.ranks * settings.max_tokens * (16 * settings.topk + 16)
+    def _settings(
+        self,
+        hidden: int,
+        num_experts: int,
+        topk: int,
+        tokens: int,
+        dtype: torch.dtype,
+        factor: float | None = math.inf,
+    ) -> Settings:
+        sizes = (self.ranks.ranks, hidden, num_experts, topk, tokens, dtype)
+        return Settings(*sizes, "", None, capacity_factor=factor)
 
     def most(self, tokens: int) -> int:
         """Collective: the most that a rank has."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import struct
 import threading
 import weakref
@@ -27,9 +26,10 @@ class Limits(NamedTuple):
     Attributes:
         max_tokens: room for so many tokens a rank from the start; None: what the first dispatch has.  A rank that has
             more takes a larger Buffer, on all ranks together.
-        max_rows: rows, a (token, expert) each, that this rank has room for; None: the worst case, all tokens of all
-            ranks.  More is bad input on every rank.  Not read where experts are padded to their capacity.
-        window_bytes: see Buffer; None: two rounds of `max_rows`, or of the worst case; three of padded experts.
+        max_rows: rows, a (token, expert) each, that this rank has room for; more is bad input on every rank.  None: 1.5
+            times those of even routing, and more go in several rounds.  Not read where experts are padded to their
+            capacity.
+        window_bytes: see Buffer; None: two rounds of so many rows; three of padded experts.
         num_sms: see Buffer.dispatch.
         timeout_s: how long a rank waits for another, in seconds.  Ranks of a training job drift apart by whatever one
             of them does alone: writing a checkpoint, compiling.
@@ -83,7 +83,6 @@ class Buffers:
             device=device,
             timeout_s=self.limits.timeout_s,
             window_bytes=window(settings) if chosen is None else chosen,
-            capacity_factor=math.inf,  # `max_rows` of each call bounds its rows
         )
         self.calls.add(buffer.rounds)
         return buffer

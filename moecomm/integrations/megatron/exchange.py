@@ -1,8 +1,9 @@
 """Rows to experts and home again, exactly as many as there are, with gradients; one Buffer for all layers.
 
 moecomm.ops has static shapes, for graphs; a training framework that splits rows by counts on the host wants exact
-ones, and memory for the rows that came instead of for the worst case.  Where it pads experts to their capacity, see
-padded.py.
+ones, and memory for the rows that came instead of for the worst case.  The host waits for the counts, so rows that have
+no room in the window go in several rounds: see moecomm/dispatch/chunks.py.  Where experts are padded to their capacity,
+see padded.py.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from moecomm.integrations.megatron.buffers import Buffers, Key, Limits
 from moecomm.kernels import padding
 from moecomm.ops import handles
 from moecomm.ops.rounds import rows_of, settled
-from moecomm.routed import Handle, Routed
+from moecomm.routed import ChunkedHandle, Handle, Routed
 
 _ALIGNMENT = 128  # the largest that Settings.round_bytes has room for
 
@@ -140,13 +141,19 @@ class _Dispatch(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Way]:
         routed = exchange.route(rows_of(x), topk_idx.contiguous(), weights.float().contiguous(), alignment)
         rows: torch.Tensor = routed.x
-        if alignment > 1:
-            padding.zero(rows, src=routed.src)
-        rows, tables = settled(routed.handle.rounds, rows, tables_of(routed))
-        ctx.way, ctx.weights_dtype = Way(over(tables, routed.handle), exchange.limits.num_sms), weights.dtype
+        handle = routed.handle
+        if isinstance(handle, ChunkedHandle):  # rows and tables lie outside of the window, with zeros in padding
+            row_weights: torch.Tensor = routed.row_weights  # type: ignore[assignment]  # by expert, there are some
+        else:
+            if alignment > 1:
+                padding.zero(rows, src=routed.src)
+            rows, tables = settled(handle.rounds, rows, tables_of(routed))
+            handle = over(tables, handle)
+            row_weights = handles.row_weights(handle)
+        ctx.way, ctx.weights_dtype = Way(handle, exchange.limits.num_sms), weights.dtype
         counts = routed.rows_per_expert.to("cpu", copy=True)
         ctx.mark_non_differentiable(counts)
-        return rows, handles.row_weights(ctx.way.handle), counts, ctx.way
+        return rows, row_weights, counts, ctx.way
 
     @staticmethod
     @once_differentiable
@@ -172,6 +179,8 @@ class _Combine(torch.autograd.Function):
         with CollectiveCall(handle.rounds):
             grad, options = rows_of(grad.to(handle.rounds.dtype)), dispatch.Options(num_sms=num_sms)
             rows = dispatch.dispatch(handle.rounds, options, grad, handle=handle).x
+        if isinstance(handle, ChunkedHandle):
+            return rows.to(ctx.dtype), None
         if handle.args.alignment > 1:
             padding.zero(rows, src=handles.sources(handle))
         return settled(handle.rounds, rows)[0].to(ctx.dtype), None
