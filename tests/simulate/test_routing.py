@@ -113,7 +113,6 @@ def test_bytes_are_those_that_were_counted(name: str) -> None:
 @pytest.mark.parametrize(
     ("gate", "domains", "ranks", "skew"),
     [
-        (Gate(256, 8), 3, 8, 0.0),
         (Gate(256, 8), 0, 8, 0.0),
         (Gate(256, 300), 1, 8, 0.0),
         (Gate(256, 8, 3, 1), 1, 8, 0.0),
