@@ -166,8 +166,9 @@ def _ways(gate: Gate, groups: _Groups) -> tuple[float, float]:
         series = np.zeros((2, gate.topk + 1))
         series[0, 0] = 1
         for share, count in group:
-            none = np.array([comb(count, k) * (1 - share) ** k for k in range(gate.topk + 1)])
-            one = np.array([0.0] + [comb(count, k) * k * share * (1 - share) ** (k - 1) for k in range(1, gate.topk + 1)])
+            picks = range(gate.topk + 1)
+            none = np.array([comb(count, k) * (1 - share) ** k for k in picks])
+            one = np.array([comb(count, k) * k * share * (1 - share) ** max(k - 1, 0) for k in picks])
             series = _times(series, np.array([none, one]))
         if gate.groups > 1 and gate.topk >= gate.topk_groups:
             series[0, 0] = 0  # at least one expert of each drawn group is picked
