@@ -57,7 +57,7 @@ class Line:
         sent / gbs,
         rows / blocks * (row_ns + row_bytes / block_gbs), and
         copied / blocks / copy_gbs.
-    Dispatch replicates rows after they arrived, so there the last stage is added instead. Few tokens copy nothing apart.
+    Dispatch replicates rows after they arrived, so there the last stage is added instead.
     """
 
     floor_us: float

@@ -107,7 +107,7 @@ def fit(paths: Iterable[Path], without: str = "") -> dict[str, Any]:
 
 
 def fit_all(paths: Iterable[Path]) -> dict[str, Any]:
-    """Return the content of the file that `moecomm simulate fit` writes: fit(), and what published times say of NICs."""
+    """Return the content that `moecomm simulate fit` writes: fit(), and what published times say of NICs."""
     found = fit(paths)
     return {**found, "nic": fit_efficiency(parse(found), Nic())}
 
@@ -149,7 +149,7 @@ def _regime(part: Part) -> str:
 
 
 def _cold(rows: list[Row], domain: Domain) -> dict[str, float]:
-    """Return what operations of few tokens take longer after caches were flushed; rows of many tokens have no misses."""
+    """Return what operations of few tokens take longer after caches were flushed; those of many tokens do not."""
     found = {}
     for what, (expected, spread) in _COLD_US.items():
         few = [row for row in rows if row.what == what and row.parts[0].load.packets]

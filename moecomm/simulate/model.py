@@ -43,7 +43,7 @@ HT, LL, AUTO = "ht", "ll", "auto"
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware of the ranks: one domain, and the NIC between domains. `num_sms` blocks run; 0: as the table says."""
+    """The hardware of the ranks: one domain, and the NIC between domains. `num_sms` blocks run; 0: by the table."""
 
     domain: Domain
     nic: Nic
@@ -184,7 +184,7 @@ def _load(
 
 
 def _copied(operation: Operation, spread: Spread, tokens: float, rows: Rows) -> float:
-    """Return the bytes that the busiest rank copies in its own memory: replicas, or rows of y that it stages or adds."""
+    """Return the bytes that the busiest rank copies in its own memory: replicas, or rows of y that it stages."""
     everywhere = tokens * len(spread.ranks)
     if operation.what == "dispatch":
         replicas = 0.0 if operation.layout == "flat" else float((spread.entries - spread.ranks).max())

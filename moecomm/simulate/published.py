@@ -160,5 +160,6 @@ def _row(row: Published, us: float, said: Cost, nic: Nic) -> dict[str, Any]:
         "error": round(said.us / us - 1, 4),
         "source": row.source,
         "note": row.note,
+        "by_cpu": row.by_cpu,
         "not_counted": row.not_counted,
     }

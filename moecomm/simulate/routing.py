@@ -72,8 +72,9 @@ class Spread:
 def spread(gate: Gate, domains: int, ranks: int, skew: float = 0.0) -> Spread:
     """Return the routing of tokens over `domains` x `ranks`; rank r owns the r-th part of the experts (see `owned`).
 
-    With more ranks than experts, an expert has copies on neighboring ranks, and a token takes any of them. A fraction `skew` of the tokens wants experts of rank 0 first, and other experts, of any group, only where rank 0 has
-    too few, as in `moecomm.bench.case.Case.routing`.
+    With more ranks than experts, an expert has copies on neighboring ranks, and a token takes any of them. A fraction
+    `skew` of the tokens wants experts of rank 0 first, and other experts, of any group, only where rank 0 has too few,
+    as in `moecomm.bench.case.Case.routing`.
 
     Raises:
         BadInput: an argument is out of range.
