@@ -279,6 +279,7 @@ def predicted() -> str:
     cells = [
         (error["kind"], str(error["rows"]), *(f"{error[key]:{form}}" for key, form in _ERRORS.items()))
         for error in found
+        if not error["kind"].startswith("one domain")  # in the long table
     ]
     off = table("rows | number | median error | signed | worst", (f"| {' | '.join(row)} |" for row in cells))
     rows = []
@@ -386,7 +387,8 @@ TOPICS = (
         "How far off the model is",
         "`moecomm simulate check`: predicted over measured, less one.  `held out`: each result by a fit to all other "
         "results, each library's published rows by a share of the NIC's rate fitted to the other libraries.  The rows "
-        "below these three are the same ones by kind.  Rows of kernels that are gone are excluded, with the reason.  "
+        "below these three are the same ones by kind; the long table also has the kinds of measured rows.  Rows of "
+        "kernels that are gone are excluded, with the reason.  "
         "`python bench/refit.py` repeats it all.  Below: predicted, not measured, for a NIC of 50 GB/s a GPU, with "
         "what most of the time goes to; [wide expert parallelism](../docs/wide_ep.md) has more.",
         ("simulate-check", "simulate", "wide-ep"),

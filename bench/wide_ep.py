@@ -75,8 +75,8 @@ def page(found: dict[str, Any]) -> str:
                 PUBLISHED,
                 _published(found["published"]),
                 _not_counted(found["published"]),
-                f"Source: `bench/results/{RESULT.name}` ({found['date']}, {found['commit']}), written with this page by "
-                f"`{found['command']}`. The errors on measured rows are in [Measurements](measurements.md).",
+                f"Source: `bench/results/{RESULT.name}` ({found['date']}, {found['commit']}), written with this page "
+                f"by `{found['command']}`. The errors on measured rows are in [Measurements](measurements.md).",
             ]
         )
         + "\n"
@@ -95,7 +95,8 @@ far the model is from times that other libraries have published.
 - The NIC that receives most counts. With few tokens, random routing gives the busiest of many NICs clearly more
   rows than the mean."""
 
-ROUTING = """Routing: {routing}. Layout `expert`; the dispatch takes bf16 and sends FP8 with scales; combine sends bf16. 8
+ROUTING = """Routing: {routing}. Layout `expert`;
+the dispatch takes bf16 and sends FP8 with scales; combine sends bf16. 8
 GPUs a domain, but for the row "64, one domain". Decode: 128 tokens a rank, which go direct between domains.
 Prefill: 4096 tokens a rank, through forwarders. In brackets: what most of the time goes to."""
 

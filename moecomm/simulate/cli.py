@@ -53,7 +53,7 @@ def predict(
     topk: Topk = None,
     experts: Experts = None,
     grouped: Annotated[bool, typer.Option("--grouped/--ungrouped", help="Keep to the model's best groups.")] = True,
-    layout: Annotated[str, typer.Option(help="flat or expert.")] = "flat",
+    layout: Annotated[str, typer.Option(help="flat, expert or batched.")] = "flat",
     payload: Annotated[str, typer.Option(help="Payload of dispatch: bf16, fp8, fp8-ue8m0.")] = "fp8",
     wire: Annotated[
         str, typer.Option(help="Reduced rows in combine: bf16, or fp32 for wire='exact' (flat: between domains).")
