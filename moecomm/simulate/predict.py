@@ -10,6 +10,7 @@ from typing import Any
 from moecomm.backends import lsa
 from moecomm.bench.case import PAYLOADS
 from moecomm.bench.ours import BF16_WIRE, FP32_WIRE, IN_WINDOW
+from moecomm.core.protocol import LAYOUTS
 from moecomm.errors import BadInput
 from moecomm.simulate.domain import MOST_FEW, Operation
 from moecomm.simulate.layer import HBM_GBS, gemm_us, layer
@@ -53,6 +54,8 @@ class Asked:
             raise BadInput(
                 "domains, ranks, experts", (most, self.gate.experts), f"at most {_MOST_GPUS} GPUs, or experts"
             )
+        if self.layout not in LAYOUTS:
+            raise BadInput("layout", repr(self.layout), f"one of {', '.join(LAYOUTS)}")
         if self.payload not in PAYLOADS:
             raise BadInput("payload", repr(self.payload), f"one of {', '.join(PAYLOADS)}")
         if self.wire not in ("fp32", "bf16"):

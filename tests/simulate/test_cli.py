@@ -71,7 +71,8 @@ def test_the_check_says_that_it_found_nothing_measured(tmp_path: Path, monkeypat
 def test_figures_of_the_check_are_whole() -> None:
     """However long the names beside them are."""
     said = run("check", *(str(RESULTS / f"{name}-h200-4.json") for name in ("ht", "ll", "beside")))
-    rows = [line for line in said.splitlines() if line.startswith("ht-h200-4")]
+    first = said.partition("\n\n")[0]  # of the parts of a table that is too wide
+    rows = [line for line in first.splitlines() if line.startswith("ht-h200-4")]
     figures = r" +[0-9.]+ +[0-9.]+ +[+-][0-9.]+%"
     assert rows and all(re.search(rf" (128|4096|8192){figures}", row) for row in rows), said
     assert "held out" in said and "…" not in said
