@@ -95,7 +95,7 @@ def _part(part: Part, row: Row, result: Result, domain: Domain, nic: Nic) -> flo
         us = domain.us(part.operation, part.load)
         us += domain.cold_us.get(what, 0.0) if case["cold"] and part.load.packets else 0.0
     else:
-        machine = Machine(domain, nic, num_sms=part.load.blocks)
+        machine = Machine(domain, nic, part.chunk_tokens, part.load.blocks)
         way = LL if row.direct else HT
         us = cost(part.operation, result.spread, row.tokens, part.rows, machine, algorithm=way).us
     return max(us, domain.host_us.get(what, 0.0)) if case["mode"] == "eager" else us

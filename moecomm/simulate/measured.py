@@ -18,7 +18,9 @@ from moecomm.simulate.domain import Load, Operation
 from moecomm.simulate.excluded import why_excluded
 from moecomm.simulate.model import Rows, fan_out
 from moecomm.simulate.routing import Gate, Spread, spread
-from moecomm.simulate.rows import bytes_of, slow_bytes_of
+from moecomm.simulate.rows import bytes_of, head_bytes, slow_bytes_of
+
+_CHUNK = 8  # tokens of a chunk in a combine of many, which results do not name
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Result:
     def sends_single_rows(self) -> bool:
         """True if `exact` rows of one expert travelled in the dtype of y, as they do since commit 0ecf2e7."""
         case, routed = self.found["case"], self.spread
+        if self.domains > 1 or self.ranks == 1:  # sums over several domains are float32
+            return False
         others = float(routed.ranks.sum()) * (self.ranks - 1) / self.ranks
         widths = [
             row["wire_bytes"] / (row["tokens"] * others * case["hidden"])
@@ -85,11 +89,12 @@ class Result:
 
 @dataclass(frozen=True)
 class Part:
-    """A dispatch or a combine, the bytes of its rows, and its predicted load inside a domain."""
+    """A dispatch or a combine: the bytes of its rows, its load inside a domain, and the tokens signaled together."""
 
     operation: Operation
     rows: Rows
     load: Load
+    chunk_tokens: int
 
 
 @dataclass(frozen=True)
@@ -191,18 +196,20 @@ def _parts(row: dict[str, Any], result: Result) -> Iterator[Part]:
     case, routed = result.found["case"], result.spread
     for what in ("dispatch", "combine") if row["what"] == "pair" else (row["what"],):
         operation = Operation(what, row["layout"], row["variant"] if what == "combine" else "")
-        single = routed.single if result.sends_single_rows and result.domains == 1 else 0.0
+        single = routed.single if result.sends_single_rows else 0.0
         row_bytes = bytes_of(operation, row["payload"], case["hidden"], single)
         rows = Rows(
             row_bytes,
             slow_bytes_of(operation, row["payload"], case["hidden"]),
-            y_bytes=2 * case["hidden"],
+            head_bytes(case["topk"], result.ranks) if what == "dispatch" and result.domains > 1 else 0,
+            2 * case["hidden"],
             joined=what == "combine" or row["payload"] == "bf16",
         )
         # The blocks that were launched; those of a pair are its dispatch's.
         given = row["sms_asked"] or (row.get("sms", 0) if row["what"] in ("dispatch", "combine") else 0)
         blocks = given or blocks_of(result.machine, result.ranks, operation, row["tokens"])
-        yield Part(operation, rows, fan_out(operation, routed, row["tokens"], rows, blocks))
+        load = fan_out(operation, routed, row["tokens"], rows, blocks)
+        yield Part(operation, rows, load, row.get("chunk_tokens") or _CHUNK)
 
 
 @lru_cache(maxsize=64)
