@@ -2,166 +2,142 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moecomm.bench.ours import OUTSIDE
+from moecomm.backends import emulated_nic
+from moecomm.errors import BadInput
 from moecomm.simulate.domain import Domain, NotMeasured
-from moecomm.simulate.measured import Result, Row, links, read, rows_of
-from moecomm.simulate.model import AUTO, HT, LL, Machine, cost
+from moecomm.simulate.fit import fitted_domain
+from moecomm.simulate.measured import Part, Result, Row, links, read, rows_of
+from moecomm.simulate.model import HT, LL, Machine, cost
 from moecomm.simulate.nic import Nic
-from moecomm.simulate.published import Published, compare, rows
+from moecomm.simulate.published import against
 
-_LIMITS = {"mega_messages": "rate of messages", "gbs": "bandwidth"}  # the limits of a NIC that may be fitted
-_TRIED = [10 ** (step / 20) for step in range(-60, 61)]
+HELD_OUT, EXCLUDED = "held out", "excluded"
 
 
-def check(paths: Iterable[Path], domain: Domain, nic: Nic) -> dict[str, Any]:
+def check(paths: Iterable[Path], domain: Domain, nic: Nic, fitted: dict[str, Any] | None = None) -> dict[str, Any]:
     """Compare the model with measured and published rows.
 
-    An error is predicted / measured - 1. The `kind` of a measured row is "fitted to", or names the difference from the
-    fitted rows.
-
-    Between domains, the bandwidth and latency of the NIC are those of put + signal on the same machine, if `paths`
-    include them. One more number is fitted to the rows between domains, because no benchmark measures it: the message
-    rate; or the bandwidth, if that gives smaller errors, because the warps that put in a round may be slower than the
-    best put + signal. LL and HT each have their own fit, because other warps put in HT (`joined`). The prediction of a
-    row uses the fit to all other rows.
+    An error is predicted / measured - 1. Every measured row is predicted twice: by `domain`, which knows it if it was
+    fitted to (`error`), and by a fit to all other results in `paths` (`held_out_error`). Rows of kernels that are gone
+    have a reason instead (`excluded`). Between domains, the NIC is the emulated one of the result.
 
     Args:
         paths: results of the benchmark.
-        domain: the fitted lines of one domain.
-        nic: the NIC where `paths` have no put + signal of the machine.
+        domain: the fitted terms of one domain.
+        nic: the NIC of the published rows, and between domains where no NIC was emulated.
+        fitted: what `moecomm simulate fit` says of NICs (published.fit_efficiency).
 
     Returns:
-        {measured, left_out, published, joined, errors}: measured rows with predicted_us and error; the number of rows
-        whose operation or number of tokens has no line; published rows; the fitted NICs; the median and worst error of
-        each kind.
+        {measured, left_out, published, errors}: measured rows; the number of rows whose operation or number of tokens
+        has no line; published rows; the median, median signed and worst error of each kind.
     """
     paths = list(paths)
-    measured_links, measured, joined = links(paths), [], []
-    for result in (result for path in paths for result in read(path)):
-        link = measured_links.get((result.machine, result.backend))
-        machine = Machine(domain, Nic(*link, nic.mega_messages) if link else nic)
-        for algorithm, some in _by_algorithm(result).items():
-            alike = [_measured(row, result, machine) for row in some]
-            if not (link and result.domains > 1 and any(alike)):
-                measured += alike
-                continue
-            told, limit = _with_one_fitted(some, result, machine)
-            about = {"machine": result.machine, "backend": result.backend, "domains": result.domains}
-            joined.append({**about, "algorithm": algorithm, **vars(told.nic), "fitted": limit})
-            for row in some:
-                others = [other for other in some if other is not row and _measured(other, result, machine)]
-                found = _with_one_fitted(others, result, machine)[0] if others else machine
-                measured.append(_measured(row, result, found, fitted=bool(others)))
-    published = [_published(row, domain, nic) for row in rows()]
-    here, others_said = ([row for row in found if row is not None] for found in (measured, published))
-    left_out = len(measured) + len(published) - len(here) - len(others_said)
-    errors = _errors([*here, *others_said])
-    return {"measured": here, "left_out": left_out, "published": others_said, "joined": joined, "errors": errors}
+    measured_links, measured, left_out = links(paths), [], 0
+    for path in paths:
+        if not (results := [result for result in read(path) if any(rows_of(result))]):
+            continue
+        others = _others(paths, path)
+        for result in results:
+            link = measured_links.get((result.machine, result.backend))
+            own = _nic(result, Nic(*link, nic.mega_messages) if link else nic)
+            for row in rows_of(result):
+                found = _measured(row, result, domain, others, own)
+                left_out += found is None
+                measured += [found] if found else []
+    published = against(domain, nic, fitted or {})
+    return {"measured": measured, "left_out": left_out, "published": published, "errors": errors(measured, published)}
 
 
-def _by_algorithm(result: Result) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
-    for row in rows_of(result):
-        found.setdefault(_algorithm(row, result), []).append(row)
-    return found
-
-
-def _algorithm(row: Row, result: Result) -> str:
-    return AUTO if result.domains == 1 else LL if row.straight else HT
-
-
-def _with_one_fitted(some: list[Row], result: Result, machine: Machine) -> tuple[Machine, str]:
-    """Fit one limit of the NIC, by the mean of |log ratio| over the rows; returns the machine and the limit's name."""
-
-    def off(told: Machine) -> float:
-        found = [_measured(row, result, told) for row in some]
-        ratios = [abs(math.log(row["predicted_us"] / row["measured_us"])) for row in found if row]
-        return statistics.fmean(ratios or [0.0])  # no ratios if no operation has a line
-
-    tried = {
-        (name, value): replace(machine, nic=replace(machine.nic, **{name: round(value, 4)}))
-        for name in _LIMITS
-        for value in _TRIED
-    }
-    best = min(tried, key=lambda key: off(tried[key]))
-    return tried[best], _LIMITS[best[0]]
-
-
-def _measured(row: Row, result: Result, machine: Machine, fitted: bool = False) -> dict[str, Any] | None:
+def _others(paths: list[Path], path: Path) -> Domain | None:
+    """Return the domain fitted to all results but one, None if nothing is left."""
     try:
-        us = sum(
-            cost(
-                part.operation,
-                result.spread,
-                row.tokens,
-                part.row_bytes,
-                machine,
-                algorithm=_algorithm(row, result),
-                slow_row_bytes=part.slow_row_bytes,
-            ).us
-            for part in row.parts
-        )
+        return fitted_domain(paths, path.name)
+    except BadInput:
+        return None
+
+
+def _nic(result: Result, otherwise: Nic) -> Nic:
+    if not result.nic:
+        return otherwise
+    told = emulated_nic.parse("nic", result.nic)
+    return Nic(told.gbs, told.latency_us, told.mega_messages)
+
+
+def _measured(row: Row, result: Result, domain: Domain, others: Domain | None, nic: Nic) -> dict[str, Any] | None:
+    try:
+        us = _predicted(row, result, domain, nic)
     except NotMeasured:
         return None
     about = {key: getattr(row, key) for key in ("file", "what", "layout", "payload", "variant", "tokens", "sms_asked")}
-    where = {"domains": result.domains, "ranks": result.ranks, "kind": _kind(row, result, machine.domain, fitted)}
-    return {**about, **where, "measured_us": row.us, "predicted_us": round(us, 3), "error": round(us / row.us - 1, 4)}
+    about |= {"domains": result.domains, "ranks": result.ranks, "kind": _kind(row, result)}
+    found = {**about, "measured_us": row.us, "predicted_us": round(us, 3), "error": round(us / row.us - 1, 4)}
+    if row.excluded:
+        return {**found, "excluded": row.excluded}
+    try:
+        without = _predicted(row, result, others, nic) if others else None
+    except NotMeasured:
+        without = None
+    return {**found, "held_out_error": round(without / row.us - 1, 4)} if without else found
 
 
-def _kind(row: Row, result: Result, known: Domain, fitted: bool) -> str:
-    if result.domains > 1:
-        across = f"{result.domains} domains: {result.backend} {_algorithm(row, result).upper()}"
-        return f"{across}, a limit fitted to the others" if fitted else across
-    if not result.alone:
-        return f"one domain: {result.backend} beside others"
-    if row.fits and result.ranks in known.ranks:
-        return "one domain: fitted to"
-    about = [] if result.ranks in known.ranks else [f"{result.ranks} ranks"]
+def _predicted(row: Row, result: Result, domain: Domain, nic: Nic) -> float:
+    return sum(_part(part, row, result, domain, nic) for part in row.parts)
+
+
+def _part(part: Part, row: Row, result: Result, domain: Domain, nic: Nic) -> float:
+    what, case = part.operation.what, result.found["case"]
+    if result.domains == 1:
+        us = domain.us(part.operation, part.load)
+        us += domain.cold_us.get(what, 0.0) if case["cold"] and part.load.packets else 0.0
+    else:
+        machine = Machine(domain, nic, part.chunk_tokens, part.load.blocks)
+        way = LL if row.direct else HT
+        us = cost(part.operation, result.spread, row.tokens, part.rows, machine, algorithm=way).us
+    return max(us, domain.host_us.get(what, 0.0)) if case["mode"] == "eager" else us
+
+
+def _kind(row: Row, result: Result) -> str:
+    if row.excluded:
+        return f"{EXCLUDED}: {row.excluded}"
     case = result.found["case"]
+    about = [f"{result.ranks} ranks"]
+    about += ["beside other backends"] if not result.alone else []
     about += ["skewed"] if case["skew"] else []
     about += ["caches flushed"] if case["cold"] else []
     about += ["eager"] if case["mode"] == "eager" else []
     about += ["blocks given"] if row.sms_asked else []
-    # The model does not cover that few blocks take longer to copy rows than peers take to pull them.
-    about += ["rows copied"] if row.sms_asked and row.variant == OUTSIDE else []
-    return "one domain: " + ", ".join([*about, row.what if row.what == "pair" else "alone"])
+    about += ["batched"] if row.layout == "batched" else []
+    about += ["pairs"] if row.what == "pair" else []
+    where = "one domain" if result.domains == 1 else f"{result.domains} domains, {'LL' if row.direct else 'HT'}"
+    return f"{where}: {', '.join(about)}"
 
 
-def _published(row: Published, domain: Domain, nic: Nic) -> dict[str, Any] | None:
-    try:
-        us, said = compare(row, domain, nic.latency_us)
-    except NotMeasured:
-        return None
+def errors(measured: list[dict[str, Any]], published: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the errors of each kind, of all rows held out, of all rows fitted to, and of all published rows."""
+    held = [row["held_out_error"] for row in measured if "held_out_error" in row]
+    known = [row["error"] for row in measured if "excluded" not in row]
+    counted = [row["error"] for row in published if not row["not_counted"]]
+    all_of = {HELD_OUT: held, "with the fit to all results": known, "published, held out": counted}
+    found = [_error(kind, some) for kind, some in all_of.items() if some]
+    groups: dict[str, list[float]] = {}
+    for row in measured:
+        groups.setdefault(row["kind"], []).append(row.get("held_out_error", row["error"]))
+    for row in published:
+        kind = f"{row['kind']}, not counted" if row["not_counted"] else row["kind"]
+        groups.setdefault(kind, []).append(row["error"])
+    return found + [_error(kind, some) for kind, some in groups.items()]
+
+
+def _error(kind: str, some: list[float]) -> dict[str, Any]:
     return {
-        "kind": f"published: {row.library} {row.algorithm.upper()}",
-        "what": row.what,
-        "payload": row.payload,
-        "domains": row.domains,
-        "ranks": row.ranks,
-        "tokens": row.tokens,
-        "published_gbs": row.gbs or None,
-        "measured_us": round(us, 3),
-        "predicted_us": round(said.us, 3),
-        "bound": said.bound,
-        "error": round(said.us / us - 1, 4),
-        "source": row.source,
-        "note": row.note,
+        "kind": kind,
+        "rows": len(some),
+        "median": round(statistics.median(map(abs, some)), 4),
+        "signed": round(statistics.median(some), 4),
+        "worst": max(some, key=abs),
     }
-
-
-def _errors(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    kinds = dict.fromkeys(row["kind"] for row in found)
-    return [_error(kind, [row["error"] for row in found if row["kind"] == kind]) for kind in kinds]
-
-
-def _error(kind: str, errors: list[float]) -> dict[str, Any]:
-    sizes = [abs(error) for error in errors]
-    worst = max(errors, key=abs)
-    return {"kind": kind, "rows": len(errors), "median": round(statistics.median(sizes), 4), "worst": worst}

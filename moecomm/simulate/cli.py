@@ -30,6 +30,12 @@ NicLatency = Annotated[
     float, typer.Option(callback=real(0), help="Put and signal, one way.  Default: half of GIN's round trip.")
 ]
 NicMessages = Annotated[float, typer.Option(callback=real(0), help="Millions of puts and signals a second.")]
+NicEfficiency = Annotated[
+    float,
+    typer.Option(
+        callback=real(0, 1), help="Share of the NIC's bandwidth that rows reach; 0: as fitted to published times."
+    ),
+]
 _NIC = (50.0, 8.35, 215.0)  # the defaults of Nic; a test compares them
 
 
@@ -47,19 +53,23 @@ def predict(
     topk: Topk = None,
     experts: Experts = None,
     grouped: Annotated[bool, typer.Option("--grouped/--ungrouped", help="Keep to the model's best groups.")] = True,
-    layout: Annotated[str, typer.Option(help="flat or expert.")] = "flat",
+    layout: Annotated[str, typer.Option(help="flat, expert or batched.")] = "flat",
     payload: Annotated[str, typer.Option(help="Payload of dispatch: bf16, fp8, fp8-ue8m0.")] = "fp8",
     wire: Annotated[
-        str, typer.Option(help="dtype of reduced rows in combine: bf16 or fp32 (flat: between domains).")
+        str, typer.Option(help="Reduced rows in combine: bf16, or fp32 for wire='exact' (flat: between domains).")
     ] = "bf16",
     skew: Annotated[float, typer.Option(callback=real(0, 1), help="Fraction of the tokens that picks rank 0.")] = 0.0,
-    algorithm: Annotated[str, typer.Option(help="ht, ll, or auto: the faster of them for few tokens.")] = "auto",
+    algorithm: Annotated[str, typer.Option(help="ht, ll, or auto: as moecomm does.")] = "auto",
+    num_sms: Annotated[
+        int, typer.Option(callback=whole(0, 1024), help="Blocks of dispatch and combine; 0: as the table says.")
+    ] = 0,
     chunk_tokens: Annotated[
         int, typer.Option(callback=whole(1, 1 << 16), help="HT: tokens signaled together between domains.")
     ] = 32,
     nic_gbs: NicGbs = _NIC[0],
     nic_latency_us: NicLatency = _NIC[1],
     nic_mega_messages: NicMessages = _NIC[2],
+    nic_efficiency: NicEfficiency = 0.0,
     nvlink_gbs: Annotated[
         float, typer.Option(callback=real(0), help="Limit NVLink to this bandwidth, GB/s; 0: as measured.")
     ] = 0.0,
@@ -105,8 +115,9 @@ def predict(
         hbm_gbs=hbm_gbs,
         parts=parts,
     )
-    nic = Nic(nic_gbs, nic_latency_us, nic_mega_messages)
-    result = predicted.predict(asked, Machine(_domain(parameters, nvlink_gbs), nic, chunk_tokens))
+    share = nic_efficiency or _efficiency(parameters)
+    nic = Nic(nic_gbs, nic_latency_us, nic_mega_messages, share)
+    result = predicted.predict(asked, Machine(_domain(parameters, nvlink_gbs), nic, chunk_tokens, num_sms))
     show_predictions(result, console())
     _keep(result, json)
     if plot is not None:
@@ -127,38 +138,46 @@ def check(
     nic_gbs: NicGbs = _NIC[0],
     nic_latency_us: NicLatency = _NIC[1],
     nic_mega_messages: NicMessages = _NIC[2],
+    nic_efficiency: NicEfficiency = 0.0,
     parameters: Parameters = None,
     json: Json = None,
 ) -> None:
     """Compare predictions with measured and published figures, row by row."""
     from moecomm.bench.table import console
     from moecomm.simulate.check import check as compared
+    from moecomm.simulate.domain import content
     from moecomm.simulate.nic import Nic
     from moecomm.simulate.table import show_check
 
-    # The results of a checkout, from any working directory; a wheel has none.
-    kept = Path(__file__).parents[2] / "bench" / "results"
-    paths = sorted(kept.glob("*.json")) if results is None else results
-    nic = Nic(nic_gbs, nic_latency_us, nic_mega_messages)
+    nic = Nic(nic_gbs, nic_latency_us, nic_mega_messages, nic_efficiency or 1.0)
     nic.check()
-    found = compared(paths, _domain(parameters), nic)
+    fitted = None if nic_efficiency else content(parameters).get("nic")
+    found = compared(_kept() if results is None else results, _domain(parameters), nic, fitted)
     show_check(found, console())
     _keep({"benchmark": "simulate-check", **found}, json)
 
 
+def _kept() -> list[Path]:
+    """Return the results of a checkout, from any working directory; a wheel has none."""
+    return sorted((Path(__file__).parents[2] / "bench" / "results").glob("*.json"))
+
+
 @app.command()
 def fit(
-    results: Annotated[
-        list[Path], typer.Argument(help="JSON of dispatch-combine or sweep.", exists=True, dir_okay=False)
-    ],
     out: Annotated[Path, typer.Option(callback=written, help="File for the parameters.")],
+    results: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="JSON of dispatch-combine or sweep; default: bench/results of a checkout.", exists=True, dir_okay=False
+        ),
+    ] = None,
 ) -> None:
-    """Fit the terms of one domain to results, and show the error of each row."""
+    """Fit the terms of one domain to results, and the share of a NIC to published times."""
     from moecomm.bench.table import console
     from moecomm.simulate import fit as fitted
     from moecomm.simulate.table import show_fit
 
-    found = fitted.fit(results)
+    found = fitted.fit_all(_kept() if results is None else results)
     fitted.write(out, found)
     show_fit(found, console())
     console().print(str(out), highlight=False)
@@ -188,6 +207,13 @@ def _domain(parameters: Path | None, nvlink_gbs: float = 0.0) -> Domain:
 
     found = load(parameters)
     return found.with_nvlink(nvlink_gbs) if nvlink_gbs else found
+
+
+def _efficiency(parameters: Path | None) -> float:
+    """Return the share of a NIC's bandwidth that was fitted to published times; parameters may lack it."""
+    from moecomm.simulate.domain import content
+
+    return float(content(parameters).get("nic", {}).get("efficiency", 1.0))
 
 
 def _keep(result: dict[str, Any], json: Path | None) -> None:

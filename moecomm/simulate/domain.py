@@ -1,10 +1,11 @@
-"""Time of dispatch and combine inside one NVLink domain: lines fitted to measurements."""
+"""Time of dispatch and combine inside one NVLink domain: terms fitted to measurements."""
 
 from __future__ import annotations
 
 import importlib.resources
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from moecomm.errors import BadInput
 FEW, MANY = "few", "many"
 MOST_FEW = 512  # tokens of a rank that may go in packets: moecomm/core/packets.py
 SHIPPED = "h200.json"
+TERMS = ("floor_us", "alpha_us", "gbs", "row_ns", "block_gbs", "copy_gbs")
+_SHARPNESS = 4  # of the largest of three concurrent stages; a measured round is slower than the slowest stage alone
 
 
 class NotMeasured(BadInput):
@@ -23,27 +26,62 @@ class NotMeasured(BadInput):
 class Load:
     """The load of the busiest rank of a domain in one operation.
 
-    `tokens` of a rank; `sent` bytes over its busier direction of NVLink; `rows` that it hands out, its own included:
-    one for each (token, rank) with `flat`, one for each (token, expert) with the other layouts.
+    Attributes:
+        tokens: tokens of a rank.
+        sent: bytes over its busier direction of NVLink, with the padding of packets.
+        rows: rows that its blocks send or pull, its own included: one for each (token, rank).
+        row_bytes: bytes of such a row.
+        copied: bytes of rows that its blocks copy in their own memory: replicas of a dispatch, rows that a combine
+            stages.
+        blocks: blocks of the launch.
+        words: tagged words that every block reads: counts of all ranks in a dispatch, headers in a combine.
+        packets: True if rows travel in packets, so that the line of few tokens applies.
     """
 
     tokens: float
     sent: float
     rows: float
+    row_bytes: float = 0.0
+    copied: float = 0.0
+    blocks: int = 128
+    words: float = 0.0
+    packets: bool = False
 
 
 @dataclass(frozen=True)
 class Line:
-    """A fitted cost: max(floor_us, alpha_us + sent / gbs + rows * row_ns), in microseconds of a whole operation."""
+    """The fitted terms of an operation, in microseconds.
+
+    max(floor, alpha + sum of stages), where links, blocks and (in combine) copies run concurrently: the fourth root of
+    the sum of the fourth powers of
+        sent / gbs,
+        rows / blocks * (row_ns + row_bytes / block_gbs), and
+        copied / blocks / copy_gbs.
+    Dispatch replicates rows after they arrived, so there the last stage is added instead.
+    """
 
     floor_us: float
     alpha_us: float
     gbs: float
     row_ns: float
+    block_gbs: float
+    copy_gbs: float
+    copies_after: bool = False
+
+    @classmethod
+    def of(cls, what: str, terms: Iterable[float]) -> Line:
+        """Return the line of a dispatch or a combine; `terms` are in the order of TERMS."""
+        floor_us, alpha_us, gbs, row_ns, block_gbs, copy_gbs = map(float, terms)
+        return cls(floor_us, alpha_us, gbs, row_ns, block_gbs, copy_gbs, what == "dispatch")
 
     def us(self, load: Load) -> float:
-        """Return the microseconds of a load."""
-        return max(self.floor_us, self.alpha_us + load.sent / self.gbs / 1e3 + load.rows * self.row_ns / 1e3)
+        """Return the microseconds of a load, without agreement."""
+        links = load.sent / self.gbs / 1e3
+        blocks = load.rows / load.blocks * (self.row_ns + load.row_bytes / self.block_gbs) / 1e3
+        copies = load.copied / load.blocks / self.copy_gbs / 1e3
+        beside, after = (0.0, copies) if self.copies_after else (copies, 0.0)
+        stages = (links**_SHARPNESS + blocks**_SHARPNESS + beside**_SHARPNESS) ** (1 / _SHARPNESS)
+        return max(self.floor_us, float(self.alpha_us + stages + after))
 
 
 @dataclass(frozen=True)
@@ -54,15 +92,28 @@ class Operation:
     layout: str
     variant: str = ""
 
+    @property
+    def fitted_as(self) -> Operation:
+        """The operation whose line this one has: batched rows are replicated and reduced as those of expert are."""
+        return replace(self, layout="expert") if self.layout == "batched" else self
+
 
 Key = tuple[Operation, str]  # the second item is FEW or MANY
 
 
 @dataclass(frozen=True)
 class Domain:
-    """The fitted lines of one NVLink domain, by operation and FEW or MANY tokens.
+    """The fitted terms of one NVLink domain.
 
-    `gemm_tflops` is the speed of a GEMM alone, `gemm_kept` the fraction of it next to rounds. `ranks` were measured.
+    Attributes:
+        name: name of the GPU.
+        lines: terms by operation and FEW or MANY tokens.
+        gemm_tflops: speed of a GEMM alone.
+        gemm_kept: the fraction of it next to rounds.
+        ranks: numbers of ranks that were measured.
+        word_ns: time of a tagged word in every block, by operation and layout ("dispatch flat").
+        cold_us: what an operation takes longer after caches were flushed, by operation.
+        host_us: time of the host for a call, by operation.
     """
 
     name: str
@@ -70,22 +121,27 @@ class Domain:
     gemm_tflops: float
     gemm_kept: float
     ranks: tuple[int, ...] = ()
+    word_ns: Mapping[str, float] = field(default_factory=dict)
+    cold_us: Mapping[str, float] = field(default_factory=dict)
+    host_us: Mapping[str, float] = field(default_factory=dict)
 
     def us(self, operation: Operation, load: Load) -> float:
-        """Return the microseconds of a load; few tokens take the faster of both lines, many tokens have one."""
-        found = self.line(operation, MANY).us(load)
-        return min(found, self.few_us(operation, load)) if load.tokens <= MOST_FEW else found
+        """Return the microseconds of a load: agreement, and the line of few or many tokens."""
+        line = self.line(operation, FEW if load.packets else MANY)
+        return self.agreement_us(operation, load) + line.us(load)
 
-    def few_us(self, operation: Operation, load: Load) -> float:
-        """Return the microseconds on the path for few tokens, for any number of tokens."""
-        return self.line(operation, FEW).us(load)
+    def agreement_us(self, operation: Operation, load: Load) -> float:
+        """Return the time in which every block reads the words of all ranks."""
+        of = operation.fitted_as
+        return load.words * self.word_ns.get(f"{of.what} {of.layout}", 0.0) / 1e3
 
     def line(self, operation: Operation, regime: str) -> Line:
         """Return the line of an operation. Raises NotMeasured if there is none."""
-        if (operation, regime) not in self.lines:
+        of = operation.fitted_as
+        if (of, regime) not in self.lines:
             known = sorted(_named(*key) for key in self.lines)
             raise NotMeasured("operation", _named(operation, regime), f"one that was measured: {', '.join(known)}")
-        return self.lines[operation, regime]
+        return self.lines[of, regime]
 
     def with_nvlink(self, gbs: float) -> Domain:
         """Return a copy with NVLink limited to `gbs` GB/s; lines that are slower already, and other terms, stay."""
@@ -102,20 +158,40 @@ def _named(operation: Operation, regime: str) -> str:
 
 def load(path: Path | None = None) -> Domain:
     """Load the JSON of `moecomm simulate fit`, by default the one in the package. Raises BadInput."""
+    return parse(content(path), str(path or SHIPPED))
+
+
+def content(path: Path | None = None) -> dict[str, Any]:
+    """Return the JSON of `moecomm simulate fit`. Raises BadInput."""
     file = path or importlib.resources.files(__package__) / SHIPPED
     try:
-        return parse(json.loads(file.read_text()))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadInput("parameters", str(file), f"JSON that moecomm simulate fit has written ({error})") from error
+        found = json.loads(file.read_text())
+        return dict(found)
+    except (OSError, ValueError, TypeError) as error:
+        raise _not_parameters(str(file), error) from error
 
 
-def parse(found: dict[str, Any]) -> Domain:
-    """Return the domain that the JSON of `moecomm simulate fit` describes."""
-    lines = {
-        (Operation(line["what"], line["layout"], line["variant"]), line["regime"]): Line(
-            *(float(line[part]) for part in ("floor_us", "alpha_us", "gbs", "row_ns"))
+def parse(found: dict[str, Any], name: str = "") -> Domain:
+    """Return the domain that the JSON of `moecomm simulate fit` describes. Raises BadInput."""
+    try:
+        lines = {
+            (Operation(line["what"], line["layout"], line["variant"]), line["regime"]): Line.of(
+                line["what"], (line[term] for term in TERMS)
+            )
+            for line in found["lines"]
+        }
+        gemm = found["gemm"]
+        return Domain(
+            str(found["domain"]),
+            lines,
+            float(gemm["tflops"]),
+            float(gemm["kept"]),
+            tuple(found["ranks"]),
+            *(dict(found[part]) for part in ("word_ns", "cold_us", "host_us")),
         )
-        for line in found["lines"]
-    }
-    gemm = found["gemm"]
-    return Domain(str(found["domain"]), lines, float(gemm["tflops"]), float(gemm["kept"]), tuple(found["ranks"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise _not_parameters(name, error) from error
+
+
+def _not_parameters(name: str, error: Exception) -> BadInput:
+    return BadInput("parameters", name, f"JSON that moecomm simulate fit has written ({error})")

@@ -1,28 +1,39 @@
-"""A fit of the lines of one domain to results of the benchmark, with the error of each row."""
+"""A fit of the terms of one domain to results of the benchmark, with the error of each row."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from moecomm.bench.ours import IN_WINDOW
 from moecomm.errors import BadInput
-from moecomm.simulate.domain import FEW, MANY, MOST_FEW, Key, Line, Load, Operation
-from moecomm.simulate.measured import Row, read, rows_of
+from moecomm.simulate.domain import FEW, MANY, TERMS, Domain, Key, Line, Load, Operation, parse
+from moecomm.simulate.measured import Part, Row, read, rows_of
+from moecomm.simulate.nic import Nic
+from moecomm.simulate.published import fit_efficiency
 from moecomm.simulate.routing import Array
+from moecomm.simulate.solve import solve
+from moecomm.simulate.virtual import Slope, slopes, word_ns
 
-_ALPHA, _BYTE, _ROW = range(3)
+_NOISE = 0.03  # relative standard deviation of a measured row around the model
+# Expected terms, and the standard deviations of their logarithms.  Links: the all-to-all ceiling.  Blocks: what a block
+# copies with 8 warps.  Other layouts, and y outside, are expected to be much as flat is, but for what they copy.
+_EXPECTED = {FEW: (4.0, 3.0, 330.0, 800.0, 40.0, 17.0), MANY: (0.1, 25.0, 330.0, 70.0, 40.0, 17.0)}
+_SPREAD, _SPREAD_LIKE = (0.5, 0.7, 0.1, 0.7, 0.5, 0.5), (0.3, 0.3, 0.1, 0.3, 0.3, 0.5)
+_COLD_US = {"dispatch": (1.5, 0.5), "combine": (1.5, 0.5)}  # misses of the first loads; logarithmic deviation
+_HOST_US = 15.0
 
 
 @dataclass(frozen=True)
 class Point:
-    """A load and its measured microseconds."""
+    """A load and its measured microseconds, without agreement."""
 
     load: Load
     us: float
@@ -30,126 +41,142 @@ class Point:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A line. `borrowed` names the terms that its points cannot determine: from the line of `flat`, or left at 0."""
+    """A line, and the number of rows that it was fitted to."""
 
     line: Line
-    borrowed: tuple[str, ...]
+    rows: int
 
 
-def fit_line(points: list[Point], regime: str, flat: Line | None = None) -> Fitted:
-    """Fit a line by least squares of relative errors, with no term below 0.
+def fit_line(
+    points: list[Point], regime: str, what: str, like: Line | None = None, slopes: Iterable[Slope] = ()
+) -> Fitted:
+    """Fit a line by least squares of relative errors.
 
-    The floor exists for few tokens only. It is the constant of the points with the fewest bytes, as many points as fit
-    best. Where the points cannot separate the terms, alpha_us and gbs come from the `flat` line if there is one;
-    otherwise rows cost 0.
+    Terms that the points cannot determine stay near those of `like`, the line of `flat`, or near expected values.
+    `slopes` are times of rows in few blocks (`virtual`).
     """
-    if not points:
-        raise BadInput("points", 0, "at least one row")
-    ordered = sorted(points, key=lambda point: point.load.sent)
-    found = [_with_floor(ordered, low, flat) for low in range(max(1, len(ordered) - 2) if regime == FEW else 1)]
-    return min(found, key=lambda one: _squares(one.line, points))
+    expected = np.array(_EXPECTED[regime] if like is None else [getattr(like, term) for term in TERMS])
+    slopes = list(slopes)
+
+    def line(terms: Array) -> Line:
+        return Line.of(what, terms)
+
+    def errors(terms: Array) -> Array:
+        now = line(terms)
+        ratios = [now.us(point.load) / point.us for point in points]
+        ratios += [slope.predicted_us(now) / slope.us for slope in slopes]
+        return np.asarray(np.log(np.maximum(ratios, 1e-9)) / _NOISE)
+
+    return Fitted(line(solve(errors, expected, np.array(_SPREAD if like is None else _SPREAD_LIKE))), len(points))
 
 
-def _with_floor(ordered: list[Point], low: int, flat: Line | None) -> Fitted:
-    floor = _constant(ordered[:low]) if low else 0.0
-    return _linear(ordered[low:], flat, floor)
+def fit(paths: Iterable[Path], without: str = "") -> dict[str, Any]:
+    """Return the content of `moecomm simulate fit`: terms, the results they were fitted to, and the error of each row.
 
+    The fit uses moecomm's own dispatches and combines on GPUs of one domain, chained, in graphs, with any number of
+    blocks, and those of virtual ranks. Pairs, `batched`, skewed routing and several domains remain for the check.
 
-def _constant(points: list[Point]) -> float:
-    """Return the constant with the least squares of relative errors."""
-    return sum(1 / p.us for p in points) / sum(1 / p.us**2 for p in points)
-
-
-def _squares(line: Line, points: Iterable[Point]) -> float:
-    return sum((line.us(point.load) / point.us - 1) ** 2 for point in points)
-
-
-def _linear(points: list[Point], flat: Line | None, floor: float) -> Fitted:
-    terms = np.array([[1.0, p.load.sent / 1e3, p.load.rows / 1e3] for p in points])
-    us = np.array([p.us for p in points])
-    known = np.array([0.0, 0.0, 0.0] if flat is None else [flat.alpha_us, 1 / flat.gbs, 0.0])
-    fixed = _to_fix(terms / us[:, None], flat is not None)
-    free = [term for term in range(3) if term not in fixed]
-    left = us - terms[:, fixed] @ known[fixed]
-    value = known.copy()
-    value[free] = _not_negative(terms[:, free] / us[:, None], left / us)
-    line = Line(floor, float(value[_ALPHA]), float(1 / max(value[_BYTE], 1e-9)), float(value[_ROW]))
-    return Fitted(line, tuple(("alpha_us", "gbs", "row_ns")[term] for term in fixed))
-
-
-def _to_fix(terms: Array, borrow: bool) -> list[int]:
-    """Return the fewest terms to fix so that the points determine the rest."""
-    candidates = [(_ALPHA,), (_BYTE,), (_ALPHA, _BYTE)] if borrow else [(_ROW,), (_ALPHA, _ROW)]
-    scaled = terms / np.maximum(np.linalg.norm(terms, axis=0), 1e-300)
-    for fixed in [(), *candidates]:
-        free = [term for term in range(3) if term not in fixed]
-        if np.linalg.matrix_rank(scaled[:, free], tol=1e-3) == len(free):
-            return list(fixed)
-    return list(candidates[-1])
-
-
-def _not_negative(terms: Array, values: Array) -> Array:
-    """Solve least squares with no term below 0, by trying all subsets of the (at most three) terms."""
-    best, least = np.zeros(terms.shape[1]), float(values @ values)
-    for size in range(1, terms.shape[1] + 1):
-        for chosen in combinations(range(terms.shape[1]), size):
-            part = np.linalg.lstsq(terms[:, chosen], values, rcond=None)[0]
-            squares = float(np.sum((terms[:, chosen] @ part - values) ** 2))
-            if (part >= 0).all() and squares < least - 1e-12:
-                best, least = np.zeros(terms.shape[1]), squares
-                best[list(chosen)] = part
-    return best
-
-
-def fit(paths: Iterable[Path]) -> dict[str, Any]:
-    """Return the content of `moecomm simulate fit`: lines, the results they were fitted to, and the error of each row.
-
-    The fit uses moecomm's own dispatches and combines on GPUs of one domain, with the tuning table's blocks, chained,
-    in graphs, without skew. Pairs, other block counts and skewed routing remain for the check.
+    Args:
+        paths: results of the benchmark, and of bench/virtual_ranks.py; others are passed over.
+        without: name of a file whose rows are not used.
     """
-    results = [result for path in paths for result in read(path)]
-    rows = [row for result in results for row in rows_of(result) if row.fits]
+    used = [path for path in paths if path.name != without]
+    results = [result for path in used for result in read(path)]
+    rows = [(row, result) for result in results for row in rows_of(result) if row.fits]
     if not rows:
-        raise BadInput("results", [str(path) for path in paths], "JSON of moecomm bench dispatch-combine or sweep")
-    lines = dict(_lines(rows))
-    overlaps = [overlap for result in results for overlap in result.overlaps()]
-    errors = [_error(row, lines) for row in rows]
-    used = [result for result in results if result.overlaps() or any(row.fits for row in rows_of(result))]
+        raise BadInput("results", [str(path) for path in used], "JSON of moecomm bench dispatch-combine or sweep")
+    words = word_ns(used)
+    warm = [row for row, result in rows if not result.found["case"]["cold"]]
+    lines = _lines(warm, words, slopes(used))
+    domain = Domain("", {key: one.line for key, one in lines.items()}, 1.0, 1.0, word_ns=words)
+    cold = [row for row, result in rows if result.found["case"]["cold"]]
+    errors = [_error(row, domain) for row in warm]
+    names = {row.file for row, _ in rows} | {result.path.name for result in results if result.overlaps()}
+    sources = [path for path in used if path.name in names or slopes([path])]
     return {
         "domain": results[0].machine,
-        "ranks": sorted({result.ranks for result in used}),
-        "fitted_to": [{"file": r.path.name, "date": r.found["date"], "sha256": r.sha256} for r in used],
-        "gemm": _gemm(overlaps),
-        "lines": [_written(key, fitted, errors) for key, fitted in lines.items()],
+        "ranks": sorted({result.ranks for _, result in rows}),
+        "fitted_to": [{"file": path.name, **_origin(path)} for path in sources],
+        "gemm": _gemm([overlap for result in results for overlap in result.overlaps()]),
+        "word_ns": words,
+        "cold_us": _cold(cold, domain),
+        "host_us": {what: _host(warm, what) for what in ("dispatch", "combine")},
+        "lines": [_written(key, one, errors) for key, one in lines.items()],
         "rows": errors,
     }
 
 
-def _lines(rows: list[Row]) -> Iterator[tuple[Key, Fitted]]:
-    flat: dict[tuple[str, str], Line] = {}
+def fit_all(paths: Iterable[Path]) -> dict[str, Any]:
+    """Return the content that `moecomm simulate fit` writes: fit(), and what published times say of NICs."""
+    found = fit(paths)
+    return {**found, "nic": fit_efficiency(parse(found), Nic())}
+
+
+def fitted_domain(paths: Iterable[Path], without: str) -> Domain:
+    """Return the domain fitted to all results but one."""
+    return parse(fit(paths, without))
+
+
+def _origin(path: Path) -> dict[str, str]:
+    data = path.read_bytes()
+    return {"date": json.loads(data)["date"], "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _lines(rows: list[Row], words: dict[str, float], measured: list[Slope]) -> dict[Key, Fitted]:
+    known = Domain("", {}, 1.0, 1.0, word_ns=words)
     of_key: dict[Key, list[Point]] = {}
     for row in rows:
         (part,) = row.parts
-        of_key.setdefault((part.operation, _regime(row)), []).append(Point(part.load, row.us))
-    # flat first, because the other layouts borrow from its lines.
-    for operation, regime in sorted(of_key, key=lambda k: (k[0].layout != "flat", k[0].what, k[0].variant, k[1])):
-        base = None if operation.layout == "flat" else flat.get((operation.what, regime))
-        fitted = fit_line(of_key[operation, regime], regime, base)
-        if operation.layout == "flat" and operation.variant in ("", "y in the window"):
-            flat[operation.what, regime] = fitted.line
-        yield (operation, regime), fitted
+        us = row.us - known.agreement_us(part.operation, part.load)
+        of_key.setdefault((part.operation, _regime(part)), []).append(Point(part.load, max(us, 0.1)))
+    found: dict[Key, Fitted] = {}
+    # y in the window first, then flat, because the other lines are expected to be as those are.
+    for operation, regime in sorted(of_key, key=lambda k: (k[0].layout != "flat", k[0].variant != IN_WINDOW, _text(k))):
+        variant = IN_WINDOW if operation.what == "combine" else ""
+        like = found.get((Operation(operation.what, "flat", variant), regime))
+        of = [s for s in measured if (s.what, s.layout) == (operation.what, operation.layout) and regime == FEW]
+        line = like.line if like else None
+        found[operation, regime] = fit_line(of_key[operation, regime], regime, operation.what, line, of)
+    return found
 
 
-def _regime(row: Row) -> str:
-    return FEW if row.tokens <= MOST_FEW else MANY
+def _text(key: Key) -> tuple[str, str, str]:
+    return key[0].what, key[0].variant, key[1]
 
 
-def _error(row: Row, lines: dict[Key, Fitted]) -> dict[str, Any]:
-    us = lines[row.parts[0].operation, _regime(row)].line.us(row.parts[0].load)
-    about = {**asdict(row.parts[0].operation), "regime": _regime(row), "payload": row.payload, "tokens": row.tokens}
+def _regime(part: Part) -> str:
+    return FEW if part.load.packets else MANY
+
+
+def _cold(rows: list[Row], domain: Domain) -> dict[str, float]:
+    """Return what operations of few tokens take longer after caches were flushed; those of many tokens do not."""
+    found = {}
+    for what, (expected, spread) in _COLD_US.items():
+        few = [row for row in rows if row.what == what and row.parts[0].load.packets]
+        warm = np.array([domain.us(row.parts[0].operation, row.parts[0].load) for row in few])
+        us = np.array([row.us for row in few])
+
+        def errors(terms: Array, warm: Array = warm, us: Array = us) -> Array:
+            return np.asarray(np.log((warm + terms[0]) / us) / _NOISE)
+
+        found[what] = round(float(solve(errors, np.array([expected]), np.array([spread]))[0]), 4)
+    return found
+
+
+def _host(rows: list[Row], what: str) -> float:
+    """Return the median of the host's time for a call; it depends on the CPU, and on what else runs there."""
+    found = [row.host_us for row in rows if row.what == what and row.host_us > 0]
+    return round(statistics.median(found), 3) if found else _HOST_US
+
+
+def _error(row: Row, domain: Domain) -> dict[str, Any]:
+    (part,) = row.parts
+    us = domain.us(part.operation, part.load)
+    about = {**asdict(part.operation), "regime": _regime(part), "payload": row.payload, "tokens": row.tokens}
     return {
         "file": row.file,
         **about,
+        "blocks": part.load.blocks,
         "measured_us": row.us,
         "fitted_us": round(us, 3),
         "error": round(us / row.us - 1, 4),
@@ -162,9 +189,8 @@ def _written(key: Key, fitted: Fitted, errors: list[dict[str, Any]]) -> dict[str
     return {
         **asdict(operation),
         "regime": regime,
-        **{name: round(value, 4) for name, value in asdict(fitted.line).items()},
-        "borrowed": list(fitted.borrowed),
-        "rows": len(own),
+        **{term: round(getattr(fitted.line, term), 4) for term in TERMS},
+        "rows": fitted.rows,
         "median_error": round(statistics.median(own), 4),
         "worst_error": round(max(own), 4),
     }

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from moecomm.bench.case import Case
 from moecomm.bench.ours import FP32_WIRE
 from moecomm.errors import BadInput
+from moecomm.simulate.blocks import blocks_of
 from moecomm.simulate.domain import Load, Operation
-from moecomm.simulate.model import fan_out
+from moecomm.simulate.excluded import why_excluded
+from moecomm.simulate.model import Rows, fan_out
 from moecomm.simulate.routing import Gate, Spread, spread
+from moecomm.simulate.rows import bytes_of, head_bytes, slow_bytes_of
+
+_CHUNK = 8  # tokens of a chunk in a combine of many, which results do not name
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,25 @@ class Result:
         case = self.found["case"]
         return _spread(Gate(case["experts"], case["topk"]), self.domains, self.ranks, case["skew"])
 
+    @property
+    def nic(self) -> str:
+        """The emulated NIC between its domains, empty if there is none."""
+        return str(self.found["case"].get("nic", ""))
+
+    @property
+    def sends_single_rows(self) -> bool:
+        """True if `exact` rows of one expert travelled in the dtype of y, as they do since commit 0ecf2e7."""
+        case, routed = self.found["case"], self.spread
+        if self.domains > 1 or self.ranks == 1:  # sums over several domains are float32
+            return False
+        others = float(routed.ranks.sum()) * (self.ranks - 1) / self.ranks
+        widths = [
+            row["wire_bytes"] / (row["tokens"] * others * case["hidden"])
+            for row in self.found["rows"]
+            if row.get("variant") == FP32_WIRE and row["what"] == "combine" and "wire_bytes" in row
+        ]
+        return bool(widths) and statistics.median(widths) < 3.8  # of 4 bytes a column; single rows have 2
+
     def overlaps(self) -> list[dict[str, float]]:
         """Return the `overlap` entries of rows with a concurrent GEMM."""
         beside = [row.get("overlap", {}) for row in self.found["rows"]]
@@ -65,17 +89,20 @@ class Result:
 
 @dataclass(frozen=True)
 class Part:
-    """A dispatch or a combine, with the bytes of a row inside a domain and between domains, and its predicted load."""
+    """A dispatch or a combine: the bytes of its rows, its load inside a domain, and the tokens signaled together."""
 
     operation: Operation
-    row_bytes: int
-    slow_row_bytes: int
+    rows: Rows
     load: Load
+    chunk_tokens: int
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a result: one part, or the two parts of a pair. `fits` marks rows that lines are fitted to."""
+    """A row of a result: one part, or the two parts of a pair.
+
+    `fits` marks rows that terms may be fitted to; `excluded` says why a row is neither fitted to nor counted.
+    """
 
     file: str
     what: str
@@ -85,9 +112,11 @@ class Row:
     tokens: int
     sms_asked: int
     parts: tuple[Part, ...]
-    straight: bool  # rows go to other domains without a forwarder
+    direct: bool  # rows go to other domains without a forwarder
     us: float
+    host_us: float
     fits: bool
+    excluded: str = ""
 
 
 def read(path: Path) -> list[Result]:
@@ -143,42 +172,44 @@ def links(paths: Iterable[Path]) -> dict[tuple[str, str], tuple[float, float]]:
 def rows_of(result: Result) -> Iterator[Row]:
     """Yield moecomm's own rows that have a time."""
     case = result.found["case"]
-    chained = case["mode"] == "graph" and not case["cold"] and not case["skew"] and result.domains == 1 and result.alone
+    chained = case["mode"] == "graph" and not case["skew"] and result.domains == 1 and result.alone
     for row in result.found["rows"]:
         if "us" not in row or row["who"] != "moecomm":
             continue
         about = {key: row[key] for key in ("what", "layout", "payload", "variant", "tokens", "sms_asked")}
+        parts = tuple(_parts(row, result))
+        reason = why_excluded(result.found["commit"], result.domains, bool(result.nic), row, parts[-1].load.packets)
+        alone = row["what"] != "pair" and row["layout"] != "batched" and not reason
         yield Row(
             file=result.path.name,
             **about,
-            parts=tuple(_parts(row, case, result.spread)),
-            straight=row.get("straight", False),
+            parts=parts,
+            direct=row.get("straight", False),
             us=row["us"]["p50"],
-            fits=chained and row["what"] != "pair" and row["sms_asked"] == 0 and row["layout"] != "batched",
+            host_us=float(row.get("host_us") or 0.0),
+            fits=chained and alone,
+            excluded=reason,
         )
 
 
-def _parts(row: dict[str, Any], case: dict[str, Any], routed: Spread) -> Iterator[Part]:
+def _parts(row: dict[str, Any], result: Result) -> Iterator[Part]:
+    case, routed = result.found["case"], result.spread
     for what in ("dispatch", "combine") if row["what"] == "pair" else (row["what"],):
         operation = Operation(what, row["layout"], row["variant"] if what == "combine" else "")
-        row_bytes = bytes_of(operation, row["payload"], case["hidden"])
-        slow = slow_bytes_of(operation, row["payload"], case["hidden"])
-        yield Part(operation, row_bytes, slow, fan_out(operation, routed, row["tokens"], row_bytes))
-
-
-def bytes_of(operation: Operation, payload: str, hidden: int) -> int:
-    """Return the bytes of a row on the wire, scales included, without its metadata (Case.beside_bytes)."""
-    if operation.what == "combine":
-        return (4 if operation.variant == FP32_WIRE else 2) * hidden
-    sizes = Case("", hidden, 1, 1, 1, "host", [], [], [], [], "")
-    return sizes.row_bytes(payload)
-
-
-def slow_bytes_of(operation: Operation, payload: str, hidden: int, wire: str = "fp32") -> int:
-    """Return the bytes of a row that a forwarder puts to another domain; combine puts reduced rows, also for flat."""
-    if operation == Operation("combine", "flat", operation.variant):
-        return (4 if wire == "fp32" else 2) * hidden
-    return bytes_of(operation, payload, hidden)
+        single = routed.single if result.sends_single_rows else 0.0
+        row_bytes = bytes_of(operation, row["payload"], case["hidden"], single)
+        rows = Rows(
+            row_bytes,
+            slow_bytes_of(operation, row["payload"], case["hidden"]),
+            head_bytes(case["topk"], result.ranks) if what == "dispatch" and result.domains > 1 else 0,
+            2 * case["hidden"],
+            joined=what == "combine" or row["payload"] == "bf16",
+        )
+        # The blocks that were launched; those of a pair are its dispatch's.
+        given = row["sms_asked"] or (row.get("sms", 0) if row["what"] in ("dispatch", "combine") else 0)
+        blocks = given or blocks_of(result.machine, result.ranks, operation, row["tokens"])
+        load = fan_out(operation, routed, row["tokens"], rows, blocks)
+        yield Part(operation, rows, load, row.get("chunk_tokens") or _CHUNK)
 
 
 @lru_cache(maxsize=64)

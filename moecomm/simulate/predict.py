@@ -10,13 +10,14 @@ from typing import Any
 from moecomm.backends import lsa
 from moecomm.bench.case import PAYLOADS
 from moecomm.bench.ours import BF16_WIRE, FP32_WIRE, IN_WINDOW
+from moecomm.core.protocol import LAYOUTS
 from moecomm.errors import BadInput
 from moecomm.simulate.domain import MOST_FEW, Operation
 from moecomm.simulate.layer import HBM_GBS, gemm_us, layer
-from moecomm.simulate.measured import bytes_of, slow_bytes_of
-from moecomm.simulate.model import AUTO, Machine, cost
+from moecomm.simulate.model import AUTO, Cost, Machine, Rows, cost
 from moecomm.simulate.nic import SOURCES
 from moecomm.simulate.routing import Gate, Spread, spread
+from moecomm.simulate.rows import bytes_of, head_bytes, slow_bytes_of
 
 _MOST_GPUS = 1 << 16
 
@@ -37,7 +38,7 @@ class Asked:
     tokens: list[int]  # of a rank
     layout: str = "flat"
     payload: str = "fp8"
-    wire: str = "bf16"  # of reduced rows in combine; flat: between domains.  The default of Buffer.combine
+    wire: str = "bf16"  # of reduced rows in combine; flat: between domains.  fp32: exact, as Buffer's wire="exact"
     skew: float = 0.0
     algorithm: str = AUTO
     gemm_us: float = 0.0
@@ -53,6 +54,8 @@ class Asked:
             raise BadInput(
                 "domains, ranks, experts", (most, self.gate.experts), f"at most {_MOST_GPUS} GPUs, or experts"
             )
+        if self.layout not in LAYOUTS:
+            raise BadInput("layout", repr(self.layout), f"one of {', '.join(LAYOUTS)}")
         if self.payload not in PAYLOADS:
             raise BadInput("payload", repr(self.payload), f"one of {', '.join(PAYLOADS)}")
         if self.wire not in ("fp32", "bf16"):
@@ -61,6 +64,15 @@ class Asked:
             raise BadInput(
                 "hidden, gemm_us, gemm_tflops", (self.hidden, self.gemm_us, self.gemm_tflops), "1, 0, 0 or more"
             )
+
+    @property
+    def routing(self) -> str:
+        """The routing, in words."""
+        gate = self.gate
+        drawn = f"top-{gate.topk} of {gate.experts} experts, all equally likely"
+        grouped = f", from {gate.topk_groups} of {gate.groups} groups" if gate.groups > 1 else ""
+        skewed = f"; {self.skew:.0%} of the tokens want rank 0 first" if self.skew else ""
+        return f"{drawn}{grouped}{skewed}"
 
     @property
     def operations(self) -> tuple[Operation, Operation]:
@@ -81,6 +93,8 @@ def predict(asked: Asked, machine: Machine) -> dict[str, Any]:
             "nic": asdict(machine.nic),
             "nic_defaults_from": SOURCES,
             "chunk_tokens": machine.chunk_tokens,
+            "num_sms": machine.num_sms,
+            "routing": asked.routing,
             "gemm_tflops": asked.gemm_tflops or machine.domain.gemm_tflops,
             "gemm_kept_beside_rounds": machine.domain.gemm_kept,
         },
@@ -100,25 +114,27 @@ def _most_direct(hidden: int) -> int:
     return lsa.direct_bytes(2, MOST_FEW, 4 * hidden) // (4 * hidden)
 
 
+def _cost(operation: Operation, asked: Asked, machine: Machine, routed: Spread, tokens: int) -> Cost:
+    single = routed.single if len(routed.domains) == 1 else 0.0  # over several domains all sums are float32
+    dispatches = operation.what == "dispatch"
+    rows = Rows(
+        bytes_of(operation, asked.payload, asked.hidden, single),
+        slow_bytes_of(operation, asked.payload, asked.hidden, asked.wire),
+        head_bytes(asked.gate.topk, asked.ranks) if dispatches else 0,
+        2 * asked.hidden,
+        joined=not dispatches or asked.payload == "bf16",
+    )
+    most = _most_direct(asked.hidden)
+    return cost(operation, routed, tokens, rows, machine, algorithm=asked.algorithm, most_direct=most)
+
+
 def _row(asked: Asked, machine: Machine, routed: Spread, tokens: int) -> dict[str, Any]:
     """Return one row: domains, ranks, gpus, tokens, expected ranks and domains of a token, dispatch, combine and layer.
 
     Dispatch and combine have the fields of `Cost` and `bound`; the layer has those of `Layer`. Times are in
     microseconds.
     """
-    dispatch, combine = (
-        cost(
-            operation,
-            routed,
-            tokens,
-            bytes_of(operation, asked.payload, asked.hidden),
-            machine,
-            algorithm=asked.algorithm,
-            slow_row_bytes=slow_bytes_of(operation, asked.payload, asked.hidden, asked.wire),
-            most_direct=_most_direct(asked.hidden),
-        )
-        for operation in asked.operations
-    )
+    dispatch, combine = (_cost(operation, asked, machine, routed, tokens) for operation in asked.operations)
     experts_us = asked.gemm_us or gemm_us(
         machine.domain,
         routed,

@@ -48,55 +48,76 @@ class Spread:
         ranks: [R], the probability that the token wants any expert of a rank.
         domains: [D], the probability that it wants any expert of a domain.
         entries: [R], the expected number of its experts on a rank; the sum is topk.
+        once: [R], the probability that it wants exactly one expert of a rank.
+        experts: the number of experts.
     """
 
     ranks: Array
     domains: Array
     entries: Array
+    once: Array
+    experts: int
 
     @property
     def by_domain(self) -> Array:
         """`ranks` in the shape [D, L]."""
         return self.ranks.reshape(len(self.domains), -1)
 
+    @property
+    def single(self) -> float:
+        """The fraction of (token, rank) pairs in which the token wants one expert of the rank."""
+        return float(self.once.sum() / self.ranks.sum())
+
 
 def spread(gate: Gate, domains: int, ranks: int, skew: float = 0.0) -> Spread:
-    """Return the routing of tokens over `domains` x `ranks`; rank r owns the r-th part of the experts.
+    """Return the routing of tokens over `domains` x `ranks`; rank r owns the r-th part of the experts (see `owned`).
 
-    With more ranks than experts, each expert has a copy on several neighboring ranks, and a token takes any of them. A
-    fraction `skew` of the tokens wants experts of rank 0 first, and other experts, of any group, only where rank 0 has
-    too few, as in `moecomm.bench.case.Case.routing`.
+    With more ranks than experts, an expert has copies on neighboring ranks, and a token takes any of them. A fraction
+    `skew` of the tokens wants experts of rank 0 first, and other experts, of any group, only where rank 0 has too few,
+    as in `moecomm.bench.case.Case.routing`.
 
     Raises:
-        BadInput: an argument is out of range, or ranks and experts do not divide each other.
+        BadInput: an argument is out of range.
     """
     gate.check()
     if domains < 1 or ranks < 1:
         raise BadInput("domains, ranks", (domains, ranks), "at least 1 each")
-    if gate.experts % (domains * ranks) and domains * ranks % gate.experts:
-        raise BadInput("domains x ranks", domains * ranks, f"a divisor or a multiple of {gate.experts} experts")
     if not 0 <= skew <= 1:
         raise BadInput("skew", skew, "a part: 0 to 1")
-    of_ranks, of_domains = owned(gate.experts, domains * ranks), owned(gate.experts, domains)
+    of_ranks = owned(gate.experts, domains * ranks)
+    of_domains = of_ranks.reshape(domains, ranks, -1).sum(axis=1)
     plain = Spread(
         np.array([wanted(gate, shares) for shares in of_ranks]),
         np.array([wanted(gate, shares) for shares in of_domains]),
         of_ranks.sum(axis=1) * gate.topk / gate.experts,
+        np.array([wanted_once(gate, shares) for shares in of_ranks]),
+        gate.experts,
     )
     if skew == 0:
         return plain
     there = _to_rank_0(gate, of_ranks, of_domains)
-    pairs = zip((plain.ranks, plain.domains, plain.entries), (there.ranks, there.domains, there.entries), strict=True)
-    return Spread(*((1 - skew) * anywhere + skew * hot for anywhere, hot in pairs))
+    mixed = {
+        name: (1 - skew) * getattr(plain, name) + skew * getattr(there, name)
+        for name in ("ranks", "domains", "entries", "once")
+    }
+    return Spread(**mixed, experts=gate.experts)
 
 
-def owned(experts: int, parts: int) -> Array:
-    """Return [parts, experts]: the fraction of each expert's copies that each of `parts` equal parts holds."""
-    copies = max(1, parts // experts)
-    slots = max(1, experts // parts) if parts <= experts else 1
-    begin = np.arange(parts)[:, None] * slots - np.arange(experts)[None, :] * copies
-    held = np.clip(begin + slots, 0, copies) - np.clip(begin, 0, copies)
-    return np.asarray(held / copies, dtype=np.float64)
+def owned(experts: int, ranks: int) -> Array:
+    """Return [ranks, experts]: the fraction of each expert's copies that each rank holds.
+
+    Up to as many ranks as experts: neighboring experts, and of a remainder the first ranks have one more each, as in a
+    Buffer. With more ranks: one expert a rank. Rank r has expert r * experts // ranks, so that the experts with one
+    copy more are spread evenly over the ranks.
+    """
+    held = np.zeros((ranks, experts))
+    if ranks > experts:
+        held[np.arange(ranks), np.arange(ranks) * experts // ranks] = 1
+    else:
+        each, more = divmod(experts, ranks)
+        sizes = [each + (rank < more) for rank in range(ranks)]
+        held[np.repeat(np.arange(ranks), sizes), np.arange(experts)] = 1
+    return np.asarray(held / held.sum(axis=0), dtype=np.float64)
 
 
 def wanted(gate: Gate, shares: Array) -> float:
@@ -105,7 +126,19 @@ def wanted(gate: Gate, shares: Array) -> float:
     The formula is 1 - (sum over all choices of the product of 1 - share) / choices. Without groups and copies this is 1
     - C(experts - local, topk) / C(experts, topk).
     """
-    return _wanted(gate, tuple(sorted(_counted(group) for group in shares.reshape(gate.groups, -1))))
+    return 1 - _picked(gate, _by_group(gate, shares))[0]
+
+
+def wanted_once(gate: Gate, shares: Array) -> float:
+    """Return the probability that a token wants exactly one expert of a place."""
+    return _picked(gate, _by_group(gate, shares))[1]
+
+
+_Groups = tuple[tuple[tuple[float, int], ...], ...]
+
+
+def _by_group(gate: Gate, shares: Array) -> _Groups:
+    return tuple(sorted(_counted(group) for group in shares.reshape(gate.groups, -1)))
 
 
 def _counted(shares: Array) -> tuple[tuple[float, int], ...]:
@@ -114,26 +147,44 @@ def _counted(shares: Array) -> tuple[tuple[float, int], ...]:
 
 
 @lru_cache(maxsize=4096)  # many ranks and domains hold equal shares
-def _wanted(gate: Gate, groups: tuple[tuple[tuple[float, int], ...], ...]) -> float:
+def _picked(gate: Gate, groups: _Groups) -> tuple[float, float]:
+    """Return the probabilities that a token picks none, and exactly one, of the copies in a place."""
     everything = tuple(((0.0, gate.experts // gate.groups),) for _ in groups)
-    return 1 - _missed(gate, groups) / _missed(gate, everything)
+    choices = _ways(gate, everything)[0]
+    none, one = _ways(gate, groups)
+    return none / choices, one / choices
 
 
 @lru_cache(maxsize=4096)
-def _missed(gate: Gate, groups: tuple[tuple[tuple[float, int], ...], ...]) -> float:
-    """Return the sum, over all choices of groups and of experts in them, of the products of 1 - share."""
-    # ways[j, k]: the sum over choices of j groups and k experts.
-    ways = np.zeros((gate.topk_groups + 1, gate.topk + 1))
-    ways[0, 0] = 1
+def _ways(gate: Gate, groups: _Groups) -> tuple[float, float]:
+    """Return sums over all choices of groups and of experts in them: of the products of 1 - share, and of the products
+    in which one factor is a share instead.
+    """
+    # ways[n, j, k]: the sum over choices of j groups and k experts, n of them in the place.
+    ways = np.zeros((2, gate.topk_groups + 1, gate.topk + 1))
+    ways[0, 0, 0] = 1
     for group in groups:
-        series = np.eye(1, gate.topk + 1)[0]
+        series = np.zeros((2, gate.topk + 1))
+        series[0, 0] = 1
         for share, count in group:
-            power = np.array([comb(count, k) * (1 - share) ** k for k in range(gate.topk + 1)])
-            series = np.convolve(series, power)[: gate.topk + 1]
+            picks = range(gate.topk + 1)
+            none = np.array([comb(count, k) * (1 - share) ** k for k in picks])
+            one = np.array([comb(count, k) * k * share * (1 - share) ** max(k - 1, 0) for k in picks])
+            series = _times(series, np.array([none, one]))
         if gate.groups > 1 and gate.topk >= gate.topk_groups:
-            series[0] = 0  # at least one expert of each drawn group is picked
-        ways[1:] += np.array([np.convolve(row, series)[: gate.topk + 1] for row in ways[:-1]])
-    return float(ways[-1, -1])
+            series[0, 0] = 0  # at least one expert of each drawn group is picked
+        before = ways.copy()
+        for group_number in range(gate.topk_groups):
+            ways[:, group_number + 1] += _times(before[:, group_number], series)
+    return float(ways[0, -1, -1]), float(ways[1, -1, -1])
+
+
+def _times(left: Array, right: Array) -> Array:
+    """Multiply two power series, up to the first power of the number of experts in the place."""
+    most = left.shape[1]
+    none = np.convolve(left[0], right[0])[:most]
+    one = np.convolve(left[0], right[1])[:most] + np.convolve(left[1], right[0])[:most]
+    return np.array([none, one])
 
 
 def _to_rank_0(gate: Gate, of_ranks: Array, of_domains: Array) -> Spread:
@@ -142,12 +193,14 @@ def _to_rank_0(gate: Gate, of_ranks: Array, of_domains: Array) -> Spread:
     local = int(own.sum())
     here = min(local, gate.topk)
     others = gate.experts - local
-    ranks, domains, entries = np.zeros(len(of_ranks)), np.zeros(len(of_domains)), np.zeros(len(of_ranks))
+    ranks, domains, entries, once = (np.zeros(len(part)) for part in (of_ranks, of_domains, of_ranks, of_ranks))
     if rest := gate.topk - here:
         left = Gate(others, rest)
         ranks = np.array([wanted(left, shares[~own]) for shares in of_ranks])
         domains = np.array([wanted(left, shares[~own]) for shares in of_domains])
+        once = np.array([wanted_once(left, shares[~own]) for shares in of_ranks])
         entries = of_ranks[:, ~own].sum(axis=1) * rest / others
     ranks[0] = domains[0] = 1
     entries[0] = here
-    return Spread(ranks, domains, entries)
+    once[0] = float(here == 1)
+    return Spread(ranks, domains, entries, once, gate.experts)

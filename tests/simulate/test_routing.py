@@ -13,9 +13,9 @@ import torch
 from moecomm.bench.case import Case
 from moecomm.errors import BadInput
 from moecomm.router import Router, random_routing
-from moecomm.simulate.measured import bytes_of
 from moecomm.simulate.model import Operation
 from moecomm.simulate.routing import Gate, owned, spread, wanted
+from moecomm.simulate.rows import bytes_of
 
 from ..few import few
 
@@ -77,6 +77,48 @@ def test_with_more_ranks_than_experts_a_token_takes_any_copy() -> None:
     assert spread(Gate(experts, topk), 1, 64, skew=1.0).ranks[:5] == pytest.approx([1, 0, 0, 0, 3 / 15 / 4])
 
 
+def test_tokens_that_want_one_expert_of_a_rank() -> None:
+    """The rest of them want several: their rows are sums, in float32 if exact."""
+    topk_idx, _ = random_routing(TOKENS, 256, 8)
+    for ranks in (2, 8, 64):
+        counts = torch.stack([(topk_idx // (256 // ranks) == rank).sum(dim=1) for rank in range(ranks)])
+        found = spread(Gate(256, 8), 1, ranks)
+        assert np.abs(found.once - (counts == 1).double().mean(dim=1).numpy()).max() < 0.018
+        assert found.single == pytest.approx(float((counts == 1).sum() / (counts > 0).sum()), abs=0.01)
+    assert spread(Gate(256, 8), 1, 256).single == pytest.approx(1)
+    assert spread(Gate(8, 8), 1, 2).single == pytest.approx(0)
+    router = Router(64, 256, 8, gate="sigmoid", num_groups=8, topk_groups=4)
+    topk_idx, _ = router(torch.randn(TOKENS, 64, generator=torch.Generator().manual_seed(1)))
+    counts = torch.stack([(topk_idx // 16 == rank).sum(dim=1) for rank in range(16)])
+    drawn = float((counts == 1).sum() / (counts > 0).sum())
+    assert spread(Gate(256, 8, 8, 4), 2, 8).single == pytest.approx(drawn, rel=0.03)
+
+
+def test_320_ranks_of_256_experts() -> None:
+    """64 experts have two copies, spread evenly; a token takes either."""
+    held = owned(256, 320)
+    assert (held > 0).sum(axis=1).tolist() == [1] * 320
+    copies = (held > 0).sum(axis=0)
+    assert sorted(copies.tolist()) == [1] * 192 + [2] * 64 and held.sum(axis=0) == pytest.approx(np.ones(256))
+    by_domain = (held.reshape(40, 8, 256) == 0.5).sum(axis=(1, 2))
+    assert by_domain.min() >= 2 and by_domain.max() <= 4
+    found = spread(Gate(256, 8), 40, 8)
+    assert found.ranks.sum() == pytest.approx(8) and found.entries == pytest.approx(found.ranks)
+    assert found.ranks.max() == pytest.approx(8 / 256) and found.ranks.min() == pytest.approx(4 / 256)
+    topk_idx, _ = random_routing(TOKENS, 256, 8)
+    slots = torch.arange(320) * 256 // 320
+    second = torch.randint(0, 2, topk_idx.shape, generator=torch.Generator().manual_seed(0))
+    taken = torch.searchsorted(slots, topk_idx) + torch.where(torch.bincount(slots)[topk_idx] == 2, second, 0)
+    drawn = torch.zeros(TOKENS, 40).scatter_(1, taken // 8, 1).mean(dim=0)
+    assert np.abs(found.domains - drawn.numpy()).max() < 0.02
+
+
+def test_ranks_that_do_not_divide_experts() -> None:
+    """The first ranks have one more, as in a Buffer."""
+    assert owned(8, 3).sum(axis=1).tolist() == [3, 3, 2]
+    assert spread(Gate(256, 8), 3, 8).entries.sum() == pytest.approx(8)
+
+
 def test_the_textbook_formula_is_a_special_case() -> None:
     for local in (1, 4, 64, 249, 256):
         shares = (np.arange(256) < local).astype(float)
@@ -113,7 +155,6 @@ def test_bytes_are_those_that_were_counted(name: str) -> None:
 @pytest.mark.parametrize(
     ("gate", "domains", "ranks", "skew"),
     [
-        (Gate(256, 8), 3, 8, 0.0),
         (Gate(256, 8), 0, 8, 0.0),
         (Gate(256, 300), 1, 8, 0.0),
         (Gate(256, 8, 3, 1), 1, 8, 0.0),

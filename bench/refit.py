@@ -1,0 +1,51 @@
+"""Refit the model to bench/results, and rewrite all that follows from it.
+
+    python bench/refit.py
+
+Writes moecomm/simulate/h200.json, simulate-check.json, simulate.json and wide-ep.json in bench/results, docs/wide_ep.md
+and bench/README.md. A new result only has to lie in bench/results.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import topics
+import wide_ep
+from wide_ep import ROOT
+
+from moecomm.bench.results import write
+from moecomm.router import MODELS
+from moecomm.simulate.check import check
+from moecomm.simulate.domain import parse
+from moecomm.simulate.fit import fit_all
+from moecomm.simulate.fit import write as write_fit
+from moecomm.simulate.model import Machine
+from moecomm.simulate.nic import Nic
+from moecomm.simulate.predict import Asked, predict
+from moecomm.simulate.routing import Gate
+
+RESULTS = ROOT / "bench" / "results"
+PARAMETERS = ROOT / "moecomm" / "simulate" / "h200.json"
+SIZES = [1, 2, 4, 8, 16, 32, 64, 128]  # domains of simulate.json
+
+
+def refit(results: list[Path]) -> None:
+    """Fit, check, predict, and write everything."""
+    fitted = fit_all(results)
+    write_fit(PARAMETERS, fitted)
+    domain, nic = parse(fitted), Nic(efficiency=fitted["nic"]["efficiency"])
+    checked = check(results, domain, Nic(), fitted["nic"])
+    write(RESULTS / "simulate-check.json", {"benchmark": "simulate-check", **checked})
+    model = MODELS["deepseek-v3"]
+    gate = Gate(model.num_experts, model.topk, model.num_groups, model.topk_groups)
+    asked = Asked("deepseek-v3", model.hidden, model.intermediate, gate, SIZES, 8, [1, 128, 4096])
+    write(RESULTS / "simulate.json", predict(asked, Machine(domain, nic)))
+    write(wide_ep.RESULT, wide_ep.measure(domain, nic, fitted["nic"]))
+    wide_ep.PAGE.write_text(wide_ep.page(json.loads(wide_ep.RESULT.read_text())))
+    (ROOT / "bench" / "README.md").write_text(topics.page())
+
+
+if __name__ == "__main__":
+    refit(sorted(RESULTS.glob("*.json")))

@@ -1,0 +1,163 @@
+"""docs/wide_ep.md: predictions for 8 to 320 GPUs, and the times that other libraries have published.
+
+`bench/refit.py` writes the result and the page.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from moecomm.bench.ours import IN_WINDOW
+from moecomm.router import MODELS
+from moecomm.simulate.domain import Domain, Operation
+from moecomm.simulate.model import Machine, Rows, cost
+from moecomm.simulate.nic import Nic
+from moecomm.simulate.predict import Asked, predict
+from moecomm.simulate.published import Published, against, rows
+from moecomm.simulate.routing import Gate, spread
+from moecomm.simulate.rows import bytes_of, head_bytes
+
+ROOT = Path(__file__).parent.parent
+RESULT, PAGE = ROOT / "bench" / "results" / "wide-ep.json", ROOT / "docs" / "wide_ep.md"
+DOMAINS, RANKS = [1, 2, 4, 8, 16, 32, 40], 8
+TOKENS = {"decode": 128, "prefill": 4096}
+ONE_DOMAIN = 64  # GPUs
+
+
+def measure(domain: Domain, nic: Nic, fitted: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of the result: a prediction, one for a large domain, and the published rows."""
+    model = MODELS["deepseek-v3"]
+    gate = Gate(model.num_experts, model.topk, model.num_groups, model.topk_groups)
+    sizes = (model.hidden, model.intermediate, gate)
+    asked = Asked("deepseek-v3", *sizes, DOMAINS, RANKS, list(TOKENS.values()), layout="expert")
+    machine = Machine(domain, nic)
+    published = [
+        {**row, "library": one.library, "moecomm_us": round(_ours(one, machine), 3)}
+        for row, one in zip(against(domain, nic, fitted), rows(), strict=True)
+    ]
+    large = predict(replace(asked, domains=[1], ranks=ONE_DOMAIN), machine)["rows"]
+    return {**predict(asked, machine), "one_domain": large, "published": published}
+
+
+def _ours(row: Published, machine: Machine) -> float:
+    """Return the time that the model gives moecomm for the sizes of a published row, on H200s and 400 Gb/s."""
+    operation = Operation(row.what, "flat", IN_WINDOW if row.what == "combine" else "")
+    gate = Gate(row.experts, row.topk, row.groups, row.topk_groups)
+    dispatches = row.what == "dispatch"
+    head = head_bytes(row.topk, row.ranks) if dispatches else 0
+    joined = not dispatches or row.payload == "bf16"
+    own = Rows(bytes_of(operation, row.payload, row.hidden), head_bytes=head, joined=joined)
+    routed = spread(gate, row.domains, row.ranks)
+    return cost(operation, routed, row.tokens, own, machine, most_direct=128).us
+
+
+def page(found: dict[str, Any]) -> str:
+    """Return the page of a result."""
+    nic = found["inputs"]["nic"]
+    return (
+        "\n\n".join(
+            [
+                "# Wide expert parallelism",
+                HEAD.format(
+                    share=nic["efficiency"],
+                    gbs=nic["gbs"],
+                    latency=nic["latency_us"],
+                    domain=found["inputs"]["domain"],
+                ),
+                "## DeepSeek-V3 on 8 to 320 GPUs",
+                ROUTING.format(routing=found["inputs"]["routing"]),
+                _predictions(found),
+                READING,
+                "## Beside published times",
+                PUBLISHED,
+                _published(found["published"]),
+                _not_counted(found["published"]),
+                f"Source: `bench/results/{RESULT.name}` ({found['date']}, {found['commit']}), written with this page "
+                f"by `{found['command']}`. The errors on measured rows are in [Measurements](measurements.md).",
+            ]
+        )
+        + "\n"
+    )
+
+
+HEAD = """Predicted, not measured. No moecomm kernel has run through a NIC, and a Buffer opens on at most 64 GPUs today.
+This page says what the [model](performance.md#predictions) expects of today's protocol at larger sizes, and how
+far the model is from times that other libraries have published.
+
+- Inside a domain: terms fitted to {domain}s, 8 of them or fewer.
+- Between domains: a NIC for each GPU, {gbs:g} GB/s (400 Gb/s), {latency:g} us from a put to its signal.
+- Rows reach {share:.1%} of that line rate. This one number stands for headers, congestion, incast and slow
+  ranks. It is fitted to the published times below of the libraries whose GPUs post to ConnectX-7: their median
+  signed error is 0 by it. Nothing of moecomm's own is in it.
+- The NIC that receives most counts. With few tokens, random routing gives the busiest of many NICs clearly more
+  rows than the mean."""
+
+ROUTING = """Routing: {routing}. Layout `expert`;
+the dispatch takes bf16 and sends FP8 with scales; combine sends bf16. 8
+GPUs a domain, but for the row "64, one domain". Decode: 128 tokens a rank, which go direct between domains.
+Prefill: 4096 tokens a rank, through forwarders. In brackets: what most of the time goes to."""
+
+READING = """- **More than 64 GPUs**: a Buffer does not open. Every block reads the counts of all ranks by expert and by
+  rank, and rank counts grow with both. That time was measured up to 64 virtual ranks on one GPU, and is
+  extrapolated in proportion to the words (in proportion to the ranks it would be half at 320). It would be a
+  large part of a decode dispatch: today's agreement does not suit such sizes.
+- **320 GPUs**: there are more ranks than experts. One expert a rank, so 64 of the 256 experts have a second
+  copy, spread evenly over the domains; a token takes either. DeepSeek gives the 64 GPUs to hot and shared
+  experts. Here all experts are equally likely, so copies do not unload the ranks whose expert has none.
+- **64, one domain**: NVLink as between 8 H200s, not that of an NVL72. It says what one domain saves, not what
+  that machine does."""
+
+PUBLISHED = """Published times are of the sizes and the routing of their tests, mostly without groups, so they are not
+comparable with the table above. "Model": the same rows (bytes, copies for each expert where the library sends
+them), without headers of ours, by the share of the line rate that was fitted to the *other* libraries.
+UCCL-EP's CPU threads post its messages over EFA; its low-latency kernels have a message rate besides, fitted to
+its *other* machine. "moecomm": the prediction for the same sizes and routing on H200s with 400 Gb/s NICs, in
+`flat`; within a domain it sends a row for each (token, rank), where these low-latency kernels send one for each
+(token, expert)."""
+
+
+def _predictions(found: dict[str, Any]) -> str:
+    lines = [
+        "| GPUs | tokens a rank | ranks a token wants | dispatch | combine |",
+        "| ---: | ---: | ---: | ---: | ---: |",
+    ]
+    large = [{**row, "name": f"{row['gpus']}, one domain"} for row in found["one_domain"]]
+    for phase, tokens in TOKENS.items():
+        for row in [*found["rows"], *large]:
+            if row["tokens"] == tokens:
+                times = [f"{row[what]['us']:.0f} us ({row[what]['bound']})" for what in ("dispatch", "combine")]
+                name = row.get("name", str(row["gpus"]))
+                lines.append(f"| {name} | {tokens}, {phase} | {row['ranks_wanted']:.2f} | {times[0]} | {times[1]} |")
+    return "\n".join(lines)
+
+
+def _published(some: list[dict[str, Any]]) -> str:
+    lines = [
+        "| library | kernels | GPUs | tokens | operation | published | model | error | moecomm |",
+        "| --- | --- | ---: | ---: | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in some:
+        algorithm = "low latency" if row["kind"].endswith("LL") else "throughput"
+        what = " ".join(filter(None, (row["what"], row["payload"])))
+        mark = " ‡" if row["not_counted"] else ""
+        where = f"{row['library']}, {row['by_cpu']}" if row["by_cpu"] else row["library"]
+        cells = [where, algorithm, str(row["domains"] * row["ranks"]), str(row["tokens"]), what]
+        times = [f"{row[key]:.0f} us" for key in ("measured_us", "predicted_us")]
+        cells += [*times, f"{row['error']:+.0%}{mark}", f"{row['moecomm_us']:.0f} us"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _not_counted(some: list[dict[str, Any]]) -> str:
+    reasons = dict.fromkeys(row["not_counted"] for row in some if row["not_counted"])
+    sources = dict.fromkeys("; ".join(filter(None, (row["source"], row["note"]))) for row in some)
+    marks = [f"‡: not counted; {reason}." for reason in reasons]
+    listed = [f"- {one}." for one in sources]
+    return "\n".join([*marks, "", "Where a bandwidth is published, the time follows from its definition:", "", *listed])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(json.loads(RESULT.read_text())))

@@ -1,0 +1,35 @@
+"""Measured rows of kernels that are gone: shown by the check, but neither fitted to nor counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moecomm.bench.ours import FP32_WIRE, OUTSIDE
+
+# Commits of results in bench/results.
+_BEFORE_COPIES = ("ca1808cf", "4151efa7", "6504ee79", "d34cea2d")  # before d33eebb6
+_BEFORE_PACKETS = ("ca1808cf",)  # before 8 ranks had room for packets of 4-byte rows
+_BEFORE_RUNS = ("6504ee79",)  # before 0ecf2e7
+
+COPIED = "y outside, of many tokens: the driver or an earlier kernel copied the rows (before d33eebb6)"
+EXACT = "exact, 128 tokens of 8 ranks: did not travel in packets (before 8 ranks had room for them)"
+PUTS = "2 domains: one put a token, and no NIC but a copy over NVLink or a proxy thread (before 0ecf2e7)"
+
+
+def why_excluded(commit: str, domains: int, emulated_nic: bool, row: dict[str, Any], in_packets: bool) -> str:
+    """Return why a row of a result at a commit does not count, or an empty text.
+
+    Args:
+        commit: the commit of the result.
+        domains: its number of domains.
+        emulated_nic: True if an emulated NIC lay between its domains.
+        row: the row.
+        in_packets: True if its combine would travel in packets today.
+    """
+    if domains > 1 and (commit in _BEFORE_RUNS or not emulated_nic):
+        return PUTS
+    if commit in _BEFORE_COPIES and row["variant"] == OUTSIDE and not in_packets:
+        return COPIED
+    if commit in _BEFORE_PACKETS and row["variant"] == FP32_WIRE and row["tokens"] == 128:
+        return EXACT
+    return ""

@@ -1,0 +1,51 @@
+"""docs/wide_ep.md is what its result says, and the result is what the model predicts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moecomm.simulate.domain import content, load
+from moecomm.simulate.nic import Nic
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "bench"))
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[str, Any]:
+    return dict(json.loads((ROOT / "bench" / "results" / "wide-ep.json").read_text()))
+
+
+def test_the_page_is_that_of_its_result(kept: dict[str, Any]) -> None:
+    import wide_ep
+
+    assert (ROOT / "docs" / "wide_ep.md").read_text() == wide_ep.page(kept), "run: python bench/refit.py"
+
+
+def test_the_result_is_what_the_model_says(kept: dict[str, Any]) -> None:
+    import wide_ep
+
+    nic = content()["nic"]
+    found = wide_ep.measure(load(), Nic(efficiency=nic["efficiency"]), nic)
+    again = "run: python bench/refit.py"
+    for part in ("rows", "one_domain"):
+        for mine, theirs in zip(found[part], kept[part], strict=True):
+            for what in ("dispatch", "combine"):
+                assert mine[what]["us"] == pytest.approx(theirs[what]["us"], rel=1e-2), again
+    for mine, theirs in zip(found["published"], kept["published"], strict=True):
+        assert mine["measured_us"] == theirs["measured_us"], again
+        assert mine["error"] == pytest.approx(theirs["error"], abs=1e-2), again
+
+
+def test_all_sizes_and_libraries_are_there(kept: dict[str, Any]) -> None:
+    sizes = [(row["gpus"], row["tokens"]) for row in kept["rows"]]
+    assert sizes == [(gpus, tokens) for gpus in (8, 16, 32, 64, 128, 256, 320) for tokens in (128, 4096)]
+    assert {row["library"] for row in kept["published"]} == {"DeepEP V1", "DeepEP V2", "NCCL EP", "UCCL-EP"}
+    assert {"command", "date", "commit", "machine"} <= set(kept)
+    page = (ROOT / "docs" / "wide_ep.md").read_text()
+    assert "Predicted, not measured" in page and "at most 64 GPUs" in page and kept["inputs"]["routing"] in page
