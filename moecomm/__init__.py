@@ -23,6 +23,7 @@ from moecomm.errors import (
     Unsupported,
 )
 from moecomm.routed import Handle, Routed
+from moecomm.window import Window
 
 if TYPE_CHECKING:
     from moecomm import fused as fused
@@ -49,6 +50,7 @@ __all__ = [
     "Timeout",
     "TooManyRows",
     "Unsupported",
+    "Window",
     "doctor",
     "local_ranks",
 ]
