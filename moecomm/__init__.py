@@ -52,6 +52,7 @@ __all__ = [
     "Unsupported",
     "Window",
     "doctor",
+    "include_dir",
     "local_ranks",
 ]
 
@@ -61,6 +62,13 @@ def doctor() -> Report:
     from moecomm.tools.doctor import doctor as examine
 
     return examine()
+
+
+def include_dir() -> str:
+    """Return the folder that a compiler searches for `<moecomm/window.cuh>` and `<moecomm/window.h>`."""
+    from moecomm.jit.loader import headers
+
+    return str(headers() / "include")
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
-FOLDERS = ("protocol", "device", "transport", "dispatch", "combine", "elementwise", "host", "window")
+FOLDERS = ("protocol", "device", "transport", "dispatch", "combine", "elementwise", "host", "window", "include")
 # Bulk copies are made when they are asked for.
 COPY = (
     "if (bytes % 16 != 0 || (reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from)) % 16 != 0) __builtin_trap(); "
