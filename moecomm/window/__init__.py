@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from moecomm import _native, backends, config
 from moecomm.backends.collective import all_or_none
@@ -20,7 +21,7 @@ from moecomm.core.opening import opening
 from moecomm.core.peers import Peers
 from moecomm.core.rendezvous import rendezvous
 from moecomm.core.settings import seconds, wanted_device
-from moecomm.core.validation import check_shape
+from moecomm.core.validation import check_dense, check_shape
 from moecomm.errors import BadInput, Closed, ConcurrentCall, MoecommError, Unsupported
 from moecomm.window import failures
 from moecomm.window.calls import Calls
@@ -149,8 +150,9 @@ class Window:
             Closed, Timeout, PeerLost, Aborted: the Window is closed, or has failed.
         """
         given, _ = as_tensor("source", source)
-        if given.device != self.device or given.layout is not torch.strided:
-            raise BadInput("source", f"a tensor on {given.device}", f"a dense one on {self.device}")
+        check_dense("source", given)
+        if given.device != self.device or isinstance(given, FakeTensor):
+            raise BadInput("source", f"a tensor on {given.device}", f"one with memory on {self.device}")
         check_memory("source", given)
         self._check_rank("rank", rank)
         if signal is not None:
