@@ -83,15 +83,11 @@ class GpuPeers:
         except BaseException:
             window.close()
             raise
-        self._window = window
+        self._owner: object = window.owner
+        self.nbytes = window.nbytes
         self._mapping: _Mapping | None = _Mapping(window)
         self.reach.watch(self.abort_host)
         return window
-
-    @property
-    def nbytes(self) -> int:
-        """See Peers."""
-        return self._window.nbytes
 
     @property
     def ranks_of_gpu(self) -> int:
@@ -100,7 +96,7 @@ class GpuPeers:
 
     def owner(self, rank: int) -> object:
         """See Peers.  Memory of peers is mapped as long as one of these objects, or this one, is there."""
-        return self._window.owner if rank == self.rank else self._mapping
+        return self._owner if rank == self.rank else self._mapping
 
     def abort(self, cause: int, culprit: int) -> None:
         """See Peers."""
@@ -115,7 +111,7 @@ class GpuPeers:
         try:
             if self.presence is not None:
                 self.presence.leave(self.reach.linger_s)
-            self._mapping = None
+            self._mapping = self._owner = None
         finally:  # after Ctrl-C as well: the abort word is freed with this object
             self.reach.watch(0)
 
