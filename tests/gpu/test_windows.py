@@ -320,3 +320,50 @@ def test_survivors_name_the_rank_and_keep_their_context(gpu_ranks: Ranks, kind: 
         assert rank != 1 and peer == 1 and alive == 8
         assert name == ("PeerLost" if how == "killed" else "Timeout")
         assert seconds < (2.0 if how == "killed" else 5.0)
+
+
+def _triton(rank: int, group: Any) -> str:
+    from window_ring_triton import AllGather
+
+    torch.cuda.set_device(rank)
+    gather = AllGather(group, 1000, backend="lsa", timeout_s=60)
+    for call in range(20):
+        rows = gather(torch.full((1000,), rank + 10.0 * call, device="cuda"))
+        assert torch.equal(rows, (torch.arange(group.size()) + 10.0 * call).cuda()[:, None].expand(-1, 1000))
+    gather.window.close()
+    return "done"
+
+
+@pytest.mark.gpu2
+@pytest.mark.timeout(150)
+def test_the_ring_in_triton(gpu_ranks: Ranks) -> None:
+    pytest.importorskip("triton")
+    count = min(4, torch.cuda.device_count())
+    gpu_ranks.start(count, _triton)
+    assert gpu_ranks.results(count, timeout_s=120) == dict.fromkeys(range(count), "done")
+
+
+def _alone_in_triton(rank: int, group: Any) -> str:
+    """A wait that nobody ends is a Timeout, and a rank alone gathers its row."""
+    import moecomm.triton as mt
+    from window_ring_triton import AllGather, ring
+
+    torch.cuda.set_device(0)
+    gather = AllGather("self", 1000, backend="lsa", timeout_s=1.0)
+    assert torch.equal(gather(torch.arange(1000.0, device="cuda"))[0], torch.arange(1000.0, device="cuda"))
+    gather.window.close()
+    windows = run_ranks(2, lambda ranks: moecomm.Window(ranks, 1 << 16, backend="lsa", timeout_s=1.0))
+    ring[(1,)](mt.handle(windows[0]), 1000, 0, 1024)
+    with pytest.raises(moecomm.Timeout) as caught:
+        windows[0].check()
+    for window in windows:
+        window.close()
+    return f"{caught.value.peer}"
+
+
+@pytest.mark.gpu1
+@pytest.mark.timeout(120)
+def test_a_wait_in_triton_that_nobody_ends_is_a_timeout(gpu_ranks: Ranks) -> None:
+    pytest.importorskip("triton")
+    gpu_ranks.start(1, _alone_in_triton)
+    assert gpu_ranks.results(1, timeout_s=100) == {0: "1"}
