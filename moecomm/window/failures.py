@@ -51,7 +51,7 @@ def error_of_word(word: int, rank: int, dead: Mapping[int, str]) -> RoundFailed:
         return PeerLost(f"rank {culprit} is gone (noticed by rank {rank}): {why}", **known)
     if cause == Failure.timeout:
         whom = "" if culprit < 0 else f" for rank {culprit}"
-        return Timeout(f"another rank timed out waiting{whom} (noticed by rank {rank})", **known)
+        return Timeout(f"a wait{whom} timed out (noticed by rank {rank})", **known)
     by = "abort() or an interrupt" if culprit == rank else f"rank {culprit}"
     return Aborted(f"rank {rank} was stopped by {by}", **known)
 

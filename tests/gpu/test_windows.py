@@ -345,8 +345,9 @@ def test_the_ring_in_triton(gpu_ranks: Ranks) -> None:
 
 def _alone_in_triton(rank: int, group: Any) -> str:
     """A wait that nobody ends is a Timeout, and a rank alone gathers its row."""
-    import moecomm.triton as mt
     from window_ring_triton import AllGather, ring
+
+    import moecomm.triton as mt
 
     torch.cuda.set_device(0)
     gather = AllGather("self", 1000, backend="lsa", timeout_s=1.0)

@@ -52,6 +52,12 @@ def test_puts_move_vectors_and_signals_release() -> None:
     assert re.search(r"REDG?\.E\.ADD\.64\.STRONG\.SYS", code) and "MEMBAR.ALL.SYS" in code
 
 
+def test_the_kernel_of_the_page_compiles() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "windows.md").read_text()
+    (source,) = re.findall(r"^```cpp\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    check_compiled(compiled(source), 1024, calls=True)
+
+
 CALLS = {call: kernel(call) for call in ("signal", "set_signal", "wait", "barrier")}
 
 
