@@ -56,6 +56,50 @@ extern "C" __global__ void everything(const Window* handle, u64 bytes, u64 turn)
 """
 
 
+# All threads of all ranks write, meet, and look: word `count` of each rank counts what was not there.
+MEET = r"""
+#include <moecomm/window.cuh>
+using namespace moecomm;
+extern "C" __global__ void meet(const Window* handle, u64 count, u64 turns) {
+    const Window window = *handle;
+    const CoopBlock block;
+    for (u64 turn = 1; turn <= turns; ++turn) {
+        for (i32 peer = 0; peer < window.ranks; ++peer)
+            for (u64 i = threadIdx.x; i < count; i += blockDim.x)
+                *window.peer<volatile u64>(peer, (window.rank * count + i) * 8) = turn * 1000 + i;
+        if (!window.barrier(block, 7)) return;
+        for (u64 i = threadIdx.x; i < window.ranks * count; i += blockDim.x)
+            if (*window.local<volatile u64>(i * 8) != turn * 1000 + i % count)
+                atomicAdd(window.local<u64>(window.ranks * count * 8), 1);
+        if (!window.barrier(block, 7)) return;
+    }
+}
+"""
+
+
+# A put whose second warp is late: word `count` of each rank counts what had not come with the signal.
+LATE = r"""
+#include <moecomm/window.cuh>
+using namespace moecomm;
+extern "C" __global__ void late(const Window* handle, u64 count, u64 turns) {
+    const Window window = *handle;
+    const CoopBlock block;
+    const i32 next = (window.rank + 1) % window.ranks, last = (window.rank + window.ranks - 1) % window.ranks;
+    u64* const source = window.local<u64>(8 * (count + 1));
+    for (u64 turn = 1; turn <= turns; ++turn) {
+        for (u64 i = threadIdx.x; i < count; i += blockDim.x) source[i] = turn * 1000 + i;
+        __syncthreads();
+        for (i32 passes = threadIdx.x / 32 * 20; passes > 0; --passes) emulator::emulator_yield();
+        window.put_signal(block, next, 0, source, 8 * count, 0, 1);
+        if (!window.wait(block, 0, turn, last)) return;
+        for (u64 i = threadIdx.x; i < count; i += blockDim.x)
+            if (window.local<u64>()[i] != turn * 1000 + i) atomicAdd(window.local<u64>(8 * count), 1);
+        if (!window.barrier(block)) return;
+    }
+}
+"""
+
+
 class KernelArgs(ctypes.Structure):
     _fields_ = (("handle", ctypes.c_uint64), ("first", ctypes.c_uint64), ("second", ctypes.c_uint64))
 
@@ -103,7 +147,7 @@ def run(
 def test_the_ring_of_the_example(machine: Machine, ranks: int) -> None:
     import window_ring as example
 
-    text, columns = unit(example.SOURCE, "ring", "unsigned long long"), 100
+    text, columns = unit(example.SOURCE, "ring", "unsigned long long"), 1000
     rows = torch.rand(5, ranks, columns, generator=torch.Generator().manual_seed(ranks))
     with windows(ranks, 1 << 16) as opened:
         for call, wanted in enumerate(rows):
@@ -146,6 +190,24 @@ def test_every_function(machine: Machine, ranks: int) -> None:
                     assert (place[:begin] == 7).all() and (place[end:] == 7).all()
                 assert [window.signal_value(i) for i in range(4)] == [turn, turn, 5 * turn, turn]
                 assert window.signal_value(4) == 2 * turn * (turn + 1) // 2
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_all_that_was_written_before_a_barrier_is_there_after_it(machine: Machine, ranks: int) -> None:
+    count, turns = 150, 12
+    with windows(ranks, 8 * (ranks * count + 1)) as opened:
+        for seed in range(3):
+            run(machine, unit(MEET, "meet", "unsigned long long"), opened, count, turns, seed=seed)
+        for window in opened:
+            assert window.tensor((1,), torch.int64, offset=8 * ranks * count).item() == 0
+
+
+def test_a_signal_covers_the_stores_of_all_threads(machine: Machine) -> None:
+    count = 301
+    with windows(2, 8 * (2 * count + 1)) as opened:
+        run(machine, unit(LATE, "late", "unsigned long long"), opened, count, 5)
+        for window in opened:
+            assert window.tensor((1,), torch.int64, offset=8 * count).item() == 0
 
 
 def test_a_rank_that_does_not_come_is_named_by_all(machine: Machine) -> None:

@@ -208,6 +208,24 @@ def test_a_silent_rank_is_a_timeout_that_names_it() -> None:
     assert "gave up after 0.3 s" in str(first) + str(second)
 
 
+def test_a_rank_that_gives_up_ends_the_waits_of_all() -> None:
+    done = threading.Barrier(RANKS)
+
+    def run(group: Any) -> Any:
+        with moecomm.Window(group, 64, backend="host", timeout_s=0.2 if group.rank == 0 else 60.0) as window:
+            if group.rank == 2:
+                done.wait()
+                return None
+            with pytest.raises(moecomm.Timeout) as caught:
+                window.barrier()
+            done.wait()
+            return caught.value.peer, str(caught.value)
+
+    (first, text), (second, repeated), _ = run_ranks(RANKS, run)
+    assert (first, second) == (2, 2) and "gave up after 0.2 s" in text
+    assert "another rank timed out waiting for rank 2 (noticed by rank 1" in repeated
+
+
 def test_a_signal_that_does_not_come_is_a_timeout() -> None:
     with moecomm.Window("self", 64, backend="host", timeout_s=0.2) as window:
         window.signal(0, 3, 2)
