@@ -40,9 +40,10 @@ class HostMemoryWindow:
     kind = "local"
 
     def __init__(self, ranks: Rendezvous, nbytes: int) -> None:
-        self._memory = ctypes.create_string_buffer(b"\xff" * nbytes, nbytes)
+        self._memory = _native.host_alloc(nbytes)
         self.owner: Any = Owner(self._memory)
-        self.address, self.nbytes = ctypes.addressof(self._memory), nbytes
+        self.address, self.nbytes = self._memory.address, nbytes
+        ctypes.memset(self.address, 0xFF, nbytes)
         self.peers = [int.from_bytes(data, "little") for data in ranks.all_gather(self.address.to_bytes(8, "little"))]
         self.closed = False
 
@@ -64,8 +65,8 @@ class FakeReach(Reach):
 
 class Pinned:
     def __init__(self, nbytes: int) -> None:
-        self.memory, self.nbytes = ctypes.create_string_buffer(nbytes), nbytes
-        self.address = ctypes.addressof(self.memory)
+        self.memory, self.nbytes = _native.host_alloc(nbytes), nbytes  # aligned as pinned memory is
+        self.address = self.memory.address
 
     def write(self, offset: int, data: bytes) -> int:
         assert offset + len(data) <= self.nbytes

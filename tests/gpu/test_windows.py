@@ -28,15 +28,22 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 RANKS = 4
 
 
+def load_kernels() -> None:
+    """Compile and load the kernels of calls, so that no later opening waits for that."""
+    moecomm.Window("self", 64, backend="lsa", timeout_s=60.0).close()
+
+
 @contextmanager
 def windows(
     ranks: int, nbytes: int, **options: Any
 ) -> Iterator[tuple[list[moecomm.Window], Callable[[Callable[[moecomm.Window], Any]], list[Any]]]]:
     """Open Windows of virtual ranks; the function enqueues what a callable does with each, on a stream a rank.
 
-    All ranks share one GPU, so the callables must only enqueue.
+    All ranks share one GPU, so the callables must only enqueue: an allocation may wait for a kernel that waits for a
+    rank that is not enqueued yet.
     """
     given = {"backend": "lsa", "timeout_s": 10.0, **options}
+    load_kernels()
     opened = run_ranks(ranks, lambda group: moecomm.Window(group, nbytes, **given))
     for window in opened:
         assert isinstance(window, moecomm.Window), window
@@ -64,20 +71,21 @@ def windows(
 @pytest.mark.parametrize("ranks", [1, 2, RANKS])
 def test_virtual_ranks_put_signal_and_wait(ranks: int) -> None:
     rows = torch.randint(0, 1 << 40, (20, ranks, 1000), device="cuda")
+    found = torch.empty_like(rows[0])
     with windows(ranks, 1 << 16) as (opened, each):
         for window in opened:
             assert window.backend == "lsa/local" and window.device.type == "cuda" and not window.local.any()
         for turn, wanted in enumerate(rows, 1):
 
-            def exchange(window: moecomm.Window, turn: int = turn, wanted: torch.Tensor = wanted) -> torch.Tensor:
+            def exchange(window: moecomm.Window, turn: int = turn, wanted: torch.Tensor = wanted) -> None:
                 me, last = window.rank, (window.rank - 1) % ranks
                 window.barrier()
                 window.put(wanted[me], (me + 1) % ranks, offset=256, signal=me, amount=2)
                 window.wait(last, 2 * turn, peer=last)
                 window.set_signal((me + 1) % ranks, 255, turn)
-                return window.tensor((1000,), torch.int64, offset=256).clone()
+                found[me].copy_(window.tensor((1000,), torch.int64, offset=256))
 
-            found = each(exchange)
+            each(exchange)
             for window, arrived in zip(opened, found, strict=True):
                 assert torch.equal(arrived, wanted[window.rank - 1])
                 assert window.signal_value((window.rank - 1) % ranks) == 2 * turn
@@ -189,7 +197,7 @@ def test_the_examples_on_virtual_ranks() -> None:
 @pytest.mark.gpu1
 @pytest.mark.timeout(60)
 def test_a_virtual_rank_that_does_not_come_is_named_and_the_context_lives() -> None:
-    with windows(3, 4096, timeout_s=0.5) as (opened, each):
+    with windows(3, 4096, timeout_s=2.0) as (opened, each):
         each(lambda window: window.barrier() if window.rank != 2 else None)
         for window in opened[:2]:
             with pytest.raises(moecomm.Timeout) as caught:
@@ -249,6 +257,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 def options_of(rank: int, kind: str, timeout_s: float) -> dict[str, Any]:
     torch.cuda.set_device(rank)
+    load_kernels()
     if kind in moecomm.backends.NAMES:
         return {"backend": kind, "timeout_s": timeout_s}
     os.environ["MOECOMM_WINDOW"] = kind
@@ -350,10 +359,10 @@ def _alone_in_triton(rank: int, group: Any) -> str:
     import moecomm.triton as mt
 
     torch.cuda.set_device(0)
-    gather = AllGather("self", 1000, backend="lsa", timeout_s=1.0)
+    gather = AllGather("self", 1000, backend="lsa", timeout_s=60.0)
     assert torch.equal(gather(torch.arange(1000.0, device="cuda"))[0], torch.arange(1000.0, device="cuda"))
     gather.window.close()
-    windows = run_ranks(2, lambda ranks: moecomm.Window(ranks, 1 << 16, backend="lsa", timeout_s=1.0))
+    windows = run_ranks(2, lambda ranks: moecomm.Window(ranks, 1 << 16, backend="lsa", timeout_s=2.0))
     ring[(1,)](mt.handle(windows[0]), 1000, 0, 1024)
     with pytest.raises(moecomm.Timeout) as caught:
         windows[0].check()
