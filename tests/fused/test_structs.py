@@ -38,7 +38,8 @@ def test_every_struct_is_laid_out_as_the_native_module_says() -> None:
 
 def test_kernels_lay_them_out_so_too() -> None:
     core = pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
-    checked = '#include "device/leave_args.h"\n#include "elementwise/args.h"\n#include "window/call_args.h"\nusing namespace moecomm;\n'
+    included = ("device/leave_args.h", "elementwise/args.h", "window/call_args.h")
+    checked = "".join(f'#include "{header}"\n' for header in included) + "using namespace moecomm;\n"
     checked += f"static_assert(sizeof(RowDescriptor) == {DESCRIPTOR_BYTES});\n"
     for name, (size, fields) in TABLE.items():
         checked += f"static_assert(sizeof({name}) == {size});\n"
