@@ -23,6 +23,7 @@ from moecomm.errors import (
     Unsupported,
 )
 from moecomm.routed import Handle, Routed
+from moecomm.window import Window
 
 if TYPE_CHECKING:
     from moecomm import fused as fused
@@ -49,7 +50,9 @@ __all__ = [
     "Timeout",
     "TooManyRows",
     "Unsupported",
+    "Window",
     "doctor",
+    "include_dir",
     "local_ranks",
 ]
 
@@ -59,6 +62,13 @@ def doctor() -> Report:
     from moecomm.tools.doctor import doctor as examine
 
     return examine()
+
+
+def include_dir() -> str:
+    """Return the folder that a compiler searches for `<moecomm/window.cuh>` and `<moecomm/window.h>`."""
+    from moecomm.jit.loader import headers
+
+    return str(headers() / "include")
 
 
 def __getattr__(name: str) -> Any:

@@ -57,6 +57,8 @@ class Phase(enum.IntEnum):
     reduced = 2
     drained = 3
     grid = 4
+    signal = 5
+    barrier = 6
 
 class Op(enum.IntEnum):
     """Op of csrc/protocol/record.h."""
@@ -65,6 +67,7 @@ class Op(enum.IntEnum):
     dispatch = 1
     combine = 2
     leave = 3
+    window = 4
 
 class Argument(enum.IntEnum):
     """Argument of csrc/protocol/record.h."""
@@ -573,6 +576,56 @@ class FailureRecordView:
     def seen(self) -> int: ...
     @property
     def waited_ns(self) -> int: ...
+
+class WindowHandle:
+    """
+    Window of csrc/window/window.h: offsets for `nbytes` on each rank; addresses are set by the caller.
+
+    Raises ValueError for numbers that can't be, and in every call before `peers`, `record` and `abort_host` are set.
+    """
+    def __init__(self, rank: int, ranks: int, num_signals: int, nbytes: int) -> None: ...
+    def barrier(self) -> bool:
+        """Wait until all ranks have come.  Else as wait()."""
+    def leave(self) -> None:
+        """Tell every peer that this rank has left.  Never waits."""
+    def set_signal(self, rank: int, index: int, value: int) -> None:
+        """Store a signal of a rank, after all earlier writes of this thread."""
+    def signal(self, rank: int, index: int, amount: int) -> None:
+        """Add to a signal of a rank, after all earlier writes of this thread."""
+    def signal_value(self, index: int) -> int:
+        """Load a signal of this rank."""
+    def wait(self, index: int, value: int, peer: int = -1) -> bool:
+        """
+        Wait until a signal of this rank is at least `value`.  False on failure: record() then has the record.
+
+        In the main thread, signal handlers run during the wait.  An exception of a handler aborts it and is raised.
+        """
+    @property
+    def abort(self) -> int: ...
+    abort_host: int
+    @property
+    def address(self) -> int:
+        """Of the struct itself."""
+    @property
+    def content(self) -> bytes:
+        """The bytes of the struct."""
+    @property
+    def left(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def num_signals(self) -> int: ...
+    peers: int
+    @property
+    def rank(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
+    record: int
+    @property
+    def signals(self) -> int: ...
+    timeout_ns: int
+    @property
+    def total_bytes(self) -> int: ...
 
 def clear_record(address: int) -> None:
     """Make the record that of no failure."""

@@ -73,9 +73,9 @@ class ConcurrentCall(MoecommError):
     OutOfStep.  check() and dispatch_end() do not count, and can be called again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "Buffer") -> None:
         super().__init__(
-            "this Buffer is in another call; let one thread at a time use it, or open a Buffer for each thread"
+            f"this {what} is in another call; let one thread at a time use it, or open a {what} for each thread"
         )
 
 

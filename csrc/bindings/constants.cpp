@@ -10,6 +10,7 @@
 #include "../protocol/packets.h"
 #include "../protocol/round_header.h"
 #include "../protocol/row_descriptor.h"
+#include "../window/window.h"
 #include "module.h"
 
 namespace py = pybind11;
@@ -52,12 +53,15 @@ void bind_enums(py::module_& m) {
         .value("reduced", Phase::reduced)
         .value("drained", Phase::drained)
         .value("grid", Phase::grid)
+        .value("signal", Phase::signal)
+        .value("barrier", Phase::barrier)
         .finalize();
     py::native_enum<Op>(m, "Op", "enum.IntEnum", "Op of csrc/protocol/record.h.")
         .value("none", Op::none)
         .value("dispatch", Op::dispatch)
         .value("combine", Op::combine)
         .value("leave", Op::leave)
+        .value("window", Op::window)
         .finalize();
     py::native_enum<moecomm::Argument>(m, "Argument", "enum.IntEnum", "Argument of csrc/protocol/record.h.")
         .value("none", moecomm::Argument::none)
@@ -91,6 +95,8 @@ void bind_constants(py::module_& m) {
                                               {"line_words", kLineWords},
                                               {"packet_lines", kPacketLines},
                                               {"pass_threads", kPassThreads},
+                                              {"max_signals", kMaxSignals},
+                                              {"host_barrier", kHostBarrier},
                                               {"descriptor_bytes", sizeof(RowDescriptor)},
                                               {"round_header_bytes", sizeof(RoundHeader)}};
         },

@@ -34,4 +34,5 @@ PYBIND11_MODULE(_native, m) {
     moecomm::bindings::bind_rounds(m);
     moecomm::bindings::bind_structs(m);
     moecomm::bindings::bind_leave(m);
+    moecomm::bindings::bind_window(m);
 }

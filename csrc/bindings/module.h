@@ -14,5 +14,6 @@ void bind_plans(pybind11::module_& m);
 void bind_rounds(pybind11::module_& m);
 void bind_structs(pybind11::module_& m);
 void bind_leave(pybind11::module_& m);
+void bind_window(pybind11::module_& m);
 
 }  // namespace moecomm::bindings

@@ -1,6 +1,5 @@
 // Running a round, and what is left when it fails.
 #include <pybind11/stl.h>
-#include <unistd.h>
 
 #include <optional>
 #include <stdexcept>
@@ -12,6 +11,7 @@
 #include "../protocol/order.h"
 #include "../runtime/driver.h"
 #include "../runtime/rank_threads.h"
+#include "handlers.h"
 #include "module.h"
 
 namespace py = pybind11;
@@ -41,32 +41,13 @@ void check_context(const Context& ctx) {
         if (ctx.link == 0 || domain_of(ctx.shape, p) == domain_of(ctx.shape, ctx.rank)) at<u64>(window_of(ctx, p));
 }
 
-// Python runs the handlers of signals in its main thread, between instructions of its own.  A round in that thread runs them in its waits.
-// Runs signal handlers during a round. An exception of a handler aborts the round on all ranks, and goes to the caller when it has ended.
-class Handlers {
-  public:
-    explicit Handlers(const std::vector<Round>& rounds) : rounds_(rounds) {}
-
-    // In a wait, without the GIL.
-    void run() {
-        if (::gettid() != ::getpid() || raised_) return;  // other threads have none to run, and need not wait for the GIL
-        py::gil_scoped_acquire locked;
-        if (PyErr_CheckSignals() == 0) return;
-        raised_.emplace();
-        for (const Round& round : rounds_) {
-            const Context& ctx = context(round);
-            const u64 word = ctx.abort_host != 0 ? ctx.abort_host : window_of(ctx, ctx.rank) + ctx.window.abort;
-            compare_exchange(at<u32>(word), 0, abort_word(Failure::aborted, ctx.rank));
-        }
+void abort_all(const std::vector<Round>& rounds) {
+    for (const Round& round : rounds) {
+        const Context& ctx = context(round);
+        const u64 word = ctx.abort_host != 0 ? ctx.abort_host : window_of(ctx, ctx.rank) + ctx.window.abort;
+        compare_exchange(at<u32>(word), 0, abort_word(Failure::aborted, ctx.rank));
     }
-    void rethrow() {
-        if (raised_) throw std::move(*raised_);
-    }
-
-  private:
-    const std::vector<Round>& rounds_;
-    std::optional<py::error_already_set> raised_;
-};
+}
 
 void execute(const DispatchArgs& args) { host::dispatch(args); }
 void execute(const CombineArgs& args) { host::combine(args); }
@@ -75,7 +56,7 @@ void run(const std::vector<Round>& rounds) {
     for (const Round& round : rounds) check_context(context(round));
     std::vector<std::function<void()>> jobs;
     for (const Round& round : rounds) jobs.push_back([&round] { std::visit([](const auto& args) { execute(args); }, round); });
-    Handlers handlers(rounds);
+    Handlers handlers([&rounds] { abort_all(rounds); });
     {
         py::gil_scoped_release unlocked;
         const host::DuringWaits during_waits([&handlers] { handlers.run(); });

@@ -9,6 +9,7 @@
 #include "../device/leave_args.h"
 #include "../elementwise/args.h"
 #include "../fused/layer_args.h"
+#include "../window/call_args.h"
 #include "module.h"
 
 namespace py = pybind11;
@@ -35,6 +36,7 @@ constexpr const char* type_name() {
     if constexpr (std::is_same_v<T, LayerArgs>) return "LayerArgs";
     if constexpr (std::is_same_v<T, Context>) return "Context";
     if constexpr (std::is_same_v<T, PaddingArgs>) return "PaddingArgs";
+    if constexpr (std::is_same_v<T, Window>) return "Window";
     return "";
 }
 
@@ -92,6 +94,9 @@ Structs structs() {
     STRUCT(GradientArgs, FIELD(rows), FIELD(y), FIELD(weights), FIELD(to_y), FIELD(to_weights), FIELD(count), FIELD(hidden))
     STRUCT(LeaveArgs, FIELD(window), FIELD(link), FIELD(signals), FIELD(tagged_words), FIELD(bytes), FIELD(abort_here), FIELD(abort_host),
            FIELD(timeout_ns), FIELD(rank), FIELD(ranks), FIELD(domain_ranks), FIELD(pad))
+    STRUCT(Window, FIELD(peers), FIELD(record), FIELD(abort_host), FIELD(timeout_ns), FIELD(nbytes), FIELD(abort), FIELD(state),
+           FIELD(left), FIELD(barriers), FIELD(signals), FIELD(bytes), FIELD(rank), FIELD(ranks), FIELD(num_signals), FIELD(pad))
+    STRUCT(WindowCallArgs, FIELD(window), FIELD(value), FIELD(rank), FIELD(index))
     return found;
 }
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "../protocol/leave_record.h"
+
 namespace moecomm::host {
 
 Round::Round(const Context& context, Op operation, u32 round_tag)
@@ -130,7 +132,7 @@ void Round::leave_validation_result(const ValidationResult& validation) {
     record.round = round_number(tag);
     record.expected = validation.expected;
     record.seen = validation.seen;
-    leave_record(ctx, record);
+    leave_record(memory<FailureRecord>(ctx.record), record);
 }
 
 }  // namespace moecomm::host

@@ -1,5 +1,6 @@
 #include "wait.h"
 
+#include "../protocol/leave_record.h"
 #include "scaleout/link.h"
 #include "window.h"
 
@@ -23,22 +24,6 @@ void abort_all_windows(const Context& ctx, u32 word) {
 }
 
 }  // namespace
-
-void leave_record(const Context& ctx, const FailureRecord& record) {
-    auto* out = memory<FailureRecord>(ctx.record);
-    if (load_acquire(&out->code) != 0) return;
-    const u32 code = record.code;
-    out->op = record.op;
-    out->phase = record.phase;
-    out->argument = record.argument;
-    out->rank = record.rank;
-    out->peer = record.peer;
-    out->round = record.round;
-    out->expected = record.expected;
-    out->seen = record.seen;
-    out->waited_ns = record.waited_ns;
-    store_release(&out->code, code);
-}
 
 Watch::Watch(const Context& ctx, Op op, u32 tag) : ctx_(ctx), op_(op), tag_(tag), deadline_(deadline_of(ctx)) {}
 
@@ -67,7 +52,7 @@ void Watch::fail(Waited waited, Phase phase, const Missing& missing, u64 waited_
     record.expected = round_number(missing.tag);
     record.seen = round_number(signal_tag(load_acquire(missing.flag)));
     record.waited_ns = waited_ns;
-    leave_record(ctx_, record);
+    leave_record(memory<FailureRecord>(ctx_.record), record);
     abort_all_windows(ctx_, word);
 }
 

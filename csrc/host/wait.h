@@ -7,10 +7,6 @@ namespace moecomm::host {
 
 inline bool has_tag(const u64* flag, u32 tag) { return signal_tag(load_acquire(flag)) == tag; }
 
-// Write `record` at `ctx.record` unless an earlier one is still there.  `code` is stored last, with release: a reader that acquires it
-// sees the whole record.
-void leave_record(const Context& ctx, const FailureRecord& record);
-
 // A flag that has not arrived: the peer that should set it, and the expected tag.
 struct Missing {
     i32 peer;

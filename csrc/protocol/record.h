@@ -19,9 +19,12 @@ enum class Phase : u32 {
     reduced = 2,  // a peer's reduced rows (combine)
     drained = 3,  // a peer has read the rows whose places the next ones take: in a ring, or staged by an earlier combine
     grid = 4,     // other blocks or threads of this rank
+    signal = 5,   // a signal of a Window
+    barrier = 6,  // a peer at a barrier of a Window
 };
 
-enum class Op : u32 { none = 0, dispatch = 1, combine = 2, leave = 3 };  // leave: the last header of a rank that closes its Buffer
+// leave: the last header of a rank that closes its Buffer; window: a wait of a Window
+enum class Op : u32 { none = 0, dispatch = 1, combine = 2, leave = 3, window = 4 };
 
 enum class Argument : u32 {  // the argument that a bad_input or mismatch record is about
     none = 0,                // mismatch: `expected` and `seen` are the Op, or RoundHeader::call, of this rank and of `peer`
@@ -41,7 +44,7 @@ struct alignas(64) FailureRecord {
     u32 argument;  // Argument
     i32 rank;      // the rank that writes the record
     i32 peer;      // the rank it is about, -1 for none
-    u32 round;     // round_number
+    u32 round;     // round_number; Window: the signal, or the slot of the barrier
     u32 pad;
     i64 expected;
     i64 seen;

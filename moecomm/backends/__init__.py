@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from typing import cast
+from collections.abc import Callable
+from typing import TypeVar, cast
 
 import torch
 
@@ -11,12 +12,14 @@ from moecomm import _native
 from moecomm.backends.collective import NoRoom, all_or_none
 from moecomm.core.choices import BackendName
 from moecomm.core.group import Rendezvous
+from moecomm.core.peers import Peers
 from moecomm.core.session import Backend, Session
 from moecomm.errors import BadInput, Unsupported
 
 _ON_GPUS = ("lsa", "gin", "nvshmem")  # in the order that "auto" prefers
 NAMES = (*_ON_GPUS, "host")
 _ASKED_FOR = "asked for"
+_T = TypeVar("_T")
 
 
 def load(name: str) -> Backend:
@@ -63,19 +66,30 @@ def open_session(
         NoRoom: out of device memory on some rank.
         Unsupported: none works; names what each lacks.
     """
+    return _open(name, why, ranks, lambda backend: backend.open(ranks, shape, device, timeout_s))
+
+
+def open_peers(
+    name: str, why: str, ranks: Rendezvous, nbytes: int, device: torch.device | None, timeout_s: float
+) -> tuple[Peers, str]:
+    """Open memory of `nbytes` on every rank, without the rest of a session.  Collective; else as open_session()."""
+    return _open(name, why, ranks, lambda backend: backend.open_peers(ranks, nbytes, device, timeout_s))
+
+
+def _open(name: str, why: str, ranks: Rendezvous, open_with: Callable[[Backend], _T]) -> tuple[_T, str]:
     if name not in _ON_GPUS or b"\1" in ranks.all_gather(bytes([why == _ASKED_FOR])):
-        return load(name).open(ranks, shape, device, timeout_s), why
+        return open_with(load(name)), why
     reasons: list[str] = []
     for candidate in _ON_GPUS:
         try:
             with all_or_none(ranks):
                 if reason := missing(candidate):
                     raise Unsupported(reason)
-            session = load(candidate).open(ranks, shape, device, timeout_s)
+            opened = open_with(load(candidate))
         except NoRoom:
             raise
         except Unsupported as error:
             reasons.append(f"{candidate}: {error}")
             continue
-        return session, f"what comes before it can't reach all ranks ({'; '.join(reasons)})" if reasons else why
+        return opened, f"what comes before it can't reach all ranks ({'; '.join(reasons)})" if reasons else why
     raise Unsupported(f"no GPU backend can run here: {'; '.join(reasons)}")

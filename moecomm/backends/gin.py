@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from moecomm import _native, config, rma_plugin, shims
-from moecomm.backends import cuda_driver, lsa, nccl_device, nic, windows
+from moecomm.backends import cuda_driver, gpu_peers, lsa, nccl_device, nic, windows
 from moecomm.backends.collective import all_or_none
-from moecomm.backends.reach import Reach
+from moecomm.backends.reach import Layout, Reach
 from moecomm.backends.windows import local, nccl
 from moecomm.core.group import Rendezvous
 from moecomm.errors import Unsupported
@@ -172,7 +172,7 @@ class GinReach(Reach):
         lost = None if self._watched is None else rma_plugin.first_loss(self._watched)
         return {} if lost is None else dict([lost])
 
-    def open_window(self, layout: _native.WindowLayout) -> windows.Window:
+    def open_window(self, layout: Layout) -> windows.Window:
         """See Reach.  There is a signal a word of `layout.signals`, and one more, which rounds do not use."""
         if self.ranks.ranks == 1:  # nobody to reach
             return local.open_window(self.ranks, layout.bytes, self.device, resident=layout.staging)
@@ -206,7 +206,7 @@ class GinReach(Reach):
         return peers
 
 
-def spare_signal(layout: _native.WindowLayout) -> int:
+def spare_signal(layout: Layout) -> int:
     """The signal that no round uses, behind those of `layout.signals`: what benchmarks signal with."""
     return int(layout.staging - layout.signals) // 8
 
@@ -233,3 +233,8 @@ def open(  # noqa: A001
 ) -> lsa.LsaSession:
     """Collective: see moecomm.backends.Backend."""
     return lsa.open_session(ranks, shape, device, timeout_s, GinReach, missing())
+
+
+def open_peers(ranks: Rendezvous, nbytes: int, device: torch.device | None, timeout_s: float) -> gpu_peers.GpuPeers:
+    """Open memory alone.  Collective: see moecomm.core.session.Backend."""
+    return gpu_peers.open_peers(ranks, nbytes, device, timeout_s, GinReach, missing())

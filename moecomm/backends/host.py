@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from moecomm import _native
-from moecomm.backends.collective import all_or_none, map_windows
-from moecomm.backends.presence import Presence
+from moecomm.backends.collective import all_or_none
+from moecomm.backends.host_peers import HostPeers
 from moecomm.core import failures, packets
 from moecomm.core.group import Rendezvous
 from moecomm.core.protocol import MAX_CHUNK, MAX_RANKS
@@ -58,31 +58,19 @@ class HostSession:
 
     def __init__(self, ranks: Rendezvous, shape: _native.Shape, timeout_s: float) -> None:
         with ExitStack() as undo:
-            with all_or_none(ranks):
-                window = _native.HostWindow(_native.window_layout(shape).bytes)
-                undo.callback(window.close)
-            self._open(ranks, shape, window, timeout_s, undo)
+            peers = HostPeers(ranks, _native.window_layout(shape).bytes, timeout_s)
+            undo.callback(peers.close)
+            self._open(peers, ranks, shape, undo)
             undo.pop_all()
 
-    def _open(
-        self,
-        ranks: Rendezvous,
-        shape: _native.Shape,
-        window: _native.HostWindow,
-        timeout_s: float,
-        undo: ExitStack,
-    ) -> None:
-        self._window: _native.HostWindow | None = window
-        self._peers = map_windows(ranks, window, timeout_s)
-        for peer in self._peers:
-            undo.callback(peer.close)
-        self._control = _native.host_alloc(128)  # FailureRecord, then the abort word the host writes
+    def _open(self, peers: HostPeers, ranks: Rendezvous, shape: _native.Shape, undo: ExitStack) -> None:
+        self._peers, self._window = peers, peers.window
         context = _native.Context()
         context.set_shape(shape)
         context.rank = ranks.rank
         size = shape.domain_ranks or ranks.ranks
         near = [rank // size == ranks.rank // size for rank in range(ranks.ranks)]
-        addresses = [peer.address if here else 0 for peer, here in zip(self._peers, near, strict=True)]
+        addresses = [address if here else 0 for address, here in zip(peers.addresses, near, strict=True)]
         if ranks.ranks <= MAX_RANKS:
             context.peers = addresses
         else:
@@ -90,17 +78,16 @@ class HostSession:
             context.all_peers = self._addresses.buffer_info()[0]
         self._link: _native.Link | None = None
         if not all(near):
-            far = [0 if here else peer.address for peer, here in zip(self._peers, near, strict=True)]
+            far = [0 if here else address for address, here in zip(peers.addresses, near, strict=True)]
             self._link = _native.Link(shape, far)
             undo.callback(self._link.close)
             context.link = self._link.address
-        context.record = self._control.address
-        context.abort_host = self._control.address + 64
+        context.record = peers.record
+        context.abort_host = peers.abort_host
         self.context = context
         self.arena = _native.Arena(context.window.heap, shape.heap_bytes)
-        self.nbytes = window.nbytes
+        self.nbytes = peers.nbytes
         self._round = threading.Lock()  # held while one runs: the process may end meanwhile, which closes
-        self._presence = None if ranks.in_process else Presence(ranks, context.abort_host, timeout_s)
         self._threads = max(1, len(os.sched_getaffinity(0)) // ranks.ranks)
 
     @property
@@ -146,11 +133,11 @@ class HostSession:
 
     def abort(self, cause: int, culprit: int) -> None:
         """End every wait of this rank."""
-        _native.set_abort(self.context.abort_host, cause, culprit)
+        self._peers.abort(cause, culprit)
 
     def dead_peers(self) -> dict[int, str]:
         """Return the ranks whose process has ended."""
-        return {} if self._presence is None else self._presence.dead_peers()
+        return self._peers.dead_peers()
 
     def require_releasable(self) -> None:
         """Do nothing: memory of every window can be released."""
@@ -187,17 +174,22 @@ class HostSession:
             _native.leave(self.context)
         if self._link is not None:  # before our process may end, and before the windows go
             self._link.close()
-        if self._presence is not None:
-            self._presence.leave()
-        for peer in self._peers:
-            if peer is not self._window:
-                peer.close()
-        self._peers = []
+        self._peers.close()
         self._window = None
 
 
 def open(ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float) -> HostSession:  # noqa: A001
     """Open a session.  Collective: see moecomm.core.session.Backend."""
+    _check_device(device)
+    return HostSession(ranks, shape, timeout_s)
+
+
+def open_peers(ranks: Rendezvous, nbytes: int, device: torch.device | None, timeout_s: float) -> HostPeers:
+    """Open memory alone.  Collective: see moecomm.core.session.Backend."""
+    _check_device(device)
+    return HostPeers(ranks, nbytes, timeout_s)
+
+
+def _check_device(device: torch.device | None) -> None:
     if device is not None and device.type != "cpu":
         raise BadInput("device", device, "the CPU, which is where backend='host' runs")
-    return HostSession(ranks, shape, timeout_s)

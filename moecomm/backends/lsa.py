@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from moecomm import _native, tuning
-from moecomm.backends import cuda_driver, emulated_nic, leave, windows
+from moecomm.backends import cuda_driver, emulated_nic, gpu_peers, leave, windows
 from moecomm.backends.collective import all_or_none
+from moecomm.backends.gpu_peers import CONTROL, GpuPeers, gpu_of
 from moecomm.backends.lsa_kernels import Kernels, is_multi_domain
-from moecomm.backends.presence import Presence
 from moecomm.backends.reach import Reach
 from moecomm.core import failures, packets
 from moecomm.core.group import Rendezvous
 from moecomm.core.protocol import MAX_BLOCKS, MAX_CHUNK
 from moecomm.core.session import Schedule
-from moecomm.errors import BadInput, Unsupported
 from moecomm.jit import plain_kernel
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 _CAPABILITY = (9, 0)  # bulk copies (TMA) and mbarriers
 _INSTALL = "pip install moecomm[cu13] (or [cu12] for a driver of CUDA 12)"
 
-_RECORD, _ABORT, _ROUND, _SIGNAL, _TAGGED_WORDS = 0, 64, 128, 192, 256  # offsets in the pinned control memory
+_ROUND, _SIGNAL, _TAGGED_WORDS = CONTROL, CONTROL + 64, CONTROL + 128  # offsets in the pinned control memory
 
 # Of a window, for packets and the staging ring, which gets at least half.
 _STAGING_BYTES = 62 << 20
@@ -140,45 +139,40 @@ class LsaSession:
         self._last: torch.cuda.Stream | None = None  # of the last round
         self._last_stream = 0  # its cudaStream_t
         self._captured = False
-        with all_or_none(ranks):
-            self._control = cuda_driver.PinnedMemory(_TAGGED_WORDS + _native.window_layout(shape).num_tagged_words * 8)
-            self._copies = cuda_driver.CopyStream()
-        peers = windows.meet(ranks, device, near=reach.near)
-        self.reach = reach(ranks, peers, device, timeout_s, shape.domain_ranks)
+        words = _native.window_layout(shape).num_tagged_words * 8
+        mapped = {"domain_ranks": shape.domain_ranks, "control_bytes": _TAGGED_WORDS + words - CONTROL}
+        self._peers = peers = GpuPeers(ranks, device, timeout_s, reach, **mapped)
+        self.reach, self._control, self._copies = peers.reach, peers.control, peers.copies
         shape.domain_ranks = self.reach.domain_ranks or shape.domain_ranks
         layout = _native.window_layout(shape)
         self._nic = emulated_nic.asked() if is_multi_domain(shape) and not self.reach.puts else None
         self._kernels = Kernels(device, "nic" if self._nic else self.reach.transport)
         self.reduced_rows_in_heap = not is_multi_domain(shape)
-        self._window: windows.Window | None = self.reach.open_window(layout)
+        zero = [(0, layout.staging)]
+        if is_multi_domain(shape):  # no word there looks like a token of this Buffer
+            zero.append((layout.receive_buffer, layout.returned - layout.receive_buffer))
+        self._window: windows.Window | None = peers.open(layout, zero, self._prepare)
         try:
-            with all_or_none(ranks):  # no peer writes to a window before it is zero
-                self._copies.zero(self._window.address, layout.staging)
-                if is_multi_domain(shape):  # no word there looks like a token of this Buffer
-                    self._copies.zero(
-                        self._window.address + layout.receive_buffer, layout.returned - layout.receive_buffer
-                    )
-                self._copies.wait()
-                if self.reach.puts:
-                    plain_kernel.load(leave.putter(self.reach.shim), device.index)
-            self.name = f"{self.reach.backend}/{self._window.kind}" + (f", {self._nic}" if self._nic else "")
+            self.name = peers.name + (f", {self._nic}" if self._nic else "")
             self.nbytes = self._window.nbytes
             self.context = self._make_context(ranks.rank, shape, self._window.peers)
             self.arena = _native.Arena(layout.heap, shape.heap_bytes)
-            watched = not ranks.in_process and all(peer.host == peers[0].host for peer in peers)
-            self._presence = Presence(ranks, self.context.abort_host, timeout_s) if watched else None
         except BaseException:
-            self._window.close()
+            peers.close()
             raise
+        sharing = peers.ranks_of_gpu
         # Kernels wait for each other, so those of all ranks of a GPU must be resident at once.
-        sharing = sum(peer.gpu == peers[ranks.rank].gpu for peer in peers)
         self._sms = sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._most_blocks = max(1, min(sms // sharing, MAX_BLOCKS, self.reach.most_blocks))
         # A round may be launched while the one before it ends, and in clusters, unless its blocks would then take the
         # places of another rank's: of 132 multiprocessors two times 64 may find room, and two times 16 clusters not.
         self.exclusive_gpu = sharing == 1
         self._gpu, self._ranks = torch.cuda.get_device_name(device), shape.ranks
-        self.reach.watch(self.context.abort_host)
+
+    def _prepare(self) -> None:
+        """Load the kernel with which this rank leaves."""
+        if self.reach.puts:
+            plain_kernel.load(leave.putter(self.reach.shim), self.device.index)
 
     def _make_context(self, rank: int, shape: _native.Shape, peers: list[int]) -> _native.Context:
         context = _native.Context()
@@ -190,8 +184,7 @@ class LsaSession:
         if is_multi_domain(shape) and not self.reach.puts:
             self._everybody = emulated_nic.link(self._nic, peers, self.device)
             context.link = self._everybody.data_ptr()
-        context.record = self._control.address + _RECORD
-        context.abort_host = self._control.address + _ABORT
+        context.record, context.abort_host = self._peers.record, self._peers.abort_host
         return context
 
     @property
@@ -234,11 +227,11 @@ class LsaSession:
 
     def abort(self, cause: int, culprit: int) -> None:
         """End every wait of this rank."""
-        _native.set_abort(self.context.abort_host, cause, culprit)
+        self._peers.abort(cause, culprit)
 
     def dead_peers(self) -> dict[int, str]:
         """Return the ranks whose process has ended, or that can't be reached any more."""
-        return self.reach.losses() | ({} if self._presence is None else self._presence.dead_peers())
+        return self._peers.dead_peers()
 
     def require_releasable(self) -> None:
         windows.releasable(self._window)
@@ -274,13 +267,11 @@ class LsaSession:
             with contextlib.suppress(RuntimeError), torch.cuda.device(self.device):  # a broken context ends all waiting
                 self.synchronize()
                 self._leave()
-            if self._presence is not None:
-                self._presence.leave(self.reach.linger_s)
-            if self._window is not None:
-                self._window.close()
-            self._window = None
-        finally:  # after Ctrl-C as well: the abort word is freed here
+        except BaseException:  # Ctrl-C: kernels may still use the windows
             self.reach.watch(0)
+            raise
+        self._window = None
+        self._peers.close()
 
     def dispatcher(self, args: _native.DispatchArgs) -> Callable[[_native.DispatchArgs], None]:
         """Return the function that enqueues a dispatch on the current stream."""
@@ -355,7 +346,7 @@ class LsaSession:
         copies.wait()
         if self.reach.puts:
             leave.put(self.reach.shim, self.context, offset, len(tagged_words))
-        if self._presence is None:
+        if self._peers.presence is None:
             self._linger(last_round)
 
     def _linger(self, last_round: int) -> None:
@@ -381,6 +372,11 @@ def open(  # noqa: A001
     return open_session(ranks, shape, device, timeout_s, Reach, missing())
 
 
+def open_peers(ranks: Rendezvous, nbytes: int, device: torch.device | None, timeout_s: float) -> GpuPeers:
+    """Open memory alone.  Collective: see moecomm.core.session.Backend."""
+    return gpu_peers.open_peers(ranks, nbytes, device, timeout_s, Reach, missing())
+
+
 def open_session(
     ranks: Rendezvous,
     shape: _native.Shape,
@@ -390,13 +386,8 @@ def open_session(
     lacking: str,
 ) -> LsaSession:
     """Open a session of a GPU backend whose ranks reach each other by `reach`.  Collective."""
-    if device is not None and device.type != "cuda":
-        raise BadInput("device", device, f"a CUDA device, which is where backend={reach.backend!r} runs")
-    if lacking:
-        raise Unsupported(f"backend {reach.backend!r} can't run here: {lacking}")
-    index = torch.cuda.current_device() if device is None or device.index is None else device.index
-    device = torch.device("cuda", index)
+    device = gpu_of(device, reach.backend, lacking)
     with torch.cuda.device(device):
         torch.cuda.synchronize(device)  # makes torch create its context, which the driver calls here share
-        cuda_driver.bind_thread(index)
+        cuda_driver.bind_thread(device.index)
         return LsaSession(ranks, shape, device, timeout_s, reach)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from moecomm import _native
-from moecomm.backends import lsa, nvshmem_runtime, windows
+from moecomm.backends import gpu_peers, lsa, nvshmem_runtime, windows
 from moecomm.backends.collective import all_or_none
-from moecomm.backends.reach import Reach
+from moecomm.backends.reach import Layout, Reach
 from moecomm.backends.windows import local
 from moecomm.core.group import Rendezvous
 from moecomm.errors import Unsupported
@@ -56,7 +56,7 @@ class NvshmemReach(Reach):
         if (near := domain_ranks or sizes[0]) < ranks.ranks:
             self.domain_ranks, self.transport = near, self.shim
 
-    def open_window(self, layout: _native.WindowLayout) -> windows.Window:
+    def open_window(self, layout: Layout) -> windows.Window:
         """See Reach."""
         ranks = self.ranks
         if ranks.ranks == 1:  # nobody to reach
@@ -80,3 +80,8 @@ def open(  # noqa: A001
 ) -> lsa.LsaSession:
     """Collective: see moecomm.backends.Backend."""
     return lsa.open_session(ranks, shape, device, timeout_s, NvshmemReach, missing())
+
+
+def open_peers(ranks: Rendezvous, nbytes: int, device: torch.device | None, timeout_s: float) -> gpu_peers.GpuPeers:
+    """Open memory alone.  Collective: see moecomm.core.session.Backend."""
+    return gpu_peers.open_peers(ranks, nbytes, device, timeout_s, NvshmemReach, missing())

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
-from moecomm import _native
 from moecomm.backends import windows
 from moecomm.core.group import Rendezvous
+
+
+class Layout(Protocol):
+    """The sizes of a window that its maker must know: WindowLayout of csrc/protocol/layout.h, or Extent of a Window."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all."""
+        ...
+
+    @property
+    def signals(self) -> int:
+        """Offset of the signals that links write, which end where `staging` begins."""
+        ...
+
+    @property
+    def staging(self) -> int:
+        """Offset from which on memory can be released."""
+        ...
 
 
 class Reach:
@@ -62,7 +82,7 @@ class Reach:
         """Return the peers that the library has reported as lost, and why; this rank's number: a local failure."""
         return {}
 
-    def open_window(self, layout: _native.WindowLayout) -> windows.Window:
+    def open_window(self, layout: Layout) -> windows.Window:
         """Open windows of this layout, not zeroed.  Collective, once.  A failure leaves nothing behind.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Buffers in a forked child.
+"""Buffers and Windows in a forked child.
 
 The child has no part in the rounds of its parent's Buffers: they are closed there without a word to peers.
 """
@@ -9,17 +9,19 @@ import os
 import weakref
 from typing import Any, Protocol
 
-from moecomm.core.session import Session
-
 
 class _Opened(Protocol):
     def disown(self) -> None: ...
 
 
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
 _opened: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def closer(owner: _Opened, session: Session) -> weakref.finalize[..., Any]:
+def closer(owner: _Opened, session: _Closable) -> weakref.finalize[..., Any]:
     """A finalizer that closes the session: when it is called, when `owner` is gone, or when its process ends.
 
     After a fork the child calls `owner.disown()`.
@@ -28,7 +30,7 @@ def closer(owner: _Opened, session: Session) -> weakref.finalize[..., Any]:
     return weakref.finalize(owner, _close_where_opened, os.getpid(), session)
 
 
-def _close_where_opened(process: int, session: Session) -> None:
+def _close_where_opened(process: int, session: _Closable) -> None:
     """Close, but not in the child of a fork that Python has not seen: peers would take its parent for gone."""
     if os.getpid() == process:
         session.close()

@@ -47,7 +47,7 @@ def opening(
         ranks: of the Buffer.
         timeout_s: how long to wait for a rank; checked here, so that peers learn of a bad value.
         call: "open", or the method of an open Buffer on which its ranks agree in this way.
-        of: the Buffer of that call, as all ranks name it.
+        of: the Buffer of that call, as all ranks name it; "open": the kind of object, a Buffer unless it says another.
         interruption: returns the error that ends this rank's waits, if there is one.
 
     Raises:
@@ -99,6 +99,7 @@ class Opening:
     ) -> None:
         self.rank, self.ranks, self.in_process = ranks.rank, ranks.ranks, ranks.in_process
         self._call, self._of, self._interruption = call, of, interruption
+        self._kind = of or "Buffer" if call == "open" else "Buffer"
         self.timeout_s = _GRACE_S
         self._board: Board | None = ranks.board() if ranks.ranks > 1 else None
         self._attempt = self._step = 0
@@ -114,7 +115,7 @@ class Opening:
     @property
     def during(self) -> str:
         """When this happens, as the end of a sentence."""
-        return "while the Buffer was opened" if self._call == "open" else f"during {self._call}()"
+        return f"while the {self._kind} was opened" if self._call == "open" else f"during {self._call}()"
 
     def begin(self) -> None:
         """Find out which opening of these ranks this is."""
@@ -253,7 +254,7 @@ class Opening:
     def _late(self, keys: list[str], deadline: float) -> RoundFailed:
         missing = self._missing(keys, deadline)
         names = ", ".join(map(str, missing))
-        begun = "begun to open its Buffer" if self._call == "open" else f"called {self._call}()"
+        begun = f"begun to open its {self._kind}" if self._call == "open" else f"called {self._call}()"
         what = begun if self._step == 0 else "come so far"
         text = f"rank {self.rank} waited {self.timeout_s:g} s for rank {names}, which has not {what} ({self.where})"
         return self.failed(Timeout, missing[0] if missing else -1, text)

@@ -14,6 +14,7 @@ import torch
 
 from moecomm import _native
 from moecomm.core.group import Rendezvous
+from moecomm.core.peers import Peers
 
 
 class Schedule(NamedTuple):
@@ -131,4 +132,13 @@ class Backend(Protocol):
 
     def open(self, ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, timeout_s: float) -> Session:
         """Open a session.  Collective.  Raises Unsupported if the backend can't run here."""
+        ...
+
+    def open_peers(self, ranks: Rendezvous, nbytes: int, device: torch.device | None, timeout_s: float) -> Peers:
+        """Open memory of `nbytes` on every rank, which all of them reach by loads and stores.  Collective.
+
+        Raises:
+            BadInput: the device is not one of this backend.
+            NoRoom, Unsupported: on every rank alike.
+        """
         ...

@@ -48,6 +48,15 @@ def check_sizes(**values: object) -> None:
         check_integer(argument, value, 1, MOST_SIZE)
 
 
+def check_shape(argument: str, shape: object) -> tuple[int, ...]:
+    """Return the dimensions of a shape, each 0 or more.  Raises BadInput."""
+    if not isinstance(shape, (tuple, list)):  # torch.Size is a tuple
+        raise BadInput(argument, repr(shape), "a tuple of sizes")
+    for size in shape:
+        check_integer(argument, size, 0)
+    return tuple(map(int, shape))
+
+
 def check_dtype(argument: str, value: object, known: Sequence[torch.dtype]) -> None:
     """Raise BadInput unless it is one of the dtypes."""
     if not isinstance(value, torch.dtype) or value not in known:

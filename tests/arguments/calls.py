@@ -130,6 +130,31 @@ def not_started(**given: Any) -> None:
         launch.launch(**given)
 
 
+def of_windows() -> dict[str, list[Call]]:
+    """Of moecomm.Window."""
+    window = moecomm.Window("self", 4096, backend="host", timeout_s=5)
+
+    def wait(**given: Any) -> None:
+        """Of a Window of its own, which a wait that fails ends."""
+        with moecomm.Window("self", 64, backend="host", timeout_s=0.01) as short:
+            short.wait(**given)
+
+    opened = {"group": None, "nbytes": 64, "backend": "host", "device": None, "timeout_s": 5.0, "signals": 8}
+    source = torch.ones(3, 4)
+    return {
+        "moecomm.Window": [Call(moecomm.Window, opened, _close)],
+        "moecomm.Window.peer": [Call(window.peer, {"rank": 0})],
+        "moecomm.Window.tensor": [Call(window.tensor, {"shape": (3, 4), "dtype": BF16, "rank": 0, "offset": 64})],
+        "moecomm.Window.put": [
+            Call(window.put, {"source": source, "rank": 0, "offset": 64, "signal": 1, "amount": 1}),
+        ],
+        "moecomm.Window.signal": [Call(window.signal, {"rank": 0, "index": 0, "amount": 1})],
+        "moecomm.Window.set_signal": [Call(window.set_signal, {"rank": 0, "index": 0, "value": 1})],
+        "moecomm.Window.signal_value": [Call(window.signal_value, {"index": 0})],
+        "moecomm.Window.wait": [Call(wait, {"index": 0, "value": 0, "peer": 0})],
+    }
+
+
 def of_moecomm() -> dict[str, list[Call]]:
     """Of all but compat."""
     torch.manual_seed(0)
@@ -254,6 +279,7 @@ def of_moecomm() -> dict[str, list[Call]]:
             Call(made.moe, {"x": x, **experts, **dropping}),
             Call(made.moe, {"x": x, **experts, "w13": fused.quantize_weights(w13), "w2": fused.quantize_weights(w2)}),
         ],
+        **of_windows(),
         "moecomm.local_ranks": [Call(moecomm.local_ranks, {"ranks": 2})],
         "launch.launch": [
             Call(not_started, {"target": "moecomm:none", "job": {}, "ranks": 1, "limit_s": 60.0}),

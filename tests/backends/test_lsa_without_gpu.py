@@ -19,6 +19,7 @@ import moecomm
 from moecomm import _native, backends, tuning
 from moecomm.backends import cuda_driver, leave, lsa
 from moecomm.backends.collective import NoRoom
+from moecomm.backends.gpu_peers import GpuPeers
 from moecomm.core.group import Rendezvous
 from moecomm.core.rendezvous import Alone
 from moecomm.core.settings import Settings
@@ -487,8 +488,10 @@ def test_nobody_is_told_of_losses_after_the_end(session: lsa.LsaSession, monkeyp
     """The abort word goes with the session, also when Ctrl-C has ended the wait for its rounds."""
     watched: list[int] = []
     for end in (KeyboardInterrupt, None):
-        session._closed, session._presence, session._window = False, None, None
+        session._closed, session._window = False, None
         session.reach = SimpleNamespace(watch=watched.append, linger_s=0.0)  # type: ignore[assignment]
+        session._peers = GpuPeers.__new__(GpuPeers)
+        session._peers.reach, session._peers.presence = session.reach, None
         monkeypatch.setattr(session, "synchronize", Mock(side_effect=end))
         monkeypatch.setattr(session, "_leave", Mock())
         with suppress(KeyboardInterrupt):

@@ -149,6 +149,7 @@ inline bool meet(int barrier, unsigned threads, bool here, bool waits = true) {
 #define threadIdx (emulator::emulator_thread->thread)
 #define blockIdx (emulator::emulator_thread->block)
 #define gridDim (emulator::emulator_thread->grid)
+#define blockDim (Index{emulator::emulator_thread->of_block->threads})
 #define __device__
 #define __host__
 #define __noinline__ __attribute__((noinline))

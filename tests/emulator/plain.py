@@ -6,7 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
-FOLDERS = ("protocol", "device", "transport", "dispatch", "combine", "elementwise", "host")
+FOLDERS = ("protocol", "device", "transport", "dispatch", "combine", "elementwise", "host", "window", "include")
 # Bulk copies are made when they are asked for.
 COPY = (
     "if (bytes % 16 != 0 || (reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from)) % 16 != 0) __builtin_trap(); "
@@ -85,13 +85,6 @@ TEXTS: dict[str, list[tuple[str, str]]] = {
     ],
     "combine/pull.cuh": [(r'asm volatile\("fence[^\n]*', "")],
     "combine/scaleout/direct.cuh": [(r'asm volatile\("fence[^\n]*', "")],
-    "protocol/order.h": [
-        (
-            r"inline void fence_system\(\)",
-            "inline void add_release(u64* p, u64 v) { __atomic_fetch_add(p, v, __ATOMIC_RELEASE); }\n"
-            "inline void fence_system()",
-        )
-    ],
     "dispatch/dispatch.cuh": [SHARED],
     # Those of some warps take longer.
     "dispatch/descriptors.cuh": [

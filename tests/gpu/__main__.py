@@ -152,6 +152,10 @@ PARTS: dict[str, list[Step]] = {
         Step("suspension2", 200, ("tests/gpu/test_suspension.py", "-m", "gpu2"), gpus=2),
         Step("capacity2", 200, ("tests/gpu/test_capacity.py", "-m", "gpu2"), gpus=2),
     ],
+    "windows": [
+        one("windows", 200, "tests/gpu/test_windows.py", random=False),
+        Step("windows2", 400, ("tests/gpu/test_windows.py", "-m", "gpu2"), gpus=2),
+    ],
     "stress": [Step("stress", 200, ("tests/gpu/test_stress.py",))],
     "domains": nvlink("domains", "vmm, 2 domains"),
     # Where nvcc or the headers of NCCL and NVSHMEM are missing these skip, as they do on most machines without a GPU.

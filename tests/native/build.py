@@ -76,6 +76,7 @@ class Workshop:
         shutil.copytree(CSRC / "protocol", csrc / "protocol")
         shutil.copytree(CSRC / "host", csrc / "host")
         shutil.copytree(CSRC / "runtime", csrc / "runtime")
+        shutil.copytree(CSRC / "window", csrc / "window")
         edited = csrc / mutant.file
         edited.write_text(edited.read_text().replace(mutant.old, mutant.new))
         header = CSRC / mutant.file

@@ -428,7 +428,7 @@ MUTANTS = [
     ),
     Mutant(
         "later record overwrites the first",
-        "host/wait.cpp",
+        "protocol/leave_record.h",
         "    if (load_acquire(&out->code) != 0) return;\n",
         "",
         "failures",

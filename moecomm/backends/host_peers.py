@@ -1,0 +1,62 @@
+"""Memory of CPU ranks of one machine: memfd windows that every rank maps, and a watch on their processes."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+
+from moecomm import _native
+from moecomm.backends.collective import MappedWindow, all_or_none, map_windows
+from moecomm.backends.presence import Presence
+from moecomm.core.group import Rendezvous
+
+_ABORT = 64  # offset of the abort word in the control memory, behind the FailureRecord
+
+
+class HostPeers:
+    """See moecomm.core.peers.Peers.  Opening is collective.
+
+    Raises:
+        Unsupported: there is no such memory on some rank, or it can't be passed on.
+        Timeout, PeerLost, Aborted: the opening has failed on all ranks.
+    """
+
+    name = "host"
+    device = torch.device("cpu")
+
+    def __init__(self, ranks: Rendezvous, nbytes: int, timeout_s: float) -> None:
+        self.rank, self.in_process = ranks.rank, ranks.in_process
+        with ExitStack() as undo:
+            with all_or_none(ranks):
+                window = _native.HostWindow(nbytes)
+                undo.callback(window.close)
+            mapped = map_windows(ranks, window, timeout_s)
+            for peer in mapped:
+                undo.callback(peer.close)
+            self._control = _native.host_alloc(2 * _ABORT)
+            self.record, self.abort_host = self._control.address, self._control.address + _ABORT
+            self._presence = None if ranks.in_process else Presence(ranks, self.abort_host, timeout_s)
+            undo.pop_all()
+        self.window: _native.HostWindow | None = window
+        self._mapped: list[MappedWindow] = mapped
+        self.addresses = [peer.address for peer in mapped]
+        self.nbytes = window.nbytes
+
+    def owner(self, rank: int) -> object:
+        """See Peers."""
+        return self._mapped[rank]
+
+    def abort(self, cause: int, culprit: int) -> None:
+        """See Peers."""
+        _native.set_abort(self.abort_host, cause, culprit)
+
+    def dead_peers(self) -> dict[int, str]:
+        """See Peers.  Threads end with this process."""
+        return {} if self._presence is None else self._presence.dead_peers()
+
+    def close(self) -> None:
+        """See Peers.  Memory is unmapped with the last object that refers to its owner."""
+        if self._presence is not None:
+            self._presence.leave()
+        self._mapped, self.window = [], None

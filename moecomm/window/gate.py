@@ -1,0 +1,56 @@
+"""Gate: the calls under way in an object that another thread, or a signal handler, may close."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Gate:
+    """Counts calls by thread.  close() ends them first, and runs its last step when none is under way."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside: Counter[int] = Counter()  # calls by thread
+        self._last_step: Callable[[], None] | None = None  # for the end of this thread's calls
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Count a call of this thread."""
+        thread = threading.get_ident()
+        with self._changed:
+            self._inside[thread] += 1
+        try:
+            yield
+        finally:
+            step = self._leave(thread)
+            if step is not None:
+                step()
+
+    def _leave(self, thread: int) -> Callable[[], None] | None:
+        """Count the end of a call; return the last step if it is this call that must make it."""
+        with self._changed:
+            self._inside[thread] -= 1
+            if self._inside[thread] == 0:
+                del self._inside[thread]
+            self._changed.notify_all()
+            if self._inside or self._last_step is None:
+                return None
+            step, self._last_step = self._last_step, None
+            return step
+
+    def close(self, abort: Callable[[], None], last_step: Callable[[], None]) -> None:
+        """Call `abort` if calls are under way, wait until they have ended, and call `last_step`.
+
+        Below a call of the same thread, which a signal handler has interrupted, the last call makes the last step.
+        """
+        with self._changed:
+            if self._inside:
+                abort()
+            if threading.get_ident() in self._inside:
+                self._last_step = last_step
+                return
+            self._changed.wait_for(lambda: not self._inside)
+        last_step()
