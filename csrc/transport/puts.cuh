@@ -35,7 +35,7 @@ struct Puts : Lsa {
     }
     // Copy 16-byte vectors, kBatch of a lane in flight. Called by all lanes of a warp.
     MOECOMM_FN static void copy_lines(u8* there, const u8* here, u64 bytes, i32 lane) {
-        constexpr i32 kBatch = 6;  // more spill registers
+        constexpr i32 kBatch = 5;  // with more, combine spills registers
         for (u64 first = lane * 16; first < bytes; first += kBatch * kWarp * 16) {
             ulonglong2 words[kBatch];
 #pragma unroll

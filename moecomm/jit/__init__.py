@@ -26,7 +26,6 @@ assert ROUND_HEADER_BYTES <= _HEADER_BYTES
 _SHARED_LIMIT = 227 * 1024  # of a block on sm_90
 _LINE = 128  # bytes of a cache line: a piece that begins inside of a line touches one line more
 _MOST_SLOTS = 8
-_PUT_WARPS = 3  # of a block, with several domains: one cannot fill its share of a link, and more would spill registers
 _DESCRIPTOR_WARPS, _DESCRIPTOR_COUNTERS = (
     16,
     64 * 1024,
@@ -206,6 +205,8 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
         if replicates
         else 256
     )
+    # One put warp cannot fill its share of a link.  16 warps leave a thread 128 registers, 17 only 96.
+    put_warps = (2 if receive_warps else 4) if several and not ends else 0
     forward_warps, forward = (4, _piece(spec.row_bytes, 3584, 16)) if several else (0, 0)
     forward_total = forward_warps * _align(2 * (forward + 8) + 128, 128) + 128 * several
     few = ((8, 2), (6, 2), (4, 2), (2, 2), (1, 2))[2 * several :]
@@ -232,7 +233,7 @@ def _dispatch_fields(spec: KernelSpec) -> dict[str, int]:
                 "receive_warps": receive_warps,
                 "metadata_warps": int(not ends and (several or not spec.repeat) and not spec.packets),
                 "flag_warps": int(not ends and not spec.packets),
-                "put_warps": _PUT_WARPS if several and not ends else 0,
+                "put_warps": put_warps,
                 "forward_warps": forward_warps,
                 "piece_columns": piece // size,
                 "ring_slots": slots,
