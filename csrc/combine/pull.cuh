@@ -147,6 +147,7 @@ struct Pull {
     }
     MOECOMM_FN void look_ahead() {
         ahead = slot_of(token(), lane_id());
+        if constexpr (cfg.domains() > 1) scaleout_sums.look_ahead(token());
         if constexpr (kSingles) {
             const bool has = token() < c.a.num_tokens && lane_id() < cfg.topk;
             owner = has ? reinterpret_cast<const i32*>(c.a.route.token_owner)[static_cast<i64>(token()) * cfg.topk + lane_id()] : -1;
@@ -207,7 +208,7 @@ struct Pull {
         i32 rank;
         const i32 slot = slot_of_lane(rank);
         bool missing = slot >= 0 && !await_row(rank, may_wait);
-        if constexpr (cfg.domains() > 1) missing = !scaleout_sums.await(token(), chunk(), may_wait) || missing;
+        if constexpr (cfg.domains() > 1) missing = !scaleout_sums.await(chunk(), may_wait) || missing;
         if (__any_sync(kAllLanes, missing)) {
             failed = may_wait;
             return may_wait ? Next::none : Next::later;

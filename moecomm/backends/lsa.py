@@ -36,6 +36,7 @@ _INSTALL = "pip install moecomm[cu13] (or [cu12] for a driver of CUDA 12)"
 _ROUND, _SIGNAL, _TAGGED_WORDS = CONTROL, CONTROL + 64, CONTROL + 128  # offsets in the pinned control memory
 
 # Of a window, for packets and the staging ring, which gets at least half.
+_SCALEOUT_CHUNK = 4  # most tokens of a chunk between domains, where one warp forwards a chunk token by token
 _STAGING_BYTES = 62 << 20
 _DIRECT_BYTES = 512 << 20  # with several domains: room for rows that are put directly, of 64 ranks
 
@@ -200,9 +201,11 @@ class LsaSession:
     def schedule(self, op: str, *, num_tokens: int, layout: str, num_sms: int | None) -> Schedule:
         """Choose blocks by the table of this GPU, never more than are resident at once."""
         choice = tuning.choose(self._gpu, self._ranks, op, layout, num_tokens)
-        least = [chunk for tokens, chunk in self.reach.least_chunks if num_tokens >= tokens]
-        blocks = max(1, min(num_sms or choice.blocks, self._most_blocks))
-        return Schedule(blocks, max([choice.chunk_tokens, *least[-1:]]))
+        blocks, chunk = num_sms or choice.blocks, choice.chunk_tokens
+        if is_multi_domain(self.context.shape):
+            chunk = min(chunk, _SCALEOUT_CHUNK)
+            chunk = max([chunk, *(size for tokens, size in self.reach.least_chunks if num_tokens >= tokens)])
+        return Schedule(max(1, min(blocks, self._most_blocks)), chunk)
 
     def synchronize(self) -> None:
         """Wait for every round enqueued so far."""

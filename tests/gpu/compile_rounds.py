@@ -1,4 +1,4 @@
-"""python -m tests.gpu.compile_rounds RANKS TRANSPORT...: the kernels of `moecomm bench dispatch-combine`, by all cores at once.
+"""python -m tests.gpu.compile_rounds RANKS TRANSPORT...: kernels of `moecomm bench dispatch-combine`, by all cores.
 
 TRANSPORT is lsa (one domain), or what reaches domains of half of the ranks: puts, nic, gin_proxy, nvshmem.  Ranks that
 compile while they run wait for each other's compilers, one kernel after the other.

@@ -10,7 +10,7 @@ namespace moecomm {
 template <class Call>
 struct ScaleoutSums {
     static constexpr CombineConfig cfg = Call::cfg;
-    static constexpr i32 kOthers = cfg.domains() - 1;
+    static constexpr i32 kOthers = cfg.domains() - 1, kLooks = ceil_div(cfg.ranks, kWarp);
     static constexpr u64 kOfDomain = cfg.scaleup_ranks() < 64 ? (1ull << cfg.scaleup_ranks() % 64) - 1 : ~0ull;
 
     const Call& c;
@@ -19,22 +19,29 @@ struct ScaleoutSums {
     u64 here = 0;                // one bit for each direct owner whose signal this lane has acquired
     i32 opened = 0, closed = 0;  // items of this warp
     i32 seen = -1;               // the chunk for which this lane has acquired its domain's signal
+    i32 ahead[kLooks];           // this lane's slots of the next token to be opened, by rank
     u64 owners = 0;              // one bit for each rank that has a row of the token being opened
 
     MOECOMM_FN bool comes_from(i32 domain, u64 ranks) const { return (ranks >> domain * cfg.scaleup_ranks() & kOfDomain) != 0; }
 
-    MOECOMM_FN void look_up(i32 token) {
-        owners = 0;
-        for (i32 first = 0; first < cfg.ranks; first += kWarp) {
-            const i32 rank = first + lane_id();
+    // Loads this lane's slots of a token that will be opened, so that look_up does not wait for memory.
+    MOECOMM_FN void look_ahead(i32 token) {
+#pragma unroll
+        for (i32 i = 0; i < kLooks; ++i) {
+            const i32 rank = i * kWarp + lane_id();
             const auto* slots = reinterpret_cast<const i32*>(c.a.route.token_slot) + static_cast<i64>(token) * cfg.ranks;
-            owners |= static_cast<u64>(__ballot_sync(kAllLanes, rank < cfg.ranks && slots[rank] >= 0)) << first;
+            ahead[i] = token < c.a.num_tokens && rank < cfg.ranks ? slots[rank] : -1;
         }
+    }
+    MOECOMM_FN void look_up() {
+        owners = 0;
+#pragma unroll
+        for (i32 i = 0; i < kLooks; ++i) owners |= static_cast<u64>(__ballot_sync(kAllLanes, ahead[i] >= 0)) << i * kWarp;
     }
     // Returns whether other domains' sums of the token have arrived; each lane checks some domains. A forwarder signals only the chunks of
     // which its domain has rows.
-    MOECOMM_FN bool await(i32 token, i32 chunk, bool may_wait) {
-        look_up(token);
+    MOECOMM_FN bool await(i32 chunk, bool may_wait) {
+        look_up();
         if (direct) return await_owners(may_wait);
         for (i32 n = lane_id(); n < kOthers; n += kWarp) {
             const i32 domain = c.domains().other(n);

@@ -36,28 +36,35 @@ MOECOMM_FN u32 scaleout_tokens(const Call& c, i32 domain, i32 chunk) {
     return __ballot_sync(kAllLanes, any);
 }
 
-// Called by the metadata warp. Writes the heads (all that precedes the row) of a chunk's send slots. The last __syncwarp orders the stores
-// for a release by any lane. Cannot fail.
+// Called by the metadata warp. Writes the heads (all that precedes the row) of a chunk's send slots, of all tokens at once: the loads of
+// one token after another would take longer than its row. The last __syncwarp orders the stores for a release by any lane. Cannot fail.
 template <class Call>
 MOECOMM_FN void write_heads(const Call& c, i32 chunk) {
     constexpr DispatchConfig cfg = Call::cfg;
+    const i32 first = chunk * c.a.chunk_tokens, tokens = c.chunk_end(chunk) - first;
+    const auto* slots = reinterpret_cast<const i32*>(c.a.route.token_slot) + static_cast<i64>(first) * cfg.ranks;
     for (i32 n = 0; n < c.domains().kCount - 1; ++n) {
         const i32 domain = c.domains().other(n);
-        for (u32 left = scaleout_tokens(c, domain, chunk); left != 0; left &= left - 1) {
-            const i32 token = chunk * c.a.chunk_tokens + __ffs(left) - 1;
-            u8* to = send_slot(c, domain, token);
-            if (lane_id() == 0) *reinterpret_cast<ReceivedHead*>(to) = ReceivedHead{c.round.tag, token, {}};
-            auto* entries = reinterpret_cast<Entry*>(to + sizeof(ReceivedHead));
-            if (lane_id() < cfg.topk) {
-                const i64 entry = static_cast<i64>(token) * cfg.topk + lane_id();
-                const i32 owner = reinterpret_cast<const i32*>(c.a.route.token_owner)[entry];
-                i32 local = -1;
-                if (!cfg.repeat && owner >= 0) local = c.local_at(entry, owner);
-                entries[lane_id()] = {owner, reinterpret_cast<const i32*>(c.a.route.token_rows)[entry], local, c.weight_at(entry)};
-            }
-            const auto* slots = reinterpret_cast<const i32*>(c.a.route.token_slot) + static_cast<i64>(token) * cfg.ranks;
-            if (lane_id() < cfg.scaleup_ranks())
-                reinterpret_cast<i32*>(entries + cfg.topk)[lane_id()] = slots[domain * cfg.scaleup_ranks() + lane_id()];
+        const u32 wanted = scaleout_tokens(c, domain, chunk);
+        const auto entries_of = [&](i32 nth) {  // null: the domain does not want the token
+            return (wanted >> nth & 1) != 0 ? reinterpret_cast<Entry*>(send_slot(c, domain, first + nth) + sizeof(ReceivedHead)) : nullptr;
+        };
+        if (lane_id() < tokens && entries_of(lane_id()) != nullptr)
+            *reinterpret_cast<ReceivedHead*>(send_slot(c, domain, first + lane_id())) = ReceivedHead{c.round.tag, first + lane_id(), {}};
+#pragma unroll 2
+        for (i32 i = lane_id(); i < tokens * cfg.topk; i += kWarp) {
+            const i64 entry = static_cast<i64>(first) * cfg.topk + i;
+            const i32 owner = reinterpret_cast<const i32*>(c.a.route.token_owner)[entry],
+                      row = reinterpret_cast<const i32*>(c.a.route.token_rows)[entry];
+            const i32 local = !cfg.repeat && owner >= 0 ? c.local_at(entry, owner) : -1;
+            const float weight = c.weight_at(entry);
+            if (Entry* const entries = entries_of(i / cfg.topk)) entries[i % cfg.topk] = {owner, row, local, weight};
+        }
+#pragma unroll 2
+        for (i32 i = lane_id(); i < tokens * cfg.scaleup_ranks(); i += kWarp) {
+            const i32 nth = i / cfg.scaleup_ranks(), at = i % cfg.scaleup_ranks();
+            const i32 slot = slots[static_cast<i64>(nth) * cfg.ranks + domain * cfg.scaleup_ranks() + at];
+            if (Entry* const entries = entries_of(nth)) reinterpret_cast<i32*>(entries + cfg.topk)[at] = slot;
         }
     }
     __syncwarp();
