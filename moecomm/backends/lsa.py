@@ -36,9 +36,10 @@ _INSTALL = "pip install moecomm[cu13] (or [cu12] for a driver of CUDA 12)"
 _ROUND, _SIGNAL, _TAGGED_WORDS = CONTROL, CONTROL + 64, CONTROL + 128  # offsets in the pinned control memory
 
 # Of a window, for packets and the staging ring, which gets at least half.
-_SCALEOUT_CHUNK = 4  # most tokens of a chunk between domains, where one warp forwards a chunk token by token
 _STAGING_BYTES = 62 << 20
 _DIRECT_BYTES = 512 << 20  # with several domains: room for rows that are put directly, of 64 ranks
+
+_SCALEOUT_CHUNK = 4  # most tokens of a chunk between domains, where one warp forwards a chunk token by token
 
 _SPIN_S, _NAP_S = 2e-3, 1e-4  # a wait for the device polls for a while, then naps between polls
 
