@@ -253,7 +253,7 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     if spec.packets:
         reduce_warps, pull_warps, return_forward_warps = 8, 8, 0
     elif spec.domain_ranks:
-        reduce_warps, pull_warps, return_forward_warps = (0, 6, 10) if spec.in_place else (5, 4, 6)
+        reduce_warps, pull_warps, return_forward_warps = (0, 8, 4) if spec.in_place else (5, 7, 3)
     elif spec.in_place:
         reduce_warps, pull_warps, return_forward_warps = 0, 12, 0
     else:  # flat rows are copied: as many bytes are pulled as reduced; of others fewer (docs/decisions.md)
@@ -261,7 +261,7 @@ def _combine_fields(spec: KernelSpec) -> dict[str, int]:
     # A piece is summed in registers: 56 fp32 columns a lane, or 32 where a block has more warps.
     summed = {2: 3584, 4: 4096} if spec.in_place else {2: 2048, 4: 3584}
     staged = spec.type if spec.layout == _FLAT else spec.wire
-    if spec.domain_ranks:
+    if spec.domain_ranks and not spec.in_place:
         summed = {2: 1536, 4: 3072}  # next to the sum of the domains
     pull_bytes = _piece(spec.hidden * TYPE_BYTES[staged], summed[TYPE_BYTES[staged]], _LINE)
     beside = _align(8 * _MOST_SLOTS + 8 * 24, 128) + 128  # barriers and items of a ring, and alignment
@@ -321,9 +321,8 @@ def source(spec: KernelSpec) -> str:
     block = ", ".join(f".{name} = {value}" for name, value in fields.items())
     name, function = spec.op.capitalize(), "dispatch_end" if spec.part == _END else spec.op
     transport = linking.TRANSPORTS[spec.transport]
-    more = "" if spec.transport == "lsa" else f'#include "transport/{spec.transport.split("_")[0]}.cuh"\n'
     return (
-        f'#include "{spec.op}/{spec.op}.cuh"\n{more}'
+        f'#include "{spec.op}/{spec.op}.cuh"\n{linking.included(spec.transport)}'
         "using namespace moecomm;\n"
         f"constexpr {name}Config config{{{shape}, {kind}, {block}}};\n"
         f'extern "C" __global__ void __launch_bounds__({block_threads(fields)}, 1)\n'

@@ -58,6 +58,11 @@ TRANSPORTS = {
 ALONE = ("lsa", "puts", "nic")  # linked with nothing
 
 
+def included(transport: str) -> str:
+    """Return the line that includes a transport; kernels include that of "lsa" themselves."""
+    return "" if transport == "lsa" else f'#include "transport/{transport.removesuffix("_proxy")}.cuh"\n'
+
+
 def build(source: str, transport: str, arch: str, include: Path, core: Any) -> tuple[bytes, str]:
     """Link `source` with what `transport` needs; return the cubin and ptxas's messages.  Needs no GPU.
 

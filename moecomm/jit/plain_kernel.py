@@ -39,11 +39,9 @@ class PlainKernel:
     @property
     def source(self) -> str:
         """The translation unit."""
-        name = linking.TRANSPORTS[self.transport].lower()
-        more = "" if self.transport == "lsa" else f'#include "transport/{name}.cuh"\n'
         clusters = f"__cluster_dims__({self.cluster}) " if self.cluster > 1 else ""
         return (
-            f'#include "{self.header}.cuh"\n{more}'
+            f'#include "{self.header}.cuh"\n{linking.included(self.transport)}'
             f"using namespace moecomm;\nusing namespace {self.namespace};\n"
             f'extern "C" __global__ void {clusters}__launch_bounds__({self.threads}, 1)\n'
             f"moecomm_plain(const __grid_constant__ {self.args} args) {{ {self.entry}(args); }}\n"
